@@ -1,0 +1,1 @@
+"""Load generation, benchmarks, result files and the pages made from them."""

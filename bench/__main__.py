@@ -1,0 +1,22 @@
+"""All benchmarks that need no GPU, one after the other: python -m bench [NAME ...]"""
+
+import subprocess
+import sys
+
+ALL = ("engine", "agreement", "pair_agreement", "transfer", "serving", "gateway", "structured", "soak")
+
+
+def main(names: list[str]) -> int:
+    """Each in a process of its own, so that none inherits another's threads and caches. The first failure ends it."""
+    if unknown := [name for name in names if name not in ALL]:
+        print(f"no benchmark is called {', '.join(unknown)}; there are {', '.join(ALL)}", file=sys.stderr)
+        return 2
+    for name in names or ALL:
+        print(f"== {name}", flush=True)
+        if code := subprocess.run([sys.executable, "-m", f"bench.{name}"], check=False).returncode:
+            return code
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

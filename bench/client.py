@@ -1,0 +1,172 @@
+"""A streaming client that only takes times: when each token of one answer arrived, and what went wrong if it did."""
+
+import asyncio
+import json
+import random
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import aiohttp
+from aiohttp.http_exceptions import HttpProcessingError
+
+VOCABULARY = 32_000
+"""Token ids below this exist in the vocabulary of every supported family."""
+QUIET_S = 120.0
+MAX_SAID = 200
+SPARE_EVENTS = 8
+"""What a stream may have above one event a token: some servers open or close it with an empty one."""
+
+
+@dataclass
+class Answer:
+    """Seconds from the request's start (`ttft_s`) and between events with tokens (`gaps_s`).
+
+    `num_tokens` is what the server's `usage` says, else the number of those events. `reason`: why it did not end well,
+    in words that can be counted; `error`: the same with what the server said. Both are empty if it did.
+    """
+
+    ttft_s: float = 0.0
+    gaps_s: list[float] = field(default_factory=list)
+    total_s: float = 0.0
+    num_tokens: int = 0
+    reason: str = ""
+    error: str = ""
+
+
+class Broken(Exception):
+    """The answer did not end well: a reason to count, and what was seen."""
+
+    def __init__(self, reason: str, seen: object = "") -> None:
+        super().__init__(reason, seen)
+        self.reason, self.seen = reason, str(seen)[:MAX_SAID]
+
+
+def random_prompt(num_tokens: int, rng: random.Random, vocabulary: int = VOCABULARY) -> list[int]:
+    """Token ids, so that no prefix cache can help and no tokenizer is measured."""
+    return rng.choices(range(min(10, vocabulary - 1), vocabulary), k=num_tokens)
+
+
+async def ask(
+    http: aiohttp.ClientSession,
+    url: str,
+    model: str,
+    prompt: list[int],
+    max_tokens: int,
+    leave_after: int | None = None,
+    quiet_s: float = QUIET_S,
+) -> Answer:
+    """Stream one completion, greedy, to exactly `max_tokens`. Whatever the server does is in the answer, and it ends.
+
+    `leave_after`: hang up after so many tokens. `quiet_s`: give up when no token came for so long.
+    """
+    body = {
+        "model": model,
+        "prompt": prompt,
+        "max_tokens": max_tokens,
+        "temperature": 0,
+        "ignore_eos": True,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+    answer, start = Answer(), time.perf_counter()
+    try:
+        await _stream(http, f"{url}/v1/completions", body, _Taker(answer, start, max_tokens, leave_after), quiet_s)
+    except Broken as broken:
+        answer.reason, answer.error = broken.reason, broken.seen or broken.reason
+    except TimeoutError:
+        answer.reason, answer.error = "silent", f"no token came for {quiet_s:g} s"
+    except tuple(FAILURES) as error:
+        answer.reason = next(words for kind, words in FAILURES.items() if isinstance(error, kind))
+        answer.error = f"{type(error).__name__}: {error}"[:MAX_SAID]
+    answer.total_s = time.perf_counter() - start
+    return answer
+
+
+FAILURES: dict[type[Exception], str] = {
+    aiohttp.ClientConnectorError: "no connection",
+    aiohttp.ClientResponseError: "garbage",  # no HTTP
+    HttpProcessingError: "garbage",  # a line without an end
+    aiohttp.ClientError: "connection lost",
+    OSError: "connection lost",
+    ValueError: "garbage",  # no JSON, no UTF-8
+    RecursionError: "garbage",
+}
+"""The first that fits, since some are kinds of others."""
+
+
+async def _stream(http: aiohttp.ClientSession, url: str, body: dict, taker: "_Taker", quiet_s: float) -> None:
+    loop = asyncio.get_running_loop()
+    async with asyncio.timeout(quiet_s) as patience, http.post(url, json=body) as response:
+        if response.status != 200:
+            said = (await response.content.read(MAX_SAID)).decode(errors="replace")
+            raise Broken(f"HTTP {response.status}", f"{response.status} {said}")
+        if response.content_type != "text/event-stream":
+            raise Broken("garbage", f"it answers with {response.content_type}, not with a stream of events")
+        async for line in response.content:
+            if not line.startswith(b"data:") or (data := line[5:].strip()) == b"[DONE]":
+                continue
+            if taker.take(json.loads(data)):
+                patience.reschedule(loop.time() + quiet_s)
+            if taker.has_left:
+                return
+    taker.end()
+
+
+class _Taker:
+    """Gives the events of one stream their times. Raises Broken for what no good stream has."""
+
+    def __init__(self, answer: Answer, start: float, max_tokens: int, leave_after: int | None) -> None:
+        self._answer, self._last = answer, start
+        self._max_tokens, self._leave_after = max_tokens, leave_after
+        self._num_counted: int | None = None
+        self._is_finished = False
+
+    @property
+    def has_left(self) -> bool:
+        return self._leave_after is not None and self._answer.num_tokens >= self._leave_after
+
+    def take(self, event: object) -> bool:
+        """Whether it counts as a token. One that ends the answer and has no text does not, if others came before."""
+        now, answer, choices = time.perf_counter(), self._answer, self._choices(event)
+        self._is_finished = self._is_finished or any(choice.get("finish_reason") for choice in choices)
+        is_end = all(choice.get("finish_reason") and not choice.get("text") for choice in choices)
+        if not choices or (is_end and answer.num_tokens):
+            return False
+        if answer.num_tokens:
+            answer.gaps_s.append(now - self._last)
+        else:
+            answer.ttft_s = now - self._last
+        self._last, answer.num_tokens = now, answer.num_tokens + 1
+        if answer.num_tokens > self._max_tokens + SPARE_EVENTS:
+            raise Broken("more than asked for", f"more than {self._max_tokens} tokens came")
+        return True
+
+    def end(self) -> None:
+        if not self._is_finished:
+            raise Broken("no finish_reason", "the stream ended without a finish_reason")
+        if self._num_counted == 0 or self._answer.num_tokens == 0:
+            raise Broken("no token", "the answer is complete and has no token")
+        self._answer.num_tokens = self._num_counted or self._answer.num_tokens
+
+    def _choices(self, event: object) -> list[dict]:
+        if not isinstance(event, dict):
+            raise Broken("garbage", event)
+        if event.get("error"):
+            raise Broken("error in the stream", event["error"])
+        choices, usage = event.get("choices"), event.get("usage")
+        if not isinstance(choices, list) or not all(isinstance(choice, dict) for choice in choices):
+            raise Broken("garbage", event)
+        if isinstance(usage, dict) and isinstance(usage.get("completion_tokens"), int):
+            self._num_counted = usage["completion_tokens"]
+        return choices
+
+
+def session(total_s: float | None = 600.0, headers: Mapping[str, str] | None = None) -> aiohttp.ClientSession:
+    """Any number of connections. `total_s`: the longest that a request may take; None where `ask` is what gives up."""
+    return aiohttp.ClientSession(
+        connector=aiohttp.TCPConnector(limit=0),
+        timeout=aiohttp.ClientTimeout(total=total_s),
+        read_bufsize=1 << 20,
+        headers=headers,
+    )

@@ -1,0 +1,30 @@
+"""One figure of a result file."""
+
+import sys
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Row:
+    """limit: fraction of the byte or FLOP limit that the value reaches; peer: the other way of doing the same work."""
+
+    name: str
+    params: dict[str, Any]
+    value: float | bool
+    unit: str
+    limit: float | None = None
+    peer: str | None = None
+    peer_value: float | None = None
+    extra: dict[str, Any] = field(default_factory=dict)
+
+
+def show(row: Row) -> Row:
+    """Print a row as it comes, so that a run that is cut short still says something."""
+    params = " ".join(f"{k}={v}" for k, v in row.params.items())
+    limit = "" if row.limit is None else f"  {row.limit:.0%} of limit"
+    peer = "" if row.peer is None else f"  | {row.peer} {row.peer_value:.4g}"
+    extra = "" if not row.extra else f"  {row.extra}"
+    sys.stdout.write(f"{row.name:22} {params:48} {row.value:.5g} {row.unit}{limit}{peer}{extra}\n")
+    sys.stdout.flush()
+    return row

@@ -1,0 +1,97 @@
+"""A whole system of our own for a measurement: `tandem up` on a free port, and gone afterwards."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from tempfile import TemporaryFile
+
+START_TIMEOUT_S = 180.0
+STOP_TIMEOUT_S = 30.0
+
+
+@dataclass(frozen=True)
+class System:
+    """`url` of the gateway; `nodes()` are the rows of `tandem ps --json`."""
+
+    url: str
+    port: int
+    pid: int
+
+    def nodes(self) -> list[dict]:
+        command = [sys.executable, "-m", "tandem", "ps", "--json", "--port", str(self.port)]
+        return json.loads(subprocess.run(command, check=True, capture_output=True, text=True, timeout=30).stdout)
+
+    def workers(self) -> list[dict]:
+        return [node for node in self.nodes() if node["role"] in ("prefill", "decode", "mixed")]
+
+    def model(self) -> str:
+        return get_json(f"{self.url}/v1/models")["data"][0]["id"]
+
+
+@contextmanager
+def running(*flags: str, **environment: str) -> Iterator[System]:
+    """Start `tandem up FLAGS` and yield once it is ready. `environment` is added to ours: settings of the services.
+
+    Raises RuntimeError with its last words if it does not come up.
+    """
+    port = free_port()
+    command = [sys.executable, "-m", "tandem", "up", "--port", str(port), *flags]
+    with TemporaryFile("w+") as output:
+        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=os.environ | environment)
+        try:
+            if reason := wait_ready(process, f"http://127.0.0.1:{port}", START_TIMEOUT_S):
+                output.seek(0)
+                raise RuntimeError(f"{reason}:\n{output.read()}")
+            yield System(f"http://127.0.0.1:{port}", port, process.pid)
+        finally:
+            stop(process)
+
+
+def wait_ready(process: subprocess.Popen, url: str, timeout_s: float) -> str:
+    """Empty once the gateway is ready, else why it will not be."""
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        if process.poll() is not None:
+            return f"tandem up ended with code {process.returncode}"
+        if is_ready(url):
+            return ""
+        time.sleep(0.2)
+    return f"not ready after {timeout_s:.0f} s"
+
+
+def is_ready(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(f"{url}/ready", timeout=2) as response:
+            return response.status == 200
+    except (urllib.error.URLError, ConnectionError, TimeoutError):
+        return False
+
+
+def stop(process: subprocess.Popen) -> None:
+    if process.poll() is None:
+        process.send_signal(signal.SIGINT)
+    try:
+        process.wait(STOP_TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
+def free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return sock.getsockname()[1]
+
+
+def get_json(url: str) -> dict:
+    with urllib.request.urlopen(url, timeout=10) as response:
+        return json.load(response)

@@ -1,0 +1,22 @@
+"""The architectures that the engine can run: one file each, found by being here."""
+
+import importlib
+import pkgutil
+
+from checkpoint.families.family import Family
+from contracts.errors import ConfigError
+
+FAMILIES: dict[str, Family] = {
+    name: importlib.import_module(f"{__name__}.{name}").FAMILY
+    for _, name, _ in pkgutil.iter_modules(__path__)
+    if name != "family"
+}
+
+
+def family_of(architecture: str, source: str) -> Family:
+    """By the name that a config.json or a GGUF file uses. Raises ConfigError that lists the supported ones."""
+    for family in FAMILIES.values():
+        if architecture in (family.architecture, family.gguf_architecture):
+            return family
+    supported = ", ".join(sorted(FAMILIES))
+    raise ConfigError(f"{source}: the architecture '{architecture}' is not supported; supported are {supported}")

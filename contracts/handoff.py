@@ -1,0 +1,104 @@
+"""The handoff between one prefill and one decode worker: what they say on their control connection.
+
+    prefill -> decode   Offer                 the scheduler picked the request
+    decode  -> prefill  Grant | Wait | Refuse  real pages are taken only now
+    prefill -> decode   ChunkHeader           beside the chunk's bytes, one per computed chunk
+    prefill -> decode   Fin                   all chunks sent; carries token 0
+    decode  -> prefill  Commit                every chunk valid and Fin seen: the pin may go
+    either  -> other    Abort, answered by AbortAck once nothing can write any more
+
+Every message carries (request_id, epoch); a receiver drops old epochs and counts them.
+"""
+
+import msgspec
+
+from contracts.events import Token
+from contracts.ids import BlockId, Epoch, RequestId
+
+
+class Offer(msgspec.Struct, frozen=True, tag="offer"):
+    """`num_tokens` of KV will come. Prefix hashes are not sent: decode has the job and hashes its token ids itself."""
+
+    request_id: RequestId
+    epoch: Epoch
+    num_tokens: int
+    layout_id: str
+
+
+class Grant(msgspec.Struct, frozen=True, tag="grant"):
+    """Pages for the tokens from `skip_tokens` on (a multiple of the block size;
+
+    decode holds the ones before in its prefix cache).
+    """
+
+    request_id: RequestId
+    epoch: Epoch
+    pages: list[BlockId]
+    skip_tokens: int
+
+
+class Wait(msgspec.Struct, frozen=True, tag="wait"):
+    """No pages now; decode keeps the offer queued and grants later. Prefill keeps its pin while its deadline allows."""
+
+    request_id: RequestId
+    epoch: Epoch
+    reason: str
+
+
+class Refuse(msgspec.Struct, frozen=True, tag="refuse"):
+    """Never: wrong layout, cancelled, draining."""
+
+    request_id: RequestId
+    epoch: Epoch
+    code: str
+    reason: str
+
+
+class ChunkHeader(msgspec.Struct, frozen=True, tag="chunk"):
+    """Pages of tokens `[first_token, first_token + num_tokens)`, in token order, as `[num_planes, pages, page_nbytes]`.
+
+    `first_token` is a multiple of the block size. `checksum` covers those bytes, seeded with the epoch.
+    """
+
+    request_id: RequestId
+    epoch: Epoch
+    index: int
+    first_token: int
+    num_tokens: int
+    layout_id: str
+    nbytes: int
+    checksum: int
+
+
+class Fin(msgspec.Struct, frozen=True, tag="fin"):
+    request_id: RequestId
+    epoch: Epoch
+    num_chunks: int
+    first: Token
+    cached_tokens: int
+
+
+class Commit(msgspec.Struct, frozen=True, tag="commit"):
+    """Stated by the receiver: these bytes arrived and are right."""
+
+    request_id: RequestId
+    epoch: Epoch
+    num_chunks: int
+    nbytes: int
+
+
+class Abort(msgspec.Struct, frozen=True, tag="abort"):
+    request_id: RequestId
+    epoch: Epoch
+    code: str
+    reason: str
+
+
+class AbortAck(msgspec.Struct, frozen=True, tag="abort_ack"):
+    """The writer of this attempt has ended: no byte of it will land from now on."""
+
+    request_id: RequestId
+    epoch: Epoch
+
+
+HandoffMessage = Offer | Grant | Wait | Refuse | ChunkHeader | Fin | Commit | Abort | AbortAck

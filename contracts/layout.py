@@ -1,0 +1,54 @@
+"""What the bytes of a KV cache mean, so that two workers can agree before any of them moves."""
+
+import hashlib
+
+import msgspec
+
+from contracts.errors import LayoutMismatch
+
+ITEM_NBYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1}
+
+
+class KVLayout(msgspec.Struct, frozen=True, kw_only=True):
+    """A paged cache: planes of pages `[kv_heads, block, head_dim]`; plane 2 * layer is its K, 2 * layer + 1 its V.
+
+    One allocation `[num_planes, num_blocks, page_nbytes]`. `model` is a fingerprint of the weights' configuration: the
+    KV of one model means nothing to another. `scales` says where quantization scales live ("none": not quantized).
+    """
+
+    model: str
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    block_size: int
+    dtype: str
+    scales: str = "none"
+    tp_rank: int = 0
+    tp_size: int = 1
+
+    @property
+    def num_planes(self) -> int:
+        return 2 * self.num_layers
+
+    @property
+    def page_nbytes(self) -> int:
+        """Bytes of one block in one plane."""
+        return self.num_kv_heads // self.tp_size * self.block_size * self.head_dim * ITEM_NBYTES[self.dtype]
+
+    @property
+    def block_nbytes(self) -> int:
+        """Bytes of one block in all planes."""
+        return self.num_planes * self.page_nbytes
+
+    @property
+    def layout_id(self) -> str:
+        return hashlib.blake2b(msgspec.json.encode(self, order="sorted"), digest_size=8).hexdigest()
+
+    def num_blocks(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.block_size)
+
+    def require_match(self, theirs: "KVLayout") -> None:
+        """Raise LayoutMismatch naming the first field that differs."""
+        for field in self.__struct_fields__:
+            if getattr(self, field) != getattr(theirs, field):
+                raise LayoutMismatch(field, getattr(self, field), getattr(theirs, field))

@@ -1,0 +1,34 @@
+"""Become another program that the kernel kills when the parent dies: `python leash.py PARENT_PID PROGRAM ARG...`.
+
+Whatever starts a process of its own starts it through this (`leashed`), so that nothing is left behind even when the
+parent is killed. Run as a file, in isolated mode: it imports as little as it can.
+"""
+
+import ctypes
+import os
+import signal
+import sys
+from collections.abc import Sequence
+
+PR_SET_PDEATHSIG = 1  # linux/prctl.h
+
+
+def leashed(command: Sequence[str]) -> list[str]:
+    """The command that runs `command` in the same process, which then dies with the thread that started it."""
+    return [sys.executable, "-IS", __file__, str(os.getpid()), *command]
+
+
+def main() -> None:
+    parent_pid, program = int(sys.argv[1]), sys.argv[2:]
+    if ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL):
+        sys.exit(f"prctl(PR_SET_PDEATHSIG): {os.strerror(ctypes.get_errno())}")
+    if os.getppid() != parent_pid:  # it died before the line above
+        sys.exit("the parent is gone")
+    try:
+        os.execvp(program[0], program)
+    except OSError as error:
+        sys.exit(f"{program[0]} can't be run: {error.strerror}")
+
+
+if __name__ == "__main__":
+    main()

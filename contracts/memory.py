@@ -1,0 +1,67 @@
+"""How much memory this process may still take: what the machine has free, or less where a control group limits it."""
+
+from pathlib import Path
+
+UNLIMITED = 1 << 60  # version 1 writes a number of this order where nothing is limited
+
+
+def available_nbytes(root: Path = Path("/")) -> int:
+    """The least of what the machine has available and of what is left to each control group above this process."""
+    return min([_machine_nbytes(root), *_left_in_groups(root)])
+
+
+def limit_nbytes(root: Path = Path("/")) -> int | None:
+    """The smallest limit of a control group above this process; None if there is none."""
+    limits = [limit for folder in _groups(root) if (limit := _limit(folder)) is not None]
+    return min(limits, default=None)
+
+
+def _machine_nbytes(root: Path) -> int:
+    """MemAvailable of /proc/meminfo, which is in KiB."""
+    lines = (root / "proc/meminfo").read_text().splitlines()
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:"))
+
+
+def _left_in_groups(root: Path) -> list[int]:
+    groups = [(folder, limit) for folder in _groups(root) if (limit := _limit(folder)) is not None]
+    return [max(0, limit - _used(folder)) for folder, limit in groups]
+
+
+def _groups(root: Path) -> list[Path]:
+    """The memory groups of this process, the innermost first: of version 2, or else of version 1 (cgroups(7)).
+
+    In a container the path of /proc may be the host's, and the group itself is mounted on top: what is not there is
+    passed over, and the top is always looked at.
+    """
+    file = root / "proc/self/cgroup"
+    if not file.exists():
+        return []
+    entries = [line.split(":", 2) for line in file.read_text().splitlines()]
+    memory = [path for _, controllers, path in entries if "memory" in controllers.split(",")]
+    mount = root / "sys/fs/cgroup" / ("memory" if memory else "")
+    paths = memory or [path for number, _, path in entries if number == "0"]
+    return [folder for path in paths for folder in _upward(mount, path) if folder.is_dir()]
+
+
+def _upward(mount: Path, path: str) -> list[Path]:
+    inner = mount / path.strip("/")
+    return [inner, *(parent for parent in inner.parents if parent.is_relative_to(mount))]
+
+
+def _limit(folder: Path) -> int | None:
+    for name in ("memory.max", "memory.limit_in_bytes"):
+        words = _read(folder / name)
+        if words.isdigit() and int(words) < UNLIMITED:
+            return int(words)
+    return None
+
+
+def _used(folder: Path) -> int:
+    """Without the page cache that the kernel would give back."""
+    used = _read(folder / "memory.current") or _read(folder / "memory.usage_in_bytes") or "0"
+    rows = dict(line.split() for line in _read(folder / "memory.stat").splitlines())
+    return int(used) - int(rows.get("total_inactive_file", rows.get("inactive_file", 0)))
+
+
+def _read(file: Path) -> str:
+    return file.read_text().strip() if file.exists() else ""

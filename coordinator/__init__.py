@@ -1,0 +1,3 @@
+"""Who serves what: registry, placement, credits and the states of requests, in Redis or in memory."""
+
+from coordinator.connect import connect as connect

@@ -1,0 +1,87 @@
+-- Shared by all scripts. KEYS[1] is the pool's key prefix, "tandem:{pool}:"; the braces keep a pool in one hash slot.
+--
+--   nodes             sorted set of worker ids, all with score 0
+--   node:ID           hash: info, load, incarnation, term, placement's numbers, credits
+--   node:ID:alive     incarnation, expires unless the worker beats
+--   node:ID:prefixes  sorted set: prefix hash -> when it was last served here (ms)
+--   node:ID:old       set of superseded incarnations
+--   req:ID            hash: state, epoch, gateway, and who holds its credits
+--   gateway:ID        set of its live requests
+--   leases            sorted set: request id -> when its lease ends (ms, by TIME)
+--   states, counters  hashes of counts
+--   terms             how often a worker has joined
+--   leader            who reaps
+--
+-- A term numbers the joins. Credits are returned to the term they were taken from: a worker that joined anew owes nothing.
+
+local PREFIX = KEYS[1]
+
+local function key(...)
+  return PREFIX .. table.concat({...}, ':')
+end
+
+local function now_ms()
+  local time = redis.call('TIME')
+  return tonumber(time[1]) * 1000 + math.floor(tonumber(time[2]) / 1000)
+end
+
+-- In the order of their bytes, as the sorted set keeps them; table.sort would follow the locale of the server.
+local function worker_ids()
+  return redis.call('ZRANGE', key('nodes'), 0, -1)
+end
+
+local function count(name)
+  redis.call('HINCRBY', key('counters'), name, 1)
+end
+
+local function read(name)
+  local flat, record = redis.call('HGETALL', name), {}
+  for i = 1, #flat, 2 do record[flat[i]] = flat[i + 1] end
+  return record
+end
+
+local function credit(worker, term, tokens_field, count_field, tokens, requests)
+  local node = key('node', worker)
+  if redis.call('HGET', node, 'term') ~= term then return end
+  redis.call('HINCRBY', node, tokens_field, tokens)
+  redis.call('HINCRBY', node, count_field, requests)
+end
+
+local function drop_prefill(id, request)
+  if request.prefill_held ~= '1' then return end
+  credit(request.prefill, request.prefill_term, 'pending', 'prefills', -request.prefill_tokens, -1)
+  redis.call('HSET', key('req', id), 'prefill_held', '0')
+  request.prefill_held = '0'
+end
+
+local function drop_decode(id, request)
+  if request.decode_held ~= '1' then return end
+  credit(request.decode, request.decode_term, 'reserved', 'decodes', -request.decode_tokens, -1)
+  redis.call('HSET', key('req', id), 'decode_held', '0')
+  request.decode_held = '0'
+end
+
+-- The answer goes on where the prompt was computed: so does its credit.
+local function decode_at_prefill(id, request)
+  if request.decode_held ~= '1' or request.decode == request.prefill then return end
+  drop_decode(id, request)
+  request.decode, request.decode_term, request.decode_held = request.prefill, request.prefill_term, '1'
+  credit(request.decode, request.decode_term, 'reserved', 'decodes', request.decode_tokens, 1)
+  redis.call('HSET', key('req', id), 'decode', request.decode, 'decode_term', request.decode_term, 'decode_held', '1')
+end
+
+-- Enter a state: the caller has found it legal. Credits that the state does not hold go back.
+local function enter(id, request, to, epoch)
+  if request.state then redis.call('HINCRBY', key('states'), request.state, -1) end
+  redis.call('HINCRBY', key('states'), to, 1)
+  redis.call('HSET', key('req', id), 'state', to, 'epoch', epoch)
+  if to == 'LOCAL_DECODE' then decode_at_prefill(id, request) end
+  if not HOLDS_PREFILL[to] then drop_prefill(id, request) end
+  if not HOLDS_DECODE[to] then drop_decode(id, request) end
+  if ENDS[to] then
+    redis.call('ZREM', key('leases'), id)
+    redis.call('SREM', key('gateway', request.gateway), id)
+    redis.call('PEXPIRE', key('req', id), ENDED_KEPT_MS)
+  end
+  request.state, request.epoch = to, epoch
+end

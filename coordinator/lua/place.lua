@@ -1,0 +1,190 @@
+-- ARGV: request id, epoch, gateway id, num_tokens, need_tokens, lease_ms, number of excluded, excluded..., hashes...
+-- Returns {word, ...}: ok prefill_info decode_info | no_worker side | too_long most | overloaded side wait_s | no_pair | stale
+local id, epoch, gateway = ARGV[1], tonumber(ARGV[2]), ARGV[3]
+local num_tokens, need_tokens, lease_ms = tonumber(ARGV[4]), tonumber(ARGV[5]), tonumber(ARGV[6])
+local excluded, hashes = {}, {}
+local first_hash = 8 + tonumber(ARGV[7])
+for i = 8, first_hash - 1 do excluded[ARGV[i]] = true end
+for i = first_hash, #ARGV do hashes[#hashes + 1] = ARGV[i] end
+local now = now_ms()
+local request = read(key('req', id))
+
+local function rate(measured, assumed)
+  if measured > 0 then return measured end
+  return assumed
+end
+
+-- A chain: who served a block served all before it. So the deepest one known is found by bisection.
+local function cached_tokens(worker)
+  local prefixes, low, high = key('node', worker, 'prefixes'), 0, #hashes
+  if high == 0 or redis.call('EXISTS', prefixes) == 0 then return 0 end
+  while low < high do
+    local middle = math.floor((low + high + 1) / 2)
+    local served = redis.call('ZSCORE', prefixes, hashes[middle])
+    if served and tonumber(served) > now - AFFINITY_TTL_S * 1000 then low = middle else high = middle - 1 end
+  end
+  return math.min(low * AFFINITY_BLOCK, num_tokens - 1)
+end
+
+local function candidate(worker)
+  if excluded[worker] or redis.call('EXISTS', key('node', worker, 'alive')) == 0 then return nil end
+  local row = redis.call('HMGET', key('node', worker), 'role', 'layout_id', 'max_model_len', 'capacity', 'pending',
+    'beyond_pending', 'reserved', 'beyond_reserved', 'decodes', 'prefill_rate', 'decode_rate', 'transfer_rate',
+    'draining', 'info', 'term')
+  if not row[1] or row[13] == '1' or row[15] == '0' then return nil end
+  return {
+    worker = worker, role = row[1], layout_id = row[2], capacity = tonumber(row[4]),
+    longest = math.min(tonumber(row[3]), tonumber(row[4])) - 1,
+    pending = row[5] + row[6], reserved = row[7] + row[8], decodes = tonumber(row[9]),
+    prefill_rate = rate(tonumber(row[10]), PREFILL_RATE), decode_rate = rate(tonumber(row[11]), DECODE_RATE),
+    transfer_rate = rate(tonumber(row[12]), TRANSFER_RATE), info = row[14], term = row[15],
+    cached = cached_tokens(worker),
+  }
+end
+
+local function filter(list, keep)
+  local kept = {}
+  for _, item in ipairs(list) do
+    if keep(item) then kept[#kept + 1] = item end
+  end
+  return kept
+end
+
+local function best(list, measure, pick)
+  local found
+  for _, item in ipairs(list) do
+    local value = measure(item)
+    found = found and pick(found, value) or value
+  end
+  return found
+end
+
+-- placement.py, in the same order of operations
+
+local function max_pending(p) return p.prefill_rate * MAX_PREFILL_WAIT_S end
+
+local function excess(d) return d.reserved + need_tokens - d.capacity * OVERCOMMIT end
+
+local function prefill_s(p) return (p.pending + (num_tokens - p.cached)) / p.prefill_rate end
+
+local function decode_s(d)
+  return math.max(0, d.reserved + need_tokens - d.capacity) / d.decode_rate + ITL_S * (d.decodes + 1)
+end
+
+local function cost_s(p, d)
+  local cost = prefill_s(p) + decode_s(d)
+  if p.worker == d.worker then return cost end
+  local compute_s = (num_tokens - p.cached) / p.prefill_rate
+  local transfer_s = (num_tokens - d.cached) / p.transfer_rate
+  local crowding_s = ITL_S * p.decodes + STALL_WEIGHT * (d.pending / d.prefill_rate)
+  return cost + (HANDOFF_S + math.max(0, transfer_s - compute_s)) + crowding_s
+end
+
+local function cheapest(list, measure)
+  local order = {}
+  for i, item in ipairs(list) do order[i] = {cost = measure(item), index = i, item = item} end
+  table.sort(order, function(a, b) return a.cost < b.cost or (a.cost == b.cost and a.index < b.index) end)
+  local few = {}
+  for i = 1, math.min(TOP, #order) do few[i] = order[i].item end
+  return few
+end
+
+local function fitting(list, side)
+  if #list == 0 then return nil, {'no_worker', side} end
+  local fit = filter(list, function(c) return num_tokens <= c.longest end)
+  if #fit == 0 then return nil, {'too_long', best(list, function(c) return c.longest end, math.max)} end
+  return fit
+end
+
+local function choose(candidates)
+  local prefills, decodes, refusal
+  prefills, refusal = fitting(filter(candidates, function(c) return c.role ~= 'decode' end), 'prefill')
+  if refusal then return nil, nil, refusal end
+  decodes, refusal = fitting(filter(candidates, function(c) return c.role ~= 'prefill' end), 'decode')
+  if refusal then return nil, nil, refusal end
+  local ready = filter(prefills, function(p) return p.pending <= max_pending(p) end)
+  if #ready == 0 then
+    local wait_s = best(prefills, function(p) return (p.pending - max_pending(p)) / p.prefill_rate end, math.min)
+    return nil, nil, {'overloaded', 'prefill', string.format('%.17g', wait_s)}
+  end
+  local roomy = filter(decodes, function(d) return excess(d) <= 0 or d.reserved == 0 end)
+  if #roomy == 0 then
+    local wait_s = best(decodes, function(d) return excess(d) / d.decode_rate end, math.min)
+    return nil, nil, {'overloaded', 'decode', string.format('%.17g', wait_s)}
+  end
+  local prefill, decode, least
+  for _, p in ipairs(cheapest(ready, prefill_s)) do
+    for _, d in ipairs(cheapest(roomy, decode_s)) do
+      local cost = p.layout_id == d.layout_id and cost_s(p, d)
+      if cost and (not least or cost < least) then prefill, decode, least = p, d, cost end
+    end
+  end
+  return prefill, decode, not least and {'no_pair'} or nil
+end
+
+local function remember(worker, capacity)
+  if #hashes == 0 then return end
+  local prefixes, rows = key('node', worker, 'prefixes'), {}
+  for _, hash in ipairs(hashes) do
+    rows[#rows + 1] = now
+    rows[#rows + 1] = hash
+  end
+  redis.call('ZADD', prefixes, unpack(rows))
+  local most = math.max(AFFINITY_BLOCKS, math.floor(capacity / AFFINITY_BLOCK))
+  redis.call('ZREMRANGEBYRANK', prefixes, 0, -most - 1)
+  redis.call('PEXPIRE', prefixes, AFFINITY_TTL_S * 1000)
+end
+
+local function take(prefill, decode)
+  local uncached = num_tokens - prefill.cached
+  if request.gateway then redis.call('SREM', key('gateway', request.gateway), id) end
+  request.gateway = gateway
+  request.prefill, request.prefill_term, request.prefill_tokens = prefill.worker, prefill.term, uncached
+  request.decode, request.decode_term, request.decode_tokens = decode.worker, decode.term, need_tokens
+  redis.call('HSET', key('req', id), 'gateway', gateway, 'placed_ms', now, 'prefill', prefill.worker, 'prefill_term', prefill.term,
+    'prefill_tokens', uncached, 'prefill_held', '1', 'decode', decode.worker, 'decode_term', decode.term,
+    'decode_tokens', need_tokens, 'decode_held', '1')
+  credit(prefill.worker, prefill.term, 'pending', 'prefills', uncached, 1)
+  credit(decode.worker, decode.term, 'reserved', 'decodes', need_tokens, 1)
+  request.prefill_held, request.decode_held = '1', '1'
+  enter(id, request, 'PLACED', epoch)
+  redis.call('ZADD', key('leases'), now + lease_ms, id)
+  redis.call('SADD', key('gateway', gateway), id)
+  remember(prefill.worker, prefill.capacity)
+  if decode.worker ~= prefill.worker then remember(decode.worker, decode.capacity) end
+end
+
+local function repeated()
+  local infos = {}
+  for i, side in ipairs({'prefill', 'decode'}) do
+    local row = redis.call('HMGET', key('node', request[side]), 'info', 'term')
+    if not row[1] or row[2] ~= request[side .. '_term'] then return {'no_worker', side} end
+    infos[i] = row[1]
+  end
+  return {'ok', infos[1], infos[2]}
+end
+
+if request.state then
+  local at = tonumber(request.epoch)
+  if at == epoch and not ENDS[request.state] and request.gateway == gateway then return repeated() end
+  if at >= epoch or VERDICT[request.state]['PLACED'] ~= 'legal' then
+    count('stale')
+    return {'stale'}
+  end
+  -- The former attempt's credits go back whatever comes of this one; a refusal leaves the rest for its gateway to end.
+  drop_prefill(id, request)
+  drop_decode(id, request)
+end
+
+local candidates = {}
+for _, worker in ipairs(worker_ids()) do
+  candidates[#candidates + 1] = candidate(worker)
+end
+local prefill, decode, refusal = choose(candidates)
+if refusal then
+  count(refusal[1] == 'overloaded' and 'overloaded' or refusal[1] == 'too_long' and 'too_long' or 'unavailable')
+  return refusal
+end
+take(prefill, decode)
+count('placed')
+return {'ok', prefill.info, decode.info}

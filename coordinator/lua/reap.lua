@@ -1,0 +1,26 @@
+-- ARGV: corpse_kept_ms. Returns {request id, epoch, gateway id} of each request that was ended.
+local now, ended = now_ms(), {}
+for _, id in ipairs(redis.call('ZRANGEBYSCORE', key('leases'), '-inf', now, 'LIMIT', 0, 1000)) do
+  local request = read(key('req', id))
+  if request.state and not ENDS[request.state] then
+    enter(id, request, 'FAILED', request.epoch)
+    count('reaped')
+    ended[#ended + 1] = {id, tonumber(request.epoch), request.gateway}
+  end
+  redis.call('ZREM', key('leases'), id)
+end
+for _, id in ipairs(worker_ids()) do
+  local node = key('node', id)
+  if redis.call('EXISTS', key('node', id, 'alive')) == 0 then
+    local died = redis.call('HGET', node, 'died')
+    if not died then
+      redis.call('HSET', node, 'term', '0', 'died', now, 'pending', 0, 'prefills', 0, 'reserved', 0, 'decodes', 0)
+      redis.call('DEL', key('node', id, 'prefixes'))
+      count('buried')
+    elseif tonumber(died) + tonumber(ARGV[1]) <= now then
+      redis.call('DEL', node)
+      redis.call('ZREM', key('nodes'), id)
+    end
+  end
+end
+return ended

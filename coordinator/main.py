@@ -1,0 +1,45 @@
+"""The coordinator's entry: Redis, HTTP, in that order; and the way back."""
+
+import asyncio
+import logging
+import os
+import socket
+
+from contracts.process import listen, write_ready_file
+from coordinator.connect import connect
+from coordinator.metrics import RedisTimes
+from coordinator.service import make_app
+from coordinator.settings import CoordinatorSettings
+from service import run_service, serving
+
+log = logging.getLogger(__name__)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run until told to stop. Returns the exit code: 0 stopped, 1 could not start."""
+    return run_service("coordinator", CoordinatorSettings, argv, _run)
+
+
+async def _run(settings: CoordinatorSettings) -> int:
+    """Serve until cancelled. Raises TandemError if it can't start."""
+    times = RedisTimes()
+    store = connect(settings.redis_url, settings.pool, times.observe)
+    listener = listen(settings.host, settings.port)
+    try:
+        await store.ping()
+        async with serving(make_app(store, settings.secret.get_secret_value(), times), listener) as task:
+            _announce(settings, listener)
+            await asyncio.wait({task})  # not `await task`: a signal must not cancel it before it has closed
+        return 0
+    finally:
+        if settings.ready_file is not None:
+            settings.ready_file.unlink(missing_ok=True)
+        listener.close()
+        await store.close()
+
+
+def _announce(settings: CoordinatorSettings, listener: socket.socket) -> None:
+    host = "127.0.0.1" if settings.host in ("0.0.0.0", "::") else settings.host
+    url = f"http://{host}:{listener.getsockname()[1]}"
+    log.info("serving at %s", url)
+    write_ready_file(settings.ready_file, {"pid": os.getpid(), "url": url})

@@ -1,0 +1,283 @@
+"""The store's twin in memory: one process, no Redis, the same answers."""
+
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+
+from contracts.errors import Overloaded, RequestError, TandemError, Unavailable
+from contracts.ids import Epoch, GatewayId, Incarnation, RequestId, WorkerId
+from contracts.node import Node, NodeInfo, NodeLoad
+from contracts.request import Route
+from coordinator import placement
+from coordinator.memory_worker import DECODE, PREFILL, Worker
+from coordinator.placement import Choice
+from coordinator.states import ENDS, HOLDS_DECODE, HOLDS_PREFILL, NEW_EPOCH, State, Verdict, judge, require_end
+from coordinator.store import (
+    ALIVE_S,
+    CORPSE_KEPT_S,
+    ENDED_KEPT_S,
+    UNCLAIMED_S,
+    Counts,
+    Move,
+    PlaceRequest,
+    Reaped,
+    WorkerView,
+    to_counts,
+)
+
+
+@dataclass
+class Credit:
+    worker: Worker
+    num_tokens: int
+
+
+@dataclass
+class Record:
+    """A request. `credits`: what is held now, by side; `route`: who serves it."""
+
+    gateway_id: GatewayId
+    epoch: Epoch
+    state: State | None = None
+    credits: dict[str, Credit] = field(default_factory=dict)
+    workers: dict[str, Worker] = field(default_factory=dict)
+    placed_s: float = 0.0
+    lease_until_s: float = 0.0
+    ended_s: float = 0.0
+
+    def is_renewed_by(self, gateway_id: GatewayId, now: float) -> bool:
+        is_lost = self.state is State.PLACED and self.placed_s + UNCLAIMED_S <= now
+        return self.gateway_id == gateway_id and self.state not in ENDS and not is_lost
+
+
+class MemoryStore:
+    """Implements Store. `clock`: seconds, any origin."""
+
+    def __init__(
+        self,
+        *,
+        alive_s: float = ALIVE_S,
+        corpse_kept_s: float = CORPSE_KEPT_S,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._alive_s, self._corpse_kept_s, self._clock = alive_s, corpse_kept_s, clock
+        self._workers: dict[WorkerId, Worker] = {}
+        self._superseded: set[tuple[WorkerId, Incarnation]] = set()
+        self._records: dict[RequestId, Record] = {}
+        self._states: Counter[State] = Counter()
+        self._counters: Counter[str] = Counter()
+        self._leader: tuple[str, float] = ("", float("-inf"))
+
+    async def join(self, info: NodeInfo) -> None:
+        if (info.worker_id, info.incarnation) in self._superseded:
+            raise placement.superseded(info.worker_id)
+        former = self._workers.get(info.worker_id)
+        if former is not None and former.info.incarnation != info.incarnation:
+            self._superseded.add((info.worker_id, former.info.incarnation))
+        self._workers[info.worker_id] = Worker(info, self._clock() + self._alive_s)
+
+    async def heartbeat(self, worker_id: WorkerId, incarnation: Incarnation, load: NodeLoad) -> bool:
+        worker = self._current(worker_id, incarnation)
+        if worker is None or worker.died_s is not None:
+            return False
+        worker.beat(load, self._clock() + self._alive_s)
+        return True
+
+    async def leave(self, worker_id: WorkerId, incarnation: Incarnation) -> None:
+        if self._current(worker_id, incarnation) is not None:
+            del self._workers[worker_id]
+
+    async def nodes(self) -> list[Node]:
+        return [worker.node for worker in await self.workers()]
+
+    async def workers(self) -> list[WorkerView]:
+        now = self._clock()
+        return [self._workers[worker_id].view(now) for worker_id in sorted(self._workers)]
+
+    async def counts(self) -> Counts:
+        return to_counts(self._states, self._counters)
+
+    async def place(self, request: PlaceRequest) -> Route:
+        self._forget()
+        record = self._records.get(request.request_id)
+        if record is not None:
+            if route := self._repeated(request, record):
+                return route
+            self._drop(record, PREFILL, DECODE)
+        choice = self._choose(request)
+        record = self._records.setdefault(request.request_id, Record(request.gateway_id, request.epoch))
+        self._take(request, record, choice)
+        return _route(request.request_id, record)
+
+    async def advance(self, moves: Sequence[Move]) -> list[bool]:
+        verdicts = [self._move(move) for move in moves]
+        self._counters.update(verdict for verdict in verdicts if verdict != Verdict.LEGAL)
+        return [verdict == Verdict.LEGAL for verdict in verdicts]
+
+    async def finish(self, request_id: RequestId, epoch: Epoch, state: State = State.FINISHED) -> bool:
+        require_end(state)
+        record = self._records.get(request_id)
+        if record is None or record.epoch != epoch:
+            self._counters["unknown" if record is None else "stale"] += 1
+            return False
+        if record.state not in ENDS:
+            self._enter(record, state)
+        return True
+
+    async def renew(self, gateway_id: GatewayId, lease_s: float) -> int:
+        now = self._clock()
+        renewed = [record for record in self._records.values() if record.is_renewed_by(gateway_id, now)]
+        for record in renewed:
+            record.lease_until_s = now + lease_s
+        return len(renewed)
+
+    async def reap(self) -> list[Reaped]:
+        now = self._clock()
+        live = {request_id: record for request_id, record in self._records.items() if record.state not in ENDS}
+        overdue = {request_id: record for request_id, record in live.items() if record.lease_until_s <= now}
+        for record in overdue.values():
+            self._enter(record, State.FAILED)
+            self._counters["reaped"] += 1
+        self._bury(now)
+        return [Reaped(request_id, record.epoch, record.gateway_id) for request_id, record in overdue.items()]
+
+    async def lead(self, candidate: str, ttl_s: float) -> bool:
+        now = self._clock()
+        leader, until_s = self._leader
+        if leader != candidate and now < until_s:
+            return False
+        self._leader = (candidate, now + ttl_s)
+        return True
+
+    async def resign(self, candidate: str) -> None:
+        if self._leader[0] == candidate:
+            self._leader = ("", float("-inf"))
+
+    async def ping(self) -> None:
+        """Always there."""
+
+    async def close(self) -> None:
+        """Nothing to close."""
+
+    def _current(self, worker_id: WorkerId, incarnation: Incarnation) -> Worker | None:
+        worker = self._workers.get(worker_id)
+        return worker if worker is not None and worker.info.incarnation == incarnation else None
+
+    def _repeated(self, request: PlaceRequest, record: Record) -> Route | None:
+        """The route of a call that came twice; None if this is the next attempt. Raises Unavailable for a stale one."""
+        is_over = record.state in ENDS
+        if record.epoch == request.epoch and not is_over and record.gateway_id == request.gateway_id:
+            for side, worker in record.workers.items():
+                if self._workers.get(worker.info.worker_id) is not worker or worker.died_s is not None:
+                    raise placement.no_worker(side)
+            return _route(request.request_id, record)
+        assert record.state is not None
+        if record.epoch >= request.epoch or judge(record.state, State.PLACED) is not Verdict.LEGAL:
+            self._counters["stale"] += 1
+            raise placement.stale(request.request_id, request.epoch)
+        return None
+
+    def _choose(self, request: PlaceRequest) -> Choice:
+        now, num_tokens = self._clock(), request.num_tokens
+        workers = [self._workers[i] for i in sorted(self._workers) if i not in request.exclude]
+        candidates = [w.candidate(request.prefix_hashes, num_tokens, now) for w in workers if w.takes_work(now)]
+        try:
+            return placement.choose(candidates, num_tokens, placement.decode_need(num_tokens, request.max_tokens))
+        except TandemError as error:
+            self._counters[_counter(error)] += 1
+            raise
+
+    def _take(self, request: PlaceRequest, record: Record, choice: Choice) -> None:
+        now = self._clock()
+        prefill, decode = (self._workers[side.worker_id] for side in (choice.prefill, choice.decode))
+        need_tokens = placement.decode_need(request.num_tokens, request.max_tokens)
+        record.epoch, record.gateway_id = request.epoch, request.gateway_id
+        record.workers = {PREFILL: prefill, DECODE: decode}
+        self._hold(record, PREFILL, prefill, choice.uncached_tokens)
+        self._hold(record, DECODE, decode, need_tokens)
+        self._enter(record, State.PLACED)
+        record.placed_s, record.lease_until_s = now, now + request.lease_s
+        prefill.remember(request.prefix_hashes, now)
+        if decode is not prefill:
+            decode.remember(request.prefix_hashes, now)
+        self._counters["placed"] += 1
+
+    def _move(self, move: Move) -> str:
+        record = self._records.get(move.request_id)
+        if record is None or record.state is None:
+            return "unknown"
+        epoch = record.epoch + (move.to in NEW_EPOCH)
+        if move.to is State.PLACED or move.epoch > epoch:
+            return Verdict.ILLEGAL
+        if move.epoch < epoch:
+            return "stale"
+        verdict = judge(record.state, move.to)
+        if verdict is Verdict.LEGAL:
+            record.epoch = move.epoch
+            self._enter(record, move.to)
+        return verdict
+
+    def _enter(self, record: Record, to: State) -> None:
+        if record.state is not None:
+            self._states[record.state] -= 1
+        self._states[to] += 1
+        record.state = to
+        if to is State.LOCAL_DECODE:
+            self._decode_at_prefill(record)
+        if to not in HOLDS_PREFILL:
+            self._drop(record, PREFILL)
+        if to not in HOLDS_DECODE:
+            self._drop(record, DECODE)
+        if to in ENDS:
+            record.ended_s = self._clock()
+
+    def _decode_at_prefill(self, record: Record) -> None:
+        held = record.credits.get(DECODE)
+        if held is not None and record.workers[PREFILL] is not record.workers[DECODE]:
+            self._drop(record, DECODE)
+            record.workers[DECODE] = record.workers[PREFILL]
+            self._hold(record, DECODE, record.workers[PREFILL], held.num_tokens)
+
+    def _hold(self, record: Record, side: str, worker: Worker, num_tokens: int) -> None:
+        record.credits[side] = Credit(worker, num_tokens)
+        if worker.died_s is None:
+            worker.tokens[side] += num_tokens
+            worker.requests[side] += 1
+
+    def _drop(self, record: Record, *sides: str) -> None:
+        for side in sides:
+            held = record.credits.pop(side, None)
+            if held is not None and held.worker.died_s is None:
+                held.worker.tokens[side] -= held.num_tokens
+                held.worker.requests[side] -= 1
+
+    def _bury(self, now: float) -> None:
+        for worker_id, worker in list(self._workers.items()):
+            if worker.died_s is None and worker.alive_until_s <= now:
+                worker.die(now)
+                self._counters["buried"] += 1
+            elif worker.died_s is not None and worker.died_s + self._corpse_kept_s <= now:
+                del self._workers[worker_id]
+
+    def _forget(self) -> None:
+        """Records are in order of their first placement, so the oldest ended ones come first, more or less."""
+        now = self._clock()
+        for request_id, record in list(islice(self._records.items(), 8)):
+            if record.state in ENDS and record.ended_s + ENDED_KEPT_S <= now:
+                del self._records[request_id]
+
+
+def _route(request_id: RequestId, record: Record) -> Route:
+    return Route(request_id, record.epoch, record.workers[PREFILL].info.ref, record.workers[DECODE].info.ref)
+
+
+def _counter(error: TandemError) -> str:
+    match error:
+        case Overloaded():
+            return "overloaded"
+        case RequestError():
+            return "too_long"
+    assert isinstance(error, Unavailable)
+    return "unavailable"

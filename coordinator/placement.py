@@ -1,0 +1,220 @@
+"""Which workers serve a request: a cost model in plain arithmetic. lua/place.lua does the same sums in the same order.
+
+Costs are in seconds of time to first token, plus what the newcomer costs the answers already running.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from contracts.errors import Overloaded, RequestError, TandemError, Unavailable
+from contracts.ids import Epoch, RequestId, WorkerId
+from contracts.node import NodeLoad, Role
+from coordinator.store import AFFINITY_BLOCK, AFFINITY_BLOCKS, AFFINITY_TTL_S
+
+OUTPUT_CREDIT_TOKENS = 256
+"""Credit for an answer is at most this. `max_tokens` is a bound that clients leave at its default of thousands, while
+
+answers in chats average 200 to 350 tokens, of which a running one holds half. What does grow longer shows in the
+worker's own report of free tokens, which counts beyond the credit.
+"""
+
+OVERCOMMIT = 4.0
+"""KV credit over capacity. Beyond 1, requests wait for pages at the workers.
+
+Users expect a server to queue, and to refuse only once the queue is several pools long.
+"""
+
+MAX_PREFILL_WAIT_S = 30.0
+"""Prompts queue for no longer than clients are patient; beyond, they are refused with the time to come back."""
+
+PREFILL_RATE = 2000.0
+DECODE_RATE = 200.0
+TRANSFER_RATE = 50_000.0
+"""Tokens a second of a worker that has not measured its own yet: those of a small model on a CPU."""
+
+HANDOFF_S = 0.005
+"""What a handoff costs beside the bytes: messages, a step of decode."""
+
+ITL_S = 0.01
+"""lambda x dITL: what one more answer costs those running beside it."""
+
+STALL_WEIGHT = 0.5
+"""Prompts waiting in a mixed worker take about half of each step from the answers it decodes."""
+
+TOP = 8
+"""Pairs are made from the few cheapest of each side."""
+
+MIN_RETRY_S = 1.0
+MAX_RETRY_S = 60.0
+
+CONSTANTS: dict[str, float] = {
+    "AFFINITY_BLOCK": AFFINITY_BLOCK,
+    "AFFINITY_BLOCKS": AFFINITY_BLOCKS,
+    "AFFINITY_TTL_S": AFFINITY_TTL_S,
+    "OVERCOMMIT": OVERCOMMIT,
+    "MAX_PREFILL_WAIT_S": MAX_PREFILL_WAIT_S,
+    "PREFILL_RATE": PREFILL_RATE,
+    "DECODE_RATE": DECODE_RATE,
+    "TRANSFER_RATE": TRANSFER_RATE,
+    "HANDOFF_S": HANDOFF_S,
+    "ITL_S": ITL_S,
+    "STALL_WEIGHT": STALL_WEIGHT,
+    "TOP": TOP,
+}
+"""What the script needs to know."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Candidate:
+    """A live worker that takes work. Tokens include credits taken since its last heartbeat; rates are 0 while unknown.
+
+    `cached_tokens`: of this prompt's prefix, served here before.
+    """
+
+    worker_id: WorkerId
+    role: Role
+    layout_id: str
+    max_model_len: int
+    capacity_tokens: int
+    pending_tokens: int
+    reserved_tokens: int
+    num_decodes: int
+    cached_tokens: int = 0
+    prefill_rate: float = 0.0
+    decode_rate: float = 0.0
+    transfer_rate: float = 0.0
+
+
+@dataclass(frozen=True)
+class Choice:
+    """`uncached_tokens`: what the prefill worker has to compute."""
+
+    prefill: Candidate
+    decode: Candidate
+    uncached_tokens: int
+
+
+def choose(candidates: Sequence[Candidate], num_tokens: int, need_tokens: int) -> Choice:
+    """The cheapest pair, or one mixed worker as both. `candidates` come sorted by worker id, which breaks ties.
+
+    Raises Unavailable, RequestError or Overloaded.
+    """
+    prefills = _fitting([c for c in candidates if c.role != Role.DECODE], "prefill", num_tokens)
+    decodes = _fitting([c for c in candidates if c.role != Role.PREFILL], "decode", num_tokens)
+    ready = [p for p in prefills if p.pending_tokens <= _max_pending(p)]
+    if not ready:
+        raise overloaded("prefill", min((p.pending_tokens - _max_pending(p)) / _prefill_rate(p) for p in prefills))
+    roomy = [d for d in decodes if _excess(d, need_tokens) <= 0 or d.reserved_tokens == 0]
+    if not roomy:
+        raise overloaded("decode", min(_excess(d, need_tokens) / _decode_rate(d) for d in decodes))
+    ready = sorted(ready, key=lambda p: _prefill_s(p, num_tokens))[:TOP]
+    roomy = sorted(roomy, key=lambda d: _decode_s(d, need_tokens))[:TOP]
+    pairs = [(p, d) for p in ready for d in roomy if p.layout_id == d.layout_id]
+    if not pairs:
+        raise no_pair()
+    prefill, decode = min(pairs, key=lambda pair: cost_s(*pair, num_tokens, need_tokens))
+    return Choice(prefill, decode, num_tokens - prefill.cached_tokens)
+
+
+def cost_s(prefill: Candidate, decode: Candidate, num_tokens: int, need_tokens: int) -> float:
+    """Wait and compute, what of the transfer shows, wait on decode; and the delay of others."""
+    cost = _prefill_s(prefill, num_tokens) + _decode_s(decode, need_tokens)
+    if prefill.worker_id == decode.worker_id:
+        return cost
+    compute_s = (num_tokens - prefill.cached_tokens) / _prefill_rate(prefill)
+    transfer_s = (num_tokens - decode.cached_tokens) / _transfer_rate(prefill)
+    crowding_s = ITL_S * prefill.num_decodes + STALL_WEIGHT * (decode.pending_tokens / _prefill_rate(decode))
+    return cost + (HANDOFF_S + max(0.0, transfer_s - compute_s)) + crowding_s
+
+
+def decode_need(num_tokens: int, max_tokens: int) -> int:
+    """KV credit of a request, in tokens."""
+    return num_tokens + min(max_tokens, OUTPUT_CREDIT_TOKENS)
+
+
+def max_prefixes(capacity_tokens: int) -> int:
+    """How many prefix blocks of a worker are remembered: what its cache can hold."""
+    return max(AFFINITY_BLOCKS, capacity_tokens // AFFINITY_BLOCK)
+
+
+def sound_rate(rate: float) -> float:
+    """A measured rate, or 0.0 for what can't be one."""
+    return rate if math.isfinite(rate) and rate > 0 else 0.0
+
+
+def is_busy(load: NodeLoad) -> bool:
+    """Whether `free_tokens` is a measurement: a worker that has not measured yet says 0."""
+    return load.num_running > 0
+
+
+def no_worker(side: str) -> TandemError:
+    return Unavailable(f"no live {side} worker that takes work")
+
+
+def no_pair() -> TandemError:
+    return Unavailable("no prefill and decode worker with the same KV layout")
+
+
+def too_long(num_tokens: int, most_tokens: int) -> TandemError:
+    return RequestError(f"a prompt of {num_tokens} tokens; no worker takes more than {most_tokens}")
+
+
+def superseded(worker_id: WorkerId) -> TandemError:
+    return Unavailable(f"worker id {worker_id!r} belongs to a newer process; give this one another id")
+
+
+def stale(request_id: RequestId, epoch: Epoch) -> TandemError:
+    return Unavailable(f"request {request_id} has ended, or is past attempt {epoch}")
+
+
+def overloaded(side: str, wait_s: float) -> Overloaded:
+    return Overloaded(f"all {side} workers are full", min(max(wait_s, MIN_RETRY_S), MAX_RETRY_S))
+
+
+def to_lua() -> str:
+    """The constants as Lua locals."""
+    return "\n".join(f"local {name} = {value!r}" for name, value in CONSTANTS.items())
+
+
+def _fitting(candidates: list[Candidate], side: str, num_tokens: int) -> list[Candidate]:
+    if not candidates:
+        raise no_worker(side)
+    fitting = [c for c in candidates if num_tokens <= _longest(c)]
+    if not fitting:
+        raise too_long(num_tokens, max(_longest(c) for c in candidates))
+    return fitting
+
+
+def _longest(candidate: Candidate) -> int:
+    """The longest prompt it takes: one token of answer must fit too."""
+    return min(candidate.max_model_len, candidate.capacity_tokens) - 1
+
+
+def _max_pending(prefill: Candidate) -> float:
+    return _prefill_rate(prefill) * MAX_PREFILL_WAIT_S
+
+
+def _excess(decode: Candidate, need_tokens: int) -> float:
+    return decode.reserved_tokens + need_tokens - decode.capacity_tokens * OVERCOMMIT
+
+
+def _prefill_s(prefill: Candidate, num_tokens: int) -> float:
+    return (prefill.pending_tokens + (num_tokens - prefill.cached_tokens)) / _prefill_rate(prefill)
+
+
+def _decode_s(decode: Candidate, need_tokens: int) -> float:
+    over_tokens = max(0, decode.reserved_tokens + need_tokens - decode.capacity_tokens)
+    return over_tokens / _decode_rate(decode) + ITL_S * (decode.num_decodes + 1)
+
+
+def _prefill_rate(candidate: Candidate) -> float:
+    return candidate.prefill_rate if candidate.prefill_rate > 0 else PREFILL_RATE
+
+
+def _decode_rate(candidate: Candidate) -> float:
+    return candidate.decode_rate if candidate.decode_rate > 0 else DECODE_RATE
+
+
+def _transfer_rate(candidate: Candidate) -> float:
+    return candidate.transfer_rate if candidate.transfer_rate > 0 else TRANSFER_RATE

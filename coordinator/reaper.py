@@ -1,0 +1,56 @@
+"""Ends what dead gateways and workers left, on a timer of its own, while this process is the leader."""
+
+import asyncio
+import contextlib
+import logging
+import secrets
+
+from contracts.errors import Unavailable
+from coordinator.store import Store
+
+log = logging.getLogger(__name__)
+
+PERIOD_S = 0.2
+LEADER_TTL_S = 2.0
+
+
+class Reaper:
+    """Several may run over one store: one of them leads. `is_connected`: whether the store answered last time."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._name = secrets.token_hex(8)
+        self.is_leader = False
+        self.is_connected = True
+
+    async def run(self) -> None:
+        """Until cancelled; then another may lead at once."""
+        try:
+            while True:
+                await self.turn()
+                await asyncio.sleep(PERIOD_S)
+        finally:
+            if self.is_leader:
+                with contextlib.suppress(Unavailable):  # then the lock runs out by itself
+                    await self._store.resign(self._name)
+
+    async def turn(self) -> None:
+        try:
+            self.is_leader = await self._store.lead(self._name, LEADER_TTL_S)
+            if self.is_leader:
+                await self._reap()
+        except Unavailable as error:
+            self.is_leader = False
+            self._connected(False, str(error))
+        else:
+            self._connected(True, "Redis answers again")
+
+    async def _reap(self) -> None:
+        for reaped in await self._store.reap():
+            log.warning("request %s ended: its gateway %s is gone", reaped.request_id, reaped.gateway_id)
+
+    def _connected(self, is_connected: bool, words: str) -> None:
+        """Says so once when it changes, not five times a second."""
+        if is_connected != self.is_connected:
+            log.warning("%s", words)
+        self.is_connected = is_connected

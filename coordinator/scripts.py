@@ -1,0 +1,34 @@
+"""The Lua scripts: each is the state table, the placement's constants, common.lua and its own file, in that order."""
+
+from pathlib import Path
+
+from coordinator import placement, states
+from coordinator.store import ENDED_KEPT_S, UNCLAIMED_S
+
+FOLDER = Path(__file__).with_name("lua")
+NAMES = (
+    "join",
+    "heartbeat",
+    "leave",
+    "workers",
+    "counts",
+    "place",
+    "advance",
+    "finish",
+    "renew",
+    "reap",
+    "lead",
+    "resign",
+)
+
+
+def load_scripts() -> dict[str, str]:
+    """Name -> source."""
+    head = "\n".join([
+        states.to_lua(),
+        placement.to_lua(),
+        f"local ENDED_KEPT_MS = {int(ENDED_KEPT_S * 1000)}",
+        f"local UNCLAIMED_MS = {int(UNCLAIMED_S * 1000)}",
+        (FOLDER / "common.lua").read_text(),
+    ])  # fmt: skip
+    return {name: f"{head}\n{(FOLDER / f'{name}.lua').read_text()}" for name in NAMES}

@@ -1,0 +1,71 @@
+"""The coordinator's HTTP face: health, metrics, and the workers for people.
+
+Placement does not pass through here: it is Lua in Redis. Several coordinators may run; one of them reaps.
+"""
+
+import asyncio
+import hmac
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import msgspec
+from fastapi import FastAPI, Request, Response
+from fastapi.responses import JSONResponse
+
+from contracts.errors import Unavailable
+from coordinator.metrics import RedisTimes, render
+from coordinator.reaper import Reaper
+from coordinator.store import Store
+
+
+def make_app(store: Store, secret: str, times: RedisTimes) -> FastAPI:
+    """Reaps while it runs. `secret`: what `GET /nodes` must carry as a bearer token."""
+    reaper = Reaper(store)
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        task = asyncio.create_task(reaper.run())
+        yield
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+    app = FastAPI(title="Tandem coordinator", docs_url=None, redoc_url=None, lifespan=lifespan)
+
+    @app.get("/health")
+    async def health() -> JSONResponse:
+        """200: this process works. Redis being away is no reason to restart it."""
+        return JSONResponse({"status": "ok", "redis": reaper.is_connected, "leader": reaper.is_leader})
+
+    @app.get("/ready")
+    async def ready() -> JSONResponse:
+        """200 while Redis answers."""
+        try:
+            await store.ping()
+        except Unavailable as error:
+            return _error(error)
+        return JSONResponse({"status": "ok"})
+
+    @app.get("/nodes")
+    async def nodes(request: Request) -> Response:
+        """Every known worker: who it is, how busy, whether it lives, and the credits taken on it."""
+        given = request.headers.get("authorization", "")
+        if not hmac.compare_digest(given.encode(), f"Bearer {secret}".encode()):
+            return JSONResponse({"error": {"code": "auth_failed", "message": "wrong secret"}}, status_code=401)
+        try:
+            return Response(msgspec.json.encode(await store.workers()), media_type="application/json")
+        except Unavailable as error:
+            return _error(error)
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        try:
+            workers, counts = await store.workers(), await store.counts()
+        except Unavailable:
+            workers, counts = [], None
+        return Response(render(workers, counts, reaper.is_leader, times), media_type="text/plain; version=0.0.4")
+
+    return app
+
+
+def _error(error: Unavailable) -> JSONResponse:
+    return JSONResponse({"error": {"code": error.code, "message": str(error)}}, status_code=503)

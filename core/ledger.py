@@ -1,0 +1,142 @@
+"""The requests a core has accepted, and the one end that each of them gets."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from contracts.errors import TandemError
+from contracts.events import Event, Failed, Finished, FinishReason, Prefilled, PromptScored, PromptToken, Token, Tokens
+from contracts.ids import Epoch, GatewayId, RequestId
+from contracts.request import Job
+from engine.messages import EngineRequest
+
+if TYPE_CHECKING:
+    from core.role import Role
+
+log = logging.getLogger(__name__)
+
+
+def attempt_key(request_id: RequestId, epoch: Epoch) -> RequestId:
+    """The engine's name of one attempt, so that a new epoch never meets the pages of an old one still draining."""
+    return RequestId(f"{request_id}.{epoch}")
+
+
+@dataclass
+class Live:
+    """An attempt between acceptance and end. `stages_s` is its time account on this worker: stage -> seconds."""
+
+    job: Job
+    accepted_s: float
+    deadline_s: float
+    mark_s: float
+    role: Role | None = None
+    cached_tokens: int = 0
+    stages_s: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def key(self) -> RequestId:
+        return attempt_key(self.job.request_id, self.job.epoch)
+
+    def request(self, handoff: bool = False) -> EngineRequest:
+        """The job as the engine takes it."""
+        job = self.job
+        return EngineRequest(self.key, job.token_ids, job.sampling, handoff, job.priority, job.cache_salt)
+
+    def stage(self, name: str, now: float) -> None:
+        """Close the stage that began at the last mark."""
+        self.stages_s[name] = self.stages_s.get(name, 0.0) + now - self.mark_s
+        self.mark_s = now
+
+
+@dataclass(frozen=True)
+class Move:
+    """A request came to `state` of the coordinator's table. Told to the coordinator off the token path."""
+
+    request_id: RequestId
+    epoch: Epoch
+    state: str
+
+
+class Ledger:
+    """Owns every accepted request until its end. A request leaves by finish, fail, or leave; after that it is unknown.
+
+    Events pile up until `take()`, once a step. Not thread-safe: it belongs to the core's loop.
+    """
+
+    def __init__(self) -> None:
+        self._live: dict[RequestId, Live] = {}
+        self._by_key: dict[RequestId, Live] = {}
+        self._events: dict[GatewayId, list[Event]] = {}
+        self._moves: list[Move] = []
+        self.num_stale = 0
+
+    def open(self, job: Job, now: float) -> Live | None:
+        """Accept a job. None if it is a duplicate or older than what is known: the newer attempt goes on."""
+        if job.request_id in self._live:
+            self.num_stale += 1
+            return None
+        live = Live(job, accepted_s=now, deadline_s=now + job.timeout_s, mark_s=now)
+        self._live[job.request_id] = self._by_key[live.key] = live
+        return live
+
+    def get(self, request_id: RequestId, epoch: Epoch | None = None) -> Live | None:
+        """The live request, or None; with `epoch`, None also for any other attempt, which is counted as stale."""
+        live = self._live.get(request_id)
+        if live is not None and epoch is not None and live.job.epoch != epoch:
+            self.num_stale += 1
+            return None
+        return live
+
+    def of(self, key: RequestId) -> Live | None:
+        """The live request that the engine calls `key`."""
+        return self._by_key.get(key)
+
+    def __iter__(self) -> Iterator[Live]:
+        return iter(list(self._live.values()))
+
+    def __len__(self) -> int:
+        return len(self._live)
+
+    def overdue(self, now: float) -> list[Live]:
+        return [live for live in self._live.values() if live.deadline_s <= now]
+
+    def scored(self, live: Live, first_index: int, tokens: list[PromptToken]) -> None:
+        self._emit(live, PromptScored(live.job.request_id, live.job.epoch, first_index, tokens))
+
+    def prefilled(self, live: Live) -> None:
+        job = live.job
+        self._emit(live, Prefilled(job.request_id, job.epoch, live.cached_tokens, dict(live.stages_s)))
+
+    def token(self, live: Live, token: Token) -> None:
+        self._emit(live, Tokens(live.job.request_id, live.job.epoch, [token]))
+
+    def finish(self, live: Live, num_tokens: int, reason: FinishReason) -> None:
+        job = live.job
+        self._emit(live, Finished(job.request_id, job.epoch, num_tokens, reason, dict(live.stages_s)))
+        self.leave(live)
+
+    def fail(self, live: Live, error: TandemError) -> None:
+        job = live.job
+        log.warning("request %s epoch %d failed: %s: %s", job.request_id, job.epoch, error.code, error)
+        self._emit(live, Failed(job.request_id, job.epoch, error.code, str(error)))
+        self.leave(live)
+
+    def leave(self, live: Live) -> None:
+        """Forget a request whose end is somebody else's to tell (handed over, cancelled, aborted by the peer)."""
+        self._live.pop(live.job.request_id, None)
+        self._by_key.pop(live.key, None)
+
+    def move(self, live: Live, state: str) -> None:
+        self._moves.append(Move(live.job.request_id, live.job.epoch, state))
+
+    def take(self) -> tuple[dict[GatewayId, list[Event]], list[Move]]:
+        """All events since the last call, by gateway and in order, and the moves."""
+        taken = self._events, self._moves
+        self._events, self._moves = {}, []
+        return taken
+
+    def _emit(self, live: Live, event: Event) -> None:
+        self._events.setdefault(live.job.gateway_id, []).append(event)

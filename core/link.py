@@ -1,0 +1,60 @@
+"""The core's end of the socket pair to its front: frames in and out, and a bell that other threads may ring."""
+
+import os
+import selectors
+import socket
+
+from contracts.codec import FrameReader, decoder, frame
+from core.messages import ToCore, ToFront
+
+RECEIVE_NBYTES = 1 << 20
+
+
+class FrontGone(Exception):
+    """The front closed its end: there is nobody left to serve."""
+
+
+class FrontLink:
+    """Blocking sends (a frame a step is small), waits bounded by the caller. `ring()` is safe from any thread."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._sock = sock
+        self._reader = FrameReader()
+        self._decoder = decoder(ToCore)
+        self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(sock, selectors.EVENT_READ)
+        self._selector.register(self._bell, selectors.EVENT_READ)
+
+    def ring(self) -> None:
+        os.eventfd_write(self._bell, 1)
+
+    def receive(self, timeout_s: float) -> list[ToCore]:
+        """Messages that have arrived, after waiting at most `timeout_s` for the first message or ring.
+
+        Raises FrontGone.
+        """
+        messages: list[ToCore] = []
+        for key, _ in self._selector.select(timeout_s):
+            if key.fd == self._bell:
+                os.eventfd_read(self._bell)
+            else:
+                messages += self._read()
+        return messages
+
+    def send(self, message: ToFront) -> None:
+        try:
+            self._sock.sendall(frame(message))
+        except (BrokenPipeError, ConnectionResetError) as error:
+            raise FrontGone from error
+
+    def close(self) -> None:
+        self._selector.close()
+        self._sock.close()
+        os.close(self._bell)
+
+    def _read(self) -> list[ToCore]:
+        data = self._sock.recv(RECEIVE_NBYTES)
+        if not data:
+            raise FrontGone
+        return [self._decoder.decode(payload) for payload in self._reader.feed(data)]

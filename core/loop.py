@@ -1,0 +1,183 @@
+"""The core's loop: messages in, one engine step, one frame out."""
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+
+from contracts.errors import DeadlineExceeded, RequestError, TandemError, by_code
+from contracts.ids import WorkerId
+from contracts.request import Cancel, Job
+from core.ledger import Ledger, Live
+from core.link import FrontLink
+from core.messages import CoreFrame, GatewayGone, Stop, ToCore, Work
+from core.role import Role
+from core.status import StatusReporter
+from engine.engine import Engine
+from engine.messages import Started, StepOutput
+from kv_transfer.node import TransferNode
+
+log = logging.getLogger(__name__)
+
+IDLE_WAIT_S = 0.05  # also how late a deadline may be seen when nothing else happens
+TICK_S = 0.02
+
+
+class Core:
+    """One engine, one transfer node, the roles.
+
+    Single-threaded: whatever comes from other threads comes through `link`.
+    """
+
+    def __init__(
+        self,
+        me: WorkerId,
+        engine: Engine,
+        node: TransferNode,
+        roles: Sequence[Role],
+        ledger: Ledger,
+        link: FrontLink,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._me = me
+        self._engine = engine
+        self._node = node
+        self._roles = roles
+        self._ledger = ledger
+        self._link = link
+        self._clock = clock
+        self._status = StatusReporter(engine, node, ledger, roles)
+        self._stopping = False
+        self._next_tick_s = 0.0
+
+    def run(self) -> None:
+        """Until the front says stop. Raises FrontGone when the front is gone."""
+        while not self._stopping:
+            self.turn()
+
+    def turn(self) -> None:
+        for message in self._link.receive(0.0 if self._engine.has_work() else IDLE_WAIT_S):
+            self._on_message(message)
+        self._on_transfer()
+        self._on_time()
+        if self._engine.has_work():
+            self._step()
+        self._send()
+
+    def _step(self) -> None:
+        began_s = self._clock()
+        output = self._engine.step(self._on_started)
+        self._status.stepped(output.num_prefill_tokens, output.num_decode_tokens, self._clock() - began_s)
+        self._publish(output)
+
+    # in
+
+    def _on_message(self, message: ToCore) -> None:
+        match message:
+            case Work(jobs):
+                for job in jobs:
+                    self._cancel(job) if isinstance(job, Cancel) else self._accept(job)
+            case GatewayGone(gateway_id):
+                for live in self._ledger:
+                    if live.job.gateway_id == gateway_id:
+                        self._drop(live, "its gateway is gone")
+            case Stop():
+                self._stopping = True
+
+    def _accept(self, job: Job) -> None:
+        known = self._ledger.get(job.request_id)
+        if known is not None and known.job.epoch < job.epoch:
+            self._drop(known, f"superseded by epoch {job.epoch}")
+        now = self._clock()
+        live = self._ledger.open(job, now)
+        if live is None:
+            return
+        try:
+            live.role = self._role(job)
+            live.role.start(live, now)
+        except TandemError as error:
+            self._fail(live, error)
+
+    def _role(self, job: Job) -> Role:
+        for role in self._roles:
+            if role.takes(job):
+                return role
+        raise RequestError(f"worker {self._me} has no role in the route of request {job.request_id}")
+
+    def _cancel(self, cancel: Cancel) -> None:
+        live = self._ledger.get(cancel.request_id)
+        if live is not None and live.job.epoch <= cancel.epoch:
+            self._drop(live, cancel.reason)
+
+    def _on_transfer(self) -> None:
+        events = self._node.poll()
+        now = self._clock()
+        for event in events:
+            for role in self._roles:
+                role.on_transfer(event, now)
+
+    def _on_time(self) -> None:
+        now = self._clock()
+        if now < self._next_tick_s:
+            return
+        self._next_tick_s = now + TICK_S
+        for live in self._ledger.overdue(now):
+            self._fail(live, DeadlineExceeded(f"not done within {live.job.timeout_s:.1f} s"))
+        for role in self._roles:
+            role.on_tick(now)
+
+    def _on_started(self, started: Started) -> None:
+        """Called by the engine between scheduling and computing: an offer goes out under the compute that follows."""
+        now = self._clock()
+        live = self._ledger.of(started.request_id)
+        if live is None or live.role is None:
+            return
+        live.stage("queue", now)
+        live.cached_tokens = started.cached_tokens
+        live.role.on_started(live, now)
+
+    # out
+
+    def _publish(self, output: StepOutput) -> None:
+        now = self._clock()
+        for scored in output.scored:
+            if live := self._ledger.of(scored.request_id):
+                self._ledger.scored(live, scored.first_index, scored.tokens)
+        for sampled in output.sampled:
+            live = self._ledger.of(sampled.request_id)
+            if live is None:
+                continue
+            if sampled.token.index == 0:
+                live.stage("prefill", now)
+                self._ledger.prefilled(live)
+            self._ledger.token(live, sampled.token)
+        for role in self._roles:
+            role.on_step(output, now)
+        self._end(output, now)
+
+    def _end(self, output: StepOutput, now: float) -> None:
+        for ended in output.ended:
+            live = self._ledger.of(ended.request_id)
+            if live is not None:
+                live.stage("decode", now)
+                self._ledger.finish(live, ended.num_tokens, ended.reason)
+        for failed in output.failed:
+            live = self._ledger.of(failed.request_id)
+            if live is not None:
+                self._fail(live, by_code(failed.code, failed.message))
+
+    def _fail(self, live: Live, error: TandemError) -> None:
+        if live.role is not None:
+            live.role.drop(live, f"{error.code}: {error}", self._clock())
+        self._ledger.fail(live, error)
+
+    def _drop(self, live: Live, reason: str) -> None:
+        log.info("request %s epoch %d dropped: %s", live.job.request_id, live.job.epoch, reason)
+        if live.role is not None:
+            live.role.drop(live, reason, self._clock())
+        self._ledger.leave(live)
+
+    def _send(self) -> None:
+        events, moves = self._ledger.take()
+        status = self._status.due(self._clock())
+        if events or moves or status is not None:
+            self._link.send(CoreFrame(events, [(m.request_id, m.epoch, m.state) for m in moves], status))

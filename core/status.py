@@ -1,0 +1,140 @@
+"""A picture of the core for its front: load for placement, counters for metrics, proof of life for health."""
+
+from collections.abc import Sequence
+
+from contracts.node import NodeLoad
+from core.ledger import Ledger
+from core.messages import CoreStatus, LinkStatus
+from core.role import Role
+from engine.engine import Engine
+from engine.messages import EngineStats
+from kv_transfer.events import LinkStats
+from kv_transfer.node import TransferNode
+
+STATUS_PERIOD_S = 0.1
+RATE_WINDOW_S = 2.0
+
+
+class Rate:
+    """Work per busy second: an exponential mean over about `RATE_WINDOW_S` of busy time."""
+
+    def __init__(self) -> None:
+        self.value = 0.0
+
+    def add(self, amount: int, span_s: float) -> None:
+        if amount and span_s > 0:
+            weight = min(1.0, span_s / RATE_WINDOW_S) if self.value else 1.0
+            self.value += weight * (amount / span_s - self.value)
+
+
+class StatusReporter:
+    """Counts turns and steps; makes a CoreStatus when one is due."""
+
+    def __init__(self, engine: Engine, node: TransferNode, ledger: Ledger, roles: Sequence[Role]) -> None:
+        self._engine = engine
+        self._node = node
+        self._ledger = ledger
+        self._roles = roles
+        self._num_turns = 0
+        self._num_steps = 0
+        self._due_s = 0.0
+        self._checked: EngineStats | None = None
+        self._prefill = Rate()
+        self._decode = Rate()
+
+    def stepped(self, num_prefill_tokens: int, num_decode_tokens: int, span_s: float) -> None:
+        """Account one engine step.
+
+        A mixed step counts for both rates with its whole span: what a newcomer would see.
+        """
+        self._num_steps += 1
+        self._prefill.add(num_prefill_tokens, span_s)
+        self._decode.add(num_decode_tokens, span_s)
+
+    def due(self, now: float) -> CoreStatus | None:
+        self._num_turns += 1
+        if now < self._due_s:
+            return None
+        self._due_s = now + STATUS_PERIOD_S
+        return self.report()
+
+    def report(self) -> CoreStatus:
+        stats = self._engine.stats()
+        counters = {name: value for role in self._roles for name, value in role.counters().items()}
+        return CoreStatus(
+            num_turns=self._num_turns,
+            num_steps=self._num_steps,
+            load=self._load(stats),
+            counters=counters | _engine_counters(stats) | {"stale_messages": self._ledger.num_stale},
+            gauges=_engine_gauges(stats) | self._own_gauges(),
+            links=[_link_status(stats) for stats in self._node.stats()],
+            is_clean=self._is_clean(stats),
+        )
+
+    def _own_gauges(self) -> dict[str, float]:
+        return {"requests": len(self._ledger), "capacity_tokens": self._engine.capacity_tokens}
+
+    def _load(self, stats: EngineStats) -> NodeLoad:
+        return NodeLoad(
+            num_running=stats.num_running,
+            num_waiting=stats.num_waiting,
+            queue_tokens=stats.queue_tokens,
+            free_tokens=stats.free_tokens,
+            prefill_rate=self._prefill.value,
+            decode_rate=self._decode.value,
+            transfer_rate=self._transfer_rate(),
+        )
+
+    def _transfer_rate(self) -> float:
+        """Tokens a second, as placement reckons; the node measures bytes."""
+        layout = self._engine.layout
+        return self._node.transfer_rate * layout.block_size / layout.block_nbytes
+
+    def _is_clean(self, stats: EngineStats) -> bool:
+        """Idle and every page accounted for: what must hold after any storm. Raises AssertionError if it does not."""
+        if self._engine.has_work() or len(self._ledger) or not all(role.is_idle() for role in self._roles):
+            return False
+        if stats != self._checked:  # a walk over all blocks: once for each time that something changed
+            self._engine.check()
+            self._checked = stats
+        return stats.free_tokens == self._engine.capacity_tokens
+
+
+def _engine_counters(stats: EngineStats) -> dict[str, float]:
+    return {
+        "prefill_tokens": stats.num_prefill_tokens,
+        "decode_tokens": stats.num_decode_tokens,
+        "prefix_query_tokens": stats.prefix_query_tokens,
+        "prefix_hit_tokens": stats.prefix_hit_tokens,
+        "preemptions": stats.num_preemptions,
+    }
+
+
+def _engine_gauges(stats: EngineStats) -> dict[str, float]:
+    return {
+        "running": stats.num_running,
+        "waiting": stats.num_waiting,
+        "queue_tokens": stats.queue_tokens,
+        "free_tokens": stats.free_tokens,
+        "cached_blocks": stats.num_cached_blocks,
+        "held": stats.num_held,
+        "reserved": stats.num_reserved,
+    }
+
+
+def _link_status(stats: LinkStats) -> LinkStatus:
+    return LinkStatus(
+        peer=stats.peer_id,
+        outgoing=stats.outgoing,
+        transport=stats.transport,
+        detail=stats.detail,
+        state=stats.state,
+        nbytes_per_s=stats.nbytes_per_s,
+        counters={
+            "nbytes": stats.nbytes,
+            "chunks": stats.num_chunks,
+            "busy_seconds": stats.busy_s,
+            "bad_chunks": stats.num_bad,
+            "stale_pieces": stats.num_stale,
+        },
+    )

@@ -1,0 +1,289 @@
+"""The decode side: reserve pages just in time, check what lands, commit, decode from index 1."""
+
+import logging
+from collections import OrderedDict
+from dataclasses import dataclass
+
+from contracts import errors
+from contracts.errors import Corrupt, OutOfBlocks, TandemError
+from contracts.handoff import Abort, ChunkHeader, Commit, Fin, Grant, Offer, Refuse, Wait
+from contracts.ids import Epoch, RequestId, WorkerId
+from contracts.request import Job
+from core.ledger import Ledger, Live, attempt_key
+from engine.engine import Engine
+from engine.messages import Reservation, StepOutput
+from kv_transfer.events import ChunkBad, ChunkLanded, Drained, Message, PeerLost, TransferEvent
+from kv_transfer.node import TransferNode
+
+log = logging.getLogger(__name__)
+
+AttemptId = tuple[RequestId, Epoch]
+EARLY_OFFER_S = 5.0  # an offer and its job race over two connections; a job later than this is not coming
+
+
+@dataclass
+class Landing:
+    """One handoff as decode sees it. `next_token`: everything before it is here and checked."""
+
+    live: Live
+    offer: Offer | None = None
+    reservation: Reservation | None = None
+    told_to_wait: bool = False
+    next_token: int = 0
+    num_chunks: int = 0
+    nbytes: int = 0
+    fin: Fin | None = None
+
+    @property
+    def id(self) -> AttemptId:
+        return self.live.job.request_id, self.live.job.epoch
+
+    @property
+    def peer_id(self) -> WorkerId:
+        return self.live.job.route.prefill.worker_id
+
+    def is_with(self, lost: PeerLost) -> bool:
+        prefill = self.live.job.route.prefill
+        return self.offer is not None and (prefill.worker_id, prefill.incarnation) == (lost.peer_id, lost.incarnation)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.live.job.token_ids)
+
+    @property
+    def is_complete(self) -> bool:
+        return self.fin is not None and self.num_chunks == self.fin.num_chunks and self.next_token == self.num_tokens
+
+    def contradiction(self, block_size: int) -> str | None:
+        """Why the chunks that Fin claims can never be those that come, or None. Each holds a block at least."""
+        if self.fin is None:
+            return None
+        num_coming = self.fin.num_chunks - self.num_chunks
+        num_blocks = -(-(self.num_tokens - self.next_token) // block_size)
+        if min(num_blocks, 1) <= num_coming <= num_blocks:
+            return None
+        return f"{self.fin.num_chunks} chunks are claimed, {self.num_chunks} came and {num_blocks} blocks are missing"
+
+
+class DecodeRole:
+    """Serves jobs whose route names this worker as decode and another as prefill."""
+
+    def __init__(self, me: WorkerId, engine: Engine, node: TransferNode, ledger: Ledger) -> None:
+        self._me = me
+        self._engine = engine
+        self._node = node
+        self._ledger = ledger
+        self._landings: dict[AttemptId, Landing] = {}
+        self._queue: OrderedDict[AttemptId, Landing] = OrderedDict()  # offered, waiting for pages; oldest first
+        self._early: dict[AttemptId, tuple[WorkerId, Offer, float]] = {}
+        self._draining: dict[AttemptId, WorkerId] = {}  # pages that a writer may still touch
+        self._quarantined: set[AttemptId] = set()  # pages of a writer that could not be fenced: lost until restart
+        self._counters = dict.fromkeys(
+            ("landings_granted", "landings_committed", "landings_aborted", "landings_waited", "chunks_bad"), 0.0
+        )
+
+    def takes(self, job: Job) -> bool:
+        return job.route.decode.worker_id == self._me and not job.route.is_local
+
+    def start(self, live: Live, now: float) -> None:
+        landing = Landing(live)
+        self._landings[landing.id] = landing
+        early = self._early.pop(landing.id, None)
+        if early is not None:
+            self._on_offer(early[0], early[1], now)
+
+    def drop(self, live: Live, reason: str, now: float) -> None:
+        landing = self._landings.pop((live.job.request_id, live.job.epoch), None)
+        if landing is None:
+            self._engine.release(live.key)  # already decoding
+            return
+        self._abort(landing, "cancelled", reason)
+
+    def on_started(self, live: Live, now: float) -> None:
+        """A committed request enters the batch; its account began at the commit."""
+
+    def on_step(self, output: StepOutput, now: float) -> None:
+        if output.ended:
+            self._serve_queue(now)
+
+    def on_transfer(self, event: TransferEvent, now: float) -> None:
+        match event:
+            case Message(peer_id, Offer() as offer):
+                self._on_offer(peer_id, offer, now)
+            case Message(message=Fin() as fin):
+                self._on_fin(fin, now)
+            case Message(message=Abort() as abort):
+                self._on_abort(abort)
+            case ChunkLanded(_, header):
+                self._on_landed(header, now)
+            case ChunkBad(_, header, reason):
+                self._on_bad(header, reason)
+            case Drained(request_id, epoch):
+                self._on_drained((request_id, epoch))
+            case PeerLost():
+                self._on_peer_lost(event)
+
+    def on_tick(self, now: float) -> None:
+        self._serve_queue(now)
+        for attempt_id, (peer_id, _, since_s) in list(self._early.items()):
+            if now - since_s > EARLY_OFFER_S:
+                del self._early[attempt_id]
+                self._node.refuse(peer_id, Refuse(*attempt_id, "unavailable", "no job came for this offer"))
+
+    def counters(self) -> dict[str, float]:
+        return self._counters | {"quarantined": len(self._quarantined)}
+
+    def is_idle(self) -> bool:
+        return not (self._landings or self._draining or self._early)
+
+    # what prefill says
+
+    def _on_offer(self, peer_id: WorkerId, offer: Offer, now: float) -> None:
+        landing = self._landings.get((offer.request_id, offer.epoch))
+        if landing is None:
+            self._early[offer.request_id, offer.epoch] = (peer_id, offer, now)
+            return
+        job = landing.live.job
+        if (peer_id, offer.num_tokens) != (job.route.prefill.worker_id, len(job.token_ids)):
+            self._fail(landing, Corrupt(f"an offer of {offer.num_tokens} tokens by {peer_id} does not fit the job"))
+            return
+        landing.offer = offer
+        landing.live.stage("expect", now)
+        self._queue[landing.id] = landing
+        self._serve_queue(now)
+
+    def _serve_queue(self, now: float) -> None:
+        """Grant by priority, then in order of arrival; the first that finds no pages makes the rest wait, so that none
+        is overtaken by smaller ones for ever.
+        """
+        while self._queue:
+            attempt_id, landing = min(self._queue.items(), key=_priority)
+            try:
+                self._grant(landing)
+            except OutOfBlocks as error:
+                self._tell_to_wait(str(error))
+                return
+            except TandemError as error:
+                self._fail(landing, error)
+            self._queue.pop(attempt_id, None)
+
+    def _grant(self, landing: Landing) -> None:
+        """Raises OutOfBlocks; then nothing is held."""
+        reservation = self._engine.reserve(landing.live.request())
+        landing.reservation = reservation
+        landing.next_token = reservation.skip_tokens
+        first_page = reservation.skip_tokens // self._engine.layout.block_size
+        grant = Grant(*landing.id, reservation.blocks[first_page:], reservation.skip_tokens)
+        self._node.grant(landing.peer_id, grant)
+        self._counters["landings_granted"] += 1
+
+    def _tell_to_wait(self, reason: str) -> None:
+        for landing in self._queue.values():
+            if not landing.told_to_wait:
+                landing.told_to_wait = True
+                self._counters["landings_waited"] += 1
+                self._node.wait(landing.peer_id, Wait(*landing.id, reason))
+
+    def _on_landed(self, header: ChunkHeader, now: float) -> None:
+        landing = self._landings.get((header.request_id, header.epoch))
+        if landing is None or landing.reservation is None:
+            self._ledger.num_stale += 1
+            return
+        if (header.index, header.first_token) != (landing.num_chunks, landing.next_token):
+            expected = f"expected {landing.num_chunks} at {landing.next_token}"
+            self._fail(landing, Corrupt(f"chunk {header.index} at token {header.first_token}; {expected}"))
+            return
+        landing.num_chunks += 1
+        landing.next_token += header.num_tokens
+        landing.nbytes += header.nbytes
+        self._settle(landing, now)
+
+    def _on_fin(self, fin: Fin, now: float) -> None:
+        landing = self._landings.get((fin.request_id, fin.epoch))
+        if landing is None:
+            self._ledger.num_stale += 1
+            return
+        landing.fin = fin
+        self._settle(landing, now)
+
+    def _settle(self, landing: Landing, now: float) -> None:
+        """Commit what is complete; fail at once what never will be."""
+        if landing.is_complete:
+            self._commit(landing, now)
+        elif reason := landing.contradiction(self._engine.layout.block_size):
+            self._fail(landing, Corrupt(reason))
+
+    def _commit(self, landing: Landing, now: float) -> None:
+        assert landing.fin is not None
+        landing.live.stage("land", now)
+        try:
+            self._engine.adopt(landing.live.key, landing.fin.first)
+        except TandemError as error:
+            self._fail(landing, error)
+            return
+        del self._landings[landing.id]
+        # Every granted page has its bytes and the node lands nothing after commit: the writer's hold ends here.
+        self._node.commit(landing.peer_id, Commit(*landing.id, landing.num_chunks, landing.nbytes))
+        self._engine.writer_ended(landing.live.key)
+        self._counters["landings_committed"] += 1
+        self._ledger.move(landing.live, "COMMITTED")
+
+    def _on_bad(self, header: ChunkHeader, reason: str) -> None:
+        self._counters["chunks_bad"] += 1
+        landing = self._landings.get((header.request_id, header.epoch))
+        if landing is not None:
+            self._fail(landing, Corrupt(f"chunk {header.index} arrived broken: {reason}"))
+
+    def _on_abort(self, abort: Abort) -> None:
+        """Prefill ended the attempt and told the gateway why. The node drains it by itself and says so."""
+        attempt_id = (abort.request_id, abort.epoch)
+        self._early.pop(attempt_id, None)
+        landing = self._landings.pop(attempt_id, None)
+        if landing is not None:
+            self._counters["landings_aborted"] += abort.code != "finished"
+            self._ledger.leave(landing.live)
+            self._let_go(landing)
+
+    def _on_drained(self, attempt_id: AttemptId) -> None:
+        if self._draining.pop(attempt_id, None) is not None:
+            self._engine.writer_ended(attempt_key(*attempt_id))
+
+    def _on_peer_lost(self, lost: PeerLost) -> None:
+        """Requests already committed go on: their KV is here. The others end."""
+        for landing in [a for a in self._landings.values() if a.is_with(lost)]:
+            del self._landings[landing.id]
+            self._let_go(landing)
+            error = errors.PeerLost(f"prefill worker {lost.peer_id} was lost during the handoff: {lost.error}")
+            self._ledger.fail(landing.live, error)
+        for attempt_id in [a for a, peer_id in self._draining.items() if peer_id == lost.peer_id]:
+            del self._draining[attempt_id]
+            if lost.fenced:
+                self._engine.writer_ended(attempt_key(*attempt_id))
+            else:
+                log.error("attempt %s: its writer could not be fenced; its pages stay out of use", attempt_id)
+                self._quarantined.add(attempt_id)
+
+    # letting go
+
+    def _fail(self, landing: Landing, error: TandemError) -> None:
+        self._landings.pop(landing.id, None)
+        self._abort(landing, error.code, str(error))
+        self._ledger.fail(landing.live, error)
+
+    def _abort(self, landing: Landing, code: str, reason: str) -> None:
+        """Let go and tell prefill, if it knows of this attempt."""
+        self._let_go(landing)
+        if landing.offer is not None:
+            self._counters["landings_aborted"] += 1
+            self._node.abort(landing.peer_id, Abort(*landing.id, code, reason))
+
+    def _let_go(self, landing: Landing) -> None:
+        """Drop the request's hold now; the writer's goes when the node proves that it has ended."""
+        self._queue.pop(landing.id, None)
+        if landing.reservation is not None:
+            self._draining[landing.id] = landing.peer_id
+            self._engine.release(landing.live.key)
+
+
+def _priority(item: tuple[AttemptId, Landing]) -> int:
+    return item[1].live.job.priority

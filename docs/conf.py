@@ -1,0 +1,10 @@
+"""Sphinx: the Markdown of this folder as a site. `make docs` builds it, and a warning is an error."""
+
+project = "Tandem"
+copyright = "the Tandem authors"  # Sphinx asks for this name
+extensions = ["myst_parser"]
+myst_heading_anchors = 3
+html_theme = "furo"
+html_title = "Tandem"
+html_show_sphinx = False
+html_copy_source = False

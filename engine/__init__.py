@@ -1,0 +1,1 @@
+"""One model on one device: block pool, prefix cache, scheduler, runner, sampler, weights."""

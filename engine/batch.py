@@ -1,0 +1,42 @@
+"""What one engine step computes."""
+
+from dataclasses import dataclass
+
+from engine.sequence import Sequence
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Tokens `[first_token, first_token + num_tokens)` of one sequence."""
+
+    sequence: Sequence
+    first_token: int
+    num_tokens: int
+
+    @property
+    def end(self) -> int:
+        return self.first_token + self.num_tokens
+
+    @property
+    def is_answer(self) -> bool:
+        """Tokens of the answer: one in decode, several when a preempted sequence is computed again. Never mixed
+        with prompt.
+        """
+        return self.first_token >= self.sequence.num_prompt
+
+    @property
+    def is_decode(self) -> bool:
+        return self.is_answer and self.num_tokens == 1
+
+    @property
+    def samples(self) -> bool:
+        """The piece reaches the newest token, so its last row says what comes next."""
+        return self.end == len(self.sequence.tokens)
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Decodes first, then recomputed answers, then prompts. `started`: sequences scheduled for the first time."""
+
+    pieces: tuple[Piece, ...]
+    started: tuple[Sequence, ...]

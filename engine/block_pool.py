@@ -1,0 +1,123 @@
+"""Reference-counted KV blocks and the prefix cache over them. Plain accounting: it never sees the bytes."""
+
+from collections import Counter, OrderedDict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from contracts.errors import OutOfBlocks
+from contracts.ids import BlockId
+
+
+@dataclass(frozen=True)
+class _Cached:
+    digest: bytes
+    token_ids: tuple[int, ...]
+
+
+class BlockPool:
+    """A block is held (referenced), cached (unreferenced, findable, evicted when room is needed), or free.
+
+    `generations[block]` counts how often the block lost its content: a stale writer can be told from the present one.
+    """
+
+    def __init__(self, num_blocks: int, block_size: int, prefix_cache: bool = True) -> None:
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.generations = [0] * num_blocks
+        self._prefix_cache = prefix_cache
+        self._holds = [0] * num_blocks
+        self._free = list(range(num_blocks - 1, -1, -1))
+        self._cached: dict[int, _Cached] = {}
+        self._by_digest: dict[bytes, int] = {}
+        self._evictable: OrderedDict[int, None] = OrderedDict()
+
+    @property
+    def num_available(self) -> int:
+        """Blocks that `allocate` can give now: free ones and evictable ones."""
+        return len(self._free) + len(self._evictable)
+
+    @property
+    def num_cached(self) -> int:
+        return len(self._cached)
+
+    @property
+    def num_held(self) -> int:
+        return self.num_blocks - self.num_available
+
+    def allocate(self, count: int) -> list[BlockId]:
+        """Blocks held once, contents undefined. Raises OutOfBlocks and takes none if there are fewer than `count`."""
+        if count > self.num_available:
+            raise OutOfBlocks(f"{count} KV blocks wanted, {self.num_available} of {self.num_blocks} available")
+        return [self._take() for _ in range(count)]
+
+    def retain(self, blocks: Iterable[int]) -> None:
+        for block in blocks:
+            self._holds[block] += 1
+            self._evictable.pop(block, None)
+
+    def release(self, blocks: Sequence[int]) -> None:
+        """Drop one hold of each. The last blocks of a sequence become evictable first: a shorter prefix stays
+        useful.
+        """
+        for block in reversed(blocks):
+            assert self._holds[block] > 0, f"block {block} released more often than held"
+            self._holds[block] -= 1
+            if self._holds[block] == 0:
+                self._let_go(block)
+
+    def match(self, digests: Sequence[bytes], token_ids: Sequence[int]) -> list[BlockId]:
+        """The longest cached prefix, held once more. Each block is compared by its token ids too, not by digest
+        alone.
+        """
+        matched: list[BlockId] = []
+        for index, digest in enumerate(digests):
+            block = self._by_digest.get(digest)
+            start = index * self.block_size
+            if block is None or self._cached[block].token_ids != tuple(token_ids[start : start + self.block_size]):
+                break
+            matched.append(BlockId(block))
+        self.retain(matched)
+        return matched
+
+    def insert(self, block: int, digest: bytes, token_ids: Sequence[int]) -> None:
+        """Make a held, fully written block findable. A digest that is cached already keeps its first block."""
+        assert self._holds[block] > 0, f"block {block} enters the prefix cache without a holder"
+        if self._prefix_cache and digest not in self._by_digest and block not in self._cached:
+            self._cached[block] = _Cached(digest, tuple(token_ids))
+            self._by_digest[digest] = block
+
+    def holds(self, block: int) -> int:
+        return self._holds[block]
+
+    def check(self) -> None:
+        """Raises AssertionError, in words, if a block is in two states or in none."""
+        states = Counter([*self._free, *self._evictable])
+        for block in range(self.num_blocks):
+            expected = 0 if self._holds[block] else 1
+            assert self._holds[block] >= 0, f"block {block} has {self._holds[block]} holds"
+            assert states[block] == expected, f"block {block}: {self._holds[block]} holds, idle {states[block]} times"
+        for block in self._evictable:
+            assert block in self._cached, f"block {block} is evictable but not cached"
+        for block in self._free:
+            assert block not in self._cached, f"block {block} is free but cached"
+        for digest, block in self._by_digest.items():
+            assert self._cached[block].digest == digest, f"block {block} is found by a digest that is not its own"
+        assert len(self._by_digest) == len(self._cached), "a cached block can't be found by its digest"
+
+    def _take(self) -> BlockId:
+        block = self._free.pop() if self._free else self._evict()
+        self._holds[block] = 1
+        return BlockId(block)
+
+    def _evict(self) -> int:
+        block, _ = self._evictable.popitem(last=False)
+        del self._by_digest[self._cached.pop(block).digest]
+        self.generations[block] += 1
+        return block
+
+    def _let_go(self, block: int) -> None:
+        if block in self._cached:
+            self._evictable[block] = None
+        else:
+            self.generations[block] += 1
+            self._free.append(block)

@@ -1,0 +1,139 @@
+"""The decoder-only transformer that all families share: RMSNorm, rotary attention with grouped KV heads, gated SiLU.
+
+Rows of q and k are interleaved (real and imaginary part of a rotary pair side by side), so that rope is one complex
+multiplication. Norm gains and sqrt(hidden) are folded into the weights that follow.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from checkpoint.config import ModelConfig
+from engine.attention import HeadShape, attend
+from engine.inputs import Inputs
+from engine.kv_cache import KVCache
+from engine.linear import Linear, PhasedLinear
+from engine.rope import rope_frequencies
+
+
+@dataclass(frozen=True)
+class LayerWeights:
+    """Gains are times sqrt(width), or None where folded into the next linear; q and k have theirs only in some
+    families.
+    """
+
+    attention_gain: torch.Tensor | None
+    qkv: PhasedLinear
+    output: PhasedLinear
+    mlp_gain: torch.Tensor | None
+    gate_up: PhasedLinear
+    down: PhasedLinear
+    q_gain: torch.Tensor | None = None
+    k_gain: torch.Tensor | None = None
+
+
+@dataclass(frozen=True)
+class DecoderWeights:
+    embedding: torch.Tensor
+    layers: tuple[LayerWeights, ...]
+    final_gain: torch.Tensor | None
+    head: Linear
+
+
+@dataclass(frozen=True)
+class Logits:
+    """`sampled` `[len(sample_rows), vocab]` float32; `scored` computes the parts of `score_rows` as it is read."""
+
+    sampled: torch.Tensor
+    scored: Iterator[torch.Tensor]
+
+
+class Decoder:
+    """Computes logits and writes K and V into the paged cache."""
+
+    def __init__(self, config: ModelConfig, weights: DecoderWeights, max_model_len: int) -> None:
+        self.heads = HeadShape(config.num_heads, config.num_kv_heads, config.head_dim, config.head_dim**-0.5)
+        self._weights = weights
+        self._hidden_norm = _Norm(config.hidden_size, config.norm_eps)
+        self._head_norm = _Norm(config.head_dim, config.norm_eps)
+        self._rope_TD = rope_frequencies(config, max_model_len)
+
+    @torch.inference_mode()
+    def forward(self, inputs: Inputs, cache: KVCache) -> Logits:
+        """Writes K and V of all rows."""
+        x = self._weights.embedding[inputs.token_ids_M]
+        rope = self._rope(inputs.positions_M)
+        *layers, last = self._weights.layers
+        for index, layer in enumerate(layers):
+            mixed = self._attention(layer, x, rope, inputs, cache, index)
+            x = self._mlp(layer, x, mixed, inputs.num_answer_rows)
+        mixed = self._attention(last, x, rope, inputs, cache, len(layers))
+        # Only the sampled rows go past the last attention: 3 % of a prompt's work, and all of the head's.
+        return Logits(
+            self._end(x, mixed, inputs.sample_rows, inputs.num_answer_samples),
+            (self._end(x, mixed, rows, 0) for rows in inputs.score_rows),
+        )
+
+    @torch.inference_mode()
+    def _end(self, x: torch.Tensor, mixed: torch.Tensor, rows: torch.Tensor, num_answer_rows: int) -> torch.Tensor:
+        """What comes after the last attention, for some of the rows: logits `[len(rows), vocab]` float32."""
+        last = self._weights.layers[-1]
+        x = self._mlp(last, x.index_select(0, rows), mixed.index_select(0, rows), num_answer_rows)
+        return self._weights.head(self._hidden_norm(x, self._weights.final_gain)).float()
+
+    def _attention(
+        self, layer: LayerWeights, x: torch.Tensor, rope: torch.Tensor, inputs: Inputs, cache: KVCache, index: int
+    ) -> torch.Tensor:
+        """Writes K and V of the rows, then attends: `[M, H * D]` before the output projection."""
+        qkv = layer.qkv(self._hidden_norm(x, layer.attention_gain), inputs.num_answer_rows)
+        qkv = self._rotate(layer, qkv.float(), rope).to(cache.dtype)
+        q, kv = qkv[:, : self.heads.num_heads], qkv[:, self.heads.num_heads :]
+        cache.rows(index).index_copy_(0, inputs.write_index, kv.reshape(-1, self.heads.head_dim))
+        return attend(q, cache.pages(index), inputs.attention, self.heads)
+
+    def _mlp(self, layer: LayerWeights, x: torch.Tensor, mixed: torch.Tensor, num_answer_rows: int) -> torch.Tensor:
+        """The rest of a layer after attention. Where formats differ, so does rounding between them: each phase by
+        itself.
+        """
+        if 0 < num_answer_rows < len(x) and not layer.output.is_uniform:
+            answer = self._mlp(layer, x[:num_answer_rows], mixed[:num_answer_rows], num_answer_rows)
+            return torch.cat([answer, self._mlp(layer, x[num_answer_rows:], mixed[num_answer_rows:], 0)])
+        x = x + layer.output(mixed, num_answer_rows)
+        gate, up = layer.gate_up(self._hidden_norm(x, layer.mlp_gain), num_answer_rows).chunk(2, dim=1)
+        return x + layer.down(F.silu(gate).mul_(up), num_answer_rows)
+
+    def _rope(self, positions_M: torch.Tensor) -> torch.Tensor:
+        """Rotations `[M, H + 2K, D / 2]`; those of v are 1, so that one multiplication serves all of qkv."""
+        num_rotated = self.heads.num_heads + self.heads.num_kv_heads
+        turns = self._rope_TD.index_select(0, positions_M)[:, None].expand(-1, num_rotated, -1)
+        ones = turns.new_ones(len(positions_M), self.heads.num_kv_heads, turns.shape[2])
+        return torch.cat([turns, ones], 1)
+
+    def _rotate(self, layer: LayerWeights, qkv: torch.Tensor, rope: torch.Tensor) -> torch.Tensor:
+        """`[M, (H + 2K) * D]` -> `[M, H + 2K, D]` with q and k turned by their position."""
+        qkv_MHD = qkv.view(len(qkv), -1, self.heads.head_dim)
+        if layer.q_gain is not None:
+            qkv_MHD = self._normalise_heads(layer, qkv_MHD)
+        pairs = torch.view_as_complex(qkv_MHD.view(len(qkv), qkv_MHD.shape[1], -1, 2))
+        return torch.view_as_real(pairs * rope).view_as(qkv_MHD)
+
+    def _normalise_heads(self, layer: LayerWeights, qkv_MHD: torch.Tensor) -> torch.Tensor:
+        num_heads, num_kv = self.heads.num_heads, self.heads.num_kv_heads
+        q, k, v = qkv_MHD.split([num_heads, num_kv, num_kv], 1)
+        return torch.cat([self._head_norm(q, layer.q_gain), self._head_norm(k, layer.k_gain), v], 1)
+
+
+class _Norm:
+    """RMSNorm without sqrt(width): x / hypot(|x|, sqrt(width * eps)). Three operations, 11 us where F.rms_norm
+    takes 19.
+    """
+
+    def __init__(self, width: int, eps: float) -> None:
+        self._floor = torch.tensor(math.sqrt(width * eps))
+
+    def __call__(self, x: torch.Tensor, gain: torch.Tensor | None) -> torch.Tensor:
+        y = x / torch.hypot(torch.linalg.vector_norm(x, dim=-1, keepdim=True), self._floor)
+        return y if gain is None else y * gain

@@ -1,0 +1,86 @@
+"""Structured output: which tokens a request's grammar allows next, worked out on a thread beside the forward pass.
+
+A grammar's state is a function of the answer's tokens alone, so nothing of it crosses in a handoff: decode reads the
+grammar out of the request's SamplingParams and lets it consume token 0.
+"""
+
+from collections.abc import Sequence as SequenceOf
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+import numpy as np
+from llguidance import LLMatcher, LLTokenizer
+from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask
+
+from checkpoint.checkpoint import Checkpoint
+from contracts.ids import RequestId
+from engine.sequence import Sequence
+
+
+@dataclass
+class Grammar:
+    """One request's: made when it is first needed, `num_consumed` tokens of the answer into its text."""
+
+    matcher: LLMatcher
+    num_consumed: int = 0
+
+
+@dataclass
+class Masks:
+    """`allowed[request]` `[vocab]` bool, of no use where `errors[request]` says why the grammar can't go on."""
+
+    allowed: dict[RequestId, np.ndarray] = field(default_factory=dict)
+    errors: dict[RequestId, str] = field(default_factory=dict)
+
+
+class Grammars:
+    """The grammars of an engine's requests. Calls from the engine's thread; the work is done on one of its own."""
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self._vocab = checkpoint.config.vocab_size
+        self._thread = ThreadPoolExecutor(1, "grammar")
+        self._open: dict[RequestId, Grammar] = {}
+        # A fraction of a second for a large vocabulary: now, not beside running answers.
+        self._tokenizer = self._thread.submit(_tokenizer, checkpoint)
+
+    def begin(self, sequences: SequenceOf[Sequence]) -> Future[Masks] | None:
+        """Start on the masks for the next token of those `sequences` that have a grammar; None if there is none."""
+        guided = [sequence for sequence in sequences if sequence.sampling.grammar]
+        return self._thread.submit(self._masks, guided) if guided else None
+
+    def forget(self, request_id: RequestId) -> None:
+        """The request is gone. Idempotent."""
+        self._open.pop(request_id, None)
+
+    def _masks(self, sequences: SequenceOf[Sequence]) -> Masks:
+        masks, bits = Masks(), allocate_token_bitmask(len(sequences), self._vocab)
+        for row, sequence in enumerate(sequences):
+            try:
+                fill_next_token_bitmask(self._advance(sequence), bits, row)
+            except ValueError as error:  # what llguidance says of a grammar, or of a tokenizer, that it can't serve
+                masks.errors[sequence.request_id] = str(error)
+        allowed = np.unpackbits(bits.view(np.uint8), axis=1, count=self._vocab, bitorder="little").astype(bool)
+        masks.allowed = {s.request_id: row for s, row in zip(sequences, allowed, strict=True)}
+        return masks
+
+    def _advance(self, sequence: Sequence) -> LLMatcher:
+        """The request's grammar, after all tokens of its answer so far. Raises ValueError if it does not compile."""
+        grammar = self._open.get(sequence.request_id)
+        if grammar is None:
+            grammar = Grammar(LLMatcher(self._tokenizer.result(), sequence.sampling.grammar))
+            self._open[sequence.request_id] = grammar
+        new = sequence.tokens[sequence.num_prompt + grammar.num_consumed :].tolist()
+        if new:
+            grammar.matcher.consume_tokens(new)
+            grammar.num_consumed += len(new)
+        if grammar.matcher.is_error():
+            raise ValueError(grammar.matcher.get_error())
+        return grammar.matcher
+
+
+def _tokenizer(checkpoint: Checkpoint) -> LLTokenizer:
+    return LLTokenizer(
+        checkpoint.tokenizer().to_str(),
+        n_vocab=checkpoint.config.vocab_size,
+        eos_token=list(checkpoint.eos_token_ids),
+    )

@@ -1,0 +1,85 @@
+"""From a batch of pieces to index tensors, in numpy, once a step."""
+
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from engine.attention import AttentionPlan, Chunks, HeadShape, plan_decode, plan_tiles
+from engine.batch import Piece
+from engine.kv_cache import KVCache
+from engine.scoring import Span
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """`write_index` `[M * 2 * kv_heads]` rows of KVCache.rows; `sample_rows` are the rows whose logits are wanted at
+    once, `score_rows` those whose logits are wanted part by part.
+
+    The first `num_answer_rows` rows belong to answers, as do the first `num_answer_samples` of `sample_rows`.
+    """
+
+    token_ids_M: torch.Tensor
+    positions_M: torch.Tensor
+    write_index: torch.Tensor
+    sample_rows: torch.Tensor
+    score_rows: tuple[torch.Tensor, ...]
+    num_answer_rows: int
+    num_answer_samples: int
+    attention: AttentionPlan
+
+
+def prepare(pieces: SequenceOf[Piece], scored: SequenceOf[Span], heads: HeadShape, cache: KVCache) -> Inputs:
+    """`pieces` in the order of Batch. Rows of the batch are their tokens in order."""
+    starts = np.array([piece.first_token for piece in pieces])
+    counts = np.array([piece.num_tokens for piece in pieces])
+    samples = np.array([piece.samples for piece in pieces])
+    answers = np.array([piece.is_answer for piece in pieces])
+    tables = _tables(pieces)
+    owners = np.repeat(np.arange(len(pieces)), counts)
+    positions = np.arange(len(owners)) - np.repeat(np.cumsum(counts) - counts - starts, counts)
+    token_ids = np.concatenate([np.frombuffer(p.sequence.tokens, np.int32)[p.first_token : p.end] for p in pieces])
+    return Inputs(
+        token_ids_M=torch.from_numpy(token_ids),
+        positions_M=torch.from_numpy(positions),
+        write_index=_write_index(tables[owners, positions // cache.layout.block_size], positions, cache),
+        sample_rows=torch.from_numpy((np.cumsum(counts) - 1)[samples]),
+        score_rows=tuple(span.rows for span in scored),
+        num_answer_rows=int(counts[answers].sum()),
+        num_answer_samples=int((samples & answers).sum()),
+        attention=_plan(tables, starts, counts, answers, heads, cache),
+    )
+
+
+def _plan(
+    tables: np.ndarray, starts: np.ndarray, counts: np.ndarray, answers: np.ndarray, heads: HeadShape, cache: KVCache
+) -> AttentionPlan:
+    num_decodes = int((answers & (counts == 1)).sum())
+    groups = (num_decodes, int(answers.sum())), (int(answers.sum()), len(starts))
+    chunks = [
+        Chunks(tables[low:high], starts[low:high], counts[low:high], int(counts[:low].sum()), high <= answers.sum())
+        for low, high in groups
+        if high > low
+    ]
+    return AttentionPlan(
+        plan_decode(tables[:num_decodes], starts[:num_decodes] + 1, cache) if num_decodes else None,
+        tuple(tile for group in chunks for tile in plan_tiles(group, int(counts.sum()), heads, cache)),
+    )
+
+
+def _tables(pieces: SequenceOf[Piece]) -> np.ndarray:
+    """Block tables `[N, longest]`, padded with block 0, whose content is masked where it pads."""
+    tables = np.zeros((len(pieces), max(len(piece.sequence.blocks) for piece in pieces)), np.int64)
+    for row, piece in zip(tables, pieces, strict=True):
+        row[: len(piece.sequence.blocks)] = piece.sequence.blocks
+    return tables
+
+
+def _write_index(blocks: np.ndarray, positions: np.ndarray, cache: KVCache) -> torch.Tensor:
+    """Row of each (token, K or V, head) in KVCache.rows."""
+    layout = cache.layout
+    planes = blocks[:, None] + np.array([0, cache.num_blocks])
+    heads = planes[:, :, None] * layout.num_kv_heads + np.arange(layout.num_kv_heads)
+    rows = heads * layout.block_size + (positions % layout.block_size)[:, None, None]
+    return torch.from_numpy(rows.reshape(-1))

@@ -1,0 +1,166 @@
+"""Linear layers in the number formats that are sound on a CPU."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+Linear = Callable[[torch.Tensor], torch.Tensor]
+"""`[M, in]` float32 or bfloat16 -> `[M, out]` float32 or bfloat16."""
+Pack = Callable[[torch.Tensor, torch.Tensor | None], Linear]
+"""(weight `[out, in]` float32, bias) -> Linear."""
+
+
+class Float32Linear:
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+        self._weight, self._bias = weight, bias
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(x.float(), self._weight, self._bias)
+
+
+class Float16Linear:
+    """float16 weights, float32 arithmetic (fbgemm). A row's result does not depend, to the bit, on the number of
+    rows.
+    """
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+        self._packed = torch.ops.quantized.linear_prepack_fp16(weight.contiguous(), bias)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.ops.quantized.linear_dynamic_fp16(x.float(), self._packed)
+
+
+class BFloat16Linear:
+    """bfloat16 weights and rows, float32 sums (oneDNN, weights packed once). Gives bfloat16 rows.
+
+    oneDNN compiles a kernel of about 1 MB for each number of rows and keeps 1024 of them: rows are padded to few sizes.
+    """
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+        self._packed = torch.ops.mkldnn._reorder_linear_weight(weight.bfloat16(), None)
+        self._bias = None if bias is None else bias.bfloat16()
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        num_rows = padded_rows(len(x))
+        rows = F.pad(x.bfloat16(), (0, 0, 0, num_rows - len(x))) if num_rows > len(x) else x.bfloat16()
+        y = torch.ops.mkldnn._linear_pointwise(rows, self._packed, self._bias, "none", [], "")
+        return y[: len(x)]
+
+
+def padded_rows(num_rows: int) -> int:
+    """The next of 1, 2, 4, 8, 16, then multiples of 32 up to 512, of 64 beyond: 29 sizes up to 1024 rows."""
+    if num_rows <= 32:
+        return 1 << (num_rows - 1).bit_length()
+    multiple = 32 if num_rows <= 512 else 64
+    return -(-num_rows // multiple) * multiple
+
+
+class Int8Linear:
+    """int8 weights with one scale a row, bfloat16 rows (torch's weight-only kernel)."""
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+        scales = (weight.abs().amax(1) / 127).clamp_min(1e-8)
+        self._codes = (weight / scales[:, None]).round().clamp(-127, 127).to(torch.int8)
+        self._scales = scales.bfloat16()
+        self._bias = bias
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        y = torch.ops.aten._weight_int8pack_mm(x.bfloat16(), self._codes, self._scales)
+        return y if self._bias is None else y + self._bias
+
+
+class Int4Linear:
+    """int4 weights, each group of 32 with a scale and an offset, bfloat16 rows (torch's weight-only kernel). Gives
+    bfloat16 rows; one does not depend, to the bit, on the number of rows.
+
+    Sound only for weights that lie on such a grid already, as those of a GGUF file in Q4_1 do: see on_int4_grid.
+    """
+
+    GROUP = 32
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+        codes, scales, least = int4_grid(weight)
+        self._codes = torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes.int(), 2)
+        # The kernel computes (code - 8) * scale + offset; both come as [groups, out, 2].
+        self._scales = torch.stack([scales, least + 8 * scales], 2).bfloat16().transpose(0, 1).contiguous()
+        self._bias = bias
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        y = torch.ops.aten._weight_int4pack_mm_for_cpu(x.bfloat16(), self._codes, self.GROUP, self._scales)
+        return y if self._bias is None else y + self._bias
+
+
+def int4_grid(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The 16 even steps from the least to the greatest of each 32 weights of a row: codes `[out, in]`, float32; scales
+    and least values `[out, in / 32]`.
+    """
+    groups = weight.view(len(weight), -1, Int4Linear.GROUP)
+    least = groups.amin(2)
+    scales = (groups.amax(2) - least) / 15
+    codes = ((groups - least[..., None]) / scales.clamp_min(1e-30)[..., None]).round()
+    return codes.view(weight.shape), scales, least
+
+
+def on_int4_grid(weight: torch.Tensor) -> bool:
+    """Whether int4_grid loses nothing: codes times scale plus offset give the weights again, to float32's rounding."""
+    if weight.shape[1] % Int4Linear.GROUP or len(weight) % 16:
+        return False
+    codes, scales, least = int4_grid(weight)
+    groups = codes.view(len(weight), -1, Int4Linear.GROUP) * scales[..., None] + least[..., None]
+    return bool((groups.view(weight.shape) - weight).abs().max() <= 1e-5 * weight.abs().max())
+
+
+def pack_int4_if_exact(weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
+    """float16 for a tensor that int4 would change, as GGUF files have among the others."""
+    return Int4Linear(weight, bias) if on_int4_grid(weight) else Float16Linear(weight, bias)
+
+
+class PhasedLinear:
+    """One format for rows of prompts, which are many, another for rows of answers, which are few.
+
+    Which one a row takes depends on its place in its own sequence alone, never on the batch. Answer rows come first.
+    """
+
+    def __init__(self, prompt: Linear, answer: Linear) -> None:
+        self._prompt, self._answer = prompt, answer
+        self.is_uniform = prompt is answer
+
+    def __call__(self, x: torch.Tensor, num_answer_rows: int) -> torch.Tensor:
+        if self.is_uniform or num_answer_rows == len(x):
+            return self._answer(x)
+        if num_answer_rows == 0:
+            return self._prompt(x)
+        return torch.cat([self._answer(x[:num_answer_rows]), self._prompt(x[num_answer_rows:])])
+
+
+@dataclass(frozen=True)
+class NumberFormat:
+    """How weights are held for the rows of prompts and of answers, and how KV is. `folds`: norm gains may be folded
+    in.
+    """
+
+    prompt: Pack
+    answer: Pack
+    head: Pack
+    kv_dtype: str
+    folds: bool = True
+
+    @property
+    def is_uniform(self) -> bool:
+        return self.prompt is self.answer
+
+    def pack(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> PhasedLinear:
+        answer = self.answer(weight, bias)
+        return PhasedLinear(answer if self.is_uniform else self.prompt(weight, bias), answer)
+
+
+FORMATS = {
+    "float32": NumberFormat(Float32Linear, Float32Linear, Float32Linear, "float32"),
+    "float16": NumberFormat(Float16Linear, Float16Linear, Float16Linear, "float32"),
+    "bfloat16": NumberFormat(BFloat16Linear, BFloat16Linear, BFloat16Linear, "bfloat16"),
+    "mixed16": NumberFormat(BFloat16Linear, Float16Linear, Float16Linear, "bfloat16"),
+    "int4": NumberFormat(Float16Linear, pack_int4_if_exact, Float16Linear, "float32", folds=False),
+    "int8": NumberFormat(Float16Linear, Int8Linear, Int8Linear, "float32", folds=False),
+}

@@ -1,0 +1,138 @@
+"""From settings to a running engine: find the model, choose the number format, size the cache, load the weights."""
+
+import hashlib
+import logging
+from dataclasses import replace
+
+import msgspec
+import torch
+
+from checkpoint import Checkpoint, Progress, open_checkpoint
+from checkpoint.config import ModelConfig
+from contracts.errors import ConfigError
+from contracts.layout import KVLayout
+from contracts.memory import available_nbytes
+from engine.decoder import Decoder
+from engine.engine import Engine
+from engine.kv_cache import KVCache
+from engine.linear import FORMATS, on_int4_grid
+from engine.loading import load_weights
+from engine.messages import EngineSettings
+from engine.runner import Runner
+from engine.weights import WeightSource, open_weights
+from kernels.cpu.isa import CpuIsa, apply_isa, probe_isa
+
+_log = logging.getLogger(__name__)
+
+_WORTHWHILE_SPEEDUP = 1.4
+# The cache takes this share of the memory that is available at start, within these bounds, unless the settings say
+# otherwise.
+_MEMORY_SHARE = 0.15
+_MIN_CACHE_NBYTES, _MAX_CACHE_NBYTES = 256 << 20, 2 << 30
+
+
+def load_engine(settings: EngineSettings, progress: Progress | None = None) -> Engine:
+    """Raises ConfigError, which says what to do, for a model or settings that cannot be served."""
+    report = progress or _silent
+    if settings.device != "cpu":
+        raise ConfigError(f"the device '{settings.device}' is not supported; supported is cpu")
+    if settings.num_threads:
+        torch.set_num_threads(settings.num_threads)
+    checkpoint = open_checkpoint(settings.model, progress=report)
+    report("probe", 0, 1)
+    source = open_weights(checkpoint)
+    settings = replace(settings, dtype=resolve_dtype(settings, source))
+    number_format = FORMATS[settings.dtype]
+    layout = kv_layout(checkpoint.config, settings.block_size, number_format.kv_dtype)
+    num_blocks = _num_blocks(layout, settings)
+    max_model_len = _max_model_len(checkpoint, settings, num_blocks * layout.block_size)
+    weights = load_weights(checkpoint.config, source, number_format, report)
+    model = Decoder(checkpoint.config, weights, max_model_len)
+    cache = KVCache(layout, num_blocks)
+    _log.info(
+        "%s ready: %s, context of %d tokens, %d KV blocks", checkpoint.name, settings.dtype, max_model_len, num_blocks
+    )
+    return Engine(settings, checkpoint, cache, Runner(model, cache), max_model_len)
+
+
+def resolve_dtype(settings: EngineSettings, source: WeightSource) -> str:
+    """The name of a number format; caps oneDNN first where bfloat16 would crash. Raises ConfigError for an unknown
+    name, and for one that this CPU or these weights can't have.
+
+    `auto`: float16 weights, twice float32's decode rate and nearly its text; for the rows of prompts bfloat16 where
+    this CPU multiplies it much faster (1.9 times on a Zen 4, 0.8 times on an Emerald Rapids without its AMX). Where it
+    does not, weights that are int4 in the file stay so for the rows of answers.
+    """
+    dtype = settings.dtype
+    if dtype not in FORMATS and dtype != "auto":
+        raise ConfigError(f"the dtype '{dtype}' is not supported; supported are auto, {', '.join(FORMATS)}")
+    has_fbgemm = "fbgemm" in torch.backends.quantized.supported_engines
+    if dtype in ("float16", "mixed16", "int4", "int8") and not has_fbgemm:
+        raise ConfigError(f"the dtype '{dtype}' needs an x86 CPU with AVX2; use float32")
+    if dtype == "int4" and not _is_int4(source):
+        raise ConfigError("the dtype 'int4' is for weights that are so in their file (GGUF, Q4_1); use float16 or int8")
+    if dtype in ("float32", "float16"):
+        return dtype
+    isa = probe_isa(settings.cache_dir)
+    apply_isa(isa)
+    if dtype == "auto":
+        return _fastest(isa, has_fbgemm, source)
+    if dtype in ("bfloat16", "mixed16") and isa.bfloat16_speedup == 0.0:
+        raise ConfigError(f"the dtype '{dtype}' multiplies bfloat16, which crashes on this CPU; use float16 or float32")
+    return dtype
+
+
+def _fastest(isa: CpuIsa, has_fbgemm: bool, source: WeightSource) -> str:
+    if not has_fbgemm:
+        return "float32"
+    if isa.bfloat16_speedup >= _WORTHWHILE_SPEEDUP:
+        return "mixed16"
+    return "int4" if _is_int4(source) else "float16"
+
+
+def _is_int4(source: WeightSource) -> bool:
+    """Judged by the largest matrix of the first layer; linear.pack_int4_if_exact then looks at each."""
+    return on_int4_grid(source.tensor("model.layers.0.mlp.down_proj.weight"))
+
+
+def kv_layout(config: ModelConfig, block_size: int, dtype: str) -> KVLayout:
+    return KVLayout(
+        model=_fingerprint(config),
+        num_layers=config.num_layers,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        block_size=block_size,
+        dtype=dtype,
+    )
+
+
+def _fingerprint(config: ModelConfig) -> str:
+    return hashlib.blake2b(msgspec.json.encode(config, order="sorted"), digest_size=8).hexdigest()
+
+
+def _num_blocks(layout: KVLayout, settings: EngineSettings) -> int:
+    nbytes = settings.kv_cache_nbytes
+    if nbytes is None:
+        share = int(available_nbytes() * _MEMORY_SHARE)
+        nbytes = min(max(share, _MIN_CACHE_NBYTES), _MAX_CACHE_NBYTES)
+    if nbytes < 2 * layout.block_nbytes:
+        raise ConfigError(
+            f"kv_cache_nbytes is {nbytes}; one block of {layout.block_size} tokens takes {layout.block_nbytes}"
+        )
+    return nbytes // layout.block_nbytes
+
+
+def _max_model_len(checkpoint: Checkpoint, settings: EngineSettings, capacity_tokens: int) -> int:
+    longest = checkpoint.config.max_model_len
+    wanted = settings.max_model_len or longest
+    if wanted > longest:
+        raise ConfigError(f"max_model_len is {wanted}; {checkpoint.name} was trained for {longest} tokens")
+    if settings.max_model_len and wanted > capacity_tokens:
+        raise ConfigError(
+            f"max_model_len is {wanted}; the KV cache holds {capacity_tokens} tokens: raise kv_cache_nbytes"
+        )
+    return min(wanted, capacity_tokens)
+
+
+def _silent(stage: str, done: int, total: int) -> None:
+    """Progress that nobody watches."""

@@ -1,0 +1,143 @@
+"""What goes into an engine and what comes out of it."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from contracts.events import FinishReason, PromptToken, Token
+from contracts.ids import BlockId, RequestId
+from contracts.sampling import SamplingParams
+
+
+@dataclass(frozen=True)
+class EngineSettings:
+    """`model`: see checkpoint.open_checkpoint. `dtype`: "auto" or one of engine.linear.FORMATS.
+
+    None leaves a value to the engine: `kv_cache_nbytes` a share of the free memory, `max_model_len` the model's own
+    (both bounded by the cache), `num_threads` torch's default. `max_batched_tokens` is the token
+    budget of one step. What was found out about the CPU is remembered in `cache_dir`.
+    """
+
+    model: str = ""
+    dtype: str = "auto"
+    block_size: int = 16
+    kv_cache_nbytes: int | None = None
+    max_model_len: int | None = None
+    max_num_seqs: int = 64
+    max_batched_tokens: int = 1024
+    num_threads: int | None = None
+    device: str = "cpu"
+    prefix_cache: bool = True
+    max_num_waiting: int = 1024
+    cache_dir: Path = Path.home() / ".cache" / "tandem"
+
+
+@dataclass(frozen=True)
+class EngineRequest:
+    """`handoff`: after token 0 the sequence stops and keeps its blocks until `release`. Lower `priority`: sooner.
+
+    Cached prefixes are shared with requests of the same `cache_salt` only.
+    """
+
+    request_id: RequestId
+    token_ids: Sequence[int]
+    sampling: SamplingParams
+    handoff: bool = False
+    priority: int = 0
+    cache_salt: str = ""
+
+
+@dataclass(frozen=True)
+class Reservation:
+    """Pages for a prompt that is computed elsewhere: `blocks` are those of the whole prompt, cached prefix first.
+
+    `generations` are the blocks' at this moment. `skip_tokens` is the prefix hit, a multiple of the block size.
+    """
+
+    request_id: RequestId
+    blocks: list[BlockId]
+    generations: list[int]
+    skip_tokens: int
+
+
+@dataclass(frozen=True)
+class Started:
+    """The scheduler picked the request for the first time. `cached_tokens` is its prefix hit."""
+
+    request_id: RequestId
+    cached_tokens: int
+
+
+@dataclass(frozen=True)
+class ChunkDone:
+    """KV of tokens `[first_token, first_token + num_tokens)` of a handoff sequence is in `blocks`, just these.
+
+    Chunks of a prompt come in order and cover it once, cached prefix included; each starts on a block's edge.
+    """
+
+    request_id: RequestId
+    first_token: int
+    num_tokens: int
+    blocks: list[BlockId]
+
+
+@dataclass(frozen=True)
+class Scored:
+    """The prompt's tokens from `first_index` on. Of one request in order and each once, all before its token 0."""
+
+    request_id: RequestId
+    first_index: int
+    tokens: list[PromptToken]
+
+
+@dataclass(frozen=True)
+class Sampled:
+    request_id: RequestId
+    token: Token
+
+
+@dataclass(frozen=True)
+class Ended:
+    request_id: RequestId
+    num_tokens: int
+    reason: FinishReason
+
+
+@dataclass(frozen=True)
+class EngineFailure:
+    """The request ended without an answer; `code` is one of contracts.errors."""
+
+    request_id: RequestId
+    code: str
+    message: str
+
+
+@dataclass(frozen=True)
+class StepOutput:
+    started: tuple[Started, ...] = ()
+    chunks: tuple[ChunkDone, ...] = ()
+    sampled: tuple[Sampled, ...] = ()
+    ended: tuple[Ended, ...] = ()
+    failed: tuple[EngineFailure, ...] = ()
+    num_prefill_tokens: int = 0
+    num_decode_tokens: int = 0
+    scored: tuple[Scored, ...] = ()
+
+
+@dataclass(frozen=True)
+class EngineStats:
+    """`queue_tokens`: prompt tokens not computed yet. Counters count from the start; prefix counters are in tokens."""
+
+    num_running: int
+    num_waiting: int
+    num_held: int
+    num_reserved: int
+    queue_tokens: int
+    free_tokens: int
+    num_cached_blocks: int
+    num_steps: int
+    prefix_query_tokens: int
+    prefix_hit_tokens: int
+    num_preemptions: int
+    num_prefill_tokens: int
+    num_decode_tokens: int

@@ -1,0 +1,190 @@
+"""Which tokens run in the next step: continuous batching, chunked prefill under a token budget, no torch and no clock.
+
+Decodes come first and prefill chunks fill what is left of the budget, so a long prompt never stalls a running answer
+(Sarathi-Serve, Agrawal et al., OSDI 2024).
+"""
+
+from bisect import insort
+from dataclasses import dataclass
+from operator import attrgetter
+
+from engine.batch import Batch, Piece
+from engine.block_pool import BlockPool
+from engine.sequence import Sequence, Status
+
+
+@dataclass(frozen=True)
+class Limits:
+    """`max_batched_tokens` is the budget of one step; at least `max_num_seqs`, so that every decode fits."""
+
+    max_num_seqs: int
+    max_batched_tokens: int
+    max_model_len: int
+
+
+class Scheduler:
+    """By priority, and within one first come, first served: who waits longest is not promised a turn while more urgent
+    ones keep coming. When blocks run out, the least urgent sequence gives its own back and is computed again later.
+    """
+
+    def __init__(self, pool: BlockPool, limits: Limits) -> None:
+        self._pool = pool
+        self._limits = limits
+        self._next_arrival = 0
+        self.waiting: list[Sequence] = []
+        self.running: list[Sequence] = []
+        self.num_preemptions = 0
+        self.num_prefix_queries = 0
+        self.num_prefix_hits = 0
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.running or self.waiting)
+
+    @property
+    def has_preempted(self) -> bool:
+        return any(sequence.started for sequence in self.waiting)
+
+    def add(self, sequence: Sequence) -> None:
+        self._number(sequence)
+        insort(self.waiting, sequence, key=_URGENCY)
+
+    def resume(self, sequence: Sequence) -> None:
+        """Run a sequence that has its blocks already: adopted from elsewhere, or held and continued here."""
+        if sequence.arrival < 0:
+            self._number(sequence)
+        sequence.status = Status.RUNNING
+        insort(self.running, sequence, key=_URGENCY)
+
+    def remove(self, sequence: Sequence) -> None:
+        """Forget it; its blocks stay with the caller."""
+        if sequence.status is Status.RUNNING:
+            self.running.remove(sequence)
+        elif sequence.status is Status.WAITING:
+            self.waiting.remove(sequence)
+
+    def take_prefix(self, sequence: Sequence) -> int:
+        """Give `sequence` the cached blocks of its prompt, short of its last token. Returns the tokens that they
+        hold. A prompt that is to be scored is computed: a cached block has no logits.
+        """
+        size = self._pool.block_size
+        limit = (len(sequence.tokens) - 1) // size if sequence.num_scored >= sequence.num_prompt else 0
+        blocks = self._pool.match(sequence.extend_digests(size)[:limit], sequence.tokens)
+        sequence.blocks.extend(blocks)
+        sequence.num_inserted_blocks = len(blocks)
+        sequence.num_computed = len(blocks) * size
+        return sequence.num_computed
+
+    def schedule(self) -> Batch:
+        """The next step. Takes the blocks that it needs, preempting if it must; empty if nothing can run."""
+        pieces = self._decodes()
+        budget = self._limits.max_batched_tokens - len(pieces)
+        chunks = self._chunks([s for s in self.running if not s.is_decoding], budget)
+        budget -= sum(piece.num_tokens for piece in chunks)
+        admitted = self._admit(budget)
+        started = tuple(piece.sequence for piece in admitted if not piece.sequence.started)
+        for sequence in started:
+            sequence.started = True
+        return Batch((*pieces, *sorted([*chunks, *admitted], key=_is_prompt)), started)
+
+    def _number(self, sequence: Sequence) -> None:
+        sequence.arrival = self._next_arrival
+        self._next_arrival += 1
+
+    def _decodes(self) -> list[Piece]:
+        pieces = []
+        for sequence in [s for s in self.running if s.is_decoding]:
+            if sequence.status is Status.RUNNING and self._make_room(sequence):
+                pieces.append(Piece(sequence, sequence.num_computed, 1))
+        return pieces
+
+    def _make_room(self, sequence: Sequence) -> bool:
+        """One more token fits into the sequence's blocks, after preempting less urgent ones (or itself: then False)."""
+        missing = self._num_blocks(len(sequence.tokens)) - len(sequence.blocks)
+        while missing > self._pool.num_available:
+            victim = self._least_urgent(sequence)
+            if victim is None:
+                return False
+            self._preempt(victim)
+            if victim is sequence:
+                return False
+        sequence.blocks.extend(self._pool.allocate(missing))
+        return True
+
+    def _least_urgent(self, sequence: Sequence) -> Sequence | None:
+        """The last that is not more urgent than `sequence` and whose blocks nobody else reads."""
+        candidates = [s for s in self.running if s.urgency >= sequence.urgency and not s.is_pinned]
+        return candidates[-1] if candidates else None
+
+    def _preempt(self, sequence: Sequence) -> None:
+        self.running.remove(sequence)
+        self._pool.release(sequence.blocks)
+        del sequence.blocks[:]
+        sequence.num_computed = sequence.num_inserted_blocks = 0
+        sequence.status = Status.WAITING
+        insort(self.waiting, sequence, key=_URGENCY)
+        self.num_preemptions += 1
+
+    def _chunks(self, sequences: list[Sequence], budget: int) -> list[Piece]:
+        pieces = []
+        for sequence in sequences:
+            piece = self._chunk(sequence, budget)
+            if piece is None:
+                break
+            pieces.append(piece)
+            budget -= piece.num_tokens
+        return pieces
+
+    def _chunk(self, sequence: Sequence, budget: int) -> Piece | None:
+        """As much of the prompt (or, after a preemption, of the answer) as the budget allows.
+
+        A chunk that is not the prompt's last ends on a block's edge.
+        """
+        first = sequence.num_computed
+        end = sequence.num_prompt if first < sequence.num_prompt else len(sequence.tokens)
+        if end - first > budget:
+            end = (first + budget) // self._pool.block_size * self._pool.block_size
+        return Piece(sequence, first, end - first) if end > first else None
+
+    def _admit(self, budget: int) -> list[Piece]:
+        pieces = []
+        while self.waiting and len(self.running) < self._limits.max_num_seqs:
+            sequence = self.waiting[0]
+            if not self._take_blocks(sequence):
+                break
+            piece = self._chunk(sequence, budget)
+            if piece is None:
+                self._give_back(sequence)
+                break
+            del self.waiting[0]
+            self.resume(sequence)
+            pieces.append(piece)
+            budget -= piece.num_tokens
+            self.num_prefix_queries += len(sequence.tokens)
+            self.num_prefix_hits += sequence.num_computed
+        return pieces
+
+    def _take_blocks(self, sequence: Sequence) -> bool:
+        """Blocks for the whole prompt, cached ones first. Leaves one block for each running sequence to grow into."""
+        self.take_prefix(sequence)
+        missing = self._num_blocks(len(sequence.tokens)) - len(sequence.blocks)
+        if missing + len(self.running) > self._pool.num_available:
+            self._give_back(sequence)
+            return False
+        sequence.blocks.extend(self._pool.allocate(missing))
+        return True
+
+    def _give_back(self, sequence: Sequence) -> None:
+        self._pool.release(sequence.blocks)
+        del sequence.blocks[:]
+        sequence.num_computed = sequence.num_inserted_blocks = 0
+
+    def _num_blocks(self, num_tokens: int) -> int:
+        return -(-num_tokens // self._pool.block_size)
+
+
+def _is_prompt(piece: Piece) -> bool:
+    return not piece.is_answer
+
+
+_URGENCY = attrgetter("urgency")

@@ -1,0 +1,78 @@
+"""One request inside the engine: its tokens, its blocks, and how far its KV is computed."""
+
+from array import array
+from collections.abc import Sequence as SequenceOf
+from enum import StrEnum
+
+from contracts.hashing import chain_hashes, salted
+from contracts.ids import RequestId
+from contracts.sampling import SamplingParams
+
+
+class Status(StrEnum):
+    WAITING = "waiting"
+    RUNNING = "running"
+    HELD = "held"
+    RESERVED = "reserved"
+
+
+class Sequence:
+    """Mutable, owned by the engine. `tokens` is prompt plus answer; KV exists for the first `num_computed` of them.
+
+    Of the prompt's log-probabilities the first `num_scored` are told, or were not asked for.
+
+    `tokens` and `blocks` are 32-bit arrays, so that numpy reads them without a Python loop.
+    """
+
+    def __init__(
+        self,
+        request_id: RequestId,
+        token_ids: SequenceOf[int],
+        sampling: SamplingParams,
+        handoff: bool = False,
+        priority: int = 0,
+        cache_salt: str = "",
+    ) -> None:
+        self.request_id = request_id
+        self.sampling = sampling
+        self.handoff = handoff
+        self.priority = priority
+        self.status = Status.WAITING
+        self.tokens = array("i", token_ids)
+        self.num_prompt = len(self.tokens)
+        self.blocks = array("i")
+        self.digests: list[bytes] = []
+        self._root = salted(cache_salt)
+        self.arrival = -1
+        self.num_computed = 0
+        self.num_inserted_blocks = 0
+        self.num_announced = 0
+        self.num_scored = self.num_prompt if sampling.prompt_logprobs is None else 1  # nothing foretells token 0
+        self.started = False
+
+    @property
+    def urgency(self) -> tuple[int, int]:
+        """The smallest goes first."""
+        return self.priority, self.arrival
+
+    @property
+    def num_generated(self) -> int:
+        return len(self.tokens) - self.num_prompt
+
+    @property
+    def is_decoding(self) -> bool:
+        """Everything but the newest token is computed, and that token is part of the answer."""
+        return self.num_generated > 0 and self.num_computed == len(self.tokens) - 1
+
+    @property
+    def is_pinned(self) -> bool:
+        """Announced KV is being read by a transfer: it can't be recomputed elsewhere in the pool."""
+        return self.handoff and self.num_announced > 0
+
+    def extend_digests(self, block_size: int) -> list[bytes]:
+        """Digests of all full blocks of `tokens`, computed once each."""
+        done = len(self.digests)
+        if len(self.tokens) // block_size > done:
+            previous = self.digests[-1] if self.digests else self._root
+            self.digests += chain_hashes(self.tokens[done * block_size :], block_size, previous=previous)
+        return self.digests

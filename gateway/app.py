@@ -1,0 +1,342 @@
+"""The gateway's HTTP face."""
+
+import asyncio
+import json
+import logging
+import re
+import secrets
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from fastapi import FastAPI, Request, Response
+from fastapi.middleware.cors import CORSMiddleware
+from fastapi.responses import JSONResponse, PlainTextResponse
+from starlette.exceptions import HTTPException
+from starlette.routing import Route
+
+from checkpoint import Checkpoint
+from contracts.errors import NotFound, RequestError, TandemError
+from gateway.admission import Admission
+from gateway.answer import Answer
+from gateway.asking import Ask, Limits, ask_chat, ask_completion
+from gateway.dispatch import Dispatch
+from gateway.keys import Keys
+from gateway.metrics import Metrics
+from gateway.openapi import (
+    ChatReply,
+    DetokenizeReply,
+    LoadReply,
+    ModelCard,
+    ModelList,
+    ReadyReply,
+    ResponseReply,
+    TextReply,
+    TokenizeReply,
+    VersionReply,
+    returns,
+    takes,
+)
+from gateway.prompting import Prompting
+from gateway.replies import (
+    ChatReplies,
+    Replies,
+    Spelling,
+    TextReplies,
+    error_body,
+    error_of,
+    retry_headers,
+    spell_id,
+)
+from gateway.responses import ResponseReplies, to_chat
+from gateway.schema import (
+    ChatRequest,
+    Common,
+    CompletionRequest,
+    Detailed,
+    DetokenizeRequest,
+    ResponsesRequest,
+    TokenizeRequest,
+    parse,
+)
+from gateway.serving import Serving, ServingResponse, Style
+from gateway.settings import GatewaySettings
+from gateway.tools.replies import with_tools
+from gateway.tracing import Tracing
+
+log = logging.getLogger("gateway.requests")
+
+BODY_TIMEOUT_S = 30.0
+_REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+
+
+@dataclass
+class Front:
+    """What the endpoints share."""
+
+    settings: GatewaySettings
+    checkpoint: Checkpoint
+    prompting: Prompting
+    dispatch: Dispatch
+    metrics: Metrics
+    model: str
+    version: str
+    created: int
+    tracing: Tracing | None = None
+
+    def __post_init__(self) -> None:
+        self.admission = Admission(self.settings.max_inflight)
+
+    @property
+    def limits(self) -> Limits:
+        own = self.checkpoint.config.max_model_len
+        return Limits(self.dispatch.workers.max_model_len(own), tuple(self.checkpoint.eos_token_ids))
+
+    def spelling(self, asked: Detailed) -> Spelling:
+        return spell_id if asked.return_tokens_as_token_ids else self.prompting.token_text
+
+    def require_model(self, name: str | None) -> None:
+        if name is not None and name != self.model:
+            raise NotFound(f"the model '{name[:200]}' does not exist; this server has '{self.model}'", "model")
+
+    async def serve(self, request: Request, asked: Common, asks: list[Ask], replies: Replies) -> Response:
+        eos = self.limits.eos_token_ids
+        serving = Serving(
+            id=replies.id,
+            answers=[Answer(ask, self.prompting, eos) for ask in asks],
+            replies=replies,
+            style=_style(asked),
+            dispatch=self.dispatch,
+            admission=self.admission,
+            metrics=self.metrics,
+            timeout_s=self.settings.request_timeout_s,
+            started_s=request.state.started_s,
+            echo_id=_given_id(request, asked),
+            trace=self.tracing and self.tracing.begin(request.url.path, request.headers),
+        )
+        return ServingResponse(serving)
+
+
+def make_app(front: Front) -> FastAPI:
+    app = FastAPI(title="Tandem", version=front.version, docs_url=None, redoc_url=None)
+    _add_door(app, front.settings)
+    _add_errors(app, front)
+    _add_generation(app, front)
+    _add_responses(app, front)
+    _add_tokens(app, front)
+    _add_models(app, front)
+    _add_state(app, front)
+    return app
+
+
+def _add_door(app: FastAPI, settings: GatewaySettings) -> None:
+    if keys := settings.api_key.get_secret_value():
+        app.add_middleware(Keys, keys=keys)
+    origins = [origin for origin in map(str.strip, settings.cors_origins.split(",")) if origin]
+    if origins:  # outside of the keys: a browser asks beforehand, and shows none
+        app.add_middleware(CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"])
+
+
+def _add_generation(app: FastAPI, front: Front) -> None:
+    @app.post(
+        "/v1/chat/completions",
+        openapi_extra=takes(ChatRequest),
+        responses=returns(ChatReply, streams=True),
+        response_model=None,
+    )
+    async def chat_completions(request: Request) -> Response:
+        """Answers to a conversation, whole or streamed."""
+        asked = await _parsed(request, front, ChatRequest)
+        asks = await ask_chat(asked, front.prompting, front.limits)
+        head = (_request_id(request, asked, "chatcmpl"), front.model, int(time.time()), front.prompting)
+        chat = ChatReplies(*head, bool(asked.logprobs), front.spelling(asked))
+        return await front.serve(request, asked, asks, with_tools(chat, asked, front.prompting.tool_form))
+
+    @app.post(
+        "/v1/completions",
+        openapi_extra=takes(CompletionRequest),
+        responses=returns(TextReply, streams=True),
+        response_model=None,
+    )
+    async def completions(request: Request) -> Response:
+        """Continuations of one or more prompts, whole or streamed."""
+        asked = await _parsed(request, front, CompletionRequest)
+        asks = await ask_completion(asked, front.prompting, front.limits)
+        head = (_request_id(request, asked, "cmpl"), front.model, int(time.time()))
+        replies = TextReplies(*head, asked.logprobs is not None, front.spelling(asked))
+        return await front.serve(request, asked, asks, replies)
+
+
+def _add_responses(app: FastAPI, front: Front) -> None:
+    @app.post(
+        "/v1/responses",
+        openapi_extra=takes(ResponsesRequest),
+        responses=returns(ResponseReply, streams=True),
+        response_model=None,
+    )
+    async def responses(request: Request) -> Response:
+        """One answer in the form of the Responses API; nothing is stored."""
+        asked = await _parsed(request, front, ResponsesRequest)
+        asks = await ask_chat(to_chat(asked), front.prompting, front.limits, "max_output_tokens")
+        head = (_request_id(request, asked, "resp"), front.model, int(time.time()))
+        return await front.serve(request, asked, asks, ResponseReplies(*head, asked))
+
+
+def _add_tokens(app: FastAPI, front: Front) -> None:
+    @app.post("/tokenize", openapi_extra=takes(TokenizeRequest), responses=returns(TokenizeReply), response_model=None)
+    async def tokenize(request: Request) -> dict[str, Any]:
+        """Token ids of a prompt or of a conversation."""
+        asked = await _parsed(request, front, TokenizeRequest)
+        if (asked.prompt is None) == (asked.messages is None):
+            raise RequestError("give either 'prompt' or 'messages'", "prompt")
+        text, special = asked.prompt, asked.add_special_tokens is not False
+        if text is None:
+            text = front.prompting.render(asked)
+            special = bool(asked.add_special_tokens)
+        ids = await front.prompting.encode(text, special)
+        reply = {"count": len(ids), "max_model_len": front.limits.max_model_len, "tokens": ids, "token_strs": None}
+        if asked.return_token_strs:
+            reply["token_strs"] = [front.prompting.token_text(token_id) for token_id in ids]
+        return reply
+
+    @app.post(
+        "/detokenize", openapi_extra=takes(DetokenizeRequest), responses=returns(DetokenizeReply), response_model=None
+    )
+    async def detokenize(request: Request) -> dict[str, str]:
+        """The text of token ids."""
+        asked = await _parsed(request, front, DetokenizeRequest)
+        front.prompting.require_known(asked.tokens, "tokens")
+        return {"prompt": front.prompting.tokenizer.decode(asked.tokens, skip_special_tokens=False)}
+
+
+def _add_models(app: FastAPI, front: Front) -> None:
+    def card() -> dict[str, Any]:
+        return {
+            "id": front.model,
+            "object": "model",
+            "created": front.created,
+            "owned_by": "tandem",
+            "root": front.checkpoint.name,
+            "parent": None,
+            "max_model_len": front.limits.max_model_len,
+            "permission": [],
+        }
+
+    @app.get("/v1/models", responses=returns(ModelList), response_model=None)
+    async def models() -> dict[str, Any]:
+        """The one model."""
+        return {"object": "list", "data": [card()]}
+
+    @app.get("/v1/models/{model:path}", responses=returns(ModelCard), response_model=None)
+    async def model(model: str) -> dict[str, Any]:
+        """One model by its id."""
+        front.require_model(model)
+        return card()
+
+
+def _add_state(app: FastAPI, front: Front) -> None:
+    @app.get("/health", responses=returns(None), response_class=Response)
+    async def health() -> Response:
+        """200 while this process answers."""
+        return Response()
+
+    @app.get("/ping", responses=returns(None), response_class=Response)
+    @app.post("/ping", responses=returns(None), response_class=Response)
+    async def ping() -> Response:
+        """The same as /health."""
+        return Response()
+
+    @app.get("/load", responses=returns(LoadReply), response_model=None)
+    async def load() -> dict[str, int]:
+        """Answers in progress."""
+        return {"server_load": front.admission.num_taken}
+
+    @app.get("/ready", responses=returns(ReadyReply), response_model=None)
+    async def ready() -> JSONResponse:
+        """200 once a prefill and a decode worker, or a mixed one, listen to this gateway."""
+        if front.dispatch.workers.can_serve():
+            return JSONResponse({"status": "ready"})
+        why = "; ".join(["no prefill and decode worker is connected", *front.dispatch.workers.troubles])
+        return JSONResponse(error_body(503, why), status_code=503, headers={"Retry-After": "1"})
+
+    @app.get("/metrics", responses=returns(None), response_class=PlainTextResponse)
+    async def metrics() -> Response:
+        """Prometheus text."""
+        return Response(front.metrics.text(), media_type="text/plain; version=0.0.4")
+
+    @app.get("/version", responses=returns(VersionReply), response_model=None)
+    async def version() -> dict[str, str]:
+        """The release that runs."""
+        return {"version": front.version}
+
+
+def _add_errors(app: FastAPI, front: Front) -> None:
+    @app.exception_handler(TandemError)
+    async def tandem_error(request: Request, error: TandemError) -> JSONResponse:
+        status, body = error_of(error)
+        front.metrics.requests.labels(error.code).inc()
+        facts = {"id": _given_id(request), "status": status, "code": error.code, "path": request.url.path}
+        log.info("%s", json.dumps(facts | {"message": str(error)[:500]}))
+        headers = retry_headers(error) | {"X-Request-Id": _given_id(request) or secrets.token_hex(8)}
+        if getattr(request.state, "is_body_late", False):
+            headers["Connection"] = "close"  # nobody waits for the rest of that body
+        return JSONResponse(body, status_code=status, headers=headers)
+
+    @app.exception_handler(Exception)
+    async def our_fault(request: Request, error: Exception) -> JSONResponse:
+        front.metrics.requests.labels("internal").inc()
+        return JSONResponse(error_body(500, "internal error; see the gateway's log"), status_code=500)
+
+    @app.exception_handler(HTTPException)
+    async def http_error(request: Request, error: HTTPException) -> JSONResponse:
+        headers = {"Allow": _allowed(request)} if error.status_code == 405 else error.headers
+        return JSONResponse(error_body(error.status_code, str(error.detail)), error.status_code, headers)
+
+
+def _allowed(request: Request) -> str:
+    """All methods of a path. Starlette names those of the first route with that path only."""
+    path = request.url.path
+    routes = [route for route in request.app.routes if isinstance(route, Route) and route.path_regex.match(path)]
+    return ", ".join(sorted({method for route in routes for method in route.methods or ()}))
+
+
+async def _parsed(request: Request, front: Front, kind: type) -> Any:
+    request.state.started_s = time.monotonic()
+    try:
+        async with asyncio.timeout(BODY_TIMEOUT_S):
+            asked = parse(await _read(request, front.settings.max_body_nbytes), kind)
+    except TimeoutError as error:
+        request.state.is_body_late = True
+        raise RequestError(f"the body did not arrive within {BODY_TIMEOUT_S:.0f} s") from error
+    front.require_model(asked.model)
+    return asked
+
+
+async def _read(request: Request, limit_nbytes: int) -> bytes:
+    """Raises RequestError with code too_large as soon as the limit is passed."""
+    parts, nbytes = [], 0
+    async for part in request.stream():
+        parts.append(part)
+        nbytes += len(part)
+        if nbytes > limit_nbytes:
+            error = RequestError(f"the body is longer than {limit_nbytes} bytes")
+            error.code = "too_large"
+            raise error
+    return b"".join(parts)
+
+
+def _style(asked: Common) -> Style:
+    options = asked.stream_options
+    include = bool(options and options.include_usage)
+    return Style(bool(asked.stream), include, include and bool(options and options.continuous_usage_stats))
+
+
+def _request_id(request: Request, asked: Common, prefix: str) -> str:
+    """The client's own, made unique: two requests may carry the same one, and the workers tell requests by it."""
+    given, unique = _given_id(request, asked), secrets.token_hex(8)
+    return f"{prefix}-{given}-{unique}" if given else f"{prefix}-{unique}"
+
+
+def _given_id(request: Request, asked: Common | None = None) -> str:
+    given = request.headers.get("x-request-id", "") or (asked.request_id if asked else None) or ""
+    return given if _REQUEST_ID.fullmatch(given) else ""

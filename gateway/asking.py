@@ -1,0 +1,279 @@
+"""From a request to what each of its answers needs: token ids, sampling, and how the text ends."""
+
+import asyncio
+import secrets
+from dataclasses import dataclass, replace
+from typing import Any
+
+import msgspec
+
+from contracts.errors import RequestError
+from contracts.sampling import SamplingParams
+from gateway.prompting import Prompting
+from gateway.schema import ChatRequest, Common, CompletionRequest, Detailed
+from gateway.structured import grammar_of, schema_of_format
+from gateway.tools.grammar import calls_grammar
+from gateway.tools.request import Calling, calling_of
+
+DEFAULT_COMPLETION_TOKENS = 16
+MAX_PROMPTS = 256
+
+
+@dataclass(frozen=True)
+class Ask:
+    """One answer to produce. `prompt` numbers the prompts of a request; `index` is the choice the client sees.
+
+    `echo` is shown before the answer; with `echo_offsets` the prompt's tokens are, too, and that is where they begin in
+    it. `is_echo_only`: nothing of the answer is shown. `prompt_logprobs`: how many alternatives the client wants.
+    `shown_ids`: special tokens that are shown though others are skipped.
+    """
+
+    index: int
+    prompt: int
+    token_ids: list[int]
+    sampling: SamplingParams
+    stops: tuple[str, ...]
+    include_stop: bool
+    skip_special_tokens: bool
+    echo: str = ""
+    echo_offsets: tuple[int, ...] = ()
+    is_echo_only: bool = False
+    prompt_logprobs: int | None = None
+    returns_token_ids: bool = False
+    priority: int = 0
+    cache_salt: str = ""
+    shown_ids: tuple[int, ...] = ()
+
+    @property
+    def has_details(self) -> bool:
+        return self.returns_token_ids or self.prompt_logprobs is not None
+
+
+@dataclass(frozen=True)
+class Counts:
+    """How many alternatives the engine tells beside each token; None: not even the token's own log-probability."""
+
+    answer: int | None
+    prompt: int | None
+
+
+@dataclass(frozen=True)
+class Limits:
+    max_model_len: int
+    eos_token_ids: tuple[int, ...]
+
+
+async def ask_chat(request: ChatRequest, prompting: Prompting, limits: Limits, max_param: str = "") -> list[Ask]:
+    """`max_param`: what the client calls the most tokens of an answer, if not as ChatRequest does.
+
+    Raises RequestError.
+    """
+    if request.top_logprobs is not None and not request.logprobs:
+        raise RequestError("'top_logprobs' needs 'logprobs': true", "top_logprobs")
+    calling = calling_of(request.tools, request.tool_choice, request.parallel_tool_calls)
+    if calling is None:  # the model does not hear of what it is not to call
+        request = msgspec.structs.replace(request, tools=None)
+    wanted = request.max_completion_tokens or request.max_tokens
+    whole = await prompting.encode(prompting.render(request), bool(request.add_special_tokens))
+    token_ids = _truncated(whole, request, wanted, limits)
+    param = max_param or ("max_completion_tokens" if request.max_completion_tokens else "max_tokens")
+    max_tokens = _max_tokens(len(token_ids), wanted, limits, param, "messages")
+    logprobs = (request.top_logprobs or 0) if request.logprobs else None
+    counts = Counts(logprobs, request.prompt_logprobs)
+    return await _choices(request, prompting, [token_ids], [max_tokens], counts, [""], calling)
+
+
+async def ask_completion(request: CompletionRequest, prompting: Prompting, limits: Limits) -> list[Ask]:
+    """Raises RequestError."""
+    if request.max_tokens == 0 and not request.echo:
+        raise RequestError("'max_tokens' of 0 needs 'echo': true", "max_tokens")
+    wanted = 1 if request.max_tokens == 0 else request.max_tokens  # token 0 costs what the prompt costs
+    whole = await _prompts(request, prompting)
+    prompts = [_truncated(ids, request, wanted, limits) for ids in whole]
+    max_tokens = [_completion_tokens(len(ids), wanted, limits) for ids in prompts]
+    echoes = [_echo(request, prompting, index, ids, ids is whole[index]) for index, ids in enumerate(prompts)]
+    of_echo = request.logprobs if request.echo else None
+    asked = [count for count in (request.prompt_logprobs, of_echo) if count is not None]
+    counts = Counts(request.logprobs, max(asked, default=None))
+    asks = await _choices(request, prompting, prompts, max_tokens, counts, echoes)
+    return [await _echoing(ask, request, prompting) for ask in asks] if request.echo else asks
+
+
+async def _echoing(ask: Ask, request: CompletionRequest, prompting: Prompting) -> Ask:
+    offsets = () if request.logprobs is None else await prompting.offsets(ask.token_ids, ask.echo)
+    return replace(ask, echo_offsets=offsets, is_echo_only=request.max_tokens == 0)
+
+
+def _completion_tokens(num_prompt: int, wanted: int | None, limits: Limits) -> int:
+    room = limits.max_model_len - num_prompt
+    default = min(DEFAULT_COMPLETION_TOKENS, room) if room > 0 else None
+    return _max_tokens(num_prompt, wanted or default, limits, "max_tokens", "prompt")
+
+
+def _max_tokens(num_prompt: int, wanted: int | None, limits: Limits, param: str, prompt_param: str) -> int:
+    room = limits.max_model_len - num_prompt
+    if num_prompt == 0:
+        raise RequestError("the prompt has no tokens", prompt_param)
+    if room < 1:
+        raise RequestError(
+            f"{_longest(limits)}; the prompt has {num_prompt}, which leaves no room for an answer",
+            prompt_param,
+        )
+    if wanted is not None and wanted > room:
+        raise RequestError(
+            f"{_longest(limits)}; the prompt has {num_prompt} and {param} is {wanted}, together {num_prompt + wanted}",
+            param,
+        )
+    return wanted or room
+
+
+def _longest(limits: Limits) -> str:
+    """In OpenAI's words: by them litellm and others know this error from other bad requests."""
+    return f"this model's maximum context length is {limits.max_model_len} tokens"
+
+
+async def _prompts(request: CompletionRequest, prompting: Prompting) -> list[list[int]]:
+    given = request.prompt
+    many = given if isinstance(given, list) and not _is_ids(given) else [given]
+    if not many or len(many) > MAX_PROMPTS:
+        raise RequestError(f"'prompt' must be 1 to {MAX_PROMPTS} prompts", "prompt")
+    return [await _one(prompt, request, prompting) for prompt in many]
+
+
+async def _one(prompt: Any, request: CompletionRequest, prompting: Prompting) -> list[int]:
+    if isinstance(prompt, str):
+        return await prompting.encode(prompt, add_special_tokens=request.add_special_tokens is not False)
+    if _is_ids(prompt):
+        if min(prompt) < 0:
+            raise RequestError(f"prompt: token id {min(prompt)} is negative", "prompt")
+        prompting.require_known(prompt, "prompt")
+        return prompt
+    raise RequestError("'prompt' must be a string, a list of strings, token ids, or a list of token ids", "prompt")
+
+
+def _is_ids(prompt: Any) -> bool:
+    return isinstance(prompt, list) and bool(prompt) and all(type(item) is int for item in prompt)
+
+
+def _truncated(token_ids: list[int], request: Common, wanted: int | None, limits: Limits) -> list[int]:
+    """At most `truncate_prompt_tokens` of them; -1: as many as leave room for the answer."""
+    keep = request.truncate_prompt_tokens
+    if keep is None or (keep := limits.max_model_len - (wanted or 1) if keep < 0 else keep) >= len(token_ids):
+        return token_ids
+    return token_ids[:keep] if request.truncation_side == "right" else token_ids[len(token_ids) - max(keep, 0) :]
+
+
+def _echo(request: CompletionRequest, prompting: Prompting, index: int, token_ids: list[int], is_whole: bool) -> str:
+    if not request.echo:
+        return ""
+    given = request.prompt if isinstance(request.prompt, str) else request.prompt[index]
+    return (
+        given
+        if isinstance(given, str) and is_whole
+        else prompting.tokenizer.decode(token_ids, skip_special_tokens=False)
+    )
+
+
+async def _choices(
+    request: Detailed,
+    prompting: Prompting,
+    prompts: list[list[int]],
+    max_tokens: list[int],
+    counts: Counts,
+    echoes: list[str],
+    calling: Calling | None = None,
+) -> list[Ask]:
+    """Choice `prompt * n + i`, as OpenAI numbers them."""
+    if request.stream_options is not None and not request.stream:
+        raise RequestError("'stream_options' needs 'stream': true", "stream_options")
+    if request.prompt_logprobs is not None and request.stream:
+        raise RequestError("'prompt_logprobs' does not come in a stream; leave out 'stream'", "prompt_logprobs")
+    stop, grammar = request.stop or [], await _grammar(request, prompting, calling)
+    markers = () if calling is None or prompting.tool_form is None else prompting.tool_form.markers
+    asks, count = [], request.n or 1
+    for prompt, (token_ids, limit) in enumerate(zip(prompts, max_tokens, strict=True)):
+        base = Ask(
+            index=0,
+            prompt=prompt,
+            token_ids=token_ids,
+            sampling=_sampling(request, prompting, limit, counts, grammar),
+            stops=(stop,) if isinstance(stop, str) else tuple(stop),
+            include_stop=bool(request.include_stop_str_in_output),
+            skip_special_tokens=request.skip_special_tokens is not False,
+            echo=echoes[prompt],
+            prompt_logprobs=request.prompt_logprobs,
+            returns_token_ids=bool(request.return_token_ids),
+            priority=request.priority or 0,
+            cache_salt=request.cache_salt or "",
+            shown_ids=tuple(prompting.special_ids(markers).values()),
+        )
+        asks += [_numbered(base, prompt * count + choice, choice) for choice in range(count)]
+    return asks
+
+
+def _numbered(ask: Ask, index: int, choice: int) -> Ask:
+    return replace(ask, index=index, sampling=msgspec.structs.replace(ask.sampling, choice=choice))
+
+
+async def _grammar(request: Common, prompting: Prompting, calling: Calling | None) -> str:
+    """Compiled on a thread: a large schema takes long enough to be seen in the streams of others."""
+    if request.response_format is None and request.structured_outputs is None and calling is None:
+        return ""
+    return await asyncio.to_thread(_compiled, request, prompting, calling)
+
+
+def _compiled(request: Common, prompting: Prompting, calling: Calling | None) -> str:
+    wanted = grammar_of(request.response_format, request.structured_outputs)
+    if calling is None:
+        return wanted
+    if (form := prompting.tool_form) is None:
+        why = "this model's chat template writes tool calls in an unknown form; TANDEM_TOOL_PARSER can name one"
+        raise RequestError(why, "tools")
+    if wanted and calling.must:
+        param = "structured_outputs" if request.structured_outputs else "response_format"
+        raise RequestError(f"'{param}' and a 'tool_choice' that asks for a call exclude each other", param)
+    if request.structured_outputs is not None:
+        return wanted
+    answer = schema_of_format(request.response_format)
+    return calls_grammar(calling, form, prompting.special_ids(form.markers), answer) or wanted
+
+
+def _sampling(request: Common, prompting: Prompting, max_tokens: int, counts: Counts, grammar: str) -> SamplingParams:
+    if (request.min_tokens or 0) > max_tokens:
+        raise RequestError(f"'min_tokens' is {request.min_tokens}, more than {max_tokens}", "min_tokens")
+    prompting.require_known(request.stop_token_ids or [], "stop_token_ids")
+    prompting.require_known(request.allowed_token_ids or [], "allowed_token_ids")
+    seed = request.seed if request.seed is not None else secrets.randbits(63)
+    return SamplingParams(
+        max_tokens=max_tokens,
+        seed=seed % 2**63,
+        temperature=_or(request.temperature, 1.0),
+        top_p=_or(request.top_p, 1.0),
+        top_k=request.top_k if request.top_k and request.top_k > 0 else None,
+        min_p=_or(request.min_p, 0.0),
+        presence_penalty=_or(request.presence_penalty, 0.0),
+        frequency_penalty=_or(request.frequency_penalty, 0.0),
+        repetition_penalty=_or(request.repetition_penalty, 1.0),
+        logit_bias=_logit_bias(request.logit_bias or {}, prompting),
+        min_tokens=request.min_tokens or 0,
+        stop_token_ids=tuple(request.stop_token_ids or ()),
+        ignore_eos=bool(request.ignore_eos),
+        logprobs=counts.answer,
+        prompt_logprobs=counts.prompt,
+        grammar=grammar,
+        bad_words=prompting.spellings(request.bad_words or []),
+        allowed_token_ids=tuple(request.allowed_token_ids or ()),
+    )
+
+
+def _or(value: float | None, default: float) -> float:
+    return default if value is None else value
+
+
+def _logit_bias(given: dict[str, float], prompting: Prompting) -> dict[int, float]:
+    wrong = next((key for key in given if not (key.isascii() and key.isdigit() and len(key) < 10)), None)
+    if wrong is not None:
+        raise RequestError(f"logit_bias: {wrong!r} is not a token id", "logit_bias")
+    bias = {int(key): value for key, value in given.items()}
+    prompting.require_known(list(bias), "logit_bias")
+    return bias

@@ -1,0 +1,246 @@
+"""Places answers, sends their jobs, hands them their events, and ends each exactly once."""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from contracts.errors import Overloaded, TandemError, Unavailable
+from contracts.events import Event
+from contracts.ids import Epoch, GatewayId, Incarnation, RequestId, WorkerId
+from contracts.request import Cancel, Job, Route, WorkerRef
+from coordinator.states import State
+from gateway.answer import Answer, Piece
+from gateway.placement import Placement
+from gateway.workers import Workers
+
+log = logging.getLogger(__name__)
+
+MAX_ATTEMPTS = 2
+RENEW_PERIOD_S = 1.0
+
+OnPiece = Callable[[Piece], None]
+
+
+@dataclass
+class Live:
+    """An answer in progress: where it runs, and who reads it. `end` once it has ended."""
+
+    request_id: RequestId
+    answer: Answer
+    on_piece: OnPiece
+    deadline_s: float
+    route: Route
+    num_attempts: int = 1
+    refusers: list[WorkerId] = field(default_factory=list)
+    is_moving: bool = False
+    end: State | None = None
+
+    @property
+    def workers(self) -> list[WorkerRef]:
+        route = self.route
+        return [route.prefill] if route.is_local else [route.prefill, route.decode]
+
+
+class Dispatch:
+    """Owned by the event loop."""
+
+    def __init__(self, store: Placement, gateway_id: GatewayId, secret: str) -> None:
+        self._store, self._gateway_id = store, gateway_id
+        self._live: dict[RequestId, Live] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._renewing: asyncio.Task[None] | None = None
+        self._is_stopping = False
+        self.num_unknown = self.num_stale = self.num_duplicates = self.num_cancels = self.num_losses = 0
+        self.workers = Workers(store, gateway_id, secret, self._on_event, self._on_lost)
+
+    async def start(self) -> None:
+        """Raises Unavailable if the registry can't be reached."""
+        await self.workers.start()
+        self._renewing = asyncio.create_task(self._renew())
+
+    async def stop(self) -> None:
+        """Ends what runs, and waits for its cancels to be sent."""
+        self._is_stopping = True
+        for live in list(self._live.values()):
+            self._fail(live, Unavailable("the gateway shuts down"))
+        if self._renewing is not None:
+            self._renewing.cancel()
+            await asyncio.gather(self._renewing, return_exceptions=True)
+        # The end of one may begin another: a refused job is cancelled. Those done are passed over: to await nothing but
+        # them gives the loop no turn (Python 3.12 and later), and so they would never leave the set.
+        while running := [task for task in self._tasks if not task.done()]:
+            await asyncio.gather(*running, return_exceptions=True)
+        await self.workers.stop()
+
+    @property
+    def num_inflight(self) -> int:
+        return len(self._live)
+
+    @property
+    def num_answering(self) -> int:
+        """Those in flight whose first token came."""
+        return sum(live.answer.num_tokens > 0 for live in self._live.values())
+
+    async def begin(self, request_id: RequestId, answer: Answer, on_piece: OnPiece, deadline_s: float) -> None:
+        """From here on, exactly one piece with `finish` or `failed` follows, unless cancelled.
+
+        Raises Overloaded or Unavailable, and then there is nothing to undo.
+        """
+        if self._is_stopping:
+            raise Unavailable("the gateway shuts down")
+        route = await self._placed(request_id, Epoch(1), answer, ())
+        live = self._live[request_id] = Live(request_id, answer, on_piece, deadline_s, route)
+        answer.sequencer.epoch = route.epoch
+        self._spawn(self._send(live))
+
+    def route(self, request_id: RequestId) -> Route | None:
+        live = self._live.get(request_id)
+        return live.route if live is not None else None
+
+    def cancel(self, request_id: RequestId, reason: str, end: State = State.CANCELLED) -> None:
+        """Frees both workers. Unknown or ended requests are fine; no piece follows."""
+        live = self._live.get(request_id)
+        if live is not None:
+            live.answer.ended = True
+            self._close(live, reason, end)
+
+    async def _placed(self, request_id: RequestId, epoch: Epoch, answer: Answer, exclude: Sequence[WorkerId]) -> Route:
+        """A caller that gives up meanwhile leaves no place behind."""
+        placing = asyncio.create_task(self._place(request_id, epoch, answer, exclude))
+        try:
+            return await asyncio.shield(placing)
+        except asyncio.CancelledError:
+            self._spawn(self._undo(request_id, placing))
+            raise
+
+    async def _undo(self, request_id: RequestId, placing: asyncio.Task[Route]) -> None:
+        try:
+            route = await placing
+        except TandemError as error:
+            log.info("%s was given up before it had a place: %s", request_id, error)
+        else:
+            await self._finish(request_id, route.epoch, State.CANCELLED)
+
+    async def _place(self, request_id: RequestId, epoch: Epoch, answer: Answer, exclude: Sequence[WorkerId]) -> Route:
+        ask = answer.ask
+        salt = ask.cache_salt
+        return await self._store.place(request_id, epoch, ask.token_ids, ask.sampling.max_tokens, exclude, salt)
+
+    async def _send(self, live: Live) -> None:
+        """To prefill and decode at once. A refusal before the first token is placed once more, without the refuser."""
+        ask, route, workers = live.answer.ask, live.route, live.workers
+        left_s = max(live.deadline_s - time.monotonic(), 0.001)
+        head = (route, self._gateway_id, ask.token_ids, ask.sampling, left_s)
+        job = Job(*head, priority=ask.priority, cache_salt=ask.cache_salt)
+        sent = await asyncio.gather(*(self.workers.send(ref, job) for ref in workers), return_exceptions=True)
+        refusals = {ref.worker_id: error for ref, error in zip(workers, sent, strict=True) if error is not None}
+        if refusals and live.end is None:
+            await self._refused(live, refusals)
+
+    async def _refused(self, live: Live, refusals: Mapping[WorkerId, BaseException]) -> None:
+        error = next(iter(refusals.values()))
+        if not isinstance(error, TandemError):
+            self._fail(live, Unavailable("the job could not be sent"))
+            raise error
+        if live.answer.sequencer.next_index or live.num_attempts >= MAX_ATTEMPTS:
+            return self._fail(live, error)
+        live.num_attempts += 1
+        live.refusers += refusals
+        try:
+            await self._move(live)
+        except TandemError as again:
+            return self._fail(live, again if isinstance(again, Overloaded) else error)
+        if live.end is None:
+            await self._send(live)
+        else:  # it ended while it had no place; the new one is not needed
+            await self._finish(live.request_id, live.route.epoch, live.end)
+
+    async def _move(self, live: Live) -> None:
+        """To another place; meanwhile nothing that becomes of the old one counts. Raises as `begin` does."""
+        old, epoch = live.route, Epoch(live.route.epoch + 1)
+        live.answer.restart(epoch)
+        self._send_cancels(live.workers, Cancel(live.request_id, old.epoch, "placed again"))
+        live.is_moving = True
+        try:
+            live.route = await self._placed(live.request_id, epoch, live.answer, live.refusers)
+        finally:
+            live.is_moving = False
+        live.answer.sequencer.epoch = live.route.epoch
+
+    def _on_event(self, event: Event) -> None:
+        live = self._live.get(event.request_id)
+        if live is None:
+            self.num_unknown += 1
+            return
+        piece = live.answer.feed(event)
+        if piece is not None:
+            self._deliver(live, piece)
+
+    def _deliver(self, live: Live, piece: Piece) -> None:
+        if piece.failed is not None:
+            self._close(live, f"failed: {piece.failed.code}", State.FAILED)
+        elif piece.finish is not None:
+            # Ended by the worker: nothing to free there. Ended by a stop string: the workers do not know yet.
+            self._close(live, "" if live.answer.sequencer.ended else "stop string", State.FINISHED)
+        live.on_piece(piece)
+
+    def _on_lost(self, worker_id: WorkerId, incarnation: Incarnation, reason: str) -> None:
+        lost = [
+            live
+            for live in self._live.values()
+            if not live.is_moving
+            and any(ref.worker_id == worker_id and ref.incarnation == incarnation for ref in live.workers)
+        ]
+        self.num_losses += bool(lost)
+        for live in lost:
+            self._fail(live, Unavailable("a worker of this request was lost; send it again"))
+
+    def _fail(self, live: Live, error: TandemError) -> None:
+        piece = live.answer.fail(error.code, str(error))
+        if piece is not None:
+            self._deliver(live, piece)
+
+    def _close(self, live: Live, reason: str, end: State) -> None:
+        """Once per request: out of the table, cancelled where it may still run, and told to the store."""
+        if self._live.pop(live.request_id, None) is None:
+            return
+        live.end = end
+        sequencer = live.answer.sequencer
+        self.num_stale += sequencer.num_stale
+        self.num_duplicates += sequencer.num_duplicates
+        if reason:
+            self._send_cancels(live.workers, Cancel(live.request_id, live.route.epoch, reason))
+        self._spawn(self._finish(live.request_id, live.route.epoch, end))
+
+    def _send_cancels(self, workers: list[WorkerRef], cancel: Cancel) -> None:
+        self.num_cancels += 1
+        for ref in workers:
+            self._spawn(self._send_cancel(ref, cancel))
+
+    async def _send_cancel(self, ref: WorkerRef, cancel: Cancel) -> None:
+        try:
+            await self.workers.send(ref, cancel)
+        except TandemError as error:
+            log.info("%s not cancelled on %s: %s", cancel.request_id, ref.worker_id, error)
+
+    async def _finish(self, request_id: RequestId, epoch: Epoch, end: State) -> None:
+        try:
+            await self._store.finish(request_id, epoch, end)
+        except TandemError as error:
+            log.warning("end of %s not told to the store, its lease will end it: %s", request_id, error)
+
+    async def _renew(self) -> None:
+        while True:
+            await asyncio.sleep(RENEW_PERIOD_S)
+            try:
+                if self._live:
+                    await self._store.renew(list(self._live))
+            except TandemError as error:
+                log.warning("leases not renewed: %s", error)
+
+    def _spawn(self, coroutine) -> None:
+        task = asyncio.get_running_loop().create_task(coroutine)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)

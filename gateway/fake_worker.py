@@ -1,0 +1,215 @@
+"""A worker's HTTP protocol without a model: answers with the prompt's own tokens, at a set pace."""
+
+import asyncio
+import hmac
+import itertools
+from collections.abc import AsyncIterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+from aiohttp import web
+
+from contracts.codec import decoder, frame
+from contracts.events import (
+    Event,
+    EventFrame,
+    Failed,
+    Finished,
+    FinishReason,
+    Prefilled,
+    PromptScored,
+    PromptToken,
+    Token,
+    Tokens,
+)
+from contracts.ids import Epoch, GatewayId, Incarnation, RequestId, WorkerId
+from contracts.node import Node, NodeInfo, NodeLoad, Role
+from contracts.request import Cancel, Job
+
+HEARTBEAT_S = 1.0
+
+
+@dataclass
+class FakeWorker:
+    """`period_s`: time between two steps, each of which gives every answer a token; 0.0: as fast as they are read.
+
+    `refuse`: HTTP status for jobs, 0 for none. `script`: the token ids of every answer; empty: those of the prompt,
+    over and over.
+    """
+
+    worker_id: WorkerId
+    role: Role
+    secret: str
+    period_s: float = 0.0
+    refuse: int = 0
+    incarnation: Incarnation = "1"  # type: ignore[assignment]
+    max_model_len: int = 2048
+    cached_tokens: int = 0
+    script: Sequence[int] = ()
+    jobs: list[Job] = field(default_factory=list)
+    cancels: list[Cancel] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._written = asyncio.Event()
+        self._queues: dict[GatewayId, asyncio.Queue[list[Event] | None]] = {}
+        self._running: dict[tuple[RequestId, Epoch], asyncio.Task[None]] = {}
+        self._decoder = decoder(list[Job | Cancel])
+        self._runner: web.AppRunner | None = None
+        self.url = ""
+
+    async def start(self) -> None:
+        app = web.Application(client_max_size=32 << 20)
+        app.add_routes([web.post("/jobs", self._jobs), web.get("/events", self._events)])
+        self._runner = web.AppRunner(app, shutdown_timeout=0.1)
+        await self._runner.setup()
+        site = web.TCPSite(self._runner, "127.0.0.1", 0)
+        await site.start()
+        self.url = f"http://127.0.0.1:{self._runner.addresses[0][1]}"
+
+    async def stop(self) -> None:
+        """As if the process ended."""
+        for task in list(self._running.values()):
+            task.cancel()
+        self.break_streams()
+        if self._runner is not None:
+            await self._runner.cleanup()
+
+    def break_streams(self) -> None:
+        self._written.set()
+        for queue in self._queues.values():
+            queue.put_nowait(None)
+
+    def publish(self, gateway_id: GatewayId, events: list[Event]) -> None:
+        if (queue := self._queues.get(gateway_id)) is not None:
+            queue.put_nowait(events)
+
+    def fail(self, job: Job) -> None:
+        """As if its engine gave this one up."""
+        self._cancel(Cancel(job.request_id, job.epoch, "failed"))
+        self.publish(job.gateway_id, [Failed(job.request_id, job.epoch, "internal", "told to")])
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
+
+    @property
+    def node(self) -> Node:
+        info = NodeInfo(
+            worker_id=self.worker_id,
+            incarnation=self.incarnation,
+            role=self.role,
+            url=self.url,
+            transfer="127.0.0.1:1",
+            model="fake",
+            layout_id="fake",
+            max_model_len=self.max_model_len,
+            capacity_tokens=1 << 20,
+            version="0",
+            pid=0,
+            core_pid=0,
+        )
+        return Node(info=info, load=NodeLoad(), alive=True)
+
+    async def _jobs(self, request: web.Request) -> web.Response:
+        if not self._knows(request):
+            return web.json_response({"error": {"code": "auth_failed", "message": "wrong secret"}}, status=401)
+        messages = self._decoder.decode(await request.read())
+        if self.refuse and any(isinstance(message, Job) for message in messages):
+            return web.json_response({"error": {"code": "refused", "message": "told to"}}, status=self.refuse)
+        for message in messages:
+            self._cancel(message) if isinstance(message, Cancel) else self._start(message)
+        return web.Response(status=202)
+
+    async def _events(self, request: web.Request) -> web.StreamResponse:
+        if not self._knows(request):
+            return web.json_response({"error": {"code": "auth_failed", "message": "wrong secret"}}, status=401)
+        response = web.StreamResponse()
+        await response.prepare(request)
+        with suppress(ConnectionError):
+            async for data in self._frames(GatewayId(request.query["gateway_id"])):
+                await response.write(data)
+        return response
+
+    async def _frames(self, gateway_id: GatewayId) -> AsyncIterator[bytes]:
+        queue = self._queues[gateway_id] = asyncio.Queue()
+        queue.put_nowait([])
+        for sequence in itertools.count():
+            steps = await _arrived(queue)
+            if None in steps:
+                return
+            events = [event for step in steps for event in step or []]
+            yield frame(EventFrame(self.worker_id, self.incarnation, sequence, events))
+            self._written.set()
+            self._written = asyncio.Event()
+
+    def _knows(self, request: web.Request) -> bool:
+        given = request.headers.get("Authorization", "")
+        return hmac.compare_digest(given.encode(), f"Bearer {self.secret}".encode())
+
+    def _start(self, job: Job) -> None:
+        self.jobs.append(job)
+        task = self._running[job.request_id, job.epoch] = asyncio.create_task(self._answer(job))
+        task.add_done_callback(lambda _: self._running.pop((job.request_id, job.epoch), None))
+
+    def _cancel(self, cancel: Cancel) -> None:
+        self.cancels.append(cancel)
+        if (task := self._running.get((cancel.request_id, cancel.epoch))) is not None:
+            task.cancel()
+
+    async def _answer(self, job: Job) -> None:
+        """Prefill sends token 0, decode the others; a worker that is both sends all."""
+        route, total = job.route, self._num_tokens(job)
+        if route.prefill.worker_id == self.worker_id:
+            stages = {"queue": 0.0, "prefill": 0.0}
+            first = Prefilled(job.request_id, job.epoch, self.cached_tokens, stages)
+            self.publish(job.gateway_id, [*self._scored(job), first, self._token(job, 0)])
+            if total == 1:
+                self.publish(job.gateway_id, [self._end(job)])
+        if route.decode.worker_id == self.worker_id:
+            for index in range(1, total):
+                await self._next_step()
+                last = [self._end(job)] if index == total - 1 else []
+                self.publish(job.gateway_id, [self._token(job, index), *last])
+
+    async def _next_step(self) -> None:
+        """All answers step together. Without a period, when the former step's frame has been written."""
+        if self.period_s:
+            now = asyncio.get_running_loop().time()
+            await asyncio.sleep((round(now / self.period_s) + 1) * self.period_s - now)
+        elif any(queue.qsize() for queue in self._queues.values()):
+            await self._written.wait()
+        else:
+            await asyncio.sleep(0)
+
+    def _scored(self, job: Job) -> list[Event]:
+        if (count := job.sampling.prompt_logprobs) is None or len(job.token_ids) == 1:
+            return []
+        tokens = [PromptToken(token_id, -0.25, 1, [(token_id, -0.25)] * count) for token_id in job.token_ids[1:]]
+        return [PromptScored(job.request_id, job.epoch, 1, tokens)]
+
+    def _token(self, job: Job, index: int) -> Tokens:
+        token_ids = self.script or job.token_ids
+        token_id = token_ids[index % len(token_ids)]
+        count = job.sampling.logprobs
+        top = [(token_id, -0.5)] * count if count is not None else None
+        token = Token(index, token_id, None if count is None else -0.5, top)
+        return Tokens(job.request_id, job.epoch, [token])
+
+    def _end(self, job: Job) -> Finished:
+        total = self._num_tokens(job)
+        reason = FinishReason.LENGTH if total == job.sampling.max_tokens else FinishReason.STOP
+        return Finished(job.request_id, job.epoch, total, reason, {"decode": 0.0})
+
+    def _num_tokens(self, job: Job) -> int:
+        return min(len(self.script) or job.sampling.max_tokens, job.sampling.max_tokens)
+
+
+async def _arrived(queue: asyncio.Queue[list[Event] | None]) -> list[list[Event] | None]:
+    """All that waits, at least one; a heartbeat after a silence. One frame carries a step of all answers."""
+    try:
+        steps = [await asyncio.wait_for(queue.get(), HEARTBEAT_S)]
+    except TimeoutError:
+        return [[]]
+    while not queue.empty():
+        steps.append(queue.get_nowait())
+    return steps

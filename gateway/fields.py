@@ -1,0 +1,92 @@
+"""Fields of OpenAI's and vLLM's requests that are not honoured: refused by name, or ignored because harmless."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from contracts.errors import RequestError
+
+IGNORED: Mapping[str, str] = {
+    "user": "names the caller",
+    "safety_identifier": "names the caller",
+    "metadata": "the caller's notes",
+    "store": "nothing is stored",
+    "service_tier": "there is one",
+    "prompt_cache_key": "the prefix cache finds what prompts share by itself",
+    "prompt_cache_retention": "the prefix cache keeps what it can",
+    "session_id": "placement finds the worker that knows the prefix by itself",
+    "stream_interval": "says how often to send; every token is sent as it comes",
+    "verbosity": "a wish that only some models know",
+}
+"""Field -> why ignoring it changes nothing in the answer's text."""
+
+REFUSED: Mapping[str, tuple[Any, ...]] = {
+    "suffix": ("",),
+    "best_of": (1,),
+    "functions": ([],),
+    "function_call": ("none",),
+    "guided_json": (),
+    "guided_regex": (),
+    "guided_choice": (),
+    "guided_grammar": (),
+    "modalities": (["text"],),
+    "audio": (),
+    "prediction": (),
+    "reasoning_effort": (),
+    "web_search_options": (),
+    "use_beam_search": (False,),
+    "length_penalty": (1.0,),
+    "spaces_between_special_tokens": (True,),
+    "logprob_token_ids": (),
+    "prompt_embeds": (),
+    "kv_transfer_params": (),
+    "ec_transfer_params": (),
+    "vllm_xargs": (),
+    "repetition_detection": (),
+    "thinking_token_budget": (),
+    "chat_template": (),
+    "documents": ([],),
+    "mm_processor_kwargs": (),
+    "media_io_kwargs": (),
+    "return_prompt_text": (False,),
+    "include_reasoning": (True,),
+    "logits_processors": ([],),
+}
+"""Field -> values that mean the same as leaving it out (null always does)."""
+
+
+REFUSED_OF_COMPLETIONS: Mapping[str, tuple[Any, ...]] = {
+    "tools": ([],),
+    "tool_choice": ("none", "auto"),
+}
+"""The same for /v1/completions, besides."""
+
+
+REFUSED_OF_RESPONSES: Mapping[str, tuple[Any, ...]] = {
+    **REFUSED_OF_COMPLETIONS,
+    "background": (False,),
+    "conversation": (),
+    "include": ([],),
+    "max_tool_calls": (),
+    "n": (1,),
+    "previous_response_id": (),
+    "prompt": (),
+    "prompt_logprobs": (),
+    "reasoning": ({},),
+    "return_token_ids": (False,),
+    "return_tokens_as_token_ids": (False,),
+    "text": ({"format": {"type": "text"}}, {}),
+    "truncation": ("disabled",),
+}
+"""The same for /v1/responses, besides."""
+
+
+def refuse_unhonoured(body: Mapping[str, Any], refused: Mapping[str, tuple[Any, ...]]) -> None:
+    """Raises RequestError naming the first field that would change the answer and is not honoured."""
+    for field in body.keys() & refused.keys():
+        value = body[field]
+        if value is not None and not any(_same(value, neutral) for neutral in refused[field]):
+            raise RequestError(f"'{field}' is not supported; leave it out", field)
+
+
+def _same(value: Any, neutral: Any) -> bool:
+    return value == neutral and isinstance(value, bool) == isinstance(neutral, bool)

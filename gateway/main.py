@@ -1,0 +1,78 @@
+"""The gateway's entry: settings, model, registry, HTTP, in that order; and the way back."""
+
+import asyncio
+import logging
+import os
+import secrets
+import socket
+import time
+
+from checkpoint import open_checkpoint
+from contracts.ids import GatewayId
+from contracts.process import listen, write_ready_file
+from coordinator import connect
+from coordinator.store import Store
+from gateway.app import Front, make_app
+from gateway.console.routes import add_console
+from gateway.dispatch import Dispatch
+from gateway.metrics import Metrics
+from gateway.placement import StorePlacement
+from gateway.prompting import Prompting
+from gateway.server import http_config
+from gateway.settings import GatewaySettings
+from gateway.tracing import open_tracing
+from service import Server, release, run_service
+
+log = logging.getLogger(__name__)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the gateway until it is told to stop. Returns the exit code: 0 stopped, 1 could not start."""
+    return run_service("gateway", GatewaySettings, argv, lambda s: run(s, connect(s.redis_url, s.pool)))
+
+
+async def run(settings: GatewaySettings, store: Store) -> int:
+    """Serve until cancelled. Raises TandemError if it can't start."""
+    listener = listen(settings.host, settings.port, backlog=2048)
+    try:
+        checkpoint = await asyncio.to_thread(open_checkpoint, settings.model)
+        gateway_id = GatewayId(f"gateway-{socket.gethostname()}-{secrets.token_hex(4)}")
+        dispatch = Dispatch(StorePlacement(store, gateway_id), gateway_id, settings.secret.get_secret_value())
+        model, version = settings.served_model_name or checkpoint.name, release()
+        metrics = Metrics(dispatch, model, version)
+        tracing = open_tracing(os.environ, model, version)
+        created, prompting = int(time.time()), Prompting(checkpoint, settings.tool_parser)
+        front = Front(settings, checkpoint, prompting, dispatch, metrics, model, version, created, tracing)
+        return await _serve(front, store, listener)
+    finally:
+        listener.close()
+        await store.close()
+
+
+async def _serve(front: Front, store: Store, listener: socket.socket) -> int:
+    app = make_app(front)
+    add_console(app, front.dispatch, store)
+    server = Server(http_config(app))
+    serving = None
+    try:
+        await front.dispatch.start()
+        serving = asyncio.create_task(server.serve(sockets=[listener]))
+        _announce(front.settings, listener)
+        await asyncio.wait({serving})  # not `await serving`: a signal must not cancel it before it has closed
+        return 0
+    finally:
+        server.should_exit = True
+        await front.dispatch.stop()
+        if serving is not None:
+            await asyncio.wait({serving}, timeout=5)
+        if front.tracing is not None:
+            await asyncio.to_thread(front.tracing.close)
+        if front.settings.ready_file is not None:
+            front.settings.ready_file.unlink(missing_ok=True)
+
+
+def _announce(settings: GatewaySettings, listener: socket.socket) -> None:
+    host = "127.0.0.1" if settings.host in ("0.0.0.0", "::") else settings.host
+    url = f"http://{host}:{listener.getsockname()[1]}"
+    log.info("serving at %s", url)
+    write_ready_file(settings.ready_file, {"pid": os.getpid(), "url": url})

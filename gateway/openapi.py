@@ -1,0 +1,220 @@
+"""What /openapi.json says of each endpoint: the request, the reply, and what an error looks like."""
+
+from typing import Any, Literal
+
+import msgspec
+
+FinishReason = Literal["stop", "length"] | None
+ChatFinishReason = Literal["stop", "length", "tool_calls"] | None
+
+
+class ErrorDetail(msgspec.Struct):
+    message: str
+    type: str
+    param: str | None
+    code: int
+
+
+class ErrorReply(msgspec.Struct):
+    error: ErrorDetail
+
+
+class PromptTokensDetails(msgspec.Struct):
+    cached_tokens: int
+
+
+class UsageReply(msgspec.Struct):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+
+
+class ChatLogprob(msgspec.Struct):
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class ChatTokenLogprob(ChatLogprob):
+    top_logprobs: list[ChatLogprob]
+
+
+class ChatLogprobs(msgspec.Struct):
+    content: list[ChatTokenLogprob]
+    refusal: None
+
+
+class CalledFunction(msgspec.Struct):
+    name: str
+    arguments: str
+
+
+class ToolCall(msgspec.Struct):
+    id: str
+    type: Literal["function"]
+    function: CalledFunction
+
+
+class ChatMessage(msgspec.Struct):
+    role: Literal["assistant"]
+    content: str | None
+    refusal: None
+    tool_calls: list[ToolCall] | msgspec.UnsetType = msgspec.UNSET
+
+
+class PromptLogprob(msgspec.Struct):
+    logprob: float
+    rank: int
+    decoded_token: str
+
+
+PromptLogprobs = list[dict[str, PromptLogprob] | None]
+"""By token id; null for the first token, which nothing foretells."""
+
+
+class ChatChoice(msgspec.Struct):
+    index: int
+    message: ChatMessage
+    logprobs: ChatLogprobs | None
+    finish_reason: ChatFinishReason
+    token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
+
+
+class ChatReply(msgspec.Struct):
+    id: str
+    object: Literal["chat.completion"]
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: UsageReply
+    prompt_logprobs: PromptLogprobs | msgspec.UnsetType = msgspec.UNSET
+    prompt_token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
+
+
+class TextLogprobs(msgspec.Struct):
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
+    text_offset: list[int]
+
+
+class TextChoice(msgspec.Struct):
+    index: int
+    text: str
+    logprobs: TextLogprobs | None
+    finish_reason: FinishReason
+    prompt_logprobs: PromptLogprobs | msgspec.UnsetType = msgspec.UNSET
+    token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
+    prompt_token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
+
+
+class TextReply(msgspec.Struct):
+    id: str
+    object: Literal["text_completion"]
+    created: int
+    model: str
+    choices: list[TextChoice]
+    usage: UsageReply
+
+
+class OutputText(msgspec.Struct):
+    type: Literal["output_text"]
+    text: str
+    annotations: list[Any]
+    logprobs: list[Any]
+
+
+class OutputMessage(msgspec.Struct):
+    id: str
+    type: Literal["message"]
+    status: str
+    role: Literal["assistant"]
+    content: list[OutputText]
+
+
+class ResponseUsage(msgspec.Struct):
+    input_tokens: int
+    input_tokens_details: PromptTokensDetails
+    output_tokens: int
+    output_tokens_details: dict[str, int]
+    total_tokens: int
+
+
+class ResponseReply(msgspec.Struct):
+    id: str
+    object: Literal["response"]
+    created_at: int
+    status: Literal["completed", "incomplete"]
+    incomplete_details: dict[str, str] | None
+    model: str
+    output: list[OutputMessage]
+    usage: ResponseUsage
+
+
+class TokenizeReply(msgspec.Struct):
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None
+
+
+class DetokenizeReply(msgspec.Struct):
+    prompt: str
+
+
+class ModelCard(msgspec.Struct):
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+    root: str
+    parent: None
+    max_model_len: int
+    permission: list[Any]
+
+
+class ModelList(msgspec.Struct):
+    object: Literal["list"]
+    data: list[ModelCard]
+
+
+class ReadyReply(msgspec.Struct):
+    status: Literal["ready"]
+
+
+class VersionReply(msgspec.Struct):
+    version: str
+
+
+class LoadReply(msgspec.Struct):
+    server_load: int
+
+
+def takes(kind: type) -> dict[str, Any]:
+    """`openapi_extra` of a route whose body is a `kind`."""
+    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema_of(kind)}}}}
+
+
+def returns(kind: type | None, *, streams: bool = False) -> dict[int | str, dict[str, Any]]:
+    """`responses` of a route that answers with a `kind`, or with no JSON at all; errors have one shape everywhere."""
+    content = {} if kind is None else {"application/json": {"schema": schema_of(kind)}}
+    if streams:
+        content["text/event-stream"] = {"schema": {"type": "string"}}
+    error = {"description": "Error", "content": {"application/json": {"schema": schema_of(ErrorReply)}}}
+    return {200: {"description": "OK", "content": content}, "default": error}
+
+
+def schema_of(kind: type) -> dict[str, Any]:
+    _, parts = msgspec.json.schema_components([kind], ref_template="#/components/schemas/{name}")
+    return _inlined(parts[kind.__name__], parts)
+
+
+def _inlined(schema: Any, parts: dict[str, Any]) -> Any:
+    if isinstance(schema, list):
+        return [_inlined(item, parts) for item in schema]
+    if not isinstance(schema, dict):
+        return schema
+    if "$ref" in schema:
+        return _inlined(parts[schema["$ref"].rpartition("/")[2]], parts)
+    return {key: _inlined(value, parts) for key, value in schema.items()}

@@ -1,0 +1,76 @@
+"""The gateway's use of the coordinator's store: placing, ending and keeping its own requests."""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from contracts.hashing import chain_hashes, salted
+from contracts.ids import Epoch, GatewayId, RequestId, WorkerId
+from contracts.node import Node
+from contracts.request import Route
+from coordinator.states import State
+from coordinator.store import AFFINITY_BLOCK, AFFINITY_BLOCKS, PlaceRequest, Store
+
+LEASE_S = 10.0
+
+
+class Placement(Protocol):
+    """Raises Overloaded or Unavailable; every call has its own deadline."""
+
+    async def nodes(self) -> list[Node]: ...
+
+    async def place(
+        self,
+        request_id: RequestId,
+        epoch: Epoch,
+        token_ids: Sequence[int],
+        max_tokens: int,
+        exclude: Sequence[WorkerId],
+        cache_salt: str = "",
+    ) -> Route: ...
+
+    async def finish(self, request_id: RequestId, epoch: Epoch, end: State) -> None: ...
+
+    async def renew(self, request_ids: Sequence[RequestId]) -> None: ...
+
+    async def close(self) -> None: ...
+
+
+class StorePlacement:
+    """Placement by the coordinator's store."""
+
+    def __init__(self, store: Store, gateway_id: GatewayId) -> None:
+        self._store, self._gateway_id = store, gateway_id
+
+    async def nodes(self) -> list[Node]:
+        return await self._store.nodes()
+
+    async def place(
+        self,
+        request_id: RequestId,
+        epoch: Epoch,
+        token_ids: Sequence[int],
+        max_tokens: int,
+        exclude: Sequence[WorkerId],
+        cache_salt: str = "",
+    ) -> Route:
+        request = PlaceRequest(
+            request_id=request_id,
+            epoch=epoch,
+            gateway_id=self._gateway_id,
+            num_tokens=len(token_ids),
+            max_tokens=max_tokens,
+            lease_s=LEASE_S,
+            prefix_hashes=chain_hashes(token_ids, AFFINITY_BLOCK, AFFINITY_BLOCKS, salted(cache_salt)),
+            exclude=tuple(exclude),
+        )
+        return await self._store.place(request)
+
+    async def finish(self, request_id: RequestId, epoch: Epoch, end: State) -> None:
+        await self._store.finish(request_id, epoch, end)
+
+    async def renew(self, request_ids: Sequence[RequestId]) -> None:
+        """One lease covers all of a gateway's requests."""
+        await self._store.renew(self._gateway_id, LEASE_S)
+
+    async def close(self) -> None:
+        await self._store.close()

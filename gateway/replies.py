@@ -1,0 +1,220 @@
+"""OpenAI's response bodies: chat and text, whole and in chunks, and the error shape."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import msgspec
+
+from contracts.errors import TandemError
+from gateway.answer import Shown
+from gateway.prompting import Prompting
+
+_STATUS = {
+    "invalid_request": 400,
+    "not_found": 404,
+    "too_large": 413,
+    "overloaded": 429,
+    "unavailable": 503,
+    "peer_lost": 503,
+    "draining": 503,
+    "out_of_blocks": 503,
+    "transfer_failed": 503,
+    "deadline_exceeded": 504,
+}
+_TYPE = {
+    400: "BadRequestError",
+    401: "AuthenticationError",
+    404: "NotFoundError",
+    413: "BadRequestError",
+    429: "RateLimitError",
+    503: "ServiceUnavailableError",
+}
+
+
+def status_of(code: str) -> int:
+    return _STATUS.get(code, 500)
+
+
+def error_body(status: int, message: str, param: str | None = None) -> dict[str, Any]:
+    kind = _TYPE.get(status, "InternalServerError" if status >= 500 else "BadRequestError")
+    return {"error": {"message": message, "type": kind, "param": param, "code": status}}
+
+
+def error_of(error: TandemError) -> tuple[int, dict[str, Any]]:
+    status = status_of(error.code)
+    return status, error_body(status, str(error), getattr(error, "param", None))
+
+
+def retry_headers(error: TandemError) -> dict[str, str]:
+    """When to come again, in whole seconds, for what is refused because of load or of a worker that is gone."""
+    if status_of(error.code) not in (429, 503):
+        return {}
+    return {"Retry-After": str(max(1, round(getattr(error, "retry_after_s", 1.0))))}
+
+
+@dataclass(frozen=True)
+class Usage:
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+
+    def body(self) -> dict[str, Any]:
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": self.completion_tokens,
+            "total_tokens": self.prompt_tokens + self.completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
+        }
+
+
+class Replies(Protocol):
+    """The bodies of one request's answer, whole or as the events of a stream that `ending` ends."""
+
+    @property
+    def id(self) -> str: ...
+
+    @property
+    def ending(self) -> bytes: ...
+
+    def opening(self, index: int) -> list[dict[str, Any]]: ...
+
+    def chunk(self, index: int, text: str, shown: Sequence[Shown], finish: str | None) -> dict[str, Any] | None:
+        """None: nothing to tell yet."""
+        ...
+
+    def choice(self, index: int, text: str, shown: Sequence[Shown], finish: str) -> dict[str, Any]: ...
+
+    def whole(self, choices: list[dict[str, Any]], usage: Usage) -> dict[str, Any]: ...
+
+    def closing(self, usage: Usage, include_usage: bool) -> list[dict[str, Any]]:
+        """What follows the last chunk."""
+        ...
+
+    def failure(self, error: TandemError) -> dict[str, Any]: ...
+
+    def encode(self, body: dict[str, Any]) -> bytes: ...
+
+
+Spelling = Callable[[int], str]
+"""A token's name in log-probabilities, by its id."""
+
+
+def spell_id(token_id: int) -> str:
+    """As vLLM names tokens for those who can't tell them apart by text."""
+    return f"token_id:{token_id}"
+
+
+class _Stream:
+    """How chat and completions are streamed."""
+
+    ending = b"data: [DONE]\n\n"
+
+    def failure(self, error: TandemError) -> dict[str, Any]:
+        return error_of(error)[1]
+
+    def encode(self, body: dict[str, Any]) -> bytes:
+        return b"data: " + msgspec.json.encode(body) + b"\n\n"
+
+
+@dataclass(frozen=True)
+class ChatReplies(_Stream):
+    """`id` is the response's; `created` seconds since the epoch; `spelling`: of tokens in log-probabilities."""
+
+    id: str
+    model: str
+    created: int
+    prompting: Prompting
+    has_logprobs: bool
+    spelling: Spelling
+
+    def opening(self, index: int) -> list[dict[str, Any]]:
+        return [self.delta(index, {"role": "assistant", "content": ""}, (), None)]
+
+    def chunk(self, index: int, text: str, shown: Sequence[Shown], finish: str | None) -> dict[str, Any]:
+        return self.delta(index, {"content": text} if text or finish is None else {}, shown, finish)
+
+    def choice(self, index: int, text: str, shown: Sequence[Shown], finish: str) -> dict[str, Any]:
+        return self.message(index, {"role": "assistant", "content": text, "refusal": None}, shown, finish)
+
+    def whole(self, choices: list[dict[str, Any]], usage: Usage) -> dict[str, Any]:
+        return self._head("chat.completion") | {"choices": choices, "usage": usage.body()}
+
+    def closing(self, usage: Usage, include_usage: bool) -> list[dict[str, Any]]:
+        return [self._head("chat.completion.chunk") | {"choices": [], "usage": usage.body()}] if include_usage else []
+
+    def delta(self, index: int, delta: dict[str, Any], shown: Sequence[Shown], finish: str | None) -> dict[str, Any]:
+        """A chunk that adds `delta` to the message."""
+        choice = {"index": index, "delta": delta, "logprobs": self._logprobs(shown), "finish_reason": finish}
+        return self._head("chat.completion.chunk") | {"choices": [choice]}
+
+    def message(self, index: int, message: dict[str, Any], shown: Sequence[Shown], finish: str) -> dict[str, Any]:
+        """A choice whose message is `message`."""
+        return {"index": index, "message": message, "logprobs": self._logprobs(shown), "finish_reason": finish}
+
+    def _head(self, kind: str) -> dict[str, Any]:
+        return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
+
+    def _logprobs(self, shown: Sequence[Shown]) -> dict[str, Any] | None:
+        if not self.has_logprobs:
+            return None
+        return {"content": [self._content(item) for item in shown], "refusal": None}
+
+    def _content(self, shown: Shown) -> dict[str, Any]:
+        token = shown.token
+        alternatives = [self._entry(token_id, logprob) for token_id, logprob in token.top_logprobs or ()]
+        return self._entry(token.token_id, token.logprob or 0.0) | {"top_logprobs": alternatives}
+
+    def _entry(self, token_id: int, logprob: float) -> dict[str, Any]:
+        raw = self.prompting.token_bytes(token_id)
+        return {"token": self.spelling(token_id), "logprob": max(logprob, -9999.0), "bytes": list(raw)}
+
+
+@dataclass(frozen=True)
+class TextReplies(_Stream):
+    """The same for /v1/completions."""
+
+    id: str
+    model: str
+    created: int
+    has_logprobs: bool
+    spelling: Spelling
+
+    def opening(self, index: int) -> list[dict[str, Any]]:
+        return []
+
+    def chunk(self, index: int, text: str, shown: Sequence[Shown], finish: str | None) -> dict[str, Any]:
+        return self._head() | {"choices": [self._choice(index, text, shown, finish)]}
+
+    def choice(self, index: int, text: str, shown: Sequence[Shown], finish: str) -> dict[str, Any]:
+        return self._choice(index, text, shown, finish)
+
+    def whole(self, choices: list[dict[str, Any]], usage: Usage) -> dict[str, Any]:
+        return self._head() | {"choices": choices, "usage": usage.body()}
+
+    def closing(self, usage: Usage, include_usage: bool) -> list[dict[str, Any]]:
+        return [self.whole([], usage)] if include_usage else []
+
+    def _choice(self, index: int, text: str, shown: Sequence[Shown], finish: str | None) -> dict[str, Any]:
+        return {"index": index, "text": text, "logprobs": self._logprobs(shown), "finish_reason": finish}
+
+    def _head(self) -> dict[str, Any]:
+        return {"id": self.id, "object": "text_completion", "created": self.created, "model": self.model}
+
+    def _logprobs(self, shown: Sequence[Shown]) -> dict[str, Any] | None:
+        if not self.has_logprobs:
+            return None
+        return {
+            "tokens": [self.spelling(item.token.token_id) for item in shown],
+            "token_logprobs": [_bounded(item.token.logprob) for item in shown],
+            "top_logprobs": [self._top(item.token.top_logprobs) for item in shown],
+            "text_offset": [item.offset for item in shown],
+        }
+
+    def _top(self, pairs: Sequence[tuple[int, float]] | None) -> dict[str, float] | None:
+        return None if pairs is None else {self.spelling(token_id): max(value, -9999.0) for token_id, value in pairs}
+
+
+def _bounded(logprob: float | None) -> float | None:
+    """JSON has no infinity. None: the first token of a prompt has none."""
+    return None if logprob is None else max(logprob, -9999.0)

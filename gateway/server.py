@@ -1,0 +1,108 @@
+"""The HTTP server."""
+
+import asyncio
+import json
+
+import uvicorn
+from fastapi import FastAPI
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from gateway.replies import error_body
+
+KEEP_ALIVE_S = 75
+"""How long an idle connection stays open: longer than clients keep theirs (httpx 5 s, aiohttp 15 s, the upstream pools
+of nginx and of cloud load balancers 60 s), so that it is they who close. A request that is written in the moment when
+the server closes gets no answer, and to a client without retries that is a failure of the service.
+"""
+HEADERS_TIMEOUT_S = 10.0
+MAX_HEADERS_NBYTES = 32 << 10
+UNREAD_TIMEOUT_S = 30.0
+
+
+def http_config(app: FastAPI) -> uvicorn.Config:
+    """How the gateway is served."""
+    return uvicorn.Config(
+        app,
+        http=Protocol,
+        log_level="warning",
+        access_log=False,
+        timeout_graceful_shutdown=3,
+        timeout_keep_alive=KEEP_ALIVE_S,
+    )
+
+
+class Protocol(HttpToolsProtocol):
+    """Closes a connection whose request's headers are too slow or too long, and one that does not read its answer."""
+
+    _headers_timer: asyncio.TimerHandle | None = None
+    _unread_timer: asyncio.TimerHandle | None = None
+    _headers_nbytes = 0
+    _is_refused = False
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._await_headers()
+
+    def data_received(self, data: bytes) -> None:
+        if self._is_refused:
+            return
+        super().data_received(data)
+        if self._headers_timer is not None:  # they have not ended yet
+            self._headers_nbytes += len(data)
+            if self._headers_nbytes > MAX_HEADERS_NBYTES:
+                self._refuse()
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._await_headers()
+
+    def on_headers_complete(self) -> None:
+        self._forget_headers()
+        if len(self.url) + sum(len(name) + len(value) for name, value in self.headers) > MAX_HEADERS_NBYTES:
+            self._refuse()
+        else:
+            super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        if not self._is_refused:
+            super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        if not self._is_refused:
+            super().on_message_complete()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._unread_timer = self.loop.call_later(UNREAD_TIMEOUT_S, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        self._forget_unread()
+        super().resume_writing()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._forget_headers()
+        self._forget_unread()
+        super().connection_lost(exc)
+
+    def _refuse(self) -> None:
+        self._is_refused = True
+        self._forget_headers()
+        body = json.dumps(error_body(431, f"the headers are longer than {MAX_HEADERS_NBYTES} bytes")).encode()
+        head = "HTTP/1.1 431 Request Header Fields Too Large\r\ncontent-type: application/json\r\nconnection: close\r\n"
+        self.transport.write(f"{head}content-length: {len(body)}\r\n\r\n".encode() + body)
+        self.transport.close()
+
+    def _await_headers(self) -> None:
+        self._forget_headers()
+        self._headers_timer = self.loop.call_later(HEADERS_TIMEOUT_S, self.transport.abort)
+
+    def _forget_headers(self) -> None:
+        self._headers_nbytes = 0
+        if self._headers_timer is not None:
+            self._headers_timer.cancel()
+            self._headers_timer = None
+
+    def _forget_unread(self) -> None:
+        if self._unread_timer is not None:
+            self._unread_timer.cancel()
+            self._unread_timer = None

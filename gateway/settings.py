@@ -1,0 +1,39 @@
+"""A gateway's settings: command line, environment (`TANDEM_*`), defaults; in that order."""
+
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field, SecretStr
+from pydantic_settings import BaseSettings, SettingsConfigDict
+
+from gateway.tools.forms import ParserName
+
+
+class GatewaySettings(BaseSettings):
+    """One gateway. Frozen."""
+
+    model_config = SettingsConfigDict(
+        env_prefix="TANDEM_",
+        frozen=True,
+        extra="forbid",
+        cli_prog_name="tandem gateway",
+        cli_kebab_case=True,
+        cli_hide_none_type=True,
+        protected_namespaces=(),
+    )
+
+    host: str = Field("127.0.0.1", description="address to listen on")
+    port: int = Field(8000, ge=0, le=65535, description="port to listen on; 0: a free one")
+    model: str = Field("", description="Hugging Face folder, hub id or GGUF file; empty: SmolLM2-135M-Instruct")
+    served_model_name: str = Field("", description="the id that clients name; empty: the model's own name")
+    tool_parser: ParserName = Field("auto", description="how the model writes tool calls; auto: by its chat template")
+    redis_url: str = Field("redis://127.0.0.1:6379/0", description="where the coordinator's state lives")
+    pool: str = Field("default", description="workers and gateways of one pool serve one model together")
+    secret: SecretStr = Field(SecretStr(""), description="shared by all services of a pool (better by environment)")
+    api_key: SecretStr = Field(SecretStr(""), description="what clients must show, or several with commas; empty: none")
+    cors_origins: str = Field("", description="sites whose pages may call, with commas; * for all; empty: none")
+    request_timeout_s: float = Field(600.0, gt=0, description="every accepted request ends within this time")
+    max_inflight: int = Field(1024, ge=1, description="most answers in progress; more get 429")
+    max_body_nbytes: int = Field(8 << 20, ge=1024, description="longest request body; longer ones get 413")
+    ready_file: Path | None = Field(None, description="written (JSON: pid, url) once the gateway listens")
+    log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="how much to say")

@@ -1,0 +1,131 @@
+"""What an answer must look like: OpenAI's `response_format` and vLLM's `structured_outputs`, as llguidance's grammar.
+
+JSON comes without white space between its parts, so that a small model can't fill its answer with it.
+"""
+
+import json
+from collections.abc import Callable
+from typing import Annotated, Any, Literal
+
+import msgspec
+from llguidance import LLMatcher, grammar_from
+from msgspec import Meta
+
+from contracts.errors import RequestError
+
+
+class JsonSchema(msgspec.Struct, frozen=True):
+    """`strict` is ignored: a schema is always obeyed to the letter."""
+
+    schema: dict[str, Any]
+    name: str = ""
+    description: str | None = None
+    strict: bool | None = None
+
+
+class ResponseFormat(msgspec.Struct, frozen=True):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+
+class StructuredOutputs(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Exactly one of them. `grammar` is Lark or GBNF."""
+
+    json: dict[str, Any] | str | None = None
+    regex: str | None = None
+    choice: Annotated[list[str], Meta(min_length=1, max_length=1024)] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+
+
+def grammar_of(response_format: ResponseFormat | None, structured_outputs: StructuredOutputs | None) -> str:
+    """Empty if any answer will do. Raises RequestError, naming the field, for what does not compile."""
+    formatted = "" if response_format is None else _of_format(response_format)
+    if structured_outputs is None:
+        return formatted
+    if formatted:
+        raise RequestError("'response_format' and 'structured_outputs' exclude each other", "structured_outputs")
+    return _of_outputs(structured_outputs)
+
+
+def require_schema(schema: dict[str, Any], param: str) -> None:
+    """Raises RequestError, naming `param`, if it does not compile."""
+    _checked(LLMatcher.grammar_from_json_schema(schema), param)
+
+
+def compiled_lark(lark: str, param: str) -> str:
+    """Raises RequestError, naming `param`, if it does not compile."""
+    return _checked(LLMatcher.grammar_from_lark(lark), param)
+
+
+def schema_of_format(wanted: ResponseFormat | None) -> dict[str, Any] | None:
+    """Of an answer that is to be JSON. Raises RequestError if it is missing."""
+    if wanted is None or wanted.type == "text":
+        return None
+    if wanted.type == "json_object":
+        return {"type": "object"}
+    if wanted.json_schema is None:
+        raise RequestError("'response_format' of type json_schema needs 'json_schema'", "response_format.json_schema")
+    return wanted.json_schema.schema
+
+
+def _of_format(wanted: ResponseFormat) -> str:
+    if (schema := schema_of_format(wanted)) is None:
+        return ""
+    param = "response_format" if wanted.json_schema is None else "response_format.json_schema.schema"
+    return _json_grammar(schema, param)
+
+
+def _of_outputs(wanted: StructuredOutputs) -> str:
+    given = {name: value for name, value in msgspec.structs.asdict(wanted).items() if value not in (None, False)}
+    if len(given) != 1:
+        names = ", ".join(wanted.__struct_fields__)
+        raise RequestError(f"'structured_outputs' needs exactly one of {names}", "structured_outputs")
+    ((name, value),) = given.items()
+    param = f"structured_outputs.{name}"
+    if name == "json_object":
+        return _json_grammar({"type": "object"}, param)
+    if name == "json":
+        return _json_grammar(_schema(value, param) if isinstance(value, str) else value, param)
+    return _checked(_COMPILERS[name](value, param), param)
+
+
+def _of_grammar(text: str, param: str) -> str:
+    try:
+        return grammar_from("grammar", text)
+    except ValueError as error:
+        raise RequestError(f"{param}: {error}", param) from error
+
+
+_COMPILERS: dict[str, Callable[[Any, str], str]] = {
+    "regex": lambda text, _: LLMatcher.grammar_from_regex(text),
+    "choice": lambda choices, _: grammar_from("choice", json.dumps(choices)),
+    "grammar": _of_grammar,
+}
+
+
+def _schema(text: str, param: str) -> dict[str, Any]:
+    try:
+        schema = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise RequestError(f"{param} is not valid JSON: {error}", param) from error
+    if not isinstance(schema, dict):
+        raise RequestError(f"{param} must be a JSON object", param)
+    return schema
+
+
+def _json_grammar(schema: dict[str, Any], param: str) -> str:
+    return _checked(LLMatcher.grammar_from_json_schema(schema, overrides={"whitespace_flexible": False}), param)
+
+
+def _checked(grammar: str, param: str) -> str:
+    if error := LLMatcher.validate_grammar(grammar):
+        raise RequestError(f"{param} does not compile: {_in_a_line(error)}", param)
+    return grammar
+
+
+def _in_a_line(error: str) -> str:
+    """The first line and the one that names the cause; between them the library draws where it is."""
+    first, *others = (line.strip() for line in error.strip().splitlines())
+    causes = [line for line in others if line.startswith("error:")]
+    return " ".join([first, *causes])[:500]

@@ -1,0 +1,42 @@
+"""What an answer turns out to be while it comes: things said, and calls."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Said:
+    text: str
+
+
+@dataclass(frozen=True)
+class Called:
+    """A call begins. `index` counts the calls of one answer."""
+
+    index: int
+    name: str
+
+
+@dataclass(frozen=True)
+class Argued:
+    """More of a call's arguments, as the model writes them."""
+
+    index: int
+    text: str
+
+
+@dataclass(frozen=True)
+class Closed:
+    """The call is complete and its arguments are a JSON object."""
+
+    index: int
+
+
+@dataclass(frozen=True)
+class Broken:
+    """What began as this call is none, or was cut off: `text` is all of it, marker included."""
+
+    index: int
+    text: str
+
+
+Event = Said | Called | Argued | Closed | Broken

@@ -1,0 +1,40 @@
+"""Which form a model's calls have: by its chat template, or as the operator says."""
+
+import re
+from collections.abc import Callable
+from typing import Literal
+
+from gateway.tools import hermes, llama3_json, mistral, smollm2
+from gateway.tools.form import Form
+
+ParserName = Literal["auto", "hermes", "llama3_json", "mistral", "smollm2"]
+
+_BY_NAME: dict[str, Callable[[str], Form]] = {
+    "hermes": lambda template: hermes.FORM,
+    "llama3_json": lambda template: llama3_json.FORM,
+    "mistral": mistral.form_of,
+    "smollm2": lambda template: smollm2.FORM,
+}
+
+
+def form_of(template: str, name: ParserName = "auto") -> Form | None:
+    """None: the template knows tools, in a form that is not known here."""
+    if name == "auto":
+        return _by_template(template)
+    return _BY_NAME[name](template)
+
+
+def knows_tools(template: str) -> bool:
+    return re.search(r"\btools\b", template) is not None
+
+
+def _by_template(template: str) -> Form | None:
+    if not knows_tools(template):
+        return smollm2.FORM
+    if "[TOOL_CALLS]" in template:
+        return mistral.form_of(template)
+    if "<tool_call>" in template:
+        return None if "<function=" in template else hermes.FORM  # Qwen3-Coder writes no JSON
+    if "<|python_tag|>" in template or '"parameters": ' in template:
+        return llama3_json.FORM
+    return None

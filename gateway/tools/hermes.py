@@ -1,0 +1,21 @@
+"""Hermes 2 and 3, Qwen 2.5 and 3: `<tool_call>`, a JSON object, `</tool_call>`; once for each call.
+
+https://qwen.readthedocs.io/en/latest/framework/function_call.html
+"""
+
+from gateway.tools.form import Form
+from gateway.tools.parser import CallParser
+
+
+class HermesParser(CallParser):
+    opening = "<tool_call>"
+    closing = "</tool_call>"
+
+
+FORM = Form(
+    parser=HermesParser,
+    begin="<tool_call>\n",
+    join="\n</tool_call>\n<tool_call>\n",
+    end="\n</tool_call>",
+    markers=("<tool_call>", "</tool_call>"),
+)

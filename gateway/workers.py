@@ -1,0 +1,227 @@
+"""The gateway's connections to all workers: one event stream from each, and jobs to each."""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from contextlib import suppress
+
+import aiohttp
+
+from contracts.codec import FrameReader, decoder, encode
+from contracts.errors import Overloaded, TandemError, Unavailable
+from contracts.events import Event, EventFrame
+from contracts.ids import GatewayId, Incarnation, WorkerId
+from contracts.node import Node, NodeInfo, Role
+from contracts.request import Cancel, Job, WorkerRef
+from gateway.placement import Placement
+
+log = logging.getLogger(__name__)
+
+POLL_PERIOD_S = 0.5
+HEARTBEAT_TIMEOUT_S = 3.0
+CONNECT_TIMEOUT_S = 2.0
+POST_TIMEOUT_S = 5.0
+RECONNECT_S = 0.2
+
+OnEvent = Callable[[Event], None]
+OnLost = Callable[[WorkerId, Incarnation, str], None]
+
+
+class Workers:
+    """`on_event` gets every event in stream order; `on_lost` is called when a worker's requests can't go on."""
+
+    def __init__(
+        self, store: Placement, gateway_id: GatewayId, secret: str, on_event: OnEvent, on_lost: OnLost
+    ) -> None:
+        self._store, self._gateway_id = store, gateway_id
+        self._secret, self._on_event, self._on_lost = secret, on_event, on_lost
+        self._links: dict[WorkerId, Link] = {}
+        self._listed: set[WorkerId] = set()
+        self._task: asyncio.Task[None] | None = None
+        self._session: aiohttp.ClientSession | None = None
+
+    async def start(self) -> None:
+        """Raises Unavailable if the registry can't be reached."""
+        self._session = aiohttp.ClientSession(
+            headers={"Authorization": f"Bearer {self._secret}"}, connector=aiohttp.TCPConnector(limit=0)
+        )
+        await self._poll()
+        self._task = asyncio.create_task(self._watch())
+
+    async def stop(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+        await asyncio.gather(*(link.stop() for link in self._links.values()))
+        if self._session is not None:
+            await self._session.close()
+
+    @property
+    def nodes(self) -> list[NodeInfo]:
+        """Workers that are listed and listen to us now."""
+        return [link.info for worker_id, link in self._links.items() if link.is_open and worker_id in self._listed]
+
+    @property
+    def troubles(self) -> list[str]:
+        """Why the others do not."""
+        return [f"{link.info.worker_id}: {link.trouble}" for link in self._links.values() if link.trouble]
+
+    def can_serve(self) -> bool:
+        roles = {info.role for info in self.nodes}
+        return Role.MIXED in roles or {Role.PREFILL, Role.DECODE} <= roles
+
+    def max_model_len(self, default: int) -> int:
+        return min([default, *(info.max_model_len for info in self.nodes)])
+
+    async def send(self, worker: WorkerRef, message: Job | Cancel) -> None:
+        """Raises Unavailable or Overloaded if the worker does not take it."""
+        if worker.worker_id not in self._links:
+            await self._poll()  # it joined after our last look
+        link = self._links.get(worker.worker_id)
+        if link is None or link.info.incarnation != worker.incarnation:
+            raise Unavailable("the worker is not connected")
+        await link.send(message)
+
+    async def _watch(self) -> None:
+        while True:
+            await asyncio.sleep(POLL_PERIOD_S)
+            try:
+                await self._poll()
+            except TandemError as error:
+                log.warning("registry not reachable, going on with the workers known: %s", error)
+
+    async def _poll(self) -> None:
+        nodes = {node.info.worker_id: node for node in await self._store.nodes() if node.alive}
+        self._listed = set(nodes)
+        gone = [link for worker_id, link in self._links.items() if _is_gone(nodes.get(worker_id), link)]
+        for link in gone:
+            del self._links[link.info.worker_id]
+        for worker_id, node in nodes.items():
+            if worker_id not in self._links:
+                self._links[worker_id] = self._open(node)
+        await asyncio.gather(*(link.stop() for link in gone))
+
+    def _open(self, node: Node) -> "Link":
+        assert self._session is not None
+        return Link(node.info, self._gateway_id, self._session, self._on_event, self._on_lost)
+
+
+class Link:
+    """One worker. Keeps its event stream open until stopped; each break of it is a loss."""
+
+    def __init__(
+        self,
+        info: NodeInfo,
+        gateway_id: GatewayId,
+        session: aiohttp.ClientSession,
+        on_event: OnEvent,
+        on_lost: OnLost,
+    ) -> None:
+        self.info, self.is_open, self.trouble = info, False, ""
+        self._gateway_id, self._session = gateway_id, session
+        self._on_event, self._on_lost = on_event, on_lost
+        self._decoder = decoder(EventFrame)
+        self._opened = asyncio.Event()
+        self._outbox: list[tuple[Job | Cancel, asyncio.Future[None]]] = []
+        self._posting: set[asyncio.Task[None]] = set()
+        self._task = asyncio.create_task(self._run())
+
+    async def send(self, message: Job | Cancel) -> None:
+        """What is sent in the same turn of the event loop travels together. Raises Unavailable or Overloaded."""
+        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._outbox.append((message, future))
+        if len(self._outbox) == 1:
+            task = asyncio.create_task(self._post())
+            self._posting.add(task)
+            task.add_done_callback(self._posting.discard)
+        await future
+
+    async def stop(self) -> None:
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
+        await asyncio.gather(*self._posting, return_exceptions=True)
+        self._lost("the registry no longer lists it")
+
+    async def _run(self) -> None:
+        while True:
+            try:
+                await self._listen()
+                reason = "its event stream ended"
+            except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
+                reason = f"its event stream broke: {type(error).__name__} {error}"
+            self._lost(reason)
+            await asyncio.sleep(RECONNECT_S)
+
+    async def _listen(self) -> None:
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S, sock_read=HEARTBEAT_TIMEOUT_S)
+        url = f"{self.info.url}/events"
+        async with self._session.get(url, params={"gateway_id": self._gateway_id}, timeout=timeout) as response:
+            if response.status == 401:
+                raise ValueError("it refuses our secret: TANDEM_SECRET must be the same for all services of the pool")
+            response.raise_for_status()
+            reader, sequence, last_s = FrameReader(), 0, time.monotonic()
+            async for data in response.content.iter_any():
+                for payload in reader.feed(data):
+                    self._frame(self._decoder.decode(payload), sequence)
+                    sequence, last_s = sequence + 1, time.monotonic()
+                if time.monotonic() - last_s > HEARTBEAT_TIMEOUT_S:  # a wrong length: bytes come, frames never
+                    raise ValueError(f"no whole frame for {HEARTBEAT_TIMEOUT_S:.0f} s")
+
+    def _frame(self, frame: EventFrame, sequence: int) -> None:
+        """Raises ValueError if this is not the frame that must come now."""
+        if frame.incarnation != self.info.incarnation:
+            raise ValueError("another incarnation answers")
+        if frame.sequence != sequence:
+            raise ValueError(f"frame {frame.sequence} came instead of {sequence}")
+        self.is_open, self.trouble = True, ""
+        self._opened.set()
+        for event in frame.events:
+            self._on_event(event)
+
+    def _lost(self, reason: str) -> None:
+        if self.is_open:
+            self.is_open = False
+            self._opened.clear()
+        if reason != self.trouble:  # said once, not at each attempt
+            log.warning("worker %s is not connected: %s", self.info.worker_id, reason)
+        self.trouble = reason
+        self._on_lost(self.info.worker_id, self.info.incarnation, reason)
+
+    async def _post(self) -> None:
+        # Without a stream the worker itself refuses the job: nobody would hear its answer.
+        with suppress(TimeoutError):
+            async with asyncio.timeout(CONNECT_TIMEOUT_S):
+                await self._opened.wait()
+        batch, self._outbox = self._outbox, []
+        error = await self._try_post([message for message, _ in batch])
+        for _, future in batch:
+            if future.done():
+                continue
+            future.set_exception(error) if error is not None else future.set_result(None)
+
+    async def _try_post(self, messages: list[Job | Cancel]) -> TandemError | None:
+        timeout = aiohttp.ClientTimeout(total=POST_TIMEOUT_S, sock_connect=CONNECT_TIMEOUT_S)
+        try:
+            async with self._session.post(f"{self.info.url}/jobs", data=encode(messages), timeout=timeout) as response:
+                if response.status < 300:
+                    return None
+                log.warning("worker %s refused: HTTP %d", self.info.worker_id, response.status)
+                return _refusal(response)
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            log.warning("worker %s does not answer: %s", self.info.worker_id, error)
+            return Unavailable("a worker can't be reached")
+
+
+def _is_gone(node: Node | None, link: Link) -> bool:
+    """A worker that still speaks to us lives, whatever the registry has forgotten: what it runs goes on."""
+    return not link.is_open if node is None else node.info.incarnation != link.info.incarnation
+
+
+def _refusal(response: aiohttp.ClientResponse) -> TandemError:
+    if response.status == 429:
+        given = response.headers.get("Retry-After", "")
+        return Overloaded("the workers are full", float(given) if given.isascii() and given.isdigit() else 1.0)
+    if response.status == 401:
+        return Unavailable("a worker refuses this gateway's secret")
+    return Unavailable("a worker refused")

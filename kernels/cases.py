@@ -1,0 +1,504 @@
+"""Random inputs for every operation, shared by the self-check, the tests and the benchmarks.
+
+A case knows how to draw fresh arguments on a device, which of them are outputs, and how many bytes and operations the
+work needs at least, so that a time can be put against the card's limit.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kernels.layouts import pairs_to_split
+from kernels.peers import Peers
+from kernels.reference.move import checksums
+from kernels.reference.quant import quantize_mxfp4, quantize_nvfp4, to_e4m3, token_scale
+from kernels.specs import (
+    AttnSpec,
+    FP4Spec,
+    FusedAttnSpec,
+    GateUpSpec,
+    GemmSpec,
+    MLASpec,
+    MoESpec,
+    MoveSpec,
+    NormSpec,
+    QuantSpec,
+    ReduceSpec,
+    RopeSpec,
+    SampleSpec,
+    SiluSpec,
+    Spec,
+    W4Spec,
+)
+
+BF16, E4M3, FP32, I32 = torch.bfloat16, torch.float8_e4m3fn, torch.float32, torch.int32
+CACHE_DTYPE = {"e4m3": E4M3, "bf16": BF16, "fp32": FP32}
+
+
+@dataclass
+class Call:
+    """Arguments of one call. `outputs` names the tensors it writes, `updated` those it reads and writes; `batch` is
+    what an implementation that plans on the host is told."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    outputs: dict[str, Tensor] = field(default_factory=dict)
+    updated: dict[str, Tensor] = field(default_factory=dict)
+    batch: tuple[Any, ...] = ()
+
+    def run(self, op: Callable[..., Any]) -> None:
+        op(*self.args, **self.kwargs)
+
+    def copy(self, device: str | None = None) -> "Call":
+        """A deep copy in which aliases stay aliases."""
+        memo: dict[int, Tensor] = {}
+
+        def dup(value: Any) -> Any:
+            if not isinstance(value, Tensor):
+                return value
+            if id(value) not in memo:
+                memo[id(value)] = value.to(device, copy=True) if device else value.clone()
+            return memo[id(value)]
+
+        args, kwargs = tuple(map(dup, self.args)), {k: dup(v) for k, v in self.kwargs.items()}
+        outputs, updated = ({k: dup(v) for k, v in d.items()} for d in (self.outputs, self.updated))
+        return Call(args, kwargs, outputs, updated, tuple(map(dup, self.batch)))
+
+    def poison(self) -> None:
+        """Fill outputs with NaN, so that an element nobody wrote shows."""
+        for tensor in self.outputs.values():
+            if tensor.dtype == E4M3:
+                tensor.view(torch.uint8).fill_(0x7F)
+            else:
+                tensor.fill_(
+                    float("nan") if tensor.is_floating_point() else -(1 << 20) if tensor.dtype != torch.uint8 else 0xA5
+                )
+
+
+@dataclass(frozen=True)
+class Case:
+    """An operation on a shape. tolerance: relative error of every output against the reference on the same inputs."""
+
+    op: str
+    spec: Spec
+    make: Callable[[str], Call]
+    tolerance: float
+    nbytes: float = 0  # least bytes through memory
+    flops: float = 0  # operations of the matrix unit
+
+    @property
+    def name(self) -> str:
+        return f"{self.op}[{self.spec.key()}]"
+
+
+def errors(got: Call, want: Call) -> dict[str, float]:
+    """Relative error of each output and updated tensor."""
+    pairs = {**got.outputs, **got.updated}
+    truths = {**want.outputs, **want.updated}
+    return {name: relative_error(pairs[name], truths[name]) for name in pairs}
+
+
+def relative_error(value: Tensor, truth: Tensor) -> float:
+    """||value - truth|| / ||truth||; infinite when a NaN is anywhere."""
+    value, truth = value.detach().float().cpu(), truth.detach().float().cpu()
+    if value.shape != truth.shape or not torch.isfinite(value).all():
+        return float("inf")
+    return ((value - truth).norm() / truth.norm().clamp(min=1e-20)).item()
+
+
+def norm_case(spec: NormSpec, tokens: int, spread: float = 1.0) -> Case:
+    def make(device: str) -> Call:
+        n = spec.hidden
+        x_dtype = FP32 if spec.parts > 1 else BF16
+        x = (torch.randn(spec.parts, tokens, n, device=device) * spread).to(x_dtype)
+        table = torch.randn(64, n, device=device).to(BF16)
+        residual = torch.randn(tokens, n, device=device).to(BF16) if spec.residual else None
+        weight = (torch.rand(n, device=device) + 0.5).to(BF16)
+        out = torch.empty(tokens, n, device=device, dtype=BF16 if spec.quant == "none" else E4M3)
+        scale = torch.full((tokens,), 0.03, device=device)
+        kwargs: dict[str, Any] = {}
+        if spec.embed:
+            kwargs["ids"] = torch.randint(0, 64, (tokens,), device=device)
+        if spec.deferred:
+            kwargs |= dict(
+                token_scale=torch.rand(tokens, device=device) + 0.1, channel_scale=torch.rand(n, device=device) + 0.1
+            )
+        outputs = {"out": out} | ({"scale": scale} if spec.quant == "token" else {})
+        updated = {"residual": residual} if residual is not None else {}
+        return Call((table if spec.embed else x, residual, weight, 1e-5, out, scale), kwargs, outputs, updated)
+
+    return Case("add_rmsnorm_quant", spec, make, 1e-2, tokens * spec.hidden * (2 * spec.parts + 5))
+
+
+def reduce_case(spec: ReduceSpec, tokens: int) -> Case:
+    """Rank 0 of `world`, the others' buffers on the same device and their arrival taken for granted."""
+
+    def make(device: str) -> Call:
+        buffers = tuple(torch.randn(tokens + 1, spec.hidden, device=device).to(BF16) for _ in range(spec.world))
+        residual = torch.randn(tokens, spec.hidden, device=device).to(BF16)
+        weight = (torch.rand(spec.hidden, device=device) + 0.5).to(BF16)
+        out = torch.empty(tokens, spec.hidden, device=device, dtype=BF16 if spec.quant == "none" else E4M3)
+        scale = torch.full((tokens,), 0.03, device=device)
+        outputs = {"out": out} | ({"scale": scale} if spec.quant == "token" else {})
+        args = (Peers.arrived(0, buffers), residual, weight, 1e-5, out, scale)
+        return Call(args, {}, outputs, {"residual": residual})
+
+    return Case("all_reduce_norm", spec, make, 1e-2, tokens * spec.hidden * (2 * spec.world + 5))
+
+
+def quant_case(spec: QuantSpec, tokens: int, spread: float = 1.0) -> Case:
+    def make(device: str) -> Call:
+        x = (torch.randn(tokens, spec.width, device=device) * spread).to(BF16)
+        out = torch.empty(tokens, spec.width, device=device, dtype=E4M3)
+        scale = torch.full((tokens,), 0.01, device=device)
+        return Call((x, out, scale), {}, {"out": out} | ({"scale": scale} if spec.quant == "token" else {}))
+
+    return Case("quant_fp8", spec, make, 1e-2, tokens * spec.width * 3)
+
+
+def silu_case(spec: SiluSpec, tokens: int) -> Case:
+    def make(device: str) -> Call:
+        x = torch.randn(tokens, 2 * spec.width, device=device).to(BF16)
+        out = torch.empty(tokens, spec.width, device=device, dtype=BF16 if spec.quant == "none" else E4M3)
+        scale = torch.full((tokens,), 0.02, device=device)
+        kwargs = {}
+        if spec.deferred:
+            kwargs = dict(
+                token_scale=torch.rand(tokens, device=device) + 0.5,
+                channel_scale=torch.rand(2 * spec.width, device=device) + 0.5,
+            )
+        return Call((x, out, scale), kwargs, {"out": out} | ({"scale": scale} if spec.quant == "token" else {}))
+
+    return Case("silu_mul_quant", spec, make, 1e-2, tokens * spec.width * 5)
+
+
+def argmax_case(spec: QuantSpec, tokens: int) -> Case:
+    def make(device: str) -> Call:
+        logits = torch.randn(tokens, spec.width, device=device)
+        out = torch.empty(tokens, dtype=torch.int64, device=device)
+        return Call((logits, out, torch.empty(1 << 20, dtype=torch.uint8, device=device)), {}, {"out": out})
+
+    return Case("argmax", spec, make, 0.0, tokens * spec.width * 4)
+
+
+def rotary_table(length: int, dim: int, device: str) -> Tensor:
+    angle = torch.arange(length, device=device).float()[:, None] * 10000 ** (
+        -torch.arange(0, dim, 2, device=device).float() / dim
+    )
+    return torch.cat([angle.cos(), angle.sin()], 1).contiguous()
+
+
+def paged(
+    lengths: list[int], heads: int, page: int, dim: int, dtype: torch.dtype, device: str
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """k and v planes of one allocation with random pages, block table and lengths."""
+    per = [-(-n // page) for n in lengths]
+    total = sum(per) + 3
+    cache = torch.randn(2, total, heads, page, dim, device=device)
+    cache = to_e4m3(cache) if dtype == E4M3 else cache.to(dtype)
+    order = torch.randperm(total, device=device).to(I32)
+    table = torch.zeros(len(lengths), max(per) + 1, dtype=I32, device=device)
+    start = 0
+    for b, count in enumerate(per):
+        table[b, :count] = order[start : start + count]
+        start += count
+    return cache[0], cache[1], table, torch.tensor(lengths, dtype=I32, device=device)
+
+
+def rope_case(spec: RopeSpec, tokens: int) -> Case:
+    def make(device: str) -> Call:
+        k, v, _, _ = paged([tokens * 2], spec.kv_heads, spec.page, spec.head_dim, CACHE_DTYPE[spec.kv], device)
+        width = (spec.q_heads + 2 * spec.kv_heads) * spec.head_dim
+        qkv = torch.randn(spec.parts, tokens, width, device=device).to(FP32 if spec.parts > 1 else BF16)
+        positions = torch.randint(0, 500, (tokens,), device=device, dtype=I32)
+        slots = torch.randperm(k.shape[0] * spec.page, device=device)[:tokens]
+        slots[0] = -1
+        q = torch.empty(tokens, spec.q_heads, spec.head_dim, device=device, dtype=BF16)
+        args = (qkv, positions, slots, rotary_table(512, spec.head_dim, device), q, k, v)
+        kwargs: dict[str, Any] = dict(k_scale=0.5, v_scale=0.25)
+        if spec.deferred:
+            kwargs |= dict(
+                token_scale=torch.rand(tokens, device=device), channel_scale=torch.rand(width, device=device)
+            )
+        return Call(args, kwargs, {"q": q}, {"k": k, "v": v})
+
+    width = spec.q_heads * 4 + spec.kv_heads * 6
+    return Case("rope_append", spec, make, 1e-2, tokens * width * spec.head_dim)
+
+
+def attn_case(spec: AttnSpec, lengths: list[int], workspace_mb: int = 64, tolerance: float = 1e-2) -> Case:
+    """Tolerance 3e-3 is what the H200 must hold; bf16 caches round the softmax weights to 8 bits."""
+
+    def make(device: str) -> Call:
+        k, v, table, lens = paged(lengths, spec.kv_heads, spec.page, spec.head_dim, CACHE_DTYPE[spec.kv], device)
+        tokens = len(lengths) * spec.q_len
+        q = torch.randn(tokens, spec.q_heads, spec.head_dim, device=device).to(BF16)
+        out = torch.empty_like(q)
+        workspace = torch.zeros(workspace_mb << 20, dtype=torch.uint8, device=device)
+        kwargs: dict[str, Any] = dict(sm_scale=spec.head_dim**-0.5, k_scale=0.5, v_scale=2.0, max_len=max(lengths))
+        outputs = {"out": out}
+        if spec.sinks:
+            kwargs["sinks"] = torch.randn(spec.q_heads, device=device)
+        if spec.lse:
+            kwargs["lse"] = outputs["lse"] = torch.empty(tokens, spec.q_heads, device=device)
+        return Call((q, k, v, table, lens, out, workspace), kwargs, outputs)
+
+    seen = sum(min(n, spec.window + spec.q_len) if spec.window else n for n in lengths)
+    itemsize = CACHE_DTYPE[spec.kv].itemsize
+    return Case("attn_decode", spec, make, tolerance, 2 * seen * spec.kv_heads * spec.head_dim * itemsize)
+
+
+def fused_attn_case(spec: FusedAttnSpec, lengths: list[int], workspace_mb: int = 64) -> Case:
+    def make(device: str) -> Call:
+        batch, width = len(lengths), (spec.q_heads + 2 * spec.kv_heads) * spec.head_dim
+        k, v, table, lens = paged(lengths, spec.kv_heads, spec.page, spec.head_dim, E4M3, device)
+        qkv = torch.randn(spec.parts, batch, width, device=device).to(FP32 if spec.parts > 1 else BF16)
+        out = torch.empty(
+            batch, spec.q_heads * spec.head_dim, device=device, dtype=BF16 if spec.quant == "none" else E4M3
+        )
+        scale = torch.full((spec.q_heads, batch) if spec.quant == "group" else (batch,), 0.01, device=device)
+        workspace = torch.zeros(workspace_mb << 20, dtype=torch.uint8, device=device)
+        kwargs: dict[str, Any] = dict(sm_scale=spec.head_dim**-0.5, k_scale=0.5, v_scale=0.25, max_len=max(lengths))
+        if spec.deferred:
+            kwargs |= dict(
+                token_scale=torch.rand(batch, device=device) + 0.5, channel_scale=torch.rand(width, device=device) + 0.5
+            )
+        outputs = {"out": out} | ({"scale": scale} if spec.quant == "group" else {})
+        table_cs = rotary_table(max(lengths), spec.head_dim, device)
+        return Call((qkv, k, v, table, lens, table_cs, out, scale, workspace), kwargs, outputs, {"k": k, "v": v})
+
+    nbytes = 2 * sum(lengths) * spec.kv_heads * spec.head_dim
+    return Case("attn_decode_fused", spec, make, 1e-2, nbytes)
+
+
+def prefill_case(spec: AttnSpec, chunks: list[tuple[int, int]], workspace_mb: int = 1, tolerance: float = 1e-2) -> Case:
+    """chunks: (new tokens, tokens in all) of each sequence."""
+    counts, totals = [new for new, _ in chunks], [total for _, total in chunks]
+
+    def make(device: str) -> Call:
+        k, v, table, lens = paged(totals, spec.kv_heads, spec.page, spec.head_dim, CACHE_DTYPE[spec.kv], device)
+        starts, kv_starts = (torch.tensor([0, *c], device=device).cumsum(0).to(I32) for c in (counts, totals))
+        q = torch.randn(sum(counts), spec.q_heads, spec.head_dim, device=device).to(BF16)
+        out, workspace = torch.empty_like(q), torch.zeros(workspace_mb << 20, dtype=torch.uint8, device=device)
+        kwargs: dict[str, Any] = dict(
+            max_q=max(counts), max_kv=max(totals), sm_scale=spec.head_dim**-0.5, k_scale=0.5, v_scale=2.0
+        )
+        outputs = {"out": out}
+        if spec.sinks:
+            kwargs["sinks"] = torch.randn(spec.q_heads, device=device)
+        if spec.lse:
+            kwargs["lse"] = outputs["lse"] = torch.empty(sum(counts), spec.q_heads, device=device)
+        args = (q, k, v, table, lens, starts, kv_starts, out, workspace)
+        return Call(args, kwargs, outputs, batch=(table, counts, totals))
+
+    pairs = sum(new * (total - new) + new * (new + 1) / 2 for new, total in chunks)
+    return Case("attn_prefill", spec, make, tolerance, 0, 4 * pairs * spec.q_heads * spec.head_dim)
+
+
+def mla_case(spec: MLASpec, chunks: list[tuple[int, int]]) -> Case:
+    counts, width = [new for new, _ in chunks], spec.latent + spec.rope
+
+    def make(device: str) -> Call:
+        k, _, table, lens = paged([n for _, n in chunks], 1, spec.page, width, CACHE_DTYPE[spec.kv], device)
+        starts = torch.tensor([0, *counts], device=device).cumsum(0).to(I32)
+        q = torch.randn(sum(counts), spec.heads, width, device=device).to(BF16)
+        out = torch.empty(sum(counts), spec.heads, spec.latent, device=device, dtype=BF16)
+        return Call(
+            (q, k[:, 0].contiguous(), table, lens, starts, out),
+            dict(max_q=max(counts), sm_scale=width**-0.5, scale=0.5),
+            {"out": out},
+        )
+
+    nbytes = sum(n for _, n in chunks) * width * CACHE_DTYPE[spec.kv].itemsize
+    return Case("mla_attention", spec, make, 1e-2, nbytes)
+
+
+def weights(n: int, k: int, device: str) -> tuple[Tensor, Tensor]:
+    dense = torch.randn(n, k, device=device) * 0.05
+    scale = token_scale(dense)
+    return to_e4m3(dense / scale[:, None]), scale
+
+
+def gemm_operands(spec: GemmSpec, tokens: int, device: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    a = to_e4m3(torch.randn(tokens, spec.k, device=device) * 100)
+    w, row_scale = weights(spec.n, spec.k, device)
+    if spec.recipe == "tensor":
+        return a, w, torch.tensor([0.01], device=device), torch.tensor([0.02], device=device)
+    if spec.recipe == "row":
+        return a, w, torch.rand(tokens, device=device) * 0.01 + 0.001, row_scale
+    a_scale = torch.rand(spec.k // 128, tokens, device=device) * 0.01 + 0.001
+    block_scale = torch.rand(-(-spec.n // 128), spec.k // 128, device=device) + 0.1
+    return a, w, a_scale, row_scale if spec.recipe == "group" else block_scale
+
+
+def gemm_case(spec: GemmSpec, tokens: int) -> Case:
+    def make(device: str) -> Call:
+        a, w, a_scale, w_scale = gemm_operands(spec, tokens, device)
+        out = torch.empty(spec.parts, tokens, spec.n, device=device, dtype=FP32 if spec.parts > 1 else BF16)
+        out = out if spec.parts > 1 else out[0]
+        return Call((a, w, a_scale, w_scale, out), {}, {"out": out})
+
+    nbytes = spec.n * spec.k + tokens * (spec.k + 2 * spec.n)
+    return Case("gemm_fp8", spec, make, 5e-3, nbytes, 2 * tokens * spec.n * spec.k)
+
+
+def gate_up_case(spec: GateUpSpec, tokens: int) -> Case:
+    def make(device: str) -> Call:
+        a, w, a_scale, w_scale = gemm_operands(GemmSpec(spec.n, spec.k), tokens, device)
+        out = torch.empty(tokens, spec.n // 2, device=device, dtype=BF16 if spec.quant == "none" else E4M3)
+        groups = spec.quant == "group"
+        scale = torch.full((spec.n // 256, tokens) if groups else (max(tokens, 1),), 0.05, device=device)
+        return Call((a, w, a_scale, w_scale, out, scale), {}, {"out": out} | ({"scale": scale} if groups else {}))
+
+    nbytes = spec.n * spec.k + tokens * (spec.k + spec.n // 2)
+    return Case("gemm_gate_up", spec, make, 1.5e-2, nbytes, 2 * tokens * spec.n * spec.k)
+
+
+def w4_case(spec: W4Spec, tokens: int) -> Case:
+    def make(device: str) -> Call:
+        a = torch.randn(tokens, spec.k, device=device).to(BF16)
+        w = torch.randint(0, 256, (spec.n, spec.k // 2), device=device, dtype=torch.uint8)
+        zero = None
+        if spec.format == "mxfp4":
+            pairs, scale = quantize_mxfp4(torch.randn(spec.n, spec.k, device=device))
+            w = pairs_to_split(pairs)
+        else:
+            scale = (torch.rand(spec.n, spec.k // spec.group, device=device) * 0.1 + 0.01).to(BF16)
+            zero = torch.randint(0, 16, scale.shape, device=device, dtype=torch.uint8) if spec.format == "awq" else None
+        out = torch.empty(tokens, spec.n, device=device, dtype=BF16)
+        workspace = torch.zeros(w4_scratch_nbytes(spec, tokens), dtype=torch.uint8, device=device)
+        return Call((a, w, scale, zero, out, workspace), {}, {"out": out})
+
+    return Case(
+        "gemm_w4",
+        spec,
+        make,
+        1e-2,
+        spec.n * spec.k * (0.5 + (1 if spec.format == "mxfp4" else 2) / spec.group),
+        2 * tokens * spec.n * spec.k,
+    )
+
+
+def w4_scratch_nbytes(spec: W4Spec, tokens: int) -> int:
+    """Room for the bf16 copy of the weights and for split-K, whichever an implementation takes."""
+    return (64 << 10) + max(2 * spec.n * spec.k, 32 * tokens * spec.n)
+
+
+def fp4_case(spec: FP4Spec, tokens: int) -> Case:
+    def make(device: str) -> Call:
+        pack = quantize_nvfp4 if spec.format == "nvfp4" else quantize_mxfp4
+        a, a_scale = pack(torch.randn(tokens, spec.k, device=device))
+        w, w_scale = pack(torch.randn(spec.n, spec.k, device=device))
+        out = torch.empty(tokens, spec.n, device=device, dtype=BF16)
+        return Call((a, w, a_scale, w_scale, out), dict(alpha=0.5), {"out": out})
+
+    return Case("gemm_fp4", spec, make, 1e-2, spec.n * spec.k / 2, 2 * tokens * spec.n * spec.k)
+
+
+def move_case(op: str, spec: MoveSpec, num_pages: int, pool_pages: int, offset: int = 0) -> Case:
+    """op: kv_pack, kv_unpack or kv_verify. The cache is [planes, pages, page]; with an offset a page is two units."""
+    page = spec.unit_nbytes * (2 if offset else 1)
+
+    def make(device: str) -> Call:
+        if spec.convert:
+            cache = torch.randn(spec.planes, pool_pages, page, device=device).to(BF16)
+        else:
+            cache = torch.randint(0, 256, (spec.planes, pool_pages, page), device=device, dtype=torch.uint8)
+        pages = torch.randperm(pool_pages, device=device)[:num_pages].to(I32)
+        buffer = torch.randint(0, 256, (num_pages * spec.planes * spec.unit_nbytes,), device=device, dtype=torch.uint8)
+        units = num_pages * spec.planes
+        sums = torch.zeros(units, dtype=I32, device=device)
+        bad = torch.zeros(1, dtype=I32, device=device)
+        common: dict[str, Any] = dict(seed=77, offset=offset)
+        if op == "kv_pack":
+            outputs = {"buffer": buffer} | ({"sums": sums} if spec.checksum else {})
+            return Call((cache, pages, buffer, sums), common | dict(inv_scale=2.0), outputs)
+        source = (
+            buffer
+            if op == "kv_unpack"
+            else cache[:, pages.long(), offset : offset + spec.unit_nbytes].transpose(0, 1).contiguous()
+        )
+        sums.copy_(checksums(spec, source, num_pages, 77))
+        if op == "kv_unpack":
+            return Call((buffer, cache, pages, sums, bad), common, {}, {"cache": cache, "bad": bad})
+        return Call((cache, pages, sums, bad), common, {}, {"bad": bad})
+
+    moved = num_pages * spec.planes * spec.unit_nbytes
+    nbytes = moved * (1 if op == "kv_verify" else 3 if spec.convert else 2)
+    return Case(op, spec, make, 0.0, nbytes)
+
+
+def route_case(spec: MoESpec, tokens: int) -> Case:
+    def make(device: str) -> Call:
+        logits = torch.randn(tokens, spec.experts, device=device)
+        chosen = torch.empty(tokens, spec.top_k, device=device, dtype=I32)
+        score = torch.empty(tokens, spec.top_k, device=device)
+        return Call((logits, score, chosen), {}, {"weights": score, "ids": chosen})
+
+    return Case("moe_route", spec, make, 1e-5, tokens * spec.experts * 4)
+
+
+def experts_case(spec: MoESpec, tokens: int) -> Case:
+    def make(device: str) -> Call:
+        x = torch.randn(tokens, spec.hidden, device=device)
+        x = x.to(BF16) if spec.weights == "mxfp4" else to_e4m3(x * 100)
+        x_scale = torch.rand(tokens, device=device) * 0.01 + 0.005
+        w1, s1 = expert_weights(spec, 2 * spec.inter, spec.hidden, device)
+        w2, s2 = expert_weights(spec, spec.hidden, spec.inter, device)
+        best = torch.randn(tokens, spec.experts, device=device).topk(spec.top_k)
+        out = torch.empty(tokens, spec.hidden, device=device, dtype=BF16)
+        nbytes = tokens * spec.top_k * (3 * spec.inter + 2 * spec.hidden + 64) + spec.experts * 2048 + 8192
+        workspace = torch.empty(nbytes, dtype=torch.uint8, device=device)
+        args = (x, x_scale, best.values.softmax(-1), best.indices.to(I32), w1, s1, w2, s2, out, workspace)
+        widths = dict(b1=2 * spec.inter, b2=spec.hidden) if spec.bias else {}
+        biases = {name: torch.randn(spec.experts, n, device=device).to(BF16) for name, n in widths.items()}
+        return Call(args, biases, {"out": out})
+
+    touched = min(spec.experts, tokens * spec.top_k)
+    flops = 6 * tokens * spec.top_k * spec.inter * spec.hidden
+    weight_nbytes = 1 if spec.weights == "e4m3" else 17 / 32
+    return Case("moe_experts", spec, make, 1.5e-2, 3 * touched * spec.inter * spec.hidden * weight_nbytes, flops)
+
+
+def expert_weights(spec: MoESpec, n: int, k: int, device: str) -> tuple[Tensor, Tensor]:
+    """Made expert by expert: the fp32 of all of them would not fit beside the rest."""
+    made = [mx_weights(n, k, device) if spec.weights == "mxfp4" else weights(n, k, device) for _ in range(spec.experts)]
+    return torch.stack([w for w, _ in made]), torch.stack([scale for _, scale in made])
+
+
+def mx_weights(n: int, k: int, device: str) -> tuple[Tensor, Tensor]:
+    pairs, exponent = quantize_mxfp4(torch.randn(n, k, device=device) * 0.05)
+    return pairs_to_split(pairs), exponent
+
+
+def sample_case(spec: SampleSpec, rows: int, dtype: torch.dtype = FP32) -> Case:
+    """Rows take turns among greedy, plain, top-k, top-p, min-p and all together."""
+
+    def make(device: str) -> Call:
+        pick = torch.arange(rows, device=device) % 6
+        logits = (torch.randn(rows, spec.vocab, device=device) * 3).to(dtype)
+        temperature = torch.where(pick == 0, 0.0, 0.9)
+        top_k = torch.where((pick == 2) | (pick == 5), 20, 0).to(I32)
+        top_p = torch.where((pick == 3) | (pick == 5), 0.8, 1.0)
+        min_p = torch.where((pick == 4) | (pick == 5), 0.05, 0.0)
+        seeds = torch.randint(0, 2**62, (rows,), device=device)
+        positions = torch.randint(0, 100000, (rows,), device=device)
+        tokens = torch.empty(rows, dtype=torch.int64, device=device)
+        logprobs = torch.empty(rows, device=device)
+        args = (logits, temperature, top_k, top_p, min_p, seeds, positions, tokens, logprobs)
+        return Call(args, {}, {"tokens": tokens, "logprobs": logprobs})
+
+    return Case("sample", spec, make, 1e-5, rows * spec.vocab * dtype.itemsize)
+
+
+def penalize_case(spec: SampleSpec, rows: int) -> Case:
+    def make(device: str) -> Call:
+        logits = torch.randn(rows, spec.vocab, device=device)
+        counts = torch.randint(-2, 3, (rows, spec.vocab), device=device, dtype=I32).clamp(min=0)
+        rates = [torch.rand(rows, device=device) + offset for offset in (0.0, 0.0, 1.0)]
+        return Call((logits, counts, *rates), {}, {}, {"logits": logits})
+
+    return Case("penalize", spec, make, 1e-6, rows * spec.vocab * 12)

@@ -1,0 +1,1 @@
+"""What the CPU at hand can run, and how fast."""

@@ -1,0 +1,100 @@
+"""Which instructions oneDNN may use here: found out once in a child process, remembered in a file."""
+
+import hashlib
+import json
+import logging
+import os
+import platform
+import subprocess
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+
+_log = logging.getLogger(__name__)
+
+ONEDNN_VARIABLE = "ONEDNN_MAX_CPU_ISA"
+SAFE_CAP = "AVX512_CORE_FP16"
+_PROBE_TIMEOUT_S = 60.0
+
+
+@dataclass(frozen=True)
+class CpuIsa:
+    """`onednn_cap`: the value of ONEDNN_MAX_CPU_ISA under which bfloat16 matmuls survive; None if they do without.
+
+    `bfloat16_speedup`: rate of a bfloat16 matmul over one with float16 weights; 0.0 where bfloat16 can't run at all.
+    """
+
+    onednn_cap: str | None
+    bfloat16_speedup: float
+
+
+def probe_isa(cache_dir: Path) -> CpuIsa:
+    """The answer for this CPU and this torch, from `cache_dir` if it is there. The first call takes a few seconds."""
+    file = cache_dir / f"cpu-{_machine_key()}.json"
+    known = _read(file)
+    if known is not None:
+        return known
+    isa = _probe()
+    _log.info("CPU probe: %s", isa)
+    _write(file, isa)
+    return isa
+
+
+def apply_isa(isa: CpuIsa) -> None:
+    """Cap oneDNN in this process. Must come before its first matmul; the environment is the only way to tell oneDNN."""
+    if isa.onednn_cap and ONEDNN_VARIABLE not in os.environ:
+        _log.warning("bfloat16 matmuls crash on this machine's AMX: capping oneDNN at %s", isa.onednn_cap)
+        os.environ[ONEDNN_VARIABLE] = isa.onednn_cap
+
+
+def _machine_key() -> str:
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text(encoding="utf-8").splitlines() if info.exists() else []
+    wanted = ("model name", "flags", "Features")
+    described = "\n".join(dict.fromkeys(line for line in lines if line.startswith(wanted)))
+    return hashlib.blake2b(f"{described}{platform.machine()}{torch.__version__}".encode(), digest_size=8).hexdigest()
+
+
+def _probe() -> CpuIsa:
+    for cap in (os.environ.get(ONEDNN_VARIABLE), SAFE_CAP):
+        speedup = _run_child(cap)
+        if speedup is not None:
+            return CpuIsa(cap, speedup)
+    return CpuIsa(SAFE_CAP, 0.0)
+
+
+def _run_child(cap: str | None) -> float | None:
+    """The child's answer, or None if it died."""
+    environment = {**os.environ, ONEDNN_VARIABLE: cap} if cap else dict(os.environ)
+    command = [sys.executable, str(Path(__file__).with_name("probe.py"))]
+    try:
+        done = subprocess.run(
+            command, env=environment, capture_output=True, text=True, timeout=_PROBE_TIMEOUT_S, check=False
+        )
+        return float(json.loads(done.stdout)["bfloat16_speedup"]) if done.returncode == 0 else None
+    except (subprocess.TimeoutExpired, ValueError, KeyError) as error:
+        _log.warning("the CPU probe gave no answer: %s", error)
+        return None
+
+
+def _read(file: Path) -> CpuIsa | None:
+    try:
+        return CpuIsa(**json.loads(file.read_text(encoding="utf-8")))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, TypeError) as error:
+        _log.warning("ignoring %s: %s", file, error)
+        return None
+
+
+def _write(file: Path, isa: CpuIsa) -> None:
+    """A home that can't be written to costs a probe at each start, nothing else."""
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        partial = file.with_suffix(f".{os.getpid()}")
+        partial.write_text(json.dumps(asdict(isa)), encoding="utf-8")
+        partial.replace(file)
+    except OSError as error:
+        _log.warning("cannot remember the CPU probe in %s: %s", file, error)

@@ -1,0 +1,101 @@
+"""Norm, all-reduce, quantization, SiLU, RoPE and greedy choice."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kernels.peers import Peers
+from kernels.reference.quant import quantize, to_e4m3
+from kernels.specs import NormSpec, QuantSpec, ReduceSpec, RopeSpec, SiluSpec
+
+
+def add_rmsnorm_quant(
+    spec: NormSpec, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, out: Tensor, scale: Tensor,
+    *, ids: Tensor | None = None, token_scale: Tensor | None = None, channel_scale: Tensor | None = None,
+) -> None:  # fmt: skip
+    value = x[ids].float() if ids is not None else sum_parts(x, spec.parts)
+    if spec.deferred and token_scale is not None and channel_scale is not None:
+        value = value * channel_scale * token_scale[: value.shape[0], None]
+    if residual is not None:
+        residual.copy_(value if spec.embed else value + residual.float())
+        value = residual.float()
+    quantize(rms_norm(value, weight, eps), spec.quant, out, scale)
+
+
+def rms_norm(value: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return value * torch.rsqrt(value.pow(2).mean(-1, keepdim=True) + eps) * weight.float()
+
+
+def all_reduce_norm(
+    spec: ReduceSpec, peers: Peers, residual: Tensor, weight: Tensor, eps: float, out: Tensor, scale: Tensor
+) -> None:
+    """Adds in rank order, so that every rank gets the same bits; the residual is updated in place."""
+    total = residual.float()
+    for buffer in peers.buffers:
+        total = total + buffer[: out.shape[0]].float()
+    residual.copy_(total)
+    quantize(rms_norm(residual.float(), weight, eps), spec.quant, out, scale)
+
+
+def quant_fp8(spec: QuantSpec, x: Tensor, out: Tensor, scale: Tensor) -> None:
+    quantize(x.float(), spec.quant, out, scale)
+
+
+def silu_mul_quant(
+    spec: SiluSpec,
+    x: Tensor,
+    out: Tensor,
+    scale: Tensor,
+    *,
+    token_scale: Tensor | None = None,
+    channel_scale: Tensor | None = None,
+) -> None:
+    value = x.float()
+    if token_scale is not None and channel_scale is not None:
+        value = value * token_scale[: x.shape[0], None] * channel_scale
+    gate, up = value.chunk(2, -1)
+    quantize(F.silu(gate) * up, spec.quant, out, scale)
+
+
+def argmax(spec: QuantSpec, logits: Tensor, out: Tensor, workspace: Tensor) -> None:
+    out.copy_(logits.float().argmax(-1))
+
+
+def sum_parts(x: Tensor, parts: int) -> Tensor:
+    """Split-K partial sums [parts, tokens, width] (the leading axis may be absent for one part), in order."""
+    total = torch.zeros((), device=x.device)
+    for part in x.float().view(parts, -1, x.shape[-1]):
+        total = total + part
+    return total
+
+
+def rotate(x: Tensor, positions: Tensor, cos_sin: Tensor) -> Tensor:
+    """Half-split rotary embedding of [tokens, heads, dim]; cos_sin is [max, dim]: cosines, then sines."""
+    cos, sin = cos_sin[positions.long()][:, None].chunk(2, -1)
+    first, second = x.float().chunk(2, -1)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
+
+
+def rope_append(
+    spec: RopeSpec, qkv: Tensor, positions: Tensor, slots: Tensor, cos_sin: Tensor, q: Tensor, k_cache: Tensor,
+    v_cache: Tensor,
+    *, k_scale: float = 1.0, v_scale: float = 1.0, token_scale: Tensor | None = None,
+    channel_scale: Tensor | None = None,
+) -> None:  # fmt: skip
+    value = sum_parts(qkv, spec.parts)
+    if token_scale is not None and channel_scale is not None:
+        value = value * channel_scale * token_scale[: value.shape[0], None]
+    heads = value.view(-1, spec.q_heads + 2 * spec.kv_heads, spec.head_dim)
+    q_heads, k, v = heads.split((spec.q_heads, spec.kv_heads, spec.kv_heads), 1)
+    q.copy_(rotate(q_heads, positions, cos_sin).view_as(q))
+    write_tokens(k_cache, slots, rotate(k, positions, cos_sin) / k_scale)
+    write_tokens(v_cache, slots, v / v_scale)
+
+
+def write_tokens(cache: Tensor, slots: Tensor, x_THD: Tensor) -> None:
+    """Put tokens into their slots (page * page_size + offset); slot -1 is a padded token."""
+    live = slots >= 0
+    page, offset = slots[live] // cache.shape[2], slots[live] % cache.shape[2]
+    x = x_THD[live]
+    value = to_e4m3(x) if cache.dtype == torch.float8_e4m3fn else x.to(cache.dtype)
+    cache[page, :, offset] = value

@@ -1,0 +1,75 @@
+"""Sampling with counter-based random numbers: the same (seed, position) draws the same token on any machine."""
+
+import torch
+from torch import Tensor
+
+from kernels.specs import SampleSpec
+
+MASK = 0xFFFFFFFF
+ROUND_A, ROUND_B, KEY_A, KEY_B = 0xD2511F53, 0xCD9E8D57, 0x9E3779B9, 0xBB67AE85
+
+
+def philox(seed: Tensor, low: Tensor, high: Tensor) -> Tensor:
+    """First word of Philox4x32-10 with counter (low, high, 0, 0), as 64-bit integers (Salmon et al., SC 2011)."""
+    c0, c1 = low & MASK, high & MASK
+    c2, c3 = torch.zeros_like(c0), torch.zeros_like(c0)
+    k0, k1 = seed & MASK, (seed >> 32) & MASK
+    for _ in range(10):
+        b0, a0 = multiply(ROUND_B, c2)
+        b1, a1 = multiply(ROUND_A, c0)
+        c0, c1, c2, c3 = b0 ^ c1 ^ k0, a0, b1 ^ c3 ^ k1, a1
+        k0, k1 = (k0 + KEY_A) & MASK, (k1 + KEY_B) & MASK
+    return c0
+
+
+def multiply(factor: int, x: Tensor) -> tuple[Tensor, Tensor]:
+    """High and low 32-bit words of a 32 x 32 product, in 64-bit signed arithmetic."""
+    low, high = x & 0xFFFF, x >> 16
+    bottom = low * factor
+    middle = high * factor + (bottom >> 16)
+    return (middle >> 16) & MASK, ((middle << 16) | (bottom & 0xFFFF)) & MASK
+
+
+def gumbel(seeds: Tensor, positions: Tensor, vocab: int) -> Tensor:
+    """-log(-log(u)), u in (0, 1) from 24 bits of the counter (token, position)."""
+    token = torch.arange(vocab, device=seeds.device)[None].expand(len(seeds), -1)
+    bits = philox(seeds.long()[:, None], token, positions.long()[:, None].expand_as(token))
+    u = ((bits >> 8).float() + 0.5) * 2.0**-24
+    return -torch.log(-torch.log(u))
+
+
+def sample(
+    spec: SampleSpec, logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, seeds: Tensor,
+    positions: Tensor, tokens: Tensor, logprobs: Tensor,
+) -> None:  # fmt: skip
+    raw = logits.float()
+    scaled = raw / torch.where(temperature > 0, temperature, 1.0)[:, None]
+    kept = keep(scaled, top_k, top_p, min_p)
+    noisy = (scaled + gumbel(seeds, positions, spec.vocab)).masked_fill(~kept, float("-inf"))
+    choice = torch.where(temperature > 0, noisy.argmax(-1), raw.argmax(-1))
+    tokens.copy_(choice)
+    logprobs.copy_(raw.log_softmax(-1).gather(1, choice[:, None]).squeeze(1))
+
+
+def keep(scaled: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
+    """Which tokens stay: top-k, then top-p on what is left, then min-p. Tokens that tie with the last one stay too."""
+    vocab = scaled.shape[-1]
+    order = scaled.sort(-1, descending=True).values
+    count = torch.where((top_k > 0) & (top_k < vocab), top_k, vocab).long()
+    by_k = scaled >= order.gather(1, count[:, None] - 1)
+    inside = torch.where(order >= order.gather(1, count[:, None] - 1), order, float("-inf"))
+    mass = inside.softmax(-1).cumsum(-1)
+    before = mass - inside.softmax(-1)
+    last = ((before < top_p[:, None]) & (inside > float("-inf"))).sum(-1).clamp(min=1)
+    by_p = scaled >= order.gather(1, last[:, None] - 1)
+    by_min = scaled >= order[:, :1] + torch.log(min_p.clamp(min=1e-30))[:, None]
+    return by_k & by_p & by_min
+
+
+def penalize(
+    spec: SampleSpec, logits: Tensor, counts: Tensor, presence: Tensor, frequency: Tensor, repetition: Tensor
+) -> None:
+    """In place, before sampling. counts [batch, vocab]: how often each token was produced so far."""
+    x, seen = logits.float(), counts > 0
+    x = torch.where(seen, torch.where(x > 0, x / repetition[:, None], x * repetition[:, None]), x)
+    logits.copy_(x - frequency[:, None] * counts - presence[:, None] * seen)

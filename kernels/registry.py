@@ -1,0 +1,137 @@
+"""Which implementation of an operation runs: decided once, at load, from static facts, and explained in words."""
+
+import importlib
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from kernels.caps import Caps
+from kernels.plans import Plans
+from kernels.specs import Spec
+
+Supports = Callable[[Caps, Any], str | None]
+
+
+class NoImplementation(RuntimeError):
+    """No implementation of an operation runs here; the message lists every reason."""
+
+
+@dataclass(frozen=True)
+class Impl:
+    """One implementation of one operation. `supports` is pure: None, or the reason why not."""
+
+    op: str
+    name: str
+    priority: int  # the highest supported one is taken
+    supports: Supports
+    target: str  # "module:function", imported only when it is chosen
+    tunable: bool = False  # takes `plans=`, a table of tile sizes by token count
+    prepare: str = ""  # "module:class" whose instances plan a batch on the host; see Registry.preparer
+    rounding: float = 0.0  # error against the reference that its own roundings explain; the self-check allows it
+
+    def load(self, spec: Spec, plans: Plans, caps: Caps) -> Callable[..., Any]:
+        """Import the implementation and bind it to the static spec."""
+        module, function = self.target.split(":")
+        bound = partial(getattr(importlib.import_module(module), function), spec)
+        return (
+            partial(bound, plans=plans.table(f"{self.op}/{self.name}", spec.key(), caps.cc)) if self.tunable else bound
+        )
+
+    def preparer(self, spec: Spec) -> Callable[..., Any]:
+        """What plans a batch for this implementation: called with the batch, it returns the op's `prepared=`."""
+        if not self.prepare:
+            return nothing_to_prepare
+        module, name = self.prepare.split(":")
+        return getattr(importlib.import_module(module), name)(spec)
+
+
+def nothing_to_prepare(*batch: Any) -> None:
+    """Implementations that read lengths on the device need no plan of the batch."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The outcome for one (operation, spec): the winner, and why each other one was passed over."""
+
+    op: str
+    spec: Spec
+    impl: Impl
+    rejected: tuple[tuple[str, str], ...]
+
+    def explain(self) -> str:
+        lines = [f"{self.op} [{self.spec.key()}]: {self.impl.name}"]
+        return "\n".join(lines + [f"  not {name}: {reason}" for name, reason in self.rejected])
+
+
+@dataclass
+class Registry:
+    """All implementations, the capabilities of this process, and what an operator or a self-check ruled out.
+
+    `override` maps an operation to the name of the implementation to use ("attn_decode=triton,gemm_fp8=torch" as text);
+    `excluded` holds (operation, name) pairs that failed their self-check.
+    """
+
+    impls: tuple[Impl, ...]
+    caps: Caps
+    plans: Plans = field(default_factory=Plans)
+    override: Mapping[str, str] = field(default_factory=dict)
+    excluded: Mapping[tuple[str, str], str] = field(default_factory=dict)
+    choices: dict[tuple[str, str], Choice] = field(default_factory=dict)
+
+    def get(self, op: str, spec: Spec) -> Callable[..., Any]:
+        """The callable for this operation, bound to the spec. Raises NoImplementation."""
+        return self.resolve(op, spec).impl.load(spec, self.plans, self.caps)
+
+    def preparer(self, op: str, spec: Spec) -> Callable[..., Any]:
+        """For `attn_prefill`: call it once per batch, outside of graphs, as preparer(block_table, new, total), with the
+        host's counts of new and of all tokens by sequence; what it returns goes to the op as `prepared=`. One preparer
+        serves one stream."""
+        return self.resolve(op, spec).impl.preparer(spec)
+
+    def resolve(self, op: str, spec: Spec) -> Choice:
+        key = (op, repr(spec))
+        if key not in self.choices:
+            self.choices[key] = self._choose(op, spec)
+        return self.choices[key]
+
+    def candidates(self, op: str, spec: Spec) -> list[Impl]:
+        """Every implementation that runs here, the best first."""
+        return [impl for impl in self.of(op) if self.reason_against(impl, spec) is None]
+
+    def of(self, op: str) -> list[Impl]:
+        return sorted((impl for impl in self.impls if impl.op == op), key=lambda impl: -impl.priority)
+
+    def reason_against(self, impl: Impl, spec: Spec) -> str | None:
+        wanted = self.override.get(impl.op)
+        if wanted and wanted != impl.name:
+            return f"the setting asks for {wanted}"
+        return self.excluded.get((impl.op, impl.name)) or impl.supports(self.caps, spec)
+
+    def exclude(self, op: str, name: str, reason: str) -> None:
+        """Take an implementation out of selection, for instance after a failed self-check."""
+        self.excluded = {**self.excluded, (op, name): reason}
+        self.choices = {key: choice for key, choice in self.choices.items() if key[0] != op}
+
+    def explain(self) -> str:
+        """All choices made so far, in words, for `tandem doctor`."""
+        return "\n".join(choice.explain() for _, choice in sorted(self.choices.items()))
+
+    def _choose(self, op: str, spec: Spec) -> Choice:
+        rejected: list[tuple[str, str]] = []
+        for impl in self.of(op):
+            reason = self.reason_against(impl, spec)
+            if reason is None:
+                return Choice(op, spec, impl, tuple(rejected))
+            rejected.append((impl.name, reason))
+        why = "; ".join(f"{name}: {reason}" for name, reason in rejected) or "none is registered"
+        raise NoImplementation(f"{op} [{spec.key()}] has no implementation on {self.caps.name}: {why}")
+
+
+def parse_override(text: str, ops: Iterable[str]) -> dict[str, str]:
+    """Turn "op=name,op=name" into a mapping. Raises ValueError for an unknown operation."""
+    pairs = dict(part.split("=", 1) for part in text.split(",") if part)
+    unknown = sorted(set(pairs) - set(ops))
+    if unknown:
+        raise ValueError(f"unknown operation in the kernel setting: {', '.join(unknown)}")
+    return pairs

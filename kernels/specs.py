@@ -1,0 +1,189 @@
+"""Static descriptions of operations: dtypes, head counts, recipes. Never batch sizes, so selection happens once."""
+
+from dataclasses import dataclass, fields
+from typing import Literal
+
+Quant = Literal["none", "token", "tensor", "group"]
+Recipe = Literal["tensor", "row", "group", "block128"]
+KVDtype = Literal["e4m3", "bf16", "fp32"]
+WeightFormat = Literal["gptq", "awq", "mxfp4"]
+
+
+@dataclass(frozen=True)
+class Spec:
+    """Base of all specs."""
+
+    def key(self) -> str:
+        """A stable name of the spec for plan tables and reports."""
+        return ",".join(f"{f.name}={getattr(self, f.name)}" for f in fields(self))
+
+
+@dataclass(frozen=True)
+class NormSpec(Spec):
+    """RMSNorm, optionally after adding to the residual, optionally followed by quantization to e4m3."""
+
+    hidden: int
+    quant: Quant = "token"  # none: bf16 out
+    parts: int = 1  # split-K partial sums to add up
+    deferred: bool = False  # x is an unscaled product and takes token and channel scale here
+    embed: bool = False  # x is the embedding table, rows named by ids
+    residual: bool = True
+
+
+@dataclass(frozen=True)
+class QuantSpec(Spec):
+    """bf16 to e4m3, one scale per token or a given one."""
+
+    width: int
+    quant: Quant = "token"
+
+
+@dataclass(frozen=True)
+class SiluSpec(Spec):
+    """silu(gate) * up with quantization; width is that of the output."""
+
+    width: int
+    quant: Quant = "tensor"
+    deferred: bool = False
+
+
+@dataclass(frozen=True)
+class AttnSpec(Spec):
+    """Paged attention. KV cache planes are [pages, kv_heads, page, head_dim]."""
+
+    q_heads: int
+    kv_heads: int
+    head_dim: int
+    page: int = 64
+    kv: KVDtype = "e4m3"
+    window: int = 0  # tokens a query may see, itself included; 0 is all
+    sinks: bool = False
+    lse: bool = False
+    q_len: int = 1  # query tokens per sequence in a decode call
+
+
+@dataclass(frozen=True)
+class FusedAttnSpec(Spec):
+    """Decode attention straight from the qkv product: rope, append, attention, quantization in one launch."""
+
+    q_heads: int
+    kv_heads: int
+    head_dim: int
+    page: int = 64
+    quant: Quant = "tensor"
+    parts: int = 1
+    deferred: bool = False
+
+
+@dataclass(frozen=True)
+class RopeSpec(Spec):
+    """RoPE (half-split, as Llama) on q and k, quantization, and the write of k and v into their pages."""
+
+    q_heads: int
+    kv_heads: int
+    head_dim: int
+    page: int = 64
+    kv: KVDtype = "e4m3"
+    parts: int = 1
+    deferred: bool = False
+
+
+@dataclass(frozen=True)
+class MLASpec(Spec):
+    """Multi-head latent attention in its absorbed form: one shared latent (512) and one rope part (64) per token."""
+
+    heads: int
+    latent: int = 512
+    rope: int = 64
+    page: int = 64
+    kv: KVDtype = "bf16"
+
+
+@dataclass(frozen=True)
+class GemmSpec(Spec):
+    """FP8 x FP8 product, out[M, n] = a[M, k] @ w[n, k]^T with scales."""
+
+    n: int
+    k: int
+    recipe: Recipe = "row"
+    parts: int = 1  # >1: out is fp32 [parts, M, n], to be added up by the reader
+    deferred: bool = False  # leave out the scales; the reader applies them
+    skinny: bool = False  # meant for 1 to 64 tokens
+
+
+@dataclass(frozen=True)
+class GateUpSpec(Spec):
+    """FP8 gate and up products with silu(gate) * up and quantization in the epilogue; n counts both halves."""
+
+    n: int
+    k: int
+    quant: Quant = "tensor"
+
+
+@dataclass(frozen=True)
+class W4Spec(Spec):
+    """bf16 activations times 4-bit weights."""
+
+    n: int
+    k: int
+    format: WeightFormat = "gptq"
+    group: int = 128
+
+
+@dataclass(frozen=True)
+class FP4Spec(Spec):
+    """Both operands e2m1: NVFP4 (e4m3 scale per 16) or MXFP4 (power-of-two scale per 32)."""
+
+    n: int
+    k: int
+    format: Literal["nvfp4", "mxfp4"] = "nvfp4"
+
+
+@dataclass(frozen=True)
+class MoESpec(Spec):
+    """A mixture-of-experts layer: experts of [2 * inter, hidden] and [hidden, inter].
+
+    e4m3 weights have row scales and take e4m3 tokens with a scale each; mxfp4 weights (split layout of kernels.layouts,
+    one exponent byte per 32) take bf16 tokens. bias: both products add one per expert and row, as gpt-oss does.
+    """
+
+    experts: int
+    top_k: int
+    hidden: int
+    inter: int
+    renormalize: bool = True
+    scoring: Literal["softmax", "sigmoid"] = "softmax"
+    activation: Literal["silu", "swiglu_oai"] = "silu"
+    weights: Literal["e4m3", "mxfp4"] = "e4m3"
+    bias: bool = False
+
+
+@dataclass(frozen=True)
+class SampleSpec(Spec):
+    """Sampling from logits [batch, vocab]."""
+
+    vocab: int
+    penalties: bool = False
+
+
+@dataclass(frozen=True)
+class ReduceSpec(Spec):
+    """Sum over ranks, then residual, norm and quantization."""
+
+    hidden: int
+    world: int
+    quant: Quant = "token"
+
+
+@dataclass(frozen=True)
+class MoveSpec(Spec):
+    """Pages of all planes of a KV cache to and from one contiguous buffer.
+
+    A unit is what moves of one page of one plane: the whole page, or the bytes of the heads that the other side's
+    shard holds. The buffer is [pages, planes, unit_nbytes], with one 32-bit checksum a unit beside it.
+    """
+
+    planes: int  # 2 * layers
+    unit_nbytes: int  # in the buffer
+    convert: bool = False  # the cache holds bf16 and the buffer e4m3
+    checksum: bool = False

@@ -1,0 +1,152 @@
+"""The shapes the self-check runs: one or more of every operation, large enough to mean something on a GPU."""
+
+from dataclasses import replace
+
+import torch
+
+from kernels.cases import (
+    Case,
+    argmax_case,
+    attn_case,
+    experts_case,
+    fused_attn_case,
+    gate_up_case,
+    gemm_case,
+    mla_case,
+    move_case,
+    norm_case,
+    penalize_case,
+    prefill_case,
+    quant_case,
+    reduce_case,
+    rope_case,
+    route_case,
+    sample_case,
+    silu_case,
+    w4_case,
+)
+from kernels.specs import (
+    AttnSpec,
+    FusedAttnSpec,
+    GateUpSpec,
+    GemmSpec,
+    MLASpec,
+    MoESpec,
+    MoveSpec,
+    NormSpec,
+    QuantSpec,
+    ReduceSpec,
+    RopeSpec,
+    SampleSpec,
+    SiluSpec,
+    W4Spec,
+)
+
+
+def cases(device: str) -> list[Case]:
+    """Llama-8B and gpt-oss-20B shapes on a GPU; a twelfth of that size on the CPU."""
+    return (
+        [*decode_cases(), *prefill_cases(), *gemm_cases(), *expert_cases(), *move_cases()]
+        if device == "cuda"
+        else small_cases()
+    )
+
+
+def decode_cases() -> list[Case]:
+    llama, oss = AttnSpec(32, 8, 128), AttnSpec(64, 8, 64, window=128, sinks=True, lse=True)
+    lengths = [1, 63, 64, 65, 1088, 1000, 517, 2048]
+    return [
+        norm_case(NormSpec(4096), 33),
+        norm_case(NormSpec(4096, parts=2), 8),
+        norm_case(NormSpec(2880, "tensor", deferred=True), 65),
+        norm_case(NormSpec(4096, "none", embed=True), 7),
+        reduce_case(ReduceSpec(4096, 2), 70),
+        reduce_case(ReduceSpec(2880, 4, "none"), 3),
+        quant_case(QuantSpec(14336), 17),
+        silu_case(SiluSpec(14336), 65),
+        silu_case(SiluSpec(2880, "token", deferred=True), 9),
+        argmax_case(QuantSpec(128256, "none"), 9),
+        rope_case(RopeSpec(32, 8, 128), 67),
+        rope_case(RopeSpec(64, 8, 64, parts=2, kv="bf16", deferred=True), 5),
+        attn_case(llama, lengths, tolerance=3e-3),
+        attn_case(llama, [131072], tolerance=3e-3),
+        attn_case(oss, lengths, tolerance=3e-3),
+        attn_case(AttnSpec(32, 8, 128, q_len=4), [4, 70, 1088], tolerance=3e-3),
+        attn_case(AttnSpec(32, 8, 128, kv="bf16"), lengths, tolerance=5e-3),
+        fused_attn_case(FusedAttnSpec(32, 8, 128, parts=2), lengths),
+        fused_attn_case(FusedAttnSpec(32, 8, 128, deferred=True, quant="group"), lengths * 9),
+        fused_attn_case(FusedAttnSpec(32, 8, 128, quant="none"), [1088]),
+    ]
+
+
+def gemm_cases() -> list[Case]:
+    return [
+        gemm_case(GemmSpec(6144, 4096, parts=2, skinny=True), 1),
+        gemm_case(GemmSpec(6144, 4096, skinny=True), 33),
+        gemm_case(GemmSpec(4096, 14336, parts=2, skinny=True), 8),
+        gemm_case(GemmSpec(4096, 4096, "group", parts=2, skinny=True), 8),
+        gemm_case(GemmSpec(6144, 4096, deferred=True), 64),
+        gemm_case(GemmSpec(4096, 4096), 1000),
+        gemm_case(GemmSpec(4096, 4096, "tensor"), 1000),
+        gemm_case(GemmSpec(4096, 4096, "block128"), 1000),
+        gate_up_case(GateUpSpec(28672, 4096), 8),
+        gate_up_case(GateUpSpec(28672, 4096, "group"), 33),
+        gate_up_case(GateUpSpec(28672, 4096, "none"), 128),
+    ]
+
+
+def prefill_cases() -> list[Case]:
+    oss = AttnSpec(64, 8, 64, window=128, sinks=True, lse=True)
+    chunks = [(1, 1), (130, 700), (1000, 1000), (257, 4000)]
+    return [
+        prefill_case(AttnSpec(32, 8, 128), chunks, workspace_mb=8, tolerance=3e-3),
+        prefill_case(AttnSpec(32, 8, 128), chunks, workspace_mb=256, tolerance=3e-3),
+        prefill_case(oss, chunks, tolerance=3e-3),
+        prefill_case(AttnSpec(64, 8, 64, sinks=True), chunks, workspace_mb=256, tolerance=3e-3),
+        prefill_case(AttnSpec(32, 8, 128, kv="bf16"), chunks, tolerance=5e-3),
+        mla_case(MLASpec(128), [(1, 1000), (1, 64), (3, 333)]),
+        mla_case(MLASpec(16, kv="e4m3"), [(1, 1000), (5, 65)]),
+    ]
+
+
+def expert_cases() -> list[Case]:
+    oss, qwen = MoESpec(32, 4, 2880, 2880, activation="swiglu_oai"), MoESpec(128, 8, 2048, 768)
+    return [
+        route_case(oss, 257),
+        route_case(qwen, 33),
+        route_case(MoESpec(128, 1, 5120, 8192, scoring="sigmoid"), 100),
+        experts_case(oss, 1),
+        experts_case(oss, 300),
+        experts_case(replace(oss, weights="mxfp4", bias=True), 1),
+        experts_case(replace(oss, weights="mxfp4", bias=True), 300),
+        experts_case(replace(oss, bias=True), 33),
+        experts_case(qwen, 17),
+        experts_case(qwen, 1000),
+        w4_case(W4Spec(6144, 4096), 7),
+        w4_case(W4Spec(6144, 4096, "awq"), 65),
+        w4_case(W4Spec(6144, 4096, "mxfp4", 32), 200),
+        sample_case(SampleSpec(128256), 12, torch.bfloat16),
+        sample_case(SampleSpec(32000), 6),
+        penalize_case(SampleSpec(128256), 3),
+    ]
+
+
+def move_cases() -> list[Case]:
+    plain, checked = MoveSpec(64, 65536), MoveSpec(64, 65536, checksum=True)
+    return [
+        move_case("kv_pack", plain, 17, 64),
+        move_case("kv_pack", checked, 16, 64),
+        move_case("kv_pack", MoveSpec(64, 32768, checksum=True), 16, 64, offset=32768),
+        move_case("kv_pack", MoveSpec(64, 65536, convert=True, checksum=True), 16, 40),
+        move_case("kv_unpack", checked, 16, 64),
+        move_case("kv_unpack", MoveSpec(64, 32768), 5, 64, offset=32768),
+        move_case("kv_verify", checked, 16, 64),
+    ]
+
+
+def small_cases() -> list[Case]:
+    return [
+        norm_case(NormSpec(64), 5),
+        gemm_case(GemmSpec(64, 128), 5),
+        attn_case(AttnSpec(4, 2, 32, page=16), [5, 33], workspace_mb=1),
+    ]

@@ -1,0 +1,623 @@
+# pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportArgumentType=false, reportIndexIssue=false
+# pyright: reportOperatorIssue=false, reportAttributeAccessIssue=false, reportOptionalMemberAccess=false, reportReturnType=false
+# pyright: reportAssignmentType=false
+"""Paged decode attention, split along the sequence, merged on chip by the last slice to finish.
+
+Two entry points share the loop: `attn_decode` takes q and any of window, sinks, several query tokens, LSE out;
+`attn_decode_fused` takes the qkv product and does rope, append, attention and quantization in one launch.
+"""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from kernels.plans import EMPTY, Plan, PlanTable
+from kernels.specs import AttnSpec, FusedAttnSpec
+from kernels.triton.common import LN2, LOG2E, PDL, pdl_launch, pdl_start, pdl_wait, to_e4m3, token_scale
+
+
+@triton.jit
+def fresh(ROWS: tl.constexpr, D: tl.constexpr):
+    """The state of an online softmax that has seen nothing: running max, sum, weighted values."""
+    return tl.full([ROWS], -1.0e30, tl.float32), tl.zeros([ROWS], tl.float32), tl.zeros([ROWS, D], tl.float32)
+
+
+SPLIT_PAIRS = tl.constexpr("""{
+.reg .b32 t;
+.reg .b16 even, odd;
+prmt.b32 t, $2, 0, 0x3120;
+mov.b32 {even, odd}, t;
+cvt.rn.f16x2.e4m3x2 $0, even;
+cvt.rn.f16x2.e4m3x2 $1, odd;
+}""")
+INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)  # which knows no inline assembly
+
+
+@triton.jit
+def split_pairs(v16):
+    """Pairs of e4m3 values along the head as 16-bit words, to the even and the odd columns in fp16.
+
+    The second product wants keys side by side in a register, the cache has columns side by side. Words of 16 bits can
+    be transposed on their way out of shared memory; bytes cannot, and were loaded one by one: 256 loads a page.
+    """
+    if INTERPRETED:
+        even = (v16 & 0xFF).to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float16)
+        odd = ((v16 >> 8) & 0xFF).to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float16)
+    else:
+        even, odd = tl.inline_asm_elementwise(
+            SPLIT_PAIRS, "=r,=r,r", [v16], dtype=(tl.float16, tl.float16), is_pure=True, pack=2
+        )
+    return even, odd
+
+
+@triton.jit
+def weigh(acc_even, acc_odd, p, v16, alpha):
+    """acc * alpha + p @ v with the columns of v apart."""
+    even, odd = split_pairs(v16)
+    acc_even = tl.dot(p.to(tl.float16), even, acc_even * alpha[:, None])
+    acc_odd = tl.dot(p.to(tl.float16), odd, acc_odd * alpha[:, None])
+    return acc_even, acc_odd
+
+
+@triton.jit
+def together(acc_even, acc_odd, ROWS: tl.constexpr, D: tl.constexpr):
+    return tl.reshape(tl.join(acc_even, acc_odd), (ROWS, D))
+
+
+@triton.jit
+def apart(acc, ROWS: tl.constexpr, D: tl.constexpr):
+    return tl.split(tl.reshape(acc, (ROWS, D // 2, 2)))
+
+
+@triton.jit
+def attend_e4m3(
+    m, den, acc, q, k_ptr, v_ptr, table_ptr, lo, hi, limit, stride_page, head,
+    ROWS: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
+    MASK: tl.constexpr, WINDOW: tl.constexpr,
+):  # fmt: skip
+    """`attend` for a few rows and an e4m3 cache, values by pairs; MASK is 1 or 2."""
+    d = tl.arange(0, D)
+    pair = tl.arange(0, D // 2)
+    v16_ptr = v_ptr.to(tl.pointer_type(tl.int16))
+    acc_even, acc_odd = apart(acc, ROWS, D)
+    row = tl.arange(0, BLOCK)
+    for start in tl.range(lo, hi, BLOCK, num_stages=STAGES):
+        n = start + row
+        live = n < hi
+        if BLOCK == PAGE:
+            base = tl.load(table_ptr + start // PAGE).to(tl.int64) * stride_page + head * PAGE * D
+            k_at = k_ptr + base + (row * D)[:, None] + d[None, :]
+            v_at = v16_ptr + base // 2 + (row * (D // 2))[:, None] + pair[None, :]
+            k = tl.load(k_at)  # rows past the end are there, and their scores are hidden below
+        else:
+            page = tl.load(table_ptr + n // PAGE, mask=live, other=0).to(tl.int64)
+            off = page * stride_page + head * PAGE * D + (n % PAGE) * D
+            k_at = k_ptr + off[:, None] + d[None, :]
+            v_at = v16_ptr + (off // 2)[:, None] + pair[None, :]
+            k = tl.load(k_at, mask=live[:, None], other=0.0)
+        v16 = tl.load(v_at, mask=live[:, None], other=0)
+        score = tl.dot(q, tl.trans(k).to(q.dtype))
+        seen = live[None, :]
+        if MASK == 2:
+            seen = seen & (n[None, :] <= limit[:, None])
+            if WINDOW > 0:
+                seen = seen & (n[None, :] > limit[:, None] - WINDOW)
+        score = tl.where(seen, score, -1.0e30)
+        m_new = tl.maximum(m, tl.max(score, 1))
+        alpha = tl.exp2(m - m_new)
+        p = tl.exp2(score - m_new[:, None])
+        den = den * alpha + tl.sum(p, 1)
+        acc_even, acc_odd = weigh(acc_even, acc_odd, p, v16, alpha)
+        m = m_new
+    return m, den, together(acc_even, acc_odd, ROWS, D)
+
+
+@triton.jit
+def attend(
+    m, den, acc, q, k_ptr, v_ptr, table_ptr, lo, hi, limit, stride_page, head,
+    D: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr, MASK: tl.constexpr,
+    WINDOW: tl.constexpr,
+):  # fmt: skip
+    """Online softmax over the keys lo..hi of one KV head. Rows of q are (query, head) pairs; q carries the softmax
+    scale times log2(e). limit: the last key each row may see. MASK: 0 none, hi - lo is whole blocks and all are seen;
+    1 only the end at hi; 2 also limit and WINDOW."""
+    d = tl.arange(0, D)
+    for start in tl.range(lo, hi, BLOCK, num_stages=STAGES):
+        n = start + tl.arange(0, BLOCK)
+        live = n < hi
+        if BLOCK == PAGE:
+            off = (
+                tl.load(table_ptr + start // PAGE).to(tl.int64) * stride_page
+                + head * PAGE * D
+                + tl.arange(0, BLOCK) * D
+            )
+        else:
+            page = tl.load(table_ptr + n // PAGE, mask=live, other=0).to(tl.int64)
+            off = page * stride_page + head * PAGE * D + (n % PAGE) * D
+        if MASK == 0:
+            k = tl.load(k_ptr + off[:, None] + d[None, :])
+            v = tl.load(v_ptr + off[:, None] + d[None, :])
+        else:
+            k = tl.load(k_ptr + off[:, None] + d[None, :], mask=live[:, None], other=0.0)
+            v = tl.load(v_ptr + off[:, None] + d[None, :], mask=live[:, None], other=0.0)
+        score = tl.dot(q, tl.trans(k).to(q.dtype))
+        if MASK > 0:
+            seen = live[None, :]
+            if MASK == 2:
+                seen = seen & (n[None, :] <= limit[:, None])
+                if WINDOW > 0:
+                    seen = seen & (n[None, :] > limit[:, None] - WINDOW)
+            score = tl.where(seen, score, -1.0e30)
+        m_new = tl.maximum(m, tl.max(score, 1))
+        alpha = tl.exp2(m - m_new)
+        p = tl.exp2(score - m_new[:, None])
+        den = den * alpha + tl.sum(p, 1)
+        acc = tl.dot(p.to(q.dtype), v.to(q.dtype), acc * alpha[:, None])
+        m = m_new
+    return m, den, acc
+
+
+@triton.jit
+def attend_pages(
+    m, den, acc, q, k_desc, v16_desc, table_ptr, page, lo, hi, head,
+    HKV: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr,
+    STAGES: tl.constexpr,
+):  # fmt: skip
+    """`attend` over whole pages lo..hi of a cache seen as rows: BLOCK keys of a head are one box of the bulk copy
+    engine, so that a single warp keeps several in flight. page: the table's entry for lo, which the caller reads
+    early."""
+    acc_even, acc_odd = apart(acc, ROWS, D)
+    for start in tl.range(lo, hi, BLOCK, num_stages=STAGES):
+        at = (page * HKV + head) * PAGE + start % PAGE
+        # carried over: a load in the same iteration would halve the depth of the pipeline behind it
+        page = tl.load(table_ptr + (start + BLOCK) // PAGE, mask=start + BLOCK < hi, other=0)
+        k = k_desc.load([at, 0])
+        v16 = v16_desc.load([at, 0])
+        score = tl.dot(q, tl.trans(k).to(q.dtype))
+        m_new = tl.maximum(m, tl.max(score, 1))
+        alpha = tl.exp2(m - m_new)
+        p = tl.exp2(score - m_new[:, None])
+        den = den * alpha + tl.sum(p, 1)
+        acc_even, acc_odd = weigh(acc_even, acc_odd, p, v16, alpha)
+        m = m_new
+    return m, den, together(acc_even, acc_odd, ROWS, D)
+
+
+@triton.jit
+def finish(m, den, acc, sink_ptr, q_head, live, SINKS: tl.constexpr):
+    """Add the sinks (a logit per head that takes weight and gives no value) and normalize; also returns the LSE."""
+    if SINKS:
+        sink = tl.load(sink_ptr + q_head, mask=live, other=0.0).to(tl.float32) * LOG2E
+        m_new = tl.maximum(m, sink)
+        acc = acc * tl.exp2(m - m_new)[:, None]
+        den = den * tl.exp2(m - m_new) + tl.exp2(sink - m_new)
+        m = m_new
+    safe = tl.where(live & (den > 0), den, 1.0)
+    return acc / safe[:, None], (m + tl.log2(safe)) * LN2
+
+
+@triton.jit
+def publish(mid_ptr, ml_ptr, at, m, den, acc, row, live, ROWS: tl.constexpr, D: tl.constexpr):
+    """Write a state where another CTA can merge it."""
+    d = tl.arange(0, D)
+    tl.store(mid_ptr + (at * ROWS + row)[:, None] * D + d[None, :], acc, mask=live[:, None])
+    tl.store(ml_ptr + at * 2 * ROWS + row, m, mask=live)
+    tl.store(ml_ptr + at * 2 * ROWS + ROWS + row, den, mask=live)
+
+
+@triton.jit
+def merge_states(
+    mid_ptr, ml_ptr, first, count,
+    ROWS: tl.constexpr, LIVE: tl.constexpr, PAD: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr,
+    CHUNK: tl.constexpr,
+):  # fmt: skip
+    """The published states first..first + count (at most WIDTH) as one, PAD rows high. CHUNK states are loaded at once,
+    as many as the registers hold: what a merge costs is the number of times it waits for memory."""
+    r = tl.arange(0, PAD)
+    d = tl.arange(0, D)
+    j = tl.arange(0, WIDTH)
+    row_of = (first + j)[:, None] * 2 * ROWS + r[None, :]
+    there = (j < count)[:, None] & (r < LIVE)[None, :]
+    # .cg: other multiprocessors wrote these, and this one's L1 may hold what was there before
+    m_j = tl.load(ml_ptr + row_of, mask=there, other=-1.0e30, cache_modifier=".cg")
+    den_j = tl.load(ml_ptr + row_of + ROWS, mask=there, other=0.0, cache_modifier=".cg")
+    m = tl.max(m_j, 0)
+    den = tl.sum(den_j * tl.exp2(m_j - m[None, :]), 0)
+    acc = tl.zeros([PAD, D], tl.float32)
+    for start in tl.static_range(0, WIDTH, CHUNK):
+        i = start + tl.arange(0, CHUNK)
+        some = (i < count)[:, None] & (r < LIVE)[None, :]
+        m_i = tl.load(
+            ml_ptr + (first + i)[:, None] * 2 * ROWS + r[None, :], mask=some, other=-1.0e30, cache_modifier=".cg"
+        )
+        at = ((first + i)[:, None] * ROWS + r[None, :])[:, :, None] * D + d[None, None, :]
+        part = tl.load(mid_ptr + at, mask=some[:, :, None], other=0.0, cache_modifier=".cg")
+        acc += tl.sum(part * tl.exp2(m_i - m[None, :])[:, :, None], 0)
+    return m, den, acc
+
+
+@triton.jit
+def merge_slices(
+    mid_ptr, ml_ptr, counter_ptr, m, den, acc, slice_id, row, live,
+    ROWS: tl.constexpr, LIVE: tl.constexpr, PAD: tl.constexpr, D: tl.constexpr, SLICES: tl.constexpr,
+    GROUP: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """Publish this slice's state; the last slice to arrive returns (true, the merged state, PAD rows high).
+
+    Beyond GROUP slices in two levels: the last of each group merges its own, the last of all groups the results. One
+    CTA that merged 64 slices alone took 6 of 76 us at 1 x 128k (H200). Counters are zero again afterwards, so the next
+    launch needs no zeroing kernel.
+    """
+    GROUPS: tl.constexpr = (SLICES + GROUP - 1) // GROUP
+    group = slice_id // GROUP
+    first = group * GROUP
+    count = tl.minimum(SLICES - first, GROUP)
+    publish(mid_ptr, ml_ptr, slice_id, m, den, acc, row, live, ROWS, D)
+    tl.debug_barrier()
+    last = tl.atomic_add(counter_ptr + group, 1, sem="acq_rel") == count - 1
+    m_all = tl.full([PAD], -1.0e30, tl.float32)
+    den_all = tl.zeros([PAD], tl.float32)
+    acc_all = tl.zeros([PAD, D], tl.float32)
+    if last:
+        m_all, den_all, acc_all = merge_states(mid_ptr, ml_ptr, first, count, ROWS, LIVE, PAD, D, GROUP, CHUNK)
+        tl.store(counter_ptr + group, 0)
+        if GROUPS > 1:
+            r = tl.arange(0, PAD)
+            publish(mid_ptr, ml_ptr, SLICES + group, m_all, den_all, acc_all, r, r < LIVE, ROWS, D)
+            tl.debug_barrier()
+            last = tl.atomic_add(counter_ptr + GROUPS, 1, sem="acq_rel") == GROUPS - 1
+            if last:
+                m_all, den_all, acc_all = merge_states(
+                    mid_ptr, ml_ptr, SLICES, GROUPS, ROWS, LIVE, PAD, D, GROUP, CHUNK
+                )
+                tl.store(counter_ptr + GROUPS, 0)
+    return last, m_all, den_all, acc_all
+
+
+@triton.jit
+def attn_decode_kernel(
+    q_ptr, k_ptr, v_ptr, k_desc, v_desc, table_ptr, len_ptr, sink_ptr, out_ptr, lse_ptr, mid_ptr, ml_ptr, counter_ptr,
+    qk_scale, v_scale, stride_page, max_pages,
+    HQ: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, Q_LEN: tl.constexpr, ROWS: tl.constexpr,
+    SLICES: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr, WINDOW: tl.constexpr, SINKS: tl.constexpr,
+    LSE: tl.constexpr, HALF: tl.constexpr, PAD: tl.constexpr, GROUP: tl.constexpr, CHUNK: tl.constexpr,
+    BULK: tl.constexpr, PAIRS: tl.constexpr, PDL: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    slice_id = tl.program_id(0)
+    head = tl.program_id(1)
+    seq = tl.program_id(2)
+    G: tl.constexpr = HQ // HKV
+    pdl_start(PDL and EARLY)
+    length = tl.load(len_ptr + seq)
+    row = tl.arange(0, ROWS)
+    live = row < Q_LEN * G
+    query = seq * Q_LEN + row // G
+    q_head = head * G + row % G
+    limit = length - Q_LEN + row // G
+    first = 0
+    if WINDOW > 0:
+        first = tl.maximum(length - Q_LEN + 1 - WINDOW, 0) // BLOCK * BLOCK
+    per = tl.cdiv(tl.cdiv(length - first, BLOCK), SLICES) * BLOCK
+    lo = first + slice_id * per
+    hi = tl.minimum(lo + per, length)
+    d = tl.arange(0, D)
+    table = table_ptr + seq * max_pages
+    # the last block goes by plain loads: it has rows beyond the end
+    full = tl.maximum(lo, (hi - 1) // BLOCK * BLOCK)
+    page = tl.load(table + lo // PAGE, mask=BULK & (lo < full), other=0)  # tables are constant within a step
+    pdl_wait(PDL)
+    q = (
+        tl.load(q_ptr + (query * HQ + q_head)[:, None] * D + d[None, :], mask=live[:, None], other=0.0).to(tl.float32)
+        * qk_scale
+    )
+    # e4m3 converts to fp16 in one instruction and to bf16 in several
+    q = q.to(tl.float16) if HALF else q.to(tl.bfloat16)
+    MASK: tl.constexpr = 2 if Q_LEN > 1 or WINDOW > 0 else 1
+    m, den, acc = fresh(ROWS, D)
+    if BULK:
+        m, den, acc = attend_pages(
+            m, den, acc, q, k_desc, v_desc, table, page, lo, full, head, HKV, ROWS, D, PAGE, BLOCK, STAGES
+        )
+        m, den, acc = attend_e4m3(
+            m, den, acc, q, k_ptr, v_ptr, table, full, hi, limit, stride_page, head, ROWS, D, PAGE, BLOCK, 1, 1, 0
+        )
+    elif HALF and PAIRS:
+        m, den, acc = attend_e4m3(
+            m, den, acc, q, k_ptr, v_ptr, table, lo, hi, limit, stride_page, head, ROWS, D, PAGE, BLOCK, STAGES, MASK,
+            WINDOW,
+        )  # fmt: skip
+    else:
+        m, den, acc = attend(
+            m, den, acc, q, k_ptr, v_ptr, table, lo, hi, limit, stride_page, head, D, PAGE, BLOCK, STAGES, MASK, WINDOW
+        )
+    pdl_start(PDL and not EARLY)
+    if SLICES > 1:
+        pair = (seq * HKV + head).to(tl.int64)
+        GROUPS: tl.constexpr = (SLICES + GROUP - 1) // GROUP
+        STATES: tl.constexpr = SLICES + GROUPS
+        last, m_all, den_all, acc_all = merge_slices(
+            mid_ptr + pair * STATES * ROWS * D, ml_ptr + pair * STATES * 2 * ROWS, counter_ptr + pair * (GROUPS + 1),
+            m, den, acc, slice_id, row, live, ROWS, Q_LEN * G, PAD, D, SLICES, GROUP, CHUNK,
+        )  # fmt: skip
+        if last:
+            store_rows(
+                m_all, den_all, acc_all, sink_ptr, out_ptr, lse_ptr, v_scale, seq, head, HQ, G, D, Q_LEN, PAD, SINKS,
+                LSE,
+            )  # fmt: skip
+    else:
+        store_rows(m, den, acc, sink_ptr, out_ptr, lse_ptr, v_scale, seq, head, HQ, G, D, Q_LEN, ROWS, SINKS, LSE)
+
+
+@triton.jit
+def store_rows(
+    m, den, acc, sink_ptr, out_ptr, lse_ptr, v_scale, seq, head,
+    HQ: tl.constexpr, G: tl.constexpr, D: tl.constexpr, Q_LEN: tl.constexpr, HEIGHT: tl.constexpr,
+    SINKS: tl.constexpr, LSE: tl.constexpr,
+):  # fmt: skip
+    """Normalize and write a finished state of HEIGHT rows, of which Q_LEN * G are (query, head) pairs."""
+    row = tl.arange(0, HEIGHT)
+    d = tl.arange(0, D)
+    live = row < Q_LEN * G
+    query = seq * Q_LEN + row // G
+    q_head = head * G + row % G
+    y, lse = finish(m, den, acc, sink_ptr, q_head, live, SINKS)
+    at = (query * HQ + q_head)[:, None] * D + d[None, :]
+    tl.store(out_ptr + at, (y * v_scale).to(out_ptr.dtype.element_ty), mask=live[:, None])
+    if LSE:
+        tl.store(lse_ptr + query * HQ + q_head, lse, mask=live)
+
+
+@triton.jit
+def load_parts(ptr, offset, mask, num_tokens, stride, PARTS: tl.constexpr):
+    """Sum of the split-K parts of the qkv product at `offset` within a token's row block."""
+    total = tl.load(ptr + offset, mask=mask, other=0.0).to(tl.float32)
+    for part in tl.static_range(1, PARTS):
+        total += tl.load(ptr + part * num_tokens * stride + offset, mask=mask, other=0.0).to(tl.float32)
+    return total
+
+
+@triton.jit
+def attn_fused_kernel(
+    qkv_ptr, k_ptr, v_ptr, k_desc, v_desc, table_ptr, len_ptr, cos_sin_ptr, out_ptr, out_scale_ptr, mid_ptr, ml_ptr,
+    counter_ptr,
+    token_scale_ptr, channel_scale_ptr, qk_scale, k_inv, v_scale, stride_page, max_pages, num_tokens,
+    HQ: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, PARTS: tl.constexpr, SLICES: tl.constexpr,
+    BLOCK: tl.constexpr, STAGES: tl.constexpr, QUANT: tl.constexpr, DEFERRED: tl.constexpr, PAD: tl.constexpr,
+    GROUP: tl.constexpr, CHUNK: tl.constexpr, BULK: tl.constexpr, PAIRS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    slice_id = tl.program_id(0)
+    head = tl.program_id(1)
+    seq = tl.program_id(2)
+    G: tl.constexpr = HQ // HKV
+    ROWS: tl.constexpr = 16
+    W: tl.constexpr = (HQ + 2 * HKV) * D
+    H: tl.constexpr = D // 2
+    pdl_start(PDL)
+    length = tl.load(len_ptr + seq)  # lengths, tables and old pages are constant within a step: read before the wait
+    pos = length - 1
+    per = tl.cdiv(tl.cdiv(length, BLOCK), SLICES) * BLOCK
+    lo = slice_id * per
+    hi = tl.minimum(lo + per, length)
+    d = tl.arange(0, D)
+    h = tl.arange(0, H)
+    row = tl.arange(0, ROWS)
+    live = row < G
+    q_head = head * G + row
+    cos = tl.load(cos_sin_ptr + pos * D + h)
+    sin = tl.load(cos_sin_ptr + pos * D + H + h)
+    table = table_ptr + seq * max_pages
+    # the last block goes by plain loads: it has rows beyond the end, and the new token, not yet visible to a bulk copy
+    full = tl.maximum(lo, (hi - 1) // BLOCK * BLOCK)
+    first_page = tl.load(table + lo // PAGE, mask=BULK & (lo < full), other=0)
+    pdl_wait(PDL)
+    factor = 1.0
+    if DEFERRED:
+        factor = tl.load(token_scale_ptr + seq)
+    if (lo < length) & (hi == length):  # this slice owns the new token
+        at = (HQ + head) * D
+        k1 = load_parts(qkv_ptr, seq * W + at + h, h >= 0, num_tokens, W, PARTS)
+        k2 = load_parts(qkv_ptr, seq * W + at + H + h, h >= 0, num_tokens, W, PARTS)
+        v_new = load_parts(qkv_ptr, seq * W + at + HKV * D + d, d >= 0, num_tokens, W, PARTS)
+        if DEFERRED:
+            k1 = k1 * factor * tl.load(channel_scale_ptr + at + h)
+            k2 = k2 * factor * tl.load(channel_scale_ptr + at + H + h)
+            v_new = v_new * factor * tl.load(channel_scale_ptr + at + HKV * D + d)
+        page = tl.load(table + pos // PAGE).to(tl.int64)
+        slot = page * stride_page + (head * PAGE + pos % PAGE) * D
+        tl.store(k_ptr + slot + h, to_e4m3((k1 * cos - k2 * sin) * k_inv))
+        tl.store(k_ptr + slot + H + h, to_e4m3((k2 * cos + k1 * sin) * k_inv))
+        tl.store(v_ptr + slot + d, to_e4m3(v_new / v_scale))
+    tl.debug_barrier()
+    q_off = q_head[:, None] * D + h[None, :]
+    q1 = load_parts(qkv_ptr, seq * W + q_off, live[:, None], num_tokens, W, PARTS)
+    q2 = load_parts(qkv_ptr, seq * W + q_off + H, live[:, None], num_tokens, W, PARTS)
+    if DEFERRED:
+        q1 = q1 * factor * tl.load(channel_scale_ptr + q_off, mask=live[:, None], other=0.0)
+        q2 = q2 * factor * tl.load(channel_scale_ptr + q_off + H, mask=live[:, None], other=0.0)
+    r1 = (q1 * cos[None, :] - q2 * sin[None, :]) * qk_scale
+    r2 = (q2 * cos[None, :] + q1 * sin[None, :]) * qk_scale
+    q = tl.reshape(tl.permute(tl.join(r1, r2), (0, 2, 1)), (ROWS, D)).to(tl.float16)
+    m, den, acc = fresh(ROWS, D)
+    if BULK:
+        m, den, acc = attend_pages(
+            m, den, acc, q, k_desc, v_desc, table, first_page, lo, full, head, HKV, ROWS, D, PAGE, BLOCK, STAGES
+        )
+        m, den, acc = attend_e4m3(
+            m, den, acc, q, k_ptr, v_ptr, table, full, hi, row, stride_page, head, ROWS, D, PAGE, BLOCK, 1, 1, 0
+        )
+    elif PAIRS:
+        m, den, acc = attend_e4m3(
+            m, den, acc, q, k_ptr, v_ptr, table, lo, hi, row, stride_page, head, ROWS, D, PAGE, BLOCK, STAGES, 1, 0
+        )
+    else:
+        m, den, acc = attend(
+            m, den, acc, q, k_ptr, v_ptr, table, lo, hi, row, stride_page, head, D, PAGE, BLOCK, STAGES, 1, 0
+        )
+    if SLICES > 1:
+        pair = (seq * HKV + head).to(tl.int64)
+        GROUPS: tl.constexpr = (SLICES + GROUP - 1) // GROUP
+        STATES: tl.constexpr = SLICES + GROUPS
+        last, _, den_all, acc_all = merge_slices(
+            mid_ptr + pair * STATES * ROWS * D, ml_ptr + pair * STATES * 2 * ROWS, counter_ptr + pair * (GROUPS + 1),
+            m, den, acc, slice_id, row, live, ROWS, G, PAD, D, SLICES, GROUP, CHUNK,
+        )  # fmt: skip
+        if last:
+            store_quantized(
+                den_all, acc_all, out_ptr, out_scale_ptr, v_scale, seq, head, num_tokens, HQ, G, D, PAD, QUANT
+            )
+    else:
+        store_quantized(den, acc, out_ptr, out_scale_ptr, v_scale, seq, head, num_tokens, HQ, G, D, ROWS, QUANT)
+
+
+@triton.jit
+def store_quantized(
+    den, acc, out_ptr, out_scale_ptr, v_scale, seq, head, num_tokens,
+    HQ: tl.constexpr, G: tl.constexpr, D: tl.constexpr, HEIGHT: tl.constexpr, QUANT: tl.constexpr,
+):  # fmt: skip
+    """Normalize, round and write G heads of one token. QUANT 0: bf16; 2: by the given scale; 3: a scale per head."""
+    row = tl.arange(0, HEIGHT)
+    d = tl.arange(0, D)
+    live = row < G
+    q_head = head * G + row
+    y = acc / tl.where(live & (den > 0), den, 1.0)[:, None] * v_scale
+    if QUANT == 2:
+        y = y / tl.load(out_scale_ptr)
+    if QUANT == 3:
+        group_scale = token_scale(tl.max(tl.abs(y), 1))
+        tl.store(out_scale_ptr + q_head * num_tokens + seq, group_scale, mask=live)
+        y = y / group_scale[:, None]
+    y8 = to_e4m3(y) if QUANT > 0 else y.to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + (seq * HQ + q_head)[:, None] * D + d[None, :], y8, mask=live[:, None])
+
+
+def attn_decode(
+    spec: AttnSpec, q: Tensor, k_cache: Tensor, v_cache: Tensor, block_table: Tensor, seq_lens: Tensor, out: Tensor,
+    workspace: Tensor, *, sm_scale: float, k_scale: float = 1.0, v_scale: float = 1.0, sinks: Tensor | None = None,
+    lse: Tensor | None = None, max_len: int = 0, plans: PlanTable = EMPTY, pdl: bool = PDL,
+) -> None:  # fmt: skip
+    batch = seq_lens.shape[0]
+    plan = choose(plans, batch, max_len or block_table.shape[1] * spec.page, spec)
+    slices, rows = plan["slices"], query_rows(spec)
+    bulk = bool(plan.get("bulk")) and spec.q_len == 1 and not spec.window and k_cache.is_contiguous()
+    mid, ml, counter = split_workspace(workspace, batch * spec.kv_heads, slices, rows, spec.head_dim)
+    attn_decode_kernel[(slices, spec.kv_heads, batch)](
+        q, k_cache, v_cache, *boxes(k_cache, v_cache, plan["block"], bulk), block_table, seq_lens,
+        q if sinks is None else sinks,
+        out, mid if lse is None else lse,
+        mid, ml, counter, sm_scale * k_scale * LOG2E.value, v_scale, k_cache.stride(0), block_table.stride(0),
+        HQ=spec.q_heads, HKV=spec.kv_heads, D=spec.head_dim, PAGE=spec.page, Q_LEN=spec.q_len, ROWS=rows, SLICES=slices,
+        BLOCK=plan["block"], STAGES=plan["stages"], WINDOW=spec.window, SINKS=spec.sinks, LSE=spec.lse,
+        HALF=spec.kv == "e4m3", BULK=bulk, PAIRS=by_pairs(plan), PDL=pdl, EARLY=plan.get("early", True),
+        num_warps=plan["warps"],
+        **merge_plan(slices, spec.q_len * spec.q_heads // spec.kv_heads, spec.head_dim, plan["warps"]),
+        **pdl_launch(pdl),
+    )  # fmt: skip
+
+
+def attn_decode_fused(
+    spec: FusedAttnSpec, qkv: Tensor, k_cache: Tensor, v_cache: Tensor, block_table: Tensor, seq_lens: Tensor,
+    cos_sin: Tensor, out: Tensor, out_scale: Tensor, workspace: Tensor,
+    *, sm_scale: float, k_scale: float = 1.0, v_scale: float = 1.0, token_scale: Tensor | None = None,
+    channel_scale: Tensor | None = None, max_len: int = 0, plans: PlanTable = EMPTY, pdl: bool = PDL,
+) -> None:  # fmt: skip
+    batch = seq_lens.shape[0]
+    plan = choose(plans, batch, max_len or block_table.shape[1] * spec.page, spec)
+    slices, bulk = plan["slices"], bool(plan.get("bulk"))
+    mid, ml, counter = split_workspace(workspace, batch * spec.kv_heads, slices, 16, spec.head_dim)
+    attn_fused_kernel[(slices, spec.kv_heads, batch)](
+        qkv, k_cache, v_cache, *boxes(k_cache, v_cache, plan["block"], bulk), block_table, seq_lens, cos_sin, out,
+        out_scale, mid, ml, counter,
+        out_scale if token_scale is None else token_scale, out_scale if channel_scale is None else channel_scale,
+        sm_scale * k_scale * LOG2E.value, 1.0 / k_scale, v_scale, k_cache.stride(0), block_table.stride(0), batch,
+        HQ=spec.q_heads, HKV=spec.kv_heads, D=spec.head_dim, PAGE=spec.page, PARTS=spec.parts, SLICES=slices,
+        BLOCK=plan["block"], STAGES=plan["stages"], QUANT={"none": 0, "tensor": 2, "group": 3}[spec.quant],
+        DEFERRED=spec.deferred, BULK=bulk, PAIRS=by_pairs(plan), PDL=pdl, num_warps=plan["warps"],
+        **merge_plan(slices, spec.q_heads // spec.kv_heads, spec.head_dim, plan["warps"]), **pdl_launch(pdl),
+    )  # fmt: skip
+
+
+def choose(plans: PlanTable, batch: int, max_len: int, spec: AttnSpec | FusedAttnSpec) -> Plan:
+    """Tables are tuned near a context of 1k, where fixed costs matter; beyond it the rule for long contexts holds."""
+    rule = slice_plan(batch * spec.kv_heads, max_len, spec)
+    return plans.pick(batch, rule) if max_len <= 2048 else rule
+
+
+def by_pairs(plan: Plan) -> bool:
+    """Values by pairs halve the columns of a product; with several warps too little is left for each."""
+    return plan.get("pairs", plan["warps"] == 1)
+
+
+def boxes(k_cache: Tensor, v_cache: Tensor, block: int, bulk: bool) -> tuple[Any, Any]:
+    """The caches as rows of head_dim for the bulk copy engine: a box is `block` keys of one head. Values go by pairs of
+    e4m3, see split_pairs."""
+    if not bulk:
+        return k_cache, v_cache
+    return key_boxes(k_cache, block), key_boxes(v_cache.view(torch.int16), block)
+
+
+def key_boxes(cache: Tensor, block: int) -> Any:
+    dim = cache.shape[-1]
+    return TensorDescriptor(cache, [cache.numel() // dim, dim], [dim, 1], [block, dim])  # type: ignore[arg-type]
+
+
+def query_rows(spec: AttnSpec) -> int:
+    """Rows of the query tile: query tokens times heads of a group, padded to what the matrix unit takes."""
+    return max(16, triton.next_power_of_2(spec.q_len * spec.q_heads // spec.kv_heads))
+
+
+def slice_plan(pairs: int, max_len: int, spec: AttnSpec | FusedAttnSpec) -> Plan:
+    """How many slices a sequence and KV head is cut into, and how each is read (tuned on H200; docs/kernels.md).
+
+    Long contexts: a thousand CTAs of one warp by bulk copies, eight to a multiprocessor, which hide each other's waits;
+    a second buffer in each would leave room for fewer. The dependent launch is triggered after the loop: before it, it
+    cost 17 us of 90 at 16 x 8k.
+    """
+    window = spec.window if isinstance(spec, AttnSpec) else 0
+    plain = isinstance(spec, FusedAttnSpec) or (query_rows(spec) == 16 and spec.kv == "e4m3")
+    blocks = max(1, triton.cdiv(min(max_len, window + spec.page) if window else max_len, spec.page))
+    one_warp = dict(block=spec.page, warps=1, early=False)
+    if plain and not window:
+        slices = min(1024 // pairs, 128, blocks // 8)
+        if blocks >= 64 and slices > 1:
+            return dict(slices=slices, stages=2, bulk=True, **one_warp)
+        slices = max(1, min(396 // pairs, blocks))
+        if pairs >= 64 and slices > 1:
+            return dict(slices=slices, stages=3, bulk=True, **one_warp)
+        if slices == 1:
+            return dict(slices=1, stages=4 if spec.head_dim > 64 else 6, **one_warp)
+        return dict(slices=min(slices, 64), block=min(64, spec.page), stages=2, warps=2)
+    slices = max(1, min(396 // pairs, blocks, 64))
+    warps = (1 if slices == 1 else 2) if plain and pairs >= 64 else 4
+    return dict(slices=slices, block=min(64, spec.page), stages=3 if not plain else 4, warps=warps)
+
+
+def merge_plan(slices: int, live: int, head_dim: int, warps: int) -> dict[str, int]:
+    """Slices to a group of the first level, the height of a merged state, and how many states fit in the registers."""
+    pad = triton.next_power_of_2(live)
+    group = max(2, triton.next_power_of_2(slices)) if slices <= 16 else 8 if slices <= 64 else 16
+    return dict(GROUP=group, PAD=pad, CHUNK=max(1, min(group, 4096 * warps // (pad * head_dim))))
+
+
+COUNTERS_NBYTES = 32 << 10
+MAX_STATES = 2560  # published states: (sequence, head, slice or group of slices)
+
+
+def workspace_nbytes(max_batch: int, kv_heads: int, rows: int, head_dim: int) -> int:
+    """Bytes of a workspace that serves both entry points up to `max_batch`. It must be zeroed once after allocation."""
+    return COUNTERS_NBYTES + max(MAX_STATES, 4 * max_batch * kv_heads) * rows * (head_dim + 2) * 4
+
+
+def split_workspace(
+    workspace: Tensor, pairs: int, slices: int, rows: int, head_dim: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Counters first, at a place that no plan moves, since they must stay zero between launches of different plans."""
+    counter, rest = workspace[:COUNTERS_NBYTES].view(torch.int32), workspace[COUNTERS_NBYTES:].view(torch.float32)
+    groups = triton.cdiv(slices, merge_plan(slices, 1, head_dim, 1)["GROUP"])
+    states = pairs * (slices + groups) * rows
+    enough = pairs * (groups + 1) <= counter.numel() and states * (head_dim + 2) <= rest.numel()
+    assert slices == 1 or enough, "workspace too small"
+    return rest[: states * head_dim], rest[states * head_dim : states * (head_dim + 2)], counter

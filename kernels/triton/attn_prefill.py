@@ -1,0 +1,257 @@
+# pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportArgumentType=false, reportIndexIssue=false
+# pyright: reportOperatorIssue=false, reportAttributeAccessIssue=false, reportOptionalMemberAccess=false, reportReturnType=false
+# pyright: reportAssignmentType=false
+"""Paged prefill attention: chunks of several sequences against their cached prefix, the new tokens already appended."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from kernels.plans import EMPTY, Plan, PlanTable
+from kernels.specs import AttnSpec, MLASpec
+from kernels.triton.attn_decode import attend, finish, fresh
+from kernels.triton.common import LOG2E
+
+
+@triton.jit
+def attn_prefill_kernel(
+    q_ptr, k_ptr, v_ptr, table_ptr, len_ptr, start_ptr, sink_ptr, out_ptr, lse_ptr, qk_scale, v_scale, stride_page,
+    max_pages,
+    HQ: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, BM: tl.constexpr, BLOCK: tl.constexpr,
+    STAGES: tl.constexpr, WINDOW: tl.constexpr, SINKS: tl.constexpr, LSE: tl.constexpr, HALF: tl.constexpr,
+):  # fmt: skip
+    seq = tl.program_id(2)
+    head = tl.program_id(1)
+    tile = tl.num_programs(0) - 1 - tl.program_id(0)  # the tiles with the most keys first
+    first = tl.load(start_ptr + seq)
+    count = tl.load(start_ptr + seq + 1) - first
+    if tile * BM >= count:
+        return
+    length = tl.load(len_ptr + seq)
+    row = tile * BM + tl.arange(0, BM)
+    live = row < count
+    limit = length - count + row
+    hi = tl.minimum(length - count + (tile + 1) * BM, length)
+    lo = 0
+    if WINDOW > 0:
+        lo = tl.maximum(length - count + tile * BM + 1 - WINDOW, 0) // BLOCK * BLOCK
+    d = tl.arange(0, D)
+    at = ((first + row) * HQ + head).to(tl.int64)[:, None] * D + d[None, :]
+    q = tl.load(q_ptr + at, mask=live[:, None], other=0.0).to(tl.float32) * qk_scale
+    q = q.to(tl.float16) if HALF else q.to(tl.bfloat16)
+    table = table_ptr + seq * max_pages
+    kv_head = head // (HQ // HKV)
+    m, den, acc = fresh(BM, D)
+    edge = lo
+    if WINDOW == 0:  # keys that every row sees need no mask
+        edge = (length - count + tile * BM + 1) // BLOCK * BLOCK
+        m, den, acc = attend(
+            m, den, acc, q, k_ptr, v_ptr, table, lo, edge, limit, stride_page, kv_head, D, PAGE, BLOCK, STAGES, 0, 0
+        )
+    m, den, acc = attend(
+        m, den, acc, q, k_ptr, v_ptr, table, edge, hi, limit, stride_page, kv_head, D, PAGE, BLOCK, STAGES, 2, WINDOW
+    )
+    y, lse = finish(m, den, acc, sink_ptr, row * 0 + head, live, SINKS)
+    tl.store(out_ptr + at, (y * v_scale).to(out_ptr.dtype.element_ty), mask=live[:, None])
+    if LSE:
+        tl.store(lse_ptr + (first + row) * HQ + head, lse, mask=live)
+
+
+@triton.jit
+def widen_kernel(
+    k_ptr, v_ptr, table_ptr, len_ptr, k_out_ptr, v_out_ptr, stride_page, max_pages, max_rows,
+    HKV: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr,
+):  # fmt: skip
+    """e4m3 pages to contiguous fp16 [sequence, head, max_rows, D]: exact, and once instead of in every tile."""
+    page = tl.program_id(0)
+    head = tl.program_id(1)
+    seq = tl.program_id(2)
+    if page * PAGE >= tl.load(len_ptr + seq):
+        return
+    n = tl.arange(0, PAGE)[:, None] * D + tl.arange(0, D)[None, :]
+    src = tl.load(table_ptr + seq * max_pages + page).to(tl.int64) * stride_page + head * PAGE * D
+    dst = ((seq * HKV + head).to(tl.int64) * max_rows + page * PAGE) * D
+    tl.store(k_out_ptr + dst + n, tl.load(k_ptr + src + n).to(tl.float16))
+    tl.store(v_out_ptr + dst + n, tl.load(v_ptr + src + n).to(tl.float16))
+
+
+@triton.jit
+def attend_rows(
+    m, den, acc, q, k_desc, v_desc, base, lo, hi, limit, BLOCK: tl.constexpr, STAGES: tl.constexpr, MASK: tl.constexpr
+):
+    """Online softmax over contiguous rows lo..hi from `base` on. MASK: hide what lies beyond each row's limit."""
+    for start in tl.range(lo, hi, BLOCK, num_stages=STAGES):
+        k = k_desc.load([base + start, 0])
+        v = v_desc.load([base + start, 0])
+        score = tl.dot(q, tl.trans(k))
+        if MASK:
+            n = start + tl.arange(0, BLOCK)
+            score = tl.where(n[None, :] <= limit[:, None], score, -1.0e30)
+            v = tl.where((n < hi)[:, None], v, 0.0)  # rows past the end hold anything, and 0 x NaN is NaN
+        m_new = tl.maximum(m, tl.max(score, 1))
+        alpha = tl.exp2(m - m_new)
+        p = tl.exp2(score - m_new[:, None])
+        den = den * alpha + tl.sum(p, 1)
+        acc = tl.dot(p.to(q.dtype), v, acc * alpha[:, None])
+        m = m_new
+    return m, den, acc
+
+
+@triton.jit
+def attn_rows_kernel(
+    q_ptr, k_desc, v_desc, len_ptr, start_ptr, sink_ptr, out_ptr, lse_ptr, qk_scale, v_scale, max_rows,
+    HQ: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, BM: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
+    SINKS: tl.constexpr, LSE: tl.constexpr,
+):  # fmt: skip
+    """Prefill over the widened rows; heads of a group and neighbouring tiles run together and share keys in L2."""
+    head = tl.program_id(0)
+    tile = tl.num_programs(1) - 1 - tl.program_id(1)  # the tiles with the most keys first
+    seq = tl.program_id(2)
+    first = tl.load(start_ptr + seq)
+    count = tl.load(start_ptr + seq + 1) - first
+    if tile * BM >= count:
+        return
+    length = tl.load(len_ptr + seq)
+    row = tile * BM + tl.arange(0, BM)
+    live = row < count
+    limit = length - count + row
+    edge = (length - count + tile * BM + 1) // BLOCK * BLOCK
+    hi = tl.minimum(length - count + (tile + 1) * BM, length)
+    d = tl.arange(0, D)
+    at = ((first + row) * HQ + head).to(tl.int64)[:, None] * D + d[None, :]
+    q = (tl.load(q_ptr + at, mask=live[:, None], other=0.0).to(tl.float32) * qk_scale).to(tl.float16)
+    base = (seq * HKV + head // (HQ // HKV)) * max_rows
+    m, den, acc = fresh(BM, D)
+    m, den, acc = attend_rows(m, den, acc, q, k_desc, v_desc, base, 0, edge, limit, BLOCK, STAGES, False)
+    m, den, acc = attend_rows(m, den, acc, q, k_desc, v_desc, base, edge, hi, limit, BLOCK, STAGES, True)
+    y, lse = finish(m, den, acc, sink_ptr, row * 0 + head, live, SINKS)
+    tl.store(out_ptr + at, (y * v_scale).to(out_ptr.dtype.element_ty), mask=live[:, None])
+    if LSE:
+        tl.store(lse_ptr + (first + row) * HQ + head, lse, mask=live)
+
+
+@triton.jit
+def mla_kernel(
+    q_ptr, c_ptr, table_ptr, len_ptr, start_ptr, out_ptr, qk_scale, scale, max_pages,
+    HEADS: tl.constexpr, LATENT: tl.constexpr, ROPE: tl.constexpr, PAGE: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """One query token and ROWS heads; the latent is key and value at once."""
+    query = tl.program_id(1)
+    seq = tl.program_id(2)
+    first = tl.load(start_ptr + seq)
+    count = tl.load(start_ptr + seq + 1) - first
+    if query >= count:
+        return
+    W: tl.constexpr = LATENT + ROPE
+    hi = tl.load(len_ptr + seq) - count + query + 1
+    head = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    live = head < HEADS
+    c = tl.arange(0, LATENT)
+    r = tl.arange(0, ROPE)
+    at = ((first + query) * HEADS + head).to(tl.int64)[:, None]
+    q = (tl.load(q_ptr + at * W + c[None, :], mask=live[:, None], other=0.0).to(tl.float32) * qk_scale).to(tl.bfloat16)
+    q_rope = (
+        tl.load(q_ptr + at * W + LATENT + r[None, :], mask=live[:, None], other=0.0).to(tl.float32) * qk_scale
+    ).to(tl.bfloat16)
+    m, den, acc = fresh(ROWS, LATENT)
+    for start in tl.range(0, hi, BLOCK, num_stages=STAGES):
+        n = start + tl.arange(0, BLOCK)
+        seen = n < hi
+        page = tl.load(table_ptr + seq * max_pages + n // PAGE, mask=seen, other=0).to(tl.int64)
+        off = (page * PAGE + n % PAGE) * W
+        latent = tl.load(c_ptr + off[:, None] + c[None, :], mask=seen[:, None], other=0.0).to(tl.bfloat16)
+        rope = tl.load(c_ptr + off[:, None] + LATENT + r[None, :], mask=seen[:, None], other=0.0).to(tl.bfloat16)
+        score = tl.dot(q, tl.trans(latent)) + tl.dot(q_rope, tl.trans(rope))
+        score = tl.where(seen[None, :], score, -1.0e30)
+        m_new = tl.maximum(m, tl.max(score, 1))
+        alpha = tl.exp2(m - m_new)
+        p = tl.exp2(score - m_new[:, None])
+        den = den * alpha + tl.sum(p, 1)
+        acc = tl.dot(p.to(tl.bfloat16), latent, acc * alpha[:, None])
+        m = m_new
+    y = acc / tl.where(den > 0, den, 1.0)[:, None] * scale
+    tl.store(out_ptr + at * LATENT + c[None, :], y.to(out_ptr.dtype.element_ty), mask=live[:, None])
+
+
+def attn_prefill(
+    spec: AttnSpec, q: Tensor, k_cache: Tensor, v_cache: Tensor, block_table: Tensor, seq_lens: Tensor,
+    q_starts: Tensor,
+    kv_starts: Tensor, out: Tensor, workspace: Tensor, *, max_q: int, max_kv: int, sm_scale: float,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0, sinks: Tensor | None = None, lse: Tensor | None = None, prepared: None = None,
+    plans: PlanTable = EMPTY,
+) -> None:  # fmt: skip
+    rule = prefill_plan(spec, max_q, plans.cc)
+    plan = plans.pick(max_q, rule) if max_q >= 128 else rule  # tables are tuned for chunks that fill a tile
+    rows = triton.cdiv(max_kv, 128) * 128
+    wide = 4 * seq_lens.shape[0] * spec.kv_heads * rows * spec.head_dim <= workspace.numel()
+    args = (spec, plan, q, k_cache, v_cache, block_table, seq_lens, q_starts, sinks, out, lse, max_q)
+    scales = (sm_scale * k_scale * LOG2E.value, v_scale)
+    # widening pays when several query tiles read the same keys, and needs room for two fp16 copies
+    if plan.get("widen", True) and wide and spec.kv == "e4m3" and not spec.window and max_q >= 256:
+        prefill_widened(*args, *scales, workspace, rows)
+    else:
+        prefill_paged(*args, *scales)
+
+
+def prefill_paged(
+    spec: AttnSpec, plan: Plan, q: Tensor, k_cache: Tensor, v_cache: Tensor, block_table: Tensor, seq_lens: Tensor,
+    q_starts: Tensor, sinks: Tensor | None, out: Tensor, lse: Tensor | None, max_q: int, qk_scale: float,
+    v_scale: float,
+) -> None:  # fmt: skip
+    attn_prefill_kernel[(triton.cdiv(max_q, plan["bm"]), spec.q_heads, seq_lens.shape[0])](
+        q, k_cache, v_cache, block_table, seq_lens, q_starts, q if sinks is None else sinks, out,
+        seq_lens if lse is None else lse, qk_scale, v_scale, k_cache.stride(0), block_table.stride(0),
+        HQ=spec.q_heads, HKV=spec.kv_heads, D=spec.head_dim, PAGE=spec.page, BM=plan["bm"], BLOCK=min(plan["block"],
+        spec.page),
+        STAGES=plan["stages"], WINDOW=spec.window, SINKS=spec.sinks, LSE=spec.lse, HALF=spec.kv == "e4m3",
+        num_warps=plan["warps"],
+    )  # fmt: skip
+
+
+def prefill_widened(
+    spec: AttnSpec, plan: Plan, q: Tensor, k_cache: Tensor, v_cache: Tensor, block_table: Tensor, seq_lens: Tensor,
+    q_starts: Tensor, sinks: Tensor | None, out: Tensor, lse: Tensor | None, max_q: int, qk_scale: float,
+    v_scale: float,
+    workspace: Tensor, rows: int,
+) -> None:  # fmt: skip
+    batch, dim, heads = seq_lens.shape[0], spec.head_dim, spec.kv_heads
+    half = batch * heads * rows
+    k, v = workspace[: 4 * half * dim].view(torch.float16).view(2, half, dim)
+    widen_kernel[(rows // spec.page, heads, batch)](
+        k_cache, v_cache, block_table, seq_lens, k, v, k_cache.stride(0), block_table.stride(0), rows,
+        HKV=heads, D=dim, PAGE=spec.page, num_warps=4,
+    )  # fmt: skip
+    box = [plan["block"], dim]
+    boxes = [TensorDescriptor(t, [half, dim], [dim, 1], box) for t in (k, v)]
+    attn_rows_kernel[(spec.q_heads, triton.cdiv(max_q, plan["bm"]), batch)](
+        q, *boxes, seq_lens, q_starts, q if sinks is None else sinks, out, seq_lens if lse is None else lse, qk_scale,
+        v_scale,
+        rows, HQ=spec.q_heads, HKV=heads, D=dim, BM=plan["bm"], BLOCK=plan["block"], STAGES=plan["stages"],
+        SINKS=spec.sinks, LSE=spec.lse, num_warps=plan["warps"],
+    )  # fmt: skip
+
+
+def prefill_plan(spec: AttnSpec, max_q: int, cc: int) -> Plan:
+    """On sm_120 the accumulator lives in plain mma registers: 128 rows spill, and shared memory is half as large."""
+    if cc == 120 or spec.window:
+        bm = min(64, max(16, triton.next_power_of_2(max_q)))
+        return dict(bm=bm, block=min(64, spec.page), stages=3, warps=8 if cc == 120 else 4, widen=False)
+    bm = min(128, max(16, triton.next_power_of_2(max_q)))
+    return dict(bm=bm, block=128, stages=3, warps=8 if bm == 128 else 4)
+
+
+def mla_attention(
+    spec: MLASpec, q: Tensor, cache: Tensor, block_table: Tensor, seq_lens: Tensor, q_starts: Tensor, out: Tensor,
+    *, max_q: int, sm_scale: float, scale: float = 1.0, plans: PlanTable = EMPTY,
+) -> None:  # fmt: skip
+    plan = plans.pick(max_q, dict(rows=16, block=32, stages=2, warps=4))
+    rows = plan["rows"]
+    mla_kernel[(triton.cdiv(spec.heads, rows), max_q, seq_lens.shape[0])](
+        q, cache, block_table, seq_lens, q_starts, out, sm_scale * scale * LOG2E.value, scale, block_table.stride(0),
+        HEADS=spec.heads, LATENT=spec.latent, ROPE=spec.rope, PAGE=spec.page, ROWS=rows, BLOCK=plan["block"],
+        STAGES=plan["stages"], num_warps=plan["warps"],
+    )  # fmt: skip

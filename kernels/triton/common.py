@@ -1,0 +1,47 @@
+# pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportArgumentType=false, reportIndexIssue=false
+# pyright: reportOperatorIssue=false, reportAttributeAccessIssue=false, reportOptionalMemberAccess=false, reportReturnType=false
+# pyright: reportAssignmentType=false
+"""What every kernel here shares: programmatic dependent launch and the rounding to e4m3."""
+
+import triton
+import triton.language as tl
+
+E4M3_MAX = tl.constexpr(448.0)
+LOG2E = tl.constexpr(1.4426950408889634)
+LN2 = tl.constexpr(0.6931471805599453)
+
+# The interpreter knows neither inline assembly nor launch attributes.
+PDL = not triton.knobs.runtime.interpret
+
+
+@triton.jit
+def pdl_start(PDL: tl.constexpr):
+    """Let the next kernel of the stream begin its prologue; it still waits before it reads what we write."""
+    if PDL:
+        tl.inline_asm_elementwise(
+            "griddepcontrol.launch_dependents; // $0", "=r", [], dtype=tl.int32, is_pure=False, pack=1
+        )
+
+
+@triton.jit
+def pdl_wait(PDL: tl.constexpr):
+    """Wait until everything the previous kernel wrote is visible. Every kernel of a chain must execute it."""
+    if PDL:
+        tl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r", [], dtype=tl.int32, is_pure=False, pack=1)
+
+
+@triton.jit
+def to_e4m3(x):
+    """Round to nearest and saturate: the plain cast makes NaN of what lies beyond 448 on some versions."""
+    return tl.minimum(tl.maximum(x, -E4M3_MAX), E4M3_MAX).to(tl.float8e4nv)
+
+
+@triton.jit
+def token_scale(amax):
+    """The scale that maps the largest magnitude to 448; the floor keeps an all-zero token finite."""
+    return tl.maximum(amax, 1e-6) / E4M3_MAX
+
+
+def pdl_launch(pdl: bool) -> dict[str, bool]:
+    """Launch options; the keyword must be absent where the interpreter runs the kernel."""
+    return {"launch_pdl": True} if pdl else {}

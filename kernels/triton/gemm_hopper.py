@@ -1,0 +1,252 @@
+# pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportArgumentType=false, reportIndexIssue=false
+# pyright: reportOperatorIssue=false, reportAttributeAccessIssue=false, reportOptionalMemberAccess=false, reportReturnType=false
+# pyright: reportAssignmentType=false
+"""Skinny FP8 GEMM for Hopper in Gluon: weights are the MMA's M side, on their way before the dependency wait.
+
+A decode GEMM is a read of its weights. Weights do not depend on the previous kernel, so a programmatic dependent launch
+lets their first stages be fetched while that kernel still runs: 0.28 ms of a 2.1 ms step on H200 (docs/kernels.md).
+"""
+
+import triton
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from kernels.plans import EMPTY, Plan, PlanTable
+from kernels.specs import GateUpSpec, GemmSpec
+from kernels.triton.common import PDL
+
+E4M3_MAX = gl.constexpr(448.0)
+cta_barrier = getattr(gl, "barrier", None) or gl.thread_barrier  # renamed between Triton 3.6 and 3.7
+
+
+@gluon.jit
+def depend_start(PDL: gl.constexpr):
+    if PDL:
+        gl.inline_asm_elementwise(
+            "griddepcontrol.launch_dependents; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
+        )
+
+
+@gluon.jit
+def depend_wait(PDL: gl.constexpr):
+    if PDL:
+        gl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def store_tokens(
+    out_ptr, value, row, token, M, stride,
+    BW: gl.constexpr, BX: gl.constexpr, layout: gl.constexpr, num_warps: gl.constexpr,
+):  # fmt: skip
+    """Write a [weight rows, tokens] tile to [tokens, stride]; wide tiles in a layout that writes 16 bytes a thread."""
+    if BX > 32:
+        flat: gl.constexpr = gl.BlockedLayout([8, 1], [8, 4], [1, num_warps], [0, 1])
+    else:
+        flat: gl.constexpr = layout
+    value = gl.convert_layout(value, flat)
+    rows = row + gl.arange(0, BW, layout=gl.SliceLayout(1, flat))
+    tokens = token + gl.arange(0, BX, layout=gl.SliceLayout(0, flat))
+    gl.store(out_ptr + tokens[None, :].to(gl.int64) * stride + rows[:, None], value, mask=(tokens < M)[None, :])
+
+
+@gluon.jit
+def skinny_gemm_kernel(
+    w_desc, x_desc, out_ptr, w_scale_ptr, x_scale_ptr, M, N: gl.constexpr, K: gl.constexpr, BW: gl.constexpr,
+    BX: gl.constexpr, BK: gl.constexpr, PARTS: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr,
+    PDL: gl.constexpr, EARLY: gl.constexpr, AHEAD: gl.constexpr, num_warps: gl.constexpr,
+):  # fmt: skip
+    """out[part, M, N] = (x[M, K] * x_scale) @ (w[N, K] * w_scale)^T over the part's share of K.
+
+    GROUP: x_scale is [K / BK, M], one scale per token and BK columns; otherwise [M]. EARLY and AHEAD switch the two
+    uses of the dependent launch off for comparison.
+    """
+    x_tile = gl.program_id(0)  # fastest, so that the token tiles of one weight tile share its read
+    w_tile = gl.program_id(1)
+    part = gl.program_id(2)
+    STEPS: gl.constexpr = K // BK // PARTS
+    NBYTES: gl.constexpr = BW * BK + BX * BK
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, BX, 32])
+    w_smem = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, BW, BK], w_desc.layout)
+    x_smem = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, BX, BK], x_desc.layout)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    depend_start(PDL and EARLY)
+    for i in gl.static_range(STAGES):
+        mbarrier.init(full.index(i), count=1)
+    depend_wait(PDL and not AHEAD)
+    first = part * STEPS
+    row = w_tile * BW
+    token = x_tile * BX
+    for i in gl.static_range(STAGES):
+        mbarrier.expect(full.index(i), NBYTES, pred=i < STEPS)
+        tma.async_copy_global_to_shared(w_desc, [row, (first + i) * BK], full.index(i), w_smem.index(i), pred=i < STEPS)
+    rows = row + gl.arange(0, BW, layout=gl.SliceLayout(1, layout))
+    tokens = token + gl.arange(0, BX, layout=gl.SliceLayout(0, layout))
+    w_scale = gl.load(w_scale_ptr + rows)
+    depend_wait(PDL and AHEAD)
+    depend_start(PDL and not EARLY)
+    for i in gl.static_range(STAGES):
+        tma.async_copy_global_to_shared(
+            x_desc, [token, (first + i) * BK], full.index(i), x_smem.index(i), pred=i < STEPS
+        )
+    acc = gl.zeros([BW, BX], gl.float32, layout)
+    for step in range(STEPS):
+        slot = step % STAGES
+        if GROUP:
+            scale = gl.load(x_scale_ptr + (first + step) * M + tokens, mask=tokens < M, other=0.0)
+        mbarrier.wait(full.index(slot), (step // STAGES) & 1)
+        if GROUP:
+            partial = gl.zeros([BW, BX], gl.float32, layout)
+            partial = warpgroup_mma(
+                w_smem.index(slot), x_smem.index(slot).permute((1, 0)), partial, use_acc=False, is_async=True
+            )
+            partial = warpgroup_mma_wait(0, deps=[partial])
+            acc += partial * scale[None, :]
+        else:
+            acc = warpgroup_mma(w_smem.index(slot), x_smem.index(slot).permute((1, 0)), acc, is_async=True)
+            acc = warpgroup_mma_wait(0, deps=[acc])
+        ahead = step + STAGES
+        more = ahead < STEPS
+        cta_barrier()  # every warp is done with the slot
+        mbarrier.expect(full.index(slot), NBYTES, pred=more)
+        tma.async_copy_global_to_shared(
+            w_desc, [row, (first + ahead) * BK], full.index(slot), w_smem.index(slot), pred=more
+        )
+        tma.async_copy_global_to_shared(
+            x_desc, [token, (first + ahead) * BK], full.index(slot), x_smem.index(slot), pred=more
+        )
+    acc = acc * w_scale[:, None]
+    if not GROUP:
+        acc = acc * gl.load(x_scale_ptr + tokens, mask=tokens < M, other=0.0)[None, :]
+    out_ptr += part.to(gl.int64) * M * N
+    store_tokens(out_ptr, acc.to(out_ptr.dtype.element_ty), row, token, M, N, BW, BX, layout, num_warps)
+
+
+@gluon.jit
+def gate_up_kernel(
+    w_desc, x_desc, out_ptr, w_scale_ptr, x_scale_ptr, out_scale_ptr, M, N: gl.constexpr, K: gl.constexpr,
+    BW: gl.constexpr, BX: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr, QUANT: gl.constexpr,
+    PDL: gl.constexpr, EARLY: gl.constexpr, AHEAD: gl.constexpr, num_warps: gl.constexpr,
+):  # fmt: skip
+    """Rows n and N/2 + n of w are gate and up; out[M, N/2] = quantize(silu(gate) * up).
+
+    QUANT 0: bf16; 1: by the scale at out_scale_ptr; 2: one scale per token and BW columns,
+    written to out_scale [N/2/BW, M].
+    """
+    x_tile = gl.program_id(0)
+    w_tile = gl.program_id(1)
+    STEPS: gl.constexpr = K // BK
+    NBYTES: gl.constexpr = 2 * BW * BK + BX * BK
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, BX, 32])
+    g_smem = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, BW, BK], w_desc.layout)
+    u_smem = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, BW, BK], w_desc.layout)
+    x_smem = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, BX, BK], x_desc.layout)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    depend_start(PDL and EARLY)
+    for i in gl.static_range(STAGES):
+        mbarrier.init(full.index(i), count=1)
+    depend_wait(PDL and not AHEAD)
+    row = w_tile * BW
+    up_row = row + N // 2
+    token = x_tile * BX
+    for i in gl.static_range(STAGES):
+        mbarrier.expect(full.index(i), NBYTES, pred=i < STEPS)
+        tma.async_copy_global_to_shared(w_desc, [row, i * BK], full.index(i), g_smem.index(i), pred=i < STEPS)
+        tma.async_copy_global_to_shared(w_desc, [up_row, i * BK], full.index(i), u_smem.index(i), pred=i < STEPS)
+    rows = row + gl.arange(0, BW, layout=gl.SliceLayout(1, layout))
+    tokens = token + gl.arange(0, BX, layout=gl.SliceLayout(0, layout))
+    g_scale = gl.load(w_scale_ptr + rows)
+    u_scale = gl.load(w_scale_ptr + rows + N // 2)
+    depend_wait(PDL and AHEAD)
+    depend_start(PDL and not EARLY)
+    for i in gl.static_range(STAGES):
+        tma.async_copy_global_to_shared(x_desc, [token, i * BK], full.index(i), x_smem.index(i), pred=i < STEPS)
+    gate = gl.zeros([BW, BX], gl.float32, layout)
+    up = gl.zeros([BW, BX], gl.float32, layout)
+    for step in range(STEPS):
+        slot = step % STAGES
+        mbarrier.wait(full.index(slot), (step // STAGES) & 1)
+        gate = warpgroup_mma(g_smem.index(slot), x_smem.index(slot).permute((1, 0)), gate, is_async=True)
+        up = warpgroup_mma(u_smem.index(slot), x_smem.index(slot).permute((1, 0)), up, is_async=True)
+        gate, up = warpgroup_mma_wait(0, deps=[gate, up])
+        ahead = step + STAGES
+        more = ahead < STEPS
+        cta_barrier()
+        mbarrier.expect(full.index(slot), NBYTES, pred=more)
+        tma.async_copy_global_to_shared(w_desc, [row, ahead * BK], full.index(slot), g_smem.index(slot), pred=more)
+        tma.async_copy_global_to_shared(w_desc, [up_row, ahead * BK], full.index(slot), u_smem.index(slot), pred=more)
+        tma.async_copy_global_to_shared(x_desc, [token, ahead * BK], full.index(slot), x_smem.index(slot), pred=more)
+    x_scale = gl.load(x_scale_ptr + tokens, mask=tokens < M, other=0.0)
+    gate = gate * g_scale[:, None] * x_scale[None, :]
+    up = up * u_scale[:, None] * x_scale[None, :]
+    y = gate / (1.0 + gl.exp(-gate)) * up
+    if QUANT == 1:
+        y = y / gl.load(out_scale_ptr)
+    elif QUANT == 2:
+        group_scale = gl.maximum(gl.max(gl.abs(y), 0), 1e-6) / E4M3_MAX
+        gl.store(out_scale_ptr + w_tile * M + tokens, group_scale, mask=tokens < M)
+        y = y / group_scale[None, :]
+    if QUANT > 0:
+        y = gl.minimum(gl.maximum(y, -E4M3_MAX), E4M3_MAX)
+    store_tokens(out_ptr, y.to(out_ptr.dtype.element_ty), row, token, M, N // 2, BW, BX, layout, num_warps)
+
+
+def smem_layout(width: int) -> gl.NVMMASharedLayout:
+    return gl.NVMMASharedLayout(swizzle_byte_width=min(128, width), element_bitwidth=8, rank=2)
+
+
+def descriptor(tensor: Tensor, rows: int, cols: int) -> TensorDescriptor:
+    return TensorDescriptor.from_tensor(tensor, [rows, cols], smem_layout(cols))
+
+
+def gemm_fp8(
+    spec: GemmSpec, a: Tensor, w: Tensor, a_scale: Tensor, w_scale: Tensor, out: Tensor,
+    *, plans: PlanTable = EMPTY, pdl: bool = PDL, early: bool = True, ahead: bool = True,
+) -> None:  # fmt: skip
+    tokens = a.shape[0]
+    plan = fit(plans.pick(tokens, default_plan(tokens)), spec)
+    launch_skinny(spec, plan, a, w, a_scale, w_scale, out, pdl, early, ahead)
+
+
+def launch_skinny(
+    spec: GemmSpec, plan: Plan, a: Tensor, w: Tensor, a_scale: Tensor, w_scale: Tensor, out: Tensor,
+    pdl: bool, early: bool, ahead: bool,
+) -> None:  # fmt: skip
+    tokens, bw, bx, bk = a.shape[0], plan["bw"], plan["bx"], plan["bk"]
+    skinny_gemm_kernel[(triton.cdiv(tokens, bx), spec.n // bw, spec.parts)](
+        descriptor(w, bw, bk), descriptor(a, bx, bk), out, w_scale, a_scale, tokens, N=spec.n, K=spec.k, BW=bw, BX=bx,
+        BK=bk, PARTS=spec.parts, STAGES=plan["stages"], GROUP=spec.recipe == "group", PDL=pdl, EARLY=early, AHEAD=ahead,
+        num_warps=plan.get("warps", 4), launch_pdl=pdl,
+    )  # fmt: skip
+
+
+def gemm_gate_up(
+    spec: GateUpSpec, a: Tensor, w: Tensor, a_scale: Tensor, w_scale: Tensor, out: Tensor, out_scale: Tensor,
+    *, plans: PlanTable = EMPTY, pdl: bool = PDL, early: bool = True, ahead: bool = True,
+) -> None:  # fmt: skip
+    tokens = a.shape[0]
+    plan = plans.pick(tokens, default_plan(tokens, dual=True))
+    bw, bx, bk = plan["bw"], plan["bx"], plan["bk"]
+    gate_up_kernel[(triton.cdiv(tokens, bx), spec.n // 2 // bw)](
+        descriptor(w, bw, bk), descriptor(a, bx, bk), out, w_scale, a_scale, out_scale, tokens, N=spec.n, K=spec.k,
+        BW=bw, BX=bx, BK=bk, STAGES=plan["stages"], QUANT={"none": 0, "tensor": 1, "group": 2}[spec.quant], PDL=pdl,
+        EARLY=early, AHEAD=ahead, num_warps=plan.get("warps", 4), launch_pdl=pdl,
+    )  # fmt: skip
+
+
+def default_plan(tokens: int, dual: bool = False) -> Plan:
+    """Tiles that fit in 227 KiB for any shape; the shipped table has better ones for the shapes that were measured."""
+    bx = min(128, max(8, triton.next_power_of_2(tokens)))
+    bk = 256 if bx <= 32 and not dual else 128
+    stage_nbytes = (64 * (2 if dual else 1) + bx) * bk
+    return dict(bw=64, bx=bx, bk=bk, stages=min(8, (200 << 10) // stage_nbytes))
+
+
+def fit(plan: Plan, spec: GemmSpec) -> Plan:
+    """Shrink the step along K until it divides the part's share; group scales need steps of exactly 128."""
+    bk = 128 if spec.recipe == "group" else plan["bk"]
+    while spec.k // spec.parts % bk:
+        bk //= 2
+    return {**plan, "bk": bk}

@@ -1,0 +1,335 @@
+# pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportArgumentType=false, reportIndexIssue=false
+# pyright: reportOperatorIssue=false, reportAttributeAccessIssue=false, reportOptionalMemberAccess=false, reportReturnType=false
+# pyright: reportAssignmentType=false
+"""Mixture of experts: routing, sort by expert, grouped FP8 products, weighted sum; no atomics, no host."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kernels.plans import EMPTY, Plan, PlanTable
+from kernels.reference.moe import group_width
+from kernels.specs import MoESpec
+from kernels.triton.common import to_e4m3, token_scale
+from kernels.triton.gemm_w4 import PACKED, UNSHIFT, exponent_scale, widen_mx
+
+
+@triton.jit
+def route_kernel(
+    logits_ptr, weight_ptr, id_ptr, E: tl.constexpr, BLOCK: tl.constexpr, TOP_K: tl.constexpr, PAD_K: tl.constexpr,
+    SIGMOID: tl.constexpr, RENORM: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0)
+    e = tl.arange(0, BLOCK)
+    slot = tl.arange(0, PAD_K)
+    logit = tl.load(logits_ptr + row * E + e, mask=e < E, other=float("-inf")).to(tl.float32)
+    top = tl.max(logit, 0)
+    total = tl.sum(tl.exp(logit - top), 0)
+    best = tl.full([PAD_K], float("-inf"), tl.float32)
+    chosen = tl.zeros([PAD_K], tl.int32)
+    for i in tl.static_range(TOP_K):
+        value = tl.max(logit, 0)
+        index = tl.min(tl.where(logit == value, e, BLOCK), 0)  # the lower index among equals
+        best = tl.where(slot == i, value, best)
+        chosen = tl.where(slot == i, index, chosen)
+        logit = tl.where(e == index, float("-inf"), logit)
+    if SIGMOID:
+        score = tl.where(slot < TOP_K, 1.0 / (1.0 + tl.exp(-best)), 0.0)
+        if RENORM and TOP_K > 1:
+            score = score / tl.sum(score, 0)
+    else:
+        score = tl.exp(best - top)
+        score = score / (tl.sum(score, 0) if RENORM else total)
+    tl.store(weight_ptr + row * TOP_K + slot, score, mask=slot < TOP_K)
+    tl.store(id_ptr + row * TOP_K + slot, chosen, mask=slot < TOP_K)
+
+
+@triton.jit
+def count_kernel(id_ptr, count_ptr, total, BLOCK: tl.constexpr):
+    """How many assignments each expert has; one CTA an expert, so the result does not depend on any order."""
+    expert = tl.program_id(0)
+    i = tl.arange(0, BLOCK)
+    count = tl.zeros([BLOCK], tl.int32)
+    for start in range(0, total, BLOCK):
+        count += (tl.load(id_ptr + start + i, mask=start + i < total, other=-1) == expert).to(tl.int32)
+    tl.store(count_ptr + expert, tl.sum(count, 0))
+
+
+@triton.jit
+def sort_kernel(
+    id_ptr, count_ptr, sorted_ptr, tile_ptr, total, max_tiles,
+    E: tl.constexpr, PAD_E: tl.constexpr, BX: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Assignments of one expert in order, from its first row on; rows of an expert are padded to whole tiles of BX.
+    The CTA after the last expert marks the tiles that nobody has."""
+    expert = tl.program_id(0)
+    e = tl.arange(0, PAD_E)
+    count = tl.load(count_ptr + e, mask=e < E, other=0)
+    tiles = (count + BX - 1) // BX
+    first_tile = tl.sum(tl.where(e < expert, tiles, 0), 0)
+    i = tl.arange(0, BLOCK)
+    if expert == E:
+        for start in range(first_tile, max_tiles, BLOCK):
+            tl.store(tile_ptr + start + i, -1, mask=start + i < max_tiles)
+    else:
+        mine = tl.sum(tl.where(e == expert, count, 0), 0)
+        own_tiles = tl.sum(tl.where(e == expert, tiles, 0), 0)
+        for start in range(0, own_tiles, BLOCK):
+            tl.store(tile_ptr + first_tile + start + i, expert, mask=start + i < own_tiles)
+        row = first_tile * BX
+        for start in range(0, total, BLOCK):
+            hit = tl.load(id_ptr + start + i, mask=start + i < total, other=-1) == expert
+            rank = tl.cumsum(hit.to(tl.int32), 0)
+            tl.store(sorted_ptr + row + rank - 1, start + i, mask=hit)
+            row += tl.sum(hit.to(tl.int32), 0)
+        for start in range(mine, own_tiles * BX, BLOCK):
+            tl.store(sorted_ptr + first_tile * BX + start + i, total, mask=start + i < own_tiles * BX)
+
+
+@triton.jit
+def expert_gemm_kernel(
+    w_ptr, x_ptr, out_ptr, w_scale_ptr, x_scale_ptr, out_scale_ptr, bias_ptr, sorted_ptr, tile_ptr, total,
+    N: tl.constexpr, K: tl.constexpr, TOP_K: tl.constexpr, BW: tl.constexpr, BX: tl.constexpr, BK: tl.constexpr,
+    STAGES: tl.constexpr, FIRST: tl.constexpr, OAI: tl.constexpr, BIAS: tl.constexpr,
+):  # fmt: skip
+    """Weights as the M side. FIRST: rows of x are tokens, out is the activated middle in e4m3 with group scales;
+    otherwise rows are assignments with group scales [K / BK, total], and out is bf16."""
+    tile = tl.program_id(1)
+    expert = tl.load(tile_ptr + tile)
+    if expert < 0:
+        return
+    rows = tl.program_id(0) * BW + tl.arange(0, BW)
+    inside = rows < (N // 2 if FIRST else N)
+    assigned = tl.load(sorted_ptr + tile * BX + tl.arange(0, BX))
+    live = assigned < total
+    source = assigned // TOP_K if FIRST else assigned
+    k_off = tl.arange(0, BK)
+    w_at = w_ptr + expert.to(tl.int64) * N * K + rows[:, None].to(tl.int64) * K + k_off[None, :]
+    x_at = x_ptr + source[:, None].to(tl.int64) * K + k_off[None, :]
+    acc = tl.zeros([BW, BX], tl.float32)
+    up = tl.zeros([BW, BX], tl.float32)
+    for k in tl.range(0, K, BK, num_stages=STAGES):
+        x = tl.load(x_at + k, mask=live[:, None], other=0.0)
+        w = tl.load(w_at + k, mask=inside[:, None], other=0.0)
+        if FIRST:
+            acc = tl.dot(w, x.T, acc)
+            up = tl.dot(tl.load(w_at + k + (N // 2) * K, mask=inside[:, None], other=0.0), x.T, up)
+        else:
+            scale = tl.load(x_scale_ptr + (k // BK) * total + source, mask=live, other=0.0)
+            acc += tl.dot(w, x.T) * scale[None, :]
+    acc = acc * tl.load(w_scale_ptr + expert * N + rows, mask=inside, other=0.0)[:, None]
+    mask = inside[:, None] & live[None, :]
+    if FIRST:
+        x_scale = tl.load(x_scale_ptr + source, mask=live, other=0.0)[None, :]
+        gate = acc * x_scale
+        up = up * tl.load(w_scale_ptr + expert * N + N // 2 + rows, mask=inside, other=0.0)[:, None] * x_scale
+        if BIAS:
+            gate += load_bias(bias_ptr + expert * N + rows, inside)
+            up += load_bias(bias_ptr + expert * N + N // 2 + rows, inside)
+        y = activate(gate, up, OAI)
+        group = token_scale(tl.max(tl.abs(y), 0))
+        tl.store(out_scale_ptr + tl.program_id(0) * total + assigned, group, mask=live)
+        at = out_ptr + assigned[None, :].to(tl.int64) * (N // 2) + rows[:, None]
+        tl.store(at, to_e4m3(y / group[None, :]), mask=mask)
+    else:
+        if BIAS:
+            acc += load_bias(bias_ptr + expert * N + rows, inside)
+        at = out_ptr + assigned[None, :].to(tl.int64) * N + rows[:, None]
+        tl.store(at, acc.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def load_bias(at, inside):
+    """A bias per row of weights, as a column beside the tokens."""
+    return tl.load(at, mask=inside, other=0.0).to(tl.float32)[:, None]
+
+
+@triton.jit
+def activate(gate, up, OAI: tl.constexpr):
+    """SiLU, or gpt-oss's clamped form."""
+    if OAI:
+        gate = tl.minimum(gate, 7.0)
+        up = tl.minimum(tl.maximum(up, -7.0), 7.0) + 1.0
+        y = up * gate / (1.0 + tl.exp(-1.702 * gate))
+    else:
+        y = gate / (1.0 + tl.exp(-gate)) * up
+    return y
+
+
+@triton.jit
+def expert_w4_kernel(
+    w_ptr, x_ptr, out_ptr, scale_ptr, bias_ptr, sorted_ptr, tile_ptr, total,
+    N: tl.constexpr, K: tl.constexpr, TOP_K: tl.constexpr, BW: tl.constexpr, BX: tl.constexpr, STAGES: tl.constexpr,
+    FIRST: tl.constexpr, OAI: tl.constexpr, BIAS: tl.constexpr, PACKED: tl.constexpr,
+):  # fmt: skip
+    """MXFP4 weights times bf16 rows. FIRST: rows are tokens, out is the activated middle in bf16; otherwise rows are
+    assignments. A step is one block of the split layout: 32 columns in low nibbles, 32 in high ones."""
+    tile = tl.program_id(1)
+    expert = tl.load(tile_ptr + tile)
+    if expert < 0:
+        return
+    rows = tl.program_id(0) * BW + tl.arange(0, BW)
+    inside = rows < (N // 2 if FIRST else N)
+    assigned = tl.load(sorted_ptr + tile * BX + tl.arange(0, BX))
+    live = assigned < total
+    source = assigned // TOP_K if FIRST else assigned
+    half = tl.arange(0, 32)
+    row = expert.to(tl.int64) * N + rows
+    w_at = w_ptr + row[:, None] * (K // 2) + half[None, :]
+    x_at = x_ptr + source[:, None].to(tl.int64) * K + half[None, :]
+    scale_at = scale_ptr + row * (K // 32)
+    UP: tl.constexpr = N // 2
+    acc = tl.zeros([BW, BX], tl.float32)
+    up = tl.zeros([BW, BX], tl.float32)
+    for k in tl.range(0, K, 64, num_stages=STAGES):
+        x_low = tl.load(x_at + k, mask=live[:, None], other=0.0).T
+        x_high = tl.load(x_at + k + 32, mask=live[:, None], other=0.0).T
+        low, high = load_widened(w_at, scale_at, k, inside, PACKED)
+        acc = tl.dot(low, x_low, acc)
+        acc = tl.dot(high, x_high, acc)
+        if FIRST:
+            low, high = load_widened(w_at + UP * (K // 2), scale_at + UP * (K // 32), k, inside, PACKED)
+            up = tl.dot(low, x_low, up)
+            up = tl.dot(high, x_high, up)
+    acc = acc * UNSHIFT
+    mask = inside[:, None] & live[None, :]
+    if FIRST:
+        up = up * UNSHIFT
+        if BIAS:
+            acc += load_bias(bias_ptr + expert * N + rows, inside)
+            up += load_bias(bias_ptr + expert * N + UP + rows, inside)
+        acc = activate(acc, up, OAI)
+    elif BIAS:
+        acc += load_bias(bias_ptr + expert * N + rows, inside)
+    at = out_ptr + assigned[None, :].to(tl.int64) * (UP if FIRST else N) + rows[:, None]
+    tl.store(at, acc.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def load_widened(w_at, scale_at, k, inside, PACKED: tl.constexpr):
+    """The block at k as bf16 times 2^-63: low nibbles, high nibbles."""
+    packed = tl.load(w_at + k // 2, mask=inside[:, None], other=0)
+    s_low = exponent_scale(tl.load(scale_at + k // 32, mask=inside, other=0))
+    s_high = exponent_scale(tl.load(scale_at + k // 32 + 1, mask=inside, other=0))
+    return widen_mx(packed, s_low, s_high, PACKED)
+
+
+@triton.jit
+def combine_kernel(y_ptr, weight_ptr, out_ptr, N: tl.constexpr, TOP_K: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    col = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = col < N
+    total = tl.zeros([BLOCK], tl.float32)
+    for i in tl.static_range(TOP_K):
+        y = tl.load(y_ptr + (row * TOP_K + i) * N + col, mask=mask, other=0.0).to(tl.float32)
+        total += y * tl.load(weight_ptr + row * TOP_K + i)
+    tl.store(out_ptr + row * N + col, total.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+def moe_route(spec: MoESpec, logits: Tensor, weights: Tensor, ids: Tensor) -> None:
+    route_kernel[(logits.shape[0],)](
+        logits, weights, ids, E=spec.experts, BLOCK=triton.next_power_of_2(spec.experts), TOP_K=spec.top_k,
+        PAD_K=triton.next_power_of_2(spec.top_k), SIGMOID=spec.scoring == "sigmoid", RENORM=spec.renormalize,
+        num_warps=1,
+    )  # fmt: skip
+
+
+def moe_experts(
+    spec: MoESpec, x: Tensor, x_scale: Tensor, weights: Tensor, ids: Tensor, w1: Tensor, w1_scale: Tensor, w2: Tensor,
+    w2_scale: Tensor, out: Tensor, workspace: Tensor, *, b1: Tensor | None = None, b2: Tensor | None = None,
+    plans: PlanTable = EMPTY,
+) -> None:  # fmt: skip
+    tokens = x.shape[0]
+    total = tokens * spec.top_k
+    plan = plans.pick(tokens, expert_plan(spec, tokens, plans.cc))
+    bx = plan["bx"]
+    max_tiles = min(total, spec.experts) + total // bx
+    middle, group_scale, y, count, order, tiles = carve(spec, workspace, total, max_tiles, bx)
+    sort_by_expert(spec, ids, count, order, tiles, total, max_tiles, bx)
+    product = fp8_products if spec.weights == "e4m3" else w4_products
+    product(spec, plan, x, x_scale, (w1, w1_scale, b1), (w2, w2_scale, b2), middle, group_scale, y, order, tiles, total)
+    combine_kernel[(tokens, triton.cdiv(spec.hidden, 1024))](
+        y, weights, out, N=spec.hidden, TOP_K=spec.top_k, BLOCK=1024, num_warps=4
+    )
+
+
+Weights = tuple[Tensor, Tensor, Tensor | None]  # values, scales, bias
+
+
+def fp8_products(
+    spec: MoESpec, plan: Plan, x: Tensor, x_scale: Tensor, first: Weights, second: Weights, middle: Tensor,
+    group_scale: Tensor, y: Tensor, order: Tensor, tiles: Tensor, total: int,
+) -> None:  # fmt: skip
+    group, bx, max_tiles = group_width(spec), plan["bx"], tiles.numel()
+    common = dict(TOP_K=spec.top_k, BX=bx, BK=group, STAGES=plan["stages"], BIAS=spec.bias, num_warps=plan["warps"])
+    (w1, s1, b1), (w2, s2, b2) = first, second
+    expert_gemm_kernel[(spec.inter // group, max_tiles)](
+        w1, x, middle, s1, x_scale, group_scale, s1 if b1 is None else b1, order, tiles, total,
+        N=2 * spec.inter, K=spec.hidden, BW=group, FIRST=True, OAI=spec.activation != "silu", **common,
+    )  # fmt: skip
+    expert_gemm_kernel[(triton.cdiv(spec.hidden, plan["bw"]), max_tiles)](
+        w2, middle, y, s2, group_scale, group_scale, s2 if b2 is None else b2, order, tiles, total,
+        N=spec.hidden, K=spec.inter, BW=plan["bw"], FIRST=False, OAI=False, **common,
+    )  # fmt: skip
+
+
+def w4_products(
+    spec: MoESpec, plan: Plan, x: Tensor, x_scale: Tensor, first: Weights, second: Weights, middle: Tensor,
+    group_scale: Tensor, y: Tensor, order: Tensor, tiles: Tensor, total: int,
+) -> None:  # fmt: skip
+    common = dict(TOP_K=spec.top_k, BX=plan["bx"], STAGES=plan["stages"], BIAS=spec.bias, PACKED=PACKED)
+    (w1, s1, b1), (w2, s2, b2) = first, second
+    expert_w4_kernel[(triton.cdiv(spec.inter, 64), tiles.numel())](
+        w1, x, middle, s1, s1 if b1 is None else b1, order, tiles, total, N=2 * spec.inter, K=spec.hidden, BW=64,
+        FIRST=True, OAI=spec.activation != "silu", num_warps=4, **common,
+    )  # fmt: skip
+    expert_w4_kernel[(triton.cdiv(spec.hidden, 64), tiles.numel())](
+        w2, middle, y, s2, s2 if b2 is None else b2, order, tiles, total, N=spec.hidden, K=spec.inter, BW=64,
+        FIRST=False, OAI=False, num_warps=4, **common,
+    )  # fmt: skip
+
+
+def sort_by_expert(
+    spec: MoESpec, ids: Tensor, count: Tensor, order: Tensor, tiles: Tensor, total: int, max_tiles: int, bx: int
+) -> None:
+    block = min(2048, triton.next_power_of_2(total))
+    count_kernel[(spec.experts,)](ids, count, total, BLOCK=block, num_warps=4)
+    sort_kernel[(spec.experts + 1,)](
+        ids, count, order, tiles, total, max_tiles, E=spec.experts, PAD_E=triton.next_power_of_2(spec.experts), BX=bx,
+        BLOCK=block, num_warps=8,
+    )  # fmt: skip
+
+
+def expert_plan(spec: MoESpec, tokens: int, cc: int) -> Plan:
+    """A tile holds about as many rows as an expert gets; two accumulators of 128 x 128 spill on sm_120."""
+    share = max(1, tokens * spec.top_k // spec.experts)
+    if spec.weights == "mxfp4":
+        return dict(bx=min(64, max(16, triton.next_power_of_2(share))), stages=4)
+    bx = min(64 if cc == 120 else 128, max(16, triton.next_power_of_2(share)))
+    return dict(bx=bx, bw=128 if bx >= 64 else 64, stages=4 if bx <= 32 else 3, warps=8 if bx == 128 else 4)
+
+
+def moe_workspace_nbytes(spec: MoESpec, max_tokens: int) -> int:
+    total = max_tokens * spec.top_k
+    per_row = 2 * spec.inter + 4 * (spec.inter // group_width(spec)) + 2 * spec.hidden + 12
+    return total * per_row + spec.experts * (4 + 2 * 128 * 4) + 8192
+
+
+def carve(spec: MoESpec, workspace: Tensor, total: int, max_tiles: int, bx: int) -> list[Tensor]:
+    """The middle and its scales, the rows before the sum, counts, sorted assignments, the expert of each tile."""
+    shapes = [
+        (torch.float8_e4m3fn if spec.weights == "e4m3" else torch.bfloat16, total * spec.inter),
+        (torch.float32, total * (spec.inter // group_width(spec))),
+        (torch.bfloat16, total * spec.hidden),
+        (torch.int32, spec.experts),
+        (torch.int32, max_tiles * bx),
+        (torch.int32, max_tiles),
+    ]
+    views, start = [], 0
+    for dtype, count in shapes:
+        nbytes = count * dtype.itemsize
+        views.append(workspace[start : start + nbytes].view(dtype))
+        start += -(-nbytes // 256) * 256
+    assert start <= workspace.numel(), "workspace too small"
+    return views

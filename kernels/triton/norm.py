@@ -1,0 +1,179 @@
+# pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportArgumentType=false, reportIndexIssue=false
+# pyright: reportOperatorIssue=false, reportAttributeAccessIssue=false, reportOptionalMemberAccess=false, reportReturnType=false
+# pyright: reportAssignmentType=false
+"""RMSNorm with residual, split-K sum, deferred scales and quantization in one launch; quantization; SiLU."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kernels.specs import NormSpec, QuantSpec, SiluSpec
+from kernels.triton.common import PDL, pdl_launch, pdl_start, pdl_wait, to_e4m3, token_scale
+
+
+@triton.jit
+def norm_kernel(
+    x_ptr, residual_ptr, weight_ptr, ids_ptr, out_ptr, scale_ptr, token_scale_ptr, channel_scale_ptr, eps, num_tokens,
+    N: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr, EMBED: tl.constexpr, RESIDUAL: tl.constexpr,
+    DEFERRED: tl.constexpr, QUANT: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0)
+    col = tl.arange(0, BLOCK)
+    mask = col < N
+    pdl_start(PDL)
+    gain = tl.load(weight_ptr + col, mask=mask, other=0.0).to(tl.float32)
+    pdl_wait(PDL)
+    value = tl.zeros([BLOCK], tl.float32)
+    if EMBED:
+        value += tl.load(x_ptr + tl.load(ids_ptr + row).to(tl.int64) * N + col, mask=mask, other=0.0).to(tl.float32)
+    else:
+        for part in tl.static_range(PARTS):
+            value += tl.load(x_ptr + (part * num_tokens + row).to(tl.int64) * N + col, mask=mask, other=0.0).to(
+                tl.float32
+            )
+        if DEFERRED:
+            value = value * tl.load(channel_scale_ptr + col, mask=mask, other=0.0) * tl.load(token_scale_ptr + row)
+        if RESIDUAL:
+            value += tl.load(residual_ptr + row.to(tl.int64) * N + col, mask=mask, other=0.0).to(tl.float32)
+    if RESIDUAL:
+        rounded = value.to(residual_ptr.dtype.element_ty)
+        tl.store(residual_ptr + row.to(tl.int64) * N + col, rounded, mask=mask)
+        value = rounded.to(tl.float32)  # the norm sees what the residual holds, as an unfused pair would
+    y = value * tl.rsqrt(tl.sum(value * value, 0) / N + eps) * gain
+    if QUANT == 0:
+        tl.store(out_ptr + row.to(tl.int64) * N + col, y.to(out_ptr.dtype.element_ty), mask=mask)
+    else:
+        if QUANT == 1:
+            scale = token_scale(tl.max(tl.abs(y), 0))
+            tl.store(scale_ptr + row, scale)
+        else:
+            scale = tl.load(scale_ptr)
+        tl.store(out_ptr + row.to(tl.int64) * N + col, to_e4m3(y / scale), mask=mask)
+
+
+@triton.jit
+def quant_kernel(
+    x_ptr, out_ptr, scale_ptr, N: tl.constexpr, BLOCK: tl.constexpr, QUANT: tl.constexpr, PDL: tl.constexpr
+):
+    row = tl.program_id(0)
+    col = tl.arange(0, BLOCK)
+    mask = col < N
+    pdl_start(PDL)
+    pdl_wait(PDL)
+    y = tl.load(x_ptr + row.to(tl.int64) * N + col, mask=mask, other=0.0).to(tl.float32)
+    if QUANT == 1:
+        scale = token_scale(tl.max(tl.abs(y), 0))
+        tl.store(scale_ptr + row, scale)
+    else:
+        scale = tl.load(scale_ptr)
+    tl.store(out_ptr + row.to(tl.int64) * N + col, to_e4m3(y / scale), mask=mask)
+
+
+@triton.jit
+def silu_kernel(
+    x_ptr, out_ptr, scale_ptr, token_scale_ptr, channel_scale_ptr,
+    N: tl.constexpr, BLOCK: tl.constexpr, DEFERRED: tl.constexpr, QUANT: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """With a given scale the grid is (tokens, N / BLOCK); per token it is (tokens, 1) and BLOCK holds the row."""
+    row = tl.program_id(0).to(tl.int64)
+    col = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = col < N
+    pdl_start(PDL)
+    pdl_wait(PDL)
+    gate = tl.load(x_ptr + row * 2 * N + col, mask=mask, other=0.0).to(tl.float32)
+    up = tl.load(x_ptr + row * 2 * N + N + col, mask=mask, other=0.0).to(tl.float32)
+    if DEFERRED:
+        factor = tl.load(token_scale_ptr + row)
+        gate = gate * factor * tl.load(channel_scale_ptr + col, mask=mask, other=0.0)
+        up = up * factor * tl.load(channel_scale_ptr + N + col, mask=mask, other=0.0)
+    y = gate / (1.0 + tl.exp(-gate)) * up
+    if QUANT == 0:
+        tl.store(out_ptr + row * N + col, y.to(out_ptr.dtype.element_ty), mask=mask)
+    else:
+        if QUANT == 1:
+            scale = token_scale(tl.max(tl.abs(y), 0))
+            tl.store(scale_ptr + row, scale)
+        else:
+            scale = tl.load(scale_ptr)
+        tl.store(out_ptr + row * N + col, to_e4m3(y / scale), mask=mask)
+
+
+MODE = {"none": 0, "token": 1, "tensor": 2}
+
+
+def add_rmsnorm_quant(
+    spec: NormSpec, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, out: Tensor, scale: Tensor,
+    *, ids: Tensor | None = None, token_scale: Tensor | None = None, channel_scale: Tensor | None = None,
+    pdl: bool = PDL, num_warps: int = 0,
+) -> None:  # fmt: skip
+    tokens = out.shape[0]
+    # 32 warps on a row win while the card is not full; with many rows the smaller block does (0.04 ms of a step, H200).
+    warps = num_warps or (32 if tokens <= 64 else 4)
+    norm_kernel[(tokens,)](
+        x, weight if residual is None else residual, weight, scale if ids is None else ids, out, scale,
+        scale if token_scale is None else token_scale, scale if channel_scale is None else channel_scale, eps, tokens,
+        N=spec.hidden, BLOCK=triton.next_power_of_2(spec.hidden), PARTS=spec.parts, EMBED=spec.embed,
+        RESIDUAL=spec.residual, DEFERRED=spec.deferred, QUANT=MODE[spec.quant], PDL=pdl, num_warps=warps,
+        **pdl_launch(pdl),
+    )  # fmt: skip
+
+
+def quant_fp8(spec: QuantSpec, x: Tensor, out: Tensor, scale: Tensor, *, pdl: bool = PDL) -> None:
+    quant_kernel[(x.shape[0],)](
+        x, out, scale, N=spec.width, BLOCK=triton.next_power_of_2(spec.width), QUANT=MODE[spec.quant],
+        PDL=pdl, num_warps=8, **pdl_launch(pdl),
+    )  # fmt: skip
+
+
+def silu_mul_quant(
+    spec: SiluSpec, x: Tensor, out: Tensor, scale: Tensor,
+    *, token_scale: Tensor | None = None, channel_scale: Tensor | None = None, pdl: bool = PDL,
+) -> None:  # fmt: skip
+    whole_row = spec.quant == "token"
+    block = triton.next_power_of_2(spec.width) if whole_row else min(2048, triton.next_power_of_2(spec.width))
+    silu_kernel[(x.shape[0], 1 if whole_row else triton.cdiv(spec.width, block))](
+        x, out, scale, scale if token_scale is None else token_scale, scale if channel_scale is None else channel_scale,
+        N=spec.width, BLOCK=block, DEFERRED=spec.deferred, QUANT=MODE[spec.quant],
+        PDL=pdl, num_warps=16 if whole_row else 8, **pdl_launch(pdl),
+    )  # fmt: skip
+
+
+@triton.jit
+def argmax_parts_kernel(
+    x_ptr, best_ptr, index_ptr, N: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr, PDL: tl.constexpr
+):
+    row = tl.program_id(0).to(tl.int64)
+    part = tl.program_id(1)
+    col = part * BLOCK + tl.arange(0, BLOCK)
+    pdl_start(PDL)
+    pdl_wait(PDL)
+    value = tl.load(x_ptr + row * N + col, mask=col < N, other=float("-inf")).to(tl.float32)
+    best, index = tl.max(value, 0, return_indices=True)
+    tl.store(best_ptr + row * PARTS + part, best)
+    tl.store(index_ptr + row * PARTS + part, index + part * BLOCK)
+
+
+@triton.jit
+def argmax_merge_kernel(best_ptr, index_ptr, out_ptr, PARTS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    row = tl.program_id(0)
+    part = tl.arange(0, BLOCK)
+    pdl_start(PDL)
+    pdl_wait(PDL)
+    value = tl.load(best_ptr + row * PARTS + part, mask=part < PARTS, other=float("-inf"))
+    _, winner = tl.max(value, 0, return_indices=True)
+    tl.store(out_ptr + row, tl.load(index_ptr + row * PARTS + winner).to(tl.int64))
+
+
+def argmax(spec: QuantSpec, logits: Tensor, out: Tensor, workspace: Tensor, *, pdl: bool = PDL) -> None:
+    tokens = logits.shape[0]
+    block = triton.next_power_of_2(triton.cdiv(spec.width, 32 if tokens <= 32 else 8))
+    parts = triton.cdiv(spec.width, block)
+    best = workspace[: tokens * parts * 4].view(torch.float32)
+    index = workspace[tokens * parts * 4 : tokens * parts * 8].view(torch.int32)
+    argmax_parts_kernel[(tokens, parts)](
+        logits, best, index, N=spec.width, BLOCK=block, PARTS=parts, PDL=pdl, num_warps=8, **pdl_launch(pdl)
+    )
+    argmax_merge_kernel[(tokens,)](
+        best, index, out, PARTS=parts, BLOCK=triton.next_power_of_2(parts), PDL=pdl, num_warps=1, **pdl_launch(pdl)
+    )

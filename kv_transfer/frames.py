@@ -1,0 +1,82 @@
+"""The frames of a handshake, in the order they are said.
+
+After it the control connection carries contracts.handoff messages.
+"""
+
+import msgspec
+
+from contracts import codec
+from contracts.handoff import HandoffMessage
+from contracts.ids import Incarnation, WorkerId
+from contracts.layout import KVLayout
+
+PROTOCOL = 1
+
+
+class Hello(msgspec.Struct, frozen=True, tag="hello"):
+    """First of both ends.
+
+    `role`: "prefill" for the one that connects, "decode" for the one that listens. `nonce`: 32 random bytes.
+    """
+
+    protocol: int
+    worker_id: WorkerId
+    incarnation: Incarnation
+    role: str
+    nonce: bytes
+
+
+class Proof(msgspec.Struct, frozen=True, tag="proof"):
+    """HMAC over both Hellos. The connecting end proves first, so that strangers get nothing to work on."""
+
+    mac: bytes
+
+
+class Terms(msgspec.Struct, frozen=True, tag="terms"):
+    """What each end has.
+
+    `transport`: what its operator asked for; `available`: what it could use; `boot_id`: of its kernel.
+    """
+
+    layout: KVLayout
+    num_blocks: int
+    transport: str
+    available: list[str]
+    boot_id: str
+    checksum: bool
+
+
+class Open(msgspec.Struct, frozen=True, tag="open"):
+    """The sender proposes a data channel. `session`: 16 random bytes that name it."""
+
+    transport: str
+    session: bytes
+    num_slots: int
+    slot_nbytes: int
+    params: bytes
+
+
+class Opened(msgspec.Struct, frozen=True, tag="opened"):
+    params: bytes
+
+
+class Declined(msgspec.Struct, frozen=True, tag="declined"):
+    """Not this transport; the sender may propose another."""
+
+    reason: str
+
+
+class Attach(msgspec.Struct, frozen=True, tag="attach"):
+    """First and only frame of a data socket."""
+
+    session: bytes
+    mac: bytes
+
+
+class Rejected(msgspec.Struct, frozen=True, tag="rejected"):
+    code: str
+    reason: str
+
+
+ANY_FRAME = codec.decoder(Hello | Proof | Terms | Open | Opened | Declined | Attach | Rejected)
+HANDOFF = codec.decoder(HandoffMessage)

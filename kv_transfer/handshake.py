@@ -1,0 +1,188 @@
+"""Two workers get to know each other: names, the shared secret, the KV layout, then a data channel, in this order."""
+
+import hmac
+import logging
+import secrets
+from collections.abc import Callable
+from dataclasses import dataclass
+from socket import socket
+
+from contracts.errors import AuthFailed, ConfigError, PeerLost, TandemError, TransferError
+from contracts.ids import Incarnation, WorkerId
+from contracts.request import WorkerRef
+from kv_transfer.frames import PROTOCOL, Attach, Declined, Hello, Open, Opened, Proof, Rejected, Terms
+from kv_transfer.transports.base import Inbound, Opening, Outbound, Ring, Transport
+from kv_transfer.wire import HELLO_MAX_NBYTES, HandshakeSocket, prove
+
+log = logging.getLogger(__name__)
+
+SESSION_NBYTES = 16
+MAX_RING_NBYTES = 1 << 30
+
+
+@dataclass(frozen=True)
+class Identity:
+    worker_id: WorkerId
+    incarnation: Incarnation
+    secret: bytes
+
+    def hello(self, role: str) -> Hello:
+        return Hello(PROTOCOL, self.worker_id, self.incarnation, role, secrets.token_bytes(32))
+
+
+def greet_listener(wire: HandshakeSocket, us: Identity, expected: WorkerRef) -> Hello:
+    """The connecting end.
+
+    Raises AuthFailed, PeerLost if another worker or incarnation answers, TransferError on another protocol.
+    """
+    wire.send(us.hello("prefill"))
+    ours = wire.raw_sent
+    hello = wire.receive(Hello, HELLO_MAX_NBYTES)
+    theirs = wire.raw_received
+    _check_hello(hello, "decode")
+    wire.send(Proof(prove(us.secret, b"tandem-kv connect", ours, theirs)))
+    _check_mac(wire.receive(Proof).mac, prove(us.secret, b"tandem-kv listen", ours, theirs), hello.worker_id)
+    if (hello.worker_id, hello.incarnation) != (expected.worker_id, expected.incarnation):
+        raise PeerLost(f"{expected.transfer} is now served by {hello.worker_id} ({hello.incarnation})")
+    return hello
+
+
+def greet_dialer(wire: HandshakeSocket, us: Identity, hello: Hello) -> None:
+    """The listening end, after the peer's `hello`. Raises as greet_listener."""
+    theirs = wire.raw_received
+    _check_hello(hello, "prefill")
+    wire.send(us.hello("decode"))
+    ours = wire.raw_sent
+    mac = wire.receive(Proof, HELLO_MAX_NBYTES).mac
+    _check_mac(mac, prove(us.secret, b"tandem-kv connect", theirs, ours), hello.worker_id)
+    wire.send(Proof(prove(us.secret, b"tandem-kv listen", theirs, ours)))
+
+
+def agree(wire: HandshakeSocket, ours: Terms) -> Terms:
+    """Both ends say and check the same things, so both can name what is wrong. Raises LayoutMismatch or ConfigError."""
+    wire.send(ours)
+    theirs = wire.receive(Terms)
+    ours.layout.require_match(theirs.layout)
+    return theirs
+
+
+def candidates(sender: Terms, receiver: Terms) -> list[str]:
+    """Transports to try, best first. Raises ConfigError if the operators' wishes can't both be met."""
+    wishes = {sender.transport, receiver.transport} - {"auto"}
+    if len(wishes) > 1:
+        raise ConfigError(f"transport: prefill wants '{sender.transport}', decode wants '{receiver.transport}'")
+    shared = [name for name in sender.available if name in receiver.available]
+    if wishes:
+        (wish,) = wishes
+        if wish not in shared:
+            raise ConfigError(
+                f"transport '{wish}' is not available on both ends (both have: {', '.join(shared) or 'none'})"
+            )
+        return [wish]
+    same_host = sender.boot_id == receiver.boot_id
+    return [name for name in ("shm", "ucx", "tcp") if name in shared and (name != "shm" or same_host)]
+
+
+def propose(
+    wire: HandshakeSocket,
+    names: list[str],
+    find: Callable[[str], Transport],
+    ring: Ring,
+    connect: Callable[[bytes], socket],
+) -> tuple[str, Outbound]:
+    """The sender's part of choosing a channel. Raises TransferError if no transport works, naming each one's reason."""
+    reasons = []
+    for name in names:
+        session = secrets.token_bytes(SESSION_NBYTES)
+        try:
+            return name, _propose_one(wire, find(name), session, ring, lambda session=session: connect(session))
+        except PeerLost:
+            raise
+        except TransferError as error:
+            log.warning("transport %s can't be used: %s", name, error)
+            reasons.append(f"{name}: {error}")
+    raise TransferError("no transport works; " + "; ".join(reasons))
+
+
+def dispose(
+    wire: HandshakeSocket,
+    names: list[str],
+    find: Callable[[str], Transport],
+    limits: Ring,
+    attached: Callable[[bytes], socket],
+) -> tuple[str, Inbound]:
+    """The receiver's part: accept the first proposal that works here. `limits`: only its stall timeout is ours
+    to set.
+    """
+    while True:
+        ask = wire.receive(Open)
+        try:
+            inbound, params = _accept(ask, names, find, limits, attached)
+        except PeerLost:
+            raise
+        except TransferError as error:
+            log.warning("transport %s can't be used: %s", ask.transport, error)
+            wire.send(Declined(str(error)))
+            continue
+        try:
+            wire.send(Opened(params))
+        except PeerLost:
+            inbound.close()
+            raise
+        return ask.transport, inbound
+
+
+def reject(wire: HandshakeSocket, error: TandemError) -> None:
+    """Tell the peer why, if it still listens."""
+    try:
+        wire.send(Rejected(error.code, str(error)))
+    except PeerLost:
+        log.debug("the peer left before it could be told: %s", error)
+
+
+def attach_frame(secret: bytes, session: bytes) -> Attach:
+    return Attach(session, prove(secret, b"tandem-kv attach", session))
+
+
+def check_attach(secret: bytes, attach: Attach) -> None:
+    _check_mac(attach.mac, prove(secret, b"tandem-kv attach", attach.session), "the peer of a data socket")
+
+
+def _check_hello(hello: Hello, role: str) -> None:
+    if hello.protocol != PROTOCOL:
+        raise TransferError(
+            f"the peer speaks transfer protocol {hello.protocol}, this worker speaks {PROTOCOL}: run one version"
+        )
+    if hello.role != role:
+        raise TransferError(f"the peer says it is '{hello.role}' on this connection; it should be '{role}'")
+
+
+def _check_mac(mac: bytes, expected: bytes, who: str) -> None:
+    if not hmac.compare_digest(mac, expected):
+        raise AuthFailed(f"{who} does not know the shared secret: give all services the same one")
+
+
+def _propose_one(
+    wire: HandshakeSocket, transport: Transport, session: bytes, ring: Ring, connect: Callable[[], socket]
+) -> Outbound:
+    opening: Opening = transport.open(session, ring, connect)
+    try:
+        wire.send(Open(transport.name, session, ring.num_slots, ring.slot_nbytes, opening.params))
+        answer = wire.receive_any()
+        if not isinstance(answer, Opened):
+            raise TransferError(getattr(answer, "reason", f"the peer answered {type(answer).__name__}"))
+    except TransferError:
+        opening.cancel()
+        raise
+    return opening.finish(answer.params)
+
+
+def _accept(
+    ask: Open, names: list[str], find: Callable[[str], Transport], limits: Ring, attached: Callable[[bytes], socket]
+) -> tuple[Inbound, bytes]:
+    if ask.transport not in names:
+        raise TransferError(f"'{ask.transport}' was not agreed")
+    if not (ask.num_slots > 0 and ask.slot_nbytes > 0 and ask.num_slots * ask.slot_nbytes <= MAX_RING_NBYTES):
+        raise TransferError(f"staging of {ask.num_slots} x {ask.slot_nbytes} bytes is out of bounds")
+    ring = Ring(ask.num_slots, ask.slot_nbytes, limits.stall_timeout_s)
+    return find(ask.transport).accept(ask.session, ring, ask.params, lambda: attached(ask.session))

@@ -1,0 +1,269 @@
+"""What the two ends of a link share: an authenticated control connection and a data channel, on which pages go one
+way, from prefill to decode.
+"""
+
+import logging
+import socket
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from contracts.errors import TandemError
+from contracts.handoff import Abort, AbortAck, HandoffMessage
+from contracts.ids import Incarnation, WorkerId
+from contracts.layout import KVLayout
+from kv_transfer import events
+from kv_transfer.control import ControlConnection
+from kv_transfer.events import Drained, LinkStats, Message, TransferEvent
+from kv_transfer.frames import Terms
+from kv_transfer.handshake import Identity
+from kv_transfer.pool import PagePool
+from kv_transfer.sending import Key
+from kv_transfer.settings import TransferSettings
+from kv_transfer.transports.base import Channel, Ring
+from kv_transfer.transports.registry import Transports
+from kv_transfer.wire import FRAME_MAX_NBYTES, shut
+
+log = logging.getLogger(__name__)
+
+FENCE_TIMEOUT_S = 5.0
+GRANT_PAGE_NBYTES = 5  # the longest msgpack integer below 2^32
+
+
+@dataclass(frozen=True)
+class LinkParts:
+    """What every link of a node shares.
+
+    `emit` queues an event for the owner; `on_lost` takes a link out of the node's tables.
+    """
+
+    settings: TransferSettings
+    identity: Identity
+    layout: KVLayout
+    pool: PagePool
+    transports: Transports
+    emit: Callable[[TransferEvent], None]
+    on_lost: Callable[["Link", events.PeerLost], None]
+
+    @property
+    def ring(self) -> Ring:
+        return Ring(
+            self.settings.num_slots,
+            max(self.settings.slot_nbytes, self.pool.page_nbytes),
+            self.settings.stall_timeout_s,
+        )
+
+    @property
+    def terms(self) -> Terms:
+        return Terms(
+            layout=self.layout,
+            num_blocks=self.pool.num_blocks,
+            transport=self.settings.transport,
+            available=self.transports.available(),
+            boot_id=Path("/proc/sys/kernel/random/boot_id").read_text().strip(),
+            checksum=self.settings.checksum,
+        )
+
+
+class Attempts(Protocol):
+    """The attempts that are alive at one end."""
+
+    def knows(self, key: Key) -> bool:
+        """Alive, or over while a page of it is still in use."""
+        ...
+
+    def end(self, key: Key) -> bool:
+        """Drop the attempt. True: none of its pages is in use; False: the data thread will say when."""
+        ...
+
+
+class Mover(Protocol):
+    """What the data thread runs, and what it has counted."""
+
+    nbytes: int
+    num_chunks: int
+    busy_s: float
+    num_bad: int
+    num_stale: int
+
+    def run(self) -> None: ...
+
+    def stop(self) -> None:
+        """From any thread: end `run` if it waits for work. What waits for the channel is interrupted there."""
+        ...
+
+
+class Link(ABC):
+    """States: "connecting", "up", "lost". One thread runs the control connection, another moves the data.
+
+    `hears`: the messages that this end may get.
+    """
+
+    outgoing: bool
+    hears: tuple[type[HandoffMessage], ...]
+
+    def __init__(self, parts: LinkParts, peer_id: WorkerId, incarnation: Incarnation, attempts: Attempts) -> None:
+        self.parts, self.peer_id, self.incarnation = parts, peer_id, incarnation
+        self.transport, self.state = "", "connecting"
+        self.gone = threading.Event()
+        self._attempts = attempts
+        self._acks: set[Key] = set()
+        self._lock = threading.Lock()
+        self._failure: tuple[str, str] | None = None
+        self._fenced = False
+        self._sock: socket.socket | None = None
+        self._control: ControlConnection | None = None
+        self._channel: Channel | None = None
+        self._mover: Mover | None = None
+        self._early: list[HandoffMessage] = []
+
+    def send(self, message: HandoffMessage) -> None:
+        """Never blocks. What is sent before the link is up goes first when it is."""
+        with self._lock:
+            if self._control is None:
+                self._early.append(message)
+                return
+        self._control.send(message)
+
+    def fail(self, error: str, code: str = "peer_lost") -> None:
+        """From any thread: end the link. PeerLost follows when it is fenced."""
+        with self._lock:
+            if self._control is not None:
+                # The control connection may have ended first, and have taken the data channel with it.
+                reason = self._control.stop(error)
+                self._failure = self._failure or (reason, code if reason == error else "peer_lost")
+                return
+            self._failure = self._failure or (error, code)
+            if self._sock is not None:
+                shut(self._sock)
+
+    @property
+    def failed(self) -> bool:
+        return self._failure is not None
+
+    def knows(self, key: Key) -> bool:
+        """Whether this attempt is alive here, or a page of it is in use."""
+        return self._attempts.knows(key)
+
+    def end(self, key: Key) -> None:
+        """Drop the attempt; Drained comes now or from the data thread."""
+        if self._attempts.end(key):
+            self._on_drained(key)
+
+    def stats(self) -> LinkStats:
+        mover, channel = self._mover, self._channel
+        return LinkStats(
+            self.peer_id,
+            self.incarnation,
+            self.outgoing,
+            self.state,
+            self.transport,
+            detail=channel.detail if channel is not None and self.state == "up" else "",
+            nbytes=mover.nbytes if mover else 0,
+            num_chunks=mover.num_chunks if mover else 0,
+            busy_s=mover.busy_s if mover else 0.0,
+            num_bad=mover.num_bad if mover else 0,
+            num_stale=mover.num_stale if mover else 0,
+            nbytes_per_s=self.nbytes_per_s,
+        )
+
+    @property
+    def nbytes_per_s(self) -> float:
+        """Of finished handoffs; 0.0 while unknown."""
+        return 0.0
+
+    @abstractmethod
+    def _note(self, message: HandoffMessage) -> None:
+        """Draw the consequences of a message before the owner hears of it."""
+
+    def _run_to_the_end(self, connect_and_serve: Callable[[], None]) -> None:
+        """The link's own thread."""
+        try:
+            with self._failing("link"):
+                connect_and_serve()
+        finally:
+            if self._sock is not None:
+                self._sock.close()
+            self._finish()
+
+    @contextmanager
+    def _failing(self, what: str) -> Iterator[None]:
+        """Whatever goes wrong inside is the failure of this link."""
+        try:
+            yield
+        except TandemError as error:
+            self.fail(str(error), error.code)
+        except Exception as error:
+            log.exception("the %s thread of %s failed", what, self.peer_id)
+            self.fail(f"{type(error).__name__}: {error}", "internal")
+
+    def _serve(self, sock: socket.socket, theirs: Terms, channel: Channel, mover: Mover) -> None:
+        """Run until the link ends. Sets the failure."""
+        self._channel, self._mover = channel, mover
+        self._go_up(sock, theirs)
+        log.info("KV link %s is up over %s (%s)", self._name, self.transport, channel.detail)
+        data = threading.Thread(target=self._move_data, args=(mover,), name=f"kv-data-{self.peer_id}", daemon=True)
+        data.start()
+        assert self._control is not None
+        self.fail(self._control.run(self._on_message))
+        self._fence(data, channel, mover)
+
+    def _go_up(self, sock: socket.socket, theirs: Terms) -> None:
+        settings = self.parts.settings
+        limit = FRAME_MAX_NBYTES + GRANT_PAGE_NBYTES * theirs.num_blocks
+        control = ControlConnection(sock, settings.heartbeat_s, settings.silence_s, limit)
+        with self._lock:
+            if self._failure is not None:
+                control.stop(self._failure[0])
+            self._control, self.state = control, "up"
+            for message in self._early:
+                control.send(message)
+            self._early.clear()
+
+    def _move_data(self, mover: Mover) -> None:
+        with self._failing("data"):
+            mover.run()
+
+    def _fence(self, data: threading.Thread, channel: Channel, mover: Mover) -> None:
+        """Nothing may touch a page after this."""
+        mover.stop()
+        channel.interrupt()
+        data.join(FENCE_TIMEOUT_S)
+        if data.is_alive():
+            log.critical("the data thread of %s does not stop: its pages stay in quarantine", self.peer_id)
+            return
+        channel.close()
+        self._fenced = True
+
+    def _finish(self) -> None:
+        """Tell everyone that the link is gone."""
+        self.state = "lost"
+        error, code = self._failure or ("closed", "peer_lost")
+        fenced = self._channel is None or self._fenced
+        log.log(logging.INFO if code == "closed" else logging.WARNING, "KV link %s is lost: %s", self._name, error)
+        self.parts.on_lost(self, events.PeerLost(self.peer_id, self.incarnation, error, fenced, code))
+        self.gone.set()
+
+    @property
+    def _name(self) -> str:
+        return f"{'to' if self.outgoing else 'from'} {self.peer_id}"
+
+    def _on_message(self, message: HandoffMessage) -> None:
+        if not isinstance(message, self.hears):
+            raise ValueError(f"{'decode' if self.outgoing else 'prefill'} sent {type(message).__name__}")
+        self._note(message)
+        self.parts.emit(Message(self.peer_id, message))  # type: ignore[arg-type]
+        if isinstance(message, Abort):
+            key = message.request_id, message.epoch
+            self._acks.add(key)
+            self.end(key)
+
+    def _on_drained(self, key: Key) -> None:
+        if key in self._acks:
+            self._acks.discard(key)
+            self.send(AbortAck(*key))
+        self.parts.emit(Drained(*key))

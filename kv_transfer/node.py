@@ -1,0 +1,266 @@
+"""A worker's place in the exchange of KV pages: one node per engine core, links to any number of peers, both ways."""
+
+import threading
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+
+from contracts.errors import Overloaded
+from contracts.handoff import Abort, ChunkHeader, Commit, Fin, Grant, Offer, Refuse, Wait
+from contracts.ids import BlockId, Epoch, Incarnation, RequestId, WorkerId
+from contracts.layout import KVLayout
+from contracts.request import WorkerRef
+from kv_transfer import handshake, plan
+from kv_transfer.events import Drained, LinkStats, PeerLost, TransferEvent
+from kv_transfer.frames import Hello
+from kv_transfer.handshake import Identity
+from kv_transfer.incoming import IncomingLink
+from kv_transfer.link import Link, LinkParts
+from kv_transfer.listener import Listener
+from kv_transfer.outgoing import OutgoingLink
+from kv_transfer.pool import PagePool
+from kv_transfer.sending import ChunkJob, FinJob, Key, check_sendable
+from kv_transfer.settings import TransferSettings
+from kv_transfer.transports.base import Transport
+from kv_transfer.transports.registry import Transports
+from kv_transfer.wire import HandshakeSocket
+
+
+class TransferNode:
+    """Sends pages of our pool to decode workers and lands pages from prefill workers. No method but `close` blocks.
+
+    `pool_bytes`: uint8 `[num_planes, num_blocks, page_nbytes]`, C-contiguous, shared with the engine. `wake()` is
+    called from transfer
+    threads when `poll()` has something. `transports`: ready ones that stand in for those of the same name.
+    Raises ConfigError if it can't listen, ValueError if the pool does not fit the layout.
+    """
+
+    def __init__(
+        self,
+        settings: TransferSettings,
+        me: WorkerId,
+        incarnation: Incarnation,
+        layout: KVLayout,
+        pool_bytes: np.ndarray,
+        wake: Callable[[], None],
+        transports: Mapping[str, Transport] | None = None,
+    ) -> None:
+        self._layout, self._wake, self._settings = layout, wake, settings
+        self._layout_id = layout.layout_id
+        self._pool = PagePool(pool_bytes, layout)
+        self._transports = Transports(transports)
+        self._events: deque[TransferEvent] = deque()
+        self._lock = threading.Lock()
+        self._links: dict[tuple[WorkerId, bool], Link] = {}
+        self._fencing: list[Link] = []
+        self._closing = False
+        identity = Identity(me, incarnation, settings.secret)
+        self._parts = LinkParts(settings, identity, layout, self._pool, self._transports, self._emit, self._on_lost)
+        self._listener = Listener(settings, identity, self._on_peer)
+
+    @property
+    def address(self) -> str:
+        """`host:port` of the control listener, as peers are told it."""
+        host = self._settings.advertise_host or self._settings.host
+        return f"[{host}]:{self._listener.port}" if ":" in host else f"{host}:{self._listener.port}"
+
+    def start(self) -> None:
+        self._listener.start()
+
+    def close(self) -> None:
+        """End every link, thread and socket. Blocks for as long as the fences take; no PeerLost follows. Idempotent."""
+        with self._lock:
+            if self._closing:
+                return
+            self._closing = True
+        self._listener.stop()
+        with self._lock:
+            links = [*self._links.values(), *self._fencing]
+        for link in links:
+            link.fail("this worker is closing", "closed")
+        for link in links:
+            link.gone.wait()
+        self._listener.join()
+        self._transports.close()
+
+    def poll(self) -> list[TransferEvent]:
+        """What has happened since the last call, in order."""
+        return [self._events.popleft() for _ in range(len(self._events))]
+
+    def stats(self) -> list[LinkStats]:
+        with self._lock:
+            links = list(self._links.values())
+        return [link.stats() for link in links]
+
+    @property
+    def transfer_rate(self) -> float:
+        """Bytes a second that a finished handoff to a peer saw lately, the mean over the peers; 0.0 while unknown.
+
+        Peer by peer it is `nbytes_per_s` in `stats`.
+        """
+        rates = [link.nbytes_per_s for link in self.stats() if link.nbytes_per_s > 0]
+        return sum(rates) / len(rates) if rates else 0.0
+
+    # The prefill side.
+
+    def offer(self, peer: WorkerRef, offer: Offer) -> None:
+        """Connects on first use. If that fails, PeerLost says why; its incarnation is the one in `peer`."""
+        self._outgoing_to(peer).offer(offer)
+
+    def send_chunk(
+        self,
+        peer_id: WorkerId,
+        request_id: RequestId,
+        epoch: Epoch,
+        index: int,
+        first_token: int,
+        num_tokens: int,
+        src_pages: Sequence[BlockId],
+    ) -> None:
+        """Queue the pages of tokens `[first_token, first_token + num_tokens)`; they must not change until Commit,
+        Drained or PeerLost.
+
+        The caller clips to the tokens from Grant's `skip_tokens` on. `first_token` and, but for the last chunk, the
+        end are
+        multiples of the block size. Dropped if the attempt is over. Raises ValueError if pages and tokens do not fit.
+        """
+        plan.check_pages(src_pages, self._pool.num_blocks)
+        if (
+            num_tokens <= 0
+            or first_token % self._layout.block_size
+            or len(src_pages) != self._layout.num_blocks(num_tokens)
+        ):
+            raise ValueError(f"{len(src_pages)} pages do not fit {num_tokens} tokens from {first_token} on")
+        nbytes = plan.chunk_nbytes(self._layout, num_tokens)
+        header = ChunkHeader(request_id, epoch, index, first_token, num_tokens, self._layout_id, nbytes, 0)
+        check_sendable(header)
+        if link := self._find_outgoing(peer_id):
+            link.queue.put(ChunkJob(header, plan.row_ids(src_pages, self._pool.num_planes, self._pool.num_blocks)))
+
+    def finish(self, peer_id: WorkerId, fin: Fin) -> None:
+        """Goes after the chunks that are queued."""
+        if link := self._find_outgoing(peer_id):
+            link.queue.put(FinJob(fin))
+
+    # The decode side.
+
+    def grant(self, peer_id: WorkerId, grant: Grant) -> None:
+        """From now on chunks of this attempt may land on exactly these pages. Ignored if the offer is gone with its
+        link.
+
+        Raises ValueError if the pages do not fit the offer, are outside the pool, repeat, or are landing for another
+        attempt.
+        """
+        if link := self._find_incoming(peer_id):
+            link.grant(grant)
+
+    def wait(self, peer_id: WorkerId, message: Wait) -> None:
+        if link := self._find_incoming(peer_id):
+            link.send(message)
+
+    def refuse(self, peer_id: WorkerId, message: Refuse) -> None:
+        if link := self._find_incoming(peer_id):
+            link.landings.end((message.request_id, message.epoch))
+            link.send(message)
+
+    def commit(self, peer_id: WorkerId, message: Commit) -> None:
+        """All chunks have landed: ends the landing, without Drained."""
+        if link := self._find_incoming(peer_id):
+            link.landings.end((message.request_id, message.epoch))
+            link.send(message)
+
+    # Both sides.
+
+    def abort(self, peer_id: WorkerId, abort: Abort) -> None:
+        """End the attempt here and tell the peer, which answers AbortAck. Drained follows here, for unknown attempts
+        too.
+
+        An Abort from the peer does the same: after its Message this node drains by itself, answers, and Drained
+        follows.
+        """
+        key = abort.request_id, abort.epoch
+        link = self._link_of(peer_id, key)
+        if link is None:
+            self._emit(Drained(*key))
+            return
+        link.send(abort)
+        link.end(key)
+
+    def _outgoing_to(self, peer: WorkerRef) -> OutgoingLink:
+        with self._lock:
+            link = self._links.get((peer.worker_id, True))
+            if isinstance(link, OutgoingLink) and link.incarnation == peer.incarnation and not link.failed:
+                return link
+            if link is not None:
+                self._fencing.append(link)
+                link.fail("replaced by a new connection")
+            fresh = OutgoingLink(self._parts, peer)
+            self._links[peer.worker_id, True] = fresh
+        fresh.thread.start()
+        return fresh
+
+    def _find_outgoing(self, peer_id: WorkerId) -> OutgoingLink | None:
+        with self._lock:
+            link = self._links.get((peer_id, True))
+        return link if isinstance(link, OutgoingLink) else None
+
+    def _find_incoming(self, peer_id: WorkerId) -> IncomingLink | None:
+        with self._lock:
+            link = self._links.get((peer_id, False))
+        return link if isinstance(link, IncomingLink) else None
+
+    def _all_links(self) -> list[Link]:
+        with self._lock:
+            return [*self._links.values(), *self._fencing]
+
+    def _link_of(self, peer_id: WorkerId, key: Key) -> Link | None:
+        links = [link for link in self._all_links() if link.peer_id == peer_id and link.knows(key)]
+        return links[0] if links else None
+
+    def _on_peer(self, wire: HandshakeSocket, hello: Hello) -> None:
+        """In the thread of a peer that has proved itself."""
+        link = IncomingLink(self._parts, hello)
+        try:
+            self._adopt(link)
+        except Overloaded as error:
+            handshake.reject(wire, error)
+            wire.sock.close()
+            return
+        link.run(wire, self._listener.attachments.take)
+
+    def _adopt(self, link: IncomingLink) -> None:
+        """A new connection ends the one before it from the same worker, and begins when that is fenced."""
+        with self._lock:
+            former = self._links.get((link.peer_id, False))
+        if former is not None:
+            former.fail("replaced by a new connection")
+            former.gone.wait(self._settings.handshake_timeout_s)
+        with self._lock:
+            if self._closing or len(self._links) >= self._settings.max_peers or (link.peer_id, False) in self._links:
+                raise Overloaded(
+                    f"no room for another peer: {len(self._links)} of {self._settings.max_peers} links are in use"
+                )
+            self._links[link.peer_id, False] = link
+
+    def _on_lost(self, link: Link, event: PeerLost) -> None:
+        """PeerLost speaks for both directions, so it waits until the other one is fenced too."""
+        with self._lock:
+            if self._links.get((link.peer_id, link.outgoing)) is link:
+                del self._links[link.peer_id, link.outgoing]
+            if link in self._fencing:
+                self._fencing.remove(link)
+            others = [other for other in [*self._links.values(), *self._fencing] if _same_peer(other, link)]
+            closing = self._closing
+        for other in others:
+            other.fail(event.error, event.code)
+        if not others and not closing:
+            self._emit(event)
+
+    def _emit(self, event: TransferEvent) -> None:
+        self._events.append(event)
+        self._wake()
+
+
+def _same_peer(one: Link, other: Link) -> bool:
+    return (one.peer_id, one.incarnation) == (other.peer_id, other.incarnation)

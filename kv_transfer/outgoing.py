@@ -1,0 +1,88 @@
+"""The prefill end of a link: connects when first used, then sends what it is given."""
+
+import socket
+import threading
+import time
+
+from contracts.errors import PeerLost
+from contracts.handoff import Abort, AbortAck, Commit, Grant, HandoffMessage, Offer, Refuse, Wait
+from contracts.request import WorkerRef
+from kv_transfer import handshake
+from kv_transfer.link import Link, LinkParts
+from kv_transfer.rate import HandoffRate
+from kv_transfer.sending import Key, Sender, SendQueue
+from kv_transfer.wire import Deadline, HandshakeSocket
+
+
+class OutgoingLink(Link):
+    outgoing = True
+    hears = (Grant, Wait, Refuse, Commit, Abort, AbortAck)
+
+    def __init__(self, parts: LinkParts, peer: WorkerRef) -> None:
+        self.queue, self._peer, self._rate = SendQueue(), peer, HandoffRate()
+        super().__init__(parts, peer.worker_id, peer.incarnation, self.queue)
+        self.thread = threading.Thread(
+            target=self._run_to_the_end, args=(self._connect_and_serve,), name=f"kv-link-{peer.worker_id}", daemon=True
+        )
+
+    def offer(self, offer: Offer) -> None:
+        key = offer.request_id, offer.epoch
+        self.queue.begin(key)
+        self._rate.begin(key)
+        self.send(offer)
+
+    def end(self, key: Key) -> None:
+        self._rate.dropped(key)
+        super().end(key)
+
+    @property
+    def nbytes_per_s(self) -> float:
+        return self._rate.nbytes_per_s
+
+    def _connect_and_serve(self) -> None:
+        sock = self._dial()
+        with self._lock:
+            self._sock = sock
+        wire = HandshakeSocket(sock, Deadline(self.parts.settings.handshake_timeout_s))
+        handshake.greet_listener(wire, self.parts.identity, self._peer)
+        ours, ring = self.parts.terms, self.parts.ring
+        theirs = handshake.agree(wire, ours)
+        names = handshake.candidates(ours, theirs)
+        self.transport, channel = handshake.propose(wire, names, self.parts.transports.find, ring, self._dial_data)
+        sender = Sender(
+            self.queue,
+            self.parts.pool,
+            channel,
+            ring.slot_nbytes,
+            ours.checksum or theirs.checksum,
+            self.send,
+            self._rate.sent,
+            self._on_drained,
+        )
+        self._serve(sock, theirs, channel, sender)
+
+    def _dial(self) -> socket.socket:
+        host, _, port = self._peer.transfer.rpartition(":")
+        try:
+            return socket.create_connection((host.strip("[]"), int(port)), self.parts.settings.connect_timeout_s)
+        except (OSError, ValueError) as error:
+            raise PeerLost(f"can't connect to {self.peer_id} at {self._peer.transfer}: {error}") from error
+
+    def _dial_data(self, session: bytes) -> socket.socket:
+        sock = self._dial()
+        wire = HandshakeSocket(sock, Deadline(self.parts.settings.connect_timeout_s))
+        try:
+            wire.send(handshake.attach_frame(self.parts.identity.secret, session))
+        except PeerLost:
+            sock.close()
+            raise
+        return sock
+
+    def _note(self, message: HandoffMessage) -> None:
+        key = message.request_id, message.epoch
+        if isinstance(message, Commit):
+            self._rate.committed(key, time.perf_counter())
+        elif isinstance(message, Refuse):
+            self._rate.dropped(key)
+        if isinstance(message, Refuse | Commit):
+            self.queue.forget(key)

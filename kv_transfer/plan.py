@@ -1,0 +1,47 @@
+"""Which bytes go where, as block ids and offsets only: a plan holds no address and can be made, checked and
+logged anywhere.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from contracts.layout import KVLayout
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Rows `[first, last)` of a chunk seen as `[num_planes * pages]` rows of one page each: what one message
+    carries.
+    """
+
+    first: int
+    last: int
+
+
+def split(num_rows: int, rows_per_message: int) -> Iterator[Span]:
+    """Cut a chunk into messages of at most `rows_per_message` pages."""
+    for first in range(0, num_rows, rows_per_message):
+        yield Span(first, min(first + rows_per_message, num_rows))
+
+
+def row_ids(pages: Sequence[int], num_planes: int, num_blocks: int) -> np.ndarray:
+    """Rows of the pool, seen as `[num_planes * num_blocks]` pages, in the order of a chunk's bytes: plane by
+    plane, token order.
+    """
+    planes = np.arange(num_planes, dtype=np.intp)[:, None] * num_blocks
+    return (planes + np.asarray(pages, dtype=np.intp)).reshape(-1)
+
+
+def chunk_nbytes(layout: KVLayout, num_tokens: int) -> int:
+    return layout.num_blocks(num_tokens) * layout.block_nbytes
+
+
+def check_pages(pages: Sequence[int], num_blocks: int) -> None:
+    """Raise ValueError unless all are different and inside a pool of `num_blocks`."""
+    for page in pages:
+        if not 0 <= page < num_blocks:
+            raise ValueError(f"page {page} is outside the pool of {num_blocks} blocks")
+    if len(set(pages)) != len(pages):
+        raise ValueError("a page is named twice")

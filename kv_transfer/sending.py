@@ -1,0 +1,194 @@
+"""The sending half of a link: chunks queued by the engine's thread, packed and sent by a thread of its own."""
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import msgspec
+import numpy as np
+
+from contracts.handoff import ChunkHeader, Fin
+from contracts.ids import Epoch, RequestId
+from kv_transfer import integrity, plan
+from kv_transfer.piece import META_NBYTES, Piece, write_meta
+from kv_transfer.pool import PagePool
+from kv_transfer.transports.base import Outbound
+
+Key = tuple[RequestId, Epoch]
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkJob:
+    """`rows`: of the pool, see plan.row_ids. `header.checksum` is still to be computed."""
+
+    header: ChunkHeader
+    rows: np.ndarray
+
+    @property
+    def key(self) -> Key:
+        return self.header.request_id, self.header.epoch
+
+
+@dataclass(frozen=True, slots=True)
+class FinJob:
+    fin: Fin
+
+    @property
+    def key(self) -> Key:
+        return self.fin.request_id, self.fin.epoch
+
+
+Job = ChunkJob | FinJob
+
+
+class SendQueue:
+    """Jobs in order, of attempts that are alive. One thread takes; any thread puts or ends an attempt."""
+
+    def __init__(self) -> None:
+        self._jobs: deque[Job] = deque()
+        self._alive: set[Key] = set()
+        self._current: Key | None = None
+        self._draining: Key | None = None
+        self._stopped = False
+        self._changed = threading.Condition()
+
+    def begin(self, key: Key) -> None:
+        with self._changed:
+            self._alive.add(key)
+
+    def knows(self, key: Key) -> bool:
+        """Alive, or over while a page of it is still being read."""
+        with self._changed:
+            return key in self._alive or key == self._current
+
+    def is_alive(self, key: Key) -> bool:
+        with self._changed:
+            return key in self._alive
+
+    def put(self, job: Job) -> None:
+        """Dropped if its attempt is over."""
+        with self._changed:
+            if job.key in self._alive and not self._stopped:
+                self._jobs.append(job)
+                self._changed.notify()
+
+    def end(self, key: Key) -> bool:
+        """Drop the attempt and its jobs. True: no page is being read for it now; False: `done` will say so."""
+        with self._changed:
+            self._drop(key)
+            if self._current == key:
+                self._draining = key
+            return self._current != key
+
+    def forget(self, key: Key) -> None:
+        """The attempt is over, and nobody waits for its end: it was committed or refused."""
+        with self._changed:
+            self._drop(key)
+
+    @property
+    def is_empty(self) -> bool:
+        with self._changed:
+            return not self._jobs
+
+    def take(self) -> Job | None:
+        """The next job, waiting for one; None when stopped."""
+        with self._changed:
+            self._changed.wait_for(lambda: bool(self._jobs) or self._stopped)
+            if self._stopped:
+                return None
+            job = self._jobs.popleft()
+            self._current = job.key
+            return job
+
+    def done(self) -> Key | None:
+        """The taken job reads no page any more. Returns its attempt if that was ended meanwhile: it is drained now."""
+        with self._changed:
+            key, self._draining, self._current = self._draining, None, None
+            return key
+
+    def stop(self) -> None:
+        with self._changed:
+            self._stopped = True
+            self._changed.notify()
+
+    def _drop(self, key: Key) -> None:
+        self._alive.discard(key)
+        self._jobs = deque(job for job in self._jobs if job.key != key)
+
+
+class Sender:
+    """Takes jobs until the queue stops or the channel breaks. The callbacks are called in this thread.
+
+    `on_sent(key, nbytes, start_s, end_s)`: of a chunk, by time.perf_counter.
+    """
+
+    def __init__(
+        self,
+        queue: SendQueue,
+        pool: PagePool,
+        channel: Outbound,
+        slot_nbytes: int,
+        checksum: bool,
+        send_fin: Callable[[Fin], None],
+        on_sent: Callable[[Key, int, float, float], None],
+        on_drained: Callable[[Key], None],
+    ) -> None:
+        self._queue, self._pool, self._channel = queue, pool, channel
+        self._rows_per_piece = slot_nbytes // pool.page_nbytes
+        self._checksum, self._send_fin = checksum, send_fin
+        self._on_sent, self._on_drained = on_sent, on_drained
+        self.nbytes = self.num_chunks = 0
+        self.num_bad = self.num_stale = 0  # the receiver's to count
+        self.busy_s = 0.0
+
+    def run(self) -> None:
+        """Raises PeerLost when the channel broke."""
+        while job := self._queue.take():
+            start = time.perf_counter()
+            try:
+                self._do(job)
+            finally:
+                drained = self._queue.done()
+            if drained:
+                self._on_drained(drained)
+            if self._queue.is_empty:
+                self._channel.flush()
+            self.busy_s += time.perf_counter() - start
+
+    def stop(self) -> None:
+        self._queue.stop()
+
+    def _do(self, job: Job) -> None:
+        if isinstance(job, FinJob):
+            self._send_fin(job.fin)
+            return
+        start = time.perf_counter()
+        if self._send_chunk(job):
+            self.num_chunks += 1
+            self.nbytes += job.header.nbytes
+            self._on_sent(job.key, job.header.nbytes, start, time.perf_counter())
+
+    def _send_chunk(self, job: ChunkJob) -> bool:
+        """False if its attempt ended on the way."""
+        checksum = integrity.seed(job.header.epoch)
+        for span in plan.split(len(job.rows), self._rows_per_piece):
+            if not self._queue.is_alive(job.key):
+                return False
+            slot = self._channel.acquire()
+            nbytes = (span.last - span.first) * self._pool.page_nbytes
+            payload = slot.payload[:nbytes]
+            self._pool.gather(job.rows[span.first : span.last], payload)
+            if self._checksum:
+                checksum = integrity.extend(checksum, payload)
+            header = msgspec.structs.replace(job.header, checksum=checksum)
+            write_meta(Piece(header, span.first * self._pool.page_nbytes, nbytes), slot.meta)
+            self._channel.send(slot, nbytes)
+        return True
+
+
+def check_sendable(header: ChunkHeader) -> None:
+    """Raise ValueError now, in the caller's thread, if the header would not fit in front of a piece."""
+    full = msgspec.structs.replace(header, checksum=0xFFFF_FFFF_FFFF_FFFF)
+    write_meta(Piece(full, header.nbytes, header.nbytes), np.zeros(META_NBYTES, dtype=np.uint8))

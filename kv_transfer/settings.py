@@ -1,0 +1,47 @@
+"""How a worker takes part in transfers."""
+
+from dataclasses import dataclass
+
+from contracts.errors import ConfigError
+
+TRANSPORTS = ("auto", "ucx", "shm", "tcp", "loopback")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TransferSettings:
+    """`host`, `port`: where to listen (0: any free port); `advertise_host`: what peers are told, `host` if empty.
+
+    `transport`: "auto" takes the fastest that both ends have; a name takes that one or fails. Staging of one link is
+    `num_slots * slot_nbytes`; a page must fit in a slot. A peer that is silent for `heartbeat_s * heartbeat_misses`
+    is lost;
+    `stall_timeout_s` is how long a chunk waits for the peer to take bytes. Raises ConfigError on a value that can't
+    work.
+    """
+
+    secret: bytes
+    transport: str = "auto"
+    host: str = "127.0.0.1"
+    port: int = 0
+    advertise_host: str = ""
+    checksum: bool = True
+    slot_nbytes: int = 1 << 20
+    num_slots: int = 8
+    heartbeat_s: float = 0.25
+    heartbeat_misses: int = 12  # a dead process is seen at once by EOF; 3 misses cut links of a host with 6 jobs a core
+    connect_timeout_s: float = 2.0
+    handshake_timeout_s: float = 5.0
+    stall_timeout_s: float = 5.0
+    max_peers: int = 64
+
+    def __post_init__(self) -> None:
+        if self.transport not in TRANSPORTS:
+            raise ConfigError(f"transport is '{self.transport}'; it must be one of {', '.join(TRANSPORTS)}")
+        if not self.secret:
+            raise ConfigError("secret is empty: prefill and decode prove to each other that they share it")
+        for field in ("slot_nbytes", "num_slots", "heartbeat_s", "heartbeat_misses", "max_peers"):
+            if getattr(self, field) <= 0:
+                raise ConfigError(f"{field} is {getattr(self, field)}; it must be positive")
+
+    @property
+    def silence_s(self) -> float:
+        return self.heartbeat_s * self.heartbeat_misses

@@ -1,0 +1,1 @@
+"""Ways to carry staged bytes from one process to another, behind the interface in base.py."""

@@ -1,0 +1,128 @@
+"""The interface under the data path: one-way channels of staged messages, kept in order.
+
+A channel owns a few staging slots. The sender acquires one, fills it and sends it; the receiver gets it, takes the
+bytes out and
+releases it. The network therefore never touches a page, and giving up an attempt never needs to stop a transport.
+A transport that moves pages without staging (a copy engine that pulls) is another data path beside this one: it would
+take
+ChunkHeaders from the control connection and use landing.Landing.check for the same facts.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from socket import socket
+from typing import Protocol
+
+import numpy as np
+
+from kv_transfer.piece import META_NBYTES
+
+
+@dataclass(frozen=True, slots=True)
+class Ring:
+    """A channel's staging: `num_slots` payloads of at most `slot_nbytes`; a wait for a free slot ends after
+    `stall_timeout_s`.
+    """
+
+    num_slots: int
+    slot_nbytes: int
+    stall_timeout_s: float
+
+    @property
+    def stride(self) -> int:
+        return META_NBYTES + self.slot_nbytes
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """`buffer`: uint8 `[META_NBYTES + slot_nbytes]`."""
+
+    index: int
+    buffer: np.ndarray
+
+    @property
+    def meta(self) -> np.ndarray:
+        return self.buffer[:META_NBYTES]
+
+    @property
+    def payload(self) -> np.ndarray:
+        return self.buffer[META_NBYTES:]
+
+
+class Channel(Protocol):
+    """Used by one thread, except `interrupt`.
+
+    Every call but `close` raises PeerLost once the channel is broken or interrupted.
+    """
+
+    @property
+    def detail(self) -> str:
+        """How the transport itself describes what it uses, for operators."""
+        ...
+
+    def interrupt(self) -> None:
+        """From any thread: make a blocked call return, with PeerLost."""
+        ...
+
+    def close(self) -> None:
+        """Give everything back. On return no thread, kernel or network adapter touches a slot."""
+        ...
+
+
+class Outbound(Channel, Protocol):
+    def acquire(self) -> Slot:
+        """A free slot; blocks until the peer gave one back. Raises PeerLost if that takes longer than the stall
+        timeout.
+        """
+        ...
+
+    def send(self, slot: Slot, nbytes: int) -> None:
+        """Send its meta and the first `nbytes` of its payload; the slot belongs to the channel again."""
+        ...
+
+    def flush(self) -> None:
+        """Nothing more comes for now: see to it that what was sent leaves. Raises PeerLost as `acquire`."""
+        ...
+
+
+class Inbound(Channel, Protocol):
+    def receive(self) -> Slot:
+        """The next message, in the order of sending. Blocks without a limit: silence is normal here."""
+        ...
+
+    def release(self, slot: Slot) -> None:
+        """Its bytes are taken out."""
+        ...
+
+
+class Opening(Protocol):
+    """A channel that the sender's end has proposed."""
+
+    @property
+    def params(self) -> bytes:
+        """What the receiver's end must know."""
+        ...
+
+    def finish(self, answer: bytes) -> Outbound: ...
+
+    def cancel(self) -> None:
+        """The receiver declined, or is gone."""
+        ...
+
+
+class Transport(Protocol):
+    """`connect` and `attached` give a data socket to the peer, already authenticated; not all transports want one.
+
+    `open` and `accept` raise TransferError when this transport can't be used here; the next one is then tried.
+    """
+
+    @property
+    def name(self) -> str: ...
+
+    def open(self, session: bytes, ring: Ring, connect: Callable[[], socket]) -> Opening: ...
+
+    def accept(
+        self, session: bytes, ring: Ring, params: bytes, attached: Callable[[], socket]
+    ) -> tuple[Inbound, bytes]: ...
+
+    def close(self) -> None: ...

@@ -1,0 +1,56 @@
+"""Which transports and devices a UCX endpoint really uses, in UCX's own words.
+
+ucxx does not offer ucp_ep_query, so ctypes asks.
+"""
+
+import ctypes
+
+_FIELD_TRANSPORTS = 1 << 3
+_MAX_LANES = 16
+
+
+class _Entry(ctypes.Structure):
+    """ucp_transport_entry_t, ucp_def.h."""
+
+    _fields_ = (("transport_name", ctypes.c_char_p), ("device_name", ctypes.c_char_p))
+
+
+class _Transports(ctypes.Structure):
+    """ucp_transports_t, ucp_def.h."""
+
+    _fields_ = (
+        ("entries", ctypes.POINTER(_Entry)),
+        ("num_entries", ctypes.c_uint),
+        ("entry_size", ctypes.c_size_t),
+    )
+
+
+class _EndpointAttributes(ctypes.Structure):
+    """ucp_ep_attr_t, ucp.h; a sockaddr_storage is 128 bytes aligned to 8."""
+
+    _fields_ = (
+        ("field_mask", ctypes.c_uint64),
+        ("name", ctypes.c_char * 32),
+        ("local_sockaddr", ctypes.c_uint64 * 16),
+        ("remote_sockaddr", ctypes.c_uint64 * 16),
+        ("transports", _Transports),
+        ("user_data", ctypes.c_void_p),
+    )
+
+
+def endpoint_lanes(handle: int) -> str:
+    """Like "tcp/eth0, tcp/lo" for the endpoint of this ucp_ep_h; says so if UCX does not tell."""
+    entries = (_Entry * _MAX_LANES)()
+    attributes = _EndpointAttributes(field_mask=_FIELD_TRANSPORTS)
+    attributes.transports = _Transports(entries, _MAX_LANES, ctypes.sizeof(_Entry))
+    library = ctypes.CDLL("libucp.so.0")  # loaded by ucxx: this finds the same one
+    library.ucp_ep_query.argtypes = (ctypes.c_void_p, ctypes.POINTER(_EndpointAttributes))
+    status = library.ucp_ep_query(handle, ctypes.byref(attributes))
+    if status != 0:
+        return f"lanes unknown (ucp_ep_query: {status})"
+    used = entries[: attributes.transports.num_entries]
+    return ", ".join(f"{_text(entry.transport_name)}/{_text(entry.device_name)}" for entry in used)
+
+
+def _text(value: bytes | None) -> str:
+    return value.decode() if value else "?"

@@ -1,0 +1,106 @@
+"""Whole frames on a blocking socket before a deadline, for the handshake. Reads not one byte more than the frame."""
+
+import hashlib
+import hmac
+import logging
+import socket
+import time
+from typing import Any, TypeVar
+
+import msgspec
+
+from contracts import codec
+from contracts.errors import AuthFailed, ConfigError, PeerLost, TransferError
+from kv_transfer.frames import ANY_FRAME, Rejected
+
+log = logging.getLogger(__name__)
+
+HELLO_MAX_NBYTES = 4 << 10
+FRAME_MAX_NBYTES = 64 << 10
+
+Frame = TypeVar("Frame", bound=msgspec.Struct)
+
+
+class Deadline:
+    def __init__(self, timeout_s: float) -> None:
+        self._end = time.monotonic() + timeout_s
+
+    @property
+    def is_over(self) -> bool:
+        return time.monotonic() >= self._end
+
+    def left_s(self) -> float:
+        """Raises PeerLost when nothing is left."""
+        left = self._end - time.monotonic()
+        if left <= 0:
+            raise PeerLost("the handshake took too long")
+        return left
+
+
+class HandshakeSocket:
+    """`raw_sent` and `raw_received`: the payloads of the last frame each way, for proofs over what was really said."""
+
+    def __init__(self, sock: socket.socket, deadline: Deadline) -> None:
+        self.sock, self.deadline = sock, deadline
+        self.raw_sent = self.raw_received = b""
+
+    def send(self, message: msgspec.Struct) -> None:
+        self.raw_sent = codec.encode(message)
+        try:
+            self.sock.settimeout(self.deadline.left_s())
+            self.sock.sendall(len(self.raw_sent).to_bytes(codec.HEADER_NBYTES, "little") + self.raw_sent)
+        except OSError as error:
+            raise PeerLost(f"the connection failed in the handshake: {error}") from error
+
+    def receive(self, kind: type[Frame], max_nbytes: int = FRAME_MAX_NBYTES) -> Frame:
+        """Raises what the peer says in Rejected, PeerLost, or TransferError if it speaks something else."""
+        message = self.receive_any(max_nbytes)
+        if isinstance(message, Rejected):
+            raise _rejection(message)
+        if not isinstance(message, kind):
+            raise TransferError(f"expected {kind.__name__} in the handshake, got {type(message).__name__}")
+        return message
+
+    def receive_any(self, max_nbytes: int = FRAME_MAX_NBYTES) -> Any:
+        nbytes = int.from_bytes(self._exactly(codec.HEADER_NBYTES), "little")
+        if not 0 < nbytes <= max_nbytes:
+            raise TransferError(f"a first frame of {nbytes} bytes: this is not a Tandem worker")
+        self.raw_received = self._exactly(nbytes)
+        try:
+            return ANY_FRAME.decode(self.raw_received)
+        except msgspec.DecodeError as error:
+            raise TransferError(f"unreadable handshake: {error}") from error
+
+    def _exactly(self, nbytes: int) -> bytes:
+        data = b""
+        while len(data) < nbytes:
+            try:
+                self.sock.settimeout(self.deadline.left_s())
+                part = self.sock.recv(nbytes - len(data))
+            except OSError as error:
+                raise PeerLost(f"the connection failed in the handshake: {error}") from error
+            if not part:
+                raise PeerLost("the peer closed the connection in the handshake")
+            data += part
+        return data
+
+
+def shut(sock: socket.socket) -> None:
+    """Wake whoever waits on it."""
+    try:
+        sock.shutdown(socket.SHUT_RDWR)
+    except OSError as error:
+        log.debug("the socket was shut already: %s", error)
+
+
+def prove(secret: bytes, label: bytes, *said: bytes) -> bytes:
+    """HMAC-SHA256 over a label and the frames that both ends saw."""
+    digest = hmac.new(secret, label, hashlib.sha256)
+    for part in said:
+        digest.update(len(part).to_bytes(4, "little") + part)
+    return digest.digest()
+
+
+def _rejection(message: Rejected) -> Exception:
+    kinds = {"auth_failed": AuthFailed, "config": ConfigError, "layout_mismatch": ConfigError}
+    return kinds.get(message.code, TransferError)(f"the peer refused: {message.reason}")

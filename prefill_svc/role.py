@@ -1,0 +1,270 @@
+"""The prefill side: compute the prompt, push each chunk while the next is computed, let go on Commit."""
+
+import logging
+from dataclasses import dataclass, field
+
+from contracts import errors
+from contracts.errors import Corrupt, TandemError, Unavailable
+from contracts.handoff import Abort, Commit, Fin, Grant, Offer, Refuse, Wait
+from contracts.ids import Epoch, RequestId, WorkerId
+from contracts.request import Job, WorkerRef
+from core.ledger import Ledger, Live
+from engine.engine import Engine
+from engine.messages import ChunkDone, Sampled, StepOutput
+from kv_transfer.events import Drained, Message, PeerLost, TransferEvent
+from kv_transfer.node import TransferNode
+
+log = logging.getLogger(__name__)
+
+AttemptId = tuple[RequestId, Epoch]
+
+
+@dataclass
+class Attempt:
+    """One handoff as prefill sees it.
+
+    `chunks` are computed and not yet sent; pages stay held until Commit or drained.
+    """
+
+    live: Live
+    offered_s: float | None = None
+    grant: Grant | None = None
+    chunks: list[ChunkDone] = field(default_factory=list)
+    num_sent: int = 0
+    first: Sampled | None = None
+    finished_s: float | None = None
+
+    @property
+    def id(self) -> AttemptId:
+        return self.live.job.request_id, self.live.job.epoch
+
+    @property
+    def peer(self) -> WorkerRef:
+        return self.live.job.route.decode
+
+    def is_with(self, lost: PeerLost) -> bool:
+        return self.offered_s is not None and (self.peer.worker_id, self.peer.incarnation) == (
+            lost.peer_id,
+            lost.incarnation,
+        )
+
+    @property
+    def is_sent(self) -> bool:
+        """Fin is on its way: from here on the end of the request is decode's to tell."""
+        return self.finished_s is not None
+
+
+class PrefillRole:
+    """Serves jobs whose route names this worker as prefill and another as decode.
+
+    `grant_timeout_s`: how long a computed prompt waits for pages at decode before it is decoded here instead.
+    """
+
+    def __init__(
+        self, me: WorkerId, engine: Engine, node: TransferNode, ledger: Ledger, grant_timeout_s: float = 5.0
+    ) -> None:
+        self._me = me
+        self._engine = engine
+        self._node = node
+        self._ledger = ledger
+        self._grant_timeout_s = grant_timeout_s
+        self._attempts: dict[AttemptId, Attempt] = {}
+        self._draining: dict[AttemptId, Attempt] = {}
+        self._counters: dict[str, float] = dict.fromkeys(
+            ("handoffs_offered", "handoffs_committed", "handoffs_aborted", "handoffs_local", "commit_wait_seconds"), 0.0
+        )
+
+    def takes(self, job: Job) -> bool:
+        return job.route.prefill.worker_id == self._me and not job.route.is_local
+
+    def start(self, live: Live, now: float) -> None:
+        self._engine.submit(live.request(handoff=True))
+        attempt = Attempt(live)
+        self._attempts[attempt.id] = attempt
+        self._ledger.move(live, "QUEUED")
+
+    def drop(self, live: Live, reason: str, now: float) -> None:
+        attempt = self._attempts.pop((live.job.request_id, live.job.epoch), None)
+        if attempt is not None:
+            self._abandon(attempt, "cancelled", reason)
+        else:
+            self._engine.release(live.key)
+
+    def on_started(self, live: Live, now: float) -> None:
+        attempt = self._attempts.get((live.job.request_id, live.job.epoch))
+        if attempt is None or attempt.offered_s is not None:
+            return
+        attempt.offered_s = now
+        self._counters["handoffs_offered"] += 1
+        job = live.job
+        offer = Offer(job.request_id, job.epoch, len(job.token_ids), self._engine.layout.layout_id)
+        self._node.offer(attempt.peer, offer)
+        self._ledger.move(live, "RESERVING")
+
+    def on_step(self, output: StepOutput, now: float) -> None:
+        for chunk in output.chunks:
+            if attempt := self._of(chunk.request_id):
+                attempt.chunks.append(chunk)
+                self._pump(attempt, now)
+        for sampled in output.sampled:
+            if (attempt := self._of(sampled.request_id)) and sampled.token.index == 0:
+                attempt.first = sampled
+        for ended in output.ended:
+            if attempt := self._of(ended.request_id):
+                self._end_here(attempt, "finished", "token 0 ended the request")
+        for sampled in output.sampled:
+            if attempt := self._of(sampled.request_id):
+                self._pump(attempt, now)
+
+    def on_transfer(self, event: TransferEvent, now: float) -> None:
+        match event:
+            case Message(message=Grant() as grant):
+                self._on_grant(grant, now)
+            case Message(message=Wait() as wait):
+                self._on_wait(wait)
+            case Message(message=Refuse() as refuse):
+                self._lose((refuse.request_id, refuse.epoch), Unavailable(f"decode refused: {refuse.reason}"))
+            case Message(message=Commit() as commit):
+                self._on_commit(commit, now)
+            case Message(message=Abort() as abort):
+                self._on_abort(abort)
+            case Drained(request_id, epoch):
+                self._on_drained((request_id, epoch))
+            case PeerLost():
+                self._on_peer_lost(event)
+
+    def on_tick(self, now: float) -> None:
+        for attempt in list(self._attempts.values()):
+            if attempt.first is None or attempt.grant is not None or attempt.is_sent:
+                continue
+            if now - attempt.live.mark_s >= self._grant_timeout_s:
+                self._keep_local(attempt)
+
+    def counters(self) -> dict[str, float]:
+        return self._counters
+
+    def is_idle(self) -> bool:
+        return not self._attempts and not self._draining
+
+    # the peer's answers
+
+    def _on_grant(self, grant: Grant, now: float) -> None:
+        attempt = self._attempts.get((grant.request_id, grant.epoch))
+        if attempt is None or attempt.grant is not None:
+            self._ledger.num_stale += 1
+            return
+        attempt.grant = grant
+        self._ledger.move(attempt.live, "TRANSFERRING")
+        self._pump(attempt, now)
+
+    def _on_wait(self, wait: Wait) -> None:
+        attempt = self._attempts.get((wait.request_id, wait.epoch))
+        if attempt is not None:
+            self._ledger.move(attempt.live, "HELD")
+
+    def _on_commit(self, commit: Commit, now: float) -> None:
+        attempt = self._attempts.get((commit.request_id, commit.epoch))
+        if attempt is None:
+            self._ledger.num_stale += 1
+            return
+        if attempt.finished_s is None or commit.num_chunks != attempt.num_sent:
+            error = Corrupt(f"decode committed {commit.num_chunks} chunks of {attempt.num_sent} sent")
+            self._lose(attempt.id, error)
+            return
+        self._counters["handoffs_committed"] += 1
+        self._counters["commit_wait_seconds"] += now - attempt.finished_s
+        del self._attempts[attempt.id]
+        self._engine.release(attempt.live.key)
+        self._ledger.leave(attempt.live)
+
+    def _on_abort(self, abort: Abort) -> None:
+        """Decode ended the attempt and tells the gateway why; here only the pages are left to free."""
+        attempt = self._attempts.pop((abort.request_id, abort.epoch), None)
+        if attempt is not None:
+            self._counters["handoffs_aborted"] += 1
+            self._ledger.leave(attempt.live)
+            self._draining[attempt.id] = attempt  # the node drains it by itself and says so
+
+    def _on_drained(self, attempt_id: AttemptId) -> None:
+        attempt = self._draining.pop(attempt_id, None)
+        if attempt is not None:
+            self._engine.release(attempt.live.key)
+
+    def _on_peer_lost(self, lost: PeerLost) -> None:
+        for attempt in [a for a in self._draining.values() if a.is_with(lost)]:
+            self._on_drained(attempt.id)
+        for attempt in [a for a in self._attempts.values() if a.is_with(lost)]:
+            del self._attempts[attempt.id]
+            self._engine.release(attempt.live.key)
+            if attempt.is_sent:
+                self._ledger.leave(attempt.live)
+            else:
+                error = errors.PeerLost(f"the handoff to decode worker {lost.peer_id} failed: {lost.error}")
+                self._ledger.fail(attempt.live, error)
+
+    # sending
+
+    def _pump(self, attempt: Attempt, now: float) -> None:
+        """Queue what is computed and granted; then Fin."""
+        if attempt.grant is None or attempt.is_sent:
+            return
+        for chunk in attempt.chunks:
+            self._send(attempt, chunk, attempt.grant.skip_tokens)
+        attempt.chunks.clear()
+        if attempt.first is not None:
+            self._finish(attempt, now)
+
+    def _send(self, attempt: Attempt, chunk: ChunkDone, skip_tokens: int) -> None:
+        """Send the part of a chunk that decode does not hold.
+
+        `skip_tokens` and chunk starts are multiples of the block size.
+        """
+        end = chunk.first_token + chunk.num_tokens
+        first = max(chunk.first_token, skip_tokens)
+        if first >= end:
+            return
+        pages = chunk.blocks[(first - chunk.first_token) // self._engine.layout.block_size :]
+        request_id, epoch = attempt.id
+        self._node.send_chunk(attempt.peer.worker_id, request_id, epoch, attempt.num_sent, first, end - first, pages)
+        attempt.num_sent += 1
+
+    def _finish(self, attempt: Attempt, now: float) -> None:
+        assert attempt.first is not None
+        request_id, epoch = attempt.id
+        fin = Fin(request_id, epoch, attempt.num_sent, attempt.first.token, attempt.live.cached_tokens)
+        self._node.finish(attempt.peer.worker_id, fin)
+        attempt.finished_s = now
+
+    # letting go
+
+    def _of(self, key: RequestId) -> Attempt | None:
+        live = self._ledger.of(key)
+        return self._attempts.get((live.job.request_id, live.job.epoch)) if live is not None else None
+
+    def _lose(self, attempt_id: AttemptId, error: TandemError) -> None:
+        attempt = self._attempts.pop(attempt_id, None)
+        if attempt is not None:
+            self._abandon(attempt, error.code, str(error))
+            self._ledger.fail(attempt.live, error)
+
+    def _end_here(self, attempt: Attempt, code: str, reason: str) -> None:
+        del self._attempts[attempt.id]
+        self._abandon(attempt, code, reason)
+
+    def _abandon(self, attempt: Attempt, code: str, reason: str) -> None:
+        """Tell decode, and free the pages once no thread reads them any more."""
+        if attempt.offered_s is None:
+            self._engine.release(attempt.live.key)
+            return
+        self._counters["handoffs_aborted"] += code != "finished"
+        self._draining[attempt.id] = attempt
+        self._node.abort(attempt.peer.worker_id, Abort(*attempt.id, code, reason))
+
+    def _keep_local(self, attempt: Attempt) -> None:
+        """Decode had no pages in time: the answer goes on here, where the KV already is."""
+        log.warning("request %s: no pages at %s in time, decoding here", attempt.id[0], attempt.peer.worker_id)
+        del self._attempts[attempt.id]
+        self._counters["handoffs_local"] += 1
+        self._node.abort(attempt.peer.worker_id, Abort(*attempt.id, "local", "decoded on the prefill worker"))
+        self._engine.keep_local(attempt.live.key)
+        self._ledger.move(attempt.live, "LOCAL_DECODE")

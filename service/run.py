@@ -1,0 +1,62 @@
+"""The life of a service's process: settings, then work until a signal, then the way back."""
+
+import asyncio
+import logging
+import signal
+import sys
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Protocol, TypeVar
+
+from pydantic import SecretStr
+
+from contracts.errors import ConfigError, TandemError
+from service.settings import read_settings
+
+
+class ServiceSettings(Protocol):
+    """What the settings of every service have."""
+
+    @property
+    def secret(self) -> SecretStr: ...
+
+    @property
+    def log_level(self) -> str: ...
+
+
+S = TypeVar("S", bound=ServiceSettings)
+
+
+def run_service(name: str, kind: type[S], argv: Sequence[str] | None, serve: Callable[[S], Awaitable[int]]) -> int:
+    """Read settings and `serve` until SIGINT or SIGTERM, which cancel it.
+
+    Returns the exit code: 0 stopped, 1 could not start (a line on stderr says why), else what `serve` returned.
+    """
+    try:
+        settings = read_settings(kind, sys.argv[1:] if argv is None else argv)
+        _require_secret(settings)
+        _start_log(name, settings)
+        return asyncio.run(_until_signal(serve, settings))
+    except TandemError as error:
+        print(f"tandem {name}: {error}", file=sys.stderr)
+        return 1
+    except asyncio.CancelledError:
+        return 0
+
+
+async def _until_signal(serve: Callable[[S], Awaitable[int]], settings: S) -> int:
+    """Signals unwind `serve` through its finally blocks, whatever it is doing; the second is as the first."""
+    task = asyncio.current_task()
+    assert task is not None
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, task.cancel)
+    return await serve(settings)
+
+
+def _require_secret(settings: ServiceSettings) -> None:
+    if not settings.secret.get_secret_value():
+        raise ConfigError("secret is empty: set TANDEM_SECRET to the same value for all services of the pool")
+
+
+def _start_log(name: str, settings: ServiceSettings) -> None:
+    form = f"%(asctime)s {name} %(levelname)s %(name)s: %(message)s"
+    logging.basicConfig(level=settings.log_level.upper(), format=form)

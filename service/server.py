@@ -1,0 +1,38 @@
+"""uvicorn inside a process that has more to put away than its HTTP server."""
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+
+import uvicorn
+from fastapi import FastAPI
+
+CLOSE_TIMEOUT_S = 5.0
+KEEP_ALIVE_S = 60
+"""How long an idle connection stays open: longer than our clients keep theirs (aiohttp: 15 s): they close first.
+
+A job that is posted in the moment when the server closes gets no answer, and its request 503."""
+
+
+class Server(uvicorn.Server):
+    """uvicorn without its signal handlers: theirs would end the process before it has put its things away."""
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+@asynccontextmanager
+async def serving(app: FastAPI, listener: socket.socket) -> AsyncIterator[asyncio.Task[None]]:
+    """Serve `app` on `listener` inside the block; the task ends by itself only if the server fails."""
+    config = uvicorn.Config(
+        app, log_level="warning", access_log=False, timeout_graceful_shutdown=2, timeout_keep_alive=KEEP_ALIVE_S
+    )
+    server = Server(config)
+    task = asyncio.create_task(server.serve(sockets=[listener]))
+    try:
+        yield task
+    finally:
+        server.should_exit = True
+        await asyncio.wait({task}, timeout=CLOSE_TIMEOUT_S)

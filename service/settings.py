@@ -1,0 +1,39 @@
+"""Settings from the command line and the environment, and what is wrong with them in words that say what to set."""
+
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+from pydantic import ValidationError
+from pydantic_core import ErrorDetails
+from pydantic_settings import CliApp, SettingsError
+
+from contracts.errors import ConfigError
+
+S = TypeVar("S")
+
+
+def flag_and_variable(name: str) -> str:
+    return f"--{name.replace('_', '-')} or {variable(name)}"
+
+
+def variable(name: str) -> str:
+    return f"TANDEM_{name.upper()}"
+
+
+def read_settings(kind: type[S], argv: Sequence[str], places: Callable[[str], str] = flag_and_variable) -> S:
+    """Command line before environment before defaults. An unknown option ends the process with code 2, like argparse.
+
+    Raises ConfigError that names each wrong setting, its value, what is allowed, and by `places` where it is set.
+    """
+    try:
+        return CliApp.run(kind, cli_args=list(argv))
+    except ValidationError as error:
+        wrong = [_describe(str(item["loc"][0]), item, places) for item in error.errors()]
+        raise ConfigError("; ".join(wrong)) from error
+    except SettingsError as error:
+        raise ConfigError(str(error)) from error
+
+
+def _describe(name: str, item: ErrorDetails, places: Callable[[str], str]) -> str:
+    words = item["msg"].removeprefix("Value error, ").replace("Input should be", "it must be")
+    return f"{name} is {item['input']!r}: {words} (set by {places(name)})"

@@ -1,0 +1,159 @@
+"""One process of a system: what to run, and the hold on it while it runs."""
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from pathlib import Path
+
+from contracts.leash import leashed
+
+TAIL_NBYTES = 8192
+
+
+@dataclass(frozen=True)
+class ProcessSpec:
+    """What to run, as data.
+
+    `stage`: started in ascending order, each stage once the one before is ready; ended in descending order.
+    `is_vital`: the system can't do without it. `is_ready`: asked often; None while it is not, then facts
+    (pid, core_pid, url) about the running process.
+    """
+
+    name: str
+    role: str
+    stage: int
+    argv: tuple[str, ...]
+    is_ready: Callable[[], dict | None]
+    env: Mapping[str, str] = field(default_factory=dict)
+    is_vital: bool = False
+    stop_timeout_s: float = 5.0
+
+
+class State(StrEnum):
+    WAITING = "waiting"
+    STARTING = "starting"
+    READY = "ready"
+    DEAD = "dead"
+
+
+class Child:
+    """A process in its own session, with all output in one log file. Not thread-safe."""
+
+    def __init__(self, spec: ProcessSpec, log: Path, cwd: Path) -> None:
+        self.spec = spec
+        self.log = log
+        self.state = State.WAITING
+        self.exit_code: int | None = None
+        self.facts: dict = {}
+        self._cwd = cwd
+        self._process: subprocess.Popen | None = None
+        self._started_s = self._ready_s = 0.0
+
+    @property
+    def name(self) -> str:
+        return self.spec.name
+
+    @property
+    def pid(self) -> int | None:
+        return self._process.pid if self._process else None
+
+    @property
+    def is_running(self) -> bool:
+        return self.state in (State.STARTING, State.READY)
+
+    @property
+    def startup_s(self) -> float:
+        """Seconds from start to ready, or to now."""
+        if self.state is State.WAITING:
+            return 0.0
+        return (self._ready_s or time.monotonic()) - self._started_s
+
+    def start(self) -> None:
+        # A process group of its own: a Ctrl-C at the terminal reaches the supervisor alone, which ends all in order.
+        with self.log.open("ab") as log:
+            self._process = subprocess.Popen(
+                leashed(self.spec.argv),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env=dict(self.spec.env),
+                cwd=self._cwd,
+                start_new_session=True,
+            )
+        self._started_s = time.monotonic()
+        self.state = State.STARTING
+
+    def refresh(self) -> bool:
+        """Look whether it died or became ready. True if that is news."""
+        if not self.is_running:
+            return False
+        if self._has_exited():
+            self._reap()
+            return True
+        if self.state is State.READY or (facts := self.spec.is_ready()) is None:
+            return False
+        self.facts = facts
+        self._ready_s = time.monotonic()
+        self.state = State.READY
+        return True
+
+    def ask_to_stop(self) -> None:
+        """SIGTERM to the process itself: it minds its own children."""
+        # os.kill, not Popen.terminate: that would reap it first.
+        if self._process is not None and self.is_running:
+            os.kill(self._process.pid, signal.SIGTERM)
+
+    def kill(self) -> None:
+        """At once, with everything it started."""
+        if self._process is None or not self.is_running:
+            return
+        self._kill_group()
+        self._process.wait()
+        self._reap()
+
+    def last_lines(self, count: int) -> list[str]:
+        """The end of its log, without empty lines."""
+        if not self.log.exists():
+            return []
+        with self.log.open("rb") as log:
+            log.seek(max(0, self.log.stat().st_size - TAIL_NBYTES))
+            lines = log.read().decode(errors="replace").splitlines()
+        return [line.rstrip() for line in lines if line.strip()][-count:]
+
+    def describe_exit(self) -> str:
+        assert self.exit_code is not None
+        if self.exit_code < 0:
+            return f"was killed by {signal.Signals(-self.exit_code).name}"
+        return f"ended with code {self.exit_code}"
+
+    def _has_exited(self) -> bool:
+        """Without reaping: while the zombie is there, its process group id can't be given to anyone else."""
+        assert self._process is not None
+        return os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+
+    def _reap(self) -> None:
+        assert self._process is not None
+        if self._process.returncode is None:
+            self._kill_group()  # what it may have left behind, an engine core say
+        self.exit_code = self._process.wait()
+        self.state = State.DEAD
+
+    def _kill_group(self) -> None:
+        assert self._process is not None
+        with contextlib.suppress(ProcessLookupError):  # seen for a zombie that is alone in its group: nobody to kill
+            os.killpg(self._process.pid, signal.SIGKILL)
+
+
+def ready_file(path: Path) -> Callable[[], dict | None]:
+    """Ready once the process has written its facts to `path` (JSON, moved into place in one step)."""
+
+    def is_ready() -> dict | None:
+        return json.loads(path.read_text()) if path.exists() else None
+
+    return is_ready

@@ -1,0 +1,63 @@
+"""What `tandem up` says on the terminal: a live table on a real one, a line per event elsewhere."""
+
+from collections.abc import Sequence
+
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from tandem.child import Child, State
+
+COLORS = {State.WAITING: "dim", State.STARTING: "yellow", State.READY: "green", State.DEAD: "red"}
+
+
+class Progress:
+    """Shows children come up. On a terminal a table redrawn by `update()` (no thread); else one line per change."""
+
+    def __init__(self, console: Console, children: Sequence[Child]) -> None:
+        self._console = console
+        self._children = children
+        self._live: Live | None = None
+        self._shown: dict[str, State] = {}
+
+    def __enter__(self) -> "Progress":
+        if self._console.is_terminal:
+            self._live = Live(console=self._console, auto_refresh=False)
+            self._live.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._live is not None:
+            self.update()
+            self._live.stop()
+
+    def update(self) -> None:
+        if self._live is not None:
+            self._live.update(self._table(), refresh=True)
+            return
+        for child in self._children:
+            if self._shown.get(child.name) is not child.state:
+                self._shown[child.name] = child.state
+                self._say(child)
+
+    def _say(self, child: Child) -> None:
+        match child.state:
+            case State.STARTING:
+                plain(self._console, f"{child.name}: starting")
+            case State.READY:
+                plain(self._console, f"{child.name}: ready after {child.startup_s:.1f} s")
+
+    def _table(self) -> Table:
+        table = Table.grid(padding=(0, 2))
+        for child in self._children:
+            state = Text(child.state.value, style=COLORS[child.state])
+            seconds = f"{child.startup_s:.1f} s" if child.state is not State.WAITING else ""
+            doing = child.last_lines(1) if child.state is State.STARTING else []
+            table.add_row(child.name, state, seconds, Text("".join(doing)[-80:], style="dim", no_wrap=True))
+        return table
+
+
+def plain(console: Console, words: str) -> None:
+    """One line as it is: no markup, no wrapping, no colours, so that what it says can be copied."""
+    console.print(words, markup=False, highlight=False, soft_wrap=True)

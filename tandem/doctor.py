@@ -1,0 +1,260 @@
+"""`tandem doctor`: what this machine has, which of it is used, and what is missing."""
+
+import argparse
+import json
+import os
+import platform
+import subprocess
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from enum import StrEnum
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from checkpoint import Checkpoint, open_checkpoint
+from checkpoint.checkpoint import WeightFormat
+from checkpoint.gguf_file import GgufFile
+from checkpoint.safetensors_index import tensor_files
+from contracts.errors import ConfigError, TandemError
+from contracts.memory import available_nbytes, limit_nbytes
+from coordinator.redis_server import RedisServer, find_server
+from service import release
+from tandem.system import hide_password, pings
+
+if TYPE_CHECKING:
+    from kernels.caps import Caps
+
+DESCRIPTION = "Say what this machine has, what Tandem would use of it, and what is missing. Starts nothing that stays."
+EXAMPLES = """\
+examples:
+  tandem doctor                       the default model
+  tandem doctor --model ./Qwen3-0.6B  another one: its weights, and the memory that a KV cache of it takes
+  tandem doctor --json                for a bug report
+
+ok is not marked; a warning costs speed or matters only to some; BROKEN keeps Tandem from running, and the code is 1.
+"""
+PACKAGES = ("torch", "triton", "ucxx-cu13", "libucx-cu13", "flashinfer-python", "fastapi", "redis")
+OPTIONAL = ("flashinfer-python",)
+COMMAND_TIMEOUT_S = 30.0
+SMALL_NBYTES = 2 << 30
+
+
+class Level(StrEnum):
+    OK = "ok"
+    WARNING = "warning"
+    BROKEN = "BROKEN"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """`words` say what was found and, unless it is well, what to do."""
+
+    section: str
+    words: str
+    level: Level = Level.OK
+
+
+Check = Callable[[argparse.Namespace], Iterator[tuple[str, Level]]]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--model", default="", help="as for `tandem up`; SmolLM2-135M-Instruct by default")
+    parser.add_argument("--redis-url", default="", help="a Redis of your own, to see whether it answers")
+    parser.add_argument("--json", action="store_true", help="a JSON array of findings")
+
+
+def run(options: argparse.Namespace, home: Path) -> int:
+    findings: list[Finding] = []
+    for finding in examine(options):
+        findings.append(finding)
+        if not options.json:
+            mark = "" if finding.level is Level.OK else f"{finding.level}: "
+            print(f"{finding.section:<11}{mark}{finding.words}", flush=True)
+    if options.json:
+        print(json.dumps([asdict(finding) for finding in findings], indent=1))
+    return int(any(finding.level is Level.BROKEN for finding in findings))
+
+
+def examine(options: argparse.Namespace) -> Iterator[Finding]:
+    """A check that fails is a finding too."""
+    for section, check in CHECKS.items():
+        try:
+            for words, level in check(options):
+                yield Finding(section, words, level)
+        except (TandemError, ImportError, OSError) as error:
+            yield Finding(section, str(error), Level.BROKEN)
+
+
+def _versions(options: argparse.Namespace) -> Iterator[tuple[str, Level]]:
+    yield f"tandem {release()}, Python {platform.python_version()}, {platform.platform()}", Level.OK
+    for package in PACKAGES:
+        try:
+            yield f"{package} {version(package)}", Level.OK
+        except PackageNotFoundError:
+            is_needed = package not in OPTIONAL
+            words = "`make setup` installs it" if is_needed else "needed by some kernels for NVIDIA GPUs only"
+            yield f"{package} is not installed: {words}", Level.BROKEN if is_needed else Level.OK
+
+
+def _cpu(options: argparse.Namespace) -> Iterator[tuple[str, Level]]:
+    # Here and in _gpu: torch takes seconds to import, and the findings before it should not wait.
+    from engine.load import open_weights, resolve_dtype
+    from engine.messages import EngineSettings
+    from kernels.cpu.isa import probe_isa
+
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    yield f"{len(os.sched_getaffinity(0))} CPUs, {names[0] if names else platform.machine()}", Level.OK
+    isa = probe_isa(EngineSettings.cache_dir)
+    if isa.bfloat16_speedup == 0:
+        yield (
+            "bfloat16 matmuls crash here: the dtypes bfloat16 and mixed16 are refused, float16 is taken",
+            Level.WARNING,
+        )
+    else:
+        cap = f", with oneDNN capped at {isa.onednn_cap}" if isa.onednn_cap else ""
+        yield f"bfloat16 matmuls run at {isa.bfloat16_speedup:.2f} times the rate of float16 weights{cap}", Level.OK
+    with suppress(ConfigError):  # a model that can't be opened is a finding already
+        settings = EngineSettings(model=options.model)
+        chosen = resolve_dtype(settings, open_weights(open_checkpoint(options.model)))
+        yield f"dtype auto holds this model's weights as {chosen} here", Level.OK
+
+
+def _memory(options: argparse.Namespace) -> Iterator[tuple[str, Level]]:
+    left, limit = available_nbytes(), limit_nbytes()
+    limited = f", of {_gib(limit)} that the control group allows" if limit is not None else ""
+    advice = ": a worker needs its weights and a KV cache (TANDEM_KV_CACHE_MIB)" if left < SMALL_NBYTES else ""
+    yield f"{_gib(left)} available{limited}{advice}", Level.WARNING if advice else Level.OK
+
+
+def _transports(options: argparse.Namespace) -> Iterator[tuple[str, Level]]:
+    from kv_transfer.transports.registry import Transports
+
+    names = [name for name in Transports().available() if name != "loopback"]
+    yield f"for KV: {', '.join(names)}", Level.OK if "ucx" in names else Level.WARNING
+    program, libraries = _ucx_info()
+    if program is None:
+        yield "UCX's own list of devices can't be shown: ucx_info is not installed", Level.OK
+        return
+    env = os.environ | {"LD_LIBRARY_PATH": str(libraries)}
+    said = subprocess.run([program, "-d"], env=env, capture_output=True, text=True, timeout=COMMAND_TIMEOUT_S).stdout
+    yield f"UCX: {ucx_devices(said)}", Level.OK
+
+
+def ucx_devices(said: str) -> str:
+    """`ucx_info -d` in a line: each transport with its devices, as "tcp (eth0, lo), cma"."""
+    devices: dict[str, list[str]] = {}
+    transport = ""
+    for line in said.splitlines():
+        name, _, value = line.strip("# ").partition(":")
+        if name == "Transport":
+            transport = value.strip()
+        elif name == "Device" and value.strip() not in devices.setdefault(transport, []):
+            devices[transport].append(value.strip())
+    shown = [f"{name} ({', '.join(found)})" for name, found in devices.items()]
+    return ", ".join(shown) or "no device"
+
+
+def _ucx_info() -> tuple[Path | None, Path]:
+    spec = find_spec("libucx")
+    folder = Path((spec.submodule_search_locations or [""])[0]) if spec is not None else Path()
+    program = folder / "bin" / "ucx_info"
+    return (program if program.exists() else None), folder / "lib"
+
+
+def _redis(options: argparse.Namespace) -> Iterator[tuple[str, Level]]:
+    if options.redis_url:
+        if not pings(options.redis_url):
+            raise ConfigError(
+                f"nobody answers at {hide_password(options.redis_url)}: start it, or leave --redis-url out"
+            )
+        yield f"answers at {hide_password(options.redis_url)}", Level.OK
+        return
+    program = find_server()
+    said = subprocess.run([program, "--version"], capture_output=True, text=True, timeout=COMMAND_TIMEOUT_S).stdout
+    with RedisServer(program):
+        yield f"{program} starts and answers: {' '.join(said.split()[:3])}", Level.OK
+
+
+def _gpu(options: argparse.Namespace) -> Iterator[tuple[str, Level]]:
+    from kernels import caps
+
+    yield from explain_device(caps.detect())
+
+
+def explain_device(found: "Caps") -> Iterator[tuple[str, Level]]:
+    """What runs on a device of these capabilities, and why nothing better does."""
+    from kernels import caps, catalog, standard
+
+    if found.device != "cuda":
+        yield "none that CUDA shows: models run on the CPU", Level.OK
+        return
+    registry = catalog.registry(found)
+    cases = {case.op: case for case in standard.cases(found.device)}.values()
+    choices = [registry.resolve(case.op, case.spec) for case in sorted(cases, key=lambda case: case.op)]
+    yield f"{found.name}, sm_{found.cc}, {found.sm_count} multiprocessors", Level.OK
+    for words in caps.missing(found):
+        yield words, Level.WARNING
+    yield "each operation takes the best implementation that runs here; `not` says why a better one does not:", Level.OK
+    for choice in choices:
+        against = "".join(f"; not {name}: {reason}" for name, reason in choice.rejected)
+        yield f"  {choice.op}: {choice.impl.name}{against}", Level.OK
+
+
+def _model(options: argparse.Namespace) -> Iterator[tuple[str, Level]]:
+    checkpoint = open_checkpoint(options.model)
+    config = checkpoint.config
+    yield f"{checkpoint.name} at {checkpoint.path}", Level.OK
+    heads = f"{config.num_heads} heads, {config.num_kv_heads} of them for keys and values"
+    yield f"{config.num_layers} layers, {heads}, context of {config.max_model_len} tokens", Level.OK
+    yield f"weights as stored: {stored_as(checkpoint)}", Level.OK
+    per_token = 2 * config.num_layers * config.num_kv_heads * config.head_dim
+    yield f"KV cache: {per_token * 4 / 1024:.0f} KiB a token in float32, half of it in bfloat16", Level.OK
+    if checkpoint.chat_template is None:
+        yield "no chat template: it completes text, and refuses chats", Level.WARNING
+
+
+def stored_as(checkpoint: Checkpoint) -> str:
+    """How many tensors of which number format, and their size: "Q4_1: 210 tensors, 78.1 MiB; ..."."""
+    sizes: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
+    for kind, nbytes in _tensors(checkpoint):
+        sizes[kind] += nbytes
+        counts[kind] += 1
+    return "; ".join(
+        f"{kind}: {counts[kind]} tensors, {nbytes / 2**20:.1f} MiB" for kind, nbytes in sizes.most_common()
+    )
+
+
+def _tensors(checkpoint: Checkpoint) -> Iterator[tuple[str, int]]:
+    """Number format and bytes of each."""
+    if checkpoint.format is WeightFormat.GGUF:
+        for tensor in GgufFile.open(checkpoint.path).tensors.values():
+            yield tensor.kind.name, tensor.nbytes
+        return
+    for file in sorted(set(tensor_files(checkpoint.path).values())):
+        with file.open("rb") as stream:
+            header = json.loads(stream.read(int.from_bytes(stream.read(8), "little")))
+        for name, entry in header.items():
+            if name != "__metadata__":
+                begin, end = entry["data_offsets"]
+                yield entry["dtype"], end - begin
+
+
+def _gib(nbytes: int) -> str:
+    return f"{nbytes / 2**30:.1f} GiB"
+
+
+CHECKS: dict[str, Check] = {
+    "versions": _versions,
+    "memory": _memory,
+    "redis": _redis,
+    "model": _model,
+    "transports": _transports,
+    "cpu": _cpu,
+    "gpu": _gpu,
+}

@@ -1,0 +1,108 @@
+"""What the processes of the running systems say of themselves at one moment, and what changed between two."""
+
+import time
+import urllib.error
+import urllib.request
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from tandem import ps
+
+TIMEOUT_S = 2.0
+REQUESTS = "tandem_gateway_requests_total"
+STATES = "tandem_coordinator_requests"
+SENT = "tandem_link_nbytes_total"
+
+Samples = dict[str, float]
+"""Sample name -> value, summed over its labels."""
+
+
+@dataclass(frozen=True)
+class Link:
+    """An outgoing end of a handoff link; `transport` is the one really taken."""
+
+    peer: str
+    transport: str
+    state: str
+    nbytes: float
+
+
+@dataclass(frozen=True)
+class Page:
+    """What one process has on its page of metrics. `states`: how many requests are in each, at the coordinator.
+
+    Among the sums is `errors`: the gateway's requests that did not end well.
+    """
+
+    sums: Samples = field(default_factory=dict)
+    states: Samples = field(default_factory=dict)
+    links: tuple[Link, ...] = ()
+
+
+@dataclass(frozen=True)
+class Look:
+    """All processes at one moment; `pages` by process id, empty for one that did not answer."""
+
+    at_s: float
+    rows: list[ps.Row]
+    pages: dict[int, Page]
+
+    def page(self, row: ps.Row) -> Page:
+        return self.pages.get(int(row["pid"] or 0), Page())
+
+
+@dataclass(frozen=True)
+class Change:
+    """One process between two looks."""
+
+    before: Samples
+    after: Samples
+    span_s: float
+
+    def rate(self, *names: str) -> float | None:
+        """Growth a second of the sum of counters; None unless all are there, twice."""
+        if not names or not self.span_s or not all(name in self.before and name in self.after for name in names):
+            return None
+        return max(0.0, sum(self.after[name] - self.before[name] for name in names)) / self.span_s
+
+    def mean(self, histogram: str) -> float | None:
+        """Of what was observed in between; None if nothing was."""
+        count, total = (self.rate(f"{histogram}_{part}") for part in ("count", "sum"))
+        return total / count if count and total is not None else None
+
+
+def look(home: Path, port: int | None) -> Look:
+    rows = [row for row in ps.list_processes(home) if port in (None, row["port"])]
+    served = [row for row in rows if row["pid"] and str(row["url"]).startswith("http")]
+    return Look(time.monotonic(), rows, {int(row["pid"] or 0): _read(f"{row['url']}/metrics") for row in served})
+
+
+def change(row: ps.Row, before: Look, after: Look) -> Change:
+    return Change(before.page(row).sums, after.page(row).sums, after.at_s - before.at_s)
+
+
+def _read(url: str) -> Page:
+    """Empty if nobody answers: then its state says why."""
+    try:
+        with urllib.request.urlopen(url, timeout=TIMEOUT_S) as response:
+            return parse(response.read().decode())
+    except (urllib.error.URLError, OSError):
+        return Page()
+
+
+def parse(text: str) -> Page:
+    sums: Samples = {}
+    states: Samples = {}
+    links: list[Link] = []
+    for sample in (sample for family in text_string_to_metric_families(text) for sample in family.samples):
+        name, labels, value = sample.name, sample.labels, sample.value
+        sums[name] = sums.get(name, 0.0) + value
+        if name == REQUESTS:
+            sums["errors"] = sums.get("errors", 0.0) + (labels.get("code") not in ("ok", "disconnected")) * value
+        elif name == STATES:
+            states[labels["state"]] = value
+        elif name == SENT and labels.get("direction") == "out":
+            links.append(Link(labels["peer"], labels["transport"], labels["state"], value))
+    return Page(sums, states, tuple(links))

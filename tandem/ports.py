@@ -1,0 +1,45 @@
+"""Ports of this machine: is one free, who holds it, give me any."""
+
+import socket
+
+import psutil
+
+from contracts.errors import ConfigError
+
+
+def claim_port(host: str, port: int) -> int:
+    """`port` itself if it can be listened on, or a free one for 0. Raises ConfigError saying who holds it."""
+    try:
+        with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind((host, port))
+            return probe.getsockname()[1]
+    except PermissionError as error:
+        raise ConfigError(f"port {port} needs root; set PORT (or --port) to one above 1023") from error
+    except OSError as error:
+        if port and (holder := describe_holder(port)):
+            raise ConfigError(f"port {port} is taken by {holder}; set PORT (or --port) to another") from error
+        raise ConfigError(
+            f"can't listen on {host}:{port}: {error.strerror}; set PORT (or --port) to another"
+        ) from error
+
+
+def describe_holder(port: int) -> str | None:
+    """Name and id of the process that listens on `port`; None if nothing does."""
+    try:
+        listening = [c for c in psutil.net_connections("tcp") if c.status == psutil.CONN_LISTEN]
+    except psutil.AccessDenied:
+        return "another process"
+    for connection in listening:
+        if connection.laddr and connection.laddr.port == port:
+            return _describe(connection.pid)
+    return None
+
+
+def _describe(pid: int | None) -> str:
+    if pid is None:
+        return "a process of another user"
+    try:
+        return f"{psutil.Process(pid).name()} (pid {pid})"
+    except psutil.NoSuchProcess:
+        return f"a process that just ended (pid {pid})"

@@ -1,0 +1,41 @@
+"""What can be found wrong before the first process is started: the settings of every service, and the model's files."""
+
+from collections.abc import Sequence
+
+from checkpoint import open_checkpoint
+from contracts.errors import ConfigError
+from coordinator.connect import SCHEMES
+from coordinator.settings import CoordinatorSettings
+from gateway.settings import GatewaySettings
+from service.settings import flag_and_variable, read_settings, variable
+from tandem.settings import UpSettings
+from worker.settings import WorkerSettings
+
+MAKE_VARIABLES = ("MODEL", "PORT", "PREFILL", "DECODE", "MIXED", "TRANSFER", "DTYPE", "REDIS_URL")
+"""What the Makefile hands on."""
+
+
+def read_up_settings(argv: Sequence[str]) -> UpSettings:
+    """Raises ConfigError with a line that names every wrong setting."""
+    settings = read_settings(UpSettings, argv, _places)
+    if not settings.is_complete:
+        raise ConfigError("nobody could answer: set PREFILL and DECODE to 1 or more, or MIXED")
+    if settings.redis_url and not settings.redis_url.startswith(SCHEMES):
+        wrong = f"redis_url is {settings.redis_url!r}: it must begin with {', '.join(SCHEMES)}"
+        raise ConfigError(f"{wrong} (set by {_places('redis_url')})")
+    return settings
+
+
+def preflight(settings: UpSettings) -> None:
+    """Downloads the model if it is named by hub id. Raises ConfigError."""
+    for kind in (CoordinatorSettings, WorkerSettings, GatewaySettings):  # they take the rest of the environment
+        read_settings(kind, (), variable)
+    try:
+        open_checkpoint(settings.model)
+    except ConfigError as error:
+        raise ConfigError(f"{error} (set by {_places('model')})") from error
+
+
+def _places(name: str) -> str:
+    made = f" or {name.upper()} of make" if name.upper() in MAKE_VARIABLES else ""
+    return f"{flag_and_variable(name)}{made}"

@@ -1,0 +1,80 @@
+"""`tandem ps`: the processes of every system that `tandem up` runs here for this user."""
+
+import argparse
+import json
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+
+DESCRIPTION = "Show the processes that `tandem up` started, of every system of this user on this machine."
+EXAMPLES = """\
+examples:
+  tandem ps
+  tandem ps --json | jq -r '.[] | select(.role == "decode") | .log'
+"""
+COLUMNS = ("port", "role", "id", "pid", "core_pid", "url", "state", "log")
+HEALTH_TIMEOUT_S = 2.0
+
+Row = dict[str, str | int | None]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="a JSON array of objects, for scripts")
+    parser.add_argument("--port", type=int, help="only the system whose gateway has this port")
+
+
+def run(options: argparse.Namespace, home: Path) -> int:
+    rows = [row for row in list_processes(home) if options.port in (None, row["port"])]
+    if options.json:
+        print(json.dumps(rows, indent=1))
+    elif rows:
+        show(rows)
+    else:
+        print("nothing runs; `tandem up` starts a system")
+    return 0
+
+
+def list_processes(home: Path) -> Iterator[Row]:
+    """One row per process, in the order they were started. Systems whose supervisor is gone are left out."""
+    for file in sorted(home.glob("*/state.json")):
+        try:
+            system = json.loads(file.read_text())
+        except FileNotFoundError:
+            continue  # it ended between the listing and the look
+        if is_alive(system["supervisor"]):
+            for process in system["processes"]:
+                yield {"port": system["port"]} | process | {"state": observe(process)}
+
+
+def identify(pid: int) -> dict:
+    """A process, told from a later one with the same number by when it began."""
+    return {"pid": pid, "created_s": psutil.Process(pid).create_time()}
+
+
+def is_alive(identity: dict) -> bool:
+    try:
+        return psutil.Process(identity["pid"]).create_time() == identity["created_s"]
+    except psutil.NoSuchProcess:
+        return False
+
+
+def observe(process: dict) -> str:
+    """The state as the supervisor knows it, and by the service's own `/health` where it is ready."""
+    if process["state"] != "ready" or not str(process["url"]).startswith("http"):
+        return process["state"]
+    try:
+        with urllib.request.urlopen(f"{process['url']}/health", timeout=HEALTH_TIMEOUT_S):
+            return "ready"
+    except (urllib.error.URLError, OSError):
+        return "unhealthy"
+
+
+def show(rows: list[Row]) -> None:
+    """Columns as wide as they must be: a path that is cut short can't be pasted."""
+    lines = [COLUMNS, *(tuple("-" if row[name] is None else str(row[name]) for name in COLUMNS) for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    for line in lines:
+        print("  ".join(word.ljust(width) for word, width in zip(line, widths, strict=True)).rstrip())

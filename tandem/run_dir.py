@@ -1,0 +1,60 @@
+"""The folder of one running system: its lock, its logs, and what `tandem ps` reads."""
+
+import fcntl
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+
+from contracts.errors import ConfigError
+
+
+def state_home(environ: Mapping[str, str]) -> Path:
+    """Where run folders live: `$XDG_STATE_HOME/tandem`, or `~/.local/state/tandem`."""
+    base = environ.get("XDG_STATE_HOME") or str(Path(environ.get("HOME", "/tmp")) / ".local" / "state")
+    return Path(base) / "tandem"
+
+
+class RunDir:
+    """`HOME/<port>`: held by one supervisor at a time, private to its user. Logs stay until the next start."""
+
+    def __init__(self, home: Path, port: int) -> None:
+        self.path = home / str(port)
+        self.logs = self.path / "logs"
+        self.ready = self.path / "ready"
+        self.state_file = self.path / "state.json"
+
+    def __enter__(self) -> "RunDir":
+        """Raises ConfigError if another supervisor holds it, or it can't be written."""
+        try:
+            self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._lock = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            raise ConfigError(f"can't write to {self.path}: {error.strerror}; set XDG_STATE_HOME") from error
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            os.close(self._lock)
+            raise ConfigError(
+                f"a Tandem system runs on port {self.path.name} already (`tandem ps` shows it); set PORT to another"
+            ) from error
+        for folder in (self.logs, self.ready):
+            shutil.rmtree(folder, ignore_errors=True)
+            folder.mkdir()
+        self.state_file.unlink(missing_ok=True)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.state_file.unlink(missing_ok=True)
+        shutil.rmtree(self.ready, ignore_errors=True)
+        os.close(self._lock)
+
+    def write_state(self, state: dict) -> None:
+        """In one step: a reader never sees half of it."""
+        draft = self.state_file.with_suffix(".draft")
+        draft.write_text(json.dumps(state, indent=1))
+        draft.replace(self.state_file)

@@ -1,0 +1,45 @@
+"""Signals as something to wait for, instead of something that strikes between any two lines."""
+
+import os
+import select
+import signal
+from types import FrameType, TracebackType
+
+STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+class SignalInbox:
+    """While open, asks to stop and news of children are counted and wake `wait()`; nothing is interrupted.
+
+    Main thread only, as the `signal` module demands.
+    """
+
+    def __init__(self) -> None:
+        self.num_stops = 0
+
+    def __enter__(self) -> "SignalInbox":
+        self._reader, self._writer = os.pipe()
+        os.set_blocking(self._reader, False)
+        os.set_blocking(self._writer, False)
+        self._former_wakeup = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
+        self._former = {number: signal.signal(number, _ignore) for number in (*STOPPING, signal.SIGCHLD)}
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for number, handler in self._former.items():
+            signal.signal(number, handler)
+        signal.set_wakeup_fd(self._former_wakeup)
+        os.close(self._reader)
+        os.close(self._writer)
+
+    def wait(self, timeout_s: float) -> None:
+        """Return when a signal came or `timeout_s` is over."""
+        if select.select([self._reader], [], [], timeout_s)[0]:
+            numbers = os.read(self._reader, 4096)
+            self.num_stops += sum(number in STOPPING for number in numbers)
+
+
+def _ignore(number: int, frame: FrameType | None) -> None:
+    """The wakeup descriptor has it already."""

@@ -1,0 +1,140 @@
+"""Starts the processes of a system in stages, watches them, and ends every one of them, whatever happens."""
+
+import time
+from collections.abc import Callable, Sequence
+from itertools import groupby
+
+from rich.console import Console
+
+from contracts.errors import ConfigError
+from tandem.child import Child, State
+from tandem.console import Progress, plain
+from tandem.signals import SignalInbox
+
+POLL_PERIOD_S = 0.1
+WATCH_PERIOD_S = 1.0
+NUM_LAST_LINES = 10
+
+
+class StopRequested(Exception):
+    """Ctrl-C or SIGTERM came while starting."""
+
+
+class VitalDeath(Exception):
+    """A process that the system can't do without has died."""
+
+
+class Supervisor:
+    """Owns the children from the first start to the last end. Use inside a SignalInbox; `stop()` belongs in a finally.
+
+    `on_change` is called after each change of a child's state. The first request to stop ends children in order, with a
+    grace for each; the second kills what is left at once.
+    """
+
+    def __init__(
+        self, children: Sequence[Child], inbox: SignalInbox, console: Console, on_change: Callable[[], None]
+    ) -> None:
+        self._children = children
+        self._inbox = inbox
+        self._console = console
+        self._on_change = on_change
+
+    def start(self, timeout_s: float) -> None:
+        """Return when all are ready. Raises ConfigError if one can't start or time is over, StopRequested."""
+        deadline_s = time.monotonic() + timeout_s
+        with Progress(self._console, self._children) as progress:
+            for _, stage in groupby(sorted(self._children, key=_stage), key=_stage):
+                self._start_stage(list(stage), progress, deadline_s)
+
+    def wait_for(self, is_done: Callable[[], bool], what: str, timeout_s: float) -> None:
+        """Watch the children until `is_done()`. Raises ConfigError naming `what` when time is over, StopRequested."""
+        deadline_s = time.monotonic() + timeout_s
+        while not is_done():
+            self._wait(POLL_PERIOD_S)
+            if self._refresh():
+                self._require_alive()
+            if time.monotonic() > deadline_s:
+                raise ConfigError(f"{what} did not happen within {timeout_s:.0f} s; the logs may say why")
+
+    def watch(self) -> None:
+        """Return when asked to stop. A death is told at once. Raises VitalDeath for one that ends the system."""
+        while self._inbox.num_stops == 0:
+            self._inbox.wait(WATCH_PERIOD_S)
+            for child in self._refresh():
+                self._tell_death(child)
+                if child.spec.is_vital:
+                    raise VitalDeath(f"{child.name} is gone, and nothing works without it: stopping")
+
+    def stop(self) -> None:
+        """End all children, last stage first. Returns when none is left."""
+        num_stops = self._inbox.num_stops
+        stages = groupby(sorted(self._children, key=_stage, reverse=True), key=_stage)
+        for _, stage in stages:
+            self._stop_stage(list(stage), num_stops)
+        for child in self._children:
+            child.kill()
+        self._on_change()
+
+    def _start_stage(self, stage: list[Child], progress: Progress, deadline_s: float) -> None:
+        for child in stage:
+            child.start()
+        self._on_change()
+        while any(child.state is not State.READY for child in stage):
+            progress.update()
+            self._wait(POLL_PERIOD_S)
+            if self._refresh():
+                self._require_alive()
+            if time.monotonic() > deadline_s:
+                late = [child for child in stage if child.state is not State.READY]
+                raise ConfigError(f"{late[0].name} is not ready after {late[0].startup_s:.0f} s; see {late[0].log}")
+        progress.update()
+
+    def _wait(self, timeout_s: float) -> None:
+        self._inbox.wait(timeout_s)
+        if self._inbox.num_stops:
+            raise StopRequested
+
+    def _refresh(self) -> list[Child]:
+        """Children that died since the last look."""
+        changed = [child for child in self._children if child.refresh()]
+        if changed:
+            self._on_change()
+        return [child for child in changed if child.state is State.DEAD]
+
+    def _require_alive(self) -> None:
+        dead = [child for child in self._children if child.state is State.DEAD]
+        if dead:
+            raise ConfigError(explain_failed_start(dead[0]))
+
+    def _tell_death(self, child: Child) -> None:
+        plain(self._console, f"{child.name} {child.describe_exit()}; the end of {child.log}:")
+        for line in child.last_lines(NUM_LAST_LINES):
+            plain(self._console, f"    {line}")
+
+    def _stop_stage(self, stage: list[Child], num_stops: int) -> None:
+        """Ask all of them at once, wait, then kill. A further request to stop ends the waiting."""
+        for child in stage:
+            child.ask_to_stop()
+        deadline_s = time.monotonic() + max(child.spec.stop_timeout_s for child in stage)
+        while any(child.is_running for child in stage):
+            if time.monotonic() > deadline_s or self._inbox.num_stops > num_stops:
+                break
+            self._inbox.wait(POLL_PERIOD_S)
+            self._refresh()
+        for child in stage:
+            child.kill()
+
+
+def explain_failed_start(child: Child) -> str:
+    """What the process said for people (from its last `tandem NAME: ...` on), else the end of its log."""
+    lines = child.last_lines(NUM_LAST_LINES)
+    spoken = max((index for index, line in enumerate(lines) if line.startswith("tandem ")), default=None)
+    if spoken is not None:
+        words = " ".join(line.strip() for line in lines[spoken:])
+        return f"{child.name} could not start: {words.partition(': ')[2]}"
+    said = "".join(f"\n    {line}" for line in lines)
+    return f"{child.name} {child.describe_exit()} while starting; the end of {child.log}:{said}"
+
+
+def _stage(child: Child) -> int:
+    return child.spec.stage

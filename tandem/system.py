@@ -1,0 +1,116 @@
+"""Which processes make up a system, as data."""
+
+import sys
+from collections.abc import Mapping
+
+import redis
+
+from contracts.node import Role
+from tandem.child import ProcessSpec, ready_file
+from tandem.run_dir import RunDir
+from tandem.settings import UpSettings
+
+REDIS, SERVICES, GATEWAY = range(3)
+"""Stages: Redis first, since all stand on it; the gateway last, so that its first look finds the workers."""
+PING_TIMEOUT_S = 1.0
+
+
+def plan_system(
+    settings: UpSettings, run_dir: RunDir, port: int, secret: str, environ: Mapping[str, str], redis_program: str
+) -> list[ProcessSpec]:
+    """`redis_program` is started unless the settings name a Redis."""
+    redis_url = settings.redis_url or f"unix://{run_dir.path}/redis.sock"
+    env = child_environment(environ, redis_url, pool=f"local-{port}", secret=secret)
+    own_redis = [] if settings.redis_url else [redis_spec(run_dir, redis_url, redis_program, environ)]
+    return [
+        *own_redis,
+        coordinator_spec(run_dir, env),
+        *worker_specs(settings, run_dir, env),
+        gateway_spec(settings, run_dir, port, env),
+    ]
+
+
+def child_environment(environ: Mapping[str, str], redis_url: str, pool: str, secret: str) -> dict[str, str]:
+    """The user's environment, without what was meant for `tandem up` itself: a worker's port is not the gateway's.
+
+    The secret and the Redis password go this way because command lines are readable by every user of the machine.
+    """
+    ours = {f"TANDEM_{name}".upper() for name in UpSettings.model_fields}
+    kept = {name: value for name, value in environ.items() if name.upper() not in ours}
+    return kept | {"TANDEM_REDIS_URL": redis_url, "TANDEM_POOL": pool, "TANDEM_SECRET": secret, "PYTHONUNBUFFERED": "1"}
+
+
+def redis_spec(run_dir: RunDir, url: str, program: str, environ: Mapping[str, str]) -> ProcessSpec:
+    """A Redis without a port: a socket in a folder that only this user can enter."""
+    socket = url.removeprefix("unix://")
+    options = ("--port", "0", "--unixsocket", socket, "--save", "", "--appendonly", "no", "--dir", str(run_dir.path))
+    return ProcessSpec(
+        name="redis",
+        role="redis",
+        stage=REDIS,
+        argv=(program, *options),
+        is_ready=lambda: {"url": url} if pings(url) else None,
+        env=dict(environ),
+        is_vital=True,
+    )
+
+
+def coordinator_spec(run_dir: RunDir, env: Mapping[str, str]) -> ProcessSpec:
+    return _service("coordinator", "coordinator", SERVICES, (), run_dir, env, is_vital=True)
+
+
+def gateway_spec(settings: UpSettings, run_dir: RunDir, port: int, env: Mapping[str, str]) -> ProcessSpec:
+    options = ("--host", settings.host, "--port", str(port), *_model(settings))
+    return _service("gateway", "gateway", GATEWAY, options, run_dir, env, is_vital=True)
+
+
+def worker_specs(settings: UpSettings, run_dir: RunDir, env: Mapping[str, str]) -> list[ProcessSpec]:
+    counts = {Role.PREFILL: settings.prefill, Role.DECODE: settings.decode, Role.MIXED: settings.mixed}
+    names = [(role, f"{role}-{index}") for role, count in counts.items() for index in range(count)]
+    return [_worker(settings, role, name, run_dir, env) for role, name in names]
+
+
+def _worker(settings: UpSettings, role: Role, name: str, run_dir: RunDir, env: Mapping[str, str]) -> ProcessSpec:
+    options = ("--role", role, "--worker-id", name, "--dtype", settings.dtype, "--transfer", settings.transfer)
+    return _service("worker", name, SERVICES, (*options, *_model(settings)), run_dir, env, role=role)
+
+
+def _service(
+    module: str,
+    name: str,
+    stage: int,
+    options: tuple[str, ...],
+    run_dir: RunDir,
+    env: Mapping[str, str],
+    role: str = "",
+    is_vital: bool = False,
+) -> ProcessSpec:
+    """One of our own modules; it says that it is ready through a file."""
+    ready = run_dir.ready / f"{name}.json"
+    return ProcessSpec(
+        name=name,
+        role=role or name,
+        stage=stage,
+        argv=(sys.executable, "-m", module, "--ready-file", str(ready), *options),
+        is_ready=ready_file(ready),
+        env=env,
+        is_vital=is_vital,
+        stop_timeout_s=10.0,
+    )
+
+
+def _model(settings: UpSettings) -> tuple[str, ...]:
+    return ("--model", settings.model) if settings.model else ()
+
+
+def pings(url: str) -> bool:
+    try:
+        with redis.Redis.from_url(url, socket_timeout=PING_TIMEOUT_S, socket_connect_timeout=PING_TIMEOUT_S) as client:
+            return bool(client.ping())
+    except (redis.RedisError, OSError):
+        return False
+
+
+def hide_password(url: str) -> str:
+    scheme, _, rest = url.partition("://")
+    return f"{scheme}://{rest.rpartition('@')[2]}"

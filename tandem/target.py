@@ -1,0 +1,90 @@
+"""Which running system a command talks to, and how it asks."""
+
+import argparse
+import http.client
+import json
+import os
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+from contracts.errors import ConfigError, Unavailable
+from tandem import ps
+
+TIMEOUT_S = 60.0
+KEYS = ("TANDEM_API_KEY", "OPENAI_API_KEY")
+"""Environment variables that may hold an API key, or several with commas. Not a flag: others can read those."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    where = parser.add_mutually_exclusive_group()
+    where.add_argument("--port", type=int, help="the system on this machine whose gateway has this port")
+    where.add_argument("--url", help="a gateway anywhere, http://HOST:PORT")
+
+
+def gateway_url(options: argparse.Namespace, home: Path) -> str:
+    """The one that was named, or the only one that runs here. Raises ConfigError that says what to name."""
+    if options.url:
+        url = options.url if "://" in options.url else f"http://{options.url}"
+        return url.rstrip("/").removesuffix("/v1")
+    gateways = [row for row in ps.list_processes(home) if row["role"] == "gateway"]
+    if options.port is not None:
+        gateways = [row for row in gateways if row["port"] == options.port]
+    match [str(row["url"]) for row in gateways if row["url"]]:
+        case [url]:
+            return url
+        case []:
+            which = "" if options.port is None else f" on port {options.port}"
+            raise ConfigError(f"no system runs here{which}: start one with `tandem up`, or name a gateway with --url")
+    ports = ", ".join(str(row["port"]) for row in gateways)
+    raise ConfigError(f"several systems run here, on ports {ports}: choose one with --port")
+
+
+def key_headers() -> dict[str, str]:
+    """What shows the key of the environment to a server; nothing without one."""
+    keys = [key for name in KEYS if (key := os.environ.get(name, "").split(",")[0].strip())]
+    return {"Authorization": f"Bearer {keys[0]}"} if keys else {}
+
+
+def ask(url: str, body: dict[str, Any] | None = None) -> Any:
+    """GET, or POST of JSON; the answer's JSON. Raises Unavailable in the server's own words."""
+    with closing(_open(url, body)) as response:
+        try:
+            return json.load(response)
+        except ValueError as error:
+            raise Unavailable(f"{url} does not answer in JSON: is it an OpenAI-compatible server?") from error
+
+
+def stream(url: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """The server-sent events of an answer until its end; leaving early hangs up. Raises Unavailable."""
+    with closing(_open(url, body)) as response:
+        for line in response:
+            data = line.removeprefix(b"data:").strip()
+            if data and data != b"[DONE]":
+                event = json.loads(data)
+                if "error" in event:
+                    raise Unavailable(event["error"]["message"])
+                yield event
+
+
+def _open(url: str, body: dict[str, Any] | None):
+    data = None if body is None else json.dumps(body).encode()
+    request = urllib.request.Request(url, data, {"Content-Type": "application/json"} | key_headers())
+    try:
+        return urllib.request.urlopen(request, timeout=TIMEOUT_S)
+    except urllib.error.HTTPError as error:
+        with error:
+            raise Unavailable(_words(error)) from error
+    except (urllib.error.URLError, http.client.HTTPException, OSError, ValueError) as error:
+        reason = getattr(error, "reason", error)
+        raise Unavailable(f"nobody answers at {url}: {reason}; `tandem ps` shows what runs here") from error
+
+
+def _words(error: urllib.error.HTTPError) -> str:
+    try:
+        return json.load(error)["error"]["message"]
+    except (ValueError, KeyError, TypeError):
+        return f"{error.url} answers {error.code} {error.reason}"

@@ -1,0 +1,186 @@
+"""`tandem top`: a live view of the running systems, from the metrics of what `tandem ps` lists."""
+
+import argparse
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from tandem import ps
+from tandem.look import REQUESTS, Change, Look, Samples, change, look
+
+DESCRIPTION = "Watch the running systems: who is busy, how full KV caches are, what is moved, how fast answers come."
+EXAMPLES = """\
+examples:
+  tandem top                   until Ctrl-C
+  tandem top --once            one look of two seconds, for a script or a report
+  tandem top --port 8000       only that system
+
+run, wait       requests that a worker computes, and that wait there for their turn
+KV              how much of the cache running requests hold; what is kept for later prompts counts as free
+prompt, answer  tokens computed of prompts, and produced of answers
+MB/s            KV sent (prefill) or received (decode); a link's own is under `links`, with the transport really taken
+handoffs        requests between prefill and decode now: pages asked for, refused until some are free, granted while
+                chunks cross, committed and decoding
+Rates and times are means over the last interval; - is what nobody has measured yet.
+"""
+STYLES = {"ready": "green", "unhealthy": "bold red", "dead": "bold red", "starting": "yellow", "up": "green"}
+WORKER_COLUMNS = ("worker", "state", "run", "wait", "KV", "prompt t/s", "answer t/s", "MB/s", "handoffs/s")
+GATEWAY_COLUMNS = ("gateway", "state", "in flight", "answers/s", "errors/s", "tok/s", "TTFT ms", "ITL ms")
+LINK_COLUMNS = ("links", "by", "state", "MB sent", "MB/s")
+HANDOFFS = {"RESERVING": "offered", "HELD": "waiting for pages", "TRANSFERRING": "granted", "COMMITTED": "committed"}
+"""States of the coordinator's table that a handoff passes, as the console calls them."""
+WORKERS = ("prefill", "decode", "mixed")
+WIDE = 100
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--port", type=int, help="only the system whose gateway has this port")
+    parser.add_argument("--interval", type=seconds, default=2.0, help="seconds between two looks (2)")
+    parser.add_argument(
+        "--once", action="store_true", help="print one view and end; so it is where output is no terminal"
+    )
+
+
+def seconds(text: str) -> float:
+    number = float(text)
+    if not 0.1 <= number <= 3600:
+        raise argparse.ArgumentTypeError(f"{text} s are not between 0.1 and 3600")
+    return number
+
+
+def run(options: argparse.Namespace, home: Path) -> int:
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console = Console(highlight=False, width=WIDE)  # whoever reads a pipe has no window that it must fit
+    before = look(home, options.port)
+    if options.once or not console.is_terminal or console.is_dumb_terminal:
+        if before.rows:
+            time.sleep(options.interval)
+        console.print(view(before, look(home, options.port), console.width))
+    else:
+        _watch(console, options, home, before)
+    return 0
+
+
+def _watch(console: Console, options: argparse.Namespace, home: Path, before: Look) -> None:
+    with Live(console=console, auto_refresh=False, screen=True) as live:
+        after = before  # what is known at once is shown at once; rates come with the second look
+        while True:
+            title = Text(
+                f"tandem top   {time.strftime('%H:%M:%S')}   every {options.interval:g} s   Ctrl-C ends", "dim"
+            )
+            live.update(Group(title, Text(), view(before, after, console.width)), refresh=True)
+            time.sleep(options.interval)
+            before, after = after, look(home, options.port)
+
+
+def view(before: Look, after: Look, width: int) -> Group:
+    """Fits into `width` columns of 80 or more."""
+    if not after.rows:
+        return Group(Text("nothing runs; `tandem up` starts a system"))
+    parts = []
+    for port in sorted({int(row["port"] or 0) for row in after.rows}):
+        rows = [row for row in after.rows if row["port"] == port]
+        tables = (_gateways, _handoffs, _workers, _links)
+        parts += [part for table in tables for part in (table(rows, before, after, 1 if width < WIDE else 3), Text())]
+    return Group(*parts[:-1])
+
+
+def _gateways(rows: Sequence[ps.Row], before: Look, after: Look, gap: int) -> Table:
+    table = _table(GATEWAY_COLUMNS, gap)
+    for row in rows:
+        if row["role"] == "gateway":
+            now = change(row, before, after)
+            prefix = "tandem_gateway"
+            table.add_row(
+                f"{row['id']} :{row['port']}",
+                _state(row["state"]),
+                _number(now.after.get(f"{prefix}_inflight")),
+                _number(now.rate(REQUESTS), 1),
+                _number(now.rate("errors"), 1),
+                _number(now.rate(f"{prefix}_completion_tokens_total")),
+                _number(_ms(now.mean(f"{prefix}_ttft_seconds"))),
+                _number(_ms(now.mean(f"{prefix}_itl_seconds")), 1),
+            )
+    return table
+
+
+def _handoffs(rows: Sequence[ps.Row], before: Look, after: Look, gap: int) -> Text:
+    line = Text("handoffs", "dim")
+    states = next((after.page(row).states for row in rows if row["role"] == "coordinator"), {})
+    for state, name in HANDOFFS.items():
+        number = int(states.get(state, 0))
+        line.append(f"{' ' * (gap + 2)}{number} {name}", "bold not dim" if number else "dim")
+    return line
+
+
+def _workers(rows: Sequence[ps.Row], before: Look, after: Look, gap: int) -> Table:
+    table = _table(WORKER_COLUMNS, gap)
+    for row in rows:
+        if row["role"] in WORKERS:
+            since = change(row, before, after)
+            now = {name.removeprefix("tandem_worker_"): value for name, value in since.after.items()}
+            table.add_row(
+                str(row["id"]),
+                _state(row["state"]),
+                _number(now.get("running")),
+                _number(now.get("waiting")),
+                _kv(now),
+                _number(since.rate("tandem_worker_prefill_tokens_total")),
+                _number(since.rate("tandem_worker_decode_tokens_total")),
+                _megabytes(since.rate("tandem_link_nbytes_total")),
+                _number(_ended(since), 1),
+            )
+    return table
+
+
+def _links(rows: Sequence[ps.Row], before: Look, after: Look, gap: int) -> Table | Text:
+    """One line for each end that sends; nothing before two workers have met."""
+    table = _table(LINK_COLUMNS, gap, num_words=3)
+    for row in rows:
+        earlier = {link.peer: link.nbytes for link in before.page(row).links}
+        for link in after.page(row).links:
+            span_s = after.at_s - before.at_s
+            moved = (link.nbytes - earlier.get(link.peer, 0.0)) / span_s if span_s else None
+            name = f"{row['id']} → {link.peer}"
+            table.add_row(name, link.transport, _state(link.state), _megabytes(link.nbytes), _megabytes(moved))
+    return table if table.row_count else Text("no KV was moved yet", "dim")
+
+
+def _table(columns: Sequence[str], gap: int, num_words: int = 2) -> Table:
+    """The first `num_words` columns are words, the others figures."""
+    table = Table(box=None, header_style="dim", padding=(0, gap, 0, 0), pad_edge=False)
+    for index, name in enumerate(columns):
+        table.add_column(name, justify="left" if index < num_words else "right", no_wrap=True)
+    return table
+
+
+def _state(state: object) -> Text:
+    return Text(str(state), style=STYLES.get(str(state), "dim"))
+
+
+def _kv(now: Samples) -> str:
+    capacity = now.get("capacity_tokens")
+    return f"{1 - now['free_tokens'] / capacity:.0%}" if capacity else "-"
+
+
+def _ended(since: Change) -> float | None:
+    names = (f"tandem_worker_{name}_committed_total" for name in ("handoffs", "landings"))
+    return since.rate(*(name for name in names if name in since.after))
+
+
+def _ms(value_s: float | None) -> float | None:
+    return None if value_s is None else value_s * 1000
+
+
+def _megabytes(nbytes: float | None) -> str:
+    return _number(None if nbytes is None else nbytes / 1e6, 1)
+
+
+def _number(value: float | None, digits: int = 0) -> str:
+    return "-" if value is None else f"{value:.{digits}f}"

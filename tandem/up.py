@@ -1,0 +1,135 @@
+"""`tandem up`: a whole system on this machine, from the first process to the last one's end."""
+
+import json
+import os
+import secrets
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from rich.console import Console
+
+from contracts.errors import ConfigError
+from coordinator.redis_server import find_server
+from tandem.child import Child
+from tandem.console import plain
+from tandem.ports import claim_port
+from tandem.preflight import preflight, read_up_settings
+from tandem.ps import identify
+from tandem.run_dir import RunDir, state_home
+from tandem.settings import UpSettings
+from tandem.signals import SignalInbox
+from tandem.supervisor import StopRequested, Supervisor, VitalDeath
+from tandem.system import hide_password, pings, plan_system
+
+ROOT = Path(__file__).resolve().parent.parent
+STOPPED, CANT_START, VITAL_DIED = 0, 1, 3
+HTTP_TIMEOUT_S = 2.0
+
+
+def main(argv: Sequence[str], environ: Mapping[str, str]) -> int:
+    console = Console(highlight=False)
+    try:
+        settings = read_up_settings(argv)
+        port = claim_port(settings.host, settings.port)
+        preflight(settings)
+    except ConfigError as error:
+        return complain(error)
+    with SignalInbox() as inbox:
+        try:
+            return run(settings, port, environ, inbox, console)
+        except ConfigError as error:
+            return complain(error)
+        except StopRequested:
+            plain(console, "stopped before it was up")
+            return STOPPED
+        except VitalDeath as error:
+            print(f"tandem up: {error}", file=sys.stderr)
+            return VITAL_DIED
+
+
+def complain(error: ConfigError) -> int:
+    print(f"tandem up: {error}", file=sys.stderr)
+    return CANT_START
+
+
+def run(settings: UpSettings, port: int, environ: Mapping[str, str], inbox: SignalInbox, console: Console) -> int:
+    secret = settings.secret.get_secret_value() or secrets.token_hex(32)
+    with RunDir(state_home(environ), port) as run_dir:
+        specs = plan_system(settings, run_dir, port, secret, environ, redis_program(settings))
+        children = [Child(spec, run_dir.logs / f"{spec.name}.log", ROOT) for spec in specs]
+        supervisor = Supervisor(children, inbox, console, lambda: write_state(run_dir, port, children))
+        try:
+            began_s = time.monotonic()
+            supervisor.start(settings.start_timeout_s)
+            url = f"http://{'127.0.0.1' if settings.host in ('0.0.0.0', '::') else settings.host}:{port}"
+            supervisor.wait_for(lambda: answers(f"{url}/ready"), "the gateway's first look at the workers", 30.0)
+            announce(console, url, run_dir, time.monotonic() - began_s)
+            supervisor.watch()
+            return STOPPED
+        finally:
+            supervisor.stop()
+            plain(console, "all processes have ended")
+
+
+def redis_program(settings: UpSettings) -> str:
+    """Raises ConfigError if there is no Redis server to start, or the one that the settings name does not answer."""
+    if not settings.redis_url:
+        return str(find_server())
+    if not pings(settings.redis_url):
+        raise ConfigError(
+            f"Redis does not answer at {hide_password(settings.redis_url)}; start it, or leave REDIS_URL empty"
+        )
+    return ""
+
+
+def write_state(run_dir: RunDir, port: int, children: Sequence[Child]) -> None:
+    """What `tandem ps` shows."""
+    processes = [
+        {
+            "role": child.spec.role,
+            "id": child.facts.get("id", child.name),
+            "pid": child.pid,
+            "core_pid": child.facts.get("core_pid"),
+            "url": child.facts.get("url"),
+            "state": child.state,
+            "log": str(child.log),
+        }
+        for child in children
+    ]
+    run_dir.write_state({"port": port, "supervisor": identify(os.getpid()), "processes": processes})
+
+
+def answers(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(url, timeout=HTTP_TIMEOUT_S):
+            return True
+    except (urllib.error.URLError, OSError):
+        return False
+
+
+def announce(console: Console, url: str, run_dir: RunDir, took_s: float) -> None:
+    messages = [{"role": "user", "content": "What is the moon?"}]
+    body = json.dumps({"model": served_model(url), "messages": messages, "max_tokens": 64, "temperature": 0})
+    for line in (
+        "",
+        f"Tandem is up after {took_s:.1f} s: {url}",
+        "",
+        "Try it:",
+        f"  curl {url}/v1/chat/completions -H 'Content-Type: application/json' -d '{body}'",
+        "",
+        f"Logs: {run_dir.logs}",
+        "Stop: Ctrl-C",
+    ):
+        plain(console, line)
+
+
+def served_model(url: str) -> str:
+    try:
+        with urllib.request.urlopen(f"{url}/v1/models", timeout=HTTP_TIMEOUT_S) as response:
+            return json.load(response)["data"][0]["id"]
+    except OSError as error:
+        raise ConfigError(f"the gateway does not say what it serves: {error}") from error

@@ -1,0 +1,178 @@
+"""Files that are missing, damaged or of another kind: each a ConfigError that says what and what to do."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from gguf import GGUFWriter
+from safetensors.numpy import save_file
+from tokenizers import Tokenizer, models
+
+from checkpoint import open_checkpoint
+from checkpoint.config import RopeScaling
+from checkpoint.huggingface import model_config
+from contracts.errors import ConfigError
+
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 3,
+    "hidden_size": 8,
+    "intermediate_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "rms_norm_eps": 1e-5,
+    "max_position_embeddings": 64,
+    "eos_token_id": 2,
+}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    save_file({"w": np.zeros(4, np.float32)}, tmp_path / "model.safetensors")
+    tokenizer = Tokenizer(models.BPE(vocab={"a": 0, "b": 1, "</s>": 2}, merges=[]))
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    return tmp_path
+
+
+def write_gguf(path: Path, arch: str = "llama", model: str = "gpt2", pre: str = "smollm") -> Path:
+    writer = GGUFWriter(path, arch)
+    for key, value in {
+        "block_count": 1,
+        "embedding_length": 8,
+        "feed_forward_length": 16,
+        "context_length": 64,
+    }.items():
+        writer.add_uint32(f"{arch}.{key}", value)
+    writer.add_uint32(f"{arch}.attention.head_count", 2)
+    writer.add_float32(f"{arch}.attention.layer_norm_rms_epsilon", 1e-5)
+    writer.add_tokenizer_model(model)
+    writer.add_tokenizer_pre(pre)
+    writer.add_token_list(["▁", "a", "b", "ab", "▁ab", "</s>"])
+    writer.add_token_scores([-1.0, -2.0, -3.0, -0.5, -0.1, 0.0])
+    writer.add_token_types([1, 1, 1, 1, 1, 3])
+    writer.add_token_merges(["a b"])
+    writer.add_bos_token_id(5)
+    writer.add_eos_token_id(5)
+    writer.add_tensor("token_embd.weight", np.zeros((6, 8), np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def refused(model: Path | str, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        open_checkpoint(str(model)).tokenizer()
+
+
+def test_a_folder_gives_its_configuration(folder):
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": {"content": "</s>"}, "chat_template": "T"}))
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [1, 2]}))
+    checkpoint = open_checkpoint(str(folder))
+    assert (checkpoint.name, checkpoint.eos_token_ids, checkpoint.eos_token) == (folder.name, (1, 2), "</s>")
+    assert checkpoint.chat_template == "T" and checkpoint.config.head_dim == 4 and checkpoint.config.num_kv_heads == 2
+    (folder / "chat_template.jinja").write_text("J")
+    assert open_checkpoint(str(folder)).chat_template == "J"
+
+
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "model.safetensors"])
+def test_a_missing_file_is_named(folder, name):
+    (folder / name).unlink()
+    refused(folder, name.replace("model.safetensors", "no \\*.safetensors file"))
+
+
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json"])
+def test_a_damaged_json_is_named(folder, name):
+    (folder / name).write_text("{")
+    refused(folder, f"cannot read .*{name}")
+
+
+def test_a_bad_safetensors_header_says_download_again(folder):
+    (folder / "model.safetensors").write_bytes(b"\xff" * 64)
+    refused(folder, "not a sound safetensors file .* download it again")
+
+
+def test_a_short_safetensors_file_says_how_short(folder):
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-4])
+    refused(folder, r"cut short: \d+ of \d+ bytes")
+
+
+def test_a_shard_that_is_not_there_is_named(folder):
+    index = {"weight_map": {"w": "model-00001-of-00002.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    refused(folder, "model-00001-of-00002.safetensors is missing: the download is incomplete")
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"architectures": ["GPT2LMHeadModel"]}, "'GPT2LMHeadModel' is not supported; supported are llama, mistral"),
+        ({"sliding_window": 32}, "sliding-window attention"),
+        ({"rope_scaling": {"rope_type": "yarn"}}, "rope scaling 'yarn' is not supported"),
+        ({"quantization_config": {"bits": 4}}, "quantized safetensors are not supported"),
+        ({"hidden_act": "gelu"}, "only SiLU"),
+        ({"attention_bias": True}, "without mlp_bias and attention_bias"),
+    ],
+)
+def test_what_would_give_wrong_text_is_refused(changes, words):
+    with pytest.raises(ConfigError, match=words):
+        model_config({**CONFIG, **changes}, "here")
+
+
+@pytest.mark.parametrize("key", ["rope_scaling", "rope_parameters"])
+def test_llama3_scaling_is_read_from_both_spellings(key):
+    assert model_config({**CONFIG, key: LLAMA3}, "here").rope_scaling == RopeScaling(8.0, 1.0, 4.0, 8192)
+
+
+def test_a_missing_configuration_value_is_named():
+    with pytest.raises(ConfigError, match=r"here/config.json lacks 'hidden_size'"):
+        model_config({key: value for key, value in CONFIG.items() if key != "hidden_size"}, "here")
+
+
+def test_a_gguf_file_without_merges_of_another_kind_is_sentencepiece(tmp_path):
+    checkpoint = open_checkpoint(str(write_gguf(tmp_path / "m.Q4_0.gguf", model="llama", pre="default")))
+    tokenizer = checkpoint.tokenizer()
+    assert checkpoint.name == "m" and checkpoint.add_bos
+    assert tokenizer.encode("ab").tokens == ["</s>", "▁ab"]
+    assert tokenizer.decode([4, 3]) == "abab"
+
+
+def test_a_cut_gguf_file_is_damaged_wherever_it_is_cut(tmp_path):
+    data = write_gguf(tmp_path / "whole.gguf").read_bytes()
+    cut = tmp_path / "cut.gguf"
+    for nbytes in (0, 3, 4, 23, 24, 100, len(data) // 2, len(data) - 4):
+        cut.write_bytes(data[:nbytes])
+        refused(cut, "cut.gguf")
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        ({"arch": "gpt2"}, "architecture 'gpt2' is not supported; supported are llama, mistral, qwen2, qwen3"),
+        ({"model": "bert"}, "tokenizer 'bert' is not supported"),
+        ({"pre": "gpt-4o"}, "pre-tokenizer 'gpt-4o' is not supported; supported are smollm, llama-bpe and qwen2"),
+    ],
+)
+def test_gguf_of_other_kinds_is_refused_by_name(tmp_path, kind, words):
+    refused(write_gguf(tmp_path / "other.gguf", **kind), words)
+
+
+@pytest.mark.parametrize("model", ["/no/such/folder", "./nothing", "nothing.gguf", "nothing"])
+def test_a_path_that_does_not_exist_is_no_download(model):
+    refused(model, "does not exist on this machine|cannot read")
+
+
+def test_offline_says_what_to_do_about_a_hub_id(monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    refused("nobody/no-such-model", "not in its local cache; download it where there is a network")

@@ -1,0 +1,63 @@
+"""A leashed process: it is the program that was asked for, and it dies with its parent."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from contracts.leash import leashed
+
+ROOT = Path(__file__).parents[2]
+PARENT = """
+import subprocess, sys, time
+from contracts.leash import leashed
+child = subprocess.Popen(leashed(["sleep", "300"]))
+print(child.pid, flush=True)
+time.sleep(300)
+"""
+DEADLINE_S = 30.0
+
+
+def is_gone(pid: int) -> bool:
+    """A zombie that nobody has collected yet is dead."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except FileNotFoundError:
+        return True
+
+
+def test_the_pid_is_the_programs_own():
+    code = "import os; print(os.getpid())"
+    with subprocess.Popen(leashed([sys.executable, "-c", code]), stdout=subprocess.PIPE, text=True) as process:
+        said, _ = process.communicate(timeout=DEADLINE_S)
+    assert int(said) == process.pid
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_it_dies_with_its_parent(number: signal.Signals):
+    with subprocess.Popen([sys.executable, "-c", PARENT], cwd=ROOT, stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        pid = int(parent.stdout.readline())
+        assert not is_gone(pid)
+        parent.send_signal(number)
+    deadline_s = time.monotonic() + DEADLINE_S
+    while not is_gone(pid):
+        assert time.monotonic() < deadline_s
+        time.sleep(0.02)
+
+
+def test_whoever_comes_too_late_for_its_parent_does_not_start():
+    command = [*leashed([])[:3], str(os.getppid()), "sleep", "300"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S)
+    assert (done.returncode, done.stderr) == (1, "the parent is gone\n")
+
+
+@pytest.mark.parametrize("program", ["/nowhere/at/all", "/etc/passwd"])
+def test_a_program_that_cannot_be_run_is_one_line(program: str):
+    done = subprocess.run(leashed([program]), capture_output=True, text=True, timeout=DEADLINE_S)
+    assert done.returncode == 1
+    assert done.stderr.startswith(f"{program} can't be run: ") and done.stderr.count("\n") == 1

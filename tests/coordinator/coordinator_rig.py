@@ -1,0 +1,83 @@
+"""Workers and requests of a few words, and what must hold when nothing runs."""
+
+import asyncio
+import secrets
+from collections.abc import Awaitable, Callable
+
+from contracts.hashing import chain_hashes
+from contracts.ids import Epoch, GatewayId, Incarnation, RequestId, WorkerId
+from contracts.node import NodeInfo, NodeLoad, Role
+from coordinator.store import AFFINITY_BLOCK, AFFINITY_BLOCKS, PlaceRequest, Store, WorkerView
+
+GATEWAY = GatewayId("g0")
+ALIVE_LOAD = NodeLoad(prefill_rate=1000.0, decode_rate=100.0)
+
+
+def fresh_pool() -> str:
+    return f"test-{secrets.token_hex(6)}"
+
+
+def node(name: str, role: Role, *, incarnation: str = "a", capacity: int = 10_000, **options) -> NodeInfo:
+    facts = {"layout_id": "l", "max_model_len": 8192} | options
+    return NodeInfo(
+        worker_id=WorkerId(name),
+        incarnation=Incarnation(incarnation),
+        role=role,
+        url=f"http://{name}:1",
+        transfer=f"{name}:2",
+        model="m",
+        capacity_tokens=capacity,
+        version="0",
+        pid=1,
+        core_pid=2,
+        **facts,
+    )
+
+
+async def join(store: Store, *infos: NodeInfo) -> None:
+    for info in infos:
+        await store.join(info)
+
+
+async def pair(store: Store, **options) -> None:
+    """p0 and d0."""
+    await join(store, node("p0", Role.PREFILL, **options), node("d0", Role.DECODE, **options))
+
+
+def ask(name: str, num_tokens: int = 100, max_tokens: int = 50, epoch: int = 1, **options) -> PlaceRequest:
+    facts = {"gateway_id": GATEWAY, "lease_s": 10.0} | options
+    return PlaceRequest(
+        request_id=RequestId(name), epoch=Epoch(epoch), num_tokens=num_tokens, max_tokens=max_tokens, **facts
+    )
+
+
+def prefixes(token_ids: list[int]) -> list[bytes]:
+    return chain_hashes(token_ids, AFFINITY_BLOCK, AFFINITY_BLOCKS)
+
+
+async def view(store: Store, name: str) -> WorkerView:
+    return next(worker for worker in await store.workers() if worker.node.info.worker_id == name)
+
+
+async def credits(store: Store) -> dict[str, tuple[int, int, int, int]]:
+    """Worker -> pending tokens, prefills, reserved tokens, decodes."""
+    return {
+        worker.node.info.worker_id: (
+            worker.pending_tokens,
+            worker.num_prefills,
+            worker.reserved_tokens,
+            worker.num_decodes,
+        )
+        for worker in await store.workers()
+    }
+
+
+async def assert_idle(store: Store) -> None:
+    assert set((await credits(store)).values()) <= {(0, 0, 0, 0)}
+    assert (await store.counts()).states == {}
+
+
+async def until(condition: Callable[[], Awaitable[bool]], timeout_s: float = 10.0) -> None:
+    async with asyncio.timeout(timeout_s):
+        while not await condition():
+            await asyncio.sleep(0.02)

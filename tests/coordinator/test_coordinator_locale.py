@@ -1,0 +1,67 @@
+"""Who wins a tie does not depend on the language of the machine that Redis runs on: ids are ordered by their bytes."""
+
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from contracts.node import Role
+from coordinator.memory_store import MemoryStore
+from coordinator.redis_server import RedisServer
+from coordinator.redis_store import RedisStore
+from coordinator.store import Store
+from tests.coordinator.conftest import program
+from tests.coordinator.coordinator_rig import ask, fresh_pool, join, node
+
+LOCALE = "de_DE.UTF-8"  # a < B < ä < Z; by bytes it is B < Z < a < ä
+IDS = ["a", "B", "ä", "Z", "A1", "A-1", "a_1"]
+BY_BYTES = sorted(IDS, key=str.encode)
+
+
+@pytest.fixture(params=["redis", "valkey"])
+def german_server(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[RedisServer]:
+    """A server that collates as German does."""
+    found = program(request.param)
+    if not shutil.which("localedef") or not Path("/usr/share/i18n/locales/de_DE").exists():
+        pytest.skip("no localedef, or no source of a German locale")
+    command = ["localedef", "--no-archive", "-i", "de_DE", "-f", "UTF-8", str(tmp_path / LOCALE)]
+    subprocess.run(command, check=True, capture_output=True, timeout=60)
+    monkeypatch.setenv("LOCPATH", str(tmp_path))
+    monkeypatch.setenv("LC_ALL", LOCALE)
+    with RedisServer(found) as server:
+        yield server
+
+
+async def ties(store: Store) -> tuple[list[str], list[str]]:
+    """The order in which workers that cost the same are listed, and in which they are chosen."""
+    await join(store, *(node(name, Role.MIXED) for name in IDS))
+    chosen: list[str] = []
+    for name in IDS:
+        route = await store.place(ask(name, exclude=tuple(chosen)))
+        chosen.append(route.decode.worker_id)
+    return [found.info.worker_id for found in await store.nodes()], chosen
+
+
+def test_the_locale_is_really_another(german_server: RedisServer) -> None:
+    """Else the test below would prove nothing."""
+    script = "local t = {'a', 'B'} table.sort(t) return t[1]"
+    command = ["redis-cli", "-p", str(german_server.port), "eval", script, "0"]
+    if not shutil.which("redis-cli"):
+        pytest.skip("no redis-cli")
+    assert subprocess.run(command, check=True, capture_output=True, text=True, timeout=30).stdout.strip() == "a"
+
+
+async def test_ids_are_in_the_order_of_their_bytes(german_server: RedisServer) -> None:
+    store = RedisStore(german_server.url, fresh_pool())
+    try:
+        assert await ties(store) == (BY_BYTES, BY_BYTES)
+    finally:
+        await store.close()
+
+
+async def test_the_twin_orders_them_the_same_way() -> None:
+    assert await ties(MemoryStore()) == (BY_BYTES, BY_BYTES)

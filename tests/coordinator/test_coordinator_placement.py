@@ -1,0 +1,192 @@
+"""The cost model: who is chosen, who is refused and until when."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from contracts.errors import Overloaded, RequestError, TandemError, Unavailable
+from contracts.ids import WorkerId
+from contracts.node import Role
+from coordinator.placement import (
+    MAX_RETRY_S,
+    MIN_RETRY_S,
+    OUTPUT_CREDIT_TOKENS,
+    OVERCOMMIT,
+    Candidate,
+    choose,
+    cost_s,
+    decode_need,
+)
+
+NEED = decode_need(1000, 100)
+RATES = st.one_of(st.just(0.0), st.floats(1.0, 1e5))
+candidates = st.builds(
+    Candidate,
+    worker_id=st.just(WorkerId("")),
+    role=st.sampled_from(Role),
+    layout_id=st.sampled_from(["l", "l", "m"]),
+    max_model_len=st.sampled_from([900, 8192]),
+    capacity_tokens=st.integers(500, 50_000),
+    pending_tokens=st.integers(0, 200_000),
+    reserved_tokens=st.integers(0, 200_000),
+    num_decodes=st.integers(0, 100),
+    cached_tokens=st.integers(0, 900),
+    prefill_rate=RATES,
+    decode_rate=RATES,
+    transfer_rate=RATES,
+)
+pools = st.lists(candidates, max_size=6).map(
+    lambda found: [replace(c, worker_id=WorkerId(f"w{index}")) for index, c in enumerate(found)]
+)
+
+
+def worker(name: str, role: Role, **options) -> Candidate:
+    facts = {
+        "layout_id": "l",
+        "max_model_len": 8192,
+        "capacity_tokens": 10_000,
+        "pending_tokens": 0,
+        "reserved_tokens": 0,
+        "num_decodes": 0,
+        "prefill_rate": 1000.0,
+        "decode_rate": 100.0,
+    }
+    return Candidate(worker_id=WorkerId(name), role=role, **(facts | options))
+
+
+def chosen(*found: Candidate, num_tokens: int = 1000) -> tuple[str, str]:
+    choice = choose(found, num_tokens, decode_need(num_tokens, 100))
+    return choice.prefill.worker_id, choice.decode.worker_id
+
+
+P, D = worker("p0", Role.PREFILL), worker("d0", Role.DECODE)
+
+
+def test_a_pair_is_placed_on():
+    assert chosen(D, P) == ("p0", "d0")
+
+
+def test_a_mixed_worker_is_both_at_once():
+    assert chosen(worker("m0", Role.MIXED)) == ("m0", "m0")
+
+
+def test_of_equals_the_first_is_taken():
+    assert chosen(D, worker("d1", Role.DECODE), P, worker("p1", Role.PREFILL)) == ("p0", "d0")
+
+
+def test_a_queue_counts():
+    assert chosen(D, replace(P, pending_tokens=500), worker("p1", Role.PREFILL)) == ("p1", "d0")
+
+
+def test_a_cached_prefix_is_worth_a_short_queue():
+    assert chosen(D, replace(P, pending_tokens=500, cached_tokens=900), worker("p1", Role.PREFILL)) == ("p0", "d0")
+
+
+def test_but_not_a_long_one():
+    assert chosen(D, replace(P, pending_tokens=5000, cached_tokens=900), worker("p1", Role.PREFILL)) == ("p1", "d0")
+
+
+def test_a_fast_worker_may_have_the_longer_queue():
+    assert chosen(D, replace(P, pending_tokens=500, prefill_rate=10_000.0), worker("p1", Role.PREFILL)) == ("p0", "d0")
+
+
+def test_answers_spread_over_decodes():
+    assert chosen(replace(D, num_decodes=1), worker("d1", Role.DECODE), P) == ("p0", "d1")
+
+
+def test_a_full_cache_is_avoided():
+    assert chosen(replace(D, reserved_tokens=9900), worker("d1", Role.DECODE, num_decodes=5), P) == ("p0", "d1")
+
+
+def test_mixed_workers_join_both_sides():
+    busy = replace(D, num_decodes=500)
+    assert chosen(busy, worker("m0", Role.MIXED, pending_tokens=2000), P) == ("p0", "m0")
+
+
+def test_a_loaded_pair_sends_work_to_an_idle_mixed_worker():
+    assert chosen(D, worker("m0", Role.MIXED), replace(P, pending_tokens=9000)) == ("m0", "m0")
+
+
+def test_layouts_do_not_mix():
+    other = worker("d1", Role.DECODE, layout_id="other")
+    assert chosen(replace(D, num_decodes=50), other, P) == ("p0", "d0")
+    with pytest.raises(Unavailable, match="layout"):
+        chosen(other, P)
+
+
+@pytest.mark.parametrize(("found", "side"), [((P,), "decode"), ((D,), "prefill"), ((), "prefill")])
+def test_a_missing_side_is_named(found: tuple[Candidate, ...], side: str):
+    with pytest.raises(Unavailable, match=f"no live {side} worker"):
+        chosen(*found)
+
+
+def test_a_prompt_that_never_fits_is_the_clients_fault():
+    with pytest.raises(RequestError, match="10001 tokens; no worker takes more than 8191"):
+        chosen(P, D, num_tokens=10_001)
+
+
+def test_a_long_queue_is_refused_until_it_is_short_enough():
+    with pytest.raises(Overloaded, match="prefill") as refused:
+        chosen(replace(P, pending_tokens=35_000), D)
+    assert refused.value.retry_after_s == 5.0
+
+
+def test_a_full_pool_is_refused():
+    full = replace(D, reserved_tokens=int(OVERCOMMIT * D.capacity_tokens))
+    with pytest.raises(Overloaded, match="decode") as refused:
+        chosen(P, full)
+    assert refused.value.retry_after_s == (1000 + 100) / 100.0
+
+
+def test_an_idle_worker_takes_whatever_fits_it():
+    tiny = replace(D, capacity_tokens=1001)
+    assert chosen(P, tiny) == ("p0", "d0")
+
+
+def test_default_max_tokens_do_not_fill_a_small_pool():
+    assert decode_need(100, 4096) == 100 + OUTPUT_CREDIT_TOKENS
+    assert decode_need(100, 16) == 116
+
+
+@given(pools)
+def test_nobody_cheaper_was_passed_over(pool: list[Candidate]):
+    try:
+        choice = choose(pool, 1000, NEED)
+    except TandemError:
+        assume(False)
+        return
+    least = cost_s(choice.prefill, choice.decode, 1000, NEED)
+    rivals = [
+        (p, d)
+        for p in pool
+        for d in pool
+        if p.role != Role.DECODE and d.role != Role.PREFILL and p.layout_id == d.layout_id
+        if _takes(choose, p) and _takes(choose, d)
+    ]
+    assert all(least <= cost_s(p, d, 1000, NEED) for p, d in rivals)
+
+
+def _takes(choose, one: Candidate) -> bool:
+    """Whether it would be taken if it were alone, as a mixed worker, for its own side."""
+    other = {Role.PREFILL: Role.DECODE, Role.DECODE: Role.PREFILL}.get(one.role)
+    idle = [worker("x", other, layout_id=one.layout_id, capacity_tokens=10**6)] if other else []
+    try:
+        choose([one, *idle], 1000, NEED)
+    except TandemError:
+        return False
+    return True
+
+
+@given(pools)
+def test_a_choice_or_a_typed_refusal(pool: list[Candidate]):
+    try:
+        choice = choose(pool, 1000, NEED)
+    except Overloaded as refused:
+        assert MIN_RETRY_S <= refused.retry_after_s <= MAX_RETRY_S
+    except (Unavailable, RequestError):
+        pass
+    else:
+        assert choice.prefill in pool and choice.decode in pool
+        assert choice.uncached_tokens == 1000 - choice.prefill.cached_tokens > 0

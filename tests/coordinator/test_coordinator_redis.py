@@ -1,0 +1,290 @@
+"""What only a real server can show: atomicity, loss of everything, silence, and that nothing piles up."""
+
+import asyncio
+import os
+import random
+import signal
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from redis.asyncio import Redis
+
+from contracts.errors import ConfigError, Overloaded, TandemError, Unavailable
+from contracts.ids import Epoch, Incarnation, RequestId, WorkerId
+from contracts.node import Role
+from coordinator.connect import connect
+from coordinator.memory_store import MemoryStore
+from coordinator.placement import OVERCOMMIT, max_prefixes
+from coordinator.redis_server import RedisServer
+from coordinator.redis_store import RedisStore
+from coordinator.states import State
+from coordinator.store import AFFINITY_BLOCK, Move, Store
+from tests.coordinator.coordinator_rig import (
+    ALIVE_LOAD,
+    GATEWAY,
+    ask,
+    assert_idle,
+    credits,
+    fresh_pool,
+    join,
+    node,
+    pair,
+    until,
+    view,
+)
+
+
+async def attempt(store: Store, name: str) -> bool:
+    try:
+        await store.place(ask(name, 300, 100))
+    except Overloaded:
+        return False
+    return True
+
+
+async def test_fifty_at_once_never_take_more_than_there_is(any_server: RedisServer):
+    pool = fresh_pool()
+    stores = [RedisStore(any_server.url, pool) for _ in range(5)]
+    await pair(stores[0], capacity=1000)
+    await stores[0].heartbeat(WorkerId("d0"), Incarnation("a"), ALIVE_LOAD)
+    placed = await asyncio.gather(*(attempt(stores[index % 5], f"r{index}") for index in range(50)))
+    assert sum(placed) == int(OVERCOMMIT * 1000) // 400
+    assert await credits(stores[0]) == {"p0": (3000, 10, 0, 0), "d0": (0, 0, 4000, 10)}
+    done = await asyncio.gather(
+        *(stores[0].finish(RequestId(f"r{index}"), Epoch(1)) for index, is_placed in enumerate(placed) if is_placed)
+    )
+    assert all(done)
+    await assert_idle(stores[0])
+    await asyncio.gather(*(store.close() for store in stores))
+
+
+async def test_one_of_many_leads(any_server: RedisServer):
+    pool = fresh_pool()
+    stores = [RedisStore(any_server.url, pool) for _ in range(4)]
+    led = await asyncio.gather(*(store.lead(f"c{index}", 10.0) for index, store in enumerate(stores)))
+    assert sum(led) == 1
+    await asyncio.gather(*(store.close() for store in stores))
+
+
+async def test_pools_do_not_see_each_other(any_server: RedisServer):
+    one, two = (RedisStore(any_server.url, fresh_pool()) for _ in range(2))
+    await pair(one)
+    assert await two.nodes() == []
+    await asyncio.gather(one.close(), two.close())
+
+
+async def test_a_restarted_server_is_filled_again():
+    """It has lost scripts, workers and requests; the same store object goes on."""
+    with RedisServer() as server:
+        store = RedisStore(server.url, fresh_pool())
+        await pair(store)
+        await store.place(ask("r"))
+        server.stop()
+        with pytest.raises(Unavailable, match="Redis does not answer"):
+            await store.place(ask("s"))
+        server.start()
+        assert not await store.heartbeat(WorkerId("p0"), Incarnation("a"), ALIVE_LOAD)
+        await pair(store)
+        assert (await store.place(ask("s"))).prefill.worker_id == "p0"
+        assert not await store.finish(RequestId("r"), Epoch(1))
+        assert await store.finish(RequestId("s"), Epoch(1))
+        await assert_idle(store)
+        await store.close()
+
+
+async def test_flushed_scripts_are_loaded_again(redis_store: RedisStore, any_server: RedisServer):
+    await pair(redis_store)
+    async with Redis.from_url(any_server.url) as client:
+        await client.script_flush()
+    assert await redis_store.place(ask("r"))
+
+
+async def test_a_hung_server_is_given_up_in_words():
+    with RedisServer() as server:
+        store = RedisStore(server.url, fresh_pool())
+        await store.ping()
+        assert server.pid is not None
+        os.kill(server.pid, signal.SIGSTOP)
+        try:
+            async with asyncio.timeout(10):
+                with pytest.raises(Unavailable, match="Redis does not answer"):
+                    await store.nodes()
+        finally:
+            os.kill(server.pid, signal.SIGCONT)
+        await until(lambda: _pings(store))
+        await store.close()
+
+
+async def _pings(store: Store) -> bool:
+    try:
+        await store.ping()
+    except Unavailable:
+        return False
+    return True
+
+
+async def test_the_password_is_not_told():
+    store = connect("redis://ann:secret@127.0.0.1:1/0", "p")
+    with pytest.raises(Unavailable) as error:
+        await store.ping()
+    assert "secret" not in str(error.value) and "127.0.0.1:1" in str(error.value)
+    await store.close()
+
+
+def test_connect_knows_the_twin_and_refuses_nonsense():
+    assert isinstance(connect("memory://", "p"), MemoryStore)
+    with pytest.raises(ConfigError, match="redis_url"):
+        connect("http://here", "p")
+    with pytest.raises(ConfigError, match="pool"):
+        connect("redis://127.0.0.1", "{p}")
+
+
+async def test_each_call_is_measured(any_server: RedisServer):
+    seen: list[str] = []
+    store = RedisStore(any_server.url, fresh_pool(), observe=lambda call, seconds: seen.append(call))
+    await store.ping()
+    await store.nodes()
+    assert seen == ["ping", "workers"]
+    await store.close()
+
+
+async def keys_of(server: RedisServer, store: RedisStore) -> dict[str, int]:
+    """Name without prefix -> time to live in ms, -1 for ever."""
+    prefix = store.prefix
+    async with Redis.from_url(server.url, decode_responses=True) as client:
+        names = [name async for name in client.scan_iter(match=f"{prefix}*".replace("[", "\\["), count=1000)]
+        return {name.removeprefix(prefix): await client.pttl(name) for name in names}
+
+
+async def test_what_has_ended_leaves_nothing_for_ever(redis_store: RedisStore, any_server: RedisServer):
+    await pair(redis_store)
+    for index in range(20):
+        await redis_store.place(ask(f"r{index}", prefix_hashes=[bytes([index]) * 16]))
+        await redis_store.finish(RequestId(f"r{index}"), Epoch(1))
+    keys = await keys_of(any_server, redis_store)
+    lasting = {name for name, ttl_ms in keys.items() if ttl_ms == -1}
+    assert lasting == {"nodes", "node:p0", "node:d0", "states", "counters", "terms"}
+
+
+async def test_prefixes_are_bounded(redis_store: RedisStore, any_server: RedisServer):
+    capacity = 400 * AFFINITY_BLOCK
+    await pair(redis_store, capacity=capacity)
+    for index in range(10):
+        hashes = [index.to_bytes(8, "big") + depth.to_bytes(8, "big") for depth in range(100)]
+        await redis_store.place(ask(f"r{index}", prefix_hashes=hashes))
+    async with Redis.from_url(any_server.url) as client:
+        assert await client.zcard(f"{redis_store.prefix}node:p0:prefixes") == max_prefixes(capacity) == 400
+
+
+async def test_long_batches_are_told_in_parts(redis_store: RedisStore):
+    await pair(redis_store)
+    await redis_store.place(ask("r"))
+    moves = [Move(RequestId("r"), Epoch(1), State.QUEUED)] * 2500
+    assert (await redis_store.advance(moves)).count(True) == 1
+    assert (await redis_store.counts()).late == 2499
+
+
+STEPS = ("place", "again", "advance", "finish", "reap", "leave", "join", "supersede")
+WORKERS = {"p0": Role.PREFILL, "p1": Role.PREFILL, "d0": Role.DECODE, "d1": Role.DECODE, "m0": Role.MIXED}
+
+
+class Life:
+    """A random life of a pool, from a seed; in the end every request ends."""
+
+    def __init__(self, store: Store, seed: int) -> None:
+        self.store, self.random = store, random.Random(seed)
+        self.incarnations = dict.fromkeys(WORKERS, 0)
+        self.epochs: dict[str, int] = {}
+
+    async def live(self, steps: list[str]) -> None:
+        for name in WORKERS:
+            await self.join(name)
+        for step in steps:
+            try:
+                await self.turn(step)
+            except TandemError:
+                continue  # a refusal is part of life
+        await self.store.renew(GATEWAY, 0.0)
+        await self.store.reap()
+
+    async def turn(self, step: str) -> None:
+        worker = self.random.choice(list(WORKERS))
+        match step:
+            case "place":
+                self.epochs[f"r{len(self.epochs)}"] = 1
+                await self.place(f"r{len(self.epochs) - 1}")
+            case "again" if self.epochs:
+                request = self.request()
+                self.epochs[request] += 1
+                await self.place(request)
+            case "advance" if self.epochs:
+                states = self.random.choices(list(State), k=3)
+                await self.store.advance([self.move(self.request(), state) for state in states])
+            case "finish" if self.epochs:
+                request = self.request()
+                await self.store.finish(RequestId(request), Epoch(self.epochs[request]))
+            case "reap":
+                await self.store.reap()
+            case "leave":
+                await self.store.leave(WorkerId(worker), Incarnation(str(self.incarnations[worker])))
+            case "join":
+                await self.join(worker)
+            case "supersede":
+                self.incarnations[worker] += 1
+                await self.join(worker)
+
+    def request(self) -> str:
+        return self.random.choice(list(self.epochs))
+
+    def move(self, request: str, state: State) -> Move:
+        return Move(RequestId(request), Epoch(self.epochs[request]), state)
+
+    async def join(self, name: str) -> None:
+        await join(self.store, node(name, WORKERS[name], incarnation=str(self.incarnations[name])))
+
+    async def place(self, request: str) -> None:
+        lease_s = self.random.choice([0.0, 60.0])
+        num_tokens = self.random.randint(1, 3000)
+        await self.store.place(ask(request, num_tokens, 500, self.epochs[request], lease_s=lease_s))
+
+
+async def live(store: Store, seed: int, steps: list[str]) -> None:
+    try:
+        await Life(store, seed).live(steps)
+        await assert_idle(store)
+    finally:
+        await store.close()
+
+
+QUIET = settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+lives = given(st.integers(0, 2**32), st.lists(st.sampled_from(STEPS), max_size=40))
+
+
+@QUIET
+@lives
+def test_credits_never_leak(any_server: RedisServer, seed: int, steps: list[str]):
+    asyncio.run(live(RedisStore(any_server.url, fresh_pool()), seed, steps))
+
+
+@QUIET
+@lives
+def test_credits_never_leak_in_the_twin(seed: int, steps: list[str]):
+    asyncio.run(live(MemoryStore(), seed, steps))
+
+
+async def test_a_placement_whose_answer_was_lost_is_not_kept_alive():
+    """Its gateway does not know of it, but renews for all that it has."""
+    clock = [0.0]
+    store = MemoryStore(clock=lambda: clock[0], alive_s=1000.0)
+    await pair(store)
+    await store.place(ask("lost"))
+    await store.place(ask("known"))
+    await store.advance([Move(RequestId("known"), Epoch(1), State.QUEUED)])
+    clock[0] = 29.0
+    assert await store.renew(GATEWAY, 10.0) == 2
+    clock[0] = 38.0
+    assert await store.renew(GATEWAY, 10.0) == 1
+    clock[0] = 40.0
+    assert [reaped.request_id for reaped in await store.reap()] == ["lost"]
+    assert (await view(store, "d0")).num_decodes == 1

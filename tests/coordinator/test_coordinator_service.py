@@ -1,0 +1,255 @@
+"""The process: starts or says why not, shows the state, reaps under a lock, goes on without Redis."""
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from contracts.errors import ConfigError, Unavailable
+from contracts.ids import Epoch, RequestId
+from coordinator.memory_store import MemoryStore
+from coordinator.metrics import RedisTimes
+from coordinator.reaper import Reaper
+from coordinator.redis_server import RedisServer, find_bundled, find_server
+from coordinator.redis_store import RedisStore
+from coordinator.service import make_app
+from coordinator.store import Store
+from tests.coordinator.coordinator_rig import ask, fresh_pool, pair, until
+
+ROOT = Path(__file__).parents[2]
+SECRET = {"Authorization": "Bearer s"}
+
+
+@asynccontextmanager
+async def client(store: Store) -> AsyncIterator[httpx.AsyncClient]:
+    app = make_app(store, "s", RedisTimes())
+    transport = httpx.ASGITransport(app)
+    async with app.router.lifespan_context(app), httpx.AsyncClient(transport=transport, base_url="http://c") as opened:
+        yield opened
+
+
+class AbsentStore(MemoryStore):
+    """Nobody answers."""
+
+    async def ping(self) -> None:
+        raise Unavailable("Redis does not answer")
+
+    async def workers(self):
+        raise Unavailable("Redis does not answer")
+
+    async def lead(self, candidate: str, ttl_s: float) -> bool:
+        raise Unavailable("Redis does not answer")
+
+
+def samples(text: str) -> dict[tuple[str, ...], float]:
+    return {
+        (sample.name, *sample.labels.values()): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+
+
+async def test_nodes_are_shown_to_those_who_know_the_secret():
+    store = MemoryStore()
+    await pair(store)
+    await store.place(ask("r"))
+    async with client(store) as http:
+        assert (await http.get("/nodes")).status_code == 401
+        decode, prefill = (await http.get("/nodes", headers=SECRET)).json()
+    assert (decode["node"]["info"]["worker_id"], decode["reserved_tokens"]) == ("d0", 150)
+    assert (prefill["node"]["alive"], prefill["pending_tokens"]) == (True, 100)
+
+
+async def test_metrics_tell_workers_credits_and_states():
+    store = MemoryStore()
+    await pair(store)
+    await store.place(ask("r"))
+    await store.place(ask("s"))
+    await store.finish(RequestId("s"), Epoch(1))
+    async with client(store) as http:
+        found = samples((await http.get("/metrics")).text)
+    assert found["tandem_coordinator_redis_up",] == 1
+    assert found["tandem_coordinator_workers", "prefill", "alive"] == 1
+    assert found["tandem_coordinator_credit_reserved_tokens", "d0"] == 150
+    assert found["tandem_coordinator_requests", "PLACED"] == 1
+    assert found["tandem_coordinator_ended_total", "FINISHED"] == 1
+    assert found["tandem_coordinator_placed_total",] == 2
+
+
+async def test_without_redis_it_is_well_but_not_ready():
+    async with client(AbsentStore()) as http:
+        await until(lambda: _knows(http))
+        assert (await http.get("/health")).status_code == 200
+        ready = await http.get("/ready")
+        assert (ready.status_code, ready.json()["error"]["code"]) == (503, "unavailable")
+        assert (await http.get("/nodes", headers=SECRET)).status_code == 503
+        assert samples((await http.get("/metrics")).text)["tandem_coordinator_redis_up",] == 0
+
+
+async def _knows(http: httpx.AsyncClient) -> bool:
+    return not (await http.get("/health")).json()["redis"]
+
+
+async def test_it_reaps_while_it_runs():
+    store = MemoryStore()
+    await pair(store)
+    await store.place(ask("r", lease_s=0.0))
+
+    async def is_reaped() -> bool:
+        return (await store.counts()).reaped == 1
+
+    async with client(store):
+        await until(is_reaped)
+
+
+async def test_only_the_leader_reaps():
+    store = MemoryStore()
+    one, two = Reaper(store), Reaper(store)
+    await one.turn()
+    await two.turn()
+    assert (one.is_leader, two.is_leader) == (True, False)
+
+
+async def test_another_takes_over_at_once_when_the_leader_stops():
+    store = MemoryStore()
+    one, two = Reaper(store), Reaper(store)
+    task = asyncio.create_task(one.run())
+
+    async def leads() -> bool:
+        return one.is_leader
+
+    await until(leads)
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    await two.turn()
+    assert two.is_leader
+
+
+async def test_losing_redis_is_said_once(caplog: pytest.LogCaptureFixture):
+    reaper = Reaper(AbsentStore())
+    await reaper.turn()
+    await reaper.turn()
+    assert [record.message for record in caplog.records] == ["Redis does not answer"]
+    assert not reaper.is_connected
+
+
+def run(*options: str, **env: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "coordinator", *options],
+        cwd=ROOT,
+        env=os.environ | env,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+@contextmanager
+def coordinator(ready_file: Path, redis_url: str, pool: str) -> Iterator[tuple[subprocess.Popen[str], dict]]:
+    process = run("--ready-file", str(ready_file), "--redis-url", redis_url, "--pool", pool, TANDEM_SECRET="s")
+    try:
+        deadline_s = time.monotonic() + 30
+        while not ready_file.exists():
+            assert process.poll() is None and time.monotonic() < deadline_s, process.communicate()
+            time.sleep(0.05)
+        yield process, json.loads(ready_file.read_text())
+    finally:
+        process.kill()
+        process.communicate()
+
+
+@pytest.mark.parametrize(
+    ("options", "secret", "words"),
+    [
+        (["--redis-url", "redis://127.0.0.1:1/0"], "s", "Redis does not answer at redis://127.0.0.1:1/0"),
+        ([], "", "secret is empty"),
+        (
+            ["--port", "70000"],
+            "s",
+            "port is '70000': it must be less than or equal to 65535 (set by --port or TANDEM_PORT)",
+        ),
+        (["--redis-url", "http://x"], "s", "redis_url is 'http://x'"),
+    ],
+)
+def test_what_is_wrong_is_one_line(options: list[str], secret: str, words: str):
+    process = run(*options, TANDEM_SECRET=secret)
+    said, _ = process.communicate(timeout=30)
+    assert process.returncode == 1
+    assert said.startswith("tandem coordinator: ") and words in said and said.count("\n") == 1
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_it_stops_when_told(tmp_path: Path, any_server: RedisServer, number: signal.Signals):
+    with coordinator(tmp_path / "ready", any_server.url, fresh_pool()) as (process, facts):
+        assert facts["pid"] == process.pid
+        assert httpx.get(f"{facts['url']}/ready").status_code == 200
+        process.send_signal(number)
+        assert process.wait(20) == 0
+    assert not (tmp_path / "ready").exists()
+
+
+async def test_when_the_leader_is_killed_another_reaps(tmp_path: Path, any_server: RedisServer):
+    pool = fresh_pool()
+    store = RedisStore(any_server.url, pool, alive_s=600.0)
+    await pair(store)
+
+    async def is_reaped() -> bool:
+        return (await store.counts()).reaped == 1
+
+    with (
+        coordinator(tmp_path / "one", any_server.url, pool) as (first, _),
+        coordinator(tmp_path / "two", any_server.url, pool),
+    ):
+        first.kill()
+        await store.place(ask("r", lease_s=0.0))
+        await until(is_reaped)
+    await store.close()
+
+
+def test_a_server_is_found():
+    assert os.access(find_server(), os.X_OK)
+    bundled = find_bundled()
+    assert bundled is not None and bundled.name == "valkey-server"
+
+
+def test_a_server_that_does_not_start_says_why(tmp_path: Path):
+    program = tmp_path / "server"
+    program.write_text("#!/bin/sh\necho no luck today\nexit 1\n")
+    program.chmod(0o700)
+    with pytest.raises(ConfigError, match="no luck today"), RedisServer(program):
+        raise AssertionError("it must not start")
+
+
+def test_the_server_dies_with_its_parent():
+    code = "from coordinator.redis_server import RedisServer; s = RedisServer().__enter__(); print(s.pid, flush=True)"
+    parent = subprocess.Popen(
+        [sys.executable, "-c", f"{code}; import time; time.sleep(60)"], cwd=ROOT, stdout=subprocess.PIPE, text=True
+    )
+    assert parent.stdout is not None
+    with parent.stdout:
+        pid = int(parent.stdout.readline())
+        os.kill(pid, 0)
+        parent.kill()
+        parent.wait(10)
+    deadline_s = time.monotonic() + 10
+    while _lives(pid):
+        assert time.monotonic() < deadline_s
+        time.sleep(0.02)
+
+
+def _lives(pid: int) -> bool:
+    """A zombie that nobody has collected yet is dead."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False

@@ -1,0 +1,411 @@
+"""The contract of a store, for the twin and for real servers."""
+
+import asyncio
+
+import pytest
+
+from contracts.errors import Overloaded, RequestError, Unavailable
+from contracts.ids import Epoch, GatewayId, Incarnation, RequestId, WorkerId
+from contracts.node import NodeLoad, Role
+from coordinator.states import State
+from coordinator.store import Move, Store
+from tests.coordinator.coordinator_rig import (
+    ALIVE_LOAD,
+    GATEWAY,
+    ask,
+    assert_idle,
+    credits,
+    join,
+    node,
+    pair,
+    prefixes,
+    until,
+    view,
+)
+
+A, B = Incarnation("a"), Incarnation("b")
+ONE = Epoch(1)
+
+
+def moves(name: str, *states: State, epoch: int = 1) -> list[Move]:
+    return [Move(RequestId(name), Epoch(epoch), state) for state in states]
+
+
+class TestRegistry:
+    async def test_workers_are_listed_by_id(self, store: Store):
+        await join(store, node("w1", Role.DECODE), node("w0", Role.PREFILL))
+        assert [node.info.worker_id for node in await store.nodes()] == ["w0", "w1"]
+        assert all(node.alive for node in await store.nodes())
+
+    async def test_a_heartbeat_carries_the_load(self, store: Store):
+        await pair(store)
+        assert await store.heartbeat(WorkerId("p0"), A, ALIVE_LOAD)
+        assert (await view(store, "p0")).node.load == ALIVE_LOAD
+
+    async def test_an_unknown_worker_is_told_to_join(self, store: Store):
+        assert not await store.heartbeat(WorkerId("p0"), A, ALIVE_LOAD)
+        assert await store.nodes() == []
+
+    async def test_a_worker_that_left_is_gone(self, store: Store):
+        await pair(store)
+        await store.leave(WorkerId("p0"), B)
+        assert len(await store.nodes()) == 2
+        await store.leave(WorkerId("p0"), A)
+        assert [node.info.worker_id for node in await store.nodes()] == ["d0"]
+
+    async def test_a_new_incarnation_supersedes(self, store: Store):
+        await pair(store)
+        await store.place(ask("r"))
+        await store.join(node("d0", Role.DECODE, incarnation="b"))
+        assert (await view(store, "d0")).reserved_tokens == 0
+        assert not await store.heartbeat(WorkerId("d0"), A, ALIVE_LOAD)
+        assert await store.heartbeat(WorkerId("d0"), B, ALIVE_LOAD)
+        assert await store.finish(RequestId("r"), ONE)
+        await assert_idle(store)
+
+    async def test_the_superseded_do_not_come_back(self, store: Store):
+        await pair(store)
+        await store.join(node("d0", Role.DECODE, incarnation="b"))
+        with pytest.raises(Unavailable, match="newer process"):
+            await store.join(node("d0", Role.DECODE))
+        assert (await view(store, "d0")).node.info.incarnation == B
+
+    async def test_joining_again_owes_nothing(self, store: Store):
+        await pair(store)
+        await store.place(ask("r"))
+        await store.join(node("d0", Role.DECODE))
+        await store.place(ask("s", 200, 50))
+        assert await store.finish(RequestId("r"), ONE)
+        assert (await view(store, "d0")).reserved_tokens == 250
+
+
+class TestPlacing:
+    async def test_a_route_names_both_workers(self, store: Store):
+        await pair(store)
+        route = await store.place(ask("r"))
+        assert (route.request_id, route.epoch) == ("r", 1)
+        assert route.prefill == node("p0", Role.PREFILL).ref
+        assert route.decode == node("d0", Role.DECODE).ref
+
+    async def test_credits_are_taken_at_once_and_come_back(self, store: Store):
+        await pair(store)
+        await store.place(ask("r", 100, 50))
+        assert await credits(store) == {"p0": (100, 1, 0, 0), "d0": (0, 0, 150, 1)}
+        assert await store.finish(RequestId("r"), ONE)
+        await assert_idle(store)
+
+    async def test_a_burst_spreads_without_a_heartbeat(self, store: Store):
+        await pair(store)
+        await store.join(node("d1", Role.DECODE))
+        routes = await asyncio.gather(*(store.place(ask(f"r{index}")) for index in range(10)))
+        assert sorted(route.decode.worker_id for route in routes) == ["d0"] * 5 + ["d1"] * 5
+
+    async def test_the_same_call_twice_takes_credit_once(self, store: Store):
+        await pair(store)
+        assert await store.place(ask("r")) == await store.place(ask("r"))
+        assert (await view(store, "d0")).num_decodes == 1
+
+    async def test_no_worker_is_said_in_words(self, store: Store):
+        with pytest.raises(Unavailable, match="no live prefill worker"):
+            await store.place(ask("r"))
+        await store.join(node("p0", Role.PREFILL))
+        with pytest.raises(Unavailable, match="no live decode worker"):
+            await store.place(ask("r"))
+        assert (await store.counts()).unavailable == 2
+
+    async def test_draining_workers_get_no_work(self, store: Store):
+        await pair(store)
+        await store.heartbeat(WorkerId("d0"), A, NodeLoad(draining=True))
+        with pytest.raises(Unavailable, match="decode"):
+            await store.place(ask("r"))
+
+    async def test_too_long_is_the_clients_fault(self, store: Store):
+        await pair(store)
+        with pytest.raises(RequestError, match="no worker takes more than 8191"):
+            await store.place(ask("r", 9000))
+        assert (await store.counts()).too_long == 1
+
+    async def test_a_full_pool_refuses_and_recovers(self, store: Store):
+        await pair(store, capacity=1000)
+        await store.heartbeat(WorkerId("d0"), A, ALIVE_LOAD)
+        for index in range(6):
+            await store.place(ask(f"r{index}", 400, 200))
+        with pytest.raises(Overloaded, match="decode") as refused:
+            await store.place(ask("s", 400, 200))
+        assert refused.value.retry_after_s == pytest.approx(2.0)
+        await store.finish(RequestId("r0"), ONE)
+        await store.place(ask("s", 400, 200))
+        assert (await store.counts()).overloaded == 1
+
+    async def test_what_a_worker_holds_beyond_its_credits_counts(self, store: Store):
+        await pair(store)
+        await store.join(node("d1", Role.DECODE))
+        await store.heartbeat(WorkerId("d0"), A, NodeLoad(num_running=3, free_tokens=100))
+        assert (await store.place(ask("r", 500))).decode.worker_id == "d1"
+
+    async def test_a_queue_from_before_the_store_was_lost_counts(self, store: Store):
+        await pair(store)
+        await store.join(node("p1", Role.PREFILL))
+        await store.heartbeat(WorkerId("p0"), A, NodeLoad(queue_tokens=5000))
+        assert (await store.place(ask("r"))).prefill.worker_id == "p1"
+
+    async def test_a_conversation_goes_where_its_prefix_is(self, store: Store):
+        await pair(store)
+        await store.join(node("p1", Role.PREFILL))
+        prompt = list(range(640))
+        first = await store.place(ask("r", 640, prefix_hashes=prefixes(prompt)))
+        await store.finish(RequestId("r"), ONE)
+        await store.place(ask("other", 10, 1, exclude=(WorkerId("p1"),)))
+        second = await store.place(ask("s", 700, prefix_hashes=prefixes(prompt + [1] * 60)))
+        assert first.prefill == second.prefill
+        assert (await view(store, "p0")).pending_tokens == 10 + 60
+
+    async def test_prefixes_die_with_the_incarnation(self, store: Store):
+        await pair(store)
+        hashes = prefixes(list(range(640)))
+        await store.place(ask("r", 640, prefix_hashes=hashes))
+        await store.join(node("p0", Role.PREFILL, incarnation="b"))
+        await store.place(ask("s", 640, prefix_hashes=hashes))
+        assert (await view(store, "p0")).pending_tokens == 640
+
+
+class TestPlacingAgain:
+    async def test_a_refuser_is_passed_over(self, store: Store):
+        await pair(store)
+        await store.join(node("d1", Role.DECODE))
+        first = await store.place(ask("r"))
+        second = await store.place(ask("r", epoch=2, exclude=(first.decode.worker_id,)))
+        assert second.epoch == 2
+        assert second.decode.worker_id != first.decode.worker_id
+        assert (await credits(store))[first.decode.worker_id] == (0, 0, 0, 0)
+        assert (await view(store, "p0")).num_prefills == 1
+
+    async def test_the_former_attempt_is_over(self, store: Store):
+        await pair(store)
+        await store.place(ask("r"))
+        await store.place(ask("r", epoch=2))
+        assert await store.advance(moves("r", State.QUEUED)) == [False]
+        assert not await store.finish(RequestId("r"), ONE)
+        assert await store.finish(RequestId("r"), Epoch(2))
+        assert (await store.counts()).stale == 2
+        await assert_idle(store)
+
+    async def test_it_needs_no_second_credit(self, store: Store):
+        await pair(store, capacity=1000)
+        await store.place(ask("r", 900, 50))
+        await store.place(ask("r", 900, 50, epoch=2))
+        assert (await view(store, "d0")).reserved_tokens == 950
+
+    async def test_a_refusal_leaves_no_credit_behind(self, store: Store):
+        await pair(store)
+        await store.place(ask("r"))
+        with pytest.raises(Unavailable):
+            await store.place(ask("r", epoch=2, exclude=(WorkerId("d0"),)))
+        assert set((await credits(store)).values()) == {(0, 0, 0, 0)}
+        assert await store.finish(RequestId("r"), ONE, State.FAILED)
+        await assert_idle(store)
+
+    @pytest.mark.parametrize("epoch", [1, 2])
+    async def test_what_has_ended_is_not_placed_again(self, store: Store, epoch: int):
+        await pair(store)
+        await store.place(ask("r"))
+        await store.finish(RequestId("r"), ONE)
+        with pytest.raises(Unavailable, match="has ended"):
+            await store.place(ask("r", epoch=epoch))
+        await assert_idle(store)
+
+    async def test_an_old_epoch_is_refused(self, store: Store):
+        await pair(store)
+        await store.place(ask("r", epoch=2))
+        with pytest.raises(Unavailable, match="past attempt 1"):
+            await store.place(ask("r"))
+
+
+class TestStates:
+    async def test_the_prompts_credit_ends_with_the_handoff(self, store: Store):
+        await pair(store)
+        await store.place(ask("r"))
+        told = moves("r", State.QUEUED, State.RESERVING, State.TRANSFERRING)
+        assert await store.advance(told) == [True] * 3
+        assert (await view(store, "p0")).pending_tokens == 100
+        assert await store.advance(moves("r", State.COMMITTED)) == [True]
+        assert await credits(store) == {"p0": (0, 0, 0, 0), "d0": (0, 0, 150, 1)}
+        assert (await store.counts()).states == {"COMMITTED": 1}
+
+    async def test_decoding_where_it_was_computed_moves_the_credit(self, store: Store):
+        await pair(store)
+        await store.place(ask("r"))
+        assert await store.advance(moves("r", State.HELD, State.LOCAL_DECODE)) == [True, True]
+        assert await credits(store) == {"p0": (0, 0, 150, 1), "d0": (0, 0, 0, 0)}
+        await store.finish(RequestId("r"), ONE)
+        await assert_idle(store)
+
+    async def test_a_local_route_keeps_its_credit(self, store: Store):
+        await store.join(node("m0", Role.MIXED))
+        assert (await store.place(ask("r"))).is_local
+        assert await store.advance(moves("r", State.QUEUED, State.LOCAL_DECODE)) == [True, True]
+        assert await credits(store) == {"m0": (0, 0, 150, 1)}
+
+    async def test_overtaken_reports_are_late_not_illegal(self, store: Store):
+        await pair(store)
+        await store.place(ask("r"))
+        assert await store.advance(moves("r", State.COMMITTED)) == [True]
+        assert await store.advance(moves("r", State.QUEUED, State.RESERVING)) == [False, False]
+        counts = await store.counts()
+        assert (counts.late, counts.illegal) == (2, 0)
+
+    async def test_illegal_moves_are_refused_and_counted(self, store: Store):
+        await pair(store)
+        await store.place(ask("r"))
+        await store.advance(moves("r", State.COMMITTED))
+        assert await store.advance(moves("r", State.LOCAL_DECODE)) == [False]
+        assert await store.advance(moves("r", State.PLACED, epoch=2)) == [False]
+        assert await store.advance(moves("r", State.REPLAY, epoch=7)) == [False]
+        counts = await store.counts()
+        assert (counts.illegal, counts.states) == (3, {"COMMITTED": 1})
+
+    async def test_a_retry_begins_an_epoch(self, store: Store):
+        await pair(store)
+        await store.place(ask("r"))
+        await store.advance(moves("r", State.TRANSFERRING))
+        assert await store.advance(moves("r", State.RETRY)) == [False]
+        assert await store.advance(moves("r", State.RETRY, State.TRANSFERRING, epoch=2)) == [True, True]
+        assert await store.finish(RequestId("r"), Epoch(2))
+
+    async def test_unknown_requests_are_counted(self, store: Store):
+        assert await store.advance(moves("nobody", State.QUEUED)) == [False]
+        assert not await store.finish(RequestId("nobody"), ONE)
+        assert (await store.counts()).unknown == 2
+
+    async def test_nothing_to_tell_is_nothing_told(self, store: Store):
+        assert await store.advance([]) == []
+
+    async def test_a_request_ends_once(self, store: Store):
+        await pair(store)
+        await store.place(ask("r"))
+        assert await store.finish(RequestId("r"), ONE, State.CANCELLED)
+        assert await store.finish(RequestId("r"), ONE, State.FINISHED)
+        assert (await store.counts()).ended == {"CANCELLED": 1}
+        await assert_idle(store)
+
+    async def test_it_ends_in_an_end(self, store: Store):
+        with pytest.raises(ValueError, match="QUEUED"):
+            await store.finish(RequestId("r"), ONE, State.QUEUED)
+
+
+class TestLeases:
+    async def test_a_dead_gateways_requests_end(self, store: Store):
+        await pair(store)
+        await store.place(ask("r", lease_s=0.0))
+        await store.place(ask("s", gateway_id=GatewayId("g1")))
+        reaped = await store.reap()
+        assert [(r.request_id, r.epoch, r.gateway_id) for r in reaped] == [("r", 1, GATEWAY)]
+        assert (await store.counts()).ended == {"FAILED": 1}
+        assert (await view(store, "d0")).num_decodes == 1
+        assert await store.reap() == []
+
+    async def test_a_live_gateway_keeps_its_own(self, store: Store):
+        await pair(store)
+        await store.place(ask("r", lease_s=0.0))
+        await store.place(ask("s", gateway_id=GatewayId("g1"), lease_s=0.0))
+        assert await store.renew(GATEWAY, 10.0) == 1
+        assert [r.request_id for r in await store.reap()] == ["s"]
+
+    async def test_ended_requests_have_no_lease(self, store: Store):
+        await pair(store)
+        await store.place(ask("r"))
+        await store.finish(RequestId("r"), ONE)
+        assert await store.renew(GATEWAY, 10.0) == 0
+
+    async def test_another_gateway_may_take_over(self, store: Store):
+        await pair(store)
+        await store.place(ask("r"))
+        await store.place(ask("r", epoch=2, gateway_id=GatewayId("g1")))
+        assert await store.renew(GATEWAY, 10.0) == 0
+        assert await store.renew(GatewayId("g1"), 10.0) == 1
+
+
+class TestDeath:
+    async def test_a_silent_worker_gets_no_work_and_loses_its_credits(self, mortal_store: Store):
+        store = mortal_store
+        await pair(store)
+        await store.place(ask("r"))
+
+        async def is_dead() -> bool:
+            await store.reap()
+            return not (await view(store, "d0")).node.alive
+
+        await until(is_dead)
+        assert set((await credits(store)).values()) == {(0, 0, 0, 0)}
+        assert not await store.heartbeat(WorkerId("d0"), A, ALIVE_LOAD)
+        with pytest.raises(Unavailable, match="no live"):
+            await store.place(ask("s"))
+
+    async def test_the_dead_are_forgotten(self, mortal_store: Store):
+        await pair(mortal_store)
+
+        async def is_forgotten() -> bool:
+            await mortal_store.reap()
+            return await mortal_store.nodes() == []
+
+        await until(is_forgotten)
+
+    async def test_one_that_wakes_up_joins_again_and_owes_nothing(self, mortal_store: Store):
+        store = mortal_store
+        await pair(store)
+        await store.place(ask("r"))
+
+        async def is_buried() -> bool:
+            await store.reap()
+            return (await store.counts()).buried == 2
+
+        await until(is_buried)
+        await pair(store)
+        assert await store.finish(RequestId("r"), ONE)
+        await assert_idle(store)
+
+
+class TestLeading:
+    async def test_one_leads(self, store: Store):
+        assert await store.lead("one", 10.0)
+        assert not await store.lead("two", 10.0)
+        assert await store.lead("one", 10.0)
+
+    async def test_the_next_leads_when_the_first_resigns(self, store: Store):
+        await store.lead("one", 10.0)
+        await store.resign("two")
+        assert not await store.lead("two", 10.0)
+        await store.resign("one")
+        assert await store.lead("two", 10.0)
+
+    async def test_or_falls_silent(self, store: Store):
+        await store.lead("one", 0.05)
+        await until(lambda: store.lead("two", 10.0))
+
+
+class TestTransferRates:
+    """What workers measure of their links decides between workers that are equal otherwise."""
+
+    async def chosen(self, store: Store, *rates: float) -> str:
+        await join(store, *(node(f"p{index}", Role.PREFILL) for index in range(len(rates))), node("d0", Role.DECODE))
+        for index, rate in enumerate(rates):
+            load = NodeLoad(prefill_rate=1000.0, decode_rate=100.0, transfer_rate=rate)
+            assert await store.heartbeat(WorkerId(f"p{index}"), A, load)
+        return (await store.place(ask("r", num_tokens=1000))).prefill.worker_id
+
+    async def test_the_faster_link_wins(self, store: Store):
+        assert await self.chosen(store, 200.0, 5000.0) == "p1"
+
+    async def test_a_link_that_hides_under_the_compute_is_as_good_as_any(self, store: Store):
+        assert await self.chosen(store, 5000.0, 1e9) == "p0"
+
+    async def test_an_unmeasured_link_is_taken_for_a_common_one(self, store: Store):
+        assert await self.chosen(store, 200.0, 0.0) == "p1"
+
+    @pytest.mark.parametrize("rate", [float("nan"), float("inf"), -1.0])
+    async def test_nonsense_is_taken_for_unmeasured(self, store: Store, rate: float):
+        assert await self.chosen(store, rate, 200.0) == "p0"
+
+    async def test_a_mixed_worker_wins_over_a_slow_link(self, store: Store):
+        await join(store, node("m0", Role.MIXED))
+        assert await self.chosen(store, 10.0) == "m0"

@@ -1,0 +1,155 @@
+"""The core's loop, over twins: what it takes and in which order, what it refuses, how it pictures itself."""
+
+from contracts.events import Failed, Finished, Prefilled, Tokens
+from contracts.ids import Epoch, GatewayId, RequestId
+from contracts.request import Cancel
+from core.link import FrontGone
+from core.messages import CoreFrame, Stop, Work
+from core.status import STATUS_PERIOD_S
+from tests.path.ring import D, P, Ring, answer
+
+R = RequestId("r")
+
+
+def statuses(ring: Ring, turns: int) -> list:
+    """Statuses that the prefill side's core sends in so many turns."""
+    found, side = [], ring.sides[P]
+    for _ in range(turns):
+        ring.clock.now += 0.03
+        side.core.turn()
+        found += [frame.status for frame in side.link.frames if isinstance(frame, CoreFrame) and frame.status]
+        side.link.frames.clear()
+    return found
+
+
+def test_an_idle_core_turns_and_says_so_ten_times_a_second():
+    turns = 100
+    found = statuses(Ring(), turns)
+    assert len(found) == 1 + int((turns - 1) * 0.03 / (STATUS_PERIOD_S + 0.02))
+    assert [s.num_turns for s in found] == sorted({s.num_turns for s in found})
+    assert all(s.is_clean and s.num_steps == 0 for s in found)
+
+
+def test_a_turn_without_news_sends_nothing():
+    ring = Ring()
+    statuses(ring, 1)
+    ring.sides[P].core.turn()
+    assert ring.sides[P].link.frames == []
+
+
+def test_busy_is_not_clean_and_counts_the_request():
+    ring = Ring()
+    ring.both(ring.job(R, list(range(40)), 50))
+    ring.turn(P)
+    report = ring.sides[P].core._status.report()
+    assert not report.is_clean and report.gauges["requests"] == 1
+    assert report.counters["handoffs_offered"] == 1
+    ring.settle()
+    assert ring.sides[P].core._status.report().is_clean
+
+
+def test_stop_ends_the_loop_after_the_turn():
+    ring = Ring()
+    ring.sides[P].link.inbox.append(Stop())
+    ring.sides[P].core.run()
+
+
+def test_a_front_that_is_gone_ends_the_loop():
+    ring = Ring()
+
+    def gone(timeout_s: float) -> list:
+        raise FrontGone
+
+    ring.sides[P].link.receive = gone  # type: ignore[method-assign]
+    try:
+        ring.sides[P].core.run()
+    except FrontGone:
+        return
+    raise AssertionError("it went on without a front")
+
+
+def test_a_cancel_may_come_before_its_job_and_is_then_nothing():
+    """Idempotent: the gateway cancels again when the stream tells of a request it does not know."""
+    ring, job = Ring(), None
+    ring.post(P, Cancel(R, Epoch(1), "why"))
+    job = ring.job(R, [1, 2, 3], 2)
+    ring.both(job)
+    ring.settle()
+    assert ring.tokens(R) == answer([1, 2, 3], 2)
+
+
+def test_a_cancel_of_an_old_epoch_leaves_the_new_one_alone():
+    ring = Ring()
+    ring.both(ring.job(R, [1, 2, 3], 2, epoch=5))
+    for name in (P, D):
+        ring.post(name, Cancel(R, Epoch(4), "why"))
+    ring.settle()
+    assert ring.tokens(R) == answer([1, 2, 3], 2)
+
+
+def test_a_cancel_of_a_newer_epoch_ends_the_old_one():
+    """The gateway placed it again, and the job of the new attempt went elsewhere."""
+    ring = Ring()
+    ring.both(ring.job(R, list(range(40)), 500, epoch=1))
+    ring.turn(P)
+    for name in (P, D):
+        ring.post(name, Cancel(R, Epoch(2), "why"))
+    ring.settle()
+    assert ring.ends(R) == []
+    ring.assert_clean()
+
+
+def test_a_job_older_than_the_one_that_runs_is_stale():
+    ring = Ring()
+    ring.both(ring.job(R, [1, 2, 3], 4, epoch=2))
+    ring.both(ring.job(R, [9, 9, 9], 4, epoch=1))
+    ring.settle()
+    assert ring.tokens(R) == answer([1, 2, 3], 4)
+    assert sum(side.ledger.num_stale for side in ring.sides.values()) >= 2
+
+
+def test_events_of_one_step_go_out_in_one_frame_by_gateway():
+    ring = Ring()
+    ring.sides[P].engine.max_waiting = 100
+    jobs = [ring.job(f"r{number}", [number] * 4, 1) for number in range(6)]
+    ring.sides[P].link.inbox.append(Work(list(jobs)))
+    ring.clock.now += 0.03
+    ring.sides[P].core.turn()
+    frames = [frame for frame in ring.sides[P].link.frames if isinstance(frame, CoreFrame) and frame.events]
+    assert len(frames) == 1
+    events = frames[0].events[GatewayId("g")]
+    assert [type(event) for event in events[:2]] == [Prefilled, Tokens]
+    assert sum(isinstance(event, Finished) for event in events) == 6
+
+
+def test_more_than_the_queue_takes_is_refused_at_once_with_its_code():
+    ring = Ring()
+    ring.sides[P].engine.max_waiting = 2
+    for number in range(4):
+        ring.both(ring.job(f"r{number}", [number] * 8, 2))
+    ring.settle()
+    ends = {number: ring.ends(f"r{number}") for number in range(4)}
+    refused = [end for found in ends.values() for end in found if isinstance(end, Failed)]
+    assert {end.code for end in refused} == {"overloaded"} and len(refused) == 2
+    for number in range(2):
+        assert ring.tokens(f"r{number}") == answer([number] * 8, 2)
+
+
+def test_a_token_of_the_time_account_is_on_the_worker_that_spent_it():
+    ring = Ring()
+    ring.both(ring.job(R, list(range(40)), 5))
+    ring.settle()
+    (prefilled,) = [event for _, event in ring.events if isinstance(event, Prefilled)]
+    (end,) = ring.ends(R)
+    assert set(prefilled.stages_s) == {"queue", "prefill"}
+    assert set(end.stages_s) == {"expect", "land", "decode"}
+    assert all(span_s >= 0 for span_s in (*prefilled.stages_s.values(), *end.stages_s.values()))
+
+
+def test_the_measured_bytes_a_second_are_told_as_tokens():
+    ring = Ring()
+    side = ring.sides[P]
+    assert side.core._status.report().load.transfer_rate == 0.0
+    side.node.transfer_rate = 1e6
+    nbytes_per_token = side.engine.layout.block_nbytes / side.engine.layout.block_size
+    assert side.core._status.report().load.transfer_rate == 1e6 / nbytes_per_token

@@ -1,0 +1,37 @@
+"""Rates that placement relies on."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from core.status import RATE_WINDOW_S, Rate
+
+
+def test_the_first_measurement_counts_whole():
+    rate = Rate()
+    rate.add(100, 0.5)
+    assert rate.value == pytest.approx(200.0)
+
+
+def test_idle_steps_do_not_count():
+    rate = Rate()
+    rate.add(0, 5.0)
+    assert rate.value == 0.0
+    rate.add(10, 0.0)
+    assert rate.value == 0.0
+
+
+@given(st.lists(st.tuples(st.integers(1, 1000), st.floats(0.001, 5.0)), min_size=1, max_size=30))
+def test_a_rate_stays_between_the_slowest_and_the_fastest(steps):
+    rate = Rate()
+    for amount, span_s in steps:
+        rate.add(amount, span_s)
+    rates = [amount / span_s for amount, span_s in steps]
+    assert min(rates) * (1 - 1e-9) <= rate.value <= max(rates) * (1 + 1e-9)
+
+
+def test_a_change_is_followed_within_the_window():
+    rate = Rate()
+    rate.add(1000, 1.0)
+    rate.add(int(10 * RATE_WINDOW_S), RATE_WINDOW_S)
+    assert rate.value == pytest.approx(10.0)

@@ -1,0 +1,223 @@
+"""The decode side alone: pages in order of arrival, commits only of what is whole, two holds on every page."""
+
+# pyright: reportArgumentType=false
+# The twins of engine and node have their methods, not their classes.
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from contracts.events import Failed
+from contracts.handoff import Abort, ChunkHeader, Fin, Offer
+from contracts.ids import Epoch, GatewayId, RequestId
+from core.ledger import Ledger
+from decode_svc import DecodeRole
+from decode_svc.role import EARLY_OFFER_S
+from engine.messages import StepOutput
+from kv_transfer.events import ChunkLanded, Drained, Message
+from tests.path.scripted import D, P, Remembering, ScriptedEngine, first_token, opened
+
+E = Epoch(1)
+ENDED = StepOutput((), (), (), ("something ended",), (), 0, 0)
+
+
+class Side:
+    def __init__(self, free: int = 100, skip_tokens: int = 0) -> None:
+        self.engine, self.node, self.ledger = (
+            ScriptedEngine(free=free, skip_tokens=skip_tokens),
+            Remembering(),
+            Ledger(),
+        )
+        self.role = DecodeRole(D, self.engine, self.node, self.ledger)
+
+    def begin(self, name: str, num_tokens: int, priority: int = 0):
+        return opened(self.ledger, self.role, name, num_tokens, priority=priority)
+
+    def hear(self, message, now: float = 1.0) -> None:
+        self.role.on_transfer(Message(P, message), now)
+
+    def offer(self, name: str, num_tokens: int, now: float = 1.0) -> None:
+        self.hear(Offer(RequestId(name), E, num_tokens, self.engine.layout.layout_id), now)
+
+    def land(self, name: str, index: int, first: int, count: int) -> None:
+        header = ChunkHeader(RequestId(name), E, index, first, count, self.engine.layout.layout_id, count, 0)
+        self.role.on_transfer(ChunkLanded(P, header), 1.0)
+
+    def fin(self, name: str, num_chunks: int) -> None:
+        self.hear(Fin(RequestId(name), E, num_chunks, first_token(), 0))
+
+    def granted(self) -> list[str]:
+        return [grant.request_id for _, grant in self.node.told("grant")]
+
+    def failures(self) -> list[str]:
+        return [event.code for event in self.ledger.take()[0].get(GatewayId("g"), []) if isinstance(event, Failed)]
+
+
+def test_pages_beyond_the_cached_prefix_are_granted():
+    side = Side(skip_tokens=8)
+    side.begin("r", 20)
+    side.offer("r", 20)
+    ((_, grant),) = side.node.told("grant")
+    assert (grant.skip_tokens, grant.pages) == (8, [2, 3, 4])
+
+
+def test_the_first_in_line_is_not_overtaken_by_a_smaller_one():
+    side = Side(free=4)
+    for name, num_tokens in (("a", 12), ("big", 16), ("small", 4)):
+        side.begin(name, num_tokens)
+        side.offer(name, num_tokens)
+    assert side.granted() == ["a"]
+    assert [wait.request_id for _, wait in side.node.told("wait")] == ["big", "small"]
+    side.engine.free = 5
+    side.role.on_step(ENDED, 2.0)
+    assert side.granted() == ["a", "big", "small"]
+    assert side.role.counters()["landings_waited"] == 2
+
+
+def test_the_lowest_priority_has_the_next_free_pages():
+    side = Side(free=0)
+    for name, priority in (("a", 1), ("b", 0), ("c", -1), ("d", 0)):
+        side.begin(name, 8, priority)
+        side.offer(name, 8)
+    side.engine.free = 100
+    side.role.on_tick(2.0)
+    assert side.granted() == ["c", "b", "d", "a"]
+
+
+def test_who_waits_is_told_once():
+    side = Side(free=0)
+    side.begin("r", 8)
+    side.offer("r", 8)
+    for now in range(5):
+        side.role.on_tick(float(now))
+    assert len(side.node.told("wait")) == 1
+
+
+def test_a_cancel_of_the_first_in_line_lets_the_next_one_in():
+    side = Side(free=1)
+    big = side.begin("big", 40)
+    side.begin("small", 4)
+    side.offer("big", 40)
+    side.offer("small", 4)
+    side.role.drop(big, "the client left", 2.0)
+    side.role.on_tick(2.0)
+    assert side.granted() == ["small"]
+
+
+@given(st.permutations([0, 1, 2, "fin"]))
+def test_it_commits_when_all_is_there_wherever_fin_comes(order):
+    """Chunks come in order; control and data travel apart."""
+    side = Side()
+    live = side.begin("r", 20)
+    side.offer("r", 20)
+    chunks = iter([(0, 0, 8), (1, 8, 8), (2, 16, 4)])
+    for step in order:
+        assert side.node.told("commit") == []
+        side.fin("r", 3) if step == "fin" else side.land("r", *next(chunks))
+    ((_, commit),) = side.node.told("commit")
+    assert (commit.num_chunks, commit.nbytes) == (3, 20)
+    assert side.engine.told("adopt") == [(live.key, first_token())]
+    assert side.engine.told("writer_ended") == [(live.key,)]
+    assert side.role.is_idle() and side.failures() == []
+
+
+@pytest.mark.parametrize(
+    ("index", "first", "count"),
+    [(1, 0, 8), (0, 8, 8), (0, 4, 8)],
+    ids=["index skipped", "tokens skipped", "inside the granted prefix"],
+)
+def test_a_chunk_that_is_not_the_next_fails_the_request(index: int, first: int, count: int):
+    side = Side()
+    side.begin("r", 20)
+    side.offer("r", 20)
+    side.land("r", index, first, count)
+    assert side.failures() == ["corrupt"]
+    assert side.node.told("abort") and side.engine.told("adopt") == []
+
+
+@pytest.mark.parametrize("num_chunks", [0, 2, 3, 4])
+@pytest.mark.parametrize("fin_first", [False, True])
+def test_a_fin_that_claims_other_chunks_than_came_fails_at_once(num_chunks: int, fin_first: bool):
+    """One chunk of three blocks holds all that was offered."""
+    side = Side()
+    side.begin("r", 12)
+    side.offer("r", 12)
+    steps = [lambda: side.fin("r", num_chunks), lambda: side.land("r", 0, 0, 12)]
+    for step in steps if fin_first else reversed(steps):
+        step()
+    assert side.failures() == ["corrupt"] and len(side.node.told("abort")) == 1
+    assert side.node.told("commit") == side.engine.told("adopt") == []
+    side.role.on_transfer(Drained(RequestId("r"), E), 2.0)
+    assert side.role.is_idle()
+
+
+def test_a_fin_that_came_before_the_pages_of_an_unasked_attempt_is_corrupt():
+    side = Side()
+    side.begin("r", 8)
+    side.fin("r", 3)
+    assert side.failures() == ["corrupt"] and side.role.is_idle()
+
+
+def test_a_page_is_free_when_request_and_writer_have_both_let_go():
+    side = Side()
+    live = side.begin("r", 8)
+    side.offer("r", 8)
+    side.role.drop(live, "the client left", 2.0)
+    assert side.engine.told("release") == [(live.key,)]
+    assert side.engine.told("writer_ended") == []
+    side.role.on_transfer(Drained(RequestId("r"), E), 2.0)
+    side.role.on_transfer(Drained(RequestId("r"), E), 2.0)
+    assert side.engine.told("writer_ended") == [(live.key,)] and side.role.is_idle()
+
+
+def test_an_offer_that_does_not_fit_its_job_is_corrupt():
+    side = Side()
+    side.begin("r", 8)
+    side.offer("r", 9)
+    assert side.failures() == ["corrupt"] and side.granted() == []
+
+
+def test_an_offer_of_a_stranger_is_corrupt():
+    side = Side()
+    side.begin("r", 8)
+    side.role.on_transfer(Message("someone", Offer(RequestId("r"), E, 8, side.engine.layout.layout_id)), 1.0)
+    assert side.failures() == ["corrupt"] and side.granted() == []
+
+
+def test_an_early_offer_waits_for_its_job_and_no_longer():
+    side = Side()
+    side.offer("soon", 8, now=1.0)
+    side.offer("never", 8, now=1.0)
+    side.begin("soon", 8)
+    assert side.granted() == ["soon"]
+    side.role.on_tick(1.0 + EARLY_OFFER_S)
+    assert side.node.told("refuse") == []
+    side.role.on_tick(1.1 + EARLY_OFFER_S)
+    ((_, refuse),) = side.node.told("refuse")
+    assert (refuse.request_id, refuse.code) == ("never", "unavailable")
+
+
+def test_an_early_offer_that_is_taken_back_is_forgotten():
+    side = Side()
+    side.offer("r", 8)
+    side.hear(Abort(RequestId("r"), E, "cancelled", "the client left"))
+    side.begin("r", 8)
+    assert side.granted() == []
+    side.role.on_tick(100.0)
+    assert side.node.told("refuse") == []
+
+
+def test_what_prefill_aborts_is_told_by_prefill_alone():
+    side = Side()
+    side.begin("r", 8)
+    side.offer("r", 8)
+    side.hear(Abort(RequestId("r"), E, "finished", "token 0 ended the request"))
+    assert side.failures() == [] and len(side.ledger) == 0
+    assert side.role.counters()["landings_aborted"] == 0
+
+
+def test_a_chunk_of_nobody_is_stale():
+    side = Side()
+    side.land("ghost", 0, 0, 8)
+    side.fin("ghost", 1)
+    assert side.ledger.num_stale == 2

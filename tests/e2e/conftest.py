@@ -1,0 +1,14 @@
+"""Whole systems for the tests: real processes, real Redis, real sockets; one with the real model, shared by most."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from bench.system import System, running
+
+
+@pytest.fixture(scope="session")
+def system() -> Iterator[System]:
+    """The default model on one prefill and one decode worker, in float32 so that tokens can be compared."""
+    with running("--dtype", "float32", TANDEM_NUM_THREADS="1", TANDEM_MAX_BATCHED_TOKENS="128") as system:
+        yield system

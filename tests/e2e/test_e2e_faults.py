@@ -1,0 +1,104 @@
+"""What the client sees when things break, and what is left afterwards."""
+
+import asyncio
+import os
+import random
+import signal
+import time
+
+import openai
+import psutil
+import pytest
+
+from bench.client import ask, session
+from bench.system import System, get_json, running
+from tests.e2e.tiny import save_tiny
+
+UNENDING = {"ignore_eos": True}  # a random model may end its answer anywhere
+QUICK = {"TANDEM_NUM_THREADS": "1", "TANDEM_KV_CACHE_MIB": "64"}
+
+
+@pytest.fixture
+def tiny(tmp_path):
+    return str(save_tiny(tmp_path))
+
+
+def wait_until(condition, timeout_s: float = 30.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "not within its time"
+        time.sleep(0.1)
+
+
+def is_clean(system: System) -> bool:
+    return all(get_json(f"{worker['url']}/health")["core"]["is_clean"] for worker in system.workers())
+
+
+def test_clients_that_leave_free_both_workers(tiny):
+    async def storm(system: System) -> list[str]:
+        rng = random.Random(1)
+
+        async def one(http, leave_after: int | None) -> str:
+            prompt = [rng.randrange(256) for _ in range(rng.randrange(4, 300))]
+            return (await ask(http, system.url, system.model(), prompt, rng.randrange(2, 60), leave_after)).error
+
+        async with session() as http:
+            return await asyncio.gather(*(one(http, 1 + i % 7 if i % 2 else None) for i in range(80)))
+
+    with running("--model", tiny, "--dtype", "float32", **QUICK) as system:
+        errors = asyncio.run(storm(system))
+        assert [error for error in errors if error and not error.startswith("429")] == []
+        wait_until(lambda: is_clean(system))
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_a_worker_that_dies_fails_its_requests_at_once_with_words(tiny, role):
+    async def lose(system: System, pid: int) -> str:
+        async with session() as http:
+            asked = asyncio.create_task(ask(http, system.url, system.model(), [7] * 40, 1900))
+            await asyncio.sleep(0.7)
+            os.kill(pid, signal.SIGKILL)
+            return (await asyncio.wait_for(asked, 20)).error
+
+    with running("--model", tiny, "--dtype", "float32", "--prefill", "2", "--decode", "2", **QUICK) as system:
+        victims = [worker for worker in system.workers() if worker["role"] == role]
+        model = system.model()
+        busy, error = busiest(system, victims, model, lose)
+        if role == "decode":
+            assert "lost" in error
+        with openai.OpenAI(base_url=f"{system.url}/v1", api_key="none", max_retries=3) as client:
+            reply = client.completions.create(model=model, prompt=[1, 2, 3], max_tokens=4, extra_body=UNENDING)
+        assert reply.usage is not None and reply.usage.completion_tokens == 4
+        survivors = [worker for worker in system.workers() if worker["id"] != busy["id"]]
+        wait_until(lambda: all(get_json(f"{w['url']}/health")["core"]["is_clean"] for w in survivors))
+
+
+def busiest(system: System, victims: list[dict], model: str, lose) -> tuple[dict, str]:
+    """Kill the core of the worker that placement takes first: ties go to the smaller id."""
+    victim = min(victims, key=lambda worker: worker["id"])
+    return victim, asyncio.run(lose(system, victim["core_pid"]))
+
+
+def test_more_than_fits_is_429_and_the_rest_is_answered(tiny):
+    async def crowd(system: System) -> list[str]:
+        async with session() as http:
+            asked = (ask(http, system.url, system.model(), [i % 256] * 200, 50) for i in range(60))
+            return [answer.error for answer in await asyncio.gather(*asked)]
+
+    with running("--model", tiny, "--dtype", "float32", TANDEM_NUM_THREADS="1", TANDEM_KV_CACHE_MIB="1") as system:
+        errors = asyncio.run(crowd(system))
+        assert all(error == "" or error.startswith("429") for error in errors)
+        assert errors.count("") > 0 and any(error.startswith("429") for error in errors)
+        wait_until(lambda: is_clean(system))
+
+
+def test_when_the_supervisor_is_killed_nothing_stays(tiny):
+    with running("--model", tiny, "--dtype", "float32", **QUICK) as system:
+        pids = [pid for node in system.nodes() for pid in (node["pid"], node["core_pid"]) if pid]
+        assert len(pids) == 7
+        os.kill(system.pid, signal.SIGKILL)
+        wait_until(lambda: not any(alive(pid) for pid in pids))
+
+
+def alive(pid: int) -> bool:
+    return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE

@@ -1,0 +1,110 @@
+"""Greedy tokens cross every transport unchanged: chunked, with prefix hits, many at once, two workers a side.
+
+Tokens are compared by their text and log-probability: bytes of a random model seldom make whole characters.
+"""
+
+import asyncio
+import random
+from dataclasses import dataclass
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from bench.client import session
+from bench.oracle import greedy
+from bench.system import System, get_json, running
+from tests.e2e.tiny import save_tiny
+from tests.engine import tiny_models
+
+PROMPTS = [random.Random(i).choices(range(2, 256), k=5 + 23 * i) for i in range(14)]
+MAX_TOKENS = 24
+CHUNKED = {"TANDEM_MAX_BATCHED_TOKENS": "32", "TANDEM_NUM_THREADS": "1", "TANDEM_KV_CACHE_MIB": "64"}
+TRANSFERS = ["ucx", "shm", "tcp"]
+
+
+@dataclass
+class Reply:
+    tokens: list[str]
+    logprobs: list[float]
+    cached: int
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return str(save_tiny(tmp_path_factory.mktemp("tiny")))
+
+
+@pytest.fixture(scope="module")
+def colocated(model) -> list[Reply]:
+    """What one mixed worker answers."""
+    flags = ("--model", model, "--dtype", "float32", "--prefill", "0", "--decode", "0", "--mixed", "1")
+    with running(*flags, **CHUNKED) as alone:
+        replies = asyncio.run(ask_all(alone))
+        assert sum(reply.cached for reply in replies) == 0
+        return replies
+
+
+async def ask_all(system: System) -> list[Reply]:
+    async with session() as http:
+        model = system.model()
+
+        async def ask(prompt: list[int]) -> Reply:
+            body = {"model": model, "prompt": prompt, "max_tokens": MAX_TOKENS, "temperature": 0, "ignore_eos": True}
+            body |= {"skip_special_tokens": False, "logprobs": 0}
+            async with http.post(f"{system.url}/v1/completions", json=body) as response:
+                reply = await response.json()
+                assert response.status == 200, reply
+                found = reply["choices"][0]["logprobs"]
+                cached = reply["usage"]["prompt_tokens_details"]["cached_tokens"]
+                return Reply(found["tokens"], found["token_logprobs"], cached)
+
+        return await asyncio.gather(*(ask(prompt) for prompt in PROMPTS))
+
+
+def assert_same(replies: list[Reply], expected: list[Reply]) -> None:
+    for reply, wanted in zip(replies, expected, strict=True):
+        assert len(reply.logprobs) == MAX_TOKENS
+        assert reply.tokens == wanted.tokens
+        assert reply.logprobs == pytest.approx(wanted.logprobs, abs=2e-3)
+
+
+def counters(system: System, name: str) -> list[float]:
+    found = (get_json(f"{worker['url']}/health")["core"]["counters"] for worker in system.workers())
+    return [value[name] for value in found if name in value]
+
+
+def transports(system: System) -> set[str]:
+    health = [get_json(f"{worker['url']}/health") for worker in system.workers()]
+    return {link["transport"] for worker in health for link in worker["core"]["links"]}
+
+
+@pytest.mark.parametrize("transfer", TRANSFERS)
+def test_the_pair_answers_as_one_worker_does(model, colocated, transfer):
+    flags = ("--model", model, "--dtype", "float32", "--transfer", transfer, "--prefill", "2", "--decode", "2")
+    with running(*flags, **CHUNKED) as pair:
+        assert_same(asyncio.run(ask_all(pair)), colocated)
+        again = asyncio.run(ask_all(pair))
+        assert_same(again, colocated)
+        assert sum(reply.cached for reply in again) > 0
+        assert transports(pair) == {transfer}
+        assert sum(counters(pair, "handoffs_committed")) == 2 * len(PROMPTS)
+        assert all(counters(pair, "handoffs_committed")) and all(counters(pair, "landings_committed"))
+
+
+@pytest.mark.parametrize("transfer", TRANSFERS)
+@pytest.mark.parametrize("family", sorted(tiny_models.FAMILIES))
+def test_each_family_through_the_pair_is_what_transformers_says(tmp_path, family, transfer):
+    reference = tiny_models.save_tiny(tmp_path, family)
+    flags = ("--model", str(tmp_path), "--dtype", "float32", "--transfer", transfer)
+    with running(*flags, **CHUNKED) as pair:
+        replies = asyncio.run(ask_all(pair))
+    for prompt, reply in zip(PROMPTS, replies, strict=True):
+        assert reply.logprobs == pytest.approx(expected_logprobs(reference, prompt), abs=5e-3)
+
+
+@torch.inference_mode()
+def expected_logprobs(reference: PreTrainedModel, prompt: list[int]) -> list[float]:
+    answer = greedy(reference, prompt, MAX_TOKENS)
+    logits = reference(torch.tensor([prompt + answer[:-1]]), logits_to_keep=MAX_TOKENS).logits[0]
+    return logits.log_softmax(-1).gather(1, torch.tensor(answer)[:, None])[:, 0].tolist()

@@ -1,0 +1,54 @@
+"""Running an engine in tests: requests in, answers out."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from contracts.ids import RequestId
+from contracts.sampling import SamplingParams
+from engine.engine import Engine
+from engine.messages import EngineRequest, EngineSettings, StepOutput
+
+SETTINGS: dict[str, Any] = {"kv_cache_nbytes": 64 << 20, "dtype": "float32", "num_threads": 1}
+
+
+def settings(**changes: Any) -> EngineSettings:
+    return EngineSettings(**{**SETTINGS, **changes})
+
+
+def greedy(max_tokens: int = 12, **changes: Any) -> SamplingParams:
+    return SamplingParams(**{"max_tokens": max_tokens, "seed": 1, "temperature": 0.0, "ignore_eos": True, **changes})
+
+
+def request(name: str, token_ids: Sequence[int], sampling: SamplingParams, handoff: bool = False) -> EngineRequest:
+    return EngineRequest(RequestId(name), list(token_ids), sampling, handoff)
+
+
+def drain(engine: Engine, limit: int = 2000) -> list[StepOutput]:
+    """Step until nothing is left to do, checking the accounting on the way."""
+    outputs = []
+    while engine.has_work():
+        outputs.append(engine.step())
+        engine.check()
+        assert len(outputs) < limit, "the engine does not come to an end"
+    return outputs
+
+
+def tokens_of(outputs: Sequence[StepOutput], name: str) -> list[int]:
+    sampled = [s.token for output in outputs for s in output.sampled if s.request_id == name]
+    assert [token.index for token in sampled] == list(range(sampled[0].index, sampled[0].index + len(sampled)))
+    return [token.token_id for token in sampled]
+
+
+def answers(engine: Engine, prompts: Sequence[Sequence[int]], sampling: SamplingParams) -> list[list[int]]:
+    """Everything at once, as one batch would have it."""
+    for index, prompt in enumerate(prompts):
+        engine.submit(request(str(index), prompt, sampling))
+    outputs = drain(engine)
+    return [tokens_of(outputs, str(index)) for index in range(len(prompts))]
+
+
+def random_prompts(vocab: int, lengths: Sequence[int], seed: int = 0) -> list[list[int]]:
+    rng = np.random.default_rng(seed)
+    return [rng.integers(2, vocab, length).tolist() for length in lengths]

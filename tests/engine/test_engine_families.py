@@ -1,0 +1,57 @@
+"""Each family's numbers are those of transformers on the same weights."""
+
+import pytest
+from driving import answers, greedy, random_prompts, settings
+from tiny_models import FAMILIES, VOCAB, save_tiny
+
+from bench.oracle import greedy as oracle_greedy
+from contracts.errors import ConfigError
+from engine.load import load_engine
+
+LENGTHS = (1, 5, 16, 17, 40, 150, 300)
+
+
+@pytest.fixture(scope="module", params=sorted(FAMILIES))
+def family(request, tmp_path_factory):
+    folder = tmp_path_factory.mktemp(request.param)
+    model = save_tiny(folder, request.param)
+    prompts = random_prompts(VOCAB, LENGTHS)
+    return folder, prompts, [oracle_greedy(model, prompt, 12) for prompt in prompts]
+
+
+def test_greedy_answers_equal_transformers(family):
+    folder, prompts, expected = family
+    assert answers(load_engine(settings(model=str(folder))), prompts, greedy()) == expected
+
+
+def test_chunked_prefill_and_prefix_hits_change_nothing(family):
+    folder, prompts, expected = family
+    engine = load_engine(settings(model=str(folder), max_batched_tokens=48, max_num_seqs=3))
+    assert answers(engine, prompts, greedy()) == expected
+    assert answers(engine, prompts, greedy()) == expected
+    assert engine.stats().prefix_hit_tokens > 0
+
+
+def test_preempted_sequences_answer_the_same(family):
+    folder, prompts, expected = family
+    layout = load_engine(settings(model=str(folder))).layout
+    engine = load_engine(settings(model=str(folder), kv_cache_nbytes=21 * layout.block_nbytes))
+    long_answers = answers(engine, prompts[:5], greedy(100))
+    assert engine.stats().num_preemptions > 0
+    assert [answer[:12] for answer in long_answers] == expected[:5]
+
+
+def test_weights_that_do_not_fit_the_configuration_are_refused(tmp_path):
+    save_tiny(tmp_path, "llama")
+    config = tmp_path / "config.json"
+    config.write_text(config.read_text().replace('"intermediate_size": 160', '"intermediate_size": 161'))
+    with pytest.raises(ConfigError, match=r"gate_proj.weight' is \[160, 96\]; its configuration says \[161, 96\]"):
+        load_engine(settings(model=str(tmp_path)))
+
+
+def test_a_missing_tensor_is_named(tmp_path):
+    save_tiny(tmp_path, "llama")
+    config = tmp_path / "config.json"
+    config.write_text(config.read_text().replace('"num_hidden_layers": 3', '"num_hidden_layers": 4'))
+    with pytest.raises(ConfigError, match=r"lacks the tensor 'model\.layers\.3"):
+        load_engine(settings(model=str(tmp_path)))

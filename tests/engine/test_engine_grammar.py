@@ -1,0 +1,114 @@
+"""Structured output: every finished answer obeys its grammar, whoever else is in the batch and wherever it decodes."""
+
+import json
+import re
+
+import pytest
+from driving import drain, greedy, request, settings, tokens_of
+from llguidance import LLMatcher
+
+from checkpoint import open_checkpoint
+from contracts.events import FinishReason, Token
+from engine.engine import Engine
+from engine.load import load_engine
+
+PERSON = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 12}, "age": {"type": "integer", "maximum": 150}},
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+
+
+def schema(value: dict) -> str:
+    return LLMatcher.grammar_from_json_schema(json.dumps(value))
+
+
+def regex(pattern: str) -> str:
+    return LLMatcher.grammar_from_regex(pattern)
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return open_checkpoint("").tokenizer()
+
+
+@pytest.fixture(scope="module")
+def engine() -> Engine:
+    return load_engine(settings(dtype="float16", kv_cache_nbytes=128 << 20))
+
+
+def ask(engine: Engine, tokenizer, *grammars: str, **sampling) -> list[str]:
+    """All at once, each with its own grammar; the answers as text."""
+    for index, grammar in enumerate(grammars):
+        prompt = tokenizer.encode(f"Question {index}. Answer: ").ids
+        params = greedy(80, grammar=grammar, ignore_eos=False, **sampling)
+        engine.submit(request(str(index), prompt, params))
+    outputs = drain(engine)
+    ended = {end.request_id: end.reason for output in outputs for end in output.ended}
+    assert set(ended.values()) == {FinishReason.STOP}, "the grammar ends each of these answers"
+    return [tokenizer.decode(tokens_of(outputs, str(index))) for index in range(len(grammars))]
+
+
+def test_a_json_schema_is_obeyed(engine, tokenizer):
+    (text,) = ask(engine, tokenizer, schema(PERSON))
+    person = json.loads(text)
+    assert set(person) == {"name", "age"} and isinstance(person["age"], int) and person["age"] <= 150
+
+
+def test_each_row_of_a_batch_obeys_its_own(engine, tokenizer):
+    grammars = [regex("[0-9]{3}-[0-9]{2}"), schema({"enum": ["red", "green"]}), regex("(yes|no)"), schema(PERSON)]
+    together = ask(engine, tokenizer, *grammars)
+    assert re.fullmatch("[0-9]{3}-[0-9]{2}", together[0])
+    assert json.loads(together[1]) in ("red", "green")
+    assert together[2] in ("yes", "no")
+    json.loads(together[3])
+    assert ask(engine, tokenizer, grammars[0])[0] == together[0], "the company changes nothing"
+
+
+def test_sampling_at_a_high_temperature_still_obeys(engine, tokenizer):
+    texts = {ask(engine, tokenizer, regex("[a-z]{5}"), temperature=2.0, seed=seed)[0] for seed in range(6)}
+    assert len(texts) > 1
+    assert all(re.fullmatch("[a-z]{5}", text) for text in texts)
+
+
+def test_it_wins_over_min_tokens(engine, tokenizer):
+    (text,) = ask(engine, tokenizer, regex("ok"), min_tokens=20)
+    assert text == "ok"
+
+
+def test_decode_goes_on_where_token_0_stopped(engine, tokenizer):
+    """The handoff carries tokens and KV alone; decode's grammar starts from token 0."""
+    prompt, params = tokenizer.encode("Answer: ").ids, greedy(80, grammar=schema(PERSON), ignore_eos=False)
+    engine.submit(request("whole", prompt, params))
+    expected = tokens_of(drain(engine), "whole")
+    engine.submit(request("prefill", prompt, params, handoff=True))
+    token_0 = tokens_of(drain(engine), "prefill")[0]
+    reservation = engine.reserve(request("decode", prompt, params))
+    copy_pages(engine, "prefill", [int(block) for block in reservation.blocks])
+    engine.adopt(reservation.request_id, Token(0, token_0))
+    engine.writer_ended(reservation.request_id)
+    engine.release(request("prefill", prompt, params).request_id)
+    assert [token_0, *tokens_of(drain(engine), "decode")] == expected
+
+
+def copy_pages(engine: Engine, name: str, blocks: list[int]) -> None:
+    held = list(engine._sequences[request(name, [1], greedy()).request_id].blocks)
+    engine.pool_bytes[:, blocks] = engine.pool_bytes[:, held[: len(blocks)]]
+
+
+@pytest.mark.parametrize("grammar", [regex("(a"), schema({"type": "no-such-type"}), "not a grammar at all"])
+def test_a_grammar_that_does_not_compile_fails_its_request_alone(engine, tokenizer, grammar):
+    prompt = tokenizer.encode("Answer: ").ids
+    engine.submit(request("bad", prompt, greedy(8, grammar=grammar)))
+    engine.submit(request("good", prompt, greedy(8)))
+    outputs = drain(engine)
+    (failure,) = (failure for output in outputs for failure in output.failed)
+    assert failure.request_id == "bad" and failure.message
+    assert len(tokens_of(outputs, "good")) == 8
+    engine.check()
+
+
+def test_nothing_is_kept_of_a_request_that_is_gone(engine, tokenizer):
+    ask(engine, tokenizer, regex("a+b"))
+    assert not engine._grammars._open

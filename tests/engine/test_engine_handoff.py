@@ -1,0 +1,191 @@
+"""The two sides of a handoff, in one process: KV computed here, copied by numpy, continued there."""
+
+# pyright: reportArgumentType=false
+# Plain strings stand for request ids.
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from driving import drain, greedy, random_prompts, request, settings, tokens_of
+from tiny_models import VOCAB, save_tiny
+
+from contracts.errors import OutOfBlocks
+from engine.engine import Engine
+from engine.load import load_engine
+
+Pair = tuple[Engine, Engine]
+
+PROMPTS = random_prompts(VOCAB, (5, 16, 61, 200))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("model")
+    save_tiny(path, "llama")
+    return str(path)
+
+
+@pytest.fixture
+def pair(folder):
+    chunked = settings(model=folder, max_batched_tokens=48)
+    return load_engine(chunked), load_engine(settings(model=folder))
+
+
+def prefill(engine, name, prompt, sampling):
+    engine.submit(request(name, prompt, sampling, handoff=True))
+    outputs = drain(engine)
+    return [c for o in outputs for c in o.chunks], [s.token for o in outputs for s in o.sampled]
+
+
+def land(source, target, chunks, reservation):
+    """Copies what the decode side does not have, as a transfer would: pages of all planes, chunk by chunk."""
+    size = source.layout.block_size
+    for chunk in chunks:
+        first = max(chunk.first_token, reservation.skip_tokens)
+        skipped = (first - chunk.first_token) // size
+        pages = reservation.blocks[first // size : target.layout.num_blocks(chunk.first_token + chunk.num_tokens)]
+        target.pool_bytes[:, pages] = source.pool_bytes[:, chunk.blocks[skipped:]]
+
+
+def hand_over(source, target, name, prompt, sampling):
+    chunks, first = prefill(source, name, prompt, sampling)
+    reservation = target.reserve(request(name, prompt, sampling))
+    land(source, target, chunks, reservation)
+    target.adopt(name, first[0])
+    target.writer_ended(name)
+    source.release(name)
+    return reservation, [first[0].token_id, *tokens_of(drain(target), name)]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_a_handed_over_answer_is_that_of_one_engine(folder, pair: Pair, temperature):
+    sampling = greedy(10, temperature=temperature, seed=3, frequency_penalty=0.5)
+    alone = load_engine(settings(model=folder))
+    for index, prompt in enumerate(PROMPTS):
+        alone.submit(request(str(index), prompt, sampling))
+        expected = tokens_of(drain(alone), str(index))
+        assert hand_over(*pair, str(index), prompt, sampling)[1] == expected
+    assert all(engine.stats().num_held == 0 for engine in pair)
+
+
+def test_chunks_cover_the_prompt_once_and_in_order(pair: Pair):
+    engine = pair[0]
+    for name in ("cold", "warm"):
+        chunks, _ = prefill(engine, name, PROMPTS[3], greedy(5))
+        starts = [chunk.first_token for chunk in chunks]
+        assert starts == np.cumsum([0, *[chunk.num_tokens for chunk in chunks[:-1]]]).tolist()
+        assert all(start % 16 == 0 for start in starts)
+        assert sum(chunk.num_tokens for chunk in chunks) == 200
+        assert all(len(chunk.blocks) == engine.layout.num_blocks(chunk.num_tokens) for chunk in chunks)
+        engine.release(name)
+    assert engine.stats().prefix_hit_tokens == 192
+
+
+def test_the_decode_side_skips_what_it_has(pair: Pair):
+    prompt = PROMPTS[2]
+    first, answer = hand_over(*pair, "a", prompt, greedy(6))
+    second, again = hand_over(*pair, "b", prompt, greedy(6))
+    assert (first.skip_tokens, second.skip_tokens) == (0, 48)
+    assert answer == again
+
+
+def test_a_prefix_is_shared_by_requests_of_one_salt_only(pair: Pair):
+    hits = []
+    for index, salt in enumerate(("", "a", "b", "a", "")):
+        asked = replace(request(str(index), PROMPTS[2], greedy(2)), cache_salt=salt)
+        before = pair[0].stats().prefix_hit_tokens
+        pair[0].submit(replace(asked, handoff=True))
+        first = next(sampled.token for output in drain(pair[0]) for sampled in output.sampled)
+        reserved = pair[1].reserve(asked)
+        pair[1].adopt(asked.request_id, first)
+        pair[1].writer_ended(asked.request_id)
+        drain(pair[1])
+        hits.append((pair[0].stats().prefix_hit_tokens - before, reserved.skip_tokens))
+        pair[0].release(asked.request_id)
+    assert hits == [(0, 0), (0, 0), (0, 0), (48, 48), (48, 48)]
+
+
+def test_pages_stay_taken_until_the_writer_has_ended(pair: Pair):
+    engine = pair[1]
+    free = engine.stats().free_tokens
+    engine.reserve(request("a", PROMPTS[2], greedy()))
+    engine.release("a")
+    engine.release("a")
+    assert engine.stats().free_tokens == free - 64
+    engine.check()
+    engine.writer_ended("a")
+    engine.writer_ended("a")
+    assert engine.stats().free_tokens == free
+    engine.check()
+
+
+def test_generations_tell_a_page_of_now_from_one_of_then(pair: Pair):
+    engine = pair[1]
+    first = engine.reserve(request("a", PROMPTS[0], greedy()))
+    engine.release("a")
+    engine.writer_ended("a")
+    second = engine.reserve(request("b", PROMPTS[0], greedy()))
+    assert second.blocks == first.blocks and second.generations != first.generations
+
+
+def test_a_held_sequence_can_go_on_where_it_is(folder, pair: Pair):
+    alone = load_engine(settings(model=folder))
+    alone.submit(request("a", PROMPTS[2], greedy(10)))
+    expected = tokens_of(drain(alone), "a")
+    prefill(pair[0], "a", PROMPTS[2], greedy(10))
+    assert pair[0].stats().num_held == 1 and not pair[0].has_work()
+    pair[0].keep_local("a")
+    assert tokens_of(drain(pair[0]), "a") == expected[1:]
+    assert pair[0].stats().num_held == 0
+
+
+def test_a_handoff_that_ends_at_token_0_is_held_for_its_readers(pair: Pair):
+    engine = pair[0]
+    engine.submit(request("a", PROMPTS[0], greedy(1), handoff=True))
+    outputs = drain(engine)
+    assert [e.num_tokens for o in outputs for e in o.ended] == [1]
+    assert engine.stats().num_held == 1
+    engine.release("a")
+    assert engine.stats().num_held == 0
+
+
+def test_reservations_are_bounded_by_slots_and_blocks(folder):
+    few = load_engine(settings(model=folder, max_num_seqs=1))
+    few.reserve(request("a", PROMPTS[0], greedy()))
+    with pytest.raises(OutOfBlocks, match="all 1 sequence slots"):
+        few.reserve(request("b", PROMPTS[0], greedy()))
+    small = load_engine(settings(model=folder, kv_cache_nbytes=14 * few.layout.block_nbytes))
+    small.reserve(request("a", PROMPTS[3], greedy()))
+    with pytest.raises(OutOfBlocks, match="4 KV blocks wanted, 1 of 14 available"):
+        small.reserve(request("b", PROMPTS[2], greedy()))
+    small.check()
+
+
+def test_a_preempted_request_has_its_pages_before_a_newcomer(folder):
+    block_nbytes = load_engine(settings(model=folder)).layout.block_nbytes
+    engine = load_engine(settings(model=folder, kv_cache_nbytes=14 * block_nbytes, prefix_cache=False))
+    for name, prompt in zip("ab", random_prompts(VOCAB, (80, 80), seed=1), strict=True):
+        engine.submit(request(name, prompt, greedy(60)))
+    while not engine.stats().num_preemptions:
+        engine.step()
+    assert engine.stats().free_tokens >= 16
+    with pytest.raises(OutOfBlocks, match="preempted"):
+        engine.reserve(request("new", PROMPTS[0], greedy()))
+    drain(engine)
+    engine.reserve(request("new", PROMPTS[0], greedy()))
+
+
+def test_release_in_every_state_leaves_nothing_behind(pair: Pair):
+    engine = pair[0]
+    engine.submit(request("waiting", PROMPTS[0], greedy()))
+    engine.release("waiting")
+    engine.submit(request("running", PROMPTS[3], greedy()))
+    engine.step()
+    engine.release("running")
+    prefill(engine, "held", PROMPTS[2], greedy())
+    engine.release("held")
+    engine.release("never seen")
+    assert not engine.has_work()
+    engine.check()
+    assert engine.stats().free_tokens == engine.capacity_tokens

@@ -1,0 +1,66 @@
+"""The CPU probe: asked once, remembered, and a child that dies is an answer, not a crash."""
+
+import json
+import logging
+import signal
+import subprocess
+
+import pytest
+
+from kernels.cpu import isa
+from kernels.cpu.isa import SAFE_CAP, CpuIsa, apply_isa, probe_isa
+
+
+def test_the_answer_is_remembered(tmp_path, monkeypatch):
+    first = probe_isa(tmp_path / "new")
+    monkeypatch.setattr(isa, "_run_child", lambda cap: pytest.fail("probed again"))
+    assert probe_isa(tmp_path / "new") == first
+    assert first.bfloat16_speedup > 0
+
+
+def child(outcomes: dict[str | None, int]):
+    """A child process that ends as told for each cap."""
+
+    def run(command, env, **kwargs):
+        code = outcomes[env.get(isa.ONEDNN_VARIABLE)]
+        return subprocess.CompletedProcess(command, code, json.dumps({"bfloat16_speedup": 1.5}), "")
+
+    return run
+
+
+def test_a_crash_without_the_cap_means_the_cap(tmp_path, monkeypatch):
+    monkeypatch.delenv(isa.ONEDNN_VARIABLE, raising=False)
+    monkeypatch.setattr(subprocess, "run", child({None: -signal.SIGILL, SAFE_CAP: 0}))
+    assert probe_isa(tmp_path) == CpuIsa(SAFE_CAP, 1.5)
+
+
+def test_a_crash_even_with_the_cap_means_no_bfloat16(tmp_path, monkeypatch):
+    monkeypatch.delenv(isa.ONEDNN_VARIABLE, raising=False)
+    monkeypatch.setattr(subprocess, "run", child({None: -signal.SIGILL, SAFE_CAP: -signal.SIGILL}))
+    assert probe_isa(tmp_path) == CpuIsa(SAFE_CAP, 0.0)
+
+
+def test_a_damaged_memory_is_replaced(tmp_path, monkeypatch):
+    monkeypatch.setattr(subprocess, "run", child({None: 0, SAFE_CAP: 0}))
+    monkeypatch.delenv(isa.ONEDNN_VARIABLE, raising=False)
+    probe_isa(tmp_path)
+    (file,) = tmp_path.iterdir()
+    file.write_text("{")
+    assert probe_isa(tmp_path) == CpuIsa(None, 1.5)
+    assert json.loads(file.read_text()) == {"onednn_cap": None, "bfloat16_speedup": 1.5}
+
+
+def test_a_folder_that_cannot_be_written_is_only_logged(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(subprocess, "run", child({None: 0, SAFE_CAP: 0}))
+    blocked = tmp_path / "file"
+    blocked.write_text("")
+    assert probe_isa(blocked / "cache").bfloat16_speedup == 1.5
+    assert "cannot remember the CPU probe" in caplog.text
+
+
+def test_the_cap_is_applied_and_said(monkeypatch, caplog):
+    monkeypatch.delenv(isa.ONEDNN_VARIABLE, raising=False)
+    with caplog.at_level(logging.WARNING):
+        apply_isa(CpuIsa(SAFE_CAP, 1.0))
+    assert isa.os.environ[isa.ONEDNN_VARIABLE] == SAFE_CAP and "capping oneDNN" in caplog.text
+    monkeypatch.delenv(isa.ONEDNN_VARIABLE)

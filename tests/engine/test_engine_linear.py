@@ -1,0 +1,127 @@
+"""Linear layers in each number format: near the exact product, and a row's result its own to the bit."""
+
+import pytest
+import torch
+
+from engine.linear import (
+    FORMATS,
+    BFloat16Linear,
+    Float16Linear,
+    Float32Linear,
+    Int4Linear,
+    Int8Linear,
+    PhasedLinear,
+    int4_grid,
+    on_int4_grid,
+    pack_int4_if_exact,
+    padded_rows,
+)
+from kernels.cpu.isa import apply_isa, probe_isa
+
+# Relative error of one product of 576 terms, in the root mean square: half a unit in the last place of the weights'
+# format, times a little for the rows' own rounding. int8: one scale a row of weights that are normal, so 4.5 sigma
+# fill 127 steps.
+TOLERANCES = {Float32Linear: 1e-6, Float16Linear: 4e-4, BFloat16Linear: 4e-3, Int8Linear: 1.2e-2}
+WIDTH = 576
+
+
+@pytest.fixture(scope="module", autouse=True)
+def sound_isa(tmp_path_factory):
+    apply_isa(probe_isa(tmp_path_factory.mktemp("cache")))
+
+
+def matrix(rows: int, columns: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed))
+
+
+def relative_error(y: torch.Tensor, exact: torch.Tensor) -> float:
+    return float((y.double() - exact).norm() / exact.norm())
+
+
+@pytest.mark.parametrize("num_rows", [1, 3, 33, 100, 513])
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize("kind", TOLERANCES, ids=lambda kind: kind.__name__)
+def test_near_the_exact_product(kind, has_bias, num_rows):
+    x, weight = matrix(num_rows, WIDTH, 1), matrix(96, WIDTH, 2)
+    bias = matrix(1, 96, 3)[0] if has_bias else None
+    y = kind(weight, bias)(x)
+    exact = x.double() @ weight.double().T + (0 if bias is None else bias.double())
+    assert y.shape == exact.shape
+    assert relative_error(y, exact) < TOLERANCES[kind]
+
+
+@pytest.mark.parametrize("kind", [Float16Linear, BFloat16Linear, Int4Linear], ids=lambda kind: kind.__name__)
+def test_a_row_is_the_same_to_the_bit_in_any_company(kind):
+    linear = kind(matrix(192, WIDTH, 2), None)
+    x = matrix(700, WIDTH, 1)
+    everything = linear(x)
+    for first, last in [(0, 64), (64, 164), (100, 700), (300, 813)]:
+        assert torch.equal(linear(x[first:last]), everything[first:last])
+
+
+def test_rows_are_padded_to_few_sizes():
+    sizes = {padded_rows(num_rows) for num_rows in range(1, 1025)}
+    assert len(sizes) <= 32, "oneDNN keeps about 1 MB of compiled code for each size"
+    assert all(num_rows <= padded_rows(num_rows) < 2 * num_rows for num_rows in range(1, 5000))
+
+
+def test_an_int8_row_of_zeros_stays_zero():
+    weight = matrix(32, WIDTH)
+    weight[5] = 0
+    y = Int8Linear(weight, None)(matrix(4, WIDTH, 1))
+    assert torch.equal(y[:, 5], torch.zeros(4, dtype=y.dtype))
+    assert y.isfinite().all()
+
+
+def test_phases_take_their_own_format_and_answers_come_first():
+    linear = PhasedLinear(prompt=lambda x: x + 1, answer=lambda x: x - 1)
+    x = torch.zeros(5, 1)
+    assert linear(x, 2).flatten().tolist() == [-1, -1, 1, 1, 1]
+    assert linear(x, 0).flatten().tolist() == [1] * 5
+    assert linear(x, 5).flatten().tolist() == [-1] * 5
+
+
+@pytest.mark.parametrize(
+    ("name", "is_uniform"), [("float32", True), ("mixed16", False), ("int4", False), ("int8", False)]
+)
+def test_a_format_packs_one_or_two_linears(name, is_uniform):
+    packed = FORMATS[name].pack(matrix(64, WIDTH))
+    assert packed.is_uniform == is_uniform
+    assert packed(matrix(4, WIDTH), 2).shape == (4, 64)
+
+
+def on_grid(rows: int, columns: int) -> torch.Tensor:
+    """Weights as a GGUF file in Q4_1 holds them: 16 even steps, both ends of which are taken in each group of 32."""
+    generator = torch.Generator().manual_seed(4)
+    codes = torch.randint(0, 16, (rows, columns // 32, 32), generator=generator).float()
+    codes[..., 3], codes[..., 17] = 0, 15
+    scales = torch.rand(rows, columns // 32, 1, generator=generator) * 0.01 + 1e-3
+    return ((codes - 7) * scales.half().float()).view(rows, columns)
+
+
+def test_weights_on_an_int4_grid_are_found_again_to_the_code():
+    weight = on_grid(96, WIDTH)
+    codes, scales, least = int4_grid(weight)
+    assert on_int4_grid(weight)
+    again = codes.view(96, -1, 32) * scales[..., None] + least[..., None]
+    torch.testing.assert_close(again.view(96, WIDTH), weight, rtol=0, atol=1e-7)
+
+
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_int4_is_as_near_as_bfloat16_on_weights_of_its_grid(has_bias):
+    x, weight = matrix(33, WIDTH, 1), on_grid(96, WIDTH)
+    bias = matrix(1, 96, 3)[0] if has_bias else None
+    exact = x.double() @ weight.double().T + (0 if bias is None else bias.double())
+    assert relative_error(pack_int4_if_exact(weight, bias)(x).double(), exact) < TOLERANCES[BFloat16Linear]
+
+
+@pytest.mark.parametrize("weight", [matrix(96, WIDTH), matrix(96, 100), on_grid(40, WIDTH)])
+def test_weights_that_int4_would_change_or_cannot_hold_stay_float16(weight):
+    assert not on_int4_grid(weight)
+    assert isinstance(pack_int4_if_exact(weight, None), Float16Linear)
+
+
+def test_equal_weights_are_on_every_grid():
+    weight = torch.full((16, 32), 0.25)
+    assert on_int4_grid(weight)
+    assert torch.equal(pack_int4_if_exact(weight, None)(torch.ones(1, 32)).float(), torch.full((1, 16), 8.0))

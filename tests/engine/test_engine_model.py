@@ -1,0 +1,136 @@
+"""The default model: greedy answers equal to transformers, and the same whatever else runs."""
+
+import pytest
+from driving import answers, drain, greedy, request, settings, tokens_of
+
+from bench.oracle import greedy as oracle_greedy
+from bench.oracle import oracle
+from checkpoint import open_checkpoint
+from contracts.errors import ConfigError, Overloaded, RequestError
+from contracts.events import FinishReason
+from engine.load import load_engine
+
+QUESTIONS = ("What is the capital of France?", "Why is the sky blue?", "def fibonacci(n):", "cats and dogs " * 90)
+NUM_TOKENS = 24
+
+
+def chat(checkpoint, text: str) -> list[int]:
+    turns = f"<|im_start|>user\n{text}<|im_end|>\n<|im_start|>assistant\n"
+    return checkpoint.tokenizer().encode(turns).ids
+
+
+@pytest.fixture(scope="module")
+def prompts():
+    checkpoint = open_checkpoint("default")
+    return [chat(checkpoint, question) for question in QUESTIONS]
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory):
+    return load_engine(settings(dtype="auto", kv_cache_nbytes=256 << 20, cache_dir=tmp_path_factory.mktemp("cache")))
+
+
+def test_float32_answers_equal_transformers(prompts):
+    engine = load_engine(settings(kv_cache_nbytes=256 << 20, max_batched_tokens=128))
+    reference = oracle(engine.checkpoint)
+    assert answers(engine, prompts, greedy(NUM_TOKENS)) == [oracle_greedy(reference, p, NUM_TOKENS) for p in prompts]
+
+
+@pytest.mark.parametrize("dtype", ["float16", "mixed16"])
+def test_answers_do_not_depend_on_the_batch_or_the_chunks(prompts, dtype):
+    whole = load_engine(settings(dtype=dtype, kv_cache_nbytes=128 << 20))
+    chunked = load_engine(settings(dtype=dtype, kv_cache_nbytes=128 << 20, max_batched_tokens=48, max_num_seqs=3))
+    together = answers(whole, prompts, greedy(NUM_TOKENS))
+    assert [answers(whole, [prompt], greedy(NUM_TOKENS))[0] for prompt in prompts] == together
+    assert answers(chunked, prompts, greedy(NUM_TOKENS)) == together
+
+
+def test_an_answer_ends_at_the_models_own_end(engine, prompts):
+    engine.submit(request("a", prompts[0], greedy(NUM_TOKENS, ignore_eos=False)))
+    outputs = drain(engine)
+    ended = [end for output in outputs for end in output.ended]
+    assert engine.checkpoint.tokenizer().decode(tokens_of(outputs, "a")) == "The capital of France is Paris."
+    assert [(end.num_tokens, end.reason) for end in ended] == [(8, FinishReason.STOP)]
+
+
+def test_seeds_repeat_and_choices_differ(engine, prompts):
+    drawn = greedy(NUM_TOKENS, temperature=1.0, seed=11)
+    first, second = answers(engine, [prompts[1], prompts[1]], drawn)
+    other = answers(engine, [prompts[1]], greedy(NUM_TOKENS, temperature=1.0, seed=11, choice=1))[0]
+    assert first == second != other
+
+
+def test_a_prompt_longer_than_the_context_names_both_numbers(engine):
+    with pytest.raises(RequestError, match=r"has 9000 tokens; the longest .* has \d+ \(context of \d+\)") as caught:
+        engine.submit(request("long", [5] * 9000, greedy()))
+    assert caught.value.param == "prompt"
+
+
+@pytest.mark.parametrize("token_ids", [[], [49152], [-1]])
+def test_prompts_that_are_none_are_refused(engine, token_ids):
+    with pytest.raises(RequestError):
+        engine.submit(request("none", token_ids, greedy()))
+
+
+def test_a_full_queue_is_overload():
+    engine = load_engine(settings(dtype="float16", max_num_waiting=1, kv_cache_nbytes=64 << 20))
+    engine.submit(request("a", [5, 6], greedy()))
+    with pytest.raises(Overloaded, match="1 requests are waiting"):
+        engine.submit(request("b", [5, 6], greedy()))
+
+
+def test_the_context_bounds_an_answer():
+    engine = load_engine(settings(dtype="float16", max_model_len=40, kv_cache_nbytes=64 << 20))
+    engine.submit(request("a", [5] * 30, greedy(1000)))
+    ended = [end for output in drain(engine) for end in output.ended]
+    assert [(end.num_tokens, end.reason) for end in ended] == [(10, FinishReason.LENGTH)]
+
+
+def test_a_request_that_fails_fails_alone(engine, prompts):
+    forward = engine.runner.forward
+
+    def refuse_seven(pieces):
+        if any(7 in piece.sequence.tokens[: piece.sequence.num_prompt][:1] for piece in pieces):
+            raise RuntimeError("seven")
+        return forward(pieces)
+
+    expected = answers(engine, prompts[:2], greedy(6))
+    engine.runner.forward = refuse_seven
+    try:
+        for name, prompt in (("a", prompts[0]), ("bad", [7, 7]), ("b", prompts[1])):
+            engine.submit(request(name, prompt, greedy(6)))
+        outputs = drain(engine)
+    finally:
+        engine.runner.forward = forward
+    assert [tokens_of(outputs, name) for name in "ab"] == expected
+    assert [(f.request_id, f.code) for o in outputs for f in o.failed] == [("bad", "internal")]
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"dtype": "float17"}, "dtype 'float17' is not supported; supported are auto, float32"),
+        ({"device": "cuda"}, "device 'cuda' is not supported"),
+        ({"max_model_len": 9000}, "max_model_len is 9000; SmolLM2-135M-Instruct was trained for 8192"),
+        ({"max_model_len": 8000, "kv_cache_nbytes": 64 << 20}, "the KV cache holds 1456 tokens: raise kv_cache_nbytes"),
+        ({"kv_cache_nbytes": 1}, "kv_cache_nbytes is 1; one block of 16 tokens takes"),
+    ],
+)
+def test_settings_that_cannot_be_met_say_why(changes, words):
+    with pytest.raises(ConfigError, match=words):
+        load_engine(settings(**changes))
+
+
+def test_progress_goes_from_nothing_to_all():
+    seen = []
+    load_engine(settings(dtype="float16", kv_cache_nbytes=64 << 20), lambda *step: seen.append(step))
+    assert seen[0] == ("resolve", 0, 1) and seen[-1] == ("load", 30, 30)
+
+
+@pytest.mark.parametrize(("dtype", "num_hits"), [("float16", 48), ("mixed16", 32)])
+def test_an_answer_is_a_cached_prefix_only_where_a_prompt_would_be_computed_alike(prompts, dtype, num_hits):
+    engine = load_engine(settings(dtype=dtype, kv_cache_nbytes=64 << 20))
+    prompt = prompts[3][:40]
+    answer = answers(engine, [prompt], greedy(20))[0]
+    answers(engine, [prompt + answer], greedy(2))
+    assert engine.stats().prefix_hit_tokens == num_hits

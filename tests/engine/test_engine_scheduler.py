@@ -1,0 +1,196 @@
+"""Scheduler: order, budget, preemption; and that every sequence comes to its end under any load."""
+
+from dataclasses import dataclass, field
+
+from driving import greedy
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from contracts.ids import RequestId
+from engine.batch import Batch
+from engine.block_pool import BlockPool
+from engine.scheduler import Limits, Scheduler
+from engine.sequence import Sequence, Status
+
+SIZE = 4
+
+
+LIMITS = Limits(max_num_seqs=4, max_batched_tokens=16, max_model_len=64)
+
+
+@dataclass
+class FakeEngine:
+    """The scheduler's other half without a model: every piece computes, every sample is token 1."""
+
+    num_blocks: int = 32
+    limits: Limits = LIMITS
+    batches: list[Batch] = field(default_factory=list)
+    num_finished: int = 0
+
+    def __post_init__(self) -> None:
+        self.pool = BlockPool(self.num_blocks, SIZE)
+        self.scheduler = Scheduler(self.pool, self.limits)
+
+    def add(
+        self, length: int, max_tokens: int = 4, first: int = 100, priority: int = 0, prompt_logprobs: int | None = None
+    ) -> Sequence:
+        tokens = range(first, first + length)
+        sampling = greedy(max_tokens, prompt_logprobs=prompt_logprobs)
+        sequence = Sequence(RequestId(f"{first}-{length}"), list(tokens), sampling, priority=priority)
+        self.scheduler.add(sequence)
+        return sequence
+
+    def step(self) -> Batch:
+        batch = self.scheduler.schedule()
+        self.batches.append(batch)
+        for piece in batch.pieces:
+            self._compute(piece.sequence, piece.end)
+        self.pool.check()
+        return batch
+
+    def _compute(self, sequence: Sequence, end: int) -> None:
+        assert len(sequence.blocks) * SIZE >= end
+        sequence.num_computed = end
+        digests = sequence.extend_digests(SIZE)
+        for index in range(sequence.num_inserted_blocks, end // SIZE):
+            tokens = sequence.tokens[index * SIZE : (index + 1) * SIZE]
+            self.pool.insert(sequence.blocks[index], digests[index], tokens)
+        sequence.num_inserted_blocks = end // SIZE
+        if end == len(sequence.tokens):
+            sequence.tokens.append(1)
+            if sequence.num_generated >= sequence.sampling.max_tokens:
+                self.finish(sequence)
+
+    def finish(self, sequence: Sequence) -> None:
+        self.scheduler.remove(sequence)
+        self.pool.release(sequence.blocks)
+        del sequence.blocks[:]
+        self.num_finished += 1
+
+
+def shape(batch: Batch) -> list[tuple[str, int, int]]:
+    return [(piece.sequence.request_id, piece.first_token, piece.num_tokens) for piece in batch.pieces]
+
+
+def test_a_long_prompt_is_cut_on_block_edges_within_the_budget():
+    engine = FakeEngine()
+    engine.add(38)
+    assert [shape(engine.step()) for _ in range(3)] == [[("100-38", 0, 16)], [("100-38", 16, 16)], [("100-38", 32, 6)]]
+
+
+def test_decodes_run_in_every_step_while_a_prompt_is_prefilled():
+    engine = FakeEngine()
+    engine.add(3, max_tokens=9)
+    engine.step()
+    engine.add(40, first=500)
+    for _ in range(3):
+        assert shape(engine.step())[0][2] == 1
+        assert sum(piece.num_tokens for piece in engine.batches[-1].pieces) <= 16
+
+
+def test_arrival_order_is_served_and_slots_are_bounded():
+    engine = FakeEngine()
+    for first in range(0, 600, 100):
+        engine.add(2, first=first)
+    assert [name for name, _, _ in shape(engine.step())] == ["0-2", "100-2", "200-2", "300-2"]
+
+
+def test_the_lowest_priority_is_served_first_and_equals_in_order_of_arrival():
+    engine = FakeEngine(limits=Limits(max_num_seqs=1, max_batched_tokens=16, max_model_len=64))
+    for first, priority in ((100, 5), (200, 0), (300, -(2**63)), (400, 5), (500, 0), (600, 2**63 - 1)):
+        engine.add(2, max_tokens=1, first=first, priority=priority)
+    assert [shape(engine.step())[0][0] for _ in range(6)] == ["300-2", "200-2", "500-2", "100-2", "400-2", "600-2"]
+
+
+def test_an_urgent_newcomer_overtakes_who_waits_and_nobody_who_runs():
+    engine = FakeEngine(limits=Limits(max_num_seqs=2, max_batched_tokens=16, max_model_len=64))
+    for first in (100, 200, 300):
+        engine.add(2, max_tokens=3, first=first)
+    engine.step()
+    engine.add(2, max_tokens=3, first=400, priority=-1)
+    while engine.num_finished < 4:
+        engine.step()
+    started = [sequence.request_id for batch in engine.batches for sequence in batch.started]
+    assert started == ["100-2", "200-2", "400-2", "300-2"]
+
+
+def test_the_least_urgent_gives_way_though_it_is_the_oldest():
+    engine = FakeEngine(num_blocks=7)
+    old, young = engine.add(11, max_tokens=12, priority=1), engine.add(11, max_tokens=12, first=500)
+    while engine.scheduler.num_preemptions == 0:
+        engine.step()
+    assert old.status is Status.WAITING and young.status is Status.RUNNING
+    assert engine.scheduler.has_preempted
+    while engine.scheduler.has_work:
+        engine.step()
+    assert engine.num_finished == 2 and len(old.tokens) == 23
+
+
+def test_a_prompt_that_is_scored_is_computed_whole():
+    engine = FakeEngine()
+    for prompt_logprobs in (None, 0):
+        engine.add(12, max_tokens=1, prompt_logprobs=prompt_logprobs)
+        assert shape(engine.step()) == [("100-12", 0, 12)]
+
+
+def test_a_prefix_hit_skips_full_blocks_but_never_the_last_token():
+    engine = FakeEngine()
+    engine.add(8, max_tokens=1)
+    engine.step()
+    engine.add(8, max_tokens=1)
+    assert shape(engine.step()) == [("100-8", 4, 4)]
+    assert engine.scheduler.num_prefix_hits == 4
+
+
+def test_the_youngest_gives_way_and_the_oldest_never_waits():
+    engine = FakeEngine(num_blocks=7)
+    old, young = engine.add(11, max_tokens=12), engine.add(11, max_tokens=12, first=500)
+    while engine.scheduler.num_preemptions == 0:
+        engine.step()
+    assert old.status is Status.RUNNING and young.status is Status.WAITING
+    while engine.scheduler.has_work:
+        engine.step()
+    assert engine.num_finished == 2 and len(young.tokens) == 23
+
+
+def test_announced_sequences_are_never_preempted():
+    engine = FakeEngine(num_blocks=7)
+    old, young = engine.add(11, max_tokens=20), engine.add(11, max_tokens=20, first=500)
+    young.handoff, young.num_announced = True, 4
+    while engine.scheduler.num_preemptions == 0:
+        engine.step()
+    assert old.status is Status.WAITING and young.status is Status.RUNNING
+
+
+def test_recomputed_tokens_of_prompt_and_answer_are_separate_pieces():
+    engine = FakeEngine(num_blocks=7)
+    engine.add(11, max_tokens=12)
+    young = engine.add(10, max_tokens=12, first=500)
+    while engine.num_finished < 2:
+        engine.step()
+    pieces = [piece for batch in engine.batches for piece in batch.pieces if piece.sequence is young]
+    assert all(piece.end <= 10 or piece.first_token >= 10 for piece in pieces)
+
+
+REQUEST = st.tuples(st.integers(1, 30), st.integers(1, 20), st.integers(0, 3), st.integers(-2, 2))
+requests = st.lists(REQUEST, min_size=1, max_size=12)
+
+
+@settings(max_examples=150, deadline=None)
+@given(requests=requests, num_blocks=st.integers(13, 40), budget=st.integers(4, 40), arrivals=st.randoms())
+def test_every_sequence_ends_within_the_limits(requests, num_blocks, budget, arrivals):
+    limits = Limits(max_num_seqs=4, max_batched_tokens=budget, max_model_len=50)
+    engine = FakeEngine(num_blocks, limits)
+    todo = list(requests)
+    for _ in range(3000):
+        if todo and arrivals.random() < 0.5:
+            length, max_tokens, family, priority = todo.pop()
+            engine.add(length, max_tokens, first=1000 * family, priority=priority)
+        batch = engine.step()
+        names = [id(piece.sequence) for piece in batch.pieces]
+        assert len(names) == len(set(names)) <= 4
+        assert sum(piece.num_tokens for piece in batch.pieces) <= budget
+        if not todo and not engine.scheduler.has_work:
+            break
+    assert engine.num_finished == len(requests)
+    assert engine.pool.num_held == 0

@@ -1,0 +1,59 @@
+import sys
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+from tokenizers import Tokenizer
+
+from checkpoint import Checkpoint, open_checkpoint
+from coordinator.memory_store import MemoryStore
+from coordinator.redis_server import RedisServer
+from coordinator.redis_store import RedisStore
+from coordinator.store import Store
+from tests.gateway.gateway_rig import Rig, gateway, pair
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+
+@pytest.fixture(scope="session")
+def checkpoint() -> Checkpoint:
+    return open_checkpoint("")
+
+
+@pytest.fixture(scope="session")
+def tokenizer(checkpoint: Checkpoint) -> Tokenizer:
+    return checkpoint.tokenizer()
+
+
+@pytest.fixture(scope="session")
+def redis_server() -> Iterator[RedisServer]:
+    with RedisServer() as running:
+        yield running
+
+
+@pytest.fixture(params=["memory", "redis"])
+async def store(request: pytest.FixtureRequest) -> AsyncIterator[Store]:
+    """The coordinator's, and its twin; no worker dies of silence."""
+    if request.param == "memory":
+        yield MemoryStore(alive_s=600.0)
+        return
+    server: RedisServer = request.getfixturevalue("redis_server")
+    opened = RedisStore(server.url, "gateway-tests", alive_s=600.0)
+    for node in await opened.nodes():
+        await opened.leave(node.info.worker_id, node.info.incarnation)
+    yield opened
+    await opened.close()
+
+
+@pytest.fixture
+async def rig(checkpoint: Checkpoint) -> AsyncIterator[Rig]:
+    """A gateway before a pair of fake workers; files that need another one override it."""
+    async with gateway(checkpoint, pair()) as rig:
+        yield rig
+
+
+@pytest.fixture
+async def client(rig: Rig) -> AsyncIterator[httpx.AsyncClient]:
+    async with httpx.AsyncClient(base_url=rig.url, timeout=10) as client:
+        yield client

@@ -1,0 +1,150 @@
+"""A gateway on a loopback port, with fake workers and a store of a few lines."""
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+import uvicorn
+
+from checkpoint import Checkpoint
+from contracts.errors import Overloaded, Unavailable
+from contracts.ids import Epoch, GatewayId, RequestId, WorkerId
+from contracts.node import Node, Role
+from contracts.process import listen
+from contracts.request import Route
+from coordinator.states import State
+from coordinator.store import Store
+from gateway.app import Front, make_app
+from gateway.dispatch import Dispatch
+from gateway.fake_worker import FakeWorker
+from gateway.metrics import Metrics
+from gateway.placement import StorePlacement
+from gateway.prompting import Prompting
+from gateway.server import Protocol
+from gateway.settings import GatewaySettings
+from service import Server
+
+SECRET = "s"
+GATEWAY = GatewayId("g")
+
+
+@dataclass
+class ListStore:
+    """Places on the first worker of each role that is not excluded."""
+
+    workers: Sequence[FakeWorker]
+    overloaded: bool = False
+    placed: list[tuple[RequestId, Epoch]] = field(default_factory=list)
+    finished: list[tuple[RequestId, Epoch]] = field(default_factory=list)
+    ends: list[State] = field(default_factory=list)
+    renewed: set[RequestId] = field(default_factory=set)
+    dead: set[WorkerId] = field(default_factory=set)
+
+    async def nodes(self) -> list[Node]:
+        return [msgspec.structs.replace(w.node, alive=w.worker_id not in self.dead) for w in self.workers]
+
+    async def place(
+        self,
+        request_id: RequestId,
+        epoch: Epoch,
+        token_ids: Sequence[int],
+        max_tokens: int,
+        exclude: Sequence[WorkerId],
+        cache_salt: str = "",
+    ) -> Route:
+        if self.overloaded:
+            raise Overloaded("full", retry_after_s=3)
+        self.placed.append((request_id, epoch))
+        return Route(request_id, epoch, self._pick(Role.PREFILL, exclude), self._pick(Role.DECODE, exclude))
+
+    def _pick(self, role: Role, exclude: Sequence[WorkerId]):
+        fit = [w for w in self.workers if w.role in (role, Role.MIXED) and w.worker_id not in exclude]
+        if not fit:
+            raise Unavailable(f"no {role} worker")
+        return fit[0].node.info.ref
+
+    async def finish(self, request_id: RequestId, epoch: Epoch, end: State) -> None:
+        self.finished.append((request_id, epoch))
+        self.ends.append(end)
+
+    async def renew(self, request_ids: Sequence[RequestId]) -> None:
+        self.renewed.update(request_ids)
+
+    async def close(self) -> None:
+        pass
+
+
+@dataclass
+class Rig:
+    url: str
+    front: Front
+    store: Any
+    workers: Sequence[FakeWorker]
+    server: Server
+
+    async def until(self, condition) -> None:
+        async with asyncio.timeout(10):
+            while not condition():
+                await asyncio.sleep(0.01)
+
+    def is_idle(self) -> bool:
+        ended = sorted(set(self.store.placed)) and len(self.store.finished) == len({i for i, _ in self.store.placed})
+        return self.front.dispatch.num_inflight == 0 and bool(ended) and not any(w.num_running for w in self.workers)
+
+
+def pair(**options) -> list[FakeWorker]:
+    roles = {"p0": Role.PREFILL, "d0": Role.DECODE}
+    return [FakeWorker(WorkerId(name), role, SECRET, **options) for name, role in roles.items()]
+
+
+@asynccontextmanager
+async def gateway(checkpoint: Checkpoint, workers: list[FakeWorker], **settings) -> AsyncIterator[Rig]:
+    """With a store that is a list."""
+    store = ListStore(workers)
+    async with _running(checkpoint, workers, store, **settings) as rig:
+        yield rig
+
+
+@asynccontextmanager
+async def coordinated(checkpoint: Checkpoint, workers: Sequence[FakeWorker], store: Store, **settings):
+    """With the coordinator's own store, which the workers have joined."""
+    async with _running(checkpoint, workers, StorePlacement(store, GATEWAY), join=store.join, **settings) as rig:
+        yield rig
+
+
+@asynccontextmanager
+async def _running(checkpoint: Checkpoint, workers: Sequence[FakeWorker], store, join=None, **settings):
+    for worker in workers:
+        await worker.start()
+        if join is not None:
+            await join(worker.node.info)
+    dispatch = Dispatch(store, GATEWAY, SECRET)
+    given = GatewaySettings(secret=SECRET, **settings)  # type: ignore[arg-type]
+    front = Front(
+        given,
+        checkpoint,
+        Prompting(checkpoint, given.tool_parser),
+        dispatch,
+        Metrics(dispatch, checkpoint.name, "0"),
+        checkpoint.name,
+        "0",
+        0,
+    )
+    listener = listen("127.0.0.1", 0)
+    config = uvicorn.Config(make_app(front), http=Protocol, log_level="warning", timeout_graceful_shutdown=1)
+    server = Server(config)
+    await dispatch.start()
+    serving = asyncio.create_task(server.serve(sockets=[listener]))
+    rig = Rig(f"http://127.0.0.1:{listener.getsockname()[1]}", front, store, workers, server)
+    try:
+        await rig.until(lambda: server.started and len(dispatch.workers.nodes) == len(workers))
+        yield rig
+    finally:
+        server.should_exit = True
+        await dispatch.stop()
+        await serving
+        for worker in workers:
+            await worker.stop()

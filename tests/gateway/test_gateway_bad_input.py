@@ -1,0 +1,239 @@
+"""What bad input gets: an error in OpenAI's shape that names the field; then the next good request is served."""
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import httpx
+import pytest
+from gateway_rig import gateway, pair
+
+from contracts.errors import ConfigError
+from gateway.prompting import Prompting
+
+SAY = [{"role": "user", "content": "hi"}]
+CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
+TYPES = {400: "BadRequestError", 404: "NotFoundError", 405: "BadRequestError", 413: "BadRequestError"}
+
+
+def chat(**fields: Any) -> tuple[str, bytes]:
+    return CHAT, json.dumps({"messages": SAY, "max_tokens": 2} | fields).encode()
+
+
+def text(**fields: Any) -> tuple[str, bytes]:
+    return TEXT, json.dumps({"prompt": "hi", "max_tokens": 2} | fields).encode()
+
+
+def say(**message: Any) -> tuple[str, bytes]:
+    return chat(messages=[{"role": "user", "content": "hi"} | message])
+
+
+def deep(levels: int) -> Any:
+    value: Any = "x"
+    for _ in range(levels):
+        value = [value]
+    return value
+
+
+NOT_JSON = [b"", b"{", b"null", b"[]", b'"a"', b"{'prompt': 'a'}", b"\x00" * 10, b"\xff\xfe", b'{"prompt": "\xc3\x28"}']
+NOT_JSON += [b'{"prompt": "a", "temperature": NaN}', b'{"prompt": "a", "temperature": Infinity}', b"[" * 100_000]
+NOT_JSON += [b'{"a":' * 50_000, b'{"prompt": "\\ud83d"}', b'{"prompt": ["\\ude00"]}', b'{"prompt": "a"} {}', b"<xml/>"]
+
+NAMED: list[tuple[tuple[str, bytes], str | None]] = [
+    # wrong types
+    (text(prompt=7), "prompt"),
+    (text(prompt=None), "prompt"),
+    (text(prompt=[]), "prompt"),
+    (text(prompt=[[]]), "prompt"),
+    (text(prompt=["a", 1]), "prompt"),
+    (text(prompt=[1, "a"]), "prompt"),
+    (text(prompt=[True]), "prompt"),
+    (text(prompt=[1.5]), "prompt"),
+    (text(prompt={"text": "a"}), "prompt"),
+    (text(prompt=[["a"]]), "prompt"),
+    (text(prompt=["a"] * 300), "prompt"),
+    (text(prompt=deep(200)), "prompt"),
+    (text(stream="yes"), "stream"),
+    (text(temperature="hot"), "temperature"),
+    (text(temperature=True), "temperature"),
+    (text(max_tokens="many"), "max_tokens"),
+    (text(max_tokens=1.5), "max_tokens"),
+    (text(logit_bias=[1]), "logit_bias"),
+    (text(stream=True, stream_options=[]), "stream_options"),
+    (text(stream=True, stream_options={"include_usage": "yes"}), "stream_options.include_usage"),
+    (text(echo=1), "echo"),
+    (text(model=5), "model"),
+    (chat(logprobs=3), "logprobs"),
+    # out of range
+    (text(temperature=-0.1), "temperature"),
+    (text(temperature=1e308), "temperature"),
+    (text(top_p=0), "top_p"),
+    (text(top_p=1.1), "top_p"),
+    (text(top_k=-2), "top_k"),
+    (text(min_p=-1), "min_p"),
+    (text(presence_penalty=3), "presence_penalty"),
+    (text(frequency_penalty=-3), "frequency_penalty"),
+    (text(repetition_penalty=0), "repetition_penalty"),
+    (text(n=0), "n"),
+    (text(n=-1), "n"),
+    (text(n=129), "n"),
+    (text(n=10**30), "n"),
+    (text(max_tokens=0), "max_tokens"),
+    (text(max_tokens=-5), "max_tokens"),
+    (text(max_tokens=10**18), "max_tokens"),
+    (text(min_tokens=-1), "min_tokens"),
+    (text(min_tokens=3), "min_tokens"),
+    (text(seed=2**64), "seed"),
+    (text(logprobs=21), "logprobs"),
+    (text(logprobs=-1), "logprobs"),
+    (text(stop=["a"] * 17), "stop"),
+    (text(stop="a" * 1025), "stop"),
+    (text(stop=["a" * 1025]), "stop[0]"),
+    (text(stop=[1]), "stop[0]"),
+    (chat(top_logprobs=21, logprobs=True), "top_logprobs"),
+    (chat(top_logprobs=1), "top_logprobs"),
+    (chat(max_completion_tokens=0), "max_completion_tokens"),
+    # token ids outside of the vocabulary
+    (text(prompt=[49152]), "prompt"),
+    (text(prompt=[-1]), "prompt"),
+    (text(prompt=[2**70]), "prompt"),
+    (text(stop_token_ids=[49152]), "stop_token_ids"),
+    (text(stop_token_ids=[-1]), "stop_token_ids[0]"),
+    (text(stop_token_ids=list(range(300))), "stop_token_ids"),
+    (text(logit_bias={"49152": 1}), "logit_bias"),
+    (text(logit_bias={"-1": 1}), "logit_bias"),
+    (text(logit_bias={"\u0661": 1}), "logit_bias"),
+    (text(logit_bias={"cat": 1}), "logit_bias"),
+    (text(logit_bias={"5": 101}), "logit_bias[...]"),
+    # what does not go together
+    (text(stream_options={"include_usage": True}), "stream_options"),
+    (text(max_tokens=0), "max_tokens"),
+    (text(max_tokens=0, echo=False), "max_tokens"),
+    (text(max_tokens=-1, echo=True), "max_tokens"),
+    (text(prompt_logprobs=-1), "prompt_logprobs"),
+    (text(prompt_logprobs=21), "prompt_logprobs"),
+    (text(prompt_logprobs=0, stream=True), "prompt_logprobs"),
+    (text(priority=2**63), "priority"),
+    (text(priority=-(2**63) - 1), "priority"),
+    (text(priority=0.5), "priority"),
+    (text(cache_salt=""), "cache_salt"),
+    (text(return_token_ids="yes"), "return_token_ids"),
+    (text(suffix="end"), "suffix"),
+    (chat(tools=[{"type": "function"}]), "tools[0].function"),
+    (chat(response_format={"type": "yaml"}), "response_format.type"),
+    (chat(response_format={"type": "json_schema"}), "response_format.json_schema"),
+    (
+        chat(response_format={"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "what"}}}),
+        "response_format.json_schema.schema",
+    ),
+    (text(structured_outputs={"regex": "(a"}), "structured_outputs.regex"),
+    (text(structured_outputs={"regex": "a", "choice": ["b"]}), "structured_outputs"),
+    (text(structured_outputs={"color": "red"}), "structured_outputs"),
+    (text(allowed_token_ids=[1 << 30]), "allowed_token_ids"),
+    (text(bad_words=[""]), "bad_words[0]"),
+    (chat(tool_choice="required"), "tool_choice"),
+    # conversations
+    ((CHAT, b'{"max_tokens": 2}'), "messages"),
+    (chat(messages=[]), "messages"),
+    (chat(messages="hi"), "messages"),
+    (chat(messages=[[]]), "messages[0]"),
+    (chat(messages=[{}]), "messages[0].role"),
+    (say(role="king"), "messages[0].role"),
+    (say(role=None), "messages[0].role"),
+    (say(content=None), "messages[0].content"),
+    (say(content=5), "messages[0].content"),
+    (say(content=["a"]), "messages[0].content[0]"),
+    (say(content=[{}]), "messages[0].content[0]"),
+    (say(content=[{"type": "text"}]), "messages[0].content[0].text"),
+    (say(content=[{"type": "text", "text": deep(50)}]), "messages[0].content[0].text"),
+    (say(content=[{"type": "image_url", "image_url": {"url": "data:"}}]), "messages[0].content[0]"),
+    (say(content=[{"type": "input_audio"}]), "messages[0].content[0]"),
+    (say(tool_calls=[{"id": "a"}]), "messages[0].tool_calls[0].function"),
+    # other endpoints
+    (("/tokenize", b"{}"), "prompt"),
+    (("/tokenize", b'{"prompt": "a", "messages": [{"role": "user", "content": "a"}]}'), "prompt"),
+    (("/tokenize", b'{"prompt": 3}'), "prompt"),
+    (("/detokenize", b"{}"), "tokens"),
+    (("/detokenize", b'{"tokens": "a"}'), "tokens"),
+    (("/detokenize", b'{"tokens": [99999]}'), "tokens"),
+    (("/detokenize", b'{"tokens": [-1]}'), "tokens[0]"),
+]
+
+
+async def refusal(client: httpx.AsyncClient, path: str, body: bytes, status: int = 400) -> dict[str, Any]:
+    """The error's parts, its shape checked."""
+    reply = await client.post(path, content=body)
+    assert reply.status_code == status, (path, body[:200], reply.status_code, reply.text[:300])
+    assert reply.headers["content-type"] == "application/json"
+    error = reply.json()["error"]
+    assert error.keys() == {"message", "type", "param", "code"}
+    assert (error["type"], error["code"]) == (TYPES[status], status)
+    assert error["message"] and "Traceback" not in error["message"] and "/" not in error["message"].split("; use ")[0]
+    return error
+
+
+async def test_bad_bodies_are_refused_and_good_ones_then_served(checkpoint):
+    async with gateway(checkpoint, pair()) as rig, httpx.AsyncClient(base_url=rig.url, timeout=10) as client:
+        for body in NOT_JSON:
+            assert (await refusal(client, TEXT, body))["param"] is None
+        for (path, body), param in NAMED:
+            assert (await refusal(client, path, body))["param"] == param, body[:200]
+        assert rig.store.placed == []
+        assert (await client.post(TEXT, json={"prompt": "hi", "max_tokens": 2})).status_code == 200
+        assert (await client.post(CHAT, json={"messages": SAY, "max_tokens": 2})).status_code == 200
+
+
+async def test_what_does_not_exist_is_404(checkpoint):
+    async with gateway(checkpoint, pair()) as rig, httpx.AsyncClient(base_url=rig.url, timeout=10) as client:
+        for path, body in [chat(model="gpt-9"), text(model="gpt-9"), ("/tokenize", b'{"model": "x", "prompt": "a"}')]:
+            assert (await refusal(client, path, body, 404))["param"] == "model"
+        assert (await refusal(client, "/v1/nothing", b"{}", 404))["param"] is None
+        assert (await client.get("/v1/models/nope")).json()["error"]["param"] == "model"
+        assert (await refusal(client, "/v1/models", b"{}", 405))["param"] is None
+
+
+async def test_a_prompt_longer_than_the_context_is_told_both_numbers(checkpoint):
+    workers = pair()
+    workers[1].max_model_len = 64
+    async with gateway(checkpoint, workers) as rig, httpx.AsyncClient(base_url=rig.url, timeout=10) as client:
+        for path, body in [text(prompt=[5] * 70), chat(messages=[{"role": "user", "content": "a b " * 70}])]:
+            message = (await refusal(client, path, body))["message"]
+            assert "64" in message and ("70" in message or path == CHAT)
+        message = (await refusal(client, *text(prompt=[5] * 60, max_tokens=5)))["message"]
+        assert all(number in message for number in ("60", "5", "64"))
+        assert (await client.post(TEXT, json={"prompt": [5] * 60, "max_tokens": 4})).status_code == 200
+
+
+async def test_a_body_over_the_limit_is_413(checkpoint):
+    limited = gateway(checkpoint, pair(), max_body_nbytes=4096)
+    async with limited as rig, httpx.AsyncClient(base_url=rig.url, timeout=10) as client:
+        for path, body in [text(prompt="a" * 5000), chat(user="a" * 5000)]:
+            assert "4096" in (await refusal(client, path, body, 413))["message"]
+        assert (await client.post(TEXT, json={"prompt": "hi", "max_tokens": 2})).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("template", "words"),
+    [
+        (None, "no chat template"),
+        ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
+        ("{{ messages[9].content }}", "chat template"),
+        ("{{ messages[0].content + 1 }}", "chat template"),
+        ("{{ 1 // 0 }}", "chat template"),
+        ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "chat template"),
+        ("{% for i in range(10**9) %}x{% endfor %}", "chat template"),
+        ("{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", "chat template"),
+        ("{{ messages | nosuch }}", None),
+        ("{% if %}", None),
+    ],
+)
+async def test_a_broken_chat_template_blames_the_messages_or_stops_the_start(checkpoint, template, words):
+    broken = replace(checkpoint, chat_template=template)
+    if words is None:
+        with pytest.raises(ConfigError, match="chat template"):
+            Prompting(broken)
+        return
+    async with gateway(broken, pair()) as rig, httpx.AsyncClient(base_url=rig.url, timeout=10) as client:
+        error = await refusal(client, *chat())
+        assert (error["param"], words in error["message"]) == ("messages", True)
+        assert (await client.post(TEXT, json={"prompt": "hi", "max_tokens": 2})).status_code == 200

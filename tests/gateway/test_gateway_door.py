@@ -1,0 +1,141 @@
+"""The door: keys, origins, headers, slow readers."""
+
+import asyncio
+import logging
+import socket
+from dataclasses import replace
+
+import httpx
+import pytest
+from gateway_rig import gateway, pair
+
+from gateway import server as gateway_server
+
+ASK = {"prompt": "one two three", "max_tokens": 3}
+KEY, OTHER = "sk-first-1234567890", "sk-second-0987654321"
+
+
+@pytest.mark.parametrize(
+    ("sent", "status"),
+    [
+        (None, 401),
+        ("", 401),
+        (KEY, 401),
+        ("Bearer", 401),
+        ("Bearer wrong", 401),
+        (f"Basic {KEY}", 401),
+        (f"Bearer {KEY[:-1]}", 401),
+        (f"Bearer {KEY},{OTHER}", 401),
+        ("Bearer \xe9".encode("latin-1"), 401),
+        (f"Bearer {KEY}", 200),
+        (f"bearer {OTHER}", 200),
+    ],
+)
+async def test_a_key_opens_and_nothing_else_does(checkpoint, caplog, sent, status):
+    caplog.set_level(logging.DEBUG)
+    locked = gateway(checkpoint, pair(), api_key=f"{KEY}, {OTHER}")
+    async with locked as rig, httpx.AsyncClient(base_url=rig.url, timeout=10) as client:
+        headers = {} if sent is None else {"Authorization": sent}
+        for path in ("/v1/completions", "/v1/nothing", "/tokenize"):
+            reply = await client.post(path, json=ASK if path != "/tokenize" else {"prompt": "a"}, headers=headers)
+            assert reply.status_code == (404 if status == 200 and "nothing" in path else status)
+        assert (await client.get("/v1/models", headers=headers)).status_code == status
+        if status == 401:
+            assert (reply.headers["www-authenticate"], reply.json()["error"]["type"]) == (
+                "Bearer",
+                "AuthenticationError",
+            )
+        for path in ("/health", "/ready", "/metrics", "/version", "/ping"):
+            assert (await client.get(path)).status_code == 200
+    assert KEY not in caplog.text and OTHER not in caplog.text
+
+
+async def test_without_keys_everybody_may(checkpoint):
+    async with gateway(checkpoint, pair()) as rig, httpx.AsyncClient(base_url=rig.url) as client:
+        headers = {"Authorization": "Bearer whatever"}
+        assert (await client.post("/v1/completions", json=ASK, headers=headers)).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("allowed", "origin", "echoed"),
+    [
+        ("", "https://a.example", None),
+        ("https://a.example", "https://a.example", "https://a.example"),
+        ("https://a.example, https://b.example", "https://c.example", None),
+        ("*", "https://c.example", "*"),
+    ],
+)
+async def test_other_sites_may_only_if_named(checkpoint, allowed, origin, echoed):
+    async with gateway(checkpoint, pair(), cors_origins=allowed) as rig, httpx.AsyncClient(base_url=rig.url) as client:
+        reply = await client.post("/v1/completions", json=ASK, headers={"Origin": origin})
+        assert reply.status_code == 200
+        assert reply.headers.get("access-control-allow-origin") == echoed
+        asked = {"Origin": origin, "Access-Control-Request-Method": "POST"}
+        asked["Access-Control-Request-Headers"] = "authorization,content-type"
+        preflight = await client.options("/v1/completions", headers=asked)
+        assert (preflight.status_code == 200) == (echoed is not None)
+
+
+async def raw(url: str, data: bytes) -> bytes:
+    host, port = url.removeprefix("http://").split(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    try:
+        writer.write(data)
+        async with asyncio.timeout(10):
+            return await reader.read()
+    except ConnectionError:
+        return b""
+    finally:
+        writer.close()
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        b"GET /health HTTP/1.1\r\nHost: a\r\n"
+        + b"".join(b"X-%d: %s\r\n" % (i, b"a" * 100) for i in range(400))
+        + b"\r\n",
+        b"GET /health HTTP/1.1\r\nHost: a\r\nX-Long: " + b"a" * 70_000,
+        b"GET /" + b"a" * 70_000 + b" HTTP/1.1\r\nHost: a\r\n\r\n",
+        b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: 5\r\nX-Long: " + b"a" * 40_000 + b"\r\n\r\nhello",
+    ],
+    ids=["many", "endless", "url", "with a body"],
+)
+async def test_headers_beyond_the_limit_are_431(checkpoint, head):
+    async with gateway(checkpoint, pair()) as rig, httpx.AsyncClient(base_url=rig.url, timeout=10) as client:
+        reply = await raw(rig.url, head)
+        assert reply.startswith(b"HTTP/1.1 431 ") and b'"code": 431' in reply
+        assert (await client.post("/v1/completions", json=ASK)).status_code == 200
+
+
+async def test_what_is_written_is_sent_at_once(checkpoint):
+    async with gateway(checkpoint, pair()) as rig, httpx.AsyncClient(base_url=rig.url, timeout=10) as client:
+        await client.get("/health")
+        (connection,) = rig.server.server_state.connections
+        accepted = connection.transport.get_extra_info("socket")
+        assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+
+
+async def test_a_long_body_is_no_header(checkpoint):
+    async with gateway(checkpoint, pair()) as rig, httpx.AsyncClient(base_url=rig.url, timeout=10) as client:
+        for _ in range(2):
+            reply = await client.post("/v1/completions", json=ASK | {"user": "a" * 300_000})
+            assert reply.status_code == 200
+
+
+async def test_a_client_that_does_not_read_is_cut_and_its_workers_freed(checkpoint, monkeypatch):
+    monkeypatch.setattr(gateway_server, "UNREAD_TIMEOUT_S", 0.3)
+    workers = pair()
+    for worker in workers:
+        worker.max_model_len = 60_000
+    long = replace(checkpoint, config=replace(checkpoint.config, max_model_len=60_000))
+    async with gateway(long, workers) as rig:
+        host, port = rig.url.removeprefix("http://").split(":")
+        _, writer = await asyncio.open_connection(host, int(port), limit=1024)
+        body = b'{"prompt": "one two three", "max_tokens": 50000, "stream": true, "logprobs": 5}'
+        writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body))
+        await rig.until(lambda: rig.workers[0].jobs)
+        await rig.until(rig.is_idle)
+        assert rig.store.ends == ["CANCELLED"]
+        await rig.until(lambda: not rig.server.server_state.connections)
+        writer.close()

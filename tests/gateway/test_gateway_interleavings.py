@@ -1,0 +1,237 @@
+"""Dispatch and sequencer under every interleaving that a generator finds: sends that hang, are taken or refused,
+workers that are lost, events doubled, shuffled, stale, false, or late, clients that leave. No sockets."""
+
+import asyncio
+import math
+import time
+from collections import defaultdict
+from dataclasses import dataclass, field
+from random import Random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from contracts.errors import Overloaded, TandemError, Unavailable
+from contracts.events import Event, Failed, Finished, FinishReason, Prefilled, Token, Tokens
+from contracts.ids import GatewayId, Incarnation, RequestId, WorkerId
+from contracts.node import NodeInfo, NodeLoad, Role
+from contracts.request import Cancel, Job, WorkerRef
+from contracts.sampling import SamplingParams
+from coordinator.memory_store import MemoryStore
+from gateway.answer import Answer, Piece
+from gateway.asking import Ask
+from gateway.dispatch import Dispatch
+from gateway.placement import StorePlacement
+from gateway.prompting import Prompting
+
+PROMPT = [5, 6, 7]
+WORKERS = {"p0": Role.PREFILL, "d0": Role.DECODE, "m0": Role.MIXED, "m1": Role.MIXED}
+
+
+@pytest.fixture(scope="module")
+def prompting(checkpoint):
+    return Prompting(checkpoint)
+
+
+def token_id(epoch: int, index: int) -> int:
+    """Tells the attempts apart."""
+    return 1000 * epoch + index
+
+
+@dataclass
+class Wires:
+    """In place of the connections: a send waits until the test decides about it."""
+
+    sends: list[tuple[WorkerRef, Job | Cancel, asyncio.Future[None]]] = field(default_factory=list)
+
+    async def send(self, worker: WorkerRef, message: Job | Cancel) -> None:
+        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.sends.append((worker, message, future))
+        await future
+
+    async def stop(self) -> None:
+        """Nothing to stop."""
+
+
+@dataclass
+class Client:
+    pieces: list[Piece] = field(default_factory=list)
+    left_after: int | None = None
+    error: TandemError | None = None
+
+    @property
+    def token_ids(self) -> list[int]:
+        return [shown.token.token_id for piece in self.pieces for shown in piece.shown]
+
+    @property
+    def num_ends(self) -> int:
+        return sum(piece.finish is not None or piece.failed is not None for piece in self.pieces)
+
+
+class Storm:
+    """Requests of a few tokens, and one random thing after another."""
+
+    def __init__(self, prompting: Prompting, random: Random) -> None:
+        self.random, self.prompting = random, prompting
+        self.store, self.wires = MemoryStore(alive_s=math.inf), Wires()
+        self.dispatch = Dispatch(StorePlacement(self.store, GatewayId("g")), GatewayId("g"), "s")
+        self.dispatch.workers = self.wires  # type: ignore[assignment]
+        self.clients: dict[RequestId, Client] = {}
+        self.events: list[Event] = []
+        self.totals: dict[RequestId, int] = defaultdict(lambda: random.randint(1, 5))
+
+    async def run(self, num_steps: int) -> None:
+        await self._join()
+        steps = [self._begin, self._decide, self._decide, self._deliver, self._deliver, self._lose, self._leave]
+        for _ in range(num_steps):
+            self.random.choice(steps)()
+            for _ in range(self.random.randint(0, 3)):
+                await asyncio.sleep(0)
+        await self._calm()
+
+    async def _join(self) -> None:
+        for name, role in WORKERS.items():
+            await self.store.join(_info(name, role))
+            await self.store.heartbeat(WorkerId(name), Incarnation("1"), NodeLoad(free_tokens=1 << 20))
+
+    def _begin(self) -> None:
+        request_id = RequestId(f"r{len(self.clients)}")
+        client = self.clients[request_id] = Client()
+        answer = Answer(_ask(self.totals[request_id]), self.prompting, ())
+        self.dispatch._spawn(self._place(request_id, answer, client))
+
+    async def _place(self, request_id: RequestId, answer: Answer, client: Client) -> None:
+        try:
+            await self.dispatch.begin(request_id, answer, client.pieces.append, time.monotonic() + 60)
+        except TandemError as error:
+            client.error = error
+
+    def _decide(self) -> None:
+        """One send arrives, is refused, or both: the worker took the job and its reply was lost."""
+        if not self.wires.sends:
+            return
+        _, message, future = self.wires.sends.pop(self.random.randrange(len(self.wires.sends)))
+        verdict = self.random.choice(["taken", "taken", "refused", "both"])
+        if isinstance(message, Job) and verdict != "refused":
+            self.events += self._answer_of(message)
+        if verdict == "taken":
+            future.set_result(None)
+        else:
+            future.set_exception(self.random.choice([Unavailable("no"), Overloaded("full")]))
+
+    def _answer_of(self, job: Job) -> list[Event]:
+        request_id, epoch, total = job.request_id, job.epoch, self.totals[job.request_id]
+        tokens = [Tokens(request_id, epoch, [_token(epoch, index)]) for index in range(total)]
+        whole = [
+            Prefilled(request_id, epoch, 0, {}),
+            *tokens,
+            Finished(request_id, epoch, total, FinishReason.LENGTH, {}),
+        ]
+        match self.random.randrange(8):
+            case 0:
+                return [*whole, Failed(request_id, epoch, "internal", "late")]
+            case 1:
+                return [*whole[:-1], Finished(request_id, epoch, self.random.randint(0, 9), FinishReason.LENGTH, {})]
+            case 2:
+                return [*tokens, Tokens(request_id, epoch, [Token(total - 1, -1, -0.5)])]
+            case 3:
+                return [event for event in whole if self.random.random() < 0.7]
+        return whole
+
+    def _deliver(self) -> None:
+        """Mostly in order; sometimes again, sometimes the wrong one first."""
+        if not self.events:
+            return
+        at = self.random.choice([0, 0, 0, self.random.randrange(len(self.events))])
+        event = self.events[at] if self.random.random() < 0.2 else self.events.pop(at)
+        self.dispatch._on_event(event)
+
+    def _lose(self) -> None:
+        if self.random.random() < 0.2:
+            self.dispatch._on_lost(WorkerId(self.random.choice(list(WORKERS))), Incarnation("1"), "test")
+
+    def _leave(self) -> None:
+        if self.clients and self.random.random() < 0.3:
+            self._cancel(self.random.choice(list(self.clients)))
+
+    def _cancel(self, request_id: RequestId) -> None:
+        client = self.clients[request_id]
+        is_live = self.dispatch.route(request_id) is not None
+        self.dispatch.cancel(request_id, "left")
+        if is_live:
+            client.left_after = len(client.pieces)
+
+    async def _calm(self) -> None:
+        """All sends are decided, all events delivered; what is still open then meets its deadline."""
+        while self.wires.sends or self.events or any(not task.done() for task in self.dispatch._tasks):
+            self._decide()
+            self._deliver()
+            await asyncio.sleep(0)
+        for request_id in list(self.clients):
+            self._cancel(request_id)
+        while self.wires.sends or self.dispatch._tasks:
+            self._decide()
+            await asyncio.sleep(0)
+        for event in self.events:
+            self.dispatch._on_event(event)
+
+
+def _token(epoch: int, index: int) -> Token:
+    return Token(index, token_id(epoch, index), -0.5, [])
+
+
+def _ask(total: int) -> Ask:
+    sampling = SamplingParams(max_tokens=total, seed=1, logprobs=0)
+    return Ask(0, 0, PROMPT, sampling, (), False, False)
+
+
+def _info(name: str, role: Role) -> NodeInfo:
+    return NodeInfo(
+        worker_id=WorkerId(name),
+        incarnation=Incarnation("1"),
+        role=role,
+        url="",
+        transfer="",
+        model="m",
+        layout_id="l",
+        max_model_len=2048,
+        capacity_tokens=1 << 20,
+        version="0",
+        pid=1,
+        core_pid=1,
+    )
+
+
+@given(seed=st.integers(0, 2**32), num_steps=st.integers(1, 150))
+@settings(deadline=None, max_examples=300)
+def test_one_end_each_token_once_and_nothing_left(prompting, seed, num_steps):
+    asyncio.run(_check(Storm(prompting, Random(seed)), num_steps))
+
+
+async def _check(storm: Storm, num_steps: int) -> None:
+    await storm.run(num_steps)
+    for request_id, client in storm.clients.items():
+        _check_client(client, storm.totals[request_id])
+    assert storm.dispatch.num_inflight == 0
+    assert {(w.pending_tokens, w.reserved_tokens) for w in await storm.store.workers()} == {(0, 0)}
+    counts = await storm.store.counts()
+    assert counts.states == {}
+    assert sum(counts.ended.values()) == sum(client.error is None for client in storm.clients.values())
+    finished = sum(piece.finish is not None for client in storm.clients.values() for piece in client.pieces)
+    assert counts.ended.get("FINISHED", 0) == finished
+
+
+def _check_client(client: Client, total: int) -> None:
+    if client.error is not None:
+        assert not client.pieces
+        return
+    if client.left_after is not None:
+        assert (client.num_ends, len(client.pieces)) == (0, client.left_after)
+    else:
+        assert client.num_ends == 1
+        assert client.pieces[-1].finish is not None or client.pieces[-1].failed is not None
+    seen = client.token_ids
+    assert any(seen == [token_id(epoch, index) for index in range(len(seen))] for epoch in (1, 2, 3))
+    if client.pieces and client.pieces[-1].finish is not None:
+        assert client.pieces[-1].num_tokens == len(seen)

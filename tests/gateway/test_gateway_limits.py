@@ -1,0 +1,158 @@
+"""Limits, refusals, wrong secrets, half-open clients: a clear answer or a bounded close, and nothing left behind."""
+
+import asyncio
+import json
+import logging
+
+import httpx
+import pytest
+from gateway_rig import gateway, pair
+
+from contracts.errors import Unavailable
+from gateway import server as gateway_server
+from gateway.app import make_app
+from gateway.workers import HEARTBEAT_TIMEOUT_S
+
+ASK = {"prompt": "one two three", "max_tokens": 3}
+
+
+@pytest.fixture
+async def rig(checkpoint):
+    async with gateway_of(checkpoint) as rig:
+        yield rig
+
+
+def gateway_of(checkpoint, **settings):
+    return gateway(checkpoint, pair(), **settings)
+
+
+async def test_above_max_inflight_comes_429_with_retry_after(checkpoint):
+    async with gateway_of(checkpoint, max_inflight=2) as rig, httpx.AsyncClient() as client:
+        reply = await client.post(f"{rig.url}/v1/completions", json=ASK | {"n": 3})
+        assert (reply.status_code, reply.headers["retry-after"]) == (429, "1")
+        assert (await client.post(f"{rig.url}/v1/completions", json=ASK | {"n": 2})).status_code == 200
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_full_pool_says_when_to_come_again(rig, client, stream):
+    rig.store.overloaded = True
+    reply = await client.post("/v1/completions", json=ASK | {"stream": stream})
+    assert (reply.status_code, reply.headers["retry-after"]) == (429, "3")
+    assert reply.json()["error"]["type"] == "RateLimitError"
+
+
+async def test_a_worker_that_is_full_is_429(rig, client):
+    for worker in rig.workers:
+        worker.refuse = 429
+    reply = await client.post("/v1/completions", json=ASK)
+    assert (reply.status_code, reply.headers["retry-after"]) == (429, "1")
+    await rig.until(lambda: rig.front.dispatch.num_inflight == 0)
+
+
+async def test_a_client_that_leaves_while_it_waits_for_a_place_leaves_none(rig, client, monkeypatch):
+    going, place = asyncio.Event(), rig.store.place
+
+    async def slowly(*args):
+        await going.wait()
+        return await place(*args)
+
+    monkeypatch.setattr(rig.store, "place", slowly)
+    with pytest.raises(httpx.ReadTimeout):
+        await client.post("/v1/completions", json=ASK, timeout=0.3)
+    await rig.until(lambda: b'code="disconnected"' in rig.front.metrics.text())
+    going.set()
+    await rig.until(lambda: rig.store.finished)
+    assert rig.store.finished == rig.store.placed
+    assert not rig.workers[0].jobs
+
+
+async def test_a_wrong_secret_is_said(rig, client):
+    rig.workers[1].secret = "other"
+    rig.workers[1].break_streams()
+    await rig.until(lambda: any("refuses our secret" in why for why in rig.front.dispatch.workers.troubles))
+    reply = await client.get("/ready")
+    assert (reply.status_code, reply.headers["retry-after"]) == (503, "1")
+    assert "TANDEM_SECRET" in reply.json()["error"]["message"]
+
+
+async def test_counts_only_grow_and_say_so(rig, client):
+    assert (await client.post("/v1/completions", json=ASK | {"stop": "two"})).status_code == 200
+    text = (await client.get("/metrics")).text
+    assert "# TYPE tandem_gateway_cancels_total counter" in text
+    assert "tandem_gateway_cancels_total 1.0" in text
+
+
+async def test_tokens_there_and_back(rig, client):
+    tokens = (await client.post("/tokenize", json={"prompt": "Hello there", "return_token_strs": True})).json()
+    assert tokens["count"] == len(tokens["tokens"]) == len(tokens["token_strs"])
+    text = (await client.post("/detokenize", json={"tokens": tokens["tokens"]})).json()
+    assert text == {"prompt": "Hello there"}
+    assert (await client.get("/version")).json() == {"version": "0"}
+
+
+async def test_one_request_id_used_twice_at_once(rig, client):
+    asks = [client.post("/v1/completions", json=ASK, headers={"X-Request-Id": "mine"}) for _ in range(2)]
+    replies = await asyncio.gather(*asks)
+    assert [(reply.status_code, reply.headers["x-request-id"]) for reply in replies] == [(200, "mine")] * 2
+    assert len({request_id for request_id, _ in rig.store.placed}) == 2
+
+
+async def test_each_request_leaves_one_line(rig, client, caplog):
+    caplog.set_level(logging.INFO, "gateway.requests")
+    await client.post("/v1/completions", json=ASK)
+    await client.post("/v1/completions", json=ASK | {"n": 0})
+    rig.store.overloaded = True
+    await client.post("/v1/completions", json=ASK)
+
+    def statuses():
+        lines = (record.getMessage() for record in caplog.records if record.name == "gateway.requests")
+        return [json.loads(line)["status"] for line in lines]
+
+    await rig.until(lambda: len(statuses()) == 3)  # a line is written once its answer is: the client may be ahead
+    assert statuses() == [200, 400, 429]
+
+
+async def test_headers_that_never_end_close_the_connection(rig, client, monkeypatch):
+    monkeypatch.setattr(gateway_server, "HEADERS_TIMEOUT_S", 0.2)
+    host, port = rig.url.removeprefix("http://").split(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: a\r\n")
+    with pytest.raises(ConnectionError):
+        async with asyncio.timeout(10):
+            if not await reader.read():
+                raise ConnectionResetError
+    writer.close()
+    assert (await client.post("/v1/completions", json=ASK)).status_code == 200
+
+
+async def test_a_silent_stream_is_a_loss(rig, client, monkeypatch):
+    assert HEARTBEAT_TIMEOUT_S == 3
+    rig.workers[1].period_s = 60.0
+    monkeypatch.setattr("gateway.fake_worker.HEARTBEAT_S", 60.0)
+    reply = await client.post("/v1/completions", json=ASK)
+    assert reply.status_code == 503
+    await rig.until(lambda: rig.front.dispatch.num_losses == 1 and rig.front.dispatch.num_inflight == 0)
+
+
+async def test_a_store_that_fails_is_503(rig, client, monkeypatch):
+    async def broken(*args):
+        raise Unavailable("no registry")
+
+    monkeypatch.setattr(rig.store, "place", broken)
+    reply = await client.post("/v1/completions", json=ASK)
+    assert (reply.status_code, reply.headers["retry-after"]) == (503, "1")
+
+
+def test_idle_connections_are_kept_for_longer_than_clients_keep_theirs(rig):
+    """aiohttp keeps 15 s, nginx and load balancers 60 s: whoever closes later never loses a request in the race."""
+    assert gateway_server.http_config(make_app(rig.front)).timeout_keep_alive > 60
+
+
+async def test_a_chunked_body_over_the_limit_is_413(checkpoint):
+    async def body():
+        for _ in range(8):
+            yield b" " * 1024
+
+    async with gateway_of(checkpoint, max_body_nbytes=2048) as rig, httpx.AsyncClient() as client:
+        assert (await client.post(f"{rig.url}/v1/completions", content=body())).status_code == 413
+        assert (await client.post(f"{rig.url}/v1/completions", json=ASK)).status_code == 200

@@ -1,0 +1,87 @@
+"""What /metrics says after requests of every end, under our names and under those that vLLM's dashboards ask for."""
+
+import httpx
+import pytest
+from gateway_rig import gateway, pair
+from prometheus_client.parser import text_string_to_metric_families
+
+ASK = {"prompt": "one two three", "max_tokens": 4}
+DASHBOARDS = """e2e_request_latency_seconds_bucket time_to_first_token_seconds_sum inter_token_latency_seconds_count
+request_time_per_output_token_seconds_bucket num_requests_running num_requests_waiting prompt_tokens_total
+generation_tokens_total request_success_total request_queue_time_seconds_sum request_prefill_time_seconds_sum
+request_decode_time_seconds_sum request_prompt_tokens_bucket request_generation_tokens_bucket
+request_max_num_generation_tokens_sum prefix_cache_hits_total prefix_cache_queries_total"""
+
+
+@pytest.fixture
+async def rig(checkpoint):
+    async with gateway(checkpoint, pair(period_s=0.01)) as rig:
+        yield rig
+
+
+async def samples(client: httpx.AsyncClient) -> dict[tuple[str, str], float]:
+    """Name and, of ends, their reason -> value."""
+    text = (await client.get("/metrics")).text
+    found = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
+    return {(sample.name, sample.labels.get("finished_reason", "")): sample.value for sample in found}
+
+
+async def test_every_name_that_dashboards_ask_for_is_there(client, rig):
+    await client.post("/v1/completions", json=ASK)
+    named = {name for name, _ in await samples(client)}
+    assert {f"vllm:{name}" for name in DASHBOARDS.split()} <= named
+    text = (await client.get("/metrics")).text
+    assert f'vllm:num_requests_running{{engine="0",model_name="{rig.front.model}"}} 0.0' in text
+
+
+async def test_a_request_of_two_answers_is_counted_once_and_its_answers_twice(client, rig, monkeypatch):
+    monkeypatch.setattr(rig.workers[0], "cached_tokens", 2)
+    await client.post("/v1/completions", json=ASK | {"n": 2})
+    got, prompt = await samples(client), len(rig.workers[0].jobs[0].token_ids)
+    assert got["vllm:prompt_tokens_total", ""] == got["tandem_gateway_prompt_tokens_total", ""] == prompt
+    assert got["vllm:generation_tokens_total", ""] == got["tandem_gateway_completion_tokens_total", ""] == 8
+    assert got["vllm:prefix_cache_hits_total", ""] == 2
+    assert got["vllm:request_success_total", "length"] == 2
+    assert got["vllm:inter_token_latency_seconds_count", ""] == 6
+    assert got["vllm:time_to_first_token_seconds_count", ""] == 1
+    assert got["vllm:request_params_n_sum", ""] == 2
+
+
+@pytest.mark.parametrize("reason", ["stop", "length", "abort", "error"])
+async def test_each_end_has_its_reason(client, rig, reason):
+    ask = ASK | {"max_tokens": 400 if reason in ("abort", "error") else 4, "stop": " two" if reason == "stop" else None}
+    if reason == "error":
+        rig.workers[1].refuse = 503
+    if reason == "abort":
+        with pytest.raises(httpx.ReadTimeout):
+            await client.post("/v1/completions", json=ask, timeout=0.2)
+    else:
+        await client.post("/v1/completions", json=ask)
+    await rig.until(lambda: rig.front.admission.num_taken == 0)
+    got = await samples(client)
+    ends = {why: value for (name, why), value in got.items() if name == "vllm:request_success_total"}
+    assert ends == {why: float(why == reason) for why in ("stop", "length", "abort", "error")}
+
+
+async def test_those_that_run_are_told_from_those_that_wait(client, rig):
+    async with client.stream("POST", "/v1/completions", json=ASK | {"max_tokens": 400, "stream": True}) as reply:
+        await anext(reply.aiter_lines())
+        got = await samples(client)
+        assert (got["vllm:num_requests_running", ""], got["vllm:num_requests_waiting", ""]) == (1, 0)
+    await rig.until(rig.is_idle)
+
+
+async def test_the_stages_that_workers_tell_are_counted_once_per_answer(client, rig):
+    await client.post("/v1/completions", json=ASK | {"n": 2})
+    text = (await client.get("/metrics")).text
+    for stage, count in (("queue", 2), ("prefill", 2), ("decode", 2)):
+        assert f'tandem_gateway_stage_seconds_count{{stage="{stage}"}} {count}.0' in text
+    assert "tandem_gateway_exposed_seconds_count 0.0" in text  # nothing is handed over by fakes
+
+
+def test_a_handoff_is_observed_from_token_0_on(rig):
+    told = {"prefill_queue": 0.1, "prefill_prefill": 0.4, "expect": 0.2, "land": 0.5, "decode": 2.0}
+    rig.front.metrics.account(told)
+    text = rig.front.metrics.text().decode()
+    assert 'tandem_gateway_exposed_seconds_bucket{le="0.1"} 0.0' in text
+    assert 'tandem_gateway_exposed_seconds_bucket{le="0.25"} 1.0' in text

@@ -1,0 +1,96 @@
+"""/v1/responses through openai-python, and what it refuses."""
+
+import httpx
+import openai
+import pytest
+from gateway_rig import gateway, pair
+
+
+@pytest.fixture
+async def rig(checkpoint):
+    async with gateway(checkpoint, pair(period_s=0.005)) as rig:
+        yield rig
+
+
+@pytest.fixture
+async def client(rig):
+    async with openai.AsyncOpenAI(base_url=f"{rig.url}/v1", api_key="x", max_retries=0) as client:
+        yield client
+
+
+async def test_an_answer_is_whole(rig, client):
+    reply = await client.responses.create(
+        model=rig.front.model, input="hi", instructions="be brief", max_output_tokens=6
+    )
+    assert (reply.status, reply.incomplete_details.reason) == ("incomplete", "max_output_tokens")
+    assert reply.output_text and reply.store is False
+    assert (reply.usage.output_tokens, reply.usage.input_tokens) == (6, len(rig.workers[0].jobs[0].token_ids))
+    text = rig.front.prompting.tokenizer.decode(rig.workers[0].jobs[0].token_ids, skip_special_tokens=False)
+    assert "system\nbe brief" in text and "user\nhi" in text
+
+
+async def test_messages_are_the_same_as_a_chat(rig, client):
+    said = [{"role": "user", "content": "one"}, {"role": "assistant", "content": "two"}]
+    parts = [said[0] | {"content": [{"type": "input_text", "text": "one"}]}, said[1] | {"type": "message"}]
+    await client.responses.create(model=rig.front.model, input=parts, max_output_tokens=2)
+    await client.chat.completions.create(model=rig.front.model, messages=said, max_tokens=2)
+    jobs = rig.workers[0].jobs
+    assert jobs[0].token_ids == jobs[1].token_ids
+
+
+async def test_a_stream_has_every_event_in_order(rig, client):
+    events = [
+        event
+        async for event in await client.responses.create(
+            model=rig.front.model, input="one two three four", max_output_tokens=20, stream=True
+        )
+    ]
+    kinds = [event.type.removeprefix("response.") for event in events]
+    deltas = kinds.count("output_text.delta")
+    before = ["created", "in_progress", "output_item.added", "content_part.added"]
+    after = ["output_text.done", "content_part.done", "output_item.done", "incomplete"]
+    assert deltas > 1
+    assert kinds == [*before, *["output_text.delta"] * deltas, *after]
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    text = "".join(event.delta for event in events if event.type == "response.output_text.delta")
+    assert text == events[-1].response.output_text == events[-4].text
+
+
+async def test_a_lost_worker_is_an_error_event(rig, client):
+    ask = {"model": rig.front.model, "input": "one", "max_output_tokens": 500, "stream": True}
+    events = []
+    async for event in await client.responses.create(**ask):
+        if event.type == "response.output_text.delta":
+            rig.workers[1].break_streams()
+        events.append(event)
+    assert (events[-1].type, events[-1].code) == ("error", "503")
+    assert "worker" in events[-1].message
+    await rig.until(rig.is_idle)
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({}, "input"),
+        ({"input": []}, "input"),
+        ({"input": 5}, "input"),
+        ({"input": [{"type": "function_call"}]}, "input[0].type"),
+        ({"input": [{"role": "king", "content": "a"}]}, "input[0].role"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0]"),
+        ({"input": [{"role": "user", "content": [{"type": "input_text"}]}]}, "input[0].content[0].text"),
+        ({"input": [{"role": "user"}]}, "input[0].content"),
+        ({"input": "a", "previous_response_id": "resp_1"}, "previous_response_id"),
+        ({"input": "a", "background": True}, "background"),
+        ({"input": "a", "n": 2}, "n"),
+        ({"input": "a", "tools": [{"type": "web_search"}]}, "tools"),
+        ({"input": "a", "text": {"format": {"type": "json_object"}}}, "text"),
+        ({"input": "a", "truncation": "auto"}, "truncation"),
+        ({"input": "a", "max_output_tokens": 0}, "max_output_tokens"),
+        ({"input": "a", "max_output_tokens": 10**6}, "max_output_tokens"),
+    ],
+)
+async def test_what_it_cannot_do_is_named(rig, fields, param):
+    async with httpx.AsyncClient(base_url=rig.url, timeout=10) as client:
+        reply = await client.post("/v1/responses", json=fields)
+        assert (reply.status_code, reply.json()["error"]["param"]) == (400, param)
+    assert rig.store.placed == []

@@ -1,0 +1,92 @@
+"""Pure parts by property: detokenizer, stop strings, sequencer."""
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from contracts.events import Failed, Finished, FinishReason, Prefilled, PromptScored, PromptToken, Token, Tokens
+from contracts.ids import Epoch, RequestId
+from gateway.detokenizer import Detokenizer
+from gateway.sequencer import Sequencer
+from gateway.stops import StopFinder
+
+R = RequestId("r")
+PIECES = st.lists(st.text("ab<|", max_size=4), max_size=20)
+STOPS = st.lists(st.text("ab<|", min_size=1, max_size=5), max_size=4)
+
+
+def cut(text: str, stops: list[str], include: bool) -> str:
+    for end in range(1, len(text) + 1):
+        hits = [stop for stop in stops if text[:end].endswith(stop)]
+        if hits:
+            return text[: end if include else end - len(max(hits, key=len))]
+    return text
+
+
+@given(PIECES, STOPS, st.booleans())
+@settings(deadline=None, max_examples=500)
+def test_joined_pieces_are_the_text_cut_at_the_stop(pieces, stops, include):
+    finder = StopFinder(stops, include)
+    shown = "".join([finder.push(piece) for piece in pieces] + [finder.flush()])
+    assert shown == cut("".join(pieces), stops, include)
+
+
+@given(ids=st.lists(st.integers(0, 49151) | st.integers(0, 400), max_size=40), skip=st.booleans())
+@settings(deadline=None, max_examples=300)
+def test_joined_deltas_are_the_whole_decoding(tokenizer, ids, skip):
+    text = Detokenizer(tokenizer, skip)
+    assert "".join([text.push(i) for i in ids] + [text.flush()]) == tokenizer.decode(ids, skip_special_tokens=skip)
+
+
+@st.composite
+def deliveries(draw):
+    """All events of an answer, shuffled, doubled, and mixed with those of a dead attempt."""
+    total = draw(st.integers(1, 12))
+    events = [Tokens(R, Epoch(2), [Token(i, i)]) for i in range(total)]
+    events += [Prefilled(R, Epoch(2), 0, {}), Finished(R, Epoch(2), total, FinishReason.LENGTH, {})]
+    stale = [Tokens(R, Epoch(1), [Token(i, 99)]) for i in range(3)] + [Failed(R, Epoch(1), "x", "old")]
+    extra = draw(st.lists(st.sampled_from(events + stale), max_size=10))
+    return total, draw(st.permutations(events + extra))
+
+
+@given(deliveries())
+@settings(deadline=None, max_examples=500)
+def test_any_delivery_gives_each_token_once_in_order_and_one_end(delivery):
+    total, events = delivery
+    sequencer = Sequencer(Epoch(2))
+    out = [item for event in events for item in sequencer.feed(event)]
+    assert [item.token_id for item in out if isinstance(item, Token)] == list(range(total))
+    assert [type(item) for item in out if isinstance(item, Finished | Failed)] == [Finished]
+    assert isinstance([item for item in out if not isinstance(item, Prefilled)][-1], Finished)
+    accepted = sum(isinstance(item, Token | Finished | Prefilled) for item in out)
+    assert accepted + sequencer.num_stale + sequencer.num_duplicates == len(events)
+
+
+def scored(first: int, count: int, epoch: int = 1) -> PromptScored:
+    return PromptScored(R, Epoch(epoch), first, [PromptToken(first + i, -1.0, 1, []) for i in range(count)])
+
+
+@given(st.lists(st.integers(1, 5), min_size=1, max_size=6), st.data())
+def test_parts_of_a_scored_prompt_count_once_and_in_order(sizes, data):
+    sequencer, firsts = Sequencer(), [1 + sum(sizes[:index]) for index in range(len(sizes))]
+    parts = [scored(first, size) for first, size in zip(firsts, sizes, strict=True)]
+    out = []
+    for index, part in enumerate(parts):
+        again = data.draw(st.lists(st.sampled_from(parts[: index + 1]), max_size=2))
+        stale = scored(1, 3, epoch=7)
+        out += [item for event in (part, *again, stale) for item in sequencer.feed(event)]
+    assert out == parts
+
+
+def test_a_part_of_a_scored_prompt_that_is_missing_is_a_failure():
+    sequencer = Sequencer()
+    sequencer.feed(scored(1, 4))
+    (failed,) = sequencer.feed(scored(6, 1))
+    assert isinstance(failed, Failed) and "6 of the prompt came, 5 is missing" in failed.message
+    assert sequencer.feed(scored(5, 1)) == []
+
+
+def test_a_new_attempt_scores_the_prompt_anew():
+    sequencer = Sequencer()
+    sequencer.feed(scored(1, 4))
+    sequencer.restart(Epoch(2))
+    assert sequencer.feed(scored(1, 2, epoch=2)) == [scored(1, 2, epoch=2)]

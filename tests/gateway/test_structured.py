@@ -1,0 +1,94 @@
+"""What a client may ask an answer to look like, and the clear refusal of what does not compile."""
+
+import json
+
+import msgspec
+import pytest
+from llguidance import LLMatcher, LLTokenizer
+
+from checkpoint import open_checkpoint
+from contracts.errors import RequestError
+from gateway.structured import ResponseFormat, StructuredOutputs, grammar_of
+
+POINT = {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"], "additionalProperties": False}
+
+
+@pytest.fixture(scope="module")
+def accepts():
+    checkpoint = open_checkpoint("")
+    tokenizer = checkpoint.tokenizer()
+    wrapped = LLTokenizer(
+        tokenizer.to_str(), n_vocab=checkpoint.config.vocab_size, eos_token=list(checkpoint.eos_token_ids)
+    )
+
+    def whole(grammar: str, text: str) -> bool:
+        """The grammar takes the text to its end, and may end there."""
+        matcher, ids = LLMatcher(wrapped, grammar), tokenizer.encode(text, add_special_tokens=False).ids
+        return matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
+
+    return whole
+
+
+def from_format(**fields) -> str:
+    return grammar_of(msgspec.convert(fields, ResponseFormat), None)
+
+
+def from_outputs(**fields) -> str:
+    return grammar_of(None, msgspec.convert(fields, StructuredOutputs))
+
+
+CASES = [
+    (from_outputs(json=POINT), ['{"x":1}'], ['{"x":"1"}', "{}", '{"x": 1}', '{"x":1,"y":2}']),
+    (from_outputs(json=json.dumps(POINT)), ['{"x":1}'], ["{}"]),
+    (from_format(type="json_schema", json_schema={"name": "p", "strict": True, "schema": POINT}), ['{"x":-3}'], ["1"]),
+    (from_format(type="json_object"), ["{}", '{"a":[1,null,"b"]}'], ["[]", "1"]),
+    (from_outputs(json_object=True), ["{}"], ["[]"]),
+    (from_outputs(regex="[a-f]{2}"), ["ab"], ["a", "abc", "xy"]),
+    (from_outputs(regex="(a+)+b"), ["aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaab"], ["aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaac"]),
+    (from_outputs(choice=["yes", 'say "no"']), ["yes", 'say "no"'], ["no", "yesyes"]),
+    (from_outputs(grammar='start: "a" start "b" | "c"'), ["c", "aacbb"], ["aacb"]),
+    (from_outputs(grammar='root ::= "x" | "y"'), ["x", "y"], ["z"]),
+]
+
+
+@pytest.mark.parametrize(("grammar", "good", "bad"), CASES)
+def test_what_is_asked_for_is_what_is_let_through(accepts, grammar, good, bad):
+    assert [text for text in good if not accepts(grammar, text)] == []
+    assert [text for text in bad if accepts(grammar, text)] == []
+
+
+def test_plain_text_needs_no_grammar():
+    assert grammar_of(None, None) == ""
+    assert from_format(type="text") == ""
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({}, "structured_outputs"),
+        ({"regex": "a", "choice": ["b"]}, "structured_outputs"),
+        ({"regex": "(a"}, "structured_outputs.regex"),
+        ({"json": {"type": "no-such-type"}}, "structured_outputs.json"),
+        ({"json": "{"}, "structured_outputs.json"),
+        ({"json": "[1]"}, "structured_outputs.json"),
+        ({"json": {"$ref": "#/nowhere"}}, "structured_outputs.json"),
+        ({"json": {"minimum": 2, "maximum": 1, "type": "integer"}}, "structured_outputs.json"),
+        ({"grammar": "start: nobody"}, "structured_outputs.grammar"),
+        ({"grammar": "::= ::="}, "structured_outputs.grammar"),
+    ],
+)
+def test_what_does_not_compile_is_refused_by_name(fields, param):
+    with pytest.raises(RequestError) as refused:
+        from_outputs(**fields)
+    assert refused.value.param == param
+    assert param in str(refused.value)
+
+
+def test_a_json_schema_format_needs_its_schema():
+    with pytest.raises(RequestError, match="needs 'json_schema'"):
+        from_format(type="json_schema")
+
+
+def test_two_ways_to_ask_exclude_each_other():
+    with pytest.raises(RequestError, match="exclude each other"):
+        grammar_of(ResponseFormat("json_object"), StructuredOutputs(regex="a"))

@@ -1,0 +1,355 @@
+# ruff: noqa: E501  (a table: one case a line)
+"""Every Triton and Gluon kernel with the types it is launched with: Llama-8B shapes unless the name says otherwise."""
+
+from typing import Any
+
+from kernels.triton import (
+    all_reduce,
+    attn_decode,
+    attn_prefill,
+    gemm_blackwell,
+    gemm_hopper,
+    gemm_portable,
+    gemm_w4,
+    moe,
+    move,
+    norm,
+    rope,
+    sampling,
+)
+from tests.kernels.aot import Case
+
+PDL = (r"griddepcontrol\.wait", r"griddepcontrol\.launch_dependents")
+CVT = (r"cvt\.rn\.satfinite\.e4m3x2",)
+WGMMA8 = (r"wgmma\.mma_async.*e4m3\.e4m3",)
+TMA = (r"cp\.async\.bulk\.tensor",)
+FP8_MMA = {90: WGMMA8, 100: (r"tcgen05\.mma",), 103: (r"tcgen05\.mma",), 120: (r"mma\.sync.*e4m3",)}
+
+
+def everywhere(*groups: tuple[str, ...]) -> dict[int, tuple[str, ...]]:
+    return {cc: tuple(p for g in groups for p in g) for cc in (90, 100, 103, 120)}
+
+
+def plus(table: dict[int, tuple[str, ...]], *groups: tuple[str, ...]) -> dict[int, tuple[str, ...]]:
+    return {cc: patterns + tuple(p for g in groups for p in g) for cc, patterns in table.items()}
+
+
+def pointers(
+    fp8: str = "", bf16: str = "", fp32: str = "", i32: str = "", i64: str = "", u8: str = ""
+) -> dict[str, str]:
+    kinds = {"*fp8e4nv": fp8, "*bf16": bf16, "*fp32": fp32, "*i32": i32, "*i64": i64, "*u8": u8}
+    return {f"{name}_ptr": kind for kind, names in kinds.items() for name in names.split()}
+
+
+def scalars(fp32: str = "", i32: str = "", i64: str = "") -> dict[str, str]:
+    return {name: kind for kind, names in (("fp32", fp32), ("i32", i32), ("i64", i64)) for name in names.split()}
+
+
+def aligned(types: dict[str, str], *more: str) -> tuple[str, ...]:
+    return tuple(n for n, kind in types.items() if kind.startswith("*")) + more
+
+
+def desc(rows: int, cols: int) -> str:
+    layout = gemm_hopper.smem_layout(cols)
+    return f"tensordesc<fp8e4nv[{rows}, {cols}],{layout!r}>"
+
+
+LAUNCH = dict(launch_pdl=True)
+norm_types = pointers(fp8="out", bf16="residual weight", fp32="x scale token_scale channel_scale", i64="ids") | scalars(
+    fp32="eps", i32="num_tokens"
+)
+quant_types = pointers(fp8="out", bf16="x", fp32="scale")
+silu_types = pointers(fp8="out", bf16="x", fp32="scale token_scale channel_scale")
+boxes = {"k_desc": "*fp8e4nv", "v_desc": "*fp8e4nv"}
+bulk = {"k_desc": "tensordesc<fp8e4nv[64, 128]>", "v_desc": "tensordesc<i16[64, 64]>"}
+oss_bulk = {"k_desc": "tensordesc<fp8e4nv[64, 64]>", "v_desc": "tensordesc<i16[64, 32]>"}
+attn_types = (
+    boxes
+    | pointers(fp8="k v", bf16="q out", fp32="sink lse mid ml", i32="table len counter")
+    | scalars(fp32="qk_scale v_scale", i32="stride_page max_pages")
+)
+fused_types = (
+    boxes
+    | pointers(fp8="k v out", fp32="qkv cos_sin out_scale mid ml token_scale channel_scale", i32="table len counter")
+    | scalars(fp32="qk_scale k_inv v_scale", i32="stride_page max_pages num_tokens")
+)
+rope_types = pointers(
+    fp8="k v", bf16="q qkv", fp32="cos_sin token_scale channel_scale", i32="pos", i64="slot"
+) | scalars(fp32="k_inv v_inv", i32="stride_page num_tokens")
+swap_types = pointers(fp8="w x", fp32="out w_scale x_scale out_scale") | scalars(i32="M")
+wide_types = pointers(fp8="a w", bf16="out", fp32="a_scale w_scale") | scalars(i32="M")
+skinny_types = pointers(fp32="out w_scale x_scale") | scalars(i32="M")
+dual_types = pointers(fp8="out", fp32="w_scale x_scale out_scale") | scalars(i32="M")
+
+
+def attn(name: str, types: dict[str, str] = attn_types, **over: Any) -> Case:
+    shape = dict(
+        HQ=32,
+        HKV=8,
+        D=128,
+        PAGE=64,
+        Q_LEN=1,
+        ROWS=16,
+        SLICES=6,
+        BLOCK=64,
+        STAGES=3,
+        WINDOW=0,
+        SINKS=False,
+        LSE=False,
+        HALF=True,
+        PAD=4,
+        GROUP=8,
+        CHUNK=8,
+        BULK=False,
+        PAIRS=False,
+        EARLY=True,
+    )
+    constants = {**shape, "PDL": True, **over}
+    return Case(
+        name,
+        attn_decode.attn_decode_kernel,
+        types,
+        constants,
+        aligned(types, "stride_page"),
+        dict(num_warps=1 if constants["BULK"] else 4, **LAUNCH),
+        everywhere(PDL),
+    )
+
+
+prefill_types = pointers(fp8="k v", bf16="q out", fp32="sink lse", i32="table len start") | scalars(
+    fp32="qk_scale v_scale", i32="stride_page max_pages"
+)
+mla_types = pointers(bf16="q c out", i32="table len start") | scalars(fp32="qk_scale scale", i32="max_pages")
+w4_types = pointers(u8="w zero", bf16="x out scale", fp32="part", i32="counter") | scalars(i32="M")
+fp4_types = (
+    pointers(u8="a w", bf16="out")
+    | {"a_scale_ptr": "*fp8e4nv", "w_scale_ptr": "*fp8e4nv"}
+    | scalars(fp32="alpha", i32="M")
+)
+move_types = pointers(i32="src dst page sum bad") | scalars(i32="units offset seed", i64="stride_plane stride_page")
+convert_types = pointers(i64="src", i32="dst page sum") | scalars(
+    fp32="inv_scale", i32="units offset seed", i64="stride_plane stride_page"
+)
+expert_types = pointers(fp8="w x", fp32="w_scale x_scale out_scale", bf16="bias", i32="sorted tile") | scalars(
+    i32="total"
+)
+sample_types = pointers(bf16="x", fp32="temperature top_p min_p logprob", i32="top_k position", i64="seed token")
+
+
+def prefill(
+    name: str,
+    types: dict[str, str] = prefill_types,
+    bm: int = 128,
+    archs: tuple[int, ...] = (90, 100, 103),
+    **over: Any,
+) -> Case:
+    shape = dict(HQ=32, HKV=8, D=128, PAGE=64, BM=bm, BLOCK=64, STAGES=3, WINDOW=0, SINKS=False, LSE=False, HALF=True)
+    mma = {90: (r"wgmma\.mma_async",), 100: (r"tcgen05\.mma",), 103: (r"tcgen05\.mma",), 120: (r"mma\.sync",)}
+    return Case(
+        name,
+        attn_prefill.attn_prefill_kernel,
+        types,
+        {**shape, **over},
+        aligned(types, "stride_page"),
+        dict(num_warps=8),
+        mma,
+        archs,
+    )
+
+
+def rows(name: str, block: int, stages: int) -> Case:
+    types = pointers(bf16="q out", i32="len start", fp32="sink lse") | scalars(fp32="qk_scale v_scale", i32="max_rows")
+    box = f"tensordesc<fp16[{block}, 128]>"
+    constants = dict(HQ=32, HKV=8, D=128, BM=128, BLOCK=block, STAGES=stages, SINKS=False, LSE=False)
+    return Case(
+        name, attn_prefill.attn_rows_kernel, {**types, "k_desc": box, "v_desc": box}, constants, aligned(types, "max_rows"),
+        dict(num_warps=8), {90: (r"wgmma\.mma_async", *TMA), 100: (r"tcgen05\.mma", *TMA), 103: (r"tcgen05\.mma", *TMA)}, (90, 100, 103),
+    )  # fmt: skip
+
+
+def experts(name: str, first: bool, bx: int, n: int, k: int, archs: tuple[int, ...] = (90, 100, 103, 120)) -> Case:
+    types = {**expert_types, "out_ptr": "*fp8e4nv" if first else "*bf16"}
+    constants = dict(N=n, K=k, TOP_K=8, BW=128, BX=bx, BK=128, STAGES=2, FIRST=first, OAI=False, BIAS=True)
+    expect = {**FP8_MMA, 90: WGMMA8}
+    return Case(
+        name,
+        moe.expert_gemm_kernel,
+        types,
+        constants,
+        aligned(types),
+        dict(num_warps=8 if bx == 128 else 4),
+        expect,
+        archs,
+    )
+
+
+def expert_w4(name: str, first: bool, bx: int, n: int, k: int) -> Case:
+    types = pointers(u8="w scale", bf16="x out bias", i32="sorted tile") | scalars(i32="total")
+    constants = dict(N=n, K=k, TOP_K=4, BW=64, BX=bx, STAGES=4, FIRST=first, OAI=first, BIAS=True, PACKED=True)
+    packed = (r"prmt\.b32", r"mul\.bf16x2")
+    return Case(
+        name, moe.expert_w4_kernel, types, constants, aligned(types), dict(num_warps=4),
+        {90: (r"wgmma\.mma_async", *packed), 100: packed, 103: packed, 120: packed},
+    )  # fmt: skip
+
+
+def fp4(name: str, vec: int, warps: int, archs: tuple[int, ...]) -> Case:
+    types = fp4_types if vec == 16 else {**fp4_types, "a_scale_ptr": "*u8", "w_scale_ptr": "*u8"}
+    constants = dict(N=4096, K=4096, BM=128, BN=128, BK=256, VEC=vec, STAGES=2)
+    blackwell = (r"tcgen05\.mma.*block_scale",)
+    expect = {100: blackwell, 103: blackwell, 120: (r"mma\.sync.*(mxf4|block_scale)",)}
+    return Case(name, gemm_w4.gemm_fp4_kernel, types, constants, aligned(types), dict(num_warps=warps), expect, archs)
+
+
+def w4(name: str, types: dict[str, str] = w4_types, **over: Any) -> Case:
+    constants = dict(N=4096, K=4096, BW=64, BX=16, UNROLL=2, STAGES=4, PACKED=True, **over)
+    packed = (r"prmt\.b32", r"lop3\.b32", r"mul\.bf16x2")
+    return Case(
+        name, gemm_w4.gemm_w4_kernel, types, constants, aligned(types), dict(num_warps=4),
+        {90: (r"wgmma\.mma_async", *packed), 100: packed, 103: packed, 120: packed},
+    )  # fmt: skip
+
+
+def widen_w4(name: str, types: dict[str, str] = w4_types, **over: Any) -> Case:
+    kept = {n: t for n, t in types.items() if n in gemm_w4.widen_w4_kernel.arg_names}
+    constants = dict(K=4096, ROWS=64, PACKED=True, **over)
+    return Case(
+        name, gemm_w4.widen_w4_kernel, kept, constants, aligned(kept), dict(num_warps=4), everywhere((r"mul\.bf16x2",))
+    )
+
+
+def skinny(name: str, bx: int, bk: int, stages: int, **over: Any) -> Case:
+    types = {**skinny_types, "w_desc": desc(64, bk), "x_desc": desc(bx, bk)}
+    constants = dict(
+        N=6144, K=4096, BW=64, BX=bx, BK=bk, PARTS=2, STAGES=stages, GROUP=False, PDL=True, EARLY=True, AHEAD=True
+    )
+    return Case(
+        name, gemm_hopper.skinny_gemm_kernel, types, {**constants, **over}, aligned(skinny_types),
+        dict(num_warps=4, **LAUNCH), {90: WGMMA8 + TMA + PDL}, archs=(90,),
+    )  # fmt: skip
+
+
+def gate_up(name: str, bw: int, bx: int, bk: int, stages: int, quant: int = 1) -> Case:
+    types = {**dual_types, "w_desc": desc(bw, bk), "x_desc": desc(bx, bk)}
+    constants = dict(N=28672, K=4096, BW=bw, BX=bx, BK=bk, STAGES=stages, QUANT=quant, PDL=True, EARLY=True, AHEAD=True)
+    return Case(
+        name, gemm_hopper.gate_up_kernel, types, constants, aligned(dual_types), dict(num_warps=4, **LAUNCH),
+        {90: WGMMA8 + TMA + PDL + CVT}, archs=(90,),
+    )  # fmt: skip
+
+
+def tcgen05(name: str, bx: int, dual: bool) -> Case:
+    types = {**(dual_types if dual else skinny_types), "w_desc": desc(128, 128), "x_desc": desc(bx, 128)}
+    constants = dict(N=28672 if dual else 6144, K=4096, BX=bx, BK=128, STAGES=4, PDL=True)
+    constants |= dict(QUANT=1) if dual else dict(PARTS=2)
+    kernel = gemm_blackwell.gate_up_tcgen05_kernel if dual else gemm_blackwell.skinny_tcgen05_kernel
+    expect = (r"tcgen05\.mma.*kind::f8f6f4", r"tcgen05\.ld") + TMA + PDL + (CVT if dual else ())
+    return Case(
+        name,
+        kernel,
+        types,
+        constants,
+        aligned(dual_types if dual else skinny_types),
+        dict(num_warps=4, **LAUNCH),
+        {100: expect, 103: expect},
+        (100, 103),
+    )
+
+
+def swapped(name: str, bx: int, dual: bool, quant: int, group: bool = False) -> Case:
+    types = {**swap_types, "out_ptr": "*fp8e4nv" if quant else "*fp32"}
+    constants = dict(
+        N=28672 if dual else 4096, K=4096, BW=64 if not dual else 128, BX=bx, BK=128, PARTS=1, STAGES=2, DUAL=dual,
+        QUANT=quant, GROUP=group, PDL=True,
+    )  # fmt: skip
+    # tcgen05 wants 128 rows of weights; with 64 Triton falls back to mma on sm_100
+    expect = plus(FP8_MMA, PDL) if dual else {90: WGMMA8 + PDL}
+    return Case(
+        name, gemm_portable.swapped_gemm_kernel, types, constants, aligned(types), dict(num_warps=4, **LAUNCH), expect
+    )
+
+
+def wide(
+    name: str, recipe: int, bn: int, stages: int, warps: int, archs: tuple[int, ...] = (90, 100, 103, 120)
+) -> Case:
+    constants = dict(N=4096, K=4096, BM=128, BN=bn, BK=128, GROUP_M=8, RECIPE=recipe, STAGES=stages, PDL=True)
+    return Case(
+        name,
+        gemm_portable.gemm_kernel,
+        wide_types,
+        constants,
+        aligned(wide_types),
+        dict(num_warps=warps, **LAUNCH),
+        FP8_MMA,
+        archs,
+    )
+
+
+CASES = [
+    Case("norm", norm.norm_kernel, norm_types, dict(N=4096, BLOCK=4096, PARTS=2, EMBED=False, RESIDUAL=True, DEFERRED=False, QUANT=1, PDL=True), aligned(norm_types), dict(num_warps=32, **LAUNCH), everywhere(PDL, CVT)),
+    Case("norm_deferred", norm.norm_kernel, {**norm_types, "x_ptr": "*bf16"}, dict(N=4096, BLOCK=4096, PARTS=1, EMBED=False, RESIDUAL=True, DEFERRED=True, QUANT=2, PDL=True), aligned(norm_types), dict(num_warps=4, **LAUNCH), everywhere(PDL, CVT)),
+    Case("quant", norm.quant_kernel, quant_types, dict(N=4096, BLOCK=4096, QUANT=1, PDL=True), aligned(quant_types), dict(num_warps=8, **LAUNCH), everywhere(PDL, CVT)),
+    Case("silu", norm.silu_kernel, silu_types, dict(N=14336, BLOCK=2048, DEFERRED=True, QUANT=2, PDL=True), aligned(silu_types), dict(num_warps=8, **LAUNCH), everywhere(PDL, CVT)),
+    Case("argmax_parts", norm.argmax_parts_kernel, pointers(bf16="x", fp32="best", i32="index"), dict(N=128256, BLOCK=4096, PARTS=32, PDL=True), ("x_ptr",), dict(num_warps=8, **LAUNCH), everywhere(PDL)),
+    Case("argmax_merge", norm.argmax_merge_kernel, pointers(fp32="best", i32="index", i64="out"), dict(PARTS=32, BLOCK=32, PDL=True), (), dict(num_warps=1, **LAUNCH), everywhere(PDL)),
+    attn("attn_decode"),
+    attn("attn_decode_pairs", PAIRS=True),
+    attn("attn_decode_bulk_half", {**attn_types, "k_desc": "tensordesc<fp8e4nv[32, 128]>", "v_desc": "tensordesc<i16[32, 64]>"}, BULK=True, BLOCK=32, SLICES=128, GROUP=16),
+    attn("attn_decode_gpt_oss", HQ=64, HKV=8, D=64, WINDOW=128, SINKS=True, LSE=True, PAD=8),
+    attn("attn_decode_gpt_oss_bulk", {**attn_types, **oss_bulk}, HQ=64, D=64, SINKS=True, BULK=True, SLICES=132, GROUP=16, PAD=8),
+    attn("attn_decode_bulk", {**attn_types, **bulk}, BULK=True, SLICES=64),
+    attn("attn_decode_draft", Q_LEN=4, ROWS=16, PAD=16),
+    attn("attn_decode_bf16", {**attn_types, "k_ptr": "*bf16", "v_ptr": "*bf16"}, HALF=False, STAGES=2),
+    Case("attn_fused", attn_decode.attn_fused_kernel, fused_types, dict(HQ=32, HKV=8, D=128, PAGE=64, PARTS=2, SLICES=17, BLOCK=64, STAGES=2, QUANT=2, DEFERRED=False, PAD=4, GROUP=8, CHUNK=8, BULK=False, PAIRS=True, PDL=True), aligned(fused_types, "stride_page"), dict(num_warps=4, **LAUNCH), everywhere(PDL, CVT)),
+    Case("attn_fused_bulk", attn_decode.attn_fused_kernel, {**fused_types, **bulk, "qkv_ptr": "*bf16"}, dict(HQ=32, HKV=8, D=128, PAGE=64, PARTS=1, SLICES=1, BLOCK=64, STAGES=4, QUANT=2, DEFERRED=True, PAD=4, GROUP=2, CHUNK=2, BULK=True, PAIRS=True, PDL=True), aligned(fused_types, "stride_page"), dict(num_warps=4, **LAUNCH), {90: PDL + CVT + TMA, 100: PDL + CVT + TMA, 103: PDL + CVT + TMA}, archs=(90, 100, 103)),
+    Case("attn_fused_wide", attn_decode.attn_fused_kernel, {**fused_types, "qkv_ptr": "*bf16"}, dict(HQ=32, HKV=8, D=128, PAGE=64, PARTS=1, SLICES=1, BLOCK=64, STAGES=4, QUANT=2, DEFERRED=True, PAD=4, GROUP=2, CHUNK=2, BULK=False, PAIRS=True, PDL=True), aligned(fused_types, "stride_page"), dict(num_warps=1, **LAUNCH), everywhere(PDL, CVT), archs=(90, 100, 103)),
+    Case("rope_append", rope.rope_append_kernel, rope_types, dict(HQ=32, HKV=8, HEADS=48, BLOCK=16, D=128, PAGE=64, PARTS=1, DEFERRED=False, FP8=True, PDL=True), aligned(rope_types, "stride_page"), dict(num_warps=4, **LAUNCH), everywhere(PDL, CVT)),
+    skinny("skinny_8", 8, 256, 5),
+    skinny("skinny_32", 32, 256, 8),
+    skinny("skinny_group", 8, 128, 7, GROUP=True),
+    gate_up("gate_up_8", 64, 8, 256, 3),
+    gate_up("gate_up_128", 64, 128, 128, 3),
+    gate_up("gate_up_group", 128, 32, 128, 5, quant=2),
+    tcgen05("tcgen05_16", 16, False),
+    tcgen05("tcgen05_64", 64, False),
+    tcgen05("tcgen05_gate_up_16", 16, True),
+    tcgen05("tcgen05_gate_up_64", 64, True),
+    swapped("swapped_16", 16, False, 0),
+    swapped("swapped_group", 16, False, 0, group=True),
+    swapped("swapped_dual", 32, True, 1),
+    prefill("attn_prefill"),
+    rows("attn_rows", 128, 2),
+    rows("attn_rows_64", 64, 3),
+    Case("widen", attn_prefill.widen_kernel, pointers(fp8="k v", i32="table len") | {"k_out_ptr": "*fp16", "v_out_ptr": "*fp16"} | scalars(i32="stride_page max_pages max_rows"), dict(HKV=8, D=128, PAGE=64), ("k_ptr", "v_ptr", "k_out_ptr", "v_out_ptr", "stride_page", "max_rows"), dict(num_warps=4)),
+    prefill("attn_prefill_64", bm=64, archs=(120,)),
+    prefill("attn_prefill_gpt_oss", archs=(90, 100, 103, 120), HQ=64, D=64, WINDOW=128, SINKS=True, LSE=True),
+    prefill("attn_prefill_bf16", {**prefill_types, "k_ptr": "*bf16", "v_ptr": "*bf16"}, HALF=False, STAGES=2),
+    Case("mla", attn_prefill.mla_kernel, mla_types, dict(HEADS=128, LATENT=512, ROPE=64, PAGE=64, ROWS=16, BLOCK=32, STAGES=2), aligned(mla_types), dict(num_warps=4)),
+    w4("w4_gptq", BLOCK=128, GROUP=128, MXFP4=False, ZERO=True, PARTS=4),
+    w4("w4_mxfp4", {**w4_types, "scale_ptr": "*u8"}, BLOCK=64, GROUP=32, MXFP4=True, ZERO=False, PARTS=1),
+    widen_w4("widen_gptq", BLOCK=128, GROUP=128, MXFP4=False, ZERO=True),
+    widen_w4("widen_mxfp4", {**w4_types, "scale_ptr": "*u8"}, BLOCK=64, GROUP=32, MXFP4=True, ZERO=False),
+    fp4("nvfp4", 16, 4, (100, 103)),
+    fp4("mxfp4", 32, 4, (100, 103)),
+    fp4("nvfp4_120", 16, 8, (120,)),
+    fp4("mxfp4_120", 32, 8, (120,)),
+    Case("move_pack", move.move_kernel, move_types, dict(PLANES=64, WORDS=16384, BLOCK=8192, MODE=0, SUM=1), aligned(move_types, "stride_plane", "stride_page"), dict(num_warps=16)),
+    Case("move_unpack", move.move_kernel, move_types, dict(PLANES=64, WORDS=16384, BLOCK=8192, MODE=1, SUM=2), aligned(move_types, "stride_plane", "stride_page"), dict(num_warps=16)),
+    Case("move_convert", move.convert_kernel, convert_types, dict(PLANES=64, WORDS=16384, BLOCK=8192, SUM=True), aligned(convert_types, "stride_plane", "stride_page"), dict(num_warps=16), everywhere(CVT)),
+    Case("moe_route", moe.route_kernel, pointers(fp32="logits weight", i32="id"), dict(E=128, BLOCK=128, TOP_K=8, PAD_K=8, SIGMOID=False, RENORM=True), (), dict(num_warps=1)),
+    Case("moe_count", moe.count_kernel, pointers(i32="id count") | scalars(i32="total"), dict(BLOCK=4096), (), dict(num_warps=4)),
+    Case("moe_sort", moe.sort_kernel, pointers(i32="id count sorted tile") | scalars(i32="total max_tiles"), dict(E=128, PAD_E=128, BX=16, BLOCK=2048), (), dict(num_warps=8)),
+    experts("moe_first", True, 16, 1536, 2048),
+    experts("moe_first_128", True, 128, 1536, 2048, (90, 100, 103)),
+    experts("moe_first_64", True, 64, 1536, 2048),
+    experts("moe_second", False, 16, 2048, 768),
+    expert_w4("moe_w4_first", True, 16, 5760, 2880),
+    expert_w4("moe_w4_second", False, 16, 2880, 2880),
+    expert_w4("moe_w4_first_64", True, 64, 5760, 2880),
+    Case("moe_combine", moe.combine_kernel, pointers(bf16="y out", fp32="weight"), dict(N=2048, TOP_K=8, BLOCK=1024), (), dict(num_warps=4)),
+    Case("all_reduce", all_reduce.reduce_norm_kernel, pointers(bf16="residual weight", fp8="out", fp32="scale", i32="epoch") | {"buffer_ptrs": "*i64", "flag_ptrs": "*i64"} | scalars(fp32="eps", i32="rank tokens"), dict(N=4096, BLOCK=4096, WORLD=2, QUANT=1), ("residual_ptr", "weight_ptr", "out_ptr"), dict(num_warps=16), everywhere(CVT, (r"sys\.acquire", r"sys\.release"))),
+    Case("sample", sampling.sample_kernel, sample_types, dict(V=128256, BLOCK=8192, PASSES=8), aligned(sample_types), dict(num_warps=16)),
+    Case("penalize", sampling.penalize_kernel, pointers(bf16="x", i32="count", fp32="presence frequency repetition"), dict(V=128256, BLOCK=4096), (), dict(num_warps=8)),
+    wide("gemm_row", 1, 128, 3, 8),
+    wide("gemm_block128", 2, 128, 3, 8),
+]  # fmt: skip

@@ -1,0 +1,124 @@
+"""Our kernels under Triton's interpreter on small odd shapes: verdicts as JSON, for test_interpreted.py."""
+
+import json
+import os
+import sys
+from dataclasses import asdict
+
+os.environ["TRITON_INTERPRET"] = "1"  # read when kernels are decorated, hence before the imports below
+
+import torch
+
+from kernels import cases as c
+from kernels import catalog
+from kernels import specs as s
+from kernels.caps import Caps
+from kernels.plans import Plans
+from kernels.selfcheck import Verdict, judge, reference
+from tests.kernels.interpreter import patch
+
+BULK, MANY = s.AttnSpec(8, 2, 32, page=64), s.AttnSpec(8, 2, 32, page=16)
+HALF_PAGES = s.AttnSpec(8, 2, 32, page=64, sinks=True)
+PAIRS, SINGLES = s.AttnSpec(4, 2, 64, page=16), s.AttnSpec(4, 2, 64, page=32)
+FUSED_BULK = s.FusedAttnSpec(6, 2, 32, page=32)
+TUNED = {
+    f"attn_decode/triton|{BULK.key()}": {256: dict(slices=2, block=64, stages=2, warps=1, bulk=True)},
+    f"attn_decode/triton|{HALF_PAGES.key()}": {256: dict(slices=20, block=32, stages=2, warps=1, bulk=True)},
+    f"attn_decode/triton|{PAIRS.key()}": {256: dict(slices=2, block=16, stages=2, warps=4, pairs=True)},
+    f"attn_decode/triton|{SINGLES.key()}": {256: dict(slices=2, block=32, stages=2, warps=1, pairs=False)},
+    f"attn_decode/triton|{MANY.key()}": {256: dict(slices=30, block=16, stages=2, warps=1)},
+    f"attn_decode_fused/triton|{FUSED_BULK.key()}": {256: dict(slices=2, block=32, stages=2, warps=1, bulk=True)},
+}
+INTERPRETED = ("triton", "triton_skinny")
+
+
+def suite() -> list[c.Case]:
+    return [
+        c.norm_case(s.NormSpec(300), 5),
+        c.norm_case(s.NormSpec(128, parts=3), 4),
+        c.norm_case(s.NormSpec(256, "tensor", deferred=True), 3),
+        c.norm_case(s.NormSpec(96, "none", embed=True), 3),
+        c.norm_case(s.NormSpec(64, "token", residual=False), 2, spread=1e4),
+        c.reduce_case(s.ReduceSpec(100, 3), 5),
+        c.reduce_case(s.ReduceSpec(64, 1, "none"), 70),
+        c.reduce_case(s.ReduceSpec(96, 2, "tensor"), 3),
+        c.quant_case(s.QuantSpec(200), 3, spread=1e-9),
+        c.quant_case(s.QuantSpec(200, "tensor"), 3, spread=1e5),
+        c.silu_case(s.SiluSpec(96), 3),
+        c.silu_case(s.SiluSpec(100, "token", deferred=True), 3),
+        c.argmax_case(s.QuantSpec(1001, "none"), 3),
+        c.rope_case(s.RopeSpec(6, 2, 32, page=16), 5),
+        c.rope_case(s.RopeSpec(4, 4, 64, page=16, kv="bf16", parts=2, deferred=True), 3),
+        c.attn_case(s.AttnSpec(4, 2, 32, page=16), [1, 16, 33, 100], 1),
+        c.attn_case(s.AttnSpec(8, 1, 64, page=16, window=20, sinks=True, lse=True), [5, 20, 90], 1),
+        c.attn_case(s.AttnSpec(6, 2, 32, page=32, q_len=3), [3, 40, 65], 1),
+        c.attn_case(s.AttnSpec(6, 2, 32, page=16, q_len=5, window=9, sinks=True), [5, 47], 1),
+        c.attn_case(s.AttnSpec(4, 4, 32, page=16, kv="bf16"), [17, 31], 1),
+        c.fused_attn_case(s.FusedAttnSpec(4, 2, 32, page=16, parts=2), [1, 16, 17, 90], 1),
+        c.fused_attn_case(s.FusedAttnSpec(4, 2, 32, page=16, deferred=True, quant="group"), [33, 64], 1),
+        c.fused_attn_case(s.FusedAttnSpec(8, 2, 64, page=16, quant="none"), [70], 1),
+        c.gemm_case(s.GemmSpec(128, 256, parts=2, skinny=True), 5),
+        c.gemm_case(s.GemmSpec(64, 256, "group", skinny=True), 17),
+        c.gemm_case(s.GemmSpec(80, 200), 33),
+        c.gemm_case(s.GemmSpec(96, 64, "tensor"), 7),
+        c.gemm_case(s.GemmSpec(192, 256, "block128"), 19),
+        c.gate_up_case(s.GateUpSpec(256, 128), 5),
+        c.gate_up_case(s.GateUpSpec(256, 128, "group"), 3),
+        c.gate_up_case(s.GateUpSpec(256, 128, "none"), 18),
+        c.prefill_case(s.AttnSpec(4, 2, 32, page=16), [(1, 1), (20, 20), (17, 50)]),
+        c.prefill_case(s.AttnSpec(4, 1, 32, page=16, window=24, sinks=True, lse=True), [(40, 70), (3, 90)]),
+        c.prefill_case(s.AttnSpec(2, 2, 32, page=16, kv="bf16"), [(33, 47)]),
+        c.prefill_case(s.AttnSpec(4, 2, 32, page=32), [(300, 333), (260, 260)], workspace_mb=2),
+        c.attn_case(HALF_PAGES, [1, 33, 64, 96, 700], 2),
+        c.attn_case(PAIRS, [17, 50], 1),
+        c.attn_case(SINGLES, [17, 50], 1),
+        c.attn_case(BULK, [1, 64, 65, 128, 200], 1),
+        c.attn_case(MANY, [640, 30], 1),
+        c.fused_attn_case(FUSED_BULK, [1, 32, 33, 100], 1),
+        c.mla_case(s.MLASpec(20, 64, 32, page=16), [(1, 37), (3, 5)]),
+        c.move_case("kv_pack", s.MoveSpec(4, 4096, checksum=True), 3, 8),
+        c.move_case("kv_pack", s.MoveSpec(4, 4096, checksum=True), 3, 8, offset=4096),
+        c.move_case("kv_pack", s.MoveSpec(2, 12288, convert=True, checksum=True), 3, 5),
+        c.move_case("kv_pack", s.MoveSpec(2, 8192), 2, 5),
+        c.move_case("kv_unpack", s.MoveSpec(4, 8192, checksum=True), 3, 8),
+        c.move_case("kv_unpack", s.MoveSpec(4, 4096), 3, 8, offset=4096),
+        c.move_case("kv_verify", s.MoveSpec(2, 12288, checksum=True), 3, 8),
+        c.w4_case(s.W4Spec(64, 256, "gptq"), 5),
+        c.w4_case(s.W4Spec(64, 256, "awq"), 17),
+        c.w4_case(s.W4Spec(64, 192, "mxfp4", 32), 18),
+        c.w4_case(s.W4Spec(128, 640, "mxfp4", 32), 3),
+        c.w4_case(s.W4Spec(128, 1280, "awq"), 5),
+        c.w4_case(s.W4Spec(64, 256, "awq"), 300),
+        c.w4_case(s.W4Spec(64, 128, "mxfp4", 32), 257),
+        c.route_case(s.MoESpec(32, 4, 64, 64), 5),
+        c.route_case(s.MoESpec(12, 3, 64, 64, renormalize=False), 5),
+        c.route_case(s.MoESpec(16, 1, 64, 64, scoring="sigmoid"), 5),
+        c.experts_case(s.MoESpec(6, 2, 128, 128), 9),
+        c.experts_case(s.MoESpec(4, 1, 192, 64, activation="swiglu_oai"), 23),
+        c.experts_case(s.MoESpec(8, 2, 64, 64), 1),
+        c.experts_case(s.MoESpec(5, 2, 128, 64, bias=True), 7),
+        c.experts_case(s.MoESpec(4, 2, 64, 192, weights="mxfp4"), 9),
+        c.experts_case(s.MoESpec(3, 1, 192, 64, activation="swiglu_oai", weights="mxfp4", bias=True), 20),
+        c.sample_case(s.SampleSpec(1000), 12),
+        c.sample_case(s.SampleSpec(333), 6, torch.bfloat16),
+        c.penalize_case(s.SampleSpec(500), 3),
+    ]
+
+
+def main() -> None:
+    patch()
+    torch.set_num_threads(1)
+    torch.manual_seed(int(sys.argv[1]) if len(sys.argv) > 1 else 0)
+    registry = catalog.registry(Caps("cuda", 120, "interpreter", 4, triton=(3, 7)), plans=Plans(TUNED))
+    verdicts: list[Verdict] = []
+    for case in suite():
+        call = case.make("cpu")
+        want = call.copy()
+        want.run(reference(registry, case).load(case.spec, registry.plans, registry.caps))
+        candidates = [impl for impl in registry.candidates(case.op, case.spec) if impl.name in INTERPRETED]
+        verdicts += [judge(registry, case, impl, call, want, timed=False) for impl in candidates]
+    sys.stdout.write(json.dumps([{**asdict(v), "ok": v.ok} for v in verdicts]))
+
+
+if __name__ == "__main__":
+    main()

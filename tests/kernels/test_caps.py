@@ -1,0 +1,63 @@
+"""What is found on a machine, and what is said to be missing."""
+
+import importlib.metadata
+import importlib.util
+from typing import Any
+
+import pytest
+import torch
+
+from kernels import caps
+from kernels.peers import MAX_CTAS, Peers
+
+FULL: dict[str, Any] = dict(torch=(2, 11, 0), triton=(3, 6, 0), flashinfer=(0, 6, 13), flashinfer_jit=True)
+
+
+@pytest.mark.parametrize(
+    ("found", "words"),
+    [
+        (caps.Caps("cpu"), "no CUDA device"),
+        (caps.Caps("cuda", 90, torch=(2, 11, 0)), "pip install triton"),
+        (caps.Caps("cuda", 90, **{**FULL, "flashinfer": None}), "pip install flashinfer-python==0.6.13"),
+        (caps.Caps("cuda", 90, **{**FULL, "flashinfer_jit": False}), "nvcc is not on the PATH"),
+        (caps.Caps("cuda", 100, **FULL), "flashinfer-cubin is not installed"),
+    ],
+)  # fmt: skip
+def test_what_is_missing_is_said_in_words(found, words):
+    assert any(words in line for line in caps.missing(found))
+
+
+def test_a_complete_hopper_misses_nothing():
+    assert caps.missing(caps.Caps("cuda", 90, **FULL)) == []
+
+
+@pytest.mark.parametrize(("cc", "hopper", "blackwell"), [(89, False, False), (90, True, False), (103, False, True)])
+def test_generations_by_capability(cc, hopper, blackwell):
+    found = caps.Caps("cuda", cc)
+    assert (found.hopper, found.blackwell) == (hopper, blackwell)
+
+
+@pytest.mark.parametrize(
+    ("text", "want"), [("2.11.0+cu130", (2, 11, 0)), ("0.6.18.post1", (0, 6, 18)), ("3.6", (3, 6))]
+)
+def test_versions_are_numbers(monkeypatch, text, want):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: text)
+    assert caps._version("anything") == want
+
+
+def test_a_module_without_metadata_is_there_in_no_version(monkeypatch):
+    def absent(name):
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setattr(importlib.metadata, "version", absent)
+    assert caps._version("anything") == ()
+
+
+def test_peers_know_each_others_addresses():
+    buffers = tuple(torch.zeros(2, 4).bfloat16() for _ in range(3))
+    peers = Peers.arrived(1, buffers)
+    assert peers.buffer_ptrs.tolist() == [b.data_ptr() for b in buffers]
+    assert peers.flag_ptrs.tolist() == [f.data_ptr() for f in peers.flags]
+    assert peers.flags[0].shape == (MAX_CTAS, 3) and (peers.epoch == 0).all()

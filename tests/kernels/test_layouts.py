@@ -1,0 +1,137 @@
+"""Weight layouts survive the round trip, and the 4-bit number formats are the ones of the specifications."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kernels import layouts
+from kernels.reference import quant
+from kernels.reference.gemm import dequantize_w4
+from kernels.specs import W4Spec
+
+CODES = torch.arange(16)
+
+
+@given(st.integers(0, 2**31), st.sampled_from([(3, 128), (8, 256), (5, 384)]))
+@settings(max_examples=20, deadline=None)
+def test_split_nibbles_round_trip(seed, shape):
+    codes = torch.randint(0, 16, shape, generator=torch.Generator().manual_seed(seed))
+    assert torch.equal(layouts.join_nibbles(layouts.split_nibbles(codes)).long(), codes)
+
+
+def gptq(codes_NK, zero_NG):
+    """A checkpoint as GPTQ v1 writes it: int32 [k / 8, n] and zeros less one, [groups, n / 8]."""
+    shifts = 4 * torch.arange(8, dtype=torch.int64)
+    k_words = (codes_NK.t().reshape(-1, 8, codes_NK.shape[0]).long() << shifts[:, None]).sum(1)
+    z_words = ((zero_NG.t() - 1).reshape(zero_NG.shape[1], -1, 8).long() << shifts).sum(-1)
+    return as_int32(k_words), as_int32(z_words)
+
+
+def awq(codes_NK, zero_NG):
+    """The same as AWQ writes it: int32 [k, n / 8], column j of eight in nibble AWQ_ORDER[j]."""
+    shifts = 4 * torch.tensor(layouts.AWQ_ORDER)
+    pack = [(x.t().reshape(x.shape[1], -1, 8).long() << shifts).sum(-1) for x in (codes_NK, zero_NG)]
+    return as_int32(pack[0]), as_int32(pack[1])
+
+
+def as_int32(x):
+    return torch.where(x > 2**31 - 1, x - 2**32, x).to(torch.int32)
+
+
+@pytest.mark.parametrize(("pack", "load"), [(gptq, layouts.from_gptq), (awq, layouts.from_awq)])
+def test_int4_checkpoints_dequantize_to_the_same_weights(pack, load):
+    n, k, group = 16, 256, 128
+    codes, zero = torch.randint(0, 16, (n, k)), torch.randint(1, 16, (n, k // group))
+    scale = torch.rand(n, k // group)
+    qweight, qzeros = pack(codes, zero)
+    packed, scales, zeros = load(qweight, qzeros, scale.t().contiguous())
+    want = ((codes.view(n, -1, group) - zero[..., None]) * scale[..., None]).view(n, k)
+    assert torch.allclose(dequantize_w4(W4Spec(n, k, "gptq", group), packed, scales, zeros), want)
+
+
+def test_mxfp4_pairs_and_split_layout_mean_the_same():
+    w = torch.randn(6, 256)
+    pairs, exponent = quant.quantize_mxfp4(w)
+    split = dequantize_w4(W4Spec(6, 256, "mxfp4", 32), layouts.pairs_to_split(pairs), exponent, None)
+    assert torch.equal(split, quant.dequantize_mxfp4(pairs, exponent))
+
+
+def test_e2m1_has_the_values_of_the_specification():
+    values = quant.e2m1_values(CODES).tolist()
+    assert values == [0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6]
+
+
+@given(st.floats(-8, 8))
+def test_packing_picks_the_nearest_e2m1_value_and_even_on_ties(x):
+    got = quant.unpack_e2m1(quant.pack_e2m1(torch.tensor([x, 0.0])))[0].item()
+    nearest = min(abs(x - v) for v in quant.e2m1_values(CODES).tolist())
+    assert abs(x - got) == pytest.approx(nearest, abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("x", "want"), [(0.25, 0.0), (0.75, 1.0), (1.25, 1.0), (1.75, 2.0), (2.5, 2.0), (3.5, 4.0), (5.0, 4.0), (9.0, 6.0)]
+)
+def test_ties_go_to_the_even_code(x, want):
+    assert quant.unpack_e2m1(quant.pack_e2m1(torch.tensor([x, -x]))).tolist() == [want, -want]
+
+
+def test_nvfp4_and_mxfp4_round_within_half_a_step():
+    w = torch.randn(16, 256)
+    for pack, unpack, bound in (
+        (quant.quantize_nvfp4, quant.dequantize_nvfp4, 0.12),
+        (quant.quantize_mxfp4, quant.dequantize_mxfp4, 0.16),
+    ):
+        error = (unpack(*pack(w)) - w).norm() / w.norm()
+        assert error < bound
+
+
+@pytest.mark.parametrize("shape", [(6, 4), (3, 10, 8), (2, 2)])
+def test_gates_come_before_ups(shape):
+    rows = torch.arange(torch.Size(shape).numel()).view(shape)
+    halves = layouts.gate_up_halves(rows)
+    middle = shape[-2] // 2
+    for i in range(middle):
+        assert torch.equal(halves[..., i, :], rows[..., 2 * i, :])
+        assert torch.equal(halves[..., middle + i, :], rows[..., 2 * i + 1, :])
+
+
+def test_biases_are_reordered_like_their_rows():
+    assert layouts.gate_up_halves(torch.tensor([[1, 2, 3, 4]]), -1).tolist() == [[1, 3, 2, 4]]
+
+
+@given(st.sampled_from([64, 128]), st.integers(1, 4), st.integers(0, 2**31))
+@settings(max_examples=20, deadline=None)
+def test_low_nibbles_are_the_first_half_of_each_block(block, blocks, seed):
+    codes = torch.randint(0, 16, (3, block * blocks), generator=torch.Generator().manual_seed(seed))
+    packed = layouts.split_nibbles(codes, block)
+    for b in range(blocks):
+        for i in range(block // 2):
+            byte = packed[:, b * block // 2 + i].long()
+            assert torch.equal(byte & 15, codes[:, b * block + i])
+            assert torch.equal(byte >> 4, codes[:, b * block + block // 2 + i])
+
+
+def test_experts_are_split_one_by_one():
+    codes = torch.randint(0, 16, (2, 3, 128))
+    together = layouts.split_nibbles(codes, 64)
+    assert torch.equal(together, torch.stack([layouts.split_nibbles(expert, 64) for expert in codes]))
+    assert torch.equal(layouts.join_nibbles(together, 64).long(), codes)
+
+
+def test_the_packed_widening_of_e2m1_is_exact_for_every_code_and_exponent():
+    """The kernel's bit moves, in torch: a code's bits in a bf16 are its value times 2^-126, the scale does the rest."""
+    codes = CODES.to(torch.int32)
+    bits = ((codes & 7) << 6) | ((codes & 8) << 12)
+    moved = bits.to(torch.int16).view(torch.bfloat16)
+    for exponent in (64, 120, 127, 130, 190):
+        scale = torch.tensor([(exponent + 63) << 7], dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
+        got = (moved.double() * scale.double()).to(torch.bfloat16).double() * 2.0**63
+        assert torch.equal(got, quant.e2m1_values(CODES).double() * 2.0 ** (exponent - 127))
+
+
+def test_the_packed_widening_of_int4_is_exact_before_its_scale():
+    bits = torch.tensor([0x4300 | code for code in range(16)], dtype=torch.int16)
+    for zero in range(17):
+        got = bits.view(torch.bfloat16) - torch.tensor([128.0 + zero]).bfloat16()
+        assert got.tolist() == [code - zero for code in range(16)]

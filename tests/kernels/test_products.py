@@ -1,0 +1,193 @@
+"""Products against plain float64 loops: FP8 by every recipe, SiLU epilogue, 4-bit weights, two 4-bit sides, experts."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from kernels import cases as c
+from kernels import catalog, layouts
+from kernels import specs as s
+from kernels.caps import Caps
+from kernels.reference import quant
+
+REGISTRY = catalog.registry(Caps("cpu"))
+E2M1 = [0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6]
+
+
+def run(case, call):
+    call.poison()
+    call.run(REGISTRY.get(case.op, case.spec))
+
+
+def f64(tensor):
+    return tensor.double().numpy()
+
+
+def distance(got, want):
+    return np.linalg.norm(got - want) / np.linalg.norm(want)
+
+
+def scale_of(recipe, a_scale, w_scale, m, n, k):
+    """The factor of a[m, k] * w[n, k] as each recipe defines it."""
+    if recipe == "tensor":
+        return a_scale[0] * w_scale[0]
+    if recipe == "row":
+        return a_scale[m] * w_scale[n]
+    if recipe == "group":
+        return a_scale[k // 128, m] * w_scale[n]
+    return a_scale[k // 128, m] * w_scale[n // 128, k // 128]
+
+
+@pytest.mark.parametrize(
+    ("recipe", "tokens", "n", "k"),
+    [("tensor", 3, 5, 7), ("row", 1, 9, 30), ("group", 2, 4, 256), ("block128", 3, 130, 256), ("row", 2, 1, 1)],
+)
+def test_fp8_products_scale_each_term_as_the_recipe_says(recipe, tokens, n, k):
+    case = c.gemm_case(s.GemmSpec(n, k, recipe), tokens)
+    call = case.make("cpu")
+    a, w, a_scale, w_scale = map(f64, call.args[:4])
+    want = np.zeros((tokens, n))
+    for i in range(tokens):
+        for j in range(n):
+            want[i, j] = math.fsum(a[i, p] * w[j, p] * scale_of(recipe, a_scale, w_scale, i, j, p) for p in range(k))
+    run(case, call)
+    assert distance(f64(call.outputs["out"]), want) < 4e-3  # out is bf16
+
+
+def test_parts_add_up_to_the_whole_product():
+    whole, split = s.GemmSpec(12, 384), s.GemmSpec(12, 384, parts=3)
+    a, w, a_scale, w_scale, out = c.gemm_case(split, 4).make("cpu").args
+    full = torch.empty(4, 12)
+    REGISTRY.get("gemm_fp8", split)(a, w, a_scale, w_scale, out)
+    REGISTRY.get("gemm_fp8", whole)(a, w, a_scale, w_scale, full)
+    assert out.shape == (3, 4, 12) and torch.allclose(out.sum(0), full, rtol=1e-4, atol=1e-5)
+    assert not torch.allclose(out[0], full, rtol=0.1)
+
+
+def test_a_deferred_product_has_no_scales_in_it():
+    spec = s.GemmSpec(6, 40, deferred=True)
+    a, w, a_scale, w_scale, out = c.gemm_case(spec, 3).make("cpu").args
+    REGISTRY.get("gemm_fp8", spec)(a, w, a_scale * 7, w_scale * 9, out)
+    assert distance(f64(out), f64(a) @ f64(w).T) < 4e-3
+
+
+@pytest.mark.parametrize("quant_to", ["none", "tensor", "group"])
+def test_gate_up_is_silu_of_one_half_times_the_other(quant_to):
+    case = c.gate_up_case(s.GateUpSpec(512, 128, quant_to), 3)
+    call = case.make("cpu")
+    a, w, a_scale, w_scale = map(f64, call.args[:4])
+    both = (a * a_scale[:3, None]) @ (w * w_scale[:, None]).T
+    gate, up = both[:, :256], both[:, 256:]
+    want = gate / (1 + np.exp(-gate)) * up
+    run(case, call)
+    got, scale = f64(call.args[4]), f64(call.args[5])
+    if quant_to == "tensor":
+        got = got * scale[0]
+    if quant_to == "group":
+        got = got * np.repeat(scale.T, 128, 1)
+        assert (np.abs(f64(call.args[4])).reshape(3, 2, 128).max(-1) == 448).all()
+    assert distance(got, want) < (4e-3 if quant_to == "none" else 4e-2)
+
+
+@pytest.mark.parametrize(("fmt", "group", "k"), [("gptq", 128, 256), ("awq", 128, 128), ("mxfp4", 32, 192)])
+def test_4_bit_weights_mean_what_their_format_says(fmt, group, k):
+    """Codes are read back nibble by nibble from the split layout as its docstring describes it."""
+    spec = s.W4Spec(6, k, fmt, group)
+    case = c.w4_case(spec, 2)
+    call = case.make("cpu")
+    a, w, scale, zero, out, _ = call.args
+    block = layouts.block_of(fmt)
+    want = np.zeros((2, 6))
+    for n in range(6):
+        for p in range(k):
+            byte = int(w[n, p // block * (block // 2) + p % (block // 2)])
+            code = byte >> 4 if p % block >= block // 2 else byte & 15
+            if fmt == "mxfp4":
+                weight = E2M1[code] * 2.0 ** (int(scale[n, p // 32]) - 127)
+            else:
+                weight = (code - (8 if zero is None else int(zero[n, p // group]))) * float(scale[n, p // group])
+            want[:, n] += f64(a)[:, p] * weight
+    run(case, call)
+    assert distance(f64(out), want) < 4e-3
+
+
+@pytest.mark.parametrize(("fmt", "vector"), [("nvfp4", 16), ("mxfp4", 32)])
+@pytest.mark.parametrize(("tokens", "n", "k"), [(1, 3, 32), (5, 2, 96)])
+def test_products_of_two_4_bit_sides_against_a_table(fmt, vector, tokens, n, k):
+    spec = s.FP4Spec(n, k, fmt)
+    case = c.fp4_case(spec, tokens)
+    call = case.make("cpu")
+    a, w, a_scale, w_scale, out = call.args
+    run(case, call)
+    want = by_table(a, a_scale, vector) @ by_table(w, w_scale, vector).T * call.kwargs["alpha"]
+    assert distance(f64(out), want) < 4e-3
+
+
+def by_table(packed, scale, vector):
+    """Bytes of pairs, the low nibble first; e4m3 scales, or exponents of two as bytes."""
+    rows = []
+    for bytes_of_row, scales in zip(packed.tolist(), scale, strict=True):
+        codes = [code for byte in bytes_of_row for code in (byte & 15, byte >> 4)]
+        factors = [2.0 ** (int(x) - 127) if scale.dtype == torch.uint8 else float(x.float()) for x in scales]
+        rows.append([E2M1[code] * factors[i // vector] for i, code in enumerate(codes)])
+    return np.array(rows)
+
+
+def test_quantizing_to_4_bits_and_multiplying_stays_near_the_real_product():
+    x, w = torch.randn(8, 256), torch.randn(16, 256)
+    nv, mx = s.FP4Spec(16, 256, "nvfp4"), s.FP4Spec(16, 256, "mxfp4")
+    for spec, pack, bound in ((nv, quant.quantize_nvfp4, 0.15), (mx, quant.quantize_mxfp4, 0.2)):
+        (a, a_scale), (b, b_scale), out = pack(x), pack(w), torch.empty(8, 16)
+        REGISTRY.get("gemm_fp4", spec)(a, b, a_scale, b_scale, out)
+        assert distance(f64(out), f64(x) @ f64(w).T) < bound
+
+
+@pytest.mark.parametrize("weights", ["e4m3", "mxfp4"])
+@pytest.mark.parametrize("bias", [False, True])
+def test_experts_of_gpt_oss_add_their_biases_and_clamp(weights, bias):
+    spec = s.MoESpec(3, 2, 64, 64, activation="swiglu_oai", weights=weights, bias=bias)
+    case = c.experts_case(spec, 4)
+    call = case.make("cpu")
+    x, x_scale, share, ids, w1, s1, w2, s2, out, _ = call.args
+    tokens = f64(x) if weights == "mxfp4" else f64(x) * f64(x_scale)[:, None]
+    want = np.zeros((4, 64))
+    for t in range(4):
+        for slot in range(2):
+            e = int(ids[t, slot])
+            first, second = (dense(weights, w[e], sc[e]) for w, sc in ((w1, s1), (w2, s2)))
+            both = first @ tokens[t] + (f64(call.kwargs["b1"])[e] if bias else 0)
+            gate, up = np.minimum(both[:64], 7), np.clip(both[64:], -7, 7)
+            middle = (up + 1) * gate / (1 + np.exp(-1.702 * gate))
+            want[t] += float(share[t, slot]) * (second @ middle + (f64(call.kwargs["b2"])[e] if bias else 0))
+    run(case, call)
+    assert distance(f64(out), want) < (0.04 if weights == "e4m3" else 6e-3)
+
+
+def dense(weights, w, scale):
+    if weights == "e4m3":
+        return f64(w) * f64(scale)[:, None]
+    codes = layouts.join_nibbles(w, 64).numpy()
+    return np.array(E2M1)[codes] * np.repeat(2.0 ** (f64(scale) - 127), 32, 1)
+
+
+@pytest.mark.parametrize("scoring", ["softmax", "sigmoid"])
+@pytest.mark.parametrize("renormalize", [False, True])
+def test_routing_picks_the_largest_logits(scoring, renormalize):
+    spec = s.MoESpec(7, 3, 64, 64, renormalize, scoring)
+    call = c.route_case(spec, 5).make("cpu")
+    logits, weights, ids = call.args
+    call.run(REGISTRY.get("moe_route", spec))
+    for row, share, chosen in zip(logits.double().tolist(), weights.tolist(), ids.tolist(), strict=True):
+        assert chosen == sorted(range(7), key=lambda e: -row[e])[:3]
+        score = [1 / (1 + math.exp(-v)) if scoring == "sigmoid" else math.exp(v) for v in row]
+        whole = sum(score[e] for e in chosen) if renormalize else 1.0 if scoring == "sigmoid" else sum(score)
+        assert share == pytest.approx([score[e] / whole for e in chosen], rel=1e-5)
+
+
+def test_equal_logits_go_to_the_lower_expert():
+    spec = s.MoESpec(4, 2, 64, 64)
+    weights, ids = torch.empty(1, 2), torch.empty(1, 2, dtype=torch.int32)
+    REGISTRY.get("moe_route", spec)(torch.tensor([[1.0, 3.0, 3.0, 3.0]]), weights, ids)
+    assert ids.tolist() == [[1, 2]] and weights.tolist() == [[0.5, 0.5]]

@@ -1,0 +1,117 @@
+"""Sampling and penalties against Python loops: what is kept, what is drawn, what repeats."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kernels import cases as c
+from kernels import catalog
+from kernels import specs as s
+from kernels.caps import Caps
+from kernels.reference import sampling
+
+REGISTRY = catalog.registry(Caps("cpu"))
+U32 = 0xFFFFFFFF
+
+
+def philox_by_hand(seed, low, high):
+    """Philox4x32-10 in Python integers, as the paper writes its rounds."""
+    counter, key = [low, high, 0, 0], [seed & U32, seed >> 32 & U32]
+    for _ in range(10):
+        first, second = 0xD2511F53 * counter[0], 0xCD9E8D57 * counter[2]
+        counter = [second >> 32 ^ counter[1] ^ key[0], second & U32, first >> 32 ^ counter[3] ^ key[1], first & U32]
+        key = [key[0] + 0x9E3779B9 & U32, key[1] + 0xBB67AE85 & U32]
+    return counter[0]
+
+
+@given(st.integers(0, 2**62), st.integers(0, U32), st.integers(0, U32))
+@settings(max_examples=60, deadline=None)
+def test_philox_is_the_papers(seed, low, high):
+    got = sampling.philox(torch.tensor([seed]), torch.tensor([low]), torch.tensor([high])).item()
+    assert got == philox_by_hand(seed, low, high)
+
+
+def kept_by_hand(logits, temperature, top_k, top_p, min_p):
+    """Ties aside: the top_k largest, then the fewest of them that reach top_p, then those near the best."""
+    scaled = [x / temperature for x in logits]
+    order = sorted(range(len(scaled)), key=lambda i: -scaled[i])[: top_k or None]
+    whole = sum(math.exp(scaled[i]) for i in order)
+    kept, mass = [], 0.0
+    for i in order:
+        if mass < top_p or not kept:
+            kept.append(i)
+        mass += math.exp(scaled[i]) / whole
+    return {i for i in kept if scaled[i] >= scaled[order[0]] + math.log(max(min_p, 1e-30))}
+
+
+@given(
+    st.lists(st.floats(-8, 8), min_size=2, max_size=12, unique_by=lambda x: round(x, 2)),
+    st.floats(0.2, 3), st.integers(0, 12), st.floats(0.05, 1), st.floats(0, 0.5),
+)  # fmt: skip
+@settings(max_examples=120, deadline=None)
+def test_a_token_is_drawn_from_those_that_stay(logits, temperature, top_k, top_p, min_p):
+    scaled = torch.tensor([logits]) / temperature
+    mask = sampling.keep(scaled, torch.tensor([top_k]), torch.tensor([top_p]), torch.tensor([min_p]))[0]
+    want = kept_by_hand(logits, temperature, top_k, top_p, min_p)
+    edge = {i for i in want ^ set(mask.nonzero().flatten().tolist())}
+    assert len(edge) <= 1, "only a token on the very edge of top-p or min-p may differ, by rounding"
+    assert mask[max(range(len(logits)), key=lambda i: logits[i])]
+
+
+def draw(logits, **changes):
+    n = len(logits)
+    settings_ = dict(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0) | changes
+    row = {name: torch.full((n,), float(value)) for name, value in settings_.items()}
+    tokens, logprobs = torch.empty(n, dtype=torch.int64), torch.empty(n)
+    REGISTRY.get("sample", s.SampleSpec(logits.shape[1]))(
+        logits, row["temperature"], row["top_k"].int(), row["top_p"], row["min_p"], torch.full((n,), 5),
+        torch.arange(n), tokens, logprobs,
+    )  # fmt: skip
+    return tokens, logprobs
+
+
+def test_temperature_zero_is_greedy_whatever_else_is_asked():
+    logits = torch.randn(20, 50)
+    for changes in ({}, dict(top_k=3), dict(top_p=0.1), dict(min_p=0.9)):
+        assert torch.equal(draw(logits, temperature=0.0, **changes)[0], logits.argmax(-1))
+
+
+def test_top_k_of_one_and_a_tiny_top_p_are_greedy_too():
+    logits = torch.randn(20, 50)
+    assert torch.equal(draw(logits, top_k=1)[0], logits.argmax(-1))
+    assert torch.equal(draw(logits, top_p=1e-6)[0], logits.argmax(-1))
+
+
+def test_the_logprob_is_that_of_the_model_and_not_of_the_filtered_distribution():
+    logits = torch.randn(8, 30)
+    tokens, logprobs = draw(logits, temperature=2.0, top_k=2)
+    for row, token, got in zip(logits.double().tolist(), tokens.tolist(), logprobs.tolist(), strict=True):
+        assert got == pytest.approx(row[token] - math.log(sum(map(math.exp, row))), abs=1e-5)
+
+
+def test_another_position_or_seed_draws_afresh():
+    logits = torch.zeros(64, 1000)
+    tokens, _ = draw(logits)
+    assert len(set(tokens.tolist())) > 50
+
+
+@given(st.floats(0, 2), st.floats(0, 2), st.floats(1, 2))
+@settings(max_examples=30, deadline=None)
+def test_penalties_by_token(presence, frequency, repetition):
+    logits, counts = torch.randn(1, 40), torch.randint(0, 3, (1, 40), dtype=torch.int32)
+    before = logits[0].tolist()
+    rates = [torch.tensor([rate]) for rate in (presence, frequency, repetition)]
+    REGISTRY.get("penalize", s.SampleSpec(40))(logits, counts, *rates)
+    for x, count, got in zip(before, counts[0].tolist(), logits[0].tolist(), strict=True):
+        want = (x / repetition if x > 0 else x * repetition) if count else x
+        assert got == pytest.approx(want - frequency * count - presence * (count > 0), abs=1e-5)
+
+
+def test_every_row_of_the_standard_case_takes_another_way():
+    call = c.sample_case(s.SampleSpec(64), 6).make("cpu")
+    _, temperature, top_k, top_p, min_p, *_ = call.args
+    ways = set(zip(temperature.tolist(), top_k.tolist(), top_p.tolist(), min_p.tolist(), strict=True))
+    assert len(ways) == 6

@@ -1,0 +1,162 @@
+"""Plans: what the tuner tries, how a cache is keyed, and the rules that hold where nothing was tuned."""
+
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kernels import tune
+from kernels.caps import Caps
+from kernels.plans import cache_path, defaults, source_hash
+from kernels.registry import Impl, Registry
+from kernels.specs import AttnSpec, FusedAttnSpec, GateUpSpec, GemmSpec, MoESpec, W4Spec
+from kernels.triton import attn_decode, attn_prefill, gemm_hopper, gemm_w4, moe
+
+H200 = Caps("cuda", 90, "NVIDIA H200", 132, (2, 11, 0), (3, 6, 0), (0, 6, 13))
+LLAMA, OSS = AttnSpec(32, 8, 128), AttnSpec(64, 8, 64, sinks=True)
+
+
+def test_grid_tries_every_combination_once():
+    plans = tune.grid(bw=(64, 128), stages=(3, 4, 5))
+    assert len(plans) == len({tuple(p.items()) for p in plans}) == 6
+
+
+def test_every_job_names_a_tunable_implementation():
+    from kernels.catalog import IMPLS
+
+    for job in tune.jobs():
+        assert any((i.op, i.name) == (job.case.op, job.impl) and i.tunable for i in IMPLS), job.case.name
+        assert job.plans and job.bucket > 0
+
+
+@pytest.mark.parametrize(
+    "change",
+    [dict(name="NVIDIA H100"), dict(cc=100), dict(sm_count=114), dict(torch=(2, 12, 0)), dict(triton=None),
+     dict(flashinfer=None)],
+)  # fmt: skip
+def test_a_cache_belongs_to_one_card_and_its_versions(tmp_path, change):
+    assert cache_path(tmp_path, H200) != cache_path(tmp_path, replace(H200, **change))
+    assert cache_path(tmp_path, H200) == cache_path(tmp_path, replace(H200))
+
+
+def test_a_cache_does_not_outlive_the_kernels_it_was_tuned_for(tmp_path, monkeypatch):
+    before = cache_path(tmp_path, H200)
+    (tmp_path / "kernel.py").write_text("changed")
+    monkeypatch.setattr("kernels.plans.HERE", tmp_path)
+    assert cache_path(tmp_path, H200) != before and source_hash() != ""
+
+
+def test_architectures_without_plans_of_their_own_have_none():
+    assert defaults(100) == {} and defaults(90)
+
+
+def test_a_tunable_implementation_is_given_its_plans_and_the_architecture():
+    impl = Impl("gemm_fp8", "hopper", 1, lambda caps, spec: None, "tests.kernels.test_tune:takes_plans", tunable=True)
+    registry = Registry((impl,), H200)
+    spec = GemmSpec(6144, 4096, parts=2, skinny=True)
+    assert registry.get("gemm_fp8", spec)() == (spec, 90, {"bw": 64, "bx": 8, "bk": 256, "stages": 5, "warps": 4})
+
+
+def takes_plans(spec, *, plans):
+    return spec, plans.cc, plans.pick(8, {})
+
+
+@given(st.integers(1, 2048), st.integers(1, 1 << 20), st.sampled_from([LLAMA, OSS, AttnSpec(64, 8, 64, window=128)]))
+def test_slices_cover_long_contexts_and_fit_the_workspace(pairs, max_len, spec):
+    plan = attn_decode.slice_plan(pairs, max_len, spec)
+    blocks = -(-max_len // spec.page)
+    assert 1 <= plan["slices"] <= max(1, blocks)
+    merge = attn_decode.merge_plan(plan["slices"], 4, spec.head_dim, plan["warps"])
+    groups = -(-plan["slices"] // merge["GROUP"])
+    assert groups <= merge["GROUP"], "two levels are enough"
+    if plan["slices"] > 1:
+        assert pairs * (groups + 1) * 4 <= attn_decode.COUNTERS_NBYTES
+        assert pairs * (plan["slices"] + groups) <= attn_decode.MAX_STATES
+
+
+@pytest.mark.parametrize(
+    ("spec", "batch", "context", "slices", "bulk"),
+    [(LLAMA, 1, 131072, 128, True), (LLAMA, 16, 8192, 8, True), (LLAMA, 128, 1024, 1, False),
+     (LLAMA, 1, 1024, 16, False), (OSS, 1, 131072, 128, True), (OSS, 16, 1024, 3, True),
+     (AttnSpec(64, 8, 64, window=128), 16, 8192, 3, False)],
+)  # fmt: skip
+def test_the_measured_shapes_get_the_plan_that_was_measured(spec, batch, context, slices, bulk):
+    plan = attn_decode.slice_plan(batch * spec.kv_heads, context, spec)
+    assert (plan["slices"], plan.get("bulk", False)) == (slices, bulk)
+
+
+@pytest.mark.parametrize("batch", [1, 3, 64, 300])
+def test_a_workspace_of_the_stated_size_holds_every_plan(batch):
+    import torch
+
+    nbytes = attn_decode.workspace_nbytes(batch, 8, 16, 128)
+    workspace = torch.empty(nbytes, dtype=torch.uint8)
+    for context in (64, 1088, 8192, 131072):
+        plan = attn_decode.slice_plan(batch * 8, context, LLAMA)
+        mid, ml, counter = attn_decode.split_workspace(workspace, batch * 8, plan["slices"], 16, 128)
+        assert mid.numel() == ml.numel() * 64 and counter.numel() == attn_decode.COUNTERS_NBYTES // 4
+    with pytest.raises(AssertionError, match="workspace too small"):
+        attn_decode.split_workspace(workspace[: 64 << 10], 512, 2, 16, 128)
+
+
+@given(st.integers(1, 5000), st.sampled_from([GemmSpec(6144, 4096, parts=2), GemmSpec(4096, 14336, "group", parts=7)]))
+def test_skinny_tiles_divide_their_share_of_k_and_fit_in_shared_memory(tokens, spec):
+    plan = gemm_hopper.fit(gemm_hopper.default_plan(tokens), spec)
+    assert spec.k // spec.parts % plan["bk"] == 0
+    assert spec.recipe != "group" or plan["bk"] == 128
+    assert (plan["bw"] + plan["bx"]) * plan["bk"] * plan["stages"] <= 200 << 10
+
+
+@given(
+    st.integers(1, 4096),
+    st.sampled_from([W4Spec(6144, 4096), W4Spec(4096, 14336, "mxfp4", 32), W4Spec(64, 64, "mxfp4", 32)]),
+)
+def test_4_bit_plans_split_k_only_for_few_tokens(tokens, spec):
+    plan = gemm_w4.w4_plan(spec, tokens)
+    assert plan["parts"] == 1 or (tokens <= 64 and spec.n // 64 * plan["parts"] <= 512)
+    assert plan["bx"] >= min(tokens, 128)
+    assert (
+        gemm_w4.w4_workspace_nbytes(spec, tokens)
+        >= gemm_w4.COUNTERS_NBYTES + plan["parts"] * min(tokens, 64) * spec.n * 4
+    )
+
+
+@given(st.integers(1, 9000), st.sampled_from(["e4m3", "mxfp4"]), st.sampled_from([90, 120]))
+def test_expert_tiles_hold_about_an_experts_share(tokens, weights, cc):
+    plan = moe.expert_plan(MoESpec(32, 4, 2880, 2880, weights=weights), tokens, cc)
+    assert 16 <= plan["bx"] <= (128 if (weights, cc) == ("e4m3", 90) else 64)
+
+
+def test_the_stated_expert_workspace_can_be_carved():
+    import torch
+
+    for weights in ("e4m3", "mxfp4"):
+        spec = MoESpec(8, 2, 256, 512, weights=weights)
+        for tokens in (1, 7, 300):
+            bx = moe.expert_plan(spec, tokens, 90)["bx"]
+            total, tiles = tokens * 2, min(tokens * 2, 8) + tokens * 2 // bx
+            workspace = torch.empty(moe.moe_workspace_nbytes(spec, tokens), dtype=torch.uint8)
+            views = moe.carve(spec, workspace, total, tiles, bx)
+            spans = sorted((v.data_ptr(), v.data_ptr() + v.numel() * v.element_size()) for v in views)
+            assert all(end <= start for (_, end), (start, _) in pairwise(spans)), "views overlap"
+
+
+def test_prefill_takes_small_tiles_where_the_registers_are_few():
+    assert attn_prefill.prefill_plan(LLAMA, 4096, 90)["bm"] == 128
+    assert attn_prefill.prefill_plan(LLAMA, 4096, 120) == dict(bm=64, block=64, stages=3, warps=8, widen=False)
+    assert attn_prefill.prefill_plan(LLAMA, 3, 90)["bm"] == 16
+
+
+def test_specs_have_stable_keys_that_differ():
+    specs = [
+        GemmSpec(1, 2),
+        GemmSpec(2, 1),
+        GemmSpec(1, 2, "tensor"),
+        GateUpSpec(1, 2),
+        FusedAttnSpec(32, 8, 128),
+        LLAMA,
+    ]
+    assert len({spec.key() for spec in specs}) == len(specs)
+    assert GemmSpec(1, 2).key() == "n=1,k=2,recipe=row,parts=1,deferred=False,skinny=False"

@@ -1,0 +1,105 @@
+"""Two nodes on one machine, and what a role does with them, small enough to read."""
+
+import secrets
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import numpy as np
+
+from contracts.events import Token
+from contracts.handoff import Fin, Grant, Offer
+from contracts.ids import BlockId, Epoch, Incarnation, RequestId, WorkerId
+from contracts.layout import KVLayout
+from contracts.request import WorkerRef
+from kv_transfer.events import Message, TransferEvent
+from kv_transfer.node import TransferNode
+from kv_transfer.settings import TransferSettings
+
+SECRET = b"a secret of tests"
+LAYOUT = KVLayout(model="tiny", num_layers=3, num_kv_heads=2, head_dim=8, block_size=4, dtype="float32")
+DEADLINE_S = 10.0
+
+Kind = TypeVar("Kind")
+
+
+class Peer:
+    """A node with a pool of random bytes, and the events it has seen."""
+
+    def __init__(
+        self, name: str, num_blocks: int = 64, layout: KVLayout = LAYOUT, transports: Any = None, **settings: Any
+    ) -> None:
+        self.name, self.layout = WorkerId(name), layout
+        self.incarnation = Incarnation(secrets.token_hex(4))
+        shape = (layout.num_planes, num_blocks, layout.page_nbytes)
+        self.pool = np.random.default_rng(len(name)).integers(0, 256, shape, dtype=np.uint8)
+        self.woken = threading.Event()
+        self.seen: list[TransferEvent] = []
+        options = {"secret": SECRET, "transport": "tcp", **settings}
+        self.node = TransferNode(
+            TransferSettings(**options), self.name, self.incarnation, layout, self.pool, self.woken.set, transports
+        )
+        self.node.start()
+
+    @property
+    def ref(self) -> WorkerRef:
+        return WorkerRef(self.name, self.incarnation, "", self.node.address)
+
+    def poll(self) -> list[TransferEvent]:
+        return self.node.poll()
+
+    def wait(
+        self, kind: type[Kind], where: Callable[[Any], bool] = lambda event: True, timeout_s: float = DEADLINE_S
+    ) -> Kind:
+        """The first event of this kind, seen already or to come; it is taken out."""
+        deadline = time.monotonic() + timeout_s
+        while True:
+            self.seen += self.poll()
+            for event in self.seen:
+                if isinstance(event, kind) and where(event):
+                    self.seen.remove(event)
+                    return event
+            self.woken.clear()
+            if time.monotonic() > deadline:
+                raise AssertionError(f"{self.name}: no {kind.__name__}; saw {self.seen}; links {self.node.stats()}")
+            self.woken.wait(0.02)
+
+    def message(self, kind: type[Kind], request_id: str) -> Kind:
+        def fits(event: Message) -> bool:
+            return isinstance(event.message, kind) and event.message.request_id == request_id
+
+        message: Any = self.wait(Message, fits).message
+        return message
+
+
+def offer_and_grant(
+    prefill: Peer, decode: Peer, request_id: str, num_tokens: int, pages: list[int], epoch: int = 1, skip: int = 0
+) -> None:
+    key = RequestId(request_id), Epoch(epoch)
+    prefill.node.offer(decode.ref, Offer(*key, num_tokens, prefill.layout.layout_id))
+    decode.message(Offer, request_id)
+    decode.node.grant(prefill.name, Grant(*key, [BlockId(page) for page in pages], skip))
+    prefill.message(Grant, request_id)
+
+
+def send(
+    prefill: Peer,
+    decode: Peer,
+    request_id: str,
+    index: int,
+    first: int,
+    num_tokens: int,
+    pages: list[int],
+    epoch: int = 1,
+) -> None:
+    blocks = [BlockId(page) for page in pages]
+    prefill.node.send_chunk(decode.name, RequestId(request_id), Epoch(epoch), index, first, num_tokens, blocks)
+
+
+def fin(request_id: str, num_chunks: int, epoch: int = 1) -> Fin:
+    return Fin(RequestId(request_id), Epoch(epoch), num_chunks, Token(0, 7), 0)
+
+
+def pages_equal(prefill: Peer, src: list[int], decode: Peer, dst: list[int]) -> bool:
+    return bool((prefill.pool[:, src] == decode.pool[:, dst]).all())

@@ -1,0 +1,109 @@
+"""A worker process for the tests of death: a prefill that sends without end, or a decode that grants what is offered.
+
+    python -m tests.kv_transfer.kv_worker prefill|decode TRANSPORT [ADDRESS INCARNATION]
+
+Speaks on standard output, a line at a time: first `address incarnation`, then `moving` once chunks flow.
+"""
+
+import sys
+import threading
+
+import numpy as np
+
+from contracts.handoff import Commit, Grant, Offer
+from contracts.ids import BlockId, Epoch, Incarnation, RequestId, WorkerId
+from contracts.layout import KVLayout
+from contracts.request import WorkerRef
+from kv_transfer.events import ChunkLanded, Message
+from kv_transfer.node import TransferNode
+from kv_transfer.settings import TransferSettings
+
+LAYOUT = KVLayout(model="big", num_layers=8, num_kv_heads=4, head_dim=64, block_size=16, dtype="float32")
+NUM_BLOCKS, NUM_GUARDED, SECRET = 64, 32, b"a secret of tests"
+GRANTED = [BlockId(page) for page in range(NUM_GUARDED, NUM_BLOCKS)]
+NUM_TOKENS = len(GRANTED) * LAYOUT.block_size
+
+
+def make_pool() -> np.ndarray:
+    """Every byte is the number of its block."""
+    shape = (LAYOUT.num_planes, NUM_BLOCKS, LAYOUT.page_nbytes)
+    return np.ascontiguousarray(np.broadcast_to(np.arange(NUM_BLOCKS, dtype=np.uint8)[None, :, None], shape))
+
+
+class Worker:
+    def __init__(self, name: str, transport: str) -> None:
+        self.pool, self.woken = make_pool(), threading.Event()
+        self.incarnation = Incarnation(f"{name}-1")
+        settings = TransferSettings(secret=SECRET, transport=transport, slot_nbytes=1 << 18)
+        self.node = TransferNode(settings, WorkerId(name), self.incarnation, LAYOUT, self.pool, self.woken.set)
+        self.node.start()
+
+    def events(self):  # type: ignore[no-untyped-def]
+        while True:
+            self.woken.wait()
+            self.woken.clear()
+            yield from self.node.poll()
+
+
+def offer(worker: Worker, peer: WorkerRef, number: int) -> None:
+    worker.node.offer(peer, Offer(RequestId(f"r{number}"), Epoch(1), NUM_TOKENS, LAYOUT.layout_id))
+
+
+def send_all(worker: Worker, peer_id: WorkerId, grant: Grant) -> None:
+    worker.node.send_chunk(peer_id, grant.request_id, grant.epoch, 0, 0, NUM_TOKENS, GRANTED)
+
+
+def serve_prefill(worker: Worker, peer: WorkerRef) -> None:
+    """One request after the other, each a chunk of 4 MiB, until the end."""
+    offer(worker, peer, 0)
+    for number, event in enumerate(_messages(worker, Grant | Commit)):
+        if isinstance(event, Grant):
+            send_all(worker, peer.worker_id, event)
+        else:
+            offer(worker, peer, number)
+
+
+def serve_decode(worker: Worker) -> None:
+    moving = False
+    for event in worker.events():
+        moving = moving or _say_moving(event)
+        answer_as_decode(worker, event)
+
+
+def answer_as_decode(worker: Worker, event: object) -> None:
+    match event:
+        case Message(peer_id, Offer(request_id, epoch)):
+            worker.node.grant(peer_id, Grant(request_id, epoch, GRANTED, 0))
+        case ChunkLanded(peer_id, header):
+            worker.node.commit(peer_id, Commit(header.request_id, header.epoch, 1, header.nbytes))
+
+
+def _messages(worker: Worker, kinds: type | object):  # type: ignore[no-untyped-def]
+    said = False
+    for event in worker.events():
+        if isinstance(event, Message) and isinstance(event.message, kinds):  # type: ignore[arg-type]
+            said = said or (isinstance(event.message, Commit) and _say("moving"))
+            yield event.message
+
+
+def _say_moving(event: object) -> bool:
+    return isinstance(event, ChunkLanded) and _say("moving")
+
+
+def _say(words: str) -> bool:
+    sys.stdout.write(words + "\n")
+    sys.stdout.flush()
+    return True
+
+
+def main(role: str, transport: str, address: str = "", incarnation: str = "") -> None:
+    worker = Worker(role, transport)
+    _say(f"{worker.node.address} {worker.incarnation}")
+    if role == "decode":
+        serve_decode(worker)
+    else:
+        serve_prefill(worker, WorkerRef(WorkerId("decode"), Incarnation(incarnation), "", address))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

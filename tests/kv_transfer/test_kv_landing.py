@@ -1,0 +1,237 @@
+"""Nothing reaches a page unless every fact in its header is as granted."""
+
+from collections.abc import Callable
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from contracts.errors import PeerLost
+from contracts.handoff import ChunkHeader, Grant, Offer
+from contracts.ids import Epoch, RequestId
+from kv_transfer import integrity, plan
+from kv_transfer.landing import Landing
+from kv_transfer.piece import Piece, write_meta
+from kv_transfer.pool import PagePool
+from kv_transfer.receiving import Landings, Receiver
+from kv_transfer.transports.base import Ring, Slot
+from tests.kv_transfer.kv_pair import LAYOUT
+
+NUM_BLOCKS = 32
+OFFER = Offer(RequestId("r"), Epoch(2), 30, LAYOUT.layout_id)
+GRANT = Grant(OFFER.request_id, OFFER.epoch, [4, 9, 1, 30, 31, 5, 6], 4)  # type: ignore[list-item]
+RING = Ring(2, 3 * LAYOUT.page_nbytes, 1.0)
+
+
+def _header(**changes: object) -> ChunkHeader:
+    header = ChunkHeader(OFFER.request_id, OFFER.epoch, 0, 4, 12, LAYOUT.layout_id, 3 * LAYOUT.block_nbytes, 0)
+    return msgspec.structs.replace(header, **changes)
+
+
+def _landing() -> Landing:
+    return Landing(OFFER, GRANT, LAYOUT, NUM_BLOCKS)
+
+
+def test_a_chunk_as_granted_may_land_on_its_pages() -> None:
+    assert _landing().check(_header()) is None
+    assert _landing().pages(_header()) == [4, 9, 1]
+    last = _header(index=1, first_token=28, num_tokens=2, nbytes=LAYOUT.block_nbytes)
+    assert _landing().check(last) is None
+    assert _landing().pages(last) == [6]
+
+
+WRONG = [
+    {"layout_id": "another"},
+    {"first_token": 0},
+    {"first_token": 5},
+    {"first_token": 24},
+    {"num_tokens": 0},
+    {"num_tokens": -4},
+    {"num_tokens": 11},
+    {"nbytes": 1},
+]
+
+
+@pytest.mark.parametrize("changes", WRONG)
+def test_a_header_that_differs_is_told_why(changes: dict) -> None:
+    assert _landing().check(_header(**changes))
+
+
+def test_a_chunk_lands_once_under_any_index() -> None:
+    landing = _landing()
+    landing.landed(_header())
+    assert landing.check(_header())
+    assert landing.check(_header(index=7))
+    assert landing.check(_header(index=7, first_token=16)) is None
+
+
+@given(st.integers(-50, 50), st.integers(-50, 50), st.integers(0, 5))
+def test_no_header_ever_reaches_a_page_that_was_not_granted(first: int, num_tokens: int, index: int) -> None:
+    landing = _landing()
+    nbytes = plan.chunk_nbytes(LAYOUT, num_tokens)
+    header = _header(first_token=first, num_tokens=num_tokens, index=index, nbytes=nbytes)
+    if landing.check(header) is None:
+        pages = landing.pages(header)
+        assert len(pages) == LAYOUT.num_blocks(num_tokens)
+        assert pages == GRANT.pages[first // 4 - 1 :][: len(pages)]
+
+
+@pytest.mark.parametrize(
+    ("pages", "skip"),
+    [([1, 2], 4), ([*range(6), 32], 4), ([1] * 7, 4), (list(range(7)), 3), ([], 32), ([*range(7)], -4)],
+)
+def test_a_grant_that_does_not_fit_is_refused(pages: list[int], skip: int) -> None:
+    with pytest.raises(ValueError):
+        Landing(OFFER, Grant(OFFER.request_id, OFFER.epoch, pages, skip), LAYOUT, NUM_BLOCKS)  # type: ignore[arg-type]
+
+
+def test_a_page_lands_for_one_attempt_at_a_time() -> None:
+    landings = Landings(LAYOUT, NUM_BLOCKS)
+    landings.offered(OFFER)
+    landings.offered(Offer(RequestId("s"), Epoch(1), 4, LAYOUT.layout_id))
+    assert landings.grant(GRANT)
+    with pytest.raises(ValueError, match="another attempt"):
+        landings.grant(Grant(RequestId("s"), Epoch(1), [30], 0))  # type: ignore[list-item]
+    assert landings.end((OFFER.request_id, OFFER.epoch))
+    assert landings.grant(Grant(RequestId("s"), Epoch(1), [30], 0))  # type: ignore[list-item]
+
+
+class Script:
+    """An inbound channel that plays messages, then breaks."""
+
+    detail = "script"
+
+    def __init__(self, messages: list[tuple[Piece, np.ndarray]], before: Callable[[int], None]) -> None:
+        self._messages, self._before, self._next = messages, before, 0
+
+    def receive(self) -> Slot:
+        if self._next == len(self._messages):
+            raise PeerLost("the end")
+        self._before(self._next)
+        piece, data = self._messages[self._next]
+        self._next += 1
+        slot = Slot(0, np.zeros(RING.stride, dtype=np.uint8))
+        write_meta(piece, slot.meta)
+        slot.payload[: len(data)] = data
+        return slot
+
+    def release(self, slot: Slot) -> None: ...
+
+    def interrupt(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Stage:
+    """A receiver with one grant, what it says, and what its pool holds."""
+
+    def __init__(self) -> None:
+        self.pool = np.zeros((LAYOUT.num_planes, NUM_BLOCKS, LAYOUT.page_nbytes), dtype=np.uint8)
+        self.landings = Landings(LAYOUT, NUM_BLOCKS)
+        self.landings.offered(OFFER)
+        self.landings.grant(GRANT)
+        self.landed: list[ChunkHeader] = []
+        self.bad: list[str] = []
+        self.drained: list = []
+
+    def play(
+        self, messages: list[tuple[Piece, np.ndarray]], before: Callable[[int], None] = lambda i: None
+    ) -> Receiver:
+        receiver = Receiver(
+            self.landings,
+            PagePool(self.pool, LAYOUT),
+            Script(messages, before),
+            True,
+            self.landed.append,
+            lambda header, reason: self.bad.append(reason),
+            self.drained.append,
+        )
+        with pytest.raises(PeerLost):
+            receiver.run()
+        return receiver
+
+    @property
+    def written(self) -> list[int]:
+        return np.flatnonzero(self.pool.any(axis=(0, 2))).tolist()
+
+
+def _messages(header: ChunkHeader) -> list[tuple[Piece, np.ndarray]]:
+    """The chunk as an honest sender cuts it, every byte 7."""
+    data = np.full(header.nbytes, 7, dtype=np.uint8)
+    checksum, messages = integrity.seed(header.epoch), []
+    for offset in range(0, header.nbytes, RING.slot_nbytes):
+        part = data[offset : offset + RING.slot_nbytes]
+        checksum = integrity.extend(checksum, part)
+        said = msgspec.structs.replace(header, checksum=checksum)
+        messages.append((Piece(said, offset, len(part)), part))
+    return messages
+
+
+def test_an_honest_chunk_lands_on_the_granted_pages_only() -> None:
+    stage = Stage()
+    receiver = stage.play(_messages(_header()))
+    assert (len(stage.landed), stage.bad, stage.written) == (1, [], [1, 4, 9])
+    assert (receiver.num_chunks, receiver.nbytes) == (1, 3 * LAYOUT.block_nbytes)
+    assert (stage.pool[:, [1, 4, 9]] == 7).all()
+
+
+@pytest.mark.parametrize("changes", [*WRONG[:6], {"nbytes": LAYOUT.block_nbytes}])
+def test_a_chunk_with_a_wrong_header_touches_no_page(changes: dict) -> None:
+    stage = Stage()
+    header = _header(**changes)
+    stage.play(_messages(header))
+    assert (stage.landed, len(stage.bad), stage.written) == ([], 1, [])
+
+
+@pytest.mark.parametrize("changes", [{"epoch": 1}, {"epoch": 3}, {"request_id": "unknown"}])
+def test_a_stale_or_unknown_attempt_is_thrown_away_and_counted(changes: dict) -> None:
+    stage = Stage()
+    receiver = stage.play(_messages(_header(**changes)))
+    assert (stage.landed, stage.bad, stage.written, receiver.num_stale) == ([], [], [], 1)
+
+
+@given(st.integers(0, 3 * LAYOUT.block_nbytes - 1))
+def test_a_changed_byte_is_found_before_its_message_is_written(at: int) -> None:
+    stage, messages = Stage(), _messages(_header())
+    index, offset = divmod(at, RING.slot_nbytes)
+    messages[index][1][offset] ^= 1
+    stage.play(messages)
+    assert stage.landed == [] and len(stage.bad) == 1
+    assert not (stage.pool == 6).any()
+
+
+def test_a_chunk_that_stops_early_is_bad_when_the_next_begins() -> None:
+    stage = Stage()
+    after = _header(index=1, first_token=16, num_tokens=12)
+    stage.play([*_messages(_header())[:-1], *_messages(after)])
+    assert len(stage.bad) == 1 and "only" in stage.bad[0]
+    assert [header.index for header in stage.landed] == [1]
+
+
+def test_a_chunk_without_its_first_bytes_is_bad() -> None:
+    stage = Stage()
+    stage.play(_messages(_header())[1:])
+    assert (stage.landed, stage.written) == ([], []) and "missing" in stage.bad[0]
+
+
+def test_a_bad_chunk_may_come_again_and_a_good_one_may_not() -> None:
+    stage, broken = Stage(), _messages(_header())
+    broken[0][1][5] ^= 1
+    stage.play([*broken, *_messages(_header()), *_messages(_header())])
+    assert len(stage.landed) == 1 and len(stage.bad) == 2
+
+
+def test_an_attempt_that_ends_on_the_way_is_written_no_further() -> None:
+    stage, key = Stage(), (OFFER.request_id, OFFER.epoch)
+    seen = []
+
+    def end(index: int) -> None:
+        if index == 1:
+            seen.append((stage.landings.end(key), stage.pool.copy()))
+
+    stage.play(_messages(_header()), end)
+    drained, at_the_end = seen[0]
+    assert drained and (stage.pool == at_the_end).all()
+    assert (stage.landed, stage.bad, stage.drained) == ([], [], [])

@@ -1,0 +1,346 @@
+"""Two and more nodes in one process, over each transport: pages arrive where they were granted, and nowhere else."""
+
+import random
+import threading
+import time
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from contracts.handoff import Abort, AbortAck, Commit, Fin, Grant, Offer, Refuse, Wait
+from contracts.ids import Epoch, RequestId
+from contracts.request import WorkerRef
+from kv_transfer.events import ChunkBad, ChunkLanded, Drained, PeerLost
+from kv_transfer.transports.base import Slot
+from kv_transfer.transports.loopback import LoopbackTransport
+from tests.kv_transfer.kv_pair import Peer, fin, offer_and_grant, pages_equal, send
+
+Make = Callable[..., Peer]
+
+
+@pytest.fixture
+def pair(make_peer: Make, transport: str) -> tuple[Peer, Peer]:
+    return make_peer("prefill", transport=transport), make_peer("decode-1", transport=transport)
+
+
+def _abort(request_id: str) -> Abort:
+    return Abort(RequestId(request_id), Epoch(1), "cancelled", "a test says so")
+
+
+def test_a_request_from_offer_to_commit(pair: tuple[Peer, Peer], transport: str) -> None:
+    prefill, decode = pair
+    offer_and_grant(prefill, decode, "r", 30, [5, 9, 1, 2, 60, 61, 7, 8])
+    send(prefill, decode, "r", 0, 0, 16, [3, 4, 5, 9])
+    send(prefill, decode, "r", 1, 16, 14, [10, 11, 0, 63])
+    prefill.node.finish(decode.name, fin("r", 2))
+    landed = [decode.wait(ChunkLanded).header for _ in range(2)]
+    assert [header.index for header in landed] == [0, 1]
+    assert decode.message(Fin, "r") == fin("r", 2)
+    decode.node.commit(prefill.name, Commit(RequestId("r"), Epoch(1), 2, sum(header.nbytes for header in landed)))
+    assert prefill.message(Commit, "r").num_chunks == 2
+    assert pages_equal(prefill, [3, 4, 5, 9, 10, 11, 0, 63], decode, [5, 9, 1, 2, 60, 61, 7, 8])
+    (sent,), (received,) = prefill.node.stats(), decode.node.stats()
+    assert (sent.transport, sent.state, sent.outgoing, received.outgoing) == (transport, "up", True, False)
+    assert sent.nbytes == received.nbytes == 8 * prefill.layout.block_nbytes
+    assert sent.detail and received.detail
+
+
+def test_pages_that_were_not_granted_keep_their_bytes(pair: tuple[Peer, Peer]) -> None:
+    prefill, decode = pair
+    before = decode.pool.copy()
+    offer_and_grant(prefill, decode, "r", 12, [8, 3, 20])
+    send(prefill, decode, "r", 0, 0, 12, [1, 2, 3])
+    decode.wait(ChunkLanded)
+    others = [page for page in range(64) if page not in (8, 3, 20)]
+    assert (decode.pool[:, others] == before[:, others]).all()
+
+
+def test_a_prefix_that_decode_holds_is_not_sent(pair: tuple[Peer, Peer]) -> None:
+    prefill, decode = pair
+    offer_and_grant(prefill, decode, "r", 14, [40, 41], skip=8)
+    send(prefill, decode, "r", 0, 8, 6, [7, 30])
+    assert decode.wait(ChunkLanded).header.first_token == 8
+    assert pages_equal(prefill, [7, 30], decode, [40, 41])
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_many_requests_share_a_link_in_any_order(pair: tuple[Peer, Peer], seed: int) -> None:
+    prefill, decode = pair
+    dice = random.Random(seed)
+    free, chunks, wanted = dice.sample(range(64), 64), [], {}
+    for number in range(6):
+        request_id, num_blocks = f"r{number}", dice.randint(1, 9)
+        src, dst = dice.sample(range(64), num_blocks), [free.pop() for _ in range(num_blocks)]
+        num_tokens = num_blocks * 4 - dice.randint(0, 3)
+        offer_and_grant(prefill, decode, request_id, num_tokens, dst)
+        wanted[request_id] = (src, dst)
+        chunks += _cut(dice, request_id, num_tokens, src)
+    dice.shuffle(chunks)
+    for chunk in chunks:
+        send(prefill, decode, *chunk)
+    for _ in chunks:
+        decode.wait(ChunkLanded)
+    assert all(pages_equal(prefill, src, decode, dst) for src, dst in wanted.values())
+
+
+def _cut(dice: random.Random, request_id: str, num_tokens: int, src: list[int]) -> list[tuple]:
+    """Chunks of one to three blocks; the last one may end inside its block."""
+    chunks, first, index = [], 0, 0
+    while first < len(src):
+        last = min(first + dice.randint(1, 3), len(src))
+        chunks.append((request_id, index, first * 4, min(last * 4, num_tokens) - first * 4, src[first:last]))
+        first, index = last, index + 1
+    return chunks
+
+
+def test_both_ways_between_two_nodes(pair: tuple[Peer, Peer]) -> None:
+    one, two = pair
+    offer_and_grant(one, two, "a", 8, [10, 11])
+    offer_and_grant(two, one, "b", 8, [20, 21])
+    send(one, two, "a", 0, 0, 8, [1, 2])
+    send(two, one, "b", 0, 0, 8, [3, 4])
+    two.wait(ChunkLanded)
+    one.wait(ChunkLanded)
+    assert pages_equal(one, [1, 2], two, [10, 11]) and pages_equal(two, [3, 4], one, [20, 21])
+    two.node.close()
+    assert one.wait(PeerLost).fenced
+    assert not any(isinstance(event, PeerLost) for event in one.node.poll())
+
+
+def test_two_prefills_into_one_decode(make_peer: Make, transport: str) -> None:
+    decode = make_peer("decode", transport=transport)
+    prefills = [make_peer(name, transport=transport) for name in ("prefill-1", "prefill-02")]
+    for number, prefill in enumerate(prefills):
+        offer_and_grant(prefill, decode, f"r{number}", 16, list(range(number * 4, number * 4 + 4)))
+    for number, prefill in enumerate(prefills):
+        send(prefill, decode, f"r{number}", 0, 0, 16, [9, 8, 7, 6])
+    assert {decode.wait(ChunkLanded).peer_id for _ in prefills} == {"prefill-1", "prefill-02"}
+    assert pages_equal(prefills[0], [9, 8, 7, 6], decode, [0, 1, 2, 3])
+    assert pages_equal(prefills[1], [9, 8, 7, 6], decode, [4, 5, 6, 7])
+
+
+def test_wait_and_refuse_reach_prefill(pair: tuple[Peer, Peer]) -> None:
+    prefill, decode = pair
+    key = RequestId("r"), Epoch(1)
+    prefill.node.offer(decode.ref, Offer(*key, 8, prefill.layout.layout_id))
+    decode.message(Offer, "r")
+    decode.node.wait(prefill.name, Wait(*key, "no pages"))
+    assert prefill.message(Wait, "r").reason == "no pages"
+    decode.node.refuse(prefill.name, Refuse(*key, "overloaded", "no"))
+    assert prefill.message(Refuse, "r").code == "overloaded"
+
+
+def test_prefill_aborts(pair: tuple[Peer, Peer]) -> None:
+    prefill, decode = pair
+    offer_and_grant(prefill, decode, "r", 8, [1, 2])
+    prefill.node.abort(decode.name, _abort("r"))
+    assert prefill.wait(Drained).request_id == "r"
+    assert decode.message(Abort, "r").code == "cancelled"
+    assert decode.wait(Drained).request_id == "r"
+    prefill.message(AbortAck, "r")
+    send(prefill, decode, "r", 0, 0, 8, [3, 4])
+    offer_and_grant(prefill, decode, "next", 4, [1])
+    send(prefill, decode, "next", 0, 0, 4, [5])
+    assert decode.wait(ChunkLanded).header.request_id == "next"
+
+
+class Held(LoopbackTransport):
+    """Keeps every message back until `let_go` is set: a network that delivers late. `holds`: the first one is there."""
+
+    def __init__(self) -> None:
+        self.holds, self.let_go = threading.Event(), threading.Event()
+
+    def open(self, *args):  # type: ignore[no-untyped-def]
+        opening = super().open(*args)
+        finish = opening.finish
+
+        def finish_held(answer: bytes):  # type: ignore[no-untyped-def]
+            out = finish(answer)
+            send_on = out.send
+
+            def send(slot: Slot, nbytes: int) -> None:
+                self.holds.set()
+                assert self.let_go.wait(30)
+                send_on(slot, nbytes)
+
+            out.send = send  # type: ignore[method-assign]
+            return out
+
+        opening.finish = finish_held  # type: ignore[method-assign]
+        return opening
+
+
+def test_a_chunk_that_comes_after_its_abort_is_thrown_away(make_peer: Make) -> None:
+    held = Held()
+    prefill = make_peer("prefill", transport="loopback", transports={"loopback": held})
+    decode = make_peer("decode-1", transport="loopback")
+    offer_and_grant(prefill, decode, "r", 64, list(range(16)))
+    send(prefill, decode, "r", 0, 0, 64, list(range(16, 32)))
+    assert held.holds.wait(30)
+    decode.node.abort(prefill.name, _abort("r"))
+    decode.wait(Drained)
+    before = decode.pool.copy()
+    prefill.message(Abort, "r")
+    held.let_go.set()
+    prefill.wait(Drained)
+    offer_and_grant(prefill, decode, "next", 4, [60])
+    send(prefill, decode, "next", 0, 0, 4, [5])
+    assert decode.wait(ChunkLanded).header.request_id == "next"
+    assert (decode.pool[:, :60] == before[:, :60]).all()
+    assert decode.node.stats()[0].num_stale == 1
+
+
+def test_pages_are_in_use_until_the_message_that_reads_them_has_left(make_peer: Make) -> None:
+    """Drained may not come while the sender's thread still reads for the attempt."""
+    held = Held()
+    prefill = make_peer("prefill", transport="loopback", transports={"loopback": held})
+    decode = make_peer("decode-1", transport="loopback")
+    offer_and_grant(prefill, decode, "r", 4, [1])
+    send(prefill, decode, "r", 0, 0, 4, [2])
+    assert held.holds.wait(30)
+    prefill.node.abort(decode.name, _abort("r"))
+    decode.message(Abort, "r")
+    assert not any(isinstance(event, Drained) for event in [*prefill.seen, *prefill.node.poll()])
+    held.let_go.set()
+    prefill.wait(Drained)
+
+
+def test_decode_aborts(pair: tuple[Peer, Peer]) -> None:
+    prefill, decode = pair
+    offer_and_grant(prefill, decode, "r", 8, [1, 2])
+    decode.node.abort(prefill.name, _abort("r"))
+    assert decode.wait(Drained) == Drained(RequestId("r"), Epoch(1))
+    prefill.message(Abort, "r")
+    assert prefill.wait(Drained) == Drained(RequestId("r"), Epoch(1))
+    decode.message(AbortAck, "r")
+
+
+def test_unknown_attempts_are_drained_at_once(make_peer: Make) -> None:
+    peer = make_peer("alone")
+    peer.node.abort(peer.name, _abort("x"))
+    assert peer.wait(Drained).request_id == "x"
+
+
+def test_a_stale_epoch_never_lands(pair: tuple[Peer, Peer]) -> None:
+    prefill, decode = pair
+    offer_and_grant(prefill, decode, "r", 8, [1, 2])
+    decode.node.abort(prefill.name, _abort("r"))
+    decode.wait(Drained)
+    offer_and_grant(prefill, decode, "r", 8, [1, 2], epoch=2)
+    before = decode.pool.copy()
+    send(prefill, decode, "r", 0, 0, 8, [3, 4], epoch=1)
+    send(prefill, decode, "r", 0, 0, 4, [5], epoch=2)
+    assert decode.wait(ChunkLanded).header.epoch == 2
+    assert (decode.pool[:, 2] == before[:, 2]).all() and pages_equal(prefill, [5], decode, [1])
+
+
+@pytest.mark.parametrize(
+    ("pages", "num_tokens", "first"), [([64], 4, 0), ([-1], 4, 0), ([1, 1], 8, 0), ([1], 8, 0), ([1], 4, 2)]
+)
+def test_chunks_that_make_no_sense_are_refused_at_the_sender(
+    make_peer: Make, pages: list[int], num_tokens: int, first: int
+) -> None:
+    peer = make_peer("alone")
+    with pytest.raises(ValueError):
+        peer.node.send_chunk(peer.name, RequestId("r"), Epoch(1), 0, first, num_tokens, pages)  # type: ignore[arg-type]
+
+
+def test_a_grant_outside_the_pool_is_refused_at_decode(pair: tuple[Peer, Peer]) -> None:
+    prefill, decode = pair
+    key = RequestId("r"), Epoch(1)
+    prefill.node.offer(decode.ref, Offer(*key, 8, prefill.layout.layout_id))
+    decode.message(Offer, "r")
+    with pytest.raises(ValueError, match="outside the pool"):
+        decode.node.grant(prefill.name, Grant(*key, [1, 64], 0))  # type: ignore[list-item]
+
+
+class Tampering(LoopbackTransport):
+    """Changes one byte of the first message that it carries."""
+
+    def open(self, *args):  # type: ignore[no-untyped-def]
+        opening = super().open(*args)
+        finish = opening.finish
+
+        def finish_tampered(answer: bytes):  # type: ignore[no-untyped-def]
+            out = finish(answer)
+            send_on = out.send
+
+            def send(slot: Slot, nbytes: int) -> None:
+                slot.payload[nbytes // 2] ^= 1
+                out.send = send_on  # type: ignore[method-assign]
+                send_on(slot, nbytes)
+
+            out.send = send  # type: ignore[method-assign]
+            return out
+
+        opening.finish = finish_tampered  # type: ignore[method-assign]
+        return opening
+
+
+def test_a_corrupted_byte_is_reported_and_lands_only_when_sent_again(make_peer: Make) -> None:
+    prefill = make_peer("prefill", transport="loopback", transports={"loopback": Tampering()})
+    decode = make_peer("decode-1", transport="loopback")
+    offer_and_grant(prefill, decode, "r", 8, [1, 2])
+    before = decode.pool.copy()
+    send(prefill, decode, "r", 0, 0, 8, [3, 4])
+    assert "checksum" in decode.wait(ChunkBad).reason
+    assert (decode.pool == before).all()
+    send(prefill, decode, "r", 0, 0, 8, [3, 4])
+    decode.wait(ChunkLanded)
+    assert pages_equal(prefill, [3, 4], decode, [1, 2])
+    assert decode.node.stats()[0].num_bad == 1
+
+
+def test_a_restarted_peer_is_another_peer(make_peer: Make, transport: str) -> None:
+    decode = make_peer("decode", transport=transport)
+    old, new = (make_peer("prefill", transport=transport) for _ in range(2))
+    offer_and_grant(old, decode, "r", 8, [1, 2])
+    offer_and_grant(new, decode, "s", 8, [1, 2])
+    assert decode.wait(PeerLost).incarnation == old.incarnation
+    assert old.wait(PeerLost).peer_id == "decode"
+    send(new, decode, "s", 0, 0, 8, [3, 4])
+    decode.wait(ChunkLanded)
+    assert pages_equal(new, [3, 4], decode, [1, 2])
+
+
+def test_offers_to_a_former_incarnation_are_lost(make_peer: Make) -> None:
+    prefill, decode = make_peer("prefill"), make_peer("decode")
+    gone = WorkerRef(decode.name, "gone", "", decode.node.address)  # type: ignore[arg-type]
+    prefill.node.offer(gone, Offer(RequestId("r"), Epoch(1), 8, prefill.layout.layout_id))
+    lost = prefill.wait(PeerLost)
+    assert lost.incarnation == "gone" and "now served by" in lost.error
+
+
+def test_nobody_at_the_address(make_peer: Make) -> None:
+    prefill = make_peer("prefill")
+    nobody = WorkerRef("decode", "x", "", "127.0.0.1:1")  # type: ignore[arg-type]
+    prefill.node.offer(nobody, Offer(RequestId("r"), Epoch(1), 8, prefill.layout.layout_id))
+    assert "can't connect to decode at 127.0.0.1:1" in prefill.wait(PeerLost).error
+
+
+def test_without_checksum_pages_still_arrive(make_peer: Make) -> None:
+    prefill, decode = (make_peer(name, checksum=False) for name in ("prefill", "decode-1"))
+    offer_and_grant(prefill, decode, "r", 8, [1, 2])
+    send(prefill, decode, "r", 0, 0, 8, [3, 4])
+    assert decode.wait(ChunkLanded).header.checksum == 1
+    assert np.array_equal(prefill.pool[:, 3], decode.pool[:, 1])
+
+
+def test_an_owner_that_is_busy_does_not_lose_the_link(make_peer: Make) -> None:
+    """Heartbeats come from the transfer's own threads; nobody polls here for many of them."""
+    prefill, decode = (make_peer(name, heartbeat_s=0.05, heartbeat_misses=8) for name in ("prefill", "decode-1"))
+    offer_and_grant(prefill, decode, "r", 4, [1])
+    time.sleep(1.0)
+    send(prefill, decode, "r", 0, 0, 4, [2])
+    decode.wait(ChunkLanded)
+
+
+def test_closing_while_chunks_are_queued_ends_at_once(pair: tuple[Peer, Peer]) -> None:
+    prefill, decode = pair
+    offer_and_grant(prefill, decode, "r", 256, list(range(64)))
+    for index in range(64):
+        send(prefill, decode, "r", index, index * 4, 4, [index])
+    prefill.node.close()
+    assert decode.wait(PeerLost).fenced
+    assert not prefill.node.stats() and not decode.node.stats()

@@ -1,0 +1,94 @@
+"""What a worker tells placement about its transfers, from handoffs that finished."""
+
+from collections.abc import Callable
+
+import pytest
+
+from contracts.handoff import Abort, Commit, Fin
+from contracts.ids import Epoch, RequestId
+from kv_transfer.events import ChunkLanded, Drained
+from kv_transfer.rate import HandoffRate, Key
+from tests.kv_transfer.kv_pair import Peer, fin, offer_and_grant, send
+
+KEY = RequestId("r"), Epoch(1)
+
+
+def _finish(rate: HandoffRate, nbytes: int, seconds: float, key: Key = KEY) -> None:
+    rate.begin(key)
+    rate.sent(key, nbytes, 10.0, 10.0 + seconds / 2)
+    rate.committed(key, 10.0 + seconds)
+
+
+def test_nothing_is_known_before_a_handoff_has_finished() -> None:
+    rate = HandoffRate()
+    assert rate.nbytes_per_s == 0.0
+    rate.begin(KEY)
+    rate.sent(KEY, 1000, 1.0, 2.0)
+    assert rate.nbytes_per_s == 0.0
+    rate.dropped(KEY)
+    rate.committed(KEY, 3.0)
+    assert rate.nbytes_per_s == 0.0
+
+
+def test_waiting_for_the_next_chunk_to_be_computed_is_not_the_transfers() -> None:
+    rate = HandoffRate()
+    rate.begin(KEY)
+    rate.sent(KEY, 600, 0.0, 1.0)
+    rate.sent(KEY, 600, 100.0, 101.0)
+    rate.committed(KEY, 102.0)
+    assert rate.nbytes_per_s == pytest.approx(1200 / 3)
+
+
+def test_large_handoffs_weigh_more_and_old_ones_fade() -> None:
+    rate = HandoffRate()
+    _finish(rate, 10_000, 1.0)
+    _finish(rate, 10, 1.0)
+    assert rate.nbytes_per_s == pytest.approx((0.9 * 10_000 + 10) / 1.9)
+    for _ in range(100):
+        _finish(rate, 500, 1.0)
+    assert rate.nbytes_per_s == pytest.approx(500, rel=0.01)
+
+
+def test_handoffs_beside_each_other_are_told_apart() -> None:
+    rate, other = HandoffRate(), (RequestId("s"), Epoch(1))
+    rate.begin(KEY)
+    rate.begin(other)
+    rate.sent(other, 1 << 40, 0.0, 1.0)
+    rate.sent(KEY, 100, 1.0, 2.0)
+    rate.committed(KEY, 2.0)
+    assert rate.nbytes_per_s == pytest.approx(100)
+
+
+def test_what_is_sent_after_the_end_leaves_nothing_behind() -> None:
+    rate = HandoffRate()
+    _finish(rate, 100, 1.0)
+    rate.sent(KEY, 1 << 40, 0.0, 1.0)
+    rate.committed(KEY, 5.0)
+    assert rate.nbytes_per_s == pytest.approx(100) and not rate._open
+
+
+def test_a_node_tells_the_rate_of_its_handoffs_peer_by_peer(make_peer: Callable[..., Peer], transport: str) -> None:
+    prefill, *decodes = (make_peer(name, transport=transport) for name in ("prefill", "decode-1", "decode-2"))
+    assert prefill.node.transfer_rate == 0.0
+    for decode in decodes:
+        offer_and_grant(prefill, decode, decode.name, 8, [1, 2])
+        send(prefill, decode, decode.name, 0, 0, 8, [3, 4])
+        prefill.node.finish(decode.name, fin(decode.name, 1))
+        header = decode.wait(ChunkLanded).header
+        decode.message(Fin, decode.name)
+        decode.node.commit(prefill.name, Commit(header.request_id, header.epoch, 1, header.nbytes))
+        prefill.message(Commit, decode.name)
+    rates = [link.nbytes_per_s for link in prefill.node.stats()]
+    assert len(rates) == 2 and all(rate > 0 for rate in rates)
+    assert prefill.node.transfer_rate == pytest.approx(sum(rates) / 2)
+    assert all(decode.node.transfer_rate == 0.0 for decode in decodes)
+
+
+def test_an_aborted_handoff_says_nothing_about_speed(make_peer: Callable[..., Peer], transport: str) -> None:
+    prefill, decode = make_peer("prefill", transport=transport), make_peer("decode-1", transport=transport)
+    offer_and_grant(prefill, decode, "r", 8, [1, 2])
+    send(prefill, decode, "r", 0, 0, 8, [3, 4])
+    decode.wait(ChunkLanded)
+    prefill.node.abort(decode.name, Abort(*KEY, "cancelled", "a test says so"))
+    prefill.wait(Drained)
+    assert prefill.node.transfer_rate == 0.0

@@ -1,0 +1,69 @@
+"""An engine and a node that only remember what a role told them, for tests of one role alone. Not a test."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from contracts.errors import OutOfBlocks
+from contracts.events import Token
+from contracts.ids import BlockId, Epoch, GatewayId, RequestId, WorkerId
+from contracts.layout import KVLayout
+from contracts.request import Job, Route
+from contracts.sampling import SamplingParams
+from core.ledger import Ledger, Live
+from engine.messages import EngineRequest, Reservation, StepOutput
+from tests.path.twins import LAYOUT, worker_ref
+
+P, D = WorkerId("p"), WorkerId("d")
+NOTHING = StepOutput((), (), (), (), (), 0, 0)
+
+
+@dataclass
+class Remembering:
+    """Every method that is called is noted as (name, arguments)."""
+
+    calls: list[tuple[str, tuple]] = field(default_factory=list)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return lambda *arguments: self.calls.append((name, arguments))
+
+    def told(self, name: str) -> list[tuple]:
+        return [arguments for found, arguments in self.calls if found == name]
+
+
+@dataclass
+class ScriptedEngine(Remembering):
+    """`free` blocks to reserve; the first `skip_tokens` of every prompt are cached."""
+
+    layout: KVLayout = LAYOUT
+    free: int = 100
+    skip_tokens: int = 0
+
+    def reserve(self, request: EngineRequest) -> Reservation:
+        num_blocks = self.layout.num_blocks(len(request.token_ids))
+        if num_blocks > self.free:
+            raise OutOfBlocks(f"{num_blocks} blocks wanted, {self.free} free")
+        self.free -= num_blocks
+        self.calls.append(("reserve", (request.request_id,)))
+        blocks = [BlockId(number) for number in range(num_blocks)]
+        return Reservation(request.request_id, blocks, [0] * num_blocks, self.skip_tokens)
+
+
+def make_job(name: str, num_tokens: int, epoch: int = 1, priority: int = 0) -> Job:
+    route = Route(RequestId(name), Epoch(epoch), worker_ref(P), worker_ref(D))
+    sampling = SamplingParams(max_tokens=5, seed=0)
+    return Job(route, GatewayId("g"), list(range(num_tokens)), sampling, 60.0, priority)
+
+
+def opened(ledger: Ledger, role: Any, name: str, num_tokens: int, now: float = 0.0, priority: int = 0) -> Live:
+    """A job that the ledger took and the role began."""
+    live = ledger.open(make_job(name, num_tokens, priority=priority), now)
+    assert live is not None
+    live.role = role
+    role.start(live, now)
+    return live
+
+
+def first_token() -> Token:
+    return Token(0, 42)

@@ -1,0 +1,57 @@
+"""A supervisor in a process of its own, over fake services: `supervise.py FOLDER JSON`. Not a test.
+
+JSON: a list of {name, stage, options, is_vital}. Exits as `tandem up` does.
+"""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+from rich.console import Console
+
+from contracts.errors import ConfigError
+from tandem.child import Child, ProcessSpec, ready_file
+from tandem.console import plain
+from tandem.signals import SignalInbox
+from tandem.supervisor import StopRequested, Supervisor, VitalDeath
+
+FAKE = Path(__file__).with_name("fake_service.py")
+START_TIMEOUT_S = 20.0
+
+
+def main() -> int:
+    folder, console = Path(sys.argv[1]), Console()
+    children = [make_child(folder, entry) for entry in json.loads(sys.argv[2])]
+    with SignalInbox() as inbox:
+        supervisor = Supervisor(children, inbox, console, lambda: None)
+        try:
+            supervisor.start(START_TIMEOUT_S)
+            plain(console, "UP")
+            supervisor.watch()
+            return 0
+        except (ConfigError, VitalDeath, StopRequested) as error:
+            plain(console, f"{type(error).__name__}: {error}")
+            return {ConfigError: 1, VitalDeath: 3, StopRequested: 0}[type(error)]
+        finally:
+            supervisor.stop()
+
+
+def make_child(folder: Path, entry: dict) -> Child:
+    ready = folder / f"{entry['name']}.json"
+    own = ["--ready-file", str(ready), "--pids", str(folder / "pids")]
+    spec = ProcessSpec(
+        name=entry["name"],
+        role="fake",
+        stage=entry["stage"],
+        argv=(sys.executable, str(FAKE), *own, *entry.get("options", [])),
+        is_ready=ready_file(ready),
+        env=dict(os.environ),
+        is_vital=entry.get("is_vital", False),
+        stop_timeout_s=entry.get("stop_timeout_s", 5.0),
+    )
+    return Child(spec, folder / f"{entry['name']}.log", folder)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,259 @@
+"""The command line itself: help that teaches, codes, completion, and nothing imported in vain."""
+
+import os
+import pty
+import re
+import select
+import shutil
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from kernels.caps import Caps
+from tandem import cli, doctor, look
+from tandem.chat import Timing
+from tandem.completion import script
+from tests.tandem.typed import Done, typed
+
+ROOT = Path(__file__).parents[2]
+DEADLINE_S = 60.0
+BASH = """
+source "$SCRIPT"
+COMP_WORDS=({words}) COMP_CWORD={index}
+_tandem
+printf '%s\\n' "${{COMPREPLY[@]}}"
+"""
+
+
+def test_the_help_names_every_command_and_the_codes() -> None:
+    said = typed("--help").stdout
+    assert all(f"    {name}" in said for name in cli.COMMANDS)
+    assert all(f"  {code}  " in said for code in range(4))
+    assert typed() == Done(2, "", said)
+
+
+@pytest.mark.parametrize("command", [*cli.TOOLS, "up", "worker", "bench", "completion"])
+def test_the_help_of_a_command_has_examples_of_it(command: str) -> None:
+    done = typed(*command.split(), "--help")
+    assert done.returncode == 0
+    assert f"usage: tandem {command}" in done.stdout
+    examples, _, codes = done.stdout.partition("examples:")[2].partition("exit codes:")
+    assert f"tandem {command}" in examples
+    assert all(f"\n  {code}  " in codes for code in range(3))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code"),
+    [
+        (("nonsense",), 2),
+        (("ps", "--nonsense"), 2),
+        (("up", "--nonsense"), 2),
+        (("completion", "powershell"), 2),
+        (("top", "--interval", "soon"), 2),
+        (("top", "--interval", "0"), 2),
+        (("bench",), 2),
+        (("bench", "nonsense"), 2),
+        (("version",), 0),
+        (("ps", "--port", "1"), 0),
+    ],
+)
+def test_exit_codes(arguments: tuple[str, ...], code: int) -> None:
+    assert typed(*arguments).returncode == code
+
+
+def test_the_code_reaches_the_shell() -> None:
+    command = [sys.executable, "-m", "tandem", "nonsense"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=DEADLINE_S)
+    assert done.returncode == 2 and "invalid choice: 'nonsense'" in done.stderr
+
+
+def test_small_commands_do_not_wait_for_torch() -> None:
+    commands = ["ps", "top", "chat", "bench serve", "doctor", "tokenize", "completion", "version"]
+    code = f"""
+import sys
+from tandem import cli
+for command in {commands}:
+    try:
+        cli.main([*command.split(), "--help"])
+    except SystemExit:
+        print(command, "torch" in sys.modules, file=sys.stderr)
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=DEADLINE_S)
+    assert done.stderr.splitlines() == [f"{command} False" for command in commands]
+
+
+@pytest.fixture(scope="module")
+def completion_script(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("completion") / "tandem.bash"
+    path.write_text(typed("completion", "bash").stdout)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("words", "offered"),
+    [
+        ("tandem d", ["doctor"]),
+        ("tandem t", ["top", "tokenize"]),
+        ("tandem up --tr", ["--transfer"]),
+        ("tandem up --transfer s", ["shm"]),
+        ("tandem worker --role ''", ["prefill", "decode", "mixed"]),
+        ("tandem top --o", ["--once"]),
+        ("tandem chat --s", ["--system", "--seed"]),
+        ("tandem up --transfer = t", ["tcp"]),  # as bash divides --transfer=t
+        ("tandem completion f", ["fish"]),
+        ("tandem bench s", ["serve", "serving", "structured", "soak"]),
+        ("tandem bench serve --le", ["--lengths"]),
+        ("tandem bench --le", [""]),
+        ("tandem up --model ./", [""]),  # a file: the shell's own business
+    ],
+)
+def test_bash_offers(completion_script: Path, words: str, offered: list[str]) -> None:
+    code = BASH.format(words=words, index=len(words.split()) - 1)
+    env = os.environ | {"SCRIPT": str(completion_script)}
+    done = subprocess.run(["bash", "-c", code], env=env, capture_output=True, text=True, timeout=DEADLINE_S, check=True)
+    assert done.stdout.splitlines() == offered
+
+
+TYPED = [
+    ("tandem d", "doctor"),
+    ("tandem up --tran", "--transfer"),
+    ("tandem up --transfer sh", "shm"),
+    ("tandem bench tra", "transfer"),
+    ("tandem bench serve --le", "--lengths"),
+]
+
+
+@pytest.fixture(scope="module")
+def fish_script(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("completion") / "tandem.fish"
+    path.write_text(typed("completion", "fish").stdout)
+    return path
+
+
+@pytest.mark.skipif(not shutil.which("fish"), reason="no fish here")
+@pytest.mark.parametrize(("words", "offered"), TYPED)
+def test_fish_offers(fish_script: Path, tmp_path: Path, words: str, offered: str) -> None:
+    command = ["fish", "--no-config", "-c", f'source {fish_script}; complete -C "{words}"']
+    env = os.environ | {"HOME": str(tmp_path), "XDG_CONFIG_HOME": str(tmp_path)}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=DEADLINE_S, check=True)
+    assert offered in [line.split()[0] for line in done.stdout.splitlines()]
+
+
+@pytest.mark.skipif(not shutil.which("zsh"), reason="no zsh here")
+def test_zsh_completes_at_its_prompt(tmp_path: Path) -> None:
+    (tmp_path / "tandem.zsh").write_text(typed("completion", "zsh").stdout)
+    ours, theirs = pty.openpty()
+    env = os.environ | {"HOME": str(tmp_path), "ZDOTDIR": str(tmp_path), "TERM": "xterm", "PS1": "> "}
+    shell = subprocess.Popen(["zsh", "-f", "-i"], env=env, cwd=tmp_path, stdin=theirs, stdout=theirs, stderr=theirs)
+    os.close(theirs)
+    try:
+        os.write(ours, b"ZDOTDIR=.; autoload -U compinit; compinit -u; source ./tandem.zsh; echo he''re\n")
+        read_until(ours, "here")
+        for words, offered in TYPED:
+            os.write(ours, f"{words}\t".encode())
+            read_until(ours, f"{offered} ")  # the only one: completed, and a space after it
+            os.write(ours, b"\x15")  # Ctrl-U: the line is empty again
+    finally:
+        shell.kill()
+        shell.wait()
+        os.close(ours)
+
+
+def read_until(terminal: int, words: str) -> None:
+    said, deadline_s = "", time.monotonic() + DEADLINE_S
+    while words not in re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", said):
+        assert time.monotonic() < deadline_s and select.select([terminal], [], [], DEADLINE_S)[0], said
+        said += os.read(terminal, 4096).decode(errors="replace")
+
+
+def test_fish_gets_values_of_options() -> None:
+    said = script("fish", {"up": {"--transfer": ("ucx", "shm"), "--model": ()}})
+    assert "'__fish_seen_subcommand_from up' -l transfer -x -a 'ucx shm'\n" in said
+    assert "-l model\n" in said
+
+
+def test_the_times_of_an_answer() -> None:
+    timing = Timing(asked_s=10.0)
+    assert timing.words() == "[no token]"
+    timing.piece(10.25)
+    timing.num_tokens = 1
+    assert timing.words() == "[TTFT 250 ms, 1 tokens]"
+    timing.piece(12.25)
+    timing.num_tokens = 21
+    assert timing.words() == "[TTFT 250 ms, 21 tokens, 10.0 tok/s]"
+
+
+METRICS = """\
+# TYPE tandem_gateway_requests counter
+tandem_gateway_requests_total{code="ok"} 5.0
+tandem_gateway_requests_total{code="unavailable"} 2.0
+tandem_gateway_requests_total{code="disconnected"} 1.0
+# TYPE tandem_link_nbytes counter
+tandem_link_nbytes_total{peer="a",direction="out",transport="shm",state="up"} 10.0
+tandem_link_nbytes_total{peer="b",direction="in",transport="ucx",state="up"} 20.0
+# TYPE tandem_coordinator_requests gauge
+tandem_coordinator_requests{state="TRANSFERRING"} 2.0
+tandem_coordinator_requests{state="COMMITTED"} 1.0
+"""
+
+
+def test_a_page_of_metrics() -> None:
+    page = look.parse(METRICS)
+    assert (page.sums["tandem_gateway_requests_total"], page.sums["errors"]) == (8.0, 2.0)
+    assert page.sums["tandem_link_nbytes_total"] == 30.0  # over all labels
+    assert page.states == {"TRANSFERRING": 2.0, "COMMITTED": 1.0}
+    assert page.links == (look.Link("a", "shm", "up", 10.0),)  # who sends tells of it
+
+
+def test_rates_and_means_of_an_interval() -> None:
+    change = look.Change(
+        {"a": 10.0, "t_sum": 1.0, "t_count": 2.0}, {"a": 30.0, "t_sum": 4.0, "t_count": 8.0, "b": 1.0}, 2.0
+    )
+    assert change.rate("a") == 10.0
+    assert change.rate("b") is None and change.rate() is None  # not there before: a worker that has just come
+    assert change.mean("t") == 0.5
+    assert look.Change(change.after, change.after, 0.0).rate("a") is None  # the first look
+    assert look.Change({"t_sum": 1.0, "t_count": 2.0}, {"t_sum": 1.0, "t_count": 2.0}, 1.0).mean("t") is None
+
+
+def test_a_counter_that_began_anew_is_no_negative_rate() -> None:
+    assert look.Change({"a": 10.0}, {"a": 1.0}, 1.0).rate("a") == 0.0
+
+
+HOPPER = Caps("cuda", 90, "NVIDIA H200", 132, torch=(2, 13, 0), triton=(3, 7, 0))
+
+
+@pytest.mark.parametrize("found", [HOPPER, replace(HOPPER, cc=100, name="NVIDIA B200"), replace(HOPPER, triton=None)])
+def test_a_gpu_is_explained_by_operation(found: Caps) -> None:
+    said = list(doctor.explain_device(found))
+    assert said[0] == (f"{found.name}, sm_{found.cc}, 132 multiprocessors", doctor.Level.OK)
+    warnings = [words for words, level in said if level is doctor.Level.WARNING]
+    assert any("pip install flashinfer-python" in words for words in warnings)
+    assert any("pip install triton" in words for words in warnings) is (found.triton is None)
+    (attention,) = [words for words, _ in said if words.startswith("  attn_decode: ")]
+    assert ("; not triton: " in attention) is (found.triton is None)
+
+
+def test_without_a_gpu_one_line_says_what_runs_instead() -> None:
+    ((words, level),) = doctor.explain_device(Caps("cpu"))
+    assert level is doctor.Level.OK and words == "none that CUDA shows: models run on the CPU"
+
+
+UCX_INFO = """\
+#
+#      Transport: tcp
+#         Device: eth0
+#      Transport: tcp
+#         Device: lo
+#      Transport: cma
+#         Device: memory
+"""
+
+
+def test_ucx_devices_in_a_line() -> None:
+    assert doctor.ucx_devices(UCX_INFO) == "tcp (eth0, lo), cma (memory)"
+    assert doctor.ucx_devices("") == "no device"

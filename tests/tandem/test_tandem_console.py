@@ -1,0 +1,70 @@
+"""What is said while children come up, to a terminal and to a pipe."""
+
+import io
+import os
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from tandem.child import Child, ProcessSpec, State
+from tandem.console import Progress, plain
+
+
+@pytest.fixture
+def child(tmp_path: Path) -> Child:
+    """One that has not been started; ready as soon as it has."""
+    argv = (sys.executable, "-c", "print('loading weights', flush=True); input()")
+    spec = ProcessSpec("prefill-0", "prefill", 0, argv, is_ready=lambda: {}, env=dict(os.environ))
+    return Child(spec, tmp_path / "prefill-0.log", tmp_path)
+
+
+def test_a_pipe_gets_one_line_per_change(child: Child) -> None:
+    console = Console(file=io.StringIO())
+    with Progress(console, [child]) as progress:
+        progress.update()
+        child.state = State.STARTING
+        progress.update()
+        progress.update()
+        child.state = State.READY
+        progress.update()
+    assert isinstance(console.file, io.StringIO)
+    starting, ready = console.file.getvalue().splitlines()
+    assert starting == "prefill-0: starting"
+    assert ready.startswith("prefill-0: ready after ")
+
+
+def test_a_terminal_gets_a_table_with_the_last_words(child: Child) -> None:
+    console = Console(file=io.StringIO(), force_terminal=True, width=100)
+    child.log.write_text("old\nweights 3/10 [markup]\n")
+    with Progress(console, [child]) as progress:
+        child.state = State.STARTING
+        progress.update()
+    assert isinstance(console.file, io.StringIO)
+    assert "weights 3/10 [markup]" in console.file.getvalue()
+
+
+def test_what_can_be_pasted_is_not_wrapped() -> None:
+    console = Console(file=io.StringIO(), width=20)
+    line = "curl http://127.0.0.1:8000/v1/chat/completions -d '{\"model\": [1]}'"
+    plain(console, line)
+    assert isinstance(console.file, io.StringIO)
+    assert console.file.getvalue() == f"{line}\n"
+
+
+def test_last_lines_of_a_long_log(child: Child) -> None:
+    child.log.write_text("".join(f"line {number}\n\n" for number in range(10_000)))
+    assert child.last_lines(2) == ["line 9998", "line 9999"]
+
+
+def test_a_child_that_ends_by_itself_is_noticed_once(child: Child) -> None:
+    child.start()  # its standard input is empty: it fails
+    while not child.refresh() or child.state is not State.DEAD:
+        time.sleep(0.01)
+    assert child.exit_code == 1
+    assert child.describe_exit() == "ended with code 1"
+    assert not child.refresh()
+    child.kill()
+    assert "loading weights" in child.log.read_text()

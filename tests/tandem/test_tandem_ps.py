@@ -1,0 +1,102 @@
+"""`tandem ps` against run folders and a service that answers, or does not."""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+from tandem import ps
+from tandem.run_dir import RunDir
+
+
+class Service(BaseHTTPRequestHandler):
+    status = 200
+
+    def do_GET(self) -> None:
+        self.send_response(self.status if self.path == "/health" else 404)
+        self.end_headers()
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Nothing: the test says what matters."""
+
+
+@pytest.fixture
+def service() -> Iterator[str]:
+    Service.status = 200
+    with ThreadingHTTPServer(("127.0.0.1", 0), Service) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
+def process(url: str | None, state: str = "ready") -> dict:
+    row = {"role": "prefill", "id": "prefill-0", "pid": 10, "core_pid": 11}
+    return row | {"url": url, "state": state, "log": "/x/prefill-0.log"}
+
+
+@pytest.fixture
+def home(tmp_path: Path, service: str) -> Iterator[Path]:
+    with RunDir(tmp_path, 8000) as run_dir:
+        run_dir.write_state({"port": 8000, "supervisor": ps.identify(os.getpid()), "processes": [process(service)]})
+        yield tmp_path
+
+
+def test_a_row_has_what_was_promised(home: Path, service: str) -> None:
+    (row,) = ps.list_processes(home)
+    assert row == {"port": 8000} | process(service)
+    assert set(row) == set(ps.COLUMNS)
+
+
+def test_a_service_that_is_not_well_is_said_so(home: Path) -> None:
+    Service.status = 503
+    assert [row["state"] for row in ps.list_processes(home)] == ["unhealthy"]
+
+
+@pytest.mark.parametrize("state", ["starting", "dead", "waiting"])
+def test_a_service_that_is_not_ready_is_not_asked(state: str) -> None:
+    assert ps.observe(process("http://127.0.0.1:9", state)) == state
+
+
+def test_a_service_without_a_page_is_as_the_supervisor_says() -> None:
+    assert ps.observe(process("unix:///x/redis.sock")) == "ready"
+
+
+def test_nobody_there_is_unhealthy() -> None:
+    assert ps.observe(process("http://127.0.0.1:9")) == "unhealthy"
+
+
+def test_a_system_whose_supervisor_is_gone_is_left_out(tmp_path: Path) -> None:
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as gone:
+        identity = ps.identify(gone.pid)
+        assert ps.is_alive(identity)
+    assert not ps.is_alive(identity)
+    assert not ps.is_alive(ps.identify(os.getpid()) | {"created_s": 0.0})
+    with RunDir(tmp_path, 8000) as run_dir:
+        run_dir.write_state({"port": 8000, "supervisor": identity, "processes": [process(None)]})
+        assert list(ps.list_processes(tmp_path)) == []
+
+
+def test_json_for_scripts(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert ps.run(argparse.Namespace(json=True, port=None), home) == 0
+    assert json.loads(capsys.readouterr().out)[0]["id"] == "prefill-0"
+    ps.run(argparse.Namespace(json=True, port=9999), home)
+    assert json.loads(capsys.readouterr().out) == []
+
+
+def test_a_table_for_people(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    ps.run(argparse.Namespace(json=False, port=None), home)
+    head, line = capsys.readouterr().out.splitlines()
+    assert head.split() == list(ps.COLUMNS)
+    assert line.split()[1:3] == ["prefill", "prefill-0"]
+
+
+def test_nothing_running_says_how_to_start(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    ps.run(argparse.Namespace(json=False, port=None), tmp_path)
+    assert "tandem up" in capsys.readouterr().out

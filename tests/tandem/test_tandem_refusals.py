@@ -1,0 +1,155 @@
+"""What `tandem up` refuses before the first process is started: through the real command."""
+
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import get_args
+
+import pytest
+
+from tandem.preflight import MAKE_VARIABLES
+from tests.e2e.tiny import save_tiny
+from tests.tandem.typed import typed
+from worker.settings import Dtype
+
+ROOT = Path(__file__).parents[2]
+DEADLINE_S = 90.0
+DTYPES = get_args(Dtype)
+
+
+@pytest.fixture
+def refused(tmp_path: Path) -> Callable[..., str]:
+    """What the command says. It must be one line, and nothing may have been started: there is not even a run folder."""
+
+    def run(*flags: str, **environment: str) -> str:
+        home = tmp_path / "state"
+        common = {"XDG_STATE_HOME": str(home), "TANDEM_PORT": "0"}
+        done = typed("up", *flags, **(common | environment))
+        assert done.returncode == 1, done
+        assert done.stdout == "" and done.stderr.count("\n") == 1 and done.stderr.startswith("tandem up: "), done
+        assert not home.exists()
+        return done.stderr.removeprefix("tandem up: ").strip()
+
+    return run
+
+
+def test_a_hub_id_that_is_not_in_the_cache_is_one_line_and_a_code_in_the_shell(tmp_path: Path) -> None:
+    """In a process of its own: the hub's client reads its settings once."""
+    command = [sys.executable, "-m", "tandem", "up", "--port", "0", "--model", "org/no-such-model"]
+    env = os.environ | {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "hub"), "XDG_STATE_HOME": str(tmp_path)}
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=DEADLINE_S)
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (1, "", 1)
+    assert "'org/no-such-model'" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "allowed"),
+    [
+        ("transfer", "bogus", "'auto', 'ucx', 'shm' or 'tcp'"),
+        ("dtype", "float31", f"{', '.join(map(repr, DTYPES[:-1]))} or {DTYPES[-1]!r}"),
+        ("port", "65536", "less than or equal to 65535"),
+        ("port", "http", "a valid integer"),
+        ("prefill", "-1", "greater than or equal to 0"),
+        ("mixed", "one", "a valid integer"),
+        ("redis_url", "http://h", "begin with redis://, rediss://, unix://"),
+    ],
+)
+def test_a_wrong_setting_names_itself_its_value_and_what_is_allowed(
+    refused: Callable[..., str], name: str, value: str, allowed: str
+) -> None:
+    said = refused(**{f"TANDEM_{name.upper()}": value})
+    assert said.startswith(f"{name} is '{value}': ") and allowed in said
+    assert said.endswith(f"(set by --{name.replace('_', '-')} or TANDEM_{name.upper()} or {name.upper()} of make)")
+
+
+def test_a_flag_is_refused_as_the_variable_is(refused: Callable[..., str]) -> None:
+    assert refused("--transfer", "bogus") == refused(TANDEM_TRANSFER="bogus")
+
+
+def test_all_that_is_wrong_is_said_at_once(refused: Callable[..., str]) -> None:
+    said = refused("--transfer", "a", "--dtype", "b", "--decode", "c")
+    assert re.findall(r"(\w+) is '", said) == ["decode", "transfer", "dtype"]
+
+
+def test_nobody_to_answer(refused: Callable[..., str]) -> None:
+    assert "set PREFILL and DECODE to 1 or more, or MIXED" in refused("--decode", "0")
+
+
+@pytest.mark.parametrize(
+    ("variable", "value"),
+    [("TANDEM_KV_CACHE_MIB", "lots"), ("TANDEM_LOG_LEVEL", "loud"), ("TANDEM_MAX_INFLIGHT", "0")],
+)
+def test_settings_that_only_the_services_read_are_checked_too(
+    refused: Callable[..., str], variable: str, value: str
+) -> None:
+    said = refused(**{variable: value})
+    assert f"'{value}'" in said and said.endswith(f"(set by {variable})")
+
+
+def test_a_taken_port(refused: Callable[..., str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as holder:
+        port = holder.getsockname()[1]
+        assert f"port {port} is taken by" in refused("--port", str(port))
+
+
+def missing(folder: Path) -> str:
+    return str(folder / "nothing.gguf")
+
+
+def noise(folder: Path) -> str:
+    (folder / "noise.gguf").write_bytes(os.urandom(4096))
+    return str(folder / "noise.gguf")
+
+
+def half_a_header(folder: Path) -> str:
+    (folder / "half.gguf").write_bytes(b"GGUF\x03\x00\x00\x00" + (99).to_bytes(8, "little") * 2)
+    return str(folder / "half.gguf")
+
+
+def empty_folder(folder: Path) -> str:
+    return str(folder)
+
+
+def broken_config(folder: Path) -> str:
+    (save_tiny(folder) / "config.json").write_text("{")
+    return str(folder)
+
+
+def unknown_family(folder: Path) -> str:
+    config = save_tiny(folder) / "config.json"
+    config.write_text(
+        json.dumps(json.loads(config.read_text()) | {"model_type": "mamba", "architectures": ["MambaForCausalLM"]})
+    )
+    return str(folder)
+
+
+def weights_cut_short(folder: Path) -> str:
+    weights = save_tiny(folder) / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1000])
+    return str(folder)
+
+
+def no_tokenizer(folder: Path) -> str:
+    (save_tiny(folder) / "tokenizer.json").unlink()
+    return str(folder)
+
+
+MODELS = [missing, noise, half_a_header, empty_folder, broken_config, unknown_family, weights_cut_short, no_tokenizer]
+
+
+@pytest.mark.parametrize("make", MODELS)
+def test_a_model_whose_files_are_no_good(refused: Callable[..., str], tmp_path: Path, make: Callable) -> None:
+    (tmp_path / "model").mkdir()
+    path = make(tmp_path / "model")
+    said = refused("--model", path)
+    assert path in said and "(set by --model or TANDEM_MODEL or MODEL of make)" in said
+
+
+def test_the_words_name_the_variables_that_make_hands_on() -> None:
+    (line,) = [line for line in (ROOT / "Makefile").read_text().splitlines() if line.startswith("SETTINGS :=")]
+    assert tuple(line.split()[2:]) == MAKE_VARIABLES

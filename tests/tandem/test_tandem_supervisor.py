@@ -1,0 +1,191 @@
+"""The supervisor over real processes: whatever happens to it or to them, none is left."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+SUPERVISE = Path(__file__).with_name("supervise.py")
+ROOT = SUPERVISE.parents[2]
+DEADLINE_S = 30.0
+
+
+class Run:
+    """One supervisor process, and the fake services under it."""
+
+    def __init__(self, folder: Path, services: list[dict]) -> None:
+        self.folder = folder
+        (folder / "pids").mkdir()
+        self._output = (folder / "output").open("wb")
+        command = [sys.executable, str(SUPERVISE), str(folder), json.dumps(services)]
+        self.process = subprocess.Popen(command, stdout=self._output, stderr=subprocess.STDOUT, cwd=ROOT, env=_env())
+
+    @property
+    def output(self) -> str:
+        return (self.folder / "output").read_text()
+
+    @property
+    def pids(self) -> list[int]:
+        return [int(path.name) for path in (self.folder / "pids").iterdir()]
+
+    def wait_until(self, is_so: Callable[[], bool]) -> None:
+        deadline_s = time.monotonic() + DEADLINE_S
+        while not is_so():
+            assert time.monotonic() < deadline_s, f"it did not happen; the supervisor said: {self.output}"
+            time.sleep(0.02)
+
+    def wait_up(self) -> None:
+        self.wait_until(lambda: "UP" in self.output)
+
+    def pid_of(self, name: str) -> int:
+        return json.loads((self.folder / f"{name}.json").read_text())["pid"]
+
+    def end(self) -> int:
+        return self.process.wait(DEADLINE_S)
+
+    def nobody_left(self) -> bool:
+        return not any(_is_alive(pid) for pid in self.pids)
+
+    def close(self) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+            self.process.wait()
+        for pid in filter(_is_alive, self.pids):
+            os.kill(pid, signal.SIGKILL)
+        self._output.close()
+
+
+@pytest.fixture
+def supervise(tmp_path: Path) -> Iterator[Callable[[list[dict]], Run]]:
+    runs: list[Run] = []
+
+    def start(services: list[dict]) -> Run:
+        runs.append(Run(tmp_path, services))
+        return runs[-1]
+
+    yield start
+    for run in runs:
+        run.close()
+
+
+def service(name: str, stage: int, *options: str, **more: object) -> dict:
+    return {"name": name, "stage": stage, "options": options, **more}
+
+
+def _env() -> dict[str, str]:
+    return os.environ | {"PYTHONPATH": str(ROOT)}
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def test_stages_start_in_order_and_all_end_on_ctrl_c(supervise: Callable[[list[dict]], Run]) -> None:
+    run = supervise([service("late", 1, "--with-core"), service("early", 0)])
+    run.wait_up()
+    told = run.output.splitlines()
+    assert told.index("early: starting") < told.index("late: starting")
+    assert len(run.pids) == 3
+    run.process.send_signal(signal.SIGINT)
+    assert run.end() == 0
+    assert run.nobody_left()
+    assert "asked to stop" in (run.folder / "early.log").read_text()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("phase", [1, 2])
+def test_a_signal_while_starting_ends_all(
+    supervise: Callable[[list[dict]], Run], phase: int, number: signal.Signals
+) -> None:
+    stuck = [service("first", 0), service("second", 1, "--never-ready", "--with-core")]
+    run = supervise([service("first", 0, "--never-ready"), service("second", 1)] if phase == 1 else stuck)
+    run.wait_until(lambda: len(run.pids) == (1 if phase == 1 else 3))
+    run.process.send_signal(number)
+    assert run.end() == 0
+    assert "StopRequested" in run.output
+    assert run.nobody_left()
+
+
+def test_ctrl_c_before_anything_is_ready_leaves_nothing(supervise: Callable[[list[dict]], Run]) -> None:
+    run = supervise([service("only", 0)])
+    run.wait_until(lambda: "starting" in run.output)
+    run.process.send_signal(signal.SIGINT)
+    run.end()
+    assert run.nobody_left()
+
+
+def test_the_second_ctrl_c_does_not_wait_for_the_deaf(supervise: Callable[[list[dict]], Run]) -> None:
+    run = supervise([service("deaf", 0, "--deaf", "--with-core", stop_timeout_s=600.0)])
+    run.wait_up()
+    run.process.send_signal(signal.SIGINT)
+    time.sleep(0.3)
+    assert run.process.poll() is None
+    run.process.send_signal(signal.SIGINT)
+    assert run.end() == 0
+    assert run.nobody_left()
+
+
+def test_the_deaf_is_killed_after_its_grace(supervise: Callable[[list[dict]], Run]) -> None:
+    run = supervise([service("deaf", 0, "--deaf", stop_timeout_s=0.3)])
+    run.wait_up()
+    run.process.send_signal(signal.SIGTERM)
+    assert run.end() == 0
+    assert run.nobody_left()
+
+
+def test_children_die_with_a_killed_supervisor(supervise: Callable[[list[dict]], Run]) -> None:
+    run = supervise([service("deaf", 0, "--deaf"), service("other", 0)])
+    run.wait_up()
+    run.process.kill()
+    run.wait_until(run.nobody_left)
+
+
+def test_a_complaint_while_starting_is_one_line(supervise: Callable[[list[dict]], Run]) -> None:
+    run = supervise([service("first", 0), service("wrong", 1, "--complain", "tandem worker: no such model: /nowhere")])
+    assert run.end() == 1
+    assert run.output.splitlines()[-1] == "ConfigError: wrong could not start: no such model: /nowhere"
+    assert run.nobody_left()
+
+
+def test_a_complaint_of_several_lines_is_joined(supervise: Callable[[list[dict]], Run]) -> None:
+    run = supervise([service("wrong", 0, "--complain", "tandem worker: 1 wrong setting\n  dtype\n    not known")])
+    assert run.end() == 1
+    assert run.output.splitlines()[-1] == "ConfigError: wrong could not start: 1 wrong setting dtype not known"
+
+
+def test_any_other_death_while_starting_shows_the_end_of_the_log(supervise: Callable[[list[dict]], Run]) -> None:
+    run = supervise([service("wrong", 0, "--complain", "Segmentation fault")])
+    assert run.end() == 1
+    assert "wrong ended with code 1 while starting; the end of" in run.output
+    assert "    Segmentation fault" in run.output
+
+
+def test_a_death_is_told_and_the_rest_goes_on(supervise: Callable[[list[dict]], Run]) -> None:
+    run = supervise([service("vital", 0, is_vital=True), service("worker", 1, "--with-core")])
+    run.wait_up()
+    core_pid = json.loads((run.folder / "worker.json").read_text())["core_pid"]
+    os.kill(run.pid_of("worker"), signal.SIGKILL)
+    run.wait_until(lambda: "worker was killed by SIGKILL; the end of" in run.output)
+    run.wait_until(lambda: not _is_alive(core_pid))
+    assert "the service is starting" in run.output
+    assert run.process.poll() is None
+    assert _is_alive(run.pid_of("vital"))
+
+
+def test_a_vital_death_ends_all_with_code_3(supervise: Callable[[list[dict]], Run]) -> None:
+    run = supervise([service("vital", 0, is_vital=True), service("worker", 1)])
+    run.wait_up()
+    os.kill(run.pid_of("vital"), signal.SIGTERM)
+    assert run.end() == 3
+    assert "VitalDeath: vital is gone" in run.output
+    assert run.nobody_left()

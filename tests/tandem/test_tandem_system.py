@@ -1,0 +1,95 @@
+"""Which processes a system is made of, and what each is told."""
+
+from pathlib import Path
+
+import pytest
+
+from tandem.child import ProcessSpec
+from tandem.run_dir import RunDir
+from tandem.settings import UpSettings
+from tandem.system import GATEWAY, REDIS, SERVICES, hide_password, pings, plan_system
+
+ENVIRON = {"HOME": "/home/ann", "TANDEM_PORT": "9000", "TANDEM_SECRET": "theirs", "TANDEM_KV_CACHE_MIB": "64"}
+
+
+def plan(tmp_path: Path, **settings: object) -> dict[str, ProcessSpec]:
+    run_dir = RunDir(tmp_path, 8000)
+    specs = plan_system(UpSettings.model_validate(settings), run_dir, 8000, "ours", ENVIRON, "/usr/bin/redis-server")
+    return {spec.name: spec for spec in specs}
+
+
+def option(spec: ProcessSpec, name: str) -> str:
+    return spec.argv[spec.argv.index(name) + 1]
+
+
+def test_a_pair_is_the_default(tmp_path: Path) -> None:
+    specs = plan(tmp_path)
+    assert list(specs) == ["redis", "coordinator", "prefill-0", "decode-0", "gateway"]
+    assert [spec.stage for spec in specs.values()] == [REDIS, SERVICES, SERVICES, SERVICES, GATEWAY]
+    assert [name for name, spec in specs.items() if spec.is_vital] == ["redis", "coordinator", "gateway"]
+
+
+def test_workers_are_counted_by_role(tmp_path: Path) -> None:
+    specs = plan(tmp_path, prefill=2, decode=1, mixed=1)
+    workers = [spec for spec in specs.values() if "worker" in spec.argv]
+    assert [spec.name for spec in workers] == ["prefill-0", "prefill-1", "decode-0", "mixed-0"]
+    assert [option(spec, "--role") for spec in workers] == ["prefill", "prefill", "decode", "mixed"]
+    assert len({option(spec, "--ready-file") for spec in workers}) == 4
+
+
+def test_settings_reach_the_workers(tmp_path: Path) -> None:
+    worker = plan(tmp_path, transfer="shm", dtype="float32", model="org/model")["decode-0"]
+    assert option(worker, "--transfer") == "shm"
+    assert option(worker, "--dtype") == "float32"
+    assert option(worker, "--model") == "org/model"
+    assert "--port" not in worker.argv
+
+
+def test_only_the_gateway_has_the_port(tmp_path: Path) -> None:
+    specs = plan(tmp_path, host="0.0.0.0")
+    assert option(specs["gateway"], "--port") == "8000"
+    assert option(specs["gateway"], "--host") == "0.0.0.0"
+    assert not any(spec.env.get("TANDEM_PORT") for spec in specs.values() if spec.role != "redis")
+
+
+def test_secrets_go_by_environment(tmp_path: Path) -> None:
+    specs = plan(tmp_path, redis_url="redis://:password@elsewhere:6379/0")
+    assert "redis" not in specs
+    for spec in specs.values():
+        assert spec.env["TANDEM_SECRET"] == "ours"
+        assert spec.env["TANDEM_REDIS_URL"] == "redis://:password@elsewhere:6379/0"
+        assert not any("password" in word or "ours" in word for word in spec.argv)
+
+
+def test_what_is_not_ours_passes_through(tmp_path: Path) -> None:
+    env = plan(tmp_path)["prefill-0"].env
+    assert env["TANDEM_KV_CACHE_MIB"] == "64"
+    assert env["HOME"] == "/home/ann"
+
+
+def test_two_systems_share_a_redis_without_meeting(tmp_path: Path) -> None:
+    pools = set()
+    for port in (8000, 8001):
+        specs = plan_system(UpSettings(redis_url="redis://r"), RunDir(tmp_path, port), port, "s", ENVIRON, "")
+        pools.add(specs[0].env["TANDEM_POOL"])
+    assert len(pools) == 2
+
+
+def test_own_redis_has_a_socket_and_no_port(tmp_path: Path) -> None:
+    redis = plan(tmp_path)["redis"]
+    assert redis.argv[0] == "/usr/bin/redis-server"
+    assert option(redis, "--port") == "0"
+    assert option(redis, "--unixsocket").startswith(str(tmp_path))
+    assert redis.is_ready() is None
+
+
+@pytest.mark.parametrize(
+    ("url", "shown"),
+    [("redis://:secret@host:1/0", "redis://host:1/0"), ("redis://host:1/0", "redis://host:1/0")],
+)
+def test_a_password_is_not_shown(url: str, shown: str) -> None:
+    assert hide_password(url) == shown
+
+
+def test_no_redis_does_not_ping() -> None:
+    assert not pings("redis://127.0.0.1:9/0")

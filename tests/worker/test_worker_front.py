@@ -1,0 +1,151 @@
+"""The worker's HTTP face, with a core that only remembers what it was sent."""
+
+import time
+
+import httpx
+import msgspec
+import pytest
+
+from contracts.codec import encode
+from contracts.ids import Epoch, GatewayId, RequestId
+from contracts.node import NodeLoad
+from contracts.request import Cancel, Job, Route
+from contracts.sampling import SamplingParams
+from core.messages import CoreStatus, LinkStatus
+from tests.nodes import node_info
+from worker.front import FrontState, make_app
+from worker.streams import EventStreams
+
+AUTH = {"authorization": "Bearer s3cret"}
+
+
+class RememberingCore:
+    def __init__(self) -> None:
+        self.sent: list = []
+
+    def send(self, message: object) -> None:
+        self.sent.append(message)
+
+
+def make_state() -> FrontState:
+    info = node_info()
+    streams = EventStreams(info.worker_id, info.incarnation)
+    return FrontState(info, "s3cret", RememberingCore(), streams, 10.0, "digest")  # type: ignore[arg-type]
+
+
+def make_status(num_turns: int) -> CoreStatus:
+    links = [LinkStatus("d", True, "ucx", "tcp/lo", "open", {"nbytes": 5.0}, 7e9)]
+    return CoreStatus(num_turns, 7, NodeLoad(num_running=3), {"prefill_tokens": 11.0}, {"running": 3.0}, links, False)
+
+
+def make_job(gateway: str = "g") -> Job:
+    ref = make_state().info.ref
+    route = Route(RequestId("r"), Epoch(1), ref, ref)
+    return Job(route, GatewayId(gateway), [1, 2], SamplingParams(max_tokens=1, seed=0), 10.0)
+
+
+@pytest.fixture
+def state() -> FrontState:
+    return make_state()
+
+
+@pytest.fixture
+async def client(state):
+    transport = httpx.ASGITransport(app=make_app(state))
+    async with httpx.AsyncClient(transport=transport, base_url="http://w", headers=AUTH) as client:
+        yield client
+
+
+async def listen(state: FrontState):
+    listener = state.streams.listen(GatewayId("g"))
+    await anext(listener)
+    return listener
+
+
+async def test_jobs_go_to_the_core(state, client):
+    listener = await listen(state)
+    cancel = Cancel(RequestId("r"), Epoch(1), "why")
+    response = await client.post("/jobs", content=encode([make_job(), cancel]))
+    assert response.status_code == 202
+    assert state.core.sent[0].jobs == [make_job(), cancel]
+    metrics = (await client.get("/metrics")).text
+    assert "tandem_worker_jobs_taken_total 1.0" in metrics and "tandem_worker_cancels_taken_total 1.0" in metrics
+    await listener.aclose()
+
+
+async def test_a_job_nobody_listens_for_is_refused(state, client):
+    response = await client.post("/jobs", content=encode([make_job("stranger")]))
+    assert response.status_code == 409
+    assert "stranger" in response.json()["error"]["message"]
+    assert state.core.sent == []
+
+
+@pytest.mark.parametrize("body", [b"", b"{}", b"\xc1", encode([{"type": "job"}]), encode("x")])
+async def test_a_body_that_is_no_jobs_gets_words(client, body):
+    response = await client.post("/jobs", content=body)
+    assert response.status_code == 400
+    assert "msgpack" in response.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("headers", [{}, {"authorization": "Bearer wrong"}, {"authorization": "s3cret"}])
+@pytest.mark.parametrize("path", ["/jobs", "/drain"])
+async def test_without_the_secret_nothing_is_done(state, headers, path):
+    transport = httpx.ASGITransport(app=make_app(state))
+    async with httpx.AsyncClient(transport=transport, base_url="http://w", headers=headers) as stranger:
+        response = await stranger.post(path, content=encode([make_job()]))
+    assert response.status_code == 401
+    assert state.core.sent == [] and not state.draining
+
+
+async def test_a_draining_worker_takes_cancels_but_no_jobs(state, client):
+    listener = await listen(state)
+    assert (await client.post("/drain")).status_code == 202
+    assert (await client.post("/jobs", content=encode([make_job()]))).status_code == 503
+    assert (await client.post("/jobs", content=encode([Cancel(RequestId("r"), Epoch(1), "x")]))).status_code == 202
+    assert state.load.draining
+    await listener.aclose()
+
+
+async def test_health_follows_the_turns_of_the_core(state, client):
+    state.on_status(make_status(1))
+    assert (await client.get("/health")).status_code == 200
+    state.hang_timeout_s = 0.01
+    time.sleep(0.02)
+    state.on_status(make_status(1))
+    hung = await client.get("/health")
+    assert hung.status_code == 503 and "no turn" in hung.json()["status"]
+    state.on_status(make_status(2))
+    assert (await client.get("/health")).status_code == 200
+
+
+async def test_a_dead_core_turns_everything_to_503(state, client):
+    state.core_alive, state.joined = False, True
+    for path in ("/health", "/ready"):
+        response = await client.get(path)
+        assert response.status_code == 503 and "died" in response.json()["status"]
+    assert (await client.post("/jobs", content=encode([make_job()]))).status_code == 503
+
+
+async def test_ready_once_registered(state, client):
+    assert (await client.get("/ready")).status_code == 503
+    state.joined = True
+    assert (await client.get("/ready")).status_code == 200
+
+
+async def test_metrics_name_the_way_the_bytes_take(state, client):
+    state.on_status(make_status(1))
+    text = (await client.get("/metrics")).text
+    assert 'tandem_worker_up{model="m",role="prefill",worker="w"} 1.0' in text
+    assert "tandem_worker_prefill_tokens_total 11.0" in text
+    assert 'tandem_link_nbytes_total{direction="out",peer="d",state="open",transport="ucx"} 5.0' in text
+    assert 'tandem_link_nbytes_per_second{direction="out",peer="d",state="open",transport="ucx"} 7e+09' in text
+
+
+async def test_metrics_have_the_names_of_vllm_for_what_only_a_worker_knows(state, client):
+    status = msgspec.structs.replace(
+        make_status(1), gauges={"capacity_tokens": 200.0, "free_tokens": 50.0}, counters={"preemptions": 3.0}
+    )
+    state.on_status(status)
+    text = (await client.get("/metrics")).text
+    assert 'vllm:kv_cache_usage_perc{engine="w",model_name="m"} 0.75' in text
+    assert 'vllm:num_preemptions_total{engine="w",model_name="m"} 3.0' in text

@@ -1,0 +1,88 @@
+"""A real worker: front and core as processes, the store in its own memory."""
+
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from bench.system import get_json
+from tests.e2e.tiny import save_tiny
+from tests.worker.worker_rig import DEADLINE_S, is_gone, running_worker, wait_until
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> str:
+    return str(save_tiny(tmp_path_factory.mktemp("tiny")))
+
+
+def start(*flags: str, secret: str = "s") -> subprocess.Popen:
+    command = [sys.executable, "-m", "worker", "--redis-url", "memory://", *flags]
+    env = os.environ | {"TANDEM_SECRET": secret, "TANDEM_NUM_THREADS": "1", "TANDEM_KV_CACHE_MIB": "16"}
+    return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def refused(*flags: str, secret: str = "s") -> str:
+    """The one line that a worker leaves which could not start."""
+    _, words = start(*flags, secret=secret).communicate(timeout=DEADLINE_S)
+    lines = [line for line in words.splitlines() if not line.startswith("20")]
+    assert len(lines) == 1, words
+    return lines[0]
+
+
+@pytest.fixture
+def worker(model, tmp_path):
+    """A mixed worker that serves."""
+    with running_worker(tmp_path, model) as found:
+        yield found
+
+
+def test_it_says_who_it_is_and_is_healthy(worker):
+    assert worker.facts["pid"] == worker.process.pid and worker.facts["role"] == "mixed"
+    wait_until(worker.core)
+    health = get_json(f"{worker.url}/health")
+    assert health["status"] == "ok" and health["core"]["is_clean"]
+    assert health["core_pid"] == worker.core_pid
+    assert worker.status_of("/ready") == (200, "ready")
+
+
+def test_the_turns_of_the_core_go_on_while_it_is_idle(worker):
+    wait_until(worker.core)
+    before = worker.core()["num_turns"]
+    wait_until(lambda: worker.core()["num_turns"] > before)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_front_and_core(worker, number, tmp_path):
+    worker.process.send_signal(number)
+    assert worker.process.wait(DEADLINE_S) == 0
+    wait_until(lambda: is_gone(worker.core_pid))
+    assert not (tmp_path / "ready.json").exists()
+
+
+def test_a_dead_core_ends_the_worker_with_its_own_code(worker):
+    os.kill(worker.core_pid, signal.SIGKILL)
+    assert worker.process.wait(DEADLINE_S) == 3
+
+
+def test_a_killed_front_takes_its_core_along(worker):
+    worker.process.kill()
+    worker.process.wait()
+    wait_until(lambda: is_gone(worker.core_pid))
+
+
+def test_a_model_that_is_not_there_is_one_line(tmp_path):
+    assert str(tmp_path / "nothing.gguf") in refused("--model", str(tmp_path / "nothing.gguf"))
+
+
+def test_no_secret_is_one_line(model):
+    assert "TANDEM_SECRET" in refused("--model", model, secret="")
+
+
+def test_a_transport_that_is_none_is_one_line(model):
+    assert "transfer is 'pigeon'" in refused("--model", model, "--transfer", "pigeon")
+
+
+def test_redis_away_is_one_line(model):
+    assert "Redis" in refused("--model", model, "--redis-url", "redis://127.0.0.1:1/0")

@@ -1,0 +1,232 @@
+"""A real worker at work: what a gateway hears of its requests, what its metrics say, how it fails and how it leaves."""
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from contracts.events import Failed, Finished, Prefilled, Tokens
+from contracts.ids import Epoch, RequestId
+from contracts.request import Cancel
+from coordinator.redis_server import RedisServer
+from tests.e2e.tiny import save_tiny
+from tests.worker.worker_rig import Gateway, RunningWorker, connected, is_gone, running_worker, wait_until
+
+R = RequestId("r")
+LONG = 1900  # tokens: more than any test waits for
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(save_tiny(tmp_path_factory.mktemp("tiny")))
+
+
+@pytest.fixture(scope="module")
+def worker(model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningWorker]:
+    """Shared by the tests that leave it as it was: its core is soon said to hang."""
+    with running_worker(tmp_path_factory.mktemp("worker"), model, "--hang-timeout-s", "2") as found:
+        wait_until(found.core)
+        yield found
+
+
+@pytest.fixture
+def mortal(model: str, tmp_path: Path) -> Iterator[RunningWorker]:
+    with running_worker(tmp_path, model, "--drain-timeout-s", "60") as found:
+        wait_until(found.core)
+        yield found
+
+
+def wait_clean(worker: RunningWorker) -> None:
+    """By a picture that the core has made from now on, not by the one from before."""
+    before = worker.core()
+    assert before is not None
+
+    def is_clean() -> bool:
+        core = worker.core()
+        return core is not None and core["num_turns"] > before["num_turns"] and core["is_clean"]
+
+    wait_until(is_clean)
+
+
+async def test_a_request_is_told_from_the_first_token_to_its_one_end(worker: RunningWorker) -> None:
+    async def body(gateway: Gateway) -> None:
+        assert await gateway.post(gateway.job("r", num_tokens=20, max_tokens=8)) == 202
+        await gateway.until(lambda: gateway.ends("r"))
+        prefilled, *rest = gateway.events
+        assert isinstance(prefilled, Prefilled) and set(prefilled.stages_s) == {"queue", "prefill"}
+        tokens = [token.index for event in rest if isinstance(event, Tokens) for token in event.tokens]
+        assert tokens == list(range(8))
+        (end,) = gateway.ends("r")
+        assert isinstance(end, Finished) and (end.num_tokens, end.reason) == (8, "length")
+        assert set(end.stages_s) == {"queue", "prefill", "decode"}
+
+    await connected(worker, body)
+    wait_clean(worker)
+
+
+async def test_the_metrics_count_what_was_done(worker: RunningWorker) -> None:
+    wait_clean(worker)
+    before = worker.metrics()
+
+    async def body(gateway: Gateway) -> None:
+        jobs = [gateway.job(f"m{number}", num_tokens=33, max_tokens=5) for number in range(3)]
+        assert await gateway.post(*jobs, Cancel(RequestId("nobody"), Epoch(1), "why")) == 202
+        for number in range(3):
+            await gateway.until(lambda number=number: gateway.ends(f"m{number}"))
+
+    await connected(worker, body)
+    wait_clean(worker)
+    after = worker.metrics()
+    grown = {name: after[name] - before[name] for name in after if after[name] != before[name]}
+    hits = grown.pop("tandem_worker_prefix_hit_tokens_total", 0.0)
+    assert grown.pop("tandem_worker_steps_total") >= 5
+    assert grown.pop("tandem_worker_prefix_query_tokens_total") == 3 * 33
+    assert grown.pop("tandem_worker_prefill_tokens_total") == 3 * 33 - hits
+    assert grown.pop("tandem_worker_decode_tokens_total") == 3 * 4
+    assert grown.pop("tandem_worker_jobs_taken_total") == 3
+    assert grown.pop("tandem_worker_cancels_taken_total") == 1
+    assert grown.pop("tandem_worker_local_requests_total") == 3
+    assert set(grown) <= {"tandem_worker_cached_blocks"}
+
+
+def test_the_names_that_dashboards_use_are_there(worker: RunningWorker) -> None:
+    names = {name.removeprefix("tandem_worker_") for name in worker.metrics()}
+    gauges = {
+        "up",
+        "running",
+        "waiting",
+        "queue_tokens",
+        "free_tokens",
+        "cached_blocks",
+        "held",
+        "reserved",
+        "requests",
+    }
+    prefill = {"handoffs_offered", "handoffs_committed", "handoffs_aborted", "handoffs_local", "commit_wait_seconds"}
+    decode = {"landings_granted", "landings_committed", "landings_aborted", "landings_waited", "chunks_bad"}
+    counters = prefill | decode | {"steps", "preemptions", "stale_messages", "quarantined"}
+    assert gauges | {"requests"} | {f"{name}_total" for name in counters} <= names
+
+
+async def test_a_cancel_ends_it_without_a_word_and_frees_everything(worker: RunningWorker) -> None:
+    async def body(gateway: Gateway) -> None:
+        await gateway.post(gateway.job("r", max_tokens=LONG))
+        await gateway.until(lambda: any(isinstance(event, Tokens) for event in gateway.events))
+        await gateway.post(Cancel(R, Epoch(1), "the client left"))
+        wait_clean(worker)
+        assert gateway.ends("r") == []
+
+    await connected(worker, body)
+
+
+async def test_a_deadline_is_kept_by_the_core(worker: RunningWorker) -> None:
+    async def body(gateway: Gateway) -> None:
+        await gateway.post(gateway.job("r", max_tokens=LONG, timeout_s=0.3))
+        await gateway.until(lambda: gateway.ends("r"))
+        (end,) = gateway.ends("r")
+        assert isinstance(end, Failed) and (end.code, end.message) == ("deadline_exceeded", "not done within 0.3 s")
+
+    await connected(worker, body)
+    wait_clean(worker)
+
+
+async def test_a_prompt_that_can_never_fit_fails_alone(worker: RunningWorker) -> None:
+    async def body(gateway: Gateway) -> None:
+        await gateway.post(gateway.job("huge", num_tokens=100_000), gateway.job("small"))
+        await gateway.until(lambda: gateway.ends("huge") and gateway.ends("small"))
+        assert [type(end) for end in gateway.ends("huge")] == [Failed]
+        assert [type(end) for end in gateway.ends("small")] == [Finished]
+
+    await connected(worker, body)
+
+
+def test_a_core_that_stands_still_is_unhealthy_until_it_turns_again(worker: RunningWorker) -> None:
+    os.kill(worker.core_pid, signal.SIGSTOP)
+    try:
+        wait_until(lambda: worker.status_of("/health")[0] == 503)
+        status, words = worker.status_of("/health")
+        assert status == 503 and words.startswith("the engine core has made no turn for ")
+        assert worker.status_of("/ready")[0] == 503
+        assert worker.metrics()["tandem_worker_up"] == 1.0  # it lives; it does not turn
+    finally:
+        os.kill(worker.core_pid, signal.SIGCONT)
+    wait_until(lambda: worker.status_of("/health") == (200, "ok"))
+    wait_until(lambda: worker.status_of("/ready") == (200, "ready"))
+
+
+async def test_when_the_core_is_killed_the_stream_ends_and_the_worker_says_why(mortal: RunningWorker) -> None:
+    async def body(gateway: Gateway) -> None:
+        await gateway.post(gateway.job("r", max_tokens=LONG))
+        await gateway.until(lambda: any(isinstance(event, Tokens) for event in gateway.events))
+        os.kill(mortal.core_pid, signal.SIGKILL)
+        await gateway.until(lambda: not gateway.is_open)
+        assert gateway.ends("r") == []  # the gateway ends it: a worker that lost its core has nothing to say of it
+
+    await connected(mortal, body)
+    assert mortal.process.wait(60) == 3
+    assert "the engine core died; its requests fail now" in mortal.log.read_text()
+
+
+async def test_told_to_stop_it_takes_nothing_new_and_finishes_what_runs(mortal: RunningWorker) -> None:
+    async def body(gateway: Gateway) -> None:
+        await gateway.post(gateway.job("r", max_tokens=400))
+        await gateway.until(lambda: any(isinstance(event, Tokens) for event in gateway.events))
+        mortal.process.send_signal(signal.SIGTERM)
+        await gateway.until(lambda: mortal.status_of("/ready") == (503, "draining"))
+        assert await gateway.post(gateway.job("late")) == 503
+        await gateway.until(lambda: gateway.ends("r"))
+        (end,) = gateway.ends("r")
+        assert isinstance(end, Finished) and end.num_tokens == 400
+
+    await connected(mortal, body)
+    assert mortal.process.wait(60) == 0
+    wait_until(lambda: is_gone(mortal.core_pid))
+
+
+async def test_told_twice_it_does_not_wait(mortal: RunningWorker) -> None:
+    async def body(gateway: Gateway) -> None:
+        await gateway.post(gateway.job("r", max_tokens=LONG))
+        await gateway.until(lambda: any(isinstance(event, Tokens) for event in gateway.events))
+        mortal.process.send_signal(signal.SIGTERM)
+        await gateway.until(lambda: mortal.status_of("/ready") == (503, "draining"))
+        mortal.process.send_signal(signal.SIGTERM)
+        await gateway.until(lambda: not gateway.is_open)
+        assert gateway.ends("r") == []
+
+    await connected(mortal, body)
+    assert mortal.process.wait(60) == 0
+
+
+async def test_what_does_not_end_in_time_is_given_up(model: str, tmp_path: Path) -> None:
+    with running_worker(tmp_path, model, "--drain-timeout-s", "0.5") as worker:
+
+        async def body(gateway: Gateway) -> None:
+            await gateway.post(gateway.job("r", max_tokens=LONG))
+            await gateway.until(lambda: any(isinstance(event, Tokens) for event in gateway.events))
+            worker.process.send_signal(signal.SIGTERM)
+            await gateway.until(lambda: not gateway.is_open)
+
+        await connected(worker, body)
+        assert worker.process.wait(60) == 0
+        assert "1 requests were still running after" in worker.log.read_text()
+
+
+async def test_without_redis_it_goes_on_and_joins_again_when_it_is_back(model: str, tmp_path: Path) -> None:
+    """Fault 10 and 11: Redis goes away and comes back empty."""
+    with RedisServer() as redis, running_worker(tmp_path, model, "--redis-url", redis.url) as worker:
+        wait_until(lambda: worker.status_of("/ready") == (200, "ready"))
+        redis.stop()
+        wait_until(lambda: worker.status_of("/ready") == (503, "not in the registry"))
+        assert worker.status_of("/health") == (200, "ok")
+
+        async def body(gateway: Gateway) -> None:
+            await gateway.post(gateway.job("r"))
+            await gateway.until(lambda: gateway.ends("r"))
+            assert isinstance(gateway.ends("r")[0], Finished)
+
+        await connected(worker, body)
+        redis.start()
+        wait_until(lambda: worker.status_of("/ready") == (200, "ready"))
+        assert "joining again" in worker.log.read_text()

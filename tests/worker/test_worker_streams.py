@@ -1,0 +1,93 @@
+"""Event streams: no gaps in a sequence, one stream per gateway, and a closed one is missed after its grace."""
+
+import asyncio
+
+import pytest
+
+from contracts.codec import FrameReader, decoder
+from contracts.events import EventFrame, Failed
+from contracts.ids import Epoch, GatewayId, Incarnation, RequestId, WorkerId
+from worker import streams as streams_module
+from worker.streams import EventStreams
+
+GATEWAY = GatewayId("g")
+decode = decoder(EventFrame).decode
+
+
+def make_streams() -> EventStreams:
+    return EventStreams(WorkerId("w"), Incarnation("1"))
+
+
+def failed(name: str) -> Failed:
+    return Failed(RequestId(name), Epoch(1), "internal", "words")
+
+
+async def read(listener, num_frames: int) -> list[EventFrame]:
+    reader, frames = FrameReader(), []
+    while len(frames) < num_frames:
+        frames += [decode(payload) for payload in reader.feed(await anext(listener))]
+    return frames
+
+
+async def test_a_stream_says_hello_and_then_everything_in_order_without_gaps():
+    streams = make_streams()
+    listener = streams.listen(GATEWAY)
+    hello = await read(listener, 1)
+    for number in range(5):
+        streams.publish(GATEWAY, [failed(f"r{number}")])
+    frames = hello + await read(listener, 5)
+    assert [frame.sequence for frame in frames] == list(range(6))
+    assert [frame.events for frame in frames] == [[], *([failed(f"r{number}")] for number in range(5))]
+
+
+async def test_a_quiet_stream_beats(monkeypatch):
+    monkeypatch.setattr(streams_module, "HEARTBEAT_S", 0.01)
+    listener = make_streams().listen(GATEWAY)
+    frames = await read(listener, 3)
+    assert [(frame.sequence, frame.events) for frame in frames] == [(0, []), (1, []), (2, [])]
+
+
+async def test_a_second_stream_of_a_gateway_ends_the_first():
+    streams = make_streams()
+    first = streams.listen(GATEWAY)
+    await read(first, 1)
+    second = streams.listen(GATEWAY)
+    await read(second, 1)
+    with pytest.raises(StopAsyncIteration):
+        await anext(first)
+    streams.publish(GATEWAY, [failed("r")])
+    assert (await read(second, 1))[0].events == [failed("r")]
+    assert streams.gone(0.0) == []
+
+
+async def test_a_gateway_that_left_is_told_once_and_not_if_it_came_back():
+    streams = make_streams()
+    listener = streams.listen(GATEWAY)
+    await read(listener, 1)
+    await listener.aclose()
+    assert not streams.has(GATEWAY)
+    assert streams.gone(grace_s=60.0) == []
+    assert streams.gone(grace_s=0.0) == [GATEWAY]
+    assert streams.gone(grace_s=0.0) == []
+
+
+async def test_a_gateway_that_reads_nothing_is_cut_off(monkeypatch):
+    monkeypatch.setattr(streams_module, "MAX_BACKLOG_NBYTES", 100)
+    streams = make_streams()
+    listener = streams.listen(GATEWAY)
+    await read(listener, 1)
+    for number in range(10):
+        streams.publish(GATEWAY, [failed(f"r{number}")])
+    with pytest.raises(StopAsyncIteration):
+        await anext(listener)
+
+
+async def test_closing_ends_every_stream():
+    streams = make_streams()
+    listeners = [streams.listen(GatewayId(f"g{number}")) for number in range(3)]
+    for listener in listeners:
+        await read(listener, 1)
+    streams.close()
+    for listener in listeners:
+        with pytest.raises(StopAsyncIteration):
+            await asyncio.wait_for(anext(listener), 1.0)

@@ -1,0 +1,153 @@
+"""A real worker as a process, and a gateway of a few lines that talks to it. Not a test."""
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import httpx
+import psutil
+from prometheus_client.parser import text_string_to_metric_families
+
+from bench.system import get_json
+from contracts.codec import FrameReader, decoder, encode
+from contracts.events import Event, EventFrame, Failed, Finished
+from contracts.ids import Epoch, GatewayId, RequestId, WorkerId
+from contracts.request import Cancel, Job, Route, WorkerRef
+from contracts.sampling import SamplingParams
+
+ROOT = Path(__file__).parents[2]
+DEADLINE_S = 90.0
+AUTH = {"authorization": "Bearer s"}
+GATEWAY = GatewayId("g")
+
+
+@dataclass
+class RunningWorker:
+    """`facts`: what its ready file says. `log`: all that it prints."""
+
+    process: subprocess.Popen
+    facts: dict
+    log: Path
+
+    @property
+    def url(self) -> str:
+        return self.facts["url"]
+
+    @property
+    def core_pid(self) -> int:
+        return self.facts["core_pid"]
+
+    def status_of(self, path: str) -> tuple[int, str]:
+        """HTTP status and the word of `/health` or `/ready`."""
+        response = httpx.get(f"{self.url}{path}", timeout=DEADLINE_S)
+        return response.status_code, response.json()["status"]
+
+    def core(self) -> dict | None:
+        """Its latest picture of itself; the first comes a moment after the ready file."""
+        return get_json(f"{self.url}/health")["core"]
+
+    def metrics(self) -> dict[str, float]:
+        """Sample name -> value, summed over labels."""
+        sums: dict[str, float] = {}
+        text = httpx.get(f"{self.url}/metrics", timeout=DEADLINE_S).text
+        for family in text_string_to_metric_families(text):
+            for sample in family.samples:
+                sums[sample.name] = sums.get(sample.name, 0.0) + sample.value
+        return sums
+
+
+@contextmanager
+def running_worker(folder: Path, model: str, *flags: str, **environment: str) -> Iterator[RunningWorker]:
+    """One worker that serves; killed at the end if it has not ended by then."""
+    ready, log = folder / "ready.json", folder / "log"
+    own = ("--model", model, "--dtype", "float32", "--ready-file", str(ready))
+    command = [sys.executable, "-m", "worker", "--redis-url", "memory://", *own, *flags]
+    settings = {"TANDEM_SECRET": "s", "TANDEM_NUM_THREADS": "1", "TANDEM_KV_CACHE_MIB": "16"}
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            command, env=os.environ | settings | environment, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT
+        )
+    try:
+        wait_until(lambda: ready.exists() or process.poll() is not None)
+        assert process.poll() is None, log.read_text()
+        yield RunningWorker(process, json.loads(ready.read_text()), log)
+    finally:
+        process.kill()
+        process.wait()
+
+
+def wait_until(is_so: Callable[[], object]) -> None:
+    deadline_s = time.monotonic() + DEADLINE_S
+    while not is_so():
+        assert time.monotonic() < deadline_s, "not in time"
+        time.sleep(0.05)
+
+
+def is_gone(pid: int) -> bool:
+    """A zombie that nobody has collected yet is dead."""
+    try:
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
+@dataclass
+class Gateway:
+    """Listens to one worker, and posts to it. `is_open` until the stream ends."""
+
+    http: httpx.AsyncClient
+    worker: RunningWorker
+    events: list[Event] = field(default_factory=list)
+    is_open: bool = False
+
+    async def listen(self) -> None:
+        reader, decode = FrameReader(), decoder(EventFrame).decode
+        try:
+            async with self.http.stream("GET", "/events", params={"gateway_id": GATEWAY}) as response:
+                assert response.status_code == 200
+                async for data in response.aiter_raw():
+                    for payload in reader.feed(data):
+                        self.is_open = True
+                        self.events += decode(payload).events
+        except httpx.TransportError:
+            """The worker is gone in the middle of a frame: an end as any other."""
+        self.is_open = False
+
+    async def post(self, *messages: Job | Cancel) -> int:
+        return (await self.http.post("/jobs", content=encode(list(messages)))).status_code
+
+    def job(self, name: str, num_tokens: int = 20, max_tokens: int = 8, **options) -> Job:
+        """One that this worker serves alone, greedy and without an end of its own."""
+        facts = self.worker.facts
+        ref = WorkerRef(WorkerId(facts["id"]), facts.get("incarnation", "i"), facts["url"], "")
+        sampling = SamplingParams(max_tokens=max_tokens, seed=0, temperature=0.0, ignore_eos=True)
+        route = Route(RequestId(name), Epoch(options.pop("epoch", 1)), ref, ref)
+        return Job(route, GATEWAY, list(range(1, num_tokens + 1)), sampling, options.pop("timeout_s", DEADLINE_S))
+
+    def ends(self, name: str) -> list[Event]:
+        return [e for e in self.events if isinstance(e, Finished | Failed) and e.request_id == name]
+
+    async def until(self, is_so: Callable[[], object]) -> None:
+        async with asyncio.timeout(DEADLINE_S):
+            while not is_so():
+                await asyncio.sleep(0.02)
+
+
+async def connected(worker: RunningWorker, body) -> None:
+    """Run `body(gateway)` with the stream open."""
+    async with httpx.AsyncClient(base_url=worker.url, headers=AUTH, timeout=DEADLINE_S) as http:
+        gateway = Gateway(http, worker)
+        listening = asyncio.create_task(gateway.listen())
+        await gateway.until(lambda: gateway.is_open)
+        try:
+            await body(gateway)
+        finally:
+            listening.cancel()
+            await asyncio.gather(listening, return_exceptions=True)

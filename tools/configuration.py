@@ -1,0 +1,83 @@
+"""docs/configuration.md from the settings classes: `make docs` writes it, and a test fails when it is stale."""
+
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+from pydantic import SecretStr
+from pydantic_settings import BaseSettings
+
+from coordinator.settings import CoordinatorSettings
+from gateway.settings import GatewaySettings
+from service.settings import variable
+from tandem.settings import UpSettings
+from worker.settings import WorkerSettings
+
+PAGE = Path(__file__).resolve().parent.parent / "docs" / "configuration.md"
+COMMANDS: dict[str, type[BaseSettings]] = {
+    "tandem up": UpSettings,
+    "tandem worker": WorkerSettings,
+    "python -m gateway": GatewaySettings,
+    "python -m coordinator": CoordinatorSettings,
+}
+HEAD = """\
+# Configuration
+
+Made from the settings classes by `make docs`; a test compares them.
+
+Every setting is an option of a command and a variable of the environment. The command line goes before the environment,
+and that before the default. A wrong value ends the start with a line that names the setting, its value and what is
+allowed. `auto` is resolved once, at start.
+
+`tandem up` keeps the variables of its own table to itself and hands all others on to the services that it starts:
+`TANDEM_KV_CACHE_MIB=4096 tandem up` sets it for every worker. Secrets belong in the environment: command lines are
+readable by every user of a machine. Traces are set by OpenTelemetry's own variables ([Operations](operations.md)).
+"""
+TYPES = {"integer": "a whole number", "number": "a number", "string": "", "boolean": "`true` or `false`"}
+BOUNDS = {"minimum": "from", "exclusiveMinimum": "above", "maximum": "to"}
+
+
+def page() -> str:
+    return "\n".join([HEAD, *(table(command, kind) for command, kind in COMMANDS.items())])
+
+
+def table(command: str, kind: type[BaseSettings]) -> str:
+    schema = kind.model_json_schema()
+    properties, definitions = schema["properties"], schema.get("$defs", {})
+    rows = [row(name, field.default, properties[name], definitions) for name, field in kind.model_fields.items()]
+    head = [f"## {command}\n", "| setting | default | what |", "|---|---|---|"]
+    return "\n".join([*head, *rows, ""])
+
+
+def row(name: str, default: Any, schema: dict[str, Any], definitions: dict[str, Any]) -> str:
+    """Three columns, each of two lines at most: more do not fit a page."""
+    setting = f"`--{name.replace('_', '-')}`<br>`{variable(name)}`"
+    what = "<br>".join(filter(None, [schema["description"], allowed(schema, definitions)]))
+    return f"| {setting} | {shown(default)} | {what} |"
+
+
+def shown(default: Any) -> str:
+    value = default.value if isinstance(default, Enum) else default
+    if isinstance(value, SecretStr):
+        value = value.get_secret_value()
+    if value in ("", None):
+        return "empty"
+    return f"`{str(value).lower() if isinstance(value, bool) else value}`"
+
+
+def allowed(schema: dict[str, Any], definitions: dict[str, Any]) -> str:
+    """In words, from JSON schema; empty for any text."""
+    if "$ref" in schema:
+        schema = definitions[schema["$ref"].rpartition("/")[2]]
+    if "anyOf" in schema:  # a path, or none
+        schema = schema["anyOf"][0]
+    if "enum" in schema:
+        return f"one of {', '.join(f'`{value}`' for value in schema['enum'])}"
+    if schema.get("format") == "path":
+        return "a path"
+    bounds = [f"{word} {schema[name]:g}" for name, word in BOUNDS.items() if name in schema]
+    return " ".join([TYPES[schema["type"]], *bounds])
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page())

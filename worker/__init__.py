@@ -1,0 +1,1 @@
+"""A worker: an HTTP front and an engine core as two processes."""

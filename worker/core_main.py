@@ -1,0 +1,113 @@
+"""The engine core's process: started by the front, with one end of a socket pair as its only argument."""
+
+import logging
+import signal
+import socket
+import sys
+
+from contracts.errors import ConfigError
+from contracts.ids import Incarnation, WorkerId
+from contracts.node import Role as RoleName
+from core.ledger import Ledger
+from core.link import FrontGone, FrontLink
+from core.local import LocalRole
+from core.loop import Core
+from core.messages import CoreFailed, CoreReady, Loading, Start
+from core.role import Role
+from decode_svc import DecodeRole
+from engine.engine import Engine
+from engine.load import load_engine
+from engine.messages import EngineSettings
+from kv_transfer.node import TransferNode
+from kv_transfer.settings import TransferSettings
+from prefill_svc import PrefillRole
+from worker.settings import WorkerSettings
+
+START_TIMEOUT_S = 10.0
+
+
+def main() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the front decides
+    link = FrontLink(socket.socket(fileno=int(sys.argv[1])))
+    try:
+        _serve(link)
+    except FrontGone:
+        sys.exit(0)
+    except ConfigError as error:
+        link.send(CoreFailed(str(error)))
+        sys.exit(1)
+
+
+def _serve(link: FrontLink) -> None:
+    start = _first_message(link)
+    settings = WorkerSettings.model_validate_json(start.settings)
+    logging.basicConfig(level=settings.log_level.upper(), format="%(asctime)s core %(levelname)s %(name)s: %(message)s")
+    engine = load_engine(engine_settings(settings), lambda stage, done, total: link.send(Loading(stage, done, total)))
+    me, incarnation = WorkerId(start.worker_id), Incarnation(start.incarnation)
+    node = TransferNode(transfer_settings(settings), me, incarnation, engine.layout, engine.pool_bytes, link.ring)
+    node.start()
+    try:
+        link.send(_ready(settings, engine, node))
+        ledger = Ledger()
+        Core(me, engine, node, make_roles(settings, me, engine, node, ledger), ledger, link).run()
+    finally:
+        node.close()
+
+
+def _first_message(link: FrontLink) -> Start:
+    for message in link.receive(START_TIMEOUT_S):
+        if isinstance(message, Start):
+            return message
+    raise FrontGone
+
+
+def make_roles(
+    settings: WorkerSettings, me: WorkerId, engine: Engine, node: TransferNode, ledger: Ledger
+) -> list[Role]:
+    """A mixed worker takes every side. Any worker can serve a request whole."""
+    roles: list[Role] = [LocalRole(engine, ledger)]
+    if settings.role in (RoleName.PREFILL, RoleName.MIXED):
+        roles.append(PrefillRole(me, engine, node, ledger, settings.grant_timeout_s))
+    if settings.role in (RoleName.DECODE, RoleName.MIXED):
+        roles.append(DecodeRole(me, engine, node, ledger))
+    return roles
+
+
+def engine_settings(settings: WorkerSettings) -> EngineSettings:
+    return EngineSettings(
+        model=settings.model,
+        dtype=settings.dtype,
+        device=settings.device,
+        block_size=settings.block_size,
+        kv_cache_nbytes=settings.kv_cache_mib << 20 or None,
+        max_model_len=settings.max_model_len or None,
+        max_num_seqs=settings.max_num_seqs,
+        max_batched_tokens=settings.max_batched_tokens,
+        num_threads=settings.num_threads or None,
+    )
+
+
+def transfer_settings(settings: WorkerSettings) -> TransferSettings:
+    return TransferSettings(
+        secret=settings.secret.get_secret_value().encode(),
+        transport=settings.transfer,
+        checksum=settings.transfer_checksum,
+        host=settings.host,
+        port=settings.transfer_port,
+        advertise_host=settings.advertised_host,
+    )
+
+
+def _ready(settings: WorkerSettings, engine: Engine, node: TransferNode) -> CoreReady:
+    return CoreReady(
+        model=engine.checkpoint.name,
+        layout_id=engine.layout.layout_id,
+        transfer=node.address,
+        max_model_len=engine.max_model_len,
+        capacity_tokens=engine.capacity_tokens,
+        dtype=engine.dtype,
+    )
+
+
+if __name__ == "__main__":
+    main()

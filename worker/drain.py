@@ -1,0 +1,32 @@
+"""The way out of a worker that is asked to stop: no new work, what runs goes on to its end, within a limit."""
+
+import asyncio
+import logging
+
+from worker.front import FrontState
+from worker.membership import Membership
+
+log = logging.getLogger(__name__)
+
+POLL_S = 0.02
+
+
+async def drain(state: FrontState, membership: Membership, timeout_s: float) -> None:
+    """Return when nothing runs, when the core is dead or hangs, or when `timeout_s` is over."""
+    state.draining = True
+    log.info("draining: no new work; another signal ends what runs at once")
+    try:
+        async with asyncio.timeout(timeout_s):
+            await membership.beat_once()
+            await _next_status(state)
+            await _next_status(state)  # this one was made after the core had read all that was sent before
+            while state.num_requests and not state.sickness():
+                await asyncio.sleep(POLL_S)
+    except TimeoutError:
+        log.warning("%d requests were still running after %.0f s", state.num_requests, timeout_s)
+
+
+async def _next_status(state: FrontState) -> None:
+    before = state.num_turns
+    while state.num_turns == before and not state.sickness():
+        await asyncio.sleep(POLL_S)

@@ -1,0 +1,182 @@
+"""The worker's HTTP face: jobs in, event streams out, health, readiness, metrics."""
+
+import hmac
+import logging
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+
+import msgspec
+from fastapi import FastAPI, Request, Response
+from fastapi.responses import JSONResponse, StreamingResponse
+
+from contracts.codec import decoder
+from contracts.ids import GatewayId
+from contracts.node import NodeInfo, NodeLoad
+from contracts.request import Cancel, Job
+from core.messages import CoreStatus, Work
+from worker.metrics import render
+from worker.process import CoreProcess
+from worker.streams import EventStreams
+
+log = logging.getLogger(__name__)
+
+MAX_BODY_NBYTES = 32 << 20
+
+
+@dataclass
+class FrontState:
+    """What the front knows. `status` is the core's latest word and `status_s` when it came (monotonic)."""
+
+    info: NodeInfo
+    secret: str
+    core: CoreProcess
+    streams: EventStreams
+    hang_timeout_s: float
+    config_digest: str
+    status: CoreStatus | None = None
+    status_s: float = field(default_factory=time.monotonic)
+    num_turns: int = -1
+    joined: bool = False
+    draining: bool = False
+    core_alive: bool = True
+    num_jobs: int = 0
+    num_cancels: int = 0
+
+    @property
+    def load(self) -> NodeLoad:
+        load = self.status.load if self.status is not None else NodeLoad()
+        return msgspec.structs.replace(load, draining=self.draining)
+
+    @property
+    def num_requests(self) -> int:
+        """Accepted by the core and not yet ended."""
+        return int(self.status.gauges["requests"]) if self.status is not None else 0
+
+    def on_status(self, status: CoreStatus) -> None:
+        """A status proves life only if the core's loop has turned since the last one."""
+        if status.num_turns != self.num_turns:
+            self.num_turns, self.status_s = status.num_turns, time.monotonic()
+        self.status = status
+
+    def sickness(self) -> str | None:
+        """Why this worker is not healthy, or None."""
+        if not self.core_alive:
+            return "the engine core has died"
+        silent_s = time.monotonic() - self.status_s
+        if silent_s > self.hang_timeout_s:
+            return f"the engine core has made no turn for {silent_s:.0f} s"
+        return None
+
+
+def make_app(state: FrontState) -> FastAPI:
+    app = FastAPI(title="Tandem worker", docs_url=None, redoc_url=None)
+    _add_work(app, state)
+    _add_views(app, state)
+    return app
+
+
+def _add_work(app: FastAPI, state: FrontState) -> None:
+    """What gateways and operators call; all of it needs the secret."""
+    jobs_decoder = decoder(list[Job | Cancel])
+
+    @app.post("/jobs", status_code=202)
+    async def jobs(request: Request) -> Response:
+        """A msgpack array of Job and Cancel. 202: taken; each job ends in exactly one Finished or Failed event."""
+        if refusal := _refusal(request, state):
+            return refusal
+        body = await request.body()
+        try:
+            messages = jobs_decoder.decode(body)
+        except (msgspec.DecodeError, msgspec.ValidationError) as error:
+            return _error(400, "invalid_request", f"the body is not a msgpack array of jobs and cancels: {error}")
+        unheard = {m.gateway_id for m in messages if isinstance(m, Job)} - {
+            *filter(state.streams.has, _gateways(messages))
+        }
+        if unheard:
+            return _error(409, "no_stream", f"open GET /events first: nobody listens for {', '.join(sorted(unheard))}")
+        if state.draining and any(isinstance(m, Job) for m in messages):
+            return _error(503, "draining", "this worker takes no new work")
+        state.core.send(Work(messages))
+        state.num_jobs += sum(isinstance(m, Job) for m in messages)
+        state.num_cancels += sum(isinstance(m, Cancel) for m in messages)
+        return Response(status_code=202)
+
+    @app.get("/events")
+    async def events(request: Request, gateway_id: str) -> Response:
+        """Codec frames, each an EventFrame; an empty one every second. One stream per gateway."""
+        if refusal := _refusal(request, state):
+            return refusal
+        return StreamingResponse(_stream(state, GatewayId(gateway_id)), media_type="application/octet-stream")
+
+    @app.post("/drain", status_code=202)
+    async def drain(request: Request) -> Response:
+        """Take no new work; what runs goes on."""
+        if refusal := _refusal(request, state):
+            return refusal
+        state.draining = True
+        return Response(status_code=202)
+
+
+def _add_views(app: FastAPI, state: FrontState) -> None:
+    """What anyone may look at."""
+
+    @app.get("/health")
+    async def health() -> JSONResponse:
+        """200 while the core's loop turns, else 503 with the reason."""
+        sickness = state.sickness()
+        return JSONResponse(_report(state) | {"status": sickness or "ok"}, status_code=503 if sickness else 200)
+
+    @app.get("/ready")
+    async def ready() -> JSONResponse:
+        """200 once this worker is in the registry and may be given work."""
+        words = (
+            state.sickness()
+            or (None if state.joined else "not in the registry")
+            or ("draining" if state.draining else None)
+        )
+        return JSONResponse({"status": words or "ready"}, status_code=503 if words else 200)
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        taken = {"jobs": state.num_jobs, "cancels": state.num_cancels}
+        text = render(state.info, state.status, state.core_alive, taken)
+        return Response(text, media_type="text/plain; version=0.0.4")
+
+
+async def _stream(state: FrontState, gateway_id: GatewayId) -> AsyncIterator[bytes]:
+    async for data in state.streams.listen(gateway_id):
+        yield data
+
+
+def _refusal(request: Request, state: FrontState) -> JSONResponse | None:
+    given = request.headers.get("authorization", "")
+    if not hmac.compare_digest(given.encode(), f"Bearer {state.secret}".encode()):
+        return _error(401, "auth_failed", "wrong or missing secret: all services of a pool share TANDEM_SECRET")
+    if int(request.headers.get("content-length") or 0) > MAX_BODY_NBYTES:
+        return _error(413, "too_large", f"more than {MAX_BODY_NBYTES} bytes")
+    if sickness := state.sickness():
+        return _error(503, "unavailable", sickness)
+    return None
+
+
+def _gateways(messages: list[Job | Cancel]) -> set[GatewayId]:
+    return {m.gateway_id for m in messages if isinstance(m, Job)}
+
+
+def _error(status: int, code: str, message: str) -> JSONResponse:
+    return JSONResponse({"error": {"code": code, "message": message}}, status_code=status)
+
+
+def _report(state: FrontState) -> dict[str, object]:
+    info = state.info
+    return {
+        "worker_id": info.worker_id,
+        "incarnation": info.incarnation,
+        "role": info.role,
+        "model": info.model,
+        "layout_id": info.layout_id,
+        "config_digest": state.config_digest,
+        "core_pid": info.core_pid,
+        "core": msgspec.to_builtins(state.status) if state.status is not None else None,
+    }

@@ -1,0 +1,79 @@
+"""The worker's place in the registry: join, stay alive, tell how requests move, leave."""
+
+import asyncio
+import contextlib
+import logging
+
+from contracts.errors import Unavailable
+from contracts.ids import Epoch, RequestId
+from coordinator.states import State
+from coordinator.store import Move, Store
+from worker.front import FrontState
+
+log = logging.getLogger(__name__)
+
+HEARTBEAT_S = 1.0
+MOVES_PERIOD_S = 0.1
+MAX_MOVES = 10_000  # what may pile up while Redis is away; the oldest are of no use by then
+
+
+class Membership:
+    """Keeps trying while Redis is away: losing it stops neither the engine nor handoffs in flight."""
+
+    def __init__(self, store: Store, state: FrontState) -> None:
+        self._store = store
+        self._state = state
+        self._moves: list[Move] = []
+        self._tasks: list[asyncio.Task[None]] = []
+
+    async def start(self) -> None:
+        """Join once, so that start-up fails clearly if Redis can't be reached. Raises Unavailable."""
+        await self._store.join(self._state.info)
+        self._state.joined = True
+        self._tasks = [asyncio.create_task(self._beat()), asyncio.create_task(self._tell())]
+
+    def moved(self, moves: list[Move]) -> None:
+        self._moves += moves
+        del self._moves[:-MAX_MOVES]
+
+    async def stop(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        with contextlib.suppress(Unavailable):  # then the lease ends it
+            await self._store.leave(self._state.info.worker_id, self._state.info.incarnation)
+
+    async def _beat(self) -> None:
+        while True:
+            await asyncio.sleep(HEARTBEAT_S)
+            if self._state.sickness():
+                continue  # no sign of life from a worker that can't work
+            await self.beat_once()
+
+    async def beat_once(self) -> None:
+        """Tell the registry that this worker lives, and how busy it is. If it can't be reached, that is logged."""
+        info = self._state.info
+        try:
+            known = await self._store.heartbeat(info.worker_id, info.incarnation, self._state.load)
+            if not known:
+                log.warning("the registry does not know this worker any more; joining again")
+                await self._store.join(info)
+        except Unavailable as error:
+            log.warning("registry not reachable: %s", error)
+            self._state.joined = False
+        else:
+            self._state.joined = True
+
+    async def _tell(self) -> None:
+        while True:
+            await asyncio.sleep(MOVES_PERIOD_S)
+            if self._moves:
+                moves, self._moves = self._moves, []
+                try:
+                    await self._store.advance(moves)
+                except Unavailable as error:
+                    log.warning("%d moves not told to the registry: %s", len(moves), error)
+
+
+def to_moves(moves: list[tuple[RequestId, Epoch, str]]) -> list[Move]:
+    return [Move(request_id, epoch, State(name)) for request_id, epoch, name in moves]

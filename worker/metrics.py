@@ -1,0 +1,77 @@
+"""The core's status as Prometheus text."""
+
+from collections.abc import Iterator, Mapping
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from contracts.node import NodeInfo
+from core.messages import CoreStatus, LinkStatus
+
+
+class StatusCollector(Collector):
+    """Metrics are read off the status, not kept beside it: one account, no drift."""
+
+    def __init__(self, info: NodeInfo, status: CoreStatus | None, core_alive: bool, taken: Mapping[str, int]) -> None:
+        self._info = info
+        self._status = status
+        self._alive = core_alive
+        self._taken = taken
+
+    def collect(self) -> Iterator[Metric]:
+        up = GaugeMetricFamily("tandem_worker_up", "1 while the engine core lives", labels=["worker", "role", "model"])
+        up.add_metric([self._info.worker_id, self._info.role, self._info.model], float(self._alive))
+        yield up
+        for name, count in self._taken.items():
+            yield _counter(f"{name}_taken", f"{name} that came over HTTP", count)
+        if self._status is None:
+            return
+        yield _counter("steps", "engine steps", self._status.num_steps)
+        for name, value in sorted(self._status.counters.items()):
+            yield _counter(name, f"{name.replace('_', ' ')} since the worker started", value)
+        for name, value in sorted(self._status.gauges.items()):
+            yield GaugeMetricFamily(f"tandem_worker_{name}", f"{name.replace('_', ' ')} now", value)
+        yield from _links(self._status.links)
+        yield from _vllm(self._info, self._status)
+
+
+def render(info: NodeInfo, status: CoreStatus | None, core_alive: bool, taken: Mapping[str, int]) -> bytes:
+    """`taken`: how many messages of each kind the front has taken."""
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(StatusCollector(info, status, core_alive, taken))
+    return generate_latest(registry)
+
+
+def _counter(name: str, words: str, value: float) -> CounterMetricFamily:
+    return CounterMetricFamily(f"tandem_worker_{name}", words, value)
+
+
+def _vllm(info: NodeInfo, status: CoreStatus) -> Iterator[Metric]:
+    """The names of vLLM's dashboards for what only a worker knows; the gateway has the others."""
+    labels, own = ["model_name", "engine"], [info.model, info.worker_id]
+    used = GaugeMetricFamily("vllm:kv_cache_usage_perc", "of the KV cache, held by requests: 0 to 1", labels=labels)
+    if capacity := status.gauges.get("capacity_tokens"):
+        used.add_metric(own, 1 - status.gauges["free_tokens"] / capacity)
+    preempted = CounterMetricFamily("vllm:num_preemptions", "answers that gave their pages up", labels=labels)
+    preempted.add_metric(own, status.counters.get("preemptions", 0.0))
+    yield used
+    yield preempted
+
+
+def _links(links: list[LinkStatus]) -> Iterator[Metric]:
+    """One series per peer and direction; `transport` is the way really taken."""
+    labels = ["peer", "direction", "transport", "state"]
+    for name in sorted({name for link in links for name in link.counters}):
+        family = CounterMetricFamily(
+            f"tandem_link_{name}", f"{name.replace('_', ' ')} of the handoff link", labels=labels
+        )
+        for link in links:
+            direction = "out" if link.outgoing else "in"
+            family.add_metric([link.peer, direction, link.transport, link.state], link.counters[name])
+        yield family
+    rates = GaugeMetricFamily("tandem_link_nbytes_per_second", "of handoffs that finished lately", labels=labels)
+    for link in links:
+        if link.outgoing:
+            rates.add_metric([link.peer, "out", link.transport, link.state], link.nbytes_per_s)
+    yield rates

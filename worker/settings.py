@@ -1,0 +1,62 @@
+"""A worker's settings: command line, environment (`TANDEM_*`), defaults; in that order."""
+
+import socket
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field, SecretStr
+from pydantic_settings import BaseSettings, SettingsConfigDict
+
+from contracts.node import Role
+
+Dtype = Literal["auto", "float32", "float16", "bfloat16", "mixed16", "int4", "int8"]
+"""engine.linear.FORMATS by name: the front knows them without torch."""
+Transfer = Literal["auto", "ucx", "shm", "tcp"]
+
+
+class WorkerSettings(BaseSettings):
+    """One worker. Frozen: what was resolved at start is what `/health` reports and benchmarks record."""
+
+    model_config = SettingsConfigDict(
+        env_prefix="TANDEM_",
+        frozen=True,
+        extra="forbid",
+        cli_prog_name="tandem worker",
+        cli_kebab_case=True,
+        cli_hide_none_type=True,
+        protected_namespaces=(),
+    )
+
+    role: Role = Field(Role.MIXED, description="prefill, decode, or mixed (both)")
+    worker_id: str = Field("", description="unique name; empty: made of role, host name and a random suffix")
+    model: str = Field("", description="Hugging Face folder, hub id or GGUF file; empty: SmolLM2-135M-Instruct")
+    dtype: Dtype = Field("auto", description="how weights are held; auto: the fastest sound way")
+    device: str = Field("cpu", description="where the model runs")
+    transfer: Transfer = Field("auto", description="KV transport; auto: the fastest that both ends have")
+    transfer_checksum: bool = Field(True, description="check every chunk of KV that arrives")
+    transfer_port: int = Field(0, ge=0, le=65535, description="port of the KV control listener; 0: a free one")
+    redis_url: str = Field("redis://127.0.0.1:6379/0", description="where the coordinator's state lives")
+    pool: str = Field("default", description="workers and gateways of one pool serve one model together")
+    secret: SecretStr = Field(SecretStr(""), description="shared by all services of a pool (better by environment)")
+    host: str = Field("127.0.0.1", description="address to listen on")
+    port: int = Field(0, ge=0, le=65535, description="port of the HTTP front; 0: a free one")
+    advertise_host: str = Field("", description="address that others reach this worker by; empty: the one listened on")
+    ready_file: Path | None = Field(
+        None, description="written (JSON: pid, core_pid, url, role, id) once the worker serves"
+    )
+    block_size: int = Field(16, ge=1, description="tokens in a KV block")
+    kv_cache_mib: int = Field(0, ge=0, description="memory for the KV cache; 0: found from what is free")
+    max_model_len: int = Field(0, ge=0, description="longest prompt plus answer, in tokens; 0: the model's")
+    max_num_seqs: int = Field(64, ge=1, description="most sequences in one step")
+    max_batched_tokens: int = Field(512, ge=1, description="token budget of one step")
+    num_threads: int = Field(0, ge=0, description="CPU threads of the engine; 0: all cores")
+    grant_timeout_s: float = Field(5.0, gt=0, description="how long a computed prompt waits for pages at decode")
+    drain_timeout_s: float = Field(8.0, ge=0, description="how long what runs may go on after a signal to stop")
+    hang_timeout_s: float = Field(20.0, gt=0, description="a core that makes no turn for so long is unhealthy")
+    log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="how much to say")
+
+    @property
+    def advertised_host(self) -> str:
+        if self.advertise_host:
+            return self.advertise_host
+        return socket.gethostname() if self.host in ("0.0.0.0", "::") else self.host

@@ -1,0 +1,92 @@
+"""Event streams: one per gateway, each a sequence of frames without gaps."""
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass, field
+
+from contracts.codec import frame
+from contracts.events import Event, EventFrame
+from contracts.ids import GatewayId, Incarnation, WorkerId
+
+HEARTBEAT_S = 1.0
+MAX_BACKLOG_NBYTES = 64 << 20  # a gateway that reads nothing for so long is as good as gone
+
+
+@dataclass
+class Stream:
+    """One open GET /events. `sequence` numbers its frames from 0."""
+
+    backlog: list[bytes] = field(default_factory=list)
+    nbytes: int = 0
+    sequence: int = 0
+    closed: bool = False
+    wake: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+class EventStreams:
+    """Who listens. A gateway has at most one stream; a second one takes over and the first ends."""
+
+    def __init__(self, worker_id: WorkerId, incarnation: Incarnation) -> None:
+        self._worker_id = worker_id
+        self._incarnation = incarnation
+        self._streams: dict[GatewayId, Stream] = {}
+        self._gone_since_s: dict[GatewayId, float] = {}
+
+    def has(self, gateway_id: GatewayId) -> bool:
+        return gateway_id in self._streams
+
+    def publish(self, gateway_id: GatewayId, events: list[Event]) -> None:
+        """Events of a gateway that does not listen are dropped: it has given those requests up."""
+        stream = self._streams.get(gateway_id)
+        if stream is None:
+            return
+        data = frame(EventFrame(self._worker_id, self._incarnation, stream.sequence, events))
+        stream.sequence += 1
+        stream.backlog.append(data)
+        stream.nbytes += len(data)
+        stream.closed = stream.closed or stream.nbytes > MAX_BACKLOG_NBYTES
+        stream.wake.set()
+
+    async def listen(self, gateway_id: GatewayId) -> AsyncGenerator[bytes]:
+        """The bytes of one stream: a hello frame at once, then whatever is published, and a heartbeat each second."""
+        stream = self._open(gateway_id)
+        try:
+            while not stream.closed:
+                if stream.backlog:
+                    data, stream.backlog, stream.nbytes = b"".join(stream.backlog), [], 0
+                    yield data
+                    continue
+                stream.wake.clear()
+                try:
+                    await asyncio.wait_for(stream.wake.wait(), HEARTBEAT_S)
+                except TimeoutError:
+                    self.publish(gateway_id, [])
+        finally:
+            if self._streams.get(gateway_id) is stream:
+                del self._streams[gateway_id]
+                self._gone_since_s[gateway_id] = time.monotonic()
+
+    def gone(self, grace_s: float) -> list[GatewayId]:
+        """Gateways whose stream closed more than `grace_s` ago and did not come back; each is told once."""
+        limit = time.monotonic() - grace_s
+        gone = [gateway_id for gateway_id, since_s in self._gone_since_s.items() if since_s <= limit]
+        for gateway_id in gone:
+            del self._gone_since_s[gateway_id]
+        return gone
+
+    def close(self) -> None:
+        """End every stream; each gateway takes it for the loss of this worker."""
+        for stream in self._streams.values():
+            stream.closed = True
+            stream.wake.set()
+
+    def _open(self, gateway_id: GatewayId) -> Stream:
+        previous = self._streams.get(gateway_id)
+        if previous is not None:
+            previous.closed = True
+            previous.wake.set()
+        stream = self._streams[gateway_id] = Stream()
+        self._gone_since_s.pop(gateway_id, None)
+        self.publish(gateway_id, [])
+        return stream
