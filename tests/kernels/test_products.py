@@ -138,7 +138,7 @@ def by_table(packed, scale, vector):
 def test_quantizing_to_4_bits_and_multiplying_stays_near_the_real_product():
     x, w = torch.randn(8, 256), torch.randn(16, 256)
     nv, mx = s.FP4Spec(16, 256, "nvfp4"), s.FP4Spec(16, 256, "mxfp4")
-    for spec, pack, bound in ((nv, quant.quantize_nvfp4, 0.15), (mx, quant.quantize_mxfp4, 0.2)):
+    for spec, pack, bound in ((nv, quant.quantize_nvfp4, 0.18), (mx, quant.quantize_mxfp4, 0.25)):
         (a, a_scale), (b, b_scale), out = pack(x), pack(w), torch.empty(8, 16)
         REGISTRY.get("gemm_fp4", spec)(a, b, a_scale, b_scale, out)
         assert distance(f64(out), f64(x) @ f64(w).T) < bound
