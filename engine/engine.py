@@ -130,7 +130,6 @@ class Engine:
             raise KeyError(f"{request_id} is {sequence.status}, not reserved")
         sequence.tokens.append(first.token_id)
         sequence.num_computed = sequence.num_prompt
-        sequence.started = True
         self._insert_blocks(sequence)
         self._scheduler.resume(sequence)
 

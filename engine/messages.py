@@ -62,7 +62,7 @@ class Reservation:
 
 @dataclass(frozen=True)
 class Started:
-    """The scheduler picked the request for the first time. `cached_tokens` is its prefix hit."""
+    """The scheduler picked the request for the first time. `cached_tokens`: its prefix hit; if adopted, the prompt."""
 
     request_id: RequestId
     cached_tokens: int

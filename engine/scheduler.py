@@ -43,7 +43,7 @@ class Scheduler:
 
     @property
     def has_preempted(self) -> bool:
-        return any(sequence.started for sequence in self.waiting)
+        return any(sequence.started or sequence.num_generated for sequence in self.waiting)
 
     def add(self, sequence: Sequence) -> None:
         self._number(sequence)
@@ -82,10 +82,11 @@ class Scheduler:
         chunks = self._chunks([s for s in self.running if not s.is_decoding], budget)
         budget -= sum(piece.num_tokens for piece in chunks)
         admitted = self._admit(budget)
-        started = tuple(piece.sequence for piece in admitted if not piece.sequence.started)
+        pieces += sorted([*chunks, *admitted], key=_is_prompt)
+        started = tuple(piece.sequence for piece in pieces if not piece.sequence.started)
         for sequence in started:
             sequence.started = True
-        return Batch((*pieces, *sorted([*chunks, *admitted], key=_is_prompt)), started)
+        return Batch(tuple(pieces), started)
 
     def _number(self, sequence: Sequence) -> None:
         sequence.arrival = self._next_arrival

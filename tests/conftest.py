@@ -1,5 +1,5 @@
 """Threads that wait must not spin here: tests run beside the processes they started, on few cores.
-Inputs are the same in every run, so that a failure can be had again; `TANDEM_TEST_SEED=7 make test` takes other ones."""
+Inputs are the same in every run, so that a failure comes again; `TANDEM_TEST_SEED=7 make test` takes other ones."""
 
 import os
 import random

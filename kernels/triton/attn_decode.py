@@ -21,6 +21,15 @@ from kernels.triton.common import LN2, LOG2E, PDL, pdl_launch, pdl_start, pdl_wa
 
 
 @triton.jit
+def share(slice_id, first, length, BLOCK: tl.constexpr, SLICES: tl.constexpr):
+    """The keys lo..hi of one slice: whole blocks, shared out evenly. The slice with the last key has lo < length == hi;
+    where there are fewer blocks than slices, some have lo >= hi."""
+    blocks = tl.cdiv(length - first, BLOCK)
+    lo = first + tl.cdiv(slice_id * blocks, SLICES) * BLOCK
+    return lo, tl.minimum(first + tl.cdiv((slice_id + 1) * blocks, SLICES) * BLOCK, length)
+
+
+@triton.jit
 def fresh(ROWS: tl.constexpr, D: tl.constexpr):
     """The state of an online softmax that has seen nothing: running max, sum, weighted values."""
     return tl.full([ROWS], -1.0e30, tl.float32), tl.zeros([ROWS], tl.float32), tl.zeros([ROWS, D], tl.float32)
@@ -301,13 +310,11 @@ def attn_decode_kernel(
     first = 0
     if WINDOW > 0:
         first = tl.maximum(length - Q_LEN + 1 - WINDOW, 0) // BLOCK * BLOCK
-    per = tl.cdiv(tl.cdiv(length - first, BLOCK), SLICES) * BLOCK
-    lo = first + slice_id * per
-    hi = tl.minimum(lo + per, length)
+    lo, hi = share(slice_id, first, length, BLOCK, SLICES)
     d = tl.arange(0, D)
     table = table_ptr + seq * max_pages
-    # the last block goes by plain loads: it has rows beyond the end
-    full = tl.maximum(lo, (hi - 1) // BLOCK * BLOCK)
+    # a block with rows beyond the end goes by plain loads
+    full = tl.maximum(lo, tl.minimum(hi, length // BLOCK * BLOCK))
     page = tl.load(table + lo // PAGE, mask=BULK & (lo < full), other=0)  # tables are constant within a step
     pdl_wait(PDL)
     q = (
@@ -399,9 +406,7 @@ def attn_fused_kernel(
     pdl_start(PDL)
     length = tl.load(len_ptr + seq)  # lengths, tables and old pages are constant within a step: read before the wait
     pos = length - 1
-    per = tl.cdiv(tl.cdiv(length, BLOCK), SLICES) * BLOCK
-    lo = slice_id * per
-    hi = tl.minimum(lo + per, length)
+    lo, hi = share(slice_id, 0, length, BLOCK, SLICES)
     d = tl.arange(0, D)
     h = tl.arange(0, H)
     row = tl.arange(0, ROWS)
@@ -411,7 +416,7 @@ def attn_fused_kernel(
     sin = tl.load(cos_sin_ptr + pos * D + H + h)
     table = table_ptr + seq * max_pages
     # the last block goes by plain loads: it has rows beyond the end, and the new token, not yet visible to a bulk copy
-    full = tl.maximum(lo, (hi - 1) // BLOCK * BLOCK)
+    full = tl.maximum(lo, tl.minimum(hi, (length - 1) // BLOCK * BLOCK))
     first_page = tl.load(table + lo // PAGE, mask=BULK & (lo < full), other=0)
     pdl_wait(PDL)
     factor = 1.0

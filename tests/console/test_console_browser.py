@@ -94,6 +94,7 @@ async def test_the_account_is_what_the_services_measured(console: Page, system: 
     stages, prefill = facts["stages_s"], facts["prefill"]
     assert shown[prefill, "compute"] == pytest.approx(1000 * stages["prefill_prefill"], abs=NEAR_MS)
     assert shown["decode-0", "land"] == pytest.approx(1000 * stages["land"], abs=NEAR_MS)
+    assert shown["decode-0", "join"] == pytest.approx(1000 * stages["queue"], abs=NEAR_MS)
     assert shown["decode-0", "decode"] == pytest.approx(1000 * stages["decode"], abs=NEAR_MS)
     first = shown["gateway", "take"] + shown[prefill, "queue"] + shown[prefill, "compute"]
     assert first == pytest.approx(1000 * facts["ttft_s"], abs=NEAR_MS)

@@ -142,7 +142,7 @@ def test_a_token_of_the_time_account_is_on_the_worker_that_spent_it():
     (prefilled,) = [event for _, event in ring.events if isinstance(event, Prefilled)]
     (end,) = ring.ends(R)
     assert set(prefilled.stages_s) == {"queue", "prefill"}
-    assert set(end.stages_s) == {"expect", "land", "decode"}
+    assert set(end.stages_s) == {"expect", "land", "queue", "decode"}
     assert all(span_s >= 0 for span_s in (*prefilled.stages_s.values(), *end.stages_s.values()))
 
 

@@ -11,6 +11,7 @@ from driving import drain, greedy, random_prompts, request, settings, tokens_of
 from tiny_models import VOCAB, save_tiny
 
 from contracts.errors import OutOfBlocks
+from contracts.events import Token
 from engine.engine import Engine
 from engine.load import load_engine
 
@@ -104,6 +105,14 @@ def test_a_prefix_is_shared_by_requests_of_one_salt_only(pair: Pair):
         hits.append((pair[0].stats().prefix_hit_tokens - before, reserved.skip_tokens))
         pair[0].release(asked.request_id)
     assert hits == [(0, 0), (0, 0), (0, 0), (48, 48), (48, 48)]
+
+
+def test_the_first_step_of_an_adopted_request_tells_that_it_started(pair: Pair):
+    asked = request("a", PROMPTS[2], greedy(4))
+    pair[1].reserve(asked)
+    pair[1].adopt(asked.request_id, Token(0, 5))
+    started = [[start.request_id for start in output.started] for output in drain(pair[1])]
+    assert started == [["a"], [], []]
 
 
 def test_pages_stay_taken_until_the_writer_has_ended(pair: Pair):

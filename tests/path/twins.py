@@ -113,8 +113,8 @@ class FakeEngine:
     def step(self, on_started: Callable[[Started], None]) -> StepOutput:
         started, chunks, sampled, ended = [], [], [], []
         for key, sequence in list(self.sequences.items()):
-            if sequence.state == "waiting" and not sequence.started:
-                if self.held + sequence.num_blocks > self.capacity:
+            if sequence.state in ("waiting", "decoding") and not sequence.started:
+                if sequence.state == "waiting" and self.held + sequence.num_blocks > self.capacity:
                     continue
                 sequence.started = True
                 started.append(Started(key, 0))
