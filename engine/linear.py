@@ -75,16 +75,16 @@ class Int4Linear:
     """int4 weights, each group of 32 with a scale and an offset, bfloat16 rows (torch's weight-only kernel). Gives
     bfloat16 rows; one does not depend, to the bit, on the number of rows.
 
-    Sound only for weights that lie on such a grid already, as those of a GGUF file in Q4_1 do: see on_int4_grid.
+    Only for weights that lie on such a grid already, as those of a GGUF file in Q4_1 do: see int4_grid.
     """
 
     GROUP = 32
 
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
-        codes, scales, least = int4_grid(weight)
-        self._codes = torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes.int(), 2)
+    def __init__(self, grid: "Int4Grid", bias: torch.Tensor | None) -> None:
+        self._codes = torch.ops.aten._convert_weight_to_int4pack_for_cpu(grid.codes.int(), 2)
         # The kernel computes (code - 8) * scale + offset; both come as [groups, out, 2].
-        self._scales = torch.stack([scales, least + 8 * scales], 2).bfloat16().transpose(0, 1).contiguous()
+        offsets = grid.least + 8 * grid.scales
+        self._scales = torch.stack([grid.scales, offsets], 2).bfloat16().transpose(0, 1).contiguous()
         self._bias = bias
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
@@ -92,29 +92,34 @@ class Int4Linear:
         return y if self._bias is None else y + self._bias
 
 
-def int4_grid(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The 16 even steps from the least to the greatest of each 32 weights of a row: codes `[out, in]`, float32; scales
-    and least values `[out, in / 32]`.
+@dataclass(frozen=True)
+class Int4Grid:
+    """16 even steps from the least to the greatest of each 32 weights of a row: codes `[out, in]`, float32; scales and
+    least values `[out, in / 32]`.
     """
+
+    codes: torch.Tensor
+    scales: torch.Tensor
+    least: torch.Tensor
+
+
+def int4_grid(weight: torch.Tensor) -> Int4Grid | None:
+    """None if the grid loses something: codes times scale plus least must give the weights, to float32's rounding."""
+    if weight.shape[1] % Int4Linear.GROUP or len(weight) % 16:
+        return None
     groups = weight.view(len(weight), -1, Int4Linear.GROUP)
     least = groups.amin(2)
     scales = (groups.amax(2) - least) / 15
     codes = ((groups - least[..., None]) / scales.clamp_min(1e-30)[..., None]).round()
-    return codes.view(weight.shape), scales, least
-
-
-def on_int4_grid(weight: torch.Tensor) -> bool:
-    """Whether int4_grid loses nothing: codes times scale plus offset give the weights again, to float32's rounding."""
-    if weight.shape[1] % Int4Linear.GROUP or len(weight) % 16:
-        return False
-    codes, scales, least = int4_grid(weight)
-    groups = codes.view(len(weight), -1, Int4Linear.GROUP) * scales[..., None] + least[..., None]
-    return bool((groups.view(weight.shape) - weight).abs().max() <= 1e-5 * weight.abs().max())
+    loss = (codes * scales[..., None] + least[..., None] - groups).abs().max()
+    is_exact = bool(loss <= 1e-5 * weight.abs().max())
+    return Int4Grid(codes.view(weight.shape), scales, least) if is_exact else None
 
 
 def pack_int4_if_exact(weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
     """float16 for a tensor that int4 would change, as GGUF files have among the others."""
-    return Int4Linear(weight, bias) if on_int4_grid(weight) else Float16Linear(weight, bias)
+    grid = int4_grid(weight)
+    return Float16Linear(weight, bias) if grid is None else Int4Linear(grid, bias)
 
 
 class PhasedLinear:
@@ -153,7 +158,7 @@ class NumberFormat:
 
     def pack(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> PhasedLinear:
         answer = self.answer(weight, bias)
-        return PhasedLinear(answer if self.is_uniform else self.prompt(weight, bias), answer)
+        return PhasedLinear(answer if type(answer) is self.prompt else self.prompt(weight, bias), answer)
 
 
 FORMATS = {

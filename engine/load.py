@@ -15,7 +15,7 @@ from contracts.memory import available_nbytes
 from engine.decoder import Decoder
 from engine.engine import Engine
 from engine.kv_cache import KVCache
-from engine.linear import FORMATS, on_int4_grid
+from engine.linear import FORMATS, int4_grid
 from engine.loading import load_weights
 from engine.messages import EngineSettings
 from engine.runner import Runner
@@ -78,7 +78,7 @@ def resolve_dtype(settings: EngineSettings, source: WeightSource) -> str:
     if dtype == "auto":
         return _fastest(isa, has_fbgemm, source)
     if dtype in ("bfloat16", "mixed16") and isa.bfloat16_speedup == 0.0:
-        raise ConfigError(f"the dtype '{dtype}' multiplies bfloat16, which crashes on this CPU; use float16 or float32")
+        raise ConfigError(f"the dtype '{dtype}' multiplies bfloat16, which this CPU can't; use float16 or float32")
     return dtype
 
 
@@ -92,7 +92,7 @@ def _fastest(isa: CpuIsa, has_fbgemm: bool, source: WeightSource) -> str:
 
 def _is_int4(source: WeightSource) -> bool:
     """Judged by the largest matrix of the first layer; linear.pack_int4_if_exact then looks at each."""
-    return on_int4_grid(source.tensor("model.layers.0.mlp.down_proj.weight"))
+    return int4_grid(source.tensor("model.layers.0.mlp.down_proj.weight")) is not None
 
 
 def kv_layout(config: ModelConfig, block_size: int, dtype: str) -> KVLayout:

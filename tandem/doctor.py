@@ -112,7 +112,7 @@ def _cpu(options: argparse.Namespace) -> Iterator[tuple[str, Level]]:
     isa = probe_isa(EngineSettings.cache_dir)
     if isa.bfloat16_speedup == 0:
         yield (
-            "bfloat16 matmuls crash here: the dtypes bfloat16 and mixed16 are refused, float16 is taken",
+            "bfloat16 matmuls can't run here: the dtypes bfloat16 and mixed16 are refused, float16 and int4 are not",
             Level.WARNING,
         )
     else:

@@ -15,6 +15,9 @@ _ROWS, _IN, _OUT, _ROUNDS = 256, 576, 3072, 7
 
 @torch.inference_mode()
 def main() -> None:
+    if not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        print(json.dumps({"bfloat16_speedup": 0.0}))
+        return
     torch.set_num_threads(1)
     x, weight = torch.randn(_ROWS, _IN), torch.randn(_OUT, _IN)
     packed = torch.ops.mkldnn._reorder_linear_weight(weight.bfloat16(), None)

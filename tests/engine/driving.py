@@ -4,11 +4,18 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import pytest
+import torch
 
 from contracts.ids import RequestId
 from contracts.sampling import SamplingParams
 from engine.engine import Engine
 from engine.messages import EngineRequest, EngineSettings, StepOutput
+
+needs_bfloat16 = pytest.mark.skipif(
+    not torch.ops.mkldnn._is_mkldnn_bf16_supported(),
+    reason="oneDNN multiplies no bfloat16 on this CPU: it needs AVX512 or AVX-NE-CONVERT",
+)
 
 SETTINGS: dict[str, Any] = {"kv_cache_nbytes": 64 << 20, "dtype": "float32", "num_threads": 1}
 

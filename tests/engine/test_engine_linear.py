@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from driving import needs_bfloat16
 
 from engine.linear import (
     FORMATS,
@@ -12,7 +13,6 @@ from engine.linear import (
     Int8Linear,
     PhasedLinear,
     int4_grid,
-    on_int4_grid,
     pack_int4_if_exact,
     padded_rows,
 )
@@ -22,6 +22,9 @@ from kernels.cpu.isa import apply_isa, probe_isa
 # format, times a little for the rows' own rounding. int8: one scale a row of weights that are normal, so 4.5 sigma
 # fill 127 steps.
 TOLERANCES = {Float32Linear: 1e-6, Float16Linear: 4e-4, BFloat16Linear: 4e-3, Int8Linear: 1.2e-2}
+KINDS = [
+    pytest.param(kind, id=kind.__name__, marks=needs_bfloat16 if kind is BFloat16Linear else ()) for kind in TOLERANCES
+]
 WIDTH = 576
 
 
@@ -40,7 +43,7 @@ def relative_error(y: torch.Tensor, exact: torch.Tensor) -> float:
 
 @pytest.mark.parametrize("num_rows", [1, 3, 33, 100, 513])
 @pytest.mark.parametrize("has_bias", [False, True])
-@pytest.mark.parametrize("kind", TOLERANCES, ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("kind", KINDS)
 def test_near_the_exact_product(kind, has_bias, num_rows):
     x, weight = matrix(num_rows, WIDTH, 1), matrix(96, WIDTH, 2)
     bias = matrix(1, 96, 3)[0] if has_bias else None
@@ -50,9 +53,17 @@ def test_near_the_exact_product(kind, has_bias, num_rows):
     assert relative_error(y, exact) < TOLERANCES[kind]
 
 
-@pytest.mark.parametrize("kind", [Float16Linear, BFloat16Linear, Int4Linear], ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("kind", [Float16Linear, pytest.param(BFloat16Linear, marks=needs_bfloat16)])
 def test_a_row_is_the_same_to_the_bit_in_any_company(kind):
     linear = kind(matrix(192, WIDTH, 2), None)
+    assert_rows_keep_their_bits(linear)
+
+
+def test_so_is_a_row_of_int4():
+    assert_rows_keep_their_bits(pack_int4_if_exact(on_grid(192, WIDTH), None))
+
+
+def assert_rows_keep_their_bits(linear):
     x = matrix(700, WIDTH, 1)
     everything = linear(x)
     for first, last in [(0, 64), (64, 164), (100, 700), (300, 813)]:
@@ -82,10 +93,11 @@ def test_phases_take_their_own_format_and_answers_come_first():
 
 
 @pytest.mark.parametrize(
-    ("name", "is_uniform"), [("float32", True), ("mixed16", False), ("int4", False), ("int8", False)]
+    ("name", "is_uniform"),
+    [("float32", True), pytest.param("mixed16", False, marks=needs_bfloat16), ("int4", True), ("int8", False)],
 )
 def test_a_format_packs_one_or_two_linears(name, is_uniform):
-    packed = FORMATS[name].pack(matrix(64, WIDTH))
+    packed = FORMATS[name].pack(matrix(64, WIDTH))  # on no grid: int4 holds it in float16, once
     assert packed.is_uniform == is_uniform
     assert packed(matrix(4, WIDTH), 2).shape == (4, 64)
 
@@ -101,9 +113,9 @@ def on_grid(rows: int, columns: int) -> torch.Tensor:
 
 def test_weights_on_an_int4_grid_are_found_again_to_the_code():
     weight = on_grid(96, WIDTH)
-    codes, scales, least = int4_grid(weight)
-    assert on_int4_grid(weight)
-    again = codes.view(96, -1, 32) * scales[..., None] + least[..., None]
+    grid = int4_grid(weight)
+    assert grid is not None
+    again = grid.codes.view(96, -1, 32) * grid.scales[..., None] + grid.least[..., None]
     torch.testing.assert_close(again.view(96, WIDTH), weight, rtol=0, atol=1e-7)
 
 
@@ -117,11 +129,11 @@ def test_int4_is_as_near_as_bfloat16_on_weights_of_its_grid(has_bias):
 
 @pytest.mark.parametrize("weight", [matrix(96, WIDTH), matrix(96, 100), on_grid(40, WIDTH)])
 def test_weights_that_int4_would_change_or_cannot_hold_stay_float16(weight):
-    assert not on_int4_grid(weight)
+    assert int4_grid(weight) is None
     assert isinstance(pack_int4_if_exact(weight, None), Float16Linear)
 
 
 def test_equal_weights_are_on_every_grid():
     weight = torch.full((16, 32), 0.25)
-    assert on_int4_grid(weight)
+    assert isinstance(pack_int4_if_exact(weight, None), Int4Linear)
     assert torch.equal(pack_int4_if_exact(weight, None)(torch.ones(1, 32)).float(), torch.full((1, 16), 8.0))

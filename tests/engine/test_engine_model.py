@@ -1,7 +1,7 @@
 """The default model: greedy answers equal to transformers, and the same whatever else runs."""
 
 import pytest
-from driving import answers, drain, greedy, request, settings, tokens_of
+from driving import answers, drain, greedy, needs_bfloat16, request, settings, tokens_of
 
 from bench.oracle import greedy as oracle_greedy
 from bench.oracle import oracle
@@ -36,7 +36,7 @@ def test_float32_answers_equal_transformers(prompts):
     assert answers(engine, prompts, greedy(NUM_TOKENS)) == [oracle_greedy(reference, p, NUM_TOKENS) for p in prompts]
 
 
-@pytest.mark.parametrize("dtype", ["float16", "mixed16"])
+@pytest.mark.parametrize("dtype", ["float16", pytest.param("mixed16", marks=needs_bfloat16)])
 def test_answers_do_not_depend_on_the_batch_or_the_chunks(prompts, dtype):
     whole = load_engine(settings(dtype=dtype, kv_cache_nbytes=128 << 20))
     chunked = load_engine(settings(dtype=dtype, kv_cache_nbytes=128 << 20, max_batched_tokens=48, max_num_seqs=3))
@@ -127,7 +127,7 @@ def test_progress_goes_from_nothing_to_all():
     assert seen[0] == ("resolve", 0, 1) and seen[-1] == ("load", 30, 30)
 
 
-@pytest.mark.parametrize(("dtype", "num_hits"), [("float16", 48), ("mixed16", 32)])
+@pytest.mark.parametrize(("dtype", "num_hits"), [("float16", 48), pytest.param("mixed16", 32, marks=needs_bfloat16)])
 def test_an_answer_is_a_cached_prefix_only_where_a_prompt_would_be_computed_alike(prompts, dtype, num_hits):
     engine = load_engine(settings(dtype=dtype, kv_cache_nbytes=64 << 20))
     prompt = prompts[3][:40]
