@@ -76,6 +76,7 @@ def decode_cases() -> list[Case]:
         fused_attn_case(FusedAttnSpec(32, 8, 128, parts=2), lengths),
         fused_attn_case(FusedAttnSpec(32, 8, 128, deferred=True, quant="group"), lengths * 9),
         fused_attn_case(FusedAttnSpec(32, 8, 128, quant="none"), [1088]),
+        fused_attn_case(FusedAttnSpec(32, 8, 128), [9000, 1, 4097, 8192]),
     ]
 
 

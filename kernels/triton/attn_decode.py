@@ -577,18 +577,18 @@ def query_rows(spec: AttnSpec) -> int:
 def slice_plan(pairs: int, max_len: int, spec: AttnSpec | FusedAttnSpec) -> Plan:
     """How many slices a sequence and KV head is cut into, and how each is read (tuned on H200; docs/kernels.md).
 
-    Long contexts: a thousand CTAs of one warp by bulk copies, eight to a multiprocessor, which hide each other's waits;
-    a second buffer in each would leave room for fewer. The dependent launch is triggered after the loop: before it, it
-    cost 17 us of 90 at 16 x 8k.
+    Long contexts: CTAs of one warp by bulk copies, eight to each of 132 multiprocessors, which hide each other's waits.
+    Two buffers of 32 keys: with more, fewer CTAs would fit. The dependent launch is triggered after the loop: before
+    it, it cost 17 us of 90 at 16 x 8k.
     """
     window = spec.window if isinstance(spec, AttnSpec) else 0
     plain = isinstance(spec, FusedAttnSpec) or (query_rows(spec) == 16 and spec.kv == "e4m3")
     blocks = max(1, triton.cdiv(min(max_len, window + spec.page) if window else max_len, spec.page))
     one_warp = dict(block=spec.page, warps=1, early=False)
     if plain and not window:
-        slices = min(1024 // pairs, 128, blocks // 8)
+        slices = min(8 * 132 // pairs, 132, blocks // 8)
         if blocks >= 64 and slices > 1:
-            return dict(slices=slices, stages=2, bulk=True, **one_warp)
+            return dict(one_warp, slices=slices, block=min(32, spec.page), stages=3, bulk=True)
         slices = max(1, min(396 // pairs, blocks))
         if pairs >= 64 and slices > 1:
             return dict(slices=slices, stages=3, bulk=True, **one_warp)

@@ -13,6 +13,12 @@ from kernels.triton.common import PDL, pdl_launch, pdl_start, pdl_wait, to_e4m3,
 
 
 @triton.jit
+def sum_and_max(total_a, peak_a, total_b, peak_b):
+    """Combine two (sum, largest): one round through shared memory instead of two."""
+    return total_a + total_b, tl.maximum(peak_a, peak_b)
+
+
+@triton.jit
 def norm_kernel(
     x_ptr, residual_ptr, weight_ptr, ids_ptr, out_ptr, scale_ptr, token_scale_ptr, channel_scale_ptr, eps, num_tokens,
     N: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr, EMBED: tl.constexpr, RESIDUAL: tl.constexpr,
@@ -40,12 +46,14 @@ def norm_kernel(
         rounded = value.to(residual_ptr.dtype.element_ty)
         tl.store(residual_ptr + row.to(tl.int64) * N + col, rounded, mask=mask)
         value = rounded.to(tl.float32)  # the norm sees what the residual holds, as an unfused pair would
-    y = value * tl.rsqrt(tl.sum(value * value, 0) / N + eps) * gain
+    squares, peak = tl.reduce((value * value, tl.abs(value * gain)), 0, sum_and_max)
+    r = tl.rsqrt(squares / N + eps)
+    y = value * r * gain
     if QUANT == 0:
         tl.store(out_ptr + row.to(tl.int64) * N + col, y.to(out_ptr.dtype.element_ty), mask=mask)
     else:
         if QUANT == 1:
-            scale = token_scale(tl.max(tl.abs(y), 0))
+            scale = token_scale(peak * r)
             tl.store(scale_ptr + row, scale)
         else:
             scale = tl.load(scale_ptr)

@@ -35,7 +35,7 @@ def test_a_process_that_ends_is_not_waited_for(python):
 
 
 def test_a_process_that_never_serves_is_given_up(python):
-    process = python("import time; time.sleep(600)")
+    process = python("import signal, time; signal.signal(signal.SIGINT, signal.SIG_DFL); time.sleep(600)")
     try:
         assert wait_ready(process, f"http://127.0.0.1:{free_port()}", 0.3) == "not ready after 0 s"
     finally:

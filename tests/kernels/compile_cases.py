@@ -229,12 +229,16 @@ def skinny(name: str, bx: int, bk: int, stages: int, **over: Any) -> Case:
     )  # fmt: skip
 
 
-def gate_up(name: str, bw: int, bx: int, bk: int, stages: int, quant: int = 1) -> Case:
-    types = {**dual_types, "w_desc": desc(bw, bk), "x_desc": desc(bx, bk)}
-    constants = dict(N=28672, K=4096, BW=bw, BX=bx, BK=bk, STAGES=stages, QUANT=quant, PDL=True, EARLY=True, AHEAD=True)
+def gate_up(name: str, bw: int, bx: int, bk: int, stages: int, quant: int = 1, beyond: int = 0) -> Case:
+    types = {**dual_types, "w_ptr": "*fp8e4nv", "w_desc": desc(bw, bk), "x_desc": desc(bx, bk)}
+    constants = dict(
+        N=28672, K=4096, BW=bw, BX=bx, BK=bk, STAGES=stages, BEYOND=beyond, QUANT=quant, PDL=True, EARLY=True,
+        AHEAD=True,
+    )  # fmt: skip
+    fetch = (r"cp\.async\.bulk\.prefetch\.L2",) if beyond else ()
     return Case(
-        name, gemm_hopper.gate_up_kernel, types, constants, aligned(dual_types), dict(num_warps=4, **LAUNCH),
-        {90: WGMMA8 + TMA + PDL + CVT}, archs=(90,),
+        name, gemm_hopper.gate_up_kernel, types, constants, (*aligned(dual_types), "w_ptr"),
+        dict(num_warps=4, **LAUNCH), {90: WGMMA8 + TMA + PDL + CVT + fetch}, archs=(90,),
     )  # fmt: skip
 
 
@@ -294,7 +298,7 @@ CASES = [
     Case("argmax_merge", norm.argmax_merge_kernel, pointers(fp32="best", i32="index", i64="out"), dict(PARTS=32, BLOCK=32, PDL=True), (), dict(num_warps=1, **LAUNCH), everywhere(PDL)),
     attn("attn_decode"),
     attn("attn_decode_pairs", PAIRS=True),
-    attn("attn_decode_bulk_half", {**attn_types, "k_desc": "tensordesc<fp8e4nv[32, 128]>", "v_desc": "tensordesc<i16[32, 64]>"}, BULK=True, BLOCK=32, SLICES=128, GROUP=16),
+    attn("attn_decode_bulk_half", {**attn_types, "k_desc": "tensordesc<fp8e4nv[32, 128]>", "v_desc": "tensordesc<i16[32, 64]>"}, BULK=True, BLOCK=32, SLICES=132, GROUP=16),
     attn("attn_decode_gpt_oss", HQ=64, HKV=8, D=64, WINDOW=128, SINKS=True, LSE=True, PAD=8),
     attn("attn_decode_gpt_oss_bulk", {**attn_types, **oss_bulk}, HQ=64, D=64, SINKS=True, BULK=True, SLICES=132, GROUP=16, PAD=8),
     attn("attn_decode_bulk", {**attn_types, **bulk}, BULK=True, SLICES=64),
@@ -308,6 +312,7 @@ CASES = [
     skinny("skinny_32", 32, 256, 8),
     skinny("skinny_group", 8, 128, 7, GROUP=True),
     gate_up("gate_up_8", 64, 8, 256, 3),
+    gate_up("gate_up_8_beyond", 64, 8, 256, 3, beyond=2),
     gate_up("gate_up_128", 64, 128, 128, 3),
     gate_up("gate_up_group", 128, 32, 128, 5, quant=2),
     tcgen05("tcgen05_16", 16, False),

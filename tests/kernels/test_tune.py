@@ -78,8 +78,8 @@ def test_slices_cover_long_contexts_and_fit_the_workspace(pairs, max_len, spec):
 
 @pytest.mark.parametrize(
     ("spec", "batch", "context", "slices", "bulk"),
-    [(LLAMA, 1, 131072, 128, True), (LLAMA, 16, 8192, 8, True), (LLAMA, 128, 1024, 1, False),
-     (LLAMA, 1, 1024, 16, False), (OSS, 1, 131072, 128, True), (OSS, 16, 1024, 3, True),
+    [(LLAMA, 1, 131072, 132, True), (LLAMA, 16, 8192, 8, True), (LLAMA, 128, 1024, 1, False),
+     (LLAMA, 1, 1024, 16, False), (OSS, 1, 131072, 132, True), (OSS, 16, 1024, 3, True),
      (AttnSpec(64, 8, 64, window=128), 16, 8192, 3, False)],
 )  # fmt: skip
 def test_the_measured_shapes_get_the_plan_that_was_measured(spec, batch, context, slices, bulk):
