@@ -151,7 +151,8 @@ def skinny(registry: Registry) -> list[Row]:
 
 def norm_and(registry: Registry, case: Case, name: str, tokens: int, peer: Callable[[Call], Any]) -> Row:
     norm = norm_case(NormSpec(4096, parts=2), tokens)
-    normed, calls = norm.make("cuda"), fresh_calls(case)
+    normed = norm.make("cuda")
+    calls = [chained(normed, call) for call in fresh_calls(case)]
     norm_op, op = registry.get(norm.op, norm.spec), registry.get(case.op, case.spec)
 
     def both(call: Call) -> None:
@@ -174,6 +175,17 @@ def norm_and(registry: Registry, case: Case, name: str, tokens: int, peer: Calla
             other,
         )
     )
+
+
+def chained(normed: Call, call: Call) -> Call:
+    """The product reads what the norm wrote, and writes what the norm will read, where the shapes are the same: in a
+    step these lie in L2, and buffers of their own would not."""
+    args, (x, *_, normed_out, normed_scale) = list(call.args), normed.args
+    if args[0].shape == normed_out.shape:
+        args[0], args[2] = normed_out, normed_scale
+    if args[4].shape == x.shape:
+        args[4] = x
+    return Call(tuple(args), call.kwargs)
 
 
 def wide(registry: Registry) -> list[Row]:

@@ -123,6 +123,7 @@ def expert_cases() -> list[Case]:
         experts_case(replace(oss, bias=True), 33),
         experts_case(qwen, 17),
         experts_case(qwen, 1000),
+        w4_case(W4Spec(6144, 4096), 1),
         w4_case(W4Spec(6144, 4096), 7),
         w4_case(W4Spec(6144, 4096, "awq"), 65),
         w4_case(W4Spec(6144, 4096, "mxfp4", 32), 200),

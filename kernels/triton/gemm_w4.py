@@ -155,7 +155,7 @@ def gemm_w4_kernel(
         tl.store(out_ptr + at, acc.to(out_ptr.dtype.element_ty), mask=live[None, :])
     else:
         tile = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
-        stride = M.to(tl.int64) * N
+        stride = tl.cast(M, tl.int64) * N  # M is no tensor where it is 1
         tl.store(part_ptr + part * stride + at, acc, mask=live[None, :])
         tl.debug_barrier()
         if tl.atomic_add(counter_ptr + tile, 1, sem="acq_rel") == PARTS - 1:

@@ -3,8 +3,8 @@
 What decides speed and safety here, all of it seen on ucxx 0.52 with UCX 1.22:
 * endpoint error handling on: without it a dead peer is never reported. It excludes UCX's own shared memory; we have
   ours. Over TCP it also excludes direct writes into the receiver's memory: each message is copied once more on arrival.
-* TCP segments that hold half a message of 1 MiB with its heads: the defaults (8 and 64 KiB) halve the throughput of
-  large messages, and 512 KiB made a third segment of the last bytes.
+* TCP segments that hold a message of 512 KiB with its heads: the defaults (8 and 64 KiB) halve the throughput of large
+  messages, and one of 512 KiB sharp leaves the last bytes to a second.
 * put_zcopy: direct writes where the network has them (RDMA). Over TCP, which has not, it turns the rendezvous off, and
   its round trip for each message: 8 to 12 % less CPU. What arrives before a receive is posted lies in UCX's memory, so
   nothing is read from the network while a message is there to be taken.
