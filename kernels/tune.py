@@ -124,7 +124,7 @@ def weight_jobs() -> list[Job]:
         Job(
             gate_up_case(GateUpSpec(28672, 4096), 8),
             8,
-            grid(bw=(64, 128), bx=(8,), bk=(128, 256), stages=(3, 4, 6), beyond=(0, 2), warps=(4,)),
+            grid(bw=(64, 128), bx=(8,), bk=(128, 256), stages=(3, 4, 6), warps=(4,)),
             "hopper",
         )
     )

@@ -140,29 +140,15 @@ def skinny_gemm_kernel(
 
 
 @gluon.jit
-def ask_for(w_ptr, row, col, nbytes, N: gl.constexpr, K: gl.constexpr, BW: gl.constexpr, num_warps: gl.constexpr):
-    """Fetch columns col..col + nbytes of BW rows of gate and of up into L2, a row a thread."""
-    layout: gl.constexpr = gl.BlockedLayout([1], [32], [num_warps], [0])
-    i = gl.arange(0, 2 * BW, layout=layout)
-    at = w_ptr + (row + i % BW + i // BW * (N // 2)).to(gl.int64) * K + col
-    size = gl.full([2 * BW], nbytes, gl.int32, layout)
-    gl.inline_asm_elementwise(
-        "cp.async.bulk.prefetch.L2.global [$1], $2; // $0", "=r,l,r", [at.to(gl.int64), size], dtype=gl.int32,
-        is_pure=False, pack=1,
-    )  # fmt: skip
-
-
-@gluon.jit
 def gate_up_kernel(
-    w_ptr, w_desc, x_desc, out_ptr, w_scale_ptr, x_scale_ptr, out_scale_ptr, M, N: gl.constexpr, K: gl.constexpr,
-    BW: gl.constexpr, BX: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr, BEYOND: gl.constexpr,
-    QUANT: gl.constexpr, PDL: gl.constexpr, EARLY: gl.constexpr, AHEAD: gl.constexpr, num_warps: gl.constexpr,
+    w_desc, x_desc, out_ptr, w_scale_ptr, x_scale_ptr, out_scale_ptr, M, N: gl.constexpr, K: gl.constexpr,
+    BW: gl.constexpr, BX: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr, QUANT: gl.constexpr,
+    PDL: gl.constexpr, EARLY: gl.constexpr, AHEAD: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     """Rows n and N/2 + n of w are gate and up; out[M, N/2] = quantize(silu(gate) * up).
 
     QUANT 0: bf16; 1: by the scale at out_scale_ptr; 2: one scale per token and BW columns,
-    written to out_scale [N/2/BW, M]. BEYOND: steps that are fetched into L2 before the wait, behind the STAGES in
-    shared memory.
+    written to out_scale [N/2/BW, M].
     """
     x_tile = gl.program_id(0)
     w_tile = gl.program_id(1)
@@ -184,8 +170,6 @@ def gate_up_kernel(
         mbarrier.expect(full.index(i), NBYTES, pred=i < STEPS)
         tma.async_copy_global_to_shared(w_desc, [row, i * BK], full.index(i), g_smem.index(i), pred=i < STEPS)
         tma.async_copy_global_to_shared(w_desc, [up_row, i * BK], full.index(i), u_smem.index(i), pred=i < STEPS)
-    if BEYOND > 0:
-        ask_for(w_ptr, row, STAGES * BK, BEYOND * BK, N, K, BW, num_warps)
     rows = row + gl.arange(0, BW, layout=gl.SliceLayout(1, layout))
     tokens = token + gl.arange(0, BX, layout=gl.SliceLayout(0, layout))
     g_scale = gl.load(w_scale_ptr + rows)
@@ -265,10 +249,9 @@ def gemm_gate_up(
     plan = plans.pick(tokens, default_plan(tokens, dual=True))
     bw, bx, bk = plan["bw"], plan["bx"], plan["bk"]
     gate_up_kernel[(triton.cdiv(tokens, bx), spec.n // 2 // bw)](
-        w, descriptor(w, bw, bk), descriptor(a, bx, bk), out, w_scale, a_scale, out_scale, tokens, N=spec.n, K=spec.k,
-        BW=bw, BX=bx, BK=bk, STAGES=plan["stages"], BEYOND=plan.get("beyond", 0) if ahead else 0,
-        QUANT={"none": 0, "tensor": 1, "group": 2}[spec.quant], PDL=pdl, EARLY=early, AHEAD=ahead,
-        num_warps=plan.get("warps", 4), launch_pdl=pdl,
+        descriptor(w, bw, bk), descriptor(a, bx, bk), out, w_scale, a_scale, out_scale, tokens, N=spec.n, K=spec.k,
+        BW=bw, BX=bx, BK=bk, STAGES=plan["stages"], QUANT={"none": 0, "tensor": 1, "group": 2}[spec.quant], PDL=pdl,
+        EARLY=early, AHEAD=ahead, num_warps=plan.get("warps", 4), launch_pdl=pdl,
     )  # fmt: skip
 
 

@@ -229,16 +229,12 @@ def skinny(name: str, bx: int, bk: int, stages: int, **over: Any) -> Case:
     )  # fmt: skip
 
 
-def gate_up(name: str, bw: int, bx: int, bk: int, stages: int, quant: int = 1, beyond: int = 0) -> Case:
-    types = {**dual_types, "w_ptr": "*fp8e4nv", "w_desc": desc(bw, bk), "x_desc": desc(bx, bk)}
-    constants = dict(
-        N=28672, K=4096, BW=bw, BX=bx, BK=bk, STAGES=stages, BEYOND=beyond, QUANT=quant, PDL=True, EARLY=True,
-        AHEAD=True,
-    )  # fmt: skip
-    fetch = (r"cp\.async\.bulk\.prefetch\.L2",) if beyond else ()
+def gate_up(name: str, bw: int, bx: int, bk: int, stages: int, quant: int = 1) -> Case:
+    types = {**dual_types, "w_desc": desc(bw, bk), "x_desc": desc(bx, bk)}
+    constants = dict(N=28672, K=4096, BW=bw, BX=bx, BK=bk, STAGES=stages, QUANT=quant, PDL=True, EARLY=True, AHEAD=True)
     return Case(
-        name, gemm_hopper.gate_up_kernel, types, constants, (*aligned(dual_types), "w_ptr"),
-        dict(num_warps=4, **LAUNCH), {90: WGMMA8 + TMA + PDL + CVT + fetch}, archs=(90,),
+        name, gemm_hopper.gate_up_kernel, types, constants, aligned(dual_types), dict(num_warps=4, **LAUNCH),
+        {90: WGMMA8 + TMA + PDL + CVT}, archs=(90,),
     )  # fmt: skip
 
 
@@ -312,7 +308,6 @@ CASES = [
     skinny("skinny_32", 32, 256, 8),
     skinny("skinny_group", 8, 128, 7, GROUP=True),
     gate_up("gate_up_8", 64, 8, 256, 3),
-    gate_up("gate_up_8_beyond", 64, 8, 256, 3, beyond=2),
     gate_up("gate_up_128", 64, 128, 128, 3),
     gate_up("gate_up_group", 128, 32, 128, 5, quant=2),
     tcgen05("tcgen05_16", 16, False),
