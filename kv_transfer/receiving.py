@@ -126,17 +126,17 @@ class Receiver:
     def run(self) -> None:
         """Raises PeerLost when the channel broke, Corrupt when sender and receiver have lost step."""
         while True:
-            slot = self._channel.receive()
-            start = time.perf_counter()
-            self._take(slot)
-            self._channel.release(slot)
-            self.busy_s += time.perf_counter() - start
+            self._channel.receive(self._take)
 
     def stop(self) -> None:
         """It never waits but for the channel."""
 
     def _take(self, slot: Slot) -> None:
-        piece = read_meta(slot.meta)
+        start = time.perf_counter()
+        self._put(slot, read_meta(slot.meta))
+        self.busy_s += time.perf_counter() - start
+
+    def _put(self, slot: Slot, piece: Piece) -> None:
         arrival = self._arrival
         if arrival is None or not arrival.continues(piece):
             self._cut_short()

@@ -86,12 +86,10 @@ class Outbound(Channel, Protocol):
 
 
 class Inbound(Channel, Protocol):
-    def receive(self) -> Slot:
-        """The next message, in the order of sending. Blocks without a limit: silence is normal here."""
-        ...
-
-    def release(self, slot: Slot) -> None:
-        """Its bytes are taken out."""
+    def receive(self, take: Callable[[Slot], None]) -> None:
+        """Give `take` at least one message, in the order of sending; its bytes are gone when it returns. Raises what
+        `take` raises. Blocks without a limit: silence is normal here.
+        """
         ...
 
 

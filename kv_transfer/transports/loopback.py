@@ -102,8 +102,7 @@ class LoopbackOutbound(_LoopbackChannel):
 
 
 class LoopbackInbound(_LoopbackChannel):
-    def receive(self) -> Slot:
-        return self._memory.take(self._memory.full, None)
-
-    def release(self, slot: Slot) -> None:
+    def receive(self, take: Callable[[Slot], None]) -> None:
+        slot = self._memory.take(self._memory.full, None)
+        take(slot)
         self._memory.put(self._memory.free, slot)

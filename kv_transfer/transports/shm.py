@@ -182,13 +182,11 @@ class ShmInbound(_ShmChannel):
         with contextlib.suppress(OSError):
             socket.send_fds(self._sock, [b"\0"], self._shared)
 
-    def receive(self) -> Slot:
+    def receive(self, take: Callable[[Slot], None]) -> None:
+        """Slots go back by the half ring: one at a time would wake the sender for each, often on our own core."""
         if self._num_ready == 0:
             self._give_back()
-        return self._take()
-
-    def release(self, slot: Slot) -> None:
-        """Slots go back by the half ring: one at a time would wake the sender for each, often on our own core."""
+        take(self._take())
         self._num_owed += 1
         if self._num_owed * 2 >= len(self._slots):
             self._give_back()

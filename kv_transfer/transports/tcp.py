@@ -86,16 +86,13 @@ class TcpInbound(_TcpChannel):
     def __init__(self, sock: socket.socket, ring: Ring) -> None:
         super().__init__(sock, ring, socket.SO_RCVBUF, None)
 
-    def receive(self) -> Slot:
+    def receive(self, take: Callable[[Slot], None]) -> None:
         self._fill(self._slot.meta)
         nbytes = read_meta(self._slot.meta).nbytes
         if not 0 < nbytes <= len(self._slot.payload):
             raise PeerLost(f"a data message of {nbytes} bytes; the slot has {len(self._slot.payload)}")
         self._fill(self._slot.payload[:nbytes])
-        return self._slot
-
-    def release(self, slot: Slot) -> None:
-        pass
+        take(self._slot)
 
     def _fill(self, buffer: np.ndarray) -> None:
         view = buffer.data

@@ -2,14 +2,15 @@
 
 What decides speed and safety here, all of it seen on ucxx 0.52 with UCX 1.22:
 * endpoint error handling on: without it a dead peer is never reported. It excludes UCX's own shared memory; we have
-  ours. Over TCP it also excludes direct writes into the receiver's memory: each message is copied once more on arrival.
+  ours. Over TCP it also excludes direct writes into the receiver's memory.
 * TCP segments that hold a message of 512 KiB with its heads: the defaults (8 and 64 KiB) halve the throughput of large
   messages, and one of 512 KiB sharp leaves the last bytes to a second.
 * put_zcopy: direct writes where the network has them (RDMA). Over TCP, which has not, it turns the rendezvous off, and
-  its round trip for each message: 8 to 12 % less CPU. What arrives before a receive is posted lies in UCX's memory, so
-  nothing is read from the network while a message is there to be taken.
+  its round trip for each message: 8 to 12 % less CPU.
 * each post drives the worker once, so that packing and sending overlap.
 * the thread that waits sleeps in epoll on the worker's descriptor; nothing polls.
+* active messages: one that is a TCP segment is given to us where UCX received it. A tagged receive copies it once more,
+  into memory that it then scatters from: a seventh of all CPU time.
 * UCX does not keep buffers alive, and dropping a request does not stop it: buffers are freed after the endpoint is
   closed and every request has completed.
 * a worker whose peer was killed or stopped in mid-message is sometimes not destroyed (about one in ten) and keeps 8 to
@@ -24,18 +25,17 @@ import select
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 from socket import socket
 from typing import Any
 
 import numpy as np
 import ucxx._lib.libucxx as ucx
-from ucxx._lib.arr import Array
 
 from contracts.errors import PeerLost, TransferError
 from kv_transfer.piece import META_NBYTES
 from kv_transfer.transports.base import Inbound, Opening, Outbound, Ring, Slot
 from kv_transfer.transports.ucx_endpoint import endpoint_lanes
+from kv_transfer.transports.ucx_messages import Operation, Receiving, send
 
 log = logging.getLogger(__name__)
 
@@ -53,12 +53,12 @@ class UcxTransport:
     name = "ucx"
 
     def open(self, session: bytes, ring: Ring, connect: Callable[[], socket]) -> Opening:
-        return _Opening(session, ring)
+        return _Opening(ring)
 
     def accept(
         self, session: bytes, ring: Ring, params: bytes, attached: Callable[[], socket]
     ) -> tuple[Inbound, bytes]:
-        engine = _Engine(session, ring)
+        engine = _Engine(ring)
         engine.connect(params)
         return UcxInbound(engine), engine.address
 
@@ -66,18 +66,9 @@ class UcxTransport:
         pass
 
 
-@dataclass(slots=True)
-class _Operation:
-    """UCX holds no reference to `array`'s memory: it lives here until `request` is complete."""
-
-    slot: Slot
-    array: Any
-    request: Any
-
-
 class _Opening:
-    def __init__(self, session: bytes, ring: Ring) -> None:
-        self._engine = _Engine(session, ring)
+    def __init__(self, ring: Ring) -> None:
+        self._engine = _Engine(ring)
         self.params = self._engine.address
 
     def finish(self, answer: bytes) -> Outbound:
@@ -89,58 +80,48 @@ class _Opening:
 
 
 class _Engine:
-    """A worker with one endpoint; operations in order. All methods but `interrupt` are for one thread at a time."""
+    """A worker with one endpoint. All methods but `interrupt` are for one thread at a time."""
 
-    def __init__(self, session: bytes, ring: Ring) -> None:
+    def __init__(self, ring: Ring) -> None:
         self.ring = ring
-        self._tag_base = int.from_bytes(session[:4], "little") << 32
-        self._num_operations = 0
-        self._endpoint: Any = None
-        self._operations: deque[_Operation] = deque()
+        self.operations: deque[Operation] = deque()
+        self.endpoint: Any = None
         self._interrupted = False
-        self._worker: Any = _make_worker()
-        self.address = bytes(self._worker.address)
+        self.worker: Any = _make_worker()
+        self.address = bytes(self.worker.address)
         self._wake = os.eventfd(0, os.EFD_NONBLOCK)
         self._poller = select.poll()
         self._poller.register(self._wake, select.POLLIN)
-        self._poller.register(self._worker.epoll_file_descriptor, select.POLLIN)
+        self._poller.register(self.worker.epoll_file_descriptor, select.POLLIN)
 
     def connect(self, address: bytes) -> None:
         try:
             peer = ucx.UCXAddress.create_from_buffer(address)
-            self._endpoint = ucx.UCXEndpoint.create_from_worker_address(
-                self._worker, peer, endpoint_error_handling=True
-            )
+            self.endpoint = ucx.UCXEndpoint.create_from_worker_address(self.worker, peer, endpoint_error_handling=True)
         except Exception as error:  # ucxx has one exception class per UCX status, made at run time
             self.close()
             raise TransferError(f"UCX can't reach the peer: {error}") from error
 
     @property
-    def is_busy(self) -> bool:
-        return bool(self._operations)
-
-    @property
     def lanes(self) -> str:
-        return endpoint_lanes(self._endpoint.handle) if self._endpoint is not None else ""
+        return endpoint_lanes(self.endpoint.handle) if self.endpoint is not None else ""
 
-    def post_send(self, slot: Slot, nbytes: int) -> None:
-        array = Array(slot.buffer[: META_NBYTES + nbytes])
-        self._post(slot, array, self._endpoint.tag_send)
-        self._worker.progress()
-
-    def post_receive(self, slot: Slot) -> None:
-        array = Array(slot.buffer)
-        self._post(slot, array, self._endpoint.tag_recv)
-
-    def oldest(self, timeout_s: float | None) -> Slot:
-        """Wait until the oldest operation is complete. Raises PeerLost if it failed, or after `timeout_s`."""
+    def until(self, is_reached: Callable[[], bool], timeout_s: float | None) -> None:
+        """Drive the worker. Raises PeerLost if the peer is gone, or after `timeout_s`."""
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
-        operation = self._operations[0]
-        while not self._progress(operation):
-            self._sleep(deadline)
-        self._operations.popleft()
-        _check(operation.request)
-        return operation.slot
+        while not is_reached():
+            self.require_open()
+            if not self.worker.progress_once():
+                self._sleep(deadline)
+
+    def require_open(self) -> None:
+        """Raises PeerLost."""
+        if self._interrupted:
+            raise PeerLost("the UCX channel was closed")
+        try:
+            self.endpoint.raise_on_error()
+        except Exception as error:
+            raise PeerLost(f"UCX: {type(error).__name__}: {error}") from error
 
     def interrupt(self) -> None:
         self._interrupted = True
@@ -148,43 +129,25 @@ class _Engine:
 
     def close(self) -> None:
         """Close the endpoint, then wait until UCX has let go of every buffer. Idempotent."""
-        if self._worker is None:
+        if self.worker is None:
             return
-        if self._endpoint is not None:
-            self._endpoint.close_blocking(period=CLOSE_PERIOD_NS, max_attempts=1)
+        if self.endpoint is not None:
+            self.endpoint.close_blocking(period=CLOSE_PERIOD_NS, max_attempts=1)
         deadline = time.monotonic() + CLOSE_TIMEOUT_S
-        while any(not operation.request.completed for operation in self._operations):
-            self._worker.progress()
+        while any(not operation.is_done for operation in self.operations):
+            self.worker.progress()
             if time.monotonic() > deadline:
                 # Never free memory that UCX may still write to.
-                log.critical("UCX does not let go of %d buffers; they are kept for good", len(self._operations))
+                log.critical("UCX does not let go of %d buffers; they are kept for good", len(self.operations))
                 _abandoned.append(self)
                 return
-        self._operations.clear()
-        self._endpoint = self._worker = None
+        self.operations.clear()
+        self.endpoint = self.worker = None
         os.close(self._wake)
-
-    def _post(self, slot: Slot, array: Any, post: Callable[[Any, Any], Any]) -> None:
-        if self._interrupted:
-            raise PeerLost("the UCX channel was closed")
-        tag = ucx.UCXXTag(self._tag_base | (self._num_operations & 0xFFFF_FFFF))
-        self._num_operations += 1
-        try:
-            request = post(array, tag)
-        except Exception as error:
-            raise PeerLost(f"UCX refused a message: {error}") from error
-        self._operations.append(_Operation(slot, array, request))
-
-    def _progress(self, operation: _Operation) -> bool:
-        if self._interrupted:
-            raise PeerLost("the UCX channel was closed")
-        if not operation.request.completed:
-            self._worker.progress()
-        return operation.request.completed
 
     def _sleep(self, deadline: float | None) -> None:
         """Until UCX has something to do. `arm` says no if it has already."""
-        if not self._worker.arm():
+        if not self.worker.arm():
             return
         left_s = None if deadline is None else deadline - time.monotonic()
         if left_s is not None and left_s <= 0:
@@ -196,7 +159,6 @@ class _UcxChannel:
     def __init__(self, engine: _Engine) -> None:
         self._engine = engine
         self._detail = f"UCX {'.'.join(map(str, ucx.get_ucx_version()))}, {engine.lanes}"
-        self._slots = [Slot(i, np.zeros(engine.ring.stride, dtype=np.uint8)) for i in range(engine.ring.num_slots)]
 
     @property
     def detail(self) -> str:
@@ -212,33 +174,94 @@ class _UcxChannel:
 class UcxOutbound(_UcxChannel):
     def __init__(self, engine: _Engine) -> None:
         super().__init__(engine)
-        self._unused = list(self._slots)
+        self._unused = [Slot(i, np.zeros(engine.ring.stride, dtype=np.uint8)) for i in range(engine.ring.num_slots)]
+        self._sending: deque[Slot] = deque()
 
     def acquire(self) -> Slot:
-        if self._unused:
-            return self._unused.pop()
-        return self._engine.oldest(self._engine.ring.stall_timeout_s)
+        """The one that UCX has let go of last: its memory is still in the caches."""
+        while self._sending and self._engine.operations[0].is_done:
+            self._collect()
+        if not self._unused:
+            self._wait()
+        return self._unused.pop()
 
     def send(self, slot: Slot, nbytes: int) -> None:
-        self._engine.post_send(slot, nbytes)
+        self._engine.require_open()
+        self._engine.operations.append(send(self._engine.endpoint.handle, slot.buffer, META_NBYTES + nbytes))
+        self._sending.append(slot)
+        self._engine.worker.progress()
 
     def flush(self) -> None:
         """UCX moves only while its worker is driven, so the sender stays until every message is gone."""
-        while self._engine.is_busy:
-            self._unused.append(self._engine.oldest(self._engine.ring.stall_timeout_s))
+        while self._sending:
+            self._wait()
+
+    def _wait(self) -> None:
+        oldest = self._engine.operations[0]
+        self._engine.until(lambda: oldest.is_done, self._engine.ring.stall_timeout_s)
+        self._collect()
+
+    def _collect(self) -> None:
+        operation = self._engine.operations.popleft()
+        self._unused.append(self._sending.popleft())
+        if operation.error:
+            raise PeerLost(f"UCX could not send: {operation.error}")
 
 
 class UcxInbound(_UcxChannel):
+    """Messages are taken where UCX received them. One that UCX has to fetch first (a rendezvous, over RDMA), or that
+    comes while one is being fetched, waits its turn in memory of ours.
+    """
+
     def __init__(self, engine: _Engine) -> None:
         super().__init__(engine)
-        for slot in self._slots:
-            engine.post_receive(slot)
+        self._take: Callable[[Slot], None] | None = None
+        self._num_taken = 0
+        self._failure: BaseException | None = None
+        self._spares: list[np.ndarray] = []
+        self._receiving = Receiving(engine.worker.handle, self._on_message, self._spare, engine.operations.append)
 
-    def receive(self) -> Slot:
-        return self._engine.oldest(None)
+    def receive(self, take: Callable[[Slot], None]) -> None:
+        self._take, before = take, self._num_taken
+        try:
+            self._engine.until(lambda: self._take_fetched() or self._num_taken > before, None)
+        finally:
+            self._take = None
 
-    def release(self, slot: Slot) -> None:
-        self._engine.post_receive(slot)
+    def close(self) -> None:
+        self._take = None
+        super().close()
+
+    def _on_message(self, data: np.ndarray) -> None:
+        """Called by UCX, which knows no exceptions."""
+        if self._engine.operations:
+            buffer = self._spare()
+            buffer[: len(data)] = data
+            self._engine.operations.append(Operation(buffer, len(data), None))
+        elif self._take is not None and self._failure is None:
+            try:
+                self._take(Slot(0, data))
+            except BaseException as failure:
+                self._failure = failure
+            self._num_taken += 1
+
+    def _take_fetched(self) -> bool:
+        """Whether there was one. Raises what `take` raised."""
+        if self._failure is not None:
+            raise self._failure
+        operations = self._engine.operations
+        if not operations or not operations[0].is_done:
+            return False
+        operation = operations.popleft()
+        if operation.error:
+            raise PeerLost(f"UCX could not fetch a message: {operation.error}")
+        assert self._take is not None
+        self._take(Slot(0, operation.buffer[: operation.nbytes]))
+        self._spares.append(operation.buffer)
+        return True
+
+    def _spare(self) -> np.ndarray:
+        return self._spares.pop() if self._spares else np.zeros(self._engine.ring.stride, dtype=np.uint8)
 
 
 # Engines whose memory UCX did not give back: they must outlive everything.
@@ -249,16 +272,9 @@ def _make_worker() -> Any:
     # What the operator has set in the environment wins; UCX itself would let our values win.
     config = {key: value for key, value in CONFIG.items() if f"UCX_{key}" not in os.environ}
     try:
-        context = ucx.UCXContext(config, feature_flags=(ucx.Feature.TAG, ucx.Feature.WAKEUP))
+        context = ucx.UCXContext(config, feature_flags=(ucx.Feature.AM, ucx.Feature.WAKEUP))
         worker = ucx.UCXWorker(context)
         worker.init_blocking_progress_mode()
     except Exception as error:
         raise TransferError(f"UCX does not start (it needs a writable /tmp and a network device): {error}") from error
     return worker
-
-
-def _check(request: Any) -> None:
-    try:
-        request.check_error()
-    except Exception as error:
-        raise PeerLost(f"UCX: {type(error).__name__}: {error}") from error

@@ -2,6 +2,7 @@
 
 import socket
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 
@@ -12,7 +13,7 @@ from contracts.errors import PeerLost, TransferError
 from contracts.handoff import ChunkHeader
 from contracts.ids import Epoch, RequestId
 from kv_transfer.piece import Piece, read_meta, write_meta
-from kv_transfer.transports.base import Inbound, Outbound, Ring
+from kv_transfer.transports.base import Inbound, Outbound, Ring, Slot
 from kv_transfer.transports.registry import Transports
 
 RING = Ring(num_slots=3, slot_nbytes=1 << 20, stall_timeout_s=0.5)
@@ -24,6 +25,7 @@ class Ends:
 
     def __init__(self, out: Outbound, inn: Inbound) -> None:
         self.out, self.inn = out, inn
+        self._taken: deque[tuple[int, np.ndarray]] = deque()
 
     def send(self, number: int, data: np.ndarray) -> None:
         slot = self.out.acquire()
@@ -38,11 +40,13 @@ class Ends:
         self.out.flush()
 
     def receive(self) -> tuple[int, np.ndarray]:
-        slot = self.inn.receive()
+        if not self._taken:
+            self.inn.receive(self._take)
+        return self._taken.popleft()
+
+    def _take(self, slot: Slot) -> None:
         piece = read_meta(slot.meta)
-        data = slot.payload[: piece.nbytes].copy()
-        self.inn.release(slot)
-        return piece.header.index, data
+        self._taken.append((piece.header.index, slot.payload[: piece.nbytes].copy()))
 
 
 @pytest.fixture

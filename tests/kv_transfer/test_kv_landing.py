@@ -106,7 +106,7 @@ class Script:
     def __init__(self, messages: list[tuple[Piece, np.ndarray]], before: Callable[[int], None]) -> None:
         self._messages, self._before, self._next = messages, before, 0
 
-    def receive(self) -> Slot:
+    def receive(self, take: Callable[[Slot], None]) -> None:
         if self._next == len(self._messages):
             raise PeerLost("the end")
         self._before(self._next)
@@ -115,9 +115,7 @@ class Script:
         slot = Slot(0, np.zeros(RING.stride, dtype=np.uint8))
         write_meta(piece, slot.meta)
         slot.payload[: len(data)] = data
-        return slot
-
-    def release(self, slot: Slot) -> None: ...
+        take(slot)
 
     def interrupt(self) -> None: ...
 

@@ -9,6 +9,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 SUITES = ["channels", "node", "death", "faults"]
+FETCHED = {"UCX_RNDV_SCHEME": "auto", "UCX_RNDV_THRESH": "1024"}
 
 
 def _run(*args: str, **env: str) -> subprocess.CompletedProcess:
@@ -20,8 +21,17 @@ def _run(*args: str, **env: str) -> subprocess.CompletedProcess:
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("suite", SUITES)
 def test_the_suite_passes_over_ucx(suite: str) -> None:
+    _pass(suite)
+
+
+@pytest.mark.parametrize("suite", ["channels", "node"])
+def test_so_it_does_where_ucx_fetches_the_messages_as_over_rdma(suite: str) -> None:
+    _pass(suite, **FETCHED)
+
+
+def _pass(suite: str, **env: str) -> None:
     command = ["-m", "pytest", "-q", "-p", "no:cacheprovider", f"tests/kv_transfer/test_kv_{suite}.py", "-k", "ucx"]
-    result = _run(*command, KV_TEST_TRANSPORTS="ucx")
+    result = _run(*command, KV_TEST_TRANSPORTS="ucx", **env)
     assert result.returncode == 0, result.stdout[-4000:] + result.stderr[-4000:]
     assert " passed" in result.stdout
 
@@ -43,6 +53,37 @@ def test_ucx_names_the_lanes_it_uses() -> None:
 def test_what_the_operator_sets_wins() -> None:
     result = _run("-c", REPORT, UCX_TLS="self,tcp", UCX_NET_DEVICES="lo", UCX_TCP_TX_SEG_SIZE="64k")
     assert "tcp/lo" in result.stdout, result.stdout + result.stderr
+
+
+SPY = """
+import threading
+import numpy as np
+from kv_transfer.transports import ucx_messages
+from tests.kv_transfer.test_kv_channels import RING, SESSION, Ends, Transports
+kinds, arrived = [], ucx_messages.Receiving._on_arrival
+def spy(self, *args):
+    kinds.append("fetched" if args[-1][0] & ucx_messages._IS_RENDEZVOUS else "given")
+    return arrived(self, *args)
+ucx_messages.Receiving._on_arrival = spy
+transport = Transports().find("ucx")
+opening = transport.open(SESSION, RING, None)
+inn, answer = transport.accept(SESSION, RING, opening.params, None)
+ends = Ends(opening.finish(answer), inn)
+parts = [np.full(n, n % 251, np.uint8) for n in (100, 5000, 1 << 20, 60)]
+sender = threading.Thread(target=ends.send_all, args=(parts,))
+sender.start()
+assert [data.tolist() for _, data in (ends.receive() for _ in parts)] == [part.tolist() for part in parts]
+sender.join()
+ends.out.close(), ends.inn.close()
+print(*kinds)
+"""
+
+
+def test_small_and_large_messages_keep_their_order_where_only_the_large_are_fetched() -> None:
+    result = _run("-c", SPY, **FETCHED)
+    assert result.stdout.split() == ["given", "fetched", "fetched", "given"], result.stdout + result.stderr
+    result = _run("-c", SPY)
+    assert result.stdout.split() == ["given"] * 4, result.stdout + result.stderr
 
 
 def test_no_other_module_needs_ucx() -> None:
