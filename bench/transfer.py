@@ -8,6 +8,9 @@ blocking sendmsg of page iovecs and receives with recv_into; then the transports
 
 All ways have pools of the same size, far beyond the last cache as a real one is, and move other pages in each round: a
 pool of one short prompt lies in the cache, and its memcpy measures that. All memory is written before a clock runs.
+
+Each of the two processes keeps to a core of its own: a scheduler that wakes the receiver on the sender's core halves
+the rate of every way through sockets, in some rounds and not in others.
 Only the transports check what they move, at both ends: the row `checksum` is that cost.
 """
 
@@ -16,11 +19,12 @@ import itertools
 import logging
 import math
 import multiprocessing
+import os
 import socket
 import statistics
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -45,6 +49,7 @@ CHUNK_TOKENS = 512
 POOL_NBYTES = 256 << 20
 NUM_SCATTERS = 4
 MAX_IOVECS = 1024
+CORES = sorted(os.sched_getaffinity(0))
 DEADLINE_S = 60.0
 SECRET = b"bench"
 GIB = float(1 << 30)
@@ -80,6 +85,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="result file (default: bench/results/<date>-transfer-<hardware>.json)")
     parser.add_argument("--rounds", type=int, default=7)
     options = parser.parse_args()
+    os.sched_setaffinity(0, {CORES[0]})
     rows = [checksum_row(), *(row for case in CASES for row in bench_case(case, options.rounds))]
     config = {
         "chunk_tokens": CHUNK_TOKENS,
@@ -182,13 +188,16 @@ class Memcpy:
         pass
 
 
+Target = Callable[[Connection, Case, str], None]
+
+
 class Child:
     """A process that answers on a pipe. `target(pipe, case, name)` runs in it."""
 
-    def __init__(self, target: object, case: Case, name: str) -> None:
+    def __init__(self, target: Target, case: Case, name: str) -> None:
         context = multiprocessing.get_context("spawn")
         self.pipe, theirs = context.Pipe()
-        self._process = context.Process(target=target, args=(theirs, case, name), daemon=True)  # type: ignore[arg-type]
+        self._process = context.Process(target=serve, args=(CORES[-1], target, theirs, case, name), daemon=True)
         self._process.start()
 
     def receive(self) -> object:
@@ -206,6 +215,11 @@ class Child:
     def close(self) -> None:
         self.pipe.send("end")
         self._process.join(DEADLINE_S)
+
+
+def serve(core: int, target: Target, pipe: Connection, case: Case, name: str) -> None:
+    os.sched_setaffinity(0, {core})
+    target(pipe, case, name)
 
 
 class RawSockets:

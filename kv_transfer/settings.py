@@ -24,8 +24,8 @@ class TransferSettings:
     port: int = 0
     advertise_host: str = ""
     checksum: bool = True
-    slot_nbytes: int = 512 << 10  # with 8: 4 MiB at each end stay in the caches; twice that cost UCX a quarter more CPU
-    num_slots: int = 8
+    slot_nbytes: int = 1 << 20
+    num_slots: int = 4  # 4 MiB at each end stay in the caches; with twice that UCX took a quarter more CPU
     heartbeat_s: float = 0.25
     heartbeat_misses: int = 12  # a dead process is seen at once by EOF; 3 misses cut links of a host with 6 jobs a core
     connect_timeout_s: float = 2.0
