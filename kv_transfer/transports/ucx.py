@@ -3,7 +3,7 @@
 What decides speed and safety here, all of it seen on ucxx 0.52 with UCX 1.22:
 * endpoint error handling on: without it a dead peer is never reported. It excludes UCX's own shared memory; we have
   ours. Over TCP it also excludes direct writes into the receiver's memory.
-* TCP segments that hold a message of 1 MiB with its heads: the defaults (8 and 64 KiB) halve the throughput of large
+* TCP segments of 1 MiB, which hold a whole message: the defaults (8 and 64 KiB) halve the throughput of large
   messages, and messages of half that size wake the receiver twice as often, up to 1.5 times the CPU.
 * put_zcopy: direct writes where the network has them (RDMA). Over TCP, which has not, it turns the rendezvous off, and
   its round trip for each message: 8 to 12 % less CPU.
@@ -16,7 +16,7 @@ What decides speed and safety here, all of it seen on ucxx 0.52 with UCX 1.22:
 * a worker whose peer was killed or stopped in mid-message is sometimes not destroyed (about one in ten) and keeps 8 to
   14 descriptors. cancel_inflight_requests() after the close frees some of them, but a clean close followed by it, or by
   progress(), hangs inside UCX with the GIL held. So they are left.
-* a sender's "complete" is not delivery, and a receiver is not told the length: both are facts of our own headers.
+* a sender's "complete" is not delivery: that is what Commit is for.
 """
 
 import logging
@@ -40,7 +40,7 @@ from kv_transfer.transports.ucx_messages import Operation, Receiving, send
 log = logging.getLogger(__name__)
 
 # Shared memory is excluded by error handling anyway; "^sm" spares its segments and descriptors. RDMA stays possible.
-CONFIG = {"TLS": "^sm", "TCP_TX_SEG_SIZE": "1040k", "TCP_RX_SEG_SIZE": "1040k", "RNDV_SCHEME": "put_zcopy"}
+CONFIG = {"TLS": "^sm", "TCP_TX_SEG_SIZE": "1m", "TCP_RX_SEG_SIZE": "1m", "RNDV_SCHEME": "put_zcopy"}
 CLOSE_TIMEOUT_S = 2.0
 CLOSE_PERIOD_NS = 10**9
 
