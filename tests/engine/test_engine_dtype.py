@@ -1,0 +1,35 @@
+"""Which number format `auto` takes, by what the CPU can and how the weights lie in their file."""
+
+import pytest
+import torch
+
+from engine.load import _fastest
+from kernels.cpu.isa import CpuIsa
+
+
+class Source:
+    """Weights on an int4 grid, or not."""
+
+    interleaved = False
+
+    def __init__(self, is_int4: bool) -> None:
+        steps = torch.arange(32).remainder(16).float().repeat(16, 1)
+        self._weight = steps if is_int4 else torch.randn(16, 32)
+
+    def tensor(self, name: str) -> torch.Tensor:
+        return self._weight
+
+
+@pytest.mark.parametrize(
+    ("bfloat16_speedup", "has_fbgemm", "capability", "is_int4", "dtype"),
+    [
+        (1.9, True, "AVX512", True, "mixed16"),
+        (0.8, True, "AVX512", True, "int4"),
+        (0.8, True, "AVX512", False, "float16"),
+        (0.0, True, "AVX2", True, "float16"),
+        (0.0, False, "DEFAULT", True, "float32"),
+    ],
+)
+def test_auto_takes_what_is_fast_here(monkeypatch, bfloat16_speedup, has_fbgemm, capability, is_int4, dtype):
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
+    assert _fastest(CpuIsa(None, bfloat16_speedup), has_fbgemm, Source(is_int4)) == dtype
