@@ -41,8 +41,8 @@ def warm_up(model: Transformer, attention: DeviceAttention, cache: DeviceCache, 
     sequence = Sequence(RequestId("warm-up"), token_ids, SamplingParams(max_tokens=1, seed=0))
     sequence.blocks.extend(range(cache.layout.num_blocks(len(token_ids))))
     rows = prompt_rows([Piece(sequence, 0, len(token_ids))], cache.layout.block_size)
-    columns = (upload(array, cache.device) for array in (rows.token_ids, rows.positions, rows.slots))
-    model.head(model(Rows(*columns, None), cache, attention.of_prompts(rows))[-1:])
+    token_columns = [upload(array, cache.device) for array in (rows.token_ids, rows.positions, rows.slots)]
+    model.head(model(Rows(*token_columns, wanted=None), cache, attention.of_prompts(rows))[-1:])
 
 
 def static_scales(

@@ -145,7 +145,7 @@ class FusedStep:
         )
         self._silu = self._get("silu_mul_quant", SiluSpec(inner, "tensor", plan.deferred))
         if head.scale is not None:
-            self._head_gemm = self._get("gemm_fp8", GemmSpec(*head.weight.shape, skinny=plan.own_head))
+            self._head_gemm = self._get("gemm_fp8", GemmSpec(len(head.weight), hidden, skinny=plan.own_head))
         attention = self._get("attn_decode_fused", FusedAttnSpec(*heads, page, "tensor", plan.qkv_parts, plan.deferred))
         self._attend = partial(attention, sm_scale=config.head_dim**-0.5, max_len=max_len)
 

@@ -36,7 +36,7 @@ class DeviceRunner:
         sampler: DeviceSampler,
     ) -> None:
         self._model, self._attention, self._cache = model, attention, cache
-        self._state, self._steps, self._drawer, self._sampler = state, steps, drawer, sampler
+        self.steps, self._state, self._drawer, self._sampler = steps, state, drawer, sampler
         self._drawn: dict[RequestId, int] = {}
         self._tables: list[tuple[RequestId, int]] = []
 
@@ -51,7 +51,7 @@ class DeviceRunner:
     def _run(self, pieces: SequenceOf[Piece], sampling: SequenceOf[Sequence], draws: bool) -> Computed:
         count, greedy = num_decodes(pieces), is_greedy(sampling)
         decodes, prompts = pieces[:count], pieces[count:]
-        key = self._steps.key(count, max(piece.end for piece in decodes), greedy) if decodes else None
+        key = self.steps.key(count, max(piece.end for piece in decodes), greedy) if decodes else None
         self._state.put(pack(self._decode_rows(decodes, key), columns(sampling), self._state.max_rows))
         if key is not None:
             self._step(decodes, key, draws)
@@ -83,9 +83,9 @@ class DeviceRunner:
             self._state.put_tables(block_tables(decodes, key.num_rows, width, self._cache.num_blocks))
             self._tables = held
         if draws:
-            self._steps.draw(key)
+            self.steps.draw(key)
         else:
-            self._steps.compute(key)
+            self.steps.compute(key)
 
     def _prompts(self, prompts: SequenceOf[Piece]) -> tuple[Tensor, tuple[Scored, ...]]:
         """Logits of those that sample, and the prompts' own tokens scored."""

@@ -84,7 +84,8 @@ class DecodeState:
 
     def put(self, words: np.ndarray) -> None:
         """What `pack` made."""
-        self._words[Word.GIVEN :].copy_(upload(words, self.device))
+        host = torch.from_numpy(words)
+        self._words[Word.GIVEN :].copy_(host.pin_memory() if self._words.is_cuda else host, non_blocking=True)
 
     def put_tables(self, tables: np.ndarray) -> None:
         """`[rows, width]` block ids."""

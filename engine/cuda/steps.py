@@ -36,6 +36,11 @@ class DecodeSteps:
     def key(self, num_rows: int, max_len: int, greedy: bool) -> StepKey:
         return StepKey(bucket_for(self._batches, num_rows), bucket_for(self._contexts, max_len), greedy)
 
+    def graph(self, num_rows: int, max_len: int) -> torch.cuda.CUDAGraph:
+        """The captured greedy step, for measuring. Raises KeyError if it was not captured."""
+        return self._graphs[self.key(num_rows, max_len, greedy=True)]
+
+    @torch.inference_mode()
     def draw(self, key: StepKey) -> None:
         """Logits and tokens of the first `key.num_rows` rows."""
         if key in self._graphs:
@@ -43,6 +48,7 @@ class DecodeSteps:
         else:
             self._run(key)
 
+    @torch.inference_mode()
     def compute(self, key: StepKey) -> None:
         """Logits alone; the tokens of the step before stay where they are."""
         self._compute(key)()
@@ -62,18 +68,19 @@ class DecodeSteps:
 
     def _capture_all(self) -> None:
         """The largest first, so that the smaller find the memory they share."""
-        pool = torch.cuda.graph_pool_handle()
-        stream = torch.cuda.Stream()
+        pool, stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
         self._state.lengths.fill_(1)
-        for key in self._keys():
-            stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(stream):
+        torch.cuda.synchronize()
+        with torch.cuda.stream(stream):
+            for key in self._keys():
                 self._run(key)  # compiles what must be compiled, outside of the capture
-            torch.cuda.current_stream().wait_stream(stream)
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=pool):
+                # Not torch.cuda.graph, which collects garbage and empties the allocator's cache each time.
+                graph = torch.cuda.CUDAGraph()
+                graph.capture_begin(pool=pool)
                 self._run(key)
-            self._graphs[key] = graph
+                graph.capture_end()
+                self._graphs[key] = graph
+        torch.cuda.synchronize()
 
     def _keys(self) -> Iterator[StepKey]:
         for rows in reversed(self._batches):

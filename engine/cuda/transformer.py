@@ -197,9 +197,8 @@ class Transformer:
         if matrix.scale is None:
             torch.mm(x.rows, matrix.weight.t(), out=out)
         else:
-            self._gemm(GemmSpec(*matrix.weight.shape, deferred=deferred))(
-                x.rows, matrix.weight, x.scale, matrix.scale, out
-            )
+            n, k = matrix.weight.shape
+            self._gemm(GemmSpec(n, k, deferred=deferred))(x.rows, matrix.weight, x.scale, matrix.scale, out)
         if matrix.bias is not None:
             out.add_(matrix.bias)
 
