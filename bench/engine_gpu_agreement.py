@@ -1,11 +1,13 @@
 """How much a GPU's answers depend on the batch and on the number format: `python -m bench.engine_gpu_agreement MODEL`.
 
-Greedy answers to prompts of a real model, alone and all at once, by format; beside transformers in bfloat16 on the same
-weights and card.
+Greedy answers of a real model, alone and all at once, by format, beside transformers on the same weights and card; and
+the perplexity of a text, the topics of Python's own help.
 """
 
 import argparse
 import logging
+import math
+from pydoc_data.topics import topics
 
 import torch
 
@@ -27,7 +29,7 @@ PROMPTS = (
     "Who wrote Don Quixote, and when?",
     "Summarise the plot of Romeo and Juliet in three sentences.",
 )
-NUM_TOKENS = 64
+NUM_TOKENS, NUM_CHARS, CHUNK = 64, 100_000, 1024
 _log = logging.getLogger(__name__)
 
 
@@ -39,20 +41,21 @@ def main() -> None:
     checkpoint = open_checkpoint(model)
     tokenizer = checkpoint.tokenizer()
     prompts = [tokenizer.encode(f"<|im_start|>user\n{text}<|im_end|>\n<|im_start|>assistant\n").ids for text in PROMPTS]
+    text = tokenizer.encode("\n".join(topics[name] for name in sorted(topics))[:NUM_CHARS]).ids
     peers = {
         f"transformers {dtype}": transformers_answers(oracle(checkpoint, dtype).to("cuda"), prompts)  # type: ignore[arg-type]
         for dtype in (torch.bfloat16, torch.float32)
     }
-    for dtype in ("float32", "bfloat16", "float8"):
-        engine = load_engine(
-            EngineSettings(model=model, device="cuda", dtype=dtype, max_model_len=2048, max_num_seqs=8)
-        )
+    for dtype in ("bfloat16", "float8", "float32"):
+        settings = {"device": "cuda", "max_model_len": 2048, "max_num_seqs": 8, "kv_cache_nbytes": 1 << 30}
+        engine = load_engine(EngineSettings(model=model, dtype=dtype, **settings))  # type: ignore[arg-type]
         alone = [engine_answers(engine, [prompt])[0] for prompt in prompts]
         together = engine_answers(engine, prompts)
         _log.info("%s alone and in a batch: %s", dtype, agreement(alone, together))
         for name, answers in peers.items():
             _log.info("%s beside %s: %s", dtype, name, agreement(alone, answers))
         _log.info("%s says: %r", dtype, tokenizer.decode(alone[0])[:120])
+        _log.info("%s perplexity over %d tokens: %.4f", dtype, len(text), perplexity(engine, text))
 
 
 def engine_answers(engine: Engine, prompts: list[list[int]]) -> list[list[int]]:
@@ -64,6 +67,17 @@ def engine_answers(engine: Engine, prompts: list[list[int]]) -> list[list[int]]:
         for sampled in engine.step().sampled:
             answers[sampled.request_id].append(sampled.token.token_id)
     return list(answers.values())
+
+
+def perplexity(engine: Engine, token_ids: list[int]) -> float:
+    """Of chunks of `CHUNK` tokens, each by itself."""
+    sampling = SamplingParams(max_tokens=1, seed=0, temperature=0.0, prompt_logprobs=0)
+    for first in range(0, len(token_ids), CHUNK):
+        engine.submit(EngineRequest(RequestId(f"chunk {first}"), token_ids[first : first + CHUNK], sampling))
+    logprobs: list[float] = []
+    while engine.has_work():
+        logprobs += [token.logprob for scored in engine.step().scored for token in scored.tokens]
+    return math.exp(-sum(logprobs) / len(logprobs))
 
 
 @torch.inference_mode()

@@ -167,7 +167,7 @@ class Transformer:
         heads = qkv.view(len(qkv), -1, config.head_dim)
         q, k, _ = heads.split([config.num_heads, config.num_kv_heads, config.num_kv_heads], 1)
         for part, gain in ((q, q_gain), (k, k_gain)):
-            flat = part.reshape(-1, config.head_dim)
+            flat = part.reshape(-1, config.head_dim).contiguous()  # with one head a view would do, to reshape
             out = torch.empty_like(flat)
             self._norm_head(flat, None, gain, config.norm_eps, out, self._x_scale)
             part.copy_(out.view(part.shape))

@@ -60,7 +60,7 @@ def test_kernels_compute_what_the_reference_does(family, dtype, bound):
 @pytest.mark.parametrize("dtype", ["float8", "float8-head"])
 def test_the_fused_step_computes_what_the_reference_does(fusible, dtype):
     expected = card_logits(engine_of(fusible, dtype, "cpu"))
-    assert relative_error(card_logits(engine_of(fusible, dtype)), expected) < 0.1
+    assert relative_error(card_logits(engine_of(fusible, dtype)), expected) < 0.15
 
 
 @torch.inference_mode()
@@ -73,9 +73,10 @@ def test_a_captured_step_gives_the_bits_of_an_eager_one(fusible, dtype):
         for is_greedy in (True, False):
             key = runner.steps.key(num_rows, 300, is_greedy)
             runner.steps.compute(key)
-            eager = runner._state.logits.clone()
+            eager, drawn = runner._state.logits.clone(), runner._state.drawn.clone()
             for _ in range(3):
                 runner._state.logits.zero_()
+                runner._state.drawn.copy_(drawn)  # a step reads the tokens of the one before, and writes its own there
                 runner.steps.draw(key)
                 assert torch.equal(runner._state.logits[: key.num_rows], eager[: key.num_rows])
 
