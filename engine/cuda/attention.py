@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from checkpoint.config import ModelConfig
+from engine.cuda.cache import LayerCache
 from engine.cuda.inputs import PromptRows
 from engine.cuda.transformer import Attend
 from engine.cuda.upload import upload
@@ -53,10 +54,11 @@ class DeviceAttention:
         totals = rows.lengths.tolist()
         prepared = self._prepare(tables, rows.counts, totals)
 
-        def attend(q: Tensor, keys: Tensor, values: Tensor, out: Tensor) -> None:
+        def attend(q: Tensor, cache: LayerCache, out: Tensor) -> None:
             self._prefill(
-                q, keys, values, tables, lengths, q_starts, kv_starts, out, self._prefill_space,
+                q, cache.keys, cache.values, tables, lengths, q_starts, kv_starts, out, self._prefill_space,
                 max_q=max(rows.counts), max_kv=max(totals), sm_scale=self._scale, prepared=prepared,
+                k_scale=cache.k_scale, v_scale=cache.v_scale,
             )  # fmt: skip
 
         return attend
@@ -64,9 +66,10 @@ class DeviceAttention:
     def of_decodes(self, tables: Tensor, lengths: Tensor, max_len: int) -> Attend:
         """`max_len` chooses how it is launched; any length is computed right."""
 
-        def attend(q: Tensor, keys: Tensor, values: Tensor, out: Tensor) -> None:
+        def attend(q: Tensor, cache: LayerCache, out: Tensor) -> None:
             self._decode(
-                q, keys, values, tables, lengths, out, self._decode_space, sm_scale=self._scale, max_len=max_len
-            )
+                q, cache.keys, cache.values, tables, lengths, out, self._decode_space, sm_scale=self._scale,
+                max_len=max_len, k_scale=cache.k_scale, v_scale=cache.v_scale,
+            )  # fmt: skip
 
         return attend

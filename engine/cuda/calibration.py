@@ -1,4 +1,6 @@
-"""Static scales for the decode step of a checkpoint that brings none: the largest magnitudes over a text, doubled."""
+"""Static scales for a checkpoint that brings none: twice the largest magnitudes over a text is the end of e4m3."""
+
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -12,6 +14,7 @@ from engine.cuda.inputs import prompt_rows
 from engine.cuda.transformer import Rows, Transformer
 from engine.cuda.upload import upload
 from engine.sequence import Sequence
+from kernels.reference.quant import E4M3_MAX
 
 _MARGIN = 2.0
 
@@ -45,11 +48,26 @@ def warm_up(model: Transformer, attention: DeviceAttention, cache: DeviceCache, 
     model.head(model(Rows(*token_columns, wanted=None), cache, attention.of_prompts(rows))[-1:])
 
 
-def static_scales(
-    model: Transformer, attention: DeviceAttention, cache: DeviceCache, num_layers: int, token_ids: list[int]
-) -> Tensor:
-    """`[layers, 2]`: of attention's output and of the MLP's middle."""
+@dataclass(frozen=True)
+class Scales:
+    """`[layers, 2]` each. `activations`: attention's output and the MLP's middle, for the fused step; `kv`, on the
+    host: K and V in the cache.
+    """
+
+    activations: Tensor
+    kv: Tensor
+
+
+def calibrate(model: Transformer, attention: DeviceAttention, cache: DeviceCache, token_ids: list[int]) -> Scales:
+    """`cache` is fresh: its scales are 1, and what is not written is 0."""
+    num_layers = cache.layout.num_layers
     model.peaks = torch.zeros(num_layers, 2, device=cache.device)
     warm_up(model, attention, cache, token_ids)
-    scales, model.peaks = model.peaks * _MARGIN, None
-    return scales
+    activations, model.peaks = model.peaks * _MARGIN, None
+    layers = [cache.layer(index) for index in range(num_layers)]
+    largest = torch.stack([_largest(pages) for layer in layers for pages in (layer.keys, layer.values)])
+    return Scales(activations, (largest * _MARGIN / E4M3_MAX).clamp(min=1e-6).view(-1, 2).cpu())
+
+
+def _largest(pages: Tensor) -> Tensor:
+    return pages.float().abs().amax()

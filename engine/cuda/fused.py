@@ -165,12 +165,12 @@ class FusedStep:
         return {"qkv": layer.qkv, "o": layer.output, "down": layer.down}
 
     def _attention(self, index: int, layer: LayerWeights, mixed_scale: Tensor) -> None:
-        cache = self._shared.cache
+        cache = self._shared.cache.layer(index)
         self._product("qkv", layer.qkv, self._x, self._x_scale)
         self._attend(
-            self._products["qkv"], cache.keys(index), cache.values(index), self._tables, self._lengths,
+            self._products["qkv"], cache.keys, cache.values, self._tables, self._lengths,
             self._shared.weights.cos_sin, self._mixed, mixed_scale, self._shared.workspace,
-            **self._applied(layer.qkv, self._x_scale),
+            k_scale=cache.k_scale, v_scale=cache.v_scale, **self._applied(layer.qkv, self._x_scale),
         )  # fmt: skip
 
     def _mlp(self, layer: LayerWeights, middle_scale: Tensor) -> None:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from checkpoint.config import ModelConfig
-from engine.cuda.cache import DeviceCache
+from engine.cuda.cache import DeviceCache, LayerCache
 from engine.cuda.formats import E4M3, DeviceFormat
 from engine.cuda.weights import DeviceWeights, LayerWeights, Matrix
 from kernels.registry import Registry
@@ -24,8 +24,8 @@ SINKS = 4
 sinks). No answer has such a token.
 """
 
-Attend = Callable[[Tensor, Tensor, Tensor, Tensor], None]
-"""(q `[T, heads, D]`, keys, values, out `[T, heads, D]`): attention of the rows over the cache of one layer."""
+Attend = Callable[[Tensor, LayerCache, Tensor], None]
+"""(q `[T, heads, D]`, cache of one layer, out `[T, heads, D]`): attention of the rows over their own sequences."""
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ class Transformer:
             ids=rows.token_ids,
         )  # fmt: skip
         for index, layer in enumerate(layers):
-            mixed = self._attention(layer, x, rows, cache.keys(index), cache.values(index), attend)
+            mixed = self._attention(layer, x, rows, cache.layer(index), attend)
             is_last = index == len(layers) - 1
             if is_last and rows.wanted is not None:
                 # Only these go past the last attention: 3 % of a prompt's work.
@@ -144,9 +144,7 @@ class Transformer:
         self._gate_up = empty(2 * inner)
         self._middle, self._middle_scale = empty(inner, dtype=read), empty(dtype=torch.float32)
 
-    def _attention(
-        self, layer: LayerWeights, x: Scaled, rows: Rows, keys: Tensor, values: Tensor, attend: Attend
-    ) -> Scaled:
+    def _attention(self, layer: LayerWeights, x: Scaled, rows: Rows, cache: LayerCache, attend: Attend) -> Scaled:
         """Writes K and V of the rows, then attends: `[T, heads * D]` before the output projection."""
         count = len(x.rows)
         qkv, q, mixed = self._qkv[:count], self._q[:count], self._mixed[:count]
@@ -154,8 +152,11 @@ class Transformer:
         if layer.q_gain is not None and layer.k_gain is not None:
             self._normalise_heads(qkv, layer.q_gain, layer.k_gain)
         scales = {"token_scale": x.scale, "channel_scale": layer.qkv.scale} if self._qkv_deferred else {}
-        self._rope(qkv, rows.positions, rows.slots, self._weights.cos_sin, q, keys, values, **scales)
-        attend(q, keys, values, mixed)
+        self._rope(
+            qkv, rows.positions, rows.slots, self._weights.cos_sin, q, cache.keys, cache.values,
+            k_scale=cache.k_scale, v_scale=cache.v_scale, **scales,
+        )  # fmt: skip
+        attend(q, cache, mixed)
         if not self._format.is_fp8:
             return Scaled(mixed.view(count, -1), self._mixed_scale[:count])
         rounded = Scaled(self._mixed8[:count], self._mixed_scale[:count])
