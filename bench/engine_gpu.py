@@ -28,6 +28,8 @@ from contracts.sampling import SamplingParams
 from engine.cuda.load import load_device_engine
 from engine.engine import Engine
 from engine.messages import EngineRequest, EngineSettings
+from kernels import caps, catalog
+from kernels.specs import AttnSpec
 from kernels.timing import replay_ms
 
 READ_RATE, FP8_RATE = 4.45e12, 1.39e15
@@ -51,10 +53,13 @@ def main() -> None:
     for dtype in args.dtypes:
         rows += measure(dtype, args.batches, prefills=dtype == args.dtypes[0])
         torch.cuda.empty_cache()
+    found = caps.detect()
+    prefill = catalog.registry(found).resolve("attn_prefill", AttnSpec(32, 8, 128)).impl.name
     config = {
         "model": "Llama-8B shape, random weights",
-        "card": torch.cuda.get_device_name(),
-        "torch": torch.__version__,
+        "card": found.name,
+        "triton": found.triton,
+        "prefill attention": prefill,
     }
     write_result(args.out, "engine-gpu", rows, config)
 

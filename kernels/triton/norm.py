@@ -71,18 +71,6 @@ def quant_kernel(
 
 
 @triton.jit
-def gated(x_ptr, channel_scale_ptr, factor, row, col, N: tl.constexpr, DEFERRED: tl.constexpr):
-    """silu(gate) * up of some columns of a row."""
-    mask = col < N
-    gate = tl.load(x_ptr + row * 2 * N + col, mask=mask, other=0.0).to(tl.float32)
-    up = tl.load(x_ptr + row * 2 * N + N + col, mask=mask, other=0.0).to(tl.float32)
-    if DEFERRED:
-        gate = gate * factor * tl.load(channel_scale_ptr + col, mask=mask, other=0.0)
-        up = up * factor * tl.load(channel_scale_ptr + N + col, mask=mask, other=0.0)
-    return gate / (1.0 + tl.exp(-gate)) * up
-
-
-@triton.jit
 def silu_kernel(
     x_ptr, out_ptr, scale_ptr, token_scale_ptr, channel_scale_ptr,
     N: tl.constexpr, BLOCK: tl.constexpr, DEFERRED: tl.constexpr, QUANT: tl.constexpr, PDL: tl.constexpr,
@@ -93,10 +81,13 @@ def silu_kernel(
     mask = col < N
     pdl_start(PDL)
     pdl_wait(PDL)
-    factor = 1.0
+    gate = tl.load(x_ptr + row * 2 * N + col, mask=mask, other=0.0).to(tl.float32)
+    up = tl.load(x_ptr + row * 2 * N + N + col, mask=mask, other=0.0).to(tl.float32)
     if DEFERRED:
         factor = tl.load(token_scale_ptr + row)
-    y = gated(x_ptr, channel_scale_ptr, factor, row, col, N, DEFERRED)
+        gate = gate * factor * tl.load(channel_scale_ptr + col, mask=mask, other=0.0)
+        up = up * factor * tl.load(channel_scale_ptr + N + col, mask=mask, other=0.0)
+    y = gate / (1.0 + tl.exp(-gate)) * up
     if QUANT == 0:
         tl.store(out_ptr + row * N + col, y.to(out_ptr.dtype.element_ty), mask=mask)
     else:
@@ -108,49 +99,7 @@ def silu_kernel(
         tl.store(out_ptr + row * N + col, to_e4m3(y / scale), mask=mask)
 
 
-@triton.jit
-def silu_rows_kernel(
-    x_ptr, out_ptr, scale_ptr, token_scale_ptr, channel_scale_ptr, num_tokens,
-    N: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, DEFERRED: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """A scale per token, found in one pass over ROWS tokens and applied in a second, which reads out of the caches."""
-    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
-    live = row < num_tokens
-    pdl_start(PDL)
-    pdl_wait(PDL)
-    factor = tl.full([ROWS], 1.0, tl.float32)
-    if DEFERRED:
-        factor = tl.load(token_scale_ptr + row, mask=live, other=0.0)
-    largest = tl.zeros([ROWS], tl.float32)
-    for start in range(0, N, BLOCK):
-        y = gated_rows(x_ptr, channel_scale_ptr, factor, row, live, start + tl.arange(0, BLOCK), N, DEFERRED)
-        largest = tl.maximum(largest, tl.max(tl.abs(y), 1))
-    scale = token_scale(largest)
-    tl.store(scale_ptr + row, scale, mask=live)
-    for start in range(0, N, BLOCK):
-        col = start + tl.arange(0, BLOCK)
-        y = gated_rows(x_ptr, channel_scale_ptr, factor, row, live, col, N, DEFERRED)
-        mask = live[:, None] & (col < N)[None, :]
-        tl.store(out_ptr + row[:, None] * N + col[None, :], to_e4m3(y / scale[:, None]), mask=mask)
-
-
-@triton.jit
-def gated_rows(x_ptr, channel_scale_ptr, factor, row, live, col, N: tl.constexpr, DEFERRED: tl.constexpr):
-    """`gated` of several rows, which share the loads of the channels' scales."""
-    mask = live[:, None] & (col < N)[None, :]
-    at = x_ptr + row[:, None] * 2 * N + col[None, :]
-    gate = tl.load(at, mask=mask, other=0.0).to(tl.float32)
-    up = tl.load(at + N, mask=mask, other=0.0).to(tl.float32)
-    if DEFERRED:
-        gate = gate * factor[:, None] * tl.load(channel_scale_ptr + col, mask=col < N, other=0.0)[None, :]
-        up = up * factor[:, None] * tl.load(channel_scale_ptr + N + col, mask=col < N, other=0.0)[None, :]
-    return gate / (1.0 + tl.exp(-gate)) * up
-
-
 MODE = {"none": 0, "token": 1, "tensor": 2}
-# From so many rows on the card is full, and a row whole in registers leaves room for too few of them: with deferred
-# scales 283 us for 8192 rows of 14336 on an H200, 40 % of its read rate.
-MANY_ROWS = 512
 
 
 def add_rmsnorm_quant(
@@ -182,14 +131,6 @@ def silu_mul_quant(
     *, token_scale: Tensor | None = None, channel_scale: Tensor | None = None, pdl: bool = PDL,
 ) -> None:  # fmt: skip
     whole_row = spec.quant == "token"
-    if whole_row and x.shape[0] >= MANY_ROWS:
-        block = min(1024, triton.next_power_of_2(spec.width) // 2)
-        silu_rows_kernel[(triton.cdiv(x.shape[0], 4),)](
-            x, out, scale, scale if token_scale is None else token_scale,
-            scale if channel_scale is None else channel_scale, x.shape[0], N=spec.width, ROWS=4, BLOCK=block,
-            DEFERRED=spec.deferred, PDL=pdl, num_warps=8, **pdl_launch(pdl),
-        )  # fmt: skip
-        return
     block = triton.next_power_of_2(spec.width) if whole_row else min(2048, triton.next_power_of_2(spec.width))
     silu_kernel[(x.shape[0], 1 if whole_row else triton.cdiv(spec.width, block))](
         x, out, scale, scale if token_scale is None else token_scale, scale if channel_scale is None else channel_scale,

@@ -290,7 +290,6 @@ CASES = [
     Case("norm_deferred", norm.norm_kernel, {**norm_types, "x_ptr": "*bf16"}, dict(N=4096, BLOCK=4096, PARTS=1, EMBED=False, RESIDUAL=True, DEFERRED=True, QUANT=2, PDL=True), aligned(norm_types), dict(num_warps=4, **LAUNCH), everywhere(PDL, CVT)),
     Case("quant", norm.quant_kernel, quant_types, dict(N=4096, BLOCK=4096, QUANT=1, PDL=True), aligned(quant_types), dict(num_warps=8, **LAUNCH), everywhere(PDL, CVT)),
     Case("silu", norm.silu_kernel, silu_types, dict(N=14336, BLOCK=2048, DEFERRED=True, QUANT=2, PDL=True), aligned(silu_types), dict(num_warps=8, **LAUNCH), everywhere(PDL, CVT)),
-    Case("silu_rows", norm.silu_rows_kernel, silu_types | scalars(i32="num_tokens"), dict(N=14336, ROWS=4, BLOCK=1024, DEFERRED=True, PDL=True), aligned(silu_types), dict(num_warps=8, **LAUNCH), everywhere(PDL, CVT)),
     Case("argmax_parts", norm.argmax_parts_kernel, pointers(bf16="x", fp32="best", i32="index"), dict(N=128256, BLOCK=4096, PARTS=32, PDL=True), ("x_ptr",), dict(num_warps=8, **LAUNCH), everywhere(PDL)),
     Case("argmax_merge", norm.argmax_merge_kernel, pointers(fp32="best", i32="index", i64="out"), dict(PARTS=32, BLOCK=32, PDL=True), (), dict(num_warps=1, **LAUNCH), everywhere(PDL)),
     attn("attn_decode"),
