@@ -49,9 +49,8 @@ def load_device_engine(
 
     Raises ConfigError, which says what to do.
     """
-    return _Builder(settings, checkpoint, source or open_weights(checkpoint), device or torch.device("cuda")).build(
-        progress
-    )
+    device = device or torch.device("cuda")
+    return _Builder(settings, checkpoint, source or open_weights(checkpoint, device), device).build(progress)
 
 
 def resolve_device_dtype(dtype: str, config: ModelConfig, found: caps.Caps) -> str:

@@ -5,6 +5,7 @@ import pytest
 import torch
 from device_engines import FUSIBLE, device_engine
 from driving import answers, drain, greedy, random_prompts, request, settings, tokens_of
+from llguidance import LLMatcher
 from tiny_models import VOCAB, save_tiny
 
 from contracts.ids import RequestId
@@ -159,3 +160,17 @@ def test_a_draw_is_that_of_its_distribution(folder):
             counts[token.token_id] += 1
     shares = logits.softmax(-1).numpy()
     assert np.abs(counts / counts.sum() - shares).sum() < 0.25
+
+
+def test_a_grammar_gives_what_the_cpu_gives(folder):
+    grammar = LLMatcher.grammar_from_regex("[a-f]{4,9}[xyz]{2}")
+    params = greedy(20, grammar=grammar, ignore_eos=False)
+    told = []
+    for engine in (load_engine(settings(model=str(folder))), device_engine(folder)):
+        for index, prompt in enumerate(PROMPTS):
+            engine.submit(request(str(index), prompt, params if index else greedy(5)))
+        outputs = drain(engine)
+        assert not [failure for output in outputs for failure in output.failed]
+        told.append([tokens_of(outputs, str(index)) for index in range(len(PROMPTS))])
+    assert told[0] == told[1]
+    assert len({len(answer) for answer in told[1]}) > 1
