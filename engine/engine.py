@@ -26,11 +26,11 @@ from contracts.errors import OutOfBlocks, Overloaded, RequestError, TandemError
 from contracts.events import FinishReason, Token
 from contracts.ids import BlockId, RequestId
 from contracts.layout import KVLayout
+from engine.backend import Backend
 from engine.batch import Piece
 from engine.block_pool import BlockPool
+from engine.flight import Flight
 from engine.grammar import Grammars, Masks
-from engine.kv_cache import KVCache
-from engine.linear import FORMATS
 from engine.messages import (
     ChunkDone,
     Ended,
@@ -43,8 +43,7 @@ from engine.messages import (
     Started,
     StepOutput,
 )
-from engine.runner import Computed, Runner
-from engine.sampler import Sampler
+from engine.runner import Computed
 from engine.scheduler import Limits, Scheduler
 from engine.sequence import Sequence, Status
 
@@ -61,29 +60,34 @@ class Engine:
         self,
         settings: EngineSettings,
         checkpoint: Checkpoint,
-        cache: KVCache,
-        runner: Runner,
+        backend: Backend,
         max_model_len: int,
     ) -> None:
+        cache = backend.cache
         self.checkpoint = checkpoint
         self.dtype = settings.dtype
         self.layout: KVLayout = cache.layout
-        self.pool_bytes: np.ndarray = cache.pool_bytes
         self.max_model_len = max_model_len
         self.capacity_tokens = cache.num_blocks * cache.layout.block_size
         self._settings = settings
-        # Where prompts and answers are computed in different formats, an answer's KV is not what a prompt's would be.
-        self._caches_answers = FORMATS[settings.dtype].is_uniform
-        self.runner = runner
+        self._cache = cache
+        self._caches_answers = backend.caches_answers
+        self.runner = backend.runner
         self._pool = BlockPool(cache.num_blocks, cache.layout.block_size, settings.prefix_cache)
         self._scheduler = Scheduler(
             self._pool, Limits(settings.max_num_seqs, settings.max_batched_tokens, max_model_len)
         )
-        self._sampler = Sampler(checkpoint.eos_token_ids)
+        self._sampler = backend.sampler
         self._grammars = Grammars(checkpoint)
         self._sequences: dict[RequestId, Sequence] = {}
         self._writers: dict[RequestId, list[BlockId]] = {}
+        self._flight: Flight | None = None
         self._num_steps = self._num_prefill_tokens = self._num_decode_tokens = 0
+
+    @property
+    def pool_bytes(self) -> np.ndarray:
+        """The KV cache as bytes, see engine.backend.Pages."""
+        return self._cache.pool_bytes
 
     def submit(self, request: EngineRequest) -> None:
         """Queue a request. Raises RequestError if it can never run, Overloaded when the queue is full."""
@@ -164,34 +168,21 @@ class Engine:
 
         `on_started` hears of each request that the scheduler picked for the first time before anything is computed, so
         that what must be arranged elsewhere can be arranged under the compute.
+
+        A device that draws tokens by itself is given the next batch before the tokens of this one are known.
         """
-        batch = self._scheduler.schedule()
-        if not batch.pieces:
+        flight = self._flight or self._launch(on_started)
+        self._flight = None
+        if flight is None:
             return StepOutput()
-        started = tuple(Started(s.request_id, s.num_computed) for s in batch.started)
-        for start in started:
-            on_started(start)
-        pending = self._grammars.begin([piece.sequence for piece in batch.pieces if piece.samples])
-        pieces, computed, failed = self._compute(batch.pieces)
-        logits = computed.logits
-        chunks = tuple(chunk for piece in pieces for chunk in self._advance(piece))
-        masks = pending.result() if pending else Masks()
-        sampling = [piece.sequence for piece in pieces if piece.samples]
-        lost = tuple(self._fail(s, masks.errors[s.request_id]) for s in sampling if s.request_id in masks.errors)
-        if lost:
-            logits = logits[[row for row, s in enumerate(sampling) if s.request_id not in masks.errors]]
-            sampling = [s for s in sampling if s.request_id not in masks.errors]
-        tokens = self._sampler.sample(sampling, logits, masks.allowed) if sampling else []
-        for sequence, token in zip(sampling, tokens, strict=True):
-            sequence.tokens.append(token.token_id)
-        sampled = tuple(Sampled(s.request_id, token) for s, token in zip(sampling, tokens, strict=True))
-        ended = tuple(end for sequence in sampling for end in self._settle(sequence))
-        output = StepOutput(started, chunks, sampled, ended, (*failed, *lost), scored=computed.scored)
-        return self._counted(output, pieces)
+        if self._may_run_ahead(flight):
+            self._expect(flight)
+            self._flight = self._launch(on_started)
+        return self._land(flight)
 
     def has_work(self) -> bool:
         """A `step` may compute something. Held and reserved requests wait for a call instead."""
-        return self._scheduler.has_work
+        return self._scheduler.has_work or self._flight is not None
 
     def stats(self) -> EngineStats:
         scheduler = self._scheduler
@@ -238,20 +229,87 @@ class Engine:
         if not 0 <= min(request.token_ids) <= max(request.token_ids) < vocab:
             raise RequestError(f"the prompt has token ids outside of 0 to {vocab - 1}", "prompt")
 
+    def _launch(self, on_started: Callable[[Started], None]) -> Flight | None:
+        """Schedule a batch and hand it to the device; None if nothing can run."""
+        batch = self._scheduler.schedule()
+        if not batch.pieces:
+            return None
+        started = tuple(Started(s.request_id, s.num_computed) for s in batch.started)
+        for start in started:
+            on_started(start)
+        masks = self._grammars.begin([piece.sequence for piece in batch.pieces if piece.samples])
+        pieces, computed, failed = self._compute(batch.pieces)
+        chunks = tuple(chunk for piece in pieces for chunk in self._advance(piece))
+        sampling = [piece.sequence for piece in pieces if piece.samples]
+        return Flight(started, pieces, chunks, computed, failed, masks, sampling)
+
+    def _may_run_ahead(self, flight: Flight) -> bool:
+        """Nothing of the next batch depends on which tokens this one draws. Each running sequence may need a block: if
+        that took a preemption, a sequence would be computed again whose last token is not known.
+        """
+        return flight.computed.drawn is not None and self._pool.num_available >= len(self._scheduler.running)
+
+    def _expect(self, flight: Flight) -> None:
+        """Each sequence of the flight is one token longer. Those that go no further here sit the next batch out."""
+        for sequence in flight.sampling:
+            if self._is_present(sequence):
+                sequence.tokens.append(0)
+                sequence.num_pending = 1
+                if sequence.handoff or self._is_full(sequence):
+                    self._scheduler.remove(sequence)
+                    sequence.status = Status.ENDING
+
+    def _land(self, flight: Flight) -> StepOutput:
+        """Wait for what the device computed, and tell it."""
+        sampling, tokens, lost = self._draw(flight)
+        for sequence, token in zip(sampling, tokens, strict=True):
+            if sequence.num_pending:
+                sequence.tokens.pop()
+                sequence.num_pending = 0
+            sequence.tokens.append(token.token_id)
+        sampled = tuple(Sampled(s.request_id, token) for s, token in zip(sampling, tokens, strict=True))
+        ended = tuple(end for sequence in sampling for end in self._settle(sequence))
+        failed = (*flight.failed, *lost)
+        output = StepOutput(flight.started, flight.chunks, sampled, ended, failed, scored=flight.computed.scored)
+        return self._counted(output, flight.pieces)
+
+    def _draw(self, flight: Flight) -> tuple[list[Sequence], list[Token], tuple[EngineFailure, ...]]:
+        """The tokens of those who still want one, and who can't have one."""
+        if flight.computed.drawn is not None:
+            drawn = zip(flight.sampling, flight.computed.drawn.wait(), strict=True)
+            present = [(sequence, token) for sequence, token in drawn if self._is_present(sequence)]
+            return [sequence for sequence, _ in present], [token for _, token in present], ()
+        sampling, logits = list(flight.sampling), flight.computed.logits
+        masks = flight.masks.result() if flight.masks else Masks()
+        lost = tuple(self._fail(s, masks.errors[s.request_id]) for s in sampling if s.request_id in masks.errors)
+        if lost:
+            logits = logits[[row for row, s in enumerate(sampling) if s.request_id not in masks.errors]]
+            sampling = [s for s in sampling if s.request_id not in masks.errors]
+        return sampling, self._sampler.sample(sampling, logits, masks.allowed) if sampling else [], lost
+
+    def _is_present(self, sequence: Sequence) -> bool:
+        """Neither ended nor released since its batch was launched."""
+        return self._sequences.get(sequence.request_id) is sequence
+
     def _compute(self, pieces: SequenceOf[Piece]) -> tuple[list[Piece], Computed, tuple[EngineFailure, ...]]:
         """The pieces that ran and what they gave. If the batch as a whole fails, each piece runs alone."""
         try:
             return list(pieces), self.runner.forward(pieces), ()
-        except RuntimeError as error:
+        except RuntimeError:
             _log.exception("a batch of %d pieces failed", len(pieces))
-            if len(pieces) == 1:
-                return [], Computed(torch.empty(0)), (self._fail(pieces[0].sequence, str(error)),)
-        runs = [self._compute([piece]) for piece in pieces]
+        runs = [self._compute_alone(piece) for piece in pieces]
         logits = [computed.logits for done, computed, _ in runs if done]
         scored = tuple(scored for _, computed, _ in runs for scored in computed.scored)
         failed = tuple(failure for _, _, failures in runs for failure in failures)
         whole = Computed(torch.cat(logits or [torch.empty(0)]), scored)
         return [piece for done, _, _ in runs for piece in done], whole, failed
+
+    def _compute_alone(self, piece: Piece) -> tuple[list[Piece], Computed, tuple[EngineFailure, ...]]:
+        try:
+            return [piece], self.runner.forward_undrawn([piece]), ()
+        except RuntimeError as error:
+            _log.exception("a piece of %d tokens failed", piece.num_tokens)
+            return [], Computed(torch.empty(0)), (self._fail(piece.sequence, str(error)),)
 
     def _fail(self, sequence: Sequence, message: str) -> EngineFailure:
         self.release(sequence.request_id)
@@ -291,14 +349,17 @@ class Engine:
             sequence.status = Status.HELD
         elif reason is not None:
             self.release(sequence.request_id)
+        elif sequence.status is Status.ENDING:  # kept local while its token was drawn
+            self._scheduler.resume(sequence)
         return [] if reason is None else [Ended(sequence.request_id, sequence.num_generated, reason)]
 
     def _end_reason(self, sequence: Sequence) -> FinishReason | None:
         if self._sampler.stops(sequence.sampling, sequence.tokens[-1]):
             return FinishReason.STOP
-        if sequence.num_generated >= sequence.sampling.max_tokens or len(sequence.tokens) >= self.max_model_len:
-            return FinishReason.LENGTH
-        return None
+        return FinishReason.LENGTH if self._is_full(sequence) else None
+
+    def _is_full(self, sequence: Sequence) -> bool:
+        return sequence.num_generated >= sequence.sampling.max_tokens or len(sequence.tokens) >= self.max_model_len
 
     def _counted(self, output: StepOutput, pieces: SequenceOf[Piece]) -> StepOutput:
         num_decode = sum(piece.is_decode for piece in pieces)

@@ -1,24 +1,24 @@
 """From settings to a running engine: find the model, choose the number format, size the cache, load the weights."""
 
-import hashlib
 import logging
 from dataclasses import replace
 
-import msgspec
 import torch
 
-from checkpoint import Checkpoint, Progress, open_checkpoint
-from checkpoint.config import ModelConfig
+from checkpoint import Progress, open_checkpoint
 from contracts.errors import ConfigError
-from contracts.layout import KVLayout
 from contracts.memory import available_nbytes
+from engine.backend import Backend
+from engine.cuda.load import load_device_engine
 from engine.decoder import Decoder
 from engine.engine import Engine
 from engine.kv_cache import KVCache
 from engine.linear import FORMATS, int4_grid
 from engine.loading import load_weights
 from engine.messages import EngineSettings
-from engine.runner import Runner
+from engine.runner import CpuRunner
+from engine.sampler import Sampler
+from engine.sizing import blocks_in, kv_layout, model_len
 from engine.weights import WeightSource, open_weights
 from kernels.cpu.isa import CpuIsa, apply_isa, probe_isa
 
@@ -34,8 +34,9 @@ _MIN_CACHE_NBYTES, _MAX_CACHE_NBYTES = 256 << 20, 2 << 30
 def load_engine(settings: EngineSettings, progress: Progress | None = None) -> Engine:
     """Raises ConfigError, which says what to do, for a model or settings that cannot be served."""
     report = progress or _silent
-    if settings.device != "cpu":
-        raise ConfigError(f"the device '{settings.device}' is not supported; supported is cpu")
+    settings = replace(settings, device=resolve_device(settings.device))
+    if settings.device == "cuda":
+        return load_device_engine(settings, open_checkpoint(settings.model, progress=report), report)
     if settings.num_threads:
         torch.set_num_threads(settings.num_threads)
     checkpoint = open_checkpoint(settings.model, progress=report)
@@ -44,15 +45,27 @@ def load_engine(settings: EngineSettings, progress: Progress | None = None) -> E
     settings = replace(settings, dtype=resolve_dtype(settings, source))
     number_format = FORMATS[settings.dtype]
     layout = kv_layout(checkpoint.config, settings.block_size, number_format.kv_dtype)
-    num_blocks = _num_blocks(layout, settings)
-    max_model_len = _max_model_len(checkpoint, settings, num_blocks * layout.block_size)
+    num_blocks = blocks_in(_cache_nbytes(settings), layout)
+    max_model_len = model_len(checkpoint, settings, num_blocks * layout.block_size)
     weights = load_weights(checkpoint.config, source, number_format, report)
     model = Decoder(checkpoint.config, weights, max_model_len)
     cache = KVCache(layout, num_blocks)
     _log.info(
         "%s ready: %s, context of %d tokens, %d KV blocks", checkpoint.name, settings.dtype, max_model_len, num_blocks
     )
-    return Engine(settings, checkpoint, cache, Runner(model, cache), max_model_len)
+    # Where prompts and answers are computed in different formats, an answer's KV is not what a prompt's would be.
+    caches_answers = number_format.is_uniform
+    backend = Backend(cache, CpuRunner(model, cache), Sampler(checkpoint.eos_token_ids), caches_answers)
+    return Engine(settings, checkpoint, backend, max_model_len)
+
+
+def resolve_device(device: str) -> str:
+    """`auto`: a GPU where there is one. Raises ConfigError for a device that is unknown, or absent."""
+    if device not in ("auto", "cpu", "cuda"):
+        raise ConfigError(f"the device '{device}' is not supported; supported are auto, cpu and cuda")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("the device 'cuda' needs an NVIDIA GPU and a torch that was built for it; torch finds none")
+    return "cuda" if device != "cpu" and torch.cuda.is_available() else "cpu"
 
 
 def resolve_dtype(settings: EngineSettings, source: WeightSource) -> str:
@@ -97,43 +110,11 @@ def _is_int4(source: WeightSource) -> bool:
     return int4_grid(source.tensor("model.layers.0.mlp.down_proj.weight")) is not None
 
 
-def kv_layout(config: ModelConfig, block_size: int, dtype: str) -> KVLayout:
-    return KVLayout(
-        model=_fingerprint(config),
-        num_layers=config.num_layers,
-        num_kv_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
-        block_size=block_size,
-        dtype=dtype,
-    )
-
-
-def _fingerprint(config: ModelConfig) -> str:
-    return hashlib.blake2b(msgspec.json.encode(config, order="sorted"), digest_size=8).hexdigest()
-
-
-def _num_blocks(layout: KVLayout, settings: EngineSettings) -> int:
-    nbytes = settings.kv_cache_nbytes
-    if nbytes is None:
-        share = int(available_nbytes() * _MEMORY_SHARE)
-        nbytes = min(max(share, _MIN_CACHE_NBYTES), _MAX_CACHE_NBYTES)
-    if nbytes < 2 * layout.block_nbytes:
-        raise ConfigError(
-            f"kv_cache_nbytes is {nbytes}; one block of {layout.block_size} tokens takes {layout.block_nbytes}"
-        )
-    return nbytes // layout.block_nbytes
-
-
-def _max_model_len(checkpoint: Checkpoint, settings: EngineSettings, capacity_tokens: int) -> int:
-    longest = checkpoint.config.max_model_len
-    wanted = settings.max_model_len or longest
-    if wanted > longest:
-        raise ConfigError(f"max_model_len is {wanted}; {checkpoint.name} was trained for {longest} tokens")
-    if settings.max_model_len and wanted > capacity_tokens:
-        raise ConfigError(
-            f"max_model_len is {wanted}; the KV cache holds {capacity_tokens} tokens: raise kv_cache_nbytes"
-        )
-    return min(wanted, capacity_tokens)
+def _cache_nbytes(settings: EngineSettings) -> int:
+    if settings.kv_cache_nbytes is not None:
+        return settings.kv_cache_nbytes
+    share = int(available_nbytes() * _MEMORY_SHARE)
+    return min(max(share, _MIN_CACHE_NBYTES), _MAX_CACHE_NBYTES)
 
 
 def _silent(stage: str, done: int, total: int) -> None:

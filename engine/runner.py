@@ -1,10 +1,12 @@
-"""Runs a batch on the model: inputs in, logits out."""
+"""Runs a batch on the model: inputs in, logits out, or on a device that draws for itself, tokens."""
 
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
+from contracts.events import Token
 from engine.batch import Piece
 from engine.decoder import Decoder
 from engine.inputs import prepare
@@ -13,21 +15,44 @@ from engine.messages import Scored
 from engine.scoring import score, spans
 
 
+class Drawn(Protocol):
+    """Tokens that a device draws by itself, while the host does something else."""
+
+    def wait(self) -> list[Token]:
+        """Until all of the batch is computed: a token for each piece that samples, in order."""
+        ...
+
+
 @dataclass(frozen=True)
 class Computed:
-    """`logits` `[number of pieces that sample, vocab]` float32; `scored`: of the prompts that asked for it."""
+    """`logits` `[number of pieces that sample, vocab]` float32, of no meaning where `drawn` is there; `scored`: of the
+    prompts that asked for it.
+    """
 
     logits: torch.Tensor
     scored: tuple[Scored, ...] = ()
+    drawn: Drawn | None = None
 
 
-class Runner:
+class Runner(Protocol):
+    def forward(self, pieces: SequenceOf[Piece]) -> Computed:
+        """Writes K and V; running it again writes the same. Raises RuntimeError."""
+        ...
+
+    def forward_undrawn(self, pieces: SequenceOf[Piece]) -> Computed:
+        """The same without drawing: the tokens of the batch before stay on the device."""
+        ...
+
+
+class CpuRunner:
     def __init__(self, model: Decoder, cache: KVCache) -> None:
         self._model, self._cache = model, cache
 
     @torch.inference_mode()
     def forward(self, pieces: SequenceOf[Piece]) -> Computed:
-        """Writes K and V; running it again writes the same."""
         found = spans(pieces)
         logits = self._model.forward(prepare(pieces, found, self._model.heads, self._cache), self._cache)
         return Computed(logits.sampled, score(found, logits.scored))
+
+    def forward_undrawn(self, pieces: SequenceOf[Piece]) -> Computed:
+        return self.forward(pieces)

@@ -42,28 +42,8 @@ class Sampler:
             chosen[drawn] = draw([sequences[row] for row in drawn], adjusted[drawn])
         return _tokens(sequences, logits_BV, chosen.tolist())
 
-    def stops(self, sampling: SamplingParams, token_id: int) -> bool:
-        """The token ends an answer that is long enough to end."""
-        return token_id in self.stop_ids(sampling)
-
-    def stop_ids(self, sampling: SamplingParams) -> tuple[int, ...]:
-        eos = () if sampling.ignore_eos else self._eos_token_ids
-        return (*eos, *sampling.stop_token_ids)
-
-    def _adjust(
-        self, sequences: SequenceOf[Sequence], logits_BV: torch.Tensor, allowed: Mapping[RequestId, np.ndarray]
-    ) -> torch.Tensor:
-        rows = [row for row, sequence in enumerate(sequences) if self._is_adjusted(sequence)]
-        if not rows:
-            return logits_BV
-        adjusted = logits_BV.clone()
-        for row in rows:
-            self._adjust_row(sequences[row], adjusted[row])
-            if (mask := allowed.get(sequences[row].request_id)) is not None:
-                adjusted[row] = _only(adjusted[row], mask, logits_BV[row])
-        return adjusted
-
-    def _is_adjusted(self, sequence: Sequence) -> bool:
+    def adjusts(self, sequence: Sequence) -> bool:
+        """The sequence asks for more than temperature and filters: its logits are changed first, on the host."""
         sampling = sequence.sampling
         return bool(
             sampling.logit_bias
@@ -75,6 +55,27 @@ class Sampler:
             or sampling.allowed_token_ids
             or sampling.grammar
         )
+
+    def stops(self, sampling: SamplingParams, token_id: int) -> bool:
+        """The token ends an answer that is long enough to end."""
+        return token_id in self.stop_ids(sampling)
+
+    def stop_ids(self, sampling: SamplingParams) -> tuple[int, ...]:
+        eos = () if sampling.ignore_eos else self._eos_token_ids
+        return (*eos, *sampling.stop_token_ids)
+
+    def _adjust(
+        self, sequences: SequenceOf[Sequence], logits_BV: torch.Tensor, allowed: Mapping[RequestId, np.ndarray]
+    ) -> torch.Tensor:
+        rows = [row for row, sequence in enumerate(sequences) if self.adjusts(sequence)]
+        if not rows:
+            return logits_BV
+        adjusted = logits_BV.clone()
+        for row in rows:
+            self._adjust_row(sequences[row], adjusted[row])
+            if (mask := allowed.get(sequences[row].request_id)) is not None:
+                adjusted[row] = _only(adjusted[row], mask, logits_BV[row])
+        return adjusted
 
     def _adjust_row(self, sequence: Sequence, logits_V: torch.Tensor) -> None:
         """In place: this sequence asked for it, so a loop over such sequences is no cost to the others."""

@@ -13,6 +13,7 @@ class Status(StrEnum):
     WAITING = "waiting"
     RUNNING = "running"
     HELD = "held"
+    ENDING = "ending"
     RESERVED = "reserved"
 
 
@@ -20,6 +21,8 @@ class Sequence:
     """Mutable, owned by the engine. `tokens` is prompt plus answer; KV exists for the first `num_computed` of them.
 
     Of the prompt's log-probabilities the first `num_scored` are told, or were not asked for.
+
+    The last `num_pending` tokens (none or one) are being drawn by the device: their ids mean nothing yet.
 
     `tokens` and `blocks` are 32-bit arrays, so that numpy reads them without a Python loop.
     """
@@ -44,6 +47,7 @@ class Sequence:
         self.digests: list[bytes] = []
         self._root = salted(cache_salt)
         self.arrival = -1
+        self.num_pending = 0
         self.num_computed = 0
         self.num_inserted_blocks = 0
         self.num_announced = 0
@@ -70,9 +74,9 @@ class Sequence:
         return self.handoff and self.num_announced > 0
 
     def extend_digests(self, block_size: int) -> list[bytes]:
-        """Digests of all full blocks of `tokens`, computed once each."""
-        done = len(self.digests)
-        if len(self.tokens) // block_size > done:
+        """Digests of all full blocks of known `tokens`, computed once each."""
+        done, num_known = len(self.digests), len(self.tokens) - self.num_pending
+        if num_known // block_size > done:
             previous = self.digests[-1] if self.digests else self._root
-            self.digests += chain_hashes(self.tokens[done * block_size :], block_size, previous=previous)
+            self.digests += chain_hashes(self.tokens[done * block_size : num_known], block_size, previous=previous)
         return self.digests

@@ -38,31 +38,33 @@ class WeightSource(Protocol):
     interleaved: bool
 
     def tensor(self, name: str) -> torch.Tensor:
-        """float32, contiguous. Raises ConfigError if the checkpoint lacks it."""
+        """float32, contiguous, unless opened for a device. Raises ConfigError if the checkpoint lacks it."""
         ...
 
 
-def open_weights(checkpoint: Checkpoint) -> WeightSource:
+def open_weights(checkpoint: Checkpoint, device: torch.device | None = None) -> WeightSource:
+    """`device`: safetensors go straight there, in the type that they have in their file."""
     if checkpoint.format is WeightFormat.GGUF:
         return GgufWeights(checkpoint)
-    return SafetensorsWeights(checkpoint.path)
+    return SafetensorsWeights(checkpoint.path, device)
 
 
 class SafetensorsWeights:
     interleaved = False
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
+    def __init__(self, folder: Path, device: torch.device | None = None) -> None:
+        self._folder, self._device = folder, device
         self._files = tensor_files(folder)
 
     def tensor(self, name: str) -> torch.Tensor:
         if name not in self._files:
             raise ConfigError(f"{self._folder} lacks the tensor '{name}': the weights do not fit its config.json")
         try:
-            with safe_open(self._files[name], framework="pt") as file:
-                return file.get_tensor(name).float().contiguous()
+            with safe_open(self._files[name], framework="pt", device=str(self._device or "cpu")) as file:
+                tensor = file.get_tensor(name)
         except (SafetensorError, OSError) as error:
             raise ConfigError(f"cannot read '{name}' from {self._files[name]}: {error}") from error
+        return tensor.float().contiguous() if self._device is None else tensor
 
 
 class GgufWeights:

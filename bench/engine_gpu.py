@@ -1,0 +1,222 @@
+"""The engine on a GPU, Llama-8B's shape and random weights: `python -m bench.engine_gpu [--out FILE] [--dtypes float8
+float8-head]`.
+
+Every figure goes through Engine.submit and Engine.step: scheduler, block pool, input preparation, sampling (greedy),
+tokens on the host. A decode step's limit is the time to read weights, head and KV once at the rate that an H200 reads;
+a prefill's is its products and attention at the rate of FP8 products that an H200 reaches. Peers were measured on the
+same kind of card, in another run.
+"""
+
+import argparse
+import logging
+import statistics
+import time
+from collections import Counter
+from collections.abc import Sequence
+from itertools import count, pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from bench.random_model import LLAMA_8B, RandomWeights, random_checkpoint
+from bench.result import Row, write_result
+from checkpoint.config import ModelConfig
+from contracts.ids import RequestId
+from contracts.sampling import SamplingParams
+from engine.cuda.load import load_device_engine
+from engine.engine import Engine
+from engine.messages import EngineRequest, EngineSettings
+from kernels import caps, catalog
+from kernels.specs import AttnSpec
+from kernels.timing import replay_ms
+
+READ_RATE, FP8_RATE = 4.45e12, 1.39e15
+BATCHES = (1, 8, 32, 64, 128, 256)
+PROMPT, NUM_WARM, NUM_STEPS = 992, 8, 48  # contexts around 1024
+VLLM_MS = {1: 3.53, 8: 3.75, 32: 5.15, 64: 5.84, 128: 8.47, 256: 14.35}
+VLLM_PREFILL = {(1, 8192): 57277, (32, 1024): 68433}
+PEER = "vLLM 0.25.1, same kind of card, other run"
+_names = count()
+_log = logging.getLogger(__name__)
+
+
+def main() -> None:
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=None)
+    parser.add_argument("--dtypes", nargs="+", default=["float8", "float8-head"])
+    parser.add_argument("--batches", nargs="+", type=int, default=list(BATCHES))
+    args = parser.parse_args()
+    rows: list[Row] = []
+    for dtype in args.dtypes:
+        rows += measure(dtype, args.batches, prefills=dtype == args.dtypes[0])
+        torch.cuda.empty_cache()
+    found = caps.detect()
+    prefill = catalog.registry(found).resolve("attn_prefill", AttnSpec(32, 8, 128)).impl.name
+    config = {
+        "model": "Llama-8B shape, random weights",
+        "card": found.name,
+        "triton": found.triton,
+        "prefill attention": prefill,
+    }
+    write_result(args.out, "engine-gpu", rows, config)
+
+
+def measure(dtype: str, batches: Sequence[int], prefills: bool) -> list[Row]:
+    started = time.perf_counter()
+    free, _ = torch.cuda.mem_get_info()
+    engine = load(dtype)
+    rows = [shown(Row("engine_start", time.perf_counter() - started, "s", {"dtype": dtype}))]
+    used = engine.capacity_tokens // engine.layout.block_size * engine.layout.block_nbytes
+    left, _ = torch.cuda.mem_get_info()
+    rows.append(shown(Row("engine_kv_share_of_free", used / (used + left), "", {"dtype": dtype, "gib": free / 2**30})))
+    for batch in batches:
+        rows += [shown(row) for row in decode_rows(engine, dtype, batch)]
+    if prefills:
+        rows += [shown(prefill_row(engine, num, length)) for num, length in VLLM_PREFILL]
+    return rows
+
+
+def load(dtype: str, **changes: Any) -> Engine:
+    settings = EngineSettings(
+        dtype=dtype,
+        **{"max_num_seqs": 256, "max_batched_tokens": 8192, "max_model_len": 8256, "prefix_cache": False, **changes},
+    )
+    device = torch.device("cuda")
+    checkpoint = random_checkpoint("llama-8b-random", LLAMA_8B)
+    return load_device_engine(settings, checkpoint, _silent, RandomWeights(LLAMA_8B, device), device)
+
+
+def decode_rows(engine: Engine, dtype: str, batch: int) -> list[Row]:
+    names = submit(engine, [PROMPT] * batch, 4 * (NUM_WARM + NUM_STEPS))
+    sampled: Counter[str] = Counter()
+    while len(sampled) < batch:  # prompts go a few at a time, so the first answers get ahead
+        sampled.update(told.request_id for told in engine.step().sampled)
+    for _ in range(NUM_WARM):
+        engine.step()
+    stamps = [time.perf_counter()]
+    for _ in range(NUM_STEPS):
+        assert len(engine.step().sampled) == batch
+        stamps.append(time.perf_counter())
+    step_ms = (stamps[-1] - stamps[0]) / NUM_STEPS * 1e3
+    context = PROMPT + sampled.total() // batch + NUM_WARM + NUM_STEPS // 2
+    params = {"dtype": dtype, "batch": batch, "context": context}
+    limit = limit_ms(LLAMA_8B, batch, context, head_nbytes=1 if dtype == "float8-head" else 2)
+    rows = [Row("engine_decode_step", step_ms, "ms", params, limit, PEER, VLLM_MS[batch])]
+    slowest = max(late - early for early, late in pairwise(stamps)) * 1e3
+    rows.append(Row("engine_decode_step_slowest", slowest, "ms", params))
+    idle = idle_share(engine) if batch in (1, 64) else None
+    host = host_ms(engine)
+    for name in names:
+        engine.release(name)
+    while engine.has_work():
+        engine.step()
+    alone = replay_ms(engine.runner.steps.graph(batch, PROMPT + NUM_WARM + NUM_STEPS), count=10, groups=5)  # type: ignore[attr-defined]
+    rows.append(Row("engine_graph_replay", alone, "ms", params, limit))
+    rows.append(Row("engine_host_work", host, "ms", params))
+    if idle is not None:
+        rows.append(Row("engine_gpu_idle", idle, "", params))
+    return rows
+
+
+def host_ms(engine: Engine, num_steps: int = 16) -> float:
+    """What the host does in a step beside waiting for tokens."""
+    waits: list[float] = []
+    wait = torch.cuda.Event.synchronize
+
+    def timed(event: torch.cuda.Event) -> None:
+        begin = time.perf_counter()
+        wait(event)
+        waits.append(time.perf_counter() - begin)
+
+    torch.cuda.Event.synchronize = timed  # type: ignore[method-assign]
+    try:
+        begin = time.perf_counter()
+        for _ in range(num_steps):
+            engine.step()
+        whole = time.perf_counter() - begin
+    finally:
+        torch.cuda.Event.synchronize = wait  # type: ignore[method-assign]
+    return (whole - sum(waits)) / num_steps * 1e3
+
+
+def idle_share(engine: Engine, num_steps: int = 12) -> float:
+    """Of the time between the first and the last thing the GPU did in some steps, how much it did nothing."""
+    activities = [torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities) as profile:
+        for _ in range(num_steps):
+            engine.step()
+        torch.cuda.synchronize()
+    spans = sorted(
+        (event.time_range.start, event.time_range.end)
+        for event in profile.events() or ()
+        if "CUDA" in str(event.device_type)
+    )
+    busy, edge = 0.0, spans[0][0]
+    for start, end in spans:
+        busy += max(0.0, end - max(start, edge))
+        edge = max(edge, end)
+    return 1 - busy / (edge - spans[0][0])
+
+
+def prefill_row(engine: Engine, num: int, length: int) -> Row:
+    """Tokens a second, from submitting the prompts to their first tokens on the host; the median of five."""
+    rates = []
+    for _ in range(6):
+        torch.cuda.synchronize()
+        begin = time.perf_counter()
+        submit(engine, [length] * num, 1)
+        while engine.has_work():
+            engine.step()
+        rates.append(num * length / (time.perf_counter() - begin))
+    limit = FP8_RATE / flops_per_token(LLAMA_8B, length)
+    params = {"prompts": num, "length": length}
+    return Row(
+        "engine_prefill", statistics.median(rates[1:]), "tokens/s", params, limit, PEER, VLLM_PREFILL[num, length]
+    )
+
+
+def submit(engine: Engine, lengths: Sequence[int], max_tokens: int) -> list[RequestId]:
+    rng = np.random.default_rng(0)
+    sampling = SamplingParams(max_tokens=max_tokens, seed=0, temperature=0.0, ignore_eos=True)
+    names = [RequestId(str(next(_names))) for _ in lengths]
+    for name, length in zip(names, lengths, strict=True):
+        token_ids = rng.integers(0, engine.checkpoint.config.vocab_size, length).tolist()
+        engine.submit(EngineRequest(name, token_ids, sampling))
+    return names
+
+
+def layer_weights(config: ModelConfig) -> int:
+    width = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
+    return config.hidden_size * (width + config.num_heads * config.head_dim + 3 * config.intermediate_size)
+
+
+def limit_ms(config: ModelConfig, batch: int, context: int, head_nbytes: int) -> float:
+    weights = config.num_layers * layer_weights(config) + head_nbytes * config.vocab_size * config.hidden_size
+    cache = config.num_layers * 2 * config.num_kv_heads * config.head_dim * context * batch
+    return (weights + cache) / READ_RATE * 1e3
+
+
+def flops_per_token(config: ModelConfig, length: int) -> float:
+    """Of a causal prompt: products, and attention over half of it on average."""
+    attention = 4 * config.num_heads * config.head_dim * length / 2
+    return config.num_layers * (2 * layer_weights(config) + attention)
+
+
+def shown(row: Row) -> Row:
+    """Logged as it comes, so that a run that is cut short still says something."""
+    limit = f" ({row.limit / row.value:.0%} of the limit)" if row.limit and row.unit == "ms" else ""
+    share = f" ({row.value / row.limit:.0%} of the limit)" if row.limit and row.unit != "ms" else ""
+    peer = f" | peer {row.peer_value:.4g}" if row.peer_value else ""
+    _log.info("%s %s %.4g %s%s%s%s", row.name, dict(row.params), row.value, row.unit, limit, share, peer)
+    return row
+
+
+def _silent(stage: str, done: int, total: int) -> None:
+    """Progress that nobody watches."""
+
+
+if __name__ == "__main__":
+    main()

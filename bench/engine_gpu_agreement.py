@@ -1,0 +1,108 @@
+"""How much a GPU's answers depend on the batch and on the number format: `python -m bench.engine_gpu_agreement MODEL`.
+
+Greedy answers of a real model, alone and all at once, by format, beside transformers on the same weights and card; and
+the perplexity of a text, the topics of Python's own help.
+"""
+
+import argparse
+import logging
+import math
+from pydoc_data.topics import topics
+
+import torch
+
+from bench.oracle import oracle
+from checkpoint import open_checkpoint
+from contracts.ids import RequestId
+from contracts.sampling import SamplingParams
+from engine.engine import Engine
+from engine.load import load_engine
+from engine.messages import EngineRequest, EngineSettings
+
+PROMPTS = (
+    "Why is the sky blue?",
+    "Write a short poem about a lighthouse.",
+    "List five uses of a paper clip.",
+    "Explain what a hash table is to a child.",
+    "What is 17 times 23? Think step by step.",
+    "Give me a recipe for pancakes.",
+    "Who wrote Don Quixote, and when?",
+    "Summarise the plot of Romeo and Juliet in three sentences.",
+)
+NUM_TOKENS, NUM_CHARS, CHUNK = 64, 100_000, 1024
+_log = logging.getLogger(__name__)
+
+
+def main() -> None:
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model")
+    model = parser.parse_args().model
+    checkpoint = open_checkpoint(model)
+    tokenizer = checkpoint.tokenizer()
+    prompts = [tokenizer.encode(f"<|im_start|>user\n{text}<|im_end|>\n<|im_start|>assistant\n").ids for text in PROMPTS]
+    text = tokenizer.encode("\n".join(topics[name] for name in sorted(topics))[:NUM_CHARS]).ids
+    peers = {
+        f"transformers {dtype}": transformers_answers(oracle(checkpoint, dtype).to("cuda"), prompts)  # type: ignore[arg-type]
+        for dtype in (torch.bfloat16, torch.float32)
+    }
+    for dtype in ("bfloat16", "float8", "float32"):
+        settings = {"device": "cuda", "max_model_len": 2048, "max_num_seqs": 8, "kv_cache_nbytes": 1 << 30}
+        engine = load_engine(EngineSettings(model=model, dtype=dtype, **settings))  # type: ignore[arg-type]
+        alone = [engine_answers(engine, [prompt])[0] for prompt in prompts]
+        together = engine_answers(engine, prompts)
+        _log.info("%s alone and in a batch: %s", dtype, agreement(alone, together))
+        for name, answers in peers.items():
+            _log.info("%s beside %s: %s", dtype, name, agreement(alone, answers))
+        _log.info("%s says: %r", dtype, tokenizer.decode(alone[0])[:120])
+        _log.info("%s perplexity over %d tokens: %.4f", dtype, len(text), perplexity(engine, text))
+
+
+def engine_answers(engine: Engine, prompts: list[list[int]]) -> list[list[int]]:
+    sampling = SamplingParams(max_tokens=NUM_TOKENS, seed=0, temperature=0.0, ignore_eos=True)
+    answers: dict[str, list[int]] = {str(index): [] for index in range(len(prompts))}
+    for index, prompt in enumerate(prompts):
+        engine.submit(EngineRequest(RequestId(str(index)), prompt, sampling))
+    while engine.has_work():
+        for sampled in engine.step().sampled:
+            answers[sampled.request_id].append(sampled.token.token_id)
+    return list(answers.values())
+
+
+def perplexity(engine: Engine, token_ids: list[int]) -> float:
+    """Of chunks of `CHUNK` tokens, each by itself."""
+    sampling = SamplingParams(max_tokens=1, seed=0, temperature=0.0, prompt_logprobs=0)
+    for first in range(0, len(token_ids), CHUNK):
+        engine.submit(EngineRequest(RequestId(f"chunk {first}"), token_ids[first : first + CHUNK], sampling))
+    logprobs: list[float] = []
+    while engine.has_work():
+        logprobs += [token.logprob for scored in engine.step().scored for token in scored.tokens]
+    return math.exp(-sum(logprobs) / len(logprobs))
+
+
+@torch.inference_mode()
+def transformers_answers(model: torch.nn.Module, prompts: list[list[int]]) -> list[list[int]]:
+    answers = []
+    for prompt in prompts:
+        step = model(torch.tensor([prompt], device="cuda"), use_cache=True, logits_to_keep=1)
+        answer: list[int] = []
+        while len(answer) < NUM_TOKENS:
+            answer.append(int(step.logits[0, -1].argmax()))
+            last = torch.tensor([answer[-1:]], device="cuda")
+            step = model(last, past_key_values=step.past_key_values, use_cache=True)
+        answers.append(answer)
+    return answers
+
+
+def agreement(one: list[list[int]], other: list[list[int]]) -> str:
+    """Identical answers, and how many tokens go by before the first difference."""
+    same = sum(a == b for a, b in zip(one, other, strict=True))
+    until = [
+        next((i for i, (x, y) in enumerate(zip(a, b, strict=True)) if x != y), len(a))
+        for a, b in zip(one, other, strict=True)
+    ]
+    return f"{same} of {len(one)} answers identical, {sum(until)} of {NUM_TOKENS * len(one)} tokens before a difference"
+
+
+if __name__ == "__main__":
+    main()

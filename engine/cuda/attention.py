@@ -1,0 +1,75 @@
+"""Paged attention over the device's cache: prompts of any lengths in one launch, decodes in another."""
+
+import torch
+from torch import Tensor
+
+from checkpoint.config import ModelConfig
+from engine.cuda.cache import LayerCache
+from engine.cuda.inputs import PromptRows
+from engine.cuda.transformer import Attend
+from engine.cuda.upload import upload
+from kernels.registry import Registry
+from kernels.specs import AttnSpec, KVDtype
+
+# Room for two float16 copies of the keys and values of a batch of prompts: with it prefill attention is a quarter
+# faster (docs/kernels.md).
+_MAX_WORKSPACE_NBYTES = 512 << 20
+# Published states of decode attention, see kernels.triton.attn_decode.workspace_nbytes.
+_STATES, _COUNTERS_NBYTES, _ROWS = 2560, 32 << 10, 16
+
+
+def decode_workspace(config: ModelConfig, max_num_seqs: int, device: torch.device) -> Tensor:
+    """Zeros, as both decode operations want it. For up to 16 query heads to a KV head."""
+    states = max(_STATES, 4 * max_num_seqs * config.num_kv_heads)
+    nbytes = _COUNTERS_NBYTES + states * _ROWS * (config.head_dim + 2) * 4
+    return torch.zeros(nbytes, dtype=torch.uint8, device=device)
+
+
+class DeviceAttention:
+    def __init__(
+        self,
+        config: ModelConfig,
+        registry: Registry,
+        kv: KVDtype,
+        block_size: int,
+        max_tokens: int,
+        max_num_seqs: int,
+        device: torch.device,
+    ) -> None:
+        """`max_tokens`: of all the sequences of a batch of prompts, contexts included, that the workspace is for."""
+        spec = AttnSpec(config.num_heads, config.num_kv_heads, config.head_dim, block_size, kv)
+        self._scale = config.head_dim**-0.5
+        self._prefill, self._prepare = registry.get("attn_prefill", spec), registry.preparer("attn_prefill", spec)
+        self._decode = registry.get("attn_decode", spec)
+        nbytes = min(_MAX_WORKSPACE_NBYTES, 4 * config.num_kv_heads * config.head_dim * max_tokens)
+        self._prefill_space = torch.zeros(nbytes, dtype=torch.uint8, device=device)
+        self._decode_space = decode_workspace(config, max_num_seqs, device)
+
+    def of_prompts(self, rows: PromptRows) -> Attend:
+        """Plans the batch, once for all layers."""
+        device = self._prefill_space.device
+        tables, lengths, q_starts, kv_starts = (
+            upload(array, device) for array in (rows.tables, rows.lengths, rows.q_starts, rows.kv_starts)
+        )
+        totals = rows.lengths.tolist()
+        prepared = self._prepare(tables, rows.counts, totals)
+
+        def attend(q: Tensor, cache: LayerCache, out: Tensor) -> None:
+            self._prefill(
+                q, cache.keys, cache.values, tables, lengths, q_starts, kv_starts, out, self._prefill_space,
+                max_q=max(rows.counts), max_kv=max(totals), sm_scale=self._scale, prepared=prepared,
+                k_scale=cache.k_scale, v_scale=cache.v_scale,
+            )  # fmt: skip
+
+        return attend
+
+    def of_decodes(self, tables: Tensor, lengths: Tensor, max_len: int) -> Attend:
+        """`max_len` chooses how it is launched; any length is computed right."""
+
+        def attend(q: Tensor, cache: LayerCache, out: Tensor) -> None:
+            self._decode(
+                q, cache.keys, cache.values, tables, lengths, out, self._decode_space, sm_scale=self._scale,
+                max_len=max_len, k_scale=cache.k_scale, v_scale=cache.v_scale,
+            )  # fmt: skip
+
+        return attend

@@ -1,0 +1,60 @@
+"""The paged KV cache on a GPU."""
+
+import hashlib
+from dataclasses import dataclass
+
+import msgspec
+import numpy as np
+import torch
+from torch import Tensor
+
+from contracts.errors import ConfigError
+from contracts.layout import KVLayout
+
+
+@dataclass(frozen=True)
+class LayerCache:
+    """`keys`, `values` `[num_blocks + 1, kv_heads, block, head_dim]`, each to be multiplied by its scale."""
+
+    keys: Tensor
+    values: Tensor
+    k_scale: float
+    v_scale: float
+
+
+class DeviceCache:
+    """`[num_planes, num_blocks + 1, kv_heads, block, head_dim]` in one allocation, plane 2 * layer K, 2 * layer + 1 V.
+
+    The last block belongs to nobody: the rows that pad a batch write there. `scales` `[layers, 2]`: those of K and of V
+    by layer, on the host; none for 1.
+    """
+
+    def __init__(
+        self,
+        layout: KVLayout,
+        num_blocks: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        scales: Tensor | None = None,
+    ) -> None:
+        self.layout = layout if scales is None else msgspec.structs.replace(layout, scales=_name(scales))
+        self.num_blocks = num_blocks
+        self.device = device
+        self._scales = torch.ones(layout.num_layers, 2) if scales is None else scales
+        shape = (layout.num_planes, num_blocks + 1, layout.num_kv_heads, layout.block_size, layout.head_dim)
+        # Zeros: what is masked weighs 0, and 0 times a NaN of uninitialised memory is a NaN.
+        raw = torch.zeros(layout.block_nbytes * (num_blocks + 1), dtype=torch.uint8, device=device)
+        self._planes = raw.view(dtype).view(shape)
+
+    @property
+    def pool_bytes(self) -> np.ndarray:
+        raise ConfigError("the KV cache of a GPU can't be handed over yet: serve with device=cpu")
+
+    def layer(self, index: int) -> LayerCache:
+        k_scale, v_scale = self._scales[index].tolist()
+        return LayerCache(self._planes[2 * index], self._planes[2 * index + 1], k_scale, v_scale)
+
+
+def _name(scales: Tensor) -> str:
+    """KV that was divided by other scales means nothing here."""
+    return f"layer-{hashlib.blake2b(scales.numpy().tobytes(), digest_size=8).hexdigest()}"

@@ -1,0 +1,73 @@
+"""Static scales for a checkpoint that brings none: twice the largest magnitudes over a text is the end of e4m3."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from contracts.ids import RequestId
+from contracts.sampling import SamplingParams
+from engine.batch import Piece
+from engine.cuda.attention import DeviceAttention
+from engine.cuda.cache import DeviceCache
+from engine.cuda.inputs import prompt_rows
+from engine.cuda.transformer import Rows, Transformer
+from engine.cuda.upload import upload
+from engine.sequence import Sequence
+from kernels.reference.quant import E4M3_MAX
+
+_MARGIN = 2.0
+
+TEXT = """The history of the lighthouse begins with fires on hilltops. When trade grew, towers of stone took their
+place; the tallest of them stood at Alexandria for over 1500 years. Question: how far can a light at 40 m be seen? The
+distance to the horizon is about 3.57 * sqrt(h) km, so sqrt(40) = 6.32 gives 22.6 km. Answer: roughly 23 kilometres.
+
+def horizon_km(height_m: float) -> float:
+    \"\"\"Distance to the horizon over a calm sea.\"\"\"
+    return 3.57 * height_m ** 0.5
+
+print([round(horizon_km(h), 1) for h in (2, 10, 40, 100)])  # [5.0, 11.3, 22.6, 35.7]
+
+| place | year | height (m) |
+|---|---|---|
+| Eddystone | 1882 | 49 |
+| Le Phare du Creach | 1863 | 55 |
+
+Dear Ms. Keller, thank you for your letter of 3 March. We would be glad to show you the lamp room; please bring good
+shoes! Der Leuchtturm ist von April bis Oktober geöffnet. Le phare est fermé le lundi. El faro abre a las diez.
+{"name": "Cape Hatteras", "height_m": 64, "stripes": ["black", "white"], "lit": true}
+"""
+
+
+def warm_up(model: Transformer, attention: DeviceAttention, cache: DeviceCache, token_ids: list[int]) -> None:
+    """Computes them as one prompt, from the cache's first block on."""
+    sequence = Sequence(RequestId("warm-up"), token_ids, SamplingParams(max_tokens=1, seed=0))
+    sequence.blocks.extend(range(cache.layout.num_blocks(len(token_ids))))
+    rows = prompt_rows([Piece(sequence, 0, len(token_ids))], cache.layout.block_size)
+    token_columns = [upload(array, cache.device) for array in (rows.token_ids, rows.positions, rows.slots)]
+    model.head(model(Rows(*token_columns, wanted=None), cache, attention.of_prompts(rows))[-1:])
+
+
+@dataclass(frozen=True)
+class Scales:
+    """`[layers, 2]` each. `activations`: attention's output and the MLP's middle, for the fused step; `kv`, on the
+    host: K and V in the cache.
+    """
+
+    activations: Tensor
+    kv: Tensor
+
+
+def calibrate(model: Transformer, attention: DeviceAttention, cache: DeviceCache, token_ids: list[int]) -> Scales:
+    """`cache` is fresh: its scales are 1, and what is not written is 0."""
+    num_layers = cache.layout.num_layers
+    model.peaks = torch.zeros(num_layers, 2, device=cache.device)
+    warm_up(model, attention, cache, token_ids)
+    activations, model.peaks = model.peaks * _MARGIN, None
+    layers = [cache.layer(index) for index in range(num_layers)]
+    largest = torch.stack([_largest(pages) for layer in layers for pages in (layer.keys, layer.values)])
+    return Scales(activations, (largest * _MARGIN / E4M3_MAX).clamp(min=1e-6).view(-1, 2).cpu())
+
+
+def _largest(pages: Tensor) -> Tensor:
+    return pages.float().abs().amax()

@@ -1,0 +1,132 @@
+"""The next token of each sequence, drawn on the device.
+
+The draw is a function of (seed, choice, position, token) alone, so it is the same in any batch; it is not the CPU
+engine's, which inverts the cumulative distribution.
+"""
+
+from collections.abc import Mapping
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from contracts.events import Token
+from contracts.ids import RequestId
+from engine.cuda.sampling import columns, is_greedy
+from engine.cuda.state import DecodeState, DrawInputs, pack
+from engine.cuda.upload import upload
+from engine.sampler import Sampler
+from engine.sequence import Sequence
+from kernels.registry import Registry
+from kernels.specs import QuantSpec, SampleSpec
+
+_SCRATCH_NBYTES = 1 << 20
+
+
+class Drawer:
+    """The library's greedy and random choice."""
+
+    def __init__(self, registry: Registry, vocab: int, device: torch.device) -> None:
+        self._argmax = registry.get("argmax", QuantSpec(vocab, "none"))
+        self._sample = registry.get("sample", SampleSpec(vocab))
+        self._scratch = torch.zeros(_SCRATCH_NBYTES, dtype=torch.uint8, device=device)
+
+    def __call__(self, logits: Tensor, inputs: DrawInputs, tokens: Tensor, logprobs: Tensor, greedy: bool) -> None:
+        """`greedy`: all rows are, and `logprobs` are not written."""
+        if greedy:
+            self._argmax(logits, tokens, self._scratch)
+        else:
+            self._sample(
+                logits, inputs.temperatures, inputs.top_ks, inputs.top_ps, inputs.min_ps, inputs.seeds,
+                inputs.positions, tokens, logprobs,
+            )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Likeliest:
+    """Log-probabilities of some rows: of the token drawn `[n]`, and of the likeliest `[n, k]`."""
+
+    rows: list[int]
+    own: Tensor
+    values: Tensor
+    token_ids: Tensor
+
+    @classmethod
+    def of(cls, sequences: SequenceOf[Sequence], logits: Tensor, tokens: Tensor) -> "Likeliest | None":
+        """Of the rows that ask for them; their copies to the host are under way. None if no row does."""
+        rows = [row for row, sequence in enumerate(sequences) if sequence.sampling.logprobs is not None]
+        if not rows:
+            return None
+        index = upload(np.array(rows), logits.device)
+        logprobs = logits.index_select(0, index).float().log_softmax(-1)
+        top = logprobs.topk(max(sequences[row].sampling.logprobs or 0 for row in rows))
+        own = logprobs.gather(1, tokens.index_select(0, index)[:, None])[:, 0]
+        return cls(rows, to_host(own), to_host(top.values), to_host(top.indices))
+
+
+class DeviceDrawn:
+    """Tokens on their way to the host."""
+
+    def __init__(self, sequences: SequenceOf[Sequence], tokens: Tensor, likeliest: Likeliest | None) -> None:
+        self._indices = [sequence.num_generated for sequence in sequences]
+        self._counts = [sequence.sampling.logprobs or 0 for sequence in sequences]
+        self._tokens, self._likeliest = to_host(tokens), likeliest
+        self._done = torch.cuda.Event() if tokens.is_cuda else None
+        if self._done is not None:
+            self._done.record()
+
+    def wait(self) -> list[Token]:
+        if self._done is not None:
+            self._done.synchronize()
+        tokens = [Token(index, token) for index, token in zip(self._indices, self._tokens.tolist(), strict=True)]
+        if self._likeliest is not None:
+            for at, row in enumerate(self._likeliest.rows):
+                tokens[row] = self._with_logprobs(tokens[row], self._likeliest, at, self._counts[row])
+        return tokens
+
+    def _with_logprobs(self, token: Token, found: Likeliest, at: int, count: int) -> Token:
+        ids, values = found.token_ids[at, :count].tolist(), found.values[at, :count].tolist()
+        return Token(token.index, token.token_id, float(found.own[at]), list(zip(ids, values, strict=True)))
+
+
+class DeviceSampler(Sampler):
+    """For batches in which a sequence has its logits adjusted first, which the host does, row by row."""
+
+    def __init__(self, eos_token_ids: SequenceOf[int], drawer: Drawer) -> None:
+        super().__init__(eos_token_ids)
+        self._drawer = drawer
+
+    @torch.inference_mode()
+    def sample(
+        self,
+        sequences: SequenceOf[Sequence],
+        logits_BV: Tensor,
+        allowed: Mapping[RequestId, np.ndarray] | None = None,
+    ) -> list[Token]:
+        adjusted = self._adjusted(sequences, logits_BV, allowed or {})
+        count = len(sequences)
+        state = DecodeState(count, 1, 1, torch.float32, logits_BV.device)
+        state.put(pack(None, columns(sequences), state.max_rows))
+        tokens = state.drawn[:count]
+        self._drawer(adjusted, state.draw_inputs(0, count), tokens, state.logprobs[:count], is_greedy(sequences))
+        return DeviceDrawn(sequences, tokens, Likeliest.of(sequences, logits_BV, tokens)).wait()
+
+    def _adjusted(
+        self, sequences: SequenceOf[Sequence], logits_BV: Tensor, allowed: Mapping[RequestId, np.ndarray]
+    ) -> Tensor:
+        rows = [row for row, sequence in enumerate(sequences) if self.adjusts(sequence)]
+        if not rows:
+            return logits_BV
+        changed = self._adjust([sequences[row] for row in rows], logits_BV[rows].cpu(), allowed)
+        out = logits_BV.clone()
+        out[rows] = changed.to(out.device)
+        return out
+
+
+def to_host(tensor: Tensor) -> Tensor:
+    """A copy that is complete once what was launched before is."""
+    if not tensor.is_cuda:
+        return tensor.clone()
+    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)

@@ -1,0 +1,24 @@
+"""A batch between its launch and the moment its tokens are told."""
+
+from collections.abc import Sequence as SequenceOf
+from concurrent.futures import Future
+from dataclasses import dataclass
+
+from engine.batch import Piece
+from engine.grammar import Masks
+from engine.messages import ChunkDone, EngineFailure, Started
+from engine.runner import Computed
+from engine.sequence import Sequence
+
+
+@dataclass(frozen=True)
+class Flight:
+    """`pieces` were launched, `failed` could not be. `sampling`: whose next token this batch says."""
+
+    started: tuple[Started, ...]
+    pieces: SequenceOf[Piece]
+    chunks: tuple[ChunkDone, ...]
+    computed: Computed
+    failed: tuple[EngineFailure, ...]
+    masks: Future[Masks] | None
+    sampling: SequenceOf[Sequence]

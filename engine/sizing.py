@@ -1,0 +1,55 @@
+"""How much context and how many KV blocks an engine has."""
+
+import hashlib
+
+import msgspec
+
+from checkpoint import Checkpoint
+from checkpoint.config import ModelConfig
+from contracts.errors import ConfigError
+from contracts.layout import KVLayout
+from engine.messages import EngineSettings
+
+
+def kv_layout(config: ModelConfig, block_size: int, dtype: str, rotary: str = "") -> KVLayout:
+    """`rotary`: set where the two parts of a rotary pair lie otherwise than side by side."""
+    return KVLayout(
+        model=_fingerprint(config) + rotary,
+        num_layers=config.num_layers,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        block_size=block_size,
+        dtype=dtype,
+    )
+
+
+def _fingerprint(config: ModelConfig) -> str:
+    return hashlib.blake2b(msgspec.json.encode(config, order="sorted"), digest_size=8).hexdigest()
+
+
+def blocks_in(nbytes: int, layout: KVLayout) -> int:
+    """Raises ConfigError for fewer than two."""
+    if nbytes < 2 * layout.block_nbytes:
+        raise ConfigError(
+            f"kv_cache_nbytes is {nbytes}; one block of {layout.block_size} tokens takes {layout.block_nbytes}"
+        )
+    return nbytes // layout.block_nbytes
+
+
+def wanted_model_len(checkpoint: Checkpoint, settings: EngineSettings) -> int:
+    """The context that settings or model ask for. Raises ConfigError for more than the model has."""
+    longest = checkpoint.config.max_model_len
+    wanted = settings.max_model_len or longest
+    if wanted > longest:
+        raise ConfigError(f"max_model_len is {wanted}; {checkpoint.name} was trained for {longest} tokens")
+    return wanted
+
+
+def model_len(checkpoint: Checkpoint, settings: EngineSettings, capacity_tokens: int) -> int:
+    """The context that fits. Raises ConfigError if settings ask for more."""
+    wanted = wanted_model_len(checkpoint, settings)
+    if settings.max_model_len and wanted > capacity_tokens:
+        raise ConfigError(
+            f"max_model_len is {wanted}; the KV cache holds {capacity_tokens} tokens: raise kv_cache_nbytes"
+        )
+    return min(wanted, capacity_tokens)

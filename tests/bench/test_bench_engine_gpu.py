@@ -1,0 +1,39 @@
+"""What bench.engine_gpu compares with, and the models it makes."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from bench.engine_gpu import flops_per_token, limit_ms
+from bench.random_model import LLAMA_8B, RandomWeights, random_checkpoint
+from contracts.ids import RequestId
+from contracts.sampling import SamplingParams
+from engine.cuda.load import load_device_engine
+from engine.messages import EngineRequest, EngineSettings
+
+TINY = replace(
+    LLAMA_8B, vocab_size=300, hidden_size=256, intermediate_size=512, num_layers=2, num_heads=8, num_kv_heads=2,
+    head_dim=32, max_model_len=256,
+)  # fmt: skip
+
+
+def test_limits_are_those_of_the_design():
+    assert limit_ms(LLAMA_8B, 1, 1088, 1) == pytest.approx(1.70, abs=0.01)
+    assert limit_ms(LLAMA_8B, 256, 1088, 1) == pytest.approx(5.79, abs=0.01)
+    assert flops_per_token(LLAMA_8B, 0) == pytest.approx(2 * 6.98e9, rel=0.001)
+
+
+@pytest.mark.parametrize("dtype", ["float8", "bfloat16"])
+def test_a_model_of_random_weights_answers(dtype):
+    settings = EngineSettings(dtype=dtype, kv_cache_nbytes=8 << 20, max_num_seqs=4, max_batched_tokens=128)
+    device = torch.device("cpu")
+    checkpoint = random_checkpoint("tiny", TINY)
+    engine = load_device_engine(settings, checkpoint, lambda *_: None, RandomWeights(TINY, device), device)
+    sampling = SamplingParams(max_tokens=5, seed=0, temperature=0.0, ignore_eos=True)
+    engine.submit(EngineRequest(RequestId("a"), [1, 2, 3], sampling))
+    tokens = []
+    while engine.has_work():
+        tokens += [sampled.token.token_id for sampled in engine.step().sampled]
+    assert len(tokens) == 5
+    assert all(0 <= token < TINY.vocab_size for token in tokens)

@@ -1,0 +1,102 @@
+"""The engine on a GPU: against transformers, against its own reference kernels, against itself."""
+
+import pytest
+import torch
+from device_engines import FUSIBLE
+from driving import answers, greedy, random_prompts, settings
+from test_device_engine import logits_of, relative_error
+from tiny_models import FAMILIES, VOCAB, save_tiny
+
+from bench.oracle import greedy as oracle_greedy
+from checkpoint import open_checkpoint
+from contracts.sampling import SamplingParams
+from engine.cuda.load import load_device_engine
+from engine.cuda.runner import DeviceRunner
+from engine.load import load_engine
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
+
+CARD = {"num_attention_heads": 3, "num_key_value_heads": 1}  # heads of 32, as the kernels want them
+PROMPTS = random_prompts(VOCAB, (1, 5, 63, 64, 65, 150, 300))
+FEW = PROMPTS[1:5]
+
+
+def engine_of(folder, dtype, device="cuda", **changes):
+    chosen = settings(model=str(folder), dtype=dtype, max_num_seqs=8, max_model_len=512, **changes)
+    return load_device_engine(chosen, open_checkpoint(str(folder)), lambda *_: None, device=torch.device(device))
+
+
+def card_logits(engine, prompts=FEW):
+    return logits_of(engine, prompts).cpu()
+
+
+@pytest.fixture(scope="module", params=sorted(FAMILIES))
+def family(request, tmp_path_factory):
+    folder = tmp_path_factory.mktemp(request.param)
+    return folder, save_tiny(folder, request.param, **CARD)
+
+
+@pytest.fixture(scope="module")
+def fusible(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("fusible")
+    save_tiny(folder, "llama", **FUSIBLE)
+    return folder
+
+
+def test_greedy_answers_in_float32_equal_transformers(family):
+    folder, model = family
+    expected = [oracle_greedy(model, prompt, 12) for prompt in PROMPTS]
+    assert answers(engine_of(folder, "float32"), PROMPTS, greedy()) == expected
+    chunked = load_engine(settings(model=str(folder), device="cuda", max_batched_tokens=70, max_num_seqs=3))
+    assert answers(chunked, PROMPTS, greedy()) == expected
+
+
+@pytest.mark.parametrize(("dtype", "bound"), [("bfloat16", 0.02), ("float8", 0.15)])
+def test_kernels_compute_what_the_reference_does(family, dtype, bound):
+    folder, _ = family
+    expected = card_logits(engine_of(folder, dtype, "cpu"))
+    assert relative_error(card_logits(engine_of(folder, dtype)), expected) < bound
+
+
+@pytest.mark.parametrize("dtype", ["float8", "float8-head"])
+def test_the_fused_step_computes_what_the_reference_does(fusible, dtype):
+    expected = card_logits(engine_of(fusible, dtype, "cpu"))
+    assert relative_error(card_logits(engine_of(fusible, dtype)), expected) < 0.15
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("dtype", ["bfloat16", "float8"])
+def test_a_captured_step_gives_the_bits_of_an_eager_one(fusible, dtype):
+    engine = engine_of(fusible, dtype)
+    answers(engine, PROMPTS, greedy(4))  # leaves inputs of a real batch
+    runner = engine.runner
+    assert isinstance(runner, DeviceRunner)
+    for num_rows in (1, 2, 5, 8):
+        for is_greedy in (True, False):
+            key = runner.steps.key(num_rows, 300, is_greedy)
+            runner.steps.compute(key)
+            eager, drawn = runner._state.logits.clone(), runner._state.drawn.clone()
+            for _ in range(3):
+                runner._state.logits.zero_()
+                runner._state.drawn.copy_(drawn)  # a step reads the tokens of the one before, and writes its own there
+                runner.steps.draw(key)
+                assert torch.equal(runner._state.logits[: key.num_rows], eager[: key.num_rows])
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float8"])
+@pytest.mark.parametrize(
+    "params",
+    [greedy(40), SamplingParams(max_tokens=40, seed=5, temperature=0.9, top_p=0.9, top_k=40, ignore_eos=True)],
+    ids=["greedy", "random"],
+)
+def test_running_ahead_changes_no_token(fusible, dtype, params, monkeypatch):
+    ahead = answers(engine_of(fusible, dtype), PROMPTS, params)
+    monkeypatch.setattr("engine.engine.Engine._may_run_ahead", lambda *_: False)
+    assert answers(engine_of(fusible, dtype), PROMPTS, params) == ahead
+
+
+def test_penalties_and_logprobs_equal_the_cpu_engine(family):
+    folder, _ = family
+    params = greedy(8, repetition_penalty=1.5, presence_penalty=0.5, logprobs=2)
+    expected = answers(load_engine(settings(model=str(folder))), PROMPTS, params)
+    assert answers(engine_of(folder, "float32"), PROMPTS, params) == expected

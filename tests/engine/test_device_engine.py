@@ -1,0 +1,176 @@
+"""The GPU's adapter on the reference kernels: FP8, running ahead, drawing, and what needs the host."""
+
+import numpy as np
+import pytest
+import torch
+from device_engines import FUSIBLE, device_engine
+from driving import answers, drain, greedy, random_prompts, request, settings, tokens_of
+from llguidance import LLMatcher
+from tiny_models import VOCAB, save_tiny
+
+from contracts.ids import RequestId
+from contracts.sampling import SamplingParams
+from engine.batch import Piece
+from engine.load import load_engine
+from engine.sequence import Sequence
+
+PROMPTS = random_prompts(VOCAB, (9, 64, 100))
+RANDOM = SamplingParams(max_tokens=24, seed=5, temperature=0.9, top_p=0.9, top_k=40, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("llama")
+    save_tiny(folder, "llama", **FUSIBLE)
+    return folder
+
+
+def logits_of(engine, prompts, num_decoded=3):
+    """Of the prompts' last token and of some decode steps with given tokens, undrawn."""
+    sequences = []
+    for row, prompt in enumerate(prompts):
+        sequence = Sequence(RequestId(str(row)), prompt, greedy())
+        sequence.blocks.extend(range(4 * row, 4 * row + 4))
+        sequences.append(sequence)
+    steps = [engine.runner.forward_undrawn([Piece(s, 0, s.num_prompt) for s in sequences]).logits]
+    for token in range(num_decoded):
+        for sequence in sequences:
+            sequence.tokens.append(token)
+        steps.append(engine.runner.forward_undrawn([Piece(s, len(s.tokens) - 1, 1) for s in sequences]).logits)
+    return torch.stack(steps)
+
+
+def relative_error(found, expected):
+    return float((found - expected).norm() / expected.norm())
+
+
+@pytest.mark.parametrize(("dtype", "bound"), [("bfloat16", 0.04), ("float8", 0.3), ("float8-head", 0.3)])
+def test_rounded_formats_stay_near_float32(folder, dtype, bound):
+    """The tiny model's weights are large, so that it amplifies rounding; e4m3 has four bits fewer than bf16."""
+    expected = logits_of(device_engine(folder, "float32"), PROMPTS)
+    error = relative_error(logits_of(device_engine(folder, dtype), PROMPTS), expected)
+    assert 1e-4 < error < bound
+
+
+def test_the_fused_step_computes_what_the_plain_one_does(folder, monkeypatch):
+    fused = logits_of(device_engine(folder, "float8"), PROMPTS)
+    monkeypatch.setattr("engine.cuda.load.is_fusible", lambda *_: False)
+    plain = logits_of(device_engine(folder, "float8"), PROMPTS)
+    assert torch.equal(fused[0], plain[0])
+    # Attention's output and the MLP's middle are rounded by other scales; a scale applied wrongly gives 1 and more.
+    assert 0 < relative_error(fused[1:], plain[1:]) < 0.2
+
+
+@pytest.mark.parametrize("params", [greedy(24), RANDOM], ids=["greedy", "random"])
+@pytest.mark.parametrize("dtype", ["float32", "float8"])
+def test_running_ahead_changes_no_token(folder, dtype, params, monkeypatch):
+    ahead = answers(device_engine(folder, dtype), PROMPTS, params)
+    monkeypatch.setattr("engine.engine.Engine._may_run_ahead", lambda *_: False)
+    assert answers(device_engine(folder, dtype), PROMPTS, params) == ahead
+
+
+def test_answers_of_different_lengths_and_stops_end_where_they_should(folder):
+    engine, whole = device_engine(folder), answers(device_engine(folder), PROMPTS, greedy(24))
+    stop = whole[1][7]
+    engine.submit(request("short", PROMPTS[0], greedy(3)))
+    engine.submit(request("stopped", PROMPTS[1], greedy(24, stop_token_ids=(stop,))))
+    engine.submit(request("one", PROMPTS[2], greedy(1)))
+    outputs = drain(engine)
+    assert tokens_of(outputs, "short") == whole[0][:3]
+    assert tokens_of(outputs, "stopped") == whole[1][: whole[1].index(stop) + 1]
+    assert tokens_of(outputs, "one") == whole[2][:1]
+    ended = {end.request_id: (end.num_tokens, str(end.reason)) for output in outputs for end in output.ended}
+    assert ended == {"short": (3, "length"), "stopped": (whole[1].index(stop) + 1, "stop"), "one": (1, "length")}
+
+
+def test_a_request_released_while_its_batch_is_computed_says_no_more(folder):
+    engine, expected = device_engine(folder), answers(device_engine(folder), PROMPTS[:2], greedy(8))
+    for index in range(2):
+        engine.submit(request(str(index), PROMPTS[index], greedy(8)))
+    outputs = [engine.step(), engine.step()]
+    engine.release(RequestId("0"))
+    outputs += drain(engine)
+    assert tokens_of(outputs, "0") == expected[0][:2]
+    assert tokens_of(outputs, "1") == expected[1]
+
+
+def test_a_handoff_stops_after_token_0_and_goes_on_when_kept(folder):
+    engine, expected = device_engine(folder), answers(device_engine(folder), PROMPTS[:1], greedy(8))[0]
+    engine.submit(request("0", PROMPTS[0], greedy(8), handoff=True))
+    outputs = drain(engine)
+    assert tokens_of(outputs, "0") == expected[:1]
+    assert engine.stats().num_held == 1
+    engine.keep_local(RequestId("0"))
+    assert tokens_of([*outputs, *drain(engine)], "0") == expected
+
+
+def test_draws_do_not_depend_on_the_batch(folder):
+    together = answers(device_engine(folder), PROMPTS, RANDOM)
+    alone = [answers(device_engine(folder), [prompt], RANDOM)[0] for prompt in PROMPTS]
+    assert together == alone
+    again = [
+        answers(device_engine(folder), [PROMPTS[0]], RANDOM),
+        answers(device_engine(folder), [PROMPTS[0]], greedy(24)),
+    ]
+    assert again[0][0] == together[0] != again[1][0]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"repetition_penalty": 1.5},
+        {"presence_penalty": 1.0, "frequency_penalty": 0.5},
+        {"logit_bias": {7: 100.0}},
+        {"allowed_token_ids": (3, 4, 5)},
+        {"bad_words": ((3,), (4, 5))},
+        {"min_tokens": 5, "stop_token_ids": tuple(range(100))},
+    ],
+    ids=lambda changes: next(iter(changes)),
+)
+def test_adjusted_logits_give_what_the_cpu_gives(folder, changes):
+    params = greedy(10, **changes)
+    expected = answers(load_engine(settings(model=str(folder))), PROMPTS, params)
+    assert answers(device_engine(folder), PROMPTS, params) == expected
+
+
+def test_a_batch_that_fails_is_computed_piece_by_piece(folder):
+    engine, expected = device_engine(folder), answers(device_engine(folder), PROMPTS, greedy(6))
+    forward = engine.runner.forward
+
+    def refuse_decodes(pieces):
+        if pieces[0].is_decode:
+            raise RuntimeError("no decodes")
+        return forward(pieces)
+
+    engine.runner.forward = refuse_decodes
+    assert answers(engine, PROMPTS, greedy(6)) == expected
+
+
+def test_a_draw_is_that_of_its_distribution(folder):
+    engine = device_engine(folder)
+    logits = logits_of(engine, PROMPTS[:1], 0)[0, 0]
+    counts = np.zeros(VOCAB)
+    sampler = engine._sampler
+    for first in range(0, 4000, 500):
+        rows = [
+            Sequence(RequestId(str(seed)), PROMPTS[0], SamplingParams(max_tokens=1, seed=seed // 2, choice=seed % 2))
+            for seed in range(first, first + 500)
+        ]
+        for token in sampler.sample(rows, logits.expand(len(rows), -1).contiguous()):
+            counts[token.token_id] += 1
+    shares = logits.softmax(-1).numpy()
+    assert np.abs(counts / counts.sum() - shares).sum() < 0.25
+
+
+def test_a_grammar_gives_what_the_cpu_gives(folder):
+    grammar = LLMatcher.grammar_from_regex("[a-f]{4,9}[xyz]{2}")
+    params = greedy(20, grammar=grammar, ignore_eos=False)
+    told = []
+    for engine in (load_engine(settings(model=str(folder))), device_engine(folder)):
+        for index, prompt in enumerate(PROMPTS):
+            engine.submit(request(str(index), prompt, params if index else greedy(5)))
+        outputs = drain(engine)
+        assert not [failure for output in outputs for failure in output.failed]
+        told.append([tokens_of(outputs, str(index)) for index in range(len(PROMPTS))])
+    assert told[0] == told[1]
+    assert len({len(answer) for answer in told[1]}) > 1

@@ -1,0 +1,78 @@
+"""The GPU's adapter, on the reference kernels: each family's numbers are those of transformers on the same weights."""
+
+import pytest
+from device_engines import device_engine
+from driving import answers, drain, greedy, random_prompts, request, settings, tokens_of
+from tiny_models import FAMILIES, VOCAB, save_tiny
+
+from bench.oracle import greedy as oracle_greedy
+from contracts.errors import ConfigError
+from engine.load import load_engine
+
+LENGTHS = (1, 5, 63, 64, 65, 150, 300)
+
+
+@pytest.fixture(scope="module", params=sorted(FAMILIES))
+def family(request, tmp_path_factory):
+    folder = tmp_path_factory.mktemp(request.param)
+    model = save_tiny(folder, request.param)
+    prompts = random_prompts(VOCAB, LENGTHS)
+    return folder, prompts, [oracle_greedy(model, prompt, 12) for prompt in prompts]
+
+
+def test_greedy_answers_equal_transformers(family):
+    folder, prompts, expected = family
+    assert answers(device_engine(folder), prompts, greedy()) == expected
+
+
+def test_chunked_prefill_and_prefix_hits_change_nothing(family):
+    folder, prompts, expected = family
+    engine = device_engine(folder, max_batched_tokens=70, max_num_seqs=3)
+    assert answers(engine, prompts, greedy()) == expected
+    assert answers(engine, prompts, greedy()) == expected
+    assert engine.stats().prefix_hit_tokens > 0
+
+
+def test_preempted_sequences_answer_the_same(family):
+    folder, prompts, expected = family
+    layout = device_engine(folder).layout
+    engine = device_engine(folder, kv_cache_nbytes=8 * layout.block_nbytes)
+    long_answers = answers(engine, prompts[:5], greedy(100))
+    assert engine.stats().num_preemptions > 0
+    assert [answer[:12] for answer in long_answers] == expected[:5]
+
+
+def test_a_prompt_is_scored_as_on_the_cpu(family):
+    folder, prompts, _ = family
+    params = greedy(2, prompt_logprobs=2, logprobs=3)
+    told = []
+    for engine in (load_engine(settings(model=str(folder))), device_engine(folder)):
+        engine.submit(request("a", prompts[5], params))
+        outputs = drain(engine)
+        scored = [token for output in outputs for item in output.scored for token in item.tokens]
+        told.append((scored, [s.token for output in outputs for s in output.sampled]))
+    (scored, sampled), (scored_too, sampled_too) = told
+    assert [token.rank for token in scored] == [token.rank for token in scored_too]
+    assert [t.logprob for t in scored_too] == pytest.approx([t.logprob for t in scored], abs=1e-3)
+    assert [t.logprob for t in sampled_too] == pytest.approx([t.logprob for t in sampled], abs=1e-3)
+    assert [[i for i, _ in t.top_logprobs] for t in sampled_too] == [[i for i, _ in t.top_logprobs] for t in sampled]
+
+
+def test_a_device_that_is_not_there_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match="'tpu' is not supported"):
+        load_engine(settings(device="tpu"))
+    save_tiny(tmp_path, "llama")
+    with pytest.raises(ConfigError, match="not supported on a GPU; supported are auto, float8"):
+        device_engine(tmp_path, dtype="int4")
+    with pytest.raises(ConfigError, match="can't be handed over"):
+        _ = device_engine(tmp_path).pool_bytes
+
+
+def test_tokens_of_a_batch_are_told_in_order(family):
+    folder, prompts, expected = family
+    engine = device_engine(folder)
+    engine.submit(request("first", prompts[0], greedy()))
+    outputs = [engine.step(), engine.step()]
+    engine.submit(request("second", prompts[3], greedy()))
+    outputs += drain(engine)
+    assert [tokens_of(outputs, name) for name in ("first", "second")] == [expected[0], expected[3]]

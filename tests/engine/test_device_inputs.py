@@ -1,0 +1,122 @@
+"""What a batch asks of a GPU, worked out on the host: plain functions."""
+
+import numpy as np
+import pytest
+import torch
+
+from contracts.ids import RequestId
+from contracts.sampling import SamplingParams
+from engine.batch import Piece
+from engine.cuda.inputs import (
+    batch_buckets,
+    block_tables,
+    bucket_for,
+    context_buckets,
+    decode_rows,
+    num_decodes,
+    prompt_rows,
+)
+from engine.cuda.sampling import columns, draw_keys, is_greedy
+from engine.cuda.state import DecodeState, Word, pack
+from engine.sequence import Sequence
+
+SIZE, SPARE = 64, 99
+
+
+def sequence(name, num_prompt, num_generated=0, blocks=(), **sampling):
+    params = SamplingParams(**{"max_tokens": 50, "seed": 3, "temperature": 0.0, **sampling})
+    made = Sequence(RequestId(name), range(100, 100 + num_prompt), params)
+    made.tokens.extend(range(500, 500 + num_generated))
+    made.blocks.extend(blocks)
+    return made
+
+
+def decode(name, num_prompt, num_generated, blocks, **sampling):
+    made = sequence(name, num_prompt, num_generated, blocks, **sampling)
+    return Piece(made, len(made.tokens) - 1, 1)
+
+
+@pytest.mark.parametrize("largest", [1, 3, 8, 64, 100, 256, 300])
+def test_every_batch_finds_a_bucket_that_is_not_much_larger(largest):
+    buckets = batch_buckets(largest)
+    assert list(buckets) == sorted(set(buckets))
+    assert buckets[-1] == largest
+    for count in range(1, largest + 1):
+        bucket = bucket_for(buckets, count)
+        assert count <= bucket <= max(count + 7, count * 1.25, 2 * count if count <= 4 else 0)
+
+
+def test_context_buckets_end_at_the_longest():
+    assert context_buckets(8192) == (2048, 8192)
+    assert context_buckets(2048) == (2048,)
+    assert context_buckets(131072) == (2048, 16384, 131072)
+
+
+def test_decodes_come_first_and_end_at_the_first_that_is_none():
+    pieces = [decode("a", 5, 1, [0]), decode("b", 5, 3, [1]), Piece(sequence("c", 9, 0, [2]), 0, 9)]
+    assert num_decodes(pieces) == 2
+    assert num_decodes(pieces[2:]) == 0
+    recomputed = Piece(sequence("d", 5, 3, [3]), 5, 1)  # an answer's token, but not its newest
+    assert num_decodes([recomputed]) == 0
+
+
+def test_rows_of_prompts_lie_where_their_blocks_are():
+    pieces = [Piece(sequence("a", 70, 0, [7, 3]), 60, 10), Piece(sequence("b", 90, 0, [5, 4]), 0, 64)]
+    rows = prompt_rows(pieces, SIZE)
+    assert rows.counts == [10, 64]
+    assert rows.positions.tolist() == [*range(60, 70), *range(64)]
+    assert rows.slots.tolist() == [*range(7 * 64 + 60, 8 * 64), *range(3 * 64, 3 * 64 + 6), *range(5 * 64, 6 * 64)]
+    assert rows.token_ids.tolist() == [*range(160, 170), *range(100, 164)]
+    assert rows.lengths.tolist() == [70, 64]
+    assert (rows.q_starts.tolist(), rows.kv_starts.tolist()) == ([0, 10, 74], [0, 70, 134])
+    assert rows.tables.tolist() == [[7, 3], [5, 4]]
+    assert rows.sample_rows.tolist() == [9]  # the second prompt goes on
+
+
+def test_decodes_take_tokens_from_where_they_are_and_pad_with_the_spare_block():
+    known, pending = decode("a", 63, 2, [8, 2]), decode("b", 10, 1, [6])
+    pending.sequence.num_pending = 1
+    rows = decode_rows([known, pending], {RequestId("b"): 5}, 16, 4, SIZE, SPARE)
+    assert rows.lengths.tolist() == [65, 11, 1, 1]
+    assert rows.slots.tolist() == [2 * 64, 6 * 64 + 10, SPARE * 64, SPARE * 64]
+    assert rows.sources.tolist() == [16, 5, 18, 19]
+    assert rows.token_ids.tolist() == [501, 0, 0, 0]
+    tables = block_tables([known, pending], 4, 2, SPARE)
+    assert tables.tolist() == [[8, 2], [6, SPARE], [SPARE, SPARE], [SPARE, SPARE]]
+
+
+def test_what_is_packed_is_what_the_device_reads():
+    pieces = [decode("a", 63, 2, [8, 2], temperature=0.5, top_k=7), decode("b", 10, 1, [6], top_p=0.25, min_p=0.125)]
+    pieces[1].sequence.num_pending = 1
+    sequences = [piece.sequence for piece in pieces]
+    state = DecodeState(5, 2, 10, torch.float32, torch.device("cpu"))
+    state.drawn.copy_(torch.arange(70, 75))
+    rows = decode_rows(pieces, {RequestId("b"): 3}, 5, 4, SIZE, SPARE)
+    state.put(pack(rows, columns(sequences), 5))
+    assert state.gather_tokens(2).tolist() == [501, 73]
+    assert state.drawn.tolist() == [70, 71, 72, 73, 74]
+    assert state.lengths.tolist() == [65, 11, 1, 1, 0]
+    assert state.positions[:4].tolist() == [64, 10, 0, 0]
+    assert state.slots[:2].tolist() == [128, 394]
+    inputs = state.draw_inputs(0, 2)
+    assert inputs.temperatures.tolist() == [0.5, 0.0]
+    assert inputs.top_ks.tolist() == [7, 0]
+    assert inputs.top_ps.tolist() == [1.0, 0.25]
+    assert inputs.min_ps.tolist() == [0.0, 0.125]
+    assert inputs.positions.tolist() == [65, 11]
+    assert inputs.seeds.tolist() == columns(sequences).seeds.tolist()
+    assert all(word % 2 == 0 for word in (Word.DRAWN, Word.GIVEN, Word.SEEDS, Word.SLOTS))  # 64 bits, aligned
+
+
+def test_a_draw_is_keyed_by_seed_and_choice_whole():
+    seeds = [0, 1, 1 << 40, -1, (1 << 64) - 1]
+    keys = draw_keys(seeds * 2, [0] * 5 + [1] * 5)
+    assert keys.dtype == np.int64
+    assert keys[3] == keys[4]  # -1 is that seed modulo 2^64
+    assert len(set(keys.tolist())) == 8
+    assert draw_keys([7], [2]).tolist() == draw_keys([7], [2]).tolist() != draw_keys([2], [7]).tolist()
+
+
+def test_a_batch_is_greedy_if_all_of_it_is():
+    assert is_greedy([sequence("a", 3), sequence("b", 3)])
+    assert not is_greedy([sequence("a", 3), sequence("b", 3, temperature=0.1)])
