@@ -224,7 +224,7 @@ class UcxInbound(_UcxChannel):
     def receive(self, take: Callable[[Slot], None]) -> None:
         self._take, before = take, self._num_taken
         try:
-            self._engine.until(lambda: self._take_fetched() or self._num_taken > before, None)
+            self._engine.until(lambda: self._take_fetched(take) or self._num_taken > before, None)
         finally:
             self._take = None
 
@@ -234,18 +234,25 @@ class UcxInbound(_UcxChannel):
 
     def _on_message(self, data: np.ndarray) -> None:
         """Called by UCX, which knows no exceptions."""
-        if self._engine.operations:
-            buffer = self._spare()
-            buffer[: len(data)] = data
-            self._engine.operations.append(Operation(buffer, len(data), None))
-        elif self._take is not None and self._failure is None:
-            try:
-                self._take(Slot(0, data))
-            except BaseException as failure:
-                self._failure = failure
-            self._num_taken += 1
+        if self._take is None or self._failure is not None:
+            return
+        try:
+            self._accept(self._take, data)
+        except BaseException as failure:
+            self._failure = failure
 
-    def _take_fetched(self) -> bool:
+    def _accept(self, take: Callable[[Slot], None], data: np.ndarray) -> None:
+        if len(data) > self._engine.ring.stride:
+            raise PeerLost(f"a message of {len(data)} bytes; a slot has {self._engine.ring.stride}")
+        if not self._engine.operations:
+            take(Slot(0, data))
+            self._num_taken += 1
+            return
+        buffer = self._spare()
+        buffer[: len(data)] = data
+        self._engine.operations.append(Operation(buffer, len(data), None))
+
+    def _take_fetched(self, take: Callable[[Slot], None]) -> bool:
         """Whether there was one. Raises what `take` raised."""
         if self._failure is not None:
             raise self._failure
@@ -255,8 +262,7 @@ class UcxInbound(_UcxChannel):
         operation = operations.popleft()
         if operation.error:
             raise PeerLost(f"UCX could not fetch a message: {operation.error}")
-        assert self._take is not None
-        self._take(Slot(0, operation.buffer[: operation.nbytes]))
+        take(Slot(0, operation.buffer[: operation.nbytes]))
         self._spares.append(operation.buffer)
         return True
 

@@ -92,8 +92,9 @@ def send(endpoint: int, buffer: np.ndarray, nbytes: int) -> Operation:
 class Receiving:
     """Messages that come to a worker, for as long as this lives.
 
-    `on_message(data)` is called while the worker is driven; the bytes are gone when it returns. What UCX has not
-    fetched yet goes into a `spare()` buffer, and the operation to `on_fetch`.
+    `on_message(data)` is called while the worker is driven, and raises nothing; the bytes are gone when it returns.
+    What UCX has not fetched yet goes into a `spare()` buffer, and the operation to `on_fetch`; too much for it is an
+    error of the operation.
     """
 
     def __init__(
@@ -113,8 +114,9 @@ class Receiving:
     def _on_arrival(self, argument: int, header: int, header_nbytes: int, data: int, nbytes: int, param: Any) -> int:
         if param[0] & _IS_RENDEZVOUS:
             buffer = self._spare()
-            request = _ucp().ucp_am_recv_data_nbx(self._worker, data, buffer.ctypes.data, nbytes, _NO_OPTIONS)
-            self._on_fetch(Operation(buffer, nbytes, request))
+            fits = min(nbytes, len(buffer))  # less than it is: UCX fails it
+            request = _ucp().ucp_am_recv_data_nbx(self._worker, data, buffer.ctypes.data, fits, _NO_OPTIONS)
+            self._on_fetch(Operation(buffer, fits, request))
             return _IN_PROGRESS
         self._on_message(np.ctypeslib.as_array((ctypes.c_uint8 * nbytes).from_address(data)))
         return 0

@@ -86,6 +86,39 @@ def test_small_and_large_messages_keep_their_order_where_only_the_large_are_fetc
     assert result.stdout.split() == ["given"] * 4, result.stdout + result.stderr
 
 
+TOO_LONG = """
+import threading
+from contracts.errors import PeerLost
+from kv_transfer.transports.base import Ring
+from kv_transfer.transports.registry import Transports
+transport = Transports().find("ucx")
+opening = transport.open(bytes(16), Ring(2, 1 << 20, 1.0), None)
+inn, answer = transport.accept(bytes(16), Ring(2, 1 << 16, 1.0), opening.params, None)
+out = opening.finish(answer)
+def send():
+    try:
+        out.send(out.acquire(), 1 << 20)
+        out.flush()
+    except PeerLost:
+        pass
+sender = threading.Thread(target=send)
+sender.start()
+try:
+    inn.receive(print)
+except PeerLost as error:
+    print("lost:", error)
+inn.close()
+sender.join()
+out.close()
+"""
+
+
+@pytest.mark.parametrize("how", [{}, FETCHED], ids=["given", "fetched"])
+def test_a_message_longer_than_a_slot_ends_the_channel(how: dict[str, str]) -> None:
+    result = _run("-c", TOO_LONG, **how)
+    assert result.returncode == 0 and result.stdout.startswith("lost: "), result.stdout + result.stderr
+
+
 def test_no_other_module_needs_ucx() -> None:
     code = "import sys, kv_transfer.node; assert not {'ucxx', 'torch'} & set(sys.modules), 'loaded too early'"
     assert _run("-c", code).returncode == 0
