@@ -24,6 +24,7 @@ def test_the_suite_passes_over_ucx(suite: str) -> None:
     _pass(suite)
 
 
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("suite", ["channels", "node"])
 def test_so_it_does_where_ucx_fetches_the_messages_as_over_rdma(suite: str) -> None:
     _pass(suite, **FETCHED)
