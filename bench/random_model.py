@@ -36,7 +36,7 @@ def random_checkpoint(name: str, config: ModelConfig) -> Checkpoint:
         eos_token=None,
         add_bos=False,
         chat_template=None,
-        build_tokenizer=_byte_tokenizer,
+        build_tokenizer=byte_tokenizer,
     )
 
 
@@ -73,7 +73,8 @@ class RandomWeights:
         return shapes.get(kind, (hidden,))
 
 
-def _byte_tokenizer() -> Tokenizer:
+def byte_tokenizer() -> Tokenizer:
+    """A token for each byte, and no others."""
     vocab = {char: index for index, char in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

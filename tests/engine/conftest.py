@@ -3,4 +3,20 @@
 import sys
 from pathlib import Path
 
+import pytest
+
 sys.path.insert(0, str(Path(__file__).parent))
+
+from driving import random_prompts
+from tiny_models import FAMILIES, VOCAB, save_tiny
+
+from bench.oracle import greedy as oracle_greedy
+
+
+@pytest.fixture(scope="module", params=sorted(FAMILIES))
+def family(request, tmp_path_factory):
+    """A tiny model's folder, prompts of the module's LENGTHS, and transformers' 12 greedy tokens after each."""
+    folder = tmp_path_factory.mktemp(request.param)
+    model = save_tiny(folder, request.param)
+    prompts = random_prompts(VOCAB, request.module.LENGTHS)
+    return folder, prompts, [oracle_greedy(model, prompt, 12) for prompt in prompts]

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
@@ -19,6 +18,8 @@ from transformers import (
     Qwen3Config,
     Qwen3ForCausalLM,
 )
+
+from bench.random_model import byte_tokenizer
 
 VOCAB = 320
 LLAMA3_ROPE = {
@@ -71,13 +72,5 @@ def save_tiny(folder: Path, family: str, **changes: Any) -> PreTrainedModel:
         else:
             parameter.data.mul_(4)
     model.save_pretrained(folder)
-    tiny_tokenizer().save(str(folder / "tokenizer.json"))
+    byte_tokenizer().save(str(folder / "tokenizer.json"))
     return model
-
-
-def tiny_tokenizer() -> Tokenizer:
-    vocab = {char: index for index, char in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
-    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    return tokenizer
