@@ -5,7 +5,7 @@ SHELL := /bin/bash
 BIN := .venv/bin
 
 # What `make run` hands to `tandem up`; by environment, so that a password in REDIS_URL shows in no process list.
-SETTINGS := MODEL PORT PREFILL DECODE MIXED TRANSFER DTYPE REDIS_URL
+SETTINGS := MODEL PORT PREFILL DECODE MIXED DEVICE TRANSFER DTYPE REDIS_URL
 $(foreach name,$(SETTINGS),$(if $($(name)),$(eval run: export TANDEM_$(name) := $$($(name)))))
 
 .PHONY: help run setup dev test check docs format test-compose clients bench lock clean

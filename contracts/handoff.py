@@ -2,7 +2,8 @@
 
     prefill -> decode   Offer                 the scheduler picked the request
     decode  -> prefill  Grant | Wait | Refuse  real pages are taken only now
-    prefill -> decode   ChunkHeader           beside the chunk's bytes, one per computed chunk
+    prefill -> decode   ChunkHeader           beside the chunk's bytes, one per computed chunk; in a Pull where decode
+                                              fetches the bytes itself
     prefill -> decode   Fin                   all chunks sent; carries token 0
     decode  -> prefill  Commit                every chunk valid and Fin seen: the pin may go
     either  -> other    Abort, answered by AbortAck once nothing can write any more
@@ -70,6 +71,26 @@ class ChunkHeader(msgspec.Struct, frozen=True, tag="chunk"):
     checksum: int
 
 
+class Pull(msgspec.Struct, frozen=True, tag="pull"):
+    """The chunk's pages in prefill's pool, in token order, for decode's copy engine to read.
+
+    They stay as they are until Commit, or AbortAck, or until decode's process is gone.
+
+    Its header's `checksum` is over the checksums of the pages, `[pages, num_planes]`, seeded with the epoch.
+    """
+
+    header: ChunkHeader
+    pages: list[BlockId]
+
+    @property
+    def request_id(self) -> RequestId:
+        return self.header.request_id
+
+    @property
+    def epoch(self) -> Epoch:
+        return self.header.epoch
+
+
 class Fin(msgspec.Struct, frozen=True, tag="fin"):
     request_id: RequestId
     epoch: Epoch
@@ -101,4 +122,4 @@ class AbortAck(msgspec.Struct, frozen=True, tag="abort_ack"):
     epoch: Epoch
 
 
-HandoffMessage = Offer | Grant | Wait | Refuse | ChunkHeader | Fin | Commit | Abort | AbortAck
+HandoffMessage = Offer | Grant | Wait | Refuse | ChunkHeader | Pull | Fin | Commit | Abort | AbortAck

@@ -1,18 +1,22 @@
 """What an engine needs of the device that it runs on."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
+from contracts.ids import BlockId
 from contracts.layout import KVLayout
+from engine.messages import Checksums
 from engine.runner import Runner
 from engine.sampler import Sampler
 
 
 class Pages(Protocol):
     """The paged KV cache. `pool_bytes` `[num_planes, num_blocks, page_nbytes]` uint8 is what a transfer reads and
-    writes; raises ConfigError where the host can't see it.
+    writes; raises ConfigError where the host can't see it. `transfer_pool`: what kv_transfer.node takes, `pool_bytes`
+    or a GPU's DevicePages.
     """
 
     layout: KVLayout
@@ -20,6 +24,13 @@ class Pages(Protocol):
 
     @property
     def pool_bytes(self) -> np.ndarray: ...
+
+    @property
+    def transfer_pool(self) -> Any: ...
+
+    def checksums(self, blocks: Sequence[BlockId]) -> Checksums | None:
+        """Of blocks whose computation has been launched; None if the transfer makes its own, or is to make none."""
+        ...
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from collections import Counter
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -82,12 +83,19 @@ class Engine:
         self._sequences: dict[RequestId, Sequence] = {}
         self._writers: dict[RequestId, list[BlockId]] = {}
         self._flight: Flight | None = None
+        self._num_launched = self._num_landed = 0
+        self._unlanded: list[tuple[int, SequenceOf[int]]] = []
         self._num_steps = self._num_prefill_tokens = self._num_decode_tokens = 0
 
     @property
     def pool_bytes(self) -> np.ndarray:
         """The KV cache as bytes, see engine.backend.Pages."""
         return self._cache.pool_bytes
+
+    @property
+    def transfer_pool(self) -> Any:
+        """See engine.backend.Pages."""
+        return self._cache.transfer_pool
 
     def submit(self, request: EngineRequest) -> None:
         """Queue a request. Raises RequestError if it can never run, Overloaded when the queue is full."""
@@ -148,7 +156,7 @@ class Engine:
         sequence = self._sequences.pop(request_id, None)
         if sequence is not None:
             self._scheduler.remove(sequence)
-            self._pool.release(sequence.blocks)
+            self._let_go(sequence.blocks)
             self._grammars.forget(request_id)
 
     def keep_local(self, request_id: RequestId) -> None:
@@ -207,6 +215,7 @@ class Engine:
         self._pool.check()
         expected = Counter(block for sequence in self._sequences.values() for block in sequence.blocks)
         expected.update(block for landing in self._writers.values() for block in landing)
+        expected.update(block for _, blocks in self._unlanded for block in blocks)
         for block in range(self._pool.num_blocks):
             holds = self._pool.holds(block)
             assert holds == expected[block], f"block {block} is held {holds} times, by {expected[block]} known holders"
@@ -234,6 +243,7 @@ class Engine:
         batch = self._scheduler.schedule()
         if not batch.pieces:
             return None
+        self._num_launched += 1
         started = tuple(Started(s.request_id, s.num_computed) for s in batch.started)
         for start in started:
             on_started(start)
@@ -262,6 +272,7 @@ class Engine:
     def _land(self, flight: Flight) -> StepOutput:
         """Wait for what the device computed, and tell it."""
         sampling, tokens, lost = self._draw(flight)
+        self._landed()
         for sequence, token in zip(sampling, tokens, strict=True):
             if sequence.num_pending:
                 sequence.tokens.pop()
@@ -286,6 +297,21 @@ class Engine:
             logits = logits[[row for row, s in enumerate(sampling) if s.request_id not in masks.errors]]
             sampling = [s for s in sampling if s.request_id not in masks.errors]
         return sampling, self._sampler.sample(sampling, logits, masks.allowed) if sampling else [], lost
+
+    def _let_go(self, blocks: SequenceOf[int]) -> None:
+        """A batch that is still being computed may write to them, and the next to hold them may be a transfer, which is
+        on no stream of the engine's.
+        """
+        if self._num_launched == self._num_landed:
+            self._pool.release(blocks)
+        else:
+            self._unlanded.append((self._num_launched, list(blocks)))
+
+    def _landed(self) -> None:
+        """The oldest batch has been computed: what was let go before the next one was launched is free."""
+        self._num_landed += 1
+        while self._unlanded and self._unlanded[0][0] <= self._num_landed:
+            self._pool.release(self._unlanded.pop(0)[1])
 
     def _is_present(self, sequence: Sequence) -> bool:
         """Neither ended nor released since its batch was launched."""
@@ -325,8 +351,9 @@ class Engine:
             return []
         first, sequence.num_announced = sequence.num_announced, piece.end
         size = self.layout.block_size
-        blocks = sequence.blocks[first // size : self.layout.num_blocks(piece.end)]
-        return [ChunkDone(sequence.request_id, first, piece.end - first, _block_ids(blocks))]
+        blocks = _block_ids(sequence.blocks[first // size : self.layout.num_blocks(piece.end)])
+        checksums = self._cache.checksums(blocks)
+        return [ChunkDone(sequence.request_id, first, piece.end - first, blocks, checksums)]
 
     def _insert_blocks(self, sequence: Sequence) -> None:
         """Full blocks enter the prefix cache."""

@@ -1,8 +1,11 @@
 """The paged KV cache: one allocation, seen as torch tensors by the model and as bytes by the transfer."""
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 
+from contracts.ids import BlockId
 from contracts.layout import KVLayout
 
 TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -28,6 +31,13 @@ class KVCache:
         """`[num_planes, num_blocks, page_nbytes]` uint8, the same memory."""
         flat = self._data.view(self.layout.num_planes, self.num_blocks, -1)
         return flat.view(torch.uint8).numpy()
+
+    @property
+    def transfer_pool(self) -> np.ndarray:
+        return self.pool_bytes
+
+    def checksums(self, blocks: Sequence[BlockId]) -> None:
+        """The transfer makes its own, of what it copies anyway."""
 
     def rows(self, layer: int) -> torch.Tensor:
         """K and V of a layer as `[2 * num_blocks * kv_heads * block, head_dim]`: where one head of one token is

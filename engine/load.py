@@ -37,8 +37,10 @@ def load_engine(settings: EngineSettings, progress: Progress | None = None) -> E
     report = progress or _silent
     _require_sound(settings)
     settings = replace(settings, device=resolve_device(settings.device))
-    if settings.device == "cuda":
-        return load_device_engine(settings, open_checkpoint(settings.model, progress=report), report)
+    if settings.device != "cpu":
+        torch.cuda.set_device(settings.device)
+        checkpoint = open_checkpoint(settings.model, progress=report)
+        return load_device_engine(settings, checkpoint, report, device=torch.device(settings.device))
     if settings.num_threads:
         torch.set_num_threads(settings.num_threads)
     checkpoint = open_checkpoint(settings.model, progress=report)
@@ -73,12 +75,22 @@ def _require_sound(settings: EngineSettings) -> None:
 
 
 def resolve_device(device: str) -> str:
-    """`auto`: a GPU where there is one. Raises ConfigError for a device that is unknown, or absent."""
-    if device not in ("auto", "cpu", "cuda"):
-        raise ConfigError(f"the device '{device}' is not supported; supported are auto, cpu and cuda")
-    if device == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("the device 'cuda' needs an NVIDIA GPU and a torch that was built for it; torch finds none")
-    return "cuda" if device != "cpu" and torch.cuda.is_available() else "cpu"
+    """cpu, or cuda:N; `auto`: the first GPU where there is one. Raises ConfigError for a device that is unknown, or
+    absent.
+    """
+    kind, _, index = device.partition(":")
+    if device not in ("auto", "cpu") and (kind != "cuda" or not (index or "0").isdecimal()):
+        raise ConfigError(f"the device '{device}' is not supported; supported are auto, cpu, cuda and cuda:N")
+    count = torch.cuda.device_count() if device != "cpu" and torch.cuda.is_available() else 0
+    if kind == "cuda" and count == 0:
+        raise ConfigError(
+            f"the device '{device}' needs an NVIDIA GPU and a torch that was built for it; torch finds none"
+        )
+    if int(index or "0") >= max(count, 1):
+        raise ConfigError(
+            f"the device '{device}' is not there; the GPUs that torch finds are cuda:0 to cuda:{count - 1}"
+        )
+    return f"cuda:{index or 0}" if count else "cpu"
 
 
 def resolve_dtype(settings: EngineSettings, source: WeightSource) -> str:

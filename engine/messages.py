@@ -3,6 +3,9 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
+
+import numpy as np
 
 from contracts.events import FinishReason, PromptToken, Token
 from contracts.ids import BlockId, RequestId
@@ -68,6 +71,16 @@ class Started:
     cached_tokens: int
 
 
+class Checksums(Protocol):
+    """Made where the KV is."""
+
+    def wait(self) -> np.ndarray:
+        """`[blocks, planes]` uint32, each of one page alone. They are there a moment after the step that tells of the
+        chunk.
+        """
+        ...
+
+
 @dataclass(frozen=True)
 class ChunkDone:
     """KV of tokens `[first_token, first_token + num_tokens)` of a handoff sequence is in `blocks`, just these.
@@ -79,6 +92,7 @@ class ChunkDone:
     first_token: int
     num_tokens: int
     blocks: list[BlockId]
+    checksums: Checksums | None = None
 
 
 @dataclass(frozen=True)

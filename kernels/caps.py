@@ -47,7 +47,7 @@ def detect(device: str | None = None) -> Caps:
     )
     if kind == "cpu":
         return found
-    card = torch.cuda.get_device_properties(0)
+    card = torch.cuda.get_device_properties(torch.cuda.current_device())
     return replace(found, cc=card.major * 10 + card.minor, name=card.name, sm_count=card.multi_processor_count)
 
 

@@ -399,7 +399,9 @@ def fp4_case(spec: FP4Spec, tokens: int) -> Case:
 
 
 def move_case(op: str, spec: MoveSpec, num_pages: int, pool_pages: int, offset: int = 0) -> Case:
-    """op: kv_pack, kv_unpack or kv_verify. The cache is [planes, pages, page]; with an offset a page is two units."""
+    """op: kv_pack, kv_unpack, kv_verify or kv_sums. The cache is [planes, pages, page]; with an offset a page is two
+    units.
+    """
     page = spec.unit_nbytes * (2 if offset else 1)
 
     def make(device: str) -> Call:
@@ -416,6 +418,8 @@ def move_case(op: str, spec: MoveSpec, num_pages: int, pool_pages: int, offset: 
         if op == "kv_pack":
             outputs = {"buffer": buffer} | ({"sums": sums} if spec.checksum else {})
             return Call((cache, pages, buffer, sums), common | dict(inv_scale=2.0), outputs)
+        if op == "kv_sums":
+            return Call((cache, pages, sums), common, {"sums": sums})
         source = (
             buffer
             if op == "kv_unpack"
@@ -427,7 +431,7 @@ def move_case(op: str, spec: MoveSpec, num_pages: int, pool_pages: int, offset: 
         return Call((cache, pages, sums, bad), common, {}, {"bad": bad})
 
     moved = num_pages * spec.planes * spec.unit_nbytes
-    nbytes = moved * (1 if op == "kv_verify" else 3 if spec.convert else 2)
+    nbytes = moved * (1 if op in ("kv_verify", "kv_sums") else 3 if spec.convert else 2)
     return Case(op, spec, make, 0.0, nbytes)
 
 

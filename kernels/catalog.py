@@ -201,7 +201,7 @@ REFERENCE = [
         "attention": ("attn_decode", "attn_decode_fused", "attn_prefill", "mla_attention"),
         "moe": ("moe_route", "moe_experts"),
         "sampling": ("sample", "penalize"),
-        "move": ("kv_pack", "kv_unpack", "kv_verify"),
+        "move": ("kv_pack", "kv_unpack", "kv_verify", "kv_sums"),
         "gemm": ("gemm_fp8", "gemm_gate_up", "gemm_w4", "gemm_fp4"),
     }.items()
     for op in names
@@ -291,6 +291,7 @@ OURS = [
     Impl("kv_pack", "triton", 20, all_of(triton, move_blocks), f"{MOVE}:kv_pack"),
     Impl("kv_unpack", "triton", 20, all_of(triton, move_blocks), f"{MOVE}:kv_unpack"),
     Impl("kv_verify", "triton", 20, all_of(triton, move_blocks), f"{MOVE}:kv_verify"),
+    Impl("kv_sums", "triton", 20, all_of(triton, move_blocks), f"{MOVE}:kv_sums"),
     Impl("gemm_w4", "triton", 20, all_of(triton, w4_groups), "kernels.triton.gemm_w4:gemm_w4", tunable=True),
     Impl(
         "gemm_fp4",

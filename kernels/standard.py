@@ -143,6 +143,7 @@ def move_cases() -> list[Case]:
         move_case("kv_unpack", checked, 16, 64),
         move_case("kv_unpack", MoveSpec(64, 32768), 5, 64, offset=32768),
         move_case("kv_verify", checked, 16, 64),
+        move_case("kv_sums", checked, 16, 64),
     ]
 
 

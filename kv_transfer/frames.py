@@ -35,7 +35,8 @@ class Proof(msgspec.Struct, frozen=True, tag="proof"):
 class Terms(msgspec.Struct, frozen=True, tag="terms"):
     """What each end has.
 
-    `transport`: what its operator asked for; `available`: what it could use; `boot_id`: of its kernel.
+    `transport`: what its operator asked for; `available`: what it could use; `boot_id`: of its kernel; `memory`: where
+    its pages are, "host" or a kind of device.
     """
 
     layout: KVLayout
@@ -44,6 +45,7 @@ class Terms(msgspec.Struct, frozen=True, tag="terms"):
     available: list[str]
     boot_id: str
     checksum: bool
+    memory: str = "host"
 
 
 class Open(msgspec.Struct, frozen=True, tag="open"):

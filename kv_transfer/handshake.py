@@ -6,18 +6,21 @@ import secrets
 from collections.abc import Callable
 from dataclasses import dataclass
 from socket import socket
+from typing import Any
 
 from contracts.errors import AuthFailed, ConfigError, PeerLost, TandemError, TransferError
 from contracts.ids import Incarnation, WorkerId
 from contracts.request import WorkerRef
 from kv_transfer.frames import PROTOCOL, Attach, Declined, Hello, Open, Opened, Proof, Rejected, Terms
-from kv_transfer.transports.base import Inbound, Opening, Outbound, Ring, Transport
+from kv_transfer.transports.base import Opening, Ring, Transport
 from kv_transfer.wire import HELLO_MAX_NBYTES, HandshakeSocket, prove
 
 log = logging.getLogger(__name__)
 
 SESSION_NBYTES = 16
 MAX_RING_NBYTES = 1 << 30
+BEST_FIRST = ("nvlink", "shm", "ucx", "tcp")
+ONE_HOST = ("nvlink", "shm")
 
 
 @dataclass(frozen=True)
@@ -62,6 +65,11 @@ def agree(wire: HandshakeSocket, ours: Terms) -> Terms:
     """Both ends say and check the same things, so both can name what is wrong. Raises LayoutMismatch or ConfigError."""
     wire.send(ours)
     theirs = wire.receive(Terms)
+    if ours.memory != theirs.memory:
+        raise ConfigError(
+            f"memory: our KV cache is in {ours.memory} memory, the peer's in {theirs.memory}: "
+            "run prefill and decode on the same kind of device"
+        )
     ours.layout.require_match(theirs.layout)
     return theirs
 
@@ -80,7 +88,7 @@ def candidates(sender: Terms, receiver: Terms) -> list[str]:
             )
         return [wish]
     same_host = sender.boot_id == receiver.boot_id
-    return [name for name in ("shm", "ucx", "tcp") if name in shared and (name != "shm" or same_host)]
+    return [name for name in BEST_FIRST if name in shared and (same_host or name not in ONE_HOST)]
 
 
 def propose(
@@ -89,8 +97,11 @@ def propose(
     find: Callable[[str], Transport],
     ring: Ring,
     connect: Callable[[bytes], socket],
-) -> tuple[str, Outbound]:
-    """The sender's part of choosing a channel. Raises TransferError if no transport works, naming each one's reason."""
+) -> tuple[str, Any]:
+    """The sender's part of choosing a channel: an Outbound, or a SharedPool.
+
+    Raises TransferError if no transport works, naming each one's reason.
+    """
     reasons = []
     for name in names:
         session = secrets.token_bytes(SESSION_NBYTES)
@@ -110,9 +121,9 @@ def dispose(
     find: Callable[[str], Transport],
     limits: Ring,
     attached: Callable[[bytes], socket],
-) -> tuple[str, Inbound]:
-    """The receiver's part: accept the first proposal that works here. `limits`: only its stall timeout is ours
-    to set.
+) -> tuple[str, Any]:
+    """The receiver's part: accept the first proposal that works here, as an Inbound or a MappedPool. `limits`: only
+    its stall timeout is ours to set.
     """
     while True:
         ask = wire.receive(Open)
@@ -164,7 +175,7 @@ def _check_mac(mac: bytes, expected: bytes, who: str) -> None:
 
 def _propose_one(
     wire: HandshakeSocket, transport: Transport, session: bytes, ring: Ring, connect: Callable[[], socket]
-) -> Outbound:
+) -> Any:
     opening: Opening = transport.open(session, ring, connect)
     try:
         wire.send(Open(transport.name, session, ring.num_slots, ring.slot_nbytes, opening.params))
@@ -179,7 +190,7 @@ def _propose_one(
 
 def _accept(
     ask: Open, names: list[str], find: Callable[[str], Transport], limits: Ring, attached: Callable[[bytes], socket]
-) -> tuple[Inbound, bytes]:
+) -> tuple[Any, bytes]:
     if ask.transport not in names:
         raise TransferError(f"'{ask.transport}' was not agreed")
     if not (ask.num_slots > 0 and ask.slot_nbytes > 0 and ask.num_slots * ask.slot_nbytes <= MAX_RING_NBYTES):

@@ -4,13 +4,15 @@ import logging
 import socket
 from collections.abc import Callable
 
-from contracts.errors import TandemError
-from contracts.handoff import Abort, AbortAck, ChunkHeader, Fin, Grant, HandoffMessage, Offer
+from contracts.errors import TandemError, TransferError
+from contracts.handoff import Abort, AbortAck, ChunkHeader, Commit, Fin, Grant, HandoffMessage, Offer, Pull
 from kv_transfer import handshake
 from kv_transfer.events import ChunkBad, ChunkLanded
 from kv_transfer.frames import Hello
 from kv_transfer.link import Link, LinkParts
+from kv_transfer.pulling import Puller
 from kv_transfer.receiving import Landings, Receiver
+from kv_transfer.transports.nvlink import MappedPool
 from kv_transfer.wire import HandshakeSocket
 
 log = logging.getLogger(__name__)
@@ -18,10 +20,11 @@ log = logging.getLogger(__name__)
 
 class IncomingLink(Link):
     outgoing = False
-    hears = (Offer, Fin, Abort, AbortAck)
+    hears = (Offer, Pull, Fin, Abort, AbortAck)
 
     def __init__(self, parts: LinkParts, hello: Hello) -> None:
         self.landings = Landings(parts.layout, parts.pool.num_blocks)
+        self._puller: Puller | None = None
         super().__init__(parts, hello.worker_id, hello.incarnation, self.landings)
 
     def run(self, wire: HandshakeSocket, attached: Callable[[bytes], socket.socket]) -> None:
@@ -34,6 +37,14 @@ class IncomingLink(Link):
         if self.landings.grant(grant):
             self.send(grant)
 
+    def commit(self, message: Commit) -> None:
+        """The owner has what it needs. Chunks that were fetched were committed when the last of them had landed."""
+        key = message.request_id, message.epoch
+        is_said = self.landings.is_committed(key)
+        self.landings.end(key)
+        if not is_said:
+            self.send(message)
+
     def _agree_and_serve(self, wire: HandshakeSocket, attached: Callable[[bytes], socket.socket]) -> None:
         ours, find = self.parts.terms, self.parts.transports.find
         try:
@@ -43,6 +54,19 @@ class IncomingLink(Link):
         except TandemError as error:
             handshake.reject(wire, error)
             raise
+        if isinstance(channel, MappedPool):
+            self._puller = Puller(
+                self.landings,
+                self.parts.layout,
+                channel.remote,
+                theirs.checksum,
+                self.send,
+                self._on_landed,
+                self._on_bad,
+                self._on_drained,
+            )
+            self._serve(wire.sock, theirs, channel, self._puller)
+            return
         receiver = Receiver(
             self.landings,
             self.parts.pool,
@@ -54,9 +78,23 @@ class IncomingLink(Link):
         )
         self._serve(wire.sock, theirs, channel, receiver)
 
+    def _on_message(self, message: HandoffMessage) -> None:
+        """A chunk to fetch is no news to the owner: that it has landed is."""
+        if not isinstance(message, Pull):
+            super()._on_message(message)
+        elif self._puller is None:
+            raise ValueError(f"prefill wants a chunk to be fetched over {self.transport}")
+        else:
+            try:
+                self._puller.put(message)
+            except TransferError as error:
+                self.fail(str(error), error.code)
+
     def _note(self, message: HandoffMessage) -> None:
         if isinstance(message, Offer):
             self.landings.offered(message)
+        elif isinstance(message, Fin) and self._puller is not None and (commit := self.landings.finished(message)):
+            self.send(commit)
 
     def _on_landed(self, header: ChunkHeader) -> None:
         self.parts.emit(ChunkLanded(self.peer_id, header))

@@ -10,6 +10,11 @@ def seed(epoch: Epoch) -> int:
     return epoch & 0xFFFF_FFFF_FFFF_FFFF
 
 
+def of_pages(epoch: Epoch, sums: np.ndarray) -> int:
+    """Of a chunk whose pages were summed where they lie: `[pages, num_planes]` uint32, in token order."""
+    return extend(seed(epoch), np.ascontiguousarray(sums))
+
+
 def extend(checksum: int, data: np.ndarray) -> int:
     """The checksum of what came before plus `data`. Equal chunks cut at the same places have equal checksums.
 

@@ -22,6 +22,7 @@ class Landing:
             raise ValueError(f"{len(grant.pages)} pages granted, {expected} are needed")
         self.offer, self.grant, self._layout = offer, grant, layout
         self._landed: set[int] = set()
+        self.nbytes = 0
         self._filled = [False] * expected
 
     def check(self, header: ChunkHeader) -> str | None:
@@ -45,7 +46,12 @@ class Landing:
     def landed(self, header: ChunkHeader) -> None:
         blocks = self._blocks(header)
         self._landed.add(header.index)
+        self.nbytes += header.nbytes
         self._filled[blocks] = [True] * (blocks.stop - blocks.start)
+
+    def is_whole(self, num_chunks: int) -> bool:
+        """So many chunks have landed, and hold every token that was granted."""
+        return len(self._landed) == num_chunks and all(self._filled)
 
     def _check_tokens(self, header: ChunkHeader) -> str | None:
         first, end, block_size = header.first_token, header.first_token + header.num_tokens, self._layout.block_size

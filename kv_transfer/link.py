@@ -18,10 +18,10 @@ from contracts.ids import Incarnation, WorkerId
 from contracts.layout import KVLayout
 from kv_transfer import events
 from kv_transfer.control import ControlConnection
+from kv_transfer.device import Pool
 from kv_transfer.events import Drained, LinkStats, Message, TransferEvent
 from kv_transfer.frames import Terms
 from kv_transfer.handshake import Identity
-from kv_transfer.pool import PagePool
 from kv_transfer.sending import Key
 from kv_transfer.settings import TransferSettings
 from kv_transfer.transports.base import Channel, Ring
@@ -44,7 +44,8 @@ class LinkParts:
     settings: TransferSettings
     identity: Identity
     layout: KVLayout
-    pool: PagePool
+    pool: Pool
+    memory: str
     transports: Transports
     emit: Callable[[TransferEvent], None]
     on_lost: Callable[["Link", events.PeerLost], None]
@@ -66,6 +67,7 @@ class LinkParts:
             available=self.transports.available(),
             boot_id=Path("/proc/sys/kernel/random/boot_id").read_text().strip(),
             checksum=self.settings.checksum,
+            memory=self.memory,
         )
 
 

@@ -11,7 +11,8 @@ from contracts.handoff import Abort, ChunkHeader, Commit, Fin, Grant, Offer, Ref
 from contracts.ids import BlockId, Epoch, Incarnation, RequestId, WorkerId
 from contracts.layout import KVLayout
 from contracts.request import WorkerRef
-from kv_transfer import handshake, plan
+from kv_transfer import handshake, integrity, plan
+from kv_transfer.device import DevicePool
 from kv_transfer.events import Drained, LinkStats, PeerLost, TransferEvent
 from kv_transfer.frames import Hello
 from kv_transfer.handshake import Identity
@@ -20,9 +21,10 @@ from kv_transfer.link import Link, LinkParts
 from kv_transfer.listener import Listener
 from kv_transfer.outgoing import OutgoingLink
 from kv_transfer.pool import PagePool
-from kv_transfer.sending import ChunkJob, FinJob, Key, check_sendable
+from kv_transfer.sending import Key, check_sendable
 from kv_transfer.settings import TransferSettings
 from kv_transfer.transports.base import Transport
+from kv_transfer.transports.nvlink import NvlinkTransport
 from kv_transfer.transports.registry import Transports
 from kv_transfer.wire import HandshakeSocket
 
@@ -30,10 +32,9 @@ from kv_transfer.wire import HandshakeSocket
 class TransferNode:
     """Sends pages of our pool to decode workers and lands pages from prefill workers. No method but `close` blocks.
 
-    `pool_bytes`: uint8 `[num_planes, num_blocks, page_nbytes]`, C-contiguous, shared with the engine. `wake()` is
-    called from transfer
-    threads when `poll()` has something. `transports`: ready ones that stand in for those of the same name.
-    Raises ConfigError if it can't listen, ValueError if the pool does not fit the layout.
+    `pool`: uint8 `[num_planes, num_blocks, page_nbytes]`, C-contiguous, shared with the engine; or a device's. `wake()`
+    is called from transfer threads when `poll()` has something. `transports`: ready ones that stand in for those of
+    the same name. Raises ConfigError if it can't listen, ValueError if the pool does not fit the layout.
     """
 
     def __init__(
@@ -42,21 +43,28 @@ class TransferNode:
         me: WorkerId,
         incarnation: Incarnation,
         layout: KVLayout,
-        pool_bytes: np.ndarray,
+        pool: np.ndarray | DevicePool,
         wake: Callable[[], None],
         transports: Mapping[str, Transport] | None = None,
     ) -> None:
         self._layout, self._wake, self._settings = layout, wake, settings
         self._layout_id = layout.layout_id
-        self._pool = PagePool(pool_bytes, layout)
-        self._transports = Transports(transports)
+        own: dict[str, Transport] = {}
+        if isinstance(pool, np.ndarray):
+            self._pool, memory = PagePool(pool, layout), "host"
+        else:
+            self._pool, memory = pool, pool.kind
+            pool.checks, own["nvlink"] = settings.checksum, NvlinkTransport(pool)
+        self._transports = Transports({**own, **(transports or {})})
         self._events: deque[TransferEvent] = deque()
         self._lock = threading.Lock()
         self._links: dict[tuple[WorkerId, bool], Link] = {}
         self._fencing: list[Link] = []
         self._closing = False
         identity = Identity(me, incarnation, settings.secret)
-        self._parts = LinkParts(settings, identity, layout, self._pool, self._transports, self._emit, self._on_lost)
+        self._parts = LinkParts(
+            settings, identity, layout, self._pool, memory, self._transports, self._emit, self._on_lost
+        )
         self._listener = Listener(settings, identity, self._on_peer)
 
     @property
@@ -117,13 +125,15 @@ class TransferNode:
         first_token: int,
         num_tokens: int,
         src_pages: Sequence[BlockId],
+        checksums: np.ndarray | None = None,
     ) -> None:
         """Queue the pages of tokens `[first_token, first_token + num_tokens)`; they must not change until Commit,
         Drained or PeerLost.
 
         The caller clips to the tokens from Grant's `skip_tokens` on. `first_token` and, but for the last chunk, the
         end are
-        multiples of the block size. Dropped if the attempt is over. Raises ValueError if pages and tokens do not fit.
+        multiples of the block size. `checksums`: of a device's pages, see device.RemotePool. Dropped if the attempt is
+        over. Raises ValueError if pages and tokens do not fit.
         """
         plan.check_pages(src_pages, self._pool.num_blocks)
         if (
@@ -133,15 +143,16 @@ class TransferNode:
         ):
             raise ValueError(f"{len(src_pages)} pages do not fit {num_tokens} tokens from {first_token} on")
         nbytes = plan.chunk_nbytes(self._layout, num_tokens)
-        header = ChunkHeader(request_id, epoch, index, first_token, num_tokens, self._layout_id, nbytes, 0)
+        checksum = 0 if checksums is None else integrity.of_pages(epoch, checksums)
+        header = ChunkHeader(request_id, epoch, index, first_token, num_tokens, self._layout_id, nbytes, checksum)
         check_sendable(header)
         if link := self._find_outgoing(peer_id):
-            link.queue.put(ChunkJob(header, plan.row_ids(src_pages, self._pool.num_planes, self._pool.num_blocks)))
+            link.send_chunk(header, src_pages)
 
     def finish(self, peer_id: WorkerId, fin: Fin) -> None:
         """Goes after the chunks that are queued."""
         if link := self._find_outgoing(peer_id):
-            link.queue.put(FinJob(fin))
+            link.finish(fin)
 
     # The decode side.
 
@@ -167,8 +178,7 @@ class TransferNode:
     def commit(self, peer_id: WorkerId, message: Commit) -> None:
         """All chunks have landed: ends the landing, without Drained."""
         if link := self._find_incoming(peer_id):
-            link.landings.end((message.request_id, message.epoch))
-            link.send(message)
+            link.commit(message)
 
     # Both sides.
 

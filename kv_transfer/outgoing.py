@@ -3,14 +3,30 @@
 import socket
 import threading
 import time
+from collections.abc import Sequence
 
 from contracts.errors import PeerLost
-from contracts.handoff import Abort, AbortAck, Commit, Grant, HandoffMessage, Offer, Refuse, Wait
+from contracts.handoff import (
+    Abort,
+    AbortAck,
+    ChunkHeader,
+    Commit,
+    Fin,
+    Grant,
+    HandoffMessage,
+    Offer,
+    Pull,
+    Refuse,
+    Wait,
+)
+from contracts.ids import BlockId
 from contracts.request import WorkerRef
-from kv_transfer import handshake
+from kv_transfer import handshake, plan
 from kv_transfer.link import Link, LinkParts
+from kv_transfer.pulling import Announcer
 from kv_transfer.rate import HandoffRate
-from kv_transfer.sending import Key, Sender, SendQueue
+from kv_transfer.sending import ChunkJob, FinJob, Key, Sender, SendQueue
+from kv_transfer.transports.nvlink import SharedPool
 from kv_transfer.wire import Deadline, HandshakeSocket
 
 
@@ -20,6 +36,7 @@ class OutgoingLink(Link):
 
     def __init__(self, parts: LinkParts, peer: WorkerRef) -> None:
         self.queue, self._peer, self._rate = SendQueue(), peer, HandoffRate()
+        self._announcer: Announcer | None = None
         super().__init__(parts, peer.worker_id, peer.incarnation, self.queue)
         self.thread = threading.Thread(
             target=self._run_to_the_end, args=(self._connect_and_serve,), name=f"kv-link-{peer.worker_id}", daemon=True
@@ -31,9 +48,29 @@ class OutgoingLink(Link):
         self._rate.begin(key)
         self.send(offer)
 
+    def send_chunk(self, header: ChunkHeader, pages: Sequence[BlockId]) -> None:
+        """Dropped if its attempt is over."""
+        if self._announcer is not None:
+            self._announcer.put(Pull(header, list(pages)))
+        else:
+            pool = self.parts.pool
+            self.queue.put(ChunkJob(header, plan.row_ids(pages, pool.num_planes, pool.num_blocks)))
+
+    def finish(self, fin: Fin) -> None:
+        """Goes after the chunks that were sent before."""
+        if self._announcer is not None:
+            self._announcer.put(fin)
+        else:
+            self.queue.put(FinJob(fin))
+
     def end(self, key: Key) -> None:
+        """What decode may be reading is drained when decode says so: by AbortAck, or by an Abort of its own."""
         self._rate.dropped(key)
-        super().end(key)
+        if self._announcer is None:
+            super().end(key)
+        elif self._announcer.end(key) or key in self._acks:
+            self._announcer.read(key)
+            self._on_drained(key)
 
     @property
     def nbytes_per_s(self) -> float:
@@ -49,6 +86,10 @@ class OutgoingLink(Link):
         theirs = handshake.agree(wire, ours)
         names = handshake.candidates(ours, theirs)
         self.transport, channel = handshake.propose(wire, names, self.parts.transports.find, ring, self._dial_data)
+        if isinstance(channel, SharedPool):
+            self._announcer = Announcer(self.queue, self.send, self._on_told)
+            self._serve(sock, theirs, channel, self._announcer)
+            return
         sender = Sender(
             self.queue,
             self.parts.pool,
@@ -80,9 +121,22 @@ class OutgoingLink(Link):
 
     def _note(self, message: HandoffMessage) -> None:
         key = message.request_id, message.epoch
+        if self._announcer is not None:
+            self._note_read(self._announcer, message, key)
         if isinstance(message, Commit):
             self._rate.committed(key, time.perf_counter())
         elif isinstance(message, Refuse):
             self._rate.dropped(key)
         if isinstance(message, Refuse | Commit):
             self.queue.forget(key)
+
+    def _note_read(self, announcer: Announcer, message: HandoffMessage, key: Key) -> None:
+        if isinstance(message, Commit) and self.queue.is_alive(key):
+            announcer.read(key)
+        elif isinstance(message, AbortAck) and announcer.read(key):
+            self._on_drained(key)
+
+    def _on_told(self, key: Key, nbytes: int, now_s: float) -> None:
+        """Decode fetches while prefill computes, unseen from here: what can be timed is the last chunk."""
+        self._rate.begin(key)
+        self._rate.sent(key, nbytes, now_s, now_s)

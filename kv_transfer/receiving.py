@@ -9,12 +9,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from contracts.handoff import ChunkHeader, Grant, Offer
+from contracts.handoff import ChunkHeader, Commit, Fin, Grant, Offer
 from contracts.layout import KVLayout
 from kv_transfer import integrity, plan
+from kv_transfer.device import Pool
 from kv_transfer.landing import Landing
 from kv_transfer.piece import Piece, read_meta
-from kv_transfer.pool import PagePool
 from kv_transfer.sending import Key
 from kv_transfer.transports.base import Inbound, Slot
 
@@ -26,6 +26,8 @@ class Landings:
         self._layout, self._num_blocks = layout, num_blocks
         self._offers: dict[Key, Offer] = {}
         self._landings: dict[Key, Landing] = {}
+        self._fins: dict[Key, Fin] = {}
+        self._committed: set[Key] = set()
         self._writing: Key | None = None
         self._draining: Key | None = None
         self._lock = threading.Lock()
@@ -59,6 +61,27 @@ class Landings:
         with self._lock:
             return self._landings.get(key)
 
+    def finished(self, fin: Fin) -> Commit | None:
+        """Token 0 has come. What to say now if it was the last that was missing."""
+        with self._lock:
+            key = fin.request_id, fin.epoch
+            if key in self._landings:
+                self._fins[key] = fin
+            return self._commit(key)
+
+    def landed(self, header: ChunkHeader) -> Commit | None:
+        """All bytes of this chunk are right. What to say now if it was the last that was missing."""
+        with self._lock:
+            key = header.request_id, header.epoch
+            if landing := self._landings.get(key):
+                landing.landed(header)
+            return self._commit(key)
+
+    def is_committed(self, key: Key) -> bool:
+        """It was said already."""
+        with self._lock:
+            return key in self._committed
+
     def enter(self, key: Key) -> bool:
         """The landing thread is about to write pages of this attempt. False: it is over, do not."""
         with self._lock:
@@ -76,9 +99,19 @@ class Landings:
         with self._lock:
             self._offers.pop(key, None)
             self._landings.pop(key, None)
+            self._fins.pop(key, None)
+            self._committed.discard(key)
             if self._writing == key:
                 self._draining = key
             return self._writing != key
+
+    def _commit(self, key: Key) -> Commit | None:
+        """Under the lock."""
+        landing, fin = self._landings.get(key), self._fins.get(key)
+        if landing is None or fin is None or key in self._committed or not landing.is_whole(fin.num_chunks):
+            return None
+        self._committed.add(key)
+        return Commit(*key, fin.num_chunks, landing.nbytes)
 
 
 @dataclass(slots=True)
@@ -110,7 +143,7 @@ class Receiver:
     def __init__(
         self,
         landings: Landings,
-        pool: PagePool,
+        pool: Pool,
         channel: Inbound,
         checksum: bool,
         on_landed: Callable[[ChunkHeader], None],

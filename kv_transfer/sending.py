@@ -12,8 +12,8 @@ import numpy as np
 from contracts.handoff import ChunkHeader, Fin
 from contracts.ids import Epoch, RequestId
 from kv_transfer import integrity, plan
+from kv_transfer.device import Pool
 from kv_transfer.piece import META_NBYTES, Piece, write_meta
-from kv_transfer.pool import PagePool
 from kv_transfer.transports.base import Outbound
 
 Key = tuple[RequestId, Epoch]
@@ -127,7 +127,7 @@ class Sender:
     def __init__(
         self,
         queue: SendQueue,
-        pool: PagePool,
+        pool: Pool,
         channel: Outbound,
         slot_nbytes: int,
         checksum: bool,

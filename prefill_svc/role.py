@@ -223,9 +223,11 @@ class PrefillRole:
         first = max(chunk.first_token, skip_tokens)
         if first >= end:
             return
-        pages = chunk.blocks[(first - chunk.first_token) // self._engine.layout.block_size :]
+        skipped = (first - chunk.first_token) // self._engine.layout.block_size
+        pages, sums = chunk.blocks[skipped:], chunk.checksums.wait()[skipped:] if chunk.checksums else None
         request_id, epoch = attempt.id
-        self._node.send_chunk(attempt.peer.worker_id, request_id, epoch, attempt.num_sent, first, end - first, pages)
+        place = (attempt.num_sent, first, end - first)
+        self._node.send_chunk(attempt.peer.worker_id, request_id, epoch, *place, pages, sums)
         attempt.num_sent += 1
 
     def _finish(self, attempt: Attempt, now: float) -> None:

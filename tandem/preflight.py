@@ -1,5 +1,6 @@
 """What can be found wrong before the first process is started: the settings of every service, and the model's files."""
 
+import os
 from collections.abc import Sequence
 
 from checkpoint import open_checkpoint
@@ -8,16 +9,17 @@ from coordinator.connect import SCHEMES
 from coordinator.settings import CoordinatorSettings
 from gateway.settings import GatewaySettings
 from service.settings import flag_and_variable, read_settings, variable
+from tandem.gpus import fit_devices
 from tandem.settings import UpSettings
 from worker.settings import WorkerSettings
 
-MAKE_VARIABLES = ("MODEL", "PORT", "PREFILL", "DECODE", "MIXED", "TRANSFER", "DTYPE", "REDIS_URL")
+MAKE_VARIABLES = ("MODEL", "PORT", "PREFILL", "DECODE", "MIXED", "DEVICE", "TRANSFER", "DTYPE", "REDIS_URL")
 """What the Makefile hands on."""
 
 
 def read_up_settings(argv: Sequence[str]) -> UpSettings:
     """Raises ConfigError with a line that names every wrong setting."""
-    settings = read_settings(UpSettings, argv, _places)
+    settings = fit_devices(read_settings(UpSettings, argv, _places), os.environ)
     if not settings.is_complete:
         raise ConfigError("nobody could answer: set PREFILL and DECODE to 1 or more, or MIXED")
     if settings.redis_url and not settings.redis_url.startswith(SCHEMES):

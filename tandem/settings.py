@@ -30,6 +30,9 @@ class UpSettings(BaseSettings):
     prefill: int = Field(default=1, ge=0, description="number of prefill workers")
     decode: int = Field(default=1, ge=0, description="number of decode workers")
     mixed: int = Field(default=0, ge=0, description="number of workers that do both")
+    device: str = Field(
+        default="cpu", description="where models run: cpu, cuda for the GPUs that are visible, cuda:N for one of them"
+    )
     transfer: Transfer = Field(default="auto", description="KV transport; auto: the fastest that both ends have")
     dtype: Dtype = Field(default="auto", description="how weights are held; auto: the fastest sound way")
     redis_url: str = Field(default="", description="a Redis of your own; empty: one is started")

@@ -7,6 +7,7 @@ import redis
 
 from contracts.node import Role
 from tandem.child import ProcessSpec, ready_file
+from tandem.gpus import worker_devices
 from tandem.run_dir import RunDir
 from tandem.settings import UpSettings
 
@@ -67,11 +68,17 @@ def gateway_spec(settings: UpSettings, run_dir: RunDir, port: int, env: Mapping[
 def worker_specs(settings: UpSettings, run_dir: RunDir, env: Mapping[str, str]) -> list[ProcessSpec]:
     counts = {Role.PREFILL: settings.prefill, Role.DECODE: settings.decode, Role.MIXED: settings.mixed}
     names = [(role, f"{role}-{index}") for role, count in counts.items() for index in range(count)]
-    return [_worker(settings, role, name, run_dir, env) for role, name in names]
+    devices = worker_devices(settings, len(names))
+    return [
+        _worker(settings, role, name, device, run_dir, env) for (role, name), device in zip(names, devices, strict=True)
+    ]
 
 
-def _worker(settings: UpSettings, role: Role, name: str, run_dir: RunDir, env: Mapping[str, str]) -> ProcessSpec:
+def _worker(
+    settings: UpSettings, role: Role, name: str, device: str, run_dir: RunDir, env: Mapping[str, str]
+) -> ProcessSpec:
     options = ("--role", role, "--worker-id", name, "--dtype", settings.dtype, "--transfer", settings.transfer)
+    options += () if device == "cpu" else ("--device", device)
     return _service("worker", name, SERVICES, (*options, *_model(settings)), run_dir, env, role=role)
 
 

@@ -16,7 +16,7 @@ from core.messages import CoreFailed, CoreReady, Loading, Start
 from core.role import Role
 from decode_svc import DecodeRole
 from engine.engine import Engine
-from engine.load import load_engine
+from engine.load import load_engine, resolve_device
 from engine.messages import EngineSettings
 from kv_transfer.node import TransferNode
 from kv_transfer.settings import TransferSettings
@@ -43,8 +43,13 @@ def _serve(link: FrontLink) -> None:
     settings = WorkerSettings.model_validate_json(start.settings)
     logging.basicConfig(level=settings.log_level.upper(), format="%(asctime)s core %(levelname)s %(name)s: %(message)s")
     engine = load_engine(engine_settings(settings), lambda stage, done, total: link.send(Loading(stage, done, total)))
+    serve(link, start, settings, engine)
+
+
+def serve(link: FrontLink, start: Start, settings: WorkerSettings, engine: Engine) -> None:
+    """Until the front says stop. Raises FrontGone when the front is gone."""
     me, incarnation = WorkerId(start.worker_id), Incarnation(start.incarnation)
-    node = TransferNode(transfer_settings(settings), me, incarnation, engine.layout, engine.pool_bytes, link.ring)
+    node = TransferNode(transfer_settings(settings), me, incarnation, engine.layout, engine.transfer_pool, link.ring)
     node.start()
     try:
         link.send(_ready(settings, engine, node))
@@ -74,15 +79,17 @@ def make_roles(
 
 
 def engine_settings(settings: WorkerSettings) -> EngineSettings:
+    device = resolve_device(settings.device)
+    on_gpu = device != "cpu"
     return EngineSettings(
         model=settings.model,
         dtype=settings.dtype,
-        device=settings.device,
+        device=device,
         block_size=settings.block_size,
         kv_cache_nbytes=settings.kv_cache_mib << 20 or None,
         max_model_len=settings.max_model_len or None,
-        max_num_seqs=settings.max_num_seqs,
-        max_batched_tokens=settings.max_batched_tokens,
+        max_num_seqs=settings.max_num_seqs or (256 if on_gpu else 64),
+        max_batched_tokens=settings.max_batched_tokens or (2048 if on_gpu else 512),
         num_threads=settings.num_threads or None,
     )
 

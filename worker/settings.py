@@ -9,9 +9,9 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from contracts.node import Role
 
-Dtype = Literal["auto", "float32", "float16", "bfloat16", "mixed16", "int4", "int8"]
-"""engine.linear.FORMATS by name: the front knows them without torch."""
-Transfer = Literal["auto", "ucx", "shm", "tcp"]
+Dtype = Literal["auto", "float32", "float16", "bfloat16", "mixed16", "int4", "int8", "float8", "float8-head"]
+"""engine.linear.FORMATS and engine.cuda.formats.DEVICE_FORMATS by name: the front knows them without torch."""
+Transfer = Literal["auto", "nvlink", "ucx", "shm", "tcp"]
 
 
 class WorkerSettings(BaseSettings):
@@ -31,7 +31,7 @@ class WorkerSettings(BaseSettings):
     worker_id: str = Field("", description="unique name; empty: made of role, host name and a random suffix")
     model: str = Field("", description="Hugging Face folder, hub id or GGUF file; empty: SmolLM2-135M-Instruct")
     dtype: Dtype = Field("auto", description="how weights are held; auto: the fastest sound way")
-    device: str = Field("cpu", description="where the model runs")
+    device: str = Field("cpu", description="where the model runs: cpu, cuda:N for a GPU, auto for the first one if any")
     transfer: Transfer = Field("auto", description="KV transport; auto: the fastest that both ends have")
     transfer_checksum: bool = Field(True, description="check every chunk of KV that arrives")
     transfer_port: int = Field(0, ge=0, le=65535, description="port of the KV control listener; 0: a free one")
@@ -47,8 +47,8 @@ class WorkerSettings(BaseSettings):
     block_size: int = Field(16, ge=1, description="tokens in a KV block")
     kv_cache_mib: int = Field(0, ge=0, description="memory for the KV cache; 0: found from what is free")
     max_model_len: int = Field(0, ge=0, description="longest prompt plus answer, in tokens; 0: the model's")
-    max_num_seqs: int = Field(64, ge=1, description="most sequences in one step")
-    max_batched_tokens: int = Field(512, ge=1, description="token budget of one step")
+    max_num_seqs: int = Field(0, ge=0, description="most sequences in one step; 0: 64, on a GPU 256")
+    max_batched_tokens: int = Field(0, ge=0, description="token budget of one step; 0: 512, on a GPU 2048")
     num_threads: int = Field(0, ge=0, description="CPU threads of the engine; 0: all cores")
     grant_timeout_s: float = Field(5.0, gt=0, description="how long a computed prompt waits for pages at decode")
     drain_timeout_s: float = Field(8.0, ge=0, description="how long what runs may go on after a signal to stop")

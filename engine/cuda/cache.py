@@ -1,6 +1,7 @@
 """The paged KV cache on a GPU."""
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -9,7 +10,11 @@ import torch
 from torch import Tensor
 
 from contracts.errors import ConfigError
+from contracts.ids import BlockId
 from contracts.layout import KVLayout
+from engine.cuda.memory import allocate
+from engine.cuda.pages import Checksums, DevicePages
+from kernels.registry import Registry
 
 
 @dataclass(frozen=True)
@@ -26,7 +31,7 @@ class DeviceCache:
     """`[num_planes, num_blocks + 1, kv_heads, block, head_dim]` in one allocation, plane 2 * layer K, 2 * layer + 1 V.
 
     The last block belongs to nobody: the rows that pad a batch write there. `scales` `[layers, 2]`: those of K and of V
-    by layer, on the host; none for 1.
+    by layer, on the host; none for 1. Raises ConfigError if the device has not so much memory.
     """
 
     def __init__(
@@ -43,12 +48,26 @@ class DeviceCache:
         self._scales = torch.ones(layout.num_layers, 2) if scales is None else scales
         shape = (layout.num_planes, num_blocks + 1, layout.num_kv_heads, layout.block_size, layout.head_dim)
         # Zeros: what is masked weighs 0, and 0 times a NaN of uninitialised memory is a NaN.
-        raw = torch.zeros(layout.block_nbytes * (num_blocks + 1), dtype=torch.uint8, device=device)
-        self._planes = raw.view(dtype).view(shape)
+        self._memory = allocate(layout.block_nbytes * (num_blocks + 1), device)
+        self._planes = self._memory.tensor.view(dtype).view(shape)
+        self._pages: DevicePages | None = None
+
+    def share(self, registry: Registry) -> None:
+        """From now on there is a `transfer_pool`."""
+        self._pages = DevicePages(self._memory, self.layout, self.num_blocks, registry)
+        self._pages.warm_up()
+
+    @property
+    def transfer_pool(self) -> DevicePages:
+        assert self._pages is not None, "a cache that warms up is handed over to nobody"
+        return self._pages
 
     @property
     def pool_bytes(self) -> np.ndarray:
-        raise ConfigError("the KV cache of a GPU can't be handed over yet: serve with device=cpu")
+        raise ConfigError("the KV cache of a GPU is not in the host's memory")
+
+    def checksums(self, blocks: Sequence[BlockId]) -> Checksums | None:
+        return self._pages.checksums(blocks) if self._pages is not None and self._pages.checks else None
 
     def layer(self, index: int) -> LayerCache:
         k_scale, v_scale = self._scales[index].tolist()

@@ -16,6 +16,7 @@ from engine.cuda.calibration import TEXT, Scales, calibrate, warm_up
 from engine.cuda.drawing import DeviceSampler, Drawer
 from engine.cuda.formats import DEVICE_FORMATS, DeviceFormat
 from engine.cuda.fused import FusedDecode, is_fusible
+from engine.cuda.memory import MAX_PITCH_NBYTES
 from engine.cuda.runner import DeviceRunner
 from engine.cuda.state import DecodeState
 from engine.cuda.steps import DecodeSteps, MakeStep, Step
@@ -88,9 +89,10 @@ class _Builder:
         )
         progress("warm up", 0, 2)
         scales = self._warm_up(model, attention, layout)
-        num_blocks = blocks_in(self._cache_nbytes(), layout)
+        num_blocks = min(blocks_in(self._cache_nbytes(), layout), MAX_PITCH_NBYTES // layout.page_nbytes - 1)
         max_model_len = model_len(self._checkpoint, settings, num_blocks * layout.block_size)
         cache = DeviceCache(layout, num_blocks, self._format.pages, device, scales.kv if scales else None)
+        cache.share(self._registry)
         progress("warm up", 1, 2)
         drawer = Drawer(self._registry, config.vocab_size, device)
         if scales is not None and is_fusible(config, self._format):

@@ -46,6 +46,13 @@ def kv_verify(
         bad.fill_(1)
 
 
+def kv_sums(
+    spec: MoveSpec, cache: Tensor, pages: Tensor, sums: Tensor, *, seed: int = 0, offset: int = 0, ctas: int = 0
+) -> None:
+    units = cache[:, pages.long(), offset : offset + spec.unit_nbytes].transpose(0, 1).contiguous()
+    sums.copy_(checksums(spec, units, len(pages), seed))
+
+
 def checksums(spec: MoveSpec, buffer: Tensor, num_pages: int, seed: int) -> Tensor:
     """A polynomial over the 32-bit words of each unit with odd factors, xor the seed and the unit's number.
 

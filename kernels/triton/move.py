@@ -118,6 +118,12 @@ def kv_verify(
     launch(spec, cache, sums, pages, sums, bad, 2, 2, seed, offset, ctas)
 
 
+def kv_sums(
+    spec: MoveSpec, cache: Tensor, pages: Tensor, sums: Tensor, *, seed: int = 0, offset: int = 0, ctas: int = 264
+) -> None:
+    launch(spec, cache, sums, pages, sums, None, 2, 1, seed, offset, ctas)
+
+
 def launch(
     spec: MoveSpec, cache: Tensor, buffer: Tensor, pages: Tensor, sums: Tensor | None, bad: Tensor | None,
     mode: int, check: int, seed: int, offset: int, ctas: int,

@@ -3,15 +3,14 @@
 A channel owns a few staging slots. The sender acquires one, fills it and sends it; the receiver gets it, takes the
 bytes out and
 releases it. The network therefore never touches a page, and giving up an attempt never needs to stop a transport.
-A transport that moves pages without staging (a copy engine that pulls) is another data path beside this one: it would
-take
-ChunkHeaders from the control connection and use landing.Landing.check for the same facts.
+The transport that moves pages without staging, nvlink, is another data path beside this one: its channels carry
+nothing, see kv_transfer.pulling.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from socket import socket
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -101,7 +100,7 @@ class Opening(Protocol):
         """What the receiver's end must know."""
         ...
 
-    def finish(self, answer: bytes) -> Outbound: ...
+    def finish(self, answer: bytes) -> Any: ...
 
     def cancel(self) -> None:
         """The receiver declined, or is gone."""
@@ -109,8 +108,9 @@ class Opening(Protocol):
 
 
 class Transport(Protocol):
-    """`connect` and `attached` give a data socket to the peer, already authenticated; not all transports want one.
+    """Its channels are an Outbound and an Inbound, but for nvlink's.
 
+    `connect` and `attached` give a data socket to the peer, already authenticated; not all transports want one.
     `open` and `accept` raise TransferError when this transport can't be used here; the next one is then tried.
     """
 
@@ -121,6 +121,6 @@ class Transport(Protocol):
 
     def accept(
         self, session: bytes, ring: Ring, params: bytes, attached: Callable[[], socket]
-    ) -> tuple[Inbound, bytes]: ...
+    ) -> tuple[Any, bytes]: ...
 
     def close(self) -> None: ...

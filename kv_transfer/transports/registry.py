@@ -24,12 +24,14 @@ class Transports:
     """`given`: ready transports that stand in for the ones of the same name."""
 
     def __init__(self, given: Mapping[str, Transport] | None = None) -> None:
-        self._loaded: dict[str, Transport] = dict(given or {})
+        self._given = dict(given or {})
+        self._loaded = dict(self._given)
         self._lock = threading.Lock()
 
     def available(self) -> list[str]:
-        """Names that could work here, by what is installed; opening a channel is the proof."""
-        return [name for name in _CLASSES if name in self._loaded or _is_possible(name)]
+        """Names that could work here, by what is given or installed; opening a channel is the proof."""
+        names = dict.fromkeys([*self._given, *_CLASSES])
+        return [name for name in names if name in self._given or _is_possible(name)]
 
     def find(self, name: str) -> Transport:
         """Raises TransferError if it can't be loaded."""

@@ -83,6 +83,7 @@ def suite() -> list[c.Case]:
         c.move_case("kv_unpack", s.MoveSpec(4, 8192, checksum=True), 3, 8),
         c.move_case("kv_unpack", s.MoveSpec(4, 4096), 3, 8, offset=4096),
         c.move_case("kv_verify", s.MoveSpec(2, 12288, checksum=True), 3, 8),
+        c.move_case("kv_sums", s.MoveSpec(2, 12288, checksum=True), 3, 8),
         c.w4_case(s.W4Spec(64, 256, "gptq"), 5),
         c.w4_case(s.W4Spec(64, 256, "awq"), 17),
         c.w4_case(s.W4Spec(64, 192, "mxfp4", 32), 18),

@@ -35,5 +35,5 @@ def test_every_operation_with_a_portable_kernel_was_run(verdicts):
         "attn_decode_fused", "attn_prefill",
         "mla_attention", "gemm_fp8", "gemm_gate_up", "gemm_w4", "moe_route", "moe_experts", "sample", "penalize",
         "kv_pack", "kv_unpack",
-        "kv_verify",
+        "kv_verify", "kv_sums",
     }  # fmt: skip

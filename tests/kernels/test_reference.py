@@ -96,6 +96,9 @@ def test_pack_then_unpack_restores_the_pages_and_catches_damage():
     assert torch.equal(other[:, landing, :4096], cache[:, pages, 4096:]) and not bad
     move.kv_verify(spec, other, landing, sums, bad, seed=3)
     assert not bad
+    again = torch.empty_like(sums)
+    move.kv_sums(spec, other, landing, again, seed=3)
+    assert torch.equal(again, sums)
     other[2, 8, 100] ^= 1
     move.kv_verify(spec, other, landing, sums, bad, seed=3)
     assert bad

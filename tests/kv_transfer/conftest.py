@@ -13,9 +13,12 @@ import pytest
 from tests.kv_transfer.kv_pair import Peer
 
 # UCX runs the same tests in a process of its own (test_kv_ucx.py), so that a crash in C does not end the test run.
-TRANSPORTS = os.environ.get("KV_TEST_TRANSPORTS", "loopback tcp shm").split()
+TRANSPORTS = os.environ.get("KV_TEST_TRANSPORTS", "loopback tcp shm nvlink").split()
+STAGED = [name for name in TRANSPORTS if name != "nvlink"]
 # When a peer is killed or stopped in mid-message, ucxx 0.52 sometimes keeps the closed worker's descriptors.
 SPARE = {"descriptors": 32} if "ucx" in TRANSPORTS else {}
+if "KV_TEST_DEVICE" in os.environ:  # CUDA's own
+    SPARE = {"descriptors": 1 << 10}
 
 
 @pytest.fixture(params=TRANSPORTS)
@@ -33,7 +36,7 @@ def make_peer(leftovers: None) -> Iterator[Callable[..., Peer]]:
 
     yield make
     for peer in peers:
-        peer.node.close()
+        peer.close()
 
 
 @pytest.fixture

@@ -54,9 +54,6 @@ class Owner(Peer):
     def stats(self) -> list[LinkStats]:
         return self.node.stats()
 
-    def close(self) -> None:
-        self.node.close()
-
     def abort(self, request_id: str, epoch: int = 1) -> None:
         """The pages go when Drained comes."""
         key = key_of(request_id, epoch)
@@ -75,7 +72,8 @@ class Owner(Peer):
         if key in self.held:
             peer_id, blocks = self.held[key]
             pages = blocks[index * CHUNK_BLOCKS : (index + 1) * CHUNK_BLOCKS]
-            self.node.send_chunk(peer_id, *key, index, index * CHUNK_TOKENS, CHUNK_TOKENS, pages)
+            place = (index, index * CHUNK_TOKENS, CHUNK_TOKENS)
+            self.node.send_chunk(peer_id, *key, *place, pages, self.checksums(pages))
 
     def finish(self, request_id: str, num_chunks: int = 2, epoch: int = 1) -> None:
         self.node.finish(self.held[key_of(request_id, epoch)][0], fin(request_id, num_chunks, epoch))

@@ -3,7 +3,7 @@
 import secrets
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
@@ -16,6 +16,7 @@ from contracts.request import WorkerRef
 from kv_transfer.events import Message, TransferEvent
 from kv_transfer.node import TransferNode
 from kv_transfer.settings import TransferSettings
+from tests.kv_transfer.kv_device import close, device_pool, host_view
 
 SECRET = b"a secret of tests"
 LAYOUT = KVLayout(model="tiny", num_layers=3, num_kv_heads=2, head_dim=8, block_size=4, dtype="float32")
@@ -33,14 +34,34 @@ class Peer:
         self.name, self.layout = WorkerId(name), layout
         self.incarnation = Incarnation(secrets.token_hex(4))
         shape = (layout.num_planes, num_blocks, layout.page_nbytes)
-        self.pool = np.random.default_rng(len(name)).integers(0, 256, shape, dtype=np.uint8)
+        pages = np.random.default_rng(len(name)).integers(0, 256, shape, dtype=np.uint8)
+        self.device = device_pool(name, pages, layout) if settings.get("transport") == "nvlink" else None
+        self._pages = pages
         self.woken = threading.Event()
         self.seen: list[TransferEvent] = []
         options = {"secret": SECRET, "transport": "tcp", **settings}
         self.node = TransferNode(
-            TransferSettings(**options), self.name, self.incarnation, layout, self.pool, self.woken.set, transports
+            TransferSettings(**options),
+            self.name,
+            self.incarnation,
+            layout,
+            self.device or pages,
+            self.woken.set,
+            transports,
         )
         self.node.start()
+
+    def close(self) -> None:
+        self.node.close()
+        close(self.device)
+
+    @property
+    def pool(self) -> np.ndarray:
+        return host_view(self.device) if self.device is not None else self._pages
+
+    def checksums(self, blocks: Sequence[BlockId]) -> np.ndarray | None:
+        """As an engine has them made."""
+        return self.device.checksums(blocks).wait() if self.device is not None else None
 
     @property
     def ref(self) -> WorkerRef:
@@ -94,7 +115,8 @@ def send(
     epoch: int = 1,
 ) -> None:
     blocks = [BlockId(page) for page in pages]
-    prefill.node.send_chunk(decode.name, RequestId(request_id), Epoch(epoch), index, first, num_tokens, blocks)
+    key, sums = (RequestId(request_id), Epoch(epoch)), prefill.checksums(blocks)
+    prefill.node.send_chunk(decode.name, *key, index, first, num_tokens, blocks, sums)
 
 
 def fin(request_id: str, num_chunks: int, epoch: int = 1) -> Fin:

@@ -17,6 +17,7 @@ from contracts.request import WorkerRef
 from kv_transfer.events import ChunkLanded, Message
 from kv_transfer.node import TransferNode
 from kv_transfer.settings import TransferSettings
+from tests.kv_transfer.kv_device import close, device_pool, host_view
 
 LAYOUT = KVLayout(model="big", num_layers=8, num_kv_heads=4, head_dim=64, block_size=16, dtype="float32")
 NUM_BLOCKS, NUM_GUARDED, SECRET = 64, 32, b"a secret of tests"
@@ -32,11 +33,23 @@ def make_pool() -> np.ndarray:
 
 class Worker:
     def __init__(self, name: str, transport: str) -> None:
-        self.pool, self.woken = make_pool(), threading.Event()
+        pages, self.woken = make_pool(), threading.Event()
+        self.device = device_pool(name, pages, LAYOUT) if transport == "nvlink" else None
+        self._pages = pages
         self.incarnation = Incarnation(f"{name}-1")
         settings = TransferSettings(secret=SECRET, transport=transport, slot_nbytes=1 << 18)
-        self.node = TransferNode(settings, WorkerId(name), self.incarnation, LAYOUT, self.pool, self.woken.set)
+        self.node = TransferNode(
+            settings, WorkerId(name), self.incarnation, LAYOUT, self.device or pages, self.woken.set
+        )
         self.node.start()
+
+    def close(self) -> None:
+        self.node.close()
+        close(self.device)
+
+    @property
+    def pool(self) -> np.ndarray:
+        return host_view(self.device) if self.device is not None else self._pages
 
     def events(self):  # type: ignore[no-untyped-def]
         while True:
@@ -50,7 +63,8 @@ def offer(worker: Worker, peer: WorkerRef, number: int) -> None:
 
 
 def send_all(worker: Worker, peer_id: WorkerId, grant: Grant) -> None:
-    worker.node.send_chunk(peer_id, grant.request_id, grant.epoch, 0, 0, NUM_TOKENS, GRANTED)
+    sums = worker.device.checksums(GRANTED).wait() if worker.device is not None else None
+    worker.node.send_chunk(peer_id, grant.request_id, grant.epoch, 0, 0, NUM_TOKENS, GRANTED, sums)
 
 
 def serve_prefill(worker: Worker, peer: WorkerRef) -> None:

@@ -15,9 +15,16 @@ from contracts.ids import Epoch, RequestId
 from kv_transfer.piece import Piece, read_meta, write_meta
 from kv_transfer.transports.base import Inbound, Outbound, Ring, Slot
 from kv_transfer.transports.registry import Transports
+from tests.kv_transfer.conftest import STAGED
 
 RING = Ring(num_slots=3, slot_nbytes=1 << 20, stall_timeout_s=0.5)
 SESSION = bytes(range(16))
+
+
+@pytest.fixture(params=STAGED)
+def transport(request: pytest.FixtureRequest) -> str:
+    """Those that carry messages."""
+    return request.param
 
 
 class Ends:

@@ -47,7 +47,7 @@ def spawn(leftovers: None) -> Iterator[Spawn]:
 def survivor(request: pytest.FixtureRequest, leftovers: None, transport: str) -> Iterator[Worker]:
     worker = Worker(request.param, transport)
     yield worker
-    worker.node.close()
+    worker.close()
 
 
 def _line(process: subprocess.Popen) -> str:

@@ -237,7 +237,9 @@ class FakeNode:
     def offer(self, peer: WorkerRef, offer: Offer) -> None:
         self._network.send(self.me, peer.worker_id, offer)
 
-    def send_chunk(self, peer_id: WorkerId, request_id, epoch, index, first_token, num_tokens, src_pages) -> None:
+    def send_chunk(
+        self, peer_id: WorkerId, request_id, epoch, index, first_token, num_tokens, src_pages, checksums=None
+    ) -> None:
         assert len(src_pages) == LAYOUT.num_blocks(num_tokens)
         header = ChunkHeader(request_id, epoch, index, first_token, num_tokens, LAYOUT.layout_id, num_tokens, 0)
         self._network.send(self.me, peer_id, header)

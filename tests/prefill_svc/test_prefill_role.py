@@ -63,7 +63,7 @@ def test_what_decode_lacks_is_sent_once_in_order_whenever_the_grant_comes(num_to
         side.compute(chunk, is_last=number == len(chunks) - 1)
     sent = side.node.told("send_chunk")
     at = skip
-    for number, (peer, request_id, epoch, index, first, count, pages) in enumerate(sent):
+    for number, (peer, request_id, epoch, index, first, count, pages, _) in enumerate(sent):
         assert (peer, request_id, epoch, index, first) == (D, R, E, number, at)
         assert pages == [BlockId(b) for b in range(first // BLOCK, -(-(first + count) // BLOCK))]
         at += count

@@ -16,7 +16,10 @@ from tandem.settings import UpSettings
 from worker.settings import Dtype, Transfer, WorkerSettings
 
 KINDS: list[type[BaseSettings]] = [CoordinatorSettings, GatewaySettings, WorkerSettings, UpSettings]
-FORMATS = "from engine.linear import FORMATS; print('auto', *FORMATS)"
+FORMATS = (
+    "from engine.linear import FORMATS; from engine.cuda.formats import DEVICE_FORMATS; "
+    "print('auto', *FORMATS, *DEVICE_FORMATS)"
+)
 TRANSPORTS = "from kv_transfer.settings import TRANSPORTS; print(*TRANSPORTS)"
 
 

@@ -1,0 +1,183 @@
+"""An engine core as a worker runs it, on a model of random weights, for measuring: `python -m bench.handoff_core FD`.
+
+FD is the front's end, as for worker.core_main; the settings in its first frame are a `Spec`. When told to stop it
+leaves the times of what it did in a file, by the monotonic clock that all processes of a host share.
+"""
+
+import json
+import logging
+import os
+import socket
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+import torch
+
+from bench.random_model import LLAMA_8B, RandomWeights, random_checkpoint
+from contracts.handoff import Commit, Fin, Grant, HandoffMessage, Offer, Pull
+from contracts.ids import BlockId, Epoch, Incarnation, RequestId, WorkerId
+from contracts.node import Role
+from contracts.request import WorkerRef
+from core.ledger import Ledger
+from core.link import FrontGone, FrontLink
+from core.loop import Core
+from core.messages import CoreReady, Start
+from engine.cuda.load import load_device_engine
+from engine.engine import Engine
+from engine.messages import EngineSettings, StepOutput
+from kv_transfer.events import ChunkLanded, TransferEvent
+from kv_transfer.incoming import IncomingLink
+from kv_transfer.node import TransferNode
+from kv_transfer.settings import TransferSettings
+from worker.core_main import make_roles
+from worker.settings import WorkerSettings
+
+SECRET = b"a secret of measurements"
+
+
+class Spec(msgspec.Struct, frozen=True, kw_only=True):
+    """What a core runs. `num_layers`: fewer than Llama-8B's start sooner; `stamps`: where its times go."""
+
+    device: str
+    stamps: str = ""
+    num_layers: int = LLAMA_8B.num_layers
+    dtype: str = "auto"
+    max_batched_tokens: int = 2048
+    max_num_seqs: int = 64
+    max_model_len: int = 16384
+    kv_cache_gib: int = 32
+    prefix_cache: bool = False
+    checksum: bool = True
+    transfer: str = "auto"
+
+
+class Stamps:
+    """(what, request, seconds), in order."""
+
+    def __init__(self) -> None:
+        self._rows: list[tuple[str, str, float]] = []
+
+    def put(self, what: str, request_id: str) -> None:
+        self._rows.append((what, request_id, time.perf_counter()))
+
+    def write(self, path: str) -> None:
+        Path(path).write_text(json.dumps(self._rows))
+
+
+class StampedNode(TransferNode):
+    stamps: Stamps
+
+    def offer(self, peer: WorkerRef, offer: Offer) -> None:
+        self.stamps.put("offer", offer.request_id)
+        super().offer(peer, offer)
+
+    def grant(self, peer_id: WorkerId, grant: Grant) -> None:
+        super().grant(peer_id, grant)
+        self.stamps.put("grant", grant.request_id)
+
+    def send_chunk(
+        self, peer_id: WorkerId, request_id: RequestId, epoch: Epoch, index: int, first_token: int, num_tokens: int,
+        src_pages: Sequence[BlockId], checksums=None,  # type: ignore[no-untyped-def]
+    ) -> None:  # fmt: skip
+        super().send_chunk(peer_id, request_id, epoch, index, first_token, num_tokens, src_pages, checksums)
+        self.stamps.put("told", request_id)
+
+    def finish(self, peer_id: WorkerId, fin: Fin) -> None:
+        super().finish(peer_id, fin)
+        self.stamps.put("fin", fin.request_id)
+
+    def commit(self, peer_id: WorkerId, message: Commit) -> None:
+        super().commit(peer_id, message)
+        self.stamps.put("adopted", message.request_id)
+
+    def _adopt(self, link: IncomingLink) -> None:
+        send = link.send
+
+        def stamped(message: HandoffMessage) -> None:
+            send(message)
+            if isinstance(message, Commit):
+                self.stamps.put("commit", message.request_id)
+
+        hear = link._on_message
+
+        def heard(message: HandoffMessage) -> None:
+            if isinstance(message, Pull):
+                self.stamps.put("heard", message.request_id)
+            hear(message)
+
+        link.send, link._on_message = stamped, heard  # type: ignore[method-assign]
+        super()._adopt(link)
+
+    def _emit(self, event: TransferEvent) -> None:
+        if isinstance(event, ChunkLanded):
+            self.stamps.put("landed", event.header.request_id)
+        super()._emit(event)
+
+
+class StampedCore(Core):
+    stamps: Stamps
+
+    def _publish(self, output: StepOutput) -> None:
+        for chunk in output.chunks:
+            self.stamps.put("computed", chunk.request_id.rpartition(".")[0])
+        super()._publish(output)
+
+
+def main() -> None:
+    link = FrontLink(socket.socket(fileno=int(sys.argv[1])))
+    start = next(message for message in link.receive(10.0) if isinstance(message, Start))
+    logging.basicConfig(level=logging.WARNING, format=f"%(asctime)s {start.worker_id} %(name)s: %(message)s")
+    spec = msgspec.json.decode(start.settings, type=Spec)
+    try:
+        serve(link, start, spec, load(spec))
+    except FrontGone:
+        os._exit(0)
+
+
+def load(spec: Spec) -> Engine:
+    device = torch.device(spec.device)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    config = replace(LLAMA_8B, num_layers=spec.num_layers)
+    settings = EngineSettings(
+        dtype=spec.dtype,
+        kv_cache_nbytes=spec.kv_cache_gib << 30,
+        max_model_len=spec.max_model_len,
+        max_num_seqs=spec.max_num_seqs,
+        max_batched_tokens=spec.max_batched_tokens,
+        prefix_cache=spec.prefix_cache,
+    )
+    checkpoint = random_checkpoint("llama-8b-random", config)
+    return load_device_engine(settings, checkpoint, _silent, RandomWeights(config, device), device)
+
+
+def serve(link: FrontLink, start: Start, spec: Spec, engine: Engine) -> None:
+    """As worker.core_main.serve, with stamps."""
+    me, stamps, ledger = WorkerId(start.worker_id), Stamps(), Ledger()
+    settings = TransferSettings(secret=SECRET, transport=spec.transfer, checksum=spec.checksum)
+    node = StampedNode(settings, me, Incarnation(start.incarnation), engine.layout, engine.transfer_pool, link.ring)
+    node.stamps = stamps
+    node.start()
+    roles = make_roles(WorkerSettings.model_validate({"role": Role.MIXED}), me, engine, node, ledger)
+    core = StampedCore(me, engine, node, roles, ledger, link)
+    core.stamps = stamps
+    layout, capacity = engine.layout.layout_id, engine.capacity_tokens
+    link.send(CoreReady("random", layout, node.address, engine.max_model_len, capacity, engine.dtype))
+    try:
+        core.run()
+    finally:
+        if spec.stamps:
+            stamps.write(spec.stamps)
+        node.close()
+
+
+def _silent(stage: str, done: int, total: int) -> None:
+    """Progress that nobody watches."""
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,405 @@
+"""The handoff between two GPUs: `python -m bench.handoff_gpu [raw] [idle] [load] [kill] [--out FILE]`.
+
+raw    scattered pages to scattered pages between two processes, by kv_transfer's own nvlink adapter
+idle   a pair of engine cores, one request at a time: from the last chunk computed to Commit, TTFT beside a colocated
+       worker's, token 0 to token 1; and whether the pair's tokens are those of one worker
+load   the same while decode steps a batch and prefill computes without a pause
+kill   SIGKILL of either side in mid-transfer, again and again: what the survivor answers before and afterwards
+
+Llama-8B's shape with random weights; jobs go to the cores as a worker's front gives them, without HTTP and gateway.
+The adder begins when prefill's host learns that the last chunk has been computed, and ends when decode has told prefill
+of its Commit.
+"""
+
+import argparse
+import json
+import logging
+import multiprocessing
+import random
+import statistics
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+
+from bench.handoff_core import Spec
+from bench.handoff_front import Answers, CoreHandle, ask, prompt
+from bench.result import Row, write_result
+from contracts.ids import Epoch, RequestId
+from contracts.layout import KVLayout
+from contracts.request import Cancel
+from core.messages import Work
+from engine.cuda.memory import allocate
+from engine.cuda.pages import DevicePages
+from kernels import caps, catalog
+
+NVLINK_RATE = 450e9
+LAYOUT = KVLayout(
+    model="raw", num_layers=32, num_kv_heads=8, head_dim=128, block_size=64, dtype="float8_e4m3fn", scales="none"
+)
+RAW_BLOCKS = 2048
+_log = logging.getLogger(__name__)
+
+
+def main() -> None:
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("parts", nargs="*", default=["raw", "idle", "load", "kill"])
+    parser.add_argument("--devices", nargs=2, default=["cuda:0", "cuda:1"], help="of prefill and of decode")
+    parser.add_argument("--layers", type=int, default=32)
+    parser.add_argument("--chunk", type=int, default=1024, help="token budget of a step")
+    parser.add_argument("--transfer", default="auto")
+    parser.add_argument("--repeats", type=int, default=20)
+    parser.add_argument("--kills", type=int, default=20)
+    parser.add_argument("--lanes", type=int, default=4, help="pairs that are killed at once")
+    parser.add_argument("--out", type=Path, default=None)
+    args = parser.parse_args()
+    rows: list[Row] = []
+    if "raw" in args.parts:
+        rows += raw(args.devices)
+    if {"idle", "load"} & set(args.parts):
+        rows += measure_pair(args)
+    if "kill" in args.parts:
+        rows += kills(args)
+    config = {"model": "Llama-8B shape, random weights", "layers": args.layers, "chunk": args.chunk}
+    config |= {"devices": args.devices, "card": caps.detect().name, "transfer": args.transfer}
+    _log.info("%s", write_result(args.out, "handoff-gpu", rows, config))
+
+
+def shown(row: Row) -> Row:
+    _log.info("%s %s %.4g %s", row.name, dict(row.params), row.value, row.unit)
+    return row
+
+
+# raw
+
+
+def raw(devices: Sequence[str]) -> list[Row]:
+    """Pull by a second process, checked byte by byte."""
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    source = context.Process(target=_source, args=(devices[0], theirs), daemon=True)
+    source.start()
+    rows = []
+    try:
+        pool = raw_pool(devices[1])
+        remote = pool.attach(ours.recv())
+        for num_pages in (4, 16, 32, 128, 512):
+            for checks in (False, True):
+                rows.append(shown(raw_row(pool, remote, num_pages, checks)))
+        remote.close()
+    finally:
+        source.kill()
+    return rows
+
+
+def raw_pool(device: str) -> DevicePages:
+    where = torch.device(device)
+    if where.type == "cuda":
+        torch.cuda.set_device(where)
+    memory = allocate(LAYOUT.block_nbytes * (RAW_BLOCKS + 1), where)
+    return DevicePages(memory, LAYOUT, RAW_BLOCKS, catalog.registry(caps.detect(where.type)))
+
+
+def _source(device: str, pipe: Any) -> None:
+    pool = raw_pool(device)
+    _fill(pool)
+    pipe.send(pool.share())
+    pipe.recv()
+
+
+def _fill(pool: DevicePages) -> None:
+    """A pattern that both sides know."""
+    words = pool.memory.tensor.view(torch.int32)
+    torch.manual_seed(0)
+    words.copy_(torch.arange(len(words), dtype=torch.int32, device=words.device) * 1103515245)
+    if words.is_cuda:
+        torch.cuda.synchronize()
+
+
+def raw_row(pool: DevicePages, remote: Any, num_pages: int, checks: bool) -> Row:
+    rng = random.Random(num_pages)
+    times = []
+    for _ in range(20):
+        pages, into = rng.sample(range(RAW_BLOCKS), num_pages), rng.sample(range(RAW_BLOCKS), num_pages)
+        begin = time.perf_counter()
+        remote.pull(pages, into, checks)
+        times.append(time.perf_counter() - begin)
+    assert _holds(pool, pages, into), "a page differs"
+    nbytes, median = num_pages * LAYOUT.block_nbytes, statistics.median(times[2:])
+    params = {"tokens": num_pages * 64, "MiB": nbytes >> 20, "checksum": checks, "ms": round(median * 1e3, 4)}
+    params["slowest_ms"] = round(max(times[2:]) * 1e3, 4)
+    return Row("handoff_pull", nbytes / median / 1e9, "GB/s", params, NVLINK_RATE / 1e9)
+
+
+def _holds(pool: DevicePages, pages: Sequence[int], into: Sequence[int]) -> bool:
+    """Whether the peer's pattern of `pages` is in `into`."""
+    planes = pool.memory.tensor.view(torch.int32).view(pool.num_planes, RAW_BLOCKS + 1, -1)
+    width = planes.shape[2]
+    inner = torch.arange(width, dtype=torch.int64, device=planes.device)
+    for page, target in zip(pages[:8], into[:8], strict=True):
+        for plane in (0, pool.num_planes - 1):
+            first = (plane * (RAW_BLOCKS + 1) + page) * width
+            expected = ((first + inner) * 1103515245 & 0xFFFFFFFF).to(torch.uint32).view(torch.int32)
+            if not torch.equal(planes[plane, target], expected):
+                return False
+    return True
+
+
+# a pair of cores
+
+
+@contextmanager
+def pair(args: argparse.Namespace, folder: Path, **changes: Any) -> Iterator[tuple[CoreHandle, CoreHandle, Answers]]:
+    """prefill and decode, killed afterwards unless stopped before."""
+    answers = Answers()
+    base = Spec(device="", num_layers=args.layers, max_batched_tokens=args.chunk, transfer=args.transfer)
+    cores = []
+    for name, device in zip(("prefill", "decode"), args.devices, strict=True):
+        spec = msgspec.structs.replace(base, device=device, stamps=str(folder / f"{name}.json"), **changes)
+        cores.append(CoreHandle(name, spec, answers))
+    try:
+        for core in cores:
+            core.wait_ready()
+        yield cores[0], cores[1], answers
+    finally:
+        for core in cores:
+            core.kill()
+
+
+def measure_pair(args: argparse.Namespace) -> list[Row]:
+    rows: list[Row] = []
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        began = time.perf_counter()
+        with pair(args, folder) as (prefill, decode, answers):
+            rows.append(shown(Row("handoff_pair_start", time.perf_counter() - began, "s")))
+            asked: dict[str, list[str]] = {}
+            if "idle" in args.parts:
+                rows += idle(prefill, decode, answers, args.repeats, asked)
+            if "load" in args.parts:
+                rows += loaded(prefill, decode, answers, asked)
+            _show_links(decode)
+            prefill.stop()
+            decode.stop()
+            stamps = read_stamps(folder)
+            for what, names in asked.items():
+                rows += adders(what, names, stamps)
+    return rows
+
+
+def idle(
+    prefill: CoreHandle, decode: CoreHandle, answers: Answers, repeats: int, asked: dict[str, list[str]]
+) -> list[Row]:
+    """One at a time: by the pair, and the same prompt by prefill's worker alone."""
+    rng, rows = np.random.default_rng(0), []
+    for length in (128, 1024, 8192):
+        equal, gaps, steps = 0, [], []
+        ttft: dict[str, list[float]] = {"pair": [], "colocated": []}
+        names = asked.setdefault(f"idle {length}", [])
+        for turn in range(repeats + 2):
+            ids = prompt(rng, length)
+            alone, began = ask(prefill, prefill, ids, 24)
+            answers.wait([alone], 60)
+            ttft["colocated"].append(answers.tokens[alone][0][0] - began)
+            both, began = ask(prefill, decode, ids, 24)
+            answers.wait([both], 60)
+            times = [at for at, _, _ in answers.tokens[both]]
+            ttft["pair"].append(times[0] - began)
+            equal += answers.ids(alone) == answers.ids(both)
+            if turn >= 2:
+                names.append(both)
+                gaps.append(times[1] - times[0])
+                steps += np.diff(times[1:]).tolist()
+        params = {"length": length, "repeats": repeats}
+        for who, seconds in ttft.items():
+            rows.append(Row(f"handoff_ttft_{who}", _ms(seconds[2:]), "ms", params))
+        rows.append(Row("handoff_token_gap", _ms(gaps), "ms", params | {"slowest": _worst(gaps)}))
+        rows.append(Row("handoff_decode_step", _ms(steps), "ms", params))
+        rows.append(Row("handoff_equal_answers", equal, "answers", params, limit=repeats + 2))
+        for row in rows[-5:]:
+            shown(row)
+    return rows
+
+
+def loaded(
+    prefill: CoreHandle, decode: CoreHandle, answers: Answers, asked: dict[str, list[str]], seconds: float = 8.0
+) -> list[Row]:
+    """32 answers run on decode all the while; prompts of 8192 and 1024 go through the pair, always two under way."""
+    rng, rows = np.random.default_rng(1), []
+    batch = [ask(decode, decode, prompt(rng, 1024), 6000, 300.0)[0] for _ in range(32)]
+    while any(len(answers.tokens[name]) < 8 for name in batch):
+        time.sleep(0.05)
+    quiet = _step_times(answers, batch, 2.0)
+    rows.append(Row("handoff_step_beside_nothing", _ms(quiet), "ms", {"batch": 32, "p99": _p99(quiet)}))
+    for length in (8192, 1024):
+        names = asked.setdefault(f"load {length}", [])
+        waiting: list[str] = []
+        marks = {name: len(answers.tokens[name]) for name in batch}
+        end = time.perf_counter() + seconds
+        while time.perf_counter() < end:
+            waiting = [name for name in waiting if not answers.tokens[name] and name not in answers.ends]
+            while len(waiting) < 2:
+                waiting.append(ask(prefill, decode, prompt(rng, length), 8)[0])
+                names.append(waiting[-1])
+            time.sleep(0.001)
+        answers.wait(names, 60)
+        steps = [t for name in batch for t in np.diff([at for at, _, _ in answers.tokens[name][marks[name] :]])]
+        params = {"batch": 32, "length": length, "handoffs": len(names), "p99": _p99(steps)}
+        rows.append(Row("handoff_step_beside_handoffs", _ms(steps), "ms", params))
+        failed = [answers.ends[name] for name in names if answers.ends[name] != "finished"]
+        rows.append(Row("handoff_failed", len(failed), "requests", {"length": length, "first": failed[:1]}))
+    for row in rows:
+        shown(row)
+    return rows
+
+
+def _step_times(answers: Answers, batch: Sequence[str], seconds: float) -> list[float]:
+    marks = {name: len(answers.tokens[name]) for name in batch}
+    time.sleep(seconds)
+    return [t for name in batch for t in np.diff([at for at, _, _ in answers.tokens[name][marks[name] :]])]
+
+
+def read_stamps(folder: Path) -> dict[tuple[str, str], float]:
+    """(side and what, request) -> the last time of it."""
+    found = {}
+    for side in ("prefill", "decode"):
+        for what, request_id, at in json.loads((folder / f"{side}.json").read_text()):
+            found[f"{side} {what}", request_id] = at
+    return found
+
+
+def adders(what: str, names: Sequence[str], stamps: dict[tuple[str, str], float]) -> list[Row]:
+    """From the last chunk computed on, by stage; of the handoffs that were committed."""
+    rows = []
+    done = [name for name in names if ("decode adopted", name) in stamps]
+    for stage in ("prefill told", "prefill fin", "decode heard", "decode landed", "decode commit", "decode adopted"):
+        times = [stamps[stage, name] - stamps["prefill computed", name] for name in done]
+        params = {"at": what, "handoffs": len(done), "p99": _p99(times), "slowest": _worst(times)}
+        rows.append(shown(Row(f"handoff_{stage.replace(' ', '_')}", _ms(times), "ms", params)))
+    return rows
+
+
+def _show_links(core: CoreHandle) -> None:
+    for link in core.status.links if core.status else []:
+        _log.info("link: %s %s %s %s", link.peer, link.transport, link.detail, link.counters)
+
+
+# death
+
+
+def kills(args: argparse.Namespace) -> list[Row]:
+    """Each round: a pair of small models, prompts in flight, one side killed; then a new one in its place. Several
+    pairs at once.
+    """
+    rows = []
+    for victim in ("prefill", "decode"):
+        with ThreadPoolExecutor(args.lanes) as lanes:
+            rounds = [lanes.submit(kill_rounds, args, victim, lane) for lane in range(args.lanes)]
+            outcomes = [outcome for lane in rounds for outcome in lane.result()]
+        for outcome, count in sorted(Counter(outcomes).items()):
+            _log.info("kill of %s: %d x %s", victim, count, outcome)
+        good = sum(outcome.startswith("good") for outcome in outcomes)
+        params = {"victim": victim, "outcomes": dict(Counter(outcomes))}
+        rows.append(shown(Row("handoff_kills_survived", good, "kills", params, limit=len(outcomes))))
+    return rows
+
+
+def kill_rounds(args: argparse.Namespace, victim: str, lane: int) -> list[str]:
+    """What came of each kill: "good", or what was wrong."""
+    rng = np.random.default_rng(lane)
+    answers, asked = Answers(), [prompt(rng, length) for length in (8192, 8192, 5000, 8192)]
+    specs = {
+        name: Spec(
+            device=device, num_layers=args.layers, max_batched_tokens=args.chunk, transfer=args.transfer, kv_cache_gib=4
+        )
+        for name, device in zip(("prefill", "decode"), args.devices, strict=True)
+    }
+    cores = {name: CoreHandle(name, spec, answers) for name, spec in specs.items()}
+    spare = CoreHandle(victim, specs[victim], answers)
+    outcomes = []
+    try:
+        for core in (*cores.values(), spare):
+            core.wait_ready()
+        expected = [_alone(cores["prefill"], answers, ids) for ids in asked]
+        for _ in range(args.kills // args.lanes):
+            outcomes.append(_kill_once(cores, spare, answers, asked, expected, victim, rng))
+            cores[victim], spare = spare, CoreHandle(victim, specs[victim], answers)
+    finally:
+        for core in (*cores.values(), spare):
+            core.kill()
+    return outcomes
+
+
+def _alone(core: CoreHandle, answers: Answers, ids: list[int]) -> list[int]:
+    name, _ = ask(core, core, ids, 16)
+    answers.wait([name], 60)
+    return answers.ids(name)
+
+
+def _kill_once(
+    cores: dict[str, CoreHandle], spare: CoreHandle, answers: Answers, asked: Sequence[list[int]],
+    expected: Sequence[list[int]], victim: str, rng: np.random.Generator,
+) -> str:  # fmt: skip
+    """Between the first chunk and the last Commit: four prompts take prefill some time."""
+    survivor = cores["decode" if victim == "prefill" else "prefill"]
+    names = [ask(cores["prefill"], cores["decode"], ids, 16)[0] for ids in asked]
+    time.sleep(rng.uniform(0.005, 0.1))
+    cores[victim].kill()
+    under_way = sum(not answers.tokens[name] for name in names)
+    try:
+        # What the survivor serves alone is right, while it notices the loss and afterwards.
+        for ids, wanted in zip(asked[:2], expected[:2], strict=True):
+            if _alone(survivor, answers, ids) != wanted:
+                return "wrong: the survivor alone"
+        for name in names:
+            survivor.send(Work([Cancel(RequestId(name), Epoch(1), "its other worker is gone")]))
+        if any(
+            answers.ids(name) != wanted[: len(answers.ids(name))] for name, wanted in zip(names, expected, strict=True)
+        ):
+            return "wrong: a token before the kill"
+        return _pair_again(cores | {victim: spare.wait_ready()}, survivor, answers, asked, expected, under_way)
+    except TimeoutError as error:
+        return f"hung: {error}"
+
+
+def _pair_again(
+    cores: dict[str, CoreHandle], survivor: CoreHandle, answers: Answers, asked: Sequence[list[int]],
+    expected: Sequence[list[int]], under_way: int,
+) -> str:  # fmt: skip
+    """The survivor with a new peer."""
+    names = [ask(cores["prefill"], cores["decode"], ids, 16)[0] for ids in asked]
+    answers.wait(names, 30)
+    for name, wanted in zip(names, expected, strict=True):
+        if answers.ids(name) != wanted:
+            return f"wrong: with a new peer, {answers.ends[name]}"
+    deadline = time.monotonic() + 5
+    while not (survivor.status and survivor.status.is_clean):
+        if time.monotonic() > deadline:
+            return "wrong: pages or requests are not given back"
+        time.sleep(0.05)
+    return f"good, {under_way} of {len(asked)} without a token when it came"
+
+
+def _ms(seconds: Sequence[float]) -> float:
+    return round(statistics.median(seconds) * 1e3, 4) if seconds else float("nan")
+
+
+def _p99(seconds: Sequence[float]) -> float:
+    return round(float(np.quantile(seconds, 0.99)) * 1e3, 4) if len(seconds) else float("nan")
+
+
+def _worst(seconds: Sequence[float]) -> float:
+    return round(max(seconds, default=float("nan")) * 1e3, 4)
+
+
+if __name__ == "__main__":
+    main()

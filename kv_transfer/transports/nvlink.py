@@ -1,0 +1,72 @@
+"""Pages pulled out of the peer's memory by the receiver's copy engine: no staging, no message carries a byte of them.
+
+Its channels carry nothing: the sender tells of chunks on the control connection (kv_transfer.pulling), and the
+receiver reads them. The receiver is the only one that writes its pages, so it proves the end of an attempt by waiting
+for its own copies; a foreign writer's were seen to land 5 ms after its process was killed.
+"""
+
+from collections.abc import Callable
+from socket import socket
+
+from kv_transfer.device import DevicePool, RemotePool
+from kv_transfer.transports.base import Ring
+
+
+class NvlinkTransport:
+    name = "nvlink"
+
+    def __init__(self, pool: DevicePool) -> None:
+        self._pool = pool
+
+    def open(self, session: bytes, ring: Ring, connect: Callable[[], socket]) -> "SharedPool":
+        """Raises TransferError where the device lets nobody in."""
+        return SharedPool(self._pool.share())
+
+    def accept(
+        self, session: bytes, ring: Ring, params: bytes, attached: Callable[[], socket]
+    ) -> tuple["MappedPool", bytes]:
+        """Raises TransferError if the peer's pool can't be read from here: another host or container, no way between
+        the two devices.
+        """
+        return MappedPool(self._pool.attach(params)), b""
+
+    def close(self) -> None:
+        pass
+
+
+class SharedPool:
+    """The sender's end, opening and channel in one: the pool stays exported while this process lives."""
+
+    detail = "read by the peer"
+
+    def __init__(self, params: bytes) -> None:
+        self.params = params
+
+    def finish(self, answer: bytes) -> "SharedPool":
+        return self
+
+    def cancel(self) -> None:
+        pass
+
+    def interrupt(self) -> None:
+        """Nothing waits here."""
+
+    def close(self) -> None:
+        pass
+
+
+class MappedPool:
+    """The receiver's end."""
+
+    def __init__(self, remote: RemotePool) -> None:
+        self.remote = remote
+
+    @property
+    def detail(self) -> str:
+        return self.remote.detail
+
+    def interrupt(self) -> None:
+        """Copies that are under way end by themselves, within milliseconds."""
+
+    def close(self) -> None:
+        self.remote.close()

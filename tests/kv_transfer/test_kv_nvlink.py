@@ -1,0 +1,132 @@
+"""Pages that decode fetches by itself: what prefill may say of them, and how long it must keep them."""
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from contracts.errors import TransferError
+from contracts.handoff import Abort, AbortAck, ChunkHeader, Commit, Offer, Pull
+from contracts.ids import BlockId, Epoch, RequestId
+from kv_transfer.events import ChunkBad, ChunkLanded, Drained, Message, PeerLost
+from tests.kv_transfer.kv_device import DEVICE
+from tests.kv_transfer.kv_pair import LAYOUT, Peer, offer_and_grant, pages_equal, send
+
+Make = Callable[..., Peer]
+
+pytestmark = pytest.mark.skipif(DEVICE.type != "cpu", reason="a process can't open its own GPU memory")
+
+
+@pytest.fixture
+def pair(make_peer: Make) -> tuple[Peer, Peer]:
+    prefill, decode = (make_peer(name, transport="nvlink") for name in ("prefill", "decode-1"))
+    offer_and_grant(prefill, decode, "r", 8, [5, 9])
+    return prefill, decode
+
+
+def say(prefill: Peer, decode: Peer, **changes: object) -> None:
+    """A Pull of both blocks that is not as it should be."""
+    facts = {"index": 0, "first_token": 0, "num_tokens": 8, "layout_id": LAYOUT.layout_id} | changes
+    pages = facts.pop("pages", [BlockId(1), BlockId(2)])
+    checksum = facts.pop("checksum", 0)
+    header = ChunkHeader(RequestId("r"), Epoch(1), nbytes=2 * LAYOUT.block_nbytes, checksum=checksum, **facts)  # type: ignore[arg-type]
+    link = prefill.node._find_outgoing(decode.name)
+    assert link is not None
+    link.send(Pull(header, pages))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({}, "checksum differs"),
+        ({"layout_id": "another"}, "layout_id"),
+        ({"first_token": 3}, "blocks are 4"),
+        ({"pages": [BlockId(1)]}, "1 pages for 8 tokens"),
+        ({"pages": [BlockId(1), BlockId(66)]}, "outside the peer's pool"),
+        ({"pages": [BlockId(-1), BlockId(2)]}, "outside the peer's pool"),
+    ],
+)
+def test_a_lie_about_a_chunk_is_found_and_the_truth_may_follow(pair: tuple[Peer, Peer], changes, reason: str) -> None:
+    prefill, decode = pair
+    others = [page for page in range(64) if page not in (5, 9)]
+    before = decode.pool[:, others].copy()
+    say(prefill, decode, **changes)
+    assert reason in decode.wait(ChunkBad).reason
+    send(prefill, decode, "r", 0, 0, 8, [1, 2])
+    decode.wait(ChunkLanded)
+    assert pages_equal(prefill, [1, 2], decode, [5, 9])
+    assert np.array_equal(decode.pool[:, others], before)
+
+
+def test_prefill_keeps_what_it_told_of_until_decode_has_let_go(pair: tuple[Peer, Peer]) -> None:
+    prefill, decode = pair
+    send(prefill, decode, "r", 0, 0, 4, [1])
+    decode.wait(ChunkLanded)
+    prefill.node.abort(decode.name, Abort(RequestId("r"), Epoch(1), "cancelled", "a test says so"))
+    drained = prefill.wait(Drained)
+    acks = [event for event in prefill.seen if isinstance(event, Message) and isinstance(event.message, AbortAck)]
+    assert drained.request_id == "r"
+    assert acks or prefill.message(AbortAck, "r")
+    decode.wait(Drained)
+
+
+def test_what_was_never_told_is_drained_at_once(pair: tuple[Peer, Peer]) -> None:
+    prefill, decode = pair
+    prefill.node.abort(decode.name, Abort(RequestId("r"), Epoch(1), "cancelled", "a test says so"))
+    assert any(isinstance(event, Drained) for event in prefill.poll())
+
+
+def test_a_commit_that_crosses_an_abort_leaves_one_drained(pair: tuple[Peer, Peer]) -> None:
+    prefill, decode = pair
+    send(prefill, decode, "r", 0, 0, 8, [1, 2])
+    decode.wait(ChunkLanded)
+    link = prefill.node._find_outgoing(decode.name)
+    assert link is not None
+    link.end((RequestId("r"), Epoch(1)))  # prefill has given up; its Abort is still on the way
+    decode.node.commit(prefill.name, Commit(RequestId("r"), Epoch(1), 1, 2 * LAYOUT.block_nbytes))
+    prefill.message(Commit, "r")
+    assert not any(isinstance(event, Drained) for event in prefill.seen)
+    link.send(Abort(RequestId("r"), Epoch(1), "cancelled", "a test says so"))
+    prefill.wait(Drained)
+
+
+def test_an_abort_of_decode_ends_it_for_prefill(pair: tuple[Peer, Peer]) -> None:
+    prefill, decode = pair
+    send(prefill, decode, "r", 0, 0, 4, [1])
+    decode.wait(ChunkLanded)
+    decode.node.abort(prefill.name, Abort(RequestId("r"), Epoch(1), "cancelled", "a test says so"))
+    for peer in pair:
+        peer.wait(Drained)
+    decode.message(AbortAck, "r")
+
+
+def test_a_pull_over_a_link_of_messages_ends_it(make_peer: Make) -> None:
+    prefill, decode = (make_peer(name, transport="tcp") for name in ("prefill", "decode-1"))
+    offer_and_grant(prefill, decode, "r", 8, [5, 9])
+    say(prefill, decode)
+    assert "over tcp" in decode.wait(PeerLost).error
+
+
+def test_host_and_device_do_not_meet(make_peer: Make) -> None:
+    prefill, decode = make_peer("prefill", transport="nvlink"), make_peer("decode-1", transport="auto")
+    prefill.node.offer(decode.ref, Offer(RequestId("r"), Epoch(1), 8, LAYOUT.layout_id))
+    lost = prefill.wait(PeerLost)
+    assert lost.code == "config" and lost.error.startswith("memory: ")
+
+
+def test_a_pool_that_cannot_be_mapped_leaves_the_next_transport(make_peer: Make, monkeypatch) -> None:
+    """And its pages are staged then."""
+    prefill, decode = make_peer("prefill", transport="nvlink"), make_peer("decode-1", transport="nvlink")
+    for peer in (prefill, decode):
+        object.__setattr__(peer.node._parts.settings, "transport", "auto")
+
+    def refuse(shared: bytes) -> None:
+        raise TransferError("no way there")
+
+    assert decode.device is not None
+    monkeypatch.setattr(decode.device, "attach", refuse)
+    offer_and_grant(prefill, decode, "r", 8, [5, 9])
+    assert decode.node.stats()[0].transport == "shm"
+    send(prefill, decode, "r", 0, 0, 8, [1, 2])
+    decode.wait(ChunkLanded)
+    assert pages_equal(prefill, [1, 2], decode, [5, 9])
