@@ -165,10 +165,10 @@ def hold(plan: Plan, head_dim: int) -> str:
     """An instruction that takes shared memory nobody reads, so that no more than the plan's CTAs fit.
 
     With room for more, those of the next launch pile up on the multiprocessors that are done first: 44 us, not 36, at
-    16 x 8k (gpt-oss, H200). Larger buffers would do it too, and are slower. 46 KiB: a kernel may declare 48.
+    16 x 8k (gpt-oss, H200). Larger buffers would do it too, and are slower. 45 KiB: a launch may have 48 unasked.
     """
     buffers = (plan["stages"] - 1) * plan["block"] * 2 * head_dim
-    kib = min(46, ((192 << 10) // plan.get("residents", 8) - buffers) >> 10)
+    kib = (min(45 << 10, (192 << 10) // plan.get("residents", 8)) - buffers) >> 10
     store = "mov.u32 $0, 0; st.shared.u32 [held], $0;"
     return f"{{.shared .align 1024 .b8 held[{kib << 10}]; {store}}}" if kib > 0 else ""
 
