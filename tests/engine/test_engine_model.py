@@ -36,7 +36,9 @@ def test_float32_answers_equal_transformers(prompts):
     assert answers(engine, prompts, greedy(NUM_TOKENS)) == [oracle_greedy(reference, p, NUM_TOKENS) for p in prompts]
 
 
-@pytest.mark.parametrize("dtype", ["float16", pytest.param("mixed16", marks=needs_bfloat16)])
+@pytest.mark.parametrize(
+    "dtype", ["float16", *(pytest.param(dtype, marks=needs_bfloat16) for dtype in ("mixed16", "bfloat16"))]
+)
 def test_answers_do_not_depend_on_the_batch_or_the_chunks(prompts, dtype):
     whole = load_engine(settings(dtype=dtype, kv_cache_nbytes=128 << 20))
     chunked = load_engine(settings(dtype=dtype, kv_cache_nbytes=128 << 20, max_batched_tokens=48, max_num_seqs=3))
@@ -110,7 +112,7 @@ def test_a_request_that_fails_fails_alone(engine, prompts):
     ("changes", "words"),
     [
         ({"dtype": "float17"}, "dtype 'float17' is not supported; supported are auto, float32"),
-        ({"device": "tpu"}, "device 'tpu' is not supported; supported are auto, cpu and cuda"),
+        ({"device": "tpu"}, "device 'tpu' is not supported; supported are auto, cpu, cuda),
         ({"max_model_len": 9000}, "max_model_len is 9000; SmolLM2-135M-Instruct was trained for 8192"),
         ({"max_model_len": 8000, "kv_cache_nbytes": 64 << 20}, "the KV cache holds 1456 tokens: raise kv_cache_nbytes"),
         ({"block_size": 24}, "block_size is 24; it must be a power of 2 up to 64"),
