@@ -155,7 +155,7 @@ class RemotePages:
         if (self._grid.width, self._grid.height) != (ours.grid.width, ours.grid.height):
             raise TransferError(f"the peer's pages are {self._grid}, ours {ours.grid}")
         self._ours, self.num_pages = ours, sharing.num_pages
-        self._stream = torch.cuda.Stream(ours.device) if ours.device.type == "cuda" else None
+        self._stream = torch.cuda.Stream(ours.device, priority=-1) if ours.device.type == "cuda" else None
         self._sums = Checksums(ours, _MANY_PAGES)
         self._mapping = attach(sharing.memory, ours.device)
         where = "on one GPU" if sharing.device == _name(ours.device) else "between two GPUs"
