@@ -78,6 +78,9 @@ class IncomingLink(Link):
         )
         self._serve(wire.sock, theirs, channel, receiver)
 
+    def _is_eager(self) -> bool:
+        return self._puller is not None and self.landings.is_alone
+
     def _on_message(self, message: HandoffMessage) -> None:
         """A chunk to fetch is no news to the owner: that it has landed is."""
         if not isinstance(message, Pull):
