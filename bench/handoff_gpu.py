@@ -45,7 +45,7 @@ NVLINK_RATE = 450e9
 LAYOUT = KVLayout(
     model="raw", num_layers=32, num_kv_heads=8, head_dim=128, block_size=64, dtype="float8_e4m3fn", scales="none"
 )
-RAW_BLOCKS = 2048
+RAW_BLOCKS = 2047
 _log = logging.getLogger(__name__)
 
 

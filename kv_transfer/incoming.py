@@ -79,7 +79,10 @@ class IncomingLink(Link):
         self._serve(wire.sock, theirs, channel, receiver)
 
     def _is_eager(self) -> bool:
-        return self._puller is not None and self.landings.is_alone
+        if self._puller is None or not self.landings.is_alone:
+            return False
+        self._puller.stay_awake()
+        return True
 
     def _on_message(self, message: HandoffMessage) -> None:
         """A chunk to fetch is no news to the owner: that it has landed is."""
