@@ -22,6 +22,7 @@ import psutil
 import uvloop
 
 from bench.result import Row, write_result
+from checkpoint import open_checkpoint
 from contracts.codec import FrameReader, decoder, encode
 from contracts.events import EventFrame, Tokens
 from contracts.ids import Epoch, GatewayId, RequestId, WorkerId
@@ -68,7 +69,7 @@ def _arguments() -> argparse.Namespace:
 
 async def _measure() -> list[Row]:
     roles = {"p0": Role.PREFILL, "d0": Role.DECODE}
-    workers = [FakeWorker(WorkerId(name), role, SECRET) for name, role in roles.items()]
+    workers = [FakeWorker(WorkerId(name), role, SECRET, model=open_checkpoint("").name) for name, role in roles.items()]
     for worker in workers:
         await worker.start()
     try:

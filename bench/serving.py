@@ -38,13 +38,17 @@ def main() -> None:
     flags |= {transfer: ("--transfer", transfer) for transfer in args.transfers.split(",")}
     with ExitStack() as stack:
         systems = {name: stack.enter_context(running(*some, *common, **memory)) for name, some in flags.items()}
-        answers = asyncio.run(measure(systems, args.repeats))
+        rows = rows_of(asyncio.run(measure(systems, args.repeats)))
+        keep(args, rows)  # already: the rest takes minutes, and may be cut
         engine = load(args.model, args.dtype)
-        rates = asyncio.run(measure_rates(engine, systems, args.repeats))
-    rows = [*rows_of(answers), *rate_rows(rates)]
-    for row in rows:
+        rates = rate_rows(asyncio.run(measure_rates(engine, systems, args.repeats)))
+        keep(args, [*rows, *rates])
+    for row in [*rows, *rates]:
         peer = "" if row.peer_value is None else f"   {row.peer} {row.peer_value:.2f}"
         print(f"{row.name:16s} {dict(row.params)!s:52s} {row.value:9.2f} {row.unit}{peer}")
+
+
+def keep(args: argparse.Namespace, rows: Sequence[Row]) -> None:
     write_result(args.out, "serving", rows, {"dtype": args.dtype, "model": args.model, "repeats": args.repeats})
 
 
@@ -68,6 +72,7 @@ async def measure(systems: dict[str, System], repeats: int) -> dict[tuple[str, i
                     answer = await ask(http, system.url, system.model(), random_prompt(num_tokens, rng), MAX_TOKENS)
                     if answer.error:
                         raise RuntimeError(f"{name}, {num_tokens} tokens: {answer.error}")
+                    print(f"{name}, {num_tokens} tokens: TTFT {answer.ttft_s * 1e3:.1f} ms", flush=True)
                     if turn:
                         answers.setdefault((name, num_tokens), []).append(answer)
     return answers
@@ -90,6 +95,7 @@ async def measure_rates(engine: Engine, systems: dict[str, System], repeats: int
                     prompts = [random_prompt(64, rng) for _ in range(num_streams)]
                     asked = (ask(http, system.url, system.model(), prompt, NUM_DECODED + 1) for prompt in prompts)
                     found[name] = decode_rate(await asyncio.gather(*asked))
+                    print(f"{name}, {num_streams} streams: {found[name]:.1f} tokens/s", flush=True)
                 for name, rate in found.items() if turn else ():
                     rates.setdefault((name, num_streams), []).append(rate)
     return rates

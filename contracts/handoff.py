@@ -47,7 +47,7 @@ class Wait(msgspec.Struct, frozen=True, tag="wait"):
 
 
 class Refuse(msgspec.Struct, frozen=True, tag="refuse"):
-    """Never: wrong layout, cancelled, draining."""
+    """Never: no job came for the offer, say."""
 
     request_id: RequestId
     epoch: Epoch

@@ -12,7 +12,7 @@ ITEM_NBYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1}
 class KVLayout(msgspec.Struct, frozen=True, kw_only=True):
     """A paged cache: planes of pages `[kv_heads, block, head_dim]`; plane 2 * layer is its K, 2 * layer + 1 its V.
 
-    One allocation `[num_planes, num_blocks, page_nbytes]`. `model` is a fingerprint of the weights' configuration: the
+    One allocation `[num_planes, num_blocks, page_nbytes]`. `model` is a fingerprint of configuration and weights: the
     KV of one model means nothing to another. `scales` says where quantization scales live ("none": not quantized).
     """
 
@@ -47,8 +47,11 @@ class KVLayout(msgspec.Struct, frozen=True, kw_only=True):
     def num_blocks(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
 
+    def difference(self, theirs: "KVLayout") -> str | None:
+        """The first field that differs."""
+        return next((f for f in self.__struct_fields__ if getattr(self, f) != getattr(theirs, f)), None)
+
     def require_match(self, theirs: "KVLayout") -> None:
         """Raise LayoutMismatch naming the first field that differs."""
-        for field in self.__struct_fields__:
-            if getattr(self, field) != getattr(theirs, field):
-                raise LayoutMismatch(field, getattr(self, field), getattr(theirs, field))
+        if field := self.difference(theirs):
+            raise LayoutMismatch(field, getattr(self, field), getattr(theirs, field))

@@ -5,6 +5,7 @@ from enum import StrEnum
 import msgspec
 
 from contracts.ids import Incarnation, WorkerId
+from contracts.layout import KVLayout
 from contracts.request import WorkerRef
 
 
@@ -15,7 +16,10 @@ class Role(StrEnum):
 
 
 class NodeInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """What a worker states once, when it joins. `max_model_len`: longest prompt plus answer it serves, in tokens."""
+    """What a worker states once, when it joins. `max_model_len`: longest prompt plus answer it serves, in tokens.
+
+    `layout`: what `layout_id` is the digest of, to say where two differ; None from older releases.
+    """
 
     worker_id: WorkerId
     incarnation: Incarnation
@@ -29,6 +33,7 @@ class NodeInfo(msgspec.Struct, frozen=True, kw_only=True):
     version: str
     pid: int
     core_pid: int
+    layout: KVLayout | None = None
 
     @property
     def ref(self) -> WorkerRef:

@@ -5,14 +5,17 @@ Everything the engine needs, nothing that only text needs (stop strings live in 
 
 import msgspec
 
+MIN_TEMPERATURE = 1e-5
+
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Validated by the gateway; the engine trusts it.
 
-    `temperature == 0` is greedy. `seed` is always set: drawn by the gateway if the client gave none, so a replay at
-    position n draws the same number on any machine. `choice` numbers the answers of one prompt (`n > 1`) and enters the
-    draw. `logprobs`: None for none, else how many alternatives beside the chosen token; `prompt_logprobs`: the same of
-    the prompt's own tokens. `grammar`: llguidance's own form of what the answer must look like; empty for anything.
+    A temperature below MIN_TEMPERATURE is greedy: logits divided by it are no numbers any more. `seed` is always set:
+    drawn by the gateway if the client gave none, so a replay at position n draws the same number on any machine.
+    `choice` numbers the answers of one prompt (`n > 1`) and enters the draw. `logprobs`: None for none, else how many
+    alternatives beside the chosen token; `prompt_logprobs`: the same of the prompt's own tokens. `grammar`:
+    llguidance's own form of what the answer must look like; empty for anything.
     `bad_words`: token sequences that the answer never completes. `allowed_token_ids`: nothing else is ever chosen;
     empty for all.
     """
@@ -36,3 +39,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     grammar: str = ""
     bad_words: tuple[tuple[int, ...], ...] = ()
     allowed_token_ids: tuple[int, ...] = ()
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.temperature < MIN_TEMPERATURE

@@ -153,7 +153,7 @@ def no_worker(side: str) -> TandemError:
 
 
 def no_pair() -> TandemError:
-    return Unavailable("no prefill and decode worker with the same KV layout")
+    return Unavailable("no prefill and decode worker with the same KV layout; GET /ready says where they differ")
 
 
 def too_long(num_tokens: int, most_tokens: int) -> TandemError:

@@ -15,13 +15,15 @@ LEADER_TTL_S = 2.0
 
 
 class Reaper:
-    """Several may run over one store: one of them leads. `is_connected`: whether the store answered last time."""
+    """Several may run over one store: one of them leads. `is_connected`: whether the store answered last time.
+    `is_running`: until `run` ends, as it should not by itself.
+    """
 
     def __init__(self, store: Store) -> None:
         self._store = store
         self._name = secrets.token_hex(8)
         self.is_leader = False
-        self.is_connected = True
+        self.is_connected = self.is_running = True
 
     async def run(self) -> None:
         """Until cancelled; then another may lead at once."""
@@ -30,6 +32,7 @@ class Reaper:
                 await self.turn()
                 await asyncio.sleep(PERIOD_S)
         finally:
+            self.is_running = False
             if self.is_leader:
                 with contextlib.suppress(Unavailable):  # then the lock runs out by itself
                     await self._store.resign(self._name)

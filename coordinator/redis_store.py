@@ -5,6 +5,7 @@ import logging
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
+from msgspec import DecodeError
 from redis.asyncio import BlockingConnectionPool, Redis
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
@@ -71,6 +72,7 @@ class RedisStore:
         self._alive_ms = int(alive_s * 1000)
         self._corpse_kept_ms = int(corpse_kept_s * 1000)
         self._observe = observe
+        self._misread: set[bytes] = set()
         self._scripts: dict[str, AsyncScript] = {
             name: self._redis.register_script(source) for name, source in load_scripts().items()
         }
@@ -99,7 +101,8 @@ class RedisStore:
         return [worker.node for worker in await self.workers()]
 
     async def workers(self) -> list[WorkerView]:
-        return [_worker_view(row) for row in await self._run("workers")]
+        views = [self._view(row) for row in await self._run("workers")]
+        return [view for view in views if view is not None]
 
     async def counts(self) -> Counts:
         states, counters = await self._run("counts")
@@ -122,7 +125,10 @@ class RedisStore:
         )
         if answer[0] != b"ok":
             raise _refusal(answer, request)
-        prefill, decode = (_info.decode(blob).ref for blob in answer[1:])
+        try:
+            prefill, decode = (_info.decode(blob).ref for blob in answer[1:])
+        except DecodeError as error:
+            raise Unavailable(f"a worker of another release is in this pool: {error}") from error
         return Route(request.request_id, request.epoch, prefill, decode)
 
     async def advance(self, moves: Sequence[Move]) -> list[bool]:
@@ -155,6 +161,16 @@ class RedisStore:
 
     async def close(self) -> None:
         await self._redis.aclose()
+
+    def _view(self, row: list[Any]) -> WorkerView | None:
+        """None, said once, for a worker of a release that writes otherwise: the others are not to suffer."""
+        try:
+            return _worker_view(row)
+        except DecodeError as error:
+            if row[0] not in self._misread:
+                self._misread.add(row[0])
+                log.warning("a worker of another release is in this pool, passed over: %s", error)
+            return None
 
     async def _run(self, name: str, *args: Any) -> Any:
         return await self._timed(name, self._scripts[name](keys=[self.prefix], args=args))

@@ -33,8 +33,10 @@ def make_app(store: Store, secret: str, times: RedisTimes) -> FastAPI:
 
     @app.get("/health")
     async def health() -> JSONResponse:
-        """200: this process works. Redis being away is no reason to restart it."""
-        return JSONResponse({"status": "ok", "redis": reaper.is_connected, "leader": reaper.is_leader})
+        """200 while its loop runs. Redis being away is no reason to restart this process."""
+        status, word = (200, "ok") if reaper.is_running else (503, "the reaper has ended; see the log")
+        facts = {"status": word, "redis": reaper.is_connected, "leader": reaper.is_leader}
+        return JSONResponse(facts, status_code=status)
 
     @app.get("/ready")
     async def ready() -> JSONResponse:

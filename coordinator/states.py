@@ -76,6 +76,9 @@ _CLOSINGS = (State.FINISHED, State.FAILED, State.CANCELLED)
 NEW_EPOCH = frozenset({State.PLACED, State.RETRY})
 """States that begin an attempt: entering one takes epoch + 1."""
 
+UNUSED = frozenset({State.ADMITTED, State.REJECTED, State.RETRY, State.LOCAL_PREFILL, State.REPLAY, State.CANCELLING})
+"""Kept for the recovery from each fault, so that the table need not change under a pool that is half upgraded."""
+
 HOLDS_PREFILL = frozenset(
     {State.PLACED, State.QUEUED, State.RESERVING, State.HELD, State.TRANSFERRING, State.RETRY, State.CANCELLING}
 )
@@ -158,6 +161,9 @@ def to_markdown() -> str:
         f"Moves are compare-and-set on (state, epoch). Entering {begins} takes the next epoch. Reports come in",
         "batches from two workers: a report may skip states, never go back; one that another report has overtaken is",
         "late, not illegal.",
+        "",
+        f"No service enters {', '.join(s for s in State if s in UNUSED)} yet: what would lead",
+        "there ends in FAILED or CANCELLED.",
         "",
         "| state | meaning | prefill credit | decode credit | next |",
         "|---|---|---|---|---|",

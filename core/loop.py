@@ -46,7 +46,7 @@ class Core:
         self._link = link
         self._clock = clock
         self._status = StatusReporter(engine, node, ledger, roles)
-        self._stopping = False
+        self._stopping = self._is_stuck = False
         self._next_tick_s = 0.0
 
     def run(self) -> None:
@@ -55,7 +55,8 @@ class Core:
             self.turn()
 
     def turn(self) -> None:
-        for message in self._link.receive(0.0 if self._engine.has_work() else IDLE_WAIT_S):
+        may_step = self._engine.has_work() and not self._is_stuck
+        for message in self._link.receive(0.0 if may_step else IDLE_WAIT_S):
             self._on_message(message)
         self._on_transfer()
         self._on_time()
@@ -66,6 +67,7 @@ class Core:
     def _step(self) -> None:
         began_s = self._clock()
         output = self._engine.step(self._on_started)
+        self._is_stuck = output == StepOutput()  # what waits finds no pages: until a message or the bell changes that
         self._status.stepped(output.num_prefill_tokens, output.num_decode_tokens, self._clock() - began_s)
         self._publish(output)
 

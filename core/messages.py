@@ -4,8 +4,9 @@ import msgspec
 
 from contracts.events import Event
 from contracts.ids import Epoch, GatewayId, RequestId
+from contracts.layout import KVLayout
 from contracts.node import NodeLoad
-from contracts.request import Cancel, Job
+from contracts.request import JobMessage
 
 
 class Start(msgspec.Struct, frozen=True, tag="start"):
@@ -17,7 +18,7 @@ class Start(msgspec.Struct, frozen=True, tag="start"):
 
 
 class Work(msgspec.Struct, frozen=True, tag="work"):
-    jobs: list[Job | Cancel]
+    jobs: list[JobMessage]
 
 
 class GatewayGone(msgspec.Struct, frozen=True, tag="gateway_gone"):
@@ -49,7 +50,7 @@ class CoreFailed(msgspec.Struct, frozen=True, tag="core_failed"):
 
 class CoreReady(msgspec.Struct, frozen=True, tag="core_ready"):
     model: str
-    layout_id: str
+    layout: KVLayout
     transfer: str
     max_model_len: int
     capacity_tokens: int

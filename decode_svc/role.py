@@ -76,7 +76,7 @@ class DecodeRole:
         self._landings: dict[AttemptId, Landing] = {}
         self._queue: OrderedDict[AttemptId, Landing] = OrderedDict()  # offered, waiting for pages; oldest first
         self._early: dict[AttemptId, tuple[WorkerId, Offer, float]] = {}
-        self._draining: dict[AttemptId, WorkerId] = {}  # pages that a writer may still touch
+        self._draining: dict[AttemptId, Landing] = {}  # pages that a writer may still touch
         self._quarantined: set[AttemptId] = set()  # pages of a writer that could not be fenced: lost until restart
         self._counters = dict.fromkeys(
             ("landings_granted", "landings_committed", "landings_aborted", "landings_waited", "chunks_bad"), 0.0
@@ -255,7 +255,7 @@ class DecodeRole:
             self._let_go(landing)
             error = errors.PeerLost(f"prefill worker {lost.peer_id} was lost during the handoff: {lost.error}")
             self._ledger.fail(landing.live, error)
-        for attempt_id in [a for a, peer_id in self._draining.items() if peer_id == lost.peer_id]:
+        for attempt_id in [landing.id for landing in self._draining.values() if landing.is_with(lost)]:
             del self._draining[attempt_id]
             if lost.fenced:
                 self._engine.writer_ended(attempt_key(*attempt_id))
@@ -281,7 +281,7 @@ class DecodeRole:
         """Drop the request's hold now; the writer's goes when the node proves that it has ended."""
         self._queue.pop(landing.id, None)
         if landing.reservation is not None:
-            self._draining[landing.id] = landing.peer_id
+            self._draining[landing.id] = landing
             self._engine.release(landing.live.key)
 
 

@@ -25,6 +25,7 @@ from kernels.cpu.isa import CpuIsa, apply_isa, probe_isa
 _log = logging.getLogger(__name__)
 
 _WORTHWHILE_SPEEDUP = 1.4
+_MOST_BLOCK = 64  # attention's parts and tiles are multiples of it
 # The cache takes this share of the memory that is available at start, within these bounds, unless the settings say
 # otherwise.
 _MEMORY_SHARE = 0.15
@@ -34,6 +35,7 @@ _MIN_CACHE_NBYTES, _MAX_CACHE_NBYTES = 256 << 20, 2 << 30
 def load_engine(settings: EngineSettings, progress: Progress | None = None) -> Engine:
     """Raises ConfigError, which says what to do, for a model or settings that cannot be served."""
     report = progress or _silent
+    _require_sound(settings)
     settings = replace(settings, device=resolve_device(settings.device))
     if settings.device != "cpu":
         torch.cuda.set_device(settings.device)
@@ -46,7 +48,7 @@ def load_engine(settings: EngineSettings, progress: Progress | None = None) -> E
     source = open_weights(checkpoint)
     settings = replace(settings, dtype=resolve_dtype(settings, source))
     number_format = FORMATS[settings.dtype]
-    layout = kv_layout(checkpoint.config, settings.block_size, number_format.kv_dtype)
+    layout = kv_layout(checkpoint, settings.block_size, number_format.kv_dtype)
     num_blocks = blocks_in(_cache_nbytes(settings), layout)
     max_model_len = model_len(checkpoint, settings, num_blocks * layout.block_size)
     weights = load_weights(checkpoint.config, source, number_format, report)
@@ -59,6 +61,17 @@ def load_engine(settings: EngineSettings, progress: Progress | None = None) -> E
     caches_answers = number_format.is_uniform
     backend = Backend(cache, CpuRunner(model, cache), Sampler(checkpoint.eos_token_ids), caches_answers)
     return Engine(settings, checkpoint, backend, max_model_len)
+
+
+def _require_sound(settings: EngineSettings) -> None:
+    """Raises ConfigError for what would start and then serve nothing."""
+    if _MOST_BLOCK % settings.block_size:
+        raise ConfigError(f"block_size is {settings.block_size}; it must be a power of 2 up to {_MOST_BLOCK}")
+    if settings.max_batched_tokens < settings.block_size:
+        raise ConfigError(
+            f"max_batched_tokens is {settings.max_batched_tokens}; prompts are cut at blocks of "
+            f"{settings.block_size} tokens, so that none would ever be computed"
+        )
 
 
 def resolve_device(device: str) -> str:

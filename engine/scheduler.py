@@ -15,7 +15,7 @@ from engine.sequence import Sequence, Status
 
 @dataclass(frozen=True)
 class Limits:
-    """`max_batched_tokens` is the budget of one step; at least `max_num_seqs`, so that every decode fits."""
+    """`max_batched_tokens`: budget of one step, a block at least. Decodes always run; prompts have what is left."""
 
     max_num_seqs: int
     max_batched_tokens: int

@@ -6,15 +6,17 @@ import msgspec
 
 from checkpoint import Checkpoint
 from checkpoint.config import ModelConfig
+from checkpoint.fingerprint import weights_fingerprint
 from contracts.errors import ConfigError
 from contracts.layout import KVLayout
 from engine.messages import EngineSettings
 
 
-def kv_layout(config: ModelConfig, block_size: int, dtype: str, rotary: str = "") -> KVLayout:
+def kv_layout(checkpoint: Checkpoint, block_size: int, dtype: str, rotary: str = "") -> KVLayout:
     """`rotary`: set where the two parts of a rotary pair lie otherwise than side by side."""
+    config = checkpoint.config
     return KVLayout(
-        model=_fingerprint(config) + rotary,
+        model=f"{_fingerprint(config)}-{weights_fingerprint(checkpoint.path)}{rotary}",
         num_layers=config.num_layers,
         num_kv_heads=config.num_kv_heads,
         head_dim=config.head_dim,

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from contracts.errors import Overloaded, TandemError, Unavailable
-from contracts.events import Event
+from contracts.events import Event, Tokens
 from contracts.ids import Epoch, GatewayId, Incarnation, RequestId, WorkerId
 from contracts.request import Cancel, Job, Route, WorkerRef
 from coordinator.states import State
@@ -19,13 +19,18 @@ log = logging.getLogger(__name__)
 
 MAX_ATTEMPTS = 2
 RENEW_PERIOD_S = 1.0
+COMMIT_GRACE_S = 5.0
+MAX_STRAYS = 4096
 
 OnPiece = Callable[[Piece], None]
 
 
 @dataclass
 class Live:
-    """An answer in progress: where it runs, and who reads it. `end` once it has ended."""
+    """An answer in progress: where it runs, and who reads it. `end` once it has ended.
+
+    `decoder`: who told a token after the first, so that nobody else is needed any more.
+    """
 
     request_id: RequestId
     answer: Answer
@@ -35,6 +40,7 @@ class Live:
     num_attempts: int = 1
     refusers: list[WorkerId] = field(default_factory=list)
     is_moving: bool = False
+    decoder: WorkerId | None = None
     end: State | None = None
 
     @property
@@ -42,18 +48,27 @@ class Live:
         route = self.route
         return [route.prefill] if route.is_local else [route.prefill, route.decode]
 
+    def runs_on(self, worker_id: WorkerId, incarnation: Incarnation) -> bool:
+        here = any(ref.worker_id == worker_id and ref.incarnation == incarnation for ref in self.workers)
+        return here and not self.is_moving and self.decoder in (None, worker_id)
+
+    def may_go_on_without(self, worker_id: WorkerId) -> bool:
+        """Prefill has said token 0: its KV may all be at decode, which tells if it is not."""
+        return worker_id != self.route.decode.worker_id and self.answer.sequencer.next_index > 0
+
 
 class Dispatch:
     """Owned by the event loop."""
 
-    def __init__(self, store: Placement, gateway_id: GatewayId, secret: str) -> None:
+    def __init__(self, store: Placement, gateway_id: GatewayId, secret: str, model: str) -> None:
         self._store, self._gateway_id = store, gateway_id
         self._live: dict[RequestId, Live] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._renewing: asyncio.Task[None] | None = None
         self._is_stopping = False
+        self._strays: dict[tuple[WorkerId, RequestId], None] = {}  # cancelled once more already; the oldest first
         self.num_unknown = self.num_stale = self.num_duplicates = self.num_cancels = self.num_losses = 0
-        self.workers = Workers(store, gateway_id, secret, self._on_event, self._on_lost)
+        self.workers = Workers(store, gateway_id, secret, model, self._on_event, self._on_lost)
 
     async def start(self) -> None:
         """Raises Unavailable if the registry can't be reached."""
@@ -136,7 +151,9 @@ class Dispatch:
         job = Job(*head, priority=ask.priority, cache_salt=ask.cache_salt)
         sent = await asyncio.gather(*(self.workers.send(ref, job) for ref in workers), return_exceptions=True)
         refusals = {ref.worker_id: error for ref, error in zip(workers, sent, strict=True) if error is not None}
-        if refusals and live.end is None:
+        if live.end is not None:  # its cancels travelled by themselves, and may have overtaken the jobs
+            self._send_cancels(workers, Cancel(live.request_id, route.epoch, "ended before it began"))
+        elif refusals:
             await self._refused(live, refusals)
 
     async def _refused(self, live: Live, refusals: Mapping[WorkerId, BaseException]) -> None:
@@ -169,14 +186,34 @@ class Dispatch:
             live.is_moving = False
         live.answer.sequencer.epoch = live.route.epoch
 
-    def _on_event(self, event: Event) -> None:
+    def _on_event(self, worker_id: WorkerId, event: Event) -> None:
         live = self._live.get(event.request_id)
         if live is None:
-            self.num_unknown += 1
+            self._on_unknown(worker_id, event)
             return
-        piece = live.answer.feed(event)
+        if isinstance(event, Tokens) and event.epoch == live.answer.sequencer.epoch and event.tokens[-1].index > 0:
+            live.decoder = worker_id
+        try:
+            piece = live.answer.feed(event)
+        except Exception:  # of one answer's tokens; the others of this worker go on
+            log.exception("request %s", event.request_id)
+            piece = live.answer.fail("internal", "the answer's tokens could not be made text")
         if piece is not None:
             self._deliver(live, piece)
+
+    def _on_unknown(self, worker_id: WorkerId, event: Event) -> None:
+        """Tokens of what has ended here are on their way for a moment, or for ever: a cancel can be lost, or come
+        before its job. One more, to the worker that still speaks.
+        """
+        self.num_unknown += 1
+        key = (worker_id, event.request_id)
+        if not isinstance(event, Tokens) or key in self._strays:
+            return
+        self._strays[key] = None
+        if len(self._strays) > MAX_STRAYS:
+            del self._strays[next(iter(self._strays))]
+        if ref := self.workers.ref(worker_id):
+            self._spawn(self._send_cancel(ref, Cancel(event.request_id, event.epoch, "unknown at its gateway")))
 
     def _deliver(self, live: Live, piece: Piece) -> None:
         if piece.failed is not None:
@@ -187,15 +224,20 @@ class Dispatch:
         live.on_piece(piece)
 
     def _on_lost(self, worker_id: WorkerId, incarnation: Incarnation, reason: str) -> None:
-        lost = [
-            live
-            for live in self._live.values()
-            if not live.is_moving
-            and any(ref.worker_id == worker_id and ref.incarnation == incarnation for ref in live.workers)
-        ]
+        lost = [live for live in self._live.values() if live.runs_on(worker_id, incarnation)]
         self.num_losses += bool(lost)
         for live in lost:
-            self._fail(live, Unavailable("a worker of this request was lost; send it again"))
+            if live.may_go_on_without(worker_id):
+                asyncio.get_running_loop().call_later(COMMIT_GRACE_S, self._fail_undecoded, live)
+            else:
+                self._fail_lost(live)
+
+    def _fail_undecoded(self, live: Live) -> None:
+        if live.decoder is None and live.end is None:
+            self._fail_lost(live)
+
+    def _fail_lost(self, live: Live) -> None:
+        self._fail(live, Unavailable("a worker of this request was lost; send it again"))
 
     def _fail(self, live: Live, error: TandemError) -> None:
         piece = live.answer.fail(error.code, str(error))

@@ -23,6 +23,7 @@ from contracts.events import (
     Tokens,
 )
 from contracts.ids import Epoch, GatewayId, Incarnation, RequestId, WorkerId
+from contracts.layout import KVLayout
 from contracts.node import Node, NodeInfo, NodeLoad, Role
 from contracts.request import Cancel, Job
 
@@ -43,6 +44,8 @@ class FakeWorker:
     period_s: float = 0.0
     refuse: int = 0
     incarnation: Incarnation = "1"  # type: ignore[assignment]
+    model: str = "fake"
+    layout: KVLayout | None = None
     max_model_len: int = 2048
     cached_tokens: int = 0
     script: Sequence[int] = ()
@@ -100,13 +103,14 @@ class FakeWorker:
             role=self.role,
             url=self.url,
             transfer="127.0.0.1:1",
-            model="fake",
-            layout_id="fake",
+            model=self.model,
+            layout_id=self.layout.layout_id if self.layout else "fake",
             max_model_len=self.max_model_len,
             capacity_tokens=1 << 20,
             version="0",
             pid=0,
             core_pid=0,
+            layout=self.layout,
         )
         return Node(info=info, load=NodeLoad(), alive=True)
 

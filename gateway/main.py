@@ -37,7 +37,8 @@ async def run(settings: GatewaySettings, store: Store) -> int:
     try:
         checkpoint = await asyncio.to_thread(open_checkpoint, settings.model)
         gateway_id = GatewayId(f"gateway-{socket.gethostname()}-{secrets.token_hex(4)}")
-        dispatch = Dispatch(StorePlacement(store, gateway_id), gateway_id, settings.secret.get_secret_value())
+        secret = settings.secret.get_secret_value()
+        dispatch = Dispatch(StorePlacement(store, gateway_id), gateway_id, secret, checkpoint.name)
         model, version = settings.served_model_name or checkpoint.name, release()
         metrics = Metrics(dispatch, model, version)
         tracing = open_tracing(os.environ, model, version)

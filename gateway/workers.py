@@ -3,17 +3,18 @@
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 import aiohttp
+from msgspec import MsgspecError
 
 from contracts.codec import FrameReader, decoder, encode
 from contracts.errors import Overloaded, TandemError, Unavailable
 from contracts.events import Event, EventFrame
 from contracts.ids import GatewayId, Incarnation, WorkerId
 from contracts.node import Node, NodeInfo, Role
-from contracts.request import Cancel, Job, WorkerRef
+from contracts.request import JobMessage, WorkerRef
 from gateway.placement import Placement
 
 log = logging.getLogger(__name__)
@@ -24,17 +25,21 @@ CONNECT_TIMEOUT_S = 2.0
 POST_TIMEOUT_S = 5.0
 RECONNECT_S = 0.2
 
-OnEvent = Callable[[Event], None]
+OnEvent = Callable[[WorkerId, Event], None]
 OnLost = Callable[[WorkerId, Incarnation, str], None]
 
 
 class Workers:
-    """`on_event` gets every event in stream order; `on_lost` is called when a worker's requests can't go on."""
+    """`on_event` gets every event in stream order; `on_lost` is called when a worker's requests can't go on.
+
+    Workers of another model than `model` are passed over: their tokens are other words.
+    """
 
     def __init__(
-        self, store: Placement, gateway_id: GatewayId, secret: str, on_event: OnEvent, on_lost: OnLost
+        self, store: Placement, gateway_id: GatewayId, secret: str, model: str, on_event: OnEvent, on_lost: OnLost
     ) -> None:
-        self._store, self._gateway_id = store, gateway_id
+        self._store, self._gateway_id, self._model = store, gateway_id, model
+        self._misfits: dict[WorkerId, str] = {}
         self._secret, self._on_event, self._on_lost = secret, on_event, on_lost
         self._links: dict[WorkerId, Link] = {}
         self._listed: set[WorkerId] = set()
@@ -65,16 +70,23 @@ class Workers:
     @property
     def troubles(self) -> list[str]:
         """Why the others do not."""
-        return [f"{link.info.worker_id}: {link.trouble}" for link in self._links.values() if link.trouble]
+        troubles = {link.info.worker_id: link.trouble for link in self._links.values() if link.trouble}
+        return [f"{worker_id}: {words}" for worker_id, words in (troubles | self._misfits).items()]
+
+    def ref(self, worker_id: WorkerId) -> WorkerRef | None:
+        link = self._links.get(worker_id)
+        return link.info.ref if link is not None else None
 
     def can_serve(self) -> bool:
-        roles = {info.role for info in self.nodes}
-        return Role.MIXED in roles or {Role.PREFILL, Role.DECODE} <= roles
+        """A worker that is both, or two that can exchange KV."""
+        sources = {info.layout_id for info in self.nodes if info.role == Role.PREFILL}
+        sinks = {info.layout_id for info in self.nodes if info.role == Role.DECODE}
+        return bool(sources & sinks) or any(info.role == Role.MIXED for info in self.nodes)
 
     def max_model_len(self, default: int) -> int:
         return min([default, *(info.max_model_len for info in self.nodes)])
 
-    async def send(self, worker: WorkerRef, message: Job | Cancel) -> None:
+    async def send(self, worker: WorkerRef, message: JobMessage) -> None:
         """Raises Unavailable or Overloaded if the worker does not take it."""
         if worker.worker_id not in self._links:
             await self._poll()  # it joined after our last look
@@ -92,7 +104,9 @@ class Workers:
                 log.warning("registry not reachable, going on with the workers known: %s", error)
 
     async def _poll(self) -> None:
-        nodes = {node.info.worker_id: node for node in await self._store.nodes() if node.alive}
+        alive = {node.info.worker_id: node for node in await self._store.nodes() if node.alive}
+        nodes = {worker_id: node for worker_id, node in alive.items() if node.info.model == self._model}
+        self._name_misfits([node.info for node in alive.values()])
         self._listed = set(nodes)
         gone = [link for worker_id, link in self._links.items() if _is_gone(nodes.get(worker_id), link)]
         for link in gone:
@@ -101,6 +115,11 @@ class Workers:
             if worker_id not in self._links:
                 self._links[worker_id] = self._open(node)
         await asyncio.gather(*(link.stop() for link in gone))
+
+    def _name_misfits(self, infos: Sequence[NodeInfo]) -> None:
+        before, self._misfits = self._misfits, misfits(infos, self._model)
+        for worker_id in self._misfits.keys() - before.keys():  # said once, not at each look
+            log.warning("worker %s: %s", worker_id, self._misfits[worker_id])
 
     def _open(self, node: Node) -> "Link":
         assert self._session is not None
@@ -123,11 +142,11 @@ class Link:
         self._on_event, self._on_lost = on_event, on_lost
         self._decoder = decoder(EventFrame)
         self._opened = asyncio.Event()
-        self._outbox: list[tuple[Job | Cancel, asyncio.Future[None]]] = []
+        self._outbox: list[tuple[JobMessage, asyncio.Future[None]]] = []
         self._posting: set[asyncio.Task[None]] = set()
         self._task = asyncio.create_task(self._run())
 
-    async def send(self, message: Job | Cancel) -> None:
+    async def send(self, message: JobMessage) -> None:
         """What is sent in the same turn of the event loop travels together. Raises Unavailable or Overloaded."""
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._outbox.append((message, future))
@@ -148,8 +167,11 @@ class Link:
             try:
                 await self._listen()
                 reason = "its event stream ended"
-            except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
+            except (aiohttp.ClientError, TimeoutError, OSError, ValueError, MsgspecError) as error:
                 reason = f"its event stream broke: {type(error).__name__} {error}"
+            except Exception as error:  # of ours: without this task every answer of this worker would wait for ever
+                log.exception("events of %s", self.info.worker_id)
+                reason = f"its events were not understood: {type(error).__name__}"
             self._lost(reason)
             await asyncio.sleep(RECONNECT_S)
 
@@ -177,7 +199,7 @@ class Link:
         self.is_open, self.trouble = True, ""
         self._opened.set()
         for event in frame.events:
-            self._on_event(event)
+            self._on_event(self.info.worker_id, event)
 
     def _lost(self, reason: str) -> None:
         if self.is_open:
@@ -200,7 +222,7 @@ class Link:
                 continue
             future.set_exception(error) if error is not None else future.set_result(None)
 
-    async def _try_post(self, messages: list[Job | Cancel]) -> TandemError | None:
+    async def _try_post(self, messages: list[JobMessage]) -> TandemError | None:
         timeout = aiohttp.ClientTimeout(total=POST_TIMEOUT_S, sock_connect=CONNECT_TIMEOUT_S)
         try:
             async with self._session.post(f"{self.info.url}/jobs", data=encode(messages), timeout=timeout) as response:
@@ -211,6 +233,29 @@ class Link:
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             log.warning("worker %s does not answer: %s", self.info.worker_id, error)
             return Unavailable("a worker can't be reached")
+
+
+def misfits(infos: Sequence[NodeInfo], model: str) -> dict[WorkerId, str]:
+    """Workers that can't do what they are there for, and why: of another model, or without a prefill worker whose KV
+    they can take.
+    """
+    words = {
+        info.worker_id: f"it serves {info.model}, this gateway speaks for {model}: name the same model for both"
+        for info in infos
+        if info.model != model
+    }
+    fit = [info for info in infos if info.model == model]
+    sources = [info for info in fit if info.role != Role.DECODE]
+    for info in fit:
+        if info.role == Role.DECODE and sources and all(info.layout_id != source.layout_id for source in sources):
+            words[info.worker_id] = f"it can't take the KV of {sources[0].worker_id}: {_difference(info, sources[0])}"
+    return words
+
+
+def _difference(ours: NodeInfo, theirs: NodeInfo) -> str:
+    if ours.layout is None or theirs.layout is None or (field := ours.layout.difference(theirs.layout)) is None:
+        return "their KV layouts differ"
+    return f"{field} is {getattr(ours.layout, field)} here, {getattr(theirs.layout, field)} there"
 
 
 def _is_gone(node: Node | None, link: Link) -> bool:

@@ -31,9 +31,9 @@ def replay_ms(graph: torch.cuda.CUDAGraph, count: int = 10, groups: int = 5) -> 
 def call_us(calls: Sequence[Callable[[], Any]], count: int = 4, groups: int = 5) -> float:
     """Microseconds of one call when all of `calls` (the same work on different operands) run in one graph.
 
-    The graph holds eight launches or more: the gap between replays is several microseconds and would be counted.
+    The graph holds 32 launches or more: the gap between replays is several microseconds and would be counted.
     """
-    launches = list(calls) * -(-8 // len(calls))
+    launches = list(calls) * -(-32 // len(calls))
 
     def run() -> None:
         for call in launches:

@@ -64,7 +64,7 @@ def jobs() -> list[Job]:
 
 def decode_jobs() -> list[Job]:
     llama = AttnSpec(32, 8, 128)
-    full = grid(slices=(1, 2), block=(64,), stages=(3, 4), warps=(1, 2), bulk=(0, 1))
+    full = grid(stream=(1,), slices=(1,), block=(32, 64), stages=(2, 3, 4), warps=(1,), residents=(8,))
     fused = partial(FusedAttnSpec, 32, 8, 128)
     return [
         Job(attn_case(llama, [1088] * 128), 256, full),

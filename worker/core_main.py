@@ -108,7 +108,7 @@ def transfer_settings(settings: WorkerSettings) -> TransferSettings:
 def _ready(settings: WorkerSettings, engine: Engine, node: TransferNode) -> CoreReady:
     return CoreReady(
         model=engine.checkpoint.name,
-        layout_id=engine.layout.layout_id,
+        layout=engine.layout,
         transfer=node.address,
         max_model_len=engine.max_model_len,
         capacity_tokens=engine.capacity_tokens,

@@ -13,7 +13,7 @@ from fastapi.responses import JSONResponse, StreamingResponse
 from contracts.codec import decoder
 from contracts.ids import GatewayId
 from contracts.node import NodeInfo, NodeLoad
-from contracts.request import Cancel, Job
+from contracts.request import Cancel, Job, JobMessage
 from core.messages import CoreStatus, Work
 from worker.metrics import render
 from worker.process import CoreProcess
@@ -78,7 +78,7 @@ def make_app(state: FrontState) -> FastAPI:
 
 def _add_work(app: FastAPI, state: FrontState) -> None:
     """What gateways and operators call; all of it needs the secret."""
-    jobs_decoder = decoder(list[Job | Cancel])
+    jobs_decoder = decoder(list[JobMessage])
 
     @app.post("/jobs", status_code=202)
     async def jobs(request: Request) -> Response:
@@ -160,7 +160,7 @@ def _refusal(request: Request, state: FrontState) -> JSONResponse | None:
     return None
 
 
-def _gateways(messages: list[Job | Cancel]) -> set[GatewayId]:
+def _gateways(messages: list[JobMessage]) -> set[GatewayId]:
     return {m.gateway_id for m in messages if isinstance(m, Job)}
 
 

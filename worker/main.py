@@ -24,7 +24,7 @@ from worker.streams import EventStreams
 log = logging.getLogger(__name__)
 
 ORPHAN_GRACE_S = 10.0
-ORPHAN_PERIOD_S = 1.0
+MIND_PERIOD_S = 1.0
 CORE_DIED = 3
 
 
@@ -55,7 +55,7 @@ async def _serve(settings: WorkerSettings, state: FrontState, listener: socket.s
     """In the registry from here until cancelled (0) or until the core dies (3)."""
     store = connect(settings.redis_url, settings.pool)
     membership = Membership(store, state)
-    minding = asyncio.create_task(_mind_orphans(state))
+    minding = asyncio.create_task(_mind(state))
     try:
         async with serving(make_app(state), listener):
             try:
@@ -100,9 +100,14 @@ async def _pump(state: FrontState, membership: Membership) -> None:
     log.error("the engine core died; its requests fail now")
 
 
-async def _mind_orphans(state: FrontState) -> None:
+async def _mind(state: FrontState) -> None:
+    """A core that hangs is as good as dead to the gateways: their streams end, and with them the requests. What
+    gateways left behind ends too.
+    """
     while True:
-        await asyncio.sleep(ORPHAN_PERIOD_S)
+        await asyncio.sleep(MIND_PERIOD_S)
+        if state.sickness():
+            state.streams.close()
         for gateway_id in state.streams.gone(ORPHAN_GRACE_S):
             state.core.send(GatewayGone(gateway_id))
 
@@ -122,12 +127,13 @@ def _node_info(
         url=f"http://{settings.advertised_host}:{listener.getsockname()[1]}",
         transfer=ready.transfer,
         model=ready.model,
-        layout_id=ready.layout_id,
+        layout_id=ready.layout.layout_id,
         max_model_len=ready.max_model_len,
         capacity_tokens=ready.capacity_tokens,
         version=release(),
         pid=os.getpid(),
         core_pid=core.pid,
+        layout=ready.layout,
     )
 
 

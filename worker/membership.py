@@ -72,7 +72,8 @@ class Membership:
                 try:
                     await self._store.advance(moves)
                 except Unavailable as error:
-                    log.warning("%d moves not told to the registry: %s", len(moves), error)
+                    log.warning("%d moves not told to the registry yet: %s", len(moves), error)
+                    self._moves = [*moves, *self._moves][-MAX_MOVES:]
 
 
 def to_moves(moves: list[tuple[RequestId, Epoch, str]]) -> list[Move]:

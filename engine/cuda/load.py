@@ -82,7 +82,7 @@ class _Builder:
     def build(self, progress: Progress) -> Engine:
         settings, config, device = self._settings, self._config, self._device
         longest = wanted_model_len(self._checkpoint, settings)
-        layout = kv_layout(config, self._block_size, self._format.kv_dtype, "-halves")
+        layout = kv_layout(self._checkpoint, self._block_size, self._format.kv_dtype, "-halves")
         weights = load_device_weights(config, self._source, self._format, longest, device, progress)
         model = Transformer(config, self._format, weights, self._registry, self._block_size, self._max_rows)
         attention = self._attention(longest)

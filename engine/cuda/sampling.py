@@ -26,7 +26,7 @@ class SamplingColumns:
 def columns(sequences: SequenceOf[Sequence]) -> SamplingColumns:
     params = [sequence.sampling for sequence in sequences]
     return SamplingColumns(
-        temperatures=np.array([p.temperature for p in params], np.float32),
+        temperatures=np.array([0.0 if p.is_greedy else p.temperature for p in params], np.float32),
         top_ks=np.array([max(p.top_k or 0, 0) for p in params], np.int32),
         top_ps=np.array([p.top_p for p in params], np.float32),
         min_ps=np.array([p.min_p for p in params], np.float32),
@@ -45,4 +45,4 @@ def draw_keys(seeds: SequenceOf[int], choices: SequenceOf[int]) -> np.ndarray:
 
 
 def is_greedy(sequences: SequenceOf[Sequence]) -> bool:
-    return all(sequence.sampling.temperature == 0 for sequence in sequences)
+    return all(sequence.sampling.is_greedy for sequence in sequences)

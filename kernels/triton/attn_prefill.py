@@ -11,7 +11,8 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from kernels.plans import EMPTY, Plan, PlanTable
 from kernels.specs import AttnSpec, MLASpec
-from kernels.triton.attn_decode import attend, finish, fresh
+from kernels.triton.attn_decode import attend
+from kernels.triton.attn_state import finish, fresh
 from kernels.triton.common import LOG2E
 
 

@@ -11,6 +11,7 @@ from tokenizers import Tokenizer, models
 
 from checkpoint import open_checkpoint
 from checkpoint.config import RopeScaling
+from checkpoint.fingerprint import weights_fingerprint
 from checkpoint.huggingface import model_config
 from contracts.errors import ConfigError
 
@@ -176,3 +177,26 @@ def test_a_path_that_does_not_exist_is_no_download(model):
 def test_offline_says_what_to_do_about_a_hub_id(monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     refused("nobody/no-such-model", "not in its local cache; download it where there is a network")
+
+
+def test_weights_of_one_shape_are_told_apart(folder):
+    """Two fine-tunes of a model: the same header, other numbers."""
+    before = weights_fingerprint(folder)
+    assert weights_fingerprint(folder) == before
+    file = next(folder.glob("*.safetensors"))
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+    assert weights_fingerprint(folder) != before
+
+
+def test_the_fingerprint_looks_at_all_of_a_large_file(tmp_path):
+    seen = set()
+    for changed in range(0, 64 << 20, 16 << 20):
+        file = tmp_path / f"{changed}.safetensors"
+        with file.open("wb") as stream:
+            stream.truncate(64 << 20)
+            stream.seek(changed)
+            stream.write(b"x" * (1 << 19))
+        seen.add(weights_fingerprint(file))
+    assert len(seen) == 4

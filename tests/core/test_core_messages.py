@@ -6,6 +6,7 @@ import pytest
 from contracts.codec import decoder, encode, frame
 from contracts.events import Failed
 from contracts.ids import Epoch, GatewayId, RequestId
+from contracts.layout import KVLayout
 from contracts.node import NodeLoad
 from contracts.request import Cancel
 from core.messages import (
@@ -23,6 +24,7 @@ from core.messages import (
     Work,
 )
 
+LAYOUT = KVLayout(model="m", num_layers=2, num_kv_heads=1, head_dim=4, block_size=16, dtype="float32")
 R, E, G = RequestId("r"), Epoch(1), GatewayId("g")
 STATUS = CoreStatus(
     num_turns=9,
@@ -37,7 +39,7 @@ INWARD = [Start(b"{}", "w", "i"), Work([Cancel(R, E, "why")]), GatewayGone(G), S
 OUTWARD = [
     Loading("weights", 3, 10),
     CoreFailed("no such model"),
-    CoreReady("m", "l", "h:1", 100, 1000, "float32"),
+    CoreReady("m", LAYOUT, "h:1", 100, 1000, "float32"),
     CoreFrame({G: [Failed(R, E, "internal", "words")]}, [(R, E, "QUEUED")], STATUS),
     CoreFrame({}, [], None),
 ]

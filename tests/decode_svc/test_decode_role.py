@@ -9,12 +9,12 @@ from hypothesis import strategies as st
 
 from contracts.events import Failed
 from contracts.handoff import Abort, ChunkHeader, Fin, Offer
-from contracts.ids import Epoch, GatewayId, RequestId
+from contracts.ids import Epoch, GatewayId, Incarnation, RequestId
 from core.ledger import Ledger
 from decode_svc import DecodeRole
 from decode_svc.role import EARLY_OFFER_S
 from engine.messages import StepOutput
-from kv_transfer.events import ChunkLanded, Drained, Message
+from kv_transfer.events import ChunkLanded, Drained, Message, PeerLost
 from tests.path.scripted import D, P, Remembering, ScriptedEngine, first_token, opened
 
 E = Epoch(1)
@@ -221,3 +221,15 @@ def test_a_chunk_of_nobody_is_stale():
     side.land("ghost", 0, 0, 8)
     side.fin("ghost", 1)
     assert side.ledger.num_stale == 2
+
+
+@pytest.mark.parametrize(("incarnation", "is_freed"), [("0", False), ("1", True)])
+def test_only_the_loss_of_the_very_writer_frees_what_it_may_write(incarnation, is_freed):
+    """A worker's successor under the same id may be writing while the end of its predecessor is still being told."""
+    side = Side()
+    side.begin("r", 20)
+    side.offer("r", 20)
+    side.hear(Abort(RequestId("r"), E, "cancelled", "why"))
+    assert side.engine.told("writer_ended") == []
+    side.role.on_transfer(PeerLost(P, Incarnation(incarnation), "gone", True), 2.0)
+    assert len(side.engine.told("writer_ended")) == is_freed

@@ -1,7 +1,4 @@
-"""Greedy tokens cross every transport unchanged: chunked, with prefix hits, many at once, two workers a side.
-
-Tokens are compared by their text and log-probability: bytes of a random model seldom make whole characters.
-"""
+"""Greedy tokens cross every transport unchanged: chunked, with prefix hits, many at once, two workers a side."""
 
 import asyncio
 import random
@@ -25,7 +22,7 @@ TRANSFERS = ["ucx", "shm", "tcp"]
 
 @dataclass
 class Reply:
-    tokens: list[str]
+    token_ids: list[int]
     logprobs: list[float]
     cached: int
 
@@ -51,21 +48,21 @@ async def ask_all(system: System) -> list[Reply]:
 
         async def ask(prompt: list[int]) -> Reply:
             body = {"model": model, "prompt": prompt, "max_tokens": MAX_TOKENS, "temperature": 0, "ignore_eos": True}
-            body |= {"skip_special_tokens": False, "logprobs": 0}
+            body |= {"skip_special_tokens": False, "logprobs": 0, "return_token_ids": True}
             async with http.post(f"{system.url}/v1/completions", json=body) as response:
                 reply = await response.json()
                 assert response.status == 200, reply
-                found = reply["choices"][0]["logprobs"]
+                (choice,) = reply["choices"]
                 cached = reply["usage"]["prompt_tokens_details"]["cached_tokens"]
-                return Reply(found["tokens"], found["token_logprobs"], cached)
+                return Reply(choice["token_ids"], choice["logprobs"]["token_logprobs"], cached)
 
         return await asyncio.gather(*(ask(prompt) for prompt in PROMPTS))
 
 
 def assert_same(replies: list[Reply], expected: list[Reply]) -> None:
     for reply, wanted in zip(replies, expected, strict=True):
-        assert len(reply.logprobs) == MAX_TOKENS
-        assert reply.tokens == wanted.tokens
+        assert len(reply.token_ids) == MAX_TOKENS
+        assert reply.token_ids == wanted.token_ids
         assert reply.logprobs == pytest.approx(wanted.logprobs, abs=2e-3)
 
 
@@ -100,11 +97,12 @@ def test_each_family_through_the_pair_is_what_transformers_says(tmp_path, family
     with running(*flags, **CHUNKED) as pair:
         replies = asyncio.run(ask_all(pair))
     for prompt, reply in zip(PROMPTS, replies, strict=True):
-        assert reply.logprobs == pytest.approx(expected_logprobs(reference, prompt), abs=5e-3)
+        answer = greedy(reference, prompt, MAX_TOKENS)
+        assert reply.token_ids == answer
+        assert reply.logprobs == pytest.approx(expected_logprobs(reference, prompt, answer), abs=5e-3)
 
 
 @torch.inference_mode()
-def expected_logprobs(reference: PreTrainedModel, prompt: list[int]) -> list[float]:
-    answer = greedy(reference, prompt, MAX_TOKENS)
+def expected_logprobs(reference: PreTrainedModel, prompt: list[int], answer: list[int]) -> list[float]:
     logits = reference(torch.tensor([prompt + answer[:-1]]), logits_to_keep=MAX_TOKENS).logits[0]
     return logits.log_softmax(-1).gather(1, torch.tensor(answer)[:, None])[:, 0].tolist()

@@ -162,3 +162,12 @@ def test_nothing_but_allowed_tokens_is_chosen():
     assert greedily(allowed_token_ids=(3,)) == 3
     order = LOGITS.argsort(descending=True).tolist()
     assert greedily(allowed_token_ids=tuple(order[5:9])) == order[5]
+
+
+def test_allowed_tokens_win_over_wishes_that_leave_none_of_them():
+    assert greedily(allowed_token_ids=(EOS,), min_tokens=5) == EOS
+    assert greedily(allowed_token_ids=(3, 4), bad_words=((3,), (4,))) in (3, 4)
+
+
+def test_a_temperature_too_small_to_divide_by_is_greedy():
+    assert choose(LOGITS, temperature=1e-38) == int(LOGITS.argmax())

@@ -118,10 +118,11 @@ async def coordinated(checkpoint: Checkpoint, workers: Sequence[FakeWorker], sto
 @asynccontextmanager
 async def _running(checkpoint: Checkpoint, workers: Sequence[FakeWorker], store, join=None, **settings):
     for worker in workers:
+        worker.model = checkpoint.name
         await worker.start()
         if join is not None:
             await join(worker.node.info)
-    dispatch = Dispatch(store, GATEWAY, SECRET)
+    dispatch = Dispatch(store, GATEWAY, SECRET, checkpoint.name)
     given = GatewaySettings(secret=SECRET, **settings)  # type: ignore[arg-type]
     front = Front(
         given,

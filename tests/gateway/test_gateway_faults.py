@@ -1,13 +1,18 @@
 """Clients that leave, workers that refuse, break or go silent: every answer ends once, and both workers are freed."""
 
+import asyncio
 import json
 
 import httpx
+import msgspec
 import pytest
-from gateway_rig import SECRET, gateway, pair
+from gateway_rig import GATEWAY, SECRET, gateway, pair
 
-from contracts.ids import WorkerId
+from contracts.events import Token, Tokens
+from contracts.ids import Epoch, RequestId, WorkerId
+from contracts.layout import KVLayout
 from contracts.node import Role
+from gateway.detokenizer import Detokenizer
 from gateway.fake_worker import FakeWorker
 
 ASK = {"prompt": "one two three", "max_tokens": 500}
@@ -20,7 +25,7 @@ async def test_a_client_that_leaves_frees_both(checkpoint):
                 async with httpx.AsyncClient(timeout=0.3) as client:
                     await (_hang_up(client, rig.url) if stream else _wait_in_vain(client, rig.url))
             await rig.until(rig.is_idle)
-        assert all(len(worker.cancels) == 2 for worker in rig.workers)
+        assert all(len({cancel.request_id for cancel in worker.cancels}) == 2 for worker in rig.workers)
 
 
 async def _wait_in_vain(client: httpx.AsyncClient, url: str) -> None:
@@ -43,6 +48,76 @@ async def test_a_broken_event_stream_ends_the_answer_with_an_error_event(checkpo
         assert data[-1] == "[DONE]"
         assert json.loads(data[-2])["error"]["code"] == 503
         await rig.until(rig.is_idle)
+
+
+async def test_an_answer_outlives_the_prefill_worker_that_began_it(checkpoint):
+    async with gateway(checkpoint, pair(period_s=0.02)) as rig, httpx.AsyncClient(timeout=10) as client:
+        ask = ASK | {"stream": True, "max_tokens": 40}
+        async with client.stream("POST", f"{rig.url}/v1/completions", json=ask) as reply:
+            lines = reply.aiter_lines()
+            for _ in range(6):
+                await anext(lines)
+            await rig.workers[0].stop()
+            data = [line[6:] async for line in lines if line]
+        assert json.loads(data[-2])["choices"][0]["finish_reason"] == "length"
+
+
+async def test_after_token_0_decode_is_given_time_to_tell_what_it_has(checkpoint, monkeypatch):
+    monkeypatch.setattr("gateway.dispatch.COMMIT_GRACE_S", 0.3)
+    async with gateway(checkpoint, pair(period_s=30.0)) as rig, httpx.AsyncClient(timeout=10) as client:
+        async with client.stream("POST", f"{rig.url}/v1/completions", json=ASK | {"stream": True}) as reply:
+            lines = reply.aiter_lines()
+            await anext(lines)
+            await rig.workers[0].stop()
+            await rig.until(lambda: rig.front.dispatch.num_losses == 1)
+            assert rig.front.dispatch.num_inflight == 1
+            data = [line[6:] async for line in lines if line]
+        assert json.loads(data[-2])["error"]["code"] == 503
+        await rig.until(lambda: rig.front.dispatch.num_inflight == 0)
+
+
+class Unheard(msgspec.Struct, tag="unheard"):
+    """An event of a release that this one does not know."""
+
+    request_id: str = ""
+
+
+async def test_events_that_are_not_understood_are_the_loss_of_the_worker_and_it_is_heard_again(checkpoint):
+    async with gateway(checkpoint, pair(period_s=0.02)) as rig, httpx.AsyncClient(timeout=10) as client:
+        asking = asyncio.create_task(client.post(f"{rig.url}/v1/completions", json=ASK))
+        await rig.until(lambda: rig.front.dispatch.num_answering == 1)
+        rig.workers[1].publish(GATEWAY, [Unheard()])  # type: ignore[list-item]
+        assert (await asking).status_code == 503
+        await rig.until(lambda: len(rig.front.dispatch.workers.nodes) == 2)
+        reply = await client.post(f"{rig.url}/v1/completions", json=ASK | {"max_tokens": 3})
+        assert reply.status_code == 200
+
+
+async def test_an_answer_that_can_not_be_made_text_fails_alone(checkpoint, monkeypatch):
+    push = Detokenizer.push
+
+    def fragile(self: Detokenizer, token_id: int) -> str:
+        if token_id == 7:
+            raise Exception("Invalid prefix encountered")
+        return push(self, token_id)
+
+    monkeypatch.setattr(Detokenizer, "push", fragile)
+    async with gateway(checkpoint, pair(period_s=0.02)) as rig, httpx.AsyncClient(timeout=10) as client:
+        asks = ({"prompt": prompt, "max_tokens": 8} for prompt in ([5, 6], [7, 8]))
+        good, bad = await asyncio.gather(*(client.post(f"{rig.url}/v1/completions", json=ask) for ask in asks))
+        assert (good.status_code, bad.status_code) == (200, 500)
+        assert "made text" in bad.json()["error"]["message"]
+        await rig.until(rig.is_idle)
+
+
+async def test_tokens_of_what_has_ended_here_are_cancelled_once_more(checkpoint):
+    async with gateway(checkpoint, pair()) as rig:
+        for index in range(3):
+            rig.workers[1].publish(GATEWAY, [Tokens(RequestId("old"), Epoch(2), [Token(index, 5)])])
+            await rig.until(lambda seen=index + 1: rig.front.dispatch.num_unknown == seen)
+        await rig.until(lambda: rig.workers[1].cancels)
+        assert [(cancel.request_id, cancel.epoch) for cancel in rig.workers[1].cancels] == [("old", 2)]
+        assert rig.workers[0].cancels == []
 
 
 async def test_a_refused_job_is_placed_once_more_without_the_refuser(checkpoint):
@@ -69,6 +144,34 @@ async def test_without_a_decode_worker_it_is_not_ready(checkpoint):
         rig.store.dead = {WorkerId("d0")}
         await rig.until(lambda: len(rig.front.dispatch.workers.nodes) == 1)
         assert (await client.get(f"{rig.url}/ready")).status_code == 503
+
+
+async def test_a_worker_of_another_model_is_passed_over_and_named(checkpoint):
+    workers = pair()
+    async with gateway(checkpoint, workers) as rig, httpx.AsyncClient() as client:
+        stranger = FakeWorker(WorkerId("x0"), Role.MIXED, SECRET, model="another")
+        rig.store.workers = [stranger, *workers]
+        await rig.until(lambda: rig.front.dispatch.workers.troubles)
+        assert rig.front.dispatch.workers.troubles == [
+            f"x0: it serves another, this gateway speaks for {checkpoint.name}: name the same model for both"
+        ]
+        reply = await client.post(f"{rig.url}/v1/completions", json=ASK | {"max_tokens": 3})
+        assert reply.status_code == 200  # placed on x0 by a store that knows no better, then without it
+        assert [epoch for _, epoch in rig.store.placed] == [1, 2] and stranger.jobs == []
+
+
+def _layout(dtype: str) -> KVLayout:
+    return KVLayout(model="m", num_layers=1, num_kv_heads=1, head_dim=2, block_size=16, dtype=dtype)
+
+
+async def test_a_pair_that_can_not_exchange_kv_is_not_ready_and_the_field_is_named(checkpoint):
+    workers = pair()
+    for worker, dtype in zip(workers, ("float32", "bfloat16"), strict=True):
+        worker.layout = _layout(dtype)
+    async with gateway(checkpoint, workers) as rig, httpx.AsyncClient() as client:
+        reply = await client.get(f"{rig.url}/ready")
+        assert reply.status_code == 503
+        assert "d0: it can't take the KV of p0: dtype is bfloat16 here, float32 there" in reply.text
 
 
 async def test_a_worker_that_the_registry_forgets_ends_what_it_runs(checkpoint):

@@ -50,6 +50,9 @@ class Wires:
         self.sends.append((worker, message, future))
         await future
 
+    def ref(self, worker_id: WorkerId) -> WorkerRef:
+        return WorkerRef(worker_id, Incarnation("1"), "", "")
+
     async def stop(self) -> None:
         """Nothing to stop."""
 
@@ -75,10 +78,10 @@ class Storm:
     def __init__(self, prompting: Prompting, random: Random) -> None:
         self.random, self.prompting = random, prompting
         self.store, self.wires = MemoryStore(alive_s=math.inf), Wires()
-        self.dispatch = Dispatch(StorePlacement(self.store, GatewayId("g")), GatewayId("g"), "s")
+        self.dispatch = Dispatch(StorePlacement(self.store, GatewayId("g")), GatewayId("g"), "s", "m")
         self.dispatch.workers = self.wires  # type: ignore[assignment]
         self.clients: dict[RequestId, Client] = {}
-        self.events: list[Event] = []
+        self.events: list[tuple[WorkerId, Event]] = []
         self.totals: dict[RequestId, int] = defaultdict(lambda: random.randint(1, 5))
 
     async def run(self, num_steps: int) -> None:
@@ -111,10 +114,10 @@ class Storm:
         """One send arrives, is refused, or both: the worker took the job and its reply was lost."""
         if not self.wires.sends:
             return
-        _, message, future = self.wires.sends.pop(self.random.randrange(len(self.wires.sends)))
+        ref, message, future = self.wires.sends.pop(self.random.randrange(len(self.wires.sends)))
         verdict = self.random.choice(["taken", "taken", "refused", "both"])
         if isinstance(message, Job) and verdict != "refused":
-            self.events += self._answer_of(message)
+            self.events += [(ref.worker_id, event) for event in self._answer_of(message)]
         if verdict == "taken":
             future.set_result(None)
         else:
@@ -145,7 +148,7 @@ class Storm:
             return
         at = self.random.choice([0, 0, 0, self.random.randrange(len(self.events))])
         event = self.events[at] if self.random.random() < 0.2 else self.events.pop(at)
-        self.dispatch._on_event(event)
+        self.dispatch._on_event(*event)
 
     def _lose(self) -> None:
         if self.random.random() < 0.2:
@@ -170,11 +173,10 @@ class Storm:
             await asyncio.sleep(0)
         for request_id in list(self.clients):
             self._cancel(request_id)
-        while self.wires.sends or self.dispatch._tasks:
+        while self.wires.sends or self.events or self.dispatch._tasks:
             self._decide()
+            self._deliver()
             await asyncio.sleep(0)
-        for event in self.events:
-            self.dispatch._on_event(event)
 
 
 def _token(epoch: int, index: int) -> Token:

@@ -3,10 +3,12 @@
 
 from typing import Any
 
+from kernels import specs
 from kernels.triton import (
     all_reduce,
     attn_decode,
     attn_prefill,
+    attn_stream,
     gemm_blackwell,
     gemm_hopper,
     gemm_portable,
@@ -114,6 +116,33 @@ def attn(name: str, types: dict[str, str] = attn_types, **over: Any) -> Case:
         dict(num_warps=1 if constants["BULK"] else 4, **LAUNCH),
         everywhere(PDL),
     )
+
+
+def attn_streaming(name: str, group: int, dim: int, **over: Any) -> Case:
+    types = {n: t for n, t in attn_types.items() if n in attn_stream.attn_stream_kernel.arg_names}
+    types |= {"k_desc": f"tensordesc<fp8e4nv[32, {dim}]>", "v_desc": f"tensordesc<i16[32, {dim // 2}]>"}
+    plan = attn_stream.stream_plan(128, 8192, specs.AttnSpec(8 * group, 8, dim))
+    constants = dict(
+        HQ=8 * group, HKV=8, D=dim, PAGE=64, SLICES=8, BLOCK=32, STAGES=3, SINKS=True, LSE=True,
+        HOLD=attn_stream.hold(plan, dim), PDL=True, **over,
+    )  # fmt: skip
+    expect = everywhere(PDL, TMA, (r"mma\.sync.*m16n8k16", r"cvt\.rn\.f16x2\.e4m3x2", r"held\["))
+    return Case(
+        name, attn_stream.attn_stream_kernel, types, constants, aligned(types, "stride_page"),
+        dict(num_warps=1, **LAUNCH), expect,
+    )  # fmt: skip
+
+
+def attn_merge(name: str, slices: int, dim: int) -> Case:
+    types = {n: t for n, t in attn_types.items() if n in attn_stream.attn_merge_kernel.arg_names}
+    width = 1 << (slices - 1).bit_length()
+    constants = dict(
+        HQ=64, HKV=8, D=dim, PART=min(dim, 4096 // width), SLICES=slices, WIDTH=width, SINKS=True, LSE=True, PDL=True
+    )
+    return Case(
+        name, attn_stream.attn_merge_kernel, types, constants, aligned(types), dict(num_warps=1, **LAUNCH),
+        everywhere(PDL),
+    )  # fmt: skip
 
 
 prefill_types = pointers(fp8="k v", bf16="q out", fp32="sink lse", i32="table len start") | scalars(
@@ -298,6 +327,10 @@ CASES = [
     attn("attn_decode_gpt_oss", HQ=64, HKV=8, D=64, WINDOW=128, SINKS=True, LSE=True, PAD=8),
     attn("attn_decode_gpt_oss_bulk", {**attn_types, **oss_bulk}, HQ=64, D=64, SINKS=True, BULK=True, SLICES=132, GROUP=16, PAD=8),
     attn("attn_decode_bulk", {**attn_types, **bulk}, BULK=True, SLICES=64),
+    attn_streaming("attn_stream", 4, 128),
+    attn_streaming("attn_stream_gpt_oss", 8, 64),
+    attn_merge("attn_merge", 8, 128),
+    attn_merge("attn_merge_many", 132, 64),
     attn("attn_decode_draft", Q_LEN=4, ROWS=16, PAD=16),
     attn("attn_decode_bf16", {**attn_types, "k_ptr": "*bf16", "v_ptr": "*bf16"}, HALF=False, STAGES=2),
     Case("attn_fused", attn_decode.attn_fused_kernel, fused_types, dict(HQ=32, HKV=8, D=128, PAGE=64, PARTS=2, SLICES=17, BLOCK=64, STAGES=2, QUANT=2, DEFERRED=False, PAD=4, GROUP=8, CHUNK=8, BULK=False, PAIRS=True, PDL=True), aligned(fused_types, "stride_page"), dict(num_warps=4, **LAUNCH), everywhere(PDL, CVT)),

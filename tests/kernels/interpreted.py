@@ -20,6 +20,7 @@ from tests.kernels.interpreter import patch
 BULK, MANY = s.AttnSpec(8, 2, 32, page=64), s.AttnSpec(8, 2, 32, page=16)
 HALF_PAGES = s.AttnSpec(8, 2, 32, page=64, sinks=True)
 PAIRS, SINGLES = s.AttnSpec(4, 2, 64, page=16), s.AttnSpec(4, 2, 64, page=32)
+ONE_SLICE = s.AttnSpec(6, 2, 64, page=32, sinks=True, lse=True)
 FUSED_BULK = s.FusedAttnSpec(6, 2, 32, page=32)
 TUNED = {
     f"attn_decode/triton|{BULK.key()}": {256: dict(slices=2, block=64, stages=2, warps=1, bulk=True)},
@@ -27,6 +28,7 @@ TUNED = {
     f"attn_decode/triton|{PAIRS.key()}": {256: dict(slices=2, block=16, stages=2, warps=4, pairs=True)},
     f"attn_decode/triton|{SINGLES.key()}": {256: dict(slices=2, block=32, stages=2, warps=1, pairs=False)},
     f"attn_decode/triton|{MANY.key()}": {256: dict(slices=30, block=16, stages=2, warps=1)},
+    f"attn_decode/triton|{ONE_SLICE.key()}": {256: dict(stream=True, slices=1, block=16, stages=2, warps=1)},
     f"attn_decode_fused/triton|{FUSED_BULK.key()}": {256: dict(slices=2, block=32, stages=2, warps=1, bulk=True)},
 }
 INTERPRETED = ("triton", "triton_skinny")
@@ -74,6 +76,9 @@ def suite() -> list[c.Case]:
         c.attn_case(SINGLES, [17, 50], 1),
         c.attn_case(BULK, [1, 64, 65, 128, 200], 1),
         c.attn_case(MANY, [640, 30], 1),
+        c.attn_case(ONE_SLICE, [1, 16, 17, 90], 1),
+        c.attn_case(s.AttnSpec(16, 2, 32, page=64, sinks=True), [1, 64, 65, 128, 500], 1),
+        c.attn_case(s.AttnSpec(2, 1, 64, page=16, sinks=True, lse=True), [2000], 1),
         c.fused_attn_case(FUSED_BULK, [1, 32, 33, 100], 1),
         c.mla_case(s.MLASpec(20, 64, 32, page=16), [(1, 37), (3, 5)]),
         c.move_case("kv_pack", s.MoveSpec(4, 4096, checksum=True), 3, 8),

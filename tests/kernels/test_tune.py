@@ -1,5 +1,6 @@
 """Plans: what the tuner tries, how a cache is keyed, and the rules that hold where nothing was tuned."""
 
+import re
 from dataclasses import replace
 from itertools import pairwise
 
@@ -12,7 +13,7 @@ from kernels.caps import Caps
 from kernels.plans import cache_path, defaults, source_hash
 from kernels.registry import Impl, Registry
 from kernels.specs import AttnSpec, FusedAttnSpec, GateUpSpec, GemmSpec, MoESpec, W4Spec
-from kernels.triton import attn_decode, attn_prefill, gemm_hopper, gemm_w4, moe
+from kernels.triton import attn_decode, attn_prefill, attn_stream, gemm_hopper, gemm_w4, moe
 
 H200 = Caps("cuda", 90, "NVIDIA H200", 132, (2, 11, 0), (3, 6, 0), (0, 6, 13))
 LLAMA, OSS = AttnSpec(32, 8, 128), AttnSpec(64, 8, 64, sinks=True)
@@ -77,14 +78,35 @@ def test_slices_cover_long_contexts_and_fit_the_workspace(pairs, max_len, spec):
 
 
 @pytest.mark.parametrize(
-    ("spec", "batch", "context", "slices", "bulk"),
-    [(LLAMA, 1, 131072, 132, True), (LLAMA, 16, 8192, 8, True), (LLAMA, 128, 1024, 1, False),
-     (LLAMA, 1, 1024, 16, False), (OSS, 1, 131072, 132, True), (OSS, 16, 1024, 3, True),
-     (AttnSpec(64, 8, 64, window=128), 16, 8192, 3, False)],
+    ("spec", "batch", "context", "slices", "residents"),
+    [(LLAMA, 1, 131072, 132, 8), (LLAMA, 16, 8192, 8, 8), (LLAMA, 128, 1024, 1, 8), (LLAMA, 1, 1024, 16, 1),
+     (OSS, 1, 131072, 132, 8), (OSS, 16, 1024, 8, 8), (OSS, 64, 1024, 1, 4)],
 )  # fmt: skip
-def test_the_measured_shapes_get_the_plan_that_was_measured(spec, batch, context, slices, bulk):
+def test_the_measured_shapes_get_the_plan_that_was_measured(spec, batch, context, slices, residents):
     plan = attn_decode.slice_plan(batch * spec.kv_heads, context, spec)
-    assert (plan["slices"], plan.get("bulk", False)) == (slices, bulk)
+    assert plan["stream"] and (plan["slices"], plan["residents"]) == (slices, residents)
+
+
+@pytest.mark.parametrize(
+    ("spec", "slices", "bulk"),
+    [(AttnSpec(64, 8, 64, window=128), 3, False), (AttnSpec(64, 8, 64, q_len=2), 8, True),
+     (AttnSpec(128, 8, 64), 8, True), (AttnSpec(32, 8, 128, kv="bf16"), 3, False),
+     (FusedAttnSpec(32, 8, 128), 8, True)],
+)  # fmt: skip
+def test_what_cannot_stream_keeps_its_plan(spec, slices, bulk):
+    plan = attn_decode.slice_plan(128, 8192, spec)
+    assert (plan["slices"], plan.get("bulk", False), "stream" in plan) == (slices, bulk, False)
+
+
+@given(st.integers(1, 2048), st.integers(1, 1 << 20), st.sampled_from([LLAMA, OSS, AttnSpec(8, 1, 256)]))
+def test_so_many_streaming_ctas_fit_a_multiprocessor_and_no_more(pairs, max_len, spec):
+    """Of 228 KiB, each CTA takes one for the system and one or two beside its buffers and what it holds."""
+    plan = attn_stream.stream_plan(pairs, max_len, spec)
+    held = re.search(r"held\[(\d+)\]", attn_stream.hold(plan, spec.head_dim))
+    kib = ((plan["stages"] - 1) * plan["block"] * 2 * spec.head_dim + int(held[1] if held else 0)) / 1024
+    assert pairs * plan["slices"] <= 8 * 132 or plan["slices"] == 1
+    assert spec.head_dim > 128 or plan["residents"] * (kib + 3) <= 228
+    assert plan["residents"] < 4 or (plan["residents"] + 1) * (kib + 2) > 228
 
 
 @pytest.mark.parametrize("batch", [1, 3, 64, 300])

@@ -34,7 +34,7 @@ def samples() -> set[str]:
 
 
 def texts() -> Iterator[bytes]:
-    yield Metrics(Dispatch(ListStore([]), GATEWAY, "s"), "m", "0").text()
+    yield Metrics(Dispatch(ListStore([]), GATEWAY, "s", "m"), "m", "0").text()
     yield coordinator_text([], Counts(), True, RedisTimes())
     for side in Ring().sides.values():
         yield _worker(side)

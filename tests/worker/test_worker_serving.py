@@ -156,6 +156,20 @@ def test_a_core_that_stands_still_is_unhealthy_until_it_turns_again(worker: Runn
     wait_until(lambda: worker.status_of("/ready") == (200, "ready"))
 
 
+async def test_a_core_that_stands_still_ends_the_streams_of_those_who_wait_for_it(model: str, tmp_path: Path) -> None:
+    async def body(gateway: Gateway) -> None:
+        await gateway.post(gateway.job("r", max_tokens=LONG))
+        await gateway.until(lambda: any(isinstance(event, Tokens) for event in gateway.events))
+        os.kill(worker.core_pid, signal.SIGSTOP)
+        await gateway.until(lambda: not gateway.is_open)
+        assert gateway.ends("r") == []
+
+    with running_worker(tmp_path, model, "--hang-timeout-s", "1") as worker:
+        wait_until(worker.core)
+        await connected(worker, body)
+        os.kill(worker.core_pid, signal.SIGCONT)
+
+
 async def test_when_the_core_is_killed_the_stream_ends_and_the_worker_says_why(mortal: RunningWorker) -> None:
     async def body(gateway: Gateway) -> None:
         await gateway.post(gateway.job("r", max_tokens=LONG))
