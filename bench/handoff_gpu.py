@@ -106,7 +106,9 @@ def raw_pool(device: str) -> DevicePages:
     if where.type == "cuda":
         torch.cuda.set_device(where)
     memory = allocate(LAYOUT.block_nbytes * (RAW_BLOCKS + 1), where)
-    return DevicePages(memory, LAYOUT, RAW_BLOCKS, catalog.registry(caps.detect(where.type)))
+    pool = DevicePages(memory, LAYOUT, RAW_BLOCKS, catalog.registry(caps.detect(where.type)))
+    pool.warm_up()
+    return pool
 
 
 def _source(device: str, pipe: Any) -> None:

@@ -12,7 +12,7 @@ from kv_transfer.device import RemotePool
 from kv_transfer.receiving import Landings
 from kv_transfer.sending import Key, SendQueue
 
-REHEARSAL_S = 0.001
+REHEARSAL_S = 0.005
 
 
 class Announcer:
@@ -111,7 +111,9 @@ class Puller:
         """
         start = time.perf_counter()
         self._fetch(pull)
-        self.busy_s += time.perf_counter() - start
+        now = time.perf_counter()
+        self.busy_s += now - start
+        self._next_rehearsal_s = now + REHEARSAL_S  # this was one
 
     def _fetch(self, pull: Pull) -> None:
         """Decide by the facts in the header whether this chunk may land."""

@@ -155,7 +155,7 @@ class _Builder:
 
 def _whole(num_blocks: int, page_nbytes: int) -> int:
     """At most so many that, with the spare one, a plane's pages end where a page of the GPU's memory does, and that a
-    copy's pitch allows. Pulled from planes that end elsewhere, 512 MiB came at 265 GB/s instead of 273 to 287 (two H200).
+    copy's pitch allows. Pulled from planes that end elsewhere, 512 MiB came at 265 GB/s, not at 273 to 287 (two H200).
     """
     num_pages = min(num_blocks + 1, MAX_PITCH_NBYTES // page_nbytes)
     step = _MEMORY_PAGE_NBYTES // math.gcd(_MEMORY_PAGE_NBYTES, page_nbytes)
