@@ -165,7 +165,7 @@ def serve(link: FrontLink, start: Start, spec: Spec, engine: Engine) -> None:
     roles = make_roles(WorkerSettings.model_validate({"role": Role.MIXED}), me, engine, node, ledger)
     core = StampedCore(me, engine, node, roles, ledger, link)
     core.stamps = stamps
-    layout, capacity = engine.layout.layout_id, engine.capacity_tokens
+    layout, capacity = engine.layout, engine.capacity_tokens
     link.send(CoreReady("random", layout, node.address, engine.max_model_len, capacity, engine.dtype))
     try:
         core.run()
