@@ -49,8 +49,8 @@ class Announcer:
         self._send(message)
         if isinstance(message, Pull):
             self.num_chunks += 1
-            self.nbytes += message.header.nbytes
-            self._on_sent(key, message.header.nbytes, time.perf_counter())
+            self.nbytes += message.nbytes
+            self._on_sent(key, message.nbytes, time.perf_counter())
 
     def end(self, key: Key) -> bool:
         """Drop the attempt. True: decode has been told of nothing and reads nothing."""
@@ -127,9 +127,9 @@ class Puller:
             self._land(pull, landing.pages(header))
 
     def _check_pages(self, pull: Pull) -> str | None:
-        expected = self._layout.num_blocks(pull.header.num_tokens)
+        expected = self._layout.num_blocks(pull.num_tokens)
         if len(pull.pages) != expected:
-            return f"{len(pull.pages)} pages for {pull.header.num_tokens} tokens"
+            return f"{len(pull.pages)} pages for {pull.num_tokens} tokens"
         if not 0 <= min(pull.pages) <= max(pull.pages) < self._remote.num_pages:
             return f"pages outside the peer's pool of {self._remote.num_pages}"
         return None
@@ -158,7 +158,7 @@ class Puller:
     def _copy(self, pull: Pull, into: list[BlockId]) -> str | None:
         """Why the bytes that are there now are not the chunk's, or None."""
         sums = self._remote.pull(pull.pages, into, self._checks)
-        if sums is not None and integrity.of_pages(pull.epoch, sums) != pull.header.checksum:
+        if sums is not None and integrity.of_pages(pull.epoch, sums) != pull.checksum:
             return "checksum differs"
         return None
 
