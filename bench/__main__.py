@@ -1,13 +1,19 @@
-"""All benchmarks that need no GPU, one after the other: python -m bench [NAME ...]"""
+"""All benchmarks that need no GPU, one after the other, or those that are named; `python -m bench.NAME --help` has the
+options of one.
+"""
 
+import argparse
 import subprocess
 import sys
 
 ALL = ("engine", "agreement", "pair_agreement", "transfer", "serving", "gateway", "structured", "soak")
 
 
-def main(names: list[str]) -> int:
+def main(arguments: list[str]) -> int:
     """Each in a process of its own, so that none inherits another's threads and caches. The first failure ends it."""
+    parser = argparse.ArgumentParser("python -m bench", description=__doc__)
+    parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(ALL))
+    names = parser.parse_args(arguments).names
     if unknown := [name for name in names if name not in ALL]:
         print(f"no benchmark is called {', '.join(unknown)}; there are {', '.join(ALL)}", file=sys.stderr)
         return 2

@@ -144,7 +144,7 @@ class Dispatch:
         return await self._store.place(request_id, epoch, ask.token_ids, ask.sampling.max_tokens, exclude, salt)
 
     async def _send(self, live: Live) -> None:
-        """To prefill and decode at once. A refusal before the first token is placed once more, without the refuser."""
+        """To prefill and decode at once."""
         ask, route, workers = live.answer.ask, live.route, live.workers
         left_s = max(live.deadline_s - time.monotonic(), 0.001)
         head = (route, self._gateway_id, ask.token_ids, ask.sampling, left_s)
@@ -153,15 +153,18 @@ class Dispatch:
         refusals = {ref.worker_id: error for ref, error in zip(workers, sent, strict=True) if error is not None}
         if live.end is not None:  # its cancels travelled by themselves, and may have overtaken the jobs
             self._send_cancels(workers, Cancel(live.request_id, route.epoch, "ended before it began"))
-        elif refusals:
-            await self._refused(live, refusals)
+        elif refusals and live.route is route and not live.is_moving:
+            await self._place_again(live, refusals)
 
-    async def _refused(self, live: Live, refusals: Mapping[WorkerId, BaseException]) -> None:
+    async def _place_again(self, live: Live, refusals: Mapping[WorkerId, BaseException]) -> None:
+        """Once, without those who refused it or were lost, and only before the first token."""
+        if live.end is not None:
+            return None
         error = next(iter(refusals.values()))
         if not isinstance(error, TandemError):
             self._fail(live, Unavailable("the job could not be sent"))
             raise error
-        if live.answer.sequencer.next_index or live.num_attempts >= MAX_ATTEMPTS:
+        if live.answer.sequencer.has_begun or live.num_attempts >= MAX_ATTEMPTS:
             return self._fail(live, error)
         live.num_attempts += 1
         live.refusers += refusals
@@ -229,15 +232,15 @@ class Dispatch:
         for live in lost:
             if live.may_go_on_without(worker_id):
                 asyncio.get_running_loop().call_later(COMMIT_GRACE_S, self._fail_undecoded, live)
+            elif live.answer.sequencer.has_begun:
+                self._fail(live, _lost())
             else:
-                self._fail_lost(live)
+                live.is_moving = True  # already: other losses and refusals of this attempt no longer count
+                self._spawn(self._place_again(live, {worker_id: _lost()}))
 
     def _fail_undecoded(self, live: Live) -> None:
-        if live.decoder is None and live.end is None:
-            self._fail_lost(live)
-
-    def _fail_lost(self, live: Live) -> None:
-        self._fail(live, Unavailable("a worker of this request was lost; send it again"))
+        if live.decoder is None:
+            self._fail(live, _lost())
 
     def _fail(self, live: Live, error: TandemError) -> None:
         piece = live.answer.fail(error.code, str(error))
@@ -286,3 +289,7 @@ class Dispatch:
         task = asyncio.get_running_loop().create_task(coroutine)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+
+def _lost() -> Unavailable:
+    return Unavailable("a worker of this request was lost; send it again")

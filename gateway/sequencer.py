@@ -47,9 +47,14 @@ class Sequencer:
                 self.ended = True
                 return [event]
 
+    @property
+    def has_begun(self) -> bool:
+        """Something of the answer may have been shown."""
+        return self._prefilled or self.next_index > 0
+
     def restart(self, epoch: Epoch) -> None:
         """A new attempt, before any token of the old one was accepted. Raises ValueError after that."""
-        if self.next_index or self.ended or epoch <= self.epoch:
+        if self.has_begun or self.ended or epoch <= self.epoch:
             raise ValueError(f"epoch {epoch} after {self.epoch} with {self.next_index} tokens accepted")
         self.epoch, self._finish, self._prefilled, self.next_prompt_index = epoch, None, False, 1
         self._early.clear()

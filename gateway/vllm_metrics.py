@@ -18,10 +18,13 @@ COUNTERS = {
     "prompt_tokens_cached": "prompt tokens that a prefix cache had",
     "prefix_cache_queries": "prompt tokens looked up in a prefix cache",
     "prefix_cache_hits": "prompt tokens found there",
+    "gpu_prefix_cache_queries": "the same under its old name",
+    "gpu_prefix_cache_hits": "the same under its old name",
 }
 TIMES = {
     "time_to_first_token_seconds": "from the request to its first token",
     "inter_token_latency_seconds": "between two tokens of an answer",
+    "time_per_output_token_seconds": "the same under its old name",
     "request_time_per_output_token_seconds": "mean of an answer's gaps",
     "e2e_request_latency_seconds": "from the request to its end",
     "request_queue_time_seconds": "waiting for prefill, as its worker tells",
@@ -55,13 +58,8 @@ class VllmMetrics:
 
     def count(self, answers: Sequence[Answer], usage: Usage, started_s: float, now: float, is_error: bool) -> None:
         """A request that has ended, by whatever end. Times are of the monotonic clock."""
-        counts = (
-            usage.prompt_tokens,
-            usage.completion_tokens,
-            usage.cached_tokens,
-            usage.prompt_tokens,
-            usage.cached_tokens,
-        )
+        prefix_cache = (usage.prompt_tokens, usage.cached_tokens)
+        counts = (usage.prompt_tokens, usage.completion_tokens, usage.cached_tokens, *prefix_cache, *prefix_cache)
         for counter, value in zip(self._counters.values(), counts, strict=True):
             counter.inc(value)
         for answer in answers:
@@ -85,6 +83,7 @@ def _observed(answers: Sequence[Answer], usage: Usage, started_s: float, now: fl
     return {
         "time_to_first_token_seconds": [min(answer.first_s or 0.0 for answer in begun) - started_s] if begun else [],
         "inter_token_latency_seconds": [gap for answer in begun for gap in answer.gaps_s],
+        "time_per_output_token_seconds": [gap for answer in begun for gap in answer.gaps_s],
         "request_time_per_output_token_seconds": [sum(a.gaps_s) / len(a.gaps_s) for a in begun if a.gaps_s],
         "e2e_request_latency_seconds": [now - started_s],
         "request_queue_time_seconds": _told(begun, "prefill_queue"),

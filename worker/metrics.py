@@ -50,12 +50,13 @@ def _counter(name: str, words: str, value: float) -> CounterMetricFamily:
 def _vllm(info: NodeInfo, status: CoreStatus) -> Iterator[Metric]:
     """The names of vLLM's dashboards for what only a worker knows; the gateway has the others."""
     labels, own = ["model_name", "engine"], [info.model, info.worker_id]
-    used = GaugeMetricFamily("vllm:kv_cache_usage_perc", "of the KV cache, held by requests: 0 to 1", labels=labels)
-    if capacity := status.gauges.get("capacity_tokens"):
-        used.add_metric(own, 1 - status.gauges["free_tokens"] / capacity)
+    for name in ("kv_cache_usage_perc", "gpu_cache_usage_perc"):  # today's name, and the one of older dashboards
+        used = GaugeMetricFamily(f"vllm:{name}", "of the KV cache, held by requests: 0 to 1", labels=labels)
+        if capacity := status.gauges.get("capacity_tokens"):
+            used.add_metric(own, 1 - status.gauges["free_tokens"] / capacity)
+        yield used
     preempted = CounterMetricFamily("vllm:num_preemptions", "answers that gave their pages up", labels=labels)
     preempted.add_metric(own, status.counters.get("preemptions", 0.0))
-    yield used
     yield preempted
 
 

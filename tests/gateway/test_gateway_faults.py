@@ -137,6 +137,27 @@ async def test_the_deadline_answers_504(checkpoint):
         await rig.until(rig.is_idle)
 
 
+@pytest.mark.parametrize("lost", ["m0", "m1"])
+async def test_before_the_first_token_a_request_outlives_a_worker(checkpoint, monkeypatch, lost):
+    """m0 takes the job and says nothing; then it dies, or m1, which has nothing to do with it."""
+    workers = [FakeWorker(WorkerId(name), Role.MIXED, SECRET) for name in ("m0", "m1")]
+    monkeypatch.setattr(workers[0], "_answer", lambda job: asyncio.sleep(60))
+    async with gateway(checkpoint, workers) as rig, httpx.AsyncClient(timeout=10) as client:
+        asking = asyncio.create_task(client.post(f"{rig.url}/v1/completions", json=ASK | {"max_tokens": 3}))
+        await rig.until(lambda: workers[0].jobs)
+        dying = next(worker for worker in workers if worker.worker_id == lost)
+        dying.break_streams()
+        await rig.until(lambda: asking.done() if lost == "m0" else rig.front.dispatch.workers.troubles)
+        if lost == "m0":
+            assert (await asking).status_code == 200
+            assert [epoch for _, epoch in rig.store.placed] == [1, 2]
+            assert [job.route.epoch for job in workers[1].jobs] == [2]
+        else:
+            assert not asking.done()
+            asking.cancel()
+            assert [epoch for _, epoch in rig.store.placed] == [1]
+
+
 async def test_without_a_decode_worker_it_is_not_ready(checkpoint):
     workers = pair()
     async with gateway(checkpoint, workers) as rig, httpx.AsyncClient() as client:

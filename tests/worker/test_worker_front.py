@@ -148,4 +148,5 @@ async def test_metrics_have_the_names_of_vllm_for_what_only_a_worker_knows(state
     state.on_status(status)
     text = (await client.get("/metrics")).text
     assert 'vllm:kv_cache_usage_perc{engine="w",model_name="m"} 0.75' in text
+    assert 'vllm:gpu_cache_usage_perc{engine="w",model_name="m"} 0.75' in text
     assert 'vllm:num_preemptions_total{engine="w",model_name="m"} 3.0' in text
