@@ -45,7 +45,7 @@ NVLINK_RATE = 450e9
 LAYOUT = KVLayout(
     model="raw", num_layers=32, num_kv_heads=8, head_dim=128, block_size=64, dtype="float8_e4m3fn", scales="none"
 )
-RAW_BLOCKS = 2048
+RAW_BLOCKS = 2047
 _log = logging.getLogger(__name__)
 
 
@@ -106,7 +106,9 @@ def raw_pool(device: str) -> DevicePages:
     if where.type == "cuda":
         torch.cuda.set_device(where)
     memory = allocate(LAYOUT.block_nbytes * (RAW_BLOCKS + 1), where)
-    return DevicePages(memory, LAYOUT, RAW_BLOCKS, catalog.registry(caps.detect(where.type)))
+    pool = DevicePages(memory, LAYOUT, RAW_BLOCKS, catalog.registry(caps.detect(where.type)))
+    pool.warm_up()
+    return pool
 
 
 def _source(device: str, pipe: Any) -> None:

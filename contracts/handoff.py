@@ -72,23 +72,34 @@ class ChunkHeader(msgspec.Struct, frozen=True, tag="chunk"):
 
 
 class Pull(msgspec.Struct, frozen=True, tag="pull"):
-    """The chunk's pages in prefill's pool, in token order, for decode's copy engine to read.
+    """A ChunkHeader, and the chunk's pages in prefill's pool, in token order, for decode's copy engine to read.
 
-    They stay as they are until Commit, or AbortAck, or until decode's process is gone.
-
-    Its header's `checksum` is over the checksums of the pages, `[pages, num_planes]`, seeded with the epoch.
+    They stay as they are until Commit, or AbortAck, or until decode's process is gone. `checksum` is over the checksums
+    of the pages, `[pages, num_planes]`, seeded with the epoch.
     """
 
-    header: ChunkHeader
+    request_id: RequestId
+    epoch: Epoch
+    index: int
+    first_token: int
+    num_tokens: int
+    layout_id: str
+    nbytes: int
+    checksum: int
     pages: list[BlockId]
 
     @property
-    def request_id(self) -> RequestId:
-        return self.header.request_id
-
-    @property
-    def epoch(self) -> Epoch:
-        return self.header.epoch
+    def header(self) -> ChunkHeader:
+        return ChunkHeader(
+            self.request_id,
+            self.epoch,
+            self.index,
+            self.first_token,
+            self.num_tokens,
+            self.layout_id,
+            self.nbytes,
+            self.checksum,
+        )
 
 
 class Fin(msgspec.Struct, frozen=True, tag="fin"):

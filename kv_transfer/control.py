@@ -21,13 +21,22 @@ HEARTBEAT = (0).to_bytes(codec.HEADER_NBYTES, "little")
 class ControlConnection:
     """`run` serves it in the caller's thread until it ends; `send` and `stop` may come from any thread and never block.
 
-    An empty frame every `heartbeat_s` is the heartbeat; silence for `silence_s` is the end.
+    An empty frame every `heartbeat_s` is the heartbeat; silence for `silence_s` is the end. While `is_eager()` it does
+    not sleep: waking up costs a fifth of a millisecond.
     """
 
-    def __init__(self, sock: socket.socket, heartbeat_s: float, silence_s: float, max_frame_nbytes: int) -> None:
+    def __init__(
+        self,
+        sock: socket.socket,
+        heartbeat_s: float,
+        silence_s: float,
+        max_frame_nbytes: int,
+        is_eager: Callable[[], bool] = lambda: False,
+    ) -> None:
         sock.setblocking(False)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._sock, self._heartbeat_s, self._silence_s = sock, heartbeat_s, silence_s
+        self._is_eager = is_eager
         self._reader = codec.FrameReader(max_frame_nbytes)
         self._lock = threading.Lock()
         self._unsent = bytearray()
@@ -74,7 +83,7 @@ class ControlConnection:
         poller = select.poll()
         poller.register(self._wake, select.POLLIN)
         poller.register(self._sock, select.POLLIN | (select.POLLOUT if self._unsent else 0))
-        ready = dict(poller.poll(timeout_s * 1000 + 1))
+        ready = dict(poller.poll(0 if self._is_eager() else timeout_s * 1000 + 1))
         if self._wake in ready:
             os.eventfd_read(self._wake)
         if self._unsent:

@@ -38,6 +38,10 @@ class RemotePool(Protocol):
         """
         ...
 
+    def rehearse(self) -> None:
+        """Do what a pull does, with pages that belong to nobody. Raises TransferError."""
+        ...
+
     def close(self) -> None:
         """On return nothing reads the peer's memory, and it is unmapped. Idempotent."""
         ...

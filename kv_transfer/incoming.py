@@ -78,6 +78,12 @@ class IncomingLink(Link):
         )
         self._serve(wire.sock, theirs, channel, receiver)
 
+    def _is_eager(self) -> bool:
+        if self._puller is None or not self.landings.is_alone:
+            return False
+        self._puller.stay_awake()
+        return True
+
     def _on_message(self, message: HandoffMessage) -> None:
         """A chunk to fetch is no news to the owner: that it has landed is."""
         if not isinstance(message, Pull):

@@ -178,6 +178,10 @@ class Link(ABC):
         """Of finished handoffs; 0.0 while unknown."""
         return 0.0
 
+    def _is_eager(self) -> bool:
+        """Whether the next message is worth a processor that waits for it."""
+        return False
+
     @abstractmethod
     def _note(self, message: HandoffMessage) -> None:
         """Draw the consequences of a message before the owner hears of it."""
@@ -217,7 +221,7 @@ class Link(ABC):
     def _go_up(self, sock: socket.socket, theirs: Terms) -> None:
         settings = self.parts.settings
         limit = FRAME_MAX_NBYTES + GRANT_PAGE_NBYTES * theirs.num_blocks
-        control = ControlConnection(sock, settings.heartbeat_s, settings.silence_s, limit)
+        control = ControlConnection(sock, settings.heartbeat_s, settings.silence_s, limit, self._is_eager)
         with self._lock:
             if self._failure is not None:
                 control.stop(self._failure[0])

@@ -12,6 +12,8 @@ from kv_transfer.device import RemotePool
 from kv_transfer.receiving import Landings
 from kv_transfer.sending import Key, SendQueue
 
+REHEARSAL_S = 0.005
+
 
 class Announcer:
     """Prefill's end. What is computed is told at once, in the caller's thread: a message takes microseconds, waking a
@@ -47,8 +49,8 @@ class Announcer:
         self._send(message)
         if isinstance(message, Pull):
             self.num_chunks += 1
-            self.nbytes += message.header.nbytes
-            self._on_sent(key, message.header.nbytes, time.perf_counter())
+            self.nbytes += message.nbytes
+            self._on_sent(key, message.nbytes, time.perf_counter())
 
     def end(self, key: Key) -> bool:
         """Drop the attempt. True: decode has been told of nothing and reads nothing."""
@@ -85,6 +87,7 @@ class Puller:
         self._landings, self._layout, self._remote, self._checks = landings, layout, remote, checks
         self._commit, self._on_landed, self._on_bad, self._on_drained = commit, on_landed, on_bad, on_drained
         self._stopped = threading.Event()
+        self._next_rehearsal_s = 0.0
         self.nbytes = self.num_chunks = self.num_bad = self.num_stale = 0
         self.busy_s = 0.0
 
@@ -94,6 +97,13 @@ class Puller:
     def stop(self) -> None:
         self._stopped.set()
 
+    def stay_awake(self) -> None:
+        """Pull nothing, now and then: a processor that slept takes twice as long for what is in none of its caches."""
+        now = time.perf_counter()
+        if now >= self._next_rehearsal_s:
+            self._remote.rehearse()
+            self._next_rehearsal_s = time.perf_counter() + REHEARSAL_S
+
     def put(self, pull: Pull) -> None:
         """Returns when the chunk is there, a millisecond or two later.
 
@@ -101,7 +111,9 @@ class Puller:
         """
         start = time.perf_counter()
         self._fetch(pull)
-        self.busy_s += time.perf_counter() - start
+        now = time.perf_counter()
+        self.busy_s += now - start
+        self._next_rehearsal_s = now + REHEARSAL_S  # this was one
 
     def _fetch(self, pull: Pull) -> None:
         """Decide by the facts in the header whether this chunk may land."""
@@ -115,9 +127,9 @@ class Puller:
             self._land(pull, landing.pages(header))
 
     def _check_pages(self, pull: Pull) -> str | None:
-        expected = self._layout.num_blocks(pull.header.num_tokens)
+        expected = self._layout.num_blocks(pull.num_tokens)
         if len(pull.pages) != expected:
-            return f"{len(pull.pages)} pages for {pull.header.num_tokens} tokens"
+            return f"{len(pull.pages)} pages for {pull.num_tokens} tokens"
         if not 0 <= min(pull.pages) <= max(pull.pages) < self._remote.num_pages:
             return f"pages outside the peer's pool of {self._remote.num_pages}"
         return None
@@ -146,7 +158,7 @@ class Puller:
     def _copy(self, pull: Pull, into: list[BlockId]) -> str | None:
         """Why the bytes that are there now are not the chunk's, or None."""
         sums = self._remote.pull(pull.pages, into, self._checks)
-        if sums is not None and integrity.of_pages(pull.epoch, sums) != pull.header.checksum:
+        if sums is not None and integrity.of_pages(pull.epoch, sums) != pull.checksum:
             return "checksum differs"
         return None
 

@@ -18,6 +18,8 @@ from kv_transfer.piece import Piece, read_meta
 from kv_transfer.sending import Key
 from kv_transfer.transports.base import Inbound, Slot
 
+ALONE_S = 0.25
+
 
 class Landings:
     """Offers and grants of one link. Any thread grants or ends; one thread lands."""
@@ -28,6 +30,7 @@ class Landings:
         self._landings: dict[Key, Landing] = {}
         self._fins: dict[Key, Fin] = {}
         self._committed: set[Key] = set()
+        self._alone_until = 0.0
         self._writing: Key | None = None
         self._draining: Key | None = None
         self._lock = threading.Lock()
@@ -55,6 +58,7 @@ class Landings:
             if taken.intersection(grant.pages):
                 raise ValueError(f"a page granted to {grant.request_id} is landing for another attempt")
             self._landings[key] = landing
+            self._alone_until = time.monotonic() + ALONE_S
             return True
 
     def find(self, key: Key) -> Landing | None:
@@ -76,6 +80,11 @@ class Landings:
             if landing := self._landings.get(key):
                 landing.landed(header)
             return self._commit(key)
+
+    @property
+    def is_alone(self) -> bool:
+        """One handoff is under way, since a moment: nothing else keeps this process awake."""
+        return len(self._landings) == 1 and time.monotonic() < self._alone_until
 
     def is_committed(self, key: Key) -> bool:
         """It was said already."""

@@ -12,8 +12,9 @@ from torch import Tensor
 from contracts.errors import ConfigError
 from contracts.ids import BlockId
 from contracts.layout import KVLayout
+from engine.cuda.checksums import Checksums
 from engine.cuda.memory import allocate
-from engine.cuda.pages import Checksums, DevicePages
+from engine.cuda.pages import DevicePages
 from kernels.registry import Registry
 
 

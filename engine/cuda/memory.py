@@ -145,6 +145,20 @@ class CudaMapping:
             self._pointer = None
 
 
+def copy_async(target: Tensor, source: Tensor, nbytes: int, stream: int) -> None:
+    """The first bytes of one to the other; the host's of the two is page-locked. As few instructions as will do."""
+    status = _locked_runtime().cudaMemcpyAsync(target.data_ptr(), source.data_ptr(), nbytes, _ANY_DIRECTION, stream)
+    if status:
+        raise TransferError(f"checksums can't be copied: {_words(status)}")
+
+
+def synchronize(stream: int) -> None:
+    """Wait, without the interpreter's lock, for all that the stream holds. Raises TransferError if something failed."""
+    status = _runtime().cudaStreamSynchronize(stream)
+    if status:
+        raise TransferError(f"the GPU failed: {_words(status)}")
+
+
 class HostMemory:
     """The twin: a memfd that the peer finds under this process's descriptors."""
 
@@ -216,6 +230,8 @@ def _typed(library: Any) -> Any:
     library.cudaIpcGetMemHandle.argtypes = (pointer, pointer)
     library.cudaIpcOpenMemHandle.argtypes = (ctypes.POINTER(pointer), _Handle, ctypes.c_uint)
     library.cudaMemcpy2DAsync.argtypes = (pointer, size, pointer, size, size, size, ctypes.c_int, pointer)
+    library.cudaMemcpyAsync.argtypes = (pointer, pointer, size, ctypes.c_int, pointer)
+    library.cudaStreamSynchronize.argtypes = (pointer,)
     library.cudaGetErrorString.restype = ctypes.c_char_p
     return library
 

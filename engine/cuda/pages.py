@@ -4,9 +4,11 @@ Two streams meet here. A chunk's checksums are launched behind the chunk on the 
 stream of the transfer's, and are complete when `pull` returns.
 """
 
+import threading
 import time
 from collections.abc import Sequence as SequenceOf
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 
 import msgspec
 import numpy as np
@@ -15,12 +17,12 @@ from torch import Tensor
 
 from contracts.errors import TransferError
 from contracts.layout import KVLayout
-from engine.cuda.memory import Grid, Memory, attach
-from kernels.reference.move import STRIDE
+from engine.cuda.checksums import Checksums, Verifier
+from engine.cuda.memory import Grid, Memory, attach, synchronize
 from kernels.registry import Registry
 from kernels.specs import MoveSpec
 
-_NUM_PROBES, _MANY_PAGES = 16, 128
+_NUM_PROBES = 16
 
 
 class Sharing(msgspec.Struct, frozen=True):
@@ -31,43 +33,6 @@ class Sharing(msgspec.Struct, frozen=True):
     num_planes: int
     num_pages: int
     page_nbytes: int
-
-
-class Checksums:
-    """`[pages, planes]` on their way to the host. The buffers are of the pages' device and of the host."""
-
-    def __init__(self, pool: "DevicePages", max_pages: int) -> None:
-        device, units = pool.device, max_pages * pool.num_planes
-        self._pool, self._num_pages, self.max_pages = pool, 0, max_pages
-        self._pages, self._pages_host = (
-            torch.empty(max_pages, dtype=torch.int32, device=device),
-            _pinned(max_pages, device),
-        )
-        self._sums, self._sums_host = torch.empty(units, dtype=torch.int32, device=device), _pinned(units, device)
-        self._done = torch.cuda.Event() if device.type == "cuda" else None
-
-    @torch.inference_mode()
-    def launch(self, pages: SequenceOf[int]) -> None:
-        """On the current stream, behind what writes these pages."""
-        self._num_pages = count = len(pages)
-        units = count * self._pool.num_planes
-        self._pages_host.numpy()[:count] = pages
-        self._pages[:count].copy_(self._pages_host[:count], non_blocking=True)
-        self._pool.sum(self._pages[:count], self._sums[:units])
-        self._sums_host[:units].copy_(self._sums[:units], non_blocking=True)
-        if self._done is not None:
-            self._done.record()
-
-    def wait(self) -> np.ndarray:
-        """Each of its page alone: the operation counts the units of a launch into them, which is taken out again."""
-        if self._done is not None:
-            self._done.synchronize()
-        sums = self._sums_host.numpy()[: self._num_pages * self._pool.num_planes].view(np.uint32)
-        return (sums ^ np.arange(len(sums), dtype=np.uint32) * np.uint32(STRIDE)).reshape(self._num_pages, -1)
-
-
-def _pinned(count: int, device: torch.device) -> Tensor:
-    return torch.empty(count, dtype=torch.int32, pin_memory=device.type == "cuda")
 
 
 class DevicePages:
@@ -83,7 +48,10 @@ class DevicePages:
         self.checks = True
         self._staging = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
         self._planes = memory.tensor.view(self.num_planes, num_blocks + 1, self.page_nbytes)
-        self._sum = registry.get("kv_sums", MoveSpec(self.num_planes, self.page_nbytes, checksum=True))
+        spec = MoveSpec(self.num_planes, self.page_nbytes, checksum=True)
+        self._sum = partial(registry.get("kv_sums", spec), self._planes)
+        self._is_kernel = registry.resolve("kv_sums", spec).impl.name == "triton"
+        self.verifier = Verifier(self._sum, self.num_planes, num_blocks, self.device)
 
     @property
     def kind(self) -> str:
@@ -110,18 +78,16 @@ class DevicePages:
 
     def checksums(self, pages: SequenceOf[int]) -> Checksums:
         """Launched on the current stream, behind what writes these pages."""
-        sums = Checksums(self, len(pages))
+        sums = Checksums(self._sum, self.num_planes, len(pages), self.device)
         sums.launch(pages)
         return sums
-
-    def sum(self, pages: Tensor, sums: Tensor) -> None:
-        """The operation itself: `pages` int32 on the device, `sums` `[pages * planes]`."""
-        self._sum(self._planes, pages, sums)
 
     def warm_up(self) -> None:
         """Compile what there is for numbers of units that are multiples of 16 and that are not."""
         for count in (1, 4, 16):
             self.checksums(range(min(count, self.num_blocks))).wait()
+        if self._is_kernel:
+            self.verifier.capture()
 
     @torch.inference_mode()
     def gather(self, rows: np.ndarray, out: np.ndarray) -> None:
@@ -148,18 +114,45 @@ class DevicePages:
 
 
 class RemotePages:
-    """A peer's pool, mapped here. One thread pulls."""
+    """A peer's pool, mapped here. One thread pulls at a time."""
 
     def __init__(self, ours: DevicePages, sharing: Sharing) -> None:
         self._grid = Grid(sharing.page_nbytes, sharing.num_planes, sharing.page_nbytes * sharing.num_pages)
         if (self._grid.width, self._grid.height) != (ours.grid.width, ours.grid.height):
             raise TransferError(f"the peer's pages are {self._grid}, ours {ours.grid}")
         self._ours, self.num_pages = ours, sharing.num_pages
-        self._stream = torch.cuda.Stream(ours.device) if ours.device.type == "cuda" else None
-        self._sums = Checksums(ours, _MANY_PAGES)
+        # Of high priority: the checksums come before what decode has launched.
+        self._stream = torch.cuda.Stream(ours.device, priority=-1) if ours.device.type == "cuda" else None
+        self._thread = 0
         self._mapping = attach(sharing.memory, ours.device)
         where = "on one GPU" if sharing.device == _name(ours.device) else "between two GPUs"
         self.detail = f"pulled {where}, {self._probe() / 1e9:.0f} GB/s"
+
+    def pull(self, pages: SequenceOf[int], into: SequenceOf[int], checks: bool) -> np.ndarray | None:
+        """Copy the peer's `pages` to `into`; they are there on return. Returns their checksums if `checks`.
+
+        The calling thread keeps this pool's stream as its own. Raises TransferError.
+        """
+        ours = self._ours
+        if self._stream is not None and self._thread != threading.get_ident():
+            torch.cuda.set_stream(self._stream)
+            self._thread = threading.get_ident()
+        self._mapping.copy_pages(self._grid, pages, ours.memory.tensor, ours.grid, into)
+        if checks:
+            return ours.verifier.sums(into)
+        if self._stream is not None:
+            synchronize(self._stream.cuda_stream)
+        return None
+
+    def rehearse(self) -> None:
+        """Pull what belongs to nobody: the next pull finds the caches as it needs them."""
+        self.pull([self.num_pages - 1], [self._ours.num_blocks], True)
+
+    def close(self) -> None:
+        """Waits for what was launched. Idempotent."""
+        if self._stream is not None:
+            self._stream.synchronize()
+        self._mapping.close()
 
     def _probe(self) -> float:
         """Bytes a second of the way that is really taken, between the pages that belong to nobody. Opens it, too."""
@@ -168,33 +161,9 @@ class RemotePages:
         took_s = []
         for _ in range(4):  # the first one pays for what is opened
             begin = time.perf_counter()
-            self.pull(spare, into, True)
+            self.pull(spare, into, False)
             took_s.append(time.perf_counter() - begin)
         return _NUM_PROBES * self._grid.width * self._grid.height / min(took_s)
-
-    @torch.inference_mode()
-    def pull(self, pages: SequenceOf[int], into: SequenceOf[int], checks: bool) -> np.ndarray | None:
-        """Copy the peer's `pages` to `into`; they are there on return. Returns their checksums if `checks`.
-
-        Raises TransferError.
-        """
-        ours = self._ours
-        with torch.cuda.stream(self._stream) if self._stream is not None else nullcontext():
-            self._mapping.copy_pages(self._grid, pages, ours.memory.tensor, ours.grid, into)
-            if checks:
-                if len(into) > self._sums.max_pages:
-                    self._sums = Checksums(ours, len(into))
-                self._sums.launch(into)
-                return self._sums.wait()
-            if self._stream is not None:
-                self._stream.synchronize()
-        return None
-
-    def close(self) -> None:
-        """Waits for what was launched. Idempotent."""
-        if self._stream is not None:
-            self._stream.synchronize()
-        self._mapping.close()
 
 
 def _name(device: torch.device) -> str:

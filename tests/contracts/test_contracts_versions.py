@@ -16,6 +16,7 @@ FIELDS = {
     "wait": ("request_id", "epoch", "reason"),
     "refuse": ("request_id", "epoch", "code", "reason"),
     "chunk": ("request_id", "epoch", "index", "first_token", "num_tokens", "layout_id", "nbytes", "checksum"),
+    "pull": ("request_id", "epoch", "index", "first_token", "num_tokens", "layout_id", "nbytes", "checksum", "pages"),
     "fin": ("request_id", "epoch", "num_chunks", "first", "cached_tokens"),
     "commit": ("request_id", "epoch", "num_chunks", "nbytes"),
     "abort": ("request_id", "epoch", "code", "reason"),

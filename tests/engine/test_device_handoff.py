@@ -12,6 +12,7 @@ from driving import drain, greedy, random_prompts, request, tokens_of
 from tiny_models import VOCAB, save_tiny
 
 from contracts.errors import OutOfBlocks, TransferError
+from engine.cuda.load import _whole
 from engine.engine import Engine
 
 PROMPTS = random_prompts(VOCAB, (5, 64, 130, 200))
@@ -106,3 +107,21 @@ def test_blocks_of_a_batch_in_flight_are_given_to_nobody(folder):
     drain(engine)
     assert engine.stats().free_tokens == engine.capacity_tokens
     engine.check()
+
+
+def test_a_rehearsal_touches_what_belongs_to_nobody(folder):
+    source, target = (device_engine(folder).transfer_pool for _ in range(2))
+    remote, blocks = target.attach(source.share()), range(target.num_blocks)
+    before = target.checksums(blocks).wait().copy()
+    remote.rehearse()
+    assert np.array_equal(target.checksums(blocks).wait(), before)
+    remote.close()
+
+
+@pytest.mark.parametrize(
+    ("wanted", "page_nbytes", "got"),
+    [(100, 65536, 100), (2048, 65536, 2047), (8192, 65536, 8191), (1 << 20, 65536, 32735)],
+)
+def test_planes_end_with_a_page_of_the_devices_memory(wanted, page_nbytes, got):
+    assert _whole(wanted, page_nbytes) == got
+    assert (got + 1) * page_nbytes < 1 << 31

@@ -50,7 +50,7 @@ def test_a_hub_id_that_is_not_in_the_cache_is_one_line_and_a_code_in_the_shell(t
 @pytest.mark.parametrize(
     ("name", "value", "allowed"),
     [
-        ("transfer", "bogus", "'auto', 'ucx', 'shm' or 'tcp'"),
+        ("transfer", "bogus", "'auto', 'nvlink', 'ucx', 'shm' or 'tcp'"),
         ("dtype", "float31", f"{', '.join(map(repr, DTYPES[:-1]))} or {DTYPES[-1]!r}"),
         ("port", "65536", "less than or equal to 65535"),
         ("port", "http", "a valid integer"),
