@@ -112,7 +112,7 @@ def test_a_request_that_fails_fails_alone(engine, prompts):
     ("changes", "words"),
     [
         ({"dtype": "float17"}, "dtype 'float17' is not supported; supported are auto, float32"),
-        ({"device": "tpu"}, "device 'tpu' is not supported; supported are auto, cpu, cuda),
+        ({"device": "tpu"}, "device 'tpu' is not supported; supported are auto, cpu, cuda and cuda:N"),
         ({"max_model_len": 9000}, "max_model_len is 9000; SmolLM2-135M-Instruct was trained for 8192"),
         ({"max_model_len": 8000, "kv_cache_nbytes": 64 << 20}, "the KV cache holds 1456 tokens: raise kv_cache_nbytes"),
         ({"block_size": 24}, "block_size is 24; it must be a power of 2 up to 64"),
