@@ -88,18 +88,13 @@ class Pull(msgspec.Struct, frozen=True, tag="pull"):
     checksum: int
     pages: list[BlockId]
 
+    @classmethod
+    def of(cls, header: ChunkHeader, pages: list[BlockId]) -> "Pull":
+        return cls(**msgspec.structs.asdict(header), pages=pages)
+
     @property
     def header(self) -> ChunkHeader:
-        return ChunkHeader(
-            self.request_id,
-            self.epoch,
-            self.index,
-            self.first_token,
-            self.num_tokens,
-            self.layout_id,
-            self.nbytes,
-            self.checksum,
-        )
+        return ChunkHeader(**{name: getattr(self, name) for name in ChunkHeader.__struct_fields__})
 
 
 class Fin(msgspec.Struct, frozen=True, tag="fin"):

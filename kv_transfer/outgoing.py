@@ -5,8 +5,6 @@ import threading
 import time
 from collections.abc import Sequence
 
-import msgspec
-
 from contracts.errors import PeerLost
 from contracts.handoff import (
     Abort,
@@ -53,7 +51,7 @@ class OutgoingLink(Link):
     def send_chunk(self, header: ChunkHeader, pages: Sequence[BlockId]) -> None:
         """Dropped if its attempt is over."""
         if self._announcer is not None:
-            self._announcer.put(Pull(*msgspec.structs.astuple(header), list(pages)))
+            self._announcer.put(Pull.of(header, list(pages)))
         else:
             pool = self.parts.pool
             self.queue.put(ChunkJob(header, plan.row_ids(pages, pool.num_planes, pool.num_blocks)))

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 
-import msgspec
 import numpy as np
 import pytest
 
@@ -33,7 +32,7 @@ def say(prefill: Peer, decode: Peer, **changes: object) -> None:
     header = ChunkHeader(RequestId("r"), Epoch(1), nbytes=2 * LAYOUT.block_nbytes, checksum=checksum, **facts)  # type: ignore[arg-type]
     link = prefill.node._find_outgoing(decode.name)
     assert link is not None
-    link.send(Pull(*msgspec.structs.astuple(header), pages))  # type: ignore[arg-type]
+    link.send(Pull.of(header, pages))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,5 @@
 """When decode commits what it has fetched, and when its thread stays awake. No sockets, no device."""
 
-import msgspec
 import pytest
 
 from contracts.events import Token
@@ -40,7 +39,7 @@ def header(index: int) -> ChunkHeader:
 
 
 def pull(index: int) -> Pull:
-    return Pull(*msgspec.structs.astuple(header(index)), [BlockId(10 + index)])
+    return Pull.of(header(index), [BlockId(10 + index)])
 
 
 class Decode:
