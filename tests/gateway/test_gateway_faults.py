@@ -63,7 +63,7 @@ async def test_an_answer_outlives_the_prefill_worker_that_began_it(checkpoint):
 
 
 async def test_after_token_0_decode_is_given_time_to_tell_what_it_has(checkpoint, monkeypatch):
-    monkeypatch.setattr("gateway.dispatch.COMMIT_GRACE_S", 0.3)
+    monkeypatch.setattr("gateway.dispatch.COMMIT_GRACE_S", 1.5)
     async with gateway(checkpoint, pair(period_s=30.0)) as rig, httpx.AsyncClient(timeout=10) as client:
         async with client.stream("POST", f"{rig.url}/v1/completions", json=ASK | {"stream": True}) as reply:
             lines = reply.aiter_lines()

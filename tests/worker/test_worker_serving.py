@@ -164,7 +164,7 @@ async def test_a_core_that_stands_still_ends_the_streams_of_those_who_wait_for_i
         await gateway.until(lambda: not gateway.is_open)
         assert gateway.ends("r") == []
 
-    with running_worker(tmp_path, model, "--hang-timeout-s", "1") as worker:
+    with running_worker(tmp_path, model, "--hang-timeout-s", "4") as worker:
         wait_until(worker.core)
         await connected(worker, body)
         os.kill(worker.core_pid, signal.SIGCONT)
