@@ -55,10 +55,10 @@ class Refuse(msgspec.Struct, frozen=True, tag="refuse"):
     reason: str
 
 
-class ChunkHeader(msgspec.Struct, frozen=True, tag="chunk"):
+class ChunkFacts(msgspec.Struct, frozen=True):
     """Pages of tokens `[first_token, first_token + num_tokens)`, in token order, as `[num_planes, pages, page_nbytes]`.
 
-    `first_token` is a multiple of the block size. `checksum` covers those bytes, seeded with the epoch.
+    `first_token` is a multiple of the block size. `checksum`: seeded with the epoch.
     """
 
     request_id: RequestId
@@ -71,21 +71,17 @@ class ChunkHeader(msgspec.Struct, frozen=True, tag="chunk"):
     checksum: int
 
 
-class Pull(msgspec.Struct, frozen=True, tag="pull"):
-    """A ChunkHeader, and the chunk's pages in prefill's pool, in token order, for decode's copy engine to read.
+class ChunkHeader(ChunkFacts, frozen=True, tag="chunk"):
+    """`checksum` covers the bytes."""
+
+
+class Pull(ChunkFacts, frozen=True, tag="pull"):
+    """The same, and the chunk's pages in prefill's pool, in token order, for decode's copy engine to read.
 
     They stay as they are until Commit, or AbortAck, or until decode's process is gone. `checksum` is over the checksums
     of the pages, `[pages, num_planes]`, seeded with the epoch.
     """
 
-    request_id: RequestId
-    epoch: Epoch
-    index: int
-    first_token: int
-    num_tokens: int
-    layout_id: str
-    nbytes: int
-    checksum: int
     pages: list[BlockId]
 
     @classmethod

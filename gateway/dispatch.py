@@ -194,7 +194,8 @@ class Dispatch:
         if live is None:
             self._on_unknown(worker_id, event)
             return
-        if isinstance(event, Tokens) and event.epoch == live.answer.sequencer.epoch and event.tokens[-1].index > 0:
+        is_current = event.epoch == live.answer.sequencer.epoch
+        if is_current and isinstance(event, Tokens) and any(token.index > 0 for token in event.tokens):
             live.decoder = worker_id
         try:
             piece = live.answer.feed(event)

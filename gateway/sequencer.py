@@ -53,10 +53,10 @@ class Sequencer:
         return self._prefilled or self.next_index > 0
 
     def restart(self, epoch: Epoch) -> None:
-        """A new attempt, before any token of the old one was accepted. Raises ValueError after that."""
+        """A new attempt, before anything of the old one was shown. Raises ValueError after that."""
         if self.has_begun or self.ended or epoch <= self.epoch:
             raise ValueError(f"epoch {epoch} after {self.epoch} with {self.next_index} tokens accepted")
-        self.epoch, self._finish, self._prefilled, self.next_prompt_index = epoch, None, False, 1
+        self.epoch, self._finish, self.next_prompt_index = epoch, None, 1
         self._early.clear()
 
     def _tokens(self, event: Tokens) -> list[Ready]:

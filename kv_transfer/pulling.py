@@ -15,19 +15,10 @@ from kv_transfer.sending import Key, SendQueue
 REHEARSAL_S = 0.005
 
 
-class Announcer:
-    """Prefill's end. What is computed is told at once, in the caller's thread: a message takes microseconds, waking a
-    thread for it 100.
+class _Unthreaded:
+    """An end that works in its callers' threads: the one that the link gives it only waits for the link's end."""
 
-    Decode may read the pages of an attempt from the first chunk that was told until it says that it does not.
-    """
-
-    def __init__(
-        self, attempts: SendQueue, send: Callable[[Pull | Fin], None], on_sent: Callable[[Key, int, float], None]
-    ) -> None:
-        self._attempts, self._send, self._on_sent = attempts, send, on_sent
-        self._told: set[Key] = set()
-        self._lock = threading.Lock()
+    def __init__(self) -> None:
         self._stopped = threading.Event()
         self.nbytes = self.num_chunks = self.num_bad = self.num_stale = 0
         self.busy_s = 0.0
@@ -37,6 +28,22 @@ class Announcer:
 
     def stop(self) -> None:
         self._stopped.set()
+
+
+class Announcer(_Unthreaded):
+    """Prefill's end. What is computed is told at once, in the caller's thread: a message takes microseconds, waking a
+    thread for it 100.
+
+    Decode may read the pages of an attempt from the first chunk that was told until it says that it does not.
+    """
+
+    def __init__(
+        self, attempts: SendQueue, send: Callable[[Pull | Fin], None], on_sent: Callable[[Key, int, float], None]
+    ) -> None:
+        super().__init__()
+        self._attempts, self._send, self._on_sent = attempts, send, on_sent
+        self._told: set[Key] = set()
+        self._lock = threading.Lock()
 
     def put(self, message: Pull | Fin) -> None:
         """Dropped if its attempt is over."""
@@ -66,7 +73,7 @@ class Announcer:
             return is_told
 
 
-class Puller:
+class Puller(_Unthreaded):
     """Decode's end: chunk after chunk is fetched in the thread that hears of it; waking another one takes longer than
     starting the copies. The callbacks are called in it.
 
@@ -84,18 +91,10 @@ class Puller:
         on_bad: Callable[[ChunkHeader, str], None],
         on_drained: Callable[[Key], None],
     ) -> None:
+        super().__init__()
         self._landings, self._layout, self._remote, self._checks = landings, layout, remote, checks
         self._commit, self._on_landed, self._on_bad, self._on_drained = commit, on_landed, on_bad, on_drained
-        self._stopped = threading.Event()
         self._next_rehearsal_s = 0.0
-        self.nbytes = self.num_chunks = self.num_bad = self.num_stale = 0
-        self.busy_s = 0.0
-
-    def run(self) -> None:
-        self._stopped.wait()
-
-    def stop(self) -> None:
-        self._stopped.set()
 
     def stay_awake(self) -> None:
         """Pull nothing, now and then: a processor that slept takes twice as long for what is in none of its caches."""

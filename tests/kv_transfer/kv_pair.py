@@ -16,7 +16,7 @@ from contracts.request import WorkerRef
 from kv_transfer.events import Message, TransferEvent
 from kv_transfer.node import TransferNode
 from kv_transfer.settings import TransferSettings
-from tests.kv_transfer.kv_device import close, device_pool, host_view
+from tests.kv_transfer.kv_device import PoolOwner, device_pool
 
 SECRET = b"a secret of tests"
 LAYOUT = KVLayout(model="tiny", num_layers=3, num_kv_heads=2, head_dim=8, block_size=4, dtype="float32")
@@ -25,7 +25,7 @@ DEADLINE_S = 10.0
 Kind = TypeVar("Kind")
 
 
-class Peer:
+class Peer(PoolOwner):
     """A node with a pool of random bytes, and the events it has seen."""
 
     def __init__(
@@ -50,14 +50,6 @@ class Peer:
             transports,
         )
         self.node.start()
-
-    def close(self) -> None:
-        self.node.close()
-        close(self.device)
-
-    @property
-    def pool(self) -> np.ndarray:
-        return host_view(self.device) if self.device is not None else self._pages
 
     def checksums(self, blocks: Sequence[BlockId]) -> np.ndarray | None:
         """As an engine has them made."""

@@ -17,7 +17,7 @@ from contracts.request import WorkerRef
 from kv_transfer.events import ChunkLanded, Message
 from kv_transfer.node import TransferNode
 from kv_transfer.settings import TransferSettings
-from tests.kv_transfer.kv_device import close, device_pool, host_view
+from tests.kv_transfer.kv_device import PoolOwner, device_pool
 
 LAYOUT = KVLayout(model="big", num_layers=8, num_kv_heads=4, head_dim=64, block_size=16, dtype="float32")
 NUM_BLOCKS, NUM_GUARDED, SECRET = 64, 32, b"a secret of tests"
@@ -31,7 +31,7 @@ def make_pool() -> np.ndarray:
     return np.ascontiguousarray(np.broadcast_to(np.arange(NUM_BLOCKS, dtype=np.uint8)[None, :, None], shape))
 
 
-class Worker:
+class Worker(PoolOwner):
     def __init__(self, name: str, transport: str) -> None:
         pages, self.woken = make_pool(), threading.Event()
         self.device = device_pool(name, pages, LAYOUT) if transport == "nvlink" else None
@@ -42,14 +42,6 @@ class Worker:
             settings, WorkerId(name), self.incarnation, LAYOUT, self.device or pages, self.woken.set
         )
         self.node.start()
-
-    def close(self) -> None:
-        self.node.close()
-        close(self.device)
-
-    @property
-    def pool(self) -> np.ndarray:
-        return host_view(self.device) if self.device is not None else self._pages
 
     def events(self):  # type: ignore[no-untyped-def]
         while True:
