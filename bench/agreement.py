@@ -21,6 +21,7 @@ from contracts.ids import RequestId
 from contracts.sampling import SamplingParams
 from engine.batch import Piece
 from engine.engine import Engine
+from engine.linear import FORMATS
 from engine.load import load_engine
 from engine.messages import EngineRequest, EngineSettings
 from engine.sequence import Sequence
@@ -53,7 +54,7 @@ def main() -> None:
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="", help="folder, GGUF file or hub id; the default model if empty")
-    parser.add_argument("--dtype", nargs="+", default=["float32", "float16", "mixed16", "bfloat16", "int8"])
+    parser.add_argument("--dtype", nargs="+", default=list(FORMATS))
     parser.add_argument("--prompts", type=int, default=64)
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--out", type=Path, default=None)

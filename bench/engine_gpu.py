@@ -161,21 +161,26 @@ def idle_share(engine: Engine, num_steps: int = 12) -> float:
     return 1 - busy / (edge - spans[0][0])
 
 
-def prefill_row(engine: Engine, num: int, length: int) -> Row:
-    """Tokens a second, from submitting the prompts to their first tokens on the host; the median of five."""
+def prefill_rate(engine: Engine, num: int, length: int, num_runs: int) -> float:
+    """Tokens a second, from submitting the prompts to their first tokens on the host; the median of all runs but the
+    first.
+    """
     rates = []
-    for _ in range(6):
+    for _ in range(num_runs):
         torch.cuda.synchronize()
         begin = time.perf_counter()
         submit(engine, [length] * num, 1)
         while engine.has_work():
             engine.step()
         rates.append(num * length / (time.perf_counter() - begin))
+    return statistics.median(rates[1:])
+
+
+def prefill_row(engine: Engine, num: int, length: int) -> Row:
+    rate = prefill_rate(engine, num, length, 6)
     limit = FP8_RATE / flops_per_token(LLAMA_8B, length)
     params = {"prompts": num, "length": length}
-    return Row(
-        "engine_prefill", statistics.median(rates[1:]), "tokens/s", params, limit, PEER, VLLM_PREFILL[num, length]
-    )
+    return Row("engine_prefill", rate, "tokens/s", params, limit, PEER, VLLM_PREFILL[num, length])
 
 
 def submit(engine: Engine, lengths: Sequence[int], max_tokens: int) -> list[RequestId]:

@@ -18,7 +18,7 @@ import msgspec
 import torch
 
 from bench.random_model import LLAMA_8B, RandomWeights, random_checkpoint
-from contracts.handoff import Commit, Fin, Grant, HandoffMessage, Offer, Pull
+from contracts.handoff import Coming, Commit, Fin, Grant, HandoffMessage, Offer, Pull
 from contracts.ids import BlockId, Epoch, Incarnation, RequestId, WorkerId
 from contracts.node import Role
 from contracts.request import WorkerRef
@@ -28,12 +28,12 @@ from core.loop import Core
 from core.messages import CoreReady, Start
 from engine.cuda.load import load_device_engine
 from engine.engine import Engine
-from engine.messages import EngineSettings, StepOutput
+from engine.messages import EngineSettings, Started, StepOutput
 from kv_transfer.events import ChunkLanded, TransferEvent
 from kv_transfer.incoming import IncomingLink
 from kv_transfer.node import TransferNode
 from kv_transfer.settings import TransferSettings
-from worker.core_main import make_roles
+from worker.core_main import SWITCH_S, make_roles
 from worker.settings import WorkerSettings
 
 SECRET = b"a secret of measurements"
@@ -52,6 +52,7 @@ class Spec(msgspec.Struct, frozen=True, kw_only=True):
     kv_cache_gib: int = 32
     prefix_cache: bool = False
     checksum: bool = True
+    ahead: bool = False
     transfer: str = "auto"
 
 
@@ -108,26 +109,41 @@ class StampedNode(TransferNode):
             if isinstance(message, Pull):
                 self.stamps.put("heard", message.request_id)
             hear(message)
+            if isinstance(message, Coming):
+                self.stamps.put("queued", message.request_id)
 
         link.send, link._on_message = stamped, heard  # type: ignore[method-assign]
         super()._adopt(link)
 
-    def _emit(self, event: TransferEvent) -> None:
+    def _note(self, event: TransferEvent) -> None:
         if isinstance(event, ChunkLanded):
             self.stamps.put("landed", event.header.request_id)
-        super()._emit(event)
+        super()._note(event)
 
 
 class StampedCore(Core):
     stamps: Stamps
 
+    def started(self, started: Started) -> None:
+        self.stamps.put("started", _name(started.request_id))
+        super().started(started)
+
     def _publish(self, output: StepOutput) -> None:
+        """Of decode's tokens only the first is worth a stamp."""
         for chunk in output.chunks:
-            self.stamps.put("computed", chunk.request_id.rpartition(".")[0])
+            self.stamps.put("computed", _name(chunk.request_id))
+        for sampled in output.sampled:
+            if sampled.token.index == 1:
+                self.stamps.put("stepped", _name(sampled.request_id))
         super()._publish(output)
 
 
+def _name(key: RequestId) -> str:
+    return key.rpartition(".")[0]
+
+
 def main() -> None:
+    sys.setswitchinterval(SWITCH_S)
     link = FrontLink(socket.socket(fileno=int(sys.argv[1])))
     start = next(message for message in link.receive(10.0) if isinstance(message, Start))
     logging.basicConfig(level=logging.WARNING, format=f"%(asctime)s {start.worker_id} %(name)s: %(message)s")
@@ -158,7 +174,7 @@ def load(spec: Spec) -> Engine:
 def serve(link: FrontLink, start: Start, spec: Spec, engine: Engine) -> None:
     """As worker.core_main.serve, with stamps."""
     me, stamps, ledger = WorkerId(start.worker_id), Stamps(), Ledger()
-    settings = TransferSettings(secret=SECRET, transport=spec.transfer, checksum=spec.checksum)
+    settings = TransferSettings(secret=SECRET, transport=spec.transfer, checksum=spec.checksum, ahead=spec.ahead)
     node = StampedNode(settings, me, Incarnation(start.incarnation), engine.layout, engine.transfer_pool, link.ring)
     node.stamps = stamps
     node.start()

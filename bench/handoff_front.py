@@ -27,30 +27,39 @@ _requests = count(1)
 
 
 class Answers:
-    """Of all requests: (time, worker, token id) by token, and the end."""
+    """Of all requests: (time, worker, token id) by token, and the end.
+
+    Each core is heard by a thread of its own: decode's first token and its end may be heard before prefill's token 0.
+    """
 
     def __init__(self) -> None:
         self.tokens: dict[str, list[tuple[float, str, int]]] = defaultdict(list)
         self.ends: dict[str, str] = {}
         self.changed = threading.Condition()
+        self._lengths: dict[str, int] = {}
 
     def take(self, worker: str, event: Any, now: float) -> None:
         if isinstance(event, Tokens):
-            self.tokens[event.request_id] += [(now, worker, token.token_id) for token in event.tokens]
+            for token in event.tokens:
+                self.tokens[event.request_id].insert(token.index, (now, worker, token.token_id))
         elif isinstance(event, Finished):
             self.ends[event.request_id] = "finished"
+            self._lengths[event.request_id] = event.num_tokens
         elif isinstance(event, Failed):
             self.ends[event.request_id] = f"{event.code}: {event.message}"
 
     def wait(self, request_ids: Sequence[str], timeout_s: float) -> None:
-        """Raises TimeoutError if one of them has no end by then."""
+        """Raises TimeoutError if one of them has no end by then, or not all tokens before it."""
         with self.changed:
-            if not self.changed.wait_for(lambda: all(name in self.ends for name in request_ids), timeout_s):
-                missing = [name for name in request_ids if name not in self.ends]
+            if not self.changed.wait_for(lambda: all(self._is_whole(name) for name in request_ids), timeout_s):
+                missing = [name for name in request_ids if not self._is_whole(name)]
                 raise TimeoutError(f"no end in {timeout_s:.0f} s for {missing[:5]} of {len(request_ids)}")
 
     def ids(self, request_id: str) -> list[int]:
         return [token for _, _, token in self.tokens[request_id]]
+
+    def _is_whole(self, request_id: str) -> bool:
+        return request_id in self.ends and len(self.tokens[request_id]) >= self._lengths.get(request_id, 0)
 
 
 class CoreHandle:

@@ -46,6 +46,10 @@ LAYOUT = KVLayout(
     model="raw", num_layers=32, num_kv_heads=8, head_dim=128, block_size=64, dtype="float8_e4m3fn", scales="none"
 )
 RAW_BLOCKS = 2047
+STAGES = (
+    "decode queued", "prefill told", "prefill fin", "decode heard", "decode landed", "decode commit",
+    "decode adopted", "decode started", "decode stepped",
+)  # fmt: skip
 _log = logging.getLogger(__name__)
 
 
@@ -57,7 +61,9 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=32)
     parser.add_argument("--chunk", type=int, default=1024, help="token budget of a step")
     parser.add_argument("--transfer", default="auto")
+    parser.add_argument("--ahead", action="store_true", help="decode's GPU waits for chunks before they are computed")
     parser.add_argument("--repeats", type=int, default=20)
+    parser.add_argument("--seconds", type=float, default=8.0, help="of load, for each length")
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--lanes", type=int, default=4, help="pairs that are killed at once")
     parser.add_argument("--out", type=Path, default=None)
@@ -159,11 +165,17 @@ def _holds(pool: DevicePages, pages: Sequence[int], into: Sequence[int]) -> bool
 # a pair of cores
 
 
+def _spec(args: argparse.Namespace, device: str) -> Spec:
+    return Spec(
+        device=device, num_layers=args.layers, max_batched_tokens=args.chunk, transfer=args.transfer, ahead=args.ahead
+    )
+
+
 @contextmanager
 def pair(args: argparse.Namespace, folder: Path, **changes: Any) -> Iterator[tuple[CoreHandle, CoreHandle, Answers]]:
     """prefill and decode, killed afterwards unless stopped before."""
     answers = Answers()
-    base = Spec(device="", num_layers=args.layers, max_batched_tokens=args.chunk, transfer=args.transfer)
+    base = _spec(args, "")
     cores = []
     for name, device in zip(("prefill", "decode"), args.devices, strict=True):
         spec = msgspec.structs.replace(base, device=device, stamps=str(folder / f"{name}.json"), **changes)
@@ -188,7 +200,7 @@ def measure_pair(args: argparse.Namespace) -> list[Row]:
             if "idle" in args.parts:
                 rows += idle(prefill, decode, answers, args.repeats, asked)
             if "load" in args.parts:
-                rows += loaded(prefill, decode, answers, asked)
+                rows += loaded(prefill, decode, answers, asked, args.seconds)
             _show_links(decode)
             prefill.stop()
             decode.stop()
@@ -233,7 +245,7 @@ def idle(
 
 
 def loaded(
-    prefill: CoreHandle, decode: CoreHandle, answers: Answers, asked: dict[str, list[str]], seconds: float = 8.0
+    prefill: CoreHandle, decode: CoreHandle, answers: Answers, asked: dict[str, list[str]], seconds: float
 ) -> list[Row]:
     """32 answers run on decode all the while; prompts of 8192 and 1024 go through the pair, always two under way."""
     rng, rows = np.random.default_rng(1), []
@@ -283,8 +295,8 @@ def adders(what: str, names: Sequence[str], stamps: dict[tuple[str, str], float]
     """From the last chunk computed on, by stage; of the handoffs that were committed."""
     rows = []
     done = [name for name in names if ("decode adopted", name) in stamps]
-    for stage in ("prefill told", "prefill fin", "decode heard", "decode landed", "decode commit", "decode adopted"):
-        times = [stamps[stage, name] - stamps["prefill computed", name] for name in done]
+    for stage in STAGES:
+        times = [stamps[stage, name] - stamps["prefill computed", name] for name in done if (stage, name) in stamps]
         params = {"at": what, "handoffs": len(done), "p99": _p99(times), "slowest": _worst(times)}
         rows.append(shown(Row(f"handoff_{stage.replace(' ', '_')}", _ms(times), "ms", params)))
     return rows
@@ -320,9 +332,7 @@ def kill_rounds(args: argparse.Namespace, victim: str, lane: int) -> list[str]:
     rng = np.random.default_rng(lane)
     answers, asked = Answers(), [prompt(rng, length) for length in (8192, 8192, 5000, 8192)]
     specs = {
-        name: Spec(
-            device=device, num_layers=args.layers, max_batched_tokens=args.chunk, transfer=args.transfer, kv_cache_gib=4
-        )
+        name: msgspec.structs.replace(_spec(args, device), kv_cache_gib=4)
         for name, device in zip(("prefill", "decode"), args.devices, strict=True)
     }
     cores = {name: CoreHandle(name, spec, answers) for name, spec in specs.items()}
@@ -381,8 +391,10 @@ def _pair_again(
     names = [ask(cores["prefill"], cores["decode"], ids, 16)[0] for ids in asked]
     answers.wait(names, 30)
     for name, wanted in zip(names, expected, strict=True):
-        if answers.ids(name) != wanted:
-            return f"wrong: with a new peer, {answers.ends[name]}"
+        found = answers.ids(name)
+        if found != wanted:
+            others = [at for at, (one, other) in enumerate(zip(found, wanted, strict=False)) if one != other]
+            return f"wrong: with a new peer, {answers.ends[name]}, of {len(found)} tokens {others}"
     deadline = time.monotonic() + 5
     while not (survivor.status and survivor.status.is_clean):
         if time.monotonic() > deadline:

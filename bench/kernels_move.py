@@ -1,4 +1,4 @@
-"""KV pack and unpack: all planes of a Llama-8B FP8 cache, random pages, by chunk size and by how many CTAs may run."""
+"""KV pack, unpack, verify and checksums alone, of a Llama-8B FP8 cache: random pages, by chunk size and by CTAs."""
 
 from functools import partial
 
@@ -23,6 +23,7 @@ def rows(registry: Registry) -> list[Row]:
         ("kv_pack", True, False),
         ("kv_unpack", True, False),
         ("kv_verify", True, False),
+        ("kv_sums", True, False),
         ("kv_pack", False, True),
         ("kv_pack", True, True),
     ):

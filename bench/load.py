@@ -213,4 +213,9 @@ async def _get(http: aiohttp.ClientSession, url: str) -> object:
                 return await response.json(content_type=None)
             raise Unavailable(f"{url} answers {response.status} {response.reason}")
     except (aiohttp.ClientError, OSError, ValueError) as error:
-        raise Unavailable(f"nobody answers at {url} as an OpenAI-compatible server does: {error!r:.200}") from error
+        raise Unavailable(f"nobody answers at {url} as an OpenAI-compatible server does: {_reason(error)}") from error
+
+
+def _reason(error: Exception) -> str:
+    """In one line: time-outs have no words of their own."""
+    return f"{str(error)[:200] or type(error).__name__}"

@@ -6,7 +6,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from checkpoint.checkpoint import Checkpoint, WeightFormat
-from checkpoint.config import ModelConfig
+from checkpoint.config import Experts, ModelConfig, YarnScaling
 
 LLAMA_8B = ModelConfig(
     family="llama",
@@ -21,6 +21,45 @@ LLAMA_8B = ModelConfig(
     rope_theta=500000.0,
     max_model_len=131072,
     tied_embeddings=False,
+)
+
+QWEN3_30B_A3B = ModelConfig(
+    family="qwen3moe",
+    vocab_size=151936,
+    hidden_size=2048,
+    intermediate_size=6144,
+    num_layers=48,
+    num_heads=32,
+    num_kv_heads=4,
+    head_dim=128,
+    norm_eps=1e-6,
+    rope_theta=1000000.0,
+    max_model_len=40960,
+    tied_embeddings=False,
+    qk_norm=True,
+    experts=Experts(128, 8, 768, renormalize=True),
+)
+
+GPT_OSS_20B = ModelConfig(
+    family="gpt-oss",
+    vocab_size=201088,
+    hidden_size=2880,
+    intermediate_size=2880,
+    num_layers=24,
+    num_heads=64,
+    num_kv_heads=8,
+    head_dim=64,
+    norm_eps=1e-5,
+    rope_theta=150000.0,
+    max_model_len=131072,
+    tied_embeddings=False,
+    rope_scaling=YarnScaling(32.0, 4096, 32.0, 1.0, 1.3466, truncate=False),
+    qkv_bias=True,
+    experts=Experts(32, 4, 2880, renormalize=True, as_gpt_oss=True, is_mxfp4=True),
+    output_bias=True,
+    sinks=True,
+    window=128,
+    windowed_layers=tuple(range(0, 24, 2)),
 )
 
 
@@ -41,23 +80,47 @@ def random_checkpoint(name: str, config: ModelConfig) -> Checkpoint:
 
 
 class RandomWeights:
-    """A weight source (engine.weights) of normal numbers, 0.02 wide; norm gains around 1."""
+    """A weight source (engine.weights) of normal numbers, 0.02 wide; norm gains and sinks around 1. MXFP4: any bytes,
+    times 2 ** -7.
+    """
 
     interleaved = False
+    quantized = None
 
     def __init__(self, config: ModelConfig, device: torch.device) -> None:
         self._config, self._device = config, device
         self._generator = torch.Generator(device).manual_seed(0)
 
     def tensor(self, name: str) -> torch.Tensor:
-        shape = self._shape(name.split(".")[-2])
-        if len(shape) == 1:
+        *_, module, kind = name.split(".")
+        if module == "experts":
+            return self._of_all_experts(kind)
+        shape = self._shape(kind if kind == "sinks" else module, self._config.experts if ".experts." in name else None)
+        if kind == "bias":
+            shape = shape[:1]
+        elif len(shape) == 1:
             return 0.5 + torch.rand(shape, device=self._device, generator=self._generator)
         return torch.randn(shape, device=self._device, generator=self._generator).mul_(0.02)
 
-    def _shape(self, kind: str) -> tuple[int, ...]:
+    def _of_all_experts(self, kind: str) -> torch.Tensor:
+        """As gpt-oss has them, in MXFP4."""
+        experts, hidden = self._config.experts, self._config.hidden_size
+        assert experts is not None
+        inner = experts.intermediate_size
+        rows, columns = (2 * inner, hidden) if kind.startswith("gate_up") else (hidden, inner)
+        if kind.endswith("_bias"):
+            shape = (experts.count, rows)
+            return torch.randn(shape, device=self._device, generator=self._generator).mul_(0.02)
+        shape = (experts.count, rows, columns // 32)
+        if kind.endswith("_scales"):
+            return torch.full(shape, 120, dtype=torch.uint8, device=self._device)
+        bytes_ = (*shape, 16)
+        return torch.randint(256, bytes_, dtype=torch.uint8, device=self._device, generator=self._generator)
+
+    def _shape(self, kind: str, experts: Experts | None) -> tuple[int, ...]:
+        """`experts`: of a tensor that is one of theirs."""
         config = self._config
-        hidden, inner = config.hidden_size, config.intermediate_size
+        hidden, inner = config.hidden_size, experts.intermediate_size if experts else config.intermediate_size
         q_width, kv_width = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
         shapes = {
             "q_proj": (q_width, hidden),
@@ -67,6 +130,11 @@ class RandomWeights:
             "gate_proj": (inner, hidden),
             "up_proj": (inner, hidden),
             "down_proj": (hidden, inner),
+            "q_norm": (config.head_dim,),
+            "k_norm": (config.head_dim,),
+            "sinks": (config.num_heads,),
+            "router": (config.experts.count if config.experts else 0, hidden),
+            "gate": (config.experts.count if config.experts else 0, hidden),
             "embed_tokens": (config.vocab_size, hidden),
             "lm_head": (config.vocab_size, hidden),
         }

@@ -1,6 +1,6 @@
 """KV transfer between two processes, gather and scatter included, beside what the machine can do.
 
-    python -m bench.transfer --rounds 7
+    python -m bench.transfer --starts 5 --rounds 5
 
 Each case moves the scattered pages of one prompt, in chunks as prefill sends them. In every round all ways run in turn,
 so that a noisy machine is noisy for all: `memcpy` copies the same pages in one process; `raw sockets` sends them with
@@ -11,6 +11,10 @@ pool of one short prompt lies in the cache, and its memcpy measures that. All me
 
 Each of the two processes keeps to a core of its own: a scheduler that wakes the receiver on the sender's core halves
 the rate of every way through sockets, in some rounds and not in others.
+
+Where a process's memory came to lie decides as much, for as long as it lives: raw sockets made 1.8 GiB/s in one start
+and 3.0 in the next. So all ways are started anew several times, and a figure is the median of its starts.
+
 Only the transports check what they move, at both ends: the row `checksum` is that cost.
 """
 
@@ -24,8 +28,8 @@ import socket
 import statistics
 import threading
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -83,13 +87,15 @@ CASES = [Case(SMOLLM2, 128), Case(SMOLLM2, 1024), Case(SMOLLM2, 4096), Case(LLAM
 def main() -> None:
     parser = argparse.ArgumentParser(description="KV transfer between two processes beside memcpy and raw sockets")
     parser.add_argument("--out", type=Path, help="result file (default: bench/results/<date>-transfer-<hardware>.json)")
-    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--starts", type=int, default=5, help="of all processes, for each case (default: %(default)s)")
+    parser.add_argument("--rounds", type=int, default=5, help="of all ways, in each start (default: %(default)s)")
     options = parser.parse_args()
     os.sched_setaffinity(0, {CORES[0]})
-    rows = [checksum_row(), *(row for case in CASES for row in bench_case(case, options.rounds))]
+    rows = [checksum_row(), *(row for case in CASES for row in bench_case(case, options.starts, options.rounds))]
     config = {
         "chunk_tokens": CHUNK_TOKENS,
         "pool_nbytes": POOL_NBYTES,
+        "starts": options.starts,
         "rounds": options.rounds,
         "settings": repr(settings("auto")),
     }
@@ -98,7 +104,29 @@ def main() -> None:
     print(write_result(options.out, "transfer", rows, config))
 
 
-def bench_case(case: Case, num_rounds: int) -> Iterator[Row]:
+def bench_case(case: Case, num_starts: int, num_rounds: int) -> Iterator[Row]:
+    """Each row's median over the starts, and how far behind its peer each way was in them."""
+    starts = [list(bench_start(case, num_rounds)) for _ in range(num_starts)]
+    for rows in zip(*starts, strict=True):
+        yield median_row(rows)
+        ratios = [row.peer_value / row.value for row in rows if row.peer_value is not None]
+        if ratios:
+            name = f"{rows[0].name.removesuffix(' rate')} slower than {rows[0].peer}"
+            yield Row(f"{name}, median start", statistics.median(ratios), "times", case.params)
+            yield Row(f"{name}, worst start", max(ratios), "times", case.params)
+
+
+def median_row(rows: Sequence[Row]) -> Row:
+    """Of the same figure in several starts."""
+    middle = {
+        field: statistics.median(values)
+        for field in ("value", "limit", "peer_value")
+        if None not in (values := [getattr(row, field) for row in rows])
+    }
+    return replace(rows[0], **middle)
+
+
+def bench_start(case: Case, num_rounds: int) -> Iterator[Row]:
     """All ways in turn, round by round; medians."""
     ways: list[Memcpy | RawSockets | Pair] = [
         Memcpy(case),

@@ -8,6 +8,7 @@ from pathlib import Path
 from tokenizers import Tokenizer
 
 from checkpoint.config import ModelConfig
+from checkpoint.quantization import Quantization
 
 Progress = Callable[[str, int, int], None]
 """Called with (stage, done, total); `total` is 0 while unknown."""
@@ -20,7 +21,9 @@ class WeightFormat(StrEnum):
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """`name` is the served id; `path` the GGUF file or the folder; `chat_template` is None for a base model."""
+    """`name` is the served id; `path` the GGUF file or the folder; `chat_template` is None for a base model;
+    `quantization` for a folder whose matrices are not plain numbers.
+    """
 
     name: str
     path: Path
@@ -32,6 +35,7 @@ class Checkpoint:
     add_bos: bool
     chat_template: str | None
     build_tokenizer: Callable[[], Tokenizer]
+    quantization: Quantization | None = None
 
     def tokenizer(self) -> Tokenizer:
         """A new tokenizer. Its post-processor adds BOS where the model wants it (`add_special_tokens=True`)."""

@@ -14,8 +14,43 @@ class RopeScaling:
 
 
 @dataclass(frozen=True)
+class YarnScaling:
+    """YaRN (Peng et al. 2023): frequencies that turn fewer than `beta_slow` times over the original context are divided
+    by `factor`, those above `beta_fast` kept; q and k are both multiplied by `attention_factor`. `truncate`: the bounds
+    between are whole dimensions.
+    """
+
+    factor: float
+    original_max_position: int
+    beta_fast: float
+    beta_slow: float
+    attention_factor: float
+    truncate: bool
+
+
+@dataclass(frozen=True)
+class Experts:
+    """A mixture in place of the MLP, but for `dense_layers`: each token goes through `top_k` of `count` experts of
+    `intermediate_size`. `renormalize`: what they are weighed by adds up to 1.
+
+    `as_gpt_oss`: its biases, its clamped SwiGLU, and all experts of a layer in one tensor; `is_mxfp4`: these are so.
+    """
+
+    count: int
+    top_k: int
+    intermediate_size: int
+    renormalize: bool
+    dense_layers: tuple[int, ...] = ()
+    as_gpt_oss: bool = False
+    is_mxfp4: bool = False
+
+
+@dataclass(frozen=True)
 class ModelConfig:
-    """Shapes and constants of one model. `family` names a file in checkpoint/families; `max_model_len` is in tokens."""
+    """Shapes and constants of one model. `family` names a file in checkpoint/families; `max_model_len` is in tokens;
+    `intermediate_size` is that of layers without experts. Tokens of `windowed_layers` see the newest `window` tokens,
+    themselves included. `sinks`: each head has a logit that no token owns.
+    """
 
     family: str
     vocab_size: int
@@ -29,6 +64,15 @@ class ModelConfig:
     rope_theta: float
     max_model_len: int
     tied_embeddings: bool
-    rope_scaling: RopeScaling | None = None
+    rope_scaling: RopeScaling | YarnScaling | None = None
     qkv_bias: bool = False
     qk_norm: bool = False
+    experts: Experts | None = None
+    output_bias: bool = False
+    sinks: bool = False
+    window: int = 0
+    windowed_layers: tuple[int, ...] = ()
+
+    def experts_of(self, layer: int) -> Experts | None:
+        """None where the layer has one MLP for all tokens."""
+        return None if self.experts is None or layer in self.experts.dense_layers else self.experts

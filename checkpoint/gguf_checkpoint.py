@@ -51,7 +51,7 @@ def _config(file: GgufFile) -> ModelConfig:
     hidden = metadata[f"{arch}.embedding_length"]
     head_dim = metadata.get(f"{arch}.attention.key_length", hidden // heads)
     if f"{arch}.expert_count" in metadata or not isinstance(heads, int):
-        raise ConfigError(f"{file.path}: mixture-of-experts and per-layer head counts are not supported")
+        raise ConfigError(f"{file.path}: mixture-of-experts and per-layer head counts are not supported in GGUF files")
     return ModelConfig(
         family=family_of(arch, str(file.path)).gguf_architecture,
         vocab_size=file.tensors["token_embd.weight"].shape[0],

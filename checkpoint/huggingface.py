@@ -1,6 +1,7 @@
 """A Checkpoint from a Hugging Face folder: config.json, safetensors, tokenizer.json."""
 
 import json
+import math
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -8,11 +9,14 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from checkpoint.checkpoint import Checkpoint, WeightFormat
-from checkpoint.config import ModelConfig, RopeScaling
+from checkpoint.config import Experts, ModelConfig, RopeScaling, YarnScaling
 from checkpoint.families import family_of
 from checkpoint.families.family import Family
+from checkpoint.quantization import read_quantization
 from checkpoint.safetensors_index import tensor_files
 from contracts.errors import ConfigError
+
+_SWIGLU = {"swiglu_alpha": 1.702, "swiglu_limit": 7.0}
 
 
 def open_folder(path: Path, name: str | None = None) -> Checkpoint:
@@ -23,17 +27,21 @@ def open_folder(path: Path, name: str | None = None) -> Checkpoint:
     tokenizer = _load_tokenizer(path / "tokenizer.json")
     bos, eos = (_token(tokenizer_config.get(key)) for key in ("bos_token", "eos_token"))
     eos_ids = _eos_token_ids(path, config, tokenizer, eos)
+    model = model_config(config, str(path))
+    is_gpt_oss = model.experts is not None and model.experts.as_gpt_oss  # whose MXFP4 is a part of the family
+    exported = _read_json(path / "hf_quant_config.json", required=False)
     return Checkpoint(
         name=name or path.resolve().name,
         path=path,
         format=WeightFormat.SAFETENSORS,
-        config=model_config(config, str(path)),
+        config=model,
         eos_token_ids=eos_ids,
         bos_token=bos,
         eos_token=eos or (tokenizer.id_to_token(eos_ids[0]) if eos_ids else None),
         add_bos=_adds_bos(tokenizer, bos),
         chat_template=_chat_template(path, tokenizer_config),
         build_tokenizer=partial(_load_tokenizer, path / "tokenizer.json"),
+        quantization=None if is_gpt_oss else read_quantization(config, exported, str(path)),
     )
 
 
@@ -41,7 +49,7 @@ def model_config(config: dict[str, Any], source: str) -> ModelConfig:
     """The fields of a config.json that matter here; refuses what would give wrong text if it were ignored."""
     architecture = (config.get("architectures") or [config.get("model_type", "unknown")])[0]
     family = family_of(architecture, source)
-    _refuse_unsupported(config, source)
+    _refuse_unsupported(config, source, family)
     try:
         return _model_config(family, config, source)
     except KeyError as error:
@@ -68,30 +76,86 @@ def _model_config(family: Family, config: dict[str, Any], source: str) -> ModelC
         rope_scaling=_rope_scaling(scaling, source),
         qkv_bias=family.qkv_bias,
         qk_norm=family.qk_norm,
+        experts=_experts(config, source, family.as_gpt_oss) if family.experts else None,
+        output_bias=family.as_gpt_oss,
+        sinks=family.as_gpt_oss,
+        window=config["sliding_window"] if family.as_gpt_oss else 0,
+        windowed_layers=_windowed_layers(config, source) if family.as_gpt_oss else (),
     )
 
 
-def _refuse_unsupported(config: dict[str, Any], source: str) -> None:
+def _windowed_layers(config: dict[str, Any], source: str) -> tuple[int, ...]:
+    kinds = config["layer_types"]
+    if len(kinds) != config["num_hidden_layers"] or not {*kinds} <= {"sliding_attention", "full_attention"}:
+        raise ConfigError(f"{source}: layer_types must say sliding_attention or full_attention for each layer")
+    return tuple(layer for layer, kind in enumerate(kinds) if kind == "sliding_attention")
+
+
+def _experts(config: dict[str, Any], source: str, as_gpt_oss: bool) -> Experts:
+    count = config["num_local_experts"] if "num_local_experts" in config else config["num_experts"]
+    top_k, step = config["num_experts_per_tok"], config.get("decoder_sparse_step", 1)
+    if not 1 <= top_k <= count or step < 1:
+        raise ConfigError(f"{source}: {top_k} of {count} experts in every layer of {step} are not supported")
+    layers = range(config["num_hidden_layers"])
+    dense = [layer for layer in layers if layer in (config.get("mlp_only_layers") or ()) or (layer + 1) % step]
+    if as_gpt_oss:
+        is_mxfp4 = bool(config.get("quantization_config"))
+        return Experts(count, top_k, config["intermediate_size"], True, tuple(dense), True, is_mxfp4)
+    return Experts(
+        count, top_k, config["moe_intermediate_size"], bool(config.get("norm_topk_prob", False)), tuple(dense)
+    )
+
+
+def _refuse_unsupported(config: dict[str, Any], source: str, family: Family) -> None:
+    if family.as_gpt_oss:
+        _refuse_other_gpt_oss(config, source)
+        return
     length, window = config.get("max_position_embeddings", 0), config.get("sliding_window")
     if window is not None and config.get("use_sliding_window", True) and window < length:
         raise ConfigError(f"{source}: sliding-window attention ({window} of {length} tokens) is not supported")
     if config.get("hidden_act", "silu") != "silu" or config.get("mlp_bias") or config.get("attention_bias"):
         raise ConfigError(f"{source}: only SiLU and layers without mlp_bias and attention_bias are supported")
-    if config.get("quantization_config"):
-        raise ConfigError(f"{source}: quantized safetensors are not supported; use the original weights or a GGUF file")
 
 
-def _rope_scaling(scaling: dict[str, Any], source: str) -> RopeScaling | None:
+def _refuse_other_gpt_oss(config: dict[str, Any], source: str) -> None:
+    other = {key: config[key] for key, value in _SWIGLU.items() if config.get(key, value) != value}
+    if other:
+        raise ConfigError(f"{source}: experts with {other} are not supported; supported is {_SWIGLU}")
+    if not config.get("attention_bias", True) or not config.get("sliding_window"):
+        raise ConfigError(f"{source}: gpt-oss without attention_bias or without a sliding_window is not supported")
+    method = (config.get("quantization_config") or {}).get("quant_method", "mxfp4")
+    if method != "mxfp4":
+        raise ConfigError(f"{source}: gpt-oss quantized by '{method}' is not supported; supported are mxfp4 and plain")
+
+
+def _rope_scaling(scaling: dict[str, Any], source: str) -> RopeScaling | YarnScaling | None:
     kind = scaling.get("rope_type", scaling.get("type", "default"))
     if kind == "default":
         return None
+    if kind == "yarn":
+        return _yarn(scaling, source)
     if kind != "llama3":
-        raise ConfigError(f"{source}: rope scaling '{kind}' is not supported; supported are default and llama3")
+        raise ConfigError(f"{source}: rope scaling '{kind}' is not supported; supported are default, llama3 and yarn")
     return RopeScaling(
         scaling["factor"],
         scaling["low_freq_factor"],
         scaling["high_freq_factor"],
         scaling["original_max_position_embeddings"],
+    )
+
+
+def _yarn(scaling: dict[str, Any], source: str) -> YarnScaling:
+    """Constants as in transformers, whose defaults are the paper's."""
+    if scaling.get("mscale") or scaling.get("mscale_all_dim"):
+        raise ConfigError(f"{source}: yarn with mscale is not supported")
+    factor = float(scaling["factor"])
+    return YarnScaling(
+        factor,
+        scaling["original_max_position_embeddings"],
+        scaling.get("beta_fast") or 32.0,
+        scaling.get("beta_slow") or 1.0,
+        scaling.get("attention_factor") or 0.1 * math.log(max(factor, 1.0)) + 1.0,
+        scaling.get("truncate", True),
     )
 
 

@@ -3,7 +3,8 @@
     prefill -> decode   Offer                 the scheduler picked the request
     decode  -> prefill  Grant | Wait | Refuse  real pages are taken only now
     prefill -> decode   ChunkHeader           beside the chunk's bytes, one per computed chunk; in a Pull where decode
-                                              fetches the bytes itself
+                                              fetches the bytes itself, and before it, when the chunk is about to be
+                                              computed, a Coming
     prefill -> decode   Fin                   all chunks sent; carries token 0
     decode  -> prefill  Commit                every chunk valid and Fin seen: the pin may go
     either  -> other    Abort, answered by AbortAck once nothing can write any more
@@ -93,6 +94,23 @@ class Pull(ChunkFacts, frozen=True, tag="pull"):
         return ChunkHeader(**{name: getattr(self, name) for name in ChunkHeader.__struct_fields__})
 
 
+class Coming(msgspec.Struct, frozen=True, tag="coming"):
+    """Tokens `[first_token, first_token + num_tokens)` are about to be computed, into these pages of prefill's pool.
+
+    They are there when the link's mark, a word that prefill's device sets, has reached `mark`, and the first
+    `early_planes` of each page one earlier; decode's device may wait for that and copy them. A hint: a Pull follows if
+    they were computed, nothing if not. The tokens may begin before those that were granted.
+    """
+
+    request_id: RequestId
+    epoch: Epoch
+    first_token: int
+    num_tokens: int
+    pages: list[BlockId]
+    early_planes: int
+    mark: int
+
+
 class Fin(msgspec.Struct, frozen=True, tag="fin"):
     request_id: RequestId
     epoch: Epoch
@@ -124,4 +142,4 @@ class AbortAck(msgspec.Struct, frozen=True, tag="abort_ack"):
     epoch: Epoch
 
 
-HandoffMessage = Offer | Grant | Wait | Refuse | ChunkHeader | Pull | Fin | Commit | Abort | AbortAck
+HandoffMessage = Offer | Grant | Wait | Refuse | ChunkHeader | Coming | Pull | Fin | Commit | Abort | AbortAck

@@ -3,7 +3,7 @@
 from contracts.request import Job
 from core.ledger import Ledger, Live
 from engine.engine import Engine
-from engine.messages import StepOutput
+from engine.messages import ChunkComing, StepOutput
 from kv_transfer.events import TransferEvent
 
 
@@ -28,6 +28,9 @@ class LocalRole:
 
     def on_started(self, live: Live, now: float) -> None:
         """Nobody to tell: the pages are already where they are needed."""
+
+    def on_coming(self, live: Live, chunk: ChunkComing) -> None:
+        """Nothing is handed over."""
 
     def on_step(self, output: StepOutput, now: float) -> None:
         for sampled in output.sampled:

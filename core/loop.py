@@ -13,7 +13,7 @@ from core.messages import CoreFrame, GatewayGone, Stop, ToCore, Work
 from core.role import Role
 from core.status import StatusReporter
 from engine.engine import Engine
-from engine.messages import Started, StepOutput
+from engine.messages import ChunkComing, Started, StepOutput, Watcher
 from kv_transfer.node import TransferNode
 
 log = logging.getLogger(__name__)
@@ -22,7 +22,7 @@ IDLE_WAIT_S = 0.05  # also how late a deadline may be seen when nothing else hap
 TICK_S = 0.02
 
 
-class Core:
+class Core(Watcher):
     """One engine, one transfer node, the roles.
 
     Single-threaded: whatever comes from other threads comes through `link`.
@@ -66,9 +66,10 @@ class Core:
 
     def _step(self) -> None:
         began_s = self._clock()
-        output = self._engine.step(self._on_started)
+        output = self._engine.step(self)
         self._is_stuck = output == StepOutput()  # what waits finds no pages: until a message or the bell changes that
         self._status.stepped(output.num_prefill_tokens, output.num_decode_tokens, self._clock() - began_s)
+        self._on_transfer()  # a grant that came under the compute lets what was computed go at once
         self._publish(output)
 
     # in
@@ -127,8 +128,8 @@ class Core:
         for role in self._roles:
             role.on_tick(now)
 
-    def _on_started(self, started: Started) -> None:
-        """Called by the engine between scheduling and computing: an offer goes out under the compute that follows."""
+    def started(self, started: Started) -> None:
+        """An offer goes out under the compute that follows."""
         now = self._clock()
         live = self._ledger.of(started.request_id)
         if live is None or live.role is None:
@@ -136,6 +137,14 @@ class Core:
         live.stage("queue", now)
         live.cached_tokens = started.cached_tokens
         live.role.on_started(live, now)
+
+    def coming(self, chunk: ChunkComing) -> None:
+        live = self._ledger.of(chunk.request_id)
+        if live is not None and live.role is not None:
+            live.role.on_coming(live, chunk)
+
+    def launched(self, is_all: bool) -> None:
+        self._node.launched(is_all)
 
     # out
 

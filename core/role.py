@@ -4,7 +4,7 @@ from typing import Protocol
 
 from contracts.request import Job
 from core.ledger import Live
-from engine.messages import StepOutput
+from engine.messages import ChunkComing, StepOutput
 from kv_transfer.events import TransferEvent
 
 
@@ -25,6 +25,10 @@ class Role(Protocol):
 
     def on_started(self, live: Live, now: float) -> None:
         """The scheduler picked the request; its first chunk is about to be computed."""
+        ...
+
+    def on_coming(self, live: Live, chunk: ChunkComing) -> None:
+        """A chunk of the request's handoff is about to be computed."""
         ...
 
     def on_step(self, output: StepOutput, now: float) -> None:

@@ -11,7 +11,7 @@ from contracts.ids import Epoch, RequestId, WorkerId
 from contracts.request import Job
 from core.ledger import Ledger, Live, attempt_key
 from engine.engine import Engine
-from engine.messages import Reservation, StepOutput
+from engine.messages import ChunkComing, Reservation, StepOutput
 from kv_transfer.events import ChunkBad, ChunkLanded, Drained, Message, PeerLost, TransferEvent
 from kv_transfer.node import TransferNode
 
@@ -101,6 +101,9 @@ class DecodeRole:
 
     def on_started(self, live: Live, now: float) -> None:
         """A committed request enters the batch; its account began at the commit."""
+
+    def on_coming(self, live: Live, chunk: ChunkComing) -> None:
+        """Nothing is handed over from here."""
 
     def on_step(self, output: StepOutput, now: float) -> None:
         if output.ended:

@@ -1,4 +1,4 @@
-"""The decoder-only transformer that all families share: RMSNorm, rotary attention with grouped KV heads, gated SiLU.
+"""The decoder-only transformer that all families share: RMSNorm, rotary attention with grouped KV heads, an MLP.
 
 Rows of q and k are interleaved (real and imaginary part of a rotary pair side by side), so that rope is one complex
 multiplication. Norm gains and sqrt(hidden) are folded into the weights that follow.
@@ -9,13 +9,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 
 from checkpoint.config import ModelConfig
 from engine.attention import HeadShape, attend
 from engine.inputs import Inputs
 from engine.kv_cache import KVCache
 from engine.linear import Linear, PhasedLinear
+from engine.mlp import Mlp
 from engine.rope import rope_frequencies
 
 
@@ -29,10 +29,11 @@ class LayerWeights:
     qkv: PhasedLinear
     output: PhasedLinear
     mlp_gain: torch.Tensor | None
-    gate_up: PhasedLinear
-    down: PhasedLinear
+    mlp: Mlp
     q_gain: torch.Tensor | None = None
     k_gain: torch.Tensor | None = None
+    sinks_KG: torch.Tensor | None = None
+    has_window: bool = False
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,8 @@ class Decoder:
     """Computes logits and writes K and V into the paged cache."""
 
     def __init__(self, config: ModelConfig, weights: DecoderWeights, max_model_len: int) -> None:
-        self.heads = HeadShape(config.num_heads, config.num_kv_heads, config.head_dim, config.head_dim**-0.5)
+        shape = (config.num_heads, config.num_kv_heads, config.head_dim)
+        self.heads = HeadShape(*shape, config.head_dim**-0.5, config.window)
         self._weights = weights
         self._hidden_norm = _Norm(config.hidden_size, config.norm_eps)
         self._head_norm = _Norm(config.head_dim, config.norm_eps)
@@ -92,7 +94,8 @@ class Decoder:
         qkv = self._rotate(layer, qkv.float(), rope).to(cache.dtype)
         q, kv = qkv[:, : self.heads.num_heads], qkv[:, self.heads.num_heads :]
         cache.rows(index).index_copy_(0, inputs.write_index, kv.reshape(-1, self.heads.head_dim))
-        return attend(q, cache.pages(index), inputs.attention, self.heads)
+        plan = inputs.windowed if layer.has_window and inputs.windowed else inputs.attention
+        return attend(q, cache.pages(index), plan, self.heads, layer.sinks_KG)
 
     def _mlp(self, layer: LayerWeights, x: torch.Tensor, mixed: torch.Tensor, num_answer_rows: int) -> torch.Tensor:
         """The rest of a layer after attention. Where formats differ, so does rounding between them: each phase by
@@ -102,8 +105,7 @@ class Decoder:
             answer = self._mlp(layer, x[:num_answer_rows], mixed[:num_answer_rows], num_answer_rows)
             return torch.cat([answer, self._mlp(layer, x[num_answer_rows:], mixed[num_answer_rows:], 0)])
         x = x + layer.output(mixed, num_answer_rows)
-        gate, up = layer.gate_up(self._hidden_norm(x, layer.mlp_gain), num_answer_rows).chunk(2, dim=1)
-        return x + layer.down(F.silu(gate).mul_(up), num_answer_rows)
+        return x + layer.mlp(self._hidden_norm(x, layer.mlp_gain), num_answer_rows)
 
     def _rope(self, positions_M: torch.Tensor) -> torch.Tensor:
         """Rotations `[M, H + 2K, D / 2]`; those of v are 1, so that one multiplication serves all of qkv."""

@@ -14,9 +14,9 @@ request and writer have both let go. Not thread-safe: one thread owns an engine.
 
 import logging
 from collections import Counter
-from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -33,6 +33,7 @@ from engine.block_pool import BlockPool
 from engine.flight import Flight
 from engine.grammar import Grammars, Masks
 from engine.messages import (
+    ChunkComing,
     ChunkDone,
     Ended,
     EngineFailure,
@@ -43,6 +44,7 @@ from engine.messages import (
     Sampled,
     Started,
     StepOutput,
+    Watcher,
 )
 from engine.runner import Computed
 from engine.scheduler import Limits, Scheduler
@@ -51,7 +53,7 @@ from engine.sequence import Sequence, Status
 _log = logging.getLogger(__name__)
 
 
-def _ignore(_: Started) -> None: ...
+_UNWATCHED = Watcher()
 
 
 class Engine:
@@ -141,8 +143,7 @@ class Engine:
         if sequence.status is not Status.RESERVED:
             raise KeyError(f"{request_id} is {sequence.status}, not reserved")
         sequence.tokens.append(first.token_id)
-        sequence.num_computed = sequence.num_prompt
-        self._insert_blocks(sequence)
+        sequence.num_computed = sequence.num_prompt  # its first step enters them into the prefix cache
         self._scheduler.resume(sequence)
 
     def writer_ended(self, request_id: RequestId) -> None:
@@ -171,21 +172,18 @@ class Engine:
             else:
                 self._scheduler.resume(sequence)
 
-    def step(self, on_started: Callable[[Started], None] = _ignore) -> StepOutput:
+    def step(self, watcher: Watcher = _UNWATCHED) -> StepOutput:
         """Compute one batch. Empty if nothing can run. A request that can't be computed fails alone, in `failed`.
-
-        `on_started` hears of each request that the scheduler picked for the first time before anything is computed, so
-        that what must be arranged elsewhere can be arranged under the compute.
 
         A device that draws tokens by itself is given the next batch before the tokens of this one are known.
         """
-        flight = self._flight or self._launch(on_started)
+        flight = self._flight or self._launch(watcher)
         self._flight = None
         if flight is None:
             return StepOutput()
         if self._may_run_ahead(flight):
             self._expect(flight)
-            self._flight = self._launch(on_started)
+            self._flight = self._launch(watcher)
         return self._land(flight)
 
     def has_work(self) -> bool:
@@ -238,7 +236,7 @@ class Engine:
         if not 0 <= min(request.token_ids) <= max(request.token_ids) < vocab:
             raise RequestError(f"the prompt has token ids outside of 0 to {vocab - 1}", "prompt")
 
-    def _launch(self, on_started: Callable[[Started], None]) -> Flight | None:
+    def _launch(self, watcher: Watcher) -> Flight | None:
         """Schedule a batch and hand it to the device; None if nothing can run."""
         batch = self._scheduler.schedule()
         if not batch.pieces:
@@ -246,9 +244,9 @@ class Engine:
         self._num_launched += 1
         started = tuple(Started(s.request_id, s.num_computed) for s in batch.started)
         for start in started:
-            on_started(start)
+            watcher.started(start)
         masks = self._grammars.begin([piece.sequence for piece in batch.pieces if piece.samples])
-        pieces, computed, failed = self._compute(batch.pieces)
+        pieces, computed, failed = self._compute_watched(batch.pieces, watcher)
         chunks = tuple(chunk for piece in pieces for chunk in self._advance(piece))
         sampling = [piece.sequence for piece in pieces if piece.samples]
         return Flight(started, pieces, chunks, computed, failed, masks, sampling)
@@ -317,10 +315,26 @@ class Engine:
         """Neither ended nor released since its batch was launched."""
         return self._sequences.get(sequence.request_id) is sequence
 
-    def _compute(self, pieces: SequenceOf[Piece]) -> tuple[list[Piece], Computed, tuple[EngineFailure, ...]]:
+    def _compute_watched(
+        self, pieces: SequenceOf[Piece], watcher: Watcher
+    ) -> tuple[list[Piece], Computed, tuple[EngineFailure, ...]]:
+        for piece in pieces:
+            if piece.sequence.handoff:
+                first = piece.sequence.num_announced
+                blocks = self._blocks_between(piece.sequence, first, piece.end)
+                place = (first, piece.end - first, blocks, self.runner.early_planes)
+                watcher.coming(ChunkComing(piece.sequence.request_id, *place))
+        try:
+            return self._compute(pieces, watcher)
+        finally:
+            watcher.launched(is_all=True)
+
+    def _compute(
+        self, pieces: SequenceOf[Piece], watcher: Watcher
+    ) -> tuple[list[Piece], Computed, tuple[EngineFailure, ...]]:
         """The pieces that ran and what they gave. If the batch as a whole fails, each piece runs alone."""
         try:
-            return list(pieces), self.runner.forward(pieces), ()
+            return list(pieces), self.runner.forward(pieces, partial(watcher.launched, is_all=False)), ()
         except RuntimeError:
             _log.exception("a batch of %d pieces failed", len(pieces))
         runs = [self._compute_alone(piece) for piece in pieces]
@@ -350,10 +364,12 @@ class Engine:
         if not sequence.handoff:
             return []
         first, sequence.num_announced = sequence.num_announced, piece.end
-        size = self.layout.block_size
-        blocks = _block_ids(sequence.blocks[first // size : self.layout.num_blocks(piece.end)])
+        blocks = self._blocks_between(sequence, first, piece.end)
         checksums = self._cache.checksums(blocks)
         return [ChunkDone(sequence.request_id, first, piece.end - first, blocks, checksums)]
+
+    def _blocks_between(self, sequence: Sequence, first_token: int, end: int) -> list[BlockId]:
+        return _block_ids(sequence.blocks[first_token // self.layout.block_size : self.layout.num_blocks(end)])
 
     def _insert_blocks(self, sequence: Sequence) -> None:
         """Full blocks enter the prefix cache."""

@@ -18,6 +18,7 @@ class Inputs:
     once, `score_rows` those whose logits are wanted part by part.
 
     The first `num_answer_rows` rows belong to answers, as do the first `num_answer_samples` of `sample_rows`.
+    `windowed`: attention in the layers that have a window.
     """
 
     token_ids_M: torch.Tensor
@@ -28,6 +29,7 @@ class Inputs:
     num_answer_rows: int
     num_answer_samples: int
     attention: AttentionPlan
+    windowed: AttentionPlan | None
 
 
 def prepare(pieces: SequenceOf[Piece], scored: SequenceOf[Span], heads: HeadShape, cache: KVCache) -> Inputs:
@@ -48,12 +50,19 @@ def prepare(pieces: SequenceOf[Piece], scored: SequenceOf[Span], heads: HeadShap
         score_rows=tuple(span.rows for span in scored),
         num_answer_rows=int(counts[answers].sum()),
         num_answer_samples=int((samples & answers).sum()),
-        attention=_plan(tables, starts, counts, answers, heads, cache),
+        attention=_plan(tables, starts, counts, answers, heads, cache, 0),
+        windowed=_plan(tables, starts, counts, answers, heads, cache, heads.window) if heads.window else None,
     )
 
 
 def _plan(
-    tables: np.ndarray, starts: np.ndarray, counts: np.ndarray, answers: np.ndarray, heads: HeadShape, cache: KVCache
+    tables: np.ndarray,
+    starts: np.ndarray,
+    counts: np.ndarray,
+    answers: np.ndarray,
+    heads: HeadShape,
+    cache: KVCache,
+    window: int,
 ) -> AttentionPlan:
     num_decodes = int((answers & (counts == 1)).sum())
     groups = (num_decodes, int(answers.sum())), (int(answers.sum()), len(starts))
@@ -63,8 +72,8 @@ def _plan(
         if high > low
     ]
     return AttentionPlan(
-        plan_decode(tables[:num_decodes], starts[:num_decodes] + 1, cache) if num_decodes else None,
-        tuple(tile for group in chunks for tile in plan_tiles(group, int(counts.sum()), heads, cache)),
+        plan_decode(tables[:num_decodes], starts[:num_decodes] + 1, cache, window) if num_decodes else None,
+        tuple(tile for group in chunks for tile in plan_tiles(group, int(counts.sum()), heads, cache, window)),
     )
 
 

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 
 _TRIED_ROWS, _TRIED_MULTIPLES = 120, (1, 2, 3, 4, 6, 8, 12)
+_TRIED_SHAPES, _FEW_ROWS, _MANY_ROWS, _ALL_ROWS = ((576, 960), (2048, 2048)), 32, 256, 1 << 30
 
 Linear = Callable[[torch.Tensor], torch.Tensor]
 """`[M, in]` float32 or bfloat16 -> `[M, out]` float32 or bfloat16."""
@@ -60,7 +61,8 @@ def float16_multiple() -> int:
 
 
 class BFloat16Linear:
-    """bfloat16 weights and rows, float32 sums (oneDNN, weights packed once). Gives bfloat16 rows.
+    """bfloat16 weights and rows, float32 sums (oneDNN, weights packed once). Gives bfloat16 rows. One does not depend,
+    to the bit, on the number of rows.
 
     oneDNN compiles a kernel of about 1 MB for each number of rows and keeps 1024 of them: rows are padded to few sizes.
     """
@@ -70,10 +72,33 @@ class BFloat16Linear:
         self._bias = None if bias is None else bias.bfloat16()
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        parts = [self._part(part) for part in x.bfloat16().split(bfloat16_part())]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def _part(self, x: torch.Tensor) -> torch.Tensor:
         num_rows = padded_rows(len(x))
-        rows = F.pad(x.bfloat16(), (0, 0, 0, num_rows - len(x))) if num_rows > len(x) else x.bfloat16()
-        y = torch.ops.mkldnn._linear_pointwise(rows, self._packed, self._bias, "none", [], "")
-        return y[: len(x)]
+        rows = F.pad(x, (0, 0, 0, num_rows - len(x))) if num_rows > len(x) else x
+        return torch.ops.mkldnn._linear_pointwise(rows, self._packed, self._bias, "none", [], "")[: len(x)]
+
+
+@cache
+def bfloat16_part() -> int:
+    """The most rows that oneDNN may be given at once, for it to sum each alike; found by trying.
+
+    With AMX it takes another kernel, and another order of sums, from 33 rows on, and which one depends on their number
+    and the shape: 32 are sound there, at 0.8 to 1 times the rate of all at once. Without AMX all are alike.
+    """
+    generator = torch.Generator().manual_seed(0)
+    for num_in, num_out in _TRIED_SHAPES:
+        x = torch.randn(_MANY_ROWS, num_in, generator=generator).bfloat16()
+        weight = torch.randn(num_out, num_in, generator=generator).bfloat16()
+        packed = torch.ops.mkldnn._reorder_linear_weight(weight, None)
+        parts = [torch.ops.mkldnn._linear_pointwise(p, packed, None, "none", [], "") for p in x.split(_FEW_ROWS)]
+        for num_rows in (2 * _FEW_ROWS, _MANY_ROWS):
+            y = torch.ops.mkldnn._linear_pointwise(x[:num_rows], packed, None, "none", [], "")
+            if not torch.equal(y, torch.cat(parts)[:num_rows]):
+                return _FEW_ROWS
+    return _ALL_ROWS
 
 
 def padded_rows(num_rows: int) -> int:
@@ -173,13 +198,14 @@ class PhasedLinear:
 
 @dataclass(frozen=True)
 class NumberFormat:
-    """How weights are held for the rows of prompts and of answers, and how KV is. `folds`: norm gains may be folded
-    in.
+    """How weights are held for the rows of prompts and of answers, and how KV is. `router`: of a mixture of experts,
+    small and apt to choose others if it is rounded. `folds`: norm gains may be folded in.
     """
 
     prompt: Pack
     answer: Pack
     head: Pack
+    router: Pack
     kv_dtype: str
     folds: bool = True
 
@@ -193,10 +219,11 @@ class NumberFormat:
 
 
 FORMATS = {
-    "float32": NumberFormat(Float32Linear, Float32Linear, Float32Linear, "float32"),
-    "float16": NumberFormat(Float16Linear, Float16Linear, Float16Linear, "float32"),
-    "bfloat16": NumberFormat(BFloat16Linear, BFloat16Linear, BFloat16Linear, "bfloat16"),
-    "mixed16": NumberFormat(BFloat16Linear, Float16Linear, Float16Linear, "bfloat16"),
-    "int4": NumberFormat(Float16Linear, pack_int4_if_exact, Float16Linear, "float32", folds=False),
-    "int8": NumberFormat(Float16Linear, Int8Linear, Int8Linear, "float32", folds=False),
+    "float32": NumberFormat(Float32Linear, Float32Linear, Float32Linear, Float32Linear, "float32"),
+    "float16": NumberFormat(Float16Linear, Float16Linear, Float16Linear, Float16Linear, "float32"),
+    "bfloat16": NumberFormat(BFloat16Linear, BFloat16Linear, BFloat16Linear, BFloat16Linear, "bfloat16"),
+    "mixed16": NumberFormat(BFloat16Linear, Float16Linear, Float16Linear, Float16Linear, "bfloat16"),
+    "mixed4": NumberFormat(BFloat16Linear, pack_int4_if_exact, Float16Linear, Float16Linear, "bfloat16", folds=False),
+    "int4": NumberFormat(Float16Linear, pack_int4_if_exact, Float16Linear, Float16Linear, "float32", folds=False),
+    "int8": NumberFormat(Float16Linear, Int8Linear, Int8Linear, Float16Linear, "float32", folds=False),
 }

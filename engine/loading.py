@@ -5,8 +5,10 @@ import torch
 from checkpoint.checkpoint import Progress
 from checkpoint.config import ModelConfig
 from engine.decoder import DecoderWeights, LayerWeights
+from engine.experts import Mixture
 from engine.linear import Linear, NumberFormat
-from engine.tensors import ModelTensors, layer_prefix
+from engine.mlp import ClampedMlp, GatedMlp, Mlp
+from engine.tensors import Expert, ModelTensors, layer_prefix
 from engine.weights import WeightSource
 
 
@@ -35,19 +37,37 @@ class _Loader:
         mlp_gain = self._gain(prefix + "post_attention_layernorm")
         return LayerWeights(
             attention_gain=self._unfolded(attention_gain),
-            qkv=self._format.pack(self._fold(tensors.qkv(prefix), attention_gain), tensors.qkv_bias(prefix)),
-            output=self._format.pack(tensors.output(prefix)),
+            qkv=self._format.pack(self._fold(tensors.fused(prefix, "qkv"), attention_gain), tensors.qkv_bias(prefix)),
+            output=self._format.pack(tensors.fused(prefix, "output"), tensors.output_bias(prefix)),
             mlp_gain=self._unfolded(mlp_gain),
-            gate_up=self._format.pack(self._fold(tensors.gate_up(prefix), mlp_gain)),
-            down=self._format.pack(tensors.down(prefix)),
+            mlp=self._mlp(index, mlp_gain),
             q_gain=self._head_gain(prefix, "q"),
             k_gain=self._head_gain(prefix, "k"),
+            sinks_KG=self._sinks(prefix),
+            has_window=index in self._config.windowed_layers,
         )
+
+    def _sinks(self, prefix: str) -> torch.Tensor | None:
+        sinks = self._tensors.sinks(prefix)
+        return None if sinks is None else sinks.view(self._config.num_kv_heads, -1)
+
+    def _mlp(self, index: int, gain: torch.Tensor) -> Mlp:
+        tensors, prefix, experts = self._tensors, layer_prefix(index), self._config.experts_of(index)
+        if experts is None:
+            gate_up = self._format.pack(self._fold(tensors.fused(prefix, "gate_up"), gain))
+            return GatedMlp(gate_up, self._format.pack(tensors.fused(prefix, "down")))
+        router = self._format.router(self._fold(tensors.router(prefix), gain), tensors.router_bias(prefix))
+        return Mixture(experts, router, [self._expert(expert, gain) for expert in tensors.experts(prefix)])
+
+    def _expert(self, expert: Expert, gain: torch.Tensor) -> Mlp:
+        gate_up = self._format.pack(self._fold(expert.gate_up, gain), expert.gate_up_bias)
+        kind = GatedMlp if expert.gate_up_bias is None else ClampedMlp
+        return kind(gate_up, self._format.pack(expert.down, expert.down_bias))
 
     def ends(self) -> tuple[torch.Tensor, torch.Tensor | None, Linear]:
         """The embedding table, the final norm's gain unless folded, and the output head."""
         embedding = self._tensors.embedding()
-        head = embedding if self._config.tied_embeddings else self._tensors.head()
+        head = embedding if self._config.tied_embeddings else self._tensors.fused("", "head")
         gain = self._gain("model.norm")
         return embedding, self._unfolded(gain), self._format.head(self._fold(head, gain), None)
 

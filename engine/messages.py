@@ -96,6 +96,19 @@ class ChunkDone:
 
 
 @dataclass(frozen=True)
+class ChunkComing:
+    """What a ChunkDone will say once its batch is computed, unless that fails. `early_planes`: so many of a block are
+    computed a while before the others.
+    """
+
+    request_id: RequestId
+    first_token: int
+    num_tokens: int
+    blocks: list[BlockId]
+    early_planes: int
+
+
+@dataclass(frozen=True)
 class Scored:
     """The prompt's tokens from `first_index` on. Of one request in order and each once, all before its token 0."""
 
@@ -124,6 +137,23 @@ class EngineFailure:
     request_id: RequestId
     code: str
     message: str
+
+
+class Watcher:
+    """Hears of a batch while it is made, so that what must be arranged elsewhere can be arranged under the compute.
+    This one does nothing.
+    """
+
+    def started(self, started: Started) -> None:
+        """The scheduler picked this request for the first time."""
+
+    def coming(self, chunk: ChunkComing) -> None:
+        """This chunk is computed next."""
+
+    def launched(self, is_all: bool) -> None:
+        """What the device is given from now on comes behind the chunks that were coming; unless `is_all`, behind their
+        early planes.
+        """
 
 
 @dataclass(frozen=True)

@@ -1,21 +1,26 @@
-"""Rotary position embedding as complex rotations (Su et al. 2021), with Llama 3's frequency scaling."""
+"""Rotary position embedding as complex rotations (Su et al. 2021), with Llama 3's frequency scaling, or YaRN's."""
 
 import math
 
 import torch
 
-from checkpoint.config import ModelConfig, RopeScaling
+from checkpoint.config import ModelConfig, RopeScaling, YarnScaling
 
 
 def rope_frequencies(config: ModelConfig, num_positions: int) -> torch.Tensor:
-    """`[num_positions, head_dim / 2]` complex64: the rotation of each pair at each position, computed in float64."""
+    """`[num_positions, head_dim / 2]` complex64: the rotation of each pair at each position, computed in float64;
+    with YaRN it stretches too, by the attention factor.
+    """
     exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float64) / config.head_dim
     inverse = config.rope_theta**-exponents
-    if config.rope_scaling:
+    length = 1.0
+    if isinstance(config.rope_scaling, YarnScaling):
+        inverse, length = _scale_yarn(inverse, config), config.rope_scaling.attention_factor
+    elif config.rope_scaling:
         inverse = _scale_llama3(inverse, config.rope_scaling)
     # float32 from here on, as the models were trained: at position 8000 the rounding of the angle is visible.
     angles = torch.arange(num_positions).float()[:, None] * inverse.float()
-    return torch.polar(torch.ones_like(angles), angles)
+    return torch.polar(torch.full_like(angles, length), angles)
 
 
 def _scale_llama3(inverse: torch.Tensor, scaling: RopeScaling) -> torch.Tensor:
@@ -26,3 +31,22 @@ def _scale_llama3(inverse: torch.Tensor, scaling: RopeScaling) -> torch.Tensor:
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
     smooth = ((scaling.original_max_position / wavelength - low) / (high - low)).clamp(0, 1)
     return (1 - smooth) * inverse / scaling.factor + smooth * inverse
+
+
+def _scale_yarn(inverse: torch.Tensor, config: ModelConfig) -> torch.Tensor:
+    """Dimensions up to `low` are kept, from `high` on divided, between them interpolated (Peng et al. 2023, 3.2)."""
+    scaling = config.rope_scaling
+    assert isinstance(scaling, YarnScaling)
+
+    def dimension(turns: float) -> float:
+        """The one that turns so often over the original context."""
+        ratio = math.log(scaling.original_max_position / (turns * 2 * math.pi))
+        return config.head_dim * ratio / (2 * math.log(config.rope_theta))
+
+    low, high = dimension(scaling.beta_fast), dimension(scaling.beta_slow)
+    if scaling.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, config.head_dim - 1)
+    width = high - low or 0.001
+    divided = ((torch.arange(len(inverse), dtype=inverse.dtype) - low) / width).clamp(0, 1)
+    return inverse / scaling.factor * divided + inverse * (1 - divided)

@@ -1,5 +1,6 @@
 """Runs a batch on the model: inputs in, logits out, or on a device that draws for itself, tokens."""
 
+from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from typing import Protocol
@@ -34,9 +35,19 @@ class Computed:
     drawn: Drawn | None = None
 
 
+def ignore() -> None:
+    """Nobody waits for the early planes."""
+
+
 class Runner(Protocol):
-    def forward(self, pieces: SequenceOf[Piece]) -> Computed:
-        """Writes K and V; running it again writes the same. Raises RuntimeError."""
+    """`early_planes`: so many of the cache's are filled a while before a batch ends; 0 if all come at once."""
+
+    early_planes: int
+
+    def forward(self, pieces: SequenceOf[Piece], early: Callable[[], None] = ignore) -> Computed:
+        """Writes K and V; running it again writes the same. `early` is called when the early planes have been
+        launched. Raises RuntimeError.
+        """
         ...
 
     def forward_undrawn(self, pieces: SequenceOf[Piece]) -> Computed:
@@ -45,11 +56,13 @@ class Runner(Protocol):
 
 
 class CpuRunner:
+    early_planes = 0
+
     def __init__(self, model: Decoder, cache: KVCache) -> None:
         self._model, self._cache = model, cache
 
     @torch.inference_mode()
-    def forward(self, pieces: SequenceOf[Piece]) -> Computed:
+    def forward(self, pieces: SequenceOf[Piece], early: Callable[[], None] = ignore) -> Computed:
         found = spans(pieces)
         logits = self._model.forward(prepare(pieces, found, self._model.heads, self._cache), self._cache)
         return Computed(logits.sampled, score(found, logits.scored))

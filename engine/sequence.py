@@ -53,6 +53,7 @@ class Sequence:
         self.num_announced = 0
         self.num_scored = self.num_prompt if sampling.prompt_logprobs is None else 1  # nothing foretells token 0
         self.started = False
+        self.draw_key: int | None = None
 
     @property
     def urgency(self) -> tuple[int, int]:

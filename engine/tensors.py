@@ -1,10 +1,50 @@
 """The tensors of a decoder in a checkpoint, by their part in it: fused, and of the shapes that its config.json says."""
 
+from collections.abc import Iterator
+from dataclasses import dataclass
+
 import torch
 
-from checkpoint.config import ModelConfig
+from checkpoint.config import Experts, ModelConfig
 from contracts.errors import ConfigError
+from engine.quantized import StoredMatrix
 from engine.weights import WeightSource
+from kernels.layouts import gate_up_halves
+from kernels.reference.quant import unpack_e2m1
+
+_Q, _K, _V = (f"self_attn.{name}_proj" for name in "qkv")
+PARTS = {
+    "qkv": (_Q, _K, _V),
+    "output": ("self_attn.o_proj",),
+    "gate_up": ("mlp.gate_proj", "mlp.up_proj"),
+    "down": ("mlp.down_proj",),
+    "head": ("lm_head",),
+}
+"""The modules of a layer whose matrices are one product; the output head, which has no prefix."""
+
+
+@dataclass(frozen=True)
+class Expert:
+    """Gate and up as one matrix, and down, `[n, k]` each; biases as gpt-oss has them, or none."""
+
+    gate_up: torch.Tensor
+    down: torch.Tensor
+    gate_up_bias: torch.Tensor | None = None
+    down_bias: torch.Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Mxfp4:
+    """Several matrices (Open Compute Project 2023): `values` `[count, n, k / 32, 16]`, two e2m1 a byte, the low nibble
+    first; `scales` `[count, n, k / 32]`, exponents of two, 127 more than they are.
+    """
+
+    values: torch.Tensor
+    scales: torch.Tensor
+
+    def dense(self, index: int) -> torch.Tensor:
+        """One of them, `[n, k]` float32."""
+        return torch.ldexp(unpack_e2m1(self.values[index]), self.scales[index, ..., None].int() - 127).flatten(-2)
 
 
 class ModelTensors:
@@ -16,27 +56,54 @@ class ModelTensors:
 
     def __init__(self, config: ModelConfig, source: WeightSource, interleaved: bool) -> None:
         self._config, self._source, self._interleaved = config, source, interleaved
-        self._q_width = config.num_heads * config.head_dim
-        self._kv_width = config.num_kv_heads * config.head_dim
+        hidden, inner = config.hidden_size, config.intermediate_size
+        q_width, kv_width = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        self._shapes = {
+            _Q: (q_width, hidden),
+            _K: (kv_width, hidden),
+            _V: (kv_width, hidden),
+            "self_attn.o_proj": (hidden, q_width),
+            "mlp.gate_proj": (inner, hidden),
+            "mlp.up_proj": (inner, hidden),
+            "mlp.down_proj": (hidden, inner),
+            "lm_head": (config.vocab_size, hidden),
+        }
 
     def embedding(self) -> torch.Tensor:
         return self._tensor("model.embed_tokens.weight", self._config.vocab_size, self._config.hidden_size)
 
-    def head(self) -> torch.Tensor:
-        """Of a model that does not take its embedding for it."""
-        return self._tensor("lm_head.weight", self._config.vocab_size, self._config.hidden_size)
+    def fused(self, prefix: str, part: str) -> torch.Tensor:
+        """A part of PARTS as one matrix, `[n, k]`; widened if it is quantized."""
+        weights = [self._weight(prefix, module) for module in PARTS[part]]
+        return torch.cat(weights) if len(weights) > 1 else weights[0]
+
+    def stored(self, prefix: str, part: str) -> list[StoredMatrix]:
+        """The matrices of a part as the checkpoint holds them, rows of q and k as the model's authors order them.
+        Empty unless all are quantized.
+        """
+        if self._source.quantized is None:
+            return []
+        found = {module: self._source.quantized.matrix(prefix + module) for module in PARTS[part]}
+        matrices = {module: matrix for module, matrix in found.items() if matrix is not None}
+        for module, matrix in matrices.items():
+            self._check(f"{prefix}{module}.weight", matrix.shape, self._shapes[module])
+        return list(matrices.values()) if len(matrices) == len(found) else []
+
+    def kv_scales(self, prefix: str) -> tuple[float, float] | None:
+        """What K and V are divided by before they are rounded to e4m3, if the checkpoint says."""
+        if self._source.quantized is None:
+            return None
+        k, v = (self._source.quantized.kv_scale(prefix, name) for name in "kv")
+        return None if k is None or v is None else (k, v)
 
     def gain(self, name: str) -> torch.Tensor:
         """Of a norm over the hidden size."""
         return self._tensor(f"{name}.weight", self._config.hidden_size)
 
-    def qkv(self, prefix: str) -> torch.Tensor:
-        return torch.cat([self._projection(prefix, name, self._config.hidden_size) for name in "qkv"])
-
     def qkv_bias(self, prefix: str) -> torch.Tensor | None:
         if not self._config.qkv_bias:
             return None
-        return torch.cat([self._projection(prefix, name) for name in "qkv"])
+        return torch.cat([self._bias(prefix, module) for module in PARTS["qkv"]])
 
     def head_gain(self, prefix: str, name: str) -> torch.Tensor | None:
         """Of the norm over each head of q or k, if there is one."""
@@ -44,21 +111,80 @@ class ModelTensors:
             return None
         return self._turned(self._tensor(f"{prefix}self_attn.{name}_norm.weight", self._config.head_dim))
 
-    def output(self, prefix: str) -> torch.Tensor:
-        return self._tensor(prefix + "self_attn.o_proj.weight", self._config.hidden_size, self._q_width)
+    def router(self, prefix: str) -> torch.Tensor:
+        """Of a layer with experts: what scores them, one row each."""
+        name = "mlp.router.weight" if self._experts.as_gpt_oss else "mlp.gate.weight"
+        return self._tensor(prefix + name, self._experts.count, self._config.hidden_size)
 
-    def gate_up(self, prefix: str) -> torch.Tensor:
-        shape = (self._config.intermediate_size, self._config.hidden_size)
-        return torch.cat([self._tensor(f"{prefix}mlp.{name}_proj.weight", *shape) for name in ("gate", "up")])
+    def router_bias(self, prefix: str) -> torch.Tensor | None:
+        return self._tensor(prefix + "mlp.router.bias", self._experts.count) if self._experts.as_gpt_oss else None
 
-    def down(self, prefix: str) -> torch.Tensor:
-        return self._tensor(prefix + "mlp.down_proj.weight", self._config.hidden_size, self._config.intermediate_size)
+    def experts(self, prefix: str) -> Iterator[Expert]:
+        """One after the other; float32, whatever they are in the checkpoint, unless opened for a device."""
+        if self._experts.as_gpt_oss:
+            yield from self._stacked_experts(prefix)
+            return
+        hidden, inner = self._config.hidden_size, self._experts.intermediate_size
+        for number in range(self._experts.count):
+            stem = f"{prefix}mlp.experts.{number}."
+            gate_up = torch.cat([self._tensor(f"{stem}{name}_proj.weight", inner, hidden) for name in ("gate", "up")])
+            yield Expert(gate_up, self._tensor(stem + "down_proj.weight", hidden, inner))
 
-    def _projection(self, prefix: str, name: str, *columns: int) -> torch.Tensor:
-        """The weight of q, k or v, or without `columns` its bias."""
-        rows = self._q_width if name == "q" else self._kv_width
-        tensor = self._tensor(f"{prefix}self_attn.{name}_proj.{'weight' if columns else 'bias'}", rows, *columns)
-        return tensor if name == "v" else self._turned(tensor)
+    def _stacked_experts(self, prefix: str) -> Iterator[Expert]:
+        """gpt-oss has gate and up in turn, row by row, all experts in one tensor, transposed unless it is MXFP4."""
+        count, hidden, inner = self._experts.count, self._config.hidden_size, self._experts.intermediate_size
+        gate_up_biases, down_biases = self.expert_biases(prefix)
+        assert gate_up_biases is not None and down_biases is not None
+        if self._experts.is_mxfp4:
+            gate_ups, downs = ([part.dense(at) for at in range(count)] for part in self.mxfp4_experts(prefix))
+        else:
+            stem = prefix + "mlp.experts."
+            gate_ups = gate_up_halves(self._tensor(stem + "gate_up_proj", count, hidden, 2 * inner).transpose(1, 2))
+            downs = self._tensor(stem + "down_proj", count, inner, hidden).transpose(1, 2).contiguous()
+        for parts in zip(gate_ups, downs, gate_up_biases, down_biases, strict=True):
+            yield Expert(*parts)
+
+    def expert_biases(self, prefix: str) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Of gate and up, `[experts, 2 * inner]`, and of down, `[experts, hidden]`, if there are such."""
+        if not self._experts.as_gpt_oss:
+            return None, None
+        count, hidden, inner = self._experts.count, self._config.hidden_size, self._experts.intermediate_size
+        gate_up = self._tensor(prefix + "mlp.experts.gate_up_proj_bias", count, 2 * inner)
+        return gate_up_halves(gate_up, -1), self._tensor(prefix + "mlp.experts.down_proj_bias", count, hidden)
+
+    def mxfp4_experts(self, prefix: str) -> tuple[Mxfp4, Mxfp4]:
+        """Gate and up as one matrix, and down, of all experts."""
+        hidden, inner = self._config.hidden_size, self._experts.intermediate_size
+        gate_up = self._mxfp4(prefix + "mlp.experts.gate_up_proj", 2 * inner, hidden)
+        halves = (gate_up_halves(gate_up.values, -3), gate_up_halves(gate_up.scales))
+        return Mxfp4(*halves), self._mxfp4(prefix + "mlp.experts.down_proj", hidden, inner)
+
+    def _mxfp4(self, name: str, rows: int, columns: int) -> Mxfp4:
+        shape = (self._experts.count, rows, columns // 32)
+        return Mxfp4(self._tensor(name + "_blocks", *shape, 16), self._tensor(name + "_scales", *shape))
+
+    def output_bias(self, prefix: str) -> torch.Tensor | None:
+        """Of attention's output."""
+        if not self._config.output_bias:
+            return None
+        return self._tensor(prefix + "self_attn.o_proj.bias", self._config.hidden_size)
+
+    def sinks(self, prefix: str) -> torch.Tensor | None:
+        """A logit for each head."""
+        return self._tensor(prefix + "self_attn.sinks", self._config.num_heads) if self._config.sinks else None
+
+    @property
+    def _experts(self) -> Experts:
+        assert self._config.experts is not None, "this model has none"
+        return self._config.experts
+
+    def _weight(self, prefix: str, module: str) -> torch.Tensor:
+        tensor = self._tensor(f"{prefix}{module}.weight", *self._shapes[module])
+        return self._turned(tensor) if module in (_Q, _K) else tensor
+
+    def _bias(self, prefix: str, module: str) -> torch.Tensor:
+        tensor = self._tensor(f"{prefix}{module}.bias", self._shapes[module][0])
+        return self._turned(tensor) if module in (_Q, _K) else tensor
 
     def _turned(self, tensor: torch.Tensor) -> torch.Tensor:
         """Rows of each head from pairs (x0, y0, x1, y1, ..) to halves (x0, x1, .., y0, y1, ..), or back."""
@@ -70,9 +196,12 @@ class ModelTensors:
 
     def _tensor(self, name: str, *shape: int) -> torch.Tensor:
         tensor = self._source.tensor(name)
-        if tensor.shape != shape:
-            raise ConfigError(f"the tensor '{name}' is {list(tensor.shape)}; its configuration says {list(shape)}")
+        self._check(name, tuple(tensor.shape), shape)
         return tensor
+
+    def _check(self, name: str, found: tuple[int, ...], shape: tuple[int, ...]) -> None:
+        if found != shape:
+            raise ConfigError(f"the tensor '{name}' is {list(found)}; its configuration says {list(shape)}")
 
 
 def layer_prefix(index: int) -> str:

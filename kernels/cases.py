@@ -36,6 +36,7 @@ from kernels.specs import (
 
 BF16, E4M3, FP32, I32 = torch.bfloat16, torch.float8_e4m3fn, torch.float32, torch.int32
 CACHE_DTYPE = {"e4m3": E4M3, "bf16": BF16, "fp32": FP32}
+PLAIN = {"bf16": BF16, "fp32": FP32}
 
 
 @dataclass
@@ -153,8 +154,8 @@ def quant_case(spec: QuantSpec, tokens: int, spread: float = 1.0) -> Case:
     def make(device: str) -> Call:
         x = (torch.randn(tokens, spec.width, device=device) * spread).to(BF16)
         out = torch.empty(tokens, spec.width, device=device, dtype=E4M3)
-        scale = torch.full((tokens,), 0.01, device=device)
-        return Call((x, out, scale), {}, {"out": out} | ({"scale": scale} if spec.quant == "token" else {}))
+        scale = torch.full((spec.width // 128, tokens) if spec.quant == "group" else (tokens,), 0.01, device=device)
+        return Call((x, out, scale), {}, {"out": out} | ({} if spec.quant == "tensor" else {"scale": scale}))
 
     return Case("quant_fp8", spec, make, 1e-2, tokens * spec.width * 3)
 
@@ -448,7 +449,7 @@ def route_case(spec: MoESpec, tokens: int) -> Case:
 def experts_case(spec: MoESpec, tokens: int) -> Case:
     def make(device: str) -> Call:
         x = torch.randn(tokens, spec.hidden, device=device)
-        x = x.to(BF16) if spec.weights == "mxfp4" else to_e4m3(x * 100)
+        x = to_e4m3(x * 100) if spec.weights == "e4m3" else x.to(PLAIN.get(spec.weights, BF16))
         x_scale = torch.rand(tokens, device=device) * 0.01 + 0.005
         w1, s1 = expert_weights(spec, 2 * spec.inter, spec.hidden, device)
         w2, s2 = expert_weights(spec, spec.hidden, spec.inter, device)
@@ -463,12 +464,15 @@ def experts_case(spec: MoESpec, tokens: int) -> Case:
 
     touched = min(spec.experts, tokens * spec.top_k)
     flops = 6 * tokens * spec.top_k * spec.inter * spec.hidden
-    weight_nbytes = 1 if spec.weights == "e4m3" else 17 / 32
+    weight_nbytes = {"e4m3": 1, "mxfp4": 17 / 32, "bf16": 2, "fp32": 4}[spec.weights]
     return Case("moe_experts", spec, make, 1.5e-2, 3 * touched * spec.inter * spec.hidden * weight_nbytes, flops)
 
 
 def expert_weights(spec: MoESpec, n: int, k: int, device: str) -> tuple[Tensor, Tensor]:
     """Made expert by expert: the fp32 of all of them would not fit beside the rest."""
+    if spec.weights in PLAIN:
+        plain = torch.randn(spec.experts, n, k, device=device, dtype=PLAIN[spec.weights]) * 0.05
+        return plain, torch.empty(spec.experts, 0, device=device)
     made = [mx_weights(n, k, device) if spec.weights == "mxfp4" else weights(n, k, device) for _ in range(spec.experts)]
     return torch.stack([w for w, _ in made]), torch.stack([scale for _, scale in made])
 

@@ -15,6 +15,7 @@ from kernels.specs import (
     MoESpec,
     MoveSpec,
     NormSpec,
+    QuantSpec,
     ReduceSpec,
     W4Spec,
 )
@@ -97,9 +98,21 @@ def cublas(caps: Caps, spec: GemmSpec) -> str | None:
         return "does not split along k"
     if spec.recipe == "group":
         return "has no group scales with row scales"
-    if spec.recipe == "block128" and caps.cc != 90:
-        return "cuBLASLt has 128-block scales on compute capability 9.0 only"
+    if spec.recipe == "block128":
+        return cublas_blocks(caps, spec)
     return None if spec.n % 16 == 0 and spec.k % 16 == 0 else "wants n and k in steps of 16"
+
+
+def cublas_blocks(caps: Caps, spec: GemmSpec) -> str | None:
+    if caps.cc != 90:
+        return "cuBLASLt has 128-block scales on compute capability 9.0 only"
+    if spec.skinny:
+        return "wants tokens in steps of 4"
+    return None if spec.n % 16 == 0 and spec.k % 512 == 0 else "wants n in steps of 16 and k in steps of 512"
+
+
+def whole_groups(caps: Caps, spec: QuantSpec) -> str | None:
+    return None if spec.quant != "group" or spec.width % 128 == 0 else "wants width in steps of 128 for group scales"
 
 
 def gate_up_rows(caps: Caps, spec: GateUpSpec) -> str | None:
@@ -147,6 +160,8 @@ def one_host(caps: Caps, spec: ReduceSpec) -> str | None:
 
 
 def expert_tiles(caps: Caps, spec: MoESpec) -> str | None:
+    if spec.weights == "fp32":
+        return "multiplies no float32"
     return None if spec.inter % 64 == 0 and spec.hidden % 64 == 0 else "wants hidden and inter in steps of 64"
 
 
@@ -217,7 +232,7 @@ HOPPER, PORTABLE, TCGEN05, MOVE = (
 
 OURS = [
     Impl("add_rmsnorm_quant", "triton", 20, triton, f"{NORM}:add_rmsnorm_quant"),
-    Impl("quant_fp8", "triton", 20, triton, f"{NORM}:quant_fp8"),
+    Impl("quant_fp8", "triton", 20, all_of(triton, whole_groups), f"{NORM}:quant_fp8"),
     Impl("silu_mul_quant", "triton", 20, triton, f"{NORM}:silu_mul_quant"),
     Impl("argmax", "triton", 20, triton, f"{NORM}:argmax"),
     Impl("rope_append", "triton", 20, all_of(triton, pow2_heads), "kernels.triton.rope:rope_append"),

@@ -37,21 +37,22 @@ def gate_up_halves(rows: Tensor, dim: int = -2) -> Tensor:
     return torch.cat([gate, up], dim).contiguous()
 
 
-def from_gptq(qweight: Tensor, qzeros: Tensor, scales: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """GPTQ (v1) to (packed, scale [n, groups], zero [n, groups]).
+def from_gptq(qweight: Tensor, qzeros: Tensor, scales: Tensor, zero_shift: int = 1) -> tuple[Tensor, Tensor, Tensor]:
+    """GPTQ to (codes [n, k] 0..15, scale [n, groups], zero [n, groups]); split_nibbles packs the codes.
 
-    qweight is int32 [k / 8, n], eight nibbles along k, lowest first; qzeros int32 [groups, n / 8] stores zero - 1.
+    qweight is int32 [k / 8, n], eight nibbles along k, lowest first; qzeros int32 [groups, n / 8] stores the zeros less
+    `zero_shift`: 1 in version 1 of the format, 0 in version 2.
     """
     codes = nibbles(qweight.t().contiguous(), range(8))
-    zero = nibbles(qzeros, range(8)).t() + 1
-    return split_nibbles(codes), scales.t().contiguous(), zero.to(torch.uint8).contiguous()
+    zero = nibbles(qzeros, range(8)).t() + zero_shift
+    return codes.to(torch.uint8), scales.t().contiguous(), zero.to(torch.uint8).contiguous()
 
 
 def from_awq(qweight: Tensor, qzeros: Tensor, scales: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """AWQ to the same: qweight is int32 [k, n / 8], eight columns a word in the order 0 2 4 6 1 3 5 7."""
     codes = nibbles(qweight, AWQ_ORDER).t()
     zero = nibbles(qzeros, AWQ_ORDER).t()
-    return split_nibbles(codes), scales.t().contiguous(), zero.to(torch.uint8).contiguous()
+    return codes.to(torch.uint8), scales.t().contiguous(), zero.to(torch.uint8).contiguous()
 
 
 def nibbles(words: Tensor, order: range | tuple[int, ...]) -> Tensor:

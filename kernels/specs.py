@@ -7,6 +7,7 @@ Quant = Literal["none", "token", "tensor", "group"]
 Recipe = Literal["tensor", "row", "group", "block128"]
 KVDtype = Literal["e4m3", "bf16", "fp32"]
 WeightFormat = Literal["gptq", "awq", "mxfp4"]
+ExpertFormat = Literal["e4m3", "mxfp4", "bf16", "fp32"]
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,7 @@ class NormSpec(Spec):
 
 @dataclass(frozen=True)
 class QuantSpec(Spec):
-    """bf16 to e4m3, one scale per token or a given one."""
+    """bf16 to e4m3, one scale per token, per token and 128 columns, or a given one."""
 
     width: int
     quant: Quant = "token"
@@ -101,14 +102,14 @@ class MLASpec(Spec):
 
 @dataclass(frozen=True)
 class GemmSpec(Spec):
-    """FP8 x FP8 product, out[M, n] = a[M, k] @ w[n, k]^T with scales."""
+    """FP8 x FP8 product, out[M, n] = a[M, k] @ w[n, k]^T with scales. block128 wants M in steps of 4 unless skinny."""
 
     n: int
     k: int
     recipe: Recipe = "row"
     parts: int = 1  # >1: out is fp32 [parts, M, n], to be added up by the reader
     deferred: bool = False  # leave out the scales; the reader applies them
-    skinny: bool = False  # meant for 1 to 64 tokens
+    skinny: bool = False  # meant for 1 to 64 tokens; any number of them
 
 
 @dataclass(frozen=True)
@@ -144,7 +145,8 @@ class MoESpec(Spec):
     """A mixture-of-experts layer: experts of [2 * inter, hidden] and [hidden, inter].
 
     e4m3 weights have row scales and take e4m3 tokens with a scale each; mxfp4 weights (split layout of kernels.layouts,
-    one exponent byte per 32) take bf16 tokens. bias: both products add one per expert and row, as gpt-oss does.
+    one exponent byte per 32) take bf16 tokens; bf16 and fp32 weights have no scales and take tokens like themselves.
+    bias: both products add one per expert and row, as gpt-oss does.
     """
 
     experts: int
@@ -154,7 +156,7 @@ class MoESpec(Spec):
     renormalize: bool = True
     scoring: Literal["softmax", "sigmoid"] = "softmax"
     activation: Literal["silu", "swiglu_oai"] = "silu"
-    weights: Literal["e4m3", "mxfp4"] = "e4m3"
+    weights: ExpertFormat = "e4m3"
     bias: bool = False
 
 

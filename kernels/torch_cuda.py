@@ -10,7 +10,9 @@ ONES: dict[torch.device, Tensor] = {}
 
 
 def gemm_fp8(spec: GemmSpec, a: Tensor, w: Tensor, a_scale: Tensor, w_scale: Tensor, out: Tensor) -> None:
-    """Row-wise, per-tensor or block-128 scales; `deferred` multiplies without scales, which is faster than row-wise."""
+    """Row-wise, per-tensor or block-128 scales; `deferred` multiplies without scales, which is faster than row-wise.
+    Of block-128 scales tokens come by fours, see specs.GemmSpec.
+    """
     out = out.view(a.shape[0], spec.n)
     if spec.deferred:
         one = unit(a.device)

@@ -24,6 +24,31 @@ class Pool(Protocol):
     def scatter(self, rows: np.ndarray, data: np.ndarray) -> None: ...
 
 
+class Mark(Protocol):
+    """A number that this device counts up for one peer, whose device may wait for it. `shared` finds it."""
+
+    shared: bytes
+
+    def set(self, value: int) -> None:
+        """When all that was launched on the current stream is done."""
+        ...
+
+
+class Later(Protocol):
+    """Copies that wait for a mark by themselves. `is_void`: they did not wait to the end, so they are worth nothing."""
+
+    is_void: bool
+
+    @property
+    def is_done(self) -> bool:
+        """They write nothing any more."""
+        ...
+
+    def wait(self) -> np.ndarray | None:
+        """The peer says that the mark was reached. Returns what `pull` does, when it does. Raises TransferError."""
+        ...
+
+
 class RemotePool(Protocol):
     """A peer's pool, mapped into this process. `detail`: what was mapped, and how, for operators."""
 
@@ -36,6 +61,18 @@ class RemotePool(Protocol):
         Returns the checksums of `into` as they are then, `[pages, num_planes]` uint32, if `checks`. Raises
         TransferError.
         """
+        ...
+
+    def pull_later(
+        self, pages: Sequence[BlockId], into: Sequence[BlockId], checks: bool, early_planes: int, mark: int
+    ) -> Later | None:
+        """The same, launched now; done once the peer's mark has come to `mark`, and for the first `early_planes` to one
+        less. None where nothing waits for marks.
+        """
+        ...
+
+    def hurry(self) -> None:
+        """Nothing waits for a mark any more: all that did is void, and done soon."""
         ...
 
     def rehearse(self) -> None:
@@ -61,6 +98,12 @@ class DevicePool(Pool, Protocol):
         """What a peer must know to attach. Raises TransferError where the device lets nobody in."""
         ...
 
-    def attach(self, shared: bytes) -> RemotePool:
-        """Raises TransferError if the peer's pool can't be read from here, or is another shape."""
+    def mark(self) -> Mark | None:
+        """One for a new peer; None where the device can set none."""
+        ...
+
+    def attach(self, shared: bytes, mark: bytes = b"") -> RemotePool:
+        """`mark`: what a Mark of the peer's shares, if there is one. Raises TransferError if the peer's pool can't be
+        read from here, or is another shape.
+        """
         ...

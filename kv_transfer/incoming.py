@@ -1,11 +1,13 @@
 """The decode end of a link: made when a peer has proved itself, it lands what was granted."""
 
 import logging
+import math
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from contracts.errors import TandemError, TransferError
-from contracts.handoff import Abort, AbortAck, ChunkHeader, Commit, Fin, Grant, HandoffMessage, Offer, Pull
+from contracts.handoff import Abort, AbortAck, ChunkHeader, Coming, Commit, Fin, Grant, HandoffMessage, Offer, Pull
 from kv_transfer import handshake
 from kv_transfer.events import ChunkBad, ChunkLanded
 from kv_transfer.frames import Hello
@@ -20,11 +22,12 @@ log = logging.getLogger(__name__)
 
 class IncomingLink(Link):
     outgoing = False
-    hears = (Offer, Pull, Fin, Abort, AbortAck)
+    hears = (Offer, Coming, Pull, Fin, Abort, AbortAck)
 
     def __init__(self, parts: LinkParts, hello: Hello) -> None:
         self.landings = Landings(parts.layout, parts.pool.num_blocks)
         self._puller: Puller | None = None
+        self._is_quiet = self._has_looked = False
         super().__init__(parts, hello.worker_id, hello.incarnation, self.landings)
 
     def run(self, wire: HandshakeSocket, attached: Callable[[bytes], socket.socket]) -> None:
@@ -61,7 +64,7 @@ class IncomingLink(Link):
                 channel.remote,
                 theirs.checksum,
                 self.send,
-                self._on_landed,
+                self._on_fetched,
                 self._on_bad,
                 self._on_drained,
             )
@@ -78,23 +81,42 @@ class IncomingLink(Link):
         )
         self._serve(wire.sock, theirs, channel, receiver)
 
-    def _is_eager(self) -> bool:
-        if self._puller is None or not self.landings.is_alone:
-            return False
-        self._puller.stay_awake()
-        return True
+    def _patience_s(self) -> float:
+        if self._puller is None:
+            return math.inf
+        if self._is_quiet and not self._has_looked:
+            self._has_looked = True
+            return 0.0
+        if self._is_quiet:
+            self._is_quiet = self._has_looked = False
+            self.parts.wake()
+        with self._pulling():
+            patience_s = self._puller.tend()
+            if not self.landings.is_alone or self.parts.is_busy():
+                return patience_s
+            self._puller.stay_awake()
+        return 0.0
 
     def _on_message(self, message: HandoffMessage) -> None:
         """A chunk to fetch is no news to the owner: that it has landed is."""
-        if not isinstance(message, Pull):
+        if not isinstance(message, Coming | Pull):
             super()._on_message(message)
         elif self._puller is None:
             raise ValueError(f"prefill wants a chunk to be fetched over {self.transport}")
         else:
-            try:
-                self._puller.put(message)
-            except TransferError as error:
-                self.fail(str(error), error.code)
+            with self._pulling():
+                if isinstance(message, Pull):
+                    self._puller.put(message)
+                else:
+                    self._puller.coming(message)
+
+    @contextmanager
+    def _pulling(self) -> Iterator[None]:
+        """A device that can't copy ends the link, which is fenced as ever."""
+        try:
+            yield
+        except TransferError as error:
+            self.fail(str(error), error.code)
 
     def _note(self, message: HandoffMessage) -> None:
         if isinstance(message, Offer):
@@ -104,6 +126,13 @@ class IncomingLink(Link):
 
     def _on_landed(self, header: ChunkHeader) -> None:
         self.parts.emit(ChunkLanded(self.peer_id, header))
+
+    def _on_fetched(self, header: ChunkHeader) -> None:
+        """The owner is woken up after a look for what came with it, token 0 say: two threads that are awake are in each
+        other's way.
+        """
+        self.parts.note(ChunkLanded(self.peer_id, header))
+        self._is_quiet = True
 
     def _on_bad(self, header: ChunkHeader, reason: str) -> None:
         log.warning("chunk %d of %s from %s is bad: %s", header.index, header.request_id, self.peer_id, reason)

@@ -3,6 +3,7 @@ way, from prefill to decode.
 """
 
 import logging
+import math
 import socket
 import threading
 from abc import ABC, abstractmethod
@@ -38,7 +39,8 @@ GRANT_PAGE_NBYTES = 5  # the longest msgpack integer below 2^32
 class LinkParts:
     """What every link of a node shares.
 
-    `emit` queues an event for the owner; `on_lost` takes a link out of the node's tables.
+    `emit` queues an event for the owner and wakes it up, `note` and `wake` do one of the two; `on_lost` takes a link
+    out of the node's tables. `is_busy`: the owner computes, and a thread that does not sleep would be in its way.
     """
 
     settings: TransferSettings
@@ -48,6 +50,9 @@ class LinkParts:
     memory: str
     transports: Transports
     emit: Callable[[TransferEvent], None]
+    note: Callable[[TransferEvent], None]
+    wake: Callable[[], None]
+    is_busy: Callable[[], bool]
     on_lost: Callable[["Link", events.PeerLost], None]
 
     @property
@@ -178,9 +183,9 @@ class Link(ABC):
         """Of finished handoffs; 0.0 while unknown."""
         return 0.0
 
-    def _is_eager(self) -> bool:
-        """Whether the next message is worth a processor that waits for it."""
-        return False
+    def _patience_s(self) -> float:
+        """How long the link's thread may sleep at most. 0: the next message is worth a processor that waits for it."""
+        return math.inf
 
     @abstractmethod
     def _note(self, message: HandoffMessage) -> None:
@@ -221,7 +226,7 @@ class Link(ABC):
     def _go_up(self, sock: socket.socket, theirs: Terms) -> None:
         settings = self.parts.settings
         limit = FRAME_MAX_NBYTES + GRANT_PAGE_NBYTES * theirs.num_blocks
-        control = ControlConnection(sock, settings.heartbeat_s, settings.silence_s, limit, self._is_eager)
+        control = ControlConnection(sock, settings.heartbeat_s, settings.silence_s, limit, self._patience_s)
         with self._lock:
             if self._failure is not None:
                 control.stop(self._failure[0])

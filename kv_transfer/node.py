@@ -1,6 +1,8 @@
 """A worker's place in the exchange of KV pages: one node per engine core, links to any number of peers, both ways."""
 
+import math
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 
@@ -28,6 +30,9 @@ from kv_transfer.transports.nvlink import NvlinkTransport
 from kv_transfer.transports.registry import Transports
 from kv_transfer.wire import HandshakeSocket
 
+BUSY_S = 0.03
+"""The owner's next batch follows the last one sooner, if there is one."""
+
 
 class TransferNode:
     """Sends pages of our pool to decode workers and lands pages from prefill workers. No method but `close` blocks.
@@ -54,16 +59,26 @@ class TransferNode:
             self._pool, memory = PagePool(pool, layout), "host"
         else:
             self._pool, memory = pool, pool.kind
-            pool.checks, own["nvlink"] = settings.checksum, NvlinkTransport(pool)
+            pool.checks, own["nvlink"] = settings.checksum, NvlinkTransport(pool, settings.ahead)
         self._transports = Transports({**own, **(transports or {})})
         self._events: deque[TransferEvent] = deque()
         self._lock = threading.Lock()
         self._links: dict[tuple[WorkerId, bool], Link] = {}
         self._fencing: list[Link] = []
-        self._closing = False
+        self._closing, self._launched_s = False, -math.inf
         identity = Identity(me, incarnation, settings.secret)
         self._parts = LinkParts(
-            settings, identity, layout, self._pool, memory, self._transports, self._emit, self._on_lost
+            settings,
+            identity,
+            layout,
+            self._pool,
+            memory,
+            self._transports,
+            self._emit,
+            self._note,
+            wake,
+            self._is_busy,
+            self._on_lost,
         )
         self._listener = Listener(settings, identity, self._on_peer)
 
@@ -148,6 +163,34 @@ class TransferNode:
         check_sendable(header)
         if link := self._find_outgoing(peer_id):
             link.send_chunk(header, src_pages)
+
+    def coming(
+        self,
+        peer_id: WorkerId,
+        request_id: RequestId,
+        epoch: Epoch,
+        first_token: int,
+        num_tokens: int,
+        src_pages: Sequence[BlockId],
+        early_planes: int,
+    ) -> None:
+        """This chunk is about to be computed, and is told by `send_chunk` once it is. Where decode fetches it, its
+        device may be made to wait for it: from now on the pages must not change, as there. `early_planes`: as many as
+        are there when `launched` is told of them.
+        """
+        if link := self._find_outgoing(peer_id):
+            link.coming((request_id, epoch), first_token, num_tokens, src_pages, early_planes)
+
+    def launched(self, is_all: bool) -> None:
+        """By the thread that called `coming`: the device has these chunks now, on the thread's current stream, or
+        never will; or unless `is_all`, it has their early planes. Called for batches without chunks too.
+        """
+        self._launched_s = time.monotonic()
+        with self._lock:
+            links = list(self._links.values())
+        for link in links:
+            if isinstance(link, OutgoingLink):
+                link.launched(is_all)
 
     def finish(self, peer_id: WorkerId, fin: Fin) -> None:
         """Goes after the chunks that are queued."""
@@ -267,9 +310,15 @@ class TransferNode:
         if not others and not closing:
             self._emit(event)
 
+    def _is_busy(self) -> bool:
+        return time.monotonic() - self._launched_s < BUSY_S
+
     def _emit(self, event: TransferEvent) -> None:
-        self._events.append(event)
+        self._note(event)
         self._wake()
+
+    def _note(self, event: TransferEvent) -> None:
+        self._events.append(event)
 
 
 def _same_peer(one: Link, other: Link) -> bool:

@@ -56,6 +56,16 @@ class OutgoingLink(Link):
             pool = self.parts.pool
             self.queue.put(ChunkJob(header, plan.row_ids(pages, pool.num_planes, pool.num_blocks)))
 
+    def coming(self, key: Key, first_token: int, num_tokens: int, pages: Sequence[BlockId], early_planes: int) -> None:
+        """This chunk is about to be computed. Nothing to say where it is sent."""
+        if self._announcer is not None:
+            self._announcer.coming(key, first_token, num_tokens, list(pages), early_planes)
+
+    def launched(self, is_all: bool) -> None:
+        """See node.TransferNode."""
+        if self._announcer is not None:
+            self._announcer.launched(is_all)
+
     def finish(self, fin: Fin) -> None:
         """Goes after the chunks that were sent before."""
         if self._announcer is not None:
@@ -87,7 +97,7 @@ class OutgoingLink(Link):
         names = handshake.candidates(ours, theirs)
         self.transport, channel = handshake.propose(wire, names, self.parts.transports.find, ring, self._dial_data)
         if isinstance(channel, SharedPool):
-            self._announcer = Announcer(self.queue, self.send, self._on_told)
+            self._announcer = Announcer(self.queue, channel.mark, self.send, self._on_told)
             self._serve(sock, theirs, channel, self._announcer)
             return
         sender = Sender(
@@ -131,7 +141,11 @@ class OutgoingLink(Link):
             self.queue.forget(key)
 
     def _note_read(self, announcer: Announcer, message: HandoffMessage, key: Key) -> None:
-        if isinstance(message, Commit) and self.queue.is_alive(key):
+        if isinstance(message, Grant):
+            announcer.granted(key)
+        elif isinstance(message, Refuse):
+            announcer.end(key)
+        elif isinstance(message, Commit) and self.queue.is_alive(key):
             announcer.read(key)
         elif isinstance(message, AbortAck) and announcer.read(key):
             self._on_drained(key)

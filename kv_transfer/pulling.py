@@ -1,18 +1,33 @@
-"""A link whose bytes the receiver fetches by itself: prefill tells where a chunk is, decode's device copies it."""
+"""A link whose bytes the receiver fetches by itself: prefill tells where a chunk is, decode's device copies it.
 
+Where it can be told before it is computed, the copies are launched then, and wait on decode's device for a mark that
+prefill's sets. When the hosts learn that the chunk is computed, it is on its way already.
+"""
+
+import math
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable
+from dataclasses import dataclass
 
-from contracts.handoff import ChunkHeader, Commit, Fin, Pull
+import numpy as np
+
+from contracts.handoff import ChunkHeader, Coming, Commit, Fin, Pull
 from contracts.ids import BlockId
 from contracts.layout import KVLayout
-from kv_transfer import integrity
-from kv_transfer.device import RemotePool
+from kv_transfer import integrity, plan
+from kv_transfer.device import Later, Mark, RemotePool
+from kv_transfer.landing import Landing
 from kv_transfer.receiving import Landings
 from kv_transfer.sending import Key, SendQueue
 
 REHEARSAL_S = 0.005
+MARKS_A_BATCH = 2
+MAX_EARLY = 256
+LATE_S = 1.0
+"""What waits for its mark so long waits no more: a device that hangs must not keep another's pages."""
+DRAINING_S, WATCHING_S = 0.002, 0.25
 
 
 class _Unthreaded:
@@ -38,12 +53,45 @@ class Announcer(_Unthreaded):
     """
 
     def __init__(
-        self, attempts: SendQueue, send: Callable[[Pull | Fin], None], on_sent: Callable[[Key, int, float], None]
+        self,
+        attempts: SendQueue,
+        mark: Mark | None,
+        send: Callable[[Coming | Pull | Fin], None],
+        on_sent: Callable[[Key, int, float], None],
     ) -> None:
         super().__init__()
-        self._attempts, self._send, self._on_sent = attempts, send, on_sent
+        self._attempts, self._mark, self._send, self._on_sent = attempts, mark, send, on_sent
         self._told: set[Key] = set()
+        self._granted: set[Key] = set()
+        self._early: defaultdict[Key, list[Coming]] = defaultdict(list)
+        self._num_marks, self._is_marking = 0, False
         self._lock = threading.Lock()
+
+    def coming(self, key: Key, first_token: int, num_tokens: int, pages: list[BlockId], early_planes: int) -> None:
+        """Said now, or when pages are granted. By the thread that calls `launched` when the device has the chunk."""
+        with self._lock:
+            if self._mark is None or not self._attempts.is_alive(key):
+                return
+            self._is_marking = True
+            mark = self._num_marks + MARKS_A_BATCH
+            self._early[key].append(Coming(*key, first_token, num_tokens, pages, early_planes, mark))
+            self._say_coming(key)
+
+    def granted(self, key: Key) -> None:
+        with self._lock:
+            self._granted.add(key)
+            self._say_coming(key)
+
+    def launched(self, is_all: bool) -> None:
+        """The chunks that are coming have been launched, or never will be; or unless `is_all`, their early planes."""
+        if self._mark is None or not self._is_marking:
+            return
+        if not is_all:
+            self._mark.set(self._num_marks + MARKS_A_BATCH - 1)
+            return
+        self._is_marking = False
+        self._num_marks += MARKS_A_BATCH
+        self._mark.set(self._num_marks)
 
     def put(self, message: Pull | Fin) -> None:
         """Dropped if its attempt is over."""
@@ -63,6 +111,8 @@ class Announcer(_Unthreaded):
         """Drop the attempt. True: decode has been told of nothing and reads nothing."""
         with self._lock:
             self._attempts.forget(key)
+            self._granted.discard(key)
+            self._early.pop(key, None)
             return key not in self._told
 
     def read(self, key: Key) -> bool:
@@ -70,7 +120,36 @@ class Announcer(_Unthreaded):
         with self._lock:
             is_told = key in self._told
             self._told.discard(key)
+            self._granted.discard(key)
             return is_told
+
+    def _say_coming(self, key: Key) -> None:
+        """Under the lock: decode may read from here on."""
+        if key in self._granted and self._attempts.is_alive(key):
+            for message in self._early.pop(key, []):
+                self._told.add(key)
+                self._send(message)
+
+
+@dataclass(frozen=True, slots=True)
+class Early:
+    """A chunk whose copies wait for its mark."""
+
+    key: Key
+    first_token: int
+    num_tokens: int
+    pages: list[BlockId]
+    later: Later
+    since_s: float
+
+    def overlaps(self, pull: Pull) -> bool:
+        is_before = self.first_token + self.num_tokens <= pull.first_token
+        is_behind = pull.first_token + pull.num_tokens <= self.first_token
+        return self.key == (pull.request_id, pull.epoch) and not is_before and not is_behind
+
+    def is_of(self, pull: Pull) -> bool:
+        said = self.key, self.first_token, self.num_tokens, self.pages
+        return said == ((pull.request_id, pull.epoch), pull.first_token, pull.num_tokens, pull.pages)
 
 
 class Puller(_Unthreaded):
@@ -95,11 +174,48 @@ class Puller(_Unthreaded):
         self._landings, self._layout, self._remote, self._checks = landings, layout, remote, checks
         self._commit, self._on_landed, self._on_bad, self._on_drained = commit, on_landed, on_bad, on_drained
         self._next_rehearsal_s = 0.0
+        self._early: list[Early] = []
+
+    def coming(self, coming: Coming) -> None:
+        """Launch the copies of a chunk that is about to be computed. What does not fit is left to its Pull to tell.
+
+        Raises TransferError if the device can't copy.
+        """
+        key = coming.request_id, coming.epoch
+        landing = self._landings.find(key)
+        if landing is None or len(self._early) >= MAX_EARLY:
+            return
+        pull = self._expected(coming, landing)
+        if pull is None or landing.check(pull.header) or self._check_pages(pull):
+            return
+        if any(early.overlaps(pull) for early in self._early) or not self._landings.enter(key):
+            return
+        into, when = landing.pages(pull.header), (coming.early_planes, coming.mark)
+        later = self._remote.pull_later(pull.pages, into, self._checks, *when)
+        if later is None:
+            self._left(key)
+        else:
+            self._early.append(Early(key, pull.first_token, pull.num_tokens, pull.pages, later, time.monotonic()))
+
+    def tend(self) -> float:
+        """Look after what waits for a mark. Returns the seconds until this is to be done again."""
+        if not self._early:
+            return math.inf
+        ended = [early for early in self._early if self._landings.find(early.key) is None]
+        for early in ended:
+            if early.later.is_done:
+                self._drop(early)
+        now = time.monotonic()
+        if any(now - early.since_s > LATE_S and not early.later.is_done for early in self._early):
+            self._remote.hurry()
+        if not self._early:
+            return math.inf
+        return DRAINING_S if ended else WATCHING_S
 
     def stay_awake(self) -> None:
         """Pull nothing, now and then: a processor that slept takes twice as long for what is in none of its caches."""
         now = time.perf_counter()
-        if now >= self._next_rehearsal_s:
+        if now >= self._next_rehearsal_s and not self._early:
             self._remote.rehearse()
             self._next_rehearsal_s = time.perf_counter() + REHEARSAL_S
 
@@ -122,7 +238,7 @@ class Puller(_Unthreaded):
             self.num_stale += 1
         elif reason := landing.check(header) or self._check_pages(pull):
             self._bad(header, reason)
-        elif self._landings.enter(key):
+        else:
             self._land(pull, landing.pages(header))
 
     def _check_pages(self, pull: Pull) -> str | None:
@@ -133,14 +249,29 @@ class Puller(_Unthreaded):
             return f"pages outside the peer's pool of {self._remote.num_pages}"
         return None
 
+    def _expected(self, coming: Coming, landing: Landing) -> Pull | None:
+        """What will be told of it: the part that was granted, all of whose facts but two are known."""
+        first = max(coming.first_token, landing.grant.skip_tokens)
+        num_tokens = coming.first_token + coming.num_tokens - first
+        if num_tokens <= 0:
+            return None
+        skipped = (first - coming.first_token) // self._layout.block_size
+        facts = self._layout.layout_id, plan.chunk_nbytes(self._layout, num_tokens)
+        index, checksum = -1, 0
+        return Pull(coming.request_id, coming.epoch, index, first, num_tokens, *facts, checksum, coming.pages[skipped:])
+
     def _land(self, pull: Pull, into: list[BlockId]) -> None:
-        header = pull.header
+        header, key = pull.header, (pull.request_id, pull.epoch)
+        if not self._landings.enter(key):
+            return
         try:
             reason = self._copy(pull, into)
         finally:
-            drained = self._landings.leave()
-        if drained:
-            self._on_drained(drained)
+            is_drained = self._landings.leave(key)
+        if is_drained:
+            self._on_drained(key)
+        elif self._landings.find(key) is None:
+            return
         elif reason:
             self._bad(header, reason)
         else:
@@ -156,10 +287,32 @@ class Puller(_Unthreaded):
 
     def _copy(self, pull: Pull, into: list[BlockId]) -> str | None:
         """Why the bytes that are there now are not the chunk's, or None."""
-        sums = self._remote.pull(pull.pages, into, self._checks)
+        is_here, sums = self._come(pull)
+        if not is_here:
+            sums = self._remote.pull(pull.pages, into, self._checks)
         if sums is not None and integrity.of_pages(pull.epoch, sums) != pull.checksum:
             return "checksum differs"
         return None
+
+    def _come(self, pull: Pull) -> tuple[bool, np.ndarray | None]:
+        """Whether the chunk was copied early, and its checksums. Nothing that was launched early writes there now."""
+        found = [early for early in self._early if early.overlaps(pull)]
+        if any(not early.is_of(pull) for early in found):
+            self._remote.hurry()
+        for early in found:
+            sums = early.later.wait()
+            self._drop(early)
+            if early.is_of(pull) and not early.later.is_void:
+                return True, sums
+        return False, None
+
+    def _drop(self, early: Early) -> None:
+        self._early.remove(early)
+        self._left(early.key)
+
+    def _left(self, key: Key) -> None:
+        if self._landings.leave(key):
+            self._on_drained(key)
 
     def _bad(self, header: ChunkHeader, reason: str) -> None:
         self.num_bad += 1

@@ -4,6 +4,7 @@ granted pages.
 
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -31,8 +32,8 @@ class Landings:
         self._fins: dict[Key, Fin] = {}
         self._committed: set[Key] = set()
         self._alone_until = 0.0
-        self._writing: Key | None = None
-        self._draining: Key | None = None
+        self._writing: Counter[Key] = Counter()
+        self._draining: set[Key] = set()
         self._lock = threading.Lock()
 
     def offered(self, offer: Offer) -> None:
@@ -42,7 +43,7 @@ class Landings:
     def knows(self, key: Key) -> bool:
         """Offered, or over while a page of it is still being written."""
         with self._lock:
-            return key in self._offers or key == self._writing
+            return key in self._offers or key in self._writing
 
     def grant(self, grant: Grant) -> bool:
         """False if the offer is gone.
@@ -84,7 +85,7 @@ class Landings:
     @property
     def is_alone(self) -> bool:
         """One handoff is under way, since a moment: nothing else keeps this process awake."""
-        return len(self._landings) == 1 and time.monotonic() < self._alone_until
+        return len(self._landings.keys() - self._committed) == 1 and time.monotonic() < self._alone_until
 
     def is_committed(self, key: Key) -> bool:
         """It was said already."""
@@ -92,16 +93,22 @@ class Landings:
             return key in self._committed
 
     def enter(self, key: Key) -> bool:
-        """The landing thread is about to write pages of this attempt. False: it is over, do not."""
+        """Pages of this attempt are about to be written. False: it is over, do not."""
         with self._lock:
-            self._writing = key if key in self._landings else None
-            return self._writing is not None
+            if key in self._landings:
+                self._writing[key] += 1
+            return key in self._landings
 
-    def leave(self) -> Key | None:
-        """The write is over. Returns the attempt if it was ended meanwhile: it is drained now."""
+    def leave(self, key: Key) -> bool:
+        """A write that was entered is over. True: the attempt was ended meanwhile, and is drained now."""
         with self._lock:
-            key, self._draining, self._writing = self._draining, None, None
-            return key
+            self._writing[key] -= 1
+            if self._writing[key]:
+                return False
+            del self._writing[key]
+            is_drained = key in self._draining
+            self._draining.discard(key)
+            return is_drained
 
     def end(self, key: Key) -> bool:
         """Forget the attempt. True: nothing writes its pages now; False: `leave` will say so."""
@@ -110,14 +117,16 @@ class Landings:
             self._landings.pop(key, None)
             self._fins.pop(key, None)
             self._committed.discard(key)
-            if self._writing == key:
-                self._draining = key
-            return self._writing != key
+            if key in self._writing:
+                self._draining.add(key)
+            return key not in self._writing
 
     def _commit(self, key: Key) -> Commit | None:
         """Under the lock."""
         landing, fin = self._landings.get(key), self._fins.get(key)
         if landing is None or fin is None or key in self._committed or not landing.is_whole(fin.num_chunks):
+            return None
+        if key in self._writing:
             return None
         self._committed.add(key)
         return Commit(*key, fin.num_chunks, landing.nbytes)
@@ -228,8 +237,8 @@ class Receiver:
         first, last = piece.offset // self._pool.page_nbytes, (piece.offset + piece.nbytes) // self._pool.page_nbytes
         self._pool.scatter(arrival.rows[first:last], slot.payload[: piece.nbytes])
         whole = piece.is_last and self._complete(arrival.key, piece.header)
-        if drained := self._landings.leave():
-            self._on_drained(drained)
+        if self._landings.leave(arrival.key):
+            self._on_drained(arrival.key)
         elif whole:
             self._on_landed(piece.header)
 

@@ -10,7 +10,7 @@ from contracts.ids import Epoch, RequestId, WorkerId
 from contracts.request import Job, WorkerRef
 from core.ledger import Ledger, Live
 from engine.engine import Engine
-from engine.messages import ChunkDone, Sampled, StepOutput
+from engine.messages import ChunkComing, ChunkDone, Sampled, StepOutput
 from kv_transfer.events import Drained, Message, PeerLost, TransferEvent
 from kv_transfer.node import TransferNode
 
@@ -100,6 +100,12 @@ class PrefillRole:
         offer = Offer(job.request_id, job.epoch, len(job.token_ids), self._engine.layout.layout_id)
         self._node.offer(attempt.peer, offer)
         self._ledger.move(live, "RESERVING")
+
+    def on_coming(self, live: Live, chunk: ChunkComing) -> None:
+        attempt = self._attempts.get((live.job.request_id, live.job.epoch))
+        if attempt is not None and attempt.offered_s is not None:
+            place = (chunk.first_token, chunk.num_tokens)
+            self._node.coming(attempt.peer.worker_id, *attempt.id, *place, chunk.blocks, chunk.early_planes)
 
     def on_step(self, output: StepOutput, now: float) -> None:
         for chunk in output.chunks:

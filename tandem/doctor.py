@@ -112,7 +112,8 @@ def _cpu(options: argparse.Namespace) -> Iterator[tuple[str, Level]]:
     isa = probe_isa(EngineSettings.cache_dir)
     if isa.bfloat16_speedup == 0:
         yield (
-            "bfloat16 matmuls can't run here: the dtypes bfloat16 and mixed16 are refused, float16 and int4 are not",
+            "bfloat16 matmuls can't run here: the dtypes bfloat16, mixed16 and mixed4 are refused, float16, int4 and "
+            "int8 are not",
             Level.WARNING,
         )
     else:
@@ -183,7 +184,24 @@ def _redis(options: argparse.Namespace) -> Iterator[tuple[str, Level]]:
 def _gpu(options: argparse.Namespace) -> Iterator[tuple[str, Level]]:
     from kernels import caps
 
-    yield from explain_device(caps.detect())
+    found = caps.detect()
+    yield from explain_device(found)
+    with suppress(ConfigError):  # a model that can't be opened is a finding already
+        yield from explain_weights(open_checkpoint(options.model), found)
+
+
+def explain_weights(checkpoint: Checkpoint, found: "Caps") -> Iterator[tuple[str, Level]]:
+    """How a GPU of these capabilities holds a model's weights, and why not as they are stored."""
+    from engine.cuda.formats import kept_as, resolve_device_dtype
+
+    if found.device != "cuda":
+        return
+    chosen = resolve_device_dtype("auto", checkpoint, found)
+    yield f"dtype auto holds this model's weights as {chosen} here", Level.OK
+    if checkpoint.quantization is None or chosen != "bfloat16":
+        return
+    reason = kept_as(checkpoint.quantization)[1] if found.cc >= 90 else "the kernels want compute capability 9.0"
+    yield f"its quantized matrices are widened on load, and take the memory of plain ones: {reason}", Level.WARNING
 
 
 def explain_device(found: "Caps") -> Iterator[tuple[str, Level]]:
@@ -211,7 +229,13 @@ def _model(options: argparse.Namespace) -> Iterator[tuple[str, Level]]:
     yield f"{checkpoint.name} at {checkpoint.path}", Level.OK
     heads = f"{config.num_heads} heads, {config.num_kv_heads} of them for keys and values"
     yield f"{config.num_layers} layers, {heads}, context of {config.max_model_len} tokens", Level.OK
+    if config.experts is not None:
+        layers = config.num_layers - len(config.experts.dense_layers)
+        chosen = f"{config.experts.count} experts, {config.experts.top_k} of them for each token"
+        yield f"a mixture in {layers} of its layers: {chosen}; all of their weights are held", Level.OK
     yield f"weights as stored: {stored_as(checkpoint)}", Level.OK
+    if checkpoint.quantization is not None:
+        yield f"quantized: {checkpoint.quantization.words()}; widened on load for a CPU", Level.OK
     per_token = 2 * config.num_layers * config.num_kv_heads * config.head_dim
     yield f"KV cache: {per_token * 4 / 1024:.0f} KiB a token in float32, half of it in bfloat16", Level.OK
     if checkpoint.chat_template is None:

@@ -55,8 +55,10 @@ def identify(pid: int) -> dict:
 
 
 def is_alive(identity: dict) -> bool:
+    """A zombie is not: in a container whose first process collects nobody, what was killed stays one."""
     try:
-        return psutil.Process(identity["pid"]).create_time() == identity["created_s"]
+        process = psutil.Process(identity["pid"])
+        return process.create_time() == identity["created_s"] and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
 

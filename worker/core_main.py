@@ -24,9 +24,12 @@ from prefill_svc import PrefillRole
 from worker.settings import WorkerSettings
 
 START_TIMEOUT_S = 10.0
+SWITCH_S = 0.0002
+"""A thread that has heard from a peer gets the interpreter this soon, in the middle of the engine's Python."""
 
 
 def main() -> None:
+    sys.setswitchinterval(SWITCH_S)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the front decides
     link = FrontLink(socket.socket(fileno=int(sys.argv[1])))
     try:
@@ -99,6 +102,7 @@ def transfer_settings(settings: WorkerSettings) -> TransferSettings:
         secret=settings.secret.get_secret_value().encode(),
         transport=settings.transfer,
         checksum=settings.transfer_checksum,
+        ahead=settings.transfer_ahead,
         host=settings.host,
         port=settings.transfer_port,
         advertise_host=settings.advertised_host,

@@ -9,7 +9,7 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from contracts.node import Role
 
-Dtype = Literal["auto", "float32", "float16", "bfloat16", "mixed16", "int4", "int8", "float8", "float8-head"]
+Dtype = Literal["auto", "float32", "float16", "bfloat16", "mixed16", "mixed4", "int4", "int8", "float8", "float8-head"]
 """engine.linear.FORMATS and engine.cuda.formats.DEVICE_FORMATS by name: the front knows them without torch."""
 Transfer = Literal["auto", "nvlink", "ucx", "shm", "tcp"]
 
@@ -34,6 +34,9 @@ class WorkerSettings(BaseSettings):
     device: str = Field("cpu", description="where the model runs: cpu, cuda:N for a GPU, auto for the first one if any")
     transfer: Transfer = Field("auto", description="KV transport; auto: the fastest that both ends have")
     transfer_checksum: bool = Field(True, description="check every chunk of KV that arrives")
+    transfer_ahead: bool = Field(
+        False, description="over nvlink, let decode's GPU wait for chunks before they are computed: a faster commit"
+    )
     transfer_port: int = Field(0, ge=0, le=65535, description="port of the KV control listener; 0: a free one")
     redis_url: str = Field("redis://127.0.0.1:6379/0", description="where the coordinator's state lives")
     pool: str = Field("default", description="workers and gateways of one pool serve one model together")

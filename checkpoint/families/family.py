@@ -7,10 +7,13 @@ from dataclasses import dataclass
 class Family:
     """`architecture` as in config.json; `gguf_architecture` as in a GGUF file.
 
-    `qkv_bias`: q, k and v have one. `qk_norm`: q and k of each head are normalised before rope.
+    `qkv_bias`: q, k and v have one. `qk_norm`: q and k of each head are normalised before rope. `experts`: layers have
+    mixtures of them. `as_gpt_oss`: and its attention: sinks, windows, biases.
     """
 
     architecture: str
     gguf_architecture: str
     qkv_bias: bool = False
     qk_norm: bool = False
+    experts: bool = False
+    as_gpt_oss: bool = False

@@ -8,6 +8,7 @@ from engine.cuda.cache import LayerCache
 from engine.cuda.inputs import PromptRows
 from engine.cuda.transformer import Attend
 from engine.cuda.upload import upload
+from engine.cuda.weights import Sight
 from kernels.registry import Registry
 from kernels.specs import AttnSpec, KVDtype
 
@@ -37,10 +38,12 @@ class DeviceAttention:
         device: torch.device,
     ) -> None:
         """`max_tokens`: of all the sequences of a batch of prompts, contexts included, that the workspace is for."""
-        spec = AttnSpec(config.num_heads, config.num_kv_heads, config.head_dim, block_size, kv)
+        heads = (config.num_heads, config.num_kv_heads, config.head_dim)
         self._scale = config.head_dim**-0.5
-        self._prefill, self._prepare = registry.get("attn_prefill", spec), registry.preparer("attn_prefill", spec)
-        self._decode = registry.get("attn_decode", spec)
+        specs = {window: AttnSpec(*heads, block_size, kv, window, config.sinks) for window in {0, config.window}}
+        self._prefills = {window: registry.get("attn_prefill", spec) for window, spec in specs.items()}
+        self._preparers = {window: registry.preparer("attn_prefill", spec) for window, spec in specs.items()}
+        self._decodes = {window: registry.get("attn_decode", spec) for window, spec in specs.items()}
         nbytes = min(_MAX_WORKSPACE_NBYTES, 4 * config.num_kv_heads * config.head_dim * max_tokens)
         self._prefill_space = torch.zeros(nbytes, dtype=torch.uint8, device=device)
         self._decode_space = decode_workspace(config, max_num_seqs, device)
@@ -52,13 +55,13 @@ class DeviceAttention:
             upload(array, device) for array in (rows.tables, rows.lengths, rows.q_starts, rows.kv_starts)
         )
         totals = rows.lengths.tolist()
-        prepared = self._prepare(tables, rows.counts, totals)
+        prepared = {window: prepare(tables, rows.counts, totals) for window, prepare in self._preparers.items()}
 
-        def attend(q: Tensor, cache: LayerCache, out: Tensor) -> None:
-            self._prefill(
+        def attend(q: Tensor, cache: LayerCache, out: Tensor, sight: Sight) -> None:
+            self._prefills[sight.window](
                 q, cache.keys, cache.values, tables, lengths, q_starts, kv_starts, out, self._prefill_space,
-                max_q=max(rows.counts), max_kv=max(totals), sm_scale=self._scale, prepared=prepared,
-                k_scale=cache.k_scale, v_scale=cache.v_scale,
+                max_q=max(rows.counts), max_kv=max(totals), sm_scale=self._scale, prepared=prepared[sight.window],
+                k_scale=cache.k_scale, v_scale=cache.v_scale, sinks=sight.sinks,
             )  # fmt: skip
 
         return attend
@@ -66,10 +69,10 @@ class DeviceAttention:
     def of_decodes(self, tables: Tensor, lengths: Tensor, max_len: int) -> Attend:
         """`max_len` chooses how it is launched; any length is computed right."""
 
-        def attend(q: Tensor, cache: LayerCache, out: Tensor) -> None:
-            self._decode(
+        def attend(q: Tensor, cache: LayerCache, out: Tensor, sight: Sight) -> None:
+            self._decodes[sight.window](
                 q, cache.keys, cache.values, tables, lengths, out, self._decode_space, sm_scale=self._scale,
-                max_len=max_len, k_scale=cache.k_scale, v_scale=cache.v_scale,
+                max_len=max_len, k_scale=cache.k_scale, v_scale=cache.v_scale, sinks=sight.sinks,
             )  # fmt: skip
 
         return attend

@@ -13,6 +13,7 @@ from engine.cuda.cache import DeviceCache
 from engine.cuda.inputs import prompt_rows
 from engine.cuda.transformer import Rows, Transformer
 from engine.cuda.upload import upload
+from engine.cuda.weights import MIN_SCALE
 from engine.sequence import Sequence
 from kernels.reference.quant import E4M3_MAX
 
@@ -57,6 +58,10 @@ class Scales:
     activations: Tensor
     kv: Tensor
 
+    def replaced(self, activations: Tensor | None, kv: Tensor | None) -> "Scales":
+        """With those that are there instead."""
+        return Scales(self.activations if activations is None else activations, self.kv if kv is None else kv)
+
 
 def calibrate(model: Transformer, attention: DeviceAttention, cache: DeviceCache, token_ids: list[int]) -> Scales:
     """`cache` is fresh: its scales are 1, and what is not written is 0."""
@@ -66,7 +71,7 @@ def calibrate(model: Transformer, attention: DeviceAttention, cache: DeviceCache
     activations, model.peaks = model.peaks * _MARGIN, None
     layers = [cache.layer(index) for index in range(num_layers)]
     largest = torch.stack([_largest(pages) for layer in layers for pages in (layer.keys, layer.values)])
-    return Scales(activations, (largest * _MARGIN / E4M3_MAX).clamp(min=1e-6).view(-1, 2).cpu())
+    return Scales(activations, (largest * _MARGIN / E4M3_MAX).clamp(min=MIN_SCALE).view(-1, 2).cpu())
 
 
 def _largest(pages: Tensor) -> Tensor:

@@ -24,15 +24,17 @@ from kernels.registry import Registry
 from kernels.specs import FusedAttnSpec, GateUpSpec, GemmSpec, NormSpec, SiluSpec
 
 
-def is_fusible(config: ModelConfig, number_format: DeviceFormat) -> bool:
-    """The step applies scales where a bias or a norm of each head would have to come first, and its products want
-    whole tiles.
+def is_fusible(config: ModelConfig, number_format: DeviceFormat, weights: DeviceWeights) -> bool:
+    """The step applies scales by row, where a bias or a norm of each head would have to come first, knows no experts,
+    and its products want whole tiles.
     """
     widths = (config.hidden_size, config.intermediate_size, config.num_heads * config.head_dim)
     kv_width = config.num_kv_heads * config.head_dim
     return (
         number_format.is_fp8
-        and not (config.qkv_bias or config.qk_norm)
+        and not (config.qkv_bias or config.qk_norm or config.experts)
+        and all(matrix.recipe == "row" for layer in weights.layers for matrix in layer.matrices())
+        and weights.head.recipe in ("plain", "row")
         and all(width % 256 == 0 for width in widths)
         and kv_width % 64 == 0
         and config.head_dim in (32, 64, 128, 256)

@@ -7,22 +7,20 @@ from dataclasses import replace
 import torch
 
 from checkpoint import Checkpoint, Progress
-from checkpoint.config import ModelConfig
-from contracts.errors import ConfigError
 from contracts.layout import KVLayout
 from engine.backend import Backend
 from engine.cuda.attention import DeviceAttention
 from engine.cuda.cache import DeviceCache
 from engine.cuda.calibration import TEXT, Scales, calibrate, warm_up
 from engine.cuda.drawing import DeviceSampler, Drawer
-from engine.cuda.formats import DEVICE_FORMATS, DeviceFormat
+from engine.cuda.formats import DEVICE_FORMATS, DeviceFormat, resolve_device_dtype
 from engine.cuda.fused import FusedDecode, is_fusible
 from engine.cuda.memory import MAX_PITCH_NBYTES
 from engine.cuda.runner import DeviceRunner
 from engine.cuda.state import DecodeState
 from engine.cuda.steps import DecodeSteps, MakeStep, Step
 from engine.cuda.transformer import Rows, Transformer
-from engine.cuda.weights import load_device_weights
+from engine.cuda.weights import DeviceWeights, load_device_weights
 from engine.engine import Engine
 from engine.messages import EngineSettings
 from engine.sizing import blocks_in, kv_layout, model_len, wanted_model_len
@@ -34,8 +32,6 @@ _log = logging.getLogger(__name__)
 
 # The kernels were tuned for pages of 64 tokens.
 _MIN_BLOCK_SIZE = 64
-# FP8 raises the perplexity of SmolLM2-135M (hidden size 576) by 3.9 %, and small models are fast enough without.
-_MIN_FP8_HIDDEN = 2048
 # Left free beside the cache: for captured steps, and for logits that are made whole in float32.
 _SPARE_NBYTES, _LOGIT_NBYTES = 1 << 30, 16
 _MEMORY_PAGE_NBYTES = 2 << 20
@@ -56,22 +52,12 @@ def load_device_engine(
     return _Builder(settings, checkpoint, source or open_weights(checkpoint, device), device).build(progress)
 
 
-def resolve_device_dtype(dtype: str, config: ModelConfig, found: caps.Caps) -> str:
-    """`auto`: FP8 where the GPU multiplies it, but for small models. Raises ConfigError for an unknown name."""
-    if dtype == "auto":
-        return "float8" if found.cc >= 90 and config.hidden_size >= _MIN_FP8_HIDDEN else "bfloat16"
-    if dtype not in DEVICE_FORMATS:
-        names = ", ".join(DEVICE_FORMATS)
-        raise ConfigError(f"the dtype '{dtype}' is not supported on a GPU; supported are auto, {names}")
-    return dtype
-
-
 class _Builder:
     def __init__(
         self, settings: EngineSettings, checkpoint: Checkpoint, source: WeightSource, device: torch.device
     ) -> None:
         found = caps.detect(device.type)
-        self._settings = replace(settings, dtype=resolve_device_dtype(settings.dtype, checkpoint.config, found))
+        self._settings = replace(settings, dtype=resolve_device_dtype(settings.dtype, checkpoint, found))
         self._checkpoint, self._config, self._source, self._device = checkpoint, checkpoint.config, source, device
         self._registry: Registry = catalog.registry(found)
         self._format: DeviceFormat = DEVICE_FORMATS[self._settings.dtype]
@@ -90,14 +76,14 @@ class _Builder:
             settings.max_num_seqs, layout.num_blocks(longest), config.vocab_size, self._format.rows, device
         )
         progress("warm up", 0, 2)
-        scales = self._warm_up(model, attention, layout)
+        scales = self._warm_up(model, weights, attention, layout)
         num_blocks = _whole(blocks_in(self._cache_nbytes(), layout), layout.page_nbytes)
         max_model_len = model_len(self._checkpoint, settings, num_blocks * layout.block_size)
         cache = DeviceCache(layout, num_blocks, self._format.pages, device, scales.kv if scales else None)
         cache.share(self._registry)
         progress("warm up", 1, 2)
         drawer = Drawer(self._registry, config.vocab_size, device)
-        if scales is not None and is_fusible(config, self._format):
+        if scales is not None and is_fusible(config, self._format, weights):
             make = FusedDecode(config, weights, self._registry, cache, state, scales.activations).step
         else:
             make = self._plain(model, attention, cache, state)
@@ -120,13 +106,18 @@ class _Builder:
             config, self._registry, self._format.kv, self._block_size, max_tokens, settings.max_num_seqs, self._device
         )
 
-    def _warm_up(self, model: Transformer, attention: DeviceAttention, layout: KVLayout) -> Scales | None:
-        """Compiles kernels and finds out what a full batch takes; the scales of e4m3 where they are fixed."""
+    def _warm_up(
+        self, model: Transformer, weights: DeviceWeights, attention: DeviceAttention, layout: KVLayout
+    ) -> Scales | None:
+        """Compiles kernels and finds out what a full batch takes; the scales of e4m3 where they are fixed, those that
+        the checkpoint brings before those that are found.
+        """
         config, longest = self._config, min(self._max_rows, wanted_model_len(self._checkpoint, self._settings))
         cache = DeviceCache(layout, layout.num_blocks(longest), self._format.pages, self._device)
         scales = None
         if self._format.is_fp8:
-            scales = calibrate(model, attention, cache, self._checkpoint.tokenizer().encode(TEXT).ids[:longest])
+            found = calibrate(model, attention, cache, self._checkpoint.tokenizer().encode(TEXT).ids[:longest])
+            scales = found.replaced(weights.input_scales(), weights.kv_scales)
         warm_up(model, attention, cache, [index % config.vocab_size for index in range(longest)])
         return scales
 

@@ -6,6 +6,7 @@ torch's own allocator cuts tensors out of larger blocks; what is exported here i
 import ctypes
 import mmap
 import os
+import struct
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from functools import cache
@@ -22,6 +23,11 @@ MAX_PITCH_NBYTES = (1 << 31) - 1
 _HANDLE_NBYTES = 64  # cudaIpcMemHandle_t
 _LAZY_PEER_ACCESS, _OUT_OF_MEMORY = 1, 2
 _ANY_DIRECTION = 4  # cudaMemcpyDefault
+_PORTABLE_AND_MAPPED = 3  # cudaHostRegisterPortable | cudaHostRegisterMapped
+_AT_LEAST = 0  # CU_STREAM_WAIT_VALUE_GEQ
+_MARKS_NBYTES = 1 << 16
+_MARK = struct.Struct("<III")  # process, descriptor, index
+_MEMFD = "tandem-pages"
 
 
 class Memory(Protocol):
@@ -47,9 +53,16 @@ class Mapping(Protocol):
     """Another process's memory."""
 
     def copy_pages(
-        self, grid: Grid, pages: SequenceOf[int], target: Tensor, target_grid: Grid, target_pages: SequenceOf[int]
+        self,
+        grid: Grid,
+        pages: SequenceOf[int],
+        target: Tensor,
+        target_grid: Grid,
+        target_pages: SequenceOf[int],
+        planes: range,
     ) -> None:
-        """Launch copies of whole pages, all planes each, on the current stream. Both grids are of one width and height.
+        """Launch copies of pages, those `planes` of each, on the current stream. Both grids are of one width and
+        height.
 
         Raises TransferError.
         """
@@ -125,13 +138,20 @@ class CudaMapping:
             raise TransferError(f"the peer's GPU memory can't be opened: {_words(status)}")
 
     def copy_pages(
-        self, grid: Grid, pages: SequenceOf[int], target: Tensor, target_grid: Grid, target_pages: SequenceOf[int]
+        self,
+        grid: Grid,
+        pages: SequenceOf[int],
+        target: Tensor,
+        target_grid: Grid,
+        target_pages: SequenceOf[int],
+        planes: range,
     ) -> None:
-        """One copy for a page of all planes, by the copy engine: no multiprocessor takes part."""
+        """One copy for a page of all these planes, by the copy engine: no multiprocessor takes part."""
         assert self._pointer is not None and self._pointer.value is not None
         # The interpreter's lock is kept: giving it up and getting it back for each page took longer than the launches.
-        copy, width, height = _locked_runtime().cudaMemcpy2DAsync, grid.width, grid.height
-        source, destination = self._pointer.value, target.data_ptr()
+        copy, width, height = _locked_runtime().cudaMemcpy2DAsync, grid.width, len(planes)
+        source = self._pointer.value + planes.start * grid.pitch
+        destination = target.data_ptr() + planes.start * target_grid.pitch
         stream = torch.cuda.current_stream().cuda_stream
         for page, target_page in zip(pages, target_pages, strict=True):
             to, of = destination + target_page * width, source + page * width
@@ -143,6 +163,33 @@ class CudaMapping:
         if self._pointer is not None:
             _runtime().cudaIpcCloseMemHandle(self._pointer)
             self._pointer = None
+
+
+def mapped(count: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """int32 in the host's memory, and the same memory as the device sees it. Both are to be kept."""
+    words = _MappedWords(count, device)
+    return torch.from_numpy(words.array), torch.as_tensor(words, device=device)
+
+
+class _MappedWords:
+    """Not from torch's allocator: which device a page-locked block belongs to there, the first one to ask decides."""
+
+    def __init__(self, count: int, device: torch.device) -> None:
+        self._pointer = ctypes.c_void_p()
+        with torch.cuda.device(device):
+            status = _runtime().cudaHostAlloc(ctypes.byref(self._pointer), 4 * count, _PORTABLE_AND_MAPPED)
+        if status:
+            raise TransferError(f"the host gives no page-locked memory: {_words(status)}")
+        self.array = np.ctypeslib.as_array((ctypes.c_int32 * count).from_address(self._pointer.value or 0))
+        self.__cuda_array_interface__ = {
+            "shape": (count,),
+            "typestr": "<i4",
+            "data": (self._pointer.value, False),
+            "version": 2,
+        }
+
+    def __del__(self) -> None:
+        _runtime().cudaFreeHost(self._pointer)
 
 
 def copy_async(target: Tensor, source: Tensor, nbytes: int, stream: int) -> None:
@@ -159,16 +206,111 @@ def synchronize(stream: int) -> None:
         raise TransferError(f"the GPU failed: {_words(status)}")
 
 
+class Marks:
+    """Numbers in the host's memory, one for each peer, that the device sets: what a peer waits for, by its own device.
+
+    A peer may write its number too, to let its device go on when we are gone. So none is given to two peers.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._is_cuda, self._num_given = device.type == "cuda", 0
+        self._memory = HostMemory(_MARKS_NBYTES)
+        self._words = self._memory.tensor.view(torch.int32).numpy()
+        if self._is_cuda:
+            _register(self._words.ctypes.data, device)
+
+    def next(self) -> "Mark | None":
+        """None if all are given."""
+        if self._num_given == len(self._words):
+            return None
+        index, self._num_given = self._num_given, self._num_given + 1
+        shared = _MARK.pack(os.getpid(), self._memory.fileno(), index)
+        return Mark(self._words[index : index + 1], shared, self._is_cuda)
+
+    def close(self) -> None:
+        self._memory.close()
+
+
+class Mark:
+    """kv_transfer.device.Mark."""
+
+    def __init__(self, word: np.ndarray, shared: bytes, is_cuda: bool) -> None:
+        self._word, self.shared, self._is_cuda = word, shared, is_cuda
+
+    def set(self, value: int) -> None:
+        if not self._is_cuda:
+            self._word[0] = value
+            return
+        stream = torch.cuda.current_stream().cuda_stream
+        if status := _driver().cuStreamWriteValue32_v2(stream, self._word.ctypes.data, value, 0):
+            raise TransferError(f"a mark can't be set: error {status} of the driver")
+
+
+class RemoteMark:
+    """A peer's, mapped here."""
+
+    def __init__(self, shared: bytes, device: torch.device) -> None:
+        try:
+            pid, fd, index = _MARK.unpack(shared)
+            path = f"/proc/{pid}/fd/{fd}"
+            if not os.readlink(path).startswith(f"/memfd:{_MEMFD} "):
+                raise ValueError(f"{path} is none of ours")
+            with open(path, "r+b") as file:
+                words = np.frombuffer(mmap.mmap(file.fileno(), _MARKS_NBYTES), np.int32)
+        except (OSError, ValueError, struct.error) as error:
+            raise TransferError(f"the peer's marks can't be opened: {error}") from error
+        if index >= len(words):
+            raise TransferError(f"mark {index} of {len(words)}")
+        self._words, self._word, self._is_cuda = words, words[index : index + 1], device.type == "cuda"
+        if self._is_cuda:
+            _register(words.ctypes.data, device)
+
+    @property
+    def value(self) -> int:
+        return int(self._word[0])
+
+    def wait(self, value: int) -> None:
+        """Of the device: what is launched on the current stream from now on waits until the mark has come so far."""
+        stream = torch.cuda.current_stream().cuda_stream
+        if status := _driver().cuStreamWaitValue32_v2(stream, self._word.ctypes.data, value, _AT_LEAST):
+            raise TransferError(f"a mark can't be waited for: error {status} of the driver")
+
+    def raise_to(self, value: int) -> None:
+        """It has come so far, whoever says so."""
+        if self._word[0] < value:
+            self._word[0] = value
+
+    def close(self) -> None:
+        """Nothing may wait for it. Idempotent."""
+        if self._is_cuda:
+            _runtime().cudaHostUnregister(ctypes.c_void_p(self._words.ctypes.data))
+            self._is_cuda = False
+
+
+def _register(address: int, device: torch.device) -> None:
+    """Let the device read and write this memory of the host's. Raises TransferError."""
+    with torch.cuda.device(device):
+        torch.cuda.current_stream()
+        status = _runtime().cudaHostRegister(ctypes.c_void_p(address), _MARKS_NBYTES, _PORTABLE_AND_MAPPED)
+    if status:
+        _runtime().cudaGetLastError()
+        raise TransferError(f"the GPU can't reach the host's memory: {_words(status)}")
+
+
 class HostMemory:
     """The twin: a memfd that the peer finds under this process's descriptors."""
 
     def __init__(self, nbytes: int) -> None:
-        self._fd: int | None = os.memfd_create("tandem-pages", os.MFD_CLOEXEC)
+        self._fd: int | None = os.memfd_create(_MEMFD, os.MFD_CLOEXEC)
         os.ftruncate(self._fd, nbytes)
         self.tensor = torch.from_file(f"/proc/self/fd/{self._fd}", shared=True, size=nbytes, dtype=torch.uint8)
 
     def share(self) -> bytes:
         return f"/proc/{os.getpid()}/fd/{self._fd}".encode()
+
+    def fileno(self) -> int:
+        assert self._fd is not None
+        return self._fd
 
     def close(self) -> None:
         """Nobody can map it from now on. Idempotent."""
@@ -188,10 +330,17 @@ class HostMapping:
             raise TransferError(f"the peer's memory can't be opened: {error}") from error
 
     def copy_pages(
-        self, grid: Grid, pages: SequenceOf[int], target: Tensor, target_grid: Grid, target_pages: SequenceOf[int]
+        self,
+        grid: Grid,
+        pages: SequenceOf[int],
+        target: Tensor,
+        target_grid: Grid,
+        target_pages: SequenceOf[int],
+        planes: range,
     ) -> None:
         assert self._bytes is not None
-        source, into = _by_plane(self._bytes, grid), _by_plane(target.numpy(), target_grid)
+        chosen = slice(planes.start, planes.stop)
+        source, into = _by_plane(self._bytes, grid)[chosen], _by_plane(target.numpy(), target_grid)[chosen]
         for page, target_page in zip(pages, target_pages, strict=True):
             of, to = page * grid.width, target_page * grid.width
             into[:, to : to + grid.width] = source[:, of : of + grid.width]
@@ -218,6 +367,15 @@ def _locked_runtime() -> Any:
     return _typed(ctypes.PyDLL(_library()))
 
 
+@cache
+def _driver() -> Any:
+    """It has what the runtime has not: a stream that writes a word, or waits for one."""
+    library, pointer = ctypes.PyDLL("libcuda.so.1"), ctypes.c_void_p
+    for name in ("cuStreamWriteValue32_v2", "cuStreamWaitValue32_v2"):
+        getattr(library, name).argtypes = (pointer, pointer, ctypes.c_uint32, ctypes.c_uint)
+    return library
+
+
 def _library() -> str:
     """The one that torch has loaded."""
     return f"libcudart.so.{(torch.version.cuda or '').partition('.')[0]}"
@@ -231,6 +389,10 @@ def _typed(library: Any) -> Any:
     library.cudaIpcOpenMemHandle.argtypes = (ctypes.POINTER(pointer), _Handle, ctypes.c_uint)
     library.cudaMemcpy2DAsync.argtypes = (pointer, size, pointer, size, size, size, ctypes.c_int, pointer)
     library.cudaMemcpyAsync.argtypes = (pointer, pointer, size, ctypes.c_int, pointer)
+    library.cudaHostAlloc.argtypes = (ctypes.POINTER(pointer), size, ctypes.c_uint)
+    library.cudaFreeHost.argtypes = (pointer,)
+    library.cudaHostRegister.argtypes = (pointer, size, ctypes.c_uint)
+    library.cudaHostUnregister.argtypes = (pointer,)
     library.cudaStreamSynchronize.argtypes = (pointer,)
     library.cudaGetErrorString.restype = ctypes.c_char_p
     return library

@@ -1,11 +1,13 @@
 """The cache as a transfer to another process sees it: pages that the peer's copy engine reads, and their checksums.
 
-Two streams meet here. A chunk's checksums are launched behind the chunk on the engine's own; pages are pulled on a
-stream of the transfer's, and are complete when `pull` returns.
+Two devices meet here, without their hosts. Prefill's stream sets a mark behind a chunk; decode's transfer stream, which
+was given the copies before, waits for it. A chunk's checksums are launched behind the chunk on the engine's own stream.
 """
 
+import logging
 import threading
 import time
+from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -17,12 +19,16 @@ from torch import Tensor
 
 from contracts.errors import TransferError
 from contracts.layout import KVLayout
-from engine.cuda.checksums import Checksums, Verifier
-from engine.cuda.memory import Grid, Memory, attach, synchronize
+from engine.cuda.checksums import BUCKETS, Checksums, Verifier
+from engine.cuda.memory import Grid, Mark, Marks, Memory, RemoteMark, attach, synchronize
 from kernels.registry import Registry
 from kernels.specs import MoveSpec
 
 _NUM_PROBES = 16
+_NUM_READY = 4  # chunks that wait for their marks without new memory for their checksums
+_RELEASE_S = 0.0005
+_NUM_LANES = 2
+_log = logging.getLogger(__name__)
 
 
 class Sharing(msgspec.Struct, frozen=True):
@@ -52,6 +58,9 @@ class DevicePages:
         self._sum = partial(registry.get("kv_sums", spec), self._planes)
         self._is_kernel = registry.resolve("kv_sums", spec).impl.name == "triton"
         self.verifier = Verifier(self._sum, self.num_planes, num_blocks, self.device)
+        self.lanes = Lanes(self.device) if self.device.type == "cuda" else None
+        self._marks: Marks | None = None
+        self._lock = threading.Lock()
 
     @property
     def kind(self) -> str:
@@ -68,19 +77,38 @@ class DevicePages:
         )
         return msgspec.msgpack.encode(sharing)
 
-    def attach(self, shared: bytes) -> "RemotePages":
+    def mark(self) -> Mark | None:
+        """One of its own for each peer."""
+        try:
+            with self._lock:
+                self._marks = self._marks or Marks(self.device)
+                return self._marks.next()
+        except TransferError as error:
+            _log.warning("chunks are told of after they are computed, not before: %s", error)
+            return None
+
+    def close(self) -> None:
+        """Nobody finds the marks from now on. Idempotent."""
+        if self._marks is not None:
+            self._marks.close()
+
+    def attach(self, shared: bytes, mark: bytes = b"") -> "RemotePages":
         """A peer's pool, from what its `share` said. Raises TransferError if it can't be read from here."""
         try:
             sharing = msgspec.msgpack.decode(shared, type=Sharing)
         except msgspec.DecodeError as error:
             raise TransferError(f"the peer does not say where its pages are: {error}") from error
-        return RemotePages(self, sharing)
+        return RemotePages(self, sharing, mark)
 
     def checksums(self, pages: SequenceOf[int]) -> Checksums:
         """Launched on the current stream, behind what writes these pages."""
-        sums = Checksums(self._sum, self.num_planes, len(pages), self.device)
+        sums = self.checksums_of(len(pages))
         sums.launch(pages)
         return sums
+
+    def checksums_of(self, max_pages: int, is_mapped: bool = False) -> Checksums:
+        """Of pages that will be named."""
+        return Checksums(self._sum, self.num_planes, max_pages, self.device, is_mapped)
 
     def warm_up(self) -> None:
         """Compile what there is for numbers of units that are multiples of 16 and that are not."""
@@ -116,7 +144,7 @@ class DevicePages:
 class RemotePages:
     """A peer's pool, mapped here. One thread pulls at a time."""
 
-    def __init__(self, ours: DevicePages, sharing: Sharing) -> None:
+    def __init__(self, ours: DevicePages, sharing: Sharing, mark: bytes) -> None:
         self._grid = Grid(sharing.page_nbytes, sharing.num_planes, sharing.page_nbytes * sharing.num_pages)
         if (self._grid.width, self._grid.height) != (ours.grid.width, ours.grid.height):
             raise TransferError(f"the peer's pages are {self._grid}, ours {ours.grid}")
@@ -125,6 +153,10 @@ class RemotePages:
         self._stream = torch.cuda.Stream(ours.device, priority=-1) if ours.device.type == "cuda" else None
         self._thread = 0
         self._mapping = attach(sharing.memory, ours.device)
+        self._mark = self._open_mark(mark) if mark else None
+        self._waiting: list[WaitingPull] = []
+        self._last_mark = 0
+        self._ready = [ours.checksums_of(BUCKETS[-1], is_mapped=True) for _ in range(_NUM_READY if self._mark else 0)]
         where = "on one GPU" if sharing.device == _name(ours.device) else "between two GPUs"
         self.detail = f"pulled {where}, {self._probe() / 1e9:.0f} GB/s"
 
@@ -137,12 +169,86 @@ class RemotePages:
         if self._stream is not None and self._thread != threading.get_ident():
             torch.cuda.set_stream(self._stream)
             self._thread = threading.get_ident()
-        self._mapping.copy_pages(self._grid, pages, ours.memory.tensor, ours.grid, into)
+        self._copy(pages, into, range(self._grid.height))
         if checks:
             return ours.verifier.sums(into)
         if self._stream is not None:
             synchronize(self._stream.cuda_stream)
         return None
+
+    def pull_later(
+        self, pages: SequenceOf[int], into: SequenceOf[int], checks: bool, early_planes: int, mark: int
+    ) -> "Later | None":
+        """Launch what waits for the peer's mark. None if there is no mark to wait for. Raises TransferError."""
+        if self._mark is None:
+            return None
+        if self._ours.lanes is None:
+            return LazyPull(self, pages, into, checks)
+        lane = self._ours.lanes.of(self)
+        if lane is None:
+            return None
+        try:
+            return self._launch_later(lane, pages, into, checks, early_planes, mark)
+        except TransferError:
+            self._mark.raise_to(mark)
+            raise
+
+    def _launch_later(
+        self,
+        lane: torch.cuda.Stream,
+        pages: SequenceOf[int],
+        into: SequenceOf[int],
+        checks: bool,
+        early_planes: int,
+        mark: int,
+    ) -> "WaitingPull":
+        assert self._mark is not None
+        self._last_mark = max(self._last_mark, mark)
+        sums, planes = self._checksums(len(into)) if checks else None, range(self._grid.height)
+        early_planes = max(early_planes, 0)
+        parts = (planes[:early_planes], mark - 1), (planes[early_planes:], mark)
+        with torch.cuda.stream(lane):
+            if sums is not None:
+                sums.prepare(into)
+            for part, value in parts:
+                if part:
+                    self._mark.wait(value)
+                    self._copy(pages, into, part)
+            if sums is not None:
+                sums.go()
+            done = torch.cuda.Event()
+            done.record()
+        later = WaitingPull(self._mark, mark, done, partial(self._read, sums))
+        self._waiting = [other for other in self._waiting if not other.is_done] + [later]
+        return later
+
+    def _copy(self, pages: SequenceOf[int], into: SequenceOf[int], planes: range) -> None:
+        self._mapping.copy_pages(self._grid, pages, self._ours.memory.tensor, self._ours.grid, into, planes)
+
+    def _checksums(self, num_pages: int) -> Checksums:
+        if num_pages > BUCKETS[-1]:
+            return self._ours.checksums_of(num_pages, is_mapped=True)
+        return self._ready.pop() if self._ready else self._ours.checksums_of(BUCKETS[-1], is_mapped=True)
+
+    def _read(self, sums: Checksums | None) -> np.ndarray | None:
+        """Its memory can serve the next."""
+        if sums is None:
+            return None
+        found = sums.read()
+        if len(self._ready) < _NUM_READY and sums.max_pages == BUCKETS[-1]:
+            self._ready.append(sums)
+        return found
+
+    def hurry(self) -> None:
+        """Nothing waits for a mark any more: what did is void, and done soon."""
+        for pull in self._waiting:
+            pull.is_void = pull.is_void or not pull.is_done
+        if self._mark is not None:
+            self._mark.raise_to(self._last_mark)
+
+    @property
+    def is_waiting(self) -> bool:
+        return any(not pull.is_done for pull in self._waiting)
 
     def rehearse(self) -> None:
         """Pull what belongs to nobody: the next pull finds the caches as it needs them."""
@@ -150,9 +256,22 @@ class RemotePages:
 
     def close(self) -> None:
         """Waits for what was launched. Idempotent."""
+        self.hurry()
+        while self._ours.lanes is not None and not self._ours.lanes.give_back(self):
+            time.sleep(_RELEASE_S)
+            self.hurry()  # again: a mark that the peer had launched before may have come behind ours
         if self._stream is not None:
             self._stream.synchronize()
         self._mapping.close()
+        if self._mark is not None:
+            self._mark.close()
+
+    def _open_mark(self, shared: bytes) -> RemoteMark | None:
+        try:
+            return RemoteMark(shared, self._ours.device)
+        except TransferError as error:
+            _log.warning("chunks are pulled after they are told of, not before: %s", error)
+            return None
 
     def _probe(self) -> float:
         """Bytes a second of the way that is really taken, between the pages that belong to nobody. Opens it, too."""
@@ -163,7 +282,81 @@ class RemotePages:
             begin = time.perf_counter()
             self.pull(spare, into, False)
             took_s.append(time.perf_counter() - begin)
+            # What is loaded while a stream waits would wait for it.
+            if later := self.pull_later(spare, into, True, 1, 0):
+                later.wait()
         return _NUM_PROBES * self._grid.width * self._grid.height / min(took_s)
+
+
+class Lanes:
+    """Streams that may wait for a peer's mark, each for one peer at a time. Two: while four waited, nothing else that
+    this process gave its GPU went on (H200).
+
+    Of high priority: the checksums come before what decode has launched.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._free = [torch.cuda.Stream(device, priority=-1) for _ in range(_NUM_LANES)]
+        self._taken: dict[RemotePages, torch.cuda.Stream] = {}
+        self._lock = threading.Lock()
+
+    def of(self, remote: RemotePages) -> torch.cuda.Stream | None:
+        """None if all have others that wait."""
+        with self._lock:
+            if remote in self._taken:
+                return self._taken[remote]
+            for other in [other for other in self._taken if not other.is_waiting]:
+                self._free.append(self._taken.pop(other))
+            if not self._free:
+                return None
+            self._taken[remote] = self._free.pop()
+            return self._taken[remote]
+
+    def give_back(self, remote: RemotePages) -> bool:
+        """False while something is on it."""
+        with self._lock:
+            if remote in self._taken:
+                if not self._taken[remote].query():
+                    return False
+                self._free.append(self._taken.pop(remote))
+            return True
+
+
+class WaitingPull:
+    """Launched on a stream that waits for the peer's mark. The peer may be gone, or hang: the mark is ours to set."""
+
+    def __init__(
+        self, mark: RemoteMark, value: int, done: torch.cuda.Event, read: Callable[[], np.ndarray | None]
+    ) -> None:
+        self._mark, self._value, self._done, self._read = mark, value, done, read
+        self.is_void = False
+
+    @property
+    def is_done(self) -> bool:
+        return self._done.query()
+
+    def wait(self) -> np.ndarray | None:
+        """The peer says that it is computed."""
+        while (self.is_void or self._mark.value < self._value) and not self.is_done:
+            self._mark.raise_to(self._value)
+            time.sleep(_RELEASE_S)
+        self._done.synchronize()
+        return self._read()
+
+
+class LazyPull:
+    """Where no stream can wait: copied when it is asked for."""
+
+    is_void, is_done = False, True
+
+    def __init__(self, remote: RemotePages, pages: SequenceOf[int], into: SequenceOf[int], checks: bool) -> None:
+        self._pull = partial(remote.pull, pages, into, checks)
+
+    def wait(self) -> np.ndarray | None:
+        return self._pull()
+
+
+Later = WaitingPull | LazyPull
 
 
 def _name(device: torch.device) -> str:

@@ -1,5 +1,6 @@
 """Runs a batch on the device: its decodes as one step of a bucket, its prompts in one pass beside it."""
 
+from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 
 import torch
@@ -17,7 +18,7 @@ from engine.cuda.steps import DecodeSteps, StepKey
 from engine.cuda.transformer import Rows, Transformer
 from engine.cuda.upload import upload
 from engine.messages import Scored
-from engine.runner import Computed
+from engine.runner import Computed, ignore
 from engine.scoring import score, spans
 from engine.sequence import Sequence
 
@@ -37,18 +38,21 @@ class DeviceRunner:
     ) -> None:
         self._model, self._attention, self._cache = model, attention, cache
         self.steps, self._state, self._drawer, self._sampler = steps, state, drawer, sampler
+        self.early_planes = model.early_layers * cache.layout.num_planes // cache.layout.num_layers
         self._drawn: dict[RequestId, int] = {}
         self._tables: list[tuple[RequestId, int]] = []
 
-    def forward(self, pieces: SequenceOf[Piece]) -> Computed:
+    def forward(self, pieces: SequenceOf[Piece], early: Callable[[], None] = ignore) -> Computed:
         sampling = [piece.sequence for piece in pieces if piece.samples]
-        return self._run(pieces, sampling, not any(self._sampler.adjusts(sequence) for sequence in sampling))
+        return self._run(pieces, sampling, not any(self._sampler.adjusts(sequence) for sequence in sampling), early)
 
     def forward_undrawn(self, pieces: SequenceOf[Piece]) -> Computed:
-        return self._run(pieces, [piece.sequence for piece in pieces if piece.samples], False)
+        return self._run(pieces, [piece.sequence for piece in pieces if piece.samples], False, ignore)
 
     @torch.inference_mode()
-    def _run(self, pieces: SequenceOf[Piece], sampling: SequenceOf[Sequence], draws: bool) -> Computed:
+    def _run(
+        self, pieces: SequenceOf[Piece], sampling: SequenceOf[Sequence], draws: bool, early: Callable[[], None]
+    ) -> Computed:
         count, greedy = num_decodes(pieces), is_greedy(sampling)
         decodes, prompts = pieces[:count], pieces[count:]
         key = self.steps.key(count, max(piece.end for piece in decodes), greedy) if decodes else None
@@ -57,7 +61,7 @@ class DeviceRunner:
             self._step(decodes, key, draws)
         logits, scored = [self._state.logits[:count]], ()
         if prompts:
-            sampled, scored = self._prompts(prompts)
+            sampled, scored = self._prompts(prompts, early)
             logits.append(sampled)
             if draws:
                 self._draw_prompts(sampled, count, greedy)
@@ -87,7 +91,7 @@ class DeviceRunner:
         else:
             self.steps.compute(key)
 
-    def _prompts(self, prompts: SequenceOf[Piece]) -> tuple[Tensor, tuple[Scored, ...]]:
+    def _prompts(self, prompts: SequenceOf[Piece], early: Callable[[], None]) -> tuple[Tensor, tuple[Scored, ...]]:
         """Logits of those that sample, and the prompts' own tokens scored."""
         device, found = self._state.device, spans(prompts)
         rows = prompt_rows(prompts, self._cache.layout.block_size)
@@ -101,6 +105,7 @@ class DeviceRunner:
             ),
             self._cache,
             self._attention.of_prompts(rows),
+            early,
         )
         sampled, *scored = x.split([len(part) for part in index])
         return self._model.head(sampled), score(found, (self._model.head(part).float().cpu() for part in scored))

@@ -1,7 +1,8 @@
-"""The decoder that all dense families share, over rows of any number of sequences, from the library's operations.
+"""The decoder that all families share, over rows of any number of sequences, from the library's operations.
 
-Between kernels rows are bf16 (or float32); beside e4m3 weights they are rounded to e4m3, one scale a token. Products of
-e4m3 are left unscaled where the kernel that reads them applies the scales: exact, and faster than scaling in cuBLAS.
+Between kernels rows are bf16 (or float32); beside e4m3 weights with a scale a row they are rounded to e4m3, one scale a
+token. Products of these are left unscaled where the kernel that reads them applies the scales: exact, and faster than
+scaling in cuBLAS.
 
 Shapes: T rows, H hidden size, D head size.
 """
@@ -14,18 +15,23 @@ from torch import Tensor
 
 from checkpoint.config import ModelConfig
 from engine.cuda.cache import DeviceCache, LayerCache
+from engine.cuda.experts import ExpertWeights, Mixture
 from engine.cuda.formats import E4M3, DeviceFormat
-from engine.cuda.weights import DeviceWeights, LayerWeights, Matrix
+from engine.cuda.products import Products, RowBuffer, Scaled
+from engine.cuda.weights import DeviceWeights, LayerWeights, Matrix, Sight
+from engine.runner import ignore
 from kernels.registry import Registry
-from kernels.specs import GemmSpec, NormSpec, QuantSpec, RopeSpec, SiluSpec
+from kernels.specs import NormSpec, Quant, QuantSpec, RopeSpec, SiluSpec, Spec
 
 SINKS = 4
 """The first tokens of a text, where activations are hundreds of times the usual ones (Xiao et al. 2024, attention
 sinks). No answer has such a token.
 """
 
-Attend = Callable[[Tensor, LayerCache, Tensor], None]
-"""(q `[T, heads, D]`, cache of one layer, out `[T, heads, D]`): attention of the rows over their own sequences."""
+Attend = Callable[[Tensor, LayerCache, Tensor, Sight], None]
+"""(q `[T, heads, D]`, cache of one layer, out `[T, heads, D]`, what a layer's rows see): attention of the rows over
+their own sequences.
+"""
 
 
 @dataclass(frozen=True)
@@ -36,18 +42,6 @@ class Rows:
     positions: Tensor
     slots: Tensor
     wanted: Tensor | None
-
-
-@dataclass(frozen=True)
-class Scaled:
-    """Rows as a product reads them: e4m3 with a scale each, or plain, where `scale` is of no use."""
-
-    rows: Tensor
-    scale: Tensor
-
-    def select(self, index: Tensor) -> "Scaled":
-        rows = self.rows.view(torch.uint8) if self.rows.dtype is E4M3 else self.rows
-        return Scaled(rows.index_select(0, index).view(self.rows.dtype), self.scale.index_select(0, index))
 
 
 class Transformer:
@@ -67,39 +61,52 @@ class Transformer:
         max_rows: int,
     ) -> None:
         self._config, self._weights, self._format, self._registry = config, weights, number_format, registry
+        self._block_size = block_size
         self.peaks: Tensor | None = None
-        self._gemms: dict[GemmSpec, Callable[..., None]] = {}
-        # A bias, and a norm of each head, come before rope and want finished products.
-        self._qkv_deferred = number_format.is_fp8 and not (config.qkv_bias or config.qk_norm)
-        self._bind(block_size)
+        # The rest of a chunk takes longer to compute than these take to be pulled.
+        self.early_layers = len(weights.layers) * 7 // 8
+        self._bound: dict[tuple[str, Spec], Callable[..., None]] = {}
         self._allocate(max_rows, weights.embedding.device)
 
     @torch.inference_mode()
-    def __call__(self, rows: Rows, cache: DeviceCache, attend: Attend) -> Tensor:
-        """Writes K and V of all rows. Returns those that are wanted after the final norm, `[W, H]`, for `head`."""
-        count, layers = len(rows.token_ids), self._weights.layers
-        x, residual = Scaled(self._x[:count], self._x_scale[:count]), self._residual[:count]
-        self._norm_embedding(
-            self._weights.embedding, residual, layers[0].attention_gain, self._config.norm_eps, x.rows, x.scale,
-            ids=rows.token_ids,
-        )  # fmt: skip
+    def __call__(self, rows: Rows, cache: DeviceCache, attend: Attend, early: Callable[[], None] = ignore) -> Tensor:
+        """Writes K and V of all rows, and calls `early` when the first `early_layers` have theirs.
+
+        Returns the rows that are wanted after the final norm, `[W, H]`, for `head`.
+        """
+        config, count, layers = self._config, len(rows.token_ids), self._weights.layers
+        x, residual = self._x.of(layers[0].qkv, count), self._residual[:count]
+        embed = self._get("add_rmsnorm_quant", NormSpec(config.hidden_size, _quant(layers[0].qkv), embed=True))
+        gain = layers[0].attention_gain
+        embed(self._weights.embedding, residual, gain, config.norm_eps, x.rows, x.scale, ids=rows.token_ids)
         for index, layer in enumerate(layers):
             mixed = self._attention(layer, x, rows, cache.layer(index), attend)
+            if index == self.early_layers - 1:
+                early()
             is_last = index == len(layers) - 1
             if is_last and rows.wanted is not None:
                 # Only these go past the last attention: 3 % of a prompt's work.
                 if not len(rows.wanted):
                     return residual[:0]
                 mixed, residual = mixed.select(rows.wanted), residual.index_select(0, rows.wanted)
-                x = Scaled(self._x[: len(residual)], self._x_scale[: len(residual)])
-            middle = self._mlp(layer, mixed, residual, x)
-            if self.peaks is not None:
-                self.peaks[index] = torch.stack([mixed.scale[SINKS:].amax(), middle.scale[SINKS:].amax()])
-            if not is_last:
-                self._add_norm(self._norm, layer.down, middle, residual, layers[index + 1].attention_gain, x)
-        out = Scaled(torch.empty_like(residual), self._x_scale)
-        self._add_norm(self._norm_end, layers[-1].down, middle, residual, self._weights.final_gain, out)
-        return out.rows
+            self._note(index, 0, mixed)
+            following = None if is_last else layers[index + 1]
+            x = Scaled(torch.empty_like(residual), x.scale) if following is None else self._x.of(following.qkv, count)
+            gain = self._weights.final_gain if following is None else following.attention_gain
+            quant = "none" if following is None else _quant(following.qkv)
+            if isinstance(layer.mlp, ExpertWeights):
+                total = self._experts(layer, layer.mlp, mixed, residual)
+                norm = self._get("add_rmsnorm_quant", NormSpec(config.hidden_size, quant))
+                norm(total, residual, gain, config.norm_eps, x.rows, x.scale)
+            else:
+                middle = self._mlp(layer, mixed, residual)
+                self._note(index, 1, middle)
+                self._add_norm(layer.down, middle, residual, gain, x, quant)
+        return x.rows
+
+    def _note(self, layer: int, which: int, rounded: Scaled) -> None:
+        if self.peaks is not None:
+            self.peaks[layer, which] = rounded.scale[SINKS:].amax()
 
     @torch.inference_mode()
     def head(self, x: Tensor) -> Tensor:
@@ -107,103 +114,123 @@ class Transformer:
         head = self._weights.head
         if not len(x):
             return x.new_empty(0, len(head.weight))
-        if head.scale is None:
+        if head.recipe == "plain":
             return x @ head.weight.t()
-        rounded = Scaled(torch.empty(x.shape, dtype=E4M3, device=x.device), torch.empty(len(x), device=x.device))
-        self._registry.get("quant_fp8", QuantSpec(x.shape[1]))(x, rounded.rows, rounded.scale)
-        logits = torch.empty(len(x), len(head.weight), dtype=self._format.rows, device=x.device)
-        self._product(head, rounded, logits, deferred=False)
+        rows = Scaled(x, x) if head.recipe != "row" else self._rounded(x)
+        logits = torch.empty(len(x), self._config.vocab_size, dtype=self._format.rows, device=x.device)
+        self._products(head, rows, logits)
         return logits
 
-    def _bind(self, block_size: int) -> None:
-        config, get, fp8 = self._config, self._registry.get, self._format.is_fp8
-        hidden, quant = config.hidden_size, "token" if fp8 else "none"
-        heads = (config.num_heads, config.num_kv_heads, config.head_dim)
-        self._norm_embedding = get("add_rmsnorm_quant", NormSpec(hidden, quant, embed=True))
-        self._norm = get("add_rmsnorm_quant", NormSpec(hidden, quant, deferred=fp8))
-        self._norm_end = get("add_rmsnorm_quant", NormSpec(hidden, "none", deferred=fp8))
-        self._norm_head = get("add_rmsnorm_quant", NormSpec(config.head_dim, "none", residual=False))
-        self._rope = get("rope_append", RopeSpec(*heads, block_size, self._format.kv, deferred=self._qkv_deferred))
-        self._quant = get("quant_fp8", QuantSpec(config.num_heads * config.head_dim))
-        self._silu = get("silu_mul_quant", SiluSpec(config.intermediate_size, quant, deferred=fp8))
+    def _rounded(self, x: Tensor) -> Scaled:
+        rounded = Scaled(torch.empty(x.shape, dtype=E4M3, device=x.device), torch.empty(len(x), device=x.device))
+        self._get("quant_fp8", QuantSpec(x.shape[1]))(x, rounded.rows, rounded.scale)
+        return rounded
+
+    def _get(self, op: str, spec: Spec) -> Callable[..., None]:
+        if (op, spec) not in self._bound:
+            self._bound[op, spec] = self._registry.get(op, spec)
+        return self._bound[op, spec]
 
     def _allocate(self, max_rows: int, device: torch.device) -> None:
-        config, plain = self._config, self._format.rows
+        config, plain, layers = self._config, self._format.rows, self._weights.layers
         hidden, inner = config.hidden_size, config.intermediate_size
         q_width, kv_width = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-        read = E4M3 if self._format.is_fp8 else plain
 
-        def empty(*shape: int, dtype: torch.dtype = plain) -> Tensor:
-            return torch.empty(max_rows, *shape, dtype=dtype, device=device)
+        def empty(*shape: int) -> Tensor:
+            return torch.empty(max_rows, *shape, dtype=plain, device=device)
+
+        def buffer(matrices: list[Matrix], width: int) -> RowBuffer:
+            return RowBuffer(matrices, max_rows, width, plain, device)
 
         self._residual, self._sum = empty(hidden), empty(hidden)
-        self._x, self._x_scale = empty(hidden, dtype=read), empty(dtype=torch.float32)
         self._qkv, self._q = empty(q_width + 2 * kv_width), empty(config.num_heads, config.head_dim)
-        self._mixed = empty(config.num_heads, config.head_dim)
-        self._mixed8, self._mixed_scale = empty(q_width, dtype=read), empty(dtype=torch.float32)
-        self._gate_up = empty(2 * inner)
-        self._middle, self._middle_scale = empty(inner, dtype=read), empty(dtype=torch.float32)
+        self._mixed, self._gate_up = empty(config.num_heads, config.head_dim), empty(2 * inner)
+        dense = [layer for layer in layers if not isinstance(layer.mlp, ExpertWeights)]
+        self._x = buffer([layer.qkv for layer in layers] + [layer.gate_up for layer in dense], hidden)
+        self._read = buffer([layer.output for layer in layers], q_width)
+        self._middle = buffer([layer.down for layer in dense], inner)
+        matrices = [self._weights.head, *(matrix for layer in layers for matrix in layer.matrices())]
+        self._products = Products(self._registry, matrices, max_rows, device)
+        if config.experts is not None:
+            self._plain = empty(hidden)
+            self._mixture = Mixture(config, self._format, self._registry, max_rows, device)
 
     def _attention(self, layer: LayerWeights, x: Scaled, rows: Rows, cache: LayerCache, attend: Attend) -> Scaled:
         """Writes K and V of the rows, then attends: `[T, heads * D]` before the output projection."""
-        count = len(x.rows)
+        config, count = self._config, len(x.rows)
         qkv, q, mixed = self._qkv[:count], self._q[:count], self._mixed[:count]
-        self._product(layer.qkv, x, qkv, self._qkv_deferred)
+        # A bias, and a norm of each head, come before rope and want finished products.
+        deferred = layer.qkv.recipe == "row" and not (config.qkv_bias or config.qk_norm)
+        self._products(layer.qkv, x, qkv, deferred)
         if layer.q_gain is not None and layer.k_gain is not None:
             self._normalise_heads(qkv, layer.q_gain, layer.k_gain)
-        scales = {"token_scale": x.scale, "channel_scale": layer.qkv.scale} if self._qkv_deferred else {}
-        self._rope(
+        heads = (config.num_heads, config.num_kv_heads, config.head_dim)
+        rope = self._get("rope_append", RopeSpec(*heads, self._block_size, self._format.kv, deferred=deferred))
+        rope(
             qkv, rows.positions, rows.slots, self._weights.cos_sin, q, cache.keys, cache.values,
-            k_scale=cache.k_scale, v_scale=cache.v_scale, **scales,
+            k_scale=cache.k_scale, v_scale=cache.v_scale, **(_applied(layer.qkv, x) if deferred else {}),
         )  # fmt: skip
-        attend(q, cache, mixed)
-        if not self._format.is_fp8:
-            return Scaled(mixed.view(count, -1), self._mixed_scale[:count])
-        rounded = Scaled(self._mixed8[:count], self._mixed_scale[:count])
-        self._quant(mixed.view(count, -1), rounded.rows, rounded.scale)
-        return rounded
+        attend(q, cache, mixed, layer.sight)
+        flat = mixed.view(count, -1)
+        read = self._read.of(layer.output, count)
+        if layer.output.recipe != "row":
+            return Scaled(flat, read.scale)
+        self._get("quant_fp8", QuantSpec(flat.shape[1]))(flat, read.rows, read.scale)
+        return read
 
     def _normalise_heads(self, qkv: Tensor, q_gain: Tensor, k_gain: Tensor) -> None:
         config = self._config
+        norm = self._get("add_rmsnorm_quant", NormSpec(config.head_dim, "none", residual=False))
         heads = qkv.view(len(qkv), -1, config.head_dim)
         q, k, _ = heads.split([config.num_heads, config.num_kv_heads, config.num_kv_heads], 1)
         for part, gain in ((q, q_gain), (k, k_gain)):
             flat = part.reshape(-1, config.head_dim).contiguous()  # with one head a view would do, to reshape
             out = torch.empty_like(flat)
-            self._norm_head(flat, None, gain, config.norm_eps, out, self._x_scale)
+            norm(flat, None, gain, config.norm_eps, out, gain)
             part.copy_(out.view(part.shape))
 
-    def _mlp(self, layer: LayerWeights, mixed: Scaled, residual: Tensor, x: Scaled) -> Scaled:
-        """Adds attention to the residual; the MLP up to its middle, `[T, I]`. Overwrites `x`."""
+    def _experts(self, layer: LayerWeights, experts: ExpertWeights, mixed: Scaled, residual: Tensor) -> Tensor:
+        """Adds attention to the residual; what the experts give, `[T, H]`."""
+        x = Scaled(self._plain[: len(residual)], mixed.scale)
+        self._add_norm(layer.output, mixed, residual, layer.mlp_gain, x, "none")
+        total = self._sum[: len(residual)]
+        self._mixture(experts, x.rows, total)
+        return total
+
+    def _mlp(self, layer: LayerWeights, mixed: Scaled, residual: Tensor) -> Scaled:
+        """Adds attention to the residual; the MLP up to its middle, `[T, I]`."""
         count = len(residual)
-        self._add_norm(self._norm, layer.output, mixed, residual, layer.mlp_gain, x)
-        gate_up = self._gate_up[:count]
-        self._product(layer.gate_up, x, gate_up, self._format.is_fp8)
-        middle = Scaled(self._middle[:count], self._middle_scale[:count])
-        scales = {"token_scale": x.scale, "channel_scale": layer.gate_up.scale} if self._format.is_fp8 else {}
-        self._silu(gate_up, middle.rows, middle.scale, **scales)
+        x, gate_up, middle = self._x.of(layer.gate_up, count), self._gate_up[:count], self._middle.of(layer.down, count)
+        self._add_norm(layer.output, mixed, residual, layer.mlp_gain, x, _quant(layer.gate_up))
+        deferred = layer.gate_up.recipe == "row"
+        self._products(layer.gate_up, x, gate_up, deferred)
+        spec = SiluSpec(self._config.intermediate_size, _quant(layer.down), deferred)
+        self._get("silu_mul_quant", spec)(gate_up, middle.rows, middle.scale, **_applied(layer.gate_up, x))
         return middle
 
-    def _add_norm(
-        self, norm: Callable[..., None], matrix: Matrix, x: Scaled, residual: Tensor, gain: Tensor, out: Scaled
-    ) -> None:
-        """residual += x @ matrix; out = its norm."""
-        total = self._sum[: len(residual)]
-        self._product(matrix, x, total, self._format.is_fp8)
-        scales = {"token_scale": x.scale, "channel_scale": matrix.scale} if self._format.is_fp8 else {}
-        norm(total, residual, gain, self._config.norm_eps, out.rows, out.scale, **scales)
+    def _add_norm(self, matrix: Matrix, x: Scaled, residual: Tensor, gain: Tensor, out: Scaled, quant: Quant) -> None:
+        """residual += x @ matrix; out = its norm. A bias wants a finished product."""
+        total, deferred = self._sum[: len(residual)], matrix.recipe == "row" and matrix.bias is None
+        self._products(matrix, x, total, deferred)
+        norm = self._get("add_rmsnorm_quant", NormSpec(self._config.hidden_size, quant, deferred=deferred))
+        norm(
+            total,
+            residual,
+            gain,
+            self._config.norm_eps,
+            out.rows,
+            out.scale,
+            **(_applied(matrix, x) if deferred else {}),
+        )
 
-    def _product(self, matrix: Matrix, x: Scaled, out: Tensor, deferred: bool) -> None:
-        """Without its scales if `deferred`."""
-        if matrix.scale is None:
-            torch.mm(x.rows, matrix.weight.t(), out=out)
-        else:
-            n, k = matrix.weight.shape
-            self._gemm(GemmSpec(n, k, deferred=deferred))(x.rows, matrix.weight, x.scale, matrix.scale, out)
-        if matrix.bias is not None:
-            out.add_(matrix.bias)
 
-    def _gemm(self, spec: GemmSpec) -> Callable[..., None]:
-        if spec not in self._gemms:
-            self._gemms[spec] = self._registry.get("gemm_fp8", spec)
-        return self._gemms[spec]
+def _quant(reader: Matrix) -> Quant:
+    """How a kernel leaves rows for a product with this matrix."""
+    return "token" if reader.recipe == "row" else "none"
+
+
+def _applied(matrix: Matrix, x: Scaled) -> dict[str, Tensor]:
+    """The scales that a deferred product still lacks; none where products are finished."""
+    if matrix.recipe != "row" or matrix.scale is None:
+        return {}
+    return {"token_scale": x.scale, "channel_scale": matrix.scale}

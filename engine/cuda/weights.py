@@ -2,50 +2,131 @@
 them.
 """
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Literal, NoReturn
 
 import torch
 from torch import Tensor
 
 from checkpoint.checkpoint import Progress
-from checkpoint.config import ModelConfig
-from engine.cuda.formats import DeviceFormat
+from checkpoint.config import Experts, ModelConfig
+from checkpoint.quantization import BLOCK
+from contracts.errors import ConfigError
+from engine.cuda.experts import ExpertWeights
+from engine.cuda.formats import E4M3, INT4_GROUP, DeviceFormat
+from engine.quantized import Fp8Matrix, Int4Matrix, StoredMatrix
 from engine.rope import rope_frequencies
-from engine.tensors import ModelTensors, layer_prefix
+from engine.tensors import ModelTensors, Mxfp4, layer_prefix
 from engine.weights import WeightSource
+from kernels.layouts import pairs_to_split, split_nibbles
 from kernels.reference.quant import to_e4m3, token_scale
+
+MIN_SCALE = 1e-6
+"""Of what is divided before it is rounded to e4m3: a layer that was all zeros while it was calibrated stays finite."""
+
+
+Recipe = Literal["plain", "row", "block128", "int4"]
 
 
 @dataclass(frozen=True)
 class Matrix:
-    """`weight` `[n, k]`: e4m3 with a float32 `scale` for each row, or of the activations' type without one."""
+    """A weight `[n, k]`, by recipe:
+
+    - plain: of the activations' type;
+    - row: e4m3, `scale` float32 `[n]`;
+    - block128: e4m3, `scale` float32 `[ceil(n / 128), k / 128]`;
+    - int4: bytes `[n, k / 2]` as kernels.layouts.split_nibbles packs them, `scale` and `zero` `[n, groups]`; a zero of
+      None is 8.
+
+    `input_scale`: what the checkpoint divides its rows of activations by before they are rounded; not of several
+    matrices that were fused.
+    """
 
     weight: Tensor
     scale: Tensor | None = None
     bias: Tensor | None = None
+    zero: Tensor | None = None
+    input_scale: float | None = None
+
+    @property
+    def recipe(self) -> Recipe:
+        if self.scale is None:
+            return "plain"
+        if self.weight.dtype is torch.uint8:
+            return "int4"
+        return "row" if self.scale.dim() == 1 else "block128"
+
+
+@dataclass(frozen=True)
+class Sight:
+    """What the tokens of a layer see: the newest `window` tokens or, with 0, all; and a logit for each head, `[heads]`
+    float32, of a sink that no token owns.
+    """
+
+    window: int = 0
+    sinks: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class MlpWeights:
+    gate_up: Matrix
+    down: Matrix
 
 
 @dataclass(frozen=True)
 class LayerWeights:
+    """`gate_up` and `down` are those of a layer without experts."""
+
     attention_gain: Tensor
     qkv: Matrix
     output: Matrix
     mlp_gain: Tensor
-    gate_up: Matrix
-    down: Matrix
+    mlp: MlpWeights | ExpertWeights
     q_gain: Tensor | None
     k_gain: Tensor | None
+    sight: Sight
+
+    def matrices(self) -> tuple[Matrix, ...]:
+        """All but those of experts."""
+        dense = (self.mlp.gate_up, self.mlp.down) if isinstance(self.mlp, MlpWeights) else ()
+        return self.qkv, self.output, *dense
+
+    @property
+    def gate_up(self) -> Matrix:
+        return self._dense.gate_up
+
+    @property
+    def down(self) -> Matrix:
+        return self._dense.down
+
+    @property
+    def _dense(self) -> MlpWeights:
+        assert isinstance(self.mlp, MlpWeights), "this layer has experts"
+        return self.mlp
 
 
 @dataclass(frozen=True)
 class DeviceWeights:
-    """`cos_sin` `[max_model_len, head_dim]`: cosines, then sines."""
+    """`cos_sin` `[max_model_len, head_dim]`: cosines, then sines. `kv_scales` `[layers, 2]`, on the host: those of K
+    and V that the checkpoint brings.
+    """
 
     embedding: Tensor
     layers: tuple[LayerWeights, ...]
     final_gain: Tensor
     head: Matrix
     cos_sin: Tensor
+    kv_scales: Tensor | None = None
+
+    def input_scales(self) -> Tensor | None:
+        """`[layers, 2]`: those of attention's output and of the MLP's middle, if the checkpoint brings all."""
+        if any(not isinstance(layer.mlp, MlpWeights) for layer in self.layers):
+            return None
+        scales = [[layer.output.input_scale, layer.down.input_scale] for layer in self.layers]
+        if any(scale is None for pair in scales for scale in pair):
+            return None
+        return torch.tensor(scales, device=self.embedding.device).clamp(min=MIN_SCALE)
 
 
 def load_device_weights(
@@ -66,7 +147,7 @@ def load_device_weights(
     turns = rope_frequencies(config, max_model_len)
     cos_sin = torch.cat([turns.real, turns.imag], 1).contiguous().to(device)
     progress("load", config.num_layers, config.num_layers)
-    return DeviceWeights(embedding, tuple(layers), final_gain, head, cos_sin)
+    return DeviceWeights(embedding, tuple(layers), final_gain, head, cos_sin, loader.kv_scales())
 
 
 def quantize_rows(weight: Tensor) -> Matrix:
@@ -75,41 +156,137 @@ def quantize_rows(weight: Tensor) -> Matrix:
     return Matrix(to_e4m3(weight / scale[:, None]), scale)
 
 
+def keep(stored: list[StoredMatrix], int4: bool, name: str) -> Matrix | None:
+    """Stored matrices one below the other, as the kernels read them. None where there are none, or are of the other
+    kind than wanted. Raises ConfigError for shapes that the kernels do not take.
+    """
+    floats = [matrix for matrix in stored if isinstance(matrix, Fp8Matrix)]
+    codes = [matrix for matrix in stored if isinstance(matrix, Int4Matrix)]
+    if int4 and codes:
+        return _int4(codes, name)
+    if int4 or not floats:
+        return None
+    if floats[0].is_blocks:
+        _require_blocks(floats, name)
+    weight = torch.cat([matrix.weight.view(torch.uint8) for matrix in floats]).view(E4M3)
+    input_scale = floats[0].input_scale if len(floats) == 1 else None
+    return Matrix(weight, torch.cat([matrix.scale for matrix in floats]), input_scale=input_scale)
+
+
+def _require_blocks(matrices: list[Fp8Matrix], name: str) -> None:
+    """Below each other, blocks must not straddle two matrices."""
+    if any(matrix.shape[0] % BLOCK for matrix in matrices[:-1]) or matrices[0].shape[1] % BLOCK:
+        _refuse(matrices, name, f"rows of all but the last, and columns, in steps of {BLOCK}")
+
+
+def _int4(matrices: list[Int4Matrix], name: str) -> Matrix:
+    if any(matrix.shape[0] % 64 or matrix.shape[1] % INT4_GROUP for matrix in matrices):
+        _refuse(matrices, name, f"rows in steps of 64 and columns in steps of {INT4_GROUP}")
+    packed = torch.cat([split_nibbles(matrix.codes) for matrix in matrices])
+    scale, zero = (torch.cat(tensors) for tensors in zip(*((m.scale, m.zero) for m in matrices), strict=True))
+    return Matrix(packed, scale, zero=None if bool((zero == 8).all()) else zero)
+
+
+def _refuse(matrices: Sequence[StoredMatrix], name: str, wanted: str) -> NoReturn:
+    shapes = ", ".join(str(list(matrix.shape)) for matrix in matrices)
+    raise ConfigError(f"the quantized matrices of {name} are {shapes}; the kernels want {wanted}: use dtype bfloat16")
+
+
+def _stacked(matrices: Sequence[Matrix]) -> tuple[Tensor, Tensor]:
+    """Weights and scales, of no columns where there are none."""
+    weight = torch.stack([matrix.weight for matrix in matrices])
+    scales = [matrix.scale for matrix in matrices if matrix.scale is not None]
+    return weight, torch.stack(scales) if scales else weight.new_empty(len(weight), 0, dtype=torch.float32)
+
+
 class _Loader:
     def __init__(
         self, config: ModelConfig, source: WeightSource, number_format: DeviceFormat, device: torch.device
     ) -> None:
         self._config, self._format, self._device = config, number_format, device
         self._tensors = ModelTensors(config, source, interleaved=False)
+        # What the checkpoint leaves plain beside its FP8 is so for a reason.
+        self._rounds = number_format.is_fp8 and (source.quantized is None or source.quantized.quantization.is_int4)
 
     def layer(self, index: int) -> LayerWeights:
         tensors, prefix = self._tensors, layer_prefix(index)
         return LayerWeights(
             attention_gain=self._rows(tensors.gain(prefix + "input_layernorm")),
-            qkv=self._matrix(tensors.qkv(prefix), self._optional(tensors.qkv_bias(prefix))),
-            output=self._matrix(tensors.output(prefix)),
+            qkv=self._matrix(prefix, "qkv", self._rounds, self._optional(tensors.qkv_bias(prefix))),
+            output=self._matrix(prefix, "output", self._rounds, self._optional(tensors.output_bias(prefix))),
             mlp_gain=self._rows(tensors.gain(prefix + "post_attention_layernorm")),
-            gate_up=self._matrix(tensors.gate_up(prefix)),
-            down=self._matrix(tensors.down(prefix)),
+            mlp=self._mlp(index),
             q_gain=self._optional(tensors.head_gain(prefix, "q")),
             k_gain=self._optional(tensors.head_gain(prefix, "k")),
+            sight=self._sight(index),
         )
+
+    def _sight(self, index: int) -> Sight:
+        sinks = self._tensors.sinks(layer_prefix(index))
+        window = self._config.window if index in self._config.windowed_layers else 0
+        return Sight(window, None if sinks is None else sinks.to(self._device).float())
+
+    def _mlp(self, index: int) -> MlpWeights | ExpertWeights:
+        tensors, prefix, experts = self._tensors, layer_prefix(index), self._config.experts_of(index)
+        if experts is None:
+            return MlpWeights(self._matrix(prefix, "gate_up", self._rounds), self._matrix(prefix, "down", self._rounds))
+        (gate_up, gate_up_scale), (down, down_scale) = self._experts(experts, prefix)
+        gate_up_bias, down_bias = tensors.expert_biases(prefix)
+        return ExpertWeights(
+            router=self._rows(tensors.router(prefix)),
+            router_bias=self._optional(tensors.router_bias(prefix)),
+            gate_up=gate_up,
+            gate_up_scale=gate_up_scale,
+            gate_up_bias=self._optional(gate_up_bias),
+            down=down,
+            down_scale=down_scale,
+            down_bias=self._optional(down_bias),
+        )
+
+    def _experts(self, experts: Experts, prefix: str) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+        """Weights and scales of gate and up, and of down."""
+        if experts.is_mxfp4 and self._format.keeps_mxfp4:
+            gate_up, down = self._tensors.mxfp4_experts(prefix)
+            return self._split(gate_up), self._split(down)
+        each = self._tensors.experts(prefix)
+        pairs = ((self._expert(expert.gate_up), self._expert(expert.down)) for expert in each)
+        gate_ups, downs = zip(*pairs, strict=True)
+        return _stacked(gate_ups), _stacked(downs)
+
+    def _split(self, stored: Mxfp4) -> tuple[Tensor, Tensor]:
+        """Bytes and exponents in the order that the kernels read."""
+        return pairs_to_split(stored.values.to(self._device).flatten(-2)), stored.scales.to(self._device)
+
+    def _expert(self, weight: Tensor) -> Matrix:
+        """However it is stored: a group of experts is one product, of one type."""
+        return self._rounded(weight, None) if self._format.is_fp8 else Matrix(self._rows(weight))
 
     def ends(self) -> tuple[Tensor, Tensor, Matrix]:
         """The embedding table, the final norm's gain and the output head."""
         table = self._tensors.embedding()
         embedding = self._rows(table)
         if not self._config.tied_embeddings:
-            table = self._tensors.head()
-        is_table = self._config.tied_embeddings and not self._format.head_is_fp8
-        head = Matrix(embedding) if is_table else self._matrix(table, fp8=self._format.head_is_fp8)
+            head = self._matrix("", "head", self._format.head_is_fp8)
+        else:
+            head = self._rounded(table, None) if self._format.head_is_fp8 else Matrix(embedding)
         return embedding, self._rows(self._tensors.gain("model.norm")), head
 
-    def _matrix(self, weight: Tensor, bias: Tensor | None = None, fp8: bool | None = None) -> Matrix:
-        if not (self._format.is_fp8 if fp8 is None else fp8):
-            return Matrix(self._rows(weight), None, bias)
-        quantized = quantize_rows(weight.to(self._device).float())
-        return Matrix(quantized.weight, quantized.scale, bias)
+    def kv_scales(self) -> Tensor | None:
+        scales = [self._tensors.kv_scales(layer_prefix(index)) for index in range(self._config.num_layers)]
+        whole = [pair for pair in scales if pair is not None]
+        return torch.tensor(whole).clamp(min=MIN_SCALE) if len(whole) == len(scales) else None
+
+    def _matrix(self, prefix: str, part: str, rounds: bool, bias: Tensor | None = None) -> Matrix:
+        """As it is stored where the format keeps that; else widened, and rounded to e4m3 if it `rounds`."""
+        if self._format.is_fp8 or self._format.is_int4:
+            kept = keep(self._tensors.stored(prefix, part), self._format.is_int4, f"{prefix}{part}")
+            if kept is not None:
+                return replace(kept, bias=bias)
+        weight = self._tensors.fused(prefix, part)
+        return self._rounded(weight, bias) if rounds else Matrix(self._rows(weight), None, bias)
+
+    def _rounded(self, weight: Tensor, bias: Tensor | None) -> Matrix:
+        return replace(quantize_rows(weight.to(self._device).float()), bias=bias)
 
     def _rows(self, tensor: Tensor) -> Tensor:
         return tensor.to(self._device).to(self._format.rows)

@@ -50,11 +50,14 @@ def apply_isa(isa: CpuIsa) -> None:
 
 
 def _machine_key() -> str:
+    """Of the CPU, torch, and the cap that the operator has set: what is found under one says nothing of another."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text(encoding="utf-8").splitlines() if info.exists() else []
     wanted = ("model name", "flags", "Features")
     described = "\n".join(dict.fromkeys(line for line in lines if line.startswith(wanted)))
-    return hashlib.blake2b(f"{described}{platform.machine()}{torch.__version__}".encode(), digest_size=8).hexdigest()
+    cap = os.environ.get(ONEDNN_VARIABLE, "")
+    facts = f"{described}{platform.machine()}{torch.__version__}{cap}"
+    return hashlib.blake2b(facts.encode(), digest_size=8).hexdigest()
 
 
 def _probe() -> CpuIsa:

@@ -5,7 +5,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.peers import Peers
-from kernels.reference.quant import quantize, to_e4m3
+from kernels.reference.quant import quantize, quantize_groups, to_e4m3
 from kernels.specs import NormSpec, QuantSpec, ReduceSpec, RopeSpec, SiluSpec
 
 
@@ -38,7 +38,11 @@ def all_reduce_norm(
 
 
 def quant_fp8(spec: QuantSpec, x: Tensor, out: Tensor, scale: Tensor) -> None:
-    quantize(x.float(), spec.quant, out, scale)
+    """With a scale per group they are stored [width / 128, tokens]."""
+    if spec.quant == "group":
+        quantize_groups(x.float(), 128, out, scale)
+    else:
+        quantize(x.float(), spec.quant, out, scale)
 
 
 def silu_mul_quant(

@@ -1,4 +1,6 @@
-"""Mixture of experts: routing, and the layer as a loop over experts."""
+"""Mixture of experts: routing, and the layer as a loop over experts.
+
+Every token goes through every expert, and weighs nothing where it was not sent: nothing is read on the host."""
 
 import torch
 import torch.nn.functional as F
@@ -26,17 +28,19 @@ def moe_experts(
     spec: MoESpec, x: Tensor, x_scale: Tensor, weights: Tensor, ids: Tensor, w1: Tensor, w1_scale: Tensor, w2: Tensor,
     w2_scale: Tensor, out: Tensor, workspace: Tensor, *, b1: Tensor | None = None, b2: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """b1 [experts, 2 * inter] and b2 [experts, hidden] are added to the products; x_scale is read with e4m3 tokens."""
-    hidden = x.float() if spec.weights == "mxfp4" else x.float() * x_scale[:, None]
+    """b1 [experts, 2 * inter] and b2 [experts, hidden] are added to the products; scales are read where the weights
+    have them, x_scale with e4m3 tokens.
+    """
+    hidden = x.float() * x_scale[:, None] if spec.weights == "e4m3" else x.float()
     total = torch.zeros(x.shape[0], spec.hidden, device=x.device)
-    for expert in ids.unique().tolist():
-        token, slot = (ids == expert).nonzero(as_tuple=True)
-        both = hidden[token] @ dense(spec, w1[expert], w1_scale[expert]).t()
+    for expert in range(spec.experts):
+        share = torch.where(ids == expert, weights, 0.0).sum(-1, keepdim=True)
+        both = hidden @ dense(spec, w1[expert], w1_scale[expert]).t()
         gate, up = (both if b1 is None else both + b1[expert].float()).chunk(2, -1)
         middle = round_middle(spec, activate(spec, gate, up))
         y = middle @ dense(spec, w2[expert], w2_scale[expert]).t()
         y = y if b2 is None else y + b2[expert].float()
-        total.index_add_(0, token, y * weights[token, slot][:, None])
+        total += y * share
     out.copy_(total)
 
 
@@ -44,12 +48,16 @@ def dense(spec: MoESpec, w: Tensor, scale: Tensor) -> Tensor:
     """One expert's weights in fp32."""
     if spec.weights == "e4m3":
         return dequantize_rows(w, scale)
+    if spec.weights != "mxfp4":
+        return w.float()
     return dequantize_w4(W4Spec(w.shape[0], 2 * w.shape[1], "mxfp4", 32), w, scale, None)
 
 
 def round_middle(spec: MoESpec, y: Tensor) -> Tensor:
-    """The middle as the second product reads it: e4m3 by groups, or bf16 beside 4-bit weights."""
-    return round_groups(y, group_width(spec)) if spec.weights == "e4m3" else y.bfloat16().float()
+    """The middle as the second product reads it: e4m3 by groups, like plain weights, or bf16 beside 4-bit ones."""
+    if spec.weights == "e4m3":
+        return round_groups(y, group_width(spec))
+    return y if spec.weights == "fp32" else y.bfloat16().float()
 
 
 def activate(spec: MoESpec, gate: Tensor, up: Tensor) -> Tensor:
@@ -63,6 +71,12 @@ def activate(spec: MoESpec, gate: Tensor, up: Tensor) -> Tensor:
 def group_width(spec: MoESpec) -> int:
     """Columns of the middle that share a scale: what divides both widths."""
     return 128 if spec.inter % 128 == 0 and spec.hidden % 128 == 0 else 64
+
+
+def moe_workspace_nbytes(spec: MoESpec, max_tokens: int) -> int:
+    total = max_tokens * spec.top_k
+    per_row = 2 * spec.inter + 4 * (spec.inter // group_width(spec)) + 2 * spec.hidden + 12
+    return total * per_row + spec.experts * (4 + 2 * 128 * 4) + 8192
 
 
 def round_groups(y: Tensor, group: int) -> Tensor:

@@ -16,6 +16,7 @@ from torch import Tensor
 from kernels.layouts import block_of
 from kernels.plans import EMPTY, Plan, PlanTable
 from kernels.specs import FP4Spec, W4Spec
+from kernels.workspace import COUNTERS_NBYTES, WIDEN_TOKENS
 
 PACKED = not triton.knobs.runtime.interpret  # the interpreter knows no inline assembly
 MX_SHIFT = tl.constexpr(63)  # MXFP4 weights are kept times 2^-63, halfway between what overflows and what vanishes
@@ -214,9 +215,6 @@ def gemm_fp4_kernel(
     tl.store(at, (acc * alpha).to(out_ptr.dtype.element_ty), mask=(rm < M)[:, None])
 
 
-COUNTERS_NBYTES = 32 << 10
-
-
 def gemm_w4(
     spec: W4Spec, a: Tensor, w: Tensor, scale: Tensor, zero: Tensor | None, out: Tensor, workspace: Tensor,
     *, plans: PlanTable = EMPTY,
@@ -244,9 +242,6 @@ def gemm_w4(
     )  # fmt: skip
 
 
-WIDEN_TOKENS = 256
-
-
 def widen_w4(spec: W4Spec, w: Tensor, scale: Tensor, zero: Tensor | None, out: Tensor) -> None:
     block = block_of(spec.format)
     widen_w4_kernel[(spec.n // 64, spec.k // block)](
@@ -263,12 +258,6 @@ def w4_plan(spec: W4Spec, tokens: int) -> Plan:
     fit = next((p for p in (8, 4, 2) if p * tiles <= 512 and p * 512 <= spec.k), 1)
     unroll = (4 if bx == 16 else 2) if spec.format == "mxfp4" else 1
     return dict(bw=64, bx=bx, stages=3, warps=4, parts=fit if tokens <= 64 else 1, unroll=unroll)
-
-
-def w4_workspace_nbytes(spec: W4Spec, max_tokens: int) -> int:
-    """Bytes for any number of tokens up to `max_tokens`, the bf16 copy included when they reach WIDEN_TOKENS."""
-    wide = 2 * spec.n * spec.k if max_tokens >= WIDEN_TOKENS else 0
-    return COUNTERS_NBYTES + max(wide, 8 * 64 * spec.n * 4)
 
 
 def gemm_fp4(

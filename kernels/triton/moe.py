@@ -91,10 +91,11 @@ def sort_kernel(
 def expert_gemm_kernel(
     w_ptr, x_ptr, out_ptr, w_scale_ptr, x_scale_ptr, out_scale_ptr, bias_ptr, sorted_ptr, tile_ptr, total,
     N: tl.constexpr, K: tl.constexpr, TOP_K: tl.constexpr, BW: tl.constexpr, BX: tl.constexpr, BK: tl.constexpr,
-    STAGES: tl.constexpr, FIRST: tl.constexpr, OAI: tl.constexpr, BIAS: tl.constexpr,
+    STAGES: tl.constexpr, FIRST: tl.constexpr, OAI: tl.constexpr, BIAS: tl.constexpr, FP8: tl.constexpr,
 ):  # fmt: skip
     """Weights as the M side. FIRST: rows of x are tokens, out is the activated middle in e4m3 with group scales;
-    otherwise rows are assignments with group scales [K / BK, total], and out is bf16."""
+    otherwise rows are assignments with group scales [K / BK, total], and out is bf16. Without FP8 everything is bf16
+    and nothing has scales."""
     tile = tl.program_id(1)
     expert = tl.load(tile_ptr + tile)
     if expert < 0:
@@ -115,23 +116,31 @@ def expert_gemm_kernel(
         if FIRST:
             acc = tl.dot(w, x.T, acc)
             up = tl.dot(tl.load(w_at + k + (N // 2) * K, mask=inside[:, None], other=0.0), x.T, up)
-        else:
+        elif FP8:
             scale = tl.load(x_scale_ptr + (k // BK) * total + source, mask=live, other=0.0)
             acc += tl.dot(w, x.T) * scale[None, :]
-    acc = acc * tl.load(w_scale_ptr + expert * N + rows, mask=inside, other=0.0)[:, None]
+        else:
+            acc = tl.dot(w, x.T, acc)
+    if FP8:
+        acc = acc * tl.load(w_scale_ptr + expert * N + rows, mask=inside, other=0.0)[:, None]
     mask = inside[:, None] & live[None, :]
     if FIRST:
-        x_scale = tl.load(x_scale_ptr + source, mask=live, other=0.0)[None, :]
-        gate = acc * x_scale
-        up = up * tl.load(w_scale_ptr + expert * N + N // 2 + rows, mask=inside, other=0.0)[:, None] * x_scale
+        gate = acc
+        if FP8:
+            x_scale = tl.load(x_scale_ptr + source, mask=live, other=0.0)[None, :]
+            gate = gate * x_scale
+            up = up * tl.load(w_scale_ptr + expert * N + N // 2 + rows, mask=inside, other=0.0)[:, None] * x_scale
         if BIAS:
             gate += load_bias(bias_ptr + expert * N + rows, inside)
             up += load_bias(bias_ptr + expert * N + N // 2 + rows, inside)
         y = activate(gate, up, OAI)
-        group = token_scale(tl.max(tl.abs(y), 0))
-        tl.store(out_scale_ptr + tl.program_id(0) * total + assigned, group, mask=live)
         at = out_ptr + assigned[None, :].to(tl.int64) * (N // 2) + rows[:, None]
-        tl.store(at, to_e4m3(y / group[None, :]), mask=mask)
+        if FP8:
+            group = token_scale(tl.max(tl.abs(y), 0))
+            tl.store(out_scale_ptr + tl.program_id(0) * total + assigned, group, mask=live)
+            tl.store(at, to_e4m3(y / group[None, :]), mask=mask)
+        else:
+            tl.store(at, y.to(out_ptr.dtype.element_ty), mask=mask)
     else:
         if BIAS:
             acc += load_bias(bias_ptr + expert * N + rows, inside)
@@ -247,7 +256,7 @@ def moe_experts(
     max_tiles = min(total, spec.experts) + total // bx
     middle, group_scale, y, count, order, tiles = carve(spec, workspace, total, max_tiles, bx)
     sort_by_expert(spec, ids, count, order, tiles, total, max_tiles, bx)
-    product = fp8_products if spec.weights == "e4m3" else w4_products
+    product = {"e4m3": fp8_products, "bf16": bf16_products, "mxfp4": w4_products}[spec.weights]
     product(spec, plan, x, x_scale, (w1, w1_scale, b1), (w2, w2_scale, b2), middle, group_scale, y, order, tiles, total)
     combine_kernel[(tokens, triton.cdiv(spec.hidden, 1024))](
         y, weights, out, N=spec.hidden, TOP_K=spec.top_k, BLOCK=1024, num_warps=4
@@ -262,7 +271,9 @@ def fp8_products(
     group_scale: Tensor, y: Tensor, order: Tensor, tiles: Tensor, total: int,
 ) -> None:  # fmt: skip
     group, bx, max_tiles = group_width(spec), plan["bx"], tiles.numel()
-    common = dict(TOP_K=spec.top_k, BX=bx, BK=group, STAGES=plan["stages"], BIAS=spec.bias, num_warps=plan["warps"])
+    common = dict(
+        TOP_K=spec.top_k, BX=bx, BK=group, STAGES=plan["stages"], BIAS=spec.bias, FP8=True, num_warps=plan["warps"]
+    )  # fmt: skip
     (w1, s1, b1), (w2, s2, b2) = first, second
     expert_gemm_kernel[(spec.inter // group, max_tiles)](
         w1, x, middle, s1, x_scale, group_scale, s1 if b1 is None else b1, order, tiles, total,
@@ -271,6 +282,26 @@ def fp8_products(
     expert_gemm_kernel[(triton.cdiv(spec.hidden, plan["bw"]), max_tiles)](
         w2, middle, y, s2, group_scale, group_scale, s2 if b2 is None else b2, order, tiles, total,
         N=spec.hidden, K=spec.inter, BW=plan["bw"], FIRST=False, OAI=False, **common,
+    )  # fmt: skip
+
+
+def bf16_products(
+    spec: MoESpec, plan: Plan, x: Tensor, x_scale: Tensor, first: Weights, second: Weights, middle: Tensor,
+    group_scale: Tensor, y: Tensor, order: Tensor, tiles: Tensor, total: int,
+) -> None:  # fmt: skip
+    bw = plan["bw"]
+    common = dict(
+        TOP_K=spec.top_k, BW=bw, BX=plan["bx"], BK=64, STAGES=plan["stages"], BIAS=spec.bias, FP8=False,
+        num_warps=plan["warps"],
+    )  # fmt: skip
+    (w1, _, b1), (w2, _, b2) = first, second
+    expert_gemm_kernel[(triton.cdiv(spec.inter, bw), tiles.numel())](
+        w1, x, middle, group_scale, group_scale, group_scale, w1 if b1 is None else b1, order, tiles, total,
+        N=2 * spec.inter, K=spec.hidden, FIRST=True, OAI=spec.activation != "silu", **common,
+    )  # fmt: skip
+    expert_gemm_kernel[(triton.cdiv(spec.hidden, bw), tiles.numel())](
+        w2, middle, y, group_scale, group_scale, group_scale, w2 if b2 is None else b2, order, tiles, total,
+        N=spec.hidden, K=spec.inter, FIRST=False, OAI=False, **common,
     )  # fmt: skip
 
 
@@ -306,14 +337,10 @@ def expert_plan(spec: MoESpec, tokens: int, cc: int) -> Plan:
     share = max(1, tokens * spec.top_k // spec.experts)
     if spec.weights == "mxfp4":
         return dict(bx=min(64, max(16, triton.next_power_of_2(share))), stages=4)
+    if spec.weights == "bf16":
+        return dict(bx=min(64, max(16, triton.next_power_of_2(share))), bw=64, stages=4, warps=4)
     bx = min(64 if cc == 120 else 128, max(16, triton.next_power_of_2(share)))
     return dict(bx=bx, bw=128 if bx >= 64 else 64, stages=4 if bx <= 32 else 3, warps=8 if bx == 128 else 4)
-
-
-def moe_workspace_nbytes(spec: MoESpec, max_tokens: int) -> int:
-    total = max_tokens * spec.top_k
-    per_row = 2 * spec.inter + 4 * (spec.inter // group_width(spec)) + 2 * spec.hidden + 12
-    return total * per_row + spec.experts * (4 + 2 * 128 * 4) + 8192
 
 
 def carve(spec: MoESpec, workspace: Tensor, total: int, max_tiles: int, bx: int) -> list[Tensor]:

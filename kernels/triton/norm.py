@@ -79,6 +79,23 @@ def quant_kernel(
 
 
 @triton.jit
+def quant_groups_kernel(
+    x_ptr, out_ptr, scale_ptr, num_tokens, N: tl.constexpr, GROUPS: tl.constexpr, PDL: tl.constexpr
+):
+    """One scale per token and 128 columns, as [N / 128, tokens]; a program rounds GROUPS of them."""
+    row = tl.program_id(0)
+    group = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
+    col = group[:, None] * 128 + tl.arange(0, 128)[None, :]
+    mask = col < N
+    pdl_start(PDL)
+    pdl_wait(PDL)
+    y = tl.load(x_ptr + row.to(tl.int64) * N + col, mask=mask, other=0.0).to(tl.float32)
+    scale = token_scale(tl.max(tl.abs(y), 1))
+    tl.store(scale_ptr + group.to(tl.int64) * num_tokens + row, scale, mask=group * 128 < N)
+    tl.store(out_ptr + row.to(tl.int64) * N + col, to_e4m3(y / scale[:, None]), mask=mask)
+
+
+@triton.jit
 def silu_kernel(
     x_ptr, out_ptr, scale_ptr, token_scale_ptr, channel_scale_ptr,
     N: tl.constexpr, BLOCK: tl.constexpr, DEFERRED: tl.constexpr, QUANT: tl.constexpr, PDL: tl.constexpr,
@@ -128,6 +145,12 @@ def add_rmsnorm_quant(
 
 
 def quant_fp8(spec: QuantSpec, x: Tensor, out: Tensor, scale: Tensor, *, pdl: bool = PDL) -> None:
+    if spec.quant == "group":
+        groups = min(16, triton.next_power_of_2(spec.width // 128))
+        quant_groups_kernel[(x.shape[0], triton.cdiv(spec.width, 128 * groups))](
+            x, out, scale, x.shape[0], N=spec.width, GROUPS=groups, PDL=pdl, num_warps=4, **pdl_launch(pdl)
+        )
+        return
     quant_kernel[(x.shape[0],)](
         x, out, scale, N=spec.width, BLOCK=triton.next_power_of_2(spec.width), QUANT=MODE[spec.quant],
         PDL=pdl, num_warps=8, **pdl_launch(pdl),

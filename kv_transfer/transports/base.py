@@ -1,8 +1,8 @@
 """The interface under the data path: one-way channels of staged messages, kept in order.
 
 A channel owns a few staging slots. The sender acquires one, fills it and sends it; the receiver gets it, takes the
-bytes out and
-releases it. The network therefore never touches a page, and giving up an attempt never needs to stop a transport.
+bytes out and releases it. The network therefore never touches a page, and giving up an attempt never needs to stop a
+transport.
 The transport that moves pages without staging, nvlink, is another data path beside this one: its channels carry
 nothing, see kv_transfer.pulling.
 """

@@ -8,19 +8,31 @@ for its own copies; a foreign writer's were seen to land 5 ms after its process 
 from collections.abc import Callable
 from socket import socket
 
-from kv_transfer.device import DevicePool, RemotePool
+import msgspec
+
+from contracts.errors import TransferError
+from kv_transfer.device import DevicePool, Mark, RemotePool
 from kv_transfer.transports.base import Ring
 
 
+class Sharing(msgspec.Struct, frozen=True):
+    """What the sender tells of itself: see device.DevicePool."""
+
+    pool: bytes
+    mark: bytes
+
+
 class NvlinkTransport:
+    """`ahead`: the receiver may wait, by a mark, for chunks that are not computed yet."""
+
     name = "nvlink"
 
-    def __init__(self, pool: DevicePool) -> None:
-        self._pool = pool
+    def __init__(self, pool: DevicePool, ahead: bool) -> None:
+        self._pool, self._ahead = pool, ahead
 
     def open(self, session: bytes, ring: Ring, connect: Callable[[], socket]) -> "SharedPool":
         """Raises TransferError where the device lets nobody in."""
-        return SharedPool(self._pool.share())
+        return SharedPool(self._pool.share(), self._pool.mark() if self._ahead else None)
 
     def accept(
         self, session: bytes, ring: Ring, params: bytes, attached: Callable[[], socket]
@@ -28,7 +40,11 @@ class NvlinkTransport:
         """Raises TransferError if the peer's pool can't be read from here: another host or container, no way between
         the two devices.
         """
-        return MappedPool(self._pool.attach(params)), b""
+        try:
+            sharing = msgspec.msgpack.decode(params, type=Sharing)
+        except msgspec.DecodeError as error:
+            raise TransferError(f"the peer does not say what it shares: {error}") from error
+        return MappedPool(self._pool.attach(sharing.pool, sharing.mark)), b""
 
     def close(self) -> None:
         pass
@@ -39,8 +55,9 @@ class SharedPool:
 
     detail = "read by the peer"
 
-    def __init__(self, params: bytes) -> None:
-        self.params = params
+    def __init__(self, pool: bytes, mark: Mark | None) -> None:
+        self.mark = mark
+        self.params = msgspec.msgpack.encode(Sharing(pool, mark.shared if mark is not None else b""))
 
     def finish(self, answer: bytes) -> "SharedPool":
         return self
@@ -66,7 +83,8 @@ class MappedPool:
         return self.remote.detail
 
     def interrupt(self) -> None:
-        """Copies that are under way end by themselves, within milliseconds."""
+        """Copies that are under way end by themselves, within milliseconds; what waits for a mark is told not to."""
+        self.remote.hurry()
 
     def close(self) -> None:
         self.remote.close()

@@ -1,6 +1,7 @@
 """Files that are missing, damaged or of another kind: each a ConfigError that says what and what to do."""
 
 import json
+import math
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +11,7 @@ from safetensors.numpy import save_file
 from tokenizers import Tokenizer, models
 
 from checkpoint import open_checkpoint
-from checkpoint.config import RopeScaling
+from checkpoint.config import Experts, RopeScaling, YarnScaling
 from checkpoint.fingerprint import weights_fingerprint
 from checkpoint.huggingface import model_config
 from contracts.errors import ConfigError
@@ -25,6 +26,32 @@ CONFIG = {
     "rms_norm_eps": 1e-5,
     "max_position_embeddings": 64,
     "eos_token_id": 2,
+}
+QWEN3_MOE = {
+    **CONFIG,
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "num_hidden_layers": 4,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 4,
+}
+GPT_OSS = {
+    **{key: value for key, value in QWEN3_MOE.items() if key != "moe_intermediate_size"},
+    "architectures": ["GptOssForCausalLM"],
+    "attention_bias": True,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "sliding_window": 32,
+    "swiglu_limit": 7.0,
+    "rope_theta": 150000,
+    "rope_scaling": {
+        "rope_type": "yarn",
+        "factor": 32.0,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "truncate": False,
+        "original_max_position_embeddings": 4096,
+    },
+    "quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]},
 }
 LLAMA3 = {
     "rope_type": "llama3",
@@ -118,10 +145,14 @@ def test_a_shard_that_is_not_there_is_named(folder):
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"architectures": ["GPT2LMHeadModel"]}, "'GPT2LMHeadModel' is not supported; supported are llama, mistral"),
+        (
+            {"architectures": ["GPT2LMHeadModel"]},
+            "'GPT2LMHeadModel' is not supported; supported are gpt_oss, llama, mistral",
+        ),
         ({"sliding_window": 32}, "sliding-window attention"),
-        ({"rope_scaling": {"rope_type": "yarn"}}, "rope scaling 'yarn' is not supported"),
-        ({"quantization_config": {"bits": 4}}, "quantized safetensors are not supported"),
+        ({"rope_scaling": {"rope_type": "longrope"}}, "rope scaling 'longrope' is not supported"),
+        ({"rope_scaling": {"rope_type": "yarn"}}, "lacks 'factor'"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4, "mscale": 1.0}}, "yarn with mscale is not supported"),
         ({"hidden_act": "gelu"}, "only SiLU"),
         ({"attention_bias": True}, "without mlp_bias and attention_bias"),
     ],
@@ -129,6 +160,72 @@ def test_a_shard_that_is_not_there_is_named(folder):
 def test_what_would_give_wrong_text_is_refused(changes, words):
     with pytest.raises(ConfigError, match=words):
         model_config({**CONFIG, **changes}, "here")
+
+
+def test_a_quantization_that_is_not_supported_is_refused(folder):
+    (folder / "config.json").write_text(json.dumps({**CONFIG, "quantization_config": {"bits": 4}}))
+    refused(
+        folder, r"quantization_config.quant_method is None; supported: compressed-tensors, fp8, modelopt, gptq, awq"
+    )
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+    (folder / "hf_quant_config.json").write_text(json.dumps({"quantization": {"quant_algo": "W4A8_AWQ"}}))
+    refused(folder, r"hf_quant_config.json.quantization.quant_algo is 'W4A8_AWQ'; supported: FP8, .*use another")
+
+
+@pytest.mark.parametrize(
+    ("changes", "dense_layers"),
+    [({}, ()), ({"mlp_only_layers": [0, 2]}, (0, 2)), ({"decoder_sparse_step": 2, "mlp_only_layers": [3]}, (0, 2, 3))],
+)
+def test_layers_without_experts_are_found(changes, dense_layers):
+    config = model_config({**QWEN3_MOE, **changes}, "here")
+    assert config.experts == Experts(8, 2, 4, False, dense_layers)
+    assert [layer for layer in range(4) if config.experts_of(layer) is None] == list(dense_layers)
+
+
+def test_the_number_of_experts_is_read_from_both_spellings():
+    newer = {key: value for key, value in QWEN3_MOE.items() if key != "num_experts"} | {"num_local_experts": 8}
+    assert model_config(newer, "here") == model_config(QWEN3_MOE, "here")
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"num_experts_per_tok": 9}, "9 of 8 experts in every layer of 1 are not supported"),
+        ({"decoder_sparse_step": 0}, "2 of 8 experts in every layer of 0 are not supported"),
+        ({"sliding_window": 32, "use_sliding_window": True}, "sliding-window attention"),
+        ({"attention_bias": True}, "without mlp_bias and attention_bias"),
+    ],
+)
+def test_a_mixture_that_would_give_wrong_text_is_refused(changes, words):
+    with pytest.raises(ConfigError, match=words):
+        model_config({**QWEN3_MOE, **changes}, "here")
+
+
+def test_gpt_oss_is_read_whole():
+    config = model_config(GPT_OSS, "here")
+    assert config.experts == Experts(8, 2, 16, True, (), as_gpt_oss=True, is_mxfp4=True)
+    assert (config.window, config.windowed_layers) == (32, (0, 2))
+    assert config.sinks and config.qkv_bias and config.output_bias and not config.qk_norm
+    assert config.rope_scaling == YarnScaling(32.0, 4096, 32.0, 1.0, 0.1 * math.log(32.0) + 1.0, False)
+    plain = model_config({key: value for key, value in GPT_OSS.items() if key != "quantization_config"}, "here")
+    assert plain.experts == Experts(8, 2, 16, True, (), as_gpt_oss=True)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"swiglu_limit": 6.0}, "experts with {'swiglu_limit': 6.0} are not supported"),
+        ({"swiglu_alpha": 1.0}, "experts with {'swiglu_alpha': 1.0} are not supported"),
+        ({"attention_bias": False}, "without attention_bias or without a sliding_window is not supported"),
+        ({"sliding_window": None}, "without attention_bias or without a sliding_window is not supported"),
+        ({"layer_types": ["full_attention"]}, "layer_types must say sliding_attention or full_attention for each"),
+        ({"layer_types": ["chunked_attention"] * 4}, "layer_types must say sliding_attention or full_attention"),
+        ({"quantization_config": {"quant_method": "gptq"}}, "gpt-oss quantized by 'gptq' is not supported"),
+    ],
+)
+def test_a_gpt_oss_that_would_give_wrong_text_is_refused(changes, words):
+    with pytest.raises(ConfigError, match=words):
+        model_config({**GPT_OSS, **changes}, "here")
 
 
 @pytest.mark.parametrize("key", ["rope_scaling", "rope_parameters"])
@@ -160,7 +257,7 @@ def test_a_cut_gguf_file_is_damaged_wherever_it_is_cut(tmp_path):
 @pytest.mark.parametrize(
     ("kind", "words"),
     [
-        ({"arch": "gpt2"}, "architecture 'gpt2' is not supported; supported are llama, mistral, qwen2, qwen3"),
+        ({"arch": "gpt2"}, "architecture 'gpt2' is not supported; supported are gpt_oss, llama, mistral, qwen2, qwen3"),
         ({"model": "bert"}, "tokenizer 'bert' is not supported"),
         ({"pre": "gpt-4o"}, "pre-tokenizer 'gpt-4o' is not supported; supported are smollm, llama-bpe and qwen2"),
     ],

@@ -100,6 +100,21 @@ async def test_flushed_scripts_are_loaded_again(redis_store: RedisStore, any_ser
     assert await redis_store.place(ask("r"))
 
 
+async def test_a_worker_that_writes_otherwise_is_passed_over_and_said_once(
+    redis_store: RedisStore, any_server: RedisServer, caplog: pytest.LogCaptureFixture
+):
+    await pair(redis_store)
+    async with Redis.from_url(any_server.url) as client:
+        await client.hset(f"{redis_store.prefix}node:d0", "info", b"of another release")  # type: ignore[misc]
+    for _ in range(2):
+        assert [node.info.worker_id for node in await redis_store.nodes()] == ["p0"]
+    assert [record.message.partition(":")[0] for record in caplog.records] == [
+        "a worker of another release is in this pool, passed over"
+    ]
+    with pytest.raises(Unavailable, match="another release"):
+        await redis_store.place(ask("r"))
+
+
 async def test_a_hung_server_is_given_up_in_words():
     with RedisServer() as server:
         store = RedisStore(server.url, fresh_pool())

@@ -96,6 +96,22 @@ async def test_without_redis_it_is_well_but_not_ready():
         assert samples((await http.get("/metrics")).text)["tandem_coordinator_redis_up",] == 0
 
 
+async def test_a_reaper_that_ended_makes_it_sick():
+    """Nothing else would show it: requests of dead gateways would hold their credits for good."""
+
+    class Broken(MemoryStore):
+        async def lead(self, candidate: str, ttl_s: float) -> bool:
+            raise ValueError("what nobody foresaw")
+
+    async with client(Broken()) as http:
+
+        async def is_sick() -> bool:
+            return (await http.get("/health")).status_code == 503
+
+        await until(is_sick)
+        assert "reaper" in (await http.get("/health")).json()["status"]
+
+
 async def _knows(http: httpx.AsyncClient) -> bool:
     return not (await http.get("/health")).json()["redis"]
 

@@ -1,11 +1,15 @@
 """The core's loop, over twins: what it takes and in which order, what it refuses, how it pictures itself."""
 
+import pytest
+
 from contracts.events import Failed, Finished, Prefilled, Tokens
 from contracts.ids import Epoch, GatewayId, RequestId
 from contracts.request import Cancel
 from core.link import FrontGone
+from core.loop import IDLE_WAIT_S
 from core.messages import CoreFrame, Stop, Work
 from core.status import STATUS_PERIOD_S
+from engine.messages import StepOutput
 from tests.path.ring import D, P, Ring, answer
 
 R = RequestId("r")
@@ -46,6 +50,31 @@ def test_busy_is_not_clean_and_counts_the_request():
     assert report.counters["handoffs_offered"] == 1
     ring.settle()
     assert ring.sides[P].core._status.report().is_clean
+
+
+def test_work_that_finds_no_pages_is_waited_for_and_not_spun_on(monkeypatch: pytest.MonkeyPatch):
+    ring, waits = Ring(), []
+    side = ring.sides[P]
+    receive = side.link.receive
+
+    def listening(timeout_s: float) -> list:
+        waits.append(timeout_s)
+        return receive(timeout_s)
+
+    side.link.receive = listening  # type: ignore[method-assign]
+    step = side.engine.step
+    ring.both(ring.job(R, list(range(40)), 5))
+    ring.turn(P)
+    monkeypatch.setattr(side.engine, "step", lambda on_started: StepOutput())
+    for _ in range(3):
+        ring.turn(P)
+    monkeypatch.setattr(side.engine, "step", step)
+    for _ in range(2):
+        ring.turn(P)
+    # Idle before the job, at once after a step that did something, patiently after those that did nothing.
+    assert waits == [IDLE_WAIT_S, 0.0, IDLE_WAIT_S, IDLE_WAIT_S, IDLE_WAIT_S, 0.0]
+    ring.settle()
+    assert ring.tokens(R) == answer(list(range(40)), 5)
 
 
 def test_stop_ends_the_loop_after_the_turn():

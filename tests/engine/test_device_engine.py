@@ -6,12 +6,15 @@ import torch
 from device_engines import FUSIBLE, device_engine
 from driving import answers, drain, greedy, random_prompts, request, settings, tokens_of
 from llguidance import LLMatcher
+from msgspec import structs
 from tiny_models import VOCAB, save_tiny
 
 from contracts.ids import RequestId
 from contracts.sampling import SamplingParams
 from engine.batch import Piece
+from engine.cuda.sampling import columns, draw_keys
 from engine.load import load_engine
+from engine.runner import ignore
 from engine.sequence import Sequence
 
 PROMPTS = random_prompts(VOCAB, (9, 64, 100))
@@ -137,10 +140,10 @@ def test_a_batch_that_fails_is_computed_piece_by_piece(folder):
     engine, expected = device_engine(folder), answers(device_engine(folder), PROMPTS, greedy(6))
     forward = engine.runner.forward
 
-    def refuse_decodes(pieces):
+    def refuse_decodes(pieces, early=ignore):
         if pieces[0].is_decode:
             raise RuntimeError("no decodes")
-        return forward(pieces)
+        return forward(pieces, early)
 
     engine.runner.forward = refuse_decodes
     assert answers(engine, PROMPTS, greedy(6)) == expected
@@ -174,3 +177,13 @@ def test_a_grammar_gives_what_the_cpu_gives(folder):
         told.append([tokens_of(outputs, str(index)) for index in range(len(PROMPTS))])
     assert told[0] == told[1]
     assert len({len(answer) for answer in told[1]}) > 1
+
+
+def test_draw_keys_are_made_once_and_are_those_of_seed_and_choice():
+    sequences = [Sequence(RequestId(str(seed)), [1, 2], structs.replace(RANDOM, seed=seed)) for seed in (5, 6, 7)]
+    sequences.insert(1, Sequence(RequestId("greedy"), [1, 2], greedy()))
+    columns(sequences[:2])
+    before = [sequence.draw_key for sequence in sequences]
+    assert before[0] is not None and before[1:] == [None, None, None]
+    assert columns(sequences).seeds.tolist() == [int(draw_keys([5], [0])[0]), 0, *draw_keys([6, 7], [0, 0]).tolist()]
+    assert sequences[0].draw_key == before[0]

@@ -54,7 +54,7 @@ def test_a_device_that_is_not_there_is_refused(tmp_path):
         load_engine(settings(device="tpu"))
     save_tiny(tmp_path, "llama")
     with pytest.raises(ConfigError, match="not supported on a GPU; supported are auto, float8"):
-        device_engine(tmp_path, dtype="int4")
+        device_engine(tmp_path, dtype="int8")
     with pytest.raises(ConfigError, match="not in the host's memory"):
         _ = device_engine(tmp_path).pool_bytes
 

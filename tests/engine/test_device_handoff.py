@@ -13,7 +13,9 @@ from tiny_models import VOCAB, save_tiny
 
 from contracts.errors import OutOfBlocks, TransferError
 from engine.cuda.load import _whole
+from engine.cuda.memory import attach
 from engine.engine import Engine
+from engine.messages import ChunkComing, Watcher
 
 PROMPTS = random_prompts(VOCAB, (5, 64, 130, 200))
 
@@ -125,3 +127,44 @@ def test_a_rehearsal_touches_what_belongs_to_nobody(folder):
 def test_planes_end_with_a_page_of_the_devices_memory(wanted, page_nbytes, got):
     assert _whole(wanted, page_nbytes) == got
     assert (got + 1) * page_nbytes < 1 << 31
+
+
+class Noting(Watcher):
+    """What is said of a batch, in order, and how many of its planes are there by then."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine, self.said = engine, []
+
+    def coming(self, chunk: ChunkComing) -> None:
+        self.said.append(chunk)
+
+    def launched(self, is_all: bool) -> None:
+        pages = self.engine.transfer_pool
+        planes = pages.memory.tensor.view(pages.num_planes, pages.num_blocks + 1, -1)
+        self.said.append((is_all, int((planes[:, :-1] != 0).any(-1).any(-1).sum())))
+
+
+def test_what_is_coming_is_what_is_done_and_its_early_planes_come_before(folder):
+    engine = device_engine(folder, max_batched_tokens=128)
+    engine.submit(request("a", PROMPTS[3], greedy(2), handoff=True))
+    engine.submit(request("b", PROMPTS[0], greedy(2)))
+    watcher, chunks = Noting(engine), []
+    while engine.has_work():
+        chunks += engine.step(watcher).chunks
+    coming = [said for said in watcher.said if isinstance(said, ChunkComing)]
+    assert [(c.request_id, c.first_token, c.num_tokens, c.blocks) for c in coming] == [
+        (c.request_id, c.first_token, c.num_tokens, c.blocks) for c in chunks
+    ]
+    early, planes = coming[0].early_planes, engine.layout.num_planes
+    assert 0 < early < planes
+    assert watcher.said[1:3] == [(False, early), (True, planes)]
+
+
+def test_planes_can_be_pulled_alone(folder):
+    source, target = (device_engine(folder).transfer_pool for _ in range(2))
+    source.memory.tensor.numpy().fill(7)
+    mapping = attach(source.memory.share(), source.device)
+    mapping.copy_pages(source.grid, [3], target.memory.tensor, target.grid, [5], range(1, 3))
+    planes = target.memory.tensor.view(target.num_planes, target.num_blocks + 1, -1)
+    assert (planes[1:3, 5] == 7).all() and int((planes != 0).sum()) == 2 * target.page_nbytes
+    mapping.close()

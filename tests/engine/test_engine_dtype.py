@@ -10,7 +10,7 @@ from kernels.cpu.isa import CpuIsa
 class Source:
     """Weights on an int4 grid, or not."""
 
-    interleaved = False
+    interleaved, quantized = False, None
 
     def __init__(self, is_int4: bool) -> None:
         steps = torch.arange(32).remainder(16).float().repeat(16, 1)
@@ -23,7 +23,9 @@ class Source:
 @pytest.mark.parametrize(
     ("bfloat16_speedup", "has_fbgemm", "capability", "is_int4", "dtype"),
     [
-        (1.9, True, "AVX512", True, "mixed16"),
+        (1.9, True, "AVX512", True, "mixed4"),
+        (1.9, True, "AVX512", False, "mixed16"),
+        (1.9, True, "AVX2", True, "mixed16"),
         (0.8, True, "AVX512", True, "int4"),
         (0.8, True, "AVX512", False, "float16"),
         (0.0, True, "AVX2", True, "float16"),

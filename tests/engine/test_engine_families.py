@@ -1,9 +1,10 @@
 """Each family's numbers are those of transformers on the same weights."""
 
 import pytest
-from driving import answers, greedy, settings
-from tiny_models import save_tiny
+from driving import answers, greedy, random_prompts, settings
+from tiny_models import VOCAB, save_tiny
 
+from bench.oracle import greedy as oracle_greedy
 from contracts.errors import ConfigError
 from engine.load import load_engine
 
@@ -46,3 +47,12 @@ def test_a_missing_tensor_is_named(tmp_path):
     config.write_text(config.read_text().replace('"num_hidden_layers": 3', '"num_hidden_layers": 4'))
     with pytest.raises(ConfigError, match=r"lacks the tensor 'model\.layers\.3"):
         load_engine(settings(model=str(tmp_path)))
+
+
+@pytest.mark.parametrize("changes", [{}, {"truncate": False, "beta_fast": 16.0}, {"attention_factor": 1.2}])
+def test_yarn_is_that_of_transformers(tmp_path, changes):
+    yarn = {"rope_type": "yarn", "rope_theta": 1000.0, "factor": 8.0, "original_max_position_embeddings": 64}
+    model = save_tiny(tmp_path, "llama", rope_parameters=yarn | changes)
+    prompts = random_prompts(VOCAB, (40, 150))
+    expected = [oracle_greedy(model, prompt, 12) for prompt in prompts]
+    assert answers(load_engine(settings(model=str(tmp_path))), prompts, greedy()) == expected

@@ -35,6 +35,16 @@ def test_a_crash_without_the_cap_means_the_cap(tmp_path, monkeypatch):
     assert probe_isa(tmp_path) == CpuIsa(SAFE_CAP, 1.5)
 
 
+def test_what_was_found_without_a_cap_says_nothing_of_one_that_the_operator_sets(tmp_path, monkeypatch):
+    monkeypatch.delenv(isa.ONEDNN_VARIABLE, raising=False)
+    monkeypatch.setattr(isa, "_run_child", lambda cap: 0.6 if cap else 8.0)
+    assert probe_isa(tmp_path) == CpuIsa(None, 8.0)
+    monkeypatch.setenv(isa.ONEDNN_VARIABLE, "AVX512_CORE")
+    assert probe_isa(tmp_path) == CpuIsa("AVX512_CORE", 0.6)
+    monkeypatch.delenv(isa.ONEDNN_VARIABLE)
+    assert probe_isa(tmp_path) == CpuIsa(None, 8.0)
+
+
 def test_a_crash_even_with_the_cap_means_no_bfloat16(tmp_path, monkeypatch):
     monkeypatch.delenv(isa.ONEDNN_VARIABLE, raising=False)
     monkeypatch.setattr(subprocess, "run", child({None: -signal.SIGILL, SAFE_CAP: -signal.SIGILL}))

@@ -70,6 +70,15 @@ def test_so_is_a_row_of_float16_among_few():
 
 
 @needs_bfloat16
+def test_so_is_a_row_of_bfloat16_in_a_large_product():
+    """oneDNN sums 33 rows and more in other orders where it has AMX, and in yet others where the product is large."""
+    linear, x = BFloat16Linear(matrix(2048, 4096, 3), None), matrix(400, 4096, 4)
+    everything = linear(x)
+    for first, last in [(0, 20), (7, 55), (10, 138), (0, 257), (100, 400)]:
+        assert torch.equal(linear(x[first:last]), everything[first:last])
+
+
+@needs_bfloat16
 def test_so_is_a_lone_row_of_bfloat16():
     """oneDNN sums it otherwise, which shows in one of two products of this size."""
     linear, x = BFloat16Linear(matrix(2048, 2048, 3), None), matrix(64, 2048, 4)
@@ -109,7 +118,13 @@ def test_phases_take_their_own_format_and_answers_come_first():
 
 @pytest.mark.parametrize(
     ("name", "is_uniform"),
-    [("float32", True), pytest.param("mixed16", False, marks=needs_bfloat16), ("int4", True), ("int8", False)],
+    [
+        ("float32", True),
+        pytest.param("mixed16", False, marks=needs_bfloat16),
+        pytest.param("mixed4", False, marks=needs_bfloat16),
+        ("int4", True),
+        ("int8", False),
+    ],
 )
 def test_a_format_packs_one_or_two_linears(name, is_uniform):
     packed = FORMATS[name].pack(matrix(64, WIDTH))  # on no grid: int4 holds it in float16, once

@@ -37,7 +37,7 @@ def test_float32_answers_equal_transformers(prompts):
 
 
 @pytest.mark.parametrize(
-    "dtype", ["float16", *(pytest.param(dtype, marks=needs_bfloat16) for dtype in ("mixed16", "bfloat16"))]
+    "dtype", ["float16", *(pytest.param(dtype, marks=needs_bfloat16) for dtype in ("mixed16", "mixed4", "bfloat16"))]
 )
 def test_answers_do_not_depend_on_the_batch_or_the_chunks(prompts, dtype):
     whole = load_engine(settings(dtype=dtype, kv_cache_nbytes=128 << 20))
@@ -91,7 +91,7 @@ def test_the_context_bounds_an_answer():
 def test_a_request_that_fails_fails_alone(engine, prompts):
     forward = engine.runner.forward
 
-    def refuse_seven(pieces):
+    def refuse_seven(pieces, *_):
         if any(7 in piece.sequence.tokens[: piece.sequence.num_prompt][:1] for piece in pieces):
             raise RuntimeError("seven")
         return forward(pieces)

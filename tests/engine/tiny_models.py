@@ -2,12 +2,16 @@
 ones.
 """
 
+import json
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import (
+    GptOssConfig,
+    GptOssForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
@@ -17,9 +21,12 @@ from transformers import (
     Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
 )
 
 from bench.random_model import byte_tokenizer
+from kernels.reference.quant import quantize_mxfp4
 
 VOCAB = 320
 LLAMA3_ROPE = {
@@ -39,12 +46,46 @@ class Tiny:
     extra: dict[str, Any] = field(default_factory=dict)
 
 
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 1000.0,
+    "factor": 8.0,
+    "beta_fast": 8.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+    "original_max_position_embeddings": 64,
+}
+
 FAMILIES = {
+    "gpt_oss": Tiny(
+        GptOssConfig,
+        GptOssForCausalLM,
+        {
+            "head_dim": 32,
+            "intermediate_size": 64,
+            "num_local_experts": 8,
+            "num_experts_per_tok": 3,
+            "sliding_window": 40,
+            "rope_parameters": YARN,
+        },
+    ),
     "llama": Tiny(LlamaConfig, LlamaForCausalLM, {"tie_word_embeddings": True}),
     "llama3": Tiny(LlamaConfig, LlamaForCausalLM, {"rope_parameters": LLAMA3_ROPE, "tie_word_embeddings": False}),
     "mistral": Tiny(MistralConfig, MistralForCausalLM, {"sliding_window": None, "tie_word_embeddings": False}),
     "qwen2": Tiny(Qwen2Config, Qwen2ForCausalLM, {"tie_word_embeddings": True}),
     "qwen3": Tiny(Qwen3Config, Qwen3ForCausalLM, {"head_dim": 32, "tie_word_embeddings": False}),
+    "qwen3_moe": Tiny(
+        Qwen3MoeConfig,
+        Qwen3MoeForCausalLM,
+        {
+            "head_dim": 32,
+            "moe_intermediate_size": 64,
+            "num_experts": 8,
+            "num_experts_per_tok": 3,
+            "norm_topk_prob": True,
+            "mlp_only_layers": [1],
+        },
+    ),
 }
 
 
@@ -69,8 +110,32 @@ def save_tiny(folder: Path, family: str, **changes: Any) -> PreTrainedModel:
         # Norm gains and biases start as ones and zeros: make them count.
         if parameter.dim() == 1:
             parameter.data.uniform_(0.5, 1.5) if "norm" in name else parameter.data.uniform_(-0.5, 0.5)
+        elif "bias" in name:
+            parameter.data.uniform_(-0.5, 0.5)
         else:
             parameter.data.mul_(4)
     model.save_pretrained(folder)
     byte_tokenizer().save(str(folder / "tokenizer.json"))
     return model
+
+
+def save_mxfp4(folder: Path, model: PreTrainedModel) -> None:
+    """A saved gpt-oss again, its experts as the released ones have them. `model` takes the rounded weights."""
+    file = folder / "model.safetensors"
+    tensors, parameters = load_file(file), dict(model.named_parameters())
+    for name in [name for name in tensors if name.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
+        rows = tensors.pop(name).transpose(1, 2).contiguous()  # [experts, n, k]
+        pairs, exponents = quantize_mxfp4(rows.flatten(0, 1))
+        parameters[name].data.copy_(dequantized(pairs, exponents).view(rows.shape).transpose(1, 2))
+        tensors[name + "_blocks"] = pairs.view(*rows.shape[:2], -1, 16)
+        tensors[name + "_scales"] = exponents.view(*rows.shape[:2], -1)
+    save_file(tensors, file)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "mxfp4"}}))
+
+
+def dequantized(pairs: torch.Tensor, exponents: torch.Tensor) -> torch.Tensor:
+    table = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+    values = torch.tensor([*table, *(-value for value in table)])
+    codes = torch.stack([pairs % 16, pairs // 16], -1).flatten(-2).long()
+    return values[codes] * (2.0 ** (exponents.float() - 127)).repeat_interleave(32, -1)

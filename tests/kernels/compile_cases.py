@@ -61,6 +61,7 @@ norm_types = pointers(fp8="out", bf16="residual weight", fp32="x scale token_sca
     fp32="eps", i32="num_tokens"
 )
 quant_types = pointers(fp8="out", bf16="x", fp32="scale")
+group_quant_types = quant_types | scalars(i32="num_tokens")
 silu_types = pointers(fp8="out", bf16="x", fp32="scale token_scale channel_scale")
 boxes = {"k_desc": "*fp8e4nv", "v_desc": "*fp8e4nv"}
 bulk = {"k_desc": "tensordesc<fp8e4nv[64, 128]>", "v_desc": "tensordesc<i16[64, 64]>"}
@@ -126,7 +127,9 @@ def attn_streaming(name: str, group: int, dim: int, **over: Any) -> Case:
         HQ=8 * group, HKV=8, D=dim, PAGE=64, SLICES=8, BLOCK=32, STAGES=3, SINKS=True, LSE=True,
         HOLD=attn_stream.hold(plan, dim), PDL=True, **over,
     )  # fmt: skip
-    expect = everywhere(PDL, TMA, (r"mma\.sync.*m16n8k16", r"cvt\.rn\.f16x2\.e4m3x2", r"held\["))
+    expect = everywhere(
+        PDL, TMA, (r"mma\.sync.*m16n8k16", r"cvt\.rn\.f16x2\.e4m3x2", r"held\["), (r"bulk\.prefetch\.L2",)
+    )
     return Case(
         name, attn_stream.attn_stream_kernel, types, constants, aligned(types, "stride_page"),
         dict(num_warps=1, **LAUNCH), expect,
@@ -135,13 +138,14 @@ def attn_streaming(name: str, group: int, dim: int, **over: Any) -> Case:
 
 def attn_merge(name: str, slices: int, dim: int) -> Case:
     types = {n: t for n, t in attn_types.items() if n in attn_stream.attn_merge_kernel.arg_names}
-    width = 1 << (slices - 1).bit_length()
+    part = attn_stream.merge_part(slices, dim)
     constants = dict(
-        HQ=64, HKV=8, D=dim, PART=min(dim, 4096 // width), SLICES=slices, WIDTH=width, SINKS=True, LSE=True, PDL=True
-    )
+        HQ=64, HKV=8, D=dim, PART=part, SLICES=slices, WIDTH=1 << (slices - 1).bit_length(), LINES=part // 32,
+        SINKS=True, LSE=True, PDL=True,
+    )  # fmt: skip
     return Case(
         name, attn_stream.attn_merge_kernel, types, constants, aligned(types), dict(num_warps=1, **LAUNCH),
-        everywhere(PDL),
+        everywhere(PDL, (r"discard\.global\.L2",)),
     )  # fmt: skip
 
 
@@ -198,7 +202,7 @@ def rows(name: str, block: int, stages: int) -> Case:
 
 def experts(name: str, first: bool, bx: int, n: int, k: int, archs: tuple[int, ...] = (90, 100, 103, 120)) -> Case:
     types = {**expert_types, "out_ptr": "*fp8e4nv" if first else "*bf16"}
-    constants = dict(N=n, K=k, TOP_K=8, BW=128, BX=bx, BK=128, STAGES=2, FIRST=first, OAI=False, BIAS=True)
+    constants = dict(N=n, K=k, TOP_K=8, BW=128, BX=bx, BK=128, STAGES=2, FIRST=first, OAI=False, BIAS=True, FP8=True)
     expect = {**FP8_MMA, 90: WGMMA8}
     return Case(
         name,
@@ -210,6 +214,13 @@ def experts(name: str, first: bool, bx: int, n: int, k: int, archs: tuple[int, .
         expect,
         archs,
     )
+
+
+def expert_bf16(name: str, first: bool, bx: int, n: int, k: int) -> Case:
+    types = {**expert_types, "w_ptr": "*bf16", "x_ptr": "*bf16", "out_ptr": "*bf16"}
+    constants = dict(N=n, K=k, TOP_K=8, BW=64, BX=bx, BK=64, STAGES=4, FIRST=first, OAI=False, BIAS=False, FP8=False)
+    expect = {90: (r"wgmma\.mma_async.*bf16",), 120: (r"mma\.sync.*bf16",)}
+    return Case(name, moe.expert_gemm_kernel, types, constants, aligned(types), dict(num_warps=4), expect)
 
 
 def expert_w4(name: str, first: bool, bx: int, n: int, k: int) -> Case:
@@ -317,6 +328,7 @@ def wide(
 CASES = [
     Case("norm", norm.norm_kernel, norm_types, dict(N=4096, BLOCK=4096, PARTS=2, EMBED=False, RESIDUAL=True, DEFERRED=False, QUANT=1, PDL=True), aligned(norm_types), dict(num_warps=32, **LAUNCH), everywhere(PDL, CVT)),
     Case("norm_deferred", norm.norm_kernel, {**norm_types, "x_ptr": "*bf16"}, dict(N=4096, BLOCK=4096, PARTS=1, EMBED=False, RESIDUAL=True, DEFERRED=True, QUANT=2, PDL=True), aligned(norm_types), dict(num_warps=4, **LAUNCH), everywhere(PDL, CVT)),
+    Case("quant_groups", norm.quant_groups_kernel, group_quant_types, dict(N=14336, GROUPS=16, PDL=True), aligned(group_quant_types), dict(num_warps=4, **LAUNCH), everywhere(PDL, CVT)),
     Case("quant", norm.quant_kernel, quant_types, dict(N=4096, BLOCK=4096, QUANT=1, PDL=True), aligned(quant_types), dict(num_warps=8, **LAUNCH), everywhere(PDL, CVT)),
     Case("silu", norm.silu_kernel, silu_types, dict(N=14336, BLOCK=2048, DEFERRED=True, QUANT=2, PDL=True), aligned(silu_types), dict(num_warps=8, **LAUNCH), everywhere(PDL, CVT)),
     Case("argmax_parts", norm.argmax_parts_kernel, pointers(bf16="x", fp32="best", i32="index"), dict(N=128256, BLOCK=4096, PARTS=32, PDL=True), ("x_ptr",), dict(num_warps=8, **LAUNCH), everywhere(PDL)),
@@ -377,6 +389,9 @@ CASES = [
     experts("moe_first_128", True, 128, 1536, 2048, (90, 100, 103)),
     experts("moe_first_64", True, 64, 1536, 2048),
     experts("moe_second", False, 16, 2048, 768),
+    expert_bf16("moe_bf16_first", True, 16, 1536, 2048),
+    expert_bf16("moe_bf16_first_64", True, 64, 1536, 2048),
+    expert_bf16("moe_bf16_second", False, 16, 2048, 768),
     expert_w4("moe_w4_first", True, 16, 5760, 2880),
     expert_w4("moe_w4_second", False, 16, 2880, 2880),
     expert_w4("moe_w4_first_64", True, 64, 5760, 2880),

@@ -45,7 +45,9 @@ def test_int4_checkpoints_dequantize_to_the_same_weights(pack, load):
     codes, zero = torch.randint(0, 16, (n, k)), torch.randint(1, 16, (n, k // group))
     scale = torch.rand(n, k // group)
     qweight, qzeros = pack(codes, zero)
-    packed, scales, zeros = load(qweight, qzeros, scale.t().contiguous())
+    found, scales, zeros = load(qweight, qzeros, scale.t().contiguous())
+    assert torch.equal(found.long(), codes)
+    packed = layouts.split_nibbles(found)
     want = ((codes.view(n, -1, group) - zero[..., None]) * scale[..., None]).view(n, k)
     assert torch.allclose(dequantize_w4(W4Spec(n, k, "gptq", group), packed, scales, zeros), want)
 

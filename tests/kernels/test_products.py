@@ -144,14 +144,14 @@ def test_quantizing_to_4_bits_and_multiplying_stays_near_the_real_product():
         assert distance(f64(out), f64(x) @ f64(w).T) < bound
 
 
-@pytest.mark.parametrize("weights", ["e4m3", "mxfp4"])
+@pytest.mark.parametrize("weights", ["e4m3", "mxfp4", "bf16", "fp32"])
 @pytest.mark.parametrize("bias", [False, True])
 def test_experts_of_gpt_oss_add_their_biases_and_clamp(weights, bias):
     spec = s.MoESpec(3, 2, 64, 64, activation="swiglu_oai", weights=weights, bias=bias)
     case = c.experts_case(spec, 4)
     call = case.make("cpu")
     x, x_scale, share, ids, w1, s1, w2, s2, out, _ = call.args
-    tokens = f64(x) if weights == "mxfp4" else f64(x) * f64(x_scale)[:, None]
+    tokens = f64(x) * f64(x_scale)[:, None] if weights == "e4m3" else f64(x)
     want = np.zeros((4, 64))
     for t in range(4):
         for slot in range(2):
@@ -168,6 +168,8 @@ def test_experts_of_gpt_oss_add_their_biases_and_clamp(weights, bias):
 def dense(weights, w, scale):
     if weights == "e4m3":
         return f64(w) * f64(scale)[:, None]
+    if weights in c.PLAIN:
+        return f64(w)
     codes = layouts.join_nibbles(w, 64).numpy()
     return np.array(E2M1)[codes] * np.repeat(2.0 ** (f64(scale) - 127), 32, 1)
 

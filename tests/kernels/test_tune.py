@@ -11,9 +11,11 @@ from hypothesis import strategies as st
 from kernels import tune
 from kernels.caps import Caps
 from kernels.plans import cache_path, defaults, source_hash
+from kernels.reference.moe import moe_workspace_nbytes
 from kernels.registry import Impl, Registry
 from kernels.specs import AttnSpec, FusedAttnSpec, GateUpSpec, GemmSpec, MoESpec, W4Spec
 from kernels.triton import attn_decode, attn_prefill, attn_stream, gemm_hopper, gemm_w4, moe
+from kernels.workspace import COUNTERS_NBYTES, w4_workspace_nbytes
 
 H200 = Caps("cuda", 90, "NVIDIA H200", 132, (2, 11, 0), (3, 6, 0), (0, 6, 13))
 LLAMA, OSS = AttnSpec(32, 8, 128), AttnSpec(64, 8, 64, sinks=True)
@@ -109,6 +111,14 @@ def test_so_many_streaming_ctas_fit_a_multiprocessor_and_no_more(pairs, max_len,
     assert plan["residents"] < 4 or (plan["residents"] + 1) * (kib + 2) > 228
 
 
+@given(st.integers(2, 132), st.sampled_from([32, 64, 128, 256]))
+def test_a_merge_reads_whole_lines_of_l2_that_no_other_reads(slices, dim):
+    """It discards what it has read: half a line would take the other half, which a neighbour may not have read yet."""
+    part = attn_stream.merge_part(slices, dim)
+    assert part * 4 % 128 == 0 and dim % part == 0
+    assert slices * part <= 256 * 32  # what a warp can hold
+
+
 @pytest.mark.parametrize("batch", [1, 3, 64, 300])
 def test_a_workspace_of_the_stated_size_holds_every_plan(batch):
     import torch
@@ -139,10 +149,7 @@ def test_4_bit_plans_split_k_only_for_few_tokens(tokens, spec):
     plan = gemm_w4.w4_plan(spec, tokens)
     assert plan["parts"] == 1 or (tokens <= 64 and spec.n // 64 * plan["parts"] <= 512)
     assert plan["bx"] >= min(tokens, 128)
-    assert (
-        gemm_w4.w4_workspace_nbytes(spec, tokens)
-        >= gemm_w4.COUNTERS_NBYTES + plan["parts"] * min(tokens, 64) * spec.n * 4
-    )
+    assert w4_workspace_nbytes(spec, tokens) >= COUNTERS_NBYTES + plan["parts"] * min(tokens, 64) * spec.n * 4
 
 
 @given(st.integers(1, 9000), st.sampled_from(["e4m3", "mxfp4"]), st.sampled_from([90, 120]))
@@ -154,12 +161,12 @@ def test_expert_tiles_hold_about_an_experts_share(tokens, weights, cc):
 def test_the_stated_expert_workspace_can_be_carved():
     import torch
 
-    for weights in ("e4m3", "mxfp4"):
+    for weights in ("e4m3", "mxfp4", "bf16"):
         spec = MoESpec(8, 2, 256, 512, weights=weights)
         for tokens in (1, 7, 300):
             bx = moe.expert_plan(spec, tokens, 90)["bx"]
             total, tiles = tokens * 2, min(tokens * 2, 8) + tokens * 2 // bx
-            workspace = torch.empty(moe.moe_workspace_nbytes(spec, tokens), dtype=torch.uint8)
+            workspace = torch.empty(moe_workspace_nbytes(spec, tokens), dtype=torch.uint8)
             views = moe.carve(spec, workspace, total, tiles, bx)
             spans = sorted((v.data_ptr(), v.data_ptr() + v.numel() * v.element_size()) for v in views)
             assert all(end <= start for (_, end), (start, _) in pairwise(spans)), "views overlap"

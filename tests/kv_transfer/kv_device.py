@@ -50,6 +50,7 @@ class PoolOwner:
         self.node.close()
         if self.device is not None and isinstance(self.device.memory, HostMemory):
             self.device.memory.close()
+            self.device.close()
 
     @property
     def pool(self) -> np.ndarray:

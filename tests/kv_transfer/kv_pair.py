@@ -39,7 +39,7 @@ class Peer(PoolOwner):
         self._pages = pages
         self.woken = threading.Event()
         self.seen: list[TransferEvent] = []
-        options = {"secret": SECRET, "transport": "tcp", **settings}
+        options = {"secret": SECRET, "transport": "tcp", "ahead": True, **settings}
         self.node = TransferNode(
             TransferSettings(**options),
             self.name,

@@ -1,6 +1,7 @@
-"""A worker process for the tests of death: a prefill that sends without end, or a decode that grants what is offered.
+"""A worker process for the tests of death: a prefill that sends without end, one that says that a chunk is coming and
+computes none, or a decode that grants what is offered.
 
-    python -m tests.kv_transfer.kv_worker prefill|decode TRANSPORT [ADDRESS INCARNATION]
+    python -m tests.kv_transfer.kv_worker prefill|promising|decode TRANSPORT [ADDRESS INCARNATION]
 
 Speaks on standard output, a line at a time: first `address incarnation`, then `moving` once chunks flow.
 """
@@ -37,7 +38,7 @@ class Worker(PoolOwner):
         self.device = device_pool(name, pages, LAYOUT) if transport == "nvlink" else None
         self._pages = pages
         self.incarnation = Incarnation(f"{name}-1")
-        settings = TransferSettings(secret=SECRET, transport=transport, slot_nbytes=1 << 18)
+        settings = TransferSettings(secret=SECRET, transport=transport, slot_nbytes=1 << 18, ahead=True)
         self.node = TransferNode(
             settings, WorkerId(name), self.incarnation, LAYOUT, self.device or pages, self.woken.set
         )
@@ -54,7 +55,15 @@ def offer(worker: Worker, peer: WorkerRef, number: int) -> None:
     worker.node.offer(peer, Offer(RequestId(f"r{number}"), Epoch(1), NUM_TOKENS, LAYOUT.layout_id))
 
 
+def promise(worker: Worker, peer_id: WorkerId, grant: Grant) -> None:
+    early_planes = LAYOUT.num_planes - 2
+    worker.node.coming(peer_id, grant.request_id, grant.epoch, 0, NUM_TOKENS, GRANTED, early_planes)
+
+
 def send_all(worker: Worker, peer_id: WorkerId, grant: Grant) -> None:
+    promise(worker, peer_id, grant)
+    worker.node.launched(is_all=False)
+    worker.node.launched(is_all=True)
     sums = worker.device.checksums(GRANTED).wait() if worker.device is not None else None
     worker.node.send_chunk(peer_id, grant.request_id, grant.epoch, 0, 0, NUM_TOKENS, GRANTED, sums)
 
@@ -67,6 +76,16 @@ def serve_prefill(worker: Worker, peer: WorkerRef) -> None:
             send_all(worker, peer.worker_id, event)
         else:
             offer(worker, peer, number)
+
+
+def serve_promises(worker: Worker, peer: WorkerRef) -> None:
+    """The early planes of one chunk, and no more."""
+    offer(worker, peer, 0)
+    for grant in _messages(worker, Grant):
+        assert isinstance(grant, Grant)
+        promise(worker, peer.worker_id, grant)
+        worker.node.launched(is_all=False)
+        _say("moving")
 
 
 def serve_decode(worker: Worker) -> None:
@@ -108,7 +127,8 @@ def main(role: str, transport: str, address: str = "", incarnation: str = "") ->
     if role == "decode":
         serve_decode(worker)
     else:
-        serve_prefill(worker, WorkerRef(WorkerId("decode"), Incarnation(incarnation), "", address))
+        serve = serve_prefill if role == "prefill" else serve_promises
+        serve(worker, WorkerRef(WorkerId("decode"), Incarnation(incarnation), "", address))
 
 
 if __name__ == "__main__":

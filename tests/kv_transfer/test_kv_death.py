@@ -10,10 +10,10 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import pytest
 
-from contracts.handoff import Commit, Grant
-from contracts.ids import Incarnation, WorkerId
+from contracts.handoff import Abort, Commit, Grant
+from contracts.ids import Epoch, Incarnation, RequestId, WorkerId
 from contracts.request import WorkerRef
-from kv_transfer.events import Message, PeerLost, TransferEvent
+from kv_transfer.events import ChunkLanded, Drained, Message, PeerLost, TransferEvent
 from tests.kv_transfer.conftest import TRANSPORTS
 from tests.kv_transfer.kv_worker import NUM_GUARDED, Worker, answer_as_decode, make_pool, offer, send_all
 
@@ -85,6 +85,19 @@ def _strike(process: subprocess.Popen, signum: int) -> threading.Event:
     return struck
 
 
+def _until(worker: Worker, kind: type) -> None:
+    """Answers as decode does."""
+    deadline = time.monotonic() + 50
+    while time.monotonic() < deadline:
+        worker.woken.wait(0.1)
+        worker.woken.clear()
+        for event in worker.node.poll():
+            answer_as_decode(worker, event)
+            if isinstance(event, kind):
+                return
+    raise AssertionError(f"no {kind.__name__}")
+
+
 def _send_without_end(worker: Worker, peer: WorkerRef) -> Callable[[TransferEvent], None]:
     numbers = iter(range(1, 1_000_000))
 
@@ -113,6 +126,43 @@ def test_prefill_goes_while_its_pages_land(survivor: Worker, spawn: Spawn, trans
     prefill.send_signal(signal.SIGCONT)  # the stopped one may try to go on
     time.sleep(0.2)
     assert (survivor.pool == after).all()
+    assert (survivor.pool[:, :NUM_GUARDED] == make_pool()[:, :NUM_GUARDED]).all()
+
+
+@pytest.mark.parametrize("transport", ["nvlink"], indirect=True)
+@pytest.mark.parametrize("survivor", ["decode"], indirect=True)
+@pytest.mark.parametrize("signum", SIGNALS)
+def test_prefill_goes_while_decodes_device_waits_for_it(survivor: Worker, spawn: Spawn, signum: int) -> None:
+    """And another's chunks land afterwards."""
+    prefill = spawn("promising", "nvlink", survivor.node.address, survivor.incarnation)
+    _line(prefill)
+    struck = _strike(prefill, signum)
+    lost = _until_lost(survivor, struck, lambda event: answer_as_decode(survivor, event))
+    assert (lost.peer_id, lost.fenced) == ("promising", True)
+    after = survivor.pool.copy()
+    prefill.send_signal(signal.SIGCONT)
+    time.sleep(0.2)
+    assert (survivor.pool == after).all()
+    assert (survivor.pool[:, :NUM_GUARDED] == make_pool()[:, :NUM_GUARDED]).all()
+    another = spawn("prefill", "nvlink", survivor.node.address, survivor.incarnation)
+    _line(another)
+    _until(survivor, ChunkLanded)
+    assert np.array_equal(survivor.pool, make_pool())
+
+
+@pytest.mark.parametrize("transport", ["nvlink"], indirect=True)
+@pytest.mark.parametrize("survivor", ["decode"], indirect=True)
+def test_a_promise_that_is_never_kept_is_drained(survivor: Worker, spawn: Spawn) -> None:
+    """By a prefill that lives on."""
+    prefill = spawn("promising", "nvlink", survivor.node.address, survivor.incarnation)
+    _line(prefill)
+    moving = threading.Thread(target=_line, args=(prefill,))
+    moving.start()
+    _until(survivor, Message)
+    moving.join()
+    time.sleep(0.1)
+    survivor.node.abort(WorkerId("promising"), Abort(RequestId("r0"), Epoch(1), "cancelled", "a test says so"))
+    _until(survivor, Drained)
     assert (survivor.pool[:, :NUM_GUARDED] == make_pool()[:, :NUM_GUARDED]).all()
 
 

@@ -1,6 +1,8 @@
 """Pages that decode fetches by itself: what prefill may say of them, and how long it must keep them."""
 
+import os
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -120,7 +122,7 @@ def test_a_pool_that_cannot_be_mapped_leaves_the_next_transport(make_peer: Make,
     for peer in (prefill, decode):
         object.__setattr__(peer.node._parts.settings, "transport", "auto")
 
-    def refuse(shared: bytes) -> None:
+    def refuse(shared: bytes, mark: bytes) -> None:
         raise TransferError("no way there")
 
     assert decode.device is not None
@@ -130,3 +132,43 @@ def test_a_pool_that_cannot_be_mapped_leaves_the_next_transport(make_peer: Make,
     send(prefill, decode, "r", 0, 0, 8, [1, 2])
     decode.wait(ChunkLanded)
     assert pages_equal(prefill, [1, 2], decode, [5, 9])
+
+
+def land_what_was_coming(prefill: Peer, decode: Peer) -> Any:
+    """Returns the mark that decode has of prefill."""
+    prefill.node.coming(decode.name, RequestId("r"), Epoch(1), 0, 8, [BlockId(1), BlockId(2)], 5)
+    prefill.node.launched(is_all=True)
+    send(prefill, decode, "r", 0, 0, 8, [1, 2])
+    decode.wait(ChunkLanded)
+    assert pages_equal(prefill, [1, 2], decode, [5, 9])
+    link = decode.node._find_incoming(prefill.name)
+    assert link is not None and link._puller is not None
+    return link._puller._remote._mark  # type: ignore[attr-defined]
+
+
+def test_what_was_coming_lands_when_it_is_told(pair: tuple[Peer, Peer]) -> None:
+    assert land_what_was_coming(*pair).value == 2
+
+
+def test_nothing_is_told_ahead_unless_it_is_asked_for(make_peer: Make) -> None:
+    prefill, decode = (make_peer(name, transport="nvlink", ahead=False) for name in ("prefill", "decode-1"))
+    offer_and_grant(prefill, decode, "r", 8, [5, 9])
+    assert land_what_was_coming(prefill, decode) is None
+
+
+def test_what_was_coming_and_is_never_computed_is_drained(pair: tuple[Peer, Peer]) -> None:
+    prefill, decode = pair
+    prefill.node.coming(decode.name, RequestId("r"), Epoch(1), 0, 8, [BlockId(1), BlockId(2)], 5)
+    prefill.node.abort(decode.name, Abort(RequestId("r"), Epoch(1), "cancelled", "a test says so"))
+    for peer in pair:
+        peer.wait(Drained)
+
+
+@pytest.mark.parametrize("mark", [b"noise", bytes(12), os.getpid().to_bytes(4, "little") + bytes(8)])
+def test_marks_that_cannot_be_mapped_leave_pulls_that_are_told(make_peer: Make, monkeypatch, mark: bytes) -> None:
+    prefill, decode = (make_peer(name, transport="nvlink") for name in ("prefill", "decode-1"))
+    assert decode.device is not None
+    attach = decode.device.attach
+    monkeypatch.setattr(decode.device, "attach", lambda shared, _: attach(shared, mark))
+    offer_and_grant(prefill, decode, "r", 8, [5, 9])
+    land_what_was_coming(prefill, decode)

@@ -1,11 +1,16 @@
-"""When decode commits what it has fetched, and when its thread stays awake. No sockets, no device."""
+"""When decode commits what it has fetched, what it launches before it is computed, and when its thread stays awake.
+No sockets, no device.
+"""
 
+import math
+
+import numpy as np
 import pytest
 
 from contracts.events import Token
-from contracts.handoff import ChunkHeader, Fin, Grant, Offer, Pull
+from contracts.handoff import ChunkHeader, Coming, Fin, Grant, Offer, Pull
 from contracts.ids import BlockId, Epoch, RequestId
-from kv_transfer import receiving
+from kv_transfer import integrity, pulling, receiving
 from kv_transfer.pulling import Announcer, Puller
 from kv_transfer.receiving import Landings
 from kv_transfer.sending import SendQueue
@@ -15,17 +20,44 @@ KEY = RequestId("r"), Epoch(1)
 FIN = Fin(*KEY, 2, Token(0, 7), 0)
 
 
+class Waiting:
+    """Done when the test says so, or when it is asked for."""
+
+    def __init__(self, into: list[int], mark: int, sums: np.ndarray | None) -> None:
+        self.into, self.mark, self.sums = into, mark, sums
+        self.is_void = self.is_done = False
+
+    def wait(self):
+        self.is_done = True
+        return self.sums
+
+
 class Remote:
-    """A peer's pool of which nothing is known but what was asked for."""
+    """A peer's pool of which nothing is known but what was asked for. `marks`: whether it can wait for them."""
 
     num_pages, detail = 64, "made up"
 
     def __init__(self) -> None:
         self.asked: list[tuple[list[int], list[int]]] = []
-        self.num_rehearsals = 0
+        self.waiting: list[Waiting] = []
+        self.num_rehearsals, self.marks = 0, True
+
+    def sums(self, num_pages: int) -> np.ndarray:
+        return np.full((num_pages, LAYOUT.num_planes), 7, np.uint32)
+
+    def pull_later(self, pages, into, checks, early_planes, mark):
+        if not self.marks:
+            return None
+        self.waiting.append(Waiting(list(into), mark, self.sums(len(into)) if checks else None))
+        return self.waiting[-1]
+
+    def hurry(self) -> None:
+        for waiting in self.waiting:
+            waiting.is_void = waiting.is_void or not waiting.is_done
 
     def pull(self, pages, into, checks):
         self.asked.append((list(pages), list(into)))
+        return self.sums(len(into)) if checks else None
 
     def rehearse(self) -> None:
         self.num_rehearsals += 1
@@ -42,13 +74,19 @@ def pull(index: int) -> Pull:
     return Pull.of(header(index), [BlockId(10 + index)])
 
 
+def coming(first_token: int, num_tokens: int, pages: list[int], mark: int = 1) -> Coming:
+    return Coming(*KEY, first_token, num_tokens, [BlockId(page) for page in pages], 5, mark)
+
+
 class Decode:
-    def __init__(self) -> None:
+    """Granted were pages 5 and 9, for the 8 tokens from `skip` on."""
+
+    def __init__(self, checks: bool = False, skip: int = 0) -> None:
         self.landings, self.remote, self.said = Landings(LAYOUT, 64), Remote(), []
-        self.landings.offered(Offer(*KEY, 8, LAYOUT.layout_id))
-        self.landings.grant(Grant(*KEY, [BlockId(5), BlockId(9)], 0))
+        self.landings.offered(Offer(*KEY, skip + 8, LAYOUT.layout_id))
+        self.landings.grant(Grant(*KEY, [BlockId(5), BlockId(9)], skip))
         note = self.said.append
-        self.puller = Puller(self.landings, LAYOUT, self.remote, False, note, note, lambda *bad: note(bad), note)
+        self.puller = Puller(self.landings, LAYOUT, self.remote, checks, note, note, lambda *bad: note(bad), note)
 
     @property
     def kinds(self) -> list[str]:
@@ -113,7 +151,7 @@ def test_rehearsals_come_now_and_then_and_not_after_a_pull():
 
 def test_a_told_attempt_is_being_read_until_decode_says_otherwise():
     attempts, said = SendQueue(), []
-    announcer = Announcer(attempts, said.append, lambda *sent: None)
+    announcer = Announcer(attempts, None, said.append, lambda *sent: None)
     announcer.put(pull(0))
     assert not said, "nobody has begun this attempt"
     attempts.begin(KEY)
@@ -126,3 +164,148 @@ def test_a_told_attempt_is_being_read_until_decode_says_otherwise():
     assert announcer.read(KEY) and not announcer.read(KEY)
     attempts.begin(KEY)
     assert announcer.end(KEY), "decode was told of nothing since"
+
+
+def test_a_chunk_that_was_coming_is_not_fetched_again():
+    decode = Decode()
+    decode.landings.finished(FIN)
+    decode.puller.coming(coming(0, 4, [10], mark=3))
+    decode.puller.coming(coming(4, 4, [11], mark=4))
+    assert [(waiting.into, waiting.mark) for waiting in decode.remote.waiting] == [([5], 3), ([9], 4)]
+    for index in range(2):
+        decode.puller.put(pull(index))
+    assert decode.kinds == ["ChunkHeader", "Commit", "ChunkHeader"] and decode.remote.asked == []
+    assert decode.puller.tend() == math.inf
+
+
+def test_of_a_chunk_that_is_coming_only_what_was_granted_is_fetched():
+    decode = Decode(skip=4)
+    decode.puller.coming(coming(0, 4, [1], mark=1))
+    decode.puller.coming(coming(0, 12, [1, 10, 11], mark=1))
+    assert [waiting.into for waiting in decode.remote.waiting] == [[5, 9]]
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [coming(2, 4, [10]), coming(0, 4, [10, 11]), coming(0, 4, [64]), coming(8, 4, [10]), coming(0, 6, [10, 11])],
+)
+def test_what_can_not_come_is_no_fault(wrong: Coming):
+    decode = Decode()
+    decode.puller.coming(wrong)
+    assert decode.remote.waiting == [] and decode.said == [] and decode.puller.num_bad == 0
+
+
+def test_where_nothing_can_wait_chunks_are_fetched_when_they_are_told():
+    decode = Decode()
+    decode.remote.marks = False
+    decode.puller.coming(coming(0, 4, [10]))
+    decode.puller.put(pull(0))
+    assert decode.remote.asked == [([10], [5])] and decode.landings.end(KEY)
+
+
+def test_the_checksum_of_what_came_early_counts():
+    good, bad = (
+        Pull.of(ChunkHeader(*KEY, 0, 0, 4, LAYOUT.layout_id, LAYOUT.block_nbytes, checksum), [BlockId(10)])
+        for checksum in (integrity.of_pages(KEY[1], Remote().sums(1)), 1)
+    )
+    decode = Decode(checks=True)
+    decode.puller.coming(coming(0, 4, [10]))
+    decode.puller.put(bad)
+    assert decode.said[0][1] == "checksum differs"
+    decode.puller.put(good)
+    assert decode.kinds[1:] == ["ChunkHeader"] and decode.remote.asked == [([10], [5])]
+
+
+def test_what_came_too_early_is_fetched_again():
+    decode = Decode()
+    decode.puller.coming(coming(0, 4, [10]))
+    decode.remote.hurry()
+    decode.puller.put(pull(0))
+    assert decode.remote.asked == [([10], [5])] and decode.kinds == ["ChunkHeader"]
+
+
+def test_what_was_said_otherwise_is_waited_for_and_fetched_as_it_was_told():
+    decode = Decode()
+    decode.puller.coming(coming(0, 8, [10, 11]))
+    decode.puller.put(pull(0))
+    assert decode.remote.waiting[0].is_done and decode.remote.waiting[0].is_void
+    assert decode.remote.asked == [([10], [5])]
+
+
+def test_no_commit_while_anything_may_write():
+    """One chunk is announced for longer than it is told of."""
+    decode = Decode()
+    decode.landings.enter(KEY)
+    for index in range(2):
+        decode.puller.put(pull(index))
+    assert decode.landings.finished(FIN) is None
+    decode.landings.leave(KEY)
+    assert decode.landings.finished(FIN) is not None
+
+
+def test_an_attempt_that_ends_is_drained_when_nothing_waits_for_its_mark():
+    decode = Decode()
+    decode.puller.coming(coming(0, 4, [10], mark=1))
+    decode.puller.coming(coming(4, 4, [11], mark=2))
+    assert not decode.landings.end(KEY) and decode.landings.knows(KEY)
+    first, second = decode.remote.waiting
+    first.is_done = True
+    assert decode.puller.tend() == pulling.DRAINING_S and decode.said == []
+    second.is_done = True
+    decode.puller.tend()
+    assert decode.said == [KEY] and not decode.landings.knows(KEY)
+    assert decode.puller.tend() == math.inf
+
+
+def test_what_waits_too_long_waits_no_more(monkeypatch: pytest.MonkeyPatch):
+    decode, now = Decode(), [0.0]
+    monkeypatch.setattr(pulling.time, "monotonic", lambda: now[0])
+    decode.puller.coming(coming(0, 4, [10]))
+    assert decode.puller.tend() == pulling.WATCHING_S
+    now[0] = pulling.LATE_S / 2
+    decode.puller.tend()
+    assert not decode.remote.waiting[0].is_void
+    now[0] = pulling.LATE_S * 1.1
+    decode.puller.tend()
+    assert decode.remote.waiting[0].is_void
+
+
+class Counter:
+    def __init__(self) -> None:
+        self.shared, self.values = b"", []
+
+    def set(self, value: int) -> None:
+        self.values.append(value)
+
+
+def test_what_is_coming_is_said_once_the_pages_are_granted_and_marked_once_it_is_launched():
+    attempts, said, mark = SendQueue(), [], Counter()
+    announcer = Announcer(attempts, mark, said.append, lambda *sent: None)
+    announcer.coming(KEY, 0, 4, [BlockId(10)], 5)
+    announcer.launched(is_all=True)
+    assert said == [] and mark.values == [], "nobody has begun this attempt"
+    attempts.begin(KEY)
+    announcer.coming(KEY, 0, 4, [BlockId(10)], 5)
+    assert said == []
+    announcer.granted(KEY)
+    assert said == [coming(0, 4, [10], mark=2)] and mark.values == []
+    announcer.launched(is_all=False)
+    announcer.launched(is_all=True)
+    announcer.launched(is_all=True)
+    announcer.coming(KEY, 4, 4, [BlockId(11)], 5)
+    assert said[1:] == [coming(4, 4, [11], mark=4)]
+    announcer.launched(is_all=True)
+    assert mark.values == [1, 2, 4]
+    assert not announcer.end(KEY), "decode may be reading"
+    announcer.coming(KEY, 4, 4, [BlockId(11)], 5)
+    assert len(said) == 2
+
+
+def test_what_is_coming_is_forgotten_with_its_attempt():
+    attempts, said = SendQueue(), []
+    announcer = Announcer(attempts, Counter(), said.append, lambda *sent: None)
+    attempts.begin(KEY)
+    announcer.coming(KEY, 0, 4, [BlockId(10)], 5)
+    assert announcer.end(KEY), "decode was told of nothing"
+    announcer.granted(KEY)
+    assert said == []

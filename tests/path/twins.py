@@ -8,7 +8,6 @@ the test likes.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 
@@ -27,6 +26,7 @@ from engine.messages import (
     Sampled,
     Started,
     StepOutput,
+    Watcher,
 )
 from kv_transfer.events import ChunkBad, ChunkLanded, Drained, Message, PeerLost, TransferEvent
 
@@ -110,7 +110,7 @@ class FakeEngine:
     def has_work(self) -> bool:
         return any(s.state in ("waiting", "decoding", "preempted") for s in self.sequences.values())
 
-    def step(self, on_started: Callable[[Started], None]) -> StepOutput:
+    def step(self, watcher: Watcher) -> StepOutput:
         started, chunks, sampled, ended = [], [], [], []
         for key, sequence in list(self.sequences.items()):
             if sequence.state in ("waiting", "decoding") and not sequence.started:
@@ -118,7 +118,7 @@ class FakeEngine:
                     continue
                 sequence.started = True
                 started.append(Started(key, 0))
-                on_started(started[-1])
+                watcher.started(started[-1])
         self._restore()
         for key, sequence in list(self.sequences.items()):
             if sequence.state == "waiting" and sequence.started:
@@ -243,6 +243,12 @@ class FakeNode:
         assert len(src_pages) == LAYOUT.num_blocks(num_tokens)
         header = ChunkHeader(request_id, epoch, index, first_token, num_tokens, LAYOUT.layout_id, num_tokens, 0)
         self._network.send(self.me, peer_id, header)
+
+    def coming(self, peer_id: WorkerId, request_id, epoch, first_token, num_tokens, src_pages, early_planes) -> None:
+        """A hint."""
+
+    def launched(self, is_all: bool) -> None:
+        """Nothing waits for it."""
 
     def finish(self, peer_id: WorkerId, fin: Fin) -> None:
         self._network.send(self.me, peer_id, fin)

@@ -13,7 +13,7 @@ from contracts.events import Failed, FinishReason
 from contracts.handoff import Commit, Grant, Wait
 from contracts.ids import BlockId, Epoch, RequestId
 from core.ledger import Ledger
-from engine.messages import ChunkDone, Ended, Sampled, StepOutput
+from engine.messages import ChunkComing, ChunkDone, Ended, Sampled, StepOutput
 from kv_transfer.events import Drained, Message
 from prefill_svc import PrefillRole
 from tests.path.scripted import NOTHING, D, P, Remembering, ScriptedEngine, first_token, opened
@@ -161,3 +161,15 @@ def test_a_step_without_news_says_nothing():
     before = list(side.node.calls)
     side.role.on_step(NOTHING, 1.0)
     assert side.node.calls == before
+
+
+def test_what_is_coming_is_told_of_an_attempt_that_was_offered():
+    engine, node, ledger = ScriptedEngine(), Remembering(), Ledger()
+    role = PrefillRole(P, engine, node, ledger)
+    live = opened(ledger, role, R, 8)
+    chunk = ChunkComing(live.key, 0, 8, [BlockId(3), BlockId(4)], 5)
+    role.on_coming(live, chunk)
+    assert node.told("coming") == []
+    role.on_started(live, 0.0)
+    role.on_coming(live, chunk)
+    assert node.told("coming") == [(D, R, E, 0, 8, [BlockId(3), BlockId(4)], 5)]

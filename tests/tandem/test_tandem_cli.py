@@ -1,5 +1,7 @@
 """The command line itself: help that teaches, codes, completion, and nothing imported in vain."""
 
+import argparse
+import json
 import os
 import pty
 import re
@@ -11,12 +13,17 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
+from bench.random_model import LLAMA_8B, byte_tokenizer, random_checkpoint
+from checkpoint.quantization import Quantization, Scheme
 from kernels.caps import Caps
 from tandem import cli, doctor, look
 from tandem.chat import Timing
 from tandem.completion import script
+from tests.engine import tiny_models
 from tests.tandem.typed import Done, typed
 
 ROOT = Path(__file__).parents[2]
@@ -241,6 +248,58 @@ def test_a_gpu_is_explained_by_operation(found: Caps) -> None:
 def test_without_a_gpu_one_line_says_what_runs_instead() -> None:
     ((words, level),) = doctor.explain_device(Caps("cpu"))
     assert level is doctor.Level.OK and words == "none that CUDA shows: models run on the CPU"
+
+
+GPTQ_64 = Quantization("gptq", Scheme.GPTQ, group_size=64)
+
+
+@pytest.mark.parametrize(
+    ("quantization", "cc", "chosen", "reason"),
+    [
+        (Quantization("fp8", Scheme.FP8_BLOCKS), 90, "float8", None),
+        (Quantization("awq", Scheme.AWQ, group_size=128), 120, "int4", None),
+        (GPTQ_64, 90, "bfloat16", "plain ones: group_size is 64: the kernels want multiples of 128, or -1"),
+        (replace(GPTQ_64, act_order=True), 90, "bfloat16", "plain ones: desc_act is true: the columns of a group lie"),
+        (
+            Quantization("compressed-tensors", Scheme.FP8_ROWS, rounds_activations=False), 90, "bfloat16",
+            "plain ones: input_activations is null: activations stay bfloat16",
+        ),
+        (GPTQ_64, 80, "bfloat16", "plain ones: the kernels want compute capability 9.0"),
+        (None, 90, "float8", None),
+    ],
+)  # fmt: skip
+def test_how_a_gpu_holds_quantized_weights_is_explained(
+    quantization: Quantization | None, cc: int, chosen: str, reason: str | None
+) -> None:
+    checkpoint = replace(random_checkpoint("random", LLAMA_8B), quantization=quantization)
+    said = list(doctor.explain_weights(checkpoint, replace(HOPPER, cc=cc)))
+    assert said[0] == (f"dtype auto holds this model's weights as {chosen} here", doctor.Level.OK)
+    assert [level for _, level in said[1:]] == [doctor.Level.WARNING] * (reason is not None)
+    assert reason is None or reason in said[1][0]
+    assert not list(doctor.explain_weights(checkpoint, Caps("cpu")))
+
+
+def test_a_quantized_folder_is_told_in_words(tmp_path: Path) -> None:
+    shape = {"vocab_size": 3, "hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 1}
+    config = {
+        "architectures": ["LlamaForCausalLM"], "num_attention_heads": 2, "rms_norm_eps": 1e-5,
+        "max_position_embeddings": 64, **shape,
+        "quantization_config": {"quant_method": "awq", "bits": 4, "modules_to_not_convert": ["lm_head", "mlp.down"]},
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    byte_tokenizer().save(str(tmp_path / "tokenizer.json"))
+    save_file({"w": np.zeros(4, np.float32)}, tmp_path / "model.safetensors")
+    said = [words for words, _ in doctor.CHECKS["model"](argparse.Namespace(model=str(tmp_path)))]
+    assert (
+        "quantized: INT4 as AWQ packs it (awq), a scale for 128 columns; as they were: lm_head, mlp.down; "
+        "widened on load for a CPU"
+    ) in said
+
+
+def test_the_doctor_says_what_a_mixture_is_made_of(tmp_path: Path) -> None:
+    tiny_models.save_tiny(tmp_path, "qwen3_moe")
+    said = [words for words, _ in doctor.CHECKS["model"](argparse.Namespace(model=str(tmp_path)))]
+    assert "a mixture in 2 of its layers: 8 experts, 3 of them for each token; all of their weights are held" in said
 
 
 UCX_INFO = """\

@@ -76,6 +76,9 @@ def test_a_system_whose_supervisor_is_gone_is_left_out(tmp_path: Path) -> None:
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as gone:
         identity = ps.identify(gone.pid)
         assert ps.is_alive(identity)
+        gone.kill()
+        os.waitid(os.P_PID, gone.pid, os.WEXITED | os.WNOWAIT)
+        assert not ps.is_alive(identity), "a zombie: nobody has collected it yet"
     assert not ps.is_alive(identity)
     assert not ps.is_alive(ps.identify(os.getpid()) | {"created_s": 0.0})
     with RunDir(tmp_path, 8000) as run_dir:

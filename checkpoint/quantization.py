@@ -1,0 +1,219 @@
+"""How the matrices of a Hugging Face folder are quantized, as its config.json or ModelOpt's hf_quant_config.json says.
+
+What would be computed wrongly if a field were ignored is refused by the field's name. Fields: compressed-tensors'
+QuantizationConfig, transformers' FineGrainedFP8Config, GPTQConfig and AwqConfig, ModelOpt's export of checkpoints.
+"""
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import StrEnum
+from fnmatch import fnmatchcase
+from typing import Any, NoReturn
+
+from contracts.errors import ConfigError
+
+BLOCK = 128
+_EXPORTED = "hf_quant_config.json"
+_ADVICE = "use another quantization of this model, its original weights or a GGUF file"
+
+
+class Scheme(StrEnum):
+    """What a matrix is made of."""
+
+    FP8_ROWS = "FP8 with a scale for each matrix or row"
+    FP8_BLOCKS = "FP8 with a scale for each block of 128 x 128"
+    GPTQ = "INT4 as GPTQ packs it"
+    AWQ = "INT4 as AWQ packs it"
+
+
+@dataclass(frozen=True)
+class Quantization:
+    """`method` is config.json's `quant_method`; `skipped` names modules that stay as they are, patterns among them.
+
+    FP8: `rounds_activations` if they are meant to be e4m3 too. INT4: `group_size` columns share a scale, all of them if
+    it is -1; `act_order`: a group's columns may lie anywhere; `zero_shift` is added to the zeros that are stored.
+    """
+
+    method: str
+    scheme: Scheme
+    skipped: tuple[str, ...] = ()
+    rounds_activations: bool = True
+    group_size: int = -1
+    act_order: bool = False
+    zero_shift: int = 0
+
+    @property
+    def is_int4(self) -> bool:
+        return self.scheme in (Scheme.GPTQ, Scheme.AWQ)
+
+    def skips(self, module: str) -> bool:
+        return any(_names(entry, module) for entry in self.skipped)
+
+    def words(self) -> str:
+        groups = "a whole row" if self.group_size == -1 else f"{self.group_size} columns"
+        order = ", act order" if self.act_order else ""
+        details = f", a scale for {groups}{order}" if self.is_int4 else ""
+        details += "" if self.is_int4 or self.rounds_activations else ", weights only"
+        skipped = f"; as they were: {', '.join(self.skipped)}" if self.skipped else ""
+        return f"{self.scheme} ({self.method}){details}{skipped}"
+
+
+def read_quantization(config: dict[str, Any], exported: dict[str, Any], source: str) -> Quantization | None:
+    """None for plain weights. `config` is that of config.json, `exported` that of hf_quant_config.json or empty.
+
+    Raises ConfigError for what is not supported; it names the field and says what to do.
+    """
+    found = config.get("quantization_config")
+    if not found and not exported:
+        return None
+    fields = _Fields(found, source) if found else _Fields({"quant_method": "modelopt", **exported}, source, _EXPORTED)
+    method = fields.one_of("quant_method", *_READERS)
+    return _READERS[method](fields)
+
+
+def _names(entry: str, module: str) -> bool:
+    """Entries are whole names, "re:" patterns (compressed-tensors), globs (ModelOpt), or parts of names."""
+    if entry.startswith("re:"):
+        return re.match(entry[3:], module) is not None
+    if "*" in entry:
+        return fnmatchcase(module, entry)
+    return f".{entry}." in f".{module}."
+
+
+class _Fields:
+    """A table of a configuration file; what it does not allow is refused by name."""
+
+    def __init__(self, table: dict[str, Any], source: str, path: str = "quantization_config") -> None:
+        self._table, self._source, self._path = table, source, path
+
+    def get(self, name: str, default: Any = None) -> Any:
+        value = self._table.get(name)
+        return default if value is None else value
+
+    def one_of(self, name: str, *allowed: Any, default: Any = None) -> Any:
+        value = self.get(name, default)
+        if value not in allowed:
+            shown = ", ".join("null" if entry is None else str(entry) for entry in allowed)
+            self.refuse(name, value, f"supported: {shown}")
+        return value
+
+    def absent(self, *names: str) -> None:
+        for name in names:
+            if value := self._table.get(name):
+                self.refuse(name, value, "it is not supported")
+
+    def table(self, name: str) -> "_Fields":
+        value = self.get(name, {})
+        if not isinstance(value, dict):
+            self.refuse(name, value, "a table is expected")
+        return _Fields(value, self._source, f"{self._path}.{name}")
+
+    def names(self, *fields: str) -> tuple[str, ...]:
+        """The entries of the first of these lists that is there."""
+        return tuple(next((value for field in fields if (value := self._table.get(field))), ()))
+
+    def __bool__(self) -> bool:
+        return bool(self._table)
+
+    def tables(self, name: str) -> list["_Fields"]:
+        """Of a table of tables."""
+        return [self.table(name).table(key) for key in self.get(name, {})]
+
+    def same(self, other: "_Fields", *names: str) -> bool:
+        return all(self._table.get(name) == other._table.get(name) for name in names)
+
+    def refuse(self, name: str, value: Any, why: str) -> NoReturn:
+        raise ConfigError(f"{self._source}: {self._path}.{name} is {value!r}; {why}: {_ADVICE}")
+
+
+def _compressed_tensors(fields: _Fields) -> Quantization:
+    fields.one_of("format", None, "float-quantized", "naive-quantized")
+    fields.absent("transform_config")
+    fields.table("sparsity_config").one_of("format", None, "dense")
+    first, *others = fields.tables("config_groups") or [fields.table("config_groups").table("group_0")]
+    for other in others:
+        if not first.same(other, "weights", "input_activations"):
+            fields.refuse("config_groups", "a mix of schemes", "one for all modules is supported")
+    first.absent("output_activations")
+    weights, activations = first.table("weights"), first.table("input_activations")
+    strategy = weights.one_of("strategy", "tensor", "channel", "block")
+    for number in (weights, activations) if activations else (weights,):
+        number.one_of("num_bits", 8)
+        number.one_of("type", "float")
+        number.one_of("symmetric", True, default=True)
+    weights.one_of("dynamic", False, default=False)
+    if strategy == "block":
+        weights.one_of("block_structure", [BLOCK, BLOCK])
+    if activations:
+        activations.one_of("strategy", "group" if strategy == "block" else "token", "tensor")
+    if activations and strategy == "block":
+        activations.one_of("group_size", BLOCK)
+    _check_kv(fields)
+    scheme = Scheme.FP8_BLOCKS if strategy == "block" else Scheme.FP8_ROWS
+    return Quantization("compressed-tensors", scheme, fields.names("ignore"), rounds_activations=bool(activations))
+
+
+def _fp8(fields: _Fields) -> Quantization:
+    """DeepSeek's blocks, as transformers writes them too; AutoFP8's matrices where there is no block size."""
+    fields.one_of("fmt", "e4m3", default="e4m3")
+    fields.one_of("activation_scheme", "dynamic", "static", default="dynamic")
+    blocks = fields.one_of("weight_block_size", None, [BLOCK, BLOCK])
+    if fields.get("kv_cache_scheme") != "static":
+        _check_kv(fields)
+    skipped = fields.names("modules_to_not_convert", "ignored_layers", "ignore")
+    return Quantization("fp8", Scheme.FP8_BLOCKS if blocks else Scheme.FP8_ROWS, skipped)
+
+
+def _modelopt(fields: _Fields) -> Quantization:
+    """Both spellings: hf_quant_config.json's table `quantization`, and config.json's without it."""
+    inner = fields.table("quantization") or fields
+    inner.one_of("quant_algo", "FP8", "FP8_PER_CHANNEL_PER_TOKEN")
+    inner.one_of("kv_cache_quant_algo", None, "FP8")
+    _check_kv(inner)
+    return Quantization("modelopt", Scheme.FP8_ROWS, inner.names("exclude_modules", "ignore"))
+
+
+def _check_kv(fields: _Fields) -> None:
+    scheme = fields.table("kv_cache_scheme")
+    if scheme:
+        scheme.one_of("num_bits", 8)
+        scheme.one_of("type", "float")
+        scheme.one_of("strategy", "tensor", default="tensor")
+
+
+def _gptq(fields: _Fields) -> Quantization:
+    fields.one_of("bits", 4)
+    fields.absent("dynamic", "is_marlin_format")
+    layout = fields.one_of("checkpoint_format", "gptq", "gptq_v2", default=fields.get("format", "gptq"))
+    return Quantization(
+        "gptq",
+        Scheme.GPTQ,
+        group_size=_group_size(fields),
+        act_order=bool(fields.get("desc_act", False)),
+        zero_shift=1 if layout == "gptq" else 0,
+    )
+
+
+def _awq(fields: _Fields) -> Quantization:
+    fields.one_of("bits", 4, default=fields.get("w_bit"))
+    fields.one_of("version", "gemm", "GEMM", default="gemm")
+    fields.one_of("backend", "autoawq", default="autoawq")
+    fields.one_of("zero_point", True, default=True)
+    return Quantization("awq", Scheme.AWQ, fields.names("modules_to_not_convert"), group_size=_group_size(fields))
+
+
+def _group_size(fields: _Fields) -> int:
+    size = fields.get("group_size", fields.get("q_group_size", BLOCK))
+    if not isinstance(size, int) or (size < 1 and size != -1):
+        fields.refuse("group_size", size, "a number of columns is expected, or -1 for a whole row")
+    return size
+
+
+_READERS: dict[str, Callable[[_Fields], Quantization]] = {
+    "compressed-tensors": _compressed_tensors,
+    "fp8": _fp8,
+    "modelopt": _modelopt,
+    "gptq": _gptq,
+    "awq": _awq,
+}

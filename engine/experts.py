@@ -1,0 +1,43 @@
+"""A mixture of experts on the CPU: each row goes through the few that its router scores highest (Shazeer et al. 2017).
+
+A row's result does not depend, to the bit, on the rows beside it where a linear layer's does not: experts see rows
+padded as linear layers pad them, and what they give is added up in the order of a row's own choices.
+
+Shapes: M rows, K experts of a row, H hidden size.
+"""
+
+from collections.abc import Sequence
+
+import torch
+
+from checkpoint.config import Experts
+from engine.linear import Linear
+from engine.mlp import Mlp
+
+
+class Mixture:
+    def __init__(self, config: Experts, router: Linear, experts: Sequence[Mlp]) -> None:
+        self._config, self._router, self._experts = config, router, experts
+
+    def __call__(self, x: torch.Tensor, num_answer_rows: int) -> torch.Tensor:
+        if not len(x):  # a chunk that ends no prompt goes no further than the last attention
+            return x
+        weights_MK, ids_MK = self._route(x)
+        top_k = self._config.top_k
+        order = ids_MK.flatten().argsort(stable=True)
+        counts = ids_MK.flatten().bincount(minlength=self._config.count).tolist()
+        groups = zip(self._experts, x[order // top_k].split(counts), strict=True)
+        y = torch.cat([expert(rows, len(rows) if num_answer_rows else 0) for expert, rows in groups if len(rows)])
+        return _weighted_sum(torch.empty_like(y).index_copy_(0, order, y).view(len(x), top_k, -1), weights_MK)
+
+    def _route(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """What each row's experts are weighed by, the heaviest first, and which they are, `[M, K]` each."""
+        weights_MK, ids_MK = self._router(x).float().softmax(-1).topk(self._config.top_k)
+        return (weights_MK / weights_MK.sum(-1, keepdim=True) if self._config.renormalize else weights_MK), ids_MK
+
+
+def _weighted_sum(y_MKH: torch.Tensor, weights_MK: torch.Tensor) -> torch.Tensor:
+    total = y_MKH[:, 0] * weights_MK[:, :1]
+    for choice in range(1, y_MKH.shape[1]):
+        total += y_MKH[:, choice] * weights_MK[:, choice : choice + 1]
+    return total

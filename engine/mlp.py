@@ -1,0 +1,35 @@
+"""What follows attention in a layer: a gated MLP."""
+
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+
+from engine.linear import PhasedLinear
+
+
+class Mlp(Protocol):
+    def __call__(self, x: torch.Tensor, num_answer_rows: int) -> torch.Tensor:
+        """`[M, H]` -> `[M, H]`. Where formats differ, either all rows or none belong to answers: `num_answer_rows`."""
+        ...
+
+
+class GatedMlp:
+    def __init__(self, gate_up: PhasedLinear, down: PhasedLinear) -> None:
+        self._gate_up, self._down = gate_up, down
+
+    def __call__(self, x: torch.Tensor, num_answer_rows: int) -> torch.Tensor:
+        gate, up = self._gate_up(x, num_answer_rows).chunk(2, dim=1)
+        return self._down(self._activate(gate, up), num_answer_rows)
+
+    def _activate(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+        return F.silu(gate).mul_(up)
+
+
+class ClampedMlp(GatedMlp):
+    """gpt-oss's: (up + 1) * gate * sigmoid(1.702 * gate), gate at most 7, up within 7."""
+
+    def _activate(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+        gate, up = gate.float().clamp(max=7.0), up.float().clamp(-7.0, 7.0)
+        # Not torch.sigmoid, whose last few elements of a thread's share take another exponential than the others.
+        return (up + 1) * gate / (1 + torch.exp(-1.702 * gate))

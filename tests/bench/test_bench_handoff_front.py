@@ -1,0 +1,32 @@
+"""What the front of bench.handoff_gpu makes of events that its threads hear in another order."""
+
+import pytest
+
+from bench.handoff_front import Answers
+from contracts.events import Finished, FinishReason, Token, Tokens
+from contracts.ids import Epoch, RequestId
+
+NAME, EPOCH = RequestId("r"), Epoch(1)
+TOKENS = [30, 10, 20]
+
+
+def hear(answers, worker, *indices):
+    answers.take(worker, Tokens(NAME, EPOCH, [Token(index, TOKENS[index]) for index in indices]), 0.0)
+
+
+def test_an_answer_is_in_order_whoever_is_heard_first():
+    answers = Answers()
+    hear(answers, "decode", 1)
+    hear(answers, "decode", 2)
+    hear(answers, "prefill", 0)
+    assert answers.ids("r") == TOKENS
+
+
+def test_an_answer_has_no_end_before_all_its_tokens_are_heard():
+    answers = Answers()
+    hear(answers, "decode", 1, 2)
+    answers.take("decode", Finished(NAME, EPOCH, 3, FinishReason.LENGTH, {}), 0.0)
+    with pytest.raises(TimeoutError):
+        answers.wait(["r"], 0)
+    hear(answers, "prefill", 0)
+    answers.wait(["r"], 0)

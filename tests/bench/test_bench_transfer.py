@@ -1,0 +1,26 @@
+"""What the transfer benchmark makes of several starts of its processes."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from bench import transfer
+from bench.result import Row
+
+
+def start(value: float, peer_value: float) -> list[Row]:
+    return [
+        Row("ucx rate", value, "GiB/s", {}, 4.0, "raw sockets", peer_value),
+        Row("ucx CPU", value, "s/GiB", {}),
+    ]
+
+
+def test_a_figure_is_the_median_of_its_starts_and_its_peer_is_compared_start_by_start(monkeypatch: pytest.MonkeyPatch):
+    starts: Iterator[list[Row]] = iter([start(2.0, 2.0), start(1.0, 3.0), start(4.0, 5.0)])
+    monkeypatch.setattr(transfer, "bench_start", lambda case, num_rounds: next(starts))
+    rows = {row.name: row for row in transfer.bench_case(transfer.CASES[0], 3, 5)}
+    assert (rows["ucx rate"].value, rows["ucx rate"].limit, rows["ucx rate"].peer_value) == (2.0, 4.0, 3.0)
+    assert rows["ucx slower than raw sockets, median start"].value == 1.25
+    assert rows["ucx slower than raw sockets, worst start"].value == 3.0
+    assert rows["ucx CPU"].value == 2.0 and rows["ucx CPU"].peer_value is None
+    assert len(rows) == 4

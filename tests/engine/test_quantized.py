@@ -1,0 +1,322 @@
+"""Quantized checkpoints: what they stand for is what both engines compute, and what is not supported is named."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from device_engines import device_engine
+from driving import answers, greedy, random_prompts, settings
+from quantized_models import (
+    FP8_KV,
+    LAYOUTS,
+    STATIC,
+    TOKEN,
+    block_config,
+    compressed,
+    fp8_blocks,
+    gptq_config,
+    save_quantized,
+)
+from safetensors.torch import load_file, save_file
+from test_device_engine import logits_of, relative_error
+from tiny_models import VOCAB
+
+from bench.oracle import greedy as oracle_greedy
+from checkpoint import open_checkpoint
+from checkpoint.quantization import read_quantization
+from contracts.errors import ConfigError
+from engine.cuda.formats import kept_as, resolve_device_dtype
+from engine.cuda.fused import FusedDecode
+from engine.cuda.products import Products, Scaled
+from engine.cuda.runner import DeviceRunner
+from engine.cuda.weights import Matrix, keep
+from engine.load import load_engine
+from engine.tensors import ModelTensors, layer_prefix
+from engine.weights import open_weights
+from kernels import catalog
+from kernels.caps import Caps
+from kernels.reference.gemm import dequantize_w4
+from kernels.reference.quant import dequantize_blocks, dequantize_rows
+from kernels.registry import Registry
+from kernels.specs import GemmSpec, W4Spec
+
+PROMPTS = random_prompts(VOCAB, (5, 17, 64, 130))
+FLOATS = [name for name in LAYOUTS if not name.startswith(("gptq", "awq"))]
+WIDENED = ("gptq-32", "gptq-act-order")
+BOUNDS = {"float8": 0.3, "int4": 0.04}
+"""Of logits beside the widened model's: those that test_device_engine allows e4m3 and bf16 activations."""
+
+
+def kept_dtype(name: str) -> str:
+    return "float8" if name in FLOATS else "int4"
+
+
+@pytest.fixture(scope="module", params=sorted(LAYOUTS))
+def stored(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory):
+    """A layout's name, a folder in it, and the model that it stands for."""
+    folder = tmp_path_factory.mktemp(request.param)
+    return request.param, folder, save_quantized(folder, LAYOUTS[request.param])
+
+
+def test_a_matrix_is_widened_to_what_it_stands_for(stored):
+    _, folder, model = stored
+    source = open_weights(open_checkpoint(str(folder)))
+    for name, expected in model.state_dict().items():
+        assert torch.equal(source.tensor(name), expected), name
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_greedy_answers_equal_those_of_the_widened_model(stored, device):
+    _, folder, model = stored
+    expected = [oracle_greedy(model, prompt, 12) for prompt in PROMPTS]
+    engine = load_engine(settings(model=str(folder))) if device == "cpu" else device_engine(folder)
+    assert answers(engine, PROMPTS, greedy()) == expected
+
+
+@pytest.fixture
+def nothing_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise AssertionError("a weight was rounded on load")
+
+    monkeypatch.setattr("engine.cuda.weights.quantize_rows", refuse)
+
+
+def test_matrices_stay_as_they_are_stored(stored, nothing_rounds):
+    name, folder, _ = stored
+    dtype = kept_dtype(name)
+    if name in WIDENED:
+        with pytest.raises(ConfigError, match=r"(group_size is 32|desc_act is true): .* use bfloat16"):
+            device_engine(folder, dtype)
+        return
+    expected = logits_of(device_engine(folder, "float32"), PROMPTS[:2])
+    error = relative_error(logits_of(device_engine(folder, dtype), PROMPTS[:2]), expected)
+    assert 1e-4 < error < BOUNDS[dtype]
+
+
+def widened(matrix: Matrix) -> torch.Tensor:
+    """By the reference's formulas for what the kernels read."""
+    assert matrix.scale is not None
+    if matrix.recipe == "row":
+        return dequantize_rows(matrix.weight, matrix.scale)
+    if matrix.recipe == "block128":
+        return dequantize_blocks(matrix.weight, matrix.scale)
+    (n, half), groups = matrix.weight.shape, matrix.scale.shape[1]
+    return dequantize_w4(W4Spec(n, 2 * half, "gptq", 2 * half // groups), matrix.weight, matrix.scale, matrix.zero)
+
+
+def test_what_the_kernels_read_stands_for_the_same_matrix(stored):
+    name, folder, _ = stored
+    checkpoint = open_checkpoint(str(folder))
+    tensors = ModelTensors(checkpoint.config, open_weights(checkpoint, torch.device("cpu")), interleaved=False)
+    for layer in range(0 if name in WIDENED else 3):
+        prefix = layer_prefix(layer)
+        for part in ("qkv", "output", "gate_up", "down"):
+            kept = keep(tensors.stored(prefix, part), kept_dtype(name) == "int4", part)
+            assert kept is not None and torch.equal(widened(kept), tensors.fused(prefix, part))
+
+
+@pytest.mark.parametrize("count", [1, 4, 63, 64, 67, 130])
+def test_block_products_are_split_where_cublas_wants_rows_by_fours(count):
+    packed, dense = fp8_blocks(torch.randn(256, 384))
+    matrix = Matrix(packed["weight"], packed["weight_scale_inv"])
+    asked: list[GemmSpec] = []
+
+    class Asked(Registry):
+        def get(self, op, spec):
+            if isinstance(spec, GemmSpec):
+                asked.append(spec)
+            return super().get(op, spec)
+
+    products = Products(Asked(catalog.IMPLS, Caps("cpu")), [matrix], 130, torch.device("cpu"))
+    rows, out = torch.randn(count, 384), torch.full((count, 256), torch.nan)
+    products(matrix, Scaled(rows, rows), out)
+    assert relative_error(out, rows @ dense.t()) < 0.04
+    by_fours = count % 4 == 0 or count >= 64
+    assert [spec.skinny for spec in asked] == [False] * by_fours + [True] * (count % 4 != 0)
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3"])
+@pytest.mark.parametrize("name", ["compressed-rows", "deepseek", "awq"])
+def test_biases_and_head_norms_go_with_every_layout(name, family, tmp_path, nothing_rounds):
+    model = save_quantized(tmp_path, LAYOUTS[name], family)
+    expected = logits_of(device_engine(tmp_path, "float32"), PROMPTS[:2])
+    found = logits_of(device_engine(tmp_path, kept_dtype(name)), PROMPTS[:2])
+    assert 1e-4 < relative_error(found, expected) < BOUNDS[kept_dtype(name)]
+    tokens = [oracle_greedy(model, prompt, 12) for prompt in PROMPTS[:2]]
+    assert answers(load_engine(settings(model=str(tmp_path))), PROMPTS[:2], greedy()) == tokens
+
+
+@pytest.mark.parametrize("name", ["compressed-matrix", "modelopt"])
+def test_scales_of_kv_and_activations_come_from_the_checkpoint(name, tmp_path):
+    save_quantized(tmp_path, LAYOUTS[name])
+    engine = device_engine(tmp_path, "float8")
+    runner = engine.runner
+    assert isinstance(runner, DeviceRunner)
+    layers = [runner._cache.layer(index) for index in range(3)]
+    assert [(layer.k_scale, layer.v_scale) for layer in layers] == [(0.25, 0.5), (0.5, 1.0), (0.75, 1.5)]
+    fused = runner.steps._make.__self__  # type: ignore[attr-defined]
+    assert isinstance(fused, FusedDecode)
+    assert torch.equal(fused.scales, torch.full_like(fused.scales, 0.05))
+
+
+@pytest.mark.parametrize("name", ["compressed-rows", "deepseek", "gptq"])
+@pytest.mark.parametrize(
+    "plain",
+    [("lm_head", "down_proj"), ("lm_head", "self_attn"), ("lm_head", "layers.1."), ("lm_head", "v_proj")],
+    ids=lambda plain: plain[1],
+)
+def test_what_the_checkpoint_leaves_plain_stays_so(name, plain, tmp_path, nothing_rounds):
+    model = save_quantized(tmp_path, LAYOUTS[name], plain=plain)
+    expected = [oracle_greedy(model, prompt, 12) for prompt in PROMPTS[:2]]
+    assert answers(load_engine(settings(model=str(tmp_path))), PROMPTS[:2], greedy()) == expected
+    found = logits_of(device_engine(tmp_path, kept_dtype(name)), PROMPTS[:2])
+    reference = logits_of(device_engine(tmp_path, "float32"), PROMPTS[:2])
+    assert 1e-4 < relative_error(found, reference) < BOUNDS[kept_dtype(name)]
+
+
+@pytest.mark.parametrize("name", ["compressed-rows", "deepseek", "awq"])
+def test_an_output_head_may_be_quantized_too(name, tmp_path, nothing_rounds):
+    layout = LAYOUTS[name]
+    model = save_quantized(tmp_path, layout, plain=("none",), vocab_size=384)
+    config = tmp_path / "config.json"
+    config.write_text(config.read_text().replace('["lm_head"]', "[]"))
+    expected = [oracle_greedy(model, prompt, 12) for prompt in PROMPTS[:2]]
+    assert answers(load_engine(settings(model=str(tmp_path))), PROMPTS[:2], greedy()) == expected
+    found = logits_of(device_engine(tmp_path, kept_dtype(name)), PROMPTS[:2])
+    reference = logits_of(device_engine(tmp_path, "float32"), PROMPTS[:2])
+    assert 1e-4 < relative_error(found, reference) < BOUNDS[kept_dtype(name)]
+
+
+def damage(folder: Path, changes: dict[str, torch.Tensor | None]) -> None:
+    """None takes a tensor out."""
+    tensors = {**load_file(folder / "model.safetensors"), **changes}
+    save_file({name: t for name, t in tensors.items() if t is not None}, folder / "model.safetensors")
+
+
+Q = "model.layers.0.self_attn.q_proj"
+E4M3 = torch.float8_e4m3fn
+
+
+def test_tensors_that_do_not_fit_are_named(tmp_path):
+    save_quantized(tmp_path, LAYOUTS["compressed-rows"])
+    damages: list[tuple[dict[str, torch.Tensor | None], str]] = [
+        ({f"{Q}.weight_scale": None}, rf"'{Q}.weight' is torch.float8_e4m3fn .*: its scales are missing"),
+        ({f"{Q}.weight_scale": torch.ones(7)}, rf"the scale of '{Q}' is \[7\], its weight \[256, 256\]: not FP8 with"),
+        (
+            {f"{Q}.weight_scale": torch.ones(1), f"{Q}.weight": torch.ones(256, 256)},
+            rf"'{Q}.weight' is torch.float32 beside a scale; only float8_e4m3fn",
+        ),
+        (
+            {f"{Q}.weight": torch.ones(128, 256).to(E4M3)},
+            rf"the tensor '{Q}.weight' is \[128, 256\]; its configuration says \[256, 256\]",
+        ),
+    ]
+    for changes, words in damages:
+        damage(tmp_path, changes)
+        with pytest.raises(ConfigError, match=words):
+            load_engine(settings(model=str(tmp_path)))
+
+
+def test_int4_tensors_that_do_not_fit_are_named(tmp_path):
+    save_quantized(tmp_path, LAYOUTS["gptq"])
+    damage(tmp_path, {f"{Q}.qzeros": None})
+    with pytest.raises(ConfigError, match=rf"lacks '{Q}.qzeros'"):
+        load_engine(settings(model=str(tmp_path)))
+    config = tmp_path / "config.json"
+    config.write_text(config.read_text().replace('"group_size": 128', '"group_size": 64'))
+    damage(tmp_path, {f"{Q}.qzeros": torch.zeros(2, 32, dtype=torch.int32)})
+    with pytest.raises(ConfigError, match=rf"'{Q}' has 2 scales in 256 columns; group_size is 64"):
+        load_engine(settings(model=str(tmp_path)))
+
+
+@pytest.mark.parametrize("name", ["deepseek", "awq"])
+def test_shapes_that_the_kernels_do_not_take_are_refused_on_a_gpu_alone(name, tmp_path):
+    save_quantized(tmp_path, LAYOUTS[name], num_key_value_heads=1)
+    with pytest.raises(ConfigError, match=r"matrices of model.layers.0.qkv are .*: use dtype bfloat16"):
+        device_engine(tmp_path, kept_dtype(name))
+    assert answers(device_engine(tmp_path, "bfloat16"), PROMPTS[:1], greedy(2))
+    assert answers(load_engine(settings(model=str(tmp_path))), PROMPTS[:1], greedy(2))
+
+
+WEIGHTS_ONLY = compressed("channel", None)
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ({"quant_method": "bitsandbytes"}, "quant_method is 'bitsandbytes'; supported: compressed-tensors, fp8"),
+        (compressed("channel", TOKEN, format="pack-quantized"), "format is 'pack-quantized'"),
+        (compressed("group", TOKEN), r"config_groups.group_0.weights.strategy is 'group'; supported: tensor, channel"),
+        (compressed("channel", {**TOKEN, "type": "int"}), "group_0.input_activations.type is 'int'; supported: float"),
+        (compressed("channel", {**TOKEN, "num_bits": 4}), "group_0.input_activations.num_bits is 4; supported: 8"),
+        (compressed("block", TOKEN, block_structure=[64, 64]), r"structure is \[64, 64\]; supported: \[128, 128\]"),
+        (compressed("channel", TOKEN, kv_cache_scheme={**FP8_KV, "num_bits": 4}), "kv_cache_scheme.num_bits is 4"),
+        (compressed("channel", TOKEN, sparsity_config={"format": "sparse-24"}), "sparsity_config.format is"),
+        (compressed("channel", TOKEN, transform_config={"a": 1}), "transform_config is .*it is not supported"),
+        (
+            compressed("tensor", STATIC, config_groups={"a": WEIGHTS_ONLY, "b": compressed("tensor", TOKEN)}),
+            "strategy is None|a mix of schemes",
+        ),
+        (block_config(weight_block_size=[64, 64]), r"weight_block_size is \[64, 64\]"),
+        (block_config(activation_scheme="block"), "activation_scheme is 'block'; supported: dynamic, static"),
+        (block_config(fmt="e5m2"), "fmt is 'e5m2'; supported: e4m3"),
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "quant_algo is 'NVFP4'; supported: FP8, FP8_PER_CHANNEL"),
+        (gptq_config(bits=8), "bits is 8; supported: 4"),
+        (gptq_config(checkpoint_format="marlin"), "checkpoint_format is 'marlin'; supported: gptq, gptq_v2"),
+        (gptq_config(dynamic={"-:.*down.*": {}}), "dynamic is "),
+        (gptq_config(group_size=0), "group_size is 0; a number of columns"),
+        ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "version is 'gemv'; supported: gemm"),
+        ({"quant_method": "awq", "bits": 4, "zero_point": False}, "zero_point is False; supported: True"),
+    ],
+)  # fmt: skip
+def test_what_would_be_computed_wrongly_is_refused_by_the_name_of_its_field(config, words):
+    with pytest.raises(ConfigError, match=f"^here: quantization_config.*{words}.*use another quantization"):
+        read_quantization({"quantization_config": config}, {}, "here")
+
+
+def test_a_mix_of_schemes_is_refused():
+    config = compressed("channel", TOKEN)
+    config["config_groups"]["group_1"] = compressed("tensor", TOKEN)["config_groups"]["group_0"]
+    with pytest.raises(ConfigError, match="config_groups is 'a mix of schemes'; one for all modules"):
+        read_quantization({"quantization_config": config}, {}, "here")
+
+
+@pytest.mark.parametrize(
+    ("entry", "module", "is_skipped"),
+    [
+        ("lm_head", "lm_head", True),
+        ("re:.*self_attn.*", "model.layers.0.self_attn.q_proj", True),
+        ("model.layers.1*", "model.layers.1.mlp.up_proj", True),
+        ("layers.1", "model.layers.11.mlp.up_proj", False),
+        ("mlp", "model.layers.1.mlp.up_proj", True),
+        ("up_proj", "model.layers.1.mlp.gate_up_proj", False),
+    ],
+)
+def test_lists_of_what_stays_plain_name_modules(entry, module, is_skipped):
+    found = read_quantization({"quantization_config": compressed("channel", TOKEN, ignore=[entry])}, {}, "here")
+    assert found is not None and found.skips(module) is is_skipped
+
+
+@pytest.mark.parametrize(
+    ("config", "cc", "dtype"),
+    [
+        (compressed("channel", TOKEN), 90, "float8"),
+        (compressed("channel", TOKEN), 80, "bfloat16"),
+        (WEIGHTS_ONLY, 90, "bfloat16"),
+        (block_config(), 100, "float8"),
+        (gptq_config(), 90, "int4"),
+        (gptq_config(group_size=-1), 90, "int4"),
+        (gptq_config(group_size=256), 90, "int4"),
+        (gptq_config(group_size=64), 90, "bfloat16"),
+        (gptq_config(desc_act=True), 90, "bfloat16"),
+    ],
+)
+def test_auto_keeps_what_is_stored_where_the_kernels_take_it(config, cc, dtype, tmp_path):
+    save_quantized(tmp_path, LAYOUTS["gptq"])
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization_config": config}))
+    checkpoint = open_checkpoint(str(tmp_path))
+    assert resolve_device_dtype("auto", checkpoint, Caps("cuda", cc)) == dtype
+    assert resolve_device_dtype("float32", checkpoint, Caps("cuda", cc)) == "float32"
+    assert (kept_as(checkpoint.quantization)[0] == "bfloat16") == (dtype == "bfloat16" and cc == 90)

@@ -1,0 +1,45 @@
+"""Quantized checkpoints on a GPU: each layout against the reference kernels, and against what it stands for."""
+
+import pytest
+import torch
+from driving import answers, greedy, random_prompts
+from quantized_models import LAYOUTS, save_quantized
+from test_device_card import engine_of
+from test_device_engine import logits_of, relative_error
+from tiny_models import VOCAB
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
+
+PROMPTS = random_prompts(VOCAB, (5, 63, 64, 130))
+KEPT = [name for name in LAYOUTS if name not in ("gptq-32", "gptq-act-order")]
+
+
+@pytest.mark.parametrize(
+    ("name", "family"), [*((name, "llama3") for name in KEPT), ("deepseek", "qwen3"), ("awq", "qwen2")]
+)
+def test_kernels_compute_what_the_reference_does_and_what_the_layout_stands_for(name, family, tmp_path):
+    save_quantized(tmp_path, LAYOUTS[name], family)
+    dtype = "int4" if name.startswith(("gptq", "awq")) else "float8"
+    found = logits_of(engine_of(tmp_path, dtype), PROMPTS).cpu()
+    reference = logits_of(engine_of(tmp_path, dtype, "cpu"), PROMPTS)
+    widened = logits_of(engine_of(tmp_path, "float32", "cpu"), PROMPTS)
+    errors = relative_error(found, reference), relative_error(found, widened)
+    print(f"{name} {family}: {errors[0]:.4f} of the reference, {errors[1]:.4f} of the widened model")
+    # The kernel rounds (code - zero) * scale to bf16; the reference does not.
+    assert errors[0] < (0.15 if dtype == "float8" else 0.035)
+    assert errors[1] < (0.3 if dtype == "float8" else 0.04)
+
+
+@pytest.mark.parametrize("name", ["compressed-matrix", "deepseek", "gptq", "awq"])
+def test_captured_steps_answer_as_eager_ones(name, tmp_path, monkeypatch):
+    save_quantized(tmp_path, LAYOUTS[name])
+    dtype = "int4" if name in ("gptq", "awq") else "float8"
+    captured = answers(engine_of(tmp_path, dtype), PROMPTS, greedy(24))
+    monkeypatch.setattr("engine.cuda.steps.DecodeSteps._capture_all", lambda self: None)
+    assert answers(engine_of(tmp_path, dtype), PROMPTS, greedy(24)) == captured
+
+
+def test_widened_weights_answer_as_on_the_cpu(tmp_path):
+    save_quantized(tmp_path, LAYOUTS["gptq-act-order"])
+    expected = answers(engine_of(tmp_path, "float32", "cpu"), PROMPTS, greedy(12))
+    assert answers(engine_of(tmp_path, "float32"), PROMPTS, greedy(12)) == expected

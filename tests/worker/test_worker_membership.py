@@ -1,0 +1,60 @@
+"""What a worker tells the registry when that was away for a while. No core, no HTTP."""
+
+from collections.abc import Sequence
+
+import pytest
+
+from contracts.errors import Unavailable
+from contracts.ids import Epoch, RequestId
+from coordinator.memory_store import MemoryStore
+from coordinator.states import State
+from coordinator.store import Move
+from tests.coordinator.coordinator_rig import until
+from tests.worker.test_worker_front import make_state
+from worker import membership
+from worker.membership import Membership
+
+
+class MovesStore(MemoryStore):
+    """Away until `is_there`; remembers what it was told."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_there, self.num_refused = True, 0
+        self.told: list[Move] = []
+
+    async def advance(self, moves: Sequence[Move]) -> list[bool]:
+        if not self.is_there:
+            self.num_refused += 1
+            raise Unavailable("Redis does not answer")
+        self.told += moves
+        return [True] * len(moves)
+
+
+def move(number: int) -> Move:
+    return Move(RequestId(f"r{number}"), Epoch(1), State.TRANSFERRING)
+
+
+async def test_moves_are_told_again_in_order_when_the_registry_is_back(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(membership, "MOVES_PERIOD_S", 0.01)
+    monkeypatch.setattr(membership, "MAX_MOVES", 3)
+    store = MovesStore()
+    member = Membership(store, make_state())
+    await member.start()
+    store.is_there = False
+
+    async def refused_again(before: int) -> bool:
+        return store.num_refused > before
+
+    for number in range(5):
+        member.moved([move(number)])
+        before = store.num_refused
+        await until(lambda before=before: refused_again(before))
+    store.is_there = True
+
+    async def is_told() -> bool:
+        return bool(store.told)
+
+    await until(is_told)
+    await member.stop()
+    assert store.told == [move(2), move(3), move(4)], "the oldest are of no use by then"
