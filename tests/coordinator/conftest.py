@@ -55,16 +55,16 @@ async def store(request: pytest.FixtureRequest) -> AsyncIterator[Store]:
 
 @pytest.fixture(params=["memory", "redis", "valkey"])
 async def mortal_store(request: pytest.FixtureRequest) -> AsyncIterator[Store]:
-    """Its workers are dead after a fifth of a second of silence, and forgotten after another."""
-    async for opened in opened_store(request, alive_s=0.2):
+    """Its workers are dead after a second of silence, and forgotten after another."""
+    async for opened in opened_store(request, alive_s=1.0):
         yield opened
 
 
 async def opened_store(request: pytest.FixtureRequest, alive_s: float) -> AsyncIterator[Store]:
     if request.param == "memory":
-        yield MemoryStore(alive_s=alive_s, corpse_kept_s=0.2)
+        yield MemoryStore(alive_s=alive_s, corpse_kept_s=1.0)
         return
     server: RedisServer = request.getfixturevalue(request.param)
-    opened = RedisStore(server.url, fresh_pool(), alive_s=alive_s, corpse_kept_s=0.2)
+    opened = RedisStore(server.url, fresh_pool(), alive_s=alive_s, corpse_kept_s=1.0)
     yield opened
     await opened.close()
