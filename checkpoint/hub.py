@@ -1,0 +1,25 @@
+"""Models of the Hugging Face hub. Imported only for one: its client takes half a second of a core to load."""
+
+from pathlib import Path
+
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+from contracts.errors import ConfigError
+
+_FILES = ["*.json", "*.jinja", "*.safetensors"]
+
+
+def download(model: str) -> Path:
+    """The folder of a model id such as "org/name", fetched unless it is in the local cache. Raises ConfigError."""
+    try:
+        return Path(snapshot_download(model, allow_patterns=_FILES))
+    except LocalEntryNotFoundError as error:
+        raise ConfigError(
+            f"cannot reach the Hugging Face hub, and '{model}' is not in its local cache; "
+            f"download it where there is a network and give the folder's path instead"
+        ) from error
+    except HFValidationError as error:
+        raise ConfigError(f"'{model}' is neither a path that exists nor a hub id: {error}") from error
+    except (HfHubHTTPError, OSError) as error:
+        raise ConfigError(f"cannot download '{model}' from the Hugging Face hub: {error}") from error
