@@ -89,12 +89,11 @@ def test_the_pair_answers_as_one_worker_does(model, colocated, transfer):
         assert all(counters(pair, "handoffs_committed")) and all(counters(pair, "landings_committed"))
 
 
-@pytest.mark.parametrize("transfer", TRANSFERS)
 @pytest.mark.parametrize("family", sorted(tiny_models.FAMILIES))
-def test_each_family_through_the_pair_is_what_transformers_says(tmp_path, family, transfer):
+def test_each_family_through_the_pair_is_what_transformers_says(tmp_path, family):
+    """By the default transport; tests/path has each family by each, without the processes."""
     reference = tiny_models.save_tiny(tmp_path, family)
-    flags = ("--model", str(tmp_path), "--dtype", "float32", "--transfer", transfer)
-    with running(*flags, **CHUNKED) as pair:
+    with running("--model", str(tmp_path), "--dtype", "float32", **CHUNKED) as pair:
         replies = asyncio.run(ask_all(pair))
     for prompt, reply in zip(PROMPTS, replies, strict=True):
         answer = greedy(reference, prompt, MAX_TOKENS)

@@ -1,0 +1,120 @@
+"""Two engine cores in one process, as worker.core_main makes them, with real engines and real transports: all of a
+pair but its fronts. Not a test.
+"""
+
+import secrets
+import threading
+import time
+from collections.abc import Sequence
+from types import TracebackType
+
+from contracts.events import Failed, Finished, Tokens
+from contracts.ids import Epoch, GatewayId, Incarnation, RequestId, WorkerId
+from contracts.node import Role
+from contracts.request import Job, Route, WorkerRef
+from contracts.sampling import SamplingParams
+from core.ledger import Ledger
+from core.loop import Core
+from core.messages import CoreFrame, ToCore, ToFront, Work
+from engine.load import load_engine
+from kv_transfer.node import TransferNode
+from worker.core_main import engine_settings, make_roles, transfer_settings
+from worker.settings import WorkerSettings
+
+GATEWAY = GatewayId("g")
+DEADLINE_S = 60.0
+_TURN_S = 0.001
+
+
+class Front:
+    """Stands where core.link.FrontLink does; a core that has nothing to do waits a millisecond, then it is the other
+    one's turn.
+    """
+
+    def __init__(self) -> None:
+        self.inbox: list[ToCore] = []
+        self.heard: list[ToFront] = []
+        self._bell = threading.Event()
+        self.ring = self._bell.set
+
+    def receive(self, timeout_s: float) -> list[ToCore]:
+        self._bell.wait(min(timeout_s, _TURN_S))
+        self._bell.clear()
+        messages, self.inbox = self.inbox, []
+        return messages
+
+    def send(self, message: ToFront) -> None:
+        self.heard.append(message)
+
+
+class Worker:
+    def __init__(self, role: Role, model: str, transfer: str, secret: str) -> None:
+        settings = WorkerSettings(
+            role=role, model=model, transfer=transfer, secret=secret, dtype="float32",
+            max_batched_tokens=32, kv_cache_mib=64, num_threads=1,
+        )  # fmt: skip
+        me, incarnation = WorkerId(role.value), Incarnation(secrets.token_hex(4))
+        self.front, ledger = Front(), Ledger()
+        self.engine = load_engine(engine_settings(settings))
+        pool = self.engine.transfer_pool
+        self.node = TransferNode(
+            transfer_settings(settings), me, incarnation, self.engine.layout, pool, self.front.ring
+        )
+        self.node.start()
+        self.roles = make_roles(settings, me, self.engine, self.node, ledger)
+        self.core = Core(me, self.engine, self.node, self.roles, ledger, self.front)  # type: ignore[arg-type]
+        self.ref = WorkerRef(me, incarnation, "", self.node.address)
+
+    def counters(self) -> dict[str, float]:
+        return {name: value for role in self.roles for name, value in role.counters().items()}
+
+    def is_idle(self) -> bool:
+        return not self.engine.has_work() and all(role.is_idle() for role in self.roles)
+
+
+class Cores:
+    def __init__(self, model: str, transfer: str) -> None:
+        secret = secrets.token_hex(8)
+        self.prefill = Worker(Role.PREFILL, model, transfer, secret)
+        self.decode = Worker(Role.DECODE, model, transfer, secret)
+        self._num_asked = 0
+
+    def __enter__(self) -> "Cores":
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.prefill.node.close()
+        self.decode.node.close()
+
+    def answers(self, prompts: Sequence[list[int]], sampling: SamplingParams) -> list[list[int]]:
+        """Token ids by prompt, all asked at once. Raises AssertionError for one that fails or does not come."""
+        jobs = [self._job(prompt, sampling) for prompt in prompts]
+        for worker in (self.prefill, self.decode):
+            worker.front.inbox.append(Work(list(jobs)))
+        tokens: dict[RequestId, dict[int, int]] = {job.request_id: {} for job in jobs}
+        num_open, deadline = len(jobs), time.monotonic() + DEADLINE_S
+        while num_open or not (self.prefill.is_idle() and self.decode.is_idle()):
+            assert time.monotonic() < deadline, f"{num_open} answers did not come to an end"
+            for event in self._turn():
+                match event:
+                    case Tokens():
+                        tokens[event.request_id] |= {token.index: token.token_id for token in event.tokens}
+                    case Failed():
+                        raise AssertionError(event.message)
+                    case Finished():
+                        num_open -= 1
+        return [[token for _, token in sorted(tokens[job.request_id].items())] for job in jobs]
+
+    def _job(self, prompt: list[int], sampling: SamplingParams) -> Job:
+        self._num_asked += 1
+        name = RequestId(f"r{self._num_asked}")
+        return Job(Route(name, Epoch(1), self.prefill.ref, self.decode.ref), GATEWAY, prompt, sampling, DEADLINE_S)
+
+    def _turn(self) -> list:
+        events = []
+        for worker in (self.prefill, self.decode):
+            worker.core.turn()
+            frames = [message for message in worker.front.heard if isinstance(message, CoreFrame)]
+            events += [event for frame in frames for event in frame.events.get(GATEWAY, [])]
+            worker.front.heard.clear()
+        return events
