@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Sequence
 from types import TracebackType
+from typing import Any
 
 from contracts.events import Failed, Finished, Tokens
 from contracts.ids import Epoch, GatewayId, Incarnation, RequestId, WorkerId
@@ -23,6 +24,7 @@ from worker.settings import WorkerSettings
 
 GATEWAY = GatewayId("g")
 DEADLINE_S = 60.0
+SETTINGS: dict[str, Any] = {"dtype": "float32", "max_batched_tokens": 32, "kv_cache_mib": 64, "num_threads": 1}
 _TURN_S = 0.001
 
 
@@ -49,10 +51,7 @@ class Front:
 
 class Worker:
     def __init__(self, role: Role, model: str, transfer: str, secret: str) -> None:
-        settings = WorkerSettings(
-            role=role, model=model, transfer=transfer, secret=secret, dtype="float32",
-            max_batched_tokens=32, kv_cache_mib=64, num_threads=1,
-        )  # fmt: skip
+        settings = WorkerSettings(**{**SETTINGS, "role": role, "model": model, "transfer": transfer, "secret": secret})
         me, incarnation = WorkerId(role.value), Incarnation(secrets.token_hex(4))
         self.front, ledger = Front(), Ledger()
         self.engine = load_engine(engine_settings(settings))
