@@ -16,6 +16,7 @@ import torch
 
 from contracts.layout import KVLayout
 from engine.kv_cache import KVCache
+from kernels.cpu.isa import has_amx
 
 DECODE_PART = 128
 # The CPU flash kernel's per-thread buffers are 16-byte aligned only for a multiple of 4 query rows, and MKL rounds
@@ -267,7 +268,7 @@ def _tiles(
     num, kv_heads, dim = plan.num_tiles, heads.num_kv_heads, heads.head_dim
     q_NKRD = q_flat.index_select(0, plan.queries).view(num, kv_heads, -1, dim)
     k_NKTD, v_NKTD = pages.index_select(0, plan.pages).view(2, num, kv_heads, -1, dim)
-    if q_flat.dtype is torch.bfloat16 and not plan.is_answer and sinks_KG is None:
+    if q_flat.dtype is torch.bfloat16 and not plan.is_answer and sinks_KG is None and not has_amx():
         out = _multiply(q_NKRD, k_NKTD, v_NKTD, plan.mask_RT[:, -heads.tile :], heads.scale)
     else:
         out, lse = _flash(q_NKRD, k_NKTD, v_NKTD, 0.0, False, attn_mask=plan.mask_RT[None, None], scale=heads.scale)
@@ -279,7 +280,9 @@ def _tiles(
 def _multiply(
     q_NKRD: torch.Tensor, k_NKTD: torch.Tensor, v_NKTD: torch.Tensor, mask_RQ: torch.Tensor, scale: float
 ) -> torch.Tensor:
-    """Attention by matrix products: in bfloat16 1.7 times as fast as the flash kernel, whose products stay float32."""
+    """Attention by matrix products: in bfloat16 1.7 times as fast as the flash kernel, whose products are float32
+    without AMX. With it that kernel is 3 times as fast as this.
+    """
     q, k, v = q_NKRD.flatten(0, 1), k_NKTD.flatten(0, 1), v_NKTD.flatten(0, 1)
     scores = torch.bmm(q * scale, k.transpose(1, 2))
     scores[:, :, -mask_RQ.shape[1] :].add_(mask_RQ.to(scores.dtype))

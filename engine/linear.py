@@ -1,6 +1,6 @@
 """Linear layers in the number formats that are sound on a CPU."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 _TRIED_ROWS, _TRIED_MULTIPLES = 120, (1, 2, 3, 4, 6, 8, 12)
-_TRIED_SHAPES, _FEW_ROWS, _MANY_ROWS, _ALL_ROWS = ((576, 960), (2048, 2048)), 32, 256, 1 << 30
+_SIZES, _SMALL_PART = (2, 4, 8, 16, 32, 64, 128, 256, 512), 32
 
 Linear = Callable[[torch.Tensor], torch.Tensor]
 """`[M, in]` float32 or bfloat16 -> `[M, out]` float32 or bfloat16."""
@@ -64,53 +64,72 @@ class BFloat16Linear:
     """bfloat16 weights and rows, float32 sums (oneDNN, weights packed once). Gives bfloat16 rows. One does not depend,
     to the bit, on the number of rows.
 
-    oneDNN compiles a kernel of about 1 MB for each number of rows and keeps 1024 of them: rows are padded to few sizes.
+    Rows go in parts of few sizes: oneDNN compiles a kernel of about 1 MB for each, and keeps 1024 of them.
     """
+
+    _LIKE = 32
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         self._packed = torch.ops.mkldnn._reorder_linear_weight(weight.bfloat16(), None)
         self._bias = None if bias is None else bias.bfloat16()
+        self._sizes = bfloat16_sizes(weight.shape[1], weight.shape[0], self._LIKE)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        parts = [self._part(part) for part in x.bfloat16().split(bfloat16_part())]
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
+        sizes = part_sizes(len(x), self._sizes)
+        missing = sum(sizes) - len(x)
+        rows = F.pad(x.bfloat16(), (0, 0, 0, missing)) if missing else x.bfloat16()
+        parts = [_multiply_bfloat16(part, self._packed, self._bias) for part in rows.split(sizes)]
+        return (parts[0] if len(parts) == 1 else torch.cat(parts))[: len(x)]
 
-    def _part(self, x: torch.Tensor) -> torch.Tensor:
-        num_rows = padded_rows(len(x))
-        rows = F.pad(x, (0, 0, 0, num_rows - len(x))) if num_rows > len(x) else x
-        return torch.ops.mkldnn._linear_pointwise(rows, self._packed, self._bias, "none", [], "")[: len(x)]
+
+class BFloat16PromptLinear(BFloat16Linear):
+    """For the rows of prompts, many at a time: where oneDNN sums many otherwise than few, as it sums many."""
+
+    _LIKE = 128  # 512 has a kernel to itself at some shapes
+
+
+def _multiply_bfloat16(x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    return torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
 
 
 @cache
-def bfloat16_part() -> int:
-    """The most rows that oneDNN may be given at once, for it to sum each alike; found by trying.
+def bfloat16_sizes(num_in: int, num_out: int, like: int) -> tuple[int, ...]:
+    """The numbers of rows, of powers of two up to 512, for which oneDNN sums each row as it does for `like`; found by
+    trying.
 
-    With AMX it takes another kernel, and another order of sums, from 33 rows on, and which one depends on their number
-    and the shape: 32 are sound there, at 0.8 to 1 times the rate of all at once. Without AMX all are alike.
+    With AMX it has several kernels, with orders of sums of their own, and takes one by the number of rows, the shape
+    and the number of threads: at 576 by 3072 one for up to 32 rows, another for 64 to 512. Without AMX all are alike
+    but a lone row, which is why 1 is no size.
+    """
+    x, weight = _cancelling(num_in, num_out)
+    packed = torch.ops.mkldnn._reorder_linear_weight(weight, None)
+    expected = torch.cat([_multiply_bfloat16(part, packed) for part in x.split(like)])
+    return tuple(size for size in _SIZES if torch.equal(_multiply_bfloat16(x[:size], packed), expected[:size]))
+
+
+def _cancelling(num_in: int, num_out: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows and weights whose products are 0 but for rounding, so that another order of sums shows in most of them; in
+    other products one in 30 000 tells.
     """
     generator = torch.Generator().manual_seed(0)
-    for num_in, num_out in _TRIED_SHAPES:
-        x = torch.randn(_MANY_ROWS, num_in, generator=generator).bfloat16()
-        weight = torch.randn(num_out, num_in, generator=generator).bfloat16()
-        packed = torch.ops.mkldnn._reorder_linear_weight(weight, None)
-        parts = [torch.ops.mkldnn._linear_pointwise(p, packed, None, "none", [], "") for p in x.split(_FEW_ROWS)]
-        for num_rows in (2 * _FEW_ROWS, _MANY_ROWS):
-            y = torch.ops.mkldnn._linear_pointwise(x[:num_rows], packed, None, "none", [], "")
-            if not torch.equal(y, torch.cat(parts)[:num_rows]):
-                return _FEW_ROWS
-    return _ALL_ROWS
+    half = torch.randn(_SIZES[-1], num_in // 2, generator=generator)
+    weights = torch.randn(64, num_in // 2, generator=generator).repeat(-(-num_out // 64), 1)[:num_out]
+    order = torch.randperm(num_in // 2 * 2, generator=generator)
+    x, weight = torch.cat([half, -half], 1)[:, order], torch.cat([weights, weights], 1)[:, order]
+    odd = num_in % 2
+    return F.pad(x, (0, odd)).bfloat16(), F.pad(weight, (0, odd)).bfloat16()
 
 
-def padded_rows(num_rows: int) -> int:
-    """The next of 2, 4, 8, 16, then multiples of 32 up to 512, of 64 beyond: 28 sizes up to 1024 rows.
-
-    Never 1: oneDNN sums a lone row in another order, so that its bits would depend on its company. From 2 on they did
-    not, in 288 random products of 8 shapes.
+def part_sizes(num_rows: int, sizes: Sequence[int]) -> list[int]:
+    """How `num_rows` are cut: into parts as large as can be, and a last one that may have room for more. Never into
+    none.
     """
-    if num_rows <= 32:
-        return 1 << max((num_rows - 1).bit_length(), 1)
-    multiple = 32 if num_rows <= 512 else 64
-    return -(-num_rows // multiple) * multiple
+    parts, rest = [], num_rows
+    for size in reversed(sizes):
+        if size >= _SMALL_PART or size == sizes[-1]:
+            parts += [size] * (rest // size)
+            rest %= size
+    return parts if parts and not rest else [*parts, next(size for size in sizes if size >= rest)]
 
 
 class Int8Linear:
@@ -222,8 +241,10 @@ FORMATS = {
     "float32": NumberFormat(Float32Linear, Float32Linear, Float32Linear, Float32Linear, "float32"),
     "float16": NumberFormat(Float16Linear, Float16Linear, Float16Linear, Float16Linear, "float32"),
     "bfloat16": NumberFormat(BFloat16Linear, BFloat16Linear, BFloat16Linear, BFloat16Linear, "bfloat16"),
-    "mixed16": NumberFormat(BFloat16Linear, Float16Linear, Float16Linear, Float16Linear, "bfloat16"),
-    "mixed4": NumberFormat(BFloat16Linear, pack_int4_if_exact, Float16Linear, Float16Linear, "bfloat16", folds=False),
+    "mixed16": NumberFormat(BFloat16PromptLinear, Float16Linear, Float16Linear, Float16Linear, "bfloat16"),
+    "mixed4": NumberFormat(
+        BFloat16PromptLinear, pack_int4_if_exact, Float16Linear, Float16Linear, "bfloat16", folds=False
+    ),
     "int4": NumberFormat(Float16Linear, pack_int4_if_exact, Float16Linear, Float16Linear, "float32", folds=False),
     "int8": NumberFormat(Float16Linear, Int8Linear, Int8Linear, Float16Linear, "float32", folds=False),
 }

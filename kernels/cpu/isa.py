@@ -49,6 +49,12 @@ def apply_isa(isa: CpuIsa) -> None:
         os.environ[ONEDNN_VARIABLE] = isa.onednn_cap
 
 
+def has_amx() -> bool:
+    """Whether oneDNN may use AMX in this process, as the CPU and its cap stand."""
+    cap = os.environ.get(ONEDNN_VARIABLE, "DEFAULT").upper()
+    return torch.cpu._is_amx_tile_supported() and (cap == "DEFAULT" or "AMX" in cap)
+
+
 def _machine_key() -> str:
     """Of the CPU, torch, and the cap that the operator has set: what is found under one says nothing of another."""
     info = Path("/proc/cpuinfo")

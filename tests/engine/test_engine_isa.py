@@ -75,3 +75,17 @@ def test_the_cap_is_applied_and_said(monkeypatch, caplog):
         apply_isa(CpuIsa(SAFE_CAP, 1.0))
     assert isa.os.environ[isa.ONEDNN_VARIABLE] == SAFE_CAP and "capping oneDNN" in caplog.text
     monkeypatch.delenv(isa.ONEDNN_VARIABLE)
+
+
+@pytest.mark.parametrize(
+    ("cap", "is_left"),
+    [(None, True), ("DEFAULT", True), ("avx512_core_amx", True), ("AVX512_CORE_FP16", False), ("AVX2", False)],
+)
+def test_amx_is_had_where_the_cap_leaves_it(monkeypatch, cap, is_left):
+    monkeypatch.setattr("torch.cpu._is_amx_tile_supported", lambda: True)
+    monkeypatch.delenv(isa.ONEDNN_VARIABLE, raising=False)
+    if cap is not None:
+        monkeypatch.setenv(isa.ONEDNN_VARIABLE, cap)
+    assert isa.has_amx() == is_left
+    monkeypatch.setattr("torch.cpu._is_amx_tile_supported", lambda: False)
+    assert not isa.has_amx()

@@ -7,14 +7,16 @@ from driving import needs_bfloat16
 from engine.linear import (
     FORMATS,
     BFloat16Linear,
+    BFloat16PromptLinear,
     Float16Linear,
     Float32Linear,
     Int4Linear,
     Int8Linear,
     PhasedLinear,
+    bfloat16_sizes,
     int4_grid,
     pack_int4_if_exact,
-    padded_rows,
+    part_sizes,
 )
 from kernels.cpu.isa import apply_isa, probe_isa
 
@@ -53,9 +55,17 @@ def test_near_the_exact_product(kind, has_bias, num_rows):
     assert relative_error(y, exact) < TOLERANCES[kind]
 
 
-@pytest.mark.parametrize("kind", [Float16Linear, pytest.param(BFloat16Linear, marks=needs_bfloat16)])
-def test_a_row_is_the_same_to_the_bit_in_any_company(kind):
-    linear = kind(matrix(192, WIDTH, 2), None)
+@pytest.mark.parametrize("num_out", [192, 3072])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        Float16Linear,
+        pytest.param(BFloat16Linear, marks=needs_bfloat16),
+        pytest.param(BFloat16PromptLinear, marks=needs_bfloat16),
+    ],
+)
+def test_a_row_is_the_same_to_the_bit_in_any_company(kind, num_out):
+    linear = kind(matrix(num_out, WIDTH, 2), None)
     assert_rows_keep_their_bits(linear)
 
 
@@ -70,18 +80,20 @@ def test_so_is_a_row_of_float16_among_few():
 
 
 @needs_bfloat16
-def test_so_is_a_row_of_bfloat16_in_a_large_product():
-    """oneDNN sums 33 rows and more in other orders where it has AMX, and in yet others where the product is large."""
-    linear, x = BFloat16Linear(matrix(2048, 4096, 3), None), matrix(400, 4096, 4)
+@pytest.mark.parametrize("kind", [BFloat16Linear, BFloat16PromptLinear])
+def test_so_is_a_row_of_bfloat16_in_a_large_product(kind):
+    """oneDNN sums many rows in other orders than few where it has AMX, and in yet others where the product is large."""
+    linear, x = kind(matrix(2048, 4096, 3), None), matrix(400, 4096, 4)
     everything = linear(x)
     for first, last in [(0, 20), (7, 55), (10, 138), (0, 257), (100, 400)]:
         assert torch.equal(linear(x[first:last]), everything[first:last])
 
 
 @needs_bfloat16
-def test_so_is_a_lone_row_of_bfloat16():
+@pytest.mark.parametrize("kind", [BFloat16Linear, BFloat16PromptLinear])
+def test_so_is_a_lone_row_of_bfloat16(kind):
     """oneDNN sums it otherwise, which shows in one of two products of this size."""
-    linear, x = BFloat16Linear(matrix(2048, 2048, 3), None), matrix(64, 2048, 4)
+    linear, x = kind(matrix(2048, 2048, 3), None), matrix(64, 2048, 4)
     everything = linear(x)
     assert all(torch.equal(linear(x[row : row + 1]), everything[row : row + 1]) for row in range(16))
 
@@ -93,11 +105,22 @@ def assert_rows_keep_their_bits(linear, spans=()):
         assert torch.equal(linear(x[first:last]), everything[first:last])
 
 
-def test_rows_are_padded_to_few_sizes():
-    sizes = {padded_rows(num_rows) for num_rows in range(1, 1025)}
-    assert len(sizes) <= 32, "oneDNN keeps about 1 MB of compiled code for each size"
-    assert padded_rows(1) == 2
-    assert all(num_rows <= padded_rows(num_rows) < 2 * num_rows for num_rows in range(2, 5000))
+@pytest.mark.parametrize("sizes", [(2, 4, 8, 16, 32, 64, 128, 256, 512), (64, 128, 256, 512), (2, 4, 8), (512,)])
+def test_parts_hold_all_rows_and_little_else(sizes):
+    assert part_sizes(0, sizes) == [sizes[0]]
+    for num_rows in range(1, 1500):
+        parts = part_sizes(num_rows, sizes)
+        assert set(parts) <= set(sizes)
+        assert 0 <= sum(parts) - num_rows < max(sizes[0], min(parts[-1], 32))
+
+
+@needs_bfloat16
+@pytest.mark.parametrize("like", [32, 128])
+@pytest.mark.parametrize(("num_in", "num_out"), [(576, 3072), (1536, 576), (2048, 2048)])
+def test_sizes_of_parts_have_the_one_asked_for_and_never_a_lone_row(num_in, num_out, like):
+    sizes = bfloat16_sizes(num_in, num_out, like)
+    assert like in sizes
+    assert 1 not in sizes
 
 
 def test_an_int8_row_of_zeros_stays_zero():
