@@ -12,7 +12,6 @@ from engine.cuda.memory import HostMemory, allocate
 from engine.cuda.pages import DevicePages
 from kernels import catalog
 from kernels.caps import Caps, detect
-from kv_transfer.node import TransferNode
 
 DEVICE = torch.device(os.environ.get("KV_TEST_DEVICE", "cpu"))
 DECODE_DEVICE = torch.device(os.environ.get("KV_TEST_DECODE_DEVICE", str(DEVICE)))
@@ -38,20 +37,7 @@ def host_view(pool: DevicePages) -> np.ndarray:
     return whole[:, : pool.num_blocks].cpu().numpy()
 
 
-class PoolOwner:
-    """A node and its pool: of the device, or if there is none, `_pages`."""
-
-    node: TransferNode
-    device: DevicePages | None
-    _pages: np.ndarray
-
-    def close(self) -> None:
-        """pytest holds a test's objects until the next one has begun: the descriptor is given back now."""
-        self.node.close()
-        if self.device is not None and isinstance(self.device.memory, HostMemory):
-            self.device.memory.close()
-            self.device.close()
-
-    @property
-    def pool(self) -> np.ndarray:
-        return host_view(self.device) if self.device is not None else self._pages
+def close_pool(pool: DevicePages) -> None:
+    if isinstance(pool.memory, HostMemory):
+        pool.memory.close()
+        pool.close()

@@ -16,7 +16,7 @@ from contracts.request import WorkerRef
 from kv_transfer.events import Message, TransferEvent
 from kv_transfer.node import TransferNode
 from kv_transfer.settings import TransferSettings
-from tests.kv_transfer.kv_device import PoolOwner, device_pool
+from tests.kv_transfer.kv_pool import PoolOwner
 
 SECRET = b"a secret of tests"
 LAYOUT = KVLayout(model="tiny", num_layers=3, num_kv_heads=2, head_dim=8, block_size=4, dtype="float32")
@@ -35,8 +35,7 @@ class Peer(PoolOwner):
         self.incarnation = Incarnation(secrets.token_hex(4))
         shape = (layout.num_planes, num_blocks, layout.page_nbytes)
         pages = np.random.default_rng(len(name)).integers(0, 256, shape, dtype=np.uint8)
-        self.device = device_pool(name, pages, layout) if settings.get("transport") == "nvlink" else None
-        self._pages = pages
+        super().__init__(name, pages, layout, settings.get("transport"))
         self.woken = threading.Event()
         self.seen: list[TransferEvent] = []
         options = {"secret": SECRET, "transport": "tcp", "ahead": True, **settings}

@@ -18,7 +18,7 @@ from contracts.request import WorkerRef
 from kv_transfer.events import ChunkLanded, Message
 from kv_transfer.node import TransferNode
 from kv_transfer.settings import TransferSettings
-from tests.kv_transfer.kv_device import PoolOwner, device_pool
+from tests.kv_transfer.kv_pool import PoolOwner
 
 LAYOUT = KVLayout(model="big", num_layers=8, num_kv_heads=4, head_dim=64, block_size=16, dtype="float32")
 NUM_BLOCKS, NUM_GUARDED, SECRET = 64, 32, b"a secret of tests"
@@ -35,8 +35,7 @@ def make_pool() -> np.ndarray:
 class Worker(PoolOwner):
     def __init__(self, name: str, transport: str) -> None:
         pages, self.woken = make_pool(), threading.Event()
-        self.device = device_pool(name, pages, LAYOUT) if transport == "nvlink" else None
-        self._pages = pages
+        super().__init__(name, pages, LAYOUT, transport)
         self.incarnation = Incarnation(f"{name}-1")
         settings = TransferSettings(secret=SECRET, transport=transport, slot_nbytes=1 << 18, ahead=True)
         self.node = TransferNode(

@@ -1,0 +1,34 @@
+"""The pages that a transfer test moves: a host's, or a device's for nvlink. Only the latter load torch, which takes a
+new process seconds.
+"""
+
+import numpy as np
+
+from contracts.layout import KVLayout
+from kv_transfer.node import TransferNode
+
+
+class PoolOwner:
+    """A node and the pages `[num_planes, num_blocks, page_nbytes]` that it moves; `device` holds them if there is
+    one.
+    """
+
+    node: TransferNode
+
+    def __init__(self, name: str, pages: np.ndarray, layout: KVLayout, transport: object) -> None:
+        self._pages, self.device = pages, None
+        if transport == "nvlink":
+            from tests.kv_transfer import kv_device
+
+            self._kv_device = kv_device
+            self.device = kv_device.device_pool(name, pages, layout)
+
+    def close(self) -> None:
+        """pytest holds a test's objects until the next one has begun: the descriptor is given back now."""
+        self.node.close()
+        if self.device is not None:
+            self._kv_device.close_pool(self.device)
+
+    @property
+    def pool(self) -> np.ndarray:
+        return self._kv_device.host_view(self.device) if self.device is not None else self._pages
