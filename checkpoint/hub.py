@@ -8,12 +8,13 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntry
 from contracts.errors import ConfigError
 
 _FILES = ["*.json", "*.jinja", "*.safetensors"]
+_ELSEWHERE = ["*/*"]  # folders hold the same weights in other layouts
 
 
 def download(model: str) -> Path:
     """The folder of a model id such as "org/name", fetched unless it is in the local cache. Raises ConfigError."""
     try:
-        return Path(snapshot_download(model, allow_patterns=_FILES))
+        return Path(snapshot_download(model, allow_patterns=_FILES, ignore_patterns=_ELSEWHERE))
     except LocalEntryNotFoundError as error:
         raise ConfigError(
             f"cannot reach the Hugging Face hub, and '{model}' is not in its local cache; "

@@ -54,6 +54,8 @@ def model_config(config: dict[str, Any], source: str) -> ModelConfig:
         return _model_config(family, config, source)
     except KeyError as error:
         raise ConfigError(f"{source}/config.json lacks {error}") from error
+    except TypeError as error:
+        raise ConfigError(f"{source}/config.json has a value of the wrong kind: {error}") from error
 
 
 def _model_config(family: Family, config: dict[str, Any], source: str) -> ModelConfig:
@@ -71,9 +73,9 @@ def _model_config(family: Family, config: dict[str, Any], source: str) -> ModelC
         head_dim=config.get("head_dim") or config["hidden_size"] // heads,
         norm_eps=config["rms_norm_eps"],
         rope_theta=rope.get("rope_theta") or config.get("rope_theta") or 10000.0,
-        max_model_len=config["max_position_embeddings"],
+        max_model_len=_max_model_len(scaling, config["max_position_embeddings"]),
         tied_embeddings=config.get("tie_word_embeddings", False),
-        rope_scaling=_rope_scaling(scaling, source),
+        rope_scaling=_rope_scaling(scaling, config["max_position_embeddings"], source),
         qkv_bias=family.qkv_bias,
         qk_norm=family.qk_norm,
         experts=_experts(config, source, family.as_gpt_oss) if family.experts else None,
@@ -82,6 +84,13 @@ def _model_config(family: Family, config: dict[str, Any], source: str) -> ModelC
         window=config["sliding_window"] if family.as_gpt_oss else 0,
         windowed_layers=_windowed_layers(config, source) if family.as_gpt_oss else (),
     )
+
+
+def _max_model_len(scaling: dict[str, Any], stated: int) -> int:
+    """Models that YaRN may lengthen often state their length without it."""
+    if scaling.get("rope_type", scaling.get("type")) != "yarn":
+        return stated
+    return max(stated, int(scaling["factor"] * (scaling.get("original_max_position_embeddings") or stated)))
 
 
 def _windowed_layers(config: dict[str, Any], source: str) -> tuple[int, ...]:
@@ -123,17 +132,18 @@ def _refuse_other_gpt_oss(config: dict[str, Any], source: str) -> None:
         raise ConfigError(f"{source}: experts with {other} are not supported; supported is {_SWIGLU}")
     if not config.get("attention_bias", True) or not config.get("sliding_window"):
         raise ConfigError(f"{source}: gpt-oss without attention_bias or without a sliding_window is not supported")
-    method = (config.get("quantization_config") or {}).get("quant_method", "mxfp4")
+    quantization = config.get("quantization_config") or {}
+    method = quantization.get("quant_method", "mxfp4") if isinstance(quantization, dict) else quantization
     if method != "mxfp4":
         raise ConfigError(f"{source}: gpt-oss quantized by '{method}' is not supported; supported are mxfp4 and plain")
 
 
-def _rope_scaling(scaling: dict[str, Any], source: str) -> RopeScaling | YarnScaling | None:
+def _rope_scaling(scaling: dict[str, Any], stated: int, source: str) -> RopeScaling | YarnScaling | None:
     kind = scaling.get("rope_type", scaling.get("type", "default"))
     if kind == "default":
         return None
     if kind == "yarn":
-        return _yarn(scaling, source)
+        return _yarn(scaling, stated, source)
     if kind != "llama3":
         raise ConfigError(f"{source}: rope scaling '{kind}' is not supported; supported are default, llama3 and yarn")
     return RopeScaling(
@@ -144,14 +154,14 @@ def _rope_scaling(scaling: dict[str, Any], source: str) -> RopeScaling | YarnSca
     )
 
 
-def _yarn(scaling: dict[str, Any], source: str) -> YarnScaling:
+def _yarn(scaling: dict[str, Any], stated: int, source: str) -> YarnScaling:
     """Constants as in transformers, whose defaults are the paper's."""
     if scaling.get("mscale") or scaling.get("mscale_all_dim"):
         raise ConfigError(f"{source}: yarn with mscale is not supported")
     factor = float(scaling["factor"])
     return YarnScaling(
         factor,
-        scaling["original_max_position_embeddings"],
+        scaling.get("original_max_position_embeddings") or stated,
         scaling.get("beta_fast") or 32.0,
         scaling.get("beta_slow") or 1.0,
         scaling.get("attention_factor") or 0.1 * math.log(max(factor, 1.0)) + 1.0,

@@ -67,6 +67,8 @@ def read_quantization(config: dict[str, Any], exported: dict[str, Any], source: 
     found = config.get("quantization_config")
     if not found and not exported:
         return None
+    if found and not isinstance(found, dict):
+        raise ConfigError(f"{source}: quantization_config is {found!r}; a table is expected")
     fields = _Fields(found, source) if found else _Fields({"quant_method": "modelopt", **exported}, source, _EXPORTED)
     method = fields.one_of("quant_method", *_READERS)
     return _READERS[method](fields)
@@ -111,7 +113,10 @@ class _Fields:
 
     def names(self, *fields: str) -> tuple[str, ...]:
         """The entries of the first of these lists that is there."""
-        return tuple(next((value for field in fields if (value := self._table.get(field))), ()))
+        name, value = next(((name, value) for name in fields if (value := self._table.get(name))), ("", []))
+        if not isinstance(value, list):
+            self.refuse(name, value, "a list is expected")
+        return tuple(value)
 
     def __bool__(self) -> bool:
         return bool(self._table)
@@ -198,7 +203,8 @@ def _gptq(fields: _Fields) -> Quantization:
 def _awq(fields: _Fields) -> Quantization:
     fields.one_of("bits", 4, default=fields.get("w_bit"))
     fields.one_of("version", "gemm", "GEMM", default="gemm")
-    fields.one_of("backend", "autoawq", default="autoawq")
+    if (backend := fields.get("backend")) == "llm-awq":  # other backends name a kernel, not a layout
+        fields.refuse("backend", backend, "its layout is not supported")
     fields.one_of("zero_point", True, default=True)
     return Quantization("awq", Scheme.AWQ, fields.names("modules_to_not_convert"), group_size=_group_size(fields))
 

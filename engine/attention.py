@@ -269,6 +269,7 @@ def _tiles(
     q_NKRD = q_flat.index_select(0, plan.queries).view(num, kv_heads, -1, dim)
     k_NKTD, v_NKTD = pages.index_select(0, plan.pages).view(2, num, kv_heads, -1, dim)
     if q_flat.dtype is torch.bfloat16 and not plan.is_answer and sinks_KG is None and not has_amx():
+        assert not heads.window, "only the newest tile is masked"
         out = _multiply(q_NKRD, k_NKTD, v_NKTD, plan.mask_RT[:, -heads.tile :], heads.scale)
     else:
         out, lse = _flash(q_NKRD, k_NKTD, v_NKTD, 0.0, False, attn_mask=plan.mask_RT[None, None], scale=heads.scale)

@@ -72,7 +72,7 @@ class BFloat16Linear:
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         self._packed = torch.ops.mkldnn._reorder_linear_weight(weight.bfloat16(), None)
         self._bias = None if bias is None else bias.bfloat16()
-        self._sizes = bfloat16_sizes(weight.shape[1], weight.shape[0], self._LIKE)
+        self._sizes = bfloat16_sizes(weight.shape[1], weight.shape[0], self._LIKE, torch.get_num_threads())
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         sizes = part_sizes(len(x), self._sizes)
@@ -93,9 +93,9 @@ def _multiply_bfloat16(x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor
 
 
 @cache
-def bfloat16_sizes(num_in: int, num_out: int, like: int) -> tuple[int, ...]:
+def bfloat16_sizes(num_in: int, num_out: int, like: int, num_threads: int) -> tuple[int, ...]:
     """The numbers of rows, of powers of two up to 512, for which oneDNN sums each row as it does for `like`; found by
-    trying.
+    trying, with the number of threads that torch has now.
 
     With AMX it has several kernels, with orders of sums of their own, and takes one by the number of rows, the shape
     and the number of threads: at 576 by 3072 one for up to 32 rows, another for 64 to 512. Without AMX all are alike
@@ -113,11 +113,12 @@ def _cancelling(num_in: int, num_out: int) -> tuple[torch.Tensor, torch.Tensor]:
     """
     generator = torch.Generator().manual_seed(0)
     half = torch.randn(_SIZES[-1], num_in // 2, generator=generator)
-    weights = torch.randn(64, num_in // 2, generator=generator).repeat(-(-num_out // 64), 1)[:num_out]
+    weights = torch.randn(64, num_in // 2, generator=generator)
     order = torch.randperm(num_in // 2 * 2, generator=generator)
     x, weight = torch.cat([half, -half], 1)[:, order], torch.cat([weights, weights], 1)[:, order]
     odd = num_in % 2
-    return F.pad(x, (0, odd)).bfloat16(), F.pad(weight, (0, odd)).bfloat16()
+    few = F.pad(weight, (0, odd)).bfloat16()
+    return F.pad(x, (0, odd)).bfloat16(), few.repeat(-(-num_out // len(few)), 1)[:num_out]
 
 
 def part_sizes(num_rows: int, sizes: Sequence[int]) -> list[int]:

@@ -23,7 +23,10 @@ class GatedMlp:
         return self._down(self._activate(gate, up), num_answer_rows)
 
     def _activate(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-        return F.silu(gate).mul_(up)
+        if gate.dtype is not torch.float32:
+            return F.silu(gate).mul_(up)
+        # Not F.silu, whose last few elements of a thread's share take another exponential than the others.
+        return torch.exp(-gate).add_(1).reciprocal_().mul_(gate).mul_(up)
 
 
 class ClampedMlp(GatedMlp):

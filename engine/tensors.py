@@ -136,7 +136,7 @@ class ModelTensors:
         gate_up_biases, down_biases = self.expert_biases(prefix)
         assert gate_up_biases is not None and down_biases is not None
         if self._experts.is_mxfp4:
-            gate_ups, downs = ([part.dense(at) for at in range(count)] for part in self.mxfp4_experts(prefix))
+            gate_ups, downs = (map(part.dense, range(count)) for part in self.mxfp4_experts(prefix))
         else:
             stem = prefix + "mlp.experts."
             gate_ups = gate_up_halves(self._tensor(stem + "gate_up_proj", count, hidden, 2 * inner).transpose(1, 2))

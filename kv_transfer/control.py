@@ -109,7 +109,7 @@ class ControlConnection:
     def _dispatch(self, data: bytes, on_message: Callable[[HandoffMessage], None]) -> None:
         try:
             for payload in self._reader.feed(data):
-                if payload:
+                if payload and self._error is None:  # of a link that has failed nothing more is heard
                     on_message(HANDOFF.decode(payload))
         except (ValueError, msgspec.DecodeError) as error:
             self.stop(f"the peer does not keep to the protocol: {error}")

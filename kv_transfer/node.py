@@ -5,6 +5,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -65,6 +66,7 @@ class TransferNode:
         self._lock = threading.Lock()
         self._links: dict[tuple[WorkerId, bool], Link] = {}
         self._fencing: list[Link] = []
+        self._unfenced: set[tuple[WorkerId, Incarnation]] = set()
         self._closing, self._launched_s = False, -math.inf
         identity = Identity(me, incarnation, settings.secret)
         self._parts = LinkParts(
@@ -297,18 +299,22 @@ class TransferNode:
             self._links[link.peer_id, False] = link
 
     def _on_lost(self, link: Link, event: PeerLost) -> None:
-        """PeerLost speaks for both directions, so it waits until the other one is fenced too."""
+        """PeerLost speaks for both directions, so it waits until the other one is fenced too, and says so only if both
+        are.
+        """
         with self._lock:
+            if not event.fenced:
+                self._unfenced.add((event.peer_id, event.incarnation))
             if self._links.get((link.peer_id, link.outgoing)) is link:
                 del self._links[link.peer_id, link.outgoing]
             if link in self._fencing:
                 self._fencing.remove(link)
             others = [other for other in [*self._links.values(), *self._fencing] if _same_peer(other, link)]
-            closing = self._closing
+            closing, is_fenced = self._closing, (event.peer_id, event.incarnation) not in self._unfenced
         for other in others:
             other.fail(event.error, event.code)
         if not others and not closing:
-            self._emit(event)
+            self._emit(replace(event, fenced=is_fenced))
 
     def _is_busy(self) -> bool:
         return time.monotonic() - self._launched_s < BUSY_S

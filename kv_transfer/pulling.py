@@ -264,11 +264,9 @@ class Puller(_Unthreaded):
         header, key = pull.header, (pull.request_id, pull.epoch)
         if not self._landings.enter(key):
             return
-        try:
-            reason = self._copy(pull, into)
-        finally:
-            is_drained = self._landings.leave(key)
-        if is_drained:
+        # Not left if the device fails, which ends the link: what was launched before may still write there.
+        reason = self._copy(pull, into)
+        if self._landings.leave(key):
             self._on_drained(key)
         elif self._landings.find(key) is None:
             return

@@ -7,9 +7,9 @@ was given the copies before, waits for it. A chunk's checksums are launched behi
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as SequenceOf
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 
 import msgspec
@@ -155,7 +155,7 @@ class RemotePages:
         self._mapping = attach(sharing.memory, ours.device)
         self._mark = self._open_mark(mark) if mark else None
         self._waiting: list[WaitingPull] = []
-        self._last_mark = 0
+        self._last_mark = self._hurried_to = 0
         self._ready = [ours.checksums_of(BUCKETS[-1], is_mapped=True) for _ in range(_NUM_READY if self._mark else 0)]
         where = "on one GPU" if sharing.device == _name(ours.device) else "between two GPUs"
         self.detail = f"pulled {where}, {self._probe() / 1e9:.0f} GB/s"
@@ -179,19 +179,21 @@ class RemotePages:
     def pull_later(
         self, pages: SequenceOf[int], into: SequenceOf[int], checks: bool, early_planes: int, mark: int
     ) -> "Later | None":
-        """Launch what waits for the peer's mark. None if there is no mark to wait for. Raises TransferError."""
-        if self._mark is None:
+        """Launch what waits for the peer's mark. None if there is no mark to wait for, or if the mark says no more that
+        the peer has computed it. Raises TransferError.
+        """
+        if self._mark is None or 0 < mark <= self._hurried_to:
             return None
         if self._ours.lanes is None:
             return LazyPull(self, pages, into, checks)
-        lane = self._ours.lanes.of(self)
-        if lane is None:
-            return None
-        try:
-            return self._launch_later(lane, pages, into, checks, early_planes, mark)
-        except TransferError:
-            self._mark.raise_to(mark)
-            raise
+        with self._ours.lanes.lent(self) as lane:
+            if lane is None:
+                return None
+            try:
+                return self._launch_later(lane, pages, into, checks, early_planes, mark)
+            except TransferError:
+                self._raise_to(mark)
+                raise
 
     def _launch_later(
         self,
@@ -243,8 +245,13 @@ class RemotePages:
         """Nothing waits for a mark any more: what did is void, and done soon."""
         for pull in self._waiting:
             pull.is_void = pull.is_void or not pull.is_done
+        self._raise_to(self._last_mark)
+
+    def _raise_to(self, mark: int) -> None:
+        """In the peer's place: up to here the mark tells nothing of what is computed."""
+        self._hurried_to = max(self._hurried_to, mark)
         if self._mark is not None:
-            self._mark.raise_to(self._last_mark)
+            self._mark.raise_to(mark)
 
     @property
     def is_waiting(self) -> bool:
@@ -300,17 +307,23 @@ class Lanes:
         self._taken: dict[RemotePages, torch.cuda.Stream] = {}
         self._lock = threading.Lock()
 
-    def of(self, remote: RemotePages) -> torch.cuda.Stream | None:
-        """None if all have others that wait."""
+    @contextmanager
+    def lent(self, remote: RemotePages) -> Iterator[torch.cuda.Stream | None]:
+        """None if all have others that wait. Whoever launches does so within: a lane on which something is being
+        launched looks idle to others.
+        """
         with self._lock:
-            if remote in self._taken:
-                return self._taken[remote]
-            for other in [other for other in self._taken if not other.is_waiting]:
-                self._free.append(self._taken.pop(other))
-            if not self._free:
-                return None
-            self._taken[remote] = self._free.pop()
+            yield self._of(remote)
+
+    def _of(self, remote: RemotePages) -> torch.cuda.Stream | None:
+        if remote in self._taken:
             return self._taken[remote]
+        for other in [other for other in self._taken if not other.is_waiting]:
+            self._free.append(self._taken.pop(other))
+        if not self._free:
+            return None
+        self._taken[remote] = self._free.pop()
+        return self._taken[remote]
 
     def give_back(self, remote: RemotePages) -> bool:
         """False while something is on it."""

@@ -44,14 +44,14 @@ def probe_isa(cache_dir: Path) -> CpuIsa:
 
 def apply_isa(isa: CpuIsa) -> None:
     """Cap oneDNN in this process. Must come before its first matmul; the environment is the only way to tell oneDNN."""
-    if isa.onednn_cap and ONEDNN_VARIABLE not in os.environ:
+    if isa.onednn_cap and isa.onednn_cap != os.environ.get(ONEDNN_VARIABLE):
         _log.warning("bfloat16 matmuls crash on this machine's AMX: capping oneDNN at %s", isa.onednn_cap)
         os.environ[ONEDNN_VARIABLE] = isa.onednn_cap
 
 
 def has_amx() -> bool:
     """Whether oneDNN may use AMX in this process, as the CPU and its cap stand."""
-    cap = os.environ.get(ONEDNN_VARIABLE, "DEFAULT").upper()
+    cap = (os.environ.get(ONEDNN_VARIABLE) or "DEFAULT").upper()
     return torch.cpu._is_amx_tile_supported() and (cap == "DEFAULT" or "AMX" in cap)
 
 

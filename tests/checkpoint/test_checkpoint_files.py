@@ -153,6 +153,7 @@ def test_a_shard_that_is_not_there_is_named(folder):
         ({"rope_scaling": {"rope_type": "longrope"}}, "rope scaling 'longrope' is not supported"),
         ({"rope_scaling": {"rope_type": "yarn"}}, "lacks 'factor'"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 4, "mscale": 1.0}}, "yarn with mscale is not supported"),
+        ({"num_hidden_layers": 3, "hidden_size": None}, "a value of the wrong kind"),
         ({"hidden_act": "gelu"}, "only SiLU"),
         ({"attention_bias": True}, "without mlp_bias and attention_bias"),
     ],
@@ -167,9 +168,23 @@ def test_a_quantization_that_is_not_supported_is_refused(folder):
     refused(
         folder, r"quantization_config.quant_method is None; supported: compressed-tensors, fp8, modelopt, gptq, awq"
     )
+    (folder / "config.json").write_text(json.dumps({**CONFIG, "quantization_config": "fp8"}))
+    refused(folder, "quantization_config is 'fp8'; a table is expected")
     (folder / "config.json").write_text(json.dumps(CONFIG))
     (folder / "hf_quant_config.json").write_text(json.dumps({"quantization": {"quant_algo": "W4A8_AWQ"}}))
     refused(folder, r"hf_quant_config.json.quantization.quant_algo is 'W4A8_AWQ'; supported: FP8, .*use another")
+
+
+@pytest.mark.parametrize(
+    ("stated", "changes", "length"),
+    [(64, {}, 256), (64, {"original_max_position_embeddings": 32}, 128), (512, {}, 2048), (512, {"factor": 0.5}, 512)],
+)
+def test_yarn_lengthens_the_context(stated, changes, length):
+    scaling = {"rope_type": "yarn", "factor": 4.0, **changes}
+    assert (
+        model_config({**CONFIG, "max_position_embeddings": stated, "rope_scaling": scaling}, "x").max_model_len
+        == length
+    )
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,8 @@ writes.
 # pyright: reportArgumentType=false, reportOptionalMemberAccess=false
 # Plain strings stand for request ids.
 
+import threading
+
 import numpy as np
 import pytest
 from device_engines import device_engine
@@ -14,6 +16,7 @@ from tiny_models import VOCAB, save_tiny
 from contracts.errors import OutOfBlocks, TransferError
 from engine.cuda.load import _whole
 from engine.cuda.memory import attach
+from engine.cuda.pages import Lanes
 from engine.engine import Engine
 from engine.messages import ChunkComing, Watcher
 
@@ -118,6 +121,58 @@ def test_a_rehearsal_touches_what_belongs_to_nobody(folder):
     remote.rehearse()
     assert np.array_equal(target.checksums(blocks).wait(), before)
     remote.close()
+
+
+def test_a_mark_that_was_set_in_the_peers_place_is_not_waited_for(folder):
+    """It tells nothing of what the peer has computed: what comes under it later is pulled when it is told of."""
+    source, target = (device_engine(folder).transfer_pool for _ in range(2))
+    mark = source.mark()
+    remote = target.attach(source.share(), mark.shared)
+    assert remote.pull_later([1], [2], True, 1, 4) is not None
+    remote._last_mark = 4
+    remote.hurry()
+    assert remote.pull_later([1], [2], True, 1, 4) is None
+    assert remote.pull_later([1], [2], True, 1, 6) is not None
+    remote.close()
+    source.close()
+
+
+class Stream:
+    """Of no device."""
+
+    def __init__(self, *args, **options) -> None:
+        self.is_idle = True
+
+    def query(self) -> bool:
+        return self.is_idle
+
+
+class Remote:
+    is_waiting = False
+
+
+def test_no_lane_is_taken_from_one_who_launches_or_waits(monkeypatch):
+    monkeypatch.setattr("engine.cuda.pages._NUM_LANES", 1)
+    monkeypatch.setattr("torch.cuda.Stream", Stream)
+    lanes, one, two = Lanes(None), Remote(), Remote()
+    taken: list[Stream | None] = []
+
+    def take() -> None:
+        with lanes.lent(two) as lane:
+            taken.append(lane)
+
+    other = threading.Thread(target=take)
+    with lanes.lent(one) as lane:
+        other.start()
+        other.join(0.2)
+        assert taken == [], "looked at while something is launched that does not wait yet"
+        lane.is_idle, one.is_waiting = False, True  # type: ignore[union-attr]
+    other.join()
+    assert taken == [None]
+    assert not lanes.give_back(one)
+    lane.is_idle, one.is_waiting = True, False  # type: ignore[union-attr]
+    take()
+    assert taken == [None, lane]
 
 
 @pytest.mark.parametrize(

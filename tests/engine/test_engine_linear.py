@@ -13,7 +13,6 @@ from engine.linear import (
     Int4Linear,
     Int8Linear,
     PhasedLinear,
-    bfloat16_sizes,
     int4_grid,
     pack_int4_if_exact,
     part_sizes,
@@ -112,15 +111,6 @@ def test_parts_hold_all_rows_and_little_else(sizes):
         parts = part_sizes(num_rows, sizes)
         assert set(parts) <= set(sizes)
         assert 0 <= sum(parts) - num_rows < max(sizes[0], min(parts[-1], 32))
-
-
-@needs_bfloat16
-@pytest.mark.parametrize("like", [32, 128])
-@pytest.mark.parametrize(("num_in", "num_out"), [(576, 3072), (1536, 576), (2048, 2048)])
-def test_sizes_of_parts_have_the_one_asked_for_and_never_a_lone_row(num_in, num_out, like):
-    sizes = bfloat16_sizes(num_in, num_out, like)
-    assert like in sizes
-    assert 1 not in sizes
 
 
 def test_an_int8_row_of_zeros_stays_zero():

@@ -268,6 +268,8 @@ WEIGHTS_ONLY = compressed("channel", None)
         (gptq_config(group_size=0), "group_size is 0; a number of columns"),
         ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "version is 'gemv'; supported: gemm"),
         ({"quant_method": "awq", "bits": 4, "zero_point": False}, "zero_point is False; supported: True"),
+        ({"quant_method": "awq", "bits": 4, "backend": "llm-awq"}, "backend is 'llm-awq'; its layout is not supported"),
+        ({"quant_method": "awq", "bits": 4, "modules_to_not_convert": "lm_head"}, "convert is 'lm_head'; a list"),
     ],
 )  # fmt: skip
 def test_what_would_be_computed_wrongly_is_refused_by_the_name_of_its_field(config, words):

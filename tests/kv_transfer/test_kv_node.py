@@ -4,6 +4,7 @@ import random
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from contracts.handoff import Abort, AbortAck, Commit, Fin, Grant, Offer, Refuse
 from contracts.ids import Epoch, RequestId
 from contracts.request import WorkerRef
 from kv_transfer.events import ChunkBad, ChunkLanded, Drained, PeerLost
+from kv_transfer.link import Link
 from kv_transfer.transports.base import Slot
 from kv_transfer.transports.loopback import LoopbackTransport
 from tests.kv_transfer.kv_pair import Peer, fin, offer_and_grant, pages_equal, send
@@ -106,6 +108,24 @@ def test_both_ways_between_two_nodes(pair: tuple[Peer, Peer]) -> None:
     two.node.close()
     assert one.wait(PeerLost).fenced
     assert not any(isinstance(event, PeerLost) for event in one.node.poll())
+
+
+def test_a_loss_is_fenced_only_if_both_ways_are(pair: tuple[Peer, Peer]) -> None:
+    """Whichever of them ends last."""
+    one, two = pair
+    offer_and_grant(one, two, "a", 8, [10, 11])
+    offer_and_grant(two, one, "b", 8, [20, 21])
+    heard, on_lost = [], one.node._on_lost
+
+    def first_unfenced(link: Link, event: PeerLost) -> None:
+        heard.append(event)
+        on_lost(link, replace(event, fenced=len(heard) > 1))
+
+    for link in one.node._links.values():
+        link.parts = replace(link.parts, on_lost=first_unfenced)
+    two.node.close()
+    assert not one.wait(PeerLost).fenced
+    assert len(heard) == 2
 
 
 def test_two_prefills_into_one_decode(make_peer: Make, transport: str) -> None:
