@@ -10,7 +10,7 @@ from tests.console.browser import Page, find_chromium, launched, opened_page
 
 @pytest.fixture(scope="session")
 def system() -> Iterator[System]:
-    with running(TANDEM_NUM_THREADS="1", TANDEM_MAX_BATCHED_TOKENS="128") as system:
+    with running(TANDEM_NUM_THREADS="1", TANDEM_KV_CACHE_MIB="512", TANDEM_MAX_BATCHED_TOKENS="128") as system:
         yield system
 
 

@@ -102,7 +102,9 @@ async def test_the_account_is_what_the_services_measured(console: Page, system: 
 
 
 async def test_two_handoffs_in_flight_are_seen_and_nothing_moves_for_who_wants_no_motion(page: Page):
-    with running("--prefill", "2", TANDEM_NUM_THREADS="1", TANDEM_MAX_BATCHED_TOKENS="64") as system:
+    with running(
+        "--prefill", "2", TANDEM_NUM_THREADS="1", TANDEM_KV_CACHE_MIB="512", TANDEM_MAX_BATCHED_TOKENS="64"
+    ) as system:
         await look_at(page, system, num_workers=3)
         async with two_handoffs(system.url, "Rome"):
             seen = await page.until(TWO_IN_FLIGHT)

@@ -58,7 +58,7 @@ class Desk:
 def desk() -> Iterator[Desk]:
     with (
         tempfile.TemporaryDirectory(prefix="tandem-docs-") as home,
-        running(XDG_STATE_HOME=home, TANDEM_NUM_THREADS="1") as system,
+        running(XDG_STATE_HOME=home, TANDEM_NUM_THREADS="1", TANDEM_KV_CACHE_MIB="512") as system,
     ):
         yield Desk(system, Path(home))
 

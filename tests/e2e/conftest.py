@@ -10,5 +10,7 @@ from bench.system import System, running
 @pytest.fixture(scope="session")
 def system() -> Iterator[System]:
     """The default model on one prefill and one decode worker, in float32 so that tokens can be compared."""
-    with running("--dtype", "float32", TANDEM_NUM_THREADS="1", TANDEM_MAX_BATCHED_TOKENS="128") as system:
+    with running(
+        "--dtype", "float32", TANDEM_NUM_THREADS="1", TANDEM_KV_CACHE_MIB="512", TANDEM_MAX_BATCHED_TOKENS="128"
+    ) as system:
         yield system

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -38,7 +39,10 @@ class Checkout:
     def start(self) -> subprocess.Popen[str]:
         path = f"{self.folder / 'bin'}:{os.environ['PATH']}"
         command = [str(self.folder / ".ci" / "run")]
-        return subprocess.Popen(command, env=os.environ | {"PATH": path}, stdout=subprocess.PIPE, text=True)
+        # A script can't trap what was ignored when it began, as SIGINT is in a shell's background jobs.
+        heard = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+        environment = os.environ | {"PATH": path}
+        return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True, preexec_fn=heard)
 
     @property
     def calls(self) -> list[str]:

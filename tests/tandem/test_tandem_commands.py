@@ -28,7 +28,7 @@ FRANCE = "What is the capital of France?"
 
 @pytest.fixture(scope="module")
 def system() -> Iterator[System]:
-    with running(TANDEM_NUM_THREADS="1") as found:
+    with running(TANDEM_NUM_THREADS="1", TANDEM_KV_CACHE_MIB="512") as found:
         yield found
 
 
