@@ -61,7 +61,8 @@ def model_config(config: dict[str, Any], source: str) -> ModelConfig:
 def _model_config(family: Family, config: dict[str, Any], source: str) -> ModelConfig:
     heads = config["num_attention_heads"]
     rope = config.get("rope_parameters") or {}
-    scaling = config.get("rope_scaling") or rope
+    stated = config["max_position_embeddings"]
+    scaling = _rope_scaling(config.get("rope_scaling") or rope, stated, source)
     return ModelConfig(
         family=family.gguf_architecture,
         vocab_size=config["vocab_size"],
@@ -73,9 +74,9 @@ def _model_config(family: Family, config: dict[str, Any], source: str) -> ModelC
         head_dim=config.get("head_dim") or config["hidden_size"] // heads,
         norm_eps=config["rms_norm_eps"],
         rope_theta=rope.get("rope_theta") or config.get("rope_theta") or 10000.0,
-        max_model_len=_max_model_len(scaling, config["max_position_embeddings"]),
+        max_model_len=_max_model_len(scaling, stated),
         tied_embeddings=config.get("tie_word_embeddings", False),
-        rope_scaling=_rope_scaling(scaling, config["max_position_embeddings"], source),
+        rope_scaling=scaling,
         qkv_bias=family.qkv_bias,
         qk_norm=family.qk_norm,
         experts=_experts(config, source, family.as_gpt_oss) if family.experts else None,
@@ -86,11 +87,11 @@ def _model_config(family: Family, config: dict[str, Any], source: str) -> ModelC
     )
 
 
-def _max_model_len(scaling: dict[str, Any], stated: int) -> int:
+def _max_model_len(scaling: RopeScaling | YarnScaling | None, stated: int) -> int:
     """Models that YaRN may lengthen often state their length without it."""
-    if scaling.get("rope_type", scaling.get("type")) != "yarn":
+    if not isinstance(scaling, YarnScaling):
         return stated
-    return max(stated, int(scaling["factor"] * (scaling.get("original_max_position_embeddings") or stated)))
+    return max(stated, int(scaling.factor * scaling.original_max_position))
 
 
 def _windowed_layers(config: dict[str, Any], source: str) -> tuple[int, ...]:
