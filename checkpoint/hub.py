@@ -9,6 +9,10 @@ from contracts.errors import ConfigError
 
 _FILES = ["*.json", "*.jinja", "*.safetensors"]
 _ELSEWHERE = ["*/*"]  # folders hold the same weights in other layouts
+_LOST: type[Exception] = HfHubHTTPError.__bases__[0]
+"""HTTPError of httpx or of httpx2, whichever the hub's client asks with. hf_xet, which fetches most weights, raises
+RuntimeError when its connection is lost.
+"""
 
 
 def download(model: str) -> Path:
@@ -22,5 +26,10 @@ def download(model: str) -> Path:
         ) from error
     except HFValidationError as error:
         raise ConfigError(f"'{model}' is neither a path that exists nor a hub id: {error}") from error
-    except (HfHubHTTPError, OSError) as error:
+    except HfHubHTTPError as error:
         raise ConfigError(f"cannot download '{model}' from the Hugging Face hub: {error}") from error
+    except (_LOST, RuntimeError, OSError) as error:
+        raise ConfigError(
+            f"cannot download '{model}' from the Hugging Face hub: {type(error).__name__}: {error}; try again, "
+            f"what was fetched is kept; or give the path of a folder that holds the model"
+        ) from error

@@ -4,6 +4,7 @@ import json
 import math
 from pathlib import Path
 
+import httpx2  # what the hub's client asks with
 import numpy as np
 import pytest
 from gguf import GGUFWriter
@@ -289,6 +290,18 @@ def test_a_path_that_does_not_exist_is_no_download(model):
 def test_offline_says_what_to_do_about_a_hub_id(monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     refused("nobody/no-such-model", "not in its local cache; download it where there is a network")
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [httpx2.ReadError("it ended"), httpx2.ReadTimeout("it ended"), RuntimeError("it ended"), OSError(28, "it ended")],
+)
+def test_a_download_that_breaks_off_says_what_to_do(monkeypatch, fault):
+    def breaks_off(*_, **__):
+        raise fault
+
+    monkeypatch.setattr("checkpoint.hub.snapshot_download", breaks_off)
+    refused("org/name", f"'org/name' .*: {type(fault).__name__}: .*it ended; try again.*; or give the path of a folder")
 
 
 def test_weights_of_one_shape_are_told_apart(folder):
