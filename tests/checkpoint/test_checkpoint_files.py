@@ -8,6 +8,7 @@ import httpx2  # what the hub's client asks with
 import numpy as np
 import pytest
 from gguf import GGUFWriter
+from huggingface_hub.utils import filter_repo_objects
 from safetensors.numpy import save_file
 from tokenizers import Tokenizer, models
 
@@ -302,6 +303,20 @@ def test_a_download_that_breaks_off_says_what_to_do(monkeypatch, fault):
 
     monkeypatch.setattr("checkpoint.hub.snapshot_download", breaks_off)
     refused("org/name", f"'org/name' .*: {type(fault).__name__}: .*it ended; try again.*; or give the path of a folder")
+
+
+def test_of_a_hub_id_nothing_is_fetched_twice(monkeypatch, folder):
+    """Folders hold the same weights in other layouts."""
+    fetched = []
+
+    def listing(model, allow_patterns, ignore_patterns):
+        names = ["config.json", "a.safetensors", "chat.jinja", "README.md", "original/a.safetensors", "metal/m/c.json"]
+        fetched.extend(filter_repo_objects(names, allow_patterns=allow_patterns, ignore_patterns=ignore_patterns))
+        return folder
+
+    monkeypatch.setattr("checkpoint.hub.snapshot_download", listing)
+    open_checkpoint("org/name")
+    assert fetched == ["config.json", "a.safetensors", "chat.jinja"]
 
 
 def test_weights_of_one_shape_are_told_apart(folder):
