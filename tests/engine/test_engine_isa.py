@@ -77,9 +77,23 @@ def test_the_cap_is_applied_and_said(monkeypatch, caplog):
     monkeypatch.delenv(isa.ONEDNN_VARIABLE)
 
 
+def test_an_operators_cap_under_which_the_probe_crashed_is_replaced(tmp_path, monkeypatch):
+    monkeypatch.setenv(isa.ONEDNN_VARIABLE, "AVX512_CORE_AMX")
+    monkeypatch.setattr(subprocess, "run", child({"AVX512_CORE_AMX": -signal.SIGILL, SAFE_CAP: 0}))
+    apply_isa(probe_isa(tmp_path))
+    assert isa.os.environ[isa.ONEDNN_VARIABLE] == SAFE_CAP
+
+
 @pytest.mark.parametrize(
     ("cap", "is_left"),
-    [(None, True), ("DEFAULT", True), ("avx512_core_amx", True), ("AVX512_CORE_FP16", False), ("AVX2", False)],
+    [
+        (None, True),
+        ("", True),
+        ("DEFAULT", True),
+        ("avx512_core_amx", True),
+        ("AVX512_CORE_FP16", False),
+        ("AVX2", False),
+    ],
 )
 def test_amx_is_had_where_the_cap_leaves_it(monkeypatch, cap, is_left):
     monkeypatch.setattr("torch.cpu._is_amx_tile_supported", lambda: True)
