@@ -98,6 +98,25 @@ def test_good_messages_are_heard_before_the_bad_one_that_came_with_them() -> Non
     assert messages == good and f"a frame of {MAX_FRAME_NBYTES + 1} bytes" in why
 
 
+def test_of_a_link_that_has_failed_nothing_more_is_heard() -> None:
+    """Not even what came in the same read: acted on, it would tell of pages that are drained while some are written."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        theirs = socket.create_connection(server.getsockname())
+        ours, _ = server.accept()
+    control = ControlConnection(ours, heartbeat_s=5, silence_s=10, max_frame_nbytes=MAX_FRAME_NBYTES)
+    heard: list[object] = []
+
+    def fails(message: object) -> None:
+        heard.append(message)
+        control.stop("the device is gone")
+
+    aborts = [Abort(RequestId(name), Epoch(1), "cancelled", "a test says so") for name in "ab"]
+    with theirs:
+        theirs.sendall(b"".join(map(codec.frame, aborts)))
+        assert control.run(fails) == "the device is gone"
+    assert heard == aborts[:1]
+
+
 @pytest.mark.parametrize("liar", ["prefill", "decode"])
 @pytest.mark.parametrize(
     "noise", [_framed(b"\xc1\xff"), b"\xff" * 64, _framed(b"hello")], ids=["frame", "long", "text"]

@@ -7,6 +7,7 @@ import math
 import numpy as np
 import pytest
 
+from contracts.errors import TransferError
 from contracts.events import Token
 from contracts.handoff import ChunkHeader, Coming, Fin, Grant, Offer, Pull
 from contracts.ids import BlockId, Epoch, RequestId
@@ -124,6 +125,36 @@ def test_what_ends_while_it_is_fetched_is_drained_and_not_committed():
     assert decode.said == [False, KEY]
     decode.puller.put(pull(1))
     assert decode.puller.num_stale == 1
+
+
+def test_after_a_launch_that_failed_nothing_is_called_drained():
+    """What was launched before may still write to the pages; the link's end takes them back."""
+
+    def fails(*asked):
+        raise TransferError("the device is gone")
+
+    told, early = Decode(), Decode()
+    told.remote.pull = early.remote.pull_later = fails  # type: ignore[method-assign]
+    with pytest.raises(TransferError):
+        told.puller.put(pull(0))
+    with pytest.raises(TransferError):
+        early.puller.coming(coming(0, 4, [10]))
+    for decode in (told, early):
+        assert not decode.landings.end(KEY) and decode.puller.tend() == math.inf
+        assert decode.said == [] and decode.landings.knows(KEY)
+
+
+def test_an_attempt_that_ends_while_its_launch_fails_is_not_called_drained():
+    decode = Decode()
+
+    def fails(*asked):
+        assert not decode.landings.end(KEY)
+        raise TransferError("the device is gone")
+
+    decode.remote.pull = fails  # type: ignore[method-assign]
+    with pytest.raises(TransferError):
+        decode.puller.put(pull(0))
+    assert decode.said == [] and decode.landings.knows(KEY)
 
 
 def test_one_handoff_alone_keeps_the_thread_awake_for_a_while(monkeypatch: pytest.MonkeyPatch):
