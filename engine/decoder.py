@@ -35,6 +35,11 @@ class LayerWeights:
     sinks_KG: torch.Tensor | None = None
     has_window: bool = False
 
+    @property
+    def is_uniform(self) -> bool:
+        """After attention: one format for the rows of prompts and of answers."""
+        return self.output.is_uniform and self.mlp.is_uniform
+
 
 @dataclass(frozen=True)
 class DecoderWeights:
@@ -101,7 +106,7 @@ class Decoder:
         """The rest of a layer after attention. Where formats differ, so does rounding between them: each phase by
         itself.
         """
-        if 0 < num_answer_rows < len(x) and not layer.output.is_uniform:
+        if 0 < num_answer_rows < len(x) and not layer.is_uniform:
             answer = self._mlp(layer, x[:num_answer_rows], mixed[:num_answer_rows], num_answer_rows)
             return torch.cat([answer, self._mlp(layer, x[num_answer_rows:], mixed[num_answer_rows:], 0)])
         x = x + layer.output(mixed, num_answer_rows)

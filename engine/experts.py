@@ -18,6 +18,7 @@ from engine.mlp import Mlp
 class Mixture:
     def __init__(self, config: Experts, router: Linear, experts: Sequence[Mlp]) -> None:
         self._config, self._router, self._experts = config, router, experts
+        self.is_uniform = all(expert.is_uniform for expert in experts)
 
     def __call__(self, x: torch.Tensor, num_answer_rows: int) -> torch.Tensor:
         if not len(x):  # a chunk that ends no prompt goes no further than the last attention

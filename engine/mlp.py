@@ -9,6 +9,11 @@ from engine.linear import PhasedLinear
 
 
 class Mlp(Protocol):
+    @property
+    def is_uniform(self) -> bool:
+        """One format for the rows of prompts and of answers."""
+        ...
+
     def __call__(self, x: torch.Tensor, num_answer_rows: int) -> torch.Tensor:
         """`[M, H]` -> `[M, H]`. Where formats differ, either all rows or none belong to answers: `num_answer_rows`."""
         ...
@@ -17,6 +22,7 @@ class Mlp(Protocol):
 class GatedMlp:
     def __init__(self, gate_up: PhasedLinear, down: PhasedLinear) -> None:
         self._gate_up, self._down = gate_up, down
+        self.is_uniform = gate_up.is_uniform and down.is_uniform
 
     def __call__(self, x: torch.Tensor, num_answer_rows: int) -> torch.Tensor:
         gate, up = self._gate_up(x, num_answer_rows).chunk(2, dim=1)

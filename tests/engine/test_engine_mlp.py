@@ -7,8 +7,12 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from engine.linear import PhasedLinear
-from engine.mlp import ClampedMlp, GatedMlp
+from checkpoint.config import Experts
+from checkpoint.huggingface import model_config
+from engine.decoder import Decoder, DecoderWeights, LayerWeights
+from engine.experts import Mixture
+from engine.linear import FORMATS, PhasedLinear
+from engine.mlp import ClampedMlp, GatedMlp, Mlp
 
 NUM_ROWS, INNER = 23, 8192  # a thread's share ends within a vector
 
@@ -35,6 +39,56 @@ def test_a_row_keeps_its_bits_in_any_company(eight_threads, kind, dtype):
     x = (torch.randn(NUM_ROWS, 2 * INNER, generator=torch.Generator().manual_seed(0)) * 3).to(dtype)
     everything = mlp(x, 0)
     assert [row for row in range(NUM_ROWS) if not torch.equal(mlp(x[row : row + 1], 0)[0], everything[row])] == []
+
+
+def random(*shape: int) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(1))
+
+
+def on_int4_grid(rows: int, columns: int) -> torch.Tensor:
+    codes = (random(rows, columns // 32, 32) * 4 + 7).round().clamp(0, 15)
+    codes[..., 0], codes[..., 1] = 0, 15
+    return ((codes - 7) / 16).view(rows, columns)
+
+
+HIDDEN = 32
+TINY = model_config(
+    {
+        "architectures": ["LlamaForCausalLM"],
+        "vocab_size": 3,
+        "hidden_size": HIDDEN,
+        "intermediate_size": 64,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "rms_norm_eps": 1e-5,
+        "max_position_embeddings": 64,
+    },
+    "tiny",
+)
+
+
+def two_formats() -> Mlp:
+    pack = FORMATS["int4"].pack
+    return GatedMlp(pack(on_int4_grid(128, HIDDEN)), pack(on_int4_grid(HIDDEN, 64)))
+
+
+def one_format_beside_two() -> Mlp:
+    pack = FORMATS["int4"].pack
+    plain = GatedMlp(pack(random(128, HIDDEN)), pack(random(HIDDEN, 64)))
+    router = FORMATS["int4"].router(random(2, HIDDEN), None)
+    return Mixture(Experts(2, 2, 64, True), router, [plain, two_formats()])
+
+
+@pytest.mark.parametrize("mlp", [two_formats, one_format_beside_two])
+def test_rows_of_prompts_and_of_answers_keep_their_bits_beside_each_other(mlp):
+    """Where attention's last product has one format and what follows has two, as int4 finds them tensor by tensor."""
+    linear = FORMATS["int4"].pack(random(HIDDEN, HIDDEN))
+    layer = LayerWeights(None, linear, linear, None, mlp())
+    assert linear.is_uniform and not layer.mlp.is_uniform
+    decoder = Decoder(TINY, DecoderWeights(random(3, HIDDEN), (layer,), None, linear._answer), 64)
+    x, mixed = random(11, HIDDEN), random(11, HIDDEN).flip(0)
+    answers, prompts = decoder._mlp(layer, x[:4], mixed[:4], 4), decoder._mlp(layer, x[4:], mixed[4:], 0)
+    assert torch.equal(decoder._mlp(layer, x, mixed, 4), torch.cat([answers, prompts]))
 
 
 def test_far_out_a_gate_is_all_or_nothing():
