@@ -21,6 +21,7 @@ from gateway.admission import Admission
 from gateway.answer import Answer
 from gateway.asking import Ask, Limits, ask_chat, ask_completion
 from gateway.dispatch import Dispatch
+from gateway.heads import Heads
 from gateway.keys import Keys
 from gateway.metrics import Metrics
 from gateway.openapi import (
@@ -130,6 +131,7 @@ def make_app(front: Front) -> FastAPI:
 
 
 def _add_door(app: FastAPI, settings: GatewaySettings) -> None:
+    app.add_middleware(Heads)
     if keys := settings.api_key.get_secret_value():
         app.add_middleware(Keys, keys=keys)
     origins = [origin for origin in map(str.strip, settings.cors_origins.split(",")) if origin]
@@ -297,7 +299,8 @@ def _allowed(request: Request) -> str:
     """All methods of a path. Starlette names those of the first route with that path only."""
     path = request.url.path
     routes = [route for route in request.app.routes if isinstance(route, Route) and route.path_regex.match(path)]
-    return ", ".join(sorted({method for route in routes for method in route.methods or ()}))
+    methods = {method for route in routes for method in route.methods or ()}
+    return ", ".join(sorted(methods | {"HEAD"} if "GET" in methods else methods))
 
 
 async def _parsed(request: Request, front: Front, kind: type) -> Any:

@@ -60,7 +60,7 @@ def _add_file(app: FastAPI, path: str, content: bytes, kind: str) -> None:
     async def file() -> Response:
         return Response(content, media_type=kind, headers=HEADERS)
 
-    app.add_api_route(path, file, methods=["GET", "HEAD"], include_in_schema=False)
+    app.add_api_route(path, file, include_in_schema=False)
 
 
 class Accounts(logging.Handler):

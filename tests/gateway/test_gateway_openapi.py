@@ -69,9 +69,21 @@ async def test_errors_of_every_kind_have_the_one_shape(client, rig):
 
 
 async def test_a_wrong_method_is_told_all_that_are_right(client):
-    for path, methods in (("/ping", "GET, POST"), ("/v1/completions", "POST"), ("/v1/models/x", "GET")):
+    for path, methods in (("/ping", "GET, HEAD, POST"), ("/v1/completions", "POST"), ("/v1/models/x", "GET, HEAD")):
         reply = await client.request("OPTIONS", path)
         assert (reply.status_code, reply.headers["allow"]) == (405, methods)
+
+
+async def test_head_is_get_without_a_body_and_not_described(client):
+    for path in ("/health", "/ready", "/ping", "/v1/models", "/version", "/load", "/v1/models/x"):
+        got, head = await client.get(path), await client.head(path)
+        assert (head.status_code, head.content) == (got.status_code, b""), path
+        assert head.headers["content-length"] == got.headers["content-length"]
+    assert (await client.head("/v1/completions")).status_code == 405
+    described = (await client.get("/openapi.json")).json()["paths"]
+    assert {method for operations in described.values() for method in operations} == {"get", "post"}
+    names = [operation["operationId"] for operations in described.values() for operation in operations.values()]
+    assert len(names) == len({*names})
 
 
 async def test_the_described_bodies_name_each_field(client):
