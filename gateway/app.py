@@ -305,6 +305,7 @@ def _allowed(request: Request) -> str:
 
 async def _parsed(request: Request, front: Front, kind: type) -> Any:
     request.state.started_s = time.monotonic()
+    _require_plain(request.headers.get("content-encoding", "identity"))
     try:
         async with asyncio.timeout(BODY_TIMEOUT_S):
             asked = parse(await _read(request, front.settings.max_body_nbytes), kind)
@@ -313,6 +314,13 @@ async def _parsed(request: Request, front: Front, kind: type) -> Any:
         raise RequestError(f"the body did not arrive within {BODY_TIMEOUT_S:.0f} s") from error
     front.require_model(asked.model)
     return asked
+
+
+def _require_plain(encoding: str) -> None:
+    if encoding.strip().lower() not in ("", "identity"):
+        error = RequestError(f"the body has Content-Encoding '{encoding[:200]}'; send it as plain JSON")
+        error.code = "unsupported_encoding"
+        raise error
 
 
 async def _read(request: Request, limit_nbytes: int) -> bytes:

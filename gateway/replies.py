@@ -14,6 +14,7 @@ _STATUS = {
     "invalid_request": 400,
     "not_found": 404,
     "too_large": 413,
+    "unsupported_encoding": 415,
     "overloaded": 429,
     "unavailable": 503,
     "peer_lost": 503,
@@ -27,6 +28,7 @@ _TYPE = {
     401: "AuthenticationError",
     404: "NotFoundError",
     413: "BadRequestError",
+    415: "BadRequestError",
     429: "RateLimitError",
     503: "ServiceUnavailableError",
 }

@@ -1,5 +1,6 @@
 """What bad input gets: an error in OpenAI's shape that names the field; then the next good request is served."""
 
+import gzip
 import json
 from dataclasses import replace
 from typing import Any
@@ -210,6 +211,17 @@ async def test_a_body_over_the_limit_is_413(checkpoint):
         for path, body in [text(prompt="a" * 5000), chat(user="a" * 5000)]:
             assert "4096" in (await refusal(client, path, body, 413))["message"]
         assert (await client.post(TEXT, json={"prompt": "hi", "max_tokens": 2})).status_code == 200
+
+
+async def test_a_compressed_body_is_415_that_names_the_header(checkpoint):
+    async with gateway(checkpoint, pair()) as rig, httpx.AsyncClient(base_url=rig.url, timeout=10) as client:
+        for path, body in [text(), chat(), ("/tokenize", b'{"prompt": "a"}')]:
+            sent = {"content": gzip.compress(body), "headers": {"Content-Encoding": "gzip"}}
+            reply = await client.post(path, **sent)
+            error = reply.json()["error"]
+            assert (reply.status_code, error["code"], error["type"], error["param"]) == (415, 415, TYPES[400], None)
+            assert "Content-Encoding 'gzip'" in error["message"]
+            assert (await client.post(path, content=body, headers={"Content-Encoding": "identity"})).status_code == 200
 
 
 @pytest.mark.parametrize(
