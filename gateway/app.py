@@ -292,7 +292,12 @@ def _add_errors(app: FastAPI, front: Front) -> None:
     @app.exception_handler(HTTPException)
     async def http_error(request: Request, error: HTTPException) -> JSONResponse:
         headers = {"Allow": _allowed(request)} if error.status_code == 405 else error.headers
-        return JSONResponse(error_body(error.status_code, str(error.detail)), error.status_code, headers)
+        why = _no_path(request) if error.status_code == 404 else str(error.detail)
+        return JSONResponse(error_body(error.status_code, why), error.status_code, headers)
+
+
+def _no_path(request: Request) -> str:
+    return f"the path '{request.url.path[:200]}' does not exist; GET /openapi.json lists those that do"
 
 
 def _allowed(request: Request) -> str:
