@@ -7,6 +7,10 @@ import torch.nn.functional as F
 
 from engine.linear import PhasedLinear
 
+# No more than BFloat16PromptLinear multiplies at a time, so that gate and up, several times as wide as what goes in,
+# are not joined from parts before they are used: a prompt of 1024 tokens takes 4 % less with AMX.
+_PART_ROWS = 512
+
 
 class Mlp(Protocol):
     @property
@@ -25,6 +29,10 @@ class GatedMlp:
         self.is_uniform = gate_up.is_uniform and down.is_uniform
 
     def __call__(self, x: torch.Tensor, num_answer_rows: int) -> torch.Tensor:
+        parts = [self._part(rows, len(rows) if num_answer_rows else 0) for rows in x.split(_PART_ROWS)]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def _part(self, x: torch.Tensor, num_answer_rows: int) -> torch.Tensor:
         gate, up = self._gate_up(x, num_answer_rows).chunk(2, dim=1)
         return self._down(self._activate(gate, up), num_answer_rows)
 

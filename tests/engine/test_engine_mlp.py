@@ -12,7 +12,7 @@ from checkpoint.huggingface import model_config
 from engine.decoder import Decoder, DecoderWeights, LayerWeights
 from engine.experts import Mixture
 from engine.linear import FORMATS, PhasedLinear
-from engine.mlp import ClampedMlp, GatedMlp, Mlp
+from engine.mlp import _PART_ROWS, ClampedMlp, GatedMlp, Mlp
 
 NUM_ROWS, INNER = 23, 8192  # a thread's share ends within a vector
 
@@ -39,6 +39,16 @@ def test_a_row_keeps_its_bits_in_any_company(eight_threads, kind, dtype):
     x = (torch.randn(NUM_ROWS, 2 * INNER, generator=torch.Generator().manual_seed(0)) * 3).to(dtype)
     everything = mlp(x, 0)
     assert [row for row in range(NUM_ROWS) if not torch.equal(mlp(x[row : row + 1], 0)[0], everything[row])] == []
+
+
+def test_rows_beyond_a_part_are_computed_as_those_within_it():
+    pack = FORMATS["float32"].pack
+    mlp = GatedMlp(pack(random(96, HIDDEN)), pack(random(HIDDEN, 48)))
+    x = random(2 * _PART_ROWS + 3, HIDDEN)
+    whole = mlp(x, 0)
+    assert whole.shape == x.shape
+    torch.testing.assert_close(whole[-3:], mlp(x[-3:], 0))
+    torch.testing.assert_close(whole[_PART_ROWS : _PART_ROWS + 5], mlp(x[_PART_ROWS : _PART_ROWS + 5], 0))
 
 
 def random(*shape: int) -> torch.Tensor:
