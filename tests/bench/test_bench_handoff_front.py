@@ -19,7 +19,7 @@ def test_an_answer_is_in_order_whoever_is_heard_first():
     hear(answers, "decode", 1)
     hear(answers, "decode", 2)
     hear(answers, "prefill", 0)
-    assert answers.ids("r") == TOKENS
+    assert answers.ids("r") == dict(enumerate(TOKENS))
 
 
 def test_an_answer_has_no_end_before_all_its_tokens_are_heard():
@@ -30,3 +30,10 @@ def test_an_answer_has_no_end_before_all_its_tokens_are_heard():
         answers.wait(["r"], 0)
     hear(answers, "prefill", 0)
     answers.wait(["r"], 0)
+
+
+def test_tokens_stay_where_they_are_when_the_first_is_lacking():
+    answers = Answers()
+    hear(answers, "decode", 1)
+    hear(answers, "decode", 2)
+    assert answers.ids("r") == {1: TOKENS[1], 2: TOKENS[2]}
