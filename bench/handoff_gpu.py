@@ -60,8 +60,7 @@ def main() -> None:
     parser.add_argument("--transfer", default="auto")
     parser.add_argument("--ahead", action="store_true", help="decode's GPU waits for chunks before they are computed")
     parser.add_argument("--repeats", type=int, default=20)
-    parser.add_argument("--seconds", type=float, default=8.0, help="of load, for each length")
-    parser.add_argument("--kills", type=int, default=20, help="of each side")
+    parser.add_argument("--seconds", type=float, default=8.0, help="of load, for each length; of kills")
     parser.add_argument("--lanes", type=int, default=4, help="pairs at once for each side")
     parser.add_argument("--out", type=Path, default=None)
     args = parser.parse_args()
@@ -71,7 +70,7 @@ def main() -> None:
     if {"idle", "load"} & set(args.parts):
         rows += measure_pair(args)
     if "kill" in args.parts:
-        rows += [shown(row) for row in kills(_spec(args, ""), args.devices, args.kills, args.lanes)]
+        rows += [shown(row) for row in kills(_spec(args, ""), args.devices, args.seconds, args.lanes)]
     config = {"model": "Llama-8B shape, random weights", "layers": args.layers, "chunk": args.chunk}
     config |= {"dtype": args.dtype, "transfer": args.transfer, "ahead": args.ahead}
     config |= {"devices": args.devices, "card": caps.detect().name}

@@ -78,8 +78,8 @@ class Toll:
             setattr(self, name, getattr(self, name) + getattr(other, name))
 
 
-def kills(base: Spec, devices: Sequence[str], num_kills: int, num_lanes: int) -> list[Row]:
-    """`num_kills` of each side; `num_lanes` pairs at once for each."""
+def kills(base: Spec, devices: Sequence[str], seconds: float, num_lanes: int) -> list[Row]:
+    """As many as there is time for once all have started; `num_lanes` pairs at once for each side."""
     with tempfile.TemporaryDirectory() as name, ThreadPoolExecutor(len(SIDES) * num_lanes) as pool:
         folders = {victim: Path(name) / victim for victim in SIDES}
         lanes: list[Future[Toll]] = []
@@ -90,7 +90,7 @@ def kills(base: Spec, devices: Sequence[str], num_kills: int, num_lanes: int) ->
                 for side, device in zip(SIDES, devices, strict=True)
             }
             for lane in range(num_lanes):
-                lanes.append(pool.submit(kill_rounds, specs, victim, lane, num_kills // num_lanes))
+                lanes.append(pool.submit(kill_rounds, specs, victim, lane, seconds))
         tolls = {victim: Toll(victim) for victim in SIDES}
         for toll in (lane.result() for lane in lanes):
             tolls[toll.victim].add(toll)
@@ -129,7 +129,7 @@ def read_sums(folder: Path) -> dict[tuple[str, str], Sums]:
     return found
 
 
-def kill_rounds(specs: Mapping[str, Spec], victim: str, lane: int, num_rounds: int) -> Toll:
+def kill_rounds(specs: Mapping[str, Spec], victim: str, lane: int, seconds: float) -> Toll:
     """Each round: a pair of small models, prompts in flight, one side killed; then a new one in its place."""
     rng, answers = np.random.default_rng(lane), Answers()
     cores = {name: CoreHandle(name, spec, answers) for name, spec in specs.items()}
@@ -141,7 +141,8 @@ def kill_rounds(specs: Mapping[str, Spec], victim: str, lane: int, num_rounds: i
         lengths = (longest, longest, longest * 5 // 8 - 120, longest)
         rounds = Rounds(cores, answers, [prompt(rng, length) for length in lengths], Toll(victim))
         rounds.begin()
-        for _ in range(num_rounds):
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
             rounds.strike(spare, rng.uniform(0.002, rounds.span_s))
             spare = CoreHandle(victim, specs[victim], answers)
     finally:
