@@ -152,7 +152,7 @@ def kill_rounds(specs: Mapping[str, Spec], victim: str, lane: int, seconds: floa
 
 
 class Rounds:
-    """Of one pair. `span_s`: from the prompts to the last token that decode gives alone."""
+    """Of one pair. `span_s`: from the prompts until decode has given a token of each."""
 
     def __init__(
         self, cores: dict[str, CoreHandle], answers: Answers, prompts: Sequence[list[int]], toll: Toll
