@@ -74,6 +74,10 @@ class Answers:
         with self.changed:
             return [heard.at for _, heard in sorted(self.tokens[request_id].items())]
 
+    def is_heard_in_order(self, request_id: str) -> bool:
+        times = self.times(request_id)
+        return times == sorted(times)
+
     def _is_whole(self, request_id: str) -> bool:
         return request_id in self.ends and len(self.tokens[request_id]) >= self._lengths.get(request_id, 0)
 

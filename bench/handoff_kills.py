@@ -60,22 +60,25 @@ class Toll:
     answers: Counter[str] = field(default_factory=Counter)
     equal: Counter[str] = field(default_factory=Counter)
     lacking: Counter[str] = field(default_factory=Counter)
+    unordered: Counter[str] = field(default_factory=Counter)
     faults: list[str] = field(default_factory=list)
     others: list[str] = field(default_factory=list)
 
-    def answer(self, when: str, found: Mapping[int, int], wanted: Mapping[int, int]) -> None:
-        """Compared as far as it has come."""
+    def answer(self, when: str, found: Mapping[int, int], wanted: Mapping[int, int], is_in_order: bool = True) -> None:
+        """Compared as far as it has come. `is_in_order`: its tokens were heard so."""
         differing, missing = others(found, wanted), lacking(found, max(found, default=-1) + 1)
         self.answers[when] += 1
         self.lacking[when] += bool(missing)
+        self.unordered[when] += not is_in_order
         self.equal[when] += not differing
         if differing:
             self.others.append(f"{when}: from token {differing[0]} on, {len(differing)} of {len(found)}")
 
     def add(self, other: "Toll") -> None:
         """Of another pair that lost the same side."""
-        for name in ("num_kills", "num_good", "num_under_way", "answers", "equal", "lacking", "faults", "others"):
-            setattr(self, name, getattr(self, name) + getattr(other, name))
+        for name, value in vars(other).items():
+            if name != "victim":
+                setattr(self, name, getattr(self, name) + value)
 
 
 def kills(base: Spec, devices: Sequence[str], seconds: float, num_lanes: int) -> list[Row]:
@@ -104,7 +107,8 @@ def rows_of(toll: Toll, sums: Mapping[tuple[str, str], Sums]) -> list[Row]:
     rows.append(pages_row(victim, sums))
     for when in WHENS:
         others = [note for note in toll.others if note.startswith(when)]
-        params = victim | {"when": when, "lacking": toll.lacking[when], "others": others[:5]}
+        heard = {"lacking": toll.lacking[when], "heard in another order": toll.unordered[when]}
+        params = victim | {"when": when} | heard | {"others": others[:5]}
         rows.append(Row("handoff_answers_equal", toll.equal[when], "answers", params, limit=toll.answers[when]))
     return rows
 
@@ -198,16 +202,19 @@ class Rounds:
             self.toll.answer("survivor alone", self._alone(survivor, ids), wanted)
         for name in struck:
             survivor.send(Work([Cancel(RequestId(name), Epoch(1), "its other worker is gone")]))
-        for name, wanted in zip(struck, self._expected, strict=True):
-            if found := self._answers.ids(name):
-                self.toll.answer("struck", found, wanted)
+        self._judge("struck", struck)
 
     def _by_pair(self, when: str) -> list[str]:
         names = self._ask()
         self._wait(names)
-        for name, wanted in zip(names, self._expected, strict=True):
-            self.toll.answer(when, self._answers.ids(name), wanted)
+        self._judge(when, names)
         return names
+
+    def _judge(self, when: str, names: Sequence[str]) -> None:
+        """Those of which there is something."""
+        for name, wanted in zip(names, self._expected, strict=True):
+            if found := self._answers.ids(name):
+                self.toll.answer(when, found, wanted, self._answers.is_heard_in_order(name))
 
     def _ask(self) -> list[str]:
         pair = self._cores["prefill"], self._cores["decode"]

@@ -10,8 +10,8 @@ NAME, EPOCH = RequestId("r"), Epoch(1)
 TOKENS = [30, 10, 20]
 
 
-def hear(answers, worker, *indices):
-    answers.take(worker, Tokens(NAME, EPOCH, [Token(index, TOKENS[index]) for index in indices]), 0.0)
+def hear(answers, worker, *indices, at=0.0):
+    answers.take(worker, Tokens(NAME, EPOCH, [Token(index, TOKENS[index]) for index in indices]), at)
 
 
 def test_an_answer_is_in_order_whoever_is_heard_first():
@@ -37,3 +37,12 @@ def test_tokens_stay_where_they_are_when_the_first_is_lacking():
     hear(answers, "decode", 1)
     hear(answers, "decode", 2)
     assert answers.ids("r") == {1: TOKENS[1], 2: TOKENS[2]}
+
+
+def test_it_is_known_whether_tokens_were_heard_in_order():
+    answers = Answers()
+    hear(answers, "decode", 1, at=1.0)
+    hear(answers, "decode", 2, at=2.0)
+    assert answers.is_heard_in_order("r")
+    hear(answers, "prefill", 0, at=1.5)
+    assert not answers.is_heard_in_order("r")

@@ -55,10 +55,10 @@ def test_a_token_that_differs_is_named():
 def test_an_answer_that_was_cut_short_is_compared_as_far_as_it_came():
     toll = Toll("prefill")
     toll.answer("struck", {0: 30}, WANTED)
-    toll.answer("struck", {1: 10}, WANTED)
+    toll.answer("struck", {1: 10}, WANTED, is_in_order=False)
     toll.answer("new peer", {0: 30, 1: 99, 2: 98}, WANTED)
     assert (toll.answers["struck"], toll.equal["struck"], toll.lacking["struck"]) == (2, 2, 1)
-    assert toll.equal["new peer"] == 0
+    assert (toll.equal["new peer"], toll.unordered) == (0, {"struck": 1, "new peer": 0})
     assert toll.others == ["new peer: from token 1 on, 2 of 3"]
 
 
