@@ -299,6 +299,8 @@ def adders(what: str, names: Sequence[str], stamps: dict[tuple[str, str], float]
     done = [name for name in names if ("decode adopted", name) in stamps]
     for stage in STAGES:
         times = [stamps[stage, name] - stamps["prefill computed", name] for name in done if (stage, name) in stamps]
+        if not times:  # without marks nothing is queued
+            continue
         params = {"at": what, "handoffs": len(done), "p99": _p99(times), "slowest": _worst(times)}
         rows.append(shown(Row(f"handoff_{stage.replace(' ', '_')}", _ms(times), "ms", params)))
     return rows
