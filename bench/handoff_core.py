@@ -10,11 +10,13 @@ import os
 import socket
 import sys
 import time
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import msgspec
+import numpy as np
 import torch
 
 from bench.random_model import LLAMA_8B, RandomWeights, random_checkpoint
@@ -28,7 +30,7 @@ from core.loop import Core
 from core.messages import CoreReady, Start
 from engine.cuda.load import load_device_engine
 from engine.engine import Engine
-from engine.messages import EngineSettings, Started, StepOutput
+from engine.messages import EngineSettings, Started, StepOutput, Watcher
 from kv_transfer.events import ChunkLanded, TransferEvent
 from kv_transfer.incoming import IncomingLink
 from kv_transfer.node import TransferNode
@@ -40,10 +42,13 @@ SECRET = b"a secret of measurements"
 
 
 class Spec(msgspec.Struct, frozen=True, kw_only=True):
-    """What a core runs. `num_layers`: fewer than Llama-8B's start sooner; `stamps`: where its times go."""
+    """What a core runs. `num_layers`: fewer than Llama-8B's start sooner; `stamps`: where its times go; `sums`: the
+    folder for the checksums of pages that are handed over.
+    """
 
     device: str
     stamps: str = ""
+    sums: str = ""
     num_layers: int = LLAMA_8B.num_layers
     dtype: str = "auto"
     max_batched_tokens: int = 2048
@@ -69,14 +74,53 @@ class Stamps:
         Path(path).write_text(json.dumps(self._rows))
 
 
+class PageSums:
+    """What the pages of a prompt held where it was computed, and what those that it was handed over to hold when its
+    answer ends.
+
+    JSON by line, (request, "computed" or "kept", `[pages, planes]`), written at once: the process may be killed.
+    """
+
+    def __init__(self, path: Path, engine: Engine) -> None:
+        self._path = path
+        self._pool, self._block_size = engine.transfer_pool, engine.layout.block_size
+        self._computed: defaultdict[str, list[list[int]]] = defaultdict(list)
+        self._num_tokens: Counter[str] = Counter()
+        self._granted: dict[str, list[BlockId]] = {}
+
+    def computed(self, request_id: str, num_tokens: int, sums: np.ndarray) -> None:
+        self._computed[request_id] += sums.tolist()
+        self._num_tokens[request_id] += num_tokens
+
+    def told(self, request_id: str) -> None:
+        """Of the pages that the prompt fills: decode writes behind its end."""
+        num_full = self._num_tokens.pop(request_id) // self._block_size
+        self._put(request_id, "computed", self._computed.pop(request_id)[:num_full])
+
+    def granted(self, request_id: str, pages: list[BlockId]) -> None:
+        self._granted[request_id] = pages
+
+    def ended(self, request_id: str) -> None:
+        """Before anybody else writes to the pages."""
+        if pages := self._granted.pop(request_id, None):
+            self._put(request_id, "kept", self._pool.checksums(pages).wait().tolist())
+
+    def _put(self, *line: object) -> None:
+        with self._path.open("a") as file:
+            file.write(json.dumps(line) + "\n")
+
+
 class StampedNode(TransferNode):
     stamps: Stamps
+    sums: PageSums | None = None
 
     def offer(self, peer: WorkerRef, offer: Offer) -> None:
         self.stamps.put("offer", offer.request_id)
         super().offer(peer, offer)
 
     def grant(self, peer_id: WorkerId, grant: Grant) -> None:
+        if self.sums:
+            self.sums.granted(grant.request_id, grant.pages)
         super().grant(peer_id, grant)
         self.stamps.put("grant", grant.request_id)
 
@@ -86,8 +130,12 @@ class StampedNode(TransferNode):
     ) -> None:  # fmt: skip
         super().send_chunk(peer_id, request_id, epoch, index, first_token, num_tokens, src_pages, checksums)
         self.stamps.put("told", request_id)
+        if self.sums and checksums is not None:
+            self.sums.computed(request_id, num_tokens, checksums)
 
     def finish(self, peer_id: WorkerId, fin: Fin) -> None:
+        if self.sums:
+            self.sums.told(fin.request_id)
         super().finish(peer_id, fin)
         self.stamps.put("fin", fin.request_id)
 
@@ -177,6 +225,9 @@ def serve(link: FrontLink, start: Start, spec: Spec, engine: Engine) -> None:
     settings = TransferSettings(secret=SECRET, transport=spec.transfer, checksum=spec.checksum, ahead=spec.ahead)
     node = StampedNode(settings, me, Incarnation(start.incarnation), engine.layout, engine.transfer_pool, link.ring)
     node.stamps = stamps
+    if spec.sums:
+        node.sums = sums = PageSums(Path(spec.sums) / f"{start.incarnation}.jsonl", engine)
+        sum_what_ends(engine, sums)
     node.start()
     roles = make_roles(WorkerSettings.model_validate({"role": Role.MIXED}), me, engine, node, ledger)
     core = StampedCore(me, engine, node, roles, ledger, link)
@@ -189,6 +240,19 @@ def serve(link: FrontLink, start: Start, spec: Spec, engine: Engine) -> None:
         if spec.stamps:
             stamps.write(spec.stamps)
         node.close()
+
+
+def sum_what_ends(engine: Engine, sums: PageSums) -> None:
+    """In each step: what it lets go of is granted anew by what follows."""
+    step = engine.step
+
+    def summed(watcher: Watcher) -> StepOutput:
+        output = step(watcher)
+        for ended in output.ended:
+            sums.ended(_name(ended.request_id))
+        return output
+
+    engine.step = summed  # type: ignore[method-assign,assignment]
 
 
 def _silent(stage: str, done: int, total: int) -> None:

@@ -8,7 +8,7 @@ import time
 from collections import defaultdict
 from collections.abc import Sequence
 from itertools import count
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -26,14 +26,23 @@ _incarnations = count(1)
 _requests = count(1)
 
 
-class Answers:
-    """Of all requests: (time, worker, token id) by token, and the end.
+class Heard(NamedTuple):
+    """A token: when it came, from which worker."""
 
-    Each core is heard by a thread of its own: decode's first token and its end may be heard before prefill's token 0.
+    at: float
+    worker: str
+    token_id: int
+
+
+class Answers:
+    """Of all requests: the tokens by index, and the end.
+
+    Each core is heard by a thread of its own: decode's first token and its end may be heard before prefill's token 0,
+    and without it if prefill is killed.
     """
 
     def __init__(self) -> None:
-        self.tokens: dict[str, list[tuple[float, str, int]]] = defaultdict(list)
+        self.tokens: dict[str, dict[int, Heard]] = defaultdict(dict)
         self.ends: dict[str, str] = {}
         self.changed = threading.Condition()
         self._lengths: dict[str, int] = {}
@@ -41,7 +50,7 @@ class Answers:
     def take(self, worker: str, event: Any, now: float) -> None:
         if isinstance(event, Tokens):
             for token in event.tokens:
-                self.tokens[event.request_id].insert(token.index, (now, worker, token.token_id))
+                self.tokens[event.request_id][token.index] = Heard(now, worker, token.token_id)
         elif isinstance(event, Finished):
             self.ends[event.request_id] = "finished"
             self._lengths[event.request_id] = event.num_tokens
@@ -55,8 +64,19 @@ class Answers:
                 missing = [name for name in request_ids if not self._is_whole(name)]
                 raise TimeoutError(f"no end in {timeout_s:.0f} s for {missing[:5]} of {len(request_ids)}")
 
-    def ids(self, request_id: str) -> list[int]:
-        return [token for _, _, token in self.tokens[request_id]]
+    def ids(self, request_id: str) -> dict[int, int]:
+        """By index: a token that is lacking moves none of the others."""
+        with self.changed:
+            return {index: heard.token_id for index, heard in self.tokens[request_id].items()}
+
+    def times(self, request_id: str) -> list[float]:
+        """In the order of the tokens."""
+        with self.changed:
+            return [heard.at for _, heard in sorted(self.tokens[request_id].items())]
+
+    def is_heard_in_order(self, request_id: str) -> bool:
+        times = self.times(request_id)
+        return times == sorted(times)
 
     def _is_whole(self, request_id: str) -> bool:
         return request_id in self.ends and len(self.tokens[request_id]) >= self._lengths.get(request_id, 0)

@@ -4,7 +4,7 @@ raw    scattered pages to scattered pages between two processes, by kv_transfer'
 idle   a pair of engine cores, one request at a time: from the last chunk computed to Commit, TTFT beside a colocated
        worker's, token 0 to token 1; and whether the pair's tokens are those of one worker
 load   the same while decode steps a batch and prefill computes without a pause
-kill   SIGKILL of either side in mid-transfer, again and again: what the survivor answers before and afterwards
+kill   SIGKILL of either side in mid-transfer, again and again: see bench.handoff_kills
 
 Llama-8B's shape with random weights; jobs go to the cores as a worker's front gives them, without HTTP and gateway.
 The adder begins when prefill's host learns that the last chunk has been computed, and ends when decode has told prefill
@@ -19,9 +19,7 @@ import random
 import statistics
 import tempfile
 import time
-from collections import Counter
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -32,11 +30,9 @@ import torch
 
 from bench.handoff_core import Spec
 from bench.handoff_front import Answers, CoreHandle, ask, prompt
+from bench.handoff_kills import kills
 from bench.result import Row, write_result
-from contracts.ids import Epoch, RequestId
 from contracts.layout import KVLayout
-from contracts.request import Cancel
-from core.messages import Work
 from engine.cuda.memory import allocate
 from engine.cuda.pages import DevicePages
 from kernels import caps, catalog
@@ -59,13 +55,13 @@ def main() -> None:
     parser.add_argument("parts", nargs="*", default=["raw", "idle", "load", "kill"])
     parser.add_argument("--devices", nargs=2, default=["cuda:0", "cuda:1"], help="of prefill and of decode")
     parser.add_argument("--layers", type=int, default=32)
+    parser.add_argument("--dtype", default="auto", help="as docs/gpu-engine.md has them")
     parser.add_argument("--chunk", type=int, default=1024, help="token budget of a step")
     parser.add_argument("--transfer", default="auto")
     parser.add_argument("--ahead", action="store_true", help="decode's GPU waits for chunks before they are computed")
     parser.add_argument("--repeats", type=int, default=20)
-    parser.add_argument("--seconds", type=float, default=8.0, help="of load, for each length")
-    parser.add_argument("--kills", type=int, default=20)
-    parser.add_argument("--lanes", type=int, default=4, help="pairs that are killed at once")
+    parser.add_argument("--seconds", type=float, default=8.0, help="of load, for each length; of kills")
+    parser.add_argument("--lanes", type=int, default=4, help="pairs at once for each side")
     parser.add_argument("--out", type=Path, default=None)
     args = parser.parse_args()
     rows: list[Row] = []
@@ -74,9 +70,10 @@ def main() -> None:
     if {"idle", "load"} & set(args.parts):
         rows += measure_pair(args)
     if "kill" in args.parts:
-        rows += kills(args)
+        rows += [shown(row) for row in kills(_spec(args, ""), args.devices, args.seconds, args.lanes)]
     config = {"model": "Llama-8B shape, random weights", "layers": args.layers, "chunk": args.chunk}
-    config |= {"devices": args.devices, "card": caps.detect().name, "transfer": args.transfer}
+    config |= {"dtype": args.dtype, "transfer": args.transfer, "ahead": args.ahead}
+    config |= {"devices": args.devices, "card": caps.detect().name}
     _log.info("%s", write_result(args.out, "handoff-gpu", rows, config))
 
 
@@ -167,7 +164,12 @@ def _holds(pool: DevicePages, pages: Sequence[int], into: Sequence[int]) -> bool
 
 def _spec(args: argparse.Namespace, device: str) -> Spec:
     return Spec(
-        device=device, num_layers=args.layers, max_batched_tokens=args.chunk, transfer=args.transfer, ahead=args.ahead
+        device=device,
+        num_layers=args.layers,
+        dtype=args.dtype,
+        max_batched_tokens=args.chunk,
+        transfer=args.transfer,
+        ahead=args.ahead,
     )
 
 
@@ -223,10 +225,10 @@ def idle(
             ids = prompt(rng, length)
             alone, began = ask(prefill, prefill, ids, 24)
             answers.wait([alone], 60)
-            ttft["colocated"].append(answers.tokens[alone][0][0] - began)
+            ttft["colocated"].append(answers.times(alone)[0] - began)
             both, began = ask(prefill, decode, ids, 24)
             answers.wait([both], 60)
-            times = [at for at, _, _ in answers.tokens[both]]
+            times = answers.times(both)
             ttft["pair"].append(times[0] - began)
             equal += answers.ids(alone) == answers.ids(both)
             if turn >= 2:
@@ -266,7 +268,7 @@ def loaded(
                 names.append(waiting[-1])
             time.sleep(0.001)
         answers.wait(names, 60)
-        steps = [t for name in batch for t in np.diff([at for at, _, _ in answers.tokens[name][marks[name] :]])]
+        steps = [t for name in batch for t in np.diff(answers.times(name)[marks[name] :])]
         params = {"batch": 32, "length": length, "handoffs": len(names), "p99": _p99(steps)}
         rows.append(Row("handoff_step_beside_handoffs", _ms(steps), "ms", params))
         failed = [answers.ends[name] for name in names if answers.ends[name] != "finished"]
@@ -279,7 +281,7 @@ def loaded(
 def _step_times(answers: Answers, batch: Sequence[str], seconds: float) -> list[float]:
     marks = {name: len(answers.tokens[name]) for name in batch}
     time.sleep(seconds)
-    return [t for name in batch for t in np.diff([at for at, _, _ in answers.tokens[name][marks[name] :]])]
+    return [t for name in batch for t in np.diff(answers.times(name)[marks[name] :])]
 
 
 def read_stamps(folder: Path) -> dict[tuple[str, str], float]:
@@ -297,6 +299,8 @@ def adders(what: str, names: Sequence[str], stamps: dict[tuple[str, str], float]
     done = [name for name in names if ("decode adopted", name) in stamps]
     for stage in STAGES:
         times = [stamps[stage, name] - stamps["prefill computed", name] for name in done if (stage, name) in stamps]
+        if not times:  # without marks nothing is queued
+            continue
         params = {"at": what, "handoffs": len(done), "p99": _p99(times), "slowest": _worst(times)}
         rows.append(shown(Row(f"handoff_{stage.replace(' ', '_')}", _ms(times), "ms", params)))
     return rows
@@ -305,102 +309,6 @@ def adders(what: str, names: Sequence[str], stamps: dict[tuple[str, str], float]
 def _show_links(core: CoreHandle) -> None:
     for link in core.status.links if core.status else []:
         _log.info("link: %s %s %s %s", link.peer, link.transport, link.detail, link.counters)
-
-
-# death
-
-
-def kills(args: argparse.Namespace) -> list[Row]:
-    """Each round: a pair of small models, prompts in flight, one side killed; then a new one in its place. Several
-    pairs at once.
-    """
-    rows = []
-    for victim in ("prefill", "decode"):
-        with ThreadPoolExecutor(args.lanes) as lanes:
-            rounds = [lanes.submit(kill_rounds, args, victim, lane) for lane in range(args.lanes)]
-            outcomes = [outcome for lane in rounds for outcome in lane.result()]
-        for outcome, count in sorted(Counter(outcomes).items()):
-            _log.info("kill of %s: %d x %s", victim, count, outcome)
-        good = sum(outcome.startswith("good") for outcome in outcomes)
-        params = {"victim": victim, "outcomes": dict(Counter(outcomes))}
-        rows.append(shown(Row("handoff_kills_survived", good, "kills", params, limit=len(outcomes))))
-    return rows
-
-
-def kill_rounds(args: argparse.Namespace, victim: str, lane: int) -> list[str]:
-    """What came of each kill: "good", or what was wrong."""
-    rng = np.random.default_rng(lane)
-    answers, asked = Answers(), [prompt(rng, length) for length in (8192, 8192, 5000, 8192)]
-    specs = {
-        name: msgspec.structs.replace(_spec(args, device), kv_cache_gib=4)
-        for name, device in zip(("prefill", "decode"), args.devices, strict=True)
-    }
-    cores = {name: CoreHandle(name, spec, answers) for name, spec in specs.items()}
-    spare = CoreHandle(victim, specs[victim], answers)
-    outcomes = []
-    try:
-        for core in (*cores.values(), spare):
-            core.wait_ready()
-        expected = [_alone(cores["prefill"], answers, ids) for ids in asked]
-        for _ in range(args.kills // args.lanes):
-            outcomes.append(_kill_once(cores, spare, answers, asked, expected, victim, rng))
-            cores[victim], spare = spare, CoreHandle(victim, specs[victim], answers)
-    finally:
-        for core in (*cores.values(), spare):
-            core.kill()
-    return outcomes
-
-
-def _alone(core: CoreHandle, answers: Answers, ids: list[int]) -> list[int]:
-    name, _ = ask(core, core, ids, 16)
-    answers.wait([name], 60)
-    return answers.ids(name)
-
-
-def _kill_once(
-    cores: dict[str, CoreHandle], spare: CoreHandle, answers: Answers, asked: Sequence[list[int]],
-    expected: Sequence[list[int]], victim: str, rng: np.random.Generator,
-) -> str:  # fmt: skip
-    """Between the first chunk and the last Commit: four prompts take prefill some time."""
-    survivor = cores["decode" if victim == "prefill" else "prefill"]
-    names = [ask(cores["prefill"], cores["decode"], ids, 16)[0] for ids in asked]
-    time.sleep(rng.uniform(0.005, 0.1))
-    cores[victim].kill()
-    under_way = sum(not answers.tokens[name] for name in names)
-    try:
-        # What the survivor serves alone is right, while it notices the loss and afterwards.
-        for ids, wanted in zip(asked[:2], expected[:2], strict=True):
-            if _alone(survivor, answers, ids) != wanted:
-                return "wrong: the survivor alone"
-        for name in names:
-            survivor.send(Work([Cancel(RequestId(name), Epoch(1), "its other worker is gone")]))
-        if any(
-            answers.ids(name) != wanted[: len(answers.ids(name))] for name, wanted in zip(names, expected, strict=True)
-        ):
-            return "wrong: a token before the kill"
-        return _pair_again(cores | {victim: spare.wait_ready()}, survivor, answers, asked, expected, under_way)
-    except TimeoutError as error:
-        return f"hung: {error}"
-
-
-def _pair_again(
-    cores: dict[str, CoreHandle], survivor: CoreHandle, answers: Answers, asked: Sequence[list[int]],
-    expected: Sequence[list[int]], under_way: int,
-) -> str:  # fmt: skip
-    """The survivor with a new peer."""
-    names = [ask(cores["prefill"], cores["decode"], ids, 16)[0] for ids in asked]
-    answers.wait(names, 30)
-    for name, wanted in zip(names, expected, strict=True):
-        found = answers.ids(name)
-        if found != wanted:
-            others = [at for at, (one, other) in enumerate(zip(found, wanted, strict=False)) if one != other]
-            return f"wrong: with a new peer, {answers.ends[name]}, of {len(found)} tokens {others}"
-    deadline = time.monotonic() + 5
-    while not (survivor.status and survivor.status.is_clean):
-        if time.monotonic() > deadline:
-            return "wrong: pages or requests are not given back"
-        time.sleep(0.05)
-    return f"good, {under_way} of {len(asked)} without a token when it came"
 
 
 def _ms(seconds: Sequence[float]) -> float:

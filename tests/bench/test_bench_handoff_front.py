@@ -10,8 +10,8 @@ NAME, EPOCH = RequestId("r"), Epoch(1)
 TOKENS = [30, 10, 20]
 
 
-def hear(answers, worker, *indices):
-    answers.take(worker, Tokens(NAME, EPOCH, [Token(index, TOKENS[index]) for index in indices]), 0.0)
+def hear(answers, worker, *indices, at=0.0):
+    answers.take(worker, Tokens(NAME, EPOCH, [Token(index, TOKENS[index]) for index in indices]), at)
 
 
 def test_an_answer_is_in_order_whoever_is_heard_first():
@@ -19,7 +19,7 @@ def test_an_answer_is_in_order_whoever_is_heard_first():
     hear(answers, "decode", 1)
     hear(answers, "decode", 2)
     hear(answers, "prefill", 0)
-    assert answers.ids("r") == TOKENS
+    assert answers.ids("r") == dict(enumerate(TOKENS))
 
 
 def test_an_answer_has_no_end_before_all_its_tokens_are_heard():
@@ -30,3 +30,19 @@ def test_an_answer_has_no_end_before_all_its_tokens_are_heard():
         answers.wait(["r"], 0)
     hear(answers, "prefill", 0)
     answers.wait(["r"], 0)
+
+
+def test_tokens_stay_where_they_are_when_the_first_is_lacking():
+    answers = Answers()
+    hear(answers, "decode", 1)
+    hear(answers, "decode", 2)
+    assert answers.ids("r") == {1: TOKENS[1], 2: TOKENS[2]}
+
+
+def test_it_is_known_whether_tokens_were_heard_in_order():
+    answers = Answers()
+    hear(answers, "decode", 1, at=1.0)
+    hear(answers, "decode", 2, at=2.0)
+    assert answers.is_heard_in_order("r")
+    hear(answers, "prefill", 0, at=1.5)
+    assert not answers.is_heard_in_order("r")
