@@ -1,6 +1,7 @@
 """What bench.handoff_kills makes of answers and pages that are not as they should be."""
 
 import json
+from typing import Any
 
 import numpy as np
 
@@ -29,12 +30,15 @@ class Layout:
 
 
 class Engine:
+    """What the sums of pages need of one."""
+
     transfer_pool, layout = Pool(), Layout()
 
 
 def hand_over(folder, granted, computed=(7, 8, 9), num_tokens=150):
     """Pages 7, 8 and 9 of prefill, of which the prompt fills the first two."""
-    prefill, decode = (PageSums(folder / name, Engine()) for name in ("prefill.jsonl", "decode.jsonl"))
+    engine: Any = Engine()
+    prefill, decode = (PageSums(folder / name, engine) for name in ("prefill.jsonl", "decode.jsonl"))
     prefill.computed("r", 64, Checksums(computed[:1]).wait())
     prefill.computed("r", num_tokens - 64, Checksums(computed[1:]).wait())
     prefill.told("r")
