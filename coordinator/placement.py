@@ -5,7 +5,7 @@ Costs are in seconds of time to first token, plus what the newcomer costs the an
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from contracts.errors import Overloaded, RequestError, TandemError, Unavailable
 from contracts.ids import Epoch, RequestId, WorkerId
@@ -26,12 +26,16 @@ Users expect a server to queue, and to refuse only once the queue is several poo
 """
 
 MAX_PREFILL_WAIT_S = 30.0
-"""Prompts queue for no longer than clients are patient; beyond, they are refused with the time to come back."""
+"""Prompts queue for no longer than clients are patient; beyond, they are refused with the time to come back. Nobody is
+before a worker has measured how long that is.
+"""
 
 PREFILL_RATE = 2000.0
 DECODE_RATE = 200.0
 TRANSFER_RATE = 50_000.0
-"""Tokens a second of a worker that has not measured its own yet: those of a small model on a CPU."""
+"""Tokens a second of a worker that has not measured its own yet: those of a small model on a CPU. Who has not measured
+prefill counts as the fastest of those that have: else the first to serve a long prompt would be given all that follow.
+"""
 
 HANDOFF_S = 0.005
 """What a handoff costs beside the bytes: messages, a step of decode."""
@@ -100,14 +104,16 @@ def choose(candidates: Sequence[Candidate], num_tokens: int, need_tokens: int) -
 
     Raises Unavailable, RequestError or Overloaded.
     """
+    knows_rate = any(c.prefill_rate for c in candidates)
+    candidates = assumed(candidates)
     prefills = _fitting([c for c in candidates if c.role != Role.DECODE], "prefill", num_tokens)
     decodes = _fitting([c for c in candidates if c.role != Role.PREFILL], "decode", num_tokens)
-    ready = [p for p in prefills if p.pending_tokens <= _max_pending(p)]
+    ready = [p for p in prefills if not knows_rate or p.pending_tokens <= _max_pending(p)]
     if not ready:
-        raise overloaded("prefill", min((p.pending_tokens - _max_pending(p)) / _prefill_rate(p) for p in prefills))
+        raise overloaded("prefill", min((p.pending_tokens - _max_pending(p)) / p.prefill_rate for p in prefills))
     roomy = [d for d in decodes if _excess(d, need_tokens) <= 0 or d.reserved_tokens == 0]
     if not roomy:
-        raise overloaded("decode", min(_excess(d, need_tokens) / _decode_rate(d) for d in decodes))
+        raise overloaded("decode", min(_excess(d, need_tokens) / d.decode_rate for d in decodes))
     ready = sorted(ready, key=lambda p: _prefill_s(p, num_tokens))[:TOP]
     roomy = sorted(roomy, key=lambda d: _decode_s(d, need_tokens))[:TOP]
     pairs = [(p, d) for p in ready for d in roomy if p.layout_id == d.layout_id]
@@ -117,14 +123,28 @@ def choose(candidates: Sequence[Candidate], num_tokens: int, need_tokens: int) -
     return Choice(prefill, decode, num_tokens - prefill.cached_tokens)
 
 
+def assumed(candidates: Sequence[Candidate]) -> list[Candidate]:
+    """With a rate in place of each that is unknown."""
+    fastest = max((c.prefill_rate for c in candidates), default=0.0) or PREFILL_RATE
+    return [
+        replace(
+            c,
+            prefill_rate=c.prefill_rate or fastest,
+            decode_rate=c.decode_rate or DECODE_RATE,
+            transfer_rate=c.transfer_rate or TRANSFER_RATE,
+        )
+        for c in candidates
+    ]
+
+
 def cost_s(prefill: Candidate, decode: Candidate, num_tokens: int, need_tokens: int) -> float:
-    """Wait and compute, what of the transfer shows, wait on decode; and the delay of others."""
+    """Wait and compute, what of the transfer shows, wait on decode; and the delay of others. Of known rates."""
     cost = _prefill_s(prefill, num_tokens) + _decode_s(decode, need_tokens)
     if prefill.worker_id == decode.worker_id:
         return cost
-    compute_s = (num_tokens - prefill.cached_tokens) / _prefill_rate(prefill)
-    transfer_s = (num_tokens - decode.cached_tokens) / _transfer_rate(prefill)
-    crowding_s = ITL_S * prefill.num_decodes + STALL_WEIGHT * (decode.pending_tokens / _prefill_rate(decode))
+    compute_s = (num_tokens - prefill.cached_tokens) / prefill.prefill_rate
+    transfer_s = (num_tokens - decode.cached_tokens) / prefill.transfer_rate
+    crowding_s = ITL_S * prefill.num_decodes + STALL_WEIGHT * (decode.pending_tokens / decode.prefill_rate)
     return cost + (HANDOFF_S + max(0.0, transfer_s - compute_s)) + crowding_s
 
 
@@ -192,7 +212,7 @@ def _longest(candidate: Candidate) -> int:
 
 
 def _max_pending(prefill: Candidate) -> float:
-    return _prefill_rate(prefill) * MAX_PREFILL_WAIT_S
+    return prefill.prefill_rate * MAX_PREFILL_WAIT_S
 
 
 def _excess(decode: Candidate, need_tokens: int) -> float:
@@ -200,21 +220,9 @@ def _excess(decode: Candidate, need_tokens: int) -> float:
 
 
 def _prefill_s(prefill: Candidate, num_tokens: int) -> float:
-    return (prefill.pending_tokens + (num_tokens - prefill.cached_tokens)) / _prefill_rate(prefill)
+    return (prefill.pending_tokens + (num_tokens - prefill.cached_tokens)) / prefill.prefill_rate
 
 
 def _decode_s(decode: Candidate, need_tokens: int) -> float:
     over_tokens = max(0, decode.reserved_tokens + need_tokens - decode.capacity_tokens)
-    return over_tokens / _decode_rate(decode) + ITL_S * (decode.num_decodes + 1)
-
-
-def _prefill_rate(candidate: Candidate) -> float:
-    return candidate.prefill_rate if candidate.prefill_rate > 0 else PREFILL_RATE
-
-
-def _decode_rate(candidate: Candidate) -> float:
-    return candidate.decode_rate if candidate.decode_rate > 0 else DECODE_RATE
-
-
-def _transfer_rate(candidate: Candidate) -> float:
-    return candidate.transfer_rate if candidate.transfer_rate > 0 else TRANSFER_RATE
+    return over_tokens / decode.decode_rate + ITL_S * (decode.num_decodes + 1)

@@ -13,16 +13,22 @@ from kv_transfer.node import TransferNode
 
 STATUS_PERIOD_S = 0.1
 RATE_WINDOW_S = 2.0
+FULL_TOKENS = 256
+"""A step with so many tokens of prompts, or half of what a step can have, runs at about the speed of a full one."""
 
 
 class Rate:
-    """Work per busy second: an exponential mean over about `RATE_WINDOW_S` of busy time."""
+    """Work per busy second: an exponential mean over about `RATE_WINDOW_S` of busy time. 0.0 while unknown.
 
-    def __init__(self) -> None:
+    A step of less than `least` does not count: it says how little there was to do, not how fast this worker is.
+    """
+
+    def __init__(self, least: int = 1) -> None:
         self.value = 0.0
+        self._least = least
 
     def add(self, amount: int, span_s: float) -> None:
-        if amount and span_s > 0:
+        if amount >= self._least and span_s > 0:
             weight = min(1.0, span_s / RATE_WINDOW_S) if self.value else 1.0
             self.value += weight * (amount / span_s - self.value)
 
@@ -39,7 +45,7 @@ class StatusReporter:
         self._num_steps = 0
         self._due_s = 0.0
         self._checked: EngineStats | None = None
-        self._prefill = Rate()
+        self._prefill = Rate(min(FULL_TOKENS, engine.max_batched_tokens // 2))
         self._decode = Rate()
 
     def stepped(self, num_prefill_tokens: int, num_decode_tokens: int, span_s: float) -> None:

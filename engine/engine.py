@@ -71,6 +71,7 @@ class Engine:
         self.dtype = settings.dtype
         self.layout: KVLayout = cache.layout
         self.max_model_len = max_model_len
+        self.max_batched_tokens = settings.max_batched_tokens
         self.capacity_tokens = cache.num_blocks * cache.layout.block_size
         self._settings = settings
         self._cache = cache

@@ -9,11 +9,6 @@ for i = first_hash, #ARGV do hashes[#hashes + 1] = ARGV[i] end
 local now = now_ms()
 local request = read(key('req', id))
 
-local function rate(measured, assumed)
-  if measured > 0 then return measured end
-  return assumed
-end
-
 -- A chain: who served a block served all before it. So the deepest one known is found by bisection.
 local function cached_tokens(worker)
   local prefixes, low, high = key('node', worker, 'prefixes'), 0, #hashes
@@ -36,8 +31,8 @@ local function candidate(worker)
     worker = worker, role = row[1], layout_id = row[2], capacity = tonumber(row[4]),
     longest = math.min(tonumber(row[3]), tonumber(row[4])) - 1,
     pending = row[5] + row[6], reserved = row[7] + row[8], decodes = tonumber(row[9]),
-    prefill_rate = rate(tonumber(row[10]), PREFILL_RATE), decode_rate = rate(tonumber(row[11]), DECODE_RATE),
-    transfer_rate = rate(tonumber(row[12]), TRANSFER_RATE), info = row[14], term = row[15],
+    prefill_rate = tonumber(row[10]), decode_rate = tonumber(row[11]), transfer_rate = tonumber(row[12]),
+    info = row[14], term = row[15],
     cached = cached_tokens(worker),
   }
 end
@@ -60,6 +55,21 @@ local function best(list, measure, pick)
 end
 
 -- placement.py, in the same order of operations
+
+local function or_else(measured, assumed)
+  if measured > 0 then return measured end
+  return assumed
+end
+
+local function assume(candidates)
+  local fastest = best(candidates, function(c) return c.prefill_rate end, math.max) or 0
+  for _, c in ipairs(candidates) do
+    c.prefill_rate = or_else(c.prefill_rate, or_else(fastest, PREFILL_RATE))
+    c.decode_rate = or_else(c.decode_rate, DECODE_RATE)
+    c.transfer_rate = or_else(c.transfer_rate, TRANSFER_RATE)
+  end
+  return fastest > 0
+end
 
 local function max_pending(p) return p.prefill_rate * MAX_PREFILL_WAIT_S end
 
@@ -97,12 +107,13 @@ local function fitting(list, side)
 end
 
 local function choose(candidates)
+  local knows_rate = assume(candidates)
   local prefills, decodes, refusal
   prefills, refusal = fitting(filter(candidates, function(c) return c.role ~= 'decode' end), 'prefill')
   if refusal then return nil, nil, refusal end
   decodes, refusal = fitting(filter(candidates, function(c) return c.role ~= 'prefill' end), 'decode')
   if refusal then return nil, nil, refusal end
-  local ready = filter(prefills, function(p) return p.pending <= max_pending(p) end)
+  local ready = filter(prefills, function(p) return not knows_rate or p.pending <= max_pending(p) end)
   if #ready == 0 then
     local wait_s = best(prefills, function(p) return (p.pending - max_pending(p)) / p.prefill_rate end, math.min)
     return nil, nil, {'overloaded', 'prefill', string.format('%.17g', wait_s)}

@@ -13,8 +13,8 @@ RIDERS = ("Ann", "Bob", "Cleo", "Dan")
 @asynccontextmanager
 async def two_handoffs(url: str, where: str, num_riders: int = 2, max_tokens: int = 4) -> AsyncIterator[None]:
     """Asks as this is entered, waits for the answers as it is left. Another `where` each time: a prompt that is known
-    already is not computed again. Two prompts are sure to meet two workers on a fresh system only: later placement may
-    give both to the one that it found faster.
+    already is not computed again. Two prompts meet two workers, unless one of these was measured at twice the other's
+    speed; of four, one does.
     """
     async with aiohttp.ClientSession() as session, asyncio.TaskGroup() as asking:
         for rider in RIDERS[:num_riders]:

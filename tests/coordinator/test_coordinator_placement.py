@@ -15,6 +15,7 @@ from coordinator.placement import (
     OUTPUT_CREDIT_TOKENS,
     OVERCOMMIT,
     Candidate,
+    assumed,
     choose,
     cost_s,
     decode_need,
@@ -92,6 +93,12 @@ def test_a_fast_worker_may_have_the_longer_queue():
     assert chosen(D, replace(P, pending_tokens=500, prefill_rate=10_000.0), worker("p1", Role.PREFILL)) == ("p0", "d0")
 
 
+def test_a_worker_that_has_not_measured_counts_as_the_fastest_that_has():
+    fast, unknown = replace(P, prefill_rate=50_000.0), worker("p1", Role.PREFILL, prefill_rate=0.0)
+    assert chosen(D, fast, unknown) == ("p0", "d0")
+    assert chosen(D, replace(fast, pending_tokens=1), unknown) == ("p1", "d0")
+
+
 def test_answers_spread_over_decodes():
     assert chosen(replace(D, num_decodes=1), worker("d1", Role.DECODE), P) == ("p0", "d1")
 
@@ -133,6 +140,13 @@ def test_a_long_queue_is_refused_until_it_is_short_enough():
     assert refused.value.retry_after_s == 5.0
 
 
+def test_nobody_is_refused_for_a_queue_whose_time_is_not_known():
+    unknown = replace(P, pending_tokens=10**6, prefill_rate=0.0)
+    assert chosen(unknown, replace(D, prefill_rate=0.0)) == ("p0", "d0")
+    with pytest.raises(Overloaded, match="prefill"):
+        chosen(unknown, replace(unknown, worker_id=WorkerId("p1"), prefill_rate=1000.0), D)
+
+
 def test_a_full_pool_is_refused():
     full = replace(D, reserved_tokens=int(OVERCOMMIT * D.capacity_tokens))
     with pytest.raises(Overloaded, match="decode") as refused:
@@ -152,6 +166,7 @@ def test_default_max_tokens_do_not_fill_a_small_pool():
 
 @given(pools)
 def test_nobody_cheaper_was_passed_over(pool: list[Candidate]):
+    pool = assumed(pool)
     try:
         choice = choose(pool, 1000, NEED)
     except TandemError:
@@ -188,5 +203,5 @@ def test_a_choice_or_a_typed_refusal(pool: list[Candidate]):
     except (Unavailable, RequestError):
         pass
     else:
-        assert choice.prefill in pool and choice.decode in pool
+        assert choice.prefill in assumed(pool) and choice.decode in assumed(pool)
         assert choice.uncached_tokens == 1000 - choice.prefill.cached_tokens > 0

@@ -6,7 +6,7 @@ from contracts.events import Failed, Finished, Prefilled, Tokens
 from contracts.ids import Epoch, GatewayId, RequestId
 from contracts.request import Cancel
 from core.link import FrontGone
-from core.loop import IDLE_WAIT_S
+from core.loop import IDLE_WAIT_S, Core
 from core.messages import CoreFrame, Stop, Work
 from core.status import STATUS_PERIOD_S
 from engine.messages import StepOutput
@@ -182,3 +182,21 @@ def test_the_measured_bytes_a_second_are_told_as_tokens():
     side.node.transfer_rate = 1e6
     nbytes_per_token = side.engine.layout.block_nbytes / side.engine.layout.block_size
     assert side.core._status.report().load.transfer_rate == 1e6 / nbytes_per_token
+
+
+def test_placement_is_told_a_rate_once_a_step_was_full(monkeypatch: pytest.MonkeyPatch):
+    ring = Ring()
+    side, full = ring.sides[P], ring.sides[P].engine.max_batched_tokens // 2
+    step = side.engine.step
+
+    def lasting(watcher: Core) -> StepOutput:
+        ring.clock.now += 0.5
+        return step(watcher)
+
+    monkeypatch.setattr(side.engine, "step", lasting)
+    ring.both(ring.job("short", list(range(full - 1)), 2))
+    ring.settle()
+    assert ring.ends("short") and side.core._status.report().load.prefill_rate == 0.0
+    ring.both(ring.job("long", list(range(2 * full)), 2))
+    ring.settle()
+    assert ring.ends("long") and side.core._status.report().load.prefill_rate == pytest.approx(full / 0.5)

@@ -21,6 +21,15 @@ def test_idle_steps_do_not_count():
     assert rate.value == 0.0
 
 
+def test_a_step_with_little_to_do_says_nothing_of_the_speed():
+    rate = Rate(least=256)
+    rate.add(20, 0.22)  # a first short question, on a machine that is not warm
+    assert rate.value == 0.0
+    rate.add(512, 0.5)
+    rate.add(255, 2.0)
+    assert rate.value == pytest.approx(1024.0)
+
+
 @given(st.lists(st.tuples(st.integers(1, 1000), st.floats(0.001, 5.0)), min_size=1, max_size=30))
 def test_a_rate_stays_between_the_slowest_and_the_fastest(steps):
     rate = Rate()

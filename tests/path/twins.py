@@ -62,6 +62,7 @@ class FakeEngine:
     capacity: int = 64
     max_waiting: int = 64
     layout: KVLayout = LAYOUT
+    max_batched_tokens: int = 16
     sequences: dict[RequestId, FakeSequence] = field(default_factory=dict)
     writers: dict[RequestId, int] = field(default_factory=dict)
     preempted: list[RequestId] = field(default_factory=list)
@@ -112,6 +113,7 @@ class FakeEngine:
 
     def step(self, watcher: Watcher) -> StepOutput:
         started, chunks, sampled, ended = [], [], [], []
+        num_prefill = 0
         for key, sequence in list(self.sequences.items()):
             if sequence.state in ("waiting", "decoding") and not sequence.started:
                 if sequence.state == "waiting" and self.held + sequence.num_blocks > self.capacity:
@@ -122,15 +124,15 @@ class FakeEngine:
         self._restore()
         for key, sequence in list(self.sequences.items()):
             if sequence.state == "waiting" and sequence.started:
-                self._prefill(key, sequence, chunks, sampled)
+                num_prefill += self._prefill(key, sequence, chunks, sampled)
             elif sequence.state == "decoding" and self._make_room(sequence):
                 sampled.append(self._sample(key, sequence))
             if sampled and sampled[-1].request_id == key and sequence.num_out >= sequence.request.sampling.max_tokens:
                 ended.append(Ended(key, sequence.num_out, FinishReason.LENGTH))
                 del self.sequences[key]
-        return StepOutput(tuple(started), tuple(chunks), tuple(sampled), tuple(ended), (), 0, 0)
+        return StepOutput(tuple(started), tuple(chunks), tuple(sampled), tuple(ended), (), num_prefill, 0)
 
-    def _prefill(self, key: RequestId, sequence: FakeSequence, chunks: list, sampled: list) -> None:
+    def _prefill(self, key: RequestId, sequence: FakeSequence, chunks: list, sampled: list) -> int:
         first = sequence.computed
         sequence.computed = min(len(sequence.prompt), first + 8)
         blocks = [BlockId(i) for i in range(first // 4, self.layout.num_blocks(sequence.computed))]
@@ -139,6 +141,7 @@ class FakeEngine:
         if sequence.computed == len(sequence.prompt):
             sampled.append(self._sample(key, sequence))
             sequence.state = "held" if sequence.request.handoff else "decoding"
+        return sequence.computed - first
 
     def _restore(self) -> None:
         for sequence in self.sequences.values():
