@@ -29,8 +29,9 @@ class GatedMlp:
         self.is_uniform = gate_up.is_uniform and down.is_uniform
 
     def __call__(self, x: torch.Tensor, num_answer_rows: int) -> torch.Tensor:
-        parts = [self._part(rows, len(rows) if num_answer_rows else 0) for rows in x.split(_PART_ROWS)]
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
+        if len(x) <= _PART_ROWS:
+            return self._part(x, num_answer_rows)
+        return torch.cat([self._part(rows, len(rows) if num_answer_rows else 0) for rows in x.split(_PART_ROWS)])
 
     def _part(self, x: torch.Tensor, num_answer_rows: int) -> torch.Tensor:
         gate, up = self._gate_up(x, num_answer_rows).chunk(2, dim=1)
