@@ -30,6 +30,8 @@ SECTIONS = {
     "sampling": "bench.kernels_ops:sampling",
     "elementwise": "bench.kernels_ops:elementwise",
     "move": "bench.kernels_move:rows",
+    "compiled": "bench.kernels_compiled:rows",
+    "autotuned": "bench.kernels_compiled:autotuned",
 }
 
 

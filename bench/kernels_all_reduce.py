@@ -1,4 +1,6 @@
-"""All-reduce with residual, norm and quantization on the GPUs of one host, beside NCCL and the separate norm.
+# pyright: reportOptionalMemberAccess=false
+"""All-reduce with residual, norm and quantization on the GPUs of one host, beside NCCL and the separate norm, and beside
+torch's own one-shot all-reduce with the rest by torch.compile.
 
     torchrun --nproc-per-node 2 -m bench.kernels_all_reduce --out FILE
 
@@ -17,6 +19,7 @@ import torch.distributed._symmetric_memory as symmetric
 from torch import Tensor
 
 from bench.kernels import write
+from bench.kernels_compiled import compiled, norm_quant
 from bench.kernels_rows import Row, show
 from kernels import caps as capabilities
 from kernels import catalog
@@ -81,7 +84,7 @@ def size_row(registry: Registry, peers: Peers, tokens: int) -> Row:
     separate, nccl = nccl_times(registry, x, start, weight, out, scale)
     nbytes = tokens * HIDDEN * 2
     limit = nbytes * (world - 1) / NVLINK * 1e6 / us
-    extra: dict[str, Any] = dict(nccl_alone=nccl, error=error)
+    extra: dict[str, Any] = dict(nccl_alone=nccl, torch_one_shot=one_shot_time(peers, start, weight), error=error)
     return Row(
         "all_reduce",
         dict(tokens=tokens, kbytes=nbytes // 1000, ranks=world),
@@ -105,6 +108,18 @@ def nccl_times(
         norm(work[None], residual, weight, EPS, out, scale)
 
     return timed(both), timed(lambda: dist.all_reduce(work))
+
+
+def one_shot_time(peers: Peers, residual: Tensor, weight: Tensor) -> float:
+    own, name = peers.buffers[peers.rank], dist.group.WORLD.group_name
+
+    def reduced(x: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return norm_quant(torch.ops.symm_mem.one_shot_all_reduce(x, "sum", name), residual, weight)
+
+    run = compiled(reduced)
+    barrier()
+    run(own, residual, weight)
+    return timed(lambda: run(own, residual, weight))
 
 
 def timed(call: Any) -> float:

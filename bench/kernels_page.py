@@ -32,6 +32,7 @@ TITLES = {
     "moe_experts": "Mixture of experts, FP8",
     "sample": "Sampling",
     "elementwise": "Norm, SiLU, quantization",
+    "compiled": "Fused by hand, and by torch.compile",
     "kv_move": "KV pack, unpack, verify and checksums",
     "all_reduce": "All-reduce, residual, norm and quantization on two GPUs",
 }
