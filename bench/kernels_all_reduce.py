@@ -1,6 +1,6 @@
 # pyright: reportOptionalMemberAccess=false
-"""All-reduce with residual, norm and quantization on the GPUs of one host, beside NCCL and the separate norm, and beside
-torch's own one-shot all-reduce with the rest by torch.compile.
+"""All-reduce with residual, norm and quantization on the GPUs of one host, beside NCCL and the separate norm, and
+beside torch's one-shot all-reduce with the rest by torch.compile.
 
     torchrun --nproc-per-node 2 -m bench.kernels_all_reduce --out FILE
 
