@@ -152,7 +152,7 @@ def ask(
     name = f"r{next(_requests)}"
     route = Route(RequestId(name), Epoch(1), prefill.ref, decode.ref)
     sampling = SamplingParams(max_tokens=num_tokens, seed=0, temperature=0.0, ignore_eos=True)
-    work = Work([Job(route, GatewayId("bench"), token_ids, sampling, timeout_s)])
+    work = Work([Job(route, GatewayId("bench"), token_ids, sampling, timeout_s)], time.monotonic())
     began = time.perf_counter()
     for core in {id(core): core for core in (prefill, decode)}.values():
         core.send(work)

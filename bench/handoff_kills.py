@@ -201,7 +201,7 @@ class Rounds:
         for ids, wanted in zip(self._prompts[:2], self._expected[:2], strict=True):
             self.toll.answer("survivor alone", self._alone(survivor, ids), wanted)
         for name in struck:
-            survivor.send(Work([Cancel(RequestId(name), Epoch(1), "its other worker is gone")]))
+            survivor.send(Work([Cancel(RequestId(name), Epoch(1), "its other worker is gone")], time.monotonic()))
         self._judge("struck", struck)
 
     def _by_pair(self, when: str) -> list[str]:

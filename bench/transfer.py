@@ -417,7 +417,7 @@ def decode(node: TransferNode, woken: threading.Event, case: Case) -> None:
                     landed, offered = 0, num_tokens
                     pages = next(scatter)[: case.layout.num_blocks(num_tokens)]
                     node.grant(peer_id, Grant(request_id, epoch, pages, 0))
-                case ChunkLanded(peer_id, header):
+                case ChunkLanded(peer_id, header, _):
                     landed += header.num_tokens
                     if landed == offered:
                         node.commit(peer_id, Commit(header.request_id, header.epoch, header.index + 1, 0))

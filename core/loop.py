@@ -76,9 +76,9 @@ class Core(Watcher):
 
     def _on_message(self, message: ToCore) -> None:
         match message:
-            case Work(jobs):
+            case Work(jobs, taken_s):
                 for job in jobs:
-                    self._cancel(job) if isinstance(job, Cancel) else self._accept(job)
+                    self._cancel(job) if isinstance(job, Cancel) else self._accept(job, taken_s)
             case GatewayGone(gateway_id):
                 for live in self._ledger:
                     if live.job.gateway_id == gateway_id:
@@ -86,17 +86,16 @@ class Core(Watcher):
             case Stop():
                 self._stopping = True
 
-    def _accept(self, job: Job) -> None:
+    def _accept(self, job: Job, taken_s: float) -> None:
         known = self._ledger.get(job.request_id)
         if known is not None and known.job.epoch < job.epoch:
             self._drop(known, f"superseded by epoch {job.epoch}")
-        now = self._clock()
-        live = self._ledger.open(job, now)
+        live = self._ledger.open(job, taken_s)
         if live is None:
             return
         try:
             live.role = self._role(job)
-            live.role.start(live, now)
+            live.role.start(live, self._clock())
         except TandemError as error:
             self._fail(live, error)
 

@@ -18,7 +18,12 @@ class Start(msgspec.Struct, frozen=True, tag="start"):
 
 
 class Work(msgspec.Struct, frozen=True, tag="work"):
+    """`taken_s`: when the front took them, by the monotonic clock that the processes of a host share. The core reads
+    them between two steps.
+    """
+
     jobs: list[JobMessage]
+    taken_s: float
 
 
 class GatewayGone(msgspec.Struct, frozen=True, tag="gateway_gone"):

@@ -23,7 +23,7 @@ EARLY_OFFER_S = 5.0  # an offer and its job race over two connections; a job lat
 
 @dataclass
 class Landing:
-    """One handoff as decode sees it. `next_token`: everything before it is here and checked."""
+    """One handoff as decode sees it. `next_token`: everything before it is here and checked, since `landed_s`."""
 
     live: Live
     offer: Offer | None = None
@@ -32,6 +32,7 @@ class Landing:
     next_token: int = 0
     num_chunks: int = 0
     nbytes: int = 0
+    landed_s: float = 0.0
     fin: Fin | None = None
 
     @property
@@ -114,11 +115,11 @@ class DecodeRole:
             case Message(peer_id, Offer() as offer):
                 self._on_offer(peer_id, offer, now)
             case Message(message=Fin() as fin):
-                self._on_fin(fin, now)
+                self._on_fin(fin)
             case Message(message=Abort() as abort):
                 self._on_abort(abort)
-            case ChunkLanded(_, header):
-                self._on_landed(header, now)
+            case ChunkLanded(_, header, landed_s):
+                self._on_landed(header, landed_s)
             case ChunkBad(_, header, reason):
                 self._on_bad(header, reason)
             case Drained(request_id, epoch):
@@ -187,7 +188,7 @@ class DecodeRole:
                 self._counters["landings_waited"] += 1
                 self._node.wait(landing.peer_id, Wait(*landing.id, reason))
 
-    def _on_landed(self, header: ChunkHeader, now: float) -> None:
+    def _on_landed(self, header: ChunkHeader, landed_s: float) -> None:
         landing = self._landings.get((header.request_id, header.epoch))
         if landing is None or landing.reservation is None:
             self._ledger.num_stale += 1
@@ -199,26 +200,28 @@ class DecodeRole:
         landing.num_chunks += 1
         landing.next_token += header.num_tokens
         landing.nbytes += header.nbytes
-        self._settle(landing, now)
+        landing.landed_s = landed_s
+        self._settle(landing)
 
-    def _on_fin(self, fin: Fin, now: float) -> None:
+    def _on_fin(self, fin: Fin) -> None:
         landing = self._landings.get((fin.request_id, fin.epoch))
         if landing is None:
             self._ledger.num_stale += 1
             return
         landing.fin = fin
-        self._settle(landing, now)
+        self._settle(landing)
 
-    def _settle(self, landing: Landing, now: float) -> None:
+    def _settle(self, landing: Landing) -> None:
         """Commit what is complete; fail at once what never will be."""
         if landing.is_complete:
-            self._commit(landing, now)
+            self._commit(landing)
         elif reason := landing.contradiction(self._engine.layout.block_size):
             self._fail(landing, Corrupt(reason))
 
-    def _commit(self, landing: Landing, now: float) -> None:
+    def _commit(self, landing: Landing) -> None:
         assert landing.fin is not None
-        landing.live.stage("land", now)
+        # Not now: the transfer's thread has had it for up to a step, and a whole prefix that is cached here for longer.
+        landing.live.stage("land", max(landing.live.mark_s, landing.landed_s))
         try:
             self._engine.adopt(landing.live.key, landing.fin.first)
         except TandemError as error:

@@ -35,9 +35,15 @@ class Mark(Protocol):
 
 
 class Later(Protocol):
-    """Copies that wait for a mark by themselves. `is_void`: they did not wait to the end, so they are worth nothing."""
+    """Copies that wait for a mark by themselves. `is_void`: they did not wait to the end, so they are worth nothing.
+
+    `busy_s`, after `wait`: how long copies and checksums took, without the time before the mark was reached.
+    """
 
     is_void: bool
+
+    @property
+    def busy_s(self) -> float: ...
 
     @property
     def is_done(self) -> bool:

@@ -18,10 +18,11 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class ChunkLanded:
-    """All bytes of this chunk are in the granted pages, and their checksum is right."""
+    """All bytes of this chunk are in the granted pages, and their checksum is right, since `landed_s` (monotonic)."""
 
     peer_id: WorkerId
     header: ChunkHeader
+    landed_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +67,8 @@ class LinkStats:
     made.
 
     `transport`: the one in use; `detail`: how it describes itself (for UCX, its own words on the endpoint's lanes).
-    `busy_s`: seconds spent packing and sending, or checking and landing. `num_stale`: chunks thrown away for want of
+    `busy_s`: seconds spent packing and sending, or fetching, checking and landing, the device's own included; never
+    waiting for a chunk to be computed. `num_stale`: chunks thrown away for want of
     a live grant. `nbytes_per_s`: of handoffs that finished lately, 0.0 while unknown and on incoming links.
     """
 

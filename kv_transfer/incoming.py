@@ -3,6 +3,7 @@
 import logging
 import math
 import socket
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -125,13 +126,13 @@ class IncomingLink(Link):
             self.send(commit)
 
     def _on_landed(self, header: ChunkHeader) -> None:
-        self.parts.emit(ChunkLanded(self.peer_id, header))
+        self.parts.emit(ChunkLanded(self.peer_id, header, time.monotonic()))
 
     def _on_fetched(self, header: ChunkHeader) -> None:
         """The owner is woken up after a look for what came with it, token 0 say: two threads that are awake are in each
         other's way.
         """
-        self.parts.note(ChunkLanded(self.peer_id, header))
+        self.parts.note(ChunkLanded(self.peer_id, header, time.monotonic()))
         self._is_quiet = True
 
     def _on_bad(self, header: ChunkHeader, reason: str) -> None:

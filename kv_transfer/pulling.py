@@ -298,8 +298,11 @@ class Puller(_Unthreaded):
         if any(not early.is_of(pull) for early in found):
             self._remote.hurry()
         for early in found:
+            start = time.perf_counter()
             sums = early.later.wait()
             self._drop(early)
+            if not early.later.is_void:  # the device's own account, instead of the rest of it that was waited for here
+                self.busy_s += early.later.busy_s - (time.perf_counter() - start)
             if early.is_of(pull) and not early.later.is_void:
                 return True, sums
         return False, None

@@ -85,7 +85,7 @@ def _add_work(app: FastAPI, state: FrontState) -> None:
         """A msgpack array of Job and Cancel. 202: taken; each job ends in exactly one Finished or Failed event."""
         if refusal := _refusal(request, state):
             return refusal
-        body = await request.body()
+        body, taken_s = await request.body(), time.monotonic()
         try:
             messages = jobs_decoder.decode(body)
         except (msgspec.DecodeError, msgspec.ValidationError) as error:
@@ -97,7 +97,7 @@ def _add_work(app: FastAPI, state: FrontState) -> None:
             return _error(409, "no_stream", f"open GET /events first: nobody listens for {', '.join(sorted(unheard))}")
         if state.draining and any(isinstance(m, Job) for m in messages):
             return _error(503, "draining", "this worker takes no new work")
-        state.core.send(Work(messages))
+        state.core.send(Work(messages, taken_s))
         state.num_jobs += sum(isinstance(m, Job) for m in messages)
         state.num_cancels += sum(isinstance(m, Cancel) for m in messages)
         return Response(status_code=202)

@@ -40,9 +40,9 @@ shoes! Der Leuchtturm ist von April bis Oktober geöffnet. Le phare est fermé l
 """
 
 
-def warm_up(model: Transformer, attention: DeviceAttention, cache: DeviceCache, token_ids: list[int]) -> None:
+def compute_prompt(model: Transformer, attention: DeviceAttention, cache: DeviceCache, token_ids: list[int]) -> None:
     """Computes them as one prompt, from the cache's first block on."""
-    sequence = Sequence(RequestId("warm-up"), token_ids, SamplingParams(max_tokens=1, seed=0))
+    sequence = Sequence(RequestId("calibration"), token_ids, SamplingParams(max_tokens=1, seed=0))
     sequence.blocks.extend(range(cache.layout.num_blocks(len(token_ids))))
     rows = prompt_rows([Piece(sequence, 0, len(token_ids))], cache.layout.block_size)
     token_columns = [upload(array, cache.device) for array in (rows.token_ids, rows.positions, rows.slots)]
@@ -67,7 +67,7 @@ def calibrate(model: Transformer, attention: DeviceAttention, cache: DeviceCache
     """`cache` is fresh: its scales are 1, and what is not written is 0."""
     num_layers = cache.layout.num_layers
     model.peaks = torch.zeros(num_layers, 2, device=cache.device)
-    warm_up(model, attention, cache, token_ids)
+    compute_prompt(model, attention, cache, token_ids)
     activations, model.peaks = model.peaks * _MARGIN, None
     layers = [cache.layer(index) for index in range(num_layers)]
     largest = torch.stack([_largest(pages) for layer in layers for pages in (layer.keys, layer.values)])

@@ -2,6 +2,9 @@
 
 import logging
 import math
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
@@ -11,7 +14,7 @@ from contracts.layout import KVLayout
 from engine.backend import Backend
 from engine.cuda.attention import DeviceAttention
 from engine.cuda.cache import DeviceCache
-from engine.cuda.calibration import TEXT, Scales, calibrate, warm_up
+from engine.cuda.calibration import TEXT, Scales, calibrate, compute_prompt
 from engine.cuda.drawing import DeviceSampler, Drawer
 from engine.cuda.formats import DEVICE_FORMATS, DeviceFormat, resolve_device_dtype
 from engine.cuda.fused import FusedDecode, is_fusible
@@ -20,6 +23,7 @@ from engine.cuda.runner import DeviceRunner
 from engine.cuda.state import DecodeState
 from engine.cuda.steps import DecodeSteps, MakeStep, Step
 from engine.cuda.transformer import Rows, Transformer
+from engine.cuda.warmup import WarmUp
 from engine.cuda.weights import DeviceWeights, load_device_weights
 from engine.engine import Engine
 from engine.messages import EngineSettings
@@ -35,6 +39,8 @@ _MIN_BLOCK_SIZE = 64
 # Left free beside the cache: for captured steps, and for logits that are made whole in float32.
 _SPARE_NBYTES, _LOGIT_NBYTES = 1 << 30, 16
 _MEMORY_PAGE_NBYTES = 2 << 20
+# Layers in which those that differ, by window or experts, mostly come.
+_NUM_KINDS = 4
 
 
 def load_device_engine(
@@ -66,74 +72,122 @@ class _Builder:
 
     @torch.inference_mode()
     def build(self, progress: Progress) -> Engine:
-        settings, config, device = self._settings, self._config, self._device
-        longest = wanted_model_len(self._checkpoint, settings)
+        settings = self._settings
         layout = kv_layout(self._checkpoint, self._block_size, self._format.kv_dtype, "-halves")
-        weights = load_device_weights(config, self._source, self._format, longest, device, progress)
-        model = Transformer(config, self._format, weights, self._registry, self._block_size, self._max_rows)
-        attention = self._attention(longest)
-        state = DecodeState(
-            settings.max_num_seqs, layout.num_blocks(longest), config.vocab_size, self._format.rows, device
-        )
-        progress("warm up", 0, 2)
-        scales = self._warm_up(model, weights, attention, layout)
+        self._load(layout, progress)
+        with self._stage("compile", progress):
+            scratch = DeviceCache(layout, layout.num_blocks(self._longest_prompt), self._format.pages, self._device)
+            if self._captures:
+                self._compile(scratch)
+        with self._stage("calibrate", progress):
+            scales = self._calibrate(scratch)
+        del scratch
         num_blocks = _whole(blocks_in(self._cache_nbytes(), layout), layout.page_nbytes)
         max_model_len = model_len(self._checkpoint, settings, num_blocks * layout.block_size)
-        cache = DeviceCache(layout, num_blocks, self._format.pages, device, scales.kv if scales else None)
-        cache.share(self._registry)
-        progress("warm up", 1, 2)
-        drawer = Drawer(self._registry, config.vocab_size, device)
-        if scales is not None and is_fusible(config, self._format, weights):
-            make = FusedDecode(config, weights, self._registry, cache, state, scales.activations).step
-        else:
-            make = self._plain(model, attention, cache, state)
-        captures = device.type == "cuda" and self._format.kv != "fp32"  # whose attention reads lengths on the host
-        steps = DecodeSteps(make, drawer, state, max_model_len, captures)
-        progress("warm up", 2, 2)
-        sampler = DeviceSampler(self._checkpoint.eos_token_ids, drawer)
-        runner = DeviceRunner(model, attention, cache, state, steps, drawer, sampler)
+        cache = DeviceCache(layout, num_blocks, self._format.pages, self._device, scales.kv if scales else None)
+        runner = self._runner(self._model, self._weights, cache, scales, max_model_len)
+        with self._stage("capture", progress):
+            cache.share(self._registry)
+            if self._captures:
+                runner.steps.capture()
+        with self._stage("warm up", progress):
+            if self._device.type == "cuda":
+                self._warm_up(cache, max_model_len).run(runner, self._sampler)
         _log.info(
-            "%s ready: %s on %s, context of %d tokens, %d KV blocks",
+            "%s ready: %s on %s, context of %d tokens, %d KV blocks; %s",
             self._checkpoint.name, settings.dtype, self._registry.caps.name, max_model_len, num_blocks,
+            ", ".join(f"{stage} {time_s:.1f} s" for stage, time_s in self._seconds.items()),
         )  # fmt: skip
         # Prompts and answers are computed by different kernels, which round differently.
-        return Engine(settings, self._checkpoint, Backend(cache, runner, sampler, False), max_model_len)
+        return Engine(settings, self._checkpoint, Backend(cache, runner, self._sampler, False), max_model_len)
 
-    def _attention(self, longest: int) -> DeviceAttention:
-        config, settings = self._config, self._settings
-        max_tokens = settings.max_num_seqs * (longest + 128)
-        return DeviceAttention(
-            config, self._registry, self._format.kv, self._block_size, max_tokens, settings.max_num_seqs, self._device
+    @contextmanager
+    def _stage(self, name: str, progress: Progress) -> Iterator[None]:
+        progress(name, 0, 1)
+        start = time.perf_counter()
+        yield
+        if self._device.type == "cuda":
+            torch.cuda.synchronize()
+        self._seconds[name] = time.perf_counter() - start
+        progress(name, 1, 1)
+
+    def _load(self, layout: KVLayout, progress: Progress) -> None:
+        config, settings, device = self._config, self._settings, self._device
+        longest = wanted_model_len(self._checkpoint, settings)
+        start = time.perf_counter()
+        self._weights = load_device_weights(config, self._source, self._format, longest, device, progress)
+        self._seconds = {"weights": time.perf_counter() - start}
+        self._model = self._transformer(self._weights)
+        self._attention = DeviceAttention(
+            config, self._registry, self._format.kv, self._block_size, settings.max_num_seqs * (longest + 128),
+            settings.max_num_seqs, device,
+        )  # fmt: skip
+        self._state = DecodeState(
+            settings.max_num_seqs, layout.num_blocks(longest), config.vocab_size, self._format.rows, device
         )
+        self._drawer = Drawer(self._registry, config.vocab_size, device)
+        self._sampler = DeviceSampler(self._checkpoint.eos_token_ids, self._drawer)
+        self._longest_prompt = min(self._max_rows, longest)
 
-    def _warm_up(
-        self, model: Transformer, weights: DeviceWeights, attention: DeviceAttention, layout: KVLayout
-    ) -> Scales | None:
-        """Compiles kernels and finds out what a full batch takes; the scales of e4m3 where they are fixed, those that
-        the checkpoint brings before those that are found.
+    @property
+    def _captures(self) -> bool:
+        """Not float32, whose attention reads lengths on the host."""
+        return self._device.type == "cuda" and self._format.kv != "fp32"
+
+    def _compile(self, cache: DeviceCache) -> None:
+        """What decode steps and warm-up will launch."""
+        from kernels.compiling import compiled_ahead  # imports Triton, which a CPU does without
+
+        longest, layers = wanted_model_len(self._checkpoint, self._settings), self._weights.layers
+        # Of a few layers: the others launch the same, and 32 of them took 8 s. What they don't is compiled later.
+        weights = replace(self._weights, layers=layers[:_NUM_KINDS])
+        scales = Scales(torch.ones(len(weights.layers), 2, device=self._device), torch.ones(0))
+        runner = self._runner(
+            self._transformer(weights), weights, cache, scales if self._format.is_fp8 else None, longest
+        )
+        with compiled_ahead():
+            runner.steps.run_all()
+            self._warm_up(cache, longest).run(runner, self._sampler)
+
+    def _warm_up(self, cache: DeviceCache, max_model_len: int) -> WarmUp:
+        return WarmUp(cache.layout, cache.num_blocks, self._max_rows, self._settings.max_num_seqs, max_model_len)
+
+    def _calibrate(self, cache: DeviceCache) -> Scales | None:
+        """Finds out what a full batch takes; the scales of e4m3 where they are fixed, those that the checkpoint brings
+        before those that are found.
         """
-        config, longest = self._config, min(self._max_rows, wanted_model_len(self._checkpoint, self._settings))
-        cache = DeviceCache(layout, layout.num_blocks(longest), self._format.pages, self._device)
+        model, attention, longest = self._model, self._attention, self._longest_prompt
         scales = None
         if self._format.is_fp8:
             found = calibrate(model, attention, cache, self._checkpoint.tokenizer().encode(TEXT).ids[:longest])
-            scales = found.replaced(weights.input_scales(), weights.kv_scales)
-        warm_up(model, attention, cache, [index % config.vocab_size for index in range(longest)])
+            scales = found.replaced(self._weights.input_scales(), self._weights.kv_scales)
+        compute_prompt(model, attention, cache, [index % self._config.vocab_size for index in range(longest)])
         return scales
 
-    def _cache_nbytes(self) -> int:
-        """What settings say, or all that is left."""
-        if self._settings.kv_cache_nbytes is not None:
-            return self._settings.kv_cache_nbytes
-        torch.cuda.empty_cache()
-        free, _ = torch.cuda.mem_get_info()
-        return free - _SPARE_NBYTES - _LOGIT_NBYTES * self._settings.max_num_seqs * self._config.vocab_size
+    def _transformer(self, weights: DeviceWeights) -> Transformer:
+        return Transformer(self._config, self._format, weights, self._registry, self._block_size, self._max_rows)
 
-    def _plain(
-        self, model: Transformer, attention: DeviceAttention, cache: DeviceCache, state: DecodeState
-    ) -> MakeStep:
+    def _runner(
+        self,
+        model: Transformer,
+        weights: DeviceWeights,
+        cache: DeviceCache,
+        scales: Scales | None,
+        max_model_len: int,
+    ) -> DeviceRunner:
+        config, state = self._config, self._state
+        if scales is not None and is_fusible(config, self._format, weights):
+            make = FusedDecode(config, weights, self._registry, cache, state, scales.activations).step
+        else:
+            make = self._plain(model, cache)
+        steps = DecodeSteps(make, self._drawer, state, max_model_len)
+        return DeviceRunner(model, self._attention, cache, state, steps, self._drawer, self._sampler)
+
+    def _plain(self, model: Transformer, cache: DeviceCache) -> MakeStep:
+        state = self._state
+
         def make(rows: int, max_len: int) -> Step:
-            attend = attention.of_decodes(state.tables[:rows], state.lengths[:rows], max_len)
+            attend = self._attention.of_decodes(state.tables[:rows], state.lengths[:rows], max_len)
 
             def step() -> None:
                 inputs = Rows(state.gather_tokens(rows), state.positions[:rows], state.slots[:rows], None)
@@ -142,6 +196,14 @@ class _Builder:
             return step
 
         return make
+
+    def _cache_nbytes(self) -> int:
+        """What settings say, or all that is left."""
+        if self._settings.kv_cache_nbytes is not None:
+            return self._settings.kv_cache_nbytes
+        torch.cuda.empty_cache()
+        free, _ = torch.cuda.mem_get_info()
+        return free - _SPARE_NBYTES - _LOGIT_NBYTES * self._settings.max_num_seqs * self._config.vocab_size
 
 
 def _whole(num_blocks: int, page_nbytes: int) -> int:

@@ -212,15 +212,17 @@ class RemotePages:
         with torch.cuda.stream(lane):
             if sums is not None:
                 sums.prepare(into)
+            stamps = []
             for part, value in parts:
                 if part:
                     self._mark.wait(value)
+                    stamps.append(_stamp())
                     self._copy(pages, into, part)
+                    stamps.append(_stamp())
             if sums is not None:
                 sums.go()
-            done = torch.cuda.Event()
-            done.record()
-        later = WaitingPull(self._mark, mark, done, partial(self._read, sums))
+            stamps[-1] = _stamp()
+        later = WaitingPull(self._mark, mark, stamps, partial(self._read, sums))
         self._waiting = [other for other in self._waiting if not other.is_done] + [later]
         return later
 
@@ -336,13 +338,26 @@ class Lanes:
 
 
 class WaitingPull:
-    """Launched on a stream that waits for the peer's mark. The peer may be gone, or hang: the mark is ours to set."""
+    """Launched on a stream that waits for the peer's mark. The peer may be gone, or hang: the mark is ours to set.
+
+    `stamps`: begin and end of each part, recorded on the stream.
+    """
 
     def __init__(
-        self, mark: RemoteMark, value: int, done: torch.cuda.Event, read: Callable[[], np.ndarray | None]
+        self,
+        mark: RemoteMark,
+        value: int,
+        stamps: SequenceOf[torch.cuda.Event],
+        read: Callable[[], np.ndarray | None],
     ) -> None:
-        self._mark, self._value, self._done, self._read = mark, value, done, read
+        self._mark, self._value, self._stamps, self._read = mark, value, stamps, read
+        self._done = stamps[-1]
         self.is_void = False
+
+    @property
+    def busy_s(self) -> float:
+        pairs = zip(self._stamps[::2], self._stamps[1::2], strict=True)
+        return sum(begin.elapsed_time(end) for begin, end in pairs) / 1e3
 
     @property
     def is_done(self) -> bool:
@@ -364,12 +379,22 @@ class LazyPull:
 
     def __init__(self, remote: RemotePages, pages: SequenceOf[int], into: SequenceOf[int], checks: bool) -> None:
         self._pull = partial(remote.pull, pages, into, checks)
+        self.busy_s = 0.0
 
     def wait(self) -> np.ndarray | None:
-        return self._pull()
+        start = time.perf_counter()
+        sums = self._pull()
+        self.busy_s = time.perf_counter() - start
+        return sums
 
 
 Later = WaitingPull | LazyPull
+
+
+def _stamp() -> torch.cuda.Event:
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
 
 
 def _name(device: torch.device) -> str:

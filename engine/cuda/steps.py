@@ -23,15 +23,13 @@ class StepKey:
 
 
 class DecodeSteps:
-    """`captures`: as CUDA graphs, all of them before the first request; what they allocate they share."""
+    """Once `capture` is called: as CUDA graphs, all of them before the first request; what they allocate they share."""
 
-    def __init__(self, make: MakeStep, drawer: Drawer, state: DecodeState, max_model_len: int, captures: bool) -> None:
+    def __init__(self, make: MakeStep, drawer: Drawer, state: DecodeState, max_model_len: int) -> None:
         self._make, self._drawer, self._state = make, drawer, state
         self._batches, self._contexts = batch_buckets(state.max_rows), context_buckets(max_model_len)
         self._computes: dict[tuple[int, int], Step] = {}
         self._graphs: dict[StepKey, torch.cuda.CUDAGraph] = {}
-        if captures:
-            self._capture_all()
 
     def key(self, num_rows: int, max_len: int, greedy: bool) -> StepKey:
         return StepKey(bucket_for(self._batches, num_rows), bucket_for(self._contexts, max_len), greedy)
@@ -39,6 +37,30 @@ class DecodeSteps:
     def graph(self, num_rows: int, max_len: int) -> torch.cuda.CUDAGraph:
         """The captured greedy step, for measuring. Raises KeyError if it was not captured."""
         return self._graphs[self.key(num_rows, max_len, greedy=True)]
+
+    @torch.inference_mode()
+    def run_all(self) -> None:
+        """Each once, not captured, on sequences of one token."""
+        self._state.lengths.fill_(1)
+        for key in self._keys():
+            self._run(key)
+
+    @torch.inference_mode()
+    def capture(self) -> None:
+        """The largest first, so that the smaller find the memory they share."""
+        pool, stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
+        self._state.lengths.fill_(1)
+        torch.cuda.synchronize()
+        with torch.cuda.stream(stream):
+            for key in self._keys():
+                self._run(key)  # compiles what must be compiled, outside of the capture
+                # Not torch.cuda.graph, which collects garbage and empties the allocator's cache each time.
+                graph = torch.cuda.CUDAGraph()
+                graph.capture_begin(pool=pool)
+                self._run(key)
+                graph.capture_end()
+                self._graphs[key] = graph
+        torch.cuda.synchronize()
 
     @torch.inference_mode()
     def draw(self, key: StepKey) -> None:
@@ -65,22 +87,6 @@ class DecodeSteps:
         if size not in self._computes:
             self._computes[size] = self._make(*size)
         return self._computes[size]
-
-    def _capture_all(self) -> None:
-        """The largest first, so that the smaller find the memory they share."""
-        pool, stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
-        self._state.lengths.fill_(1)
-        torch.cuda.synchronize()
-        with torch.cuda.stream(stream):
-            for key in self._keys():
-                self._run(key)  # compiles what must be compiled, outside of the capture
-                # Not torch.cuda.graph, which collects garbage and empties the allocator's cache each time.
-                graph = torch.cuda.CUDAGraph()
-                graph.capture_begin(pool=pool)
-                self._run(key)
-                graph.capture_end()
-                self._graphs[key] = graph
-        torch.cuda.synchronize()
 
     def _keys(self) -> Iterator[StepKey]:
         for rows in reversed(self._batches):

@@ -275,7 +275,7 @@ def load_parts(ptr, offset, mask, num_tokens, stride, PARTS: tl.constexpr):
     return total
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens"])
 def attn_fused_kernel(
     qkv_ptr, k_ptr, v_ptr, k_desc, v_desc, table_ptr, len_ptr, cos_sin_ptr, out_ptr, out_scale_ptr, mid_ptr, ml_ptr,
     counter_ptr,

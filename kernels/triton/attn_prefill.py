@@ -16,7 +16,7 @@ from kernels.triton.attn_state import finish, fresh
 from kernels.triton.common import LOG2E
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["max_pages"])
 def attn_prefill_kernel(
     q_ptr, k_ptr, v_ptr, table_ptr, len_ptr, start_ptr, sink_ptr, out_ptr, lse_ptr, qk_scale, v_scale, stride_page,
     max_pages,
@@ -60,7 +60,7 @@ def attn_prefill_kernel(
         tl.store(lse_ptr + (first + row) * HQ + head, lse, mask=live)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["max_pages"])
 def widen_kernel(
     k_ptr, v_ptr, table_ptr, len_ptr, k_out_ptr, v_out_ptr, stride_page, max_pages, max_rows,
     HKV: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr,
@@ -133,7 +133,7 @@ def attn_rows_kernel(
         tl.store(lse_ptr + (first + row) * HQ + head, lse, mask=live)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["max_pages"])
 def mla_kernel(
     q_ptr, c_ptr, table_ptr, len_ptr, start_ptr, out_ptr, qk_scale, scale, max_pages,
     HEADS: tl.constexpr, LATENT: tl.constexpr, ROPE: tl.constexpr, PAGE: tl.constexpr, ROWS: tl.constexpr,

@@ -1,7 +1,11 @@
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportArgumentType=false, reportIndexIssue=false
 # pyright: reportOperatorIssue=false, reportAttributeAccessIssue=false, reportOptionalMemberAccess=false, reportReturnType=false
 # pyright: reportAssignmentType=false
-"""What every kernel here shares: programmatic dependent launch and the rounding to e4m3."""
+"""What every kernel here shares: programmatic dependent launch and the rounding to e4m3.
+
+Kernels do not specialize the counts that differ from batch to batch, of rows (num_tokens, M, total) and of pages: one
+for 1, one for multiples of 16 and one for the rest would be compiled, some of them in the middle of serving.
+"""
 
 import triton
 import triton.language as tl

@@ -28,7 +28,7 @@ from kernels.triton.gemm_hopper import E4M3_MAX, depend_start, depend_wait, desc
 BW = gl.constexpr(128)  # rows of weights a CTA takes: tcgen05's M
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize=["M"])
 def skinny_tcgen05_kernel(
     w_desc, x_desc, out_ptr, w_scale_ptr, x_scale_ptr, M, N: gl.constexpr, K: gl.constexpr, BX: gl.constexpr,
     BK: gl.constexpr, PARTS: gl.constexpr, STAGES: gl.constexpr, PDL: gl.constexpr, num_warps: gl.constexpr,
@@ -84,7 +84,7 @@ def skinny_tcgen05_kernel(
     store_tokens(out_ptr, acc.to(out_ptr.dtype.element_ty), row, token, M, N, BW, BX, layout, num_warps)
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize=["M"])
 def gate_up_tcgen05_kernel(
     w_desc, x_desc, out_ptr, w_scale_ptr, x_scale_ptr, out_scale_ptr, M, N: gl.constexpr, K: gl.constexpr,
     BX: gl.constexpr,

@@ -63,7 +63,7 @@ def store_tokens(
     gl.store(out_ptr + tokens[None, :].to(gl.int64) * stride + rows[:, None], value, mask=(tokens < M)[None, :])
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize=["M"])
 def skinny_gemm_kernel(
     w_desc, x_desc, out_ptr, w_scale_ptr, x_scale_ptr, M, N: gl.constexpr, K: gl.constexpr, BW: gl.constexpr,
     BX: gl.constexpr, BK: gl.constexpr, PARTS: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr,
@@ -139,7 +139,7 @@ def skinny_gemm_kernel(
     store_tokens(out_ptr, acc.to(out_ptr.dtype.element_ty), row, token, M, N, BW, BX, layout, num_warps)
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize=["M"])
 def gate_up_kernel(
     w_desc, x_desc, out_ptr, w_scale_ptr, x_scale_ptr, out_scale_ptr, M, N: gl.constexpr, K: gl.constexpr,
     BW: gl.constexpr, BX: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr, QUANT: gl.constexpr,

@@ -12,7 +12,7 @@ from kernels.specs import GateUpSpec, GemmSpec
 from kernels.triton.common import PDL, pdl_launch, pdl_start, pdl_wait, to_e4m3
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M"])
 def swapped_gemm_kernel(
     w_ptr, x_ptr, out_ptr, w_scale_ptr, x_scale_ptr, out_scale_ptr, M,
     N: tl.constexpr, K: tl.constexpr, BW: tl.constexpr, BX: tl.constexpr, BK: tl.constexpr, PARTS: tl.constexpr,
@@ -61,7 +61,7 @@ def swapped_gemm_kernel(
         tl.store(at, acc.to(out_ptr.dtype.element_ty), mask=live[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M"])
 def gemm_kernel(
     a_ptr, w_ptr, out_ptr, a_scale_ptr, w_scale_ptr, M,
     N: tl.constexpr, K: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP_M: tl.constexpr,

@@ -118,7 +118,7 @@ def widen(packed, first, second, MXFP4: tl.constexpr, PACKED: tl.constexpr):
     return low, high
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M"])
 def gemm_w4_kernel(
     w_ptr, x_ptr, out_ptr, scale_ptr, zero_ptr, part_ptr, counter_ptr, M,
     N: tl.constexpr, K: tl.constexpr, GROUP: tl.constexpr, BW: tl.constexpr, BX: tl.constexpr, BLOCK: tl.constexpr,
@@ -189,7 +189,7 @@ def widen_w4_kernel(
     tl.store(at + HALF, high)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M"])
 def gemm_fp4_kernel(
     a_ptr, w_ptr, out_ptr, a_scale_ptr, w_scale_ptr, alpha, M,
     N: tl.constexpr, K: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, VEC: tl.constexpr,

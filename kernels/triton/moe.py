@@ -45,7 +45,7 @@ def route_kernel(
     tl.store(id_ptr + row * TOP_K + slot, chosen, mask=slot < TOP_K)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["total"])
 def count_kernel(id_ptr, count_ptr, total, BLOCK: tl.constexpr):
     """How many assignments each expert has; one CTA an expert, so the result does not depend on any order."""
     expert = tl.program_id(0)
@@ -56,7 +56,7 @@ def count_kernel(id_ptr, count_ptr, total, BLOCK: tl.constexpr):
     tl.store(count_ptr + expert, tl.sum(count, 0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["total", "max_tiles"])
 def sort_kernel(
     id_ptr, count_ptr, sorted_ptr, tile_ptr, total, max_tiles,
     E: tl.constexpr, PAD_E: tl.constexpr, BX: tl.constexpr, BLOCK: tl.constexpr,
@@ -87,7 +87,7 @@ def sort_kernel(
             tl.store(sorted_ptr + first_tile * BX + start + i, total, mask=start + i < own_tiles * BX)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["total"])
 def expert_gemm_kernel(
     w_ptr, x_ptr, out_ptr, w_scale_ptr, x_scale_ptr, out_scale_ptr, bias_ptr, sorted_ptr, tile_ptr, total,
     N: tl.constexpr, K: tl.constexpr, TOP_K: tl.constexpr, BW: tl.constexpr, BX: tl.constexpr, BK: tl.constexpr,
@@ -166,7 +166,7 @@ def activate(gate, up, OAI: tl.constexpr):
     return y
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["total"])
 def expert_w4_kernel(
     w_ptr, x_ptr, out_ptr, scale_ptr, bias_ptr, sorted_ptr, tile_ptr, total,
     N: tl.constexpr, K: tl.constexpr, TOP_K: tl.constexpr, BW: tl.constexpr, BX: tl.constexpr, STAGES: tl.constexpr,
@@ -324,7 +324,8 @@ def w4_products(
 def sort_by_expert(
     spec: MoESpec, ids: Tensor, count: Tensor, order: Tensor, tiles: Tensor, total: int, max_tiles: int, bx: int
 ) -> None:
-    block = min(2048, triton.next_power_of_2(total))
+    tokens = triton.next_power_of_2(total // spec.top_k)  # changes where the plan does
+    block = min(2048, triton.next_power_of_2(tokens * spec.top_k))
     count_kernel[(spec.experts,)](ids, count, total, BLOCK=block, num_warps=4)
     sort_kernel[(spec.experts + 1,)](
         ids, count, order, tiles, total, max_tiles, E=spec.experts, PAD_E=triton.next_power_of_2(spec.experts), BX=bx,
@@ -333,8 +334,10 @@ def sort_by_expert(
 
 
 def expert_plan(spec: MoESpec, tokens: int, cc: int) -> Plan:
-    """A tile holds about as many rows as an expert gets; two accumulators of 128 x 128 spill on sm_120."""
-    share = max(1, tokens * spec.top_k // spec.experts)
+    """A tile holds about as many rows as an expert gets of the next power of two tokens: what depends on their number
+    changes there and nowhere else. Two accumulators of 128 x 128 spill on sm_120.
+    """
+    share = max(1, triton.next_power_of_2(tokens) * spec.top_k // spec.experts)
     if spec.weights == "mxfp4":
         return dict(bx=min(64, max(16, triton.next_power_of_2(share))), stages=4)
     if spec.weights == "bf16":

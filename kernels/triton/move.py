@@ -5,6 +5,8 @@
 
 Few large CTAs: at 8 CTAs, 16 warps with 32 KiB in flight move 1.6 times what 8 warps with 16 KiB do (H200), and a copy
 that runs beside prefill's products must get by with few multiprocessors.
+
+Neither seed nor units are specialized: each that is divisible by 16 would compile anew, in the middle of a handoff.
 """
 
 import torch
@@ -20,7 +22,7 @@ FACTOR = tl.constexpr(16777619)
 STRIDE = tl.constexpr(40503)
 
 
-@triton.jit(do_not_specialize=["seed"])  # else each seed divisible by 16 compiles anew, in the middle of a handoff
+@triton.jit(do_not_specialize=["units", "seed"])
 def move_kernel(
     src_ptr, dst_ptr, page_ptr, sum_ptr, bad_ptr, units, stride_plane, stride_page, offset, seed,
     PLANES: tl.constexpr, WORDS: tl.constexpr, BLOCK: tl.constexpr, MODE: tl.constexpr, SUM: tl.constexpr,
@@ -58,7 +60,7 @@ def narrow(bits, inv_scale):
     return to_e4m3(value).to(tl.uint8, bitcast=True).to(tl.int32)
 
 
-@triton.jit(do_not_specialize=["seed"])
+@triton.jit(do_not_specialize=["units", "seed"])
 def convert_kernel(
     src_ptr, dst_ptr, page_ptr, sum_ptr, units, stride_plane, stride_page, offset, inv_scale, seed,
     PLANES: tl.constexpr, WORDS: tl.constexpr, BLOCK: tl.constexpr, SUM: tl.constexpr,

@@ -18,7 +18,7 @@ def sum_and_max(total_a, peak_a, total_b, peak_b):
     return total_a + total_b, tl.maximum(peak_a, peak_b)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens"])
 def norm_kernel(
     x_ptr, residual_ptr, weight_ptr, ids_ptr, out_ptr, scale_ptr, token_scale_ptr, channel_scale_ptr, eps, num_tokens,
     N: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr, EMBED: tl.constexpr, RESIDUAL: tl.constexpr,
@@ -78,7 +78,7 @@ def quant_kernel(
     tl.store(out_ptr + row.to(tl.int64) * N + col, to_e4m3(y / scale), mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens"])
 def quant_groups_kernel(
     x_ptr, out_ptr, scale_ptr, num_tokens, N: tl.constexpr, GROUPS: tl.constexpr, PDL: tl.constexpr
 ):
@@ -170,7 +170,7 @@ def silu_mul_quant(
     )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["index_ptr"])
 def argmax_parts_kernel(
     x_ptr, best_ptr, index_ptr, N: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr, PDL: tl.constexpr
 ):
@@ -185,7 +185,7 @@ def argmax_parts_kernel(
     tl.store(index_ptr + row * PARTS + part, index + part * BLOCK)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["index_ptr", "out_ptr"])
 def argmax_merge_kernel(best_ptr, index_ptr, out_ptr, PARTS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
     row = tl.program_id(0)
     part = tl.arange(0, BLOCK)

@@ -12,7 +12,7 @@ from kernels.triton.attn_decode import load_parts
 from kernels.triton.common import PDL, pdl_launch, pdl_start, pdl_wait, to_e4m3
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens"])
 def rope_append_kernel(
     qkv_ptr, q_ptr, k_ptr, v_ptr, pos_ptr, slot_ptr, cos_sin_ptr, token_scale_ptr, channel_scale_ptr,
     k_inv, v_inv, stride_page, num_tokens,

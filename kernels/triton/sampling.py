@@ -9,6 +9,11 @@ from torch import Tensor
 
 from kernels.specs import SampleSpec
 
+# A value a row, from whichever row of a larger column on: every alignment would compile anew.
+ROW_COLUMNS = [
+    f"{name}_ptr" for name in ("temperature", "top_k", "top_p", "min_p", "seed", "position", "token", "logprob")
+]
+
 
 @triton.jit
 def key_to_float(key):
@@ -57,7 +62,7 @@ def search(
     return key_to_float(base)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=ROW_COLUMNS)
 def sample_kernel(
     x_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, seed_ptr, position_ptr, token_ptr, logprob_ptr,
     V: tl.constexpr, BLOCK: tl.constexpr, PASSES: tl.constexpr,

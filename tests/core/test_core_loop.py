@@ -10,6 +10,7 @@ from core.loop import IDLE_WAIT_S, Core
 from core.messages import CoreFrame, Stop, Work
 from core.status import STATUS_PERIOD_S
 from engine.messages import StepOutput
+from gateway.stages import exposed_s
 from tests.path.ring import D, P, Ring, answer
 
 R = RequestId("r")
@@ -141,7 +142,7 @@ def test_events_of_one_step_go_out_in_one_frame_by_gateway():
     ring = Ring()
     ring.sides[P].engine.max_waiting = 100
     jobs = [ring.job(f"r{number}", [number] * 4, 1) for number in range(6)]
-    ring.sides[P].link.inbox.append(Work(list(jobs)))
+    ring.sides[P].link.inbox.append(Work(list(jobs), ring.clock.now))
     ring.clock.now += 0.03
     ring.sides[P].core.turn()
     frames = [frame for frame in ring.sides[P].link.frames if isinstance(frame, CoreFrame) and frame.events]
@@ -173,6 +174,21 @@ def test_a_token_of_the_time_account_is_on_the_worker_that_spent_it():
     assert set(prefilled.stages_s) == {"queue", "prefill"}
     assert set(end.stages_s) == {"expect", "land", "queue", "decode"}
     assert all(span_s >= 0 for span_s in (*prefilled.stages_s.values(), *end.stages_s.values()))
+
+
+def test_both_accounts_begin_when_the_job_came_not_when_a_core_had_the_time():
+    """Else the gateway, which takes one from the other, would call a core's busy step a handoff that is felt."""
+    ring = Ring()
+    ring.both(ring.job(R, list(range(40)), 5))
+    ring.turn(D)
+    ring.clock.now += 5.0  # prefill's engine computes
+    ring.settle()
+    (prefilled,) = [event for _, event in ring.events if isinstance(event, Prefilled)]
+    (end,) = ring.ends(R)
+    assert prefilled.stages_s["queue"] > 5.0
+    told = end.stages_s | {f"prefill_{stage}": span_s for stage, span_s in prefilled.stages_s.items()}
+    felt_s = exposed_s(told)
+    assert felt_s is not None and felt_s < 1.0
 
 
 def test_the_measured_bytes_a_second_are_told_as_tokens():

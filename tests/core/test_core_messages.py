@@ -35,7 +35,7 @@ STATUS = CoreStatus(
     links=[LinkStatus("d", True, "ucx", "tcp/lo", "open", {"nbytes": 5.0})],
     is_clean=False,
 )
-INWARD = [Start(b"{}", "w", "i"), Work([Cancel(R, E, "why")]), GatewayGone(G), Stop()]
+INWARD = [Start(b"{}", "w", "i"), Work([Cancel(R, E, "why")], 1.0), GatewayGone(G), Stop()]
 OUTWARD = [
     Loading("weights", 3, 10),
     CoreFailed("no such model"),

@@ -39,9 +39,9 @@ class Side:
     def offer(self, name: str, num_tokens: int, now: float = 1.0) -> None:
         self.hear(Offer(RequestId(name), E, num_tokens, self.engine.layout.layout_id), now)
 
-    def land(self, name: str, index: int, first: int, count: int) -> None:
+    def land(self, name: str, index: int, first: int, count: int, landed_s: float = 1.0, now: float = 1.0) -> None:
         header = ChunkHeader(RequestId(name), E, index, first, count, self.engine.layout.layout_id, count, 0)
-        self.role.on_transfer(ChunkLanded(P, header), 1.0)
+        self.role.on_transfer(ChunkLanded(P, header, landed_s), now)
 
     def fin(self, name: str, num_chunks: int) -> None:
         self.hear(Fin(RequestId(name), E, num_chunks, first_token(), 0))
@@ -59,6 +59,24 @@ def test_pages_beyond_the_cached_prefix_are_granted():
     side.offer("r", 20)
     ((_, grant),) = side.node.told("grant")
     assert (grant.skip_tokens, grant.pages) == (8, [2, 3, 4])
+
+
+def test_the_account_of_landing_ends_with_the_last_chunk_not_when_the_loop_hears_of_it():
+    side = Side()
+    live = side.begin("r", 8)
+    side.offer("r", 8, now=1.0)
+    side.fin("r", 2)
+    side.land("r", 0, 0, 4, landed_s=1.5, now=2.0)
+    side.land("r", 1, 4, 4, landed_s=2.5, now=9.0)
+    assert live.stages_s == {"expect": 1.0, "land": 1.5} and live.mark_s == 2.5
+
+
+def test_of_a_prompt_that_is_cached_here_nothing_lands():
+    side = Side(skip_tokens=8)
+    live = side.begin("r", 8)
+    side.offer("r", 8, now=1.0)
+    side.fin("r", 0)
+    assert live.stages_s == {"expect": 1.0, "land": 0.0}
 
 
 def test_the_first_in_line_is_not_overtaken_by_a_smaller_one():

@@ -371,7 +371,6 @@ CASES = [
     prefill("attn_prefill_bf16", {**prefill_types, "k_ptr": "*bf16", "v_ptr": "*bf16"}, HALF=False, STAGES=2),
     Case("mla", attn_prefill.mla_kernel, mla_types, dict(HEADS=128, LATENT=512, ROPE=64, PAGE=64, ROWS=16, BLOCK=32, STAGES=2), aligned(mla_types), dict(num_warps=4)),
     w4("w4_gptq", BLOCK=128, GROUP=128, MXFP4=False, ZERO=True, PARTS=4),
-    w4("w4_one_token", {n: t for n, t in w4_types.items() if n != "M"}, M=1, BLOCK=128, GROUP=128, MXFP4=False, ZERO=True, PARTS=4),
     w4("w4_mxfp4", {**w4_types, "scale_ptr": "*u8"}, BLOCK=64, GROUP=32, MXFP4=True, ZERO=False, PARTS=1),
     widen_w4("widen_gptq", BLOCK=128, GROUP=128, MXFP4=False, ZERO=True),
     widen_w4("widen_mxfp4", {**w4_types, "scale_ptr": "*u8"}, BLOCK=64, GROUP=32, MXFP4=True, ZERO=False),

@@ -98,7 +98,7 @@ def answer_as_decode(worker: Worker, event: object) -> None:
     match event:
         case Message(peer_id, Offer(request_id, epoch)):
             worker.node.grant(peer_id, Grant(request_id, epoch, GRANTED, 0))
-        case ChunkLanded(peer_id, header):
+        case ChunkLanded(peer_id, header, _):
             worker.node.commit(peer_id, Commit(header.request_id, header.epoch, 1, header.nbytes))
 
 

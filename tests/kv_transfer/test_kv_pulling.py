@@ -3,6 +3,7 @@ No sockets, no device.
 """
 
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -27,8 +28,10 @@ class Waiting:
     def __init__(self, into: list[int], mark: int, sums: np.ndarray | None) -> None:
         self.into, self.mark, self.sums = into, mark, sums
         self.is_void = self.is_done = False
+        self.busy_s, self.on_wait = 0.0, lambda: None
 
     def wait(self):
+        self.on_wait()
         self.is_done = True
         return self.sums
 
@@ -108,6 +111,44 @@ def test_commit_follows_the_last_of_chunks_and_token_0_whichever_it_is():
     commit = late.landings.finished(FIN)
     assert commit is not None and commit.num_chunks == 2
     assert late.landings.finished(FIN) is None, "it is said once"
+
+
+class Passing:
+    """A clock that goes on where something takes time."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now_s = 0.0
+        monkeypatch.setattr(pulling, "time", SimpleNamespace(perf_counter=lambda: self.now_s, monotonic=lambda: 0.0))
+
+    def passes(self, seconds: float) -> None:
+        self.now_s += seconds
+
+
+def test_a_link_was_busy_while_a_chunk_that_was_told_of_was_fetched(monkeypatch):
+    clock, decode = Passing(monkeypatch), Decode()
+    decode.remote.pull = lambda *_: clock.passes(0.3)  # type: ignore[method-assign]
+    decode.puller.put(pull(0))
+    assert decode.puller.busy_s == pytest.approx(0.3)
+
+
+def test_of_an_early_one_the_devices_time_counts_and_not_what_was_waited_for_here(monkeypatch):
+    clock, decode = Passing(monkeypatch), Decode(checks=True)
+    decode.puller.coming(coming(0, 4, [10]))
+    (early,) = decode.remote.waiting
+    early.busy_s, early.on_wait = 0.2, lambda: clock.passes(0.01)
+    clock.passes(5.0)  # until it is computed
+    decode.puller.put(pull(0))
+    assert decode.puller.busy_s == pytest.approx(0.2)
+
+
+def test_one_that_did_not_wait_to_the_end_counts_as_it_is_fetched_anew(monkeypatch):
+    clock, decode = Passing(monkeypatch), Decode()
+    decode.puller.coming(coming(0, 4, [10]))
+    (early,) = decode.remote.waiting
+    early.is_void, early.busy_s = True, 7.0
+    decode.remote.pull = lambda *_: clock.passes(0.3)  # type: ignore[method-assign]
+    decode.puller.put(pull(0))
+    assert decode.puller.busy_s == pytest.approx(0.3)
 
 
 def test_fewer_chunks_than_token_0_claims_are_no_commit():

@@ -89,7 +89,7 @@ class Cores:
         """Token ids by prompt, all asked at once. Raises AssertionError for one that fails or does not come."""
         jobs = [self._job(prompt, sampling) for prompt in prompts]
         for worker in (self.prefill, self.decode):
-            worker.front.inbox.append(Work(list(jobs)))
+            worker.front.inbox.append(Work(list(jobs), time.monotonic()))
         tokens: dict[RequestId, dict[int, int]] = {job.request_id: {} for job in jobs}
         num_open, deadline = len(jobs), time.monotonic() + DEADLINE_S
         while num_open or not (self.prefill.is_idle() and self.decode.is_idle()):

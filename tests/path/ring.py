@@ -17,7 +17,7 @@ from core.messages import CoreFrame, Work
 from core.role import Role
 from decode_svc import DecodeRole
 from prefill_svc import PrefillRole
-from tests.path.twins import FakeEngine, FakeLink, FakeNetwork, FakeNode, clock, expected_token, worker_ref
+from tests.path.twins import FakeEngine, FakeLink, FakeNetwork, FakeNode, expected_token, worker_ref
 
 GATEWAY = GatewayId("g")
 P, D = WorkerId("p"), WorkerId("d")
@@ -43,7 +43,7 @@ class Ring:
     moves: list[tuple[WorkerId, RequestId, Epoch, str]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.clock = clock()
+        self.clock = self.network.clock
         self.sides = {name: self._side(name) for name in (P, D)}
 
     def _side(self, name: WorkerId) -> Side:
@@ -57,7 +57,7 @@ class Ring:
         return Job(route, GATEWAY, prompt, SamplingParams(max_tokens=max_tokens, seed=0, temperature=0.0), timeout_s)
 
     def post(self, side: WorkerId, *messages: Job | Cancel) -> None:
-        self.sides[side].link.inbox.append(Work(list(messages)))
+        self.sides[side].link.inbox.append(Work(list(messages), self.clock.now))
 
     def turn(self, name: WorkerId) -> None:
         side = self.sides[name]

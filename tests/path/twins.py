@@ -184,6 +184,7 @@ class FakeNetwork:
         self.nodes: dict[WorkerId, FakeNode] = {}
         self.queues: dict[tuple[WorkerId, WorkerId], deque[object]] = {}
         self.dead: set[WorkerId] = set()
+        self.clock = clock()
 
     def send(self, source: WorkerId, target: WorkerId, message: object) -> None:
         if target in self.dead:
@@ -277,7 +278,7 @@ class FakeNode:
     def arrive(self, source: WorkerId, message: object) -> None:
         if isinstance(message, ChunkHeader):
             if (message.request_id, message.epoch) in self._grants:
-                self._events.append(ChunkLanded(source, message))
+                self._events.append(ChunkLanded(source, message, self._network.clock.read()))
             return
         if isinstance(message, ChunkBad):
             self._events.append(message)

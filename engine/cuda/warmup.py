@@ -1,0 +1,58 @@
+"""A batch of each class before the first request, so that none of a request's compiles a kernel, or loads one."""
+
+from collections.abc import Iterable, Iterator
+from collections.abc import Sequence as SequenceOf
+
+from contracts.ids import BlockId, RequestId
+from contracts.layout import KVLayout
+from contracts.sampling import SamplingParams
+from engine.batch import Piece
+from engine.cuda.drawing import DeviceSampler
+from engine.cuda.runner import DeviceRunner
+from engine.sequence import Sequence
+
+_GREEDY = SamplingParams(max_tokens=1, seed=0, temperature=0.0)
+_RANDOM = SamplingParams(max_tokens=1, seed=0, temperature=1.0, logprobs=1)
+
+
+class WarmUp:
+    """`max_rows` of a batch, `max_len` of a sequence, in tokens; `num_blocks` of the cache are there to be written."""
+
+    def __init__(self, layout: KVLayout, num_blocks: int, max_rows: int, max_num_seqs: int, max_len: int) -> None:
+        self._layout, self._num_blocks = layout, num_blocks
+        self._max_rows, self._max_num_seqs = max_rows, max_num_seqs
+        self._max_len = min(max_len, num_blocks * layout.block_size)
+
+    def run(self, runner: DeviceRunner, sampler: DeviceSampler) -> None:
+        """Rows in a few long prompts; then as many prompts as rows, which are drawn in every way there is."""
+        for count in row_counts(self._max_rows):
+            runner.forward_undrawn(self._prompts(_lengths(count, self._max_len), _GREEDY))
+        for count in row_counts(self._max_num_seqs):
+            for params in (_GREEDY, _RANDOM):
+                pieces = self._prompts([1] * count, params)
+                sequences = [piece.sequence for piece in pieces]
+                runner.forward(pieces)
+                sampler.sample(sequences, runner.forward_undrawn(pieces).logits)
+
+    def _prompts(self, lengths: Iterable[int], params: SamplingParams) -> SequenceOf[Piece]:
+        return [Piece(self._sequence(number, length, params), 0, length) for number, length in enumerate(lengths)]
+
+    def _sequence(self, number: int, length: int, params: SamplingParams) -> Sequence:
+        """In blocks that others write at the same time: nobody reads what comes of it."""
+        sequence = Sequence(RequestId(f"warm-up-{number}"), [0] * length, params)
+        sequence.blocks.extend(BlockId(index) for index in range(self._layout.num_blocks(length)))
+        return sequence
+
+
+def row_counts(largest: int) -> list[int]:
+    """One count of each class, the largest first. How rows are computed changes at powers of two and nowhere else: of
+    some the power itself belongs to what is below, of some to what is above.
+    """
+    powers = [1 << bit for bit in range(largest.bit_length())]
+    counts = {count for power in powers for count in (power - 1, power)} | {largest}
+    return sorted((count for count in counts if 0 < count <= largest), reverse=True)
+
+
+def _lengths(count: int, longest: int) -> Iterator[int]:
+    for start in range(0, count, longest):
+        yield min(longest, count - start)

@@ -1,0 +1,104 @@
+"""Whatever a batch looks like, its kernels were compiled before the first request. No GPU: launches are only noted."""
+
+import pytest
+from device_engines import FUSIBLE, device_engine
+from driving import answers, greedy, random_prompts
+from launches import noted_launches
+from quantized_models import LAYOUTS, save_quantized
+from tiny_models import VOCAB, save_tiny
+
+from contracts.sampling import SamplingParams
+from engine.cuda.runner import DeviceRunner
+from engine.cuda.warmup import WarmUp, row_counts
+
+HEADS = {"hidden_size": 128, "num_attention_heads": 4, "num_key_value_heads": 1}
+MODELS = [
+    ("llama", FUSIBLE, "float8"),
+    ("llama", FUSIBLE, "float8-head"),
+    ("qwen3", HEADS, "bfloat16"),
+    ("qwen3_moe", HEADS, "float8"),
+    ("gpt_oss", HEADS, "bfloat16"),
+]
+LENGTHS = [
+    *((count,) for count in (1, 2, 3, 7, 15, 16, 17, 31, 33, 64, 65, 100, 127, 128, 129, 255, 256, 300, 500)),
+    *((1,) * count for count in (2, 5, 17, 33, 40)),
+    (500, 500, 3),
+    (33, 100, 1, 200, 1),
+]
+WAYS = [
+    greedy(3),
+    greedy(3, repetition_penalty=1.5),
+    SamplingParams(max_tokens=3, seed=5, temperature=0.9, ignore_eos=True, logprobs=2),
+    SamplingParams(max_tokens=3, seed=5, temperature=0.9, ignore_eos=True, frequency_penalty=1.0),
+]
+MAX_ROWS, MAX_NUM_SEQS, MAX_LEN = 700, 40, 512
+
+
+def engine_of(folder, dtype):
+    return device_engine(folder, dtype, max_num_seqs=MAX_NUM_SEQS, max_model_len=MAX_LEN, max_batched_tokens=MAX_ROWS)
+
+
+def device_runner(engine):
+    assert isinstance(engine.runner, DeviceRunner)
+    return engine.runner
+
+
+def warm(engine):
+    """What a start on a GPU launches after its weights are there."""
+    runner = device_runner(engine)
+    runner.steps.run_all()
+    WarmUp(engine.layout, runner._cache.num_blocks, MAX_ROWS, MAX_NUM_SEQS, MAX_LEN).run(runner, engine._sampler)
+
+
+def serve(engine):
+    for lengths in LENGTHS:
+        for params in WAYS:
+            answers(engine, random_prompts(VOCAB, lengths), params)
+    shared = random_prompts(VOCAB, (300,))[0]
+    for rest in (1, 40, 200):  # the first 256 are in the prefix cache
+        answers(engine, [[*shared, *random_prompts(VOCAB, (rest,), seed=rest)[0]]], greedy(2))
+
+
+def assert_nothing_compiles(folder, dtype):
+    with noted_launches() as launches:
+        engine = engine_of(folder, dtype)
+        warm(engine)
+        known = set(launches.kinds)
+        serve(engine)
+        assert launches.kinds == known
+
+
+@pytest.mark.parametrize(("family", "changes", "dtype"), MODELS, ids=[f"{m[0]}-{m[2]}" for m in MODELS])
+def test_nothing_compiles_while_serving(family, changes, dtype, tmp_path):
+    save_tiny(tmp_path, family, **changes)
+    assert_nothing_compiles(tmp_path, dtype)
+
+
+@pytest.mark.parametrize("layout", ["compressed-rows", "deepseek", "gptq", "awq"])
+def test_nor_of_weights_as_they_are_stored(layout, tmp_path):
+    save_quantized(tmp_path, LAYOUTS[layout])
+    assert_nothing_compiles(tmp_path, "auto")
+
+
+def test_nor_where_there_is_no_room_to_widen_keys_for_attention(tmp_path, monkeypatch):
+    monkeypatch.setattr("engine.cuda.attention._MAX_WORKSPACE_NBYTES", 4 * 2 * 32 * 384)  # of one short prompt
+    save_tiny(tmp_path, "llama", **FUSIBLE)
+    assert_nothing_compiles(tmp_path, "float8")
+
+
+def test_without_a_warm_up_kernels_would_be_compiled_while_serving(tmp_path):
+    save_tiny(tmp_path, "llama", **FUSIBLE)
+    with noted_launches() as launches:
+        engine = engine_of(tmp_path, "float8")
+        device_runner(engine).steps.run_all()
+        known = set(launches.kinds)
+        serve(engine)
+        names = {name for name, *_ in launches.kinds - known}
+    assert {"norm_kernel", "attn_prefill_kernel", "argmax_parts_kernel"} <= names
+
+
+def test_counts_of_rows_have_both_sides_of_every_power_of_two():
+    assert row_counts(1) == [1]
+    assert row_counts(6) == [6, 4, 3, 2, 1]
+    assert row_counts(64) == [64, 63, 32, 31, 16, 15, 8, 7, 4, 3, 2, 1]
+    assert row_counts(100)[:3] == [100, 64, 63]
