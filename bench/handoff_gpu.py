@@ -1,6 +1,7 @@
 """The handoff between two GPUs: `python -m bench.handoff_gpu [raw] [idle] [load] [kill] [--out FILE]`.
 
-raw    scattered pages to scattered pages between two processes, by kv_transfer's own nvlink adapter
+raw    scattered pages to scattered pages between two processes, by kv_transfer's own nvlink adapter; by two nodes with
+       `--transfer ucx`, see bench.handoff_staged
 idle   a pair of engine cores, one request at a time: from the last chunk computed to Commit, TTFT beside a colocated
        worker's, token 0 to token 1; and whether the pair's tokens are those of one worker
 load   the same while decode steps a batch and prefill computes without a pause
@@ -26,22 +27,16 @@ from typing import Any
 
 import msgspec
 import numpy as np
-import torch
 
 from bench.handoff_core import Spec
 from bench.handoff_front import Answers, CoreHandle, ask, prompt
 from bench.handoff_kills import kills
+from bench.handoff_pages import LAYOUT, NVLINK_RATE, RAW_BLOCKS, fill, holds, raw_pool
+from bench.handoff_staged import staged
 from bench.result import Row, write_result
-from contracts.layout import KVLayout
-from engine.cuda.memory import allocate
 from engine.cuda.pages import DevicePages
-from kernels import caps, catalog
+from kernels import caps
 
-NVLINK_RATE = 450e9
-LAYOUT = KVLayout(
-    model="raw", num_layers=32, num_kv_heads=8, head_dim=128, block_size=64, dtype="float8_e4m3fn", scales="none"
-)
-RAW_BLOCKS = 2047
 STAGES = (
     "decode queued", "prefill told", "prefill fin", "decode heard", "decode landed", "decode commit",
     "decode adopted", "decode started", "decode stepped",
@@ -66,7 +61,8 @@ def main() -> None:
     args = parser.parse_args()
     rows: list[Row] = []
     if "raw" in args.parts:
-        rows += raw(args.devices)
+        nodes = args.transfer not in ("auto", "nvlink")
+        rows += [shown(row) for row in staged(args.devices, args.transfer)] if nodes else raw(args.devices)
     if {"idle", "load"} & set(args.parts):
         rows += measure_pair(args)
     if "kill" in args.parts:
@@ -104,30 +100,11 @@ def raw(devices: Sequence[str]) -> list[Row]:
     return rows
 
 
-def raw_pool(device: str) -> DevicePages:
-    where = torch.device(device)
-    if where.type == "cuda":
-        torch.cuda.set_device(where)
-    memory = allocate(LAYOUT.block_nbytes * (RAW_BLOCKS + 1), where)
-    pool = DevicePages(memory, LAYOUT, RAW_BLOCKS, catalog.registry(caps.detect(where.type)))
-    pool.warm_up()
-    return pool
-
-
 def _source(device: str, pipe: Any) -> None:
     pool = raw_pool(device)
-    _fill(pool)
+    fill(pool)
     pipe.send(pool.share())
     pipe.recv()
-
-
-def _fill(pool: DevicePages) -> None:
-    """A pattern that both sides know."""
-    words = pool.memory.tensor.view(torch.int32)
-    torch.manual_seed(0)
-    words.copy_(torch.arange(len(words), dtype=torch.int32, device=words.device) * 1103515245)
-    if words.is_cuda:
-        torch.cuda.synchronize()
 
 
 def raw_row(pool: DevicePages, remote: Any, num_pages: int, checks: bool) -> Row:
@@ -138,25 +115,11 @@ def raw_row(pool: DevicePages, remote: Any, num_pages: int, checks: bool) -> Row
         begin = time.perf_counter()
         remote.pull(pages, into, checks)
         times.append(time.perf_counter() - begin)
-    assert _holds(pool, pages, into), "a page differs"
+    assert holds(pool, pages, into), "a page differs"
     nbytes, median = num_pages * LAYOUT.block_nbytes, statistics.median(times[2:])
     params = {"tokens": num_pages * 64, "MiB": nbytes >> 20, "checksum": checks, "ms": round(median * 1e3, 4)}
     params["slowest_ms"] = round(max(times[2:]) * 1e3, 4)
     return Row("handoff_pull", nbytes / median / 1e9, "GB/s", params, NVLINK_RATE / 1e9)
-
-
-def _holds(pool: DevicePages, pages: Sequence[int], into: Sequence[int]) -> bool:
-    """Whether the peer's pattern of `pages` is in `into`."""
-    planes = pool.memory.tensor.view(torch.int32).view(pool.num_planes, RAW_BLOCKS + 1, -1)
-    width = planes.shape[2]
-    inner = torch.arange(width, dtype=torch.int64, device=planes.device)
-    for page, target in zip(pages[:8], into[:8], strict=True):
-        for plane in (0, pool.num_planes - 1):
-            first = (plane * (RAW_BLOCKS + 1) + page) * width
-            expected = ((first + inner) * 1103515245 & 0xFFFFFFFF).to(torch.uint32).view(torch.int32)
-            if not torch.equal(planes[plane, target], expected):
-                return False
-    return True
 
 
 # a pair of cores

@@ -3,7 +3,7 @@ addresses.
 """
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -90,6 +90,19 @@ class RemotePool(Protocol):
         ...
 
 
+class Buffer(Protocol):
+    """Memory of a device that messages leave from and come to; `len` of bytes. Used by one thread at a time."""
+
+    @property
+    def address(self) -> int: ...
+
+    def __len__(self) -> int: ...
+
+    def put(self, data: np.ndarray) -> None:
+        """Copy bytes of the host to its start; they are there on return."""
+        ...
+
+
 class DevicePool(Pool, Protocol):
     """`kind`: of memory; only pools of one kind can be handed over. `checks`: chunks come with checksums of their
     pages; the transfer sets it.
@@ -106,6 +119,28 @@ class DevicePool(Pool, Protocol):
 
     def mark(self) -> Mark | None:
         """One for a new peer; None where the device can set none."""
+        ...
+
+    def enter(self) -> None:
+        """The calling thread works with this device from now on."""
+        ...
+
+    def lend(self, nbytes: int) -> Buffer:
+        """Memory beside the pool: what the methods below take. Raises TransferError if the device has not so much."""
+        ...
+
+    def take_back(self, buffer: Any) -> None:
+        """Nothing touches it any more. It is lent again, and never freed: a network may hold on to its address."""
+        ...
+
+    def pack(self, pages: np.ndarray, into: Any) -> None:
+        """Copy `pages`, int32, all planes of each in turn; they are there on return. Raises TransferError."""
+        ...
+
+    def unpack(self, buffer: Any, pages: np.ndarray, checks: bool) -> np.ndarray | None:
+        """The other way round. Returns the checksums of `pages` as they are then, `[pages, num_planes]` uint32, if
+        `checks`.
+        """
         ...
 
     def attach(self, shared: bytes, mark: bytes = b"") -> RemotePool:

@@ -15,6 +15,7 @@ from kv_transfer.frames import Hello
 from kv_transfer.link import Link, LinkParts
 from kv_transfer.pulling import Puller
 from kv_transfer.receiving import Landings, Receiver
+from kv_transfer.staging import staging_of
 from kv_transfer.transports.nvlink import MappedPool
 from kv_transfer.wire import HandshakeSocket
 
@@ -73,9 +74,8 @@ class IncomingLink(Link):
             return
         receiver = Receiver(
             self.landings,
-            self.parts.pool,
+            staging_of(channel, self.parts.pool, self.parts.ring, receiver=ours.checksum, sender=theirs.checksum),
             channel,
-            ours.checksum or theirs.checksum,
             self._on_landed,
             self._on_bad,
             self._on_drained,

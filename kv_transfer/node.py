@@ -56,12 +56,14 @@ class TransferNode:
         self._layout, self._wake, self._settings = layout, wake, settings
         self._layout_id = layout.layout_id
         own: dict[str, Transport] = {}
+        device: tuple[DevicePool, Callable[[], bool]] | tuple[()] = ()
         if isinstance(pool, np.ndarray):
             self._pool, memory = PagePool(pool, layout), "host"
         else:
             self._pool, memory = pool, pool.kind
             pool.checks, own["nvlink"] = settings.checksum, NvlinkTransport(pool, settings.ahead)
-        self._transports = Transports({**own, **(transports or {})})
+            device = pool, self._is_busy
+        self._transports = Transports({**own, **(transports or {})}, device)
         self._events: deque[TransferEvent] = deque()
         self._lock = threading.Lock()
         self._links: dict[tuple[WorkerId, bool], Link] = {}

@@ -21,11 +21,12 @@ from contracts.handoff import (
 )
 from contracts.ids import BlockId
 from contracts.request import WorkerRef
-from kv_transfer import handshake, plan
+from kv_transfer import handshake
 from kv_transfer.link import Link, LinkParts
 from kv_transfer.pulling import Announcer
 from kv_transfer.rate import HandoffRate
 from kv_transfer.sending import ChunkJob, FinJob, Key, Sender, SendQueue
+from kv_transfer.staging import staging_of
 from kv_transfer.transports.nvlink import SharedPool
 from kv_transfer.wire import Deadline, HandshakeSocket
 
@@ -53,8 +54,7 @@ class OutgoingLink(Link):
         if self._announcer is not None:
             self._announcer.put(Pull.of(header, list(pages)))
         else:
-            pool = self.parts.pool
-            self.queue.put(ChunkJob(header, plan.row_ids(pages, pool.num_planes, pool.num_blocks)))
+            self.queue.put(ChunkJob(header, list(pages)))
 
     def coming(self, key: Key, first_token: int, num_tokens: int, pages: Sequence[BlockId], early_planes: int) -> None:
         """This chunk is about to be computed. Nothing to say where it is sent."""
@@ -102,10 +102,8 @@ class OutgoingLink(Link):
             return
         sender = Sender(
             self.queue,
-            self.parts.pool,
+            staging_of(channel, self.parts.pool, ring, receiver=theirs.checksum, sender=ours.checksum),
             channel,
-            ring.slot_nbytes,
-            ours.checksum or theirs.checksum,
             self.send,
             self._rate.sent,
             self._on_drained,

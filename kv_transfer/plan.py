@@ -12,18 +12,20 @@ from contracts.layout import KVLayout
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Rows `[first, last)` of a chunk seen as `[num_planes * pages]` rows of one page each: what one message
-    carries.
-    """
+    """Units `[first, last)` of a chunk (see staging): what one message carries."""
 
     first: int
     last: int
 
+    @property
+    def num_units(self) -> int:
+        return self.last - self.first
 
-def split(num_rows: int, rows_per_message: int) -> Iterator[Span]:
-    """Cut a chunk into messages of at most `rows_per_message` pages."""
-    for first in range(0, num_rows, rows_per_message):
-        yield Span(first, min(first + rows_per_message, num_rows))
+
+def split(num_units: int, units_per_message: int) -> Iterator[Span]:
+    """Cut a chunk into messages of at most `units_per_message`."""
+    for first in range(0, num_units, units_per_message):
+        yield Span(first, min(first + units_per_message, num_units))
 
 
 def row_ids(pages: Sequence[int], num_planes: int, num_blocks: int) -> np.ndarray:

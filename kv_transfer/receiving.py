@@ -6,17 +6,17 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from contracts.handoff import ChunkHeader, Commit, Fin, Grant, Offer
 from contracts.layout import KVLayout
-from kv_transfer import integrity, plan
-from kv_transfer.device import Pool
+from kv_transfer import integrity
 from kv_transfer.landing import Landing
 from kv_transfer.piece import Piece, read_meta
 from kv_transfer.sending import Key
+from kv_transfer.staging import Staging
 from kv_transfer.transports.base import Inbound, Slot
 
 ALONE_S = 0.25
@@ -134,12 +134,15 @@ class Landings:
 
 @dataclass(slots=True)
 class Arrival:
-    """A chunk on its way in. `rows`: of the pool; None if the chunk is thrown away."""
+    """A chunk on its way in. `units`: where it goes, see staging; None if the chunk is thrown away. `sums`: what its
+    pages hold so far, where that is compared in the end.
+    """
 
     header: ChunkHeader
-    rows: np.ndarray | None
+    units: np.ndarray | None
     offset: int
     checksum: int
+    sums: list[np.ndarray] = field(default_factory=list)
 
     @property
     def key(self) -> Key:
@@ -161,21 +164,23 @@ class Receiver:
     def __init__(
         self,
         landings: Landings,
-        pool: Pool,
+        staging: Staging,
         channel: Inbound,
-        checksum: bool,
         on_landed: Callable[[ChunkHeader], None],
         on_bad: Callable[[ChunkHeader, str], None],
         on_drained: Callable[[Key], None],
     ) -> None:
-        self._landings, self._pool, self._channel, self._checksum = landings, pool, channel, checksum
+        self._landings, self._staging, self._channel = landings, staging, channel
         self._on_landed, self._on_bad, self._on_drained = on_landed, on_bad, on_drained
         self._arrival: Arrival | None = None
         self.nbytes = self.num_chunks = self.num_bad = self.num_stale = 0
         self.busy_s = 0.0
 
     def run(self) -> None:
-        """Raises PeerLost when the channel broke, Corrupt when sender and receiver have lost step."""
+        """Raises PeerLost when the channel broke, Corrupt when sender and receiver have lost step, TransferError when
+        a device failed.
+        """
+        self._staging.enter()
         while True:
             self._channel.receive(self._take)
 
@@ -192,7 +197,7 @@ class Receiver:
         if arrival is None or not arrival.continues(piece):
             self._cut_short()
             arrival = self._arrival = self._begin(piece)
-        if arrival.rows is not None:
+        if arrival.units is not None:
             if reason := self._check(arrival, piece, slot):
                 self._bad(arrival, piece.header, reason)
             else:
@@ -213,34 +218,49 @@ class Receiver:
         if reason:
             self._bad(arrival, header, reason)
         else:
-            arrival.rows = plan.row_ids(landing.pages(header), self._pool.num_planes, self._pool.num_blocks)
+            arrival.units = self._staging.units(landing.pages(header))
         return arrival
 
     def _check(self, arrival: Arrival, piece: Piece, slot: Slot) -> str | None:
-        """Why this piece must not be written, or None. Its bytes are read once, while they are warm in the cache."""
-        page_nbytes = self._pool.page_nbytes
-        if piece.nbytes <= 0 or piece.nbytes % page_nbytes or piece.nbytes > len(slot.payload):
-            return f"a message of {piece.nbytes} bytes; pages are {page_nbytes}"
+        """Why this piece must not be written, or None."""
+        unit_nbytes = self._staging.unit_nbytes
+        if piece.nbytes <= 0 or piece.nbytes % unit_nbytes or piece.nbytes > len(slot.payload):
+            return f"a message of {piece.nbytes} bytes; pages are {unit_nbytes}"
         if piece.offset + piece.nbytes > arrival.header.nbytes:
             return f"more bytes came than the {arrival.header.nbytes} announced"
-        if self._checksum:
-            arrival.checksum = integrity.extend(arrival.checksum, slot.payload[: piece.nbytes])
-            if arrival.checksum != piece.header.checksum:
+        checksum = self._staging.extend(arrival.checksum, slot.payload, piece.nbytes)
+        if checksum is not None:
+            arrival.checksum = checksum
+            if checksum != piece.header.checksum:
                 return f"checksum differs in the bytes up to {piece.offset + piece.nbytes}"
         return None
 
     def _land(self, arrival: Arrival, piece: Piece, slot: Slot) -> None:
-        assert arrival.rows is not None
         if not self._landings.enter(arrival.key):
-            arrival.rows = None
+            arrival.units = None
             return
-        first, last = piece.offset // self._pool.page_nbytes, (piece.offset + piece.nbytes) // self._pool.page_nbytes
-        self._pool.scatter(arrival.rows[first:last], slot.payload[: piece.nbytes])
-        whole = piece.is_last and self._complete(arrival.key, piece.header)
+        # Not left if the device fails, which ends the link.
+        reason = self._write(arrival, piece, slot)
+        whole = piece.is_last and not reason and self._complete(arrival.key, piece.header)
         if self._landings.leave(arrival.key):
             self._on_drained(arrival.key)
+        elif reason:
+            self._bad(arrival, piece.header, reason)
         elif whole:
             self._on_landed(piece.header)
+
+    def _write(self, arrival: Arrival, piece: Piece, slot: Slot) -> str | None:
+        """Why the pages do not hold the chunk now that this was its end, or None."""
+        assert arrival.units is not None
+        first, size = piece.offset // self._staging.unit_nbytes, piece.nbytes // self._staging.unit_nbytes
+        sums = self._staging.unpack(slot.payload, arrival.units[first : first + size])
+        if sums is None:
+            return None
+        arrival.sums.append(sums)
+        if not piece.is_last:
+            return None
+        found = integrity.of_pages(piece.header.epoch, np.concatenate(arrival.sums))
+        return "checksum differs" if found != piece.header.checksum else None
 
     def _complete(self, key: Key, header: ChunkHeader) -> bool:
         landing = self._landings.find(key)
@@ -252,12 +272,12 @@ class Receiver:
         return True
 
     def _bad(self, arrival: Arrival, header: ChunkHeader, reason: str) -> None:
-        arrival.rows = None
+        arrival.units = None
         self.num_bad += 1
         self._on_bad(header, reason)
 
     def _cut_short(self) -> None:
         """Another chunk begins: was the one before it whole? An attempt that ended is cut short rightly."""
         arrival, self._arrival = self._arrival, None
-        if arrival is not None and arrival.rows is not None and self._landings.find(arrival.key):
+        if arrival is not None and arrival.units is not None and self._landings.find(arrival.key):
             self._bad(arrival, arrival.header, f"only {arrival.offset} of {arrival.header.nbytes} bytes came")

@@ -10,10 +10,10 @@ import msgspec
 import numpy as np
 
 from contracts.handoff import ChunkHeader, Fin
-from contracts.ids import Epoch, RequestId
-from kv_transfer import integrity, plan
-from kv_transfer.device import Pool
+from contracts.ids import BlockId, Epoch, RequestId
+from kv_transfer import plan
 from kv_transfer.piece import META_NBYTES, Piece, write_meta
+from kv_transfer.staging import Staging
 from kv_transfer.transports.base import Outbound
 
 Key = tuple[RequestId, Epoch]
@@ -21,10 +21,10 @@ Key = tuple[RequestId, Epoch]
 
 @dataclass(frozen=True, slots=True)
 class ChunkJob:
-    """`rows`: of the pool, see plan.row_ids. `header.checksum` is still to be computed."""
+    """`header.checksum`: of a device's pages; that of a host's is still to be computed."""
 
     header: ChunkHeader
-    rows: np.ndarray
+    pages: list[BlockId]
 
     @property
     def key(self) -> Key:
@@ -127,24 +127,21 @@ class Sender:
     def __init__(
         self,
         queue: SendQueue,
-        pool: Pool,
+        staging: Staging,
         channel: Outbound,
-        slot_nbytes: int,
-        checksum: bool,
         send_fin: Callable[[Fin], None],
         on_sent: Callable[[Key, int, float, float], None],
         on_drained: Callable[[Key], None],
     ) -> None:
-        self._queue, self._pool, self._channel = queue, pool, channel
-        self._rows_per_piece = slot_nbytes // pool.page_nbytes
-        self._checksum, self._send_fin = checksum, send_fin
+        self._queue, self._staging, self._channel, self._send_fin = queue, staging, channel, send_fin
         self._on_sent, self._on_drained = on_sent, on_drained
         self.nbytes = self.num_chunks = 0
         self.num_bad = self.num_stale = 0  # the receiver's to count
         self.busy_s = 0.0
 
     def run(self) -> None:
-        """Raises PeerLost when the channel broke."""
+        """Raises PeerLost when the channel broke, TransferError when a device failed."""
+        self._staging.enter()
         while job := self._queue.take():
             start = time.perf_counter()
             try:
@@ -172,18 +169,15 @@ class Sender:
 
     def _send_chunk(self, job: ChunkJob) -> bool:
         """False if its attempt ended on the way."""
-        checksum = integrity.seed(job.header.epoch)
-        for span in plan.split(len(job.rows), self._rows_per_piece):
+        units, unit_nbytes = self._staging.units(job.pages), self._staging.unit_nbytes
+        checksum = self._staging.begin(job.header)
+        for span in plan.split(len(units), self._staging.units_per_message):
             if not self._queue.is_alive(job.key):
                 return False
             slot = self._channel.acquire()
-            nbytes = (span.last - span.first) * self._pool.page_nbytes
-            payload = slot.payload[:nbytes]
-            self._pool.gather(job.rows[span.first : span.last], payload)
-            if self._checksum:
-                checksum = integrity.extend(checksum, payload)
-            header = msgspec.structs.replace(job.header, checksum=checksum)
-            write_meta(Piece(header, span.first * self._pool.page_nbytes, nbytes), slot.meta)
+            checksum = self._staging.pack(units[span.first : span.last], slot.payload, checksum)
+            header, nbytes = msgspec.structs.replace(job.header, checksum=checksum), span.num_units * unit_nbytes
+            write_meta(Piece(header, span.first * unit_nbytes, nbytes), slot.meta)
             self._channel.send(slot, nbytes)
         return True
 

@@ -42,7 +42,7 @@ class Checksums:
         self.go()
 
     @torch.inference_mode()
-    def prepare(self, pages: SequenceOf[int]) -> None:
+    def prepare(self, pages: SequenceOf[int] | np.ndarray) -> None:
         """Tell the device which pages, before what writes them is launched."""
         count = self.name(pages)
         if not self._is_mapped:
@@ -70,7 +70,7 @@ class Checksums:
             self._done.synchronize()
         return self.read()
 
-    def name(self, pages: SequenceOf[int]) -> int:
+    def name(self, pages: SequenceOf[int] | np.ndarray) -> int:
         """Write down, on the host, which pages the next ones are. Returns how many."""
         self._num_pages = len(pages)
         self.pages_host.numpy()[: self._num_pages] = pages

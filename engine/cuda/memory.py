@@ -7,6 +7,7 @@ import ctypes
 import mmap
 import os
 import struct
+from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from functools import cache
@@ -24,6 +25,7 @@ _HANDLE_NBYTES = 64  # cudaIpcMemHandle_t
 _LAZY_PEER_ACCESS, _OUT_OF_MEMORY = 1, 2
 _ANY_DIRECTION = 4  # cudaMemcpyDefault
 _PORTABLE_AND_MAPPED = 3  # cudaHostRegisterPortable | cudaHostRegisterMapped
+_THREAD_LOCAL = 1  # cudaStreamCaptureModeThreadLocal: what other threads do meanwhile is theirs
 _AT_LEAST = 0  # CU_STREAM_WAIT_VALUE_GEQ
 _MARKS_NBYTES = 1 << 16
 _MARK = struct.Struct("<III")  # process, descriptor, index
@@ -204,6 +206,33 @@ def synchronize(stream: int) -> None:
     status = _runtime().cudaStreamSynchronize(stream)
     if status:
         raise TransferError(f"the GPU failed: {_words(status)}")
+
+
+class Recording:
+    """Launches on a stream, to be repeated by one call. torch's own graphs hold the generator of random numbers while
+    they are captured, and other threads draw from it.
+    """
+
+    def __init__(self, launch: Callable[[], None], stream: int) -> None:
+        """`launch` has run before, and allocates nothing. Raises TransferError."""
+        runtime, graph, self._exec = _locked_runtime(), ctypes.c_void_p(), ctypes.c_void_p()
+        _check(runtime.cudaStreamBeginCapture(stream, _THREAD_LOCAL), "launches can't be recorded")
+        try:
+            launch()
+        finally:
+            status = runtime.cudaStreamEndCapture(stream, ctypes.byref(graph))
+        _check(status, "launches can't be recorded")
+        status = runtime.cudaGraphInstantiate(ctypes.byref(self._exec), graph, 0)
+        runtime.cudaGraphDestroy(graph)
+        _check(status, "launches can't be recorded")
+
+    def launch(self, stream: int) -> None:
+        _check(_locked_runtime().cudaGraphLaunch(self._exec, stream), "pages can't be packed")
+
+
+def _check(status: int, what: str) -> None:
+    if status:
+        raise TransferError(f"{what}: {_words(status)}")
 
 
 class Marks:
@@ -394,6 +423,11 @@ def _typed(library: Any) -> Any:
     library.cudaHostRegister.argtypes = (pointer, size, ctypes.c_uint)
     library.cudaHostUnregister.argtypes = (pointer,)
     library.cudaStreamSynchronize.argtypes = (pointer,)
+    library.cudaStreamBeginCapture.argtypes = (pointer, ctypes.c_int)
+    library.cudaStreamEndCapture.argtypes = (pointer, ctypes.POINTER(pointer))
+    library.cudaGraphInstantiate.argtypes = (ctypes.POINTER(pointer), pointer, ctypes.c_ulonglong)
+    library.cudaGraphLaunch.argtypes = (pointer, pointer)
+    library.cudaGraphDestroy.argtypes = (pointer,)
     library.cudaGetErrorString.restype = ctypes.c_char_p
     return library
 

@@ -21,6 +21,7 @@ from contracts.errors import TransferError
 from contracts.layout import KVLayout
 from engine.cuda.checksums import BUCKETS, Checksums, Verifier
 from engine.cuda.memory import Grid, Mark, Marks, Memory, RemoteMark, attach, synchronize
+from engine.cuda.staging import Packer, StagingBuffer
 from kernels.registry import Registry
 from kernels.specs import MoveSpec
 
@@ -58,6 +59,7 @@ class DevicePages:
         self._sum = partial(registry.get("kv_sums", spec), self._planes)
         self._is_kernel = registry.resolve("kv_sums", spec).impl.name == "triton"
         self.verifier = Verifier(self._sum, self.num_planes, num_blocks, self.device)
+        self._packer = Packer(self._planes, self._sum, registry)
         self.lanes = Lanes(self.device) if self.device.type == "cuda" else None
         self._marks: Marks | None = None
         self._lock = threading.Lock()
@@ -110,8 +112,28 @@ class DevicePages:
         """Of pages that will be named."""
         return Checksums(self._sum, self.num_planes, max_pages, self.device, is_mapped)
 
+    def enter(self) -> None:
+        """The calling thread works with this device from now on."""
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
+
+    def lend(self, nbytes: int) -> StagingBuffer:
+        return self._packer.lend(nbytes)
+
+    def take_back(self, buffer: StagingBuffer) -> None:
+        self._packer.take_back(buffer)
+
+    def pack(self, pages: np.ndarray, into: StagingBuffer) -> None:
+        """Copy `pages` to its start, all planes of each in turn; they are there on return."""
+        self._packer.pack(pages, into)
+
+    def unpack(self, buffer: StagingBuffer, pages: np.ndarray, checks: bool) -> np.ndarray | None:
+        """The other way round. Returns the checksums of `pages` if `checks`, `[pages, planes]`, as they are then."""
+        return self._packer.unpack(buffer, pages, checks)
+
     def warm_up(self) -> None:
         """Compile what there is for numbers of units that are multiples of 16 and that are not."""
+        self._packer.warm_up()
         for count in (1, 4, 16):
             self.checksums(range(min(count, self.num_blocks))).wait()
         if self._is_kernel:

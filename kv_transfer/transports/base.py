@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from kv_transfer.device import DevicePool
 from kv_transfer.piece import META_NBYTES
 
 
@@ -44,7 +45,8 @@ class Slot:
         return self.buffer[:META_NBYTES]
 
     @property
-    def payload(self) -> np.ndarray:
+    def payload(self) -> Any:
+        """uint8 of the host; a device.Buffer in the slots of a DeviceChannel."""
         return self.buffer[META_NBYTES:]
 
 
@@ -66,6 +68,13 @@ class Channel(Protocol):
     def close(self) -> None:
         """Give everything back. On return no thread, kernel or network adapter touches a slot."""
         ...
+
+
+class DeviceChannel:
+    """One whose payloads of `slot_nbytes` are in the memory of the pool's device."""
+
+    pool: DevicePool
+    slot_nbytes: int
 
 
 class Outbound(Channel, Protocol):

@@ -6,8 +6,9 @@ import importlib
 import importlib.util
 import os
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from contracts.errors import TransferError
 from kv_transfer.transports.base import Transport
@@ -18,13 +19,16 @@ _CLASSES = {
     "shm": "kv_transfer.transports.shm:ShmTransport",
     "ucx": "kv_transfer.transports.ucx:UcxTransport",
 }
+_OF_DEVICES = {"ucx": "kv_transfer.transports.ucx_device:UcxDeviceTransport"}
 
 
 class Transports:
-    """`given`: ready transports that stand in for the ones of the same name."""
+    """`given`: ready transports that stand in for the ones of the same name. `device`: what the transports of a
+    device's pool are made of, if it is a device's.
+    """
 
-    def __init__(self, given: Mapping[str, Transport] | None = None) -> None:
-        self._given = dict(given or {})
+    def __init__(self, given: Mapping[str, Transport] | None = None, device: Sequence[Any] = ()) -> None:
+        self._given, self._device = dict(given or {}), device
         self._loaded = dict(self._given)
         self._lock = threading.Lock()
 
@@ -37,7 +41,9 @@ class Transports:
         """Raises TransferError if it can't be loaded."""
         with self._lock:
             if name not in self._loaded:
-                self._loaded[name] = _load(name)
+                is_device = bool(self._device) and name in _OF_DEVICES
+                where, made_of = (_OF_DEVICES[name], self._device) if is_device else (_CLASSES[name], ())
+                self._loaded[name] = _load(name, where, made_of)
             return self._loaded[name]
 
     def close(self) -> None:
@@ -53,12 +59,12 @@ def _is_possible(name: str) -> bool:
     return name != "shm" or Path("/dev/shm").is_dir()
 
 
-def _load(name: str) -> Transport:
-    module, _, kind = _CLASSES[name].partition(":")
+def _load(name: str, where: str, made_of: Sequence[Any]) -> Transport:
+    module, _, kind = where.partition(":")
     if name == "ucx":
         # ucxx sets a variable that its own UCX does not know; each process would warn of it. Read when UCX is loaded.
         os.environ.setdefault("UCX_WARN_UNUSED_ENV_VARS", "n")
     try:
-        return getattr(importlib.import_module(module), kind)()
+        return getattr(importlib.import_module(module), kind)(*made_of)
     except (ImportError, OSError, RuntimeError) as error:
         raise TransferError(f"transport '{name}' can't be loaded: {error}") from error

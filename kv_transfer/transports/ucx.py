@@ -24,7 +24,7 @@ import os
 import select
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from socket import socket
 from typing import Any
 
@@ -58,7 +58,7 @@ class UcxTransport:
     def accept(
         self, session: bytes, ring: Ring, params: bytes, attached: Callable[[], socket]
     ) -> tuple[Inbound, bytes]:
-        engine = _Engine(ring)
+        engine = Engine(ring)
         engine.connect(params)
         return UcxInbound(engine), engine.address
 
@@ -68,7 +68,7 @@ class UcxTransport:
 
 class _Opening:
     def __init__(self, ring: Ring) -> None:
-        self._engine = _Engine(ring)
+        self._engine = Engine(ring)
         self.params = self._engine.address
 
     def finish(self, answer: bytes) -> Outbound:
@@ -79,15 +79,17 @@ class _Opening:
         self._engine.close()
 
 
-class _Engine:
-    """A worker with one endpoint. All methods but `interrupt` are for one thread at a time."""
+class Engine:
+    """A worker with one endpoint. All methods but `interrupt` are for one thread at a time. `config`: as UCX names
+    its settings, without "UCX_".
+    """
 
-    def __init__(self, ring: Ring) -> None:
+    def __init__(self, ring: Ring, config: Mapping[str, str] = CONFIG) -> None:
         self.ring = ring
         self.operations: deque[Operation] = deque()
         self.endpoint: Any = None
         self._interrupted = False
-        self.worker: Any = _make_worker()
+        self.worker: Any = _make_worker(config)
         self.address = bytes(self.worker.address)
         self._wake = os.eventfd(0, os.EFD_NONBLOCK)
         self._poller = select.poll()
@@ -112,7 +114,7 @@ class _Engine:
         while not is_reached():
             self.require_open()
             if not self.worker.progress_once():
-                self._sleep(deadline)
+                self.sleep(deadline)
 
     def require_open(self) -> None:
         """Raises PeerLost."""
@@ -145,8 +147,8 @@ class _Engine:
         self.endpoint = self.worker = None
         os.close(self._wake)
 
-    def _sleep(self, deadline: float | None) -> None:
-        """Until UCX has something to do. `arm` says no if it has already."""
+    def sleep(self, deadline: float | None) -> None:
+        """Until UCX has something to do. `arm` says no if it has already. Raises PeerLost after `deadline`."""
         if not self.worker.arm():
             return
         left_s = None if deadline is None else deadline - time.monotonic()
@@ -155,8 +157,8 @@ class _Engine:
         self._poller.poll(None if left_s is None else left_s * 1000 + 1)
 
 
-class _UcxChannel:
-    def __init__(self, engine: _Engine) -> None:
+class UcxChannel:
+    def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._detail = f"UCX {'.'.join(map(str, ucx.get_ucx_version()))}, {engine.lanes}"
 
@@ -171,8 +173,8 @@ class _UcxChannel:
         self._engine.close()
 
 
-class UcxOutbound(_UcxChannel):
-    def __init__(self, engine: _Engine) -> None:
+class UcxOutbound(UcxChannel):
+    def __init__(self, engine: Engine) -> None:
         super().__init__(engine)
         self._unused = [Slot(i, np.zeros(engine.ring.stride, dtype=np.uint8)) for i in range(engine.ring.num_slots)]
         self._sending: deque[Slot] = deque()
@@ -208,12 +210,12 @@ class UcxOutbound(_UcxChannel):
             raise PeerLost(f"UCX could not send: {operation.error}")
 
 
-class UcxInbound(_UcxChannel):
+class UcxInbound(UcxChannel):
     """Messages are taken where UCX received them. One that UCX has to fetch first (a rendezvous, over RDMA), or that
     comes while one is being fetched, waits its turn in memory of ours.
     """
 
-    def __init__(self, engine: _Engine) -> None:
+    def __init__(self, engine: Engine) -> None:
         super().__init__(engine)
         self._take: Callable[[Slot], None] | None = None
         self._num_taken = 0
@@ -271,14 +273,14 @@ class UcxInbound(_UcxChannel):
 
 
 # Engines whose memory UCX did not give back: they must outlive everything.
-_abandoned: list[_Engine] = []
+_abandoned: list[Engine] = []
 
 
-def _make_worker() -> Any:
+def _make_worker(config: Mapping[str, str]) -> Any:
     # What the operator has set in the environment wins; UCX itself would let our values win.
-    config = {key: value for key, value in CONFIG.items() if f"UCX_{key}" not in os.environ}
+    ours = {key: value for key, value in config.items() if f"UCX_{key}" not in os.environ}
     try:
-        context = ucx.UCXContext(config, feature_flags=(ucx.Feature.AM, ucx.Feature.WAKEUP))
+        context = ucx.UCXContext(ours, feature_flags=(ucx.Feature.AM, ucx.Feature.WAKEUP))
         worker = ucx.UCXWorker(context)
         worker.init_blocking_progress_mode()
     except Exception as error:

@@ -7,9 +7,11 @@ ucp.h, whose masks say which fields are read: they may grow.
 import ctypes
 from collections.abc import Callable
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
+
+from kv_transfer.device import Buffer
 
 _MESSAGE_ID = 0x7D  # any but 0, which is ucxx's
 _IN_PROGRESS = 1
@@ -17,6 +19,8 @@ _FIRST_ERROR = 2**64 - 100  # UCS_ERR_LAST as a pointer: what is above is a stat
 _IS_RENDEZVOUS = 1 << 17  # UCP_AM_RECV_ATTR_FLAG_RNDV
 _ID_AND_CALLBACK = 1 << 0 | 1 << 2
 _NO_OPTIONS = (ctypes.c_uint64 * 16)()  # a ucp_request_param_t whose mask names no field
+_MEMORY_TYPE, _MEMORY_TYPE_AT = 1 << 6, 6  # of its fields, and its place among the eight-byte words
+_WAY_NBYTES = 256
 
 
 class _HandlerParams(ctypes.Structure):
@@ -28,6 +32,18 @@ class _HandlerParams(ctypes.Structure):
         ("flags", ctypes.c_uint32),
         ("callback", ctypes.c_void_p),
         ("argument", ctypes.c_void_p),
+    )
+
+
+class _RequestAttributes(ctypes.Structure):
+    """ucp_request_attr_t; mask 3 names the string and its size."""
+
+    _fields_ = (
+        ("field_mask", ctypes.c_uint64),
+        ("debug_string", ctypes.c_char_p),
+        ("debug_string_size", ctypes.c_size_t),
+        ("status", ctypes.c_byte),
+        ("memory_type", ctypes.c_int),
     )
 
 
@@ -53,6 +69,8 @@ def _ucp() -> ctypes.CDLL:
     library.ucp_request_check_status.argtypes = library.ucp_request_free.argtypes = (pointer,)
     # ucs_status_t is a packed enum.
     library.ucp_request_check_status.restype = library.ucp_worker_set_am_recv_handler.restype = ctypes.c_byte
+    library.ucp_request_query.argtypes = (pointer, ctypes.POINTER(_RequestAttributes))
+    library.ucp_request_query.restype = ctypes.c_byte
     library.ucp_request_free.restype = None
     return library
 
@@ -60,7 +78,7 @@ def _ucp() -> ctypes.CDLL:
 class Operation:
     """The first `nbytes` of `buffer` on their way. The memory lives here until `is_done`: UCX holds no reference."""
 
-    def __init__(self, buffer: np.ndarray, nbytes: int, request: int | None) -> None:
+    def __init__(self, buffer: Any, nbytes: int, request: int | None) -> None:
         self.buffer, self.nbytes = buffer, nbytes
         self._request, self._status = None, 0
         if request is not None and request >= _FIRST_ERROR:
@@ -78,6 +96,15 @@ class Operation:
         return self._request is None
 
     @property
+    def way(self) -> str:
+        """How UCX moves what it has not sent yet, in its own words; empty if it does not tell, or has sent it."""
+        words = ctypes.create_string_buffer(_WAY_NBYTES)
+        asked = _RequestAttributes(3, ctypes.cast(words, ctypes.c_char_p), _WAY_NBYTES)
+        if self._request is None or _ucp().ucp_request_query(self._request, ctypes.byref(asked)):
+            return ""
+        return words.value.decode().partition(" length ")[2].partition(" ")[2]
+
+    @property
     def error(self) -> str:
         """Of one that is done; empty if it went well."""
         return f"status {self._status}" if self._status else ""
@@ -87,6 +114,36 @@ def send(endpoint: int, buffer: np.ndarray, nbytes: int) -> Operation:
     """`buffer`: uint8, contiguous. Never blocks."""
     request = _ucp().ucp_am_send_nbx(endpoint, _MESSAGE_ID, None, 0, buffer.ctypes.data, nbytes, _NO_OPTIONS)
     return Operation(buffer, nbytes, request)
+
+
+def send_from(endpoint: int, header: np.ndarray, buffer: Buffer, nbytes: int, memory: int) -> Operation:
+    """The header goes before the bytes and is to be kept until they are sent; see `memory_type`. Never blocks."""
+    where = header.ctypes.data, len(header), buffer.address, nbytes
+    request = _ucp().ucp_am_send_nbx(endpoint, _MESSAGE_ID, *where, memory_type(memory))
+    return Operation((header, buffer), nbytes, request)
+
+
+def fetch_into(worker: int, message: int, buffer: Buffer, nbytes: int, memory: int) -> Operation:
+    """What `Receiving` was told of, and not given. Never blocks."""
+    request = _ucp().ucp_am_recv_data_nbx(worker, message, buffer.address, nbytes, memory_type(memory))
+    return Operation(buffer, nbytes, request)
+
+
+@cache
+def memory_type(memory: int) -> Any:
+    """Options of a request that say where its bytes are: ucs_memory_type_t, 0 the host and 1 CUDA."""
+    options = (ctypes.c_uint64 * 16)()
+    options[0], options[_MEMORY_TYPE_AT] = _MEMORY_TYPE, memory
+    return options
+
+
+class Offered(NamedTuple):
+    """A message with its header. `message`: what `fetch_into` takes, or None if its bytes came along."""
+
+    header: np.ndarray
+    nbytes: int
+    message: int | None
+    data: np.ndarray | None
 
 
 class Receiving:
@@ -106,10 +163,7 @@ class Receiving:
     ) -> None:
         self._worker, self._on_message, self._spare, self._on_fetch = worker, on_message, spare, on_fetch
         self._callback = _Callback(self._on_arrival)  # UCX keeps its address, nothing else keeps it alive
-        params = _HandlerParams(_ID_AND_CALLBACK, _MESSAGE_ID, 0, ctypes.cast(self._callback, ctypes.c_void_p), None)
-        status = _ucp().ucp_worker_set_am_recv_handler(worker, ctypes.byref(params))
-        if status != 0:
-            raise RuntimeError(f"ucp_worker_set_am_recv_handler: status {status}")
+        _handle(worker, self._callback)
 
     def _on_arrival(self, argument: int, header: int, header_nbytes: int, data: int, nbytes: int, param: Any) -> int:
         if param[0] & _IS_RENDEZVOUS:
@@ -120,3 +174,35 @@ class Receiving:
             return _IN_PROGRESS
         self._on_message(np.ctypeslib.as_array((ctypes.c_uint8 * nbytes).from_address(data)))
         return 0
+
+
+class Offering:
+    """The same for messages with headers, which stay with UCX until they are fetched: `on_message` is only told of
+    them, while the worker is driven, and raises nothing.
+    """
+
+    def __init__(self, worker: int, on_message: Callable[[Offered], None]) -> None:
+        self._on_message, self._callback = on_message, _Callback(self._on_arrival)
+        _handle(worker, self._callback)
+
+    def _on_arrival(self, argument: int, header: int, header_nbytes: int, data: int, nbytes: int, param: Any) -> int:
+        said = _copied(header, header_nbytes)
+        if param[0] & _IS_RENDEZVOUS:
+            self._on_message(Offered(said, nbytes, data, None))
+            return _IN_PROGRESS
+        self._on_message(Offered(said, nbytes, None, _copied(data, nbytes)))
+        return 0
+
+
+def _copied(address: int, nbytes: int) -> np.ndarray:
+    if not nbytes:
+        return np.zeros(0, dtype=np.uint8)
+    return np.ctypeslib.as_array((ctypes.c_uint8 * nbytes).from_address(address)).copy()
+
+
+def _handle(worker: int, callback: Any) -> None:
+    """Have UCX call it for every message. The caller keeps it."""
+    params = _HandlerParams(_ID_AND_CALLBACK, _MESSAGE_ID, 0, ctypes.cast(callback, ctypes.c_void_p), None)
+    status = _ucp().ucp_worker_set_am_recv_handler(worker, ctypes.byref(params))
+    if status != 0:
+        raise RuntimeError(f"ucp_worker_set_am_recv_handler: status {status}")

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import msgspec
 import numpy as np
 
-from kv_transfer import integrity, plan
+from kv_transfer import plan
 from kv_transfer.piece import META_NBYTES, Piece, write_meta
 from kv_transfer.sending import ChunkJob, Sender
 from tests.kv_transfer.kv_owner import CHUNK_TOKENS, MESSAGE_NBYTES
@@ -34,11 +34,11 @@ def lie_once(crime: str) -> None:
 
 
 def _honest_words(sender: Sender, job: ChunkJob) -> list[Said]:
-    page_nbytes, checksum, words = sender._pool.page_nbytes, integrity.seed(job.header.epoch), []
-    for span in plan.split(len(job.rows), MESSAGE_NBYTES // page_nbytes):
-        data = np.empty((span.last - span.first) * page_nbytes, dtype=np.uint8)
-        sender._pool.gather(job.rows[span.first : span.last], data)
-        checksum = integrity.extend(checksum, data)
+    staging, words = sender._staging, []
+    page_nbytes, units, checksum = staging.unit_nbytes, staging.units(job.pages), staging.begin(job.header)
+    for span in plan.split(len(units), MESSAGE_NBYTES // page_nbytes):
+        data = np.empty(span.num_units * page_nbytes, dtype=np.uint8)
+        checksum = staging.pack(units[span.first : span.last], data, checksum)
         header = msgspec.structs.replace(job.header, checksum=checksum)
         words.append(Said(Piece(header, span.first * page_nbytes, len(data)), data))
     return words

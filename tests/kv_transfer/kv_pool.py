@@ -1,6 +1,8 @@
-"""The pages that a transfer test moves: a host's, or a device's for nvlink. Only the latter load torch, which takes a
-new process seconds.
+"""The pages that a transfer test moves: a host's, or a device's for nvlink and where KV_TEST_POOL=device. Only the
+latter load torch, which takes a new process seconds.
 """
+
+import os
 
 import numpy as np
 
@@ -17,11 +19,15 @@ class PoolOwner:
 
     def __init__(self, name: str, pages: np.ndarray, layout: KVLayout, transport: object) -> None:
         self._pages, self.device = pages, None
-        if transport == "nvlink":
+        if transport == "nvlink" or os.environ.get("KV_TEST_POOL") == "device":
             from tests.kv_transfer import kv_device
 
             self._kv_device = kv_device
             self.device = kv_device.device_pool(name, pages, layout)
+        if transport == "ucx" and self.device is not None:
+            from kv_transfer.transports import ucx_device
+
+            ucx_device.SLOT_NBYTES = 1 << 18  # so that a chunk takes several
 
     def close(self) -> None:
         """pytest holds a test's objects until the next one has begun: the descriptor is given back now."""

@@ -16,6 +16,7 @@ from kv_transfer.landing import Landing
 from kv_transfer.piece import Piece, write_meta
 from kv_transfer.pool import PagePool
 from kv_transfer.receiving import Landings, Receiver
+from kv_transfer.staging import HostStaging
 from kv_transfer.transports.base import Ring, Slot
 from tests.kv_transfer.kv_pair import LAYOUT
 
@@ -139,9 +140,8 @@ class Stage:
     ) -> Receiver:
         receiver = Receiver(
             self.landings,
-            PagePool(self.pool, LAYOUT),
+            HostStaging(PagePool(self.pool, LAYOUT), RING.slot_nbytes, True),
             Script(messages, before),
-            True,
             self.landed.append,
             lambda header, reason: self.bad.append(reason),
             self.drained.append,

@@ -10,6 +10,8 @@ import pytest
 ROOT = Path(__file__).parents[2]
 SUITES = ["channels", "node", "death", "faults"]
 FETCHED = {"UCX_RNDV_SCHEME": "auto", "UCX_RNDV_THRESH": "1024"}
+# The pool of a device imports UCX before the registry has told it not to warn; a worker would say so where it speaks.
+DEVICES = {"KV_TEST_POOL": "device", "UCX_WARN_UNUSED_ENV_VARS": "n"}
 
 
 def _run(*args: str, **env: str) -> subprocess.CompletedProcess:
@@ -28,6 +30,17 @@ def test_the_suite_passes_over_ucx(suite: str) -> None:
 @pytest.mark.parametrize("suite", ["channels", "node"])
 def test_so_it_does_where_ucx_fetches_the_messages_as_over_rdma(suite: str) -> None:
     _pass(suite, **FETCHED)
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("suite", ["node", "death"])
+def test_so_it_does_with_the_pages_of_devices(suite: str) -> None:
+    """Packed and unpacked by the device's operations, in whose memory messages begin and end."""
+    _pass(suite, **DEVICES)
+
+
+def test_so_it_does_where_a_device_fetches_the_messages() -> None:
+    _pass("node", **DEVICES, **FETCHED)
 
 
 def _pass(suite: str, **env: str) -> None:

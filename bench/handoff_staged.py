@@ -1,0 +1,149 @@
+"""Scattered pages to scattered pages through two transfer nodes, each in a process with a GPU: what a staged transport
+gives, from the first chunk told of to prefill's hearing of Commit.
+"""
+
+import multiprocessing
+import random
+import statistics
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from bench.handoff_core import SECRET
+from bench.handoff_pages import LAYOUT, NVLINK_RATE, RAW_BLOCKS, fill, holds, raw_pool
+from bench.result import Row
+from contracts.handoff import Commit, Grant, Offer
+from contracts.ids import BlockId, Epoch, Incarnation, RequestId, WorkerId
+from contracts.request import WorkerRef
+from engine.cuda.pages import DevicePages
+from kv_transfer.events import ChunkLanded, Message, PeerLost
+from kv_transfer.node import TransferNode
+from kv_transfer.settings import TransferSettings
+from worker.core_main import SWITCH_S
+
+NUM_TURNS, NUM_WARM = 20, 3
+CHUNK_PAGES = 32
+PREFILL, DECODE = WorkerId("prefill"), WorkerId("decode")
+TIMEOUT_S = 60.0
+
+
+def staged(devices: Sequence[str], transport: str) -> list[Row]:
+    """By `transport`; pages of the last turn are compared byte by byte, all by their checksums."""
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    decode = context.Process(target=_decode, args=(devices[1], transport, theirs), daemon=True)
+    decode.start()
+    try:
+        with node_of(PREFILL, devices[0], transport) as (node, pool, events):
+            fill(pool)
+            address = ours.recv()
+            prefill = Prefill(node, pool, events, WorkerRef(DECODE, Incarnation("1"), "", address))
+            rows = []
+            for num_pages in (16, 32, 128, 512):
+                rows.append(_row(prefill, num_pages, ours))
+            return rows
+    finally:
+        decode.kill()
+
+
+@contextmanager
+def node_of(
+    name: WorkerId, device: str, transport: str
+) -> Iterator[tuple[TransferNode, DevicePages, Callable[[], Iterator[Any]]]]:
+    """With its pool, and what waits for its events."""
+    sys.setswitchinterval(SWITCH_S)
+    pool, woken = raw_pool(device), threading.Event()
+    settings = TransferSettings(secret=SECRET, transport=transport)
+    node = TransferNode(settings, name, Incarnation("1"), LAYOUT, pool, woken.set)
+
+    def events() -> Iterator[Any]:
+        while woken.wait(TIMEOUT_S):
+            woken.clear()
+            for event in node.poll():
+                if isinstance(event, PeerLost):
+                    raise RuntimeError(event.error)
+                yield event
+        raise TimeoutError(f"{name} hears nothing")
+
+    node.start()
+    try:
+        yield node, pool, events
+    finally:
+        node.close()
+
+
+class Prefill:
+    def __init__(
+        self, node: TransferNode, pool: DevicePages, events: Callable[[], Iterator[Any]], peer: WorkerRef
+    ) -> None:
+        self._node, self._pool, self._peer = node, pool, peer
+        self._events = events()
+        self._num_handoffs = 0
+
+    def hand_over(self, pages: Sequence[int]) -> float:
+        """Returns the seconds it took. The checksums are there before, as they are where pages are computed."""
+        self._num_handoffs += 1
+        key = RequestId(f"r{self._num_handoffs}"), Epoch(1)
+        blocks = [BlockId(page) for page in pages]
+        parts = [blocks[at : at + CHUNK_PAGES] for at in range(0, len(blocks), CHUNK_PAGES)]
+        sums = [self._pool.checksums(part).wait() for part in parts]
+        self._node.offer(self._peer, Offer(*key, len(blocks) * LAYOUT.block_size, LAYOUT.layout_id))
+        self._hear(Grant)
+        begin, first = time.perf_counter(), 0
+        for index, (part, found) in enumerate(zip(parts, sums, strict=True)):
+            num_tokens = len(part) * LAYOUT.block_size
+            self._node.send_chunk(DECODE, *key, index, first, num_tokens, part, found)
+            first += num_tokens
+        self._hear(Commit)
+        return time.perf_counter() - begin
+
+    def detail(self) -> str:
+        return self._node.stats()[0].detail
+
+    def _hear(self, kind: type) -> None:
+        next(event for event in self._events if isinstance(event, Message) and isinstance(event.message, kind))
+
+
+def _row(prefill: Prefill, num_pages: int, decode: Any) -> Row:
+    rng, times, pages = random.Random(num_pages), [], []
+    for _ in range(NUM_TURNS + NUM_WARM):
+        pages = rng.sample(range(RAW_BLOCKS), num_pages)
+        times.append(prefill.hand_over(pages))
+    decode.send(pages)
+    assert decode.recv(), "a page differs"
+    nbytes, median = num_pages * LAYOUT.block_nbytes, statistics.median(times[NUM_WARM:])
+    params = {"tokens": num_pages * LAYOUT.block_size, "MiB": nbytes >> 20, "checksum": True}
+    params |= {"ms": round(median * 1e3, 4), "slowest_ms": round(max(times[NUM_WARM:]) * 1e3, 4)}
+    params["way"] = prefill.detail()
+    return Row("handoff_staged", nbytes / median / 1e9, "GB/s", params, NVLINK_RATE / 1e9)
+
+
+def _decode(device: str, transport: str, pipe: Any) -> None:
+    """Grants what is offered, commits what has landed, and compares on demand."""
+    with node_of(DECODE, device, transport) as (node, pool, events):
+        rng, into, missing = random.Random(0), [], 0
+        granted: list[list[BlockId]] = [[]]
+        pipe.send(node.address)
+        threading.Thread(target=_compare, args=(pipe, pool, granted), daemon=True).start()
+        for event in events():
+            match event:
+                case Message(peer_id, Offer(request_id, epoch, num_tokens)):
+                    missing = num_tokens
+                    into = [BlockId(page) for page in rng.sample(range(RAW_BLOCKS), num_tokens // LAYOUT.block_size)]
+                    node.grant(peer_id, Grant(request_id, epoch, into, 0))
+                case ChunkLanded(peer_id, header):
+                    missing -= header.num_tokens
+                    if not missing:
+                        granted[0] = into
+                        num_chunks, nbytes = header.index + 1, len(into) * LAYOUT.block_nbytes
+                        node.commit(peer_id, Commit(header.request_id, header.epoch, num_chunks, nbytes))
+
+
+def _compare(pipe: Any, pool: DevicePages, granted: list[list[BlockId]]) -> None:
+    while True:
+        pages = pipe.recv()
+        pool.enter()
+        pipe.send(holds(pool, pages, granted[0]))
