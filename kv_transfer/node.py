@@ -60,7 +60,7 @@ class TransferNode:
             self._pool, memory = PagePool(pool, layout), "host"
         else:
             self._pool, memory = pool, pool.kind
-            pool.checks, own["nvlink"] = settings.checksum, NvlinkTransport(pool, settings.ahead)
+            pool.checks, own["nvlink"] = settings.checksum, NvlinkTransport(pool)
         self._transports = Transports({**own, **(transports or {})})
         self._events: deque[TransferEvent] = deque()
         self._lock = threading.Lock()
