@@ -57,7 +57,6 @@ class Spec(msgspec.Struct, frozen=True, kw_only=True):
     kv_cache_gib: int = 32
     prefix_cache: bool = False
     checksum: bool = True
-    ahead: bool = False
     transfer: str = "auto"
 
 
@@ -222,7 +221,7 @@ def load(spec: Spec) -> Engine:
 def serve(link: FrontLink, start: Start, spec: Spec, engine: Engine) -> None:
     """As worker.core_main.serve, with stamps."""
     me, stamps, ledger = WorkerId(start.worker_id), Stamps(), Ledger()
-    settings = TransferSettings(secret=SECRET, transport=spec.transfer, checksum=spec.checksum, ahead=spec.ahead)
+    settings = TransferSettings(secret=SECRET, transport=spec.transfer, checksum=spec.checksum)
     node = StampedNode(settings, me, Incarnation(start.incarnation), engine.layout, engine.transfer_pool, link.ring)
     node.stamps = stamps
     if spec.sums:

@@ -53,7 +53,6 @@ def main() -> None:
     parser.add_argument("--dtype", default="auto", help="as docs/gpu-engine.md has them")
     parser.add_argument("--chunk", type=int, default=1024, help="token budget of a step")
     parser.add_argument("--transfer", default="auto")
-    parser.add_argument("--ahead", action="store_true", help="decode's GPU waits for chunks before they are computed")
     parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument("--seconds", type=float, default=8.0, help="of load, for each length; of kills")
     parser.add_argument("--lanes", type=int, default=4, help="pairs at once for each side")
@@ -68,7 +67,7 @@ def main() -> None:
     if "kill" in args.parts:
         rows += [shown(row) for row in kills(_spec(args, ""), args.devices, args.seconds, args.lanes)]
     config = {"model": "Llama-8B shape, random weights", "layers": args.layers, "chunk": args.chunk}
-    config |= {"dtype": args.dtype, "transfer": args.transfer, "ahead": args.ahead}
+    config |= {"dtype": args.dtype, "transfer": args.transfer}
     config |= {"devices": args.devices, "card": caps.detect().name}
     _log.info("%s", write_result(args.out, "handoff-gpu", rows, config))
 
@@ -132,7 +131,6 @@ def _spec(args: argparse.Namespace, device: str) -> Spec:
         dtype=args.dtype,
         max_batched_tokens=args.chunk,
         transfer=args.transfer,
-        ahead=args.ahead,
     )
 
 

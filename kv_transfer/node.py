@@ -61,7 +61,7 @@ class TransferNode:
             self._pool, memory = PagePool(pool, layout), "host"
         else:
             self._pool, memory = pool, pool.kind
-            pool.checks, own["nvlink"] = settings.checksum, NvlinkTransport(pool, settings.ahead)
+            pool.checks, own["nvlink"] = settings.checksum, NvlinkTransport(pool)
             device = pool, self._is_busy
         self._transports = Transports({**own, **(transports or {})}, device)
         self._events: deque[TransferEvent] = deque()

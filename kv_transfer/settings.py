@@ -11,11 +11,10 @@ TRANSPORTS = ("auto", "nvlink", "ucx", "shm", "tcp", "loopback")
 class TransferSettings:
     """`host`, `port`: where to listen (0: any free port); `advertise_host`: what peers are told, `host` if empty.
 
-    `transport`: "auto" takes the fastest that both ends have; a name takes that one or fails. `checksum`, `ahead`:
-    over "nvlink" the sender's word counts; with `ahead` it tells of chunks before they are computed, too. Staging
-    of one link is `num_slots * slot_nbytes`; a page must fit in a slot. A peer that is silent for `heartbeat_s *
-    heartbeat_misses` is lost; `stall_timeout_s` is how long a chunk waits for the peer to take bytes. Raises
-    ConfigError on a value that can't work.
+    `transport`: "auto" takes the fastest that both ends have; a name takes that one or fails. `checksum`: over
+    "nvlink" the sender's word counts. Staging of one link is `num_slots * slot_nbytes`; a page must fit in a slot. A
+    peer that is silent for `heartbeat_s * heartbeat_misses` is lost; `stall_timeout_s` is how long a chunk waits for
+    the peer to take bytes. Raises ConfigError on a value that can't work.
     """
 
     secret: bytes
@@ -24,7 +23,6 @@ class TransferSettings:
     port: int = 0
     advertise_host: str = ""
     checksum: bool = True
-    ahead: bool = False
     slot_nbytes: int = 960 << 10  # with its heads within 1 MiB, beyond which UCX took 1.4 times the CPU
     num_slots: int = 4  # 4 MiB at each end stay in the caches; with twice that UCX took a quarter more CPU
     heartbeat_s: float = 0.25

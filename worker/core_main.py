@@ -102,7 +102,6 @@ def transfer_settings(settings: WorkerSettings) -> TransferSettings:
         secret=settings.secret.get_secret_value().encode(),
         transport=settings.transfer,
         checksum=settings.transfer_checksum,
-        ahead=settings.transfer_ahead,
         host=settings.host,
         port=settings.transfer_port,
         advertise_host=settings.advertised_host,

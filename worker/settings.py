@@ -34,9 +34,6 @@ class WorkerSettings(BaseSettings):
     device: str = Field("cpu", description="where the model runs: cpu, cuda:N for a GPU, auto for the first one if any")
     transfer: Transfer = Field("auto", description="KV transport; auto: the fastest that both ends have")
     transfer_checksum: bool = Field(True, description="check every chunk of KV that arrives")
-    transfer_ahead: bool = Field(
-        False, description="over nvlink, let decode's GPU wait for chunks before they are computed: a faster commit"
-    )
     transfer_port: int = Field(0, ge=0, le=65535, description="port of the KV control listener; 0: a free one")
     redis_url: str = Field("redis://127.0.0.1:6379/0", description="where the coordinator's state lives")
     pool: str = Field("default", description="workers and gateways of one pool serve one model together")

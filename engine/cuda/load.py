@@ -39,8 +39,8 @@ _MIN_BLOCK_SIZE = 64
 # Left free beside the cache: for captured steps, and for logits that are made whole in float32.
 _SPARE_NBYTES, _LOGIT_NBYTES = 1 << 30, 16
 _MEMORY_PAGE_NBYTES = 2 << 20
-# Layers in which those that differ, by window or experts, mostly come.
-_NUM_KINDS = 4
+# Layers that differ, by window or experts, mostly take turns.
+_NUM_KINDS = 2
 
 
 def load_device_engine(

@@ -100,12 +100,10 @@ class Packer:
         return buffer.checksums.read() if checks else None
 
     def warm_up(self) -> None:
-        """Compile what there is for numbers of units that are multiples of 16 and that are not."""
-        buffer = self.lend(4 * self._block_nbytes)
-        for count in (1, 2, 4):
-            pages = np.full(count, self._spare, dtype=np.int32)
-            for what in ("pack", "unpack and sum"):
-                self._launch(what, buffer, pages)
+        """Compile the kernels, each one for all numbers of pages."""
+        buffer, nobodys = self.lend(self._block_nbytes), np.full(1, self._spare, dtype=np.int32)
+        for what in ("pack", "unpack and sum"):
+            self._launch(what, buffer, nobodys)
         buffer.wait()
 
     @property

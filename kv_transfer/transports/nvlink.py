@@ -23,16 +23,16 @@ class Sharing(msgspec.Struct, frozen=True):
 
 
 class NvlinkTransport:
-    """`ahead`: the receiver may wait, by a mark, for chunks that are not computed yet."""
+    """Where the sender's device can set marks, the receiver waits by one for chunks that are not computed yet."""
 
     name = "nvlink"
 
-    def __init__(self, pool: DevicePool, ahead: bool) -> None:
-        self._pool, self._ahead = pool, ahead
+    def __init__(self, pool: DevicePool) -> None:
+        self._pool = pool
 
     def open(self, session: bytes, ring: Ring, connect: Callable[[], socket]) -> "SharedPool":
         """Raises TransferError where the device lets nobody in."""
-        return SharedPool(self._pool.share(), self._pool.mark() if self._ahead else None)
+        return SharedPool(self._pool.share(), self._pool.mark())
 
     def accept(
         self, session: bytes, ring: Ring, params: bytes, attached: Callable[[], socket]

@@ -38,7 +38,7 @@ class Peer(PoolOwner):
         super().__init__(name, pages, layout, settings.get("transport"))
         self.woken = threading.Event()
         self.seen: list[TransferEvent] = []
-        options = {"secret": SECRET, "transport": "tcp", "ahead": True, **settings}
+        options = {"secret": SECRET, "transport": "tcp", **settings}
         self.node = TransferNode(
             TransferSettings(**options),
             self.name,

@@ -37,7 +37,7 @@ class Worker(PoolOwner):
         pages, self.woken = make_pool(), threading.Event()
         super().__init__(name, pages, LAYOUT, transport)
         self.incarnation = Incarnation(f"{name}-1")
-        settings = TransferSettings(secret=SECRET, transport=transport, slot_nbytes=1 << 18, ahead=True)
+        settings = TransferSettings(secret=SECRET, transport=transport, slot_nbytes=1 << 18)
         self.node = TransferNode(
             settings, WorkerId(name), self.incarnation, LAYOUT, self.device or pages, self.woken.set
         )

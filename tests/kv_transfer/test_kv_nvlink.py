@@ -150,8 +150,10 @@ def test_what_was_coming_lands_when_it_is_told(pair: tuple[Peer, Peer]) -> None:
     assert land_what_was_coming(*pair).value == 2
 
 
-def test_nothing_is_told_ahead_unless_it_is_asked_for(make_peer: Make) -> None:
-    prefill, decode = (make_peer(name, transport="nvlink", ahead=False) for name in ("prefill", "decode-1"))
+def test_nothing_is_told_ahead_where_prefill_can_set_no_mark(make_peer: Make, monkeypatch) -> None:
+    prefill, decode = (make_peer(name, transport="nvlink") for name in ("prefill", "decode-1"))
+    assert prefill.device is not None
+    monkeypatch.setattr(prefill.device, "mark", lambda: None)
     offer_and_grant(prefill, decode, "r", 8, [5, 9])
     assert land_what_was_coming(prefill, decode) is None
 
