@@ -33,7 +33,8 @@ def main() -> None:
     print("landed" if pages_equal(prefill, PAGES, decode, GRANTED) else "wrong")
     print("kept" if np.array_equal(decode.pool[:, others], before) else "written")
     print(*(peer.node.stats()[0].detail for peer in (prefill, decode)), sep="\n")
-    prefill.close(), decode.close()
+    prefill.close()
+    decode.close()
 
 
 if __name__ == "__main__":
