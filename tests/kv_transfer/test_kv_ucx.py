@@ -43,6 +43,13 @@ def test_so_it_does_where_a_device_fetches_the_messages() -> None:
     _pass("node", **DEVICES, **FETCHED)
 
 
+def test_damage_on_the_way_between_devices_is_found_and_the_way_is_told() -> None:
+    result = _run("-m", "tests.kv_transfer.kv_device_ucx", **DEVICES)
+    found, landed, others, *ways = result.stdout.splitlines()
+    assert (found, landed, others) == ("checksum differs", "landed", "kept"), result.stdout + result.stderr
+    assert len(ways) == 2 and all("; " in way and way.endswith("GB/s") for way in ways)
+
+
 def _pass(suite: str, **env: str) -> None:
     command = ["-m", "pytest", "-q", "-p", "no:cacheprovider", f"tests/kv_transfer/test_kv_{suite}.py", "-k", "ucx"]
     result = _run(*command, KV_TEST_TRANSPORTS="ucx", **env)
