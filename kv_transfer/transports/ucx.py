@@ -24,7 +24,7 @@ import os
 import select
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from socket import socket
 from typing import Any
 
@@ -147,6 +147,9 @@ class Engine:
         self.endpoint = self.worker = None
         os.close(self._wake)
 
+    def moved(self) -> None:
+        """An operation has begun or ended."""
+
     def sleep(self, deadline: float | None) -> None:
         """Until UCX has something to do. `arm` says no if it has already. Raises PeerLost after `deadline`."""
         if not self.worker.arm():
@@ -173,29 +176,30 @@ class UcxChannel:
         self._engine.close()
 
 
-class UcxOutbound(UcxChannel):
-    def __init__(self, engine: Engine) -> None:
-        super().__init__(engine)
-        self._unused = [Slot(i, np.zeros(engine.ring.stride, dtype=np.uint8)) for i in range(engine.ring.num_slots)]
-        self._sending: deque[Slot] = deque()
+class Sending:
+    """Slots that messages leave from. UCX lets go of them in the order in which they left."""
 
-    def acquire(self) -> Slot:
-        """The one that UCX has let go of last: its memory is still in the caches."""
-        while self._sending and self._engine.operations[0].is_done:
+    def __init__(self, engine: Engine, slots: Iterable[Slot]) -> None:
+        self._engine = engine
+        self._unused, self._under_way = deque(slots), deque[Slot]()
+
+    def unused(self) -> deque[Slot]:
+        """Those that may be taken, of which there is one on return; the last has come back last."""
+        while self._under_way and self._engine.operations[0].is_done:
             self._collect()
         if not self._unused:
             self._wait()
-        return self._unused.pop()
+        return self._unused
 
-    def send(self, slot: Slot, nbytes: int) -> None:
-        self._engine.require_open()
-        self._engine.operations.append(send(self._engine.endpoint.handle, slot.buffer, META_NBYTES + nbytes))
-        self._sending.append(slot)
+    def sent(self, slot: Slot, operation: Operation) -> None:
+        self._engine.operations.append(operation)
+        self._under_way.append(slot)
+        self._engine.moved()
         self._engine.worker.progress()
 
     def flush(self) -> None:
         """UCX moves only while its worker is driven, so the sender stays until every message is gone."""
-        while self._sending:
+        while self._under_way:
             self._wait()
 
     def _wait(self) -> None:
@@ -205,9 +209,28 @@ class UcxOutbound(UcxChannel):
 
     def _collect(self) -> None:
         operation = self._engine.operations.popleft()
-        self._unused.append(self._sending.popleft())
+        self._unused.append(self._under_way.popleft())
+        self._engine.moved()
         if operation.error:
             raise PeerLost(f"UCX could not send: {operation.error}")
+
+
+class UcxOutbound(UcxChannel):
+    def __init__(self, engine: Engine) -> None:
+        super().__init__(engine)
+        slots = [Slot(i, np.zeros(engine.ring.stride, dtype=np.uint8)) for i in range(engine.ring.num_slots)]
+        self._sending = Sending(engine, slots)
+
+    def acquire(self) -> Slot:
+        """The one that UCX has let go of last: its memory is still in the caches."""
+        return self._sending.unused().pop()
+
+    def send(self, slot: Slot, nbytes: int) -> None:
+        self._engine.require_open()
+        self._sending.sent(slot, send(self._engine.endpoint.handle, slot.buffer, META_NBYTES + nbytes))
+
+    def flush(self) -> None:
+        self._sending.flush()
 
 
 class UcxInbound(UcxChannel):

@@ -23,7 +23,7 @@ from contracts.errors import PeerLost, TransferError
 from kv_transfer.device import Buffer, DevicePool
 from kv_transfer.piece import META_NBYTES, read_meta
 from kv_transfer.transports.base import DeviceChannel, Inbound, Opening, Outbound, Ring, Slot
-from kv_transfer.transports.ucx import CONFIG, Engine, UcxChannel
+from kv_transfer.transports.ucx import CONFIG, Engine, Sending, UcxChannel
 from kv_transfer.transports.ucx_messages import Offered, Offering, Operation, fetch_into, send_from
 
 log = logging.getLogger(__name__)
@@ -108,7 +108,7 @@ class DeviceEngine(Engine):
         self._is_busy, self._moved_s = is_busy, 0.0
 
     def moved(self) -> None:
-        """The next message may be done soon."""
+        """As Engine's: the next message may be done soon."""
         self._moved_s = time.monotonic()
 
     def sleep(self, deadline: float | None) -> None:
@@ -136,7 +136,6 @@ class DeviceSlot(Slot):
 class _DeviceChannel(UcxChannel, DeviceChannel):
     def __init__(self, engine: DeviceEngine, pool: DevicePool) -> None:
         super().__init__(engine)
-        self._device_engine = engine
         self.pool, self.slot_nbytes = pool, engine.ring.slot_nbytes
         self._memory_type, self._lent = _MEMORY_TYPES[pool.kind], []
         pool.enter()
@@ -162,7 +161,7 @@ class UcxDeviceOutbound(_DeviceChannel):
         super().__init__(engine, pool)
         metas = [np.zeros(META_NBYTES, dtype=np.uint8) for _ in self._lent]
         slots = [DeviceSlot(i, meta, buffer) for i, (meta, buffer) in enumerate(zip(metas, self._lent, strict=True))]
-        self._unused, self._sending = deque(slots), deque[DeviceSlot]()
+        self._sending = Sending(engine, slots)
         try:
             self._try_out()
         except PeerLost:
@@ -170,11 +169,7 @@ class UcxDeviceOutbound(_DeviceChannel):
             raise
 
     def acquire(self) -> Slot:
-        while self._sending and self._engine.operations[0].is_done:
-            self._collect()
-        if not self._unused:
-            self._wait()
-        return self._unused.popleft()
+        return self._sending.unused().popleft()
 
     def send(self, slot: Slot, nbytes: int) -> None:
         assert isinstance(slot, DeviceSlot)
@@ -182,43 +177,26 @@ class UcxDeviceOutbound(_DeviceChannel):
         self._start(slot, slot.buffer, nbytes)
 
     def flush(self) -> None:
-        """UCX moves only while its worker is driven, so the sender stays until every message is gone."""
-        while self._sending:
-            self._wait()
+        self._sending.flush()
 
-    def _start(self, slot: DeviceSlot, header: np.ndarray, nbytes: int) -> Operation:
-        operation = send_from(self._engine.endpoint.handle, header, slot.memory, nbytes, self._memory_type)
-        self._engine.operations.append(operation)
-        self._sending.append(slot)
-        self._device_engine.moved()
-        self._engine.worker.progress()
+    def _start(self, slot: Slot, header: np.ndarray, nbytes: int) -> Operation:
+        operation = send_from(self._engine.endpoint.handle, header, slot.payload, nbytes, self._memory_type)
+        self._sending.sent(slot, operation)
         return operation
-
-    def _wait(self) -> None:
-        oldest = self._engine.operations[0]
-        self._engine.until(lambda: oldest.is_done, self._engine.ring.stall_timeout_s)
-        self._collect()
-
-    def _collect(self) -> None:
-        operation = self._engine.operations.popleft()
-        self._unused.append(self._sending.popleft())
-        self._device_engine.moved()
-        if operation.error:
-            raise PeerLost(f"UCX could not send: {operation.error}")
 
     def _try_out(self) -> None:
         """Each slot twice: UCX registers and maps it now, and not under a handoff. Then tell the receiver."""
         ways, took_s = [""], []
         for _ in range(2 * self._engine.ring.num_slots):
             begin = time.perf_counter()
-            operation = self._start(self._unused.popleft(), _NO_WORDS, self.slot_nbytes)
+            operation = self._start(self.acquire(), _NO_WORDS, self.slot_nbytes)
             ways.append(operation.way)
             self.flush()
             took_s.append(time.perf_counter() - begin)
         way, rate = max(ways, key=len), self.slot_nbytes / min(took_s) / 1e9
         # UCX adds what it expects: "... 12.0 MB/s 83610.13 us".
         words = f"{way.partition(' MB/s')[0].rpartition(' ')[0] or 'a way unknown'}, {rate:.0f} GB/s"
-        self._start(self._unused.popleft(), np.frombuffer(words.encode(), dtype=np.uint8)[: META_NBYTES - 1], 0)
+        self._start(self.acquire(), np.frombuffer(words.encode(), dtype=np.uint8)[: META_NBYTES - 1], 0)
         self.flush()
         self._detail = told(self._detail, words, self.pool)
 
@@ -237,7 +215,7 @@ class UcxDeviceInbound(_DeviceChannel):
         while True:
             self._engine.until(self._is_there, None)
             operation, header = self._engine.operations.popleft(), self._headers.popleft()
-            self._device_engine.moved()
+            self._engine.moved()
             if operation.error:
                 raise PeerLost(f"UCX could not fetch a message: {operation.error}")
             try:
@@ -268,7 +246,7 @@ class UcxDeviceInbound(_DeviceChannel):
         if offered.message is not None:
             where = self._engine.worker.handle, offered.message
             self._engine.operations.append(fetch_into(*where, buffer, offered.nbytes, self._memory_type))
-            self._device_engine.moved()
+            self._engine.moved()
             return
         assert offered.data is not None
         buffer.put(offered.data)
