@@ -25,7 +25,7 @@ class Rate:
 
     def __init__(self, least: int = 1) -> None:
         self.value = 0.0
-        self._least = least
+        self._least = max(least, 1)
 
     def add(self, amount: int, span_s: float) -> None:
         if amount >= self._least and span_s > 0:
