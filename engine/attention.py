@@ -30,13 +30,16 @@ _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
 @dataclass(frozen=True)
 class HeadShape:
-    """`window`: how many of the newest tokens a token sees in the layers that have one, itself included."""
+    """`window`: how many of the newest tokens a token sees in the layers that have one, itself included; `segment`: or
+    those since the last multiple of it.
+    """
 
     num_heads: int
     num_kv_heads: int
     head_dim: int
     scale: float
     window: int = 0
+    segment: int = 0
 
     @property
     def group(self) -> int:

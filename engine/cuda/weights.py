@@ -216,8 +216,8 @@ class _Loader:
             output=self._matrix(prefix, "output", self._rounds, self._optional(tensors.output_bias(prefix))),
             mlp_gain=self._rows(tensors.gain(prefix + "post_attention_layernorm")),
             mlp=self._mlp(index),
-            q_gain=self._optional(tensors.head_gain(prefix, "q")),
-            k_gain=self._optional(tensors.head_gain(prefix, "k")),
+            q_gain=self._optional(tensors.head_gain(index, "q")),
+            k_gain=self._optional(tensors.head_gain(index, "k")),
             sight=self._sight(index),
         )
 
