@@ -23,7 +23,7 @@ _SWIGLU = {"swiglu_alpha": 1.702, "swiglu_limit": 7.0}
 
 def open_folder(path: Path, name: str | None = None) -> Checkpoint:
     """Raises ConfigError for a missing or damaged file, an unknown architecture, or a feature that is not supported."""
-    config = text_part(_read_json(path / "config.json"))
+    config = text_part(_read_json(path / "config.json"), str(path))
     tokenizer_config = _read_json(path / "tokenizer_config.json", required=False)
     tensor_files(path)
     tokenizer = _load_tokenizer(path / "tokenizer.json")

@@ -8,14 +8,15 @@ from contracts.errors import ConfigError
 _MULTIMODAL, _TEXT = "Llama4ForConditionalGeneration", "Llama4ForCausalLM"
 # Pages of the KV cache have at most so many tokens, and a segment starts with one.
 _SEGMENT_STEP = 64
-_DEFAULTS = {"hidden_act": "silu", "attention_bias": False, "num_experts_per_tok": 1}
 _KINDS = ("chunked_attention", "full_attention")
 
 
-def text_part(config: dict[str, Any]) -> dict[str, Any]:
+def text_part(config: dict[str, Any], source: str) -> dict[str, Any]:
     """Of a config.json that has one beside that of a vision tower; any other as it is."""
-    if config.get("architectures") != [_MULTIMODAL] or not isinstance(config.get("text_config"), dict):
+    if config.get("architectures") != [_MULTIMODAL]:
         return config
+    if not isinstance(config.get("text_config"), dict):
+        raise ConfigError(f"{source}/config.json lacks 'text_config'")
     quantization = {key: config[key] for key in ("quantization_config",) if key in config}
     return config["text_config"] | {"architectures": [_TEXT]} | quantization
 
@@ -57,9 +58,9 @@ def _tuning(config: dict[str, Any]) -> Tuning | None:
 
 
 def _refuse_other(config: dict[str, Any], source: str) -> None:
-    other = {key: config[key] for key, value in _DEFAULTS.items() if config.get(key, value) != value}
-    if other:
-        raise ConfigError(f"{source}: a Llama 4 with {other} is not supported; supported is {_DEFAULTS}")
+    top_k = config.get("num_experts_per_tok", 1)
+    if top_k != 1:
+        raise ConfigError(f"{source}: a Llama 4 with {top_k} experts a token is not supported; supported is 1")
     segment = config.get("attention_chunk_size") or 0
     if segment % _SEGMENT_STEP:
         raise ConfigError(

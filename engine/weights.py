@@ -61,9 +61,7 @@ def open_weights(checkpoint: Checkpoint, device: torch.device | None = None) -> 
     """`device`: safetensors go straight there, in the type that they have in their file."""
     if checkpoint.format is WeightFormat.GGUF:
         return GgufWeights(checkpoint)
-    return SafetensorsWeights(
-        checkpoint.path, device, checkpoint.quantization, checkpoint.config.family == _LLAMA4
-    )
+    return SafetensorsWeights(checkpoint.path, device, checkpoint.quantization, checkpoint.config.family == _LLAMA4)
 
 
 class SafetensorsWeights:
