@@ -1,9 +1,9 @@
 """Mixtures of experts on a GPU: `python -m bench.engine_gpu_experts [--out FILE] [--layers N]`.
 
 First a small model's random weights: its tokens and log-probabilities beside those of the CPU engine in float32. Then
-the shapes of Qwen3-30B-A3B, gpt-oss-20B and Llama 4 Maverick, cut to a few layers and the whole head: decode beside the time to read once
-what a step touches (the experts that tokens choose by chance), prefill beside its FLOPs at the rate that FP8 products
-reach.
+the shapes of Qwen3-30B-A3B, gpt-oss-20B and Llama 4 Maverick, cut to a few layers and the whole head: decode beside the
+time to read once what a step touches (the experts that tokens choose by chance), prefill beside its FLOPs at the rate
+that FP8 products reach.
 """
 
 import argparse
