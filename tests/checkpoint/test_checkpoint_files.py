@@ -162,7 +162,7 @@ def test_a_shard_that_is_not_there_is_named(folder):
     [
         (
             {"architectures": ["GPT2LMHeadModel"]},
-            "'GPT2LMHeadModel' is not supported; supported are gpt_oss, llama, mistral",
+            "'GPT2LMHeadModel' is not supported; supported are gpt_oss, llama, llama4, mistral",
         ),
         ({"sliding_window": 32}, "sliding-window attention"),
         ({"rope_scaling": {"rope_type": "longrope"}}, "rope scaling 'longrope' is not supported"),
@@ -330,7 +330,10 @@ def test_a_cut_gguf_file_is_damaged_wherever_it_is_cut(tmp_path):
 @pytest.mark.parametrize(
     ("kind", "words"),
     [
-        ({"arch": "gpt2"}, "architecture 'gpt2' is not supported; supported are gpt_oss, llama, mistral, qwen2, qwen3"),
+        (
+            {"arch": "gpt2"},
+            "architecture 'gpt2' is not supported; supported are gpt_oss, llama, llama4, mistral, qwen2",
+        ),
         ({"model": "bert"}, "tokenizer 'bert' is not supported"),
         ({"pre": "gpt-4o"}, "pre-tokenizer 'gpt-4o' is not supported; supported are smollm, llama-bpe and qwen2"),
     ],
