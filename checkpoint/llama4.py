@@ -61,6 +61,9 @@ def _refuse_other(config: dict[str, Any], source: str) -> None:
     top_k = config.get("num_experts_per_tok", 1)
     if top_k != 1:
         raise ConfigError(f"{source}: a Llama 4 with {top_k} experts a token is not supported; supported is 1")
+    rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    if rope.get("rope_type", rope.get("type")) == "yarn":  # which stretches q and k: norms and rope would not commute
+        raise ConfigError(f"{source}: a Llama 4 with yarn is not supported; supported are default and llama3")
     segment = config.get("attention_chunk_size") or 0
     if segment % _SEGMENT_STEP:
         raise ConfigError(

@@ -276,6 +276,7 @@ def test_llama4_is_read_whole():
         ({"num_experts_per_tok": 2}, "a Llama 4 with 2 experts a token is not supported"),
         ({"hidden_act": "gelu"}, "only SiLU and layers without mlp_bias and attention_bias"),
         ({"attention_bias": True}, "only SiLU and layers without mlp_bias and attention_bias"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "a Llama 4 with yarn is not supported"),
         ({"attention_chunk_size": 100}, "attention_chunk_size of 100 is not supported; supported are multiples of 64"),
         ({"interleave_moe_layer_step": 0}, "experts in every layer of 0 are not supported"),
         ({"no_rope_layers": [1]}, "no_rope_layers and layer_types must say for each layer"),
