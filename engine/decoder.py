@@ -102,7 +102,9 @@ class Decoder:
         qkv = layer.qkv(self._hidden_norm(x, layer.attention_gain), inputs.num_answer_rows)
         qkv = self._rotate(layer, qkv.float(), rope).to(cache.dtype)
         q, kv = qkv[:, : self.heads.num_heads], qkv[:, self.heads.num_heads :]
-        cache.rows(index).index_copy_(0, inputs.write_index, kv.reshape(-1, self.heads.head_dim))
+        # In words of 8 bytes, since index_copy_ goes element by element: a third of the time in bfloat16.
+        words = kv.reshape(-1, self.heads.head_dim).view(torch.int64)
+        cache.rows(index).view(torch.int64).index_copy_(0, inputs.write_index, words)
         plan = inputs.windowed if layer.has_window and inputs.windowed else inputs.attention
         return attend(q, cache.pages(index), plan, self.heads, layer.sinks_KG)
 

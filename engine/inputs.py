@@ -92,7 +92,7 @@ def _plan(
     ]
     return AttentionPlan(
         plan_decode(tables[:num_decodes], starts[:num_decodes] + 1, cache, window) if num_decodes else None,
-        tuple(tile for group in chunks for tile in plan_tiles(group, int(counts.sum()), heads, cache, window)),
+        tuple(plan_tiles(group, heads, cache, window) for group in chunks),
     )
 
 
