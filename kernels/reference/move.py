@@ -11,13 +11,18 @@ WORD, FACTOR, STRIDE = 0xFFFFFFFF, 16777619, 40503
 
 def kv_pack(
     spec: MoveSpec, cache: Tensor, pages: Tensor, buffer: Tensor, sums: Tensor | None,
-    *, seed: int = 0, offset: int = 0, inv_scale: float = 1.0, ctas: int = 0,
+    *, seed: int = 0, offset: int = 0, inv_scales: Tensor | None = None, ctas: int = 0,
 ) -> None:  # fmt: skip
     units = cache[:, pages.long(), offset : offset + spec.unit_nbytes].transpose(0, 1)
-    packed = to_e4m3(units.float() * inv_scale).view(torch.uint8) if spec.convert else units
+    packed = to_e4m3(units.float() * scales_of(inv_scales)).view(torch.uint8) if spec.convert else units
     buffer.view(len(pages), spec.planes, spec.unit_nbytes).copy_(packed)
     if spec.checksum and sums is not None:
         sums.copy_(checksums(spec, buffer, len(pages), seed))
+
+
+def scales_of(inv_scales: Tensor | None) -> Tensor | float:
+    """`[planes]`, what each plane's values are multiplied by before they are rounded."""
+    return 1.0 if inv_scales is None else inv_scales[None, :, None]
 
 
 def kv_unpack(

@@ -7,6 +7,7 @@ The transport that moves pages without staging, nvlink, is another data path bes
 nothing, see kv_transfer.pulling.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from socket import socket
@@ -77,6 +78,14 @@ class DeviceChannel:
     slot_nbytes: int
 
 
+class Tried(ABC):
+    """A receiver's end that has its part in trying the channel out, before the handshake is over."""
+
+    @abstractmethod
+    def be_tried(self, goes_on: Callable[[], bool]) -> None:
+        """Take what the sender tries it out with, while `goes_on` says so. Raises TransferError."""
+
+
 class Outbound(Channel, Protocol):
     def acquire(self) -> Slot:
         """A free slot; blocks until the peer gave one back. Raises PeerLost if that takes longer than the stall
@@ -109,7 +118,9 @@ class Opening(Protocol):
         """What the receiver's end must know."""
         ...
 
-    def finish(self, answer: bytes) -> Any: ...
+    def finish(self, answer: bytes) -> Any:
+        """The channel. Raises TransferError, with everything given back, if it does not work after all."""
+        ...
 
     def cancel(self) -> None:
         """The receiver declined, or is gone."""
