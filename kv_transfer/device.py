@@ -150,7 +150,7 @@ class DevicePool(Pool, Protocol):
 
     def narrow(self, pages: np.ndarray, into: Any, narrowing: Any) -> np.ndarray:
         """As `pack`, rounded as the peer would have rounded these values. Returns the checksums of what was packed,
-        `[pages, num_planes]` uint32. Into one buffer, always by one narrowing.
+        `[pages, num_planes]` uint32.
         """
         ...
 

@@ -20,7 +20,8 @@ from kernels.specs import MoveSpec
 
 class StagingBuffer:
     """kv_transfer.device.Buffer: memory of its own, a stream of its own, and `checksums` of the pages that it can hold,
-    which tell the device which pages these are. `inv_scales` `[planes]`: of what is rounded on its way into it.
+    which tell the device which pages these are. `inv_scales` `[planes]`: of what is rounded on its way into it, where
+    recorded launches find them, the same as the present `narrowing`.
 
     Raises TransferError if there is not so much memory.
     """
@@ -35,6 +36,7 @@ class StagingBuffer:
         self._stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
         self.recordings: dict[tuple[str, int], Recording] = {}
         self.inv_scales: Tensor | None = None
+        self.narrowing: Tensor | None = None
 
     @property
     def address(self) -> int:
@@ -98,13 +100,17 @@ class Packer:
         return buffer.checksums.read() if checks else None
 
     def narrow(self, pages: np.ndarray, into: StagingBuffer, inv_scales: Tensor) -> np.ndarray:
-        """As `pack`, times `inv_scales` and rounded to e4m3; into one buffer always by the same ones. Returns the
-        checksums of what was packed, `[pages, planes]`.
+        """As `pack`, times `inv_scales` and rounded to e4m3. Returns the checksums of what was packed,
+        `[pages, planes]`.
         """
         if into.inv_scales is None:
-            into.inv_scales = inv_scales
+            into.inv_scales = inv_scales.clone()
             if self._is_recorded:
                 self._record(into, ("narrow",), self._narrow_nbytes)
+        if into.narrowing is not inv_scales:
+            with into.aside():
+                into.inv_scales.copy_(inv_scales)
+            into.narrowing = inv_scales
         self._go("narrow", pages, into)
         return into.checksums.read()
 

@@ -72,10 +72,11 @@ class Channel(Protocol):
 
 
 class DeviceChannel:
-    """One whose payloads of `slot_nbytes` are in the memory of the pool's device."""
+    """One whose payloads of `slot_nbytes` are in the memory of the pool's device. `is_direct`: so are they all the way."""
 
     pool: DevicePool
     slot_nbytes: int
+    is_direct: bool = True
 
 
 class Tried(ABC):

@@ -10,6 +10,7 @@ unpacked.
 """
 
 import logging
+import threading
 import time
 from collections import deque
 from collections.abc import Callable
@@ -45,8 +46,8 @@ class Proposal(msgspec.Struct, frozen=True):
     slot_nbytes: int
 
 
-class Lease:
-    """A link's slots in the memory of the pool's device. Raises TransferError if there is no memory for them."""
+class Slots:
+    """Of a link, in the memory of the pool's device. Raises TransferError if there is no memory for them."""
 
     def __init__(self, pool: DevicePool, allowance: Allowance, most_nbytes: int) -> None:
         self.pool, self._allowance = pool, allowance
@@ -57,17 +58,61 @@ class Lease:
             for _ in range(NUM_SLOTS):
                 self.buffers.append(pool.lend(self.slot_nbytes))
         except TransferError:
-            self.end()
+            self.free()
             raise
 
-    def end(self) -> None:
-        """Nothing touches them any more. Idempotent."""
+    def free(self) -> None:
+        """Nothing touches them any more."""
         self.pool.enter()
         for buffer in self.buffers:
             self.pool.take_back(buffer)
-        self.buffers = []
         self._allowance.give_back(self.slot_nbytes)
-        self.slot_nbytes = 0
+
+
+class Arena:
+    """The slots of all links of a core. Those of a link that has ended are the next one's, and freed with the core: a
+    peer that has read them by cuda_ipc keeps them mapped, and what is freed then stays taken while it lives (two H200).
+    """
+
+    def __init__(self, pool: DevicePool, allowance: Allowance) -> None:
+        self._pool, self._allowance = pool, allowance
+        self._unused: list[Slots] = []
+        self._lock = threading.Lock()
+
+    def take(self, most_nbytes: int) -> Slots:
+        """Raises TransferError."""
+        with self._lock:
+            if self._unused:
+                best = max(self._unused, key=lambda slots: slots.slot_nbytes)
+                self._unused.remove(best)
+                return best
+        return Slots(self._pool, self._allowance, most_nbytes)
+
+    def give_back(self, slots: Slots) -> None:
+        """Nothing touches them any more."""
+        with self._lock:
+            self._unused.append(slots)
+
+    def close(self) -> None:
+        with self._lock:
+            for slots in self._unused:
+                slots.free()
+            self._unused.clear()
+
+
+class Lease:
+    """A link's hold on its slots."""
+
+    def __init__(self, arena: Arena, most_nbytes: int) -> None:
+        self._arena, self._slots = arena, arena.take(most_nbytes)
+        self.pool, self.slot_nbytes, self.buffers = self._slots.pool, self._slots.slot_nbytes, self._slots.buffers
+        self._is_over = False
+
+    def end(self) -> None:
+        """Nothing touches them any more. Idempotent."""
+        if not self._is_over:
+            self._is_over = True
+            self._arena.give_back(self._slots)
 
 
 class UcxDeviceTransport:
@@ -76,7 +121,7 @@ class UcxDeviceTransport:
     name = "ucx"
 
     def __init__(self, pool: DevicePool, is_busy: Callable[[], bool]) -> None:
-        self._pool, self._is_busy, self._allowance = pool, is_busy, Allowance()
+        self._is_busy, self._arena = is_busy, Arena(pool, Allowance())
 
     def open(self, session: bytes, ring: Ring, connect: Callable[[], socket]) -> Opening:
         """Raises TransferError if UCX does not start, or the device has no memory for staging."""
@@ -97,12 +142,12 @@ class UcxDeviceTransport:
         return UcxDeviceInbound(engine, lease), msgspec.msgpack.encode(answer)
 
     def close(self) -> None:
-        pass
+        self._arena.close()
 
     def _start(self, ring: Ring, most_nbytes: int) -> "tuple[DeviceEngine, Lease]":
         engine = DeviceEngine(ring, self._is_busy)
         try:
-            return engine, Lease(self._pool, self._allowance, most_nbytes)
+            return engine, Lease(self._arena, most_nbytes)
         except TransferError:
             engine.close()
             raise
@@ -234,6 +279,7 @@ class UcxDeviceOutbound(_DeviceChannel):
         words = f"{way.partition(' MB/s')[0].rpartition(' ')[0] or 'a way unknown'}, {rate:.0f} GB/s"
         told_ = self._start(self.acquire(), np.frombuffer(words.encode(), dtype=np.uint8)[: META_NBYTES - 1], 0)
         self._arrive(told_, deadline)
+        self.is_direct = is_direct(words, self.pool)
         self._detail = told(self._detail, words, self.pool)
 
 
@@ -306,9 +352,13 @@ class UcxDeviceInbound(_DeviceChannel, Tried):
         self._engine.operations.append(Operation(buffer, offered.nbytes, None))
 
 
+def is_direct(words: str, pool: DevicePool) -> bool:
+    return pool.kind == "cpu" or _DIRECT in words
+
+
 def told(detail: str, words: str, pool: DevicePool) -> str:
     """`detail` with what the sender has found out. Loud if the bytes of a device do not go there directly."""
-    if pool.kind != "cpu" and _DIRECT not in words:
+    if not is_direct(words, pool):
         log.warning("UCX moves the KV of this link through the host's memory: %s", words)
     else:
         log.info("UCX moves the KV of this link by %s", words)

@@ -58,6 +58,8 @@ def make_peers(transport: str = "ucx") -> tuple[Peer, Peer]:
     peers = []
     for name, layout, kv in (("prefill", WIDE, "bf16"), ("decode", NARROW, "e4m3")):
         device = kv_device.DECODE_DEVICE if name == "decode" else kv_device.DEVICE
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
         registry = catalog.registry(detect() if device.type == "cuda" else Caps("cpu"))
         dtype = {"bf16": torch.bfloat16, "e4m3": torch.float8_e4m3fn}[kv]
         cache = DeviceCache(layout, NUM_BLOCKS, dtype, device, scales if kv == "e4m3" else None)
