@@ -31,7 +31,7 @@ from kv_transfer.transports.ucx_messages import Offered, Offering, Operation, fe
 log = logging.getLogger(__name__)
 
 DEVICE_CONFIG = {**CONFIG, "RNDV_SCHEME": "get_zcopy"}
-TRY_TIMEOUT_S = 2.0
+TRY_TIMEOUT_S = 4.0
 NAP_S = 50e-6
 PATIENCE_S = 0.005
 """Who has waited so long for a message can wait a nap longer."""

@@ -1,5 +1,5 @@
-"""Two nodes whose pools are a device's, by `auto`: what becomes of a link whose UCX can't be used. Prints a line for each
-case; a process of its own, as everything with UCX.
+"""Two nodes whose pools are a device's, by `auto`: what becomes of a link whose UCX can't be used. Prints a line for
+each case; a process of its own, as everything with UCX.
 """
 
 import logging
@@ -18,7 +18,7 @@ Case = Callable[[Peer, Peer], None]
 
 def main() -> None:
     logging.basicConfig(stream=sys.stderr, level=logging.WARNING)
-    ucx_device.TRY_TIMEOUT_S = 0.3
+    ucx_device.SLOT_NBYTES = 1 << 18
     for case in (nothing, partial(no_memory, 0), partial(no_memory, 1), no_arrival, detour):
         prefill, decode = (Peer(name, transport="auto") for name in ("prefill", "decode"))
         for peer in (prefill, decode):
