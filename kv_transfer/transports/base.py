@@ -72,7 +72,7 @@ class Channel(Protocol):
 
 
 class DeviceChannel:
-    """One whose payloads of `slot_nbytes` are in the memory of the pool's device. `is_direct`: and never in a host's."""
+    """One whose payloads of `slot_nbytes` are in the memory of the pool's device. `is_direct`: never in a host's."""
 
     pool: DevicePool
     slot_nbytes: int

@@ -56,7 +56,8 @@ def make_peers(transport: str = "ucx") -> tuple[Peer, Peer]:
     torch.manual_seed(1)
     scales = 0.05 + torch.rand(WIDE.num_layers, 2)
     peers = []
-    for name, layout, kv in (("prefill", WIDE, "bf16"), ("decode", NARROW, "e4m3")):
+    sides: list[tuple[str, KVLayout, KVDtype]] = [("prefill", WIDE, "bf16"), ("decode", NARROW, "e4m3")]
+    for name, layout, kv in sides:
         device = kv_device.DECODE_DEVICE if name == "decode" else kv_device.DEVICE
         if device.type == "cuda":
             torch.cuda.set_device(device)

@@ -46,7 +46,8 @@ def left(peer: Peer) -> int:
 
 
 def nothing(prefill: Peer, decode: Peer) -> None:
-    count(prefill), count(decode)
+    count(prefill)
+    count(decode)
 
 
 def no_memory(who: int, *peers: Peer) -> None:
