@@ -86,6 +86,10 @@ class Tried(ABC):
     def be_tried(self, goes_on: Callable[[], bool]) -> None:
         """Take what the sender tries it out with, while `goes_on` says so. Raises TransferError."""
 
+    @abstractmethod
+    def close(self) -> None:
+        """As a Channel's."""
+
 
 class Outbound(Channel, Protocol):
     def acquire(self) -> Slot:

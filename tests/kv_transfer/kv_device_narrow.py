@@ -67,6 +67,8 @@ def make_peers(transport: str = "ucx") -> tuple[Peer, Peer]:
         write(cache, values.to(device), kv, registry)
         cache.share(registry)
         peers.append(Peer(name, NUM_BLOCKS, cache.layout, transport=transport, pool=cache.transfer_pool))
+    if kv_device.DEVICE.type == "cuda":
+        torch.cuda.set_device(kv_device.DEVICE)  # where prefill's checksums are made
     return peers[0], peers[1]
 
 
