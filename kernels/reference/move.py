@@ -14,15 +14,16 @@ def kv_pack(
     *, seed: int = 0, offset: int = 0, inv_scales: Tensor | None = None, ctas: int = 0,
 ) -> None:  # fmt: skip
     units = cache[:, pages.long(), offset : offset + spec.unit_nbytes].transpose(0, 1)
-    packed = to_e4m3(units.float() * scales_of(inv_scales)).view(torch.uint8) if spec.convert else units
+    packed = narrowed(units, inv_scales) if spec.convert else units
     buffer.view(len(pages), spec.planes, spec.unit_nbytes).copy_(packed)
     if spec.checksum and sums is not None:
         sums.copy_(checksums(spec, buffer, len(pages), seed))
 
 
-def scales_of(inv_scales: Tensor | None) -> Tensor | float:
-    """`[planes]`, what each plane's values are multiplied by before they are rounded."""
-    return 1.0 if inv_scales is None else inv_scales[None, :, None]
+def narrowed(units: Tensor, inv_scales: Tensor | None) -> Tensor:
+    """`inv_scales` `[planes]`: what each plane's values are multiplied by before they are rounded."""
+    assert inv_scales is not None, "values are rounded by a scale for each plane"
+    return to_e4m3(units.float() * inv_scales[None, :, None]).view(torch.uint8)
 
 
 def kv_unpack(

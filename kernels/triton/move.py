@@ -94,8 +94,7 @@ def kv_pack(
         launch(spec, cache, buffer, pages, sums, sums, 0, 1 if spec.checksum else 0, seed, offset, ctas)
         return
     units, fours, flat = len(pages) * spec.planes, cache.view(torch.int64), buffer.view(torch.int32)
-    if inv_scales is None:
-        inv_scales = torch.ones(spec.planes, device=cache.device)
+    assert inv_scales is not None, "values are rounded by a scale for each plane"
     convert_kernel[(min(ctas, units),)](
         fours, flat, pages, flat if sums is None else sums, units, fours.stride(0), fours.stride(1), offset // 4,
         inv_scales, seed, PLANES=spec.planes, WORDS=spec.unit_nbytes // 4, BLOCK=check_block(spec.unit_nbytes),
