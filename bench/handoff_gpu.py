@@ -1,7 +1,8 @@
-"""The handoff between two GPUs: `python -m bench.handoff_gpu [raw] [idle] [load] [kill] [--out FILE]`.
+"""The handoff between two GPUs: `python -m bench.handoff_gpu [raw] [convert] [idle] [load] [kill] [--out FILE]`.
 
 raw    scattered pages to scattered pages between two processes, by kv_transfer's own nvlink adapter; by two nodes with
        `--transfer ucx`, see bench.handoff_staged
+convert  the latter from a bf16 cache to an e4m3 one
 idle   a pair of engine cores, one request at a time: from the last chunk computed to Commit, TTFT beside a colocated
        worker's, token 0 to token 1; and whether the pair's tokens are those of one worker
 load   the same while decode steps a batch and prefill computes without a pause
@@ -31,7 +32,7 @@ import numpy as np
 from bench.handoff_core import Spec
 from bench.handoff_front import Answers, CoreHandle, ask, prompt
 from bench.handoff_kills import kills
-from bench.handoff_pages import LAYOUT, NVLINK_RATE, RAW_BLOCKS, fill, holds, raw_pool
+from bench.handoff_pages import LAYOUT, NVLINK_RATE, RAW_BLOCKS, WIDE, fill, holds, raw_pool
 from bench.handoff_staged import staged
 from bench.result import Row, write_result
 from engine.cuda.pages import DevicePages
@@ -62,6 +63,8 @@ def main() -> None:
     if "raw" in args.parts:
         nodes = args.transfer not in ("auto", "nvlink")
         rows += [shown(row) for row in staged(args.devices, args.transfer)] if nodes else raw(args.devices)
+    if "convert" in args.parts:
+        rows += [shown(row) for row in staged(args.devices, "ucx", WIDE)]
     if {"idle", "load"} & set(args.parts):
         rows += measure_pair(args)
     if "kill" in args.parts:

@@ -12,11 +12,23 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import torch
+
 from bench.handoff_core import SECRET
-from bench.handoff_pages import LAYOUT, NVLINK_RATE, RAW_BLOCKS, fill, holds, raw_pool
+from bench.handoff_pages import (
+    LAYOUT,
+    NVLINK_RATE,
+    RAW_BLOCKS,
+    fill,
+    fill_values,
+    holds,
+    holds_rounded,
+    raw_pool,
+)
 from bench.result import Row
 from contracts.handoff import Commit, Grant, Offer
 from contracts.ids import BlockId, Epoch, Incarnation, RequestId, WorkerId
+from contracts.layout import KVLayout
 from contracts.request import WorkerRef
 from engine.cuda.pages import DevicePages
 from kv_transfer.events import ChunkLanded, Message, PeerLost
@@ -25,39 +37,47 @@ from kv_transfer.settings import TransferSettings
 from worker.core_main import SWITCH_S
 
 NUM_TURNS, NUM_WARM = 20, 3
+SIZES = (16, 32, 128, 512)
+"""In pages. The largest only where it takes milliseconds: not through the host's memory."""
 CHUNK_PAGES = 32
 PREFILL, DECODE = WorkerId("prefill"), WorkerId("decode")
 TIMEOUT_S = 60.0
 
 
-def staged(devices: Sequence[str], transport: str) -> list[Row]:
-    """By `transport`; pages of the last turn are compared byte by byte, all by their checksums."""
+def staged(devices: Sequence[str], transport: str, layout: KVLayout = LAYOUT) -> list[Row]:
+    """By `transport`, from prefill's `layout` to LAYOUT; pages of the last turn are compared byte by byte, all by their
+    checksums. Then what of prefill's GPU the link had taken, and what closing it gave back; decode lives meanwhile.
+    """
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     decode = context.Process(target=_decode, args=(devices[1], transport, theirs), daemon=True)
     decode.start()
     try:
-        with node_of(PREFILL, devices[0], transport) as (node, pool, events):
-            fill(pool)
-            address = ours.recv()
+        with node_of(PREFILL, devices[0], transport, layout) as (node, pool, events):
+            (fill if layout is LAYOUT else fill_values)(pool)
+            address, free = ours.recv(), [torch.cuda.mem_get_info()[0]]
             prefill = Prefill(node, pool, events, WorkerRef(DECODE, Incarnation("1"), "", address))
             rows = []
-            for num_pages in (16, 32, 128, 512):
-                rows.append(_row(prefill, num_pages, ours))
-            return rows
+            for num_pages in SIZES if transport == "ucx" else SIZES[:3]:
+                rows.append(_row(prefill, num_pages, ours, layout))
+            free.append(torch.cuda.mem_get_info()[0])
+            node.close()
+            free.append(torch.cuda.mem_get_info()[0])
+            taken, kept = ((free[0] - left) / 2**20 for left in free[1:])
+            return [*rows, Row("link_memory", taken, "MiB", {"after_close": kept, "transport": transport})]
     finally:
         decode.kill()
 
 
 @contextmanager
 def node_of(
-    name: WorkerId, device: str, transport: str
+    name: WorkerId, device: str, transport: str, layout: KVLayout = LAYOUT
 ) -> Iterator[tuple[TransferNode, DevicePages, Callable[[], Iterator[Any]]]]:
     """With its pool, and what waits for its events."""
     sys.setswitchinterval(SWITCH_S)
-    pool, woken = raw_pool(device), threading.Event()
+    pool, woken = raw_pool(device, layout), threading.Event()
     settings = TransferSettings(secret=SECRET, transport=transport)
-    node = TransferNode(settings, name, Incarnation("1"), LAYOUT, pool, woken.set)
+    node = TransferNode(settings, name, Incarnation("1"), layout, pool, woken.set)
 
     def events() -> Iterator[Any]:
         while woken.wait(TIMEOUT_S):
@@ -107,17 +127,17 @@ class Prefill:
         next(event for event in self._events if isinstance(event, Message) and isinstance(event.message, kind))
 
 
-def _row(prefill: Prefill, num_pages: int, decode: Any) -> Row:
+def _row(prefill: Prefill, num_pages: int, decode: Any, layout: KVLayout) -> Row:
     rng, times, commits, pages = random.Random(num_pages), [], [], []
     for _ in range(NUM_TURNS + NUM_WARM):
         pages = rng.sample(range(RAW_BLOCKS), num_pages)
         begin, end = prefill.hand_over(pages)
         times.append(decode.recv() - begin)
         commits.append(end - begin)
-    decode.send(pages)
+    decode.send((pages, layout is LAYOUT))
     assert decode.recv(), "a page differs"
     nbytes, median = num_pages * LAYOUT.block_nbytes, statistics.median(times[NUM_WARM:])
-    params = {"tokens": num_pages * LAYOUT.block_size, "MiB": nbytes >> 20, "checksum": True}
+    params = {"tokens": num_pages * LAYOUT.block_size, "MiB": nbytes >> 20, "checksum": True, "from": layout.dtype}
     params |= {"ms": round(median * 1e3, 4), "slowest_ms": round(max(times[NUM_WARM:]) * 1e3, 4)}
     params |= {"ms_to_commit": round(statistics.median(commits[NUM_WARM:]) * 1e3, 4), "way": prefill.detail()}
     return Row("handoff_staged", nbytes / median / 1e9, "GB/s", params, NVLINK_RATE / 1e9)
@@ -148,6 +168,6 @@ def _decode(device: str, transport: str, pipe: Any) -> None:
 
 def _compare(pipe: Any, pool: DevicePages, granted: list[list[BlockId]]) -> None:
     while True:
-        pages = pipe.recv()
+        pages, as_they_were = pipe.recv()
         pool.enter()
-        pipe.send(holds(pool, pages, granted[0]))
+        pipe.send((holds if as_they_were else holds_rounded)(pool, pages, granted[0]))

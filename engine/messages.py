@@ -18,7 +18,8 @@ class EngineSettings:
 
     None leaves a value to the engine: `kv_cache_nbytes` a share of the free memory, `max_model_len` the model's own
     (both bounded by the cache), `num_threads` torch's default. `max_batched_tokens` is the token
-    budget of one step. What was found out about the CPU is remembered in `cache_dir`.
+    budget of one step. What was found out about the CPU is remembered in `cache_dir`. A cache on a GPU that takes what
+    is free leaves `spare_nbytes` to others.
     """
 
     model: str = ""
@@ -30,6 +31,7 @@ class EngineSettings:
     max_batched_tokens: int = 1024
     num_threads: int | None = None
     device: str = "cpu"
+    spare_nbytes: int = 0
     prefix_cache: bool = True
     max_num_waiting: int = 1024
     cache_dir: Path = Path.home() / ".cache" / "tandem"

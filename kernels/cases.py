@@ -418,7 +418,8 @@ def move_case(op: str, spec: MoveSpec, num_pages: int, pool_pages: int, offset: 
         common: dict[str, Any] = dict(seed=77, offset=offset)
         if op == "kv_pack":
             outputs = {"buffer": buffer} | ({"sums": sums} if spec.checksum else {})
-            return Call((cache, pages, buffer, sums), common | dict(inv_scale=2.0), outputs)
+            inv_scales = 0.5 + torch.rand(spec.planes, device=device)
+            return Call((cache, pages, buffer, sums), common | dict(inv_scales=inv_scales), outputs)
         if op == "kv_sums":
             return Call((cache, pages, sums), common, {"sums": sums})
         source = (

@@ -105,10 +105,11 @@ class Buffer(Protocol):
 
 class DevicePool(Pool, Protocol):
     """`kind`: of memory; only pools of one kind can be handed over. `checks`: chunks come with checksums of their
-    pages; the transfer sets it.
+    pages; the transfer sets it. `scales`: what each plane was divided by before it was rounded to e4m3, if it was.
     """
 
     checks: bool
+    scales: list[float]
 
     @property
     def kind(self) -> str: ...
@@ -130,7 +131,7 @@ class DevicePool(Pool, Protocol):
         ...
 
     def take_back(self, buffer: Any) -> None:
-        """Nothing touches it any more. It is lent again, and never freed: a network may hold on to its address."""
+        """Nothing touches it any more: its memory is free on return."""
         ...
 
     def pack(self, pages: np.ndarray, into: Any) -> None:
@@ -140,6 +141,16 @@ class DevicePool(Pool, Protocol):
     def unpack(self, buffer: Any, pages: np.ndarray, checks: bool) -> np.ndarray | None:
         """The other way round. Returns the checksums of `pages` as they are then, `[pages, num_planes]` uint32, if
         `checks`.
+        """
+        ...
+
+    def narrowing(self, scales: Sequence[float]) -> Any:
+        """What `narrow` takes, for a peer whose pool is e4m3 with these scales; ours holds bf16."""
+        ...
+
+    def narrow(self, pages: np.ndarray, into: Any, narrowing: Any) -> np.ndarray:
+        """As `pack`, rounded as the peer would have rounded these values. Returns the checksums of what was packed,
+        `[pages, num_planes]` uint32.
         """
         ...
 

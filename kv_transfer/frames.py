@@ -10,7 +10,7 @@ from contracts.handoff import HandoffMessage
 from contracts.ids import Incarnation, WorkerId
 from contracts.layout import KVLayout
 
-PROTOCOL = 2
+PROTOCOL = 3
 
 
 class Hello(msgspec.Struct, frozen=True, tag="hello"):
@@ -36,7 +36,7 @@ class Terms(msgspec.Struct, frozen=True, tag="terms"):
     """What each end has.
 
     `transport`: what its operator asked for; `available`: what it could use; `boot_id`: of its kernel; `memory`: where
-    its pages are, "host" or a kind of device.
+    its pages are, "host" or a kind of device; `plane_scales`: see device.DevicePool.
     """
 
     layout: KVLayout
@@ -46,6 +46,7 @@ class Terms(msgspec.Struct, frozen=True, tag="terms"):
     boot_id: str
     checksum: bool
     memory: str = "host"
+    plane_scales: list[float] = []
 
 
 class Open(msgspec.Struct, frozen=True, tag="open"):
@@ -62,8 +63,12 @@ class Opened(msgspec.Struct, frozen=True, tag="opened"):
     params: bytes
 
 
+class Settled(msgspec.Struct, frozen=True, tag="settled"):
+    """The sender's end of the channel works too, where it can be tried out: no other is proposed."""
+
+
 class Declined(msgspec.Struct, frozen=True, tag="declined"):
-    """Not this transport; the sender may propose another."""
+    """Not this transport, for either end: another may be proposed."""
 
     reason: str
 
@@ -80,5 +85,5 @@ class Rejected(msgspec.Struct, frozen=True, tag="rejected"):
     reason: str
 
 
-ANY_FRAME = codec.decoder(Hello | Proof | Terms | Open | Opened | Declined | Attach | Rejected)
+ANY_FRAME = codec.decoder(Hello | Proof | Terms | Open | Opened | Settled | Declined | Attach | Rejected)
 HANDOFF = codec.decoder(HandoffMessage)

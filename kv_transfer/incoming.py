@@ -53,7 +53,7 @@ class IncomingLink(Link):
     def _agree_and_serve(self, wire: HandshakeSocket, attached: Callable[[bytes], socket.socket]) -> None:
         ours, find = self.parts.terms, self.parts.transports.find
         try:
-            theirs = handshake.agree(wire, ours)
+            theirs = handshake.agree(wire, ours, sends=False)
             names = handshake.candidates(theirs, ours)
             self.transport, channel = handshake.dispose(wire, names, find, self.parts.ring, attached)
         except TandemError as error:

@@ -7,7 +7,7 @@ import math
 import socket
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,6 +48,7 @@ class LinkParts:
     layout: KVLayout
     pool: Pool
     memory: str
+    plane_scales: Sequence[float]
     transports: Transports
     emit: Callable[[TransferEvent], None]
     note: Callable[[TransferEvent], None]
@@ -73,6 +74,7 @@ class LinkParts:
             boot_id=Path("/proc/sys/kernel/random/boot_id").read_text().strip(),
             checksum=self.settings.checksum,
             memory=self.memory,
+            plane_scales=list(self.plane_scales),
         )
 
 

@@ -58,9 +58,9 @@ class TransferNode:
         own: dict[str, Transport] = {}
         device: tuple[DevicePool, Callable[[], bool]] | tuple[()] = ()
         if isinstance(pool, np.ndarray):
-            self._pool, memory = PagePool(pool, layout), "host"
+            self._pool, memory, plane_scales = PagePool(pool, layout), "host", []
         else:
-            self._pool, memory = pool, pool.kind
+            self._pool, memory, plane_scales = pool, pool.kind, pool.scales
             pool.checks, own["nvlink"] = settings.checksum, NvlinkTransport(pool)
             device = pool, self._is_busy
         self._transports = Transports({**own, **(transports or {})}, device)
@@ -77,6 +77,7 @@ class TransferNode:
             layout,
             self._pool,
             memory,
+            plane_scales,
             self._transports,
             self._emit,
             self._note,

@@ -26,7 +26,7 @@ from kv_transfer.link import Link, LinkParts
 from kv_transfer.pulling import Announcer
 from kv_transfer.rate import HandoffRate
 from kv_transfer.sending import ChunkJob, FinJob, Key, Sender, SendQueue
-from kv_transfer.staging import staging_of
+from kv_transfer.staging import sender_staging
 from kv_transfer.transports.nvlink import SharedPool
 from kv_transfer.wire import Deadline, HandshakeSocket
 
@@ -93,7 +93,7 @@ class OutgoingLink(Link):
         wire = HandshakeSocket(sock, Deadline(self.parts.settings.handshake_timeout_s))
         handshake.greet_listener(wire, self.parts.identity, self._peer)
         ours, ring = self.parts.terms, self.parts.ring
-        theirs = handshake.agree(wire, ours)
+        theirs = handshake.agree(wire, ours, sends=True)
         names = handshake.candidates(ours, theirs)
         self.transport, channel = handshake.propose(wire, names, self.parts.transports.find, ring, self._dial_data)
         if isinstance(channel, SharedPool):
@@ -102,7 +102,7 @@ class OutgoingLink(Link):
             return
         sender = Sender(
             self.queue,
-            staging_of(channel, self.parts.pool, ring, receiver=theirs.checksum, sender=ours.checksum),
+            sender_staging(channel, self.parts.pool, ring, ours, theirs),
             channel,
             self.send,
             self._rate.sent,

@@ -162,24 +162,24 @@ class Sender:
             self._send_fin(job.fin)
             return
         start = time.perf_counter()
-        if self._send_chunk(job):
+        if nbytes := self._send_chunk(job):
             self.num_chunks += 1
-            self.nbytes += job.header.nbytes
-            self._on_sent(job.key, job.header.nbytes, start, time.perf_counter())
+            self.nbytes += nbytes
+            self._on_sent(job.key, nbytes, start, time.perf_counter())
 
-    def _send_chunk(self, job: ChunkJob) -> bool:
-        """False if its attempt ended on the way."""
+    def _send_chunk(self, job: ChunkJob) -> int:
+        """How many bytes that were; 0 if its attempt ended on the way."""
         units, unit_nbytes = self._staging.units(job.pages), self._staging.unit_nbytes
-        checksum = self._staging.begin(job.header)
+        header = self._staging.begin(job.header)
         for span in plan.split(len(units), self._staging.units_per_message):
             if not self._queue.is_alive(job.key):
-                return False
+                return 0
             slot = self._channel.acquire()
-            checksum = self._staging.pack(units[span.first : span.last], slot.payload, checksum)
-            header, nbytes = msgspec.structs.replace(job.header, checksum=checksum), span.num_units * unit_nbytes
+            checksum = self._staging.pack(units[span.first : span.last], slot.payload, header.checksum)
+            header, nbytes = msgspec.structs.replace(header, checksum=checksum), span.num_units * unit_nbytes
             write_meta(Piece(header, span.first * unit_nbytes, nbytes), slot.meta)
             self._channel.send(slot, nbytes)
-        return True
+        return header.nbytes
 
 
 def check_sendable(header: ChunkHeader) -> None:

@@ -6,12 +6,15 @@ A chunk is a row of units, in the order of its bytes; a message carries whole un
 from collections.abc import Sequence
 from typing import Any, Protocol
 
+import msgspec
 import numpy as np
 
 from contracts.handoff import ChunkHeader
-from contracts.ids import BlockId
+from contracts.ids import BlockId, Epoch
+from contracts.layout import KVLayout
 from kv_transfer import integrity, plan
 from kv_transfer.device import DevicePool, Pool
+from kv_transfer.frames import Terms
 from kv_transfer.transports.base import Channel, DeviceChannel, Ring
 
 
@@ -29,8 +32,8 @@ class Staging(Protocol):
         """Those of a chunk."""
         ...
 
-    def begin(self, header: ChunkHeader) -> int:
-        """The checksum to say before anything is packed."""
+    def begin(self, header: ChunkHeader) -> ChunkHeader:
+        """Of what the peer gets, before anything is packed."""
         ...
 
     def pack(self, units: np.ndarray, payload: Any, checksum: int) -> int:
@@ -50,6 +53,13 @@ class Staging(Protocol):
         chunk is whole.
         """
         ...
+
+
+def sender_staging(channel: Channel, pool: Pool, ring: Ring, ours: Terms, theirs: Terms) -> Staging:
+    """Rounds where the layouts differ, see conversion."""
+    if isinstance(channel, DeviceChannel) and ours.layout != theirs.layout:
+        return NarrowingStaging(channel.pool, channel.slot_nbytes, theirs.layout, theirs.plane_scales)
+    return staging_of(channel, pool, ring, receiver=theirs.checksum, sender=ours.checksum)
 
 
 def staging_of(channel: Channel, pool: Pool, ring: Ring, receiver: bool, sender: bool) -> Staging:
@@ -77,8 +87,8 @@ class HostStaging:
     def units(self, pages: Sequence[BlockId]) -> np.ndarray:
         return plan.row_ids(pages, self._pool.num_planes, self._pool.num_blocks)
 
-    def begin(self, header: ChunkHeader) -> int:
-        return integrity.seed(header.epoch)
+    def begin(self, header: ChunkHeader) -> ChunkHeader:
+        return msgspec.structs.replace(header, checksum=integrity.seed(header.epoch))
 
     def pack(self, units: np.ndarray, payload: np.ndarray, checksum: int) -> int:
         bytes_ = payload[: len(units) * self.unit_nbytes]
@@ -109,8 +119,8 @@ class DeviceStaging:
     def units(self, pages: Sequence[BlockId]) -> np.ndarray:
         return np.asarray(pages, dtype=np.int32)
 
-    def begin(self, header: ChunkHeader) -> int:
-        return header.checksum
+    def begin(self, header: ChunkHeader) -> ChunkHeader:
+        return header
 
     def pack(self, units: np.ndarray, payload: Any, checksum: int) -> int:
         self._pool.pack(units, payload)
@@ -121,3 +131,31 @@ class DeviceStaging:
 
     def unpack(self, payload: Any, units: np.ndarray) -> np.ndarray | None:
         return self._pool.unpack(payload, units, self._checks)
+
+
+class NarrowingStaging(DeviceStaging):
+    """The sender's, whose peer has pages of this other `layout`: each plane is divided by the peer's scale and rounded
+    as it is packed. The checksum is of what was packed, and so known when all is.
+    """
+
+    def __init__(self, pool: DevicePool, slot_nbytes: int, layout: KVLayout, scales: Sequence[float]) -> None:
+        super().__init__(pool, slot_nbytes, checks=True)
+        self._layout, self._scales = layout, scales
+        self.unit_nbytes = layout.block_nbytes
+        self.units_per_message = slot_nbytes // self.unit_nbytes
+        self._narrowing: Any = None
+        self._sums: list[np.ndarray] = []
+        self._epoch = Epoch(0)
+
+    def enter(self) -> None:
+        super().enter()
+        self._narrowing = self._pool.narrowing(self._scales)
+
+    def begin(self, header: ChunkHeader) -> ChunkHeader:
+        self._epoch, self._sums = header.epoch, []
+        nbytes = plan.chunk_nbytes(self._layout, header.num_tokens)
+        return msgspec.structs.replace(header, layout_id=self._layout.layout_id, nbytes=nbytes)
+
+    def pack(self, units: np.ndarray, payload: Any, checksum: int) -> int:
+        self._sums.append(self._pool.narrow(units, payload, self._narrowing))
+        return integrity.of_pages(self._epoch, np.concatenate(self._sums))

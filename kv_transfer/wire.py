@@ -3,6 +3,7 @@
 import hashlib
 import hmac
 import logging
+import select
 import socket
 import time
 from typing import Any, TypeVar
@@ -23,7 +24,11 @@ Frame = TypeVar("Frame", bound=msgspec.Struct)
 
 class Deadline:
     def __init__(self, timeout_s: float) -> None:
-        self._end = time.monotonic() + timeout_s
+        self._timeout_s = timeout_s
+        self.renew()
+
+    def renew(self) -> None:
+        self._end = time.monotonic() + self._timeout_s
 
     @property
     def is_over(self) -> bool:
@@ -43,6 +48,8 @@ class HandshakeSocket:
     def __init__(self, sock: socket.socket, deadline: Deadline) -> None:
         self.sock, self.deadline = sock, deadline
         self.raw_sent = self.raw_received = b""
+        self._poller = select.poll()
+        self._poller.register(sock, select.POLLIN)
 
     def send(self, message: msgspec.Struct) -> None:
         self.raw_sent = codec.encode(message)
@@ -70,6 +77,11 @@ class HandshakeSocket:
             return ANY_FRAME.decode(self.raw_received)
         except msgspec.DecodeError as error:
             raise TransferError(f"unreadable handshake: {error}") from error
+
+    @property
+    def is_quiet(self) -> bool:
+        """There is time left, and nothing of the peer's to read, nor its end."""
+        return not self.deadline.is_over and not self._poller.poll(0)
 
     def _exactly(self, nbytes: int) -> bytes:
         data = b""

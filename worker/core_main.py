@@ -20,6 +20,7 @@ from engine.load import load_engine, resolve_device
 from engine.messages import EngineSettings
 from kv_transfer.node import TransferNode
 from kv_transfer.settings import TransferSettings
+from kv_transfer.transports.registry import device_staging_nbytes
 from prefill_svc import PrefillRole
 from worker.settings import WorkerSettings
 
@@ -94,6 +95,7 @@ def engine_settings(settings: WorkerSettings) -> EngineSettings:
         max_num_seqs=settings.max_num_seqs or (256 if on_gpu else 64),
         max_batched_tokens=settings.max_batched_tokens or (2048 if on_gpu else 512),
         num_threads=settings.num_threads or None,
+        spare_nbytes=device_staging_nbytes(settings.transfer) if on_gpu else 0,
     )
 
 

@@ -55,7 +55,8 @@ class DeviceCache:
 
     def share(self, registry: Registry) -> None:
         """From now on there is a `transfer_pool`."""
-        self._pages = DevicePages(self._memory, self.layout, self.num_blocks, registry)
+        scales = self._scales.flatten().tolist() if self._planes.dtype is torch.float8_e4m3fn else []
+        self._pages = DevicePages(self._memory, self.layout, self.num_blocks, registry, scales)
         self._pages.warm_up()
 
     @property

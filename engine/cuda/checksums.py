@@ -51,9 +51,13 @@ class Checksums:
     @torch.inference_mode()
     def go(self) -> None:
         """Launch the operation on the pages of `prepare`."""
-        count = self._num_pages
-        self.run(count)
-        units = count * self._num_planes
+        self.run(self._num_pages)
+        self.fetch()
+
+    @torch.inference_mode()
+    def fetch(self) -> None:
+        """Launch what takes the sums to the host."""
+        units = self._num_pages * self._num_planes
         if not self._is_mapped:
             self.sums_host[:units].copy_(self.sums[:units], non_blocking=True)
         if self._done is not None:

@@ -202,6 +202,7 @@ class _Builder:
             return self._settings.kv_cache_nbytes
         torch.cuda.empty_cache()
         free, _ = torch.cuda.mem_get_info()
+        free -= self._settings.spare_nbytes
         return free - _SPARE_NBYTES - _LOGIT_NBYTES * self._settings.max_num_seqs * self._config.vocab_size
 
 

@@ -229,6 +229,10 @@ class Recording:
     def launch(self, stream: int) -> None:
         _check(_locked_runtime().cudaGraphLaunch(self._exec, stream), "pages can't be packed")
 
+    def __del__(self) -> None:
+        if self._exec:
+            _runtime().cudaGraphExecDestroy(self._exec)
+
 
 def _check(status: int, what: str) -> None:
     if status:
@@ -427,7 +431,7 @@ def _typed(library: Any) -> Any:
     library.cudaStreamEndCapture.argtypes = (pointer, ctypes.POINTER(pointer))
     library.cudaGraphInstantiate.argtypes = (ctypes.POINTER(pointer), pointer, ctypes.c_ulonglong)
     library.cudaGraphLaunch.argtypes = (pointer, pointer)
-    library.cudaGraphDestroy.argtypes = (pointer,)
+    library.cudaGraphDestroy.argtypes = library.cudaGraphExecDestroy.argtypes = (pointer,)
     library.cudaGetErrorString.restype = ctypes.c_char_p
     return library
 

@@ -45,11 +45,19 @@ class Sharing(msgspec.Struct, frozen=True):
 class DevicePages:
     """kv_transfer.device.DevicePool over the cache's memory, `[num_planes, num_blocks + 1, page_nbytes]`.
 
-    `checks`: chunks that are handed over get checksums.
+    `checks`: chunks that are handed over get checksums. `scales`: what each plane's values were divided by before they
+    were rounded to e4m3; none of a cache that is not rounded.
     """
 
-    def __init__(self, memory: Memory, layout: KVLayout, num_blocks: int, registry: Registry) -> None:
-        self.memory = memory
+    def __init__(
+        self,
+        memory: Memory,
+        layout: KVLayout,
+        num_blocks: int,
+        registry: Registry,
+        scales: SequenceOf[float] = (),
+    ) -> None:
+        self.memory, self.scales = memory, list(scales)
         self.num_planes, self.num_blocks, self.page_nbytes = layout.num_planes, num_blocks, layout.page_nbytes
         self.device = memory.tensor.device
         self.checks = True
@@ -59,7 +67,7 @@ class DevicePages:
         self._sum = partial(registry.get("kv_sums", spec), self._planes)
         self._is_kernel = registry.resolve("kv_sums", spec).impl.name == "triton"
         self.verifier = Verifier(self._sum, self.num_planes, num_blocks, self.device)
-        self._packer = Packer(self._planes, self._sum, registry)
+        self._packer = Packer(self._planes, self._sum, registry, layout.dtype == "bfloat16")
         self.lanes = Lanes(self.device) if self.device.type == "cuda" else None
         self._marks: Marks | None = None
         self._lock = threading.Lock()
@@ -121,7 +129,7 @@ class DevicePages:
         return self._packer.lend(nbytes)
 
     def take_back(self, buffer: StagingBuffer) -> None:
-        self._packer.take_back(buffer)
+        buffer.free()
 
     def pack(self, pages: np.ndarray, into: StagingBuffer) -> None:
         """Copy `pages` to its start, all planes of each in turn; they are there on return."""
@@ -130,6 +138,16 @@ class DevicePages:
     def unpack(self, buffer: StagingBuffer, pages: np.ndarray, checks: bool) -> np.ndarray | None:
         """The other way round. Returns the checksums of `pages` if `checks`, `[pages, planes]`, as they are then."""
         return self._packer.unpack(buffer, pages, checks)
+
+    def narrowing(self, scales: SequenceOf[float]) -> Tensor:
+        """What `narrow` takes, for a peer with these scales. As the kernel that writes e4m3 caches has them: inverted
+        in double precision, then rounded.
+        """
+        return torch.tensor([1.0 / scale for scale in scales], dtype=torch.float32, device=self.device)
+
+    def narrow(self, pages: np.ndarray, into: StagingBuffer, narrowing: Tensor) -> np.ndarray:
+        """As `pack`, each plane divided by the peer's scale and rounded to e4m3."""
+        return self._packer.narrow(pages, into, narrowing)
 
     def warm_up(self) -> None:
         """Compile the kernels of checksums and of packing, one for all numbers of pages."""

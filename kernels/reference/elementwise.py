@@ -92,8 +92,8 @@ def rope_append(
     heads = value.view(-1, spec.q_heads + 2 * spec.kv_heads, spec.head_dim)
     q_heads, k, v = heads.split((spec.q_heads, spec.kv_heads, spec.kv_heads), 1)
     q.copy_(rotate(q_heads, positions, cos_sin).view_as(q))
-    write_tokens(k_cache, slots, rotate(k, positions, cos_sin) / k_scale)
-    write_tokens(v_cache, slots, v / v_scale)
+    write_tokens(k_cache, slots, rotate(k, positions, cos_sin) * (1.0 / k_scale))
+    write_tokens(v_cache, slots, v * (1.0 / v_scale))
 
 
 def write_tokens(cache: Tensor, slots: Tensor, x_THD: Tensor) -> None:

@@ -11,13 +11,19 @@ WORD, FACTOR, STRIDE = 0xFFFFFFFF, 16777619, 40503
 
 def kv_pack(
     spec: MoveSpec, cache: Tensor, pages: Tensor, buffer: Tensor, sums: Tensor | None,
-    *, seed: int = 0, offset: int = 0, inv_scale: float = 1.0, ctas: int = 0,
+    *, seed: int = 0, offset: int = 0, inv_scales: Tensor | None = None, ctas: int = 0,
 ) -> None:  # fmt: skip
     units = cache[:, pages.long(), offset : offset + spec.unit_nbytes].transpose(0, 1)
-    packed = to_e4m3(units.float() * inv_scale).view(torch.uint8) if spec.convert else units
+    packed = narrowed(units, inv_scales) if spec.convert else units
     buffer.view(len(pages), spec.planes, spec.unit_nbytes).copy_(packed)
     if spec.checksum and sums is not None:
         sums.copy_(checksums(spec, buffer, len(pages), seed))
+
+
+def narrowed(units: Tensor, inv_scales: Tensor | None) -> Tensor:
+    """`inv_scales` `[planes]`: what each plane's values are multiplied by before they are rounded."""
+    assert inv_scales is not None, "values are rounded by a scale for each plane"
+    return to_e4m3(units.float() * inv_scales[None, :, None]).view(torch.uint8)
 
 
 def kv_unpack(

@@ -62,15 +62,17 @@ def narrow(bits, inv_scale):
 
 @triton.jit(do_not_specialize=["units", "seed"])
 def convert_kernel(
-    src_ptr, dst_ptr, page_ptr, sum_ptr, units, stride_plane, stride_page, offset, inv_scale, seed,
+    src_ptr, dst_ptr, page_ptr, sum_ptr, units, stride_plane, stride_page, offset, inv_ptr, seed,
     PLANES: tl.constexpr, WORDS: tl.constexpr, BLOCK: tl.constexpr, SUM: tl.constexpr,
 ):  # fmt: skip
-    """bf16 pages, read four elements at a time as int64, to the 32-bit words of an e4m3 buffer, with their checksum."""
+    """bf16 pages, read four elements at a time as int64, to the 32-bit words of an e4m3 buffer, with their checksum;
+    each plane's by its own inverse scale."""
     i = tl.arange(0, BLOCK)
     wide = tl.zeros([], tl.int64)  # offsets into a cache pass 2^31
     for unit in tl.range(tl.program_id(0), units, tl.num_programs(0)):
         page = tl.load(page_ptr + unit // PLANES).to(tl.int64)
         src = src_ptr + page * stride_page + (wide + unit % PLANES) * stride_plane + offset
+        inv_scale = tl.load(inv_ptr + unit % PLANES)
         column = tl.zeros([BLOCK], tl.int32)
         for step in tl.range(0, WORDS, BLOCK, loop_unroll_factor=2):
             four = tl.load(src + step + i)
@@ -86,15 +88,16 @@ def convert_kernel(
 
 def kv_pack(
     spec: MoveSpec, cache: Tensor, pages: Tensor, buffer: Tensor, sums: Tensor | None,
-    *, seed: int = 0, offset: int = 0, inv_scale: float = 1.0, ctas: int = 264,
+    *, seed: int = 0, offset: int = 0, inv_scales: Tensor | None = None, ctas: int = 264,
 ) -> None:  # fmt: skip
     if not spec.convert:
         launch(spec, cache, buffer, pages, sums, sums, 0, 1 if spec.checksum else 0, seed, offset, ctas)
         return
     units, fours, flat = len(pages) * spec.planes, cache.view(torch.int64), buffer.view(torch.int32)
+    assert inv_scales is not None, "values are rounded by a scale for each plane"
     convert_kernel[(min(ctas, units),)](
         fours, flat, pages, flat if sums is None else sums, units, fours.stride(0), fours.stride(1), offset // 4,
-        inv_scale, seed, PLANES=spec.planes, WORDS=spec.unit_nbytes // 4, BLOCK=check_block(spec.unit_nbytes),
+        inv_scales, seed, PLANES=spec.planes, WORDS=spec.unit_nbytes // 4, BLOCK=check_block(spec.unit_nbytes),
         SUM=spec.checksum, num_warps=16,
     )  # fmt: skip
 

@@ -7,6 +7,7 @@ The transport that moves pages without staging, nvlink, is another data path bes
 nothing, see kv_transfer.pulling.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from socket import socket
@@ -71,10 +72,23 @@ class Channel(Protocol):
 
 
 class DeviceChannel:
-    """One whose payloads of `slot_nbytes` are in the memory of the pool's device."""
+    """One whose payloads of `slot_nbytes` are in the memory of the pool's device. `is_direct`: never in a host's."""
 
     pool: DevicePool
     slot_nbytes: int
+    is_direct: bool = True
+
+
+class Tried(ABC):
+    """A receiver's end that has its part in trying the channel out, before the handshake is over."""
+
+    @abstractmethod
+    def be_tried(self, goes_on: Callable[[], bool]) -> None:
+        """Take what the sender tries it out with, while `goes_on` says so. Raises TransferError."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """As a Channel's."""
 
 
 class Outbound(Channel, Protocol):
@@ -109,7 +123,9 @@ class Opening(Protocol):
         """What the receiver's end must know."""
         ...
 
-    def finish(self, answer: bytes) -> Any: ...
+    def finish(self, answer: bytes) -> Any:
+        """The channel. Raises TransferError, with everything given back, if it does not work after all."""
+        ...
 
     def cancel(self) -> None:
         """The receiver declined, or is gone."""

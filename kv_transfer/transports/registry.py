@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from contracts.errors import TransferError
+from kv_transfer.allowance import STAGING_NBYTES
 from kv_transfer.transports.base import Transport
 
 _CLASSES = {
@@ -51,6 +52,11 @@ class Transports:
             for transport in self._loaded.values():
                 transport.close()
             self._loaded.clear()
+
+
+def device_staging_nbytes(transport: str) -> int:
+    """What the links of a core may take of its device's memory, if its operator asks for this transport."""
+    return STAGING_NBYTES if transport in ("auto", "ucx") and _is_possible("ucx") else 0
 
 
 def _is_possible(name: str) -> bool:

@@ -10,6 +10,7 @@ unpacked.
 """
 
 import logging
+import threading
 import time
 from collections import deque
 from collections.abc import Callable
@@ -20,17 +21,17 @@ import msgspec
 import numpy as np
 
 from contracts.errors import PeerLost, TransferError
+from kv_transfer.allowance import NUM_SLOTS, SLOT_NBYTES, Allowance
 from kv_transfer.device import Buffer, DevicePool
 from kv_transfer.piece import META_NBYTES, read_meta
-from kv_transfer.transports.base import DeviceChannel, Inbound, Opening, Outbound, Ring, Slot
+from kv_transfer.transports.base import DeviceChannel, Inbound, Opening, Outbound, Ring, Slot, Tried
 from kv_transfer.transports.ucx import CONFIG, Engine, Sending, UcxChannel
 from kv_transfer.transports.ucx_messages import Offered, Offering, Operation, fetch_into, send_from
 
 log = logging.getLogger(__name__)
 
 DEVICE_CONFIG = {**CONFIG, "RNDV_SCHEME": "get_zcopy"}
-NUM_SLOTS, SLOT_NBYTES = 3, 128 << 20
-MAX_STAGING_NBYTES = 1 << 30
+TRY_TIMEOUT_S = 4.0
 NAP_S = 50e-6
 PATIENCE_S = 0.005
 """Who has waited so long for a message can wait a nap longer."""
@@ -39,12 +40,79 @@ _MEMORY_TYPES = {"cpu": 0, "cuda": 1}
 
 
 class Proposal(msgspec.Struct, frozen=True):
-    """What the sender's end says. `unit_nbytes`: of a block, all planes; messages are cut at blocks."""
+    """What each end says. Messages are no longer than either's slots."""
 
     address: bytes
-    num_slots: int
     slot_nbytes: int
-    unit_nbytes: int
+
+
+class Slots:
+    """Of a link, in the memory of the pool's device. Raises TransferError if there is no memory for them."""
+
+    def __init__(self, pool: DevicePool, allowance: Allowance, most_nbytes: int) -> None:
+        self.pool, self._allowance = pool, allowance
+        self.slot_nbytes = allowance.take(pool.num_planes * pool.page_nbytes, most_nbytes)
+        self.buffers: list[Buffer] = []
+        pool.enter()
+        try:
+            for _ in range(NUM_SLOTS):
+                self.buffers.append(pool.lend(self.slot_nbytes))
+        except TransferError:
+            self.free()
+            raise
+
+    def free(self) -> None:
+        """Nothing touches them any more."""
+        self.pool.enter()
+        for buffer in self.buffers:
+            self.pool.take_back(buffer)
+        self._allowance.give_back(self.slot_nbytes)
+
+
+class Arena:
+    """The slots of all links of a core. Those of a link that has ended are the next one's, and freed with the core: a
+    peer that has read them by cuda_ipc keeps them mapped, and what is freed then stays taken while it lives (two H200).
+    """
+
+    def __init__(self, pool: DevicePool, allowance: Allowance) -> None:
+        self._pool, self._allowance = pool, allowance
+        self._unused: list[Slots] = []
+        self._lock = threading.Lock()
+
+    def take(self, most_nbytes: int) -> Slots:
+        """Raises TransferError."""
+        with self._lock:
+            if self._unused:
+                best = max(self._unused, key=lambda slots: slots.slot_nbytes)
+                self._unused.remove(best)
+                return best
+        return Slots(self._pool, self._allowance, most_nbytes)
+
+    def give_back(self, slots: Slots) -> None:
+        """Nothing touches them any more."""
+        with self._lock:
+            self._unused.append(slots)
+
+    def close(self) -> None:
+        with self._lock:
+            for slots in self._unused:
+                slots.free()
+            self._unused.clear()
+
+
+class Lease:
+    """A link's hold on its slots."""
+
+    def __init__(self, arena: Arena, most_nbytes: int) -> None:
+        self._arena, self._slots = arena, arena.take(most_nbytes)
+        self.pool, self.slot_nbytes, self.buffers = self._slots.pool, self._slots.slot_nbytes, self._slots.buffers
+        self._is_over = False
+
+    def end(self) -> None:
+        """Nothing touches them any more. Idempotent."""
+        if not self._is_over:
+            self._is_over = True
+            self._arena.give_back(self._slots)
 
 
 class UcxDeviceTransport:
@@ -53,51 +121,66 @@ class UcxDeviceTransport:
     name = "ucx"
 
     def __init__(self, pool: DevicePool, is_busy: Callable[[], bool]) -> None:
-        self._pool, self._is_busy = pool, is_busy
+        self._is_busy, self._arena = is_busy, Arena(pool, Allowance())
 
     def open(self, session: bytes, ring: Ring, connect: Callable[[], socket]) -> Opening:
         """Raises TransferError if UCX does not start, or the device has no memory for staging."""
-        unit_nbytes = self._pool.num_planes * self._pool.page_nbytes
-        ours = Ring(NUM_SLOTS, max(SLOT_NBYTES // unit_nbytes, 1) * unit_nbytes, ring.stall_timeout_s)
-        return _Opening(DeviceEngine(ours, self._is_busy), self._pool, unit_nbytes)
+        return _Opening(*self._start(ring, SLOT_NBYTES))
 
     def accept(
         self, session: bytes, ring: Ring, params: bytes, attached: Callable[[], socket]
     ) -> tuple[Inbound, bytes]:
-        """Raises TransferError as `open`, and if the peer does not stage as we do."""
-        asked = self._checked(params)
-        theirs = Ring(asked.num_slots, asked.slot_nbytes, ring.stall_timeout_s)
-        engine = DeviceEngine(theirs, self._is_busy)
-        engine.connect(asked.address)
-        return UcxDeviceInbound(engine, self._pool), engine.address
+        """Raises TransferError as `open`."""
+        asked = _read(params)
+        engine, lease = self._start(ring, asked.slot_nbytes)
+        try:
+            engine.connect(asked.address)
+        except TransferError:
+            lease.end()
+            raise
+        answer = Proposal(engine.address, lease.slot_nbytes)
+        return UcxDeviceInbound(engine, lease), msgspec.msgpack.encode(answer)
 
     def close(self) -> None:
-        pass
+        self._arena.close()
 
-    def _checked(self, params: bytes) -> Proposal:
+    def _start(self, ring: Ring, most_nbytes: int) -> "tuple[DeviceEngine, Lease]":
+        engine = DeviceEngine(ring, self._is_busy)
         try:
-            asked = msgspec.msgpack.decode(params, type=Proposal)
-        except msgspec.DecodeError as error:
-            raise TransferError(f"the peer does not say how it stages: {error}") from error
-        if asked.unit_nbytes != self._pool.num_planes * self._pool.page_nbytes:
-            raise TransferError(f"the peer's blocks have {asked.unit_nbytes} bytes")
-        if asked.num_slots <= 0 or asked.slot_nbytes <= 0 or asked.num_slots * asked.slot_nbytes > MAX_STAGING_NBYTES:
-            raise TransferError(f"staging of {asked.num_slots} x {asked.slot_nbytes} bytes is out of bounds")
-        return asked
+            return engine, Lease(self._arena, most_nbytes)
+        except TransferError:
+            engine.close()
+            raise
 
 
 class _Opening:
-    def __init__(self, engine: "DeviceEngine", pool: DevicePool, unit_nbytes: int) -> None:
-        self._engine, self._pool = engine, pool
-        ours = Proposal(engine.address, engine.ring.num_slots, engine.ring.slot_nbytes, unit_nbytes)
-        self.params = msgspec.msgpack.encode(ours)
+    def __init__(self, engine: "DeviceEngine", lease: Lease) -> None:
+        self._engine, self._lease = engine, lease
+        self.params = msgspec.msgpack.encode(Proposal(engine.address, lease.slot_nbytes))
 
     def finish(self, answer: bytes) -> Outbound:
-        self._engine.connect(answer)
-        return UcxDeviceOutbound(self._engine, self._pool)
+        """Raises TransferError if the way that UCX takes does not work."""
+        try:
+            theirs = _read(answer)
+            self._engine.connect(theirs.address)
+        except TransferError:
+            self.cancel()
+            raise
+        return UcxDeviceOutbound(self._engine, self._lease, theirs.slot_nbytes)
 
     def cancel(self) -> None:
         self._engine.close()
+        self._lease.end()
+
+
+def _read(params: bytes) -> Proposal:
+    try:
+        said = msgspec.msgpack.decode(params, type=Proposal)
+    except msgspec.DecodeError as error:
+        raise TransferError(f"the peer does not say how it stages: {error}") from error
+    if said.slot_nbytes <= 0:
+        raise TransferError(f"the peer's slots have {said.slot_nbytes} bytes")
+    return said
 
 
 class DeviceEngine(Engine):
@@ -134,39 +217,33 @@ class DeviceSlot(Slot):
 
 
 class _DeviceChannel(UcxChannel, DeviceChannel):
-    def __init__(self, engine: DeviceEngine, pool: DevicePool) -> None:
+    def __init__(self, engine: DeviceEngine, lease: Lease) -> None:
         super().__init__(engine)
-        self.pool, self.slot_nbytes = pool, engine.ring.slot_nbytes
-        self._memory_type, self._lent = _MEMORY_TYPES[pool.kind], []
-        pool.enter()
-        try:
-            for _ in range(engine.ring.num_slots):
-                self._lent.append(pool.lend(self.slot_nbytes))
-        except TransferError:
-            self.close()
-            raise
+        self.pool, self.slot_nbytes, self._lease = lease.pool, lease.slot_nbytes, lease
+        self._memory_type = _MEMORY_TYPES[lease.pool.kind]
 
     def close(self) -> None:
         """Staging that UCX has not let go of is kept for good."""
         self.pool.enter()
         self._engine.close()
         if self._engine.worker is None:
-            for buffer in self._lent:
-                self.pool.take_back(buffer)
-            self._lent = []
+            self._lease.end()
 
 
 class UcxDeviceOutbound(_DeviceChannel):
-    def __init__(self, engine: DeviceEngine, pool: DevicePool) -> None:
-        super().__init__(engine, pool)
-        metas = [np.zeros(META_NBYTES, dtype=np.uint8) for _ in self._lent]
-        slots = [DeviceSlot(i, meta, buffer) for i, (meta, buffer) in enumerate(zip(metas, self._lent, strict=True))]
+    """Tried out when made: raises TransferError, with everything given back, if the way does not work."""
+
+    def __init__(self, engine: DeviceEngine, lease: Lease, most_nbytes: int) -> None:
+        super().__init__(engine, lease)
+        self.slot_nbytes = min(lease.slot_nbytes, most_nbytes)
+        metas = [np.zeros(META_NBYTES, dtype=np.uint8) for _ in lease.buffers]
+        slots = [DeviceSlot(i, meta, buffer) for i, (meta, buffer) in enumerate(zip(metas, lease.buffers, strict=True))]
         self._sending = Sending(engine, slots)
         try:
-            self._try_out()
-        except PeerLost:
+            self._try_out(time.monotonic() + TRY_TIMEOUT_S)
+        except TransferError as error:
             self.close()
-            raise
+            raise TransferError(f"what was sent to try it out did not arrive: {error}") from error
 
     def acquire(self) -> Slot:
         return self._sending.unused().popleft()
@@ -179,53 +256,75 @@ class UcxDeviceOutbound(_DeviceChannel):
     def flush(self) -> None:
         self._sending.flush()
 
+    def _arrive(self, operation: Operation, deadline: float) -> None:
+        self._engine.until(lambda: operation.is_done, max(deadline - time.monotonic(), 0.0))
+        self.flush()
+
     def _start(self, slot: Slot, header: np.ndarray, nbytes: int) -> Operation:
         operation = send_from(self._engine.endpoint.handle, header, slot.payload, nbytes, self._memory_type)
         self._sending.sent(slot, operation)
         return operation
 
-    def _try_out(self) -> None:
+    def _try_out(self, deadline: float) -> None:
         """Each slot twice: UCX registers and maps it now, and not under a handoff. Then tell the receiver."""
         ways, took_s = [""], []
-        for _ in range(2 * self._engine.ring.num_slots):
+        for _ in range(2 * NUM_SLOTS):
             begin = time.perf_counter()
             operation = self._start(self.acquire(), _NO_WORDS, self.slot_nbytes)
             ways.append(operation.way)
-            self.flush()
+            self._arrive(operation, deadline)
             took_s.append(time.perf_counter() - begin)
         way, rate = max(ways, key=len), self.slot_nbytes / min(took_s) / 1e9
         # UCX adds what it expects: "... 12.0 MB/s 83610.13 us".
         words = f"{way.partition(' MB/s')[0].rpartition(' ')[0] or 'a way unknown'}, {rate:.0f} GB/s"
-        self._start(self.acquire(), np.frombuffer(words.encode(), dtype=np.uint8)[: META_NBYTES - 1], 0)
-        self.flush()
+        told_ = self._start(self.acquire(), np.frombuffer(words.encode(), dtype=np.uint8)[: META_NBYTES - 1], 0)
+        self._arrive(told_, deadline)
+        self.is_direct = is_direct(words, self.pool)
         self._detail = told(self._detail, words, self.pool)
 
 
-class UcxDeviceInbound(_DeviceChannel):
+class UcxDeviceInbound(_DeviceChannel, Tried):
     """Messages wait with UCX until there is a slot to fetch them into."""
 
-    def __init__(self, engine: DeviceEngine, pool: DevicePool) -> None:
-        super().__init__(engine, pool)
-        self._unused = deque(self._lent)
+    def __init__(self, engine: DeviceEngine, lease: Lease) -> None:
+        super().__init__(engine, lease)
+        self._unused, self._is_told = deque(lease.buffers), False
         self._offered: deque[Offered] = deque()
         self._headers: deque[np.ndarray] = deque()
         self._offering = Offering(engine.worker.handle, self._offered.append)
 
     def receive(self, take: Callable[[Slot], None]) -> None:
-        while True:
+        is_given = False
+        while not is_given:
             self._engine.until(self._is_there, None)
-            operation, header = self._engine.operations.popleft(), self._headers.popleft()
-            self._engine.moved()
-            if operation.error:
-                raise PeerLost(f"UCX could not fetch a message: {operation.error}")
-            try:
-                if len(header) == META_NBYTES:
-                    self._give(take, header, operation)
-                    return
-                if len(header):
-                    self._detail = told(self._detail, header.tobytes().decode(errors="replace"), self.pool)
-            finally:
-                self._unused.append(operation.buffer)
+            is_given = self._take_next(take)
+
+    def be_tried(self, goes_on: Callable[[], bool]) -> None:
+        """What the sender has sent, and not waited for, may come later: `receive` takes it too."""
+        while not self._is_told and goes_on():
+            self._engine.require_open()
+            has_moved = self._engine.worker.progress_once()
+            if self._is_there():
+                self._take_next(_nobody)
+            elif not has_moved:
+                time.sleep(NAP_S)
+
+    def _take_next(self, take: Callable[[Slot], None]) -> bool:
+        """Whether it is for `take`: others only try the way out, and the last of them tells of it."""
+        operation, header = self._engine.operations.popleft(), self._headers.popleft()
+        self._engine.moved()
+        if operation.error:
+            raise PeerLost(f"UCX could not fetch a message: {operation.error}")
+        is_given = len(header) == META_NBYTES
+        try:
+            if is_given:
+                self._give(take, header, operation)
+            elif len(header):
+                self._is_told = True
+                self._detail = told(self._detail, header.tobytes().decode(errors="replace"), self.pool)
+        finally:
+            self._unused.append(operation.buffer)
+        return is_given
 
     def _give(self, take: Callable[[Slot], None], header: np.ndarray, operation: Operation) -> None:
         if read_meta(header).nbytes != operation.nbytes:
@@ -253,13 +352,21 @@ class UcxDeviceInbound(_DeviceChannel):
         self._engine.operations.append(Operation(buffer, offered.nbytes, None))
 
 
+def is_direct(words: str, pool: DevicePool) -> bool:
+    return pool.kind == "cpu" or _DIRECT in words
+
+
 def told(detail: str, words: str, pool: DevicePool) -> str:
     """`detail` with what the sender has found out. Loud if the bytes of a device do not go there directly."""
-    if pool.kind != "cpu" and _DIRECT not in words:
+    if not is_direct(words, pool):
         log.warning("UCX moves the KV of this link through the host's memory: %s", words)
     else:
         log.info("UCX moves the KV of this link by %s", words)
     return f"{detail}; {words}"
+
+
+def _nobody(slot: Slot) -> None:
+    raise PeerLost("a chunk came before the handshake was over")
 
 
 _NO_WORDS = np.zeros(0, dtype=np.uint8)

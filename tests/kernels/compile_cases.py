@@ -160,8 +160,8 @@ fp4_types = (
     | scalars(fp32="alpha", i32="M")
 )
 move_types = pointers(i32="src dst page sum bad") | scalars(i32="units offset seed", i64="stride_plane stride_page")
-convert_types = pointers(i64="src", i32="dst page sum") | scalars(
-    fp32="inv_scale", i32="units offset seed", i64="stride_plane stride_page"
+convert_types = pointers(i64="src", i32="dst page sum", fp32="inv") | scalars(
+    i32="units offset seed", i64="stride_plane stride_page"
 )
 expert_types = pointers(fp8="w x", fp32="w_scale x_scale out_scale", bf16="bias", i32="sorted tile") | scalars(
     i32="total"

@@ -63,8 +63,9 @@ def test_converting_rounds_each_value_to_e4m3_and_sums_what_was_packed():
     spec = s.MoveSpec(2, 4096, convert=True, checksum=True)
     cache = torch.randn(2, 3, 4096).bfloat16() * 100
     buffer, sums = torch.empty(2 * 4096, dtype=torch.uint8), torch.empty(2, dtype=torch.int32)
-    REGISTRY.get("kv_pack", spec)(cache, torch.tensor([2]), buffer, sums, seed=9, inv_scale=2.0)
-    want = to_e4m3(cache[:, 2].float() * 2.0)
+    inv_scales = torch.tensor([2.0, 0.3])
+    REGISTRY.get("kv_pack", spec)(cache, torch.tensor([2]), buffer, sums, seed=9, inv_scales=inv_scales)
+    want = to_e4m3(cache[:, 2].float() * inv_scales[:, None])
     assert torch.equal(buffer.view(2, 4096), want.view(torch.uint8))
     assert [x & U32 for x in sums.tolist()] == [
         checksum_by_hand(bytes(row.tolist()), 9, i) for i, row in enumerate(buffer.view(2, 4096))

@@ -24,18 +24,18 @@ def lie_once(crime: str) -> None:
     """In this process the next chunk goes out as `CRIMES[crime]` makes it."""
     honest = Sender._send_chunk
 
-    def lying(sender: Sender, job: ChunkJob) -> bool:
+    def lying(sender: Sender, job: ChunkJob) -> int:
         Sender._send_chunk = honest  # type: ignore[method-assign]
         for said in CRIMES[crime](_honest_words(sender, job)):
             _say(sender, said)
-        return True
+        return job.header.nbytes
 
     Sender._send_chunk = lying  # type: ignore[method-assign]
 
 
 def _honest_words(sender: Sender, job: ChunkJob) -> list[Said]:
     staging, words = sender._staging, []
-    page_nbytes, units, checksum = staging.unit_nbytes, staging.units(job.pages), staging.begin(job.header)
+    page_nbytes, units, checksum = staging.unit_nbytes, staging.units(job.pages), staging.begin(job.header).checksum
     for span in plan.split(len(units), MESSAGE_NBYTES // page_nbytes):
         data = np.empty(span.num_units * page_nbytes, dtype=np.uint8)
         checksum = staging.pack(units[span.first : span.last], data, checksum)

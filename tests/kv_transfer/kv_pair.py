@@ -26,16 +26,22 @@ Kind = TypeVar("Kind")
 
 
 class Peer(PoolOwner):
-    """A node with a pool of random bytes, and the events it has seen."""
+    """A node with a pool of random bytes, or this `pool` of a device, and the events it has seen."""
 
     def __init__(
-        self, name: str, num_blocks: int = 64, layout: KVLayout = LAYOUT, transports: Any = None, **settings: Any
+        self,
+        name: str,
+        num_blocks: int = 64,
+        layout: KVLayout = LAYOUT,
+        transports: Any = None,
+        pool: Any = None,
+        **settings: Any,
     ) -> None:
         self.name, self.layout = WorkerId(name), layout
         self.incarnation = Incarnation(secrets.token_hex(4))
         shape = (layout.num_planes, num_blocks, layout.page_nbytes)
         pages = np.random.default_rng(len(name)).integers(0, 256, shape, dtype=np.uint8)
-        super().__init__(name, pages, layout, settings.get("transport"))
+        super().__init__(name, pages, layout, settings.get("transport"), pool)
         self.woken = threading.Event()
         self.seen: list[TransferEvent] = []
         options = {"secret": SECRET, "transport": "tcp", **settings}

@@ -3,6 +3,7 @@ latter load torch, which takes a new process seconds.
 """
 
 import os
+from typing import Any
 
 import numpy as np
 
@@ -17,13 +18,13 @@ class PoolOwner:
 
     node: TransferNode
 
-    def __init__(self, name: str, pages: np.ndarray, layout: KVLayout, transport: object) -> None:
+    def __init__(self, name: str, pages: np.ndarray, layout: KVLayout, transport: object, pool: Any = None) -> None:
         self._pages, self.device = pages, None
-        if transport == "nvlink" or os.environ.get("KV_TEST_POOL") == "device":
+        if pool is not None or transport == "nvlink" or os.environ.get("KV_TEST_POOL") == "device":
             from tests.kv_transfer import kv_device
 
             self._kv_device = kv_device
-            self.device = kv_device.device_pool(name, pages, layout)
+            self.device = pool or kv_device.device_pool(name, pages, layout)
         if transport == "ucx" and self.device is not None:
             from kv_transfer.transports import ucx_device
 

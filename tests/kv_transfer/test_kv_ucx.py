@@ -50,6 +50,25 @@ def test_damage_on_the_way_between_devices_is_found_and_the_way_is_told() -> Non
     assert len(ways) == 2 and all("; " in way and way.endswith("GB/s") for way in ways)
 
 
+def test_bf16_pages_arrive_as_decodes_own_kernel_writes_them_in_e4m3() -> None:
+    result = _run("-m", "tests.kv_transfer.kv_device_narrow", **DEVICES)
+    assert result.stdout.splitlines() == [
+        "damaged: checksum differs",
+        "nbytes True True",
+        "pages True",
+        "others True",
+        "refused: dtype dtype",
+    ], result.stdout + result.stderr
+
+
+def test_a_link_that_ucx_cannot_serve_takes_the_next_transport_and_gives_staging_back() -> None:
+    """Whole; no memory at prefill, at decode; what is tried out does not arrive; through the host's memory."""
+    result = _run("-m", "tests.kv_transfer.kv_device_short", **DEVICES)
+    assert result.stdout.splitlines() == ["ucx 0 0", *["shm 0 0"] * 4], result.stdout + result.stderr
+    reasons = ["no memory for staging", "nothing came", "which shm does twice as fast"]
+    assert all("transport ucx can't be used: " in result.stderr and reason in result.stderr for reason in reasons)
+
+
 def _pass(suite: str, **env: str) -> None:
     command = ["-m", "pytest", "-q", "-p", "no:cacheprovider", f"tests/kv_transfer/test_kv_{suite}.py", "-k", "ucx"]
     result = _run(*command, KV_TEST_TRANSPORTS="ucx", **env)

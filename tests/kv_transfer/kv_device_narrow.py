@@ -1,0 +1,106 @@
+"""Two nodes whose pools are a device's, by UCX: prefill's cache is bf16, decode's e4m3. Prints a line for each thing
+that is checked; a process of its own, as everything with UCX.
+"""
+
+from functools import partial
+
+import msgspec
+import numpy as np
+import torch
+from torch import Tensor
+
+from contracts.handoff import Offer
+from contracts.ids import Epoch, RequestId
+from contracts.layout import KVLayout
+from engine.cuda.cache import DeviceCache
+from kernels import catalog
+from kernels.caps import Caps, detect
+from kernels.registry import Registry
+from kernels.specs import KVDtype, RopeSpec
+from kv_transfer.events import ChunkBad, ChunkLanded, PeerLost
+from kv_transfer.transports import ucx_device
+from tests.kv_transfer import kv_device
+from tests.kv_transfer.kv_pair import Peer, offer_and_grant, send
+
+WIDE = KVLayout(model="m", num_layers=3, num_kv_heads=2, head_dim=64, block_size=64, dtype="bfloat16", scales="none")
+NARROW = msgspec.structs.replace(WIDE, dtype="float8_e4m3fn")
+NUM_BLOCKS, PAGES, GRANTED = 64, list(range(1, 41)), list(range(20, 60))
+NUM_TOKENS = len(PAGES) * WIDE.block_size - 5
+
+
+def main() -> None:
+    prefill, decode = make_peers()
+    assert prefill.device is not None
+    offer_and_grant(prefill, decode, "r", NUM_TOKENS, GRANTED)
+    before, honest = decode.pool.copy(), prefill.device.narrow
+    prefill.device.narrow = partial(damaged, honest)  # type: ignore[method-assign]
+    send(prefill, decode, "r", 0, 0, NUM_TOKENS, PAGES)
+    print("damaged:", decode.wait(ChunkBad).reason)
+    prefill.device.narrow = honest  # type: ignore[method-assign]
+    send(prefill, decode, "r", 0, 0, NUM_TOKENS, PAGES)
+    landed = decode.wait(ChunkLanded).header
+    print("nbytes", landed.nbytes == len(PAGES) * NARROW.block_nbytes, landed.layout_id == decode.layout.layout_id)
+    full = slice(0, len(PAGES) - 1)  # the last page is not filled: what lies behind its tokens is nobody's
+    print("pages", np.array_equal(decode.pool[:, GRANTED[full]], before[:, PAGES[full]]))
+    others = [page for page in range(NUM_BLOCKS) if page not in GRANTED]
+    print("others", np.array_equal(decode.pool[:, others], before[:, others]))
+    for peer in (prefill, decode):
+        peer.close()
+    print("refused:", refusal(make_peers("tcp")), refusal(reversed(make_peers())))
+
+
+def make_peers(transport: str = "ucx") -> tuple[Peer, Peer]:
+    """What decode's cache holds beforehand is what its own kernel writes of prefill's values, on the same blocks."""
+    ucx_device.SLOT_NBYTES = 1 << 18  # so that a chunk takes several
+    values = (torch.randn(NUM_BLOCKS * WIDE.block_size, 3, 6 * WIDE.head_dim) * 60).bfloat16()
+    torch.manual_seed(1)
+    scales = 0.05 + torch.rand(WIDE.num_layers, 2)
+    peers = []
+    sides: list[tuple[str, KVLayout, KVDtype]] = [("prefill", WIDE, "bf16"), ("decode", NARROW, "e4m3")]
+    for name, layout, kv in sides:
+        device = kv_device.DECODE_DEVICE if name == "decode" else kv_device.DEVICE
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        registry = catalog.registry(detect() if device.type == "cuda" else Caps("cpu"))
+        dtype = {"bf16": torch.bfloat16, "e4m3": torch.float8_e4m3fn}[kv]
+        cache = DeviceCache(layout, NUM_BLOCKS, dtype, device, scales if kv == "e4m3" else None)
+        write(cache, values.to(device), kv, registry)
+        cache.share(registry)
+        peers.append(Peer(name, NUM_BLOCKS, cache.layout, transport=transport, pool=cache.transfer_pool))
+    if kv_device.DEVICE.type == "cuda":
+        torch.cuda.set_device(kv_device.DEVICE)  # where prefill's checksums are made
+    return peers[0], peers[1]
+
+
+def write(cache: DeviceCache, values: Tensor, kv: KVDtype, registry: Registry) -> None:
+    """Every token of every block, at position 0, where RoPE turns nothing. `values` `[tokens, layers, q, k and v]`."""
+    spec = RopeSpec(2, WIDE.num_kv_heads, WIDE.head_dim, WIDE.block_size, kv)
+    tokens, device = len(values), values.device
+    no_turn = torch.cat([torch.ones(1, WIDE.head_dim // 2), torch.zeros(1, WIDE.head_dim // 2)], 1).to(device)
+    slots, zeros = torch.arange(tokens, device=device), torch.zeros(tokens, dtype=torch.int32, device=device)
+    out = torch.empty(tokens, 2, WIDE.head_dim, dtype=torch.bfloat16, device=device)
+    for index in range(WIDE.num_layers):
+        layer, qkv = cache.layer(index), values[None, :, index].contiguous()
+        scales = {"k_scale": layer.k_scale, "v_scale": layer.v_scale}
+        registry.get("rope_append", spec)(qkv, zeros, slots, no_turn, out, layer.keys, layer.values, **scales)
+
+
+def damaged(narrow, pages, into, narrowing):  # type: ignore[no-untyped-def]
+    """One byte of a message, after it was packed and summed."""
+    sums = narrow(pages, into, narrowing)
+    into.put(np.array([into.tensor[0].item() ^ 1], dtype=np.uint8))
+    return sums
+
+
+def refusal(peers) -> str:  # type: ignore[no-untyped-def]
+    """The field that these two do not agree on."""
+    prefill, decode = peers
+    prefill.node.offer(decode.ref, Offer(RequestId("r"), Epoch(1), NUM_TOKENS, prefill.layout.layout_id))
+    error = prefill.wait(PeerLost).error
+    for peer in (prefill, decode):
+        peer.close()
+    return error.partition("do not match in '")[2].partition("'")[0]
+
+
+if __name__ == "__main__":
+    main()
