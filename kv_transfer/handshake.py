@@ -5,6 +5,7 @@ import logging
 import secrets
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from socket import socket
 from typing import Any
 
@@ -120,8 +121,7 @@ def propose(
         session = secrets.token_bytes(SESSION_NBYTES)
         wire.deadline.renew()
         try:
-            dial = lambda session=session: connect(session)  # noqa: E731
-            return name, _propose_one(wire, find(name), session, ring, dial, names[index + 1 :])
+            return name, _propose_one(wire, find(name), session, ring, partial(connect, session), names[index + 1 :])
         except PeerLost:
             raise
         except TransferError as error:
