@@ -93,6 +93,24 @@ def test_a_captured_step_gives_the_bits_of_an_eager_one(fusible, dtype):
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float8"])
+def test_a_captured_chunk_gives_the_bits_of_an_eager_one(steady, dtype):
+    engine, launched = engine_of(steady, dtype), []
+    captured = [card_logits(engine), card_logits(engine, PROMPTS[5:6])]
+
+    def record(launch):
+        def held():
+            launched.append(launch)
+            launch()
+
+        return held
+
+    engine.runner._chunks.hold(record)
+    eager = [card_logits(engine), card_logits(engine, PROMPTS[5:6])]
+    assert launched
+    assert all(torch.equal(*pair) for pair in zip(captured, eager, strict=True))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float8"])
 @pytest.mark.parametrize(
     "params",
     [greedy(40), SamplingParams(max_tokens=40, seed=5, temperature=0.9, top_p=0.9, top_k=40, ignore_eos=True)],
