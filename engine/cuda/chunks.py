@@ -31,9 +31,18 @@ class Chunks:
     def capture(self) -> None:
         """As CUDA graphs, before the first request; what they allocate they share."""
         pool = torch.cuda.graph_pool_handle()
+
+        def captured(launch: Launch) -> Launch:
+            # Not torch.cuda.graph, which collects garbage and empties the allocator's cache each time.
+            graph = torch.cuda.CUDAGraph()
+            graph.capture_begin(pool=pool)
+            launch()
+            graph.capture_end()
+            return graph.replay
+
         torch.cuda.synchronize()
         with torch.cuda.stream(torch.cuda.Stream()):
-            self.hold(partial(_captured, pool=pool))
+            self.hold(captured)
         torch.cuda.synchronize()
 
     @torch.inference_mode()
@@ -60,12 +69,3 @@ class Chunks:
         self._slots[count:bucket].fill_(-1)
         held = self._held[bucket]
         return lambda index: held[index]()
-
-
-def _captured(launch: Launch, pool: tuple[int, int]) -> Launch:
-    # Not torch.cuda.graph, which collects garbage and empties the allocator's cache each time.
-    graph = torch.cuda.CUDAGraph()
-    graph.capture_begin(pool=pool)
-    launch()
-    graph.capture_end()
-    return graph.replay

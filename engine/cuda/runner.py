@@ -40,7 +40,7 @@ class DeviceRunner:
     ) -> None:
         self._model, self._attention, self._cache = model, attention, cache
         self._state, self._drawer, self._sampler = state, drawer, sampler
-        self.steps, self._chunks = steps, chunks
+        self.steps, self.chunks = steps, chunks
         self.early_planes = model.early_layers * cache.layout.num_planes // cache.layout.num_layers
         self._drawn: dict[RequestId, int] = {}
         self._tables: list[tuple[RequestId, int]] = []
@@ -48,7 +48,7 @@ class DeviceRunner:
     def capture(self) -> None:
         """Of decode steps and of chunks, before the first request."""
         self.steps.capture()
-        self._chunks.capture()
+        self.chunks.capture()
 
     def forward(self, pieces: SequenceOf[Piece], early: Callable[[], None] = ignore) -> Computed:
         sampling = [piece.sequence for piece in pieces if piece.samples]
@@ -104,9 +104,11 @@ class DeviceRunner:
         device, found = self._state.device, spans(prompts)
         plan = prompt_rows(prompts, self._cache.layout.block_size)
         index = [upload(plan.sample_rows, device), *(span.rows.to(device) for span in found)]
-        columns = (upload(column, device) for column in (plan.token_ids, plan.positions, plan.slots))
-        rows = Rows(*columns, torch.cat(index))
-        x = self._model(rows, self._cache, self._attention.of_prompts(plan), early, self._chunks.advance(rows))
+        token_ids, positions, slots = (
+            upload(column, device) for column in (plan.token_ids, plan.positions, plan.slots)
+        )
+        rows = Rows(token_ids, positions, slots, torch.cat(index))
+        x = self._model(rows, self._cache, self._attention.of_prompts(plan), early, self.chunks.advance(rows))
         sampled, *scored = x.split([len(part) for part in index])
         return self._model.head(sampled), score(found, (self._model.head(part).float().cpu() for part in scored))
 

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from device_engines import FUSIBLE
+from device_engines import FUSIBLE, chunks_of
 from driving import answers, greedy, random_prompts, settings
 from test_device_engine import logits_of, relative_error
 from tiny_models import FAMILIES, VOCAB, save_tiny
@@ -104,7 +104,7 @@ def test_a_captured_chunk_gives_the_bits_of_an_eager_one(steady, dtype):
 
         return held
 
-    engine.runner._chunks.hold(record)
+    chunks_of(engine).hold(record)
     eager = [card_logits(engine), card_logits(engine, PROMPTS[5:6])]
     assert launched
     assert all(torch.equal(*pair) for pair in zip(captured, eager, strict=True))
