@@ -1,9 +1,9 @@
 """Mixtures of experts on a GPU: `python -m bench.engine_gpu_experts [--out FILE] [--layers N]`.
 
 First a small model's random weights: its tokens and log-probabilities beside those of the CPU engine in float32. Then
-the shapes of Qwen3-30B-A3B and gpt-oss-20B, cut to a few layers and the whole head: decode beside the time to read once
-what a step touches (the experts that tokens choose by chance), prefill beside its FLOPs at the rate that FP8 products
-reach.
+the shapes of Qwen3-30B-A3B, gpt-oss-20B and Llama 4 Maverick, cut to a few layers and the whole head: decode beside the
+time to read once what a step touches (the experts that tokens choose by chance), prefill beside its FLOPs at the rate
+that FP8 products reach.
 """
 
 import argparse
@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from bench.engine_gpu import FP8_RATE, READ_RATE, prefill_rate, shown, submit
-from bench.random_model import GPT_OSS_20B, QWEN3_30B_A3B, RandomWeights, random_checkpoint
+from bench.random_model import GPT_OSS_20B, LLAMA4_MAVERICK, QWEN3_30B_A3B, RandomWeights, random_checkpoint
 from bench.result import Row, write_result
 from checkpoint.config import Experts, ModelConfig
 from contracts.ids import RequestId
@@ -40,8 +40,13 @@ SMALL = replace(
     max_model_len=2048, experts=Experts(32, 4, 384, renormalize=True),
 )  # fmt: skip
 LENGTHS, NUM_TOKENS = (5, 64, 100, 300), 32
-MODELS = {"qwen3-30b-a3b": QWEN3_30B_A3B, "gpt-oss-20b": GPT_OSS_20B}
-SHAPES = (("qwen3-30b-a3b", "float8"), ("gpt-oss-20b", "float8"), ("qwen3-30b-a3b", "bfloat16"))
+MODELS = {"qwen3-30b-a3b": QWEN3_30B_A3B, "gpt-oss-20b": GPT_OSS_20B, "llama4-maverick": LLAMA4_MAVERICK}
+SHAPES = (
+    ("qwen3-30b-a3b", "float8"),
+    ("gpt-oss-20b", "float8"),
+    ("qwen3-30b-a3b", "bfloat16"),
+    ("llama4-maverick", "float8"),
+)
 BATCHES = (1, 8, 32, 64)
 PROMPT, NUM_WARM, NUM_STEPS = 992, 8, 32
 PREFILL = (8, 1024)
@@ -176,16 +181,17 @@ def limit_ms(config: ModelConfig, batch: int, context: int, nbytes: int) -> floa
     experts = experts_of(config)
     touched = experts.count * (1 - (1 - experts.top_k / experts.count) ** batch)
     chosen = (17 / 32 if experts.is_mxfp4 else nbytes) * touched * expert_weights(config)
-    weights = nbytes * attention_weights(config) + chosen
     router, head = 2 * experts.count * config.hidden_size, 2 * config.vocab_size * config.hidden_size
+    weights = nbytes * always_multiplied(config) + num_mixed(config) * (chosen + router)
     cache = nbytes * 2 * config.num_kv_heads * config.head_dim * batch * tokens_seen(config, context)
-    return (config.num_layers * (weights + router) + cache + head) / READ_RATE * 1e3
+    return (weights + cache + head) / READ_RATE * 1e3
 
 
 def tokens_seen(config: ModelConfig, context: int) -> int:
     """By the newest token, in all layers together."""
     windowed = sum(layer in config.windowed_layers for layer in range(config.num_layers))
-    return (config.num_layers - windowed) * context + windowed * min(context, config.window)
+    seen = min(context, (context - 1) % config.segment + 1 if config.segment else config.window)
+    return (config.num_layers - windowed) * context + windowed * seen
 
 
 def flops_per_token(config: ModelConfig, length: int) -> float:
@@ -193,9 +199,21 @@ def flops_per_token(config: ModelConfig, length: int) -> float:
     the window.
     """
     experts = experts_of(config)
-    products = attention_weights(config) + experts.top_k * expert_weights(config) + experts.count * config.hidden_size
+    mixed = experts.top_k * expert_weights(config) + experts.count * config.hidden_size
+    products = always_multiplied(config) + num_mixed(config) * mixed
     attention = 4 * config.num_heads * config.head_dim * tokens_seen(config, length // 2)
-    return config.num_layers * 2 * products + attention
+    return 2 * products + attention
+
+
+def always_multiplied(config: ModelConfig) -> int:
+    """Weights of all layers that every token is multiplied by: attention's, dense layers', those of a shared expert."""
+    dense = (config.num_layers - num_mixed(config)) * 3 * config.hidden_size * config.intermediate_size
+    shared = num_mixed(config) * expert_weights(config) if experts_of(config).as_llama4 else 0
+    return config.num_layers * attention_weights(config) + dense + shared
+
+
+def num_mixed(config: ModelConfig) -> int:
+    return sum(config.experts_of(layer) is not None for layer in range(config.num_layers))
 
 
 def attention_weights(config: ModelConfig) -> int:

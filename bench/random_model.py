@@ -6,7 +6,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from checkpoint.checkpoint import Checkpoint, WeightFormat
-from checkpoint.config import Experts, ModelConfig, YarnScaling
+from checkpoint.config import Experts, ModelConfig, Tuning, YarnScaling
 
 LLAMA_8B = ModelConfig(
     family="llama",
@@ -63,6 +63,27 @@ GPT_OSS_20B = ModelConfig(
 )
 
 
+LLAMA4_MAVERICK = ModelConfig(
+    family="llama4",
+    vocab_size=202048,
+    hidden_size=5120,
+    intermediate_size=16384,
+    num_layers=48,
+    num_heads=40,
+    num_kv_heads=8,
+    head_dim=128,
+    norm_eps=1e-5,
+    rope_theta=500000.0,
+    max_model_len=1048576,
+    tied_embeddings=False,
+    experts=Experts(128, 1, 8192, renormalize=True, dense_layers=tuple(range(0, 48, 2)), as_llama4=True),
+    windowed_layers=tuple(layer for layer in range(48) if layer % 4 != 3),
+    segment=8192,
+    unturned_layers=tuple(range(3, 48, 4)),
+    tuning=Tuning(8192.0, 0.1),
+)
+
+
 def random_checkpoint(name: str, config: ModelConfig) -> Checkpoint:
     """No files: weights come from RandomWeights."""
     return Checkpoint(
@@ -93,14 +114,24 @@ class RandomWeights:
 
     def tensor(self, name: str) -> torch.Tensor:
         *_, module, kind = name.split(".")
-        if module == "experts":
-            return self._of_all_experts(kind)
-        shape = self._shape(kind if kind == "sinks" else module, self._config.experts if ".experts." in name else None)
+        experts = self._config.experts
+        if module == "experts" and experts is not None:
+            return self._transposed(kind, experts) if experts.as_llama4 else self._of_all_experts(kind)
+        of_expert = ".experts." in name or ".shared_expert." in name
+        shape = self._shape(kind if kind == "sinks" else module, experts if of_expert else None)
         if kind == "bias":
             shape = shape[:1]
         elif len(shape) == 1:
             return 0.5 + torch.rand(shape, device=self._device, generator=self._generator)
         return torch.randn(shape, device=self._device, generator=self._generator).mul_(0.02)
+
+    def _transposed(self, kind: str, experts: Experts) -> torch.Tensor:
+        """As Llama 4 has all experts of a layer, bf16 on a GPU: 43 GB in float32, of Maverick's gate and up."""
+        hidden, inner = self._config.hidden_size, experts.intermediate_size
+        shape = (hidden, 2 * inner) if kind == "gate_up_proj" else (inner, hidden)
+        dtype = torch.bfloat16 if self._device.type == "cuda" else torch.float32
+        made = torch.empty(experts.count, *shape, device=self._device, dtype=dtype)
+        return made.normal_(0.0, 0.02, generator=self._generator)
 
     def _of_all_experts(self, kind: str) -> torch.Tensor:
         """As gpt-oss has them, in MXFP4."""

@@ -34,6 +34,8 @@ class Experts:
     `intermediate_size`. `renormalize`: what they are weighed by adds up to 1.
 
     `as_gpt_oss`: its biases, its clamped SwiGLU, and all experts of a layer in one tensor; `is_mxfp4`: these are so.
+    `as_llama4`: a sigmoid of its score multiplies what goes into a token's one expert, and each token goes through a
+    shared expert of that size too.
     """
 
     count: int
@@ -43,13 +45,28 @@ class Experts:
     dense_layers: tuple[int, ...] = ()
     as_gpt_oss: bool = False
     is_mxfp4: bool = False
+    as_llama4: bool = False
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """Of attention's temperature over long texts (Nakanishi 2025, as Llama 4 has it): q at `position` is multiplied by
+    1 + `scale` * log(1 + floor((position + 1) / `floor`)).
+    """
+
+    floor: float
+    scale: float
 
 
 @dataclass(frozen=True)
 class ModelConfig:
     """Shapes and constants of one model. `family` names a file in checkpoint/families; `max_model_len` is in tokens;
     `intermediate_size` is that of layers without experts. Tokens of `windowed_layers` see the newest `window` tokens,
-    themselves included. `sinks`: each head has a logit that no token owns.
+    themselves included, or, where `segment` is there, those that came since its last multiple. `sinks`: each head has a
+    logit that no token owns.
+
+    Rope leaves `unturned_layers` alone, whose q are scaled by `tuning`. `plain_qk_norm`: q and k of the others are
+    normalised without gains.
     """
 
     family: str
@@ -72,6 +89,10 @@ class ModelConfig:
     sinks: bool = False
     window: int = 0
     windowed_layers: tuple[int, ...] = ()
+    segment: int = 0
+    unturned_layers: tuple[int, ...] = ()
+    tuning: Tuning | None = None
+    plain_qk_norm: bool = False
 
     def experts_of(self, layer: int) -> Experts | None:
         """None where the layer has one MLP for all tokens."""

@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,8 @@ from checkpoint.checkpoint import Checkpoint, WeightFormat
 from checkpoint.config import Experts, ModelConfig, RopeScaling, YarnScaling
 from checkpoint.families import family_of
 from checkpoint.families.family import Family
-from checkpoint.quantization import read_quantization
+from checkpoint.llama4 import llama4_fields, text_part
+from checkpoint.quantization import Quantization, read_quantization
 from checkpoint.safetensors_index import tensor_files
 from contracts.errors import ConfigError
 
@@ -21,15 +23,13 @@ _SWIGLU = {"swiglu_alpha": 1.702, "swiglu_limit": 7.0}
 
 def open_folder(path: Path, name: str | None = None) -> Checkpoint:
     """Raises ConfigError for a missing or damaged file, an unknown architecture, or a feature that is not supported."""
-    config = _read_json(path / "config.json")
+    config = text_part(_read_json(path / "config.json"), str(path))
     tokenizer_config = _read_json(path / "tokenizer_config.json", required=False)
     tensor_files(path)
     tokenizer = _load_tokenizer(path / "tokenizer.json")
     bos, eos = (_token(tokenizer_config.get(key)) for key in ("bos_token", "eos_token"))
     eos_ids = _eos_token_ids(path, config, tokenizer, eos)
     model = model_config(config, str(path))
-    is_gpt_oss = model.experts is not None and model.experts.as_gpt_oss  # whose MXFP4 is a part of the family
-    exported = _read_json(path / "hf_quant_config.json", required=False)
     return Checkpoint(
         name=name or path.resolve().name,
         path=path,
@@ -41,8 +41,17 @@ def open_folder(path: Path, name: str | None = None) -> Checkpoint:
         add_bos=_adds_bos(tokenizer, bos),
         chat_template=_chat_template(path, tokenizer_config),
         build_tokenizer=partial(_load_tokenizer, path / "tokenizer.json"),
-        quantization=None if is_gpt_oss else read_quantization(config, exported, str(path)),
+        quantization=_quantization(model, config, path),
     )
+
+
+def _quantization(model: ModelConfig, config: dict[str, Any], path: Path) -> Quantization | None:
+    if model.experts is not None and model.experts.as_gpt_oss:  # whose MXFP4 is a part of the family
+        return None
+    found = read_quantization(config, _read_json(path / "hf_quant_config.json", required=False), str(path))
+    if found is not None and model.experts is not None and model.experts.as_llama4:
+        raise ConfigError(f"{path}: a quantized Llama 4 is not supported; supported are plain weights")
+    return found
 
 
 def model_config(config: dict[str, Any], source: str) -> ModelConfig:
@@ -51,7 +60,8 @@ def model_config(config: dict[str, Any], source: str) -> ModelConfig:
     family = family_of(architecture, source)
     _refuse_unsupported(config, source, family)
     try:
-        return _model_config(family, config, source)
+        model = _model_config(family, config, source)
+        return replace(model, **llama4_fields(config, source)) if family.as_llama4 else model
     except KeyError as error:
         raise ConfigError(f"{source}/config.json lacks {error}") from error
     except TypeError as error:

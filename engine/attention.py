@@ -30,13 +30,16 @@ _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
 @dataclass(frozen=True)
 class HeadShape:
-    """`window`: how many of the newest tokens a token sees in the layers that have one, itself included."""
+    """`window`: how many of the newest tokens a token sees in the layers that have one, itself included; `segment`: or
+    those since the last multiple of it.
+    """
 
     num_heads: int
     num_kv_heads: int
     head_dim: int
     scale: float
     window: int = 0
+    segment: int = 0
 
     @property
     def group(self) -> int:
@@ -63,17 +66,25 @@ class DecodePlan:
 
 
 @dataclass(frozen=True)
+class TileBucket:
+    """`num_tiles` tiles with the same context length, the last of whose `mask_RT` columns are the tile's own."""
+
+    num_tiles: int
+    pages: torch.Tensor
+    mask_RT: torch.Tensor
+
+
+@dataclass(frozen=True)
 class TilePlan:
-    """Tiles with the same context length. `queries` and `outputs` index `[M * K]` rows of G * D; spare rows point
-    past the end.
+    """Consecutive rows of the batch as tiles, in the order of the buckets. `queries` says for each row of the tiles
+    which of the batch's `[M * K]` rows of G * D it is (any where the tile has room to spare), `outputs` for each of
+    these rows of the batch where it is in the tiles.
 
     `is_answer`: recomputed tokens of an answer, which take the kernel that decode takes.
     """
 
-    num_tiles: int
     is_answer: bool
-    pages: torch.Tensor
-    mask_RT: torch.Tensor
+    buckets: tuple[TileBucket, ...]
     queries: torch.Tensor
     outputs: torch.Tensor
 
@@ -138,47 +149,55 @@ class Chunks:
     is_answer: bool
 
 
-def plan_tiles(
-    chunks: Chunks, num_rows: int, heads: HeadShape, cache: KVCache, window: int = 0
-) -> tuple[TilePlan, ...]:
-    """One TilePlan for each context length among the tiles that the chunks touch. `num_rows`: of the whole batch;
-    `window` as for plan_decode.
-    """
+def plan_tiles(chunks: Chunks, heads: HeadShape, cache: KVCache, window: int = 0) -> TilePlan:
+    """`window` as for plan_decode."""
     size, starts, ends = heads.tile, chunks.starts, chunks.starts + chunks.counts
     low, high = starts // size, -(-ends // size)
     owners = np.repeat(np.arange(len(starts)), high - low)
     tiles = np.arange(len(owners)) - np.repeat(np.cumsum(high - low) - high, high - low)
-    first_rows = chunks.first_row + np.cumsum(chunks.counts) - chunks.counts
-    positions = tiles[:, None] * size + np.arange(size)
-    inside = (positions >= starts[owners, None]) & (positions < ends[owners, None])
-    rows = np.where(inside, positions - starts[owners, None] + first_rows[owners, None], num_rows)
-    return tuple(
-        _plan_bucket(chunks, owners[tiles == tile], int(tile), rows[tiles == tile], num_rows, heads, cache, window)
-        for tile in np.unique(tiles)
+    order = tiles.argsort(kind="stable")
+    owners, tiles = owners[order], tiles[order]
+    rows, count = _tile_rows(chunks, owners, tiles, size), int(chunks.counts.sum())
+    queries, outputs = _row_index(rows, count, heads.num_kv_heads)
+    return TilePlan(
+        is_answer=chunks.is_answer,
+        buckets=tuple(
+            _plan_bucket(chunks, owners[tiles == tile], int(tile), heads, cache, window) for tile in np.unique(tiles)
+        ),
+        queries=torch.from_numpy(queries + chunks.first_row * heads.num_kv_heads),
+        outputs=torch.from_numpy(outputs),
     )
 
 
+def _tile_rows(chunks: Chunks, owners: np.ndarray, tiles: np.ndarray, size: int) -> np.ndarray:
+    """`[N, Q]`: the row of each token of each tile among those of the chunks, or -1 for one of no chunk."""
+    starts, counts = chunks.starts, chunks.counts
+    positions = tiles[:, None] * size + np.arange(size)
+    inside = (positions >= starts[owners, None]) & (positions < (starts + counts)[owners, None])
+    first_rows = np.cumsum(counts) - counts
+    return np.where(inside, positions - starts[owners, None] + first_rows[owners, None], -1)
+
+
+def _row_index(rows_NQ: np.ndarray, num_rows: int, num_kv_heads: int) -> tuple[np.ndarray, np.ndarray]:
+    """From `[num_rows, K]` to `[N, K, Q]` and back, both flat."""
+    heads = np.arange(num_kv_heads)[None, :, None]
+    queries = (np.maximum(rows_NQ, 0)[:, None, :] * num_kv_heads + heads).reshape(-1)
+    is_used = np.broadcast_to(rows_NQ[:, None, :] >= 0, (len(rows_NQ), num_kv_heads, rows_NQ.shape[1])).reshape(-1)
+    outputs = np.empty(num_rows * num_kv_heads, np.int64)
+    outputs[queries[is_used]] = np.flatnonzero(is_used)
+    return queries, outputs
+
+
 def _plan_bucket(
-    chunks: Chunks,
-    owners: np.ndarray,
-    tile: int,
-    rows: np.ndarray,
-    num_rows: int,
-    heads: HeadShape,
-    cache: KVCache,
-    window: int,
-) -> TilePlan:
+    chunks: Chunks, owners: np.ndarray, tile: int, heads: HeadShape, cache: KVCache, window: int
+) -> TileBucket:
     first = max(tile * heads.tile - window + 1, 0) // 64 * 64 if window else 0
     columns = np.arange(first // cache.layout.block_size, (tile + 1) * heads.tile // cache.layout.block_size)
     blocks = chunks.tables[owners[:, None], np.minimum(columns, chunks.tables.shape[1] - 1)]
-    outputs = rows[:, None, :] * heads.num_kv_heads + np.arange(heads.num_kv_heads)[None, :, None]
-    return TilePlan(
-        num_tiles=len(rows),
-        is_answer=chunks.is_answer,
+    return TileBucket(
+        num_tiles=len(owners),
         pages=page_index(blocks, cache.layout, cache.num_blocks),
-        mask_RT=_causal_mask(tile, heads, first, window),
-        queries=torch.from_numpy(np.where(outputs < num_rows * heads.num_kv_heads, outputs, 0).reshape(-1)),
-        outputs=torch.from_numpy(outputs.reshape(-1)),
+        mask_RT=_causal_mask(tile, heads, first, window).to(cache.dtype),
     )
 
 
@@ -202,18 +221,12 @@ def attend(
     """Attention of every row over its own sequence, `[M, H * D]`. `pages` is KVCache.pages of the layer; `sinks_KG`
     are logits of a token that each head sees and that gives nothing.
     """
-    if plan.decode and not plan.tiles:
-        return _decode(q_MHD, pages, plan.decode, heads, sinks_KG)
-    num_rows = q_MHD.shape[0]
-    out = torch.empty((num_rows + 1, heads.num_heads * heads.head_dim), dtype=q_MHD.dtype)
+    parts = []
     if plan.decode:
-        count = plan.decode.num_rows
-        out[:count] = _decode(q_MHD[:count], pages, plan.decode, heads, sinks_KG)
-    q_flat = q_MHD.reshape(num_rows * heads.num_kv_heads, -1)
-    out_flat = out.view((num_rows + 1) * heads.num_kv_heads, -1)
-    for tiles in plan.tiles:
-        out_flat.index_copy_(0, tiles.outputs, _tiles(q_flat, pages, tiles, heads, sinks_KG))
-    return out[:num_rows]
+        parts.append(_decode(q_MHD[: plan.decode.num_rows], pages, plan.decode, heads, sinks_KG))
+    q_flat = q_MHD.reshape(len(q_MHD) * heads.num_kv_heads, -1)
+    parts += [_tiles(q_flat, pages, tiles, heads, sinks_KG) for tiles in plan.tiles]
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def _decode(
@@ -265,26 +278,45 @@ def _shares(lse_BSKR: torch.Tensor, sinks_KR: torch.Tensor | None) -> torch.Tens
 def _tiles(
     q_flat: torch.Tensor, pages: torch.Tensor, plan: TilePlan, heads: HeadShape, sinks_KG: torch.Tensor | None
 ) -> torch.Tensor:
-    num, kv_heads, dim = plan.num_tiles, heads.num_kv_heads, heads.head_dim
-    q_NKRD = q_flat.index_select(0, plan.queries).view(num, kv_heads, -1, dim)
-    k_NKTD, v_NKTD = pages.index_select(0, plan.pages).view(2, num, kv_heads, -1, dim)
-    if q_flat.dtype is torch.bfloat16 and not plan.is_answer and sinks_KG is None and not has_amx():
-        assert not heads.window, "only the newest tile is masked"
-        out = _multiply(q_NKRD, k_NKTD, v_NKTD, plan.mask_RT[:, -heads.tile :], heads.scale)
-    else:
-        out, lse = _flash(q_NKRD, k_NKTD, v_NKTD, 0.0, False, attn_mask=plan.mask_RT[None, None], scale=heads.scale)
-        if sinks_KG is not None:
-            out = _sink(out, lse, sinks_KG.repeat(1, heads.tile))  # rows of a tile: heads of a group, token by token
-    return out.reshape(num * kv_heads * heads.tile, -1)
+    kv_heads, rows = heads.num_kv_heads, heads.tile * heads.group
+    q_NKRD = q_flat.index_select(0, plan.queries).view(-1, kv_heads, rows, heads.head_dim)
+    out_NKRD = torch.empty_like(q_NKRD)
+    multiplies = q_flat.dtype is torch.bfloat16 and not plan.is_answer and sinks_KG is None and not has_amx()
+    if multiplies:
+        q_NKRD *= heads.scale
+    counts = [bucket.num_tiles for bucket in plan.buckets]
+    for bucket, q, out in zip(plan.buckets, q_NKRD.split(counts), out_NKRD.split(counts), strict=True):
+        k, v = pages.index_select(0, bucket.pages).view(2, len(q), kv_heads, -1, heads.head_dim)
+        if multiplies:
+            assert not heads.window, "only the newest tile is masked"
+            _multiply(q, k, v, bucket.mask_RT[:, -heads.tile :], out)
+        else:
+            out.copy_(_flash_tiles(q, k, v, bucket, heads, sinks_KG))
+    width = heads.group * heads.head_dim
+    return out_NKRD.view(-1, width).index_select(0, plan.outputs).view(-1, kv_heads * width)
+
+
+def _flash_tiles(
+    q_NKRD: torch.Tensor,
+    k_NKTD: torch.Tensor,
+    v_NKTD: torch.Tensor,
+    bucket: TileBucket,
+    heads: HeadShape,
+    sinks_KG: torch.Tensor | None,
+) -> torch.Tensor:
+    mask = bucket.mask_RT[None, None]
+    out, lse = _flash(q_NKRD, k_NKTD, v_NKTD, 0.0, False, attn_mask=mask, scale=heads.scale)
+    # Rows of a tile: heads of a group, token by token.
+    return out if sinks_KG is None else _sink(out, lse, sinks_KG.repeat(1, heads.tile))
 
 
 def _multiply(
-    q_NKRD: torch.Tensor, k_NKTD: torch.Tensor, v_NKTD: torch.Tensor, mask_RQ: torch.Tensor, scale: float
-) -> torch.Tensor:
-    """Attention by matrix products: in bfloat16 1.7 times as fast as the flash kernel, whose products are float32
-    without AMX. With it that kernel is 3 times as fast as this.
+    q_NKRD: torch.Tensor, k_NKTD: torch.Tensor, v_NKTD: torch.Tensor, mask_RQ: torch.Tensor, out_NKRD: torch.Tensor
+) -> None:
+    """Attention of scaled queries by matrix products: in bfloat16 1.7 times as fast as the flash kernel, whose products
+    are float32 without AMX. With it that kernel is 3 times as fast as this.
     """
-    q, k, v = q_NKRD.flatten(0, 1), k_NKTD.flatten(0, 1), v_NKTD.flatten(0, 1)
-    scores = torch.bmm(q * scale, k.transpose(1, 2))
-    scores[:, :, -mask_RQ.shape[1] :].add_(mask_RQ.to(scores.dtype))
-    return torch.bmm(scores.softmax(-1), v)
+    q, k, v, out = (x.flatten(0, 1) for x in (q_NKRD, k_NKTD, v_NKTD, out_NKRD))
+    scores = torch.bmm(q, k.transpose(1, 2))
+    scores[:, :, -mask_RQ.shape[1] :] += mask_RQ
+    torch.bmm(scores.softmax(-1), v, out=out)

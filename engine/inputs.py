@@ -10,6 +10,7 @@ from engine.attention import AttentionPlan, Chunks, HeadShape, plan_decode, plan
 from engine.batch import Piece
 from engine.kv_cache import KVCache
 from engine.scoring import Span
+from engine.segments import cut
 
 
 @dataclass(frozen=True)
@@ -18,7 +19,7 @@ class Inputs:
     once, `score_rows` those whose logits are wanted part by part.
 
     The first `num_answer_rows` rows belong to answers, as do the first `num_answer_samples` of `sample_rows`.
-    `windowed`: attention in the layers that have a window.
+    `windowed`: attention in the layers that have a window, or segments.
     """
 
     token_ids_M: torch.Tensor
@@ -38,6 +39,7 @@ def prepare(pieces: SequenceOf[Piece], scored: SequenceOf[Span], heads: HeadShap
     counts = np.array([piece.num_tokens for piece in pieces])
     samples = np.array([piece.samples for piece in pieces])
     answers = np.array([piece.is_answer for piece in pieces])
+    num_decodes = int((answers & (counts == 1)).sum())
     tables = _tables(pieces)
     owners = np.repeat(np.arange(len(pieces)), counts)
     positions = np.arange(len(owners)) - np.repeat(np.cumsum(counts) - counts - starts, counts)
@@ -50,9 +52,26 @@ def prepare(pieces: SequenceOf[Piece], scored: SequenceOf[Span], heads: HeadShap
         score_rows=tuple(span.rows for span in scored),
         num_answer_rows=int(counts[answers].sum()),
         num_answer_samples=int((samples & answers).sum()),
-        attention=_plan(tables, starts, counts, answers, heads, cache, 0),
-        windowed=_plan(tables, starts, counts, answers, heads, cache, heads.window) if heads.window else None,
+        attention=_plan(tables, starts, counts, answers, num_decodes, heads, cache, 0),
+        windowed=_windowed(tables, starts, counts, answers, num_decodes, heads, cache),
     )
+
+
+def _windowed(
+    tables: np.ndarray,
+    starts: np.ndarray,
+    counts: np.ndarray,
+    answers: np.ndarray,
+    num_decodes: int,
+    heads: HeadShape,
+    cache: KVCache,
+) -> AttentionPlan | None:
+    if heads.segment:
+        by = cut(tables, starts, counts, heads.segment, cache.layout.block_size)
+        return _plan(by.tables, by.starts, by.counts, answers[by.owners], num_decodes, heads, cache, 0)
+    if heads.window:
+        return _plan(tables, starts, counts, answers, num_decodes, heads, cache, heads.window)
+    return None
 
 
 def _plan(
@@ -60,11 +79,11 @@ def _plan(
     starts: np.ndarray,
     counts: np.ndarray,
     answers: np.ndarray,
+    num_decodes: int,
     heads: HeadShape,
     cache: KVCache,
     window: int,
 ) -> AttentionPlan:
-    num_decodes = int((answers & (counts == 1)).sum())
     groups = (num_decodes, int(answers.sum())), (int(answers.sum()), len(starts))
     chunks = [
         Chunks(tables[low:high], starts[low:high], counts[low:high], int(counts[:low].sum()), high <= answers.sum())
@@ -73,7 +92,7 @@ def _plan(
     ]
     return AttentionPlan(
         plan_decode(tables[:num_decodes], starts[:num_decodes] + 1, cache, window) if num_decodes else None,
-        tuple(tile for group in chunks for tile in plan_tiles(group, int(counts.sum()), heads, cache, window)),
+        tuple(plan_tiles(group, heads, cache, window) for group in chunks),
     )
 
 

@@ -5,7 +5,7 @@ import torch
 from checkpoint.checkpoint import Progress
 from checkpoint.config import ModelConfig
 from engine.decoder import DecoderWeights, LayerWeights
-from engine.experts import Mixture
+from engine.experts import Mixture, SharedMixture
 from engine.linear import Linear, NumberFormat
 from engine.mlp import ClampedMlp, GatedMlp, Mlp
 from engine.tensors import Expert, ModelTensors, layer_prefix
@@ -41,10 +41,11 @@ class _Loader:
             output=self._format.pack(tensors.fused(prefix, "output"), tensors.output_bias(prefix)),
             mlp_gain=self._unfolded(mlp_gain),
             mlp=self._mlp(index, mlp_gain),
-            q_gain=self._head_gain(prefix, "q"),
-            k_gain=self._head_gain(prefix, "k"),
+            q_gain=self._head_gain(index, "q"),
+            k_gain=self._head_gain(index, "k"),
             sinks_KG=self._sinks(prefix),
             has_window=index in self._config.windowed_layers,
+            is_turned=index not in self._config.unturned_layers,
         )
 
     def _sinks(self, prefix: str) -> torch.Tensor | None:
@@ -54,10 +55,16 @@ class _Loader:
     def _mlp(self, index: int, gain: torch.Tensor) -> Mlp:
         tensors, prefix, experts = self._tensors, layer_prefix(index), self._config.experts_of(index)
         if experts is None:
-            gate_up = self._format.pack(self._fold(tensors.fused(prefix, "gate_up"), gain))
-            return GatedMlp(gate_up, self._format.pack(tensors.fused(prefix, "down")))
+            return self._gated(prefix, "gate_up", "down", gain)
         router = self._format.router(self._fold(tensors.router(prefix), gain), tensors.router_bias(prefix))
-        return Mixture(experts, router, [self._expert(expert, gain) for expert in tensors.experts(prefix)])
+        each = [self._expert(expert, gain) for expert in tensors.experts(prefix)]
+        if experts.as_llama4:
+            return SharedMixture(router, each, self._gated(prefix, "shared_gate_up", "shared_down", gain))
+        return Mixture(experts, router, each)
+
+    def _gated(self, prefix: str, gate_up: str, down: str, gain: torch.Tensor) -> Mlp:
+        first = self._format.pack(self._fold(self._tensors.fused(prefix, gate_up), gain))
+        return GatedMlp(first, self._format.pack(self._tensors.fused(prefix, down)))
 
     def _expert(self, expert: Expert, gain: torch.Tensor) -> Mlp:
         gate_up = self._format.pack(self._fold(expert.gate_up, gain), expert.gate_up_bias)
@@ -80,6 +87,6 @@ class _Loader:
     def _unfolded(self, gain: torch.Tensor) -> torch.Tensor | None:
         return None if self._format.folds else gain
 
-    def _head_gain(self, prefix: str, name: str) -> torch.Tensor | None:
-        gain = self._tensors.head_gain(prefix, name)
+    def _head_gain(self, index: int, name: str) -> torch.Tensor | None:
+        gain = self._tensors.head_gain(index, name)
         return None if gain is None else gain * self._config.head_dim**0.5

@@ -1,4 +1,6 @@
-"""Rotary position embedding as complex rotations (Su et al. 2021), with Llama 3's frequency scaling, or YaRN's."""
+"""Rotary position embedding as complex rotations (Su et al. 2021), with Llama 3's frequency scaling, or YaRN's; and
+what layers without it do to q.
+"""
 
 import math
 
@@ -21,6 +23,14 @@ def rope_frequencies(config: ModelConfig, num_positions: int) -> torch.Tensor:
     # float32 from here on, as the models were trained: at position 8000 the rounding of the angle is visible.
     angles = torch.arange(num_positions).float()[:, None] * inverse.float()
     return torch.polar(torch.full_like(angles, length), angles)
+
+
+def tunings(config: ModelConfig, num_positions: int) -> torch.Tensor | None:
+    """`[num_positions]` float32: what q is multiplied by in unturned layers. None where that is 1 everywhere."""
+    if config.tuning is None:
+        return None
+    positions = torch.arange(num_positions).float()
+    return torch.log1p(torch.floor((positions + 1) / config.tuning.floor)) * config.tuning.scale + 1
 
 
 def _scale_llama3(inverse: torch.Tensor, scaling: RopeScaling) -> torch.Tensor:

@@ -18,6 +18,8 @@ PARTS = {
     "output": ("self_attn.o_proj",),
     "gate_up": ("mlp.gate_proj", "mlp.up_proj"),
     "down": ("mlp.down_proj",),
+    "shared_gate_up": ("mlp.shared_expert.gate_proj", "mlp.shared_expert.up_proj"),
+    "shared_down": ("mlp.shared_expert.down_proj",),
     "head": ("lm_head",),
 }
 """The modules of a layer whose matrices are one product; the output head, which has no prefix."""
@@ -68,6 +70,10 @@ class ModelTensors:
             "mlp.down_proj": (hidden, inner),
             "lm_head": (config.vocab_size, hidden),
         }
+        if config.experts is not None:
+            inner = config.experts.intermediate_size
+            self._shapes |= {f"mlp.shared_expert.{name}_proj": (inner, hidden) for name in ("gate", "up")}
+            self._shapes |= {"mlp.shared_expert.down_proj": (hidden, inner)}
 
     def embedding(self) -> torch.Tensor:
         return self._tensor("model.embed_tokens.weight", self._config.vocab_size, self._config.hidden_size)
@@ -105,16 +111,18 @@ class ModelTensors:
             return None
         return torch.cat([self._bias(prefix, module) for module in PARTS["qkv"]])
 
-    def head_gain(self, prefix: str, name: str) -> torch.Tensor | None:
-        """Of the norm over each head of q or k, if there is one."""
+    def head_gain(self, index: int, name: str) -> torch.Tensor | None:
+        """Of the norm over each head of a layer's q or k, if there is one."""
+        if self._config.plain_qk_norm and index not in self._config.unturned_layers:
+            return torch.ones(self._config.head_dim)
         if not self._config.qk_norm:
             return None
-        return self._turned(self._tensor(f"{prefix}self_attn.{name}_norm.weight", self._config.head_dim))
+        return self._turned(self._tensor(f"{layer_prefix(index)}self_attn.{name}_norm.weight", self._config.head_dim))
 
     def router(self, prefix: str) -> torch.Tensor:
         """Of a layer with experts: what scores them, one row each."""
-        name = "mlp.router.weight" if self._experts.as_gpt_oss else "mlp.gate.weight"
-        return self._tensor(prefix + name, self._experts.count, self._config.hidden_size)
+        module = "router" if self._experts.as_gpt_oss or self._experts.as_llama4 else "gate"
+        return self._tensor(f"{prefix}mlp.{module}.weight", self._experts.count, self._config.hidden_size)
 
     def router_bias(self, prefix: str) -> torch.Tensor | None:
         return self._tensor(prefix + "mlp.router.bias", self._experts.count) if self._experts.as_gpt_oss else None
@@ -123,6 +131,9 @@ class ModelTensors:
         """One after the other; float32, whatever they are in the checkpoint, unless opened for a device."""
         if self._experts.as_gpt_oss:
             yield from self._stacked_experts(prefix)
+            return
+        if self._experts.as_llama4:
+            yield from self._transposed_experts(prefix)
             return
         hidden, inner = self._config.hidden_size, self._experts.intermediate_size
         for number in range(self._experts.count):
@@ -143,6 +154,14 @@ class ModelTensors:
             downs = self._tensor(stem + "down_proj", count, inner, hidden).transpose(1, 2).contiguous()
         for parts in zip(gate_ups, downs, gate_up_biases, down_biases, strict=True):
             yield Expert(*parts)
+
+    def _transposed_experts(self, prefix: str) -> Iterator[Expert]:
+        """Llama 4 has all experts in one tensor, transposed, gate before up."""
+        count, hidden, inner = self._experts.count, self._config.hidden_size, self._experts.intermediate_size
+        gate_ups = self._tensor(prefix + "mlp.experts.gate_up_proj", count, hidden, 2 * inner)
+        downs = self._tensor(prefix + "mlp.experts.down_proj", count, inner, hidden)
+        for gate_up, down in zip(gate_ups, downs, strict=True):
+            yield Expert(gate_up.t().contiguous(), down.t().contiguous())
 
     def expert_biases(self, prefix: str) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """Of gate and up, `[experts, 2 * inner]`, and of down, `[experts, hidden]`, if there are such."""

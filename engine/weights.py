@@ -1,6 +1,8 @@
 """Tensors of a checkpoint by their Hugging Face names, whatever file they are in."""
 
+import logging
 import re
+from collections.abc import Collection
 from pathlib import Path
 from typing import Protocol
 
@@ -16,6 +18,10 @@ from checkpoint.safetensors_index import tensor_files
 from contracts.errors import ConfigError
 from engine.quantized import QuantizedMatrices
 
+_log = logging.getLogger(__name__)
+
+_LLAMA4 = "llama4"
+_VISION = ("vision_model.", "multi_modal_projector.")
 _GGUF_NAMES = {
     "model.embed_tokens": "token_embd",
     "model.norm": "output_norm",
@@ -55,17 +61,22 @@ def open_weights(checkpoint: Checkpoint, device: torch.device | None = None) -> 
     """`device`: safetensors go straight there, in the type that they have in their file."""
     if checkpoint.format is WeightFormat.GGUF:
         return GgufWeights(checkpoint)
-    return SafetensorsWeights(checkpoint.path, device, checkpoint.quantization)
+    return SafetensorsWeights(checkpoint.path, device, checkpoint.quantization, checkpoint.config.family == _LLAMA4)
 
 
 class SafetensorsWeights:
-    interleaved = False
+    """Those of a Llama 4 are named as other families' are; what belongs to its vision tower is left."""
 
     def __init__(
-        self, folder: Path, device: torch.device | None = None, quantization: Quantization | None = None
+        self,
+        folder: Path,
+        device: torch.device | None = None,
+        quantization: Quantization | None = None,
+        is_llama4: bool = False,
     ) -> None:
-        self._folder, self._device = folder, device
+        self._folder, self._device, self.interleaved = folder, device, is_llama4
         self._files = tensor_files(folder)
+        self._stored = llama4_names(self._files) if is_llama4 else {name: name for name in self._files}
         self.quantized = None if quantization is None else QuantizedMatrices(quantization, self._find)
 
     def tensor(self, name: str) -> torch.Tensor:
@@ -79,22 +90,25 @@ class SafetensorsWeights:
         is_plain = tensor.is_floating_point() and tensor.itemsize > 1
         if not is_plain and tensor.dtype is not torch.uint8:
             raise ConfigError(
-                f"'{name}' is {tensor.dtype} in {self._files[name]}: its scales are missing, or its config.json says "
+                f"'{name}' is {tensor.dtype} in {self._file(name)}: its scales are missing, or its config.json says "
                 "that it is not quantized"
             )
         return tensor
 
     def _find(self, name: str) -> torch.Tensor | None:
-        return self._read(name) if name in self._files else None
+        return self._read(name) if name in self._stored else None
 
     def _read(self, name: str) -> torch.Tensor:
-        if name not in self._files:
+        if name not in self._stored:
             raise ConfigError(f"{self._folder} lacks the tensor '{name}': the weights do not fit its config.json")
         try:
-            with safe_open(self._files[name], framework="pt", device=str(self._device or "cpu")) as file:
-                return file.get_tensor(name)
+            with safe_open(self._file(name), framework="pt", device=str(self._device or "cpu")) as file:
+                return file.get_tensor(self._stored[name])
         except (SafetensorError, OSError) as error:
-            raise ConfigError(f"cannot read '{name}' from {self._files[name]}: {error}") from error
+            raise ConfigError(f"cannot read '{name}' from {self._file(name)}: {error}") from error
+
+    def _file(self, name: str) -> Path:
+        return self._files[self._stored[name]]
 
 
 class GgufWeights:
@@ -115,6 +129,17 @@ class GgufWeights:
         except NotImplementedError as error:
             raise ConfigError(f"{self._file.path}: the format {info.kind.name} of '{name}' is not supported") from error
         return torch.from_numpy(np.ascontiguousarray(values.reshape(info.shape), np.float32))
+
+
+def llama4_names(stored: Collection[str]) -> dict[str, str]:
+    """As other families name them -> as they are stored: `model.layers.1.mlp.down_proj.weight` ->
+    `language_model.model.layers.1.feed_forward.down_proj.weight`. Without what belongs to images.
+    """
+    text = [name for name in stored if not name.startswith(_VISION)]
+    num_left = len(stored) - len(text)
+    if num_left:
+        _log.info("%d tensors of the vision tower are not read: text alone is served", num_left)
+    return {name.removeprefix("language_model.").replace(".feed_forward.", ".mlp."): name for name in text}
 
 
 def gguf_name(name: str) -> str:

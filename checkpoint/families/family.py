@@ -8,7 +8,8 @@ class Family:
     """`architecture` as in config.json; `gguf_architecture` as in a GGUF file.
 
     `qkv_bias`: q, k and v have one. `qk_norm`: q and k of each head are normalised before rope. `experts`: layers have
-    mixtures of them. `as_gpt_oss`: and its attention: sinks, windows, biases.
+    mixtures of them. `as_gpt_oss`: and its attention: sinks, windows, biases. `as_llama4`: what
+    checkpoint.llama4 reads.
     """
 
     architecture: str
@@ -17,3 +18,4 @@ class Family:
     qk_norm: bool = False
     experts: bool = False
     as_gpt_oss: bool = False
+    as_llama4: bool = False

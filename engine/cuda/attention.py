@@ -5,7 +5,7 @@ from torch import Tensor
 
 from checkpoint.config import ModelConfig
 from engine.cuda.cache import LayerCache
-from engine.cuda.inputs import PromptRows
+from engine.cuda.inputs import PromptRows, in_segments
 from engine.cuda.transformer import Attend
 from engine.cuda.upload import upload
 from engine.cuda.weights import Sight
@@ -39,7 +39,8 @@ class DeviceAttention:
     ) -> None:
         """`max_tokens`: of all the sequences of a batch of prompts, contexts included, that the workspace is for."""
         heads = (config.num_heads, config.num_kv_heads, config.head_dim)
-        self._scale = config.head_dim**-0.5
+        self._scale, self._segment, self._block_size = config.head_dim**-0.5, config.segment, block_size
+        self._pages = torch.arange(config.segment // block_size, device=device)
         specs = {window: AttnSpec(*heads, block_size, kv, window, config.sinks) for window in {0, config.window}}
         self._prefills = {window: registry.get("attn_prefill", spec) for window, spec in specs.items()}
         self._preparers = {window: registry.preparer("attn_prefill", spec) for window, spec in specs.items()}
@@ -50,6 +51,12 @@ class DeviceAttention:
 
     def of_prompts(self, rows: PromptRows) -> Attend:
         """Plans the batch, once for all layers."""
+        whole = self._of_prompts(rows)
+        if not self._segment or rows.lengths.max() <= self._segment:
+            return whole
+        return _by_sight(whole, self._of_prompts(in_segments(rows, self._segment, self._block_size)))
+
+    def _of_prompts(self, rows: PromptRows) -> Attend:
         device = self._prefill_space.device
         tables, lengths, q_starts, kv_starts = (
             upload(array, device) for array in (rows.tables, rows.lengths, rows.q_starts, rows.kv_starts)
@@ -68,8 +75,18 @@ class DeviceAttention:
         return attend
 
     def of_decodes(self, tables: Tensor, lengths: Tensor, max_len: int) -> Attend:
-        """`max_len` chooses how it is launched; any length is computed right."""
+        """`max_len` chooses how it is launched; any length is computed right where there are no segments, up to
+        `max_len` where there are. Reads `lengths` on the device for these: to be asked anew for each step.
+        """
+        whole = self._of_decodes(tables, lengths, max_len)
+        if not self._segment or max_len <= self._segment:
+            return whole
+        index = (lengths - 1) // self._segment
+        columns = (index[:, None] * len(self._pages) + self._pages).clamp_(max=tables.shape[1] - 1)
+        cut = self._of_decodes(tables.gather(1, columns), lengths - index * self._segment, self._segment)
+        return _by_sight(whole, cut)
 
+    def _of_decodes(self, tables: Tensor, lengths: Tensor, max_len: int) -> Attend:
         def attend(q: Tensor, cache: LayerCache, out: Tensor, sight: Sight) -> None:
             self._decodes[sight.window](
                 q, cache.keys, cache.values, tables, lengths, out, self._decode_space, sm_scale=self._scale,
@@ -77,3 +94,10 @@ class DeviceAttention:
             )  # fmt: skip
 
         return attend
+
+
+def _by_sight(whole: Attend, cut: Attend) -> Attend:
+    def attend(q: Tensor, cache: LayerCache, out: Tensor, sight: Sight) -> None:
+        (cut if sight.in_segments else whole)(q, cache, out, sight)
+
+    return attend

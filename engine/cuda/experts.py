@@ -59,6 +59,7 @@ class Mixture:
         spec = expert_spec(config, number_format)
         self._route, self._experts = registry.get("moe_route", spec), registry.get("moe_experts", spec)
         self._quant = registry.get("quant_fp8", QuantSpec(spec.hidden))
+        self._scales_input = config.experts is not None and config.experts.as_llama4
         self._weights = torch.empty(max_rows, spec.top_k, device=device)
         self._ids = torch.empty(max_rows, spec.top_k, dtype=torch.int32, device=device)
         rounds = spec.weights == "e4m3"
@@ -72,10 +73,14 @@ class Mixture:
         weights, ids, scale = self._weights[:count], self._ids[:count], self._scale[:count]
         scores = _scores(x, layer.router)
         self._route(scores if layer.router_bias is None else scores.add_(layer.router_bias), weights, ids)
+        share = scores.amax(1).sigmoid_() if self._scales_input else None
         rows = x
         if self._rows is not None:
             rows = self._rows[:count]
             self._quant(x, rows, scale)
+            scale = scale if share is None else scale.mul_(share)
+        elif share is not None:
+            rows = (x * share[:, None]).to(x.dtype)
         self._experts(
             rows, scale, weights, ids, layer.gate_up, layer.gate_up_scale, layer.down, layer.down_scale, out,
             self._workspace, b1=layer.gate_up_bias, b2=layer.down_bias,

@@ -3,13 +3,14 @@
 from bisect import bisect_left
 from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import takewhile
 
 import numpy as np
 
 from contracts.ids import RequestId
 from engine.batch import Piece
+from engine.segments import cut
 
 # A step's budget where nothing else is said.
 _MAX_CHUNK_ROWS = 2048
@@ -59,6 +60,20 @@ def prompt_rows(pieces: SequenceOf[Piece], block_size: int) -> PromptRows:
         q_starts=np.concatenate([[0], np.cumsum(counts)]).astype(np.int32),
         kv_starts=np.concatenate([[0], np.cumsum(starts + counts)]).astype(np.int32),
         sample_rows=(np.cumsum(counts) - 1)[samples],
+    )
+
+
+def in_segments(rows: PromptRows, segment: int, block_size: int) -> PromptRows:
+    """The same rows for attention in segments: a sequence is one segment of a prompt."""
+    counts = np.diff(rows.q_starts)
+    by = cut(rows.tables, rows.lengths - counts, counts, segment, block_size)
+    lengths = by.starts + by.counts
+    return replace(
+        rows,
+        tables=np.ascontiguousarray(by.tables),
+        lengths=lengths.astype(np.int32),
+        q_starts=np.concatenate([[0], np.cumsum(by.counts)]).astype(np.int32),
+        kv_starts=np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32),
     )
 
 

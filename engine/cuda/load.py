@@ -189,9 +189,8 @@ class _Builder:
         state = self._state
 
         def make(rows: int, max_len: int) -> Step:
-            attend = self._attention.of_decodes(state.tables[:rows], state.lengths[:rows], max_len)
-
             def step() -> None:
+                attend = self._attention.of_decodes(state.tables[:rows], state.lengths[:rows], max_len)
                 inputs = Rows(state.gather_tokens(rows), state.positions[:rows], state.slots[:rows], None)
                 state.logits[:rows].copy_(model.head(model(inputs, cache, attend)))
 

@@ -19,7 +19,7 @@ from engine.cuda.cache import DeviceCache, LayerCache
 from engine.cuda.experts import ExpertWeights, Mixture
 from engine.cuda.formats import E4M3, DeviceFormat
 from engine.cuda.products import Products, RowBuffer, Scaled
-from engine.cuda.weights import DeviceWeights, LayerWeights, Matrix, Sight
+from engine.cuda.weights import DeviceWeights, LayerWeights, Matrix, MlpWeights, Sight
 from engine.runner import ignore
 from kernels.registry import Registry
 from kernels.specs import NormSpec, Quant, QuantSpec, RopeSpec, SiluSpec, Spec
@@ -49,6 +49,14 @@ class Rows:
     positions: Tensor
     slots: Tensor
     wanted: Tensor | None
+
+
+@dataclass(frozen=True)
+class _Turns:
+    """How rope turns a layer's rows, as at `positions` `[T]`; and what q is then multiplied by, `[T]` float32."""
+
+    positions: Tensor
+    scales: Tensor | None = None
 
 
 class Transformer:
@@ -185,7 +193,9 @@ class Transformer:
         # Rows that pad a chunk hold what an earlier one left, never a NaN for an expert's choice.
         self._mixed = empty(config.num_heads, config.head_dim).zero_()
         dense = [layer for layer in layers if not isinstance(layer.mlp, ExpertWeights)]
-        self._x = buffer([layer.qkv for layer in layers] + [layer.gate_up for layer in dense], hidden)
+        shared = [layer.shared for layer in layers if layer.shared is not None]
+        gate_ups = [mlp.gate_up for mlp in [*(layer.dense for layer in dense), *shared]]
+        self._x = buffer([layer.qkv for layer in layers] + gate_ups, hidden)
         self._read = buffer([layer.output for layer in layers], q_width)
         self._middle = buffer([layer.down for layer in dense], inner)
         matrices = [self._weights.head, *(matrix for layer in layers for matrix in layer.matrices())]
@@ -193,22 +203,34 @@ class Transformer:
         if config.experts is not None:
             self._plain = empty(hidden)
             self._mixture = Mixture(config, self._format, self._registry, max_rows, device)
+        if shared and config.experts is not None:
+            self._shared_gate_up = empty(2 * config.experts.intermediate_size)
+            self._shared_middle = buffer([mlp.down for mlp in shared], config.experts.intermediate_size)
+
+    def _still(self, positions: Tensor) -> _Turns:
+        """At position 0 rope turns nothing."""
+        tunings = self._weights.tunings
+        scales = None if tunings is None else tunings.index_select(0, positions)
+        return _Turns(torch.zeros_like(positions), scales)
 
     def _project(self, layer: LayerWeights, x: Scaled, rows: Rows, cache: LayerCache) -> None:
         """Queries of the rows; their K and V go into the cache."""
+        turns = _Turns(rows.positions) if layer.is_turned else self._still(rows.positions)
         config, count = self._config, len(x.rows)
         qkv, q = self._qkv[:count], self._q[:count]
         # A bias, and a norm of each head, come before rope and want finished products.
-        deferred = layer.qkv.recipe == "row" and not (config.qkv_bias or config.qk_norm)
+        deferred = layer.qkv.recipe == "row" and layer.qkv.bias is None and layer.q_gain is None
         self._products(layer.qkv, x, qkv, deferred)
         if layer.q_gain is not None and layer.k_gain is not None:
             self._normalise_heads(qkv, layer.q_gain, layer.k_gain)
         heads = (config.num_heads, config.num_kv_heads, config.head_dim)
         rope = self._get("rope_append", RopeSpec(*heads, self._block_size, self._format.kv, deferred=deferred))
         rope(
-            qkv, rows.positions, rows.slots, self._weights.cos_sin, q, cache.keys, cache.values,
+            qkv, turns.positions, rows.slots, self._weights.cos_sin, q, cache.keys, cache.values,
             k_scale=cache.k_scale, v_scale=cache.v_scale, **(_applied(layer.qkv, x) if deferred else {}),
         )  # fmt: skip
+        if turns.scales is not None:
+            q.mul_(turns.scales[:, None, None])
 
     def _readable(self, layer: LayerWeights, mixed: Tensor) -> Scaled:
         """What attention gave, as the output projection reads it."""
@@ -235,18 +257,35 @@ class Transformer:
         self._add_norm(layer.output, mixed, residual, layer.mlp_gain, x, "none")
         total = self._sum[: len(residual)]
         self._mixture(experts, x.rows, total)
+        if layer.shared is not None:
+            total.add_(self._shared(layer.shared, x.rows))
         return total
+
+    def _shared(self, mlp: MlpWeights, x: Tensor) -> Tensor:
+        """What the shared expert makes of all rows, `[T, H]`: where `x` was."""
+        count, rows = len(x), Scaled(x, x)
+        if mlp.gate_up.recipe == "row":
+            rows = self._x.of(mlp.gate_up, count)
+            self._get("quant_fp8", QuantSpec(x.shape[1]))(x, rows.rows, rows.scale)
+        middle = self._shared_middle.of(mlp.down, count)
+        self._gated(mlp, rows, self._shared_gate_up[:count], middle)
+        self._products(mlp.down, middle, x)
+        return x
 
     def _mlp(self, layer: LayerWeights, mixed: Scaled, residual: Tensor) -> Scaled:
         """Adds attention to the residual; the MLP up to its middle, `[T, I]`."""
         count = len(residual)
-        x, gate_up, middle = self._x.of(layer.gate_up, count), self._gate_up[:count], self._middle.of(layer.down, count)
+        x, middle = self._x.of(layer.gate_up, count), self._middle.of(layer.down, count)
         self._add_norm(layer.output, mixed, residual, layer.mlp_gain, x, _quant(layer.gate_up))
-        deferred = layer.gate_up.recipe == "row"
-        self._products(layer.gate_up, x, gate_up, deferred)
-        spec = SiluSpec(self._config.intermediate_size, _quant(layer.down), deferred)
-        self._get("silu_mul_quant", spec)(gate_up, middle.rows, middle.scale, **_applied(layer.gate_up, x))
+        self._gated(layer.dense, x, self._gate_up[:count], middle)
         return middle
+
+    def _gated(self, mlp: MlpWeights, x: Scaled, gate_up: Tensor, middle: Scaled) -> None:
+        """Writes `gate_up` `[T, 2I]` and `middle` `[T, I]`."""
+        deferred = mlp.gate_up.recipe == "row"
+        self._products(mlp.gate_up, x, gate_up, deferred)
+        spec = SiluSpec(middle.rows.shape[1], _quant(mlp.down), deferred)
+        self._get("silu_mul_quant", spec)(gate_up, middle.rows, middle.scale, **_applied(mlp.gate_up, x))
 
     def _add_norm(self, matrix: Matrix, x: Scaled, residual: Tensor, gain: Tensor, out: Scaled, quant: Quant) -> None:
         """residual += x @ matrix; out = its norm. A bias wants a finished product."""

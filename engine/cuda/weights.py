@@ -16,7 +16,7 @@ from contracts.errors import ConfigError
 from engine.cuda.experts import ExpertWeights
 from engine.cuda.formats import E4M3, INT4_GROUP, DeviceFormat
 from engine.quantized import Fp8Matrix, Int4Matrix, StoredMatrix
-from engine.rope import rope_frequencies
+from engine.rope import rope_frequencies, tunings
 from engine.tensors import ModelTensors, Mxfp4, layer_prefix
 from engine.weights import WeightSource
 from kernels.layouts import pairs_to_split, split_nibbles
@@ -60,12 +60,13 @@ class Matrix:
 
 @dataclass(frozen=True)
 class Sight:
-    """What the tokens of a layer see: the newest `window` tokens or, with 0, all; and a logit for each head, `[heads]`
-    float32, of a sink that no token owns.
+    """What the tokens of a layer see: the newest `window` tokens or, with 0, all, or all of their segment; and a logit
+    for each head, `[heads]` float32, of a sink that no token owns.
     """
 
     window: int = 0
     sinks: Tensor | None = None
+    in_segments: bool = False
 
 
 @dataclass(frozen=True)
@@ -76,7 +77,9 @@ class MlpWeights:
 
 @dataclass(frozen=True)
 class LayerWeights:
-    """`gate_up` and `down` are those of a layer without experts."""
+    """`gate_up` and `down` are those of a layer without experts; `shared` is one that all tokens go through beside
+    theirs. `is_turned`: by rope.
+    """
 
     attention_gain: Tensor
     qkv: Matrix
@@ -86,22 +89,24 @@ class LayerWeights:
     q_gain: Tensor | None
     k_gain: Tensor | None
     sight: Sight
+    shared: MlpWeights | None = None
+    is_turned: bool = True
 
     def matrices(self) -> tuple[Matrix, ...]:
         """All but those of experts."""
-        dense = (self.mlp.gate_up, self.mlp.down) if isinstance(self.mlp, MlpWeights) else ()
-        return self.qkv, self.output, *dense
+        gated = [mlp for mlp in (self.mlp, self.shared) if isinstance(mlp, MlpWeights)]
+        return self.qkv, self.output, *(matrix for mlp in gated for matrix in (mlp.gate_up, mlp.down))
 
     @property
     def gate_up(self) -> Matrix:
-        return self._dense.gate_up
+        return self.dense.gate_up
 
     @property
     def down(self) -> Matrix:
-        return self._dense.down
+        return self.dense.down
 
     @property
-    def _dense(self) -> MlpWeights:
+    def dense(self) -> MlpWeights:
         assert isinstance(self.mlp, MlpWeights), "this layer has experts"
         return self.mlp
 
@@ -109,7 +114,8 @@ class LayerWeights:
 @dataclass(frozen=True)
 class DeviceWeights:
     """`cos_sin` `[max_model_len, head_dim]`: cosines, then sines. `kv_scales` `[layers, 2]`, on the host: those of K
-    and V that the checkpoint brings.
+    and V that the checkpoint brings. `tunings` `[max_model_len]`: what q is multiplied by in layers that rope does not
+    turn, if not by 1.
     """
 
     embedding: Tensor
@@ -118,6 +124,7 @@ class DeviceWeights:
     head: Matrix
     cos_sin: Tensor
     kv_scales: Tensor | None = None
+    tunings: Tensor | None = None
 
     def input_scales(self) -> Tensor | None:
         """`[layers, 2]`: those of attention's output and of the MLP's middle, if the checkpoint brings all."""
@@ -147,7 +154,9 @@ def load_device_weights(
     turns = rope_frequencies(config, max_model_len)
     cos_sin = torch.cat([turns.real, turns.imag], 1).contiguous().to(device)
     progress("load", config.num_layers, config.num_layers)
-    return DeviceWeights(embedding, tuple(layers), final_gain, head, cos_sin, loader.kv_scales())
+    scales = tunings(config, max_model_len)
+    scales = None if scales is None else scales.to(device)
+    return DeviceWeights(embedding, tuple(layers), final_gain, head, cos_sin, loader.kv_scales(), scales)
 
 
 def quantize_rows(weight: Tensor) -> Matrix:
@@ -216,15 +225,25 @@ class _Loader:
             output=self._matrix(prefix, "output", self._rounds, self._optional(tensors.output_bias(prefix))),
             mlp_gain=self._rows(tensors.gain(prefix + "post_attention_layernorm")),
             mlp=self._mlp(index),
-            q_gain=self._optional(tensors.head_gain(prefix, "q")),
-            k_gain=self._optional(tensors.head_gain(prefix, "k")),
+            q_gain=self._optional(tensors.head_gain(index, "q")),
+            k_gain=self._optional(tensors.head_gain(index, "k")),
             sight=self._sight(index),
+            shared=self._shared(index),
+            is_turned=index not in self._config.unturned_layers,
         )
 
     def _sight(self, index: int) -> Sight:
         sinks = self._tensors.sinks(layer_prefix(index))
-        window = self._config.window if index in self._config.windowed_layers else 0
-        return Sight(window, None if sinks is None else sinks.to(self._device).float())
+        is_windowed = index in self._config.windowed_layers
+        window, in_segments = (self._config.window, self._config.segment > 0) if is_windowed else (0, False)
+        return Sight(window, None if sinks is None else sinks.to(self._device).float(), in_segments)
+
+    def _shared(self, index: int) -> MlpWeights | None:
+        experts = self._config.experts_of(index)
+        if experts is None or not experts.as_llama4:
+            return None
+        parts = ("shared_gate_up", "shared_down")
+        return MlpWeights(*(self._matrix(layer_prefix(index), part, self._rounds) for part in parts))
 
     def _mlp(self, index: int) -> MlpWeights | ExpertWeights:
         tensors, prefix, experts = self._tensors, layer_prefix(index), self._config.experts_of(index)

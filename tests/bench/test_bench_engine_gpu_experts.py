@@ -7,7 +7,7 @@ import torch
 
 from bench.engine_gpu import submit
 from bench.engine_gpu_experts import SMALL, agreed, agreement_rows, flops_per_token, limit_ms, tokens_seen
-from bench.random_model import GPT_OSS_20B, QWEN3_30B_A3B, RandomWeights, random_checkpoint
+from bench.random_model import GPT_OSS_20B, LLAMA4_MAVERICK, QWEN3_30B_A3B, RandomWeights, random_checkpoint
 from checkpoint.config import Experts
 from engine.cuda.load import load_device_engine
 from engine.messages import EngineSettings
@@ -27,6 +27,15 @@ def test_the_byte_limit_counts_the_experts_that_are_touched():
     assert flops_per_token(QWEN3_30B_A3B, 0) == pytest.approx(48 * 2 * (8 * 4.719e6 + 18.87e6 + 0.26e6), rel=1e-3)
 
 
+def test_the_limits_of_llama4_count_dense_layers_and_the_shared_expert():
+    config = replace(LLAMA4_MAVERICK, num_layers=4)
+    # 4 layers of attention of 62.9 M, 2 of an MLP of 251.7 M, 2 of a shared and one other expert of 125.8 M each.
+    multiplied = 4 * 62.91e6 + 2 * 251.66e6 + 2 * 2 * 125.83e6
+    assert flops_per_token(config, 0) == pytest.approx(2 * (multiplied + 2 * 0.655e6), rel=1e-3)
+    assert limit_ms(config, 1, 0, 1) * 4.45e9 == pytest.approx(multiplied + 2 * 1.311e6 + 2069e6, rel=1e-3)
+    assert tokens_seen(config, 8192 + 100) == 3 * 100 + 8292
+
+
 def test_agreement_ends_at_the_first_difference():
     assert agreed([1, 2, 3], [1, 2, 3]) == 3 and agreed([1, 2, 3], [1, 4, 3]) == 1
 
@@ -39,10 +48,18 @@ def test_the_reference_kernels_agree_with_the_cpu_engine():
 
 
 @pytest.mark.parametrize("dtype", ["float8", "bfloat16"])
-def test_a_gpt_oss_of_random_weights_answers(dtype):
+@pytest.mark.parametrize(
+    ("whole", "experts"),
+    [
+        (GPT_OSS_20B, Experts(4, 2, 64, True, as_gpt_oss=True, is_mxfp4=True)),
+        (LLAMA4_MAVERICK, Experts(4, 1, 64, True, dense_layers=(0,), as_llama4=True)),
+    ],
+    ids=["gpt-oss", "llama4"],
+)
+def test_one_of_random_weights_answers(whole, experts, dtype):
     config = replace(
-        GPT_OSS_20B, vocab_size=300, hidden_size=128, num_layers=2, num_heads=8, num_kv_heads=2, head_dim=32,
-        max_model_len=256, experts=Experts(4, 2, 64, True, as_gpt_oss=True, is_mxfp4=True),
+        whole, vocab_size=300, hidden_size=128, num_layers=2, num_heads=8, num_kv_heads=2, head_dim=32,
+        max_model_len=256, experts=experts, intermediate_size=192,
     )  # fmt: skip
     settings = EngineSettings(dtype=dtype, kv_cache_nbytes=8 << 20, max_num_seqs=4, max_batched_tokens=128)
     checkpoint, device = random_checkpoint("tiny", config), torch.device("cpu")

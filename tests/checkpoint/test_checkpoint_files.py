@@ -13,7 +13,7 @@ from safetensors.numpy import save_file
 from tokenizers import Tokenizer, models
 
 from checkpoint import open_checkpoint
-from checkpoint.config import Experts, RopeScaling, YarnScaling
+from checkpoint.config import Experts, RopeScaling, Tuning, YarnScaling
 from checkpoint.fingerprint import weights_fingerprint
 from checkpoint.huggingface import model_config
 from contracts.errors import ConfigError
@@ -54,6 +54,19 @@ GPT_OSS = {
         "original_max_position_embeddings": 4096,
     },
     "quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]},
+}
+LLAMA4 = {
+    **CONFIG,
+    "architectures": ["Llama4ForCausalLM"],
+    "num_hidden_layers": 4,
+    "intermediate_size_mlp": 32,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 1,
+    "interleave_moe_layer_step": 2,
+    "attention_chunk_size": 8192,
+    "use_qk_norm": False,
+    "no_rope_layers": [],
+    "attn_temperature_tuning": 4,
 }
 LLAMA3 = {
     "rope_type": "llama3",
@@ -149,7 +162,7 @@ def test_a_shard_that_is_not_there_is_named(folder):
     [
         (
             {"architectures": ["GPT2LMHeadModel"]},
-            "'GPT2LMHeadModel' is not supported; supported are gpt_oss, llama, mistral",
+            "'GPT2LMHeadModel' is not supported; supported are gpt_oss, llama, llama4, mistral",
         ),
         ({"sliding_window": 32}, "sliding-window attention"),
         ({"rope_scaling": {"rope_type": "longrope"}}, "rope scaling 'longrope' is not supported"),
@@ -245,6 +258,50 @@ def test_a_gpt_oss_that_would_give_wrong_text_is_refused(changes, words):
         model_config({**GPT_OSS, **changes}, "here")
 
 
+def test_llama4_is_read_whole():
+    config = model_config(LLAMA4, "here")
+    assert config.experts == Experts(8, 1, 16, True, (0, 2), as_llama4=True) and config.intermediate_size == 32
+    assert (config.segment, config.windowed_layers, config.unturned_layers) == (8192, (0, 1, 2), (3,))
+    assert config.tuning == Tuning(8192.0, 0.1) and not config.plain_qk_norm and not config.qk_norm
+    whole = {"attention_chunk_size": None, "use_qk_norm": True, "attn_temperature_tuning": False, "moe_layers": [0, 1]}
+    config = model_config({**LLAMA4, **whole, "no_rope_layers": [1, 0, 1, 0]}, "here")
+    assert config.experts_of(2) is None and config.experts_of(1) is not None
+    assert (config.segment, config.windowed_layers, config.unturned_layers) == (0, (), (1, 3))
+    assert config.tuning is None and config.plain_qk_norm
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"num_experts_per_tok": 2}, "a Llama 4 with 2 experts a token is not supported"),
+        ({"hidden_act": "gelu"}, "only SiLU and layers without mlp_bias and attention_bias"),
+        ({"attention_bias": True}, "only SiLU and layers without mlp_bias and attention_bias"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "a Llama 4 with yarn is not supported"),
+        ({"attention_chunk_size": 100}, "attention_chunk_size of 100 is not supported; supported are multiples of 64"),
+        ({"interleave_moe_layer_step": 0}, "experts in every layer of 0 are not supported"),
+        ({"no_rope_layers": [1]}, "no_rope_layers and layer_types must say for each layer"),
+        ({"layer_types": ["sliding_attention"] * 4}, "no_rope_layers and layer_types must say for each layer"),
+    ],
+)
+def test_a_llama4_that_would_give_wrong_text_is_refused(changes, words):
+    with pytest.raises(ConfigError, match=words):
+        model_config({**LLAMA4, **changes}, "here")
+
+
+def test_a_llama4_folder_is_read_with_and_without_a_vision_tower_but_not_quantized(folder):
+    file, names = folder / "config.json", {"architectures": ["Llama4ForConditionalGeneration"]}
+    file.write_text(json.dumps(LLAMA4))
+    text = open_checkpoint(str(folder))
+    file.write_text(json.dumps({**names, "text_config": LLAMA4 | {"architectures": None}, "vision_config": {}}))
+    whole = open_checkpoint(str(folder))
+    assert (whole.config, whole.eos_token_ids) == (text.config, text.eos_token_ids)
+    file.write_text(json.dumps({**names, "vision_config": {}}))
+    refused(folder, "lacks 'text_config'")
+    fp8 = {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
+    file.write_text(json.dumps({**names, "text_config": LLAMA4, "quantization_config": fp8}))
+    refused(folder, "a quantized Llama 4 is not supported")
+
+
 @pytest.mark.parametrize("key", ["rope_scaling", "rope_parameters"])
 def test_llama3_scaling_is_read_from_both_spellings(key):
     assert model_config({**CONFIG, key: LLAMA3}, "here").rope_scaling == RopeScaling(8.0, 1.0, 4.0, 8192)
@@ -274,7 +331,10 @@ def test_a_cut_gguf_file_is_damaged_wherever_it_is_cut(tmp_path):
 @pytest.mark.parametrize(
     ("kind", "words"),
     [
-        ({"arch": "gpt2"}, "architecture 'gpt2' is not supported; supported are gpt_oss, llama, mistral, qwen2, qwen3"),
+        (
+            {"arch": "gpt2"},
+            "architecture 'gpt2' is not supported; supported are gpt_oss, llama, llama4, mistral, qwen2",
+        ),
         ({"model": "bert"}, "tokenizer 'bert' is not supported"),
         ({"pre": "gpt-4o"}, "pre-tokenizer 'gpt-4o' is not supported; supported are smollm, llama-bpe and qwen2"),
     ],

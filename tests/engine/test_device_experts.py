@@ -15,7 +15,7 @@ PROMPTS = random_prompts(VOCAB, (9, 64, 100))
 WHOLE_TILES = {"hidden_size": 128, "num_attention_heads": 4}
 
 
-@pytest.fixture(scope="module", params=["qwen3_moe", "gpt_oss"])
+@pytest.fixture(scope="module", params=["qwen3_moe", "gpt_oss", "llama4"])
 def folder(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("mixture")
     save_tiny(folder, request.param, **WHOLE_TILES)

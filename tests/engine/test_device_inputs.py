@@ -14,6 +14,7 @@ from engine.cuda.inputs import (
     chunk_buckets,
     context_buckets,
     decode_rows,
+    in_segments,
     num_decodes,
     prompt_rows,
 )
@@ -129,3 +130,15 @@ def test_a_draw_is_keyed_by_seed_and_choice_whole():
 def test_a_batch_is_greedy_if_all_of_it_is():
     assert is_greedy([sequence("a", 3), sequence("b", 3)])
     assert not is_greedy([sequence("a", 3), sequence("b", 3, temperature=0.1)])
+
+
+def test_prompts_in_segments_are_sequences_that_begin_with_a_segments_page():
+    """Tokens 100 to 300 of one sequence, the first 128 of another, in segments of 128."""
+    first = sequence("a", 300, 0, [10, 11, 12, 13, 14])
+    rows = prompt_rows([Piece(first, 100, 200), Piece(sequence("b", 128, 0, [20, 21]), 0, 128)], SIZE)
+    by = in_segments(rows, 128, SIZE)
+    assert by.tables[:, 0].tolist() == [10, 12, 14, 20] and by.tables[1].tolist() == [12, 13]
+    assert by.lengths.tolist() == [128, 128, 44, 128]
+    assert by.q_starts.tolist() == [0, 28, 156, 200, 328] and by.counts == [28, 128, 44, 128]
+    assert by.kv_starts.tolist() == [0, 128, 256, 300, 428]
+    assert by.slots is rows.slots and by.positions is rows.positions

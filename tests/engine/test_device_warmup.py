@@ -18,6 +18,7 @@ MODELS = [
     ("qwen3", HEADS, "bfloat16"),
     ("qwen3_moe", HEADS, "float8"),
     ("gpt_oss", HEADS, "bfloat16"),
+    ("llama4", HEADS, "float8"),
 ]
 LENGTHS = [
     *((count,) for count in (1, 2, 3, 7, 15, 16, 17, 31, 33, 64, 65, 100, 127, 128, 129, 255, 256, 300, 500)),

@@ -22,7 +22,7 @@ PROMPTS = random_prompts(VOCAB, (1, 5, 17, 40, 150))
 COUNT, HIDDEN, INNER = 6, 32, 64
 
 
-@pytest.fixture(scope="module", params=["qwen3_moe", "gpt_oss"])
+@pytest.fixture(scope="module", params=["qwen3_moe", "gpt_oss", "llama4"])
 def folder(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("mixture")
     save_tiny(folder, request.param)
