@@ -61,13 +61,14 @@ class DeviceAttention:
         tables, lengths, q_starts, kv_starts = (
             upload(array, device) for array in (rows.tables, rows.lengths, rows.q_starts, rows.kv_starts)
         )
-        totals = rows.lengths.tolist()
-        prepared = {window: prepare(tables, rows.counts, totals) for window, prepare in self._preparers.items()}
+        counts, totals = rows.counts, rows.lengths.tolist()
+        prepared = {window: prepare(tables, counts, totals) for window, prepare in self._preparers.items()}
+        max_q, max_kv = max(counts), max(totals)
 
         def attend(q: Tensor, cache: LayerCache, out: Tensor, sight: Sight) -> None:
             self._prefills[sight.window](
                 q, cache.keys, cache.values, tables, lengths, q_starts, kv_starts, out, self._prefill_space,
-                max_q=max(rows.counts), max_kv=max(totals), sm_scale=self._scale, prepared=prepared[sight.window],
+                max_q=max_q, max_kv=max_kv, sm_scale=self._scale, prepared=prepared[sight.window],
                 k_scale=cache.k_scale, v_scale=cache.v_scale, sinks=sight.sinks,
             )  # fmt: skip
 

@@ -46,11 +46,15 @@ class DeviceCache:
         self.layout = layout if scales is None else msgspec.structs.replace(layout, scales=_name(scales))
         self.num_blocks = num_blocks
         self.device = device
-        self._scales = torch.ones(layout.num_layers, 2) if scales is None else scales
         shape = (layout.num_planes, num_blocks + 1, layout.num_kv_heads, layout.block_size, layout.head_dim)
         # Zeros: what is masked weighs 0, and 0 times a NaN of uninitialised memory is a NaN.
         self._memory = allocate(layout.block_nbytes * (num_blocks + 1), device)
         self._planes = self._memory.tensor.view(dtype).view(shape)
+        chosen = torch.ones(layout.num_layers, 2) if scales is None else scales
+        self._layers = [
+            LayerCache(self._planes[2 * index], self._planes[2 * index + 1], *by_layer)
+            for index, by_layer in enumerate(chosen.tolist())
+        ]
         self._pages: DevicePages | None = None
 
     def share(self, registry: Registry) -> None:
@@ -72,8 +76,7 @@ class DeviceCache:
         return self._pages.checksums(blocks) if self._pages is not None and self._pages.checks else None
 
     def layer(self, index: int) -> LayerCache:
-        k_scale, v_scale = self._scales[index].tolist()
-        return LayerCache(self._planes[2 * index], self._planes[2 * index + 1], k_scale, v_scale)
+        return self._layers[index]
 
 
 def _name(scales: Tensor) -> str:

@@ -12,6 +12,9 @@ from contracts.ids import RequestId
 from engine.batch import Piece
 from engine.segments import cut
 
+# A step's budget where nothing else is said.
+_MAX_CHUNK_ROWS = 2048
+
 
 @dataclass(frozen=True)
 class PromptRows:
@@ -125,6 +128,14 @@ def batch_buckets(largest: int) -> tuple[int, ...]:
     """1, 2, 4, 8, then steps of 8 to 64, of 16 to 128, of 32 beyond: a step costs at most a quarter too many rows."""
     sizes = [1, 2, 4, *range(8, 64, 8), *range(64, 128, 16), *range(128, largest + 32, 32)]
     return (*[size for size in sizes if size < largest], largest)
+
+
+def chunk_buckets(max_rows: int) -> tuple[int, ...]:
+    """Rows of prompts, up to as many as keep the device busy for longer than the host launches them. Steps of 64: a
+    chunk of a budget's blocks beside few decodes is padded by none.
+    """
+    largest = min(max_rows, _MAX_CHUNK_ROWS)
+    return (*range(64, largest, 64), largest)
 
 
 def context_buckets(max_model_len: int) -> tuple[int, ...]:

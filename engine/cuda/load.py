@@ -15,6 +15,7 @@ from engine.backend import Backend
 from engine.cuda.attention import DeviceAttention
 from engine.cuda.cache import DeviceCache
 from engine.cuda.calibration import TEXT, Scales, calibrate, compute_prompt
+from engine.cuda.chunks import Chunks
 from engine.cuda.drawing import DeviceSampler, Drawer
 from engine.cuda.formats import DEVICE_FORMATS, DeviceFormat, resolve_device_dtype
 from engine.cuda.fused import FusedDecode, is_fusible
@@ -36,7 +37,7 @@ _log = logging.getLogger(__name__)
 
 # The kernels were tuned for pages of 64 tokens.
 _MIN_BLOCK_SIZE = 64
-# Left free beside the cache: for captured steps, and for logits that are made whole in float32.
+# Left free beside the cache: for captured steps and chunks, and for logits that are made whole in float32.
 _SPARE_NBYTES, _LOGIT_NBYTES = 1 << 30, 16
 _MEMORY_PAGE_NBYTES = 2 << 20
 # Layers that differ, by window or experts, mostly take turns.
@@ -89,7 +90,7 @@ class _Builder:
         with self._stage("capture", progress):
             cache.share(self._registry)
             if self._captures:
-                runner.steps.capture()
+                runner.capture()
         with self._stage("warm up", progress):
             if self._device.type == "cuda":
                 self._warm_up(cache, max_model_len).run(runner, self._sampler)
@@ -181,7 +182,8 @@ class _Builder:
         else:
             make = self._plain(model, cache)
         steps = DecodeSteps(make, self._drawer, state, max_model_len)
-        return DeviceRunner(model, self._attention, cache, state, steps, self._drawer, self._sampler)
+        chunks = Chunks(model, cache, self._max_rows)
+        return DeviceRunner(model, self._attention, cache, state, steps, chunks, self._drawer, self._sampler)
 
     def _plain(self, model: Transformer, cache: DeviceCache) -> MakeStep:
         state = self._state

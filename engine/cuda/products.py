@@ -24,10 +24,6 @@ class Scaled:
     rows: Tensor
     scale: Tensor
 
-    def select(self, index: Tensor) -> "Scaled":
-        rows = self.rows.view(torch.uint8) if self.rows.dtype is E4M3 else self.rows
-        return Scaled(rows.index_select(0, index).view(self.rows.dtype), self.scale.index_select(0, index))
-
 
 class RowBuffer:
     """Room for `max_rows` rows that products with these matrices read: each recipe's as it wants them."""
@@ -35,12 +31,12 @@ class RowBuffer:
     def __init__(self, matrices: Sequence[Matrix], max_rows: int, width: int, plain: torch.dtype, device: torch.device):
         kinds = {E4M3 if matrix.recipe == "row" else plain for matrix in matrices}
         self._rows = {dtype: torch.empty(max_rows, width, dtype=dtype, device=device) for dtype in kinds}
-        self._scale = torch.empty(max_rows, device=device)
+        self.scale = torch.empty(max_rows, device=device)
         self._plain = plain
 
     def of(self, matrix: Matrix, count: int) -> Scaled:
         rows = self._rows[E4M3 if matrix.recipe == "row" else self._plain]
-        return Scaled(rows[:count], self._scale[:count])
+        return Scaled(rows[:count], self.scale[:count])
 
 
 class Products:

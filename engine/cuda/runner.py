@@ -10,6 +10,7 @@ from contracts.ids import RequestId
 from engine.batch import Piece
 from engine.cuda.attention import DeviceAttention
 from engine.cuda.cache import DeviceCache
+from engine.cuda.chunks import Chunks
 from engine.cuda.drawing import DeviceDrawn, DeviceSampler, Drawer, Likeliest
 from engine.cuda.inputs import DecodeRows, block_tables, decode_rows, num_decodes, prompt_rows
 from engine.cuda.sampling import columns, is_greedy
@@ -33,14 +34,21 @@ class DeviceRunner:
         cache: DeviceCache,
         state: DecodeState,
         steps: DecodeSteps,
+        chunks: Chunks,
         drawer: Drawer,
         sampler: DeviceSampler,
     ) -> None:
         self._model, self._attention, self._cache = model, attention, cache
-        self.steps, self._state, self._drawer, self._sampler = steps, state, drawer, sampler
+        self._state, self._drawer, self._sampler = state, drawer, sampler
+        self.steps, self.chunks = steps, chunks
         self.early_planes = model.early_layers * cache.layout.num_planes // cache.layout.num_layers
         self._drawn: dict[RequestId, int] = {}
         self._tables: list[tuple[RequestId, int]] = []
+
+    def capture(self) -> None:
+        """Of decode steps and of chunks, before the first request."""
+        self.steps.capture()
+        self.chunks.capture()
 
     def forward(self, pieces: SequenceOf[Piece], early: Callable[[], None] = ignore) -> Computed:
         sampling = [piece.sequence for piece in pieces if piece.samples]
@@ -94,19 +102,13 @@ class DeviceRunner:
     def _prompts(self, prompts: SequenceOf[Piece], early: Callable[[], None]) -> tuple[Tensor, tuple[Scored, ...]]:
         """Logits of those that sample, and the prompts' own tokens scored."""
         device, found = self._state.device, spans(prompts)
-        rows = prompt_rows(prompts, self._cache.layout.block_size)
-        index = [upload(rows.sample_rows, device), *(span.rows.to(device) for span in found)]
-        x = self._model(
-            Rows(
-                upload(rows.token_ids, device),
-                upload(rows.positions, device),
-                upload(rows.slots, device),
-                torch.cat(index),
-            ),
-            self._cache,
-            self._attention.of_prompts(rows),
-            early,
+        plan = prompt_rows(prompts, self._cache.layout.block_size)
+        index = [upload(plan.sample_rows, device), *(span.rows.to(device) for span in found)]
+        token_ids, positions, slots = (
+            upload(column, device) for column in (plan.token_ids, plan.positions, plan.slots)
         )
+        rows = Rows(token_ids, positions, slots, torch.cat(index))
+        x = self._model(rows, self._cache, self._attention.of_prompts(plan), early, self.chunks.advance(rows))
         sampled, *scored = x.split([len(part) for part in index])
         return self._model.head(sampled), score(found, (self._model.head(part).float().cpu() for part in scored))
 

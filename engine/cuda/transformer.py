@@ -9,6 +9,7 @@ Shapes: T rows, H hidden size, D head size.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -34,9 +35,15 @@ their own sequences.
 """
 
 
+Advance = Callable[[int], None]
+"""Transformer.advance of a layer, for rows that it knows."""
+
+
 @dataclass(frozen=True)
 class Rows:
-    """`token_ids`, `positions`, `slots` `[T]`; `wanted` are the rows whose logits matter, None for all."""
+    """`token_ids`, `positions`, `slots` `[T]`, the slot -1 for a row that only pads; `wanted` are the rows whose
+    logits matter, None for all.
+    """
 
     token_ids: Tensor
     positions: Tensor
@@ -73,47 +80,74 @@ class Transformer:
         self.peaks: Tensor | None = None
         # The rest of a chunk takes longer to compute than these take to be pulled.
         self.early_layers = len(weights.layers) * 7 // 8
+        self.num_layers = len(weights.layers)
         self._bound: dict[tuple[str, Spec], Callable[..., None]] = {}
         self._allocate(max_rows, weights.embedding.device)
 
     @torch.inference_mode()
-    def __call__(self, rows: Rows, cache: DeviceCache, attend: Attend, early: Callable[[], None] = ignore) -> Tensor:
-        """Writes K and V of all rows, and calls `early` when the first `early_layers` have theirs.
+    def __call__(
+        self,
+        rows: Rows,
+        cache: DeviceCache,
+        attend: Attend,
+        early: Callable[[], None] = ignore,
+        advance: Advance | None = None,
+    ) -> Tensor:
+        """Writes K and V of all rows, and calls `early` when the first `early_layers` have theirs. `advance`: does what
+        the method of that name does, for these rows.
 
         Returns the rows that are wanted after the final norm, `[W, H]`, for `head`.
         """
-        config, count, layers = self._config, len(rows.token_ids), self._weights.layers
-        x, residual = self._x.of(layers[0].qkv, count), self._residual[:count]
-        embed = self._get("add_rmsnorm_quant", NormSpec(config.hidden_size, _quant(layers[0].qkv), embed=True))
-        gain = layers[0].attention_gain
-        embed(self._weights.embedding, residual, gain, config.norm_eps, x.rows, x.scale, ids=rows.token_ids)
-        turned = _Turns(rows.positions)
-        still = self._still(rows.positions) if config.unturned_layers else turned
-        for index, layer in enumerate(layers):
-            turns = turned if layer.is_turned else still
-            mixed = self._attention(layer, x, rows, turns, cache.layer(index), attend)
+        count, advance = len(rows.token_ids), advance or partial(self.advance, rows, cache)
+        for index, layer in enumerate(self._weights.layers):
+            advance(index)
+            attend(self._q[:count], cache.layer(index), self._mixed[:count], layer.sight)
             if index == self.early_layers - 1:
                 early()
-            is_last = index == len(layers) - 1
-            if is_last and rows.wanted is not None:
-                # Only these go past the last attention: 3 % of a prompt's work.
-                if not len(rows.wanted):
-                    return residual[:0]
-                mixed, residual = mixed.select(rows.wanted), residual.index_select(0, rows.wanted)
-            self._note(index, 0, mixed)
-            following = None if is_last else layers[index + 1]
-            x = Scaled(torch.empty_like(residual), x.scale) if following is None else self._x.of(following.qkv, count)
-            gain = self._weights.final_gain if following is None else following.attention_gain
-            quant = "none" if following is None else _quant(following.qkv)
-            if isinstance(layer.mlp, ExpertWeights):
-                total = self._experts(layer, layer.mlp, mixed, residual)
-                norm = self._get("add_rmsnorm_quant", NormSpec(config.hidden_size, quant))
-                norm(total, residual, gain, config.norm_eps, x.rows, x.scale)
-            else:
-                middle = self._mlp(layer, mixed, residual)
-                self._note(index, 1, middle)
-                self._add_norm(layer.down, middle, residual, gain, x, quant)
-        return x.rows
+        return self._finish(count, rows.wanted)
+
+    @torch.inference_mode()
+    def advance(self, rows: Rows, cache: DeviceCache, index: int) -> None:
+        """From what the attention of the layer before left to the queries of this one, its K and V written. All of it
+        is launched the same for as many rows, whatever these are.
+        """
+        count, layer = len(rows.token_ids), self._weights.layers[index]
+        x, residual = self._x.of(layer.qkv, count), self._residual[:count]
+        if index == 0:
+            self._embed(layer, rows.token_ids, residual, x)
+        else:
+            mixed = self._mixed[:count].view(count, -1)
+            self._leave(index - 1, mixed, residual, layer.attention_gain, x, _quant(layer.qkv))
+        self._project(layer, x, rows, cache.layer(index))
+
+    def _finish(self, count: int, wanted: Tensor | None) -> Tensor:
+        """What follows the last attention. Only the rows that are wanted go there: 3 % of a prompt's work."""
+        mixed, residual = self._mixed[:count].view(count, -1), self._residual[:count]
+        if wanted is not None:
+            mixed, residual = mixed.index_select(0, wanted), residual.index_select(0, wanted)
+        out = Scaled(torch.empty_like(residual), self._x.scale)
+        if len(residual):
+            self._leave(len(self._weights.layers) - 1, mixed, residual, self._weights.final_gain, out, "none")
+        return out.rows
+
+    def _embed(self, layer: LayerWeights, token_ids: Tensor, residual: Tensor, x: Scaled) -> None:
+        config, quant = self._config, _quant(layer.qkv)
+        embed = self._get("add_rmsnorm_quant", NormSpec(config.hidden_size, quant, embed=True))
+        embed(self._weights.embedding, residual, layer.attention_gain, config.norm_eps, x.rows, x.scale, ids=token_ids)
+
+    def _leave(self, index: int, mixed: Tensor, residual: Tensor, gain: Tensor, out: Scaled, quant: Quant) -> None:
+        """The rest of a layer, from what its attention gave (`[T, heads * D]`); `out`: the norm for what follows."""
+        layer, config = self._weights.layers[index], self._config
+        read = self._readable(layer, mixed)
+        self._note(index, 0, read)
+        if isinstance(layer.mlp, ExpertWeights):
+            total = self._experts(layer, layer.mlp, read, residual)
+            norm = self._get("add_rmsnorm_quant", NormSpec(config.hidden_size, quant))
+            norm(total, residual, gain, config.norm_eps, out.rows, out.scale)
+        else:
+            middle = self._mlp(layer, read, residual)
+            self._note(index, 1, middle)
+            self._add_norm(layer.down, middle, residual, gain, out, quant)
 
     def _note(self, layer: int, which: int, rounded: Scaled) -> None:
         if self.peaks is not None:
@@ -155,7 +189,9 @@ class Transformer:
 
         self._residual, self._sum = empty(hidden), empty(hidden)
         self._qkv, self._q = empty(q_width + 2 * kv_width), empty(config.num_heads, config.head_dim)
-        self._mixed, self._gate_up = empty(config.num_heads, config.head_dim), empty(2 * inner)
+        self._gate_up = empty(2 * inner)
+        # Rows that pad a chunk hold what an earlier one left, never a NaN for an expert's choice.
+        self._mixed = empty(config.num_heads, config.head_dim).zero_()
         dense = [layer for layer in layers if not isinstance(layer.mlp, ExpertWeights)]
         shared = [layer.shared for layer in layers if layer.shared is not None]
         gate_ups = [mlp.gate_up for mlp in [*(layer.dense for layer in dense), *shared]]
@@ -177,12 +213,11 @@ class Transformer:
         scales = None if tunings is None else tunings.index_select(0, positions)
         return _Turns(torch.zeros_like(positions), scales)
 
-    def _attention(
-        self, layer: LayerWeights, x: Scaled, rows: Rows, turns: _Turns, cache: LayerCache, attend: Attend
-    ) -> Scaled:
-        """Writes K and V of the rows, then attends: `[T, heads * D]` before the output projection."""
+    def _project(self, layer: LayerWeights, x: Scaled, rows: Rows, cache: LayerCache) -> None:
+        """Queries of the rows; their K and V go into the cache."""
+        turns = _Turns(rows.positions) if layer.is_turned else self._still(rows.positions)
         config, count = self._config, len(x.rows)
-        qkv, q, mixed = self._qkv[:count], self._q[:count], self._mixed[:count]
+        qkv, q = self._qkv[:count], self._q[:count]
         # A bias, and a norm of each head, come before rope and want finished products.
         deferred = layer.qkv.recipe == "row" and layer.qkv.bias is None and layer.q_gain is None
         self._products(layer.qkv, x, qkv, deferred)
@@ -196,12 +231,13 @@ class Transformer:
         )  # fmt: skip
         if turns.scales is not None:
             q.mul_(turns.scales[:, None, None])
-        attend(q, cache, mixed, layer.sight)
-        flat = mixed.view(count, -1)
-        read = self._read.of(layer.output, count)
+
+    def _readable(self, layer: LayerWeights, mixed: Tensor) -> Scaled:
+        """What attention gave, as the output projection reads it."""
+        read = self._read.of(layer.output, len(mixed))
         if layer.output.recipe != "row":
-            return Scaled(flat, read.scale)
-        self._get("quant_fp8", QuantSpec(flat.shape[1]))(flat, read.rows, read.scale)
+            return Scaled(mixed, read.scale)
+        self._get("quant_fp8", QuantSpec(mixed.shape[1]))(mixed, read.rows, read.scale)
         return read
 
     def _normalise_heads(self, qkv: Tensor, q_gain: Tensor, k_gain: Tensor) -> None:

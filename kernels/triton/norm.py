@@ -163,10 +163,12 @@ def silu_mul_quant(
 ) -> None:  # fmt: skip
     whole_row = spec.quant == "token"
     block = triton.next_power_of_2(spec.width) if whole_row else min(2048, triton.next_power_of_2(spec.width))
+    # A full card does 8192 rows of 14336 in 198 us with 8 warps a row, in 265 with 16 (H200).
+    warps = 16 if whole_row and x.shape[0] <= 64 else 8
     silu_kernel[(x.shape[0], 1 if whole_row else triton.cdiv(spec.width, block))](
         x, out, scale, scale if token_scale is None else token_scale, scale if channel_scale is None else channel_scale,
         N=spec.width, BLOCK=block, DEFERRED=spec.deferred, QUANT=MODE[spec.quant],
-        PDL=pdl, num_warps=16 if whole_row else 8, **pdl_launch(pdl),
+        PDL=pdl, num_warps=warps, **pdl_launch(pdl),
     )  # fmt: skip
 
 

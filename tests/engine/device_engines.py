@@ -7,7 +7,9 @@ import torch
 from driving import settings
 
 from checkpoint import open_checkpoint
+from engine.cuda.chunks import Chunks
 from engine.cuda.load import load_device_engine
+from engine.cuda.runner import DeviceRunner
 from engine.engine import Engine
 
 FUSIBLE = {
@@ -24,3 +26,8 @@ def device_engine(folder: Path, dtype: str = "float32", **changes: Any) -> Engin
     chosen = settings(model=str(folder), dtype=dtype, **changes)
     torch.set_num_threads(1)
     return load_device_engine(chosen, open_checkpoint(str(folder)), lambda *_: None, device=torch.device("cpu"))
+
+
+def chunks_of(engine: Engine) -> Chunks:
+    assert isinstance(engine.runner, DeviceRunner)
+    return engine.runner.chunks

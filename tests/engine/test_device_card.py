@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from device_engines import FUSIBLE
+from device_engines import FUSIBLE, chunks_of
 from driving import answers, greedy, random_prompts, settings
 from test_device_engine import logits_of, relative_error
 from tiny_models import FAMILIES, VOCAB, save_tiny
@@ -101,6 +101,24 @@ def test_a_captured_step_gives_the_bits_of_an_eager_one(stepped, dtype):
                 runner._state.drawn.copy_(drawn)  # a step reads the tokens of the one before, and writes its own there
                 runner.steps.draw(key)
                 assert torch.equal(runner._state.logits[: key.num_rows], eager[: key.num_rows])
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float8"])
+def test_a_captured_chunk_gives_the_bits_of_an_eager_one(steady, dtype):
+    engine, launched = engine_of(steady, dtype), []
+    captured = [card_logits(engine), card_logits(engine, PROMPTS[5:6])]
+
+    def record(launch):
+        def held():
+            launched.append(launch)
+            launch()
+
+        return held
+
+    chunks_of(engine).hold(record)
+    eager = [card_logits(engine), card_logits(engine, PROMPTS[5:6])]
+    assert launched
+    assert all(torch.equal(*pair) for pair in zip(captured, eager, strict=True))
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float8"])

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from device_engines import FUSIBLE, device_engine
+from device_engines import FUSIBLE, chunks_of, device_engine
 from driving import answers, drain, greedy, random_prompts, request, settings, tokens_of
 from llguidance import LLMatcher
 from msgspec import structs
@@ -70,6 +70,31 @@ def test_running_ahead_changes_no_token(folder, dtype, params, monkeypatch):
     ahead = answers(device_engine(folder, dtype), PROMPTS, params)
     monkeypatch.setattr("engine.engine.Engine._may_run_ahead", lambda *_: False)
     assert answers(device_engine(folder, dtype), PROMPTS, params) == ahead
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float8"])
+def test_prompts_in_padded_chunks_change_no_token(folder, dtype):
+    engine, called = device_engine(folder, dtype, max_batched_tokens=100), []
+
+    def record(launch):
+        def held():
+            called.append(launch)
+            launch()
+
+        return held
+
+    chunks_of(engine).hold(record)
+    plain = device_engine(folder, dtype, max_batched_tokens=100)
+    assert answers(engine, PROMPTS, greedy(12)) == answers(plain, PROMPTS, greedy(12))
+    assert len(called) == 3 * engine.layout.num_layers  # 173 rows, 100 at a time, in whole blocks
+
+
+def test_chunks_of_more_rows_than_are_held_are_launched_as_they_are(folder, monkeypatch):
+    monkeypatch.setattr("engine.cuda.inputs._MAX_CHUNK_ROWS", 65)
+    engine, called = device_engine(folder), []
+    chunks_of(engine).hold(lambda launch: lambda: called.append(launch))
+    answers(engine, [PROMPTS[2]], greedy(2))
+    assert not called
 
 
 def test_answers_of_different_lengths_and_stops_end_where_they_should(folder):

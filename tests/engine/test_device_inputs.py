@@ -11,6 +11,7 @@ from engine.cuda.inputs import (
     batch_buckets,
     block_tables,
     bucket_for,
+    chunk_buckets,
     context_buckets,
     decode_rows,
     in_segments,
@@ -35,6 +36,14 @@ def sequence(name, num_prompt, num_generated=0, blocks=(), **sampling):
 def decode(name, num_prompt, num_generated, blocks, **sampling):
     made = sequence(name, num_prompt, num_generated, blocks, **sampling)
     return Piece(made, len(made.tokens) - 1, 1)
+
+
+@pytest.mark.parametrize("largest", [1, 64, 70, 512, 2048, 8192])
+def test_chunks_up_to_2048_rows_are_held_and_pad_few(largest):
+    buckets = chunk_buckets(largest)
+    assert buckets[-1] == min(largest, 2048) and list(buckets) == sorted(set(buckets))
+    for count in range(1, buckets[-1] + 1):
+        assert bucket_for(buckets, count) - count < 64
 
 
 @pytest.mark.parametrize("largest", [1, 3, 8, 64, 100, 256, 300])
