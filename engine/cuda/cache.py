@@ -59,7 +59,8 @@ class DeviceCache:
 
     def share(self, registry: Registry) -> None:
         """From now on there is a `transfer_pool`."""
-        scales = self._scales.flatten().tolist() if self._planes.dtype is torch.float8_e4m3fn else []
+        is_rounded = self._planes.dtype is torch.float8_e4m3fn
+        scales = [scale for layer in self._layers for scale in (layer.k_scale, layer.v_scale)] if is_rounded else []
         self._pages = DevicePages(self._memory, self.layout, self.num_blocks, registry, scales)
         self._pages.warm_up()
 
