@@ -1,10 +1,10 @@
-"""The engine on a GPU, Llama-8B's shape and random weights: `python -m bench.engine_gpu [--out FILE] [--dtypes float8
-float8-head]`.
+"""The engine on a GPU or on several, a Llama's shape and random weights: `python -m bench.engine_gpu [--out FILE]
+[--dtypes float8 float8-head] [--model llama-70b] [--tensor-parallel 2]`.
 
 Every figure goes through Engine.submit and Engine.step: scheduler, block pool, input preparation, sampling (greedy),
 tokens on the host. A decode step's limit is the time to read weights, head and KV once at the rate that an H200 reads;
-a prefill's is its products and attention at the rate of FP8 products that an H200 reaches. Peers were measured on the
-same kind of card, in another run.
+a prefill's is its products and attention at the rate of FP8 products that an H200 reaches; of several GPUs each has its
+part to read and to multiply. Peers were measured on the same kind of card, in another run, Llama-8B's shape on one.
 """
 
 import argparse
@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from bench.random_model import LLAMA_8B, RandomWeights, random_checkpoint
+from bench.random_model import SHAPES, open_random
 from bench.result import Row, write_result
 from checkpoint.config import ModelConfig
 from contracts.ids import RequestId
@@ -48,15 +48,18 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=None)
     parser.add_argument("--dtypes", nargs="+", default=["float8", "float8-head"])
     parser.add_argument("--batches", nargs="+", type=int, default=list(BATCHES))
+    parser.add_argument("--model", choices=SHAPES, default="llama-8b")
+    parser.add_argument("--tensor-parallel", type=int, default=1)
     args = parser.parse_args()
     rows: list[Row] = []
     for dtype in args.dtypes:
-        rows += measure(dtype, args.batches, prefills=dtype == args.dtypes[0])
+        rows += measure(args.model, dtype, args.tensor_parallel, args.batches, prefills=dtype == args.dtypes[0])
         torch.cuda.empty_cache()
     found = caps.detect()
     prefill = catalog.registry(found).resolve("attn_prefill", AttnSpec(32, 8, 128)).impl.name
     config = {
-        "model": "Llama-8B shape, random weights",
+        "model": f"{args.model}'s shape, random weights",
+        "tensor parallel": args.tensor_parallel,
         "card": found.name,
         "triton": found.triton,
         "prefill attention": prefill,
@@ -64,32 +67,34 @@ def main() -> None:
     write_result(args.out, "engine-gpu", rows, config)
 
 
-def measure(dtype: str, batches: Sequence[int], prefills: bool) -> list[Row]:
+def measure(model: str, dtype: str, num_gpus: int, batches: Sequence[int], prefills: bool) -> list[Row]:
     started = time.perf_counter()
     free, _ = torch.cuda.mem_get_info()
-    engine = load(dtype)
+    engine = load(dtype, model, tensor_parallel=num_gpus)
     rows = [shown(Row("engine_start", time.perf_counter() - started, "s", {"dtype": dtype}))]
     used = engine.capacity_tokens // engine.layout.block_size * engine.layout.block_nbytes
     left, _ = torch.cuda.mem_get_info()
     rows.append(shown(Row("engine_kv_share_of_free", used / (used + left), "", {"dtype": dtype, "gib": free / 2**30})))
     for batch in batches:
-        rows += [shown(row) for row in decode_rows(engine, dtype, batch)]
+        rows += [shown(row) for row in decode_rows(engine, dtype, num_gpus, batch)]
     if prefills:
-        rows += [shown(prefill_row(engine, num, length)) for num, length in VLLM_PREFILL]
+        rows += [shown(prefill_row(engine, num_gpus, num, length)) for num, length in VLLM_PREFILL]
+    engine.close()
     return rows
 
 
-def load(dtype: str, **changes: Any) -> Engine:
+def load(dtype: str, model: str = "llama-8b", **changes: Any) -> Engine:
     settings = EngineSettings(
+        model=model,
         dtype=dtype,
         **{"max_num_seqs": 256, "max_batched_tokens": 8192, "max_model_len": 8256, "prefix_cache": False, **changes},
     )
-    device = torch.device("cuda")
-    checkpoint = random_checkpoint("llama-8b-random", LLAMA_8B)
-    return load_device_engine(settings, checkpoint, _silent, RandomWeights(LLAMA_8B, device), device)
+    device = torch.device("cuda:0")
+    checkpoint, source = open_random(model, device)
+    return load_device_engine(settings, checkpoint, _silent, source, device, open_random)
 
 
-def decode_rows(engine: Engine, dtype: str, batch: int) -> list[Row]:
+def decode_rows(engine: Engine, dtype: str, num_gpus: int, batch: int) -> list[Row]:
     names = submit(engine, [PROMPT] * batch, 4 * (NUM_WARM + NUM_STEPS))
     sampled: Counter[str] = Counter()
     while len(sampled) < batch:  # prompts go a few at a time, so the first answers get ahead
@@ -103,8 +108,9 @@ def decode_rows(engine: Engine, dtype: str, batch: int) -> list[Row]:
     step_ms = (stamps[-1] - stamps[0]) / NUM_STEPS * 1e3
     context = PROMPT + sampled.total() // batch + NUM_WARM + NUM_STEPS // 2
     params = {"dtype": dtype, "batch": batch, "context": context}
-    limit = limit_ms(LLAMA_8B, batch, context, head_nbytes=1 if dtype == "float8-head" else 2)
-    rows = [Row("engine_decode_step", step_ms, "ms", params, limit, PEER, VLLM_MS[batch])]
+    head_nbytes = 1 if dtype == "float8-head" else 2
+    limit = limit_ms(engine.checkpoint.config, batch, context, head_nbytes) / num_gpus
+    rows = [_beside(engine, "engine_decode_step", step_ms, "ms", params, limit, VLLM_MS.get(batch))]
     slowest = max(late - early for early, late in pairwise(stamps)) * 1e3
     rows.append(Row("engine_decode_step_slowest", slowest, "ms", params))
     idle = idle_share(engine) if batch in (1, 64) else None
@@ -113,8 +119,9 @@ def decode_rows(engine: Engine, dtype: str, batch: int) -> list[Row]:
         engine.release(name)
     while engine.has_work():
         engine.step()
-    alone = replay_ms(engine.runner.steps.graph(batch, PROMPT + NUM_WARM + NUM_STEPS), count=10, groups=5)  # type: ignore[attr-defined]
-    rows.append(Row("engine_graph_replay", alone, "ms", params, limit))
+    if num_gpus == 1:  # a graph of several GPUs is not replayed by one process
+        alone = replay_ms(engine.runner.launcher.steps.graph(batch, PROMPT + NUM_WARM + NUM_STEPS), count=10, groups=5)  # type: ignore[attr-defined]
+        rows.append(Row("engine_graph_replay", alone, "ms", params, limit))
     rows.append(Row("engine_host_work", host, "ms", params))
     if idle is not None:
         rows.append(Row("engine_gpu_idle", idle, "", params))
@@ -176,11 +183,19 @@ def prefill_rate(engine: Engine, num: int, length: int, num_runs: int) -> float:
     return statistics.median(rates[1:])
 
 
-def prefill_row(engine: Engine, num: int, length: int) -> Row:
+def prefill_row(engine: Engine, num_gpus: int, num: int, length: int) -> Row:
     rate = prefill_rate(engine, num, length, 6)
-    limit = FP8_RATE / flops_per_token(LLAMA_8B, length)
+    limit = num_gpus * FP8_RATE / flops_per_token(engine.checkpoint.config, length)
     params = {"prompts": num, "length": length}
-    return Row("engine_prefill", rate, "tokens/s", params, limit, PEER, VLLM_PREFILL[num, length])
+    return _beside(engine, "engine_prefill", rate, "tokens/s", params, limit, VLLM_PREFILL[num, length])
+
+
+def _beside(
+    engine: Engine, name: str, value: float, unit: str, params: dict[str, Any], limit: float, peer: float | None
+) -> Row:
+    """The peer's figure where it is of the same shape."""
+    has_peer = engine.checkpoint.name == "llama-8b" and peer is not None
+    return Row(name, value, unit, params, limit, PEER if has_peer else None, peer if has_peer else None)
 
 
 def submit(engine: Engine, lengths: Sequence[int], max_tokens: int) -> list[RequestId]:

@@ -33,6 +33,7 @@ from engine.messages import EngineRequest, EngineSettings
 from engine.runner import CpuRunner
 from engine.sampler import Sampler
 from engine.sizing import kv_layout
+from engine.weights import Cut
 from kernels import caps
 
 SMALL = replace(
@@ -77,10 +78,10 @@ class KeptWeights:
         self._source = RandomWeights(config, torch.device("cpu"))
         self._kept: dict[str, torch.Tensor] = {}
 
-    def tensor(self, name: str) -> torch.Tensor:
+    def tensor(self, name: str, cut: Cut | None = None) -> torch.Tensor:
         if name not in self._kept:
             self._kept[name] = self._source.tensor(name) * (3 if name.endswith("proj.weight") else 1)
-        return self._kept[name]
+        return self._kept[name] if cut is None else cut.of(self._kept[name])
 
 
 def agreement_rows(device: torch.device, config: ModelConfig = SMALL) -> list[Row]:

@@ -14,6 +14,7 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -169,20 +170,43 @@ class StampedNode(TransferNode):
 
 
 class StampedCore(Core):
-    stamps: Stamps
+    """`parts`: as Core's."""
+
+    def __init__(self, stamps: Stamps, *parts: Any) -> None:
+        super().__init__(*parts)
+        self._stamps = stamps
+        self._starting: list[str] = []
+        self._first: list[str] = []
 
     def started(self, started: Started) -> None:
-        self.stamps.put("started", _name(started.request_id))
+        self._starting.append(_name(started.request_id))
+        self._stamps.put("started", self._starting[-1])
         super().started(started)
+
+    def launched(self, is_all: bool) -> None:
+        super().launched(is_all)
+        if is_all:
+            self._put_all("launched", self._starting)
 
     def _publish(self, output: StepOutput) -> None:
         """Of decode's tokens only the first is worth a stamp."""
         for chunk in output.chunks:
-            self.stamps.put("computed", _name(chunk.request_id))
+            self._stamps.put("computed", _name(chunk.request_id))
         for sampled in output.sampled:
             if sampled.token.index == 1:
-                self.stamps.put("stepped", _name(sampled.request_id))
+                self._stamps.put("stepped", _name(sampled.request_id))
+            elif sampled.token.index == 0:
+                self._first.append(_name(sampled.request_id))
         super()._publish(output)
+
+    def _send(self) -> None:
+        super()._send()
+        self._put_all("sent", self._first)
+
+    def _put_all(self, what: str, names: list[str]) -> None:
+        for name in names:
+            self._stamps.put(what, name)
+        names.clear()
 
 
 def _name(key: RequestId) -> str:
@@ -229,8 +253,7 @@ def serve(link: FrontLink, start: Start, spec: Spec, engine: Engine) -> None:
         sum_what_ends(engine, sums)
     node.start()
     roles = make_roles(WorkerSettings.model_validate({"role": Role.MIXED}), me, engine, node, ledger)
-    core = StampedCore(me, engine, node, roles, ledger, link)
-    core.stamps = stamps
+    core = StampedCore(stamps, me, engine, node, roles, ledger, link)
     layout, capacity = engine.layout, engine.capacity_tokens
     link.send(CoreReady("random", layout, node.address, engine.max_model_len, capacity, engine.dtype))
     try:

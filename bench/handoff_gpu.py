@@ -1,8 +1,10 @@
-"""The handoff between two GPUs: `python -m bench.handoff_gpu [raw] [convert] [idle] [load] [kill] [--out FILE]`.
+"""The handoff between two GPUs: `python -m bench.handoff_gpu [raw] [convert] [reshard] [idle] [load] [kill]`.
 
 raw    scattered pages to scattered pages between two processes, by kv_transfer's own nvlink adapter; by two nodes with
        `--transfer ucx`, see bench.handoff_staged
 convert  the latter from a bf16 cache to an e4m3 one
+reshard  by two nodes with `--transfer nvlink` or ucx, between pools in one and in two shards; the second shard is in
+       the memory of the other side's GPU
 idle   a pair of engine cores, one request at a time: from the last chunk computed to Commit, TTFT beside a colocated
        worker's, token 0 to token 1; and whether the pair's tokens are those of one worker
 load   the same while decode steps a batch and prefill computes without a pause
@@ -39,8 +41,8 @@ from engine.cuda.pages import DevicePages
 from kernels import caps
 
 STAGES = (
-    "decode queued", "prefill told", "prefill fin", "decode heard", "decode landed", "decode commit",
-    "decode adopted", "decode started", "decode stepped",
+    "decode queued", "prefill told", "prefill fin", "prefill sent", "decode heard", "decode landed", "decode commit",
+    "decode adopted", "decode started", "decode launched", "decode stepped",
 )  # fmt: skip
 _log = logging.getLogger(__name__)
 
@@ -65,6 +67,9 @@ def main() -> None:
         rows += [shown(row) for row in staged(args.devices, args.transfer)] if nodes else raw(args.devices)
     if "convert" in args.parts:
         rows += [shown(row) for row in staged(args.devices, "ucx", WIDE)]
+    if "reshard" in args.parts:
+        for sizes in ((1, 2), (2, 1), (2, 2)):
+            rows += [shown(row) for row in staged(args.devices, args.transfer, sizes=sizes)]
     if {"idle", "load"} & set(args.parts):
         rows += measure_pair(args)
     if "kill" in args.parts:

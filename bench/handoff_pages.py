@@ -6,7 +6,7 @@ import msgspec
 import torch
 
 from contracts.layout import KVLayout
-from engine.cuda.memory import allocate
+from engine.cuda.memory import Memory, allocate
 from engine.cuda.pages import DevicePages
 from kernels import caps, catalog
 from kernels.reference.quant import to_e4m3
@@ -20,40 +20,56 @@ WIDE = msgspec.structs.replace(LAYOUT, dtype="bfloat16")
 RAW_BLOCKS = 2047
 
 
-def raw_pool(device: str, layout: KVLayout = LAYOUT) -> DevicePages:
+def raw_pool(device: str, layout: KVLayout = LAYOUT, followers: Sequence[bytes] = ()) -> DevicePages:
     """Of e4m3 it has scales that differ by plane."""
     where = torch.device(device)
-    if where.type == "cuda":
-        torch.cuda.set_device(where)
-    memory = allocate(layout.block_nbytes * (RAW_BLOCKS + 1), where)
-    scales = [0.01 + 0.003 * plane for plane in range(layout.num_planes)] if layout is LAYOUT else []
-    pool = DevicePages(memory, layout, RAW_BLOCKS, catalog.registry(caps.detect(where.type)), scales)
+    memory = raw_memory(where, layout)
+    scales = [0.01 + 0.003 * plane for plane in range(layout.num_planes)] if layout.dtype == LAYOUT.dtype else []
+    pool = DevicePages(memory, layout, RAW_BLOCKS, catalog.registry(caps.detect(where.type)), scales, followers)
     pool.warm_up()
     return pool
 
 
+def raw_memory(device: torch.device, layout: KVLayout) -> Memory:
+    """Of one shard."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    return allocate(layout.shard_nbytes * (RAW_BLOCKS + 1), device)
+
+
 def fill(pool: DevicePages) -> None:
-    """A pattern that both sides know."""
-    words = pool.memory.tensor.view(torch.int32)
-    torch.manual_seed(0)
-    words.copy_(torch.arange(len(words), dtype=torch.int32, device=words.device) * 1103515245)
-    if words.is_cuda:
+    """A pattern that both sides know: each word of a whole page tells which one it is."""
+    for number, shard in enumerate(pool._shards):
+        words = shard.view(torch.int32)
+        width = words.shape[2]
+        inner = torch.arange(number * width, (number + 1) * width, device=words.device)
+        pages = torch.arange(words.shape[1], device=words.device)[:, None] * (width * pool.num_shards)
+        for plane, rows in enumerate(words):
+            first = plane * words.shape[1] * width * pool.num_shards
+            rows.copy_(_pattern(first + pages + inner))
+    if pool.device.type == "cuda":
         torch.cuda.synchronize()
+
+
+def _pattern(places: torch.Tensor) -> torch.Tensor:
+    return (places * 1103515245 & 0xFFFFFFFF).to(torch.uint32).view(torch.int32)
 
 
 def fill_values(pool: DevicePages) -> None:
     """The same in bf16, of numbers that rounding changes."""
     for plane in range(pool.num_planes):
-        values = _values(plane, torch.arange(RAW_BLOCKS, device=pool.device), pool.page_nbytes // 2)
-        pool.memory.tensor.view(pool.num_planes, RAW_BLOCKS + 1, -1)[plane, :RAW_BLOCKS] = values.view(torch.uint8)
+        width = pool.num_shards * pool.page_nbytes // 2
+        values = _values(plane, torch.arange(RAW_BLOCKS, device=pool.device), width).view(torch.uint8)
+        for shard, part in zip(pool._shards, values.chunk(pool.num_shards, dim=1), strict=True):
+            shard[plane, :RAW_BLOCKS] = part
 
 
 def holds_rounded(pool: DevicePages, pages: Sequence[int], into: Sequence[int]) -> bool:
     """Whether `fill_values` of `pages` is in `into`, rounded by this pool's scales."""
-    planes = pool.memory.tensor.view(pool.num_planes, RAW_BLOCKS + 1, -1)
     for plane, scale in enumerate(pool.scales):
-        values = _values(plane, torch.tensor(pages, device=pool.device), pool.page_nbytes)
-        if not torch.equal(planes[plane, list(into)], to_e4m3(values.float() * (1.0 / scale)).view(torch.uint8)):
+        values = _values(plane, torch.tensor(pages, device=pool.device), pool.num_shards * pool.page_nbytes)
+        found = torch.cat([shard[plane, list(into)] for shard in pool._shards], dim=1)
+        if not torch.equal(found, to_e4m3(values.float() * (1.0 / scale)).view(torch.uint8)):
             return False
     return True
 
@@ -65,13 +81,12 @@ def _values(plane: int, pages: torch.Tensor, width: int) -> torch.Tensor:
 
 def holds(pool: DevicePages, pages: Sequence[int], into: Sequence[int]) -> bool:
     """Whether the peer's pattern of `pages` is in `into`."""
-    planes = pool.memory.tensor.view(torch.int32).view(pool.num_planes, RAW_BLOCKS + 1, -1)
-    width = planes.shape[2]
-    inner = torch.arange(width, dtype=torch.int64, device=planes.device)
+    shards = [shard.view(torch.int32) for shard in pool._shards]
+    width = sum(shard.shape[2] for shard in shards)
+    inner = torch.arange(width, dtype=torch.int64, device=pool.device)
     for page, target in zip(pages[:8], into[:8], strict=True):
         for plane in (0, pool.num_planes - 1):
             first = (plane * (RAW_BLOCKS + 1) + page) * width
-            expected = ((first + inner) * 1103515245 & 0xFFFFFFFF).to(torch.uint32).view(torch.int32)
-            if not torch.equal(planes[plane, target], expected):
+            if not torch.equal(torch.cat([shard[plane, target] for shard in shards]), _pattern(first + inner)):
                 return False
     return True

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import msgspec
 import torch
 
 from bench.handoff_core import SECRET
@@ -23,6 +24,7 @@ from bench.handoff_pages import (
     fill_values,
     holds,
     holds_rounded,
+    raw_memory,
     raw_pool,
 )
 from bench.result import Row
@@ -44,38 +46,74 @@ PREFILL, DECODE = WorkerId("prefill"), WorkerId("decode")
 TIMEOUT_S = 60.0
 
 
-def staged(devices: Sequence[str], transport: str, layout: KVLayout = LAYOUT) -> list[Row]:
+def staged(
+    devices: Sequence[str], transport: str, layout: KVLayout = LAYOUT, sizes: tuple[int, int] = (1, 1)
+) -> list[Row]:
     """By `transport`, from prefill's `layout` to LAYOUT; pages of the last turn are compared byte by byte, all by their
     checksums. Then what of prefill's GPU the link had taken, and what closing it gave back; decode lives meanwhile.
+    `sizes`: in how many shards the pages lie at each end, the second one in the memory of the other end's GPU.
     """
+    layout, theirs_is = (
+        msgspec.structs.replace(one, tp_size=size) for one, size in zip((layout, LAYOUT), sizes, strict=True)
+    )
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
-    decode = context.Process(target=_decode, args=(devices[1], transport, theirs), daemon=True)
-    decode.start()
+    with shard_of(devices[1], layout) as followers, shard_of(devices[0], theirs_is) as their_followers:
+        facts = devices[1], transport, theirs_is, their_followers
+        decode = context.Process(target=_decode, args=(*facts, theirs), daemon=True)
+        decode.start()
+        try:
+            return _prefill(devices[0], transport, layout, followers, sizes, ours)
+        finally:
+            decode.kill()
+
+
+@contextmanager
+def shard_of(device: str, layout: KVLayout) -> Iterator[list[bytes]]:
+    """What the follower of a group of two shares, of a process that lives meanwhile; nothing of a group of one."""
+    if layout.tp_size == 1:
+        yield []
+        return
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    follower = context.Process(target=_follow, args=(device, layout, theirs), daemon=True)
+    follower.start()
     try:
-        with node_of(PREFILL, devices[0], transport, layout) as (node, pool, events):
-            (fill if layout is LAYOUT else fill_values)(pool)
-            address, free = ours.recv(), [torch.cuda.mem_get_info()[0]]
-            prefill = Prefill(node, pool, events, WorkerRef(DECODE, Incarnation("1"), "", address))
-            rows = []
-            for num_pages in SIZES if transport == "ucx" else SIZES[:3]:
-                rows.append(_row(prefill, num_pages, ours, layout))
-            free.append(torch.cuda.mem_get_info()[0])
-            node.close()
-            free.append(torch.cuda.mem_get_info()[0])
-            taken, kept = ((free[0] - left) / 2**20 for left in free[1:])
-            return [*rows, Row("link_memory", taken, "MiB", {"after_close": kept, "transport": transport})]
+        yield [ours.recv()]
     finally:
-        decode.kill()
+        follower.kill()
+
+
+def _follow(device: str, layout: KVLayout, pipe: Any) -> None:
+    memory = raw_memory(torch.device(device), layout)
+    pipe.send(memory.share())
+    pipe.recv()
+
+
+def _prefill(
+    device: str, transport: str, layout: KVLayout, followers: Sequence[bytes], sizes: tuple[int, int], ours: Any
+) -> list[Row]:
+    with node_of(PREFILL, device, transport, layout, followers) as (node, pool, events):
+        (fill if layout.dtype == LAYOUT.dtype else fill_values)(pool)
+        address, free = ours.recv(), [torch.cuda.mem_get_info()[0]]
+        prefill = Prefill(node, pool, events, WorkerRef(DECODE, Incarnation("1"), "", address))
+        rows = []
+        for num_pages in SIZES if transport in ("ucx", "nvlink") else SIZES[:3]:
+            rows.append(_row(prefill, num_pages, ours, layout, sizes))
+        free.append(torch.cuda.mem_get_info()[0])
+        node.close()
+        free.append(torch.cuda.mem_get_info()[0])
+        taken, kept = ((free[0] - left) / 2**20 for left in free[1:])
+        return [*rows, Row("link_memory", taken, "MiB", {"after_close": kept, "transport": transport})]
 
 
 @contextmanager
 def node_of(
-    name: WorkerId, device: str, transport: str, layout: KVLayout = LAYOUT
+    name: WorkerId, device: str, transport: str, layout: KVLayout, followers: Sequence[bytes]
 ) -> Iterator[tuple[TransferNode, DevicePages, Callable[[], Iterator[Any]]]]:
     """With its pool, and what waits for its events."""
     sys.setswitchinterval(SWITCH_S)
-    pool, woken = raw_pool(device, layout), threading.Event()
+    pool, woken = raw_pool(device, layout, followers), threading.Event()
     settings = TransferSettings(secret=SECRET, transport=transport)
     node = TransferNode(settings, name, Incarnation("1"), layout, pool, woken.set)
 
@@ -127,25 +165,26 @@ class Prefill:
         next(event for event in self._events if isinstance(event, Message) and isinstance(event.message, kind))
 
 
-def _row(prefill: Prefill, num_pages: int, decode: Any, layout: KVLayout) -> Row:
+def _row(prefill: Prefill, num_pages: int, decode: Any, layout: KVLayout, sizes: tuple[int, int]) -> Row:
     rng, times, commits, pages = random.Random(num_pages), [], [], []
     for _ in range(NUM_TURNS + NUM_WARM):
         pages = rng.sample(range(RAW_BLOCKS), num_pages)
         begin, end = prefill.hand_over(pages)
         times.append(decode.recv() - begin)
         commits.append(end - begin)
-    decode.send((pages, layout is LAYOUT))
+    decode.send((pages, layout.dtype == LAYOUT.dtype))
     assert decode.recv(), "a page differs"
     nbytes, median = num_pages * LAYOUT.block_nbytes, statistics.median(times[NUM_WARM:])
     params = {"tokens": num_pages * LAYOUT.block_size, "MiB": nbytes >> 20, "checksum": True, "from": layout.dtype}
     params |= {"ms": round(median * 1e3, 4), "slowest_ms": round(max(times[NUM_WARM:]) * 1e3, 4)}
+    params |= {"shards": "{} to {}".format(*sizes)} if sizes != (1, 1) else {}
     params |= {"ms_to_commit": round(statistics.median(commits[NUM_WARM:]) * 1e3, 4), "way": prefill.detail()}
     return Row("handoff_staged", nbytes / median / 1e9, "GB/s", params, NVLINK_RATE / 1e9)
 
 
-def _decode(device: str, transport: str, pipe: Any) -> None:
+def _decode(device: str, transport: str, layout: KVLayout, followers: Sequence[bytes], pipe: Any) -> None:
     """Grants what is offered, commits what has landed, and compares on demand."""
-    with node_of(DECODE, device, transport) as (node, pool, events):
+    with node_of(DECODE, device, transport, layout, followers) as (node, pool, events):
         rng, into, missing = random.Random(0), [], 0
         granted: list[list[BlockId]] = [[]]
         pipe.send(node.address)

@@ -7,6 +7,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from checkpoint.checkpoint import Checkpoint, WeightFormat
 from checkpoint.config import Experts, ModelConfig, Tuning, YarnScaling
+from engine.weights import Cut, WeightSource
 
 LLAMA_8B = ModelConfig(
     family="llama",
@@ -15,6 +16,21 @@ LLAMA_8B = ModelConfig(
     intermediate_size=14336,
     num_layers=32,
     num_heads=32,
+    num_kv_heads=8,
+    head_dim=128,
+    norm_eps=1e-5,
+    rope_theta=500000.0,
+    max_model_len=131072,
+    tied_embeddings=False,
+)
+
+LLAMA_70B = ModelConfig(
+    family="llama",
+    vocab_size=128256,
+    hidden_size=8192,
+    intermediate_size=28672,
+    num_layers=80,
+    num_heads=64,
     num_kv_heads=8,
     head_dim=128,
     norm_eps=1e-5,
@@ -84,6 +100,15 @@ LLAMA4_MAVERICK = ModelConfig(
 )
 
 
+SHAPES = {"llama-8b": LLAMA_8B, "llama-70b": LLAMA_70B}
+
+
+def open_random(model: str, device: torch.device) -> tuple[Checkpoint, WeightSource]:
+    """One of SHAPES by its name. In every process the same weights."""
+    config = SHAPES[model]
+    return random_checkpoint(model, config), RandomWeights(config, device)
+
+
 def random_checkpoint(name: str, config: ModelConfig) -> Checkpoint:
     """No files: weights come from RandomWeights."""
     return Checkpoint(
@@ -108,11 +133,15 @@ class RandomWeights:
     interleaved = False
     quantized = None
 
-    def __init__(self, config: ModelConfig, device: torch.device) -> None:
+    def __init__(self, config: ModelConfig, device: torch.device, seed: int = 0) -> None:
         self._config, self._device = config, device
-        self._generator = torch.Generator(device).manual_seed(0)
+        self._generator = torch.Generator(device).manual_seed(seed)
 
-    def tensor(self, name: str) -> torch.Tensor:
+    def tensor(self, name: str, cut: Cut | None = None) -> torch.Tensor:
+        tensor = self._whole(name)
+        return tensor if cut is None else cut.of(tensor)
+
+    def _whole(self, name: str) -> torch.Tensor:
         *_, module, kind = name.split(".")
         experts = self._config.experts
         if module == "experts" and experts is not None:

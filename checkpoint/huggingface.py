@@ -14,7 +14,7 @@ from checkpoint.config import Experts, ModelConfig, RopeScaling, YarnScaling
 from checkpoint.families import family_of
 from checkpoint.families.family import Family
 from checkpoint.llama4 import llama4_fields, text_part
-from checkpoint.quantization import Quantization, read_quantization
+from checkpoint.quantization import Quantization, Scheme, read_quantization
 from checkpoint.safetensors_index import tensor_files
 from contracts.errors import ConfigError
 
@@ -49,8 +49,10 @@ def _quantization(model: ModelConfig, config: dict[str, Any], path: Path) -> Qua
     if model.experts is not None and model.experts.as_gpt_oss:  # whose MXFP4 is a part of the family
         return None
     found = read_quantization(config, _read_json(path / "hf_quant_config.json", required=False), str(path))
-    if found is not None and model.experts is not None and model.experts.as_llama4:
-        raise ConfigError(f"{path}: a quantized Llama 4 is not supported; supported are plain weights")
+    is_llama4 = model.experts is not None and model.experts.as_llama4
+    if found is not None and is_llama4 and found.scheme is not Scheme.FP8_ROWS:
+        supported = f"supported are {Scheme.FP8_ROWS}, and plain weights"
+        raise ConfigError(f"{path}: a Llama 4 in {found.scheme} is not supported; {supported}")
     return found
 
 

@@ -1,7 +1,8 @@
 """How the matrices of a Hugging Face folder are quantized, as its config.json or ModelOpt's hf_quant_config.json says.
 
 What would be computed wrongly if a field were ignored is refused by the field's name. Fields: compressed-tensors'
-QuantizationConfig, transformers' FineGrainedFP8Config, GPTQConfig and AwqConfig, ModelOpt's export of checkpoints.
+QuantizationConfig, transformers' FineGrainedFP8Config, FbgemmFp8Config, GPTQConfig and AwqConfig, ModelOpt's export of
+checkpoints.
 """
 
 import re
@@ -15,6 +16,7 @@ from contracts.errors import ConfigError
 
 BLOCK = 128
 _EXPORTED = "hf_quant_config.json"
+_SHOWN = 4  # of what is left plain; some list each module of a vision tower
 _ADVICE = "use another quantization of this model, its original weights or a GGUF file"
 
 
@@ -55,7 +57,8 @@ class Quantization:
         order = ", act order" if self.act_order else ""
         details = f", a scale for {groups}{order}" if self.is_int4 else ""
         details += "" if self.is_int4 or self.rounds_activations else ", weights only"
-        skipped = f"; as they were: {', '.join(self.skipped)}" if self.skipped else ""
+        others = f" and {len(self.skipped) - _SHOWN} more" if len(self.skipped) > _SHOWN else ""
+        skipped = f"; as they were: {', '.join(self.skipped[:_SHOWN])}{others}" if self.skipped else ""
         return f"{self.scheme} ({self.method}){details}{skipped}"
 
 
@@ -170,6 +173,13 @@ def _fp8(fields: _Fields) -> Quantization:
     return Quantization("fp8", Scheme.FP8_BLOCKS if blocks else Scheme.FP8_ROWS, skipped)
 
 
+def _fbgemm(fields: _Fields) -> Quantization:
+    """By row. `activation_scale_ub` bounds the scale of a row of activations, and cuts off what is larger; the row's
+    own scale, which is taken here, cuts off nothing.
+    """
+    return Quantization("fbgemm_fp8", Scheme.FP8_ROWS, fields.names("modules_to_not_convert"))
+
+
 def _modelopt(fields: _Fields) -> Quantization:
     """Both spellings: hf_quant_config.json's table `quantization`, and config.json's without it."""
     inner = fields.table("quantization") or fields
@@ -219,6 +229,7 @@ def _group_size(fields: _Fields) -> int:
 _READERS: dict[str, Callable[[_Fields], Quantization]] = {
     "compressed-tensors": _compressed_tensors,
     "fp8": _fp8,
+    "fbgemm_fp8": _fbgemm,
     "modelopt": _modelopt,
     "gptq": _gptq,
     "awq": _awq,

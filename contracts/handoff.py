@@ -57,7 +57,9 @@ class Refuse(msgspec.Struct, frozen=True, tag="refuse"):
 
 
 class ChunkFacts(msgspec.Struct, frozen=True):
-    """Pages of tokens `[first_token, first_token + num_tokens)`, in token order, as `[num_planes, pages, page_nbytes]`.
+    """Pages of tokens `[first_token, first_token + num_tokens)`, in token order, in decode's layout and of so many
+    bytes there. Where the shards of the two sides differ, pages come in parts, the shards of the finer one. How the
+    bytes lie in messages is the transport's.
 
     `first_token` is a multiple of the block size. `checksum`: seeded with the epoch.
     """
@@ -80,7 +82,7 @@ class Pull(ChunkFacts, frozen=True, tag="pull"):
     """The same, and the chunk's pages in prefill's pool, in token order, for decode's copy engine to read.
 
     They stay as they are until Commit, or AbortAck, or until decode's process is gone. `checksum` is over the checksums
-    of the pages, `[pages, num_planes]`, seeded with the epoch.
+    of the pages, `[pages, parts * num_planes]`, seeded with the epoch.
     """
 
     pages: list[BlockId]

@@ -12,8 +12,10 @@ ITEM_NBYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1}
 class KVLayout(msgspec.Struct, frozen=True, kw_only=True):
     """A paged cache: planes of pages `[kv_heads, block, head_dim]`; plane 2 * layer is its K, 2 * layer + 1 its V.
 
-    One allocation `[num_planes, num_blocks, page_nbytes]`. `model` is a fingerprint of configuration and weights: the
-    KV of one model means nothing to another. `scales` says where quantization scales live ("none": not quantized).
+    It lies in `tp_size` shards by KV heads, each one allocation `[num_planes, num_blocks, page_nbytes]` of a GPU's: the
+    shards' parts of a block in a plane, one behind the other, are the page that a cache of one shard has. `model` is a
+    fingerprint of configuration and weights: the KV of one model means nothing to another. `scales` says where
+    quantization scales live ("none": not quantized).
     """
 
     model: str
@@ -23,7 +25,6 @@ class KVLayout(msgspec.Struct, frozen=True, kw_only=True):
     block_size: int
     dtype: str
     scales: str = "none"
-    tp_rank: int = 0
     tp_size: int = 1
 
     @property
@@ -32,13 +33,18 @@ class KVLayout(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def page_nbytes(self) -> int:
-        """Bytes of one block in one plane."""
+        """Bytes of one block in one plane of one shard."""
         return self.num_kv_heads // self.tp_size * self.block_size * self.head_dim * ITEM_NBYTES[self.dtype]
 
     @property
-    def block_nbytes(self) -> int:
-        """Bytes of one block in all planes."""
+    def shard_nbytes(self) -> int:
+        """Bytes of one block in all planes of one shard."""
         return self.num_planes * self.page_nbytes
+
+    @property
+    def block_nbytes(self) -> int:
+        """Bytes of one block in all planes of all shards."""
+        return self.tp_size * self.shard_nbytes
 
     @property
     def layout_id(self) -> str:

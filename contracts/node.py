@@ -18,7 +18,8 @@ class Role(StrEnum):
 class NodeInfo(msgspec.Struct, frozen=True, kw_only=True):
     """What a worker states once, when it joins. `max_model_len`: longest prompt plus answer it serves, in tokens.
 
-    `layout`: what `layout_id` is the digest of, to say where two differ; None from older releases.
+    `layout`: what `layout_id` is the digest of, to say where two differ; None from older releases. `takes`: the ids of
+    all layouts whose KV it can take, by re-sharding or rounding it; from older releases none, and only its own counts.
     """
 
     worker_id: WorkerId
@@ -34,6 +35,11 @@ class NodeInfo(msgspec.Struct, frozen=True, kw_only=True):
     pid: int
     core_pid: int
     layout: KVLayout | None = None
+    takes: list[str] = []
+
+    def can_take(self, source: "NodeInfo") -> bool:
+        """The KV of `source`, as far as layouts tell."""
+        return source.layout_id == self.layout_id or source.layout_id in self.takes
 
     @property
     def ref(self) -> WorkerRef:

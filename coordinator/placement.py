@@ -44,7 +44,12 @@ ITL_S = 0.01
 """lambda x dITL: what one more answer costs those running beside it."""
 
 STALL_WEIGHT = 0.5
-"""Prompts waiting in a mixed worker take about half of each step from the answers it decodes."""
+"""Prompts in a mixed worker, computed or waiting, take about half of each step from each of the answers it decodes."""
+
+STALLED = 4
+"""Of more answers than these the stall is not counted. `num_decodes` holds those whose prompts still wait at prefill,
+too: counted in full, a queue there made the decode worker look ever more worth sparing, and grew.
+"""
 
 TOP = 8
 """Pairs are made from the few cheapest of each side."""
@@ -64,6 +69,7 @@ CONSTANTS: dict[str, float] = {
     "HANDOFF_S": HANDOFF_S,
     "ITL_S": ITL_S,
     "STALL_WEIGHT": STALL_WEIGHT,
+    "STALLED": STALLED,
     "TOP": TOP,
 }
 """What the script needs to know."""
@@ -73,7 +79,7 @@ CONSTANTS: dict[str, float] = {
 class Candidate:
     """A live worker that takes work. Tokens include credits taken since its last heartbeat; rates are 0 while unknown.
 
-    `cached_tokens`: of this prompt's prefix, served here before.
+    `cached_tokens`: of this prompt's prefix, served here before. `takes`: layouts beside its own whose KV it can take.
     """
 
     worker_id: WorkerId
@@ -85,6 +91,7 @@ class Candidate:
     reserved_tokens: int
     num_decodes: int
     cached_tokens: int = 0
+    takes: frozenset[str] = frozenset()
     prefill_rate: float = 0.0
     decode_rate: float = 0.0
     transfer_rate: float = 0.0
@@ -116,10 +123,12 @@ def choose(candidates: Sequence[Candidate], num_tokens: int, need_tokens: int) -
         raise overloaded("decode", min(_excess(d, need_tokens) / d.decode_rate for d in decodes))
     ready = sorted(ready, key=lambda p: _prefill_s(p, num_tokens))[:TOP]
     roomy = sorted(roomy, key=lambda d: _decode_s(d, need_tokens))[:TOP]
-    pairs = [(p, d) for p in ready for d in roomy if p.layout_id == d.layout_id]
+    pairs = [(p, d) for p in ready for d in roomy if p.layout_id == d.layout_id or p.layout_id in d.takes]
     if not pairs:
         raise no_pair()
-    prefill, decode = min(pairs, key=lambda pair: cost_s(*pair, num_tokens, need_tokens))
+    # Of pairs that cost the same, one of equal layouts: nothing is converted on the way.
+    costs = [(cost_s(p, d, num_tokens, need_tokens), p.layout_id != d.layout_id) for p, d in pairs]
+    prefill, decode = pairs[costs.index(min(costs))]
     return Choice(prefill, decode, num_tokens - prefill.cached_tokens)
 
 
@@ -139,10 +148,11 @@ def assumed(candidates: Sequence[Candidate]) -> list[Candidate]:
 
 def cost_s(prefill: Candidate, decode: Candidate, num_tokens: int, need_tokens: int) -> float:
     """Wait and compute, what of the transfer shows, wait on decode; and the delay of others. Of known rates."""
-    cost = _prefill_s(prefill, num_tokens) + _decode_s(decode, need_tokens)
+    compute_s = (num_tokens - prefill.cached_tokens) / prefill.prefill_rate
+    stall_s = STALL_WEIGHT * compute_s * min(prefill.num_decodes, STALLED)
+    cost = _prefill_s(prefill, num_tokens) + _decode_s(decode, need_tokens) + stall_s
     if prefill.worker_id == decode.worker_id:
         return cost
-    compute_s = (num_tokens - prefill.cached_tokens) / prefill.prefill_rate
     transfer_s = (num_tokens - decode.cached_tokens) / prefill.transfer_rate
     crowding_s = ITL_S * prefill.num_decodes + STALL_WEIGHT * (decode.pending_tokens / decode.prefill_rate)
     return cost + (HANDOFF_S + max(0.0, transfer_s - compute_s)) + crowding_s
@@ -173,7 +183,7 @@ def no_worker(side: str) -> TandemError:
 
 
 def no_pair() -> TandemError:
-    return Unavailable("no prefill and decode worker with the same KV layout; GET /ready says where they differ")
+    return Unavailable("no decode worker can take the KV of a prefill worker; GET /ready says where they differ")
 
 
 def too_long(num_tokens: int, most_tokens: int) -> TandemError:

@@ -54,12 +54,15 @@ class CoreFailed(msgspec.Struct, frozen=True, tag="core_failed"):
 
 
 class CoreReady(msgspec.Struct, frozen=True, tag="core_ready"):
+    """`takes`: see NodeInfo."""
+
     model: str
     layout: KVLayout
     transfer: str
     max_model_len: int
     capacity_tokens: int
     dtype: str
+    takes: list[str] = []
 
 
 class LinkStatus(msgspec.Struct, frozen=True):

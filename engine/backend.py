@@ -1,6 +1,6 @@
 """What an engine needs of the device that it runs on."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -9,7 +9,7 @@ import numpy as np
 from contracts.ids import BlockId
 from contracts.layout import KVLayout
 from engine.messages import Checksums
-from engine.runner import Runner
+from engine.runner import Runner, ignore
 from engine.sampler import Sampler
 
 
@@ -35,9 +35,12 @@ class Pages(Protocol):
 
 @dataclass(frozen=True)
 class Backend:
-    """`caches_answers`: an answer's KV is to the bit what a prompt's would be, so later prompts may share it."""
+    """`caches_answers`: an answer's KV is to the bit what a prompt's would be, so later prompts may share it. `close`
+    ends the processes that compute with this one.
+    """
 
     cache: Pages
     runner: Runner
     sampler: Sampler
     caches_answers: bool
+    close: Callable[[], None] = ignore

@@ -16,7 +16,6 @@ import logging
 from collections import Counter
 from collections.abc import Sequence as SequenceOf
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -77,6 +76,7 @@ class Engine:
         self._cache = cache
         self._caches_answers = backend.caches_answers
         self.runner = backend.runner
+        self._close = backend.close
         self._pool = BlockPool(cache.num_blocks, cache.layout.block_size, settings.prefix_cache)
         self._scheduler = Scheduler(
             self._pool, Limits(settings.max_num_seqs, settings.max_batched_tokens, max_model_len)
@@ -209,6 +209,10 @@ class Engine:
             num_decode_tokens=self._num_decode_tokens,
         )
 
+    def close(self) -> None:
+        """Nothing is asked of the device any more. Idempotent."""
+        self._close()
+
     def check(self) -> None:
         """Raises AssertionError, in words, if a block's holds are not those of the sequences and writers that exist."""
         self._pool.check()
@@ -335,7 +339,7 @@ class Engine:
     ) -> tuple[list[Piece], Computed, tuple[EngineFailure, ...]]:
         """The pieces that ran and what they gave. If the batch as a whole fails, each piece runs alone."""
         try:
-            return list(pieces), self.runner.forward(pieces, partial(watcher.launched, is_all=False)), ()
+            return list(pieces), self.runner.forward(pieces, watcher.launched), ()
         except RuntimeError:
             _log.exception("a batch of %d pieces failed", len(pieces))
         runs = [self._compute_alone(piece) for piece in pieces]

@@ -10,7 +10,7 @@ from engine.attention import AttentionPlan, Chunks, HeadShape, plan_decode, plan
 from engine.batch import Piece
 from engine.kv_cache import KVCache
 from engine.scoring import Span
-from engine.segments import cut
+from engine.segments import Stretches, cut
 
 
 @dataclass(frozen=True)
@@ -35,59 +35,44 @@ class Inputs:
 
 def prepare(pieces: SequenceOf[Piece], scored: SequenceOf[Span], heads: HeadShape, cache: KVCache) -> Inputs:
     """`pieces` in the order of Batch. Rows of the batch are their tokens in order."""
-    starts = np.array([piece.first_token for piece in pieces])
-    counts = np.array([piece.num_tokens for piece in pieces])
+    rows = Stretches(
+        tables=_tables(pieces),
+        starts=np.array([piece.first_token for piece in pieces]),
+        counts=np.array([piece.num_tokens for piece in pieces]),
+        answers=np.array([piece.is_answer for piece in pieces]),
+    )
+    counts, answers = rows.counts, rows.answers
     samples = np.array([piece.samples for piece in pieces])
-    answers = np.array([piece.is_answer for piece in pieces])
     num_decodes = int((answers & (counts == 1)).sum())
-    tables = _tables(pieces)
     owners = np.repeat(np.arange(len(pieces)), counts)
-    positions = np.arange(len(owners)) - np.repeat(np.cumsum(counts) - counts - starts, counts)
+    positions = np.arange(len(owners)) - np.repeat(np.cumsum(counts) - counts - rows.starts, counts)
     token_ids = np.concatenate([np.frombuffer(p.sequence.tokens, np.int32)[p.first_token : p.end] for p in pieces])
     return Inputs(
         token_ids_M=torch.from_numpy(token_ids),
         positions_M=torch.from_numpy(positions),
-        write_index=_write_index(tables[owners, positions // cache.layout.block_size], positions, cache),
+        write_index=_write_index(rows.tables[owners, positions // cache.layout.block_size], positions, cache),
         sample_rows=torch.from_numpy((np.cumsum(counts) - 1)[samples]),
         score_rows=tuple(span.rows for span in scored),
         num_answer_rows=int(counts[answers].sum()),
         num_answer_samples=int((samples & answers).sum()),
-        attention=_plan(tables, starts, counts, answers, num_decodes, heads, cache, 0),
-        windowed=_windowed(tables, starts, counts, answers, num_decodes, heads, cache),
+        attention=_plan(rows, num_decodes, heads, cache, 0),
+        windowed=_windowed(rows, num_decodes, heads, cache),
     )
 
 
-def _windowed(
-    tables: np.ndarray,
-    starts: np.ndarray,
-    counts: np.ndarray,
-    answers: np.ndarray,
-    num_decodes: int,
-    heads: HeadShape,
-    cache: KVCache,
-) -> AttentionPlan | None:
+def _windowed(rows: Stretches, num_decodes: int, heads: HeadShape, cache: KVCache) -> AttentionPlan | None:
     if heads.segment:
-        by = cut(tables, starts, counts, heads.segment, cache.layout.block_size)
-        return _plan(by.tables, by.starts, by.counts, answers[by.owners], num_decodes, heads, cache, 0)
+        return _plan(cut(rows, heads.segment, cache.layout.block_size), num_decodes, heads, cache, 0)
     if heads.window:
-        return _plan(tables, starts, counts, answers, num_decodes, heads, cache, heads.window)
+        return _plan(rows, num_decodes, heads, cache, heads.window)
     return None
 
 
-def _plan(
-    tables: np.ndarray,
-    starts: np.ndarray,
-    counts: np.ndarray,
-    answers: np.ndarray,
-    num_decodes: int,
-    heads: HeadShape,
-    cache: KVCache,
-    window: int,
-) -> AttentionPlan:
-    groups = (num_decodes, int(answers.sum())), (int(answers.sum()), len(starts))
+def _plan(rows: Stretches, num_decodes: int, heads: HeadShape, cache: KVCache, window: int) -> AttentionPlan:
+    tables, starts, counts, num_answers = rows.tables, rows.starts, rows.counts, int(rows.answers.sum())
     chunks = [
-        Chunks(tables[low:high], starts[low:high], counts[low:high], int(counts[:low].sum()), high <= answers.sum())
-        for low, high in groups
+        Chunks(tables[low:high], starts[low:high], counts[low:high], int(counts[:low].sum()), high <= num_answers)
+        for low, high in ((num_decodes, num_answers), (num_answers, len(starts)))
         if high > low
     ]
     return AttentionPlan(

@@ -6,6 +6,7 @@ from dataclasses import replace
 import torch
 
 from checkpoint import Progress, open_checkpoint
+from contracts.device import gpu_index
 from contracts.errors import ConfigError
 from contracts.memory import available_nbytes
 from engine.backend import Backend
@@ -37,6 +38,7 @@ def load_engine(settings: EngineSettings, progress: Progress | None = None) -> E
     report = progress or _silent
     _require_sound(settings)
     settings = replace(settings, device=resolve_device(settings.device))
+    _require_gpus(settings)
     if settings.device != "cpu":
         torch.cuda.set_device(settings.device)
         checkpoint = open_checkpoint(settings.model, progress=report)
@@ -74,23 +76,34 @@ def _require_sound(settings: EngineSettings) -> None:
         )
 
 
+def _require_gpus(settings: EngineSettings) -> None:
+    """Raises ConfigError where there are not as many as the model is to be shared by."""
+    size = settings.tensor_parallel
+    if size == 1:
+        return
+    if settings.device == "cpu":
+        raise ConfigError(f"tensor_parallel is {size}, on the CPU; it is for GPUs: set device")
+    count = torch.cuda.device_count()
+    if (gpu_index(settings.device) or 0) + size > count:
+        raise ConfigError(f"tensor_parallel is {size} from {settings.device} on; torch finds {count} GPUs")
+
+
 def resolve_device(device: str) -> str:
     """cpu, or cuda:N; `auto`: the first GPU where there is one. Raises ConfigError for a device that is unknown, or
     absent.
     """
-    kind, _, index = device.partition(":")
-    if device not in ("auto", "cpu") and (kind != "cuda" or not (index or "0").isdecimal()):
-        raise ConfigError(f"the device '{device}' is not supported; supported are auto, cpu, cuda and cuda:N")
+    is_named = device not in ("auto", "cpu")
+    index = (gpu_index(device, "auto", "cpu") or 0) if is_named else 0
     count = torch.cuda.device_count() if device != "cpu" and torch.cuda.is_available() else 0
-    if kind == "cuda" and count == 0:
+    if is_named and count == 0:
         raise ConfigError(
             f"the device '{device}' needs an NVIDIA GPU and a torch that was built for it; torch finds none"
         )
-    if int(index or "0") >= max(count, 1):
+    if index >= max(count, 1):
         raise ConfigError(
             f"the device '{device}' is not there; the GPUs that torch finds are cuda:0 to cuda:{count - 1}"
         )
-    return f"cuda:{index or 0}" if count else "cpu"
+    return f"cuda:{index}" if count else "cpu"
 
 
 def resolve_dtype(settings: EngineSettings, source: WeightSource) -> str:

@@ -8,7 +8,7 @@ from engine.decoder import DecoderWeights, LayerWeights
 from engine.experts import Mixture, SharedMixture
 from engine.linear import Linear, NumberFormat
 from engine.mlp import ClampedMlp, GatedMlp, Mlp
-from engine.tensors import Expert, ModelTensors, layer_prefix
+from engine.tensors import Expert, ModelTensors, layer_prefix, widened
 from engine.weights import WeightSource
 
 
@@ -67,9 +67,9 @@ class _Loader:
         return GatedMlp(first, self._format.pack(self._tensors.fused(prefix, down)))
 
     def _expert(self, expert: Expert, gain: torch.Tensor) -> Mlp:
-        gate_up = self._format.pack(self._fold(expert.gate_up, gain), expert.gate_up_bias)
+        gate_up = self._format.pack(self._fold(widened(expert.gate_up), gain), expert.gate_up_bias)
         kind = GatedMlp if expert.gate_up_bias is None else ClampedMlp
-        return kind(gate_up, self._format.pack(expert.down, expert.down_bias))
+        return kind(gate_up, self._format.pack(widened(expert.down), expert.down_bias))
 
     def ends(self) -> tuple[torch.Tensor, torch.Tensor | None, Linear]:
         """The embedding table, the final norm's gain unless folded, and the output head."""

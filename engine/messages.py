@@ -19,7 +19,7 @@ class EngineSettings:
     None leaves a value to the engine: `kv_cache_nbytes` a share of the free memory, `max_model_len` the model's own
     (both bounded by the cache), `num_threads` torch's default. `max_batched_tokens` is the token
     budget of one step. What was found out about the CPU is remembered in `cache_dir`. A cache on a GPU that takes what
-    is free leaves `spare_nbytes` to others.
+    is free leaves `spare_nbytes` to others. `tensor_parallel` GPUs, `device` the first of them, share the model.
     """
 
     model: str = ""
@@ -31,6 +31,7 @@ class EngineSettings:
     max_batched_tokens: int = 1024
     num_threads: int | None = None
     device: str = "cpu"
+    tensor_parallel: int = 1
     spare_nbytes: int = 0
     prefix_cache: bool = True
     max_num_waiting: int = 1024
@@ -154,7 +155,7 @@ class Watcher:
 
     def launched(self, is_all: bool) -> None:
         """What the device is given from now on comes behind the chunks that were coming; unless `is_all`, behind their
-        early planes.
+        early planes. May be said again.
         """
 
 

@@ -1,7 +1,13 @@
-"""Quantized matrices of a Hugging Face folder: as they are stored, and widened."""
+"""Quantized matrices of a Hugging Face folder: as they are stored, and widened.
 
-from collections.abc import Callable, Iterable
+Names of Llama 4's experts: llm-compressor has a module for each matrix of an expert (its modeling/llama4.py), as Meta's
+FP8 Maverick does; ModelOpt keeps transformers' tensors of all experts, beside `NAME_weight_scale` (TensorRT-LLM's and
+vLLM's loaders), and so does fbgemm in transformers, beside `NAME_scale`.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -12,6 +18,7 @@ from kernels.layouts import from_awq, from_gptq
 from kernels.reference.quant import dequantize_blocks, dequantize_rows
 
 _SCALES, _INPUT_SCALES = ("weight_scale", "weight_scale_inv"), ("input_scale", "activation_scale")
+_EXPERT_SCALES = ("{}_weight_scale", "{}_scale")
 _KV_NAMES = ("{0}self_attn.{1}_scale", "{0}self_attn.{1}_proj.{1}_scale", "{0}self_attn.kv_scale")
 
 
@@ -40,6 +47,17 @@ class Fp8Matrix:
 
 
 @dataclass(frozen=True)
+class Fp8Experts:
+    """A matrix of each expert, transposed: `weight` `[experts, k, n]` e4m3, float32 `scale` `[experts, n]`."""
+
+    weight: Tensor
+    scale: Tensor
+
+    def matrix(self, expert: int) -> Fp8Matrix:
+        return Fp8Matrix(self.weight[expert].t().contiguous(), self.scale[expert])
+
+
+@dataclass(frozen=True)
 class Int4Matrix:
     """`codes` `[n, k]` 0..15; `scale`, `zero` `[n, groups]`; `groups` `[k]`: that of each column."""
 
@@ -52,6 +70,12 @@ class Int4Matrix:
     def shape(self) -> tuple[int, ...]:
         return tuple(self.codes.shape)
 
+    @property
+    def is_ordered(self) -> bool:
+        """Whether the columns of each group lie side by side, the groups in order and of one size."""
+        size = -(-self.shape[1] // self.scale.shape[1])
+        return torch.equal(self.groups, torch.arange(self.shape[1], device=self.groups.device) // size)
+
     def dense(self) -> Tensor:
         """float32."""
         return (self.codes.float() - self.zero.float()[:, self.groups]) * self.scale.float()[:, self.groups]
@@ -60,23 +84,74 @@ class Int4Matrix:
 StoredMatrix = Fp8Matrix | Int4Matrix
 
 
-class QuantizedMatrices:
-    """`find` gives a tensor of the checkpoint as it is in its file, or None."""
+def joined(matrices: Sequence[Fp8Matrix]) -> Fp8Matrix:
+    """One below the other."""
+    weight = torch.cat([matrix.weight.view(torch.uint8) for matrix in matrices]).view(torch.float8_e4m3fn)
+    input_scale = matrices[0].input_scale if len(matrices) == 1 else None
+    return Fp8Matrix(weight, torch.cat([matrix.scale for matrix in matrices]), input_scale)
 
-    def __init__(self, quantization: Quantization, find: Callable[[str], Tensor | None]) -> None:
-        self.quantization, self._find = quantization, find
+
+class Quantized(Protocol):
+    """The matrices that a checkpoint holds quantized."""
+
+    @property
+    def quantization(self) -> Quantization: ...
 
     def matrix(self, module: str) -> StoredMatrix | None:
         """None for a module that the configuration leaves out, or whose scales are not there.
 
         Raises ConfigError where tensors are missing or are of another type than the configuration says.
         """
-        if self.quantization.skips(module):
-            return None
-        return self._int4(module) if self.quantization.is_int4 else self._fp8(module)
+        ...
+
+    def has_weight(self, module: str) -> bool:
+        """Whether a matrix, quantized or not, has a tensor to itself."""
+        ...
+
+    def experts(self, name: str) -> Fp8Experts | None:
+        """The tensor `name` of all experts; None if the configuration leaves it out, or its scales are not there.
+
+        Scales are one for all, or one for each expert, or for each row of each: `[experts, n]` with a 1 anywhere.
+        Raises ConfigError as `matrix` does.
+        """
+        ...
 
     def kv_scale(self, prefix: str, name: str) -> float | None:
         """What K or V (`name` "k" or "v") of a layer is divided by before it is rounded to e4m3."""
+        ...
+
+
+class QuantizedMatrices:
+    """`find` gives a tensor of the checkpoint as it is in its file, or None; `stored_name` what the file and the
+    configuration call a module.
+    """
+
+    def __init__(
+        self, quantization: Quantization, find: Callable[[str], Tensor | None], stored_name: Callable[[str], str]
+    ) -> None:
+        self.quantization, self._find, self._stored_name = quantization, find, stored_name
+
+    def matrix(self, module: str) -> StoredMatrix | None:
+        if self.quantization.skips(self._stored_name(module)):
+            return None
+        return self._int4(module) if self.quantization.is_int4 else self._fp8(module)
+
+    def has_weight(self, module: str) -> bool:
+        return self._find(f"{module}.weight") is not None
+
+    def experts(self, name: str) -> Fp8Experts | None:
+        found = (self._find(pattern.format(name)) for pattern in _EXPERT_SCALES)
+        scale = next((tensor for tensor in found if tensor is not None), None)
+        if scale is None or self.quantization.skips(self._stored_name(name)):
+            return None
+        weight = self._e4m3(name)
+        count, _, n = weight.shape
+        if scale.numel() not in (1, count, count * n):
+            raise ConfigError(f"the scale of '{name}' is {list(scale.shape)}, its experts are {list(weight.shape)}")
+        by_expert = scale.float().reshape(-1, n) if scale.numel() == count * n else scale.float().reshape(-1, 1)
+        return Fp8Experts(weight, by_expert.expand(count, n))
+
+    def kv_scale(self, prefix: str, name: str) -> float | None:
         return self._first(pattern.format(prefix, name) for pattern in _KV_NAMES)
 
     def _fp8(self, module: str) -> Fp8Matrix | None:
@@ -84,11 +159,15 @@ class QuantizedMatrices:
         scale = next((tensor for tensor in found if tensor is not None), None)
         if scale is None:
             return None
-        weight = self._needed(f"{module}.weight")
-        if weight.dtype is not torch.float8_e4m3fn:
-            raise ConfigError(f"'{module}.weight' is {weight.dtype} beside a scale; only float8_e4m3fn is supported")
+        weight = self._e4m3(f"{module}.weight")
         input_scale = self._first(f"{module}.{name}" for name in _INPUT_SCALES)
         return Fp8Matrix(weight, self._shaped(module, scale.float(), weight.shape), input_scale)
+
+    def _e4m3(self, name: str) -> Tensor:
+        weight = self._needed(name)
+        if weight.dtype is not torch.float8_e4m3fn:
+            raise ConfigError(f"'{name}' is {weight.dtype} beside a scale; only float8_e4m3fn is supported")
+        return weight
 
     def _shaped(self, module: str, scale: Tensor, shape: torch.Size) -> Tensor:
         """By row if that is the scheme, one for all rows included."""
@@ -118,8 +197,12 @@ class QuantizedMatrices:
             raise ConfigError(
                 f"'{module}' has {num_groups} scales in {num_columns} columns; group_size is {size} in config.json"
             )
-        stored = self._find(f"{module}.g_idx") if self.quantization.act_order else None
-        return torch.arange(num_columns) // size if stored is None else stored.long()
+        stored = self._find(f"{module}.g_idx")
+        if stored is None or not stored.any():  # all zeros say nothing, as text-generation-inference reads them too
+            return torch.arange(num_columns) // size
+        if len(stored) != num_columns or not 0 <= int(stored.min()) <= int(stored.max()) < num_groups:
+            raise ConfigError(f"'{module}.g_idx' does not say for {num_columns} columns which of {num_groups} scales")
+        return stored.long()
 
     def _needed(self, name: str) -> Tensor:
         tensor = self._find(name)

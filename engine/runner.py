@@ -35,8 +35,16 @@ class Computed:
     drawn: Drawn | None = None
 
 
+Written = Callable[[bool], None]
+"""(whether all planes of a batch's prompts have been launched, or only the early ones)"""
+
+
+def unheard(is_all: bool) -> None:
+    """Nobody waits for the planes."""
+
+
 def ignore() -> None:
-    """Nobody waits for the early planes."""
+    """There is nothing to do."""
 
 
 class Runner(Protocol):
@@ -44,9 +52,9 @@ class Runner(Protocol):
 
     early_planes: int
 
-    def forward(self, pieces: SequenceOf[Piece], early: Callable[[], None] = ignore) -> Computed:
-        """Writes K and V; running it again writes the same. `early` is called when the early planes have been
-        launched. Raises RuntimeError.
+    def forward(self, pieces: SequenceOf[Piece], written: Written = unheard) -> Computed:
+        """Writes K and V; running it again writes the same. `written` is called when the early planes of prompts have
+        been launched, and may be when all have: what is behind them is not in the cache. Raises RuntimeError.
         """
         ...
 
@@ -62,7 +70,7 @@ class CpuRunner:
         self._model, self._cache = model, cache
 
     @torch.inference_mode()
-    def forward(self, pieces: SequenceOf[Piece], early: Callable[[], None] = ignore) -> Computed:
+    def forward(self, pieces: SequenceOf[Piece], written: Written = unheard) -> Computed:
         found = spans(pieces)
         logits = self._model.forward(prepare(pieces, found, self._model.heads, self._cache), self._cache)
         return Computed(logits.sampled, score(found, logits.scored))

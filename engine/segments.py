@@ -9,29 +9,29 @@ import numpy as np
 
 
 @dataclass(frozen=True)
-class Segments:
-    """Rows of the batch in the same order, cut finer. `owners`: the piece that each is of; `tables` `[N, pages]`,
-    `starts` and `counts` `[N]` in tokens, by segment.
+class Stretches:
+    """Consecutive rows of a batch, `counts` `[N]` tokens from `starts` `[N]` on of sequences whose blocks are in
+    `tables` `[N, pages]`; `answers` `[N]`: which are tokens of answers. Those come first.
     """
 
-    owners: np.ndarray
     tables: np.ndarray
     starts: np.ndarray
     counts: np.ndarray
+    answers: np.ndarray
 
 
-def cut(tables: np.ndarray, starts: np.ndarray, counts: np.ndarray, segment: int, block_size: int) -> Segments:
-    """Pieces of sequences, `counts` tokens from `starts` on; `segment` tokens are whole blocks."""
-    ends = starts + counts
-    low, high = starts // segment, -(-ends // segment)
-    owners = np.repeat(np.arange(len(starts)), high - low)
+def cut(rows: Stretches, segment: int, block_size: int) -> Stretches:
+    """The same rows in the same order, each stretch of one segment, whose tokens are whole blocks."""
+    ends = rows.starts + rows.counts
+    low, high = rows.starts // segment, -(-ends // segment)
+    owners = np.repeat(np.arange(len(ends)), high - low)
     index = np.arange(len(owners)) - np.repeat(np.cumsum(high - low) - high, high - low)
-    firsts = np.maximum(starts[owners], index * segment)
-    pages = segment // block_size
-    columns = index[:, None] * pages + np.arange(min(pages, tables.shape[1]))
-    return Segments(
-        owners,
-        tables[owners[:, None], np.minimum(columns, tables.shape[1] - 1)],
+    firsts = np.maximum(rows.starts[owners], index * segment)
+    pages, width = segment // block_size, rows.tables.shape[1]
+    columns = index[:, None] * pages + np.arange(min(pages, width))
+    return Stretches(
+        rows.tables[owners[:, None], np.minimum(columns, width - 1)],
         firsts - index * segment,
         np.minimum(ends[owners], (index + 1) * segment) - firsts,
+        rows.answers[owners],
     )

@@ -30,12 +30,12 @@ def _fingerprint(config: ModelConfig) -> str:
 
 
 def blocks_in(nbytes: int, layout: KVLayout) -> int:
-    """Raises ConfigError for fewer than two."""
-    if nbytes < 2 * layout.block_nbytes:
+    """Where each shard has `nbytes`. Raises ConfigError for fewer than two."""
+    if nbytes < 2 * layout.shard_nbytes:
         raise ConfigError(
-            f"kv_cache_nbytes is {nbytes}; one block of {layout.block_size} tokens takes {layout.block_nbytes}"
+            f"kv_cache_nbytes is {nbytes}; one block of {layout.block_size} tokens takes {layout.shard_nbytes}"
         )
-    return nbytes // layout.block_nbytes
+    return nbytes // layout.shard_nbytes
 
 
 def wanted_model_len(checkpoint: Checkpoint, settings: EngineSettings) -> int:

@@ -1,13 +1,14 @@
 """The tensors of a decoder in a checkpoint, by their part in it: fused, and of the shapes that its config.json says."""
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 
 from checkpoint.config import Experts, ModelConfig
+from checkpoint.quantization import Scheme
 from contracts.errors import ConfigError
-from engine.quantized import StoredMatrix
+from engine.quantized import Fp8Matrix, StoredMatrix, joined
 from engine.weights import WeightSource
 from kernels.layouts import gate_up_halves
 from kernels.reference.quant import unpack_e2m1
@@ -25,12 +26,17 @@ PARTS = {
 """The modules of a layer whose matrices are one product; the output head, which has no prefix."""
 
 
+ExpertMatrix = torch.Tensor | Fp8Matrix
+
+
 @dataclass(frozen=True)
 class Expert:
-    """Gate and up as one matrix, and down, `[n, k]` each; biases as gpt-oss has them, or none."""
+    """Gate and up as one matrix, and down, `[n, k]` each: as they are stored if they are FP8 with scales by row, else
+    widened; biases as gpt-oss has them, or none.
+    """
 
-    gate_up: torch.Tensor
-    down: torch.Tensor
+    gate_up: ExpertMatrix
+    down: ExpertMatrix
     gate_up_bias: torch.Tensor | None = None
     down_bias: torch.Tensor | None = None
 
@@ -51,12 +57,14 @@ class Mxfp4:
 
 class ModelTensors:
     """`prefix` is that of a layer, see `layer_prefix`. `interleaved`: how rows of q and k are wanted, the parts of a
-    rotary pair side by side, or in halves.
+    rotary pair side by side, or in halves. `num_head_rows`: of the output head, if not one for each token.
 
     All methods raise ConfigError for a tensor that is missing or has another shape than the configuration says.
     """
 
-    def __init__(self, config: ModelConfig, source: WeightSource, interleaved: bool) -> None:
+    def __init__(
+        self, config: ModelConfig, source: WeightSource, interleaved: bool, num_head_rows: int | None = None
+    ) -> None:
         self._config, self._source, self._interleaved = config, source, interleaved
         hidden, inner = config.hidden_size, config.intermediate_size
         q_width, kv_width = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
@@ -68,7 +76,7 @@ class ModelTensors:
             "mlp.gate_proj": (inner, hidden),
             "mlp.up_proj": (inner, hidden),
             "mlp.down_proj": (hidden, inner),
-            "lm_head": (config.vocab_size, hidden),
+            "lm_head": (num_head_rows or config.vocab_size, hidden),
         }
         if config.experts is not None:
             inner = config.experts.intermediate_size
@@ -84,16 +92,16 @@ class ModelTensors:
         return torch.cat(weights) if len(weights) > 1 else weights[0]
 
     def stored(self, prefix: str, part: str) -> list[StoredMatrix]:
-        """The matrices of a part as the checkpoint holds them, rows of q and k as the model's authors order them.
-        Empty unless all are quantized.
-        """
+        """The matrices of a part as the checkpoint holds them. Empty unless all are quantized."""
         if self._source.quantized is None:
             return []
         found = {module: self._source.quantized.matrix(prefix + module) for module in PARTS[part]}
         matrices = {module: matrix for module, matrix in found.items() if matrix is not None}
         for module, matrix in matrices.items():
             self._check(f"{prefix}{module}.weight", matrix.shape, self._shapes[module])
-        return list(matrices.values()) if len(matrices) == len(found) else []
+        if len(matrices) < len(found):
+            return []
+        return [self._turned_rows(matrix) if module in (_Q, _K) else matrix for module, matrix in matrices.items()]
 
     def kv_scales(self, prefix: str) -> tuple[float, float] | None:
         """What K and V are divided by before they are rounded to e4m3, if the checkpoint says."""
@@ -128,18 +136,37 @@ class ModelTensors:
         return self._tensor(prefix + "mlp.router.bias", self._experts.count) if self._experts.as_gpt_oss else None
 
     def experts(self, prefix: str) -> Iterator[Expert]:
-        """One after the other; float32, whatever they are in the checkpoint, unless opened for a device."""
+        """One after the other; what is widened is float32, unless opened for a device."""
         if self._experts.as_gpt_oss:
             yield from self._stacked_experts(prefix)
             return
-        if self._experts.as_llama4:
+        if self._experts.as_llama4 and not self._has_expert_modules(prefix):
             yield from self._transposed_experts(prefix)
             return
         hidden, inner = self._config.hidden_size, self._experts.intermediate_size
         for number in range(self._experts.count):
-            stem = f"{prefix}mlp.experts.{number}."
-            gate_up = torch.cat([self._tensor(f"{stem}{name}_proj.weight", inner, hidden) for name in ("gate", "up")])
-            yield Expert(gate_up, self._tensor(stem + "down_proj.weight", hidden, inner))
+            gate, up, down = (f"{prefix}mlp.experts.{number}.{name}_proj" for name in ("gate", "up", "down"))
+            yield Expert(self._expert([gate, up], inner, hidden), self._expert([down], hidden, inner))
+
+    def _has_expert_modules(self, prefix: str) -> bool:
+        quantized = self._source.quantized
+        return quantized is not None and quantized.has_weight(f"{prefix}mlp.experts.0.gate_proj")
+
+    def _expert(self, modules: Sequence[str], n: int, k: int) -> ExpertMatrix:
+        """Matrices of one shape, one below the other."""
+        stored = self._stored_rows(modules)
+        if len(stored) < len(modules):
+            return torch.cat([self._tensor(f"{module}.weight", n, k) for module in modules])
+        for module, matrix in zip(modules, stored, strict=True):
+            self._check(f"{module}.weight", matrix.shape, (n, k))
+        return joined(stored)
+
+    def _stored_rows(self, modules: Sequence[str]) -> list[Fp8Matrix]:
+        """Of those that are FP8 with scales by row."""
+        quantized = self._source.quantized
+        if quantized is None or quantized.quantization.scheme is not Scheme.FP8_ROWS:
+            return []
+        return [matrix for module in modules if isinstance(matrix := quantized.matrix(module), Fp8Matrix)]
 
     def _stacked_experts(self, prefix: str) -> Iterator[Expert]:
         """gpt-oss has gate and up in turn, row by row, all experts in one tensor, transposed unless it is MXFP4."""
@@ -157,11 +184,18 @@ class ModelTensors:
 
     def _transposed_experts(self, prefix: str) -> Iterator[Expert]:
         """Llama 4 has all experts in one tensor, transposed, gate before up."""
-        count, hidden, inner = self._experts.count, self._config.hidden_size, self._experts.intermediate_size
-        gate_ups = self._tensor(prefix + "mlp.experts.gate_up_proj", count, hidden, 2 * inner)
-        downs = self._tensor(prefix + "mlp.experts.down_proj", count, inner, hidden)
-        for gate_up, down in zip(gate_ups, downs, strict=True):
-            yield Expert(gate_up.t().contiguous(), down.t().contiguous())
+        hidden, inner = self._config.hidden_size, self._experts.intermediate_size
+        gate_ups = self._transposed(prefix + "mlp.experts.gate_up_proj", hidden, 2 * inner)
+        downs = self._transposed(prefix + "mlp.experts.down_proj", inner, hidden)
+        yield from map(Expert, gate_ups, downs)
+
+    def _transposed(self, name: str, k: int, n: int) -> Iterator[ExpertMatrix]:
+        count, quantized = self._experts.count, self._source.quantized
+        stored = None if quantized is None else quantized.experts(name)
+        if stored is None:
+            return (matrix.t().contiguous() for matrix in self._tensor(name, count, k, n))
+        self._check(name, tuple(stored.weight.shape), (count, k, n))
+        return map(stored.matrix, range(count))
 
     def expert_biases(self, prefix: str) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """Of gate and up, `[experts, 2 * inner]`, and of down, `[experts, hidden]`, if there are such."""
@@ -205,6 +239,12 @@ class ModelTensors:
         tensor = self._tensor(f"{prefix}{module}.bias", self._shapes[module][0])
         return self._turned(tensor) if module in (_Q, _K) else tensor
 
+    def _turned_rows(self, matrix: StoredMatrix) -> StoredMatrix:
+        if self._interleaved == self._source.interleaved:
+            return matrix
+        assert isinstance(matrix, Fp8Matrix) and not matrix.is_blocks, "no other is opened with its pairs interleaved"
+        return replace(matrix, weight=self._turned(matrix.weight), scale=self._turned(matrix.scale))
+
     def _turned(self, tensor: torch.Tensor) -> torch.Tensor:
         """Rows of each head from pairs (x0, y0, x1, y1, ..) to halves (x0, x1, .., y0, y1, ..), or back."""
         if self._interleaved == self._source.interleaved:
@@ -221,6 +261,10 @@ class ModelTensors:
     def _check(self, name: str, found: tuple[int, ...], shape: tuple[int, ...]) -> None:
         if found != shape:
             raise ConfigError(f"the tensor '{name}' is {list(found)}; its configuration says {list(shape)}")
+
+
+def widened(matrix: ExpertMatrix) -> torch.Tensor:
+    return matrix.dense() if isinstance(matrix, Fp8Matrix) else matrix
 
 
 def layer_prefix(index: int) -> str:

@@ -3,8 +3,9 @@
 import logging
 import re
 from collections.abc import Collection
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import gguf
 import numpy as np
@@ -16,7 +17,7 @@ from checkpoint.gguf_file import GgufFile
 from checkpoint.quantization import Quantization
 from checkpoint.safetensors_index import tensor_files
 from contracts.errors import ConfigError
-from engine.quantized import QuantizedMatrices
+from engine.quantized import Quantized, QuantizedMatrices
 
 _log = logging.getLogger(__name__)
 
@@ -40,6 +41,33 @@ _GGUF_NAMES = {
 }
 
 
+@dataclass(frozen=True)
+class Cut:
+    """Part `index` of `count` equal ones along `dim`; of `num_groups` that lie there one after the other, the same part
+    of each.
+    """
+
+    dim: int
+    index: int
+    count: int
+    num_groups: int = 1
+
+    def of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A copy, so that the rest can be freed."""
+        parts = [tensor.narrow(self.dim, part.start, len(part)) for part in self.parts(tensor.shape[self.dim])]
+        return torch.cat(parts, self.dim) if len(parts) > 1 else parts[0].clone(memory_format=torch.contiguous_format)
+
+    def parts(self, length: int) -> list[range]:
+        """Of a dimension of `length`, which must be a multiple."""
+        size = length // (self.count * self.num_groups)
+        assert size * self.count * self.num_groups == length, f"{length} is not cut equally by {self}"
+        starts = [(group * self.count + self.index) * size for group in range(self.num_groups)]
+        return [range(start, start + size) for start in starts]
+
+    def along(self, dim: int) -> "Cut":
+        return replace(self, dim=dim)
+
+
 class WeightSource(Protocol):
     """`interleaved`: rows of q and k are stored with the two parts of a rotary pair side by side. `quantized`: the
     matrices that a checkpoint holds so, as they are stored; None if it has no such.
@@ -48,11 +76,11 @@ class WeightSource(Protocol):
     interleaved: bool
 
     @property
-    def quantized(self) -> QuantizedMatrices | None: ...
+    def quantized(self) -> Quantized | None: ...
 
-    def tensor(self, name: str) -> torch.Tensor:
-        """float32, contiguous, unless opened for a device; widened if quantized, bytes as they are. Raises ConfigError
-        if the checkpoint lacks it.
+    def tensor(self, name: str, cut: Cut | None = None) -> torch.Tensor:
+        """float32, contiguous, unless opened for a device; widened if quantized, bytes as they are; all of it, or a
+        part. Raises ConfigError if the checkpoint lacks it.
         """
         ...
 
@@ -77,16 +105,16 @@ class SafetensorsWeights:
         self._folder, self._device, self.interleaved = folder, device, is_llama4
         self._files = tensor_files(folder)
         self._stored = llama4_names(self._files) if is_llama4 else {name: name for name in self._files}
-        self.quantized = None if quantization is None else QuantizedMatrices(quantization, self._find)
+        self.quantized = None if quantization is None else QuantizedMatrices(quantization, self._find, self._module)
 
-    def tensor(self, name: str) -> torch.Tensor:
+    def tensor(self, name: str, cut: Cut | None = None) -> torch.Tensor:
         module, _, kind = name.rpartition(".")
         matrix = self.quantized.matrix(module) if self.quantized is not None and kind == "weight" else None
-        tensor = self._plain(name) if matrix is None else matrix.dense()
+        tensor = self._plain(name, cut) if matrix is None else _cut(matrix.dense(), cut)
         return tensor.float().contiguous() if self._device is None and tensor.is_floating_point() else tensor
 
-    def _plain(self, name: str) -> torch.Tensor:
-        tensor = self._read(name)
+    def _plain(self, name: str, cut: Cut | None) -> torch.Tensor:
+        tensor = self._read(name, cut)
         is_plain = tensor.is_floating_point() and tensor.itemsize > 1
         if not is_plain and tensor.dtype is not torch.uint8:
             raise ConfigError(
@@ -98,12 +126,17 @@ class SafetensorsWeights:
     def _find(self, name: str) -> torch.Tensor | None:
         return self._read(name) if name in self._stored else None
 
-    def _read(self, name: str) -> torch.Tensor:
+    def _module(self, name: str) -> str:
+        """As the file has it; the tensor itself, of all experts in one."""
+        return self._stored.get(f"{name}.weight", self._stored.get(name, name)).removesuffix(".weight")
+
+    def _read(self, name: str, cut: Cut | None = None) -> torch.Tensor:
         if name not in self._stored:
             raise ConfigError(f"{self._folder} lacks the tensor '{name}': the weights do not fit its config.json")
         try:
             with safe_open(self._file(name), framework="pt", device=str(self._device or "cpu")) as file:
-                return file.get_tensor(self._stored[name])
+                stored = self._stored[name]
+                return file.get_tensor(stored) if cut is None else _part(file.get_slice(stored), cut)
         except (SafetensorError, OSError) as error:
             raise ConfigError(f"cannot read '{name}' from {self._file(name)}: {error}") from error
 
@@ -120,7 +153,7 @@ class GgufWeights:
         self._file = GgufFile.open(checkpoint.path)
         self.interleaved = self._file.metadata["general.architecture"] == "llama"
 
-    def tensor(self, name: str) -> torch.Tensor:
+    def tensor(self, name: str, cut: Cut | None = None) -> torch.Tensor:
         info = self._file.tensors.get(gguf_name(name))
         if info is None:
             raise ConfigError(f"{self._file.path} lacks the tensor '{gguf_name(name)}'")
@@ -128,7 +161,19 @@ class GgufWeights:
             values = gguf.dequantize(np.array(self._file.blocks(info)), info.kind)
         except NotImplementedError as error:
             raise ConfigError(f"{self._file.path}: the format {info.kind.name} of '{name}' is not supported") from error
-        return torch.from_numpy(np.ascontiguousarray(values.reshape(info.shape), np.float32))
+        tensor = torch.from_numpy(np.ascontiguousarray(values.reshape(info.shape), np.float32))
+        return _cut(tensor, cut)
+
+
+def _cut(tensor: torch.Tensor, cut: Cut | None) -> torch.Tensor:
+    return tensor if cut is None else cut.of(tensor)
+
+
+def _part(stored: Any, cut: Cut) -> torch.Tensor:
+    """Read alone, of safetensors' slice of a file."""
+    parts = cut.parts(stored.get_shape()[cut.dim])
+    wanted = [stored[(*[slice(None)] * cut.dim, slice(part.start, part.stop))] for part in parts]
+    return torch.cat(wanted, cut.dim) if len(wanted) > 1 else wanted[0]
 
 
 def llama4_names(stored: Collection[str]) -> dict[str, str]:

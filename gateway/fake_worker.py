@@ -46,6 +46,7 @@ class FakeWorker:
     incarnation: Incarnation = "1"  # type: ignore[assignment]
     model: str = "fake"
     layout: KVLayout | None = None
+    takes: list[str] = field(default_factory=list)
     max_model_len: int = 2048
     cached_tokens: int = 0
     script: Sequence[int] = ()
@@ -111,6 +112,7 @@ class FakeWorker:
             pid=0,
             core_pid=0,
             layout=self.layout,
+            takes=self.takes,
         )
         return Node(info=info, load=NodeLoad(), alive=True)
 

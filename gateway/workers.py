@@ -79,9 +79,10 @@ class Workers:
 
     def can_serve(self) -> bool:
         """A worker that is both, or two that can exchange KV."""
-        sources = {info.layout_id for info in self.nodes if info.role == Role.PREFILL}
-        sinks = {info.layout_id for info in self.nodes if info.role == Role.DECODE}
-        return bool(sources & sinks) or any(info.role == Role.MIXED for info in self.nodes)
+        sources = [info for info in self.nodes if info.role == Role.PREFILL]
+        sinks = [info for info in self.nodes if info.role == Role.DECODE]
+        is_pair = any(sink.can_take(source) for sink in sinks for source in sources)
+        return is_pair or any(info.role == Role.MIXED for info in self.nodes)
 
     def max_model_len(self, default: int) -> int:
         return min([default, *(info.max_model_len for info in self.nodes)])
@@ -247,7 +248,7 @@ def misfits(infos: Sequence[NodeInfo], model: str) -> dict[WorkerId, str]:
     fit = [info for info in infos if info.model == model]
     sources = [info for info in fit if info.role != Role.DECODE]
     for info in fit:
-        if info.role == Role.DECODE and sources and all(info.layout_id != source.layout_id for source in sources):
+        if info.role == Role.DECODE and sources and not any(info.can_take(source) for source in sources):
             words[info.worker_id] = f"it can't take the KV of {sources[0].worker_id}: {_difference(info, sources[0])}"
     return words
 

@@ -399,9 +399,9 @@ def fp4_case(spec: FP4Spec, tokens: int) -> Case:
     return Case("gemm_fp4", spec, make, 1e-2, spec.n * spec.k / 2, 2 * tokens * spec.n * spec.k)
 
 
-def move_case(op: str, spec: MoveSpec, num_pages: int, pool_pages: int, offset: int = 0) -> Case:
+def move_case(op: str, spec: MoveSpec, num_pages: int, pool_pages: int, offset: int = 0, parts: int = 1) -> Case:
     """op: kv_pack, kv_unpack, kv_verify or kv_sums. The cache is [planes, pages, page]; with an offset a page is two
-    units.
+    units. The buffer is for so many `parts` of each page, of which this is the last.
     """
     page = spec.unit_nbytes * (2 if offset else 1)
 
@@ -411,7 +411,9 @@ def move_case(op: str, spec: MoveSpec, num_pages: int, pool_pages: int, offset: 
         else:
             cache = torch.randint(0, 256, (spec.planes, pool_pages, page), device=device, dtype=torch.uint8)
         pages = torch.randperm(pool_pages, device=device)[:num_pages].to(I32)
-        buffer = torch.randint(0, 256, (num_pages * spec.planes * spec.unit_nbytes,), device=device, dtype=torch.uint8)
+        shape = (num_pages, parts, spec.planes, spec.unit_nbytes)
+        whole = torch.randint(0, 256, shape, device=device, dtype=torch.uint8)
+        buffer = whole.view(-1) if parts == 1 else whole[:, -1]
         units = num_pages * spec.planes
         sums = torch.zeros(units, dtype=I32, device=device)
         bad = torch.zeros(1, dtype=I32, device=device)
@@ -423,7 +425,7 @@ def move_case(op: str, spec: MoveSpec, num_pages: int, pool_pages: int, offset: 
         if op == "kv_sums":
             return Call((cache, pages, sums), common, {"sums": sums})
         source = (
-            buffer
+            buffer.contiguous()
             if op == "kv_unpack"
             else cache[:, pages.long(), offset : offset + spec.unit_nbytes].transpose(0, 1).contiguous()
         )

@@ -41,10 +41,11 @@ def from_gptq(qweight: Tensor, qzeros: Tensor, scales: Tensor, zero_shift: int =
     """GPTQ to (codes [n, k] 0..15, scale [n, groups], zero [n, groups]); split_nibbles packs the codes.
 
     qweight is int32 [k / 8, n], eight nibbles along k, lowest first; qzeros int32 [groups, n / 8] stores the zeros less
-    `zero_shift`: 1 in version 1 of the format, 0 in version 2.
+    `zero_shift`: 1 in version 1 of the format, 0 in version 2. GPTQModel (utils/model.py) takes it from whole words, so
+    that a zero of 0 borrows from the next: whole words get it back.
     """
     codes = nibbles(qweight.t().contiguous(), range(8))
-    zero = nibbles(qzeros, range(8)).t() + zero_shift
+    zero = nibbles(qzeros.long() + zero_shift * 0x1111_1111, range(8)).t()
     return codes.to(torch.uint8), scales.t().contiguous(), zero.to(torch.uint8).contiguous()
 
 
@@ -56,6 +57,6 @@ def from_awq(qweight: Tensor, qzeros: Tensor, scales: Tensor) -> tuple[Tensor, T
 
 
 def nibbles(words: Tensor, order: range | tuple[int, ...]) -> Tensor:
-    """int32 [rows, w] to codes [rows, 8 w]."""
+    """The lower 32 bits of [rows, w] to codes [rows, 8 w]."""
     shifts = torch.tensor([4 * i for i in order], device=words.device, dtype=torch.int32)
     return ((words[..., None] >> shifts) & 15).flatten(1)

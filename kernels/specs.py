@@ -182,7 +182,8 @@ class MoveSpec(Spec):
     """Pages of all planes of a KV cache to and from one contiguous buffer.
 
     A unit is what moves of one page of one plane: the whole page, or the bytes of the heads that the other side's
-    shard holds. The buffer is [pages, planes, unit_nbytes], with one 32-bit checksum a unit beside it.
+    shard holds. The buffer is [pages, planes, unit_nbytes], flat or a part of [pages, more planes, unit_nbytes], with
+    one 32-bit checksum a unit beside it.
     """
 
     planes: int  # 2 * layers

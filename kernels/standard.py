@@ -141,9 +141,11 @@ def move_cases() -> list[Case]:
         move_case("kv_pack", plain, 17, 64),
         move_case("kv_pack", checked, 16, 64),
         move_case("kv_pack", MoveSpec(64, 32768, checksum=True), 16, 64, offset=32768),
+        move_case("kv_pack", MoveSpec(64, 32768, checksum=True), 16, 64, offset=32768, parts=2),
         move_case("kv_pack", MoveSpec(64, 65536, convert=True, checksum=True), 16, 40),
         move_case("kv_unpack", checked, 16, 64),
         move_case("kv_unpack", MoveSpec(64, 32768), 5, 64, offset=32768),
+        move_case("kv_unpack", MoveSpec(64, 32768), 5, 64, offset=32768, parts=2),
         move_case("kv_verify", checked, 16, 64),
         move_case("kv_sums", checked, 16, 64),
     ]

@@ -11,17 +11,35 @@ from contracts.ids import BlockId
 
 
 class Pool(Protocol):
-    """Pages, one of each block in each plane. Staged transports gather them into a buffer of the host and back."""
+    """Pages, one of each block in each plane of each shard. Staged transports gather them into a buffer of the host and
+    back.
+
+    `num_parts`: of a page, over all shards, of which each has one or several: it is the number of the finer side's
+    shards.
+    """
 
     num_planes: int
     num_blocks: int
     page_nbytes: int
+    block_nbytes: int
 
-    def gather(self, rows: np.ndarray, out: np.ndarray) -> None:
-        """Copy the pages of `rows` (see plan.row_ids) into `out`, uint8 of their total size."""
+    def agreed(self, num_parts: int, sends: bool) -> None:
+        """Pages are to go to a peer, or to come from one, in so many parts. Raises TransferError if shards can't be cut
+        so.
+        """
         ...
 
-    def scatter(self, rows: np.ndarray, data: np.ndarray) -> None: ...
+    def in_parts(self, sums: np.ndarray, pages: Sequence[BlockId], num_parts: int) -> np.ndarray:
+        """The checksums of `pages` by so many parts, `[pages, num_parts * num_planes]`, out of all that were made of
+        them when they were computed.
+        """
+        ...
+
+    def gather(self, rows: np.ndarray, out: np.ndarray, num_parts: int = 1) -> None:
+        """Copy the parts of pages of `rows` (see plan.row_ids) into `out`, uint8 of their total size."""
+        ...
+
+    def scatter(self, rows: np.ndarray, data: np.ndarray, num_parts: int = 1) -> None: ...
 
 
 class Mark(Protocol):
@@ -43,6 +61,11 @@ class Later(Protocol):
     is_void: bool
 
     @property
+    def is_due(self) -> bool:
+        """Their mark was reached: they are done soon."""
+        ...
+
+    @property
     def busy_s(self) -> float: ...
 
     @property
@@ -56,7 +79,10 @@ class Later(Protocol):
 
 
 class RemotePool(Protocol):
-    """A peer's pool, mapped into this process. `detail`: what was mapped, and how, for operators."""
+    """A peer's pool, mapped into this process. `detail`: what was mapped, and how, for operators.
+
+    Pages come in parts, the shards of the finer of the two pools.
+    """
 
     num_pages: int
     detail: str
@@ -64,7 +90,7 @@ class RemotePool(Protocol):
     def pull(self, pages: Sequence[BlockId], into: Sequence[BlockId], checks: bool) -> np.ndarray | None:
         """Copy the peer's `pages` to `into`, all planes; they are there on return.
 
-        Returns the checksums of `into` as they are then, `[pages, num_planes]` uint32, if `checks`. Raises
+        Returns the checksums of `into` as they are then, `[pages, parts * num_planes]` uint32, if `checks`. Raises
         TransferError.
         """
         ...
@@ -134,13 +160,15 @@ class DevicePool(Pool, Protocol):
         """Nothing touches it any more: its memory is free on return."""
         ...
 
-    def pack(self, pages: np.ndarray, into: Any) -> None:
-        """Copy `pages`, int32, all planes of each in turn; they are there on return. Raises TransferError."""
+    def pack(self, pages: np.ndarray, into: Any, num_parts: int) -> None:
+        """Copy `pages`, int32, each in its parts, all planes of each part in turn; they are there on return. Raises
+        TransferError.
+        """
         ...
 
-    def unpack(self, buffer: Any, pages: np.ndarray, checks: bool) -> np.ndarray | None:
-        """The other way round. Returns the checksums of `pages` as they are then, `[pages, num_planes]` uint32, if
-        `checks`.
+    def unpack(self, buffer: Any, pages: np.ndarray, checks: bool, num_parts: int) -> np.ndarray | None:
+        """The other way round. Returns the checksums of `pages` as they are then, `[pages, num_parts * num_planes]`
+        uint32, if `checks`.
         """
         ...
 
@@ -148,9 +176,9 @@ class DevicePool(Pool, Protocol):
         """What `narrow` takes, for a peer whose pool is e4m3 with these scales; ours holds bf16."""
         ...
 
-    def narrow(self, pages: np.ndarray, into: Any, narrowing: Any) -> np.ndarray:
+    def narrow(self, pages: np.ndarray, into: Any, narrowing: Any, num_parts: int) -> np.ndarray:
         """As `pack`, rounded as the peer would have rounded these values. Returns the checksums of what was packed,
-        `[pages, num_planes]` uint32.
+        `[pages, num_parts * num_planes]` uint32.
         """
         ...
 

@@ -10,7 +10,7 @@ from contracts.handoff import HandoffMessage
 from contracts.ids import Incarnation, WorkerId
 from contracts.layout import KVLayout
 
-PROTOCOL = 3
+PROTOCOL = 4
 
 
 class Hello(msgspec.Struct, frozen=True, tag="hello"):

@@ -95,7 +95,7 @@ def candidates(sender: Terms, receiver: Terms) -> list[str]:
                 f"transport '{wish}' is not available on both ends (both have: {', '.join(shared) or 'none'})"
             )
         return [wish]
-    if sender.layout != receiver.layout:
+    if conversion.narrows(sender.layout, receiver.layout):
         return [name for name in conversion.TRANSPORTS if name in shared]
     same_host, best_first = sender.boot_id == receiver.boot_id, _best_first(sender.memory)
     return [name for name in best_first if name in shared and (same_host or name not in ONE_HOST)]

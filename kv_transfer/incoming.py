@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 from contracts.errors import TandemError, TransferError
 from contracts.handoff import Abort, AbortAck, ChunkHeader, Coming, Commit, Fin, Grant, HandoffMessage, Offer, Pull
-from kv_transfer import handshake
+from kv_transfer import conversion, handshake
 from kv_transfer.events import ChunkBad, ChunkLanded
 from kv_transfer.frames import Hello
 from kv_transfer.link import Link, LinkParts
@@ -43,7 +43,7 @@ class IncomingLink(Link):
             self.send(grant)
 
     def commit(self, message: Commit) -> None:
-        """The owner has what it needs. Chunks that were fetched were committed when the last of them had landed."""
+        """The owner has what it needs. Commit was said when token 0 and the last chunk were here, if both came."""
         key = message.request_id, message.epoch
         is_said = self.landings.is_committed(key)
         self.landings.end(key)
@@ -54,6 +54,7 @@ class IncomingLink(Link):
         ours, find = self.parts.terms, self.parts.transports.find
         try:
             theirs = handshake.agree(wire, ours, sends=False)
+            self.parts.pool.agreed(conversion.num_parts(ours.layout, theirs.layout), sends=False)
             names = handshake.candidates(theirs, ours)
             self.transport, channel = handshake.dispose(wire, names, find, self.parts.ring, attached)
         except TandemError as error:
@@ -74,8 +75,9 @@ class IncomingLink(Link):
             return
         receiver = Receiver(
             self.landings,
-            staging_of(channel, self.parts.pool, self.parts.ring, receiver=ours.checksum, sender=theirs.checksum),
+            staging_of(channel, self.parts.pool, self.parts.ring, receiver=ours, sender=theirs),
             channel,
+            self.send,
             self._on_landed,
             self._on_bad,
             self._on_drained,
@@ -95,6 +97,7 @@ class IncomingLink(Link):
             patience_s = self._puller.tend()
             if not self.landings.is_alone or self.parts.is_busy():
                 return patience_s
+            self._puller.look_ahead()
             self._puller.stay_awake()
         return 0.0
 
@@ -122,7 +125,7 @@ class IncomingLink(Link):
     def _note(self, message: HandoffMessage) -> None:
         if isinstance(message, Offer):
             self.landings.offered(message)
-        elif isinstance(message, Fin) and self._puller is not None and (commit := self.landings.finished(message)):
+        elif isinstance(message, Fin) and (commit := self.landings.finished(message)):
             self.send(commit)
 
     def _on_landed(self, header: ChunkHeader) -> None:

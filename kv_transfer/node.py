@@ -14,7 +14,7 @@ from contracts.handoff import Abort, ChunkHeader, Commit, Fin, Grant, Offer, Ref
 from contracts.ids import BlockId, Epoch, Incarnation, RequestId, WorkerId
 from contracts.layout import KVLayout
 from contracts.request import WorkerRef
-from kv_transfer import handshake, integrity, plan
+from kv_transfer import conversion, handshake, plan
 from kv_transfer.device import DevicePool
 from kv_transfer.events import Drained, LinkStats, PeerLost, TransferEvent
 from kv_transfer.frames import Hello
@@ -24,7 +24,7 @@ from kv_transfer.link import Link, LinkParts
 from kv_transfer.listener import Listener
 from kv_transfer.outgoing import OutgoingLink
 from kv_transfer.pool import PagePool
-from kv_transfer.sending import Key, check_sendable
+from kv_transfer.sending import Key
 from kv_transfer.settings import TransferSettings
 from kv_transfer.transports.base import Transport
 from kv_transfer.transports.nvlink import NvlinkTransport
@@ -93,6 +93,11 @@ class TransferNode:
         host = self._settings.advertise_host or self._settings.host
         return f"[{host}]:{self._listener.port}" if ":" in host else f"{host}:{self._listener.port}"
 
+    @property
+    def takes(self) -> list[str]:
+        """The ids of the layouts that pages may come in, our own first."""
+        return [layout.layout_id for layout in conversion.takes(self._parts.terms)]
+
     def start(self) -> None:
         self._listener.start()
 
@@ -152,8 +157,8 @@ class TransferNode:
 
         The caller clips to the tokens from Grant's `skip_tokens` on. `first_token` and, but for the last chunk, the
         end are
-        multiples of the block size. `checksums`: of a device's pages, see device.RemotePool. Dropped if the attempt is
-        over. Raises ValueError if pages and tokens do not fit.
+        multiples of the block size. `checksums`: of a device's pages, what device.DevicePool.in_parts takes. Dropped if
+        the attempt is over. Raises ValueError if pages and tokens do not fit.
         """
         plan.check_pages(src_pages, self._pool.num_blocks)
         if (
@@ -163,11 +168,9 @@ class TransferNode:
         ):
             raise ValueError(f"{len(src_pages)} pages do not fit {num_tokens} tokens from {first_token} on")
         nbytes = plan.chunk_nbytes(self._layout, num_tokens)
-        checksum = 0 if checksums is None else integrity.of_pages(epoch, checksums)
-        header = ChunkHeader(request_id, epoch, index, first_token, num_tokens, self._layout_id, nbytes, checksum)
-        check_sendable(header)
+        header = ChunkHeader(request_id, epoch, index, first_token, num_tokens, self._layout_id, nbytes, 0)
         if link := self._find_outgoing(peer_id):
-            link.send_chunk(header, src_pages)
+            link.send_chunk(header, src_pages, checksums)
 
     def coming(
         self,

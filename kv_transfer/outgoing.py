@@ -5,7 +5,10 @@ import threading
 import time
 from collections.abc import Sequence
 
-from contracts.errors import PeerLost
+import msgspec
+import numpy as np
+
+from contracts.errors import PeerLost, TransferError
 from contracts.handoff import (
     Abort,
     AbortAck,
@@ -20,12 +23,13 @@ from contracts.handoff import (
     Wait,
 )
 from contracts.ids import BlockId
+from contracts.layout import KVLayout
 from contracts.request import WorkerRef
-from kv_transfer import handshake
+from kv_transfer import conversion, handshake, integrity, plan
 from kv_transfer.link import Link, LinkParts
 from kv_transfer.pulling import Announcer
 from kv_transfer.rate import HandoffRate
-from kv_transfer.sending import ChunkJob, FinJob, Key, Sender, SendQueue
+from kv_transfer.sending import ChunkJob, FinJob, Key, Sender, SendQueue, check_sendable
 from kv_transfer.staging import sender_staging
 from kv_transfer.transports.nvlink import SharedPool
 from kv_transfer.wire import Deadline, HandshakeSocket
@@ -38,6 +42,8 @@ class OutgoingLink(Link):
     def __init__(self, parts: LinkParts, peer: WorkerRef) -> None:
         self.queue, self._peer, self._rate = SendQueue(), peer, HandoffRate()
         self._announcer: Announcer | None = None
+        self._num_parts = parts.layout.tp_size
+        self._other_layout: KVLayout | None = None
         super().__init__(parts, peer.worker_id, peer.incarnation, self.queue)
         self.thread = threading.Thread(
             target=self._run_to_the_end, args=(self._connect_and_serve,), name=f"kv-link-{peer.worker_id}", daemon=True
@@ -49,11 +55,21 @@ class OutgoingLink(Link):
         self._rate.begin(key)
         self.send(offer)
 
-    def send_chunk(self, header: ChunkHeader, pages: Sequence[BlockId]) -> None:
-        """Dropped if its attempt is over."""
+    def send_chunk(self, header: ChunkHeader, pages: Sequence[BlockId], checksums: np.ndarray | None) -> None:
+        """Dropped if its attempt is over. Raises ValueError, in the caller's thread, if the header is too long to go in
+        front of a message.
+        """
+        if not self.queue.is_alive((header.request_id, header.epoch)):
+            return
+        try:
+            header = self._for_peer(header, pages, checksums)
+        except TransferError as error:
+            self.fail(str(error), error.code)
+            return
         if self._announcer is not None:
             self._announcer.put(Pull.of(header, list(pages)))
         else:
+            check_sendable(header)
             self.queue.put(ChunkJob(header, list(pages)))
 
     def coming(self, key: Key, first_token: int, num_tokens: int, pages: Sequence[BlockId], early_planes: int) -> None:
@@ -94,6 +110,9 @@ class OutgoingLink(Link):
         handshake.greet_listener(wire, self.parts.identity, self._peer)
         ours, ring = self.parts.terms, self.parts.ring
         theirs = handshake.agree(wire, ours, sends=True)
+        self._num_parts = conversion.num_parts(ours.layout, theirs.layout)
+        self._other_layout = theirs.layout if theirs.layout != ours.layout else None
+        self.parts.pool.agreed(self._num_parts, sends=True)
         names = handshake.candidates(ours, theirs)
         self.transport, channel = handshake.propose(wire, names, self.parts.transports.find, ring, self._dial_data)
         if isinstance(channel, SharedPool):
@@ -109,6 +128,16 @@ class OutgoingLink(Link):
             self._on_drained,
         )
         self._serve(sock, theirs, channel, sender)
+
+    def _for_peer(self, header: ChunkHeader, pages: Sequence[BlockId], checksums: np.ndarray | None) -> ChunkHeader:
+        """The same chunk in the peer's layout, as it checks it."""
+        facts: dict[str, int | str] = {}
+        if checksums is not None:
+            sums = self.parts.pool.in_parts(checksums, pages, self._num_parts)
+            facts["checksum"] = integrity.of_pages(header.epoch, sums)
+        if layout := self._other_layout:
+            facts |= {"layout_id": layout.layout_id, "nbytes": plan.chunk_nbytes(layout, header.num_tokens)}
+        return msgspec.structs.replace(header, **facts)
 
     def _dial(self) -> socket.socket:
         host, _, port = self._peer.transfer.rpartition(":")

@@ -30,7 +30,7 @@ def split(num_units: int, units_per_message: int) -> Iterator[Span]:
 
 def row_ids(pages: Sequence[int], num_planes: int, num_blocks: int) -> np.ndarray:
     """Rows of the pool, seen as `[num_planes * num_blocks]` pages, in the order of a chunk's bytes: plane by
-    plane, token order.
+    plane, token order. Those of one part of a page come before those of the next: `num_planes` counts each part's.
     """
     planes = np.arange(num_planes, dtype=np.intp)[:, None] * num_blocks
     return (planes + np.asarray(pages, dtype=np.intp)).reshape(-1)

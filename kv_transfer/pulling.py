@@ -11,8 +11,6 @@ from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import numpy as np
-
 from contracts.handoff import ChunkHeader, Coming, Commit, Fin, Pull
 from contracts.ids import BlockId
 from contracts.layout import KVLayout
@@ -83,7 +81,9 @@ class Announcer(_Unthreaded):
             self._say_coming(key)
 
     def launched(self, is_all: bool) -> None:
-        """The chunks that are coming have been launched, or never will be; or unless `is_all`, their early planes."""
+        """The KV of what is coming has been launched, or never will be; unless `is_all`, that of the early planes.
+        Said again of the same chunks it changes nothing.
+        """
         if self._mark is None or not self._is_marking:
             return
         if not is_all:
@@ -131,9 +131,9 @@ class Announcer(_Unthreaded):
                 self._send(message)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Early:
-    """A chunk whose copies wait for its mark."""
+    """A chunk whose copies wait for its mark. `digest`: of what has come, once that was read and if it is summed up."""
 
     key: Key
     first_token: int
@@ -141,6 +141,17 @@ class Early:
     pages: list[BlockId]
     later: Later
     since_s: float
+    is_read: bool = False
+    digest: int | None = None
+    busy_s: float = 0.0
+
+    def read(self) -> None:
+        """Wait until it is here."""
+        if self.is_read:
+            return
+        sums, self.is_read = self.later.wait(), True
+        self.digest = None if sums is None else integrity.of_pages(self.key[1], sums)
+        self.busy_s = self.later.busy_s
 
     def overlaps(self, pull: Pull) -> bool:
         is_before = self.first_token + self.num_tokens <= pull.first_token
@@ -211,6 +222,12 @@ class Puller(_Unthreaded):
         if not self._early:
             return math.inf
         return DRAINING_S if ended else WATCHING_S
+
+    def look_ahead(self) -> None:
+        """Read what has come and is not told of yet: only a comparison is left to do then."""
+        for early in self._early:
+            if not early.is_read and not early.later.is_void and early.later.is_due and early.later.is_done:
+                early.read()
 
     def stay_awake(self) -> None:
         """Pull nothing, now and then: a processor that slept takes twice as long for what is in none of its caches."""
@@ -285,26 +302,25 @@ class Puller(_Unthreaded):
 
     def _copy(self, pull: Pull, into: list[BlockId]) -> str | None:
         """Why the bytes that are there now are not the chunk's, or None."""
-        is_here, sums = self._come(pull)
+        is_here, digest = self._come(pull)
         if not is_here:
             sums = self._remote.pull(pull.pages, into, self._checks)
-        if sums is not None and integrity.of_pages(pull.epoch, sums) != pull.checksum:
-            return "checksum differs"
-        return None
+            digest = None if sums is None else integrity.of_pages(pull.epoch, sums)
+        return None if digest in (None, pull.checksum) else "checksum differs"
 
-    def _come(self, pull: Pull) -> tuple[bool, np.ndarray | None]:
-        """Whether the chunk was copied early, and its checksums. Nothing that was launched early writes there now."""
+    def _come(self, pull: Pull) -> tuple[bool, int | None]:
+        """Whether the chunk was copied early, and its checksum. Nothing that was launched early writes there now."""
         found = [early for early in self._early if early.overlaps(pull)]
         if any(not early.is_of(pull) for early in found):
             self._remote.hurry()
         for early in found:
             start = time.perf_counter()
-            sums = early.later.wait()
+            early.read()
             self._drop(early)
             if not early.later.is_void:  # the device's own account, instead of the rest of it that was waited for here
-                self.busy_s += early.later.busy_s - (time.perf_counter() - start)
+                self.busy_s += early.busy_s - (time.perf_counter() - start)
             if early.is_of(pull) and not early.later.is_void:
-                return True, sums
+                return True, early.digest
         return False, None
 
     def _drop(self, early: Early) -> None:

@@ -166,12 +166,13 @@ class Receiver:
         landings: Landings,
         staging: Staging,
         channel: Inbound,
+        commit: Callable[[Commit], None],
         on_landed: Callable[[ChunkHeader], None],
         on_bad: Callable[[ChunkHeader, str], None],
         on_drained: Callable[[Key], None],
     ) -> None:
         self._landings, self._staging, self._channel = landings, staging, channel
-        self._on_landed, self._on_bad, self._on_drained = on_landed, on_bad, on_drained
+        self._commit, self._on_landed, self._on_bad, self._on_drained = commit, on_landed, on_bad, on_drained
         self._arrival: Arrival | None = None
         self.nbytes = self.num_chunks = self.num_bad = self.num_stale = 0
         self.busy_s = 0.0
@@ -241,13 +242,12 @@ class Receiver:
             return
         # Not left if the device fails, which ends the link.
         reason = self._write(arrival, piece, slot)
-        whole = piece.is_last and not reason and self._complete(arrival.key, piece.header)
         if self._landings.leave(arrival.key):
             self._on_drained(arrival.key)
         elif reason:
             self._bad(arrival, piece.header, reason)
-        elif whole:
-            self._on_landed(piece.header)
+        elif piece.is_last:
+            self._landed(piece.header)
 
     def _write(self, arrival: Arrival, piece: Piece, slot: Slot) -> str | None:
         """Why the pages do not hold the chunk now that this was its end, or None."""
@@ -262,14 +262,13 @@ class Receiver:
         found = integrity.of_pages(piece.header.epoch, np.concatenate(arrival.sums))
         return "checksum differs" if found != piece.header.checksum else None
 
-    def _complete(self, key: Key, header: ChunkHeader) -> bool:
-        landing = self._landings.find(key)
-        if landing is None:
-            return False
-        landing.landed(header)
+    def _landed(self, header: ChunkHeader) -> None:
+        """Commit is said here, as by pulling.Puller."""
         self.num_chunks += 1
         self.nbytes += header.nbytes
-        return True
+        if commit := self._landings.landed(header):
+            self._commit(commit)
+        self._on_landed(header)
 
     def _bad(self, arrival: Arrival, header: ChunkHeader, reason: str) -> None:
         arrival.units = None

@@ -162,18 +162,19 @@ class Sender:
             self._send_fin(job.fin)
             return
         start = time.perf_counter()
-        if nbytes := self._send_chunk(job):
+        nbytes = self._send_chunk(job)
+        if nbytes is not None:
             self.num_chunks += 1
             self.nbytes += nbytes
             self._on_sent(job.key, nbytes, start, time.perf_counter())
 
-    def _send_chunk(self, job: ChunkJob) -> int:
-        """How many bytes that were; 0 if its attempt ended on the way."""
+    def _send_chunk(self, job: ChunkJob) -> int | None:
+        """How many bytes that were; None if its attempt ended on the way."""
         units, unit_nbytes = self._staging.units(job.pages), self._staging.unit_nbytes
         header = self._staging.begin(job.header)
         for span in plan.split(len(units), self._staging.units_per_message):
             if not self._queue.is_alive(job.key):
-                return 0
+                return None
             slot = self._channel.acquire()
             checksum = self._staging.pack(units[span.first : span.last], slot.payload, header.checksum)
             header, nbytes = msgspec.structs.replace(header, checksum=checksum), span.num_units * unit_nbytes

@@ -12,7 +12,7 @@ import numpy as np
 from contracts.handoff import ChunkHeader
 from contracts.ids import BlockId, Epoch
 from contracts.layout import KVLayout
-from kv_transfer import integrity, plan
+from kv_transfer import conversion, integrity, plan
 from kv_transfer.device import DevicePool, Pool
 from kv_transfer.frames import Terms
 from kv_transfer.transports.base import Channel, DeviceChannel, Ring
@@ -56,61 +56,61 @@ class Staging(Protocol):
 
 
 def sender_staging(channel: Channel, pool: Pool, ring: Ring, ours: Terms, theirs: Terms) -> Staging:
-    """Rounds where the layouts differ, see conversion."""
-    if isinstance(channel, DeviceChannel) and ours.layout != theirs.layout:
-        return NarrowingStaging(channel.pool, channel.slot_nbytes, theirs.layout, theirs.plane_scales)
-    return staging_of(channel, pool, ring, receiver=theirs.checksum, sender=ours.checksum)
+    """Rounds where the peer's numbers are narrower, see conversion."""
+    if isinstance(channel, DeviceChannel) and conversion.narrows(ours.layout, theirs.layout):
+        num_parts = conversion.num_parts(ours.layout, theirs.layout)
+        return NarrowingStaging(channel.pool, channel.slot_nbytes, theirs.layout, theirs.plane_scales, num_parts)
+    return staging_of(channel, pool, ring, receiver=theirs, sender=ours)
 
 
-def staging_of(channel: Channel, pool: Pool, ring: Ring, receiver: bool, sender: bool) -> Staging:
-    """`receiver`, `sender`: who wants checksums. A device's are made where KV is computed, so its
-    sender decides.
-    """
+def staging_of(channel: Channel, pool: Pool, ring: Ring, receiver: Terms, sender: Terms) -> Staging:
+    """A device's checksums are made where KV is computed, so its sender decides whether there are any."""
+    num_parts = conversion.num_parts(sender.layout, receiver.layout)
     if isinstance(channel, DeviceChannel):
-        return DeviceStaging(channel.pool, channel.slot_nbytes, sender)
-    return HostStaging(pool, ring.slot_nbytes, receiver or sender)
+        return DeviceStaging(channel.pool, channel.slot_nbytes, sender.checksum, num_parts)
+    return HostStaging(pool, ring.slot_nbytes, receiver.checksum or sender.checksum, num_parts)
 
 
 class HostStaging:
-    """Units are pages of one plane, plane by plane. Checksums run over the bytes in the slots, while they are warm in
-    the caches: nothing that is wrong reaches a page.
+    """Units are parts of pages of one plane, part by part and in each plane by plane. Checksums run over the bytes in
+    the slots, while they are warm in the caches: nothing that is wrong reaches a page.
     """
 
-    def __init__(self, pool: Pool, slot_nbytes: int, checks: bool) -> None:
-        self._pool, self._checks = pool, checks
-        self.unit_nbytes = pool.page_nbytes
+    def __init__(self, pool: Pool, slot_nbytes: int, checks: bool, num_parts: int = 1) -> None:
+        self._pool, self._checks, self._num_parts = pool, checks, num_parts
+        self.unit_nbytes = pool.block_nbytes // pool.num_planes // num_parts
         self.units_per_message = slot_nbytes // self.unit_nbytes
 
     def enter(self) -> None:
         """Any thread can."""
 
     def units(self, pages: Sequence[BlockId]) -> np.ndarray:
-        return plan.row_ids(pages, self._pool.num_planes, self._pool.num_blocks)
+        return plan.row_ids(pages, self._num_parts * self._pool.num_planes, self._pool.num_blocks)
 
     def begin(self, header: ChunkHeader) -> ChunkHeader:
         return msgspec.structs.replace(header, checksum=integrity.seed(header.epoch))
 
     def pack(self, units: np.ndarray, payload: np.ndarray, checksum: int) -> int:
         bytes_ = payload[: len(units) * self.unit_nbytes]
-        self._pool.gather(units, bytes_)
+        self._pool.gather(units, bytes_, self._num_parts)
         return integrity.extend(checksum, bytes_) if self._checks else checksum
 
     def extend(self, checksum: int, payload: np.ndarray, nbytes: int) -> int | None:
         return integrity.extend(checksum, payload[:nbytes]) if self._checks else None
 
     def unpack(self, payload: np.ndarray, units: np.ndarray) -> None:
-        self._pool.scatter(units, payload[: len(units) * self.unit_nbytes])
+        self._pool.scatter(units, payload[: len(units) * self.unit_nbytes], self._num_parts)
 
 
 class DeviceStaging:
-    """Units are blocks, all planes of each, in token order; the payloads are a device's memory and the host touches
-    none of it. The checksum is the one that was taken where the pages were computed, compared with what decode's pages
-    hold in the end: the whole way is covered, packing included.
+    """Units are blocks, all parts of each and all planes of a part, in token order; the payloads are a device's memory
+    and the host touches none of it. The checksum is the one that was taken where the pages were computed, compared with
+    what decode's pages hold in the end: the whole way is covered, packing included.
     """
 
-    def __init__(self, pool: DevicePool, slot_nbytes: int, checks: bool) -> None:
-        self._pool, self._checks = pool, checks
-        self.unit_nbytes = pool.num_planes * pool.page_nbytes
+    def __init__(self, pool: DevicePool, slot_nbytes: int, checks: bool, num_parts: int) -> None:
+        self._pool, self._checks, self._num_parts = pool, checks, num_parts
+        self.unit_nbytes = pool.block_nbytes
         self.units_per_message = slot_nbytes // self.unit_nbytes
 
     def enter(self) -> None:
@@ -123,24 +123,26 @@ class DeviceStaging:
         return header
 
     def pack(self, units: np.ndarray, payload: Any, checksum: int) -> int:
-        self._pool.pack(units, payload)
+        self._pool.pack(units, payload, self._num_parts)
         return checksum
 
     def extend(self, checksum: int, payload: Any, nbytes: int) -> int | None:
         return None
 
     def unpack(self, payload: Any, units: np.ndarray) -> np.ndarray | None:
-        return self._pool.unpack(payload, units, self._checks)
+        return self._pool.unpack(payload, units, self._checks, self._num_parts)
 
 
 class NarrowingStaging(DeviceStaging):
-    """The sender's, whose peer has pages of this other `layout`: each plane is divided by the peer's scale and rounded
-    as it is packed. The checksum is of what was packed, and so known when all is.
+    """The sender's, whose peer has pages of this narrower `layout`: each plane is divided by the peer's scale and
+    rounded as it is packed. The checksum is of what was packed, and so known when all is.
     """
 
-    def __init__(self, pool: DevicePool, slot_nbytes: int, layout: KVLayout, scales: Sequence[float]) -> None:
-        super().__init__(pool, slot_nbytes, checks=True)
-        self._layout, self._scales = layout, scales
+    def __init__(
+        self, pool: DevicePool, slot_nbytes: int, layout: KVLayout, scales: Sequence[float], num_parts: int
+    ) -> None:
+        super().__init__(pool, slot_nbytes, True, num_parts)
+        self._scales = scales
         self.unit_nbytes = layout.block_nbytes
         self.units_per_message = slot_nbytes // self.unit_nbytes
         self._narrowing: Any = None
@@ -153,9 +155,8 @@ class NarrowingStaging(DeviceStaging):
 
     def begin(self, header: ChunkHeader) -> ChunkHeader:
         self._epoch, self._sums = header.epoch, []
-        nbytes = plan.chunk_nbytes(self._layout, header.num_tokens)
-        return msgspec.structs.replace(header, layout_id=self._layout.layout_id, nbytes=nbytes)
+        return header
 
     def pack(self, units: np.ndarray, payload: Any, checksum: int) -> int:
-        self._sums.append(self._pool.narrow(units, payload, self._narrowing))
+        self._sums.append(self._pool.narrow(units, payload, self._narrowing, self._num_parts))
         return integrity.of_pages(self._epoch, np.concatenate(self._sums))

@@ -21,6 +21,7 @@ class ProcessSpec:
     """What to run, as data.
 
     `stage`: started in ascending order, each stage once the one before is ready; ended in descending order.
+    `begins`: an earlier stage that it is started with already, though nothing waits for it before its own.
     `is_vital`: the system can't do without it. `is_ready`: asked often; None while it is not, then facts
     (pid, core_pid, url) about the running process.
     """
@@ -33,6 +34,11 @@ class ProcessSpec:
     env: Mapping[str, str] = field(default_factory=dict)
     is_vital: bool = False
     stop_timeout_s: float = 5.0
+    begins: int | None = None
+
+    @property
+    def first_stage(self) -> int:
+        return self.stage if self.begins is None else self.begins
 
 
 class State(StrEnum):

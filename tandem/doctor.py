@@ -192,13 +192,19 @@ def _gpu(options: argparse.Namespace) -> Iterator[tuple[str, Level]]:
 
 def explain_weights(checkpoint: Checkpoint, found: "Caps") -> Iterator[tuple[str, Level]]:
     """How a GPU of these capabilities holds a model's weights, and why not as they are stored."""
-    from engine.cuda.formats import kept_as, resolve_device_dtype
+    from engine.cuda.formats import experts_changed, kept_as, resolve_device_dtype
 
     if found.device != "cuda":
         return
     chosen = resolve_device_dtype("auto", checkpoint, found)
     yield f"dtype auto holds this model's weights as {chosen} here", Level.OK
-    if checkpoint.quantization is None or chosen != "bfloat16":
+    if checkpoint.quantization is None:
+        return
+    if chosen != "bfloat16":
+        if checkpoint.config.experts is not None:
+            changed = experts_changed(checkpoint.quantization, chosen)
+            level = Level.WARNING if changed else Level.OK
+            yield f"the matrices of its experts are {changed or 'kept as they are stored'}", level
         return
     reason = kept_as(checkpoint.quantization)[1] if found.cc >= 90 else "the kernels want compute capability 9.0"
     yield f"its quantized matrices are widened on load, and take the memory of plain ones: {reason}", Level.WARNING

@@ -33,6 +33,7 @@ class UpSettings(BaseSettings):
     device: str = Field(
         default="cpu", description="where models run: cpu, cuda for the GPUs that are visible, cuda:N for one of them"
     )
+    tensor_parallel: int = Field(default=1, ge=1, description="GPUs of each worker, which share the model")
     transfer: Transfer = Field(default="auto", description="KV transport; auto: the fastest that both ends have")
     dtype: Dtype = Field(default="auto", description="how weights are held; auto: the fastest sound way")
     redis_url: str = Field(default="", description="a Redis of your own; empty: one is started")

@@ -43,8 +43,11 @@ class Supervisor:
         """Return when all are ready. Raises ConfigError if one can't start or time is over, StopRequested."""
         deadline_s = time.monotonic() + timeout_s
         with Progress(self._console, self._children) as progress:
-            for _, stage in groupby(sorted(self._children, key=_stage), key=_stage):
-                self._start_stage(list(stage), progress, deadline_s)
+            for number, stage in groupby(sorted(self._children, key=_stage), key=_stage):
+                for child in self._children:
+                    if child.state is State.WAITING and child.spec.first_stage <= number:
+                        child.start()
+                self._await_stage(list(stage), progress, deadline_s)
 
     def wait_for(self, is_done: Callable[[], bool], what: str, timeout_s: float) -> None:
         """Watch the children until `is_done()`. Raises ConfigError naming `what` when time is over, StopRequested."""
@@ -75,9 +78,7 @@ class Supervisor:
             child.kill()
         self._on_change()
 
-    def _start_stage(self, stage: list[Child], progress: Progress, deadline_s: float) -> None:
-        for child in stage:
-            child.start()
+    def _await_stage(self, stage: list[Child], progress: Progress, deadline_s: float) -> None:
         self._on_change()
         while any(child.state is not State.READY for child in stage):
             progress.update()

@@ -61,6 +61,7 @@ def serve(link: FrontLink, start: Start, settings: WorkerSettings, engine: Engin
         Core(me, engine, node, make_roles(settings, me, engine, node, ledger), ledger, link).run()
     finally:
         node.close()
+        engine.close()
 
 
 def _first_message(link: FrontLink) -> Start:
@@ -89,6 +90,7 @@ def engine_settings(settings: WorkerSettings) -> EngineSettings:
         model=settings.model,
         dtype=settings.dtype,
         device=device,
+        tensor_parallel=settings.tensor_parallel,
         block_size=settings.block_size,
         kv_cache_nbytes=settings.kv_cache_mib << 20 or None,
         max_model_len=settings.max_model_len or None,
@@ -118,6 +120,7 @@ def _ready(settings: WorkerSettings, engine: Engine, node: TransferNode) -> Core
         max_model_len=engine.max_model_len,
         capacity_tokens=engine.capacity_tokens,
         dtype=engine.dtype,
+        takes=node.takes,
     )
 
 

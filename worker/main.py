@@ -134,6 +134,7 @@ def _node_info(
         pid=os.getpid(),
         core_pid=core.pid,
         layout=ready.layout,
+        takes=ready.takes,
     )
 
 

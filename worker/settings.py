@@ -32,6 +32,7 @@ class WorkerSettings(BaseSettings):
     model: str = Field("", description="Hugging Face folder, hub id or GGUF file; empty: SmolLM2-135M-Instruct")
     dtype: Dtype = Field("auto", description="how weights are held; auto: the fastest sound way")
     device: str = Field("cpu", description="where the model runs: cpu, cuda:N for a GPU, auto for the first one if any")
+    tensor_parallel: int = Field(1, ge=1, description="GPUs that share the model, from `device` on; a process each")
     transfer: Transfer = Field("auto", description="KV transport; auto: the fastest that both ends have")
     transfer_checksum: bool = Field(True, description="check every chunk of KV that arrives")
     transfer_port: int = Field(0, ge=0, le=65535, description="port of the KV control listener; 0: a free one")
@@ -45,7 +46,7 @@ class WorkerSettings(BaseSettings):
         None, description="written (JSON: pid, core_pid, url, role, id) once the worker serves"
     )
     block_size: int = Field(16, ge=1, description="tokens in a KV block")
-    kv_cache_mib: int = Field(0, ge=0, description="memory for the KV cache; 0: found from what is free")
+    kv_cache_mib: int = Field(0, ge=0, description="memory for the KV cache, of each GPU; 0: found from what is free")
     max_model_len: int = Field(0, ge=0, description="longest prompt plus answer, in tokens; 0: the model's")
     max_num_seqs: int = Field(0, ge=0, description="most sequences in one step; 0: 64, on a GPU 256")
     max_batched_tokens: int = Field(0, ge=0, description="token budget of one step; 0: 512, on a GPU 2048")

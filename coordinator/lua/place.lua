@@ -21,18 +21,24 @@ local function cached_tokens(worker)
   return math.min(low * AFFINITY_BLOCK, num_tokens - 1)
 end
 
+local function words(line)
+  local found = {}
+  for word in string.gmatch(line, '%S+') do found[word] = true end
+  return found
+end
+
 local function candidate(worker)
   if excluded[worker] or redis.call('EXISTS', key('node', worker, 'alive')) == 0 then return nil end
   local row = redis.call('HMGET', key('node', worker), 'role', 'layout_id', 'max_model_len', 'capacity', 'pending',
     'beyond_pending', 'reserved', 'beyond_reserved', 'decodes', 'prefill_rate', 'decode_rate', 'transfer_rate',
-    'draining', 'info', 'term')
+    'draining', 'info', 'term', 'takes')
   if not row[1] or row[13] == '1' or row[15] == '0' then return nil end
   return {
     worker = worker, role = row[1], layout_id = row[2], capacity = tonumber(row[4]),
     longest = math.min(tonumber(row[3]), tonumber(row[4])) - 1,
     pending = row[5] + row[6], reserved = row[7] + row[8], decodes = tonumber(row[9]),
     prefill_rate = tonumber(row[10]), decode_rate = tonumber(row[11]), transfer_rate = tonumber(row[12]),
-    info = row[14], term = row[15],
+    info = row[14], term = row[15], takes = words(row[16] or ''),
     cached = cached_tokens(worker),
   }
 end
@@ -82,9 +88,10 @@ local function decode_s(d)
 end
 
 local function cost_s(p, d)
-  local cost = prefill_s(p) + decode_s(d)
-  if p.worker == d.worker then return cost end
   local compute_s = (num_tokens - p.cached) / p.prefill_rate
+  local stall_s = STALL_WEIGHT * compute_s * math.min(p.decodes, STALLED)
+  local cost = prefill_s(p) + decode_s(d) + stall_s
+  if p.worker == d.worker then return cost end
   local transfer_s = (num_tokens - d.cached) / p.transfer_rate
   local crowding_s = ITL_S * p.decodes + STALL_WEIGHT * (d.pending / d.prefill_rate)
   return cost + (HANDOFF_S + math.max(0, transfer_s - compute_s)) + crowding_s
@@ -123,11 +130,15 @@ local function choose(candidates)
     local wait_s = best(decodes, function(d) return excess(d) / d.decode_rate end, math.min)
     return nil, nil, {'overloaded', 'decode', string.format('%.17g', wait_s)}
   end
-  local prefill, decode, least
+  -- Of pairs that cost the same, one of equal layouts: nothing is converted on the way.
+  local prefill, decode, least, converts
   for _, p in ipairs(cheapest(ready, prefill_s)) do
     for _, d in ipairs(cheapest(roomy, decode_s)) do
-      local cost = p.layout_id == d.layout_id and cost_s(p, d)
-      if cost and (not least or cost < least) then prefill, decode, least = p, d, cost end
+      local differ = p.layout_id ~= d.layout_id
+      local cost = (not differ or d.takes[p.layout_id]) and cost_s(p, d)
+      if cost and (not least or cost < least or (cost == least and converts and not differ)) then
+        prefill, decode, least, converts = p, d, cost, differ
+      end
     end
   end
   return prefill, decode, not least and {'no_pair'} or nil

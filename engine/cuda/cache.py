@@ -12,7 +12,7 @@ from torch import Tensor
 from contracts.errors import ConfigError
 from contracts.ids import BlockId
 from contracts.layout import KVLayout
-from engine.cuda.checksums import Checksums
+from engine.cuda.checksums import Checksums, Summings
 from engine.cuda.memory import allocate
 from engine.cuda.pages import DevicePages
 from kernels.registry import Registry
@@ -20,7 +20,9 @@ from kernels.registry import Registry
 
 @dataclass(frozen=True)
 class LayerCache:
-    """`keys`, `values` `[num_blocks + 1, kv_heads, block, head_dim]`, each to be multiplied by its scale."""
+    """`keys`, `values` `[num_blocks + 1, kv_heads, block, head_dim]` of our shard, each to be multiplied by its
+    scale.
+    """
 
     keys: Tensor
     values: Tensor
@@ -29,7 +31,8 @@ class LayerCache:
 
 
 class DeviceCache:
-    """`[num_planes, num_blocks + 1, kv_heads, block, head_dim]` in one allocation, plane 2 * layer K, 2 * layer + 1 V.
+    """Our shard, `[num_planes, num_blocks + 1, kv_heads, block, head_dim]` in one allocation, plane 2 * layer K,
+    2 * layer + 1 V. `layout` is of the whole group.
 
     The last block belongs to nobody: the rows that pad a batch write there. `scales` `[layers, 2]`: those of K and of V
     by layer, on the host; none for 1. Raises ConfigError if the device has not so much memory.
@@ -46,9 +49,10 @@ class DeviceCache:
         self.layout = layout if scales is None else msgspec.structs.replace(layout, scales=_name(scales))
         self.num_blocks = num_blocks
         self.device = device
-        shape = (layout.num_planes, num_blocks + 1, layout.num_kv_heads, layout.block_size, layout.head_dim)
+        heads = layout.num_kv_heads // layout.tp_size
+        shape = (layout.num_planes, num_blocks + 1, heads, layout.block_size, layout.head_dim)
         # Zeros: what is masked weighs 0, and 0 times a NaN of uninitialised memory is a NaN.
-        self._memory = allocate(layout.block_nbytes * (num_blocks + 1), device)
+        self._memory = allocate(layout.shard_nbytes * (num_blocks + 1), device)
         self._planes = self._memory.tensor.view(dtype).view(shape)
         chosen = torch.ones(layout.num_layers, 2) if scales is None else scales
         self._layers = [
@@ -57,11 +61,19 @@ class DeviceCache:
         ]
         self._pages: DevicePages | None = None
 
-    def share(self, registry: Registry) -> None:
-        """From now on there is a `transfer_pool`."""
+    def export(self) -> bytes:
+        """What the first worker of our group needs to take our shard into its `share`. Raises TransferError where the
+        device does not let others in; the cache must outlive what they do with it.
+        """
+        return self._memory.share()
+
+    def share(self, registry: Registry, followers: Sequence[bytes] = ()) -> None:
+        """From now on there is a `transfer_pool`. `followers`: what the other workers of our group said by `export`, in
+        the order of their heads. Raises TransferError if one can't be mapped.
+        """
         is_rounded = self._planes.dtype is torch.float8_e4m3fn
         scales = [scale for layer in self._layers for scale in (layer.k_scale, layer.v_scale)] if is_rounded else []
-        self._pages = DevicePages(self._memory, self.layout, self.num_blocks, registry, scales)
+        self._pages = DevicePages(self._memory, self.layout, self.num_blocks, registry, scales, followers)
         self._pages.warm_up()
 
     @property
@@ -73,8 +85,13 @@ class DeviceCache:
     def pool_bytes(self) -> np.ndarray:
         raise ConfigError("the KV cache of a GPU is not in the host's memory")
 
-    def checksums(self, blocks: Sequence[BlockId]) -> Checksums | None:
-        return self._pages.checksums(blocks) if self._pages is not None and self._pages.checks else None
+    def written(self) -> None:
+        """All that the batch writes for its prompts has been launched: `checksums` are asked for next."""
+        if self._pages is not None:
+            self._pages.written()
+
+    def checksums(self, blocks: Sequence[BlockId]) -> Checksums | Summings | None:
+        return self._pages.checksums_aside(blocks) if self._pages is not None and self._pages.checks else None
 
     def layer(self, index: int) -> LayerCache:
         return self._layers[index]

@@ -71,7 +71,14 @@ def calibrate(model: Transformer, attention: DeviceAttention, cache: DeviceCache
     activations, model.peaks = model.peaks * _MARGIN, None
     layers = [cache.layer(index) for index in range(num_layers)]
     largest = torch.stack([_largest(pages) for layer in layers for pages in (layer.keys, layer.values)])
-    return Scales(activations, (largest * _MARGIN / E4M3_MAX).clamp(min=MIN_SCALE).view(-1, 2).cpu())
+    return Scales(activations, _power((largest * _MARGIN / E4M3_MAX).clamp(min=MIN_SCALE)).view(-1, 2).cpu())
+
+
+def _power(scales: Tensor) -> Tensor:
+    """The next power of two, which costs e4m3 no bit. So workers of other numbers of GPUs, whose sums differ in the
+    last place, have the same scales, and pages of one can be read by the other.
+    """
+    return scales.log2().ceil().exp2()
 
 
 def _largest(pages: Tensor) -> Tensor:

@@ -3,35 +3,43 @@
 import threading
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
+from functools import partial
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from engine.cuda.memory import copy_async, mapped, synchronize
+from engine.cuda.memory import Recording, copy_async, mapped, synchronize
 from kernels.reference.move import STRIDE
 
 Sum = Callable[[Tensor, Tensor], None]
 """(pages int32 `[n]`, sums int32 `[n * planes]`), both on the device."""
 
+Op = Callable[..., None]
 BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128)
 
 
 class Checksums:
-    """`[pages, planes]` on their way to the host, of at most `max_pages`.
+    """`[pages, parts * planes]` on their way to the host, of at most `max_pages`. `operations`: one for each part.
 
     `is_mapped`: the device reads and writes the host's memory, by no copy. A copy may hold up another stream's, and 16
     pages take 20 us longer without (H200).
     """
 
     def __init__(
-        self, operation: Sum, num_planes: int, max_pages: int, device: torch.device, is_mapped: bool = False
+        self,
+        operations: SequenceOf[Sum],
+        num_planes: int,
+        max_pages: int,
+        device: torch.device,
+        is_mapped: bool = False,
     ) -> None:
-        self._operation, self._num_planes, self._num_pages = operation, num_planes, 0
+        self._operations, self._num_planes, self._num_pages = operations, num_planes, 0
         self.max_pages, units = max_pages, max_pages * num_planes
         self._is_mapped = is_mapped and device.type == "cuda"
         self.pages_host, self.pages = self._memory(max_pages, device)
-        self.sums_host, self.sums = self._memory(units, device)
+        sums_host, sums = self._memory(units * len(operations), device)
+        self.sums_host, self.sums = sums_host.split(units), sums.split(units)
         # The operation counts the units of a launch into their checksums; this takes it out again.
         self._numbers = np.arange(units, dtype=np.uint32) * np.uint32(STRIDE)
         self._done = torch.cuda.Event() if device.type == "cuda" else None
@@ -59,7 +67,8 @@ class Checksums:
         """Launch what takes the sums to the host."""
         units = self._num_pages * self._num_planes
         if not self._is_mapped:
-            self.sums_host[:units].copy_(self.sums[:units], non_blocking=True)
+            for host, sums in zip(self.sums_host, self.sums, strict=True):
+                host[:units].copy_(sums[:units], non_blocking=True)
         if self._done is not None:
             self._done.record()
 
@@ -81,48 +90,58 @@ class Checksums:
         return self._num_pages
 
     def run(self, count: int) -> None:
-        """The operation, on the first `count` pages that the device has been told."""
-        self._operation(self.pages[:count], self.sums[: count * self._num_planes])
+        """The operations, on the first `count` pages that the device has been told."""
+        for operation, sums in zip(self._operations, self.sums, strict=True):
+            operation(self.pages[:count], sums[: count * self._num_planes])
 
     def read(self) -> np.ndarray:
         """What has come to the host, each of its page alone."""
         units = self._num_pages * self._num_planes
-        sums = self.sums_host.numpy()[:units].view(np.uint32)
-        return (sums ^ self._numbers[:units]).reshape(self._num_pages, self._num_planes)
+        parts = [sums.numpy()[:units].view(np.uint32) ^ self._numbers[:units] for sums in self.sums_host]
+        by_page = [part.reshape(self._num_pages, self._num_planes) for part in parts]
+        return by_page[0] if len(by_page) == 1 else np.concatenate(by_page, axis=1)
+
+
+class Summings:
+    """The same pages summed in several ways, one behind the other."""
+
+    def __init__(self, summings: SequenceOf[Checksums]) -> None:
+        self._summings = summings
+
+    def wait(self) -> np.ndarray:
+        """`[pages, parts * planes]` of the first, then those of the next."""
+        return np.concatenate([summing.wait() for summing in self._summings], axis=1)
 
 
 class Verifier:
     """Checksums of pages that have just landed, soon: where a processor slept, launching the operation took half a
-    millisecond (H200); a captured graph of it is one call. Numbers of pages between the buckets are filled up with the
+    millisecond (H200); recorded, it is one call. Numbers of pages between the buckets are filled up with the
     `spare` one.
     """
 
-    def __init__(self, operation: Sum, num_planes: int, spare: int, device: torch.device) -> None:
-        self._operation, self._num_planes, self._spare, self._device = operation, num_planes, spare, device
-        self._checksums = Checksums(operation, num_planes, BUCKETS[-1], device)
-        self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
+    def __init__(self, operations: SequenceOf[Sum], num_planes: int, spare: int, device: torch.device) -> None:
+        self._operations, self._num_planes, self._spare, self._device = operations, num_planes, spare, device
+        self._checksums = Checksums(operations, num_planes, BUCKETS[-1], device)
+        self._recordings: dict[int, Recording] = {}
         self._lock = threading.Lock()
 
     @torch.inference_mode()
     def capture(self) -> None:
-        """Of an operation that is a kernel of ours, compiled already."""
-        self._checksums.pages.fill_(self._spare)
-        torch.cuda.synchronize()
-        with torch.cuda.stream(torch.cuda.Stream(self._device)):
+        """Of operations that are kernels of ours, compiled already."""
+        stream = torch.cuda.Stream(self._device)
+        with torch.cuda.stream(stream):
+            self._checksums.pages.fill_(self._spare)
             for bucket in BUCKETS:
                 self._checksums.run(bucket)
-                graph = torch.cuda.CUDAGraph()
-                graph.capture_begin()
-                self._checksums.run(bucket)
-                graph.capture_end()
-                self._graphs[bucket] = graph
-        torch.cuda.synchronize()
+                synchronize(stream.cuda_stream)
+                again = Recording(partial(self._checksums.run, bucket), stream.cuda_stream)
+                self._recordings[bucket] = again
 
     def sums(self, pages: SequenceOf[int]) -> np.ndarray:
-        """`[pages, planes]`, after what the current stream holds. From any thread."""
+        """`[pages, parts * planes]`, after what the current stream holds. From any thread."""
         bucket = next((size for size in BUCKETS if size >= len(pages)), 0)
-        if bucket not in self._graphs:
-            checksums = Checksums(self._operation, self._num_planes, len(pages), self._device)
+        if bucket not in self._recordings:
+            checksums = Checksums(self._operations, self._num_planes, len(pages), self._device)
             checksums.launch(pages)
             return checksums.wait()
         with self._lock:
@@ -133,8 +152,9 @@ class Verifier:
         count = ours.name(pages)
         ours.pages_host.numpy()[count:bucket] = self._spare
         copy_async(ours.pages, ours.pages_host, 4 * bucket, stream)
-        self._graphs[bucket].replay()
-        copy_async(ours.sums_host, ours.sums, 4 * count * self._num_planes, stream)
+        self._recordings[bucket].launch(stream)
+        for host, sums in zip(ours.sums_host, ours.sums, strict=True):
+            copy_async(host, sums, 4 * count * self._num_planes, stream)
         synchronize(stream)
         return ours.read()
 

@@ -56,6 +56,10 @@ class Chunks:
                 launch()  # loads what must be loaded, outside of a capture
             self._held[bucket] = [record(launch) for launch in launches]
 
+    def release(self) -> None:
+        """Nothing is held from now on."""
+        self._held.clear()
+
     @torch.inference_mode()
     def advance(self, rows: Rows) -> Advance | None:
         """Transformer.advance for these rows by what is held; None if nothing is for as many."""

@@ -16,6 +16,7 @@ from contracts.events import Token
 from contracts.ids import RequestId
 from engine.cuda.sampling import columns, is_greedy
 from engine.cuda.state import DecodeState, DrawInputs, pack
+from engine.cuda.team import ALONE, Team
 from engine.cuda.upload import upload
 from engine.sampler import Sampler
 from engine.sequence import Sequence
@@ -28,7 +29,8 @@ _SCRATCH_NBYTES = 1 << 20
 class Drawer:
     """The library's greedy and random choice."""
 
-    def __init__(self, registry: Registry, vocab: int, device: torch.device) -> None:
+    def __init__(self, registry: Registry, vocab: int, device: torch.device, team: Team = ALONE) -> None:
+        self._team = team
         self._argmax = registry.get("argmax", QuantSpec(vocab, "none"))
         self._sample = registry.get("sample", SampleSpec(vocab))
         self._scratch = torch.zeros(_SCRATCH_NBYTES, dtype=torch.uint8, device=device)
@@ -42,6 +44,13 @@ class Drawer:
                 logits, inputs.temperatures, inputs.top_ks, inputs.top_ps, inputs.min_ps, inputs.seeds,
                 inputs.positions, tokens, logprobs,
             )  # fmt: skip
+
+    def into(self, state: DecodeState, logits: Tensor, first: int, greedy: bool) -> None:
+        """Into rows of the state, from `first` on. All of a team have the first one's tokens."""
+        last = first + len(logits)
+        tokens = state.drawn[first:last]
+        self(logits, state.draw_inputs(first, last), tokens, state.logprobs[first:last], greedy)
+        self._team.follow(tokens)
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,8 @@ from dataclasses import dataclass
 import torch
 
 from checkpoint import Checkpoint
-from checkpoint.quantization import Quantization
+from checkpoint.config import ModelConfig
+from checkpoint.quantization import Quantization, Scheme
 from contracts.errors import ConfigError
 from kernels.caps import Caps
 from kernels.specs import KVDtype
@@ -13,8 +14,8 @@ from kernels.specs import KVDtype
 E4M3 = torch.float8_e4m3fn
 INT4_GROUP = 128
 """Columns that share a scale in the kernels for 4-bit weights, or a multiple of them."""
-# FP8 raises the perplexity of SmolLM2-135M (hidden size 576) by 3.9 %, and small models are fast enough without.
-_MIN_FP8_HIDDEN = 2048
+MIN_FP8_HIDDEN = 2048
+"""Smaller models lose by FP8 (docs/gpu-engine.md, "What FP8 costs"), and are fast enough without."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +77,41 @@ def resolve_device_dtype(dtype: str, checkpoint: Checkpoint, found: Caps) -> str
         return "bfloat16"
     if checkpoint.quantization is not None:
         return stored
-    return "float8" if checkpoint.config.hidden_size >= _MIN_FP8_HIDDEN else "bfloat16"
+    return "float8" if checkpoint.config.hidden_size >= MIN_FP8_HIDDEN else "bfloat16"
+
+
+def has_fused_step(config: ModelConfig) -> bool:
+    """Whether the decode step of seven launches a layer takes these shapes in FP8.
+
+    It applies scales by row, where a bias or a norm of each head would have to come first, knows no experts, and its
+    products want whole tiles.
+    """
+    widths = (config.hidden_size, config.intermediate_size, config.num_heads * config.head_dim)
+    kv_width = config.num_kv_heads * config.head_dim
+    return (
+        not (config.qkv_bias or config.qk_norm or config.experts)
+        and all(width % 256 == 0 for width in widths)
+        and kv_width % 64 == 0
+        and config.head_dim in (32, 64, 128, 256)
+        and config.num_heads // config.num_kv_heads <= 16
+    )
+
+
+def keeps_last_mlp(config: ModelConfig) -> bool:
+    """Whether FP8 leaves the last layer's MLP plain, which costs more than any other (docs/gpu-engine.md, "What FP8
+    costs"). Not where its bytes matter, nor where the fused step would be lost.
+    """
+    return config.hidden_size < MIN_FP8_HIDDEN and not has_fused_step(config)
+
+
+def experts_changed(quantization: Quantization, dtype: str) -> str:
+    """Why quantized experts are not multiplied as they are stored in a format that keeps the other matrices so; empty
+    if they are.
+    """
+    if dtype == "int4":
+        return "widened to bfloat16: grouped products take no INT4"
+    is_blocks = quantization.scheme is Scheme.FP8_BLOCKS
+    return "rounded once more, with a scale a row: grouped products take no blocks" if is_blocks else ""
 
 
 def kept_as(quantization: Quantization | None) -> tuple[str, str]:

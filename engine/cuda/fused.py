@@ -6,6 +6,7 @@ epilogue of gate and up; split-K parts and deferred scales are added up and appl
 
 import inspect
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -15,9 +16,10 @@ from torch import Tensor
 from checkpoint.config import ModelConfig
 from engine.cuda.attention import decode_workspace
 from engine.cuda.cache import DeviceCache
-from engine.cuda.formats import E4M3, DeviceFormat
+from engine.cuda.formats import E4M3, DeviceFormat, has_fused_step
 from engine.cuda.state import DecodeState
 from engine.cuda.steps import Step
+from engine.cuda.team import ALONE, Team
 from engine.cuda.weights import DeviceWeights, LayerWeights, Matrix
 from kernels.decode_plan import DecodePlan, decode_plan
 from kernels.registry import Registry
@@ -25,20 +27,12 @@ from kernels.specs import FusedAttnSpec, GateUpSpec, GemmSpec, NormSpec, SiluSpe
 
 
 def is_fusible(config: ModelConfig, number_format: DeviceFormat, weights: DeviceWeights) -> bool:
-    """The step applies scales by row, where a bias or a norm of each head would have to come first, knows no experts,
-    and its products want whole tiles.
-    """
-    widths = (config.hidden_size, config.intermediate_size, config.num_heads * config.head_dim)
-    kv_width = config.num_kv_heads * config.head_dim
+    """All that has to be e4m3 is, with scales by row."""
     return (
         number_format.is_fp8
-        and not (config.qkv_bias or config.qk_norm or config.experts)
+        and has_fused_step(config)
         and all(matrix.recipe == "row" for layer in weights.layers for matrix in layer.matrices())
         and weights.head.recipe in ("plain", "row")
-        and all(width % 256 == 0 for width in widths)
-        and kv_width % 64 == 0
-        and config.head_dim in (32, 64, 128, 256)
-        and config.num_heads // config.num_kv_heads <= 16
     )
 
 
@@ -53,7 +47,9 @@ class FusedDecode:
         cache: DeviceCache,
         state: DecodeState,
         scales: Tensor,
+        team: Team = ALONE,
     ) -> None:
+        self.team = team
         self.config, self.weights, self.registry, self.cache, self.state = config, weights, registry, cache, state
         # One copy a row, as the row-wise product reads them.
         self.scales = scales[:, :, None].expand(-1, -1, state.max_rows).contiguous()
@@ -93,7 +89,9 @@ class FusedStep:
 
     def __init__(self, shared: FusedDecode, rows: int, max_len: int) -> None:
         self._shared, self._rows = shared, rows
-        self._plan = decode_plan(rows)
+        plan, self._is_alone = decode_plan(rows), shared.team.shard.size == 1
+        # A sum over a team wants whole and finished products.
+        self._plan = plan if self._is_alone else replace(plan, o_parts=1, down_parts=1)
         self._residual, self._normed = shared.residual[:rows], shared.normed[:rows]
         self._x, self._x_scale = shared.x[:rows], shared.x_scale[:rows]
         self._mixed, self._middle = shared.mixed[:rows], shared.middle[:rows]
@@ -116,13 +114,14 @@ class FusedStep:
             mixed_scale, middle_scale = shared.scales[index]
             self._attention(index, layer, mixed_scale)
             self._product("o", layer.output, self._mixed, mixed_scale)
-            self._norms["o"](*self._norm_inputs("o", layer.mlp_gain), **self._applied(layer.output, mixed_scale))
+            scales = self._applied("o", layer.output, mixed_scale)
+            self._norms["o"](*self._norm_inputs("o", layer.mlp_gain), **scales)
             self._mlp(layer, middle_scale)
             self._product("down", layer.down, self._middle, middle_scale)
             if index < len(gains):
-                scales = self._applied(layer.down, middle_scale)
+                scales = self._applied("down", layer.down, middle_scale)
                 self._norms["down"](*self._norm_inputs("down", gains[index]), **scales)
-        self._head(self._applied(layers[-1].down, shared.scales[-1, 1]))
+        self._head(self._applied("down", layers[-1].down, shared.scales[-1, 1]))
 
     def _bind(self, max_len: int) -> None:
         config, plan = self._shared.config, self._plan
@@ -130,12 +129,12 @@ class FusedStep:
         hidden, inner, page = config.hidden_size, config.intermediate_size, self._shared.cache.layout.block_size
         self._norm_embedding = self._get("add_rmsnorm_quant", NormSpec(hidden, "token", embed=True))
         self._norms = {
-            name: self._get("add_rmsnorm_quant", NormSpec(hidden, "token", plan.parts(name), plan.deferred))
+            name: self._get("add_rmsnorm_quant", NormSpec(hidden, "token", plan.parts(name), self._defers(name)))
             for name in ("o", "down")
         }
         head = self._shared.weights.head
         quant = "none" if head.scale is None else "token"
-        self._norm_end = self._get("add_rmsnorm_quant", NormSpec(hidden, quant, plan.down_parts, plan.deferred))
+        self._norm_end = self._get("add_rmsnorm_quant", NormSpec(hidden, quant, plan.down_parts, self._defers("down")))
         self._gemms = {
             name: self._get("gemm_fp8", self._gemm_spec(name, plan, *matrix.weight.shape))
             for name, matrix in self._matrices().items()
@@ -159,7 +158,7 @@ class FusedStep:
 
     def _gemm_spec(self, name: str, plan: DecodePlan, n: int, k: int) -> GemmSpec:
         if plan.deferred:
-            return GemmSpec(n, k, deferred=True)
+            return GemmSpec(n, k, deferred=self._defers(name))
         return GemmSpec(n, k, parts=plan.parts(name), skinny=True)
 
     def _matrices(self) -> dict[str, Matrix]:
@@ -172,7 +171,7 @@ class FusedStep:
         self._attend(
             self._products["qkv"], cache.keys, cache.values, self._tables, self._lengths,
             self._shared.weights.cos_sin, self._mixed, mixed_scale, self._shared.workspace,
-            k_scale=cache.k_scale, v_scale=cache.v_scale, **self._applied(layer.qkv, self._x_scale),
+            k_scale=cache.k_scale, v_scale=cache.v_scale, **self._applied("qkv", layer.qkv, self._x_scale),
         )  # fmt: skip
 
     def _mlp(self, layer: LayerWeights, middle_scale: Tensor) -> None:
@@ -181,27 +180,37 @@ class FusedStep:
             self._gate_up(self._x, matrix.weight, self._x_scale, matrix.scale, self._middle, middle_scale)
         else:
             self._gate_up(self._x, matrix.weight, self._x_scale, matrix.scale, self._gate_up_out)
-            self._silu(self._gate_up_out, self._middle, middle_scale, **self._applied(matrix, self._x_scale))
+            scales = self._applied("gate_up", matrix, self._x_scale)
+            self._silu(self._gate_up_out, self._middle, middle_scale, **scales)
 
     def _head(self, scales: dict[str, Tensor]) -> None:
         head, gain, logits = self._shared.weights.head, self._shared.weights.final_gain, self._shared.state.logits
         eps, total = self._shared.config.norm_eps, self._products["down"]
         out = self._normed if head.scale is None else self._x
         self._norm_end(total, self._residual, gain, eps, out, self._x_scale, **scales)
+        logits = logits[: self._rows]
+        columns = logits if self._is_alone else logits.new_empty(self._rows, len(head.weight))
         if head.scale is None:
-            torch.mm(out, head.weight.t(), out=logits[: self._rows])
+            torch.mm(out, head.weight.t(), out=columns)
         else:
-            self._head_gemm(out, head.weight, self._x_scale, head.scale, logits[: self._rows])
+            self._head_gemm(out, head.weight, self._x_scale, head.scale, columns)
+        if not self._is_alone:
+            logits.copy_(self._shared.team.gather(columns))
 
     def _product(self, name: str, matrix: Matrix, x: Tensor, x_scale: Tensor) -> None:
-        self._gemms[name](x, matrix.weight, x_scale, matrix.scale, self._products[name])
+        self._gemms[name](x, matrix.weight, x_scale[: self._rows], matrix.scale, self._products[name])
+        if name != "qkv":
+            self._shared.team.add(self._products[name])
 
     def _norm_inputs(self, name: str, gain: Tensor) -> tuple[Any, ...]:
         eps = self._shared.config.norm_eps
         return self._products[name], self._residual, gain, eps, self._x, self._x_scale
 
-    def _applied(self, matrix: Matrix, token_scale: Tensor) -> dict[str, Any]:
+    def _defers(self, name: str) -> bool:
+        return self._plan.deferred and (self._is_alone or name in ("qkv", "gate_up"))
+
+    def _applied(self, name: str, matrix: Matrix, token_scale: Tensor) -> dict[str, Any]:
         """The scales that a deferred product still lacks."""
-        if not self._plan.deferred:
+        if not self._defers(name):
             return {}
         return {"token_scale": token_scale, "channel_scale": matrix.scale}

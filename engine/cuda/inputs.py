@@ -10,7 +10,7 @@ import numpy as np
 
 from contracts.ids import RequestId
 from engine.batch import Piece
-from engine.segments import cut
+from engine.segments import Stretches, cut
 
 # A step's budget where nothing else is said.
 _MAX_CHUNK_ROWS = 2048
@@ -66,7 +66,8 @@ def prompt_rows(pieces: SequenceOf[Piece], block_size: int) -> PromptRows:
 def in_segments(rows: PromptRows, segment: int, block_size: int) -> PromptRows:
     """The same rows for attention in segments: a sequence is one segment of a prompt."""
     counts = np.diff(rows.q_starts)
-    by = cut(rows.tables, rows.lengths - counts, counts, segment, block_size)
+    whole = Stretches(rows.tables, rows.lengths - counts, counts, np.zeros(len(counts), bool))  # answers are no matter
+    by = cut(whole, segment, block_size)
     lengths = by.starts + by.counts
     return replace(
         rows,

@@ -3,13 +3,14 @@
 import logging
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
+import msgspec
 import torch
 
-from checkpoint import Checkpoint, Progress
+from checkpoint import Checkpoint, Progress, open_checkpoint
 from contracts.layout import KVLayout
 from engine.backend import Backend
 from engine.cuda.attention import DeviceAttention
@@ -17,17 +18,21 @@ from engine.cuda.cache import DeviceCache
 from engine.cuda.calibration import TEXT, Scales, calibrate, compute_prompt
 from engine.cuda.chunks import Chunks
 from engine.cuda.drawing import DeviceSampler, Drawer
+from engine.cuda.followers import Followers
 from engine.cuda.formats import DEVICE_FORMATS, DeviceFormat, resolve_device_dtype
 from engine.cuda.fused import FusedDecode, is_fusible
+from engine.cuda.launcher import Launcher
 from engine.cuda.memory import MAX_PITCH_NBYTES
-from engine.cuda.runner import DeviceRunner
+from engine.cuda.runner import DeviceRunner, tell_nobody
 from engine.cuda.state import DecodeState
 from engine.cuda.steps import DecodeSteps, MakeStep, Step
+from engine.cuda.team import ALONE, Team
 from engine.cuda.transformer import Rows, Transformer
 from engine.cuda.warmup import WarmUp
 from engine.cuda.weights import DeviceWeights, load_device_weights
 from engine.engine import Engine
 from engine.messages import EngineSettings
+from engine.shards import Shard, ShardedWeights, shard_config
 from engine.sizing import blocks_in, kv_layout, model_len, wanted_model_len
 from engine.weights import WeightSource, open_weights
 from kernels import caps, catalog
@@ -44,37 +49,82 @@ _MEMORY_PAGE_NBYTES = 2 << 20
 _NUM_KINDS = 2
 
 
+OpenModel = Callable[[str, torch.device], tuple[Checkpoint, WeightSource]]
+"""(EngineSettings.model, device) -> what is loaded, in any process."""
+
+
+def open_model(model: str, device: torch.device) -> tuple[Checkpoint, WeightSource]:
+    """The checkpoint's own weights."""
+    checkpoint = open_checkpoint(model)
+    return checkpoint, open_weights(checkpoint, device)
+
+
 def load_device_engine(
     settings: EngineSettings,
     checkpoint: Checkpoint,
     progress: Progress,
     source: WeightSource | None = None,
     device: torch.device | None = None,
+    reopen: OpenModel = open_model,
 ) -> Engine:
-    """`source`: weights from elsewhere than the checkpoint's files; `device`: "cpu" runs the reference kernels.
+    """`source`: weights from elsewhere than the checkpoint's files, and `reopen` how the processes of other GPUs come
+    by them; `device`: "cpu" runs the reference kernels.
 
     Raises ConfigError, which says what to do.
     """
     device = device or torch.device("cuda")
-    return _Builder(settings, checkpoint, source or open_weights(checkpoint, device), device).build(progress)
+    source = source or open_weights(checkpoint, device)
+    if settings.tensor_parallel == 1:
+        return Builder(settings, checkpoint, source, device).build(progress)
+    shard_config(checkpoint.config, Shard(0, settings.tensor_parallel))
+    followers = Followers.start(settings, device, reopen)
+    try:
+        return Builder(settings, checkpoint, source, device, followers.join(device)).build(progress, followers)
+    except BaseException:
+        followers.close()
+        raise
 
 
-class _Builder:
+class Builder:
+    """One process's part of an engine. All of a team do the same, up to what its first member keeps for itself."""
+
     def __init__(
-        self, settings: EngineSettings, checkpoint: Checkpoint, source: WeightSource, device: torch.device
+        self,
+        settings: EngineSettings,
+        checkpoint: Checkpoint,
+        source: WeightSource,
+        device: torch.device,
+        team: Team = ALONE,
     ) -> None:
         found = caps.detect(device.type)
         self._settings = replace(settings, dtype=resolve_device_dtype(settings.dtype, checkpoint, found))
-        self._checkpoint, self._config, self._source, self._device = checkpoint, checkpoint.config, source, device
+        self._checkpoint, self._team, self._device = checkpoint, team, device
+        self._config = shard_config(checkpoint.config, team.shard)
+        self._source = source if team is ALONE else ShardedWeights(source, checkpoint.config, team.shard)
         self._registry: Registry = catalog.registry(found)
         self._format: DeviceFormat = DEVICE_FORMATS[self._settings.dtype]
         self._block_size = max(settings.block_size, _MIN_BLOCK_SIZE)
         self._max_rows = max(settings.max_batched_tokens, settings.max_num_seqs)
 
+    def build(self, progress: Progress, followers: Followers | None = None) -> Engine:
+        launcher, max_model_len = self.prepare(progress)
+        runner = DeviceRunner(launcher, self._sampler, followers.tell if followers else tell_nobody)
+
+        def close() -> None:
+            launcher.release()
+            if followers is not None:
+                followers.close()
+
+        # Prompts and answers are computed by different kernels, which round differently.
+        backend = Backend(launcher.cache, runner, self._sampler, False, close)
+        return Engine(self._settings, self._checkpoint, backend, max_model_len)
+
     @torch.inference_mode()
-    def build(self, progress: Progress) -> Engine:
+    def prepare(self, progress: Progress) -> tuple[Launcher, int]:
+        """What a batch needs, ready for the first one; the longest context."""
         settings = self._settings
         layout = kv_layout(self._checkpoint, self._block_size, self._format.kv_dtype, "-halves")
+        layout = msgspec.structs.replace(layout, tp_size=self._team.shard.size)
         self._load(layout, progress)
         with self._stage("compile", progress):
             scratch = DeviceCache(layout, layout.num_blocks(self._longest_prompt), self._format.pages, self._device)
@@ -83,24 +133,30 @@ class _Builder:
         with self._stage("calibrate", progress):
             scales = self._calibrate(scratch)
         del scratch
-        num_blocks = _whole(blocks_in(self._cache_nbytes(), layout), layout.page_nbytes)
+        num_blocks = self._team.smallest(_whole(blocks_in(self._cache_nbytes(), layout), layout.page_nbytes))
         max_model_len = model_len(self._checkpoint, settings, num_blocks * layout.block_size)
         cache = DeviceCache(layout, num_blocks, self._format.pages, self._device, scales.kv if scales else None)
-        runner = self._runner(self._model, self._weights, cache, scales, max_model_len)
+        launcher = self._launcher(self._model, self._weights, cache, scales, max_model_len)
         with self._stage("capture", progress):
-            cache.share(self._registry)
+            self._share(cache)
             if self._captures:
-                runner.capture()
+                launcher.capture()
         with self._stage("warm up", progress):
             if self._device.type == "cuda":
-                self._warm_up(cache, max_model_len).run(runner, self._sampler)
+                self._warm_up(cache, max_model_len).run(DeviceRunner(launcher, self._sampler), self._sampler)
         _log.info(
             "%s ready: %s on %s, context of %d tokens, %d KV blocks; %s",
             self._checkpoint.name, settings.dtype, self._registry.caps.name, max_model_len, num_blocks,
             ", ".join(f"{stage} {time_s:.1f} s" for stage, time_s in self._seconds.items()),
         )  # fmt: skip
-        # Prompts and answers are computed by different kernels, which round differently.
-        return Engine(settings, self._checkpoint, Backend(cache, runner, self._sampler, False), max_model_len)
+        return launcher, max_model_len
+
+    def _share(self, cache: DeviceCache) -> None:
+        """The first of a team hands over the pages of all."""
+        is_first = self._team.shard.rank == 0
+        told = self._team.exchange("cache", b"" if is_first else cache.export())
+        if is_first:
+            cache.share(self._registry, told[1:])
 
     @contextmanager
     def _stage(self, name: str, progress: Progress) -> Iterator[None]:
@@ -116,7 +172,9 @@ class _Builder:
         config, settings, device = self._config, self._settings, self._device
         longest = wanted_model_len(self._checkpoint, settings)
         start = time.perf_counter()
-        self._weights = load_device_weights(config, self._source, self._format, longest, device, progress)
+        self._weights = load_device_weights(
+            config, self._source, self._format, longest, device, progress, self._team.shard
+        )
         self._seconds = {"weights": time.perf_counter() - start}
         self._model = self._transformer(self._weights)
         self._attention = DeviceAttention(
@@ -126,7 +184,7 @@ class _Builder:
         self._state = DecodeState(
             settings.max_num_seqs, layout.num_blocks(longest), config.vocab_size, self._format.rows, device
         )
-        self._drawer = Drawer(self._registry, config.vocab_size, device)
+        self._drawer = Drawer(self._registry, config.vocab_size, device, self._team)
         self._sampler = DeviceSampler(self._checkpoint.eos_token_ids, self._drawer)
         self._longest_prompt = min(self._max_rows, longest)
 
@@ -143,12 +201,12 @@ class _Builder:
         # Of a few layers: the others launch the same, and 32 of them took 8 s. What they don't is compiled later.
         weights = replace(self._weights, layers=layers[:_NUM_KINDS])
         scales = Scales(torch.ones(len(weights.layers), 2, device=self._device), torch.ones(0))
-        runner = self._runner(
+        launcher = self._launcher(
             self._transformer(weights), weights, cache, scales if self._format.is_fp8 else None, longest
         )
         with compiled_ahead():
-            runner.steps.run_all()
-            self._warm_up(cache, longest).run(runner, self._sampler)
+            launcher.steps.run_all()
+            self._warm_up(cache, longest).run(DeviceRunner(launcher, self._sampler), self._sampler)
 
     def _warm_up(self, cache: DeviceCache, max_model_len: int) -> WarmUp:
         return WarmUp(cache.layout, cache.num_blocks, self._max_rows, self._settings.max_num_seqs, max_model_len)
@@ -161,29 +219,32 @@ class _Builder:
         scales = None
         if self._format.is_fp8:
             found = calibrate(model, attention, cache, self._checkpoint.tokenizer().encode(TEXT).ids[:longest])
+            found = replace(found, kv=self._team.largest(found.kv))
             scales = found.replaced(self._weights.input_scales(), self._weights.kv_scales)
         compute_prompt(model, attention, cache, [index % self._config.vocab_size for index in range(longest)])
         return scales
 
     def _transformer(self, weights: DeviceWeights) -> Transformer:
-        return Transformer(self._config, self._format, weights, self._registry, self._block_size, self._max_rows)
+        return Transformer(
+            self._config, self._format, weights, self._registry, self._block_size, self._max_rows, self._team
+        )
 
-    def _runner(
+    def _launcher(
         self,
         model: Transformer,
         weights: DeviceWeights,
         cache: DeviceCache,
         scales: Scales | None,
         max_model_len: int,
-    ) -> DeviceRunner:
+    ) -> Launcher:
         config, state = self._config, self._state
         if scales is not None and is_fusible(config, self._format, weights):
-            make = FusedDecode(config, weights, self._registry, cache, state, scales.activations).step
+            make = FusedDecode(config, weights, self._registry, cache, state, scales.activations, self._team).step
         else:
             make = self._plain(model, cache)
         steps = DecodeSteps(make, self._drawer, state, max_model_len)
         chunks = Chunks(model, cache, self._max_rows)
-        return DeviceRunner(model, self._attention, cache, state, steps, chunks, self._drawer, self._sampler)
+        return Launcher(model, self._attention, cache, state, steps, chunks, self._drawer)
 
     def _plain(self, model: Transformer, cache: DeviceCache) -> MakeStep:
         state = self._state

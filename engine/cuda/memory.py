@@ -44,15 +44,27 @@ class Memory(Protocol):
 
 @dataclass(frozen=True)
 class Grid:
-    """Pages of `width` bytes in `height` planes, whose starts are `pitch` bytes apart."""
+    """Pages of `page_nbytes` in `height` planes, whose starts are `pitch` bytes apart; of each page, `width` bytes from
+    `offset` on.
+    """
 
-    width: int
     height: int
     pitch: int
+    page_nbytes: int
+    width: int
+    offset: int = 0
+
+    def first(self, page: int, plane: int) -> int:
+        """Where its bytes begin."""
+        return plane * self.pitch + page * self.page_nbytes + self.offset
 
 
 class Mapping(Protocol):
     """Another process's memory."""
+
+    def tensor(self, nbytes: int) -> Tensor:
+        """So much of it, uint8, as if it were of the device that mapped it. Not to be used after `close`."""
+        ...
 
     def copy_pages(
         self,
@@ -133,11 +145,20 @@ class CudaMapping:
             raise TransferError(f"a CUDA IPC handle has {_HANDLE_NBYTES} bytes; the peer sent {len(shared)}")
         self._pointer: ctypes.c_void_p | None = ctypes.c_void_p()
         handle = _Handle.from_buffer_copy(shared)
+        self._device = device
         with torch.cuda.device(device):
             status = _runtime().cudaIpcOpenMemHandle(ctypes.byref(self._pointer), handle, _LAZY_PEER_ACCESS)
         if status:
             _runtime().cudaGetLastError()
             raise TransferError(f"the peer's GPU memory can't be opened: {_words(status)}")
+
+    def tensor(self, nbytes: int) -> Tensor:
+        """Named after the device that mapped it, wherever it lies: torch would launch on the other one, in a context of
+        ours there, or copy.
+        """
+        assert self._pointer is not None and self._pointer.value is not None
+        storage = torch._C._construct_storage_from_data_pointer(self._pointer.value, self._device, nbytes)
+        return torch.empty(0, dtype=torch.uint8, device=self._device).set_(storage)
 
     def copy_pages(
         self,
@@ -152,11 +173,12 @@ class CudaMapping:
         assert self._pointer is not None and self._pointer.value is not None
         # The interpreter's lock is kept: giving it up and getting it back for each page took longer than the launches.
         copy, width, height = _locked_runtime().cudaMemcpy2DAsync, grid.width, len(planes)
-        source = self._pointer.value + planes.start * grid.pitch
-        destination = target.data_ptr() + planes.start * target_grid.pitch
+        source = self._pointer.value + grid.first(0, planes.start)
+        destination = target.data_ptr() + target_grid.first(0, planes.start)
+        step, target_step = grid.page_nbytes, target_grid.page_nbytes
         stream = torch.cuda.current_stream().cuda_stream
         for page, target_page in zip(pages, target_pages, strict=True):
-            to, of = destination + target_page * width, source + page * width
+            to, of = destination + target_page * target_step, source + page * step
             status = copy(to, target_grid.pitch, of, grid.pitch, width, height, _ANY_DIRECTION, stream)
             if status:
                 raise TransferError(f"a page can't be copied: {_words(status)}")
@@ -227,7 +249,7 @@ class Recording:
         _check(status, "launches can't be recorded")
 
     def launch(self, stream: int) -> None:
-        _check(_locked_runtime().cudaGraphLaunch(self._exec, stream), "pages can't be packed")
+        _check(_locked_runtime().cudaGraphLaunch(self._exec, stream), "what was recorded can't be launched")
 
     def __del__(self) -> None:
         if self._exec:
@@ -356,11 +378,15 @@ class HostMemory:
 
 class HostMapping:
     def __init__(self, shared: bytes) -> None:
+        self._path = shared.decode(errors="replace")
         try:
-            with open(shared.decode(), "r+b") as file:
+            with open(self._path, "r+b") as file:
                 self._bytes: np.ndarray | None = np.frombuffer(mmap.mmap(file.fileno(), 0), np.uint8)
         except (OSError, ValueError) as error:
             raise TransferError(f"the peer's memory can't be opened: {error}") from error
+
+    def tensor(self, nbytes: int) -> Tensor:
+        return torch.from_file(self._path, shared=True, size=nbytes, dtype=torch.uint8)
 
     def copy_pages(
         self,
@@ -375,7 +401,7 @@ class HostMapping:
         chosen = slice(planes.start, planes.stop)
         source, into = _by_plane(self._bytes, grid)[chosen], _by_plane(target.numpy(), target_grid)[chosen]
         for page, target_page in zip(pages, target_pages, strict=True):
-            of, to = page * grid.width, target_page * grid.width
+            of, to = grid.first(page, 0), target_grid.first(target_page, 0)
             into[:, to : to + grid.width] = source[:, of : of + grid.width]
 
     def close(self) -> None:

@@ -1,7 +1,8 @@
 """The cache as a transfer to another process sees it: pages that the peer's copy engine reads, and their checksums.
 
-Two devices meet here, without their hosts. Prefill's stream sets a mark behind a chunk; decode's transfer stream, which
-was given the copies before, waits for it. A chunk's checksums are launched behind the chunk on the engine's own stream.
+Two devices meet here, without their hosts. Prefill's stream sets a mark behind a chunk's KV; decode's transfer stream,
+which was given the copies before, waits for it. A chunk's checksums are made on a stream of their own, beside what the
+engine's stream holds behind the KV: the last attention, the head and the draw.
 """
 
 import logging
@@ -19,11 +20,12 @@ from torch import Tensor
 
 from contracts.errors import TransferError
 from contracts.layout import KVLayout
-from engine.cuda.checksums import BUCKETS, Checksums, Verifier
-from engine.cuda.memory import Grid, Mark, Marks, Memory, RemoteMark, attach, synchronize
-from engine.cuda.staging import Packer, StagingBuffer
+from engine.cuda.checksums import BUCKETS, Checksums, Summings
+from engine.cuda.cuts import Cut
+from engine.cuda.memory import Grid, Mapping, Mark, Marks, Memory, RemoteMark, attach, synchronize
+from engine.cuda.parts import Part, grid, spans
+from engine.cuda.staging import StagingBuffer
 from kernels.registry import Registry
-from kernels.specs import MoveSpec
 
 _NUM_PROBES = 16
 _NUM_READY = 4  # chunks that wait for their marks without new memory for their checksums
@@ -31,11 +33,16 @@ _RELEASE_S = 0.0005
 _NUM_LANES = 2
 _log = logging.getLogger(__name__)
 
+Way = tuple[Mapping, Grid, Tensor, Grid]
+"""From a peer's memory to one of ours: a part of each page."""
+
 
 class Sharing(msgspec.Struct, frozen=True):
-    """A pool in words: `memory` opens it, `device` is its GPU's name, `num_pages` those of one plane."""
+    """A pool in words: `memories` open its shards, `device` is the name of the first one's GPU, `num_pages` those of
+    one plane, `page_nbytes` of one shard.
+    """
 
-    memory: bytes
+    memories: list[bytes]
     device: str
     num_planes: int
     num_pages: int
@@ -43,10 +50,13 @@ class Sharing(msgspec.Struct, frozen=True):
 
 
 class DevicePages:
-    """kv_transfer.device.DevicePool over the cache's memory, `[num_planes, num_blocks + 1, page_nbytes]`.
+    """kv_transfer.device.DevicePool over the memories of a group of workers, `[num_planes, num_blocks + 1,
+    page_nbytes]` each: ours, and those of our followers, of whom these are the words of Memory.share, in the order of
+    the heads.
 
     `checks`: chunks that are handed over get checksums. `scales`: what each plane's values were divided by before they
-    were rounded to e4m3; none of a cache that is not rounded.
+    were rounded to e4m3; none of a cache that is not rounded. All work is done by our device, which reaches the other
+    ones' memory. Raises TransferError if a follower's can't be mapped.
     """
 
     def __init__(
@@ -56,35 +66,65 @@ class DevicePages:
         num_blocks: int,
         registry: Registry,
         scales: SequenceOf[float] = (),
+        followers: SequenceOf[bytes] = (),
     ) -> None:
-        self.memory, self.scales = memory, list(scales)
+        assert layout.tp_size == 1 + len(followers), f"{layout.tp_size} shards, {len(followers)} followers"
+        self.memory, self.scales, self._followers = memory, list(scales), list(followers)
         self.num_planes, self.num_blocks, self.page_nbytes = layout.num_planes, num_blocks, layout.page_nbytes
+        self.block_nbytes = layout.block_nbytes
         self.device = memory.tensor.device
         self.checks = True
         self._staging = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
-        self._planes = memory.tensor.view(self.num_planes, num_blocks + 1, self.page_nbytes)
-        spec = MoveSpec(self.num_planes, self.page_nbytes, checksum=True)
-        self._sum = partial(registry.get("kv_sums", spec), self._planes)
-        self._is_kernel = registry.resolve("kv_sums", spec).impl.name == "triton"
-        self.verifier = Verifier(self._sum, self.num_planes, num_blocks, self.device)
-        self._packer = Packer(self._planes, self._sum, registry, layout.dtype == "bfloat16")
+        # Of a team nobody knows when all have written before they meet again.
+        self._summing = torch.cuda.Stream(self.device) if self._staging is not None and not followers else None
+        self._written = torch.cuda.Event() if self._summing is not None else None
+        self._mappings = [attach(shared, self.device) for shared in followers]
+        tensors = [memory.tensor, *(mapping.tensor(len(memory.tensor)) for mapping in self._mappings)]
+        self._shards = [tensor.view(self.num_planes, num_blocks + 1, self.page_nbytes) for tensor in tensors]
+        self._registry, self._narrows = registry, layout.dtype == "bfloat16"
+        self._cuts: dict[int, Cut] = {}
+        self._summed = [len(tensors)]  # the numbers of parts that chunks are summed up in; only ever longer
+        self._lock = threading.Lock()
+        self._own = self.cut_into(len(tensors), warms=False)
         self.lanes = Lanes(self.device) if self.device.type == "cuda" else None
         self._marks: Marks | None = None
-        self._lock = threading.Lock()
 
     @property
     def kind(self) -> str:
         return self.device.type
 
     @property
-    def grid(self) -> Grid:
-        return Grid(self.page_nbytes, self.num_planes, self._planes.stride(0))
+    def num_shards(self) -> int:
+        return len(self._shards)
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """Planes, shards, bytes of a shard's page."""
+        return self.num_planes, self.num_shards, self.page_nbytes
+
+    def cut_into(self, num_parts: int, warms: bool = True) -> Cut:
+        """Compiles what is needed for it. Raises TransferError if it can't be cut so."""
+        with self._lock:
+            if num_parts not in self._cuts:
+                fresh = Cut(self._shards, num_parts, self._registry, self._narrows)
+                if warms:
+                    self.enter()
+                    fresh.warm_up()
+                self._cuts[num_parts] = fresh
+            return self._cuts[num_parts]
+
+    def agreed(self, num_parts: int, sends: bool) -> None:
+        """Pages go to a peer, or come from one, in so many parts."""
+        self.cut_into(num_parts)
+        with self._lock:
+            if sends and num_parts not in self._summed:
+                self._summed.append(num_parts)
 
     def share(self) -> bytes:
         """Raises TransferError where the device does not let others in."""
-        sharing = Sharing(
-            self.memory.share(), _name(self.device), self.num_planes, self._planes.shape[1], self.page_nbytes
-        )
+        memories = [self.memory.share(), *self._followers]
+        num_pages = self._shards[0].shape[1]
+        sharing = Sharing(memories, _name(self.device), self.num_planes, num_pages, self.page_nbytes)
         return msgspec.msgpack.encode(sharing)
 
     def mark(self) -> Mark | None:
@@ -98,9 +138,13 @@ class DevicePages:
             return None
 
     def close(self) -> None:
-        """Nobody finds the marks from now on. Idempotent."""
+        """Nothing is launched any more: nobody finds the marks from now on, and the followers' memory is unmapped.
+        Idempotent.
+        """
         if self._marks is not None:
             self._marks.close()
+        for mapping in self._mappings:
+            mapping.close()
 
     def attach(self, shared: bytes, mark: bytes = b"") -> "RemotePages":
         """A peer's pool, from what its `share` said. Raises TransferError if it can't be read from here."""
@@ -110,15 +154,39 @@ class DevicePages:
             raise TransferError(f"the peer does not say where its pages are: {error}") from error
         return RemotePages(self, sharing, mark)
 
-    def checksums(self, pages: SequenceOf[int]) -> Checksums:
-        """Launched on the current stream, behind what writes these pages."""
-        sums = self.checksums_of(len(pages))
-        sums.launch(pages)
-        return sums
+    def checksums(self, pages: SequenceOf[int]) -> Checksums | Summings:
+        """Launched on the current stream, behind what writes these pages. By shard; where a peer's shards are finer, by
+        those too.
+        """
+        if len(self._summed) == 1:
+            return self._launched(self._own, pages)
+        return Summings([self._launched(self._cuts[num_parts], pages) for num_parts in list(self._summed)])
 
-    def checksums_of(self, max_pages: int, is_mapped: bool = False) -> Checksums:
-        """Of pages that will be named."""
-        return Checksums(self._sum, self.num_planes, max_pages, self.device, is_mapped)
+    def written(self) -> None:
+        """What `checksums_aside` is asked for next is written by what the current stream holds."""
+        if self._written is not None:
+            self._written.record()
+
+    def checksums_aside(self, pages: SequenceOf[int]) -> Checksums | Summings:
+        """Behind what `written` was said of, beside what the current stream was given since."""
+        if self._summing is None or self._written is None:
+            return self.checksums(pages)
+        # Their memory is that stream's too: it is nobody else's before the device has used it.
+        with torch.cuda.stream(self._summing):
+            self._summing.wait_event(self._written)
+            return self.checksums(pages)
+
+    def in_parts(self, sums: np.ndarray, pages: SequenceOf[int], num_parts: int) -> np.ndarray:
+        """Those of what `checksums` gave of `pages` that are by so many parts. What was not known to be wanted when it
+        was launched is summed up now.
+        """
+        ways = list(self._summed)
+        first = sum(ways[: ways.index(num_parts)]) * self.num_planes
+        last = first + num_parts * self.num_planes
+        if sums.shape[1] >= last:
+            return sums[:, first:last]
+        with self._aside():
+            return self._cuts[num_parts].verifier.sums(pages)
 
     def enter(self) -> None:
         """The calling thread works with this device from now on."""
@@ -126,18 +194,20 @@ class DevicePages:
             torch.cuda.set_device(self.device)
 
     def lend(self, nbytes: int) -> StagingBuffer:
-        return self._packer.lend(nbytes)
+        return self._own.packer.lend(nbytes)
 
     def take_back(self, buffer: StagingBuffer) -> None:
         buffer.free()
 
-    def pack(self, pages: np.ndarray, into: StagingBuffer) -> None:
-        """Copy `pages` to its start, all planes of each in turn; they are there on return."""
-        self._packer.pack(pages, into)
+    def pack(self, pages: np.ndarray, into: StagingBuffer, num_parts: int) -> None:
+        """Copy `pages` to its start, each in its parts, all planes of each part in turn; they are there on return."""
+        self.cut_into(num_parts).packer.pack(pages, into)
 
-    def unpack(self, buffer: StagingBuffer, pages: np.ndarray, checks: bool) -> np.ndarray | None:
-        """The other way round. Returns the checksums of `pages` if `checks`, `[pages, planes]`, as they are then."""
-        return self._packer.unpack(buffer, pages, checks)
+    def unpack(self, buffer: StagingBuffer, pages: np.ndarray, checks: bool, num_parts: int) -> np.ndarray | None:
+        """The other way round. Returns the checksums of `pages` if `checks`, `[pages, parts * planes]`, as they are
+        then.
+        """
+        return self.cut_into(num_parts).packer.unpack(buffer, pages, checks)
 
     def narrowing(self, scales: SequenceOf[float]) -> Tensor:
         """What `narrow` takes, for a peer with these scales. As the kernel that writes e4m3 caches has them: inverted
@@ -145,35 +215,46 @@ class DevicePages:
         """
         return torch.tensor([1.0 / scale for scale in scales], dtype=torch.float32, device=self.device)
 
-    def narrow(self, pages: np.ndarray, into: StagingBuffer, narrowing: Tensor) -> np.ndarray:
+    def narrow(self, pages: np.ndarray, into: StagingBuffer, narrowing: Tensor, num_parts: int) -> np.ndarray:
         """As `pack`, each plane divided by the peer's scale and rounded to e4m3."""
-        return self._packer.narrow(pages, into, narrowing)
+        return self.cut_into(num_parts).packer.narrow(pages, into, narrowing)
 
     def warm_up(self) -> None:
         """Compile the kernels of checksums and of packing, one for all numbers of pages."""
-        self._packer.warm_up()
-        self.checksums([0]).wait()
-        if self._is_kernel:
-            self.verifier.capture()
+        self._own.warm_up()
 
     @torch.inference_mode()
-    def gather(self, rows: np.ndarray, out: np.ndarray) -> None:
-        """Copy pages into `out` on the host; `rows` as kv_transfer.plan.row_ids counts them."""
+    def gather(self, rows: np.ndarray, out: np.ndarray, num_parts: int = 1) -> None:
+        """Copy parts of pages into `out` on the host; `rows` as kv_transfer.plan.row_ids counts them."""
         with self._aside():
-            found = self._planes.view(-1, self.page_nbytes).index_select(0, self._index(rows))
-            torch.from_numpy(out.reshape(-1, self.page_nbytes)).copy_(found)
+            for part, index, chosen in self._by_part(rows, num_parts):
+                found = part.rows.index_select(0, index)
+                torch.from_numpy(out.reshape(-1, part.width)[chosen]).copy_(found)
 
     @torch.inference_mode()
-    def scatter(self, rows: np.ndarray, data: np.ndarray) -> None:
+    def scatter(self, rows: np.ndarray, data: np.ndarray, num_parts: int = 1) -> None:
         with self._aside():
-            pages = torch.from_numpy(data.reshape(-1, self.page_nbytes)).to(self.device)
-            self._planes.view(-1, self.page_nbytes).index_copy_(0, self._index(rows), pages)
+            for part, index, chosen in self._by_part(rows, num_parts):
+                pages = torch.from_numpy(data.reshape(-1, part.width)[chosen]).to(self.device)
+                part.rows.index_copy_(0, index, pages)
             if self.device.type == "cuda":
                 torch.cuda.current_stream().synchronize()
 
-    def _index(self, rows: np.ndarray) -> Tensor:
-        """Each plane has a page more than blocks."""
-        return torch.from_numpy(rows + rows // self.num_blocks).to(self.device)
+    def _launched(self, cut: Cut, pages: SequenceOf[int]) -> Checksums:
+        sums = cut.checksums_of(len(pages))
+        sums.launch(pages)
+        return sums
+
+    def _by_part(self, rows: np.ndarray, num_parts: int) -> Iterator[tuple[Part, Tensor, slice]]:
+        """Each part that is among `rows`, which of its rows, and where among all: they come part by part. Each plane
+        has a page more than blocks.
+        """
+        parts, inner = np.divmod(rows, self.num_planes * self.num_blocks)
+        index = inner + inner // self.num_blocks
+        for number, part in enumerate(self.cut_into(num_parts).parts):
+            first, last = np.searchsorted(parts, (number, number + 1)).tolist()
+            if first < last:
+                yield part, torch.from_numpy(index[first:last]).to(self.device), slice(first, last)
 
     def _aside(self) -> AbstractContextManager[object]:
         """Beside the engine's stream, for any thread."""
@@ -184,19 +265,21 @@ class RemotePages:
     """A peer's pool, mapped here. One thread pulls at a time."""
 
     def __init__(self, ours: DevicePages, sharing: Sharing, mark: bytes) -> None:
-        self._grid = Grid(sharing.page_nbytes, sharing.num_planes, sharing.page_nbytes * sharing.num_pages)
-        if (self._grid.width, self._grid.height) != (ours.grid.width, ours.grid.height):
-            raise TransferError(f"the peer's pages are {self._grid}, ours {ours.grid}")
         self._ours, self.num_pages = ours, sharing.num_pages
+        self._cut = _common_cut(ours, sharing)
         # Of high priority: the checksums come before what decode has launched.
         self._stream = torch.cuda.Stream(ours.device, priority=-1) if ours.device.type == "cuda" else None
         self._thread = 0
-        self._mapping = attach(sharing.memory, ours.device)
+        self._mappings = _attach_all(sharing.memories, ours.device)
+        self._ways = _ways(self._mappings, sharing, self._cut.parts)
         self._mark = self._open_mark(mark) if mark else None
         self._waiting: list[WaitingPull] = []
         self._last_mark = self._hurried_to = 0
-        self._ready = [ours.checksums_of(BUCKETS[-1], is_mapped=True) for _ in range(_NUM_READY if self._mark else 0)]
+        num_ready = _NUM_READY if self._mark else 0
+        self._ready = [self._cut.checksums_of(BUCKETS[-1], is_mapped=True) for _ in range(num_ready)]
         where = "on one GPU" if sharing.device == _name(ours.device) else "between two GPUs"
+        if len(self._ways) > 1:
+            where = f"from {len(sharing.memories)} shards into {ours.num_shards}"
         self.detail = f"pulled {where}, {self._probe() / 1e9:.0f} GB/s"
 
     def pull(self, pages: SequenceOf[int], into: SequenceOf[int], checks: bool) -> np.ndarray | None:
@@ -208,9 +291,9 @@ class RemotePages:
         if self._stream is not None and self._thread != threading.get_ident():
             torch.cuda.set_stream(self._stream)
             self._thread = threading.get_ident()
-        self._copy(pages, into, range(self._grid.height))
+        self._copy(pages, into, range(ours.num_planes))
         if checks:
-            return ours.verifier.sums(into)
+            return self._cut.verifier.sums(into)
         if self._stream is not None:
             synchronize(self._stream.cuda_stream)
         return None
@@ -245,7 +328,7 @@ class RemotePages:
     ) -> "WaitingPull":
         assert self._mark is not None
         self._last_mark = max(self._last_mark, mark)
-        sums, planes = self._checksums(len(into)) if checks else None, range(self._grid.height)
+        sums, planes = self._checksums(len(into)) if checks else None, range(self._ours.num_planes)
         early_planes = max(early_planes, 0)
         parts = (planes[:early_planes], mark - 1), (planes[early_planes:], mark)
         with torch.cuda.stream(lane):
@@ -266,12 +349,13 @@ class RemotePages:
         return later
 
     def _copy(self, pages: SequenceOf[int], into: SequenceOf[int], planes: range) -> None:
-        self._mapping.copy_pages(self._grid, pages, self._ours.memory.tensor, self._ours.grid, into, planes)
+        for mapping, source, target, target_grid in self._ways:
+            mapping.copy_pages(source, pages, target, target_grid, into, planes)
 
     def _checksums(self, num_pages: int) -> Checksums:
         if num_pages > BUCKETS[-1]:
-            return self._ours.checksums_of(num_pages, is_mapped=True)
-        return self._ready.pop() if self._ready else self._ours.checksums_of(BUCKETS[-1], is_mapped=True)
+            return self._cut.checksums_of(num_pages, is_mapped=True)
+        return self._ready.pop() if self._ready else self._cut.checksums_of(BUCKETS[-1], is_mapped=True)
 
     def _read(self, sums: Checksums | None) -> np.ndarray | None:
         """Its memory can serve the next."""
@@ -310,7 +394,8 @@ class RemotePages:
             self.hurry()  # again: a mark that the peer had launched before may have come behind ours
         if self._stream is not None:
             self._stream.synchronize()
-        self._mapping.close()
+        for mapping in self._mappings:
+            mapping.close()
         if self._mark is not None:
             self._mark.close()
 
@@ -333,7 +418,38 @@ class RemotePages:
             # What is loaded while a stream waits would wait for it.
             if later := self.pull_later(spare, into, True, 1, 0):
                 later.wait()
-        return _NUM_PROBES * self._grid.width * self._grid.height / min(took_s)
+        return _NUM_PROBES * self._ours.block_nbytes / min(took_s)
+
+
+def _common_cut(ours: DevicePages, sharing: Sharing) -> Cut:
+    """As fine as the finer of the two. Raises TransferError if there is none."""
+    num_parts = max(len(sharing.memories), ours.num_shards)
+    theirs, our_shape = (sharing.num_planes, len(sharing.memories), sharing.page_nbytes), ours.shape
+    if theirs[0] != our_shape[0] or theirs[1] * theirs[2] != our_shape[1] * our_shape[2]:
+        raise TransferError(f"the peer's pages are {theirs} (planes, shards, bytes), ours {our_shape}")
+    spans(len(sharing.memories), sharing.page_nbytes, num_parts)
+    return ours.cut_into(num_parts)
+
+
+def _attach_all(memories: SequenceOf[bytes], device: torch.device) -> list[Mapping]:
+    mappings: list[Mapping] = []
+    try:
+        for shared in memories:
+            mappings.append(attach(shared, device))
+    except TransferError:
+        for mapping in mappings:
+            mapping.close()
+        raise
+    return mappings
+
+
+def _ways(mappings: SequenceOf[Mapping], sharing: Sharing, parts: SequenceOf[Part]) -> list[Way]:
+    """Of each part, from the peer's shard to ours."""
+    ways = []
+    for part, (shard, offset, width) in zip(parts, spans(len(mappings), sharing.page_nbytes, len(parts)), strict=True):
+        source = grid(sharing.num_planes, sharing.num_pages, sharing.page_nbytes, width, offset)
+        ways.append((mappings[shard], source, part.planes.view(-1), part.grid))
+    return ways
 
 
 class Lanes:
@@ -394,6 +510,10 @@ class WaitingPull:
         self.is_void = False
 
     @property
+    def is_due(self) -> bool:
+        return self._mark.value >= self._value
+
+    @property
     def busy_s(self) -> float:
         pairs = zip(self._stamps[::2], self._stamps[1::2], strict=True)
         return sum(begin.elapsed_time(end) for begin, end in pairs) / 1e3
@@ -414,7 +534,7 @@ class WaitingPull:
 class LazyPull:
     """Where no stream can wait: copied when it is asked for."""
 
-    is_void, is_done = False, True
+    is_void, is_done, is_due = False, True, False
 
     def __init__(self, remote: RemotePages, pages: SequenceOf[int], into: SequenceOf[int], checks: bool) -> None:
         self._pull = partial(remote.pull, pages, into, checks)

@@ -6,35 +6,49 @@ for some numbers of pages; those between them are filled up with the page of nob
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from functools import cached_property, partial
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from contracts.errors import ConfigError, TransferError
-from engine.cuda.checksums import BUCKETS, Checksums, Sum
+from engine.cuda.checksums import BUCKETS, Checksums, Op, Sum
 from engine.cuda.memory import Memory, Recording, allocate, synchronize
+from engine.cuda.parts import Part
 from kernels.registry import Registry
 from kernels.specs import MoveSpec
 
+_RECORDED = ("pack", "unpack and sum", "narrow")
+
+
+@dataclass
+class Kit:
+    """What goes with a buffer for one way of cutting pages: `checksums` of those that it can hold, which tell the
+    device which pages these are, and recorded launches, by the number of pages.
+    """
+
+    checksums: Checksums
+    recordings: dict[str, dict[int, Recording]] = field(default_factory=dict)
+
 
 class StagingBuffer:
-    """kv_transfer.device.Buffer: memory of its own, a stream of its own, and `checksums` of the pages that it can hold,
-    which tell the device which pages these are. `inv_scales` `[planes]`: of what is rounded on its way into it, where
-    recorded launches find them, the same as the present `narrowing`.
+    """kv_transfer.device.Buffer: memory of its own, a stream of its own, and a kit for each number of parts.
+    `inv_scales` `[planes]`: of what is rounded on its way into it, where recorded launches find them, the same as the
+    present `narrowing`.
 
     Raises TransferError if there is not so much memory.
     """
 
-    def __init__(self, nbytes: int, checksums: Checksums, device: torch.device) -> None:
+    def __init__(self, nbytes: int, device: torch.device) -> None:
         try:
             self._memory: Memory | None = allocate(nbytes, device)
         except ConfigError as error:
             raise TransferError(f"no memory for staging: {error}") from error
-        self.tensor, self.checksums = self._memory.tensor, checksums
+        self.tensor, self.kits = self._memory.tensor, dict[int, Kit]()
         # Of high priority: these few copies come before what the engine has launched.
         self._stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
-        self.recordings: dict[tuple[str, int], Recording] = {}
         self.inv_scales: Tensor | None = None
         self.narrowing: Tensor | None = None
 
@@ -51,7 +65,7 @@ class StagingBuffer:
 
     def free(self) -> None:
         """Nothing touches it any more. Idempotent."""
-        self.recordings.clear()
+        self.kits.clear()
         self._memory, self.tensor = None, self.tensor.new_empty(0)
 
     def put(self, data: np.ndarray) -> None:
@@ -69,27 +83,25 @@ class StagingBuffer:
 
 
 class Packer:
-    """Between `planes` `[num_planes, num_blocks + 1, page_nbytes]`, the last page of which is nobody's, and staging.
-    Any thread, each with a buffer of its own. `narrows`: the values are bf16, and may go to a peer whose cache is e4m3.
+    """Between the pages of these `parts`, the last page of which is nobody's, and staging, where the parts of a page
+    lie side by side: `[pages, parts, planes, width]`. Any thread, each with a buffer of its own. `sums`: the operations
+    that sum the parts up. `narrows`: the values are bf16, and may go to a peer whose cache is e4m3.
     """
 
-    def __init__(self, planes: Tensor, sum_: Sum, registry: Registry, narrows: bool) -> None:
-        self._planes, self._sum = planes, sum_
-        self._num_planes, page_nbytes = planes.shape[0], planes.shape[2]
-        self._block_nbytes, spec = self._num_planes * page_nbytes, MoveSpec(self._num_planes, page_nbytes)
-        self._pack, self._unpack = registry.get("kv_pack", spec), registry.get("kv_unpack", spec)
-        self._narrow_nbytes, self._narrow = self._block_nbytes // 2, None
-        if narrows:
-            self._narrow = registry.get("kv_pack", MoveSpec(self._num_planes, page_nbytes // 2, True, True))
-        self._is_recorded = planes.is_cuda and registry.resolve("kv_pack", spec).impl.name == "triton"
+    def __init__(self, parts: Sequence[Part], sums: Sequence[Sum], registry: Registry, narrows: bool) -> None:
+        self._parts, self._sums, self._registry, self._narrows = parts, sums, registry, narrows
+        planes, width = parts[0].planes, parts[0].width
+        self._num_planes, self._device, self._spare = planes.shape[0], planes.device, planes.shape[1] - 1
+        self._block_nbytes, self._spec = len(parts) * self._num_planes * width, MoveSpec(self._num_planes, width)
+        self._pack, self._unpack = registry.get("kv_pack", self._spec), registry.get("kv_unpack", self._spec)
+        self._narrow_nbytes = self._block_nbytes // 2
+        self._is_recorded = planes.is_cuda and registry.resolve("kv_pack", self._spec).impl.name == "triton"
         self._no_verdict = torch.zeros(1, dtype=torch.int32, device=planes.device)
 
     def lend(self, nbytes: int) -> StagingBuffer:
-        device, max_pages = self._planes.device, max(nbytes // self._narrow_nbytes, 1)
-        checksums = Checksums(self._sum, self._num_planes, max_pages, device, is_mapped=True)
-        buffer = StagingBuffer(nbytes, checksums, device)
-        if self._is_recorded:
-            self._record(buffer, ("pack", "unpack and sum"), self._block_nbytes)
+        buffer = StagingBuffer(nbytes, self._device)
+        for what in ("pack", "unpack and sum"):
+            self._recorded(what, buffer)
         return buffer
 
     def pack(self, pages: np.ndarray, into: StagingBuffer) -> None:
@@ -97,82 +109,115 @@ class Packer:
 
     def unpack(self, buffer: StagingBuffer, pages: np.ndarray, checks: bool) -> np.ndarray | None:
         self._go("unpack and sum" if checks else "unpack", pages, buffer)
-        return buffer.checksums.read() if checks else None
+        return self._kit(buffer).checksums.read() if checks else None
 
     def narrow(self, pages: np.ndarray, into: StagingBuffer, inv_scales: Tensor) -> np.ndarray:
         """As `pack`, times `inv_scales` and rounded to e4m3. Returns the checksums of what was packed,
-        `[pages, planes]`.
+        `[pages, parts * planes]`.
         """
         if into.inv_scales is None:
             into.inv_scales = inv_scales.clone()
-            if self._is_recorded:
-                self._record(into, ("narrow",), self._narrow_nbytes)
         if into.narrowing is not inv_scales:
             with into.aside():
                 into.inv_scales.copy_(inv_scales)
             into.narrowing = inv_scales
         self._go("narrow", pages, into)
-        return into.checksums.read()
+        return self._kit(into).checksums.read()
 
     def warm_up(self) -> None:
         """Compile the kernels, each one for all numbers of pages."""
         buffer, nobodys = self.lend(self._block_nbytes), np.full(1, self._spare, dtype=np.int32)
-        buffer.inv_scales = torch.ones(self._num_planes, device=self._planes.device)
-        for what in ("pack", "unpack and sum", *(["narrow"] if self._narrow else [])):
+        buffer.inv_scales = torch.ones(self._num_planes, device=self._device)
+        for what in ("pack", "unpack and sum", *(["narrow"] if self._narrows else [])):
             self._launch(what, buffer, nobodys)
         buffer.wait()
         buffer.free()
 
-    @property
-    def _spare(self) -> int:
-        return self._planes.shape[1] - 1
+    def _kit(self, buffer: StagingBuffer) -> Kit:
+        """A buffer serves one link after the other, which may cut pages otherwise."""
+        if kit := buffer.kits.get(len(self._parts)):
+            return kit
+        max_pages = max(len(buffer) // self._narrow_nbytes, 1)
+        checksums = Checksums(self._sums, self._num_planes, max_pages, self._device, is_mapped=True)
+        kit = buffer.kits[len(self._parts)] = Kit(checksums)
+        return kit
 
     def _go(self, what: str, pages: np.ndarray, buffer: StagingBuffer) -> None:
         """Done on return."""
-        count = len(pages)
+        kit, count = self._kit(buffer), len(pages)
         bucket = next((size for size in BUCKETS if size >= count), 0)
-        if recording := buffer.recordings.get((what, bucket)):
-            buffer.checksums.name(pages)
-            buffer.checksums.pages_host.numpy()[count:bucket] = self._spare
+        if recording := self._recorded(what, buffer).get(bucket):
+            kit.checksums.name(pages)
+            kit.checksums.pages_host.numpy()[count:bucket] = self._spare
             recording.launch(buffer.stream)
         else:
             self._launch(what, buffer, pages)
         buffer.wait()
 
     @torch.inference_mode()
-    def _record(self, buffer: StagingBuffer, whats: Sequence[str], block_nbytes: int) -> None:
-        """Each launch runs once before: what has to be loaded is loaded then."""
+    def _recorded(self, what: str, buffer: StagingBuffer) -> dict[int, Recording]:
+        """By the number of pages. Each launch runs once before: what has to be loaded is loaded then. So only what is
+        about to be done anyway is recorded late: a buffer from which pages are to be unpacked holds them already.
+        """
+        recordings = self._kit(buffer).recordings
+        if what in recordings or what not in _RECORDED or not self._is_recorded:
+            return recordings.get(what, {})
+        found = recordings[what] = {}
+        block_nbytes = self._narrow_nbytes if what == "narrow" else self._block_nbytes
         for bucket in [size for size in BUCKETS if size * block_nbytes <= len(buffer)]:
-            pages = np.full(bucket, self._spare, dtype=np.int32)
-            for what in whats:
-                self._launch(what, buffer, pages)
-                buffer.wait()
-                with buffer.aside():
-                    again = Recording(lambda what=what, bucket=bucket: self._run(what, buffer, bucket), buffer.stream)
-                buffer.recordings[what, bucket] = again
+            self._launch(what, buffer, np.full(bucket, self._spare, dtype=np.int32))
+            buffer.wait()
+            with buffer.aside():
+                found[bucket] = Recording(partial(self._run, what, buffer, bucket), buffer.stream)
+        return found
 
     @torch.inference_mode()
     def _launch(self, what: str, buffer: StagingBuffer, pages: np.ndarray) -> None:
+        checksums = self._kit(buffer).checksums
         with buffer.aside():
-            buffer.checksums.prepare(pages)
+            checksums.prepare(pages)
             self._run(what.removesuffix(" and sum"), buffer, len(pages))
             if what.endswith(" and sum"):
-                buffer.checksums.go()
+                checksums.go()
             elif what == "narrow":
-                buffer.checksums.fetch()
+                checksums.fetch()
 
     def _run(self, what: str, buffer: StagingBuffer, count: int) -> None:
         """On the pages that the device has been told."""
-        pages, part = buffer.checksums.pages[:count], buffer.tensor[: count * self._block_nbytes]
-        if what == "narrow":
-            values, sums = self._planes.view(torch.bfloat16), buffer.checksums.sums[: count * self._num_planes]
-            rounded = buffer.tensor[: count * self._narrow_nbytes]
-            assert self._narrow is not None, "only values of bf16 are rounded"
-            self._narrow(values, pages, rounded, sums, inv_scales=buffer.inv_scales)
-            return
-        if what == "pack":
-            self._pack(self._planes, pages, part, None)
-            return
-        self._unpack(part, self._planes, pages, None, self._no_verdict)
+        checksums = self._kit(buffer).checksums
+        pages, run = checksums.pages[:count], {"pack": self._run_pack, "narrow": self._run_narrow}
+        run.get(what, self._run_unpack)(buffer, pages)
         if what.endswith(" and sum"):
-            buffer.checksums.run(count)
+            checksums.run(count)
+
+    def _run_pack(self, buffer: StagingBuffer, pages: Tensor) -> None:
+        for part, packed in zip(self._parts, self._packed(buffer, len(pages), self._block_nbytes), strict=True):
+            self._pack(part.planes, pages, packed, None, offset=part.offset)
+
+    def _run_unpack(self, buffer: StagingBuffer, pages: Tensor) -> None:
+        for part, packed in zip(self._parts, self._packed(buffer, len(pages), self._block_nbytes), strict=True):
+            self._unpack(packed, part.planes, pages, None, self._no_verdict, offset=part.offset)
+
+    def _run_narrow(self, buffer: StagingBuffer, pages: Tensor) -> None:
+        parts = zip(
+            self._parts,
+            self._packed(buffer, len(pages), self._narrow_nbytes),
+            self._kit(buffer).checksums.sums,
+            strict=True,
+        )
+        for part, packed, sums in parts:
+            values, ours = part.planes.view(torch.bfloat16), sums[: len(pages) * self._num_planes]
+            where = {"offset": part.offset // 2, "inv_scales": buffer.inv_scales}
+            self._narrow(values, pages, packed, ours, **where)
+
+    def _packed(self, buffer: StagingBuffer, count: int, block_nbytes: int) -> Sequence[Tensor]:
+        """Where so many pages lie in the buffer, part by part."""
+        flat = buffer.tensor[: count * block_nbytes]
+        if len(self._parts) == 1:
+            return [flat]
+        return flat.view(count, len(self._parts), self._num_planes, -1).unbind(1)
+
+    @cached_property
+    def _narrow(self) -> Op:
+        assert self._narrows, "only values of bf16 are rounded"
+        return self._registry.get("kv_pack", MoveSpec(self._num_planes, self._spec.unit_nbytes // 2, True, True))

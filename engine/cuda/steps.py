@@ -62,6 +62,10 @@ class DecodeSteps:
                 self._graphs[key] = graph
         torch.cuda.synchronize()
 
+    def release(self) -> None:
+        """Nothing is captured from now on."""
+        self._graphs.clear()
+
     @torch.inference_mode()
     def draw(self, key: StepKey) -> None:
         """Logits and tokens of the first `key.num_rows` rows."""
@@ -77,10 +81,7 @@ class DecodeSteps:
 
     def _run(self, key: StepKey) -> None:
         self.compute(key)
-        state, rows = self._state, key.num_rows
-        self._drawer(
-            state.logits[:rows], state.draw_inputs(0, rows), state.drawn[:rows], state.logprobs[:rows], key.greedy
-        )
+        self._drawer.into(self._state, self._state.logits[: key.num_rows], 0, key.greedy)
 
     def _compute(self, key: StepKey) -> Step:
         size = (key.num_rows, key.max_len)

@@ -19,8 +19,9 @@ from engine.cuda.cache import DeviceCache, LayerCache
 from engine.cuda.experts import ExpertWeights, Mixture
 from engine.cuda.formats import E4M3, DeviceFormat
 from engine.cuda.products import Products, RowBuffer, Scaled
+from engine.cuda.team import ALONE, Team
 from engine.cuda.weights import DeviceWeights, LayerWeights, Matrix, MlpWeights, Sight
-from engine.runner import ignore
+from engine.runner import Written, unheard
 from kernels.registry import Registry
 from kernels.specs import NormSpec, Quant, QuantSpec, RopeSpec, SiluSpec, Spec
 
@@ -74,7 +75,9 @@ class Transformer:
         registry: Registry,
         block_size: int,
         max_rows: int,
+        team: Team = ALONE,
     ) -> None:
+        self._team = team
         self._config, self._weights, self._format, self._registry = config, weights, number_format, registry
         self._block_size = block_size
         self.peaks: Tensor | None = None
@@ -90,20 +93,25 @@ class Transformer:
         rows: Rows,
         cache: DeviceCache,
         attend: Attend,
-        early: Callable[[], None] = ignore,
+        written: Written = unheard,
         advance: Advance | None = None,
     ) -> Tensor:
-        """Writes K and V of all rows, and calls `early` when the first `early_layers` have theirs. `advance`: does what
-        the method of that name does, for these rows.
+        """Writes K and V of all rows. Calls `written` when the first `early_layers` have theirs, and when all have. A
+        team says nothing of all: they are not there before the end. `advance`: does what the method of that name does.
 
         Returns the rows that are wanted after the final norm, `[W, H]`, for `head`.
         """
         count, advance = len(rows.token_ids), advance or partial(self.advance, rows, cache)
         for index, layer in enumerate(self._weights.layers):
             advance(index)
+            # A team has met behind what the layers before have written.
+            if self._team.shard.size > 1 and index == self.early_layers > 0:
+                written(False)
+            if self._team.shard.size == 1 and index == self.num_layers - 1:
+                written(True)
             attend(self._q[:count], cache.layer(index), self._mixed[:count], layer.sight)
-            if index == self.early_layers - 1:
-                early()
+            if self._team.shard.size == 1 and index == self.early_layers - 1:
+                written(False)
         return self._finish(count, rows.wanted)
 
     @torch.inference_mode()
@@ -128,6 +136,8 @@ class Transformer:
         out = Scaled(torch.empty_like(residual), self._x.scale)
         if len(residual):
             self._leave(len(self._weights.layers) - 1, mixed, residual, self._weights.final_gain, out, "none")
+        else:
+            self._team.meet()  # behind the last layer's K and V, as the others do in its products
         return out.rows
 
     def _embed(self, layer: LayerWeights, token_ids: Tensor, residual: Tensor, x: Scaled) -> None:
@@ -142,6 +152,7 @@ class Transformer:
         self._note(index, 0, read)
         if isinstance(layer.mlp, ExpertWeights):
             total = self._experts(layer, layer.mlp, read, residual)
+            self._team.add(total)
             norm = self._get("add_rmsnorm_quant", NormSpec(config.hidden_size, quant))
             norm(total, residual, gain, config.norm_eps, out.rows, out.scale)
         else:
@@ -158,13 +169,13 @@ class Transformer:
         """Logits `[W, vocab]` of rows of what a call returns."""
         head = self._weights.head
         if not len(x):
-            return x.new_empty(0, len(head.weight))
+            return x.new_empty(0, self._config.vocab_size)
         if head.recipe == "plain":
-            return x @ head.weight.t()
+            return self._team.gather(x @ head.weight.t())
         rows = Scaled(x, x) if head.recipe != "row" else self._rounded(x)
-        logits = torch.empty(len(x), self._config.vocab_size, dtype=self._format.rows, device=x.device)
+        logits = torch.empty(len(x), len(head.weight), dtype=self._format.rows, device=x.device)
         self._products(head, rows, logits)
-        return logits
+        return self._team.gather(logits)
 
     def _rounded(self, x: Tensor) -> Scaled:
         rounded = Scaled(torch.empty(x.shape, dtype=E4M3, device=x.device), torch.empty(len(x), device=x.device))
@@ -288,9 +299,11 @@ class Transformer:
         self._get("silu_mul_quant", spec)(gate_up, middle.rows, middle.scale, **_applied(mlp.gate_up, x))
 
     def _add_norm(self, matrix: Matrix, x: Scaled, residual: Tensor, gain: Tensor, out: Scaled, quant: Quant) -> None:
-        """residual += x @ matrix; out = its norm. A bias wants a finished product."""
-        total, deferred = self._sum[: len(residual)], matrix.recipe == "row" and matrix.bias is None
+        """residual += x @ matrix; out = its norm. A bias wants a finished product, and so does a sum over a team."""
+        total = self._sum[: len(residual)]
+        deferred = matrix.recipe == "row" and matrix.bias is None and self._team.shard.size == 1
         self._products(matrix, x, total, deferred)
+        self._team.add(total)
         norm = self._get("add_rmsnorm_quant", NormSpec(self._config.hidden_size, quant, deferred=deferred))
         norm(
             total,

@@ -14,10 +14,11 @@ from checkpoint.config import Experts, ModelConfig
 from checkpoint.quantization import BLOCK
 from contracts.errors import ConfigError
 from engine.cuda.experts import ExpertWeights
-from engine.cuda.formats import E4M3, INT4_GROUP, DeviceFormat
-from engine.quantized import Fp8Matrix, Int4Matrix, StoredMatrix
+from engine.cuda.formats import INT4_GROUP, DeviceFormat, keeps_last_mlp
+from engine.quantized import Fp8Matrix, Int4Matrix, StoredMatrix, joined
 from engine.rope import rope_frequencies, tunings
-from engine.tensors import ModelTensors, Mxfp4, layer_prefix
+from engine.shards import WHOLE, Shard
+from engine.tensors import ExpertMatrix, ModelTensors, Mxfp4, layer_prefix, widened
 from engine.weights import WeightSource
 from kernels.layouts import pairs_to_split, split_nibbles
 from kernels.reference.quant import to_e4m3, token_scale
@@ -143,9 +144,12 @@ def load_device_weights(
     max_model_len: int,
     device: torch.device,
     progress: Progress,
+    shard: Shard = WHOLE,
 ) -> DeviceWeights:
-    """Raises ConfigError for a tensor that is missing or has another shape than the configuration says."""
-    loader = _Loader(config, source, number_format, device)
+    """`config` and `source` are those of the `shard`. Raises ConfigError for a tensor that is missing or has another
+    shape than the configuration says.
+    """
+    loader = _Loader(config, source, number_format, device, shard)
     layers = []
     for index in range(config.num_layers):
         progress("load", index, config.num_layers)
@@ -177,9 +181,8 @@ def keep(stored: list[StoredMatrix], int4: bool, name: str) -> Matrix | None:
         return None
     if floats[0].is_blocks:
         _require_blocks(floats, name)
-    weight = torch.cat([matrix.weight.view(torch.uint8) for matrix in floats]).view(E4M3)
-    input_scale = floats[0].input_scale if len(floats) == 1 else None
-    return Matrix(weight, torch.cat([matrix.scale for matrix in floats]), input_scale=input_scale)
+    whole = joined(floats)
+    return Matrix(whole.weight, whole.scale, input_scale=whole.input_scale)
 
 
 def _require_blocks(matrices: list[Fp8Matrix], name: str) -> None:
@@ -191,6 +194,8 @@ def _require_blocks(matrices: list[Fp8Matrix], name: str) -> None:
 def _int4(matrices: list[Int4Matrix], name: str) -> Matrix:
     if any(matrix.shape[0] % 64 or matrix.shape[1] % INT4_GROUP for matrix in matrices):
         _refuse(matrices, name, f"rows in steps of 64 and columns in steps of {INT4_GROUP}")
+    if not all(matrix.is_ordered for matrix in matrices):
+        _refuse(matrices, name, "groups of one size, their columns side by side in g_idx")
     packed = torch.cat([split_nibbles(matrix.codes) for matrix in matrices])
     scale, zero = (torch.cat(tensors) for tensors in zip(*((m.scale, m.zero) for m in matrices), strict=True))
     return Matrix(packed, scale, zero=None if bool((zero == 8).all()) else zero)
@@ -210,10 +215,15 @@ def _stacked(matrices: Sequence[Matrix]) -> tuple[Tensor, Tensor]:
 
 class _Loader:
     def __init__(
-        self, config: ModelConfig, source: WeightSource, number_format: DeviceFormat, device: torch.device
+        self,
+        config: ModelConfig,
+        source: WeightSource,
+        number_format: DeviceFormat,
+        device: torch.device,
+        shard: Shard,
     ) -> None:
-        self._config, self._format, self._device = config, number_format, device
-        self._tensors = ModelTensors(config, source, interleaved=False)
+        self._config, self._format, self._device, self._shard = config, number_format, device, shard
+        self._tensors = ModelTensors(config, source, False, config.vocab_size // shard.size)
         # What the checkpoint leaves plain beside its FP8 is so for a reason.
         self._rounds = number_format.is_fp8 and (source.quantized is None or source.quantized.quantization.is_int4)
 
@@ -248,7 +258,9 @@ class _Loader:
     def _mlp(self, index: int) -> MlpWeights | ExpertWeights:
         tensors, prefix, experts = self._tensors, layer_prefix(index), self._config.experts_of(index)
         if experts is None:
-            return MlpWeights(self._matrix(prefix, "gate_up", self._rounds), self._matrix(prefix, "down", self._rounds))
+            is_kept = index == self._config.num_layers - 1 and keeps_last_mlp(self._config)
+            rounds = self._rounds and not is_kept
+            return MlpWeights(self._matrix(prefix, "gate_up", rounds), self._matrix(prefix, "down", rounds))
         (gate_up, gate_up_scale), (down, down_scale) = self._experts(experts, prefix)
         gate_up_bias, down_bias = tensors.expert_biases(prefix)
         return ExpertWeights(
@@ -276,8 +288,11 @@ class _Loader:
         """Bytes and exponents in the order that the kernels read."""
         return pairs_to_split(stored.values.to(self._device).flatten(-2)), stored.scales.to(self._device)
 
-    def _expert(self, weight: Tensor) -> Matrix:
-        """However it is stored: a group of experts is one product, of one type."""
+    def _expert(self, stored: ExpertMatrix) -> Matrix:
+        """A group of experts is one product, of one type: what is not e4m3 with scales by row is made so."""
+        if self._format.is_fp8 and isinstance(stored, Fp8Matrix):
+            return Matrix(stored.weight.to(self._device), stored.scale.to(self._device))
+        weight = widened(stored)
         return self._rounded(weight, None) if self._format.is_fp8 else Matrix(self._rows(weight))
 
     def ends(self) -> tuple[Tensor, Tensor, Matrix]:
@@ -287,7 +302,9 @@ class _Loader:
         if not self._config.tied_embeddings:
             head = self._matrix("", "head", self._format.head_is_fp8)
         else:
-            head = self._rounded(table, None) if self._format.head_is_fp8 else Matrix(embedding)
+            stored = table if self._format.head_is_fp8 else embedding
+            rows = stored.chunk(self._shard.size)[self._shard.rank]
+            head = self._rounded(rows, None) if self._format.head_is_fp8 else Matrix(rows)
         return embedding, self._rows(self._tensors.gain("model.norm")), head
 
     def kv_scales(self) -> Tensor | None:

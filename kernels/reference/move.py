@@ -17,7 +17,7 @@ def kv_pack(
     packed = narrowed(units, inv_scales) if spec.convert else units
     buffer.view(len(pages), spec.planes, spec.unit_nbytes).copy_(packed)
     if spec.checksum and sums is not None:
-        sums.copy_(checksums(spec, buffer, len(pages), seed))
+        sums.copy_(checksums(spec, packed.contiguous(), len(pages), seed))
 
 
 def narrowed(units: Tensor, inv_scales: Tensor | None) -> Tensor:
@@ -32,8 +32,10 @@ def kv_unpack(
 ) -> None:  # fmt: skip
     units = buffer.view(len(pages), spec.planes, spec.unit_nbytes).transpose(0, 1)
     cache[:, pages.long(), offset : offset + spec.unit_nbytes] = units
-    if spec.checksum and sums is not None and not torch.equal(sums, checksums(spec, buffer, len(pages), seed)):
-        bad.fill_(1)
+    if spec.checksum and sums is not None:
+        found = checksums(spec, units.transpose(0, 1).contiguous(), len(pages), seed)
+        if not torch.equal(sums, found):
+            bad.fill_(1)
 
 
 def kv_verify(

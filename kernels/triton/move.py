@@ -22,20 +22,29 @@ FACTOR = tl.constexpr(16777619)
 STRIDE = tl.constexpr(40503)
 
 
+@triton.jit
+def place(unit, PLANES: tl.constexpr, ROW: tl.constexpr):
+    """Of a unit in the buffer."""
+    if ROW == PLANES:
+        return unit
+    return unit // PLANES * ROW + unit % PLANES
+
+
 @triton.jit(do_not_specialize=["units", "seed"])
 def move_kernel(
     src_ptr, dst_ptr, page_ptr, sum_ptr, bad_ptr, units, stride_plane, stride_page, offset, seed,
-    PLANES: tl.constexpr, WORDS: tl.constexpr, BLOCK: tl.constexpr, MODE: tl.constexpr, SUM: tl.constexpr,
+    PLANES: tl.constexpr, ROW: tl.constexpr, WORDS: tl.constexpr, BLOCK: tl.constexpr, MODE: tl.constexpr,
+    SUM: tl.constexpr,
 ):  # fmt: skip
-    """Over units (page u // PLANES, plane u % PLANES). MODE 0: pages to buffer; 1: buffer to pages; 2: only
-    read pages; 3: only read the buffer.
+    """Over units (page u // PLANES, plane u % PLANES); the buffer has ROW units for a page, those of other launches
+    behind ours. MODE 0: pages to buffer; 1: buffer to pages; 2: only read pages; 3: only read the buffer.
     SUM: 1 write the unit's checksum, 2 compare it and set bad."""
     i = tl.arange(0, BLOCK)
     wide = tl.zeros([], tl.int64)  # offsets into a cache pass 2^31
     for unit in tl.range(tl.program_id(0), units, tl.num_programs(0)):
         page = tl.load(page_ptr + unit // PLANES).to(tl.int64)
         scattered = page * stride_page + (wide + unit % PLANES) * stride_plane + offset
-        flat = (wide + unit) * WORDS
+        flat = (wide + place(unit, PLANES, ROW)) * WORDS
         src = src_ptr + (flat if MODE == 1 or MODE == 3 else scattered)
         dst = dst_ptr + (scattered if MODE == 1 else flat)
         column = tl.zeros([BLOCK], tl.int32)
@@ -63,7 +72,7 @@ def narrow(bits, inv_scale):
 @triton.jit(do_not_specialize=["units", "seed"])
 def convert_kernel(
     src_ptr, dst_ptr, page_ptr, sum_ptr, units, stride_plane, stride_page, offset, inv_ptr, seed,
-    PLANES: tl.constexpr, WORDS: tl.constexpr, BLOCK: tl.constexpr, SUM: tl.constexpr,
+    PLANES: tl.constexpr, ROW: tl.constexpr, WORDS: tl.constexpr, BLOCK: tl.constexpr, SUM: tl.constexpr,
 ):  # fmt: skip
     """bf16 pages, read four elements at a time as int64, to the 32-bit words of an e4m3 buffer, with their checksum;
     each plane's by its own inverse scale."""
@@ -78,7 +87,7 @@ def convert_kernel(
             four = tl.load(src + step + i)
             low = narrow(four, inv_scale) | (narrow(four >> 16, inv_scale) << 8)
             word = low | (narrow(four >> 32, inv_scale) << 16) | (narrow(four >> 48, inv_scale) << 24)
-            tl.store(dst_ptr + (wide + unit) * WORDS + step + i, word)
+            tl.store(dst_ptr + (wide + place(unit, PLANES, ROW)) * WORDS + step + i, word)
             if SUM:
                 column = column * FACTOR + word
         if SUM:
@@ -97,8 +106,8 @@ def kv_pack(
     assert inv_scales is not None, "values are rounded by a scale for each plane"
     convert_kernel[(min(ctas, units),)](
         fours, flat, pages, flat if sums is None else sums, units, fours.stride(0), fours.stride(1), offset // 4,
-        inv_scales, seed, PLANES=spec.planes, WORDS=spec.unit_nbytes // 4, BLOCK=check_block(spec.unit_nbytes),
-        SUM=spec.checksum, num_warps=16,
+        inv_scales, seed, PLANES=spec.planes, ROW=row_units(spec, buffer), WORDS=spec.unit_nbytes // 4,
+        BLOCK=check_block(spec.unit_nbytes), SUM=spec.checksum, num_warps=16,
     )  # fmt: skip
 
 
@@ -139,6 +148,11 @@ def launch(
     move_kernel[(min(ctas, units),)](
         src, dst, pages, flat if sums is None else sums, flat if bad is None else bad, units, words.stride(0),
         words.stride(1),
-        offset // 4, seed, PLANES=spec.planes, WORDS=spec.unit_nbytes // 4, BLOCK=check_block(spec.unit_nbytes),
-        MODE=mode, SUM=check, num_warps=16,
+        offset // 4, seed, PLANES=spec.planes, ROW=row_units(spec, buffer), WORDS=spec.unit_nbytes // 4,
+        BLOCK=check_block(spec.unit_nbytes), MODE=mode, SUM=check, num_warps=16,
     )  # fmt: skip
+
+
+def row_units(spec: MoveSpec, buffer: Tensor) -> int:
+    """From one page's bytes in the buffer to the next one's."""
+    return buffer.stride(0) // spec.unit_nbytes if buffer.dim() == 3 else spec.planes

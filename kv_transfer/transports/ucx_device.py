@@ -51,7 +51,7 @@ class Slots:
 
     def __init__(self, pool: DevicePool, allowance: Allowance, most_nbytes: int) -> None:
         self.pool, self._allowance = pool, allowance
-        self.slot_nbytes = allowance.take(pool.num_planes * pool.page_nbytes, most_nbytes)
+        self.slot_nbytes = allowance.take(pool.block_nbytes, most_nbytes)
         self.buffers: list[Buffer] = []
         pool.enter()
         try:

@@ -16,6 +16,7 @@ from checkpoint import open_checkpoint
 from checkpoint.config import Experts, RopeScaling, Tuning, YarnScaling
 from checkpoint.fingerprint import weights_fingerprint
 from checkpoint.huggingface import model_config
+from checkpoint.quantization import Scheme
 from contracts.errors import ConfigError
 
 CONFIG = {
@@ -181,7 +182,7 @@ def test_what_would_give_wrong_text_is_refused(changes, words):
 def test_a_quantization_that_is_not_supported_is_refused(folder):
     (folder / "config.json").write_text(json.dumps({**CONFIG, "quantization_config": {"bits": 4}}))
     refused(
-        folder, r"quantization_config.quant_method is None; supported: compressed-tensors, fp8, modelopt, gptq, awq"
+        folder, r"quantization_config.quant_method is None; supported: compressed-tensors, fp8, fbgemm_fp8, modelopt"
     )
     (folder / "config.json").write_text(json.dumps({**CONFIG, "quantization_config": "fp8"}))
     refused(folder, "quantization_config is 'fp8'; a table is expected")
@@ -288,7 +289,7 @@ def test_a_llama4_that_would_give_wrong_text_is_refused(changes, words):
         model_config({**LLAMA4, **changes}, "here")
 
 
-def test_a_llama4_folder_is_read_with_and_without_a_vision_tower_but_not_quantized(folder):
+def test_a_llama4_folder_is_read_with_and_without_a_vision_tower(folder):
     file, names = folder / "config.json", {"architectures": ["Llama4ForConditionalGeneration"]}
     file.write_text(json.dumps(LLAMA4))
     text = open_checkpoint(str(folder))
@@ -297,9 +298,28 @@ def test_a_llama4_folder_is_read_with_and_without_a_vision_tower_but_not_quantiz
     assert (whole.config, whole.eos_token_ids) == (text.config, text.eos_token_ids)
     file.write_text(json.dumps({**names, "vision_config": {}}))
     refused(folder, "lacks 'text_config'")
-    fp8 = {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
-    file.write_text(json.dumps({**names, "text_config": LLAMA4, "quantization_config": fp8}))
-    refused(folder, "a quantized Llama 4 is not supported")
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        (
+            {"quant_method": "fp8", "weight_block_size": [128, 128]},
+            "a Llama 4 in FP8 with a scale for each block of 128 x 128 is not supported; supported are FP8",
+        ),
+        ({"quant_method": "gptq", "bits": 4}, "a Llama 4 in INT4 as GPTQ packs it is not supported"),
+        ({"quant_method": "awq", "bits": 4}, "a Llama 4 in INT4 as AWQ packs it is not supported"),
+        ({"quant_method": "compressed-tensors", "format": "pack-quantized"}, "format is 'pack-quantized'; supported"),
+    ],
+)
+def test_a_llama4_is_read_in_fp8_by_row_or_matrix_alone(folder, config, words):
+    file = folder / "config.json"
+    whole = {"architectures": ["Llama4ForConditionalGeneration"], "text_config": LLAMA4}
+    file.write_text(json.dumps({**whole, "quantization_config": {"quant_method": "modelopt", "quant_algo": "FP8"}}))
+    found = open_checkpoint(str(folder)).quantization
+    assert found is not None and found.scheme is Scheme.FP8_ROWS
+    file.write_text(json.dumps({**whole, "quantization_config": config}))
+    refused(folder, words)
 
 
 @pytest.mark.parametrize("key", ["rope_scaling", "rope_parameters"])

@@ -3,6 +3,7 @@
 import hashlib
 import struct
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -10,6 +11,8 @@ from hypothesis import strategies as st
 from contracts.errors import LayoutMismatch, TandemError, by_code
 from contracts.hashing import chain_hashes
 from contracts.layout import KVLayout
+from contracts.node import NodeInfo
+from tests.nodes import node_info
 
 TOKENS = st.lists(st.integers(0, 2**31 - 1), max_size=60)
 
@@ -49,7 +52,18 @@ def test_sizes_follow_from_the_layout():
     kv = layout()
     assert (kv.num_planes, kv.page_nbytes, kv.block_nbytes) == (4, 4 * 16 * 8 * 4, 4 * 4 * 16 * 8 * 4)
     assert [kv.num_blocks(n) for n in (0, 1, 16, 17)] == [0, 1, 1, 2]
-    assert layout(tp_size=2).page_nbytes == kv.page_nbytes // 2
+    halves = layout(tp_size=2)
+    assert (halves.page_nbytes, halves.shard_nbytes) == (kv.page_nbytes // 2, kv.block_nbytes // 2)
+    assert (halves.block_nbytes, kv.shard_nbytes) == (kv.block_nbytes, kv.block_nbytes)
+
+
+def test_a_worker_takes_its_own_layout_and_those_it_says():
+    source, sink = node_info(layout_id="a"), node_info(layout_id="b", takes=["b", "a"])
+    assert sink.can_take(source) and source.can_take(source) and not source.can_take(sink)
+    old = msgspec.to_builtins(sink) | {"layout_id": "a"}
+    del old["takes"]
+    read = msgspec.convert(old, NodeInfo)
+    assert read.can_take(source) and not read.can_take(sink)
 
 
 @pytest.mark.parametrize("change", [{"model": "n"}, {"block_size": 32}, {"dtype": "bfloat16"}, {"num_kv_heads": 2}])

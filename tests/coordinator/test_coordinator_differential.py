@@ -39,9 +39,11 @@ class Call:
             return type(error), str(error), getattr(error, "retry_after_s", None)
 
 
-async def _join(store: Store, name: str, role: Role, incarnation: str, capacity: int, layout: str, longest: int):
+async def _join(
+    store: Store, name: str, role: Role, incarnation: str, capacity: int, layout: str, takes: str, longest: int
+):
     options = {"incarnation": incarnation, "capacity": capacity, "layout_id": layout, "max_model_len": longest}
-    await store.join(node(name, role, **options))
+    await store.join(node(name, role, **options, takes=takes.split()))
 
 
 async def _beat(store: Store, name: str, incarnation: str, load: NodeLoad):
@@ -96,6 +98,7 @@ joins = st.tuples(
     incarnations,
     st.sampled_from([1000, 5000, 20_000]),
     st.sampled_from(["l", "l", "l", "m"]),
+    st.sampled_from(["", "l", "l m"]),
     st.sampled_from([1500, 8192]),
 )
 places = st.tuples(

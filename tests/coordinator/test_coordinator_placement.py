@@ -28,6 +28,7 @@ candidates = st.builds(
     worker_id=st.just(WorkerId("")),
     role=st.sampled_from(Role),
     layout_id=st.sampled_from(["l", "l", "m"]),
+    takes=st.sampled_from([frozenset(), frozenset("l"), frozenset("lm")]),
     max_model_len=st.sampled_from([900, 8192]),
     capacity_tokens=st.integers(500, 50_000),
     pending_tokens=st.integers(0, 200_000),
@@ -116,11 +117,36 @@ def test_a_loaded_pair_sends_work_to_an_idle_mixed_worker():
     assert chosen(D, worker("m0", Role.MIXED), replace(P, pending_tokens=9000)) == ("m0", "m0")
 
 
+def test_a_prompt_goes_where_it_stalls_no_answers_until_that_queue_is_long():
+    shared = worker("m", Role.MIXED, num_decodes=4)  # a prompt of a second takes half of it from each of four
+    waiting = [worker("p", Role.PREFILL, pending_tokens=1000 * seconds) for seconds in (0, 1, 3)]
+    assert [chosen(prefill, shared) for prefill in waiting] == [("p", "m"), ("p", "m"), ("m", "m")]
+    assert chosen(waiting[0], worker("m", Role.MIXED)) == ("m", "m")  # nobody to stall, nothing to hand over
+    assert chosen(waiting[2], replace(shared, num_decodes=100)) == (
+        "m",
+        "m",
+    )  # who also waits there is no more to stall
+
+
 def test_layouts_do_not_mix():
     other = worker("d1", Role.DECODE, layout_id="other")
     assert chosen(replace(D, num_decodes=50), other, P) == ("p0", "d0")
-    with pytest.raises(Unavailable, match="layout"):
+    with pytest.raises(Unavailable, match="can take"):
         chosen(other, P)
+
+
+def test_a_layout_that_decode_takes_is_as_good_as_its_own():
+    other = worker("d1", Role.DECODE, layout_id="other", takes=frozenset("l"))
+    assert chosen(other, P) == ("p0", "d1")
+    assert chosen(replace(D, num_decodes=1), other, P) == ("p0", "d1")
+    back = worker("p1", Role.PREFILL, layout_id="other")
+    with pytest.raises(Unavailable, match="can take"):
+        chosen(D, back)
+
+
+def test_of_pairs_that_cost_the_same_one_of_equal_layouts_is_taken():
+    other = worker("d0", Role.DECODE, layout_id="other", takes=frozenset("l"))
+    assert chosen(other, replace(D, worker_id=WorkerId("d1")), P) == ("p0", "d1")
 
 
 @pytest.mark.parametrize(("found", "side"), [((P,), "decode"), ((D,), "prefill"), ((), "prefill")])
@@ -177,7 +203,7 @@ def test_nobody_cheaper_was_passed_over(pool: list[Candidate]):
         (p, d)
         for p in pool
         for d in pool
-        if p.role != Role.DECODE and d.role != Role.PREFILL and p.layout_id == d.layout_id
+        if p.role != Role.DECODE and d.role != Role.PREFILL and p.layout_id in {d.layout_id, *d.takes}
         if _takes(choose, p) and _takes(choose, d)
     ]
     assert all(least <= cost_s(p, d, 1000, NEED) for p, d in rivals)

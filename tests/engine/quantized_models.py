@@ -50,7 +50,7 @@ def save_quantized(
         if kind == "weight" and module.endswith((*LINEAR, "lm_head")) and not any(part in module for part in plain):
             packed, dense[name] = layout.pack(tensors.pop(name))
             tensors |= {f"{module}.{key}": value.contiguous() for key, value in packed.items()}
-    for layer in range(3 if layout.kv_names else 0):
+    for layer in range(model.config.num_hidden_layers if layout.kv_names else 0):
         for key, scale in zip(layout.kv_names or (), (0.25, 0.5), strict=True):
             tensors[f"model.layers.{layer}.self_attn.{key}"] = torch.tensor(scale * (layer + 1))
     save_file(tensors, folder / "model.safetensors")
@@ -61,6 +61,54 @@ def save_quantized(
         (folder / "hf_quant_config.json").write_text(json.dumps(layout.exported))
     model.load_state_dict(dense, strict=False)
     return model
+
+
+@dataclass(frozen=True)
+class Llama4Layout(Layout):
+    """`pack_experts` quantizes a matrix of each expert, transposed `[experts, k, n]`, of a name in the file."""
+
+    pack_experts: Callable[[str, Tensor], tuple[dict[str, Tensor], Tensor]] = field(kw_only=True)
+
+
+def save_quantized_llama4(folder: Path, layout: Llama4Layout, **changes: Any) -> PreTrainedModel:
+    """As save_quantized, of a Llama 4 whose layer 2 keeps its attention plain."""
+    model = save_quantized(folder, layout, "llama4", plain=("lm_head", "layers.2.self_attn"), **changes)
+    tensors, dense = load_file(folder / "model.safetensors"), {}
+    for name in [name for name in tensors if name.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
+        packed, dense[name] = layout.pack_experts(name, tensors.pop(name))
+        tensors |= {key: value.contiguous() for key, value in packed.items()}
+    save_file(tensors, folder / "model.safetensors")
+    model.load_state_dict(dense, strict=False)
+    return model
+
+
+def expert_modules(name: str, stacked: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+    """A module for each matrix of each expert, by row: Meta's FP8 Maverick, llm-compressor."""
+    stem, _, kind = name.rpartition(".")
+    kinds = ("gate_proj", "up_proj") if kind == "gate_up_proj" else (kind,)
+    tensors, dense = {}, torch.empty_like(stacked)
+    for expert, matrix in enumerate(stacked):
+        parts = [fp8_rows(part.t()) for part in matrix.chunk(len(kinds), 1)]
+        for part, (packed, _) in zip(kinds, parts, strict=True):
+            tensors |= {f"{stem}.{expert}.{part}.{key}": value for key, value in packed.items()}
+        dense[expert] = torch.cat([widened for _, widened in parts]).t()
+    return tensors, dense
+
+
+def stacked_by_matrix(name: str, stacked: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+    """One scale for a matrix of all experts, and one for its activations: ModelOpt."""
+    scale = stacked.abs().max() / 448
+    rounded, dense = fp8(stacked, scale)
+    return {name: rounded, f"{name}_weight_scale": scale, f"{name}_input_scale": torch.tensor(0.05)}, dense
+
+
+def stacked_by_row(name: str, stacked: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+    """fbgemm, as transformers writes it: `[experts, 1, 2 * inner]` beside gate and up, `[experts, hidden, 1]` beside
+    down.
+    """
+    scale = stacked.abs().amax(1, keepdim=True) / 448
+    rounded, dense = fp8(stacked, scale)
+    return {name: rounded, f"{name}_scale": scale if "gate_up" in name else scale.transpose(1, 2)}, dense
 
 
 def fp8(weight: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
@@ -189,6 +237,10 @@ LAYOUTS = {
     "autofp8": Layout(
         fp8_matrix, {"quant_method": "fp8", "activation_scheme": "static", "ignored_layers": ["lm_head"]}
     ),
+    "fbgemm": Layout(
+        fp8_rows,
+        {"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0, "modules_to_not_convert": ["lm_head"]},
+    ),
     "deepseek": Layout(fp8_blocks, block_config(modules_to_not_convert=["lm_head"], scale_fmt="ue8m0")),
     "gptq": Layout(gptq, gptq_config()),
     "gptq-symmetric": Layout(lambda w: gptq(w, symmetric=True), gptq_config(sym=True)),
@@ -197,4 +249,37 @@ LAYOUTS = {
     "gptq-32": Layout(lambda w: gptq(w, group=32), gptq_config(group_size=32)),
     "gptq-act-order": Layout(lambda w: gptq(w, act_order=True), gptq_config(desc_act=True)),
     "awq": Layout(awq, {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "version": "gemm"}),
+}
+LLAMA4_LAYOUTS = {
+    "llama4-compressed": Llama4Layout(
+        fp8_rows,
+        compressed(
+            "channel",
+            TOKEN,
+            ignore=["re:.*lm_head", "re:.*router", "language_model.model.layers.2.self_attn", "re:vision_model.*"],
+        ),
+        pack_experts=expert_modules,
+    ),
+    "llama4-modelopt": Llama4Layout(
+        fp8_matrix,
+        exported={
+            "producer": {"name": "modelopt"},
+            "quantization": {
+                "quant_algo": "FP8",
+                "kv_cache_quant_algo": "FP8",
+                "exclude_modules": ["*lm_head", "*router", "*layers.2.self_attn*", "*vision_model*"],
+            },
+        },
+        kv_names=("k_proj.k_scale", "v_proj.v_scale"),
+        pack_experts=stacked_by_matrix,
+    ),
+    "llama4-fbgemm": Llama4Layout(
+        fp8_rows,
+        {
+            "quant_method": "fbgemm_fp8",
+            "activation_scale_ub": 1200.0,
+            "modules_to_not_convert": ["lm_head", "router", "layers.2.self_attn", "vision_model"],
+        },
+        pack_experts=stacked_by_row,
+    ),
 }

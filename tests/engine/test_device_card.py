@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from device_engines import FUSIBLE, chunks_of
+from device_engines import FUSIBLE, chunks_of, noted_launches_of
 from driving import answers, greedy, random_prompts, settings
 from test_device_engine import logits_of, relative_error
 from tiny_models import FAMILIES, VOCAB, save_tiny
@@ -89,33 +89,25 @@ def test_the_fused_step_computes_what_the_reference_does(fusible, dtype):
 def test_a_captured_step_gives_the_bits_of_an_eager_one(stepped, dtype):
     engine = engine_of(stepped, dtype)
     answers(engine, PROMPTS, greedy(4))  # leaves inputs of a real batch
-    runner = engine.runner
-    assert isinstance(runner, DeviceRunner)
+    assert isinstance(engine.runner, DeviceRunner)
+    steps, state = engine.runner.launcher.steps, engine.runner.launcher.state
     for num_rows in (1, 2, 5, 8):
         for is_greedy in (True, False):
-            key = runner.steps.key(num_rows, 300, is_greedy)
-            runner.steps.compute(key)
-            eager, drawn = runner._state.logits.clone(), runner._state.drawn.clone()
+            key = steps.key(num_rows, 300, is_greedy)
+            steps.compute(key)
+            eager, drawn = state.logits.clone(), state.drawn.clone()
             for _ in range(3):
-                runner._state.logits.zero_()
-                runner._state.drawn.copy_(drawn)  # a step reads the tokens of the one before, and writes its own there
-                runner.steps.draw(key)
-                assert torch.equal(runner._state.logits[: key.num_rows], eager[: key.num_rows])
+                state.logits.zero_()
+                state.drawn.copy_(drawn)  # a step reads the tokens of the one before, and writes its own there
+                steps.draw(key)
+                assert torch.equal(state.logits[: key.num_rows], eager[: key.num_rows])
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float8"])
 def test_a_captured_chunk_gives_the_bits_of_an_eager_one(steady, dtype):
-    engine, launched = engine_of(steady, dtype), []
+    engine = engine_of(steady, dtype)
     captured = [card_logits(engine), card_logits(engine, PROMPTS[5:6])]
-
-    def record(launch):
-        def held():
-            launched.append(launch)
-            launch()
-
-        return held
-
-    chunks_of(engine).hold(record)
+    launched = noted_launches_of(chunks_of(engine))
     eager = [card_logits(engine), card_logits(engine, PROMPTS[5:6])]
     assert launched
     assert all(torch.equal(*pair) for pair in zip(captured, eager, strict=True))

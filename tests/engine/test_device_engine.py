@@ -3,19 +3,24 @@
 import numpy as np
 import pytest
 import torch
-from device_engines import FUSIBLE, chunks_of, device_engine
+from device_engines import FUSIBLE, chunks_of, device_engine, noted_launches_of
 from driving import answers, drain, greedy, random_prompts, request, settings, tokens_of
 from llguidance import LLMatcher
 from msgspec import structs
 from tiny_models import VOCAB, save_tiny
 
+from checkpoint import open_checkpoint
 from contracts.ids import RequestId
 from contracts.sampling import SamplingParams
 from engine.batch import Piece
+from engine.cuda.formats import DEVICE_FORMATS
+from engine.cuda.fused import is_fusible
 from engine.cuda.sampling import columns, draw_keys
+from engine.cuda.weights import load_device_weights
 from engine.load import load_engine
-from engine.runner import ignore
+from engine.runner import unheard
 from engine.sequence import Sequence
+from engine.weights import open_weights
 
 PROMPTS = random_prompts(VOCAB, (9, 64, 100))
 RANDOM = SamplingParams(max_tokens=24, seed=5, temperature=0.9, top_p=0.9, top_k=40, ignore_eos=True)
@@ -55,6 +60,29 @@ def test_rounded_formats_stay_near_float32(folder, dtype, bound):
     assert 1e-4 < error < bound
 
 
+@pytest.mark.parametrize("changes", [{}, FUSIBLE], ids=["plain", "fusible"])
+def test_the_last_mlp_is_rounded_only_for_a_fused_step(tmp_path, changes):
+    save_tiny(tmp_path, "llama", **changes)
+    checkpoint, device = open_checkpoint(str(tmp_path)), torch.device("cpu")
+    number_format = DEVICE_FORMATS["float8"]
+    weights = load_device_weights(
+        checkpoint.config, open_weights(checkpoint), number_format, 64, device, lambda *_: None
+    )
+    recipes = [[matrix.recipe for matrix in layer.matrices()] for layer in weights.layers]
+    last = ["row"] * 4 if changes else ["row", "row", "plain", "plain"]
+    assert recipes == [["row"] * 4, ["row"] * 4, last]
+    assert is_fusible(checkpoint.config, number_format, weights) == bool(changes)
+
+
+def test_a_last_mlp_that_is_not_rounded_brings_logits_nearer(tmp_path, monkeypatch):
+    save_tiny(tmp_path, "llama")
+    expected = logits_of(device_engine(tmp_path, "float32"), PROMPTS)
+    kept = relative_error(logits_of(device_engine(tmp_path, "float8"), PROMPTS), expected)
+    monkeypatch.setattr("engine.cuda.weights.keeps_last_mlp", lambda _: False)
+    rounded = relative_error(logits_of(device_engine(tmp_path, "float8"), PROMPTS), expected)
+    assert kept < 0.98 * rounded
+
+
 def test_the_fused_step_computes_what_the_plain_one_does(folder, monkeypatch):
     fused = logits_of(device_engine(folder, "float8"), PROMPTS)
     monkeypatch.setattr("engine.cuda.load.is_fusible", lambda *_: False)
@@ -74,19 +102,11 @@ def test_running_ahead_changes_no_token(folder, dtype, params, monkeypatch):
 
 @pytest.mark.parametrize("dtype", ["float32", "float8"])
 def test_prompts_in_padded_chunks_change_no_token(folder, dtype):
-    engine, called = device_engine(folder, dtype, max_batched_tokens=100), []
-
-    def record(launch):
-        def held():
-            called.append(launch)
-            launch()
-
-        return held
-
-    chunks_of(engine).hold(record)
+    engine = device_engine(folder, dtype, max_batched_tokens=100)
+    launched = noted_launches_of(chunks_of(engine))
     plain = device_engine(folder, dtype, max_batched_tokens=100)
     assert answers(engine, PROMPTS, greedy(12)) == answers(plain, PROMPTS, greedy(12))
-    assert len(called) == 3 * engine.layout.num_layers  # 173 rows, 100 at a time, in whole blocks
+    assert len(launched) == 3 * engine.layout.num_layers  # 173 rows, 100 at a time, in whole blocks
 
 
 def test_chunks_of_more_rows_than_are_held_are_launched_as_they_are(folder, monkeypatch):
@@ -165,10 +185,10 @@ def test_a_batch_that_fails_is_computed_piece_by_piece(folder):
     engine, expected = device_engine(folder), answers(device_engine(folder), PROMPTS, greedy(6))
     forward = engine.runner.forward
 
-    def refuse_decodes(pieces, early=ignore):
+    def refuse_decodes(pieces, written=unheard):
         if pieces[0].is_decode:
             raise RuntimeError("no decodes")
-        return forward(pieces, early)
+        return forward(pieces, written)
 
     engine.runner.forward = refuse_decodes
     assert answers(engine, PROMPTS, greedy(6)) == expected

@@ -2,23 +2,31 @@
 writes.
 """
 
-# pyright: reportArgumentType=false, reportOptionalMemberAccess=false
+# pyright: reportArgumentType=false, reportOptionalMemberAccess=false, reportAttributeAccessIssue=false
 # Plain strings stand for request ids.
 
 import threading
 
+import msgspec
 import numpy as np
 import pytest
-from device_engines import device_engine
+import torch
+from device_engines import device_engine, hand_over
 from driving import drain, greedy, random_prompts, request, tokens_of
 from tiny_models import VOCAB, save_tiny
 
 from contracts.errors import OutOfBlocks, TransferError
+from contracts.layout import KVLayout
+from engine.cuda.cache import DeviceCache
+from engine.cuda.checksums import Checksums
 from engine.cuda.load import _whole
 from engine.cuda.memory import attach
-from engine.cuda.pages import Lanes
+from engine.cuda.pages import DevicePages, Lanes
 from engine.engine import Engine
 from engine.messages import ChunkComing, Watcher
+from kernels import catalog
+from kernels.caps import Caps
+from kernels.reference.quant import to_e4m3
 
 PROMPTS = random_prompts(VOCAB, (5, 64, 130, 200))
 
@@ -28,26 +36,6 @@ def folder(tmp_path_factory):
     path = tmp_path_factory.mktemp("model")
     save_tiny(path, "llama")
     return path
-
-
-def hand_over(source: Engine, target: Engine, name, prompt, num_tokens=8):
-    source.submit(request(name, prompt, greedy(num_tokens), handoff=True))
-    outputs = drain(source)
-    first = next(told.token for output in outputs for told in output.sampled)
-    reservation = target.reserve(request(name, prompt, greedy(num_tokens)))
-    remote, size = target.transfer_pool.attach(source.transfer_pool.share()), target.layout.block_size
-    for chunk in (chunk for output in outputs for chunk in output.chunks):
-        start = max(chunk.first_token, reservation.skip_tokens)
-        skipped, end = (start - chunk.first_token) // size, chunk.first_token + chunk.num_tokens
-        into = reservation.blocks[start // size : target.layout.num_blocks(end)]
-        if into:
-            sums = remote.pull(chunk.blocks[skipped:], into, True)
-            assert np.array_equal(sums, chunk.checksums.wait()[skipped:])
-    remote.close()
-    target.adopt(name, first)
-    target.writer_ended(name)
-    source.release(name)
-    return [first.token_id, *tokens_of(drain(target), name)]
 
 
 def test_a_handed_over_answer_is_that_of_one_engine(folder):
@@ -203,7 +191,14 @@ def test_what_is_coming_is_what_is_done_and_its_early_planes_come_before(folder)
     engine = device_engine(folder, max_batched_tokens=128)
     engine.submit(request("a", PROMPTS[3], greedy(2), handoff=True))
     engine.submit(request("b", PROMPTS[0], greedy(2)))
-    watcher, chunks = Noting(engine), []
+    watcher, chunks, drawer = Noting(engine), [], engine.runner.launcher._drawer
+    draw = drawer.into
+
+    def noting(*inputs) -> None:
+        watcher.said.append("drawn")
+        draw(*inputs)
+
+    drawer.into = noting
     while engine.has_work():
         chunks += engine.step(watcher).chunks
     coming = [said for said in watcher.said if isinstance(said, ChunkComing)]
@@ -213,13 +208,122 @@ def test_what_is_coming_is_what_is_done_and_its_early_planes_come_before(folder)
     early, planes = coming[0].early_planes, engine.layout.num_planes
     assert 0 < early < planes
     assert watcher.said[1:3] == [(False, early), (True, planes)]
+    last = max(index for index, said in enumerate(watcher.said) if said in coming)
+    assert watcher.said[last + 1 : last + 4] == [(False, planes), (True, planes), "drawn"], "before the token"
+
+
+LAYOUT = KVLayout(model="m", num_layers=2, num_kv_heads=4, head_dim=8, block_size=4, dtype="bfloat16")
+NARROW = msgspec.structs.replace(LAYOUT, dtype="float8_e4m3fn")
+NUM_BLOCKS, SIZES = 40, [(1, 1), (1, 2), (2, 1), (4, 2), (2, 2)]
+
+
+class Again:
+    """A recording of no device: what was launched is launched once more."""
+
+    def __init__(self, launch, stream) -> None:
+        self._launch = launch
+
+    @torch.inference_mode()
+    def launch(self, stream) -> None:
+        self._launch()
+
+
+def group(layout: KVLayout, size: int) -> DeviceCache:
+    """The cache of the first worker of a group, filled; those of the others live as long as it does."""
+    registry, layout = catalog.registry(Caps("cpu")), msgspec.structs.replace(layout, tp_size=size)
+    dtype = {"bfloat16": torch.bfloat16, "float8_e4m3fn": torch.float8_e4m3fn}[layout.dtype]
+    caches = [DeviceCache(layout, NUM_BLOCKS, dtype, torch.device("cpu")) for _ in range(size)]
+    for cache in caches:
+        cache._memory.tensor.view(torch.bfloat16).normal_()
+    caches[0].share(registry, [cache.export() for cache in caches[1:]])
+    caches[0].others = caches  # type: ignore[attr-defined]
+    return caches[0]
+
+
+def whole(cache: DeviceCache) -> torch.Tensor:
+    return torch.cat(list(cache.transfer_pool._shards), dim=2)
+
+
+@pytest.fixture
+def recorded(monkeypatch):
+    """Pools whose launches are recorded and see the host's words as they are then, as on a GPU."""
+    monkeypatch.setattr("engine.cuda.staging.Recording", Again)
+    monkeypatch.setattr(Checksums, "_memory", lambda _, count, device: [torch.zeros(count, dtype=torch.int32)] * 2)
+
+    def record(pool: DevicePages, num_parts: int) -> None:
+        for count in (pool.num_shards, num_parts):
+            pool.cut_into(count).packer._is_recorded = True
+
+    return record
+
+
+@pytest.mark.parametrize("sizes", SIZES)
+def test_what_is_packed_by_one_group_is_unpacked_by_another(sizes, recorded):
+    """Three times, of which the first one records."""
+    source, target = (group(LAYOUT, size) for size in sizes)
+    ours, theirs, num_parts = source.transfer_pool, target.transfer_pool, max(sizes)
+    for pool in (ours, theirs):
+        pool.agreed(num_parts, sends=True)
+        recorded(pool, num_parts)
+    packed, came = (pool.lend(20 * LAYOUT.block_nbytes) for pool in (ours, theirs))
+    for count in (3, 8, 20):
+        pages = np.arange(count, dtype=np.int32) * 2
+        sums = ours.in_parts(ours.checksums(pages.tolist()).wait(), pages.tolist(), num_parts)
+        ours.pack(pages, packed, num_parts)
+        came.tensor.copy_(packed.tensor)
+        assert np.array_equal(theirs.unpack(came, pages + 1, True, num_parts), sums)
+        assert torch.equal(whole(target)[:, pages + 1], whole(source)[:, pages])
+
+
+@pytest.mark.parametrize("sizes", SIZES)
+def test_what_is_rounded_by_one_group_is_unpacked_by_another(sizes, recorded):
+    source, target = group(LAYOUT, sizes[0]), group(NARROW, sizes[1])
+    ours, theirs, num_parts = source.transfer_pool, target.transfer_pool, max(sizes)
+    recorded(ours, num_parts)
+    recorded(theirs, num_parts)
+    scales = [0.5 + plane for plane in range(LAYOUT.num_planes)]
+    narrowing, (packed, came) = ours.narrowing(scales), (pool.lend(20 * NARROW.block_nbytes) for pool in (ours, theirs))
+    for count in (3, 8, 20):
+        pages = np.arange(count, dtype=np.int32)
+        sums = ours.narrow(pages, packed, narrowing, num_parts)
+        came.tensor.copy_(packed.tensor)
+        assert np.array_equal(theirs.unpack(came, pages + 1, True, num_parts), sums)
+        inverse = (1.0 / torch.tensor(scales))[:, None, None]
+        expected = to_e4m3(whole(source).view(torch.bfloat16)[:, pages].float() * inverse)
+        assert torch.equal(whole(target)[:, pages + 1], expected.view(torch.uint8))
+
+
+def test_a_handed_over_answer_is_the_same_by_way_of_a_group(folder):
+    """One engine to a group of two, and what has come there to another engine, which goes on."""
+    alone, source, target = (device_engine(folder, max_batched_tokens=128) for _ in range(3))
+    layout = msgspec.structs.replace(source.layout, tp_size=2)
+    caches = [DeviceCache(layout, NUM_BLOCKS, torch.float32, torch.device("cpu")) for _ in range(2)]
+    caches[0].share(catalog.registry(Caps("cpu")), [caches[1].export()])
+    between = caches[0].transfer_pool
+    alone.submit(request("a", PROMPTS[3], greedy(8)))
+    source.submit(request("a", PROMPTS[3], greedy(8), handoff=True))
+    outputs = drain(source)
+    first = next(told.token for output in outputs for told in output.sampled)
+    blocks = [block for output in outputs for chunk in output.chunks for block in chunk.blocks]
+    into = target.reserve(request("a", PROMPTS[3], greedy(8))).blocks[: len(blocks)]
+    remote = between.attach(source.transfer_pool.share())
+    sums = remote.pull(blocks, range(len(blocks)), True)
+    remote.close()
+    remote = target.transfer_pool.attach(between.share())
+    assert np.array_equal(remote.pull(range(len(blocks)), into, True), sums)
+    assert remote.detail.startswith("pulled from 2 shards into 1")
+    remote.close()
+    target.adopt("a", first)
+    target.writer_ended("a")
+    assert [first.token_id, *tokens_of(drain(target), "a")] == tokens_of(drain(alone), "a")
 
 
 def test_planes_can_be_pulled_alone(folder):
     source, target = (device_engine(folder).transfer_pool for _ in range(2))
     source.memory.tensor.numpy().fill(7)
     mapping = attach(source.memory.share(), source.device)
-    mapping.copy_pages(source.grid, [3], target.memory.tensor, target.grid, [5], range(1, 3))
+    ours, theirs = (pool.cut_into(1).parts[0].grid for pool in (target, source))
+    mapping.copy_pages(theirs, [3], target.memory.tensor, ours, [5], range(1, 3))
     planes = target.memory.tensor.view(target.num_planes, target.num_blocks + 1, -1)
     assert (planes[1:3, 5] == 7).all() and int((planes != 0).sum()) == 2 * target.page_nbytes
     mapping.close()

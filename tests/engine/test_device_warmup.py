@@ -47,8 +47,9 @@ def device_runner(engine):
 def warm(engine):
     """What a start on a GPU launches after its weights are there."""
     runner = device_runner(engine)
-    runner.steps.run_all()
-    WarmUp(engine.layout, runner._cache.num_blocks, MAX_ROWS, MAX_NUM_SEQS, MAX_LEN).run(runner, engine._sampler)
+    runner.launcher.steps.run_all()
+    num_blocks = runner.launcher.cache.num_blocks
+    WarmUp(engine.layout, num_blocks, MAX_ROWS, MAX_NUM_SEQS, MAX_LEN).run(runner, engine._sampler)
 
 
 def serve(engine):
@@ -91,7 +92,7 @@ def test_without_a_warm_up_kernels_would_be_compiled_while_serving(tmp_path):
     save_tiny(tmp_path, "llama", **FUSIBLE)
     with noted_launches() as launches:
         engine = engine_of(tmp_path, "float8")
-        device_runner(engine).steps.run_all()
+        device_runner(engine).launcher.steps.run_all()
         known = set(launches.kinds)
         serve(engine)
         names = {name for name, *_ in launches.kinds - known}

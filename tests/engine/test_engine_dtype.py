@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from engine.load import _fastest
+from engine.weights import Cut
 from kernels.cpu.isa import CpuIsa
 
 
@@ -16,7 +17,7 @@ class Source:
         steps = torch.arange(32).remainder(16).float().repeat(16, 1)
         self._weight = steps if is_int4 else torch.randn(16, 32)
 
-    def tensor(self, name: str) -> torch.Tensor:
+    def tensor(self, name: str, cut: Cut | None = None) -> torch.Tensor:
         return self._weight
 
 

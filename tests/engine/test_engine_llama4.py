@@ -16,7 +16,7 @@ from tiny_models import LLAMA3_ROPE, VOCAB, save_tiny
 from bench.oracle import greedy as oracle_greedy
 from contracts.errors import ConfigError
 from engine.load import load_engine
-from engine.segments import cut
+from engine.segments import Stretches, cut
 
 PROMPTS = random_prompts(VOCAB, (5, 63, 64, 129, 200))
 AS_SCOUT = {"interleave_moe_layer_step": 1, "rope_parameters": {**LLAMA3_ROPE, "high_freq_factor": 1.0}}
@@ -86,12 +86,15 @@ def test_rows_cut_into_segments_find_the_tokens_of_theirs(pieces, num_steps):
     starts, counts = (np.array(values) for values in zip(*pieces, strict=True))
     width = -(-int((starts + counts).max()) // block_size)
     tables = np.arange(len(pieces) * width).reshape(len(pieces), width)  # block b of piece p is p * width + b
-    by = cut(tables, starts, counts, segment, block_size)
+    answers = np.arange(len(pieces)) % 2 == 0
+    by = cut(Stretches(tables, starts, counts, answers), segment, block_size)
+    owners = by.tables[:, 0] // width
     found = [
         [owner, *seen(by.tables[at], by.starts[at] + row, block_size, owner * width)]
-        for at, owner in enumerate(by.owners)
+        for at, owner in enumerate(owners)
         for row in range(by.counts[at])
     ]
+    assert (by.answers == answers[owners]).all()
     rows = [(owner, start + row) for owner, (start, count) in enumerate(pieces) for row in range(count)]
     assert found == [[owner, at // segment * segment, at] for owner, at in rows]
 
@@ -110,6 +113,7 @@ def as_multimodal(folder: Path) -> None:
     save_file(tensors | vision, file)
     config = json.loads((folder / "config.json").read_text())
     whole = {"architectures": ["Llama4ForConditionalGeneration"], "model_type": "llama4", "text_config": config}
+    whole |= {key: config.pop(key) for key in ("quantization_config",) if key in config}
     (folder / "config.json").write_text(json.dumps(whole))
 
 

@@ -1,6 +1,7 @@
 """The default model: greedy answers equal to transformers, and the same whatever else runs."""
 
 import pytest
+import torch
 from driving import answers, drain, greedy, needs_bfloat16, request, settings, tokens_of
 
 from bench.oracle import greedy as oracle_greedy
@@ -113,6 +114,7 @@ def test_a_request_that_fails_fails_alone(engine, prompts):
     [
         ({"dtype": "float17"}, "dtype 'float17' is not supported; supported are auto, float32"),
         ({"device": "tpu"}, "device 'tpu' is not supported; supported are auto, cpu, cuda and cuda:N"),
+        ({"tensor_parallel": 2}, "tensor_parallel is 2, on the CPU; it is for GPUs: set device"),
         ({"max_model_len": 9000}, "max_model_len is 9000; SmolLM2-135M-Instruct was trained for 8192"),
         ({"max_model_len": 8000, "kv_cache_nbytes": 64 << 20}, "the KV cache holds 1456 tokens: raise kv_cache_nbytes"),
         ({"block_size": 24}, "block_size is 24; it must be a power of 2 up to 64"),
@@ -124,6 +126,15 @@ def test_a_request_that_fails_fails_alone(engine, prompts):
 def test_settings_that_cannot_be_met_say_why(changes, words):
     with pytest.raises(ConfigError, match=words):
         load_engine(settings(**changes))
+
+
+def test_gpus_that_are_not_there_are_missed(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    with pytest.raises(ConfigError, match="tensor_parallel is 2 from cuda:1 on; torch finds 2 GPUs"):
+        load_engine(settings(device="cuda:1", tensor_parallel=2))
+    with pytest.raises(ConfigError, match="'cuda:2' is not there; the GPUs that torch finds are cuda:0 to cuda:1"):
+        load_engine(settings(device="cuda:2"))
 
 
 def test_progress_goes_from_nothing_to_all():

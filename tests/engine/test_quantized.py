@@ -1,6 +1,7 @@
 """Quantized checkpoints: what they stand for is what both engines compute, and what is not supported is named."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -153,9 +154,9 @@ def test_scales_of_kv_and_activations_come_from_the_checkpoint(name, tmp_path):
     engine = device_engine(tmp_path, "float8")
     runner = engine.runner
     assert isinstance(runner, DeviceRunner)
-    layers = [runner._cache.layer(index) for index in range(3)]
+    layers = [runner.launcher.cache.layer(index) for index in range(3)]
     assert [(layer.k_scale, layer.v_scale) for layer in layers] == [(0.25, 0.5), (0.5, 1.0), (0.75, 1.5)]
-    fused = runner.steps._make.__self__  # type: ignore[attr-defined]
+    fused = runner.launcher.steps._make.__self__  # type: ignore[attr-defined]
     assert isinstance(fused, FusedDecode)
     assert torch.equal(fused.scales, torch.full_like(fused.scales, 0.05))
 
@@ -228,6 +229,24 @@ def test_int4_tensors_that_do_not_fit_are_named(tmp_path):
     damage(tmp_path, {f"{Q}.qzeros": torch.zeros(2, 32, dtype=torch.int32)})
     with pytest.raises(ConfigError, match=rf"'{Q}' has 2 scales in 256 columns; group_size is 64"):
         load_engine(settings(model=str(tmp_path)))
+
+
+def test_columns_in_any_order_are_found_whatever_the_configuration_says(tmp_path):
+    model = save_quantized(tmp_path, replace(LAYOUTS["gptq-act-order"], config=gptq_config(desc_act=False)))
+    expected = [oracle_greedy(model, prompt, 12) for prompt in PROMPTS[:2]]
+    assert answers(load_engine(settings(model=str(tmp_path))), PROMPTS[:2], greedy()) == expected
+    with pytest.raises(ConfigError, match=r"groups of one size, their columns side by side in g_idx: use dtype bf"):
+        device_engine(tmp_path, "int4")
+    damage(tmp_path, {f"{Q}.g_idx": torch.full((256,), 2, dtype=torch.int32)})
+    with pytest.raises(ConfigError, match=rf"'{Q}.g_idx' does not say for 256 columns which of 2 scales"):
+        load_engine(settings(model=str(tmp_path)))
+
+
+def test_an_order_of_zeros_alone_is_none(tmp_path):
+    model = save_quantized(tmp_path, replace(LAYOUTS["gptq"], config=gptq_config(desc_act=True)))
+    damage(tmp_path, {f"{Q}.g_idx": torch.zeros(256, dtype=torch.int32)})
+    source = open_weights(open_checkpoint(str(tmp_path)))
+    assert torch.equal(source.tensor(f"{Q}.weight"), model.state_dict()[f"{Q}.weight"])
 
 
 @pytest.mark.parametrize("name", ["deepseek", "awq"])

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from driving import answers, greedy, random_prompts
-from quantized_models import LAYOUTS, save_quantized
+from quantized_models import LAYOUTS, LLAMA4_LAYOUTS, save_quantized, save_quantized_llama4
 from test_device_card import engine_of
 from test_device_engine import logits_of, relative_error
 from tiny_models import VOCAB
@@ -30,9 +30,36 @@ def test_kernels_compute_what_the_reference_does_and_what_the_layout_stands_for(
     assert errors[1] < (0.3 if dtype == "float8" else 0.04)
 
 
-@pytest.mark.parametrize("name", ["compressed-matrix", "deepseek", "gptq", "awq"])
+@pytest.mark.parametrize("name", [*LLAMA4_LAYOUTS, "compressed-rows"])
+def test_kernels_compute_what_the_reference_does_of_stored_experts(name, tmp_path):
+    """Each row goes through all experts, or the only one: rounded otherwise, it might go to another."""
+    if name in LLAMA4_LAYOUTS:
+        save_quantized_llama4(tmp_path, LLAMA4_LAYOUTS[name], num_local_experts=1)
+    else:
+        save_quantized(tmp_path, LAYOUTS[name], "qwen3_moe", num_experts_per_tok=8)
+    found = logits_of(engine_of(tmp_path, "float8"), PROMPTS).cpu()
+    errors = [
+        relative_error(found, logits_of(engine_of(tmp_path, dtype, "cpu"), PROMPTS)) for dtype in ("float8", "float32")
+    ]
+    print(f"{name} experts: {errors[0]:.4f} of the reference, {errors[1]:.4f} of the widened model")
+    assert errors[0] < 0.15 and errors[1] < 0.3
+
+
+@pytest.mark.parametrize("name", sorted(LLAMA4_LAYOUTS))
+def test_widened_experts_of_llama4_answer_as_on_the_cpu(name, tmp_path):
+    save_quantized_llama4(tmp_path, LLAMA4_LAYOUTS[name])
+    expected = answers(engine_of(tmp_path, "float32", "cpu"), PROMPTS, greedy(12))
+    assert answers(engine_of(tmp_path, "float32"), PROMPTS, greedy(12)) == expected
+
+
+@pytest.mark.parametrize(
+    "name", ["compressed-matrix", "deepseek", "gptq", "awq", "llama4-compressed", "llama4-modelopt"]
+)
 def test_captured_steps_answer_as_eager_ones(name, tmp_path, monkeypatch):
-    save_quantized(tmp_path, LAYOUTS[name])
+    if name in LLAMA4_LAYOUTS:
+        save_quantized_llama4(tmp_path, LLAMA4_LAYOUTS[name])
+    else:
+        save_quantized(tmp_path, LAYOUTS[name])
     dtype = "int4" if name in ("gptq", "awq") else "float8"
     captured = answers(engine_of(tmp_path, dtype), PROMPTS, greedy(24))
     monkeypatch.setattr("engine.cuda.steps.DecodeSteps.capture", lambda self: None)

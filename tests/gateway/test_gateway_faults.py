@@ -195,6 +195,15 @@ async def test_a_pair_that_can_not_exchange_kv_is_not_ready_and_the_field_is_nam
         assert "d0: it can't take the KV of p0: dtype is bfloat16 here, float32 there" in reply.text
 
 
+async def test_a_pair_whose_decode_takes_the_other_layout_is_ready(checkpoint):
+    prefill, decode = workers = pair()
+    prefill.layout, decode.layout = _layout("bfloat16"), _layout("float8_e4m3fn")
+    decode.takes = [decode.layout.layout_id, prefill.layout.layout_id]
+    async with gateway(checkpoint, workers) as rig, httpx.AsyncClient() as client:
+        assert (await client.get(f"{rig.url}/ready")).status_code == 200
+        assert (await client.post(f"{rig.url}/v1/completions", json=ASK | {"max_tokens": 3})).status_code == 200
+
+
 async def test_a_worker_that_the_registry_forgets_ends_what_it_runs(checkpoint):
     async with gateway(checkpoint, pair(period_s=0.02)) as rig, httpx.AsyncClient(timeout=30) as client:
         async with client.stream(

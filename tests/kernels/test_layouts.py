@@ -21,7 +21,9 @@ def test_split_nibbles_round_trip(seed, shape):
 
 
 def gptq(codes_NK, zero_NG):
-    """A checkpoint as GPTQ v1 writes it: int32 [k / 8, n] and zeros less one, [groups, n / 8]."""
+    """A checkpoint as GPTQModel writes version 1: int32 [k / 8, n] and zeros less one, [groups, n / 8], a zero of 0
+    borrowing from the next of its word.
+    """
     shifts = 4 * torch.arange(8, dtype=torch.int64)
     k_words = (codes_NK.t().reshape(-1, 8, codes_NK.shape[0]).long() << shifts[:, None]).sum(1)
     z_words = ((zero_NG.t() - 1).reshape(zero_NG.shape[1], -1, 8).long() << shifts).sum(-1)
@@ -42,7 +44,7 @@ def as_int32(x):
 @pytest.mark.parametrize(("pack", "load"), [(gptq, layouts.from_gptq), (awq, layouts.from_awq)])
 def test_int4_checkpoints_dequantize_to_the_same_weights(pack, load):
     n, k, group = 16, 256, 128
-    codes, zero = torch.randint(0, 16, (n, k)), torch.randint(1, 16, (n, k // group))
+    codes, zero = torch.randint(0, 16, (n, k)), torch.randint(0, 16, (n, k // group))
     scale = torch.rand(n, k // group)
     qweight, qzeros = pack(codes, zero)
     found, scales, zeros = load(qweight, qzeros, scale.t().contiguous())

@@ -109,3 +109,21 @@ def test_damage_is_reported(what):
         buffer = buffer.view(4, 4096).roll(1, 0).reshape(-1)
     REGISTRY.get("kv_unpack", spec)(buffer, cache.clone(), pages, sums, bad, seed=2 if what == "seed" else 1)
     assert bad.item() == 1
+
+
+@pytest.mark.parametrize("convert", [False, True])
+def test_parts_lie_in_the_buffer_side_by_side_for_each_page(convert):
+    spec, pages = s.MoveSpec(2, 4096, convert, True), torch.tensor([3, 0, 2], dtype=torch.int32)
+    cache = (torch.randn(2, 4, 8192)).bfloat16() if convert else torch.randint(0, 256, (2, 4, 8192), dtype=torch.uint8)
+    whole, flat = torch.zeros(3, 2, 2, 4096, dtype=torch.uint8), torch.zeros(3 * 2 * 4096, dtype=torch.uint8)
+    sums = torch.zeros(2, 6, dtype=torch.int32)
+    how = dict(offset=4096, inv_scales=torch.full((2,), 3.0))
+    REGISTRY.get("kv_pack", spec)(cache, pages, whole[:, 1], sums[0], **how)
+    REGISTRY.get("kv_pack", spec)(cache, pages, flat, sums[1], **how)
+    assert torch.equal(whole[:, 1].flatten(), flat) and not whole[:, 0].any() and torch.equal(*sums)
+    if not convert:
+        target, bad = torch.zeros_like(cache), torch.zeros(1, dtype=torch.int32)
+        REGISTRY.get("kv_unpack", spec)(whole[:, 1], target, pages, sums[0], bad, offset=4096)
+        assert (
+            torch.equal(target[:, pages, 4096:], cache[:, pages, 4096:]) and not target[:, :, :4096].any() and not bad
+        )

@@ -3,6 +3,7 @@ KV_TEST_DECODE_DEVICE name.
 """
 
 import os
+from typing import Any
 
 import numpy as np
 import torch
@@ -12,32 +13,45 @@ from engine.cuda.memory import HostMemory, allocate
 from engine.cuda.pages import DevicePages
 from kernels import catalog
 from kernels.caps import Caps, detect
+from kernels.registry import Registry
 
 DEVICE = torch.device(os.environ.get("KV_TEST_DEVICE", "cpu"))
 DECODE_DEVICE = torch.device(os.environ.get("KV_TEST_DECODE_DEVICE", str(DEVICE)))
 
 
 def device_pool(name: str, pages: np.ndarray, layout: KVLayout) -> DevicePages:
-    """Of the worker `name`, holding these `[num_planes, num_blocks, page_nbytes]`."""
+    """Of the worker `name`, holding these `[num_planes, num_blocks, bytes of a page in all shards]`."""
     torch.set_num_threads(1)
     num_blocks, device = pages.shape[1], DECODE_DEVICE if name.startswith("decode") else DEVICE
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    memory = allocate(layout.block_nbytes * (num_blocks + 1), device)
     found = detect() if DEVICE.type == "cuda" else Caps("cpu")
-    pool = DevicePages(memory, layout, num_blocks, catalog.registry(found))
-    whole = memory.tensor.view(layout.num_planes, num_blocks + 1, layout.page_nbytes)
-    whole[:, :num_blocks].copy_(torch.from_numpy(pages))
+    pool = GroupPages(layout, num_blocks, device, catalog.registry(found))
+    for part, shard in zip(np.split(pages, layout.tp_size, axis=2), pool._shards, strict=True):
+        shard[:, :num_blocks].copy_(torch.from_numpy(part))
     return pool
 
 
+class GroupPages(DevicePages):
+    """With the memories of its followers, which live in this process too."""
+
+    def __init__(
+        self, layout: KVLayout, num_blocks: int, device: torch.device, registry: Registry, **more: Any
+    ) -> None:
+        nbytes = layout.shard_nbytes * (num_blocks + 1)
+        self.memories = [allocate(nbytes, device) for _ in range(layout.tp_size)]
+        followers = [memory.share() for memory in self.memories[1:]]
+        super().__init__(self.memories[0], layout, num_blocks, registry, followers=followers, **more)
+
+
 def host_view(pool: DevicePages) -> np.ndarray:
-    """Its pages without the spare ones; on a GPU a copy."""
-    whole = pool.memory.tensor.view(pool.num_planes, pool.num_blocks + 1, pool.page_nbytes)
-    return whole[:, : pool.num_blocks].cpu().numpy()
+    """Its whole pages without the spare ones; on a GPU, or of several shards, a copy."""
+    parts = [shard[:, : pool.num_blocks].cpu().numpy() for shard in pool._shards]
+    return parts[0] if len(parts) == 1 else np.concatenate(parts, axis=2)
 
 
 def close_pool(pool: DevicePages) -> None:
-    if isinstance(pool.memory, HostMemory):
-        pool.memory.close()
-        pool.close()
+    for memory in pool.memories if isinstance(pool, GroupPages) else [pool.memory]:
+        if isinstance(memory, HostMemory):
+            memory.close()
+            pool.close()

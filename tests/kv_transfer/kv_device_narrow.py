@@ -1,7 +1,10 @@
 """Two nodes whose pools are a device's, by UCX: prefill's cache is bf16, decode's e4m3. Prints a line for each thing
 that is checked; a process of its own, as everything with UCX.
+
+    python -m tests.kv_transfer.kv_device_narrow [PREFILL_SHARDS DECODE_SHARDS]
 """
 
+import sys
 from functools import partial
 
 import msgspec
@@ -25,11 +28,12 @@ from tests.kv_transfer.kv_pair import Peer, offer_and_grant, send
 WIDE = KVLayout(model="m", num_layers=3, num_kv_heads=2, head_dim=64, block_size=64, dtype="bfloat16", scales="none")
 NARROW = msgspec.structs.replace(WIDE, dtype="float8_e4m3fn")
 NUM_BLOCKS, PAGES, GRANTED = 64, list(range(1, 41)), list(range(20, 60))
+KEPT: list[DeviceCache] = []
 NUM_TOKENS = len(PAGES) * WIDE.block_size - 5
 
 
-def main() -> None:
-    prefill, decode = make_peers()
+def main(*sizes: str) -> None:
+    prefill, decode = make_peers("ucx", *map(int, sizes))
     assert prefill.device is not None
     offer_and_grant(prefill, decode, "r", NUM_TOKENS, GRANTED)
     before, honest = decode.pool.copy(), prefill.device.narrow
@@ -49,15 +53,17 @@ def main() -> None:
     print("refused:", refusal(make_peers("tcp")), refusal(reversed(make_peers())))
 
 
-def make_peers(transport: str = "ucx") -> tuple[Peer, Peer]:
-    """What decode's cache holds beforehand is what its own kernel writes of prefill's values, on the same blocks."""
+def make_peers(transport: str = "ucx", *sizes: int) -> tuple[Peer, Peer]:
+    """In so many shards, one each without. What decode's cache holds beforehand is what its own kernel writes of
+    prefill's values, on the same blocks.
+    """
     ucx_device.SLOT_NBYTES = 1 << 18  # so that a chunk takes several
     values = (torch.randn(NUM_BLOCKS * WIDE.block_size, 3, 6 * WIDE.head_dim) * 60).bfloat16()
     torch.manual_seed(1)
     scales = 0.05 + torch.rand(WIDE.num_layers, 2)
     peers = []
     sides: list[tuple[str, KVLayout, KVDtype]] = [("prefill", WIDE, "bf16"), ("decode", NARROW, "e4m3")]
-    for name, layout, kv in sides:
+    for (name, layout, kv), size in zip(sides, sizes or (1, 1), strict=True):
         device = kv_device.DECODE_DEVICE if name == "decode" else kv_device.DEVICE
         if device.type == "cuda":
             torch.cuda.set_device(device)
@@ -65,11 +71,27 @@ def make_peers(transport: str = "ucx") -> tuple[Peer, Peer]:
         dtype = {"bf16": torch.bfloat16, "e4m3": torch.float8_e4m3fn}[kv]
         cache = DeviceCache(layout, NUM_BLOCKS, dtype, device, scales if kv == "e4m3" else None)
         write(cache, values.to(device), kv, registry)
-        cache.share(registry)
+        cache = in_shards(cache, size, registry)
         peers.append(Peer(name, NUM_BLOCKS, cache.layout, transport=transport, pool=cache.transfer_pool))
     if kv_device.DEVICE.type == "cuda":
         torch.cuda.set_device(kv_device.DEVICE)  # where prefill's checksums are made
     return peers[0], peers[1]
+
+
+def in_shards(whole: DeviceCache, size: int, registry: Registry) -> DeviceCache:
+    """The first shard of a group, which shares them all; the others live as long as it does."""
+    if size == 1:
+        whole.share(registry)
+        return whole
+    layout = msgspec.structs.replace(whole.layout, tp_size=size)
+    scales = torch.tensor([(layer.k_scale, layer.v_scale) for layer in map(whole.layer, range(layout.num_layers))])
+    given = scales if whole.layout.scales != "none" else None
+    group = [DeviceCache(layout, NUM_BLOCKS, whole._planes.dtype, whole.device, given) for _ in range(size)]
+    for shard, heads in zip(group, whole._planes.view(torch.uint8).chunk(size, dim=2), strict=True):
+        shard._planes.view(torch.uint8).copy_(heads)
+    group[0].share(registry, [shard.export() for shard in group[1:]])
+    KEPT.extend(group)
+    return group[0]
 
 
 def write(cache: DeviceCache, values: Tensor, kv: KVDtype, registry: Registry) -> None:
@@ -85,9 +107,9 @@ def write(cache: DeviceCache, values: Tensor, kv: KVDtype, registry: Registry) -
         registry.get("rope_append", spec)(qkv, zeros, slots, no_turn, out, layer.keys, layer.values, **scales)
 
 
-def damaged(narrow, pages, into, narrowing):  # type: ignore[no-untyped-def]
+def damaged(narrow, pages, into, narrowing, num_parts):  # type: ignore[no-untyped-def]
     """One byte of a message, after it was packed and summed."""
-    sums = narrow(pages, into, narrowing)
+    sums = narrow(pages, into, narrowing, num_parts)
     into.put(np.array([into.tensor[0].item() ^ 1], dtype=np.uint8))
     return sums
 
@@ -103,4 +125,4 @@ def refusal(peers) -> str:  # type: ignore[no-untyped-def]
 
 
 if __name__ == "__main__":
-    main()
+    main(*sys.argv[1:])

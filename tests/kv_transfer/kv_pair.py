@@ -39,7 +39,7 @@ class Peer(PoolOwner):
     ) -> None:
         self.name, self.layout = WorkerId(name), layout
         self.incarnation = Incarnation(secrets.token_hex(4))
-        shape = (layout.num_planes, num_blocks, layout.page_nbytes)
+        shape = (layout.num_planes, num_blocks, layout.tp_size * layout.page_nbytes)
         pages = np.random.default_rng(len(name)).integers(0, 256, shape, dtype=np.uint8)
         super().__init__(name, pages, layout, settings.get("transport"), pool)
         self.woken = threading.Event()

@@ -12,8 +12,8 @@ from kv_transfer.node import TransferNode
 
 
 class PoolOwner:
-    """A node and the pages `[num_planes, num_blocks, page_nbytes]` that it moves; `device` holds them if there is
-    one.
+    """A node and the pages `[num_planes, num_blocks, bytes in all shards]` that it moves; `device` holds them if there
+    is one.
     """
 
     node: TransferNode

@@ -6,9 +6,11 @@ computes none, or a decode that grants what is offered.
 Speaks on standard output, a line at a time: first `address incarnation`, then `moving` once chunks flow.
 """
 
+import os
 import sys
 import threading
 
+import msgspec
 import numpy as np
 
 from contracts.handoff import Commit, Grant, Offer
@@ -33,13 +35,17 @@ def make_pool() -> np.ndarray:
 
 
 class Worker(PoolOwner):
+    """KV_TEST_PREFILL_TP and KV_TEST_DECODE_TP say in how many shards its pool lies, if it is a device's."""
+
     def __init__(self, name: str, transport: str) -> None:
+        side = "DECODE" if name.startswith("decode") else "PREFILL"
+        layout = msgspec.structs.replace(LAYOUT, tp_size=int(os.environ.get(f"KV_TEST_{side}_TP", "1")))
         pages, self.woken = make_pool(), threading.Event()
-        super().__init__(name, pages, LAYOUT, transport)
+        super().__init__(name, pages, layout, transport)
         self.incarnation = Incarnation(f"{name}-1")
         settings = TransferSettings(secret=SECRET, transport=transport, slot_nbytes=1 << 18)
         self.node = TransferNode(
-            settings, WorkerId(name), self.incarnation, LAYOUT, self.device or pages, self.woken.set
+            settings, WorkerId(name), self.incarnation, layout, self.device or pages, self.woken.set
         )
         self.node.start()
 

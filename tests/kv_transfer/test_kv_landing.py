@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from contracts.errors import PeerLost
-from contracts.handoff import ChunkHeader, Grant, Offer
+from contracts.events import Token
+from contracts.handoff import ChunkHeader, Commit, Fin, Grant, Offer
 from contracts.ids import Epoch, RequestId
 from kv_transfer import integrity, plan
 from kv_transfer.landing import Landing
@@ -131,6 +132,7 @@ class Stage:
         self.landings = Landings(LAYOUT, NUM_BLOCKS)
         self.landings.offered(OFFER)
         self.landings.grant(GRANT)
+        self.committed: list[Commit] = []
         self.landed: list[ChunkHeader] = []
         self.bad: list[str] = []
         self.drained: list = []
@@ -142,6 +144,7 @@ class Stage:
             self.landings,
             HostStaging(PagePool(self.pool, LAYOUT), RING.slot_nbytes, True),
             Script(messages, before),
+            self.committed.append,
             self.landed.append,
             lambda header, reason: self.bad.append(reason),
             self.drained.append,
@@ -173,6 +176,24 @@ def test_an_honest_chunk_lands_on_the_granted_pages_only() -> None:
     assert (len(stage.landed), stage.bad, stage.written) == (1, [], [1, 4, 9])
     assert (receiver.num_chunks, receiver.nbytes) == (1, 3 * LAYOUT.block_nbytes)
     assert (stage.pool[:, [1, 4, 9]] == 7).all()
+    assert stage.committed == [], "token 0 has not come"
+
+
+def test_commit_is_said_of_what_is_whole_and_right_as_soon_as_token_0_is_here() -> None:
+    fin = Fin(OFFER.request_id, OFFER.epoch, 1, Token(0, 7), 4)
+    all_of_it = _header(num_tokens=26, nbytes=7 * LAYOUT.block_nbytes)
+    before, behind, broken = Stage(), Stage(), Stage()
+    assert before.landings.finished(fin) is None
+    before.play(_messages(all_of_it))
+    (commit,) = before.committed
+    assert (commit.num_chunks, commit.nbytes) == (1, 7 * LAYOUT.block_nbytes)
+    behind.play(_messages(all_of_it))
+    assert behind.landings.finished(fin) == commit and behind.committed == []
+    messages = _messages(all_of_it)
+    messages[-1][1][0] ^= 1
+    broken.landings.finished(fin)
+    broken.play(messages)
+    assert broken.committed == [] and len(broken.bad) == 1
 
 
 @pytest.mark.parametrize("changes", [*WRONG[:6], {"nbytes": LAYOUT.block_nbytes}])

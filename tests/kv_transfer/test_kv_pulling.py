@@ -27,7 +27,7 @@ class Waiting:
 
     def __init__(self, into: list[int], mark: int, sums: np.ndarray | None) -> None:
         self.into, self.mark, self.sums = into, mark, sums
-        self.is_void = self.is_done = False
+        self.is_void = self.is_done = self.is_due = False
         self.busy_s, self.on_wait = 0.0, lambda: None
 
     def wait(self):
@@ -208,6 +208,35 @@ def test_one_handoff_alone_keeps_the_thread_awake_for_a_while(monkeypatch: pytes
     now[0] = 0.0
     decode.landings.end(KEY)
     assert not decode.landings.is_alone
+
+
+def test_what_has_come_before_it_is_told_of_is_read_once_and_then_only_compared():
+    decode, waits = Decode(checks=True), []
+    decode.puller.coming(coming(0, 4, [10]))
+    (early,) = decode.remote.waiting
+    early.on_wait = lambda: waits.append(early.is_done)
+    decode.puller.look_ahead()
+    early.is_due = True
+    decode.puller.look_ahead()
+    assert waits == [], "it is not done"
+    early.is_done = True
+    decode.puller.look_ahead()
+    decode.puller.look_ahead()
+    assert waits == [True]
+    checksum = integrity.of_pages(KEY[1], Remote().sums(1))
+    told = ChunkHeader(*KEY, 0, 0, 4, LAYOUT.layout_id, LAYOUT.block_nbytes, checksum)
+    decode.puller.put(Pull.of(told, [BlockId(10)]))
+    assert waits == [True] and decode.kinds == ["ChunkHeader"]
+
+
+def test_what_was_read_ahead_counts_only_if_it_is_what_is_told():
+    decode = Decode(checks=True)
+    decode.puller.coming(coming(0, 4, [10]))
+    (early,) = decode.remote.waiting
+    early.is_due = early.is_done = True
+    decode.puller.look_ahead()
+    decode.puller.put(Pull.of(header(0), [BlockId(12)]))
+    assert decode.remote.asked == [([12], [5])] and decode.said[0][1] == "checksum differs"
 
 
 def test_rehearsals_come_now_and_then_and_not_after_a_pull():

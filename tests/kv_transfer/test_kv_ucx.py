@@ -43,15 +43,25 @@ def test_so_it_does_where_a_device_fetches_the_messages() -> None:
     _pass("node", **DEVICES, **FETCHED)
 
 
-def test_damage_on_the_way_between_devices_is_found_and_the_way_is_told() -> None:
-    result = _run("-m", "tests.kv_transfer.kv_device_ucx", **DEVICES)
+@pytest.mark.timeout(300)
+def test_a_group_may_die_too() -> None:
+    _pass("death", **DEVICES, KV_TEST_PREFILL_TP="2", KV_TEST_DECODE_TP="1")
+
+
+SIZES = [(prefill, decode) for prefill in "124" for decode in "124"]
+
+
+@pytest.mark.parametrize("sizes", SIZES)
+def test_damage_on_the_way_between_devices_is_found_and_the_way_is_told(sizes: tuple[str, str]) -> None:
+    result = _run("-m", "tests.kv_transfer.kv_device_ucx", *sizes, **DEVICES)
     found, landed, others, *ways = result.stdout.splitlines()
     assert (found, landed, others) == ("checksum differs", "landed", "kept"), result.stdout + result.stderr
     assert len(ways) == 2 and all("; " in way and way.endswith("GB/s") for way in ways)
 
 
-def test_bf16_pages_arrive_as_decodes_own_kernel_writes_them_in_e4m3() -> None:
-    result = _run("-m", "tests.kv_transfer.kv_device_narrow", **DEVICES)
+@pytest.mark.parametrize("sizes", [(), ("1", "2"), ("2", "1"), ("2", "2")])
+def test_bf16_pages_arrive_as_decodes_own_kernel_writes_them_in_e4m3(sizes: tuple[str, ...]) -> None:
+    result = _run("-m", "tests.kv_transfer.kv_device_narrow", *sizes, **DEVICES)
     assert result.stdout.splitlines() == [
         "damaged: checksum differs",
         "nbytes True True",

@@ -6,9 +6,13 @@ import secrets
 import threading
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from types import TracebackType
 from typing import Any
 
+import torch
+
+from checkpoint import open_checkpoint
 from contracts.events import Failed, Finished, Tokens
 from contracts.ids import Epoch, GatewayId, Incarnation, RequestId, WorkerId
 from contracts.node import Role
@@ -17,7 +21,10 @@ from contracts.sampling import SamplingParams
 from core.ledger import Ledger
 from core.loop import Core
 from core.messages import CoreFrame, ToCore, ToFront, Work
+from engine.cuda.load import load_device_engine
+from engine.engine import Engine
 from engine.load import load_engine
+from engine.messages import EngineSettings
 from kv_transfer.node import TransferNode
 from worker.core_main import engine_settings, make_roles, transfer_settings
 from worker.settings import WorkerSettings
@@ -50,11 +57,14 @@ class Front:
 
 
 class Worker:
-    def __init__(self, role: Role, model: str, transfer: str, secret: str) -> None:
+    """`device_dtype`: its engine is the GPU's adapter on the reference kernels."""
+
+    def __init__(self, role: Role, model: str, transfer: str, secret: str, device_dtype: str = "") -> None:
         settings = WorkerSettings(**{**SETTINGS, "role": role, "model": model, "transfer": transfer, "secret": secret})
         me, incarnation = WorkerId(role.value), Incarnation(secrets.token_hex(4))
         self.front, ledger = Front(), Ledger()
-        self.engine = load_engine(engine_settings(settings))
+        wanted = engine_settings(settings)
+        self.engine = _device_engine(wanted, device_dtype) if device_dtype else load_engine(wanted)
         pool = self.engine.transfer_pool
         self.node = TransferNode(
             transfer_settings(settings), me, incarnation, self.engine.layout, pool, self.front.ring
@@ -71,11 +81,17 @@ class Worker:
         return not self.engine.has_work() and all(role.is_idle() for role in self.roles)
 
 
+def _device_engine(settings: EngineSettings, dtype: str) -> Engine:
+    """Its prompts are cut into whole blocks, of 64 tokens."""
+    wanted, checkpoint = replace(settings, dtype=dtype, max_batched_tokens=128), open_checkpoint(settings.model)
+    return load_device_engine(wanted, checkpoint, lambda *_: None, device=torch.device("cpu"))
+
+
 class Cores:
-    def __init__(self, model: str, transfer: str) -> None:
+    def __init__(self, model: str, transfer: str, device_dtypes: tuple[str, str] = ("", "")) -> None:
         secret = secrets.token_hex(8)
-        self.prefill = Worker(Role.PREFILL, model, transfer, secret)
-        self.decode = Worker(Role.DECODE, model, transfer, secret)
+        self.prefill = Worker(Role.PREFILL, model, transfer, secret, device_dtypes[0])
+        self.decode = Worker(Role.DECODE, model, transfer, secret, device_dtypes[1])
         self._num_asked = 0
 
     def __enter__(self) -> "Cores":

@@ -1,6 +1,6 @@
 """A supervisor in a process of its own, over fake services: `supervise.py FOLDER JSON`. Not a test.
 
-JSON: a list of {name, stage, options, is_vital}. Exits as `tandem up` does.
+JSON: a list of {name, stage, options, is_vital, begins}. Exits as `tandem up` does.
 """
 
 import json
@@ -49,6 +49,7 @@ def make_child(folder: Path, entry: dict) -> Child:
         env=dict(os.environ),
         is_vital=entry.get("is_vital", False),
         stop_timeout_s=entry.get("stop_timeout_s", 5.0),
+        begins=entry.get("begins"),
     )
     return Child(spec, folder / f"{entry['name']}.log", folder)
 

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from bench.random_model import LLAMA_8B, byte_tokenizer, random_checkpoint
+from bench.random_model import LLAMA4_MAVERICK, LLAMA_8B, byte_tokenizer, random_checkpoint
 from checkpoint.quantization import Quantization, Scheme
 from kernels.caps import Caps
 from tandem import cli, doctor, look
@@ -277,6 +277,27 @@ def test_how_a_gpu_holds_quantized_weights_is_explained(
     assert [level for _, level in said[1:]] == [doctor.Level.WARNING] * (reason is not None)
     assert reason is None or reason in said[1][0]
     assert not list(doctor.explain_weights(checkpoint, Caps("cpu")))
+
+
+@pytest.mark.parametrize(
+    ("quantization", "words", "level"),
+    [
+        (Quantization("modelopt", Scheme.FP8_ROWS), "kept as they are stored", doctor.Level.OK),
+        (Quantization("fp8", Scheme.FP8_BLOCKS), "rounded once more, with a scale a row", doctor.Level.WARNING),
+        (Quantization("awq", Scheme.AWQ, group_size=128), "widened to bfloat16", doctor.Level.WARNING),
+    ],
+)
+def test_what_becomes_of_quantized_experts_is_explained(
+    quantization: Quantization, words: str, level: doctor.Level
+) -> None:
+    checkpoint = replace(random_checkpoint("random", LLAMA4_MAVERICK), quantization=quantization)
+    _, (said, found) = doctor.explain_weights(checkpoint, HOPPER)
+    assert said.startswith(f"the matrices of its experts are {words}") and found is level
+
+
+def test_a_long_list_of_what_is_plain_is_cut() -> None:
+    found = Quantization("compressed-tensors", Scheme.FP8_ROWS, tuple(f"vision_model.{n}" for n in range(200)))
+    assert found.words().endswith("; as they were: " + ", ".join(found.skipped[:4]) + " and 196 more")
 
 
 def test_a_quantized_folder_is_told_in_words(tmp_path: Path) -> None:

@@ -43,13 +43,34 @@ def test_more_workers_than_gpus_need_a_share_of_memory(machine) -> None:
     assert gpus.worker_devices(settings, 3) == ["cuda:0"] * 3
 
 
+def test_workers_of_several_gpus_are_counted_by_groups(machine) -> None:
+    machine(2)
+    one = fit(device="cuda", tensor_parallel=2)
+    assert counts(one) == (0, 0, 1)
+    assert gpus.worker_devices(one, 1) == ["cuda:0"]
+    machine(5)
+    pair = fit(device="cuda", tensor_parallel=2)
+    assert counts(pair) == (1, 1, 0)
+    assert gpus.worker_devices(pair, 2) == ["cuda:0", "cuda:2"]
+    with pytest.raises(ConfigError, match="3 workers of 2 GPUs on 5 GPUs"):
+        fit(device="cuda", tensor_parallel=2, mixed=1)
+
+
+@pytest.mark.parametrize(("device", "named"), [("cuda", "2 GPUs"), ("cuda:1", "1 GPUs"), ("cpu", "no GPU")])
+def test_too_few_gpus_for_one_worker_are_refused(machine, device: str, named: str) -> None:
+    machine(2)
+    with pytest.raises(ConfigError, match=f"tensor_parallel is 4, but device '{device}' names {named}"):
+        fit(device=device, tensor_parallel=4)
+
+
 @pytest.mark.parametrize(
     ("device", "count", "words"),
     [
         ("cuda", 0, "shows no GPU"),
         ("cuda:2", 2, "cuda:0 to cuda:1"),
-        ("tpu", 1, "must be cpu, cuda or cuda:N"),
-        ("cuda:x", 1, "must be cpu, cuda or cuda:N"),
+        ("tpu", 1, "'tpu' is not supported; supported are cpu, cuda and cuda:N"),
+        ("cuda:x", 1, "'cuda:x' is not supported"),
+        ("cuda:", 1, "'cuda:' is not supported"),
     ],
 )
 def test_a_device_that_is_not_there_is_named(machine, device: str, count: int, words: str) -> None:

@@ -102,6 +102,20 @@ def test_stages_start_in_order_and_all_end_on_ctrl_c(supervise: Callable[[list[d
     assert "asked to stop" in (run.folder / "early.log").read_text()
 
 
+def test_who_begins_early_is_started_beside_that_stage_and_not_waited_for(
+    supervise: Callable[[list[dict]], Run],
+) -> None:
+    slow = service("slow", 1, "--never-ready")
+    run = supervise([service("first", 0), slow, service("early", 2, begins=1), service("late", 2)])
+    run.wait_until(lambda: "early: ready" in run.output and "slow: starting" in run.output)
+    assert "late: starting" not in run.output
+    told = run.output.splitlines()
+    assert any(line.startswith("first: ready") for line in told[: told.index("early: starting")])
+    run.process.send_signal(signal.SIGINT)
+    assert run.end() == 0
+    assert run.nobody_left()
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 @pytest.mark.parametrize("phase", [1, 2])
 def test_a_signal_while_starting_ends_all(

@@ -1,0 +1,145 @@
+"""Serving on two GPUs, end to end over HTTP, under the loads that vLLM was measured under: a pair of prefill and decode
+beside two plain replicas, one after the other.
+
+python -m bench.model_folder /dev/shm/llama-8b --device cuda
+python -m bench.serving_gpu --model /dev/shm/llama-8b --out bench/results/FILE.json
+
+pair       a prefill and a decode worker, NVLink between them
+replicas   two workers that do both, no handoff intended: what a pair has to beat on the same GPUs
+shared     a prefill worker, and one that decodes and takes prompts when the other has too many
+pair-ucx   the pair by UCX
+
+Kernels are compiled anew for the first system that is started, and are there for the others. Everything measured so far
+is in the result file after each load. `--device cpu --shrink 32` tries it all out without a GPU.
+"""
+
+import argparse
+import asyncio
+import json
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from bench.accounts import Accounts, gpu_names, memory_rows, start_rows
+from bench.client import VOCABULARY, session
+from bench.load import Measured, Server, measure
+from bench.result import Row, write_result
+from bench.serving_loads import GAP_S, LOADS, Load, load_rows, quoted_rows
+from bench.serving_plots import Drawn, plot_serving
+from bench.soak import wait_clean
+from bench.system import System, running
+from contracts.errors import Unavailable
+
+SYSTEMS = {
+    "pair": ("--prefill", "1", "--decode", "1"),
+    "replicas": ("--prefill", "0", "--decode", "0", "--mixed", "2"),
+    "shared": ("--prefill", "1", "--decode", "0", "--mixed", "1"),
+    "pair-ucx": ("--prefill", "1", "--decode", "1"),
+}
+QUIET_S = 30.0
+
+
+class Report:
+    """All rows so far, written after each load, so that a run that is cut short has them."""
+
+    def __init__(self, args: argparse.Namespace, loads: Sequence[Load]) -> None:
+        self._args, self._loads = args, loads
+        self.rows: list[Row] = quoted_rows(loads)
+        self.drawn: Drawn = {}
+
+    def add(self, rows: Sequence[Row], **params: str) -> None:
+        self.rows += [replace(row, params=params | dict(row.params)) for row in rows]
+        args = self._args
+        config = {name: getattr(args, name) for name in ("model", "device", "dtype", "shrink", "seed", "systems")}
+        config |= {
+            "gpus": gpu_names(),
+            "points": {load.name: f"{load.point}, {load.point.num_requests} requests" for load in self._loads},
+            "objective": {load.name: f"TTFT {load.ttft_s} s, mean gap {GAP_S} s" for load in self._loads},
+        }
+        self.file = write_result(args.out, "serving-gpu", self.rows, config)
+
+    def draw(self) -> None:
+        for file in plot_serving(self.file, self._loads, self.drawn):
+            print(file)
+
+
+def main() -> int:
+    args = parse()
+    loads = [load.shrunk(args.shrink) for load in LOADS if load.name in args.loads]
+    report, failed = Report(args, loads), []
+    with TemporaryDirectory(prefix="tandem-kernels-") as kernels:
+        for name in args.systems:
+            try:
+                asyncio.run(measure_system(name, args, loads, report, kernels))
+            except (RuntimeError, Unavailable, OSError) as error:
+                print(f"{name}: {error}", file=sys.stderr)
+                failed.append(name)
+            if report.drawn:
+                report.draw()
+    return 1 if failed else 0
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    names = [load.name for load in LOADS]
+    parser.add_argument("--model", required=True, help="a folder as bench.model_folder writes it")
+    parser.add_argument("--systems", nargs="+", default=["pair", "replicas"], choices=SYSTEMS)
+    parser.add_argument("--loads", nargs="+", default=names, choices=names)
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--shrink", type=int, default=1, metavar="N", help="lengths and requests by N: to try it out")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path, default=None, help="result file; the plots go beside it")
+    return parser.parse_args()
+
+
+async def measure_system(
+    name: str, args: argparse.Namespace, loads: Sequence[Load], report: Report, kernels: str
+) -> None:
+    common = ("--model", args.model, "--device", args.device, "--dtype", args.dtype)
+    began_s = time.perf_counter()
+    with running(*SYSTEMS[name], "--transfer", transfer_of(name, args.device), *common, TRITON_CACHE_DIR=kernels) as up:
+        rows = [*start_rows(up, time.perf_counter() - began_s), *memory_rows(up)]
+        report.add([shown(row) for row in rows], system=name)
+        accounts = Accounts(up)
+        for load in loads:
+            measured = await drive(up, load, args)
+            report.drawn.setdefault(load.name, {})[name] = measured.good
+            rows = load_rows(name, load, measured)
+            report.add([shown(row) for row in rows + accounts.rows(measured.wall_s)], system=name, load=load.name)
+        report.add([shown(row) for row in after_rows(up)], system=name)
+
+
+def transfer_of(name: str, device: str) -> str:
+    if name == "pair-ucx":
+        return "ucx"
+    return "nvlink" if device.startswith("cuda") else "auto"
+
+
+async def drive(system: System, load: Load, args: argparse.Namespace) -> Measured:
+    measured = Measured(load.point)
+    config = json.loads(Path(args.model, "config.json").read_text(encoding="utf-8"))
+    server = Server(system.url, system.model(), min(VOCABULARY, config["vocab_size"]), QUIET_S)
+    async with session(total_s=None) as http:
+        await measure(http, server, measured, args.seed, lambda answer: None)
+    return measured
+
+
+def after_rows(system: System) -> list[Row]:
+    """Whether every page came back."""
+    return [Row("pool clean afterwards", int(is_clean), "bool", {"worker": worker})
+            for worker, is_clean in wait_clean(system).items()]  # fmt: skip
+
+
+def shown(row: Row) -> Row:
+    """Printed as it comes."""
+    peer = f"   {row.peer} {row.peer_value:.4g}" if row.peer_value else ""
+    print(f"{row.name:24s} {row.value:10.3f} {row.unit:16s} {dict(row.params)}{peer}", flush=True)
+    return row
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,65 @@
+"""The process of one GPU of a team but the first: launches what the first one's tells it. Started by
+engine.cuda.followers, with its end of a pipe as its only argument.
+"""
+
+import logging
+import signal
+import sys
+from collections import deque
+from collections.abc import Iterable
+from multiprocessing.connection import Connection
+
+import torch
+from torch import Tensor
+
+from contracts.errors import TandemError
+from engine.cuda.followers import Begin, Failed
+from engine.cuda.launcher import Launcher
+from engine.cuda.load import Builder
+from engine.cuda.team import GpuTeam, open_store
+from engine.messages import Scored
+
+
+def main() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the first member decides
+    pipe = Connection(int(sys.argv[1]))
+    begin: Begin = pipe.recv()
+    rank = begin.shard.rank
+    logging.basicConfig(level=begin.log_level, format=f"%(asctime)s gpu {rank} %(levelname)s %(name)s: %(message)s")
+    try:
+        follow(begin, pipe)
+    except TandemError as error:
+        pipe.send(Failed(str(error)))
+        sys.exit(1)
+
+
+def follow(begin: Begin, pipe: Connection) -> None:
+    """Until the first member says that it is over."""
+    device = torch.device(begin.device)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    team = GpuTeam(begin.shard, open_store(begin.shard.size, begin.store_port), device)
+    checkpoint, source = begin.reopen(begin.settings.model, device)
+    launcher, _ = Builder(begin.settings, checkpoint, source, device, team).prepare(_watched_elsewhere)
+    _launch_all(launcher, pipe)
+    launcher.release()
+    team.close()
+
+
+def _launch_all(launcher: Launcher, pipe: Connection) -> None:
+    while (batch := pipe.recv()) is not None:
+        launcher.launch(batch, _unscored)
+
+
+def _unscored(logits: Iterable[Tensor]) -> tuple[Scored, ...]:
+    """The first member tells what comes of them; making them takes all of the team."""
+    deque(logits, maxlen=0)
+    return ()
+
+
+def _watched_elsewhere(stage: str, done: int, total: int) -> None:
+    """The first member loads the same."""
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,142 @@
+"""The processes of a team that its first member's process started: it tells them each batch, they launch the same.
+
+A member that is gone would leave the others waiting on their GPUs for good, so a team lives and dies together: when a
+follower ends, the first one's process ends too, as a worker does whose core has died; a follower's ends with it
+(contracts.leash).
+"""
+
+import logging
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from multiprocessing.connection import Pipe
+from typing import Any
+
+import torch
+from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
+
+from contracts.leash import leashed
+from engine.cuda.launcher import DeviceBatch
+from engine.cuda.team import GpuTeam, Team, TeamFailed, hold_store
+from engine.messages import EngineSettings
+from engine.shards import Shard
+
+_log = logging.getLogger(__name__)
+
+_END_TIMEOUT_S = 10.0
+
+
+@dataclass(frozen=True)
+class Begin:
+    """The first thing a follower is told. `reopen`: engine.cuda.load.OpenModel."""
+
+    settings: EngineSettings
+    shard: Shard
+    store_port: int
+    device: str
+    reopen: Callable[..., Any]
+    log_level: int
+
+
+@dataclass(frozen=True)
+class Failed:
+    """A follower's last words."""
+
+    words: str
+
+
+class Followers:
+    """`start`, then `join` the team with them; from then on each batch is told before it is launched here."""
+
+    def __init__(self, store: TCPStore, members: list["_Follower"]) -> None:
+        self._store, self._members, self._team = store, members, Team()
+        self._watchers: list[threading.Thread] = []
+        self._is_closed = False
+
+    @classmethod
+    def start(cls, settings: EngineSettings, device: torch.device, reopen: Callable[..., Any]) -> "Followers":
+        """On the GPUs after `device`, one each."""
+        size = settings.tensor_parallel
+        store = hold_store(size)
+        level = logging.getLogger().getEffectiveLevel()
+        members = []
+        for rank in range(1, size):
+            where = f"cuda:{(device.index or 0) + rank}" if device.type == "cuda" else device.type
+            begin = Begin(replace(settings, device=where), Shard(rank, size), store.port, where, reopen, level)
+            members.append(_Follower(begin))
+        return cls(store, members)
+
+    def join(self, device: torch.device) -> Team:
+        self._watchers = [threading.Thread(target=self._watch, args=(each,), daemon=True) for each in self._members]
+        for watcher in self._watchers:
+            watcher.start()
+        self._team = GpuTeam(Shard(0, len(self._members) + 1), self._store, device)
+        return self._team
+
+    def tell(self, batch: DeviceBatch) -> None:
+        """Raises TeamFailed if one is gone and its watcher has not said so yet."""
+        try:
+            for member in self._members:
+                member.pipe.send(batch)
+        except OSError as error:
+            for watcher in self._watchers:
+                watcher.join(_END_TIMEOUT_S)
+            raise TeamFailed("another process of this team is gone") from error
+
+    def close(self) -> None:
+        """They are gone on return. Idempotent."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        # All at once: a team's end takes all of it, and does not come where one is missing.
+        if all([member.dismiss() for member in self._members]):
+            self._team.close()
+        for member in self._members:
+            member.wait()
+
+    def _watch(self, member: "_Follower") -> None:
+        """Ends this process, whose GPU may wait for the follower's, when the follower has ended by itself."""
+        words = member.last_words()
+        if not self._is_closed:
+            _log.critical("the process of GPU %d of this worker ended: %s", member.rank, words)
+            logging.shutdown()
+            os._exit(1)
+
+
+class _Follower:
+    def __init__(self, begin: Begin) -> None:
+        self.rank = begin.shard.rank
+        self.pipe, theirs = Pipe()
+        with theirs:
+            command = leashed([sys.executable, "-m", "engine.cuda.follower", str(theirs.fileno())])
+            self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
+        self.pipe.send(begin)
+
+    def last_words(self) -> str:
+        """When it has ended."""
+        try:
+            said = self.pipe.recv()
+        except (EOFError, OSError):
+            said = None
+        if isinstance(said, Failed):
+            return said.words
+        return f"exit status {self._process.wait()}"
+
+    def dismiss(self) -> bool:
+        """Tell it that it is over. False if it is gone already."""
+        try:
+            self.pipe.send(None)
+        except OSError:
+            return False
+        return self._process.poll() is None
+
+    def wait(self) -> None:
+        """It is gone on return."""
+        try:
+            self._process.wait(_END_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()

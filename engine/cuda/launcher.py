@@ -1,0 +1,114 @@
+"""What a batch is for a device: arrays that the host has worked out, and their launches. In a team every member
+launches the same; the first one's host works it out for all.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engine.cuda.attention import DeviceAttention
+from engine.cuda.cache import DeviceCache
+from engine.cuda.chunks import Chunks
+from engine.cuda.drawing import Drawer
+from engine.cuda.inputs import PromptRows
+from engine.cuda.state import DecodeState
+from engine.cuda.steps import DecodeSteps, StepKey
+from engine.cuda.transformer import Rows, Transformer
+from engine.cuda.upload import upload
+from engine.messages import Scored
+from engine.runner import Written, unheard
+
+Score = Callable[[Iterable[Tensor]], tuple[Scored, ...]]
+"""Takes the logits of DeviceBatch.scored, all of them, one after the other."""
+
+
+@dataclass(frozen=True)
+class DeviceBatch:
+    """`words`: state.pack's. `key`: the decode step, of which `num_decodes` rows are somebody's; `tables` of blocks if
+    they changed. `scored`: rows of the prompts whose logits are wanted too, a few at a time. `draws`: tokens.
+    """
+
+    words: np.ndarray
+    num_decodes: int
+    key: StepKey | None
+    tables: np.ndarray | None
+    prompts: PromptRows | None
+    scored: SequenceOf[np.ndarray]
+    draws: bool
+    greedy: bool
+
+
+@dataclass(frozen=True)
+class Launched:
+    """`logits` of those that sample, decodes first: as the activations are."""
+
+    logits: SequenceOf[Tensor]
+    scored: tuple[Scored, ...]
+
+
+class Launcher:
+    """`steps` and `chunks` are captured by `capture`, before the first batch."""
+
+    def __init__(
+        self,
+        model: Transformer,
+        attention: DeviceAttention,
+        cache: DeviceCache,
+        state: DecodeState,
+        steps: DecodeSteps,
+        chunks: Chunks,
+        drawer: Drawer,
+    ) -> None:
+        self.model, self.cache, self.state, self.steps, self.chunks = model, cache, state, steps, chunks
+        self._attention, self._drawer = attention, drawer
+
+    def capture(self) -> None:
+        """Of decode steps and of chunks, before the first request."""
+        self.steps.capture()
+        self.chunks.capture()
+
+    def release(self) -> None:
+        """What was captured: NCCL does not let a team go while a graph has its calls."""
+        self.steps.release()
+        self.chunks.release()
+
+    @torch.inference_mode()
+    def launch(self, batch: DeviceBatch, score: Score, written: Written = unheard) -> Launched:
+        """`written`: see engine.runner.Runner."""
+        count, state = batch.num_decodes, self.state
+        state.put(batch.words)
+        if batch.tables is not None:
+            state.put_tables(batch.tables)
+        if batch.key is not None:
+            (self.steps.draw if batch.draws else self.steps.compute)(batch.key)
+        if batch.prompts is None:
+            return Launched([state.logits[:count]], score(()))
+        sampled, scored = self._prompts(batch.prompts, batch.scored, written)
+        launched = Launched([state.logits[:count], sampled], score(scored))
+        if batch.draws and len(sampled):
+            self._drawer.into(state, sampled, count, batch.greedy)
+        return launched
+
+    def _prompts(
+        self, plan: PromptRows, scored: SequenceOf[np.ndarray], written: Written
+    ) -> tuple[Tensor, Iterator[Tensor]]:
+        """Logits of those that sample, and of the prompts' own rows."""
+        device = self.state.device
+        index = [upload(rows, device) for rows in (plan.sample_rows, *scored)]
+        token_ids, positions, slots = (
+            upload(column, device) for column in (plan.token_ids, plan.positions, plan.slots)
+        )
+        rows = Rows(token_ids, positions, slots, torch.cat(index))
+
+        def noted(is_all: bool) -> None:
+            if is_all:
+                self.cache.written()
+            written(is_all)
+
+        x = self.model(rows, self.cache, self._attention.of_prompts(plan), noted, self.chunks.advance(rows))
+        sampled, *others = x.split([len(part) for part in index])
+        return self.model.head(sampled), (self.model.head(part).float().cpu() for part in others)

@@ -1,0 +1,162 @@
+"""What each GPU of a tensor-parallel group holds: heads of attention, a slice of each MLP's middle, rows of the output
+head (Shoeybi et al. 2019, Megatron-LM). A model's code knows nothing of it: it is given a smaller configuration and a
+checkpoint of smaller tensors, and adds up what the group's members computed where those meet in the hidden size.
+"""
+
+import re
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from checkpoint.config import ModelConfig
+from checkpoint.quantization import BLOCK, Quantization
+from contracts.errors import ConfigError
+from engine.quantized import Fp8Experts, Fp8Matrix, Int4Matrix, Quantized, StoredMatrix
+from engine.weights import Cut, WeightSource
+
+_PROJECTION = r"(?:mlp\.|shared_expert\.|experts\.\d+\.)"
+_CUTS = {
+    r"self_attn\.[qkv]_proj\.(weight|bias)|lm_head\.weight|self_attn\.sinks": 0,
+    rf"{_PROJECTION}(gate|up)_proj\.weight": 0,
+    rf"self_attn\.o_proj\.weight|{_PROJECTION}down_proj\.weight": 1,
+    # All experts of a layer in one tensor, transposed or not. gpt-oss has gate and up in turn, so that a slice of both
+    # is one slice.
+    r"experts\.down_proj|experts\.gate_up_proj_(bias|blocks|scales)": 1,
+    r"experts\.gate_up_proj|experts\.down_proj_(blocks|scales)": 2,
+}
+"""The dimension along which a tensor is cut, by the end of its name."""
+_ADDED_ONCE = r"self_attn\.o_proj\.bias|experts\.down_proj_bias"
+"""What is added to a sum over the group."""
+
+
+@dataclass(frozen=True)
+class Shard:
+    """Which of how many parts of a model; the first of them is the one that draws tokens."""
+
+    rank: int = 0
+    size: int = 1
+
+
+WHOLE = Shard()
+
+
+def shard_config(config: ModelConfig, shard: Shard) -> ModelConfig:
+    """The model that one of the group computes; its vocabulary is the whole one. Raises ConfigError for what can't be
+    shared equally.
+    """
+    if shard.size == 1:
+        return config
+    experts = config.experts
+    counts = {
+        "attention heads": config.num_heads,
+        "KV heads": config.num_kv_heads,
+        "columns in an MLP": config.intermediate_size,
+        "columns in an expert": experts.intermediate_size if experts else 0,
+        "tokens in its vocabulary": config.vocab_size,
+    }
+    for what, count in counts.items():
+        if count % shard.size:
+            raise ConfigError(
+                f"tensor_parallel is {shard.size}; this model has {count} {what}: set a number that divides them"
+            )
+    return replace(
+        config,
+        num_heads=config.num_heads // shard.size,
+        num_kv_heads=config.num_kv_heads // shard.size,
+        intermediate_size=config.intermediate_size // shard.size,
+        experts=replace(experts, intermediate_size=experts.intermediate_size // shard.size) if experts else None,
+    )
+
+
+class ShardedWeights:
+    """One part of a checkpoint, as a checkpoint of its own: engine.weights.WeightSource."""
+
+    def __init__(self, source: WeightSource, config: ModelConfig, shard: Shard) -> None:
+        self._source, self._shard, self.interleaved = source, shard, source.interleaved
+        # Llama 4 has an expert's gate before its up, in one tensor of all experts.
+        self._num_halves = 2 if config.experts is not None and config.experts.as_llama4 else 1
+        quantized = source.quantized
+        self.quantized: Quantized | None = None if quantized is None else ShardedMatrices(quantized, shard)
+
+    def tensor(self, name: str, cut: Cut | None = None) -> Tensor:
+        assert cut is None, "a part is not cut again"
+        tensor = self._source.tensor(name, _cut(name, self._shard, self._num_halves))
+        if self._shard.rank > 0 and _ends(_ADDED_ONCE, name):
+            return torch.zeros_like(tensor)
+        return tensor
+
+
+class ShardedMatrices:
+    """engine.quantized.Quantized, each matrix cut as its plain one would be."""
+
+    def __init__(self, quantized: Quantized, shard: Shard) -> None:
+        self._quantized, self._shard = quantized, shard
+
+    @property
+    def quantization(self) -> Quantization:
+        return self._quantized.quantization
+
+    def matrix(self, module: str) -> StoredMatrix | None:
+        """Raises ConfigError where a scale would belong to two parts."""
+        matrix, cut = self._quantized.matrix(module), _cut(f"{module}.weight", self._shard)
+        if matrix is None or cut is None:
+            return matrix
+        return _fp8(matrix, cut, module) if isinstance(matrix, Fp8Matrix) else _int4(matrix, cut, module)
+
+    def has_weight(self, module: str) -> bool:
+        return self._quantized.has_weight(module)
+
+    def experts(self, name: str) -> Fp8Experts | None:
+        """Llama 4's, whose gate comes before its up."""
+        experts, cut = self._quantized.experts(name), _cut(name, self._shard, num_halves=2)
+        if experts is None or cut is None:
+            return experts
+        weight = cut.of(experts.weight.view(torch.uint8)).view(experts.weight.dtype)
+        return Fp8Experts(weight, cut.along(1).of(experts.scale) if cut.dim == 2 else experts.scale)
+
+    def kv_scale(self, prefix: str, name: str) -> float | None:
+        return self._quantized.kv_scale(prefix, name)
+
+
+def _cut(name: str, shard: Shard, num_halves: int = 1) -> Cut | None:
+    """`num_halves`: how many matrices lie side by side in a tensor of all experts' gates and ups."""
+    dim = next((dim for pattern, dim in _CUTS.items() if _ends(pattern, name)), None)
+    if dim is None:
+        return None
+    return Cut(dim, shard.rank, shard.size, num_halves if name.endswith("experts.gate_up_proj") else 1)
+
+
+def _fp8(matrix: Fp8Matrix, cut: Cut, module: str) -> Fp8Matrix:
+    scale = matrix.scale
+    if matrix.is_blocks:
+        _require(matrix, cut, BLOCK, module)
+        scale = cut.of(scale)
+    elif cut.dim == 0:
+        scale = cut.of(scale)
+    weight = cut.of(matrix.weight.view(torch.uint8)).view(matrix.weight.dtype)
+    return replace(matrix, weight=weight, scale=scale)
+
+
+def _int4(matrix: Int4Matrix, cut: Cut, module: str) -> Int4Matrix:
+    if cut.dim == 0:
+        return replace(matrix, codes=cut.of(matrix.codes), scale=cut.of(matrix.scale), zero=cut.of(matrix.zero))
+    part = replace(matrix, codes=cut.of(matrix.codes), groups=cut.along(0).of(matrix.groups))
+    num_groups, is_in_order = matrix.scale.shape[1], bool((matrix.groups.diff() >= 0).all())
+    if num_groups == 1 or not is_in_order:  # as GPTQ's desc_act leaves them: any column may be of any group
+        return part
+    _require(matrix, cut, matrix.shape[1] // num_groups, module)
+    scale, zero = cut.of(matrix.scale), cut.of(matrix.zero)
+    return replace(part, scale=scale, zero=zero, groups=part.groups - part.groups[0])
+
+
+def _require(matrix: StoredMatrix, cut: Cut, step: int, module: str) -> None:
+    if matrix.shape[cut.dim] % (cut.count * step):
+        raise ConfigError(
+            f"tensor_parallel is {cut.count}; '{module}' is {list(matrix.shape)} with a scale for each {step}: "
+            "its parts would share scales"
+        )
+
+
+def _ends(pattern: str, name: str) -> bool:
+    return re.search(rf"(?:^|\.)(?:{pattern})$", name) is not None

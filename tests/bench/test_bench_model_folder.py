@@ -1,0 +1,42 @@
+"""The model that a serving benchmark writes: opened as any other folder, computed, and every token a text."""
+
+from pathlib import Path
+
+import torch
+
+from bench.model_folder import LAYERS_A_FILE, TINY, tensor_names, wide_tokenizer, write_folder
+from bench.random_model import LLAMA_8B
+from checkpoint import open_checkpoint
+from contracts.ids import RequestId
+from contracts.sampling import SamplingParams
+from engine.load import load_engine
+from engine.messages import EngineRequest, EngineSettings
+
+
+def test_a_folder_is_opened_and_answers(tmp_path: Path):
+    write_folder(tmp_path, TINY, torch.device("cpu"))
+    assert open_checkpoint(str(tmp_path)).config == TINY
+    settings = EngineSettings(model=str(tmp_path), kv_cache_nbytes=8 << 20, max_num_seqs=2, cache_dir=tmp_path)
+    engine = load_engine(settings)
+    sampling = SamplingParams(max_tokens=4, seed=0, temperature=0.0, ignore_eos=True)
+    engine.submit(EngineRequest(RequestId("a"), [300, 301, 302], sampling))
+    tokens = []
+    while engine.has_work():
+        tokens += [sampled.token.token_id for sampled in engine.step().sampled]
+    assert len(tokens) == 4
+
+
+def test_every_tensor_of_llama_8b_is_in_one_file():
+    files = tensor_names(LLAMA_8B)
+    names = [name for file in files for name in file]
+    assert len(files) == 1 + LLAMA_8B.num_layers // LAYERS_A_FILE
+    assert len(names) == len(set(names)) == 3 + 9 * LLAMA_8B.num_layers
+    assert "model.layers.31.mlp.down_proj.weight" in files[-1]
+
+
+def test_every_token_but_bytes_is_a_word_of_its_own():
+    tokenizer = wide_tokenizer(LLAMA_8B.vocab_size)
+    assert tokenizer.get_vocab_size() == LLAMA_8B.vocab_size
+    words = [tokenizer.decode([index]) for index in range(256, LLAMA_8B.vocab_size, 97)]
+    assert len(words) == len(set(words)) and all(word.strip().isalpha() for word in words)
+    assert tokenizer.decode(tokenizer.encode("Fire on hilltops.").ids) == "Fire on hilltops."

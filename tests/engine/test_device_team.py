@@ -1,0 +1,275 @@
+"""A model on several GPUs, a process each: on the reference kernels, and where there are two GPUs on those too."""
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from device_engines import FUSIBLE, hand_over
+from driving import answers, drain, greedy, random_prompts, request, settings, tokens_of
+from msgspec import structs
+from quantized_models import LAYOUTS, save_quantized
+from tiny_models import VOCAB, save_tiny
+
+from checkpoint import open_checkpoint
+from contracts.errors import ConfigError
+from engine.cuda.load import load_device_engine
+from engine.cuda.team import hold_store, open_store
+from engine.shards import Shard, ShardedWeights, shard_config
+from engine.weights import open_weights
+
+LENGTHS = (1, 63, 65, 150)
+PROMPTS = random_prompts(VOCAB, (9, 64, 100))
+DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() and torch.cuda.device_count() > 1 else [])]
+
+
+@pytest.fixture(autouse=True)
+def _loopback(monkeypatch):
+    """Where gloo is to listen; it would ask for the address of the host's name."""
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+
+
+@pytest.fixture(params=DEVICES)
+def device(request):
+    return torch.device(request.param, 0) if request.param == "cuda" else torch.device("cpu")
+
+
+@contextmanager
+def engine_on(device, folder, num_gpus, dtype="float32", **changes):
+    chosen = settings(model=str(folder), dtype=dtype, tensor_parallel=num_gpus, max_num_seqs=16, **changes)
+    torch.set_num_threads(1)
+    engine = load_device_engine(chosen, open_checkpoint(str(folder)), lambda *_: None, device=device)
+    try:
+        yield engine
+    finally:
+        engine.close()
+
+
+def test_greedy_answers_equal_transformers(family, device):
+    """Chunked, beside each other, and with prefix hits."""
+    folder, prompts, expected = family
+    with engine_on(device, folder, 2, max_batched_tokens=100) as engine:
+        assert answers(engine, prompts, greedy()) == expected
+        assert answers(engine, prompts, greedy()) == expected
+        assert engine.stats().prefix_hit_tokens > 0
+
+
+def test_four_gpus_answer_as_one(tmp_path, device):
+    if device.type == "cuda" and torch.cuda.device_count() < 4:
+        pytest.skip("needs four GPUs")
+    save_tiny(tmp_path, "qwen3", num_attention_heads=8, num_key_value_heads=4)
+    with engine_on(device, tmp_path, 1) as engine:
+        expected = answers(engine, PROMPTS, greedy())
+    with engine_on(device, tmp_path, 4) as engine:
+        assert answers(engine, PROMPTS, greedy()) == expected
+
+
+def test_what_the_first_one_alone_decides_reaches_all(tmp_path, device):
+    """Penalties, forbidden words, chance and scores are one host's; a wrong token in one GPU's cache would change what
+    follows.
+    """
+    save_tiny(tmp_path, "llama")
+    adjusted = greedy(24, repetition_penalty=1.5, logit_bias={7: 5.0}, logprobs=2, prompt_logprobs=2)
+    drawn = greedy(24, temperature=0.8, seed=3)
+    told = []
+    for num_gpus in (1, 2):
+        with engine_on(device, tmp_path, num_gpus) as engine:
+            for name, params in (("adjusted", adjusted), ("drawn", drawn), ("plain", greedy(24))):
+                engine.submit(request(name, PROMPTS[1], params))
+            outputs = drain(engine)
+        sampled = [(s.request_id, s.token.token_id) for output in outputs for s in output.sampled]
+        scored = [token for output in outputs for item in output.scored for token in item.tokens]
+        told.append((sorted(sampled), [token.rank for token in scored]))
+    assert told[0] == told[1]
+
+
+@pytest.mark.parametrize(("dtype", "bound"), [("bfloat16", 0.04), ("float8", 0.3), ("float8-head", 0.3)])
+def test_rounded_formats_stay_near_float32(tmp_path, device, dtype, bound):
+    """As the same formats do on one GPU: tests of the device engine. The fused step, too."""
+    save_tiny(tmp_path, "llama", **FUSIBLE)
+    found = {}
+    for number_format, num_gpus in (("float32", 1), (dtype, 2)):
+        with engine_on(device, tmp_path, num_gpus, number_format) as engine:
+            found[number_format] = _logprobs(engine)
+    error = float((found[dtype] - found["float32"]).norm() / found["float32"].norm())
+    assert 1e-5 < error < bound
+
+
+def _logprobs(engine):
+    """Of every token as the first of an answer, and as its second, third, .. where the token before is forced."""
+    forced = greedy(4, logprobs=VOCAB, logit_bias={5: 100.0})
+    for index, prompt in enumerate(PROMPTS):
+        engine.submit(request(str(index), prompt, forced))
+    tokens = [s.token for output in drain(engine) for s in output.sampled]
+    assert {token.token_id for token in tokens} == {5}
+    tops = [dict(token.top_logprobs or ()) for token in tokens]
+    return torch.tensor([[top[i] for i in range(VOCAB)] for top in tops])
+
+
+def test_members_find_each_other_where_no_other_machine_looks():
+    store = hold_store(2)
+    addresses = {line.split()[1] for line in Path("/proc/net/tcp").read_text().splitlines()[1:]}
+    assert {a for a in addresses if a.endswith(f":{store.port:04X}")} == {f"0100007F:{store.port:04X}"}  # 127.0.0.1
+    open_store(2, store.port).set("name", "told")
+    assert store.get("name") == b"told"
+    ports = [line.split()[1].rpartition(":")[2] for line in Path("/proc/net/tcp6").read_text().splitlines()[1:]]
+    assert f"{store.port:04X}" not in ports
+
+
+def test_a_model_that_can_not_be_shared_is_refused_by_name(tmp_path):
+    save_tiny(tmp_path, "llama")
+    checkpoint = open_checkpoint(str(tmp_path))
+    num_heads = checkpoint.config.num_kv_heads
+    with pytest.raises(ConfigError, match=r"tensor_parallel is 16; this model has .* heads.*divides? them"):
+        shard_config(checkpoint.config, Shard(0, 16))
+    assert shard_config(checkpoint.config, Shard(0, num_heads)).num_kv_heads == 1
+
+
+@pytest.mark.parametrize("name", sorted(LAYOUTS))
+def test_parts_of_a_quantized_matrix_are_parts_of_what_it_stands_for(tmp_path, name):
+    save_quantized(tmp_path, LAYOUTS[name], hidden_size=512, intermediate_size=1024, num_attention_heads=16)
+    checkpoint = open_checkpoint(str(tmp_path))
+    source = open_weights(checkpoint, torch.device("cpu"))
+    parts = [ShardedWeights(source, checkpoint.config, Shard(rank, 2)) for rank in range(2)]
+    for module, dim in (("self_attn.q_proj", 0), ("self_attn.o_proj", 1), ("mlp.up_proj", 0), ("mlp.down_proj", 1)):
+        module = f"model.layers.1.{module}"
+        whole = source.tensor(f"{module}.weight")
+        stored = [part.quantized.matrix(module) for part in parts if part.quantized]
+        assert torch.equal(torch.cat([matrix.dense() for matrix in stored if matrix], dim), whole)
+        assert torch.equal(torch.cat([part.tensor(f"{module}.weight") for part in parts], dim), whole)
+
+
+STARTED = """
+    import os, sys, torch
+    sys.path[:0] = {paths!r}
+    from pathlib import Path
+    from driving import greedy, request, settings
+    from checkpoint import open_checkpoint
+    from engine.cuda.load import load_device_engine
+
+    chosen = settings(model={folder!r}, dtype="float32", tensor_parallel=2, **{changes!r})
+    engine = load_device_engine(chosen, open_checkpoint(chosen.model), lambda *_: None, device=torch.device("cpu"))
+    engine.submit(request("a", [5, 6, 7], greedy(400)))
+    engine.step()
+    print("ready", flush=True)
+    {then}
+"""
+
+
+def _started(folder, then, **changes):
+    code = textwrap.dedent(STARTED).format(
+        paths=[str(Path(__file__).parent), os.getcwd()], folder=str(folder), changes=changes, then=then
+    )
+    return subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def _running(folder):
+    """One that computes without end, and its follower's process id."""
+    process = _started(folder, "while True: engine.step()")
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    (follower,) = _children(process.pid)
+    return process, follower
+
+
+def _children(pid):
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+@pytest.mark.timeout(120)
+def test_a_team_dies_together(tmp_path):
+    """Killed while both compute: the first one's GPU would wait for the other's for good. (Gloo sees it, too.)"""
+    save_tiny(tmp_path, "llama")
+    process, follower = _running(tmp_path)
+    os.kill(follower, signal.SIGKILL)
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert "the process of GPU 1 of this worker ended: exit status -9" in said or "TeamFailed" in said
+
+
+@pytest.mark.timeout(120)
+def test_a_batch_that_one_could_not_launch_is_the_last(tmp_path):
+    """Tried again piece by piece, as one GPU does, sums would be of different batches: wrong tokens."""
+    save_tiny(tmp_path, "llama")
+    process = _started(tmp_path, f"exec({_OUT_OF_MEMORY!r})")
+    out, said = process.communicate(timeout=60)
+    assert (process.returncode, out) == (1, "ready\n")
+    assert "TeamFailed: this member of a team could not launch a batch: none left" in said
+
+
+_OUT_OF_MEMORY = """
+def out_of_memory(*_):
+    raise torch.OutOfMemoryError("none left")
+engine.runner.launcher.launch = out_of_memory
+engine.step()
+engine.step()
+print("goes on")
+"""
+
+
+@pytest.mark.timeout(120)
+def test_nobody_is_left_behind(tmp_path):
+    save_tiny(tmp_path, "llama")
+    process, follower = _running(tmp_path)
+    process.kill()
+    process.communicate()
+    _wait_until_gone(follower)
+
+
+def _wait_until_gone(pid):
+    for _ in range(600):
+        stat = Path(f"/proc/{pid}/stat")
+        if not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] == "Z":
+            return
+        signal.sigtimedwait([], 0.05)
+    pytest.fail(f"process {pid} lives on")
+
+
+@pytest.mark.timeout(120)
+def test_a_follower_that_can_not_load_says_why(tmp_path, monkeypatch):
+    save_tiny(tmp_path, "llama")
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path / 'broken'}:{os.getcwd()}")
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / "sitecustomize.py").write_text(
+        "import sys\nif 'engine.cuda.follower' in ' '.join(sys.orig_argv):\n"
+        "    import checkpoint\n    from contracts.errors import ConfigError\n"
+        "    def refuse(*_, **__): raise ConfigError('no such folder on this disk')\n"
+        "    checkpoint.open_checkpoint = refuse\n"
+    )
+    process = _started(tmp_path, "pass")
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert "the process of GPU 1 of this worker ended: no such folder on this disk" in said
+
+
+@pytest.mark.parametrize("sizes", [(1, 2), (2, 1)])
+@pytest.mark.parametrize("dtype", ["float32", "float8"])
+def test_workers_of_other_numbers_of_gpus_hand_over_to_each_other(tmp_path, device, dtype, sizes):
+    """Pages are cut by heads on their way. In FP8 both write by the same scales, or none could read the other's."""
+    save_tiny(tmp_path, "llama", **FUSIBLE)
+    changes = {"max_batched_tokens": 128}
+    with (
+        engine_on(device, tmp_path, sizes[0], dtype, **changes) as source,
+        engine_on(device, tmp_path, sizes[1], dtype, **changes) as target,
+    ):
+        assert structs.replace(source.layout, tp_size=target.layout.tp_size) == target.layout
+        for engine, sends in ((source, True), (target, False)):
+            engine.transfer_pool.agreed(2, sends)
+        for index, prompt in enumerate([*PROMPTS, PROMPTS[2]]):
+            handed = hand_over(source, target, str(index), prompt)
+            with_prefix = answers_of(target, f"again-{index}", prompt)
+            if dtype == "float32":
+                assert handed == with_prefix == answers_of(source, f"alone-{index}", prompt)
+        for engine in (source, target):
+            engine.check()
+            assert engine.stats().free_tokens == engine.capacity_tokens
+
+
+def answers_of(engine, name, prompt):
+    engine.submit(request(name, prompt, greedy(8)))
+    return tokens_of(drain(engine), name)

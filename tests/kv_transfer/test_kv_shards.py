@@ -1,0 +1,228 @@
+"""Pools that lie on several devices of a group: pages arrive whole, whatever the shards of the two sides are."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+
+from contracts.errors import TransferError
+from contracts.handoff import Commit, Offer
+from contracts.ids import BlockId, Epoch, RequestId
+from contracts.layout import KVLayout
+from engine.cuda.parts import spans
+from kv_transfer import conversion
+from kv_transfer.events import ChunkBad, ChunkLanded, PeerLost
+from kv_transfer.frames import Terms
+from kv_transfer.node import TransferNode
+from kv_transfer.pool import PagePool
+from kv_transfer.settings import TransferSettings
+from tests.kv_transfer.kv_device import DEVICE
+from tests.kv_transfer.kv_pair import Peer, fin, offer_and_grant, pages_equal, send
+
+Make = Callable[..., Peer]
+
+pytestmark = pytest.mark.skipif(DEVICE.type != "cpu", reason="a process can't open its own GPU memory")
+
+LAYOUT = KVLayout(model="m", num_layers=2, num_kv_heads=4, head_dim=8, block_size=4, dtype="float32")
+SIZES = [(prefill, decode) for prefill in (1, 2, 4) for decode in (1, 2, 4)]
+UNEQUAL = [(1, 2), (4, 1), (2, 4), (2, 2)]
+PAGES, GRANTED = [3, 4, 5, 9, 10, 11, 0, 63], [5, 9, 1, 2, 60, 61, 7, 8]
+
+
+def sharded(tp_size: int, layout: KVLayout = LAYOUT) -> KVLayout:
+    return msgspec.structs.replace(layout, tp_size=tp_size)
+
+
+@pytest.fixture
+def make_pair(make_peer: Make, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Peer, Peer]]:
+    monkeypatch.setenv("KV_TEST_POOL", "device")
+
+    def make(sizes: tuple[int, int], transport: str, **settings: object) -> tuple[Peer, Peer]:
+        names = zip(("prefill", "decode-1"), sizes, strict=True)
+        one, two = (make_peer(name, layout=sharded(size), transport=transport, **settings) for name, size in names)
+        return one, two
+
+    return make
+
+
+@pytest.mark.parametrize("transport", ["nvlink", "shm", "tcp"])
+@pytest.mark.parametrize("sizes", SIZES)
+def test_pages_are_whole_whatever_the_shards(make_pair, sizes: tuple[int, int], transport: str) -> None:
+    prefill, decode = make_pair(sizes, transport, slot_nbytes=700)  # messages begin in the middle of a part
+    others = [page for page in range(64) if page not in GRANTED]
+    before = decode.pool[:, others].copy()
+    offer_and_grant(prefill, decode, "r", 30, GRANTED)
+    send(prefill, decode, "r", 0, 0, 16, PAGES[:4])
+    send(prefill, decode, "r", 1, 16, 14, PAGES[4:])
+    prefill.node.finish(decode.name, fin("r", 2))
+    nbytes = sum(decode.wait(ChunkLanded).header.nbytes for _ in range(2))
+    assert nbytes == 8 * LAYOUT.block_nbytes
+    decode.node.commit(prefill.name, Commit(RequestId("r"), Epoch(1), 2, nbytes))
+    prefill.message(Commit, "r")
+    assert pages_equal(prefill, PAGES, decode, GRANTED)
+    assert np.array_equal(decode.pool[:, others], before)
+    assert decode.node.stats()[0].num_bad == 0
+
+
+def test_a_shard_of_a_finer_pool_is_a_part_of_the_coarser_ones_page(make_pair) -> None:
+    """By the heads: page `[kv_heads, block, head_dim]`."""
+    prefill, decode = make_pair((1, 4), "nvlink")
+    offer_and_grant(prefill, decode, "r", 4, [7])
+    send(prefill, decode, "r", 0, 0, 4, [3])
+    decode.wait(ChunkLanded)
+    assert decode.device is not None
+    by_head = prefill.pool[:, 3].reshape(LAYOUT.num_planes, LAYOUT.num_kv_heads, -1)
+    for head, shard in enumerate(decode.device._shards):
+        assert np.array_equal(shard[:, 7].numpy(), by_head[:, head])
+
+
+@pytest.mark.parametrize("sizes", UNEQUAL)
+def test_a_byte_that_changes_in_any_shard_is_found(make_pair, sizes: tuple[int, int]) -> None:
+    """After the sums were made, where the chunk was computed."""
+    prefill, decode = make_pair(sizes, "nvlink")
+    assert prefill.device is not None
+    offer_and_grant(prefill, decode, "r", 8, [5, 9])
+    blocks = [BlockId(1), BlockId(2)]
+    sums = prefill.checksums(blocks)
+    chunk = decode.name, RequestId("r"), Epoch(1), 0, 0, 8, blocks
+    for shard in prefill.device._shards:
+        for at in (0, shard.shape[2] - 1):
+            shard[3, 2, at] ^= 1
+            prefill.node.send_chunk(*chunk, sums)
+            assert decode.wait(ChunkBad).reason == "checksum differs"
+            shard[3, 2, at] ^= 1
+    prefill.node.send_chunk(*chunk, sums)
+    decode.wait(ChunkLanded)
+    assert pages_equal(prefill, [1, 2], decode, [5, 9])
+
+
+@pytest.mark.parametrize("sizes", SIZES)
+def test_sums_made_before_the_peer_was_known_do(make_pair, sizes: tuple[int, int]) -> None:
+    prefill, decode = make_pair(sizes, "nvlink")
+    blocks = [BlockId(1), BlockId(2)]
+    sums = prefill.checksums(blocks)
+    assert sums is not None and sums.shape == (2, sizes[0] * LAYOUT.num_planes)
+    offer_and_grant(prefill, decode, "r", 8, [5, 9])
+    prefill.node.send_chunk(decode.name, RequestId("r"), Epoch(1), 0, 0, 8, blocks, sums)
+    decode.wait(ChunkLanded)
+    assert pages_equal(prefill, [1, 2], decode, [5, 9])
+
+
+def test_one_prefill_serves_peers_of_several_sizes(make_pair, make_peer: Make) -> None:
+    prefill, decode = make_pair((1, 2), "nvlink")
+    finer, equal = (make_peer(f"decode-{size}0", layout=sharded(size), transport="nvlink") for size in (4, 1))
+    for peer in (decode, finer, equal, decode):
+        request_id = f"r{len(peer.node.stats())}-{peer.name}"
+        offer_and_grant(prefill, peer, request_id, 8, [5, 9])
+        send(prefill, peer, request_id, 0, 0, 8, [1, 2])
+        peer.wait(ChunkLanded)
+        peer.node.commit(prefill.name, Commit(RequestId(request_id), Epoch(1), 1, 0))
+        assert pages_equal(prefill, [1, 2], peer, [5, 9])
+    sums = prefill.checksums([BlockId(1)])
+    assert sums is not None and sums.shape == (1, (1 + 2 + 4) * LAYOUT.num_planes)
+
+
+@pytest.mark.parametrize("sizes", UNEQUAL)
+def test_what_was_coming_lands_in_every_shard(make_pair, sizes: tuple[int, int]) -> None:
+    prefill, decode = make_pair(sizes, "nvlink")
+    offer_and_grant(prefill, decode, "r", 8, [5, 9])
+    prefill.node.coming(decode.name, RequestId("r"), Epoch(1), 0, 8, [BlockId(1), BlockId(2)], 3)
+    prefill.node.launched(is_all=True)
+    send(prefill, decode, "r", 0, 0, 8, [1, 2])
+    decode.wait(ChunkLanded)
+    assert pages_equal(prefill, [1, 2], decode, [5, 9])
+
+
+@pytest.mark.parametrize("sizes", [(2, 3), (3, 2)])
+def test_shards_that_do_not_divide_are_refused_by_name(make_peer: Make, sizes: tuple[int, int], monkeypatch) -> None:
+    monkeypatch.setenv("KV_TEST_POOL", "device")
+    six = msgspec.structs.replace(LAYOUT, num_kv_heads=6)
+    prefill, decode = (
+        make_peer(name, layout=sharded(size, six), transport="tcp")
+        for name, size in zip(("prefill", "decode"), sizes, strict=True)
+    )
+    prefill.node.offer(decode.ref, Offer(RequestId("r"), Epoch(1), 8, prefill.layout.layout_id))
+    lost = prefill.wait(PeerLost)
+    assert lost.code == "layout_mismatch" and "'tp_size'" in lost.error
+
+
+def test_a_hosts_pool_has_one_shard() -> None:
+    pages = np.zeros((LAYOUT.num_planes, 4, sharded(2).page_nbytes), dtype=np.uint8)
+    with pytest.raises(ValueError, match="2 shards"):
+        PagePool(pages, sharded(2))
+
+
+@pytest.mark.parametrize(("num_shards", "num_parts"), [(2, 3), (4, 2), (3, 4)])
+def test_what_cannot_be_cut_is_refused(num_shards: int, num_parts: int) -> None:
+    with pytest.raises(TransferError, match="can't be cut"):
+        spans(num_shards, 96, num_parts)
+
+
+def test_parts_are_in_the_order_of_the_heads() -> None:
+    assert spans(2, 100, 4) == [(0, 0, 50), (0, 50, 50), (1, 0, 50), (1, 50, 50)]
+    assert spans(1, 100, 1) == [(0, 0, 100)]
+
+
+NARROW = msgspec.structs.replace(LAYOUT, dtype="float8_e4m3fn", scales="layer-x")
+WIDE = msgspec.structs.replace(LAYOUT, dtype="bfloat16")
+SCALES = [0.5] * LAYOUT.num_planes
+
+
+def terms(
+    layout: KVLayout, transport: str = "auto", memory: str = "cuda", scales=(), available: str = "ucx tcp"
+) -> Terms:
+    return Terms(layout, 64, transport, available.split(), "a", True, memory, list(scales))
+
+
+@pytest.mark.parametrize(
+    ("receiver", "taken"),
+    [
+        (terms(LAYOUT, memory="host"), [LAYOUT]),
+        (terms(LAYOUT), [sharded(1), sharded(2), sharded(4)]),
+        (terms(sharded(2)), [sharded(2), sharded(1), sharded(4)]),
+        (terms(sharded(3, msgspec.structs.replace(LAYOUT, num_kv_heads=3))), None),
+        (terms(NARROW), [sharded(size, NARROW) for size in (1, 2, 4)]),
+        (
+            terms(NARROW, scales=SCALES),
+            [*(sharded(size, NARROW) for size in (1, 2, 4)), *(sharded(size, WIDE) for size in (1, 2, 4))],
+        ),
+        (terms(NARROW, "tcp", scales=SCALES), [sharded(size, NARROW) for size in (1, 2, 4)]),
+        (terms(NARROW, scales=SCALES, available="tcp"), [sharded(size, NARROW) for size in (1, 2, 4)]),
+        (terms(NARROW, scales=[*SCALES[1:], float("nan")]), [sharded(size, NARROW) for size in (1, 2, 4)]),
+    ],
+)
+def test_what_a_worker_says_it_takes(receiver: Terms, taken: list[KVLayout] | None) -> None:
+    own = receiver.layout
+    expected = taken or [own, msgspec.structs.replace(own, tp_size=1)]
+    assert conversion.takes(receiver) == expected
+
+
+def test_a_node_says_what_it_takes(make_pair) -> None:
+    _, decode = make_pair((1, 2), "tcp")
+    assert decode.node.takes == [sharded(size).layout_id for size in (2, 1, 4)]
+    pages = np.zeros((LAYOUT.num_planes, 4, LAYOUT.page_nbytes), dtype=np.uint8)
+    settings = TransferSettings(secret=b"s", transport="tcp")
+    node = TransferNode(settings, decode.name, decode.incarnation, LAYOUT, pages, lambda: None)
+    assert node.takes == [LAYOUT.layout_id]
+    node.close()
+
+
+@pytest.mark.timeout(300)
+def test_a_peer_that_dies_in_mid_transfer_changes_no_page_of_any_shard() -> None:
+    """The suite of deaths, over nvlink; by ucx, and the other way round, see test_kv_ucx."""
+    environment = {"KV_TEST_POOL": "device", "KV_TEST_PREFILL_TP": "1", "KV_TEST_DECODE_TP": "2"}
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/kv_transfer/test_kv_death.py"]
+    result = subprocess.run(
+        command,
+        cwd=Path(__file__).parents[2],
+        env=os.environ | environment | {"KV_TEST_TRANSPORTS": "nvlink"},
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+    assert result.returncode == 0 and " passed" in result.stdout, result.stdout[-4000:] + result.stderr[-4000:]
