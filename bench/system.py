@@ -9,7 +9,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from tempfile import TemporaryFile
@@ -33,13 +33,17 @@ class System:
     def workers(self) -> list[dict]:
         return [node for node in self.nodes() if node["role"] in ("prefill", "decode", "mixed")]
 
+    def is_up(self) -> bool:
+        """Whether all of it is. The gateway is ready as soon as one pair is, however many workers were asked for."""
+        return is_ready(self.url) and all(node["state"] == "ready" for node in self.nodes())
+
     def model(self) -> str:
         return get_json(f"{self.url}/v1/models")["data"][0]["id"]
 
 
 @contextmanager
 def running(*flags: str, **environment: str) -> Iterator[System]:
-    """Start `tandem up FLAGS` and yield once it is ready. `environment` is added to ours: settings of the services.
+    """Start `tandem up FLAGS` and yield once all of it is up. `environment` is added to ours: settings of the services.
 
     Raises RuntimeError with its last words if it does not come up.
     """
@@ -48,21 +52,22 @@ def running(*flags: str, **environment: str) -> Iterator[System]:
     with TemporaryFile("w+") as output:
         process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=os.environ | environment)
         try:
-            if reason := wait_ready(process, f"http://127.0.0.1:{port}", START_TIMEOUT_S):
+            system = System(f"http://127.0.0.1:{port}", port, process.pid)
+            if reason := wait_up(process, system.is_up, START_TIMEOUT_S):
                 output.seek(0)
                 raise RuntimeError(f"{reason}:\n{output.read()}")
-            yield System(f"http://127.0.0.1:{port}", port, process.pid)
+            yield system
         finally:
             stop(process)
 
 
-def wait_ready(process: subprocess.Popen, url: str, timeout_s: float) -> str:
-    """Empty once the gateway is ready, else why it will not be."""
+def wait_up(process: subprocess.Popen, is_up: Callable[[], bool], timeout_s: float) -> str:
+    """Empty once it is up, else why it will not be."""
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
         if process.poll() is not None:
             return f"tandem up ended with code {process.returncode}"
-        if is_ready(url):
+        if is_up():
             return ""
         time.sleep(0.2)
     return f"not ready after {timeout_s:.0f} s"

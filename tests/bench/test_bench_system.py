@@ -1,18 +1,21 @@
 """A system started for a measurement: it ends with it, and a start that fails says why."""
 
 import http.server
+import json
+import os
 import signal
 import socket
 import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 
 import pytest
 
 from bench import system
-from bench.system import free_port, is_ready, running, stop, wait_ready
+from bench.system import System, free_port, is_ready, running, stop, wait_up
+from tandem.ps import identify
 
 IGNORES_SIGINT = "import signal, time; signal.signal(2, signal.SIG_IGN); print('up', flush=True); time.sleep(600)"
 
@@ -24,6 +27,12 @@ def python() -> Iterator[Callable[[str], subprocess.Popen]]:
         yield lambda code: stack.enter_context(subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE))
 
 
+def unused() -> System:
+    """One at whose port nobody listens."""
+    port = free_port()
+    return System(f"http://127.0.0.1:{port}", port, pid=0)
+
+
 def test_a_free_port_is_free():
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", free_port()))
@@ -31,13 +40,13 @@ def test_a_free_port_is_free():
 
 def test_a_process_that_ends_is_not_waited_for(python):
     process = python("raise SystemExit(3)")
-    assert wait_ready(process, f"http://127.0.0.1:{free_port()}", 60) == "tandem up ended with code 3"
+    assert wait_up(process, unused().is_up, 60) == "tandem up ended with code 3"
 
 
 def test_a_process_that_never_serves_is_given_up(python):
     process = python("import signal, time; signal.signal(signal.SIGINT, signal.SIG_DFL); time.sleep(600)")
     try:
-        assert wait_ready(process, f"http://127.0.0.1:{free_port()}", 0.3) == "not ready after 0 s"
+        assert wait_up(process, unused().is_up, 0.3) == "not ready after 0 s"
     finally:
         stop(process)
     assert process.returncode == -signal.SIGINT
@@ -51,8 +60,10 @@ def test_a_process_that_ignores_ctrl_c_is_killed(python, monkeypatch):
     assert process.returncode == -signal.SIGKILL
 
 
-@pytest.mark.parametrize(("status", "expected"), [(200, True), (503, False)])
-def test_ready_is_what_the_gateway_says(status, expected):
+@contextmanager
+def gateway(status: int) -> Iterator[int]:
+    """The port of one that answers everything with `status`."""
+
     class Answer(http.server.BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             self.send_response(status)
@@ -64,10 +75,29 @@ def test_ready_is_what_the_gateway_says(status, expected):
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
         try:
-            assert is_ready(f"http://127.0.0.1:{server.server_port}") is expected
+            yield server.server_port
         finally:
             server.shutdown()
             thread.join()
+
+
+@pytest.mark.parametrize(("status", "expected"), [(200, True), (503, False)])
+def test_ready_is_what_the_gateway_says(status, expected):
+    with gateway(status) as port:
+        assert is_ready(f"http://127.0.0.1:{port}") is expected
+
+
+@pytest.mark.parametrize(("late", "expected"), [("starting", False), ("ready", True)])
+def test_a_system_is_up_once_its_last_worker_is(tmp_path, monkeypatch, late, expected):
+    """Ready it is before: the gateway serves by the first pair that there is."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    with gateway(200) as port:
+        rows = [{"role": "decode", "id": state, "url": None, "state": state} for state in ("ready", late)]
+        folder = tmp_path / "tandem" / str(port)
+        folder.mkdir(parents=True)
+        state = {"port": port, "supervisor": identify(os.getpid()), "processes": rows}
+        (folder / "state.json").write_text(json.dumps(state))
+        assert System(f"http://127.0.0.1:{port}", port, os.getpid()).is_up() is expected
 
 
 def test_a_system_that_does_not_start_says_its_last_words():
