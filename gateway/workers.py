@@ -20,6 +20,8 @@ from gateway.placement import Placement
 log = logging.getLogger(__name__)
 
 POLL_PERIOD_S = 0.5
+SEARCH_PERIOD_S = 0.1
+"""Between looks at the registry while nobody there could answer: a system that starts is ready sooner."""
 HEARTBEAT_TIMEOUT_S = 3.0
 CONNECT_TIMEOUT_S = 2.0
 POST_TIMEOUT_S = 5.0
@@ -98,11 +100,12 @@ class Workers:
 
     async def _watch(self) -> None:
         while True:
-            await asyncio.sleep(POLL_PERIOD_S)
+            await asyncio.sleep(POLL_PERIOD_S if self.can_serve() else SEARCH_PERIOD_S)
             try:
                 await self._poll()
             except TandemError as error:
                 log.warning("registry not reachable, going on with the workers known: %s", error)
+                await asyncio.sleep(POLL_PERIOD_S)
 
     async def _poll(self) -> None:
         alive = {node.info.worker_id: node for node in await self._store.nodes() if node.alive}

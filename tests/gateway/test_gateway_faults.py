@@ -8,10 +8,11 @@ import msgspec
 import pytest
 from gateway_rig import GATEWAY, SECRET, gateway, pair
 
+from contracts.errors import Unavailable
 from contracts.events import Token, Tokens
 from contracts.ids import Epoch, RequestId, WorkerId
 from contracts.layout import KVLayout
-from contracts.node import Role
+from contracts.node import Node, Role
 from gateway.detokenizer import Detokenizer
 from gateway.fake_worker import FakeWorker
 
@@ -165,6 +166,32 @@ async def test_without_a_decode_worker_it_is_not_ready(checkpoint):
         rig.store.dead = {WorkerId("d0")}
         await rig.until(lambda: len(rig.front.dispatch.workers.nodes) == 1)
         assert (await client.get(f"{rig.url}/ready")).status_code == 503
+
+
+async def test_while_nobody_could_answer_the_registry_is_looked_at_more_often(checkpoint, monkeypatch):
+    monkeypatch.setattr("gateway.workers.POLL_PERIOD_S", 3600.0)
+    workers: list[FakeWorker] = []
+    async with gateway(checkpoint, workers) as rig:
+        late = FakeWorker(WorkerId("m0"), Role.MIXED, SECRET, model=checkpoint.name)
+        await late.start()
+        workers.append(late)
+        await rig.until(rig.front.dispatch.workers.can_serve)
+
+
+async def test_a_registry_that_can_not_be_reached_is_not_asked_more_often(checkpoint, monkeypatch):
+    monkeypatch.setattr("gateway.workers.SEARCH_PERIOD_S", 0.0)
+    async with gateway(checkpoint, []) as rig:
+        monkeypatch.setattr("gateway.workers.POLL_PERIOD_S", 3600.0)
+        asked = []
+
+        async def away() -> list[Node]:
+            asked.append(True)
+            raise Unavailable("Redis is away")
+
+        monkeypatch.setattr(rig.store, "nodes", away)
+        await rig.until(lambda: asked)
+        await asyncio.sleep(0.05)
+        assert len(asked) == 1
 
 
 async def test_a_worker_of_another_model_is_passed_over_and_named(checkpoint):
