@@ -4,7 +4,6 @@ import importlib.util
 from pathlib import Path
 
 from checkpoint.checkpoint import Checkpoint, Progress
-from checkpoint.gguf_checkpoint import open_gguf
 from checkpoint.huggingface import open_folder
 from contracts.errors import ConfigError
 
@@ -29,15 +28,21 @@ def _silent(stage: str, done: int, total: int) -> None:
 
 def _open(model: str, progress: Progress) -> Checkpoint:
     if model in ("", "default"):
-        return open_gguf(_default_file())
+        return _open_gguf(_default_file())
     path = Path(model).expanduser()
     if path.is_dir():
         return open_folder(path)
     if path.is_file() or path.suffix == ".gguf":
-        return open_gguf(path)
+        return _open_gguf(path)
     if _looks_like_path(model):
         raise ConfigError(f"the model '{model}' does not exist on this machine")
     return open_folder(_download(model, progress), name=model)
+
+
+def _open_gguf(path: Path) -> Checkpoint:
+    from checkpoint.gguf_checkpoint import open_gguf  # here, because it is slow to import: gguf brings numpy
+
+    return open_gguf(path)
 
 
 def _looks_like_path(model: str) -> bool:

@@ -1,3 +1,1 @@
 """Who serves what: registry, placement, credits and the states of requests, in Redis or in memory."""
-
-from coordinator.connect import connect as connect

@@ -3,9 +3,8 @@
 from contracts.errors import ConfigError
 from coordinator.memory_store import MemoryStore
 from coordinator.redis_store import Observer, RedisStore, unobserved
+from coordinator.settings import SCHEMES
 from coordinator.store import Store
-
-SCHEMES = ("redis://", "rediss://", "unix://")
 
 
 def connect(redis_url: str, pool: str, observe: Observer = unobserved) -> Store:

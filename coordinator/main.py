@@ -10,7 +10,8 @@ from coordinator.connect import connect
 from coordinator.metrics import RedisTimes
 from coordinator.service import make_app
 from coordinator.settings import CoordinatorSettings
-from service import run_service, serving
+from service.run import run_service
+from service.server import serving
 
 log = logging.getLogger(__name__)
 

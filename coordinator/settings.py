@@ -6,6 +6,9 @@ from typing import Literal
 from pydantic import Field, SecretStr
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
+SCHEMES = ("redis://", "rediss://", "unix://")
+"""How a `redis_url` may begin."""
+
 
 class CoordinatorSettings(BaseSettings):
     model_config = SettingsConfigDict(

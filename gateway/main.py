@@ -10,7 +10,7 @@ import time
 from checkpoint import open_checkpoint
 from contracts.ids import GatewayId
 from contracts.process import listen, write_ready_file
-from coordinator import connect
+from coordinator.connect import connect
 from coordinator.store import Store
 from gateway.app import Front, make_app
 from gateway.console.routes import add_console
@@ -21,7 +21,9 @@ from gateway.prompting import Prompting
 from gateway.server import http_config
 from gateway.settings import GatewaySettings
 from gateway.tracing import open_tracing
-from service import Server, release, run_service
+from service.release import release
+from service.run import run_service
+from service.server import Server
 
 log = logging.getLogger(__name__)
 

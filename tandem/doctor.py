@@ -22,7 +22,7 @@ from checkpoint.safetensors_index import tensor_files
 from contracts.errors import ConfigError, TandemError
 from contracts.memory import available_nbytes, limit_nbytes
 from coordinator.redis_server import RedisServer, find_server
-from service import release
+from service.release import release
 from tandem.system import hide_password, pings
 
 if TYPE_CHECKING:

@@ -5,8 +5,7 @@ from collections.abc import Sequence
 
 from checkpoint import open_checkpoint
 from contracts.errors import ConfigError
-from coordinator.connect import SCHEMES
-from coordinator.settings import CoordinatorSettings
+from coordinator.settings import SCHEMES, CoordinatorSettings
 from gateway.settings import GatewaySettings
 from service.settings import flag_and_variable, read_settings, variable
 from tandem.gpus import fit_devices

@@ -3,9 +3,8 @@
 import sys
 from collections.abc import Mapping
 
-import redis
-
 from contracts.node import Role
+from coordinator.redis_server import answers
 from tandem.child import ProcessSpec, ready_file
 from tandem.gpus import worker_devices
 from tandem.run_dir import RunDir
@@ -52,7 +51,7 @@ def redis_spec(run_dir: RunDir, url: str, program: str, environ: Mapping[str, st
         role="redis",
         stage=REDIS,
         argv=(program, *options),
-        is_ready=lambda: {"url": url} if pings(url) else None,
+        is_ready=lambda: {"url": url} if answers(socket) else None,
         env=dict(environ),
         is_vital=True,
     )
@@ -116,6 +115,8 @@ def _model(settings: UpSettings) -> tuple[str, ...]:
 
 
 def pings(url: str) -> bool:
+    import redis  # here, because it is slow to import: a system with a Redis of its own starts half a second earlier
+
     try:
         with redis.Redis.from_url(url, socket_timeout=PING_TIMEOUT_S, socket_connect_timeout=PING_TIMEOUT_S) as client:
             return bool(client.ping())

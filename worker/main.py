@@ -1,31 +1,15 @@
-"""The worker's entry: settings, core, registry, HTTP, in that order; and the way back."""
+"""The worker's entry: settings, the core, and while that imports torch the front's own imports; and the way back."""
 
-import asyncio
-import hashlib
 import json
-import logging
-import os
 import secrets
 import socket
 
 from contracts.ids import Incarnation, WorkerId
-from contracts.node import NodeInfo
-from contracts.process import listen, write_ready_file
-from coordinator import connect
-from core.messages import CoreFrame, CoreReady, GatewayGone, Start
-from service import release, run_service, serving
-from worker.drain import drain
-from worker.front import FrontState, make_app
-from worker.membership import Membership, to_moves
+from contracts.process import listen
+from core.messages import Start
+from service.run import run_service
 from worker.process import CoreProcess
 from worker.settings import WorkerSettings
-from worker.streams import EventStreams
-
-log = logging.getLogger(__name__)
-
-ORPHAN_GRACE_S = 10.0
-MIND_PERIOD_S = 1.0
-CORE_DIED = 3
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -40,116 +24,15 @@ async def _run(settings: WorkerSettings) -> int:
     core = CoreProcess(Start(_for_core(settings), worker_id, incarnation))
     await core.start()
     try:
-        ready = await core.ready()
-        info = _node_info(settings, worker_id, incarnation, listener, core, ready)
-        streams = EventStreams(worker_id, incarnation)
-        secret = settings.secret.get_secret_value()
-        state = FrontState(info, secret, core, streams, settings.hang_timeout_s, _digest(settings))
-        return await _serve(settings, state, listener)
+        from worker.serving import serve  # here: FastAPI and Redis' client take a second, the core's torch three
+
+        return await serve(settings, worker_id, incarnation, core, listener)
     finally:
         await core.stop()
         listener.close()
-
-
-async def _serve(settings: WorkerSettings, state: FrontState, listener: socket.socket) -> int:
-    """In the registry from here until cancelled (0) or until the core dies (3)."""
-    store = connect(settings.redis_url, settings.pool)
-    membership = Membership(store, state)
-    minding = asyncio.create_task(_mind(state))
-    try:
-        async with serving(make_app(state), listener):
-            try:
-                await membership.start()
-                _announce(settings, state.info)
-                return await _work(state, membership, settings.drain_timeout_s)
-            finally:
-                await membership.stop()  # first, so that nothing more is placed here
-                state.streams.close()
-    finally:
-        minding.cancel()
-        await store.close()
-        if settings.ready_file is not None:
-            settings.ready_file.unlink(missing_ok=True)
-
-
-async def _work(state: FrontState, membership: Membership, drain_timeout_s: float) -> int:
-    """Until the core dies, or until cancelled and drained; cancelled twice, at once."""
-    pumping = asyncio.create_task(_pump(state, membership))
-    try:
-        await asyncio.shield(pumping)
-        return CORE_DIED
-    except asyncio.CancelledError:
-        await drain(state, membership, drain_timeout_s)
-        raise
-    finally:
-        pumping.cancel()
-
-
-async def _pump(state: FrontState, membership: Membership) -> None:
-    """Core frames to event streams, until the core ends."""
-    async for message in state.core.frames():
-        if isinstance(message, CoreFrame):
-            for gateway_id, events in message.events.items():
-                state.streams.publish(gateway_id, events)
-            if message.moves:
-                membership.moved(to_moves(message.moves))
-            if message.status is not None:
-                state.on_status(message.status)
-    state.core_alive = False
-    state.streams.close()
-    log.error("the engine core died; its requests fail now")
-
-
-async def _mind(state: FrontState) -> None:
-    """A core that hangs is as good as dead to the gateways: their streams end, and with them the requests. What
-    gateways left behind ends too.
-    """
-    while True:
-        await asyncio.sleep(MIND_PERIOD_S)
-        if state.sickness():
-            state.streams.close()
-        for gateway_id in state.streams.gone(ORPHAN_GRACE_S):
-            state.core.send(GatewayGone(gateway_id))
-
-
-def _node_info(
-    settings: WorkerSettings,
-    worker_id: WorkerId,
-    incarnation: Incarnation,
-    listener: socket.socket,
-    core: CoreProcess,
-    ready: CoreReady,
-) -> NodeInfo:
-    return NodeInfo(
-        worker_id=worker_id,
-        incarnation=incarnation,
-        role=settings.role,
-        url=f"http://{settings.advertised_host}:{listener.getsockname()[1]}",
-        transfer=ready.transfer,
-        model=ready.model,
-        layout_id=ready.layout.layout_id,
-        max_model_len=ready.max_model_len,
-        capacity_tokens=ready.capacity_tokens,
-        version=release(),
-        pid=os.getpid(),
-        core_pid=core.pid,
-        layout=ready.layout,
-        takes=ready.takes,
-    )
-
-
-def _announce(settings: WorkerSettings, info: NodeInfo) -> None:
-    log.info("%s serves %s at %s, KV at %s", info.worker_id, info.model, info.url, info.transfer)
-    facts = {"pid": info.pid, "core_pid": info.core_pid, "url": info.url, "role": info.role, "id": info.worker_id}
-    write_ready_file(settings.ready_file, facts)
 
 
 def _for_core(settings: WorkerSettings) -> bytes:
     """Settings as JSON with the secret in clear: they cross a private socket pair only."""
     plain = settings.model_dump(mode="json", exclude={"ready_file"})
     return json.dumps(plain | {"secret": settings.secret.get_secret_value()}).encode()
-
-
-def _digest(settings: WorkerSettings) -> str:
-    plain = settings.model_dump_json(exclude={"secret", "ready_file", "worker_id", "port", "redis_url"})
-    return hashlib.blake2b(plain.encode(), digest_size=8).hexdigest()

@@ -13,7 +13,7 @@ from bench.system import System, running
 from coordinator.memory_store import MemoryStore
 from gateway.console.routes import add_console
 from gateway.keys import Keys
-from service import serving
+from service.server import serving
 from tests.console.browser import Page, find_chromium
 from tests.console.conftest import look_at
 from tests.console.handoffs import two_handoffs

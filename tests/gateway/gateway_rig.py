@@ -25,7 +25,7 @@ from gateway.placement import StorePlacement
 from gateway.prompting import Prompting
 from gateway.server import Protocol
 from gateway.settings import GatewaySettings
-from service import Server
+from service.server import Server
 
 SECRET = "s"
 GATEWAY = GatewayId("g")

@@ -8,7 +8,8 @@ import aiohttp
 from fastapi import FastAPI
 
 from contracts.process import listen
-from service import server, serving
+from service import server
+from service.server import serving
 
 REQUEST = b"GET /ping HTTP/1.1\r\nhost: x\r\n\r\n"
 

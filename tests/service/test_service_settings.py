@@ -11,7 +11,8 @@ from pydantic_settings import BaseSettings
 from contracts.errors import ConfigError
 from coordinator.settings import CoordinatorSettings
 from gateway.settings import GatewaySettings
-from service import read_settings, release
+from service.release import release
+from service.settings import read_settings
 from tandem.settings import UpSettings
 from worker.settings import Dtype, Transfer, WorkerSettings
 

@@ -1,5 +1,7 @@
 """Which processes a system is made of, and what each is told."""
 
+import socket
+import threading
 from pathlib import Path
 
 import pytest
@@ -82,6 +84,27 @@ def test_own_redis_has_a_socket_and_no_port(tmp_path: Path) -> None:
     assert option(redis, "--port") == "0"
     assert option(redis, "--unixsocket").startswith(str(tmp_path))
     assert redis.is_ready() is None
+
+
+@pytest.mark.parametrize(("answer", "is_ready"), [(b"+PONG\r\n", True), (b"-LOADING it is not ready\r\n", False)])
+def test_own_redis_is_ready_once_it_answers(tmp_path: Path, answer: bytes, is_ready: bool) -> None:
+    redis = plan(tmp_path)["redis"]
+    path = Path(option(redis, "--unixsocket"))
+    path.parent.mkdir()
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(str(path))
+        server.listen()
+        answering = threading.Thread(target=_answer, args=(server, answer))
+        answering.start()
+        assert redis.is_ready() == ({"url": f"unix://{path}"} if is_ready else None)
+        answering.join()
+
+
+def _answer(server: socket.socket, answer: bytes) -> None:
+    connection, _ = server.accept()
+    with connection:
+        connection.recv(16)
+        connection.sendall(answer)
 
 
 @pytest.mark.parametrize(
