@@ -150,6 +150,15 @@ class TestPlacing:
         await store.heartbeat(WorkerId("p9"), A, NodeLoad(queue_tokens=40_000, prefill_rate=1000.0))
         with pytest.raises(Overloaded, match="prefill"):
             await store.place(ask("s"))
+        assert (await store.counts()).overloaded == 1
+
+    async def test_an_idle_decode_worker_that_meets_nobody_has_no_room(self, store: Store):
+        await pair(store, capacity=1000)
+        await store.join(node("d1", Role.DECODE, ways=ways("l", by="shm@a")))
+        for index in range(6):
+            await store.place(ask(f"r{index}", 400, 200))
+        with pytest.raises(Overloaded, match="decode"):
+            await store.place(ask("s", 400, 200))
 
     async def test_draining_workers_get_no_work(self, store: Store):
         await pair(store)
