@@ -22,7 +22,8 @@ def node_info(**changes: Any) -> NodeInfo:
         "core_pid": 2,
     }
     fields |= changes
-    return NodeInfo(**({"ways": ways(fields["layout_id"])} | fields))
+    fields.setdefault("ways", ways(fields["layout_id"]))
+    return NodeInfo(**fields)
 
 
 def ways(*layout_ids: str, by: str = "tcp", memory: str = "host") -> Ways:
