@@ -5,6 +5,7 @@ import signal
 import socket
 import sys
 
+from contracts.collector import settle
 from contracts.errors import ConfigError
 from contracts.ids import Incarnation, WorkerId
 from contracts.node import Role as RoleName
@@ -56,9 +57,11 @@ def serve(link: FrontLink, start: Start, settings: WorkerSettings, engine: Engin
     node = TransferNode(transfer_settings(settings), me, incarnation, engine.layout, engine.transfer_pool, link.ring)
     node.start()
     try:
-        link.send(_ready(settings, engine, node))
         ledger = Ledger()
-        Core(me, engine, node, make_roles(settings, me, engine, node, ledger), ledger, link).run()
+        core = Core(me, engine, node, make_roles(settings, me, engine, node, ledger), ledger, link)
+        settle()
+        link.send(_ready(settings, engine, node))
+        core.run()
     finally:
         node.close()
         engine.close()
