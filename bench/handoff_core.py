@@ -257,7 +257,7 @@ def serve(link: FrontLink, start: Start, spec: Spec, engine: Engine) -> None:
     core = StampedCore(stamps, me, engine, node, roles, ledger, link)
     settle()
     layout, capacity = engine.layout, engine.capacity_tokens
-    link.send(CoreReady("random", layout, node.address, engine.max_model_len, capacity, engine.dtype))
+    link.send(CoreReady("random", layout, node.address, engine.max_model_len, capacity, engine.dtype, node.ways))
     try:
         core.run()
     finally:

@@ -14,6 +14,7 @@ from contracts.errors import TransferError
 from contracts.handoff import Commit, Offer
 from contracts.ids import BlockId, Epoch, RequestId
 from contracts.layout import KVLayout
+from contracts.node import Ways
 from engine.cuda.parts import spans
 from kv_transfer import conversion
 from kv_transfer.events import ChunkBad, ChunkLanded, PeerLost
@@ -173,10 +174,8 @@ WIDE = msgspec.structs.replace(LAYOUT, dtype="bfloat16")
 SCALES = [0.5] * LAYOUT.num_planes
 
 
-def terms(
-    layout: KVLayout, transport: str = "auto", memory: str = "cuda", scales=(), available: str = "ucx tcp"
-) -> Terms:
-    return Terms(layout, 64, transport, available.split(), "a", True, memory, list(scales))
+def terms(layout: KVLayout, memory: str = "cuda", scales=(), available: str = "ucx tcp") -> Terms:
+    return Terms(layout, 64, "auto", available.split(), "a", True, memory, list(scales))
 
 
 @pytest.mark.parametrize(
@@ -191,7 +190,6 @@ def terms(
             terms(NARROW, scales=SCALES),
             [*(sharded(size, NARROW) for size in (1, 2, 4)), *(sharded(size, WIDE) for size in (1, 2, 4))],
         ),
-        (terms(NARROW, "tcp", scales=SCALES), [sharded(size, NARROW) for size in (1, 2, 4)]),
         (terms(NARROW, scales=SCALES, available="tcp"), [sharded(size, NARROW) for size in (1, 2, 4)]),
         (terms(NARROW, scales=[*SCALES[1:], float("nan")]), [sharded(size, NARROW) for size in (1, 2, 4)]),
     ],
@@ -202,13 +200,14 @@ def test_what_a_worker_says_it_takes(receiver: Terms, taken: list[KVLayout] | No
     assert conversion.takes(receiver) == expected
 
 
-def test_a_node_says_what_it_takes(make_pair) -> None:
+def test_a_node_says_what_it_takes_and_how(make_pair) -> None:
     _, decode = make_pair((1, 2), "tcp")
-    assert decode.node.takes == [sharded(size).layout_id for size in (2, 1, 4)]
+    said = decode.node.ways
+    assert (said.sends, said.takes) == (["tcp"], {sharded(size).layout_id: ["tcp"] for size in (2, 1, 4)})
     pages = np.zeros((LAYOUT.num_planes, 4, LAYOUT.page_nbytes), dtype=np.uint8)
     settings = TransferSettings(secret=b"s", transport="tcp")
     node = TransferNode(settings, decode.name, decode.incarnation, LAYOUT, pages, lambda: None)
-    assert node.takes == [LAYOUT.layout_id]
+    assert node.ways == Ways(memory="host", sends=["tcp"], takes={LAYOUT.layout_id: ["tcp"]})
     node.close()
 
 
