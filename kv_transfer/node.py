@@ -63,6 +63,7 @@ class TransferNode:
             self._pool, memory, plane_scales = PagePool(pool, layout), "host", []
         else:
             self._pool, memory, plane_scales = pool, pool.kind, pool.scales
+            pool.expect(conversion.part_counts(layout))
             pool.checks, own["nvlink"] = settings.checksum, NvlinkTransport(pool)
             device = pool, self._is_busy
         self._transports = Transports({**own, **(transports or {})}, device)
