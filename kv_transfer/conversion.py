@@ -41,6 +41,12 @@ def is_possible(sender: Terms, receiver: Terms) -> bool:
     return _same_but_shards(ours, theirs)
 
 
+def part_counts(layout: KVLayout) -> list[int]:
+    """How many parts pages of this layout may be wanted in, by the peers that placement pairs it with."""
+    sizes = (msgspec.structs.replace(layout, tp_size=size) for size in TP_SIZES)
+    return sorted({num_parts(layout, other) for other in sizes if _divide(layout, other)})
+
+
 def takes(receiver: Terms) -> list[KVLayout]:
     """What it can land, its own first, of senders that are as it is in everything else, by what transport ever."""
     own, receiver = receiver.layout, msgspec.structs.replace(receiver, transport="auto")

@@ -15,7 +15,7 @@ from contracts.ids import BlockId, Epoch, Incarnation, RequestId, WorkerId
 from contracts.layout import KVLayout
 from contracts.node import Ways
 from contracts.request import WorkerRef
-from kv_transfer import handshake, plan
+from kv_transfer import conversion, handshake, plan
 from kv_transfer.device import DevicePool
 from kv_transfer.events import Drained, LinkStats, PeerLost, TransferEvent
 from kv_transfer.frames import Hello
@@ -63,6 +63,7 @@ class TransferNode:
             self._pool, memory, plane_scales = PagePool(pool, layout), "host", []
         else:
             self._pool, memory, plane_scales = pool, pool.kind, pool.scales
+            pool.expect(conversion.part_counts(layout))
             pool.checks, own["nvlink"] = settings.checksum, NvlinkTransport(pool)
             device = pool, self._is_busy
         self._transports = Transports({**own, **(transports or {})}, device)

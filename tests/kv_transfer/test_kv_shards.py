@@ -15,6 +15,7 @@ from contracts.handoff import Commit, Offer
 from contracts.ids import BlockId, Epoch, RequestId
 from contracts.layout import KVLayout
 from contracts.node import Ways
+from engine.cuda.cuts import Cut
 from engine.cuda.parts import spans
 from kv_transfer import conversion
 from kv_transfer.events import ChunkBad, ChunkLanded, PeerLost
@@ -167,6 +168,28 @@ def test_what_cannot_be_cut_is_refused(num_shards: int, num_parts: int) -> None:
 def test_parts_are_in_the_order_of_the_heads() -> None:
     assert spans(2, 100, 4) == [(0, 0, 50), (0, 50, 50), (1, 0, 50), (1, 50, 50)]
     assert spans(1, 100, 1) == [(0, 0, 100)]
+
+
+@pytest.mark.parametrize(("num_heads", "tp_size", "counts"), [(4, 1, [1, 2, 4]), (4, 2, [2, 4]), (4, 4, [4])])
+def test_pages_may_be_wanted_in_as_many_parts_as_any_peer_has_shards(
+    num_heads: int, tp_size: int, counts: list[int]
+) -> None:
+    layout = msgspec.structs.replace(LAYOUT, num_kv_heads=num_heads, tp_size=tp_size)
+    assert conversion.part_counts(layout) == counts
+
+
+@pytest.mark.parametrize("sizes", SIZES)
+def test_nothing_is_compiled_in_a_handshake(make_pair, sizes: tuple[int, int], monkeypatch) -> None:
+    """It has a limit that a compiler may pass."""
+    warmed: list[int] = []
+    monkeypatch.setattr(Cut, "warm_up", lambda cut: warmed.append(len(cut.parts)))
+    prefill, decode = make_pair(sizes, "nvlink")
+    own = [size for size in (1, 2, 4) for each in sizes if size > each]
+    assert sorted(warmed) == sorted(own), "but of one's own, which the engine has warmed up"
+    offer_and_grant(prefill, decode, "r", 8, [5, 9])
+    send(prefill, decode, "r", 0, 0, 8, [1, 2])
+    decode.wait(ChunkLanded)
+    assert len(warmed) == len(own)
 
 
 NARROW = msgspec.structs.replace(LAYOUT, dtype="float8_e4m3fn", scales="layer-x")
