@@ -8,13 +8,13 @@ from bench.system import System, running
 from tests.console.browser import Page, find_chromium, launched, opened_page
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def system() -> Iterator[System]:
     with running(TANDEM_NUM_THREADS="1", TANDEM_KV_CACHE_MIB="512", TANDEM_MAX_BATCHED_TOKENS="128") as system:
         yield system
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def browser() -> Iterator[str]:
     program = find_chromium()
     assert program is not None

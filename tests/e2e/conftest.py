@@ -1,4 +1,4 @@
-"""Whole systems for the tests: real processes, real Redis, real sockets; one with the real model, shared by most."""
+"""Whole systems for the tests: real processes, real Redis, real sockets; one with the real model."""
 
 from collections.abc import Iterator
 
@@ -7,7 +7,7 @@ import pytest
 from bench.system import System, running
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def system() -> Iterator[System]:
     """The default model on one prefill and one decode worker, in float32 so that tokens can be compared."""
     with running(

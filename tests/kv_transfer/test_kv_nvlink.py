@@ -167,7 +167,10 @@ def test_what_was_coming_and_is_never_computed_is_drained(pair: tuple[Peer, Peer
         peer.wait(Drained)
 
 
-@pytest.mark.parametrize("mark", [b"noise", bytes(12), os.getpid().to_bytes(4, "little") + bytes(8)])
+MARKS = {"noise": b"noise", "nobody's": bytes(12), "ours": os.getpid().to_bytes(4, "little") + bytes(8)}
+
+
+@pytest.mark.parametrize("mark", MARKS.values(), ids=MARKS)
 def test_marks_that_cannot_be_mapped_leave_pulls_that_are_told(make_peer: Make, monkeypatch, mark: bytes) -> None:
     prefill, decode = (make_peer(name, transport="nvlink") for name in ("prefill", "decode-1"))
     assert decode.device is not None

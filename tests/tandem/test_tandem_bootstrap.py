@@ -1,6 +1,7 @@
 """What the bootstrap decides, and how it fetches, with a package index of its own. (CI starts from a bare system.)"""
 
 import hashlib
+import sys
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -117,6 +118,19 @@ def test_emptying_that_is_interrupted_is_still_unfinished(project: Path, monkeyp
 
 def interrupt(path: Path) -> None:
     raise KeyboardInterrupt
+
+
+def test_what_was_installed_is_compiled_even_where_that_is_forbidden(
+    project: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
+    probe = "import pathlib, sys; pathlib.Path('said').write_text(str(sys.flags.dont_write_bytecode))"
+    monkeypatch.setattr(bootstrap, "PROBE", probe)
+    monkeypatch.setattr(bootstrap, "PYTHON", sys.executable)
+    monkeypatch.setattr(bootstrap, "make_venv", lambda have: None)
+    monkeypatch.setattr(bootstrap, "pip", lambda *arguments: None)
+    bootstrap.install(bootstrap.target(["run", "torch"], "", {}), {})
+    assert (project / "said").read_text() == "0"
 
 
 def test_with_another_index_torch_and_its_cuda_come_from_nowhere_else(
