@@ -5,11 +5,13 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from device_engines import FUSIBLE, hand_over
 from driving import answers, drain, greedy, random_prompts, request, settings, tokens_of
 from msgspec import structs
@@ -189,27 +191,83 @@ def test_a_team_dies_together(tmp_path):
     os.kill(follower, signal.SIGKILL)
     _, said = process.communicate(timeout=60)
     assert process.returncode == 1
-    assert "the process of GPU 1 of this worker ended: exit status -9" in said or "TeamFailed" in said
+    assert "the process of GPU 1 of this worker ended: exit status -9" in said or "was not launched here" in said
 
 
 @pytest.mark.timeout(120)
-def test_a_batch_that_one_could_not_launch_is_the_last(tmp_path):
-    """Tried again piece by piece, as one GPU does, sums would be of different batches: wrong tokens."""
+@pytest.mark.parametrize("error", ["torch.OutOfMemoryError", "contracts.errors.TransferError"])
+def test_a_batch_that_one_could_not_launch_is_the_last(tmp_path, error):
+    """Tried again piece by piece, as one GPU does, sums would be of different batches: wrong tokens. And whoever closes
+    the engine then would wait for good: NCCL for the other, and that for sums.
+    """
     save_tiny(tmp_path, "llama")
-    process = _started(tmp_path, f"exec({_OUT_OF_MEMORY!r})")
+    process = _started(tmp_path, f"exec({_NOT_LAUNCHED.format(error=error)!r})")
     out, said = process.communicate(timeout=60)
     assert (process.returncode, out) == (1, "ready\n")
-    assert "TeamFailed: this member of a team could not launch a batch: none left" in said
+    assert "a batch that the other GPUs of this worker compute was not launched here" in said
+    assert f"{error}: none left" in said
 
 
-_OUT_OF_MEMORY = """
-def out_of_memory(*_):
-    raise torch.OutOfMemoryError("none left")
-engine.runner.launcher.launch = out_of_memory
-engine.step()
-engine.step()
+_NOT_LAUNCHED = """
+import contextlib, threading, contracts.errors
+from engine.cuda.team import GpuTeam
+def launch(*_):
+    raise {error}("none left")
+GpuTeam.close = lambda _: threading.Event().wait()
+engine.runner.launcher.launch = launch
+with contextlib.closing(engine):
+    engine.step()
+    engine.step()
 print("goes on")
 """
+
+
+@pytest.mark.timeout(120)
+def test_a_follower_that_can_not_launch_ends_at_once(tmp_path, monkeypatch):
+    """Its interpreter's own end would wait for its GPU, which waits for the first one's."""
+    save_tiny(tmp_path, "llama")
+    _patched(
+        monkeypatch,
+        tmp_path,
+        """
+        import atexit, threading, torch
+        from engine.cuda.launcher import Launcher
+        def launch(self, batch, score):
+            raise torch.OutOfMemoryError("none left")
+        Launcher.launch = launch
+        atexit.register(threading.Event().wait)
+        """,
+    )
+    process = _started(tmp_path, "engine.step()")
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert "the process of GPU 1 of this worker ended: OutOfMemoryError: none left" in said
+
+
+def test_a_start_that_fails_waits_for_no_follower(tmp_path, monkeypatch):
+    """It waits for a sum, and NCCL would wait for it to leave."""
+    save_tiny(tmp_path, "llama")
+    monkeypatch.setattr("engine.cuda.load.compute_prompt", _raise)
+    monkeypatch.setattr("engine.cuda.team.GpuTeam.close", lambda _: threading.Event().wait())
+    with pytest.raises(torch.OutOfMemoryError), engine_on(torch.device("cpu"), tmp_path, 2):
+        pass
+    assert _children(os.getpid()) == []
+    dist.destroy_process_group()
+
+
+def _raise(*_):
+    raise torch.OutOfMemoryError("none left")
+
+
+def test_a_team_that_does_not_part_is_ended(tmp_path, monkeypatch):
+    save_tiny(tmp_path, "llama")
+    with engine_on(torch.device("cpu"), tmp_path, 2):
+        (follower,) = _children(os.getpid())
+        monkeypatch.setattr("engine.cuda.team.GpuTeam.close", lambda _: threading.Event().wait())
+        monkeypatch.setattr("engine.cuda.followers._END_TIMEOUT_S", 0.2)
+        os.kill(follower, signal.SIGSTOP)  # it hears no goodbye
+    assert _children(os.getpid()) == []
+    dist.destroy_process_group()
 
 
 @pytest.mark.timeout(120)
@@ -233,18 +291,29 @@ def _wait_until_gone(pid):
 @pytest.mark.timeout(120)
 def test_a_follower_that_can_not_load_says_why(tmp_path, monkeypatch):
     save_tiny(tmp_path, "llama")
-    monkeypatch.setenv("PYTHONPATH", f"{tmp_path / 'broken'}:{os.getcwd()}")
-    (tmp_path / "broken").mkdir()
-    (tmp_path / "broken" / "sitecustomize.py").write_text(
-        "import sys\nif 'engine.cuda.follower' in ' '.join(sys.orig_argv):\n"
-        "    import checkpoint\n    from contracts.errors import ConfigError\n"
-        "    def refuse(*_, **__): raise ConfigError('no such folder on this disk')\n"
-        "    checkpoint.open_checkpoint = refuse\n"
+    _patched(
+        monkeypatch,
+        tmp_path,
+        """
+        import checkpoint
+        from contracts.errors import ConfigError
+        def refuse(*_, **__): raise ConfigError("no such folder on this disk")
+        checkpoint.open_checkpoint = refuse
+        """,
     )
     process = _started(tmp_path, "pass")
     _, said = process.communicate(timeout=60)
     assert process.returncode == 1
     assert "the process of GPU 1 of this worker ended: no such folder on this disk" in said
+
+
+def _patched(monkeypatch, folder, code):
+    """Followers run it first."""
+    where = folder / "patched"
+    where.mkdir()
+    begin = "import sys\nif 'engine.cuda.follower' in ' '.join(sys.orig_argv):\n"
+    (where / "sitecustomize.py").write_text(begin + textwrap.indent(textwrap.dedent(code), "    "))
+    monkeypatch.setenv("PYTHONPATH", f"{where}:{os.getcwd()}")
 
 
 @pytest.mark.parametrize("sizes", [(1, 2), (2, 1)])
