@@ -1,5 +1,6 @@
 """Runs a batch on the device: its decodes as one step of a bucket, its prompts in one pass beside it."""
 
+from array import array
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from contextlib import AbstractContextManager, nullcontext
@@ -33,7 +34,7 @@ class DeviceRunner:
         self._block_size, self._spare = layout.block_size, launcher.cache.num_blocks
         self.early_planes = launcher.model.early_layers * layout.num_planes // layout.num_layers
         self._drawn: dict[RequestId, int] = {}
-        self._tables: list[tuple[RequestId, int]] = []
+        self._tables: tuple[int, list[tuple[array[int], int]]] = (0, [])
 
     def forward(self, pieces: SequenceOf[Piece], written: Written = unheard) -> Computed:
         sampling = [piece.sequence for piece in pieces if piece.samples]
@@ -90,10 +91,9 @@ class DeviceRunner:
         """`[rows, width]`; None if the device has them: most steps start no block."""
         if key is None:
             return None
-        held = [(piece.sequence.request_id, len(piece.sequence.blocks)) for piece in decodes]
-        held.append((RequestId(""), key.num_rows))
-        if held == self._tables:
+        # A sequence's blocks grow in place. Another's are another array, though it may have the same request id.
+        held = [(piece.sequence.blocks, len(piece.sequence.blocks)) for piece in decodes]
+        if (key.num_rows, held) == self._tables:
             return None
-        self._tables = held
-        width = max(num_blocks for _, num_blocks in held[:-1])
-        return block_tables(decodes, key.num_rows, width, self._spare)
+        self._tables = key.num_rows, held
+        return block_tables(decodes, key.num_rows, max(num_blocks for _, num_blocks in held), self._spare)
