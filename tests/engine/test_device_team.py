@@ -16,8 +16,9 @@ from device_engines import FUSIBLE, hand_over
 from driving import answers, drain, greedy, random_prompts, request, settings, tokens_of
 from msgspec import structs
 from quantized_models import LAYOUTS, save_quantized
-from tiny_models import VOCAB, save_tiny
+from tiny_models import VOCAB, save_mxfp4, save_tiny
 
+from bench.random_model import GPT_OSS_20B
 from checkpoint import open_checkpoint
 from contracts.errors import ConfigError
 from engine.cuda.load import load_device_engine
@@ -102,6 +103,25 @@ def test_rounded_formats_stay_near_float32(tmp_path, device, dtype, bound):
     assert 1e-5 < error < bound
 
 
+def test_experts_are_cut_where_the_kernels_take_them_apart(tmp_path, device):
+    """gpt-oss's width is no even number of blocks: one GPU has 64 of the 192 columns, the other 128."""
+    changes = {"hidden_size": 128, "num_attention_heads": 4, "intermediate_size": 192}
+    save_mxfp4(tmp_path, save_tiny(tmp_path, "gpt_oss", **changes))
+    with engine_on(device, tmp_path, 1) as engine:
+        expected, answered = _logprobs(engine), answers(engine, PROMPTS, greedy())
+    with engine_on(device, tmp_path, 2) as engine:
+        assert answers(engine, PROMPTS, greedy()) == answered
+    with engine_on(device, tmp_path, 2, "bfloat16") as engine:
+        assert (_logprobs(engine) - expected).norm() < 0.15 * expected.norm()
+
+
+@pytest.mark.parametrize("size", [2, 4, 8])
+def test_parts_of_an_expert_are_whole_tiles_and_make_up_all_of_it(size):
+    configs = [shard_config(GPT_OSS_20B, Shard(rank, size)) for rank in range(size)]
+    widths = [config.experts.intermediate_size for config in configs if config.experts]
+    assert sum(widths) == 2880 and all(width % 64 == 0 for width in widths) and max(widths) - min(widths) <= 64
+
+
 def _logprobs(engine):
     """Of every token as the first of an answer, and as its second, third, .. where the token before is forced."""
     forced = greedy(4, logprobs=VOCAB, logit_bias={5: 100.0})
@@ -151,7 +171,8 @@ STARTED = """
     sys.path[:0] = {paths!r}
     from pathlib import Path
     from driving import greedy, request, settings
-    from checkpoint import open_checkpoint
+    from bench.random_model import GPT_OSS_20B
+from checkpoint import open_checkpoint
     from engine.cuda.load import load_device_engine
 
     chosen = settings(model={folder!r}, dtype="float32", tensor_parallel=2, **{changes!r})
