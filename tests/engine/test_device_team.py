@@ -21,6 +21,7 @@ from tiny_models import VOCAB, save_mxfp4, save_tiny
 from bench.random_model import GPT_OSS_20B
 from checkpoint import open_checkpoint
 from contracts.errors import ConfigError
+from engine.cuda.formats import has_fused_step
 from engine.cuda.load import load_device_engine
 from engine.cuda.team import hold_store, open_store
 from engine.shards import Shard, ShardedWeights, shard_config
@@ -28,6 +29,8 @@ from engine.weights import open_weights
 
 LENGTHS = (1, 63, 65, 150)
 PROMPTS = random_prompts(VOCAB, (9, 64, 100))
+FUSIBLE_PARTS = FUSIBLE | {"num_attention_heads": 16, "num_key_value_heads": 4}
+"""Fusible in two parts as well."""
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() and torch.cuda.device_count() > 1 else [])]
 
 
@@ -94,7 +97,8 @@ def test_what_the_first_one_alone_decides_reaches_all(tmp_path, device):
 @pytest.mark.parametrize(("dtype", "bound"), [("bfloat16", 0.04), ("float8", 0.3), ("float8-head", 0.3)])
 def test_rounded_formats_stay_near_float32(tmp_path, device, dtype, bound):
     """As the same formats do on one GPU: tests of the device engine. The fused step, too."""
-    save_tiny(tmp_path, "llama", **FUSIBLE)
+    save_tiny(tmp_path, "llama", **FUSIBLE_PARTS)
+    assert has_fused_step(shard_config(open_checkpoint(str(tmp_path)).config, Shard(0, 2)))
     found = {}
     for number_format, num_gpus in (("float32", 1), (dtype, 2)):
         with engine_on(device, tmp_path, num_gpus, number_format) as engine:
@@ -173,7 +177,8 @@ STARTED = """
     from driving import greedy, request, settings
     from bench.random_model import GPT_OSS_20B
 from checkpoint import open_checkpoint
-    from engine.cuda.load import load_device_engine
+    from engine.cuda.formats import has_fused_step
+from engine.cuda.load import load_device_engine
 
     chosen = settings(model={folder!r}, dtype="float32", tensor_parallel=2, **{changes!r})
     engine = load_device_engine(chosen, open_checkpoint(chosen.model), lambda *_: None, device=torch.device("cpu"))
