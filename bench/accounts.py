@@ -37,6 +37,7 @@ class Accounts:
         rows = mean_rows(gateway, now_gateway)
         for worker, samples in now_workers.items():
             rows += work_rows(worker, workers[worker], samples)
+        rows += pause_rows({"gateway": now_gateway} | now_workers)
         spans_s = {name: now_cpu_s[name] - before_s for name, before_s in cpu_s.items()}
         return rows + [
             Row("processor cores used", span_s / wall_s, "cores", {"by": n}) for n, span_s in spans_s.items()
@@ -87,6 +88,17 @@ def work_rows(worker: str, before: Samples, after: Samples) -> list[Row]:
             unit = "tokens" if what.endswith("tokens") else "times"
             rows.append(Row(what.replace("_", " "), done, unit, {"worker": worker}))
     return rows
+
+
+def pause_rows(samples: Mapping[str, Samples]) -> list[Row]:
+    """By gateway and workers: the longest that Python's garbage collector has stopped it for since it was ready."""
+    longest_s = {
+        by: value
+        for by, found in samples.items()
+        for (name, _), value in found.items()
+        if name.endswith("_longest_collection_seconds")
+    }
+    return [Row("longest collection", seconds * 1e3, "ms", {"by": by}) for by, seconds in longest_s.items()]
 
 
 def pids(nodes: Sequence[Mapping]) -> dict[str, int]:

@@ -5,6 +5,7 @@ import logging
 import os
 import socket
 
+from contracts.collector import settle
 from contracts.process import listen, write_ready_file
 from coordinator.connect import connect
 from coordinator.metrics import RedisTimes
@@ -28,6 +29,7 @@ async def _run(settings: CoordinatorSettings) -> int:
     try:
         await store.ping()
         async with serving(make_app(store, settings.secret.get_secret_value(), times), listener) as task:
+            settle()
             _announce(settings, listener)
             await asyncio.wait({task})  # not `await task`: a signal must not cancel it before it has closed
         return 0

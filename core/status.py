@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from contracts.collector import COLLECTIONS
 from contracts.node import NodeLoad
 from core.ledger import Ledger
 from core.messages import CoreStatus, LinkStatus
@@ -71,14 +72,25 @@ class StatusReporter:
             num_turns=self._num_turns,
             num_steps=self._num_steps,
             load=self._load(stats),
-            counters=counters | _engine_counters(stats) | {"stale_messages": self._ledger.num_stale},
+            counters=counters | _engine_counters(stats) | self._own_counters(),
             gauges=_engine_gauges(stats) | self._own_gauges(),
             links=[_link_status(stats) for stats in self._node.stats()],
             is_clean=self._is_clean(stats),
         )
 
+    def _own_counters(self) -> dict[str, float]:
+        return {
+            "stale_messages": self._ledger.num_stale,
+            "collections": COLLECTIONS.num,
+            "collection_seconds": COLLECTIONS.seconds,
+        }
+
     def _own_gauges(self) -> dict[str, float]:
-        return {"requests": len(self._ledger), "capacity_tokens": self._engine.capacity_tokens}
+        return {
+            "requests": len(self._ledger),
+            "capacity_tokens": self._engine.capacity_tokens,
+            "longest_collection_seconds": COLLECTIONS.longest_s,
+        }
 
     def _load(self, stats: EngineStats) -> NodeLoad:
         return NodeLoad(

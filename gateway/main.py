@@ -8,6 +8,7 @@ import socket
 import time
 
 from checkpoint import open_checkpoint
+from contracts.collector import settle
 from contracts.ids import GatewayId
 from contracts.process import listen, write_ready_file
 from coordinator import connect
@@ -58,6 +59,7 @@ async def _serve(front: Front, store: Store, listener: socket.socket) -> int:
     try:
         await front.dispatch.start()
         serving = asyncio.create_task(server.serve(sockets=[listener]))
+        settle()
         _announce(front.settings, listener)
         await asyncio.wait({serving})  # not `await serving`: a signal must not cancel it before it has closed
         return 0

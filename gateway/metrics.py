@@ -3,9 +3,10 @@
 from collections.abc import Iterator, Mapping
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info, generate_latest
-from prometheus_client.core import CounterMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from contracts.collector import COLLECTIONS
 from gateway.dispatch import Dispatch
 from gateway.stages import exposed_s, stages
 from gateway.vllm_metrics import VllmMetrics
@@ -47,12 +48,16 @@ class Metrics:
 
 
 class _Counts(Collector):
-    """What dispatch counts itself, as counters."""
+    """What dispatch counts itself, and Python's garbage collector."""
 
     def __init__(self, dispatch: Dispatch) -> None:
         self._dispatch = dispatch
 
-    def collect(self) -> Iterator[CounterMetricFamily]:
+    def collect(self) -> Iterator[Metric]:
         for name in ("unknown", "stale", "duplicates", "cancels", "losses"):
             count = getattr(self._dispatch, f"num_{name}")
             yield CounterMetricFamily(f"tandem_gateway_{name}", f"{name} since the start", value=count)
+        for name, value in (("collections", COLLECTIONS.num), ("collection_seconds", COLLECTIONS.seconds)):
+            yield CounterMetricFamily(f"tandem_gateway_{name}", "of the garbage collector", value=value)
+        longest = "the garbage collector's longest"
+        yield GaugeMetricFamily("tandem_gateway_longest_collection_seconds", longest, value=COLLECTIONS.longest_s)

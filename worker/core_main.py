@@ -7,6 +7,7 @@ import socket
 import sys
 from contextlib import closing
 
+from contracts.collector import settle
 from contracts.errors import ConfigError
 from contracts.ids import Incarnation, WorkerId
 from contracts.node import Role as RoleName
@@ -69,9 +70,11 @@ def serve(link: FrontLink, start: Start, settings: WorkerSettings, engine: Engin
         )
         node.start()
         with closing(node):
-            link.send(_ready(settings, engine, node))
             ledger = Ledger()
-            Core(me, engine, node, make_roles(settings, me, engine, node, ledger), ledger, link).run()
+            core = Core(me, engine, node, make_roles(settings, me, engine, node, ledger), ledger, link)
+            settle()
+            link.send(_ready(settings, engine, node))
+            core.run()
 
 
 def _first_message(link: FrontLink) -> Start:

@@ -8,6 +8,7 @@ import os
 import secrets
 import socket
 
+from contracts.collector import settle
 from contracts.ids import Incarnation, WorkerId
 from contracts.node import NodeInfo
 from contracts.process import listen, write_ready_file
@@ -60,6 +61,7 @@ async def _serve(settings: WorkerSettings, state: FrontState, listener: socket.s
         async with serving(make_app(state), listener):
             try:
                 await membership.start()
+                settle()
                 _announce(settings, state.info)
                 return await _work(state, membership, settings.drain_timeout_s)
             finally:

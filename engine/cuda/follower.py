@@ -14,6 +14,7 @@ from typing import NoReturn
 import torch
 from torch import Tensor
 
+from contracts.collector import settle
 from contracts.errors import TandemError
 from engine.cuda.followers import Begin, Failed, end_at_once
 from engine.cuda.launcher import Launcher
@@ -53,6 +54,7 @@ def follow(begin: Begin, pipe: Connection) -> None:
     team = GpuTeam(begin.shard, open_store(begin.shard.size, begin.store_port), device)
     checkpoint, source = begin.reopen(begin.settings.model, device)
     launcher, _ = Builder(begin.settings, checkpoint, source, device, team).prepare(_watched_elsewhere)
+    settle()
     _launch_all(launcher, pipe)
     launcher.release()
     team.close()
