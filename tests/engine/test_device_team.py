@@ -175,10 +175,8 @@ STARTED = """
     sys.path[:0] = {paths!r}
     from pathlib import Path
     from driving import greedy, request, settings
-    from bench.random_model import GPT_OSS_20B
-from checkpoint import open_checkpoint
-    from engine.cuda.formats import has_fused_step
-from engine.cuda.load import load_device_engine
+    from checkpoint import open_checkpoint
+    from engine.cuda.load import load_device_engine
 
     chosen = settings(model={folder!r}, dtype="float32", tensor_parallel=2, **{changes!r})
     engine = load_device_engine(chosen, open_checkpoint(chosen.model), lambda *_: None, device=torch.device("cpu"))
