@@ -21,6 +21,7 @@ import numpy as np
 import torch
 
 from bench.random_model import LLAMA_8B, RandomWeights, random_checkpoint
+from contracts.collector import settle
 from contracts.handoff import Coming, Commit, Fin, Grant, HandoffMessage, Offer, Pull
 from contracts.ids import BlockId, Epoch, Incarnation, RequestId, WorkerId
 from contracts.node import Role
@@ -254,8 +255,9 @@ def serve(link: FrontLink, start: Start, spec: Spec, engine: Engine) -> None:
     node.start()
     roles = make_roles(WorkerSettings.model_validate({"role": Role.MIXED}), me, engine, node, ledger)
     core = StampedCore(stamps, me, engine, node, roles, ledger, link)
+    settle()
     layout, capacity = engine.layout, engine.capacity_tokens
-    link.send(CoreReady("random", layout, node.address, engine.max_model_len, capacity, engine.dtype))
+    link.send(CoreReady("random", layout, node.address, engine.max_model_len, capacity, engine.dtype, node.ways))
     try:
         core.run()
     finally:

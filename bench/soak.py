@@ -1,6 +1,10 @@
 """Many streams, half of which hang up at random: does every page come back, does memory stay flat?
 
 python -m bench.soak --minutes 10 --streams 200
+python -m bench.soak --minutes 30 --streams 256 --device cuda --model /dev/shm/llama-8b --prompt 16384 --answer 1024
+
+Lengths are as likely in each octave up to the longest. On GPUs the workers are those that `tandem up` starts, and the
+cache is what memory is free: is there enough left beside it?
 """
 
 import argparse
@@ -8,11 +12,13 @@ import asyncio
 import random
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 import aiohttp
 import psutil
 
+from bench.accounts import memory_rows
 from bench.client import ask, random_prompt, session
 from bench.result import Row, write_result
 from bench.system import System, get_json, running
@@ -25,16 +31,16 @@ POOL = {"TANDEM_KV_CACHE_MIB": "256"}
 
 def main() -> int:
     args = parse()
-    flags = ["--prefill", "1", "--decode", "1", "--transfer", args.transfer]
-    with running(*flags, **POOL) as system:
-        samples, counts = asyncio.run(soak(system, args.streams, args.minutes * 60.0, args.seed))
+    flags = ["--device", args.device, "--transfer", args.transfer, *(["--model", args.model] if args.model else [])]
+    with running(*flags, **(POOL if args.device == "cpu" else {})) as system:
+        samples, counts = asyncio.run(soak(system, args))
         clean = wait_clean(system)
-        rows = summarize(samples, counts, clean)
+        rows = summarize(samples, counts, clean) + memory_rows(system)
         for row in rows:
             print(f"{row.name:24s} {row.value:>12} {row.unit:10s} {dict(row.params)}")
-        config = {"streams": args.streams, "minutes": args.minutes, "transfer": args.transfer, "seed": args.seed}
-        write_result(args.out, "soak", rows, config)
-    return 0 if all(clean.values()) else 1
+        names = ("streams", "minutes", "transfer", "seed", "device", "model", "prompt", "answer")
+        write_result(args.out, "soak", rows, {name: getattr(args, name) for name in names})
+    return 0 if all(clean.values()) and not counts["failed"] else 1
 
 
 def parse() -> argparse.Namespace:
@@ -42,34 +48,60 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--streams", type=int, default=200, help="concurrent streams")
     parser.add_argument("--minutes", type=float, default=10.0)
     parser.add_argument("--transfer", default="auto")
+    parser.add_argument("--device", default="cpu", help="cpu: a pair with a small cache")
+    parser.add_argument("--model", default="", help="default: the small one that comes with Tandem")
+    parser.add_argument("--prompt", type=int, default=64, metavar="TOKENS", help="the longest prompt")
+    parser.add_argument("--answer", type=int, default=48, metavar="TOKENS", help="the longest answer")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=None, help="result file")
     return parser.parse_args()
 
 
-async def soak(
-    system: System, num_streams: int, seconds: float, seed: int
-) -> tuple[list[dict[str, int]], dict[str, int]]:
-    """Keep `num_streams` open until the time is up. Returns memory samples (bytes by process) and outcome counts."""
+async def soak(system: System, args: argparse.Namespace) -> tuple[list[dict[str, int]], dict[str, int]]:
+    """Keep `args.streams` open until the time is up. Returns memory samples (bytes by process) and outcome counts."""
     counts = {"finished": 0, "left": 0, "overloaded": 0, "failed": 0}
-    until, model = time.monotonic() + seconds, system.model()
+    until = time.monotonic() + args.minutes * 60.0
+    draws = [Draw(random.Random(args.seed + i), args.prompt, args.answer) for i in range(args.streams)]
     sampling = asyncio.create_task(sample_memory(system, until))
     async with session() as http:
-        streams = [stream(http, system.url, model, random.Random(seed + i), until, counts) for i in range(num_streams)]
-        await asyncio.gather(*streams)
+        server = http, system.url, system.model()
+        await asyncio.gather(*(stream(server, draw, until, counts) for draw in draws))
     return await sampling, counts
 
 
+@dataclass(frozen=True)
+class Draw:
+    """What one stream asks for next. Lengths in tokens; the longest are `prompt` and `answer`."""
+
+    rng: random.Random
+    prompt: int
+    answer: int
+
+    def prompt_ids(self) -> list[int]:
+        return random_prompt(self._length(4, self.prompt), self.rng)
+
+    def max_tokens(self) -> int:
+        return self._length(1, self.answer)
+
+    def leave_after(self, max_tokens: int) -> int | None:
+        """Half of them stay."""
+        return self.rng.randrange(1, max_tokens + 1) if self.rng.random() < 0.5 else None
+
+    def _length(self, least: int, most: int) -> int:
+        return min(most, int(least * (most / least) ** self.rng.random()))
+
+
 async def stream(
-    http: aiohttp.ClientSession, url: str, model: str, rng: random.Random, until: float, counts: dict[str, int]
+    server: tuple[aiohttp.ClientSession, str, str], draw: Draw, until: float, counts: dict[str, int]
 ) -> None:
+    """`server`: the client, the gateway's URL, the model."""
     while time.monotonic() < until:
-        max_tokens = rng.randrange(1, 48)
-        leave_after = rng.randrange(1, max_tokens + 1) if rng.random() < 0.5 else None
-        answer = await ask(http, url, model, random_prompt(rng.randrange(4, 64), rng), max_tokens, leave_after)
+        max_tokens = draw.max_tokens()
+        leave_after = draw.leave_after(max_tokens)
+        answer = await ask(*server, draw.prompt_ids(), max_tokens, leave_after)
         if answer.error.startswith("429"):
             counts["overloaded"] += 1
-            await asyncio.sleep(rng.random())
+            await asyncio.sleep(draw.rng.random())
         elif answer.error:
             counts["failed"] += 1
             print(answer.error, file=sys.stderr)

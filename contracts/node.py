@@ -15,11 +15,23 @@ class Role(StrEnum):
     MIXED = "mixed"
 
 
+class Ways(msgspec.Struct, frozen=True, kw_only=True):
+    """How a worker can exchange KV with others.
+
+    `memory`: where its pages are, "host" or a kind of device. `sends`: the transports that it has and may use, the
+    best first; one that does not leave a host comes with that host's name, as in "shm@HOST". `takes`: by layout id,
+    those by which it can take KV of that layout, by re-sharding or rounding it too; none if it may use none of them.
+    """
+
+    memory: str
+    sends: list[str]
+    takes: dict[str, list[str]]
+
+
 class NodeInfo(msgspec.Struct, frozen=True, kw_only=True):
     """What a worker states once, when it joins. `max_model_len`: longest prompt plus answer it serves, in tokens.
 
-    `layout`: what `layout_id` is the digest of, to say where two differ; None from older releases. `takes`: the ids of
-    all layouts whose KV it can take, by re-sharding or rounding it; from older releases none, and only its own counts.
+    `layout`: what `layout_id` is the digest of, to say where two differ.
     """
 
     worker_id: WorkerId
@@ -34,12 +46,24 @@ class NodeInfo(msgspec.Struct, frozen=True, kw_only=True):
     version: str
     pid: int
     core_pid: int
+    ways: Ways
     layout: KVLayout | None = None
-    takes: list[str] = []
+
+    @property
+    def sends(self) -> list[str]:
+        """Its KV by each transport, a word each, for placement to compare with what others take."""
+        return [self._word(self.layout_id, transport) for transport in self.ways.sends]
+
+    @property
+    def takes(self) -> list[str]:
+        return [self._word(layout_id, name) for layout_id, names in self.ways.takes.items() for name in names]
 
     def can_take(self, source: "NodeInfo") -> bool:
-        """The KV of `source`, as far as layouts tell."""
-        return source.layout_id == self.layout_id or source.layout_id in self.takes
+        """The KV of `source`, as far as memory, layouts and settings tell: a connection may fail still."""
+        return not set(self.takes).isdisjoint(source.sends)
+
+    def _word(self, layout_id: str, transport: str) -> str:
+        return f"{self.ways.memory}/{layout_id}/{transport}"
 
     @property
     def ref(self) -> WorkerRef:

@@ -68,6 +68,7 @@ class Worker:
             worker_id=info.worker_id,
             role=info.role,
             layout_id=info.layout_id,
+            sends=frozenset(info.sends),
             takes=frozenset(info.takes),
             max_model_len=info.max_model_len,
             capacity_tokens=info.capacity_tokens,

@@ -52,7 +52,7 @@ too: counted in full, a queue there made the decode worker look ever more worth 
 """
 
 TOP = 8
-"""Pairs are made from the few cheapest of each side."""
+"""Pairs are made from the few cheapest of each side, if any two of these meet."""
 
 MIN_RETRY_S = 1.0
 MAX_RETRY_S = 60.0
@@ -79,7 +79,7 @@ CONSTANTS: dict[str, float] = {
 class Candidate:
     """A live worker that takes work. Tokens include credits taken since its last heartbeat; rates are 0 while unknown.
 
-    `cached_tokens`: of this prompt's prefix, served here before. `takes`: layouts beside its own whose KV it can take.
+    `cached_tokens`: of this prompt's prefix, served here before. `sends`, `takes`: as of NodeInfo.
     """
 
     worker_id: WorkerId
@@ -91,7 +91,8 @@ class Candidate:
     reserved_tokens: int
     num_decodes: int
     cached_tokens: int = 0
-    takes: frozenset[str] = frozenset()
+    sends: frozenset[str]
+    takes: frozenset[str]
     prefill_rate: float = 0.0
     decode_rate: float = 0.0
     transfer_rate: float = 0.0
@@ -115,17 +116,20 @@ def choose(candidates: Sequence[Candidate], num_tokens: int, need_tokens: int) -
     candidates = assumed(candidates)
     prefills = _fitting([c for c in candidates if c.role != Role.DECODE], "prefill", num_tokens)
     decodes = _fitting([c for c in candidates if c.role != Role.PREFILL], "decode", num_tokens)
+    # Who meets nobody is passed over first: it is always idle, and would hide that the others are full.
+    prefills = [p for p in prefills if any(_meet(p, d) for d in decodes)]
+    if not prefills:
+        raise no_pair()
     ready = [p for p in prefills if not knows_rate or p.pending_tokens <= _max_pending(p)]
     if not ready:
         raise overloaded("prefill", min((p.pending_tokens - _max_pending(p)) / p.prefill_rate for p in prefills))
+    decodes = [d for d in decodes if any(_meet(p, d) for p in ready)]
     roomy = [d for d in decodes if _excess(d, need_tokens) <= 0 or d.reserved_tokens == 0]
     if not roomy:
         raise overloaded("decode", min(_excess(d, need_tokens) / d.decode_rate for d in decodes))
-    ready = sorted(ready, key=lambda p: _prefill_s(p, num_tokens))[:TOP]
-    roomy = sorted(roomy, key=lambda d: _decode_s(d, need_tokens))[:TOP]
-    pairs = [(p, d) for p in ready for d in roomy if p.layout_id == d.layout_id or p.layout_id in d.takes]
-    if not pairs:
-        raise no_pair()
+    ready = sorted(ready, key=lambda p: _prefill_s(p, num_tokens))
+    roomy = sorted(roomy, key=lambda d: _decode_s(d, need_tokens))
+    pairs = _pairs(ready[:TOP], roomy[:TOP]) or _pairs(ready, roomy)
     # Of pairs that cost the same, one of equal layouts: nothing is converted on the way.
     costs = [(cost_s(p, d, num_tokens, need_tokens), p.layout_id != d.layout_id) for p, d in pairs]
     prefill, decode = pairs[costs.index(min(costs))]
@@ -205,6 +209,14 @@ def overloaded(side: str, wait_s: float) -> Overloaded:
 def to_lua() -> str:
     """The constants as Lua locals."""
     return "\n".join(f"local {name} = {value!r}" for name, value in CONSTANTS.items())
+
+
+def _meet(prefill: Candidate, decode: Candidate) -> bool:
+    return prefill.worker_id == decode.worker_id or not prefill.sends.isdisjoint(decode.takes)
+
+
+def _pairs(prefills: list[Candidate], decodes: list[Candidate]) -> list[tuple[Candidate, Candidate]]:
+    return [(p, d) for p in prefills for d in decodes if _meet(p, d)]
 
 
 def _fitting(candidates: list[Candidate], side: str, num_tokens: int) -> list[Candidate]:

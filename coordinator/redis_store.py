@@ -218,6 +218,7 @@ def _joined(info: NodeInfo) -> dict[str, Any]:
         "info": encode(info),
         "role": info.role.value,
         "layout_id": info.layout_id,
+        "sends": " ".join(info.sends),
         "takes": " ".join(info.takes),
         "max_model_len": info.max_model_len,
         "capacity": info.capacity_tokens,

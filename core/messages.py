@@ -5,7 +5,7 @@ import msgspec
 from contracts.events import Event
 from contracts.ids import Epoch, GatewayId, RequestId
 from contracts.layout import KVLayout
-from contracts.node import NodeLoad
+from contracts.node import NodeLoad, Ways
 from contracts.request import JobMessage
 
 
@@ -54,15 +54,13 @@ class CoreFailed(msgspec.Struct, frozen=True, tag="core_failed"):
 
 
 class CoreReady(msgspec.Struct, frozen=True, tag="core_ready"):
-    """`takes`: see NodeInfo."""
-
     model: str
     layout: KVLayout
     transfer: str
     max_model_len: int
     capacity_tokens: int
     dtype: str
-    takes: list[str] = []
+    ways: Ways
 
 
 class LinkStatus(msgspec.Struct, frozen=True):

@@ -255,10 +255,11 @@ def _add_state(app: FastAPI, front: Front) -> None:
 
     @app.get("/ready", responses=returns(ReadyReply), response_model=None)
     async def ready() -> JSONResponse:
-        """200 once a prefill and a decode worker, or a mixed one, listen to this gateway."""
-        if front.dispatch.workers.can_serve():
+        """200 once a prefill and a decode worker that can exchange KV, or a mixed one, listen to this gateway."""
+        workers = front.dispatch.workers
+        if workers.can_serve():
             return JSONResponse({"status": "ready"})
-        why = "; ".join(["no prefill and decode worker is connected", *front.dispatch.workers.troubles])
+        why = "; ".join(["no prefill and decode worker that can exchange KV are connected", *workers.troubles])
         return JSONResponse(error_body(503, why), status_code=503, headers={"Retry-After": "1"})
 
     @app.get("/metrics", responses=returns(None), response_class=PlainTextResponse)

@@ -24,7 +24,7 @@ from contracts.events import (
 )
 from contracts.ids import Epoch, GatewayId, Incarnation, RequestId, WorkerId
 from contracts.layout import KVLayout
-from contracts.node import Node, NodeInfo, NodeLoad, Role
+from contracts.node import Node, NodeInfo, NodeLoad, Role, Ways
 from contracts.request import Cancel, Job
 
 HEARTBEAT_S = 1.0
@@ -46,7 +46,7 @@ class FakeWorker:
     incarnation: Incarnation = "1"  # type: ignore[assignment]
     model: str = "fake"
     layout: KVLayout | None = None
-    takes: list[str] = field(default_factory=list)
+    ways: Ways | None = None
     max_model_len: int = 2048
     cached_tokens: int = 0
     script: Sequence[int] = ()
@@ -98,6 +98,7 @@ class FakeWorker:
 
     @property
     def node(self) -> Node:
+        layout_id = self.layout.layout_id if self.layout else "fake"
         info = NodeInfo(
             worker_id=self.worker_id,
             incarnation=self.incarnation,
@@ -105,14 +106,14 @@ class FakeWorker:
             url=self.url,
             transfer="127.0.0.1:1",
             model=self.model,
-            layout_id=self.layout.layout_id if self.layout else "fake",
+            layout_id=layout_id,
             max_model_len=self.max_model_len,
             capacity_tokens=1 << 20,
             version="0",
             pid=0,
             core_pid=0,
+            ways=self.ways or Ways(memory="host", sends=["tcp"], takes={layout_id: ["tcp"]}),
             layout=self.layout,
-            takes=self.takes,
         )
         return Node(info=info, load=NodeLoad(), alive=True)
 

@@ -15,6 +15,7 @@ from contracts.events import Event, EventFrame
 from contracts.ids import GatewayId, Incarnation, WorkerId
 from contracts.node import Node, NodeInfo, Role
 from contracts.request import JobMessage, WorkerRef
+from gateway.misfits import misfits
 from gateway.placement import Placement
 
 log = logging.getLogger(__name__)
@@ -234,29 +235,6 @@ class Link:
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             log.warning("worker %s does not answer: %s", self.info.worker_id, error)
             return Unavailable("a worker can't be reached")
-
-
-def misfits(infos: Sequence[NodeInfo], model: str) -> dict[WorkerId, str]:
-    """Workers that can't do what they are there for, and why: of another model, or without a prefill worker whose KV
-    they can take.
-    """
-    words = {
-        info.worker_id: f"it serves {info.model}, this gateway speaks for {model}: name the same model for both"
-        for info in infos
-        if info.model != model
-    }
-    fit = [info for info in infos if info.model == model]
-    sources = [info for info in fit if info.role != Role.DECODE]
-    for info in fit:
-        if info.role == Role.DECODE and sources and not any(info.can_take(source) for source in sources):
-            words[info.worker_id] = f"it can't take the KV of {sources[0].worker_id}: {_difference(info, sources[0])}"
-    return words
-
-
-def _difference(ours: NodeInfo, theirs: NodeInfo) -> str:
-    if ours.layout is None or theirs.layout is None or (field := ours.layout.difference(theirs.layout)) is None:
-        return "their KV layouts differ"
-    return f"{field} is {getattr(ours.layout, field)} here, {getattr(theirs.layout, field)} there"
 
 
 def _is_gone(node: Node | None, link: Link) -> bool:

@@ -41,9 +41,15 @@ def is_possible(sender: Terms, receiver: Terms) -> bool:
     return _same_but_shards(ours, theirs)
 
 
+def part_counts(layout: KVLayout) -> list[int]:
+    """How many parts pages of this layout may be wanted in, by the peers that placement pairs it with."""
+    sizes = (msgspec.structs.replace(layout, tp_size=size) for size in TP_SIZES)
+    return sorted({num_parts(layout, other) for other in sizes if _divide(layout, other)})
+
+
 def takes(receiver: Terms) -> list[KVLayout]:
-    """What it can land, its own first, of senders that are as it is in everything else."""
-    own = receiver.layout
+    """What it can land, its own first, of senders that are as it is in everything else, by what transport ever."""
+    own, receiver = receiver.layout, msgspec.structs.replace(receiver, transport="auto")
     alike = [own, *(msgspec.structs.replace(own, tp_size=size) for size in TP_SIZES if size != own.tp_size)]
     wider = (
         [msgspec.structs.replace(layout, dtype=_FROM, scales="none") for layout in alike] if own.dtype == _TO else []
@@ -53,6 +59,15 @@ def takes(receiver: Terms) -> list[KVLayout]:
         for layout in [*alike, *wider]
         if is_possible(msgspec.structs.replace(receiver, layout=layout, plane_scales=[]), receiver)
     ]
+
+
+def can_carry(transport: str, sender: KVLayout, receiver: KVLayout) -> bool:
+    """Of two layouts that may differ."""
+    return transport in TRANSPORTS or not narrows(sender, receiver)
+
+
+def may_use(terms: Terms, transport: str) -> bool:
+    return transport in terms.available and terms.transport in ("auto", transport)
 
 
 def _divide(one: KVLayout, other: KVLayout) -> bool:
@@ -70,8 +85,4 @@ def _has_scales(terms: Terms) -> bool:
 
 
 def _round(sender: Terms, receiver: Terms) -> bool:
-    return any(_takes(sender, name) and _takes(receiver, name) for name in TRANSPORTS)
-
-
-def _takes(terms: Terms, name: str) -> bool:
-    return name in terms.available and terms.transport in ("auto", name)
+    return any(may_use(sender, name) and may_use(receiver, name) for name in TRANSPORTS)

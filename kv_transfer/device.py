@@ -74,7 +74,13 @@ class Later(Protocol):
         ...
 
     def wait(self) -> np.ndarray | None:
-        """The peer says that the mark was reached. Returns what `pull` does, when it does. Raises TransferError."""
+        """Once, when the peer says that the mark was reached. Returns what `pull` does, when it does. Raises
+        TransferError.
+        """
+        ...
+
+    def drop(self) -> None:
+        """It is done, and nobody will `wait`."""
         ...
 
 
@@ -139,6 +145,12 @@ class DevicePool(Pool, Protocol):
 
     @property
     def kind(self) -> str: ...
+
+    def expect(self, part_counts: Sequence[int]) -> None:
+        """Peers may want pages in so many parts: what that takes is made now, and not in their handshakes. Before
+        anything is computed or transferred. Raises TransferError as `agreed`.
+        """
+        ...
 
     def share(self) -> bytes:
         """What a peer must know to attach. Raises TransferError where the device lets nobody in."""

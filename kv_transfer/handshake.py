@@ -21,10 +21,6 @@ log = logging.getLogger(__name__)
 
 SESSION_NBYTES = 16
 MAX_RING_NBYTES = 1 << 30
-BEST_FIRST = ("nvlink", "shm", "ucx", "tcp")
-# Of devices' pages: ucx packs them there, the two after it gather them into the host's memory.
-BEST_OF_DEVICES = ("nvlink", "ucx", "shm", "tcp")
-ONE_HOST = ("nvlink", "shm")
 
 
 @dataclass(frozen=True)
@@ -80,29 +76,6 @@ def agree(wire: HandshakeSocket, ours: Terms, sends: bool) -> Terms:
     if not conversion.is_possible(*((ours, theirs) if sends else (theirs, ours))):
         ours.layout.require_match(theirs.layout)
     return theirs
-
-
-def candidates(sender: Terms, receiver: Terms) -> list[str]:
-    """Transports to try, best first. Raises ConfigError if the operators' wishes can't both be met."""
-    wishes = {sender.transport, receiver.transport} - {"auto"}
-    if len(wishes) > 1:
-        raise ConfigError(f"transport: prefill wants '{sender.transport}', decode wants '{receiver.transport}'")
-    shared = [name for name in sender.available if name in receiver.available]
-    if wishes:
-        (wish,) = wishes
-        if wish not in shared:
-            raise ConfigError(
-                f"transport '{wish}' is not available on both ends (both have: {', '.join(shared) or 'none'})"
-            )
-        return [wish]
-    if conversion.narrows(sender.layout, receiver.layout):
-        return [name for name in conversion.TRANSPORTS if name in shared]
-    same_host, best_first = sender.boot_id == receiver.boot_id, _best_first(sender.memory)
-    return [name for name in best_first if name in shared and (same_host or name not in ONE_HOST)]
-
-
-def _best_first(memory: str) -> tuple[str, ...]:
-    return BEST_FIRST if memory == "host" else BEST_OF_DEVICES
 
 
 def propose(

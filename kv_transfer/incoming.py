@@ -17,6 +17,7 @@ from kv_transfer.pulling import Puller
 from kv_transfer.receiving import Landings, Receiver
 from kv_transfer.staging import staging_of
 from kv_transfer.transports.nvlink import MappedPool
+from kv_transfer.ways import candidates
 from kv_transfer.wire import HandshakeSocket
 
 log = logging.getLogger(__name__)
@@ -55,7 +56,7 @@ class IncomingLink(Link):
         try:
             theirs = handshake.agree(wire, ours, sends=False)
             self.parts.pool.agreed(conversion.num_parts(ours.layout, theirs.layout), sends=False)
-            names = handshake.candidates(theirs, ours)
+            names = candidates(theirs, ours)
             self.transport, channel = handshake.dispose(wire, names, find, self.parts.ring, attached)
         except TandemError as error:
             handshake.reject(wire, error)

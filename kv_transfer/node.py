@@ -13,8 +13,9 @@ from contracts.errors import Overloaded
 from contracts.handoff import Abort, ChunkHeader, Commit, Fin, Grant, Offer, Refuse, Wait
 from contracts.ids import BlockId, Epoch, Incarnation, RequestId, WorkerId
 from contracts.layout import KVLayout
+from contracts.node import Ways
 from contracts.request import WorkerRef
-from kv_transfer import conversion, handshake, plan
+from kv_transfer import handshake, plan
 from kv_transfer.device import DevicePool
 from kv_transfer.events import Drained, LinkStats, PeerLost, TransferEvent
 from kv_transfer.frames import Hello
@@ -29,6 +30,7 @@ from kv_transfer.settings import TransferSettings
 from kv_transfer.transports.base import Transport
 from kv_transfer.transports.nvlink import NvlinkTransport
 from kv_transfer.transports.registry import Transports
+from kv_transfer.ways import ways_of
 from kv_transfer.wire import HandshakeSocket
 
 BUSY_S = 0.03
@@ -61,6 +63,7 @@ class TransferNode:
             self._pool, memory, plane_scales = PagePool(pool, layout), "host", []
         else:
             self._pool, memory, plane_scales = pool, pool.kind, pool.scales
+            pool.expect(conversion.part_counts(layout))
             pool.checks, own["nvlink"] = settings.checksum, NvlinkTransport(pool)
             device = pool, self._is_busy
         self._transports = Transports({**own, **(transports or {})}, device)
@@ -94,9 +97,9 @@ class TransferNode:
         return f"[{host}]:{self._listener.port}" if ":" in host else f"{host}:{self._listener.port}"
 
     @property
-    def takes(self) -> list[str]:
-        """The ids of the layouts that pages may come in, our own first."""
-        return [layout.layout_id for layout in conversion.takes(self._parts.terms)]
+    def ways(self) -> Ways:
+        """How pages may leave and come, to be told to others before they connect."""
+        return ways_of(self._parts.terms)
 
     def start(self) -> None:
         self._listener.start()

@@ -32,6 +32,7 @@ from kv_transfer.rate import HandoffRate
 from kv_transfer.sending import ChunkJob, FinJob, Key, Sender, SendQueue, check_sendable
 from kv_transfer.staging import sender_staging
 from kv_transfer.transports.nvlink import SharedPool
+from kv_transfer.ways import candidates
 from kv_transfer.wire import Deadline, HandshakeSocket
 
 
@@ -113,7 +114,7 @@ class OutgoingLink(Link):
         self._num_parts = conversion.num_parts(ours.layout, theirs.layout)
         self._other_layout = theirs.layout if theirs.layout != ours.layout else None
         self.parts.pool.agreed(self._num_parts, sends=True)
-        names = handshake.candidates(ours, theirs)
+        names = candidates(ours, theirs)
         self.transport, channel = handshake.propose(wire, names, self.parts.transports.find, ring, self._dial_data)
         if isinstance(channel, SharedPool):
             self._announcer = Announcer(self.queue, channel.mark, self.send, self._on_told)

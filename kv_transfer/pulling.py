@@ -153,6 +153,11 @@ class Early:
         self.digest = None if sums is None else integrity.of_pages(self.key[1], sums)
         self.busy_s = self.later.busy_s
 
+    def forget(self) -> None:
+        """It is done, and nobody wants it any more."""
+        if not self.is_read:
+            self.later.drop()
+
     def overlaps(self, pull: Pull) -> bool:
         is_before = self.first_token + self.num_tokens <= pull.first_token
         is_behind = pull.first_token + pull.num_tokens <= self.first_token
@@ -215,6 +220,7 @@ class Puller(_Unthreaded):
         ended = [early for early in self._early if self._landings.find(early.key) is None]
         for early in ended:
             if early.later.is_done:
+                early.forget()
                 self._drop(early)
         now = time.monotonic()
         if any(now - early.since_s > LATE_S and not early.later.is_done for early in self._early):

@@ -3,7 +3,7 @@
 from typing import Any
 
 from contracts.ids import Incarnation, WorkerId
-from contracts.node import NodeInfo, Role
+from contracts.node import NodeInfo, Role, Ways
 
 
 def node_info(**changes: Any) -> NodeInfo:
@@ -21,4 +21,11 @@ def node_info(**changes: Any) -> NodeInfo:
         "pid": 1,
         "core_pid": 2,
     }
-    return NodeInfo(**(fields | changes))
+    fields |= changes
+    fields.setdefault("ways", ways(fields["layout_id"]))
+    return NodeInfo(**fields)
+
+
+def ways(*layout_ids: str, by: str = "tcp", memory: str = "host") -> Ways:
+    """To send and take KV of these layouts. `by`: transports, in a line."""
+    return Ways(memory=memory, sends=by.split(), takes={layout_id: by.split() for layout_id in layout_ids})

@@ -133,7 +133,7 @@ def _ready(settings: WorkerSettings, engine: Engine, node: TransferNode) -> Core
         max_model_len=engine.max_model_len,
         capacity_tokens=engine.capacity_tokens,
         dtype=engine.dtype,
-        takes=node.takes,
+        ways=node.ways,
     )
 
 

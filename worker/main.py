@@ -135,8 +135,8 @@ def _node_info(
         version=release(),
         pid=os.getpid(),
         core_pid=core.pid,
+        ways=ready.ways,
         layout=ready.layout,
-        takes=ready.takes,
     )
 
 

@@ -21,24 +21,18 @@ local function cached_tokens(worker)
   return math.min(low * AFFINITY_BLOCK, num_tokens - 1)
 end
 
-local function words(line)
-  local found = {}
-  for word in string.gmatch(line, '%S+') do found[word] = true end
-  return found
-end
-
 local function candidate(worker)
   if excluded[worker] or redis.call('EXISTS', key('node', worker, 'alive')) == 0 then return nil end
   local row = redis.call('HMGET', key('node', worker), 'role', 'layout_id', 'max_model_len', 'capacity', 'pending',
     'beyond_pending', 'reserved', 'beyond_reserved', 'decodes', 'prefill_rate', 'decode_rate', 'transfer_rate',
-    'draining', 'info', 'term', 'takes')
+    'draining', 'info', 'term', 'sends', 'takes')
   if not row[1] or row[13] == '1' or row[15] == '0' then return nil end
   return {
     worker = worker, role = row[1], layout_id = row[2], capacity = tonumber(row[4]),
     longest = math.min(tonumber(row[3]), tonumber(row[4])) - 1,
     pending = row[5] + row[6], reserved = row[7] + row[8], decodes = tonumber(row[9]),
     prefill_rate = tonumber(row[10]), decode_rate = tonumber(row[11]), transfer_rate = tonumber(row[12]),
-    info = row[14], term = row[15], takes = words(row[16] or ''),
+    info = row[14], term = row[15], sends = row[16] or '', takes = ' ' .. (row[17] or '') .. ' ',
     cached = cached_tokens(worker),
   }
 end
@@ -49,6 +43,13 @@ local function filter(list, keep)
     if keep(item) then kept[#kept + 1] = item end
   end
   return kept
+end
+
+local function any(list, is_so)
+  for _, item in ipairs(list) do
+    if is_so(item) then return true end
+  end
+  return false
 end
 
 local function best(list, measure, pick)
@@ -97,13 +98,35 @@ local function cost_s(p, d)
   return cost + (HANDOFF_S + math.max(0, transfer_s - compute_s)) + crowding_s
 end
 
-local function cheapest(list, measure)
+local function meet(p, d)
+  if p.worker == d.worker then return true end
+  for way in string.gmatch(p.sends, '%S+') do
+    if string.find(d.takes, ' ' .. way .. ' ', 1, true) then return true end
+  end
+  return false
+end
+
+local function sorted(list, measure)
   local order = {}
   for i, item in ipairs(list) do order[i] = {cost = measure(item), index = i, item = item} end
   table.sort(order, function(a, b) return a.cost < b.cost or (a.cost == b.cost and a.index < b.index) end)
-  local few = {}
-  for i = 1, math.min(TOP, #order) do few[i] = order[i].item end
-  return few
+  for i, row in ipairs(order) do order[i] = row.item end
+  return order
+end
+
+-- Of pairs that cost the same, one of equal layouts: nothing is converted on the way.
+local function cheapest(ready, roomy, top)
+  local prefill, decode, least, converts
+  for i = 1, math.min(top, #ready) do
+    for j = 1, math.min(top, #roomy) do
+      local p, d = ready[i], roomy[j]
+      local differ, cost = p.layout_id ~= d.layout_id, meet(p, d) and cost_s(p, d)
+      if cost and (not least or cost < least or (cost == least and converts and not differ)) then
+        prefill, decode, least, converts = p, d, cost, differ
+      end
+    end
+  end
+  return prefill, decode
 end
 
 local function fitting(list, side)
@@ -120,28 +143,23 @@ local function choose(candidates)
   if refusal then return nil, nil, refusal end
   decodes, refusal = fitting(filter(candidates, function(c) return c.role ~= 'prefill' end), 'decode')
   if refusal then return nil, nil, refusal end
+  prefills = filter(prefills, function(p) return any(decodes, function(d) return meet(p, d) end) end)
+  if #prefills == 0 then return nil, nil, {'no_pair'} end
   local ready = filter(prefills, function(p) return not knows_rate or p.pending <= max_pending(p) end)
   if #ready == 0 then
     local wait_s = best(prefills, function(p) return (p.pending - max_pending(p)) / p.prefill_rate end, math.min)
     return nil, nil, {'overloaded', 'prefill', string.format('%.17g', wait_s)}
   end
+  decodes = filter(decodes, function(d) return any(ready, function(p) return meet(p, d) end) end)
   local roomy = filter(decodes, function(d) return excess(d) <= 0 or d.reserved == 0 end)
   if #roomy == 0 then
     local wait_s = best(decodes, function(d) return excess(d) / d.decode_rate end, math.min)
     return nil, nil, {'overloaded', 'decode', string.format('%.17g', wait_s)}
   end
-  -- Of pairs that cost the same, one of equal layouts: nothing is converted on the way.
-  local prefill, decode, least, converts
-  for _, p in ipairs(cheapest(ready, prefill_s)) do
-    for _, d in ipairs(cheapest(roomy, decode_s)) do
-      local differ = p.layout_id ~= d.layout_id
-      local cost = (not differ or d.takes[p.layout_id]) and cost_s(p, d)
-      if cost and (not least or cost < least or (cost == least and converts and not differ)) then
-        prefill, decode, least, converts = p, d, cost, differ
-      end
-    end
-  end
-  return prefill, decode, not least and {'no_pair'} or nil
+  ready, roomy = sorted(ready, prefill_s), sorted(roomy, decode_s)
+  local prefill, decode = cheapest(ready, roomy, TOP)
+  if not prefill then prefill, decode = cheapest(ready, roomy, math.max(#ready, #roomy)) end
+  return prefill, decode
 end
 
 local function remember(worker, capacity)

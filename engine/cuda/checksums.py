@@ -17,6 +17,7 @@ Sum = Callable[[Tensor, Tensor], None]
 
 Op = Callable[..., None]
 BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128)
+_ALIGNED_UNITS = 4
 
 
 class Checksums:
@@ -38,8 +39,10 @@ class Checksums:
         self.max_pages, units = max_pages, max_pages * num_planes
         self._is_mapped = is_mapped and device.type == "cuda"
         self.pages_host, self.pages = self._memory(max_pages, device)
-        sums_host, sums = self._memory(units * len(operations), device)
-        self.sums_host, self.sums = sums_host.split(units), sums.split(units)
+        # Triton compiles anew for a pointer that no 16 bytes divide, and that would be in the middle of a handoff.
+        step = -(-units // _ALIGNED_UNITS) * _ALIGNED_UNITS
+        sums_host, sums = self._memory(step * len(operations), device)
+        self.sums_host, self.sums = sums_host.split(step), sums.split(step)
         # The operation counts the units of a launch into their checksums; this takes it out again.
         self._numbers = np.arange(units, dtype=np.uint32) * np.uint32(STRIDE)
         self._done = torch.cuda.Event() if device.type == "cuda" else None

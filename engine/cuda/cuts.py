@@ -33,11 +33,15 @@ class Cut:
         """Of pages that will be named."""
         return Checksums(self._sums, self._num_planes, max_pages, self._device, is_mapped)
 
-    def warm_up(self) -> None:
-        """Compile the kernels of checksums and of packing, one for all numbers of pages."""
-        self.packer.warm_up()
+    def run_all(self) -> None:
+        """The kernels of checksums and of packing, each one for all numbers of pages: to compile and to load them."""
+        self.packer.run_all()
         checksums = self.checksums_of(1)
         checksums.launch([0])
         checksums.wait()
+
+    def warm_up(self) -> None:
+        """What has to be compiled, loaded and recorded is, when pages come."""
+        self.run_all()
         if self._is_kernel:
             self.verifier.capture()

@@ -11,6 +11,7 @@ import msgspec
 import torch
 
 from checkpoint import Checkpoint, Progress, open_checkpoint
+from contracts.errors import ConfigError, TransferError
 from contracts.layout import KVLayout
 from engine.backend import Backend
 from engine.cuda.attention import DeviceAttention
@@ -155,8 +156,15 @@ class Builder:
         """The first of a team hands over the pages of all."""
         is_first = self._team.shard.rank == 0
         told = self._team.exchange("cache", b"" if is_first else cache.export())
-        if is_first:
+        if not is_first:
+            return
+        try:
             cache.share(self._registry, told[1:])
+        except TransferError as error:
+            raise ConfigError(
+                f"tensor_parallel is {self._team.shard.size}, and its GPUs can't reach each other's memory ({error}): "
+                "use GPUs that can, or fewer"
+            ) from error
 
     @contextmanager
     def _stage(self, name: str, progress: Progress) -> Iterator[None]:

@@ -78,7 +78,7 @@ class DevicePages:
         # Of a team nobody knows when all have written before they meet again.
         self._summing = torch.cuda.Stream(self.device) if self._staging is not None and not followers else None
         self._written = torch.cuda.Event() if self._summing is not None else None
-        self._mappings = [attach(shared, self.device) for shared in followers]
+        self._mappings = _attach_all(followers, self.device)
         tensors = [memory.tensor, *(mapping.tensor(len(memory.tensor)) for mapping in self._mappings)]
         self._shards = [tensor.view(self.num_planes, num_blocks + 1, self.page_nbytes) for tensor in tensors]
         self._registry, self._narrows = registry, layout.dtype == "bfloat16"
@@ -102,11 +102,22 @@ class DevicePages:
         """Planes, shards, bytes of a shard's page."""
         return self.num_planes, self.num_shards, self.page_nbytes
 
+    def expect(self, part_counts: SequenceOf[int]) -> None:
+        """Peers may want pages in so many parts: what that takes is compiled now, and not in their handshakes. Before
+        anything else launches kernels of ours. Raises TransferError as `cut_into`.
+        """
+        start = time.perf_counter()
+        fresh = {count: self._cut(count) for count in part_counts if count not in self._cuts}
+        self._warm_up(list(fresh.values()))
+        self._cuts |= fresh
+        if fresh:
+            _log.info("pages in %s parts: ready in %.1f s", ", ".join(map(str, fresh)), time.perf_counter() - start)
+
     def cut_into(self, num_parts: int, warms: bool = True) -> Cut:
-        """Compiles what is needed for it. Raises TransferError if it can't be cut so."""
+        """Compiles what is needed for it, if that was not expected. Raises TransferError if it can't be cut so."""
         with self._lock:
             if num_parts not in self._cuts:
-                fresh = Cut(self._shards, num_parts, self._registry, self._narrows)
+                fresh = self._cut(num_parts)
                 if warms:
                     self.enter()
                     fresh.warm_up()
@@ -220,8 +231,10 @@ class DevicePages:
         return self.cut_into(num_parts).packer.narrow(pages, into, narrowing)
 
     def warm_up(self) -> None:
-        """Compile the kernels of checksums and of packing, one for all numbers of pages."""
-        self._own.warm_up()
+        """Compile the kernels of checksums and of packing, one for all numbers of pages; before anything else launches
+        kernels of ours.
+        """
+        self._warm_up([self._own])
 
     @torch.inference_mode()
     def gather(self, rows: np.ndarray, out: np.ndarray, num_parts: int = 1) -> None:
@@ -239,6 +252,20 @@ class DevicePages:
                 part.rows.index_copy_(0, index, pages)
             if self.device.type == "cuda":
                 torch.cuda.current_stream().synchronize()
+
+    def _cut(self, num_parts: int) -> Cut:
+        return Cut(self._shards, num_parts, self._registry, self._narrows)
+
+    def _warm_up(self, cuts: SequenceOf[Cut]) -> None:
+        self.enter()
+        if self.device.type == "cuda":
+            from kernels.compiling import compiled_ahead  # imports Triton, which a CPU does without
+
+            with compiled_ahead():
+                for each in cuts:
+                    each.run_all()
+        for each in cuts:
+            each.warm_up()
 
     def _launched(self, cut: Cut, pages: SequenceOf[int]) -> Checksums:
         sums = cut.checksums_of(len(pages))
@@ -270,17 +297,27 @@ class RemotePages:
         # Of high priority: the checksums come before what decode has launched.
         self._stream = torch.cuda.Stream(ours.device, priority=-1) if ours.device.type == "cuda" else None
         self._thread = 0
-        self._mappings = _attach_all(sharing.memories, ours.device)
-        self._ways = _ways(self._mappings, sharing, self._cut.parts)
-        self._mark = self._open_mark(mark) if mark else None
+        self._mark: RemoteMark | None = None
         self._waiting: list[WaitingPull] = []
+        self._ready: list[Checksums] = []
         self._last_mark = self._hurried_to = 0
+        self._mappings = _attach_all(sharing.memories, ours.device)
+        try:
+            self._ways = _ways(self._mappings, sharing, self._cut.parts)
+            self.detail = self._open(sharing, mark)
+        except TransferError:
+            self.close()
+            raise
+
+    def _open(self, sharing: Sharing, mark: bytes) -> str:
+        """Returns `detail`."""
+        self._mark = self._open_mark(mark) if mark else None
         num_ready = _NUM_READY if self._mark else 0
-        self._ready = [self._cut.checksums_of(BUCKETS[-1], is_mapped=True) for _ in range(num_ready)]
-        where = "on one GPU" if sharing.device == _name(ours.device) else "between two GPUs"
+        self._ready += [self._cut.checksums_of(BUCKETS[-1], is_mapped=True) for _ in range(num_ready)]
+        where = "on one GPU" if sharing.device == _name(self._ours.device) else "between two GPUs"
         if len(self._ways) > 1:
-            where = f"from {len(sharing.memories)} shards into {ours.num_shards}"
-        self.detail = f"pulled {where}, {self._probe() / 1e9:.0f} GB/s"
+            where = f"from {len(sharing.memories)} shards into {self._ours.num_shards}"
+        return f"pulled {where}, {self._probe() / 1e9:.0f} GB/s"
 
     def pull(self, pages: SequenceOf[int], into: SequenceOf[int], checks: bool) -> np.ndarray | None:
         """Copy the peer's `pages` to `into`; they are there on return. Returns their checksums if `checks`.
@@ -301,12 +338,13 @@ class RemotePages:
     def pull_later(
         self, pages: SequenceOf[int], into: SequenceOf[int], checks: bool, early_planes: int, mark: int
     ) -> "Later | None":
-        """Launch what waits for the peer's mark. None if there is no mark to wait for, or if the mark says no more that
-        the peer has computed it. Raises TransferError.
+        """Launch what waits for the peer's mark. None if there is no mark to wait for, if the mark says no more that
+        the peer has computed it, or if a later one is waited for, behind which it would come. Raises TransferError.
         """
-        if self._mark is None or 0 < mark <= self._hurried_to:
+        if self._mark is None or 0 < mark <= self._hurried_to or 0 < mark < self._last_mark:
             return None
         if self._ours.lanes is None:
+            self._last_mark = max(self._last_mark, mark)
             return LazyPull(self, pages, into, checks)
         with self._ours.lanes.lent(self) as lane:
             if lane is None:
@@ -344,7 +382,7 @@ class RemotePages:
             if sums is not None:
                 sums.go()
             stamps[-1] = _stamp()
-        later = WaitingPull(self._mark, mark, stamps, partial(self._read, sums))
+        later = WaitingPull(self._mark, mark, stamps, sums, self._is_read)
         self._waiting = [other for other in self._waiting if not other.is_done] + [later]
         return later
 
@@ -357,14 +395,12 @@ class RemotePages:
             return self._cut.checksums_of(num_pages, is_mapped=True)
         return self._ready.pop() if self._ready else self._cut.checksums_of(BUCKETS[-1], is_mapped=True)
 
-    def _read(self, sums: Checksums | None) -> np.ndarray | None:
-        """Its memory can serve the next."""
-        if sums is None:
-            return None
-        found = sums.read()
-        if len(self._ready) < _NUM_READY and sums.max_pages == BUCKETS[-1]:
+    def _is_read(self, sums: Checksums) -> None:
+        """Its memory can serve the next. It is kept as long as the link is: giving it back would wait for all streams,
+        those that wait for marks too.
+        """
+        if sums.max_pages == BUCKETS[-1]:
             self._ready.append(sums)
-        return found
 
     def hurry(self) -> None:
         """Nothing waits for a mark any more: what did is void, and done soon."""
@@ -495,7 +531,7 @@ class Lanes:
 class WaitingPull:
     """Launched on a stream that waits for the peer's mark. The peer may be gone, or hang: the mark is ours to set.
 
-    `stamps`: begin and end of each part, recorded on the stream.
+    `stamps`: begin and end of each part, recorded on the stream. `is_read` hears of `sums` when nobody needs them.
     """
 
     def __init__(
@@ -503,9 +539,10 @@ class WaitingPull:
         mark: RemoteMark,
         value: int,
         stamps: SequenceOf[torch.cuda.Event],
-        read: Callable[[], np.ndarray | None],
+        sums: Checksums | None,
+        is_read: Callable[[Checksums], None],
     ) -> None:
-        self._mark, self._value, self._stamps, self._read = mark, value, stamps, read
+        self._mark, self._value, self._stamps, self._sums, self._is_read = mark, value, stamps, sums, is_read
         self._done = stamps[-1]
         self.is_void = False
 
@@ -528,7 +565,14 @@ class WaitingPull:
             self._mark.raise_to(self._value)
             time.sleep(_RELEASE_S)
         self._done.synchronize()
-        return self._read()
+        found = None if self._sums is None else self._sums.read()
+        self.drop()
+        return found
+
+    def drop(self) -> None:
+        sums, self._sums = self._sums, None
+        if sums is not None:
+            self._is_read(sums)
 
 
 class LazyPull:
@@ -545,6 +589,9 @@ class LazyPull:
         sums = self._pull()
         self.busy_s = time.perf_counter() - start
         return sums
+
+    def drop(self) -> None:
+        """It takes nothing."""
 
 
 Later = WaitingPull | LazyPull

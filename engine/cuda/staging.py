@@ -20,8 +20,6 @@ from engine.cuda.parts import Part
 from kernels.registry import Registry
 from kernels.specs import MoveSpec
 
-_RECORDED = ("pack", "unpack and sum", "narrow")
-
 
 @dataclass
 class Kit:
@@ -94,8 +92,8 @@ class Packer:
         self._num_planes, self._device, self._spare = planes.shape[0], planes.device, planes.shape[1] - 1
         self._block_nbytes, self._spec = len(parts) * self._num_planes * width, MoveSpec(self._num_planes, width)
         self._pack, self._unpack = registry.get("kv_pack", self._spec), registry.get("kv_unpack", self._spec)
-        self._narrow_nbytes = self._block_nbytes // 2
-        self._is_recorded = planes.is_cuda and registry.resolve("kv_pack", self._spec).impl.name == "triton"
+        self._narrow_nbytes, self._narrow_spec = self._block_nbytes // 2, _rounded(self._spec)
+        self._recorded_whats = recordable(registry, self._spec, narrows) if planes.is_cuda else ()
         self._no_verdict = torch.zeros(1, dtype=torch.int32, device=planes.device)
 
     def lend(self, nbytes: int) -> StagingBuffer:
@@ -115,19 +113,19 @@ class Packer:
         """As `pack`, times `inv_scales` and rounded to e4m3. Returns the checksums of what was packed,
         `[pages, parts * planes]`.
         """
-        if into.inv_scales is None:
-            into.inv_scales = inv_scales.clone()
         if into.narrowing is not inv_scales:
             with into.aside():
+                into.inv_scales = torch.empty_like(inv_scales) if into.inv_scales is None else into.inv_scales
                 into.inv_scales.copy_(inv_scales)
             into.narrowing = inv_scales
         self._go("narrow", pages, into)
         return self._kit(into).checksums.read()
 
-    def warm_up(self) -> None:
-        """Compile the kernels, each one for all numbers of pages."""
-        buffer, nobodys = self.lend(self._block_nbytes), np.full(1, self._spare, dtype=np.int32)
-        buffer.inv_scales = torch.ones(self._num_planes, device=self._device)
+    def run_all(self) -> None:
+        """Each kernel once, on the page of nobody."""
+        buffer, nobodys = StagingBuffer(self._block_nbytes, self._device), np.full(1, self._spare, dtype=np.int32)
+        with buffer.aside():
+            buffer.inv_scales = torch.ones(self._num_planes, device=self._device)
         for what in ("pack", "unpack and sum", *(["narrow"] if self._narrows else [])):
             self._launch(what, buffer, nobodys)
         buffer.wait()
@@ -160,7 +158,7 @@ class Packer:
         about to be done anyway is recorded late: a buffer from which pages are to be unpacked holds them already.
         """
         recordings = self._kit(buffer).recordings
-        if what in recordings or what not in _RECORDED or not self._is_recorded:
+        if what in recordings or what not in self._recorded_whats:
             return recordings.get(what, {})
         found = recordings[what] = {}
         block_nbytes = self._narrow_nbytes if what == "narrow" else self._block_nbytes
@@ -220,4 +218,22 @@ class Packer:
     @cached_property
     def _narrow(self) -> Op:
         assert self._narrows, "only values of bf16 are rounded"
-        return self._registry.get("kv_pack", MoveSpec(self._num_planes, self._spec.unit_nbytes // 2, True, True))
+        return self._registry.get("kv_pack", self._narrow_spec)
+
+
+def recordable(registry: Registry, spec: MoveSpec, narrows: bool) -> tuple[str, ...]:
+    """What launches kernels of ours alone, which allocate nothing. Parts of a page can be too small for the one that
+    rounds, and not for the others.
+    """
+
+    def is_ours(each: MoveSpec) -> bool:
+        return registry.resolve("kv_pack", each).impl.name == "triton"
+
+    if not is_ours(spec):
+        return ()
+    moved = ("pack", "unpack and sum")
+    return (*moved, "narrow") if narrows and is_ours(_rounded(spec)) else moved
+
+
+def _rounded(spec: MoveSpec) -> MoveSpec:
+    return MoveSpec(spec.planes, spec.unit_nbytes // 2, convert=True, checksum=True)

@@ -1,10 +1,12 @@
 """From times to rows: the arithmetic of the serving and the soak benchmark on answers made up by hand."""
 
+import random
+
 import pytest
 
 from bench.client import Answer
 from bench.serving import decode_rate, rate_rows, rows_of
-from bench.soak import summarize
+from bench.soak import Draw, summarize
 
 
 def answer(ttft_s: float, *gaps_s: float) -> Answer:
@@ -24,6 +26,17 @@ def test_the_rate_of_many_starts_when_the_last_has_its_token_0():
 def test_a_failed_stream_spoils_the_rate():
     with pytest.raises(RuntimeError, match="the worker died"):
         decode_rate([answer(1.0, 1.0), Answer(error="the worker died")])
+
+
+def test_a_soaks_lengths_reach_from_the_least_to_the_longest_by_octaves():
+    draw = Draw(random.Random(0), prompt=16_384, answer=64)
+    prompts = [len(draw.prompt_ids()) for _ in range(400)]
+    assert min(prompts) >= 4 and max(prompts) <= 16_384
+    assert sum(length < 256 for length in prompts) == pytest.approx(200, abs=40)  # 6 octaves of 12
+    answers = [draw.max_tokens() for _ in range(400)]
+    assert set(answers) <= set(range(1, 65)) and 1 in answers and max(answers) > 48
+    leaves = [draw.leave_after(5) for _ in range(400)]
+    assert set(leaves) == {None, 1, 2, 3, 4, 5} and leaves.count(None) == pytest.approx(200, abs=40)
 
 
 def test_the_pair_stands_beside_the_mixed_worker():

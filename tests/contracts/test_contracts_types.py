@@ -3,7 +3,6 @@
 import hashlib
 import struct
 
-import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -11,8 +10,8 @@ from hypothesis import strategies as st
 from contracts.errors import LayoutMismatch, TandemError, by_code
 from contracts.hashing import chain_hashes
 from contracts.layout import KVLayout
-from contracts.node import NodeInfo
-from tests.nodes import node_info
+from contracts.node import Ways
+from tests.nodes import node_info, ways
 
 TOKENS = st.lists(st.integers(0, 2**31 - 1), max_size=60)
 
@@ -57,13 +56,19 @@ def test_sizes_follow_from_the_layout():
     assert (halves.block_nbytes, kv.shard_nbytes) == (kv.block_nbytes, kv.block_nbytes)
 
 
-def test_a_worker_takes_its_own_layout_and_those_it_says():
-    source, sink = node_info(layout_id="a"), node_info(layout_id="b", takes=["b", "a"])
+def test_a_worker_takes_the_layouts_it_says():
+    source, sink = node_info(layout_id="a"), node_info(layout_id="b", ways=ways("b", "a"))
     assert sink.can_take(source) and source.can_take(source) and not source.can_take(sink)
-    old = msgspec.to_builtins(sink) | {"layout_id": "a"}
-    del old["takes"]
-    read = msgspec.convert(old, NodeInfo)
-    assert read.can_take(source) and not read.can_take(sink)
+
+
+def test_a_worker_takes_kv_by_the_ways_it_says_of_that_layout_and_memory():
+    sink = node_info(ways=Ways(memory="cuda", sends=["tcp"], takes={"l": ["ucx", "tcp"], "wide": ["ucx"]}))
+    assert sink.can_take(node_info(ways=ways(by="shm@a ucx", memory="cuda")))
+    assert sink.can_take(node_info(layout_id="wide", ways=ways(by="ucx", memory="cuda")))
+    assert not sink.can_take(node_info(ways=ways(by="shm@a", memory="cuda")))
+    assert not sink.can_take(node_info(layout_id="wide", ways=ways(by="tcp", memory="cuda")))
+    assert not sink.can_take(node_info(ways=ways(by="ucx tcp", memory="host")))
+    assert not sink.can_take(node_info(ways=ways(by="", memory="cuda")))
 
 
 @pytest.mark.parametrize("change", [{"model": "n"}, {"block_size": 32}, {"dtype": "bfloat16"}, {"num_kv_heads": 2}])

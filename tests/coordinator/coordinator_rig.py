@@ -8,6 +8,7 @@ from contracts.hashing import chain_hashes
 from contracts.ids import Epoch, GatewayId, Incarnation, RequestId, WorkerId
 from contracts.node import NodeInfo, NodeLoad, Role
 from coordinator.store import AFFINITY_BLOCK, AFFINITY_BLOCKS, PlaceRequest, Store, WorkerView
+from tests.nodes import ways
 
 GATEWAY = GatewayId("g0")
 ALIVE_LOAD = NodeLoad(prefill_rate=1000.0, decode_rate=100.0)
@@ -18,7 +19,7 @@ def fresh_pool() -> str:
 
 
 def node(name: str, role: Role, *, incarnation: str = "a", capacity: int = 10_000, **options) -> NodeInfo:
-    facts = {"layout_id": "l", "max_model_len": 8192} | options
+    facts = {"layout_id": "l", "max_model_len": 8192, "ways": ways("l")} | options
     return NodeInfo(
         worker_id=WorkerId(name),
         incarnation=Incarnation(incarnation),

@@ -8,16 +8,19 @@ from hypothesis import strategies as st
 
 from contracts.errors import TandemError
 from contracts.ids import Epoch, GatewayId, Incarnation, RequestId, WorkerId
-from contracts.node import NodeLoad, Role
+from contracts.node import NodeLoad, Role, Ways
 from coordinator.memory_store import MemoryStore
 from coordinator.redis_server import RedisServer
 from coordinator.redis_store import RedisStore
 from coordinator.states import ENDS, State
 from coordinator.store import Move, Store
 from tests.coordinator.coordinator_rig import ask, credits, fresh_pool, node, prefixes
+from tests.nodes import ways
 
 WORKERS = [f"w{index}" for index in range(5)]
 REQUESTS = [f"r{index}" for index in range(6)]
+WAYS = [ways("l"), ways("l"), ways("m"), ways("l", "m"), ways("l", by="shm@a tcp"), ways("l", by="shm@ab ucx")]
+WAYS += [ways("l", by="shm@a"), ways("l", "m", by="ucx tcp", memory="cuda"), ways("l", by="")]
 EPOCHS = st.integers(1, 3)
 RATES = st.one_of(st.just(0.0), st.floats(1.0, 1e6), st.sampled_from([float("nan"), float("inf"), -1.0]))
 TOKENS = st.integers(0, 30_000)
@@ -40,10 +43,10 @@ class Call:
 
 
 async def _join(
-    store: Store, name: str, role: Role, incarnation: str, capacity: int, layout: str, takes: str, longest: int
+    store: Store, name: str, role: Role, incarnation: str, capacity: int, layout: str, ways: Ways, longest: int
 ):
     options = {"incarnation": incarnation, "capacity": capacity, "layout_id": layout, "max_model_len": longest}
-    await store.join(node(name, role, **options, takes=takes.split()))
+    await store.join(node(name, role, **options, ways=ways))
 
 
 async def _beat(store: Store, name: str, incarnation: str, load: NodeLoad):
@@ -98,7 +101,7 @@ joins = st.tuples(
     incarnations,
     st.sampled_from([1000, 5000, 20_000]),
     st.sampled_from(["l", "l", "l", "m"]),
-    st.sampled_from(["", "l", "l m"]),
+    st.sampled_from(WAYS),
     st.sampled_from([1500, 8192]),
 )
 places = st.tuples(

@@ -28,7 +28,8 @@ candidates = st.builds(
     worker_id=st.just(WorkerId("")),
     role=st.sampled_from(Role),
     layout_id=st.sampled_from(["l", "l", "m"]),
-    takes=st.sampled_from([frozenset(), frozenset("l"), frozenset("lm")]),
+    sends=st.sampled_from([frozenset("l"), frozenset("l"), frozenset("m"), frozenset()]),
+    takes=st.sampled_from([frozenset("l"), frozenset("lm"), frozenset()]),
     max_model_len=st.sampled_from([900, 8192]),
     capacity_tokens=st.integers(500, 50_000),
     pending_tokens=st.integers(0, 200_000),
@@ -47,6 +48,8 @@ pools = st.lists(candidates, max_size=6).map(
 def worker(name: str, role: Role, **options) -> Candidate:
     facts = {
         "layout_id": "l",
+        "sends": frozenset(["l by tcp"]),
+        "takes": frozenset(["l by tcp"]),
         "max_model_len": 8192,
         "capacity_tokens": 10_000,
         "pending_tokens": 0,
@@ -129,24 +132,61 @@ def test_a_prompt_goes_where_it_stalls_no_answers_until_that_queue_is_long():
 
 
 def test_layouts_do_not_mix():
-    other = worker("d1", Role.DECODE, layout_id="other")
+    other = worker("d1", Role.DECODE, layout_id="other", takes=frozenset(["other by tcp"]))
     assert chosen(replace(D, num_decodes=50), other, P) == ("p0", "d0")
     with pytest.raises(Unavailable, match="can take"):
         chosen(other, P)
 
 
 def test_a_layout_that_decode_takes_is_as_good_as_its_own():
-    other = worker("d1", Role.DECODE, layout_id="other", takes=frozenset("l"))
+    other = worker("d1", Role.DECODE, layout_id="other")
     assert chosen(other, P) == ("p0", "d1")
     assert chosen(replace(D, num_decodes=1), other, P) == ("p0", "d1")
-    back = worker("p1", Role.PREFILL, layout_id="other")
+    back = worker("p1", Role.PREFILL, layout_id="other", sends=frozenset(["other by tcp"]))
     with pytest.raises(Unavailable, match="can take"):
         chosen(D, back)
 
 
 def test_of_pairs_that_cost_the_same_one_of_equal_layouts_is_taken():
-    other = worker("d0", Role.DECODE, layout_id="other", takes=frozenset("l"))
+    other = worker("d0", Role.DECODE, layout_id="other")
     assert chosen(other, replace(D, worker_id=WorkerId("d1")), P) == ("p0", "d1")
+
+
+BY_SHM = {"sends": frozenset(["l by shm"]), "takes": frozenset(["l by shm"])}
+
+
+def test_transports_do_not_mix():
+    other = worker("p1", Role.PREFILL, **BY_SHM)
+    assert chosen(D, replace(P, pending_tokens=5000), other) == ("p0", "d0")
+    with pytest.raises(Unavailable, match="can take"):
+        chosen(D, other)
+    both = replace(D, takes=D.takes | other.sends)
+    assert chosen(both, replace(P, pending_tokens=5000), other) == ("p1", "d0")
+
+
+def test_a_worker_without_any_way_may_be_both_at_once():
+    alone = worker("m0", Role.MIXED, sends=frozenset(), takes=frozenset())
+    assert chosen(alone) == ("m0", "m0")
+    assert chosen(D, P, replace(alone, pending_tokens=500)) == ("p0", "d0")
+
+
+def test_who_meets_nobody_does_not_hide_that_the_others_are_full():
+    other = worker("p1", Role.PREFILL, **BY_SHM)
+    with pytest.raises(Overloaded, match="prefill"):
+        chosen(D, replace(P, pending_tokens=35_000), other)
+    full = replace(D, reserved_tokens=int(OVERCOMMIT * D.capacity_tokens))
+    with pytest.raises(Overloaded, match="decode"):
+        chosen(full, P, worker("d1", Role.DECODE, **BY_SHM))
+    with pytest.raises(Overloaded, match="decode"):  # what d1 could do, nobody can for now
+        chosen(full, P, replace(other, pending_tokens=35_000), worker("d1", Role.DECODE, **BY_SHM))
+
+
+def test_the_cheapest_do_not_hide_those_that_meet():
+    pool = [worker(f"p{i}", Role.PREFILL, **BY_SHM) for i in range(9)]
+    pool += [worker(f"d{i}", Role.DECODE) for i in range(9)]
+    late, crowded = worker("p9", Role.PREFILL, pending_tokens=500), worker("d9", Role.DECODE, num_decodes=5, **BY_SHM)
+    assert chosen(*pool, late, crowded) == ("p0", "d9")
+    assert chosen(*pool, late, replace(crowded, num_decodes=100)) == ("p9", "d0")
 
 
 @pytest.mark.parametrize(("found", "side"), [((P,), "decode"), ((D,), "prefill"), ((), "prefill")])
@@ -203,16 +243,20 @@ def test_nobody_cheaper_was_passed_over(pool: list[Candidate]):
         (p, d)
         for p in pool
         for d in pool
-        if p.role != Role.DECODE and d.role != Role.PREFILL and p.layout_id in {d.layout_id, *d.takes}
+        if p.role != Role.DECODE and d.role != Role.PREFILL and _meet(p, d)
         if _takes(choose, p) and _takes(choose, d)
     ]
     assert all(least <= cost_s(p, d, 1000, NEED) for p, d in rivals)
 
 
+def _meet(prefill: Candidate, decode: Candidate) -> bool:
+    return prefill.worker_id == decode.worker_id or bool(prefill.sends & decode.takes)
+
+
 def _takes(choose, one: Candidate) -> bool:
     """Whether it would be taken if it were alone, as a mixed worker, for its own side."""
     other = {Role.PREFILL: Role.DECODE, Role.DECODE: Role.PREFILL}.get(one.role)
-    idle = [worker("x", other, layout_id=one.layout_id, capacity_tokens=10**6)] if other else []
+    idle = [worker("x", other, sends=one.takes, takes=one.sends, capacity_tokens=10**6)] if other else []
     try:
         choose([one, *idle], 1000, NEED)
     except TandemError:
@@ -230,4 +274,5 @@ def test_a_choice_or_a_typed_refusal(pool: list[Candidate]):
         pass
     else:
         assert choice.prefill in assumed(pool) and choice.decode in assumed(pool)
+        assert _meet(choice.prefill, choice.decode)
         assert choice.uncached_tokens == 1000 - choice.prefill.cached_tokens > 0

@@ -22,6 +22,7 @@ from tests.coordinator.coordinator_rig import (
     until,
     view,
 )
+from tests.nodes import ways
 
 A, B = Incarnation("a"), Incarnation("b")
 ONE = Epoch(1)
@@ -112,6 +113,52 @@ class TestPlacing:
         with pytest.raises(Unavailable, match="no live decode worker"):
             await store.place(ask("r"))
         assert (await store.counts()).unavailable == 2
+
+    async def test_who_can_not_exchange_kv_is_no_pair(self, store: Store):
+        await join(store, node("p0", Role.PREFILL, ways=ways("l", by="shm@a")), node("d0", Role.DECODE))
+        await store.join(node("p1", Role.PREFILL, ways=ways("l", by="tcp", memory="cuda")))
+        with pytest.raises(Unavailable, match="can take the KV"):
+            await store.place(ask("r"))
+        await store.join(node("p2", Role.PREFILL, ways=ways("l", by="shm@a ucx tcp")))
+        assert [(await store.place(ask(f"r{i}"))).prefill.worker_id for i in range(3)] == ["p2"] * 3
+        assert (await store.counts()).unavailable == 1
+
+    async def test_a_transport_that_stays_on_a_host_is_another_on_each(self, store: Store):
+        await join(store, node("p0", Role.PREFILL, ways=ways("l", by="shm@a")))
+        await join(store, node("d0", Role.DECODE, ways=ways("l", by="shm@ab")))
+        with pytest.raises(Unavailable, match="can take the KV"):
+            await store.place(ask("r"))
+        await store.join(node("d1", Role.DECODE, ways=ways("l", by="shm@a")))
+        assert (await store.place(ask("r"))).decode.worker_id == "d1"
+
+    async def test_a_worker_without_any_way_serves_alone(self, store: Store):
+        await store.join(node("m0", Role.MIXED, ways=ways("l", by="")))
+        assert (await store.place(ask("r"))).is_local
+
+    async def test_idle_workers_that_meet_nobody_hide_nothing(self, store: Store):
+        """Neither a pair that is not among the cheapest, nor that all who meet are full."""
+        shm = ways("l", by="shm@a")
+        await join(store, *(node(f"p{i}", Role.PREFILL, ways=shm) for i in range(9)))
+        await join(store, *(node(f"d{i}", Role.DECODE) for i in range(9)))
+        await join(store, node("p9", Role.PREFILL), node("d9", Role.DECODE, ways=shm))
+        for name in ("p9", "d9"):
+            busy = NodeLoad(queue_tokens=500, num_running=1, free_tokens=10, prefill_rate=1000.0)
+            await store.heartbeat(WorkerId(name), A, busy)
+        route = await store.place(ask("r"))
+        assert (route.prefill.worker_id, route.decode.worker_id) == ("p9", "d0")
+        await store.leave(WorkerId("d9"), A)
+        await store.heartbeat(WorkerId("p9"), A, NodeLoad(queue_tokens=40_000, prefill_rate=1000.0))
+        with pytest.raises(Overloaded, match="prefill"):
+            await store.place(ask("s"))
+        assert (await store.counts()).overloaded == 1
+
+    async def test_an_idle_decode_worker_that_meets_nobody_has_no_room(self, store: Store):
+        await pair(store, capacity=1000)
+        await store.join(node("d1", Role.DECODE, ways=ways("l", by="shm@a")))
+        for index in range(6):
+            await store.place(ask(f"r{index}", 400, 200))
+        with pytest.raises(Overloaded, match="decode"):
+            await store.place(ask("s", 400, 200))
 
     async def test_draining_workers_get_no_work(self, store: Store):
         await pair(store)

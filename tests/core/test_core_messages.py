@@ -23,6 +23,7 @@ from core.messages import (
     ToFront,
     Work,
 )
+from tests.nodes import ways
 
 LAYOUT = KVLayout(model="m", num_layers=2, num_kv_heads=1, head_dim=4, block_size=16, dtype="float32")
 R, E, G = RequestId("r"), Epoch(1), GatewayId("g")
@@ -39,7 +40,7 @@ INWARD = [Start(b"{}", "w", "i"), Work([Cancel(R, E, "why")], 1.0), GatewayGone(
 OUTWARD = [
     Loading("weights", 3, 10),
     CoreFailed("no such model"),
-    CoreReady("m", LAYOUT, "h:1", 100, 1000, "float32"),
+    CoreReady("m", LAYOUT, "h:1", 100, 1000, "float32", ways(LAYOUT.layout_id)),
     CoreFrame({G: [Failed(R, E, "internal", "words")]}, [(R, E, "QUEUED")], STATUS),
     CoreFrame({}, [], None),
 ]

@@ -6,6 +6,7 @@ writes.
 # Plain strings stand for request ids.
 
 import threading
+from types import SimpleNamespace
 
 import msgspec
 import numpy as np
@@ -15,18 +16,22 @@ from device_engines import device_engine, hand_over
 from driving import drain, greedy, random_prompts, request, tokens_of
 from tiny_models import VOCAB, save_tiny
 
-from contracts.errors import OutOfBlocks, TransferError
+from contracts.errors import ConfigError, OutOfBlocks, TransferError
 from contracts.layout import KVLayout
 from engine.cuda.cache import DeviceCache
 from engine.cuda.checksums import Checksums
-from engine.cuda.load import _whole
-from engine.cuda.memory import attach
-from engine.cuda.pages import DevicePages, Lanes
+from engine.cuda.load import Builder, _whole
+from engine.cuda.memory import HostMapping, attach
+from engine.cuda.pages import DevicePages, Lanes, RemotePages, WaitingPull
+from engine.cuda.staging import recordable
 from engine.engine import Engine
 from engine.messages import ChunkComing, Watcher
+from engine.shards import Shard
 from kernels import catalog
 from kernels.caps import Caps
+from kernels.reference.move import STRIDE
 from kernels.reference.quant import to_e4m3
+from kernels.specs import MoveSpec
 
 PROMPTS = random_prompts(VOCAB, (5, 64, 130, 200))
 
@@ -121,6 +126,33 @@ def test_a_mark_that_was_set_in_the_peers_place_is_not_waited_for(folder):
     remote.hurry()
     assert remote.pull_later([1], [2], True, 1, 4) is None
     assert remote.pull_later([1], [2], True, 1, 6) is not None
+    remote.close()
+    source.close()
+
+
+def test_what_was_computed_before_what_is_waited_for_does_not_come_behind_it(folder):
+    """Its grant came late. On one stream it would be copied after the later batch, or never."""
+    source, target = (device_engine(folder).transfer_pool for _ in range(2))
+    remote = target.attach(source.share(), source.mark().shared)
+    assert remote.pull_later([1], [2], True, 1, 6) is not None
+    assert remote.pull_later([2], [3], True, 1, 4) is None
+    assert remote.pull_later([3], [4], True, 1, 6) is not None
+    remote.close()
+    source.close()
+
+
+def test_memory_of_checksums_is_given_back_by_those_that_nobody_reads_too(folder):
+    source, target = (device_engine(folder).transfer_pool for _ in range(2))
+    remote, returned = target.attach(source.share(), source.mark().shared), []
+    early = SimpleNamespace(value=9)
+    taken = [remote._checksums(2) for _ in range(6)]
+    assert remote._ready == []
+    for sums in taken:
+        done = SimpleNamespace(query=lambda: True, synchronize=lambda: None)
+        pull = WaitingPull(early, 8, [done, done], sums, lambda each: (returned.append(each), remote._is_read(each)))
+        pull.drop() if len(returned) % 2 else pull.wait()
+        pull.drop()
+    assert returned == taken == remote._ready
     remote.close()
     source.close()
 
@@ -252,7 +284,7 @@ def recorded(monkeypatch):
 
     def record(pool: DevicePages, num_parts: int) -> None:
         for count in (pool.num_shards, num_parts):
-            pool.cut_into(count).packer._is_recorded = True
+            pool.cut_into(count).packer._recorded_whats = ("pack", "unpack and sum", "narrow")
 
     return record
 
@@ -316,6 +348,75 @@ def test_a_handed_over_answer_is_the_same_by_way_of_a_group(folder):
     target.adopt("a", first)
     target.writer_ended("a")
     assert [first.token_id, *tokens_of(drain(target), "a")] == tokens_of(drain(alone), "a")
+
+
+@pytest.fixture
+def mapped(monkeypatch):
+    """How many of a host's memories are mapped."""
+    open_now: list[HostMapping] = []
+    opened, closed = HostMapping.__init__, HostMapping.close
+
+    def opens(self, shared):
+        opened(self, shared)
+        open_now.append(self)
+
+    def closes(self):
+        closed(self)
+        open_now.remove(self)
+
+    monkeypatch.setattr(HostMapping, "__init__", opens)
+    monkeypatch.setattr(HostMapping, "close", closes)
+    return open_now
+
+
+def test_what_was_mapped_is_not_after_it_turned_out_to_be_of_no_use(mapped, monkeypatch):
+    source, target = group(LAYOUT, 2), group(LAYOUT, 1)
+    before = len(mapped)
+
+    def fails(self):
+        assert len(mapped) == before + 2
+        raise TransferError("no way between the two")
+
+    monkeypatch.setattr(RemotePages, "_probe", fails)
+    with pytest.raises(TransferError, match="no way"):
+        target.transfer_pool.attach(source.transfer_pool.share())
+    assert len(mapped) == before
+
+
+def test_a_group_of_which_one_is_out_of_reach_is_refused_and_maps_nobody(mapped):
+    layout = msgspec.structs.replace(LAYOUT, tp_size=3, num_kv_heads=6)
+    caches = [DeviceCache(layout, NUM_BLOCKS, torch.bfloat16, torch.device("cpu")) for _ in range(2)]
+    builder = Builder.__new__(Builder)
+    builder._registry, told = catalog.registry(Caps("cpu")), [b"", caches[1].export(), b"/proc/self/fd/none"]
+    builder._team = SimpleNamespace(shard=Shard(0, 3), exchange=lambda name, said: told)
+    with pytest.raises(ConfigError, match="tensor_parallel is 3, and its GPUs can't reach each other's memory"):
+        builder._share(caches[0])
+    assert mapped == []
+
+
+def test_parts_of_sums_begin_where_a_kernel_expects_them():
+    """Also of a model whose planes are no multiple of four: Triton would compile anew for a chunk of so many pages."""
+    operations = [lambda pages, sums, part=part: sums.fill_(part) for part in range(3)]
+    for count in (1, 2, 3):
+        sums = Checksums(operations, 6, count, torch.device("cpu"))
+        assert [each.data_ptr() % 16 for each in sums.sums] == [0, 0, 0]
+        sums.launch(range(count))
+        numbers = np.arange(6 * count, dtype=np.uint32).reshape(count, 6) * np.uint32(STRIDE)
+        assert np.array_equal(sums.wait(), np.concatenate([numbers ^ np.uint32(part) for part in range(3)], axis=1))
+
+
+@pytest.mark.parametrize(
+    ("unit_nbytes", "narrows", "expected"),
+    [
+        (8192, False, ("pack", "unpack and sum")),
+        (8192, True, ("pack", "unpack and sum", "narrow")),
+        (12288, True, ("pack", "unpack and sum")),
+        (6144, True, ()),
+    ],
+)
+def test_only_kernels_of_ours_are_recorded(unit_nbytes, narrows, expected):
+    registry = catalog.registry(Caps("cuda", 90, "NVIDIA H200", 132, triton=(3, 6, 0)))
+    assert recordable(registry, MoveSpec(4, unit_nbytes), narrows) == expected
 
 
 def test_planes_can_be_pulled_alone(folder):

@@ -1,15 +1,21 @@
 """Whatever a batch looks like, its kernels were compiled before the first request. No GPU: launches are only noted."""
 
+import numpy as np
 import pytest
+import torch
 from device_engines import FUSIBLE, device_engine
 from driving import answers, greedy, random_prompts
-from launches import noted_launches
+from launches import HOPPER, noted_launches
 from quantized_models import LAYOUTS, save_quantized
 from tiny_models import VOCAB, save_tiny
 
+from contracts.layout import KVLayout
 from contracts.sampling import SamplingParams
+from engine.cuda.cache import DeviceCache
 from engine.cuda.runner import DeviceRunner
 from engine.cuda.warmup import WarmUp, row_counts
+from kernels import catalog
+from kv_transfer import conversion
 
 HEADS = {"hidden_size": 128, "num_attention_heads": 4, "num_key_value_heads": 1}
 MODELS = [
@@ -74,6 +80,42 @@ def assert_nothing_compiles(folder, dtype):
 def test_nothing_compiles_while_serving(family, changes, dtype, tmp_path):
     save_tiny(tmp_path, family, **changes)
     assert_nothing_compiles(tmp_path, dtype)
+
+
+def handed_over(pool, part_counts):
+    """Chunks and messages of several lengths, to peers and from them."""
+    for num_parts in part_counts:
+        pool.agreed(num_parts, sends=True)
+        buffer = pool.lend(7 * pool.block_nbytes)
+        for count in (1, 2, 3, 5, 7):
+            pages = np.arange(count, dtype=np.int32)
+            pool.pack(pages, buffer, num_parts)
+            for checks in (False, True):
+                pool.unpack(buffer, pages, checks, num_parts)
+            if not pool.scales:
+                pool.narrow(pages, buffer, pool.narrowing([1.0] * pool.num_planes), num_parts)
+            pool.in_parts(pool.checksums(pages.tolist()).wait(), pages.tolist(), num_parts)
+            pool.cut_into(num_parts).verifier.sums(pages.tolist())
+
+
+@pytest.mark.parametrize("tp_size", [1, 2])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn], ids=str)
+def test_nor_while_pages_are_handed_over_to_groups_of_any_size(dtype, tp_size):
+    """Planes that are no multiple of four, of which parts of sums begin anywhere."""
+    name = str(dtype).removeprefix("torch.")
+    layout = KVLayout(model="m", num_layers=3, num_kv_heads=8, head_dim=64, block_size=64, dtype=name, tp_size=tp_size)
+    scales = torch.ones(3, 2) if name == "float8_e4m3fn" else None
+    with noted_launches() as launches:
+        caches = [DeviceCache(layout, 8, dtype, torch.device("cpu"), scales) for _ in range(tp_size)]
+        caches[0].share(catalog.registry(HOPPER), [cache.export() for cache in caches[1:]])
+        pool, counts, own = caches[0].transfer_pool, conversion.part_counts(layout), set(launches.kinds)
+        handed_over(pool, [tp_size])
+        assert launches.kinds == own
+        pool.expect(counts)
+        known = set(launches.kinds)
+        assert len(counts) > 1 and known > own
+        handed_over(pool, counts)
+        assert launches.kinds == known
 
 
 @pytest.mark.parametrize("layout", ["compressed-rows", "deepseek", "gptq", "awq"])

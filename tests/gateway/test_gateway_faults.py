@@ -14,6 +14,7 @@ from contracts.layout import KVLayout
 from contracts.node import Role
 from gateway.detokenizer import Detokenizer
 from gateway.fake_worker import FakeWorker
+from tests.nodes import ways
 
 ASK = {"prompt": "one two three", "max_tokens": 500}
 
@@ -195,10 +196,22 @@ async def test_a_pair_that_can_not_exchange_kv_is_not_ready_and_the_field_is_nam
         assert "d0: it can't take the KV of p0: dtype is bfloat16 here, float32 there" in reply.text
 
 
+async def test_a_pair_whose_transfers_do_not_meet_is_not_ready_until_they_do(checkpoint):
+    _, decode = workers = pair()
+    decode.ways = ways("fake", by="shm@a")
+    async with gateway(checkpoint, workers) as rig, httpx.AsyncClient() as client:
+        reply = await client.get(f"{rig.url}/ready")
+        assert reply.status_code == 503
+        assert "d0: it can't take the KV of p0: transfer is shm here, tcp there: leave --transfer at" in reply.text
+    decode.ways = ways("fake", by="shm@a tcp")
+    async with gateway(checkpoint, workers) as rig, httpx.AsyncClient() as client:
+        assert (await client.get(f"{rig.url}/ready")).status_code == 200
+
+
 async def test_a_pair_whose_decode_takes_the_other_layout_is_ready(checkpoint):
     prefill, decode = workers = pair()
     prefill.layout, decode.layout = _layout("bfloat16"), _layout("float8_e4m3fn")
-    decode.takes = [decode.layout.layout_id, prefill.layout.layout_id]
+    decode.ways = ways(decode.layout.layout_id, prefill.layout.layout_id)
     async with gateway(checkpoint, workers) as rig, httpx.AsyncClient() as client:
         assert (await client.get(f"{rig.url}/ready")).status_code == 200
         assert (await client.post(f"{rig.url}/v1/completions", json=ASK | {"max_tokens": 3})).status_code == 200

@@ -24,6 +24,7 @@ from gateway.asking import Ask
 from gateway.dispatch import Dispatch
 from gateway.placement import StorePlacement
 from gateway.prompting import Prompting
+from tests.nodes import ways
 
 PROMPT = [5, 6, 7]
 WORKERS = {"p0": Role.PREFILL, "d0": Role.DECODE, "m0": Role.MIXED, "m1": Role.MIXED}
@@ -202,6 +203,7 @@ def _info(name: str, role: Role) -> NodeInfo:
         version="0",
         pid=1,
         core_pid=1,
+        ways=ways("l"),
     )
 
 

@@ -13,7 +13,7 @@ from contracts.handoff import Offer
 from contracts.ids import Epoch, Incarnation, RequestId, WorkerId
 from kv_transfer.events import ChunkLanded, PeerLost
 from kv_transfer.frames import PROTOCOL, Attach, Hello, Proof, Terms
-from kv_transfer.handshake import candidates
+from kv_transfer.ways import candidates
 from tests.kv_transfer.kv_pair import LAYOUT, Peer, offer_and_grant, send
 
 Make = Callable[..., Peer]

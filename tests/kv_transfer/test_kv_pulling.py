@@ -28,12 +28,17 @@ class Waiting:
     def __init__(self, into: list[int], mark: int, sums: np.ndarray | None) -> None:
         self.into, self.mark, self.sums = into, mark, sums
         self.is_void = self.is_done = self.is_due = False
+        self.is_dropped = False
         self.busy_s, self.on_wait = 0.0, lambda: None
 
     def wait(self):
         self.on_wait()
         self.is_done = True
         return self.sums
+
+    def drop(self):
+        assert self.is_done
+        self.is_dropped = True
 
 
 class Remote:
@@ -355,6 +360,7 @@ def test_an_attempt_that_ends_is_drained_when_nothing_waits_for_its_mark():
     second.is_done = True
     decode.puller.tend()
     assert decode.said == [KEY] and not decode.landings.knows(KEY)
+    assert first.is_dropped and second.is_dropped
     assert decode.puller.tend() == math.inf
 
 

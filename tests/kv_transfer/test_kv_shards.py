@@ -14,6 +14,8 @@ from contracts.errors import TransferError
 from contracts.handoff import Commit, Offer
 from contracts.ids import BlockId, Epoch, RequestId
 from contracts.layout import KVLayout
+from contracts.node import Ways
+from engine.cuda.cuts import Cut
 from engine.cuda.parts import spans
 from kv_transfer import conversion
 from kv_transfer.events import ChunkBad, ChunkLanded, PeerLost
@@ -168,15 +170,35 @@ def test_parts_are_in_the_order_of_the_heads() -> None:
     assert spans(1, 100, 1) == [(0, 0, 100)]
 
 
+@pytest.mark.parametrize(("num_heads", "tp_size", "counts"), [(4, 1, [1, 2, 4]), (4, 2, [2, 4]), (4, 4, [4])])
+def test_pages_may_be_wanted_in_as_many_parts_as_any_peer_has_shards(
+    num_heads: int, tp_size: int, counts: list[int]
+) -> None:
+    layout = msgspec.structs.replace(LAYOUT, num_kv_heads=num_heads, tp_size=tp_size)
+    assert conversion.part_counts(layout) == counts
+
+
+@pytest.mark.parametrize("sizes", SIZES)
+def test_nothing_is_compiled_in_a_handshake(make_pair, sizes: tuple[int, int], monkeypatch) -> None:
+    """It has a limit that a compiler may pass."""
+    warmed: list[int] = []
+    monkeypatch.setattr(Cut, "warm_up", lambda cut: warmed.append(len(cut.parts)))
+    prefill, decode = make_pair(sizes, "nvlink")
+    own = [size for size in (1, 2, 4) for each in sizes if size > each]
+    assert sorted(warmed) == sorted(own), "but of one's own, which the engine has warmed up"
+    offer_and_grant(prefill, decode, "r", 8, [5, 9])
+    send(prefill, decode, "r", 0, 0, 8, [1, 2])
+    decode.wait(ChunkLanded)
+    assert len(warmed) == len(own)
+
+
 NARROW = msgspec.structs.replace(LAYOUT, dtype="float8_e4m3fn", scales="layer-x")
 WIDE = msgspec.structs.replace(LAYOUT, dtype="bfloat16")
 SCALES = [0.5] * LAYOUT.num_planes
 
 
-def terms(
-    layout: KVLayout, transport: str = "auto", memory: str = "cuda", scales=(), available: str = "ucx tcp"
-) -> Terms:
-    return Terms(layout, 64, transport, available.split(), "a", True, memory, list(scales))
+def terms(layout: KVLayout, memory: str = "cuda", scales=(), available: str = "ucx tcp") -> Terms:
+    return Terms(layout, 64, "auto", available.split(), "a", True, memory, list(scales))
 
 
 @pytest.mark.parametrize(
@@ -191,7 +213,6 @@ def terms(
             terms(NARROW, scales=SCALES),
             [*(sharded(size, NARROW) for size in (1, 2, 4)), *(sharded(size, WIDE) for size in (1, 2, 4))],
         ),
-        (terms(NARROW, "tcp", scales=SCALES), [sharded(size, NARROW) for size in (1, 2, 4)]),
         (terms(NARROW, scales=SCALES, available="tcp"), [sharded(size, NARROW) for size in (1, 2, 4)]),
         (terms(NARROW, scales=[*SCALES[1:], float("nan")]), [sharded(size, NARROW) for size in (1, 2, 4)]),
     ],
@@ -202,13 +223,14 @@ def test_what_a_worker_says_it_takes(receiver: Terms, taken: list[KVLayout] | No
     assert conversion.takes(receiver) == expected
 
 
-def test_a_node_says_what_it_takes(make_pair) -> None:
+def test_a_node_says_what_it_takes_and_how(make_pair) -> None:
     _, decode = make_pair((1, 2), "tcp")
-    assert decode.node.takes == [sharded(size).layout_id for size in (2, 1, 4)]
+    said = decode.node.ways
+    assert (said.sends, said.takes) == (["tcp"], {sharded(size).layout_id: ["tcp"] for size in (2, 1, 4)})
     pages = np.zeros((LAYOUT.num_planes, 4, LAYOUT.page_nbytes), dtype=np.uint8)
     settings = TransferSettings(secret=b"s", transport="tcp")
     node = TransferNode(settings, decode.name, decode.incarnation, LAYOUT, pages, lambda: None)
-    assert node.takes == [LAYOUT.layout_id]
+    assert node.ways == Ways(memory="host", sends=["tcp"], takes={LAYOUT.layout_id: ["tcp"]})
     node.close()
 
 

@@ -23,7 +23,7 @@ def info(worker: Worker, role: Role) -> NodeInfo:
         role=role,
         layout_id=worker.engine.layout.layout_id,
         layout=worker.engine.layout,
-        takes=worker.node.takes,
+        ways=worker.node.ways,
         capacity_tokens=worker.engine.capacity_tokens,
         max_model_len=worker.engine.max_model_len,
     )

@@ -1,0 +1,84 @@
+"""What a worker says of its ways before it meets anybody: it says what the handshake would."""
+
+import msgspec
+from hypothesis import given
+from hypothesis import strategies as st
+
+from contracts.errors import ConfigError
+from contracts.layout import KVLayout
+from contracts.node import NodeInfo, Ways
+from kv_transfer import conversion
+from kv_transfer.frames import Terms
+from kv_transfer.ways import candidates, ways_of
+from tests.nodes import node_info
+
+LAYOUT = KVLayout(model="m", num_layers=2, num_kv_heads=4, head_dim=8, block_size=4, dtype="float32")
+NARROW = msgspec.structs.replace(LAYOUT, dtype="float8_e4m3fn", scales="layer-x")
+WIDE = msgspec.structs.replace(LAYOUT, dtype="bfloat16")
+LAYOUTS = [msgspec.structs.replace(layout, tp_size=size) for layout in (LAYOUT, WIDE, NARROW) for size in (1, 2, 4)]
+NAMES = ["nvlink", "shm", "ucx", "tcp"]
+
+
+def terms(
+    layout: KVLayout = LAYOUT,
+    transport: str = "auto",
+    available: str = "nvlink ucx shm tcp",
+    memory: str = "cuda",
+    scale: float = 0.5,
+    boot_id: str = "a",
+) -> Terms:
+    scales = [scale] * layout.num_planes
+    return Terms(layout, 64, transport, available.split(), boot_id, True, memory, scales)
+
+
+def node(terms: Terms) -> NodeInfo:
+    return node_info(layout_id=terms.layout.layout_id, ways=ways_of(terms))
+
+
+def handshake_finds(sender: Terms, receiver: Terms) -> list[str]:
+    """Which transports it would try, in words of its own."""
+    if sender.memory != receiver.memory or not conversion.is_possible(sender, receiver):
+        return []
+    try:
+        return candidates(sender, receiver)
+    except ConfigError:
+        return []
+
+
+ends = st.builds(
+    terms,
+    layout=st.sampled_from(LAYOUTS),
+    transport=st.sampled_from(["auto", "auto", *NAMES]),
+    available=st.lists(st.sampled_from(NAMES), unique=True).map(" ".join),
+    memory=st.sampled_from(["cuda", "cuda", "host"]),
+    scale=st.sampled_from([0.5, float("nan")]),
+)
+
+
+@given(ends, ends)
+def test_on_one_host_two_are_a_pair_just_if_their_handshake_finds_a_transport(sender: Terms, receiver: Terms) -> None:
+    assert node(receiver).can_take(node(sender)) == bool(handshake_finds(sender, receiver))
+
+
+@given(ends, ends)
+def test_on_two_hosts_those_that_do_not_leave_one_do_not_count(sender: Terms, receiver: Terms) -> None:
+    far = msgspec.structs.replace(receiver, boot_id="b")
+    left = set(handshake_finds(sender, far)) - {"nvlink", "shm"}
+    assert node(far).can_take(node(sender)) == bool(left)
+
+
+def test_ways_are_said_best_first_and_with_the_host_where_they_stay_on_it() -> None:
+    assert ways_of(terms(memory="host", available="tcp ucx loopback shm")) == Ways(
+        memory="host", sends=["shm@a", "ucx", "tcp"], takes={LAYOUT.layout_id: ["shm@a", "ucx", "tcp"]}
+    )
+    assert ways_of(terms(available="tcp ucx shm nvlink")).sends == ["nvlink@a", "ucx", "shm@a", "tcp"]
+    assert ways_of(terms(transport="tcp")).sends == ["tcp"]
+    assert ways_of(terms(transport="ucx", available="tcp")).sends == []
+
+
+def test_a_layout_that_the_setting_keeps_out_is_said_with_no_way() -> None:
+    takes = ways_of(terms(NARROW)).takes
+    assert (takes[NARROW.layout_id], takes[WIDE.layout_id]) == (["nvlink@a", "ucx", "shm@a", "tcp"], ["ucx"])
+    takes = ways_of(terms(NARROW, "nvlink")).takes
+    assert (takes[NARROW.layout_id], takes[WIDE.layout_id]) == (["nvlink@a"], [])
+    assert WIDE.layout_id not in ways_of(terms(NARROW, available="nvlink tcp")).takes
