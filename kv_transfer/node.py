@@ -15,7 +15,7 @@ from contracts.ids import BlockId, Epoch, Incarnation, RequestId, WorkerId
 from contracts.layout import KVLayout
 from contracts.node import Ways
 from contracts.request import WorkerRef
-from kv_transfer import handshake, plan
+from kv_transfer import conversion, handshake, plan
 from kv_transfer.device import DevicePool
 from kv_transfer.events import Drained, LinkStats, PeerLost, TransferEvent
 from kv_transfer.frames import Hello
