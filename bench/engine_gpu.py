@@ -13,6 +13,7 @@ import statistics
 import time
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import closing
 from itertools import count, pairwise
 from pathlib import Path
 from typing import Any
@@ -72,14 +73,14 @@ def measure(model: str, dtype: str, num_gpus: int, batches: Sequence[int], prefi
     free, _ = torch.cuda.mem_get_info()
     engine = load(dtype, model, tensor_parallel=num_gpus)
     rows = [shown(Row("engine_start", time.perf_counter() - started, "s", {"dtype": dtype}))]
-    used = engine.capacity_tokens // engine.layout.block_size * engine.layout.block_nbytes
+    used = engine.capacity_tokens // engine.layout.block_size * engine.layout.shard_nbytes
     left, _ = torch.cuda.mem_get_info()
     rows.append(shown(Row("engine_kv_share_of_free", used / (used + left), "", {"dtype": dtype, "gib": free / 2**30})))
-    for batch in batches:
-        rows += [shown(row) for row in decode_rows(engine, dtype, num_gpus, batch)]
-    if prefills:
-        rows += [shown(prefill_row(engine, num_gpus, num, length)) for num, length in VLLM_PREFILL]
-    engine.close()
+    with closing(engine):
+        for batch in batches:
+            rows += [shown(row) for row in decode_rows(engine, dtype, num_gpus, batch)]
+        if prefills:
+            rows += [shown(prefill_row(engine, num_gpus, num, length)) for num, length in VLLM_PREFILL]
     return rows
 
 

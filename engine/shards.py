@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from checkpoint.config import ModelConfig
+from checkpoint.config import Experts, ModelConfig
 from checkpoint.quantization import BLOCK, Quantization
 from contracts.errors import ConfigError
 from engine.quantized import Fp8Experts, Fp8Matrix, Int4Matrix, Quantized, StoredMatrix
@@ -28,6 +28,10 @@ _CUTS = {
 """The dimension along which a tensor is cut, by the end of its name."""
 _ADDED_ONCE = r"self_attn\.o_proj\.bias|experts\.down_proj_bias"
 """What is added to a sum over the group."""
+_EXPERT_STEP = 64
+"""Columns of an expert that the kernels multiply at once, two blocks of MXFP4. gpt-oss has 45 times as many: its parts
+are equal for no number of GPUs.
+"""
 
 
 @dataclass(frozen=True)
@@ -43,16 +47,16 @@ WHOLE = Shard()
 
 def shard_config(config: ModelConfig, shard: Shard) -> ModelConfig:
     """The model that one of the group computes; its vocabulary is the whole one. Raises ConfigError for what can't be
-    shared equally.
+    shared equally, or as good as that.
     """
     if shard.size == 1:
         return config
-    experts = config.experts
+    experts, cuts = config.experts, _Cuts(config, shard)
     counts = {
         "attention heads": config.num_heads,
         "KV heads": config.num_kv_heads,
         "columns in an MLP": config.intermediate_size,
-        "columns in an expert": experts.intermediate_size if experts else 0,
+        "columns in an expert": experts.intermediate_size if experts and not cuts.num_pieces else 0,
         "tokens in its vocabulary": config.vocab_size,
     }
     for what, count in counts.items():
@@ -65,7 +69,7 @@ def shard_config(config: ModelConfig, shard: Shard) -> ModelConfig:
         num_heads=config.num_heads // shard.size,
         num_kv_heads=config.num_kv_heads // shard.size,
         intermediate_size=config.intermediate_size // shard.size,
-        experts=replace(experts, intermediate_size=experts.intermediate_size // shard.size) if experts else None,
+        experts=replace(experts, intermediate_size=cuts.expert_width(experts)) if experts else None,
     )
 
 
@@ -73,25 +77,22 @@ class ShardedWeights:
     """One part of a checkpoint, as a checkpoint of its own: engine.weights.WeightSource."""
 
     def __init__(self, source: WeightSource, config: ModelConfig, shard: Shard) -> None:
-        self._source, self._shard, self.interleaved = source, shard, source.interleaved
-        # Llama 4 has an expert's gate before its up, in one tensor of all experts.
-        self._num_halves = 2 if config.experts is not None and config.experts.as_llama4 else 1
+        self._source, self._cuts, self.interleaved = source, _Cuts(config, shard), source.interleaved
+        self._is_first = shard.rank == 0
         quantized = source.quantized
-        self.quantized: Quantized | None = None if quantized is None else ShardedMatrices(quantized, shard)
+        self.quantized: Quantized | None = None if quantized is None else ShardedMatrices(quantized, self._cuts)
 
     def tensor(self, name: str, cut: Cut | None = None) -> Tensor:
         assert cut is None, "a part is not cut again"
-        tensor = self._source.tensor(name, _cut(name, self._shard, self._num_halves))
-        if self._shard.rank > 0 and _ends(_ADDED_ONCE, name):
-            return torch.zeros_like(tensor)
-        return tensor
+        tensor = self._source.tensor(name, self._cuts.of(name))
+        return tensor if self._is_first or not _ends(_ADDED_ONCE, name) else torch.zeros_like(tensor)
 
 
 class ShardedMatrices:
     """engine.quantized.Quantized, each matrix cut as its plain one would be."""
 
-    def __init__(self, quantized: Quantized, shard: Shard) -> None:
-        self._quantized, self._shard = quantized, shard
+    def __init__(self, quantized: Quantized, cuts: "_Cuts") -> None:
+        self._quantized, self._cuts = quantized, cuts
 
     @property
     def quantization(self) -> Quantization:
@@ -99,7 +100,7 @@ class ShardedMatrices:
 
     def matrix(self, module: str) -> StoredMatrix | None:
         """Raises ConfigError where a scale would belong to two parts."""
-        matrix, cut = self._quantized.matrix(module), _cut(f"{module}.weight", self._shard)
+        matrix, cut = self._quantized.matrix(module), self._cuts.of(f"{module}.weight")
         if matrix is None or cut is None:
             return matrix
         return _fp8(matrix, cut, module) if isinstance(matrix, Fp8Matrix) else _int4(matrix, cut, module)
@@ -108,8 +109,7 @@ class ShardedMatrices:
         return self._quantized.has_weight(module)
 
     def experts(self, name: str) -> Fp8Experts | None:
-        """Llama 4's, whose gate comes before its up."""
-        experts, cut = self._quantized.experts(name), _cut(name, self._shard, num_halves=2)
+        experts, cut = self._quantized.experts(name), self._cuts.of(name)
         if experts is None or cut is None:
             return experts
         weight = cut.of(experts.weight.view(torch.uint8)).view(experts.weight.dtype)
@@ -119,12 +119,31 @@ class ShardedMatrices:
         return self._quantized.kv_scale(prefix, name)
 
 
-def _cut(name: str, shard: Shard, num_halves: int = 1) -> Cut | None:
-    """`num_halves`: how many matrices lie side by side in a tensor of all experts' gates and ups."""
-    dim = next((dim for pattern, dim in _CUTS.items() if _ends(pattern, name)), None)
-    if dim is None:
-        return None
-    return Cut(dim, shard.rank, shard.size, num_halves if name.endswith("experts.gate_up_proj") else 1)
+class _Cuts:
+    """Where each tensor is cut. `num_pieces` of an expert's middle that are not cut, which some then have one more of
+    than others; 0 if it is cut equally.
+    """
+
+    def __init__(self, config: ModelConfig, shard: Shard) -> None:
+        self._shard, experts = shard, config.experts
+        num_pieces, rest = divmod(experts.intermediate_size if experts else 0, _EXPERT_STEP)
+        self.num_pieces = num_pieces if rest == 0 and num_pieces > shard.size and num_pieces % shard.size else 0
+        # Llama 4 has an expert's gate before its up, in one tensor of all experts.
+        self._num_halves = 2 if experts is not None and experts.as_llama4 else 1
+
+    def of(self, name: str) -> Cut | None:
+        dim = next((dim for pattern, dim in _CUTS.items() if _ends(pattern, name)), None)
+        if dim is None:
+            return None
+        num_halves = self._num_halves if name.endswith("experts.gate_up_proj") else 1
+        return self._cut(dim, num_halves, self.num_pieces if "expert" in name else 0)
+
+    def expert_width(self, experts: Experts) -> int:
+        (part,) = self._cut(0, 1, self.num_pieces).parts(experts.intermediate_size)
+        return len(part)
+
+    def _cut(self, dim: int, num_groups: int, num_pieces: int) -> Cut:
+        return Cut(dim, self._shard.rank, self._shard.size, num_groups, num_pieces)
 
 
 def _fp8(matrix: Fp8Matrix, cut: Cut, module: str) -> Fp8Matrix:
@@ -142,8 +161,8 @@ def _int4(matrix: Int4Matrix, cut: Cut, module: str) -> Int4Matrix:
     if cut.dim == 0:
         return replace(matrix, codes=cut.of(matrix.codes), scale=cut.of(matrix.scale), zero=cut.of(matrix.zero))
     part = replace(matrix, codes=cut.of(matrix.codes), groups=cut.along(0).of(matrix.groups))
-    num_groups, is_in_order = matrix.scale.shape[1], bool((matrix.groups.diff() >= 0).all())
-    if num_groups == 1 or not is_in_order:  # as GPTQ's desc_act leaves them: any column may be of any group
+    num_groups = matrix.scale.shape[1]
+    if num_groups == 1 or not matrix.is_ordered:  # as GPTQ's desc_act leaves them: any column may be of any group
         return part
     _require(matrix, cut, matrix.shape[1] // num_groups, module)
     scale, zero = cut.of(matrix.scale), cut.of(matrix.zero)

@@ -43,14 +43,15 @@ _GGUF_NAMES = {
 
 @dataclass(frozen=True)
 class Cut:
-    """Part `index` of `count` equal ones along `dim`; of `num_groups` that lie there one after the other, the same part
-    of each.
+    """Part `index` of `count` along `dim`; of `num_groups` that lie there one after the other, the same part of each. A
+    group is `num_pieces` long, none of which is cut, whatever their length; 0: one for each part.
     """
 
     dim: int
     index: int
     count: int
     num_groups: int = 1
+    num_pieces: int = 0
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
         """A copy, so that the rest can be freed."""
@@ -59,10 +60,12 @@ class Cut:
 
     def parts(self, length: int) -> list[range]:
         """Of a dimension of `length`, which must be a multiple."""
-        size = length // (self.count * self.num_groups)
-        assert size * self.count * self.num_groups == length, f"{length} is not cut equally by {self}"
-        starts = [(group * self.count + self.index) * size for group in range(self.num_groups)]
-        return [range(start, start + size) for start in starts]
+        num_pieces = self.num_pieces or self.count
+        size = length // (num_pieces * self.num_groups)
+        assert size * num_pieces * self.num_groups == length, f"{length} is not cut into whole pieces by {self}"
+        first, last = (index * num_pieces // self.count for index in (self.index, self.index + 1))
+        groups = range(0, length, num_pieces * size)
+        return [range(group + first * size, group + last * size) for group in groups]
 
     def along(self, dim: int) -> "Cut":
         return replace(self, dim=dim)

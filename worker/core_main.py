@@ -1,9 +1,11 @@
 """The engine core's process: started by the front, with one end of a socket pair as its only argument."""
 
 import logging
+import os
 import signal
 import socket
 import sys
+from contextlib import closing
 
 from contracts.collector import settle
 from contracts.errors import ConfigError
@@ -25,6 +27,8 @@ from kv_transfer.transports.registry import device_staging_nbytes
 from prefill_svc import PrefillRole
 from worker.settings import WorkerSettings
 
+_log = logging.getLogger(__name__)
+
 START_TIMEOUT_S = 10.0
 SWITCH_S = 0.0002
 """A thread that has heard from a peer gets the interpreter this soon, in the middle of the engine's Python."""
@@ -38,9 +42,15 @@ def main() -> None:
         _serve(link)
     except FrontGone:
         sys.exit(0)
-    except ConfigError as error:
-        link.send(CoreFailed(str(error)))
-        sys.exit(1)
+    except Exception as error:
+        if isinstance(error, ConfigError):
+            link.send(CoreFailed(str(error)))
+        else:
+            _log.exception("the engine core failed")
+        # Not by the interpreter's own end, which gives a GPU's memory back: that waits for what was launched there, and
+        # this for another GPU, which may have failed as well. As long as the process is there, nobody sees it failed.
+        logging.shutdown()
+        os._exit(1)
 
 
 def _serve(link: FrontLink) -> None:
@@ -54,17 +64,17 @@ def _serve(link: FrontLink) -> None:
 def serve(link: FrontLink, start: Start, settings: WorkerSettings, engine: Engine) -> None:
     """Until the front says stop. Raises FrontGone when the front is gone."""
     me, incarnation = WorkerId(start.worker_id), Incarnation(start.incarnation)
-    node = TransferNode(transfer_settings(settings), me, incarnation, engine.layout, engine.transfer_pool, link.ring)
-    node.start()
-    try:
-        ledger = Ledger()
-        core = Core(me, engine, node, make_roles(settings, me, engine, node, ledger), ledger, link)
-        settle()
-        link.send(_ready(settings, engine, node))
-        core.run()
-    finally:
-        node.close()
-        engine.close()
+    with closing(engine):
+        node = TransferNode(
+            transfer_settings(settings), me, incarnation, engine.layout, engine.transfer_pool, link.ring
+        )
+        node.start()
+        with closing(node):
+            ledger = Ledger()
+            core = Core(me, engine, node, make_roles(settings, me, engine, node, ledger), ledger, link)
+            settle()
+            link.send(_ready(settings, engine, node))
+            core.run()
 
 
 def _first_message(link: FrontLink) -> Start:

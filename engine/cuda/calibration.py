@@ -76,7 +76,7 @@ def calibrate(model: Transformer, attention: DeviceAttention, cache: DeviceCache
 
 def _power(scales: Tensor) -> Tensor:
     """The next power of two, which costs e4m3 no bit. So workers of other numbers of GPUs, whose sums differ in the
-    last place, have the same scales, and pages of one can be read by the other.
+    last place, have the same scales, unless one is next to a power of two, and pages of one can be read by the other.
     """
     return scales.log2().ceil().exp2()
 

@@ -7,18 +7,22 @@ import signal
 import sys
 from collections import deque
 from collections.abc import Iterable
+from contextlib import suppress
 from multiprocessing.connection import Connection
+from typing import NoReturn
 
 import torch
 from torch import Tensor
 
 from contracts.collector import settle
 from contracts.errors import TandemError
-from engine.cuda.followers import Begin, Failed
+from engine.cuda.followers import Begin, Failed, end_at_once
 from engine.cuda.launcher import Launcher
 from engine.cuda.load import Builder
 from engine.cuda.team import GpuTeam, open_store
 from engine.messages import Scored
+
+_log = logging.getLogger(__name__)
 
 
 def main() -> None:
@@ -30,8 +34,16 @@ def main() -> None:
     try:
         follow(begin, pipe)
     except TandemError as error:
-        pipe.send(Failed(str(error)))
-        sys.exit(1)
+        _fail(pipe, str(error))
+    except Exception as error:
+        _log.exception("this GPU's part failed")
+        _fail(pipe, f"{type(error).__name__}: {error}")
+
+
+def _fail(pipe: Connection, words: str) -> NoReturn:
+    with suppress(OSError):  # the first member is gone as well
+        pipe.send(Failed(words))
+    end_at_once()
 
 
 def follow(begin: Begin, pipe: Connection) -> None:

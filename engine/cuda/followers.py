@@ -10,17 +10,18 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Pipe
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 from contracts.leash import leashed
 from engine.cuda.launcher import DeviceBatch
-from engine.cuda.team import GpuTeam, Team, TeamFailed, hold_store
+from engine.cuda.team import GpuTeam, Team, hold_store
 from engine.messages import EngineSettings
 from engine.shards import Shard
 
@@ -76,34 +77,68 @@ class Followers:
         self._team = GpuTeam(Shard(0, len(self._members) + 1), self._store, device)
         return self._team
 
-    def tell(self, batch: DeviceBatch) -> None:
-        """Raises TeamFailed if one is gone and its watcher has not said so yet."""
+    @contextmanager
+    def told(self, batch: DeviceBatch) -> Iterator[None]:
+        """Within, the first one launches what all were told. If it can't, sums would be of different batches from now
+        on: this process ends.
+        """
+        try:
+            self._tell(batch)
+            yield
+        except BaseException:
+            _log.critical("a batch that the other GPUs of this worker compute was not launched here", exc_info=True)
+            end_at_once()
+
+    def close(self) -> None:
+        """They have finished what they were told, and are gone on return. Idempotent."""
+        if not self._is_closed:
+            self._is_closed = True
+            self._end(_END_TIMEOUT_S if self._part() else 0.0)
+
+    def abandon(self) -> None:
+        """As `close`, in the middle of something: they may wait on their GPUs for this process's, which goes no
+        further. Nor may NCCL be asked for its end, which waits for theirs.
+        """
+        self._is_closed = True
+        self._end(0.0)
+
+    def _tell(self, batch: DeviceBatch) -> None:
+        """Raises OSError if one is gone and its watcher has not said so yet."""
         try:
             for member in self._members:
                 member.pipe.send(batch)
-        except OSError as error:
+        except OSError:
             for watcher in self._watchers:
                 watcher.join(_END_TIMEOUT_S)
-            raise TeamFailed("another process of this team is gone") from error
+            raise
 
-    def close(self) -> None:
-        """They are gone on return. Idempotent."""
-        if self._is_closed:
-            return
-        self._is_closed = True
-        # All at once: a team's end takes all of it, and does not come where one is missing.
-        if all([member.dismiss() for member in self._members]):
-            self._team.close()
+    def _part(self) -> bool:
+        """Whether all have left the team: all at once, or NCCL waits for good for those that are missing."""
+        if not all([member.dismiss() for member in self._members]):
+            return False
+        parting = threading.Thread(target=self._team.close, daemon=True)
+        parting.start()
+        parting.join(_END_TIMEOUT_S)
+        if parting.is_alive():
+            _log.warning("this worker's GPUs did not part within %.0f s: their processes are killed", _END_TIMEOUT_S)
+        return not parting.is_alive()
+
+    def _end(self, timeout_s: float) -> None:
         for member in self._members:
-            member.wait()
+            member.end(timeout_s)
 
     def _watch(self, member: "_Follower") -> None:
         """Ends this process, whose GPU may wait for the follower's, when the follower has ended by itself."""
         words = member.last_words()
         if not self._is_closed:
             _log.critical("the process of GPU %d of this worker ended: %s", member.rank, words)
-            logging.shutdown()
-            os._exit(1)
+            end_at_once()
+
+
+def end_at_once() -> NoReturn:
+    """Without cleaning up: giving memory back waits for what the GPU was given, and that for another GPU."""
+    logging.shutdown()
+    os._exit(1)
 
 
 class _Follower:
@@ -133,10 +168,10 @@ class _Follower:
             return False
         return self._process.poll() is None
 
-    def wait(self) -> None:
+    def end(self, timeout_s: float) -> None:
         """It is gone on return."""
         try:
-            self._process.wait(_END_TIMEOUT_S)
+            self._process.wait(timeout_s)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()

@@ -4,7 +4,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 
 import msgspec
@@ -24,7 +24,7 @@ from engine.cuda.formats import DEVICE_FORMATS, DeviceFormat, resolve_device_dty
 from engine.cuda.fused import FusedDecode, is_fusible
 from engine.cuda.launcher import Launcher
 from engine.cuda.memory import MAX_PITCH_NBYTES
-from engine.cuda.runner import DeviceRunner, tell_nobody
+from engine.cuda.runner import DeviceRunner
 from engine.cuda.state import DecodeState
 from engine.cuda.steps import DecodeSteps, MakeStep, Step
 from engine.cuda.team import ALONE, Team
@@ -82,7 +82,7 @@ def load_device_engine(
     try:
         return Builder(settings, checkpoint, source, device, followers.join(device)).build(progress, followers)
     except BaseException:
-        followers.close()
+        followers.abandon()
         raise
 
 
@@ -109,7 +109,7 @@ class Builder:
 
     def build(self, progress: Progress, followers: Followers | None = None) -> Engine:
         launcher, max_model_len = self.prepare(progress)
-        runner = DeviceRunner(launcher, self._sampler, followers.tell if followers else tell_nobody)
+        runner = DeviceRunner(launcher, self._sampler, followers.told if followers else nullcontext)
 
         def close() -> None:
             launcher.release()

@@ -1,7 +1,10 @@
 """Runs a batch on the device: its decodes as one step of a bucket, its prompts in one pass beside it."""
 
+from array import array
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 
 import numpy as np
 import torch
@@ -10,37 +13,28 @@ from contracts.ids import RequestId
 from engine.batch import Piece
 from engine.cuda.drawing import DeviceDrawn, DeviceSampler, Likeliest
 from engine.cuda.inputs import DecodeRows, block_tables, decode_rows, num_decodes, prompt_rows
-from engine.cuda.launcher import DeviceBatch, Launched, Launcher, Score
+from engine.cuda.launcher import DeviceBatch, Launcher
 from engine.cuda.sampling import columns, is_greedy
 from engine.cuda.state import pack
 from engine.cuda.steps import StepKey
-from engine.cuda.team import TeamFailed
 from engine.runner import Computed, Written, unheard
 from engine.scoring import score, spans
 from engine.sequence import Sequence
 
-
-def tell_nobody(batch: DeviceBatch) -> None:
-    """No other process computes with this one."""
+Tell = Callable[[DeviceBatch], AbstractContextManager[object]]
+"""Within, a batch is launched that those who compute with this process were told of: engine.cuda.followers."""
 
 
 class DeviceRunner:
-    """Draws the tokens too, unless a sequence has its logits adjusted by the host first. `tell` is given each batch
-    before it is launched here: engine.cuda.followers.
-    """
+    """Draws the tokens too, unless a sequence has its logits adjusted by the host first."""
 
-    def __init__(
-        self,
-        launcher: Launcher,
-        sampler: DeviceSampler,
-        tell: Callable[[DeviceBatch], None] = tell_nobody,
-    ) -> None:
+    def __init__(self, launcher: Launcher, sampler: DeviceSampler, tell: Tell = nullcontext) -> None:
         layout = launcher.cache.layout
         self.launcher, self._sampler, self._tell = launcher, sampler, tell
         self._block_size, self._spare = layout.block_size, launcher.cache.num_blocks
         self.early_planes = launcher.model.early_layers * layout.num_planes // layout.num_layers
         self._drawn: dict[RequestId, int] = {}
-        self._tables: list[tuple[RequestId, int]] = []
+        self._tables: tuple[int, list[tuple[array[int], int]]] = (0, [])
 
     def forward(self, pieces: SequenceOf[Piece], written: Written = unheard) -> Computed:
         sampling = [piece.sequence for piece in pieces if piece.samples]
@@ -56,8 +50,8 @@ class DeviceRunner:
         count = num_decodes(pieces)
         found = spans(pieces[count:])
         batch = self._batch(pieces[:count], pieces[count:], sampling, [span.rows.numpy() for span in found], draws)
-        self._tell(batch)
-        launched = self._launched(batch, lambda logits: score(found, logits), written)
+        with self._tell(batch):
+            launched = self.launcher.launch(batch, partial(score, found), written)
         if not draws:
             return Computed(torch.cat(list(launched.logits)).float(), launched.scored)
         tokens = self.launcher.state.drawn[: len(sampling)]
@@ -65,15 +59,6 @@ class DeviceRunner:
         likeliest = Likeliest.of(sampling, torch.cat(list(launched.logits)), tokens) if asks else None
         self._drawn = {sequence.request_id: row for row, sequence in enumerate(sampling)}
         return Computed(launched.logits[0], launched.scored, DeviceDrawn(sampling, tokens, likeliest))
-
-    def _launched(self, batch: DeviceBatch, scorer: Score, written: Written) -> Launched:
-        """Alone, a batch that fails is computed again piece by piece. In a team the others have computed it."""
-        try:
-            return self.launcher.launch(batch, scorer, written)
-        except RuntimeError as error:
-            if self._tell is tell_nobody:
-                raise
-            raise TeamFailed(f"this member of a team could not launch a batch: {error}") from error
 
     def _batch(
         self,
@@ -106,10 +91,9 @@ class DeviceRunner:
         """`[rows, width]`; None if the device has them: most steps start no block."""
         if key is None:
             return None
-        held = [(piece.sequence.request_id, len(piece.sequence.blocks)) for piece in decodes]
-        held.append((RequestId(""), key.num_rows))
-        if held == self._tables:
+        # A sequence's blocks grow in place. Another's are another array, though it may have the same request id.
+        held = [(piece.sequence.blocks, len(piece.sequence.blocks)) for piece in decodes]
+        if (key.num_rows, held) == self._tables:
             return None
-        self._tables = held
-        width = max(num_blocks for _, num_blocks in held[:-1])
-        return block_tables(decodes, key.num_rows, width, self._spare)
+        self._tables = key.num_rows, held
+        return block_tables(decodes, key.num_rows, max(num_blocks for _, num_blocks in held), self._spare)

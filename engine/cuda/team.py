@@ -15,12 +15,6 @@ _HOST = "127.0.0.1"
 _TIMEOUT = timedelta(minutes=15)
 
 
-class TeamFailed(Exception):
-    """A batch was told to all members and not launched by all. Sums would be of different batches from now on: the
-    engine computes nothing more.
-    """
-
-
 class Team:
     """All members make the same calls in the same order. This one is a team of one, which calls nobody."""
 

@@ -60,6 +60,15 @@ def test_rounded_formats_stay_near_float32(folder, dtype, bound):
     assert 1e-4 < error < bound
 
 
+def test_a_request_id_that_comes_again_has_blocks_of_its_own(folder):
+    """As of a request that was tried once more."""
+    engine, (first, second) = device_engine(folder), [[prompt] for prompt in random_prompts(VOCAB, (9, 20))]
+    answers(engine, first, greedy())
+    engine.submit(request("held", PROMPTS[2], greedy(1), handoff=True))
+    drain(engine)
+    assert answers(engine, second, greedy()) == answers(device_engine(folder), second, greedy())
+
+
 @pytest.mark.parametrize("changes", [{}, FUSIBLE], ids=["plain", "fusible"])
 def test_the_last_mlp_is_rounded_only_for_a_fused_step(tmp_path, changes):
     save_tiny(tmp_path, "llama", **changes)

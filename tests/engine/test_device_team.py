@@ -5,19 +5,23 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from device_engines import FUSIBLE, hand_over
 from driving import answers, drain, greedy, random_prompts, request, settings, tokens_of
 from msgspec import structs
 from quantized_models import LAYOUTS, save_quantized
-from tiny_models import VOCAB, save_tiny
+from tiny_models import VOCAB, save_mxfp4, save_tiny
 
+from bench.random_model import GPT_OSS_20B
 from checkpoint import open_checkpoint
 from contracts.errors import ConfigError
+from engine.cuda.formats import has_fused_step
 from engine.cuda.load import load_device_engine
 from engine.cuda.team import hold_store, open_store
 from engine.shards import Shard, ShardedWeights, shard_config
@@ -25,6 +29,8 @@ from engine.weights import open_weights
 
 LENGTHS = (1, 63, 65, 150)
 PROMPTS = random_prompts(VOCAB, (9, 64, 100))
+FUSIBLE_PARTS = FUSIBLE | {"num_attention_heads": 16, "num_key_value_heads": 4}
+"""Fusible in two parts as well."""
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() and torch.cuda.device_count() > 1 else [])]
 
 
@@ -91,13 +97,33 @@ def test_what_the_first_one_alone_decides_reaches_all(tmp_path, device):
 @pytest.mark.parametrize(("dtype", "bound"), [("bfloat16", 0.04), ("float8", 0.3), ("float8-head", 0.3)])
 def test_rounded_formats_stay_near_float32(tmp_path, device, dtype, bound):
     """As the same formats do on one GPU: tests of the device engine. The fused step, too."""
-    save_tiny(tmp_path, "llama", **FUSIBLE)
+    save_tiny(tmp_path, "llama", **FUSIBLE_PARTS)
+    assert has_fused_step(shard_config(open_checkpoint(str(tmp_path)).config, Shard(0, 2)))
     found = {}
     for number_format, num_gpus in (("float32", 1), (dtype, 2)):
         with engine_on(device, tmp_path, num_gpus, number_format) as engine:
             found[number_format] = _logprobs(engine)
     error = float((found[dtype] - found["float32"]).norm() / found["float32"].norm())
     assert 1e-5 < error < bound
+
+
+def test_experts_are_cut_where_the_kernels_take_them_apart(tmp_path, device):
+    """gpt-oss's width is no even number of blocks: one GPU has 64 of the 192 columns, the other 128."""
+    changes = {"hidden_size": 128, "num_attention_heads": 4, "intermediate_size": 192}
+    save_mxfp4(tmp_path, save_tiny(tmp_path, "gpt_oss", **changes))
+    with engine_on(device, tmp_path, 1) as engine:
+        expected, answered = _logprobs(engine), answers(engine, PROMPTS, greedy())
+    with engine_on(device, tmp_path, 2) as engine:
+        assert answers(engine, PROMPTS, greedy()) == answered
+    with engine_on(device, tmp_path, 2, "bfloat16") as engine:
+        assert (_logprobs(engine) - expected).norm() < 0.15 * expected.norm()
+
+
+@pytest.mark.parametrize("size", [2, 4, 8])
+def test_parts_of_an_expert_are_whole_tiles_and_make_up_all_of_it(size):
+    configs = [shard_config(GPT_OSS_20B, Shard(rank, size)) for rank in range(size)]
+    widths = [config.experts.intermediate_size for config in configs if config.experts]
+    assert sum(widths) == 2880 and all(width % 64 == 0 for width in widths) and max(widths) - min(widths) <= 64
 
 
 def _logprobs(engine):
@@ -189,27 +215,83 @@ def test_a_team_dies_together(tmp_path):
     os.kill(follower, signal.SIGKILL)
     _, said = process.communicate(timeout=60)
     assert process.returncode == 1
-    assert "the process of GPU 1 of this worker ended: exit status -9" in said or "TeamFailed" in said
+    assert "the process of GPU 1 of this worker ended: exit status -9" in said or "was not launched here" in said
 
 
 @pytest.mark.timeout(120)
-def test_a_batch_that_one_could_not_launch_is_the_last(tmp_path):
-    """Tried again piece by piece, as one GPU does, sums would be of different batches: wrong tokens."""
+@pytest.mark.parametrize("error", ["torch.OutOfMemoryError", "contracts.errors.TransferError"])
+def test_a_batch_that_one_could_not_launch_is_the_last(tmp_path, error):
+    """Tried again piece by piece, as one GPU does, sums would be of different batches: wrong tokens. And whoever closes
+    the engine then would wait for good: NCCL for the other, and that for sums.
+    """
     save_tiny(tmp_path, "llama")
-    process = _started(tmp_path, f"exec({_OUT_OF_MEMORY!r})")
+    process = _started(tmp_path, f"exec({_NOT_LAUNCHED.format(error=error)!r})")
     out, said = process.communicate(timeout=60)
     assert (process.returncode, out) == (1, "ready\n")
-    assert "TeamFailed: this member of a team could not launch a batch: none left" in said
+    assert "a batch that the other GPUs of this worker compute was not launched here" in said
+    assert f"{error}: none left" in said
 
 
-_OUT_OF_MEMORY = """
-def out_of_memory(*_):
-    raise torch.OutOfMemoryError("none left")
-engine.runner.launcher.launch = out_of_memory
-engine.step()
-engine.step()
+_NOT_LAUNCHED = """
+import contextlib, threading, contracts.errors
+from engine.cuda.team import GpuTeam
+def launch(*_):
+    raise {error}("none left")
+GpuTeam.close = lambda _: threading.Event().wait()
+engine.runner.launcher.launch = launch
+with contextlib.closing(engine):
+    engine.step()
+    engine.step()
 print("goes on")
 """
+
+
+@pytest.mark.timeout(120)
+def test_a_follower_that_can_not_launch_ends_at_once(tmp_path, monkeypatch):
+    """Its interpreter's own end would wait for its GPU, which waits for the first one's."""
+    save_tiny(tmp_path, "llama")
+    _patched(
+        monkeypatch,
+        tmp_path,
+        """
+        import atexit, threading, torch
+        from engine.cuda.launcher import Launcher
+        def launch(self, batch, score):
+            raise torch.OutOfMemoryError("none left")
+        Launcher.launch = launch
+        atexit.register(threading.Event().wait)
+        """,
+    )
+    process = _started(tmp_path, "engine.step()")
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert "the process of GPU 1 of this worker ended: OutOfMemoryError: none left" in said
+
+
+def test_a_start_that_fails_waits_for_no_follower(tmp_path, monkeypatch):
+    """It waits for a sum, and NCCL would wait for it to leave."""
+    save_tiny(tmp_path, "llama")
+    monkeypatch.setattr("engine.cuda.load.compute_prompt", _raise)
+    monkeypatch.setattr("engine.cuda.team.GpuTeam.close", lambda _: threading.Event().wait())
+    with pytest.raises(torch.OutOfMemoryError), engine_on(torch.device("cpu"), tmp_path, 2):
+        pass
+    assert _children(os.getpid()) == []
+    dist.destroy_process_group()
+
+
+def _raise(*_):
+    raise torch.OutOfMemoryError("none left")
+
+
+def test_a_team_that_does_not_part_is_ended(tmp_path, monkeypatch):
+    save_tiny(tmp_path, "llama")
+    with engine_on(torch.device("cpu"), tmp_path, 2):
+        (follower,) = _children(os.getpid())
+        monkeypatch.setattr("engine.cuda.team.GpuTeam.close", lambda _: threading.Event().wait())
+        monkeypatch.setattr("engine.cuda.followers._END_TIMEOUT_S", 0.2)
+        os.kill(follower, signal.SIGSTOP)  # it hears no goodbye
+    assert _children(os.getpid()) == []
+    dist.destroy_process_group()
 
 
 @pytest.mark.timeout(120)
@@ -233,18 +315,29 @@ def _wait_until_gone(pid):
 @pytest.mark.timeout(120)
 def test_a_follower_that_can_not_load_says_why(tmp_path, monkeypatch):
     save_tiny(tmp_path, "llama")
-    monkeypatch.setenv("PYTHONPATH", f"{tmp_path / 'broken'}:{os.getcwd()}")
-    (tmp_path / "broken").mkdir()
-    (tmp_path / "broken" / "sitecustomize.py").write_text(
-        "import sys\nif 'engine.cuda.follower' in ' '.join(sys.orig_argv):\n"
-        "    import checkpoint\n    from contracts.errors import ConfigError\n"
-        "    def refuse(*_, **__): raise ConfigError('no such folder on this disk')\n"
-        "    checkpoint.open_checkpoint = refuse\n"
+    _patched(
+        monkeypatch,
+        tmp_path,
+        """
+        import checkpoint
+        from contracts.errors import ConfigError
+        def refuse(*_, **__): raise ConfigError("no such folder on this disk")
+        checkpoint.open_checkpoint = refuse
+        """,
     )
     process = _started(tmp_path, "pass")
     _, said = process.communicate(timeout=60)
     assert process.returncode == 1
     assert "the process of GPU 1 of this worker ended: no such folder on this disk" in said
+
+
+def _patched(monkeypatch, folder, code):
+    """Followers run it first."""
+    where = folder / "patched"
+    where.mkdir()
+    begin = "import sys\nif 'engine.cuda.follower' in ' '.join(sys.orig_argv):\n"
+    (where / "sitecustomize.py").write_text(begin + textwrap.indent(textwrap.dedent(code), "    "))
+    monkeypatch.setenv("PYTHONPATH", f"{where}:{os.getcwd()}")
 
 
 @pytest.mark.parametrize("sizes", [(1, 2), (2, 1)])

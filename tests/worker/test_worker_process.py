@@ -76,6 +76,27 @@ def test_a_model_that_is_not_there_is_one_line(tmp_path):
     assert str(tmp_path / "nothing.gguf") in refused("--model", str(tmp_path / "nothing.gguf"))
 
 
+def test_a_core_that_fails_ends_the_worker_though_its_own_end_takes_for_ever(model, tmp_path, monkeypatch):
+    """As giving a GPU's memory back does that waits for another GPU."""
+    (tmp_path / "sitecustomize.py").write_text(_FAILS)
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{os.getcwd()}")
+    _, words = start("--model", model).communicate(timeout=DEADLINE_S)
+    assert "RuntimeError: no memory is left" in words
+    assert "ended with code 1" in words
+
+
+_FAILS = """
+import sys
+if "worker.core_main" in sys.orig_argv:
+    import atexit, threading
+    import engine.load
+    def fail(*_):
+        raise RuntimeError("no memory is left")
+    engine.load.load_engine = fail
+    atexit.register(threading.Event().wait)
+"""
+
+
 def test_no_secret_is_one_line(model):
     assert "TANDEM_SECRET" in refused("--model", model, secret="")
 
