@@ -4,6 +4,7 @@ Decodes come first and prefill chunks fill what is left of the budget, so a long
 (Sarathi-Serve, Agrawal et al., OSDI 2024).
 """
 
+from array import array
 from bisect import insort
 from dataclasses import dataclass
 from operator import attrgetter
@@ -119,9 +120,7 @@ class Scheduler:
 
     def _preempt(self, sequence: Sequence) -> None:
         self.running.remove(sequence)
-        self._pool.release(sequence.blocks)
-        del sequence.blocks[:]
-        sequence.num_computed = sequence.num_inserted_blocks = 0
+        self._give_back(sequence)
         sequence.status = Status.WAITING
         insort(self.waiting, sequence, key=_URGENCY)
         self.num_preemptions += 1
@@ -177,7 +176,7 @@ class Scheduler:
 
     def _give_back(self, sequence: Sequence) -> None:
         self._pool.release(sequence.blocks)
-        del sequence.blocks[:]
+        sequence.blocks = array("i")  # not the same one emptied: a runner knows by the array whose table a device has
         sequence.num_computed = sequence.num_inserted_blocks = 0
 
     def _num_blocks(self, num_tokens: int) -> int:

@@ -91,7 +91,7 @@ class DeviceRunner:
         """`[rows, width]`; None if the device has them: most steps start no block."""
         if key is None:
             return None
-        # A sequence's blocks grow in place. Another's are another array, though it may have the same request id.
+        # A sequence's blocks grow in place. Others are another array, be it that the request id is the same.
         held = [(piece.sequence.blocks, len(piece.sequence.blocks)) for piece in decodes]
         if (key.num_rows, held) == self._tables:
             return None

@@ -153,6 +153,20 @@ def test_the_youngest_gives_way_and_the_oldest_never_waits():
     assert engine.num_finished == 2 and len(young.tokens) == 23
 
 
+def test_blocks_that_come_again_are_another_array():
+    """A runner knows by the array, and its length, whether the device has the table already."""
+    engine = FakeEngine(num_blocks=7)
+    engine.add(11, max_tokens=12)
+    young = engine.add(11, max_tokens=12, first=500)
+    engine.step()
+    held = young.blocks
+    engine.step()
+    assert young.blocks is held
+    while engine.scheduler.num_preemptions == 0:
+        engine.step()
+    assert young.blocks is not held and not young.blocks
+
+
 def test_announced_sequences_are_never_preempted():
     engine = FakeEngine(num_blocks=7)
     old, young = engine.add(11, max_tokens=20), engine.add(11, max_tokens=20, first=500)
