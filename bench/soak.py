@@ -18,7 +18,7 @@ from pathlib import Path
 import aiohttp
 import psutil
 
-from bench.accounts import memory_rows
+from bench.accounts import memory_rows, pids
 from bench.client import ask, random_prompt, session
 from bench.result import Row, write_result
 from bench.system import System, get_json, running
@@ -112,11 +112,10 @@ async def stream(
 
 async def sample_memory(system: System, until: float) -> list[dict[str, int]]:
     """Resident bytes of each process of the system, every ten seconds."""
-    pids = {f"{node['role']} {node['id']}": node["pid"] for node in system.nodes()}
-    pids |= {f"{node['role']} {node['id']} core": node["core_pid"] for node in system.nodes() if node.get("core_pid")}
+    processes = pids(system.nodes())
     samples = []
     while time.monotonic() < until:
-        samples.append({name: psutil.Process(pid).memory_info().rss for name, pid in pids.items()})
+        samples.append({name: psutil.Process(pid).memory_info().rss for name, pid in processes.items()})
         await asyncio.sleep(min(SAMPLE_S, max(0.1, until - time.monotonic())))
     return samples
 

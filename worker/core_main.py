@@ -27,7 +27,7 @@ from kv_transfer.transports.registry import device_staging_nbytes
 from prefill_svc import PrefillRole
 from worker.settings import WorkerSettings
 
-_log = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 START_TIMEOUT_S = 10.0
 SWITCH_S = 0.0002
@@ -46,7 +46,7 @@ def main() -> None:
         if isinstance(error, ConfigError):
             link.send(CoreFailed(str(error)))
         else:
-            _log.exception("the engine core failed")
+            log.exception("the engine core failed")
         # Not by the interpreter's own end, which gives a GPU's memory back: that waits for what was launched there, and
         # this for another GPU, which may have failed as well. As long as the process is there, nobody sees it failed.
         logging.shutdown()

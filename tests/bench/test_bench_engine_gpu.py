@@ -7,10 +7,10 @@ import torch
 
 from bench.engine_gpu import flops_per_token, limit_ms
 from bench.random_model import LLAMA_8B, RandomWeights, random_checkpoint
-from contracts.ids import RequestId
 from contracts.sampling import SamplingParams
 from engine.cuda.load import load_device_engine
-from engine.messages import EngineRequest, EngineSettings
+from engine.messages import EngineSettings
+from tests.engine.driving import answers
 
 TINY = replace(
     LLAMA_8B, vocab_size=300, hidden_size=256, intermediate_size=512, num_layers=2, num_heads=8, num_kv_heads=2,
@@ -31,9 +31,6 @@ def test_a_model_of_random_weights_answers(dtype):
     checkpoint = random_checkpoint("tiny", TINY)
     engine = load_device_engine(settings, checkpoint, lambda *_: None, RandomWeights(TINY, device), device)
     sampling = SamplingParams(max_tokens=5, seed=0, temperature=0.0, ignore_eos=True)
-    engine.submit(EngineRequest(RequestId("a"), [1, 2, 3], sampling))
-    tokens = []
-    while engine.has_work():
-        tokens += [sampled.token.token_id for sampled in engine.step().sampled]
+    (tokens,) = answers(engine, [[1, 2, 3]], sampling)
     assert len(tokens) == 5
     assert all(0 <= token < TINY.vocab_size for token in tokens)

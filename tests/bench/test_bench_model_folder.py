@@ -7,10 +7,10 @@ import torch
 from bench.model_folder import LAYERS_A_FILE, TINY, tensor_names, wide_tokenizer, write_folder
 from bench.random_model import LLAMA_8B
 from checkpoint import open_checkpoint
-from contracts.ids import RequestId
 from contracts.sampling import SamplingParams
 from engine.load import load_engine
-from engine.messages import EngineRequest, EngineSettings
+from engine.messages import EngineSettings
+from tests.engine.driving import answers
 
 
 def test_a_folder_is_opened_and_answers(tmp_path: Path):
@@ -19,10 +19,7 @@ def test_a_folder_is_opened_and_answers(tmp_path: Path):
     settings = EngineSettings(model=str(tmp_path), kv_cache_nbytes=8 << 20, max_num_seqs=2, cache_dir=tmp_path)
     engine = load_engine(settings)
     sampling = SamplingParams(max_tokens=4, seed=0, temperature=0.0, ignore_eos=True)
-    engine.submit(EngineRequest(RequestId("a"), [300, 301, 302], sampling))
-    tokens = []
-    while engine.has_work():
-        tokens += [sampled.token.token_id for sampled in engine.step().sampled]
+    (tokens,) = answers(engine, [[300, 301, 302]], sampling)
     assert len(tokens) == 4
 
 
