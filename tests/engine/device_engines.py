@@ -1,6 +1,7 @@
 """The GPU's adapter on the reference kernels, so that its whole way is proven where there is no GPU."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +10,11 @@ import torch
 from driving import drain, greedy, request, settings, tokens_of
 
 from checkpoint import open_checkpoint
+from contracts.events import Token
 from contracts.ids import RequestId
 from engine.cuda.chunks import Chunks, Launch
 from engine.cuda.load import load_device_engine
+from engine.cuda.pages import RemotePages
 from engine.cuda.runner import DeviceRunner
 from engine.engine import Engine
 
@@ -51,25 +54,49 @@ def noted_launches_of(chunks: Chunks) -> list[Launch]:
     return launched
 
 
-def hand_over(source: Engine, target: Engine, name: str, prompt: Sequence[int], num_tokens: int = 8) -> list[int]:
-    """The answer of one engine to what the other computed: pages pulled, each summed up right."""
-    request_id, params = RequestId(name), greedy(num_tokens)
-    source.submit(request(name, prompt, params, handoff=True))
-    outputs = drain(source)
-    first = next(told.token for output in outputs for told in output.sampled)
-    reservation = target.reserve(request(name, prompt, params))
-    remote, size = target.transfer_pool.attach(source.transfer_pool.share()), target.layout.block_size
-    num_parts = max(source.layout.tp_size, target.layout.tp_size)
+@dataclass(frozen=True)
+class Prefilled:
+    """What prefill tells of a prompt: token 0, and of each chunk its first token, tokens, blocks, and checksums by
+    parts of its pages.
+    """
+
+    first: Token
+    chunks: list[tuple[int, int, list[int], np.ndarray]]
+
+
+def prefilled(source: Engine, name: str, prompt: Sequence[int], num_parts: int, num_tokens: int = 8) -> Prefilled:
+    """Computed, and kept until it is released."""
+    source.submit(request(name, prompt, greedy(num_tokens), handoff=True))
+    outputs, chunks = drain(source), []
     for chunk in (chunk for output in outputs for chunk in output.chunks):
-        start = max(chunk.first_token, reservation.skip_tokens)
-        skipped, end = (start - chunk.first_token) // size, chunk.first_token + chunk.num_tokens
-        into = reservation.blocks[start // size : target.layout.num_blocks(end)]
+        assert chunk.checksums is not None
+        sums = source.transfer_pool.in_parts(chunk.checksums.wait(), chunk.blocks, num_parts)
+        chunks.append((chunk.first_token, chunk.num_tokens, list(chunk.blocks), sums))
+    return Prefilled(next(told.token for output in outputs for told in output.sampled), chunks)
+
+
+def taken_over(
+    target: Engine, remote: RemotePages, told: Prefilled, name: str, prompt: Sequence[int], num_tokens: int = 8
+) -> list[int]:
+    """The answer to it, token 0 included: pages pulled, each summed up right."""
+    request_id, layout = RequestId(name), target.layout
+    reservation = target.reserve(request(name, prompt, greedy(num_tokens)))
+    for first_token, size, blocks, sums in told.chunks:
+        start = max(first_token, reservation.skip_tokens)
+        skipped = (start - first_token) // layout.block_size
+        into = reservation.blocks[start // layout.block_size : layout.num_blocks(first_token + size)]
         if into:
-            assert chunk.checksums is not None
-            sums = source.transfer_pool.in_parts(chunk.checksums.wait(), chunk.blocks, num_parts)
-            assert np.array_equal(remote.pull(chunk.blocks[skipped:], into, True), sums[skipped:])
-    remote.close()
-    target.adopt(request_id, first)
+            assert np.array_equal(remote.pull(blocks[skipped:], into, True), sums[skipped:])
+    target.adopt(request_id, told.first)
     target.writer_ended(request_id)
-    source.release(request_id)
-    return [first.token_id, *tokens_of(drain(target), name)]
+    return [told.first.token_id, *tokens_of(drain(target), name)]
+
+
+def hand_over(source: Engine, target: Engine, name: str, prompt: Sequence[int], num_tokens: int = 8) -> list[int]:
+    """The answer of one engine to what the other computed, both in this process."""
+    told = prefilled(source, name, prompt, max(source.layout.tp_size, target.layout.tp_size), num_tokens)
+    remote = target.transfer_pool.attach(source.transfer_pool.share())
+    answer = taken_over(target, remote, told, name, prompt, num_tokens)
+    remote.close()
+    source.release(RequestId(name))
+    return answer

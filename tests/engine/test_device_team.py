@@ -1,5 +1,6 @@
 """A model on several GPUs, a process each: on the reference kernels, and where there are two GPUs on those too."""
 
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -12,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from device_engines import FUSIBLE, hand_over
+from device_engines import FUSIBLE, prefilled, taken_over
 from driving import answers, drain, greedy, random_prompts, request, settings, tokens_of
 from msgspec import structs
 from quantized_models import LAYOUTS, save_quantized
@@ -21,9 +22,11 @@ from tiny_models import VOCAB, save_mxfp4, save_tiny
 from bench.random_model import GPT_OSS_20B
 from checkpoint import open_checkpoint
 from contracts.errors import ConfigError
+from contracts.ids import RequestId
 from engine.cuda.formats import has_fused_step
 from engine.cuda.load import load_device_engine
 from engine.cuda.team import hold_store, open_store
+from engine.engine import Engine
 from engine.shards import Shard, ShardedWeights, shard_config
 from engine.weights import open_weights
 
@@ -350,22 +353,64 @@ def _patched(monkeypatch, folder, code):
 def test_workers_of_other_numbers_of_gpus_hand_over_to_each_other(tmp_path, device, dtype, sizes):
     """Pages are cut by heads on their way. In FP8 both write by the same scales, or none could read the other's."""
     save_tiny(tmp_path, "llama", **FUSIBLE)
-    changes = {"max_batched_tokens": 128}
     with (
-        engine_on(device, tmp_path, sizes[0], dtype, **changes) as source,
-        engine_on(device, tmp_path, sizes[1], dtype, **changes) as target,
+        _prefill_process(device, tmp_path, sizes[0], dtype) as ask,
+        engine_on(device, tmp_path, sizes[1], dtype, max_batched_tokens=128) as target,
     ):
-        assert structs.replace(source.layout, tp_size=target.layout.tp_size) == target.layout
-        for engine, sends in ((source, True), (target, False)):
-            engine.transfer_pool.agreed(2, sends)
+        layout, shared = ask(_told_of)
+        assert structs.replace(layout, tp_size=target.layout.tp_size) == target.layout
+        target.transfer_pool.agreed(2, False)
+        remote = target.transfer_pool.attach(shared)
         for index, prompt in enumerate([*PROMPTS, PROMPTS[2]]):
-            handed = hand_over(source, target, str(index), prompt)
+            handed = taken_over(target, remote, ask(prefilled, str(index), prompt, 2), str(index), prompt)
             with_prefix = answers_of(target, f"again-{index}", prompt)
             if dtype == "float32":
-                assert handed == with_prefix == answers_of(source, f"alone-{index}", prompt)
-        for engine in (source, target):
-            engine.check()
-            assert engine.stats().free_tokens == engine.capacity_tokens
+                assert handed == with_prefix == ask(answers_of, f"alone-{index}", prompt)
+            ask(Engine.release, RequestId(str(index)))
+        remote.close()
+        _all_given_back(target)
+        ask(_all_given_back)
+
+
+@contextmanager
+def _prefill_process(device, folder, num_gpus, dtype):
+    """Asks an engine of a process of its own: a GPU's memory is mapped by other processes only."""
+    context = multiprocessing.get_context("spawn")
+    pipe, of_child = context.Pipe()
+    child = context.Process(target=_prefill, args=(of_child, device, folder, num_gpus, dtype))
+    child.start()
+    of_child.close()
+
+    def ask(job, *args):
+        pipe.send((job, args))
+        assert pipe.poll(120), f"no answer to {job.__name__}"
+        return pipe.recv()
+
+    try:
+        yield ask
+        pipe.send((None, ()))
+        child.join(60)
+        assert child.exitcode == 0
+    finally:
+        child.kill()
+        child.join()
+
+
+def _prefill(pipe, device, folder, num_gpus, dtype):
+    with engine_on(device, folder, num_gpus, dtype, max_batched_tokens=128) as engine:
+        engine.transfer_pool.agreed(2, True)
+        while (told := pipe.recv())[0] is not None:
+            job, args = told
+            pipe.send(job(engine, *args))
+
+
+def _told_of(engine):
+    return engine.layout, engine.transfer_pool.share()
+
+
+def _all_given_back(engine):
+    engine.check()
+    assert engine.stats().free_tokens == engine.capacity_tokens
 
 
 def answers_of(engine, name, prompt):
