@@ -19,6 +19,8 @@ from kv_transfer.node import TransferNode
 log = logging.getLogger(__name__)
 
 IDLE_WAIT_S = 0.05  # also how late a deadline may be seen when nothing else happens
+ALERT_WAIT_S = 0.001
+"""While a handoff is on its way to an idle engine: a processor that slept takes 0.15 ms longer to its first step."""
 TICK_S = 0.02
 
 
@@ -55,14 +57,18 @@ class Core(Watcher):
             self.turn()
 
     def turn(self) -> None:
-        may_step = self._engine.has_work() and not self._is_stuck
-        for message in self._link.receive(0.0 if may_step else IDLE_WAIT_S):
+        for message in self._link.receive(self._patience_s()):
             self._on_message(message)
         self._on_transfer()
         self._on_time()
         if self._engine.has_work():
             self._step()
         self._send()
+
+    def _patience_s(self) -> float:
+        if self._engine.has_work():
+            return IDLE_WAIT_S if self._is_stuck else 0.0
+        return ALERT_WAIT_S if self._engine.has_reserved else IDLE_WAIT_S
 
     def _step(self) -> None:
         began_s = self._clock()

@@ -7,9 +7,9 @@
 
 Handoff, prefill side: submit with `handoff=True`; `step` reports the prompt's KV as ChunkDone; after token 0 the
 sequence is held until `release` (also when token 0 ended it: its pages may still be read), or goes on here after
-`keep_local`. Handoff, decode side: `reserve` pages, let the transfer write them through `pool_bytes`, `adopt` with
-token 0, decoding continues at index 1; `writer_ended` once nothing will write any more. A page is free only when
-request and writer have both let go. Not thread-safe: one thread owns an engine.
+`keep_local`. Handoff, decode side: `reserve` pages, `prepare` if there is time, let the transfer write them through
+`pool_bytes`, `adopt` with token 0, decoding continues at index 1; `writer_ended` once nothing will write any more. A
+page is free only when request and writer have both let go. Not thread-safe: one thread owns an engine.
 """
 
 import logging
@@ -110,7 +110,8 @@ class Engine:
         self._scheduler.add(sequence)
 
     def reserve(self, request: EngineRequest) -> Reservation:
-        """Pages for the prompt of a request whose KV will arrive. Landing blocks are held twice: by request and writer.
+        """Pages for the prompt of a request whose KV will arrive, and for token 0. Landing blocks are held twice: by
+        request and writer.
 
         Raises OutOfBlocks if they do not fit now (or all sequence slots are taken), RequestError if they never will.
         """
@@ -122,18 +123,31 @@ class Engine:
         sequence = _sequence(request)
         sequence.num_scored = sequence.num_prompt  # by whoever computes it
         skip_tokens = self._scheduler.take_prefix(sequence)
+        num_cached, num_prompt_blocks = len(sequence.blocks), self.layout.num_blocks(sequence.num_prompt)
         try:
-            landing = self._pool.allocate(self.layout.num_blocks(sequence.num_prompt) - len(sequence.blocks))
+            # Token 0's KV is the first that is computed here.
+            fresh = self._pool.allocate(self.layout.num_blocks(sequence.num_prompt + 1) - num_cached)
         except OutOfBlocks:
             self._pool.release(sequence.blocks)
             raise
+        landing = fresh[: num_prompt_blocks - num_cached]
         self._pool.retain(landing)
-        sequence.blocks.extend(landing)
+        sequence.blocks.extend(fresh)
         sequence.status = Status.RESERVED
         self._sequences[request.request_id] = sequence
         self._writers[request.request_id] = landing
-        blocks = _block_ids(sequence.blocks)
+        blocks = _block_ids(sequence.blocks[:num_prompt_blocks])
         return Reservation(request.request_id, blocks, [self._pool.generations[b] for b in blocks], skip_tokens)
+
+    def prepare(self, request_id: RequestId) -> None:
+        """A reserved request's first step, as far as it is known before token 0, if it may well be a batch of its own:
+        nothing else runs or is reserved. Raises KeyError for a request that is unknown.
+        """
+        sequence = self._sequences[request_id]
+        if not self.has_work() and self._count(Status.RESERVED) == 1:
+            sequence.tokens.append(0)
+            self.runner.prepare(Piece(sequence, sequence.num_prompt, 1))
+            sequence.tokens.pop()
 
     def adopt(self, request_id: RequestId, first: Token) -> None:
         """The reserved pages hold the prompt's KV and `first` is token 0, sent already: decode from index 1.
@@ -190,6 +204,11 @@ class Engine:
     def has_work(self) -> bool:
         """A `step` may compute something. Held and reserved requests wait for a call instead."""
         return self._scheduler.has_work or self._flight is not None
+
+    @property
+    def has_reserved(self) -> bool:
+        """A request may be adopted any moment."""
+        return self._count(Status.RESERVED) > 0
 
     def stats(self) -> EngineStats:
         scheduler = self._scheduler

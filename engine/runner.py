@@ -62,6 +62,12 @@ class Runner(Protocol):
         """The same without drawing: the tokens of the batch before stay on the device."""
         ...
 
+    def prepare(self, piece: Piece) -> None:
+        """This newest token of an answer, whose id is not known yet, may be the next batch: what else that takes is
+        done now. Nothing is being computed.
+        """
+        ...
+
 
 class CpuRunner:
     early_planes = 0
@@ -77,3 +83,6 @@ class CpuRunner:
 
     def forward_undrawn(self, pieces: SequenceOf[Piece]) -> Computed:
         return self.forward(pieces)
+
+    def prepare(self, piece: Piece) -> None:
+        """What there is to do takes microseconds of a step of milliseconds."""

@@ -4,6 +4,7 @@ from array import array
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
@@ -15,11 +16,26 @@ from engine.cuda.drawing import DeviceDrawn, DeviceSampler, Likeliest
 from engine.cuda.inputs import DecodeRows, block_tables, decode_rows, num_decodes, prompt_rows
 from engine.cuda.launcher import DeviceBatch, Launcher
 from engine.cuda.sampling import columns, is_greedy
-from engine.cuda.state import pack
+from engine.cuda.state import give, pack
 from engine.cuda.steps import StepKey
 from engine.runner import Computed, Written, unheard
 from engine.scoring import score, spans
 from engine.sequence import Sequence
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A batch of one sequence's newest token. `words`: state.pack's, in page-locked memory, with another token."""
+
+    sequence: Sequence
+    blocks: "array[int]"
+    end: int
+    words: np.ndarray
+
+    def is_of(self, decodes: SequenceOf[Piece]) -> bool:
+        ours = self.sequence, self.blocks, self.end
+        return [ours] == [(piece.sequence, piece.sequence.blocks, piece.end) for piece in decodes]
+
 
 Tell = Callable[[DeviceBatch], AbstractContextManager[object]]
 """Within, a batch is launched that those who compute with this process were told of: engine.cuda.followers."""
@@ -35,6 +51,7 @@ class DeviceRunner:
         self.early_planes = launcher.model.early_layers * layout.num_planes // layout.num_layers
         self._drawn: dict[RequestId, int] = {}
         self._tables: tuple[int, list[tuple[array[int], int]]] = (0, [])
+        self._prepared: Prepared | None = None
 
     def forward(self, pieces: SequenceOf[Piece], written: Written = unheard) -> Computed:
         sampling = [piece.sequence for piece in pieces if piece.samples]
@@ -42,6 +59,18 @@ class DeviceRunner:
 
     def forward_undrawn(self, pieces: SequenceOf[Piece]) -> Computed:
         return self._run(pieces, [piece.sequence for piece in pieces if piece.samples], False, unheard)
+
+    def prepare(self, piece: Piece) -> None:
+        """The device is told the tables now, and the words are there but for the token. They are kept until the next
+        call, when nothing is being computed: no copy reads them any more.
+        """
+        sequence = piece.sequence
+        batch = self._batch([piece], (), [sequence], (), draws=True)
+        told = replace(batch, num_decodes=0, key=None)
+        with self._tell(told):
+            self.launcher.launch(told, partial(score, ()))
+        words = self.launcher.state.staged(batch.words)
+        self._prepared = Prepared(sequence, sequence.blocks, piece.end, words)
 
     @torch.inference_mode()
     def _run(
@@ -68,10 +97,10 @@ class DeviceRunner:
         scored: SequenceOf[np.ndarray],
         draws: bool,
     ) -> DeviceBatch:
-        greedy, max_rows = is_greedy(sampling), self.launcher.state.max_rows
+        greedy = is_greedy(sampling)
         key = self.launcher.steps.key(len(decodes), max(piece.end for piece in decodes), greedy) if decodes else None
         return DeviceBatch(
-            words=pack(self._decode_rows(decodes, key), columns(sampling), max_rows),
+            words=self._words(decodes, sampling, key),
             num_decodes=len(decodes),
             key=key,
             tables=self._changed_tables(decodes, key),
@@ -80,6 +109,12 @@ class DeviceRunner:
             draws=draws,
             greedy=greedy,
         )
+
+    def _words(self, decodes: SequenceOf[Piece], sampling: SequenceOf[Sequence], key: StepKey | None) -> np.ndarray:
+        if self._prepared is not None and len(sampling) == 1 and self._prepared.is_of(decodes):
+            give(self._prepared.words, sampling[0].tokens[-1])
+            return self._prepared.words
+        return pack(self._decode_rows(decodes, key), columns(sampling), self.launcher.state.max_rows)
 
     def _decode_rows(self, decodes: SequenceOf[Piece], key: StepKey | None) -> DecodeRows | None:
         if key is None:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from engine.cuda.inputs import DecodeRows
 from engine.cuda.sampling import SamplingColumns
-from engine.cuda.upload import upload
+from engine.cuda.upload import page_locked
 
 
 class Word(IntEnum):
@@ -55,6 +55,11 @@ def pack(decodes: DecodeRows | None, drawn: SamplingColumns, max_rows: int) -> n
     return words[Word.GIVEN :]
 
 
+def give(words: np.ndarray, token_id: int) -> None:
+    """Another token in the first row of what `pack` made."""
+    words[: Word.SEEDS - Word.GIVEN].reshape(-1).view(np.int64)[0] = token_id
+
+
 @dataclass(frozen=True)
 class DrawInputs:
     """Columns of the sampling operation, `[R]` each."""
@@ -82,14 +87,18 @@ class DecodeState:
         self.lengths = self._column(Word.LENGTHS, torch.int32)
         self.positions = self._column(Word.POSITIONS, torch.int32)
 
+    def staged(self, words: np.ndarray) -> np.ndarray:
+        """The same where `put` copies from at once."""
+        return page_locked(words, self.device).numpy()
+
     def put(self, words: np.ndarray) -> None:
         """What `pack` made."""
-        host = torch.from_numpy(words)
-        self._words[Word.GIVEN :].copy_(host.pin_memory() if self._words.is_cuda else host, non_blocking=True)
+        self._words[Word.GIVEN :].copy_(page_locked(words, self.device), non_blocking=True)
 
     def put_tables(self, tables: np.ndarray) -> None:
         """`[rows, width]` block ids."""
-        self.tables[: tables.shape[0], : tables.shape[1]].copy_(upload(tables, self.device))
+        rows, width = tables.shape
+        self.tables[:rows, :width].copy_(page_locked(tables, self.device), non_blocking=True)
 
     def gather_tokens(self, count: int) -> Tensor:
         """The newest token of each row, from the device's own draws or from the host: DecodeRows.sources."""

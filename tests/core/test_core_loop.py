@@ -1,12 +1,14 @@
 """The core's loop, over twins: what it takes and in which order, what it refuses, how it pictures itself."""
 
+from itertools import groupby
+
 import pytest
 
 from contracts.events import Failed, Finished, Prefilled, Tokens
-from contracts.ids import Epoch, GatewayId, RequestId
+from contracts.ids import Epoch, GatewayId, RequestId, WorkerId
 from contracts.request import Cancel
 from core.link import FrontGone
-from core.loop import IDLE_WAIT_S, Core
+from core.loop import ALERT_WAIT_S, IDLE_WAIT_S, Core
 from core.messages import CoreFrame, Stop, Work
 from core.status import STATUS_PERIOD_S
 from engine.messages import StepOutput
@@ -25,6 +27,19 @@ def statuses(ring: Ring, turns: int) -> list:
         found += [frame.status for frame in side.link.frames if isinstance(frame, CoreFrame) and frame.status]
         side.link.frames.clear()
     return found
+
+
+def waits_of(ring: Ring, worker: WorkerId) -> list[float]:
+    """How long its core was ready to wait, turn by turn."""
+    waits, link = [], ring.sides[worker].link
+    receive = link.receive
+
+    def listening(timeout_s: float) -> list:
+        waits.append(timeout_s)
+        return receive(timeout_s)
+
+    link.receive = listening  # type: ignore[method-assign]
+    return waits
 
 
 def test_an_idle_core_turns_and_says_so_ten_times_a_second():
@@ -54,15 +69,8 @@ def test_busy_is_not_clean_and_counts_the_request():
 
 
 def test_work_that_finds_no_pages_is_waited_for_and_not_spun_on(monkeypatch: pytest.MonkeyPatch):
-    ring, waits = Ring(), []
-    side = ring.sides[P]
-    receive = side.link.receive
-
-    def listening(timeout_s: float) -> list:
-        waits.append(timeout_s)
-        return receive(timeout_s)
-
-    side.link.receive = listening  # type: ignore[method-assign]
+    ring = Ring()
+    side, waits = ring.sides[P], waits_of(ring, P)
     step = side.engine.step
     ring.both(ring.job(R, list(range(40)), 5))
     ring.turn(P)
@@ -76,6 +84,17 @@ def test_work_that_finds_no_pages_is_waited_for_and_not_spun_on(monkeypatch: pyt
     assert waits == [IDLE_WAIT_S, 0.0, IDLE_WAIT_S, IDLE_WAIT_S, IDLE_WAIT_S, 0.0]
     ring.settle()
     assert ring.tokens(R) == answer(list(range(40)), 5)
+
+
+def test_a_core_that_expects_a_handoff_does_not_sleep_for_long():
+    ring = Ring()
+    waits = waits_of(ring, D)
+    ring.both(ring.job(R, list(range(40)), 5))
+    ring.settle()
+    assert ring.tokens(R) == answer(list(range(40)), 5)
+    ring.turn(D)
+    kinds = [wait for wait, _ in groupby(waits)]
+    assert kinds == [IDLE_WAIT_S, ALERT_WAIT_S, 0.0, IDLE_WAIT_S]
 
 
 def test_stop_ends_the_loop_after_the_turn():

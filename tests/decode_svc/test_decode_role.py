@@ -61,6 +61,15 @@ def test_pages_beyond_the_cached_prefix_are_granted():
     assert (grant.skip_tokens, grant.pages) == (8, [2, 3, 4])
 
 
+def test_a_first_step_is_prepared_when_prefill_has_the_grant():
+    side = Side()
+    side.node.calls = calls = side.engine.calls
+    live = side.begin("r", 8)
+    side.offer("r", 8)
+    assert [name for name, _ in calls] == ["reserve", "grant", "prepare"]
+    assert side.engine.told("prepare") == [(live.key,)]
+
+
 def test_the_account_of_landing_ends_with_the_last_chunk_not_when_the_loop_hears_of_it():
     side = Side()
     live = side.begin("r", 8)

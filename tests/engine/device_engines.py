@@ -12,12 +12,14 @@ from driving import drain, greedy, request, settings, tokens_of
 from checkpoint import open_checkpoint
 from contracts.events import Token
 from contracts.ids import RequestId
+from contracts.sampling import SamplingParams
 from engine.cuda.chunks import Chunks, Launch
 from engine.cuda.load import load_device_engine
 from engine.cuda.pages import RemotePages
 from engine.cuda.runner import DeviceRunner
 from engine.engine import Engine
 
+ANSWER = greedy(8)
 FUSIBLE = {
     "hidden_size": 256,
     "intermediate_size": 512,
@@ -64,9 +66,11 @@ class Prefilled:
     chunks: list[tuple[int, int, list[int], np.ndarray]]
 
 
-def prefilled(source: Engine, name: str, prompt: Sequence[int], num_parts: int, num_tokens: int = 8) -> Prefilled:
+def prefilled(
+    source: Engine, name: str, prompt: Sequence[int], num_parts: int, sampling: SamplingParams = ANSWER
+) -> Prefilled:
     """Computed, and kept until it is released."""
-    source.submit(request(name, prompt, greedy(num_tokens), handoff=True))
+    source.submit(request(name, prompt, sampling, handoff=True))
     outputs, chunks = drain(source), []
     for chunk in (chunk for output in outputs for chunk in output.chunks):
         assert chunk.checksums is not None
@@ -75,28 +79,43 @@ def prefilled(source: Engine, name: str, prompt: Sequence[int], num_parts: int, 
     return Prefilled(next(told.token for output in outputs for told in output.sampled), chunks)
 
 
-def taken_over(
-    target: Engine, remote: RemotePages, told: Prefilled, name: str, prompt: Sequence[int], num_tokens: int = 8
-) -> list[int]:
-    """The answer to it, token 0 included: pages pulled, each summed up right."""
-    request_id, layout = RequestId(name), target.layout
-    reservation = target.reserve(request(name, prompt, greedy(num_tokens)))
+def landed(
+    target: Engine,
+    remote: RemotePages,
+    told: Prefilled,
+    name: str,
+    prompt: Sequence[int],
+    sampling: SamplingParams = ANSWER,
+) -> None:
+    """Reserved and prepared as a worker does, then pages pulled, each summed up right."""
+    reservation, layout = target.reserve(request(name, prompt, sampling)), target.layout
+    target.prepare(reservation.request_id)
     for first_token, size, blocks, sums in told.chunks:
         start = max(first_token, reservation.skip_tokens)
         skipped = (start - first_token) // layout.block_size
         into = reservation.blocks[start // layout.block_size : layout.num_blocks(first_token + size)]
         if into:
-            assert np.array_equal(remote.pull(blocks[skipped:], into, True), sums[skipped:])
-    target.adopt(request_id, told.first)
-    target.writer_ended(request_id)
+            found = remote.pull(blocks[skipped:], into, True)
+            assert found is not None and np.array_equal(found, sums[skipped:])
+
+
+def adopted(target: Engine, told: Prefilled, name: str) -> None:
+    target.adopt(RequestId(name), told.first)
+    target.writer_ended(RequestId(name))
+
+
+def taken_over(target: Engine, remote: RemotePages, told: Prefilled, name: str, prompt: Sequence[int]) -> list[int]:
+    """The answer to it, token 0 included."""
+    landed(target, remote, told, name, prompt)
+    adopted(target, told, name)
     return [told.first.token_id, *tokens_of(drain(target), name)]
 
 
-def hand_over(source: Engine, target: Engine, name: str, prompt: Sequence[int], num_tokens: int = 8) -> list[int]:
+def hand_over(source: Engine, target: Engine, name: str, prompt: Sequence[int]) -> list[int]:
     """The answer of one engine to what the other computed, both in this process."""
-    told = prefilled(source, name, prompt, max(source.layout.tp_size, target.layout.tp_size), num_tokens)
+    told = prefilled(source, name, prompt, max(source.layout.tp_size, target.layout.tp_size))
     remote = target.transfer_pool.attach(source.transfer_pool.share())
-    answer = taken_over(target, remote, told, name, prompt, num_tokens)
+    answer = taken_over(target, remote, told, name, prompt)
     remote.close()
     source.release(RequestId(name))
     return answer

@@ -12,12 +12,13 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-from device_engines import device_engine, hand_over
+from device_engines import adopted, device_engine, hand_over, landed, prefilled
 from driving import drain, greedy, random_prompts, request, tokens_of
 from tiny_models import VOCAB, save_tiny
 
 from contracts.errors import ConfigError, OutOfBlocks, TransferError
 from contracts.layout import KVLayout
+from engine.cuda import runner
 from engine.cuda.cache import DeviceCache
 from engine.cuda.checksums import Checksums
 from engine.cuda.load import Builder, _whole
@@ -51,6 +52,126 @@ def test_a_handed_over_answer_is_that_of_one_engine(folder):
     for engine in (source, target):
         engine.check()
         assert engine.stats().free_tokens == engine.capacity_tokens
+
+
+@pytest.fixture
+def handing(folder):
+    """What `prefilled` and `landed` take, by name: a source, a target of six blocks, the way between them."""
+    source = device_engine(folder, max_batched_tokens=128)
+    size = source.layout.block_nbytes
+    target = device_engine(folder, max_batched_tokens=128, prefix_cache=False, kv_cache_nbytes=6 * size)
+    remote = target.transfer_pool.attach(source.transfer_pool.share())
+
+    def lands(name, prompt, sampling):
+        told = prefilled(source, name, prompt, 1, sampling)
+        source.release(name)  # nothing is computed there before its pages are pulled
+        landed(target, remote, told, name, prompt, sampling)
+        return told
+
+    yield target, lands
+    remote.close()
+    drain(target)
+    assert target.stats().free_tokens == target.capacity_tokens
+
+
+def given_up(target, name):
+    target.release(name)
+    target.writer_ended(name)
+
+
+def expected_of(folder, prompt, sampling):
+    alone = device_engine(folder, max_batched_tokens=128)
+    alone.submit(request("alone", prompt, sampling))
+    return tokens_of(drain(alone), "alone")
+
+
+@pytest.mark.parametrize("length", [5, 63, 64, 127, 128, 130])
+def test_a_prepared_first_step_lacks_only_its_token(folder, handing, length, monkeypatch):
+    target, lands = handing
+    (prompt,) = random_prompts(VOCAB, (length,), seed=length)
+    told = lands("a", prompt, greedy(8))
+    worked_out = []
+    for name in ("decode_rows", "block_tables"):
+        monkeypatch.setattr(runner, name, lambda *args, name=name: worked_out.append(name))
+    adopted(target, told, "a")
+    flight = target._launch(Watcher())
+    assert worked_out == []
+    monkeypatch.undo()
+    outputs = [target._land(flight), *drain(target)]
+    assert [told.first.token_id, *tokens_of(outputs, "a")] == expected_of(folder, prompt, greedy(8))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"temperature": 1.0, "top_p": 0.9}, {"frequency_penalty": 1.5}, {"ignore_eos": False, "min_tokens": 6}],
+    ids=["random", "penalties", "min_tokens"],
+)
+def test_a_prepared_step_draws_as_any_other(folder, handing, changes):
+    target, lands = handing
+    sampling = greedy(8, **changes)
+    told = lands("a", PROMPTS[2], sampling)
+    adopted(target, told, "a")
+    assert [told.first.token_id, *tokens_of(drain(target), "a")] == expected_of(folder, PROMPTS[2], sampling)
+
+
+@pytest.mark.parametrize("second", ["a", "b"], ids=["the same id", "another id"])
+def test_what_was_prepared_for_one_that_was_given_up_is_nobodys(folder, handing, second):
+    target, lands = handing
+    lands("a", PROMPTS[1], greedy(8))
+    given_up(target, "a")
+    told = lands(second, PROMPTS[2], greedy(8))
+    adopted(target, told, second)
+    assert [told.first.token_id, *tokens_of(drain(target), second)] == expected_of(folder, PROMPTS[2], greedy(8))
+
+
+def test_one_that_was_given_up_leaves_the_others_first_step_right(folder, handing):
+    """Which was not prepared: two were reserved."""
+    target, lands = handing
+    lands("a", PROMPTS[1], greedy(8))
+    told = lands("b", PROMPTS[2], greedy(8))
+    given_up(target, "a")
+    adopted(target, told, "b")
+    assert [told.first.token_id, *tokens_of(drain(target), "b")] == expected_of(folder, PROMPTS[2], greedy(8))
+
+
+@pytest.mark.parametrize("order", ["ab", "ba"])
+def test_of_several_on_their_way_any_may_come_first(folder, handing, order):
+    target, lands = handing
+    prompts = dict(zip("ab", PROMPTS[1:3], strict=True))
+    told = {name: lands(name, prompt, greedy(8)) for name, prompt in prompts.items()}
+    outputs = []
+    for name in order:
+        adopted(target, told[name], name)
+        outputs.append(target.step())
+    outputs += drain(target)
+    for name, prompt in prompts.items():
+        assert [told[name].first.token_id, *tokens_of(outputs, name)] == expected_of(folder, prompt, greedy(8))
+
+
+def test_others_may_decode_between_preparation_and_first_step(folder, handing):
+    target, lands = handing
+    told = lands("a", PROMPTS[1], greedy(8))
+    target.submit(request("b", PROMPTS[0], greedy(20)))
+    outputs = [target.step() for _ in range(4)]
+    adopted(target, told, "a")
+    outputs += drain(target)
+    assert [told.first.token_id, *tokens_of(outputs, "a")] == expected_of(folder, PROMPTS[1], greedy(8))
+    assert tokens_of(outputs, "b") == expected_of(folder, PROMPTS[0], greedy(20))
+
+
+def test_one_that_is_preempted_before_its_prepared_step_is_computed_anew(folder, handing):
+    target, lands = handing
+    (ours, others), outputs = random_prompts(VOCAB, (128, 130), seed=1), []
+    told = lands("a", ours, greedy(8))
+    target.submit(request("b", others, greedy(80)))
+    while sum(told.request_id == "b" for output in outputs for told in output.sampled) < 63:
+        outputs.append(target.step())
+    assert target.stats().free_tokens == 0  # and `b` fills its blocks
+    adopted(target, told, "a")
+    outputs += drain(target)
+    assert target.stats().num_preemptions == 1
+    assert [told.first.token_id, *tokens_of(outputs, "a")] == expected_of(folder, ours, greedy(8))
+    assert tokens_of(outputs, "b") == expected_of(folder, others, greedy(80))
 
 
 def test_a_changed_byte_changes_the_checksum_of_its_page_alone(folder):

@@ -92,6 +92,13 @@ class FakeEngine:
         blocks = [BlockId(i) for i in range(num_blocks)]
         return Reservation(request.request_id, blocks, [0] * num_blocks, 0)
 
+    def prepare(self, request_id: RequestId) -> None:
+        assert self.sequences[request_id].state == "reserved"
+
+    @property
+    def has_reserved(self) -> bool:
+        return any(s.state == "reserved" for s in self.sequences.values())
+
     def adopt(self, request_id: RequestId, first: Token) -> None:
         sequence = self.sequences[request_id]
         assert sequence.state == "reserved"
