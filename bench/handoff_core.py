@@ -256,8 +256,17 @@ def serve(link: FrontLink, start: Start, spec: Spec, engine: Engine) -> None:
     roles = make_roles(WorkerSettings.model_validate({"role": Role.MIXED}), me, engine, node, ledger)
     core = StampedCore(stamps, me, engine, node, roles, ledger, link)
     settle()
-    layout, capacity = engine.layout, engine.capacity_tokens
-    link.send(CoreReady("random", layout, node.address, engine.max_model_len, capacity, engine.dtype, node.ways))
+    ready = CoreReady(
+        model="random",
+        layout=engine.layout,
+        transfer=node.address,
+        max_model_len=engine.max_model_len,
+        capacity_tokens=engine.capacity_tokens,
+        mixed_tokens=engine.max_mixed_tokens,
+        dtype=engine.dtype,
+        ways=node.ways,
+    )
+    link.send(ready)
     try:
         core.run()
     finally:

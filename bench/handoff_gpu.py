@@ -184,7 +184,9 @@ def measure_pair(args: argparse.Namespace) -> list[Row]:
 def idle(
     prefill: CoreHandle, decode: CoreHandle, answers: Answers, repeats: int, asked: dict[str, list[str]]
 ) -> list[Row]:
-    """One at a time: by the pair, and the same prompt by prefill's worker alone."""
+    """One at a time: by the pair, and the same prompt by prefill's worker alone, either one first in turn: what decodes
+    alone leaves prefill's GPU warmer, and so slower, than what the pair decodes elsewhere.
+    """
     rng, rows = np.random.default_rng(0), []
     for length in (128, 1024, 8192):
         equal, gaps, steps = 0, [], []
@@ -192,16 +194,16 @@ def idle(
         names = asked.setdefault(f"idle {length}", [])
         for turn in range(repeats + 2):
             ids = prompt(rng, length)
-            alone, began = ask(prefill, prefill, ids, 24)
-            answers.wait([alone], 60)
-            ttft["colocated"].append(answers.times(alone)[0] - began)
-            both, began = ask(prefill, decode, ids, 24)
-            answers.wait([both], 60)
-            times = answers.times(both)
-            ttft["pair"].append(times[0] - began)
-            equal += answers.ids(alone) == answers.ids(both)
+            asked_of = {"colocated": prefill, "pair": decode}
+            name = {}
+            for who in sorted(asked_of, reverse=turn % 2 == 1):
+                name[who], began = ask(prefill, asked_of[who], ids, 24)
+                answers.wait([name[who]], 60)
+                ttft[who].append(answers.times(name[who])[0] - began)
+            times = answers.times(name["pair"])
+            equal += answers.ids(name["colocated"]) == answers.ids(name["pair"])
             if turn >= 2:
-                names.append(both)
+                names.append(name["pair"])
                 gaps.append(times[1] - times[0])
                 steps += np.diff(times[1:]).tolist()
         params = {"length": length, "repeats": repeats}

@@ -31,6 +31,7 @@ class Ways(msgspec.Struct, frozen=True, kw_only=True):
 class NodeInfo(msgspec.Struct, frozen=True, kw_only=True):
     """What a worker states once, when it joins. `max_model_len`: longest prompt plus answer it serves, in tokens.
 
+    `mixed_tokens`: the most prompt tokens of a step that goes on with answers, too.
     `layout`: what `layout_id` is the digest of, to say where two differ.
     """
 
@@ -43,6 +44,7 @@ class NodeInfo(msgspec.Struct, frozen=True, kw_only=True):
     layout_id: str
     max_model_len: int
     capacity_tokens: int
+    mixed_tokens: int
     version: str
     pid: int
     core_pid: int

@@ -72,6 +72,7 @@ class Worker:
             takes=frozenset(info.takes),
             max_model_len=info.max_model_len,
             capacity_tokens=info.capacity_tokens,
+            mixed_tokens=info.mixed_tokens,
             pending_tokens=self.tokens[PREFILL] + self.beyond_pending,
             reserved_tokens=self.tokens[DECODE] + self.beyond_reserved,
             num_decodes=self.requests[DECODE],

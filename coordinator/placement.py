@@ -44,7 +44,10 @@ ITL_S = 0.01
 """lambda x dITL: what one more answer costs those running beside it."""
 
 STALL_WEIGHT = 0.5
-"""Prompts in a mixed worker, computed or waiting, take about half of each step from each of the answers it decodes."""
+LONG_GAP_S = 0.04
+"""Prompts in a mixed worker, computed or waiting, take about half of each step from each of the answers it decodes.
+That counts in full where gaps between tokens get as long as LONG_GAP_S, and the less the shorter they stay.
+"""
 
 STALLED = 4
 """Of more answers than these the stall is not counted. `num_decodes` holds those whose prompts still wait at prefill,
@@ -69,6 +72,7 @@ CONSTANTS: dict[str, float] = {
     "HANDOFF_S": HANDOFF_S,
     "ITL_S": ITL_S,
     "STALL_WEIGHT": STALL_WEIGHT,
+    "LONG_GAP_S": LONG_GAP_S,
     "STALLED": STALLED,
     "TOP": TOP,
 }
@@ -79,7 +83,7 @@ CONSTANTS: dict[str, float] = {
 class Candidate:
     """A live worker that takes work. Tokens include credits taken since its last heartbeat; rates are 0 while unknown.
 
-    `cached_tokens`: of this prompt's prefix, served here before. `sends`, `takes`: as of NodeInfo.
+    `cached_tokens`: of this prompt's prefix, served here before. `mixed_tokens`, `sends`, `takes`: as of NodeInfo.
     """
 
     worker_id: WorkerId
@@ -87,6 +91,7 @@ class Candidate:
     layout_id: str
     max_model_len: int
     capacity_tokens: int
+    mixed_tokens: int
     pending_tokens: int
     reserved_tokens: int
     num_decodes: int
@@ -153,12 +158,12 @@ def assumed(candidates: Sequence[Candidate]) -> list[Candidate]:
 def cost_s(prefill: Candidate, decode: Candidate, num_tokens: int, need_tokens: int) -> float:
     """Wait and compute, what of the transfer shows, wait on decode; and the delay of others. Of known rates."""
     compute_s = (num_tokens - prefill.cached_tokens) / prefill.prefill_rate
-    stall_s = STALL_WEIGHT * compute_s * min(prefill.num_decodes, STALLED)
+    stall_s = _stall_weight(prefill) * compute_s * min(prefill.num_decodes, STALLED)
     cost = _prefill_s(prefill, num_tokens) + _decode_s(decode, need_tokens) + stall_s
     if prefill.worker_id == decode.worker_id:
         return cost
     transfer_s = (num_tokens - decode.cached_tokens) / prefill.transfer_rate
-    crowding_s = ITL_S * prefill.num_decodes + STALL_WEIGHT * (decode.pending_tokens / decode.prefill_rate)
+    crowding_s = ITL_S * prefill.num_decodes + _stall_weight(decode) * (decode.pending_tokens / decode.prefill_rate)
     return cost + (HANDOFF_S + max(0.0, transfer_s - compute_s)) + crowding_s
 
 
@@ -209,6 +214,11 @@ def overloaded(side: str, wait_s: float) -> Overloaded:
 def to_lua() -> str:
     """The constants as Lua locals."""
     return "\n".join(f"local {name} = {value!r}" for name, value in CONSTANTS.items())
+
+
+def _stall_weight(worker: Candidate) -> float:
+    gap_s = worker.mixed_tokens / worker.prefill_rate
+    return STALL_WEIGHT * min(1.0, gap_s / LONG_GAP_S)
 
 
 def _meet(prefill: Candidate, decode: Candidate) -> bool:

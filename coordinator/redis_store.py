@@ -222,6 +222,7 @@ def _joined(info: NodeInfo) -> dict[str, Any]:
         "takes": " ".join(info.takes),
         "max_model_len": info.max_model_len,
         "capacity": info.capacity_tokens,
+        "mixed_tokens": info.mixed_tokens,
         "pending": 0,
         "prefills": 0,
         "reserved": 0,

@@ -15,7 +15,9 @@ from kv_transfer.node import TransferNode
 STATUS_PERIOD_S = 0.1
 RATE_WINDOW_S = 2.0
 FULL_TOKENS = 256
-"""A step with so many tokens of prompts, or half of what a step can have, runs at about the speed of a full one."""
+"""A step with so many tokens of prompts, or half of what one beside answers can have, runs at about the speed of a full
+one.
+"""
 
 
 class Rate:
@@ -46,7 +48,7 @@ class StatusReporter:
         self._num_steps = 0
         self._due_s = 0.0
         self._checked: EngineStats | None = None
-        self._prefill = Rate(min(FULL_TOKENS, engine.max_batched_tokens // 2))
+        self._prefill = Rate(min(FULL_TOKENS, engine.max_mixed_tokens // 2))
         self._decode = Rate()
 
     def stepped(self, num_prefill_tokens: int, num_decode_tokens: int, span_s: float) -> None:

@@ -70,7 +70,8 @@ class Engine:
         self.dtype = settings.dtype
         self.layout: KVLayout = cache.layout
         self.max_model_len = max_model_len
-        self.max_batched_tokens = settings.max_batched_tokens
+        budget = settings.max_batched_tokens
+        self.max_mixed_tokens = min(settings.max_mixed_tokens or budget, budget)
         self.capacity_tokens = cache.num_blocks * cache.layout.block_size
         self._settings = settings
         self._cache = cache
@@ -79,7 +80,8 @@ class Engine:
         self._close = backend.close
         self._pool = BlockPool(cache.num_blocks, cache.layout.block_size, settings.prefix_cache)
         self._scheduler = Scheduler(
-            self._pool, Limits(settings.max_num_seqs, settings.max_batched_tokens, max_model_len)
+            self._pool,
+            Limits(settings.max_num_seqs, budget, self.max_mixed_tokens, max_model_len),
         )
         self._sampler = backend.sampler
         self._grammars = Grammars(checkpoint)
@@ -262,7 +264,7 @@ class Engine:
 
     def _launch(self, watcher: Watcher) -> Flight | None:
         """Schedule a batch and hand it to the device; None if nothing can run."""
-        batch = self._scheduler.schedule()
+        batch = self._scheduler.schedule(expects_answers=bool(self._writers))
         if not batch.pieces:
             return None
         self._num_launched += 1

@@ -69,11 +69,12 @@ def _require_sound(settings: EngineSettings) -> None:
     """Raises ConfigError for what would start and then serve nothing."""
     if _MOST_BLOCK % settings.block_size:
         raise ConfigError(f"block_size is {settings.block_size}; it must be a power of 2 up to {_MOST_BLOCK}")
-    if settings.max_batched_tokens < settings.block_size:
-        raise ConfigError(
-            f"max_batched_tokens is {settings.max_batched_tokens}; prompts are cut at blocks of "
-            f"{settings.block_size} tokens, so that none would ever be computed"
-        )
+    for name in ("max_batched_tokens", "max_mixed_tokens"):
+        if (value := getattr(settings, name)) is not None and value < settings.block_size:
+            raise ConfigError(
+                f"{name} is {value}; prompts are cut at blocks of {settings.block_size} tokens, "
+                "so that none would ever be computed"
+            )
 
 
 def _require_gpus(settings: EngineSettings) -> None:

@@ -17,9 +17,10 @@ class EngineSettings:
     """`model`: see checkpoint.open_checkpoint. `dtype`: "auto" or one of engine.linear.FORMATS.
 
     None leaves a value to the engine: `kv_cache_nbytes` a share of the free memory, `max_model_len` the model's own
-    (both bounded by the cache), `num_threads` torch's default. `max_batched_tokens` is the token
-    budget of one step. What was found out about the CPU is remembered in `cache_dir`. A cache on a GPU that takes what
-    is free leaves `spare_nbytes` to others. `tensor_parallel` GPUs, `device` the first of them, share the model.
+    (both bounded by the cache), `num_threads` torch's default. `max_batched_tokens` is the token budget of one step,
+    `max_mixed_tokens` the most prompt tokens of one beside answers, None as many as the budget leaves. What was found
+    out about the CPU is remembered in `cache_dir`. A cache on a GPU that takes what is free leaves `spare_nbytes` to
+    others. `tensor_parallel` GPUs, `device` the first of them, share the model.
     """
 
     model: str = ""
@@ -29,6 +30,7 @@ class EngineSettings:
     max_model_len: int | None = None
     max_num_seqs: int = 64
     max_batched_tokens: int = 1024
+    max_mixed_tokens: int | None = None
     num_threads: int | None = None
     device: str = "cpu"
     tensor_parallel: int = 1

@@ -16,10 +16,13 @@ from engine.sequence import Sequence, Status
 
 @dataclass(frozen=True)
 class Limits:
-    """`max_batched_tokens`: budget of one step, a block at least. Decodes always run; prompts have what is left."""
+    """`max_batched_tokens`: budget of one step, a block at least. Decodes always run; prompts have what is left, but
+    in a step beside answers at most `max_mixed_tokens`, a block at least: what a prompt lengthens their gaps by.
+    """
 
     max_num_seqs: int
     max_batched_tokens: int
+    max_mixed_tokens: int
     max_model_len: int
 
 
@@ -76,10 +79,14 @@ class Scheduler:
         sequence.num_computed = len(blocks) * size
         return sequence.num_computed
 
-    def schedule(self) -> Batch:
-        """The next step. Takes the blocks that it needs, preempting if it must; empty if nothing can run."""
+    def schedule(self, expects_answers: bool = False) -> Batch:
+        """The next step. Takes the blocks that it needs, preempting if it must; empty if nothing can run. An answer
+        that is expected from elsewhere would wait for the step's end like those that run.
+        """
         pieces = self._decodes()
         budget = self._limits.max_batched_tokens - len(pieces)
+        if pieces or expects_answers:
+            budget = min(budget, self._limits.max_mixed_tokens)
         chunks = self._chunks([s for s in self.running if not s.is_decoding], budget)
         budget -= sum(piece.num_tokens for piece in chunks)
         admitted = self._admit(budget)

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from contracts.errors import Overloaded
+from contracts.errors import ConfigError, Overloaded
 from contracts.handoff import Abort, ChunkHeader, Commit, Fin, Grant, Offer, Refuse, Wait
 from contracts.ids import BlockId, Epoch, Incarnation, RequestId, WorkerId
 from contracts.layout import KVLayout
@@ -42,7 +42,8 @@ class TransferNode:
 
     `pool`: uint8 `[num_planes, num_blocks, page_nbytes]`, C-contiguous, shared with the engine; or a device's. `wake()`
     is called from transfer threads when `poll()` has something. `transports`: ready ones that stand in for those of
-    the same name. Raises ConfigError if it can't listen, ValueError if the pool does not fit the layout.
+    the same name. Raises ConfigError if it can't listen or lacks the transport that is asked for, ValueError if the
+    pool does not fit the layout.
     """
 
     def __init__(
@@ -67,6 +68,7 @@ class TransferNode:
             pool.checks, own["nvlink"] = settings.checksum, NvlinkTransport(pool)
             device = pool, self._is_busy
         self._transports = Transports({**own, **(transports or {})}, device)
+        _require_available(settings.transport, self._transports.available())
         self._events: deque[TransferEvent] = deque()
         self._lock = threading.Lock()
         self._links: dict[tuple[WorkerId, bool], Link] = {}
@@ -338,3 +340,11 @@ class TransferNode:
 
 def _same_peer(one: Link, other: Link) -> bool:
     return (one.peer_id, one.incarnation) == (other.peer_id, other.incarnation)
+
+
+def _require_available(wish: str, available: Sequence[str]) -> None:
+    """Else a worker would start, and nobody could ever meet it."""
+    if wish not in ("auto", *available):
+        why = ", with its pages in the host's memory," if wish == "nvlink" else ""
+        choices = ", ".join(name for name in ("auto", *available) if name != "loopback")
+        raise ConfigError(f"transfer is {wish!r}, which this worker{why} does not have; set one of {choices}")

@@ -1,1 +1,7 @@
 """Ways to carry staged bytes from one process to another, behind the interface in base.py."""
+
+import os
+
+# ucxx sets a variable that its own UCX does not know, of which each process would warn on standard output. Read when
+# UCX is loaded.
+os.environ.setdefault("UCX_WARN_UNUSED_ENV_VARS", "n")

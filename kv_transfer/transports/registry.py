@@ -4,7 +4,6 @@ need.
 
 import importlib
 import importlib.util
-import os
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -67,9 +66,6 @@ def _is_possible(name: str) -> bool:
 
 def _load(name: str, where: str, made_of: Sequence[Any]) -> Transport:
     module, _, kind = where.partition(":")
-    if name == "ucx":
-        # ucxx sets a variable that its own UCX does not know; each process would warn of it. Read when UCX is loaded.
-        os.environ.setdefault("UCX_WARN_UNUSED_ENV_VARS", "n")
     try:
         return getattr(importlib.import_module(module), kind)(*made_of)
     except (ImportError, OSError, RuntimeError) as error:

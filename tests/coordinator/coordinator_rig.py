@@ -18,7 +18,9 @@ def fresh_pool() -> str:
     return f"test-{secrets.token_hex(6)}"
 
 
-def node(name: str, role: Role, *, incarnation: str = "a", capacity: int = 10_000, **options) -> NodeInfo:
+def node(
+    name: str, role: Role, *, incarnation: str = "a", capacity: int = 10_000, mixed_tokens: int = 512, **options
+) -> NodeInfo:
     facts = {"layout_id": "l", "max_model_len": 8192, "ways": ways("l")} | options
     return NodeInfo(
         worker_id=WorkerId(name),
@@ -28,6 +30,7 @@ def node(name: str, role: Role, *, incarnation: str = "a", capacity: int = 10_00
         transfer=f"{name}:2",
         model="m",
         capacity_tokens=capacity,
+        mixed_tokens=mixed_tokens,
         version="0",
         pid=1,
         core_pid=2,

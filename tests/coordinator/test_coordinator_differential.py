@@ -43,10 +43,18 @@ class Call:
 
 
 async def _join(
-    store: Store, name: str, role: Role, incarnation: str, capacity: int, layout: str, ways: Ways, longest: int
+    store: Store,
+    name: str,
+    role: Role,
+    incarnation: str,
+    capacity: int,
+    layout: str,
+    ways: Ways,
+    longest: int,
+    mixed_tokens: int,
 ):
     options = {"incarnation": incarnation, "capacity": capacity, "layout_id": layout, "max_model_len": longest}
-    await store.join(node(name, role, **options, ways=ways))
+    await store.join(node(name, role, **options, ways=ways, mixed_tokens=mixed_tokens))
 
 
 async def _beat(store: Store, name: str, incarnation: str, load: NodeLoad):
@@ -103,6 +111,7 @@ joins = st.tuples(
     st.sampled_from(["l", "l", "l", "m"]),
     st.sampled_from(WAYS),
     st.sampled_from([1500, 8192]),
+    st.sampled_from([64, 448, 20_000]),
 )
 places = st.tuples(
     st.sampled_from(REQUESTS), EPOCHS, PROMPTS, st.integers(1, 5000), st.lists(names, max_size=2), gateways

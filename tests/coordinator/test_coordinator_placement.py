@@ -32,6 +32,7 @@ candidates = st.builds(
     takes=st.sampled_from([frozenset("l"), frozenset("lm"), frozenset()]),
     max_model_len=st.sampled_from([900, 8192]),
     capacity_tokens=st.integers(500, 50_000),
+    mixed_tokens=st.integers(16, 4096),
     pending_tokens=st.integers(0, 200_000),
     reserved_tokens=st.integers(0, 200_000),
     num_decodes=st.integers(0, 100),
@@ -52,6 +53,7 @@ def worker(name: str, role: Role, **options) -> Candidate:
         "takes": frozenset(["l by tcp"]),
         "max_model_len": 8192,
         "capacity_tokens": 10_000,
+        "mixed_tokens": 512,
         "pending_tokens": 0,
         "reserved_tokens": 0,
         "num_decodes": 0,
@@ -129,6 +131,14 @@ def test_a_prompt_goes_where_it_stalls_no_answers_until_that_queue_is_long():
         "m",
         "m",
     )  # who also waits there is no more to stall
+
+
+def test_short_gaps_are_hardly_spared():
+    """Beside answers this worker computes prompts in pieces of a tenth of the gap that counts in full."""
+    fast = {"prefill_rate": 50_000.0, "num_decodes": 4}
+    waiting = worker("p", Role.PREFILL, prefill_rate=50_000.0, pending_tokens=10_000)
+    assert chosen(waiting, worker("m", Role.MIXED, mixed_tokens=2048, **fast), num_tokens=8000) == ("p", "m")
+    assert chosen(waiting, worker("m", Role.MIXED, mixed_tokens=200, **fast), num_tokens=8000) == ("m", "m")
 
 
 def test_layouts_do_not_mix():

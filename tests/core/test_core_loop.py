@@ -221,7 +221,7 @@ def test_the_measured_bytes_a_second_are_told_as_tokens():
 
 def test_placement_is_told_a_rate_once_a_step_was_full(monkeypatch: pytest.MonkeyPatch):
     ring = Ring()
-    side, full = ring.sides[P], ring.sides[P].engine.max_batched_tokens // 2
+    side, full = ring.sides[P], ring.sides[P].engine.max_mixed_tokens // 2
     step = side.engine.step
 
     def lasting(watcher: Core) -> StepOutput:

@@ -15,7 +15,7 @@ from engine.sequence import Sequence, Status
 SIZE = 4
 
 
-LIMITS = Limits(max_num_seqs=4, max_batched_tokens=16, max_model_len=64)
+LIMITS = Limits(max_num_seqs=4, max_batched_tokens=16, max_mixed_tokens=16, max_model_len=64)
 
 
 @dataclass
@@ -88,6 +88,22 @@ def test_decodes_run_in_every_step_while_a_prompt_is_prefilled():
         assert sum(piece.num_tokens for piece in engine.batches[-1].pieces) <= 16
 
 
+def test_beside_answers_prompts_are_cut_shorter():
+    engine = FakeEngine(limits=Limits(max_num_seqs=4, max_batched_tokens=16, max_mixed_tokens=6, max_model_len=64))
+    engine.add(3, max_tokens=3)
+    engine.step()
+    engine.add(38, first=500)
+    steps = [shape(engine.step()) for _ in range(4)]
+    assert [step[-1] for step in steps] == [("500-38", 0, 4), ("500-38", 4, 4), ("500-38", 8, 16), ("500-38", 24, 14)]
+    assert [len(step) for step in steps] == [2, 2, 1, 1]
+
+
+def test_an_answer_that_is_expected_counts_as_one_that_runs():
+    engine = FakeEngine(limits=Limits(max_num_seqs=4, max_batched_tokens=16, max_mixed_tokens=8, max_model_len=64))
+    engine.add(38)
+    assert shape(engine.scheduler.schedule(expects_answers=True)) == [("100-38", 0, 8)]
+
+
 def test_arrival_order_is_served_and_slots_are_bounded():
     engine = FakeEngine()
     for first in range(0, 600, 100):
@@ -96,14 +112,14 @@ def test_arrival_order_is_served_and_slots_are_bounded():
 
 
 def test_the_lowest_priority_is_served_first_and_equals_in_order_of_arrival():
-    engine = FakeEngine(limits=Limits(max_num_seqs=1, max_batched_tokens=16, max_model_len=64))
+    engine = FakeEngine(limits=Limits(max_num_seqs=1, max_batched_tokens=16, max_mixed_tokens=16, max_model_len=64))
     for first, priority in ((100, 5), (200, 0), (300, -(2**63)), (400, 5), (500, 0), (600, 2**63 - 1)):
         engine.add(2, max_tokens=1, first=first, priority=priority)
     assert [shape(engine.step())[0][0] for _ in range(6)] == ["300-2", "200-2", "500-2", "100-2", "400-2", "600-2"]
 
 
 def test_an_urgent_newcomer_overtakes_who_waits_and_nobody_who_runs():
-    engine = FakeEngine(limits=Limits(max_num_seqs=2, max_batched_tokens=16, max_model_len=64))
+    engine = FakeEngine(limits=Limits(max_num_seqs=2, max_batched_tokens=16, max_mixed_tokens=16, max_model_len=64))
     for first in (100, 200, 300):
         engine.add(2, max_tokens=3, first=first)
     engine.step()
@@ -191,9 +207,15 @@ requests = st.lists(REQUEST, min_size=1, max_size=12)
 
 
 @settings(max_examples=150, deadline=None)
-@given(requests=requests, num_blocks=st.integers(13, 40), budget=st.integers(4, 40), arrivals=st.randoms())
-def test_every_sequence_ends_within_the_limits(requests, num_blocks, budget, arrivals):
-    limits = Limits(max_num_seqs=4, max_batched_tokens=budget, max_model_len=50)
+@given(
+    requests=requests,
+    num_blocks=st.integers(13, 40),
+    budget=st.integers(4, 40),
+    mixed=st.integers(4, 40),
+    arrivals=st.randoms(),
+)
+def test_every_sequence_ends_within_the_limits(requests, num_blocks, budget, mixed, arrivals):
+    limits = Limits(max_num_seqs=4, max_batched_tokens=budget, max_mixed_tokens=mixed, max_model_len=50)
     engine = FakeEngine(num_blocks, limits)
     todo = list(requests)
     for _ in range(3000):
@@ -204,6 +226,8 @@ def test_every_sequence_ends_within_the_limits(requests, num_blocks, budget, arr
         names = [id(piece.sequence) for piece in batch.pieces]
         assert len(names) == len(set(names)) <= 4
         assert sum(piece.num_tokens for piece in batch.pieces) <= budget
+        if any(piece.is_answer for piece in batch.pieces):
+            assert sum(piece.num_tokens for piece in batch.pieces if not piece.is_answer) <= max(mixed, SIZE)
         if not todo and not engine.scheduler.has_work:
             break
     assert engine.num_finished == len(requests)

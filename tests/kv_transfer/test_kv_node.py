@@ -9,14 +9,18 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from contracts.errors import ConfigError
 from contracts.handoff import Abort, AbortAck, Commit, Fin, Grant, Offer, Refuse, Wait
-from contracts.ids import Epoch, RequestId
+from contracts.ids import Epoch, Incarnation, RequestId, WorkerId
 from contracts.request import WorkerRef
 from kv_transfer.events import ChunkBad, ChunkLanded, Drained, PeerLost
 from kv_transfer.link import Link
+from kv_transfer.node import TransferNode
+from kv_transfer.settings import TransferSettings
 from kv_transfer.transports.base import Slot
 from kv_transfer.transports.loopback import LoopbackTransport
 from tests.kv_transfer.kv_pair import Peer, fin, offer_and_grant, pages_equal, send
+from tests.kv_transfer.kv_worker import LAYOUT, SECRET, make_pool
 
 Make = Callable[..., Peer]
 
@@ -364,3 +368,10 @@ def test_closing_while_chunks_are_queued_ends_at_once(pair: tuple[Peer, Peer]) -
     prefill.node.close()
     assert decode.wait(PeerLost).fenced
     assert not prefill.node.stats() and not decode.node.stats()
+
+
+def test_a_transport_that_a_worker_does_not_have_is_refused_at_its_start() -> None:
+    settings, pages = TransferSettings(secret=SECRET, transport="nvlink"), make_pool()
+    words = "transfer is 'nvlink', which this worker, with its pages in the host's memory, does not have"
+    with pytest.raises(ConfigError, match=words):
+        TransferNode(settings, WorkerId("w"), Incarnation("1"), LAYOUT, pages, lambda: None)

@@ -62,7 +62,7 @@ class FakeEngine:
     capacity: int = 64
     max_waiting: int = 64
     layout: KVLayout = LAYOUT
-    max_batched_tokens: int = 16
+    max_mixed_tokens: int = 16
     sequences: dict[RequestId, FakeSequence] = field(default_factory=dict)
     writers: dict[RequestId, int] = field(default_factory=dict)
     preempted: list[RequestId] = field(default_factory=list)
