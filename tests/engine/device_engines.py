@@ -86,7 +86,8 @@ def taken_over(
         skipped = (start - first_token) // layout.block_size
         into = reservation.blocks[start // layout.block_size : layout.num_blocks(first_token + size)]
         if into:
-            assert np.array_equal(remote.pull(blocks[skipped:], into, True), sums[skipped:])
+            found = remote.pull(blocks[skipped:], into, True)
+            assert found is not None and np.array_equal(found, sums[skipped:])
     target.adopt(request_id, told.first)
     target.writer_ended(request_id)
     return [told.first.token_id, *tokens_of(drain(target), name)]
