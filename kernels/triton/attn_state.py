@@ -6,7 +6,7 @@
 import triton
 import triton.language as tl
 
-from kernels.triton.common import LN2, LOG2E
+from kernels.triton.common import INTERPRETED, LN2, LOG2E
 
 
 @triton.jit
@@ -32,7 +32,6 @@ mov.b32 {even, odd}, t;
 cvt.rn.f16x2.e4m3x2 $0, even;
 cvt.rn.f16x2.e4m3x2 $1, odd;
 }""")
-INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)  # which knows no inline assembly
 
 
 @triton.jit

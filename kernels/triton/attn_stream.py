@@ -18,8 +18,8 @@ from torch import Tensor
 
 from kernels.plans import Plan
 from kernels.specs import AttnSpec
-from kernels.triton.attn_state import INTERPRETED, publish, share, split_pairs, store_rows
-from kernels.triton.common import LN2, LOG2E, pdl_launch, pdl_start, pdl_wait
+from kernels.triton.attn_state import publish, share, split_pairs, store_rows
+from kernels.triton.common import INTERPRETED, LN2, LOG2E, pdl_launch, pdl_start, pdl_wait
 
 ROWS = tl.constexpr(8)  # queries are columns of the product, and its narrowest width is eight
 LINE = tl.constexpr(32)  # fp32 values of an L2 line of 128 bytes

@@ -15,6 +15,7 @@ LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 
 # The interpreter knows neither inline assembly nor launch attributes.
+INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 PDL = not triton.knobs.runtime.interpret
 
 
@@ -38,6 +39,16 @@ def pdl_wait(PDL: tl.constexpr):
 def to_e4m3(x):
     """Round to nearest and saturate: the plain cast makes NaN of what lies beyond 448 on some versions."""
     return tl.minimum(tl.maximum(x, -E4M3_MAX), E4M3_MAX).to(tl.float8e4nv)
+
+
+@triton.jit
+def reciprocal(x):
+    """1 / x by the approximate unit, within an ulp; 0 beyond 2^126. A division takes eight instructions."""
+    if INTERPRETED:
+        y = 1.0 / x
+    else:
+        y = tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
+    return y
 
 
 @triton.jit

@@ -325,12 +325,22 @@ def wide(
     )
 
 
+def silu(name: str, width: int, deferred: bool) -> Case:
+    block, warps, options = norm.silu_plan(width, True)
+    constants = dict(N=width, BLOCK=block, PIECES=-(-width // block), DEFERRED=deferred, QUANT=1, PDL=True)
+    launch = dict(num_warps=warps, **options, **LAUNCH)
+    return Case(name, norm.silu_kernel, silu_types, constants, aligned(silu_types), launch, everywhere(PDL, CVT))
+
+
 CASES = [
     Case("norm", norm.norm_kernel, norm_types, dict(N=4096, BLOCK=4096, PARTS=2, EMBED=False, RESIDUAL=True, DEFERRED=False, QUANT=1, PDL=True), aligned(norm_types), dict(num_warps=32, **LAUNCH), everywhere(PDL, CVT)),
     Case("norm_deferred", norm.norm_kernel, {**norm_types, "x_ptr": "*bf16"}, dict(N=4096, BLOCK=4096, PARTS=1, EMBED=False, RESIDUAL=True, DEFERRED=True, QUANT=2, PDL=True), aligned(norm_types), dict(num_warps=4, **LAUNCH), everywhere(PDL, CVT)),
     Case("quant_groups", norm.quant_groups_kernel, group_quant_types, dict(N=14336, GROUPS=16, PDL=True), aligned(group_quant_types), dict(num_warps=4, **LAUNCH), everywhere(PDL, CVT)),
     Case("quant", norm.quant_kernel, quant_types, dict(N=4096, BLOCK=4096, QUANT=1, PDL=True), aligned(quant_types), dict(num_warps=8, **LAUNCH), everywhere(PDL, CVT)),
-    Case("silu", norm.silu_kernel, silu_types, dict(N=14336, BLOCK=2048, DEFERRED=True, QUANT=2, PDL=True), aligned(silu_types), dict(num_warps=8, **LAUNCH), everywhere(PDL, CVT)),
+    Case("silu", norm.silu_kernel, silu_types, dict(N=14336, BLOCK=2048, PIECES=1, DEFERRED=True, QUANT=2, PDL=True), aligned(silu_types), dict(num_warps=8, **LAUNCH), everywhere(PDL, CVT)),
+    silu("silu_row", 14336, True),
+    silu("silu_row_padded", 2880, False),
+    silu("silu_row_wide", 28672, True),
     Case("argmax_parts", norm.argmax_parts_kernel, pointers(bf16="x", fp32="best", i32="index"), dict(N=128256, BLOCK=4096, PARTS=32, PDL=True), ("x_ptr",), dict(num_warps=8, **LAUNCH), everywhere(PDL)),
     Case("argmax_merge", norm.argmax_merge_kernel, pointers(fp32="best", i32="index", i64="out"), dict(PARTS=32, BLOCK=32, PDL=True), (), dict(num_warps=1, **LAUNCH), everywhere(PDL)),
     attn("attn_decode"),
