@@ -15,7 +15,7 @@ from contracts.ids import RequestId
 from contracts.sampling import SamplingParams
 from engine.cuda.chunks import Chunks, Launch
 from engine.cuda.load import load_device_engine
-from engine.cuda.pages import RemotePages
+from engine.cuda.remote import RemotePages
 from engine.cuda.runner import DeviceRunner
 from engine.engine import Engine
 

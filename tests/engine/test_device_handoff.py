@@ -23,7 +23,9 @@ from engine.cuda.cache import DeviceCache
 from engine.cuda.checksums import Checksums
 from engine.cuda.load import Builder, _whole
 from engine.cuda.memory import HostMapping, attach
-from engine.cuda.pages import DevicePages, Lanes, RemotePages, WaitingPull
+from engine.cuda.pages import DevicePages
+from engine.cuda.pulls import Lanes, WaitingPull
+from engine.cuda.remote import RemotePages
 from engine.cuda.staging import recordable
 from engine.engine import Engine
 from engine.messages import ChunkComing, Watcher
@@ -293,7 +295,7 @@ class Remote:
 
 
 def test_no_lane_is_taken_from_one_who_launches_or_waits(monkeypatch):
-    monkeypatch.setattr("engine.cuda.pages._NUM_LANES", 1)
+    monkeypatch.setattr("engine.cuda.pulls._NUM_LANES", 1)
     monkeypatch.setattr("torch.cuda.Stream", Stream)
     lanes, one, two = Lanes(None), Remote(), Remote()
     taken: list[Stream | None] = []
