@@ -10,7 +10,7 @@ from engine.cuda.formats import E4M3
 from engine.cuda.weights import Matrix
 from kernels.registry import Registry
 from kernels.specs import GemmSpec, QuantSpec, Spec, W4Spec
-from kernels.workspace import w4_workspace_nbytes
+from kernels.workspace import widening_workspace_nbytes
 
 # cuBLAS multiplies blocks for rows by fours, and our kernel what is left. Fewer rows than this that are not by fours go
 # to ours as a whole: it reads weights about as fast (28672 x 4096: 62 us for one row, cuBLAS 59 for eight; H200).
@@ -48,7 +48,7 @@ class Products:
         self._rounded = torch.empty(max_rows * width, dtype=E4M3, device=device)
         self._scales = torch.empty(max_rows * width // 128, device=device)
         specs = [_int4_spec(matrix) for matrix in matrices if matrix.recipe == "int4"]
-        nbytes = max((w4_workspace_nbytes(spec, max_rows) for spec in specs), default=0)
+        nbytes = max((widening_workspace_nbytes(spec, max_rows) for spec in specs), default=0)
         self._workspace = torch.zeros(nbytes, dtype=torch.uint8, device=device)
 
     def __call__(self, matrix: Matrix, x: Scaled, out: Tensor, deferred: bool = False) -> None:
