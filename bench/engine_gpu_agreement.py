@@ -7,11 +7,15 @@ the perplexity of a text, the topics of Python's own help.
 import argparse
 import logging
 import math
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
 from pydoc_data.topics import topics
 
 import torch
 
 from bench.oracle import oracle
+from bench.result import Row, write_result
 from checkpoint import open_checkpoint
 from contracts.ids import RequestId
 from contracts.sampling import SamplingParams
@@ -37,8 +41,10 @@ def main() -> None:
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model")
-    model = parser.parse_args().model
-    checkpoint = open_checkpoint(model)
+    parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16", "float8"])
+    parser.add_argument("--out", type=Path, default=None)
+    args = parser.parse_args()
+    checkpoint = open_checkpoint(args.model)
     tokenizer = checkpoint.tokenizer()
     prompts = [tokenizer.encode(f"<|im_start|>user\n{text}<|im_end|>\n<|im_start|>assistant\n").ids for text in PROMPTS]
     text = tokenizer.encode("\n".join(topics[name] for name in sorted(topics))[:NUM_CHARS]).ids
@@ -46,16 +52,22 @@ def main() -> None:
         f"transformers {dtype}": transformers_answers(oracle(checkpoint, dtype).to("cuda"), prompts)  # type: ignore[arg-type]
         for dtype in (torch.bfloat16, torch.float32)
     }
-    for dtype in ("bfloat16", "float8", "float32"):
+    rows: list[Row] = []
+    scores: dict[str, list[float]] = {}
+    for dtype in args.dtypes:
         settings = {"device": "cuda", "max_model_len": 2048, "max_num_seqs": 8, "kv_cache_nbytes": 1 << 30}
-        engine = load_engine(EngineSettings(model=model, dtype=dtype, **settings))  # type: ignore[arg-type]
+        engine = load_engine(EngineSettings(model=args.model, dtype=dtype, **settings))  # type: ignore[arg-type]
         alone = [engine_answers(engine, [prompt])[0] for prompt in prompts]
-        together = engine_answers(engine, prompts)
-        _log.info("%s alone and in a batch: %s", dtype, agreement(alone, together))
-        for name, answers in peers.items():
-            _log.info("%s beside %s: %s", dtype, name, agreement(alone, answers))
+        others = {"itself in a batch": engine_answers(engine, prompts), **peers}
+        rows += [row for name, answers in others.items() for row in agreement(dtype, alone, name, answers)]
         _log.info("%s says: %r", dtype, tokenizer.decode(alone[0])[:120])
-        _log.info("%s perplexity over %d tokens: %.4f", dtype, len(text), perplexity(engine, text))
+        scores[dtype] = logprobs(engine, text)
+        rows += perplexities(scores)
+    for row in rows:
+        _log.info("%s %s: %.6g %s", row.name, dict(row.params), row.value, row.unit)
+    _log.info(
+        "%s", write_result(args.out, "engine-gpu-agreement", rows, {"tokens": len(text), "prompts": len(PROMPTS)})
+    )
 
 
 def engine_answers(engine: Engine, prompts: list[list[int]]) -> list[list[int]]:
@@ -69,15 +81,28 @@ def engine_answers(engine: Engine, prompts: list[list[int]]) -> list[list[int]]:
     return list(answers.values())
 
 
-def perplexity(engine: Engine, token_ids: list[int]) -> float:
-    """Of chunks of `CHUNK` tokens, each by itself."""
+def logprobs(engine: Engine, token_ids: list[int]) -> list[float]:
+    """Of the tokens of chunks of `CHUNK`, each by itself."""
     sampling = SamplingParams(max_tokens=1, seed=0, temperature=0.0, prompt_logprobs=0)
     for first in range(0, len(token_ids), CHUNK):
         engine.submit(EngineRequest(RequestId(f"chunk {first}"), token_ids[first : first + CHUNK], sampling))
-    logprobs: list[float] = []
+    found: dict[str, list[float]] = {}
     while engine.has_work():
-        logprobs += [token.logprob for scored in engine.step().scored for token in scored.tokens]
-    return math.exp(-sum(logprobs) / len(logprobs))
+        for scored in engine.step().scored:
+            found.setdefault(scored.request_id, []).extend(token.logprob for token in scored.tokens)
+    return [logprob for first in range(0, len(token_ids), CHUNK) for logprob in found[f"chunk {first}"]]
+
+
+def perplexities(scores: dict[str, list[float]]) -> list[Row]:
+    """That of the last format, and how much it is above each one before, with the standard error of that."""
+    *others, dtype = scores
+    rows = [Row("perplexity", math.exp(-statistics.fmean(scores[dtype])), "", {"dtype": dtype})]
+    for other in others:
+        lost = [b - a for a, b in zip(scores[dtype], scores[other], strict=True)]
+        params = {"dtype": dtype, "above": other}
+        rows.append(Row("perplexity above", 100 * math.expm1(statistics.fmean(lost)), "%", params))
+        rows.append(Row("standard error", 100 * statistics.stdev(lost) / math.sqrt(len(lost)), "%", params))
+    return rows
 
 
 @torch.inference_mode()
@@ -94,14 +119,18 @@ def transformers_answers(model: torch.nn.Module, prompts: list[list[int]]) -> li
     return answers
 
 
-def agreement(one: list[list[int]], other: list[list[int]]) -> str:
+def agreement(dtype: str, one: Sequence[list[int]], name: str, other: Sequence[list[int]]) -> list[Row]:
     """Identical answers, and how many tokens go by before the first difference."""
     same = sum(a == b for a, b in zip(one, other, strict=True))
     until = [
         next((i for i, (x, y) in enumerate(zip(a, b, strict=True)) if x != y), len(a))
         for a, b in zip(one, other, strict=True)
     ]
-    return f"{same} of {len(one)} answers identical, {sum(until)} of {NUM_TOKENS * len(one)} tokens before a difference"
+    params = {"dtype": dtype, "beside": name}
+    return [
+        Row("identical answers", same, f"of {len(one)}", params),
+        Row("tokens before a difference", sum(until), f"of {NUM_TOKENS * len(one)}", params),
+    ]
 
 
 if __name__ == "__main__":

@@ -32,6 +32,7 @@ from kernels.specs import (
     SiluSpec,
     Spec,
     W4Spec,
+    W8Spec,
 )
 
 BF16, E4M3, FP32, I32 = torch.bfloat16, torch.float8_e4m3fn, torch.float32, torch.int32
@@ -370,7 +371,7 @@ def w4_case(spec: W4Spec, tokens: int) -> Case:
             scale = (torch.rand(spec.n, spec.k // spec.group, device=device) * 0.1 + 0.01).to(BF16)
             zero = torch.randint(0, 16, scale.shape, device=device, dtype=torch.uint8) if spec.format == "awq" else None
         out = torch.empty(tokens, spec.n, device=device, dtype=BF16)
-        workspace = torch.zeros(w4_scratch_nbytes(spec, tokens), dtype=torch.uint8, device=device)
+        workspace = torch.zeros(widening_scratch_nbytes(spec, tokens), dtype=torch.uint8, device=device)
         return Call((a, w, scale, zero, out, workspace), {}, {"out": out})
 
     return Case(
@@ -383,7 +384,22 @@ def w4_case(spec: W4Spec, tokens: int) -> Case:
     )
 
 
-def w4_scratch_nbytes(spec: W4Spec, tokens: int) -> int:
+def w8_case(spec: W8Spec, tokens: int) -> Case:
+    def make(device: str) -> Call:
+        a = torch.randn(tokens, spec.k, device=device).to(BF16)
+        w, scale = weights(spec.n, spec.k, device)
+        if spec.recipe != "row":
+            rows, columns = (128, 128) if spec.recipe == "block128" else (1, 32)
+            scale = torch.rand(-(-spec.n // rows), -(-spec.k // columns), device=device) * 0.01 + 0.001
+        out = torch.empty(tokens, spec.n, device=device, dtype=BF16)
+        workspace = torch.zeros(widening_scratch_nbytes(spec, tokens), dtype=torch.uint8, device=device)
+        return Call((a, w, scale, out, workspace), {}, {"out": out})
+
+    nbytes = spec.n * spec.k + tokens * 2 * (spec.k + spec.n)
+    return Case("gemm_w8", spec, make, 5e-3, nbytes, 2 * tokens * spec.n * spec.k)
+
+
+def widening_scratch_nbytes(spec: W4Spec | W8Spec, tokens: int) -> int:
     """Room for the bf16 copy of the weights and for split-K, whichever an implementation takes."""
     return (64 << 10) + max(2 * spec.n * spec.k, 32 * tokens * spec.n)
 

@@ -217,7 +217,7 @@ REFERENCE = [
         "moe": ("moe_route", "moe_experts"),
         "sampling": ("sample", "penalize"),
         "move": ("kv_pack", "kv_unpack", "kv_verify", "kv_sums"),
-        "gemm": ("gemm_fp8", "gemm_gate_up", "gemm_w4", "gemm_fp4"),
+        "gemm": ("gemm_fp8", "gemm_gate_up", "gemm_w4", "gemm_w8", "gemm_fp4"),
     }.items()
     for op in names
 ]
@@ -308,6 +308,7 @@ OURS = [
     Impl("kv_verify", "triton", 20, all_of(triton, move_blocks), f"{MOVE}:kv_verify"),
     Impl("kv_sums", "triton", 20, all_of(triton, move_blocks), f"{MOVE}:kv_sums"),
     Impl("gemm_w4", "triton", 20, all_of(triton, w4_groups), "kernels.triton.gemm_w4:gemm_w4", tunable=True),
+    Impl("gemm_w8", "triton", 20, triton, "kernels.triton.gemm_w8:gemm_w8", tunable=True),
     Impl(
         "gemm_fp4",
         "triton",

@@ -132,6 +132,15 @@ class W4Spec(Spec):
 
 
 @dataclass(frozen=True)
+class W8Spec(Spec):
+    """bf16 activations times e4m3 weights with a scale for each row, each 32 columns of it, or block of 128 x 128."""
+
+    n: int
+    k: int
+    recipe: Literal["row", "group32", "block128"] = "block128"
+
+
+@dataclass(frozen=True)
 class FP4Spec(Spec):
     """Both operands e2m1: NVFP4 (e4m3 scale per 16) or MXFP4 (power-of-two scale per 32)."""
 

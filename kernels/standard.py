@@ -24,6 +24,7 @@ from kernels.cases import (
     sample_case,
     silu_case,
     w4_case,
+    w8_case,
 )
 from kernels.specs import (
     AttnSpec,
@@ -40,6 +41,7 @@ from kernels.specs import (
     SampleSpec,
     SiluSpec,
     W4Spec,
+    W8Spec,
 )
 
 
@@ -92,6 +94,13 @@ def gemm_cases() -> list[Case]:
         gemm_case(GemmSpec(4096, 4096, "tensor"), 1000),
         gemm_case(GemmSpec(4096, 4096, "block128"), 1000),
         gemm_case(GemmSpec(4096, 4224, "block128", skinny=True), 7),
+        w8_case(W8Spec(6144, 4096), 1),
+        w8_case(W8Spec(4096, 14336), 7),
+        w8_case(W8Spec(960, 576, "group32"), 9),
+        w8_case(W8Spec(576, 1536, "group32"), 65),
+        w8_case(W8Spec(3072, 576, "group32"), 300),
+        w8_case(W8Spec(6144, 4096, "row"), 200),
+        w8_case(W8Spec(4096, 14336), 1000),
         gate_up_case(GateUpSpec(28672, 4096), 8),
         gate_up_case(GateUpSpec(28672, 4096, "group"), 33),
         gate_up_case(GateUpSpec(28672, 4096, "none"), 128),

@@ -1,13 +1,13 @@
 """How much scratch memory an operation wants: known without what implements it."""
 
-from kernels.specs import W4Spec
+from kernels.specs import W4Spec, W8Spec
 
 COUNTERS_NBYTES = 32 << 10
 WIDEN_TOKENS = 256
-"""From so many tokens on 4-bit weights are widened for cuBLAS."""
+"""From so many tokens on weights of fewer bits than the activations are widened for cuBLAS."""
 
 
-def w4_workspace_nbytes(spec: W4Spec, max_tokens: int) -> int:
+def widening_workspace_nbytes(spec: W4Spec | W8Spec, max_tokens: int) -> int:
     """Bytes for any number of tokens up to `max_tokens`, the bf16 copy included when they reach WIDEN_TOKENS."""
     wide = 2 * spec.n * spec.k if max_tokens >= WIDEN_TOKENS else 0
     return COUNTERS_NBYTES + max(wide, 8 * 64 * spec.n * 4)

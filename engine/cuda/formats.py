@@ -21,7 +21,8 @@ MIN_FP8_HIDDEN = 2048
 @dataclass(frozen=True)
 class DeviceFormat:
     """`weights` and `head` are e4m3 (one scale a row, or as the checkpoint has them), INT4 in bytes (two a byte, from a
-    checkpoint that holds them so), or `rows`, the type of the activations between kernels.
+    checkpoint that holds them so), or `rows`, the type of the activations between kernels. Beside e4m3 weights rows are
+    rounded for a product, but where `rounds_sparingly` or the checkpoint says otherwise.
     """
 
     rows: torch.dtype
@@ -97,9 +98,9 @@ def has_fused_step(config: ModelConfig) -> bool:
     )
 
 
-def keeps_last_mlp(config: ModelConfig) -> bool:
-    """Whether FP8 leaves the last layer's MLP plain, which costs more than any other (docs/gpu-engine.md, "What FP8
-    costs"). Not where its bytes matter, nor where the fused step would be lost.
+def rounds_sparingly(config: ModelConfig) -> bool:
+    """Whether FP8 of a plain checkpoint leaves the activations plain, and the last layer's MLP, which costs more than
+    any other (docs/gpu-engine.md, "What FP8 costs"). Not where speed matters, nor where the fused step would be lost.
     """
     return config.hidden_size < MIN_FP8_HIDDEN and not has_fused_step(config)
 

@@ -9,8 +9,8 @@ from torch import Tensor
 from engine.cuda.formats import E4M3
 from engine.cuda.weights import Matrix
 from kernels.registry import Registry
-from kernels.specs import GemmSpec, QuantSpec, Spec, W4Spec
-from kernels.workspace import w4_workspace_nbytes
+from kernels.specs import GemmSpec, QuantSpec, Spec, W4Spec, W8Spec
+from kernels.workspace import widening_workspace_nbytes
 
 # cuBLAS multiplies blocks for rows by fours, and our kernel what is left. Fewer rows than this that are not by fours go
 # to ours as a whole: it reads weights about as fast (28672 x 4096: 62 us for one row, cuBLAS 59 for eight; H200).
@@ -48,7 +48,8 @@ class Products:
         self._rounded = torch.empty(max_rows * width, dtype=E4M3, device=device)
         self._scales = torch.empty(max_rows * width // 128, device=device)
         specs = [_int4_spec(matrix) for matrix in matrices if matrix.recipe == "int4"]
-        nbytes = max((w4_workspace_nbytes(spec, max_rows) for spec in specs), default=0)
+        specs += [_w8_spec(matrix) for matrix in matrices if matrix.recipe == "w8"]
+        nbytes = max((widening_workspace_nbytes(spec, max_rows) for spec in specs), default=0)
         self._workspace = torch.zeros(nbytes, dtype=torch.uint8, device=device)
 
     def __call__(self, matrix: Matrix, x: Scaled, out: Tensor, deferred: bool = False) -> None:
@@ -60,6 +61,9 @@ class Products:
             self._get("gemm_fp8", GemmSpec(n, k, deferred=deferred))(x.rows, matrix.weight, x.scale, matrix.scale, out)
         elif matrix.recipe == "block128":
             self._blocks(matrix, x.rows, out)
+        elif matrix.recipe == "w8":
+            product = self._get("gemm_w8", _w8_spec(matrix))
+            product(x.rows, matrix.weight, matrix.scale, out, self._workspace)
         else:
             spec = _int4_spec(matrix)
             self._get("gemm_w4", spec)(x.rows, matrix.weight, matrix.scale, matrix.zero, out, self._workspace)
@@ -85,6 +89,14 @@ class Products:
         if (op, spec) not in self._bound:
             self._bound[op, spec] = self._registry.get(op, spec)
         return self._bound[op, spec]
+
+
+def _w8_spec(matrix: Matrix) -> W8Spec:
+    assert matrix.scale is not None
+    n, k = matrix.weight.shape
+    if matrix.scale.dim() == 1:
+        return W8Spec(n, k, "row")
+    return W8Spec(n, k, "group32" if len(matrix.scale) == n else "block128")
 
 
 def _int4_spec(matrix: Matrix) -> W4Spec:

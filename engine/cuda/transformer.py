@@ -1,6 +1,6 @@
 """The decoder that all families share, over rows of any number of sequences, from the library's operations.
 
-Between kernels rows are bf16 (or float32); beside e4m3 weights with a scale a row they are rounded to e4m3, one scale a
+Between kernels rows are bf16 (or float32); beside matrices of the recipe "row" they are rounded to e4m3, one scale a
 token. Products of these are left unscaled where the kernel that reads them applies the scales: exact, and faster than
 scaling in cuBLAS.
 

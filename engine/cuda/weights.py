@@ -2,11 +2,12 @@
 them.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, NoReturn
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from checkpoint.checkpoint import Progress
@@ -14,7 +15,7 @@ from checkpoint.config import Experts, ModelConfig
 from checkpoint.quantization import BLOCK
 from contracts.errors import ConfigError
 from engine.cuda.experts import ExpertWeights
-from engine.cuda.formats import INT4_GROUP, DeviceFormat, keeps_last_mlp
+from engine.cuda.formats import INT4_GROUP, DeviceFormat, rounds_sparingly
 from engine.quantized import Fp8Matrix, Int4Matrix, StoredMatrix, joined
 from engine.rope import rope_frequencies, tunings
 from engine.shards import WHOLE, Shard
@@ -27,7 +28,12 @@ MIN_SCALE = 1e-6
 """Of what is divided before it is rounded to e4m3: a layer that was all zeros while it was calibrated stays finite."""
 
 
-Recipe = Literal["plain", "row", "block128", "int4"]
+_GROUP, _SCALE_STEPS = 32, 8
+"""Columns that share a scale where activations stay plain, and how many scales they are tried with, within a power of
+two: with 16 the loss is no smaller (docs/gpu-engine.md).
+"""
+
+Recipe = Literal["plain", "row", "block128", "w8", "int4"]
 
 
 @dataclass(frozen=True)
@@ -37,6 +43,7 @@ class Matrix:
     - plain: of the activations' type;
     - row: e4m3, `scale` float32 `[n]`;
     - block128: e4m3, `scale` float32 `[ceil(n / 128), k / 128]`;
+    - w8: e4m3 beside plain rows of activations (`rounds_rows` false), `scale` as either, or `[n, ceil(k / 32)]`;
     - int4: bytes `[n, k / 2]` as kernels.layouts.split_nibbles packs them, `scale` and `zero` `[n, groups]`; a zero of
       None is 8.
 
@@ -49,6 +56,7 @@ class Matrix:
     bias: Tensor | None = None
     zero: Tensor | None = None
     input_scale: float | None = None
+    rounds_rows: bool = True
 
     @property
     def recipe(self) -> Recipe:
@@ -56,6 +64,8 @@ class Matrix:
             return "plain"
         if self.weight.dtype is torch.uint8:
             return "int4"
+        if not self.rounds_rows:
+            return "w8"
         return "row" if self.scale.dim() == 1 else "block128"
 
 
@@ -169,7 +179,23 @@ def quantize_rows(weight: Tensor) -> Matrix:
     return Matrix(to_e4m3(weight / scale[:, None]), scale)
 
 
-def keep(stored: list[StoredMatrix], int4: bool, name: str) -> Matrix | None:
+def quantize_finely(weight: Tensor) -> Matrix:
+    """For rows of activations that stay plain: e4m3 with that scale for each 32 columns of a row, of some that cut off
+    nothing, which leaves the least squared error.
+    """
+    n, k = weight.shape
+    groups = F.pad(weight, (0, -k % _GROUP)).view(n, -1, _GROUP)
+    scale = best = token_scale(groups).float()
+    least = torch.full_like(scale, torch.inf)
+    for step in range(_SCALE_STEPS):
+        tried = scale * 2 ** (step / _SCALE_STEPS)
+        error = (to_e4m3(groups / tried[..., None]).float() * tried[..., None] - groups).square().sum(-1)
+        best, least = torch.where(error < least, tried, best), torch.minimum(error, least)
+    rounded = to_e4m3(groups / best[..., None]).view(n, -1)[:, :k].contiguous()
+    return Matrix(rounded, best, rounds_rows=False)
+
+
+def keep(stored: list[StoredMatrix], int4: bool, name: str, rounds_rows: bool = True) -> Matrix | None:
     """Stored matrices one below the other, as the kernels read them. None where there are none, or are of the other
     kind than wanted. Raises ConfigError for shapes that the kernels do not take.
     """
@@ -180,15 +206,16 @@ def keep(stored: list[StoredMatrix], int4: bool, name: str) -> Matrix | None:
     if int4 or not floats:
         return None
     if floats[0].is_blocks:
-        _require_blocks(floats, name)
+        _require_blocks(floats, name, rounds_rows)
     whole = joined(floats)
-    return Matrix(whole.weight, whole.scale, input_scale=whole.input_scale)
+    return Matrix(whole.weight, whole.scale, input_scale=whole.input_scale, rounds_rows=rounds_rows)
 
 
-def _require_blocks(matrices: list[Fp8Matrix], name: str) -> None:
-    """Below each other, blocks must not straddle two matrices."""
-    if any(matrix.shape[0] % BLOCK for matrix in matrices[:-1]) or matrices[0].shape[1] % BLOCK:
-        _refuse(matrices, name, f"rows of all but the last, and columns, in steps of {BLOCK}")
+def _require_blocks(matrices: list[Fp8Matrix], name: str, rounds_rows: bool) -> None:
+    """Below each other, blocks must not straddle two matrices; rows of activations are rounded by whole blocks."""
+    if any(matrix.shape[0] % BLOCK for matrix in matrices[:-1]) or (rounds_rows and matrices[0].shape[1] % BLOCK):
+        columns = ", and columns," if rounds_rows else ""
+        _refuse(matrices, name, f"rows of all but the last{columns} in steps of {BLOCK}")
 
 
 def _int4(matrices: list[Int4Matrix], name: str) -> Matrix:
@@ -204,6 +231,10 @@ def _int4(matrices: list[Int4Matrix], name: str) -> Matrix:
 def _refuse(matrices: Sequence[StoredMatrix], name: str, wanted: str) -> NoReturn:
     shapes = ", ".join(str(list(matrix.shape)) for matrix in matrices)
     raise ConfigError(f"the quantized matrices of {name} are {shapes}; the kernels want {wanted}: use dtype bfloat16")
+
+
+Round = Callable[[Tensor], Matrix]
+"""How a float32 weight becomes e4m3: `quantize_rows` or `quantize_finely`."""
 
 
 def _stacked(matrices: Sequence[Matrix]) -> tuple[Tensor, Tensor]:
@@ -224,15 +255,19 @@ class _Loader:
     ) -> None:
         self._config, self._format, self._device, self._shard = config, number_format, device, shard
         self._tensors = ModelTensors(config, source, False, config.vocab_size // shard.size)
+        found = None if source.quantized is None else source.quantized.quantization
+        self._rounds_rows = found is None or found.rounds_activations
         # What the checkpoint leaves plain beside its FP8 is so for a reason.
-        self._rounds = number_format.is_fp8 and (source.quantized is None or source.quantized.quantization.is_int4)
+        self._round: Round | None = None
+        if number_format.is_fp8 and (found is None or found.is_int4):
+            self._round = quantize_finely if rounds_sparingly(config) else quantize_rows
 
     def layer(self, index: int) -> LayerWeights:
         tensors, prefix = self._tensors, layer_prefix(index)
         return LayerWeights(
             attention_gain=self._rows(tensors.gain(prefix + "input_layernorm")),
-            qkv=self._matrix(prefix, "qkv", self._rounds, self._optional(tensors.qkv_bias(prefix))),
-            output=self._matrix(prefix, "output", self._rounds, self._optional(tensors.output_bias(prefix))),
+            qkv=self._matrix(prefix, "qkv", self._round, self._optional(tensors.qkv_bias(prefix))),
+            output=self._matrix(prefix, "output", self._round, self._optional(tensors.output_bias(prefix))),
             mlp_gain=self._rows(tensors.gain(prefix + "post_attention_layernorm")),
             mlp=self._mlp(index),
             q_gain=self._optional(tensors.head_gain(index, "q")),
@@ -253,14 +288,14 @@ class _Loader:
         if experts is None or not experts.as_llama4:
             return None
         parts = ("shared_gate_up", "shared_down")
-        return MlpWeights(*(self._matrix(layer_prefix(index), part, self._rounds) for part in parts))
+        return MlpWeights(*(self._matrix(layer_prefix(index), part, self._round) for part in parts))
 
     def _mlp(self, index: int) -> MlpWeights | ExpertWeights:
         tensors, prefix, experts = self._tensors, layer_prefix(index), self._config.experts_of(index)
         if experts is None:
-            is_kept = index == self._config.num_layers - 1 and keeps_last_mlp(self._config)
-            rounds = self._rounds and not is_kept
-            return MlpWeights(self._matrix(prefix, "gate_up", rounds), self._matrix(prefix, "down", rounds))
+            is_kept = index == self._config.num_layers - 1 and rounds_sparingly(self._config)
+            round_to = None if is_kept else self._round
+            return MlpWeights(self._matrix(prefix, "gate_up", round_to), self._matrix(prefix, "down", round_to))
         (gate_up, gate_up_scale), (down, down_scale) = self._experts(experts, prefix)
         gate_up_bias, down_bias = tensors.expert_biases(prefix)
         return ExpertWeights(
@@ -293,18 +328,18 @@ class _Loader:
         if self._format.is_fp8 and isinstance(stored, Fp8Matrix):
             return Matrix(stored.weight.to(self._device), stored.scale.to(self._device))
         weight = widened(stored)
-        return self._rounded(weight, None) if self._format.is_fp8 else Matrix(self._rows(weight))
+        return self._rounded(weight, quantize_rows) if self._format.is_fp8 else Matrix(self._rows(weight))
 
     def ends(self) -> tuple[Tensor, Tensor, Matrix]:
         """The embedding table, the final norm's gain and the output head."""
         table = self._tensors.embedding()
         embedding = self._rows(table)
         if not self._config.tied_embeddings:
-            head = self._matrix("", "head", self._format.head_is_fp8)
+            head = self._matrix("", "head", quantize_rows if self._format.head_is_fp8 else None)
         else:
             stored = table if self._format.head_is_fp8 else embedding
             rows = stored.chunk(self._shard.size)[self._shard.rank]
-            head = self._rounded(rows, None) if self._format.head_is_fp8 else Matrix(rows)
+            head = self._rounded(rows, quantize_rows) if self._format.head_is_fp8 else Matrix(rows)
         return embedding, self._rows(self._tensors.gain("model.norm")), head
 
     def kv_scales(self) -> Tensor | None:
@@ -312,17 +347,19 @@ class _Loader:
         whole = [pair for pair in scales if pair is not None]
         return torch.tensor(whole).clamp(min=MIN_SCALE) if len(whole) == len(scales) else None
 
-    def _matrix(self, prefix: str, part: str, rounds: bool, bias: Tensor | None = None) -> Matrix:
-        """As it is stored where the format keeps that; else widened, and rounded to e4m3 if it `rounds`."""
+    def _matrix(self, prefix: str, part: str, round_to: Round | None, bias: Tensor | None = None) -> Matrix:
+        """As it is stored where the format keeps that; else widened, and rounded to e4m3 if it is said how."""
         if self._format.is_fp8 or self._format.is_int4:
-            kept = keep(self._tensors.stored(prefix, part), self._format.is_int4, f"{prefix}{part}")
+            stored = self._tensors.stored(prefix, part)
+            kept = keep(stored, self._format.is_int4, f"{prefix}{part}", self._rounds_rows)
             if kept is not None:
                 return replace(kept, bias=bias)
         weight = self._tensors.fused(prefix, part)
-        return self._rounded(weight, bias) if rounds else Matrix(self._rows(weight), None, bias)
+        matrix = Matrix(self._rows(weight)) if round_to is None else self._rounded(weight, round_to)
+        return replace(matrix, bias=bias)
 
-    def _rounded(self, weight: Tensor, bias: Tensor | None) -> Matrix:
-        return replace(quantize_rows(weight.to(self._device).float()), bias=bias)
+    def _rounded(self, weight: Tensor, round_to: Round) -> Matrix:
+        return round_to(weight.to(self._device).float())
 
     def _rows(self, tensor: Tensor) -> Tensor:
         return tensor.to(self._device).to(self._format.rows)

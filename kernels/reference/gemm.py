@@ -7,6 +7,7 @@ from torch import Tensor
 from kernels.layouts import block_of, join_nibbles
 from kernels.reference.quant import (
     dequantize_blocks,
+    dequantize_groups,
     dequantize_mxfp4,
     dequantize_nvfp4,
     dequantize_rows,
@@ -14,7 +15,7 @@ from kernels.reference.quant import (
     quantize,
     quantize_groups,
 )
-from kernels.specs import FP4Spec, GateUpSpec, GemmSpec, W4Spec
+from kernels.specs import FP4Spec, GateUpSpec, GemmSpec, W4Spec, W8Spec
 
 
 def gemm_fp8(spec: GemmSpec, a: Tensor, w: Tensor, a_scale: Tensor, w_scale: Tensor, out: Tensor) -> None:
@@ -62,6 +63,11 @@ def dequantize_w4(spec: W4Spec, w: Tensor, scale: Tensor, zero: Tensor | None) -
         return (values * torch.exp2(scale.float() - 127)[..., None]).view(spec.n, spec.k)
     offset = 8.0 if zero is None else zero.float()[..., None]
     return ((codes.float().view(spec.n, -1, spec.group) - offset) * scale.float()[..., None]).view(spec.n, spec.k)
+
+
+def gemm_w8(spec: W8Spec, a: Tensor, w: Tensor, scale: Tensor, out: Tensor, workspace: Tensor) -> None:
+    dequantize = {"row": dequantize_rows, "group32": dequantize_groups, "block128": dequantize_blocks}[spec.recipe]
+    out.copy_(a.float() @ dequantize(w, scale).t())
 
 
 def gemm_fp4(

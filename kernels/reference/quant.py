@@ -41,6 +41,11 @@ def dequantize_rows(w: Tensor, scale: Tensor) -> Tensor:
     return w.float() * scale.float()[:, None]
 
 
+def dequantize_groups(w: Tensor, scale: Tensor, group: int = 32) -> Tensor:
+    """A scale for each `group` columns of a row, the last ones of fewer."""
+    return w.float() * scale.repeat_interleave(group, 1)[:, : w.shape[1]]
+
+
 def dequantize_blocks(w: Tensor, scale: Tensor, block: int = 128) -> Tensor:
     """128 x 128 block scales."""
     full = scale.repeat_interleave(block, 0).repeat_interleave(block, 1)

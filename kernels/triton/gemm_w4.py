@@ -118,6 +118,25 @@ def widen(packed, first, second, MXFP4: tl.constexpr, PACKED: tl.constexpr):
     return low, high
 
 
+@triton.jit
+def store_part(acc, out_ptr, part_ptr, counter_ptr, at, mask, M, N: tl.constexpr, PARTS: tl.constexpr):
+    """A tile of the product at `at`, or one of the PARTS of it along k (axis 2 of the grid): the last part to arrive
+    adds all in order, and the sum is the same whoever it is."""
+    if PARTS == 1:
+        tl.store(out_ptr + at, acc.to(out_ptr.dtype.element_ty), mask=mask)
+    else:
+        tile = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
+        stride = tl.cast(M, tl.int64) * N  # M is no tensor where it is 1
+        tl.store(part_ptr + tl.program_id(2) * stride + at, acc, mask=mask)
+        tl.debug_barrier()
+        if tl.atomic_add(counter_ptr + tile, 1, sem="acq_rel") == PARTS - 1:
+            total = tl.zeros(acc.shape, tl.float32)
+            for i in tl.static_range(PARTS):
+                total += tl.load(part_ptr + i * stride + at, mask=mask, other=0.0, cache_modifier=".cg")
+            tl.store(out_ptr + at, total.to(out_ptr.dtype.element_ty), mask=mask)
+            tl.store(counter_ptr + tile, 0)  # ready for the next launch
+
+
 @triton.jit(do_not_specialize=["M"])
 def gemm_w4_kernel(
     w_ptr, x_ptr, out_ptr, scale_ptr, zero_ptr, part_ptr, counter_ptr, M,
@@ -126,7 +145,7 @@ def gemm_w4_kernel(
     PACKED: tl.constexpr,
 ):  # fmt: skip
     """Weights as the M side, UNROLL blocks of k a step: low nibbles are the first half of a block, high the second.
-    PARTS > 1 splits k; the last part of a tile to arrive adds all in order, and the sum is the same whoever it is."""
+    PARTS > 1 splits k."""
     rows = tl.program_id(1) * BW + tl.arange(0, BW)
     tokens = tl.program_id(0) * BX + tl.arange(0, BX)
     part = tl.program_id(2)
@@ -152,19 +171,7 @@ def gemm_w4_kernel(
     if MXFP4:
         acc = acc * UNSHIFT
     at = tokens[None, :].to(tl.int64) * N + rows[:, None]
-    if PARTS == 1:
-        tl.store(out_ptr + at, acc.to(out_ptr.dtype.element_ty), mask=live[None, :])
-    else:
-        tile = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
-        stride = tl.cast(M, tl.int64) * N  # M is no tensor where it is 1
-        tl.store(part_ptr + part * stride + at, acc, mask=live[None, :])
-        tl.debug_barrier()
-        if tl.atomic_add(counter_ptr + tile, 1, sem="acq_rel") == PARTS - 1:
-            total = tl.zeros([BW, BX], tl.float32)
-            for i in tl.static_range(PARTS):
-                total += tl.load(part_ptr + i * stride + at, mask=live[None, :], other=0.0, cache_modifier=".cg")
-            tl.store(out_ptr + at, total.to(out_ptr.dtype.element_ty), mask=live[None, :])
-            tl.store(counter_ptr + tile, 0)  # ready for the next launch
+    store_part(acc, out_ptr, part_ptr, counter_ptr, at, live[None, :], M, N, PARTS)
 
 
 @triton.jit

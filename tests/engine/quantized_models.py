@@ -226,6 +226,10 @@ LAYOUTS = {
         lambda weight: fp8_blocks(weight, "weight_scale"),
         compressed("block", {"strategy": "group", "group_size": 128, "dynamic": True}, block_structure=[128, 128]),
     ),
+    "compressed-rows-only": Layout(fp8_rows, compressed("channel", None)),
+    "compressed-blocks-only": Layout(
+        lambda weight: fp8_blocks(weight, "weight_scale"), compressed("block", None, block_structure=[128, 128])
+    ),
     "modelopt": Layout(
         fp8_matrix,
         exported={

@@ -16,7 +16,7 @@ from engine.batch import Piece
 from engine.cuda.formats import DEVICE_FORMATS
 from engine.cuda.fused import is_fusible
 from engine.cuda.sampling import columns, draw_keys
-from engine.cuda.weights import load_device_weights
+from engine.cuda.weights import load_device_weights, quantize_finely, quantize_rows
 from engine.load import load_engine
 from engine.runner import unheard
 from engine.sequence import Sequence
@@ -70,7 +70,7 @@ def test_a_request_id_that_comes_again_has_blocks_of_its_own(folder):
 
 
 @pytest.mark.parametrize("changes", [{}, FUSIBLE], ids=["plain", "fusible"])
-def test_the_last_mlp_is_rounded_only_for_a_fused_step(tmp_path, changes):
+def test_small_models_are_rounded_whole_only_for_a_fused_step(tmp_path, changes):
     save_tiny(tmp_path, "llama", **changes)
     checkpoint, device = open_checkpoint(str(tmp_path)), torch.device("cpu")
     number_format = DEVICE_FORMATS["float8"]
@@ -78,18 +78,32 @@ def test_the_last_mlp_is_rounded_only_for_a_fused_step(tmp_path, changes):
         checkpoint.config, open_weights(checkpoint), number_format, 64, device, lambda *_: None
     )
     recipes = [[matrix.recipe for matrix in layer.matrices()] for layer in weights.layers]
-    last = ["row"] * 4 if changes else ["row", "row", "plain", "plain"]
-    assert recipes == [["row"] * 4, ["row"] * 4, last]
+    expected = [["row"] * 4] * 3 if changes else [["w8"] * 4, ["w8"] * 4, ["w8", "w8", "plain", "plain"]]
+    assert recipes == expected
     assert is_fusible(checkpoint.config, number_format, weights) == bool(changes)
 
 
-def test_a_last_mlp_that_is_not_rounded_brings_logits_nearer(tmp_path, monkeypatch):
+def test_rounding_sparingly_brings_logits_nearer(tmp_path, monkeypatch):
     save_tiny(tmp_path, "llama")
     expected = logits_of(device_engine(tmp_path, "float32"), PROMPTS)
-    kept = relative_error(logits_of(device_engine(tmp_path, "float8"), PROMPTS), expected)
-    monkeypatch.setattr("engine.cuda.weights.keeps_last_mlp", lambda _: False)
+    sparing = relative_error(logits_of(device_engine(tmp_path, "float8"), PROMPTS), expected)
+    monkeypatch.setattr("engine.cuda.weights.rounds_sparingly", lambda _: False)
     rounded = relative_error(logits_of(device_engine(tmp_path, "float8"), PROMPTS), expected)
-    assert kept < 0.98 * rounded
+    assert sparing < 0.9 * rounded
+
+
+def test_a_searched_scale_cuts_off_nothing_and_leaves_less_of_an_error():
+    weight = torch.randn(64, 300) * torch.rand(64, 1)
+    errors = {}
+    for rounding in (quantize_rows, quantize_finely):
+        matrix = rounding(weight)
+        assert matrix.scale is not None
+        scale = matrix.scale[:, None] if matrix.scale.dim() == 1 else matrix.scale.repeat_interleave(32, 1)[:, :300]
+        widened = matrix.weight.float() * scale
+        errors[rounding] = (widened - weight).square().sum(1)
+        assert (widened.abs().amax(1) > 0.93 * weight.abs().amax(1)).all()
+    assert (errors[quantize_finely] < errors[quantize_rows]).all()
+    assert errors[quantize_finely].mean() < 0.6 * errors[quantize_rows].mean()
 
 
 def test_the_fused_step_computes_what_the_plain_one_does(folder, monkeypatch):

@@ -98,10 +98,8 @@ def test_matrices_stay_as_they_are_stored(stored, nothing_rounds):
 def widened(matrix: Matrix) -> torch.Tensor:
     """By the reference's formulas for what the kernels read."""
     assert matrix.scale is not None
-    if matrix.recipe == "row":
-        return dequantize_rows(matrix.weight, matrix.scale)
-    if matrix.recipe == "block128":
-        return dequantize_blocks(matrix.weight, matrix.scale)
+    if matrix.weight.dtype is E4M3:
+        return (dequantize_rows if matrix.scale.dim() == 1 else dequantize_blocks)(matrix.weight, matrix.scale)
     (n, half), groups = matrix.weight.shape, matrix.scale.shape[1]
     return dequantize_w4(W4Spec(n, 2 * half, "gptq", 2 * half // groups), matrix.weight, matrix.scale, matrix.zero)
 
@@ -137,8 +135,18 @@ def test_block_products_are_split_where_cublas_wants_rows_by_fours(count):
     assert [spec.skinny for spec in asked] == [False] * by_fours + [True] * (count % 4 != 0)
 
 
+@pytest.mark.parametrize("name", ["compressed-rows-only", "compressed-blocks-only"])
+def test_weights_alone_in_fp8_are_multiplied_by_activations_as_they_are(name, tmp_path, monkeypatch):
+    save_quantized(tmp_path, LAYOUTS[name])
+    expected = logits_of(device_engine(tmp_path, "float32"), PROMPTS[:2])
+    kept = relative_error(logits_of(device_engine(tmp_path, "float8"), PROMPTS[:2]), expected)
+    monkeypatch.setattr("engine.cuda.weights.keep", lambda stored, int4, name, _: keep(stored, int4, name))
+    rounded = relative_error(logits_of(device_engine(tmp_path, "float8"), PROMPTS[:2]), expected)
+    assert kept < 0.8 * rounded
+
+
 @pytest.mark.parametrize("family", ["qwen2", "qwen3"])
-@pytest.mark.parametrize("name", ["compressed-rows", "deepseek", "awq"])
+@pytest.mark.parametrize("name", ["compressed-rows", "compressed-blocks-only", "deepseek", "awq"])
 def test_biases_and_head_norms_go_with_every_layout(name, family, tmp_path, nothing_rounds):
     model = save_quantized(tmp_path, LAYOUTS[name], family)
     expected = logits_of(device_engine(tmp_path, "float32"), PROMPTS[:2])

@@ -13,6 +13,7 @@ from kernels.triton import (
     gemm_hopper,
     gemm_portable,
     gemm_w4,
+    gemm_w8,
     moe,
     move,
     norm,
@@ -153,6 +154,7 @@ prefill_types = pointers(fp8="k v", bf16="q out", fp32="sink lse", i32="table le
     fp32="qk_scale v_scale", i32="stride_page max_pages"
 )
 mla_types = pointers(bf16="q c out", i32="table len start") | scalars(fp32="qk_scale scale", i32="max_pages")
+w8_types = pointers(fp8="w", bf16="x out", fp32="scale part", i32="counter") | scalars(i32="M")
 w4_types = pointers(u8="w zero", bf16="x out scale", fp32="part", i32="counter") | scalars(i32="M")
 fp4_types = (
     pointers(u8="a w", bf16="out")
@@ -256,6 +258,26 @@ def widen_w4(name: str, types: dict[str, str] = w4_types, **over: Any) -> Case:
     return Case(
         name, gemm_w4.widen_w4_kernel, kept, constants, aligned(kept), dict(num_warps=4), everywhere((r"mul\.bf16x2",))
     )
+
+
+def w8(name: str, bx: int, **over: Any) -> Case:
+    constants = {**dict(N=4096, K=4096, BW=64, BX=bx, PARTS=1, STAGES=3, STEP=128, SPAN=128), **over}
+    expect = {90: (r"wgmma\.mma_async.*bf16",), 120: (r"mma\.sync.*bf16",)}
+    return Case(
+        name,
+        gemm_w8.gemm_w8_kernel,
+        w8_types,
+        constants,
+        aligned(w8_types),
+        dict(num_warps=8 if bx == 128 else 4),
+        expect,
+    )
+
+
+def widen_w8(name: str, **over: Any) -> Case:
+    kept = {n: t for n, t in w8_types.items() if n in gemm_w8.widen_w8_kernel.arg_names}
+    constants = dict(N=960, K=576, ROWS=32, **over)
+    return Case(name, gemm_w8.widen_w8_kernel, kept, constants, aligned(kept), dict(num_warps=4))
 
 
 def skinny(name: str, bx: int, bk: int, stages: int, **over: Any) -> Case:
@@ -384,6 +406,16 @@ CASES = [
     w4("w4_mxfp4", {**w4_types, "scale_ptr": "*u8"}, BLOCK=64, GROUP=32, MXFP4=True, ZERO=False, PARTS=1),
     widen_w4("widen_gptq", BLOCK=128, GROUP=128, MXFP4=False, ZERO=True),
     widen_w4("widen_mxfp4", {**w4_types, "scale_ptr": "*u8"}, BLOCK=64, GROUP=32, MXFP4=True, ZERO=False),
+    w8("w8_16", 16, PARTS=4),
+    w8("w8_64", 64),
+    w8("w8_128", 128),
+    w8("w8_narrow", 16, N=960, K=576),
+    w8("w8_group_16", 16, STEP=32, SPAN=1, STAGES=6, PARTS=2),
+    w8("w8_group_128", 128, STEP=32, SPAN=1, STAGES=6, N=960, K=576),
+    w8("w8_row", 16, SPAN=0),
+    widen_w8("widen_w8", STEP=128, SPAN=128),
+    widen_w8("widen_w8_group", STEP=32, SPAN=1),
+    widen_w8("widen_w8_row", STEP=128, SPAN=0),
     fp4("nvfp4", 16, 4, (100, 103)),
     fp4("mxfp4", 32, 4, (100, 103)),
     fp4("nvfp4_120", 16, 8, (120,)),

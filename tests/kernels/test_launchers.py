@@ -89,8 +89,8 @@ def test_what_prepares_a_batch_exists():
 
 SPEC_OF = {
     "attn_decode": specs.AttnSpec, "attn_decode_fused": specs.FusedAttnSpec, "attn_prefill": specs.AttnSpec,
-    "gemm_fp8": specs.GemmSpec, "gemm_gate_up": specs.GateUpSpec, "gemm_w4": specs.W4Spec, "moe_experts": specs.MoESpec,
-    "mla_attention": specs.MLASpec,
+    "gemm_fp8": specs.GemmSpec, "gemm_gate_up": specs.GateUpSpec, "gemm_w4": specs.W4Spec, "gemm_w8": specs.W8Spec,
+    "moe_experts": specs.MoESpec, "mla_attention": specs.MLASpec,
 }  # fmt: skip
 
 

@@ -113,6 +113,23 @@ def test_4_bit_weights_mean_what_their_format_says(fmt, group, k):
     assert distance(f64(out), want) < 4e-3
 
 
+@pytest.mark.parametrize(
+    ("recipe", "tokens", "n", "k"), [("row", 2, 9, 30), ("group32", 2, 9, 70), ("block128", 3, 130, 200)]
+)
+def test_8_bit_weights_have_the_scale_of_their_row_or_block(recipe, tokens, n, k):
+    case = c.w8_case(s.W8Spec(n, k, recipe), tokens)
+    call = case.make("cpu")
+    a, w, scale = map(f64, call.args[:3])
+    rows, columns = {"row": (1, k), "group32": (1, 32), "block128": (128, 128)}[recipe]
+    scale = scale.reshape(-(-n // rows), -(-k // columns))
+    want = np.zeros((tokens, n))
+    for i in range(tokens):
+        for j in range(n):
+            want[i, j] = math.fsum(a[i, p] * w[j, p] * scale[j // rows, p // columns] for p in range(k))
+    run(case, call)
+    assert distance(f64(call.outputs["out"]), want) < 4e-3
+
+
 @pytest.mark.parametrize(("fmt", "vector"), [("nvfp4", 16), ("mxfp4", 32)])
 @pytest.mark.parametrize(("tokens", "n", "k"), [(1, 3, 32), (5, 2, 96)])
 def test_products_of_two_4_bit_sides_against_a_table(fmt, vector, tokens, n, k):

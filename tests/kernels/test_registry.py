@@ -23,6 +23,7 @@ from kernels.specs import (
     NormSpec,
     ReduceSpec,
     W4Spec,
+    W8Spec,
 )
 
 FULL: dict[str, Any] = dict(torch=(2, 11, 0), triton=(3, 6, 0), flashinfer=(0, 6, 13), flashinfer_jit=True)
@@ -51,6 +52,7 @@ SKINNY = GemmSpec(6144, 4096, parts=2, skinny=True)
         ("gemm_gate_up", GateUpSpec(28672, 4096, "token"), "h200:reference rtx:reference"),
         ("gemm_fp4", FP4Spec(4096, 4096), "cpu:reference h200:reference b200:triton b300:triton rtx:triton"),
         ("gemm_w4", W4Spec(4096, 4096), "cpu:reference h200:triton rtx:triton"),
+        ("gemm_w8", W8Spec(960, 576), "cpu:reference ada:reference h200:triton b200:triton rtx:triton"),
         ("add_rmsnorm_quant", NormSpec(4096), "cpu:reference ada:reference h200:triton"),
     ],
 )

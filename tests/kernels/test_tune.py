@@ -13,9 +13,9 @@ from kernels.caps import Caps
 from kernels.plans import cache_path, defaults, source_hash
 from kernels.reference.moe import moe_workspace_nbytes
 from kernels.registry import Impl, Registry
-from kernels.specs import AttnSpec, FusedAttnSpec, GateUpSpec, GemmSpec, MoESpec, W4Spec
-from kernels.triton import attn_decode, attn_prefill, attn_stream, gemm_hopper, gemm_w4, moe
-from kernels.workspace import COUNTERS_NBYTES, w4_workspace_nbytes
+from kernels.specs import AttnSpec, FusedAttnSpec, GateUpSpec, GemmSpec, MoESpec, W4Spec, W8Spec
+from kernels.triton import attn_decode, attn_prefill, attn_stream, gemm_hopper, gemm_w4, gemm_w8, moe
+from kernels.workspace import COUNTERS_NBYTES, widening_workspace_nbytes
 
 H200 = Caps("cuda", 90, "NVIDIA H200", 132, (2, 11, 0), (3, 6, 0), (0, 6, 13))
 LLAMA, OSS = AttnSpec(32, 8, 128), AttnSpec(64, 8, 64, sinks=True)
@@ -149,7 +149,15 @@ def test_4_bit_plans_split_k_only_for_few_tokens(tokens, spec):
     plan = gemm_w4.w4_plan(spec, tokens)
     assert plan["parts"] == 1 or (tokens <= 64 and spec.n // 64 * plan["parts"] <= 512)
     assert plan["bx"] >= min(tokens, 128)
-    assert w4_workspace_nbytes(spec, tokens) >= COUNTERS_NBYTES + plan["parts"] * min(tokens, 64) * spec.n * 4
+    assert widening_workspace_nbytes(spec, tokens) >= COUNTERS_NBYTES + plan["parts"] * min(tokens, 64) * spec.n * 4
+
+
+@given(st.integers(1, 4096), st.sampled_from([W8Spec(6144, 4096), W8Spec(4096, 14336, "row"), W8Spec(960, 576)]))
+def test_8_bit_plans_split_k_only_for_few_tokens(tokens, spec):
+    plan = gemm_w8.w8_plan(spec, tokens)
+    assert plan["parts"] == 1 or (tokens <= 64 and spec.n // 64 * plan["parts"] <= 512)
+    assert plan["bx"] >= min(tokens, 128) and 128 % plan["bw"] == 0
+    assert widening_workspace_nbytes(spec, tokens) >= COUNTERS_NBYTES + plan["parts"] * min(tokens, 64) * spec.n * 4
 
 
 @given(st.integers(1, 9000), st.sampled_from(["e4m3", "mxfp4"]), st.sampled_from([90, 120]))

@@ -1,0 +1,25 @@
+"""What formats lose: perplexities of the same tokens, and how sure their ratio is."""
+
+import math
+
+import pytest
+
+from bench.engine_gpu_agreement import agreement, perplexities
+
+
+def test_a_loss_is_told_by_token_with_its_error():
+    rows = perplexities({"a": [-1.0, -2.0, -3.0, -2.0], "b": [-1.1, -2.1, -3.0, -2.2]})
+    assert [row.params for row in rows] == [{"dtype": "b"}, *[{"dtype": "b", "above": "a"}] * 2]
+    assert rows[0].value == pytest.approx(math.exp(2.1))
+    assert rows[1].value == pytest.approx(100 * (math.exp(0.1) - 1))
+    assert rows[2].value == pytest.approx(100 * math.sqrt(0.02 / 3 / 4))
+
+
+def test_the_first_format_has_nothing_to_lose_against():
+    assert [row.name for row in perplexities({"a": [-1.0, -1.0]})] == ["perplexity"]
+
+
+def test_answers_agree_up_to_their_first_difference():
+    same, until = agreement("x", [[1, 2, 3], [4, 5, 6]], "y", [[1, 2, 3], [4, 0, 6]])
+    assert (same.value, same.unit) == (1, "of 2")
+    assert until.value == 4
