@@ -180,7 +180,8 @@ class DecodeRole:
         grant = Grant(*landing.id, reservation.blocks[first_page:], reservation.skip_tokens)
         self._node.grant(landing.peer_id, grant)
         self._counters["landings_granted"] += 1
-        self._engine.prepare(landing.live.key)  # prefill computes meanwhile
+        if len(self._queue) == 1:  # or the others' grants would wait for it
+            self._engine.prepare(landing.live.key)  # prefill computes meanwhile
 
     def _tell_to_wait(self, reason: str) -> None:
         for landing in self._queue.values():

@@ -148,8 +148,12 @@ class Engine:
         sequence = self._sequences[request_id]
         if not self.has_work() and self._count(Status.RESERVED) == 1:
             sequence.tokens.append(0)
-            self.runner.prepare(Piece(sequence, sequence.num_prompt, 1))
-            sequence.tokens.pop()
+            try:
+                self.runner.prepare(Piece(sequence, sequence.num_prompt, 1))
+            except RuntimeError:  # the step itself may fail as well, for this request alone
+                _log.exception("the first step of request %s can't be prepared", request_id)
+            finally:
+                sequence.tokens.pop()
 
     def adopt(self, request_id: RequestId, first: Token) -> None:
         """The reserved pages hold the prompt's KV and `first` is token 0, sent already: decode from index 1.
@@ -264,7 +268,8 @@ class Engine:
 
     def _launch(self, watcher: Watcher) -> Flight | None:
         """Schedule a batch and hand it to the device; None if nothing can run."""
-        batch = self._scheduler.schedule(expects_answers=bool(self._writers))
+        is_bounded = self.max_mixed_tokens < self._settings.max_batched_tokens
+        batch = self._scheduler.schedule(expects_answers=is_bounded and self.has_reserved)
         if not batch.pieces:
             return None
         self._num_launched += 1

@@ -19,7 +19,7 @@ from engine.loading import load_weights
 from engine.messages import EngineSettings
 from engine.runner import CpuRunner
 from engine.sampler import Sampler
-from engine.sizing import blocks_in, kv_layout, model_len
+from engine.sizing import blocks_in, kv_layout, model_len, require_budgets
 from engine.weights import WeightSource, open_weights
 from kernels.cpu.isa import CpuIsa, apply_isa, probe_isa
 
@@ -69,12 +69,7 @@ def _require_sound(settings: EngineSettings) -> None:
     """Raises ConfigError for what would start and then serve nothing."""
     if _MOST_BLOCK % settings.block_size:
         raise ConfigError(f"block_size is {settings.block_size}; it must be a power of 2 up to {_MOST_BLOCK}")
-    for name in ("max_batched_tokens", "max_mixed_tokens"):
-        if (value := getattr(settings, name)) is not None and value < settings.block_size:
-            raise ConfigError(
-                f"{name} is {value}; prompts are cut at blocks of {settings.block_size} tokens, "
-                "so that none would ever be computed"
-            )
+    require_budgets(settings, settings.block_size)
 
 
 def _require_gpus(settings: EngineSettings) -> None:

@@ -55,3 +55,14 @@ def model_len(checkpoint: Checkpoint, settings: EngineSettings, capacity_tokens:
             f"max_model_len is {wanted}; the KV cache holds {capacity_tokens} tokens: raise kv_cache_nbytes"
         )
     return min(wanted, capacity_tokens)
+
+
+def require_budgets(settings: EngineSettings, block_size: int) -> None:
+    """Raises ConfigError for steps that are too short for a block of a prompt."""
+    for name in ("max_batched_tokens", "max_mixed_tokens"):
+        value = getattr(settings, name)
+        if value is not None and value < block_size:
+            raise ConfigError(
+                f"{name} is {value}; prompts are cut at blocks of {block_size} tokens, "
+                "so that none would ever be computed"
+            )

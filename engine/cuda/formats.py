@@ -22,7 +22,7 @@ MIN_FP8_HIDDEN = 2048
 class DeviceFormat:
     """`weights` and `head` are e4m3 (one scale a row, or as the checkpoint has them), INT4 in bytes (two a byte, from a
     checkpoint that holds them so), or `rows`, the type of the activations between kernels. Beside e4m3 weights rows are
-    rounded for a product, but where `rounds_sparingly` or the checkpoint says otherwise.
+    rounded for a product, but where `rounds_sparingly` or, experts apart, the checkpoint says otherwise.
     """
 
     rows: torch.dtype

@@ -34,7 +34,7 @@ from engine.cuda.weights import DeviceWeights, load_device_weights
 from engine.engine import Engine
 from engine.messages import EngineSettings
 from engine.shards import Shard, ShardedWeights, shard_config
-from engine.sizing import blocks_in, kv_layout, model_len, wanted_model_len
+from engine.sizing import blocks_in, kv_layout, model_len, require_budgets, wanted_model_len
 from engine.weights import WeightSource, open_weights
 from kernels import caps, catalog
 from kernels.registry import Registry
@@ -105,6 +105,7 @@ class Builder:
         self._registry: Registry = catalog.registry(found)
         self._format: DeviceFormat = DEVICE_FORMATS[self._settings.dtype]
         self._block_size = max(settings.block_size, _MIN_BLOCK_SIZE)
+        require_budgets(settings, self._block_size)
         self._max_rows = max(settings.max_batched_tokens, settings.max_num_seqs)
 
     def build(self, progress: Progress, followers: Followers | None = None) -> Engine:

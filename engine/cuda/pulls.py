@@ -17,7 +17,7 @@ RELEASE_S = 0.0005
 _NUM_LANES = 2
 
 
-class Waits(Protocol):
+class WaitingPeer(Protocol):
     """A peer's pool, whose mark is waited for."""
 
     @property
@@ -33,18 +33,18 @@ class Lanes:
 
     def __init__(self, device: torch.device) -> None:
         self._free = [torch.cuda.Stream(device, priority=-1) for _ in range(_NUM_LANES)]
-        self._taken: dict[Waits, torch.cuda.Stream] = {}
+        self._taken: dict[WaitingPeer, torch.cuda.Stream] = {}
         self._lock = threading.Lock()
 
     @contextmanager
-    def lent(self, remote: Waits) -> Iterator[torch.cuda.Stream | None]:
+    def lent(self, remote: WaitingPeer) -> Iterator[torch.cuda.Stream | None]:
         """None if all have others that wait. Whoever launches does so within: a lane on which something is being
         launched looks idle to others.
         """
         with self._lock:
             yield self._of(remote)
 
-    def _of(self, remote: Waits) -> torch.cuda.Stream | None:
+    def _of(self, remote: WaitingPeer) -> torch.cuda.Stream | None:
         if remote in self._taken:
             return self._taken[remote]
         for other in [other for other in self._taken if not other.is_waiting]:
@@ -54,7 +54,7 @@ class Lanes:
         self._taken[remote] = self._free.pop()
         return self._taken[remote]
 
-    def give_back(self, remote: Waits) -> bool:
+    def give_back(self, remote: WaitingPeer) -> bool:
         """False while something is on it."""
         with self._lock:
             if remote in self._taken:

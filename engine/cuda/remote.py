@@ -39,7 +39,7 @@ class Sharing(msgspec.Struct, frozen=True):
     page_nbytes: int
 
 
-class Taker(Protocol):
+class OurPages(Protocol):
     """The pool that pages are pulled into: engine.cuda.pages.DevicePages."""
 
     device: torch.device
@@ -60,7 +60,7 @@ class Taker(Protocol):
 class RemotePages:
     """A peer's pool, mapped here. One thread pulls at a time."""
 
-    def __init__(self, ours: Taker, sharing: Sharing, mark: bytes) -> None:
+    def __init__(self, ours: OurPages, sharing: Sharing, mark: bytes) -> None:
         self._ours, self.num_pages = ours, sharing.num_pages
         self._cut = _common_cut(ours, sharing)
         # Of high priority: the checksums come before what decode has launched.
@@ -192,7 +192,7 @@ class RemotePages:
         self.pull([self.num_pages - 1], [self._ours.num_blocks], True)
 
     def close(self) -> None:
-        """Waits for what was launched. Idempotent."""
+        """WaitingPeer for what was launched. Idempotent."""
         self.hurry()
         while self._ours.lanes is not None and not self._ours.lanes.give_back(self):
             time.sleep(RELEASE_S)
@@ -226,7 +226,7 @@ class RemotePages:
         return _NUM_PROBES * self._ours.block_nbytes / min(took_s)
 
 
-def _common_cut(ours: Taker, sharing: Sharing) -> Cut:
+def _common_cut(ours: OurPages, sharing: Sharing) -> Cut:
     """As fine as the finer of the two. Raises TransferError if there is none."""
     num_parts = max(len(sharing.memories), ours.num_shards)
     theirs, our_shape = (sharing.num_planes, len(sharing.memories), sharing.page_nbytes), ours.shape

@@ -14,7 +14,7 @@ from contracts.ids import RequestId
 from engine.batch import Piece
 from engine.cuda.drawing import DeviceDrawn, DeviceSampler, Likeliest
 from engine.cuda.inputs import DecodeRows, block_tables, decode_rows, num_decodes, prompt_rows
-from engine.cuda.launcher import DeviceBatch, Launcher
+from engine.cuda.launcher import DeviceBatch, Launched, Launcher, Score
 from engine.cuda.sampling import columns, is_greedy
 from engine.cuda.state import give, pack
 from engine.cuda.steps import StepKey
@@ -67,8 +67,7 @@ class DeviceRunner:
         sequence = piece.sequence
         batch = self._batch([piece], (), [sequence], (), draws=True)
         told = replace(batch, num_decodes=0, key=None)
-        with self._tell(told):
-            self.launcher.launch(told, partial(score, ()))
+        self._launch(told, partial(score, ()))
         words = self.launcher.state.staged(batch.words)
         self._prepared = Prepared(sequence, sequence.blocks, piece.end, words)
 
@@ -79,8 +78,7 @@ class DeviceRunner:
         count = num_decodes(pieces)
         found = spans(pieces[count:])
         batch = self._batch(pieces[:count], pieces[count:], sampling, [span.rows.numpy() for span in found], draws)
-        with self._tell(batch):
-            launched = self.launcher.launch(batch, partial(score, found), written)
+        launched = self._launch(batch, partial(score, found), written)
         if not draws:
             return Computed(torch.cat(list(launched.logits)).float(), launched.scored)
         tokens = self.launcher.state.drawn[: len(sampling)]
@@ -88,6 +86,14 @@ class DeviceRunner:
         likeliest = Likeliest.of(sampling, torch.cat(list(launched.logits)), tokens) if asks else None
         self._drawn = {sequence.request_id: row for row, sequence in enumerate(sampling)}
         return Computed(launched.logits[0], launched.scored, DeviceDrawn(sampling, tokens, likeliest))
+
+    def _launch(self, batch: DeviceBatch, score: Score, written: Written = unheard) -> Launched:
+        try:
+            with self._tell(batch):
+                return self.launcher.launch(batch, score, written)
+        except RuntimeError:
+            self._tables = (0, [])  # nobody knows whether the device has those of this batch
+            raise
 
     def _batch(
         self,

@@ -10,11 +10,13 @@ from msgspec import structs
 from tiny_models import VOCAB, save_tiny
 
 from checkpoint import open_checkpoint
+from contracts.errors import ConfigError
 from contracts.ids import RequestId
 from contracts.sampling import SamplingParams
 from engine.batch import Piece
 from engine.cuda.formats import DEVICE_FORMATS
 from engine.cuda.fused import is_fusible
+from engine.cuda.runner import DeviceRunner
 from engine.cuda.sampling import columns, draw_keys
 from engine.cuda.weights import load_device_weights, quantize_finely, quantize_rows
 from engine.load import load_engine
@@ -215,6 +217,30 @@ def test_a_batch_that_fails_is_computed_piece_by_piece(folder):
 
     engine.runner.forward = refuse_decodes
     assert answers(engine, PROMPTS, greedy(6)) == expected
+
+
+def test_a_batch_that_fails_has_told_the_device_no_tables(folder, monkeypatch):
+    """What is tried again alone would be computed on the blocks of whoever came before."""
+    engine, expected = device_engine(folder), answers(device_engine(folder), PROMPTS[1:], greedy())
+    assert answers(engine, PROMPTS[1:2], greedy()) == expected[:1]
+    assert isinstance(engine.runner, DeviceRunner)
+    state, attempts = engine.runner.launcher.state, []
+    put_tables = state.put_tables
+
+    def fails_once(tables):
+        attempts.append(tables)
+        if len(attempts) == 1:
+            raise RuntimeError("no memory for tables")
+        put_tables(tables)
+
+    monkeypatch.setattr(state, "put_tables", fails_once)
+    assert answers(engine, PROMPTS[2:], greedy()) == expected[1:]
+    assert len(attempts) > 1
+
+
+def test_budgets_hold_a_device_s_block(folder):
+    with pytest.raises(ConfigError, match="max_mixed_tokens is 63; prompts are cut at blocks of 64 tokens"):
+        device_engine(folder, max_mixed_tokens=63)
 
 
 def test_a_draw_is_that_of_its_distribution(folder):

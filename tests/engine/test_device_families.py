@@ -18,7 +18,7 @@ def test_greedy_answers_equal_transformers(family):
 
 def test_chunked_prefill_and_prefix_hits_change_nothing(family):
     folder, prompts, expected = family
-    engine = device_engine(folder, max_batched_tokens=70, max_mixed_tokens=20, max_num_seqs=3)
+    engine = device_engine(folder, max_batched_tokens=134, max_mixed_tokens=64, max_num_seqs=3)
     assert answers(engine, prompts, greedy()) == expected
     assert answers(engine, prompts, greedy()) == expected
     assert engine.stats().prefix_hit_tokens > 0

@@ -103,6 +103,21 @@ def test_a_prepared_first_step_lacks_only_its_token(folder, handing, length, mon
     assert [told.first.token_id, *tokens_of(outputs, "a")] == expected_of(folder, prompt, greedy(8))
 
 
+def test_a_first_step_that_can_not_be_prepared_is_worked_out_when_it_is_due(folder, handing, monkeypatch):
+    target, lands = handing
+    state = target.runner.launcher.state
+
+    def refuse(words):
+        raise RuntimeError("no page-locked memory")
+
+    monkeypatch.setattr(state, "put", refuse)
+    monkeypatch.setattr(state, "staged", refuse)
+    told = lands("a", PROMPTS[2], greedy(8))
+    monkeypatch.undo()
+    adopted(target, told, "a")
+    assert [told.first.token_id, *tokens_of(drain(target), "a")] == expected_of(folder, PROMPTS[2], greedy(8))
+
+
 @pytest.mark.parametrize(
     "changes",
     [{"temperature": 1.0, "top_p": 0.9}, {"frequency_penalty": 1.5}, {"ignore_eos": False, "min_tokens": 6}],
