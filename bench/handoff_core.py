@@ -29,7 +29,7 @@ from contracts.request import WorkerRef
 from core.ledger import Ledger
 from core.link import FrontGone, FrontLink
 from core.loop import Core
-from core.messages import CoreReady, Start
+from core.messages import Start
 from engine.cuda.load import load_device_engine
 from engine.engine import Engine
 from engine.messages import EngineSettings, Started, StepOutput, Watcher
@@ -37,7 +37,7 @@ from kv_transfer.events import ChunkLanded, TransferEvent
 from kv_transfer.incoming import IncomingLink
 from kv_transfer.node import TransferNode
 from kv_transfer.settings import TransferSettings
-from worker.core_main import SWITCH_S, make_roles
+from worker.core_main import SWITCH_S, make_roles, ready_of
 from worker.settings import WorkerSettings
 
 SECRET = b"a secret of measurements"
@@ -256,17 +256,7 @@ def serve(link: FrontLink, start: Start, spec: Spec, engine: Engine) -> None:
     roles = make_roles(WorkerSettings.model_validate({"role": Role.MIXED}), me, engine, node, ledger)
     core = StampedCore(stamps, me, engine, node, roles, ledger, link)
     settle()
-    ready = CoreReady(
-        model="random",
-        layout=engine.layout,
-        transfer=node.address,
-        max_model_len=engine.max_model_len,
-        capacity_tokens=engine.capacity_tokens,
-        mixed_tokens=engine.max_mixed_tokens,
-        dtype=engine.dtype,
-        ways=node.ways,
-    )
-    link.send(ready)
+    link.send(ready_of(engine, node))
     try:
         core.run()
     finally:

@@ -73,7 +73,7 @@ def serve(link: FrontLink, start: Start, settings: WorkerSettings, engine: Engin
             ledger = Ledger()
             core = Core(me, engine, node, make_roles(settings, me, engine, node, ledger), ledger, link)
             settle()
-            link.send(_ready(settings, engine, node))
+            link.send(ready_of(engine, node))
             core.run()
 
 
@@ -126,7 +126,8 @@ def transfer_settings(settings: WorkerSettings) -> TransferSettings:
     )
 
 
-def _ready(settings: WorkerSettings, engine: Engine, node: TransferNode) -> CoreReady:
+def ready_of(engine: Engine, node: TransferNode) -> CoreReady:
+    """What the front, and by it all others, are told of them."""
     return CoreReady(
         model=engine.checkpoint.name,
         layout=engine.layout,
