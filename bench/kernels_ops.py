@@ -90,7 +90,7 @@ def prefill(registry: Registry) -> list[Row]:
         ("gpt-oss-20b", AttnSpec(64, 8, 64, sinks=True)),
         ("gpt-oss-20b window", AttnSpec(64, 8, 64, window=128, sinks=True)),
     ):
-        for new, total in ((8192, 8192), (2048, 32768)):
+        for new, total in ((8192, 8192), (2048, 32768), (128, 8320), (256, 8448)):
             case = prefill_case(spec, [(new, total)], workspace_mb=512)
             rows.append(prefill_row(registry, case, dict(model=model, new=new, total=total)))
             torch.cuda.empty_cache()

@@ -9,13 +9,19 @@ from pathlib import Path
 from contracts.errors import ConfigError
 
 
-def listen(host: str, port: int, backlog: int = 128) -> socket.socket:
-    """A listening TCP socket; port 0 takes a free one. Raises ConfigError naming the port."""
-    listener = socket.socket()
+def listen(host: str, port: int, backlog: int = 128, silence_s: float = 0.0) -> socket.socket:
+    """A listening TCP socket; port 0 takes a free one. Raises ConfigError naming the port.
+
+    `silence_s`: a peer that takes nothing of what is sent for so long is gone, where the platform has that option; 0.0
+    leaves it to the system's retries, which go on for a quarter of an hour.
+    """
+    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     # Inherited by what it accepts. asyncio turns Nagle off only where the protocol number is spelled out; else a token
     # waits 40 ms for the acknowledgement of the one before.
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    if silence_s and hasattr(socket, "TCP_USER_TIMEOUT"):  # inherited, too
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(silence_s * 1000))
     try:
         listener.bind((host, port))
         listener.listen(backlog)
@@ -23,6 +29,13 @@ def listen(host: str, port: int, backlog: int = 128) -> socket.socket:
         listener.close()
         raise ConfigError(f"can't listen on {host}:{port}: {error.strerror}; choose another --port") from error
     return listener
+
+
+def http_url(host: str, port: int) -> str:
+    """Of what listens on `host`; where that is every address, as this machine reaches it."""
+    if host in ("0.0.0.0", "::"):
+        host = "127.0.0.1"
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 def write_ready_file(path: Path | None, facts: Mapping[str, object]) -> None:

@@ -6,7 +6,7 @@ import os
 import socket
 
 from contracts.collector import settle
-from contracts.process import listen, write_ready_file
+from contracts.process import http_url, listen, write_ready_file
 from coordinator.connect import connect
 from coordinator.metrics import RedisTimes
 from coordinator.service import make_app
@@ -42,7 +42,6 @@ async def _run(settings: CoordinatorSettings) -> int:
 
 
 def _announce(settings: CoordinatorSettings, listener: socket.socket) -> None:
-    host = "127.0.0.1" if settings.host in ("0.0.0.0", "::") else settings.host
-    url = f"http://{host}:{listener.getsockname()[1]}"
+    url = http_url(settings.host, listener.getsockname()[1])
     log.info("serving at %s", url)
     write_ready_file(settings.ready_file, {"pid": os.getpid(), "url": url})

@@ -18,7 +18,6 @@ from coordinator.store import (
     ALIVE_S,
     CORPSE_KEPT_S,
     ENDED_KEPT_S,
-    UNCLAIMED_S,
     Counts,
     Move,
     PlaceRequest,
@@ -43,13 +42,8 @@ class Record:
     state: State | None = None
     credits: dict[str, Credit] = field(default_factory=dict)
     workers: dict[str, Worker] = field(default_factory=dict)
-    placed_s: float = 0.0
     lease_until_s: float = 0.0
     ended_s: float = 0.0
-
-    def is_renewed_by(self, gateway_id: GatewayId, now: float) -> bool:
-        is_lost = self.state is State.PLACED and self.placed_s + UNCLAIMED_S <= now
-        return self.gateway_id == gateway_id and self.state not in ENDS and not is_lost
 
 
 class MemoryStore:
@@ -126,12 +120,13 @@ class MemoryStore:
             self._enter(record, state)
         return True
 
-    async def renew(self, gateway_id: GatewayId, lease_s: float) -> int:
-        now = self._clock()
-        renewed = [record for record in self._records.values() if record.is_renewed_by(gateway_id, now)]
-        for record in renewed:
-            record.lease_until_s = now + lease_s
-        return len(renewed)
+    async def renew(self, request_ids: Sequence[RequestId], lease_s: float) -> int:
+        until_s = self._clock() + lease_s
+        known = (self._records.get(request_id) for request_id in request_ids)
+        live = [record for record in known if record is not None and record.state not in ENDS]
+        for record in live:
+            record.lease_until_s = until_s
+        return len(live)
 
     async def reap(self) -> list[Reaped]:
         now = self._clock()
@@ -198,7 +193,7 @@ class MemoryStore:
         self._hold(record, PREFILL, prefill, choice.uncached_tokens)
         self._hold(record, DECODE, decode, need_tokens)
         self._enter(record, State.PLACED)
-        record.placed_s, record.lease_until_s = now, now + request.lease_s
+        record.lease_until_s = now + request.lease_s
         prefill.remember(request.prefix_hashes, now)
         if decode is not prefill:
             decode.remember(request.prefix_hashes, now)

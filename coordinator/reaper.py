@@ -50,7 +50,9 @@ class Reaper:
 
     async def _reap(self) -> None:
         for reaped in await self._store.reap():
-            log.warning("request %s ended: its gateway %s is gone", reaped.request_id, reaped.gateway_id)
+            log.warning(
+                "request %s ended: its gateway %s is gone, or has it no longer", reaped.request_id, reaped.gateway_id
+            )
 
     def _connected(self, is_connected: bool, words: str) -> None:
         """Says so once when it changes, not five times a second."""

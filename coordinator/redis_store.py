@@ -39,7 +39,7 @@ CALL_TIMEOUT_S = 4 * TIMEOUT_S
 MAX_CONNECTIONS = 32
 """More calls than this at once wait for one another: Redis runs scripts one at a time anyway."""
 MAX_BATCH = 1000
-"""Moves in one script: a longer one would keep the others waiting for more than a few milliseconds."""
+"""Moves or leases in one script: a longer one would keep the others waiting for more than a few milliseconds."""
 
 _info = decoder(NodeInfo)
 _load = decoder(NodeLoad)
@@ -143,8 +143,11 @@ class RedisStore:
         require_end(state)
         return bool(await self._run("finish", request_id, epoch, state.value))
 
-    async def renew(self, gateway_id: GatewayId, lease_s: float) -> int:
-        return await self._run("renew", gateway_id, int(lease_s * 1000))
+    async def renew(self, request_ids: Sequence[RequestId], lease_s: float) -> int:
+        num_renewed = 0
+        for first in range(0, len(request_ids), MAX_BATCH):
+            num_renewed += await self._run("renew", int(lease_s * 1000), *request_ids[first : first + MAX_BATCH])
+        return num_renewed
 
     async def reap(self) -> list[Reaped]:
         rows = await self._run("reap", self._corpse_kept_ms)

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from coordinator import placement, states
-from coordinator.store import ENDED_KEPT_S, UNCLAIMED_S
+from coordinator.store import ENDED_KEPT_S
 
 FOLDER = Path(__file__).with_name("lua")
 NAMES = (
@@ -28,7 +28,6 @@ def load_scripts() -> dict[str, str]:
         states.to_lua(),
         placement.to_lua(),
         f"local ENDED_KEPT_MS = {int(ENDED_KEPT_S * 1000)}",
-        f"local UNCLAIMED_MS = {int(UNCLAIMED_S * 1000)}",
         (FOLDER / "common.lua").read_text(),
     ])  # fmt: skip
     return {name: f"{head}\n{(FOLDER / f'{name}.lua').read_text()}" for name in NAMES}

@@ -16,8 +16,6 @@ CORPSE_KEPT_S = 60.0
 """How long a dead worker is listed, for people who look."""
 ENDED_KEPT_S = 60.0
 """How long an ended request is remembered, so that what workers tell of it late is known to be late."""
-UNCLAIMED_S = 30.0
-"""A gateway's renewals pass over a request that no worker took for so long: the answer to its placement got lost."""
 
 AFFINITY_BLOCK = 64
 """Tokens in a block of the prefix hashes that placement remembers."""
@@ -154,8 +152,10 @@ class Store(Protocol):
         """Return the credits. True if the request has ended at this epoch, now or before; False if unknown or stale."""
         ...
 
-    async def renew(self, gateway_id: GatewayId, lease_s: float) -> int:
-        """Renew the leases of all requests of a gateway; how many."""
+    async def renew(self, request_ids: Sequence[RequestId], lease_s: float) -> int:
+        """Renew the leases of these; how many have one still. A gateway names what it has: the lease of a request
+        whose end or whose placement's answer got lost then runs out.
+        """
         ...
 
     async def reap(self) -> list[Reaped]:

@@ -268,8 +268,7 @@ class Engine:
 
     def _launch(self, watcher: Watcher) -> Flight | None:
         """Schedule a batch and hand it to the device; None if nothing can run."""
-        is_bounded = self.max_mixed_tokens < self._settings.max_batched_tokens
-        batch = self._scheduler.schedule(expects_answers=is_bounded and self.has_reserved)
+        batch = self._scheduler.schedule(self._count(Status.RESERVED))
         if not batch.pieces:
             return None
         self._num_launched += 1
@@ -319,13 +318,21 @@ class Engine:
             drawn = zip(flight.sampling, flight.computed.drawn.wait(), strict=True)
             present = [(sequence, token) for sequence, token in drawn if self._is_present(sequence)]
             return [sequence for sequence, _ in present], [token for _, token in present], ()
-        sampling, logits = list(flight.sampling), flight.computed.logits
         masks = flight.masks.result() if flight.masks else Masks()
-        lost = tuple(self._fail(s, masks.errors[s.request_id]) for s in sampling if s.request_id in masks.errors)
-        if lost:
-            logits = logits[[row for row, s in enumerate(sampling) if s.request_id not in masks.errors]]
-            sampling = [s for s in sampling if s.request_id not in masks.errors]
-        return sampling, self._sampler.sample(sampling, logits, masks.allowed) if sampling else [], lost
+        for sequence in flight.sampling:
+            if not self._is_present(sequence):  # its grammar may be newer than its end
+                self._grammars.forget(sequence.request_id)
+        present = [(row, s) for row, s in enumerate(flight.sampling) if self._is_present(s)]
+        lost = tuple(self._fail(s, masks.errors[s.request_id]) for _, s in present if s.request_id in masks.errors)
+        wanted = [(row, s) for row, s in present if s.request_id not in masks.errors]
+        if not wanted:  # nothing else waits, and what has landed is free
+            self.runner.wait()
+            return [], [], lost
+        logits = flight.computed.logits
+        if len(wanted) < len(flight.sampling):
+            logits = logits[[row for row, _ in wanted]]
+        sampling = [sequence for _, sequence in wanted]
+        return sampling, self._sampler.sample(sampling, logits, masks.allowed), lost
 
     def _let_go(self, blocks: SequenceOf[int]) -> None:
         """A batch that is still being computed may write to them, and the next to hold them may be a transfer, which is

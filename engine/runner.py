@@ -53,13 +53,18 @@ class Runner(Protocol):
     early_planes: int
 
     def forward(self, pieces: SequenceOf[Piece], written: Written = unheard) -> Computed:
-        """Writes K and V; running it again writes the same. `written` is called when the early planes of prompts have
-        been launched, and may be when all have: what is behind them is not in the cache. Raises RuntimeError.
+        """Writes K and V; running it again, as after an error, writes the same. `written` is called when the early
+        planes of prompts have been launched, and may be when all have: what is behind them is not in the cache. Raises
+        RuntimeError.
         """
         ...
 
     def forward_undrawn(self, pieces: SequenceOf[Piece]) -> Computed:
         """The same without drawing: the tokens of the batch before stay on the device."""
+        ...
+
+    def wait(self) -> None:
+        """Until all that was launched is computed."""
         ...
 
     def prepare(self, piece: Piece) -> None:
@@ -83,6 +88,9 @@ class CpuRunner:
 
     def forward_undrawn(self, pieces: SequenceOf[Piece]) -> Computed:
         return self.forward(pieces)
+
+    def wait(self) -> None:
+        """A forward pass ends with its call."""
 
     def prepare(self, piece: Piece) -> None:
         """What there is to do takes microseconds of a step of milliseconds."""

@@ -16,8 +16,10 @@ from engine.sequence import Sequence, Status
 
 @dataclass(frozen=True)
 class Limits:
-    """`max_batched_tokens`: budget of one step, a block at least. Decodes always run; prompts have what is left, but
-    in a step beside answers at most `max_mixed_tokens`, a block at least: what a prompt lengthens their gaps by.
+    """`max_num_seqs`: of one step; what runs beyond that, since it was kept local, waits for its turn.
+    `max_batched_tokens`: budget of one step, a block at least. Decodes always run; prompts have what is left (where
+    that is less than a block they wait for an answer's end), but in a step beside answers at most `max_mixed_tokens`, a
+    block at least: what prompts lengthen their gaps by.
     """
 
     max_num_seqs: int
@@ -79,17 +81,18 @@ class Scheduler:
         sequence.num_computed = len(blocks) * size
         return sequence.num_computed
 
-    def schedule(self, expects_answers: bool = False) -> Batch:
-        """The next step. Takes the blocks that it needs, preempting if it must; empty if nothing can run. An answer
-        that is expected from elsewhere would wait for the step's end like those that run.
+    def schedule(self, num_reserved: int = 0) -> Batch:
+        """The next step. Takes the blocks that it needs, preempting if it must; empty if nothing can run.
+        `num_reserved`: answers that are expected from elsewhere. They would wait for the step's end like those that
+        run, and a place is theirs.
         """
         pieces = self._decodes()
         budget = self._limits.max_batched_tokens - len(pieces)
-        if pieces or expects_answers:
+        if pieces or num_reserved:
             budget = min(budget, self._limits.max_mixed_tokens)
-        chunks = self._chunks([s for s in self.running if not s.is_decoding], budget)
+        chunks = self._chunks([s for s in self._in_turn if not s.is_decoding], budget)
         budget -= sum(piece.num_tokens for piece in chunks)
-        admitted = self._admit(budget)
+        admitted = self._admit(budget, num_reserved)
         pieces += sorted([*chunks, *admitted], key=_is_prompt)
         started = tuple(piece.sequence for piece in pieces if not piece.sequence.started)
         for sequence in started:
@@ -100,9 +103,13 @@ class Scheduler:
         sequence.arrival = self._next_arrival
         self._next_arrival += 1
 
+    @property
+    def _in_turn(self) -> list[Sequence]:
+        return self.running[: self._limits.max_num_seqs]
+
     def _decodes(self) -> list[Piece]:
         pieces = []
-        for sequence in [s for s in self.running if s.is_decoding]:
+        for sequence in [s for s in self._in_turn if s.is_decoding]:
             if sequence.status is Status.RUNNING and self._make_room(sequence):
                 pieces.append(Piece(sequence, sequence.num_computed, 1))
         return pieces
@@ -153,9 +160,9 @@ class Scheduler:
             end = (first + budget) // self._pool.block_size * self._pool.block_size
         return Piece(sequence, first, end - first) if end > first else None
 
-    def _admit(self, budget: int) -> list[Piece]:
+    def _admit(self, budget: int, num_reserved: int) -> list[Piece]:
         pieces = []
-        while self.waiting and len(self.running) < self._limits.max_num_seqs:
+        while self.waiting and len(self.running) + num_reserved < self._limits.max_num_seqs:
             sequence = self.waiting[0]
             if not self._take_blocks(sequence):
                 break

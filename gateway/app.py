@@ -13,6 +13,7 @@ from fastapi import FastAPI, Request, Response
 from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import JSONResponse, PlainTextResponse
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 from starlette.routing import Route
 
 from checkpoint import Checkpoint
@@ -91,7 +92,8 @@ class Front:
     @property
     def limits(self) -> Limits:
         own = self.checkpoint.config.max_model_len
-        return Limits(self.dispatch.workers.max_model_len(own), tuple(self.checkpoint.eos_token_ids))
+        max_model_len, max_answers = self.dispatch.workers.max_model_len(own), self.settings.max_inflight
+        return Limits(max_model_len, tuple(self.checkpoint.eos_token_ids), max_answers)
 
     def spelling(self, asked: Detailed) -> Spelling:
         return spell_id if asked.return_tokens_as_token_ids else self.prompting.token_text
@@ -195,7 +197,7 @@ def _add_tokens(app: FastAPI, front: Front) -> None:
         if text is None:
             text = front.prompting.render(asked)
             special = bool(asked.add_special_tokens)
-        ids = await front.prompting.encode(text, special)
+        [ids] = await front.prompting.encode([text], special)
         reply = {"count": len(ids), "max_model_len": front.limits.max_model_len, "tokens": ids, "token_strs": None}
         if asked.return_token_strs:
             reply["token_strs"] = [front.prompting.token_text(token_id) for token_id in ids]
@@ -255,11 +257,12 @@ def _add_state(app: FastAPI, front: Front) -> None:
 
     @app.get("/ready", responses=returns(ReadyReply), response_model=None)
     async def ready() -> JSONResponse:
-        """200 once a prefill and a decode worker that can exchange KV, or a mixed one, listen to this gateway."""
+        """200 while a prefill and a decode worker that can exchange KV, or a mixed one, take work from this gateway."""
         workers = front.dispatch.workers
         if workers.can_serve():
             return JSONResponse({"status": "ready"})
-        why = "; ".join(["no prefill and decode worker that can exchange KV are connected", *workers.troubles])
+        what = "no prefill and decode worker that can exchange KV are connected and take work"
+        why = "; ".join([what, *workers.troubles])
         return JSONResponse(error_body(503, why), status_code=503, headers={"Retry-After": "1"})
 
     @app.get("/metrics", responses=returns(None), response_class=PlainTextResponse)
@@ -277,13 +280,16 @@ def _add_errors(app: FastAPI, front: Front) -> None:
     @app.exception_handler(TandemError)
     async def tandem_error(request: Request, error: TandemError) -> JSONResponse:
         status, body = error_of(error)
-        front.metrics.requests.labels(error.code).inc()
-        facts = {"id": _given_id(request), "status": status, "code": error.code, "path": request.url.path}
-        log.info("%s", json.dumps(facts | {"message": str(error)[:500]}))
+        _note_end(front, request, status, error.code, str(error)[:500])
         headers = retry_headers(error) | {"X-Request-Id": _given_id(request) or secrets.token_hex(8)}
         if getattr(request.state, "is_body_late", False):
             headers["Connection"] = "close"  # nobody waits for the rest of that body
         return JSONResponse(body, status_code=status, headers=headers)
+
+    @app.exception_handler(ClientDisconnect)
+    async def left(request: Request, error: ClientDisconnect) -> Response:
+        _note_end(front, request, 499, "disconnected", "the client left before its body had arrived")
+        return Response(status_code=499)  # read by nobody
 
     @app.exception_handler(Exception)
     async def our_fault(request: Request, error: Exception) -> JSONResponse:
@@ -295,6 +301,13 @@ def _add_errors(app: FastAPI, front: Front) -> None:
         headers = {"Allow": _allowed(request)} if error.status_code == 405 else error.headers
         why = _no_path(request) if error.status_code == 404 else str(error.detail)
         return JSONResponse(error_body(error.status_code, why), error.status_code, headers)
+
+
+def _note_end(front: Front, request: Request, status: int, code: str, message: str) -> None:
+    """Of a request that no answers were begun for."""
+    front.metrics.requests.labels(code).inc()
+    facts = {"id": _given_id(request), "status": status, "code": code, "path": request.url.path, "message": message}
+    log.info("%s", json.dumps(facts))
 
 
 def _no_path(request: Request) -> str:

@@ -3,6 +3,7 @@
 import asyncio
 import secrets
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -59,8 +60,11 @@ class Counts:
 
 @dataclass(frozen=True)
 class Limits:
+    """`max_answers`: of a request, since no more are ever worked on at once."""
+
     max_model_len: int
     eos_token_ids: tuple[int, ...]
+    max_answers: int
 
 
 async def ask_chat(request: ChatRequest, prompting: Prompting, limits: Limits, max_param: str = "") -> list[Ask]:
@@ -68,13 +72,14 @@ async def ask_chat(request: ChatRequest, prompting: Prompting, limits: Limits, m
 
     Raises RequestError.
     """
-    if request.top_logprobs is not None and not request.logprobs:
+    if request.top_logprobs and not request.logprobs:
         raise RequestError("'top_logprobs' needs 'logprobs': true", "top_logprobs")
+    _require_room(1, request.n, limits)
     calling = calling_of(request.tools, request.tool_choice, request.parallel_tool_calls)
     if calling is None:  # the model does not hear of what it is not to call
         request = msgspec.structs.replace(request, tools=None)
     wanted = request.max_completion_tokens or request.max_tokens
-    whole = await prompting.encode(prompting.render(request), bool(request.add_special_tokens))
+    [whole] = await prompting.encode([prompting.render(request)], bool(request.add_special_tokens))
     token_ids = _truncated(whole, request, wanted, limits)
     param = max_param or ("max_completion_tokens" if request.max_completion_tokens else "max_tokens")
     max_tokens = _max_tokens(len(token_ids), wanted, limits, param, "messages")
@@ -88,7 +93,7 @@ async def ask_completion(request: CompletionRequest, prompting: Prompting, limit
     if request.max_tokens == 0 and not request.echo:
         raise RequestError("'max_tokens' of 0 needs 'echo': true", "max_tokens")
     wanted = 1 if request.max_tokens == 0 else request.max_tokens  # token 0 costs what the prompt costs
-    whole = await _prompts(request, prompting)
+    whole = await _prompts(request, prompting, limits)
     prompts = [_truncated(ids, request, wanted, limits) for ids in whole]
     max_tokens = [_completion_tokens(len(ids), wanted, limits) for ids in prompts]
     echoes = [_echo(request, prompting, index, ids, ids is whole[index]) for index, ids in enumerate(prompts)]
@@ -96,12 +101,11 @@ async def ask_completion(request: CompletionRequest, prompting: Prompting, limit
     asked = [count for count in (request.prompt_logprobs, of_echo) if count is not None]
     counts = Counts(request.logprobs, max(asked, default=None))
     asks = await _choices(request, prompting, prompts, max_tokens, counts, echoes)
-    return [await _echoing(ask, request, prompting) for ask in asks] if request.echo else asks
-
-
-async def _echoing(ask: Ask, request: CompletionRequest, prompting: Prompting) -> Ask:
-    offsets = () if request.logprobs is None else await prompting.offsets(ask.token_ids, ask.echo)
-    return replace(ask, echo_offsets=offsets, is_echo_only=request.max_tokens == 0)
+    if not request.echo:
+        return asks
+    offsets = [()] * len(prompts) if request.logprobs is None else await prompting.offsets(prompts, echoes)
+    is_only = request.max_tokens == 0
+    return [replace(ask, echo_offsets=offsets[ask.prompt], is_echo_only=is_only) for ask in asks]
 
 
 def _completion_tokens(num_prompt: int, wanted: int | None, limits: Limits) -> int:
@@ -132,23 +136,33 @@ def _longest(limits: Limits) -> str:
     return f"this model's maximum context length is {limits.max_model_len} tokens"
 
 
-async def _prompts(request: CompletionRequest, prompting: Prompting) -> list[list[int]]:
+async def _prompts(request: CompletionRequest, prompting: Prompting, limits: Limits) -> list[list[int]]:
     given = request.prompt
     many = given if isinstance(given, list) and not _is_ids(given) else [given]
     if not many or len(many) > MAX_PROMPTS:
         raise RequestError(f"'prompt' must be 1 to {MAX_PROMPTS} prompts", "prompt")
-    return [await _one(prompt, request, prompting) for prompt in many]
+    _require_room(len(many), request.n, limits)
+    for prompt in many:
+        if not isinstance(prompt, str):
+            _require_ids(prompt, prompting)
+    texts = [prompt for prompt in many if isinstance(prompt, str)]
+    encoded = iter(await prompting.encode(texts, add_special_tokens=request.add_special_tokens is not False))
+    return [next(encoded) if isinstance(prompt, str) else prompt for prompt in many]
 
 
-async def _one(prompt: Any, request: CompletionRequest, prompting: Prompting) -> list[int]:
-    if isinstance(prompt, str):
-        return await prompting.encode(prompt, add_special_tokens=request.add_special_tokens is not False)
-    if _is_ids(prompt):
-        if min(prompt) < 0:
-            raise RequestError(f"prompt: token id {min(prompt)} is negative", "prompt")
-        prompting.require_known(prompt, "prompt")
-        return prompt
-    raise RequestError("'prompt' must be a string, a list of strings, token ids, or a list of token ids", "prompt")
+def _require_room(num_prompts: int, n: int | None, limits: Limits) -> None:
+    """What never fits is no overload: the client would come again for ever."""
+    if (wanted := num_prompts * (n or 1)) > limits.max_answers:
+        why = f"{wanted} answers are asked for at once; this gateway works on at most {limits.max_answers}"
+        raise RequestError(why, "n" if (n or 1) > 1 else "prompt")
+
+
+def _require_ids(prompt: Any, prompting: Prompting) -> None:
+    if not _is_ids(prompt):
+        raise RequestError("'prompt' must be a string, a list of strings, token ids, or a list of token ids", "prompt")
+    if min(prompt) < 0:
+        raise RequestError(f"prompt: token id {min(prompt)} is negative", "prompt")
+    prompting.require_known(prompt, "prompt")
 
 
 def _is_ids(prompt: Any) -> bool:
@@ -191,12 +205,13 @@ async def _choices(
     stop, grammar = request.stop or [], await _grammar(request, prompting, calling)
     markers = () if calling is None or prompting.tool_form is None else prompting.tool_form.markers
     asks, count = [], request.n or 1
+    common = _sampling(request, prompting, counts, grammar)
     for prompt, (token_ids, limit) in enumerate(zip(prompts, max_tokens, strict=True)):
         base = Ask(
             index=0,
             prompt=prompt,
             token_ids=token_ids,
-            sampling=_sampling(request, prompting, limit, counts, grammar),
+            sampling=_of_prompt(common, request, limit),
             stops=(stop,) if isinstance(stop, str) else tuple(stop),
             include_stop=bool(request.include_stop_str_in_output),
             skip_special_tokens=request.skip_special_tokens is not False,
@@ -238,15 +253,12 @@ def _compiled(request: Common, prompting: Prompting, calling: Calling | None) ->
     return calls_grammar(calling, form, prompting.special_ids(form.markers), answer) or wanted
 
 
-def _sampling(request: Common, prompting: Prompting, max_tokens: int, counts: Counts, grammar: str) -> SamplingParams:
-    if (request.min_tokens or 0) > max_tokens:
-        raise RequestError(f"'min_tokens' is {request.min_tokens}, more than {max_tokens}", "min_tokens")
+def _sampling(request: Common, prompting: Prompting, counts: Counts, grammar: str) -> partial[SamplingParams]:
+    """What all prompts of a request share, made once: a `logit_bias` may name the whole vocabulary."""
     prompting.require_known(request.stop_token_ids or [], "stop_token_ids")
     prompting.require_known(request.allowed_token_ids or [], "allowed_token_ids")
-    seed = request.seed if request.seed is not None else secrets.randbits(63)
-    return SamplingParams(
-        max_tokens=max_tokens,
-        seed=seed % 2**63,
+    return partial(
+        SamplingParams,
         temperature=_or(request.temperature, 1.0),
         top_p=_or(request.top_p, 1.0),
         top_k=request.top_k if request.top_k and request.top_k > 0 else None,
@@ -264,6 +276,14 @@ def _sampling(request: Common, prompting: Prompting, max_tokens: int, counts: Co
         bad_words=prompting.spellings(request.bad_words or []),
         allowed_token_ids=tuple(request.allowed_token_ids or ()),
     )
+
+
+def _of_prompt(common: partial[SamplingParams], request: Common, max_tokens: int) -> SamplingParams:
+    """A seed that is drawn is each prompt's own: the same prompt twice is to have two answers."""
+    if (request.min_tokens or 0) > max_tokens:
+        raise RequestError(f"'min_tokens' is {request.min_tokens}, more than {max_tokens}", "min_tokens")
+    seed = request.seed if request.seed is not None else secrets.randbits(63)
+    return common(max_tokens=max_tokens, seed=seed % 2**63)
 
 
 def _or(value: float | None, default: float) -> float:

@@ -29,7 +29,8 @@ OnPiece = Callable[[Piece], None]
 class Live:
     """An answer in progress: where it runs, and who reads it. `end` once it has ended.
 
-    `decoder`: who told a token after the first, so that nobody else is needed any more.
+    `decoder`: who told a token after the first. Once the first came, too, nobody else is needed any more.
+    `is_orphaned`: prefill was lost after its token; decode has it all, or the answer ends.
     """
 
     request_id: RequestId
@@ -41,6 +42,7 @@ class Live:
     refusers: list[WorkerId] = field(default_factory=list)
     is_moving: bool = False
     decoder: WorkerId | None = None
+    is_orphaned: bool = False
     end: State | None = None
 
     @property
@@ -48,13 +50,20 @@ class Live:
         route = self.route
         return [route.prefill] if route.is_local else [route.prefill, route.decode]
 
-    def runs_on(self, worker_id: WorkerId, incarnation: Incarnation) -> bool:
+    @property
+    def has_token_0(self) -> bool:
+        return self.answer.sequencer.next_index > 0
+
+    def needs(self, worker_id: WorkerId, incarnation: Incarnation) -> bool:
+        """Not one whose part is done, nor one without which it goes on already."""
         here = any(ref.worker_id == worker_id and ref.incarnation == incarnation for ref in self.workers)
-        return here and not self.is_moving and self.decoder in (None, worker_id)
+        is_done = self.decoder not in (None, worker_id) and self.has_token_0
+        is_given_up = self.is_orphaned and worker_id != self.route.decode.worker_id
+        return here and not self.is_moving and not is_done and not is_given_up
 
     def may_go_on_without(self, worker_id: WorkerId) -> bool:
-        """Prefill has said token 0: its KV may all be at decode, which tells if it is not."""
-        return worker_id != self.route.decode.worker_id and self.answer.sequencer.next_index > 0
+        """Prefill has said token 0 and no other: its KV may all be at decode, which tells if it is not."""
+        return worker_id != self.route.decode.worker_id and self.has_token_0 and self.decoder is None
 
 
 class Dispatch:
@@ -181,6 +190,7 @@ class Dispatch:
         """To another place; meanwhile nothing that becomes of the old one counts. Raises as `begin` does."""
         old, epoch = live.route, Epoch(live.route.epoch + 1)
         live.answer.restart(epoch)
+        live.decoder = None
         self._send_cancels(live.workers, Cancel(live.request_id, old.epoch, "placed again"))
         live.is_moving = True
         try:
@@ -228,10 +238,11 @@ class Dispatch:
         live.on_piece(piece)
 
     def _on_lost(self, worker_id: WorkerId, incarnation: Incarnation, reason: str) -> None:
-        lost = [live for live in self._live.values() if live.runs_on(worker_id, incarnation)]
+        lost = [live for live in self._live.values() if live.needs(worker_id, incarnation)]
         self.num_losses += bool(lost)
         for live in lost:
             if live.may_go_on_without(worker_id):
+                live.is_orphaned = True
                 asyncio.get_running_loop().call_later(COMMIT_GRACE_S, self._fail_undecoded, live)
             elif live.answer.sequencer.has_begun:
                 self._fail(live, _lost())
@@ -240,7 +251,8 @@ class Dispatch:
                 self._spawn(self._place_again(live, {worker_id: _lost()}))
 
     def _fail_undecoded(self, live: Live) -> None:
-        if live.decoder is None:
+        """A prefill worker that is heard again and decodes by itself may have told tokens that nobody heard."""
+        if live.decoder != live.route.decode.worker_id:
             self._fail(live, _lost())
 
     def _fail(self, live: Live, error: TandemError) -> None:

@@ -10,7 +10,7 @@ import time
 from checkpoint import open_checkpoint
 from contracts.collector import settle
 from contracts.ids import GatewayId
-from contracts.process import listen, write_ready_file
+from contracts.process import http_url, listen, write_ready_file
 from coordinator.connect import connect
 from coordinator.store import Store
 from gateway.app import Front, make_app
@@ -77,7 +77,6 @@ async def _serve(front: Front, store: Store, listener: socket.socket) -> int:
 
 
 def _announce(settings: GatewaySettings, listener: socket.socket) -> None:
-    host = "127.0.0.1" if settings.host in ("0.0.0.0", "::") else settings.host
-    url = f"http://{host}:{listener.getsockname()[1]}"
+    url = http_url(settings.host, listener.getsockname()[1])
     log.info("serving at %s", url)
     write_ready_file(settings.ready_file, {"pid": os.getpid(), "url": url})

@@ -69,8 +69,7 @@ class StorePlacement:
         await self._store.finish(request_id, epoch, end)
 
     async def renew(self, request_ids: Sequence[RequestId]) -> None:
-        """One lease covers all of a gateway's requests."""
-        await self._store.renew(self._gateway_id, LEASE_S)
+        await self._store.renew(request_ids, LEASE_S)
 
     async def close(self) -> None:
         await self._store.close()

@@ -2,10 +2,10 @@
 
 import asyncio
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import datetime
 from itertools import accumulate
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn, Protocol, TypeVar
 
 import msgspec
 from jinja2 import TemplateError
@@ -22,6 +22,8 @@ from gateway.tools.forms import ParserName, form_of, knows_tools
 from gateway.tools.parser import object_of
 from gateway.tools.request import MadeCall, Tool, described
 from gateway.tools.telling import told
+
+T = TypeVar("T")
 
 LONG_CHARS = 20_000  # above, tokenizing takes longer than handing it to a thread
 
@@ -66,16 +68,14 @@ class Prompting:
         except TemplateError as error:
             raise ConfigError(f"the model's chat template does not compile: {error}") from error
 
-    async def encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        if len(text) < LONG_CHARS:
-            return self._encode(text, add_special_tokens)
-        return await asyncio.to_thread(self._encode, text, add_special_tokens)
+    async def encode(self, texts: Sequence[str], add_special_tokens: bool) -> list[list[int]]:
+        return await _aside(texts, lambda: [self._encode(text, add_special_tokens) for text in texts])
 
-    async def offsets(self, token_ids: Sequence[int], text: str) -> tuple[int, ...]:
-        """Where the text of each token begins in `text`, which is the tokens' own but for what begins every prompt."""
-        if len(text) < LONG_CHARS:
-            return self._offsets(token_ids, text)
-        return await asyncio.to_thread(self._offsets, token_ids, text)
+    async def offsets(self, prompts: Sequence[Sequence[int]], texts: Sequence[str]) -> list[tuple[int, ...]]:
+        """Where the text of each token begins in its prompt's text, which is the tokens' own but for what begins every
+        prompt.
+        """
+        return await _aside(texts, lambda: list(map(self._offsets, prompts, texts)))
 
     def render(self, request: Conversation) -> str:
         """The conversation as the model was trained to see it. Raises RequestError."""
@@ -136,7 +136,13 @@ class Prompting:
         return tuple(max(start, 0) for start, _ in zip(starts, lengths, strict=False))
 
     def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        return self.tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        # As a batch: only so the tokenizer lets go of the interpreter, and others' streams go on.
+        return self.tokenizer.encode_batch([text], add_special_tokens=add_special_tokens)[0].ids
+
+
+async def _aside(texts: Sequence[str], work: Callable[[], T]) -> T:
+    """On a thread if they are long together."""
+    return work() if sum(map(len, texts)) < LONG_CHARS else await asyncio.to_thread(work)
 
 
 def _plain(index: int, message: Message) -> dict[str, Any]:
@@ -145,7 +151,7 @@ def _plain(index: int, message: Message) -> dict[str, Any]:
         raise RequestError("only a message of the assistant has 'tool_calls'", f"{at}.tool_calls")
     if message.role == "tool" and not message.tool_call_id:
         raise RequestError("a message of role 'tool' needs 'tool_call_id'", f"{at}.tool_call_id")
-    content = "" if message.content is None and message.tool_calls else message.content
+    content = "" if message.content is None and message.role == "assistant" else message.content
     if isinstance(content, list):
         content = "".join(_part(part, f"{at}.content[{number}]") for number, part in enumerate(content))
     if content is None:

@@ -10,7 +10,7 @@ from contracts.errors import TandemError
 from gateway.answer import Shown
 from gateway.prompting import Prompting
 
-_STATUS = {
+STATUS = {
     "invalid_request": 400,
     "not_found": 404,
     "too_large": 413,
@@ -23,6 +23,7 @@ _STATUS = {
     "transfer_failed": 503,
     "deadline_exceeded": 504,
 }
+"""By an error's code; of any other, 500."""
 _TYPE = {
     400: "BadRequestError",
     401: "AuthenticationError",
@@ -35,7 +36,7 @@ _TYPE = {
 
 
 def status_of(code: str) -> int:
-    return _STATUS.get(code, 500)
+    return STATUS.get(code, 500)
 
 
 def error_body(status: int, message: str, param: str | None = None) -> dict[str, Any]:

@@ -58,7 +58,7 @@ class Serving:
     def __post_init__(self) -> None:
         self._pieces: deque[Piece] = deque()
         self._wake = asyncio.Event()
-        self._is_too_slow = False
+        self._is_too_slow = self._is_placed = False
         self._num_admitted = 0
         self._open = len(self.answers)
         self._ids = [RequestId(self.id if len(self.answers) == 1 else f"{self.id}-{i}") for i in range(self._open)]
@@ -81,6 +81,7 @@ class Serving:
             if isinstance(error, TimeoutError):
                 raise DeadlineExceeded("no placement within the request's time") from error
             raise
+        self._is_placed = True
         self._note_route()
 
     async def pieces(self) -> list[Piece]:
@@ -106,12 +107,7 @@ class Serving:
             self.dispatch.cancel(request_id, reason, end)
 
     def usage(self) -> Usage:
-        prompts = {answer.ask.prompt: answer for answer in reversed(self.answers)}
-        return Usage(
-            sum(len(answer.ask.token_ids) for answer in prompts.values()),
-            sum(answer.num_tokens for answer in self.answers),
-            sum(min(answer.cached_tokens, len(answer.ask.token_ids)) for answer in prompts.values()),
-        )
+        return _usage(self.answers)
 
     def close(self, error: TandemError | None = None, disconnected: bool = False) -> None:
         """Frees what still runs; counts and logs the request."""
@@ -146,22 +142,24 @@ class Serving:
 
     def _count(self, status: int, code: str) -> None:
         usage, now = self.usage(), time.monotonic()
+        work = _usage([answer for answer in self.answers if answer.sequencer.has_begun])
         firsts = [answer.first_s for answer in self.answers if answer.first_s is not None]
         ttft_s = min(firsts) - self.started_s if firsts else None
         gaps = [_mean_gap_s(answer) for answer in self.answers if answer.num_tokens > 1]
         metrics = self.metrics
         metrics.requests.labels(code).inc()
-        metrics.prompt_tokens.inc(usage.prompt_tokens)
-        metrics.cached_tokens.inc(usage.cached_tokens)
-        metrics.tokens.inc(usage.completion_tokens)
-        metrics.e2e.observe(now - self.started_s)
+        metrics.prompt_tokens.inc(work.prompt_tokens)
+        metrics.cached_tokens.inc(work.cached_tokens)
+        metrics.tokens.inc(work.completion_tokens)
+        if self._is_placed:  # the milliseconds of a refusal tell nothing of how long answers take
+            metrics.e2e.observe(now - self.started_s)
+            metrics.vllm.count(self.answers, usage, work, self.started_s, now, is_error=status not in (200, 499))
         if ttft_s is not None:
             metrics.ttft.observe(ttft_s)
         for gap in gaps:
             metrics.itl.observe(gap)
         for answer in self.answers:
             metrics.account(answer.stages_s)
-        metrics.vllm.count(self.answers, usage, self.started_s, now, is_error=status not in (200, 499))
         facts = {
             "id": self.id,
             "status": status,
@@ -298,6 +296,16 @@ async def _body(send: Send, data: bytes, more: bool) -> None:
 async def _disconnect(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
+
+
+def _usage(answers: Sequence[Answer]) -> Usage:
+    """Answers to one prompt share it."""
+    prompts = {answer.ask.prompt: answer for answer in reversed(answers)}
+    return Usage(
+        sum(len(answer.ask.token_ids) for answer in prompts.values()),
+        sum(answer.num_tokens for answer in answers),
+        sum(min(answer.cached_tokens, len(answer.ask.token_ids)) for answer in prompts.values()),
+    )
 
 
 def _mean_gap_s(answer: Answer) -> float:

@@ -56,10 +56,14 @@ class VllmMetrics:
         for name, count in _gauges(dispatch).items():
             Gauge(f"vllm:{name}", "answers", **own).labels(*labels).set_function(count)
 
-    def count(self, answers: Sequence[Answer], usage: Usage, started_s: float, now: float, is_error: bool) -> None:
-        """A request that has ended, by whatever end. Times are of the monotonic clock."""
-        prefix_cache = (usage.prompt_tokens, usage.cached_tokens)
-        counts = (usage.prompt_tokens, usage.completion_tokens, usage.cached_tokens, *prefix_cache, *prefix_cache)
+    def count(
+        self, answers: Sequence[Answer], usage: Usage, work: Usage, started_s: float, now: float, is_error: bool
+    ) -> None:
+        """A request that had a place and has ended, by whatever end. `work`: what the workers computed of it. Times are
+        of the monotonic clock.
+        """
+        prefix_cache = (work.prompt_tokens, work.cached_tokens)
+        counts = (work.prompt_tokens, work.completion_tokens, work.cached_tokens, *prefix_cache, *prefix_cache)
         for counter, value in zip(self._counters.values(), counts, strict=True):
             counter.inc(value)
         for answer in answers:

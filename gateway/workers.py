@@ -5,15 +5,16 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from io import BytesIO
 
 import aiohttp
-from msgspec import MsgspecError
+from msgspec import MsgspecError, Raw
 
 from contracts.codec import FrameReader, decoder, encode
 from contracts.errors import Overloaded, TandemError, Unavailable
 from contracts.events import Event, EventFrame
 from contracts.ids import GatewayId, Incarnation, WorkerId
-from contracts.node import Node, NodeInfo, Role
+from contracts.node import Node, NodeInfo, NodeLoad, Role
 from contracts.request import JobMessage, WorkerRef
 from gateway.misfits import misfits
 from gateway.placement import Placement
@@ -26,10 +27,13 @@ SEARCH_PERIOD_S = 0.1
 HEARTBEAT_TIMEOUT_S = 3.0
 CONNECT_TIMEOUT_S = 2.0
 POST_TIMEOUT_S = 5.0
+MAX_POST_NBYTES = 8 << 20
+"""Of jobs that travel together. A worker takes 32 MiB at once, and nothing of a longer one, whosever jobs are in it."""
 RECONNECT_S = 0.2
 
 OnEvent = Callable[[WorkerId, Event], None]
 OnLost = Callable[[WorkerId, Incarnation, str], None]
+Outbox = list[tuple[JobMessage, asyncio.Future[None]]]
 
 
 class Workers:
@@ -45,7 +49,7 @@ class Workers:
         self._misfits: dict[WorkerId, str] = {}
         self._secret, self._on_event, self._on_lost = secret, on_event, on_lost
         self._links: dict[WorkerId, Link] = {}
-        self._listed: set[WorkerId] = set()
+        self._listed: dict[WorkerId, NodeLoad] = {}
         self._task: asyncio.Task[None] | None = None
         self._session: aiohttp.ClientSession | None = None
 
@@ -72,8 +76,9 @@ class Workers:
 
     @property
     def troubles(self) -> list[str]:
-        """Why the others do not."""
-        troubles = {link.info.worker_id: link.trouble for link in self._links.values() if link.trouble}
+        """Why others do not, or get no work."""
+        troubles = {worker_id: "it drains, and takes no work" for worker_id in self._listed if self._drains(worker_id)}
+        troubles |= {link.info.worker_id: link.trouble for link in self._links.values() if link.trouble}
         return [f"{worker_id}: {words}" for worker_id, words in (troubles | self._misfits).items()]
 
     def ref(self, worker_id: WorkerId) -> WorkerRef | None:
@@ -81,11 +86,15 @@ class Workers:
         return link.info.ref if link is not None else None
 
     def can_serve(self) -> bool:
-        """A worker that is both, or two that can exchange KV."""
-        sources = [info for info in self.nodes if info.role == Role.PREFILL]
-        sinks = [info for info in self.nodes if info.role == Role.DECODE]
+        """A worker that is both, or two that can exchange KV; placement passes over those that drain, too."""
+        infos = [info for info in self.nodes if not self._drains(info.worker_id)]
+        sources = [info for info in infos if info.role == Role.PREFILL]
+        sinks = [info for info in infos if info.role == Role.DECODE]
         is_pair = any(sink.can_take(source) for sink in sinks for source in sources)
-        return is_pair or any(info.role == Role.MIXED for info in self.nodes)
+        return is_pair or any(info.role == Role.MIXED for info in infos)
+
+    def _drains(self, worker_id: WorkerId) -> bool:
+        return self._listed[worker_id].draining
 
     def max_model_len(self, default: int) -> int:
         return min([default, *(info.max_model_len for info in self.nodes)])
@@ -112,7 +121,7 @@ class Workers:
         alive = {node.info.worker_id: node for node in await self._store.nodes() if node.alive}
         nodes = {worker_id: node for worker_id, node in alive.items() if node.info.model == self._model}
         self._name_misfits([node.info for node in alive.values()])
-        self._listed = set(nodes)
+        self._listed = {worker_id: node.load for worker_id, node in nodes.items()}
         gone = [link for worker_id, link in self._links.items() if _is_gone(nodes.get(worker_id), link)]
         for link in gone:
             del self._links[link.info.worker_id]
@@ -147,12 +156,15 @@ class Link:
         self._on_event, self._on_lost = on_event, on_lost
         self._decoder = decoder(EventFrame)
         self._opened = asyncio.Event()
-        self._outbox: list[tuple[JobMessage, asyncio.Future[None]]] = []
+        self._outbox: Outbox = []
         self._posting: set[asyncio.Task[None]] = set()
         self._task = asyncio.create_task(self._run())
 
     async def send(self, message: JobMessage) -> None:
-        """What is sent in the same turn of the event loop travels together. Raises Unavailable or Overloaded."""
+        """What is sent in the same turn of the event loop travels together, up to MAX_POST_NBYTES.
+
+        Raises Unavailable or Overloaded.
+        """
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._outbox.append((message, future))
         if len(self._outbox) == 1:
@@ -221,16 +233,18 @@ class Link:
             async with asyncio.timeout(CONNECT_TIMEOUT_S):
                 await self._opened.wait()
         batch, self._outbox = self._outbox, []
-        error = await self._try_post([message for message, _ in batch])
-        for _, future in batch:
-            if future.done():
-                continue
-            future.set_exception(error) if error is not None else future.set_result(None)
+        try:
+            while batch:
+                body, count = _body(batch)
+                _tell(batch[:count], await self._try_post(body))
+                batch = batch[count:]
+        finally:  # cancelled, or by a fault of ours: nobody is left waiting
+            _tell(batch, Unavailable("a worker can't be reached"))
 
-    async def _try_post(self, messages: list[JobMessage]) -> TandemError | None:
+    async def _try_post(self, body: bytes) -> TandemError | None:
         timeout = aiohttp.ClientTimeout(total=POST_TIMEOUT_S, sock_connect=CONNECT_TIMEOUT_S)
         try:
-            async with self._session.post(f"{self.info.url}/jobs", data=encode(messages), timeout=timeout) as response:
+            async with self._session.post(f"{self.info.url}/jobs", data=BytesIO(body), timeout=timeout) as response:
                 if response.status < 300:
                     return None
                 log.warning("worker %s refused: HTTP %d", self.info.worker_id, response.status)
@@ -238,6 +252,25 @@ class Link:
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             log.warning("worker %s does not answer: %s", self.info.worker_id, error)
             return Unavailable("a worker can't be reached")
+
+
+def _tell(batch: Outbox, error: TandemError | None) -> None:
+    """Those who sent and still wait."""
+    for _, future in batch:
+        if not future.done():
+            future.set_exception(error) if error is not None else future.set_result(None)
+
+
+def _body(batch: Outbox) -> tuple[bytes, int]:
+    """What comes first, as far as it may travel together, and how many that are: at least one."""
+    parts, nbytes = [], 0
+    for message, _ in batch:
+        part = encode(message)
+        nbytes += len(part)
+        if parts and nbytes > MAX_POST_NBYTES:
+            break
+        parts.append(Raw(part))
+    return encode(parts), len(parts)
 
 
 def _is_gone(node: Node | None, link: Link) -> bool:

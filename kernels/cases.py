@@ -225,6 +225,8 @@ def rope_case(spec: RopeSpec, tokens: int) -> Case:
             kwargs |= dict(
                 token_scale=torch.rand(tokens, device=device), channel_scale=torch.rand(width, device=device)
             )
+        if spec.smooth:
+            kwargs |= dict(k_offset=torch.randn(spec.kv_heads, spec.head_dim, device=device))
         return Call(args, kwargs, {"q": q}, {"k": k, "v": v})
 
     width = spec.q_heads * 4 + spec.kv_heads * 6

@@ -15,11 +15,12 @@ HERE = Path(__file__).parent
 
 
 class PlanTable:
-    """Plans of one operation and shape, by the largest token count each is meant for; `cc` serves fallbacks."""
+    """Plans of one operation and shape, by the largest token count each is meant for; `cc` serves fallbacks, and
+    `sm_count` what depends on the batch too."""
 
-    def __init__(self, rows: Mapping[int, Plan], cc: int = 0):
+    def __init__(self, rows: Mapping[int, Plan], cc: int = 0, sm_count: int = 1):
         self.rows = dict(sorted(rows.items()))
-        self.cc = cc
+        self.cc, self.sm_count = cc, sm_count
 
     def pick(self, num_tokens: int, fallback: Plan) -> Plan:
         """The plan of the smallest bucket that holds `num_tokens`, else of the largest, else the fallback."""
@@ -38,10 +39,10 @@ class Plans:
 
     tuned: Mapping[str, Mapping[int, Plan]] = field(default_factory=dict)
 
-    def table(self, op: str, key: str, cc: int) -> PlanTable:
+    def table(self, op: str, key: str, cc: int, sm_count: int = 1) -> PlanTable:
         name = f"{op}|{key}"
         rows = self.tuned.get(name) or defaults(cc).get(name, {})
-        return PlanTable(rows, cc)
+        return PlanTable(rows, cc, sm_count)
 
 
 def defaults(cc: int) -> dict[str, dict[int, Plan]]:

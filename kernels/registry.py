@@ -34,9 +34,9 @@ class Impl:
         """Import the implementation and bind it to the static spec."""
         module, function = self.target.split(":")
         bound = partial(getattr(importlib.import_module(module), function), spec)
-        return (
-            partial(bound, plans=plans.table(f"{self.op}/{self.name}", spec.key(), caps.cc)) if self.tunable else bound
-        )
+        if not self.tunable:
+            return bound
+        return partial(bound, plans=plans.table(f"{self.op}/{self.name}", spec.key(), caps.cc, caps.sm_count))
 
     def preparer(self, spec: Spec) -> Callable[..., Any]:
         """What plans a batch for this implementation: called with the batch, it returns the op's `prepared=`."""

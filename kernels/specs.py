@@ -78,7 +78,11 @@ class FusedAttnSpec(Spec):
 
 @dataclass(frozen=True)
 class RopeSpec(Spec):
-    """RoPE (half-split, as Llama) on q and k, quantization, and the write of k and v into their pages."""
+    """RoPE (half-split, as Llama) on q and k, quantization, and the write of k and v into their pages.
+
+    `smooth`: after RoPE q and k of each head are multiplied by a Hadamard matrix, and k loses `k_offset` before it is
+    rounded. Softmax without sinks gives the same for both, and rounding costs it less.
+    """
 
     q_heads: int
     kv_heads: int
@@ -87,6 +91,7 @@ class RopeSpec(Spec):
     kv: KVDtype = "e4m3"
     parts: int = 1
     deferred: bool = False
+    smooth: bool = False
 
 
 @dataclass(frozen=True)

@@ -71,6 +71,8 @@ def decode_cases() -> list[Case]:
         argmax_case(QuantSpec(128256, "none"), 9),
         rope_case(RopeSpec(32, 8, 128), 67),
         rope_case(RopeSpec(64, 8, 64, parts=2, kv="bf16", deferred=True), 5),
+        rope_case(RopeSpec(9, 3, 64, smooth=True), 67),
+        rope_case(RopeSpec(32, 8, 128, deferred=True, smooth=True), 5),
         attn_case(llama, lengths, tolerance=3e-3),
         attn_case(llama, [131072], tolerance=3e-3),
         attn_case(oss, lengths, tolerance=3e-3),
@@ -116,6 +118,11 @@ def prefill_cases() -> list[Case]:
         prefill_case(oss, chunks, tolerance=3e-3),
         prefill_case(AttnSpec(64, 8, 64, sinks=True), chunks, workspace_mb=256, tolerance=3e-3),
         prefill_case(AttnSpec(32, 8, 128, kv="bf16"), chunks, tolerance=5e-3),
+        # few tiles and many keys, which several multiprocessors share
+        prefill_case(AttnSpec(32, 8, 128), [(64, 8192)], workspace_mb=64, tolerance=3e-3),
+        prefill_case(AttnSpec(32, 8, 128), [(300, 9000), (64, 700), (1, 5000)], workspace_mb=256, tolerance=3e-3),
+        prefill_case(AttnSpec(32, 8, 128, kv="bf16"), [(130, 8000), (3, 3)], workspace_mb=64, tolerance=5e-3),
+        prefill_case(AttnSpec(64, 8, 64, sinks=True, lse=True), [(10, 9000)], workspace_mb=64, tolerance=3e-3),
         mla_case(MLASpec(128), [(1, 1000), (1, 64), (3, 333)]),
         mla_case(MLASpec(16, kv="e4m3"), [(1, 1000), (5, 65)]),
     ]

@@ -97,7 +97,7 @@ def decode_jobs() -> list[Job]:
 
 
 def prefill_jobs() -> list[Job]:
-    plans = grid(bm=(64, 128), block=(64,), stages=(3, 4), warps=(4, 8))
+    plans = grid(bm=(64, 128), pack=(1, 8), block=(64,), stages=(3, 4), warps=(4, 8))
     wide = grid(bm=(128,), block=(64, 128), stages=(2, 3), warps=(4, 8)) + grid(
         bm=(64,), block=(64, 128), stages=(2, 3), warps=(4,)
     )
@@ -162,7 +162,8 @@ def tune(registry: Registry, job: Job, report: Callable[[str], object]) -> Plan 
 def judge(registry: Registry, impl: Impl, case: Case, plan: Plan, calls: list[Call], want: Call) -> float | None:
     """Microseconds of a plan, or None where it does not fit the chip or is wrong."""
     op = partial(
-        impl.load(case.spec, registry.plans, registry.caps), plans=PlanTable({1 << 30: plan}, registry.caps.cc)
+        impl.load(case.spec, registry.plans, registry.caps),
+        plans=PlanTable({1 << 30: plan}, registry.caps.cc, registry.caps.sm_count),
     )
     try:
         got = calls[0].copy()

@@ -206,7 +206,7 @@ def explain_weights(checkpoint: Checkpoint, found: "Caps") -> Iterator[tuple[str
             level = Level.WARNING if changed else Level.OK
             yield f"the matrices of its experts are {changed or 'kept as they are stored'}", level
         return
-    reason = kept_as(checkpoint.quantization)[1] if found.cc >= 90 else "the kernels want compute capability 9.0"
+    reason = kept_as(checkpoint)[1] if found.cc >= 90 else "the kernels want compute capability 9.0"
     yield f"its quantized matrices are widened on load, and take the memory of plain ones: {reason}", Level.WARNING
 
 

@@ -23,13 +23,23 @@ def fit_devices(settings: UpSettings, environ: Mapping[str, str]) -> UpSettings:
     if num_places == 1 and not settings.model_fields_set.intersection(COUNTS):
         return settings.model_copy(update={"prefill": 0, "decode": 0, "mixed": 1})
     num_workers = settings.prefill + settings.decode + settings.mixed
-    if num_workers > num_places and not int(environ.get("TANDEM_KV_CACHE_MIB") or 0):
+    if num_workers > num_places and not _kv_cache_mib(environ):
         each = f" of {size} GPUs" if size > 1 else ""
         raise ConfigError(
             f"{num_workers} workers{each} on {len(devices)} GPUs: each would take all the memory that is free; "
             "set TANDEM_KV_CACHE_MIB, or start fewer"
         )
     return settings
+
+
+def _kv_cache_mib(environ: Mapping[str, str]) -> int:
+    given = environ.get("TANDEM_KV_CACHE_MIB") or "0"
+    try:
+        return int(given)
+    except ValueError as error:
+        raise ConfigError(
+            f"kv_cache_mib is '{given}': it must be a whole number (set by TANDEM_KV_CACHE_MIB)"
+        ) from error
 
 
 def _count(devices: list[str]) -> str:

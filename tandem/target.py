@@ -63,11 +63,14 @@ def stream(url: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
     with closing(_open(url, body)) as response:
         for line in response:
             data = line.removeprefix(b"data:").strip()
-            if data and data != b"[DONE]":
+            if data == b"[DONE]":
+                return
+            if data:
                 event = json.loads(data)
                 if "error" in event:
                     raise Unavailable(event["error"]["message"])
                 yield event
+    raise Unavailable("the answer broke off: its connection ended before it did")
 
 
 def _open(url: str, body: dict[str, Any] | None):

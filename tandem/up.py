@@ -13,6 +13,7 @@ from pathlib import Path
 from rich.console import Console
 
 from contracts.errors import ConfigError
+from contracts.process import http_url
 from coordinator.redis_server import find_server
 from tandem.child import Child
 from tandem.console import plain
@@ -24,6 +25,7 @@ from tandem.settings import UpSettings
 from tandem.signals import SignalInbox
 from tandem.supervisor import StopRequested, Supervisor, VitalDeath
 from tandem.system import hide_password, pings, plan_system
+from tandem.target import key_headers
 
 ROOT = Path(__file__).resolve().parent.parent
 STOPPED, CANT_START, VITAL_DIED = 0, 1, 3
@@ -65,7 +67,7 @@ def run(settings: UpSettings, port: int, environ: Mapping[str, str], inbox: Sign
         try:
             began_s = time.monotonic()
             supervisor.start(settings.start_timeout_s)
-            url = f"http://{'127.0.0.1' if settings.host in ('0.0.0.0', '::') else settings.host}:{port}"
+            url = http_url(settings.host, port)
             supervisor.wait_for(lambda: answers(f"{url}/ready"), "the gateway's first look at the workers", 30.0)
             announce(console, url, run_dir, time.monotonic() - began_s)
             supervisor.watch()
@@ -119,7 +121,7 @@ def announce(console: Console, url: str, run_dir: RunDir, took_s: float) -> None
         f"Tandem is up after {took_s:.1f} s: {url}",
         "",
         "Try it:",
-        f"  curl {url}/v1/chat/completions -H 'Content-Type: application/json' -d '{body}'",
+        f"  curl {url}/v1/chat/completions -H 'Content-Type: application/json'{shown_key()} -d '{body}'",
         "",
         f"Logs: {run_dir.logs}",
         "Stop: Ctrl-C",
@@ -127,9 +129,17 @@ def announce(console: Console, url: str, run_dir: RunDir, took_s: float) -> None
         plain(console, line)
 
 
+def shown_key() -> str:
+    """How the shell shows the key, of several the first; never the key itself."""
+    keys = os.environ.get("TANDEM_API_KEY", "")
+    variable = "${TANDEM_API_KEY%%,*}" if "," in keys else "$TANDEM_API_KEY"
+    return f' -H "Authorization: Bearer {variable}"' if keys else ""
+
+
 def served_model(url: str) -> str:
+    request = urllib.request.Request(f"{url}/v1/models", headers=key_headers())
     try:
-        with urllib.request.urlopen(f"{url}/v1/models", timeout=HTTP_TIMEOUT_S) as response:
+        with urllib.request.urlopen(request, timeout=HTTP_TIMEOUT_S) as response:
             return json.load(response)["data"][0]["id"]
     except OSError as error:
         raise ConfigError(f"the gateway does not say what it serves: {error}") from error

@@ -11,6 +11,9 @@ from service.run import run_service
 from worker.process import CoreProcess
 from worker.settings import WorkerSettings
 
+GATEWAY_SILENCE_S = 10.0
+"""A gateway's host may vanish without a word; its event stream beats each second, so that it is missed."""
+
 
 def main(argv: list[str] | None = None) -> int:
     """Run one worker until it is told to stop. Returns the exit code: 0 stopped, 1 could not start, 3 the core died."""
@@ -20,7 +23,7 @@ def main(argv: list[str] | None = None) -> int:
 async def _run(settings: WorkerSettings) -> int:
     incarnation = Incarnation(secrets.token_hex(4))
     worker_id = WorkerId(settings.worker_id or f"{settings.role}-{socket.gethostname()}-{incarnation}")
-    listener = listen(settings.host, settings.port)
+    listener = listen(settings.host, settings.port, silence_s=GATEWAY_SILENCE_S)
     core = CoreProcess(Start(_for_core(settings), worker_id, incarnation))
     await core.start()
     try:

@@ -7,13 +7,16 @@ import os
 import socket
 
 from contracts.collector import settle
+from contracts.errors import ConfigError, Unavailable
 from contracts.ids import Incarnation, WorkerId
 from contracts.node import NodeInfo
-from contracts.process import write_ready_file
+from contracts.process import http_url, write_ready_file
 from coordinator.connect import connect
+from coordinator.store import Store
 from core.messages import CoreFrame, CoreReady, GatewayGone
 from service.release import release
 from service.server import serving
+from service.settings import flag_and_variable
 from worker.drain import drain
 from worker.front import FrontState, make_app
 from worker.membership import Membership, to_moves
@@ -34,17 +37,29 @@ async def serve(
     """From the core's first word until cancelled (0) or until the core dies (3). Raises TandemError if the core or the
     registry can't be had.
     """
-    ready = await core.ready()
-    info = _node_info(settings, worker_id, incarnation, listener, core, ready)
-    streams = EventStreams(worker_id, incarnation)
-    secret = settings.secret.get_secret_value()
-    state = FrontState(info, secret, core, streams, settings.hang_timeout_s, _digest(settings))
-    return await _serve(settings, state, listener)
-
-
-async def _serve(settings: WorkerSettings, state: FrontState, listener: socket.socket) -> int:
-    """In the registry from here until cancelled (0) or until the core dies (3)."""
     store = connect(settings.redis_url, settings.pool)
+    try:
+        await _require_redis(store)
+        ready = await core.ready()
+        info = _node_info(settings, worker_id, incarnation, listener, core, ready)
+        streams = EventStreams(worker_id, incarnation)
+        secret = settings.secret.get_secret_value()
+        state = FrontState(info, secret, core, streams, settings.hang_timeout_s, _digest(settings))
+        return await _serve(settings, state, store, listener)
+    finally:
+        await store.close()
+
+
+async def _require_redis(store: Store) -> None:
+    """Before the model is loaded, which may take minutes. Raises ConfigError that names the setting."""
+    try:
+        await store.ping()
+    except Unavailable as error:
+        raise ConfigError(f"{error} (redis_url, set by {flag_and_variable('redis_url')})") from error
+
+
+async def _serve(settings: WorkerSettings, state: FrontState, store: Store, listener: socket.socket) -> int:
+    """In the registry from here until cancelled (0) or until the core dies (3)."""
     membership = Membership(store, state)
     minding = asyncio.create_task(_mind(state))
     try:
@@ -59,7 +74,6 @@ async def _serve(settings: WorkerSettings, state: FrontState, listener: socket.s
                 state.streams.close()
     finally:
         minding.cancel()
-        await store.close()
         if settings.ready_file is not None:
             settings.ready_file.unlink(missing_ok=True)
 
@@ -116,7 +130,7 @@ def _node_info(
         worker_id=worker_id,
         incarnation=incarnation,
         role=settings.role,
-        url=f"http://{settings.advertised_host}:{listener.getsockname()[1]}",
+        url=http_url(settings.advertised_host, listener.getsockname()[1]),
         transfer=ready.transfer,
         model=ready.model,
         layout_id=ready.layout.layout_id,

@@ -37,7 +37,10 @@ class EventStreams:
         return gateway_id in self._streams
 
     def publish(self, gateway_id: GatewayId, events: list[Event]) -> None:
-        """Events of a gateway that does not listen are dropped: it has given those requests up."""
+        """Events of a gateway that does not listen are dropped: it has given those requests up.
+
+        So are all of one that takes them too slowly: its stream ends.
+        """
         stream = self._streams.get(gateway_id)
         if stream is None:
             return
@@ -45,14 +48,19 @@ class EventStreams:
         stream.sequence += 1
         stream.backlog.append(data)
         stream.nbytes += len(data)
-        stream.closed = stream.closed or stream.nbytes > MAX_BACKLOG_NBYTES
         stream.wake.set()
+        if stream.nbytes > MAX_BACKLOG_NBYTES:
+            stream.backlog = []
+            self._close(gateway_id)
 
     async def listen(self, gateway_id: GatewayId) -> AsyncGenerator[bytes]:
-        """The bytes of one stream: a hello frame at once, then whatever is published, and a heartbeat each second."""
+        """The bytes of one stream: a hello frame at once, then whatever is published, and a heartbeat each second.
+
+        What was published before it was closed is still told.
+        """
         stream = self._open(gateway_id)
         try:
-            while not stream.closed:
+            while stream.backlog or not stream.closed:
                 if stream.backlog:
                     data, stream.backlog, stream.nbytes = b"".join(stream.backlog), [], 0
                     yield data
@@ -64,8 +72,7 @@ class EventStreams:
                     self.publish(gateway_id, [])
         finally:
             if self._streams.get(gateway_id) is stream:
-                del self._streams[gateway_id]
-                self._gone_since_s[gateway_id] = time.monotonic()
+                self._close(gateway_id)
 
     def gone(self, grace_s: float) -> list[GatewayId]:
         """Gateways whose stream closed more than `grace_s` ago and did not come back; each is told once."""
@@ -77,16 +84,20 @@ class EventStreams:
 
     def close(self) -> None:
         """End every stream; each gateway takes it for the loss of this worker."""
-        for stream in self._streams.values():
-            stream.closed = True
-            stream.wake.set()
+        for gateway_id in list(self._streams):
+            self._close(gateway_id)
 
     def _open(self, gateway_id: GatewayId) -> Stream:
-        previous = self._streams.get(gateway_id)
-        if previous is not None:
-            previous.closed = True
-            previous.wake.set()
+        if gateway_id in self._streams:
+            self._close(gateway_id)
         stream = self._streams[gateway_id] = Stream()
         self._gone_since_s.pop(gateway_id, None)
         self.publish(gateway_id, [])
         return stream
+
+    def _close(self, gateway_id: GatewayId) -> None:
+        """Gone from here on, though its last bytes may be on their way still, or stuck."""
+        stream = self._streams.pop(gateway_id)
+        stream.closed = True
+        stream.wake.set()
+        self._gone_since_s[gateway_id] = time.monotonic()

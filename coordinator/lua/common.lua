@@ -6,7 +6,6 @@
 --   node:ID:prefixes  sorted set: prefix hash -> when it was last served here (ms)
 --   node:ID:old       set of superseded incarnations
 --   req:ID            hash: state, epoch, gateway, and who holds its credits
---   gateway:ID        set of its live requests
 --   leases            sorted set: request id -> when its lease ends (ms, by TIME)
 --   states, counters  hashes of counts
 --   terms             how often a worker has joined
@@ -80,7 +79,6 @@ local function enter(id, request, to, epoch)
   if not HOLDS_DECODE[to] then drop_decode(id, request) end
   if ENDS[to] then
     redis.call('ZREM', key('leases'), id)
-    redis.call('SREM', key('gateway', request.gateway), id)
     redis.call('PEXPIRE', key('req', id), ENDED_KEPT_MS)
   end
   request.state, request.epoch = to, epoch

@@ -183,11 +183,10 @@ end
 
 local function take(prefill, decode)
   local uncached = num_tokens - prefill.cached
-  if request.gateway then redis.call('SREM', key('gateway', request.gateway), id) end
   request.gateway = gateway
   request.prefill, request.prefill_term, request.prefill_tokens = prefill.worker, prefill.term, uncached
   request.decode, request.decode_term, request.decode_tokens = decode.worker, decode.term, need_tokens
-  redis.call('HSET', key('req', id), 'gateway', gateway, 'placed_ms', now, 'prefill', prefill.worker, 'prefill_term', prefill.term,
+  redis.call('HSET', key('req', id), 'gateway', gateway, 'prefill', prefill.worker, 'prefill_term', prefill.term,
     'prefill_tokens', uncached, 'prefill_held', '1', 'decode', decode.worker, 'decode_term', decode.term,
     'decode_tokens', need_tokens, 'decode_held', '1')
   credit(prefill.worker, prefill.term, 'pending', 'prefills', uncached, 1)
@@ -195,7 +194,6 @@ local function take(prefill, decode)
   request.prefill_held, request.decode_held = '1', '1'
   enter(id, request, 'PLACED', epoch)
   redis.call('ZADD', key('leases'), now + lease_ms, id)
-  redis.call('SADD', key('gateway', gateway), id)
   remember(prefill.worker, prefill.capacity)
   if decode.worker ~= prefill.worker then remember(decode.worker, decode.capacity) end
 end

@@ -21,13 +21,14 @@ from kernels.registry import Registry
 @dataclass(frozen=True)
 class LayerCache:
     """`keys`, `values` `[num_blocks + 1, kv_heads, block, head_dim]` of our shard, each to be multiplied by its
-    scale.
+    scale. `k_offset` `[kv_heads, head_dim]`: what smooth keys have lost (kernels.specs.RopeSpec).
     """
 
     keys: Tensor
     values: Tensor
     k_scale: float
     v_scale: float
+    k_offset: Tensor | None
 
 
 class DeviceCache:
@@ -35,7 +36,8 @@ class DeviceCache:
     2 * layer + 1 V. `layout` is of the whole group.
 
     The last block belongs to nobody: the rows that pad a batch write there. `scales` `[layers, 2]`: those of K and of V
-    by layer, on the host; none for 1. Raises ConfigError if the device has not so much memory.
+    by layer, on the host; none for 1. `k_offsets` `[layers, kv_heads, head_dim]`: the keys are smooth. Raises
+    ConfigError if the device has not so much memory.
     """
 
     def __init__(
@@ -45,8 +47,9 @@ class DeviceCache:
         dtype: torch.dtype,
         device: torch.device,
         scales: Tensor | None = None,
+        k_offsets: Tensor | None = None,
     ) -> None:
-        self.layout = layout if scales is None else msgspec.structs.replace(layout, scales=_name(scales))
+        self.layout = layout if scales is None else msgspec.structs.replace(layout, scales=_name(scales, k_offsets))
         self.num_blocks = num_blocks
         self.device = device
         heads = layout.num_kv_heads // layout.tp_size
@@ -55,10 +58,12 @@ class DeviceCache:
         self._memory = allocate(layout.shard_nbytes * (num_blocks + 1), device)
         self._planes = self._memory.tensor.view(dtype).view(shape)
         chosen = torch.ones(layout.num_layers, 2) if scales is None else scales
+        offsets = [None] * layout.num_layers if k_offsets is None else k_offsets
         self._layers = [
-            LayerCache(self._planes[2 * index], self._planes[2 * index + 1], *by_layer)
-            for index, by_layer in enumerate(chosen.tolist())
+            LayerCache(self._planes[2 * index], self._planes[2 * index + 1], k_scale, v_scale, offset)
+            for index, ((k_scale, v_scale), offset) in enumerate(zip(chosen.tolist(), offsets, strict=True))
         ]
+        self._is_smooth = k_offsets is not None
         self._pages: DevicePages | None = None
 
     def export(self) -> bytes:
@@ -71,8 +76,9 @@ class DeviceCache:
         """From now on there is a `transfer_pool`. `followers`: what the other workers of our group said by `export`, in
         the order of their heads. Raises TransferError if one can't be mapped.
         """
-        is_rounded = self._planes.dtype is torch.float8_e4m3fn
-        scales = [scale for layer in self._layers for scale in (layer.k_scale, layer.v_scale)] if is_rounded else []
+        # Smooth keys are more than rounded: no peer's bf16 pages become such by the way.
+        can_round = self._planes.dtype is torch.float8_e4m3fn and not self._is_smooth
+        scales = [scale for layer in self._layers for scale in (layer.k_scale, layer.v_scale)] if can_round else []
         self._pages = DevicePages(self._memory, self.layout, self.num_blocks, registry, scales, followers)
         self._pages.warm_up()
 
@@ -97,6 +103,7 @@ class DeviceCache:
         return self._layers[index]
 
 
-def _name(scales: Tensor) -> str:
-    """KV that was divided by other scales means nothing here."""
-    return f"layer-{hashlib.blake2b(scales.numpy().tobytes(), digest_size=8).hexdigest()}"
+def _name(scales: Tensor, k_offsets: Tensor | None) -> str:
+    """KV that was divided by other scales, or lost another offset, means nothing here."""
+    said = [scales.numpy().tobytes(), b"" if k_offsets is None else k_offsets.cpu().numpy().tobytes()]
+    return f"layer-{hashlib.blake2b(b''.join(said), digest_size=8).hexdigest()}"

@@ -1,6 +1,8 @@
-"""Static scales for a checkpoint that brings none: twice the largest magnitudes over a text is the end of e4m3."""
+"""Static scales for a checkpoint that brings none: twice the largest magnitudes over a text is the end of e4m3. And
+what smooth keys lose.
+"""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -11,13 +13,16 @@ from engine.batch import Piece
 from engine.cuda.attention import DeviceAttention
 from engine.cuda.cache import DeviceCache
 from engine.cuda.inputs import prompt_rows
-from engine.cuda.transformer import Rows, Transformer
+from engine.cuda.transformer import SINKS, Rows, Transformer
 from engine.cuda.upload import upload
 from engine.cuda.weights import MIN_SCALE
 from engine.sequence import Sequence
 from kernels.reference.quant import E4M3_MAX
 
 _MARGIN = 2.0
+# Of what smooth keys lose, the first token's share: much of attention goes there, and its key is unlike the others.
+# Of 0, 0.15 and 0.3 this one cost SmolLM2 least (docs/gpu-engine.md, "What FP8 costs").
+_FIRST_SHARE = 0.3
 
 TEXT = """The history of the lighthouse begins with fires on hilltops. When trade grew, towers of stone took their
 place; the tallest of them stood at Alexandria for over 1500 years. Question: how far can a light at 40 m be seen? The
@@ -52,26 +57,47 @@ def compute_prompt(model: Transformer, attention: DeviceAttention, cache: Device
 @dataclass(frozen=True)
 class Scales:
     """`[layers, 2]` each. `activations`: attention's output and the MLP's middle, for the fused step; `kv`, on the
-    host: K and V in the cache.
+    host: K and V in the cache. `k_offsets` `[layers, kv_heads, head_dim]`, if keys are smooth.
     """
 
     activations: Tensor
     kv: Tensor
+    k_offsets: Tensor | None = None
 
     def replaced(self, activations: Tensor | None, kv: Tensor | None) -> "Scales":
         """With those that are there instead."""
-        return Scales(self.activations if activations is None else activations, self.kv if kv is None else kv)
+        activations = self.activations if activations is None else activations
+        return replace(self, activations=activations, kv=self.kv if kv is None else kv)
 
 
 def calibrate(model: Transformer, attention: DeviceAttention, cache: DeviceCache, token_ids: list[int]) -> Scales:
-    """`cache` is fresh: its scales are 1, and what is not written is 0."""
+    """`cache` is fresh: its scales are 1 and its offsets 0, and what is not written is 0."""
     num_layers = cache.layout.num_layers
     model.peaks = torch.zeros(num_layers, 2, device=cache.device)
     compute_prompt(model, attention, cache, token_ids)
     activations, model.peaks = model.peaks * _MARGIN, None
     layers = [cache.layer(index) for index in range(num_layers)]
-    largest = torch.stack([_largest(pages) for layer in layers for pages in (layer.keys, layer.values)])
-    return Scales(activations, _power((largest * _MARGIN / E4M3_MAX).clamp(min=MIN_SCALE)).view(-1, 2).cpu())
+    keys = torch.stack([_of_tokens(layer.keys, len(token_ids)) for layer in layers])
+    values = torch.stack([_of_tokens(layer.values, len(token_ids)) for layer in layers])
+    offsets = _offsets(keys) if model.is_smooth else None
+    if offsets is not None:
+        keys -= offsets[:, None]
+    largest = torch.stack([part.abs().flatten(1).amax(1) for part in (keys, values)], 1)
+    kv = _power((largest * _MARGIN / E4M3_MAX).clamp(min=MIN_SCALE)).cpu()
+    return Scales(activations, kv, offsets)
+
+
+def _of_tokens(pages: Tensor, count: int) -> Tensor:
+    """`[count, kv_heads, head_dim]` of a prompt that begins with the first of the pages."""
+    return pages.transpose(1, 2).flatten(0, 1)[:count].float()
+
+
+def _offsets(keys: Tensor) -> Tensor:
+    """`keys` `[layers, tokens, kv_heads, head_dim]`: about what all keys of a head share (as SageAttention takes their
+    mean away: Zhang et al. 2024), on the grid of e4m3, so that sums of another order seldom give another one.
+    """
+    shared = _FIRST_SHARE * keys[:, 0] + (1 - _FIRST_SHARE) * keys[:, SINKS:].mean(1)
+    return shared.to(torch.float8_e4m3fn).float()
 
 
 def _power(scales: Tensor) -> Tensor:
@@ -79,7 +105,3 @@ def _power(scales: Tensor) -> Tensor:
     last place, have the same scales, unless one is next to a power of two, and pages of one can be read by the other.
     """
     return scales.log2().ceil().exp2()
-
-
-def _largest(pages: Tensor) -> Tensor:
-    return pages.float().abs().amax()

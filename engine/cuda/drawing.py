@@ -95,6 +95,12 @@ class DeviceDrawn:
                 tokens[row] = self._with_logprobs(tokens[row], self._likeliest, at, self._counts[row])
         return tokens
 
+    def put_back(self, drawn: Tensor) -> None:
+        """Into the first rows, where they were drawn."""
+        if self._done is not None:
+            self._done.synchronize()
+        drawn[: len(self._tokens)].copy_(self._tokens)
+
     def _with_logprobs(self, token: Token, found: Likeliest, at: int, count: int) -> Token:
         ids, values = found.token_ids[at, :count].tolist(), found.values[at, :count].tolist()
         return Token(token.index, token.token_id, float(found.own[at]), list(zip(ids, values, strict=True)))

@@ -69,7 +69,7 @@ def resolve_device_dtype(dtype: str, checkpoint: Checkpoint, found: Caps) -> str
     if dtype != "auto" and dtype not in DEVICE_FORMATS:
         names = ", ".join(DEVICE_FORMATS)
         raise ConfigError(f"the dtype '{dtype}' is not supported on a GPU; supported are auto, {names}")
-    stored, reason = kept_as(checkpoint.quantization)
+    stored, reason = kept_as(checkpoint)
     if dtype == "int4" and stored != "int4":
         raise ConfigError(f"the dtype 'int4' keeps weights that are so in their checkpoint; {reason}: use bfloat16")
     if dtype != "auto":
@@ -105,6 +105,13 @@ def rounds_sparingly(config: ModelConfig) -> bool:
     return config.hidden_size < MIN_FP8_HIDDEN and not has_fused_step(config)
 
 
+def smooths_keys(config: ModelConfig) -> bool:
+    """Whether keys in e4m3 are smooth (kernels.specs.RopeSpec): those of models that are rounded sparingly, but not
+    beside sinks, which would weigh more or less by it.
+    """
+    return rounds_sparingly(config) and not config.sinks and config.head_dim.bit_count() == 1
+
+
 def experts_changed(quantization: Quantization, dtype: str) -> str:
     """Why quantized experts are not multiplied as they are stored in a format that keeps the other matrices so; empty
     if they are.
@@ -115,15 +122,17 @@ def experts_changed(quantization: Quantization, dtype: str) -> str:
     return "rounded once more, with a scale a row: grouped products take no blocks" if is_blocks else ""
 
 
-def kept_as(quantization: Quantization | None) -> tuple[str, str]:
+def kept_as(checkpoint: Checkpoint) -> tuple[str, str]:
     """The dtype that multiplies a checkpoint's weights as they are stored; or "bfloat16", to which they are widened on
     load, and why.
     """
+    quantization = checkpoint.quantization
     if quantization is None:
         return "bfloat16", "they are not quantized"
     if not quantization.is_int4:
-        reason = "" if quantization.rounds_activations else "input_activations is null: activations stay bfloat16"
-        return ("bfloat16" if reason else "float8"), reason or "they are FP8"
+        if checkpoint.config.experts is not None and not quantization.rounds_activations:
+            return "bfloat16", "input_activations is null: grouped products of experts would round activations"
+        return "float8", "they are FP8"
     if quantization.act_order:
         return "bfloat16", "desc_act is true: the columns of a group lie apart"
     if quantization.group_size != -1 and quantization.group_size % INT4_GROUP:

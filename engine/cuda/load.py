@@ -11,6 +11,7 @@ import msgspec
 import torch
 
 from checkpoint import Checkpoint, Progress, open_checkpoint
+from checkpoint.config import ModelConfig
 from contracts.errors import ConfigError, TransferError
 from contracts.layout import KVLayout
 from engine.backend import Backend
@@ -20,7 +21,7 @@ from engine.cuda.calibration import TEXT, Scales, calibrate, compute_prompt
 from engine.cuda.chunks import Chunks
 from engine.cuda.drawing import DeviceSampler, Drawer
 from engine.cuda.followers import Followers
-from engine.cuda.formats import DEVICE_FORMATS, DeviceFormat, resolve_device_dtype
+from engine.cuda.formats import DEVICE_FORMATS, DeviceFormat, resolve_device_dtype, smooths_keys
 from engine.cuda.fused import FusedDecode, is_fusible
 from engine.cuda.launcher import Launcher
 from engine.cuda.memory import MAX_PITCH_NBYTES
@@ -38,6 +39,7 @@ from engine.sizing import blocks_in, kv_layout, model_len, require_budgets, want
 from engine.weights import WeightSource, open_weights
 from kernels import caps, catalog
 from kernels.registry import Registry
+from kernels.specs import AttnSpec
 
 _log = logging.getLogger(__name__)
 
@@ -129,7 +131,7 @@ class Builder:
         layout = msgspec.structs.replace(layout, tp_size=self._team.shard.size)
         self._load(layout, progress)
         with self._stage("compile", progress):
-            scratch = DeviceCache(layout, layout.num_blocks(self._longest_prompt), self._format.pages, self._device)
+            scratch = self._cache(layout, layout.num_blocks(self._longest_prompt))
             if self._captures:
                 self._compile(scratch)
         with self._stage("calibrate", progress):
@@ -137,7 +139,7 @@ class Builder:
         del scratch
         num_blocks = self._team.smallest(_whole(blocks_in(self._cache_nbytes(), layout), layout.page_nbytes))
         max_model_len = model_len(self._checkpoint, settings, num_blocks * layout.block_size)
-        cache = DeviceCache(layout, num_blocks, self._format.pages, self._device, scales.kv if scales else None)
+        cache = self._cache(layout, num_blocks, scales)
         launcher = self._launcher(self._model, self._weights, cache, scales, max_model_len)
         with self._stage("capture", progress):
             self._share(cache)
@@ -152,6 +154,12 @@ class Builder:
             ", ".join(f"{stage} {time_s:.1f} s" for stage, time_s in self._seconds.items()),
         )  # fmt: skip
         return launcher, max_model_len
+
+    def _cache(self, layout: KVLayout, num_blocks: int, scales: Scales | None = None) -> DeviceCache:
+        kv, offsets = (scales.kv, scales.k_offsets) if scales else (None, None)
+        if self._is_smooth and offsets is None:
+            offsets = torch.zeros(layout.num_layers, layout.num_kv_heads, layout.head_dim, device=self._device)
+        return DeviceCache(layout, num_blocks, self._format.pages, self._device, kv, offsets)
 
     def _share(self, cache: DeviceCache) -> None:
         """The first of a team hands over the pages of all."""
@@ -185,6 +193,10 @@ class Builder:
             config, self._source, self._format, longest, device, progress, self._team.shard
         )
         self._seconds = {"weights": time.perf_counter() - start}
+        # Scales that a checkpoint brings are of keys as they are; members of a team would have to agree on offsets.
+        self._is_smooth = (
+            self._format.is_fp8 and smooths_keys(config) and self._weights.kv_scales is None and self._team is ALONE
+        )
         self._model = self._transformer(self._weights)
         self._attention = DeviceAttention(
             config, self._registry, self._format.kv, self._block_size, settings.max_num_seqs * (longest + 128),
@@ -196,6 +208,8 @@ class Builder:
         self._drawer = Drawer(self._registry, config.vocab_size, device, self._team)
         self._sampler = DeviceSampler(self._checkpoint.eos_token_ids, self._drawer)
         self._longest_prompt = min(self._max_rows, longest)
+        if self._captures:
+            require_kernels(self._registry, config, self._format, self._block_size)
 
     @property
     def _captures(self) -> bool:
@@ -235,8 +249,9 @@ class Builder:
 
     def _transformer(self, weights: DeviceWeights) -> Transformer:
         return Transformer(
-            self._config, self._format, weights, self._registry, self._block_size, self._max_rows, self._team
-        )
+            self._config, self._format, weights, self._registry, self._block_size, self._max_rows, self._team,
+            self._is_smooth,
+        )  # fmt: skip
 
     def _launcher(
         self,
@@ -276,6 +291,15 @@ class Builder:
         free, _ = torch.cuda.mem_get_info()
         free -= self._settings.spare_nbytes
         return free - _SPARE_NBYTES - _LOGIT_NBYTES * self._settings.max_num_seqs * self._config.vocab_size
+
+
+def require_kernels(registry: Registry, config: ModelConfig, number_format: DeviceFormat, block_size: int) -> None:
+    """Raises ConfigError where attention falls back on the reference, which no graph can hold."""
+    spec = AttnSpec(config.num_heads, config.num_kv_heads, config.head_dim, block_size, number_format.kv)
+    choice = registry.resolve("attn_decode", spec)
+    if choice.impl.name == "reference":
+        reasons = "; ".join(f"{name}: {reason}" for name, reason in choice.rejected)
+        raise ConfigError(f"head_dim is {config.head_dim}, and no attention kernel runs ({reasons}): use dtype float32")
 
 
 def _whole(num_blocks: int, page_nbytes: int) -> int:

@@ -1,9 +1,9 @@
 """Runs a batch on the device: its decodes as one step of a bucket, its prompts in one pass beside it."""
 
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as SequenceOf
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -14,7 +14,7 @@ from contracts.ids import RequestId
 from engine.batch import Piece
 from engine.cuda.drawing import DeviceDrawn, DeviceSampler, Likeliest
 from engine.cuda.inputs import DecodeRows, block_tables, decode_rows, num_decodes, prompt_rows
-from engine.cuda.launcher import DeviceBatch, Launched, Launcher, Score
+from engine.cuda.launcher import DeviceBatch, Launcher
 from engine.cuda.sampling import columns, is_greedy
 from engine.cuda.state import give, pack
 from engine.cuda.steps import StepKey
@@ -50,6 +50,7 @@ class DeviceRunner:
         self._block_size, self._spare = layout.block_size, launcher.cache.num_blocks
         self.early_planes = launcher.model.early_layers * layout.num_planes // layout.num_layers
         self._drawn: dict[RequestId, int] = {}
+        self._last: DeviceDrawn | None = None
         self._tables: tuple[int, list[tuple[array[int], int]]] = (0, [])
         self._prepared: Prepared | None = None
 
@@ -60,6 +61,10 @@ class DeviceRunner:
     def forward_undrawn(self, pieces: SequenceOf[Piece]) -> Computed:
         return self._run(pieces, [piece.sequence for piece in pieces if piece.samples], False, unheard)
 
+    def wait(self) -> None:
+        if self.launcher.state.device.type == "cuda":
+            torch.cuda.current_stream(self.launcher.state.device).synchronize()
+
     def prepare(self, piece: Piece) -> None:
         """The device is told the tables now, and the words are there but for the token. They are kept until the next
         call, when nothing is being computed: no copy reads them any more.
@@ -67,7 +72,8 @@ class DeviceRunner:
         sequence = piece.sequence
         batch = self._batch([piece], (), [sequence], (), draws=True)
         told = replace(batch, num_decodes=0, key=None)
-        self._launch(told, partial(score, ()))
+        with self._told(told):
+            self.launcher.launch(told, partial(score, ()))
         words = self.launcher.state.staged(batch.words)
         self._prepared = Prepared(sequence, sequence.blocks, piece.end, words)
 
@@ -78,21 +84,28 @@ class DeviceRunner:
         count = num_decodes(pieces)
         found = spans(pieces[count:])
         batch = self._batch(pieces[:count], pieces[count:], sampling, [span.rows.numpy() for span in found], draws)
-        launched = self._launch(batch, partial(score, found), written)
-        if not draws:
-            return Computed(torch.cat(list(launched.logits)).float(), launched.scored)
-        tokens = self.launcher.state.drawn[: len(sampling)]
-        asks = any(sequence.sampling.logprobs is not None for sequence in sampling)
-        likeliest = Likeliest.of(sampling, torch.cat(list(launched.logits)), tokens) if asks else None
+        with self._told(batch):
+            launched = self.launcher.launch(batch, partial(score, found), written)
+            if not draws:
+                return Computed(torch.cat(list(launched.logits)).float(), launched.scored)
+            tokens = self.launcher.state.drawn[: len(sampling)]
+            asks = any(sequence.sampling.logprobs is not None for sequence in sampling)
+            likeliest = Likeliest.of(sampling, torch.cat(list(launched.logits)), tokens) if asks else None
+            drawn = DeviceDrawn(sampling, tokens, likeliest)
         self._drawn = {sequence.request_id: row for row, sequence in enumerate(sampling)}
-        return Computed(launched.logits[0], launched.scored, DeviceDrawn(sampling, tokens, likeliest))
+        self._last = drawn
+        return Computed(launched.logits[0], launched.scored, drawn)
 
-    def _launch(self, batch: DeviceBatch, score: Score, written: Written = unheard) -> Launched:
+    @contextmanager
+    def _told(self, batch: DeviceBatch) -> Iterator[None]:
+        """Within, it is launched."""
         try:
             with self._tell(batch):
-                return self.launcher.launch(batch, score, written)
+                yield
         except RuntimeError:
             self._tables = (0, [])  # nobody knows whether the device has those of this batch
+            if self._last is not None:  # nor whether it has drawn over the tokens that this batch goes on from
+                self._last.put_back(self.launcher.state.drawn)
             raise
 
     def _batch(

@@ -61,7 +61,8 @@ class _Turns:
 
 
 class Transformer:
-    """`max_rows`: the most rows of one call; their activations are allocated here, once.
+    """`max_rows`: the most rows of one call; their activations are allocated here, once. `is_smooth`: so are the keys
+    (kernels.specs.RopeSpec), and every cache has offsets.
 
     While `peaks` `[layers, 2]` is there, it takes the largest scales of attention's output and of the MLP's middle, the
     first tokens of a text left out.
@@ -76,8 +77,9 @@ class Transformer:
         block_size: int,
         max_rows: int,
         team: Team = ALONE,
+        is_smooth: bool = False,
     ) -> None:
-        self._team = team
+        self._team, self.is_smooth = team, is_smooth
         self._config, self._weights, self._format, self._registry = config, weights, number_format, registry
         self._block_size = block_size
         self.peaks: Tensor | None = None
@@ -235,10 +237,11 @@ class Transformer:
         if layer.q_gain is not None and layer.k_gain is not None:
             self._normalise_heads(qkv, layer.q_gain, layer.k_gain)
         heads = (config.num_heads, config.num_kv_heads, config.head_dim)
-        rope = self._get("rope_append", RopeSpec(*heads, self._block_size, self._format.kv, deferred=deferred))
-        rope(
+        spec = RopeSpec(*heads, self._block_size, self._format.kv, deferred=deferred, smooth=self.is_smooth)
+        self._get("rope_append", spec)(
             qkv, turns.positions, rows.slots, self._weights.cos_sin, q, cache.keys, cache.values,
-            k_scale=cache.k_scale, v_scale=cache.v_scale, **(_applied(layer.qkv, x) if deferred else {}),
+            k_scale=cache.k_scale, v_scale=cache.v_scale, k_offset=cache.k_offset,
+            **(_applied(layer.qkv, x) if deferred else {}),
         )  # fmt: skip
         if turns.scales is not None:
             q.mul_(turns.scales[:, None, None])

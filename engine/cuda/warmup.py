@@ -24,7 +24,9 @@ class WarmUp:
         self._max_len = min(max_len, num_blocks * layout.block_size)
 
     def run(self, runner: DeviceRunner, sampler: DeviceSampler) -> None:
-        """Rows in a few long prompts; then as many prompts as rows, which are drawn in every way there is."""
+        """One row behind a long prompt, whose keys are shared out among CTAs if any batch's are; rows in a few long
+        prompts; then as many prompts as rows, which are drawn in every way there is."""
+        runner.forward_undrawn([Piece(self._sequence(0, self._max_len, _GREEDY), self._max_len - 1, 1)])
         for count in row_counts(self._max_rows):
             runner.forward_undrawn(self._prompts(_lengths(count, self._max_len), _GREEDY))
         for count in row_counts(self._max_num_seqs):

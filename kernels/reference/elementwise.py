@@ -84,16 +84,28 @@ def rope_append(
     spec: RopeSpec, qkv: Tensor, positions: Tensor, slots: Tensor, cos_sin: Tensor, q: Tensor, k_cache: Tensor,
     v_cache: Tensor,
     *, k_scale: float = 1.0, v_scale: float = 1.0, token_scale: Tensor | None = None,
-    channel_scale: Tensor | None = None,
+    channel_scale: Tensor | None = None, k_offset: Tensor | None = None,
 ) -> None:  # fmt: skip
     value = sum_parts(qkv, spec.parts)
     if token_scale is not None and channel_scale is not None:
         value = value * channel_scale * token_scale[: value.shape[0], None]
     heads = value.view(-1, spec.q_heads + 2 * spec.kv_heads, spec.head_dim)
     q_heads, k, v = heads.split((spec.q_heads, spec.kv_heads, spec.kv_heads), 1)
-    q.copy_(rotate(q_heads, positions, cos_sin).view_as(q))
-    write_tokens(k_cache, slots, rotate(k, positions, cos_sin) * (1.0 / k_scale))
+    q_turned, k_turned = rotate(q_heads, positions, cos_sin), rotate(k, positions, cos_sin)
+    if spec.smooth and k_offset is not None:
+        matrix = hadamard(spec.head_dim).to(q.device)
+        q_turned, k_turned = q_turned @ matrix, k_turned @ matrix - k_offset
+    q.copy_(q_turned.view_as(q))
+    write_tokens(k_cache, slots, k_turned * (1.0 / k_scale))
     write_tokens(v_cache, slots, v * (1.0 / v_scale))
+
+
+def hadamard(size: int) -> Tensor:
+    """Sylvester's, for powers of two, divided by its norm: symmetric and its own inverse."""
+    matrix = torch.ones(1, 1)
+    while len(matrix) < size:
+        matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
+    return matrix * size**-0.5
 
 
 def write_tokens(cache: Tensor, slots: Tensor, x_THD: Tensor) -> None:

@@ -1,7 +1,7 @@
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportArgumentType=false, reportIndexIssue=false
 # pyright: reportOperatorIssue=false, reportAttributeAccessIssue=false, reportOptionalMemberAccess=false, reportReturnType=false
 # pyright: reportAssignmentType=false
-"""What every kernel here shares: programmatic dependent launch and the rounding to e4m3.
+"""What kernels here share: programmatic dependent launch, the rounding to e4m3, the end of a product in parts.
 
 Kernels do not specialize the counts that differ from batch to batch, of rows (num_tokens, M, total) and of pages: one
 for 1, one for multiples of 16 and one for the rest would be compiled, some of them in the middle of serving.
@@ -60,3 +60,22 @@ def token_scale(amax):
 def pdl_launch(pdl: bool) -> dict[str, bool]:
     """Launch options; the keyword must be absent where the interpreter runs the kernel."""
     return {"launch_pdl": True} if pdl else {}
+
+
+@triton.jit
+def store_part(acc, out_ptr, part_ptr, counter_ptr, at, mask, M, N: tl.constexpr, PARTS: tl.constexpr):
+    """A tile of the product at `at`, or one of the PARTS of it along k (axis 2 of the grid): the last part to arrive
+    adds all in order, and the sum is the same whoever it is."""
+    if PARTS == 1:
+        tl.store(out_ptr + at, acc.to(out_ptr.dtype.element_ty), mask=mask)
+    else:
+        tile = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
+        stride = tl.cast(M, tl.int64) * N  # M is no tensor where it is 1
+        tl.store(part_ptr + tl.program_id(2) * stride + at, acc, mask=mask)
+        tl.debug_barrier()
+        if tl.atomic_add(counter_ptr + tile, 1, sem="acq_rel") == PARTS - 1:
+            total = tl.zeros(acc.shape, tl.float32)
+            for i in tl.static_range(PARTS):
+                total += tl.load(part_ptr + i * stride + at, mask=mask, other=0.0, cache_modifier=".cg")
+            tl.store(out_ptr + at, total.to(out_ptr.dtype.element_ty), mask=mask)
+            tl.store(counter_ptr + tile, 0)  # ready for the next launch

@@ -16,6 +16,7 @@ from torch import Tensor
 from kernels.layouts import block_of
 from kernels.plans import EMPTY, Plan, PlanTable
 from kernels.specs import FP4Spec, W4Spec
+from kernels.triton.common import store_part
 from kernels.workspace import COUNTERS_NBYTES, WIDEN_TOKENS
 
 PACKED = not triton.knobs.runtime.interpret  # the interpreter knows no inline assembly
@@ -116,25 +117,6 @@ def widen(packed, first, second, MXFP4: tl.constexpr, PACKED: tl.constexpr):
     else:
         low, high = widen_int4(packed, second.to(tl.float32), first.to(tl.float32), PACKED)
     return low, high
-
-
-@triton.jit
-def store_part(acc, out_ptr, part_ptr, counter_ptr, at, mask, M, N: tl.constexpr, PARTS: tl.constexpr):
-    """A tile of the product at `at`, or one of the PARTS of it along k (axis 2 of the grid): the last part to arrive
-    adds all in order, and the sum is the same whoever it is."""
-    if PARTS == 1:
-        tl.store(out_ptr + at, acc.to(out_ptr.dtype.element_ty), mask=mask)
-    else:
-        tile = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
-        stride = tl.cast(M, tl.int64) * N  # M is no tensor where it is 1
-        tl.store(part_ptr + tl.program_id(2) * stride + at, acc, mask=mask)
-        tl.debug_barrier()
-        if tl.atomic_add(counter_ptr + tile, 1, sem="acq_rel") == PARTS - 1:
-            total = tl.zeros(acc.shape, tl.float32)
-            for i in tl.static_range(PARTS):
-                total += tl.load(part_ptr + i * stride + at, mask=mask, other=0.0, cache_modifier=".cg")
-            tl.store(out_ptr + at, total.to(out_ptr.dtype.element_ty), mask=mask)
-            tl.store(counter_ptr + tile, 0)  # ready for the next launch
 
 
 @triton.jit(do_not_specialize=["M"])

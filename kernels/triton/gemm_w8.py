@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kernels.plans import EMPTY, Plan, PlanTable
 from kernels.specs import W8Spec
-from kernels.triton.gemm_w4 import store_part
+from kernels.triton.common import store_part
 from kernels.workspace import COUNTERS_NBYTES, WIDEN_TOKENS
 
 # Columns that a step of k takes, and rows that share their scale; 0: a row has one scale.

@@ -112,16 +112,17 @@ def silu_kernel(
         y = gated(x_ptr + row * 2 * N, channel_scale_ptr, first + piece * BLOCK, factor, N, N % BLOCK > 0, DEFERRED)
         peak = tl.maximum(peak, tl.abs(y))
         middle += (y,)
-    factor = factor * factor
+    square = factor * factor
+    multiplier = square
     if QUANT == 1:
-        scale = token_scale(tl.max(peak, 0) * factor)
+        scale = token_scale(tl.max(peak, 0) * square)
         tl.store(scale_ptr + row, scale)
-        factor = factor / scale
+        multiplier = square / scale
     elif QUANT == 2:
-        factor = factor / tl.load(scale_ptr)
+        multiplier = square / tl.load(scale_ptr)
     for piece in tl.static_range(PIECES):
         col = first + piece * BLOCK
-        y = middle[piece] * factor
+        y = middle[piece] * multiplier
         if QUANT == 2:
             y = to_e4m3(y)  # a scale of the row's own keeps it within the range
         tl.store(out_ptr + row * N + col, y.to(out_ptr.dtype.element_ty), mask=col < N if N % BLOCK > 0 else None)

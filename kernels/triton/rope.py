@@ -15,9 +15,9 @@ from kernels.triton.common import PDL, pdl_launch, pdl_start, pdl_wait, to_e4m3
 @triton.jit(do_not_specialize=["num_tokens"])
 def rope_append_kernel(
     qkv_ptr, q_ptr, k_ptr, v_ptr, pos_ptr, slot_ptr, cos_sin_ptr, token_scale_ptr, channel_scale_ptr,
-    k_inv, v_inv, stride_page, num_tokens,
+    k_offset_ptr, k_inv, v_inv, stride_page, num_tokens,
     HQ: tl.constexpr, HKV: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr,
-    PARTS: tl.constexpr, DEFERRED: tl.constexpr, FP8: tl.constexpr, PDL: tl.constexpr,
+    PARTS: tl.constexpr, DEFERRED: tl.constexpr, SMOOTH: tl.constexpr, FP8: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One CTA a token and BLOCK heads: a CTA a head costs 16 us at 256 tokens on H200, launch bound."""
     token = tl.program_id(0).to(tl.int64)
@@ -44,6 +44,12 @@ def rope_append_kernel(
     is_q = (head < HQ)[:, None] & live
     is_k = ((head >= HQ) & (head < HQ + HKV))[:, None] & live
     is_v = (head >= HQ + HKV)[:, None] & live
+    if SMOOTH:  # a Hadamard matrix is [[S, S], [S, -S]] of the one of half its size
+        S = signs(H) * D**-0.5
+        y1, y2 = tl.dot(y1 + y2, S), tl.dot(y1 - y2, S)
+        k_offset_at = k_offset_ptr + (head - HQ)[:, None] * D + h[None, :]
+        y1 -= tl.load(k_offset_at, mask=is_k, other=0.0)
+        y2 -= tl.load(k_offset_at + H, mask=is_k, other=0.0)
     q_at = q_ptr + token * HQ * D + off
     tl.store(q_at, y1.to(q_ptr.dtype.element_ty), mask=is_q)
     tl.store(q_at + H, y2.to(q_ptr.dtype.element_ty), mask=is_q)
@@ -60,17 +66,29 @@ def rope_append_kernel(
     tl.store(v_at + H, v2.to(v_ptr.dtype.element_ty), mask=is_v & ok)
 
 
+@triton.jit
+def signs(N: tl.constexpr):
+    """Sylvester's matrix [N, N], N up to 256: minus where the numbers of row and column share an odd count of bits."""
+    n = tl.arange(0, N)
+    shared = n[:, None] & n[None, :]
+    shared ^= shared >> 4
+    shared ^= shared >> 2
+    shared ^= shared >> 1
+    return (1 - 2 * (shared & 1)).to(tl.float32)
+
+
 def rope_append(
     spec: RopeSpec, qkv: Tensor, positions: Tensor, slots: Tensor, cos_sin: Tensor, q: Tensor, k_cache: Tensor,
     v_cache: Tensor,
     *, k_scale: float = 1.0, v_scale: float = 1.0, token_scale: Tensor | None = None,
-    channel_scale: Tensor | None = None,
+    channel_scale: Tensor | None = None, k_offset: Tensor | None = None,
     pdl: bool = PDL,
 ) -> None:  # fmt: skip
     tokens, heads = positions.shape[0], spec.q_heads + 2 * spec.kv_heads
     rope_append_kernel[(tokens, triton.cdiv(heads, 16))](
         qkv, q, k_cache, v_cache, positions, slots, cos_sin, cos_sin if token_scale is None else token_scale,
-        cos_sin if channel_scale is None else channel_scale, 1.0 / k_scale, 1.0 / v_scale, k_cache.stride(0), tokens,
+        cos_sin if channel_scale is None else channel_scale, cos_sin if k_offset is None else k_offset,
+        1.0 / k_scale, 1.0 / v_scale, k_cache.stride(0), tokens,
         HQ=spec.q_heads, HKV=spec.kv_heads, HEADS=heads, BLOCK=16, D=spec.head_dim, PAGE=spec.page, PARTS=spec.parts,
-        DEFERRED=spec.deferred, FP8=spec.kv == "e4m3", PDL=pdl, num_warps=4, **pdl_launch(pdl),
+        DEFERRED=spec.deferred, SMOOTH=spec.smooth, FP8=spec.kv == "e4m3", PDL=pdl, num_warps=4, **pdl_launch(pdl),
     )  # fmt: skip

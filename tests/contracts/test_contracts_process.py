@@ -5,11 +5,12 @@ import os
 import socket
 import threading
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import pytest
 
 from contracts.errors import ConfigError
-from contracts.process import listen, write_ready_file
+from contracts.process import http_url, listen, write_ready_file
 
 
 def test_a_free_port_is_found_and_taken():
@@ -22,6 +23,31 @@ def test_a_free_port_is_found_and_taken():
             listen("127.0.0.1", port)
 
 
+def has_ipv6() -> bool:
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize(
+    ("host", "shown"),
+    [("127.0.0.1", "127.0.0.1"), ("0.0.0.0", "127.0.0.1"), ("::1", "[::1]"), ("::", "127.0.0.1"), ("a.b", "a.b")],
+)
+def test_an_address_is_shown_as_urls_have_it(host: str, shown: str):
+    assert http_url(host, 8000) == f"http://{shown}:8000"
+
+
+@pytest.mark.skipif(not has_ipv6(), reason="no IPv6 here")
+@pytest.mark.parametrize("host", ["::1", "::"])
+def test_ipv6_is_listened_on(host: str):
+    with listen(host, 0) as listener:
+        port = listener.getsockname()[1]
+        where = urlsplit(http_url(host, port)).hostname
+        socket.create_connection((where, port)).close()
+
+
 def test_a_port_can_be_taken_again_at_once():
     """A restarted service does not wait for the connections of its former self to be forgotten."""
     with listen("127.0.0.1", 0) as listener:
@@ -30,6 +56,17 @@ def test_a_port_can_be_taken_again_at_once():
         listener.accept()[0].close()
     client.close()
     listen("127.0.0.1", port).close()
+
+
+@pytest.mark.skipif(not hasattr(socket, "TCP_USER_TIMEOUT"), reason="not on this platform")
+@pytest.mark.parametrize("silence_s", [0.0, 10.0])
+def test_what_is_accepted_minds_the_silence_of_its_peer(silence_s: float):
+    with (
+        listen("127.0.0.1", 0, silence_s=silence_s) as listener,
+        socket.create_connection(listener.getsockname()),
+        listener.accept()[0] as accepted,
+    ):
+        assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == silence_s * 1000
 
 
 @pytest.mark.parametrize("host", ["192.0.2.1", "no.such.host.invalid"])

@@ -78,8 +78,8 @@ async def _finish(store: Store, name: str, epoch: int, state: State):
     return await store.finish(RequestId(name), Epoch(epoch), state)
 
 
-async def _renew(store: Store, gateway: str):
-    return await store.renew(GatewayId(gateway), 10.0)
+async def _renew(store: Store, names: list[str]):
+    return await store.renew([RequestId(name) for name in names], 10.0)
 
 
 CALLS = {
@@ -133,7 +133,7 @@ calls = st.one_of(
     called("place", places),
     called("advance", st.tuples(moves)),
     called("finish", ends),
-    called("renew", st.tuples(gateways)),
+    called("renew", st.tuples(st.lists(st.sampled_from(REQUESTS), max_size=4))),
 )
 starts = st.lists(joins, min_size=2, max_size=6).map(lambda rows: [Call("join", row) for row in rows])
 

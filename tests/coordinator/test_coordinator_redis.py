@@ -22,7 +22,6 @@ from coordinator.states import State
 from coordinator.store import AFFINITY_BLOCK, Move, Store
 from tests.coordinator.coordinator_rig import (
     ALIVE_LOAD,
-    GATEWAY,
     ask,
     assert_idle,
     credits,
@@ -31,7 +30,6 @@ from tests.coordinator.coordinator_rig import (
     node,
     pair,
     until,
-    view,
 )
 
 
@@ -220,7 +218,7 @@ class Life:
                 await self.turn(step)
             except TandemError:
                 continue  # a refusal is part of life
-        await self.store.renew(GATEWAY, 0.0)
+        await self.store.renew([RequestId(name) for name in self.epochs], 0.0)
         await self.store.reap()
 
     async def turn(self, step: str) -> None:
@@ -286,20 +284,3 @@ def test_credits_never_leak(any_server: RedisServer, seed: int, steps: list[str]
 @lives
 def test_credits_never_leak_in_the_twin(seed: int, steps: list[str]):
     asyncio.run(live(MemoryStore(), seed, steps))
-
-
-async def test_a_placement_whose_answer_was_lost_is_not_kept_alive():
-    """Its gateway does not know of it, but renews for all that it has."""
-    clock = [0.0]
-    store = MemoryStore(clock=lambda: clock[0], alive_s=1000.0)
-    await pair(store)
-    await store.place(ask("lost"))
-    await store.place(ask("known"))
-    await store.advance([Move(RequestId("known"), Epoch(1), State.QUEUED)])
-    clock[0] = 29.0
-    assert await store.renew(GATEWAY, 10.0) == 2
-    clock[0] = 38.0
-    assert await store.renew(GATEWAY, 10.0) == 1
-    clock[0] = 40.0
-    assert [reaped.request_id for reaped in await store.reap()] == ["lost"]
-    assert (await view(store, "d0")).num_decodes == 1

@@ -1,5 +1,8 @@
 """The GPU's adapter on the reference kernels: FP8, running ahead, drawing, and what needs the host."""
 
+import threading
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -11,11 +14,14 @@ from tiny_models import VOCAB, save_tiny
 
 from checkpoint import open_checkpoint
 from contracts.errors import ConfigError
+from contracts.events import Token
 from contracts.ids import RequestId
 from contracts.sampling import SamplingParams
 from engine.batch import Piece
-from engine.cuda.formats import DEVICE_FORMATS
+from engine.cuda.drawing import Likeliest
+from engine.cuda.formats import DEVICE_FORMATS, smooths_keys
 from engine.cuda.fused import is_fusible
+from engine.cuda.load import require_kernels
 from engine.cuda.runner import DeviceRunner
 from engine.cuda.sampling import columns, draw_keys
 from engine.cuda.weights import load_device_weights, quantize_finely, quantize_rows
@@ -23,6 +29,10 @@ from engine.load import load_engine
 from engine.runner import unheard
 from engine.sequence import Sequence
 from engine.weights import open_weights
+from kernels import catalog
+from kernels.caps import Caps
+from kv_transfer.conversion import is_possible
+from kv_transfer.frames import Terms
 
 PROMPTS = random_prompts(VOCAB, (9, 64, 100))
 RANDOM = SamplingParams(max_tokens=24, seed=5, temperature=0.9, top_p=0.9, top_k=40, ignore_eos=True)
@@ -92,6 +102,41 @@ def test_rounding_sparingly_brings_logits_nearer(tmp_path, monkeypatch):
     monkeypatch.setattr("engine.cuda.weights.rounds_sparingly", lambda _: False)
     rounded = relative_error(logits_of(device_engine(tmp_path, "float8"), PROMPTS), expected)
     assert sparing < 0.9 * rounded
+
+
+def save_uneven(folder):
+    """A tiny Qwen2, of whose keys one channel a head stands out and hardly turns, as real models have them."""
+    model = save_tiny(folder, "qwen2")
+    for layer in model.model.layers:
+        layer.self_attn.k_proj.bias.data.view(2, -1)[:, -1] = 40.0
+    model.save_pretrained(folder)
+
+
+def test_smooth_keys_bring_logits_nearer(tmp_path, monkeypatch):
+    save_uneven(tmp_path)
+    expected = logits_of(device_engine(tmp_path, "float32"), PROMPTS)
+    smooth = device_engine(tmp_path, "float8")
+    error = relative_error(logits_of(smooth, PROMPTS), expected)
+    monkeypatch.setattr("engine.cuda.load.smooths_keys", lambda _: False)
+    uneven = device_engine(tmp_path, "float8")
+    assert error < 0.8 * relative_error(logits_of(uneven, PROMPTS), expected)
+    assert uneven.layout.difference(smooth.layout) == "scales"
+
+
+def test_smooth_keys_are_the_same_in_every_process_and_take_no_bf16_ones(tmp_path):
+    save_uneven(tmp_path)
+    engines = [device_engine(tmp_path, dtype) for dtype in ("float8", "float8", "bfloat16")]
+    ours, again, plain = (
+        Terms(engine.layout, 64, "auto", ["ucx"], "a", True, "cuda", engine.transfer_pool.scales) for engine in engines
+    )
+    assert is_possible(again, ours) and not is_possible(plain, ours)
+
+
+@pytest.mark.parametrize(("family", "changes"), [("gpt_oss", {}), ("llama", FUSIBLE), ("llama", {"head_dim": 24})])
+def test_keys_that_are_not_smoothed(tmp_path, family, changes):
+    """Those beside sinks, of the fused step, and of heads that no Hadamard matrix fits."""
+    save_tiny(tmp_path, family, **changes)
+    assert not smooths_keys(open_checkpoint(str(tmp_path)).config)
 
 
 def test_a_searched_scale_cuts_off_nothing_and_leaves_less_of_an_error():
@@ -236,6 +281,95 @@ def test_a_batch_that_fails_has_told_the_device_no_tables(folder, monkeypatch):
     monkeypatch.setattr(state, "put_tables", fails_once)
     assert answers(engine, PROMPTS[2:], greedy()) == expected[1:]
     assert len(attempts) > 1
+
+
+@pytest.mark.parametrize("part", ["prompts", "logprobs"])
+def test_a_batch_that_fails_behind_its_draw_changes_no_token(folder, monkeypatch, part):
+    """Its answers' tokens are those of the batch before, which are on the device alone."""
+    params = greedy(10, logprobs=1) if part == "logprobs" else greedy(10)
+    engine, expected = device_engine(folder), answers(device_engine(folder), PROMPTS, params)
+    attempts = []
+
+    def fail_once(compute):
+        def computed(*args):
+            attempts.append(args)
+            if len(attempts) == 1:
+                raise RuntimeError("out of memory")
+            return compute(*args)
+
+        return computed
+
+    for index in range(2):
+        engine.submit(request(str(index), PROMPTS[index], params))
+    outputs = [engine.step(), engine.step()]
+    assert isinstance(engine.runner, DeviceRunner)
+    if part == "prompts":
+        monkeypatch.setattr(engine.runner.launcher, "_prompts", fail_once(engine.runner.launcher._prompts))
+    else:
+        monkeypatch.setattr("engine.cuda.runner.Likeliest.of", fail_once(Likeliest.of))
+    engine.submit(request("2", PROMPTS[2], params))
+    outputs += drain(engine)
+    assert [tokens_of(outputs, str(index)) for index in range(3)] == expected
+    assert len(attempts) > 1
+
+
+def test_an_undrawn_batch_that_nobody_wants_is_waited_for(folder, monkeypatch):
+    """Its blocks are free then, and a transfer may write there at once."""
+    engine, waited = device_engine(folder, max_batched_tokens=64), []
+    monkeypatch.setattr(engine.runner, "wait", lambda: waited.append(engine.stats().free_tokens))
+    params = greedy(8, presence_penalty=0.5)
+    engine.submit(request("gone", PROMPTS[2], params, handoff=True))
+    engine.step()  # the first chunk; the last is being computed
+    engine.release(RequestId("gone"))
+    assert not engine.step().sampled
+    assert waited and waited[0] < engine.stats().free_tokens == engine.capacity_tokens
+    assert answers(engine, PROMPTS, params) == answers(device_engine(folder), PROMPTS, params)
+
+
+def test_a_grammar_is_forgotten_if_its_request_went_before_its_first_mask(folder, monkeypatch):
+    engine = device_engine(folder, max_batched_tokens=64)
+    grammars, gone = engine._grammars, threading.Event()
+    masks = grammars._masks
+    monkeypatch.setattr(grammars, "_masks", lambda sequences: (gone.wait(10), masks(sequences))[1])
+    engine.submit(request("gone", PROMPTS[2], greedy(8, grammar=LLMatcher.grammar_from_regex("[a-f]+"))))
+    engine.step()
+    engine.release(RequestId("gone"))
+    gone.set()
+    engine.step()
+    assert not grammars._open
+
+
+def test_more_handoffs_kept_than_there_are_places_take_turns(folder):
+    prompts = random_prompts(VOCAB, (20, 20, 20, 20))
+    engine, expected = device_engine(folder, max_num_seqs=2), answers(device_engine(folder), prompts, greedy(8))
+    for index, prompt in enumerate(prompts):
+        engine.submit(request(str(index), prompt, greedy(8), handoff=True))
+    outputs = drain(engine)
+    for index in range(4):
+        engine.keep_local(RequestId(str(index)))
+    outputs += drain(engine)
+    assert [tokens_of(outputs, str(index)) for index in range(4)] == expected
+
+
+def test_an_adopted_answer_has_the_place_that_was_reserved(folder):
+    engine = device_engine(folder, max_num_seqs=2)
+    engine.submit(request("first", PROMPTS[0], greedy(20)))
+    engine.step()
+    engine.reserve(request("adopted", PROMPTS[1], greedy(8)))
+    engine.submit(request("late", PROMPTS[2], greedy(4)))
+    outputs = [engine.step(), engine.step()]
+    engine.adopt(RequestId("adopted"), Token(0, 5))
+    engine.writer_ended(RequestId("adopted"))
+    outputs += drain(engine)
+    assert [len(tokens_of(outputs, name)) for name in ("first", "adopted", "late")] == [19, 7, 4]
+
+
+def test_heads_that_no_kernel_takes_are_refused_by_their_size(folder):
+    config = replace(open_checkpoint(str(folder)).config, head_dim=80)
+    registry = catalog.registry(Caps("cuda", 90, "an H200", triton=(3, 6, 0)))
+    with pytest.raises(ConfigError, match=r"head_dim is 80, .*power of two.*: use dtype float32"):
+        require_kernels(registry, config, DEVICE_FORMATS["bfloat16"], 64)
+    require_kernels(registry, replace(config, head_dim=64), DEVICE_FORMATS["bfloat16"], 64)
 
 
 def test_budgets_hold_a_device_s_block(folder):

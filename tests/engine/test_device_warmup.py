@@ -41,8 +41,8 @@ WAYS = [
 MAX_ROWS, MAX_NUM_SEQS, MAX_LEN = 700, 40, 512
 
 
-def engine_of(folder, dtype):
-    return device_engine(folder, dtype, max_num_seqs=MAX_NUM_SEQS, max_model_len=MAX_LEN, max_batched_tokens=MAX_ROWS)
+def engine_of(folder, dtype, max_len=MAX_LEN):
+    return device_engine(folder, dtype, max_num_seqs=MAX_NUM_SEQS, max_model_len=max_len, max_batched_tokens=MAX_ROWS)
 
 
 def device_runner(engine):
@@ -50,12 +50,12 @@ def device_runner(engine):
     return engine.runner
 
 
-def warm(engine):
+def warm(engine, max_len=MAX_LEN):
     """What a start on a GPU launches after its weights are there."""
     runner = device_runner(engine)
     runner.launcher.steps.run_all()
     num_blocks = runner.launcher.cache.num_blocks
-    WarmUp(engine.layout, num_blocks, MAX_ROWS, MAX_NUM_SEQS, MAX_LEN).run(runner, engine._sampler)
+    WarmUp(engine.layout, num_blocks, MAX_ROWS, MAX_NUM_SEQS, max_len).run(runner, engine._sampler)
 
 
 def serve(engine):
@@ -128,6 +128,23 @@ def test_nor_where_there_is_no_room_to_widen_keys_for_attention(tmp_path, monkey
     monkeypatch.setattr("engine.cuda.attention._MAX_WORKSPACE_NBYTES", 4 * 2 * 32 * 384)  # of one short prompt
     save_tiny(tmp_path, "llama", **FUSIBLE)
     assert_nothing_compiles(tmp_path, "float8")
+
+
+@pytest.mark.parametrize("has_room", [True, False])
+def test_nor_for_short_chunks_behind_a_long_prefix(has_room, tmp_path, monkeypatch):
+    """Of one prompt the keys are shared out, of several at once they are not."""
+    if not has_room:
+        monkeypatch.setattr("engine.cuda.attention._MAX_WORKSPACE_NBYTES", 4 * 2 * 32 * 700)
+    save_tiny(tmp_path, "llama", **FUSIBLE, max_position_embeddings=4096)
+    with noted_launches() as launches:
+        engine = engine_of(tmp_path, "float8", 4096)
+        warm(engine, 4096)
+        known = set(launches.kinds)
+        assert "merge_parts_kernel" in {name for name, *_ in known}
+        prefix = random_prompts(VOCAB, (3000,))[0]
+        for rests in [(count,) for count in (1, 5, 12, 30, 60, 64, 65, 100, 128, 200, 300, 600)] + [(20, 70, 130)]:
+            answers(engine, [[*prefix, *rest] for rest in random_prompts(VOCAB, rests)], greedy(2))
+        assert launches.kinds == known
 
 
 def test_without_a_warm_up_kernels_would_be_compiled_while_serving(tmp_path):

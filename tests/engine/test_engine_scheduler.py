@@ -101,7 +101,27 @@ def test_beside_answers_prompts_are_cut_shorter():
 def test_an_answer_that_is_expected_counts_as_one_that_runs():
     engine = FakeEngine(limits=Limits(max_num_seqs=4, max_batched_tokens=16, max_mixed_tokens=8, max_model_len=64))
     engine.add(38)
-    assert shape(engine.scheduler.schedule(expects_answers=True)) == [("100-38", 0, 8)]
+    assert shape(engine.scheduler.schedule(num_reserved=1)) == [("100-38", 0, 8)]
+
+
+def test_no_more_run_at_once_than_there_are_places():
+    engine = FakeEngine()
+    for index in range(6):
+        sequence = Sequence(RequestId(str(index)), [index] * 5, greedy(3))
+        sequence.blocks.extend(engine.pool.allocate(2))
+        sequence.num_computed = 5
+        sequence.tokens.append(1)
+        engine.scheduler.resume(sequence)
+    while engine.scheduler.has_work:
+        assert len(engine.step().pieces) <= 4
+    assert engine.num_finished == 6
+
+
+def test_a_reserved_place_is_given_to_nobody():
+    engine = FakeEngine()
+    for index in range(4):
+        engine.add(5, first=100 * index)
+    assert len(engine.scheduler.schedule(num_reserved=1).pieces) == 3
 
 
 def test_arrival_order_is_served_and_slots_are_bounded():

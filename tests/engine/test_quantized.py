@@ -332,7 +332,7 @@ def test_lists_of_what_stays_plain_name_modules(entry, module, is_skipped):
     [
         (compressed("channel", TOKEN), 90, "float8"),
         (compressed("channel", TOKEN), 80, "bfloat16"),
-        (WEIGHTS_ONLY, 90, "bfloat16"),
+        (WEIGHTS_ONLY, 90, "float8"),
         (block_config(), 100, "float8"),
         (gptq_config(), 90, "int4"),
         (gptq_config(group_size=-1), 90, "int4"),
@@ -348,4 +348,4 @@ def test_auto_keeps_what_is_stored_where_the_kernels_take_it(config, cc, dtype, 
     checkpoint = open_checkpoint(str(tmp_path))
     assert resolve_device_dtype("auto", checkpoint, Caps("cuda", cc)) == dtype
     assert resolve_device_dtype("float32", checkpoint, Caps("cuda", cc)) == "float32"
-    assert (kept_as(checkpoint.quantization)[0] == "bfloat16") == (dtype == "bfloat16" and cc == 90)
+    assert (kept_as(checkpoint)[0] == "bfloat16") == (dtype == "bfloat16" and cc == 90)

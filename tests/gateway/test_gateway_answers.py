@@ -215,3 +215,21 @@ async def test_a_seed_is_kept_and_a_missing_one_drawn(client, rig):
     seeds = [job.sampling.seed for job in rig.workers[0].jobs]
     assert seeds[:2] == [7, 2**63 - 1]
     assert len(set(seeds)) == 4
+
+
+async def test_no_alternatives_need_no_logprobs(client):
+    ask = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2, "logprobs": False, "top_logprobs": 0}
+    reply = await client.post("/v1/chat/completions", json=ask)
+    assert reply.status_code == 200 and reply.json()["choices"][0]["logprobs"] is None
+
+
+@pytest.mark.parametrize("calls", [{}, {"tool_calls": []}, {"tool_calls": None}])
+async def test_an_assistant_that_said_nothing_said_an_empty_text(client, calls):
+    async def prompt(silent: dict) -> list[int]:
+        messages = [{"role": "user", "content": "hi"}, silent, {"role": "user", "content": "well?"}]
+        reply = await client.post("/tokenize", json={"messages": messages})
+        assert reply.status_code == 200, reply.text
+        return reply.json()["tokens"]
+
+    silent = {"role": "assistant", "content": None} | calls
+    assert await prompt(silent) == await prompt({"role": "assistant", "content": ""})

@@ -6,6 +6,7 @@ import httpx
 import pytest
 from gateway_rig import coordinated, gateway, pair
 
+from contracts.errors import Unavailable
 from coordinator.store import Counts, Store
 
 ASK = {"prompt": "one two three", "max_tokens": 4}
@@ -88,6 +89,38 @@ async def test_the_store_counts_the_true_end(checkpoint, store, act, settings, e
         async with httpx.AsyncClient(base_url=rig.url, timeout=10) as client:
             await act(client, rig)
         assert await settled(store, before) == {end: 1}
+
+
+async def test_what_ends_while_the_store_is_away_gives_its_credits_back(checkpoint, store, monkeypatch):
+    """The end is never told; the lease that it had runs out, whatever else the gateway keeps alive."""
+    monkeypatch.setattr("gateway.placement.LEASE_S", 0.5)
+    monkeypatch.setattr("gateway.dispatch.RENEW_PERIOD_S", 0.05)
+
+    async def away(*args):
+        raise Unavailable("Redis does not answer")
+
+    async with (
+        coordinated(checkpoint, pair(period_s=0.02), store) as rig,
+        httpx.AsyncClient(base_url=rig.url) as client,
+    ):
+        going = asyncio.create_task(client.post("/v1/completions", json=LONG | {"max_tokens": 1500}, timeout=60))
+        try:
+            await rig.until(lambda: rig.workers[1].num_running)
+            with monkeypatch.context() as outage:
+                outage.setattr(store, "finish", away)
+                await asyncio.gather(*(client.post("/v1/completions", json=ASK) for _ in range(5)))
+            await reaped(store, num_left=1)
+            await asyncio.sleep(0.6)
+            assert await store.reap() == []  # what goes on keeps its lease
+        finally:
+            going.cancel()
+
+
+async def reaped(store: Store, num_left: int) -> None:
+    async with asyncio.timeout(10):
+        while sum(worker.num_decodes for worker in await store.workers()) > num_left:
+            await store.reap()
+            await asyncio.sleep(0.05)
 
 
 async def test_a_choice_that_fails_cancels_the_others(checkpoint, store):

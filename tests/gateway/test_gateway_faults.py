@@ -6,13 +6,14 @@ import json
 import httpx
 import msgspec
 import pytest
-from gateway_rig import GATEWAY, SECRET, gateway, pair
+from gateway_rig import GATEWAY, SECRET, Rig, coordinated, gateway, pair
 
 from contracts.errors import Unavailable
 from contracts.events import Token, Tokens
 from contracts.ids import Epoch, RequestId, WorkerId
 from contracts.layout import KVLayout
-from contracts.node import Node, Role
+from contracts.node import Node, NodeLoad, Role
+from coordinator.memory_store import MemoryStore
 from gateway.detokenizer import Detokenizer
 from gateway.fake_worker import FakeWorker
 from tests.nodes import ways
@@ -76,6 +77,70 @@ async def test_after_token_0_decode_is_given_time_to_tell_what_it_has(checkpoint
             data = [line[6:] async for line in lines if line]
         assert json.loads(data[-2])["error"]["code"] == 503
         await rig.until(lambda: rig.front.dispatch.num_inflight == 0)
+        assert rig.front.dispatch.num_losses == 1  # however often it was looked for since
+
+
+@pytest.mark.parametrize("is_heard_again", [False, True])
+async def test_what_prefill_decodes_itself_ends_with_it(checkpoint, monkeypatch, is_heard_again):
+    """Decode had no pages. The tokens that prefill told while nobody heard it are lost."""
+    monkeypatch.setattr("gateway.dispatch.COMMIT_GRACE_S", 0.5 if is_heard_again else 3600.0)
+    prefill, _ = workers = pair(period_s=30.0)
+    async with gateway(checkpoint, workers) as rig, httpx.AsyncClient(timeout=5) as client:
+        async with client.stream("POST", f"{rig.url}/v1/completions", json=ASK | {"stream": True}) as reply:
+            lines = reply.aiter_lines()
+            await anext(lines)
+            if is_heard_again:
+                prefill.break_streams()
+                await rig.until(lambda: rig.front.dispatch.num_losses == 1)
+                await rig.until(lambda: len(rig.front.dispatch.workers.nodes) == 2)
+                prefill.publish(GATEWAY, [_tokens(prefill, 3, 4)])
+            else:
+                prefill.publish(GATEWAY, [_tokens(prefill, 1, 2)])
+                await anext(lines), await anext(lines)  # the blank one between two events, and the next
+                await prefill.stop()
+            data = [line[6:] async for line in lines if line]
+        assert json.loads(data[-2])["error"]["code"] == 503
+        assert (rig.front.dispatch.num_losses, rig.front.dispatch.num_inflight) == (1, 0)
+
+
+def _tokens(worker: FakeWorker, *indexes: int) -> Tokens:
+    """Of the job that it was given last."""
+    job = worker.jobs[-1]
+    return Tokens(job.request_id, job.epoch, [Token(index, job.token_ids[index % 3]) for index in indexes])
+
+
+def _decoders(rig: Rig) -> list[WorkerId | None]:
+    return [live.decoder for live in rig.front.dispatch._live.values()]
+
+
+async def test_prefill_lost_before_its_token_was_heard_is_replaced_though_decode_has_all(checkpoint, monkeypatch):
+    prefill, decode = workers = pair()
+    workers.append(FakeWorker(WorkerId("p1"), Role.PREFILL, SECRET))
+    monkeypatch.setattr(prefill, "_answer", lambda job: asyncio.sleep(60))
+    async with gateway(checkpoint, workers) as rig, httpx.AsyncClient(timeout=5) as client:
+        asking = asyncio.create_task(client.post(f"{rig.url}/v1/completions", json=ASK | {"max_tokens": 3}))
+        await rig.until(lambda: prefill.jobs and _decoders(rig) == [decode.worker_id])
+        prefill.break_streams()
+        reply = await asking
+        assert reply.status_code == 200 and reply.json()["usage"]["completion_tokens"] == 3
+        assert [job.epoch for job in decode.jobs] == [1, 2]
+
+
+async def test_who_decoded_at_the_former_place_does_not_count_at_the_next(checkpoint, monkeypatch):
+    prefill, decode = workers = pair(period_s=30.0)
+    other = FakeWorker(WorkerId("d1"), Role.DECODE, SECRET, period_s=30.0)
+    workers.append(other)
+    answer = prefill._answer
+    monkeypatch.setattr(prefill, "_answer", lambda job: answer(job) if job.epoch == 2 else asyncio.sleep(60))
+    async with gateway(checkpoint, workers) as rig, httpx.AsyncClient(timeout=5) as client:
+        asking = asyncio.create_task(client.post(f"{rig.url}/v1/completions", json=ASK))
+        await rig.until(lambda: decode.jobs and prefill.jobs)
+        decode.publish(GATEWAY, [_tokens(decode, 1)])
+        await rig.until(lambda: _decoders(rig) == [decode.worker_id])
+        decode.break_streams()
+        await rig.until(lambda: other.jobs and rig.front.dispatch.num_answering == 1)
+        other.break_streams()
+        assert (await asking).status_code == 503
 
 
 class Unheard(msgspec.Struct, tag="unheard"):
@@ -167,6 +232,20 @@ async def test_without_a_decode_worker_it_is_not_ready(checkpoint):
         rig.store.dead = {WorkerId("d0")}
         await rig.until(lambda: len(rig.front.dispatch.workers.nodes) == 1)
         assert (await client.get(f"{rig.url}/ready")).status_code == 503
+
+
+@pytest.mark.parametrize("index", [0, 1])
+async def test_while_the_only_worker_of_a_kind_drains_it_is_not_ready(checkpoint, index):
+    store, workers = MemoryStore(alive_s=600.0), pair()
+    name, incarnation = workers[index].worker_id, workers[index].incarnation
+    async with coordinated(checkpoint, workers, store) as rig, httpx.AsyncClient() as client:
+        assert (await client.get(f"{rig.url}/ready")).status_code == 200
+        await store.heartbeat(name, incarnation, NodeLoad(draining=True))
+        await rig.until(lambda: not rig.front.dispatch.workers.can_serve())
+        reply = await client.get(f"{rig.url}/ready")
+        assert reply.status_code == 503 and f"{name}: it drains" in reply.text
+        await store.heartbeat(name, incarnation, NodeLoad())
+        await rig.until(rig.front.dispatch.workers.can_serve)
 
 
 async def test_while_nobody_could_answer_the_registry_is_looked_at_more_often(checkpoint, monkeypatch):

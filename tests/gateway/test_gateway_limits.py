@@ -14,6 +14,7 @@ from gateway.app import make_app
 from gateway.workers import HEARTBEAT_TIMEOUT_S
 
 ASK = {"prompt": "one two three", "max_tokens": 3}
+CHAT = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 3}
 
 
 @pytest.fixture
@@ -27,10 +28,29 @@ def gateway_of(checkpoint, **settings):
 
 
 async def test_above_max_inflight_comes_429_with_retry_after(checkpoint):
-    async with gateway_of(checkpoint, max_inflight=2) as rig, httpx.AsyncClient() as client:
-        reply = await client.post(f"{rig.url}/v1/completions", json=ASK | {"n": 3})
+    async with gateway_of(checkpoint, max_inflight=2) as rig, httpx.AsyncClient(base_url=rig.url) as client:
+        rig.front.admission.take(1)  # another answer
+        reply = await client.post("/v1/completions", json=ASK | {"n": 2})
         assert (reply.status_code, reply.headers["retry-after"]) == (429, "1")
-        assert (await client.post(f"{rig.url}/v1/completions", json=ASK | {"n": 2})).status_code == 200
+        rig.front.admission.give_back(1)
+        assert (await client.post("/v1/completions", json=ASK | {"n": 2})).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("path", "ask", "param"),
+    [
+        ("completions", ASK | {"n": 3}, "n"),
+        ("completions", ASK | {"prompt": ["one", "two"], "n": 2}, "n"),
+        ("completions", ASK | {"prompt": ["one", "two", "three"]}, "prompt"),
+        ("chat/completions", CHAT | {"n": 3}, "n"),
+    ],
+)
+async def test_more_answers_than_there_is_ever_room_for_are_refused_for_good(checkpoint, path, ask, param):
+    async with gateway_of(checkpoint, max_inflight=2) as rig, httpx.AsyncClient(base_url=rig.url) as client:
+        reply = await client.post(f"/v1/{path}", json=ask)
+        assert reply.status_code == 400 and "retry-after" not in reply.headers
+        error = reply.json()["error"]
+        assert error["param"] == param and "at most 2" in error["message"]
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -123,6 +143,18 @@ async def test_headers_that_never_end_close_the_connection(rig, client, monkeypa
                 raise ConnectionResetError
     writer.close()
     assert (await client.post("/v1/completions", json=ASK)).status_code == 200
+
+
+async def test_a_client_that_leaves_in_the_middle_of_its_body_is_no_error_of_ours(rig, caplog):
+    host, port = rig.url.removeprefix("http://").split(":")
+    _, writer = await asyncio.open_connection(host, int(port))
+    writer.write(b'POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: 1000\r\n\r\n{"prompt":')
+    await writer.drain()
+    writer.close()
+    await rig.until(lambda: b"tandem_gateway_requests_total{" in rig.front.metrics.text())
+    assert b'tandem_gateway_requests_total{code="disconnected"} 1.0' in rig.front.metrics.text()
+    await asyncio.sleep(0.1)  # for a server that would complain
+    assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
 
 
 async def test_a_silent_stream_is_a_loss(rig, client, monkeypatch):

@@ -64,6 +64,26 @@ async def test_each_end_has_its_reason(client, rig, reason):
     assert ends == {why: float(why == reason) for why in ("stop", "length", "abort", "error")}
 
 
+async def test_what_is_refused_before_it_has_a_place_is_no_work(client, rig):
+    before = await samples(client)
+    rig.store.overloaded = True
+    assert (await client.post("/v1/completions", json=ASK)).status_code == 429
+    after = await samples(client)
+    changed = [name for name, reason in after if after[name, reason] != before.get((name, reason))]
+    assert not [name for name in changed if name.startswith(("vllm:", "tandem_gateway_prompt", "tandem_gateway_e2e"))]
+    assert "tandem_gateway_requests_total" in changed
+
+
+async def test_a_prompt_that_no_worker_took_was_not_computed(client, rig):
+    for worker in rig.workers:
+        worker.refuse = 503
+    assert (await client.post("/v1/completions", json=ASK)).status_code == 503
+    got = await samples(client)
+    assert got["tandem_gateway_prompt_tokens_total", ""] == got["vllm:prompt_tokens_total", ""] == 0
+    assert got["vllm:prefix_cache_queries_total", ""] == 0
+    assert got["tandem_gateway_e2e_seconds_count", ""] == got["vllm:e2e_request_latency_seconds_count", ""] == 1
+
+
 async def test_those_that_run_are_told_from_those_that_wait(client, rig):
     async with client.stream("POST", "/v1/completions", json=ASK | {"max_tokens": 400, "stream": True}) as reply:
         await anext(reply.aiter_lines())

@@ -321,7 +321,6 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"function_call": "auto"}, "function_call"),
     ({"messages": [*SAY, {"role": "tool", "content": "sunny"}]}, "messages[1].tool_call_id"),
     ({"messages": [*SAY, {"role": "tool", "tool_call_id": "a"}]}, "messages[1].content"),
-    ({"messages": [*SAY, {"role": "assistant", "tool_calls": []}]}, "messages[1].content"),
     ({"messages": [{"role": "user", "content": "a", "tool_calls": [MADE]}]}, "messages[0].tool_calls"),
     ({"messages": [*SAY, {"role": "assistant", "tool_calls": "f()"}]}, "messages[1].tool_calls"),
     ({"messages": [*SAY, {"role": "assistant", "tool_calls": [{"id": "a"}]}]}, "messages[1].tool_calls[0].function"),

@@ -17,6 +17,7 @@ from kernels.triton import (
     moe,
     move,
     norm,
+    prefill_parts,
     rope,
     sampling,
 )
@@ -78,7 +79,7 @@ fused_types = (
     | scalars(fp32="qk_scale k_inv v_scale", i32="stride_page max_pages num_tokens")
 )
 rope_types = pointers(
-    fp8="k v", bf16="q qkv", fp32="cos_sin token_scale channel_scale", i32="pos", i64="slot"
+    fp8="k v", bf16="q qkv", fp32="cos_sin token_scale channel_scale k_offset", i32="pos", i64="slot"
 ) | scalars(fp32="k_inv v_inv", i32="stride_page num_tokens")
 swap_types = pointers(fp8="w x", fp32="out w_scale x_scale out_scale") | scalars(i32="M")
 wide_types = pointers(fp8="a w", bf16="out", fp32="a_scale w_scale") | scalars(i32="M")
@@ -150,9 +151,11 @@ def attn_merge(name: str, slices: int, dim: int) -> Case:
     )  # fmt: skip
 
 
-prefill_types = pointers(fp8="k v", bf16="q out", fp32="sink lse", i32="table len start") | scalars(
-    fp32="qk_scale v_scale", i32="stride_page max_pages"
+PARTS = "parts span num_rows"
+prefill_types = pointers(fp8="k v", bf16="q out", fp32="sink lse state", i32="table len start") | scalars(
+    fp32="qk_scale v_scale", i32=f"stride_page max_pages {PARTS}"
 )
+parts_types = pointers(bf16="out", fp32="state sink lse", i32="len start") | scalars(fp32="v_scale", i32=PARTS)
 mla_types = pointers(bf16="q c out", i32="table len start") | scalars(fp32="qk_scale scale", i32="max_pages")
 w8_types = pointers(fp8="w", bf16="x out", fp32="scale part", i32="counter") | scalars(i32="M")
 w4_types = pointers(u8="w zero", bf16="x out scale", fp32="part", i32="counter") | scalars(i32="M")
@@ -178,7 +181,9 @@ def prefill(
     archs: tuple[int, ...] = (90, 100, 103),
     **over: Any,
 ) -> Case:
-    shape = dict(HQ=32, HKV=8, D=128, PAGE=64, BM=bm, BLOCK=64, STAGES=3, WINDOW=0, SINKS=False, LSE=False, HALF=True)
+    shape = dict(
+        HQ=32, HKV=8, D=128, PAGE=64, BM=bm, PACK=4, BLOCK=64, STAGES=3, WINDOW=0, SINKS=False, LSE=False, HALF=True
+    )
     mma = {90: (r"wgmma\.mma_async",), 100: (r"tcgen05\.mma",), 103: (r"tcgen05\.mma",), 120: (r"mma\.sync",)}
     return Case(
         name,
@@ -192,13 +197,16 @@ def prefill(
     )
 
 
-def rows(name: str, block: int, stages: int) -> Case:
+def rows(name: str, block: int, stages: int, parts: bool = False, archs: tuple[int, ...] = (90, 100, 103)) -> Case:
+    kernel = attn_prefill.attn_rows_parts_kernel if parts else attn_prefill.attn_rows_kernel
     types = pointers(bf16="q out", i32="len start", fp32="sink lse") | scalars(fp32="qk_scale v_scale", i32="max_rows")
+    if parts:
+        types |= pointers(fp32="state") | scalars(i32=PARTS)
     box = f"tensordesc<fp16[{block}, 128]>"
     constants = dict(HQ=32, HKV=8, D=128, BM=128, BLOCK=block, STAGES=stages, SINKS=False, LSE=False)
     return Case(
-        name, attn_prefill.attn_rows_kernel, {**types, "k_desc": box, "v_desc": box}, constants, aligned(types, "max_rows"),
-        dict(num_warps=8), {90: (r"wgmma\.mma_async", *TMA), 100: (r"tcgen05\.mma", *TMA), 103: (r"tcgen05\.mma", *TMA)}, (90, 100, 103),
+        name, kernel, {**types, "k_desc": box, "v_desc": box}, constants, aligned(types, "max_rows"),
+        dict(num_warps=8), {90: (r"wgmma\.mma_async", *TMA), 100: (r"tcgen05\.mma", *TMA), 103: (r"tcgen05\.mma", *TMA)}, archs,
     )  # fmt: skip
 
 
@@ -380,7 +388,8 @@ CASES = [
     Case("attn_fused", attn_decode.attn_fused_kernel, fused_types, dict(HQ=32, HKV=8, D=128, PAGE=64, PARTS=2, SLICES=17, BLOCK=64, STAGES=2, QUANT=2, DEFERRED=False, PAD=4, GROUP=8, CHUNK=8, BULK=False, PAIRS=True, PDL=True), aligned(fused_types, "stride_page"), dict(num_warps=4, **LAUNCH), everywhere(PDL, CVT)),
     Case("attn_fused_bulk", attn_decode.attn_fused_kernel, {**fused_types, **bulk, "qkv_ptr": "*bf16"}, dict(HQ=32, HKV=8, D=128, PAGE=64, PARTS=1, SLICES=1, BLOCK=64, STAGES=4, QUANT=2, DEFERRED=True, PAD=4, GROUP=2, CHUNK=2, BULK=True, PAIRS=True, PDL=True), aligned(fused_types, "stride_page"), dict(num_warps=4, **LAUNCH), {90: PDL + CVT + TMA, 100: PDL + CVT + TMA, 103: PDL + CVT + TMA}, archs=(90, 100, 103)),
     Case("attn_fused_wide", attn_decode.attn_fused_kernel, {**fused_types, "qkv_ptr": "*bf16"}, dict(HQ=32, HKV=8, D=128, PAGE=64, PARTS=1, SLICES=1, BLOCK=64, STAGES=4, QUANT=2, DEFERRED=True, PAD=4, GROUP=2, CHUNK=2, BULK=False, PAIRS=True, PDL=True), aligned(fused_types, "stride_page"), dict(num_warps=1, **LAUNCH), everywhere(PDL, CVT), archs=(90, 100, 103)),
-    Case("rope_append", rope.rope_append_kernel, rope_types, dict(HQ=32, HKV=8, HEADS=48, BLOCK=16, D=128, PAGE=64, PARTS=1, DEFERRED=False, FP8=True, PDL=True), aligned(rope_types, "stride_page"), dict(num_warps=4, **LAUNCH), everywhere(PDL, CVT)),
+    Case("rope_append", rope.rope_append_kernel, rope_types, dict(HQ=32, HKV=8, HEADS=48, BLOCK=16, D=128, PAGE=64, PARTS=1, DEFERRED=False, SMOOTH=False, FP8=True, PDL=True), aligned(rope_types, "stride_page"), dict(num_warps=4, **LAUNCH), everywhere(PDL, CVT)),
+    Case("rope_smooth", rope.rope_append_kernel, rope_types, dict(HQ=32, HKV=8, HEADS=48, BLOCK=16, D=128, PAGE=64, PARTS=1, DEFERRED=False, SMOOTH=True, FP8=True, PDL=True), aligned(rope_types, "stride_page"), dict(num_warps=4, **LAUNCH), everywhere(PDL, CVT)),
     skinny("skinny_8", 8, 256, 5),
     skinny("skinny_32", 32, 256, 8),
     skinny("skinny_group", 8, 128, 7, GROUP=True),
@@ -396,11 +405,14 @@ CASES = [
     swapped("swapped_dual", 32, True, 1),
     prefill("attn_prefill"),
     rows("attn_rows", 128, 2),
+    rows("attn_rows_parts", 128, 2, parts=True, archs=(90,)),  # on sm_100 and sm_103 it spills 8 bytes
     rows("attn_rows_64", 64, 3),
+    prefill("attn_prefill_unpacked", archs=(90,), PACK=1),
     Case("widen", attn_prefill.widen_kernel, pointers(fp8="k v", i32="table len") | {"k_out_ptr": "*fp16", "v_out_ptr": "*fp16"} | scalars(i32="stride_page max_pages max_rows"), dict(HKV=8, D=128, PAGE=64), ("k_ptr", "v_ptr", "k_out_ptr", "v_out_ptr", "stride_page", "max_rows"), dict(num_warps=4)),
     prefill("attn_prefill_64", bm=64, archs=(120,)),
-    prefill("attn_prefill_gpt_oss", archs=(90, 100, 103, 120), HQ=64, D=64, WINDOW=128, SINKS=True, LSE=True),
+    prefill("attn_prefill_gpt_oss", archs=(90, 100, 103, 120), HQ=64, D=64, PACK=8, WINDOW=128, SINKS=True, LSE=True),
     prefill("attn_prefill_bf16", {**prefill_types, "k_ptr": "*bf16", "v_ptr": "*bf16"}, HALF=False, STAGES=2),
+    Case("merge_parts", prefill_parts.merge_parts_kernel, parts_types, dict(HQ=32, D=128, CHUNK=8, SINKS=True, LSE=True), aligned(parts_types), dict(num_warps=1)),
     Case("mla", attn_prefill.mla_kernel, mla_types, dict(HEADS=128, LATENT=512, ROPE=64, PAGE=64, ROWS=16, BLOCK=32, STAGES=2), aligned(mla_types), dict(num_warps=4)),
     w4("w4_gptq", BLOCK=128, GROUP=128, MXFP4=False, ZERO=True, PARTS=4),
     w4("w4_mxfp4", {**w4_types, "scale_ptr": "*u8"}, BLOCK=64, GROUP=32, MXFP4=True, ZERO=False, PARTS=1),

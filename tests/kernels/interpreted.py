@@ -21,6 +21,7 @@ BULK, MANY = s.AttnSpec(8, 2, 32, page=64), s.AttnSpec(8, 2, 32, page=16)
 HALF_PAGES = s.AttnSpec(8, 2, 32, page=64, sinks=True)
 PAIRS, SINGLES = s.AttnSpec(4, 2, 64, page=16), s.AttnSpec(4, 2, 64, page=32)
 ONE_SLICE = s.AttnSpec(6, 2, 64, page=32, sinks=True, lse=True)
+WIDE, FULL = s.AttnSpec(4, 2, 32, page=32), s.AttnSpec(8, 4, 32, page=32)  # FULL: so many tiles that none is shared out
 FUSED_BULK = s.FusedAttnSpec(6, 2, 32, page=32)
 TUNED = {
     f"attn_decode/triton|{BULK.key()}": {256: dict(slices=2, block=64, stages=2, warps=1, bulk=True)},
@@ -29,6 +30,8 @@ TUNED = {
     f"attn_decode/triton|{SINGLES.key()}": {256: dict(slices=2, block=32, stages=2, warps=1, pairs=False)},
     f"attn_decode/triton|{MANY.key()}": {256: dict(slices=30, block=16, stages=2, warps=1)},
     f"attn_decode/triton|{ONE_SLICE.key()}": {256: dict(stream=True, slices=1, block=16, stages=2, warps=1)},
+    f"attn_prefill/triton|{WIDE.key()}": {512: dict(bm=64, block=32, stages=2, warps=4)},
+    f"attn_prefill/triton|{FULL.key()}": {512: dict(bm=16, block=32, stages=2, warps=4)},
     f"attn_decode_fused/triton|{FUSED_BULK.key()}": {256: dict(slices=2, block=32, stages=2, warps=1, bulk=True)},
 }
 INTERPRETED = ("triton", "triton_skinny")
@@ -56,6 +59,8 @@ def suite() -> list[c.Case]:
         c.argmax_case(s.QuantSpec(1001, "none"), 3),
         c.rope_case(s.RopeSpec(6, 2, 32, page=16), 5),
         c.rope_case(s.RopeSpec(4, 4, 64, page=16, kv="bf16", parts=2, deferred=True), 3),
+        c.rope_case(s.RopeSpec(9, 3, 64, page=16, smooth=True), 5),
+        c.rope_case(s.RopeSpec(4, 2, 128, page=16, kv="bf16", deferred=True, smooth=True), 3),
         c.attn_case(s.AttnSpec(4, 2, 32, page=16), [1, 16, 33, 100], 1),
         c.attn_case(s.AttnSpec(8, 1, 64, page=16, window=20, sinks=True, lse=True), [5, 20, 90], 1),
         c.attn_case(s.AttnSpec(6, 2, 32, page=32, q_len=3), [3, 40, 65], 1),
@@ -76,6 +81,13 @@ def suite() -> list[c.Case]:
         c.prefill_case(s.AttnSpec(4, 1, 32, page=16, window=24, sinks=True, lse=True), [(40, 70), (3, 90)]),
         c.prefill_case(s.AttnSpec(2, 2, 32, page=16, kv="bf16"), [(33, 47)]),
         c.prefill_case(s.AttnSpec(4, 2, 32, page=32), [(300, 333), (260, 260)], workspace_mb=2),
+        c.prefill_case(WIDE, [(300, 333), (260, 260)], workspace_mb=2),
+        c.prefill_case(WIDE, [(260, 1500), (3, 70)], workspace_mb=24),
+        c.prefill_case(WIDE, [(130, 300)], workspace_mb=0),
+        c.prefill_case(FULL, [(300, 333), (70, 260)], workspace_mb=2),
+        c.prefill_case(s.AttnSpec(4, 1, 32, page=16), [(17, 2000), (3, 40), (1, 1)], workspace_mb=4),
+        c.prefill_case(s.AttnSpec(4, 1, 64, page=16, sinks=True, lse=True), [(33, 1200), (20, 900)], workspace_mb=4),
+        c.prefill_case(s.AttnSpec(6, 2, 32, page=16, kv="bf16", lse=True), [(5, 1500)], workspace_mb=4),
         c.attn_case(HALF_PAGES, [1, 33, 64, 96, 700], 2),
         c.attn_case(PAIRS, [17, 50], 1),
         c.attn_case(SINGLES, [17, 50], 1),
@@ -134,7 +146,7 @@ def main() -> None:
     patch()
     torch.set_num_threads(1)
     torch.manual_seed(int(sys.argv[1]) if len(sys.argv) > 1 else 0)
-    registry = catalog.registry(Caps("cuda", 120, "interpreter", 4, triton=(3, 7)), plans=Plans(TUNED))
+    registry = catalog.registry(Caps("cuda", 120, "interpreter", 32, triton=(3, 7)), plans=Plans(TUNED))
     verdicts: list[Verdict] = []
     for case in suite():
         call = case.make("cpu")

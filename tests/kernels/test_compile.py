@@ -32,6 +32,7 @@ def test_every_kernel_of_the_library_is_compiled():
         moe,
         move,
         norm,
+        prefill_parts,
         rope,
         sampling,
     )
@@ -49,6 +50,7 @@ def test_every_kernel_of_the_library_is_compiled():
         moe,
         move,
         norm,
+        prefill_parts,
         rope,
         sampling,
     )

@@ -120,6 +120,21 @@ def test_rope_turns_each_pair_by_position_times_frequency():
     assert k.abs().sum(-1).count_nonzero() == 1, "one slot is written"
 
 
+def test_smooth_keys_give_softmax_the_same():
+    tokens, table = 7, c.rotary_table(16, 32, "cpu")
+    qkv, positions, slots = torch.randn(1, tokens, 4 * 32), torch.arange(tokens), torch.arange(tokens)
+    weights, keys = [], []
+    for smooth in (False, True):
+        q, k, v = torch.empty(tokens, 2, 32), torch.zeros(2, 1, 4, 32), torch.zeros(2, 1, 4, 32)
+        spec, offset = s.RopeSpec(2, 1, 32, page=4, kv="fp32", smooth=smooth), torch.full((1, 32), 3.0)
+        run("rope_append", spec, qkv, positions, slots, table, q, k, v, k_offset=offset)
+        keys.append(k.flatten(0, 2)[:tokens])
+        weights.append(torch.softmax(q.transpose(0, 1) @ keys[-1].T, -1))
+        assert torch.equal(v.flatten(0, 2)[:tokens], qkv[0, :, 3 * 32 :])
+    assert torch.allclose(*weights, atol=1e-5)
+    assert (keys[0] - keys[1]).abs().mean() > 1
+
+
 def test_argmax_takes_the_first_of_equals():
     logits = torch.tensor([[1.0, 5.0, 5.0], [-2.0, -3.0, -2.0]])
     out = torch.empty(2, dtype=torch.int64)

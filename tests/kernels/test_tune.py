@@ -182,8 +182,17 @@ def test_the_stated_expert_workspace_can_be_carved():
 
 def test_prefill_takes_small_tiles_where_the_registers_are_few():
     assert attn_prefill.prefill_plan(LLAMA, 4096, 90)["bm"] == 128
-    assert attn_prefill.prefill_plan(LLAMA, 4096, 120) == dict(bm=64, block=64, stages=3, warps=8, widen=False)
+    assert attn_prefill.prefill_plan(LLAMA, 4096, 120) == dict(bm=64, pack=1, block=64, stages=3, warps=8, widen=False)
     assert attn_prefill.prefill_plan(LLAMA, 3, 90)["bm"] == 16
+
+
+@given(st.integers(1, 300), st.sampled_from([(32, 8), (64, 8), (12, 4), (8, 8), (71, 1)]), st.sampled_from([0, 128]))
+def test_prefill_tiles_hold_whole_groups_of_heads(max_q, heads, window):
+    q_heads, kv_heads = heads
+    plan = attn_prefill.prefill_plan(AttnSpec(q_heads, kv_heads, 128, window=window), max_q, 90)
+    group = q_heads // kv_heads
+    assert plan["pack"] in (1, group) and plan["bm"] % plan["pack"] == 0
+    assert plan["pack"] == 1 or max_q < 128 or window
 
 
 def test_specs_have_stable_keys_that_differ():

@@ -10,13 +10,14 @@ import pytest
 ROOT = Path(__file__).parents[2]
 SUITES = ["channels", "node", "death", "faults"]
 FETCHED = {"UCX_RNDV_SCHEME": "auto", "UCX_RNDV_THRESH": "1024"}
-# The pool of a device imports UCX before the registry has told it not to warn; a worker would say so where it speaks.
-DEVICES = {"KV_TEST_POOL": "device", "UCX_WARN_UNUSED_ENV_VARS": "n"}
+DEVICES = {"KV_TEST_POOL": "device"}
+# The pool of a device imports UCX before the registry has told it so.
+LOGS = {"UCX_WARN_UNUSED_ENV_VARS": "n", "UCX_LOG_FILE": "stderr"}
 
 
 def _run(*args: str, **env: str) -> subprocess.CompletedProcess:
     return subprocess.run(
-        [sys.executable, *args], cwd=ROOT, env=os.environ | env, capture_output=True, text=True, timeout=280
+        [sys.executable, *args], cwd=ROOT, env=os.environ | LOGS | env, capture_output=True, text=True, timeout=280
     )
 
 

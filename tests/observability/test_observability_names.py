@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from gateway.replies import STATUS
 from tests.observability import exposition
 from tests.observability.queries import FOLDER, ROOT, Query, alerts, dashboard, panels, rules
 
@@ -43,6 +44,13 @@ def test_the_page_speaks_of_panels_that_exist() -> None:
     titles = {panel["title"] for panel in panels()}
     for word in re.findall(r"panels? ((?:\"[^\"]+\"(?: and )?)+)", OPERATIONS):
         assert set(re.findall(r'"([^"]+)"', word)) <= titles | {"Handoff"}
+
+
+def test_errors_of_ours_are_those_that_are_not_the_clients() -> None:
+    """By what the gateway answers: an end that is no error, or a status below 500."""
+    passed_over = [codes for query in (*dashboard(), *alerts()) for codes in re.findall(r'code!~"([^"]*)"', query.expr)]
+    clients = {code for code, status in STATUS.items() if status < 500}
+    assert [set(codes.split("|")) for codes in passed_over] == [{"ok", "disconnected"} | clients] * 2
 
 
 def test_panels_do_not_overlap() -> None:

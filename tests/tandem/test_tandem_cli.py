@@ -251,6 +251,7 @@ def test_without_a_gpu_one_line_says_what_runs_instead() -> None:
 
 
 GPTQ_64 = Quantization("gptq", Scheme.GPTQ, group_size=64)
+WEIGHTS_ONLY = Quantization("compressed-tensors", Scheme.FP8_ROWS, rounds_activations=False)
 
 
 @pytest.mark.parametrize(
@@ -260,14 +261,11 @@ GPTQ_64 = Quantization("gptq", Scheme.GPTQ, group_size=64)
         (Quantization("awq", Scheme.AWQ, group_size=128), 120, "int4", None),
         (GPTQ_64, 90, "bfloat16", "plain ones: group_size is 64: the kernels want multiples of 128, or -1"),
         (replace(GPTQ_64, act_order=True), 90, "bfloat16", "plain ones: desc_act is true: the columns of a group lie"),
-        (
-            Quantization("compressed-tensors", Scheme.FP8_ROWS, rounds_activations=False), 90, "bfloat16",
-            "plain ones: input_activations is null: activations stay bfloat16",
-        ),
+        (WEIGHTS_ONLY, 90, "float8", None),
         (GPTQ_64, 80, "bfloat16", "plain ones: the kernels want compute capability 9.0"),
         (None, 90, "float8", None),
     ],
-)  # fmt: skip
+)
 def test_how_a_gpu_holds_quantized_weights_is_explained(
     quantization: Quantization | None, cc: int, chosen: str, reason: str | None
 ) -> None:
@@ -293,6 +291,13 @@ def test_what_becomes_of_quantized_experts_is_explained(
     checkpoint = replace(random_checkpoint("random", LLAMA4_MAVERICK), quantization=quantization)
     _, (said, found) = doctor.explain_weights(checkpoint, HOPPER)
     assert said.startswith(f"the matrices of its experts are {words}") and found is level
+
+
+def test_experts_that_would_round_what_a_checkpoint_leaves_plain_are_widened() -> None:
+    checkpoint = replace(random_checkpoint("random", LLAMA4_MAVERICK), quantization=WEIGHTS_ONLY)
+    (chosen, _), (said, level) = doctor.explain_weights(checkpoint, HOPPER)
+    assert "as bfloat16" in chosen and level is doctor.Level.WARNING
+    assert said.endswith("input_activations is null: grouped products of experts would round activations")
 
 
 def test_a_long_list_of_what_is_plain_is_cut() -> None:

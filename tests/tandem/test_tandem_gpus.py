@@ -43,6 +43,13 @@ def test_more_workers_than_gpus_need_a_share_of_memory(machine) -> None:
     assert gpus.worker_devices(settings, 3) == ["cuda:0"] * 3
 
 
+def test_a_share_of_memory_that_is_no_number_is_named(machine) -> None:
+    machine(1)
+    settings = UpSettings(device="cuda", prefill=1)
+    with pytest.raises(ConfigError, match="'4g': it must be a whole number"):
+        gpus.fit_devices(settings, {"TANDEM_KV_CACHE_MIB": "4g"})
+
+
 def test_workers_of_several_gpus_are_counted_by_groups(machine) -> None:
     machine(2)
     one = fit(device="cuda", tensor_parallel=2)

@@ -20,6 +20,9 @@ class Server(ThreadingHTTPServer):
         self.asked: list[dict] = []
 
 
+HANG_UP: dict = {"hang up": True}
+
+
 class Handler(BaseHTTPRequestHandler):
     server: Server
 
@@ -32,6 +35,8 @@ class Handler(BaseHTTPRequestHandler):
         self.send_response(200)
         self.end_headers()
         for event in events:
+            if event == HANG_UP:
+                return
             self.wfile.write(b"data: " + json.dumps(event).encode() + b"\n\n")
         self.wfile.write(b"data: [DONE]\n\n")
 
@@ -88,9 +93,13 @@ def test_a_refused_question_was_never_said(server: Server, talk: Talk) -> None:
     assert talk.messages == []
 
 
-def test_an_answer_that_breaks_off_is_kept_as_far_as_it_came(server: Server, talk: Talk) -> None:
-    server.answers = [[piece("half"), {"error": {"message": "a worker was lost"}}]]
-    with pytest.raises(Unavailable, match="a worker was lost"):
+@pytest.mark.parametrize(
+    ("end", "words"),
+    [({"error": {"message": "a worker was lost"}}, "a worker was lost"), (HANG_UP, "the answer broke off")],
+)
+def test_an_answer_that_breaks_off_is_kept_as_far_as_it_came(server: Server, talk: Talk, end: dict, words: str) -> None:
+    server.answers = [[piece("half"), end]]
+    with pytest.raises(Unavailable, match=words):
         talk.answer("q", lambda text: None)
     assert [message["content"] for message in talk.messages] == ["q", "half"]
 

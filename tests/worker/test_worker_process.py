@@ -105,5 +105,13 @@ def test_a_transport_that_is_none_is_one_line(model):
     assert "transfer is 'pigeon'" in refused("--model", model, "--transfer", "pigeon")
 
 
-def test_redis_away_is_one_line(model):
-    assert "Redis" in refused("--model", model, "--redis-url", "redis://127.0.0.1:1/0")
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (("--redis-url", "redis://127.0.0.1:1/0"), "(redis_url, set by --redis-url or TANDEM_REDIS_URL)"),
+        (("--redis-url", "127.0.0.1:6379"), "redis_url is '127.0.0.1:6379'; it must begin with redis://"),
+        (("--redis-url", "redis://127.0.0.1:1/0", "--pool", "{a}"), "pool is '{a}'"),
+    ],
+)
+def test_a_registry_that_is_not_to_be_had_is_said_before_the_model_is_loaded(tmp_path, flags, words):
+    assert words in refused("--model", str(tmp_path / "nothing.gguf"), *flags)

@@ -82,6 +82,33 @@ async def test_a_gateway_that_reads_nothing_is_cut_off(monkeypatch):
         await anext(listener)
 
 
+async def test_a_gateway_that_is_stuck_is_gone_and_takes_no_more_memory(monkeypatch):
+    monkeypatch.setattr(streams_module, "MAX_BACKLOG_NBYTES", 100)
+    streams = make_streams()
+    listener = streams.listen(GATEWAY)
+    await read(listener, 1)  # and no more: as if to send this one took for ever
+    stuck = streams._streams[GATEWAY]
+    for number in range(10):
+        streams.publish(GATEWAY, [failed(f"r{number}")])
+    assert stuck.backlog == []
+    assert not streams.has(GATEWAY)
+    assert streams.gone(grace_s=0.0) == [GATEWAY]
+    await listener.aclose()
+    assert streams.gone(grace_s=0.0) == []
+
+
+async def test_what_was_published_before_the_end_is_told():
+    streams = make_streams()
+    listener = streams.listen(GATEWAY)
+    await read(listener, 1)
+    streams.publish(GATEWAY, [failed("r")])
+    streams.close()
+    streams.publish(GATEWAY, [failed("late")])
+    assert [frame.events for frame in await read(listener, 1)] == [[failed("r")]]
+    with pytest.raises(StopAsyncIteration):
+        await anext(listener)
+
+
 async def test_closing_ends_every_stream():
     streams = make_streams()
     listeners = [streams.listen(GatewayId(f"g{number}")) for number in range(3)]

@@ -1,0 +1,116 @@
+"""Many prompts in one request: what they share is made once, and the event loop goes on for others meanwhile."""
+
+import asyncio
+import threading
+
+import pytest
+from gateway_rig import GATEWAY
+
+from contracts.codec import encode
+from contracts.errors import Unavailable
+from contracts.ids import Epoch, RequestId
+from contracts.request import Cancel, Job, Route
+from contracts.sampling import SamplingParams
+from gateway.prompting import LONG_CHARS, Prompting
+from gateway.workers import MAX_POST_NBYTES
+from worker.front import MAX_BODY_NBYTES
+
+WORDS = "one two three four five six "
+
+
+@pytest.fixture
+def prompting(checkpoint) -> Prompting:
+    return Prompting(checkpoint)
+
+
+async def test_what_prompts_share_is_made_once(rig, client, monkeypatch):
+    made, spellings = [], rig.front.prompting.spellings
+    monkeypatch.setattr(rig.front.prompting, "spellings", lambda words: made.append(words) or spellings(words))
+    ask = {"prompt": ["one", "one", "two three"], "max_tokens": 2, "bad_words": ["no"], "logit_bias": {"5": -1}}
+    assert (await client.post("/v1/completions", json=ask)).status_code == 200
+    assert made == [["no"]]
+    jobs = [job.sampling for job in rig.workers[0].jobs]
+    assert len({job.seed for job in jobs}) == 3 and all(job.logit_bias == {5: -1} for job in jobs)
+
+
+@pytest.mark.parametrize("num_prompts", [1, 8])
+async def test_prompts_that_are_long_together_are_tokenized_beside_the_event_loop(prompting, monkeypatch, num_prompts):
+    threads, encode = set(), prompting._encode
+
+    def noted(text: str, add_special_tokens: bool) -> list[int]:
+        threads.add(threading.current_thread())
+        return encode(text, add_special_tokens)
+
+    monkeypatch.setattr(prompting, "_encode", noted)
+    text = WORDS * (LONG_CHARS // 8 // len(WORDS) + 1)
+    encoded = await prompting.encode([text] * num_prompts, add_special_tokens=True)
+    assert encoded == [prompting.tokenizer.encode(text).ids] * num_prompts
+    assert (threading.current_thread() in threads) == (num_prompts == 1)
+
+
+async def test_where_tokens_begin_is_found_beside_the_event_loop_too(prompting, monkeypatch):
+    threads, offsets = set(), prompting._offsets
+    monkeypatch.setattr(
+        prompting, "_offsets", lambda *prompt: threads.add(threading.current_thread()) or offsets(*prompt)
+    )
+    text = WORDS * (LONG_CHARS // 8 // len(WORDS) + 1)
+    ids = prompting.tokenizer.encode(text).ids
+    found = await prompting.offsets([ids] * 8, [text] * 8)
+    assert len(found) == 8 and all(len(starts) == len(ids) for starts in found)
+    assert threading.current_thread() not in threads
+
+
+class Watched:
+    """A tokenizer that says whether it is at work."""
+
+    def __init__(self, tokenizer) -> None:
+        self._tokenizer, self.is_busy = tokenizer, False
+
+    def encode(self, *args, **options):
+        return self._watch(self._tokenizer.encode, *args, **options)
+
+    def encode_batch(self, *args, **options):
+        return self._watch(self._tokenizer.encode_batch, *args, **options)
+
+    def _watch(self, call, *args, **options):
+        self.is_busy = True
+        try:
+            return call(*args, **options)
+        finally:
+            self.is_busy = False
+
+
+async def test_the_event_loop_turns_while_one_long_text_is_tokenized(prompting):
+    watched = prompting.tokenizer = Watched(prompting.tokenizer)
+    encoding = asyncio.create_task(prompting.encode([WORDS * 20_000], add_special_tokens=True))
+    num_turns = 0
+    while not encoding.done():
+        await asyncio.sleep(0.001)
+        num_turns += watched.is_busy
+    assert num_turns > 3
+    assert len((await encoding)[0]) > 20_000
+
+
+async def test_jobs_that_are_long_together_do_not_make_a_worker_refuse_those_of_others(rig):
+    assert MAX_POST_NBYTES < MAX_BODY_NBYTES
+    worker, workers = rig.workers[0], rig.front.dispatch.workers
+    ref = worker.node.info.ref
+
+    def job(name: str, logit_bias: dict[int, float]) -> Job:
+        sampling = SamplingParams(max_tokens=1, seed=0, logit_bias=logit_bias)
+        return Job(Route(RequestId(name), Epoch(1), ref, ref), GATEWAY, [1], sampling, 10.0)
+
+    long = [job(f"long{number}", dict.fromkeys(range(40_000), -1.0)) for number in range(100)]
+    assert sum(len(encode(one)) for one in long) > MAX_BODY_NBYTES
+    await asyncio.gather(*(workers.send(ref, one) for one in [*long, job("short", {})]))
+    assert [one.request_id for one in worker.jobs] == [*(one.request_id for one in long), "short"]
+
+
+async def test_who_sends_is_told_of_a_post_that_fails_by_our_own_fault(rig, monkeypatch):
+    def fault(*args: object, **kwargs: object) -> None:
+        raise ValueError("not a client's error")
+
+    workers, ref = rig.front.dispatch.workers, rig.workers[0].node.info.ref
+    monkeypatch.setattr(workers._session, "post", fault)
+    with pytest.raises(Unavailable, match="can't be reached"):
+        await asyncio.wait_for(workers.send(ref, Cancel(RequestId("r"), Epoch(1), "left")), 5.0)
