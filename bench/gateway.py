@@ -94,7 +94,8 @@ async def _gateway(infos: list[NodeInfo]) -> AsyncIterator[tuple[str, psutil.Pro
         process = multiprocessing.get_context("spawn").Process(target=_serve, args=args, daemon=True)
         process.start()
         try:
-            url = await asyncio.wait_for(asyncio.to_thread(ours.recv), 60)
+            async with asyncio.timeout(60):
+                url = await asyncio.to_thread(ours.recv)
             yield url, psutil.Process(process.pid)
         finally:
             process.terminate()

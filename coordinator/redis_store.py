@@ -2,7 +2,8 @@
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from msgspec import DecodeError
@@ -183,8 +184,9 @@ class RedisStore:
         loop = asyncio.get_running_loop()
         began_s = loop.time()
         try:
-            async with asyncio.timeout(CALL_TIMEOUT_S):
-                return await call
+            with _cancellable():
+                async with asyncio.timeout(CALL_TIMEOUT_S):
+                    return await call
         except (ConnectionError, TimeoutError, OSError) as error:
             reason = str(error) or "no answer in time"
             raise Unavailable(f"Redis does not answer at {self._where}: {reason}") from error
@@ -193,6 +195,21 @@ class RedisStore:
             raise Unavailable(f"Redis at {self._where} refused: {error}") from error
         finally:
             self._observe(name, loop.time() - began_s)
+
+
+@contextmanager
+def _cancellable() -> Iterator[None]:
+    """A cancel that comes inside is raised at the end at the latest. Redis' client waits by `asyncio.wait_for`, which
+    before Python 3.12 forgets one that comes when what it waits for is done: a loop of calls would go on for ever.
+    """
+    task = asyncio.current_task()
+    assert task is not None
+    num_cancels = task.cancelling()
+    try:
+        yield
+    finally:
+        if task.cancelling() > num_cancels:
+            raise asyncio.CancelledError
 
 
 def hide_password(url: str) -> str:

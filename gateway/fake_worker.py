@@ -215,7 +215,8 @@ class FakeWorker:
 async def _arrived(queue: asyncio.Queue[list[Event] | None]) -> list[list[Event] | None]:
     """All that waits, at least one; a heartbeat after a silence. One frame carries a step of all answers."""
     try:
-        steps = [await asyncio.wait_for(queue.get(), HEARTBEAT_S)]
+        async with asyncio.timeout(HEARTBEAT_S):
+            steps = [await queue.get()]
     except TimeoutError:
         return [[]]
     while not queue.empty():

@@ -86,7 +86,8 @@ class CoreProcess:
         for insist in (lambda: None, self._process.terminate, self._process.kill):
             insist()
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._exit_code(), STOP_TIMEOUT_S)
+                async with asyncio.timeout(STOP_TIMEOUT_S):
+                    await self._exit_code()
                 break
         self._writer.close()
 

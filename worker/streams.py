@@ -67,7 +67,8 @@ class EventStreams:
                     continue
                 stream.wake.clear()
                 try:
-                    await asyncio.wait_for(stream.wake.wait(), HEARTBEAT_S)
+                    async with asyncio.timeout(HEARTBEAT_S):
+                        await stream.wake.wait()
                 except TimeoutError:
                     self.publish(gateway_id, [])
         finally:

@@ -1,6 +1,7 @@
 """What only a real server can show: atomicity, loss of everything, silence, and that nothing piles up."""
 
 import asyncio
+import itertools
 import os
 import random
 import signal
@@ -55,6 +56,25 @@ async def test_fifty_at_once_never_take_more_than_there_is(any_server: RedisServ
     assert all(done)
     await assert_idle(stores[0])
     await asyncio.gather(*(store.close() for store in stores))
+
+
+async def test_whoever_is_cancelled_in_a_call_ends(redis_store: RedisStore):
+    """In whichever turn of the event loop. Redis' client waits by `asyncio.wait_for`, which before Python 3.12 forgets
+    a cancel that comes when what it waits for is done: a loop that asks the store would never end.
+    """
+    await redis_store.counts()  # connected, scripts known
+    num_cancelled = 0
+    for turns in itertools.count(1):
+        asking = asyncio.create_task(redis_store.counts())
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        if not asking.cancel():
+            break
+        await asyncio.wait({asking})
+        assert asking.cancelled(), f"cancelled after {turns} turns, and went on"
+        num_cancelled += 1
+    assert num_cancelled > 3
+    assert (await redis_store.counts()).states == {}
 
 
 async def test_one_of_many_leads(any_server: RedisServer):
