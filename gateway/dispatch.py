@@ -3,8 +3,9 @@
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 from contracts.errors import Overloaded, TandemError, Unavailable
 from contracts.events import Event, Tokens
@@ -23,6 +24,7 @@ COMMIT_GRACE_S = 5.0
 MAX_STRAYS = 4096
 
 OnPiece = Callable[[Piece], None]
+T = TypeVar("T")
 
 
 @dataclass
@@ -72,7 +74,7 @@ class Dispatch:
     def __init__(self, store: Placement, gateway_id: GatewayId, secret: str, model: str) -> None:
         self._store, self._gateway_id = store, gateway_id
         self._live: dict[RequestId, Live] = {}
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Task[Any]] = set()
         self._renewing: asyncio.Task[None] | None = None
         self._is_stopping = False
         self._strays: dict[tuple[WorkerId, RequestId], None] = {}  # cancelled once more already; the oldest first
@@ -115,6 +117,9 @@ class Dispatch:
         if self._is_stopping:
             raise Unavailable("the gateway shuts down")
         route = await self._placed(request_id, Epoch(1), answer, ())
+        if self._is_stopping:  # since it was asked for
+            self._spawn(self._finish(request_id, route.epoch, State.FAILED))
+            raise Unavailable("the gateway shuts down")
         live = self._live[request_id] = Live(request_id, answer, on_piece, deadline_s, route)
         answer.sequencer.epoch = route.epoch
         self._spawn(self._send(live))
@@ -132,7 +137,7 @@ class Dispatch:
 
     async def _placed(self, request_id: RequestId, epoch: Epoch, answer: Answer, exclude: Sequence[WorkerId]) -> Route:
         """A caller that gives up meanwhile leaves no place behind."""
-        placing = asyncio.create_task(self._place(request_id, epoch, answer, exclude))
+        placing = self._spawn(self._place(request_id, epoch, answer, exclude))
         try:
             return await asyncio.shield(placing)
         except asyncio.CancelledError:
@@ -221,7 +226,7 @@ class Dispatch:
         """
         self.num_unknown += 1
         key = (worker_id, event.request_id)
-        if not isinstance(event, Tokens) or key in self._strays:
+        if not isinstance(event, Tokens) or key in self._strays or self._is_stopping:
             return
         self._strays[key] = None
         if len(self._strays) > MAX_STRAYS:
@@ -298,10 +303,12 @@ class Dispatch:
             except TandemError as error:
                 log.warning("leases not renewed: %s", error)
 
-    def _spawn(self, coroutine) -> None:
+    def _spawn(self, coroutine: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        """What `stop` waits for."""
         task = asyncio.get_running_loop().create_task(coroutine)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        return task
 
 
 def _lost() -> Unavailable:

@@ -91,6 +91,29 @@ async def test_the_store_counts_the_true_end(checkpoint, store, act, settings, e
         assert await settled(store, before) == {end: 1}
 
 
+async def test_what_is_being_placed_when_the_gateway_stops_ends_too(checkpoint, store, monkeypatch):
+    """No worker gets it, and no credit stays with it."""
+    before, asked, going = await store.counts(), asyncio.Event(), asyncio.Event()
+    async with coordinated(checkpoint, pair(), store) as rig, httpx.AsyncClient(base_url=rig.url) as client:
+        place = rig.store.place
+
+        async def slowly(*args):
+            asked.set()
+            await going.wait()
+            return await place(*args)
+
+        monkeypatch.setattr(rig.store, "place", slowly)
+        asking = asyncio.create_task(client.post("/v1/completions", json=ASK))
+        await asked.wait()
+        stopping = asyncio.create_task(rig.front.dispatch.stop())
+        await asyncio.sleep(0.05)
+        going.set()
+        assert (await asking).status_code == 503
+        await stopping
+        assert not any(worker.jobs for worker in rig.workers)
+        assert await settled(store, before) == {"FAILED": 1}
+
+
 async def test_what_ends_while_the_store_is_away_gives_its_credits_back(checkpoint, store, monkeypatch):
     """The end is never told; the lease that it had runs out, whatever else the gateway keeps alive."""
     monkeypatch.setattr("gateway.placement.LEASE_S", 0.5)
