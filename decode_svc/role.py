@@ -18,7 +18,8 @@ from kv_transfer.node import TransferNode
 log = logging.getLogger(__name__)
 
 AttemptId = tuple[RequestId, Epoch]
-EARLY_OFFER_S = 5.0  # an offer and its job race over two connections; a job later than this is not coming
+EARLY_OFFER_S = 5.0
+"""What prefill says of an attempt and the job of it race over two connections; a job later than this is not coming."""
 
 
 @dataclass
@@ -77,6 +78,7 @@ class DecodeRole:
         self._landings: dict[AttemptId, Landing] = {}
         self._queue: OrderedDict[AttemptId, Landing] = OrderedDict()  # offered, waiting for pages; oldest first
         self._early: dict[AttemptId, tuple[WorkerId, Offer, float]] = {}
+        self._over: dict[AttemptId, float] = {}  # aborted before the job came, or after its end
         self._draining: dict[AttemptId, Landing] = {}  # pages that a writer may still touch
         self._quarantined: set[AttemptId] = set()  # pages of a writer that could not be fenced: lost until restart
         self._counters = dict.fromkeys(
@@ -88,6 +90,9 @@ class DecodeRole:
 
     def start(self, live: Live, now: float) -> None:
         landing = Landing(live)
+        if self._over.pop(landing.id, None) is not None:
+            self._ledger.leave(live)  # prefill told the gateway its end
+            return
         self._landings[landing.id] = landing
         early = self._early.pop(landing.id, None)
         if early is not None:
@@ -117,7 +122,7 @@ class DecodeRole:
             case Message(message=Fin() as fin):
                 self._on_fin(fin)
             case Message(message=Abort() as abort):
-                self._on_abort(abort)
+                self._on_abort(abort, now)
             case ChunkLanded(_, header, landed_s):
                 self._on_landed(header, landed_s)
             case ChunkBad(_, header, reason):
@@ -133,6 +138,8 @@ class DecodeRole:
             if now - since_s > EARLY_OFFER_S:
                 del self._early[attempt_id]
                 self._node.refuse(peer_id, Refuse(*attempt_id, "unavailable", "no job came for this offer"))
+        while self._over and now - next(iter(self._over.values())) > EARLY_OFFER_S:
+            del self._over[next(iter(self._over))]
 
     def counters(self) -> dict[str, float]:
         return self._counters | {"quarantined": len(self._quarantined)}
@@ -242,15 +249,17 @@ class DecodeRole:
         if landing is not None:
             self._fail(landing, Corrupt(f"chunk {header.index} arrived broken: {reason}"))
 
-    def _on_abort(self, abort: Abort) -> None:
+    def _on_abort(self, abort: Abort, now: float) -> None:
         """Prefill ended the attempt and told the gateway why. The node drains it by itself and says so."""
         attempt_id = (abort.request_id, abort.epoch)
         self._early.pop(attempt_id, None)
         landing = self._landings.pop(attempt_id, None)
-        if landing is not None:
-            self._counters["landings_aborted"] += abort.code != "finished"
-            self._ledger.leave(landing.live)
-            self._let_go(landing)
+        if landing is None:
+            self._over[attempt_id] = now
+            return
+        self._counters["landings_aborted"] += abort.code != "finished"
+        self._ledger.leave(landing.live)
+        self._let_go(landing)
 
     def _on_drained(self, attempt_id: AttemptId) -> None:
         if self._draining.pop(attempt_id, None) is not None:

@@ -234,6 +234,26 @@ def test_an_early_offer_that_is_taken_back_is_forgotten():
     assert side.node.told("refuse") == []
 
 
+def test_a_job_that_comes_after_its_end_does_not_stay():
+    """Token 0 was the last, and prefill was done with it before the job was here."""
+    side = Side()
+    side.offer("r", 8)
+    side.hear(Abort(RequestId("r"), E, "finished", "token 0 ended the request"))
+    assert side.role.is_idle()
+    side.begin("r", 8)
+    assert len(side.ledger) == 0 and side.role.is_idle() and side.failures() == []
+    side.begin("r", 8)
+    assert len(side.ledger) == 1  # an attempt of that name is taken again: one job, one end
+
+
+def test_ends_without_a_job_are_not_kept_for_ever():
+    side = Side()
+    side.hear(Abort(RequestId("r"), E, "finished", "token 0 ended the request"), now=1.0)
+    side.role.on_tick(1.1 + EARLY_OFFER_S)
+    side.begin("r", 8)
+    assert len(side.ledger) == 1
+
+
 def test_what_prefill_aborts_is_told_by_prefill_alone():
     side = Side()
     side.begin("r", 8)
