@@ -7,8 +7,8 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from contracts.errors import Overloaded, TandemError, Unavailable
-from contracts.events import Event, Tokens
+from contracts.errors import Corrupt, Overloaded, PeerLost, TandemError, TransferError, Unavailable, by_code
+from contracts.events import Event, Failed, Tokens
 from contracts.ids import Epoch, GatewayId, Incarnation, RequestId, WorkerId
 from contracts.request import Cancel, Job, Route, WorkerRef
 from coordinator.states import State
@@ -22,6 +22,8 @@ MAX_ATTEMPTS = 2
 RENEW_PERIOD_S = 1.0
 COMMIT_GRACE_S = 5.0
 MAX_STRAYS = 4096
+HANDOFF_FAULTS = frozenset(error.code for error in (TransferError, PeerLost, Corrupt, Unavailable))
+"""Of two workers that can't do it together; each may do it with another."""
 
 OnPiece = Callable[[Piece], None]
 T = TypeVar("T")
@@ -210,6 +212,8 @@ class Dispatch:
             self._on_unknown(worker_id, event)
             return
         is_current = event.epoch == live.answer.sequencer.epoch
+        if is_current and isinstance(event, Failed) and self._goes_elsewhere(live, worker_id, event):
+            return
         if is_current and isinstance(event, Tokens) and any(token.index > 0 for token in event.tokens):
             live.decoder = worker_id
         try:
@@ -219,6 +223,18 @@ class Dispatch:
             piece = live.answer.fail("internal", "the answer's tokens could not be made text")
         if piece is not None:
             self._deliver(live, piece)
+
+    def _goes_elsewhere(self, live: Live, teller: WorkerId, fault: Failed) -> bool:
+        """What fails between two workers before anything was shown is placed once more, without the one whom the teller
+        had to do with: it knows of a dead one before the registry does.
+        """
+        if fault.code not in HANDOFF_FAULTS or live.route.is_local or live.answer.sequencer.has_begun:
+            return False
+        if not live.is_moving:
+            live.is_moving = True
+            others = [ref.worker_id for ref in live.workers if ref.worker_id != teller]
+            self._spawn(self._place_again(live, dict.fromkeys(others, by_code(fault.code, fault.message))))
+        return True
 
     def _on_unknown(self, worker_id: WorkerId, event: Event) -> None:
         """Tokens of what has ended here are on their way for a moment, or for ever: a cancel can be lost, or come

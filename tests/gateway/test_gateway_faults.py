@@ -9,7 +9,7 @@ import pytest
 from gateway_rig import GATEWAY, SECRET, Rig, coordinated, gateway, pair
 
 from contracts.errors import Unavailable
-from contracts.events import Token, Tokens
+from contracts.events import Failed, Token, Tokens
 from contracts.ids import Epoch, RequestId, WorkerId
 from contracts.layout import KVLayout
 from contracts.node import Node, NodeLoad, Role
@@ -19,6 +19,7 @@ from gateway.fake_worker import FakeWorker
 from tests.nodes import ways
 
 ASK = {"prompt": "one two three", "max_tokens": 500}
+SPARE = {"p1": Role.PREFILL, "d1": Role.DECODE}
 
 
 async def test_a_client_that_leaves_frees_both(checkpoint):
@@ -223,6 +224,44 @@ async def test_before_the_first_token_a_request_outlives_a_worker(checkpoint, mo
             assert not asking.done()
             asking.cancel()
             assert [epoch for _, epoch in rig.store.placed] == [1]
+
+
+@pytest.mark.parametrize("teller", ["p0", "d0"])
+async def test_a_handoff_that_fails_before_the_first_token_is_made_with_another(checkpoint, monkeypatch, teller):
+    """Each of the two tells of the other, one twice: it counts once."""
+    workers = pair() + [FakeWorker(WorkerId(name), role, SECRET) for name, role in SPARE.items()]
+    for worker in workers[:2]:
+        monkeypatch.setattr(worker, "_answer", lambda job: asyncio.sleep(60))
+    async with gateway(checkpoint, workers) as rig, httpx.AsyncClient(timeout=5) as client:
+        asking = asyncio.create_task(client.post(f"{rig.url}/v1/completions", json=ASK))
+        await rig.until(lambda: workers[0].jobs and workers[1].jobs)
+        first, second = sorted(workers[:2], key=lambda worker: worker.worker_id != teller)
+        for worker in (first, first, second):
+            _fail(worker, "peer_lost")
+        await rig.until(lambda: [job.epoch for job in first.jobs] == [1, 2])
+        assert [job.epoch for job in second.jobs] == [1]
+        assert [epoch for _, epoch in rig.store.placed] == [1, 2]
+        _fail(first, "peer_lost")
+        assert (await asking).status_code == 503  # twice is enough
+        await rig.until(rig.is_idle)
+
+
+def _fail(worker: FakeWorker, code: str) -> None:
+    job = worker.jobs[-1]
+    worker.publish(GATEWAY, [Failed(job.request_id, job.epoch, code, "connection refused")])
+
+
+@pytest.mark.parametrize("code", ["peer_lost", "internal"])
+async def test_a_pair_without_another_fails_with_its_own_words(checkpoint, monkeypatch, code):
+    workers = pair()
+    monkeypatch.setattr(workers[0], "_answer", lambda job: asyncio.sleep(60))
+    async with gateway(checkpoint, workers) as rig, httpx.AsyncClient(timeout=5) as client:
+        asking = asyncio.create_task(client.post(f"{rig.url}/v1/completions", json=ASK))
+        await rig.until(lambda: workers[0].jobs and workers[1].jobs)
+        _fail(workers[0], code)
+        reply = await asking
+        assert reply.status_code == (503 if code == "peer_lost" else 500) and "connection refused" in reply.text
+        await rig.until(rig.is_idle)
 
 
 async def test_without_a_decode_worker_it_is_not_ready(checkpoint):
