@@ -1,5 +1,7 @@
 """How often Triton compiles, counted by its own hook; for a GPU that need not be here."""
 
+import time
+
 import pytest
 import torch
 import triton
@@ -74,3 +76,23 @@ def test_launches_are_launches_again_afterwards(compiled):
     with pytest.raises(KeyError), compiled_ahead():
         raise KeyError
     assert triton.JITFunction.run is launch
+
+
+def test_one_thread_parses_at_a_time(compiled, monkeypatch):
+    parse, now, most = triton.JITFunction.parse, 0, 0
+
+    def slowly(kernel):
+        nonlocal now, most
+        now += 1
+        most = max(most, now)
+        time.sleep(0.02)
+        tree = parse(kernel)
+        now -= 1
+        return tree
+
+    monkeypatch.setattr(triton.JITFunction, "parse", slowly)
+    with compiled_ahead():
+        norm(64)
+        norm(128)
+    assert (compiled, most) == (["norm_kernel"] * 2, 1)
+    assert triton.JITFunction.parse is slowly

@@ -7,6 +7,8 @@ import sys
 
 import pytest
 
+pytestmark = pytest.mark.timeout(600)  # the child interprets all kernels: a minute and more beside other work
+
 
 @pytest.fixture(scope="module", params=[0, 1])
 def verdicts(request):
