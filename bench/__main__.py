@@ -6,7 +6,7 @@ import argparse
 import subprocess
 import sys
 
-ALL = ("engine", "agreement", "pair_agreement", "transfer", "serving", "gateway", "structured", "soak")
+ALL = ("engine", "agreement", "pair_agreement", "transfer", "serving", "gateway", "structured", "soak", "chaos")
 
 
 def main(arguments: list[str]) -> int:

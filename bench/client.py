@@ -22,14 +22,16 @@ SPARE_EVENTS = 8
 class Answer:
     """Seconds from the request's start (`ttft_s`) and between events with tokens (`gaps_s`).
 
-    `num_tokens` is what the server's `usage` says, else the number of those events. `reason`: why it did not end well,
-    in words that can be counted; `error`: the same with what the server said. Both are empty if it did.
+    `text`: what came. `num_tokens` is what the server's `usage` says, else the number of those events. `reason`: why it
+    did not end well, in words that can be counted; `error`: the same with what the server said. Both are empty if it
+    did.
     """
 
     ttft_s: float = 0.0
     gaps_s: list[float] = field(default_factory=list)
     total_s: float = 0.0
     num_tokens: int = 0
+    text: str = ""
     reason: str = ""
     error: str = ""
 
@@ -130,6 +132,7 @@ class _Taker:
         """Whether it counts as a token. One that ends the answer and has no text does not, if others came before."""
         now, answer, choices = time.perf_counter(), self._answer, self._choices(event)
         self._is_finished = self._is_finished or any(choice.get("finish_reason") for choice in choices)
+        answer.text += "".join(choice.get("text") or "" for choice in choices)
         is_end = all(choice.get("finish_reason") and not choice.get("text") for choice in choices)
         if not choices or (is_end and answer.num_tokens):
             return False
