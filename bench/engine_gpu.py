@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 from bench.random_model import SHAPES, open_random
-from bench.result import Row, write_result
+from bench.result import Row, share_of_limit, write_result
 from checkpoint.config import ModelConfig
 from contracts.ids import RequestId
 from contracts.sampling import SamplingParams
@@ -228,10 +228,9 @@ def flops_per_token(config: ModelConfig, length: int) -> float:
 
 def shown(row: Row) -> Row:
     """Logged as it comes, so that a run that is cut short still says something."""
-    limit = f" ({row.limit / row.value:.0%} of the limit)" if row.limit and row.unit == "ms" else ""
-    share = f" ({row.value / row.limit:.0%} of the limit)" if row.limit and row.unit != "ms" else ""
+    share = f" ({share_of_limit(row.value, row.limit, row.unit):.0%} of the limit)" if row.limit else ""
     peer = f" | peer {row.peer_value:.4g}" if row.peer_value else ""
-    _log.info("%s %s %.4g %s%s%s%s", row.name, dict(row.params), row.value, row.unit, limit, share, peer)
+    _log.info("%s %s %.4g %s%s%s", row.name, dict(row.params), row.value, row.unit, share, peer)
     return row
 
 
