@@ -55,7 +55,9 @@ class DeviceAttention:
             for some in (specs, specs if self._segment else {})
         )
         self._decodes = {window: registry.get("attn_decode", spec) for window, spec in specs.items()}
-        nbytes = min(_MAX_WORKSPACE_NBYTES, 4 * config.num_kv_heads * config.head_dim * max_tokens)
+        # The copies, or FlashInfer's e4m3 queries, which are more bytes where many heads share a key.
+        token_nbytes = max(4 * config.num_kv_heads, config.num_heads) * config.head_dim
+        nbytes = min(_MAX_WORKSPACE_NBYTES, token_nbytes * max_tokens)
         self._prefill_space = torch.zeros(nbytes, dtype=torch.uint8, device=device)
         self._decode_space = decode_workspace(config, max_num_seqs, device)
 

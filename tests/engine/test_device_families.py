@@ -79,6 +79,26 @@ def test_attention_by_plans_has_its_own_for_whole_prompts_and_for_their_segments
     assert len(set(planned)) == 2
 
 
+def test_prefill_attention_has_room_for_rounded_queries_of_many_heads_too(tmp_path, monkeypatch):
+    """FlashInfer's attention refuses to run without."""
+    save_tiny(tmp_path, "llama", num_attention_heads=16, num_key_value_heads=2)
+    get, queries = Registry.get, []
+
+    def get_watched(registry, op, spec):
+        run = get(registry, op, spec)
+
+        def attend(q, *args, **options):
+            assert args[7].numel() >= q.numel()
+            queries.append(len(q))
+            run(q, *args, **options)
+
+        return attend if op == "attn_prefill" else run
+
+    monkeypatch.setattr(Registry, "get", get_watched)
+    answers(device_engine(tmp_path, max_num_seqs=1, max_model_len=512), random_prompts(VOCAB, (500,)), greedy(2))
+    assert max(queries) >= 500
+
+
 def test_a_device_that_is_not_there_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="'tpu' is not supported"):
         load_engine(settings(device="tpu"))
