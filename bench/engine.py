@@ -23,6 +23,16 @@ from bench.result import Row, write_result
 from contracts.ids import RequestId
 from contracts.sampling import SamplingParams
 from engine.engine import Engine
+from engine.linear import (
+    FORMATS,
+    BFloat16Linear,
+    Float16Linear,
+    Float32Linear,
+    Int4Linear,
+    Int8Linear,
+    Pack,
+    pack_int4_if_exact,
+)
 from engine.load import load_engine
 from engine.messages import EngineRequest, EngineSettings
 from kernels.cpu.isa import apply_isa, probe_isa
@@ -30,6 +40,14 @@ from kernels.cpu.isa import apply_isa, probe_isa
 NUM_DECODED, NUM_STREAMS, NUM_PROMPT = 48, 16, 1024
 _PEER = "transformers bfloat16, one stream"
 _NBYTES_READ = 270 << 20
+# Of a weight; int4 has a scale and an offset in bfloat16 for each group.
+_NBYTES: dict[Pack, float] = {
+    Float32Linear: 4,
+    Float16Linear: 2,
+    BFloat16Linear: 2,
+    Int8Linear: 1,
+    pack_int4_if_exact: 0.5 + 4 / Int4Linear.GROUP,
+}
 _names = count()
 
 
@@ -143,12 +161,14 @@ def read_bandwidth() -> float:
 
 
 def weight_nbytes(engine: Engine) -> int:
-    """Bytes of weights that one decode step reads: each matrix once, the embedding table only as the head."""
-    config = engine.checkpoint.config
+    """Bytes of weights that one decode step reads: each matrix once, as the rows of answers have it, the embedding
+    table only as the head. In int4 all matrices are taken to be so, as those of the default model are.
+    """
+    config, number_format = engine.checkpoint.config, FORMATS[engine.dtype]
     width = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
     layer = config.hidden_size * (width + config.num_heads * config.head_dim + 3 * config.intermediate_size)
-    item_nbytes = {"float32": 4, "int8": 1}.get(engine.dtype, 2)
-    return item_nbytes * (config.num_layers * layer + config.vocab_size * config.hidden_size)
+    head = config.vocab_size * config.hidden_size
+    return round(_NBYTES[number_format.answer] * config.num_layers * layer + _NBYTES[number_format.head] * head)
 
 
 def _rows(rates: dict[str, float], nbytes: int) -> list[Row]:

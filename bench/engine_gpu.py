@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 from bench.random_model import SHAPES, open_random
-from bench.result import Row, write_result
+from bench.result import Row, share_of_limit, write_result
 from checkpoint.config import ModelConfig
 from contracts.ids import RequestId
 from contracts.sampling import SamplingParams
@@ -109,8 +109,7 @@ def decode_rows(engine: Engine, dtype: str, num_gpus: int, batch: int) -> list[R
     step_ms = (stamps[-1] - stamps[0]) / NUM_STEPS * 1e3
     context = PROMPT + sampled.total() // batch + NUM_WARM + NUM_STEPS // 2
     params = {"dtype": dtype, "batch": batch, "context": context}
-    head_nbytes = 1 if dtype == "float8-head" else 2
-    limit = limit_ms(engine.checkpoint.config, batch, context, head_nbytes) / num_gpus
+    limit = limit_ms(engine.checkpoint.config, batch, context, dtype) / num_gpus
     rows = [_beside(engine, "engine_decode_step", step_ms, "ms", params, limit, VLLM_MS.get(batch))]
     slowest = max(late - early for early, late in pairwise(stamps)) * 1e3
     rows.append(Row("engine_decode_step_slowest", slowest, "ms", params))
@@ -186,7 +185,8 @@ def prefill_rate(engine: Engine, num: int, length: int, num_runs: int) -> float:
 
 def prefill_row(engine: Engine, num_gpus: int, num: int, length: int) -> Row:
     rate = prefill_rate(engine, num, length, 6)
-    limit = num_gpus * FP8_RATE / flops_per_token(engine.checkpoint.config, length)
+    rate_of_products = FP8_RATE if is_fp8(engine.dtype) else FP8_RATE / 2
+    limit = num_gpus * rate_of_products / flops_per_token(engine.checkpoint.config, length)
     params = {"prompts": num, "length": length}
     return _beside(engine, "engine_prefill", rate, "tokens/s", params, limit, VLLM_PREFILL[num, length])
 
@@ -214,10 +214,16 @@ def layer_weights(config: ModelConfig) -> int:
     return config.hidden_size * (width + config.num_heads * config.head_dim + 3 * config.intermediate_size)
 
 
-def limit_ms(config: ModelConfig, batch: int, context: int, head_nbytes: int) -> float:
-    weights = config.num_layers * layer_weights(config) + head_nbytes * config.vocab_size * config.hidden_size
+def limit_ms(config: ModelConfig, batch: int, context: int, dtype: str) -> float:
+    weights = config.num_layers * layer_weights(config)
     cache = config.num_layers * 2 * config.num_kv_heads * config.head_dim * context * batch
-    return (weights + cache) / READ_RATE * 1e3
+    head = (1 if dtype == "float8-head" else 2) * config.vocab_size * config.hidden_size
+    return ((1 if is_fp8(dtype) else 2) * (weights + cache) + head) / READ_RATE * 1e3
+
+
+def is_fp8(dtype: str) -> bool:
+    """Else bf16: a number takes two bytes, and products go at half the rate."""
+    return dtype.startswith("float8")
 
 
 def flops_per_token(config: ModelConfig, length: int) -> float:
@@ -228,10 +234,9 @@ def flops_per_token(config: ModelConfig, length: int) -> float:
 
 def shown(row: Row) -> Row:
     """Logged as it comes, so that a run that is cut short still says something."""
-    limit = f" ({row.limit / row.value:.0%} of the limit)" if row.limit and row.unit == "ms" else ""
-    share = f" ({row.value / row.limit:.0%} of the limit)" if row.limit and row.unit != "ms" else ""
+    share = f" ({share_of_limit(row.value, row.limit, row.unit):.0%} of the limit)" if row.limit else ""
     peer = f" | peer {row.peer_value:.4g}" if row.peer_value else ""
-    _log.info("%s %s %.4g %s%s%s%s", row.name, dict(row.params), row.value, row.unit, limit, share, peer)
+    _log.info("%s %s %.4g %s%s%s", row.name, dict(row.params), row.value, row.unit, share, peer)
     return row
 
 

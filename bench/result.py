@@ -16,13 +16,14 @@ from typing import Any
 import psutil
 
 RESULTS = Path("bench/results")
+_TIMES = ("s", "ms", "us")
 _PACKAGES = ("torch", "transformers", "ucxx-cu13", "numpy", "redis", "uvicorn", "msgspec")
 
 
 @dataclass(frozen=True)
 class Row:
-    """One figure. `limit`: what the hardware allows, in the same unit; `peer_value`: what `peer` reached in the
-    same run.
+    """One figure. `limit`: what the hardware allows, in the same unit, the least of a time and the most of all else;
+    `peer_value`: what `peer` reached in the same run.
     """
 
     name: str
@@ -57,6 +58,11 @@ def write_result(path: Path | None, what: str, rows: Sequence[Row], config: Mapp
     return file
 
 
+def share_of_limit(value: float, limit: float, unit: str) -> float:
+    """1 at the limit, and less the farther from it: a time that is twice the least reaches half."""
+    return limit / value if unit in _TIMES else value / limit
+
+
 def config_digest(config: Mapping[str, Any]) -> str:
     return hashlib.blake2b(json.dumps(config, sort_keys=True, default=str).encode(), digest_size=8).hexdigest()
 
@@ -89,7 +95,8 @@ def page(result: Mapping[str, Any]) -> str:
 
 def _line(row: Mapping[str, Any]) -> str:
     params = ", ".join(f"{key} {value}" for key, value in row["params"].items())
-    share = f"{row['value'] / row['limit']:.0%} of {row['limit']:.4g}" if row["limit"] else ""
+    reached = share_of_limit(row["value"], row["limit"], row["unit"]) if row["limit"] else None
+    share = "" if reached is None else f"{reached:.0%} of {row['limit']:.4g}"
     peer = f"{row['peer']}: {row['peer_value']:.4g}" if row["peer_value"] else ""
     times = f"{row['value'] / row['peer_value']:.2f}" if row["peer_value"] else ""
     return f"| {row['name']} | {params} | {row['value']:.4g} {row['unit']} | {share} | {peer} | {times} |"

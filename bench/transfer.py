@@ -346,12 +346,13 @@ class Pair:
         return self._child.cpu_s()
 
     def latency_rows(self) -> Iterator[Row]:
-        """Of requests of one block."""
+        """Of requests of one block, in pools of this case's size."""
         self._grant_s.clear()
         commit_s = [self._move_one_block() for _ in range(200)]
+        params = {**self._case.params, "tokens": self._case.layout.block_size}
         for name, seconds in (("Offer to Grant", self._grant_s), ("last chunk to Commit", commit_s)):
-            yield Row(f"{self.name} {name}, median", statistics.median(seconds) * 1e6, "us", self._case.params)
-            yield Row(f"{self.name} {name}, p99", sorted(seconds)[-2] * 1e6, "us", self._case.params)
+            yield Row(f"{self.name} {name}, median", statistics.median(seconds) * 1e6, "us", params)
+            yield Row(f"{self.name} {name}, p99", sorted(seconds)[-2] * 1e6, "us", params)
 
     def close(self) -> None:
         self._node.close()

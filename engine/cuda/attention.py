@@ -1,5 +1,8 @@
 """Paged attention over the device's cache: prompts of any lengths in one launch, decodes in another."""
 
+from collections.abc import Callable, Mapping
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -17,6 +20,9 @@ from kernels.specs import AttnSpec, KVDtype
 _MAX_WORKSPACE_NBYTES = 512 << 20
 # Published states of decode attention, see kernels.triton.attn_decode.workspace_nbytes.
 _STATES, _COUNTERS_NBYTES, _ROWS = 2560, 32 << 10, 16
+
+Prepare = Callable[..., Any]
+"""kernels.registry.Registry.preparer"""
 
 
 def decode_workspace(config: ModelConfig, max_num_seqs: int, device: torch.device) -> Tensor:
@@ -43,26 +49,33 @@ class DeviceAttention:
         self._pages = torch.arange(config.segment // block_size, device=device)
         specs = {window: AttnSpec(*heads, block_size, kv, window, config.sinks) for window in {0, config.window}}
         self._prefills = {window: registry.get("attn_prefill", spec) for window, spec in specs.items()}
-        self._preparers = {window: registry.preparer("attn_prefill", spec) for window, spec in specs.items()}
+        # A plan lasts until its preparer makes the next one: whole prompts and their segments have one each.
+        self._preparers, self._segment_preparers = (
+            {window: registry.preparer("attn_prefill", spec) for window, spec in some.items()}
+            for some in (specs, specs if self._segment else {})
+        )
         self._decodes = {window: registry.get("attn_decode", spec) for window, spec in specs.items()}
-        nbytes = min(_MAX_WORKSPACE_NBYTES, 4 * config.num_kv_heads * config.head_dim * max_tokens)
+        # The copies, or FlashInfer's e4m3 queries, which are more bytes where many heads share a key.
+        token_nbytes = max(4 * config.num_kv_heads, config.num_heads) * config.head_dim
+        nbytes = min(_MAX_WORKSPACE_NBYTES, token_nbytes * max_tokens)
         self._prefill_space = torch.zeros(nbytes, dtype=torch.uint8, device=device)
         self._decode_space = decode_workspace(config, max_num_seqs, device)
 
     def of_prompts(self, rows: PromptRows) -> Attend:
         """Plans the batch, once for all layers."""
-        whole = self._of_prompts(rows)
+        whole = self._of_prompts(rows, self._preparers)
         if not self._segment or rows.lengths.max() <= self._segment:
             return whole
-        return _by_sight(whole, self._of_prompts(in_segments(rows, self._segment, self._block_size)))
+        cut = in_segments(rows, self._segment, self._block_size)
+        return _by_sight(whole, self._of_prompts(cut, self._segment_preparers))
 
-    def _of_prompts(self, rows: PromptRows) -> Attend:
+    def _of_prompts(self, rows: PromptRows, preparers: Mapping[int, Prepare]) -> Attend:
         device = self._prefill_space.device
         tables, lengths, q_starts, kv_starts = (
             upload(array, device) for array in (rows.tables, rows.lengths, rows.q_starts, rows.kv_starts)
         )
         counts, totals = rows.counts, rows.lengths.tolist()
-        prepared = {window: prepare(tables, counts, totals) for window, prepare in self._preparers.items()}
+        prepared = {window: prepare(tables, counts, totals) for window, prepare in preparers.items()}
         max_q, max_kv = max(counts), max(totals)
 
         def attend(q: Tensor, cache: LayerCache, out: Tensor, sight: Sight) -> None:

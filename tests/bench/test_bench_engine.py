@@ -1,11 +1,14 @@
 """What the engine's benchmarks count: bytes of weights, tokens of a rate, agreement of logits."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from bench import engine as engine_bench
 from bench.agreement import Gold, answers, compare, gold, prompts, teacher_forced
 from bench.engine import _rows, decode, prefill, submit, weight_nbytes
+from engine.linear import FORMATS
 from engine.load import load_engine
 from tests.engine.driving import settings
 from tests.engine.tiny_models import save_tiny
@@ -29,6 +32,17 @@ def test_bytes_of_weights_are_those_of_the_matrices_that_a_step_reads(tiny):
     matrices = [p for name, p in model.named_parameters() if p.dim() == 2 and "embed" not in name]
     head = model.get_output_embeddings().weight
     assert weight_nbytes(engine) == 4 * (sum(p.numel() for p in matrices) + head.numel())
+
+
+def test_bytes_of_weights_are_those_of_the_format_that_answers_are_computed_in(tiny):
+    _, model, _ = tiny
+    head = model.get_output_embeddings().weight.numel()
+    inner = sum(p.numel() for name, p in model.named_parameters() if p.dim() == 2 and "layers" in name)
+    expected = {"float16": 2 * (inner + head), "int8": inner + head, "mixed4": inner * 5 // 8 + 2 * head}
+    checkpoint = tiny[2].checkpoint
+    for dtype, nbytes in expected.items():
+        assert weight_nbytes(SimpleNamespace(checkpoint=checkpoint, dtype=dtype)) == nbytes  # type: ignore[arg-type]
+    assert all(weight_nbytes(SimpleNamespace(checkpoint=checkpoint, dtype=dtype)) for dtype in FORMATS)  # type: ignore[arg-type]
 
 
 def test_rates_count_every_token_once(tiny, monkeypatch):

@@ -19,8 +19,10 @@ TINY = replace(
 
 
 def test_limits_are_those_of_the_design():
-    assert limit_ms(LLAMA_8B, 1, 1088, 1) == pytest.approx(1.70, abs=0.01)
-    assert limit_ms(LLAMA_8B, 256, 1088, 1) == pytest.approx(5.79, abs=0.01)
+    assert limit_ms(LLAMA_8B, 1, 1088, "float8-head") == pytest.approx(1.70, abs=0.01)
+    assert limit_ms(LLAMA_8B, 256, 1088, "float8-head") == pytest.approx(5.79, abs=0.01)
+    assert limit_ms(LLAMA_8B, 1, 1088, "float8") == pytest.approx(1.82, abs=0.01)
+    assert limit_ms(LLAMA_8B, 1, 1088, "bfloat16") == pytest.approx(3.41, abs=0.01)  # 15.0 GB and 0.14 of cache
     assert flops_per_token(LLAMA_8B, 0) == pytest.approx(2 * 6.98e9, rel=0.001)
 
 

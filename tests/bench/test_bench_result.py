@@ -52,6 +52,12 @@ def test_the_page_stands_beside_it_and_shows_limit_and_peer(written):
     assert document["commit"] in text and document["command"] in text
 
 
+def test_a_time_that_is_twice_the_least_reaches_half_of_its_limit(tmp_path):
+    rows = [Row("step", 4.0, "ms", limit=2.0), Row("ended well", 0, "answers", limit=2)]
+    text = write_result(tmp_path / "run.json", "demo", rows, {}).with_suffix(".md").read_text()
+    assert "| step |  | 4 ms | 50% of 2 |" in text and "| ended well |  | 0 answers | 0% of 2 |" in text
+
+
 def test_without_a_path_the_name_tells_day_what_and_hardware(tmp_path, monkeypatch):
     monkeypatch.setattr(result, "RESULTS", tmp_path)
     file = write_result(None, "demo", ROWS, CONFIG)

@@ -24,3 +24,12 @@ def test_a_figure_is_the_median_of_its_starts_and_its_peer_is_compared_start_by_
     assert rows["ucx slower than raw sockets, worst start"].value == 3.0
     assert rows["ucx CPU"].value == 2.0 and rows["ucx CPU"].peer_value is None
     assert len(rows) == 4
+
+
+def test_latencies_are_named_after_the_block_that_was_moved(monkeypatch: pytest.MonkeyPatch):
+    pair = object.__new__(transfer.Pair)
+    pair.name, pair._case, pair._grant_s = "shm", transfer.Case(transfer.SMOLLM2, 4096), []
+    monkeypatch.setattr(pair, "_move_one_block", lambda: pair._grant_s.append(2e-4) or 1e-3)
+    rows = list(pair.latency_rows())
+    assert [row.value for row in rows] == pytest.approx([200.0, 200.0, 1000.0, 1000.0])
+    assert {row.params["tokens"] for row in rows} == {transfer.SMOLLM2.block_size}

@@ -2,11 +2,12 @@
 
 import pytest
 from device_engines import device_engine
-from driving import answers, drain, greedy, request, settings, tokens_of
-from tiny_models import save_tiny
+from driving import answers, drain, greedy, random_prompts, request, settings, tokens_of
+from tiny_models import VOCAB, save_tiny
 
 from contracts.errors import ConfigError
 from engine.load import load_engine
+from kernels.registry import Registry
 
 LENGTHS = (1, 5, 63, 64, 65, 150, 300)  # of the prompts that `family` answers
 
@@ -47,6 +48,55 @@ def test_a_prompt_is_scored_as_on_the_cpu(family):
     assert [t.logprob for t in scored_too] == pytest.approx([t.logprob for t in scored], abs=1e-3)
     assert [t.logprob for t in sampled_too] == pytest.approx([t.logprob for t in sampled], abs=1e-3)
     assert [[i for i, _ in t.top_logprobs] for t in sampled_too] == [[i for i, _ in t.top_logprobs] for t in sampled]
+
+
+class Plan:
+    """As FlashInfer's: of one batch, until its preparer is called again."""
+
+    def __call__(self, tables, new, total):
+        self.total = total
+        return self
+
+
+def test_attention_by_plans_has_its_own_for_whole_prompts_and_for_their_segments(tmp_path, monkeypatch):
+    save_tiny(tmp_path, "llama4")
+    prompts = random_prompts(VOCAB, (150, 40))
+    expected, get, planned = answers(device_engine(tmp_path), prompts, greedy(2)), Registry.get, []
+
+    def get_planned(registry, op, spec):
+        run = get(registry, op, spec)
+
+        def attend(q, keys, values, tables, lengths, *rest, prepared, **options):
+            assert prepared.total == lengths.tolist()
+            planned.append(prepared)
+            run(q, keys, values, tables, lengths, *rest, prepared=prepared, **options)
+
+        return attend if op == "attn_prefill" else run
+
+    monkeypatch.setattr(Registry, "get", get_planned)
+    monkeypatch.setattr(Registry, "preparer", lambda *_: Plan())
+    assert answers(device_engine(tmp_path), prompts, greedy(2)) == expected
+    assert len(set(planned)) == 2
+
+
+def test_prefill_attention_has_room_for_rounded_queries_of_many_heads_too(tmp_path, monkeypatch):
+    """FlashInfer's attention refuses to run without."""
+    save_tiny(tmp_path, "llama", num_attention_heads=16, num_key_value_heads=2)
+    get, queries = Registry.get, []
+
+    def get_watched(registry, op, spec):
+        run = get(registry, op, spec)
+
+        def attend(q, *args, **options):
+            assert args[7].numel() >= q.numel()
+            queries.append(len(q))
+            run(q, *args, **options)
+
+        return attend if op == "attn_prefill" else run
+
+    monkeypatch.setattr(Registry, "get", get_watched)
+    answers(device_engine(tmp_path, max_num_seqs=1, max_model_len=512), random_prompts(VOCAB, (500,)), greedy(2))
+    assert max(queries) >= 500
 
 
 def test_a_device_that_is_not_there_is_refused(tmp_path):
