@@ -234,7 +234,8 @@ async def _grammar(request: Common, prompting: Prompting, calling: Calling | Non
     """Compiled on a thread: a large schema takes long enough to be seen in the streams of others."""
     if request.response_format is None and request.structured_outputs is None and calling is None:
         return ""
-    return await asyncio.to_thread(_compiled, request, prompting, calling)
+    loop = asyncio.get_running_loop()
+    return await loop.run_in_executor(prompting.compilers, _compiled, request, prompting, calling)
 
 
 def _compiled(request: Common, prompting: Prompting, calling: Calling | None) -> str:

@@ -14,6 +14,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 
 from checkpoint import Checkpoint
+from contracts.deep_threads import DeepThreads
 from contracts.errors import ConfigError, RequestError
 from gateway.detokenizer import Detokenizer
 from gateway.schema import Message
@@ -50,7 +51,7 @@ class Conversation(Protocol):
 class Prompting:
     """Templates and tokenizer of one model. Raises ConfigError on a template that does not compile.
 
-    `tool_form`: how the model writes calls; None if that is not known.
+    `tool_form`: how the model writes calls; None if that is not known. `compilers`: threads that compile grammars.
     """
 
     def __init__(self, checkpoint: Checkpoint, tool_parser: ParserName = "auto") -> None:
@@ -58,6 +59,7 @@ class Prompting:
         self.vocab_size = checkpoint.config.vocab_size
         self._specials = {"bos_token": checkpoint.bos_token or "", "eos_token": checkpoint.eos_token or ""}
         self._token_texts: dict[int, str] = {}
+        self.compilers = DeepThreads(4, "grammar")
         self.tool_form = form_of(checkpoint.chat_template or "", tool_parser)
         self._knows_tools = knows_tools(checkpoint.chat_template or "")
         added = self.tokenizer.get_added_tokens_decoder().items()

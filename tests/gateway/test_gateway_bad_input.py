@@ -253,3 +253,22 @@ async def test_a_broken_chat_template_blames_the_messages_or_stops_the_start(che
         error = await refusal(client, *chat())
         assert (error["param"], words in error["message"]) == ("messages", True)
         assert (await client.post(TEXT, json={"prompt": "hi", "max_tokens": 2})).status_code == 200
+
+
+def chained(count: int) -> dict[str, Any]:
+    """Schemas that refer one to the next: JSON of a few levels, and as deep as there are."""
+    links = {f"a{at}": {"type": "object", "properties": {"x": {"$ref": f"#/$defs/a{at + 1}"}}} for at in range(count)}
+    return {"$defs": links | {f"a{count}": {"type": "string"}}, "$ref": "#/$defs/a0"}
+
+
+async def test_a_schema_that_refers_and_refers_does_not_end_the_gateway(checkpoint):
+    rules = "\n".join(f"a{at}: a{at + 1}" for at in range(5000))
+    tool = {"type": "function", "function": {"name": "f", "parameters": chained(3000)}}
+    async with gateway(checkpoint, pair()) as rig, httpx.AsyncClient(base_url=rig.url, timeout=30) as client:
+        for asked in (
+            chat(response_format={"type": "json_schema", "json_schema": {"name": "x", "schema": chained(3000)}}),
+            chat(tools=[tool], tool_choice="required", truncate_prompt_tokens=9),
+            text(structured_outputs={"grammar": f'start: a0\n{rules}\na5000: "x"'}),
+        ):
+            reply = await client.post(asked[0], content=asked[1])
+            assert reply.status_code == 200, reply.text[:300]
