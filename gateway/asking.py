@@ -270,7 +270,7 @@ def _sampling(request: Common, prompting: Prompting, counts: Counts, grammar: st
         logit_bias=_logit_bias(request.logit_bias or {}, prompting),
         min_tokens=request.min_tokens or 0,
         stop_token_ids=tuple(request.stop_token_ids or ()),
-        ignore_eos=bool(request.ignore_eos),
+        ignore_eos=bool(request.ignore_eos) and not grammar,  # where a grammar ends nothing can follow
         logprobs=counts.answer,
         prompt_logprobs=counts.prompt,
         grammar=grammar,

@@ -209,6 +209,12 @@ async def test_choices_are_numbered_over_prompts_and_n(client, rig):
     assert {(len(job.token_ids), job.sampling.seed) for job in rig.workers[0].jobs} == set(seeds.items())
 
 
+async def test_where_a_grammar_ends_the_answer_ends_though_end_of_text_is_ignored(client, rig):
+    for fields in ({}, {"structured_outputs": {"regex": "ok"}}):
+        await client.post("/v1/completions", json={"prompt": "a", "max_tokens": 1, "ignore_eos": True} | fields)
+    assert [job.sampling.ignore_eos for job in rig.workers[0].jobs] == [True, False]
+
+
 async def test_a_seed_is_kept_and_a_missing_one_drawn(client, rig):
     for seed in (7, -1, None, None):
         await whole(client, seed=seed)
