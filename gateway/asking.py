@@ -26,7 +26,8 @@ class Ask:
 
     `echo` is shown before the answer; with `echo_offsets` the prompt's tokens are, too, and that is where they begin in
     it. `is_echo_only`: nothing of the answer is shown. `prompt_logprobs`: how many alternatives the client wants.
-    `shown_ids`: special tokens that are shown though others are skipped.
+    `shown_ids`: special tokens that are shown though others are skipped. `before`: the token whose text the answer goes
+    on from; empty if it is a text of its own.
     """
 
     index: int
@@ -44,6 +45,7 @@ class Ask:
     priority: int = 0
     cache_salt: str = ""
     shown_ids: tuple[int, ...] = ()
+    before: tuple[int, ...] = ()
 
     @property
     def has_details(self) -> bool:
@@ -85,7 +87,9 @@ async def ask_chat(request: ChatRequest, prompting: Prompting, limits: Limits, m
     max_tokens = _max_tokens(len(token_ids), wanted, limits, param, "messages")
     logprobs = (request.top_logprobs or 0) if request.logprobs else None
     counts = Counts(logprobs, request.prompt_logprobs)
-    return await _choices(request, prompting, [token_ids], [max_tokens], counts, [""], calling)
+    return await _choices(
+        request, prompting, [token_ids], [max_tokens], counts, [""], bool(request.continue_final_message), calling
+    )
 
 
 async def ask_completion(request: CompletionRequest, prompting: Prompting, limits: Limits) -> list[Ask]:
@@ -100,7 +104,7 @@ async def ask_completion(request: CompletionRequest, prompting: Prompting, limit
     of_echo = request.logprobs if request.echo else None
     asked = [count for count in (request.prompt_logprobs, of_echo) if count is not None]
     counts = Counts(request.logprobs, max(asked, default=None))
-    asks = await _choices(request, prompting, prompts, max_tokens, counts, echoes)
+    asks = await _choices(request, prompting, prompts, max_tokens, counts, echoes, goes_on=True)
     if not request.echo:
         return asks
     offsets = [()] * len(prompts) if request.logprobs is None else await prompting.offsets(prompts, echoes)
@@ -195,6 +199,7 @@ async def _choices(
     max_tokens: list[int],
     counts: Counts,
     echoes: list[str],
+    goes_on: bool,
     calling: Calling | None = None,
 ) -> list[Ask]:
     """Choice `prompt * n + i`, as OpenAI numbers them."""
@@ -221,6 +226,7 @@ async def _choices(
             priority=request.priority or 0,
             cache_salt=request.cache_salt or "",
             shown_ids=tuple(prompting.special_ids(markers).values()),
+            before=tuple(token_ids[-1:]) if goes_on else (),
         )
         asks += [_numbered(base, prompt * count + choice, choice) for choice in range(count)]
     return asks

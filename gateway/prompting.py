@@ -107,9 +107,11 @@ class Prompting:
         return {text: self._special_ids[text] for text in texts if text in self._special_ids}
 
     def token_text(self, token_id: int) -> str:
+        """Amid others: SentencePiece shows the space of a token that begins a text to nobody."""
         text = self._token_texts.get(token_id)
         if text is None:
-            text = self._token_texts[token_id] = self.tokenizer.decode([token_id], skip_special_tokens=False)
+            alone, twice = (self.tokenizer.decode([token_id] * times, skip_special_tokens=False) for times in (1, 2))
+            text = self._token_texts[token_id] = alone if REPLACEMENT in alone else twice[len(alone) :]
         return text
 
     def token_bytes(self, token_id: int) -> bytes:
