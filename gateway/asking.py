@@ -100,7 +100,7 @@ async def ask_completion(request: CompletionRequest, prompting: Prompting, limit
     whole = await _prompts(request, prompting, limits)
     prompts = [_truncated(ids, request, wanted, limits) for ids in whole]
     max_tokens = [_completion_tokens(len(ids), wanted, limits) for ids in prompts]
-    echoes = [_echo(request, prompting, index, ids, ids is whole[index]) for index, ids in enumerate(prompts)]
+    echoes = await _echoes(request, prompting, prompts, whole)
     of_echo = request.logprobs if request.echo else None
     asked = [count for count in (request.prompt_logprobs, of_echo) if count is not None]
     counts = Counts(request.logprobs, max(asked, default=None))
@@ -181,15 +181,16 @@ def _truncated(token_ids: list[int], request: Common, wanted: int | None, limits
     return token_ids[:keep] if request.truncation_side == "right" else token_ids[len(token_ids) - max(keep, 0) :]
 
 
-def _echo(request: CompletionRequest, prompting: Prompting, index: int, token_ids: list[int], is_whole: bool) -> str:
+async def _echoes(
+    request: CompletionRequest, prompting: Prompting, prompts: list[list[int]], whole: list[list[int]]
+) -> list[str]:
+    """The client's own texts where nothing was cut off."""
     if not request.echo:
-        return ""
-    given = request.prompt if isinstance(request.prompt, str) else request.prompt[index]
-    return (
-        given
-        if isinstance(given, str) and is_whole
-        else prompting.tokenizer.decode(token_ids, skip_special_tokens=False)
-    )
+        return [""] * len(prompts)
+    given = [request.prompt] if isinstance(request.prompt, str) else request.prompt
+    is_own = [isinstance(given[at], str) and ids is whole[at] for at, ids in enumerate(prompts)]
+    decoded = iter(await prompting.decode([ids for ids, own in zip(prompts, is_own, strict=True) if not own]))
+    return [given[at] if own else next(decoded) for at, own in enumerate(is_own)]
 
 
 async def _choices(

@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Sized
 from datetime import datetime
 from itertools import accumulate
 from typing import Any, NoReturn, Protocol, TypeVar
@@ -73,6 +73,10 @@ class Prompting:
     async def encode(self, texts: Sequence[str], add_special_tokens: bool) -> list[list[int]]:
         return await _aside(texts, lambda: [self._encode(text, add_special_tokens) for text in texts])
 
+    async def decode(self, prompts: Sequence[Sequence[int]]) -> list[str]:
+        """Special tokens too."""
+        return await _aside(prompts, lambda: self.tokenizer.decode_batch(prompts, skip_special_tokens=False))
+
     async def offsets(self, prompts: Sequence[Sequence[int]], texts: Sequence[str]) -> list[tuple[int, ...]]:
         """Where the text of each token begins in its prompt's text, which is the tokens' own but for what begins every
         prompt.
@@ -140,13 +144,13 @@ class Prompting:
         return tuple(max(start, 0) for start, _ in zip(starts, lengths, strict=False))
 
     def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        # As a batch: only so the tokenizer lets go of the interpreter, and others' streams go on.
+        # As a batch: only so the tokenizer lets go of the interpreter, and others' streams go on; as with decode.
         return self.tokenizer.encode_batch([text], add_special_tokens=add_special_tokens)[0].ids
 
 
-async def _aside(texts: Sequence[str], work: Callable[[], T]) -> T:
+async def _aside(prompts: Sequence[Sized], work: Callable[[], T]) -> T:
     """On a thread if they are long together."""
-    return work() if sum(map(len, texts)) < LONG_CHARS else await asyncio.to_thread(work)
+    return work() if sum(map(len, prompts)) < LONG_CHARS else await asyncio.to_thread(work)
 
 
 def _plain(index: int, message: Message) -> dict[str, Any]:
