@@ -11,6 +11,7 @@ from gateway_rig import gateway, pair
 
 from contracts.errors import ConfigError
 from gateway.prompting import Prompting
+from gateway.schema import ChatRequest, parse
 
 SAY = [{"role": "user", "content": "hi"}]
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
@@ -253,6 +254,20 @@ async def test_a_broken_chat_template_blames_the_messages_or_stops_the_start(che
         error = await refusal(client, *chat())
         assert (error["param"], words in error["message"]) == ("messages", True)
         assert (await client.post(TEXT, json={"prompt": "hi", "max_tokens": 2})).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("template", "text"),
+    [
+        ("{% for m in messages %}{% generation %}{{ m.role }}{% endgeneration %};{% endfor %}", "user;"),
+        ("{{ [messages[0].content, 'é'] | tojson }}", '["hi", "é"]'),
+        ("{{ [messages[0].content, 'é'] | tojson(ensure_ascii=True, separators=(',', ':')) }}", '["hi","\\u00e9"]'),
+        ("{{ {'b': 1, 'a': 2} | tojson(indent=1, sort_keys=true) }}", '{\n "a": 2,\n "b": 1\n}'),
+    ],
+)
+def test_a_template_may_use_what_transformers_gives_it(checkpoint, template, text):
+    prompting = Prompting(replace(checkpoint, chat_template=template))
+    assert prompting.render(parse(chat()[1], ChatRequest)) == text
 
 
 def chained(count: int) -> dict[str, Any]:
