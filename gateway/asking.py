@@ -98,7 +98,7 @@ async def ask_completion(request: CompletionRequest, prompting: Prompting, limit
         raise RequestError("'max_tokens' of 0 needs 'echo': true", "max_tokens")
     wanted = 1 if request.max_tokens == 0 else request.max_tokens  # token 0 costs what the prompt costs
     whole = await _prompts(request, prompting, limits)
-    prompts = [_truncated(ids, request, wanted, limits) for ids in whole]
+    prompts = [_truncated(ids, request, wanted or DEFAULT_COMPLETION_TOKENS, limits) for ids in whole]
     max_tokens = [_completion_tokens(len(ids), wanted, limits) for ids in prompts]
     echoes = await _echoes(request, prompting, prompts, whole)
     of_echo = request.logprobs if request.echo else None
@@ -176,9 +176,11 @@ def _is_ids(prompt: Any) -> bool:
 def _truncated(token_ids: list[int], request: Common, wanted: int | None, limits: Limits) -> list[int]:
     """At most `truncate_prompt_tokens` of them; -1: as many as leave room for the answer."""
     keep = request.truncate_prompt_tokens
-    if keep is None or (keep := limits.max_model_len - (wanted or 1) if keep < 0 else keep) >= len(token_ids):
+    if keep is not None and keep < 0:
+        keep = max(limits.max_model_len - (wanted or 1), 1)
+    if keep is None or keep >= len(token_ids):
         return token_ids
-    return token_ids[:keep] if request.truncation_side == "right" else token_ids[len(token_ids) - max(keep, 0) :]
+    return token_ids[:keep] if request.truncation_side == "right" else token_ids[len(token_ids) - keep :]
 
 
 async def _echoes(

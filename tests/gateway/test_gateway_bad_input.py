@@ -210,6 +210,18 @@ async def test_a_prompt_longer_than_the_context_is_told_both_numbers(checkpoint)
         assert (await client.post(TEXT, json={"prompt": [5] * 60, "max_tokens": 4})).status_code == 200
 
 
+async def test_a_prompt_is_cut_so_that_the_default_answer_fits_and_no_answer_fits_that_is_longer_than_the_context(
+    checkpoint,
+):
+    async with gateway(checkpoint, pair()) as rig, httpx.AsyncClient(base_url=rig.url, timeout=10) as client:
+        ask = {"prompt": "hi " * 3000, "truncate_prompt_tokens": -1}
+        for side in ("left", "right"):
+            usage = (await client.post(TEXT, json=ask | {"truncation_side": side})).json()["usage"]
+            assert (usage["prompt_tokens"], usage["completion_tokens"]) == (2048 - 16, 16)
+            error = await refusal(client, *text(**ask, truncation_side=side, max_tokens=5000))
+            assert error["param"] == "max_tokens" and "max_tokens is 5000" in error["message"]
+
+
 async def test_a_body_over_the_limit_is_413(checkpoint):
     limited = gateway(checkpoint, pair(), max_body_nbytes=4096)
     async with limited as rig, httpx.AsyncClient(base_url=rig.url, timeout=10) as client:
