@@ -29,6 +29,11 @@ T = TypeVar("T")
 
 LONG_CHARS = 20_000  # above, tokenizing takes longer than handing it to a thread
 
+# A template is a program that sees what the client sends.
+_TEMPLATE_ERRORS = (
+    TemplateError, TypeError, ValueError, AttributeError, ArithmeticError, LookupError, RecursionError,
+)  # fmt: skip
+
 
 class Conversation(Protocol):
     """What the template needs of a request."""
@@ -104,7 +109,7 @@ class Prompting:
                 raise RequestError(f"chat_template_kwargs: '{taken[0]}' is not for you to set", "chat_template_kwargs")
             text = self._template.render(names | given, messages=plain)
             return _cut_after(text, plain[-1]["content"]) if is_open else text
-        except (TemplateError, TypeError, ValueError, ArithmeticError, LookupError, RecursionError) as error:
+        except _TEMPLATE_ERRORS as error:
             raise RequestError(f"the chat template refuses these messages: {error}", "messages") from error
 
     def special_ids(self, texts: Sequence[str]) -> dict[str, int]:

@@ -210,9 +210,7 @@ async def test_a_prompt_longer_than_the_context_is_told_both_numbers(checkpoint)
         assert (await client.post(TEXT, json={"prompt": [5] * 60, "max_tokens": 4})).status_code == 200
 
 
-async def test_a_prompt_is_cut_so_that_the_default_answer_fits_and_no_answer_fits_that_is_longer_than_the_context(
-    checkpoint,
-):
+async def test_a_prompt_is_cut_so_that_the_answer_fits_which_the_context_can_hold(checkpoint):
     async with gateway(checkpoint, pair()) as rig, httpx.AsyncClient(base_url=rig.url, timeout=10) as client:
         ask = {"prompt": "hi " * 3000, "truncate_prompt_tokens": -1}
         for side in ("left", "right"):
@@ -249,6 +247,7 @@ async def test_a_compressed_body_is_415_that_names_the_header(checkpoint):
         ("{{ messages[9].content }}", "chat template"),
         ("{{ messages[0].content + 1 }}", "chat template"),
         ("{{ 1 // 0 }}", "chat template"),
+        ("{{ messages[0].content | dictsort }}", "chat template"),
         ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "chat template"),
         ("{% for i in range(10**9) %}x{% endfor %}", "chat template"),
         ("{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", "chat template"),
