@@ -29,6 +29,8 @@ T = TypeVar("T")
 
 LONG_CHARS = 20_000  # above, tokenizing takes longer than handing it to a thread
 
+_MARK = "Here-the-Answer-goes-on "  # which a template that strips shows without its space
+
 # A template is a program that sees what the client sends.
 _TEMPLATE_ERRORS = (
     TemplateError, TypeError, ValueError, AttributeError, ArithmeticError, LookupError, RecursionError,
@@ -107,8 +109,9 @@ class Prompting:
             names = {"tools": tools or None, "documents": None, "add_generation_prompt": opens_answer} | self._specials
             if taken := sorted(given.keys() & {"messages", *names}):
                 raise RequestError(f"chat_template_kwargs: '{taken[0]}' is not for you to set", "chat_template_kwargs")
-            text = self._template.render(names | given, messages=plain)
-            return _cut_after(text, plain[-1]["content"]) if is_open else text
+            shown = _marked(plain) if is_open else plain
+            text = self._template.render(names | given, messages=shown)
+            return _cut_at_mark(text, plain[-1]["content"]) if is_open else text
         except _TEMPLATE_ERRORS as error:
             raise RequestError(f"the chat template refuses these messages: {error}", "messages") from error
 
@@ -193,13 +196,18 @@ def _is_text(value: Any) -> bool:
     return True
 
 
-def _cut_after(text: str, final: str) -> str:
+def _marked(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """With a mark where the last message ends: its own text may well be in what the template puts after it."""
+    *others, last = messages
+    return [*others, last | {"content": last["content"] + _MARK}]
+
+
+def _cut_at_mark(text: str, final: str) -> str:
     """Without what the template puts after the last message. Templates may strip a message."""
-    at = text.rfind(final.strip())
+    at = text.rfind(_MARK.strip())
     if at < 0:
         raise RequestError("the chat template does not show the last message as it is", "continue_final_message")
-    whole = final.lstrip()
-    return text[: at + len(whole if text.startswith(whole, at) else final.strip())]
+    return text[:at] if text.startswith(_MARK, at) else text[:at].removesuffix(final[len(final.rstrip()) :])
 
 
 def _part(part: dict[str, Any], param: str) -> str:

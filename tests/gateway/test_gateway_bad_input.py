@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 from gateway_rig import gateway, pair
 
@@ -279,6 +280,17 @@ async def test_a_broken_chat_template_blames_the_messages_or_stops_the_start(che
 def test_a_template_may_use_what_transformers_gives_it(checkpoint, template, text):
     prompting = Prompting(replace(checkpoint, chat_template=template))
     assert prompting.render(parse(chat()[1], ChatRequest)) == text
+
+
+@pytest.mark.parametrize("said", ["", "<", "i", "im_end", "so ", "  so\n", "a<|im_end|>b"])
+@pytest.mark.parametrize("trims", [False, True])
+def test_an_answer_goes_on_where_the_last_message_ends_whatever_that_says(checkpoint, said, trims):
+    content = "m.content | trim" if trims else "m.content"
+    template = f"{{% for m in messages %}}<|im_start|>\n{{{{ {content} }}}}<|im_end|>{{% endfor %}}<|im_end|>"
+    prompting = Prompting(replace(checkpoint, chat_template=template))
+    asked = {"messages": [*SAY, {"role": "assistant", "content": said}], "continue_final_message": True}
+    text = prompting.render(msgspec.convert(asked, ChatRequest))
+    assert text == f"<|im_start|>\nhi<|im_end|><|im_start|>\n{said.strip() if trims else said}"
 
 
 def chained(count: int) -> dict[str, Any]:
