@@ -15,7 +15,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     drawn by the gateway if the client gave none, so a replay at position n draws the same number on any machine.
     `choice` numbers the answers of one prompt (`n > 1`) and enters the draw. `logprobs`: None for none, else how many
     alternatives beside the chosen token; `prompt_logprobs`: the same of the prompt's own tokens. `grammar`:
-    llguidance's own form of what the answer must look like; empty for anything.
+    llguidance's own form of what the answer must look like; empty for anything. Nothing can follow where it ends, so
+    `ignore_eos` does not go with it.
     `bad_words`: token sequences that the answer never completes. `allowed_token_ids`: nothing else is ever chosen;
     empty for all.
     """

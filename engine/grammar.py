@@ -5,7 +5,7 @@ grammar out of the request's SamplingParams and lets it consume token 0.
 """
 
 from collections.abc import Sequence as SequenceOf
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -13,6 +13,7 @@ from llguidance import LLMatcher, LLTokenizer
 from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask
 
 from checkpoint.checkpoint import Checkpoint
+from contracts.deep_threads import DeepThreads
 from contracts.ids import RequestId
 from engine.sequence import Sequence
 
@@ -38,7 +39,7 @@ class Grammars:
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         self._vocab = checkpoint.config.vocab_size
-        self._thread = ThreadPoolExecutor(1, "grammar")
+        self._thread = DeepThreads(1, "grammar")
         self._open: dict[RequestId, Grammar] = {}
         # A fraction of a second for a large vocabulary: now, not beside running answers.
         self._tokenizer = self._thread.submit(_tokenizer, checkpoint)

@@ -53,7 +53,9 @@ class Answer:
 
     def __post_init__(self) -> None:
         sampling = self.ask.sampling
-        self._text = Detokenizer(self.prompting.tokenizer, self.ask.skip_special_tokens, self.ask.shown_ids)
+        self._text = Detokenizer(
+            self.prompting.tokenizer, self.ask.skip_special_tokens, self.ask.shown_ids, self.ask.before
+        )
         self._stops = StopFinder(self.ask.stops, self.ask.include_stop)
         self._ends = {*sampling.stop_token_ids, *(() if sampling.ignore_eos else self.eos_token_ids)}
         self._shown: list[Shown] = []

@@ -210,7 +210,8 @@ def _add_tokens(app: FastAPI, front: Front) -> None:
         """The text of token ids."""
         asked = await _parsed(request, front, DetokenizeRequest)
         front.prompting.require_known(asked.tokens, "tokens")
-        return {"prompt": front.prompting.tokenizer.decode(asked.tokens, skip_special_tokens=False)}
+        [text] = await front.prompting.decode([asked.tokens])
+        return {"prompt": text}
 
 
 def _add_models(app: FastAPI, front: Front) -> None:

@@ -26,7 +26,8 @@ class Ask:
 
     `echo` is shown before the answer; with `echo_offsets` the prompt's tokens are, too, and that is where they begin in
     it. `is_echo_only`: nothing of the answer is shown. `prompt_logprobs`: how many alternatives the client wants.
-    `shown_ids`: special tokens that are shown though others are skipped.
+    `shown_ids`: special tokens that are shown though others are skipped. `before`: the token whose text the answer goes
+    on from; empty if it is a text of its own.
     """
 
     index: int
@@ -44,6 +45,7 @@ class Ask:
     priority: int = 0
     cache_salt: str = ""
     shown_ids: tuple[int, ...] = ()
+    before: tuple[int, ...] = ()
 
     @property
     def has_details(self) -> bool:
@@ -85,7 +87,9 @@ async def ask_chat(request: ChatRequest, prompting: Prompting, limits: Limits, m
     max_tokens = _max_tokens(len(token_ids), wanted, limits, param, "messages")
     logprobs = (request.top_logprobs or 0) if request.logprobs else None
     counts = Counts(logprobs, request.prompt_logprobs)
-    return await _choices(request, prompting, [token_ids], [max_tokens], counts, [""], calling)
+    return await _choices(
+        request, prompting, [token_ids], [max_tokens], counts, [""], bool(request.continue_final_message), calling
+    )
 
 
 async def ask_completion(request: CompletionRequest, prompting: Prompting, limits: Limits) -> list[Ask]:
@@ -94,13 +98,13 @@ async def ask_completion(request: CompletionRequest, prompting: Prompting, limit
         raise RequestError("'max_tokens' of 0 needs 'echo': true", "max_tokens")
     wanted = 1 if request.max_tokens == 0 else request.max_tokens  # token 0 costs what the prompt costs
     whole = await _prompts(request, prompting, limits)
-    prompts = [_truncated(ids, request, wanted, limits) for ids in whole]
+    prompts = [_truncated(ids, request, wanted or DEFAULT_COMPLETION_TOKENS, limits) for ids in whole]
     max_tokens = [_completion_tokens(len(ids), wanted, limits) for ids in prompts]
-    echoes = [_echo(request, prompting, index, ids, ids is whole[index]) for index, ids in enumerate(prompts)]
+    echoes = await _echoes(request, prompting, prompts, whole)
     of_echo = request.logprobs if request.echo else None
     asked = [count for count in (request.prompt_logprobs, of_echo) if count is not None]
     counts = Counts(request.logprobs, max(asked, default=None))
-    asks = await _choices(request, prompting, prompts, max_tokens, counts, echoes)
+    asks = await _choices(request, prompting, prompts, max_tokens, counts, echoes, goes_on=True)
     if not request.echo:
         return asks
     offsets = [()] * len(prompts) if request.logprobs is None else await prompting.offsets(prompts, echoes)
@@ -172,20 +176,23 @@ def _is_ids(prompt: Any) -> bool:
 def _truncated(token_ids: list[int], request: Common, wanted: int | None, limits: Limits) -> list[int]:
     """At most `truncate_prompt_tokens` of them; -1: as many as leave room for the answer."""
     keep = request.truncate_prompt_tokens
-    if keep is None or (keep := limits.max_model_len - (wanted or 1) if keep < 0 else keep) >= len(token_ids):
+    if keep is not None and keep < 0:
+        keep = max(limits.max_model_len - (wanted or 1), 1)
+    if keep is None or keep >= len(token_ids):
         return token_ids
-    return token_ids[:keep] if request.truncation_side == "right" else token_ids[len(token_ids) - max(keep, 0) :]
+    return token_ids[:keep] if request.truncation_side == "right" else token_ids[len(token_ids) - keep :]
 
 
-def _echo(request: CompletionRequest, prompting: Prompting, index: int, token_ids: list[int], is_whole: bool) -> str:
+async def _echoes(
+    request: CompletionRequest, prompting: Prompting, prompts: list[list[int]], whole: list[list[int]]
+) -> list[str]:
+    """The client's own texts where nothing was cut off."""
     if not request.echo:
-        return ""
-    given = request.prompt if isinstance(request.prompt, str) else request.prompt[index]
-    return (
-        given
-        if isinstance(given, str) and is_whole
-        else prompting.tokenizer.decode(token_ids, skip_special_tokens=False)
-    )
+        return [""] * len(prompts)
+    given = [request.prompt] if isinstance(request.prompt, str) else request.prompt
+    is_own = [isinstance(given[at], str) and ids is whole[at] for at, ids in enumerate(prompts)]
+    decoded = iter(await prompting.decode([ids for ids, own in zip(prompts, is_own, strict=True) if not own]))
+    return [given[at] if own else next(decoded) for at, own in enumerate(is_own)]
 
 
 async def _choices(
@@ -195,6 +202,7 @@ async def _choices(
     max_tokens: list[int],
     counts: Counts,
     echoes: list[str],
+    goes_on: bool,
     calling: Calling | None = None,
 ) -> list[Ask]:
     """Choice `prompt * n + i`, as OpenAI numbers them."""
@@ -221,6 +229,7 @@ async def _choices(
             priority=request.priority or 0,
             cache_salt=request.cache_salt or "",
             shown_ids=tuple(prompting.special_ids(markers).values()),
+            before=tuple(token_ids[-1:]) if goes_on else (),
         )
         asks += [_numbered(base, prompt * count + choice, choice) for choice in range(count)]
     return asks
@@ -234,7 +243,8 @@ async def _grammar(request: Common, prompting: Prompting, calling: Calling | Non
     """Compiled on a thread: a large schema takes long enough to be seen in the streams of others."""
     if request.response_format is None and request.structured_outputs is None and calling is None:
         return ""
-    return await asyncio.to_thread(_compiled, request, prompting, calling)
+    loop = asyncio.get_running_loop()
+    return await loop.run_in_executor(prompting.compilers, _compiled, request, prompting, calling)
 
 
 def _compiled(request: Common, prompting: Prompting, calling: Calling | None) -> str:
@@ -269,7 +279,7 @@ def _sampling(request: Common, prompting: Prompting, counts: Counts, grammar: st
         logit_bias=_logit_bias(request.logit_bias or {}, prompting),
         min_tokens=request.min_tokens or 0,
         stop_token_ids=tuple(request.stop_token_ids or ()),
-        ignore_eos=bool(request.ignore_eos),
+        ignore_eos=bool(request.ignore_eos) and not grammar,  # where a grammar ends nothing can follow
         logprobs=counts.answer,
         prompt_logprobs=counts.prompt,
         grammar=grammar,

@@ -1,29 +1,38 @@
 """Token ids to text, one at a time, never splitting a character."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
+from gateway.token_bytes import REPLACEMENT
+
 
 class Detokenizer:
-    """The pieces, joined, are the decoding of all ids at once.
+    """The pieces, joined, are the decoding of all ids at once. But SentencePiece makes no character of bytes in a row
+    if one of them is part of none: what was shown of them stays.
 
+    `before`: the token that the text goes on from. Without it the text is one of its own, and SentencePiece begins that
+    without a space.
     `shown_ids`: special tokens that show though special tokens are skipped. Each parts the text: what is before and
     what is behind it are decodings of their own.
     """
 
-    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True, shown_ids: Collection[int] = ()) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        skip_special_tokens: bool = True,
+        shown_ids: Collection[int] = (),
+        before: Sequence[int] = (),
+    ) -> None:
         self._tokenizer = tokenizer
         self._skip = skip_special_tokens
         self._shown_ids = shown_ids if skip_special_tokens else ()
-        self._begin()
+        self._begin(() if self._decoded(before).endswith(REPLACEMENT) else before)
 
-    def _begin(self) -> None:
-        self._stream = DecodeStream(skip_special_tokens=self._skip)
-        self._ids: list[int] = []
-        self._num_chars = 0
-        self._pending = False
+    def _begin(self, before: Sequence[int] = ()) -> None:
+        self._stream = DecodeStream(list(before), self._skip)
+        self._pending: list[int] = []
 
     def push(self, token_id: int) -> str:
         """Text that is certain now; empty in the middle of a character."""
@@ -31,20 +40,23 @@ class Detokenizer:
             text = self.flush() + self._tokenizer.decode([token_id], skip_special_tokens=False)
             self._begin()
             return text
-        self._ids.append(token_id)
-        text = self._stream.step(self._tokenizer, token_id)
-        self._pending = text is None
+        self._pending.append(token_id)
+        try:
+            text = self._stream.step(self._tokenizer, token_id)
+        except Exception as error:  # it has no type of its own
+            if "prefix" not in str(error):  # else what was shown is no beginning of the text any more
+                raise
+            text = self._decoded(self._pending)
+            self._begin(self._pending)
         if text is None:
             return ""
-        self._num_chars += len(text)
+        self._pending = []
         return text
 
     def flush(self) -> str:
         """The rest: a character that was never completed shows as U+FFFD."""
-        if not self._pending:
-            return ""
-        whole = self._tokenizer.decode(self._ids, skip_special_tokens=self._skip)
-        self._pending = False
-        rest = whole[self._num_chars :]
-        self._num_chars = len(whole)
+        rest, self._pending = self._decoded(self._pending), []
         return rest
+
+    def _decoded(self, token_ids: Sequence[int]) -> str:
+        return self._tokenizer.decode(token_ids, skip_special_tokens=self._skip)

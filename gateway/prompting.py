@@ -2,18 +2,20 @@
 
 import asyncio
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Sized
 from datetime import datetime
 from itertools import accumulate
-from typing import Any, NoReturn, Protocol, TypeVar
+from typing import Any, ClassVar, NoReturn, Protocol, TypeVar
 
 import msgspec
-from jinja2 import TemplateError
-from jinja2.ext import loopcontrols
+from jinja2 import TemplateError, nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 
 from checkpoint import Checkpoint
+from contracts.deep_threads import DeepThreads
 from contracts.errors import ConfigError, RequestError
 from gateway.detokenizer import Detokenizer
 from gateway.schema import Message
@@ -26,6 +28,13 @@ from gateway.tools.telling import told
 T = TypeVar("T")
 
 LONG_CHARS = 20_000  # above, tokenizing takes longer than handing it to a thread
+
+_MARK = "Here-the-Answer-goes-on "  # which a template that strips shows without its space
+
+# A template is a program that sees what the client sends.
+_TEMPLATE_ERRORS = (
+    TemplateError, TypeError, ValueError, AttributeError, ArithmeticError, LookupError, RecursionError,
+)  # fmt: skip
 
 
 class Conversation(Protocol):
@@ -50,7 +59,7 @@ class Conversation(Protocol):
 class Prompting:
     """Templates and tokenizer of one model. Raises ConfigError on a template that does not compile.
 
-    `tool_form`: how the model writes calls; None if that is not known.
+    `tool_form`: how the model writes calls; None if that is not known. `compilers`: threads that compile grammars.
     """
 
     def __init__(self, checkpoint: Checkpoint, tool_parser: ParserName = "auto") -> None:
@@ -58,6 +67,7 @@ class Prompting:
         self.vocab_size = checkpoint.config.vocab_size
         self._specials = {"bos_token": checkpoint.bos_token or "", "eos_token": checkpoint.eos_token or ""}
         self._token_texts: dict[int, str] = {}
+        self.compilers = DeepThreads(4, "grammar")
         self.tool_form = form_of(checkpoint.chat_template or "", tool_parser)
         self._knows_tools = knows_tools(checkpoint.chat_template or "")
         added = self.tokenizer.get_added_tokens_decoder().items()
@@ -70,6 +80,10 @@ class Prompting:
 
     async def encode(self, texts: Sequence[str], add_special_tokens: bool) -> list[list[int]]:
         return await _aside(texts, lambda: [self._encode(text, add_special_tokens) for text in texts])
+
+    async def decode(self, prompts: Sequence[Sequence[int]]) -> list[str]:
+        """Special tokens too."""
+        return await _aside(prompts, lambda: self.tokenizer.decode_batch(prompts, skip_special_tokens=False))
 
     async def offsets(self, prompts: Sequence[Sequence[int]], texts: Sequence[str]) -> list[tuple[int, ...]]:
         """Where the text of each token begins in its prompt's text, which is the tokens' own but for what begins every
@@ -95,9 +109,10 @@ class Prompting:
             names = {"tools": tools or None, "documents": None, "add_generation_prompt": opens_answer} | self._specials
             if taken := sorted(given.keys() & {"messages", *names}):
                 raise RequestError(f"chat_template_kwargs: '{taken[0]}' is not for you to set", "chat_template_kwargs")
-            text = self._template.render(names | given, messages=plain)
-            return _cut_after(text, plain[-1]["content"]) if is_open else text
-        except (TemplateError, TypeError, ValueError, ArithmeticError, LookupError, RecursionError) as error:
+            shown = _marked(plain) if is_open else plain
+            text = self._template.render(names | given, messages=shown)
+            return _cut_at_mark(text, plain[-1]["content"]) if is_open else text
+        except _TEMPLATE_ERRORS as error:
             raise RequestError(f"the chat template refuses these messages: {error}", "messages") from error
 
     def special_ids(self, texts: Sequence[str]) -> dict[str, int]:
@@ -105,9 +120,11 @@ class Prompting:
         return {text: self._special_ids[text] for text in texts if text in self._special_ids}
 
     def token_text(self, token_id: int) -> str:
+        """Amid others: SentencePiece shows the space of a token that begins a text to nobody."""
         text = self._token_texts.get(token_id)
         if text is None:
-            text = self._token_texts[token_id] = self.tokenizer.decode([token_id], skip_special_tokens=False)
+            alone, twice = (self.tokenizer.decode([token_id] * times, skip_special_tokens=False) for times in (1, 2))
+            text = self._token_texts[token_id] = alone if REPLACEMENT in alone else twice[len(alone) :]
         return text
 
     def token_bytes(self, token_id: int) -> bytes:
@@ -136,13 +153,13 @@ class Prompting:
         return tuple(max(start, 0) for start, _ in zip(starts, lengths, strict=False))
 
     def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        # As a batch: only so the tokenizer lets go of the interpreter, and others' streams go on.
+        # As a batch: only so the tokenizer lets go of the interpreter, and others' streams go on; as with decode.
         return self.tokenizer.encode_batch([text], add_special_tokens=add_special_tokens)[0].ids
 
 
-async def _aside(texts: Sequence[str], work: Callable[[], T]) -> T:
+async def _aside(prompts: Sequence[Sized], work: Callable[[], T]) -> T:
     """On a thread if they are long together."""
-    return work() if sum(map(len, texts)) < LONG_CHARS else await asyncio.to_thread(work)
+    return work() if sum(map(len, prompts)) < LONG_CHARS else await asyncio.to_thread(work)
 
 
 def _plain(index: int, message: Message) -> dict[str, Any]:
@@ -179,13 +196,18 @@ def _is_text(value: Any) -> bool:
     return True
 
 
-def _cut_after(text: str, final: str) -> str:
+def _marked(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """With a mark where the last message ends: its own text may well be in what the template puts after it."""
+    *others, last = messages
+    return [*others, last | {"content": last["content"] + _MARK}]
+
+
+def _cut_at_mark(text: str, final: str) -> str:
     """Without what the template puts after the last message. Templates may strip a message."""
-    at = text.rfind(final.strip())
+    at = text.rfind(_MARK.strip())
     if at < 0:
         raise RequestError("the chat template does not show the last message as it is", "continue_final_message")
-    whole = final.lstrip()
-    return text[: at + len(whole if text.startswith(whole, at) else final.strip())]
+    return text[:at] if text.startswith(_MARK, at) else text[:at].removesuffix(final[len(final.rstrip()) :])
 
 
 def _part(part: dict[str, Any], param: str) -> str:
@@ -196,8 +218,20 @@ def _part(part: dict[str, Any], param: str) -> str:
     return part["text"]
 
 
+class _Generation(Extension):
+    """`{% generation %}` marks what the assistant says, for those who train on it; here it changes nothing."""
+
+    tags: ClassVar[set[str]] = {"generation"}
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        lineno = next(parser.stream).lineno
+        return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=lineno)
+
+
 def _environment() -> ImmutableSandboxedEnvironment:
-    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
+    """As transformers has it, for which templates are written."""
+    extensions = [_Generation, loopcontrols]
+    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
     environment.filters["tojson"] = _tojson
     environment.globals["raise_exception"] = _raise_exception
     environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
@@ -208,6 +242,12 @@ def _raise_exception(message: str) -> NoReturn:
     raise TemplateError(message)
 
 
-def _tojson(value: Any, indent: int | None = None) -> str:
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
     """Unlike jinja's own: no HTML escapes."""
-    return json.dumps(value, ensure_ascii=False, indent=indent)
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)

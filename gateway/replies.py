@@ -7,6 +7,7 @@ from typing import Any, Protocol
 import msgspec
 
 from contracts.errors import TandemError
+from contracts.events import Token
 from gateway.answer import Shown
 from gateway.prompting import Prompting
 
@@ -210,12 +211,18 @@ class TextReplies(_Stream):
         return {
             "tokens": [self.spelling(item.token.token_id) for item in shown],
             "token_logprobs": [_bounded(item.token.logprob) for item in shown],
-            "top_logprobs": [self._top(item.token.top_logprobs) for item in shown],
+            "top_logprobs": [self._top(item.token) for item in shown],
             "text_offset": [item.offset for item in shown],
         }
 
-    def _top(self, pairs: Sequence[tuple[int, float]] | None) -> dict[str, float] | None:
-        return None if pairs is None else {self.spelling(token_id): max(value, -9999.0) for token_id, value in pairs}
+    def _top(self, token: Token) -> dict[str, float] | None:
+        """The likeliest, and the token itself beside them. Of tokens that are spelled alike, the likeliest."""
+        if token.top_logprobs is None:
+            return None
+        top: dict[str, float] = {}
+        for token_id, value in (*token.top_logprobs, (token.token_id, token.logprob or 0.0)):
+            top.setdefault(self.spelling(token_id), max(value, -9999.0))
+        return top
 
 
 def _bounded(logprob: float | None) -> float | None:

@@ -3,6 +3,7 @@
 import asyncio
 import json
 
+import httptools
 import uvicorn
 from fastapi import FastAPI
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
@@ -32,7 +33,11 @@ def http_config(app: FastAPI) -> uvicorn.Config:
 
 
 class Protocol(HttpToolsProtocol):
-    """Closes a connection whose request's headers are too slow or too long, and one that does not read its answer."""
+    """Closes a connection whose request's headers are too slow or too long, and one that does not read its answer.
+
+    Stays with HTTP/1.1 whatever a request would rather speak: Java's client offers HTTP/2 with its first request, and
+    the parser takes what follows such headers, the body, for the other protocol.
+    """
 
     _headers_timer: asyncio.TimerHandle | None = None
     _unread_timer: asyncio.TimerHandle | None = None
@@ -46,11 +51,37 @@ class Protocol(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         if self._is_refused:
             return
-        super().data_received(data)
+        upgrade = self._parse(data)
+        while upgrade is not None:
+            data = self._plain_head() + data[upgrade:]
+            upgrade = self._parse(data)
         if self._headers_timer is not None:  # they have not ended yet
             self._headers_nbytes += len(data)
             if self._headers_nbytes > MAX_HEADERS_NBYTES:
                 self._refuse()
+
+    def _parse(self, data: bytes) -> int | None:
+        """Where another protocol would begin, if one is offered."""
+        self._unset_keepalive_if_required()
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserUpgrade as upgrade:
+            return upgrade.args[0]
+        except httptools.HttpParserError:
+            self.send_400_response("Invalid HTTP request received.")
+        return None
+
+    def _should_upgrade(self) -> bool:
+        return True  # so that nothing is begun before the request is read once more without its offer
+
+    def _plain_head(self) -> bytes:
+        """The head that was read, without the offer, for a parser that has read nothing. None of CONNECT's is plain."""
+        method, version = self.parser.get_method(), self.parser.get_http_version().encode()
+        self.parser = httptools.HttpRequestParser(self)
+        if method == b"CONNECT":
+            return b"\0"
+        fields = [b"%s: %s" % field for field in self.headers if field[0] != b"upgrade"]
+        return b"\r\n".join([b"%s %s HTTP/%s" % (method, self.url, version), *fields, b"", b""])
 
     def on_message_begin(self) -> None:
         super().on_message_begin()

@@ -13,6 +13,11 @@ from msgspec import Meta
 
 from contracts.errors import RequestError
 
+MAX_GRAMMAR_CHARS = 64 << 10
+"""Of Lark and GBNF: 200 KB of terminals, each made of the next, keep llguidance at work for more than half a minute.
+Schemas that are too large it refuses itself.
+"""
+
 
 class JsonSchema(msgspec.Struct, frozen=True):
     """`strict` is ignored: a schema is always obeyed to the letter."""
@@ -50,7 +55,7 @@ def grammar_of(response_format: ResponseFormat | None, structured_outputs: Struc
 
 def require_schema(schema: dict[str, Any], param: str) -> None:
     """Raises RequestError, naming `param`, if it does not compile."""
-    _checked(LLMatcher.grammar_from_json_schema(schema), param)
+    _json_grammar(schema, param)
 
 
 def compiled_lark(lark: str, param: str) -> str:
@@ -91,6 +96,8 @@ def _of_outputs(wanted: StructuredOutputs) -> str:
 
 
 def _of_grammar(text: str, param: str) -> str:
+    if len(text) > MAX_GRAMMAR_CHARS:
+        raise RequestError(f"{param} is longer than {MAX_GRAMMAR_CHARS} characters", param)
     try:
         return grammar_from("grammar", text)
     except ValueError as error:
@@ -106,8 +113,8 @@ _COMPILERS: dict[str, Callable[[Any, str], str]] = {
 
 def _schema(text: str, param: str) -> dict[str, Any]:
     try:
-        schema = json.loads(text)
-    except (ValueError, RecursionError) as error:
+        schema = msgspec.json.decode(text)
+    except (msgspec.DecodeError, RecursionError) as error:
         raise RequestError(f"{param} is not valid JSON: {error}", param) from error
     if not isinstance(schema, dict):
         raise RequestError(f"{param} must be a JSON object", param)
@@ -115,7 +122,11 @@ def _schema(text: str, param: str) -> dict[str, Any]:
 
 
 def _json_grammar(schema: dict[str, Any], param: str) -> str:
-    return _checked(LLMatcher.grammar_from_json_schema(schema, overrides={"whitespace_flexible": False}), param)
+    try:
+        grammar = LLMatcher.grammar_from_json_schema(schema, overrides={"whitespace_flexible": False})
+    except ValueError as error:  # half of a surrogate pair, or an integer of more than 64 bits
+        raise RequestError(f"{param} does not compile: {error}", param) from error
+    return _checked(grammar, param)
 
 
 def _checked(grammar: str, param: str) -> str:

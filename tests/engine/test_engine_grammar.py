@@ -112,3 +112,9 @@ def test_a_grammar_that_does_not_compile_fails_its_request_alone(engine, tokeniz
 def test_nothing_is_kept_of_a_request_that_is_gone(engine, tokenizer):
     ask(engine, tokenizer, regex("a+b"))
     assert not engine._grammars._open
+
+
+def test_a_schema_that_refers_and_refers_does_not_end_the_engine(engine, tokenizer):
+    links = {f"a{at}": {"type": "object", "properties": {"x": {"$ref": f"#/$defs/a{at + 1}"}}} for at in range(3000)}
+    (text,) = ask(engine, tokenizer, schema({"$defs": links | {"a3000": {"enum": ["x"]}}, "$ref": "#/$defs/a2999"}))
+    assert json.loads(text) in ({}, {"x": "x"})

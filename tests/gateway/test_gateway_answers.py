@@ -2,12 +2,15 @@
 
 import itertools
 import json
+from dataclasses import replace
 
 import httpx
 import pytest
+from gateway_rig import gateway, pair
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from checkpoint.gguf_tokenizer import build_tokenizer
 from contracts.events import Finished, FinishReason, Token, Tokens
 from contracts.ids import Epoch, RequestId
 from contracts.sampling import SamplingParams
@@ -207,6 +210,32 @@ async def test_choices_are_numbered_over_prompts_and_n(client, rig):
     assert [choice["text"][:3] for choice in reply["choices"]] == ["one", "one", "two", "two"]
     seeds = {len(job.token_ids): job.sampling.seed for job in rig.workers[0].jobs}
     assert {(len(job.token_ids), job.sampling.seed) for job in rig.workers[0].jobs} == set(seeds.items())
+
+
+async def test_an_answer_goes_on_with_the_space_of_its_first_token(checkpoint):
+    ggml = {"model": "llama", "tokens": ["<unk>", "▁", "</s>", "a", "▁a"], "scores": [0.0] * 5, "add_bos_token": False}
+    metadata = {f"tokenizer.ggml.{name}": value for name, value in ggml.items()}
+    spaced = replace(checkpoint, build_tokenizer=lambda: build_tokenizer(metadata))
+    template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    workers = pair(script=[4, 3])
+    async with (
+        gateway(replace(spaced, chat_template=template), workers) as rig,
+        httpx.AsyncClient(base_url=rig.url) as client,
+    ):
+        echoed = await whole(client, prompt="a a", echo=True, logprobs=1, max_tokens=2)
+        assert echoed["choices"][0]["text"] == "a a aa"
+        assert echoed["choices"][0]["logprobs"]["tokens"] == [" a", " a", " a", "a"]
+        for is_open, text in ((True, " aa"), (False, "aa")):
+            asked = {"messages": [{"role": "assistant", "content": "a"}], "continue_final_message": is_open}
+            asked["add_generation_prompt"] = not is_open
+            reply = await client.post("/v1/chat/completions", json=asked)
+            assert reply.json()["choices"][0]["message"]["content"] == text
+
+
+async def test_where_a_grammar_ends_the_answer_ends_though_end_of_text_is_ignored(client, rig):
+    for fields in ({}, {"structured_outputs": {"regex": "ok"}}):
+        await client.post("/v1/completions", json={"prompt": "a", "max_tokens": 1, "ignore_eos": True} | fields)
+    assert [job.sampling.ignore_eos for job in rig.workers[0].jobs] == [True, False]
 
 
 async def test_a_seed_is_kept_and_a_missing_one_drawn(client, rig):

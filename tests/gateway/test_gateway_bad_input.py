@@ -6,11 +6,13 @@ from dataclasses import replace
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 from gateway_rig import gateway, pair
 
 from contracts.errors import ConfigError
 from gateway.prompting import Prompting
+from gateway.schema import ChatRequest, parse
 
 SAY = [{"role": "user", "content": "hi"}]
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
@@ -209,6 +211,16 @@ async def test_a_prompt_longer_than_the_context_is_told_both_numbers(checkpoint)
         assert (await client.post(TEXT, json={"prompt": [5] * 60, "max_tokens": 4})).status_code == 200
 
 
+async def test_a_prompt_is_cut_so_that_the_answer_fits_which_the_context_can_hold(checkpoint):
+    async with gateway(checkpoint, pair()) as rig, httpx.AsyncClient(base_url=rig.url, timeout=10) as client:
+        ask = {"prompt": "hi " * 3000, "truncate_prompt_tokens": -1}
+        for side in ("left", "right"):
+            usage = (await client.post(TEXT, json=ask | {"truncation_side": side})).json()["usage"]
+            assert (usage["prompt_tokens"], usage["completion_tokens"]) == (2048 - 16, 16)
+            error = await refusal(client, *text(**ask, truncation_side=side, max_tokens=5000))
+            assert error["param"] == "max_tokens" and "max_tokens is 5000" in error["message"]
+
+
 async def test_a_body_over_the_limit_is_413(checkpoint):
     limited = gateway(checkpoint, pair(), max_body_nbytes=4096)
     async with limited as rig, httpx.AsyncClient(base_url=rig.url, timeout=10) as client:
@@ -236,6 +248,7 @@ async def test_a_compressed_body_is_415_that_names_the_header(checkpoint):
         ("{{ messages[9].content }}", "chat template"),
         ("{{ messages[0].content + 1 }}", "chat template"),
         ("{{ 1 // 0 }}", "chat template"),
+        ("{{ messages[0].content | dictsort }}", "chat template"),
         ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "chat template"),
         ("{% for i in range(10**9) %}x{% endfor %}", "chat template"),
         ("{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", "chat template"),
@@ -253,3 +266,47 @@ async def test_a_broken_chat_template_blames_the_messages_or_stops_the_start(che
         error = await refusal(client, *chat())
         assert (error["param"], words in error["message"]) == ("messages", True)
         assert (await client.post(TEXT, json={"prompt": "hi", "max_tokens": 2})).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("template", "text"),
+    [
+        ("{% for m in messages %}{% generation %}{{ m.role }}{% endgeneration %};{% endfor %}", "user;"),
+        ("{{ [messages[0].content, 'é'] | tojson }}", '["hi", "é"]'),
+        ("{{ [messages[0].content, 'é'] | tojson(ensure_ascii=True, separators=(',', ':')) }}", '["hi","\\u00e9"]'),
+        ("{{ {'b': 1, 'a': 2} | tojson(indent=1, sort_keys=true) }}", '{\n "a": 2,\n "b": 1\n}'),
+    ],
+)
+def test_a_template_may_use_what_transformers_gives_it(checkpoint, template, text):
+    prompting = Prompting(replace(checkpoint, chat_template=template))
+    assert prompting.render(parse(chat()[1], ChatRequest)) == text
+
+
+@pytest.mark.parametrize("said", ["", "<", "i", "im_end", "so ", "  so\n", "a<|im_end|>b"])
+@pytest.mark.parametrize("trims", [False, True])
+def test_an_answer_goes_on_where_the_last_message_ends_whatever_that_says(checkpoint, said, trims):
+    content = "m.content | trim" if trims else "m.content"
+    template = f"{{% for m in messages %}}<|im_start|>\n{{{{ {content} }}}}<|im_end|>{{% endfor %}}<|im_end|>"
+    prompting = Prompting(replace(checkpoint, chat_template=template))
+    asked = {"messages": [*SAY, {"role": "assistant", "content": said}], "continue_final_message": True}
+    text = prompting.render(msgspec.convert(asked, ChatRequest))
+    assert text == f"<|im_start|>\nhi<|im_end|><|im_start|>\n{said.strip() if trims else said}"
+
+
+def chained(count: int) -> dict[str, Any]:
+    """Schemas that refer one to the next: JSON of a few levels, and as deep as there are."""
+    links = {f"a{at}": {"type": "object", "properties": {"x": {"$ref": f"#/$defs/a{at + 1}"}}} for at in range(count)}
+    return {"$defs": links | {f"a{count}": {"type": "string"}}, "$ref": "#/$defs/a0"}
+
+
+async def test_a_schema_that_refers_and_refers_does_not_end_the_gateway(checkpoint):
+    rules = "\n".join(f"a{at}: a{at + 1}" for at in range(5000))
+    tool = {"type": "function", "function": {"name": "f", "parameters": chained(3000)}}
+    async with gateway(checkpoint, pair()) as rig, httpx.AsyncClient(base_url=rig.url, timeout=30) as client:
+        for asked in (
+            chat(response_format={"type": "json_schema", "json_schema": {"name": "x", "schema": chained(3000)}}),
+            chat(tools=[tool], tool_choice="required", truncate_prompt_tokens=9),
+            text(structured_outputs={"grammar": f'start: a0\n{rules}\na5000: "x"'}),
+        ):
+            reply = await client.post(asked[0], content=asked[1])
+            assert reply.status_code == 200, reply.text[:300]

@@ -11,7 +11,9 @@ from contracts.errors import Unavailable
 from contracts.ids import Epoch, RequestId
 from contracts.request import Cancel, Job, Route
 from contracts.sampling import SamplingParams
+from gateway.asking import ask_completion
 from gateway.prompting import LONG_CHARS, Prompting
+from gateway.schema import CompletionRequest
 from gateway.workers import MAX_POST_NBYTES
 from worker.front import MAX_BODY_NBYTES
 
@@ -72,6 +74,12 @@ class Watched:
     def encode_batch(self, *args, **options):
         return self._watch(self._tokenizer.encode_batch, *args, **options)
 
+    def decode(self, *args, **options):
+        return self._watch(self._tokenizer.decode, *args, **options)
+
+    def decode_batch(self, *args, **options):
+        return self._watch(self._tokenizer.decode_batch, *args, **options)
+
     def _watch(self, call, *args, **options):
         self.is_busy = True
         try:
@@ -89,6 +97,22 @@ async def test_the_event_loop_turns_while_one_long_text_is_tokenized(prompting):
         num_turns += watched.is_busy
     assert num_turns > 3
     assert len((await encoding)[0]) > 20_000
+
+
+@pytest.mark.parametrize("endpoint", ["/detokenize", "/v1/completions"])
+async def test_the_event_loop_turns_while_tokens_are_made_text(rig, client, endpoint):
+    watched = rig.front.prompting.tokenizer = Watched(rig.front.prompting.tokenizer)
+    if endpoint == "/detokenize":
+        asking = asyncio.create_task(client.post(endpoint, json={"tokens": [7] * 300_000}))
+    else:
+        echoed = CompletionRequest(prompt=[[7] * 2000] * 150, echo=True)
+        asking = asyncio.create_task(ask_completion(echoed, rig.front.prompting, rig.front.limits))
+    num_turns = 0
+    while not asking.done():
+        await asyncio.sleep(0.001)
+        num_turns += watched.is_busy
+    await asking
+    assert num_turns > 3
 
 
 async def test_jobs_that_are_long_together_do_not_make_a_worker_refuse_those_of_others(rig):

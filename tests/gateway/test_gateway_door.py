@@ -1,6 +1,7 @@
 """The door: keys, origins, headers, slow readers."""
 
 import asyncio
+import json
 import logging
 import socket
 from dataclasses import replace
@@ -106,6 +107,34 @@ async def test_headers_beyond_the_limit_are_431(checkpoint, head):
         reply = await raw(rig.url, head)
         assert reply.startswith(b"HTTP/1.1 431 ") and b'"code": 431' in reply
         assert (await client.post("/v1/completions", json=ASK)).status_code == 200
+
+
+@pytest.mark.parametrize("protocol", [b"h2c", b"websocket", b"anything"])
+@pytest.mark.parametrize("is_chunked", [False, True])
+async def test_a_request_that_offers_another_protocol_is_served_in_this_one(checkpoint, protocol, is_chunked):
+    """Java's HttpClient offers h2c. Once with the body in one piece with the head, once behind it."""
+    body = json.dumps(ASK).encode()
+    length = b"Transfer-Encoding: chunked" if is_chunked else b"Content-Length: %d" % len(body)
+    sent = b"%x\r\n%s\r\n0\r\n\r\n" % (len(body), body) if is_chunked else body
+    offer = (
+        b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: %s\r\nHTTP2-Settings: AAEAAEAAAAIAAAABAAMAAABk\r\n" % protocol
+    )
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\n%s%s\r\n\r\n" % (offer, length)
+    async with gateway(checkpoint, pair()) as rig:
+        host, port = rig.url.removeprefix("http://").split(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        async with asyncio.timeout(10):
+            for parts in ([head + sent], [head, sent], [head[:50], head[50:] + sent[:3], sent[3:] + head + sent]):
+                for part in parts:
+                    writer.write(part)
+                    await writer.drain()
+                    await asyncio.sleep(0.02)  # so that parts come as parts
+                for _ in range(b"".join(parts).count(b"POST")):
+                    assert (await reader.readline()).startswith(b"HTTP/1.1 200 ")
+                    reply = await reader.readuntil(b"\r\n\r\n")
+                    await reader.readexactly(int(reply.lower().split(b"content-length: ")[1].split(b"\r\n")[0]))
+        writer.close()
+        assert (await raw(rig.url, b"CONNECT a:1 HTTP/1.1\r\nHost: a\r\n\r\n")).startswith(b"HTTP/1.1 400 ")
 
 
 async def test_what_is_written_is_sent_at_once(checkpoint):

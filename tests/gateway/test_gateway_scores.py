@@ -12,15 +12,16 @@ from gateway_rig import gateway, pair
 from tokenizers.processors import TemplateProcessing
 
 from checkpoint import Checkpoint
-from contracts.events import Prefilled, PromptScored, PromptToken
+from contracts.events import Prefilled, PromptScored, PromptToken, Token
 from contracts.ids import Epoch, RequestId
 from contracts.sampling import SamplingParams
 from coordinator.store import AFFINITY_BLOCK
-from gateway.answer import Answer
+from gateway.answer import Answer, Shown
 from gateway.asking import Ask
 from gateway.details import add_details
 from gateway.placement import StorePlacement
 from gateway.prompting import Prompting
+from gateway.replies import TextReplies
 
 FOX = "The quick brown 日本 fox"
 SAY = [{"role": "user", "content": "two three"}]
@@ -100,6 +101,16 @@ async def test_an_echo_shows_as_many_alternatives_as_it_asked_for(client, rig):
     reply = await ask(client, echo=True, logprobs=1, prompt_logprobs=4)
     assert rig.workers[0].jobs[-1].sampling.prompt_logprobs == 4
     assert {len(top) for top in reply["choices"][0]["logprobs"]["top_logprobs"][1:]} == {1}
+
+
+def test_a_completion_tells_the_token_beside_the_likeliest_and_the_likeliest_of_those_spelled_alike(checkpoint):
+    prompting = Prompting(checkpoint)
+    replies = TextReplies("r", "m", 0, True, prompting.token_text)
+    first, second = prompting.tokenizer.encode("日").ids[:2]  # neither is a character by itself
+    likeliest = [(first, -0.1), (second, -6.0)]
+    shown = [Shown(Token(0, first, -0.1, likeliest), 0), Shown(Token(1, 5, float("-inf"), likeliest), 0)]
+    told = replies.choice(0, "", shown, "stop")["logprobs"]["top_logprobs"]
+    assert told == [{"\ufffd": -0.1}, {"\ufffd": -0.1, prompting.token_text(5): -9999.0}]
 
 
 def test_the_tokens_own_comes_once_beside_the_likeliest(checkpoint):

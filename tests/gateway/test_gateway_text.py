@@ -1,8 +1,10 @@
 """Pure parts by property: detokenizer, stop strings, sequencer."""
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from checkpoint.gguf_tokenizer import build_tokenizer
 from contracts.events import Failed, Finished, FinishReason, Prefilled, PromptScored, PromptToken, Token, Tokens
 from contracts.ids import Epoch, RequestId
 from gateway.detokenizer import Detokenizer
@@ -35,6 +37,66 @@ def test_joined_pieces_are_the_text_cut_at_the_stop(pieces, stops, include):
 def test_joined_deltas_are_the_whole_decoding(tokenizer, ids, skip):
     text = Detokenizer(tokenizer, skip)
     assert "".join([text.push(i) for i in ids] + [text.flush()]) == tokenizer.decode(ids, skip_special_tokens=skip)
+
+
+PIECES_OF_TEXT = ["<unk>", "<s>", *(f"<0x{byte:02X}>" for byte in range(256)), *"▁abc", "▁a", "ab", "▁ab", "▁ca"]
+KINDS = {"<unk>": 2, "<s>": 3} | {piece: 6 for piece in PIECES_OF_TEXT[2:258]}
+
+
+@pytest.fixture(scope="module")
+def sentencepiece():
+    ggml = {
+        "model": "llama",
+        "tokens": PIECES_OF_TEXT,
+        "scores": [-float(at) for at in range(len(PIECES_OF_TEXT))],
+        "token_type": [KINDS.get(piece, 1) for piece in PIECES_OF_TEXT],
+        "bos_token_id": 1,
+    }
+    return build_tokenizer({f"tokenizer.ggml.{name}": value for name, value in ggml.items()})
+
+
+def ids_of(*parts: str | bytes) -> list[int]:
+    return [
+        at
+        for part in parts
+        for at in ([PIECES_OF_TEXT.index(part)] if isinstance(part, str) else map((2).__add__, part))
+    ]
+
+
+def shown(tokenizer, ids: list[int], before: list[int]) -> str:
+    text = Detokenizer(tokenizer, before=before)
+    return "".join([text.push(token_id) for token_id in ids] + [text.flush()])
+
+
+@given(text=st.text("ab c日é\n", max_size=12), at=st.integers(0, 20))
+@settings(deadline=None, max_examples=300)
+def test_a_text_goes_on_where_another_ends(sentencepiece, text, at):
+    """SentencePiece begins a text without the space that its first token has."""
+    whole = sentencepiece.encode(text).ids
+    before, after = whole[: at + 1], whole[at + 1 :]
+    said = sentencepiece.decode(before)
+    if "\ufffd" not in said:
+        assert said + shown(sentencepiece, after, before[-1:]) == text
+
+
+@pytest.mark.parametrize(
+    ("ids", "text"),
+    [
+        (ids_of("日".encode(), b"\xe6", "a", "▁ab"), "日\ufffda ab"),
+        (ids_of(b"\n\xe6", "▁a", b"\xff", "b"), "\n\ufffd a\ufffdb"),
+        (ids_of("日".encode(), "日".encode()[:2]), "日\ufffd\ufffd"),
+    ],
+)
+def test_bytes_that_are_no_character_change_nothing_that_was_shown(sentencepiece, ids, text):
+    assert shown(sentencepiece, ids, []) == text
+
+
+@given(
+    ids=st.lists(st.integers(0, len(PIECES_OF_TEXT) - 1), max_size=30), before=st.integers(0, len(PIECES_OF_TEXT) - 1)
+)
+@settings(deadline=None, max_examples=300)
+def test_any_tokens_are_text(sentencepiece, ids, before):
+    shown(sentencepiece, ids, [before])
 
 
 @st.composite

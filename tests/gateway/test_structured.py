@@ -8,7 +8,7 @@ from llguidance import LLMatcher, LLTokenizer
 
 from checkpoint import open_checkpoint
 from contracts.errors import RequestError
-from gateway.structured import ResponseFormat, StructuredOutputs, grammar_of
+from gateway.structured import MAX_GRAMMAR_CHARS, ResponseFormat, StructuredOutputs, grammar_of
 
 POINT = {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"], "additionalProperties": False}
 
@@ -75,6 +75,10 @@ def test_plain_text_needs_no_grammar():
         ({"json": {"minimum": 2, "maximum": 1, "type": "integer"}}, "structured_outputs.json"),
         ({"grammar": "start: nobody"}, "structured_outputs.grammar"),
         ({"grammar": "::= ::="}, "structured_outputs.grammar"),
+        ({"grammar": 'start: "a"' + " " * MAX_GRAMMAR_CHARS}, "structured_outputs.grammar"),
+        ({"json": {"maximum": 10**30, "type": "integer"}}, "structured_outputs.json"),
+        ({"json": '{"const": "\\ud83d"}'}, "structured_outputs.json"),
+        ({"json": '{"const": NaN}'}, "structured_outputs.json"),
     ],
 )
 def test_what_does_not_compile_is_refused_by_name(fields, param):
