@@ -197,9 +197,13 @@ def _load_tokenizer(path: Path) -> Tokenizer:
     if not path.exists():
         raise ConfigError(f"{path.parent} has no tokenizer.json; save the model with a fast tokenizer")
     try:
-        return Tokenizer.from_file(str(path))
+        tokenizer = Tokenizer.from_file(str(path))
     except Exception as error:  # tokenizers raises bare Exception for a file it can't parse
         raise ConfigError(f"cannot read {path}: {error}") from error
+    # What the last training cut its texts to is saved too; transformers asks for it anew at each call.
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
 
 
 def _token(value: Any) -> str | None:

@@ -129,6 +129,15 @@ def test_a_folder_gives_its_configuration(folder):
     assert open_checkpoint(str(folder)).chat_template == "J"
 
 
+def test_a_tokenizer_neither_cuts_nor_fills_up_prompts(folder):
+    """As fine-tuning leaves tokenizer.json: with the length of its training texts."""
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    tokenizer.enable_truncation(2)
+    tokenizer.enable_padding(length=9)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    assert open_checkpoint(str(folder)).tokenizer().encode("aaaa").ids == [0, 0, 0, 0]
+
+
 @pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "model.safetensors"])
 def test_a_missing_file_is_named(folder, name):
     (folder / name).unlink()
