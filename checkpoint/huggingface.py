@@ -72,9 +72,12 @@ def model_config(config: dict[str, Any], source: str) -> ModelConfig:
 
 def _model_config(family: Family, config: dict[str, Any], source: str) -> ModelConfig:
     heads = config["num_attention_heads"]
-    rope = config.get("rope_parameters") or {}
+    rope = _rope(config, source)
     stated = config["max_position_embeddings"]
-    scaling = _rope_scaling(config.get("rope_scaling") or rope, stated, source)
+    scaling = _rope_scaling(rope, stated, source)
+    length = _max_model_len(scaling, stated)
+    if not family.as_gpt_oss:
+        _refuse_window(config.get("sliding_window", family.window), config, length, source)
     return ModelConfig(
         family=family.gguf_architecture,
         vocab_size=config["vocab_size"],
@@ -85,8 +88,8 @@ def _model_config(family: Family, config: dict[str, Any], source: str) -> ModelC
         num_kv_heads=config.get("num_key_value_heads") or heads,
         head_dim=config.get("head_dim") or config["hidden_size"] // heads,
         norm_eps=config["rms_norm_eps"],
-        rope_theta=rope.get("rope_theta") or config.get("rope_theta") or 10000.0,
-        max_model_len=_max_model_len(scaling, stated),
+        rope_theta=rope.get("rope_theta") or config.get("rope_theta") or family.rope_theta,
+        max_model_len=length,
         tied_embeddings=config.get("tie_word_embeddings", False),
         rope_scaling=scaling,
         qkv_bias=family.qkv_bias,
@@ -132,11 +135,13 @@ def _refuse_unsupported(config: dict[str, Any], source: str, family: Family) -> 
     if family.as_gpt_oss:
         _refuse_other_gpt_oss(config, source)
         return
-    length, window = config.get("max_position_embeddings", 0), config.get("sliding_window")
-    if window is not None and config.get("use_sliding_window", True) and window < length:
-        raise ConfigError(f"{source}: sliding-window attention ({window} of {length} tokens) is not supported")
     if config.get("hidden_act", "silu") != "silu" or config.get("mlp_bias") or config.get("attention_bias"):
         raise ConfigError(f"{source}: only SiLU and layers without mlp_bias and attention_bias are supported")
+
+
+def _refuse_window(window: int | None, config: dict[str, Any], length: int, source: str) -> None:
+    if window is not None and config.get("use_sliding_window", True) and window < length:
+        raise ConfigError(f"{source}: sliding-window attention ({window} of {length} tokens) is not supported")
 
 
 def _refuse_other_gpt_oss(config: dict[str, Any], source: str) -> None:
@@ -149,6 +154,19 @@ def _refuse_other_gpt_oss(config: dict[str, Any], source: str) -> None:
     method = quantization.get("quant_method", "mxfp4") if isinstance(quantization, dict) else quantization
     if method != "mxfp4":
         raise ConfigError(f"{source}: gpt-oss quantized by '{method}' is not supported; supported are mxfp4 and plain")
+
+
+def _rope(config: dict[str, Any], source: str) -> dict[str, Any]:
+    """Its table, by the name of transformers 4 or 5; theta may be in it or beside it."""
+    rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    if nested := [name for name, value in rope.items() if isinstance(value, dict)]:
+        raise ConfigError(f"{source}: rope_parameters of their own for '{nested[0]}' are not supported")
+    part = rope.get("partial_rotary_factor", config.get("partial_rotary_factor"))
+    if part not in (None, 1):
+        raise ConfigError(
+            f"{source}: partial_rotary_factor is {part}: rope that turns a part of each head is not supported"
+        )
+    return rope
 
 
 def _rope_scaling(scaling: dict[str, Any], stated: int, source: str) -> RopeScaling | YarnScaling | None:

@@ -11,6 +11,7 @@ from gguf import GGUFWriter
 from huggingface_hub.utils import filter_repo_objects
 from safetensors.numpy import save_file
 from tokenizers import Tokenizer, models
+from transformers import AutoConfig
 
 from checkpoint import open_checkpoint
 from checkpoint.config import Experts, RopeScaling, Tuning, YarnScaling
@@ -179,6 +180,20 @@ def test_a_shard_that_is_not_there_is_named(folder):
         ({"rope_scaling": {"rope_type": "yarn"}}, "lacks 'factor'"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 4, "mscale": 1.0}}, "yarn with mscale is not supported"),
         ({"num_hidden_layers": 3, "hidden_size": None}, "a value of the wrong kind"),
+        (
+            {"architectures": ["MistralForCausalLM"], "max_position_embeddings": 8192},
+            r"sliding-window attention \(4096 of 8192 tokens\) is not supported",
+        ),
+        (
+            {"sliding_window": 64, "rope_scaling": {"rope_type": "yarn", "factor": 4.0}},
+            r"sliding-window attention \(64 of 256 tokens\) is not supported",
+        ),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5: rope that turns a part of each head is not"),
+        ({"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.25}}, "partial_rotary_factor is 0.25"),
+        (
+            {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e6}}},
+            "rope_parameters of their own for 'full_attention' are not supported",
+        ),
         ({"hidden_act": "gelu"}, "only SiLU"),
         ({"attention_bias": True}, "without mlp_bias and attention_bias"),
     ],
@@ -278,6 +293,8 @@ def test_llama4_is_read_whole():
     assert config.experts_of(2) is None and config.experts_of(1) is not None
     assert (config.segment, config.windowed_layers, config.unturned_layers) == (0, (), (1, 3))
     assert config.tuning is None and config.plain_qk_norm
+    unsaid = {key: value for key, value in LLAMA4.items() if key != "attention_chunk_size"}
+    assert model_config(unsaid, "here").segment == 8192
 
 
 @pytest.mark.parametrize(
@@ -334,6 +351,24 @@ def test_a_llama4_is_read_in_fp8_by_row_or_matrix_alone(folder, config, words):
 @pytest.mark.parametrize("key", ["rope_scaling", "rope_parameters"])
 def test_llama3_scaling_is_read_from_both_spellings(key):
     assert model_config({**CONFIG, key: LLAMA3}, "here").rope_scaling == RopeScaling(8.0, 1.0, 4.0, 8192)
+
+
+@pytest.mark.parametrize(
+    ("config", "theta"),
+    [
+        (CONFIG, 10000.0),
+        ({**CONFIG, "rope_theta": 5e5, "rope_scaling": LLAMA3}, 5e5),
+        ({**CONFIG, "rope_theta": 5e5, "rope_scaling": {**LLAMA3, "rope_theta": 2e5}}, 2e5),
+        ({**CONFIG, "rope_theta": 5e5, "rope_parameters": {"rope_type": "default", "rope_theta": 2e5}}, 2e5),
+        ({key: value for key, value in GPT_OSS.items() if key != "rope_theta"}, 150000.0),
+        ({**LLAMA4, "attn_temperature_tuning": True}, 500000.0),
+    ],
+)
+def test_the_base_of_rope_is_that_of_transformers(config, theta, tmp_path):
+    kinds = {"GptOssForCausalLM": "gpt_oss", "LlamaForCausalLM": "llama", "Llama4ForCausalLM": "llama4_text"}
+    (tmp_path / "config.json").write_text(json.dumps({**config, "model_type": kinds[config["architectures"][0]]}))
+    assert AutoConfig.from_pretrained(tmp_path).rope_parameters["rope_theta"] == theta
+    assert model_config(config, "here").rope_theta == theta
 
 
 def test_a_missing_configuration_value_is_named():
