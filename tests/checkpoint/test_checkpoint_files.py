@@ -88,8 +88,17 @@ def folder(tmp_path):
     return tmp_path
 
 
-def write_gguf(path: Path, arch: str = "llama", model: str = "gpt2", pre: str = "smollm") -> Path:
+def write_gguf(
+    path: Path,
+    arch: str = "llama",
+    model: str = "gpt2",
+    pre: str = "smollm",
+    fields: dict[str, int | float] | None = None,
+    tensors: dict[str, np.ndarray] | None = None,
+) -> Path:
     writer = GGUFWriter(path, arch)
+    for key, value in (fields or {}).items():
+        (writer.add_uint32 if isinstance(value, int) else writer.add_float32)(key, value)
     for key, value in {
         "block_count": 1,
         "embedding_length": 8,
@@ -107,7 +116,8 @@ def write_gguf(path: Path, arch: str = "llama", model: str = "gpt2", pre: str = 
     writer.add_token_merges(["a b"])
     writer.add_bos_token_id(5)
     writer.add_eos_token_id(5)
-    writer.add_tensor("token_embd.weight", np.zeros((6, 8), np.float32))
+    for name, tensor in {"token_embd.weight": np.zeros((6, 8), np.float32), **(tensors or {})}.items():
+        writer.add_tensor(name, tensor)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -405,6 +415,41 @@ def test_a_cut_gguf_file_is_damaged_wherever_it_is_cut(tmp_path):
 )
 def test_gguf_of_other_kinds_is_refused_by_name(tmp_path, kind, words):
     refused(write_gguf(tmp_path / "other.gguf", **kind), words)
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"llama.rope.scaling.factor": 4.0}, "rope scaling 'linear' is not supported"),
+        ({"llama.rope.scale_linear": 4.0}, "'llama.rope.scale_linear' is 4.0; it is not supported"),
+        ({"llama.rope.dimension_count": 2}, "'llama.rope.dimension_count' is 2; heads have 4 columns, and rope that"),
+        ({"llama.attention.scale": 0.5}, "'llama.attention.scale' is 0.5; it is not supported"),
+        ({"split.count": 3}, r"one of 3 files of a model; join them: llama-gguf-split --merge"),
+        ({"tokenizer.ggml.eot_token_id": 6}, r"tokenizer.ggml.eot_token_id is 6; its vocabulary has 6 tokens"),
+    ],
+)
+def test_gguf_fields_that_would_give_wrong_text_are_refused(tmp_path, fields, words):
+    refused(write_gguf(tmp_path / "other.gguf", fields=fields), words)
+
+
+@pytest.mark.parametrize("name", ["blk.0.attn_output.bias", "blk.0.ffn_gate_inp.weight", "blk.0.attn_sinks.weight"])
+def test_a_gguf_tensor_that_nothing_reads_is_refused(tmp_path, name):
+    """A Llama with attention_bias, say: llama.cpp adds it."""
+    tensors = {name: np.zeros(8, np.float32), "blk.0.attn_q.bias": np.zeros(8, np.float32)}
+    refused(write_gguf(tmp_path / "other.gguf", tensors=tensors), f"its tensor '{name}' is of no model that is")
+
+
+def test_frequencies_of_rope_in_a_gguf_file_are_llama_3s_or_refused(tmp_path):
+    llama3 = np.array([1, 8], np.float32)
+    path = write_gguf(tmp_path / "a.gguf", fields={"llama.rope.freq_base": 5e7}, tensors={"rope_freqs.weight": llama3})
+    assert open_checkpoint(str(path)).config.rope_scaling == RopeScaling(8.0, 1.0, 4.0, 8192)
+    for other in ([1, 1], [2, 8], [1, 8, 8]):
+        tensors = {"rope_freqs.weight": np.array(other, np.float32)}
+        path = write_gguf(tmp_path / "b.gguf", fields={"llama.rope.freq_base": 5e7}, tensors=tensors)
+        if other == [1, 1]:
+            assert open_checkpoint(str(path)).config.rope_scaling == RopeScaling(1.0, 1.0, 4.0, 8192)
+        else:
+            refused(path, "rope_freqs.weight' are not those of Llama 3")
 
 
 @pytest.mark.parametrize("model", ["/no/such/folder", "./nothing", "nothing.gguf", "nothing"])
