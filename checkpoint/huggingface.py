@@ -18,6 +18,10 @@ from checkpoint.quantization import Quantization, Scheme, read_quantization
 from checkpoint.safetensors_index import tensor_files
 from contracts.errors import ConfigError
 
+_COUNTS = (
+    *("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads", "head_dim"),
+    *("norm_eps", "rope_theta", "max_model_len"),
+)
 _SWIGLU = {"swiglu_alpha": 1.702, "swiglu_limit": 7.0}
 
 
@@ -63,10 +67,11 @@ def model_config(config: dict[str, Any], source: str) -> ModelConfig:
     _refuse_unsupported(config, source, family)
     try:
         model = _model_config(family, config, source)
+        _require_numbers(model, source)
         return replace(model, **llama4_fields(config, source)) if family.as_llama4 else model
     except KeyError as error:
         raise ConfigError(f"{source}/config.json lacks {error}") from error
-    except TypeError as error:
+    except (TypeError, ValueError, AttributeError, ArithmeticError) as error:
         raise ConfigError(f"{source}/config.json has a value of the wrong kind: {error}") from error
 
 
@@ -100,6 +105,13 @@ def _model_config(family: Family, config: dict[str, Any], source: str) -> ModelC
         window=config["sliding_window"] if family.as_gpt_oss else 0,
         windowed_layers=_windowed_layers(config, source) if family.as_gpt_oss else (),
     )
+
+
+def _require_numbers(model: ModelConfig, source: str) -> None:
+    for name in _COUNTS:
+        value = getattr(model, name)
+        if not isinstance(value, int | float) or value <= 0:
+            raise ConfigError(f"{source}/config.json: {name} is {value!r}; a number above 0 is expected")
 
 
 def _max_model_len(scaling: RopeScaling | YarnScaling | None, stated: int) -> int:
@@ -204,11 +216,14 @@ def _read_json(path: Path, required: bool = True) -> dict[str, Any]:
     if not path.exists() and not required:
         return {}
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        table = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise ConfigError(f"{path.parent} is not a model folder: {path.name} is missing") from error
     except (OSError, ValueError) as error:
         raise ConfigError(f"cannot read {path}: {error}") from error
+    if not isinstance(table, dict):
+        raise ConfigError(f"cannot read {path}: it holds no table")
+    return table
 
 
 def _load_tokenizer(path: Path) -> Tokenizer:

@@ -98,7 +98,7 @@ def write_gguf(
 ) -> Path:
     writer = GGUFWriter(path, arch)
     for key, value in (fields or {}).items():
-        (writer.add_uint32 if isinstance(value, int) else writer.add_float32)(key, value)
+        writer.add_uint32(key, value) if isinstance(value, int) else writer.add_float32(key, value)
     for key, value in {
         "block_count": 1,
         "embedding_length": 8,
@@ -166,6 +166,29 @@ def test_a_bad_safetensors_header_says_download_again(folder):
     refused(folder, "not a sound safetensors file .* download it again")
 
 
+@pytest.mark.parametrize(
+    "header", [[1], {"w": 3}, {"w": {"dtype": "F32"}}, {"w": {"data_offsets": "ab"}}, {"w": {"data_offsets": [1]}}]
+)
+def test_a_safetensors_header_of_another_kind_says_download_again(folder, header):
+    data = json.dumps(header).encode()
+    (folder / "model.safetensors").write_bytes(len(data).to_bytes(8, "little") + data)
+    refused(folder, "model.safetensors is not a sound safetensors file .* download it again")
+
+
+@pytest.mark.parametrize("index", [[1], {"weight_map": []}, {}])
+def test_an_index_of_another_kind_is_named(folder, index):
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    refused(folder, "cannot read .*model.safetensors.index.json")
+
+
+@pytest.mark.parametrize(
+    "name", ["config.json", "tokenizer_config.json", "generation_config.json", "hf_quant_config.json"]
+)
+def test_a_json_that_is_no_table_is_named(folder, name):
+    (folder / name).write_text("[1]")
+    refused(folder, f"cannot read .*{name}: it holds no table")
+
+
 def test_a_short_safetensors_file_says_how_short(folder):
     file = folder / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-4])
@@ -204,6 +227,13 @@ def test_a_shard_that_is_not_there_is_named(folder):
             {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e6}}},
             "rope_parameters of their own for 'full_attention' are not supported",
         ),
+        ({"num_hidden_layers": 0}, "num_layers is 0; a number above 0 is expected"),
+        ({"max_position_embeddings": None}, "max_model_len is None; a number above 0 is expected"),
+        ({"vocab_size": "3"}, "vocab_size is '3'; a number above 0 is expected"),
+        ({"rms_norm_eps": "1e-5"}, "norm_eps is '1e-5'; a number above 0 is expected"),
+        ({"rope_scaling": "linear"}, "a value of the wrong kind"),
+        ({"sliding_window": "a"}, "a value of the wrong kind"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": "a"}}, "a value of the wrong kind"),
         ({"hidden_act": "gelu"}, "only SiLU"),
         ({"attention_bias": True}, "without mlp_bias and attention_bias"),
     ],
