@@ -29,11 +29,13 @@ def open_folder(path: Path, name: str | None = None) -> Checkpoint:
     """Raises ConfigError for a missing or damaged file, an unknown architecture, or a feature that is not supported."""
     config = text_part(_read_json(path / "config.json"), str(path))
     tokenizer_config = _read_json(path / "tokenizer_config.json", required=False)
-    tensor_files(path)
+    has_head = "lm_head.weight" in tensor_files(path)
     tokenizer = _load_tokenizer(path / "tokenizer.json")
     bos, eos = (_token(tokenizer_config.get(key)) for key in ("bos_token", "eos_token"))
     eos_ids = _eos_token_ids(path, config, tokenizer, eos)
     model = model_config(config, str(path))
+    if has_head:  # it may have been trained by itself, whatever config.json says
+        model = replace(model, tied_embeddings=False)
     return Checkpoint(
         name=name or path.resolve().name,
         path=path,
