@@ -28,7 +28,7 @@ _SWIGLU = {"swiglu_alpha": 1.702, "swiglu_limit": 7.0}
 def open_folder(path: Path, name: str | None = None) -> Checkpoint:
     """Raises ConfigError for a missing or damaged file, an unknown architecture, or a feature that is not supported."""
     config = text_part(_read_json(path / "config.json"), str(path))
-    tokenizer_config = _read_json(path / "tokenizer_config.json", required=False)
+    tokenizer_config = _tokenizer_config(path)
     has_head = "lm_head.weight" in tensor_files(path)
     tokenizer = _load_tokenizer(path / "tokenizer.json")
     bos, eos = (_token(tokenizer_config.get(key)) for key in ("bos_token", "eos_token"))
@@ -239,6 +239,14 @@ def _load_tokenizer(path: Path) -> Tokenizer:
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer
+
+
+def _tokenizer_config(path: Path) -> dict[str, Any]:
+    """Older folders, which list no added tokens there, name special ones in a file of their own, as in transformers."""
+    config = _read_json(path / "tokenizer_config.json", required=False)
+    if "added_tokens_decoder" in config:
+        return config
+    return config | _read_json(path / "special_tokens_map.json", required=False)
 
 
 def _token(value: Any) -> str | None:

@@ -140,6 +140,16 @@ def test_a_folder_gives_its_configuration(folder):
     assert open_checkpoint(str(folder)).chat_template == "J"
 
 
+def test_special_tokens_of_an_older_folder_are_in_a_file_of_their_own(folder):
+    (folder / "special_tokens_map.json").write_text(json.dumps({"bos_token": "a", "eos_token": {"content": "b"}}))
+    checkpoint = open_checkpoint(str(folder))
+    assert (checkpoint.bos_token, checkpoint.eos_token, checkpoint.eos_token_ids) == ("a", "b", (2, 1))
+    newer = {"added_tokens_decoder": {}, "eos_token": "</s>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(newer))
+    checkpoint = open_checkpoint(str(folder))
+    assert (checkpoint.bos_token, checkpoint.eos_token, checkpoint.eos_token_ids) == (None, "</s>", (2,))
+
+
 def test_a_tokenizer_neither_cuts_nor_fills_up_prompts(folder):
     """As fine-tuning leaves tokenizer.json: with the length of its training texts."""
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
