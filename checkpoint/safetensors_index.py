@@ -11,9 +11,11 @@ _MAX_HEADER_NBYTES = 100_000_000
 def tensor_files(folder: Path) -> dict[str, Path]:
     """Tensor name -> file. Raises ConfigError if a file is missing, cut short, or its header can't be read."""
     files = sorted(folder.glob("*.safetensors"))
-    index = folder / "model.safetensors.index.json"
+    index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
     if index.exists():
         files = [folder / name for name in _listed(index)]
+    elif single in files:
+        files = [single]
     if not files:
         raise ConfigError(f"{folder} has no *.safetensors file; other weight formats are not supported")
     return {name: file for file in files for name in _tensor_names(file)}

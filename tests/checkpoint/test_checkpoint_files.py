@@ -18,6 +18,7 @@ from checkpoint.config import Experts, RopeScaling, Tuning, YarnScaling
 from checkpoint.fingerprint import weights_fingerprint
 from checkpoint.huggingface import model_config
 from checkpoint.quantization import Scheme
+from checkpoint.safetensors_index import tensor_files
 from contracts.errors import ConfigError
 
 CONFIG = {
@@ -189,6 +190,12 @@ def test_a_safetensors_header_of_another_kind_says_download_again(folder, header
 def test_an_index_of_another_kind_is_named(folder, index):
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     refused(folder, "cannot read .*model.safetensors.index.json")
+
+
+def test_other_weights_that_lie_beside_the_models_are_not_read(folder):
+    """Those of an average or of an optimizer, say: transformers reads model.safetensors alone."""
+    save_file({"w": np.ones(4, np.float32)}, folder / "model_ema.safetensors")
+    assert tensor_files(folder) == {"w": folder / "model.safetensors"}
 
 
 @pytest.mark.parametrize(
