@@ -17,6 +17,7 @@ from contracts.errors import ConfigError
 
 _SCALES = ("rope.scale_linear", "attention.scale", "embedding_scale", "residual_scale", "logit_scale")
 """Of an architecture's metadata: what multiplies positions, scores or activations."""
+_LLAMA_ENDS, _QWEN_ENDS = ("<|eot_id|>", "<|eom_id|>"), ("<|im_end|>", "<|endoftext|>")
 _LAYER = r"attn_(q|k|v|output|norm|q_norm|k_norm)\.weight|attn_[qkv]\.bias|ffn_(gate|up|down|norm)\.weight"
 _TENSORS = re.compile(rf"(token_embd|output|output_norm|rope_freqs)\.weight|blk\.\d+\.({_LAYER})")
 """What the engine reads; it would compute without the others, and wrongly."""
@@ -134,10 +135,13 @@ def _llama3_factors(scaling: RopeScaling, theta: float, head_dim: int) -> np.nda
 
 
 def _eos_token_ids(metadata: dict[str, Any], tokens: list[str]) -> tuple[int, ...]:
-    """The end-of-text id and, where the file names them, end-of-turn and end-of-message."""
+    """The end-of-text id and, where the file names them, end-of-turn and end-of-message; both of Qwen's, of which the
+    file names one and its generation_config.json two.
+    """
     keys = ("eos_token_id", "eot_token_id", "eom_token_id")
     ids = [metadata[f"tokenizer.ggml.{key}"] for key in keys if f"tokenizer.ggml.{key}" in metadata]
-    ids += [index for token in ("<|eot_id|>", "<|eom_id|>") for index in _find(tokens, token)]
+    ends = _QWEN_ENDS if metadata.get("tokenizer.ggml.pre") == "qwen2" else _LLAMA_ENDS
+    ids += [index for token in ends for index in _find(tokens, token)]
     return tuple(dict.fromkeys(ids))
 
 

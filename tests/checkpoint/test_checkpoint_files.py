@@ -96,6 +96,7 @@ def write_gguf(
     pre: str = "smollm",
     fields: dict[str, int | float] | None = None,
     tensors: dict[str, np.ndarray] | None = None,
+    more_tokens: tuple[str, ...] = (),
 ) -> Path:
     writer = GGUFWriter(path, arch)
     for key, value in (fields or {}).items():
@@ -111,9 +112,9 @@ def write_gguf(
     writer.add_float32(f"{arch}.attention.layer_norm_rms_epsilon", 1e-5)
     writer.add_tokenizer_model(model)
     writer.add_tokenizer_pre(pre)
-    writer.add_token_list(["▁", "a", "b", "ab", "▁ab", "</s>"])
-    writer.add_token_scores([-1.0, -2.0, -3.0, -0.5, -0.1, 0.0])
-    writer.add_token_types([1, 1, 1, 1, 1, 3])
+    writer.add_token_list(["▁", "a", "b", "ab", "▁ab", "</s>", *more_tokens])
+    writer.add_token_scores([-1.0, -2.0, -3.0, -0.5, -0.1, 0.0, *[0.0] * len(more_tokens)])
+    writer.add_token_types([1, 1, 1, 1, 1, 3, *[3] * len(more_tokens)])
     writer.add_token_merges(["a b"])
     writer.add_bos_token_id(5)
     writer.add_eos_token_id(5)
@@ -484,6 +485,11 @@ def test_a_gguf_tensor_that_nothing_reads_is_refused(tmp_path, name):
     """A Llama with attention_bias, say: llama.cpp adds it."""
     tensors = {name: np.zeros(8, np.float32), "blk.0.attn_q.bias": np.zeros(8, np.float32)}
     refused(write_gguf(tmp_path / "other.gguf", tensors=tensors), f"its tensor '{name}' is of no model that is")
+
+
+def test_an_answer_of_qwen_ends_at_either_of_its_ends(tmp_path):
+    path = write_gguf(tmp_path / "q.gguf", "qwen2", pre="qwen2", more_tokens=("<|endoftext|>", "<|im_end|>"))
+    assert open_checkpoint(str(path)).eos_token_ids == (5, 7, 6)
 
 
 def test_frequencies_of_rope_in_a_gguf_file_are_llama_3s_or_refused(tmp_path):
