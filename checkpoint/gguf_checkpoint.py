@@ -1,8 +1,12 @@
 """A Checkpoint from one GGUF file."""
 
+import math
+import re
 from functools import partial
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from checkpoint.checkpoint import Checkpoint, WeightFormat
 from checkpoint.config import ModelConfig, RopeScaling
@@ -11,16 +15,26 @@ from checkpoint.gguf_file import GgufFile
 from checkpoint.gguf_tokenizer import adds_bos, build_tokenizer
 from contracts.errors import ConfigError
 
+_SCALES = ("rope.scale_linear", "attention.scale", "embedding_scale", "residual_scale", "logit_scale")
+"""Of an architecture's metadata: what multiplies positions, scores or activations."""
+_LLAMA_ENDS, _QWEN_ENDS = ("<|eot_id|>", "<|eom_id|>"), ("<|im_end|>", "<|endoftext|>")
+_LAYER = r"attn_(q|k|v|output|norm|q_norm|k_norm)\.weight|attn_[qkv]\.bias|ffn_(gate|up|down|norm)\.weight"
+_TENSORS = re.compile(rf"(token_embd|output|output_norm|rope_freqs)\.weight|blk\.\d+\.({_LAYER})")
+"""What the engine reads; it would compute without the others, and wrongly."""
+
 
 def open_gguf(path: Path, name: str | None = None) -> Checkpoint:
     """Raises ConfigError if the file is damaged, of an unknown architecture, or lacks what a model needs."""
     file = GgufFile.open(path)
     metadata = file.metadata
+    if (count := metadata.get("split.count", 0)) > 1:
+        raise ConfigError(f"{path} is one of {count} files of a model; join them: llama-gguf-split --merge FIRST WHOLE")
     try:
         config = _config(file)
         tokens = metadata["tokenizer.ggml.tokens"]
     except KeyError as error:
         raise ConfigError(f"{path} cannot be served: its metadata lacks {error}") from error
+    _require_known(metadata, tokens, path)
     bos_id = metadata.get("tokenizer.ggml.bos_token_id")
     eos_ids = _eos_token_ids(metadata, tokens)
     return Checkpoint(
@@ -35,6 +49,13 @@ def open_gguf(path: Path, name: str | None = None) -> Checkpoint:
         chat_template=metadata.get("tokenizer.chat_template"),
         build_tokenizer=partial(build_tokenizer, metadata),
     )
+
+
+def _require_known(metadata: dict[str, Any], tokens: list[str], path: Path) -> None:
+    for name in ("bos_token_id", "eos_token_id", "eot_token_id", "eom_token_id"):
+        token_id = metadata.get(f"tokenizer.ggml.{name}", 0)
+        if token_id >= len(tokens):
+            raise ConfigError(f"{path}: tokenizer.ggml.{name} is {token_id}; its vocabulary has {len(tokens)} tokens")
 
 
 def _name(path: Path) -> str:
@@ -52,6 +73,8 @@ def _config(file: GgufFile) -> ModelConfig:
     head_dim = metadata.get(f"{arch}.attention.key_length", hidden // heads)
     if f"{arch}.expert_count" in metadata or not isinstance(heads, int):
         raise ConfigError(f"{file.path}: mixture-of-experts and per-layer head counts are not supported in GGUF files")
+    _refuse_unsupported(file, arch, head_dim)
+    theta = metadata.get(f"{arch}.rope.freq_base", 10000.0)
     return ModelConfig(
         family=family_of(arch, str(file.path)).gguf_architecture,
         vocab_size=file.tensors["token_embd.weight"].shape[0],
@@ -62,31 +85,63 @@ def _config(file: GgufFile) -> ModelConfig:
         num_kv_heads=metadata.get(f"{arch}.attention.head_count_kv", heads),
         head_dim=head_dim,
         norm_eps=metadata[f"{arch}.attention.layer_norm_rms_epsilon"],
-        rope_theta=metadata.get(f"{arch}.rope.freq_base", 10000.0),
+        rope_theta=theta,
         max_model_len=metadata[f"{arch}.context_length"],
         tied_embeddings="output.weight" not in file.tensors,
-        rope_scaling=_rope_scaling(file, arch),
+        rope_scaling=_rope_scaling(file, arch, theta, head_dim),
         qkv_bias="blk.0.attn_q.bias" in file.tensors,
         qk_norm="blk.0.attn_q_norm.weight" in file.tensors,
     )
 
 
-def _rope_scaling(file: GgufFile, arch: str) -> RopeScaling | None:
-    """Llama 3's scaling is stored as one factor per frequency; its constants are those of every Llama 3.x release."""
-    kind = file.metadata.get(f"{arch}.rope.scaling.type", "none")
+def _refuse_unsupported(file: GgufFile, arch: str, head_dim: int) -> None:
+    for name in (f"{arch}.{name}" for name in _SCALES):
+        if (value := file.metadata.get(name, 0.0)) not in (0.0, 1.0):
+            raise ConfigError(f"{file.path}: '{name}' is {value}; it is not supported")
+    if unread := [name for name in file.tensors if not _TENSORS.fullmatch(name)]:
+        raise ConfigError(f"{file.path}: its tensor '{unread[0]}' is of no model that is supported")
+    name = f"{arch}.rope.dimension_count"
+    if (turned := file.metadata.get(name, head_dim)) != head_dim:
+        raise ConfigError(
+            f"{file.path}: '{name}' is {turned}; heads have {head_dim} columns, and rope that turns a part of them "
+            "is not supported"
+        )
+
+
+def _rope_scaling(file: GgufFile, arch: str, theta: float, head_dim: int) -> RopeScaling | None:
+    """Llama 3's scaling is stored as one factor per frequency; its constants are those of every Llama 3.x release.
+    A file that has a factor and does not say of what scales linearly, as llama.cpp reads it.
+    """
+    is_scaled = file.metadata.get(f"{arch}.rope.scaling.factor", 1.0) not in (0.0, 1.0)
+    kind = file.metadata.get(f"{arch}.rope.scaling.type", "linear" if is_scaled else "none")
     if kind not in ("none", "llama3"):
         raise ConfigError(f"{file.path}: rope scaling '{kind}' is not supported; supported are none and llama3")
     if "rope_freqs.weight" not in file.tensors:
         return None
-    factor = float(file.blocks(file.tensors["rope_freqs.weight"]).view("<f4").max())
-    return RopeScaling(factor, 1.0, 4.0, 8192)
+    factors = file.blocks(file.tensors["rope_freqs.weight"]).view("<f4")[0]
+    scaling = RopeScaling(float(factors.max()), 1.0, 4.0, 8192)
+    expected = _llama3_factors(scaling, theta, head_dim)
+    if factors.shape != expected.shape or not np.allclose(factors, expected, rtol=1e-3):
+        raise ConfigError(f"{file.path}: the factors in 'rope_freqs.weight' are not those of Llama 3; not supported")
+    return scaling
+
+
+def _llama3_factors(scaling: RopeScaling, theta: float, head_dim: int) -> np.ndarray:
+    """What each frequency is divided by (Llama 3.1 model card)."""
+    wavelengths = 2 * math.pi * theta ** (np.arange(0, head_dim, 2) / head_dim)
+    low, high = scaling.low_freq_factor, scaling.high_freq_factor
+    smooth = ((scaling.original_max_position / wavelengths - low) / (high - low)).clip(0, 1)
+    return 1 / ((1 - smooth) / scaling.factor + smooth)
 
 
 def _eos_token_ids(metadata: dict[str, Any], tokens: list[str]) -> tuple[int, ...]:
-    """The end-of-text id and, where the file names them, end-of-turn and end-of-message."""
+    """The end-of-text id and, where the file names them, end-of-turn and end-of-message; both of Qwen's, of which the
+    file names one and its generation_config.json two.
+    """
     keys = ("eos_token_id", "eot_token_id", "eom_token_id")
     ids = [metadata[f"tokenizer.ggml.{key}"] for key in keys if f"tokenizer.ggml.{key}" in metadata]
-    ids += [index for token in ("<|eot_id|>", "<|eom_id|>") for index in _find(tokens, token)]
+    ends = _QWEN_ENDS if metadata.get("tokenizer.ggml.pre") == "qwen2" else _LLAMA_ENDS
+    ids += [index for token in ends for index in _find(tokens, token)]
     return tuple(dict.fromkeys(ids))
 
 

@@ -18,12 +18,13 @@ _CONTROL, _USER_DEFINED = 3, 4
 def build_tokenizer(metadata: dict[str, Any]) -> Tokenizer:
     """Raises ConfigError for a vocabulary whose rules are not known here."""
     kind = metadata.get("tokenizer.ggml.model")
-    if kind == "gpt2":
-        tokenizer = _byte_level(metadata)
-    elif kind == "llama":
-        tokenizer = _sentencepiece(metadata)
-    else:
+    build = {"gpt2": _byte_level, "llama": _sentencepiece}.get(str(kind))
+    if build is None:
         raise ConfigError(f"the GGUF tokenizer '{kind}' is not supported; supported are 'gpt2' and 'llama'")
+    try:
+        tokenizer = build(metadata)
+    except KeyError as error:
+        raise ConfigError(f"the GGUF file lacks {error}, a part of its tokenizer") from error
     _add_special_tokens(tokenizer, metadata)
     return tokenizer
 

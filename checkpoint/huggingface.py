@@ -18,18 +18,24 @@ from checkpoint.quantization import Quantization, Scheme, read_quantization
 from checkpoint.safetensors_index import tensor_files
 from contracts.errors import ConfigError
 
+_COUNTS = (
+    *("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads", "head_dim"),
+    *("norm_eps", "rope_theta", "max_model_len"),
+)
 _SWIGLU = {"swiglu_alpha": 1.702, "swiglu_limit": 7.0}
 
 
 def open_folder(path: Path, name: str | None = None) -> Checkpoint:
     """Raises ConfigError for a missing or damaged file, an unknown architecture, or a feature that is not supported."""
     config = text_part(_read_json(path / "config.json"), str(path))
-    tokenizer_config = _read_json(path / "tokenizer_config.json", required=False)
-    tensor_files(path)
+    tokenizer_config = _tokenizer_config(path)
+    has_head = "lm_head.weight" in tensor_files(path)
     tokenizer = _load_tokenizer(path / "tokenizer.json")
     bos, eos = (_token(tokenizer_config.get(key)) for key in ("bos_token", "eos_token"))
     eos_ids = _eos_token_ids(path, config, tokenizer, eos)
     model = model_config(config, str(path))
+    if has_head:  # it may have been trained by itself, whatever config.json says
+        model = replace(model, tied_embeddings=False)
     return Checkpoint(
         name=name or path.resolve().name,
         path=path,
@@ -63,18 +69,22 @@ def model_config(config: dict[str, Any], source: str) -> ModelConfig:
     _refuse_unsupported(config, source, family)
     try:
         model = _model_config(family, config, source)
+        _require_numbers(model, source)
         return replace(model, **llama4_fields(config, source)) if family.as_llama4 else model
     except KeyError as error:
         raise ConfigError(f"{source}/config.json lacks {error}") from error
-    except TypeError as error:
+    except (TypeError, ValueError, AttributeError, ArithmeticError) as error:
         raise ConfigError(f"{source}/config.json has a value of the wrong kind: {error}") from error
 
 
 def _model_config(family: Family, config: dict[str, Any], source: str) -> ModelConfig:
     heads = config["num_attention_heads"]
-    rope = config.get("rope_parameters") or {}
+    rope = _rope(config, source)
     stated = config["max_position_embeddings"]
-    scaling = _rope_scaling(config.get("rope_scaling") or rope, stated, source)
+    scaling = _rope_scaling(rope, stated, source)
+    length = _max_model_len(scaling, stated)
+    if not family.as_gpt_oss:
+        _refuse_window(config.get("sliding_window", family.window), config, length, source)
     return ModelConfig(
         family=family.gguf_architecture,
         vocab_size=config["vocab_size"],
@@ -85,8 +95,8 @@ def _model_config(family: Family, config: dict[str, Any], source: str) -> ModelC
         num_kv_heads=config.get("num_key_value_heads") or heads,
         head_dim=config.get("head_dim") or config["hidden_size"] // heads,
         norm_eps=config["rms_norm_eps"],
-        rope_theta=rope.get("rope_theta") or config.get("rope_theta") or 10000.0,
-        max_model_len=_max_model_len(scaling, stated),
+        rope_theta=rope.get("rope_theta") or config.get("rope_theta") or family.rope_theta,
+        max_model_len=length,
         tied_embeddings=config.get("tie_word_embeddings", False),
         rope_scaling=scaling,
         qkv_bias=family.qkv_bias,
@@ -97,6 +107,13 @@ def _model_config(family: Family, config: dict[str, Any], source: str) -> ModelC
         window=config["sliding_window"] if family.as_gpt_oss else 0,
         windowed_layers=_windowed_layers(config, source) if family.as_gpt_oss else (),
     )
+
+
+def _require_numbers(model: ModelConfig, source: str) -> None:
+    for name in _COUNTS:
+        value = getattr(model, name)
+        if not isinstance(value, int | float) or value <= 0:
+            raise ConfigError(f"{source}/config.json: {name} is {value!r}; a number above 0 is expected")
 
 
 def _max_model_len(scaling: RopeScaling | YarnScaling | None, stated: int) -> int:
@@ -132,11 +149,13 @@ def _refuse_unsupported(config: dict[str, Any], source: str, family: Family) -> 
     if family.as_gpt_oss:
         _refuse_other_gpt_oss(config, source)
         return
-    length, window = config.get("max_position_embeddings", 0), config.get("sliding_window")
-    if window is not None and config.get("use_sliding_window", True) and window < length:
-        raise ConfigError(f"{source}: sliding-window attention ({window} of {length} tokens) is not supported")
     if config.get("hidden_act", "silu") != "silu" or config.get("mlp_bias") or config.get("attention_bias"):
         raise ConfigError(f"{source}: only SiLU and layers without mlp_bias and attention_bias are supported")
+
+
+def _refuse_window(window: int | None, config: dict[str, Any], length: int, source: str) -> None:
+    if window is not None and config.get("use_sliding_window", True) and window < length:
+        raise ConfigError(f"{source}: sliding-window attention ({window} of {length} tokens) is not supported")
 
 
 def _refuse_other_gpt_oss(config: dict[str, Any], source: str) -> None:
@@ -149,6 +168,19 @@ def _refuse_other_gpt_oss(config: dict[str, Any], source: str) -> None:
     method = quantization.get("quant_method", "mxfp4") if isinstance(quantization, dict) else quantization
     if method != "mxfp4":
         raise ConfigError(f"{source}: gpt-oss quantized by '{method}' is not supported; supported are mxfp4 and plain")
+
+
+def _rope(config: dict[str, Any], source: str) -> dict[str, Any]:
+    """Its table, by the name of transformers 4 or 5; theta may be in it or beside it."""
+    rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    if nested := [name for name, value in rope.items() if isinstance(value, dict)]:
+        raise ConfigError(f"{source}: rope_parameters of their own for '{nested[0]}' are not supported")
+    part = rope.get("partial_rotary_factor", config.get("partial_rotary_factor"))
+    if part not in (None, 1):
+        raise ConfigError(
+            f"{source}: partial_rotary_factor is {part}: rope that turns a part of each head is not supported"
+        )
+    return rope
 
 
 def _rope_scaling(scaling: dict[str, Any], stated: int, source: str) -> RopeScaling | YarnScaling | None:
@@ -186,20 +218,35 @@ def _read_json(path: Path, required: bool = True) -> dict[str, Any]:
     if not path.exists() and not required:
         return {}
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        table = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise ConfigError(f"{path.parent} is not a model folder: {path.name} is missing") from error
     except (OSError, ValueError) as error:
         raise ConfigError(f"cannot read {path}: {error}") from error
+    if not isinstance(table, dict):
+        raise ConfigError(f"cannot read {path}: it holds no table")
+    return table
 
 
 def _load_tokenizer(path: Path) -> Tokenizer:
     if not path.exists():
         raise ConfigError(f"{path.parent} has no tokenizer.json; save the model with a fast tokenizer")
     try:
-        return Tokenizer.from_file(str(path))
+        tokenizer = Tokenizer.from_file(str(path))
     except Exception as error:  # tokenizers raises bare Exception for a file it can't parse
         raise ConfigError(f"cannot read {path}: {error}") from error
+    # What the last training cut its texts to is saved too; transformers asks for it anew at each call.
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
+
+
+def _tokenizer_config(path: Path) -> dict[str, Any]:
+    """Older folders, which list no added tokens there, name special ones in a file of their own, as in transformers."""
+    config = _read_json(path / "tokenizer_config.json", required=False)
+    if "added_tokens_decoder" in config:
+        return config
+    return config | _read_json(path / "special_tokens_map.json", required=False)
 
 
 def _token(value: Any) -> str | None:

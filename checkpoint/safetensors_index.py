@@ -11,18 +11,20 @@ _MAX_HEADER_NBYTES = 100_000_000
 def tensor_files(folder: Path) -> dict[str, Path]:
     """Tensor name -> file. Raises ConfigError if a file is missing, cut short, or its header can't be read."""
     files = sorted(folder.glob("*.safetensors"))
-    index = folder / "model.safetensors.index.json"
+    index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
     if index.exists():
-        files = [folder / name for name in sorted(set(_weight_map(index).values()))]
+        files = [folder / name for name in _listed(index)]
+    elif single in files:
+        files = [single]
     if not files:
         raise ConfigError(f"{folder} has no *.safetensors file; other weight formats are not supported")
     return {name: file for file in files for name in _tensor_names(file)}
 
 
-def _weight_map(index: Path) -> dict[str, str]:
+def _listed(index: Path) -> list[str]:
     try:
-        return json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-    except (OSError, ValueError, KeyError) as error:
+        return sorted({str(name) for name in json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()})
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(f"cannot read {index}: {error!r}") from error
 
 
@@ -34,15 +36,12 @@ def _tensor_names(file: Path) -> list[str]:
             if nbytes > _MAX_HEADER_NBYTES:
                 raise ValueError(f"a header of {nbytes} bytes")
             header = json.loads(stream.read(nbytes))
+        ends = {name: int(entry["data_offsets"][1]) for name, entry in header.items() if name != "__metadata__"}
     except FileNotFoundError as error:
         raise ConfigError(f"{file} is missing: the download is incomplete") from error
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{file} is not a sound safetensors file ({error}); download it again") from error
-    end = (
-        8
-        + nbytes
-        + max((entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"), default=0)
-    )
+    except (OSError, ValueError, TypeError, AttributeError, LookupError) as error:
+        raise ConfigError(f"{file} is not a sound safetensors file ({error!r}); download it again") from error
+    end = 8 + nbytes + max(ends.values(), default=0)
     if file.stat().st_size < end:
         raise ConfigError(f"{file} is cut short: {file.stat().st_size} of {end} bytes; download it again")
-    return [name for name in header if name != "__metadata__"]
+    return list(ends)

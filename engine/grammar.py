@@ -54,21 +54,25 @@ class Grammars:
         self._open.pop(request_id, None)
 
     def _masks(self, sequences: SequenceOf[Sequence]) -> Masks:
-        masks, bits = Masks(), allocate_token_bitmask(len(sequences), self._vocab)
+        try:
+            tokenizer = self._tokenizer.result()
+        except ValueError as error:  # what llguidance says of a tokenizer that it can't serve
+            return Masks(errors={sequence.request_id: str(error) for sequence in sequences})
+        masks, bits = Masks(), allocate_token_bitmask(len(sequences), tokenizer.vocab_size)
         for row, sequence in enumerate(sequences):
             try:
-                fill_next_token_bitmask(self._advance(sequence), bits, row)
-            except ValueError as error:  # what llguidance says of a grammar, or of a tokenizer, that it can't serve
+                fill_next_token_bitmask(self._advance(sequence, tokenizer), bits, row)
+            except ValueError as error:  # what llguidance says of a grammar that it can't serve
                 masks.errors[sequence.request_id] = str(error)
         allowed = np.unpackbits(bits.view(np.uint8), axis=1, count=self._vocab, bitorder="little").astype(bool)
         masks.allowed = {s.request_id: row for s, row in zip(sequences, allowed, strict=True)}
         return masks
 
-    def _advance(self, sequence: Sequence) -> LLMatcher:
+    def _advance(self, sequence: Sequence, tokenizer: LLTokenizer) -> LLMatcher:
         """The request's grammar, after all tokens of its answer so far. Raises ValueError if it does not compile."""
         grammar = self._open.get(sequence.request_id)
         if grammar is None:
-            grammar = Grammar(LLMatcher(self._tokenizer.result(), sequence.sampling.grammar))
+            grammar = Grammar(LLMatcher(tokenizer, sequence.sampling.grammar))
             self._open[sequence.request_id] = grammar
         new = sequence.tokens[sequence.num_prompt + grammar.num_consumed :].tolist()
         if new:
@@ -80,8 +84,9 @@ class Grammars:
 
 
 def _tokenizer(checkpoint: Checkpoint) -> LLTokenizer:
+    tokenizer = checkpoint.tokenizer()
     return LLTokenizer(
-        checkpoint.tokenizer().to_str(),
-        n_vocab=checkpoint.config.vocab_size,
+        tokenizer.to_str(),
+        n_vocab=max(checkpoint.config.vocab_size, tokenizer.get_vocab_size()),  # either may have more tokens
         eos_token=list(checkpoint.eos_token_ids),
     )

@@ -82,9 +82,9 @@ class Sampler:
         """In place: this sequence asked for it, so a loop over such sequences is no cost to the others."""
         sampling, tokens = sequence.sampling, np.frombuffer(sequence.tokens, np.int32)
         vocab = len(logits_V)
-        known = {token: bias for token, bias in sampling.logit_bias.items() if 0 <= token < vocab}
-        if known:
-            logits_V[torch.tensor(list(known))] += torch.tensor(list(known.values()))
+        biases = {token: bias for token, bias in sampling.logit_bias.items() if 0 <= token < vocab}
+        if biases:
+            logits_V[torch.tensor(list(biases))] += torch.tensor(list(biases.values()))
         if sampling.repetition_penalty != 1:
             seen = torch.from_numpy(np.unique(tokens).astype(np.int64))
             values = logits_V[seen]
@@ -99,7 +99,8 @@ class Sampler:
             logits_V[torch.tensor(stops, dtype=torch.int64)] = -torch.inf
         if sampling.bad_words:
             ends = _completing(sampling.bad_words, sequence.tokens[sequence.num_prompt :].tolist())
-            logits_V[torch.tensor(ends, dtype=torch.int64)] = -torch.inf
+            known = [token for token in ends if token < vocab]  # a tokenizer may know more than its model
+            logits_V[torch.tensor(known, dtype=torch.int64)] = -torch.inf
         if sampling.allowed_token_ids:
             allowed = np.zeros(vocab, bool)
             allowed[list(sampling.allowed_token_ids)] = True

@@ -9,7 +9,7 @@ class Family:
 
     `qkv_bias`: q, k and v have one. `qk_norm`: q and k of each head are normalised before rope. `experts`: layers have
     mixtures of them. `as_gpt_oss`: and its attention: sinks, windows, biases. `as_llama4`: what
-    checkpoint.llama4 reads.
+    checkpoint.llama4 reads. `rope_theta`, `window`: where config.json does not say, as in transformers.
     """
 
     architecture: str
@@ -19,3 +19,5 @@ class Family:
     experts: bool = False
     as_gpt_oss: bool = False
     as_llama4: bool = False
+    rope_theta: float = 10000.0
+    window: int | None = None

@@ -2,4 +2,4 @@
 
 from checkpoint.families.family import Family
 
-FAMILY = Family("MistralForCausalLM", "mistral")
+FAMILY = Family("MistralForCausalLM", "mistral", window=4096)

@@ -11,12 +11,14 @@ from gguf import GGUFWriter
 from huggingface_hub.utils import filter_repo_objects
 from safetensors.numpy import save_file
 from tokenizers import Tokenizer, models
+from transformers import AutoConfig
 
 from checkpoint import open_checkpoint
 from checkpoint.config import Experts, RopeScaling, Tuning, YarnScaling
 from checkpoint.fingerprint import weights_fingerprint
 from checkpoint.huggingface import model_config
 from checkpoint.quantization import Scheme
+from checkpoint.safetensors_index import tensor_files
 from contracts.errors import ConfigError
 
 CONFIG = {
@@ -87,8 +89,18 @@ def folder(tmp_path):
     return tmp_path
 
 
-def write_gguf(path: Path, arch: str = "llama", model: str = "gpt2", pre: str = "smollm") -> Path:
+def write_gguf(
+    path: Path,
+    arch: str = "llama",
+    model: str = "gpt2",
+    pre: str = "smollm",
+    fields: dict[str, int | float] | None = None,
+    tensors: dict[str, np.ndarray] | None = None,
+    more_tokens: tuple[str, ...] = (),
+) -> Path:
     writer = GGUFWriter(path, arch)
+    for key, value in (fields or {}).items():
+        writer.add_uint32(key, value) if isinstance(value, int) else writer.add_float32(key, value)
     for key, value in {
         "block_count": 1,
         "embedding_length": 8,
@@ -100,13 +112,14 @@ def write_gguf(path: Path, arch: str = "llama", model: str = "gpt2", pre: str = 
     writer.add_float32(f"{arch}.attention.layer_norm_rms_epsilon", 1e-5)
     writer.add_tokenizer_model(model)
     writer.add_tokenizer_pre(pre)
-    writer.add_token_list(["▁", "a", "b", "ab", "▁ab", "</s>"])
-    writer.add_token_scores([-1.0, -2.0, -3.0, -0.5, -0.1, 0.0])
-    writer.add_token_types([1, 1, 1, 1, 1, 3])
+    writer.add_token_list(["▁", "a", "b", "ab", "▁ab", "</s>", *more_tokens])
+    writer.add_token_scores([-1.0, -2.0, -3.0, -0.5, -0.1, 0.0, *[0.0] * len(more_tokens)])
+    writer.add_token_types([1, 1, 1, 1, 1, 3, *[3] * len(more_tokens)])
     writer.add_token_merges(["a b"])
     writer.add_bos_token_id(5)
     writer.add_eos_token_id(5)
-    writer.add_tensor("token_embd.weight", np.zeros((6, 8), np.float32))
+    for name, tensor in {"token_embd.weight": np.zeros((6, 8), np.float32), **(tensors or {})}.items():
+        writer.add_tensor(name, tensor)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -129,6 +142,25 @@ def test_a_folder_gives_its_configuration(folder):
     assert open_checkpoint(str(folder)).chat_template == "J"
 
 
+def test_special_tokens_of_an_older_folder_are_in_a_file_of_their_own(folder):
+    (folder / "special_tokens_map.json").write_text(json.dumps({"bos_token": "a", "eos_token": {"content": "b"}}))
+    checkpoint = open_checkpoint(str(folder))
+    assert (checkpoint.bos_token, checkpoint.eos_token, checkpoint.eos_token_ids) == ("a", "b", (2, 1))
+    newer = {"added_tokens_decoder": {}, "eos_token": "</s>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(newer))
+    checkpoint = open_checkpoint(str(folder))
+    assert (checkpoint.bos_token, checkpoint.eos_token, checkpoint.eos_token_ids) == (None, "</s>", (2,))
+
+
+def test_a_tokenizer_neither_cuts_nor_fills_up_prompts(folder):
+    """As fine-tuning leaves tokenizer.json: with the length of its training texts."""
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    tokenizer.enable_truncation(2)
+    tokenizer.enable_padding(length=9)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    assert open_checkpoint(str(folder)).tokenizer().encode("aaaa").ids == [0, 0, 0, 0]
+
+
 @pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "model.safetensors"])
 def test_a_missing_file_is_named(folder, name):
     (folder / name).unlink()
@@ -144,6 +176,35 @@ def test_a_damaged_json_is_named(folder, name):
 def test_a_bad_safetensors_header_says_download_again(folder):
     (folder / "model.safetensors").write_bytes(b"\xff" * 64)
     refused(folder, "not a sound safetensors file .* download it again")
+
+
+@pytest.mark.parametrize(
+    "header", [[1], {"w": 3}, {"w": {"dtype": "F32"}}, {"w": {"data_offsets": "ab"}}, {"w": {"data_offsets": [1]}}]
+)
+def test_a_safetensors_header_of_another_kind_says_download_again(folder, header):
+    data = json.dumps(header).encode()
+    (folder / "model.safetensors").write_bytes(len(data).to_bytes(8, "little") + data)
+    refused(folder, "model.safetensors is not a sound safetensors file .* download it again")
+
+
+@pytest.mark.parametrize("index", [[1], {"weight_map": []}, {}])
+def test_an_index_of_another_kind_is_named(folder, index):
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    refused(folder, "cannot read .*model.safetensors.index.json")
+
+
+def test_other_weights_that_lie_beside_the_models_are_not_read(folder):
+    """Those of an average or of an optimizer, say: transformers reads model.safetensors alone."""
+    save_file({"w": np.ones(4, np.float32)}, folder / "model_ema.safetensors")
+    assert tensor_files(folder) == {"w": folder / "model.safetensors"}
+
+
+@pytest.mark.parametrize(
+    "name", ["config.json", "tokenizer_config.json", "generation_config.json", "hf_quant_config.json"]
+)
+def test_a_json_that_is_no_table_is_named(folder, name):
+    (folder / name).write_text("[1]")
+    refused(folder, f"cannot read .*{name}: it holds no table")
 
 
 def test_a_short_safetensors_file_says_how_short(folder):
@@ -170,6 +231,27 @@ def test_a_shard_that_is_not_there_is_named(folder):
         ({"rope_scaling": {"rope_type": "yarn"}}, "lacks 'factor'"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 4, "mscale": 1.0}}, "yarn with mscale is not supported"),
         ({"num_hidden_layers": 3, "hidden_size": None}, "a value of the wrong kind"),
+        (
+            {"architectures": ["MistralForCausalLM"], "max_position_embeddings": 8192},
+            r"sliding-window attention \(4096 of 8192 tokens\) is not supported",
+        ),
+        (
+            {"sliding_window": 64, "rope_scaling": {"rope_type": "yarn", "factor": 4.0}},
+            r"sliding-window attention \(64 of 256 tokens\) is not supported",
+        ),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5: rope that turns a part of each head is not"),
+        ({"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.25}}, "partial_rotary_factor is 0.25"),
+        (
+            {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e6}}},
+            "rope_parameters of their own for 'full_attention' are not supported",
+        ),
+        ({"num_hidden_layers": 0}, "num_layers is 0; a number above 0 is expected"),
+        ({"max_position_embeddings": None}, "max_model_len is None; a number above 0 is expected"),
+        ({"vocab_size": "3"}, "vocab_size is '3'; a number above 0 is expected"),
+        ({"rms_norm_eps": "1e-5"}, "norm_eps is '1e-5'; a number above 0 is expected"),
+        ({"rope_scaling": "linear"}, "a value of the wrong kind"),
+        ({"sliding_window": "a"}, "a value of the wrong kind"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": "a"}}, "a value of the wrong kind"),
         ({"hidden_act": "gelu"}, "only SiLU"),
         ({"attention_bias": True}, "without mlp_bias and attention_bias"),
     ],
@@ -269,6 +351,8 @@ def test_llama4_is_read_whole():
     assert config.experts_of(2) is None and config.experts_of(1) is not None
     assert (config.segment, config.windowed_layers, config.unturned_layers) == (0, (), (1, 3))
     assert config.tuning is None and config.plain_qk_norm
+    unsaid = {key: value for key, value in LLAMA4.items() if key != "attention_chunk_size"}
+    assert model_config(unsaid, "here").segment == 8192
 
 
 @pytest.mark.parametrize(
@@ -327,6 +411,24 @@ def test_llama3_scaling_is_read_from_both_spellings(key):
     assert model_config({**CONFIG, key: LLAMA3}, "here").rope_scaling == RopeScaling(8.0, 1.0, 4.0, 8192)
 
 
+@pytest.mark.parametrize(
+    ("config", "theta"),
+    [
+        (CONFIG, 10000.0),
+        ({**CONFIG, "rope_theta": 5e5, "rope_scaling": LLAMA3}, 5e5),
+        ({**CONFIG, "rope_theta": 5e5, "rope_scaling": {**LLAMA3, "rope_theta": 2e5}}, 2e5),
+        ({**CONFIG, "rope_theta": 5e5, "rope_parameters": {"rope_type": "default", "rope_theta": 2e5}}, 2e5),
+        ({key: value for key, value in GPT_OSS.items() if key != "rope_theta"}, 150000.0),
+        ({**LLAMA4, "attn_temperature_tuning": True}, 500000.0),
+    ],
+)
+def test_the_base_of_rope_is_that_of_transformers(config, theta, tmp_path):
+    kinds = {"GptOssForCausalLM": "gpt_oss", "LlamaForCausalLM": "llama", "Llama4ForCausalLM": "llama4_text"}
+    (tmp_path / "config.json").write_text(json.dumps({**config, "model_type": kinds[config["architectures"][0]]}))
+    assert AutoConfig.from_pretrained(tmp_path).rope_parameters["rope_theta"] == theta
+    assert model_config(config, "here").rope_theta == theta
+
+
 def test_a_missing_configuration_value_is_named():
     with pytest.raises(ConfigError, match=r"here/config.json lacks 'hidden_size'"):
         model_config({key: value for key, value in CONFIG.items() if key != "hidden_size"}, "here")
@@ -361,6 +463,46 @@ def test_a_cut_gguf_file_is_damaged_wherever_it_is_cut(tmp_path):
 )
 def test_gguf_of_other_kinds_is_refused_by_name(tmp_path, kind, words):
     refused(write_gguf(tmp_path / "other.gguf", **kind), words)
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"llama.rope.scaling.factor": 4.0}, "rope scaling 'linear' is not supported"),
+        ({"llama.rope.scale_linear": 4.0}, "'llama.rope.scale_linear' is 4.0; it is not supported"),
+        ({"llama.rope.dimension_count": 2}, "'llama.rope.dimension_count' is 2; heads have 4 columns, and rope that"),
+        ({"llama.attention.scale": 0.5}, "'llama.attention.scale' is 0.5; it is not supported"),
+        ({"split.count": 3}, r"one of 3 files of a model; join them: llama-gguf-split --merge"),
+        ({"tokenizer.ggml.eot_token_id": 6}, r"tokenizer.ggml.eot_token_id is 6; its vocabulary has 6 tokens"),
+    ],
+)
+def test_gguf_fields_that_would_give_wrong_text_are_refused(tmp_path, fields, words):
+    refused(write_gguf(tmp_path / "other.gguf", fields=fields), words)
+
+
+@pytest.mark.parametrize("name", ["blk.0.attn_output.bias", "blk.0.ffn_gate_inp.weight", "blk.0.attn_sinks.weight"])
+def test_a_gguf_tensor_that_nothing_reads_is_refused(tmp_path, name):
+    """A Llama with attention_bias, say: llama.cpp adds it."""
+    tensors = {name: np.zeros(8, np.float32), "blk.0.attn_q.bias": np.zeros(8, np.float32)}
+    refused(write_gguf(tmp_path / "other.gguf", tensors=tensors), f"its tensor '{name}' is of no model that is")
+
+
+def test_an_answer_of_qwen_ends_at_either_of_its_ends(tmp_path):
+    path = write_gguf(tmp_path / "q.gguf", "qwen2", pre="qwen2", more_tokens=("<|endoftext|>", "<|im_end|>"))
+    assert open_checkpoint(str(path)).eos_token_ids == (5, 7, 6)
+
+
+def test_frequencies_of_rope_in_a_gguf_file_are_llama_3s_or_refused(tmp_path):
+    llama3 = np.array([1, 8], np.float32)
+    path = write_gguf(tmp_path / "a.gguf", fields={"llama.rope.freq_base": 5e7}, tensors={"rope_freqs.weight": llama3})
+    assert open_checkpoint(str(path)).config.rope_scaling == RopeScaling(8.0, 1.0, 4.0, 8192)
+    for other in ([1, 1], [2, 8], [1, 8, 8]):
+        tensors = {"rope_freqs.weight": np.array(other, np.float32)}
+        path = write_gguf(tmp_path / "b.gguf", fields={"llama.rope.freq_base": 5e7}, tensors=tensors)
+        if other == [1, 1]:
+            assert open_checkpoint(str(path)).config.rope_scaling == RopeScaling(1.0, 1.0, 4.0, 8192)
+        else:
+            refused(path, "rope_freqs.weight' are not those of Llama 3")
 
 
 @pytest.mark.parametrize("model", ["/no/such/folder", "./nothing", "nothing.gguf", "nothing"])

@@ -2,9 +2,11 @@
 
 import pytest
 from driving import answers, greedy, random_prompts, settings
+from safetensors.torch import load_file, save_file
 from tiny_models import VOCAB, save_tiny
 
 from bench.oracle import greedy as oracle_greedy
+from bench.oracle import oracle
 from contracts.errors import ConfigError
 from engine.load import load_engine
 
@@ -31,6 +33,18 @@ def test_preempted_sequences_answer_the_same(family):
     long_answers = answers(engine, prompts[:5], greedy(100))
     assert engine.stats().num_preemptions > 0
     assert [answer[:12] for answer in long_answers] == expected[:5]
+
+
+def test_an_output_head_that_is_stored_is_the_one_that_answers(tmp_path):
+    """A head that was trained by itself, in a model whose config.json still says that it is the embedding."""
+    save_tiny(tmp_path, "llama")
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].flip(0).contiguous()
+    save_file(tensors, file, {"format": "pt"})
+    engine, prompts = load_engine(settings(model=str(tmp_path))), random_prompts(VOCAB, [5, 40])
+    reference = oracle(engine.checkpoint)
+    assert answers(engine, prompts, greedy()) == [oracle_greedy(reference, prompt, 12) for prompt in prompts]
 
 
 def test_weights_that_do_not_fit_the_configuration_are_refused(tmp_path):

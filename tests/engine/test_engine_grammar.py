@@ -6,6 +6,8 @@ import re
 import pytest
 from driving import drain, greedy, request, settings, tokens_of
 from llguidance import LLMatcher
+from tiny_models import VOCAB, save_tiny
+from tokenizers import Tokenizer
 
 from checkpoint import open_checkpoint
 from contracts.events import FinishReason, Token
@@ -54,6 +56,18 @@ def test_a_json_schema_is_obeyed(engine, tokenizer):
     (text,) = ask(engine, tokenizer, schema(PERSON))
     person = json.loads(text)
     assert set(person) == {"name", "age"} and isinstance(person["age"], int) and person["age"] <= 150
+
+
+def test_a_tokenizer_may_have_more_tokens_than_its_model(tmp_path):
+    """A padding token that fine-tuning added, and no row of the output head."""
+    save_tiny(tmp_path, "llama")
+    file = str(tmp_path / "tokenizer.json")
+    larger = Tokenizer.from_file(file)
+    larger.add_tokens([f"<{index}>" for index in range(100)])
+    larger.save(file)
+    assert larger.get_vocab_size() > VOCAB
+    (text,) = ask(load_engine(settings(model=str(tmp_path))), larger, regex("[0-9]{3}-[0-9]{2}"))
+    assert re.fullmatch("[0-9]{3}-[0-9]{2}", text.removesuffix(larger.decode([1])))
 
 
 def test_each_row_of_a_batch_obeys_its_own(engine, tokenizer):

@@ -156,6 +156,7 @@ def test_a_bad_word_is_never_completed():
     assert greedily(bad_words=((7, best),)) == best, "its first token was not said"
     assert greedily(answer=[7], bad_words=((7, best),)) == second
     assert greedily(answer=[7, 8], bad_words=((7, best),)) == best
+    assert greedily(bad_words=((len(LOGITS),), (best,))) == second, "a token that the tokenizer knows and the model not"
 
 
 def test_nothing_but_allowed_tokens_is_chosen():
