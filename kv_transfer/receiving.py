@@ -196,7 +196,8 @@ class Receiver:
     def _put(self, slot: Slot, piece: Piece) -> None:
         arrival = self._arrival
         if arrival is None or not arrival.continues(piece):
-            self._cut_short()
+            if not piece.is_after_cut:
+                self._cut_short()
             arrival = self._arrival = self._begin(piece)
         if arrival.units is not None:
             if reason := self._check(arrival, piece, slot):
