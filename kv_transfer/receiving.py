@@ -38,7 +38,7 @@ class Landings:
 
     def offered(self, offer: Offer) -> None:
         with self._lock:
-            self._offers[offer.request_id, offer.epoch] = offer
+            self._offers.setdefault((offer.request_id, offer.epoch), offer)
 
     def knows(self, key: Key) -> bool:
         """Offered, or over while a page of it is still being written."""

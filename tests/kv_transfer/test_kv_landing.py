@@ -101,6 +101,14 @@ def test_a_page_lands_for_one_attempt_at_a_time() -> None:
     assert landings.grant(Grant(RequestId("s"), Epoch(1), [30], 0))  # type: ignore[list-item]
 
 
+def test_a_second_offer_of_an_attempt_changes_nothing() -> None:
+    """A grant that fits the first would not fit the second: a ValueError in the loop of decode's core."""
+    landings = Landings(LAYOUT, NUM_BLOCKS)
+    landings.offered(OFFER)
+    landings.offered(msgspec.structs.replace(OFFER, num_tokens=8))
+    assert landings.grant(GRANT)
+
+
 class Script:
     """An inbound channel that plays messages, then breaks."""
 
