@@ -144,7 +144,8 @@ class TransferNode:
 
     def offer(self, peer: WorkerRef, offer: Offer) -> None:
         """Connects on first use. If that fails, PeerLost says why; its incarnation is the one in `peer`."""
-        self._outgoing_to(peer).offer(offer)
+        if link := self._outgoing_to(peer):
+            link.offer(offer)
 
     def send_chunk(
         self,
@@ -253,10 +254,13 @@ class TransferNode:
         link.send(abort)
         link.end(key)
 
-    def _outgoing_to(self, peer: WorkerRef) -> OutgoingLink:
+    def _outgoing_to(self, peer: WorkerRef) -> OutgoingLink | None:
+        """None if a link with this very incarnation has failed: PeerLost is to come, and would end a new one too."""
         with self._lock:
+            if any(link.failed for link in self._links_with(peer.worker_id, peer.incarnation)):
+                return None
             link = self._links.get((peer.worker_id, True))
-            if isinstance(link, OutgoingLink) and link.incarnation == peer.incarnation and not link.failed:
+            if isinstance(link, OutgoingLink) and link.incarnation == peer.incarnation:
                 return link
             if link is not None:
                 self._fencing.append(link)
@@ -279,6 +283,11 @@ class TransferNode:
     def _all_links(self) -> list[Link]:
         with self._lock:
             return [*self._links.values(), *self._fencing]
+
+    def _links_with(self, peer_id: WorkerId, incarnation: Incarnation) -> list[Link]:
+        """Under the lock."""
+        links = [*self._links.values(), *self._fencing]
+        return [link for link in links if (link.peer_id, link.incarnation) == (peer_id, incarnation)]
 
     def _link_of(self, peer_id: WorkerId, key: Key) -> Link | None:
         links = [link for link in self._all_links() if link.peer_id == peer_id and link.knows(key)]
@@ -320,7 +329,7 @@ class TransferNode:
                 del self._links[link.peer_id, link.outgoing]
             if link in self._fencing:
                 self._fencing.remove(link)
-            others = [other for other in [*self._links.values(), *self._fencing] if _same_peer(other, link)]
+            others = self._links_with(link.peer_id, link.incarnation)
             closing, is_fenced = self._closing, (event.peer_id, event.incarnation) not in self._unfenced
         for other in others:
             other.fail(event.error, event.code)
@@ -336,10 +345,6 @@ class TransferNode:
 
     def _note(self, event: TransferEvent) -> None:
         self._events.append(event)
-
-
-def _same_peer(one: Link, other: Link) -> bool:
-    return (one.peer_id, one.incarnation) == (other.peer_id, other.incarnation)
 
 
 def _require_available(wish: str, available: Sequence[str]) -> None:

@@ -14,12 +14,14 @@ _LENGTH_NBYTES = 2
 class Piece(msgspec.Struct, frozen=True, array_like=True):
     """Bytes `[offset, offset + nbytes)` of the chunk.
 
-    `header.checksum` runs: it covers the chunk from its start to this end.
+    `header.checksum` runs: it covers the chunk from its start to this end. `is_after_cut`: the chunk before was given
+    up, and the Abort that says so, on the control connection, may be heard later than this.
     """
 
     header: ChunkHeader
     offset: int
     nbytes: int
+    is_after_cut: bool = False
 
     @property
     def is_last(self) -> bool:

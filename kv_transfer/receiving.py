@@ -38,7 +38,7 @@ class Landings:
 
     def offered(self, offer: Offer) -> None:
         with self._lock:
-            self._offers[offer.request_id, offer.epoch] = offer
+            self._offers.setdefault((offer.request_id, offer.epoch), offer)
 
     def knows(self, key: Key) -> bool:
         """Offered, or over while a page of it is still being written."""
@@ -196,7 +196,8 @@ class Receiver:
     def _put(self, slot: Slot, piece: Piece) -> None:
         arrival = self._arrival
         if arrival is None or not arrival.continues(piece):
-            self._cut_short()
+            if not piece.is_after_cut:
+                self._cut_short()
             arrival = self._arrival = self._begin(piece)
         if arrival.units is not None:
             if reason := self._check(arrival, piece, slot):

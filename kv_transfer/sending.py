@@ -138,6 +138,7 @@ class Sender:
         self.nbytes = self.num_chunks = 0
         self.num_bad = self.num_stale = 0  # the receiver's to count
         self.busy_s = 0.0
+        self._has_cut = False
 
     def run(self) -> None:
         """Raises PeerLost when the channel broke, TransferError when a device failed."""
@@ -174,11 +175,13 @@ class Sender:
         header = self._staging.begin(job.header)
         for span in plan.split(len(units), self._staging.units_per_message):
             if not self._queue.is_alive(job.key):
+                self._has_cut |= span.first > 0
                 return None
             slot = self._channel.acquire()
             checksum = self._staging.pack(units[span.first : span.last], slot.payload, header.checksum)
             header, nbytes = msgspec.structs.replace(header, checksum=checksum), span.num_units * unit_nbytes
-            write_meta(Piece(header, span.first * unit_nbytes, nbytes), slot.meta)
+            write_meta(Piece(header, span.first * unit_nbytes, nbytes, self._has_cut), slot.meta)
+            self._has_cut = False
             self._channel.send(slot, nbytes)
         return header.nbytes
 

@@ -159,9 +159,16 @@ class PrefillRole:
         if attempt is None or attempt.grant is not None:
             self._ledger.num_stale += 1
             return
+        if not self._fits(grant, attempt):
+            self._lose(attempt.id, Corrupt(f"decode granted pages from token {grant.skip_tokens} on"))
+            return
         attempt.grant = grant
         self._ledger.move(attempt.live, "TRANSFERRING")
         self._pump(attempt, now)
+
+    def _fits(self, grant: Grant, attempt: Attempt) -> bool:
+        is_inside = 0 <= grant.skip_tokens < len(attempt.live.job.token_ids)
+        return is_inside and grant.skip_tokens % self._engine.layout.block_size == 0
 
     def _on_wait(self, wait: Wait) -> None:
         attempt = self._attempts.get((wait.request_id, wait.epoch))

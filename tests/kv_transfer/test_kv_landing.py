@@ -11,12 +11,13 @@ from hypothesis import strategies as st
 from contracts.errors import PeerLost
 from contracts.events import Token
 from contracts.handoff import ChunkHeader, Commit, Fin, Grant, Offer
-from contracts.ids import Epoch, RequestId
+from contracts.ids import BlockId, Epoch, RequestId
 from kv_transfer import integrity, plan
 from kv_transfer.landing import Landing
-from kv_transfer.piece import Piece, write_meta
+from kv_transfer.piece import Piece, read_meta, write_meta
 from kv_transfer.pool import PagePool
 from kv_transfer.receiving import Landings, Receiver
+from kv_transfer.sending import ChunkJob, Sender, SendQueue
 from kv_transfer.staging import HostStaging
 from kv_transfer.transports.base import Ring, Slot
 from tests.kv_transfer.kv_pair import LAYOUT
@@ -98,6 +99,14 @@ def test_a_page_lands_for_one_attempt_at_a_time() -> None:
         landings.grant(Grant(RequestId("s"), Epoch(1), [30], 0))  # type: ignore[list-item]
     assert landings.end((OFFER.request_id, OFFER.epoch))
     assert landings.grant(Grant(RequestId("s"), Epoch(1), [30], 0))  # type: ignore[list-item]
+
+
+def test_a_second_offer_of_an_attempt_changes_nothing() -> None:
+    """A grant that fits the first would not fit the second: a ValueError in the loop of decode's core."""
+    landings = Landings(LAYOUT, NUM_BLOCKS)
+    landings.offered(OFFER)
+    landings.offered(msgspec.structs.replace(OFFER, num_tokens=8))
+    assert landings.grant(GRANT)
 
 
 class Script:
@@ -254,3 +263,45 @@ def test_an_attempt_that_ends_on_the_way_is_written_no_further() -> None:
     drained, at_the_end = seen[0]
     assert drained and (stage.pool == at_the_end).all()
     assert (stage.landed, stage.bad, stage.drained) == ([], [], [])
+
+
+class Tape:
+    """An outbound channel that keeps what is sent. The first message is the last one that its attempt lives to see."""
+
+    detail = "tape"
+
+    def __init__(self, queue: SendQueue) -> None:
+        self._queue, self.messages = queue, []
+
+    def acquire(self) -> Slot:
+        return Slot(0, np.zeros(RING.stride, dtype=np.uint8))
+
+    def send(self, slot: Slot, nbytes: int) -> None:
+        piece = read_meta(slot.meta)
+        self.messages.append((piece, slot.payload[:nbytes]))
+        if len(self.messages) == 1:
+            assert not self._queue.end((piece.header.request_id, piece.header.epoch)), "it is being read"
+
+    def flush(self) -> None:
+        self._queue.stop()
+
+    def interrupt(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def test_a_chunk_that_its_sender_gave_up_is_not_bad() -> None:
+    """The word that its attempt is over was sent before, on another connection, and may be heard later."""
+    stage, queue, drained = Stage(), SendQueue(), []
+    following = msgspec.structs.replace(OFFER, request_id=RequestId("next"))
+    stage.landings.offered(following)
+    stage.landings.grant(Grant(following.request_id, following.epoch, [20, 21, 22, 23, 24, 25, 26], 4))  # type: ignore[list-item]
+    for header in (_header(), _header(index=1, first_token=16), _header(request_id=following.request_id)):
+        queue.begin((header.request_id, header.epoch))
+        queue.put(ChunkJob(header, [BlockId(2), BlockId(7), BlockId(8)]))
+    tape, staging = Tape(queue), HostStaging(PagePool(stage.pool.copy(), LAYOUT), RING.slot_nbytes, True)
+    Sender(queue, staging, tape, lambda fin: None, lambda *sent: None, drained.append).run()
+    assert [piece.header.request_id for piece, _ in tape.messages][:2] == ["r", "next"]
+    assert drained == [(OFFER.request_id, OFFER.epoch)]
+    stage.play(tape.messages)
+    assert stage.bad == [] and [header.request_id for header in stage.landed] == ["next"]

@@ -9,6 +9,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from contracts import errors
 from contracts.errors import ConfigError
 from contracts.handoff import Abort, AbortAck, Commit, Fin, Grant, Offer, Refuse, Wait
 from contracts.ids import Epoch, Incarnation, RequestId, WorkerId
@@ -16,6 +17,7 @@ from contracts.request import WorkerRef
 from kv_transfer.events import ChunkBad, ChunkLanded, Drained, PeerLost
 from kv_transfer.link import Link
 from kv_transfer.node import TransferNode
+from kv_transfer.outgoing import OutgoingLink
 from kv_transfer.settings import TransferSettings
 from kv_transfer.transports.base import Slot
 from kv_transfer.transports.loopback import LoopbackTransport
@@ -334,6 +336,35 @@ def test_offers_to_a_former_incarnation_are_lost(make_peer: Make) -> None:
     prefill.node.offer(gone, Offer(RequestId("r"), Epoch(1), 8, prefill.layout.layout_id))
     lost = prefill.wait(PeerLost)
     assert lost.incarnation == "gone" and "now served by" in lost.error
+
+
+def test_offers_that_keep_coming_do_not_put_off_the_news_of_a_loss(make_peer: Make, monkeypatch) -> None:
+    """Each made a connection of its own that failed with the one before, and the loss is told when none is left."""
+    prefill, decode = make_peer("prefill"), make_peer("decode")
+    may_dial = threading.Semaphore(0)
+
+    def dial(link: OutgoingLink) -> None:
+        may_dial.acquire()
+        raise errors.PeerLost("nobody answers")
+
+    def offer(request_id: str) -> None:
+        prefill.node.offer(decode.ref, Offer(RequestId(request_id), Epoch(1), 8, prefill.layout.layout_id))
+
+    monkeypatch.setattr(OutgoingLink, "_dial", dial)
+    try:
+        offer("first")
+        (link,) = prefill.node._all_links()
+        link.fail("silent for 3 s")
+        for number in range(3):
+            offer(f"next {number}")
+            may_dial.release()
+            assert link.gone.wait(10.0)
+            if not (others := prefill.node._all_links()):
+                break
+            (link,) = others
+        assert prefill.wait(PeerLost, timeout_s=1.0).error == "silent for 3 s"
+    finally:
+        may_dial.release(10)
 
 
 def test_nobody_at_the_address(make_peer: Make) -> None:

@@ -89,6 +89,17 @@ def test_a_second_grant_is_stale():
     assert side.ledger.num_stale == 1
 
 
+@pytest.mark.parametrize("skip_tokens", [-4, 3, 8, 12])
+def test_a_grant_that_skips_what_can_not_be_skipped_fails_the_request(skip_tokens):
+    """The node refuses such chunks with a ValueError, and nothing in the core's loop expects one."""
+    side = Side(8)
+    side.hear(Grant(R, E, [BlockId(900)], skip_tokens))
+    side.compute(cut(8, set(), side.live.key)[0], is_last=True)
+    (event,) = [event for event in side.ledger.take()[0]["g"] if isinstance(event, Failed)]
+    assert event.code == "corrupt" and str(skip_tokens) in event.message
+    assert [name for name, _ in side.node.calls] == ["offer", "abort"]
+
+
 def test_pages_are_kept_until_the_commit():
     side = Side(8)
     side.grant(0, 8)
