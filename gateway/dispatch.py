@@ -167,9 +167,10 @@ class Dispatch:
         job = Job(*head, priority=ask.priority, cache_salt=ask.cache_salt)
         sent = await asyncio.gather(*(self.workers.send(ref, job) for ref in workers), return_exceptions=True)
         refusals = {ref.worker_id: error for ref, error in zip(workers, sent, strict=True) if error is not None}
-        if live.end is not None:  # its cancels travelled by themselves, and may have overtaken the jobs
+        if live.end is not None or live.is_moving or live.route is not route:
+            # Its cancels travelled by themselves, and may have overtaken the jobs.
             self._send_cancels(workers, Cancel(live.request_id, route.epoch, "ended before it began"))
-        elif refusals and live.route is route and not live.is_moving:
+        elif refusals:
             await self._place_again(live, refusals)
 
     async def _place_again(self, live: Live, refusals: Mapping[WorkerId, BaseException]) -> None:

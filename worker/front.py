@@ -90,16 +90,14 @@ def _add_work(app: FastAPI, state: FrontState) -> None:
             messages = jobs_decoder.decode(body)
         except (msgspec.DecodeError, msgspec.ValidationError) as error:
             return _error(400, "invalid_request", f"the body is not a msgpack array of jobs and cancels: {error}")
-        unheard = {m.gateway_id for m in messages if isinstance(m, Job)} - {
-            *filter(state.streams.has, _gateways(messages))
-        }
-        if unheard:
-            return _error(409, "no_stream", f"open GET /events first: nobody listens for {', '.join(sorted(unheard))}")
-        if state.draining and any(isinstance(m, Job) for m in messages):
-            return _error(503, "draining", "this worker takes no new work")
+        refusal = _no_taker(state, messages)
+        if refusal is not None:  # of the jobs; who is cancelled beside them is here already, and ends
+            messages = [m for m in messages if isinstance(m, Cancel)]
         state.core.send(Work(messages, taken_s))
         state.num_jobs += sum(isinstance(m, Job) for m in messages)
         state.num_cancels += sum(isinstance(m, Cancel) for m in messages)
+        if refusal is not None:
+            return refusal
         return Response(status_code=202)
 
     @app.get("/events")
@@ -160,8 +158,14 @@ def _refusal(request: Request, state: FrontState) -> JSONResponse | None:
     return None
 
 
-def _gateways(messages: list[JobMessage]) -> set[GatewayId]:
-    return {m.gateway_id for m in messages if isinstance(m, Job)}
+def _no_taker(state: FrontState, messages: list[JobMessage]) -> JSONResponse | None:
+    """Why the jobs among them are not taken, or None."""
+    gateways = {m.gateway_id for m in messages if isinstance(m, Job)}
+    if unheard := sorted(gateway_id for gateway_id in gateways if not state.streams.has(gateway_id)):
+        return _error(409, "no_stream", f"open GET /events first: nobody listens for {', '.join(unheard)}")
+    if state.draining and gateways:
+        return _error(503, "draining", "this worker takes no new work")
+    return None
 
 
 def _error(status: int, code: str, message: str) -> JSONResponse:

@@ -13,6 +13,7 @@ from contracts.events import Failed, Token, Tokens
 from contracts.ids import Epoch, RequestId, WorkerId
 from contracts.layout import KVLayout
 from contracts.node import Node, NodeLoad, Role
+from contracts.request import Cancel, Job, WorkerRef
 from coordinator.memory_store import MemoryStore
 from gateway.detokenizer import Detokenizer
 from gateway.fake_worker import FakeWorker
@@ -249,6 +250,30 @@ async def test_a_handoff_that_fails_before_the_first_token_is_made_with_another(
 def _fail(worker: FakeWorker, code: str) -> None:
     job = worker.jobs[-1]
     worker.publish(GATEWAY, [Failed(job.request_id, job.epoch, code, "connection refused")])
+
+
+async def test_a_job_that_comes_after_its_request_went_elsewhere_is_cancelled(checkpoint, monkeypatch):
+    """Its cancel came before it."""
+    workers = pair(period_s=0.02) + [FakeWorker(WorkerId("d1"), Role.DECODE, SECRET)]
+    monkeypatch.setattr(workers[0], "_answer", lambda job: asyncio.sleep(60))
+    held = asyncio.Event()
+    async with gateway(checkpoint, workers) as rig, httpx.AsyncClient(timeout=5) as client:
+        send = rig.front.dispatch.workers.send
+
+        async def slowly(ref: WorkerRef, message: Job | Cancel) -> None:
+            if ref.worker_id == "d0" and isinstance(message, Job):
+                await held.wait()
+            await send(ref, message)
+
+        monkeypatch.setattr(rig.front.dispatch.workers, "send", slowly)
+        asking = asyncio.create_task(client.post(f"{rig.url}/v1/completions", json=ASK))
+        await rig.until(lambda: workers[0].jobs)
+        _fail(workers[0], "peer_lost")
+        await rig.until(lambda: workers[2].jobs and workers[1].cancels)
+        held.set()
+        await rig.until(lambda: workers[1].jobs and not workers[1].num_running)
+        assert [cancel.epoch for cancel in workers[1].cancels] == [1, 1]
+        asking.cancel()
 
 
 @pytest.mark.parametrize("code", ["peer_lost", "internal"])
