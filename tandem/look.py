@@ -2,12 +2,12 @@
 
 import time
 import urllib.error
-import urllib.request
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from prometheus_client.parser import text_string_to_metric_families
 
+from contracts.local_http import open_local
 from tandem import ps
 
 TIMEOUT_S = 2.0
@@ -86,7 +86,7 @@ def change(row: ps.Row, before: Look, after: Look) -> Change:
 def _read(url: str) -> Page:
     """Empty if nobody answers: then its state says why."""
     try:
-        with urllib.request.urlopen(url, timeout=TIMEOUT_S) as response:
+        with open_local(url, TIMEOUT_S) as response:
             return parse(response.read().decode())
     except (urllib.error.URLError, OSError):
         return Page()
