@@ -63,16 +63,24 @@ def ask(url: str, body: dict[str, Any] | None = None) -> Any:
 def stream(url: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """The server-sent events of an answer until its end; leaving early hangs up. Raises Unavailable."""
     with closing(_open(url, body)) as response:
-        for line in response:
-            data = line.removeprefix(b"data:").strip()
+        for data in _data(response):
             if data == b"[DONE]":
                 return
-            if data:
-                event = json.loads(data)
-                if "error" in event:
-                    raise Unavailable(event["error"]["message"])
-                yield event
+            event = json.loads(data)
+            if "error" in event:
+                raise Unavailable(event["error"]["message"])
+            yield event
     raise Unavailable("the answer broke off: its connection ended before it did")
+
+
+def _data(response: http.client.HTTPResponse) -> Iterator[bytes]:
+    """Of each event; a server may also send comments, to keep the connection alive."""
+    try:
+        for line in response:
+            if line.startswith(b"data:"):
+                yield line.removeprefix(b"data:").strip()
+    except (http.client.HTTPException, OSError) as error:
+        raise Unavailable(f"the answer broke off: {error}") from error
 
 
 def _open(url: str, body: dict[str, Any] | None):
