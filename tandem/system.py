@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Mapping
 
+from contracts.errors import ConfigError
 from contracts.node import Role
 from coordinator.redis_server import answers
 from tandem.child import ProcessSpec, ready_file
@@ -115,6 +116,7 @@ def _model(settings: UpSettings) -> tuple[str, ...]:
 
 
 def pings(url: str) -> bool:
+    """Raises ConfigError for a URL that can't be read."""
     import redis  # here, because it is slow to import: a system with a Redis of its own starts half a second earlier
 
     try:
@@ -122,6 +124,8 @@ def pings(url: str) -> bool:
             return bool(client.ping())
     except (redis.RedisError, OSError):
         return False
+    except ValueError as error:
+        raise ConfigError(f"redis_url {hide_password(url)!r} can't be read: {error}") from error
 
 
 def hide_password(url: str) -> str:

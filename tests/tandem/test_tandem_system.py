@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from contracts.errors import ConfigError
 from tandem.child import ProcessSpec
 from tandem.run_dir import RunDir
 from tandem.settings import UpSettings
@@ -117,3 +118,9 @@ def test_a_password_is_not_shown(url: str, shown: str) -> None:
 
 def test_no_redis_does_not_ping() -> None:
     assert not pings("redis://127.0.0.1:9/0")
+
+
+@pytest.mark.parametrize("url", ["redis://127.0.0.1:six/0", "redis://127.0.0.1?socket_timeout=long"])
+def test_a_redis_url_that_cannot_be_read_is_said(url: str) -> None:
+    with pytest.raises(ConfigError, match="can't be read"):
+        pings(url)
