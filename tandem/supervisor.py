@@ -85,8 +85,8 @@ class Supervisor:
             self._wait(POLL_PERIOD_S)
             if self._refresh():
                 self._require_alive()
-            if time.monotonic() > deadline_s:
-                late = [child for child in stage if child.state is not State.READY]
+            late = [child for child in stage if child.state is not State.READY]
+            if late and time.monotonic() > deadline_s:
                 raise ConfigError(f"{late[0].name} is not ready after {late[0].startup_s:.0f} s; see {late[0].log}")
         progress.update()
 
