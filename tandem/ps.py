@@ -43,8 +43,8 @@ def list_processes(home: Path) -> Iterator[Row]:
     for file in sorted(home.glob("*/state.json")):
         try:
             system = json.loads(file.read_text())
-        except FileNotFoundError:
-            continue  # it ended between the listing and the look
+        except (FileNotFoundError, ValueError):
+            continue  # it ended between the listing and the look, or the machine did before all was on the disk
         if is_alive(system["supervisor"]):
             for process in system["processes"]:
                 yield {"port": system["port"]} | process | {"state": observe(process)}

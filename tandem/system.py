@@ -1,7 +1,9 @@
 """Which processes make up a system, as data."""
 
+import os
 import sys
 from collections.abc import Mapping
+from urllib.parse import quote
 
 from contracts.errors import ConfigError
 from contracts.node import Role
@@ -16,13 +18,15 @@ REDIS, SERVICES, GATEWAY = range(3)
 workers: of 23.1 s that two of them on H200 took to be ready, 2.2 were the gateway's own start.
 """
 PING_TIMEOUT_S = 1.0
+MAX_SOCKET_NBYTES = 107
+"""Of a path, as sockaddr_un has room for on Linux."""
 
 
 def plan_system(
     settings: UpSettings, run_dir: RunDir, port: int, secret: str, environ: Mapping[str, str], redis_program: str
 ) -> list[ProcessSpec]:
-    """`redis_program` is started unless the settings name a Redis."""
-    redis_url = settings.redis_url or f"unix://{run_dir.path}/redis.sock"
+    """`redis_program` is started unless the settings name a Redis. Raises ConfigError."""
+    redis_url = settings.redis_url or f"unix://{quote(str(run_dir.redis_socket))}"
     env = child_environment(environ, redis_url, pool=f"local-{port}", secret=secret)
     own_redis = [] if settings.redis_url else [redis_spec(run_dir, redis_url, redis_program, environ)]
     return [
@@ -44,8 +48,10 @@ def child_environment(environ: Mapping[str, str], redis_url: str, pool: str, sec
 
 
 def redis_spec(run_dir: RunDir, url: str, program: str, environ: Mapping[str, str]) -> ProcessSpec:
-    """A Redis without a port: a socket in a folder that only this user can enter."""
-    socket = url.removeprefix("unix://")
+    """A Redis without a port: a socket in a folder that only this user can enter. Raises ConfigError."""
+    socket = str(run_dir.redis_socket)
+    if len(os.fsencode(socket)) > MAX_SOCKET_NBYTES:
+        raise ConfigError(f"{socket} is too long for a socket; set XDG_STATE_HOME to a shorter path, or redis_url")
     options = ("--port", "0", "--unixsocket", socket, "--save", "", "--appendonly", "no", "--dir", str(run_dir.path))
     return ProcessSpec(
         name="redis",

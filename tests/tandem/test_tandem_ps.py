@@ -86,6 +86,15 @@ def test_a_system_whose_supervisor_is_gone_is_left_out(tmp_path: Path) -> None:
         assert list(ps.list_processes(tmp_path)) == []
 
 
+@pytest.mark.parametrize("text", ["", "{", "\0\0\0\0"])
+def test_a_state_that_a_crash_of_the_machine_has_left_half_written_hides_no_other(
+    home: Path, service: str, text: str
+) -> None:
+    (home / "7999").mkdir()
+    (home / "7999" / "state.json").write_text(text)
+    assert [row["port"] for row in ps.list_processes(home)] == [8000]
+
+
 def test_json_for_scripts(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert ps.run(argparse.Namespace(json=True, port=None), home) == 0
     assert json.loads(capsys.readouterr().out)[0]["id"] == "prefill-0"

@@ -5,6 +5,7 @@ import threading
 from pathlib import Path
 
 import pytest
+import redis
 
 from contracts.errors import ConfigError
 from tandem.child import ProcessSpec
@@ -85,6 +86,20 @@ def test_own_redis_has_a_socket_and_no_port(tmp_path: Path) -> None:
     assert option(redis, "--port") == "0"
     assert option(redis, "--unixsocket").startswith(str(tmp_path))
     assert redis.is_ready() is None
+
+
+def test_services_find_their_redis_in_a_folder_of_any_name(tmp_path: Path) -> None:
+    home = tmp_path / "a b#c?d%20e"
+    specs = plan(home)
+    connection = redis.ConnectionPool.from_url(specs["coordinator"].env["TANDEM_REDIS_URL"]).connection_kwargs
+    assert connection["path"] == option(specs["redis"], "--unixsocket") == str(home / "8000" / "redis.sock")
+
+
+def test_a_folder_too_long_for_a_socket_matters_only_to_a_redis_of_our_own(tmp_path: Path) -> None:
+    home = tmp_path / ("x" * 100)
+    with pytest.raises(ConfigError, match=r"redis\.sock is too long for a socket.*set XDG_STATE_HOME"):
+        plan(home)
+    assert "redis" not in plan(home, redis_url="redis://r")
 
 
 @pytest.mark.parametrize(("answer", "is_ready"), [(b"+PONG\r\n", True), (b"-LOADING it is not ready\r\n", False)])
