@@ -22,7 +22,7 @@ class GatewaySettings(BaseSettings):
         protected_namespaces=(),
     )
 
-    host: str = Field("127.0.0.1", description="address to listen on")
+    host: str = Field("127.0.0.1", min_length=1, description="address to listen on")
     port: int = Field(8000, ge=0, le=65535, description="port to listen on; 0: a free one")
     model: str = Field("", description="Hugging Face folder, hub id or GGUF file; empty: SmolLM2-135M-Instruct")
     served_model_name: str = Field("", description="the id that clients name; empty: the model's own name")

@@ -48,6 +48,13 @@ def test_a_wrong_value_names_setting_value_bound_and_both_ways_to_set_it(kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
+def test_an_empty_host_is_refused_for_it_would_be_every_address(kind, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("TANDEM_HOST", "")
+    with pytest.raises(ConfigError, match="host is '': it must have at least 1 character"):
+        read_settings(kind, [])
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_the_secret_is_never_printed(kind, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("TANDEM_SECRET", "hunter2")
     settings = read_settings(kind, [])

@@ -103,6 +103,11 @@ def test_a_host_that_is_not_of_this_machine_is_not_a_fault_of_the_port(refused: 
     assert f"can't listen on {host}" in said and "set --host or TANDEM_HOST" in said and "PORT" not in said
 
 
+def test_an_empty_host_is_not_every_address(refused: Callable[..., str]) -> None:
+    said = refused(TANDEM_HOST="")
+    assert said == "host is '': it must have at least 1 character (set by --host or TANDEM_HOST)"
+
+
 @pytest.mark.parametrize("url", ["redis://:pw@host:six", "redis://:pw@[host"])
 def test_a_redis_url_that_cannot_be_read(refused: Callable[..., str], url: str) -> None:
     said = refused("--redis-url", url)
