@@ -198,6 +198,13 @@ def test_a_complaint_of_several_lines_is_joined(supervise: Callable[[list[dict]]
     assert run.output.splitlines()[-1] == "ConfigError: wrong could not start: 1 wrong setting dtype not known"
 
 
+def test_a_complaint_that_points_to_its_log_says_where_that_is(supervise: Callable[[list[dict]], Run]) -> None:
+    said = "tandem worker: the engine core ended with code -9 while starting; see the log above"
+    run = supervise([service("wrong", 0, "--complain", said)])
+    assert run.end() == 1
+    assert run.output.splitlines()[-1].endswith(f"code -9 while starting; see {run.folder / 'wrong.log'}")
+
+
 def test_any_other_death_while_starting_shows_the_end_of_the_log(supervise: Callable[[list[dict]], Run]) -> None:
     run = supervise([service("wrong", 0, "--complain", "Segmentation fault")])
     assert run.end() == 1
