@@ -1,7 +1,7 @@
 """What the processes of the running systems say of themselves at one moment, and what changed between two."""
 
+import http.client
 import time
-import urllib.error
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -88,7 +88,7 @@ def _read(url: str) -> Page:
     try:
         with open_local(url, TIMEOUT_S) as response:
             return parse(response.read().decode())
-    except (urllib.error.URLError, OSError):
+    except (http.client.HTTPException, OSError):
         return Page()
 
 
