@@ -1,6 +1,7 @@
 """Which processes make up a system, as data."""
 
 import os
+import socket
 import sys
 from collections.abc import Mapping
 from urllib.parse import quote
@@ -27,7 +28,8 @@ def plan_system(
 ) -> list[ProcessSpec]:
     """`redis_program` is started unless the settings name a Redis. Raises ConfigError."""
     redis_url = settings.redis_url or f"unix://{quote(str(run_dir.redis_socket))}"
-    env = child_environment(environ, redis_url, pool=f"local-{port}", secret=secret)
+    # Those who share a Redis may be on several hosts, each with a system on the same port.
+    env = child_environment(environ, redis_url, pool=f"{socket.gethostname()}-{port}", secret=secret)
     own_redis = [] if settings.redis_url else [redis_spec(run_dir, redis_url, redis_program, environ)]
     return [
         *own_redis,
@@ -49,16 +51,16 @@ def child_environment(environ: Mapping[str, str], redis_url: str, pool: str, sec
 
 def redis_spec(run_dir: RunDir, url: str, program: str, environ: Mapping[str, str]) -> ProcessSpec:
     """A Redis without a port: a socket in a folder that only this user can enter. Raises ConfigError."""
-    socket = str(run_dir.redis_socket)
-    if len(os.fsencode(socket)) > MAX_SOCKET_NBYTES:
-        raise ConfigError(f"{socket} is too long for a socket; set XDG_STATE_HOME to a shorter path, or redis_url")
-    options = ("--port", "0", "--unixsocket", socket, "--save", "", "--appendonly", "no", "--dir", str(run_dir.path))
+    path = str(run_dir.redis_socket)
+    if len(os.fsencode(path)) > MAX_SOCKET_NBYTES:
+        raise ConfigError(f"{path} is too long for a socket; set XDG_STATE_HOME to a shorter path, or redis_url")
+    options = ("--port", "0", "--unixsocket", path, "--save", "", "--appendonly", "no", "--dir", str(run_dir.path))
     return ProcessSpec(
         name="redis",
         role="redis",
         stage=REDIS,
         argv=(program, *options),
-        is_ready=lambda: {"url": url} if answers(socket) else None,
+        is_ready=lambda: {"url": url} if answers(path) else None,
         env=dict(environ),
         is_vital=True,
     )

@@ -72,12 +72,13 @@ def test_what_is_not_ours_passes_through(tmp_path: Path) -> None:
     assert env["HOME"] == "/home/ann"
 
 
-def test_two_systems_share_a_redis_without_meeting(tmp_path: Path) -> None:
+def test_two_systems_share_a_redis_without_meeting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pools = set()
-    for port in (8000, 8001):
+    for host, port in (("ann", 8000), ("ann", 8001), ("bob", 8000)):
+        monkeypatch.setattr(socket, "gethostname", lambda host=host: host)
         specs = plan_system(UpSettings(redis_url="redis://r"), RunDir(tmp_path, port), port, "s", ENVIRON, "")
         pools.add(specs[0].env["TANDEM_POOL"])
-    assert len(pools) == 2
+    assert len(pools) == 3
 
 
 def test_own_redis_has_a_socket_and_no_port(tmp_path: Path) -> None:
