@@ -15,7 +15,7 @@ class CoordinatorSettings(BaseSettings):
         env_prefix="TANDEM_",
         frozen=True,
         extra="forbid",
-        cli_prog_name="tandem coordinator",
+        cli_prog_name="python -m coordinator",
         cli_kebab_case=True,
         cli_hide_none_type=True,
     )

@@ -16,7 +16,7 @@ class GatewaySettings(BaseSettings):
         env_prefix="TANDEM_",
         frozen=True,
         extra="forbid",
-        cli_prog_name="tandem gateway",
+        cli_prog_name="python -m gateway",
         cli_kebab_case=True,
         cli_hide_none_type=True,
         protected_namespaces=(),

@@ -14,6 +14,7 @@ from gateway.settings import GatewaySettings
 from service.release import release
 from service.settings import read_settings
 from tandem.settings import UpSettings
+from tools.configuration import COMMANDS
 from worker.settings import Dtype, Transfer, WorkerSettings
 
 KINDS: list[type[BaseSettings]] = [CoordinatorSettings, GatewaySettings, WorkerSettings, UpSettings]
@@ -60,6 +61,13 @@ def test_the_secret_is_never_printed(kind, monkeypatch: pytest.MonkeyPatch):
     settings = read_settings(kind, [])
     assert settings.secret.get_secret_value() == "hunter2"
     assert "hunter2" not in repr(settings) + str(settings) + settings.model_dump_json()
+
+
+@pytest.mark.parametrize(("command", "kind"), COMMANDS.items())
+def test_the_help_names_the_command_that_there_is(command: str, kind, capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit, match="0"):
+        read_settings(kind, ["--help"])
+    assert capsys.readouterr().out.startswith(f"usage: {command} [-h]")
 
 
 @pytest.mark.parametrize("kind", KINDS)
