@@ -3,6 +3,7 @@
 import json
 import os
 import secrets
+import shlex
 import sys
 import time
 import urllib.error
@@ -122,7 +123,7 @@ def announce(console: Console, url: str, run_dir: RunDir, took_s: float) -> None
         f"Tandem is up after {took_s:.1f} s: {url}",
         "",
         "Try it:",
-        f"  curl {url}/v1/chat/completions -H 'Content-Type: application/json'{shown_key()} -d '{body}'",
+        f"  curl {url}/v1/chat/completions -H 'Content-Type: application/json'{shown_key()} -d {shlex.quote(body)}",
         "",
         f"Logs: {run_dir.logs}",
         "Stop: Ctrl-C",
