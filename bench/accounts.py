@@ -4,7 +4,6 @@ import re
 import shutil
 import subprocess
 import time
-import urllib.request
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -13,6 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from bench.result import Row
 from bench.system import System
+from contracts.local_http import open_local
 
 Samples = Mapping[tuple[str, str], float]
 """By metric and the value of its label, if it has one."""
@@ -53,7 +53,7 @@ class Accounts:
 
 
 def read(url: str) -> Samples:
-    with urllib.request.urlopen(f"{url}/metrics", timeout=10) as response:
+    with open_local(f"{url}/metrics", timeout_s=10) as response:
         return samples_of(response.read().decode())
 
 

@@ -8,11 +8,12 @@ import subprocess
 import sys
 import time
 import urllib.error
-import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from tempfile import TemporaryFile
+
+from contracts.local_http import open_local
 
 START_TIMEOUT_S = 180.0
 STOP_TIMEOUT_S = 30.0
@@ -75,7 +76,7 @@ def wait_up(process: subprocess.Popen, is_up: Callable[[], bool], timeout_s: flo
 
 def is_ready(url: str) -> bool:
     try:
-        with urllib.request.urlopen(f"{url}/ready", timeout=2) as response:
+        with open_local(f"{url}/ready", timeout_s=2) as response:
             return response.status == 200
     except (urllib.error.URLError, ConnectionError, TimeoutError):
         return False
@@ -98,5 +99,5 @@ def free_port() -> int:
 
 
 def get_json(url: str) -> dict:
-    with urllib.request.urlopen(url, timeout=10) as response:
+    with open_local(url, timeout_s=10) as response:
         return json.load(response)

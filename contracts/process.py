@@ -1,5 +1,6 @@
 """How a service meets the outside when it starts: the socket it listens on, and the file that says so."""
 
+import errno
 import json
 import os
 import socket
@@ -10,7 +11,7 @@ from contracts.errors import ConfigError
 
 
 def listen(host: str, port: int, backlog: int = 128, silence_s: float = 0.0) -> socket.socket:
-    """A listening TCP socket; port 0 takes a free one. Raises ConfigError naming the port.
+    """A listening TCP socket; port 0 takes a free one. Raises ConfigError naming both.
 
     `silence_s`: a peer that takes nothing of what is sent for so long is gone, where the platform has that option; 0.0
     leaves it to the system's retries, which go on for a quarter of an hour.
@@ -27,7 +28,9 @@ def listen(host: str, port: int, backlog: int = 128, silence_s: float = 0.0) -> 
         listener.listen(backlog)
     except OSError as error:
         listener.close()
-        raise ConfigError(f"can't listen on {host}:{port}: {error.strerror}; choose another --port") from error
+        is_host = isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL
+        other = "--host" if is_host else "--port"
+        raise ConfigError(f"can't listen on {host}:{port}: {error.strerror}; choose another {other}") from error
     return listener
 
 

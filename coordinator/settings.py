@@ -15,7 +15,7 @@ class CoordinatorSettings(BaseSettings):
         env_prefix="TANDEM_",
         frozen=True,
         extra="forbid",
-        cli_prog_name="tandem coordinator",
+        cli_prog_name="python -m coordinator",
         cli_kebab_case=True,
         cli_hide_none_type=True,
     )
@@ -23,7 +23,7 @@ class CoordinatorSettings(BaseSettings):
     redis_url: str = Field("redis://127.0.0.1:6379/0", description="where the state lives")
     pool: str = Field("default", description="workers and gateways of one pool serve one model together")
     secret: SecretStr = Field(SecretStr(""), description="shared by all services of a pool (better by environment)")
-    host: str = Field("127.0.0.1", description="address to listen on")
+    host: str = Field("127.0.0.1", min_length=1, description="address to listen on")
     port: int = Field(0, ge=0, le=65535, description="port to listen on; 0: a free one")
     ready_file: Path | None = Field(None, description="written (JSON: pid, url) once the coordinator serves")
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="how much to say")

@@ -147,9 +147,14 @@ def _is_int4(source: WeightSource) -> bool:
 
 
 def _cache_nbytes(settings: EngineSettings) -> int:
-    if settings.kv_cache_nbytes is not None:
-        return settings.kv_cache_nbytes
-    share = int(available_nbytes() * _MEMORY_SHARE)
+    """Raises ConfigError for more than there is: to touch it all would end this process, or another."""
+    available = available_nbytes()
+    wanted = settings.kv_cache_nbytes
+    if wanted is not None:
+        if wanted > available:
+            raise ConfigError(f"kv_cache_nbytes is {wanted}; {available} are available: lower kv_cache_mib")
+        return wanted
+    share = int(available * _MEMORY_SHARE)
     return min(max(share, _MIN_CACHE_NBYTES), _MAX_CACHE_NBYTES)
 
 

@@ -33,7 +33,8 @@ def blocks_in(nbytes: int, layout: KVLayout) -> int:
     """Where each shard has `nbytes`. Raises ConfigError for fewer than two."""
     if nbytes < 2 * layout.shard_nbytes:
         raise ConfigError(
-            f"kv_cache_nbytes is {nbytes}; one block of {layout.block_size} tokens takes {layout.shard_nbytes}"
+            f"kv_cache_nbytes is {nbytes}; one block of {layout.block_size} tokens takes {layout.shard_nbytes}: "
+            "raise it, a worker's kv_cache_mib"
         )
     return nbytes // layout.shard_nbytes
 
@@ -52,7 +53,8 @@ def model_len(checkpoint: Checkpoint, settings: EngineSettings, capacity_tokens:
     wanted = wanted_model_len(checkpoint, settings)
     if settings.max_model_len and wanted > capacity_tokens:
         raise ConfigError(
-            f"max_model_len is {wanted}; the KV cache holds {capacity_tokens} tokens: raise kv_cache_nbytes"
+            f"max_model_len is {wanted}; the KV cache holds {capacity_tokens} tokens: raise kv_cache_nbytes, "
+            "a worker's kv_cache_mib"
         )
     return min(wanted, capacity_tokens)
 

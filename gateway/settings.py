@@ -16,13 +16,13 @@ class GatewaySettings(BaseSettings):
         env_prefix="TANDEM_",
         frozen=True,
         extra="forbid",
-        cli_prog_name="tandem gateway",
+        cli_prog_name="python -m gateway",
         cli_kebab_case=True,
         cli_hide_none_type=True,
         protected_namespaces=(),
     )
 
-    host: str = Field("127.0.0.1", description="address to listen on")
+    host: str = Field("127.0.0.1", min_length=1, description="address to listen on")
     port: int = Field(8000, ge=0, le=65535, description="port to listen on; 0: a free one")
     model: str = Field("", description="Hugging Face folder, hub id or GGUF file; empty: SmolLM2-135M-Instruct")
     served_model_name: str = Field("", description="the id that clients name; empty: the model's own name")

@@ -161,4 +161,6 @@ def _bind(host: str, port: int) -> socket.socket:
             (host, port), backlog=128, family=socket.AF_INET6 if ":" in host else socket.AF_INET
         )
     except OSError as error:
-        raise ConfigError(f"the KV transfer can't listen on {host}:{port}: {error}") from error
+        raise ConfigError(
+            f"the KV transfer can't listen on {host}:{port}: {error}; choose another transfer_port"
+        ) from error

@@ -34,7 +34,7 @@ def run_service(name: str, kind: type[S], argv: Sequence[str] | None, serve: Cal
     try:
         settings = read_settings(kind, sys.argv[1:] if argv is None else argv)
         _require_secret(settings)
-        _start_log(name, settings)
+        start_log(name, settings)
         return asyncio.run(_until_signal(serve, settings))
     except TandemError as error:
         print(f"tandem {name}: {error}", file=sys.stderr)
@@ -57,6 +57,9 @@ def _require_secret(settings: ServiceSettings) -> None:
         raise ConfigError("secret is empty: set TANDEM_SECRET to the same value for all services of the pool")
 
 
-def _start_log(name: str, settings: ServiceSettings) -> None:
+def start_log(name: str, settings: ServiceSettings) -> None:
+    """The level is of what is written, too: a logger that others listen to may be let through to them."""
+    level, written = settings.log_level.upper(), logging.StreamHandler()
+    written.setLevel(level)
     form = f"%(asctime)s {name} %(levelname)s %(name)s: %(message)s"
-    logging.basicConfig(level=settings.log_level.upper(), format=form)
+    logging.basicConfig(level=level, format=form, handlers=[written])

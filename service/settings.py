@@ -35,5 +35,7 @@ def read_settings(kind: type[S], argv: Sequence[str], places: Callable[[str], st
 
 
 def _describe(name: str, item: ErrorDetails, places: Callable[[str], str]) -> str:
-    words = item["msg"].removeprefix("Value error, ").replace("Input should be", "it must be")
+    words = item["msg"].removeprefix("Value error, ")
+    for theirs, ours in (("Input should be", "it must be"), ("String should have", "it must have")):
+        words = words.replace(theirs, ours)
     return f"{name} is {item['input']!r}: {words} (set by {places(name)})"

@@ -11,6 +11,7 @@ from typing import Any
 
 from contracts.errors import TandemError
 from tandem import target
+from tandem.text import piped, typed
 
 DESCRIPTION = "Talk to the model of a running system. Each answer ends with its time to first token and its speed."
 EXAMPLES = """\
@@ -38,10 +39,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace, home: Path) -> int:
     url = target.gateway_url(options, home)
+    question = _one_question(options.question)
     talk = Talk(url, target.ask(f"{url}/v1/models")["data"][0]["id"], _sampling(options))
     if options.system:
         talk.messages.append({"role": "system", "content": options.system})
-    if question := _one_question(options.question):
+    if question:
         print(talk.answer(question, _show).words(), file=sys.stderr)
         return 0
     print(f"{talk.model} at {url}; Ctrl-D ends", file=sys.stderr)
@@ -121,8 +123,8 @@ def _sampling(options: argparse.Namespace) -> dict[str, Any]:
 
 def _one_question(words: list[str]) -> str:
     """From the command line, from standard input unless that is a terminal, or both."""
-    piped = "" if sys.stdin.isatty() else sys.stdin.read().strip()
-    return "\n\n".join(filter(None, [" ".join(words), piped]))
+    given = "" if sys.stdin and sys.stdin.isatty() else piped().strip()
+    return "\n\n".join(filter(None, [typed(words), given]))
 
 
 def _converse(talk: Talk) -> None:

@@ -1,13 +1,13 @@
 """What the processes of the running systems say of themselves at one moment, and what changed between two."""
 
+import http.client
 import time
-import urllib.error
-import urllib.request
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from prometheus_client.parser import text_string_to_metric_families
 
+from contracts.local_http import open_local
 from tandem import ps
 
 TIMEOUT_S = 2.0
@@ -86,9 +86,9 @@ def change(row: ps.Row, before: Look, after: Look) -> Change:
 def _read(url: str) -> Page:
     """Empty if nobody answers: then its state says why."""
     try:
-        with urllib.request.urlopen(url, timeout=TIMEOUT_S) as response:
+        with open_local(url, TIMEOUT_S) as response:
             return parse(response.read().decode())
-    except (urllib.error.URLError, OSError):
+    except (http.client.HTTPException, OSError):
         return Page()
 
 

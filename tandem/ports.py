@@ -1,10 +1,13 @@
 """Ports of this machine: is one free, who holds it, give me any."""
 
+import errno
 import socket
 
 import psutil
 
 from contracts.errors import ConfigError
+
+HOST_ADVICE = "set --host or TANDEM_HOST to an address of this machine"
 
 
 def claim_port(host: str, port: int) -> int:
@@ -16,7 +19,11 @@ def claim_port(host: str, port: int) -> int:
             return probe.getsockname()[1]
     except PermissionError as error:
         raise ConfigError(f"port {port} needs root; set PORT (or --port) to one above 1023") from error
+    except socket.gaierror as error:
+        raise ConfigError(f"can't listen on {host}: no such host; {HOST_ADVICE}") from error
     except OSError as error:
+        if error.errno == errno.EADDRNOTAVAIL:
+            raise ConfigError(f"can't listen on {host}:{port}: {error.strerror}; {HOST_ADVICE}") from error
         if port and (holder := describe_holder(port)):
             raise ConfigError(f"port {port} is taken by {holder}; set PORT (or --port) to another") from error
         raise ConfigError(

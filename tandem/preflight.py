@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Sequence
+from urllib.parse import urlsplit
 
 from checkpoint import open_checkpoint
 from contracts.errors import ConfigError
@@ -10,6 +11,7 @@ from gateway.settings import GatewaySettings
 from service.settings import flag_and_variable, read_settings, variable
 from tandem.gpus import fit_devices
 from tandem.settings import UpSettings
+from tandem.system import hide_password
 from worker.settings import WorkerSettings
 
 MAKE_VARIABLES = ("MODEL", "PORT", "PREFILL", "DECODE", "MIXED", "DEVICE", "TRANSFER", "DTYPE", "REDIS_URL")
@@ -21,9 +23,9 @@ def read_up_settings(argv: Sequence[str]) -> UpSettings:
     settings = fit_devices(read_settings(UpSettings, argv, _places), os.environ)
     if not settings.is_complete:
         raise ConfigError("nobody could answer: set PREFILL and DECODE to 1 or more, or MIXED")
-    if settings.redis_url and not settings.redis_url.startswith(SCHEMES):
-        wrong = f"redis_url is {settings.redis_url!r}: it must begin with {', '.join(SCHEMES)}"
-        raise ConfigError(f"{wrong} (set by {_places('redis_url')})")
+    if settings.redis_url and (wrong := _wrong_redis_url(settings.redis_url)):
+        shown = hide_password(settings.redis_url)
+        raise ConfigError(f"redis_url is {shown!r}: {wrong} (set by {_places('redis_url')})")
     return settings
 
 
@@ -35,6 +37,16 @@ def preflight(settings: UpSettings) -> None:
         open_checkpoint(settings.model)
     except ConfigError as error:
         raise ConfigError(f"{error} (set by {_places('model')})") from error
+
+
+def _wrong_redis_url(url: str) -> str:
+    if not url.startswith(SCHEMES):
+        return f"it must begin with {', '.join(SCHEMES)}"
+    try:
+        urlsplit(url).port  # noqa: B018  which is read only now
+    except ValueError:  # its words may hold a part of the password
+        return "its port must be a number, and / ? # [ in a password are written as %2F %3F %23 %5B"
+    return ""
 
 
 def _places(name: str) -> str:

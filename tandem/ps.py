@@ -3,11 +3,12 @@
 import argparse
 import json
 import urllib.error
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
+
+from contracts.local_http import open_local
 
 DESCRIPTION = "Show the processes that `tandem up` started, of every system of this user on this machine."
 EXAMPLES = """\
@@ -42,8 +43,8 @@ def list_processes(home: Path) -> Iterator[Row]:
     for file in sorted(home.glob("*/state.json")):
         try:
             system = json.loads(file.read_text())
-        except FileNotFoundError:
-            continue  # it ended between the listing and the look
+        except (FileNotFoundError, ValueError):
+            continue  # it ended between the listing and the look, or the machine did before all was on the disk
         if is_alive(system["supervisor"]):
             for process in system["processes"]:
                 yield {"port": system["port"]} | process | {"state": observe(process)}
@@ -68,7 +69,7 @@ def observe(process: dict) -> str:
     if process["state"] != "ready" or not str(process["url"]).startswith("http"):
         return process["state"]
     try:
-        with urllib.request.urlopen(f"{process['url']}/health", timeout=HEALTH_TIMEOUT_S):
+        with open_local(f"{process['url']}/health", HEALTH_TIMEOUT_S):
             return "ready"
     except (urllib.error.URLError, OSError):
         return "unhealthy"

@@ -12,9 +12,12 @@ from contracts.errors import ConfigError
 
 
 def state_home(environ: Mapping[str, str]) -> Path:
-    """Where run folders live: `$XDG_STATE_HOME/tandem`, or `~/.local/state/tandem`."""
-    base = environ.get("XDG_STATE_HOME") or str(Path(environ.get("HOME", "/tmp")) / ".local" / "state")
-    return Path(base) / "tandem"
+    """Where run folders live: `$XDG_STATE_HOME/tandem`, or `~/.local/state/tandem`.
+
+    A relative path is not heeded, as the XDG base directory specification wants it: services run from another folder.
+    """
+    base = Path(environ.get("XDG_STATE_HOME", ""))
+    return (base if base.is_absolute() else Path(environ.get("HOME", "/tmp")) / ".local" / "state") / "tandem"
 
 
 class RunDir:
@@ -24,6 +27,7 @@ class RunDir:
         self.path = home / str(port)
         self.logs = self.path / "logs"
         self.ready = self.path / "ready"
+        self.redis_socket = self.path / "redis.sock"
         self.state_file = self.path / "state.json"
 
     def __enter__(self) -> "RunDir":

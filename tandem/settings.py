@@ -23,7 +23,9 @@ class UpSettings(BaseSettings):
     )
 
     model: str = Field(default="", description="Hugging Face folder, hub id or GGUF file; empty: SmolLM2-135M-Instruct")
-    host: str = Field(default="127.0.0.1", description="address the gateway listens on; 0.0.0.0 lets other machines in")
+    host: str = Field(
+        default="127.0.0.1", min_length=1, description="address the gateway listens on; 0.0.0.0 lets other machines in"
+    )
     port: int = Field(
         default=8000, ge=0, le=65535, description="the gateway's port; 0: a free one. All others are free ones"
     )

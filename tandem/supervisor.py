@@ -85,8 +85,8 @@ class Supervisor:
             self._wait(POLL_PERIOD_S)
             if self._refresh():
                 self._require_alive()
-            if time.monotonic() > deadline_s:
-                late = [child for child in stage if child.state is not State.READY]
+            late = [child for child in stage if child.state is not State.READY]
+            if late and time.monotonic() > deadline_s:
                 raise ConfigError(f"{late[0].name} is not ready after {late[0].startup_s:.0f} s; see {late[0].log}")
         progress.update()
 
@@ -132,6 +132,7 @@ def explain_failed_start(child: Child) -> str:
     spoken = max((index for index, line in enumerate(lines) if line.startswith("tandem ")), default=None)
     if spoken is not None:
         words = " ".join(line.strip() for line in lines[spoken:])
+        words = words.replace("the log above", str(child.log))  # above these words in the log, but not on the terminal
         return f"{child.name} could not start: {words.partition(': ')[2]}"
     said = "".join(f"\n    {line}" for line in lines)
     return f"{child.name} {child.describe_exit()} while starting; the end of {child.log}:{said}"

@@ -1,8 +1,12 @@
 """Which processes make up a system, as data."""
 
+import os
+import socket
 import sys
 from collections.abc import Mapping
+from urllib.parse import quote
 
+from contracts.errors import ConfigError
 from contracts.node import Role
 from coordinator.redis_server import answers
 from tandem.child import ProcessSpec, ready_file
@@ -15,14 +19,17 @@ REDIS, SERVICES, GATEWAY = range(3)
 workers: of 23.1 s that two of them on H200 took to be ready, 2.2 were the gateway's own start.
 """
 PING_TIMEOUT_S = 1.0
+MAX_SOCKET_NBYTES = 107
+"""Of a path, as sockaddr_un has room for on Linux."""
 
 
 def plan_system(
     settings: UpSettings, run_dir: RunDir, port: int, secret: str, environ: Mapping[str, str], redis_program: str
 ) -> list[ProcessSpec]:
-    """`redis_program` is started unless the settings name a Redis."""
-    redis_url = settings.redis_url or f"unix://{run_dir.path}/redis.sock"
-    env = child_environment(environ, redis_url, pool=f"local-{port}", secret=secret)
+    """`redis_program` is started unless the settings name a Redis. Raises ConfigError."""
+    redis_url = settings.redis_url or f"unix://{quote(str(run_dir.redis_socket))}"
+    # Those who share a Redis may be on several hosts, each with a system on the same port.
+    env = child_environment(environ, redis_url, pool=f"{socket.gethostname()}-{port}", secret=secret)
     own_redis = [] if settings.redis_url else [redis_spec(run_dir, redis_url, redis_program, environ)]
     return [
         *own_redis,
@@ -43,15 +50,17 @@ def child_environment(environ: Mapping[str, str], redis_url: str, pool: str, sec
 
 
 def redis_spec(run_dir: RunDir, url: str, program: str, environ: Mapping[str, str]) -> ProcessSpec:
-    """A Redis without a port: a socket in a folder that only this user can enter."""
-    socket = url.removeprefix("unix://")
-    options = ("--port", "0", "--unixsocket", socket, "--save", "", "--appendonly", "no", "--dir", str(run_dir.path))
+    """A Redis without a port: a socket in a folder that only this user can enter. Raises ConfigError."""
+    path = str(run_dir.redis_socket)
+    if len(os.fsencode(path)) > MAX_SOCKET_NBYTES:
+        raise ConfigError(f"{path} is too long for a socket; set XDG_STATE_HOME to a shorter path, or redis_url")
+    options = ("--port", "0", "--unixsocket", path, "--save", "", "--appendonly", "no", "--dir", str(run_dir.path))
     return ProcessSpec(
         name="redis",
         role="redis",
         stage=REDIS,
         argv=(program, *options),
-        is_ready=lambda: {"url": url} if answers(socket) else None,
+        is_ready=lambda: {"url": url} if answers(path) else None,
         env=dict(environ),
         is_vital=True,
     )
@@ -115,6 +124,7 @@ def _model(settings: UpSettings) -> tuple[str, ...]:
 
 
 def pings(url: str) -> bool:
+    """Raises ConfigError for a URL that can't be read."""
     import redis  # here, because it is slow to import: a system with a Redis of its own starts half a second earlier
 
     try:
@@ -122,6 +132,8 @@ def pings(url: str) -> bool:
             return bool(client.ping())
     except (redis.RedisError, OSError):
         return False
+    except ValueError as error:
+        raise ConfigError(f"redis_url {hide_password(url)!r} can't be read: {error}") from error
 
 
 def hide_password(url: str) -> str:

@@ -10,8 +10,10 @@ from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from contracts.errors import ConfigError, Unavailable
+from contracts.local_http import open_local
 from tandem import ps
 
 TIMEOUT_S = 60.0
@@ -61,29 +63,43 @@ def ask(url: str, body: dict[str, Any] | None = None) -> Any:
 def stream(url: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """The server-sent events of an answer until its end; leaving early hangs up. Raises Unavailable."""
     with closing(_open(url, body)) as response:
-        for line in response:
-            data = line.removeprefix(b"data:").strip()
+        for data in _data(response):
             if data == b"[DONE]":
                 return
-            if data:
-                event = json.loads(data)
-                if "error" in event:
-                    raise Unavailable(event["error"]["message"])
-                yield event
+            event = json.loads(data)
+            if "error" in event:
+                raise Unavailable(event["error"]["message"])
+            yield event
     raise Unavailable("the answer broke off: its connection ended before it did")
+
+
+def _data(response: http.client.HTTPResponse) -> Iterator[bytes]:
+    """Of each event; a server may also send comments, to keep the connection alive."""
+    try:
+        for line in response:
+            if line.startswith(b"data:"):
+                yield line.removeprefix(b"data:").strip()
+    except (http.client.HTTPException, OSError) as error:
+        raise Unavailable(f"the answer broke off: {error}") from error
 
 
 def _open(url: str, body: dict[str, Any] | None):
     data = None if body is None else json.dumps(body).encode()
     request = urllib.request.Request(url, data, {"Content-Type": "application/json"} | key_headers())
     try:
-        return urllib.request.urlopen(request, timeout=TIMEOUT_S)
+        return open_local(request, TIMEOUT_S) if _is_here(url) else urllib.request.urlopen(request, timeout=TIMEOUT_S)
     except urllib.error.HTTPError as error:
         with error:
             raise Unavailable(_words(error)) from error
     except (urllib.error.URLError, http.client.HTTPException, OSError, ValueError) as error:
         reason = getattr(error, "reason", error)
         raise Unavailable(f"nobody answers at {url}: {reason}; `tandem ps` shows what runs here") from error
+
+
+def _is_here(url: str) -> bool:
+    """By its words: a name that only a resolver knows is not looked up."""
+    host = urlsplit(url).hostname or ""
+    return host in ("localhost", "::1") or host.startswith("127.")
 
 
 def _words(error: urllib.error.HTTPError) -> str:

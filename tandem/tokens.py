@@ -2,13 +2,13 @@
 
 import argparse
 import json
-import sys
 from pathlib import Path
 
 from tokenizers import Tokenizer
 
 from checkpoint import open_checkpoint
 from contracts.errors import RequestError
+from tandem.text import piped, typed
 
 DESCRIPTION = "Show the tokens of a text, by the tokenizer of a model's own files. Needs no running system."
 EXAMPLES = """\
@@ -34,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace, home: Path) -> int:
     tokenizer = open_checkpoint(options.model).tokenizer()
-    text = " ".join(options.text) if options.text else sys.stdin.read()
+    text = typed(options.text) if options.text else piped()
     if options.decode:
         print(tokenizer.decode(parse_ids(text, tokenizer.get_vocab_size()), skip_special_tokens=False))
     else:

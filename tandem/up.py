@@ -3,6 +3,7 @@
 import json
 import os
 import secrets
+import shlex
 import sys
 import time
 import urllib.error
@@ -13,6 +14,7 @@ from pathlib import Path
 from rich.console import Console
 
 from contracts.errors import ConfigError
+from contracts.local_http import open_local
 from contracts.process import http_url
 from coordinator.redis_server import find_server
 from tandem.child import Child
@@ -107,7 +109,7 @@ def write_state(run_dir: RunDir, port: int, children: Sequence[Child]) -> None:
 
 def answers(url: str) -> bool:
     try:
-        with urllib.request.urlopen(url, timeout=HTTP_TIMEOUT_S):
+        with open_local(url, HTTP_TIMEOUT_S):
             return True
     except (urllib.error.URLError, OSError):
         return False
@@ -121,7 +123,7 @@ def announce(console: Console, url: str, run_dir: RunDir, took_s: float) -> None
         f"Tandem is up after {took_s:.1f} s: {url}",
         "",
         "Try it:",
-        f"  curl {url}/v1/chat/completions -H 'Content-Type: application/json'{shown_key()} -d '{body}'",
+        f"  curl {url}/v1/chat/completions -H 'Content-Type: application/json'{shown_key()} -d {shlex.quote(body)}",
         "",
         f"Logs: {run_dir.logs}",
         "Stop: Ctrl-C",
@@ -139,7 +141,7 @@ def shown_key() -> str:
 def served_model(url: str) -> str:
     request = urllib.request.Request(f"{url}/v1/models", headers=key_headers())
     try:
-        with urllib.request.urlopen(request, timeout=HTTP_TIMEOUT_S) as response:
+        with open_local(request, HTTP_TIMEOUT_S) as response:
             return json.load(response)["data"][0]["id"]
     except OSError as error:
         raise ConfigError(f"the gateway does not say what it serves: {error}") from error

@@ -30,8 +30,9 @@ and that before the default. A wrong value ends the start with a line that names
 allowed. `auto` is resolved once, at start.
 
 `tandem up` keeps the variables of its own table to itself and hands all others on to the services that it starts:
-`TANDEM_KV_CACHE_MIB=4096 tandem up` sets it for every worker. Secrets belong in the environment: command lines are
-readable by every user of a machine. Traces are set by OpenTelemetry's own variables ([Operations](operations.md)).
+`TANDEM_KV_CACHE_MIB=4096 tandem up` sets it for every worker. Their pool, roles, ids and ready files it names itself.
+Secrets belong in the environment: command lines are readable by every user of a machine. Traces are set by
+OpenTelemetry's own variables ([Operations](operations.md)).
 """
 TYPES = {"integer": "a whole number", "number": "a number", "string": "", "boolean": "`true` or `false`"}
 BOUNDS = {"minimum": "from", "exclusiveMinimum": "above", "maximum": "to"}

@@ -39,7 +39,7 @@ class WorkerSettings(BaseSettings):
     redis_url: str = Field("redis://127.0.0.1:6379/0", description="where the coordinator's state lives")
     pool: str = Field("default", description="workers and gateways of one pool serve one model together")
     secret: SecretStr = Field(SecretStr(""), description="shared by all services of a pool (better by environment)")
-    host: str = Field("127.0.0.1", description="address to listen on")
+    host: str = Field("127.0.0.1", min_length=1, description="address to listen on")
     port: int = Field(0, ge=0, le=65535, description="port of the HTTP front; 0: a free one")
     advertise_host: str = Field("", description="address that others reach this worker by; empty: the one listened on")
     ready_file: Path | None = Field(

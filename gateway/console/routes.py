@@ -45,7 +45,9 @@ MAX_ACCOUNTS = 24
 
 def add_console(app: FastAPI, dispatch: Dispatch, store: Store) -> None:
     accounts = Accounts()
-    logging.getLogger("gateway.requests").addHandler(accounts)
+    requests = logging.getLogger("gateway.requests")
+    requests.setLevel(logging.INFO)  # whatever of it is written: the page shows its requests
+    requests.addHandler(accounts)
     looks = Looks(dispatch, store, accounts)
     for path, (name, kind) in FILES.items():
         _add_file(app, path, resources.files("gateway.console").joinpath(name).read_bytes(), kind)

@@ -162,6 +162,22 @@ async def test_an_answer_that_was_cut_off_says_so(console: Page):
     assert await console.js("document.querySelectorAll('.model .hint').length") == 2
 
 
+@pytest.mark.parametrize(
+    ("temperature", "max_tokens", "words"), [("0.25", 3, ""), ("5", 3, "temperature"), ("", 0, "1")]
+)
+async def test_options_out_of_sight_are_refused_by_the_server_or_not_at_all(
+    console: Page, temperature: str, max_tokens: int, words: str
+):
+    await console.js(f"document.getElementById('temperature').value = '{temperature}'")
+    await console.js(f"document.getElementById('max-tokens').value = {max_tokens}")
+    await console.js("document.getElementById('options').open = false; document.getElementById('prompt').focus()")
+    await console.type(PARIS)
+    await console.press("Enter")
+    await console.until("document.querySelector('.model') && !document.getElementById('send').disabled")
+    failed = await console.js("document.querySelector('.failed')?.innerText ?? ''")
+    assert bool(failed) == bool(words) and words in failed
+
+
 @pytest.mark.parametrize("width", [375, 768])
 async def test_nothing_runs_over_the_edge(console: Page, width: int):
     await ask(console, "x" * 300)

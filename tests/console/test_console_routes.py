@@ -5,6 +5,8 @@ import json
 import logging
 import re
 import socket
+import subprocess
+import sys
 from importlib import resources
 from types import SimpleNamespace
 from typing import Any
@@ -88,6 +90,30 @@ def test_accounts_keep_the_last_placed_requests_only():
         accounts.handle(_record({"id": str(number), "stages_s": {}}))
     accounts.handle(_record({"id": "refused", "status": 400}))
     assert [facts["id"] for facts in accounts.latest] == [str(number) for number in range(39, 15, -1)]
+
+
+QUIET_GATEWAY = """
+import logging
+from types import SimpleNamespace
+from fastapi import FastAPI
+from gateway.console.routes import add_console
+from service.run import start_log
+
+start_log("gateway", SimpleNamespace(log_level="warning"))
+add_console(FastAPI(), None, None)
+requests = logging.getLogger("gateway.requests")
+requests.info('{"id": "a", "stages_s": {}}')
+logging.getLogger("gateway.main").info("not said")
+logging.getLogger("gateway.main").warning("said")
+print([facts["id"] for facts in requests.handlers[0].latest])
+"""
+
+
+def test_accounts_are_kept_by_a_gateway_that_logs_warnings_only():
+    """In a process of its own: a log is set up once."""
+    done = subprocess.run([sys.executable, "-c", QUIET_GATEWAY], capture_output=True, text=True, check=True, timeout=60)
+    assert done.stdout == "['a']\n"
+    assert done.stderr.endswith("gateway WARNING gateway.main: said\n") and done.stderr.count("\n") == 1
 
 
 def _record(facts: dict[str, Any]) -> logging.LogRecord:

@@ -116,12 +116,19 @@ def test_a_request_that_fails_fails_alone(engine, prompts):
         ({"device": "tpu"}, "device 'tpu' is not supported; supported are auto, cpu, cuda and cuda:N"),
         ({"tensor_parallel": 2}, "tensor_parallel is 2, on the CPU; it is for GPUs: set device"),
         ({"max_model_len": 9000}, "max_model_len is 9000; SmolLM2-135M-Instruct was trained for 8192"),
-        ({"max_model_len": 8000, "kv_cache_nbytes": 64 << 20}, "the KV cache holds 1456 tokens: raise kv_cache_nbytes"),
+        (
+            {"max_model_len": 8000, "kv_cache_nbytes": 64 << 20},
+            "the KV cache holds 1456 tokens: raise kv_cache_nbytes, a worker's kv_cache_mib",
+        ),
         ({"block_size": 24}, "block_size is 24; it must be a power of 2 up to 64"),
         ({"block_size": 128}, "block_size is 128; it must be a power of 2 up to 64"),
         ({"max_batched_tokens": 15}, "max_batched_tokens is 15; prompts are cut at blocks of 16 tokens"),
         ({"max_mixed_tokens": 15}, "max_mixed_tokens is 15; prompts are cut at blocks of 16 tokens"),
-        ({"kv_cache_nbytes": 1}, "kv_cache_nbytes is 1; one block of 16 tokens takes"),
+        ({"kv_cache_nbytes": 1 << 50}, r"kv_cache_nbytes is 1125899906842624; \d+ are available: lower kv_cache_mib"),
+        (
+            {"kv_cache_nbytes": 1},
+            r"kv_cache_nbytes is 1; one block of 16 tokens takes \d+: raise it, a worker's kv_cache_mib",
+        ),
     ],
 )
 def test_settings_that_cannot_be_met_say_why(changes, words):

@@ -182,5 +182,5 @@ def test_closing_cuts_off_handshakes_under_way(make_peer: Make) -> None:
 
 def test_a_port_that_is_taken_is_a_clear_error(make_peer: Make) -> None:
     port = int(make_peer("first").node.address.rpartition(":")[2])
-    with pytest.raises(ConfigError, match=f"can't listen on 127.0.0.1:{port}"):
+    with pytest.raises(ConfigError, match=f"can't listen on 127.0.0.1:{port}: .*choose another transfer_port"):
         make_peer("second", port=port)

@@ -14,6 +14,7 @@ from gateway.settings import GatewaySettings
 from service.release import release
 from service.settings import read_settings
 from tandem.settings import UpSettings
+from tools.configuration import COMMANDS
 from worker.settings import Dtype, Transfer, WorkerSettings
 
 KINDS: list[type[BaseSettings]] = [CoordinatorSettings, GatewaySettings, WorkerSettings, UpSettings]
@@ -48,11 +49,25 @@ def test_a_wrong_value_names_setting_value_bound_and_both_ways_to_set_it(kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
+def test_an_empty_host_is_refused_for_it_would_be_every_address(kind, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("TANDEM_HOST", "")
+    with pytest.raises(ConfigError, match="host is '': it must have at least 1 character"):
+        read_settings(kind, [])
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_the_secret_is_never_printed(kind, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("TANDEM_SECRET", "hunter2")
     settings = read_settings(kind, [])
     assert settings.secret.get_secret_value() == "hunter2"
     assert "hunter2" not in repr(settings) + str(settings) + settings.model_dump_json()
+
+
+@pytest.mark.parametrize(("command", "kind"), COMMANDS.items())
+def test_the_help_names_the_command_that_there_is(command: str, kind, capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit, match="0"):
+        read_settings(kind, ["--help"])
+    assert capsys.readouterr().out.startswith(f"usage: {command} [-h]")
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -228,6 +228,28 @@ def test_what_is_no_token_id_is_refused(words: str) -> None:
     assert done.stderr.startswith(f"tandem tokenize: '{words}' is not a token id")
 
 
+NOISE = b"a\xffb"
+
+
+@pytest.mark.parametrize("locale", ["C", "C.UTF-8"])
+@pytest.mark.parametrize("command", [("tokenize",), ("chat", "--url", "http://127.0.0.1:9")])
+def test_what_is_no_text_is_refused(command: tuple[str, ...], locale: str) -> None:
+    """In a process of its own: what Python makes of such bytes is settled when it starts."""
+    env = os.environ | {"LC_ALL": locale, "PYTHONIOENCODING": "" if locale == "C" else "utf-8:strict"}
+    tandem = [sys.executable, "-m", "tandem", *command]
+    piped = subprocess.run(tandem, input=NOISE, env=env, cwd=ROOT, capture_output=True, timeout=60)
+    given = subprocess.run([*tandem, NOISE], input=b"", env=env, cwd=ROOT, capture_output=True, timeout=60)
+    for done, where in ((piped, "standard input"), (given, "the command line")):
+        assert (done.returncode, done.stdout) == (1, b"")
+        assert done.stderr.decode() == f"tandem {command[0]}: {where} is not text in UTF-8\n"
+
+
+def test_a_closed_standard_input_says_nothing() -> None:
+    command = f"{sys.executable} -m tandem tokenize --count <&-"
+    done = subprocess.run(["bash", "-c", command], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (0, "0\n"), done
+
+
 def test_the_doctor_finds_this_machine_well() -> None:
     done = typed("doctor", "--json")
     findings = json.loads(done.stdout)

@@ -35,6 +35,7 @@ def test_an_address_of_another_machine_is_refused() -> None:
 def test_state_home_follows_xdg() -> None:
     assert state_home({"HOME": "/home/ann"}) == Path("/home/ann/.local/state/tandem")
     assert state_home({"HOME": "/home/ann", "XDG_STATE_HOME": "/var/state"}) == Path("/var/state/tandem")
+    assert state_home({"HOME": "/home/ann", "XDG_STATE_HOME": "state"}) == Path("/home/ann/.local/state/tandem")
 
 
 def test_a_run_folder_has_one_holder(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from tandem import ps
+from tandem.look import Page, look
 from tandem.run_dir import RunDir
 
 
@@ -20,7 +21,9 @@ class Service(BaseHTTPRequestHandler):
     status = 200
 
     def do_GET(self) -> None:
-        self.send_response(self.status if self.path == "/health" else 404)
+        self.send_response(self.status if self.path in ("/health", "/metrics") else 404)
+        if self.path == "/metrics":
+            self.send_header("Content-Length", "1000")  # and then it dies
         self.end_headers()
 
     def log_message(self, format: str, *args: object) -> None:
@@ -84,6 +87,21 @@ def test_a_system_whose_supervisor_is_gone_is_left_out(tmp_path: Path) -> None:
     with RunDir(tmp_path, 8000) as run_dir:
         run_dir.write_state({"port": 8000, "supervisor": identity, "processes": [process(None)]})
         assert list(ps.list_processes(tmp_path)) == []
+
+
+@pytest.mark.parametrize("text", ["", "{", "\0\0\0\0"])
+def test_a_state_that_a_crash_of_the_machine_has_left_half_written_hides_no_other(
+    home: Path, service: str, text: str
+) -> None:
+    (home / "7999").mkdir()
+    (home / "7999" / "state.json").write_text(text)
+    assert [row["port"] for row in ps.list_processes(home)] == [8000]
+
+
+def test_top_goes_on_past_a_service_that_dies_while_it_answers(home: Path) -> None:
+    seen = look(home, None)
+    assert [row["state"] for row in seen.rows] == ["ready"]
+    assert seen.pages == {10: Page()}
 
 
 def test_json_for_scripts(home: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -97,6 +97,27 @@ def test_a_taken_port(refused: Callable[..., str]) -> None:
         assert f"port {port} is taken by" in refused("--port", str(port))
 
 
+@pytest.mark.parametrize("host", ["1.2.3.4", "nobody.invalid", "a..b"])
+def test_a_host_that_is_not_of_this_machine_is_not_a_fault_of_the_port(refused: Callable[..., str], host: str) -> None:
+    said = refused("--host", host)
+    assert f"can't listen on {host}" in said and "set --host or TANDEM_HOST" in said and "PORT" not in said
+
+
+def test_an_empty_host_is_not_every_address(refused: Callable[..., str]) -> None:
+    said = refused(TANDEM_HOST="")
+    assert said == "host is '': it must have at least 1 character (set by --host or TANDEM_HOST)"
+
+
+@pytest.mark.parametrize("url", ["redis://:pw@host:six", "redis://:pw@[host"])
+def test_a_redis_url_that_cannot_be_read(refused: Callable[..., str], url: str) -> None:
+    said = refused("--redis-url", url)
+    assert "redis_url" in said and "pw" not in said and "or TANDEM_REDIS_URL or REDIS_URL of make" in said
+
+
+def test_a_wrong_redis_url_is_told_without_its_password(refused: Callable[..., str]) -> None:
+    assert "pw" not in refused("--redis-url", "http://:pw@host")
+
+
 def missing(folder: Path) -> str:
     return str(folder / "nothing.gguf")
 

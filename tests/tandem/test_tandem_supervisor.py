@@ -7,10 +7,17 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 
 import psutil
 import pytest
+from rich.console import Console
+
+from contracts.errors import ConfigError
+from tandem.child import Child, ProcessSpec
+from tandem.signals import SignalInbox
+from tandem.supervisor import Supervisor
 
 SUPERVISE = Path(__file__).with_name("supervise.py")
 ROOT = SUPERVISE.parents[2]
@@ -164,6 +171,20 @@ def test_children_die_with_a_killed_supervisor(supervise: Callable[[list[dict]],
     run.wait_until(run.nobody_left)
 
 
+@pytest.mark.parametrize("is_ready", [True, False])
+def test_who_is_ready_when_time_is_over_is_not_late(tmp_path: Path, is_ready: bool) -> None:
+    argv = ("sleep", "300")
+    spec = ProcessSpec("one", "fake", 0, argv, lambda: {} if is_ready else None, os.environ, stop_timeout_s=0.0)
+    child = Child(spec, tmp_path / "log", tmp_path)
+    with SignalInbox() as inbox:
+        supervisor = Supervisor([child], inbox, Console(quiet=True), lambda: None)
+        try:
+            with nullcontext() if is_ready else pytest.raises(ConfigError, match="one is not ready after"):
+                supervisor.start(0.0)
+        finally:
+            supervisor.stop()
+
+
 def test_a_complaint_while_starting_is_one_line(supervise: Callable[[list[dict]], Run]) -> None:
     run = supervise([service("first", 0), service("wrong", 1, "--complain", "tandem worker: no such model: /nowhere")])
     assert run.end() == 1
@@ -175,6 +196,13 @@ def test_a_complaint_of_several_lines_is_joined(supervise: Callable[[list[dict]]
     run = supervise([service("wrong", 0, "--complain", "tandem worker: 1 wrong setting\n  dtype\n    not known")])
     assert run.end() == 1
     assert run.output.splitlines()[-1] == "ConfigError: wrong could not start: 1 wrong setting dtype not known"
+
+
+def test_a_complaint_that_points_to_its_log_says_where_that_is(supervise: Callable[[list[dict]], Run]) -> None:
+    said = "tandem worker: the engine core ended with code -9 while starting; see the log above"
+    run = supervise([service("wrong", 0, "--complain", said)])
+    assert run.end() == 1
+    assert run.output.splitlines()[-1].endswith(f"code -9 while starting; see {run.folder / 'wrong.log'}")
 
 
 def test_any_other_death_while_starting_shows_the_end_of_the_log(supervise: Callable[[list[dict]], Run]) -> None:

@@ -5,7 +5,9 @@ import threading
 from pathlib import Path
 
 import pytest
+import redis
 
+from contracts.errors import ConfigError
 from tandem.child import ProcessSpec
 from tandem.run_dir import RunDir
 from tandem.settings import UpSettings
@@ -70,12 +72,13 @@ def test_what_is_not_ours_passes_through(tmp_path: Path) -> None:
     assert env["HOME"] == "/home/ann"
 
 
-def test_two_systems_share_a_redis_without_meeting(tmp_path: Path) -> None:
+def test_two_systems_share_a_redis_without_meeting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pools = set()
-    for port in (8000, 8001):
+    for host, port in (("ann", 8000), ("ann", 8001), ("bob", 8000)):
+        monkeypatch.setattr(socket, "gethostname", lambda host=host: host)
         specs = plan_system(UpSettings(redis_url="redis://r"), RunDir(tmp_path, port), port, "s", ENVIRON, "")
         pools.add(specs[0].env["TANDEM_POOL"])
-    assert len(pools) == 2
+    assert len(pools) == 3
 
 
 def test_own_redis_has_a_socket_and_no_port(tmp_path: Path) -> None:
@@ -84,6 +87,20 @@ def test_own_redis_has_a_socket_and_no_port(tmp_path: Path) -> None:
     assert option(redis, "--port") == "0"
     assert option(redis, "--unixsocket").startswith(str(tmp_path))
     assert redis.is_ready() is None
+
+
+def test_services_find_their_redis_in_a_folder_of_any_name(tmp_path: Path) -> None:
+    home = tmp_path / "a b#c?d%20e"
+    specs = plan(home)
+    connection = redis.ConnectionPool.from_url(specs["coordinator"].env["TANDEM_REDIS_URL"]).connection_kwargs
+    assert connection["path"] == option(specs["redis"], "--unixsocket") == str(home / "8000" / "redis.sock")
+
+
+def test_a_folder_too_long_for_a_socket_matters_only_to_a_redis_of_our_own(tmp_path: Path) -> None:
+    home = tmp_path / ("x" * 100)
+    with pytest.raises(ConfigError, match=r"redis\.sock is too long for a socket.*set XDG_STATE_HOME"):
+        plan(home)
+    assert "redis" not in plan(home, redis_url="redis://r")
 
 
 @pytest.mark.parametrize(("answer", "is_ready"), [(b"+PONG\r\n", True), (b"-LOADING it is not ready\r\n", False)])
@@ -117,3 +134,9 @@ def test_a_password_is_not_shown(url: str, shown: str) -> None:
 
 def test_no_redis_does_not_ping() -> None:
     assert not pings("redis://127.0.0.1:9/0")
+
+
+@pytest.mark.parametrize("url", ["redis://127.0.0.1:six/0", "redis://127.0.0.1?socket_timeout=long"])
+def test_a_redis_url_that_cannot_be_read_is_said(url: str) -> None:
+    with pytest.raises(ConfigError, match="can't be read"):
+        pings(url)

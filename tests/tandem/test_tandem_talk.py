@@ -1,6 +1,9 @@
 """What `tandem chat` sends and keeps, against a server that answers as it is told."""
 
 import json
+import os
+import socket
+import struct
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -21,6 +24,8 @@ class Server(ThreadingHTTPServer):
 
 
 HANG_UP: dict = {"hang up": True}
+RESET: dict = {"reset": True}
+STALL: dict = {"stall": True}
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -35,9 +40,15 @@ class Handler(BaseHTTPRequestHandler):
         self.send_response(200)
         self.end_headers()
         for event in events:
-            if event == HANG_UP:
+            if event == STALL:
+                self.rfile.read(1)  # until the client gives up
+            if event == RESET:
+                self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+                os.close(self.connection.detach())
+            if event in (HANG_UP, STALL, RESET):
                 return
-            self.wfile.write(b"data: " + json.dumps(event).encode() + b"\n\n")
+            line = event.get("comment") or f"data: {json.dumps(event)}"
+            self.wfile.write(f"{line}\n\n".encode())
         self.wfile.write(b"data: [DONE]\n\n")
 
     def send_error_body(self, event: dict) -> None:
@@ -86,6 +97,11 @@ def test_what_is_asked_for_is_a_stream_with_usage_and_the_sampling(server: Serve
     assert body["stream_options"]["include_usage"]
 
 
+def test_what_is_no_event_of_the_answer_is_passed_over(server: Server, talk: Talk) -> None:
+    server.answers = [[{"comment": ": still in the queue"}, {"comment": "event: chunk"}, piece("x", 1)]]
+    assert talk.answer("q", lambda text: None).num_tokens == 1
+
+
 def test_a_refused_question_was_never_said(server: Server, talk: Talk) -> None:
     server.answers = [[{"status": 400, "body": '{"error": {"message": "too long"}}'}]]
     with pytest.raises(Unavailable, match="too long"):
@@ -95,9 +111,17 @@ def test_a_refused_question_was_never_said(server: Server, talk: Talk) -> None:
 
 @pytest.mark.parametrize(
     ("end", "words"),
-    [({"error": {"message": "a worker was lost"}}, "a worker was lost"), (HANG_UP, "the answer broke off")],
+    [
+        ({"error": {"message": "a worker was lost"}}, "a worker was lost"),
+        (HANG_UP, "the answer broke off"),
+        (RESET, "the answer broke off: .*reset"),
+        (STALL, "the answer broke off: timed out"),
+    ],
 )
-def test_an_answer_that_breaks_off_is_kept_as_far_as_it_came(server: Server, talk: Talk, end: dict, words: str) -> None:
+def test_an_answer_that_breaks_off_is_kept_as_far_as_it_came(
+    server: Server, talk: Talk, monkeypatch: pytest.MonkeyPatch, end: dict, words: str
+) -> None:
+    monkeypatch.setattr("tandem.target.TIMEOUT_S", 2.0 if end == STALL else 60.0)
     server.answers = [[piece("half"), end]]
     with pytest.raises(Unavailable, match=words):
         talk.answer("q", lambda text: None)

@@ -19,12 +19,13 @@ class Gateway(BaseHTTPRequestHandler):
     """Says what it serves to who shows the key; without one, to everybody."""
 
     key = "sesame"
+    model = "tiny"
 
     def do_GET(self) -> None:
         is_known = self.headers["authorization"] == f"Bearer {self.key}"
         self.send_response(200 if is_known or not self.key else 401)
         self.end_headers()
-        self.wfile.write(json.dumps({"data": [{"id": "tiny"}]}).encode())
+        self.wfile.write(json.dumps({"data": [{"id": self.model}]}).encode())
 
     def log_message(self, format: str, *args: object) -> None:
         """Nothing: the test says what matters."""
@@ -64,6 +65,13 @@ def test_without_a_key_no_header_is_shown(url: str, monkeypatch: pytest.MonkeyPa
     monkeypatch.delenv("TANDEM_API_KEY", raising=False)
     monkeypatch.setattr(Gateway, "key", "")
     assert "Authorization" not in announced(url)
+
+
+def test_the_command_can_be_pasted_whatever_the_model_is_called(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Gateway, "key", "")
+    monkeypatch.setattr(Gateway, "model", "ann's $model")
+    (line,) = [line for line in announced(url).splitlines() if "curl" in line]
+    assert json.loads(shlex.split(line)[-1])["model"] == "ann's $model"
 
 
 def test_a_key_that_the_gateway_does_not_know_is_said(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
