@@ -92,8 +92,9 @@ def _add_work(app: FastAPI, state: FrontState) -> None:
             return _error(400, "invalid_request", f"the body is not a msgpack array of jobs and cancels: {error}")
         refusal = _no_taker(state, messages)
         if refusal is not None:  # of the jobs; who is cancelled beside them is here already, and ends
-            messages = [m for m in messages if isinstance(m, Cancel)]
-        state.core.send(Work(messages, taken_s))
+            messages = [m for m in messages if not isinstance(m, Job)]
+        if messages:
+            state.core.send(Work(messages, taken_s))
         state.num_jobs += sum(isinstance(m, Job) for m in messages)
         state.num_cancels += sum(isinstance(m, Cancel) for m in messages)
         if refusal is not None:

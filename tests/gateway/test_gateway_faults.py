@@ -254,7 +254,7 @@ def _fail(worker: FakeWorker, code: str) -> None:
 
 async def test_a_job_that_comes_after_its_request_went_elsewhere_is_cancelled(checkpoint, monkeypatch):
     """Its cancel came before it."""
-    workers = pair(period_s=0.02) + [FakeWorker(WorkerId("d1"), Role.DECODE, SECRET)]
+    workers = [*pair(period_s=0.02), FakeWorker(WorkerId("d1"), Role.DECODE, SECRET)]
     monkeypatch.setattr(workers[0], "_answer", lambda job: asyncio.sleep(60))
     held = asyncio.Event()
     async with gateway(checkpoint, workers) as rig, httpx.AsyncClient(timeout=5) as client:

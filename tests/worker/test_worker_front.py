@@ -105,7 +105,7 @@ async def test_a_draining_worker_takes_cancels_but_no_jobs(state, client):
     assert state.load.draining
     cancel = Cancel(RequestId("r"), Epoch(1), "left")
     assert (await client.post("/jobs", content=encode([cancel, make_job()]))).status_code == 503
-    assert state.core.sent[-1].messages == [cancel]  # it runs here, whatever it travelled with
+    assert state.core.sent[-1].jobs == [cancel]  # it runs here, whatever it travelled with
     await listener.aclose()
 
 
