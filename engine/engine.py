@@ -16,6 +16,7 @@ import logging
 from collections import Counter
 from collections.abc import Sequence as SequenceOf
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -331,8 +332,22 @@ class Engine:
         logits = flight.computed.logits
         if len(wanted) < len(flight.sampling):
             logits = logits[[row for row, _ in wanted]]
-        sampling = [sequence for _, sequence in wanted]
-        return sampling, self._sampler.sample(sampling, logits, masks.allowed), lost
+        sampling, tokens, failed = self._sample([sequence for _, sequence in wanted], logits, masks)
+        return sampling, tokens, (*lost, *failed)
+
+    def _sample(
+        self, sequences: list[Sequence], logits: torch.Tensor, masks: Masks
+    ) -> tuple[list[Sequence], list[Token], tuple[EngineFailure, ...]]:
+        """If the rows fail together, each is drawn alone: what one request asks for ends no other."""
+        try:
+            return sequences, self._sampler.sample(sequences, logits, masks.allowed), ()
+        except Exception as error:  # whatever a request's parameters bring about
+            _log.exception("%d tokens can't be drawn", len(sequences))
+            if len(sequences) == 1:
+                return [], [], (self._fail(sequences[0], str(error)),)
+        runs = [self._sample([sequence], logits[row : row + 1], masks) for row, sequence in enumerate(sequences)]
+        drawn, tokens, failed = (list(chain.from_iterable(parts)) for parts in zip(*runs, strict=True))
+        return drawn, tokens, tuple(failed)
 
     def _let_go(self, blocks: SequenceOf[int]) -> None:
         """A batch that is still being computed may write to them, and the next to hold them may be a transfer, which is

@@ -10,6 +10,7 @@ from checkpoint import open_checkpoint
 from contracts.errors import ConfigError, Overloaded, RequestError
 from contracts.events import FinishReason
 from engine.load import load_engine
+from engine.sampler import Sampler
 
 QUESTIONS = ("What is the capital of France?", "Why is the sky blue?", "def fibonacci(n):", "cats and dogs " * 90)
 NUM_TOKENS = 24
@@ -87,6 +88,25 @@ def test_the_context_bounds_an_answer():
     engine.submit(request("a", [5] * 30, greedy(1000)))
     ended = [end for output in drain(engine) for end in output.ended]
     assert [(end.num_tokens, end.reason) for end in ended] == [(10, FinishReason.LENGTH)]
+
+
+def test_a_request_whose_token_can_not_be_drawn_fails_alone(engine, prompts, monkeypatch):
+    adjust = Sampler._adjust_row
+
+    def refuse(sampler, sequence, *rows):
+        if sequence.request_id == "bad":
+            raise IndexError("no such token")
+        adjust(sampler, sequence, *rows)
+
+    plain, biased = greedy(6), greedy(6, logit_bias={5: 2.0})
+    expected = [*answers(engine, prompts[:1], plain), *answers(engine, prompts[1:2], biased)]
+    monkeypatch.setattr(Sampler, "_adjust_row", refuse)
+    for name, prompt, sampling in (("a", prompts[0], plain), ("bad", [7, 7], biased), ("b", prompts[1], biased)):
+        engine.submit(request(name, prompt, sampling))
+    outputs = drain(engine)
+    assert [tokens_of(outputs, name) for name in "ab"] == expected
+    assert [(f.request_id, f.code) for o in outputs for f in o.failed] == [("bad", "internal")]
+    engine.check()
 
 
 def test_a_request_that_fails_fails_alone(engine, prompts):
