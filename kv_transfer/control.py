@@ -48,6 +48,9 @@ class ControlConnection:
         """Returns why it ended. The socket is closed then."""
         try:
             return self._run(on_message)
+        except Exception as error:  # of `on_message`: it, too, is why this ends
+            self.stop(f"{type(error).__name__}: {error}")
+            raise
         finally:
             with self._lock:
                 self._error = self._error or "closed"

@@ -222,7 +222,8 @@ class Link(ABC):
         data = threading.Thread(target=self._move_data, args=(mover,), name=f"kv-data-{self.peer_id}", daemon=True)
         data.start()
         assert self._control is not None
-        self.fail(self._control.run(self._on_message))
+        with self._failing("control"):
+            self.fail(self._control.run(self._on_message))
         self._fence(data, channel, mover)
 
     def _go_up(self, sock: socket.socket, theirs: Terms) -> None:

@@ -116,6 +116,22 @@ def test_both_ways_between_two_nodes(pair: tuple[Peer, Peer]) -> None:
     assert not any(isinstance(event, PeerLost) for event in one.node.poll())
 
 
+def test_a_message_that_trips_us_up_ends_its_link_fenced(pair: tuple[Peer, Peer], monkeypatch, caplog) -> None:
+    """A fault of ours; without the fence its pages would stay out of use, and its threads."""
+    prefill, decode = pair
+    offer_and_grant(prefill, decode, "r", 8, [1, 2])
+
+    def trip(*_: object) -> None:
+        raise LookupError("a fault of ours")
+
+    monkeypatch.setattr(Link, "_on_message", trip)
+    prefill.node.finish(decode.name, fin("r", 0))
+    lost = decode.wait(PeerLost)
+    assert (lost.fenced, lost.error) == (True, "LookupError: a fault of ours")
+    assert prefill.wait(PeerLost).fenced
+    caplog.clear()  # its record of the exception holds the frames, and the memory in them
+
+
 def test_a_loss_is_fenced_only_if_both_ways_are(pair: tuple[Peer, Peer]) -> None:
     """Whichever of them ends last."""
     one, two = pair
