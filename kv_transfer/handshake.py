@@ -43,10 +43,11 @@ def greet_listener(wire: HandshakeSocket, us: Identity, expected: WorkerRef) -> 
     hello = wire.receive(Hello, HELLO_MAX_NBYTES)
     theirs = wire.raw_received
     _check_hello(hello, "decode")
-    wire.send(Proof(prove(us.secret, b"tandem-kv connect", ours, theirs)))
-    _check_mac(wire.receive(Proof).mac, prove(us.secret, b"tandem-kv listen", ours, theirs), hello.worker_id)
+    # Before they know us: to the one who is there this is no loss of us, which would take our link to it along.
     if (hello.worker_id, hello.incarnation) != (expected.worker_id, expected.incarnation):
         raise PeerLost(f"{expected.transfer} is now served by {hello.worker_id} ({hello.incarnation})")
+    wire.send(Proof(prove(us.secret, b"tandem-kv connect", ours, theirs)))
+    _check_mac(wire.receive(Proof).mac, prove(us.secret, b"tandem-kv listen", ours, theirs), hello.worker_id)
     return hello
 
 

@@ -116,6 +116,20 @@ def test_both_ways_between_two_nodes(pair: tuple[Peer, Peer]) -> None:
     assert not any(isinstance(event, PeerLost) for event in one.node.poll())
 
 
+def test_who_looks_for_a_former_incarnation_is_no_loss_to_this_one(pair: tuple[Peer, Peer]) -> None:
+    """It would take the link to this one with it, if that is made just then."""
+    prefill, decode = pair
+    before = WorkerRef(decode.name, Incarnation("before"), "", decode.node.address)
+    for number in range(5):
+        offer = Offer(RequestId(f"r{number}"), Epoch(1), 8, prefill.layout.layout_id)
+        prefill.node.offer(before, offer)
+        assert "now served by" in prefill.wait(PeerLost).error
+    offer_and_grant(prefill, decode, "s", 8, [1, 2])
+    send(prefill, decode, "s", 0, 0, 8, [3, 4])
+    decode.wait(ChunkLanded)
+    assert not any(isinstance(event, PeerLost) for event in decode.seen)
+
+
 def test_a_message_that_trips_us_up_ends_its_link_fenced(pair: tuple[Peer, Peer], monkeypatch, caplog) -> None:
     """A fault of ours; without the fence its pages would stay out of use, and its threads."""
     prefill, decode = pair
