@@ -22,18 +22,18 @@ SPARE_EVENTS = 8
 class Answer:
     """Seconds from the request's start (`ttft_s`) and between events with tokens (`gaps_s`).
 
-    `text`: what came. `num_tokens` is what the server's `usage` says, else the number of those events. `reason`: why it
-    did not end well, in words that can be counted; `error`: the same with what the server said. Both are empty if it
-    did.
+    `num_tokens` is what the server's `usage` says, else the number of those events. `reason`: why it did not end well,
+    in words that can be counted; `error`: the same with what the server said. Both are empty if it did. `text`: what
+    came of it.
     """
 
     ttft_s: float = 0.0
     gaps_s: list[float] = field(default_factory=list)
     total_s: float = 0.0
     num_tokens: int = 0
-    text: str = ""
     reason: str = ""
     error: str = ""
+    text: str = ""
 
 
 class Broken(Exception):
