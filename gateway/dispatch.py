@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from contracts.errors import Corrupt, Overloaded, PeerLost, TandemError, TransferError, Unavailable, by_code
-from contracts.events import Event, Failed, Tokens
+from contracts.events import Event, Failed, Finished, Tokens
 from contracts.ids import Epoch, GatewayId, Incarnation, RequestId, WorkerId
 from contracts.request import Cancel, Job, Route, WorkerRef
 from coordinator.states import State
@@ -224,6 +224,9 @@ class Dispatch:
             piece = live.answer.fail("internal", "the answer's tokens could not be made text")
         if piece is not None:
             self._deliver(live, piece)
+        if is_current and isinstance(event, Finished) and worker_id != live.route.decode.worker_id:
+            # Prefill tells it, too, if their link lives so long.
+            self._send_cancels([live.route.decode], Cancel(live.request_id, event.epoch, "answered without decode"))
 
     def _goes_elsewhere(self, live: Live, teller: WorkerId, fault: Failed) -> bool:
         """What fails between two workers before anything was shown is placed once more, without the one whom the teller

@@ -36,7 +36,8 @@ def test_what_an_answer_must_never_be(answer, has_left, fault):
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-async def test_a_round_over_a_real_system_ends_clean(tmp_path: Path):
+async def test_a_round_over_a_real_system_ends_clean(tmp_path: Path, monkeypatch):
+    monkeypatch.setattr(chaos, "FAULTS", {"worker killed": chaos.kill_front})  # the others are for longer runs
     args = argparse.Namespace(minutes=0.02, clients=4, seed=5)
     settings = {"TANDEM_NUM_THREADS": "1", "TANDEM_KV_CACHE_MIB": "16", "TANDEM_MODEL": str(save_tiny(tmp_path))}
     flags = ("--transfer", "tcp", "--dtype", "float32")

@@ -252,6 +252,18 @@ def _fail(worker: FakeWorker, code: str) -> None:
     worker.publish(GATEWAY, [Failed(job.request_id, job.epoch, code, "connection refused")])
 
 
+@pytest.mark.parametrize("max_tokens", [1, 2])
+async def test_decode_is_told_of_an_answer_that_ended_without_it(rig, client, max_tokens):
+    """Its job would stay until its deadline, if the link between the two was lost meanwhile."""
+    reply = await client.post("/v1/completions", json=ASK | {"max_tokens": max_tokens})
+    assert reply.status_code == 200
+    await rig.until(rig.is_idle)
+    await rig.front.dispatch.stop()  # when all cancels are sent
+    told = [cancel.reason for cancel in rig.workers[1].cancels]
+    assert ("answered without decode" in told) == (max_tokens == 1)
+    assert "answered without decode" not in [cancel.reason for cancel in rig.workers[0].cancels]
+
+
 async def test_a_job_that_comes_after_its_request_went_elsewhere_is_cancelled(checkpoint, monkeypatch):
     """Its cancel came before it."""
     workers = [*pair(period_s=0.02), FakeWorker(WorkerId("d1"), Role.DECODE, SECRET)]
