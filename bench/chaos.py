@@ -32,7 +32,7 @@ from bench.services import Services
 from bench.system import get_json
 from coordinator.redis_store import RedisStore
 
-WORKERS = {"p0": "prefill", "p1": "prefill", "d0": "decode", "d1": "decode"}
+ROLES = {"p0": "prefill", "p1": "prefill", "d0": "decode", "d1": "decode"}
 POOL_MIB = "64"
 REST_TIMEOUT_S = 60.0
 FREEZES_S = (0.3, 2.0, 5.0, 12.0)
@@ -47,9 +47,8 @@ WORDS = ("HTTP", "error in the stream", "connection lost", "no connection")
 def main() -> int:
     args = parse()
     with tempfile.TemporaryDirectory(prefix="tandem-chaos-") as folder:
-        flags = ("--transfer", args.transfer, "--dtype", "float32")
         settings = {"TANDEM_NUM_THREADS": "1", "TANDEM_KV_CACHE_MIB": POOL_MIB, "TANDEM_MODEL": args.model}
-        with Services(Path(folder), WORKERS, flags, **settings) as services:
+        with Services(Path(folder), workers(args.transfer), **settings) as services:
             toll = asyncio.run(run(services, args))
     rows = toll.rows()
     for row in rows:
@@ -68,6 +67,10 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=None, help="result file")
     return parser.parse_args()
+
+
+def workers(transfer: str) -> dict[str, tuple[str, ...]]:
+    return {name: ("--role", role, "--transfer", transfer, "--dtype", "float32") for name, role in ROLES.items()}
 
 
 @dataclass

@@ -19,14 +19,14 @@ POLL_S = 0.05
 
 
 class Services:
-    """A coordinator, the `workers` (role by name) and a gateway, on a Redis of their own; a context manager that starts
-    nothing but that. Logs and ready files lie in `folder`.
+    """A coordinator, the `workers` (flags by name) and a gateway, on a Redis of their own; a context manager that
+    starts nothing but that. Logs and ready files lie in `folder`.
     """
 
-    def __init__(self, folder: Path, workers: Mapping[str, str], flags: tuple[str, ...], **settings: str) -> None:
+    def __init__(self, folder: Path, workers: Mapping[str, tuple[str, ...]], **settings: str) -> None:
         self.workers = dict(workers)
         self.redis = RedisServer()
-        self._folder, self._flags, self._settings = folder, flags, settings
+        self._folder, self._settings = folder, settings
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
         self._port = free_port()
 
@@ -97,4 +97,4 @@ class Services:
             return ["gateway", "--port", str(self._port)]
         if name == "coordinator":
             return ["coordinator", "--port", "0"]
-        return ["tandem", "worker", "--worker-id", name, "--role", self.workers[name], "--port", "0", *self._flags]
+        return ["tandem", "worker", "--worker-id", name, *self.workers[name], "--port", "0"]

@@ -235,10 +235,13 @@ class Dispatch:
         if fault.code not in HANDOFF_FAULTS or live.route.is_local or live.answer.sequencer.has_begun:
             return False
         if not live.is_moving:
-            live.is_moving = True
             others = [ref.worker_id for ref in live.workers if ref.worker_id != teller]
-            self._spawn(self._place_again(live, dict.fromkeys(others, by_code(fault.code, fault.message))))
+            self._send_elsewhere(live, dict.fromkeys(others, by_code(fault.code, fault.message)))
         return True
+
+    def _send_elsewhere(self, live: Live, faults: Mapping[WorkerId, TandemError]) -> None:
+        live.is_moving = True  # already: other losses and refusals of this attempt no longer count
+        self._spawn(self._place_again(live, faults))
 
     def _on_unknown(self, worker_id: WorkerId, event: Event) -> None:
         """Tokens of what has ended here are on their way for a moment, or for ever: a cancel can be lost, or come
@@ -272,8 +275,7 @@ class Dispatch:
             elif live.answer.sequencer.has_begun:
                 self._fail(live, _lost())
             else:
-                live.is_moving = True  # already: other losses and refusals of this attempt no longer count
-                self._spawn(self._place_again(live, {worker_id: _lost()}))
+                self._send_elsewhere(live, {worker_id: _lost()})
 
     def _fail_undecoded(self, live: Live) -> None:
         """A prefill worker that is heard again and decodes by itself may have told tokens that nobody heard."""
