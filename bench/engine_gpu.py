@@ -1,5 +1,5 @@
-"""The engine on a GPU or on several, a Llama's shape and random weights: `python -m bench.engine_gpu [--out FILE]
-[--dtypes float8 float8-head] [--model llama-70b] [--tensor-parallel 2]`.
+"""The engine on a GPU or on several, a dense model's shape and random weights: `python -m bench.engine_gpu [--out FILE]
+[--dtypes float8 float8-head] [--model qwen3-8b] [--stored fp8-blocks gptq] [--tensor-parallel 2]`.
 
 Every figure goes through Engine.submit and Engine.step: scheduler, block pool, input preparation, sampling (greedy),
 tokens on the host. A decode step's limit is the time to read weights, head and KV once at the rate that an H200 reads;
@@ -21,9 +21,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from bench.random_model import SHAPES, open_random
+from bench.random_model import SHAPES, STORED, open_random
 from bench.result import Row, share_of_limit, write_result
 from checkpoint.config import ModelConfig
+from contracts.collector import settle
 from contracts.ids import RequestId
 from contracts.sampling import SamplingParams
 from engine.cuda.load import load_device_engine
@@ -34,6 +35,7 @@ from kernels.specs import AttnSpec
 from kernels.timing import replay_ms
 
 READ_RATE, FP8_RATE = 4.45e12, 1.39e15
+WEIGHT_NBYTES = {"gptq": (64 + 4) / 128, "awq": (64 + 4) / 128}  # codes of 128 columns, and a word for scale and zero
 BATCHES = (1, 8, 32, 64, 128, 256)
 PROMPT, NUM_WARM, NUM_STEPS = 992, 8, 48  # contexts around 1024
 VLLM_MS = {1: 3.53, 8: 3.75, 32: 5.15, 64: 5.84, 128: 8.47, 256: 14.35}
@@ -50,11 +52,16 @@ def main() -> None:
     parser.add_argument("--dtypes", nargs="+", default=["float8", "float8-head"])
     parser.add_argument("--batches", nargs="+", type=int, default=list(BATCHES))
     parser.add_argument("--model", choices=SHAPES, default="llama-8b")
+    parser.add_argument("--stored", nargs="+", choices=STORED, help="instead of dtypes: as these checkpoints are kept")
     parser.add_argument("--tensor-parallel", type=int, default=1)
     args = parser.parse_args()
+    settle()  # a collection of all that was imported takes 0.2 s
+    models = [(args.model, dtype, dtype == args.dtypes[0]) for dtype in args.dtypes]
+    if args.stored:
+        models = [(f"{args.model}:{stored}", "auto", True) for stored in args.stored]
     rows: list[Row] = []
-    for dtype in args.dtypes:
-        rows += measure(args.model, dtype, args.tensor_parallel, args.batches, prefills=dtype == args.dtypes[0])
+    for model, dtype, prefills in models:
+        rows += measure(model, dtype, args.tensor_parallel, args.batches, prefills)
         torch.cuda.empty_cache()
     found = caps.detect()
     prefill = catalog.registry(found).resolve("attn_prefill", AttnSpec(32, 8, 128)).impl.name
@@ -64,6 +71,7 @@ def main() -> None:
         "card": found.name,
         "triton": found.triton,
         "prefill attention": prefill,
+        "flashinfer": found.flashinfer,
     }
     write_result(args.out, "engine-gpu", rows, config)
 
@@ -72,6 +80,7 @@ def measure(model: str, dtype: str, num_gpus: int, batches: Sequence[int], prefi
     started = time.perf_counter()
     free, _ = torch.cuda.mem_get_info()
     engine = load(dtype, model, tensor_parallel=num_gpus)
+    dtype = model.partition(":")[2] or dtype
     rows = [shown(Row("engine_start", time.perf_counter() - started, "s", {"dtype": dtype}))]
     used = engine.capacity_tokens // engine.layout.block_size * engine.layout.shard_nbytes
     left, _ = torch.cuda.mem_get_info()
@@ -80,7 +89,7 @@ def measure(model: str, dtype: str, num_gpus: int, batches: Sequence[int], prefi
         for batch in batches:
             rows += [shown(row) for row in decode_rows(engine, dtype, num_gpus, batch)]
         if prefills:
-            rows += [shown(prefill_row(engine, num_gpus, num, length)) for num, length in VLLM_PREFILL]
+            rows += [shown(prefill_row(engine, dtype, num_gpus, num, length)) for num, length in VLLM_PREFILL]
     return rows
 
 
@@ -185,11 +194,11 @@ def prefill_rate(engine: Engine, num: int, length: int, num_runs: int) -> float:
     return statistics.median(rates[1:])
 
 
-def prefill_row(engine: Engine, num_gpus: int, num: int, length: int) -> Row:
+def prefill_row(engine: Engine, dtype: str, num_gpus: int, num: int, length: int) -> Row:
     rate = prefill_rate(engine, num, length, 6)
-    rate_of_products = FP8_RATE if is_fp8(engine.dtype) else FP8_RATE / 2
+    rate_of_products = FP8_RATE if is_fp8(dtype) else FP8_RATE / 2
     limit = num_gpus * rate_of_products / flops_per_token(engine.checkpoint.config, length)
-    params = {"prompts": num, "length": length}
+    params = {"dtype": dtype, "prompts": num, "length": length}
     return _beside(engine, "engine_prefill", rate, "tokens/s", params, limit, VLLM_PREFILL[num, length])
 
 
@@ -228,12 +237,13 @@ def limit_ms(config: ModelConfig, batch: int, context: int, dtype: str) -> float
     weights = config.num_layers * layer_weights(config)
     cache = config.num_layers * 2 * config.num_kv_heads * config.head_dim * context * batch
     head = (1 if dtype == "float8-head" else 2) * config.vocab_size * config.hidden_size
-    return ((1 if is_fp8(dtype) else 2) * (weights + cache) + head) / READ_RATE * 1e3
+    plain = 1 if is_fp8(dtype) else 2
+    return (WEIGHT_NBYTES.get(dtype, plain) * weights + plain * cache + head) / READ_RATE * 1e3
 
 
 def is_fp8(dtype: str) -> bool:
     """Else bf16: a number takes two bytes, and products go at half the rate."""
-    return dtype.startswith("float8")
+    return dtype.startswith(("float8", "fp8"))
 
 
 def flops_per_token(config: ModelConfig, length: int) -> float:

@@ -1,7 +1,8 @@
 """How much a GPU's answers depend on the batch and on the number format: `python -m bench.engine_gpu_agreement MODEL`.
 
-Greedy answers of a real model, alone and all at once, by format, beside transformers on the same weights and card; and
-the perplexity of a text, the topics of Python's own help.
+Greedy answers of a real model, alone and all at once, by format, beside transformers on the same weights and card; how
+near to each other the two tokens are where answers part, as transformers' float32 sees it; and the perplexity of a
+text, the topics of Python's own help.
 """
 
 import argparse
@@ -14,6 +15,7 @@ from pydoc_data.topics import topics
 
 import torch
 
+from bench.engine_gpu_experts import agreed
 from bench.oracle import oracle
 from bench.result import Row, write_result
 from checkpoint import open_checkpoint
@@ -48,18 +50,20 @@ def main() -> None:
     tokenizer = checkpoint.tokenizer()
     prompts = [tokenizer.encode(f"<|im_start|>user\n{text}<|im_end|>\n<|im_start|>assistant\n").ids for text in PROMPTS]
     text = tokenizer.encode("\n".join(topics[name] for name in sorted(topics))[:NUM_CHARS]).ids
-    peers = {
-        f"transformers {dtype}": transformers_answers(oracle(checkpoint, dtype).to("cuda"), prompts)  # type: ignore[arg-type]
-        for dtype in (torch.bfloat16, torch.float32)
-    }
-    rows: list[Row] = []
+    exact = oracle(checkpoint, torch.float32).to("cuda")  # type: ignore[arg-type]
+    bfloat16 = transformers_answers(oracle(checkpoint, torch.bfloat16).to("cuda"), prompts)  # type: ignore[arg-type]
+    float32 = transformers_answers(exact, prompts)
+    peers = {"transformers bfloat16": bfloat16, "transformers float32": float32}
+    rows = parting_rows(exact, prompts, "transformers bfloat16", bfloat16, "transformers float32", float32)
     scores: dict[str, list[float]] = {}
     for dtype in args.dtypes:
         settings = {"device": "cuda", "max_model_len": 2048, "max_num_seqs": 8, "kv_cache_nbytes": 1 << 30}
         engine = load_engine(EngineSettings(model=args.model, dtype=dtype, **settings))  # type: ignore[arg-type]
         alone = [engine_answers(engine, [prompt])[0] for prompt in prompts]
         others = {"itself in a batch": engine_answers(engine, prompts), **peers}
-        rows += [row for name, answers in others.items() for row in agreement(dtype, alone, name, answers)]
+        for name, answers in others.items():
+            rows += agreement(dtype, alone, name, answers)
+            rows += parting_rows(exact, prompts, dtype, alone, name, answers)
         _log.info("%s says: %r", dtype, tokenizer.decode(alone[0])[:120])
         scores[dtype] = logprobs(engine, text)
         rows += perplexities(scores)
@@ -122,14 +126,38 @@ def transformers_answers(model: torch.nn.Module, prompts: list[list[int]]) -> li
 def agreement(dtype: str, one: Sequence[list[int]], name: str, other: Sequence[list[int]]) -> list[Row]:
     """Identical answers, and how many tokens go by before the first difference."""
     same = sum(a == b for a, b in zip(one, other, strict=True))
-    until = [
-        next((i for i, (x, y) in enumerate(zip(a, b, strict=True)) if x != y), len(a))
-        for a, b in zip(one, other, strict=True)
-    ]
+    until = [agreed(a, b) for a, b in zip(one, other, strict=True)]
     params = {"dtype": dtype, "beside": name}
     return [
         Row("identical answers", same, f"of {len(one)}", params),
         Row("tokens before a difference", sum(until), f"of {NUM_TOKENS * len(one)}", params),
+    ]
+
+
+@torch.inference_mode()
+def parting_rows(
+    model: torch.nn.Module,
+    prompts: Sequence[list[int]],
+    dtype: str,
+    answers: Sequence[list[int]],
+    name: str,
+    others: Sequence[list[int]],
+) -> list[Row]:
+    """By how many nats `model` has one of the two tokens likelier than the other where answers part: of those that do,
+    the median and the largest. A rounding tips only what is nearly level.
+    """
+    apart, device = [], next(model.parameters()).device
+    for prompt, one, other in zip(prompts, answers, others, strict=True):
+        at = agreed(one, other)
+        if at < len(one):
+            logits = model(torch.tensor([prompt + one[:at]], device=device), logits_to_keep=1).logits[0, -1]
+            apart.append(abs(float(logits[one[at]] - logits[other[at]])))
+    if not apart:
+        return []
+    params = {"dtype": dtype, "beside": name, "answers": len(apart)}
+    return [
+        Row("nats apart where answers part, median", statistics.median(apart), "", params),
+        Row("nats apart where answers part, largest", max(apart), "", params),
     ]
 
 

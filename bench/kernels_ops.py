@@ -22,7 +22,7 @@ from kernels.cases import (
     silu_case,
     w4_case,
 )
-from kernels.decode_plan import decode_plan
+from kernels.decode_plan import decode_plan, int4_parts
 from kernels.registry import Registry
 from kernels.selfcheck import bind, reference
 from kernels.specs import AttnSpec, GateUpSpec, GemmSpec, MLASpec, MoESpec, NormSpec, SampleSpec, SiluSpec, W4Spec
@@ -223,20 +223,15 @@ def wide(registry: Registry) -> list[Row]:
 
 def four_bit(registry: Registry) -> list[Row]:
     rows = []
-    for fmt, group in (("gptq", 128), ("mxfp4", 32)):
-        for n, k in ((6144, 4096), (28672, 4096), (4096, 14336)):
-            for tokens in (1, 8, 64, 1024):
-                case = w4_case(W4Spec(n, k, fmt, group), tokens)  # type: ignore[arg-type]
-                calls = fresh_calls(case, 8)
-                us = measure(registry, case, calls, "triton")
-                other = peers.bf16_mm(case, tokens)
-                limit = floor_us(case, BF16_FLOPS) / us
-                rows.append(
-                    show(
-                        Row("gemm_w4", dict(format=fmt, n=n, k=k, tokens=tokens), us, "us", limit, "bf16 matmul", other)
-                    )
-                )
-                torch.cuda.empty_cache()
+    for n, k in ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336)):
+        for tokens in (1, 8, 16, 32, 64, 1024):
+            parts = int4_parts(tokens, n, k)
+            case = w4_case(W4Spec(n, k, parts), tokens)
+            us = measure(registry, case, fresh_calls(case, 8), "triton")
+            params = dict(n=n, k=k, parts=parts, tokens=tokens)
+            other = peers.bf16_mm(case, tokens)
+            rows.append(show(Row("gemm_w4", params, us, "us", floor_us(case, BF16_FLOPS) / us, "bf16 matmul", other)))
+            torch.cuda.empty_cache()
     return rows
 
 

@@ -7,6 +7,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from checkpoint.checkpoint import Checkpoint, WeightFormat
 from checkpoint.config import Experts, ModelConfig, Tuning, YarnScaling
+from checkpoint.quantization import Quantization, Scheme
+from engine.quantized import QuantizedMatrices
 from engine.weights import Cut, WeightSource
 
 LLAMA_8B = ModelConfig(
@@ -37,6 +39,22 @@ LLAMA_70B = ModelConfig(
     rope_theta=500000.0,
     max_model_len=131072,
     tied_embeddings=False,
+)
+
+QWEN3_8B = ModelConfig(
+    family="qwen3",
+    vocab_size=151936,
+    hidden_size=4096,
+    intermediate_size=12288,
+    num_layers=36,
+    num_heads=32,
+    num_kv_heads=8,
+    head_dim=128,
+    norm_eps=1e-6,
+    rope_theta=1000000.0,
+    max_model_len=40960,
+    tied_embeddings=False,
+    qk_norm=True,
 )
 
 QWEN3_30B_A3B = ModelConfig(
@@ -100,16 +118,32 @@ LLAMA4_MAVERICK = ModelConfig(
 )
 
 
-SHAPES = {"llama-8b": LLAMA_8B, "llama-70b": LLAMA_70B}
+SHAPES = {"llama-8b": LLAMA_8B, "llama-70b": LLAMA_70B, "qwen3-8b": QWEN3_8B}
+STORED = {
+    "fp8-rows": Quantization("random", Scheme.FP8_ROWS, skipped=("lm_head",)),
+    "fp8-blocks": Quantization("random", Scheme.FP8_BLOCKS, skipped=("lm_head",)),
+    "gptq": Quantization("random", Scheme.GPTQ, skipped=("lm_head",), group_size=128, zero_shift=1),
+    "awq": Quantization("random", Scheme.AWQ, skipped=("lm_head",), group_size=128),
+}
+"""Layouts of quantized checkpoints; gptq is symmetric."""
+_TENSORS = {
+    Scheme.FP8_ROWS: ("weight", "weight_scale"),
+    Scheme.FP8_BLOCKS: ("weight", "weight_scale_inv"),
+    Scheme.GPTQ: ("qweight", "qzeros", "scales"),
+    Scheme.AWQ: ("qweight", "qzeros", "scales"),
+}
 
 
 def open_random(model: str, device: torch.device) -> tuple[Checkpoint, WeightSource]:
-    """One of SHAPES by its name. In every process the same weights."""
-    config = SHAPES[model]
-    return random_checkpoint(model, config), RandomWeights(config, device)
+    """One of SHAPES by its name, and behind a colon one of STORED, if it is not plain. In every process the same
+    weights.
+    """
+    shape, _, stored = model.partition(":")
+    config, quantization = SHAPES[shape], STORED[stored] if stored else None
+    return random_checkpoint(model, config, quantization), RandomWeights(config, device, quantization=quantization)
 
 
-def random_checkpoint(name: str, config: ModelConfig) -> Checkpoint:
+def random_checkpoint(name: str, config: ModelConfig, quantization: Quantization | None = None) -> Checkpoint:
     """No files: weights come from RandomWeights."""
     return Checkpoint(
         name=name,
@@ -122,20 +156,24 @@ def random_checkpoint(name: str, config: ModelConfig) -> Checkpoint:
         add_bos=False,
         chat_template=None,
         build_tokenizer=byte_tokenizer,
+        quantization=quantization,
     )
 
 
 class RandomWeights:
     """A weight source (engine.weights) of normal numbers, 0.02 wide; norm gains and sinks around 1. MXFP4: any bytes,
-    times 2 ** -7.
+    times 2 ** -7; so are the codes of INT4. `quantization`: how dense matrices are stored.
     """
 
     interleaved = False
-    quantized = None
 
-    def __init__(self, config: ModelConfig, device: torch.device, seed: int = 0) -> None:
+    def __init__(
+        self, config: ModelConfig, device: torch.device, seed: int = 0, quantization: Quantization | None = None
+    ) -> None:
         self._config, self._device = config, device
         self._generator = torch.Generator(device).manual_seed(seed)
+        self._scheme = None if quantization is None else quantization.scheme
+        self.quantized = None if quantization is None else QuantizedMatrices(quantization, self._stored, str)
 
     def tensor(self, name: str, cut: Cut | None = None) -> torch.Tensor:
         tensor = self._whole(name)
@@ -153,6 +191,32 @@ class RandomWeights:
         elif len(shape) == 1:
             return 0.5 + torch.rand(shape, device=self._device, generator=self._generator)
         return torch.randn(shape, device=self._device, generator=self._generator).mul_(0.02)
+
+    def _stored(self, name: str) -> torch.Tensor | None:
+        """A tensor of a dense matrix, as its scheme has it."""
+        module, _, kind = name.rpartition(".")
+        if self._scheme is None or kind not in _TENSORS[self._scheme]:
+            return None
+        n, k = self._shape(module.rpartition(".")[2], None)
+        if kind == "weight":
+            return torch.randn(n, k, device=self._device, generator=self._generator).to(torch.float8_e4m3fn)
+        if kind == "weight_scale":
+            return torch.full((n, 1), 0.02, device=self._device)
+        if kind == "weight_scale_inv":
+            return torch.full((-(-n // 128), -(-k // 128)), 0.02, device=self._device)
+        if kind == "scales":
+            return torch.full((k // 128, n), 0.005, dtype=torch.float16, device=self._device)
+        if kind == "qweight":
+            return self._words((k // 8, n) if self._scheme is Scheme.GPTQ else (k, n // 8))
+        zeros = k // 128, n // 8
+        if self._scheme is Scheme.AWQ:
+            return self._words(zeros)
+        return torch.full(zeros, 0x77777777, dtype=torch.int32, device=self._device)
+
+    def _words(self, shape: tuple[int, ...]) -> torch.Tensor:
+        limits = torch.iinfo(torch.int32)
+        options = {"dtype": torch.int32, "device": self._device, "generator": self._generator}
+        return torch.randint(limits.min, limits.max, shape, **options)
 
     def _transposed(self, kind: str, experts: Experts) -> torch.Tensor:
         """As Llama 4 has all experts of a layer, bf16 on a GPU: 43 GB in float32, of Maverick's gate and up."""

@@ -26,11 +26,11 @@ _CUTS = {
     r"experts\.gate_up_proj|experts\.down_proj_(blocks|scales)": 2,
 }
 """The dimension along which a tensor is cut, by the end of its name."""
-_ADDED_ONCE = r"self_attn\.o_proj\.bias|experts\.down_proj_bias"
-"""What is added to a sum over the group."""
+_ADDED_ONCE = r"experts\.down_proj_bias"
+"""What is added before the sum over the group, so by one of it. All add the bias of attention's output, behind that."""
 _EXPERT_STEP = 64
-"""Columns of an expert that the kernels multiply at once, two blocks of MXFP4. gpt-oss has 45 times as many: its parts
-are equal for no number of GPUs.
+"""Columns of a tile of an expert (kernels.layouts.tile_mxfp4). gpt-oss has 45 times as many: its parts are equal for no
+number of GPUs.
 """
 
 

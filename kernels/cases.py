@@ -11,8 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels.layouts import pairs_to_split
+from kernels.layouts import tile_int4, tile_mxfp4
 from kernels.peers import Peers
+from kernels.reference.moe import moe_workspace_nbytes
 from kernels.reference.move import checksums
 from kernels.reference.quant import quantize_mxfp4, quantize_nvfp4, to_e4m3, token_scale
 from kernels.specs import (
@@ -25,6 +26,7 @@ from kernels.specs import (
     MoESpec,
     MoveSpec,
     NormSpec,
+    Quant,
     QuantSpec,
     ReduceSpec,
     RopeSpec,
@@ -111,6 +113,10 @@ def relative_error(value: Tensor, truth: Tensor) -> float:
     return ((value - truth).norm() / truth.norm().clamp(min=1e-20)).item()
 
 
+def _scales(quant: Quant, tokens: int, width: int, given: float, device: str) -> Tensor:
+    return torch.full((width // 128, tokens) if quant == "group" else (tokens,), given, device=device)
+
+
 def norm_case(spec: NormSpec, tokens: int, spread: float = 1.0) -> Case:
     def make(device: str) -> Call:
         n = spec.hidden
@@ -120,7 +126,7 @@ def norm_case(spec: NormSpec, tokens: int, spread: float = 1.0) -> Case:
         residual = torch.randn(tokens, n, device=device).to(BF16) if spec.residual else None
         weight = (torch.rand(n, device=device) + 0.5).to(BF16)
         out = torch.empty(tokens, n, device=device, dtype=BF16 if spec.quant == "none" else E4M3)
-        scale = torch.full((tokens,), 0.03, device=device)
+        scale = _scales(spec.quant, tokens, n, 0.03, device)
         kwargs: dict[str, Any] = {}
         if spec.embed:
             kwargs["ids"] = torch.randint(0, 64, (tokens,), device=device)
@@ -128,7 +134,9 @@ def norm_case(spec: NormSpec, tokens: int, spread: float = 1.0) -> Case:
             kwargs |= dict(
                 token_scale=torch.rand(tokens, device=device) + 0.1, channel_scale=torch.rand(n, device=device) + 0.1
             )
-        outputs = {"out": out} | ({"scale": scale} if spec.quant == "token" else {})
+        if spec.biased:
+            kwargs["bias"] = torch.randn(n, device=device).to(BF16)
+        outputs = {"out": out} | ({"scale": scale} if spec.quant in ("token", "group") else {})
         updated = {"residual": residual} if residual is not None else {}
         return Call((table if spec.embed else x, residual, weight, 1e-5, out, scale), kwargs, outputs, updated)
 
@@ -155,7 +163,7 @@ def quant_case(spec: QuantSpec, tokens: int, spread: float = 1.0) -> Case:
     def make(device: str) -> Call:
         x = (torch.randn(tokens, spec.width, device=device) * spread).to(BF16)
         out = torch.empty(tokens, spec.width, device=device, dtype=E4M3)
-        scale = torch.full((spec.width // 128, tokens) if spec.quant == "group" else (tokens,), 0.01, device=device)
+        scale = _scales(spec.quant, tokens, spec.width, 0.01, device)
         return Call((x, out, scale), {}, {"out": out} | ({} if spec.quant == "tensor" else {"scale": scale}))
 
     return Case("quant_fp8", spec, make, 1e-2, tokens * spec.width * 3)
@@ -165,14 +173,15 @@ def silu_case(spec: SiluSpec, tokens: int) -> Case:
     def make(device: str) -> Call:
         x = torch.randn(tokens, 2 * spec.width, device=device).to(BF16)
         out = torch.empty(tokens, spec.width, device=device, dtype=BF16 if spec.quant == "none" else E4M3)
-        scale = torch.full((tokens,), 0.02, device=device)
+        scale = _scales(spec.quant, tokens, spec.width, 0.02, device)
         kwargs = {}
         if spec.deferred:
             kwargs = dict(
                 token_scale=torch.rand(tokens, device=device) + 0.5,
                 channel_scale=torch.rand(2 * spec.width, device=device) + 0.5,
             )
-        return Call((x, out, scale), kwargs, {"out": out} | ({"scale": scale} if spec.quant == "token" else {}))
+        written = {"scale": scale} if spec.quant in ("token", "group") else {}
+        return Call((x, out, scale), kwargs, {"out": out} | written)
 
     return Case("silu_mul_quant", spec, make, 1e-2, tokens * spec.width * 5)
 
@@ -218,7 +227,7 @@ def rope_case(spec: RopeSpec, tokens: int) -> Case:
         positions = torch.randint(0, 500, (tokens,), device=device, dtype=I32)
         slots = torch.randperm(k.shape[0] * spec.page, device=device)[:tokens]
         slots[0] = -1
-        q = torch.empty(tokens, spec.q_heads, spec.head_dim, device=device, dtype=BF16)
+        q = torch.empty(tokens, spec.q_heads, spec.head_dim, device=device).to(E4M3 if spec.rounded else BF16)
         args = (qkv, positions, slots, rotary_table(512, spec.head_dim, device), q, k, v)
         kwargs: dict[str, Any] = dict(k_scale=0.5, v_scale=0.25)
         if spec.deferred:
@@ -227,10 +236,21 @@ def rope_case(spec: RopeSpec, tokens: int) -> Case:
             )
         if spec.smooth:
             kwargs |= dict(k_offset=torch.randn(spec.kv_heads, spec.head_dim, device=device))
+        kwargs |= _bias_and_gains(spec, width, device)
         return Call(args, kwargs, {"q": q}, {"k": k, "v": v})
 
     width = spec.q_heads * 4 + spec.kv_heads * 6
     return Case("rope_append", spec, make, 1e-2, tokens * width * spec.head_dim)
+
+
+def _bias_and_gains(spec: RopeSpec | FusedAttnSpec, width: int, device: str) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    if spec.biased:
+        found["bias"] = torch.randn(width, device=device).to(BF16)
+    if spec.normed:
+        gains = (torch.rand(2, spec.head_dim, device=device) + 0.5).to(BF16)
+        found |= dict(q_gain=gains[0], k_gain=gains[1], eps=1e-3)
+    return found
 
 
 def attn_case(spec: AttnSpec, lengths: list[int], workspace_mb: int = 64, tolerance: float = 1e-2) -> Case:
@@ -270,6 +290,7 @@ def fused_attn_case(spec: FusedAttnSpec, lengths: list[int], workspace_mb: int =
             kwargs |= dict(
                 token_scale=torch.rand(batch, device=device) + 0.5, channel_scale=torch.rand(width, device=device) + 0.5
             )
+        kwargs |= _bias_and_gains(spec, width, device)
         outputs = {"out": out} | ({"scale": scale} if spec.quant == "group" else {})
         table_cs = rotary_table(max(lengths), spec.head_dim, device)
         return Call((qkv, k, v, table, lens, table_cs, out, scale, workspace), kwargs, outputs, {"k": k, "v": v})
@@ -341,12 +362,18 @@ def gemm_operands(spec: GemmSpec, tokens: int, device: str) -> tuple[Tensor, Ten
 def gemm_case(spec: GemmSpec, tokens: int) -> Case:
     def make(device: str) -> Call:
         a, w, a_scale, w_scale = gemm_operands(spec, tokens, device)
-        out = torch.empty(spec.parts, tokens, spec.n, device=device, dtype=FP32 if spec.parts > 1 else BF16)
-        out = out if spec.parts > 1 else out[0]
+        out = parts_or_whole(spec, tokens, device)
         return Call((a, w, a_scale, w_scale, out), {}, {"out": out})
 
     nbytes = spec.n * spec.k + tokens * (spec.k + 2 * spec.n)
     return Case("gemm_fp8", spec, make, 5e-3, nbytes, 2 * tokens * spec.n * spec.k)
+
+
+def parts_or_whole(spec: GemmSpec | W4Spec, tokens: int, device: str) -> Tensor:
+    """Room for a product: of parts in float32 `[parts, tokens, n]`, or whole."""
+    if spec.parts > 1:
+        return torch.empty(spec.parts, tokens, spec.n, device=device)
+    return torch.empty(tokens, spec.n, device=device, dtype=BF16)
 
 
 def gate_up_case(spec: GateUpSpec, tokens: int) -> Case:
@@ -361,29 +388,19 @@ def gate_up_case(spec: GateUpSpec, tokens: int) -> Case:
     return Case("gemm_gate_up", spec, make, 1.5e-2, nbytes, 2 * tokens * spec.n * spec.k)
 
 
-def w4_case(spec: W4Spec, tokens: int) -> Case:
+def w4_case(spec: W4Spec, tokens: int, symmetric: bool = False) -> Case:
     def make(device: str) -> Call:
         a = torch.randn(tokens, spec.k, device=device).to(BF16)
-        w = torch.randint(0, 256, (spec.n, spec.k // 2), device=device, dtype=torch.uint8)
-        zero = None
-        if spec.format == "mxfp4":
-            pairs, scale = quantize_mxfp4(torch.randn(spec.n, spec.k, device=device))
-            w = pairs_to_split(pairs)
-        else:
-            scale = (torch.rand(spec.n, spec.k // spec.group, device=device) * 0.1 + 0.01).to(BF16)
-            zero = torch.randint(0, 16, scale.shape, device=device, dtype=torch.uint8) if spec.format == "awq" else None
-        out = torch.empty(tokens, spec.n, device=device, dtype=BF16)
+        codes = torch.randint(0, 16, (spec.n, spec.k), device=device, dtype=torch.uint8)
+        scale = (torch.rand(spec.n, spec.k // 128, device=device) * 0.1 + 0.01).half()
+        zero = torch.randint(0, 16, scale.shape, device=device)
+        words, factors = tile_int4(codes, scale, torch.full_like(zero, 8) if symmetric else zero)
+        out = parts_or_whole(spec, tokens, device)
         workspace = torch.zeros(widening_scratch_nbytes(spec, tokens), dtype=torch.uint8, device=device)
-        return Call((a, w, scale, zero, out, workspace), {}, {"out": out})
+        return Call((a, words, factors, out, workspace), {}, {"out": out})
 
-    return Case(
-        "gemm_w4",
-        spec,
-        make,
-        1e-2,
-        spec.n * spec.k * (0.5 + (1 if spec.format == "mxfp4" else 2) / spec.group),
-        2 * tokens * spec.n * spec.k,
-    )
+    nbytes = spec.n * spec.k * (0.5 + 4 / 128) + tokens * 2 * (spec.k + spec.n)
+    return Case("gemm_w4", spec, make, 5e-3, nbytes, 2 * tokens * spec.n * spec.k)
 
 
 def w8_case(spec: W8Spec, tokens: int) -> Case:
@@ -462,7 +479,8 @@ def route_case(spec: MoESpec, tokens: int) -> Case:
         logits = torch.randn(tokens, spec.experts, device=device)
         chosen = torch.empty(tokens, spec.top_k, device=device, dtype=I32)
         score = torch.empty(tokens, spec.top_k, device=device)
-        return Call((logits, score, chosen), {}, {"weights": score, "ids": chosen})
+        bias = dict(bias=torch.randn(spec.experts, device=device).to(BF16)) if spec.bias else {}
+        return Call((logits, score, chosen), bias, {"weights": score, "ids": chosen})
 
     return Case("moe_route", spec, make, 1e-5, tokens * spec.experts * 4)
 
@@ -476,8 +494,7 @@ def experts_case(spec: MoESpec, tokens: int) -> Case:
         w2, s2 = expert_weights(spec, spec.hidden, spec.inter, device)
         best = torch.randn(tokens, spec.experts, device=device).topk(spec.top_k)
         out = torch.empty(tokens, spec.hidden, device=device, dtype=BF16)
-        nbytes = tokens * spec.top_k * (3 * spec.inter + 2 * spec.hidden + 64) + spec.experts * 2048 + 8192
-        workspace = torch.empty(nbytes, dtype=torch.uint8, device=device)
+        workspace = torch.empty(moe_workspace_nbytes(spec, tokens), dtype=torch.uint8, device=device)
         args = (x, x_scale, best.values.softmax(-1), best.indices.to(I32), w1, s1, w2, s2, out, workspace)
         widths = dict(b1=2 * spec.inter, b2=spec.hidden) if spec.bias else {}
         biases = {name: torch.randn(spec.experts, n, device=device).to(BF16) for name, n in widths.items()}
@@ -499,8 +516,7 @@ def expert_weights(spec: MoESpec, n: int, k: int, device: str) -> tuple[Tensor, 
 
 
 def mx_weights(n: int, k: int, device: str) -> tuple[Tensor, Tensor]:
-    pairs, exponent = quantize_mxfp4(torch.randn(n, k, device=device) * 0.05)
-    return pairs_to_split(pairs), exponent
+    return tile_mxfp4(*quantize_mxfp4(torch.randn(n, k, device=device) * 0.05))
 
 
 def sample_case(spec: SampleSpec, rows: int, dtype: torch.dtype = FP32) -> Case:

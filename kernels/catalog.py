@@ -17,6 +17,7 @@ from kernels.specs import (
     NormSpec,
     QuantSpec,
     ReduceSpec,
+    SiluSpec,
     W4Spec,
 )
 
@@ -74,15 +75,14 @@ def skinny_rows(caps: Caps, spec: GemmSpec) -> str | None:
         return "meant for few tokens"
     if spec.deferred:
         return "applies its scales itself"
-    if spec.recipe not in ("row", "group"):
-        return f"has no {spec.recipe} scales"
-    return (
-        None if spec.n % 64 == 0 and spec.k // spec.parts % 128 == 0 else "wants n in steps of 64 and k in steps of 128"
-    )
+    if spec.recipe == "tensor":
+        return "has no tensor scales"
+    step = 64 if spec.recipe == "row" else 128
+    return None if spec.n % 64 == 0 and spec.k % step == 0 else f"wants n in steps of 64 and k in steps of {step}"
 
 
 def tcgen05_rows(caps: Caps, spec: GemmSpec) -> str | None:
-    if spec.recipe == "group":
+    if spec.recipe != "row":
         return "rescales at the end only"
     return None if spec.n % 128 == 0 else "wants n in steps of 128"
 
@@ -111,8 +111,9 @@ def cublas_blocks(caps: Caps, spec: GemmSpec) -> str | None:
     return None if spec.n % 16 == 0 and spec.k % 512 == 0 else "wants n in steps of 16 and k in steps of 512"
 
 
-def whole_groups(caps: Caps, spec: QuantSpec) -> str | None:
-    return None if spec.quant != "group" or spec.width % 128 == 0 else "wants width in steps of 128 for group scales"
+def whole_groups(caps: Caps, spec: QuantSpec | SiluSpec | NormSpec) -> str | None:
+    width = spec.hidden if isinstance(spec, NormSpec) else spec.width
+    return None if spec.quant != "group" or width % 128 == 0 else "wants width in steps of 128 for group scales"
 
 
 def gate_up_rows(caps: Caps, spec: GateUpSpec) -> str | None:
@@ -140,9 +141,8 @@ def fused_group(caps: Caps, spec: FusedAttnSpec) -> str | None:
     return None if spec.q_heads // spec.kv_heads <= 16 else "wants at most 16 query heads per KV head"
 
 
-def w4_groups(caps: Caps, spec: W4Spec) -> str | None:
-    step = 64 if spec.format == "mxfp4" else 128
-    return None if spec.n % 64 == 0 and spec.k % step == 0 else f"wants n in steps of 64 and k in steps of {step}"
+def w4_tiles(caps: Caps, spec: W4Spec) -> str | None:
+    return None if spec.n % 64 == 0 and spec.k % 128 == 0 else "wants n in steps of 64 and k in steps of 128"
 
 
 def fp4_tiles(caps: Caps, spec: FP4Spec) -> str | None:
@@ -200,7 +200,7 @@ def fa3_heads(caps: Caps, spec: AttnSpec) -> str | None:
 
 
 def flashinfer_norm(caps: Caps, spec: NormSpec) -> str | None:
-    if spec.quant != "tensor" or spec.parts > 1 or spec.deferred or spec.embed or not spec.residual:
+    if spec.quant != "tensor" or spec.parts > 1 or spec.deferred or spec.biased or spec.embed or not spec.residual:
         return "has one static scale, one addend and a residual"
     return None
 
@@ -231,9 +231,9 @@ HOPPER, PORTABLE, TCGEN05, MOVE = (
 )
 
 OURS = [
-    Impl("add_rmsnorm_quant", "triton", 20, triton, f"{NORM}:add_rmsnorm_quant"),
+    Impl("add_rmsnorm_quant", "triton", 20, all_of(triton, whole_groups), f"{NORM}:add_rmsnorm_quant"),
     Impl("quant_fp8", "triton", 20, all_of(triton, whole_groups), f"{NORM}:quant_fp8"),
-    Impl("silu_mul_quant", "triton", 20, triton, f"{NORM}:silu_mul_quant"),
+    Impl("silu_mul_quant", "triton", 20, all_of(triton, whole_groups), f"{NORM}:silu_mul_quant"),
     Impl("argmax", "triton", 20, triton, f"{NORM}:argmax"),
     Impl("rope_append", "triton", 20, all_of(triton, pow2_heads), "kernels.triton.rope:rope_append"),
     Impl("attn_decode", "triton", 20, all_of(triton, pow2_heads, half_only), f"{DECODE}:attn_decode", tunable=True),
@@ -278,6 +278,7 @@ OURS = [
         all_of(flashinfer, triton, hopper, flashinfer_prefill, fa3_heads),
         "kernels.flashinfer:attn_prefill_fa3",
         prepare="kernels.flashinfer:Fa3Plans",
+        takes_e4m3=True,
         rounding=5e-2,
     ),
     Impl(
@@ -307,7 +308,7 @@ OURS = [
     Impl("kv_unpack", "triton", 20, all_of(triton, move_blocks), f"{MOVE}:kv_unpack"),
     Impl("kv_verify", "triton", 20, all_of(triton, move_blocks), f"{MOVE}:kv_verify"),
     Impl("kv_sums", "triton", 20, all_of(triton, move_blocks), f"{MOVE}:kv_sums"),
-    Impl("gemm_w4", "triton", 20, all_of(triton, w4_groups), "kernels.triton.gemm_w4:gemm_w4", tunable=True),
+    Impl("gemm_w4", "triton", 20, all_of(triton, w4_tiles), "kernels.triton.gemm_w4:gemm_w4", tunable=True),
     Impl("gemm_w8", "triton", 20, triton, "kernels.triton.gemm_w8:gemm_w8", tunable=True),
     Impl(
         "gemm_fp4",

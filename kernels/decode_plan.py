@@ -33,3 +33,35 @@ def decode_plan(batch: int, cc: int = 90) -> DecodePlan:
     if batch <= 128:
         return DecodePlan(deferred=True)
     return DecodePlan(deferred=True, fused_gate_up=False, own_head=False, pdl=False)
+
+
+SKINNY_ROWS = 64
+
+
+def skinny_parts(rows: int, n: int, k: int) -> int | None:
+    """Parts along k of a product with FP8 weights `[n, k]` outside of the fused step; None: it is cuBLAS's.
+
+    Up to SKINNY_ROWS rows a product is a read of its weights, which cuBLAS does badly: 2048 x 4096 and its norm take
+    8.8 us for 8 rows, ours 5.9, in two parts 4.1, in four 5.0. Of no more than 2048 columns a CTA has all in flight at
+    once, and parts only cost: 5120 x 2048 with rope takes 4.4 us for 8 rows, in two parts 5.0. More CTAs than there are
+    multiprocessors pay up to 32 rows: 24576 x 4096 with SiLU takes 30.6 us there and 35.7 for 64, by cuBLAS 31.2 and
+    32.1 (H200).
+    """
+    ctas = n // 64
+    if rows > SKINNY_ROWS or n % 64 or k % 64 or (rows > 32 and ctas > 132):
+        return None
+    return 2 if k > 2048 and 2 * ctas <= (192 if rows <= 8 else 160) else 1
+
+
+def int4_parts(rows: int, n: int, k: int) -> int:
+    """Parts along k of a product with INT4 weights `[n, k]` whose reader adds them up.
+
+    As many as give an H200's 132 multiprocessors the CTAs that they have room for, which is what keeps enough bytes in
+    flight: three of 64 weight rows up to 16 rows, then two, and then one, of 128. At least two steps of 256 columns
+    each. Counted, not yet measured.
+    """
+    if rows > SKINNY_ROWS:
+        return 1
+    height, room = (64, 3) if rows <= 16 else (128, 2 if rows <= 32 else 1)
+    ctas = -(-n // height)
+    return next((parts for parts in (4, 2) if parts * ctas <= 132 * room and k >= 512 * parts), 1)

@@ -92,20 +92,21 @@ def attn_prefill_fa3(
     k_scale: float = 1.0, v_scale: float = 1.0, sinks: Tensor | None = None, lse: Tensor | None = None,
     prepared: Fa3Plans | None = None,
 ) -> None:  # fmt: skip
-    """fa3 with queries of the cache's type. For an e4m3 cache they are rounded into the workspace with scale 1: e4m3
+    """fa3 with queries of the cache's type. For an e4m3 cache others are rounded into the workspace with scale 1: e4m3
     holds magnitudes of 2^-9 to 448, and queries beyond saturate.
 
     Raises ValueError without a plan of this batch, and when the workspace is smaller than the queries (one byte each).
     """
     if prepared is None:
         raise ValueError("fa3 needs prepared=registry.preparer('attn_prefill', spec)(block_table, new, total)")
-    if spec.kv == "e4m3":
+    if spec.kv == "e4m3" and q.dtype != torch.float8_e4m3fn:
         if workspace.numel() < q.numel():
             raise ValueError(f"workspace of {workspace.numel()} bytes is smaller than {q.numel()} e4m3 queries")
         rounded = workspace[: q.numel()].view(torch.float8_e4m3fn).view_as(q)
         width = spec.q_heads * spec.head_dim
         quant_fp8(QuantSpec(width, "tensor"), q.view(-1, width), rounded.view(-1, width), prepared.one)
         q = rounded
+    if spec.kv == "e4m3":
         prepared.wrapper.run(q, (k_cache, v_cache), sm_scale, k_scale, v_scale, out=out)
     else:
         prepared.wrapper.run(q, (k_cache, v_cache), q_scale=sm_scale, k_scale=k_scale, v_scale=v_scale, out=out)
@@ -114,6 +115,7 @@ def attn_prefill_fa3(
 def add_rmsnorm_quant(
     spec: NormSpec, x: Tensor, residual: Tensor, weight: Tensor, eps: float, out: Tensor, scale: Tensor,
     *, ids: Tensor | None = None, token_scale: Tensor | None = None, channel_scale: Tensor | None = None,
+    bias: Tensor | None = None,
 ) -> None:  # fmt: skip
     """Static per-tensor scale only; the residual is updated in place."""
     flashinfer.fused_add_rmsnorm_quant(out, x.view_as(residual), residual, weight, scale[:1], eps)

@@ -1,34 +1,98 @@
 """Weight layouts: from what checkpoints hold to what the kernels read. Pure torch, done once at load."""
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+
+# Of the four codes of a word of tile_mxfp4, where sign, upper bit and the lower two bits lie. Three are as in a bf16,
+# shifted by 0, 3 and 6; the fourth takes the bits that are left.
+MX_BITS = ((15, 8, 6), (12, 5, 3), (9, 2, 0), (14, 13, 10))
+MX_SHIFT = 63  # weights are widened times 2^-63, halfway between what overflows and what vanishes in a bf16
 
 AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # the nibble of an AWQ word that holds each of eight columns
 
 
-def block_of(weight_format: str) -> int:
-    """Columns of a block of the split layout: 128 shares one INT4 scale; each half of 64 has its own MXFP4 scale."""
-    return 64 if weight_format == "mxfp4" else 128
+def tile_int4(codes: Tensor, scale: Tensor, zero: Tensor) -> tuple[Tensor, Tensor]:
+    """INT4 matrices in tiles of 64 x 128, each contiguous, as their products read them.
 
-
-def split_nibbles(codes_NK: Tensor, block: int = 128) -> Tensor:
-    """[..., k] codes 0..15 to [..., k / 2] bytes: in each block along k low nibbles hold the first half.
-
-    A kernel then takes both halves of a block from one load without interleaving registers.
+    codes: `[n, k]`, n in steps of 64 and k of 128; scale and zero `[n, groups]`, groups of 128 columns or multiples.
+    Returns words int16 `[n / 64, k / 128, 64, 32]`: word c of a row has its columns c, 32 + c, 64 + c, 96 + c of the
+    tile, the lowest bits first, and words come in the order in which a thread of the matrix unit wants them side by
+    side: 0 1 8 9 16 17 24 25, 2 3 10 11 ... And factors int32 `[n / 64, ceil(k / 256), 64, 2]`, of two tiles along k:
+    the float32 scale, its lowest four bits the zero. Scales of float16 and bfloat16 are kept as they are.
     """
-    halves = codes_NK.to(torch.uint8).unflatten(-1, (-1, 2, block // 2))
-    return (halves[..., 0, :] | (halves[..., 1, :] << 4)).flatten(-2).contiguous()
+    n, k = codes.shape
+    a, b, c, d = codes.to(torch.uint8).unflatten(-1, (-1, 4, 32)).unbind(-2)
+    words = torch.stack([a | (b << 4), c | (d << 4)], -1).view(torch.int16)[..., 0]  # [n, k / 128, 32]
+    words = words.unflatten(-1, (4, 4, 2)).transpose(-3, -2).flatten(-3)
+    bits = (scale.float().contiguous().view(torch.int32) + 8) & -16
+    factors = (bits | zero.to(torch.int32)).repeat_interleave(k // 128 // scale.shape[1], -1)
+    factors = F.pad(factors, (0, k // 128 % 2)).unflatten(-1, (-1, 2))
+    return in_strips(words, n), in_strips(factors, n)
 
 
-def join_nibbles(packed: Tensor, block: int = 128) -> Tensor:
-    """The inverse of split_nibbles."""
-    blocks = packed.unflatten(-1, (-1, 1, block // 2))
-    return torch.cat([blocks & 15, blocks >> 4], -2).flatten(-3)
+def in_strips(rows: Tensor, n: int) -> Tensor:
+    """`[n, tiles, x]` to `[n / 64, tiles, 64, x]`."""
+    return rows.unflatten(0, (n // 64, 64)).transpose(1, 2).contiguous()
 
 
-def pairs_to_split(packed: Tensor) -> Tensor:
-    """[..., k / 2] bytes of neighbouring pairs, low nibble first (MXFP4 checkpoints), to the split layout."""
-    return split_nibbles(torch.stack([packed & 15, packed >> 4], -1).flatten(-2), block_of("mxfp4"))
+def untile_int4(words: Tensor, factors: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """What `tile_int4` was given: codes `[n, k]`, and scale and zero of each 128 columns, `[n, k / 128]`."""
+    rows = words.transpose(1, 2).flatten(0, 1).unflatten(-1, (4, 4, 2)).transpose(-3, -2).flatten(-3)
+    codes = torch.stack([rows >> shift & 15 for shift in (0, 4, 8, 12)], -2).flatten(1)
+    found = factors.transpose(1, 2).flatten(0, 1).flatten(1)[:, : words.shape[1]]
+    return codes.to(torch.uint8), (found & -16).view(torch.float32), (found & 15).to(torch.uint8)
+
+
+def codes_of_pairs(packed: Tensor) -> Tensor:
+    """[..., k / 2] bytes of neighbouring pairs, low nibble first (MXFP4 checkpoints), to [..., k] codes."""
+    return torch.stack([packed & 15, packed >> 4], -1).flatten(-2)
+
+
+def tile_mxfp4(packed: Tensor, exponents: Tensor) -> tuple[Tensor, Tensor]:
+    """MXFP4 matrices in tiles of 64 x 64, each contiguous, as the products of experts read them.
+
+    packed: `[..., n, k / 2]` bytes of neighbouring pairs, the low nibble first; exponents `[..., n, k / 32]`, 127 more
+    than they are; n and k in steps of 64. Returns words int16 `[..., n / 64, k / 64, 64, 16]`, word c of a row its
+    columns c, 16 + c, 32 + c, 48 + c of the tile, with each code's bits where few shifts bring them into a bf16
+    (kernels.triton.moe_mx); and scales int16 `[..., n / 64, ceil(k / 128), 64, 2]`: of two tiles along k both halves of
+    32 columns, the lower byte first, as the upper bits of a bf16 that is 2^63 times the scale.
+    """
+    n, k = packed.shape[-2], 2 * packed.shape[-1]
+    parts = codes_of_pairs(packed).to(torch.int32).unflatten(-1, (k // 64, 4, 16)).unbind(-2)
+    placed = [
+        (code >> 3 << sign) | ((code >> 2 & 1) << upper) | ((code & 3) << lower)
+        for code, (sign, upper, lower) in zip(parts, MX_BITS, strict=True)
+    ]
+    tiles = sum(placed[1:], placed[0]).to(torch.int16).unflatten(-3, (n // 64, 64)).transpose(-3, -2).contiguous()
+    shifted = (exponents.to(torch.int32) + MX_SHIFT).clamp(0, 254).unflatten(-1, (k // 64, 2))
+    pairs = (shifted[..., 0] | (shifted[..., 1] << 8)).to(torch.int16)
+    pairs = F.pad(pairs, (0, k // 64 % 2)).unflatten(-2, (n // 64, 64)).unflatten(-1, (-1, 2))
+    return tiles, pairs.transpose(-3, -2).contiguous()
+
+
+def untile_mxfp4(tiles: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
+    """What `tile_mxfp4` was given, as codes `[..., n, k]` and exponents `[..., n, k / 32]`."""
+    words = tiles.to(torch.int32).transpose(-3, -2).flatten(-4, -3)  # [..., n, k / 64, 16]
+    codes = torch.stack(
+        [(words >> s & 1) << 3 | (words >> upper & 1) << 2 | words >> lower & 3 for s, upper, lower in MX_BITS], -2
+    )
+    pairs = scales.to(torch.int32).transpose(-3, -2).flatten(-2).flatten(-3, -2)[..., : words.shape[-2]]
+    exponents = torch.stack([pairs & 255, pairs >> 8 & 255], -1).flatten(-2) - MX_SHIFT
+    return codes.flatten(-3).to(torch.uint8), exponents.to(torch.uint8)
+
+
+def pair_gate_up(rows: Tensor) -> Tensor:
+    """`[..., 2 * inter, x]` of all gates, then all ups, to eight gates and their eight ups in turn: a thread that has
+    one in its registers then has the other.
+    """
+    halves = rows.unflatten(-2, (2, -1, 8))
+    return halves.transpose(-4, -3).flatten(-4, -2).contiguous()
+
+
+def unpair_gate_up(rows: Tensor) -> Tensor:
+    """The inverse of pair_gate_up."""
+    return rows.unflatten(-2, (-1, 2, 8)).transpose(-4, -3).flatten(-4, -2).contiguous()
 
 
 def gate_up_halves(rows: Tensor, dim: int = -2) -> Tensor:
@@ -38,7 +102,7 @@ def gate_up_halves(rows: Tensor, dim: int = -2) -> Tensor:
 
 
 def from_gptq(qweight: Tensor, qzeros: Tensor, scales: Tensor, zero_shift: int = 1) -> tuple[Tensor, Tensor, Tensor]:
-    """GPTQ to (codes [n, k] 0..15, scale [n, groups], zero [n, groups]); split_nibbles packs the codes.
+    """GPTQ to (codes [n, k] 0..15, scale [n, groups], zero [n, groups]), which tile_int4 packs.
 
     qweight is int32 [k / 8, n], eight nibbles along k, lowest first; qzeros int32 [groups, n / 8] stores the zeros less
     `zero_shift`: 1 in version 1 of the format, 0 in version 2. GPTQModel (utils/model.py) takes it from whole words, so

@@ -4,9 +4,11 @@ from dataclasses import dataclass, fields
 from typing import Literal
 
 Quant = Literal["none", "token", "tensor", "group"]
+"""How rows are left: as they are, or in e4m3 with a scale each, one given scale, or one for each 128 columns, which are
+stored `[width / 128, tokens]`.
+"""
 Recipe = Literal["tensor", "row", "group", "block128"]
 KVDtype = Literal["e4m3", "bf16", "fp32"]
-WeightFormat = Literal["gptq", "awq", "mxfp4"]
 ExpertFormat = Literal["e4m3", "mxfp4", "bf16", "fp32"]
 
 
@@ -24,16 +26,17 @@ class NormSpec(Spec):
     """RMSNorm, optionally after adding to the residual, optionally followed by quantization to e4m3."""
 
     hidden: int
-    quant: Quant = "token"  # none: bf16 out
+    quant: Quant = "token"
     parts: int = 1  # split-K partial sums to add up
     deferred: bool = False  # x is an unscaled product and takes token and channel scale here
     embed: bool = False  # x is the embedding table, rows named by ids
     residual: bool = True
+    biased: bool = False  # a bias is added after these scales, before the residual
 
 
 @dataclass(frozen=True)
 class QuantSpec(Spec):
-    """bf16 to e4m3, one scale per token, per token and 128 columns, or a given one."""
+    """bf16 to e4m3."""
 
     width: int
     quant: Quant = "token"
@@ -65,7 +68,10 @@ class AttnSpec(Spec):
 
 @dataclass(frozen=True)
 class FusedAttnSpec(Spec):
-    """Decode attention straight from the qkv product: rope, append, attention, quantization in one launch."""
+    """Decode attention straight from the qkv product: rope, append, attention, quantization in one launch.
+
+    `biased`, `normed`: as of RopeSpec.
+    """
 
     q_heads: int
     kv_heads: int
@@ -74,14 +80,19 @@ class FusedAttnSpec(Spec):
     quant: Quant = "tensor"
     parts: int = 1
     deferred: bool = False
+    biased: bool = False
+    normed: bool = False
 
 
 @dataclass(frozen=True)
 class RopeSpec(Spec):
     """RoPE (half-split, as Llama) on q and k, quantization, and the write of k and v into their pages.
 
+    `biased`: q, k and v get a bias first, after the deferred scales. `normed`: then each head of q and of k gets an
+    RMSNorm.
     `smooth`: after RoPE q and k of each head are multiplied by a Hadamard matrix, and k loses `k_offset` before it is
     rounded. Softmax without sinks gives the same for both, and rounding costs it less.
+    `rounded`: q is left in e4m3, unscaled: it holds magnitudes of 2^-9 to 448, and what is beyond saturates.
     """
 
     q_heads: int
@@ -92,6 +103,9 @@ class RopeSpec(Spec):
     parts: int = 1
     deferred: bool = False
     smooth: bool = False
+    biased: bool = False
+    normed: bool = False
+    rounded: bool = False
 
 
 @dataclass(frozen=True)
@@ -116,6 +130,11 @@ class GemmSpec(Spec):
     deferred: bool = False  # leave out the scales; the reader applies them
     skinny: bool = False  # meant for 1 to 64 tokens; any number of them
 
+    @property
+    def share(self) -> int:
+        """Columns of k that a part takes, in steps of 128; the last part takes what is left."""
+        return -(-self.k // (128 * self.parts)) * 128
+
 
 @dataclass(frozen=True)
 class GateUpSpec(Spec):
@@ -128,12 +147,16 @@ class GateUpSpec(Spec):
 
 @dataclass(frozen=True)
 class W4Spec(Spec):
-    """bf16 activations times 4-bit weights."""
+    """bf16 activations times INT4 weights, in tiles of kernels.layouts.tile_int4."""
 
     n: int
     k: int
-    format: WeightFormat = "gptq"
-    group: int = 128
+    parts: int = 1  # as GemmSpec has them
+
+    @property
+    def share(self) -> int:
+        """Columns of k that a part takes, in steps of 256; the last part takes what is left."""
+        return -(-self.k // (256 * self.parts)) * 256
 
 
 @dataclass(frozen=True)
@@ -158,9 +181,10 @@ class FP4Spec(Spec):
 class MoESpec(Spec):
     """A mixture-of-experts layer: experts of [2 * inter, hidden] and [hidden, inter].
 
-    e4m3 weights have row scales and take e4m3 tokens with a scale each; mxfp4 weights (split layout of kernels.layouts,
-    one exponent byte per 32) take bf16 tokens; bf16 and fp32 weights have no scales and take tokens like themselves.
-    bias: both products add one per expert and row, as gpt-oss does.
+    e4m3 weights have row scales and take e4m3 tokens with a scale each; mxfp4 weights (tiles of
+    kernels.layouts.tile_mxfp4, gates and ups paired by pair_gate_up) take bf16 tokens; bf16 and fp32 weights have no
+    scales and take tokens like themselves.
+    bias: both products add one per expert and row, as gpt-oss does; its router adds one per expert.
     """
 
     experts: int

@@ -110,14 +110,12 @@ def prefill_jobs() -> list[Job]:
 
 def weight_jobs() -> list[Job]:
     rows = []
-    for n, k in ((6144, 4096), (28672, 4096)):
+    for n, k in ((6144, 4096), (28672, 4096), (4096, 14336)):
         for tokens in (8, 64):
-            plans = grid(bw=(64,), bx=(max(16, tokens),), stages=(3, 5), warps=(4,), parts=(1, 2, 4, 8), unroll=(1, 4))
-            plans += grid(bw=(128,), bx=(max(16, tokens),), stages=(3, 8), warps=(8,), parts=(2, 4, 8), unroll=(1,))
-            rows += [
-                Job(w4_case(W4Spec(n, k, fmt, group), tokens), tokens, plans)  # type: ignore[arg-type]
-                for fmt, group in (("gptq", 128), ("mxfp4", 32))
-            ]
+            common = dict(bx=(max(16, tokens),), ahead=(0, 2, 4))
+            plans = grid(bw=(64, 128), stages=(2, 3, 4), warps=(4,), **common)
+            plans += grid(bw=(128,), stages=(2, 3, 4), warps=(8,), **common)
+            rows += [Job(w4_case(W4Spec(n, k, parts), tokens), tokens, plans) for parts in (1, 2, 4)]
     block = grid(bm=(64, 128), bn=(128,), stages=(3, 4), warps=(4, 8))
     rows.append(Job(gemm_case(GemmSpec(4096, 4096, "block128"), 4096), 8192, block))
     rows.append(

@@ -5,9 +5,13 @@ from kernels.specs import W4Spec, W8Spec
 COUNTERS_NBYTES = 32 << 10
 WIDEN_TOKENS = 256
 """From so many tokens on weights of fewer bits than the activations are widened for cuBLAS."""
+MX_PARTS, MX_SPLIT_SHARE = 2, 8
+"""Parts along k of an expert's second product with MXFP4 weights, up to so many rows an expert."""
 
 
 def widening_workspace_nbytes(spec: W4Spec | W8Spec, max_tokens: int) -> int:
-    """Bytes for any number of tokens up to `max_tokens`, the bf16 copy included when they reach WIDEN_TOKENS."""
+    """Bytes for any number of tokens up to `max_tokens`, the bf16 copy included when they reach WIDEN_TOKENS; beside
+    8-bit weights parts along k of a product of few tokens.
+    """
     wide = 2 * spec.n * spec.k if max_tokens >= WIDEN_TOKENS else 0
-    return COUNTERS_NBYTES + max(wide, 8 * 64 * spec.n * 4)
+    return COUNTERS_NBYTES + max(wide, 8 * 64 * spec.n * 4 if isinstance(spec, W8Spec) else 0)

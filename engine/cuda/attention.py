@@ -33,6 +33,8 @@ def decode_workspace(config: ModelConfig, max_num_seqs: int, device: torch.devic
 
 
 class DeviceAttention:
+    """`takes_e4m3`: prompts' queries are to be e4m3, unscaled (kernels.specs.RopeSpec)."""
+
     def __init__(
         self,
         config: ModelConfig,
@@ -48,6 +50,9 @@ class DeviceAttention:
         self._scale, self._segment, self._block_size = config.head_dim**-0.5, config.segment, block_size
         self._pages = torch.arange(config.segment // block_size, device=device)
         specs = {window: AttnSpec(*heads, block_size, kv, window, config.sinks) for window in {0, config.window}}
+        self.takes_e4m3 = kv == "e4m3" and all(
+            registry.resolve("attn_prefill", spec).impl.takes_e4m3 for spec in specs.values()
+        )
         self._prefills = {window: registry.get("attn_prefill", spec) for window, spec in specs.items()}
         # A plan lasts until its preparer makes the next one: whole prompts and their segments have one each.
         self._preparers, self._segment_preparers = (

@@ -20,8 +20,8 @@ _PLAIN: dict[torch.dtype, ExpertFormat] = {torch.bfloat16: "bf16", torch.float32
 @dataclass(frozen=True)
 class ExpertWeights:
     """`router` `[E, H]` as the activations are, `gate_up` `[E, 2I, H]`, `down` `[E, H, I]`; scales for each row
-    (`[E, 2I]`, `[E, H]`) where the weights are e4m3. MXFP4: bytes `[E, n, k / 2]` in kernels.layouts' split order, an
-    exponent for each 32. Biases `[E]`, `[E, 2I]`, `[E, H]` as the activations are, or none.
+    (`[E, 2I]`, `[E, H]`) where the weights are e4m3. MXFP4: words and scales `[E, ...]` of
+    kernels.layouts.tile_mxfp4, gates and ups paired. Biases `[E]`, `[E, 2I]`, `[E, H]` as the activations are, or none.
     """
 
     router: Tensor
@@ -72,7 +72,7 @@ class Mixture:
         count = len(x)
         weights, ids, scale = self._weights[:count], self._ids[:count], self._scale[:count]
         scores = _scores(x, layer.router)
-        self._route(scores if layer.router_bias is None else scores.add_(layer.router_bias), weights, ids)
+        self._route(scores, weights, ids, bias=layer.router_bias)
         share = scores.amax(1).sigmoid_() if self._scales_input else None
         rows = x
         if self._rows is not None:

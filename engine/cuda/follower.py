@@ -5,22 +5,18 @@ engine.cuda.followers, with its end of a pipe as its only argument.
 import logging
 import signal
 import sys
-from collections import deque
-from collections.abc import Iterable
 from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import NoReturn
 
 import torch
-from torch import Tensor
 
 from contracts.collector import settle
 from contracts.errors import TandemError
 from engine.cuda.followers import Begin, Failed, end_at_once
-from engine.cuda.launcher import Launcher
+from engine.cuda.launcher import Launcher, unscored
 from engine.cuda.load import Builder
 from engine.cuda.team import GpuTeam, open_store
-from engine.messages import Scored
 
 _log = logging.getLogger(__name__)
 
@@ -62,13 +58,7 @@ def follow(begin: Begin, pipe: Connection) -> None:
 
 def _launch_all(launcher: Launcher, pipe: Connection) -> None:
     while (batch := pipe.recv()) is not None:
-        launcher.launch(batch, _unscored)
-
-
-def _unscored(logits: Iterable[Tensor]) -> tuple[Scored, ...]:
-    """The first member tells what comes of them; making them takes all of the team."""
-    deque(logits, maxlen=0)
-    return ()
+        launcher.launch(batch, unscored)  # the first member tells what comes of them; making them takes all of the team
 
 
 def _watched_elsewhere(stage: str, done: int, total: int) -> None:

@@ -84,13 +84,14 @@ def resolve_device_dtype(dtype: str, checkpoint: Checkpoint, found: Caps) -> str
 def has_fused_step(config: ModelConfig) -> bool:
     """Whether the decode step of seven launches a layer takes these shapes in FP8.
 
-    It applies scales by row, where a bias or a norm of each head would have to come first, knows no experts, and its
-    products want whole tiles.
+    It knows no experts, and its products want whole tiles. Small models with biases or norms of heads are rounded
+    sparingly instead, their keys smooth, which it does not know either.
     """
     widths = (config.hidden_size, config.intermediate_size, config.num_heads * config.head_dim)
     kv_width = config.num_kv_heads * config.head_dim
     return (
-        not (config.qkv_bias or config.qk_norm or config.experts)
+        not config.experts
+        and not (config.hidden_size < MIN_FP8_HIDDEN and (config.qkv_bias or config.qk_norm))
         and all(width % 256 == 0 for width in widths)
         and kv_width % 64 == 0
         and config.head_dim in (32, 64, 128, 256)

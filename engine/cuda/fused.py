@@ -147,8 +147,11 @@ class FusedStep:
         self._silu = self._get("silu_mul_quant", SiluSpec(inner, "tensor", plan.deferred))
         if head.scale is not None:
             self._head_gemm = self._get("gemm_fp8", GemmSpec(len(head.weight), hidden, skinny=plan.own_head))
-        attention = self._get("attn_decode_fused", FusedAttnSpec(*heads, page, "tensor", plan.qkv_parts, plan.deferred))
-        self._attend = partial(attention, sm_scale=config.head_dim**-0.5, max_len=max_len)
+        spec = FusedAttnSpec(
+            *heads, page, "tensor", plan.qkv_parts, plan.deferred, biased=config.qkv_bias, normed=config.qk_norm
+        )
+        attention = self._get("attn_decode_fused", spec)
+        self._attend = partial(attention, sm_scale=config.head_dim**-0.5, eps=config.norm_eps, max_len=max_len)
 
     def _get(self, op: str, spec: Any) -> Callable[..., None]:
         """Bound to whether launches of this plan overlap; the reference knows nothing of that."""
@@ -171,7 +174,8 @@ class FusedStep:
         self._attend(
             self._products["qkv"], cache.keys, cache.values, self._tables, self._lengths,
             self._shared.weights.cos_sin, self._mixed, mixed_scale, self._shared.workspace,
-            k_scale=cache.k_scale, v_scale=cache.v_scale, **self._applied("qkv", layer.qkv, self._x_scale),
+            k_scale=cache.k_scale, v_scale=cache.v_scale, bias=layer.qkv.bias, q_gain=layer.q_gain,
+            k_gain=layer.k_gain, **self._applied("qkv", layer.qkv, self._x_scale),
         )  # fmt: skip
 
     def _mlp(self, layer: LayerWeights, middle_scale: Tensor) -> None:

@@ -2,10 +2,11 @@
 launches the same; the first one's host works it out for all.
 """
 
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
-from typing import Any
+from functools import cache, partial
 
 import numpy as np
 import torch
@@ -15,16 +16,22 @@ from engine.cuda.attention import DeviceAttention
 from engine.cuda.cache import DeviceCache
 from engine.cuda.chunks import Chunks
 from engine.cuda.drawing import Drawer
-from engine.cuda.inputs import PromptRows, tails_of
+from engine.cuda.inputs import PromptRows, Queries, tails_of
 from engine.cuda.state import DecodeState
 from engine.cuda.steps import DecodeSteps, StepKey
-from engine.cuda.transformer import Rows, Tails, Transformer
+from engine.cuda.transformer import Attend, Rows, Tails, Transformer
 from engine.cuda.upload import upload_all
 from engine.messages import Scored
 from engine.runner import Written, unheard
 
 Score = Callable[[Iterable[Tensor]], tuple[Scored, ...]]
 """Takes the logits of DeviceBatch.scored, all of them, one after the other."""
+
+
+def unscored(logits: Iterable[Tensor]) -> tuple[Scored, ...]:
+    """A Score that says nothing of them."""
+    deque(logits, maxlen=0)
+    return ()
 
 
 @dataclass(frozen=True)
@@ -103,16 +110,18 @@ class Launcher:
         columns = plan.token_ids, plan.positions, plan.slots, left, *(np.searchsorted(left, part) for part in wanted)
         token_ids, positions, slots, tail_rows, sampled, *others = upload_all(columns, self.state.device)
 
-        def attend_tails(*args: Any) -> None:
-            self._attention.of_prompts(queries)(*args)  # planned when the other layers are launched
-
-        rows = Rows(token_ids, positions, slots, Tails(tail_rows, attend_tails))
+        rows = Rows(token_ids, positions, slots, Tails(tail_rows, self._attend(queries)))
 
         def noted(is_all: bool) -> None:
             if is_all:
                 self.cache.written()
             written(is_all)
 
-        x = self.model(rows, self.cache, self._attention.of_prompts(plan.queries), noted, self.chunks.advance(rows))
+        x = self.model(rows, self.cache, self._attend(plan.queries), noted, self.chunks.advance(rows))
         logits = (self.model.head(x.index_select(0, index)).float().cpu() for index in others)
         return self.model.head(x.index_select(0, sampled)), logits
+
+    def _attend(self, queries: Queries) -> Attend:
+        """Attention of prompts, planned when it is first asked for: the device computes what is before it meanwhile."""
+        planned = cache(partial(self._attention.of_prompts, queries))
+        return lambda *args: planned()(*args)

@@ -197,11 +197,11 @@ class Builder:
         self._is_smooth = (
             self._format.is_fp8 and smooths_keys(config) and self._weights.kv_scales is None and self._team is ALONE
         )
-        self._model = self._transformer(self._weights)
         self._attention = DeviceAttention(
             config, self._registry, self._format.kv, self._block_size, settings.max_num_seqs * (longest + 128),
             settings.max_num_seqs, device,
         )  # fmt: skip
+        self._model = self._transformer(self._weights)
         self._state = DecodeState(
             settings.max_num_seqs, layout.num_blocks(longest), config.vocab_size, self._format.rows, device
         )
@@ -250,7 +250,7 @@ class Builder:
     def _transformer(self, weights: DeviceWeights) -> Transformer:
         return Transformer(
             self._config, self._format, weights, self._registry, self._block_size, self._max_rows, self._team,
-            self._is_smooth,
+            self._is_smooth, self._attention.takes_e4m3,
         )  # fmt: skip
 
     def _launcher(
@@ -276,7 +276,9 @@ class Builder:
         def make(rows: int, max_len: int) -> Step:
             def step() -> None:
                 attend = self._attention.of_decodes(state.tables[:rows], state.lengths[:rows], max_len)
-                inputs = Rows(state.gather_tokens(rows), state.positions[:rows], state.slots[:rows], None)
+                inputs = Rows(
+                    state.gather_tokens(rows), state.positions[:rows], state.slots[:rows], None, of_prompts=False
+                )
                 state.logits[:rows].copy_(model.head(model(inputs, cache, attend)))
 
             return step

@@ -8,35 +8,67 @@ from torch import Tensor
 
 from engine.cuda.formats import E4M3
 from engine.cuda.weights import Matrix
+from kernels.decode_plan import SKINNY_ROWS, int4_parts, skinny_parts
 from kernels.registry import Registry
-from kernels.specs import GemmSpec, QuantSpec, Spec, W4Spec, W8Spec
+from kernels.specs import GemmSpec, Quant, QuantSpec, Spec, W4Spec, W8Spec
 from kernels.workspace import widening_workspace_nbytes
 
 # cuBLAS multiplies blocks for rows by fours, and our kernel what is left. Fewer rows than this that are not by fours go
-# to ours as a whole: it reads weights about as fast (28672 x 4096: 62 us for one row, cuBLAS 59 for eight; H200).
-_MIN_SPLIT_ROWS = 64
+# to ours as a whole, whose tiles of 64 rows share what they read.
+_MIN_SPLIT_ROWS = 2 * SKINNY_ROWS
 
 
 @dataclass(frozen=True)
 class Scaled:
-    """Rows as a product reads them: e4m3 with a scale each, or plain, where `scale` is of no use."""
+    """Rows as a product reads them, `rounding` says how: e4m3 with a scale each or one for each 128 columns, or plain,
+    where `scale` is of no use.
+    """
 
     rows: Tensor
     scale: Tensor
 
 
-class RowBuffer:
-    """Room for `max_rows` rows that products with these matrices read: each recipe's as it wants them."""
+@dataclass(frozen=True)
+class Unfinished:
+    """A product that its reader finishes: `out` `[T, n]`, or float32 `[parts, T, n]` to be added up; without its scales
+    if `deferred`.
+    """
 
-    def __init__(self, matrices: Sequence[Matrix], max_rows: int, width: int, plain: torch.dtype, device: torch.device):
-        kinds = {E4M3 if matrix.recipe == "row" else plain for matrix in matrices}
-        self._rows = {dtype: torch.empty(max_rows, width, dtype=dtype, device=device) for dtype in kinds}
-        self.scale = torch.empty(max_rows, device=device)
-        self._plain = plain
+    out: Tensor
+    parts: int = 1
+    deferred: bool = False
+
+
+def rounding(matrix: Matrix, count: int) -> Quant:
+    """How so many rows are left for a product with this matrix. What cuBLAS multiplies by blocks is rounded here."""
+    if matrix.recipe == "row":
+        return "token"
+    is_few = matrix.recipe == "block128" and skinny_parts(count, *matrix.weight.shape) is not None
+    return "group" if is_few else "none"
+
+
+class RowBuffer:
+    """Room for `max_rows` rows that products with these matrices read: each recipe's as it wants them. `plain`: the
+    type of those that are not rounded; None if they need no room.
+    """
+
+    def __init__(
+        self, matrices: Sequence[Matrix], max_rows: int, width: int, plain: torch.dtype | None, device: torch.device
+    ) -> None:
+        recipes = {matrix.recipe for matrix in matrices}
+        num_rounded = max_rows if "row" in recipes else min(max_rows, SKINNY_ROWS) if "block128" in recipes else 0
+        num_plain = max_rows if plain is not None and recipes - {"row"} else 0
+        self._rounded = torch.empty(num_rounded, width, dtype=E4M3, device=device)
+        self._plain = torch.empty(num_plain, width, dtype=plain, device=device)
+        self._width = width
+        self.scale = torch.empty(max(max_rows, min(max_rows, SKINNY_ROWS) * width // 128), device=device)
 
     def of(self, matrix: Matrix, count: int) -> Scaled:
-        rows = self._rows[E4M3 if matrix.recipe == "row" else self._plain]
-        return Scaled(rows[:count], self.scale[:count])
+        quant = rounding(matrix, count)
+        if quant == "group":
+            num_groups = self._width // 128
+            return Scaled(self._rounded[:count], self.scale[: num_groups * count].view(num_groups, count))
+        return Scaled((self._rounded if quant == "token" else self._plain)[:count], self.scale[:count])
 
 
 class Products:
@@ -47,48 +79,92 @@ class Products:
         width = max((m.weight.shape[1] for m in matrices if m.recipe == "block128"), default=0)
         self._rounded = torch.empty(max_rows * width, dtype=E4M3, device=device)
         self._scales = torch.empty(max_rows * width // 128, device=device)
-        specs = [_int4_spec(matrix) for matrix in matrices if matrix.recipe == "int4"]
+        specs = [W4Spec(*matrix.shape) for matrix in matrices if matrix.recipe == "int4"]
         specs += [_w8_spec(matrix) for matrix in matrices if matrix.recipe == "w8"]
         nbytes = max((widening_workspace_nbytes(spec, max_rows) for spec in specs), default=0)
         self._workspace = torch.zeros(nbytes, dtype=torch.uint8, device=device)
+        numel = max((_parts_numel(matrix, max_rows) for matrix in matrices), default=0)
+        self._parts = torch.empty(numel, device=device)
 
-    def __call__(self, matrix: Matrix, x: Scaled, out: Tensor, deferred: bool = False) -> None:
-        """`out` `[T, n]`; without its scales if `deferred`, which only matrices with scales by row may be."""
+    def unfinished(self, matrix: Matrix, x: Scaled, out: Tensor, adds: bool = True) -> Unfinished:
+        """Without the bias, for a reader that applies scales, and adds up parts if `adds`. `out` `[T, n]`: room for
+        what is in one part; parts are overwritten by the next product in parts.
+        """
+        if matrix.recipe == "int4":
+            return self._int4(matrix, x.rows, out, adds)
+        if matrix.recipe not in ("row", "block128"):
+            self(matrix, x, out)
+            return Unfinished(out)
+        count, (n, k) = len(x.rows), matrix.weight.shape
+        parts = skinny_parts(count, n, k)
+        # Whole, what is best in parts loses to cuBLAS with many rows: 4096 x 14336 takes 29.6 us for 64, there 21.3.
+        if parts is None or (parts > 1 and not adds):
+            if matrix.recipe == "block128":
+                self(matrix, x, out)
+                return Unfinished(out)
+            self._scaled_product(GemmSpec(n, k, deferred=True), matrix, x, out)
+            return Unfinished(out, deferred=True)
+        if parts > 1:
+            out = self._parts[: parts * count * n].view(parts, count, n)
+        self._scaled_product(GemmSpec(n, k, matrix.recipe, parts=parts, skinny=True), matrix, x, out)
+        return Unfinished(out, parts)
+
+    def __call__(self, matrix: Matrix, x: Scaled, out: Tensor) -> None:
+        """`out` `[T, n]`, without the bias."""
+        n, k = matrix.shape
         if matrix.recipe == "plain":
             torch.mm(x.rows, matrix.weight.t(), out=out)
         elif matrix.recipe == "row":
-            n, k = matrix.weight.shape
-            self._get("gemm_fp8", GemmSpec(n, k, deferred=deferred))(x.rows, matrix.weight, x.scale, matrix.scale, out)
+            self._scaled_product(GemmSpec(n, k, skinny=skinny_parts(len(x.rows), n, k) == 1), matrix, x, out)
+        elif matrix.recipe == "block128" and x.rows.dtype == E4M3:
+            self._scaled_product(GemmSpec(n, k, "block128", skinny=True), matrix, x, out)
         elif matrix.recipe == "block128":
-            self._blocks(matrix, x.rows, out)
+            self._plain_rows_by_blocks(matrix, x.rows, out)
         elif matrix.recipe == "w8":
             product = self._get("gemm_w8", _w8_spec(matrix))
             product(x.rows, matrix.weight, matrix.scale, out, self._workspace)
         else:
-            spec = _int4_spec(matrix)
-            self._get("gemm_w4", spec)(x.rows, matrix.weight, matrix.scale, matrix.zero, out, self._workspace)
-        if matrix.bias is not None:
-            out.add_(matrix.bias)
+            self._int4(matrix, x.rows, out, adds=False)
 
-    def _blocks(self, matrix: Matrix, rows: Tensor, out: Tensor) -> None:
+    def _scaled_product(self, spec: GemmSpec, matrix: Matrix, x: Scaled, out: Tensor) -> None:
+        self._get("gemm_fp8", spec)(x.rows, matrix.weight, x.scale, matrix.scale, out)
+
+    def _int4(self, matrix: Matrix, rows: Tensor, out: Tensor, adds: bool) -> Unfinished:
+        count, (n, k) = len(rows), matrix.shape
+        parts = int4_parts(count, n, k) if adds else 1
+        if parts > 1:
+            out = self._parts[: parts * count * n].view(parts, count, n)
+        self._get("gemm_w4", W4Spec(n, k, parts))(rows, matrix.weight, matrix.scale, out, self._workspace)
+        return Unfinished(out, parts)
+
+    def _plain_rows_by_blocks(self, matrix: Matrix, rows: Tensor, out: Tensor) -> None:
         left = len(rows) % 4
         whole = 0 if left and len(rows) < _MIN_SPLIT_ROWS else len(rows) - left
         for part in (slice(0, whole), slice(whole, len(rows))):
             if part.start < part.stop:
-                self._block_rows(matrix, rows[part], out[part])
+                self._round_and_multiply(matrix, rows[part], out[part])
 
-    def _block_rows(self, matrix: Matrix, rows: Tensor, out: Tensor) -> None:
+    def _round_and_multiply(self, matrix: Matrix, rows: Tensor, out: Tensor) -> None:
         count, (n, k) = len(rows), matrix.weight.shape
         rounded = self._rounded[: count * k].view(count, k)
         scales = self._scales[: count * k // 128].view(k // 128, count)
         self._get("quant_fp8", QuantSpec(k, "group"))(rows, rounded, scales)
         spec = GemmSpec(n, k, "block128", skinny=count % 4 != 0)
-        self._get("gemm_fp8", spec)(rounded, matrix.weight, scales, matrix.scale, out)
+        self._scaled_product(spec, matrix, Scaled(rounded, scales), out)
 
     def _get(self, op: str, spec: Spec) -> Callable[..., None]:
         if (op, spec) not in self._bound:
             self._bound[op, spec] = self._registry.get(op, spec)
         return self._bound[op, spec]
+
+
+def _parts_numel(matrix: Matrix, max_rows: int) -> int:
+    """Room for what `Products.unfinished` leaves in parts."""
+    if matrix.recipe not in ("row", "block128", "int4"):
+        return 0
+    parts_of, (n, k) = int4_parts if matrix.recipe == "int4" else skinny_parts, matrix.shape
+    counts = range(1, min(max_rows, SKINNY_ROWS) + 1)
+    return max((parts * count * n for count in counts if (parts := parts_of(count, n, k) or 1) > 1), default=0)
 
 
 def _w8_spec(matrix: Matrix) -> W8Spec:
@@ -97,9 +173,3 @@ def _w8_spec(matrix: Matrix) -> W8Spec:
     if matrix.scale.dim() == 1:
         return W8Spec(n, k, "row")
     return W8Spec(n, k, "group32" if len(matrix.scale) == n else "block128")
-
-
-def _int4_spec(matrix: Matrix) -> W4Spec:
-    assert matrix.scale is not None
-    (n, half), num_groups = matrix.weight.shape, matrix.scale.shape[1]
-    return W4Spec(n, 2 * half, "gptq" if matrix.zero is None else "awq", 2 * half // num_groups)

@@ -14,12 +14,12 @@ from contracts.ids import RequestId
 from engine.batch import Piece
 from engine.cuda.drawing import DeviceDrawn, DeviceSampler, Likeliest
 from engine.cuda.inputs import DecodeRows, block_tables, decode_rows, num_decodes, prompt_rows
-from engine.cuda.launcher import DeviceBatch, Launcher
+from engine.cuda.launcher import DeviceBatch, Launcher, unscored
 from engine.cuda.sampling import columns, is_greedy
 from engine.cuda.state import give, pack
 from engine.cuda.steps import StepKey
 from engine.runner import Computed, Written, unheard
-from engine.scoring import score, spans
+from engine.scoring import ROWS, score, spans
 from engine.sequence import Sequence
 
 
@@ -60,6 +60,15 @@ class DeviceRunner:
 
     def forward_undrawn(self, pieces: SequenceOf[Piece]) -> Computed:
         return self._run(pieces, [piece.sequence for piece in pieces if piece.samples], False, unheard)
+
+    @torch.inference_mode()
+    def forward_whole(self, prompts: SequenceOf[Piece]) -> None:
+        """All rows to their logits, as if each token of them were scored. Nothing is kept."""
+        num_rows = sum(piece.num_tokens for piece in prompts)
+        scored = np.array_split(np.arange(num_rows), range(ROWS, num_rows, ROWS))
+        batch = self._batch((), prompts, (), scored, draws=False)
+        with self._told(batch):
+            self.launcher.launch(batch, unscored)
 
     def wait(self) -> None:
         if self.launcher.state.device.type == "cuda":

@@ -1,8 +1,9 @@
 """The decoder that all families share, over rows of any number of sequences, from the library's operations.
 
 Between kernels rows are bf16 (or float32); beside matrices of the recipe "row" they are rounded to e4m3, one scale a
-token. Products of these are left unscaled where the kernel that reads them applies the scales: exact, and faster than
-scaling in cuBLAS.
+token, and few rows beside those of "block128" with one for each 128 columns. Products of these are left to the kernel
+that reads them: of few rows in parts along k (`kernels.decode_plan.skinny_parts`); of many beside "row" unscaled, which
+is exact, and faster than scaling in cuBLAS. That kernel adds the bias too, and rope's takes the norm of each head.
 
 Shapes: T rows, H hidden size, D head size.
 """
@@ -18,7 +19,7 @@ from checkpoint.config import ModelConfig
 from engine.cuda.cache import DeviceCache, LayerCache
 from engine.cuda.experts import ExpertWeights, Mixture
 from engine.cuda.formats import E4M3, DeviceFormat
-from engine.cuda.products import Products, RowBuffer, Scaled
+from engine.cuda.products import Products, RowBuffer, Scaled, Unfinished, rounding
 from engine.cuda.team import ALONE, Team
 from engine.cuda.weights import DeviceWeights, LayerWeights, Matrix, MlpWeights, Sight
 from engine.runner import Written, unheard
@@ -53,13 +54,14 @@ class Tails:
 @dataclass(frozen=True)
 class Rows:
     """`token_ids`, `positions`, `slots` `[T]`, the slot -1 for a row that only pads; `tails`: None if all rows go to
-    the end.
+    the end. `of_prompts`: else of decodes, whose attention reads other queries.
     """
 
     token_ids: Tensor
     positions: Tensor
     slots: Tensor
     tails: Tails | None
+    of_prompts: bool = True
 
 
 @dataclass(frozen=True)
@@ -72,7 +74,7 @@ class _Turns:
 
 class Transformer:
     """`max_rows`: the most rows of one call; their activations are allocated here, once. `is_smooth`: so are the keys
-    (kernels.specs.RopeSpec), and every cache has offsets.
+    (kernels.specs.RopeSpec), and every cache has offsets. `rounds_queries` of prompts to e4m3.
 
     While `peaks` `[layers, 2]` is there, it takes the largest scales of attention's output and of the MLP's middle, the
     first tokens of a text left out.
@@ -88,8 +90,11 @@ class Transformer:
         max_rows: int,
         team: Team = ALONE,
         is_smooth: bool = False,
+        rounds_queries: bool = False,
     ) -> None:
         self._team, self.is_smooth = team, is_smooth
+        # Tunings multiply a query once it is turned, on any layer of such a model.
+        self._rounds_queries = rounds_queries and weights.tunings is None
         self._config, self._weights, self._format, self._registry = config, weights, number_format, registry
         self._block_size = block_size
         self.peaks: Tensor | None = None
@@ -122,10 +127,10 @@ class Transformer:
             if self._team.shard.size == 1 and index == last:
                 written(True)
             if index < last or rows.tails is None:
-                attend(self._q[:count], cache.layer(index), self._mixed[:count], layer.sight)
+                attend(self._queries(rows), cache.layer(index), self._mixed[:count], layer.sight)
             if self._team.shard.size == 1 and index == self.early_layers - 1:
                 written(False)
-        return self._finish(count, cache.layer(last), rows.tails)
+        return self._finish(rows, cache.layer(last))
 
     @torch.inference_mode()
     def advance(self, rows: Rows, cache: DeviceCache, index: int) -> None:
@@ -138,11 +143,12 @@ class Transformer:
             self._embed(layer, rows.token_ids, residual, x)
         else:
             mixed = self._mixed[:count].view(count, -1)
-            self._leave(index - 1, mixed, residual, layer.attention_gain, x, _quant(layer.qkv))
+            self._leave(index - 1, mixed, residual, layer.attention_gain, x, rounding(layer.qkv, count))
         self._project(layer, x, rows, cache.layer(index))
 
-    def _finish(self, count: int, cache: LayerCache, tails: Tails | None) -> Tensor:
+    def _finish(self, rows: Rows, cache: LayerCache) -> Tensor:
         """What follows the last K and V. Only the tails go there: 3 % of a prompt's work, and of its attention."""
+        count, tails = len(rows.token_ids), rows.tails
         residual = self._residual[:count] if tails is None else self._residual[:count].index_select(0, tails.rows)
         last, mixed = self.num_layers - 1, self._mixed[: len(residual)]
         out = Scaled(torch.empty_like(residual), self._x.scale)
@@ -150,20 +156,27 @@ class Transformer:
             self._team.meet()  # behind the last layer's K and V, as the others do in its products
             return out.rows
         if tails is not None:
-            q = self._q[:count].index_select(0, tails.rows)
+            q = _selected(self._queries(rows), tails.rows)
             tails.attend(q, cache, mixed, self._weights.layers[last].sight)
         self._leave(last, mixed.view(len(residual), -1), residual, self._weights.final_gain, out, "none")
         return out.rows
 
+    def _queries(self, rows: Rows) -> Tensor:
+        """Where those of the rows are, `[T, heads, D]`."""
+        count = len(rows.token_ids)
+        if not (rows.of_prompts and self._rounds_queries):
+            return self._q[:count]
+        return self._q.view(E4M3).flatten()[: self._q[:count].numel()].view(count, *self._q.shape[1:])
+
     def _embed(self, layer: LayerWeights, token_ids: Tensor, residual: Tensor, x: Scaled) -> None:
-        config, quant = self._config, _quant(layer.qkv)
+        config, quant = self._config, rounding(layer.qkv, len(residual))
         embed = self._get("add_rmsnorm_quant", NormSpec(config.hidden_size, quant, embed=True))
         embed(self._weights.embedding, residual, layer.attention_gain, config.norm_eps, x.rows, x.scale, ids=token_ids)
 
     def _leave(self, index: int, mixed: Tensor, residual: Tensor, gain: Tensor, out: Scaled, quant: Quant) -> None:
         """The rest of a layer, from what its attention gave (`[T, heads * D]`); `out`: the norm for what follows."""
         layer, config = self._weights.layers[index], self._config
-        read = self._readable(layer, mixed)
+        read = self._as_read(layer.output, mixed, self._read)
         self._note(index, 0, read)
         if isinstance(layer.mlp, ExpertWeights):
             total = self._experts(layer, layer.mlp, read, residual)
@@ -176,7 +189,8 @@ class Transformer:
             self._add_norm(layer.down, middle, residual, gain, out, quant)
 
     def _note(self, layer: int, which: int, rounded: Scaled) -> None:
-        if self.peaks is not None:
+        has_token_scales = rounded.rows.dtype == E4M3 and rounded.scale.dim() == 1  # else no step wants the peaks
+        if self.peaks is not None and has_token_scales:
             self.peaks[layer, which] = rounded.scale[SINKS:].amax()
 
     @torch.inference_mode()
@@ -188,7 +202,7 @@ class Transformer:
         if head.recipe == "plain":
             return self._team.gather(x @ head.weight.t())
         rows = Scaled(x, x) if head.recipe != "row" else self._rounded(x)
-        logits = torch.empty(len(x), len(head.weight), dtype=self._format.rows, device=x.device)
+        logits = torch.empty(len(x), head.shape[0], dtype=self._format.rows, device=x.device)
         self._products(head, rows, logits)
         return self._team.gather(logits)
 
@@ -210,7 +224,7 @@ class Transformer:
         def empty(*shape: int) -> Tensor:
             return torch.empty(max_rows, *shape, dtype=plain, device=device)
 
-        def buffer(matrices: list[Matrix], width: int) -> RowBuffer:
+        def buffer(matrices: list[Matrix], width: int, plain: torch.dtype | None = plain) -> RowBuffer:
             return RowBuffer(matrices, max_rows, width, plain, device)
 
         self._residual, self._sum = empty(hidden), empty(hidden)
@@ -222,7 +236,7 @@ class Transformer:
         shared = [layer.shared for layer in layers if layer.shared is not None]
         gate_ups = [mlp.gate_up for mlp in [*(layer.dense for layer in dense), *shared]]
         self._x = buffer([layer.qkv for layer in layers] + gate_ups, hidden)
-        self._read = buffer([layer.output for layer in layers], q_width)
+        self._read = buffer([layer.output for layer in layers], q_width, None)  # plain ones are read where they are
         self._middle = buffer([layer.down for layer in dense], inner)
         matrices = [self._weights.head, *(matrix for layer in layers for matrix in layer.matrices())]
         self._products = Products(self._registry, matrices, max_rows, device)
@@ -243,40 +257,40 @@ class Transformer:
         """Queries of the rows; their K and V go into the cache."""
         turns = _Turns(rows.positions) if layer.is_turned else self._still(rows.positions)
         config, count = self._config, len(x.rows)
-        qkv, q = self._qkv[:count], self._q[:count]
-        # A bias, and a norm of each head, come before rope and want finished products.
-        deferred = layer.qkv.recipe == "row" and layer.qkv.bias is None and layer.q_gain is None
-        self._products(layer.qkv, x, qkv, deferred)
-        if layer.q_gain is not None and layer.k_gain is not None:
-            self._normalise_heads(qkv, layer.q_gain, layer.k_gain)
-        heads = (config.num_heads, config.num_kv_heads, config.head_dim)
-        spec = RopeSpec(*heads, self._block_size, self._format.kv, deferred=deferred, smooth=self.is_smooth)
-        self._get("rope_append", spec)(
-            qkv, turns.positions, rows.slots, self._weights.cos_sin, q, cache.keys, cache.values,
+        qkv, q = self._qkv[:count], self._queries(rows)
+        product = self._products.unfinished(layer.qkv, x, qkv)
+        self._get("rope_append", self._rope_spec(layer, product, q.dtype == E4M3))(
+            product.out, turns.positions, rows.slots, self._weights.cos_sin, q, cache.keys, cache.values,
             k_scale=cache.k_scale, v_scale=cache.v_scale, k_offset=cache.k_offset,
-            **(_applied(layer.qkv, x) if deferred else {}),
+            q_gain=layer.q_gain, k_gain=layer.k_gain, eps=config.norm_eps, **_left(layer.qkv, x, product),
         )  # fmt: skip
         if turns.scales is not None:
             q.mul_(turns.scales[:, None, None])
 
-    def _readable(self, layer: LayerWeights, mixed: Tensor) -> Scaled:
-        """What attention gave, as the output projection reads it."""
-        read = self._read.of(layer.output, len(mixed))
-        if layer.output.recipe != "row":
-            return Scaled(mixed, read.scale)
-        self._get("quant_fp8", QuantSpec(mixed.shape[1]))(mixed, read.rows, read.scale)
-        return read
-
-    def _normalise_heads(self, qkv: Tensor, q_gain: Tensor, k_gain: Tensor) -> None:
+    def _rope_spec(self, layer: LayerWeights, product: Unfinished, rounded: bool) -> RopeSpec:
         config = self._config
-        norm = self._get("add_rmsnorm_quant", NormSpec(config.head_dim, "none", residual=False))
-        heads = qkv.view(len(qkv), -1, config.head_dim)
-        q, k, _ = heads.split([config.num_heads, config.num_kv_heads, config.num_kv_heads], 1)
-        for part, gain in ((q, q_gain), (k, k_gain)):
-            flat = part.reshape(-1, config.head_dim).contiguous()  # with one head a view would do, to reshape
-            out = torch.empty_like(flat)
-            norm(flat, None, gain, config.norm_eps, out, gain)
-            part.copy_(out.view(part.shape))
+        return RopeSpec(
+            config.num_heads,
+            config.num_kv_heads,
+            config.head_dim,
+            self._block_size,
+            self._format.kv,
+            parts=product.parts,
+            deferred=product.deferred,
+            smooth=self.is_smooth,
+            biased=layer.qkv.bias is not None,
+            normed=layer.q_gain is not None,
+            rounded=rounded,
+        )
+
+    def _as_read(self, matrix: Matrix, rows: Tensor, room: RowBuffer) -> Scaled:
+        """Plain rows, as a product with this matrix reads them."""
+        quant = rounding(matrix, len(rows))
+        if quant == "none":
+            return Scaled(rows, room.scale)
+        read = room.of(matrix, len(rows))
+        self._get("quant_fp8", QuantSpec(rows.shape[1], quant))(rows, read.rows, read.scale)
+        return read
 
     def _experts(self, layer: LayerWeights, experts: ExpertWeights, mixed: Scaled, residual: Tensor) -> Tensor:
         """Adds attention to the residual; what the experts give, `[T, H]`."""
@@ -290,10 +304,7 @@ class Transformer:
 
     def _shared(self, mlp: MlpWeights, x: Tensor) -> Tensor:
         """What the shared expert makes of all rows, `[T, H]`: where `x` was."""
-        count, rows = len(x), Scaled(x, x)
-        if mlp.gate_up.recipe == "row":
-            rows = self._x.of(mlp.gate_up, count)
-            self._get("quant_fp8", QuantSpec(x.shape[1]))(x, rows.rows, rows.scale)
+        count, rows = len(x), self._as_read(mlp.gate_up, x, self._x)
         middle = self._shared_middle.of(mlp.down, count)
         self._gated(mlp, rows, self._shared_gate_up[:count], middle)
         self._products(mlp.down, middle, x)
@@ -303,42 +314,43 @@ class Transformer:
         """Adds attention to the residual; the MLP up to its middle, `[T, I]`."""
         count = len(residual)
         x, middle = self._x.of(layer.gate_up, count), self._middle.of(layer.down, count)
-        self._add_norm(layer.output, mixed, residual, layer.mlp_gain, x, _quant(layer.gate_up))
+        self._add_norm(layer.output, mixed, residual, layer.mlp_gain, x, rounding(layer.gate_up, count))
         self._gated(layer.dense, x, self._gate_up[:count], middle)
         return middle
 
     def _gated(self, mlp: MlpWeights, x: Scaled, gate_up: Tensor, middle: Scaled) -> None:
         """Writes `gate_up` `[T, 2I]` and `middle` `[T, I]`."""
-        deferred = mlp.gate_up.recipe == "row"
-        self._products(mlp.gate_up, x, gate_up, deferred)
-        spec = SiluSpec(middle.rows.shape[1], _quant(mlp.down), deferred)
-        self._get("silu_mul_quant", spec)(gate_up, middle.rows, middle.scale, **_applied(mlp.gate_up, x))
+        product = self._products.unfinished(mlp.gate_up, x, gate_up, adds=False)
+        spec = SiluSpec(middle.rows.shape[1], rounding(mlp.down, len(gate_up)), product.deferred)
+        self._get("silu_mul_quant", spec)(gate_up, middle.rows, middle.scale, **_left(mlp.gate_up, x, product))
 
     def _add_norm(self, matrix: Matrix, x: Scaled, residual: Tensor, gain: Tensor, out: Scaled, quant: Quant) -> None:
-        """residual += x @ matrix; out = its norm. A bias wants a finished product, and so does a sum over a team."""
-        total = self._sum[: len(residual)]
-        deferred = matrix.recipe == "row" and matrix.bias is None and self._team.shard.size == 1
-        self._products(matrix, x, total, deferred)
-        self._team.add(total)
-        norm = self._get("add_rmsnorm_quant", NormSpec(self._config.hidden_size, quant, deferred=deferred))
-        norm(
-            total,
-            residual,
-            gain,
-            self._config.norm_eps,
-            out.rows,
-            out.scale,
-            **(_applied(matrix, x) if deferred else {}),
+        """residual += x @ matrix; out = its norm."""
+        product, config = self._summed(matrix, x, self._sum[: len(residual)]), self._config
+        spec = NormSpec(config.hidden_size, quant, product.parts, product.deferred, biased=matrix.bias is not None)
+        self._get("add_rmsnorm_quant", spec)(
+            product.out, residual, gain, config.norm_eps, out.rows, out.scale, **_left(matrix, x, product)
         )
 
+    def _summed(self, matrix: Matrix, x: Scaled, total: Tensor) -> Unfinished:
+        """x @ matrix over all of the team, which sums whole products with their scales, and no bias in them."""
+        if self._team.shard.size == 1:
+            return self._products.unfinished(matrix, x, total)
+        self._products(matrix, x, total)
+        self._team.add(total)
+        return Unfinished(total)
 
-def _quant(reader: Matrix) -> Quant:
-    """How a kernel leaves rows for a product with this matrix."""
-    return "token" if reader.recipe == "row" else "none"
+
+def _selected(rows: Tensor, which: Tensor) -> Tensor:
+    """torch selects bytes, and no e4m3."""
+    if rows.dtype != E4M3:
+        return rows.index_select(0, which)
+    return rows.view(torch.uint8).index_select(0, which).view(E4M3)
 
 
-def _applied(matrix: Matrix, x: Scaled) -> dict[str, Tensor]:
-    """The scales that a deferred product still lacks; none where products are finished."""
-    if matrix.recipe != "row" or matrix.scale is None:
-        return {}
-    return {"token_scale": x.scale, "channel_scale": matrix.scale}
+def _left(matrix: Matrix, x: Scaled, product: Unfinished) -> dict[str, Tensor]:
+    """What is left to whoever reads a product: its bias, and its scales if it is deferred."""
+    bias = {} if matrix.bias is None else {"bias": matrix.bias}
+    if not product.deferred or matrix.scale is None:
+        return bias
+    return bias | {"token_scale": x.scale, "channel_scale": matrix.scale}

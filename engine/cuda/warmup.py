@@ -13,6 +13,8 @@ from engine.sequence import Sequence
 
 _GREEDY = SamplingParams(max_tokens=1, seed=0, temperature=0.0)
 _RANDOM = SamplingParams(max_tokens=1, seed=0, temperature=1.0, logprobs=1)
+_MAX_SCORED = 512
+"""More rows than this go from the last layer to their logits by the kernels of as many."""
 
 
 class WarmUp:
@@ -25,10 +27,12 @@ class WarmUp:
 
     def run(self, runner: DeviceRunner, sampler: DeviceSampler) -> None:
         """One row behind a long prompt, whose keys are shared out among CTAs if any batch's are; rows in a few long
-        prompts; then as many prompts as rows, which are drawn in every way there is."""
+        prompts; rows that are scored; then as many prompts as rows, which are drawn in every way there is."""
         runner.forward_undrawn([Piece(self._sequence(0, self._max_len, _GREEDY), self._max_len - 1, 1)])
         for count in row_counts(self._max_rows):
             runner.forward_undrawn(self._prompts(_lengths(count, self._max_len), _GREEDY))
+        for count in row_counts(min(self._max_rows, _MAX_SCORED)):
+            runner.forward_whole(self._prompts(_lengths(count, self._max_len), _GREEDY))
         for count in row_counts(self._max_num_seqs):
             for params in (_GREEDY, _RANDOM):
                 pieces = self._prompts([1] * count, params)
@@ -48,10 +52,10 @@ class WarmUp:
 
 def row_counts(largest: int) -> list[int]:
     """One count of each class, the largest first. How rows are computed changes at powers of two and nowhere else: of
-    some the power itself belongs to what is below, of some to what is above.
+    some the power itself belongs to what is below, of some to what is above. One of two neighbours is not by fours.
     """
     powers = [1 << bit for bit in range(largest.bit_length())]
-    counts = {count for power in powers for count in (power - 1, power)} | {largest}
+    counts = {count for power in powers for count in (power - 1, power)} | {largest - 1, largest}
     return sorted((count for count in counts if 0 < count <= largest), reverse=True)
 
 

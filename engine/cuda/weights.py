@@ -21,7 +21,7 @@ from engine.rope import rope_frequencies, tunings
 from engine.shards import WHOLE, Shard
 from engine.tensors import ExpertMatrix, ModelTensors, Mxfp4, layer_prefix, widened
 from engine.weights import WeightSource
-from kernels.layouts import pairs_to_split, split_nibbles
+from kernels.layouts import pair_gate_up, tile_int4, tile_mxfp4
 from kernels.reference.quant import to_e4m3, token_scale
 
 MIN_SCALE = 1e-6
@@ -44,17 +44,15 @@ class Matrix:
     - row: e4m3, `scale` float32 `[n]`;
     - block128: e4m3, `scale` float32 `[ceil(n / 128), k / 128]`;
     - w8: e4m3 beside plain rows of activations (`rounds_rows` false), `scale` as either, or `[n, ceil(k / 32)]`;
-    - int4: bytes `[n, k / 2]` as kernels.layouts.split_nibbles packs them, `scale` and `zero` `[n, groups]`; a zero of
-      None is 8.
+    - int4: int16 words, and as `scale` int32 factors, in the tiles of kernels.layouts.tile_int4.
 
-    `input_scale`: what the checkpoint divides its rows of activations by before they are rounded; not of several
-    matrices that were fused.
+    `bias`: `[n]`, of the activations' type, added by whoever reads a product. `input_scale`: what the checkpoint
+    divides its rows of activations by before they are rounded; not of several matrices that were fused.
     """
 
     weight: Tensor
     scale: Tensor | None = None
     bias: Tensor | None = None
-    zero: Tensor | None = None
     input_scale: float | None = None
     rounds_rows: bool = True
 
@@ -62,11 +60,17 @@ class Matrix:
     def recipe(self) -> Recipe:
         if self.scale is None:
             return "plain"
-        if self.weight.dtype is torch.uint8:
+        if self.weight.dtype is torch.int16:
             return "int4"
         if not self.rounds_rows:
             return "w8"
         return "row" if self.scale.dim() == 1 else "block128"
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """n and k."""
+        n, k = self.weight.shape[:2]
+        return (n * 64, k * 128) if self.recipe == "int4" else (n, k)
 
 
 @dataclass(frozen=True)
@@ -223,9 +227,9 @@ def _int4(matrices: list[Int4Matrix], name: str) -> Matrix:
         _refuse(matrices, name, f"rows in steps of 64 and columns in steps of {INT4_GROUP}")
     if not all(matrix.is_ordered for matrix in matrices):
         _refuse(matrices, name, "groups of one size, their columns side by side in g_idx")
-    packed = torch.cat([split_nibbles(matrix.codes) for matrix in matrices])
-    scale, zero = (torch.cat(tensors) for tensors in zip(*((m.scale, m.zero) for m in matrices), strict=True))
-    return Matrix(packed, scale, zero=None if bool((zero == 8).all()) else zero)
+    tiles = [tile_int4(matrix.codes, matrix.scale, matrix.zero) for matrix in matrices]
+    words, factors = (torch.cat(tensors) for tensors in zip(*tiles, strict=True))
+    return Matrix(words, factors)
 
 
 def _refuse(matrices: Sequence[StoredMatrix], name: str, wanted: str) -> NoReturn:
@@ -313,15 +317,20 @@ class _Loader:
         """Weights and scales of gate and up, and of down."""
         if experts.is_mxfp4 and self._format.keeps_mxfp4:
             gate_up, down = self._tensors.mxfp4_experts(prefix)
-            return self._split(gate_up), self._split(down)
+            return self._tiled(gate_up, is_pair=True), self._tiled(down, is_pair=False)
         each = self._tensors.experts(prefix)
         pairs = ((self._expert(expert.gate_up), self._expert(expert.down)) for expert in each)
         gate_ups, downs = zip(*pairs, strict=True)
         return _stacked(gate_ups), _stacked(downs)
 
-    def _split(self, stored: Mxfp4) -> tuple[Tensor, Tensor]:
-        """Bytes and exponents in the order that the kernels read."""
-        return pairs_to_split(stored.values.to(self._device).flatten(-2)), stored.scales.to(self._device)
+    def _tiled(self, stored: Mxfp4, is_pair: bool) -> tuple[Tensor, Tensor]:
+        """Words and scales of all matrices in the order that the kernels read; `is_pair`: of gates above ups."""
+        tiles = []
+        for values, scales in zip(stored.values, stored.scales, strict=True):  # one by one: this takes room
+            parts = values.to(self._device).flatten(-2), scales.to(self._device)
+            tiles.append(tile_mxfp4(*map(pair_gate_up, parts) if is_pair else parts))
+        words, shifted = zip(*tiles, strict=True)
+        return torch.stack(words), torch.stack(shifted)
 
     def _expert(self, stored: ExpertMatrix) -> Matrix:
         """A group of experts is one product, of one type: what is not e4m3 with scales by row is made so."""

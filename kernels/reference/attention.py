@@ -54,16 +54,20 @@ def attn_decode_fused(
     spec: FusedAttnSpec, qkv: Tensor, k_cache: Tensor, v_cache: Tensor, block_table: Tensor, seq_lens: Tensor,
     cos_sin: Tensor, out: Tensor, out_scale: Tensor, workspace: Tensor,
     *, sm_scale: float, k_scale: float = 1.0, v_scale: float = 1.0, token_scale: Tensor | None = None,
-    channel_scale: Tensor | None = None, max_len: int = 0,
+    channel_scale: Tensor | None = None, bias: Tensor | None = None, q_gain: Tensor | None = None,
+    k_gain: Tensor | None = None, eps: float = 0.0, max_len: int = 0,
 ) -> None:  # fmt: skip
     batch, heads, dim = seq_lens.shape[0], spec.q_heads, spec.head_dim
     position = seq_lens.long() - 1
     slots = block_table.gather(1, (position // spec.page)[:, None]).squeeze(1).long() * spec.page + position % spec.page
     q = torch.empty(batch, heads, dim, device=qkv.device)
-    rope = RopeSpec(heads, spec.kv_heads, dim, spec.page, parts=spec.parts, deferred=spec.deferred)
+    rope = RopeSpec(
+        heads, spec.kv_heads, dim, spec.page, parts=spec.parts, deferred=spec.deferred, biased=spec.biased,
+        normed=spec.normed,
+    )  # fmt: skip
     rope_append(
         rope, qkv, position, slots, cos_sin, q, k_cache, v_cache, k_scale=k_scale, v_scale=v_scale,
-        token_scale=token_scale, channel_scale=channel_scale,
+        token_scale=token_scale, channel_scale=channel_scale, bias=bias, q_gain=q_gain, k_gain=k_gain, eps=eps,
     )  # fmt: skip
     y = torch.empty(batch, heads, dim, device=qkv.device)
     plain = AttnSpec(heads, spec.kv_heads, dim, spec.page)

@@ -5,17 +5,21 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.peers import Peers
-from kernels.reference.quant import quantize, quantize_groups, to_e4m3
+from kernels.reference.quant import quantize, to_e4m3
 from kernels.specs import NormSpec, QuantSpec, ReduceSpec, RopeSpec, SiluSpec
 
 
 def add_rmsnorm_quant(
     spec: NormSpec, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, out: Tensor, scale: Tensor,
     *, ids: Tensor | None = None, token_scale: Tensor | None = None, channel_scale: Tensor | None = None,
+    bias: Tensor | None = None,
 ) -> None:  # fmt: skip
+    """`bias` `[hidden]`, where the spec is biased."""
     value = x[ids].float() if ids is not None else sum_parts(x, spec.parts)
     if spec.deferred and token_scale is not None and channel_scale is not None:
         value = value * channel_scale * token_scale[: value.shape[0], None]
+    if spec.biased and bias is not None:
+        value = value + bias.float()
     if residual is not None:
         residual.copy_(value if spec.embed else value + residual.float())
         value = residual.float()
@@ -38,11 +42,7 @@ def all_reduce_norm(
 
 
 def quant_fp8(spec: QuantSpec, x: Tensor, out: Tensor, scale: Tensor) -> None:
-    """With a scale per group they are stored [width / 128, tokens]."""
-    if spec.quant == "group":
-        quantize_groups(x.float(), 128, out, scale)
-    else:
-        quantize(x.float(), spec.quant, out, scale)
+    quantize(x.float(), spec.quant, out, scale)
 
 
 def silu_mul_quant(
@@ -84,18 +84,24 @@ def rope_append(
     spec: RopeSpec, qkv: Tensor, positions: Tensor, slots: Tensor, cos_sin: Tensor, q: Tensor, k_cache: Tensor,
     v_cache: Tensor,
     *, k_scale: float = 1.0, v_scale: float = 1.0, token_scale: Tensor | None = None,
-    channel_scale: Tensor | None = None, k_offset: Tensor | None = None,
+    channel_scale: Tensor | None = None, k_offset: Tensor | None = None, bias: Tensor | None = None,
+    q_gain: Tensor | None = None, k_gain: Tensor | None = None, eps: float = 0.0,
 ) -> None:  # fmt: skip
+    """`bias` `[width]` of qkv, where the spec is biased; gains `[head_dim]` and `eps` where it is normed."""
     value = sum_parts(qkv, spec.parts)
     if token_scale is not None and channel_scale is not None:
         value = value * channel_scale * token_scale[: value.shape[0], None]
+    if spec.biased and bias is not None:
+        value = value + bias.float()
     heads = value.view(-1, spec.q_heads + 2 * spec.kv_heads, spec.head_dim)
     q_heads, k, v = heads.split((spec.q_heads, spec.kv_heads, spec.kv_heads), 1)
+    if spec.normed and q_gain is not None and k_gain is not None:
+        q_heads, k = rms_norm(q_heads, q_gain, eps), rms_norm(k, k_gain, eps)
     q_turned, k_turned = rotate(q_heads, positions, cos_sin), rotate(k, positions, cos_sin)
     if spec.smooth and k_offset is not None:
         matrix = hadamard(spec.head_dim).to(q.device)
         q_turned, k_turned = q_turned @ matrix, k_turned @ matrix - k_offset
-    q.copy_(q_turned.view_as(q))
+    q.copy_(to_e4m3(q_turned) if spec.rounded else q_turned.view_as(q))
     write_tokens(k_cache, slots, k_turned * (1.0 / k_scale))
     write_tokens(v_cache, slots, v * (1.0 / v_scale))
 

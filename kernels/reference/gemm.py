@@ -4,24 +4,26 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.layouts import block_of, join_nibbles
+from kernels.layouts import untile_int4
 from kernels.reference.quant import (
     dequantize_blocks,
     dequantize_groups,
     dequantize_mxfp4,
     dequantize_nvfp4,
     dequantize_rows,
-    e2m1_values,
     quantize,
-    quantize_groups,
 )
 from kernels.specs import FP4Spec, GateUpSpec, GemmSpec, W4Spec, W8Spec
 
 
 def gemm_fp8(spec: GemmSpec, a: Tensor, w: Tensor, a_scale: Tensor, w_scale: Tensor, out: Tensor) -> None:
     x, weight = operands(spec, a, w, a_scale, w_scale)
-    share = spec.k // spec.parts
-    parts = [x[:, i * share : (i + 1) * share] @ weight[:, i * share : (i + 1) * share].t() for i in range(spec.parts)]
+    in_parts(spec, x, weight, out)
+
+
+def in_parts(spec: GemmSpec | W4Spec, x: Tensor, weight: Tensor, out: Tensor) -> None:
+    shares = [slice(i * spec.share, (i + 1) * spec.share) for i in range(spec.parts)]
+    parts = [x[:, share] @ weight[:, share].t() for share in shares]
     out.copy_(torch.stack(parts).view_as(out))
 
 
@@ -42,27 +44,17 @@ def gemm_gate_up(
 ) -> None:
     x = a.float() * a_scale[: a.shape[0], None]
     gate, up = (x @ dequantize_rows(w, w_scale).t()).chunk(2, -1)
-    y = F.silu(gate) * up
-    if spec.quant == "group":
-        quantize_groups(y, 128, out, out_scale)
-    else:
-        quantize(y, spec.quant, out, out_scale)
+    quantize(F.silu(gate) * up, spec.quant, out, out_scale)
 
 
-def gemm_w4(
-    spec: W4Spec, a: Tensor, w: Tensor, scale: Tensor, zero: Tensor | None, out: Tensor, workspace: Tensor
-) -> None:
-    out.copy_(a.float() @ dequantize_w4(spec, w, scale, zero).t())
+def gemm_w4(spec: W4Spec, a: Tensor, w: Tensor, factors: Tensor, out: Tensor, workspace: Tensor) -> None:
+    in_parts(spec, a.float(), dequantize_w4(w, factors), out)
 
 
-def dequantize_w4(spec: W4Spec, w: Tensor, scale: Tensor, zero: Tensor | None) -> Tensor:
-    """[n, k] fp32 from the split layout of kernels.layouts; scale and zero are [n, k / group]."""
-    codes = join_nibbles(w, block_of(spec.format)).long()
-    if spec.format == "mxfp4":
-        values = e2m1_values(codes).view(spec.n, -1, 32)
-        return (values * torch.exp2(scale.float() - 127)[..., None]).view(spec.n, spec.k)
-    offset = 8.0 if zero is None else zero.float()[..., None]
-    return ((codes.float().view(spec.n, -1, spec.group) - offset) * scale.float()[..., None]).view(spec.n, spec.k)
+def dequantize_w4(w: Tensor, factors: Tensor) -> Tensor:
+    """[n, k] fp32 of kernels.layouts.tile_int4."""
+    codes, scale, zero = untile_int4(w, factors)
+    return ((codes.float().unflatten(1, (-1, 128)) - zero.float()[..., None]) * scale[..., None]).flatten(1)
 
 
 def gemm_w8(spec: W8Spec, a: Tensor, w: Tensor, scale: Tensor, out: Tensor, workspace: Tensor) -> None:

@@ -6,20 +6,24 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.reference.gemm import dequantize_w4
-from kernels.reference.quant import dequantize_rows, to_e4m3, token_scale
-from kernels.specs import MoESpec, W4Spec
+from kernels.layouts import unpair_gate_up, untile_mxfp4
+from kernels.reference.quant import dequantize_rows, mxfp4_values, to_e4m3, token_scale
+from kernels.specs import MoESpec
+from kernels.workspace import MX_PARTS, MX_SPLIT_SHARE
 
 
-def moe_route(spec: MoESpec, logits: Tensor, weights: Tensor, ids: Tensor) -> None:
-    """The top_k experts of each token, the lower index first among equals, and their weights."""
-    order = torch.sort(logits.float(), dim=-1, descending=True, stable=True)
+def moe_route(spec: MoESpec, logits: Tensor, weights: Tensor, ids: Tensor, *, bias: Tensor | None = None) -> None:
+    """The top_k experts of each token, the lower index first among equals, and their weights; bias [experts] is added
+    to the logits first.
+    """
+    logits = logits.float() if bias is None else logits.float() + bias.float()
+    order = torch.sort(logits, dim=-1, descending=True, stable=True)
     best, chosen = order.values[:, : spec.top_k], order.indices[:, : spec.top_k]
     if spec.scoring == "sigmoid":
         score = torch.sigmoid(best)
         score = score / score.sum(-1, keepdim=True) if spec.renormalize and spec.top_k > 1 else score
     else:
-        score = best.softmax(-1) if spec.renormalize else logits.float().softmax(-1).gather(1, chosen)
+        score = best.softmax(-1) if spec.renormalize else logits.softmax(-1).gather(1, chosen)
     weights.copy_(score)
     ids.copy_(chosen)
 
@@ -35,7 +39,8 @@ def moe_experts(
     total = torch.zeros(x.shape[0], spec.hidden, device=x.device)
     for expert in range(spec.experts):
         share = torch.where(ids == expert, weights, 0.0).sum(-1, keepdim=True)
-        both = hidden @ dense(spec, w1[expert], w1_scale[expert]).t()
+        gate_up = dense(spec, w1[expert], w1_scale[expert])
+        both = hidden @ (unpair_gate_up(gate_up) if spec.weights == "mxfp4" else gate_up).t()
         gate, up = (both if b1 is None else both + b1[expert].float()).chunk(2, -1)
         middle = round_middle(spec, activate(spec, gate, up))
         y = middle @ dense(spec, w2[expert], w2_scale[expert]).t()
@@ -50,7 +55,7 @@ def dense(spec: MoESpec, w: Tensor, scale: Tensor) -> Tensor:
         return dequantize_rows(w, scale)
     if spec.weights != "mxfp4":
         return w.float()
-    return dequantize_w4(W4Spec(w.shape[0], 2 * w.shape[1], "mxfp4", 32), w, scale, None)
+    return mxfp4_values(*untile_mxfp4(w, scale))
 
 
 def round_middle(spec: MoESpec, y: Tensor) -> Tensor:
@@ -76,7 +81,8 @@ def group_width(spec: MoESpec) -> int:
 def moe_workspace_nbytes(spec: MoESpec, max_tokens: int) -> int:
     total = max_tokens * spec.top_k
     per_row = 2 * spec.inter + 4 * (spec.inter // group_width(spec)) + 2 * spec.hidden + 12
-    return total * per_row + spec.experts * (4 + 2 * 128 * 4) + 8192
+    split = min(total, MX_SPLIT_SHARE * spec.experts) * 4 * MX_PARTS * spec.hidden if spec.weights == "mxfp4" else 0
+    return total * per_row + split + spec.experts * (4 + 2 * 128 * 4) + 8192
 
 
 def round_groups(y: Tensor, group: int) -> Tensor:

@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor
 
+from kernels.layouts import codes_of_pairs
+
 E4M3_MAX = 448.0
 E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
@@ -18,7 +20,9 @@ def token_scale(x: Tensor) -> Tensor:
 
 
 def quantize(y: Tensor, quant: str, out: Tensor, scale: Tensor) -> None:
-    """Write y to out as e4m3 (or in out's own type); "token" and "group" also write their scales."""
+    """Write y to out as e4m3 (or in out's own type); "token" and "group" also write their scales, "group" as
+    [groups of 128 columns, tokens].
+    """
     if quant == "none":
         out.copy_(y.view_as(out))
     elif quant == "token":
@@ -27,7 +31,7 @@ def quantize(y: Tensor, quant: str, out: Tensor, scale: Tensor) -> None:
     elif quant == "tensor":
         out.copy_(to_e4m3(y / scale.reshape(-1)[0]).view_as(out))
     else:
-        raise ValueError(f"no group size for {quant}")
+        quantize_groups(y, 128, out, scale)
 
 
 def quantize_groups(y: Tensor, group: int, out: Tensor, scale_GM: Tensor) -> None:
@@ -60,7 +64,7 @@ def e2m1_values(codes: Tensor) -> Tensor:
 
 def unpack_e2m1(packed: Tensor) -> Tensor:
     """[..., n] bytes to [..., 2n] values, the low nibble first."""
-    return e2m1_values(torch.stack([packed & 15, packed >> 4], -1).flatten(-2).long())
+    return e2m1_values(codes_of_pairs(packed).long())
 
 
 def pack_e2m1(x: Tensor) -> Tensor:
@@ -82,8 +86,13 @@ def quantize_mxfp4(w: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def dequantize_mxfp4(packed: Tensor, exponent: Tensor) -> Tensor:
-    values = unpack_e2m1(packed).view(packed.shape[0], -1, 32)
-    return (values * torch.exp2(exponent.float() - 127)[..., None]).view(packed.shape[0], -1)
+    return mxfp4_values(codes_of_pairs(packed), exponent)
+
+
+def mxfp4_values(codes: Tensor, exponent: Tensor) -> Tensor:
+    """[n, k] codes 0..15, an exponent byte for 32 of them, to their values."""
+    values = e2m1_values(codes.long()).unflatten(-1, (-1, 32))
+    return (values * torch.exp2(exponent.float() - 127)[..., None]).flatten(-2)
 
 
 def quantize_nvfp4(w: Tensor) -> tuple[Tensor, Tensor]:

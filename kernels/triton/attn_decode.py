@@ -279,10 +279,12 @@ def load_parts(ptr, offset, mask, num_tokens, stride, PARTS: tl.constexpr):
 def attn_fused_kernel(
     qkv_ptr, k_ptr, v_ptr, k_desc, v_desc, table_ptr, len_ptr, cos_sin_ptr, out_ptr, out_scale_ptr, mid_ptr, ml_ptr,
     counter_ptr,
-    token_scale_ptr, channel_scale_ptr, qk_scale, k_inv, v_scale, stride_page, max_pages, num_tokens,
+    token_scale_ptr, channel_scale_ptr, bias_ptr, q_gain_ptr, k_gain_ptr, eps, qk_scale, k_inv, v_scale, stride_page,
+    max_pages, num_tokens,
     HQ: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, PARTS: tl.constexpr, SLICES: tl.constexpr,
-    BLOCK: tl.constexpr, STAGES: tl.constexpr, QUANT: tl.constexpr, DEFERRED: tl.constexpr, PAD: tl.constexpr,
-    GROUP: tl.constexpr, CHUNK: tl.constexpr, BULK: tl.constexpr, PAIRS: tl.constexpr, PDL: tl.constexpr,
+    BLOCK: tl.constexpr, STAGES: tl.constexpr, QUANT: tl.constexpr, DEFERRED: tl.constexpr, BIASED: tl.constexpr,
+    NORMED: tl.constexpr, PAD: tl.constexpr, GROUP: tl.constexpr, CHUNK: tl.constexpr, BULK: tl.constexpr,
+    PAIRS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     slice_id = tl.program_id(0)
     head = tl.program_id(1)
@@ -319,6 +321,14 @@ def attn_fused_kernel(
             k1 = k1 * factor * tl.load(channel_scale_ptr + at + h)
             k2 = k2 * factor * tl.load(channel_scale_ptr + at + H + h)
             v_new = v_new * factor * tl.load(channel_scale_ptr + at + HKV * D + d)
+        if BIASED:
+            k1 += tl.load(bias_ptr + at + h).to(tl.float32)
+            k2 += tl.load(bias_ptr + at + H + h).to(tl.float32)
+            v_new += tl.load(bias_ptr + at + HKV * D + d).to(tl.float32)
+        if NORMED:
+            r = tl.rsqrt(tl.sum(k1 * k1 + k2 * k2, 0) / D + eps)
+            k1 *= r * tl.load(k_gain_ptr + h).to(tl.float32)
+            k2 *= r * tl.load(k_gain_ptr + H + h).to(tl.float32)
         page = tl.load(table + pos // PAGE).to(tl.int64)
         slot = page * stride_page + (head * PAGE + pos % PAGE) * D
         tl.store(k_ptr + slot + h, to_e4m3((k1 * cos - k2 * sin) * k_inv))
@@ -331,6 +341,13 @@ def attn_fused_kernel(
     if DEFERRED:
         q1 = q1 * factor * tl.load(channel_scale_ptr + q_off, mask=live[:, None], other=0.0)
         q2 = q2 * factor * tl.load(channel_scale_ptr + q_off + H, mask=live[:, None], other=0.0)
+    if BIASED:
+        q1 += tl.load(bias_ptr + q_off, mask=live[:, None], other=0.0).to(tl.float32)
+        q2 += tl.load(bias_ptr + q_off + H, mask=live[:, None], other=0.0).to(tl.float32)
+    if NORMED:
+        r = tl.rsqrt(tl.sum(q1 * q1 + q2 * q2, 1) / D + eps)[:, None]
+        q1 *= r * tl.load(q_gain_ptr + h).to(tl.float32)[None, :]
+        q2 *= r * tl.load(q_gain_ptr + H + h).to(tl.float32)[None, :]
     r1 = (q1 * cos[None, :] - q2 * sin[None, :]) * qk_scale
     r2 = (q2 * cos[None, :] + q1 * sin[None, :]) * qk_scale
     q = tl.reshape(tl.permute(tl.join(r1, r2), (0, 2, 1)), (ROWS, D)).to(tl.float16)
@@ -422,7 +439,8 @@ def attn_decode_fused(
     spec: FusedAttnSpec, qkv: Tensor, k_cache: Tensor, v_cache: Tensor, block_table: Tensor, seq_lens: Tensor,
     cos_sin: Tensor, out: Tensor, out_scale: Tensor, workspace: Tensor,
     *, sm_scale: float, k_scale: float = 1.0, v_scale: float = 1.0, token_scale: Tensor | None = None,
-    channel_scale: Tensor | None = None, max_len: int = 0, plans: PlanTable = EMPTY, pdl: bool = PDL,
+    channel_scale: Tensor | None = None, bias: Tensor | None = None, q_gain: Tensor | None = None,
+    k_gain: Tensor | None = None, eps: float = 0.0, max_len: int = 0, plans: PlanTable = EMPTY, pdl: bool = PDL,
 ) -> None:  # fmt: skip
     batch = seq_lens.shape[0]
     plan = choose(plans, batch, max_len or block_table.shape[1] * spec.page, spec)
@@ -432,10 +450,12 @@ def attn_decode_fused(
         qkv, k_cache, v_cache, *boxes(k_cache, v_cache, plan["block"], bulk), block_table, seq_lens, cos_sin, out,
         out_scale, mid, ml, counter,
         out_scale if token_scale is None else token_scale, out_scale if channel_scale is None else channel_scale,
-        sm_scale * k_scale * LOG2E.value, 1.0 / k_scale, v_scale, k_cache.stride(0), block_table.stride(0), batch,
+        cos_sin if bias is None else bias, cos_sin if q_gain is None else q_gain, cos_sin if k_gain is None else k_gain,
+        eps, sm_scale * k_scale * LOG2E.value, 1.0 / k_scale, v_scale, k_cache.stride(0), block_table.stride(0), batch,
         HQ=spec.q_heads, HKV=spec.kv_heads, D=spec.head_dim, PAGE=spec.page, PARTS=spec.parts, SLICES=slices,
         BLOCK=plan["block"], STAGES=plan["stages"], QUANT={"none": 0, "tensor": 2, "group": 3}[spec.quant],
-        DEFERRED=spec.deferred, BULK=bulk, PAIRS=by_pairs(plan), PDL=pdl, num_warps=plan["warps"],
+        DEFERRED=spec.deferred, BIASED=spec.biased, NORMED=spec.normed, BULK=bulk, PAIRS=by_pairs(plan), PDL=pdl,
+        num_warps=plan["warps"],
         **merge_plan(slices, spec.q_heads // spec.kv_heads, spec.head_dim, plan["warps"]), **pdl_launch(pdl),
     )  # fmt: skip
 

@@ -19,32 +19,17 @@ from torch import Tensor
 from kernels.plans import Plan
 from kernels.specs import AttnSpec
 from kernels.triton.attn_state import publish, share, split_pairs, store_rows
-from kernels.triton.common import INTERPRETED, LN2, LOG2E, pdl_launch, pdl_start, pdl_wait
+from kernels.triton.common import INTERPRETED, LN2, LOG2E, ask, pdl_launch, pdl_start, pdl_wait
 
 ROWS = tl.constexpr(8)  # queries are columns of the product, and its narrowest width is eight
 LINE = tl.constexpr(32)  # fp32 values of an L2 line of 128 bytes
 
-ASK = tl.constexpr("""{
-.reg .pred first;
-.reg .b32 lane;
-mov.u32 lane, %tid.x;
-setp.eq.u32 first, lane, 0;
-@first cp.async.bulk.prefetch.L2.global [$1], $2;
-mov.u32 $0, 0;
-}""")
 DROP = tl.constexpr("""{
 .reg .pred there;
 setp.ne.s32 there, $2, 0;
 @there discard.global.L2 [$1], 128;
 mov.u32 $0, 0;
 }""")
-
-
-@triton.jit
-def ask(ptr, NBYTES: tl.constexpr):
-    """Have NBYTES brought to L2. Also right for what another kernel is still writing: it writes to L2."""
-    nbytes = tl.full([], NBYTES, tl.int32)
-    tl.inline_asm_elementwise(ASK, "=r,l,r", [ptr, nbytes], dtype=tl.int32, is_pure=False, pack=1)
 
 
 @triton.jit

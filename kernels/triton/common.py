@@ -1,7 +1,8 @@
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportArgumentType=false, reportIndexIssue=false
 # pyright: reportOperatorIssue=false, reportAttributeAccessIssue=false, reportOptionalMemberAccess=false, reportReturnType=false
 # pyright: reportAssignmentType=false
-"""What kernels here share: programmatic dependent launch, the rounding to e4m3, the end of a product in parts.
+"""What kernels here share: programmatic dependent launch, fetches ahead, the rounding to e4m3, the end of a product in
+parts.
 
 Kernels do not specialize the counts that differ from batch to batch, of rows (num_tokens, M, total) and of pages: one
 for 1, one for multiples of 16 and one for the rest would be compiled, some of them in the middle of serving.
@@ -18,6 +19,15 @@ LN2 = tl.constexpr(0.6931471805599453)
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 PDL = not triton.knobs.runtime.interpret
 
+ASK = tl.constexpr("""{
+.reg .pred first;
+.reg .b32 lane;
+mov.u32 lane, %tid.x;
+setp.eq.u32 first, lane, 0;
+@first cp.async.bulk.prefetch.L2.global [$1], $2;
+mov.u32 $0, 0;
+}""")
+
 
 @triton.jit
 def pdl_start(PDL: tl.constexpr):
@@ -33,6 +43,19 @@ def pdl_wait(PDL: tl.constexpr):
     """Wait until everything the previous kernel wrote is visible. Every kernel of a chain must execute it."""
     if PDL:
         tl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r", [], dtype=tl.int32, is_pure=False, pack=1)
+
+
+@triton.jit
+def ask(ptr, NBYTES: tl.constexpr):
+    """Have NBYTES brought to L2. Also right for what another kernel is still writing: it writes to L2."""
+    nbytes = tl.full([], NBYTES, tl.int32)
+    tl.inline_asm_elementwise(ASK, "=r,l,r", [ptr, nbytes], dtype=tl.int32, is_pure=False, pack=1)
+
+
+@triton.jit
+def beside(a, b):
+    """[n, k] twice to [n, 2k]: no register moves."""
+    return tl.reshape(tl.permute(tl.join(a, b), (0, 2, 1)), (a.shape[0], 2 * a.shape[1]))
 
 
 @triton.jit

@@ -31,13 +31,15 @@ BW = gl.constexpr(128)  # rows of weights a CTA takes: tcgen05's M
 @gluon.jit(do_not_specialize=["M"])
 def skinny_tcgen05_kernel(
     w_desc, x_desc, out_ptr, w_scale_ptr, x_scale_ptr, M, N: gl.constexpr, K: gl.constexpr, BX: gl.constexpr,
-    BK: gl.constexpr, PARTS: gl.constexpr, STAGES: gl.constexpr, PDL: gl.constexpr, num_warps: gl.constexpr,
+    BK: gl.constexpr, SHARE: gl.constexpr, STAGES: gl.constexpr, PDL: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
-    """out[part, M, N] = (x[M, K] * x_scale[M]) @ (w[N, K] * w_scale[N])^T over the part's share of K."""
+    """out[part, M, N] = (x[M, K] * x_scale[M]) @ (w[N, K] * w_scale[N])^T over SHARE columns; what lies past K is
+    copied as zeros.
+    """
     row = gl.program_id(1) * BW
     token = gl.program_id(0) * BX
     part = gl.program_id(2)
-    STEPS: gl.constexpr = K // BK // PARTS
+    STEPS: gl.constexpr = SHARE // BK
     NBYTES: gl.constexpr = BW * BK + BX * BK
     w_smem = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, BW, BK], w_desc.layout)
     x_smem = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, BX, BK], x_desc.layout)
@@ -158,7 +160,7 @@ def gemm_fp8(
     skinny_tcgen05_kernel[(triton.cdiv(tokens, plan["bx"]), spec.n // BW.value, spec.parts)](
         descriptor(w, BW.value, plan["bk"]), descriptor(a, plan["bx"], plan["bk"]), out, w_scale, a_scale, tokens,
         N=spec.n,
-        K=spec.k, BX=plan["bx"], BK=plan["bk"], PARTS=spec.parts, STAGES=plan["stages"], PDL=pdl, num_warps=4,
+        K=spec.k, BX=plan["bx"], BK=plan["bk"], SHARE=spec.share, STAGES=plan["stages"], PDL=pdl, num_warps=4,
         launch_pdl=pdl,
     )  # fmt: skip
 

@@ -48,6 +48,35 @@ def warm_descriptor(x_desc, x_smem, token, K: gl.constexpr, BX: gl.constexpr, BK
 
 
 @gluon.jit
+def load_block_scales(
+    w_scale_ptr, row, first, K: gl.constexpr, SHARE: gl.constexpr, ROOM: gl.constexpr, layout: gl.constexpr
+):
+    """Those of the blocks beside a tile of weights, [ROOM], from column `first` on, a part's share of them."""
+    group = gl.arange(0, ROOM, layout=gl.SliceLayout(1, layout))
+    within = (group < SHARE // 128) & (first // 128 + group < K // 128)
+    return gl.load(w_scale_ptr + row // 128 * (K // 128) + first // 128 + group, mask=within, other=0.0)
+
+
+@gluon.jit
+def keep_scales(
+    x_scale_ptr, w_scale, token, first, M, K: gl.constexpr, SHARE: gl.constexpr, BX: gl.constexpr, ROOM: gl.constexpr,
+    BLOCKS: gl.constexpr, layout: gl.constexpr,
+):  # fmt: skip
+    """The scales of a tile of tokens, [ROOM, BX], times those of the blocks: all at once into shared memory, since each
+    step would wait for its own. A last step may take columns of the next part, which count for nothing here."""
+    group = gl.arange(0, ROOM, layout=gl.SliceLayout(1, layout))
+    within = (group < SHARE // 128) & (first // 128 + group < K // 128)
+    column = token + gl.arange(0, BX, layout=gl.SliceLayout(0, layout))
+    at = x_scale_ptr + (first // 128 + group)[:, None] * M + column[None, :]
+    scales = gl.load(at, mask=within[:, None] & (column < M)[None, :], other=0.0)
+    if BLOCKS:
+        scales = scales * w_scale[:, None]
+    table = gl.allocate_shared_memory(gl.float32, [ROOM, BX], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]), scales)
+    cta_barrier()
+    return table._reinterpret(gl.float32, [ROOM, BX], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+
+
+@gluon.jit
 def store_tokens(
     out_ptr, value, row, token, M, stride,
     BW: gl.constexpr, BX: gl.constexpr, layout: gl.constexpr, num_warps: gl.constexpr,
@@ -66,18 +95,20 @@ def store_tokens(
 @gluon.jit(do_not_specialize=["M"])
 def skinny_gemm_kernel(
     w_desc, x_desc, out_ptr, w_scale_ptr, x_scale_ptr, M, N: gl.constexpr, K: gl.constexpr, BW: gl.constexpr,
-    BX: gl.constexpr, BK: gl.constexpr, PARTS: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr,
-    PDL: gl.constexpr, EARLY: gl.constexpr, AHEAD: gl.constexpr, num_warps: gl.constexpr,
+    BX: gl.constexpr, BK: gl.constexpr, SHARE: gl.constexpr, STAGES: gl.constexpr, ROOM: gl.constexpr,
+    BLOCKS: gl.constexpr, PDL: gl.constexpr, EARLY: gl.constexpr, AHEAD: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
-    """out[part, M, N] = (x[M, K] * x_scale) @ (w[N, K] * w_scale)^T over the part's share of K.
+    """out[part, M, N] = (x[M, K] * x_scale) @ (w[N, K] * w_scale)^T over SHARE columns; what lies past K is copied
+    as zeros.
 
-    GROUP: x_scale is [K / BK, M], one scale per token and BK columns; otherwise [M]. EARLY and AHEAD switch the two
-    uses of the dependent launch off for comparison.
+    ROOM 0: x_scale is [M]. Else [K / 128, M], one scale per token and 128 columns, of which a step takes two (BK is
+    256), and ROOM, a power of two, is no less than what all steps take; BLOCKS: w_scale is [N / 128, K / 128] then,
+    otherwise [N]. EARLY and AHEAD switch the two uses of the dependent launch off for comparison.
     """
     x_tile = gl.program_id(0)  # fastest, so that the token tiles of one weight tile share its read
     w_tile = gl.program_id(1)
     part = gl.program_id(2)
-    STEPS: gl.constexpr = K // BK // PARTS
+    STEPS: gl.constexpr = (SHARE + BK - 1) // BK
     NBYTES: gl.constexpr = BW * BK + BX * BK
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, BX, 32])
     w_smem = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, BW, BK], w_desc.layout)
@@ -87,38 +118,43 @@ def skinny_gemm_kernel(
     for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), count=1)
     depend_wait(PDL and not AHEAD)
-    first = part * STEPS
+    first = part * SHARE
     row = w_tile * BW
     token = x_tile * BX
     for i in gl.static_range(STAGES):
         mbarrier.expect(full.index(i), NBYTES, pred=i < STEPS)
-        tma.async_copy_global_to_shared(w_desc, [row, (first + i) * BK], full.index(i), w_smem.index(i), pred=i < STEPS)
+        tma.async_copy_global_to_shared(w_desc, [row, first + i * BK], full.index(i), w_smem.index(i), pred=i < STEPS)
     rows = row + gl.arange(0, BW, layout=gl.SliceLayout(1, layout))
     tokens = token + gl.arange(0, BX, layout=gl.SliceLayout(0, layout))
-    w_scale = gl.load(w_scale_ptr + rows)
+    flat: gl.constexpr = gl.BlockedLayout([1, 1], [32 // min(BX, 32), min(BX, 32)], [num_warps, 1], [1, 0])
+    if BLOCKS:
+        w_scale = load_block_scales(w_scale_ptr, row, first, K, SHARE, ROOM, flat)
+    else:
+        w_scale = gl.load(w_scale_ptr + rows)
     if PDL and AHEAD:
         warm_descriptor(x_desc, x_smem.index(0), token, K, BX, BK)
     depend_wait(PDL and AHEAD)
     depend_start(PDL and not EARLY)
     for i in gl.static_range(STAGES):
-        tma.async_copy_global_to_shared(
-            x_desc, [token, (first + i) * BK], full.index(i), x_smem.index(i), pred=i < STEPS
-        )
-    if not GROUP:
+        tma.async_copy_global_to_shared(x_desc, [token, first + i * BK], full.index(i), x_smem.index(i), pred=i < STEPS)
+    if ROOM:
+        kept = keep_scales(x_scale_ptr, w_scale, token, first, M, K, SHARE, BX, ROOM, BLOCKS, flat)
+    else:
         x_scale = gl.load(x_scale_ptr + tokens, mask=tokens < M, other=0.0)  # on its way during the loop
     acc = gl.zeros([BW, BX], gl.float32, layout)
     for step in range(STEPS):
         slot = step % STAGES
-        if GROUP:
-            scale = gl.load(x_scale_ptr + (first + step) * M + tokens, mask=tokens < M, other=0.0)
         mbarrier.wait(full.index(slot), (step // STAGES) & 1)
-        if GROUP:
-            partial = gl.zeros([BW, BX], gl.float32, layout)
-            partial = warpgroup_mma(
-                w_smem.index(slot), x_smem.index(slot).permute((1, 0)), partial, use_acc=False, is_async=True
-            )
-            partial = warpgroup_mma_wait(0, deps=[partial])
-            acc += partial * scale[None, :]
+        if ROOM:
+            zero = gl.zeros([BW, BX], gl.float32, layout)
+            w_low, w_high = w_smem.index(slot).slice(0, 128, dim=1), w_smem.index(slot).slice(128, 128, dim=1)
+            x_low, x_high = x_smem.index(slot).slice(0, 128, dim=1), x_smem.index(slot).slice(128, 128, dim=1)
+            low = warpgroup_mma(w_low, x_low.permute((1, 0)), zero, use_acc=False, is_async=True)
+            high = warpgroup_mma(w_high, x_high.permute((1, 0)), zero, use_acc=False, is_async=True)
+            low_scale = kept.index(2 * step).load(gl.SliceLayout(0, layout))
+            high_scale = kept.index(2 * step + 1).load(gl.SliceLayout(0, layout))
+            low, high = warpgroup_mma_wait(0, deps=[low, high])
+            acc += low * low_scale[None, :] + high * high_scale[None, :]
         else:
             acc = warpgroup_mma(w_smem.index(slot), x_smem.index(slot).permute((1, 0)), acc, is_async=True)
             acc = warpgroup_mma_wait(0, deps=[acc])
@@ -127,13 +163,14 @@ def skinny_gemm_kernel(
         cta_barrier()  # every warp is done with the slot
         mbarrier.expect(full.index(slot), NBYTES, pred=more)
         tma.async_copy_global_to_shared(
-            w_desc, [row, (first + ahead) * BK], full.index(slot), w_smem.index(slot), pred=more
+            w_desc, [row, first + ahead * BK], full.index(slot), w_smem.index(slot), pred=more
         )
         tma.async_copy_global_to_shared(
-            x_desc, [token, (first + ahead) * BK], full.index(slot), x_smem.index(slot), pred=more
+            x_desc, [token, first + ahead * BK], full.index(slot), x_smem.index(slot), pred=more
         )
-    acc = acc * w_scale[:, None]
-    if not GROUP:
+    if not BLOCKS:
+        acc = acc * w_scale[:, None]
+    if not ROOM:
         acc = acc * x_scale[None, :]
     out_ptr += part.to(gl.int64) * M * N
     store_tokens(out_ptr, acc.to(out_ptr.dtype.element_ty), row, token, M, N, BW, BX, layout, num_warps)
@@ -225,7 +262,11 @@ def gemm_fp8(
     *, plans: PlanTable = EMPTY, pdl: bool = PDL, early: bool = True, ahead: bool = True,
 ) -> None:  # fmt: skip
     tokens = a.shape[0]
-    plan = fit(plans.pick(tokens, default_plan(tokens)), spec)
+    is_crowded = spec.n // 64 * spec.parts > plans.sm_count
+    if spec.recipe == "row":
+        plan = fit(plans.pick(tokens, default_plan(tokens, is_crowded=is_crowded)), spec)
+    else:
+        plan = {**plans.pick(tokens, grouped_plan(tokens, spec, is_crowded)), "bk": 256}
     launch_skinny(spec, plan, a, w, a_scale, w_scale, out, pdl, early, ahead)
 
 
@@ -234,10 +275,11 @@ def launch_skinny(
     pdl: bool, early: bool, ahead: bool,
 ) -> None:  # fmt: skip
     tokens, bw, bx, bk = a.shape[0], plan["bw"], plan["bx"], plan["bk"]
+    room = 0 if spec.recipe == "row" else scale_room(spec)
     skinny_gemm_kernel[(triton.cdiv(tokens, bx), spec.n // bw, spec.parts)](
         descriptor(w, bw, bk), descriptor(a, bx, bk), out, w_scale, a_scale, tokens, N=spec.n, K=spec.k, BW=bw, BX=bx,
-        BK=bk, PARTS=spec.parts, STAGES=plan["stages"], GROUP=spec.recipe == "group", PDL=pdl, EARLY=early, AHEAD=ahead,
-        num_warps=plan.get("warps", 4), launch_pdl=pdl,
+        BK=bk, SHARE=spec.share, STAGES=plan["stages"], ROOM=room, BLOCKS=spec.recipe == "block128", PDL=pdl,
+        EARLY=early, AHEAD=ahead, num_warps=plan.get("warps", 4), launch_pdl=pdl,
     )  # fmt: skip
 
 
@@ -255,17 +297,36 @@ def gemm_gate_up(
     )  # fmt: skip
 
 
-def default_plan(tokens: int, dual: bool = False) -> Plan:
-    """Tiles that fit in 227 KiB for any shape; the shipped table has better ones for the shapes that were measured."""
+def default_plan(tokens: int, dual: bool = False, is_crowded: bool = False) -> Plan:
+    """Tiles that fit in 227 KiB for any shape; the shipped table has better ones for the shapes that were measured.
+
+    `is_crowded`: there are more CTAs than multiprocessors, which then have room for two: 5120 x 2880 in two parts takes
+    8.3 us for 64 tokens with six stages of 16 KiB, and 12.3 with eight (with rope, H200).
+    """
     bx = min(128, max(8, triton.next_power_of_2(tokens)))
     bk = 256 if bx <= 32 and not dual else 128
     stage_nbytes = (64 * (2 if dual else 1) + bx) * bk
-    return dict(bw=64, bx=bx, bk=bk, stages=min(8, (200 << 10) // stage_nbytes))
+    return dict(bw=64, bx=bx, bk=bk, stages=min(8, ((100 if is_crowded else 200) << 10) // stage_nbytes))
 
 
 def fit(plan: Plan, spec: GemmSpec) -> Plan:
-    """Shrink the step along K until it divides the part's share; group scales need steps of exactly 128."""
-    bk = 128 if spec.recipe == "group" else plan["bk"]
-    while spec.k // spec.parts % bk:
+    """Shrink the step along K until it divides the part's share. Stages beyond the steps would hold shared memory that
+    other CTAs can use."""
+    bk = plan["bk"]
+    while spec.share % bk:
         bk //= 2
-    return {**plan, "bk": bk}
+    return {**plan, "bk": bk, "stages": min(plan["stages"], spec.share // bk)}
+
+
+def grouped_plan(tokens: int, spec: GemmSpec, is_crowded: bool) -> Plan:
+    """For scales that differ along K: a step takes 256 columns, and stages the room that the scales leave. Two CTAs of
+    110 KiB share a multiprocessor."""
+    bx = min(64, max(8, triton.next_power_of_2(tokens)))
+    room_nbytes = ((110 if is_crowded else 200) << 10) - scale_room(spec) * bx * 4
+    stages = min(8, max(2, room_nbytes // ((64 + bx) * 256)), triton.cdiv(spec.share, 256))
+    return dict(bw=64, bx=bx, bk=256, stages=stages)
+
+
+def scale_room(spec: GemmSpec) -> int:
+    """Groups of 128 columns of a part, two for each step, to the next power of two."""
+    return triton.next_power_of_2(triton.cdiv(spec.share, 256) * 2)

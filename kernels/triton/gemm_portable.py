@@ -15,14 +15,18 @@ from kernels.triton.common import PDL, pdl_launch, pdl_start, pdl_wait, to_e4m3
 @triton.jit(do_not_specialize=["M"])
 def swapped_gemm_kernel(
     w_ptr, x_ptr, out_ptr, w_scale_ptr, x_scale_ptr, out_scale_ptr, M,
-    N: tl.constexpr, K: tl.constexpr, BW: tl.constexpr, BX: tl.constexpr, BK: tl.constexpr, PARTS: tl.constexpr,
-    STAGES: tl.constexpr, DUAL: tl.constexpr, QUANT: tl.constexpr, GROUP: tl.constexpr, PDL: tl.constexpr,
+    N: tl.constexpr, K: tl.constexpr, BW: tl.constexpr, BX: tl.constexpr, BK: tl.constexpr, SHARE: tl.constexpr,
+    MASK: tl.constexpr, STAGES: tl.constexpr, DUAL: tl.constexpr, QUANT: tl.constexpr, GROUP: tl.constexpr,
+    BLOCKS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Weights as the M side, so that 16 tokens suffice for wgmma and tcgen05. DUAL: silu(gate) * up, then QUANT."""
+    """Weights as the M side, so that 16 tokens suffice for wgmma and tcgen05. DUAL: silu(gate) * up, then QUANT.
+
+    A part takes SHARE columns; MASK: some of all parts' lie past K. GROUP: x_scale is [K / BK, M], otherwise [M];
+    BLOCKS: w_scale is [N / 128, K / BK] then, otherwise [N].
+    """
     x_tile = tl.program_id(0)
     w_tile = tl.program_id(1)
     part = tl.program_id(2)
-    SHARE: tl.constexpr = K // PARTS
     rows = w_tile * BW + tl.arange(0, BW)
     tokens = x_tile * BX + tl.arange(0, BX)
     live = tokens < M
@@ -34,15 +38,27 @@ def swapped_gemm_kernel(
     w_at = w_ptr + rows[:, None].to(tl.int64) * K + k_off[None, :]
     x_at = x_ptr + tokens[:, None].to(tl.int64) * K + k_off[None, :]
     for k in tl.range(0, SHARE, BK, num_stages=STAGES):
-        x = tl.load(x_at + k, mask=live[:, None], other=0.0)
-        if GROUP:
-            scale = tl.load(x_scale_ptr + (part * SHARE + k) // BK * M + tokens, mask=live, other=0.0)
-            acc += tl.dot(tl.load(w_at + k), x.T) * scale[None, :]
+        if MASK:
+            inside = (k_off + k < K)[None, :]
+            x = tl.load(x_at + k, mask=live[:, None] & inside, other=0.0)
+            w = tl.load(w_at + k, mask=inside, other=0.0)
         else:
-            acc = tl.dot(tl.load(w_at + k), x.T, acc)
+            x = tl.load(x_at + k, mask=live[:, None], other=0.0)
+            w = tl.load(w_at + k)
+        if GROUP:
+            step = (part * SHARE + k) // BK
+            scale = tl.load(x_scale_ptr + step * M + tokens, mask=live & (step < K // BK), other=0.0)
+            partial = tl.dot(w, x.T) * scale[None, :]
+            if BLOCKS:  # one by one for each row: a load of one value takes no part in the pipeline
+                at = w_scale_ptr + rows // 128 * (K // BK) + step
+                partial = partial * tl.load(at, mask=(rows < N) & (step < K // BK), other=0.0)[:, None]
+            acc += partial
+        else:
+            acc = tl.dot(w, x.T, acc)
         if DUAL:
             up = tl.dot(tl.load(w_at + k + (N // 2) * K), x.T, up)
-    acc = acc * tl.load(w_scale_ptr + rows)[:, None]
+    if not BLOCKS:
+        acc = acc * tl.load(w_scale_ptr + rows)[:, None]
     if not GROUP:
         x_scale = tl.load(x_scale_ptr + tokens, mask=live, other=0.0)
         acc = acc * x_scale[None, :]
@@ -110,12 +126,11 @@ def gemm_fp8_skinny(
     *, plans: PlanTable = EMPTY, pdl: bool = PDL,
 ) -> None:  # fmt: skip
     tokens = a.shape[0]
-    plan = fit(plans.pick(tokens, skinny_plan(tokens)), spec.k // spec.parts, spec.recipe == "group")
+    plan = fit(plans.pick(tokens, skinny_plan(tokens)), spec.share, spec.recipe != "row")
     swapped_gemm_kernel[(triton.cdiv(tokens, plan["bx"]), spec.n // plan["bw"], spec.parts)](
         w, a, out, w_scale, a_scale, a_scale, tokens, N=spec.n, K=spec.k, BW=plan["bw"], BX=plan["bx"], BK=plan["bk"],
-        PARTS=spec.parts, STAGES=plan["stages"], DUAL=False, QUANT=0, GROUP=spec.recipe == "group", PDL=pdl,
-        num_warps=4,
-        **pdl_launch(pdl),
+        SHARE=spec.share, MASK=spec.parts * spec.share > spec.k, STAGES=plan["stages"], DUAL=False, QUANT=0,
+        GROUP=spec.recipe != "row", BLOCKS=spec.recipe == "block128", PDL=pdl, num_warps=4, **pdl_launch(pdl),
     )  # fmt: skip
 
 
@@ -128,9 +143,9 @@ def gemm_gate_up(
     bw = 128 if spec.quant == "group" else plan["bw"]
     swapped_gemm_kernel[(triton.cdiv(tokens, plan["bx"]), spec.n // 2 // bw, 1)](
         w, a, out, w_scale, a_scale, out_scale, tokens, N=spec.n, K=spec.k, BW=bw, BX=plan["bx"], BK=plan["bk"],
-        PARTS=1,
-        STAGES=plan["stages"], DUAL=True, QUANT={"none": 0, "tensor": 1, "group": 2}[spec.quant], GROUP=False, PDL=pdl,
-        num_warps=4, **pdl_launch(pdl),
+        SHARE=spec.k, MASK=False, STAGES=plan["stages"], DUAL=True,
+        QUANT={"none": 0, "tensor": 1, "group": 2}[spec.quant], GROUP=False, BLOCKS=False, PDL=pdl, num_warps=4,
+        **pdl_launch(pdl),
     )  # fmt: skip
 
 
@@ -162,7 +177,7 @@ def wide_plan(tokens: int, spec: GemmSpec) -> Plan:
 
 
 def fit(plan: Plan, share: int, group: bool = False) -> Plan:
-    """Shrink the step along K until it divides the part's share; group scales need steps of exactly 128."""
+    """Shrink the step along K until it divides the part's share; scales that differ along K need steps of 128."""
     bk = 128 if group else plan["bk"]
     while share % bk:
         bk //= 2

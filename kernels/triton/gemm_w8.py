@@ -53,7 +53,7 @@ def gemm_w8_kernel(
             acc = tl.dot(w.to(tl.bfloat16), x.T, acc)
         else:
             acc += tl.dot(w.to(tl.bfloat16), x.T) * scale[:, None]
-            # one step ahead, as gemm_w4 does
+            # one step ahead: too narrow for the pipeline of the other loads, it would be waited for every time
             scale = load_scales(scale_ptr, rows, inside, k + STEP, K, STEP, SPAN)
     if SPAN == 0:
         acc = acc * tl.load(scale_ptr + rows, mask=inside, other=0.0)[:, None]
@@ -84,7 +84,8 @@ def widen_w8_kernel(
 def gemm_w8(
     spec: W8Spec, a: Tensor, w: Tensor, scale: Tensor, out: Tensor, workspace: Tensor, *, plans: PlanTable = EMPTY
 ) -> None:
-    """The workspace starts as zeros and serves what that of gemm_w4 does."""
+    """The workspace starts as zeros. It serves split-K and, from WIDEN_TOKENS on and where 2 n k bytes are left behind
+    its counters, a bf16 copy of the weights for cuBLAS."""
     tokens = a.shape[0]
     counter, rest = workspace[:COUNTERS_NBYTES].view(torch.int32), workspace[COUNTERS_NBYTES:]
     step, span = STEPS[spec.recipe]
@@ -107,7 +108,8 @@ def gemm_w8(
 
 
 def w8_plan(spec: W8Spec, tokens: int) -> Plan:
-    """Parts along k until some 500 CTAs read weights, as gemm_w4's. 8 warps hold a wide tile's two accumulators."""
+    """Parts along k until some 500 CTAs read weights, four on each multiprocessor of an H200. 8 warps hold a wide
+    tile's two accumulators."""
     bx = min(128, max(16, triton.next_power_of_2(tokens)))
     tiles = triton.cdiv(spec.n, 64) * triton.cdiv(tokens, bx)
     fit = next((p for p in (8, 4, 2) if p * tiles <= 512 and p * 512 <= spec.k), 1)

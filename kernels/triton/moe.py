@@ -11,19 +11,30 @@ from torch import Tensor
 from kernels.plans import EMPTY, Plan, PlanTable
 from kernels.reference.moe import group_width
 from kernels.specs import MoESpec
-from kernels.triton.common import to_e4m3, token_scale
-from kernels.triton.gemm_w4 import PACKED, UNSHIFT, exponent_scale, widen_mx
+from kernels.triton.common import PDL, pdl_launch, pdl_start, pdl_wait, to_e4m3, token_scale
+from kernels.triton.moe_mx import mx_plan, mx_products
+from kernels.triton.moe_shared import Weights, activate, load_bias
+
+# Up to which each CTA of the sort counts for itself, all assignments beside all experts in its registers.
+FEW_ASSIGNMENTS, FEW_COMPARES = 512, 1 << 16
 
 
 @triton.jit
 def route_kernel(
-    logits_ptr, weight_ptr, id_ptr, E: tl.constexpr, BLOCK: tl.constexpr, TOP_K: tl.constexpr, PAD_K: tl.constexpr,
-    SIGMOID: tl.constexpr, RENORM: tl.constexpr,
+    logits_ptr, bias_ptr, weight_ptr, id_ptr,
+    E: tl.constexpr, BLOCK: tl.constexpr, TOP_K: tl.constexpr, PAD_K: tl.constexpr, SIGMOID: tl.constexpr,
+    RENORM: tl.constexpr, BIASED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0)
     e = tl.arange(0, BLOCK)
     slot = tl.arange(0, PAD_K)
+    pdl_start(PDL)
+    if BIASED:
+        bias = tl.load(bias_ptr + e, mask=e < E, other=0.0).to(tl.float32)
+    pdl_wait(PDL)
     logit = tl.load(logits_ptr + row * E + e, mask=e < E, other=float("-inf")).to(tl.float32)
+    if BIASED:
+        logit += bias
     top = tl.max(logit, 0)
     total = tl.sum(tl.exp(logit - top), 0)
     best = tl.full([PAD_K], float("-inf"), tl.float32)
@@ -46,11 +57,13 @@ def route_kernel(
 
 
 @triton.jit(do_not_specialize=["total"])
-def count_kernel(id_ptr, count_ptr, total, BLOCK: tl.constexpr):
+def count_kernel(id_ptr, count_ptr, total, BLOCK: tl.constexpr, PDL: tl.constexpr):
     """How many assignments each expert has; one CTA an expert, so the result does not depend on any order."""
     expert = tl.program_id(0)
     i = tl.arange(0, BLOCK)
     count = tl.zeros([BLOCK], tl.int32)
+    pdl_start(PDL)
+    pdl_wait(PDL)
     for start in range(0, total, BLOCK):
         count += (tl.load(id_ptr + start + i, mask=start + i < total, other=-1) == expert).to(tl.int32)
     tl.store(count_ptr + expert, tl.sum(count, 0))
@@ -59,16 +72,23 @@ def count_kernel(id_ptr, count_ptr, total, BLOCK: tl.constexpr):
 @triton.jit(do_not_specialize=["total", "max_tiles"])
 def sort_kernel(
     id_ptr, count_ptr, sorted_ptr, tile_ptr, total, max_tiles,
-    E: tl.constexpr, PAD_E: tl.constexpr, BX: tl.constexpr, BLOCK: tl.constexpr,
+    E: tl.constexpr, PAD_E: tl.constexpr, BX: tl.constexpr, BLOCK: tl.constexpr, FEW: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Assignments of one expert in order, from its first row on; rows of an expert are padded to whole tiles of BX.
-    The CTA after the last expert marks the tiles that nobody has."""
+    The CTA after the last expert marks the tiles that nobody has. FEW: all assignments are one block, and each CTA
+    counts them for itself, which saves the launch before; count_ptr is not read."""
     expert = tl.program_id(0)
     e = tl.arange(0, PAD_E)
-    count = tl.load(count_ptr + e, mask=e < E, other=0)
+    i = tl.arange(0, BLOCK)
+    pdl_start(PDL)
+    pdl_wait(PDL)
+    if FEW:
+        ids = tl.load(id_ptr + i, mask=i < total, other=-1)
+        count = tl.sum((ids[:, None] == e[None, :]).to(tl.int32), 0)
+    else:
+        count = tl.load(count_ptr + e, mask=e < E, other=0)
     tiles = (count + BX - 1) // BX
     first_tile = tl.sum(tl.where(e < expert, tiles, 0), 0)
-    i = tl.arange(0, BLOCK)
     if expert == E:
         for start in range(first_tile, max_tiles, BLOCK):
             tl.store(tile_ptr + start + i, -1, mask=start + i < max_tiles)
@@ -92,16 +112,18 @@ def expert_gemm_kernel(
     w_ptr, x_ptr, out_ptr, w_scale_ptr, x_scale_ptr, out_scale_ptr, bias_ptr, sorted_ptr, tile_ptr, total,
     N: tl.constexpr, K: tl.constexpr, TOP_K: tl.constexpr, BW: tl.constexpr, BX: tl.constexpr, BK: tl.constexpr,
     STAGES: tl.constexpr, FIRST: tl.constexpr, OAI: tl.constexpr, BIAS: tl.constexpr, FP8: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """Weights as the M side. FIRST: rows of x are tokens, out is the activated middle in e4m3 with group scales;
     otherwise rows are assignments with group scales [K / BK, total], and out is bf16. Without FP8 everything is bf16
     and nothing has scales."""
     tile = tl.program_id(1)
+    rows = tl.program_id(0) * BW + tl.arange(0, BW)
+    inside = rows < (N // 2 if FIRST else N)
+    pdl_wait(PDL)  # before the return: whoever waits for this launch relies on those before it, too
     expert = tl.load(tile_ptr + tile)
     if expert < 0:
         return
-    rows = tl.program_id(0) * BW + tl.arange(0, BW)
-    inside = rows < (N // 2 if FIRST else N)
     assigned = tl.load(sorted_ptr + tile * BX + tl.arange(0, BX))
     live = assigned < total
     source = assigned // TOP_K if FIRST else assigned
@@ -121,6 +143,7 @@ def expert_gemm_kernel(
             acc += tl.dot(w, x.T) * scale[None, :]
         else:
             acc = tl.dot(w, x.T, acc)
+    pdl_start(PDL)  # no earlier, see expert_mx_kernel
     if FP8:
         acc = acc * tl.load(w_scale_ptr + expert * N + rows, mask=inside, other=0.0)[:, None]
     mask = inside[:, None] & live[None, :]
@@ -148,131 +171,70 @@ def expert_gemm_kernel(
         tl.store(at, acc.to(out_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit
-def load_bias(at, inside):
-    """A bias per row of weights, as a column beside the tokens."""
-    return tl.load(at, mask=inside, other=0.0).to(tl.float32)[:, None]
-
-
-@triton.jit
-def activate(gate, up, OAI: tl.constexpr):
-    """SiLU, or gpt-oss's clamped form."""
-    if OAI:
-        gate = tl.minimum(gate, 7.0)
-        up = tl.minimum(tl.maximum(up, -7.0), 7.0) + 1.0
-        y = up * gate / (1.0 + tl.exp(-1.702 * gate))
-    else:
-        y = gate / (1.0 + tl.exp(-gate)) * up
-    return y
-
-
 @triton.jit(do_not_specialize=["total"])
-def expert_w4_kernel(
-    w_ptr, x_ptr, out_ptr, scale_ptr, bias_ptr, sorted_ptr, tile_ptr, total,
-    N: tl.constexpr, K: tl.constexpr, TOP_K: tl.constexpr, BW: tl.constexpr, BX: tl.constexpr, STAGES: tl.constexpr,
-    FIRST: tl.constexpr, OAI: tl.constexpr, BIAS: tl.constexpr, PACKED: tl.constexpr,
+def combine_kernel(
+    y_ptr, weight_ptr, out_ptr, total,
+    N: tl.constexpr, TOP_K: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """MXFP4 weights times bf16 rows. FIRST: rows are tokens, out is the activated middle in bf16; otherwise rows are
-    assignments. A step is one block of the split layout: 32 columns in low nibbles, 32 in high ones."""
-    tile = tl.program_id(1)
-    expert = tl.load(tile_ptr + tile)
-    if expert < 0:
-        return
-    rows = tl.program_id(0) * BW + tl.arange(0, BW)
-    inside = rows < (N // 2 if FIRST else N)
-    assigned = tl.load(sorted_ptr + tile * BX + tl.arange(0, BX))
-    live = assigned < total
-    source = assigned // TOP_K if FIRST else assigned
-    half = tl.arange(0, 32)
-    row = expert.to(tl.int64) * N + rows
-    w_at = w_ptr + row[:, None] * (K // 2) + half[None, :]
-    x_at = x_ptr + source[:, None].to(tl.int64) * K + half[None, :]
-    scale_at = scale_ptr + row * (K // 32)
-    UP: tl.constexpr = N // 2
-    acc = tl.zeros([BW, BX], tl.float32)
-    up = tl.zeros([BW, BX], tl.float32)
-    for k in tl.range(0, K, 64, num_stages=STAGES):
-        x_low = tl.load(x_at + k, mask=live[:, None], other=0.0).T
-        x_high = tl.load(x_at + k + 32, mask=live[:, None], other=0.0).T
-        low, high = load_widened(w_at, scale_at, k, inside, PACKED)
-        acc = tl.dot(low, x_low, acc)
-        acc = tl.dot(high, x_high, acc)
-        if FIRST:
-            low, high = load_widened(w_at + UP * (K // 2), scale_at + UP * (K // 32), k, inside, PACKED)
-            up = tl.dot(low, x_low, up)
-            up = tl.dot(high, x_high, up)
-    acc = acc * UNSHIFT
-    mask = inside[:, None] & live[None, :]
-    if FIRST:
-        up = up * UNSHIFT
-        if BIAS:
-            acc += load_bias(bias_ptr + expert * N + rows, inside)
-            up += load_bias(bias_ptr + expert * N + UP + rows, inside)
-        acc = activate(acc, up, OAI)
-    elif BIAS:
-        acc += load_bias(bias_ptr + expert * N + rows, inside)
-    at = out_ptr + assigned[None, :].to(tl.int64) * (UP if FIRST else N) + rows[:, None]
-    tl.store(at, acc.to(out_ptr.dtype.element_ty), mask=mask)
-
-
-@triton.jit
-def load_widened(w_at, scale_at, k, inside, PACKED: tl.constexpr):
-    """The block at k as bf16 times 2^-63: low nibbles, high nibbles."""
-    packed = tl.load(w_at + k // 2, mask=inside[:, None], other=0)
-    s_low = exponent_scale(tl.load(scale_at + k // 32, mask=inside, other=0))
-    s_high = exponent_scale(tl.load(scale_at + k // 32 + 1, mask=inside, other=0))
-    return widen_mx(packed, s_low, s_high, PACKED)
-
-
-@triton.jit
-def combine_kernel(y_ptr, weight_ptr, out_ptr, N: tl.constexpr, TOP_K: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     col = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = col < N
-    total = tl.zeros([BLOCK], tl.float32)
+    acc = tl.zeros([BLOCK], tl.float32)
+    pdl_start(PDL)
+    pdl_wait(PDL)
     for i in tl.static_range(TOP_K):
-        y = tl.load(y_ptr + (row * TOP_K + i) * N + col, mask=mask, other=0.0).to(tl.float32)
-        total += y * tl.load(weight_ptr + row * TOP_K + i)
-    tl.store(out_ptr + row * N + col, total.to(out_ptr.dtype.element_ty), mask=mask)
+        y = tl.zeros([BLOCK], tl.float32)
+        for part in tl.static_range(PARTS):
+            at = y_ptr + (tl.cast(total, tl.int64) * part + row * TOP_K + i) * N + col
+            y += tl.load(at, mask=mask, other=0.0).to(tl.float32)
+        acc += y * tl.load(weight_ptr + row * TOP_K + i)
+    tl.store(out_ptr + row * N + col, acc.to(out_ptr.dtype.element_ty), mask=mask)
 
 
-def moe_route(spec: MoESpec, logits: Tensor, weights: Tensor, ids: Tensor) -> None:
+def moe_route(
+    spec: MoESpec, logits: Tensor, weights: Tensor, ids: Tensor, *, bias: Tensor | None = None, pdl: bool = PDL
+) -> None:
     route_kernel[(logits.shape[0],)](
-        logits, weights, ids, E=spec.experts, BLOCK=triton.next_power_of_2(spec.experts), TOP_K=spec.top_k,
+        logits, logits if bias is None else bias, weights, ids,
+        E=spec.experts, BLOCK=triton.next_power_of_2(spec.experts), TOP_K=spec.top_k,
         PAD_K=triton.next_power_of_2(spec.top_k), SIGMOID=spec.scoring == "sigmoid", RENORM=spec.renormalize,
-        num_warps=1,
+        BIASED=bias is not None, PDL=pdl, num_warps=1, **pdl_launch(pdl),
     )  # fmt: skip
 
 
 def moe_experts(
     spec: MoESpec, x: Tensor, x_scale: Tensor, weights: Tensor, ids: Tensor, w1: Tensor, w1_scale: Tensor, w2: Tensor,
     w2_scale: Tensor, out: Tensor, workspace: Tensor, *, b1: Tensor | None = None, b2: Tensor | None = None,
-    plans: PlanTable = EMPTY,
+    plans: PlanTable = EMPTY, pdl: bool = PDL,
 ) -> None:  # fmt: skip
     tokens = x.shape[0]
     total = tokens * spec.top_k
     plan = plans.pick(tokens, expert_plan(spec, tokens, plans.cc))
     bx = plan["bx"]
     max_tiles = min(total, spec.experts) + total // bx
-    middle, group_scale, y, count, order, tiles = carve(spec, workspace, total, max_tiles, bx)
-    sort_by_expert(spec, ids, count, order, tiles, total, max_tiles, bx)
-    product = {"e4m3": fp8_products, "bf16": bf16_products, "mxfp4": w4_products}[spec.weights]
-    product(spec, plan, x, x_scale, (w1, w1_scale, b1), (w2, w2_scale, b2), middle, group_scale, y, order, tiles, total)
+    parts = plan.get("parts", 1)
+    middle, group_scale, y, count, order, tiles = carve(spec, workspace, total, max_tiles, bx, parts)
+    sort_by_expert(spec, ids, count, order, tiles, total, max_tiles, bx, pdl)
+    first, second = (w1, w1_scale, b1), (w2, w2_scale, b2)
+    if spec.weights == "mxfp4":
+        mx_products(spec, plan, x, first, second, middle, y, order, tiles, total, pdl)
+    else:
+        product = fp8_products if spec.weights == "e4m3" else bf16_products
+        product(spec, plan, x, x_scale, first, second, middle, group_scale, y, order, tiles, total, pdl)
     combine_kernel[(tokens, triton.cdiv(spec.hidden, 1024))](
-        y, weights, out, N=spec.hidden, TOP_K=spec.top_k, BLOCK=1024, num_warps=4
-    )
-
-
-Weights = tuple[Tensor, Tensor, Tensor | None]  # values, scales, bias
+        y, weights, out, total, N=spec.hidden, TOP_K=spec.top_k, PARTS=parts, BLOCK=1024, PDL=pdl, num_warps=4,
+        **pdl_launch(pdl),
+    )  # fmt: skip
 
 
 def fp8_products(
     spec: MoESpec, plan: Plan, x: Tensor, x_scale: Tensor, first: Weights, second: Weights, middle: Tensor,
-    group_scale: Tensor, y: Tensor, order: Tensor, tiles: Tensor, total: int,
+    group_scale: Tensor, y: Tensor, order: Tensor, tiles: Tensor, total: int, pdl: bool,
 ) -> None:  # fmt: skip
     group, bx, max_tiles = group_width(spec), plan["bx"], tiles.numel()
     common = dict(
-        TOP_K=spec.top_k, BX=bx, BK=group, STAGES=plan["stages"], BIAS=spec.bias, FP8=True, num_warps=plan["warps"]
+        TOP_K=spec.top_k, BX=bx, BK=group, STAGES=plan["stages"], BIAS=spec.bias, FP8=True, PDL=pdl,
+        num_warps=plan["warps"], **pdl_launch(pdl),
     )  # fmt: skip
     (w1, s1, b1), (w2, s2, b2) = first, second
     expert_gemm_kernel[(spec.inter // group, max_tiles)](
@@ -287,12 +249,12 @@ def fp8_products(
 
 def bf16_products(
     spec: MoESpec, plan: Plan, x: Tensor, x_scale: Tensor, first: Weights, second: Weights, middle: Tensor,
-    group_scale: Tensor, y: Tensor, order: Tensor, tiles: Tensor, total: int,
+    group_scale: Tensor, y: Tensor, order: Tensor, tiles: Tensor, total: int, pdl: bool,
 ) -> None:  # fmt: skip
     bw = plan["bw"]
     common = dict(
         TOP_K=spec.top_k, BW=bw, BX=plan["bx"], BK=64, STAGES=plan["stages"], BIAS=spec.bias, FP8=False,
-        num_warps=plan["warps"],
+        PDL=pdl, num_warps=plan["warps"], **pdl_launch(pdl),
     )  # fmt: skip
     (w1, _, b1), (w2, _, b2) = first, second
     expert_gemm_kernel[(triton.cdiv(spec.inter, bw), tiles.numel())](
@@ -305,31 +267,20 @@ def bf16_products(
     )  # fmt: skip
 
 
-def w4_products(
-    spec: MoESpec, plan: Plan, x: Tensor, x_scale: Tensor, first: Weights, second: Weights, middle: Tensor,
-    group_scale: Tensor, y: Tensor, order: Tensor, tiles: Tensor, total: int,
-) -> None:  # fmt: skip
-    common = dict(TOP_K=spec.top_k, BX=plan["bx"], STAGES=plan["stages"], BIAS=spec.bias, PACKED=PACKED)
-    (w1, s1, b1), (w2, s2, b2) = first, second
-    expert_w4_kernel[(triton.cdiv(spec.inter, 64), tiles.numel())](
-        w1, x, middle, s1, s1 if b1 is None else b1, order, tiles, total, N=2 * spec.inter, K=spec.hidden, BW=64,
-        FIRST=True, OAI=spec.activation != "silu", num_warps=4, **common,
-    )  # fmt: skip
-    expert_w4_kernel[(triton.cdiv(spec.hidden, 64), tiles.numel())](
-        w2, middle, y, s2, s2 if b2 is None else b2, order, tiles, total, N=spec.hidden, K=spec.inter, BW=64,
-        FIRST=False, OAI=False, num_warps=4, **common,
-    )  # fmt: skip
-
-
 def sort_by_expert(
-    spec: MoESpec, ids: Tensor, count: Tensor, order: Tensor, tiles: Tensor, total: int, max_tiles: int, bx: int
-) -> None:
+    spec: MoESpec, ids: Tensor, count: Tensor, order: Tensor, tiles: Tensor, total: int, max_tiles: int, bx: int,
+    pdl: bool,
+) -> None:  # fmt: skip
     tokens = triton.next_power_of_2(total // spec.top_k)  # changes where the plan does
     block = min(2048, triton.next_power_of_2(tokens * spec.top_k))
-    count_kernel[(spec.experts,)](ids, count, total, BLOCK=block, num_warps=4)
+    pad = triton.next_power_of_2(spec.experts)
+    few = block <= FEW_ASSIGNMENTS and block * pad <= FEW_COMPARES
+    common = dict(BLOCK=block, PDL=pdl, **pdl_launch(pdl))
+    if not few:
+        count_kernel[(spec.experts,)](ids, count, total, num_warps=4, **common)
     sort_kernel[(spec.experts + 1,)](
-        ids, count, order, tiles, total, max_tiles, E=spec.experts, PAD_E=triton.next_power_of_2(spec.experts), BX=bx,
-        BLOCK=block, num_warps=8,
+        ids, count, order, tiles, total, max_tiles, E=spec.experts, PAD_E=pad, BX=bx, FEW=few,
+        num_warps=min(8, max(1, pad * block // 1024)) if few else 8, **common,
     )  # fmt: skip
 
 
@@ -337,21 +288,21 @@ def expert_plan(spec: MoESpec, tokens: int, cc: int) -> Plan:
     """A tile holds about as many rows as an expert gets of the next power of two tokens: what depends on their number
     changes there and nowhere else. Two accumulators of 128 x 128 spill on sm_120.
     """
-    share = max(1, triton.next_power_of_2(tokens) * spec.top_k // spec.experts)
+    share = triton.next_power_of_2(max(1, triton.next_power_of_2(tokens) * spec.top_k // spec.experts))
     if spec.weights == "mxfp4":
-        return dict(bx=min(64, max(16, triton.next_power_of_2(share))), stages=4)
+        return mx_plan(share, cc)
     if spec.weights == "bf16":
-        return dict(bx=min(64, max(16, triton.next_power_of_2(share))), bw=64, stages=4, warps=4)
-    bx = min(64 if cc == 120 else 128, max(16, triton.next_power_of_2(share)))
+        return dict(bx=min(64, max(16, share)), bw=64, stages=4, warps=4)
+    bx = min(64 if cc == 120 else 128, max(16, share))
     return dict(bx=bx, bw=128 if bx >= 64 else 64, stages=4 if bx <= 32 else 3, warps=8 if bx == 128 else 4)
 
 
-def carve(spec: MoESpec, workspace: Tensor, total: int, max_tiles: int, bx: int) -> list[Tensor]:
+def carve(spec: MoESpec, workspace: Tensor, total: int, max_tiles: int, bx: int, parts: int = 1) -> list[Tensor]:
     """The middle and its scales, the rows before the sum, counts, sorted assignments, the expert of each tile."""
     shapes = [
         (torch.float8_e4m3fn if spec.weights == "e4m3" else torch.bfloat16, total * spec.inter),
         (torch.float32, total * (spec.inter // group_width(spec))),
-        (torch.bfloat16, total * spec.hidden),
+        (torch.bfloat16 if parts == 1 else torch.float32, parts * total * spec.hidden),
         (torch.int32, spec.experts),
         (torch.int32, max_tiles * bx),
         (torch.int32, max_tiles),

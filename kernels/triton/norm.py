@@ -18,17 +18,29 @@ def sum_and_max(total_a, peak_a, total_b, peak_b):
     return total_a + total_b, tl.maximum(peak_a, peak_b)
 
 
+@triton.jit
+def store_groups(out_ptr, scale_ptr, y, row, group, num_tokens, N: tl.constexpr):
+    """A row's groups [groups, 128] in e4m3, and the scale of each, as [N / 128, tokens]."""
+    col = group[:, None] * 128 + tl.arange(0, 128)[None, :]
+    scale = token_scale(tl.max(tl.abs(y), 1))
+    tl.store(scale_ptr + group.to(tl.int64) * num_tokens + row, scale, mask=group * 128 < N)
+    tl.store(out_ptr + row.to(tl.int64) * N + col, to_e4m3(y / scale[:, None]), mask=col < N)
+
+
 @triton.jit(do_not_specialize=["num_tokens"])
 def norm_kernel(
-    x_ptr, residual_ptr, weight_ptr, ids_ptr, out_ptr, scale_ptr, token_scale_ptr, channel_scale_ptr, eps, num_tokens,
+    x_ptr, residual_ptr, weight_ptr, ids_ptr, out_ptr, scale_ptr, token_scale_ptr, channel_scale_ptr, bias_ptr, eps,
+    num_tokens,
     N: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr, EMBED: tl.constexpr, RESIDUAL: tl.constexpr,
-    DEFERRED: tl.constexpr, QUANT: tl.constexpr, PDL: tl.constexpr,
+    DEFERRED: tl.constexpr, BIASED: tl.constexpr, QUANT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0)
     col = tl.arange(0, BLOCK)
     mask = col < N
     pdl_start(PDL)
     gain = tl.load(weight_ptr + col, mask=mask, other=0.0).to(tl.float32)
+    if BIASED:
+        bias = tl.load(bias_ptr + col, mask=mask, other=0.0).to(tl.float32)
     pdl_wait(PDL)
     value = tl.zeros([BLOCK], tl.float32)
     if EMBED:
@@ -40,6 +52,8 @@ def norm_kernel(
             )
         if DEFERRED:
             value = value * tl.load(channel_scale_ptr + col, mask=mask, other=0.0) * tl.load(token_scale_ptr + row)
+        if BIASED:
+            value += bias
         if RESIDUAL:
             value += tl.load(residual_ptr + row.to(tl.int64) * N + col, mask=mask, other=0.0).to(tl.float32)
     if RESIDUAL:
@@ -51,6 +65,9 @@ def norm_kernel(
     y = value * r * gain
     if QUANT == 0:
         tl.store(out_ptr + row.to(tl.int64) * N + col, y.to(out_ptr.dtype.element_ty), mask=mask)
+    elif QUANT == 3:
+        y = tl.reshape(y, (BLOCK // 128, 128))
+        store_groups(out_ptr, scale_ptr, y, row, tl.arange(0, BLOCK // 128), num_tokens, N)
     else:
         if QUANT == 1:
             scale = token_scale(peak * r)
@@ -82,22 +99,19 @@ def quant_kernel(
 def quant_groups_kernel(
     x_ptr, out_ptr, scale_ptr, num_tokens, N: tl.constexpr, GROUPS: tl.constexpr, PDL: tl.constexpr
 ):
-    """One scale per token and 128 columns, as [N / 128, tokens]; a program rounds GROUPS of them."""
+    """A program rounds GROUPS of them."""
     row = tl.program_id(0)
     group = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
     col = group[:, None] * 128 + tl.arange(0, 128)[None, :]
-    mask = col < N
     pdl_start(PDL)
     pdl_wait(PDL)
-    y = tl.load(x_ptr + row.to(tl.int64) * N + col, mask=mask, other=0.0).to(tl.float32)
-    scale = token_scale(tl.max(tl.abs(y), 1))
-    tl.store(scale_ptr + group.to(tl.int64) * num_tokens + row, scale, mask=group * 128 < N)
-    tl.store(out_ptr + row.to(tl.int64) * N + col, to_e4m3(y / scale[:, None]), mask=mask)
+    y = tl.load(x_ptr + row.to(tl.int64) * N + col, mask=col < N, other=0.0).to(tl.float32)
+    store_groups(out_ptr, scale_ptr, y, row, group, num_tokens, N)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens"])
 def silu_kernel(
-    x_ptr, out_ptr, scale_ptr, token_scale_ptr, channel_scale_ptr,
+    x_ptr, out_ptr, scale_ptr, token_scale_ptr, channel_scale_ptr, num_tokens,
     N: tl.constexpr, BLOCK: tl.constexpr, PIECES: tl.constexpr, DEFERRED: tl.constexpr, QUANT: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
@@ -123,9 +137,13 @@ def silu_kernel(
     for piece in tl.static_range(PIECES):
         col = first + piece * BLOCK
         y = middle[piece] * multiplier
-        if QUANT == 2:
-            y = to_e4m3(y)  # a scale of the row's own keeps it within the range
-        tl.store(out_ptr + row * N + col, y.to(out_ptr.dtype.element_ty), mask=col < N if N % BLOCK > 0 else None)
+        if QUANT == 3:
+            group = (tl.program_id(1) * PIECES + piece) * (BLOCK // 128) + tl.arange(0, BLOCK // 128)
+            store_groups(out_ptr, scale_ptr, tl.reshape(y, (BLOCK // 128, 128)), row, group, num_tokens, N)
+        else:
+            if QUANT == 2:
+                y = to_e4m3(y)  # a scale of the row's own keeps it within the range
+            tl.store(out_ptr + row * N + col, y.to(out_ptr.dtype.element_ty), mask=col < N if N % BLOCK > 0 else None)
 
 
 @triton.jit
@@ -142,13 +160,13 @@ def gated(x_ptr, channel_scale_ptr, col, factor, N: tl.constexpr, MASK: tl.const
     return tl.where(mask, y, 0.0) if MASK else y
 
 
-MODE = {"none": 0, "token": 1, "tensor": 2}
+MODE = {"none": 0, "token": 1, "tensor": 2, "group": 3}
 
 
 def add_rmsnorm_quant(
     spec: NormSpec, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, out: Tensor, scale: Tensor,
     *, ids: Tensor | None = None, token_scale: Tensor | None = None, channel_scale: Tensor | None = None,
-    pdl: bool = PDL, num_warps: int = 0,
+    bias: Tensor | None = None, pdl: bool = PDL, num_warps: int = 0,
 ) -> None:  # fmt: skip
     tokens = out.shape[0]
     # 32 warps on a row win while the card is not full, then the smaller block does (0.04 ms of a step), until memory is
@@ -156,10 +174,11 @@ def add_rmsnorm_quant(
     warps = num_warps or (32 if tokens <= 64 else 4 if tokens <= 256 else 16)
     norm_kernel[(tokens,)](
         x, weight if residual is None else residual, weight, scale if ids is None else ids, out, scale,
-        scale if token_scale is None else token_scale, scale if channel_scale is None else channel_scale, eps, tokens,
+        scale if token_scale is None else token_scale, scale if channel_scale is None else channel_scale,
+        weight if bias is None else bias, eps, tokens,
         N=spec.hidden, BLOCK=triton.next_power_of_2(spec.hidden), PARTS=spec.parts, EMBED=spec.embed,
-        RESIDUAL=spec.residual, DEFERRED=spec.deferred, QUANT=MODE[spec.quant], PDL=pdl, num_warps=warps,
-        **pdl_launch(pdl),
+        RESIDUAL=spec.residual, DEFERRED=spec.deferred, BIASED=spec.biased, QUANT=MODE[spec.quant],
+        PDL=pdl, num_warps=warps, **pdl_launch(pdl),
     )  # fmt: skip
 
 
@@ -185,8 +204,8 @@ def silu_mul_quant(
     pieces = triton.cdiv(spec.width, block)
     silu_kernel[(x.shape[0], 1 if whole_row else pieces)](
         x, out, scale, scale if token_scale is None else token_scale, scale if channel_scale is None else channel_scale,
-        N=spec.width, BLOCK=block, PIECES=pieces if whole_row else 1, DEFERRED=spec.deferred, QUANT=MODE[spec.quant],
-        PDL=pdl, num_warps=warps, **options, **pdl_launch(pdl),
+        len(x), N=spec.width, BLOCK=block, PIECES=pieces if whole_row else 1, DEFERRED=spec.deferred,
+        QUANT=MODE[spec.quant], PDL=pdl, num_warps=warps, **options, **pdl_launch(pdl),
     )  # fmt: skip
 
 

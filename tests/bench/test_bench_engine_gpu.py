@@ -7,15 +7,17 @@ import numpy as np
 import pytest
 import torch
 
-from bench.engine_gpu import flops_per_token, limit_ms, prefill_rate
-from bench.random_model import LLAMA_8B, RandomWeights, random_checkpoint
+from bench.engine_gpu import flops_per_token, layer_weights, limit_ms, prefill_rate
+from bench.random_model import LLAMA_8B, STORED, RandomWeights, random_checkpoint
 from contracts.sampling import SamplingParams
+from engine.cuda.formats import DEVICE_FORMATS
 from engine.cuda.load import load_device_engine
+from engine.cuda.weights import load_device_weights
 from engine.messages import EngineSettings
 from tests.engine.driving import answers
 
 TINY = replace(
-    LLAMA_8B, vocab_size=300, hidden_size=256, intermediate_size=512, num_layers=2, num_heads=8, num_kv_heads=2,
+    LLAMA_8B, vocab_size=300, hidden_size=256, intermediate_size=512, num_layers=2, num_heads=8, num_kv_heads=4,
     head_dim=32, max_model_len=256,
 )  # fmt: skip
 
@@ -28,11 +30,12 @@ def test_limits_are_those_of_the_design():
     assert flops_per_token(LLAMA_8B, 0) == pytest.approx(2 * 6.98e9, rel=0.001)
 
 
-def tiny_engine(dtype):
+def tiny_engine(dtype, quantization=None):
     settings = EngineSettings(dtype=dtype, kv_cache_nbytes=8 << 20, max_num_seqs=4, max_batched_tokens=128)
     device = torch.device("cpu")
-    checkpoint = random_checkpoint("tiny", TINY)
-    return load_device_engine(settings, checkpoint, lambda *_: None, RandomWeights(TINY, device), device)
+    checkpoint = random_checkpoint("tiny", TINY, quantization)
+    source = RandomWeights(TINY, device, quantization=quantization)
+    return load_device_engine(settings, checkpoint, lambda *_: None, source, device)
 
 
 def test_prompts_are_drawn_before_the_clock_starts(monkeypatch):
@@ -52,3 +55,23 @@ def test_a_model_of_random_weights_answers(dtype):
     (tokens,) = answers(engine, [[1, 2, 3]], sampling)
     assert len(tokens) == 5
     assert all(0 <= token < TINY.vocab_size for token in tokens)
+
+
+@pytest.mark.parametrize(
+    ("stored", "recipe", "nbytes"),
+    [("fp8-rows", "row", 1), ("fp8-blocks", "block128", 1), ("gptq", "int4", 0.5), ("awq", "int4", 0.5)],
+)
+def test_a_model_of_random_stored_weights_keeps_them(stored, recipe, nbytes):
+    dtype, device = "int4" if recipe == "int4" else "float8", torch.device("cpu")
+    source = RandomWeights(TINY, device, quantization=STORED[stored])
+    weights = load_device_weights(TINY, source, DEVICE_FORMATS[dtype], 256, device, lambda *_: None)
+    matrices = [matrix for layer in weights.layers for matrix in layer.matrices()]
+    assert {matrix.recipe for matrix in matrices} == {recipe}
+    if recipe == "int4":
+        zeros = torch.cat([(m.scale & 15).flatten() for m in matrices if m.scale is not None]).unique()
+        assert (len(zeros) == 1) == (stored == "gptq")
+    assert sum(matrix.weight.nbytes for matrix in matrices) == nbytes * TINY.num_layers * layer_weights(TINY)
+    sampling = SamplingParams(max_tokens=3, seed=0, temperature=0.0, ignore_eos=True)
+    assert len(answers(tiny_engine(dtype, STORED[stored]), [[1, 2, 3]], sampling)[0]) == 3
+    limit = limit_ms(LLAMA_8B, 1, 1024, stored)
+    assert limit == pytest.approx({1: 1.8, 0.5: 1.1}[nbytes], abs=0.06)

@@ -1,10 +1,23 @@
 """What formats lose: perplexities of the same tokens, and how sure their ratio is."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
+import torch
 
-from bench.engine_gpu_agreement import agreement, perplexities
+from bench.engine_gpu_agreement import agreement, parting_rows, perplexities
+
+
+class Counting(torch.nn.Module):
+    """A token's logit is itself times the number of tokens so far."""
+
+    def __init__(self):
+        super().__init__()
+        self.factors = torch.nn.Parameter(torch.arange(10.0))
+
+    def forward(self, token_ids, logits_to_keep):
+        return SimpleNamespace(logits=(self.factors * token_ids.shape[1])[None, None])
 
 
 def test_a_loss_is_told_by_token_with_its_error():
@@ -23,3 +36,14 @@ def test_answers_agree_up_to_their_first_difference():
     same, until = agreement("x", [[1, 2, 3], [4, 5, 6]], "y", [[1, 2, 3], [4, 0, 6]])
     assert (same.value, same.unit) == (1, "of 2")
     assert until.value == 4
+
+
+def test_where_answers_part_the_exact_model_says_how_near_the_two_tokens_were():
+    prompts, one = [[0, 0], [0, 0], [0]], [[1, 2, 3], [4, 5, 6], [7, 8, 9]]
+    median, largest = parting_rows(Counting(), prompts, "x", one, "y", [[1, 2, 5], [4, 5, 6], [6, 8, 9]])
+    assert median.params == {"dtype": "x", "beside": "y", "answers": 2}
+    assert (median.value, largest.value) == ((2 * 4 + 1 * 1) / 2, 2 * 4)
+
+
+def test_of_equal_answers_nothing_is_told():
+    assert not parting_rows(Counting(), [[0]], "x", [[1, 2]], "y", [[1, 2]])

@@ -81,7 +81,7 @@ async def assert_idle(store: Store) -> None:
     assert (await store.counts()).states == {}
 
 
-async def until(condition: Callable[[], Awaitable[bool]], timeout_s: float = 10.0) -> None:
+async def until(condition: Callable[[], Awaitable[bool]], timeout_s: float = 60.0) -> None:
     async with asyncio.timeout(timeout_s):
         while not await condition():
             await asyncio.sleep(0.02)

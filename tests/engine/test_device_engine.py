@@ -31,6 +31,9 @@ from engine.sequence import Sequence
 from engine.weights import open_weights
 from kernels import catalog
 from kernels.caps import Caps
+from kernels.reference import attention
+from kernels.registry import Registry
+from kernels.specs import FusedAttnSpec, GemmSpec, NormSpec, RopeSpec
 from kv_transfer.conversion import is_possible
 from kv_transfer.frames import Terms
 
@@ -81,18 +84,21 @@ def test_a_request_id_that_comes_again_has_blocks_of_its_own(folder):
     assert answers(engine, second, greedy()) == answers(device_engine(folder), second, greedy())
 
 
-@pytest.mark.parametrize("changes", [{}, FUSIBLE], ids=["plain", "fusible"])
-def test_small_models_are_rounded_whole_only_for_a_fused_step(tmp_path, changes):
-    save_tiny(tmp_path, "llama", **changes)
+@pytest.mark.parametrize(
+    ("family", "changes", "is_whole"),
+    [("llama", {}, False), ("llama", FUSIBLE, True), ("qwen2", FUSIBLE, False), ("qwen3", FUSIBLE, False)],
+)
+def test_small_models_are_rounded_whole_only_for_a_llama_s_fused_step(tmp_path, family, changes, is_whole):
+    save_tiny(tmp_path, family, **changes)
     checkpoint, device = open_checkpoint(str(tmp_path)), torch.device("cpu")
     number_format = DEVICE_FORMATS["float8"]
     weights = load_device_weights(
         checkpoint.config, open_weights(checkpoint), number_format, 64, device, lambda *_: None
     )
     recipes = [[matrix.recipe for matrix in layer.matrices()] for layer in weights.layers]
-    expected = [["row"] * 4] * 3 if changes else [["w8"] * 4, ["w8"] * 4, ["w8", "w8", "plain", "plain"]]
+    expected = [["row"] * 4] * 3 if is_whole else [["w8"] * 4, ["w8"] * 4, ["w8", "w8", "plain", "plain"]]
     assert recipes == expected
-    assert is_fusible(checkpoint.config, number_format, weights) == bool(changes)
+    assert is_fusible(checkpoint.config, number_format, weights) == is_whole
 
 
 def test_rounding_sparingly_brings_logits_nearer(tmp_path, monkeypatch):
@@ -104,12 +110,82 @@ def test_rounding_sparingly_brings_logits_nearer(tmp_path, monkeypatch):
     assert sparing < 0.9 * rounded
 
 
+@pytest.mark.parametrize("family", ["qwen2", "qwen3_moe", "gpt_oss", "llama4"])
+def test_products_left_unscaled_take_their_bias_and_head_norms_behind(tmp_path, monkeypatch, family):
+    monkeypatch.setattr("engine.cuda.weights.rounds_sparingly", lambda _: False)
+    asked, get = [], Registry.get
+
+    def get_noted(registry, op, spec):
+        asked.append(spec)
+        return get(registry, op, spec)
+
+    save_tiny(tmp_path, family)
+    expected = logits_of(device_engine(tmp_path, "float32"), PROMPTS)
+    monkeypatch.setattr(Registry, "get", get_noted)
+    found = logits_of(device_engine(tmp_path, "float8"), PROMPTS)
+    norms = [spec for spec in asked if isinstance(spec, NormSpec)]
+    kinds = {(spec.biased, spec.normed, spec.deferred) for spec in asked if isinstance(spec, RopeSpec)}
+    biased = family in ("qwen2", "gpt_oss")
+    normed = {"qwen3_moe": {True}, "llama4": {True, False}}.get(family, {False})
+    assert kinds == {(biased, each, True) for each in normed}
+    assert {spec.hidden for spec in norms} == {96}
+    assert any(spec.biased and spec.deferred for spec in norms) == (family == "gpt_oss")
+    assert 1e-4 < relative_error(found, expected) < 0.3
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3_moe", "gpt_oss"])
+def test_readers_add_up_the_parts_of_few_rows(tmp_path, monkeypatch, family):
+    """Which only wide matrices have."""
+    asked, get = set(), Registry.get
+
+    def get_noted(registry, op, spec):
+        asked.add((type(spec), getattr(spec, "parts", 1), getattr(spec, "deferred", False)))
+        return get(registry, op, spec)
+
+    save_tiny(tmp_path, family, **FUSIBLE)
+    monkeypatch.setattr("engine.cuda.weights.rounds_sparingly", lambda _: False)
+    monkeypatch.setattr("engine.cuda.load.is_fusible", lambda *_: False)
+    whole = logits_of(device_engine(tmp_path, "float8"), PROMPTS)
+    monkeypatch.setattr("engine.cuda.products.skinny_parts", lambda rows, n, k: 2 if rows <= 64 else None)
+    monkeypatch.setattr(Registry, "get", get_noted)
+    parted = logits_of(device_engine(tmp_path, "float8"), PROMPTS)
+    kinds = {(kind, parts) for kind in (GemmSpec, RopeSpec, NormSpec) for parts in (1, 2)}
+    assert asked >= {(kind, parts, parts == 1) for kind, parts in kinds}
+    assert relative_error(parted, whole) < 0.1
+
+
 def save_uneven(folder):
     """A tiny Qwen2, of whose keys one channel a head stands out and hardly turns, as real models have them."""
     model = save_tiny(folder, "qwen2")
     for layer in model.model.layers:
         layer.self_attn.k_proj.bias.data.view(2, -1)[:, -1] = 40.0
     model.save_pretrained(folder)
+
+
+def test_attention_that_takes_queries_in_e4m3_gets_those_of_prompts_so(folder, monkeypatch):
+    given = set()
+
+    def taking(impl):
+        """The reference's attention, as if it took such queries."""
+        return replace(impl, takes_e4m3=True) if (impl.op, impl.name) == ("attn_prefill", "reference") else impl
+
+    def noted(attend):
+        def noting(spec, q, *args, **kwargs):
+            given.add((attend.__name__, q.dtype))
+            attend(spec, q, *args, **kwargs)
+
+        return noting
+
+    monkeypatch.setattr("engine.cuda.load.is_fusible", lambda *_: False)
+    plain = device_engine(folder, "float8")
+    expected, told = logits_of(plain, PROMPTS), answers(plain, PROMPTS, greedy(8))
+    monkeypatch.setattr(catalog, "IMPLS", tuple(map(taking, catalog.IMPLS)))
+    for name in ("attn_prefill", "attn_decode"):
+        monkeypatch.setattr(attention, name, noted(getattr(attention, name)))
+    engine = device_engine(folder, "float8")
+    assert 0 < relative_error(logits_of(engine, PROMPTS), expected) < 0.15
+    assert [len(tokens) for tokens in answers(engine, PROMPTS, greedy(8))] == [len(tokens) for tokens in told]
+    assert given == {("attn_prefill", torch.float8_e4m3fn), ("attn_decode", torch.bfloat16)}
 
 
 def test_smooth_keys_bring_logits_nearer(tmp_path, monkeypatch):
@@ -153,10 +229,22 @@ def test_a_searched_scale_cuts_off_nothing_and_leaves_less_of_an_error():
     assert errors[quantize_finely].mean() < 0.6 * errors[quantize_rows].mean()
 
 
-def test_the_fused_step_computes_what_the_plain_one_does(folder, monkeypatch):
-    fused = logits_of(device_engine(folder, "float8"), PROMPTS)
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+def test_the_fused_step_computes_what_the_plain_one_does(tmp_path, monkeypatch, family):
+    save_tiny(tmp_path, family, **FUSIBLE)
+    monkeypatch.setattr("engine.cuda.formats.MIN_FP8_HIDDEN", 0)
+    asked, get = [], Registry.get
+
+    def get_noted(registry, op, spec):
+        asked.append(spec)
+        return get(registry, op, spec)
+
+    monkeypatch.setattr(Registry, "get", get_noted)
+    fused = logits_of(device_engine(tmp_path, "float8"), PROMPTS)
+    kinds = {(spec.biased, spec.normed) for spec in asked if isinstance(spec, FusedAttnSpec)}
+    assert kinds == {(family == "qwen2", family == "qwen3")}
     monkeypatch.setattr("engine.cuda.load.is_fusible", lambda *_: False)
-    plain = logits_of(device_engine(folder, "float8"), PROMPTS)
+    plain = logits_of(device_engine(tmp_path, "float8"), PROMPTS)
     assert torch.equal(fused[0], plain[0])
     # Attention's output and the MLP's middle are rounded by other scales; a scale applied wrongly gives 1 and more.
     assert 0 < relative_error(fused[1:], plain[1:]) < 0.2
@@ -330,7 +418,7 @@ def test_a_grammar_is_forgotten_if_its_request_went_before_its_first_mask(folder
     engine = device_engine(folder, max_batched_tokens=64)
     grammars, gone = engine._grammars, threading.Event()
     masks = grammars._masks
-    monkeypatch.setattr(grammars, "_masks", lambda sequences: (gone.wait(10), masks(sequences))[1])
+    monkeypatch.setattr(grammars, "_masks", lambda sequences: (gone.wait(60), masks(sequences))[1])
     engine.submit(request("gone", PROMPTS[2], greedy(8, grammar=LLMatcher.grammar_from_regex("[a-f]+"))))
     engine.step()
     engine.release(RequestId("gone"))

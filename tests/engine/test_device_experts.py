@@ -49,5 +49,5 @@ def test_mxfp4_experts_stay_so_beside_bf16_rows_and_are_widened_for_float32(tmp_
     for dtype, bound in (("bfloat16", 0.15), ("float8", 0.5)):
         engine = device_engine(tmp_path, dtype)
         layers = engine.runner.launcher.model._weights.layers  # type: ignore[attr-defined]
-        assert all(layer.mlp.gate_up.dtype is torch.uint8 for layer in layers)
+        assert all(layer.mlp.gate_up.dtype is torch.int16 for layer in layers)
         assert relative_error(logits_of(engine, PROMPTS), expected) < bound

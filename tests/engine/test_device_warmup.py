@@ -37,12 +37,13 @@ WAYS = [
     greedy(3, repetition_penalty=1.5),
     SamplingParams(max_tokens=3, seed=5, temperature=0.9, ignore_eos=True, logprobs=2),
     SamplingParams(max_tokens=3, seed=5, temperature=0.9, ignore_eos=True, frequency_penalty=1.0),
+    greedy(1, prompt_logprobs=1),
 ]
 MAX_ROWS, MAX_NUM_SEQS, MAX_LEN = 700, 40, 512
 
 
-def engine_of(folder, dtype, max_len=MAX_LEN):
-    return device_engine(folder, dtype, max_num_seqs=MAX_NUM_SEQS, max_model_len=max_len, max_batched_tokens=MAX_ROWS)
+def engine_of(folder, dtype, max_len=MAX_LEN, max_rows=MAX_ROWS):
+    return device_engine(folder, dtype, max_num_seqs=MAX_NUM_SEQS, max_model_len=max_len, max_batched_tokens=max_rows)
 
 
 def device_runner(engine):
@@ -50,12 +51,12 @@ def device_runner(engine):
     return engine.runner
 
 
-def warm(engine, max_len=MAX_LEN):
+def warm(engine, max_len=MAX_LEN, max_rows=MAX_ROWS):
     """What a start on a GPU launches after its weights are there."""
     runner = device_runner(engine)
     runner.launcher.steps.run_all()
     num_blocks = runner.launcher.cache.num_blocks
-    WarmUp(engine.layout, num_blocks, MAX_ROWS, MAX_NUM_SEQS, max_len).run(runner, engine._sampler)
+    WarmUp(engine.layout, num_blocks, max_rows, MAX_NUM_SEQS, max_len).run(runner, engine._sampler)
 
 
 def serve(engine):
@@ -67,10 +68,10 @@ def serve(engine):
         answers(engine, [[*shared, *random_prompts(VOCAB, (rest,), seed=rest)[0]]], greedy(2))
 
 
-def assert_nothing_compiles(folder, dtype):
+def assert_nothing_compiles(folder, dtype, max_rows=MAX_ROWS):
     with noted_launches() as launches:
-        engine = engine_of(folder, dtype)
-        warm(engine)
+        engine = engine_of(folder, dtype, max_rows=max_rows)
+        warm(engine, max_rows=max_rows)
         known = set(launches.kinds)
         serve(engine)
         assert launches.kinds == known
@@ -118,10 +119,26 @@ def test_nor_while_pages_are_handed_over_to_groups_of_any_size(dtype, tp_size):
         assert launches.kinds == known
 
 
+@pytest.mark.parametrize("family", ["gpt_oss", "qwen3_moe"])
+def test_nor_behind_products_left_unscaled_with_biases_or_head_norms(family, tmp_path, monkeypatch):
+    monkeypatch.setattr("engine.cuda.weights.rounds_sparingly", lambda _: False)
+    save_tiny(tmp_path, family, **HEADS)
+    assert_nothing_compiles(tmp_path, "float8")
+
+
+def test_nor_where_few_rows_are_multiplied_in_parts(tmp_path, monkeypatch):
+    """As of wide matrices."""
+    monkeypatch.setattr("engine.cuda.products.skinny_parts", lambda rows, n, k: 2 if rows <= 64 else None)
+    monkeypatch.setattr("engine.cuda.weights.rounds_sparingly", lambda _: False)
+    save_tiny(tmp_path, "qwen3_moe", **HEADS)
+    assert_nothing_compiles(tmp_path, "float8")
+
+
+@pytest.mark.parametrize("max_rows", [100, 200, MAX_ROWS])
 @pytest.mark.parametrize("layout", ["compressed-rows", "deepseek", "gptq", "awq"])
-def test_nor_of_weights_as_they_are_stored(layout, tmp_path):
+def test_nor_of_weights_as_they_are_stored(layout, max_rows, tmp_path):
     save_quantized(tmp_path, LAYOUTS[layout])
-    assert_nothing_compiles(tmp_path, "auto")
+    assert_nothing_compiles(tmp_path, "auto", max_rows)
 
 
 def test_nor_where_there_is_no_room_to_widen_keys_for_attention(tmp_path, monkeypatch):
@@ -158,8 +175,8 @@ def test_without_a_warm_up_kernels_would_be_compiled_while_serving(tmp_path):
     assert {"norm_kernel", "attn_prefill_kernel", "argmax_parts_kernel"} <= names
 
 
-def test_counts_of_rows_have_both_sides_of_every_power_of_two():
+def test_counts_of_rows_have_both_sides_of_every_power_of_two_and_of_the_largest():
     assert row_counts(1) == [1]
-    assert row_counts(6) == [6, 4, 3, 2, 1]
+    assert row_counts(6) == [6, 5, 4, 3, 2, 1]
     assert row_counts(64) == [64, 63, 32, 31, 16, 15, 8, 7, 4, 3, 2, 1]
-    assert row_counts(100)[:3] == [100, 64, 63]
+    assert row_counts(100)[:4] == [100, 99, 64, 63]

@@ -40,7 +40,7 @@ from kernels.caps import Caps
 from kernels.reference.gemm import dequantize_w4
 from kernels.reference.quant import dequantize_blocks, dequantize_rows
 from kernels.registry import Registry
-from kernels.specs import GemmSpec, W4Spec
+from kernels.specs import GemmSpec
 
 PROMPTS = random_prompts(VOCAB, (5, 17, 64, 130))
 FLOATS = [name for name in LAYOUTS if not name.startswith(("gptq", "awq"))]
@@ -100,8 +100,7 @@ def widened(matrix: Matrix) -> torch.Tensor:
     assert matrix.scale is not None
     if matrix.weight.dtype is E4M3:
         return (dequantize_rows if matrix.scale.dim() == 1 else dequantize_blocks)(matrix.weight, matrix.scale)
-    (n, half), groups = matrix.weight.shape, matrix.scale.shape[1]
-    return dequantize_w4(W4Spec(n, 2 * half, "gptq", 2 * half // groups), matrix.weight, matrix.scale, matrix.zero)
+    return dequantize_w4(matrix.weight, matrix.scale)
 
 
 def test_what_the_kernels_read_stands_for_the_same_matrix(stored):
@@ -131,7 +130,7 @@ def test_block_products_are_split_where_cublas_wants_rows_by_fours(count):
     rows, out = torch.randn(count, 384), torch.full((count, 256), torch.nan)
     products(matrix, Scaled(rows, rows), out)
     assert relative_error(out, rows @ dense.t()) < 0.04
-    by_fours = count % 4 == 0 or count >= 64
+    by_fours = count % 4 == 0 or count >= 128
     assert [spec.skinny for spec in asked] == [False] * by_fours + [True] * (count % 4 != 0)
 
 
@@ -167,6 +166,13 @@ def test_scales_of_kv_and_activations_come_from_the_checkpoint(name, tmp_path):
     fused = runner.launcher.steps._make.__self__  # type: ignore[attr-defined]
     assert isinstance(fused, FusedDecode)
     assert torch.equal(fused.scales, torch.full_like(fused.scales, 0.05))
+
+
+@pytest.mark.parametrize("name", ["compressed-rows", "deepseek"])
+def test_a_start_calibrates_by_as_few_rows_as_a_batch_may_have(name, tmp_path):
+    save_quantized(tmp_path, LAYOUTS[name])
+    few = logits_of(device_engine(tmp_path, "float8", max_batched_tokens=64), [PROMPTS[0]])
+    assert relative_error(few, logits_of(device_engine(tmp_path, "float8"), [PROMPTS[0]])) < BOUNDS["float8"]
 
 
 @pytest.mark.parametrize("name", ["compressed-rows", "deepseek", "gptq"])

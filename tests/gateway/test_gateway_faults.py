@@ -45,7 +45,7 @@ async def _hang_up(client: httpx.AsyncClient, url: str) -> None:
 
 async def test_an_answer_whose_decode_worker_stays_away_ends_with_an_error_event(checkpoint, monkeypatch):
     monkeypatch.setattr("gateway.dispatch.REPLAY_WAIT_S", 0.3)
-    async with gateway(checkpoint, pair(period_s=0.02)) as rig, httpx.AsyncClient(timeout=10) as client:
+    async with gateway(checkpoint, pair(period_s=0.02)) as rig, httpx.AsyncClient(timeout=60) as client:
         async with client.stream("POST", f"{rig.url}/v1/completions", json=ASK | {"stream": True}) as reply:
             lines = reply.aiter_lines()
             await anext(lines)
@@ -57,7 +57,7 @@ async def test_an_answer_whose_decode_worker_stays_away_ends_with_an_error_event
 
 
 async def test_an_answer_outlives_the_prefill_worker_that_began_it(checkpoint):
-    async with gateway(checkpoint, pair(period_s=0.02)) as rig, httpx.AsyncClient(timeout=10) as client:
+    async with gateway(checkpoint, pair(period_s=0.02)) as rig, httpx.AsyncClient(timeout=60) as client:
         ask = ASK | {"stream": True, "max_tokens": 40}
         async with client.stream("POST", f"{rig.url}/v1/completions", json=ask) as reply:
             lines = reply.aiter_lines()
@@ -71,7 +71,7 @@ async def test_an_answer_outlives_the_prefill_worker_that_began_it(checkpoint):
 async def test_after_token_0_decode_is_given_time_to_tell_what_it_has(checkpoint, monkeypatch):
     monkeypatch.setattr("gateway.dispatch.COMMIT_GRACE_S", 1.5)
     monkeypatch.setattr("gateway.dispatch.REPLAY_WAIT_S", 0.3)
-    async with gateway(checkpoint, pair(period_s=30.0)) as rig, httpx.AsyncClient(timeout=10) as client:
+    async with gateway(checkpoint, pair(period_s=3600.0)) as rig, httpx.AsyncClient(timeout=60) as client:
         async with client.stream("POST", f"{rig.url}/v1/completions", json=ASK | {"stream": True}) as reply:
             lines = reply.aiter_lines()
             await anext(lines)
@@ -89,8 +89,8 @@ async def test_what_prefill_decodes_itself_is_lost_with_it(checkpoint, monkeypat
     """Decode had no pages. The tokens that prefill told while nobody heard it are drawn once more."""
     monkeypatch.setattr("gateway.dispatch.REPLAY_WAIT_S", 0.3)
     monkeypatch.setattr("gateway.dispatch.COMMIT_GRACE_S", 0.5 if is_heard_again else 3600.0)
-    prefill, _ = workers = pair(period_s=30.0)
-    async with gateway(checkpoint, workers) as rig, httpx.AsyncClient(timeout=5) as client:
+    prefill, _ = workers = pair(period_s=3600.0)
+    async with gateway(checkpoint, workers) as rig, httpx.AsyncClient(timeout=60) as client:
         async with client.stream("POST", f"{rig.url}/v1/completions", json=ASK | {"stream": True}) as reply:
             lines = reply.aiter_lines()
             await anext(lines)
@@ -124,8 +124,8 @@ def _decoders(rig: Rig) -> list[WorkerId | None]:
 async def test_prefill_lost_before_its_token_was_heard_is_replaced_though_decode_has_all(checkpoint, monkeypatch):
     prefill, decode = workers = pair()
     workers.append(FakeWorker(WorkerId("p1"), Role.PREFILL, SECRET))
-    monkeypatch.setattr(prefill, "_answer", lambda job: asyncio.sleep(60))
-    async with gateway(checkpoint, workers) as rig, httpx.AsyncClient(timeout=5) as client:
+    monkeypatch.setattr(prefill, "_answer", lambda job: asyncio.sleep(3600))
+    async with gateway(checkpoint, workers) as rig, httpx.AsyncClient(timeout=60) as client:
         asking = asyncio.create_task(client.post(f"{rig.url}/v1/completions", json=ASK | {"max_tokens": 3}))
         await rig.until(lambda: prefill.jobs and _decoders(rig) == [decode.worker_id])
         prefill.break_streams()
@@ -135,12 +135,12 @@ async def test_prefill_lost_before_its_token_was_heard_is_replaced_though_decode
 
 
 async def test_who_decoded_at_the_former_place_does_not_count_at_the_next(checkpoint, monkeypatch):
-    prefill, decode = workers = pair(period_s=30.0)
-    other = FakeWorker(WorkerId("d1"), Role.DECODE, SECRET, period_s=30.0)
+    prefill, decode = workers = pair(period_s=3600.0)
+    other = FakeWorker(WorkerId("d1"), Role.DECODE, SECRET, period_s=3600.0)
     workers.append(other)
     answer = prefill._answer
-    monkeypatch.setattr(prefill, "_answer", lambda job: answer(job) if job.epoch == 2 else asyncio.sleep(60))
-    async with gateway(checkpoint, workers) as rig, httpx.AsyncClient(timeout=5) as client:
+    monkeypatch.setattr(prefill, "_answer", lambda job: answer(job) if job.epoch == 2 else asyncio.sleep(3600))
+    async with gateway(checkpoint, workers) as rig, httpx.AsyncClient(timeout=60) as client:
         asking = asyncio.create_task(client.post(f"{rig.url}/v1/completions", json=ASK))
         await rig.until(lambda: decode.jobs and prefill.jobs)
         decode.publish(GATEWAY, [_tokens(decode, 1)])
@@ -160,7 +160,7 @@ class Unheard(msgspec.Struct, tag="unheard"):
 
 
 async def test_events_that_are_not_understood_are_the_loss_of_the_worker_and_it_is_heard_again(checkpoint):
-    async with gateway(checkpoint, pair(period_s=0.02)) as rig, httpx.AsyncClient(timeout=10) as client:
+    async with gateway(checkpoint, pair(period_s=0.02)) as rig, httpx.AsyncClient(timeout=60) as client:
         asking = asyncio.create_task(client.post(f"{rig.url}/v1/completions", json=ASK | {"max_tokens": 40}))
         await rig.until(lambda: rig.front.dispatch.num_answering == 1)
         rig.workers[1].publish(GATEWAY, [Unheard()])  # type: ignore[list-item]
@@ -179,7 +179,7 @@ async def test_an_answer_that_can_not_be_made_text_fails_alone(checkpoint, monke
         return push(self, token_id)
 
     monkeypatch.setattr(Detokenizer, "push", fragile)
-    async with gateway(checkpoint, pair(period_s=0.02)) as rig, httpx.AsyncClient(timeout=10) as client:
+    async with gateway(checkpoint, pair(period_s=0.02)) as rig, httpx.AsyncClient(timeout=60) as client:
         asks = ({"prompt": prompt, "max_tokens": 8} for prompt in ([5, 6], [7, 8]))
         good, bad = await asyncio.gather(*(client.post(f"{rig.url}/v1/completions", json=ask) for ask in asks))
         assert (good.status_code, bad.status_code) == (200, 500)
@@ -199,7 +199,7 @@ async def test_tokens_of_what_has_ended_here_are_cancelled_once_more(checkpoint)
 
 async def test_a_refused_job_is_placed_once_more_without_the_refuser(checkpoint):
     workers = [FakeWorker(WorkerId(f"m{i}"), Role.MIXED, SECRET, refuse=503 * (i == 0)) for i in range(2)]
-    async with gateway(checkpoint, workers) as rig, httpx.AsyncClient(timeout=10) as client:
+    async with gateway(checkpoint, workers) as rig, httpx.AsyncClient(timeout=60) as client:
         reply = await client.post(f"{rig.url}/v1/completions", json=ASK | {"max_tokens": 3})
         assert reply.status_code == 200
         assert [epoch for _, epoch in rig.store.placed] == [1, 2]
@@ -209,7 +209,7 @@ async def test_a_refused_job_is_placed_once_more_without_the_refuser(checkpoint)
 
 async def test_the_deadline_answers_504(checkpoint):
     async with gateway(checkpoint, pair(period_s=0.1), request_timeout_s=0.3) as rig:
-        async with httpx.AsyncClient(timeout=10) as client:
+        async with httpx.AsyncClient(timeout=60) as client:
             assert (await client.post(f"{rig.url}/v1/completions", json=ASK)).status_code == 504
         await rig.until(rig.is_idle)
 
@@ -218,8 +218,8 @@ async def test_the_deadline_answers_504(checkpoint):
 async def test_before_the_first_token_a_request_outlives_a_worker(checkpoint, monkeypatch, lost):
     """m0 takes the job and says nothing; then it dies, or m1, which has nothing to do with it."""
     workers = [FakeWorker(WorkerId(name), Role.MIXED, SECRET) for name in ("m0", "m1")]
-    monkeypatch.setattr(workers[0], "_answer", lambda job: asyncio.sleep(60))
-    async with gateway(checkpoint, workers) as rig, httpx.AsyncClient(timeout=10) as client:
+    monkeypatch.setattr(workers[0], "_answer", lambda job: asyncio.sleep(3600))
+    async with gateway(checkpoint, workers) as rig, httpx.AsyncClient(timeout=60) as client:
         asking = asyncio.create_task(client.post(f"{rig.url}/v1/completions", json=ASK | {"max_tokens": 3}))
         await rig.until(lambda: workers[0].jobs)
         dying = next(worker for worker in workers if worker.worker_id == lost)
@@ -240,8 +240,8 @@ async def test_a_handoff_that_fails_before_the_first_token_is_made_with_another(
     """Each of the two tells of the other, one twice: it counts once."""
     workers = pair() + [FakeWorker(WorkerId(name), role, SECRET) for name, role in SPARE.items()]
     for worker in workers:
-        monkeypatch.setattr(worker, "_answer", lambda job: asyncio.sleep(60))
-    async with gateway(checkpoint, workers) as rig, httpx.AsyncClient(timeout=5) as client:
+        monkeypatch.setattr(worker, "_answer", lambda job: asyncio.sleep(3600))
+    async with gateway(checkpoint, workers) as rig, httpx.AsyncClient(timeout=60) as client:
         asking = asyncio.create_task(client.post(f"{rig.url}/v1/completions", json=ASK))
         await rig.until(lambda: workers[0].jobs and workers[1].jobs)
         first, second = sorted(workers[:2], key=lambda worker: worker.worker_id != teller)
@@ -275,9 +275,9 @@ async def test_decode_is_told_of_an_answer_that_ended_without_it(rig, client, ma
 async def test_a_job_that_comes_after_its_request_went_elsewhere_is_cancelled(checkpoint, monkeypatch):
     """Its cancel came before it."""
     workers = [*pair(period_s=0.02), FakeWorker(WorkerId("d1"), Role.DECODE, SECRET)]
-    monkeypatch.setattr(workers[0], "_answer", lambda job: asyncio.sleep(60))
+    monkeypatch.setattr(workers[0], "_answer", lambda job: asyncio.sleep(3600))
     held = asyncio.Event()
-    async with gateway(checkpoint, workers) as rig, httpx.AsyncClient(timeout=5) as client:
+    async with gateway(checkpoint, workers) as rig, httpx.AsyncClient(timeout=60) as client:
         send = rig.front.dispatch.workers.send
 
         async def slowly(ref: WorkerRef, message: Job | Cancel) -> None:
@@ -299,8 +299,8 @@ async def test_a_job_that_comes_after_its_request_went_elsewhere_is_cancelled(ch
 @pytest.mark.parametrize("code", ["peer_lost", "internal"])
 async def test_a_pair_without_another_fails_with_its_own_words(checkpoint, monkeypatch, code):
     workers = pair()
-    monkeypatch.setattr(workers[0], "_answer", lambda job: asyncio.sleep(60))
-    async with gateway(checkpoint, workers) as rig, httpx.AsyncClient(timeout=5) as client:
+    monkeypatch.setattr(workers[0], "_answer", lambda job: asyncio.sleep(3600))
+    async with gateway(checkpoint, workers) as rig, httpx.AsyncClient(timeout=60) as client:
         asking = asyncio.create_task(client.post(f"{rig.url}/v1/completions", json=ASK))
         await rig.until(lambda: workers[0].jobs and workers[1].jobs)
         _fail(workers[0], code)
@@ -408,7 +408,7 @@ async def test_a_pair_whose_decode_takes_the_other_layout_is_ready(checkpoint):
 
 
 async def test_a_worker_that_the_registry_forgets_ends_what_it_runs(checkpoint):
-    async with gateway(checkpoint, pair(period_s=0.02)) as rig, httpx.AsyncClient(timeout=30) as client:
+    async with gateway(checkpoint, pair(period_s=0.02)) as rig, httpx.AsyncClient(timeout=60) as client:
         async with client.stream(
             "POST", f"{rig.url}/v1/completions", json=ASK | {"max_tokens": 60, "stream": True}
         ) as reply:

@@ -11,7 +11,6 @@ from gateway_rig import gateway, pair
 from contracts.errors import Unavailable
 from gateway import server as gateway_server
 from gateway.app import make_app
-from gateway.workers import HEARTBEAT_TIMEOUT_S
 
 ASK = {"prompt": "one two three", "max_tokens": 3}
 CHAT = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 3}
@@ -138,7 +137,7 @@ async def test_headers_that_never_end_close_the_connection(rig, client, monkeypa
     reader, writer = await asyncio.open_connection(host, int(port))
     writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: a\r\n")
     with pytest.raises(ConnectionError):
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             if not await reader.read():
                 raise ConnectionResetError
     writer.close()
@@ -158,7 +157,8 @@ async def test_a_client_that_leaves_in_the_middle_of_its_body_is_no_error_of_our
 
 
 async def test_a_silent_stream_is_a_loss(rig, client, monkeypatch):
-    assert HEARTBEAT_TIMEOUT_S == 3
+    """Its worker answers whoever asks, and says nothing more: each try lasts as long as the silence may."""
+    monkeypatch.setattr("gateway.workers.HEARTBEAT_TIMEOUT_S", 0.3)
     monkeypatch.setattr("gateway.dispatch.REPLAY_WAIT_S", 0.2)
     rig.workers[1].period_s = 60.0
     monkeypatch.setattr("gateway.fake_worker.HEARTBEAT_S", 60.0)

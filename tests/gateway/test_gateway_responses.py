@@ -92,7 +92,7 @@ async def test_a_lost_worker_is_an_error_event(rig, client):
     ],
 )
 async def test_what_it_cannot_do_is_named(rig, fields, param):
-    async with httpx.AsyncClient(base_url=rig.url, timeout=10) as client:
+    async with httpx.AsyncClient(base_url=rig.url, timeout=60) as client:
         reply = await client.post("/v1/responses", json=fields)
         assert (reply.status_code, reply.json()["error"]["param"]) == (400, param)
     assert rig.store.placed == []

@@ -55,7 +55,7 @@ class FaultyWorker(FakeWorker):
         if fault == "die":
             self.break_streams()
         elif fault == "stall":
-            await asyncio.sleep(60)
+            await asyncio.sleep(3600)
         elif fault == "fail":
             self.publish(job.gateway_id, [Failed(job.request_id, job.epoch, "out_of_blocks", "told to")])
         elif fault == "none":
@@ -171,7 +171,7 @@ async def test_a_storm_leaves_true_answers_and_nothing_else(checkpoint, tokenize
             assert calm == ["200"] * 10
         await rig.until(lambda: rig.front.admission.num_taken == 0 and not rig.server.server_state.connections)
         await _settled(store)
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while left := asyncio.all_tasks() - tasks:
             await asyncio.wait(left)
 
@@ -181,7 +181,7 @@ def _patient() -> Random:
 
 
 async def _settled(store: MemoryStore) -> None:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while (counts := await store.counts()).states:
             await asyncio.sleep(0.01)
     assert {(w.pending_tokens, w.reserved_tokens) for w in await store.workers()} == {(0, 0)}

@@ -15,6 +15,7 @@ from kernels.triton import (
     gemm_w4,
     gemm_w8,
     moe,
+    moe_mx,
     move,
     norm,
     prefill_parts,
@@ -59,12 +60,12 @@ def desc(rows: int, cols: int) -> str:
 
 
 LAUNCH = dict(launch_pdl=True)
-norm_types = pointers(fp8="out", bf16="residual weight", fp32="x scale token_scale channel_scale", i64="ids") | scalars(
-    fp32="eps", i32="num_tokens"
-)
+norm_types = pointers(
+    fp8="out", bf16="residual weight bias", fp32="x scale token_scale channel_scale", i64="ids"
+) | scalars(fp32="eps", i32="num_tokens")
 quant_types = pointers(fp8="out", bf16="x", fp32="scale")
 group_quant_types = quant_types | scalars(i32="num_tokens")
-silu_types = pointers(fp8="out", bf16="x", fp32="scale token_scale channel_scale")
+silu_types = pointers(fp8="out", bf16="x", fp32="scale token_scale channel_scale") | scalars(i32="num_tokens")
 boxes = {"k_desc": "*fp8e4nv", "v_desc": "*fp8e4nv"}
 bulk = {"k_desc": "tensordesc<fp8e4nv[64, 128]>", "v_desc": "tensordesc<i16[64, 64]>"}
 oss_bulk = {"k_desc": "tensordesc<fp8e4nv[64, 64]>", "v_desc": "tensordesc<i16[64, 32]>"}
@@ -76,15 +77,29 @@ attn_types = (
 fused_types = (
     boxes
     | pointers(fp8="k v out", fp32="qkv cos_sin out_scale mid ml token_scale channel_scale", i32="table len counter")
-    | scalars(fp32="qk_scale k_inv v_scale", i32="stride_page max_pages num_tokens")
+    | pointers(bf16="bias q_gain k_gain")
+    | scalars(fp32="eps qk_scale k_inv v_scale", i32="stride_page max_pages num_tokens")
 )
 rope_types = pointers(
-    fp8="k v", bf16="q qkv", fp32="cos_sin token_scale channel_scale k_offset", i32="pos", i64="slot"
-) | scalars(fp32="k_inv v_inv", i32="stride_page num_tokens")
+    fp8="k v",
+    bf16="q qkv bias q_gain k_gain",
+    fp32="cos_sin token_scale channel_scale k_offset",
+    i32="pos",
+    i64="slot",
+) | scalars(fp32="eps k_inv v_inv", i32="stride_page num_tokens")
 swap_types = pointers(fp8="w x", fp32="out w_scale x_scale out_scale") | scalars(i32="M")
 wide_types = pointers(fp8="a w", bf16="out", fp32="a_scale w_scale") | scalars(i32="M")
 skinny_types = pointers(fp32="out w_scale x_scale") | scalars(i32="M")
 dual_types = pointers(fp8="out", fp32="w_scale x_scale out_scale") | scalars(i32="M")
+
+
+def rope_case(name: str, types: dict[str, str] = rope_types, **over: Any) -> Case:
+    shape = dict(HQ=32, HKV=8, HEADS=48, BLOCK=16, D=128, PAGE=64, PARTS=1)
+    flags = dict(DEFERRED=False, BIASED=False, NORMED=False, SMOOTH=False, ROUNDED=False, FP8=True, PDL=True)
+    return Case(
+        name, rope.rope_append_kernel, types, {**shape, **flags, **over}, aligned(types, "stride_page"),
+        dict(num_warps=4, **LAUNCH), everywhere(PDL, CVT),
+    )  # fmt: skip
 
 
 def attn(name: str, types: dict[str, str] = attn_types, **over: Any) -> Case:
@@ -158,7 +173,7 @@ prefill_types = pointers(fp8="k v", bf16="q out", fp32="sink lse state", i32="ta
 parts_types = pointers(bf16="out", fp32="state sink lse", i32="len start") | scalars(fp32="v_scale", i32=PARTS)
 mla_types = pointers(bf16="q c out", i32="table len start") | scalars(fp32="qk_scale scale", i32="max_pages")
 w8_types = pointers(fp8="w", bf16="x out", fp32="scale part", i32="counter") | scalars(i32="M")
-w4_types = pointers(u8="w zero", bf16="x out scale", fp32="part", i32="counter") | scalars(i32="M")
+w4_types = {"w_ptr": "*i16"} | pointers(i32="factor", bf16="x out") | scalars(i32="M")
 fp4_types = (
     pointers(u8="a w", bf16="out")
     | {"a_scale_ptr": "*fp8e4nv", "w_scale_ptr": "*fp8e4nv"}
@@ -210,17 +225,31 @@ def rows(name: str, block: int, stages: int, parts: bool = False, archs: tuple[i
     )  # fmt: skip
 
 
+def moe_route(name: str, **over: Any) -> Case:
+    types = pointers(fp32="logits weight", bf16="bias", i32="id")
+    constants = dict(E=128, BLOCK=128, TOP_K=8, PAD_K=8, SIGMOID=False, RENORM=True, PDL=True, **over)
+    return Case(name, moe.route_kernel, types, constants, (), dict(num_warps=1, **LAUNCH), everywhere(PDL))
+
+
+def moe_sort(name: str, block: int, warps: int = 8, **over: Any) -> Case:
+    types = pointers(i32="id count sorted tile") | scalars(i32="total max_tiles")
+    constants = {**dict(E=128, PAD_E=128, BX=16, BLOCK=block, FEW=False, PDL=True), **over}
+    return Case(name, moe.sort_kernel, types, constants, (), dict(num_warps=warps, **LAUNCH), everywhere(PDL))
+
+
 def experts(name: str, first: bool, bx: int, n: int, k: int, archs: tuple[int, ...] = (90, 100, 103, 120)) -> Case:
     types = {**expert_types, "out_ptr": "*fp8e4nv" if first else "*bf16"}
-    constants = dict(N=n, K=k, TOP_K=8, BW=128, BX=bx, BK=128, STAGES=2, FIRST=first, OAI=False, BIAS=True, FP8=True)
-    expect = {**FP8_MMA, 90: WGMMA8}
+    constants = dict(
+        N=n, K=k, TOP_K=8, BW=128, BX=bx, BK=128, STAGES=2, FIRST=first, OAI=False, BIAS=True, FP8=True, PDL=True
+    )
+    expect = plus({**FP8_MMA, 90: WGMMA8}, PDL)
     return Case(
         name,
         moe.expert_gemm_kernel,
         types,
         constants,
         aligned(types),
-        dict(num_warps=8 if bx == 128 else 4),
+        dict(num_warps=8 if bx == 128 else 4, **LAUNCH),
         expect,
         archs,
     )
@@ -228,18 +257,24 @@ def experts(name: str, first: bool, bx: int, n: int, k: int, archs: tuple[int, .
 
 def expert_bf16(name: str, first: bool, bx: int, n: int, k: int) -> Case:
     types = {**expert_types, "w_ptr": "*bf16", "x_ptr": "*bf16", "out_ptr": "*bf16"}
-    constants = dict(N=n, K=k, TOP_K=8, BW=64, BX=bx, BK=64, STAGES=4, FIRST=first, OAI=False, BIAS=False, FP8=False)
-    expect = {90: (r"wgmma\.mma_async.*bf16",), 120: (r"mma\.sync.*bf16",)}
-    return Case(name, moe.expert_gemm_kernel, types, constants, aligned(types), dict(num_warps=4), expect)
+    constants = dict(
+        N=n, K=k, TOP_K=8, BW=64, BX=bx, BK=64, STAGES=4, FIRST=first, OAI=False, BIAS=False, FP8=False, PDL=True
+    )
+    expect = plus({90: (r"wgmma\.mma_async.*bf16",), 100: (), 103: (), 120: (r"mma\.sync.*bf16",)}, PDL)
+    return Case(name, moe.expert_gemm_kernel, types, constants, aligned(types), dict(num_warps=4, **LAUNCH), expect)
 
 
-def expert_w4(name: str, first: bool, bx: int, n: int, k: int) -> Case:
-    types = pointers(u8="w scale", bf16="x out bias", i32="sorted tile") | scalars(i32="total")
-    constants = dict(N=n, K=k, TOP_K=4, BW=64, BX=bx, STAGES=4, FIRST=first, OAI=first, BIAS=True, PACKED=True)
-    packed = (r"prmt\.b32", r"mul\.bf16x2")
+def expert_mx(name: str, first: bool, bx: int, archs: tuple[int, ...] = (90, 100, 103, 120), **changes: Any) -> Case:
+    types = pointers(bf16="x out bias", i32="sorted tile") | scalars(i32="total") | dict(w_ptr="*i16", scale_ptr="*i16")
+    plan = dict(bx=bx, bw=64, parts=1, stages=3, warps=4) | changes
+    constants = dict(
+        N=5760 if first else 2880, K=2880, TOP_K=4, BW=plan["bw"], BX=bx, PARTS=plan["parts"], STAGES=plan["stages"],
+        FIRST=first, OAI=True, BIAS=True, PDL=True,
+    )  # fmt: skip
+    packed = (r"lop3\.b32", r"mul\.bf16x2", r"cp\.async", *PDL)
     return Case(
-        name, moe.expert_w4_kernel, types, constants, aligned(types), dict(num_warps=4),
-        {90: (r"wgmma\.mma_async", *packed), 100: packed, 103: packed, 120: packed},
+        name, moe_mx.expert_mx_kernel, types, constants, aligned(types), dict(num_warps=plan["warps"], **LAUNCH),
+        {90: (r"wgmma\.mma_async", *packed), 100: packed, 103: packed, 120: packed}, archs,
     )  # fmt: skip
 
 
@@ -251,21 +286,24 @@ def fp4(name: str, vec: int, warps: int, archs: tuple[int, ...]) -> Case:
     return Case(name, gemm_w4.gemm_fp4_kernel, types, constants, aligned(types), dict(num_warps=warps), expect, archs)
 
 
-def w4(name: str, types: dict[str, str] = w4_types, **over: Any) -> Case:
-    constants = dict(N=4096, K=4096, BW=64, BX=16, UNROLL=2, STAGES=4, PACKED=True, **over)
-    packed = (r"prmt\.b32", r"lop3\.b32", r"mul\.bf16x2")
+def w4(name: str, tokens: int, parts: int, cc: int, n: int = 4096, k: int = 4096) -> Case:
+    types = {**w4_types, "out_ptr": "*fp32" if parts > 1 else "*bf16"}
+    plan = gemm_w4.w4_plan(specs.W4Spec(n, k, parts), tokens, cc)
+    constants = dict(
+        N=n, K=k, BW=plan["bw"], BX=plan["bx"], PARTS=parts, STAGES=plan["stages"], AHEAD=plan["ahead"], PDL=True
+    )
+    expect = (r"lop3\.b32", r"sub\.bf16x2", r"cp\.async\.cg", *PDL)
+    expect += (r"wgmma\.mma_async", r"bulk\.prefetch\.L2") if cc == 90 else ()
     return Case(
-        name, gemm_w4.gemm_w4_kernel, types, constants, aligned(types), dict(num_warps=4),
-        {90: (r"wgmma\.mma_async", *packed), 100: packed, 103: packed, 120: packed},
+        f"{name}_{cc}", gemm_w4.gemm_w4_kernel, types, constants, aligned(types),
+        dict(num_warps=plan["warps"], **LAUNCH), {cc: expect}, (cc,),
     )  # fmt: skip
 
 
-def widen_w4(name: str, types: dict[str, str] = w4_types, **over: Any) -> Case:
-    kept = {n: t for n, t in types.items() if n in gemm_w4.widen_w4_kernel.arg_names}
-    constants = dict(K=4096, ROWS=64, PACKED=True, **over)
-    return Case(
-        name, gemm_w4.widen_w4_kernel, kept, constants, aligned(kept), dict(num_warps=4), everywhere((r"mul\.bf16x2",))
-    )
+def widen_w4(name: str, k: int) -> Case:
+    kept = {n: t for n, t in w4_types.items() if n in gemm_w4.widen_w4_kernel.arg_names}
+    expect = everywhere((r"lop3\.b32", r"sub\.bf16x2"))
+    return Case(name, gemm_w4.widen_w4_kernel, kept, dict(K=k), aligned(kept), dict(num_warps=4), expect)
 
 
 def w8(name: str, bx: int, **over: Any) -> Case:
@@ -290,9 +328,8 @@ def widen_w8(name: str, **over: Any) -> Case:
 
 def skinny(name: str, bx: int, bk: int, stages: int, **over: Any) -> Case:
     types = {**skinny_types, "w_desc": desc(64, bk), "x_desc": desc(bx, bk)}
-    constants = dict(
-        N=6144, K=4096, BW=64, BX=bx, BK=bk, PARTS=2, STAGES=stages, GROUP=False, PDL=True, EARLY=True, AHEAD=True
-    )
+    shape = dict(N=6144, K=4096, BW=64, BX=bx, BK=bk, SHARE=2048, STAGES=stages)
+    constants = {**shape, **dict(ROOM=0, BLOCKS=False, PDL=True, EARLY=True, AHEAD=True)}
     return Case(
         name, gemm_hopper.skinny_gemm_kernel, types, {**constants, **over}, aligned(skinny_types),
         dict(num_warps=4, **LAUNCH), {90: WGMMA8 + TMA + PDL}, archs=(90,),
@@ -308,17 +345,17 @@ def gate_up(name: str, bw: int, bx: int, bk: int, stages: int, quant: int = 1) -
     )  # fmt: skip
 
 
-def tcgen05(name: str, bx: int, dual: bool) -> Case:
+def tcgen05(name: str, bx: int, dual: bool, **over: Any) -> Case:
     types = {**(dual_types if dual else skinny_types), "w_desc": desc(128, 128), "x_desc": desc(bx, 128)}
     constants = dict(N=28672 if dual else 6144, K=4096, BX=bx, BK=128, STAGES=4, PDL=True)
-    constants |= dict(QUANT=1) if dual else dict(PARTS=2)
+    constants |= dict(QUANT=1) if dual else dict(SHARE=2048)
     kernel = gemm_blackwell.gate_up_tcgen05_kernel if dual else gemm_blackwell.skinny_tcgen05_kernel
     expect = (r"tcgen05\.mma.*kind::f8f6f4", r"tcgen05\.ld") + TMA + PDL + (CVT if dual else ())
     return Case(
         name,
         kernel,
         types,
-        constants,
+        {**constants, **over},
         aligned(dual_types if dual else skinny_types),
         dict(num_warps=4, **LAUNCH),
         {100: expect, 103: expect},
@@ -326,16 +363,22 @@ def tcgen05(name: str, bx: int, dual: bool) -> Case:
     )
 
 
-def swapped(name: str, bx: int, dual: bool, quant: int, group: bool = False) -> Case:
+def swapped(name: str, bx: int, dual: bool, quant: int, **over: Any) -> Case:
     types = {**swap_types, "out_ptr": "*fp8e4nv" if quant else "*fp32"}
     constants = dict(
-        N=28672 if dual else 4096, K=4096, BW=64 if not dual else 128, BX=bx, BK=128, PARTS=1, STAGES=2, DUAL=dual,
-        QUANT=quant, GROUP=group, PDL=True,
+        N=28672 if dual else 4096, K=4096, BW=64 if not dual else 128, BX=bx, BK=128, SHARE=4096, MASK=False, STAGES=2,
+        DUAL=dual, QUANT=quant, GROUP=False, BLOCKS=False, PDL=True,
     )  # fmt: skip
     # tcgen05 wants 128 rows of weights; with 64 Triton falls back to mma on sm_100
     expect = plus(FP8_MMA, PDL) if dual else {90: WGMMA8 + PDL}
     return Case(
-        name, gemm_portable.swapped_gemm_kernel, types, constants, aligned(types), dict(num_warps=4, **LAUNCH), expect
+        name,
+        gemm_portable.swapped_gemm_kernel,
+        types,
+        {**constants, **over},
+        aligned(types),
+        dict(num_warps=4, **LAUNCH),
+        expect,
     )
 
 
@@ -363,8 +406,11 @@ def silu(name: str, width: int, deferred: bool) -> Case:
 
 
 CASES = [
-    Case("norm", norm.norm_kernel, norm_types, dict(N=4096, BLOCK=4096, PARTS=2, EMBED=False, RESIDUAL=True, DEFERRED=False, QUANT=1, PDL=True), aligned(norm_types), dict(num_warps=32, **LAUNCH), everywhere(PDL, CVT)),
-    Case("norm_deferred", norm.norm_kernel, {**norm_types, "x_ptr": "*bf16"}, dict(N=4096, BLOCK=4096, PARTS=1, EMBED=False, RESIDUAL=True, DEFERRED=True, QUANT=2, PDL=True), aligned(norm_types), dict(num_warps=4, **LAUNCH), everywhere(PDL, CVT)),
+    Case("norm", norm.norm_kernel, norm_types, dict(N=4096, BLOCK=4096, PARTS=2, EMBED=False, RESIDUAL=True, DEFERRED=False, BIASED=False, QUANT=1, PDL=True), aligned(norm_types), dict(num_warps=32, **LAUNCH), everywhere(PDL, CVT)),
+    Case("norm_deferred", norm.norm_kernel, {**norm_types, "x_ptr": "*bf16"}, dict(N=4096, BLOCK=4096, PARTS=1, EMBED=False, RESIDUAL=True, DEFERRED=True, BIASED=False, QUANT=2, PDL=True), aligned(norm_types), dict(num_warps=4, **LAUNCH), everywhere(PDL, CVT)),
+    Case("norm_biased", norm.norm_kernel, {**norm_types, "x_ptr": "*bf16"}, dict(N=2880, BLOCK=4096, PARTS=1, EMBED=False, RESIDUAL=True, DEFERRED=True, BIASED=True, QUANT=1, PDL=True), aligned(norm_types), dict(num_warps=4, **LAUNCH), everywhere(PDL, CVT)),
+    Case("norm_groups", norm.norm_kernel, norm_types, dict(N=4096, BLOCK=4096, PARTS=2, EMBED=False, RESIDUAL=True, DEFERRED=False, BIASED=False, QUANT=3, PDL=True), aligned(norm_types), dict(num_warps=32, **LAUNCH), everywhere(PDL, CVT)),
+    Case("silu_groups", norm.silu_kernel, silu_types, dict(N=14336, BLOCK=2048, PIECES=1, DEFERRED=False, QUANT=3, PDL=True), aligned(silu_types), dict(num_warps=8, **LAUNCH), everywhere(PDL, CVT)),
     Case("quant_groups", norm.quant_groups_kernel, group_quant_types, dict(N=14336, GROUPS=16, PDL=True), aligned(group_quant_types), dict(num_warps=4, **LAUNCH), everywhere(PDL, CVT)),
     Case("quant", norm.quant_kernel, quant_types, dict(N=4096, BLOCK=4096, QUANT=1, PDL=True), aligned(quant_types), dict(num_warps=8, **LAUNCH), everywhere(PDL, CVT)),
     Case("silu", norm.silu_kernel, silu_types, dict(N=14336, BLOCK=2048, PIECES=1, DEFERRED=True, QUANT=2, PDL=True), aligned(silu_types), dict(num_warps=8, **LAUNCH), everywhere(PDL, CVT)),
@@ -385,23 +431,35 @@ CASES = [
     attn_merge("attn_merge_many", 132, 64),
     attn("attn_decode_draft", Q_LEN=4, ROWS=16, PAD=16),
     attn("attn_decode_bf16", {**attn_types, "k_ptr": "*bf16", "v_ptr": "*bf16"}, HALF=False, STAGES=2),
-    Case("attn_fused", attn_decode.attn_fused_kernel, fused_types, dict(HQ=32, HKV=8, D=128, PAGE=64, PARTS=2, SLICES=17, BLOCK=64, STAGES=2, QUANT=2, DEFERRED=False, PAD=4, GROUP=8, CHUNK=8, BULK=False, PAIRS=True, PDL=True), aligned(fused_types, "stride_page"), dict(num_warps=4, **LAUNCH), everywhere(PDL, CVT)),
-    Case("attn_fused_bulk", attn_decode.attn_fused_kernel, {**fused_types, **bulk, "qkv_ptr": "*bf16"}, dict(HQ=32, HKV=8, D=128, PAGE=64, PARTS=1, SLICES=1, BLOCK=64, STAGES=4, QUANT=2, DEFERRED=True, PAD=4, GROUP=2, CHUNK=2, BULK=True, PAIRS=True, PDL=True), aligned(fused_types, "stride_page"), dict(num_warps=4, **LAUNCH), {90: PDL + CVT + TMA, 100: PDL + CVT + TMA, 103: PDL + CVT + TMA}, archs=(90, 100, 103)),
-    Case("attn_fused_wide", attn_decode.attn_fused_kernel, {**fused_types, "qkv_ptr": "*bf16"}, dict(HQ=32, HKV=8, D=128, PAGE=64, PARTS=1, SLICES=1, BLOCK=64, STAGES=4, QUANT=2, DEFERRED=True, PAD=4, GROUP=2, CHUNK=2, BULK=False, PAIRS=True, PDL=True), aligned(fused_types, "stride_page"), dict(num_warps=1, **LAUNCH), everywhere(PDL, CVT), archs=(90, 100, 103)),
-    Case("rope_append", rope.rope_append_kernel, rope_types, dict(HQ=32, HKV=8, HEADS=48, BLOCK=16, D=128, PAGE=64, PARTS=1, DEFERRED=False, SMOOTH=False, FP8=True, PDL=True), aligned(rope_types, "stride_page"), dict(num_warps=4, **LAUNCH), everywhere(PDL, CVT)),
-    Case("rope_smooth", rope.rope_append_kernel, rope_types, dict(HQ=32, HKV=8, HEADS=48, BLOCK=16, D=128, PAGE=64, PARTS=1, DEFERRED=False, SMOOTH=True, FP8=True, PDL=True), aligned(rope_types, "stride_page"), dict(num_warps=4, **LAUNCH), everywhere(PDL, CVT)),
+    Case("attn_fused", attn_decode.attn_fused_kernel, fused_types, dict(HQ=32, HKV=8, D=128, PAGE=64, PARTS=2, SLICES=17, BLOCK=64, STAGES=2, QUANT=2, DEFERRED=False, BIASED=False, NORMED=False, PAD=4, GROUP=8, CHUNK=8, BULK=False, PAIRS=True, PDL=True), aligned(fused_types, "stride_page"), dict(num_warps=4, **LAUNCH), everywhere(PDL, CVT)),
+    Case("attn_fused_bulk", attn_decode.attn_fused_kernel, {**fused_types, **bulk, "qkv_ptr": "*bf16"}, dict(HQ=32, HKV=8, D=128, PAGE=64, PARTS=1, SLICES=1, BLOCK=64, STAGES=4, QUANT=2, DEFERRED=True, BIASED=False, NORMED=False, PAD=4, GROUP=2, CHUNK=2, BULK=True, PAIRS=True, PDL=True), aligned(fused_types, "stride_page"), dict(num_warps=4, **LAUNCH), {90: PDL + CVT + TMA, 100: PDL + CVT + TMA, 103: PDL + CVT + TMA}, archs=(90, 100, 103)),
+    Case("attn_fused_wide", attn_decode.attn_fused_kernel, {**fused_types, "qkv_ptr": "*bf16"}, dict(HQ=32, HKV=8, D=128, PAGE=64, PARTS=1, SLICES=1, BLOCK=64, STAGES=4, QUANT=2, DEFERRED=True, BIASED=False, NORMED=False, PAD=4, GROUP=2, CHUNK=2, BULK=False, PAIRS=True, PDL=True), aligned(fused_types, "stride_page"), dict(num_warps=1, **LAUNCH), everywhere(PDL, CVT), archs=(90, 100, 103)),
+    Case("attn_fused_all", attn_decode.attn_fused_kernel, {**fused_types, "qkv_ptr": "*bf16"}, dict(HQ=32, HKV=8, D=128, PAGE=64, PARTS=1, SLICES=1, BLOCK=64, STAGES=4, QUANT=2, DEFERRED=True, BIASED=True, NORMED=True, PAD=4, GROUP=2, CHUNK=2, BULK=False, PAIRS=True, PDL=True), aligned(fused_types, "stride_page"), dict(num_warps=1, **LAUNCH), everywhere(PDL, CVT), archs=(90, 100, 103)),
+    Case("attn_fused_bulk_normed", attn_decode.attn_fused_kernel, {**fused_types, **bulk, "qkv_ptr": "*bf16"}, dict(HQ=32, HKV=8, D=128, PAGE=64, PARTS=1, SLICES=1, BLOCK=64, STAGES=4, QUANT=2, DEFERRED=True, BIASED=False, NORMED=True, PAD=4, GROUP=2, CHUNK=2, BULK=True, PAIRS=True, PDL=True), aligned(fused_types, "stride_page"), dict(num_warps=1, **LAUNCH), {90: PDL + CVT + TMA, 100: PDL + CVT + TMA, 103: PDL + CVT + TMA}, archs=(90, 100, 103)),
+    rope_case("rope_append"),
+    rope_case("rope_smooth", SMOOTH=True),
+    rope_case("rope_rounded", {**rope_types, "q_ptr": "*fp8e4nv"}, DEFERRED=True, ROUNDED=True),
+    rope_case("rope_normed", HKV=4, HEADS=40, DEFERRED=True, NORMED=True),
+    rope_case("rope_biased", HQ=64, HEADS=80, D=64, DEFERRED=True, BIASED=True),
+    rope_case("rope_all", PARTS=2, DEFERRED=True, BIASED=True, NORMED=True, SMOOTH=True),
     skinny("skinny_8", 8, 256, 5),
     skinny("skinny_32", 32, 256, 8),
-    skinny("skinny_group", 8, 128, 7, GROUP=True),
+    skinny("skinny_group", 8, 256, 7, ROOM=16),
+    skinny("skinny_blocks", 8, 256, 8, ROOM=16, BLOCKS=True),
+    skinny("skinny_blocks_parts", 64, 256, 6, N=4096, K=14464, SHARE=7296, ROOM=64, BLOCKS=True),
+    skinny("skinny_parts", 64, 128, 8, N=5120, K=2880, SHARE=1024),
     gate_up("gate_up_8", 64, 8, 256, 3),
     gate_up("gate_up_128", 64, 128, 128, 3),
     gate_up("gate_up_group", 128, 32, 128, 5, quant=2),
     tcgen05("tcgen05_16", 16, False),
+    tcgen05("tcgen05_parts", 16, False, N=5120, K=2880, SHARE=1024),
     tcgen05("tcgen05_64", 64, False),
     tcgen05("tcgen05_gate_up_16", 16, True),
     tcgen05("tcgen05_gate_up_64", 64, True),
     swapped("swapped_16", 16, False, 0),
-    swapped("swapped_group", 16, False, 0, group=True),
+    swapped("swapped_group", 16, False, 0, GROUP=True),
+    swapped("swapped_blocks", 64, False, 0, GROUP=True, BLOCKS=True, K=4224, SHARE=2176, MASK=True),
+    swapped("swapped_parts", 16, False, 0, K=2880, SHARE=1024, MASK=True),
     swapped("swapped_dual", 32, True, 1),
     prefill("attn_prefill"),
     rows("attn_rows", 128, 2),
@@ -414,10 +472,15 @@ CASES = [
     prefill("attn_prefill_bf16", {**prefill_types, "k_ptr": "*bf16", "v_ptr": "*bf16"}, HALF=False, STAGES=2),
     Case("merge_parts", prefill_parts.merge_parts_kernel, parts_types, dict(HQ=32, D=128, CHUNK=8, SINKS=True, LSE=True), aligned(parts_types), dict(num_warps=1)),
     Case("mla", attn_prefill.mla_kernel, mla_types, dict(HEADS=128, LATENT=512, ROPE=64, PAGE=64, ROWS=16, BLOCK=32, STAGES=2), aligned(mla_types), dict(num_warps=4)),
-    w4("w4_gptq", BLOCK=128, GROUP=128, MXFP4=False, ZERO=True, PARTS=4),
-    w4("w4_mxfp4", {**w4_types, "scale_ptr": "*u8"}, BLOCK=64, GROUP=32, MXFP4=True, ZERO=False, PARTS=1),
-    widen_w4("widen_gptq", BLOCK=128, GROUP=128, MXFP4=False, ZERO=True),
-    widen_w4("widen_mxfp4", {**w4_types, "scale_ptr": "*u8"}, BLOCK=64, GROUP=32, MXFP4=True, ZERO=False),
+    *(w4("w4_16", 16, 4, cc) for cc in (90, 100, 103, 120)),
+    *(w4("w4_crowded", 16, 1, cc, 28672) for cc in (90, 100, 103, 120)),
+    *(w4("w4_32", 32, 2, cc) for cc in (90, 100, 103, 120)),
+    *(w4("w4_32_crowded", 32, 1, cc, 28672) for cc in (90, 100, 103, 120)),
+    *(w4("w4_64", 64, 4, cc, 4096, 14336) for cc in (90, 100, 103, 120)),
+    *(w4("w4_odd", 64, 2, cc, 4160, 2944) for cc in (90, 100, 103, 120)),
+    *(w4("w4_256", 255, 1, cc) for cc in (90, 100, 103, 120)),
+    widen_w4("widen_w4", 4096),
+    widen_w4("widen_w4_odd", 2944),
     w8("w8_16", 16, PARTS=4),
     w8("w8_64", 64),
     w8("w8_128", 128),
@@ -436,9 +499,12 @@ CASES = [
     Case("move_unpack", move.move_kernel, move_types, dict(PLANES=64, ROW=64, WORDS=16384, BLOCK=8192, MODE=1, SUM=2), aligned(move_types, "stride_plane", "stride_page"), dict(num_warps=16)),
     Case("move_pack_part", move.move_kernel, move_types, dict(PLANES=64, ROW=128, WORDS=8192, BLOCK=8192, MODE=0, SUM=1), aligned(move_types, "stride_plane", "stride_page"), dict(num_warps=16)),
     Case("move_convert", move.convert_kernel, convert_types, dict(PLANES=64, ROW=64, WORDS=16384, BLOCK=8192, SUM=True), aligned(convert_types, "stride_plane", "stride_page"), dict(num_warps=16), everywhere(CVT)),
-    Case("moe_route", moe.route_kernel, pointers(fp32="logits weight", i32="id"), dict(E=128, BLOCK=128, TOP_K=8, PAD_K=8, SIGMOID=False, RENORM=True), (), dict(num_warps=1)),
-    Case("moe_count", moe.count_kernel, pointers(i32="id count") | scalars(i32="total"), dict(BLOCK=4096), (), dict(num_warps=4)),
-    Case("moe_sort", moe.sort_kernel, pointers(i32="id count sorted tile") | scalars(i32="total max_tiles"), dict(E=128, PAD_E=128, BX=16, BLOCK=2048), (), dict(num_warps=8)),
+    moe_route("moe_route", BIASED=False),
+    moe_route("moe_route_biased", BIASED=True),
+    Case("moe_count", moe.count_kernel, pointers(i32="id count") | scalars(i32="total"), dict(BLOCK=2048, PDL=True), (), dict(num_warps=4, **LAUNCH), everywhere(PDL)),
+    moe_sort("moe_sort", 2048),
+    moe_sort("moe_sort_few", 8, FEW=True, warps=1),
+    moe_sort("moe_sort_few_512", 512, FEW=True),
     experts("moe_first", True, 16, 1536, 2048),
     experts("moe_first_128", True, 128, 1536, 2048, (90, 100, 103)),
     experts("moe_first_64", True, 64, 1536, 2048),
@@ -446,10 +512,12 @@ CASES = [
     expert_bf16("moe_bf16_first", True, 16, 1536, 2048),
     expert_bf16("moe_bf16_first_64", True, 64, 1536, 2048),
     expert_bf16("moe_bf16_second", False, 16, 2048, 768),
-    expert_w4("moe_w4_first", True, 16, 5760, 2880),
-    expert_w4("moe_w4_second", False, 16, 2880, 2880),
-    expert_w4("moe_w4_first_64", True, 64, 5760, 2880),
-    Case("moe_combine", moe.combine_kernel, pointers(bf16="y out", fp32="weight"), dict(N=2048, TOP_K=8, BLOCK=1024), (), dict(num_warps=4)),
+    expert_mx("moe_mx_first", True, 16),
+    expert_mx("moe_mx_second", False, 16, parts=2),
+    expert_mx("moe_mx_first_64", True, 64, bw=128, warps=8),
+    expert_mx("moe_mx_first_128", True, 128, (90, 100, 103), bw=128),
+    expert_mx("moe_mx_second_128", False, 128, (90, 100, 103), bw=128),
+    Case("moe_combine", moe.combine_kernel, pointers(bf16="y out", fp32="weight") | scalars(i32="total"), dict(N=2048, TOP_K=8, PARTS=1, BLOCK=1024, PDL=True), (), dict(num_warps=4, **LAUNCH), everywhere(PDL)),
     Case("all_reduce", all_reduce.reduce_norm_kernel, pointers(bf16="residual weight", fp8="out", fp32="scale", i32="epoch") | {"buffer_ptrs": "*i64", "flag_ptrs": "*i64"} | scalars(fp32="eps", i32="rank tokens"), dict(N=4096, BLOCK=4096, WORLD=2, QUANT=1), ("residual_ptr", "weight_ptr", "out_ptr"), dict(num_warps=16), everywhere(CVT, (r"sys\.acquire", r"sys\.release"))),
     Case("sample", sampling.sample_kernel, sample_types, dict(V=128256, BLOCK=8192, PASSES=8), aligned(sample_types), dict(num_warps=16)),
     Case("penalize", sampling.penalize_kernel, pointers(bf16="x", i32="count", fp32="presence frequency repetition"), dict(V=128256, BLOCK=4096), (), dict(num_warps=8)),

@@ -5,6 +5,7 @@ import math
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 
 from kernels import cases as c
 from kernels import catalog
@@ -67,6 +68,22 @@ def test_deferred_scales_equal_scaling_before():
     run("add_rmsnorm_quant", plain, scaled, kept, weight, eps, other, scale)
     call.run(lambda *a, **k: run("add_rmsnorm_quant", deferred, *a, **k))
     assert torch.allclose(out.float(), other.float(), rtol=2**-7) and torch.equal(residual, kept)
+
+
+@pytest.mark.parametrize("deferred", [False, True])
+def test_a_bias_comes_after_the_scales_and_stays_in_the_residual(deferred):
+    spec = s.NormSpec(48, "none", parts=2, deferred=deferred, biased=True)
+    call = c.norm_case(spec, 3).make("cpu")
+    x, residual, weight, eps, out, _ = call.args
+    product = x.double().sum(0)
+    if deferred:
+        product = product * call.kwargs["token_scale"].double()[:, None] * call.kwargs["channel_scale"].double()
+    added = (product + call.kwargs["bias"].double()).numpy()[None]
+    want = norm_by_loops(added, residual.double().numpy(), weight.double().numpy(), eps)
+    total = torch.tensor(added[0]) + residual.double()
+    call.run(lambda *a, **k: run("add_rmsnorm_quant", spec, *a, **k))
+    assert np.abs(out.double().numpy() - want).max() <= np.abs(want).max() * 2**-7
+    assert torch.allclose(residual.double(), total, rtol=2**-8)
 
 
 @pytest.mark.parametrize("spread", [1e-9, 1.0, 1e4, 3e38])
@@ -133,6 +150,34 @@ def test_smooth_keys_give_softmax_the_same():
         assert torch.equal(v.flatten(0, 2)[:tokens], qkv[0, :, 3 * 32 :])
     assert torch.allclose(*weights, atol=1e-5)
     assert (keys[0] - keys[1]).abs().mean() > 1
+
+
+@pytest.mark.parametrize("normed", [False, True])
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("deferred", [False, True])
+def test_scales_then_bias_then_norm_of_each_head_come_before_rope(deferred, biased, normed):
+    """The same as rope alone on heads that torch made ready."""
+    spec = s.RopeSpec(5, 2, 8, page=4, kv="fp32", parts=2, deferred=deferred, biased=biased, normed=normed)
+    call = c.rope_case(spec, 6).make("cpu")
+    qkv, positions, slots, table, _, k, v = call.args
+    heads = qkv.double().sum(0)
+    if deferred:
+        heads = heads * call.kwargs["token_scale"].double()[:, None] * call.kwargs["channel_scale"].double()
+    if biased:
+        heads = heads + call.kwargs["bias"].double()
+    if normed:
+        each, eps = heads.view(6, 9, 8), call.kwargs["eps"]
+        q, key = (
+            F.rms_norm(part, (8,), call.kwargs[gain].double(), eps)
+            for part, gain in ((each[:, :5], "q_gain"), (each[:, 5:7], "k_gain"))
+        )
+        heads = torch.cat([q, key, each[:, 7:]], 1).view(6, -1)
+    want = torch.empty(6, 5, 8), k.clone(), v.clone()
+    plain = s.RopeSpec(5, 2, 8, page=4, kv="fp32")
+    run("rope_append", plain, heads.float()[None], positions, slots, table, *want, k_scale=0.5, v_scale=0.25)
+    got = torch.empty(6, 5, 8), k, v
+    run("rope_append", spec, *call.args[:4], *got, **call.kwargs)
+    assert all(torch.allclose(*pair, atol=1e-5) for pair in zip(got, want, strict=True))
 
 
 def test_argmax_takes_the_first_of_equals():

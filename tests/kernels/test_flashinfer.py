@@ -1,12 +1,17 @@
-"""FlashInfer's real signatures and capability table hold what our calls assume. Needs no GPU, only the package."""
+"""FlashInfer's real signatures and capability table hold what our calls assume. Needs the package; one test a GPU."""
 
 import ast
 import inspect
+from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
 
 import kernels
+from kernels.cases import prefill_case
+from kernels.reference.quant import to_e4m3
+from kernels.specs import AttnSpec
 
 flashinfer = pytest.importorskip(
     "flashinfer", reason="flashinfer-python is not installed: its contract cannot be checked"
@@ -63,6 +68,21 @@ def test_queries_in_e4m3_take_their_scales_by_position_as_fa3_does():
     """attn_prefill_fa3 relies on it."""
     source = inspect.getsource(flashinfer.BatchPrefillWithPagedKVCacheWrapper.run)
     assert "is_float8(q) and len(args) >= 3" in source
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_queries_that_rope_has_rounded_give_the_bits_of_those_that_fa3_rounds():
+    from kernels.flashinfer import Fa3Plans, attn_prefill_fa3
+
+    spec = AttnSpec(32, 8, 128)
+    plain = prefill_case(spec, [(1, 1), (130, 700), (1000, 1000)], workspace_mb=8).make("cuda")
+    rounded = plain.copy()
+    queries, *rest = rounded.args
+    attend = partial(attn_prefill_fa3, spec, prepared=Fa3Plans(spec)(*plain.batch))
+    plain.run(attend)
+    attend(to_e4m3(queries.float()), *rest, **rounded.kwargs)
+    assert torch.equal(plain.outputs["out"], rounded.outputs["out"])
 
 
 def method_calls(name):

@@ -10,15 +10,20 @@ import pytest
 pytestmark = pytest.mark.timeout(600)  # the child interprets all kernels: a minute and more beside other work
 
 
-@pytest.fixture(scope="module", params=[0, 1])
-def verdicts(request):
-    """A child process: TRITON_INTERPRET is read when kernels are decorated. Fresh random inputs for each seed."""
-    command = [sys.executable, "-m", "tests.kernels.interpreted", str(request.param)]
+def child(*arguments):
+    """What a module prints in a process of its own: TRITON_INTERPRET is read when kernels are decorated."""
+    command = [sys.executable, "-m", *arguments]
     done = subprocess.run(
         command, capture_output=True, text=True, env={**os.environ, "TRITON_INTERPRET": "1"}, check=False
     )
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout)
+
+
+@pytest.fixture(scope="module", params=[0, 1])
+def verdicts(request):
+    """Fresh random inputs for each seed."""
+    return child("tests.kernels.interpreted", str(request.param))
 
 
 def test_every_kernel_agrees_with_the_reference(verdicts):
@@ -38,3 +43,17 @@ def test_every_operation_with_a_portable_kernel_was_run(verdicts):
         "mla_attention", "gemm_fp8", "gemm_gate_up", "gemm_w4", "gemm_w8", "moe_route", "moe_experts", "sample",
         "penalize", "kv_pack", "kv_unpack", "kv_verify", "kv_sums",
     }  # fmt: skip
+
+
+def test_experts_are_sorted_the_same_whether_counted_in_the_sort_or_before():
+    for found in child("tests.kernels.interpreted_sort"):
+        total, order, tiles = len(found["ids"]), [], []
+        for expert in range(found["experts"]):
+            rows = [i for i, chosen in enumerate(found["ids"]) if chosen == expert]
+            padded = -(-len(rows) // found["bx"]) * found["bx"]
+            order += rows + [total] * (padded - len(rows))
+            tiles += [expert] * (padded // found["bx"])
+        assert found["together"] == found["apart"]
+        got_order, got_tiles = found["together"]
+        assert got_order == order + [-7] * (len(got_order) - len(order))  # what nobody has is left alone
+        assert got_tiles == tiles + [-1] * (len(got_tiles) - len(tiles))

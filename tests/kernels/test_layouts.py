@@ -8,16 +8,31 @@ from hypothesis import strategies as st
 from kernels import layouts
 from kernels.reference import quant
 from kernels.reference.gemm import dequantize_w4
-from kernels.specs import W4Spec
 
 CODES = torch.arange(16)
 
 
-@given(st.integers(0, 2**31), st.sampled_from([(3, 128), (8, 256), (5, 384)]))
+@given(
+    st.integers(0, 2**31), st.integers(1, 3), st.integers(1, 5), st.booleans(),
+    st.sampled_from([torch.float16, torch.bfloat16]),
+)  # fmt: skip
 @settings(max_examples=20)
-def test_split_nibbles_round_trip(seed, shape):
-    codes = torch.randint(0, 16, shape, generator=torch.Generator().manual_seed(seed))
-    assert torch.equal(layouts.join_nibbles(layouts.split_nibbles(codes)).long(), codes)
+def test_tiles_of_int4_hold_every_code_scale_and_zero(seed, strips, blocks, is_row, dtype):
+    make, groups = torch.Generator().manual_seed(seed), 1 if is_row else blocks
+    codes = torch.randint(0, 16, (64 * strips, 128 * blocks), generator=make)
+    scale = torch.randn(64 * strips, groups, generator=make).to(dtype)
+    zero = torch.randint(0, 16, scale.shape, generator=make)
+    words, factors = layouts.tile_int4(codes, scale, zero)
+    assert words.shape == (strips, blocks, 64, 32) and factors.shape == (strips, -(-blocks // 2), 64, 2)
+    found, scales, zeros = layouts.untile_int4(words, factors)
+    assert torch.equal(found.long(), codes)
+    assert torch.equal(scales, scale.float().expand(-1, blocks)) and torch.equal(zeros.long(), zero.expand(-1, blocks))
+
+
+def test_scales_of_float32_are_kept_to_a_millionth():
+    scale = torch.rand(64, 1) + 0.01
+    _, found, _ = layouts.untile_int4(*layouts.tile_int4(torch.zeros(64, 128), scale, torch.full((64, 1), 15)))
+    assert torch.allclose(found, scale, rtol=2**-20, atol=0)
 
 
 def gptq(codes_NK, zero_NG):
@@ -43,22 +58,14 @@ def as_int32(x):
 
 @pytest.mark.parametrize(("pack", "load"), [(gptq, layouts.from_gptq), (awq, layouts.from_awq)])
 def test_int4_checkpoints_dequantize_to_the_same_weights(pack, load):
-    n, k, group = 16, 256, 128
+    n, k, group = 64, 256, 128
     codes, zero = torch.randint(0, 16, (n, k)), torch.randint(0, 16, (n, k // group))
     scale = torch.rand(n, k // group)
     qweight, qzeros = pack(codes, zero)
     found, scales, zeros = load(qweight, qzeros, scale.t().contiguous())
     assert torch.equal(found.long(), codes)
-    packed = layouts.split_nibbles(found)
     want = ((codes.view(n, -1, group) - zero[..., None]) * scale[..., None]).view(n, k)
-    assert torch.allclose(dequantize_w4(W4Spec(n, k, "gptq", group), packed, scales, zeros), want)
-
-
-def test_mxfp4_pairs_and_split_layout_mean_the_same():
-    w = torch.randn(6, 256)
-    pairs, exponent = quant.quantize_mxfp4(w)
-    split = dequantize_w4(W4Spec(6, 256, "mxfp4", 32), layouts.pairs_to_split(pairs), exponent, None)
-    assert torch.equal(split, quant.dequantize_mxfp4(pairs, exponent))
+    assert torch.allclose(dequantize_w4(*layouts.tile_int4(found, scales, zeros)), want)
 
 
 def test_e2m1_has_the_values_of_the_specification():
@@ -104,25 +111,6 @@ def test_biases_are_reordered_like_their_rows():
     assert layouts.gate_up_halves(torch.tensor([[1, 2, 3, 4]]), -1).tolist() == [[1, 3, 2, 4]]
 
 
-@given(st.sampled_from([64, 128]), st.integers(1, 4), st.integers(0, 2**31))
-@settings(max_examples=20)
-def test_low_nibbles_are_the_first_half_of_each_block(block, blocks, seed):
-    codes = torch.randint(0, 16, (3, block * blocks), generator=torch.Generator().manual_seed(seed))
-    packed = layouts.split_nibbles(codes, block)
-    for b in range(blocks):
-        for i in range(block // 2):
-            byte = packed[:, b * block // 2 + i].long()
-            assert torch.equal(byte & 15, codes[:, b * block + i])
-            assert torch.equal(byte >> 4, codes[:, b * block + block // 2 + i])
-
-
-def test_experts_are_split_one_by_one():
-    codes = torch.randint(0, 16, (2, 3, 128))
-    together = layouts.split_nibbles(codes, 64)
-    assert torch.equal(together, torch.stack([layouts.split_nibbles(expert, 64) for expert in codes]))
-    assert torch.equal(layouts.join_nibbles(together, 64).long(), codes)
-
-
 def test_the_packed_widening_of_e2m1_is_exact_for_every_code_and_exponent():
     """The kernel's bit moves, in torch: a code's bits in a bf16 are its value times 2^-126, the scale does the rest."""
     codes = CODES.to(torch.int32)
@@ -136,6 +124,31 @@ def test_the_packed_widening_of_e2m1_is_exact_for_every_code_and_exponent():
 
 def test_the_packed_widening_of_int4_is_exact_before_its_scale():
     bits = torch.tensor([0x4300 | code for code in range(16)], dtype=torch.int16)
-    for zero in range(17):
+    for zero in range(16):
         got = bits.view(torch.bfloat16) - torch.tensor([128.0 + zero]).bfloat16()
         assert got.tolist() == [code - zero for code in range(16)]
+
+
+@given(st.integers(0, 2**32 - 1), st.integers(1, 3), st.integers(1, 5))
+def test_tiles_of_mxfp4_hold_every_code_and_exponent(seed, strips, blocks):
+    make = torch.Generator().manual_seed(seed)
+    shape = (2, 64 * strips, 32 * blocks)
+    packed = torch.randint(256, shape, generator=make, dtype=torch.uint8)
+    exponents = torch.randint(192, (2, 64 * strips, 2 * blocks), generator=make, dtype=torch.uint8)
+    words, scales = layouts.tile_mxfp4(packed, exponents)
+    assert words.shape == (2, strips, blocks, 64, 16) and scales.shape == (2, strips, -(-blocks // 2), 64, 2)
+    codes, found = layouts.untile_mxfp4(words, scales)
+    assert torch.equal(codes, torch.stack([packed & 15, packed >> 4], -1).flatten(-2))
+    assert torch.equal(found, exponents)
+
+
+def test_the_largest_exponents_of_mxfp4_saturate_where_a_bf16_ends():
+    packed, exponents = torch.zeros(64, 32, dtype=torch.uint8), torch.full((64, 2), 255, dtype=torch.uint8)
+    assert layouts.untile_mxfp4(*layouts.tile_mxfp4(packed, exponents))[1].unique().tolist() == [191]
+
+
+def test_gates_and_their_ups_come_eight_by_eight_and_go_back():
+    rows = torch.arange(48)[:, None].expand(48, 2)
+    paired = layouts.pair_gate_up(rows)
+    assert paired[:, 0].tolist()[:24] == [*range(8), *range(24, 32), *range(8, 16)]
+    assert torch.equal(layouts.unpair_gate_up(paired), rows)

@@ -66,6 +66,15 @@ def test_parts_add_up_to_the_whole_product():
     assert not torch.allclose(out[0], full, rtol=0.1)
 
 
+@pytest.mark.parametrize("parts", [1, 2, 3, 8])
+@pytest.mark.parametrize("k", [64, 512, 2880, 4096])
+def test_parts_take_every_column_once(parts, k):
+    for spec, step in ((s.GemmSpec(64, k, parts=parts), 128), (s.W4Spec(64, k, parts=parts), 256)):
+        assert spec.share % step == 0
+        taken = [column for part in range(parts) for column in range(k)[part * spec.share : (part + 1) * spec.share]]
+        assert taken == list(range(k))
+
+
 def test_a_deferred_product_has_no_scales_in_it():
     spec = s.GemmSpec(6, 40, deferred=True)
     a, w, a_scale, w_scale, out = c.gemm_case(spec, 3).make("cpu").args
@@ -91,26 +100,34 @@ def test_gate_up_is_silu_of_one_half_times_the_other(quant_to):
     assert distance(got, want) < (4e-3 if quant_to == "none" else 4e-2)
 
 
-@pytest.mark.parametrize(("fmt", "group", "k"), [("gptq", 128, 256), ("awq", 128, 128), ("mxfp4", 32, 192)])
-def test_4_bit_weights_mean_what_their_format_says(fmt, group, k):
-    """Codes are read back nibble by nibble from the split layout as its docstring describes it."""
-    spec = s.W4Spec(6, k, fmt, group)
-    case = c.w4_case(spec, 2)
+@pytest.mark.parametrize("symmetric", [False, True])
+@pytest.mark.parametrize("k", [128, 384])
+def test_int4_weights_mean_what_their_tiles_say(k, symmetric):
+    """Codes are read back one by one from the tiles as the docstring of tile_int4 describes them."""
+    case = c.w4_case(s.W4Spec(64, k), 2, symmetric)
     call = case.make("cpu")
-    a, w, scale, zero, out, _ = call.args
-    block = layouts.block_of(fmt)
-    want = np.zeros((2, 6))
-    for n in range(6):
+    a, words, factors, out, _ = call.args
+    places = [first + 8 * pair + i for first in (0, 2, 4, 6) for pair in range(4) for i in range(2)]
+    want = np.zeros((2, 64))
+    for n in range(64):
         for p in range(k):
-            byte = int(w[n, p // block * (block // 2) + p % (block // 2)])
-            code = byte >> 4 if p % block >= block // 2 else byte & 15
-            if fmt == "mxfp4":
-                weight = E2M1[code] * 2.0 ** (int(scale[n, p // 32]) - 127)
-            else:
-                weight = (code - (8 if zero is None else int(zero[n, p // group]))) * float(scale[n, p // group])
-            want[:, n] += f64(a)[:, p] * weight
+            word = int(words[0, p // 128, n, places.index(p % 32)])
+            factor = factors[0, p // 256, n, p // 128 % 2]
+            zero, scale = int(factor) & 15, float((factor & -16).view(torch.float32))
+            assert zero == 8 or not symmetric
+            want[:, n] += f64(a)[:, p] * ((word >> p % 128 // 32 * 4 & 15) - zero) * scale
     run(case, call)
     assert distance(f64(out), want) < 4e-3
+
+
+def test_parts_of_an_int4_product_add_up_to_it():
+    whole, split = s.W4Spec(64, 1280), s.W4Spec(64, 1280, parts=2)
+    a, words, factors, out, workspace = c.w4_case(split, 3).make("cpu").args
+    full = torch.empty(3, 64)
+    REGISTRY.get("gemm_w4", split)(a, words, factors, out, workspace)
+    REGISTRY.get("gemm_w4", whole)(a, words, factors, full, workspace)
+    assert out.shape == (2, 3, 64) and torch.allclose(out.sum(0), full, rtol=1e-4, atol=1e-4)
+    assert not torch.allclose(out[0], full, rtol=0.1)
 
 
 @pytest.mark.parametrize(
@@ -174,6 +191,8 @@ def test_experts_of_gpt_oss_add_their_biases_and_clamp(weights, bias):
         for slot in range(2):
             e = int(ids[t, slot])
             first, second = (dense(weights, w[e], sc[e]) for w, sc in ((w1, s1), (w2, s2)))
+            if weights == "mxfp4":
+                first = layouts.unpair_gate_up(torch.from_numpy(first)).numpy()
             both = first @ tokens[t] + (f64(call.kwargs["b1"])[e] if bias else 0)
             gate, up = np.minimum(both[:64], 7), np.clip(both[64:], -7, 7)
             middle = (up + 1) * gate / (1 + np.exp(-1.702 * gate))
@@ -187,18 +206,20 @@ def dense(weights, w, scale):
         return f64(w) * f64(scale)[:, None]
     if weights in c.PLAIN:
         return f64(w)
-    codes = layouts.join_nibbles(w, 64).numpy()
-    return np.array(E2M1)[codes] * np.repeat(2.0 ** (f64(scale) - 127), 32, 1)
+    codes, exponents = layouts.untile_mxfp4(w, scale)
+    return np.array(E2M1)[codes.numpy()] * np.repeat(2.0 ** (f64(exponents) - 127), 32, 1)
 
 
 @pytest.mark.parametrize("scoring", ["softmax", "sigmoid"])
 @pytest.mark.parametrize("renormalize", [False, True])
-def test_routing_picks_the_largest_logits(scoring, renormalize):
-    spec = s.MoESpec(7, 3, 64, 64, renormalize, scoring)
+@pytest.mark.parametrize("bias", [False, True])
+def test_routing_picks_the_largest_logits(scoring, renormalize, bias):
+    spec = s.MoESpec(7, 3, 64, 64, renormalize, scoring, bias=bias)
     call = c.route_case(spec, 5).make("cpu")
     logits, weights, ids = call.args
     call.run(REGISTRY.get("moe_route", spec))
-    for row, share, chosen in zip(logits.double().tolist(), weights.tolist(), ids.tolist(), strict=True):
+    scores = logits.double() + (call.kwargs["bias"].double() if bias else 0)
+    for row, share, chosen in zip(scores.tolist(), weights.tolist(), ids.tolist(), strict=True):
         assert chosen == sorted(range(7), key=lambda e: -row[e])[:3]
         score = [1 / (1 + math.exp(-v)) if scoring == "sigmoid" else math.exp(v) for v in row]
         whole = sum(score[e] for e in chosen) if renormalize else 1.0 if scoring == "sigmoid" else sum(score)

@@ -10,12 +10,13 @@ from hypothesis import strategies as st
 
 from kernels import tune
 from kernels.caps import Caps
+from kernels.decode_plan import int4_parts
 from kernels.plans import cache_path, defaults, source_hash
 from kernels.reference.moe import moe_workspace_nbytes
 from kernels.registry import Impl, Registry
 from kernels.specs import AttnSpec, FusedAttnSpec, GateUpSpec, GemmSpec, MoESpec, W4Spec, W8Spec
 from kernels.triton import attn_decode, attn_prefill, attn_stream, gemm_hopper, gemm_w4, gemm_w8, moe
-from kernels.workspace import COUNTERS_NBYTES, widening_workspace_nbytes
+from kernels.workspace import COUNTERS_NBYTES, WIDEN_TOKENS, widening_workspace_nbytes
 
 H200 = Caps("cuda", 90, "NVIDIA H200", 132, (2, 11, 0), (3, 6, 0), (0, 6, 13))
 LLAMA, OSS = AttnSpec(32, 8, 128), AttnSpec(64, 8, 64, sinks=True)
@@ -133,23 +134,55 @@ def test_a_workspace_of_the_stated_size_holds_every_plan(batch):
         attn_decode.split_workspace(workspace[: 64 << 10], 512, 2, 16, 128)
 
 
-@given(st.integers(1, 5000), st.sampled_from([GemmSpec(6144, 4096, parts=2), GemmSpec(4096, 14336, "group", parts=7)]))
-def test_skinny_tiles_divide_their_share_of_k_and_fit_in_shared_memory(tokens, spec):
-    plan = gemm_hopper.fit(gemm_hopper.default_plan(tokens), spec)
-    assert spec.k // spec.parts % plan["bk"] == 0
-    assert spec.recipe != "group" or plan["bk"] == 128
-    assert (plan["bw"] + plan["bx"]) * plan["bk"] * plan["stages"] <= 200 << 10
+SKINNY = [
+    GemmSpec(6144, 4096, parts=2),
+    GemmSpec(5120, 2880, parts=3),
+    GemmSpec(64, 64),
+]
+IN_GROUPS = [
+    GemmSpec(4096, 14336, "group", parts=7),
+    GemmSpec(6144, 4096, "block128", parts=2),
+    GemmSpec(8192, 28672, "block128"),
+    GemmSpec(64, 128, "block128"),
+]
+
+
+@given(st.integers(1, 5000), st.sampled_from(SKINNY), st.booleans())
+def test_skinny_tiles_divide_their_share_of_k_and_fit_in_shared_memory(tokens, spec, is_crowded):
+    plan = gemm_hopper.fit(gemm_hopper.default_plan(tokens, is_crowded=is_crowded), spec)
+    assert spec.share % plan["bk"] == 0 and plan["stages"] <= spec.share // plan["bk"]
+    assert (plan["bw"] + plan["bx"]) * plan["bk"] * plan["stages"] <= (100 if is_crowded else 200) << 10
+
+
+@given(st.integers(1, 5000), st.sampled_from(IN_GROUPS), st.booleans())
+def test_skinny_tiles_leave_room_for_scales_that_differ_along_k(tokens, spec, is_crowded):
+    plan = gemm_hopper.grouped_plan(tokens, spec, is_crowded)
+    assert plan["bk"] == 256 and plan["stages"] * 256 < spec.share + 256
+    assert gemm_hopper.scale_room(spec) * 128 >= spec.share
+    tiles_nbytes = (plan["bw"] + plan["bx"]) * 256 * plan["stages"]
+    scales_nbytes = gemm_hopper.scale_room(spec) * plan["bx"] * 4
+    room_nbytes = 110 << 10 if is_crowded and plan["stages"] > 2 else 200 << 10
+    assert tiles_nbytes + scales_nbytes <= room_nbytes
 
 
 @given(
     st.integers(1, 4096),
-    st.sampled_from([W4Spec(6144, 4096), W4Spec(4096, 14336, "mxfp4", 32), W4Spec(64, 64, "mxfp4", 32)]),
+    st.sampled_from([W4Spec(6144, 4096), W4Spec(4096, 14336), W4Spec(64, 128), W4Spec(28672, 4096, parts=2)]),
+    st.sampled_from([90, 100, 120]),
 )
-def test_4_bit_plans_split_k_only_for_few_tokens(tokens, spec):
-    plan = gemm_w4.w4_plan(spec, tokens)
-    assert plan["parts"] == 1 or (tokens <= 64 and spec.n // 64 * plan["parts"] <= 512)
-    assert plan["bx"] >= min(tokens, 128)
-    assert widening_workspace_nbytes(spec, tokens) >= COUNTERS_NBYTES + plan["parts"] * min(tokens, 64) * spec.n * 4
+def test_4_bit_tiles_divide_the_rows_and_hold_few_tokens_whole(tokens, spec, cc):
+    plan = gemm_w4.w4_plan(spec, tokens, cc)
+    assert spec.n % plan["bw"] == 0 and plan["bx"] >= min(tokens, 64)
+    wide = 2 * spec.n * spec.k if tokens >= WIDEN_TOKENS else 0
+    assert widening_workspace_nbytes(spec, tokens) == COUNTERS_NBYTES + wide
+
+
+@given(st.integers(1, 300), st.sampled_from([64, 4096, 6144, 28672]), st.sampled_from([128, 640, 4096, 14336]))
+def test_parts_of_int4_have_steps_of_their_own_and_ctas_that_fit(rows, n, k):
+    parts = int4_parts(rows, n, k)
+    plan = gemm_w4.w4_plan(W4Spec(n, k, parts), rows)
+    assert parts == 1 or (rows <= 64 and -(-k // 256) // parts >= 2)
+    assert parts == 1 or n // plan["bw"] * parts <= 3 * 132
 
 
 @given(st.integers(1, 4096), st.sampled_from([W8Spec(6144, 4096), W8Spec(4096, 14336, "row"), W8Spec(960, 576)]))
@@ -163,7 +196,7 @@ def test_8_bit_plans_split_k_only_for_few_tokens(tokens, spec):
 @given(st.integers(1, 9000), st.sampled_from(["e4m3", "mxfp4"]), st.sampled_from([90, 120]))
 def test_expert_tiles_hold_about_an_experts_share(tokens, weights, cc):
     plan = moe.expert_plan(MoESpec(32, 4, 2880, 2880, weights=weights), tokens, cc)
-    assert 16 <= plan["bx"] <= (128 if (weights, cc) == ("e4m3", 90) else 64)
+    assert 16 <= plan["bx"] <= (128 if cc == 90 else 64)
 
 
 def test_the_stated_expert_workspace_can_be_carved():

@@ -115,7 +115,7 @@ def test_messages_arrive_whole_and_in_order(make_ends: Callable, nbytes: int, me
     jobs = [lambda: ends.send_all(parts), receive_all]
     threads = [_in_thread(job) for job in (jobs if asked == "after" else jobs[::-1])]
     for thread, _ in threads:
-        thread.join(10)
+        thread.join(60)
     received = next(result[0] for _, result in threads if result[0] is not None)
     assert [number for number, _ in received] == list(range(7))
     assert all((data == part).all() for (_, data), part in zip(received, parts, strict=True))
@@ -128,7 +128,7 @@ def test_interrupt_wakes_the_thread_that_waits(make_ends: Callable, end: str) ->
     thread, result = _in_thread(work)
     thread.join(0.05)
     getattr(ends, end).interrupt()
-    thread.join(5)
+    thread.join(60)
     assert not thread.is_alive() and isinstance(result[0], PeerLost)
 
 
@@ -137,11 +137,11 @@ def test_the_other_end_going_is_an_error_and_no_hang(make_ends: Callable, gone: 
     ends = make_ends()
     exchange, _ = _in_thread(lambda: ends.send_all([np.ones(99, np.uint8)]))
     ends.receive()
-    exchange.join(5)
+    exchange.join(60)
     getattr(ends, gone).close()
     work = ends.receive if gone == "out" else lambda: [ends.send_all([np.ones(1 << 20, np.uint8)]) for _ in range(99)]
     thread, result = _in_thread(work)
-    thread.join(5)
+    thread.join(60)
     assert not thread.is_alive() and isinstance(result[0], PeerLost)
 
 
@@ -160,5 +160,5 @@ def test_two_channels_do_not_mix(make_ends: Callable) -> None:
     ]
     got = [ends.receive()[1][0] for _ in range(3) for ends in (first, second)]
     for thread in threads:
-        thread.join(5)
+        thread.join(60)
     assert got == [0, 1] * 3

@@ -38,7 +38,7 @@ NOISE = st.one_of(
 def _say_and_hang_up(peer: Peer, noise: bytes) -> None:
     host, _, port = peer.node.address.rpartition(":")
     with socket.create_connection((host, int(port)), 5) as sock:
-        sock.settimeout(5)
+        sock.settimeout(60)
         try:
             sock.sendall(noise)
             sock.shutdown(socket.SHUT_WR)

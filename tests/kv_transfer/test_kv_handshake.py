@@ -101,7 +101,7 @@ def test_a_wish_that_one_end_lacks_is_an_error() -> None:
 def _connect(decode: Peer) -> socket.socket:
     host, _, port = decode.node.address.rpartition(":")
     sock = socket.create_connection((host, int(port)), 5)
-    sock.settimeout(5)
+    sock.settimeout(60)
     return sock
 
 

@@ -117,4 +117,4 @@ async def test_closing_ends_every_stream():
     streams.close()
     for listener in listeners:
         with pytest.raises(StopAsyncIteration):
-            await asyncio.wait_for(anext(listener), 1.0)
+            await asyncio.wait_for(anext(listener), 60.0)
