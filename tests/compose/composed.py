@@ -17,7 +17,7 @@ BUILD_TIMEOUT_S = 1500
 UP_TIMEOUT_S = 300
 COMMAND_TIMEOUT_S = 120
 ASK_TIMEOUT_S = 120
-FETCH = "import sys, urllib.request as u; sys.stdout.write(u.urlopen(sys.argv[1], timeout=5).read().decode())"
+FETCH = "import sys, urllib.request as u; sys.stdout.write(u.urlopen(sys.argv[1], timeout=60).read().decode())"
 
 
 @dataclass

@@ -6,7 +6,9 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import httpx
 import msgspec
+import pytest
 import uvicorn
 
 from checkpoint import Checkpoint
@@ -89,6 +91,14 @@ class Rig:
         async with asyncio.timeout(60):
             while not condition():
                 await asyncio.sleep(0.01)
+
+    async def leave(self, client: httpx.AsyncClient, body: dict, once) -> None:
+        """Ask, and hang up when it has come so far."""
+        asking = asyncio.create_task(client.post("/v1/completions", json=body))
+        await self.until(once)
+        asking.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asking
 
     def is_idle(self) -> bool:
         ended = sorted(set(self.store.placed)) and len(self.store.finished) == len({i for i, _ in self.store.placed})

@@ -220,7 +220,7 @@ async def test_an_answer_goes_on_with_the_space_of_its_first_token(checkpoint):
     workers = pair(script=[4, 3])
     async with (
         gateway(replace(spaced, chat_template=template), workers) as rig,
-        httpx.AsyncClient(base_url=rig.url) as client,
+        httpx.AsyncClient(base_url=rig.url, timeout=60) as client,
     ):
         echoed = await whole(client, prompt="a a", echo=True, logprobs=1, max_tokens=2)
         assert echoed["choices"][0]["text"] == "a a aa"

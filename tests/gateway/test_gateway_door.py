@@ -52,7 +52,7 @@ async def test_a_key_opens_and_nothing_else_does(checkpoint, caplog, sent, statu
 
 
 async def test_without_keys_everybody_may(checkpoint):
-    async with gateway(checkpoint, pair()) as rig, httpx.AsyncClient(base_url=rig.url) as client:
+    async with gateway(checkpoint, pair()) as rig, httpx.AsyncClient(base_url=rig.url, timeout=60) as client:
         headers = {"Authorization": "Bearer whatever"}
         assert (await client.post("/v1/completions", json=ASK, headers=headers)).status_code == 200
 
@@ -67,7 +67,10 @@ async def test_without_keys_everybody_may(checkpoint):
     ],
 )
 async def test_other_sites_may_only_if_named(checkpoint, allowed, origin, echoed):
-    async with gateway(checkpoint, pair(), cors_origins=allowed) as rig, httpx.AsyncClient(base_url=rig.url) as client:
+    async with (
+        gateway(checkpoint, pair(), cors_origins=allowed) as rig,
+        httpx.AsyncClient(base_url=rig.url, timeout=60) as client,
+    ):
         reply = await client.post("/v1/completions", json=ASK, headers={"Origin": origin})
         assert reply.status_code == 200
         assert reply.headers.get("access-control-allow-origin") == echoed

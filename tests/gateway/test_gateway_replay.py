@@ -341,7 +341,10 @@ async def test_a_worker_that_does_not_know_of_replays_spoils_no_answer(
     for worker in first:  # each of them tells its part of what is shown, and no more
         monkeypatch.setattr(worker, "_num_tokens", lambda job: num_shown)
         monkeypatch.setattr(worker, "_end", lambda job: Failed(job.request_id, job.epoch - 1, "internal", "unheard"))
-    async with gateway(checkpoint, list(workers.values())) as rig, httpx.AsyncClient(base_url=rig.url) as client:
+    async with (
+        gateway(checkpoint, list(workers.values())) as rig,
+        httpx.AsyncClient(base_url=rig.url, timeout=60) as client,
+    ):
         ask = ASK | {"max_tokens": 10, "stream": False}
         asking = asyncio.create_task(client.post("/v1/completions", json=ask))
         await rig.until(lambda: _num_new(rig) == num_shown)
