@@ -1,5 +1,6 @@
 """Models of a real shape with random weights, made on the device: for speed, where no text matters."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -26,20 +27,7 @@ LLAMA_8B = ModelConfig(
     tied_embeddings=False,
 )
 
-LLAMA_70B = ModelConfig(
-    family="llama",
-    vocab_size=128256,
-    hidden_size=8192,
-    intermediate_size=28672,
-    num_layers=80,
-    num_heads=64,
-    num_kv_heads=8,
-    head_dim=128,
-    norm_eps=1e-5,
-    rope_theta=500000.0,
-    max_model_len=131072,
-    tied_embeddings=False,
-)
+LLAMA_70B = replace(LLAMA_8B, hidden_size=8192, intermediate_size=28672, num_layers=80, num_heads=64)
 
 QWEN3_8B = ModelConfig(
     family="qwen3",
@@ -57,20 +45,13 @@ QWEN3_8B = ModelConfig(
     qk_norm=True,
 )
 
-QWEN3_30B_A3B = ModelConfig(
+QWEN3_30B_A3B = replace(
+    QWEN3_8B,
     family="qwen3moe",
-    vocab_size=151936,
     hidden_size=2048,
     intermediate_size=6144,
     num_layers=48,
-    num_heads=32,
     num_kv_heads=4,
-    head_dim=128,
-    norm_eps=1e-6,
-    rope_theta=1000000.0,
-    max_model_len=40960,
-    tied_embeddings=False,
-    qk_norm=True,
     experts=Experts(128, 8, 768, renormalize=True),
 )
 

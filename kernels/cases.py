@@ -117,6 +117,11 @@ def _scales(quant: Quant, tokens: int, width: int, given: float, device: str) ->
     return torch.full((width // 128, tokens) if quant == "group" else (tokens,), given, device=device)
 
 
+def _rounded(quant: Quant, out: Tensor, scale: Tensor) -> dict[str, Tensor]:
+    """What a kernel that rounds writes: scales too, but a given one."""
+    return {"out": out} | ({"scale": scale} if quant in ("token", "group") else {})
+
+
 def norm_case(spec: NormSpec, tokens: int, spread: float = 1.0) -> Case:
     def make(device: str) -> Call:
         n = spec.hidden
@@ -136,7 +141,7 @@ def norm_case(spec: NormSpec, tokens: int, spread: float = 1.0) -> Case:
             )
         if spec.biased:
             kwargs["bias"] = torch.randn(n, device=device).to(BF16)
-        outputs = {"out": out} | ({"scale": scale} if spec.quant in ("token", "group") else {})
+        outputs = _rounded(spec.quant, out, scale)
         updated = {"residual": residual} if residual is not None else {}
         return Call((table if spec.embed else x, residual, weight, 1e-5, out, scale), kwargs, outputs, updated)
 
@@ -152,7 +157,7 @@ def reduce_case(spec: ReduceSpec, tokens: int) -> Case:
         weight = (torch.rand(spec.hidden, device=device) + 0.5).to(BF16)
         out = torch.empty(tokens, spec.hidden, device=device, dtype=BF16 if spec.quant == "none" else E4M3)
         scale = torch.full((tokens,), 0.03, device=device)
-        outputs = {"out": out} | ({"scale": scale} if spec.quant == "token" else {})
+        outputs = _rounded(spec.quant, out, scale)
         args = (Peers.arrived(0, buffers), residual, weight, 1e-5, out, scale)
         return Call(args, {}, outputs, {"residual": residual})
 
@@ -164,7 +169,7 @@ def quant_case(spec: QuantSpec, tokens: int, spread: float = 1.0) -> Case:
         x = (torch.randn(tokens, spec.width, device=device) * spread).to(BF16)
         out = torch.empty(tokens, spec.width, device=device, dtype=E4M3)
         scale = _scales(spec.quant, tokens, spec.width, 0.01, device)
-        return Call((x, out, scale), {}, {"out": out} | ({} if spec.quant == "tensor" else {"scale": scale}))
+        return Call((x, out, scale), {}, _rounded(spec.quant, out, scale))
 
     return Case("quant_fp8", spec, make, 1e-2, tokens * spec.width * 3)
 
@@ -180,8 +185,7 @@ def silu_case(spec: SiluSpec, tokens: int) -> Case:
                 token_scale=torch.rand(tokens, device=device) + 0.5,
                 channel_scale=torch.rand(2 * spec.width, device=device) + 0.5,
             )
-        written = {"scale": scale} if spec.quant in ("token", "group") else {}
-        return Call((x, out, scale), kwargs, {"out": out} | written)
+        return Call((x, out, scale), kwargs, _rounded(spec.quant, out, scale))
 
     return Case("silu_mul_quant", spec, make, 1e-2, tokens * spec.width * 5)
 
@@ -291,7 +295,7 @@ def fused_attn_case(spec: FusedAttnSpec, lengths: list[int], workspace_mb: int =
                 token_scale=torch.rand(batch, device=device) + 0.5, channel_scale=torch.rand(width, device=device) + 0.5
             )
         kwargs |= _bias_and_gains(spec, width, device)
-        outputs = {"out": out} | ({"scale": scale} if spec.quant == "group" else {})
+        outputs = _rounded(spec.quant, out, scale)
         table_cs = rotary_table(max(lengths), spec.head_dim, device)
         return Call((qkv, k, v, table, lens, table_cs, out, scale, workspace), kwargs, outputs, {"k": k, "v": v})
 
@@ -380,9 +384,8 @@ def gate_up_case(spec: GateUpSpec, tokens: int) -> Case:
     def make(device: str) -> Call:
         a, w, a_scale, w_scale = gemm_operands(GemmSpec(spec.n, spec.k), tokens, device)
         out = torch.empty(tokens, spec.n // 2, device=device, dtype=BF16 if spec.quant == "none" else E4M3)
-        groups = spec.quant == "group"
-        scale = torch.full((spec.n // 256, tokens) if groups else (max(tokens, 1),), 0.05, device=device)
-        return Call((a, w, a_scale, w_scale, out, scale), {}, {"out": out} | ({"scale": scale} if groups else {}))
+        scale = _scales(spec.quant, max(tokens, 1), spec.n // 2, 0.05, device)
+        return Call((a, w, a_scale, w_scale, out, scale), {}, _rounded(spec.quant, out, scale))
 
     nbytes = spec.n * spec.k + tokens * (spec.k + spec.n // 2)
     return Case("gemm_gate_up", spec, make, 1.5e-2, nbytes, 2 * tokens * spec.n * spec.k)

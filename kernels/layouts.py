@@ -21,26 +21,34 @@ def tile_int4(codes: Tensor, scale: Tensor, zero: Tensor) -> tuple[Tensor, Tenso
     side: 0 1 8 9 16 17 24 25, 2 3 10 11 ... And factors int32 `[n / 64, ceil(k / 256), 64, 2]`, of two tiles along k:
     the float32 scale, its lowest four bits the zero. Scales of float16 and bfloat16 are kept as they are.
     """
-    n, k = codes.shape
     a, b, c, d = codes.to(torch.uint8).unflatten(-1, (-1, 4, 32)).unbind(-2)
     words = torch.stack([a | (b << 4), c | (d << 4)], -1).view(torch.int16)[..., 0]  # [n, k / 128, 32]
     words = words.unflatten(-1, (4, 4, 2)).transpose(-3, -2).flatten(-3)
     bits = (scale.float().contiguous().view(torch.int32) + 8) & -16
-    factors = (bits | zero.to(torch.int32)).repeat_interleave(k // 128 // scale.shape[1], -1)
-    factors = F.pad(factors, (0, k // 128 % 2)).unflatten(-1, (-1, 2))
-    return in_strips(words, n), in_strips(factors, n)
+    factors = (bits | zero.to(torch.int32)).repeat_interleave(words.shape[1] // scale.shape[1], -1)
+    return in_strips(words), in_strips(by_twos(factors))
 
 
-def in_strips(rows: Tensor, n: int) -> Tensor:
-    """`[n, tiles, x]` to `[n / 64, tiles, 64, x]`."""
-    return rows.unflatten(0, (n // 64, 64)).transpose(1, 2).contiguous()
+def in_strips(rows: Tensor) -> Tensor:
+    """`[..., n, tiles, x]` to `[..., n / 64, tiles, 64, x]`."""
+    return rows.unflatten(-3, (-1, 64)).transpose(-3, -2).contiguous()
+
+
+def out_of_strips(tiles: Tensor) -> Tensor:
+    """The inverse of in_strips."""
+    return tiles.transpose(-3, -2).flatten(-4, -3)
+
+
+def by_twos(values: Tensor) -> Tensor:
+    """`[..., tiles]` to `[..., ceil(tiles / 2), 2]`, a zero at the end of an odd row."""
+    return F.pad(values, (0, values.shape[-1] % 2)).unflatten(-1, (-1, 2))
 
 
 def untile_int4(words: Tensor, factors: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """What `tile_int4` was given: codes `[n, k]`, and scale and zero of each 128 columns, `[n, k / 128]`."""
-    rows = words.transpose(1, 2).flatten(0, 1).unflatten(-1, (4, 4, 2)).transpose(-3, -2).flatten(-3)
+    rows = out_of_strips(words).unflatten(-1, (4, 4, 2)).transpose(-3, -2).flatten(-3)
     codes = torch.stack([rows >> shift & 15 for shift in (0, 4, 8, 12)], -2).flatten(1)
-    found = factors.transpose(1, 2).flatten(0, 1).flatten(1)[:, : words.shape[1]]
+    found = out_of_strips(factors).flatten(1)[:, : words.shape[1]]
     return codes.to(torch.uint8), (found & -16).view(torch.float32), (found & 15).to(torch.uint8)
 
 
@@ -58,26 +66,24 @@ def tile_mxfp4(packed: Tensor, exponents: Tensor) -> tuple[Tensor, Tensor]:
     (kernels.triton.moe_mx); and scales int16 `[..., n / 64, ceil(k / 128), 64, 2]`: of two tiles along k both halves of
     32 columns, the lower byte first, as the upper bits of a bf16 that is 2^63 times the scale.
     """
-    n, k = packed.shape[-2], 2 * packed.shape[-1]
-    parts = codes_of_pairs(packed).to(torch.int32).unflatten(-1, (k // 64, 4, 16)).unbind(-2)
+    parts = codes_of_pairs(packed).to(torch.int32).unflatten(-1, (-1, 4, 16)).unbind(-2)
     placed = [
         (code >> 3 << sign) | ((code >> 2 & 1) << upper) | ((code & 3) << lower)
         for code, (sign, upper, lower) in zip(parts, MX_BITS, strict=True)
     ]
-    tiles = sum(placed[1:], placed[0]).to(torch.int16).unflatten(-3, (n // 64, 64)).transpose(-3, -2).contiguous()
-    shifted = (exponents.to(torch.int32) + MX_SHIFT).clamp(0, 254).unflatten(-1, (k // 64, 2))
+    words = sum(placed[1:], placed[0]).to(torch.int16)
+    shifted = (exponents.to(torch.int32) + MX_SHIFT).clamp(0, 254).unflatten(-1, (-1, 2))
     pairs = (shifted[..., 0] | (shifted[..., 1] << 8)).to(torch.int16)
-    pairs = F.pad(pairs, (0, k // 64 % 2)).unflatten(-2, (n // 64, 64)).unflatten(-1, (-1, 2))
-    return tiles, pairs.transpose(-3, -2).contiguous()
+    return in_strips(words), in_strips(by_twos(pairs))
 
 
 def untile_mxfp4(tiles: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
     """What `tile_mxfp4` was given, as codes `[..., n, k]` and exponents `[..., n, k / 32]`."""
-    words = tiles.to(torch.int32).transpose(-3, -2).flatten(-4, -3)  # [..., n, k / 64, 16]
+    words = out_of_strips(tiles.to(torch.int32))  # [..., n, k / 64, 16]
     codes = torch.stack(
         [(words >> s & 1) << 3 | (words >> upper & 1) << 2 | words >> lower & 3 for s, upper, lower in MX_BITS], -2
     )
-    pairs = scales.to(torch.int32).transpose(-3, -2).flatten(-2).flatten(-3, -2)[..., : words.shape[-2]]
+    pairs = out_of_strips(scales.to(torch.int32)).flatten(-2)[..., : words.shape[-2]]
     exponents = torch.stack([pairs & 255, pairs >> 8 & 255], -1).flatten(-2) - MX_SHIFT
     return codes.flatten(-3).to(torch.uint8), exponents.to(torch.uint8)
 

@@ -43,8 +43,14 @@ def rounding(matrix: Matrix, count: int) -> Quant:
     """How so many rows are left for a product with this matrix. What cuBLAS multiplies by blocks is rounded here."""
     if matrix.recipe == "row":
         return "token"
-    is_few = matrix.recipe == "block128" and skinny_parts(count, *matrix.weight.shape) is not None
-    return "group" if is_few else "none"
+    return "group" if matrix.recipe == "block128" and _parts_of(matrix, count) is not None else "none"
+
+
+def _parts_of(matrix: Matrix, count: int) -> int | None:
+    """Parts along k of a product with so many rows, if its reader adds them up; None: its kernel knows no parts."""
+    if matrix.recipe == "int4":
+        return int4_parts(count, *matrix.shape)
+    return skinny_parts(count, *matrix.shape) if matrix.recipe in ("row", "block128") else None
 
 
 class RowBuffer:
@@ -90,23 +96,20 @@ class Products:
         """Without the bias, for a reader that applies scales, and adds up parts if `adds`. `out` `[T, n]`: room for
         what is in one part; parts are overwritten by the next product in parts.
         """
-        if matrix.recipe == "int4":
-            return self._int4(matrix, x.rows, out, adds)
-        if matrix.recipe not in ("row", "block128"):
-            self(matrix, x, out)
-            return Unfinished(out)
-        count, (n, k) = len(x.rows), matrix.weight.shape
-        parts = skinny_parts(count, n, k)
+        (n, k), parts = matrix.shape, _parts_of(matrix, len(x.rows))
         # Whole, what is best in parts loses to cuBLAS with many rows: 4096 x 14336 takes 29.6 us for 64, there 21.3.
         if parts is None or (parts > 1 and not adds):
-            if matrix.recipe == "block128":
-                self(matrix, x, out)
-                return Unfinished(out)
-            self._scaled_product(GemmSpec(n, k, deferred=True), matrix, x, out)
-            return Unfinished(out, deferred=True)
+            if matrix.recipe == "row":
+                self._scaled_product(GemmSpec(n, k, deferred=True), matrix, x, out)
+                return Unfinished(out, deferred=True)
+            self(matrix, x, out)
+            return Unfinished(out)
         if parts > 1:
-            out = self._parts[: parts * count * n].view(parts, count, n)
-        self._scaled_product(GemmSpec(n, k, matrix.recipe, parts=parts, skinny=True), matrix, x, out)
+            out = self._parts[: parts * out.numel()].view(parts, *out.shape)
+        if matrix.recipe in ("row", "block128"):
+            self._scaled_product(GemmSpec(n, k, matrix.recipe, parts=parts, skinny=True), matrix, x, out)
+        else:
+            self._int4(matrix, x, out, parts)
         return Unfinished(out, parts)
 
     def __call__(self, matrix: Matrix, x: Scaled, out: Tensor) -> None:
@@ -115,7 +118,7 @@ class Products:
         if matrix.recipe == "plain":
             torch.mm(x.rows, matrix.weight.t(), out=out)
         elif matrix.recipe == "row":
-            self._scaled_product(GemmSpec(n, k, skinny=skinny_parts(len(x.rows), n, k) == 1), matrix, x, out)
+            self._scaled_product(GemmSpec(n, k, skinny=_parts_of(matrix, len(x.rows)) == 1), matrix, x, out)
         elif matrix.recipe == "block128" and x.rows.dtype == E4M3:
             self._scaled_product(GemmSpec(n, k, "block128", skinny=True), matrix, x, out)
         elif matrix.recipe == "block128":
@@ -124,18 +127,14 @@ class Products:
             product = self._get("gemm_w8", _w8_spec(matrix))
             product(x.rows, matrix.weight, matrix.scale, out, self._workspace)
         else:
-            self._int4(matrix, x.rows, out, adds=False)
+            self._int4(matrix, x, out)
 
     def _scaled_product(self, spec: GemmSpec, matrix: Matrix, x: Scaled, out: Tensor) -> None:
         self._get("gemm_fp8", spec)(x.rows, matrix.weight, x.scale, matrix.scale, out)
 
-    def _int4(self, matrix: Matrix, rows: Tensor, out: Tensor, adds: bool) -> Unfinished:
-        count, (n, k) = len(rows), matrix.shape
-        parts = int4_parts(count, n, k) if adds else 1
-        if parts > 1:
-            out = self._parts[: parts * count * n].view(parts, count, n)
-        self._get("gemm_w4", W4Spec(n, k, parts))(rows, matrix.weight, matrix.scale, out, self._workspace)
-        return Unfinished(out, parts)
+    def _int4(self, matrix: Matrix, x: Scaled, out: Tensor, parts: int = 1) -> None:
+        product = self._get("gemm_w4", W4Spec(*matrix.shape, parts))
+        product(x.rows, matrix.weight, matrix.scale, out, self._workspace)
 
     def _plain_rows_by_blocks(self, matrix: Matrix, rows: Tensor, out: Tensor) -> None:
         left = len(rows) % 4
@@ -160,11 +159,9 @@ class Products:
 
 def _parts_numel(matrix: Matrix, max_rows: int) -> int:
     """Room for what `Products.unfinished` leaves in parts."""
-    if matrix.recipe not in ("row", "block128", "int4"):
-        return 0
-    parts_of, (n, k) = int4_parts if matrix.recipe == "int4" else skinny_parts, matrix.shape
     counts = range(1, min(max_rows, SKINNY_ROWS) + 1)
-    return max((parts * count * n for count in counts if (parts := parts_of(count, n, k) or 1) > 1), default=0)
+    in_parts = ((_parts_of(matrix, count) or 1, count) for count in counts)
+    return max((parts * count * matrix.shape[0] for parts, count in in_parts if parts > 1), default=0)
 
 
 def _w8_spec(matrix: Matrix) -> W8Spec:

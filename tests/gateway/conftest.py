@@ -55,5 +55,5 @@ async def rig(checkpoint: Checkpoint) -> AsyncIterator[Rig]:
 
 @pytest.fixture
 async def client(rig: Rig) -> AsyncIterator[httpx.AsyncClient]:
-    async with httpx.AsyncClient(base_url=rig.url, timeout=60) as client:
+    async with rig.client() as client:
         yield client

@@ -87,6 +87,9 @@ class Rig:
     workers: Sequence[FakeWorker]
     server: Server
 
+    def client(self) -> httpx.AsyncClient:
+        return httpx.AsyncClient(base_url=self.url, timeout=60)
+
     async def until(self, condition) -> None:
         async with asyncio.timeout(60):
             while not condition():

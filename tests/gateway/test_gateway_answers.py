@@ -218,10 +218,7 @@ async def test_an_answer_goes_on_with_the_space_of_its_first_token(checkpoint):
     spaced = replace(checkpoint, build_tokenizer=lambda: build_tokenizer(metadata))
     template = "{% for m in messages %}{{ m.content }}{% endfor %}"
     workers = pair(script=[4, 3])
-    async with (
-        gateway(replace(spaced, chat_template=template), workers) as rig,
-        httpx.AsyncClient(base_url=rig.url, timeout=60) as client,
-    ):
+    async with gateway(replace(spaced, chat_template=template), workers) as rig, rig.client() as client:
         echoed = await whole(client, prompt="a a", echo=True, logprobs=1, max_tokens=2)
         assert echoed["choices"][0]["text"] == "a a aa"
         assert echoed["choices"][0]["logprobs"]["tokens"] == [" a", " a", " a", "a"]

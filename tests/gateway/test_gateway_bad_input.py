@@ -178,7 +178,7 @@ async def refusal(client: httpx.AsyncClient, path: str, body: bytes, status: int
 
 
 async def test_bad_bodies_are_refused_and_good_ones_then_served(checkpoint):
-    async with gateway(checkpoint, pair()) as rig, httpx.AsyncClient(base_url=rig.url, timeout=60) as client:
+    async with gateway(checkpoint, pair()) as rig, rig.client() as client:
         for body in NOT_JSON:
             assert (await refusal(client, TEXT, body))["param"] is None
         for (path, body), param in NAMED:
@@ -189,7 +189,7 @@ async def test_bad_bodies_are_refused_and_good_ones_then_served(checkpoint):
 
 
 async def test_what_does_not_exist_is_404(checkpoint):
-    async with gateway(checkpoint, pair()) as rig, httpx.AsyncClient(base_url=rig.url, timeout=60) as client:
+    async with gateway(checkpoint, pair()) as rig, rig.client() as client:
         for path, body in [chat(model="gpt-9"), text(model="gpt-9"), ("/tokenize", b'{"model": "x", "prompt": "a"}')]:
             assert (await refusal(client, path, body, 404))["param"] == "model"
         error = await refusal(client, "/v1/nothing", b"{}", 404)
@@ -202,7 +202,7 @@ async def test_what_does_not_exist_is_404(checkpoint):
 async def test_a_prompt_longer_than_the_context_is_told_both_numbers(checkpoint):
     workers = pair()
     workers[1].max_model_len = 64
-    async with gateway(checkpoint, workers) as rig, httpx.AsyncClient(base_url=rig.url, timeout=60) as client:
+    async with gateway(checkpoint, workers) as rig, rig.client() as client:
         for path, body in [text(prompt=[5] * 70), chat(messages=[{"role": "user", "content": "a b " * 70}])]:
             message = (await refusal(client, path, body))["message"]
             assert "64" in message and ("70" in message or path == CHAT)
@@ -212,7 +212,7 @@ async def test_a_prompt_longer_than_the_context_is_told_both_numbers(checkpoint)
 
 
 async def test_a_prompt_is_cut_so_that_the_answer_fits_which_the_context_can_hold(checkpoint):
-    async with gateway(checkpoint, pair()) as rig, httpx.AsyncClient(base_url=rig.url, timeout=60) as client:
+    async with gateway(checkpoint, pair()) as rig, rig.client() as client:
         ask = {"prompt": "hi " * 3000, "truncate_prompt_tokens": -1}
         for side in ("left", "right"):
             usage = (await client.post(TEXT, json=ask | {"truncation_side": side})).json()["usage"]
@@ -223,14 +223,14 @@ async def test_a_prompt_is_cut_so_that_the_answer_fits_which_the_context_can_hol
 
 async def test_a_body_over_the_limit_is_413(checkpoint):
     limited = gateway(checkpoint, pair(), max_body_nbytes=4096)
-    async with limited as rig, httpx.AsyncClient(base_url=rig.url, timeout=60) as client:
+    async with limited as rig, rig.client() as client:
         for path, body in [text(prompt="a" * 5000), chat(user="a" * 5000)]:
             assert "4096" in (await refusal(client, path, body, 413))["message"]
         assert (await client.post(TEXT, json={"prompt": "hi", "max_tokens": 2})).status_code == 200
 
 
 async def test_a_compressed_body_is_415_that_names_the_header(checkpoint):
-    async with gateway(checkpoint, pair()) as rig, httpx.AsyncClient(base_url=rig.url, timeout=60) as client:
+    async with gateway(checkpoint, pair()) as rig, rig.client() as client:
         for path, body in [text(), chat(), ("/tokenize", b'{"prompt": "a"}')]:
             sent = {"content": gzip.compress(body), "headers": {"Content-Encoding": "gzip"}}
             reply = await client.post(path, **sent)
@@ -262,7 +262,7 @@ async def test_a_broken_chat_template_blames_the_messages_or_stops_the_start(che
         with pytest.raises(ConfigError, match="chat template"):
             Prompting(broken)
         return
-    async with gateway(broken, pair()) as rig, httpx.AsyncClient(base_url=rig.url, timeout=60) as client:
+    async with gateway(broken, pair()) as rig, rig.client() as client:
         error = await refusal(client, *chat())
         assert (error["param"], words in error["message"]) == ("messages", True)
         assert (await client.post(TEXT, json={"prompt": "hi", "max_tokens": 2})).status_code == 200
@@ -302,7 +302,7 @@ def chained(count: int) -> dict[str, Any]:
 async def test_a_schema_that_refers_and_refers_does_not_end_the_gateway(checkpoint):
     rules = "\n".join(f"a{at}: a{at + 1}" for at in range(5000))
     tool = {"type": "function", "function": {"name": "f", "parameters": chained(3000)}}
-    async with gateway(checkpoint, pair()) as rig, httpx.AsyncClient(base_url=rig.url, timeout=60) as client:
+    async with gateway(checkpoint, pair()) as rig, rig.client() as client:
         for asked in (
             chat(response_format={"type": "json_schema", "json_schema": {"name": "x", "schema": chained(3000)}}),
             chat(tools=[tool], tool_choice="required", truncate_prompt_tokens=9),

@@ -6,7 +6,6 @@ import logging
 import socket
 from dataclasses import replace
 
-import httpx
 import pytest
 from gateway_rig import gateway, pair
 
@@ -35,7 +34,7 @@ KEY, OTHER = "sk-first-1234567890", "sk-second-0987654321"
 async def test_a_key_opens_and_nothing_else_does(checkpoint, caplog, sent, status):
     caplog.set_level(logging.DEBUG)
     locked = gateway(checkpoint, pair(), api_key=f"{KEY}, {OTHER}")
-    async with locked as rig, httpx.AsyncClient(base_url=rig.url, timeout=60) as client:
+    async with locked as rig, rig.client() as client:
         headers = {} if sent is None else {"Authorization": sent}
         for path in ("/v1/completions", "/v1/nothing", "/tokenize"):
             reply = await client.post(path, json=ASK if path != "/tokenize" else {"prompt": "a"}, headers=headers)
@@ -52,7 +51,7 @@ async def test_a_key_opens_and_nothing_else_does(checkpoint, caplog, sent, statu
 
 
 async def test_without_keys_everybody_may(checkpoint):
-    async with gateway(checkpoint, pair()) as rig, httpx.AsyncClient(base_url=rig.url, timeout=60) as client:
+    async with gateway(checkpoint, pair()) as rig, rig.client() as client:
         headers = {"Authorization": "Bearer whatever"}
         assert (await client.post("/v1/completions", json=ASK, headers=headers)).status_code == 200
 
@@ -67,10 +66,7 @@ async def test_without_keys_everybody_may(checkpoint):
     ],
 )
 async def test_other_sites_may_only_if_named(checkpoint, allowed, origin, echoed):
-    async with (
-        gateway(checkpoint, pair(), cors_origins=allowed) as rig,
-        httpx.AsyncClient(base_url=rig.url, timeout=60) as client,
-    ):
+    async with gateway(checkpoint, pair(), cors_origins=allowed) as rig, rig.client() as client:
         reply = await client.post("/v1/completions", json=ASK, headers={"Origin": origin})
         assert reply.status_code == 200
         assert reply.headers.get("access-control-allow-origin") == echoed
@@ -106,7 +102,7 @@ async def raw(url: str, data: bytes) -> bytes:
     ids=["many", "endless", "url", "with a body"],
 )
 async def test_headers_beyond_the_limit_are_431(checkpoint, head):
-    async with gateway(checkpoint, pair()) as rig, httpx.AsyncClient(base_url=rig.url, timeout=60) as client:
+    async with gateway(checkpoint, pair()) as rig, rig.client() as client:
         reply = await raw(rig.url, head)
         assert reply.startswith(b"HTTP/1.1 431 ") and b'"code": 431' in reply
         assert (await client.post("/v1/completions", json=ASK)).status_code == 200
@@ -141,7 +137,7 @@ async def test_a_request_that_offers_another_protocol_is_served_in_this_one(chec
 
 
 async def test_what_is_written_is_sent_at_once(checkpoint):
-    async with gateway(checkpoint, pair()) as rig, httpx.AsyncClient(base_url=rig.url, timeout=60) as client:
+    async with gateway(checkpoint, pair()) as rig, rig.client() as client:
         await client.get("/health")
         (connection,) = rig.server.server_state.connections
         accepted = connection.transport.get_extra_info("socket")
@@ -149,7 +145,7 @@ async def test_what_is_written_is_sent_at_once(checkpoint):
 
 
 async def test_a_long_body_is_no_header(checkpoint):
-    async with gateway(checkpoint, pair()) as rig, httpx.AsyncClient(base_url=rig.url, timeout=60) as client:
+    async with gateway(checkpoint, pair()) as rig, rig.client() as client:
         for _ in range(2):
             reply = await client.post("/v1/completions", json=ASK | {"user": "a" * 300_000})
             assert reply.status_code == 200

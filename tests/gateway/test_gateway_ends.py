@@ -86,7 +86,7 @@ async def test_the_store_counts_the_true_end(checkpoint, store, act, settings, e
     monkeypatch.setattr("gateway.dispatch.REPLAY_WAIT_S", 0.3)
     before = await store.counts()
     async with coordinated(checkpoint, pair(period_s=0.02), store, **settings) as rig:
-        async with httpx.AsyncClient(base_url=rig.url, timeout=60) as client:
+        async with rig.client() as client:
             await act(client, rig)
         assert await settled(store, before) == {end: 1}
 
@@ -94,7 +94,7 @@ async def test_the_store_counts_the_true_end(checkpoint, store, act, settings, e
 async def test_what_is_being_placed_when_the_gateway_stops_ends_too(checkpoint, store, monkeypatch):
     """No worker gets it, and no credit stays with it."""
     before, asked, going = await store.counts(), asyncio.Event(), asyncio.Event()
-    async with coordinated(checkpoint, pair(), store) as rig, httpx.AsyncClient(base_url=rig.url, timeout=60) as client:
+    async with coordinated(checkpoint, pair(), store) as rig, rig.client() as client:
         place = rig.store.place
 
         async def slowly(*args):
@@ -122,10 +122,7 @@ async def test_what_ends_while_the_store_is_away_gives_its_credits_back(checkpoi
     async def away(*args):
         raise Unavailable("Redis does not answer")
 
-    async with (
-        coordinated(checkpoint, pair(period_s=0.02), store) as rig,
-        httpx.AsyncClient(base_url=rig.url, timeout=60) as client,
-    ):
+    async with coordinated(checkpoint, pair(period_s=0.02), store) as rig, rig.client() as client:
         going = asyncio.create_task(client.post("/v1/completions", json=LONG | {"max_tokens": 1500}, timeout=60))
         try:
             await rig.until(lambda: rig.workers[1].num_running)
@@ -149,7 +146,7 @@ async def reaped(store: Store, num_left: int) -> None:
 async def test_a_choice_that_fails_cancels_the_others(checkpoint, store):
     before = await store.counts()
     async with coordinated(checkpoint, pair(period_s=0.02), store) as rig:
-        async with httpx.AsyncClient(base_url=rig.url, timeout=60) as client:
+        async with rig.client() as client:
             asking = asyncio.create_task(client.post("/v1/completions", json=LONG | {"n": 3}))
             await rig.until(lambda: rig.workers[1].num_running == 3)
             rig.workers[1].fail(rig.workers[1].jobs[1])
@@ -167,7 +164,7 @@ async def test_those_who_wait_for_a_place_count_against_the_limit(checkpoint, mo
             return await place(*args)
 
         monkeypatch.setattr(rig.store, "place", slowly)
-        async with httpx.AsyncClient(base_url=rig.url, timeout=60) as client:
+        async with rig.client() as client:
             asking = [asyncio.create_task(client.post("/v1/completions", json=ASK)) for _ in range(5)]
             await rig.until(lambda: sum(task.done() for task in asking) == 3)
             going.set()

@@ -26,7 +26,7 @@ SPARE = {"p1": Role.PREFILL, "d1": Role.DECODE}
 async def test_a_client_that_leaves_frees_both(checkpoint):
     async with gateway(checkpoint, pair(period_s=0.02)) as rig:
         for stream in (True, False):
-            async with httpx.AsyncClient(base_url=rig.url, timeout=60) as client:
+            async with rig.client() as client:
                 if stream:
                     await _hang_up(client)
                 else:
@@ -42,8 +42,8 @@ async def _hang_up(client: httpx.AsyncClient) -> None:
 
 async def test_an_answer_whose_decode_worker_stays_away_ends_with_an_error_event(checkpoint, monkeypatch):
     monkeypatch.setattr("gateway.dispatch.REPLAY_WAIT_S", 0.3)
-    async with gateway(checkpoint, pair(period_s=0.02)) as rig, httpx.AsyncClient(timeout=60) as client:
-        async with client.stream("POST", f"{rig.url}/v1/completions", json=ASK | {"stream": True}) as reply:
+    async with gateway(checkpoint, pair(period_s=0.02)) as rig, rig.client() as client:
+        async with client.stream("POST", "/v1/completions", json=ASK | {"stream": True}) as reply:
             lines = reply.aiter_lines()
             await anext(lines)
             await rig.workers[1].stop()
@@ -54,9 +54,9 @@ async def test_an_answer_whose_decode_worker_stays_away_ends_with_an_error_event
 
 
 async def test_an_answer_outlives_the_prefill_worker_that_began_it(checkpoint):
-    async with gateway(checkpoint, pair(period_s=0.02)) as rig, httpx.AsyncClient(timeout=60) as client:
+    async with gateway(checkpoint, pair(period_s=0.02)) as rig, rig.client() as client:
         ask = ASK | {"stream": True, "max_tokens": 40}
-        async with client.stream("POST", f"{rig.url}/v1/completions", json=ask) as reply:
+        async with client.stream("POST", "/v1/completions", json=ask) as reply:
             lines = reply.aiter_lines()
             for _ in range(6):
                 await anext(lines)
@@ -68,8 +68,8 @@ async def test_an_answer_outlives_the_prefill_worker_that_began_it(checkpoint):
 async def test_after_token_0_decode_is_given_time_to_tell_what_it_has(checkpoint, monkeypatch):
     monkeypatch.setattr("gateway.dispatch.COMMIT_GRACE_S", 1.5)
     monkeypatch.setattr("gateway.dispatch.REPLAY_WAIT_S", 0.3)
-    async with gateway(checkpoint, pair(period_s=3600.0)) as rig, httpx.AsyncClient(timeout=60) as client:
-        async with client.stream("POST", f"{rig.url}/v1/completions", json=ASK | {"stream": True}) as reply:
+    async with gateway(checkpoint, pair(period_s=3600.0)) as rig, rig.client() as client:
+        async with client.stream("POST", "/v1/completions", json=ASK | {"stream": True}) as reply:
             lines = reply.aiter_lines()
             await anext(lines)
             await rig.workers[0].stop()
@@ -87,8 +87,8 @@ async def test_what_prefill_decodes_itself_is_lost_with_it(checkpoint, monkeypat
     monkeypatch.setattr("gateway.dispatch.REPLAY_WAIT_S", 0.3)
     monkeypatch.setattr("gateway.dispatch.COMMIT_GRACE_S", 0.5 if is_heard_again else 3600.0)
     prefill, _ = workers = pair(period_s=3600.0)
-    async with gateway(checkpoint, workers) as rig, httpx.AsyncClient(timeout=60) as client:
-        async with client.stream("POST", f"{rig.url}/v1/completions", json=ASK | {"stream": True}) as reply:
+    async with gateway(checkpoint, workers) as rig, rig.client() as client:
+        async with client.stream("POST", "/v1/completions", json=ASK | {"stream": True}) as reply:
             lines = reply.aiter_lines()
             await anext(lines)
             if is_heard_again:
@@ -122,8 +122,8 @@ async def test_prefill_lost_before_its_token_was_heard_is_replaced_though_decode
     prefill, decode = workers = pair()
     workers.append(FakeWorker(WorkerId("p1"), Role.PREFILL, SECRET))
     monkeypatch.setattr(prefill, "_answer", lambda job: asyncio.sleep(3600))
-    async with gateway(checkpoint, workers) as rig, httpx.AsyncClient(timeout=60) as client:
-        asking = asyncio.create_task(client.post(f"{rig.url}/v1/completions", json=ASK | {"max_tokens": 3}))
+    async with gateway(checkpoint, workers) as rig, rig.client() as client:
+        asking = asyncio.create_task(client.post("/v1/completions", json=ASK | {"max_tokens": 3}))
         await rig.until(lambda: prefill.jobs and _decoders(rig) == [decode.worker_id])
         prefill.break_streams()
         reply = await asking
@@ -137,8 +137,8 @@ async def test_who_decoded_at_the_former_place_does_not_count_at_the_next(checkp
     workers.append(other)
     answer = prefill._answer
     monkeypatch.setattr(prefill, "_answer", lambda job: answer(job) if job.epoch == 2 else asyncio.sleep(3600))
-    async with gateway(checkpoint, workers) as rig, httpx.AsyncClient(timeout=60) as client:
-        asking = asyncio.create_task(client.post(f"{rig.url}/v1/completions", json=ASK))
+    async with gateway(checkpoint, workers) as rig, rig.client() as client:
+        asking = asyncio.create_task(client.post("/v1/completions", json=ASK))
         await rig.until(lambda: decode.jobs and prefill.jobs)
         decode.publish(GATEWAY, [_tokens(decode, 1)])
         await rig.until(lambda: _decoders(rig) == [decode.worker_id])
@@ -157,8 +157,8 @@ class Unheard(msgspec.Struct, tag="unheard"):
 
 
 async def test_events_that_are_not_understood_are_the_loss_of_the_worker_and_it_is_heard_again(checkpoint):
-    async with gateway(checkpoint, pair(period_s=0.02)) as rig, httpx.AsyncClient(timeout=60) as client:
-        asking = asyncio.create_task(client.post(f"{rig.url}/v1/completions", json=ASK | {"max_tokens": 40}))
+    async with gateway(checkpoint, pair(period_s=0.02)) as rig, rig.client() as client:
+        asking = asyncio.create_task(client.post("/v1/completions", json=ASK | {"max_tokens": 40}))
         await rig.until(lambda: rig.front.dispatch.num_answering == 1)
         rig.workers[1].publish(GATEWAY, [Unheard()])  # type: ignore[list-item]
         reply = await asking
@@ -176,9 +176,9 @@ async def test_an_answer_that_can_not_be_made_text_fails_alone(checkpoint, monke
         return push(self, token_id)
 
     monkeypatch.setattr(Detokenizer, "push", fragile)
-    async with gateway(checkpoint, pair(period_s=0.02)) as rig, httpx.AsyncClient(timeout=60) as client:
+    async with gateway(checkpoint, pair(period_s=0.02)) as rig, rig.client() as client:
         asks = ({"prompt": prompt, "max_tokens": 8} for prompt in ([5, 6], [7, 8]))
-        good, bad = await asyncio.gather(*(client.post(f"{rig.url}/v1/completions", json=ask) for ask in asks))
+        good, bad = await asyncio.gather(*(client.post("/v1/completions", json=ask) for ask in asks))
         assert (good.status_code, bad.status_code) == (200, 500)
         assert "made text" in bad.json()["error"]["message"]
         await rig.until(rig.is_idle)
@@ -196,18 +196,18 @@ async def test_tokens_of_what_has_ended_here_are_cancelled_once_more(checkpoint)
 
 async def test_a_refused_job_is_placed_once_more_without_the_refuser(checkpoint):
     workers = [FakeWorker(WorkerId(f"m{i}"), Role.MIXED, SECRET, refuse=503 * (i == 0)) for i in range(2)]
-    async with gateway(checkpoint, workers) as rig, httpx.AsyncClient(timeout=60) as client:
-        reply = await client.post(f"{rig.url}/v1/completions", json=ASK | {"max_tokens": 3})
+    async with gateway(checkpoint, workers) as rig, rig.client() as client:
+        reply = await client.post("/v1/completions", json=ASK | {"max_tokens": 3})
         assert reply.status_code == 200
         assert [epoch for _, epoch in rig.store.placed] == [1, 2]
         workers[1].refuse = 503
-        assert (await client.post(f"{rig.url}/v1/completions", json=ASK)).status_code == 503
+        assert (await client.post("/v1/completions", json=ASK)).status_code == 503
 
 
 async def test_the_deadline_answers_504(checkpoint):
     async with gateway(checkpoint, pair(period_s=0.1), request_timeout_s=0.3) as rig:
-        async with httpx.AsyncClient(timeout=60) as client:
-            assert (await client.post(f"{rig.url}/v1/completions", json=ASK)).status_code == 504
+        async with rig.client() as client:
+            assert (await client.post("/v1/completions", json=ASK)).status_code == 504
         await rig.until(rig.is_idle)
 
 
@@ -216,8 +216,8 @@ async def test_before_the_first_token_a_request_outlives_a_worker(checkpoint, mo
     """m0 takes the job and says nothing; then it dies, or m1, which has nothing to do with it."""
     workers = [FakeWorker(WorkerId(name), Role.MIXED, SECRET) for name in ("m0", "m1")]
     monkeypatch.setattr(workers[0], "_answer", lambda job: asyncio.sleep(3600))
-    async with gateway(checkpoint, workers) as rig, httpx.AsyncClient(timeout=60) as client:
-        asking = asyncio.create_task(client.post(f"{rig.url}/v1/completions", json=ASK | {"max_tokens": 3}))
+    async with gateway(checkpoint, workers) as rig, rig.client() as client:
+        asking = asyncio.create_task(client.post("/v1/completions", json=ASK | {"max_tokens": 3}))
         await rig.until(lambda: workers[0].jobs)
         dying = next(worker for worker in workers if worker.worker_id == lost)
         dying.break_streams()
@@ -238,8 +238,8 @@ async def test_a_handoff_that_fails_before_the_first_token_is_made_with_another(
     workers = pair() + [FakeWorker(WorkerId(name), role, SECRET) for name, role in SPARE.items()]
     for worker in workers:
         monkeypatch.setattr(worker, "_answer", lambda job: asyncio.sleep(3600))
-    async with gateway(checkpoint, workers) as rig, httpx.AsyncClient(timeout=60) as client:
-        asking = asyncio.create_task(client.post(f"{rig.url}/v1/completions", json=ASK))
+    async with gateway(checkpoint, workers) as rig, rig.client() as client:
+        asking = asyncio.create_task(client.post("/v1/completions", json=ASK))
         await rig.until(lambda: workers[0].jobs and workers[1].jobs)
         first, second = sorted(workers[:2], key=lambda worker: worker.worker_id != teller)
         for worker in (first, first, second):
@@ -274,7 +274,7 @@ async def test_a_job_that_comes_after_its_request_went_elsewhere_is_cancelled(ch
     workers = [*pair(period_s=0.02), FakeWorker(WorkerId("d1"), Role.DECODE, SECRET)]
     monkeypatch.setattr(workers[0], "_answer", lambda job: asyncio.sleep(3600))
     held = asyncio.Event()
-    async with gateway(checkpoint, workers) as rig, httpx.AsyncClient(timeout=60) as client:
+    async with gateway(checkpoint, workers) as rig, rig.client() as client:
         send = rig.front.dispatch.workers.send
 
         async def slowly(ref: WorkerRef, message: Job | Cancel) -> None:
@@ -283,7 +283,7 @@ async def test_a_job_that_comes_after_its_request_went_elsewhere_is_cancelled(ch
             await send(ref, message)
 
         monkeypatch.setattr(rig.front.dispatch.workers, "send", slowly)
-        asking = asyncio.create_task(client.post(f"{rig.url}/v1/completions", json=ASK))
+        asking = asyncio.create_task(client.post("/v1/completions", json=ASK))
         await rig.until(lambda: workers[0].jobs)
         _fail(workers[0], "peer_lost")
         await rig.until(lambda: workers[2].jobs and workers[1].cancels)
@@ -297,8 +297,8 @@ async def test_a_job_that_comes_after_its_request_went_elsewhere_is_cancelled(ch
 async def test_a_pair_without_another_fails_with_its_own_words(checkpoint, monkeypatch, code):
     workers = pair()
     monkeypatch.setattr(workers[0], "_answer", lambda job: asyncio.sleep(3600))
-    async with gateway(checkpoint, workers) as rig, httpx.AsyncClient(timeout=60) as client:
-        asking = asyncio.create_task(client.post(f"{rig.url}/v1/completions", json=ASK))
+    async with gateway(checkpoint, workers) as rig, rig.client() as client:
+        asking = asyncio.create_task(client.post("/v1/completions", json=ASK))
         await rig.until(lambda: workers[0].jobs and workers[1].jobs)
         _fail(workers[0], code)
         reply = await asking
@@ -308,22 +308,22 @@ async def test_a_pair_without_another_fails_with_its_own_words(checkpoint, monke
 
 async def test_without_a_decode_worker_it_is_not_ready(checkpoint):
     workers = pair()
-    async with gateway(checkpoint, workers) as rig, httpx.AsyncClient(timeout=60) as client:
-        assert (await client.get(f"{rig.url}/ready")).status_code == 200
+    async with gateway(checkpoint, workers) as rig, rig.client() as client:
+        assert (await client.get("/ready")).status_code == 200
         rig.store.dead = {WorkerId("d0")}
         await rig.until(lambda: len(rig.front.dispatch.workers.nodes) == 1)
-        assert (await client.get(f"{rig.url}/ready")).status_code == 503
+        assert (await client.get("/ready")).status_code == 503
 
 
 @pytest.mark.parametrize("index", [0, 1])
 async def test_while_the_only_worker_of_a_kind_drains_it_is_not_ready(checkpoint, index):
     store, workers = MemoryStore(alive_s=600.0), pair()
     name, incarnation = workers[index].worker_id, workers[index].incarnation
-    async with coordinated(checkpoint, workers, store) as rig, httpx.AsyncClient(timeout=60) as client:
-        assert (await client.get(f"{rig.url}/ready")).status_code == 200
+    async with coordinated(checkpoint, workers, store) as rig, rig.client() as client:
+        assert (await client.get("/ready")).status_code == 200
         await store.heartbeat(name, incarnation, NodeLoad(draining=True))
         await rig.until(lambda: not rig.front.dispatch.workers.can_serve())
-        reply = await client.get(f"{rig.url}/ready")
+        reply = await client.get("/ready")
         assert reply.status_code == 503 and f"{name}: it drains" in reply.text
         await store.heartbeat(name, incarnation, NodeLoad())
         await rig.until(rig.front.dispatch.workers.can_serve)
@@ -357,14 +357,14 @@ async def test_a_registry_that_can_not_be_reached_is_not_asked_more_often(checkp
 
 async def test_a_worker_of_another_model_is_passed_over_and_named(checkpoint):
     workers = pair()
-    async with gateway(checkpoint, workers) as rig, httpx.AsyncClient(timeout=60) as client:
+    async with gateway(checkpoint, workers) as rig, rig.client() as client:
         stranger = FakeWorker(WorkerId("x0"), Role.MIXED, SECRET, model="another")
         rig.store.workers = [stranger, *workers]
         await rig.until(lambda: rig.front.dispatch.workers.troubles)
         assert rig.front.dispatch.workers.troubles == [
             f"x0: it serves another, this gateway speaks for {checkpoint.name}: name the same model for both"
         ]
-        reply = await client.post(f"{rig.url}/v1/completions", json=ASK | {"max_tokens": 3})
+        reply = await client.post("/v1/completions", json=ASK | {"max_tokens": 3})
         assert reply.status_code == 200  # placed on x0 by a store that knows no better, then without it
         assert [epoch for _, epoch in rig.store.placed] == [1, 2] and stranger.jobs == []
 
@@ -377,8 +377,8 @@ async def test_a_pair_that_can_not_exchange_kv_is_not_ready_and_the_field_is_nam
     workers = pair()
     for worker, dtype in zip(workers, ("float32", "bfloat16"), strict=True):
         worker.layout = _layout(dtype)
-    async with gateway(checkpoint, workers) as rig, httpx.AsyncClient(timeout=60) as client:
-        reply = await client.get(f"{rig.url}/ready")
+    async with gateway(checkpoint, workers) as rig, rig.client() as client:
+        reply = await client.get("/ready")
         assert reply.status_code == 503
         assert "d0: it can't take the KV of p0: dtype is bfloat16 here, float32 there" in reply.text
 
@@ -386,33 +386,31 @@ async def test_a_pair_that_can_not_exchange_kv_is_not_ready_and_the_field_is_nam
 async def test_a_pair_whose_transfers_do_not_meet_is_not_ready_until_they_do(checkpoint):
     _, decode = workers = pair()
     decode.ways = ways("fake", by="shm@a")
-    async with gateway(checkpoint, workers) as rig, httpx.AsyncClient(timeout=60) as client:
-        reply = await client.get(f"{rig.url}/ready")
+    async with gateway(checkpoint, workers) as rig, rig.client() as client:
+        reply = await client.get("/ready")
         assert reply.status_code == 503
         assert "d0: it can't take the KV of p0: transfer is shm here, tcp there: leave --transfer at" in reply.text
     decode.ways = ways("fake", by="shm@a tcp")
-    async with gateway(checkpoint, workers) as rig, httpx.AsyncClient(timeout=60) as client:
-        assert (await client.get(f"{rig.url}/ready")).status_code == 200
+    async with gateway(checkpoint, workers) as rig, rig.client() as client:
+        assert (await client.get("/ready")).status_code == 200
 
 
 async def test_a_pair_whose_decode_takes_the_other_layout_is_ready(checkpoint):
     prefill, decode = workers = pair()
     prefill.layout, decode.layout = _layout("bfloat16"), _layout("float8_e4m3fn")
     decode.ways = ways(decode.layout.layout_id, prefill.layout.layout_id)
-    async with gateway(checkpoint, workers) as rig, httpx.AsyncClient(timeout=60) as client:
-        assert (await client.get(f"{rig.url}/ready")).status_code == 200
-        assert (await client.post(f"{rig.url}/v1/completions", json=ASK | {"max_tokens": 3})).status_code == 200
+    async with gateway(checkpoint, workers) as rig, rig.client() as client:
+        assert (await client.get("/ready")).status_code == 200
+        assert (await client.post("/v1/completions", json=ASK | {"max_tokens": 3})).status_code == 200
 
 
 async def test_a_worker_that_the_registry_forgets_ends_what_it_runs(checkpoint):
-    async with gateway(checkpoint, pair(period_s=0.02)) as rig, httpx.AsyncClient(timeout=60) as client:
-        async with client.stream(
-            "POST", f"{rig.url}/v1/completions", json=ASK | {"max_tokens": 60, "stream": True}
-        ) as reply:
+    async with gateway(checkpoint, pair(period_s=0.02)) as rig, rig.client() as client:
+        async with client.stream("POST", "/v1/completions", json=ASK | {"max_tokens": 60, "stream": True}) as reply:
             lines = reply.aiter_lines()
             await anext(lines)
             rig.store.dead = {WorkerId("d0")}
             await rig.until(lambda: len(rig.front.dispatch.workers.nodes) == 1)
             data = [line[6:] async for line in lines if line]
         assert json.loads(data[-2])["choices"][0]["finish_reason"] == "length"
-        assert (await client.get(f"{rig.url}/ready")).status_code == 503
+        assert (await client.get("/ready")).status_code == 503

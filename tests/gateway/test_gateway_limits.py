@@ -4,7 +4,6 @@ import asyncio
 import json
 import logging
 
-import httpx
 import pytest
 from gateway_rig import gateway, pair
 
@@ -27,7 +26,7 @@ def gateway_of(checkpoint, **settings):
 
 
 async def test_above_max_inflight_comes_429_with_retry_after(checkpoint):
-    async with gateway_of(checkpoint, max_inflight=2) as rig, httpx.AsyncClient(base_url=rig.url, timeout=60) as client:
+    async with gateway_of(checkpoint, max_inflight=2) as rig, rig.client() as client:
         rig.front.admission.take(1)  # another answer
         reply = await client.post("/v1/completions", json=ASK | {"n": 2})
         assert (reply.status_code, reply.headers["retry-after"]) == (429, "1")
@@ -45,7 +44,7 @@ async def test_above_max_inflight_comes_429_with_retry_after(checkpoint):
     ],
 )
 async def test_more_answers_than_there_is_ever_room_for_are_refused_for_good(checkpoint, path, ask, param):
-    async with gateway_of(checkpoint, max_inflight=2) as rig, httpx.AsyncClient(base_url=rig.url, timeout=60) as client:
+    async with gateway_of(checkpoint, max_inflight=2) as rig, rig.client() as client:
         reply = await client.post(f"/v1/{path}", json=ask)
         assert reply.status_code == 400 and "retry-after" not in reply.headers
         error = reply.json()["error"]
@@ -186,6 +185,6 @@ async def test_a_chunked_body_over_the_limit_is_413(checkpoint):
         for _ in range(8):
             yield b" " * 1024
 
-    async with gateway_of(checkpoint, max_body_nbytes=2048) as rig, httpx.AsyncClient(timeout=60) as client:
-        assert (await client.post(f"{rig.url}/v1/completions", content=body())).status_code == 413
-        assert (await client.post(f"{rig.url}/v1/completions", json=ASK)).status_code == 200
+    async with gateway_of(checkpoint, max_body_nbytes=2048) as rig, rig.client() as client:
+        assert (await client.post("/v1/completions", content=body())).status_code == 413
+        assert (await client.post("/v1/completions", json=ASK)).status_code == 200

@@ -133,7 +133,7 @@ def test_the_table_names_all_that_peers_take_and_all_that_we_take():
 
 async def test_what_is_honoured_shows(checkpoint):
     started = gateway(starting(checkpoint), pair())
-    async with started as rig, httpx.AsyncClient(base_url=rig.url, timeout=60) as client:
+    async with started as rig, rig.client() as client:
         for name in sorted(set(of("honoured")) - {"model", "prompt", "messages"}):
             for path in paths(name):
                 fields = effect(name, path)
@@ -155,7 +155,7 @@ def effect(name: str, path: str) -> dict[str, Any]:
 
 
 async def test_what_is_ignored_changes_nothing(checkpoint):
-    async with gateway(checkpoint, pair()) as rig, httpx.AsyncClient(base_url=rig.url, timeout=60) as client:
+    async with gateway(checkpoint, pair()) as rig, rig.client() as client:
         for path in ("/v1/completions", "/v1/chat/completions"):
             plain = await seen(rig, client, path, {})
             for name in [*of("ignored"), "a_field_that_nobody_knows"]:
@@ -165,7 +165,7 @@ async def test_what_is_ignored_changes_nothing(checkpoint):
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
 async def test_what_is_refused_is_named_but_for_what_means_nothing(checkpoint, path):
-    async with gateway(checkpoint, pair()) as rig, httpx.AsyncClient(base_url=rig.url, timeout=60) as client:
+    async with gateway(checkpoint, pair()) as rig, rig.client() as client:
         plain = await seen(rig, client, path, {})
         for name in of("refused"):
             own = {"prompt": "a"} if path == "/v1/completions" else {"messages": SAY}

@@ -49,7 +49,7 @@ async def test_an_answer_goes_on_behind_what_was_shown(checkpoint, system, loss)
         else [spare(name, Role.MIXED) for name in ("m0", "m1")]
     )
     lost = workers[1] if system == "pair" else workers[0]
-    async with gateway(checkpoint, workers) as rig, httpx.AsyncClient(base_url=rig.url, timeout=60) as client:
+    async with gateway(checkpoint, workers) as rig, rig.client() as client:
         expected = await whole(client, ASK)
         shown = []
         ask = ASK | {"stream_options": {"include_usage": True}}
@@ -81,7 +81,7 @@ async def test_an_answer_goes_on_behind_what_was_shown(checkpoint, system, loss)
 async def test_a_pair_that_lost_its_only_decode_worker_waits_for_it(checkpoint):
     """It comes back under its name, as another incarnation."""
     workers = pair(period_s=PACE_S)
-    async with gateway(checkpoint, workers) as rig, httpx.AsyncClient(base_url=rig.url, timeout=60) as client:
+    async with gateway(checkpoint, workers) as rig, rig.client() as client:
         expected = await whole(client, ASK)
         asking = asyncio.create_task(whole(client, ASK))
         await rig.until(lambda: rig.front.dispatch.num_answering == 1)
@@ -100,7 +100,7 @@ async def test_a_pair_that_lost_its_only_decode_worker_waits_for_it(checkpoint):
 async def test_an_answer_that_loses_three_workers_is_given_up(checkpoint):
     """What it asks for may be what ends them."""
     workers = [spare(f"m{i}", Role.MIXED) for i in range(4)]
-    async with gateway(checkpoint, workers) as rig, httpx.AsyncClient(base_url=rig.url, timeout=60) as client:
+    async with gateway(checkpoint, workers) as rig, rig.client() as client:
         asking = asyncio.create_task(client.post("/v1/completions", json=ASK | {"stream": False, "max_tokens": 500}))
         for worker in workers[:3]:
             await rig.until(lambda worker=worker: worker.jobs and _num_new(rig) > 3)
@@ -129,7 +129,7 @@ async def test_an_answer_that_came_whole_is_not_asked_for_again(checkpoint, monk
     """Who was to say that it has ended was lost, or spoke of more."""
     worker, other = workers = [spare(name, Role.MIXED, script=[9, 8, 7, 5]) for name in ("m0", "m1")]
     monkeypatch.setattr(worker, "_end", lambda job: replace(told, request_id=job.request_id))
-    async with gateway(checkpoint, workers) as rig, httpx.AsyncClient(base_url=rig.url, timeout=60) as client:
+    async with gateway(checkpoint, workers) as rig, rig.client() as client:
         ask = ASK | {"stream": False, "max_tokens": 9 if extra else 4} | extra
         asking = asyncio.create_task(client.post("/v1/completions", json=ask))
         await rig.until(lambda: _num_new(rig) == 4)
@@ -141,7 +141,7 @@ async def test_an_answer_that_came_whole_is_not_asked_for_again(checkpoint, monk
 
 async def test_the_logprobs_of_a_prompt_are_told_once(checkpoint):
     workers = [spare(name, Role.MIXED) for name in ("m0", "m1")]
-    async with gateway(checkpoint, workers) as rig, httpx.AsyncClient(base_url=rig.url, timeout=60) as client:
+    async with gateway(checkpoint, workers) as rig, rig.client() as client:
         ask = ASK | {"stream": False, "prompt_logprobs": 1}
         expected = await whole(client, ask)
         asking = asyncio.create_task(whole(client, ask))
@@ -186,7 +186,7 @@ async def test_no_seam_is_seen_wherever_it_is(checkpoint, monkeypatch, name):
     dying = DyingWorker(WorkerId("m0"), Role.MIXED, SECRET, script=script)
     workers = [dying, spare("m1", Role.MIXED, script=script)]
     workers[1].period_s = 0.0
-    async with gateway(checkpoint, workers) as rig, httpx.AsyncClient(base_url=rig.url, timeout=60) as client:
+    async with gateway(checkpoint, workers) as rig, rig.client() as client:
         ask = {"prompt": ASK["prompt"], "max_tokens": 12, "seed": 1} | SEAMS[name]
         expected = await whole(client, ask)
         for num_told in range(expected["usage"]["completion_tokens"] // len(expected["choices"])):
@@ -199,7 +199,7 @@ async def test_no_seam_is_seen_wherever_it_is(checkpoint, monkeypatch, name):
 
 async def test_the_pause_is_accounted_for(checkpoint):
     workers = [spare(name, Role.MIXED) for name in ("m0", "m1")]
-    async with gateway(checkpoint, workers) as rig, httpx.AsyncClient(base_url=rig.url, timeout=60) as client:
+    async with gateway(checkpoint, workers) as rig, rig.client() as client:
         asking = asyncio.create_task(whole(client, ASK))
         await rig.until(lambda: _num_new(rig) > 3)
         (answer,) = (live.answer for live in rig.front.dispatch._live.values())
@@ -225,7 +225,7 @@ async def test_who_does_not_speak_is_passed_over_from_the_start(checkpoint, monk
     workers = [spare(f"m{i}", Role.MIXED) for i in range(3)]
     if not is_begun:
         monkeypatch.setattr(workers[0], "_answer", lambda job: asyncio.sleep(3600))
-    async with gateway(checkpoint, workers) as rig, httpx.AsyncClient(base_url=rig.url, timeout=60) as client:
+    async with gateway(checkpoint, workers) as rig, rig.client() as client:
         asking = asyncio.create_task(whole(client, ASK))
         await rig.until(lambda: workers[0].jobs and (_num_new(rig) > 3 or not is_begun))
         await _deaf(rig, workers[1])
@@ -239,7 +239,7 @@ async def test_where_nobody_speaks_what_was_not_begun_is_sent_nevertheless(check
     """The gateway itself was deaf for a moment, and all were lost to it."""
     workers = [spare(name, Role.MIXED) for name in ("m0", "m1")]
     monkeypatch.setattr(workers[0], "_answer", lambda job: asyncio.sleep(3600))
-    async with gateway(checkpoint, workers) as rig, httpx.AsyncClient(base_url=rig.url, timeout=60) as client:
+    async with gateway(checkpoint, workers) as rig, rig.client() as client:
         asking = asyncio.create_task(whole(client, ASK))
         await rig.until(lambda: workers[0].jobs)
         for worker in reversed(workers):
@@ -250,10 +250,7 @@ async def test_where_nobody_speaks_what_was_not_begun_is_sent_nevertheless(check
 async def test_a_placement_whose_answer_was_lost_is_not_taken_for_the_next(checkpoint, monkeypatch):
     """Who was chosen by it has died since; the store would say the same again to the same attempt."""
     store, workers = MemoryStore(alive_s=600.0), [spare(f"m{i}", Role.MIXED) for i in range(3)]
-    async with (
-        coordinated(checkpoint, workers, store) as rig,
-        httpx.AsyncClient(base_url=rig.url, timeout=60) as client,
-    ):
+    async with coordinated(checkpoint, workers, store) as rig, rig.client() as client:
         expected = await whole(client, ASK)
         asking = asyncio.create_task(whole(client, ASK))
         await rig.until(lambda: _num_new(rig) > 3)
@@ -283,7 +280,7 @@ async def test_a_placement_whose_answer_was_lost_is_not_taken_for_the_next(check
 async def test_a_place_is_waited_for_whatever_is_missing(checkpoint, monkeypatch, reason):
     """The one that is large enough may be the one that was lost."""
     workers = [spare(name, Role.MIXED) for name in ("m0", "m1")]
-    async with gateway(checkpoint, workers) as rig, httpx.AsyncClient(base_url=rig.url, timeout=60) as client:
+    async with gateway(checkpoint, workers) as rig, rig.client() as client:
         asking = asyncio.create_task(whole(client, ASK))
         await rig.until(lambda: _num_new(rig) > 3)
         place, asked = rig.store.place, []
@@ -304,7 +301,7 @@ async def test_who_speaks_again_is_told_that_the_answer_went_on_elsewhere(checkp
     """The cancel that was sent when it was lost did not reach it."""
     workers = [spare(name, Role.MIXED) for name in ("m0", "m1")]
     lost = workers[0]
-    async with gateway(checkpoint, workers) as rig, httpx.AsyncClient(base_url=rig.url, timeout=60) as client:
+    async with gateway(checkpoint, workers) as rig, rig.client() as client:
         asking = asyncio.create_task(whole(client, ASK | {"max_tokens": 400}))
         await rig.until(lambda: _num_new(rig) > 3)
         lost.secret = "another"
@@ -341,10 +338,7 @@ async def test_a_worker_that_does_not_know_of_replays_spoils_no_answer(
     for worker in first:  # each of them tells its part of what is shown, and no more
         monkeypatch.setattr(worker, "_num_tokens", lambda job: num_shown)
         monkeypatch.setattr(worker, "_end", lambda job: Failed(job.request_id, job.epoch - 1, "internal", "unheard"))
-    async with (
-        gateway(checkpoint, list(workers.values())) as rig,
-        httpx.AsyncClient(base_url=rig.url, timeout=60) as client,
-    ):
+    async with gateway(checkpoint, list(workers.values())) as rig, rig.client() as client:
         ask = ASK | {"max_tokens": 10, "stream": False}
         asking = asyncio.create_task(client.post("/v1/completions", json=ask))
         await rig.until(lambda: _num_new(rig) == num_shown)

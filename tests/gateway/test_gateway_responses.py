@@ -1,6 +1,5 @@
 """/v1/responses through openai-python, and what it refuses."""
 
-import httpx
 import openai
 import pytest
 from gateway_rig import gateway, pair
@@ -92,7 +91,7 @@ async def test_a_lost_worker_is_an_error_event(rig, client):
     ],
 )
 async def test_what_it_cannot_do_is_named(rig, fields, param):
-    async with httpx.AsyncClient(base_url=rig.url, timeout=60) as client:
+    async with rig.client() as client:
         reply = await client.post("/v1/responses", json=fields)
         assert (reply.status_code, reply.json()["error"]["param"]) == (400, param)
     assert rig.store.placed == []

@@ -65,7 +65,7 @@ async def test_what_begins_every_prompt_has_no_place_in_the_echo(checkpoint: Che
         return tokenizer
 
     started = gateway(replace(checkpoint, build_tokenizer=build), pair())
-    async with started as rig, httpx.AsyncClient(base_url=rig.url, timeout=60) as client:
+    async with started as rig, rig.client() as client:
         found = (await ask(client, prompt="one two", echo=True, logprobs=0, max_tokens=0))["choices"][0]
     assert found["text"] == "one two"
     assert found["logprobs"]["tokens"] == ["<|im_start|>", "one", " two"]

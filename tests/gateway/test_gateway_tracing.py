@@ -7,7 +7,6 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
-import httpx
 import pytest
 from gateway_rig import gateway, pair
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
@@ -42,7 +41,7 @@ async def rig(checkpoint, exporter):
 
 async def ask(rig, exporter, body: dict, headers: dict[str, str] | None = None) -> tuple[Any, ...]:
     """Of one request, in the order of their ends; its own is the last."""
-    async with httpx.AsyncClient(base_url=rig.url, timeout=60) as client:
+    async with rig.client() as client:
         await client.post("/v1/completions", json=body, headers=headers)
     await rig.until(exporter.get_finished_spans)  # it may end after its answer has come
     return exporter.get_finished_spans()
@@ -70,7 +69,7 @@ async def test_the_callers_trace_goes_on(rig, exporter) -> None:
 
 
 async def test_a_caller_that_does_not_record_is_heeded(rig, exporter) -> None:
-    async with httpx.AsyncClient(base_url=rig.url, timeout=60) as client:
+    async with rig.client() as client:
         await client.post("/v1/completions", json=ASK, headers={"traceparent": f"{PARENT[:-2]}00"})
     spans = await ask(rig, exporter, ASK, {"traceparent": "nonsense"})
     assert [span.name for span in spans if span.parent is None] == ["POST /v1/completions"]

@@ -8,7 +8,6 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any
 
-import httpx
 import msgspec
 import openai
 import pytest
@@ -352,7 +351,7 @@ async def test_words_about_harmony_are_no_harmony(harmony, skips):
 async def test_a_reply_has_the_shape_that_is_described(harmony):
     async with (
         saying(harmony, ANALYSIS + CHANNEL_CALL) as (rig, _),
-        httpx.AsyncClient(base_url=rig.url, timeout=60) as http,
+        rig.client() as http,
     ):
         for fields in ({"tools": TOOLS}, {}, {"include_reasoning": False}):
             reply = (await http.post("/v1/chat/completions", json={"messages": SAY} | fields)).json()
@@ -384,10 +383,10 @@ async def test_effort_goes_to_the_template(harmony, hybrid):
 async def test_effort_is_refused_where_nothing_takes_it(checkpoint, always, harmony):
     own = replace(always, chat_template="{% set enable_thinking = true %}{{ enable_thinking }}" + ALWAYS)
     for model in (checkpoint, always, own):
-        async with saying(model, "x") as (rig, _), httpx.AsyncClient(base_url=rig.url, timeout=60) as http:
+        async with saying(model, "x") as (rig, _), rig.client() as http:
             reply = await http.post("/v1/chat/completions", json={"messages": SAY, "reasoning_effort": "low"})
             assert (reply.status_code, reply.json()["error"]["param"]) == (400, "reasoning_effort")
-    async with saying(harmony, "x") as (rig, _), httpx.AsyncClient(base_url=rig.url, timeout=60) as http:
+    async with saying(harmony, "x") as (rig, _), rig.client() as http:
         for path, body in (("/v1/completions", {"prompt": "a"}), ("/v1/chat/completions", {"messages": SAY})):
             reply = await http.post(path, json=body | {"reasoning_effort": "huge"})
             assert (reply.status_code, reply.json()["error"]["param"]) == (400, "reasoning_effort")
@@ -617,6 +616,6 @@ async def test_a_response_takes_its_own_reasoning_back_and_an_effort(harmony):
     ],
 )
 async def test_what_a_response_cannot_do_is_named(harmony, fields, param):
-    async with saying(harmony, "x") as (rig, _), httpx.AsyncClient(base_url=rig.url, timeout=60) as http:
+    async with saying(harmony, "x") as (rig, _), rig.client() as http:
         reply = await http.post("/v1/responses", json=fields)
         assert (reply.status_code, reply.json()["error"]["param"]) == (400, param)

@@ -6,7 +6,6 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any
 
-import httpx
 import msgspec
 import openai
 import pydantic
@@ -166,7 +165,7 @@ async def test_the_clients_own_helpers_make_objects_of_calls(checkpoint):
 
 
 async def test_a_reply_with_calls_has_the_shape_that_is_described(checkpoint):
-    async with saying(checkpoint, CALL) as (rig, _), httpx.AsyncClient(base_url=rig.url, timeout=60) as http:
+    async with saying(checkpoint, CALL) as (rig, _), rig.client() as http:
         reply = (await http.post("/v1/chat/completions", json={"messages": SAY, "tools": TOOLS})).json()
         assert msgspec.to_builtins(msgspec.convert(reply, ChatReply)) == reply
         assert reply["usage"]["completion_tokens"] == len(rig.workers[0].script)
@@ -260,7 +259,7 @@ async def test_a_special_marker_is_in_the_grammar_by_its_id(checkpoint):
 
 async def test_an_unknown_form_is_refused_and_a_setting_names_one(checkpoint):
     unknown = replace(checkpoint, chat_template="{{ tools }}<function={{ messages[0].content }}")
-    async with saying(unknown, "x") as (rig, _), httpx.AsyncClient(base_url=rig.url, timeout=60) as http:
+    async with saying(unknown, "x") as (rig, _), rig.client() as http:
         reply = await http.post("/v1/chat/completions", json={"messages": SAY, "tools": TOOLS})
         assert (reply.status_code, reply.json()["error"]["param"]) == (400, "tools")
         assert (await http.post("/v1/chat/completions", json={"messages": SAY})).status_code == 200
@@ -330,7 +329,7 @@ NO_ARGUMENTS = ["{", "[]", "5", '"a"', '{"a": NaN}', '{"a": "\\ud800"}', "[" * 5
 
 async def test_bad_input_is_refused_by_name_and_good_input_then_served(checkpoint):
     said = [*SAY, {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": ""}}]}]
-    async with saying(checkpoint, CALL) as (rig, _), httpx.AsyncClient(base_url=rig.url, timeout=60) as http:
+    async with saying(checkpoint, CALL) as (rig, _), rig.client() as http:
         for fields, param in BAD:
             reply = await http.post("/v1/chat/completions", json={"messages": SAY, "max_tokens": 2} | fields)
             assert (reply.status_code, reply.json()["error"]["param"]) == (400, param), (fields, reply.text)
@@ -348,7 +347,7 @@ async def test_bad_input_is_refused_by_name_and_good_input_then_served(checkpoin
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/responses"])
 async def test_endpoints_without_tools_refuse_them(checkpoint, path):
     own = {"prompt": "a"} if path == "/v1/completions" else {"input": "a"}
-    async with saying(checkpoint, "x") as (rig, _), httpx.AsyncClient(base_url=rig.url, timeout=60) as http:
+    async with saying(checkpoint, "x") as (rig, _), rig.client() as http:
         for fields in ({"tools": TOOLS}, {"tool_choice": "required"}):
             reply = await http.post(path, json=own | fields)
             assert (reply.status_code, reply.json()["error"]["param"]) == (400, *fields)
@@ -356,7 +355,7 @@ async def test_endpoints_without_tools_refuse_them(checkpoint, path):
 
 
 async def test_tools_count_when_a_conversation_is_tokenized(checkpoint):
-    async with saying(checkpoint, "x") as (rig, client), httpx.AsyncClient(base_url=rig.url, timeout=60) as http:
+    async with saying(checkpoint, "x") as (rig, client), rig.client() as http:
         reply = (await http.post("/tokenize", json={"messages": SAY, "tools": TOOLS})).json()
         await prompt(rig, client, tools=TOOLS)
         assert reply["tokens"] == rig.workers[0].jobs[0].token_ids

@@ -1,6 +1,7 @@
 """Products against plain float64 loops: FP8 by every recipe, SiLU epilogue, 4-bit weights, two 4-bit sides, experts."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -56,14 +57,22 @@ def test_fp8_products_scale_each_term_as_the_recipe_says(recipe, tokens, n, k):
     assert distance(f64(call.outputs["out"]), want) < 4e-3  # out is bf16
 
 
-def test_parts_add_up_to_the_whole_product():
-    whole, split = s.GemmSpec(12, 384), s.GemmSpec(12, 384, parts=3)
-    a, w, a_scale, w_scale, out = c.gemm_case(split, 4).make("cpu").args
-    full = torch.empty(4, 12)
-    REGISTRY.get("gemm_fp8", split)(a, w, a_scale, w_scale, out)
-    REGISTRY.get("gemm_fp8", whole)(a, w, a_scale, w_scale, full)
-    assert out.shape == (3, 4, 12) and torch.allclose(out.sum(0), full, rtol=1e-4, atol=1e-5)
-    assert not torch.allclose(out[0], full, rtol=0.1)
+@pytest.mark.parametrize(
+    ("case", "shape", "atol"),
+    [
+        (c.gemm_case(s.GemmSpec(12, 384, parts=3), 4), (3, 4, 12), 1e-5),
+        (c.w4_case(s.W4Spec(64, 1280, parts=2), 3), (2, 3, 64), 1e-4),
+    ],
+    ids=["fp8", "int4"],
+)
+def test_parts_add_up_to_the_whole_product(case, shape, atol):
+    call = case.make("cpu")
+    run(case, call)
+    parts, full = call.outputs["out"], torch.empty(shape[1:])
+    whole = [full if value is parts else value for value in call.args]
+    REGISTRY.get(case.op, replace(case.spec, parts=1))(*whole)
+    assert parts.shape == shape and torch.allclose(parts.sum(0), full, rtol=1e-4, atol=atol)
+    assert not torch.allclose(parts[0], full, rtol=0.1)
 
 
 @pytest.mark.parametrize("parts", [1, 2, 3, 8])
@@ -118,16 +127,6 @@ def test_int4_weights_mean_what_their_tiles_say(k, symmetric):
             want[:, n] += f64(a)[:, p] * ((word >> p % 128 // 32 * 4 & 15) - zero) * scale
     run(case, call)
     assert distance(f64(out), want) < 4e-3
-
-
-def test_parts_of_an_int4_product_add_up_to_it():
-    whole, split = s.W4Spec(64, 1280), s.W4Spec(64, 1280, parts=2)
-    a, words, factors, out, workspace = c.w4_case(split, 3).make("cpu").args
-    full = torch.empty(3, 64)
-    REGISTRY.get("gemm_w4", split)(a, words, factors, out, workspace)
-    REGISTRY.get("gemm_w4", whole)(a, words, factors, full, workspace)
-    assert out.shape == (2, 3, 64) and torch.allclose(out.sum(0), full, rtol=1e-4, atol=1e-4)
-    assert not torch.allclose(out[0], full, rtol=0.1)
 
 
 @pytest.mark.parametrize(
