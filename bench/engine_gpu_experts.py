@@ -7,6 +7,7 @@ that FP8 products reach.
 """
 
 import argparse
+import gc
 import logging
 import time
 from collections.abc import Sequence
@@ -16,11 +17,10 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from bench.engine_gpu import FP8_RATE, READ_RATE, prefill_rate, shown, submit
+from bench.engine_gpu import FP8_RATE, READ_RATE, prefill_rate, settled, shown, submit
 from bench.random_model import GPT_OSS_20B, LLAMA4_MAVERICK, QWEN3_30B_A3B, RandomWeights, random_checkpoint
 from bench.result import Row, write_result
 from checkpoint.config import Experts, ModelConfig
-from contracts.collector import settle
 from contracts.ids import RequestId
 from contracts.sampling import SamplingParams
 from engine.backend import Backend
@@ -61,11 +61,11 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=None)
     parser.add_argument("--layers", type=int, default=8)
     args = parser.parse_args()
-    settle()  # a collection of all that was imported takes 0.2 s
     rows = agreement_rows(torch.device("cuda"))
     for name, dtype in SHAPES:
         config = replace(MODELS[name], num_layers=args.layers, max_model_len=2048)
         rows += speed_rows(name, config, dtype)
+        gc.collect()
         torch.cuda.empty_cache()
     config = {"model": f"random weights, {args.layers} layers", "card": caps.detect().name}
     write_result(args.out, "engine-gpu-experts", rows, config)
@@ -147,8 +147,9 @@ def speed_rows(name: str, config: ModelConfig, dtype: str) -> list[Row]:
     engine = load_device_engine(settings, checkpoint, lambda *_: None, RandomWeights(config, device), device)
     params = {"model": name, "dtype": dtype}
     rows = [shown(Row("experts_start", time.perf_counter() - begin, "s", params))]
-    rows += [shown(decode_row(engine, params, batch)) for batch in BATCHES]
-    return [*rows, shown(prefill_row(engine, params))]
+    with settled(engine):
+        rows += [shown(decode_row(engine, params, batch)) for batch in BATCHES]
+        return [*rows, shown(prefill_row(engine, params))]
 
 
 def decode_row(engine: Engine, about: dict[str, str], batch: int) -> Row:

@@ -34,4 +34,5 @@ def settle() -> None:
     """To be called once a process is ready: what is there now stays, and the collector looks at what comes only."""
     gc.collect()
     gc.freeze()
-    gc.callbacks.append(COLLECTIONS)
+    if COLLECTIONS not in gc.callbacks:
+        gc.callbacks.append(COLLECTIONS)
