@@ -15,7 +15,7 @@ from kernels.workspace import widening_workspace_nbytes
 
 # cuBLAS multiplies blocks for rows by fours, and our kernel what is left. Fewer rows than this that are not by fours go
 # to ours as a whole, whose tiles of 64 rows share what they read.
-_MIN_SPLIT_ROWS = 2 * SKINNY_ROWS
+_MIN_SPLIT_ROWS = 128
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,9 @@ def _parts_of(matrix: Matrix, count: int) -> int | None:
     """Parts along k of a product with so many rows, if its reader adds them up; None: its kernel knows no parts."""
     if matrix.recipe == "int4":
         return int4_parts(count, *matrix.shape)
-    return skinny_parts(count, *matrix.shape) if matrix.recipe in ("row", "block128") else None
+    if matrix.recipe in ("row", "block128"):
+        return skinny_parts(count, *matrix.shape, by_blocks=matrix.recipe == "block128")
+    return None
 
 
 class RowBuffer:

@@ -17,7 +17,7 @@ from torch import Tensor
 from kernels.plans import EMPTY, Plan, PlanTable
 from kernels.specs import FP4Spec, W4Spec
 from kernels.triton.common import INTERPRETED, PDL, ask, beside, pdl_launch, pdl_start, pdl_wait
-from kernels.workspace import COUNTERS_NBYTES, WIDEN_TOKENS
+from kernels.workspace import COUNTERS_NBYTES, WIDEN_INT4_TOKENS
 
 # Two words to eight weights, as bf16.
 ASM = tl.constexpr("""{
@@ -156,10 +156,11 @@ def gemm_w4(
     spec: W4Spec, a: Tensor, w: Tensor, factors: Tensor, out: Tensor, workspace: Tensor,
     *, plans: PlanTable = EMPTY, pdl: bool = PDL,
 ) -> None:  # fmt: skip
-    """`w` and `factors` are those of kernels.layouts.tile_int4. The workspace serves a whole product from WIDEN_TOKENS
-    on where, behind the counters of other products, it has 2 n k bytes: a bf16 copy of the weights for cuBLAS."""
+    """`w` and `factors` are those of kernels.layouts.tile_int4. The workspace serves a whole product from
+    WIDEN_INT4_TOKENS on where, behind the counters of other products, it has 2 n k bytes: a bf16 copy of the weights
+    for cuBLAS."""
     tokens, rest = a.shape[0], workspace[COUNTERS_NBYTES:]
-    if spec.parts == 1 and tokens >= WIDEN_TOKENS and rest.numel() >= 2 * spec.n * spec.k:
+    if spec.parts == 1 and tokens >= WIDEN_INT4_TOKENS and rest.numel() >= 2 * spec.n * spec.k:
         wide = rest[: 2 * spec.n * spec.k].view(torch.bfloat16).view(spec.n, spec.k)
         widen_w4_kernel[(spec.n // 64, spec.k // 128)](w, factors, wide, K=spec.k, num_warps=4)
         torch.mm(a, wide.t(), out=out)
@@ -172,16 +173,12 @@ def gemm_w4(
 
 
 def w4_plan(spec: W4Spec, tokens: int, cc: int = 90, sm_count: int = 132) -> Plan:
-    """Chosen by counting, not yet measured. 16 tokens are as many bytes as 64 rows of weights, so that more of them
-    take 128 rows at once; but on sm_120, which has 99 KB. Stages are four where the CTAs then have room side by side:
-    on a multiprocessor three of 59 KB up to 16 tokens, one of 118 up to 32; with more tokens it has room for one."""
+    """Tiles of 128 rows lose nearly everywhere, for there are fewer: 4096 x 4096 in two parts takes 10.2 us for 32
+    tokens by such, 7.5 by tiles of 64. What is fetched ahead is 2 % of a whole step of one token (H200)."""
     bx = 16 if tokens <= 16 else 32 if tokens <= 32 else 64
-    is_wide = bx > 16 and spec.n % 128 == 0 and cc != 120
-    ctas = spec.n // (128 if is_wide else 64) * spec.parts
-    is_crowded = bx < 64 and ctas > sm_count * (3 if bx == 16 else 1)
+    is_crowded = bx == 64 or spec.n // 64 * spec.parts > 2 * sm_count
     stages = 2 if bx == 64 and cc == 120 else 3 if is_crowded else 4
-    tile = dict(bw=128, warps=8) if is_wide else dict(bw=64, warps=4)
-    return dict(bx=bx, stages=stages, ahead=2 if cc == 90 else 0, **tile)
+    return dict(bx=bx, bw=64, stages=stages, warps=4, ahead=2 if cc == 90 else 0)
 
 
 def gemm_fp4(

@@ -146,7 +146,7 @@ def test_readers_add_up_the_parts_of_few_rows(tmp_path, monkeypatch, family):
     monkeypatch.setattr("engine.cuda.weights.rounds_sparingly", lambda _: False)
     monkeypatch.setattr("engine.cuda.load.is_fusible", lambda *_: False)
     whole = logits_of(device_engine(tmp_path, "float8"), PROMPTS)
-    monkeypatch.setattr("engine.cuda.products.skinny_parts", lambda rows, n, k: 2 if rows <= 64 else None)
+    monkeypatch.setattr("engine.cuda.products.skinny_parts", lambda rows, *_, **__: 2 if rows <= 64 else None)
     monkeypatch.setattr(Registry, "get", get_noted)
     parted = logits_of(device_engine(tmp_path, "float8"), PROMPTS)
     kinds = {(kind, parts) for kind in (GemmSpec, RopeSpec, NormSpec) for parts in (1, 2)}

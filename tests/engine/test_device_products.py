@@ -32,12 +32,12 @@ def test_few_rows_are_multiplied_in_parts_and_many_without_scales(count, adds):
 
 
 @pytest.mark.parametrize("adds", [True, False])
-@pytest.mark.parametrize(("count", "quant"), [(1, "group"), (64, "group"), (65, "none"), (68, "none")])
+@pytest.mark.parametrize(("count", "quant"), [(1, "group"), (128, "group"), (129, "none"), (132, "none")])
 def test_few_rows_beside_blocks_come_rounded_and_many_are_rounded_here(count, quant, adds):
     n, k, registry, device = 192, 2176, catalog.registry(Caps("cpu")), torch.device("cpu")
     _, weight, _, scale = gemm_operands(GemmSpec(n, k, "block128"), 1, "cpu")
     matrix, plain = Matrix(weight, scale), torch.randn(count, k)
-    products, room = Products(registry, [matrix], 68, device), RowBuffer([matrix], 68, k, torch.float32, device)
+    products, room = Products(registry, [matrix], 132, device), RowBuffer([matrix], 132, k, torch.float32, device)
     assert rounding(matrix, count) == quant
     x = room.of(matrix, count)
     if quant == "none":
@@ -65,15 +65,15 @@ def test_a_product_of_few_columns_is_whole(adds):
 
 
 @pytest.mark.parametrize("adds", [True, False])
-@pytest.mark.parametrize("count", [1, 64, 65])
+@pytest.mark.parametrize("count", [1, 128, 129])
 def test_few_rows_are_multiplied_in_parts_by_int4(count, adds):
     n, k = 192, 2176
     codes, scale, zero = torch.randint(0, 16, (n, k)), torch.rand(n, 1) + 0.1, torch.randint(0, 16, (n, 1))
     matrix, rows = Matrix(*tile_int4(codes, scale, zero)), torch.randn(count, k)
     assert (matrix.recipe, matrix.shape) == ("int4", (n, k))
-    products = Products(catalog.registry(Caps("cpu")), [matrix], 65, torch.device("cpu"))
+    products = Products(catalog.registry(Caps("cpu")), [matrix], 129, torch.device("cpu"))
     found = products.unfinished(matrix, Scaled(rows, rows), torch.full((count, n), torch.nan), adds)
-    assert found.parts == (4 if count <= 64 and adds else 1) and not found.deferred
+    assert found.parts == (4 if count <= 128 and adds else 1) and not found.deferred
     total = found.out.view(found.parts, count, n).sum(0)
     assert relative_error(total, rows @ ((codes - zero) * scale).t()) < 1e-5
 
@@ -93,3 +93,16 @@ def test_few_rows_are_multiplied_in_parts_by_int4(count, adds):
 def test_the_plan_is_what_was_measured_to_be_fastest(n, k, parts):
     assert tuple(skinny_parts(rows, n, k) for rows in (8, 9, 32, 64)) == parts
     assert skinny_parts(65, n, k) is None
+
+
+@pytest.mark.parametrize(
+    ("n", "k", "parts"),
+    [
+        (4096, 4096, (2, 2, 2, 1, None)),
+        (6144, 4096, (2, 1, 1, None, None)),
+        (28672, 4096, (1, 1, 1, None, None)),
+        (4096, 14336, (2, 2, 2, 1, None)),
+    ],
+)
+def test_by_blocks_more_rows_are_faster_than_by_cublas(n, k, parts):
+    assert tuple(skinny_parts(rows, n, k, by_blocks=True) for rows in (8, 32, 64, 128, 129)) == parts

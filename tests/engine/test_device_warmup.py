@@ -128,7 +128,7 @@ def test_nor_behind_products_left_unscaled_with_biases_or_head_norms(family, tmp
 
 def test_nor_where_few_rows_are_multiplied_in_parts(tmp_path, monkeypatch):
     """As of wide matrices."""
-    monkeypatch.setattr("engine.cuda.products.skinny_parts", lambda rows, n, k: 2 if rows <= 64 else None)
+    monkeypatch.setattr("engine.cuda.products.skinny_parts", lambda rows, *_, **__: 2 if rows <= 64 else None)
     monkeypatch.setattr("engine.cuda.weights.rounds_sparingly", lambda _: False)
     save_tiny(tmp_path, "qwen3_moe", **HEADS)
     assert_nothing_compiles(tmp_path, "float8")
