@@ -38,3 +38,10 @@ def test_each_look_is_counted_and_the_longest_kept(collections):
     gc.collect()
     assert collections.num >= num + 2
     assert 0 < collections.longest_s <= collections.seconds
+
+
+def test_each_look_is_counted_once_by_who_settles_again(collections):
+    settle()
+    num = collections.num
+    gc.collect()
+    assert collections.num == num + 1
