@@ -126,6 +126,7 @@ def gemm_cases() -> list[Case]:
         gate_up_case(GateUpSpec(28672, 4096), 8),
         gate_up_case(GateUpSpec(28672, 4096, "group"), 33),
         gate_up_case(GateUpSpec(28672, 4096, "none"), 128),
+        gate_up_case(GateUpSpec(512, 640), 8),
     ]
 
 

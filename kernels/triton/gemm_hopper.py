@@ -264,7 +264,7 @@ def gemm_fp8(
     tokens = a.shape[0]
     is_crowded = spec.n // 64 * spec.parts > plans.sm_count
     if spec.recipe == "row":
-        plan = fit(plans.pick(tokens, default_plan(tokens, is_crowded=is_crowded)), spec)
+        plan = fit(plans.pick(tokens, default_plan(tokens, is_crowded=is_crowded)), spec.share)
     else:
         plan = {**plans.pick(tokens, grouped_plan(tokens, spec, is_crowded)), "bk": 256}
     launch_skinny(spec, plan, a, w, a_scale, w_scale, out, pdl, early, ahead)
@@ -288,7 +288,8 @@ def gemm_gate_up(
     *, plans: PlanTable = EMPTY, pdl: bool = PDL, early: bool = True, ahead: bool = True,
 ) -> None:  # fmt: skip
     tokens = a.shape[0]
-    plan = plans.pick(tokens, default_plan(tokens, dual=True, is_crowded=spec.n // 128 > plans.sm_count))
+    is_crowded = spec.n // 128 > plans.sm_count
+    plan = fit(plans.pick(tokens, default_plan(tokens, dual=True, is_crowded=is_crowded)), spec.k)
     bw, bx, bk = plan["bw"], plan["bx"], plan["bk"]
     gate_up_kernel[(triton.cdiv(tokens, bx), spec.n // 2 // bw)](
         descriptor(w, bw, bk), descriptor(a, bx, bk), out, w_scale, a_scale, out_scale, tokens, N=spec.n, K=spec.k,
@@ -310,13 +311,13 @@ def default_plan(tokens: int, dual: bool = False, is_crowded: bool = False) -> P
     return dict(bw=64, bx=bx, bk=bk, stages=min(8, ((104 if is_crowded else 200) << 10) // stage_nbytes))
 
 
-def fit(plan: Plan, spec: GemmSpec) -> Plan:
-    """Shrink the step along K until it divides the part's share. Stages beyond the steps would hold shared memory that
-    other CTAs can use."""
+def fit(plan: Plan, share: int) -> Plan:
+    """Shrink the step along K until it divides the columns of a part. Stages beyond the steps would hold shared memory
+    that other CTAs can use."""
     bk = plan["bk"]
-    while spec.share % bk:
+    while share % bk:
         bk //= 2
-    return {**plan, "bk": bk, "stages": min(plan["stages"], spec.share // bk)}
+    return {**plan, "bk": bk, "stages": min(plan["stages"], share // bk)}
 
 
 def grouped_plan(tokens: int, spec: GemmSpec, is_crowded: bool) -> Plan:

@@ -152,9 +152,16 @@ IN_GROUPS = [
 
 @given(st.integers(1, 5000), st.sampled_from(SKINNY), st.booleans())
 def test_skinny_tiles_divide_their_share_of_k_and_fit_in_shared_memory(tokens, spec, is_crowded):
-    plan = gemm_hopper.fit(gemm_hopper.default_plan(tokens, is_crowded=is_crowded), spec)
+    plan = gemm_hopper.fit(gemm_hopper.default_plan(tokens, is_crowded=is_crowded), spec.share)
     assert spec.share % plan["bk"] == 0 and plan["stages"] <= spec.share // plan["bk"]
     assert (plan["bw"] + plan["bx"]) * plan["bk"] * plan["stages"] <= (104 if is_crowded else 200) << 10
+
+
+@given(st.integers(1, 5000), st.sampled_from([128, 640, 4096, 8192]), st.booleans())
+def test_gate_and_up_tiles_divide_k_and_fit_in_shared_memory(tokens, k, is_crowded):
+    plan = gemm_hopper.fit(gemm_hopper.default_plan(tokens, dual=True, is_crowded=is_crowded), k)
+    assert k % plan["bk"] == 0 and plan["stages"] <= k // plan["bk"]
+    assert (2 * plan["bw"] + plan["bx"]) * plan["bk"] * plan["stages"] <= (104 if is_crowded else 200) << 10
 
 
 @given(st.integers(1, 5000), st.sampled_from(IN_GROUPS), st.booleans())
