@@ -492,33 +492,50 @@ def query_rows(spec: AttnSpec) -> int:
 def slice_plan(pairs: int, max_len: int, spec: AttnSpec | FusedAttnSpec) -> Plan:
     """How many slices a sequence and KV head is cut into, and how each is read (tuned on H200; docs/kernels.md).
 
+    `pairs`: of a sequence and a KV head.
+    """
+    if isinstance(spec, FusedAttnSpec):
+        return e4m3_plan(pairs, max_len, spec)
+    if streams(spec):
+        return stream_plan(pairs, max_len, spec)
+    is_narrow, is_e4m3 = query_rows(spec) == 16, spec.kv == "e4m3"
+    if is_narrow and is_e4m3 and not spec.window:
+        return e4m3_plan(pairs, max_len, spec)
+    blocks = count_blocks(min(max_len, spec.window + spec.page) if spec.window else max_len, spec.page)
+    common = dict(block=min(64, spec.page))
+    if is_narrow and spec.kv == "bf16" and not spec.window:
+        return dict(common, slices=max(1, min(4 * 132 // pairs, blocks, 64)), stages=3, warps=2)
+    slices = max(1, min(396 // pairs, blocks, 64))
+    if is_narrow and is_e4m3:
+        return dict(common, slices=slices, stages=4, warps=4 if pairs < 64 else 1 if slices == 1 else 2)
+    return dict(common, slices=slices, stages=3, warps=4)
+
+
+def e4m3_plan(pairs: int, max_len: int, spec: AttnSpec | FusedAttnSpec) -> Plan:
+    """Of all keys of an e4m3 cache, at most 16 queries a pair.
+
     Long contexts: CTAs of one warp by bulk copies, eight to each of 132 multiprocessors, which hide each other's waits.
     Two buffers of 32 keys: with more, fewer CTAs would fit. The dependent launch is triggered after the loop: before
-    it, it cost 17 us of 90 at 16 x 8k.
+    it, it cost 17 us of 90 at 16 x 8k. Many short ones: as many CTAs as fit so; of 64 heads over 8, 32 x 1k took
+    42.5 us whole, and take 24.5 in four slices (fused, H200).
     """
-    if isinstance(spec, AttnSpec) and streams(spec):
-        return stream_plan(pairs, max_len, spec)
-    window = spec.window if isinstance(spec, AttnSpec) else 0
-    plain = isinstance(spec, FusedAttnSpec) or (query_rows(spec) == 16 and spec.kv == "e4m3")
-    blocks = max(1, triton.cdiv(min(max_len, window + spec.page) if window else max_len, spec.page))
+    blocks = count_blocks(max_len, spec.page)
     one_warp = dict(block=spec.page, warps=1, early=False)
-    if plain and not window:
-        slices = min(8 * 132 // pairs, 132, blocks // 8)
-        if blocks >= 64 and slices > 1:
-            return dict(one_warp, slices=slices, block=min(32, spec.page), stages=3, bulk=True)
-        slices = max(1, min((396 if pairs <= 64 else 8 * 132) // pairs, blocks))
-        if pairs > 64 and slices > 1:  # of 64 heads over 8, 16 x 1k (H200): in 3 slices 16.8 us, in 8 16.5
-            return dict(slices=1 << slices.bit_length() - 1, block=spec.page, stages=3, warps=1)
-        if pairs == 64 and slices > 1:
-            return dict(slices=slices, stages=3, bulk=True, **one_warp)
-        if slices == 1:
-            return dict(slices=1, stages=4 if spec.head_dim > 64 else 6, **one_warp)
-        return dict(slices=min(slices, 64), block=min(64, spec.page), stages=2, warps=2)
-    if spec.kv == "bf16" and not window and query_rows(spec) == 16:
-        return dict(slices=max(1, min(4 * 132 // pairs, blocks, 64)), block=min(64, spec.page), stages=3, warps=2)
-    slices = max(1, min(396 // pairs, blocks, 64))
-    warps = (1 if slices == 1 else 2) if plain and pairs >= 64 else 4
-    return dict(slices=slices, block=min(64, spec.page), stages=3 if not plain else 4, warps=warps)
+    slices = min(8 * 132 // pairs, 132, blocks // 8)
+    if blocks >= 64 and slices > 1:
+        return dict(one_warp, slices=slices, block=min(32, spec.page), stages=3, bulk=True)
+    slices = max(1, min((396 if pairs <= 64 else 8 * 132) // pairs, blocks))
+    if slices == 1:
+        return dict(one_warp, slices=1, stages=4 if spec.head_dim > 64 else 6)
+    if pairs > 64:
+        return dict(slices=1 << slices.bit_length() - 1, block=spec.page, stages=3, warps=1)
+    if pairs == 64:
+        return dict(one_warp, slices=slices, stages=3, bulk=True)
+    return dict(slices=min(slices, 64), block=min(64, spec.page), stages=2, warps=2)
+
+
+def count_blocks(num_keys: int, page: int) -> int:
+    return max(1, triton.cdiv(num_keys, page))
 
 
 def merge_plan(slices: int, live: int, head_dim: int, warps: int) -> dict[str, int]:
