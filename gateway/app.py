@@ -52,7 +52,8 @@ from gateway.replies import (
     retry_headers,
     spell_id,
 )
-from gateway.responses import ResponseReplies, named, to_chat
+from gateway.response_input import named, to_chat
+from gateway.responses import ResponseReplies
 from gateway.schema import (
     ChatRequest,
     Common,
@@ -190,9 +191,10 @@ def _add_responses(app: FastAPI, front: Front) -> None:
         try:
             asks = await ask_chat(chat, front.prompting, front.limits, "max_output_tokens")
         except RequestError as error:
-            raise named(error) from error
+            raise named(error, asked) from error
         head = (_request_id(request, asked, "resp"), front.model, int(time.time()))
-        reading = reading_of(front.prompting, asks[0].begun, calling=None)
+        calling = calling_of(chat.tools, chat.tool_choice, chat.parallel_tool_calls)
+        reading = reading_of(front.prompting, asks[0].begun, calling)
         return await front.serve(request, asked, asks, ResponseReplies(*head, asked, reading))
 
 

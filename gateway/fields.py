@@ -52,20 +52,16 @@ REFUSED: Mapping[str, tuple[Any, ...]] = {
 """Field -> values that mean the same as leaving it out (null always does)."""
 
 
-REFUSED_OF_COMPLETIONS: Mapping[str, tuple[Any, ...]] = {
-    "tools": ([],),
-    "tool_choice": ("none", "auto"),
-    "reasoning_effort": (),
-    "include_reasoning": (True,),
-}
+_THOUGHT: Mapping[str, tuple[Any, ...]] = {"reasoning_effort": (), "include_reasoning": (True,)}
+REFUSED_OF_COMPLETIONS: Mapping[str, tuple[Any, ...]] = {"tools": ([],), "tool_choice": ("none", "auto"), **_THOUGHT}
 """The same for /v1/completions, besides."""
 
 
 REFUSED_OF_RESPONSES: Mapping[str, tuple[Any, ...]] = {
-    **REFUSED_OF_COMPLETIONS,
+    **_THOUGHT,
     "background": (False,),
     "conversation": (),
-    "include": ([],),
+    "include": ([], ["reasoning.encrypted_content"]),  # the reasoning itself comes
     "max_tool_calls": (),
     "n": (1,),
     "previous_response_id": (),
@@ -73,7 +69,6 @@ REFUSED_OF_RESPONSES: Mapping[str, tuple[Any, ...]] = {
     "prompt_logprobs": (),
     "return_token_ids": (False,),
     "return_tokens_as_token_ids": (False,),
-    "text": ({"format": {"type": "text"}}, {}),
     "truncation": ("disabled",),
 }
 """The same for /v1/responses, besides."""

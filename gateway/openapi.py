@@ -151,6 +151,14 @@ class OutputReasoning(msgspec.Struct, tag_field="type", tag="reasoning"):
     content: list[ReasoningText]
 
 
+class OutputCall(msgspec.Struct, tag_field="type", tag="function_call"):
+    id: str
+    status: str
+    call_id: str
+    name: str
+    arguments: str
+
+
 class ResponseUsage(msgspec.Struct):
     input_tokens: int
     input_tokens_details: PromptTokensDetails
@@ -166,7 +174,7 @@ class ResponseReply(msgspec.Struct):
     status: Literal["completed", "incomplete"]
     incomplete_details: dict[str, str] | None
     model: str
-    output: list[OutputReasoning | OutputMessage]
+    output: list[OutputReasoning | OutputMessage | OutputCall]
     usage: ResponseUsage
 
 

@@ -87,7 +87,8 @@ class ReadReplies:
                     more = calls.setdefault(event.index, {"index": event.index, "function": {"arguments": ""}})
                     more["function"]["arguments"] += event.text
         wanted = [call for index, call in calls.items() if self.reading.is_wanted(index)]
-        content = "".join(event.parted for event in events if isinstance(event, Said))
+        told = [event for event in events if not isinstance(event, Broken) or not self.reading.is_wanted(event.index)]
+        content = _said(told)  # of a broken call that was told of, that is all
         thought = _thought(events) if self.tells_thoughts else ""
         delta = (_reasoning(thought) if thought else {}) | ({"content": content} if content else {})
         return delta | ({"tool_calls": wanted} if wanted else {})

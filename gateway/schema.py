@@ -8,7 +8,7 @@ from msgspec import Meta
 from contracts.errors import RequestError
 from gateway.fields import REFUSED, REFUSED_OF_COMPLETIONS, REFUSED_OF_RESPONSES, refuse_unhonoured
 from gateway.structured import ResponseFormat, StructuredOutputs
-from gateway.tools.request import MadeCalls, ToolChoice, Tools
+from gateway.tools.request import FlatToolChoice, FlatTools, MadeCalls, ToolChoice, Tools
 
 Word = Annotated[str, Meta(min_length=1, max_length=1024)]
 Text = Annotated[str, Meta(max_length=1024)]
@@ -114,11 +114,32 @@ class ResponseReasoning(msgspec.Struct, frozen=True):
     summary: str | None = None
 
 
+class TextFormat(msgspec.Struct, frozen=True, omit_defaults=True):
+    """`strict` is ignored, as in JsonSchema."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    name: str = ""
+    schema: dict[str, Any] | None = None
+    description: str | None = None
+    strict: bool | None = None
+
+
+class ResponseText(msgspec.Struct, frozen=True):
+    """`verbosity` is ignored, as it is of a chat."""
+
+    format: TextFormat | None = None
+    verbosity: str | None = None
+
+
 class ResponsesRequest(Common, frozen=True, kw_only=True):
     input: str | Annotated[list[dict[str, Any]], Meta(max_length=65536)]
     instructions: str | None = None
     max_output_tokens: Count | None = None
     reasoning: ResponseReasoning | None = None
+    text: ResponseText | None = None
+    tools: FlatTools | None = None
+    tool_choice: FlatToolChoice | None = None
+    parallel_tool_calls: bool | None = None
 
 
 class TokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):

@@ -27,7 +27,23 @@ class Tool(msgspec.Struct, frozen=True):
     function: Function
 
 
+class FlatTool(Function, frozen=True, kw_only=True, omit_defaults=False):
+    """A tool as the Responses API has it."""
+
+    type: Literal["function"]
+
+    def nested(self) -> Tool:
+        return Tool("function", Function(self.name, self.description, self.parameters, self.strict))
+
+
 class FunctionChoice(msgspec.Struct, frozen=True):
+    name: str
+
+
+class FlatChoice(msgspec.Struct, frozen=True):
+    """A function that is to be called, as the Responses API names it."""
+
+    type: Literal["function"]
     name: str
 
 
@@ -55,6 +71,8 @@ class MadeCall(msgspec.Struct, frozen=True):
 
 
 Tools = Annotated[list[Tool], Meta(max_length=1024)]
+FlatTools = Annotated[list[FlatTool], Meta(max_length=1024)]
+FlatToolChoice = Literal["none", "auto", "required"] | FlatChoice
 MadeCalls = Annotated[list[MadeCall], Meta(max_length=1024)]
 
 

@@ -210,6 +210,25 @@ def test_a_conversation_goes_on_after_a_call(client, model):
     assert reply.message.content and reply.message.tool_calls is None
 
 
+def test_an_agent_calls_and_goes_on_through_responses(client, model):
+    flat = [{"type": "function", **tool["function"]} for tool in TOOLS]
+    choice = {"type": "function", "name": NAMED["function"]["name"]}
+    ask = {"model": model, "tools": flat, "temperature": 0, "max_output_tokens": 120}
+    first = client.responses.create(**ask, input=FRANCE, tool_choice=choice)
+    (call,) = first.output
+    assert call.name == choice["name"] and isinstance(json.loads(call.arguments), dict)
+    chat = {"model": model, "tools": TOOLS, "temperature": 0, "max_tokens": 120}
+    theirs = client.chat.completions.create(**chat, messages=FRANCE, tool_choice=NAMED).choices[0].message.tool_calls
+    assert [made.function.arguments for made in theirs] == [call.arguments]
+    with client.responses.stream(**ask, input=FRANCE, tool_choice=choice) as stream:
+        told = "".join(event.delta for event in stream if event.type == "response.function_call_arguments.delta")
+    assert told == call.arguments
+    result = {"type": "function_call_output", "call_id": call.call_id, "output": "It is Paris."}
+    said = [*FRANCE, *(item.model_dump() for item in first.output), result]
+    reply = client.responses.create(**ask, input=said, tool_choice="none")
+    assert reply.output_text and [item.type for item in reply.output] == ["message"]
+
+
 def test_an_answer_of_a_format_may_be_asked_for_beside_tools(client, model):
     wanted = {"type": "json_schema", "json_schema": {"name": "capital", "schema": Capital.model_json_schema()}}
     ask = {"model": model, "messages": FRANCE, "tools": TOOLS, "temperature": 0, "max_tokens": 120}

@@ -4,6 +4,10 @@ import openai
 import pytest
 from gateway_rig import gateway, pair
 
+TOOL = {"type": "function", "name": "f"}
+WRONG = {"parameters": {"type": "object", "properties": {"x": {"type": "no"}}}}
+JSON = {"text": {"format": {"type": "json_object"}}}
+
 
 @pytest.fixture
 async def rig(checkpoint):
@@ -73,7 +77,14 @@ async def test_a_lost_worker_is_an_error_event(rig, client):
         ({}, "input"),
         ({"input": []}, "input"),
         ({"input": 5}, "input"),
-        ({"input": [{"type": "function_call"}]}, "input[0].type"),
+        ({"input": [{"type": "web_search_call"}]}, "input[0].type"),
+        ({"input": [{"type": "function_call"}]}, "input[0]"),
+        ({"input": [{"type": "function_call", "call_id": "", "name": "f", "arguments": "{}"}]}, "input[0].call_id"),
+        ({"input": [{"type": "function_call", "call_id": "a", "name": "f", "arguments": "{"}]}, "input[0].arguments"),
+        ({"input": [{"type": "function_call", "call_id": "a", "name": "f", "arguments": {}}]}, "input[0].arguments"),
+        ({"input": [{"type": "function_call_output", "call_id": "a"}]}, "input[0]"),
+        ({"input": [{"type": "function_call_output", "call_id": "a", "output": 5}]}, "input[0].output"),
+        ({"input": [{"type": "function_call_output", "call_id": "a", "output": [5]}]}, "input[0].output[0]"),
         ({"input": [{"role": "king", "content": "a"}]}, "input[0].role"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0]"),
         ({"input": [{"role": "user", "content": [{"type": "input_text"}]}]}, "input[0].content[0].text"),
@@ -81,8 +92,29 @@ async def test_a_lost_worker_is_an_error_event(rig, client):
         ({"input": "a", "previous_response_id": "resp_1"}, "previous_response_id"),
         ({"input": "a", "background": True}, "background"),
         ({"input": "a", "n": 2}, "n"),
-        ({"input": "a", "tools": [{"type": "web_search"}]}, "tools"),
-        ({"input": "a", "text": {"format": {"type": "json_object"}}}, "text"),
+        ({"input": "a", "tools": [{"type": "web_search"}]}, "tools[0].type"),
+        ({"input": "a", "tools": [{"name": "f"}]}, "tools[0].type"),
+        ({"input": "a", "tools": [{"type": "function", "function": {"name": "f"}}]}, "tools[0].name"),
+        ({"input": "a", "tools": [TOOL | {"name": "two words"}]}, "tools[0].name"),
+        ({"input": "a", "tools": [TOOL, TOOL]}, "tools[1].name"),
+        ({"input": "a", "tools": [TOOL | {"parameters": {"type": "array"}}]}, "tools[0].parameters"),
+        ({"input": "a", "tools": [TOOL | WRONG | {"strict": True}]}, "tools[0].parameters"),
+        ({"input": "a", "tools": [TOOL], "tool_choice": "sometimes"}, "tool_choice"),
+        ({"input": "a", "tools": [TOOL], "tool_choice": {"type": "function"}}, "tool_choice.name"),
+        ({"input": "a", "tools": [TOOL], "tool_choice": {"type": "function", "name": "g"}}, "tool_choice.name"),
+        ({"input": "a", "tool_choice": "required"}, "tool_choice"),
+        ({"input": "a", "tools": [TOOL], "tool_choice": "required"} | JSON, "text.format"),
+        ({"input": "a", "max_tool_calls": 3}, "max_tool_calls"),
+        ({"input": "a", "include": ["file_search_call.results"]}, "include"),
+        ({"input": "a", "text": {"format": {"type": "xml"}}}, "text.format.type"),
+        ({"input": "a", "text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format.schema"),
+        (
+            {"input": "a", "text": {"format": {"type": "json_schema", "name": "x", "schema": WRONG["parameters"]}}},
+            "text.format.schema",
+        ),
+        ({"input": "a", "response_format": {"type": "json_object"}} | JSON, "response_format"),
+        ({"input": "a", "structured_outputs": {"regex": "a"}} | JSON, "structured_outputs"),
+        ({"input": "a", "response_format": {"type": "json_schema"}}, "response_format.json_schema"),
         ({"input": "a", "truncation": "auto"}, "truncation"),
         ({"input": "a", "max_output_tokens": 0}, "max_output_tokens"),
         ({"input": "a", "max_output_tokens": 10**6}, "max_output_tokens"),
