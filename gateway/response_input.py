@@ -1,13 +1,13 @@
 """What a client of OpenAI's Responses API asks for, as a conversation."""
 
 from collections.abc import Sequence
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta
 
 from contracts.errors import RequestError
-from gateway.schema import ChatRequest, Message, ResponsesRequest, ResponseText
+from gateway.schema import ChatRequest, Message, ResponsesRequest, ResponseText, converted
 from gateway.structured import JsonSchema, ResponseFormat
 from gateway.tools.parser import object_of
 from gateway.tools.request import FunctionChoice, MadeCall, MadeFunction, NamedChoice, ToolChoice
@@ -18,7 +18,6 @@ _NAMES = {"reasoning_effort": "reasoning.effort", ".function.": "."}
 """What a conversation calls its fields -> what they are called here."""
 _NAMES_OF_FORMAT = {"response_format.json_schema": "text.format", "response_format": "text.format"}
 CallId = Annotated[str, Meta(min_length=1)]
-Kind = TypeVar("Kind", bound=msgspec.Struct)
 
 
 class GivenCall(msgspec.Struct, frozen=True):
@@ -115,27 +114,19 @@ def _messages(items: Sequence[dict[str, Any]]) -> list[Message]:
 
 def _message(item: dict[str, Any], kind: str, at: str) -> Message:
     if kind == "function_call":
-        call = _converted(item, GivenCall, at)
+        call = converted(item, GivenCall, at)
         if object_of(call.arguments or "{}") is None:
             why = f"{at}.arguments must be a JSON object, written as a string"
             raise RequestError(why, f"{at}.arguments")
         made = MadeCall(MadeFunction(call.name, call.arguments), call.call_id)
         return Message(role="assistant", tool_calls=[made])
     if kind == "function_call_output":
-        result = _converted(item, GivenResult, at)
+        result = converted(item, GivenResult, at)
         return Message(role="tool", tool_call_id=result.call_id, content=_content(result.output, f"{at}.output"))
     content = _content(item.get("content"), f"{at}.content")
     if content is None:
         raise RequestError("a message needs 'content'", f"{at}.content")
-    return _converted({"role": item.get("role"), "content": content}, Message, at)
-
-
-def _converted(fields: dict[str, Any], kind: type[Kind], at: str) -> Kind:
-    try:
-        return msgspec.convert(fields, kind)
-    except msgspec.ValidationError as error:
-        message, _, path = str(error).partition(" - at `$")
-        raise RequestError(f"{at}: {message}", at + path.rstrip("`")) from error
+    return converted({"role": item.get("role"), "content": content}, Message, at)
 
 
 def _reasoning_of(item: dict[str, Any], at: str) -> str:

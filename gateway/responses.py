@@ -1,6 +1,6 @@
 """OpenAI's Responses API, as far as nothing has to be stored: one answer to what `input` holds."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -153,9 +153,8 @@ class ResponseReplies:
         }
 
 
-def _said_if_broken(events: Iterable[Event]) -> Iterator[Event]:
+def _said_if_broken(events: Sequence[Event]) -> Iterator[Event]:
     """Of a whole answer: what began as a call and is none, or was cut off, is said."""
-    events = list(events)
     broken = {event.index for event in events if isinstance(event, Broken)}
     for event in events:
         if isinstance(event, Broken):

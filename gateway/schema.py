@@ -169,12 +169,17 @@ def parse(body: bytes, kind: type[Kind]) -> Kind:
     fields = _json_object(body)
     refuse_unhonoured(fields, REFUSED)
     refuse_unhonoured(fields, _REFUSED_OF.get(kind, {}))
+    return converted(fields, kind)
+
+
+def converted(fields: dict[str, Any], kind: type[Kind], at: str = "") -> Kind:
+    """`at`: where in the request they are. Raises RequestError naming the field."""
     try:
         return msgspec.convert(fields, kind)
     except msgspec.ValidationError as error:
         message, _, path = str(error).partition(" - at `")
-        at = path.rstrip("`").removeprefix("$").removeprefix(".")
-        param = ".".join(part for part in (at, _missing(message)) if part) or None
+        place = (at + path.rstrip("`").removeprefix("$")).removeprefix(".")
+        param = ".".join(part for part in (place, _missing(message)) if part) or None
         raise RequestError(f"{param}: {message}" if param else message, param) from error
 
 

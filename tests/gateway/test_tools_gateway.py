@@ -133,6 +133,14 @@ async def test_calls_come_one_at_a_time_if_asked(checkpoint, in_parallel, count)
     assert len(added_up(await streamed(checkpoint, TWO, **fields))[1]) == count
 
 
+async def test_a_call_too_many_that_breaks_is_content(checkpoint):
+    text = TWO.replace("{}", "{now}")
+    choice = await whole(checkpoint, text, parallel_tool_calls=False)
+    content, calls, finish = added_up(await streamed(checkpoint, text, parallel_tool_calls=False))
+    assert (content, calls, finish) == (choice.message.content, [("get_weather", PARIS)], "tool_calls")
+    assert '"now"' in content
+
+
 async def test_every_choice_has_its_own_calls(checkpoint):
     choices = await streamed(checkpoint, CALL, n=2, logprobs=True)
     for index in (0, 1):
