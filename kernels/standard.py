@@ -163,6 +163,8 @@ def expert_cases() -> list[Case]:
         experts_case(replace(oss, bias=True), 33),
         experts_case(qwen, 17),
         experts_case(qwen, 1000),
+        experts_case(qwen, 2000),
+        experts_case(MoESpec(8, 2, 1280, 384, renormalize=False), 300),
         w4_case(W4Spec(6144, 4096), 1),
         w4_case(W4Spec(6144, 4096), 7),
         w4_case(W4Spec(6144, 4096, parts=4), 8, symmetric=True),

@@ -35,6 +35,7 @@ from kernels.registry import Impl, Registry
 from kernels.selfcheck import reference
 from kernels.specs import AttnSpec, FusedAttnSpec, GateUpSpec, GemmSpec, MoESpec, W4Spec
 from kernels.timing import call_us
+from kernels.triton.moe import SORTED_ROWS, can_sort_rows
 
 L2_NBYTES = 200 << 20  # operands in turn exceed this, so that no call finds its own in L2
 
@@ -136,6 +137,8 @@ def expert_jobs() -> list[Job]:
             share = max(16, tokens * spec.top_k // spec.experts)
             bx = (16,) if share <= 16 else (32, 64) if share < 256 else (64, 128)
             plans = grid(bx=bx, bw=(64, 128), stages=(3, 4), warps=(4, 8) if tokens > 256 else (4,))
+            if can_sort_rows(spec) and tokens > 256:
+                plans += (SORTED_ROWS,)
             rows.append(Job(experts_case(spec, tokens), tokens, plans))
     return rows
 
@@ -159,6 +162,8 @@ def tune(registry: Registry, job: Job, report: Callable[[str], object]) -> Plan 
 
 def judge(registry: Registry, impl: Impl, case: Case, plan: Plan, calls: list[Call], want: Call) -> float | None:
     """Microseconds of a plan, or None where it does not fit the chip or is wrong."""
+    if plan == SORTED_ROWS and not registry.caps.hopper:
+        return None
     op = partial(
         impl.load(case.spec, registry.plans, registry.caps),
         plans=PlanTable({1 << 30: plan}, registry.caps.cc, registry.caps.sm_count),

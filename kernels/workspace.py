@@ -1,6 +1,6 @@
 """How much scratch memory an operation wants: known without what implements it."""
 
-from kernels.specs import W4Spec, W8Spec
+from kernels.specs import MoESpec, W4Spec, W8Spec
 
 COUNTERS_NBYTES = 32 << 10
 WIDEN_INT4_TOKENS, WIDEN_TOKENS = 512, 256
@@ -8,6 +8,18 @@ WIDEN_INT4_TOKENS, WIDEN_TOKENS = 512, 256
 28672 x 4096 in INT4 takes 137 us for 256 tokens, widened 175; two such are 274 for 512, widened 244 (H200)."""
 MX_PARTS, MX_SPLIT_SHARE = 2, 8
 """Parts along k of an expert's second product with MXFP4 weights, up to so many rows an expert."""
+FULL_TILE = 128
+"""Rows of the largest tile of an expert's product."""
+
+
+def pads_rows(spec: MoESpec, total: int) -> bool:
+    """Whether so many assignments may be padded to whole tiles for each expert, which then has a quarter on average."""
+    return spec.weights == "e4m3" and total > FULL_TILE // 4 * spec.experts
+
+
+def sort_chunk(experts: int) -> int:
+    """Assignments that one CTA counts, all of them beside all experts in its registers."""
+    return min(256, (1 << 16) // (1 << (experts - 1).bit_length()))
 
 
 def widening_workspace_nbytes(spec: W4Spec | W8Spec, max_tokens: int) -> int:

@@ -1,7 +1,7 @@
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportArgumentType=false, reportIndexIssue=false
 # pyright: reportOperatorIssue=false, reportAttributeAccessIssue=false, reportOptionalMemberAccess=false, reportReturnType=false
 # pyright: reportAssignmentType=false
-"""Mixture of experts: routing, sort by expert, grouped FP8 products, weighted sum; no atomics, no host."""
+"""Mixture of experts: routing, grouped products of sorted rows, weighted sum; no atomics, no host."""
 
 import torch
 import triton
@@ -14,9 +14,11 @@ from kernels.specs import MoESpec
 from kernels.triton.common import PDL, pdl_launch, pdl_start, pdl_wait, to_e4m3, token_scale
 from kernels.triton.moe_mx import mx_plan, mx_products
 from kernels.triton.moe_shared import Weights, activate, load_bias
+from kernels.triton.moe_sort import sort_by_expert
+from kernels.workspace import FULL_TILE, pads_rows, sort_chunk
 
-# Up to which each CTA of the sort counts for itself, all assignments beside all experts in its registers.
-FEW_ASSIGNMENTS, FEW_COMPARES = 512, 1 << 16
+SORTED_ROWS: Plan = dict(bx=FULL_TILE, stages=4, warps=8, sorts_rows=True)
+"""kernels.triton.moe_hopper's."""
 
 
 @triton.jit
@@ -54,57 +56,6 @@ def route_kernel(
         score = score / (tl.sum(score, 0) if RENORM else total)
     tl.store(weight_ptr + row * TOP_K + slot, score, mask=slot < TOP_K)
     tl.store(id_ptr + row * TOP_K + slot, chosen, mask=slot < TOP_K)
-
-
-@triton.jit(do_not_specialize=["total"])
-def count_kernel(id_ptr, count_ptr, total, BLOCK: tl.constexpr, PDL: tl.constexpr):
-    """How many assignments each expert has; one CTA an expert, so the result does not depend on any order."""
-    expert = tl.program_id(0)
-    i = tl.arange(0, BLOCK)
-    count = tl.zeros([BLOCK], tl.int32)
-    pdl_start(PDL)
-    pdl_wait(PDL)
-    for start in range(0, total, BLOCK):
-        count += (tl.load(id_ptr + start + i, mask=start + i < total, other=-1) == expert).to(tl.int32)
-    tl.store(count_ptr + expert, tl.sum(count, 0))
-
-
-@triton.jit(do_not_specialize=["total", "max_tiles"])
-def sort_kernel(
-    id_ptr, count_ptr, sorted_ptr, tile_ptr, total, max_tiles,
-    E: tl.constexpr, PAD_E: tl.constexpr, BX: tl.constexpr, BLOCK: tl.constexpr, FEW: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """Assignments of one expert in order, from its first row on; rows of an expert are padded to whole tiles of BX.
-    The CTA after the last expert marks the tiles that nobody has. FEW: all assignments are one block, and each CTA
-    counts them for itself, which saves the launch before; count_ptr is not read."""
-    expert = tl.program_id(0)
-    e = tl.arange(0, PAD_E)
-    i = tl.arange(0, BLOCK)
-    pdl_start(PDL)
-    pdl_wait(PDL)
-    if FEW:
-        ids = tl.load(id_ptr + i, mask=i < total, other=-1)
-        count = tl.sum((ids[:, None] == e[None, :]).to(tl.int32), 0)
-    else:
-        count = tl.load(count_ptr + e, mask=e < E, other=0)
-    tiles = (count + BX - 1) // BX
-    first_tile = tl.sum(tl.where(e < expert, tiles, 0), 0)
-    if expert == E:
-        for start in range(first_tile, max_tiles, BLOCK):
-            tl.store(tile_ptr + start + i, -1, mask=start + i < max_tiles)
-    else:
-        mine = tl.sum(tl.where(e == expert, count, 0), 0)
-        own_tiles = tl.sum(tl.where(e == expert, tiles, 0), 0)
-        for start in range(0, own_tiles, BLOCK):
-            tl.store(tile_ptr + first_tile + start + i, expert, mask=start + i < own_tiles)
-        row = first_tile * BX
-        for start in range(0, total, BLOCK):
-            hit = tl.load(id_ptr + start + i, mask=start + i < total, other=-1) == expert
-            rank = tl.cumsum(hit.to(tl.int32), 0)
-            tl.store(sorted_ptr + row + rank - 1, start + i, mask=hit)
-            row += tl.sum(hit.to(tl.int32), 0)
-        for start in range(mine, own_tiles * BX, BLOCK):
-            tl.store(sorted_ptr + first_tile * BX + start + i, total, mask=start + i < own_tiles * BX)
 
 
 @triton.jit(do_not_specialize=["total"])
@@ -209,15 +160,23 @@ def moe_experts(
 ) -> None:  # fmt: skip
     tokens = x.shape[0]
     total = tokens * spec.top_k
-    plan = plans.pick(tokens, expert_plan(spec, tokens, plans.cc))
+    usual = expert_plan(spec, tokens, plans.cc)
+    plan = plans.pick(tokens, usual)
+    if plan.get("sorts_rows") and not pads_rows(spec, total):  # tuned with more tokens than these
+        plan = usual
     bx = plan["bx"]
     max_tiles = min(total, spec.experts) + total // bx
     parts = plan.get("parts", 1)
-    middle, group_scale, y, count, order, tiles = carve(spec, workspace, total, max_tiles, bx, parts)
+    room = carve(spec, workspace, total, max_tiles, bx, parts, plan.get("sorts_rows", False))
+    middle, group_scale, y, count, order, tiles, _ = room
     sort_by_expert(spec, ids, count, order, tiles, total, max_tiles, bx, pdl)
     first, second = (w1, w1_scale, b1), (w2, w2_scale, b2)
     if spec.weights == "mxfp4":
         mx_products(spec, plan, x, first, second, middle, y, order, tiles, total, pdl)
+    elif plan.get("sorts_rows"):
+        from kernels.triton import moe_hopper  # Gluon's Hopper instructions, asked for on Hopper only
+
+        moe_hopper.products(spec, plan, (plans.sm_count,), x, x_scale, first, second, room, pdl)
     else:
         product = fp8_products if spec.weights == "e4m3" else bf16_products
         product(spec, plan, x, x_scale, first, second, middle, group_scale, y, order, tiles, total, pdl)
@@ -231,7 +190,7 @@ def fp8_products(
     spec: MoESpec, plan: Plan, x: Tensor, x_scale: Tensor, first: Weights, second: Weights, middle: Tensor,
     group_scale: Tensor, y: Tensor, order: Tensor, tiles: Tensor, total: int, pdl: bool,
 ) -> None:  # fmt: skip
-    group, bx, max_tiles = group_width(spec), plan["bx"], tiles.numel()
+    group, bx, max_tiles = group_width(spec), plan["bx"], tiles.numel() - 1
     common = dict(
         TOP_K=spec.top_k, BX=bx, BK=group, STAGES=plan["stages"], BIAS=spec.bias, FP8=True, PDL=pdl,
         num_warps=plan["warps"], **pdl_launch(pdl),
@@ -257,30 +216,13 @@ def bf16_products(
         PDL=pdl, num_warps=plan["warps"], **pdl_launch(pdl),
     )  # fmt: skip
     (w1, _, b1), (w2, _, b2) = first, second
-    expert_gemm_kernel[(triton.cdiv(spec.inter, bw), tiles.numel())](
+    expert_gemm_kernel[(triton.cdiv(spec.inter, bw), tiles.numel() - 1)](
         w1, x, middle, group_scale, group_scale, group_scale, w1 if b1 is None else b1, order, tiles, total,
         N=2 * spec.inter, K=spec.hidden, FIRST=True, OAI=spec.activation != "silu", **common,
     )  # fmt: skip
-    expert_gemm_kernel[(triton.cdiv(spec.hidden, bw), tiles.numel())](
+    expert_gemm_kernel[(triton.cdiv(spec.hidden, bw), tiles.numel() - 1)](
         w2, middle, y, group_scale, group_scale, group_scale, w2 if b2 is None else b2, order, tiles, total,
         N=spec.hidden, K=spec.inter, FIRST=False, OAI=False, **common,
-    )  # fmt: skip
-
-
-def sort_by_expert(
-    spec: MoESpec, ids: Tensor, count: Tensor, order: Tensor, tiles: Tensor, total: int, max_tiles: int, bx: int,
-    pdl: bool,
-) -> None:  # fmt: skip
-    tokens = triton.next_power_of_2(total // spec.top_k)  # changes where the plan does
-    block = min(2048, triton.next_power_of_2(tokens * spec.top_k))
-    pad = triton.next_power_of_2(spec.experts)
-    few = block <= FEW_ASSIGNMENTS and block * pad <= FEW_COMPARES
-    common = dict(BLOCK=block, PDL=pdl, **pdl_launch(pdl))
-    if not few:
-        count_kernel[(spec.experts,)](ids, count, total, num_warps=4, **common)
-    sort_kernel[(spec.experts + 1,)](
-        ids, count, order, tiles, total, max_tiles, E=spec.experts, PAD_E=pad, BX=bx, FEW=few,
-        num_warps=min(8, max(1, pad * block // 1024)) if few else 8, **common,
     )  # fmt: skip
 
 
@@ -293,19 +235,34 @@ def expert_plan(spec: MoESpec, tokens: int, cc: int) -> Plan:
         return mx_plan(share, cc)
     if spec.weights == "bf16":
         return dict(bx=min(64, max(16, share)), bw=64, stages=4, warps=4)
+    if cc == 90 and share >= FULL_TILE and can_sort_rows(spec):
+        return SORTED_ROWS
     bx = min(64 if cc == 120 else 128, max(16, share))
     return dict(bx=bx, bw=128 if bx >= 64 else 64, stages=4 if bx <= 32 else 3, warps=8 if bx == 128 else 4)
 
 
-def carve(spec: MoESpec, workspace: Tensor, total: int, max_tiles: int, bx: int, parts: int = 1) -> list[Tensor]:
-    """The middle and its scales, the rows before the sum, counts, sorted assignments, the expert of each tile."""
+def can_sort_rows(spec: MoESpec) -> bool:
+    """Whether kernels.triton.moe_hopper has this layer's products: three steps of 128 columns are under way there."""
+    is_wide = group_width(spec) == 128 and spec.hidden % 256 == 0 and min(spec.hidden, spec.inter) >= 3 * 128
+    return is_wide and spec.activation == "silu" and not spec.bias
+
+
+def carve(
+    spec: MoESpec, workspace: Tensor, total: int, max_tiles: int, bx: int, parts: int = 1, sorts_rows: bool = False
+) -> list[Tensor]:
+    """The middle and its scales, the rows before the sum, counts, sorted assignments, the expert of each tile and how
+    many tiles have one. `sorts_rows`: and room for the rows as they are sorted, with their scales; the middle is sorted
+    then, too, and padded.
+    """
+    rows = max_tiles * bx if sorts_rows else total
     shapes = [
-        (torch.float8_e4m3fn if spec.weights == "e4m3" else torch.bfloat16, total * spec.inter),
-        (torch.float32, total * (spec.inter // group_width(spec))),
+        (torch.float8_e4m3fn if spec.weights == "e4m3" else torch.bfloat16, rows * spec.inter),
+        (torch.float32, rows * (spec.inter // group_width(spec))),
         (torch.bfloat16 if parts == 1 else torch.float32, parts * total * spec.hidden),
-        (torch.int32, spec.experts),
+        (torch.int32, spec.experts * triton.cdiv(total, sort_chunk(spec.experts))),
         (torch.int32, max_tiles * bx),
-        (torch.int32, max_tiles),
+        (torch.int32, max_tiles + 1),
+        (torch.float8_e4m3fn, rows * (spec.hidden + 4) if sorts_rows else 0),
     ]
     views, start = [], 0
     for dtype, count in shapes:

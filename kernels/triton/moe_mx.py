@@ -123,7 +123,7 @@ def mx_products(
 ) -> None:  # fmt: skip
     """y `[parts, total, hidden]`, as the plan has parts."""
     (w1, s1, b1), (w2, s2, b2) = first, second
-    bw, num_tiles = plan["bw"], tiles.numel()
+    bw, num_tiles = plan["bw"], tiles.numel() - 1
     common = dict(
         TOP_K=spec.top_k, BW=bw, BX=plan["bx"], STAGES=plan["stages"], BIAS=spec.bias,
         OAI=spec.activation != "silu", PDL=pdl, num_warps=plan["warps"], **pdl_launch(pdl),

@@ -15,7 +15,9 @@ from kernels.triton import (
     gemm_w4,
     gemm_w8,
     moe,
+    moe_hopper,
     moe_mx,
+    moe_sort,
     move,
     norm,
     prefill_parts,
@@ -64,6 +66,7 @@ norm_types = pointers(
     fp8="out", bf16="residual weight bias", fp32="x scale token_scale channel_scale", i64="ids"
 ) | scalars(fp32="eps", i32="num_tokens")
 quant_types = pointers(fp8="out", bf16="x", fp32="scale")
+gather_types = pointers(fp8="x out", fp32="scale out_scale", i32="sorted tile") | scalars(i32="total")
 group_quant_types = quant_types | scalars(i32="num_tokens")
 silu_types = pointers(fp8="out", bf16="x", fp32="scale token_scale channel_scale") | scalars(i32="num_tokens")
 boxes = {"k_desc": "*fp8e4nv", "v_desc": "*fp8e4nv"}
@@ -231,10 +234,12 @@ def moe_route(name: str, **over: Any) -> Case:
     return Case(name, moe.route_kernel, types, constants, (), dict(num_warps=1, **LAUNCH), everywhere(PDL))
 
 
-def moe_sort(name: str, block: int, warps: int = 8, **over: Any) -> Case:
-    types = pointers(i32="id count sorted tile") | scalars(i32="total max_tiles")
-    constants = {**dict(E=128, PAD_E=128, BX=16, BLOCK=block, FEW=False, PDL=True), **over}
-    return Case(name, moe.sort_kernel, types, constants, (), dict(num_warps=warps, **LAUNCH), everywhere(PDL))
+def sort(name: str, kernel: Any, warps: int = 8, **over: Any) -> Case:
+    """`over`: what this kernel has beside the experts."""
+    types = pointers(i32="id count sorted tile") | scalars(i32="total max_tiles chunks")
+    types = {name: kind for name, kind in types.items() if name in kernel.arg_names}
+    constants = {**dict(E=128, PAD_E=128, PDL=True), **over}
+    return Case(name, kernel, types, constants, (), dict(num_warps=warps, **LAUNCH), everywhere(PDL))
 
 
 def experts(name: str, first: bool, bx: int, n: int, k: int, archs: tuple[int, ...] = (90, 100, 103, 120)) -> Case:
@@ -253,6 +258,15 @@ def experts(name: str, first: bool, bx: int, n: int, k: int, archs: tuple[int, .
         expect,
         archs,
     )
+
+
+def expert_tiles(name: str, first: bool, n: int, k: int) -> Case:
+    types = pointers(fp32="w_scale x_scale out_scale", i32="sorted tile") | scalars(i32="total max_tiles")
+    types |= {"out_ptr": "*fp8e4nv" if first else "*bf16", "w_desc": desc(128, 128), "x_desc": desc(128, 128)}
+    return Case(
+        name, moe_hopper.expert_tiles_kernel, types, dict(N=n, K=k, STAGES=4, FIRST=first, PDL=True), aligned(types),
+        dict(num_warps=8, **LAUNCH), {90: WGMMA8 + TMA + PDL + (CVT if first else ())}, archs=(90,),
+    )  # fmt: skip
 
 
 def expert_bf16(name: str, first: bool, bx: int, n: int, k: int) -> Case:
@@ -501,14 +515,19 @@ CASES = [
     Case("move_convert", move.convert_kernel, convert_types, dict(PLANES=64, ROW=64, WORDS=16384, BLOCK=8192, SUM=True), aligned(convert_types, "stride_plane", "stride_page"), dict(num_warps=16), everywhere(CVT)),
     moe_route("moe_route", BIASED=False),
     moe_route("moe_route_biased", BIASED=True),
-    Case("moe_count", moe.count_kernel, pointers(i32="id count") | scalars(i32="total"), dict(BLOCK=2048, PDL=True), (), dict(num_warps=4, **LAUNCH), everywhere(PDL)),
-    moe_sort("moe_sort", 2048),
-    moe_sort("moe_sort_few", 8, FEW=True, warps=1),
-    moe_sort("moe_sort_few_512", 512, FEW=True),
+    sort("moe_sort", moe_sort.sort_kernel, BX=16, BLOCK=8, warps=1),
+    sort("moe_sort_512", moe_sort.sort_kernel, BX=16, BLOCK=512),
+    sort("moe_count", moe_sort.count_kernel, CHUNK=256),
+    sort("moe_place", moe_sort.place_kernel, BX=128, CHUNK=256, FEW=64),
     experts("moe_first", True, 16, 1536, 2048),
     experts("moe_first_128", True, 128, 1536, 2048, (90, 100, 103)),
     experts("moe_first_64", True, 64, 1536, 2048),
     experts("moe_second", False, 16, 2048, 768),
+    Case("moe_gather", moe_hopper.gather_kernel, gather_types, dict(K=2048, TOP_K=8, ROWS=8, BX=128, BLOCK=2048, PDL=True), aligned(gather_types), dict(num_warps=4, **LAUNCH), {90: PDL}, archs=(90,)),
+    expert_tiles("moe_tiles_first", True, 1536, 2048),
+    expert_tiles("moe_tiles_second", False, 2048, 768),
+    expert_tiles("moe_tiles_first_maverick", True, 16384, 5120),
+    expert_tiles("moe_tiles_second_maverick", False, 5120, 8192),
     expert_bf16("moe_bf16_first", True, 16, 1536, 2048),
     expert_bf16("moe_bf16_first_64", True, 64, 1536, 2048),
     expert_bf16("moe_bf16_second", False, 16, 2048, 768),

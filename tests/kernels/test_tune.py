@@ -2,7 +2,6 @@
 
 import re
 from dataclasses import replace
-from itertools import pairwise
 
 import pytest
 from hypothesis import given
@@ -209,18 +208,33 @@ def test_expert_tiles_hold_about_an_experts_share(tokens, weights, cc):
     assert 16 <= plan["bx"] <= (128 if cc == 90 else 64)
 
 
-def test_the_stated_expert_workspace_can_be_carved():
+@given(
+    st.integers(1, 3000), st.integers(1, 4), st.sampled_from([4, 8, 100]), st.sampled_from(["e4m3", "mxfp4", "bf16"]),
+    st.integers(0, 3000),
+)  # fmt: skip
+def test_the_stated_expert_workspace_can_be_carved(tokens, top_k, experts, weights, more):
     import torch
 
-    for weights in ("e4m3", "mxfp4", "bf16"):
-        spec = MoESpec(8, 2, 256, 512, weights=weights)
-        for tokens in (1, 7, 300):
-            bx = moe.expert_plan(spec, tokens, 90)["bx"]
-            total, tiles = tokens * 2, min(tokens * 2, 8) + tokens * 2 // bx
-            workspace = torch.empty(moe_workspace_nbytes(spec, tokens), dtype=torch.uint8)
-            views = moe.carve(spec, workspace, total, tiles, bx)
-            spans = sorted((v.data_ptr(), v.data_ptr() + v.numel() * v.element_size()) for v in views)
-            assert all(end <= start for (_, end), (start, _) in pairwise(spans)), "views overlap"
+    spec = MoESpec(experts, top_k, 512, 384, weights=weights)
+    plan = moe.expert_plan(spec, tokens, 90)
+    total, bx = tokens * top_k, plan["bx"]
+    tiles = min(total, experts) + total // bx
+    workspace = torch.empty(moe_workspace_nbytes(spec, tokens + more), dtype=torch.uint8, device="meta")
+    views = moe.carve(spec, workspace, total, tiles, bx, plan.get("parts", 1), plan.get("sorts_rows", False))
+    starts = [v.storage_offset() * v.element_size() for v in views if v.numel()]
+    ends = [start + v.numel() * v.element_size() for v, start in zip(filter(torch.numel, views), starts, strict=True)]
+    assert all(end <= start for end, start in zip(ends, starts[1:], strict=False)), "views overlap"
+    assert ends[-1] <= workspace.numel()
+
+
+def test_rows_are_sorted_where_an_expert_has_many_and_the_hopper_kernel_has_the_layer():
+    qwen = MoESpec(128, 8, 2048, 768)
+    assert "sorts_rows" not in moe.expert_plan(qwen, 1024, 90)
+    assert moe.expert_plan(qwen, 1025, 90)["sorts_rows"]
+    odd = [replace(qwen, hidden=2176), replace(qwen, inter=256), replace(qwen, inter=320), replace(qwen, bias=True)]
+    for spec in [*odd, replace(qwen, activation="swiglu_oai"), replace(qwen, weights="bf16")]:
+        assert "sorts_rows" not in moe.expert_plan(spec, 8192, 90)
+    assert "sorts_rows" not in moe.expert_plan(qwen, 8192, 100)
 
 
 def test_prefill_takes_small_tiles_where_the_registers_are_few():
