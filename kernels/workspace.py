@@ -19,7 +19,7 @@ def pads_rows(spec: MoESpec, total: int) -> bool:
 
 def sort_chunk(experts: int) -> int:
     """Assignments that one CTA counts, all of them beside all experts in its registers."""
-    return min(256, (1 << 16) // (1 << (experts - 1).bit_length()))
+    return min(128, (1 << 16) // (1 << (experts - 1).bit_length()))
 
 
 def widening_workspace_nbytes(spec: W4Spec | W8Spec, max_tokens: int) -> int:

@@ -85,7 +85,7 @@ def moe_workspace_nbytes(spec: MoESpec, max_tokens: int) -> int:
     rows = total + (FULL_TILE * spec.experts if pads else 0)
     middle = rows * (spec.inter * (1 if spec.weights == "e4m3" else 2) + 4 * (spec.inter // group_width(spec)))
     split = min(total, MX_SPLIT_SHARE * spec.experts) * 4 * MX_PARTS * spec.hidden if spec.weights == "mxfp4" else 0
-    order = 4 * total + spec.experts * (2 * FULL_TILE + 2 + -(-total // sort_chunk(spec.experts))) * 4
+    order = 4 * total + 4 * spec.experts * (2 * FULL_TILE + 2 + 2 * -(-total // sort_chunk(spec.experts)))
     copies = rows * (spec.hidden + 4) if pads else 0
     return middle + copies + total * (2 * spec.hidden + 8) + split + order + 8192
 

@@ -259,7 +259,7 @@ def carve(
         (torch.float8_e4m3fn if spec.weights == "e4m3" else torch.bfloat16, rows * spec.inter),
         (torch.float32, rows * (spec.inter // group_width(spec))),
         (torch.bfloat16 if parts == 1 else torch.float32, parts * total * spec.hidden),
-        (torch.int32, spec.experts * triton.cdiv(total, sort_chunk(spec.experts))),
+        (torch.int32, 2 * spec.experts * triton.cdiv(total, sort_chunk(spec.experts))),
         (torch.int32, max_tiles * bx),
         (torch.int32, max_tiles + 1),
         (torch.float8_e4m3fn, rows * (spec.hidden + 4) if sorts_rows else 0),

@@ -236,9 +236,10 @@ def moe_route(name: str, **over: Any) -> Case:
 
 def sort(name: str, kernel: Any, warps: int = 8, **over: Any) -> Case:
     """`over`: what this kernel has beside the experts."""
-    types = pointers(i32="id count sorted tile") | scalars(i32="total max_tiles chunks")
+    types = pointers(i32="id count first sorted tile") | scalars(i32="total max_tiles chunks")
     types = {name: kind for name, kind in types.items() if name in kernel.arg_names}
     constants = {**dict(E=128, PAD_E=128, PDL=True), **over}
+    constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
     return Case(name, kernel, types, constants, (), dict(num_warps=warps, **LAUNCH), everywhere(PDL))
 
 
@@ -517,8 +518,9 @@ CASES = [
     moe_route("moe_route_biased", BIASED=True),
     sort("moe_sort", moe_sort.sort_kernel, BX=16, BLOCK=8, warps=1),
     sort("moe_sort_512", moe_sort.sort_kernel, BX=16, BLOCK=512),
-    sort("moe_count", moe_sort.count_kernel, CHUNK=256),
-    sort("moe_place", moe_sort.place_kernel, BX=128, CHUNK=256, FEW=64),
+    sort("moe_count", moe_sort.count_kernel, CHUNK=128, warps=4),
+    sort("moe_scan", moe_sort.scan_kernel, BX=128, ROWS=128),
+    sort("moe_place", moe_sort.place_kernel, CHUNK=128, BLOCK=32),
     experts("moe_first", True, 16, 1536, 2048),
     experts("moe_first_128", True, 128, 1536, 2048, (90, 100, 103)),
     experts("moe_first_64", True, 64, 1536, 2048),

@@ -34,7 +34,7 @@ def sort(spec: MoESpec, ids: Tensor, bx: int) -> tuple[list[int], list[int]]:
     max_tiles = min(total, spec.experts) + total // bx
     order, tiles = (torch.full((n,), -7, dtype=torch.int32) for n in (max_tiles * bx, max_tiles + 1))
     chunks = -(-total // sort_chunk(spec.experts))
-    count = torch.full((chunks * spec.experts,), -7, dtype=torch.int32)
+    count = torch.full((2 * chunks * spec.experts,), -7, dtype=torch.int32)
     moe_sort.sort_by_expert(spec, ids, count, order, tiles, total, max_tiles, bx, False)
     assert (count == -7).all() == (total <= moe_sort.FEW_ASSIGNMENTS), "counted in the other way"
     return order.tolist(), tiles.tolist()
