@@ -11,6 +11,7 @@ from torch import Tensor
 from kernels.plans import EMPTY, Plan, PlanTable
 from kernels.reference.moe import group_width
 from kernels.specs import MoESpec
+from kernels.triton import moe_hopper
 from kernels.triton.common import PDL, pdl_launch, pdl_start, pdl_wait, to_e4m3, token_scale
 from kernels.triton.moe_mx import mx_plan, mx_products
 from kernels.triton.moe_shared import Weights, activate, load_bias
@@ -174,8 +175,6 @@ def moe_experts(
     if spec.weights == "mxfp4":
         mx_products(spec, plan, x, first, second, middle, y, order, tiles, total, pdl)
     elif plan.get("sorts_rows"):
-        from kernels.triton import moe_hopper  # Gluon's Hopper instructions, asked for on Hopper only
-
         moe_hopper.products(spec, plan, (plans.sm_count,), x, x_scale, first, second, room, pdl)
     else:
         product = fp8_products if spec.weights == "e4m3" else bf16_products

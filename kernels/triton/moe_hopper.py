@@ -197,16 +197,13 @@ def expert_tiles_kernel(
 def products(
     spec: MoESpec, plan: Plan, grid: tuple[int], x: Tensor, x_scale: Tensor, first: Weights, second: Weights,
     room: Sequence[Tensor], pdl: bool,
-) -> Tensor:  # fmt: skip
-    """`room`: kernels.triton.moe.carve's with `sorts_rows`, assignments sorted. Returns `[total, hidden]`."""
+) -> None:  # fmt: skip
+    """`room`: kernels.triton.moe.carve's with `sorts_rows`, assignments sorted; its rows before the sum are written."""
     middle, group_scale, y, _, order, tiles, copies = room
     total, max_tiles, num_rows = len(x) * spec.top_k, tiles.numel() - 1, order.numel()
     middle, copy = middle.view(num_rows, spec.inter), copies[: num_rows * spec.hidden].view(num_rows, spec.hidden)
     copy_scale = copies[num_rows * spec.hidden :].view(float32)
-    gather_kernel[(num_rows // GATHERED,)](
-        x, x_scale, order, tiles, copy, copy_scale, total, K=spec.hidden, TOP_K=spec.top_k, ROWS=GATHERED,
-        BX=FULL_TILE, BLOCK=min(2048, triton.next_power_of_2(spec.hidden)), PDL=pdl, num_warps=4, **pdl_launch(pdl),
-    )  # fmt: skip
+    gather(x, x_scale, spec.top_k, order, tiles, copy, copy_scale, pdl)
     common = dict(STAGES=plan["stages"], PDL=pdl, num_warps=plan["warps"], **pdl_launch(pdl))
     (w1, s1, _), (w2, s2, _) = first, second
     expert_tiles_kernel[grid](
@@ -217,7 +214,19 @@ def products(
         box(w2), box(middle), y, s2, group_scale, group_scale, order, tiles, total, max_tiles, N=spec.hidden,
         K=spec.inter, FIRST=False, **common,
     )  # fmt: skip
-    return y
+
+
+def gather(
+    x: Tensor, x_scale: Tensor, top_k: int, order: Tensor, tiles: Tensor, copy: Tensor, copy_scale: Tensor,
+    pdl: bool,
+) -> None:  # fmt: skip
+    """Rows of x and their scales, as `order` has them."""
+    tokens, width = x.shape
+    gather_kernel[(len(order) // GATHERED,)](
+        x, x_scale, order, tiles, copy, copy_scale, tokens * top_k, K=width, TOP_K=top_k, ROWS=GATHERED,
+        BX=len(order) // (len(tiles) - 1), BLOCK=min(2048, triton.next_power_of_2(width)), PDL=pdl, num_warps=4,
+        **pdl_launch(pdl),
+    )  # fmt: skip
 
 
 def box(matrix: Tensor) -> TensorDescriptor:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from kernels.specs import MoESpec
-from kernels.triton import moe_sort
+from kernels.triton import moe_hopper, moe_sort
 from kernels.workspace import sort_chunk
 from tests.kernels.interpreter import patch
 
@@ -26,7 +26,10 @@ SHAPES = [
     (32, 4, 128, 16),
     (128, 8, 64, 64),
     (128, 8, 300, 64),
+    (200, 2, 100, 16),
 ]
+
+WIDTH = 24
 
 
 def sort(spec: MoESpec, ids: Tensor, bx: int) -> tuple[list[int], list[int]]:
@@ -40,13 +43,23 @@ def sort(spec: MoESpec, ids: Tensor, bx: int) -> tuple[list[int], list[int]]:
     return order.tolist(), tiles.tolist()
 
 
+def gathered(order: list[int], tiles: list[int], total: int, top_k: int) -> list[list[float]]:
+    """Rows that say whose they are, and their scales, as they are sorted: -1 where nothing was written."""
+    x = torch.arange(total // top_k).float()[:, None] * 100 + torch.arange(WIDTH)
+    copy, scale = torch.full((len(order), WIDTH), -1.0), torch.full((len(order),), -1.0)
+    sorted_ids, owners = torch.tensor(order, dtype=torch.int32), torch.tensor(tiles, dtype=torch.int32)
+    moe_hopper.gather(x, x[:, 0].contiguous(), top_k, sorted_ids, owners, copy, scale, pdl=False)
+    return torch.cat([copy, scale[:, None]], 1).tolist()
+
+
 def both_ways(experts: int, top_k: int, bx: int, ids: Tensor) -> dict[str, Any]:
     spec = MoESpec(experts, top_k, 64, 64)
-    found = {}
+    found: dict[str, tuple[list[int], list[int]]] = {}
     for name, limit in (("together", 512), ("apart", 0)):
         moe_sort.FEW_ASSIGNMENTS = limit
         found[name] = sort(spec, ids, bx)
-    return dict(experts=experts, bx=bx, ids=ids.flatten().tolist(), **found)
+    rows = gathered(*found["apart"], ids.numel(), top_k)
+    return dict(experts=experts, top_k=top_k, rows=rows, bx=bx, ids=ids.flatten().tolist(), **found)
 
 
 def main() -> None:

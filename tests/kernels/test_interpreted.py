@@ -55,5 +55,10 @@ def test_experts_are_sorted_the_same_whether_counted_in_the_sort_or_before():
             tiles += [expert] * (padded // found["bx"])
         assert found["together"] == found["apart"]
         got_order, got_tiles = found["together"]
+        for row, assigned in zip(found["rows"], got_order, strict=True):
+            token = 100 * (assigned // found["top_k"])
+            has_row = 0 <= assigned < total
+            assert row[:24] == [token + column if has_row else -1 for column in range(24)]
+            assert row[24] == (token if has_row else 0 if assigned == total else -1)
         assert got_order == order + [-7] * (len(got_order) - len(order))  # what nobody has is left alone
         assert got_tiles == tiles + [-1] * (len(got_tiles) - len(tiles) - 1) + [len(tiles)]
