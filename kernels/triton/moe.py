@@ -168,13 +168,14 @@ def moe_experts(
     bx = plan["bx"]
     max_tiles = min(total, spec.experts) + total // bx
     parts = plan.get("parts", 1)
-    room = carve(spec, workspace, total, max_tiles, bx, parts, plan.get("sorts_rows", False))
-    middle, group_scale, y, count, order, tiles, _ = room
+    sorts_rows = plan.get("sorts_rows", False)
+    room = carve(spec, workspace, total, max_tiles, bx, parts, sorts_rows)
+    middle, group_scale, y, count, order, tiles = room[:6]
     sort_by_expert(spec, ids, count, order, tiles, total, max_tiles, bx, pdl)
     first, second = (w1, w1_scale, b1), (w2, w2_scale, b2)
     if spec.weights == "mxfp4":
         mx_products(spec, plan, x, first, second, middle, y, order, tiles, total, pdl)
-    elif plan.get("sorts_rows"):
+    elif sorts_rows:
         moe_hopper.products(spec, plan, (plans.sm_count,), x, x_scale, first, second, room, pdl)
     else:
         product = fp8_products if spec.weights == "e4m3" else bf16_products
@@ -250,8 +251,8 @@ def carve(
     spec: MoESpec, workspace: Tensor, total: int, max_tiles: int, bx: int, parts: int = 1, sorts_rows: bool = False
 ) -> list[Tensor]:
     """The middle and its scales, the rows before the sum, counts, sorted assignments, the expert of each tile and how
-    many tiles have one. `sorts_rows`: and room for the rows as they are sorted, with their scales; the middle is sorted
-    then, too, and padded.
+    many tiles have one. `sorts_rows`: and the rows as they are sorted, and their scales; so is the middle then, sorted
+    and padded.
     """
     rows = max_tiles * bx if sorts_rows else total
     shapes = [
@@ -261,8 +262,9 @@ def carve(
         (torch.int32, 2 * spec.experts * triton.cdiv(total, sort_chunk(spec.experts))),
         (torch.int32, max_tiles * bx),
         (torch.int32, max_tiles + 1),
-        (torch.float8_e4m3fn, rows * (spec.hidden + 4) if sorts_rows else 0),
     ]
+    if sorts_rows:
+        shapes += [(torch.float8_e4m3fn, rows * spec.hidden), (torch.float32, rows)]
     views, start = [], 0
     for dtype, count in shapes:
         nbytes = count * dtype.itemsize

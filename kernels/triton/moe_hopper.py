@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 import triton
 import triton.language as tl
-from torch import Tensor, float32
+from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
@@ -199,10 +199,9 @@ def products(
     room: Sequence[Tensor], pdl: bool,
 ) -> None:  # fmt: skip
     """`room`: kernels.triton.moe.carve's with `sorts_rows`, assignments sorted; its rows before the sum are written."""
-    middle, group_scale, y, _, order, tiles, copies = room
-    total, max_tiles, num_rows = len(x) * spec.top_k, tiles.numel() - 1, order.numel()
-    middle, copy = middle.view(num_rows, spec.inter), copies[: num_rows * spec.hidden].view(num_rows, spec.hidden)
-    copy_scale = copies[num_rows * spec.hidden :].view(float32)
+    middle, group_scale, y, _, order, tiles, copy, copy_scale = room
+    total, max_tiles = len(x) * spec.top_k, tiles.numel() - 1
+    middle, copy = middle.view(-1, spec.inter), copy.view(-1, spec.hidden)
     gather(x, x_scale, spec.top_k, order, tiles, copy, copy_scale, pdl)
     common = dict(STAGES=plan["stages"], PDL=pdl, num_warps=plan["warps"], **pdl_launch(pdl))
     (w1, s1, _), (w2, s2, _) = first, second
