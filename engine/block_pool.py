@@ -65,9 +65,9 @@ class BlockPool:
             if self._holds[block] == 0:
                 self._let_go(block)
 
-    def match(self, digests: Sequence[bytes], token_ids: Sequence[int]) -> list[BlockId]:
+    def match(self, digests: Iterable[bytes], token_ids: Sequence[int]) -> list[BlockId]:
         """The longest cached prefix, held once more. Each block is compared by its token ids too, not by digest
-        alone.
+        alone. No digest behind the first that is not here is asked for.
         """
         matched: list[BlockId] = []
         for index, digest in enumerate(digests):

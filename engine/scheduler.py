@@ -75,7 +75,7 @@ class Scheduler:
         """
         size = self._pool.block_size
         limit = (len(sequence.tokens) - 1) // size if sequence.num_scored >= sequence.num_prompt else 0
-        blocks = self._pool.match(sequence.extend_digests(size)[:limit], sequence.tokens)
+        blocks = self._pool.match(sequence.each_digest(size, limit), sequence.tokens)
         sequence.blocks.extend(blocks)
         sequence.num_inserted_blocks = len(blocks)
         sequence.num_computed = len(blocks) * size

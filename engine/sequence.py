@@ -1,6 +1,7 @@
 """One request inside the engine: its tokens, its blocks, and how far its KV is computed."""
 
 from array import array
+from collections.abc import Iterator
 from collections.abc import Sequence as SequenceOf
 from enum import StrEnum
 
@@ -86,8 +87,19 @@ class Sequence:
 
     def extend_digests(self, block_size: int) -> list[bytes]:
         """Digests of all full blocks of known `tokens`, computed once each."""
-        done, num_known = len(self.digests), len(self.tokens) - self.num_pending
-        if num_known // block_size > done:
-            previous = self.digests[-1] if self.digests else self._root
-            self.digests += chain_hashes(self.tokens[done * block_size : num_known], block_size, previous=previous)
+        self._digest(block_size, len(self.tokens) - self.num_pending)
         return self.digests
+
+    def each_digest(self, block_size: int, num_blocks: int) -> Iterator[bytes]:
+        """Of the first blocks, which are full, one after the other: a look-up that ends early leaves the rest for when
+        the device computes them.
+        """
+        for index in range(num_blocks):
+            self._digest(block_size, (index + 1) * block_size)
+            yield self.digests[index]
+
+    def _digest(self, block_size: int, num_tokens: int) -> None:
+        done = len(self.digests)
+        if num_tokens // block_size > done:
+            previous = self.digests[-1] if self.digests else self._root
+            self.digests += chain_hashes(self.tokens[done * block_size : num_tokens], block_size, previous=previous)
