@@ -58,26 +58,32 @@ def main() -> None:
     parser.add_argument("--transfer", default="auto")
     parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument("--seconds", type=float, default=8.0, help="of load, for each length; of kills")
-    parser.add_argument("--lanes", type=int, default=4, help="pairs at once for each side")
+    parser.add_argument("--lanes", type=int, default=4, help="pairs at once for each side; 26 GiB of either GPU each")
     parser.add_argument("--out", type=Path, default=None)
     args = parser.parse_args()
-    rows: list[Row] = []
-    if "raw" in args.parts:
-        nodes = args.transfer not in ("auto", "nvlink")
-        rows += [shown(row) for row in staged(args.devices, args.transfer)] if nodes else raw(args.devices)
-    if "convert" in args.parts:
-        rows += [shown(row) for row in staged(args.devices, "ucx", WIDE)]
-    if "reshard" in args.parts:
-        for sizes in ((1, 2), (2, 1), (2, 2)):
-            rows += [shown(row) for row in staged(args.devices, args.transfer, sizes=sizes)]
-    if {"idle", "load"} & set(args.parts):
-        rows += measure_pair(args)
-    if "kill" in args.parts:
-        rows += [shown(row) for row in kills(_spec(args, ""), args.devices, args.seconds, args.lanes)]
     config = {"model": "Llama-8B shape, random weights", "layers": args.layers, "chunk": args.chunk}
     config |= {"dtype": args.dtype, "transfer": args.transfer}
     config |= {"devices": args.devices, "card": caps.detect().name}
-    _log.info("%s", write_result(args.out, "handoff-gpu", rows, config))
+    rows: list[Row] = []
+    for more in measured(args):
+        rows += more
+        _log.info("%s", write_result(args.out, "handoff-gpu", rows, config))
+
+
+def measured(args: argparse.Namespace) -> Iterator[list[Row]]:
+    """Part by part: one that fails takes none of those before it along."""
+    if "raw" in args.parts:
+        nodes = args.transfer not in ("auto", "nvlink")
+        yield [shown(row) for row in staged(args.devices, args.transfer)] if nodes else raw(args.devices)
+    if "convert" in args.parts:
+        yield [shown(row) for row in staged(args.devices, "ucx", WIDE)]
+    if "reshard" in args.parts:
+        for sizes in ((1, 2), (2, 1), (2, 2)):
+            yield [shown(row) for row in staged(args.devices, args.transfer, sizes=sizes)]
+    if {"idle", "load"} & set(args.parts):
+        yield measure_pair(args)
+    if "kill" in args.parts:
+        yield [shown(row) for row in kills(_spec(args, ""), args.devices, args.seconds, args.lanes)]
 
 
 def shown(row: Row) -> Row:
