@@ -249,13 +249,16 @@ class MemoryStore:
         if worker.died_s is None:
             worker.tokens[side] += num_tokens
             worker.requests[side] += 1
+        _count_answer(record, 1)
 
     def _drop(self, record: Record, *sides: str) -> None:
         for side in sides:
+            _count_answer(record, -1)
             held = record.credits.pop(side, None)
             if held is not None and held.worker.died_s is None:
                 held.worker.tokens[side] -= held.num_tokens
                 held.worker.requests[side] -= 1
+            _count_answer(record, 1)
 
     def _bury(self, now: float) -> None:
         for worker_id, worker in list(self._workers.items()):
@@ -271,6 +274,13 @@ class MemoryStore:
         for request_id, record in list(islice(self._records.items(), 8)):
             if record.state in ENDS and record.ended_s + ENDED_KEPT_S <= now:
                 del self._records[request_id]
+
+
+def _count_answer(record: Record, by: int) -> None:
+    """Where it decodes, if its prompt is computed."""
+    held = record.credits.get(DECODE)
+    if held is not None and PREFILL not in record.credits and held.worker.died_s is None:
+        held.worker.num_answers += by
 
 
 def _route(request_id: RequestId, record: Record) -> Route:

@@ -24,6 +24,7 @@ class Worker:
     died_s: float | None = None
     tokens: Counter[str] = field(default_factory=Counter)
     requests: Counter[str] = field(default_factory=Counter)
+    num_answers: int = 0
     beyond_pending: int = 0
     beyond_reserved: int = 0
     prefixes: dict[bytes, float] = field(default_factory=dict)
@@ -38,6 +39,7 @@ class Worker:
         self.died_s = now
         self.tokens.clear()
         self.requests.clear()
+        self.num_answers = 0
         self.prefixes.clear()
 
     def takes_work(self, now: float) -> bool:
@@ -76,6 +78,7 @@ class Worker:
             pending_tokens=self.tokens[PREFILL] + self.beyond_pending,
             reserved_tokens=self.tokens[DECODE] + self.beyond_reserved,
             num_decodes=self.requests[DECODE],
+            num_answers=self.num_answers,
             cached_tokens=self.cached_tokens(hashes, num_tokens, now),
             prefill_rate=placement.sound_rate(load.prefill_rate),
             decode_rate=placement.sound_rate(load.decode_rate),
@@ -90,4 +93,5 @@ class Worker:
             num_prefills=self.requests[PREFILL],
             reserved_tokens=self.tokens[DECODE],
             num_decodes=self.requests[DECODE],
+            num_answers=self.num_answers,
         )

@@ -46,12 +46,9 @@ ITL_S = 0.01
 STALL_WEIGHT = 0.5
 LONG_GAP_S = 0.04
 """Prompts in a mixed worker, computed or waiting, take about half of each step from each of the answers it decodes.
-That counts in full where gaps between tokens get as long as LONG_GAP_S, and the less the shorter they stay.
-"""
-
-STALLED = 4
-"""Of more answers than these the stall is not counted. `num_decodes` holds those whose prompts still wait at prefill,
-too: counted in full, a queue there made the decode worker look ever more worth sparing, and grew.
+That counts in full where gaps between tokens get as long as LONG_GAP_S, and the less the shorter they stay. Answers
+whose prompts still wait at prefill lose nothing: counted, too, a queue there made the decode worker look ever more
+worth sparing, and grew.
 """
 
 TOP = 8
@@ -73,7 +70,6 @@ CONSTANTS: dict[str, float] = {
     "ITL_S": ITL_S,
     "STALL_WEIGHT": STALL_WEIGHT,
     "LONG_GAP_S": LONG_GAP_S,
-    "STALLED": STALLED,
     "TOP": TOP,
 }
 """What the script needs to know."""
@@ -83,7 +79,8 @@ CONSTANTS: dict[str, float] = {
 class Candidate:
     """A live worker that takes work. Tokens include credits taken since its last heartbeat; rates are 0 while unknown.
 
-    `cached_tokens`: of this prompt's prefix, served here before. `mixed_tokens`, `sends`, `takes`: as of NodeInfo.
+    `num_answers`: of `num_decodes`, those whose prompts are computed. `cached_tokens`: of this prompt's prefix, served
+    here before. `mixed_tokens`, `sends`, `takes`: as of NodeInfo.
     """
 
     worker_id: WorkerId
@@ -95,6 +92,7 @@ class Candidate:
     pending_tokens: int
     reserved_tokens: int
     num_decodes: int
+    num_answers: int
     cached_tokens: int = 0
     sends: frozenset[str]
     takes: frozenset[str]
@@ -158,7 +156,7 @@ def assumed(candidates: Sequence[Candidate]) -> list[Candidate]:
 def cost_s(prefill: Candidate, decode: Candidate, num_tokens: int, need_tokens: int) -> float:
     """Wait and compute, what of the transfer shows, wait on decode; and the delay of others. Of known rates."""
     compute_s = (num_tokens - prefill.cached_tokens) / prefill.prefill_rate
-    stall_s = _stall_weight(prefill) * compute_s * min(prefill.num_decodes, STALLED)
+    stall_s = _stall_weight(prefill) * compute_s * prefill.num_answers
     cost = _prefill_s(prefill, num_tokens) + _decode_s(decode, need_tokens) + stall_s
     if prefill.worker_id == decode.worker_id:
         return cost

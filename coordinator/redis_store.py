@@ -247,6 +247,7 @@ def _joined(info: NodeInfo) -> dict[str, Any]:
         "prefills": 0,
         "reserved": 0,
         "decodes": 0,
+        "answers": 0,
         "beyond_pending": 0,
         "beyond_reserved": 0,
     }
@@ -273,13 +274,14 @@ def _ints(flat: Any) -> dict[str, int]:
 
 def _worker_view(row: list[Any]) -> WorkerView:
     info, load, alive, *credits = row
-    pending, prefills, reserved, decodes = map(int, credits)
+    pending, prefills, reserved, decodes, answers = map(int, credits)
     return WorkerView(
         node=Node(info=_info.decode(info), load=_load.decode(load), alive=bool(alive)),
         pending_tokens=pending,
         num_prefills=prefills,
         reserved_tokens=reserved,
         num_decodes=decodes,
+        num_answers=answers,
     )
 
 

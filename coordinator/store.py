@@ -58,7 +58,7 @@ class Reaped(msgspec.Struct, frozen=True):
 class WorkerView(msgspec.Struct, frozen=True, kw_only=True):
     """A worker and the credits taken on it: `pending_tokens` of prompts to compute for `num_prefills` requests, and
 
-    `reserved_tokens` of KV for `num_decodes` requests.
+    `reserved_tokens` of KV for `num_decodes` requests, of which `num_answers` have their prompts computed.
     """
 
     node: Node
@@ -66,6 +66,7 @@ class WorkerView(msgspec.Struct, frozen=True, kw_only=True):
     num_prefills: int
     reserved_tokens: int
     num_decodes: int
+    num_answers: int
 
 
 class Counts(msgspec.Struct, frozen=True, kw_only=True):

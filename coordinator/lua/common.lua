@@ -46,15 +46,24 @@ local function credit(worker, term, tokens_field, count_field, tokens, requests)
   redis.call('HINCRBY', node, count_field, requests)
 end
 
+-- Where it decodes, if its prompt is computed.
+local function count_answer(request, by)
+  if request.decode_held ~= '1' or request.prefill_held == '1' then return end
+  local node = key('node', request.decode)
+  if redis.call('HGET', node, 'term') == request.decode_term then redis.call('HINCRBY', node, 'answers', by) end
+end
+
 local function drop_prefill(id, request)
   if request.prefill_held ~= '1' then return end
   credit(request.prefill, request.prefill_term, 'pending', 'prefills', -request.prefill_tokens, -1)
   redis.call('HSET', key('req', id), 'prefill_held', '0')
   request.prefill_held = '0'
+  count_answer(request, 1)
 end
 
 local function drop_decode(id, request)
   if request.decode_held ~= '1' then return end
+  count_answer(request, -1)
   credit(request.decode, request.decode_term, 'reserved', 'decodes', -request.decode_tokens, -1)
   redis.call('HSET', key('req', id), 'decode_held', '0')
   request.decode_held = '0'
@@ -67,6 +76,7 @@ local function decode_at_prefill(id, request)
   request.decode, request.decode_term, request.decode_held = request.prefill, request.prefill_term, '1'
   credit(request.decode, request.decode_term, 'reserved', 'decodes', request.decode_tokens, 1)
   redis.call('HSET', key('req', id), 'decode', request.decode, 'decode_term', request.decode_term, 'decode_held', '1')
+  count_answer(request, 1)
 end
 
 -- Enter a state: the caller has found it legal. Credits that the state does not hold go back.

@@ -25,7 +25,7 @@ local function candidate(worker)
   if excluded[worker] or redis.call('EXISTS', key('node', worker, 'alive')) == 0 then return nil end
   local row = redis.call('HMGET', key('node', worker), 'role', 'layout_id', 'max_model_len', 'capacity', 'pending',
     'beyond_pending', 'reserved', 'beyond_reserved', 'decodes', 'prefill_rate', 'decode_rate', 'transfer_rate',
-    'draining', 'info', 'term', 'sends', 'takes', 'mixed_tokens')
+    'draining', 'info', 'term', 'sends', 'takes', 'mixed_tokens', 'answers')
   if not row[1] or row[13] == '1' or row[15] == '0' then return nil end
   return {
     worker = worker, role = row[1], layout_id = row[2], capacity = tonumber(row[4]),
@@ -33,7 +33,7 @@ local function candidate(worker)
     pending = row[5] + row[6], reserved = row[7] + row[8], decodes = tonumber(row[9]),
     prefill_rate = tonumber(row[10]), decode_rate = tonumber(row[11]), transfer_rate = tonumber(row[12]),
     info = row[14], term = row[15], sends = row[16] or '', takes = ' ' .. (row[17] or '') .. ' ',
-    mixed_tokens = tonumber(row[18]),
+    mixed_tokens = tonumber(row[18]), answers = tonumber(row[19]),
     cached = cached_tokens(worker),
   }
 end
@@ -96,7 +96,7 @@ end
 
 local function cost_s(p, d)
   local compute_s = (num_tokens - p.cached) / p.prefill_rate
-  local stall_s = stall_weight(p) * compute_s * math.min(p.decodes, STALLED)
+  local stall_s = stall_weight(p) * compute_s * p.answers
   local cost = prefill_s(p) + decode_s(d) + stall_s
   if p.worker == d.worker then return cost end
   local transfer_s = (num_tokens - d.cached) / p.transfer_rate

@@ -15,7 +15,8 @@ for _, id in ipairs(worker_ids()) do
   if redis.call('EXISTS', key('node', id, 'alive')) == 0 then
     local died = redis.call('HGET', node, 'died')
     if not died then
-      redis.call('HSET', node, 'term', '0', 'died', now, 'pending', 0, 'prefills', 0, 'reserved', 0, 'decodes', 0)
+      redis.call('HSET', node, 'term', '0', 'died', now, 'pending', 0, 'prefills', 0, 'reserved', 0,
+        'decodes', 0, 'answers', 0)
       redis.call('DEL', key('node', id, 'prefixes'))
       count('buried')
     elseif tonumber(died) + tonumber(ARGV[1]) <= now then

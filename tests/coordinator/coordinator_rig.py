@@ -76,8 +76,14 @@ async def credits(store: Store) -> dict[str, tuple[int, int, int, int]]:
     }
 
 
+async def answers(store: Store) -> dict[str, int]:
+    """Worker -> those it decodes whose prompts are computed."""
+    return {worker.node.info.worker_id: worker.num_answers for worker in await store.workers()}
+
+
 async def assert_idle(store: Store) -> None:
     assert set((await credits(store)).values()) <= {(0, 0, 0, 0)}
+    assert set((await answers(store)).values()) <= {0}
     assert (await store.counts()).states == {}
 
 

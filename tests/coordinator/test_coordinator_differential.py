@@ -14,7 +14,7 @@ from coordinator.redis_server import RedisServer
 from coordinator.redis_store import RedisStore
 from coordinator.states import ENDS, State
 from coordinator.store import Move, Store
-from tests.coordinator.coordinator_rig import ask, credits, fresh_pool, node, prefixes
+from tests.coordinator.coordinator_rig import answers, ask, credits, fresh_pool, node, prefixes
 from tests.nodes import ways
 
 WORKERS = [f"w{index}" for index in range(5)]
@@ -144,6 +144,7 @@ async def compare(url: str, script: list[Call]) -> None:
         for call in script:
             assert await call.on(store) == await call.on(twin), call
             assert await credits(store) == await credits(twin), call
+            assert await answers(store) == await answers(twin), call
         assert await store.counts() == await twin.counts()
         assert [node.info for node in await store.nodes()] == [node.info for node in await twin.nodes()]
     finally:

@@ -36,6 +36,7 @@ candidates = st.builds(
     pending_tokens=st.integers(0, 200_000),
     reserved_tokens=st.integers(0, 200_000),
     num_decodes=st.integers(0, 100),
+    num_answers=st.integers(0, 100),
     cached_tokens=st.integers(0, 900),
     prefill_rate=RATES,
     decode_rate=RATES,
@@ -57,6 +58,7 @@ def worker(name: str, role: Role, **options) -> Candidate:
         "pending_tokens": 0,
         "reserved_tokens": 0,
         "num_decodes": 0,
+        "num_answers": 0,
         "prefill_rate": 1000.0,
         "decode_rate": 100.0,
     }
@@ -123,19 +125,19 @@ def test_a_loaded_pair_sends_work_to_an_idle_mixed_worker():
 
 
 def test_a_prompt_goes_where_it_stalls_no_answers_until_that_queue_is_long():
-    shared = worker("m", Role.MIXED, num_decodes=4)  # a prompt of a second takes half of it from each of four
+    four = {"num_decodes": 4, "num_answers": 4}  # a prompt of a second takes half of it from each
+    shared = worker("m", Role.MIXED, **four)
     waiting = [worker("p", Role.PREFILL, pending_tokens=1000 * seconds) for seconds in (0, 1, 3)]
     assert [chosen(prefill, shared) for prefill in waiting] == [("p", "m"), ("p", "m"), ("m", "m")]
     assert chosen(waiting[0], worker("m", Role.MIXED)) == ("m", "m")  # nobody to stall, nothing to hand over
-    assert chosen(waiting[2], replace(shared, num_decodes=100)) == (
-        "m",
-        "m",
-    )  # who also waits there is no more to stall
+    # Who waits for its prompt at the other one loses nothing.
+    assert chosen(waiting[2], replace(shared, num_decodes=100)) == ("m", "m")
+    assert chosen(waiting[2], replace(shared, num_decodes=100, num_answers=100)) == ("p", "m")
 
 
 def test_short_gaps_are_hardly_spared():
     """Beside answers this worker computes prompts in pieces of a tenth of the gap that counts in full."""
-    fast = {"prefill_rate": 50_000.0, "num_decodes": 4}
+    fast = {"prefill_rate": 50_000.0, "num_decodes": 4, "num_answers": 4}
     waiting = worker("p", Role.PREFILL, prefill_rate=50_000.0, pending_tokens=10_000)
     assert chosen(waiting, worker("m", Role.MIXED, mixed_tokens=2048, **fast), num_tokens=8000) == ("p", "m")
     assert chosen(waiting, worker("m", Role.MIXED, mixed_tokens=200, **fast), num_tokens=8000) == ("m", "m")

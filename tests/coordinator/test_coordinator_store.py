@@ -12,6 +12,7 @@ from coordinator.store import Move, Store
 from tests.coordinator.coordinator_rig import (
     ALIVE_LOAD,
     GATEWAY,
+    answers,
     ask,
     assert_idle,
     credits,
@@ -275,8 +276,10 @@ class TestStates:
         told = moves("r", State.QUEUED, State.RESERVING, State.TRANSFERRING)
         assert await store.advance(told) == [True] * 3
         assert (await view(store, "p0")).pending_tokens == 100
+        assert await answers(store) == {"p0": 0, "d0": 0}
         assert await store.advance(moves("r", State.COMMITTED)) == [True]
         assert await credits(store) == {"p0": (0, 0, 0, 0), "d0": (0, 0, 150, 1)}
+        assert await answers(store) == {"p0": 0, "d0": 1}
         assert (await store.counts()).states == {"COMMITTED": 1}
 
     async def test_decoding_where_it_was_computed_moves_the_credit(self, store: Store):
@@ -284,6 +287,7 @@ class TestStates:
         await store.place(ask("r"))
         assert await store.advance(moves("r", State.HELD, State.LOCAL_DECODE)) == [True, True]
         assert await credits(store) == {"p0": (0, 0, 150, 1), "d0": (0, 0, 0, 0)}
+        assert await answers(store) == {"p0": 1, "d0": 0}
         await store.finish(RequestId("r"), ONE)
         await assert_idle(store)
 
@@ -292,6 +296,25 @@ class TestStates:
         assert (await store.place(ask("r"))).is_local
         assert await store.advance(moves("r", State.QUEUED, State.LOCAL_DECODE)) == [True, True]
         assert await credits(store) == {"m0": (0, 0, 150, 1)}
+        assert await answers(store) == {"m0": 1}
+
+    async def test_a_prompt_spares_answers_but_not_those_that_wait_for_theirs(self, store: Store):
+        """A prompt takes a second here, half of it from each answer beside it."""
+        await join(store, node("m0", Role.MIXED), node("p0", Role.PREFILL))
+        for name in ("m0", "p0"):
+            await store.heartbeat(WorkerId(name), A, NodeLoad(prefill_rate=1000.0))
+
+        async def place(*names: str) -> list[str]:
+            return [(await store.place(ask(name, 1000))).prefill.worker_id for name in names]
+
+        assert await place("a", "b", "c") == ["m0", "p0", "m0"]
+        for name in "abc":
+            await store.advance(moves(name, State.QUEUED, State.LOCAL_DECODE if name != "b" else State.COMMITTED))
+        assert await answers(store) == {"m0": 3, "p0": 0}
+        assert await place("d", "e", "f") == ["p0", "p0", "m0"]
+        for name in "abcdef":
+            assert await store.finish(RequestId(name), ONE)
+        await assert_idle(store)
 
     async def test_overtaken_reports_are_late_not_illegal(self, store: Store):
         await pair(store)
