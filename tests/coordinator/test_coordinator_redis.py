@@ -42,6 +42,21 @@ async def attempt(store: Store, name: str) -> bool:
     return True
 
 
+async def test_a_worker_that_joined_by_the_release_before_is_placed_on(any_server: RedisServer):
+    """Gateways may be newer than workers while all of them are restarted in turn."""
+    pool = fresh_pool()
+    store = RedisStore(any_server.url, pool)
+    await pair(store)
+    async with Redis.from_url(any_server.url) as redis:
+        for name in ("p0", "d0"):
+            assert await redis.hdel(f"tandem:{{{pool}}}:node:{name}", "answers") == 1
+    assert [worker.num_answers for worker in await store.workers()] == [0, 0]
+    assert (await store.place(ask("r"))).decode.worker_id == "d0"
+    await store.advance([Move(RequestId("r"), Epoch(1), State.COMMITTED)])
+    assert sum(worker.num_answers for worker in await store.workers()) == 1
+    await store.close()
+
+
 async def test_fifty_at_once_never_take_more_than_there_is(any_server: RedisServer):
     pool = fresh_pool()
     stores = [RedisStore(any_server.url, pool) for _ in range(5)]
