@@ -46,6 +46,12 @@ local function credit(worker, term, tokens_field, count_field, tokens, requests)
   redis.call('HINCRBY', node, count_field, requests)
 end
 
+-- Of `decodes`. The release before does not count them: while a pool is half upgraded the count drifts, which must not
+-- outlast that.
+local function answers_of(answers, decodes)
+  return math.min(math.max(0, tonumber(answers or 0)), tonumber(decodes))
+end
+
 -- Where it decodes, if its prompt is computed.
 local function count_answer(request, by)
   if request.decode_held ~= '1' or request.prefill_held == '1' then return end
@@ -65,6 +71,8 @@ local function drop_decode(id, request)
   if request.decode_held ~= '1' then return end
   count_answer(request, -1)
   credit(request.decode, request.decode_term, 'reserved', 'decodes', -request.decode_tokens, -1)
+  local node = key('node', request.decode)
+  if redis.call('HGET', node, 'decodes') == '0' then redis.call('HSET', node, 'answers', 0) end
   redis.call('HSET', key('req', id), 'decode_held', '0')
   request.decode_held = '0'
 end

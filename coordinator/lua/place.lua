@@ -33,7 +33,7 @@ local function candidate(worker)
     pending = row[5] + row[6], reserved = row[7] + row[8], decodes = tonumber(row[9]),
     prefill_rate = tonumber(row[10]), decode_rate = tonumber(row[11]), transfer_rate = tonumber(row[12]),
     info = row[14], term = row[15], sends = row[16] or '', takes = ' ' .. (row[17] or '') .. ' ',
-    mixed_tokens = tonumber(row[18]), answers = tonumber(row[19] or 0),  -- a worker of the release before has none yet
+    mixed_tokens = tonumber(row[18]), answers = answers_of(row[19], row[9]),
     cached = cached_tokens(worker),
   }
 end

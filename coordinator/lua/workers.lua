@@ -5,7 +5,7 @@ for _, id in ipairs(worker_ids()) do
     'answers')
   if row[1] then
     local alive = redis.call('EXISTS', key('node', id, 'alive'))
-    workers[#workers + 1] = {row[1], row[2], alive, row[3], row[4], row[5], row[6], row[7] or '0'}
+    workers[#workers + 1] = {row[1], row[2], alive, row[3], row[4], row[5], row[6], answers_of(row[7], row[6])}
   end
 end
 return workers

@@ -42,6 +42,23 @@ async def attempt(store: Store, name: str) -> bool:
     return True
 
 
+async def test_a_count_of_answers_that_has_drifted_stays_within_bounds_and_ends(any_server: RedisServer):
+    """Services of the release before do not count them, while all of them are restarted in turn."""
+    pool = fresh_pool()
+    store = RedisStore(any_server.url, pool)
+    await pair(store)
+    await store.place(ask("r"))
+    async with Redis.from_url(any_server.url) as redis:
+        for drifted, seen in ((50, 1), (-5, 0), (7, 1)):
+            await redis.hset(f"tandem:{{{pool}}}:node:d0", "answers", drifted)
+            assert [worker.num_answers for worker in await store.workers()] == [seen, 0]
+    assert await store.finish(RequestId("r"), Epoch(1))
+    await assert_idle(store)
+    await store.place(ask("s"))
+    assert [worker.num_answers for worker in await store.workers()] == [0, 0]
+    await store.close()
+
+
 async def test_a_worker_that_joined_by_the_release_before_is_placed_on(any_server: RedisServer):
     """Gateways may be newer than workers while all of them are restarted in turn."""
     pool = fresh_pool()
