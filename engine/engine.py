@@ -201,10 +201,14 @@ class Engine:
         self._flight = None
         if flight is None:
             return StepOutput()
+        flight = self._drawing(flight)
         if self._may_run_ahead(flight):
             self._expect(flight)
             self._flight = self._launch(watcher)
-        return self._land(flight)
+        output = self._land(flight)
+        if self._flight is not None and self._flight.masks is None:
+            self._flight = self._guided(self._flight)
+        return output
 
     def has_work(self) -> bool:
         """A `step` may compute something. Held and reserved requests wait for a call instead."""
@@ -282,7 +286,8 @@ class Engine:
         started = tuple(Started(s.request_id, s.num_computed) for s in batch.started)
         for start in started:
             watcher.started(start)
-        masks = self._grammars.begin([piece.sequence for piece in batch.pieces if piece.samples])
+        wanted = [piece.sequence for piece in batch.pieces if piece.samples]
+        masks = None if any(s.num_pending for s in wanted) else self._grammars.begin(wanted)
         pieces, computed, failed = self._compute_watched(batch.pieces, watcher)
         chunks = tuple(chunk for piece in pieces for chunk in self._advance(piece))
         sampling = [piece.sequence for piece in pieces if piece.samples]
@@ -319,27 +324,50 @@ class Engine:
         output = StepOutput(flight.started, flight.chunks, sampled, ended, failed, scored=flight.computed.scored)
         return self._counted(output, flight.pieces)
 
+    def _drawing(self, flight: Flight) -> Flight:
+        """A device draws from now on; what else that takes (tokens for penalties, masks of grammars) is known. The rows
+        of those who can't have a token are drawn in vain.
+        """
+        if flight.computed.drawn is not None:
+            return flight
+        masks = self._masks(flight)
+        present = [sequence for sequence in flight.sampling if self._is_present(sequence)]
+        lost = {s: self._fail(s, masks.errors[s.request_id]) for s in present if s.request_id in masks.errors}
+        flight = replace(flight, failed=(*flight.failed, *lost.values()))
+        if len(lost) == len(present):
+            return flight
+        try:
+            drawn = self.runner.draw(flight.sampling, flight.computed.logits, masks.allowed)
+        except Exception:  # whatever a request's parameters bring about
+            _log.exception("%d tokens can't be drawn together", len(flight.sampling))
+            drawn = None
+        return replace(flight, computed=replace(flight.computed, drawn=drawn))
+
+    def _masks(self, flight: Flight) -> Masks:
+        masks = flight.masks.result() if flight.masks else Masks()
+        for sequence in flight.sampling:
+            if not self._is_present(sequence):  # its grammar may be newer than its end
+                self._grammars.forget(sequence.request_id)
+        return masks
+
+    def _guided(self, flight: Flight) -> Flight:
+        """Masks are begun on, now that the tokens before are known."""
+        return replace(flight, masks=self._grammars.begin([s for s in flight.sampling if self._is_present(s)]))
+
     def _draw(self, flight: Flight) -> tuple[list[Sequence], list[Token], tuple[EngineFailure, ...]]:
         """The tokens of those who still want one, and who can't have one."""
         if flight.computed.drawn is not None:
             drawn = zip(flight.sampling, flight.computed.drawn.wait(), strict=True)
             present = [(sequence, token) for sequence, token in drawn if self._is_present(sequence)]
             return [sequence for sequence, _ in present], [token for _, token in present], ()
-        masks = flight.masks.result() if flight.masks else Masks()
-        for sequence in flight.sampling:
-            if not self._is_present(sequence):  # its grammar may be newer than its end
-                self._grammars.forget(sequence.request_id)
-        present = [(row, s) for row, s in enumerate(flight.sampling) if self._is_present(s)]
-        lost = tuple(self._fail(s, masks.errors[s.request_id]) for _, s in present if s.request_id in masks.errors)
-        wanted = [(row, s) for row, s in present if s.request_id not in masks.errors]
+        wanted = [(row, s) for row, s in enumerate(flight.sampling) if self._is_present(s)]
         if not wanted:  # nothing else waits, and what has landed is free
             self.runner.wait()
-            return [], [], lost
+            return [], [], ()
         logits = flight.computed.logits
         if len(wanted) < len(flight.sampling):
             logits = logits[[row for row, _ in wanted]]
-        sampling, tokens, failed = self._sample([sequence for _, sequence in wanted], logits, masks)
-        return sampling, tokens, (*lost, *failed)
+        return self._sample([sequence for _, sequence in wanted], logits, self._masks(flight))
 
     def _sample(
         self, sequences: list[Sequence], logits: torch.Tensor, masks: Masks

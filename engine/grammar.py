@@ -28,7 +28,9 @@ class Grammar:
 
 @dataclass
 class Masks:
-    """`allowed[request]` `[vocab]` bool, of no use where `errors[request]` says why the grammar can't go on."""
+    """`allowed[request]`: a bit for each token of the tokenizer, uint8, the lowest first. Of no use where
+    `errors[request]` says why the grammar can't go on.
+    """
 
     allowed: dict[RequestId, np.ndarray] = field(default_factory=dict)
     errors: dict[RequestId, str] = field(default_factory=dict)
@@ -38,7 +40,6 @@ class Grammars:
     """The grammars of an engine's requests. Calls from the engine's thread; the work is done on one of its own."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:
-        self._vocab = checkpoint.config.vocab_size
         self._thread = DeepThreads(1, "grammar")
         self._open: dict[RequestId, Grammar] = {}
         # A fraction of a second for a large vocabulary: now, not beside running answers.
@@ -64,8 +65,7 @@ class Grammars:
                 fill_next_token_bitmask(self._advance(sequence, tokenizer), bits, row)
             except ValueError as error:  # what llguidance says of a grammar that it can't serve
                 masks.errors[sequence.request_id] = str(error)
-        allowed = np.unpackbits(bits.view(np.uint8), axis=1, count=self._vocab, bitorder="little").astype(bool)
-        masks.allowed = {s.request_id: row for s, row in zip(sequences, allowed, strict=True)}
+        masks.allowed = {s.request_id: row for s, row in zip(sequences, bits.view(np.uint8), strict=True)}
         return masks
 
     def _advance(self, sequence: Sequence, tokenizer: LLTokenizer) -> LLMatcher:

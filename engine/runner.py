@@ -1,19 +1,22 @@
 """Runs a batch on the model: inputs in, logits out, or on a device that draws for itself, tokens."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
 import torch
 
 from contracts.events import Token
+from contracts.ids import RequestId
 from engine.batch import Piece
 from engine.decoder import Decoder
 from engine.inputs import prepare
 from engine.kv_cache import KVCache
 from engine.messages import Scored
 from engine.scoring import score, spans
+from engine.sequence import Sequence
 
 
 class Drawn(Protocol):
@@ -63,6 +66,14 @@ class Runner(Protocol):
         """The same without drawing: the tokens of the batch before stay on the device."""
         ...
 
+    def draw(
+        self, sequences: SequenceOf[Sequence], logits: torch.Tensor, allowed: Mapping[RequestId, np.ndarray]
+    ) -> Drawn | None:
+        """Have the device draw what `forward` left undrawn, and wait for nothing; `allowed`: see Sampler.sample. None
+        from a runner whose tokens the host draws.
+        """
+        ...
+
     def wait(self) -> None:
         """Until all that was launched is computed."""
         ...
@@ -88,6 +99,11 @@ class CpuRunner:
 
     def forward_undrawn(self, pieces: SequenceOf[Piece]) -> Computed:
         return self.forward(pieces)
+
+    def draw(
+        self, sequences: SequenceOf[Sequence], logits: torch.Tensor, allowed: Mapping[RequestId, np.ndarray]
+    ) -> None:
+        """The next batch needs its tokens on the host anyway."""
 
     def wait(self) -> None:
         """A forward pass ends with its call."""

@@ -17,7 +17,7 @@ from contracts.ids import RequestId
 from engine.cuda.sampling import columns, is_greedy
 from engine.cuda.state import DecodeState, DrawInputs, pack
 from engine.cuda.team import ALONE, Team
-from engine.cuda.upload import upload
+from engine.cuda.upload import upload, upload_all
 from engine.sampler import Sampler
 from engine.sequence import Sequence
 from kernels.registry import Registry
@@ -30,7 +30,7 @@ class Drawer:
     """The library's greedy and random choice."""
 
     def __init__(self, registry: Registry, vocab: int, device: torch.device, team: Team = ALONE) -> None:
-        self._team = team
+        self._team, self.device = team, device
         self._argmax = registry.get("argmax", QuantSpec(vocab, "none"))
         self._sample = registry.get("sample", SampleSpec(vocab))
         self._scratch = torch.zeros(_SCRATCH_NBYTES, dtype=torch.uint8, device=device)
@@ -51,6 +51,10 @@ class Drawer:
         tokens = state.drawn[first:last]
         self(logits, state.draw_inputs(first, last), tokens, state.logprobs[first:last], greedy)
         self._team.follow(tokens)
+
+    def follow(self, state: DecodeState, num_rows: int) -> None:
+        """The first of a team draws these from logits that only it has."""
+        self._team.follow(state.drawn[:num_rows])
 
 
 @dataclass(frozen=True)
@@ -107,7 +111,7 @@ class DeviceDrawn:
 
 
 class DeviceSampler(Sampler):
-    """For batches in which a sequence has its logits adjusted first, which the host does, row by row."""
+    """For batches in which a sequence has its logits adjusted first: the host says how, the device does it."""
 
     def __init__(self, eos_token_ids: SequenceOf[int], drawer: Drawer) -> None:
         super().__init__(eos_token_ids)
@@ -120,7 +124,8 @@ class DeviceSampler(Sampler):
         logits_BV: Tensor,
         allowed: Mapping[RequestId, np.ndarray] | None = None,
     ) -> list[Token]:
-        adjusted = self._adjusted(sequences, logits_BV, allowed or {})
+        """At once, beside what the device holds of the batch before. DeviceRunner.draw waits for nothing."""
+        adjusted = self.adjusted(sequences, logits_BV, allowed or {})
         count = len(sequences)
         state = DecodeState(count, 1, 1, torch.float32, logits_BV.device)
         state.put(pack(None, columns(sequences), state.max_rows))
@@ -128,16 +133,8 @@ class DeviceSampler(Sampler):
         self._drawer(adjusted, state.draw_inputs(0, count), tokens, state.logprobs[:count], is_greedy(sequences))
         return DeviceDrawn(sequences, tokens, Likeliest.of(sequences, logits_BV, tokens)).wait()
 
-    def _adjusted(
-        self, sequences: SequenceOf[Sequence], logits_BV: Tensor, allowed: Mapping[RequestId, np.ndarray]
-    ) -> Tensor:
-        rows = [row for row, sequence in enumerate(sequences) if self.adjusts(sequence)]
-        if not rows:
-            return logits_BV
-        changed = self._adjust([sequences[row] for row in rows], logits_BV[rows].cpu(), allowed)
-        out = logits_BV.clone()
-        out[rows] = changed.to(out.device)
-        return out
+    def _put(self, arrays: SequenceOf[np.ndarray]) -> SequenceOf[Tensor]:
+        return upload_all(arrays, self._drawer.device)
 
 
 def to_host(tensor: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ import torch
 from contracts.collector import settle
 from contracts.errors import TandemError
 from engine.cuda.followers import Begin, Failed, end_at_once
-from engine.cuda.launcher import Launcher, unscored
+from engine.cuda.launcher import Draw, Launcher, unscored
 from engine.cuda.load import Builder
 from engine.cuda.team import GpuTeam, open_store
 
@@ -57,8 +57,11 @@ def follow(begin: Begin, pipe: Connection) -> None:
 
 
 def _launch_all(launcher: Launcher, pipe: Connection) -> None:
-    while (batch := pipe.recv()) is not None:
-        launcher.launch(batch, unscored)  # the first member tells what comes of them; making them takes all of the team
+    while (told := pipe.recv()) is not None:
+        if isinstance(told, Draw):
+            launcher.follow(told)
+        else:  # the first member tells what comes of scores; making them takes all of the team
+            launcher.launch(told, unscored)
 
 
 def _watched_elsewhere(stage: str, done: int, total: int) -> None:

@@ -20,7 +20,7 @@ import torch
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 from contracts.leash import leashed
-from engine.cuda.launcher import DeviceBatch
+from engine.cuda.launcher import DeviceBatch, Draw
 from engine.cuda.team import GpuTeam, Team, hold_store
 from engine.messages import EngineSettings
 from engine.shards import Shard
@@ -78,7 +78,7 @@ class Followers:
         return self._team
 
     @contextmanager
-    def told(self, batch: DeviceBatch) -> Iterator[None]:
+    def told(self, batch: DeviceBatch | Draw) -> Iterator[None]:
         """Within, the first one launches what all were told. If it can't, sums would be of different batches from now
         on: this process ends.
         """
@@ -102,7 +102,7 @@ class Followers:
         self._is_closed = True
         self._end(0.0)
 
-    def _tell(self, batch: DeviceBatch) -> None:
+    def _tell(self, batch: DeviceBatch | Draw) -> None:
         """Raises OSError if one is gone and its watcher has not said so yet."""
         try:
             for member in self._members:

@@ -51,6 +51,17 @@ class DeviceBatch:
 
 
 @dataclass(frozen=True)
+class Draw:
+    """Of the batch that was launched last, without drawing: its first `num_rows`, whose parameters are in `words`,
+    state.pack's.
+    """
+
+    words: np.ndarray
+    num_rows: int
+    greedy: bool
+
+
+@dataclass(frozen=True)
 class Launched:
     """`logits` of those that sample, decodes first: as the activations are."""
 
@@ -100,6 +111,16 @@ class Launcher:
         if batch.draws and len(sampled):
             self._drawer.into(state, sampled, count, batch.greedy)
         return launched
+
+    @torch.inference_mode()
+    def draw(self, draw: Draw, logits: Tensor) -> None:
+        """From these logits, in place of the batch's own."""
+        self.state.put(draw.words)
+        self._drawer.into(self.state, logits, 0, draw.greedy)
+
+    def follow(self, draw: Draw) -> None:
+        """What `draw` of the team's first member gives."""
+        self._drawer.follow(self.state, draw.num_rows)
 
     def _prompts(
         self, plan: PromptRows, scored: SequenceOf[np.ndarray], written: Written

@@ -147,7 +147,7 @@ class Builder:
                 launcher.capture()
         with self._stage("warm up", progress):
             if self._device.type == "cuda":
-                self._warm_up(cache, max_model_len).run(DeviceRunner(launcher, self._sampler), self._sampler)
+                self._warm_up(cache, max_model_len).run(DeviceRunner(launcher, self._sampler))
         _log.info(
             "%s ready: %s on %s, context of %d tokens, %d KV blocks; %s",
             self._checkpoint.name, settings.dtype, self._registry.caps.name, max_model_len, num_blocks,
@@ -229,7 +229,7 @@ class Builder:
         )
         with compiled_ahead():
             launcher.steps.run_all()
-            self._warm_up(cache, longest).run(DeviceRunner(launcher, self._sampler), self._sampler)
+            self._warm_up(cache, longest).run(DeviceRunner(launcher, self._sampler))
 
     def _warm_up(self, cache: DeviceCache, max_model_len: int) -> WarmUp:
         return WarmUp(cache.layout, cache.num_blocks, self._max_rows, self._settings.max_num_seqs, max_model_len)

@@ -1,7 +1,7 @@
 """Runs a batch on the device: its decodes as one step of a bucket, its prompts in one pass beside it."""
 
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -14,7 +14,7 @@ from contracts.ids import RequestId
 from engine.batch import Piece
 from engine.cuda.drawing import DeviceDrawn, DeviceSampler, Likeliest
 from engine.cuda.inputs import DecodeRows, block_tables, decode_rows, num_decodes, prompt_rows
-from engine.cuda.launcher import DeviceBatch, Launcher, unscored
+from engine.cuda.launcher import DeviceBatch, Draw, Launcher, unscored
 from engine.cuda.sampling import columns, is_greedy
 from engine.cuda.state import give, pack
 from engine.cuda.steps import StepKey
@@ -37,12 +37,14 @@ class Prepared:
         return [ours] == [(piece.sequence, piece.sequence.blocks, piece.end) for piece in decodes]
 
 
-Tell = Callable[[DeviceBatch], AbstractContextManager[object]]
+Tell = Callable[[DeviceBatch | Draw], AbstractContextManager[object]]
 """Within, a batch is launched that those who compute with this process were told of: engine.cuda.followers."""
 
 
 class DeviceRunner:
-    """Draws the tokens too, unless a sequence has its logits adjusted by the host first."""
+    """Draws the tokens too: as part of a batch, or by `draw` where a sequence has its logits adjusted first, which may
+    take tokens that are still being drawn.
+    """
 
     def __init__(self, launcher: Launcher, sampler: DeviceSampler, tell: Tell = nullcontext) -> None:
         layout = launcher.cache.layout
@@ -69,6 +71,17 @@ class DeviceRunner:
         batch = self._batch((), prompts, (), scored, draws=False)
         with self._told(batch):
             self.launcher.launch(batch, unscored)
+
+    @torch.inference_mode()
+    def draw(
+        self, sequences: SequenceOf[Sequence], logits: torch.Tensor, allowed: Mapping[RequestId, np.ndarray]
+    ) -> DeviceDrawn:
+        adjusted = self._sampler.adjusted(sequences, logits, allowed)
+        words = pack(None, columns(sequences), self.launcher.state.max_rows)
+        draw = Draw(words, len(sequences), is_greedy(sequences))
+        with self._tell(draw):
+            self.launcher.draw(draw, adjusted)
+        return self._on_their_way(sequences, logits)
 
     def wait(self) -> None:
         if self.launcher.state.device.type == "cuda":
@@ -97,13 +110,17 @@ class DeviceRunner:
             launched = self.launcher.launch(batch, partial(score, found), written)
             if not draws:
                 return Computed(torch.cat(list(launched.logits)).float(), launched.scored)
-            tokens = self.launcher.state.drawn[: len(sampling)]
-            asks = any(sequence.sampling.logprobs is not None for sequence in sampling)
-            likeliest = Likeliest.of(sampling, torch.cat(list(launched.logits)), tokens) if asks else None
-            drawn = DeviceDrawn(sampling, tokens, likeliest)
-        self._drawn = {sequence.request_id: row for row, sequence in enumerate(sampling)}
-        self._last = drawn
+            drawn = self._on_their_way(sampling, *launched.logits)
         return Computed(launched.logits[0], launched.scored, drawn)
+
+    def _on_their_way(self, sampling: SequenceOf[Sequence], *logits: torch.Tensor) -> DeviceDrawn:
+        """The tokens that are drawn for these, and what they ask for of their logits."""
+        tokens = self.launcher.state.drawn[: len(sampling)]
+        asks = any(sequence.sampling.logprobs is not None for sequence in sampling)
+        likeliest = Likeliest.of(sampling, torch.cat(logits), tokens) if asks else None
+        self._last = DeviceDrawn(sampling, tokens, likeliest)
+        self._drawn = {sequence.request_id: row for row, sequence in enumerate(sampling)}
+        return self._last
 
     @contextmanager
     def _told(self, batch: DeviceBatch) -> Iterator[None]:

@@ -7,12 +7,15 @@ from contracts.ids import BlockId, RequestId
 from contracts.layout import KVLayout
 from contracts.sampling import SamplingParams
 from engine.batch import Piece
-from engine.cuda.drawing import DeviceSampler
 from engine.cuda.runner import DeviceRunner
 from engine.sequence import Sequence
 
 _GREEDY = SamplingParams(max_tokens=1, seed=0, temperature=0.0)
 _RANDOM = SamplingParams(max_tokens=1, seed=0, temperature=1.0, logprobs=1)
+_ADJUSTED = SamplingParams(
+    max_tokens=1, seed=0, logit_bias={0: 1.0}, frequency_penalty=1.0, repetition_penalty=1.5, bad_words=((1,),),
+    allowed_token_ids=(0, 1),
+)  # fmt: skip
 _MAX_SCORED = 512
 """More rows than this go from the last layer to their logits by the kernels of as many."""
 
@@ -25,9 +28,11 @@ class WarmUp:
         self._max_rows, self._max_num_seqs = max_rows, max_num_seqs
         self._max_len = min(max_len, num_blocks * layout.block_size)
 
-    def run(self, runner: DeviceRunner, sampler: DeviceSampler) -> None:
+    def run(self, runner: DeviceRunner) -> None:
         """One row behind a long prompt, whose keys are shared out among CTAs if any batch's are; rows in a few long
-        prompts; rows that are scored; then as many prompts as rows, which are drawn in every way there is."""
+        prompts; rows that are scored; then as many prompts as rows, which are drawn in every way there is, of adjusted
+        logits too.
+        """
         runner.forward_undrawn([Piece(self._sequence(0, self._max_len, _GREEDY), self._max_len - 1, 1)])
         for count in row_counts(self._max_rows):
             runner.forward_undrawn(self._prompts(_lengths(count, self._max_len), _GREEDY))
@@ -36,9 +41,12 @@ class WarmUp:
         for count in row_counts(self._max_num_seqs):
             for params in (_GREEDY, _RANDOM):
                 pieces = self._prompts([1] * count, params)
-                sequences = [piece.sequence for piece in pieces]
                 runner.forward(pieces)
-                sampler.sample(sequences, runner.forward_undrawn(pieces).logits)
+                self._draw(runner, pieces)
+        self._draw(runner, self._prompts([1] * self._max_num_seqs, _ADJUSTED))
+
+    def _draw(self, runner: DeviceRunner, pieces: SequenceOf[Piece]) -> None:
+        runner.draw([piece.sequence for piece in pieces], runner.forward_undrawn(pieces).logits, {})
 
     def _prompts(self, lengths: Iterable[int], params: SamplingParams) -> SequenceOf[Piece]:
         return [Piece(self._sequence(number, length, params), 0, length) for number, length in enumerate(lengths)]

@@ -4,6 +4,7 @@ import pytest
 import torch
 from device_engines import FUSIBLE, chunks_of, noted_launches_of
 from driving import answers, greedy, random_prompts, settings
+from llguidance import LLMatcher
 from test_device_engine import logits_of, relative_error
 from tiny_models import FAMILIES, VOCAB, save_tiny
 
@@ -101,7 +102,7 @@ def test_a_captured_step_gives_the_bits_of_an_eager_one(stepped, dtype):
     for num_rows in (1, 2, 5, 8):
         for is_greedy in (True, False):
             key = steps.key(num_rows, 300, is_greedy)
-            steps.compute(key)
+            steps._step(key.num_rows, key.max_len)()
             eager, drawn = state.logits.clone(), state.drawn.clone()
             for _ in range(3):
                 state.logits.zero_()
@@ -123,8 +124,13 @@ def test_a_captured_chunk_gives_the_bits_of_an_eager_one(steady, dtype):
 @pytest.mark.parametrize("dtype", ["bfloat16", "float8"])
 @pytest.mark.parametrize(
     "params",
-    [greedy(40), SamplingParams(max_tokens=40, seed=5, temperature=0.9, top_p=0.9, top_k=40, ignore_eos=True)],
-    ids=["greedy", "random"],
+    [
+        greedy(40),
+        SamplingParams(max_tokens=40, seed=5, temperature=0.9, top_p=0.9, top_k=40, ignore_eos=True),
+        greedy(40, repetition_penalty=1.3, frequency_penalty=0.2, bad_words=((5, 6),)),
+        greedy(40, grammar=LLMatcher.grammar_from_regex("([a-f]{3}[x-z]){20}")),
+    ],
+    ids=["greedy", "random", "penalties", "grammar"],
 )
 def test_running_ahead_changes_no_token(fusible, dtype, params, monkeypatch):
     ahead = answers(engine_of(fusible, dtype), PROMPTS, params)

@@ -39,6 +39,10 @@ from kv_transfer.frames import Terms
 
 PROMPTS = random_prompts(VOCAB, (9, 64, 100))
 RANDOM = SamplingParams(max_tokens=24, seed=5, temperature=0.9, top_p=0.9, top_k=40, ignore_eos=True)
+ADJUSTED = [
+    greedy(24, repetition_penalty=1.3, frequency_penalty=0.2, presence_penalty=0.1, bad_words=((3, 4),)),
+    greedy(24, grammar=LLMatcher.grammar_from_regex("([a-f]{3}[x-z]){20}")),
+]
 
 
 @pytest.fixture(scope="module")
@@ -250,12 +254,52 @@ def test_the_fused_step_computes_what_the_plain_one_does(tmp_path, monkeypatch, 
     assert 0 < relative_error(fused[1:], plain[1:]) < 0.2
 
 
-@pytest.mark.parametrize("params", [greedy(24), RANDOM], ids=["greedy", "random"])
+@pytest.mark.parametrize("params", [greedy(24), RANDOM, *ADJUSTED], ids=["greedy", "random", "penalties", "grammar"])
 @pytest.mark.parametrize("dtype", ["float32", "float8"])
 def test_running_ahead_changes_no_token(folder, dtype, params, monkeypatch):
     ahead = answers(device_engine(folder, dtype), PROMPTS, params)
     monkeypatch.setattr("engine.engine.Engine._may_run_ahead", lambda *_: False)
     assert answers(device_engine(folder, dtype), PROMPTS, params) == ahead
+
+
+def test_a_batch_of_adjusted_logits_is_launched_before_the_tokens_of_the_last_are_told(folder):
+    """Whatever they want: each step but those of the first and the last token leaves a batch behind that is being
+    computed.
+    """
+    engine, wants = device_engine(folder), [greedy(8), *(structs.replace(params, max_tokens=8) for params in ADJUSTED)]
+    for index, (prompt, params) in enumerate(zip(PROMPTS, wants, strict=True)):
+        engine.submit(request(str(index), prompt, params))
+    ahead = []
+    while engine.has_work():
+        engine.step()
+        ahead.append(engine._flight is not None)
+    assert ahead == [True] * 7 + [False]
+
+
+def test_what_adjusts_some_answers_of_a_batch_changes_no_other(folder):
+    wants = [greedy(12), ADJUSTED[0], ADJUSTED[1]]
+    alone = [answers(device_engine(folder), [prompt], params)[0] for prompt, params in zip(PROMPTS, wants, strict=True)]
+    engine = device_engine(folder)
+    for index, (prompt, params) in enumerate(zip(PROMPTS, wants, strict=True)):
+        engine.submit(request(str(index), prompt, params))
+    outputs = drain(engine)
+    assert [tokens_of(outputs, str(index)) for index in range(3)] == alone
+
+
+def test_tokens_that_can_not_be_drawn_together_are_drawn_one_by_one(folder, monkeypatch):
+    """And the next batch goes on from them."""
+    expected = answers(device_engine(folder), PROMPTS, ADJUSTED[0])
+    engine, draw, refused = device_engine(folder), DeviceRunner.draw, []
+
+    def refuse(runner, sequences, *rest):
+        refused.append(len(sequences))
+        if len(refused) % 3 == 0:
+            raise RuntimeError("out of memory")
+        return draw(runner, sequences, *rest)
+
+    monkeypatch.setattr(DeviceRunner, "draw", refuse)
+    assert answers(engine, PROMPTS, ADJUSTED[0]) == expected
+    assert len(refused) == 24
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float8"])

@@ -56,7 +56,7 @@ def warm(engine, max_len=MAX_LEN, max_rows=MAX_ROWS):
     runner = device_runner(engine)
     runner.launcher.steps.run_all()
     num_blocks = runner.launcher.cache.num_blocks
-    WarmUp(engine.layout, num_blocks, max_rows, MAX_NUM_SEQS, max_len).run(runner, engine._sampler)
+    WarmUp(engine.layout, num_blocks, max_rows, MAX_NUM_SEQS, max_len).run(runner)
 
 
 def serve(engine):

@@ -1,0 +1,167 @@
+"""Decode steps on a GPU of answers whose logits are adjusted before they are drawn: `python -m bench.engine_gpu_adjusted
+[--out FILE] [--batches 1 64]`. Llama-8B's shape, random weights, FP8; everything through Engine.submit and Engine.step.
+
+What penalties, biases, banned words and grammars cost beside the same batch without them, how long the GPU had nothing
+to do, and how long a step was at most. The tokenizer has as many tokens as the model: all bytes, then words of up to
+four letters, which is more of a mask's work than a language's own words.
+"""
+
+import argparse
+import gc
+import itertools
+import json
+import logging
+import string
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import count, islice, pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from llguidance import LLMatcher
+from msgspec import structs
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from bench.engine_gpu import host_ms, idle_share, settled, shown
+from bench.random_model import SHAPES, open_random
+from bench.result import Row, write_result
+from contracts.ids import RequestId
+from contracts.sampling import SamplingParams
+from engine.cuda.load import load_device_engine
+from engine.engine import Engine
+from engine.messages import EngineRequest, EngineSettings
+from kernels import caps
+
+BATCHES = (1, 8, 64)
+PROMPT, NUM_WARM, NUM_STEPS, NUM_IDLE = 992, 8, 48, 12
+_log = logging.getLogger(__name__)
+_names = count()
+
+
+@dataclass(frozen=True)
+class Case:
+    """`adjusted`: what so many rows of a batch ask for (None: all of them); the others ask for nothing."""
+
+    name: str
+    adjusted: SamplingParams
+    num_rows: int | None = None
+
+
+PLAIN = SamplingParams(max_tokens=1 << 20, seed=0, temperature=0.0, ignore_eos=True)
+ENDLESS = {
+    "type": "array",
+    "minItems": 100_000,
+    "items": {
+        "type": "object",
+        "properties": {"name": {"type": "string", "maxLength": 40}, "age": {"type": "integer"}},
+        "required": ["name", "age"],
+        "additionalProperties": False,
+    },
+}
+
+
+def cases(vocab: int) -> list[Case]:
+    grammar = LLMatcher.grammar_from_json_schema(json.dumps(ENDLESS), overrides={"whitespace_flexible": False})
+    penalties = asking(repetition_penalty=1.1, frequency_penalty=0.2)
+    every = {token: token % 7 - 3.0 for token in range(vocab)}
+    return [
+        Case("nothing", PLAIN),
+        Case("penalties, one row", penalties, 1),
+        Case("penalties", penalties),
+        Case("bias of 300 tokens", asking(logit_bias=dict(islice(every.items(), 300)))),
+        Case("bias of all tokens, one row", asking(logit_bias=every), 1),
+        Case("bad words of two tokens", asking(bad_words=tuple((5, token) for token in range(20)))),
+        Case("JSON schema, one row", asking(grammar=grammar), 1),
+        Case("JSON schema", asking(grammar=grammar)),
+        Case("JSON schema, drawn at random", asking(grammar=grammar, temperature=0.8, top_p=0.95)),
+    ]
+
+
+def asking(**changes: Any) -> SamplingParams:
+    return structs.replace(PLAIN, **changes)
+
+
+def main() -> None:
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=None)
+    parser.add_argument("--batches", nargs="+", type=int, default=list(BATCHES))
+    args = parser.parse_args()
+    settings = EngineSettings(
+        model="llama-8b", dtype="float8", max_num_seqs=max(args.batches), max_batched_tokens=2048, max_model_len=4096,
+        prefix_cache=False,
+    )  # fmt: skip
+    engine, rows = load(settings), []
+    with settled(engine):
+        for batch in args.batches:
+            for case in cases(engine.checkpoint.config.vocab_size):
+                rows += [shown(row) for row in measure(engine, case, batch)]
+    config = {"model": "llama-8b's shape, random weights", "card": caps.detect().name}
+    write_result(args.out, "engine-gpu-adjusted", rows, config)
+
+
+def load(settings: EngineSettings) -> Engine:
+    device = torch.device("cuda:0")
+    checkpoint, source = open_random(settings.model, device)
+    vocab = SHAPES[settings.model].vocab_size
+    checkpoint = replace(checkpoint, build_tokenizer=lambda: word_tokenizer(vocab), eos_token_ids=(vocab - 1,))
+    return load_device_engine(settings, checkpoint, _silent, source, device, open_random)
+
+
+def word_tokenizer(size: int) -> Tokenizer:
+    """Bytes, then the first words by length and alphabet."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab=dict(zip(_words(alphabet), range(size), strict=False)), merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
+def _words(alphabet: Sequence[str]) -> Iterator[str]:
+    yield from alphabet
+    for length in count(2):
+        yield from map("".join, itertools.product(string.ascii_lowercase, repeat=length))
+
+
+def measure(engine: Engine, case: Case, batch: int) -> list[Row]:
+    """Median and largest time between steps, and the share of them in which the GPU did nothing."""
+    gc.collect()
+    rng = np.random.default_rng(0)
+    prompts = rng.integers(0, engine.checkpoint.config.vocab_size, (batch, PROMPT)).tolist()
+    asked = [case.adjusted if case.num_rows is None or row < case.num_rows else PLAIN for row in range(batch)]
+    names = [RequestId(str(next(_names))) for _ in prompts]
+    for name, prompt, sampling in zip(names, prompts, asked, strict=True):
+        engine.submit(EngineRequest(name, prompt, sampling))
+    begun: set[RequestId] = set()
+    while len(begun) < batch:
+        begun.update(told.request_id for told in engine.step().sampled)
+    for _ in range(NUM_WARM):
+        engine.step()
+    stamps = [time.perf_counter()]
+    for _ in range(NUM_STEPS):
+        assert len(engine.step().sampled) == batch
+        stamps.append(time.perf_counter())
+    taken = sorted(late - early for early, late in pairwise(stamps))
+    idle, host = idle_share(engine, NUM_IDLE), host_ms(engine)
+    for name in names:
+        engine.release(name)
+    while engine.has_work():
+        engine.step()
+    params = {"asks for": case.name, "batch": batch}
+    return [
+        Row("adjusted_step", taken[len(taken) // 2] * 1e3, "ms", params),
+        Row("adjusted_step_slowest", taken[-1] * 1e3, "ms", params),
+        Row("adjusted_gpu_idle", idle, "", params),
+        Row("adjusted_host_work", host, "ms", params),
+    ]
+
+
+def _silent(stage: str, done: int, total: int) -> None:
+    """Progress that nobody watches."""
+
+
+if __name__ == "__main__":
+    main()
