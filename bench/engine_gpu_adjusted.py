@@ -1,9 +1,9 @@
-"""Decode steps on a GPU of answers whose logits are adjusted before they are drawn: `python -m bench.engine_gpu_adjusted
-[--out FILE] [--batches 1 64]`. Llama-8B's shape, random weights, FP8; everything through Engine.submit and Engine.step.
+"""Decode steps on a GPU of answers whose logits are adjusted before they are drawn:
+`python -m bench.engine_gpu_adjusted [--out FILE] [--batches 1 64]`.
 
-What penalties, biases, banned words and grammars cost beside the same batch without them, how long the GPU had nothing
-to do, and how long a step was at most. The tokenizer has as many tokens as the model: all bytes, then words of up to
-four letters, which is more of a mask's work than a language's own words.
+Llama-8B's shape, random weights, FP8; everything through Engine.submit and Engine.step. What penalties, biases, banned
+words and grammars cost beside the same batch without them, how long the GPU had nothing to do, and the longest step.
+The tokenizer has as many tokens as the model: all bytes, then words of up to four letters.
 """
 
 import argparse

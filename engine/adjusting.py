@@ -5,6 +5,7 @@ The order is that of vLLM and of OpenAI's documentation: logit_bias, penalties, 
 grammar.
 """
 
+from collections import Counter
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
@@ -21,14 +22,17 @@ Put = Callable[[SequenceOf[np.ndarray]], SequenceOf[Tensor]]
 
 
 class Seen:
-    """The tokens of a sequence from `first` on, each once: `ids` `[n]` int64, and in `counts` `[n]` how often the
-    answer has it. A token is counted once, whenever `follow` meets it: a step has one, a prompt thousands.
+    """The tokens of a sequence from `first` on, each once: `ids` `[n]` int64, and in `amounts` `[n]` float32 what
+    penalties take off a logit for what the answer has of it. A token is counted once, whenever `follow` meets it: a
+    step has one, a prompt thousands.
     """
 
-    def __init__(self, tokens: np.ndarray, first: int, answer_start: int) -> None:
+    def __init__(self, tokens: np.ndarray, first: int, answer_start: int, presence: float, frequency: float) -> None:
         ids = np.unique(tokens[first:]).astype(np.int64)
-        self._room_ids, self._room_counts = ids, np.zeros(len(ids))
+        self._presence, self._frequency = presence, frequency
+        self._room_ids, self._room_amounts = ids, np.zeros(len(ids), np.float32)
         self._places = {token: place for place, token in enumerate(ids.tolist())}
+        self._counts: Counter[int] = Counter()
         self._num_followed = answer_start
         self.follow(tokens)
 
@@ -37,14 +41,15 @@ class Seen:
         return self._room_ids[: len(self._places)]
 
     @property
-    def counts(self) -> np.ndarray:
-        return self._room_counts[: len(self._places)]
+    def amounts(self) -> np.ndarray:
+        return self._room_amounts[: len(self._places)]
 
     def follow(self, tokens: np.ndarray) -> None:
         """`tokens`: all of the sequence, prompt and answer."""
         for token in tokens[self._num_followed :].tolist():
+            self._counts[token] += 1
             place = self._place(token)  # first, since it may make room
-            self._room_counts[place] += 1
+            self._room_amounts[place] = self._presence + self._frequency * self._counts[token]
         self._num_followed = len(tokens)
 
     def _place(self, token: int) -> int:
@@ -52,7 +57,7 @@ class Seen:
         if place == len(self._room_ids):
             room = max(64, 2 * place)
             self._room_ids = np.resize(self._room_ids, room)
-            self._room_counts = np.append(self._room_counts, np.zeros(room - place))
+            self._room_amounts = np.resize(self._room_amounts, room)
         self._room_ids[place] = token
         return place
 
@@ -61,7 +66,7 @@ class Wishes:
     """One sequence's, kept from token to token: what does not change is worked out once."""
 
     def __init__(self, sampling: SamplingParams, vocab: int, stop_ids: SequenceOf[int]) -> None:
-        self._sampling, self._vocab = sampling, vocab
+        self._sampling = sampling
         biases = {token: bias for token, bias in sampling.logit_bias.items() if 0 <= token < vocab}
         self.biased = np.fromiter(biases.keys(), np.int64, len(biases))
         self.biases = np.fromiter(biases.values(), np.float32, len(biases))
@@ -73,34 +78,28 @@ class Wishes:
             if len(word) > 1 and word[-1] < vocab:
                 self._longer.setdefault(word[-2], []).append(tuple(word))
         self.allowed = _bits(sampling.allowed_token_ids, vocab) if sampling.allowed_token_ids else None
+        self.repetition = sampling.repetition_penalty
+        self.penalizes = bool(self.repetition != 1 or sampling.presence_penalty or sampling.frequency_penalty)
         self._seen: Seen | None = None
 
-    @property
-    def penalizes(self) -> bool:
-        sampling = self._sampling
-        return bool(sampling.repetition_penalty != 1 or sampling.presence_penalty or sampling.frequency_penalty)
-
-    def penalties(self, sequence: Sequence) -> tuple[np.ndarray, float, np.ndarray]:
-        """Tokens, what divides a logit above 0 and multiplies another, and what is then taken off `[n]`. Repetitions
-        are of prompt and answer, presence and frequency of the answer alone.
-        """
+    def seen(self, sequence: Sequence) -> Seen:
+        """Repetitions are of prompt and answer, presence and frequency of the answer alone."""
         sampling, tokens = self._sampling, np.frombuffer(sequence.tokens, np.int32)
         if self._seen is None:
-            first = 0 if sampling.repetition_penalty != 1 else sequence.answer_start
-            self._seen = Seen(tokens, first, sequence.answer_start)
+            first = 0 if self.repetition != 1 else sequence.answer_start
+            penalties = sampling.presence_penalty, sampling.frequency_penalty
+            self._seen = Seen(tokens, first, sequence.answer_start, *penalties)
         self._seen.follow(tokens)
-        counts = self._seen.counts
-        amounts = np.where(counts > 0, sampling.presence_penalty + sampling.frequency_penalty * counts, 0.0)
-        return self._seen.ids, sampling.repetition_penalty, amounts.astype(np.float32)
+        return self._seen
 
-    def banned(self, sequence: Sequence) -> np.ndarray:
+    def banned(self, sequence: Sequence) -> list[np.ndarray]:
         """The next token is none of these."""
-        parts = [self._single]
+        parts = [self._single] if len(self._single) else []
         if sequence.num_generated < self._sampling.min_tokens:
             parts.append(self._stops)
         if self._longer and sequence.num_generated:
             parts.append(np.array(self._completing(sequence), np.int64))
-        return np.concatenate(parts)
+        return parts
 
     def _completing(self, sequence: Sequence) -> list[int]:
         """What would complete a bad word of several tokens."""
@@ -117,74 +116,80 @@ def _bits(token_ids: SequenceOf[int], vocab: int) -> np.ndarray:
 
 
 @dataclass(frozen=True)
-class _Masks:
-    """`bits` `[len(rows), vocab / 8]` uint8, the lowest first: what these rows may be."""
-
-    rows: np.ndarray
-    bits: np.ndarray
-
-    @classmethod
-    def of(cls, by_row: Mapping[int, np.ndarray], vocab: int) -> "_Masks":
-        width = -(-vocab // 8)
-        bits = np.stack([row[:width] for row in by_row.values()]) if by_row else np.zeros((0, width), np.uint8)
-        return cls(np.array(list(by_row), np.int64), bits)
-
-
-@dataclass(frozen=True)
 class Adjustment:
-    """A batch's. Places are row * vocab + token."""
+    """A batch's, as arrays that go to the device together; empty where nobody wants that. `biases` and `penalties` are
+    (places, values) and (places, factors, amounts), a place row * vocab + token; of `allowed` and `guided`, which are
+    (rows, bits), the bits say what these rows may be, the lowest first.
+    """
 
-    biased: np.ndarray
-    biases: np.ndarray
-    penalized: np.ndarray
-    factors: np.ndarray
-    amounts: np.ndarray
-    banned: np.ndarray
-    allowed: _Masks
-    guided: _Masks
+    biases: tuple[np.ndarray, ...]
+    penalties: tuple[np.ndarray, ...]
+    banned: tuple[np.ndarray, ...]
+    allowed: tuple[np.ndarray, ...]
+    guided: tuple[np.ndarray, ...]
 
     @classmethod
     def of(
         cls, wishes: Mapping[int, tuple[Wishes, Sequence]], guided: Mapping[int, np.ndarray], vocab: int
     ) -> "Adjustment":
         """By row."""
-        penalties = {row: w.penalties(sequence) for row, (w, sequence) in wishes.items() if w.penalizes}
+        biased = {row: w for row, (w, _) in wishes.items() if len(w.biased)}
+        penalized = {row: (w.repetition, w.seen(sequence)) for row, (w, sequence) in wishes.items() if w.penalizes}
+        penalized = {row: (factor, seen) for row, (factor, seen) in penalized.items() if len(seen.ids)}
+        banned = [(row, part) for row, (w, sequence) in wishes.items() for part in w.banned(sequence)]
+        allowed = {row: w.allowed for row, (w, _) in wishes.items() if w.allowed is not None}
         return cls(
-            biased=_flat([row * vocab + w.biased for row, (w, _) in wishes.items()], np.int64),
-            biases=_flat([w.biases for w, _ in wishes.values()], np.float32),
-            penalized=_flat([row * vocab + ids for row, (ids, _, _) in penalties.items()], np.int64),
-            factors=_flat([np.full(len(ids), by, np.float32) for ids, by, _ in penalties.values()], np.float32),
-            amounts=_flat([amounts for _, _, amounts in penalties.values()], np.float32),
-            banned=_flat([row * vocab + w.banned(sequence) for row, (w, sequence) in wishes.items()], np.int64),
-            allowed=_Masks.of({row: w.allowed for row, (w, _) in wishes.items() if w.allowed is not None}, vocab),
-            guided=_Masks.of(guided, vocab),
+            biases=_biases(biased, vocab) if biased else (),
+            penalties=_penalties(penalized, vocab) if penalized else (),
+            banned=(_places(banned, vocab),) if banned else (),
+            allowed=_masks(allowed, vocab),
+            guided=_masks(guided, vocab),
         )
 
     def of_logits(self, plain_BV: Tensor, put: Put) -> Tensor:
         """A copy of float32 logits, changed."""
-        biased, biases, penalized, factors, amounts, banned, *masks = put([
-            self.biased, self.biases, self.penalized, self.factors, self.amounts, self.banned,
-            self.allowed.rows, self.allowed.bits, self.guided.rows, self.guided.bits,
-        ])  # fmt: skip
+        groups = self.biases, self.penalties, self.banned, self.allowed, self.guided
+        arrays = [array for group in groups for array in group]
+        there = iter(put(arrays) if arrays else ())
+        biases, penalties, banned, allowed, guided = ([next(there) for _ in group] for group in groups)
         adjusted = plain_BV.clone()
         flat = adjusted.view(-1)
-        if len(biased):
-            flat.index_add_(0, biased, biases)
-        if len(penalized):
-            values = flat.index_select(0, penalized)
+        if biases:
+            flat.index_add_(0, *biases)
+        if penalties:
+            places, factors, amounts = penalties
+            values = flat.index_select(0, places)
             values = torch.where(values > 0, values / factors, values * factors) - amounts
-            flat.index_copy_(0, penalized, values)
-        if len(banned):
-            flat.index_fill_(0, banned, -torch.inf)
-        for rows, bits in (masks[:2], masks[2:]):
-            if len(rows):
-                may_be_none = bool(len(penalized) or len(banned) or len(self.allowed.rows))
-                adjusted.index_copy_(0, rows, _only(adjusted, plain_BV, rows, bits, may_be_none))
+            flat.index_copy_(0, places, values)
+        if banned:
+            flat.index_fill_(0, banned[0], -torch.inf)
+        may_be_none = bool(penalties or banned or allowed)
+        for rows, bits in (masks for masks in (allowed, guided) if masks):
+            adjusted.index_copy_(0, rows, _only(adjusted, plain_BV, rows, bits, may_be_none))
         return adjusted
 
 
-def _flat(parts: SequenceOf[np.ndarray], dtype: type) -> np.ndarray:
-    return np.concatenate(parts) if parts else np.zeros(0, dtype)
+def _places(by_row: SequenceOf[tuple[int, np.ndarray]], vocab: int) -> np.ndarray:
+    return np.concatenate([row * vocab + token_ids for row, token_ids in by_row])
+
+
+def _biases(by_row: Mapping[int, Wishes], vocab: int) -> tuple[np.ndarray, ...]:
+    places = _places([(row, wishes.biased) for row, wishes in by_row.items()], vocab)
+    return places, np.concatenate([wishes.biases for wishes in by_row.values()])
+
+
+def _penalties(by_row: Mapping[int, tuple[float, Seen]], vocab: int) -> tuple[np.ndarray, ...]:
+    places = _places([(row, seen.ids) for row, (_, seen) in by_row.items()], vocab)
+    factors = np.array([factor for factor, _ in by_row.values()], np.float32)
+    lengths = [len(seen.ids) for _, seen in by_row.values()]
+    return places, np.repeat(factors, lengths), np.concatenate([seen.amounts for _, seen in by_row.values()])
+
+
+def _masks(by_row: Mapping[int, np.ndarray], vocab: int) -> tuple[np.ndarray, ...]:
+    if not by_row:
+        return ()
+    width = -(-vocab // 8)
+    return np.array(list(by_row), np.int64), np.stack([bits[:width] for bits in by_row.values()])
 
 
 def _only(adjusted_BV: Tensor, plain_BV: Tensor, rows: Tensor, bits: Tensor, may_be_none: bool) -> Tensor:

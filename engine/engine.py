@@ -14,6 +14,7 @@ page is free only when request and writer have both let go. Not thread-safe: one
 
 import logging
 from collections import Counter
+from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import replace
 from itertools import chain
@@ -87,6 +88,7 @@ class Engine:
         self._sampler = backend.sampler
         self._grammars = Grammars(checkpoint)
         self._sequences: dict[RequestId, Sequence] = {}
+        self._compiling: dict[Sequence, Callable[[Sequence], None]] = {}
         self._writers: dict[RequestId, list[BlockId]] = {}
         self._flight: Flight | None = None
         self._num_launched = self._num_landed = 0
@@ -106,10 +108,11 @@ class Engine:
     def submit(self, request: EngineRequest) -> None:
         """Queue a request. Raises RequestError if it can never run, Overloaded when the queue is full."""
         sequence = self._servable(request)
-        if len(self._scheduler.waiting) >= self._settings.max_num_waiting:
-            raise Overloaded(f"{len(self._scheduler.waiting)} requests are waiting already")
+        if self._num_waiting >= self._settings.max_num_waiting:
+            raise Overloaded(f"{self._num_waiting} requests are waiting already")
         self._sequences[request.request_id] = sequence
-        self._scheduler.add(sequence)
+        self._grammars.open(sequence)
+        self._once_compiled(sequence, self._scheduler.add)
 
     def reserve(self, request: EngineRequest) -> Reservation:
         """Pages for the prompt of a request whose KV will arrive, and for token 0. Landing blocks are held twice: by
@@ -136,6 +139,7 @@ class Engine:
         sequence.blocks.extend(fresh)
         sequence.status = Status.RESERVED
         self._sequences[request.request_id] = sequence
+        self._grammars.open(sequence)
         self._writers[request.request_id] = landing
         blocks = _block_ids(sequence.blocks[:num_prompt_blocks])
         return Reservation(request.request_id, blocks, [self._pool.generations[b] for b in blocks], skip_tokens)
@@ -160,11 +164,11 @@ class Engine:
         The caller does not adopt if token 0 ended the request. Raises KeyError for a request that is not reserved.
         """
         sequence = self._sequences[request_id]
-        if sequence.status is not Status.RESERVED:
+        if sequence.status is not Status.RESERVED or sequence in self._compiling:
             raise KeyError(f"{request_id} is {sequence.status}, not reserved")
         sequence.tokens.append(first.token_id)
         sequence.num_computed = sequence.num_prompt  # its first step enters them into the prefix cache
-        self._scheduler.resume(sequence)
+        self._once_compiled(sequence, self._scheduler.resume)
 
     def writer_ended(self, request_id: RequestId) -> None:
         """Nothing will write this reservation's pages any more. Idempotent."""
@@ -176,9 +180,10 @@ class Engine:
         """
         sequence = self._sequences.pop(request_id, None)
         if sequence is not None:
-            self._scheduler.remove(sequence)
+            if self._compiling.pop(sequence, None) is None:
+                self._scheduler.remove(sequence)
             self._let_go(sequence.blocks)
-            self._grammars.forget(request_id)
+            self._grammars.forget(sequence)
 
     def keep_local(self, request_id: RequestId) -> None:
         """A handoff sequence goes on here after all. Nothing to do for one that is unknown or has ended."""
@@ -197,6 +202,7 @@ class Engine:
 
         A device that draws tokens by itself is given the next batch before the tokens of this one are known.
         """
+        self._go_on_compiled()
         flight = self._flight or self._launch(watcher)
         self._flight = None
         if flight is None:
@@ -212,7 +218,7 @@ class Engine:
 
     def has_work(self) -> bool:
         """A `step` may compute something. Held and reserved requests wait for a call instead."""
-        return self._scheduler.has_work or self._flight is not None
+        return self._scheduler.has_work or self._flight is not None or bool(self._compiling)
 
     @property
     def has_reserved(self) -> bool:
@@ -223,10 +229,12 @@ class Engine:
         scheduler = self._scheduler
         return EngineStats(
             num_running=len(scheduler.running),
-            num_waiting=len(scheduler.waiting),
+            num_waiting=self._num_waiting,
             num_held=self._count(Status.HELD),
             num_reserved=self._count(Status.RESERVED),
-            queue_tokens=sum(len(s.tokens) - s.num_computed for s in (*scheduler.waiting, *scheduler.running)),
+            queue_tokens=sum(
+                len(s.tokens) - s.num_computed for s in (*scheduler.waiting, *scheduler.running, *self._compiling)
+            ),
             free_tokens=self._pool.num_available * self.layout.block_size,
             num_cached_blocks=self._pool.num_cached,
             num_steps=self._num_steps,
@@ -276,6 +284,21 @@ class Engine:
         if np.frombuffer(sequence.tokens, np.uint32).max() >= vocab:
             raise outside
         return sequence
+
+    @property
+    def _num_waiting(self) -> int:
+        return len(self._scheduler.waiting) + len(self._compiling)
+
+    def _once_compiled(self, sequence: Sequence, go_on: Callable[[Sequence], None]) -> None:
+        """At once, or at the beginning of the step that finds a large grammar compiled: nobody else's step waits."""
+        if self._grammars.is_ready(sequence):
+            go_on(sequence)
+        else:
+            self._compiling[sequence] = go_on
+
+    def _go_on_compiled(self) -> None:
+        for sequence in [s for s in self._compiling if self._grammars.is_ready(s)]:
+            self._compiling.pop(sequence)(sequence)
 
     def _launch(self, watcher: Watcher) -> Flight | None:
         """Schedule a batch and hand it to the device; None if nothing can run."""
@@ -344,10 +367,10 @@ class Engine:
         return replace(flight, computed=replace(flight.computed, drawn=drawn))
 
     def _masks(self, flight: Flight) -> Masks:
-        masks = flight.masks.result() if flight.masks else Masks()
-        for sequence in flight.sampling:
-            if not self._is_present(sequence):  # its grammar may be newer than its end
-                self._grammars.forget(sequence.request_id)
+        masks = Masks()
+        for part in flight.masks or ():
+            masks.allowed.update(part.result().allowed)
+            masks.errors.update(part.result().errors)
         return masks
 
     def _guided(self, flight: Flight) -> Flight:

@@ -13,12 +13,14 @@ from engine.sequence import Sequence
 
 @dataclass(frozen=True)
 class Flight:
-    """`pieces` were launched, `failed` could not be. `sampling`: whose next token this batch says."""
+    """`pieces` were launched, `failed` could not be. `sampling`: whose next token this batch says. `masks`: None as
+    long as they can't be worked out, since tokens before are being drawn.
+    """
 
     started: tuple[Started, ...]
     pieces: SequenceOf[Piece]
     chunks: tuple[ChunkDone, ...]
     computed: Computed
     failed: tuple[EngineFailure, ...]
-    masks: Future[Masks] | None
+    masks: SequenceOf[Future[Masks]] | None
     sampling: SequenceOf[Sequence]

@@ -1,9 +1,10 @@
-"""Structured output: which tokens a request's grammar allows next, worked out on a thread beside the forward pass.
+"""Structured output: which tokens a request's grammar allows next, worked out on threads beside the forward pass.
 
 A grammar's state is a function of the answer's tokens alone, so nothing of it crosses in a handoff: decode reads the
 grammar out of the request's SamplingParams and lets it consume token 0.
 """
 
+import os
 from collections.abc import Sequence as SequenceOf
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -17,19 +18,25 @@ from contracts.deep_threads import DeepThreads
 from contracts.ids import RequestId
 from engine.sequence import Sequence
 
+NUM_THREADS = max(1, min(8, (os.cpu_count() or 1) // 2))
+FEW = 4
+"""Fewer masks than these (some 0.1 ms each, of a large vocabulary) are not worth another thread."""
+LARGE = 16384
+"""Characters of a grammar that takes milliseconds to compile: 20 000 values of an enum, 0.5 MB, took 65 ms."""
+
 
 @dataclass
 class Grammar:
-    """One request's: made when it is first needed, `num_consumed` tokens of the answer into its text."""
+    """One request's, `num_consumed` tokens of the answer into its text. `compiled` raises ValueError if it can't be."""
 
-    matcher: LLMatcher
+    compiled: Future[LLMatcher]
     num_consumed: int = 0
 
 
-@dataclass
+@dataclass(frozen=True)
 class Masks:
-    """`allowed[request]`: a bit for each token of the tokenizer, uint8, the lowest first. Of no use where
-    `errors[request]` says why the grammar can't go on.
+    """`allowed[request]`: a bit for each token of the tokenizer, uint8, the lowest first; or in `errors[request]` why
+    the grammar can't go on.
     """
 
     allowed: dict[RequestId, np.ndarray] = field(default_factory=dict)
@@ -37,50 +44,61 @@ class Masks:
 
 
 class Grammars:
-    """The grammars of an engine's requests. Calls from the engine's thread; the work is done on one of its own."""
+    """The grammars of an engine's requests. Calls from the engine's thread; the work is done on some of its own."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:
-        self._thread = DeepThreads(1, "grammar")
-        self._open: dict[RequestId, Grammar] = {}
+        self._threads = DeepThreads(NUM_THREADS, "grammar")
+        self._open: dict[Sequence, Grammar] = {}
         # A fraction of a second for a large vocabulary: now, not beside running answers.
-        self._tokenizer = self._thread.submit(_tokenizer, checkpoint)
+        self._tokenizer = self._threads.submit(_tokenizer, checkpoint)
 
-    def begin(self, sequences: SequenceOf[Sequence]) -> Future[Masks] | None:
-        """Start on the masks for the next token of those `sequences` that have a grammar; None if there is none."""
-        guided = [sequence for sequence in sequences if sequence.sampling.grammar]
-        return self._thread.submit(self._masks, guided) if guided else None
+    def open(self, sequence: Sequence) -> None:
+        """Its grammar, if it has one, is compiled from now on."""
+        if sequence.sampling.grammar:
+            self._open[sequence] = Grammar(self._threads.submit(self._compile, sequence.sampling.grammar))
 
-    def forget(self, request_id: RequestId) -> None:
+    def is_ready(self, sequence: Sequence) -> bool:
+        """A step with this sequence would not wait for long."""
+        grammar = self._open.get(sequence)
+        return grammar is None or len(sequence.sampling.grammar) < LARGE or grammar.compiled.done()
+
+    def begin(self, sequences: SequenceOf[Sequence]) -> list[Future[Masks]]:
+        """Start on the masks for the next token of those `sequences` that have a grammar, some on each thread."""
+        guided = [(sequence, self._open[sequence]) for sequence in sequences if sequence in self._open]
+        share = max(FEW, -(-len(guided) // NUM_THREADS))
+        parts = [guided[first : first + share] for first in range(0, len(guided), share)]
+        return [self._threads.submit(self._masks, part) for part in parts]
+
+    def forget(self, sequence: Sequence) -> None:
         """The request is gone. Idempotent."""
-        self._open.pop(request_id, None)
+        self._open.pop(sequence, None)
 
-    def _masks(self, sequences: SequenceOf[Sequence]) -> Masks:
-        try:
-            tokenizer = self._tokenizer.result()
-        except ValueError as error:  # what llguidance says of a tokenizer that it can't serve
-            return Masks(errors={sequence.request_id: str(error) for sequence in sequences})
-        masks, bits = Masks(), allocate_token_bitmask(len(sequences), tokenizer.vocab_size)
-        for row, sequence in enumerate(sequences):
+    def _compile(self, grammar: str) -> LLMatcher:
+        return LLMatcher(self._tokenizer.result(), grammar)
+
+    def _masks(self, guided: SequenceOf[tuple[Sequence, Grammar]]) -> Masks:
+        masks = Masks()
+        for sequence, grammar in guided:
             try:
-                fill_next_token_bitmask(self._advance(sequence, tokenizer), bits, row)
-            except ValueError as error:  # what llguidance says of a grammar that it can't serve
+                matcher = _advanced(grammar, sequence)
+                bits = allocate_token_bitmask(1, self._tokenizer.result().vocab_size)
+                fill_next_token_bitmask(matcher, bits)
+                masks.allowed[sequence.request_id] = bits[0].view(np.uint8)
+            except ValueError as error:  # what llguidance says of a tokenizer or a grammar that it can't serve
                 masks.errors[sequence.request_id] = str(error)
-        masks.allowed = {s.request_id: row for s, row in zip(sequences, bits.view(np.uint8), strict=True)}
         return masks
 
-    def _advance(self, sequence: Sequence, tokenizer: LLTokenizer) -> LLMatcher:
-        """The request's grammar, after all tokens of its answer so far. Raises ValueError if it does not compile."""
-        grammar = self._open.get(sequence.request_id)
-        if grammar is None:
-            grammar = Grammar(LLMatcher(tokenizer, sequence.sampling.grammar))
-            self._open[sequence.request_id] = grammar
-        new = sequence.tokens[sequence.answer_start + grammar.num_consumed :].tolist()
-        if new:
-            grammar.matcher.consume_tokens(new)
-            grammar.num_consumed += len(new)
-        if grammar.matcher.is_error():
-            raise ValueError(grammar.matcher.get_error())
-        return grammar.matcher
+
+def _advanced(grammar: Grammar, sequence: Sequence) -> LLMatcher:
+    """After all tokens of the answer so far. Raises ValueError if there is no way on, or none ever."""
+    matcher = grammar.compiled.result()
+    new = sequence.tokens[sequence.answer_start + grammar.num_consumed :].tolist()
+    if new:
+        matcher.consume_tokens(new)
+        grammar.num_consumed += len(new)
+    if matcher.is_error():
+        raise ValueError(matcher.get_error())
+    return matcher
 
 
 def _tokenizer(checkpoint: Checkpoint) -> LLTokenizer:

@@ -15,7 +15,7 @@ from torch import Tensor
 from contracts.events import Token
 from contracts.ids import RequestId
 from engine.cuda.sampling import columns, is_greedy
-from engine.cuda.state import DecodeState, DrawInputs, pack
+from engine.cuda.state import DecodeState, pack
 from engine.cuda.team import ALONE, Team
 from engine.cuda.upload import upload, upload_all
 from engine.sampler import Sampler
@@ -35,22 +35,23 @@ class Drawer:
         self._sample = registry.get("sample", SampleSpec(vocab))
         self._scratch = torch.zeros(_SCRATCH_NBYTES, dtype=torch.uint8, device=device)
 
-    def __call__(self, logits: Tensor, inputs: DrawInputs, tokens: Tensor, logprobs: Tensor, greedy: bool) -> None:
-        """`greedy`: all rows are, and `logprobs` are not written."""
+    def alone(self, state: DecodeState, logits: Tensor, first: int, greedy: bool) -> Tensor:
+        """The tokens, in rows of the state from `first` on. `greedy`: all rows are, and `logprobs` are not written."""
+        last = first + len(logits)
+        tokens = state.drawn[first:last]
         if greedy:
             self._argmax(logits, tokens, self._scratch)
         else:
+            inputs = state.draw_inputs(first, last)
             self._sample(
                 logits, inputs.temperatures, inputs.top_ks, inputs.top_ps, inputs.min_ps, inputs.seeds,
-                inputs.positions, tokens, logprobs,
+                inputs.positions, tokens, state.logprobs[first:last],
             )  # fmt: skip
+        return tokens
 
     def into(self, state: DecodeState, logits: Tensor, first: int, greedy: bool) -> None:
-        """Into rows of the state, from `first` on. All of a team have the first one's tokens."""
-        last = first + len(logits)
-        tokens = state.drawn[first:last]
-        self(logits, state.draw_inputs(first, last), tokens, state.logprobs[first:last], greedy)
-        self._team.follow(tokens)
+        """The same for a team: all of it have the first one's tokens."""
+        self._team.follow(self.alone(state, logits, first, greedy))
 
     def follow(self, state: DecodeState, num_rows: int) -> None:
         """The first of a team draws these from logits that only it has."""
@@ -129,8 +130,7 @@ class DeviceSampler(Sampler):
         count = len(sequences)
         state = DecodeState(count, 1, 1, torch.float32, logits_BV.device)
         state.put(pack(None, columns(sequences), state.max_rows))
-        tokens = state.drawn[:count]
-        self._drawer(adjusted, state.draw_inputs(0, count), tokens, state.logprobs[:count], is_greedy(sequences))
+        tokens = self._drawer.alone(state, adjusted, 0, is_greedy(sequences))
         return DeviceDrawn(sequences, tokens, Likeliest.of(sequences, logits_BV, tokens)).wait()
 
     def _put(self, arrays: SequenceOf[np.ndarray]) -> SequenceOf[Tensor]:

@@ -52,11 +52,11 @@ class DeviceBatch:
 
 @dataclass(frozen=True)
 class Draw:
-    """Of the batch that was launched last, without drawing: its first `num_rows`, whose parameters are in `words`,
-    state.pack's.
+    """Of the batch that was launched last, without drawing: its first `num_rows`. `words`: state.pack's, if the batch's
+    own have not brought their parameters.
     """
 
-    words: np.ndarray
+    words: np.ndarray | None
     num_rows: int
     greedy: bool
 
@@ -115,7 +115,8 @@ class Launcher:
     @torch.inference_mode()
     def draw(self, draw: Draw, logits: Tensor) -> None:
         """From these logits, in place of the batch's own."""
-        self.state.put(draw.words)
+        if draw.words is not None:
+            self.state.put(draw.words)
         self._drawer.into(self.state, logits, 0, draw.greedy)
 
     def follow(self, draw: Draw) -> None:

@@ -51,6 +51,7 @@ class DeviceRunner:
         self.launcher, self._sampler, self._tell = launcher, sampler, tell
         self._block_size, self._spare = layout.block_size, launcher.cache.num_blocks
         self.early_planes = launcher.model.early_layers * layout.num_planes // layout.num_layers
+        self._told_of: list[Sequence] = []
         self._drawn: dict[RequestId, int] = {}
         self._last: DeviceDrawn | None = None
         self._tables: tuple[int, list[tuple[array[int], int]]] = (0, [])
@@ -77,7 +78,8 @@ class DeviceRunner:
         self, sequences: SequenceOf[Sequence], logits: torch.Tensor, allowed: Mapping[RequestId, np.ndarray]
     ) -> DeviceDrawn:
         adjusted = self._sampler.adjusted(sequences, logits, allowed)
-        words = pack(None, columns(sequences), self.launcher.state.max_rows)
+        is_known = list(sequences) == self._told_of
+        words = None if is_known else pack(None, columns(sequences), self.launcher.state.max_rows)
         draw = Draw(words, len(sequences), is_greedy(sequences))
         with self._tell(draw):
             self.launcher.draw(draw, adjusted)
@@ -108,6 +110,7 @@ class DeviceRunner:
         batch = self._batch(pieces[:count], pieces[count:], sampling, [span.rows.numpy() for span in found], draws)
         with self._told(batch):
             launched = self.launcher.launch(batch, partial(score, found), written)
+            self._told_of = list(sampling)
             if not draws:
                 return Computed(torch.cat(list(launched.logits)).float(), launched.scored)
             drawn = self._on_their_way(sampling, *launched.logits)

@@ -2,6 +2,8 @@
 
 import json
 import re
+import threading
+import time
 
 import pytest
 from driving import drain, greedy, request, settings, tokens_of
@@ -11,8 +13,11 @@ from tokenizers import Tokenizer
 
 from checkpoint import open_checkpoint
 from contracts.events import FinishReason, Token
+from contracts.ids import RequestId
 from engine.engine import Engine
+from engine.grammar import LARGE, Grammars
 from engine.load import load_engine
+from engine.messages import StepOutput
 
 PERSON = {
     "type": "object",
@@ -132,3 +137,72 @@ def test_a_schema_that_refers_and_refers_does_not_end_the_engine(engine, tokeniz
     links = {f"a{at}": {"type": "object", "properties": {"x": {"$ref": f"#/$defs/a{at + 1}"}}} for at in range(3000)}
     (text,) = ask(engine, tokenizer, schema({"$defs": links | {"a3000": {"enum": ["x"]}}, "$ref": "#/$defs/a2999"}))
     assert json.loads(text) in ({}, {"x": "x"})
+
+
+LONG = schema({"enum": [f"{number} is one of many values" for number in range(1000)]})
+
+
+@pytest.fixture
+def held_up(monkeypatch):
+    """Compiling goes on when this is set."""
+    goes_on, compile_ = threading.Event(), Grammars._compile
+
+    def compiled(grammars, grammar):
+        assert goes_on.wait(60)
+        return compile_(grammars, grammar)
+
+    monkeypatch.setattr(Grammars, "_compile", compiled)
+    yield goes_on
+    goes_on.set()
+
+
+def until_done(engine, outputs):
+    deadline = time.monotonic() + 60
+    while engine.has_work():
+        outputs.append(engine.step())
+        engine.check()
+        time.sleep(0.001)
+        assert time.monotonic() < deadline
+
+
+def test_no_answer_waits_while_a_large_grammar_is_compiled(engine, tokenizer, held_up):
+    assert len(LONG) >= LARGE
+    prompt = tokenizer.encode("Answer: ").ids
+    engine.submit(request("guided", prompt, greedy(40, grammar=LONG, ignore_eos=False)))
+    engine.submit(request("plain", prompt, greedy(8)))
+    assert engine.stats().num_waiting == 2
+    outputs = [engine.step() for _ in range(9)]
+    assert len(tokens_of(outputs, "plain")) == 8 and not any(
+        s.request_id == "guided" for o in outputs for s in o.sampled
+    )
+    assert engine.has_work() and engine.step() == StepOutput() and engine.stats().num_waiting == 1
+    held_up.set()
+    until_done(engine, outputs)
+    assert json.loads(tokenizer.decode(tokens_of(outputs, "guided"))).endswith("is one of many values")
+
+
+def test_a_request_may_go_while_its_grammar_is_compiled(engine, tokenizer, held_up):
+    engine.submit(request("gone", tokenizer.encode("Answer: ").ids, greedy(40, grammar=LONG)))
+    engine.step()
+    engine.release(RequestId("gone"))
+    held_up.set()
+    assert not engine.has_work() and not engine._grammars._open
+    engine.check()
+
+
+def test_nor_does_one_that_came_from_elsewhere_hold_up_others(engine, tokenizer, held_up):
+    prompt = tokenizer.encode("Answer: ").ids
+    params = greedy(40, grammar=LONG, ignore_eos=False)
+    reservation = engine.reserve(request("guided", prompt, params))
+    quote = tokenizer.encode('"').ids[0]
+    engine.adopt(reservation.request_id, Token(0, quote))
+    engine.writer_ended(reservation.request_id)
+    with pytest.raises(KeyError):
+        engine.adopt(reservation.request_id, Token(0, quote))
+    engine.submit(request("plain", prompt, greedy(8)))
+    outputs = [engine.step() for _ in range(9)]
+    assert len(tokens_of(outputs, "plain")) == 8 and engine.has_work()
+    held_up.set()
+    until_done(engine, outputs)
+    answer = tokenizer.decode([quote, *tokens_of(outputs, "guided")])
+    assert json.loads(answer).endswith("is one of many values")
