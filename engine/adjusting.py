@@ -5,6 +5,7 @@ The order is that of vLLM and of OpenAI's documentation: logit_bias, penalties, 
 grammar.
 """
 
+from array import array
 from collections import Counter
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as SequenceOf
@@ -27,8 +28,8 @@ class Seen:
     step has one, a prompt thousands.
     """
 
-    def __init__(self, tokens: np.ndarray, first: int, answer_start: int, presence: float, frequency: float) -> None:
-        ids = np.unique(tokens[first:]).astype(np.int64)
+    def __init__(self, tokens: "array[int]", first: int, answer_start: int, presence: float, frequency: float) -> None:
+        ids = np.unique(np.frombuffer(tokens, np.int32)[first:]).astype(np.int64)
         self._presence, self._frequency = presence, frequency
         self._room_ids, self._room_amounts = ids, np.zeros(len(ids), np.float32)
         self._places = {token: place for place, token in enumerate(ids.tolist())}
@@ -44,9 +45,9 @@ class Seen:
     def amounts(self) -> np.ndarray:
         return self._room_amounts[: len(self._places)]
 
-    def follow(self, tokens: np.ndarray) -> None:
+    def follow(self, tokens: "array[int]") -> None:
         """`tokens`: all of the sequence, prompt and answer."""
-        for token in tokens[self._num_followed :].tolist():
+        for token in tokens[self._num_followed :]:
             self._counts[token] += 1
             place = self._place(token)  # first, since it may make room
             self._room_amounts[place] = self._presence + self._frequency * self._counts[token]
@@ -84,12 +85,11 @@ class Wishes:
 
     def seen(self, sequence: Sequence) -> Seen:
         """Repetitions are of prompt and answer, presence and frequency of the answer alone."""
-        sampling, tokens = self._sampling, np.frombuffer(sequence.tokens, np.int32)
         if self._seen is None:
             first = 0 if self.repetition != 1 else sequence.answer_start
-            penalties = sampling.presence_penalty, sampling.frequency_penalty
-            self._seen = Seen(tokens, first, sequence.answer_start, *penalties)
-        self._seen.follow(tokens)
+            penalties = self._sampling.presence_penalty, self._sampling.frequency_penalty
+            self._seen = Seen(sequence.tokens, first, sequence.answer_start, *penalties)
+        self._seen.follow(sequence.tokens)
         return self._seen
 
     def banned(self, sequence: Sequence) -> list[np.ndarray]:

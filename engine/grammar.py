@@ -18,9 +18,10 @@ from contracts.deep_threads import DeepThreads
 from contracts.ids import RequestId
 from engine.sequence import Sequence
 
-NUM_THREADS = max(1, min(8, (os.cpu_count() or 1) // 2))
-FEW = 4
-"""Fewer masks than these (some 0.1 ms each, of a large vocabulary) are not worth another thread."""
+NUM_THREADS = max(1, min(4, (os.cpu_count() or 1) // 2))
+"""More of them wait for the interpreter."""
+FEW = 8
+"""Fewer masks than these (some 50 us each, of a large vocabulary) are not worth another thread."""
 LARGE = 16384
 """Characters of a grammar that takes milliseconds to compile: 20 000 values of an enum, 0.5 MB, took 65 ms."""
 
@@ -77,14 +78,16 @@ class Grammars:
         return LLMatcher(self._tokenizer.result(), grammar)
 
     def _masks(self, guided: SequenceOf[tuple[Sequence, Grammar]]) -> Masks:
+        try:
+            bits = allocate_token_bitmask(len(guided), self._tokenizer.result().vocab_size)
+        except ValueError as error:  # what llguidance says of a tokenizer that it can't serve
+            return Masks(errors={sequence.request_id: str(error) for sequence, _ in guided})
         masks = Masks()
-        for sequence, grammar in guided:
+        for row, (sequence, grammar) in enumerate(guided):
             try:
-                matcher = _advanced(grammar, sequence)
-                bits = allocate_token_bitmask(1, self._tokenizer.result().vocab_size)
-                fill_next_token_bitmask(matcher, bits)
-                masks.allowed[sequence.request_id] = bits[0].view(np.uint8)
-            except ValueError as error:  # what llguidance says of a tokenizer or a grammar that it can't serve
+                fill_next_token_bitmask(_advanced(grammar, sequence), bits, row)
+                masks.allowed[sequence.request_id] = bits[row].view(np.uint8)
+            except ValueError as error:  # what llguidance says of a grammar that it can't serve
                 masks.errors[sequence.request_id] = str(error)
         return masks
 

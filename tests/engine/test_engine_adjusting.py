@@ -1,5 +1,7 @@
 """Logits as requests want them changed, beside the same rules written out for one row."""
 
+from array import array
+
 import numpy as np
 import pytest
 import torch
@@ -84,10 +86,10 @@ def test_a_batch_gets_what_each_row_wants(asked, seed):
 @given(tokens, st.lists(tokens, max_size=5), st.booleans())
 def test_tokens_are_counted_once_each_however_many_come_at_a_time(prompt, pieces, with_prompt):
     told, start = list(prompt), len(prompt)
-    seen = Seen(np.array(told, np.int32), 0 if with_prompt else start, start, 1.0, 0.5)
+    seen = Seen(array("i", told), 0 if with_prompt else start, start, 1.0, 0.5)
     for piece in pieces:
         told += piece
-        seen.follow(np.array(told, np.int32))
+        seen.follow(array("i", told))
     answer = told[start:]
     assert sorted(seen.ids) == sorted(set(told if with_prompt else answer))
     amounts = {token: 1.0 + 0.5 * answer.count(token) if token in answer else 0.0 for token in seen.ids}
