@@ -17,7 +17,6 @@ from collections import Counter
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import replace
-from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -353,7 +352,7 @@ class Engine:
         """
         if flight.computed.drawn is not None:
             return flight
-        masks = self._masks(flight)
+        masks = flight.masks.result() if flight.masks else Masks()
         present = [sequence for sequence in flight.sampling if self._is_present(sequence)]
         lost = {s: self._fail(s, masks.errors[s.request_id]) for s in present if s.request_id in masks.errors}
         flight = replace(flight, failed=(*flight.failed, *lost.values()))
@@ -365,13 +364,6 @@ class Engine:
             _log.exception("%d tokens can't be drawn together", len(flight.sampling))
             drawn = None
         return replace(flight, computed=replace(flight.computed, drawn=drawn))
-
-    def _masks(self, flight: Flight) -> Masks:
-        masks = Masks()
-        for part in flight.masks or ():
-            masks.allowed.update(part.result().allowed)
-            masks.errors.update(part.result().errors)
-        return masks
 
     def _guided(self, flight: Flight) -> Flight:
         """Masks are begun on, now that the tokens before are known."""
@@ -390,21 +382,12 @@ class Engine:
         logits = flight.computed.logits
         if len(wanted) < len(flight.sampling):
             logits = logits[[row for row, _ in wanted]]
-        return self._sample([sequence for _, sequence in wanted], logits, self._masks(flight))
-
-    def _sample(
-        self, sequences: list[Sequence], logits: torch.Tensor, masks: Masks
-    ) -> tuple[list[Sequence], list[Token], tuple[EngineFailure, ...]]:
-        """If the rows fail together, each is drawn alone: what one request asks for ends no other."""
-        try:
-            return sequences, self._sampler.sample(sequences, logits, masks.allowed), ()
-        except Exception as error:  # whatever a request's parameters bring about
-            _log.exception("%d tokens can't be drawn", len(sequences))
-            if len(sequences) == 1:
-                return [], [], (self._fail(sequences[0], str(error)),)
-        runs = [self._sample([sequence], logits[row : row + 1], masks) for row, sequence in enumerate(sequences)]
-        drawn, tokens, failed = (list(chain.from_iterable(parts)) for parts in zip(*runs, strict=True))
-        return drawn, tokens, tuple(failed)
+        sequences = [sequence for _, sequence in wanted]
+        allowed = flight.masks.result().allowed if flight.masks else {}
+        found = self._sampler.sample_each(sequences, logits, allowed)
+        lost = tuple(self._fail(s, why) for s, why in zip(sequences, found, strict=True) if isinstance(why, str))
+        told = [(s, token) for s, token in zip(sequences, found, strict=True) if isinstance(token, Token)]
+        return [sequence for sequence, _ in told], [token for _, token in told], lost
 
     def _let_go(self, blocks: SequenceOf[int]) -> None:
         """A batch that is still being computed may write to them, and the next to hold them may be a transfer, which is

@@ -22,5 +22,5 @@ class Flight:
     chunks: tuple[ChunkDone, ...]
     computed: Computed
     failed: tuple[EngineFailure, ...]
-    masks: SequenceOf[Future[Masks]] | None
+    masks: Future[Masks] | None
     sampling: SequenceOf[Sequence]

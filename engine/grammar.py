@@ -10,18 +10,15 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 import numpy as np
-from llguidance import LLMatcher, LLTokenizer
-from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask
+from llguidance import LLExecutor, LLMatcher, LLTokenizer
+from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask_par
 
 from checkpoint.checkpoint import Checkpoint
 from contracts.deep_threads import DeepThreads
 from contracts.ids import RequestId
 from engine.sequence import Sequence
 
-NUM_THREADS = max(1, min(4, (os.cpu_count() or 1) // 2))
-"""More of them wait for the interpreter."""
-FEW = 8
-"""Fewer masks than these (some 50 us each, of a large vocabulary) are not worth another thread."""
+NUM_THREADS = max(1, min(8, (os.cpu_count() or 1) // 2))
 LARGE = 16384
 """Characters of a grammar that takes milliseconds to compile: 20 000 values of an enum, 0.5 MB, took 65 ms."""
 
@@ -44,31 +41,36 @@ class Masks:
     errors: dict[RequestId, str] = field(default_factory=dict)
 
 
+_NO_MASKS: Future[Masks] = Future()
+_NO_MASKS.set_result(Masks())
+
+
 class Grammars:
-    """The grammars of an engine's requests. Calls from the engine's thread; the work is done on some of its own."""
+    """The grammars of an engine's requests. Calls from the engine's thread; the work is done on others, all masks of a
+    batch by one of them, which has Rust's help: Python's own threads would wait for the interpreter.
+    """
 
     def __init__(self, checkpoint: Checkpoint) -> None:
-        self._threads = DeepThreads(NUM_THREADS, "grammar")
+        self._compilers, self._masker = DeepThreads(NUM_THREADS, "grammar"), DeepThreads(1, "masks")
+        self._executor = LLExecutor(NUM_THREADS)
         self._open: dict[Sequence, Grammar] = {}
         # A fraction of a second for a large vocabulary: now, not beside running answers.
-        self._tokenizer = self._threads.submit(_tokenizer, checkpoint)
+        self._tokenizer = self._compilers.submit(_tokenizer, checkpoint)
 
     def open(self, sequence: Sequence) -> None:
         """Its grammar, if it has one, is compiled from now on."""
         if sequence.sampling.grammar:
-            self._open[sequence] = Grammar(self._threads.submit(self._compile, sequence.sampling.grammar))
+            self._open[sequence] = Grammar(self._compilers.submit(self._compile, sequence.sampling.grammar))
 
     def is_ready(self, sequence: Sequence) -> bool:
         """A step with this sequence would not wait for long."""
         grammar = self._open.get(sequence)
         return grammar is None or len(sequence.sampling.grammar) < LARGE or grammar.compiled.done()
 
-    def begin(self, sequences: SequenceOf[Sequence]) -> list[Future[Masks]]:
-        """Start on the masks for the next token of those `sequences` that have a grammar, some on each thread."""
+    def begin(self, sequences: SequenceOf[Sequence]) -> Future[Masks]:
+        """Start on the masks for the next token of those `sequences` that have a grammar."""
         guided = [(sequence, self._open[sequence]) for sequence in sequences if sequence in self._open]
-        share = max(FEW, -(-len(guided) // NUM_THREADS))
-        parts = [guided[first : first + share] for first in range(0, len(guided), share)]
-        return [self._threads.submit(self._masks, part) for part in parts]
+        return self._masker.submit(self._masks, guided) if guided else _NO_MASKS
 
     def forget(self, sequence: Sequence) -> None:
         """The request is gone. Idempotent."""
@@ -78,17 +80,18 @@ class Grammars:
         return LLMatcher(self._tokenizer.result(), grammar)
 
     def _masks(self, guided: SequenceOf[tuple[Sequence, Grammar]]) -> Masks:
-        try:
-            bits = allocate_token_bitmask(len(guided), self._tokenizer.result().vocab_size)
-        except ValueError as error:  # what llguidance says of a tokenizer that it can't serve
-            return Masks(errors={sequence.request_id: str(error) for sequence, _ in guided})
-        masks = Masks()
-        for row, (sequence, grammar) in enumerate(guided):
+        masks, rows = Masks(), dict[RequestId, LLMatcher]()
+        for sequence, grammar in guided:
             try:
-                fill_next_token_bitmask(_advanced(grammar, sequence), bits, row)
-                masks.allowed[sequence.request_id] = bits[row].view(np.uint8)
-            except ValueError as error:  # what llguidance says of a grammar that it can't serve
+                rows[sequence.request_id] = _advanced(grammar, sequence)
+            except ValueError as error:  # what llguidance says of a tokenizer or a grammar that it can't serve
                 masks.errors[sequence.request_id] = str(error)
+        if rows:
+            bits = allocate_token_bitmask(len(rows), self._tokenizer.result().vocab_size)
+            numbered = list(zip(rows.values(), range(len(rows)), strict=True))
+            fill_next_token_bitmask_par(self._executor, numbered, bits)
+            masks.allowed.update(zip(rows, bits.view(np.uint8), strict=True))
+        masks.errors.update((name, matcher.get_error()) for name, matcher in rows.items() if matcher.is_error())
         return masks
 
 

@@ -3,6 +3,7 @@
 The order is that of vLLM and of OpenAI's documentation: engine.adjusting's; temperature; min_p, top_k, top_p.
 """
 
+import logging
 from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
 from weakref import WeakKeyDictionary
@@ -16,6 +17,8 @@ from contracts.sampling import SamplingParams
 from engine.adjusting import Adjustment, Wishes
 from engine.random_draw import uniform
 from engine.sequence import Sequence
+
+_log = logging.getLogger(__name__)
 
 # Sorting a whole vocabulary costs milliseconds a row; nearly always the nucleus lies within so many of the
 # likeliest tokens.
@@ -46,6 +49,21 @@ class Sampler:
         if drawn:
             chosen[drawn] = draw([sequences[row] for row in drawn], adjusted[drawn])
         return _tokens(sequences, logits_BV, chosen.tolist())
+
+    def sample_each(
+        self, sequences: SequenceOf[Sequence], logits_BV: torch.Tensor, allowed: Mapping[RequestId, np.ndarray]
+    ) -> list[Token | str]:
+        """If the rows fail together, each is drawn alone: what one request asks for ends no other. In place of the
+        token of one that fails, why.
+        """
+        try:
+            return list(self.sample(sequences, logits_BV, allowed))
+        except Exception as error:  # whatever a request's parameters bring about
+            _log.exception("%d tokens can't be drawn", len(sequences))
+            if len(sequences) == 1:
+                return [str(error)]
+        rows = range(len(sequences))
+        return [self.sample_each([sequences[row]], logits_BV[row : row + 1], allowed)[0] for row in rows]
 
     def adjusts(self, sequence: Sequence) -> bool:
         """The sequence asks for more than temperature and filters: its logits are changed first."""
