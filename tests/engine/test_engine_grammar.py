@@ -8,6 +8,7 @@ import time
 import pytest
 from driving import drain, greedy, request, settings, tokens_of
 from llguidance import LLMatcher
+from msgspec import structs
 from tiny_models import VOCAB, save_tiny
 from tokenizers import Tokenizer
 
@@ -15,7 +16,7 @@ from checkpoint import open_checkpoint
 from contracts.events import FinishReason, Token
 from contracts.ids import RequestId
 from engine.engine import Engine
-from engine.grammar import LARGE, Grammars
+from engine.grammar import LARGE
 from engine.load import load_engine
 from engine.messages import StepOutput
 
@@ -85,6 +86,25 @@ def test_each_row_of_a_batch_obeys_its_own(engine, tokenizer):
     assert ask(engine, tokenizer, grammars[0])[0] == together[0], "the company changes nothing"
 
 
+def test_requests_with_the_same_grammar_compile_it_once_and_obey_it_each(engine, tokenizer, monkeypatch):
+    compiled, compile_ = [], LLMatcher
+
+    def noted(*args):
+        compiled.append(args)
+        return compile_(*args)
+
+    monkeypatch.setattr("engine.grammar.LLMatcher", noted)
+    grammar = regex("[a-z]{5}[0-9]{5}")
+    for index in range(4):
+        params = greedy(40, grammar=grammar, ignore_eos=False, temperature=3.0)
+        engine.submit(request(str(index), tokenizer.encode("Answer: ").ids, structs.replace(params, seed=index)))
+    outputs = drain(engine)
+    texts = [tokenizer.decode(tokens_of(outputs, str(index))).removesuffix("<|im_end|>") for index in range(4)]
+    assert all(re.fullmatch("[a-z]{5}[0-9]{5}", text) for text in texts) and len(set(texts)) == 4
+    ask(engine, tokenizer, grammar)
+    assert len(compiled) == 1
+
+
 def test_sampling_at_a_high_temperature_still_obeys(engine, tokenizer):
     texts = {ask(engine, tokenizer, regex("[a-z]{5}"), temperature=2.0, seed=seed)[0] for seed in range(6)}
     assert len(texts) > 1
@@ -139,19 +159,21 @@ def test_a_schema_that_refers_and_refers_does_not_end_the_engine(engine, tokeniz
     assert json.loads(text) in ({}, {"x": "x"})
 
 
-LONG = schema({"enum": [f"{number} is one of many values" for number in range(1000)]})
+def long(kind: str) -> str:
+    """Another for each test: what was compiled once is there."""
+    return schema({"enum": [f"{number} is one of many {kind} values" for number in range(1000)]})
 
 
 @pytest.fixture
 def held_up(monkeypatch):
     """Compiling goes on when this is set."""
-    goes_on, compile_ = threading.Event(), Grammars._compile
+    goes_on, compile_ = threading.Event(), LLMatcher
 
-    def compiled(grammars, grammar):
+    def compiled(*args):
         assert goes_on.wait(60)
-        return compile_(grammars, grammar)
+        return compile_(*args)
 
-    monkeypatch.setattr(Grammars, "_compile", compiled)
+    monkeypatch.setattr("engine.grammar.LLMatcher", compiled)
     yield goes_on
     goes_on.set()
 
@@ -166,9 +188,10 @@ def until_done(engine, outputs):
 
 
 def test_no_answer_waits_while_a_large_grammar_is_compiled(engine, tokenizer, held_up):
-    assert len(LONG) >= LARGE
+    grammar = long("small")
+    assert len(grammar) >= LARGE
     prompt = tokenizer.encode("Answer: ").ids
-    engine.submit(request("guided", prompt, greedy(40, grammar=LONG, ignore_eos=False)))
+    engine.submit(request("guided", prompt, greedy(40, grammar=grammar, ignore_eos=False)))
     engine.submit(request("plain", prompt, greedy(8)))
     assert engine.stats().num_waiting == 2
     outputs = [engine.step() for _ in range(9)]
@@ -178,11 +201,11 @@ def test_no_answer_waits_while_a_large_grammar_is_compiled(engine, tokenizer, he
     assert engine.has_work() and engine.step() == StepOutput() and engine.stats().num_waiting == 1
     held_up.set()
     until_done(engine, outputs)
-    assert json.loads(tokenizer.decode(tokens_of(outputs, "guided"))).endswith("is one of many values")
+    assert json.loads(tokenizer.decode(tokens_of(outputs, "guided"))).endswith("is one of many small values")
 
 
 def test_a_request_may_go_while_its_grammar_is_compiled(engine, tokenizer, held_up):
-    engine.submit(request("gone", tokenizer.encode("Answer: ").ids, greedy(40, grammar=LONG)))
+    engine.submit(request("gone", tokenizer.encode("Answer: ").ids, greedy(40, grammar=long("forgotten"))))
     engine.step()
     engine.release(RequestId("gone"))
     held_up.set()
@@ -192,7 +215,7 @@ def test_a_request_may_go_while_its_grammar_is_compiled(engine, tokenizer, held_
 
 def test_nor_does_one_that_came_from_elsewhere_hold_up_others(engine, tokenizer, held_up):
     prompt = tokenizer.encode("Answer: ").ids
-    params = greedy(40, grammar=LONG, ignore_eos=False)
+    params = greedy(40, grammar=long("foreign"), ignore_eos=False)
     reservation = engine.reserve(request("guided", prompt, params))
     quote = tokenizer.encode('"').ids[0]
     engine.adopt(reservation.request_id, Token(0, quote))
@@ -205,4 +228,4 @@ def test_nor_does_one_that_came_from_elsewhere_hold_up_others(engine, tokenizer,
     held_up.set()
     until_done(engine, outputs)
     answer = tokenizer.decode([quote, *tokens_of(outputs, "guided")])
-    assert json.loads(answer).endswith("is one of many values")
+    assert json.loads(answer).endswith("is one of many foreign values")
