@@ -22,6 +22,11 @@ Put = Callable[[SequenceOf[np.ndarray]], SequenceOf[Tensor]]
 """Copies of arrays where the logits are."""
 
 
+def on_host(arrays: SequenceOf[np.ndarray]) -> list[Tensor]:
+    """The arrays themselves."""
+    return [torch.from_numpy(array) for array in arrays]
+
+
 class Seen:
     """The tokens of a sequence from `first` on, each once: `ids` `[n]` int64, and in `amounts` `[n]` float32 what
     penalties take off a logit for what the answer has of it. A token is counted once, whenever `follow` meets it: a

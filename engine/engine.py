@@ -343,7 +343,8 @@ class Engine:
         sampled = tuple(Sampled(s.request_id, token) for s, token in zip(sampling, tokens, strict=True))
         ended = tuple(end for sequence in sampling for end in self._settle(sequence))
         failed = (*flight.failed, *lost)
-        output = StepOutput(flight.started, flight.chunks, sampled, ended, failed, scored=flight.computed.scored)
+        scored = tuple(scores.told() for scores in flight.computed.scored)
+        output = StepOutput(flight.started, flight.chunks, sampled, ended, failed, scored=scored)
         return self._counted(output, flight.pieces)
 
     def _drawing(self, flight: Flight) -> Flight:

@@ -14,8 +14,7 @@ from engine.batch import Piece
 from engine.decoder import Decoder
 from engine.inputs import prepare
 from engine.kv_cache import KVCache
-from engine.messages import Scored
-from engine.scoring import score, spans
+from engine.scoring import Scores, score, spans
 from engine.sequence import Sequence
 
 
@@ -30,11 +29,11 @@ class Drawn(Protocol):
 @dataclass(frozen=True)
 class Computed:
     """`logits` `[number of pieces that sample, vocab]` float32, of no meaning where `drawn` is there; `scored`: of the
-    prompts that asked for it.
+    prompts that asked for it, to be told once the batch is computed.
     """
 
     logits: torch.Tensor
-    scored: tuple[Scored, ...] = ()
+    scored: tuple[Scores, ...] = ()
     drawn: Drawn | None = None
 
 

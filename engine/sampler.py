@@ -14,7 +14,7 @@ import torch
 from contracts.events import Token
 from contracts.ids import RequestId
 from contracts.sampling import SamplingParams
-from engine.adjusting import Adjustment, Wishes
+from engine.adjusting import Adjustment, Wishes, on_host
 from engine.random_draw import uniform
 from engine.sequence import Sequence
 
@@ -97,15 +97,16 @@ class Sampler:
         vocab = logits_BV.shape[1]
         wishes = {row: (self._wishes_of(sequence, vocab), sequence) for row, sequence in rows.items()}
         guided = {row: allowed[s.request_id] for row, s in rows.items() if s.request_id in allowed}
-        return Adjustment.of(wishes, guided, vocab).of_logits(logits_BV, self._put)
+        return Adjustment.of(wishes, guided, vocab).of_logits(logits_BV, self.put)
 
     def _wishes_of(self, sequence: Sequence, vocab: int) -> Wishes:
         if sequence not in self._wishes:
             self._wishes[sequence] = Wishes(sequence.sampling, vocab, self.stop_ids(sequence.sampling))
         return self._wishes[sequence]
 
-    def _put(self, arrays: SequenceOf[np.ndarray]) -> SequenceOf[torch.Tensor]:
-        return [torch.from_numpy(array) for array in arrays]
+    def put(self, arrays: SequenceOf[np.ndarray]) -> SequenceOf[torch.Tensor]:
+        """Where logits are."""
+        return on_host(arrays)
 
 
 def draw(sequences: SequenceOf[Sequence], logits_BV: torch.Tensor) -> torch.Tensor:

@@ -133,7 +133,7 @@ class DeviceSampler(Sampler):
         tokens = self._drawer.alone(state, adjusted, 0, is_greedy(sequences))
         return DeviceDrawn(sequences, tokens, Likeliest.of(sequences, logits_BV, tokens)).wait()
 
-    def _put(self, arrays: SequenceOf[np.ndarray]) -> SequenceOf[Tensor]:
+    def put(self, arrays: SequenceOf[np.ndarray]) -> SequenceOf[Tensor]:
         return upload_all(arrays, self._drawer.device)
 
 

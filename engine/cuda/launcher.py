@@ -21,14 +21,14 @@ from engine.cuda.state import DecodeState
 from engine.cuda.steps import DecodeSteps, StepKey
 from engine.cuda.transformer import Attend, Rows, Tails, Transformer
 from engine.cuda.upload import upload_all
-from engine.messages import Scored
 from engine.runner import Written, unheard
+from engine.scoring import Scores
 
-Score = Callable[[Iterable[Tensor]], tuple[Scored, ...]]
+Score = Callable[[Iterable[Tensor]], tuple[Scores, ...]]
 """Takes the logits of DeviceBatch.scored, all of them, one after the other."""
 
 
-def unscored(logits: Iterable[Tensor]) -> tuple[Scored, ...]:
+def unscored(logits: Iterable[Tensor]) -> tuple[Scores, ...]:
     """A Score that says nothing of them."""
     deque(logits, maxlen=0)
     return ()
@@ -66,7 +66,7 @@ class Launched:
     """`logits` of those that sample, decodes first: as the activations are."""
 
     logits: SequenceOf[Tensor]
-    scored: tuple[Scored, ...]
+    scored: tuple[Scores, ...]
 
 
 class Launcher:
@@ -140,7 +140,7 @@ class Launcher:
             written(is_all)
 
         x = self.model(rows, self.cache, self._attend(plan.queries), noted, self.chunks.advance(rows))
-        logits = (self.model.head(x.index_select(0, index)).float().cpu() for index in others)
+        logits = (self.model.head(x.index_select(0, index)).float() for index in others)
         return self.model.head(x.index_select(0, sampled)), logits
 
     def _attend(self, queries: Queries) -> Attend:

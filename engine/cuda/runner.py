@@ -12,7 +12,7 @@ import torch
 
 from contracts.ids import RequestId
 from engine.batch import Piece
-from engine.cuda.drawing import DeviceDrawn, DeviceSampler, Likeliest
+from engine.cuda.drawing import DeviceDrawn, DeviceSampler, Likeliest, to_host
 from engine.cuda.inputs import DecodeRows, block_tables, decode_rows, num_decodes, prompt_rows
 from engine.cuda.launcher import DeviceBatch, Draw, Launcher, unscored
 from engine.cuda.sampling import columns, is_greedy
@@ -109,7 +109,8 @@ class DeviceRunner:
         found = spans(pieces[count:])
         batch = self._batch(pieces[:count], pieces[count:], sampling, [span.rows.numpy() for span in found], draws)
         with self._told(batch):
-            launched = self.launcher.launch(batch, partial(score, found), written)
+            scoring = partial(score, found, put=self._sampler.put, fetch=to_host)
+            launched = self.launcher.launch(batch, scoring, written)
             self._told_of = list(sampling)
             if not draws:
                 return Computed(torch.cat(list(launched.logits)).float(), launched.scored)

@@ -94,7 +94,9 @@ def test_rows_of_a_mixed_batch_are_what_they_are_alone(engine):
     logits = torch.cat([computed.logits for computed in alone])
     assert together.logits.shape[0] == sum(piece.samples for piece in pieces) == 6
     assert torch.allclose(together.logits, logits, atol=1e-4, rtol=1e-4)
-    told, told_alone = together.scored, [scored for computed in alone for scored in computed.scored]
+    engine.runner.wait()
+    told = [scores.told() for scores in together.scored]
+    told_alone = [scores.told() for computed in alone for scores in computed.scored]
     places = [(scored.request_id, scored.first_index, len(scored.tokens)) for scored in told]
     assert places == [("5", 1, 64), ("5", 65, 25), ("6", 65, 64)]
     for scored, by_itself in zip(told, told_alone, strict=True):
