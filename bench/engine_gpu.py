@@ -102,7 +102,7 @@ def load(dtype: str, model: str = "llama-8b", **changes: Any) -> Engine:
     )
     device = torch.device("cuda:0")
     checkpoint, source = open_random(model, device)
-    return load_device_engine(settings, checkpoint, _silent, source, device, open_random)
+    return load_device_engine(settings, checkpoint, silent, source, device, open_random)
 
 
 @contextmanager
@@ -118,30 +118,23 @@ def settled(engine: Engine) -> Iterator[None]:
 
 def decode_rows(engine: Engine, dtype: str, num_gpus: int, batch: int) -> list[Row]:
     gc.collect()  # what a profile leaves takes 0.08 s to look through
-    names = submit(engine, [PROMPT] * batch, 4 * (NUM_WARM + NUM_STEPS))
-    sampled: Counter[str] = Counter()
-    while len(sampled) < batch:  # prompts go a few at a time, so the first answers get ahead
-        sampled.update(told.request_id for told in engine.step().sampled)
-    for _ in range(NUM_WARM):
-        engine.step()
-    collecting, stamps = COLLECTIONS.seconds, [time.perf_counter()]
-    for _ in range(NUM_STEPS):
-        assert len(engine.step().sampled) == batch
-        stamps.append(time.perf_counter())
+    requests = random_requests(engine, [PROMPT] * batch, 4 * (NUM_WARM + NUM_STEPS))
+    with answering(engine, requests) as num_sampled:
+        collecting, stamps = COLLECTIONS.seconds, [time.perf_counter()]
+        for _ in range(NUM_STEPS):
+            assert len(engine.step().sampled) == batch
+            stamps.append(time.perf_counter())
+        collecting = COLLECTIONS.seconds - collecting
+        idle = idle_share(engine) if batch in (1, 64) else None
+        host = host_ms(engine)
     step_ms = (stamps[-1] - stamps[0]) / NUM_STEPS * 1e3
-    context = PROMPT + sampled.total() // batch + NUM_WARM + NUM_STEPS // 2
+    context = PROMPT + num_sampled // batch + NUM_WARM + NUM_STEPS // 2
     params = {"dtype": dtype, "batch": batch, "context": context}
     limit = limit_ms(engine.checkpoint.config, batch, context, dtype) / num_gpus
     rows = [_beside(engine, "engine_decode_step", step_ms, "ms", params, limit, VLLM_MS.get(batch))]
     slowest = max(late - early for early, late in pairwise(stamps)) * 1e3
     rows.append(Row("engine_decode_step_slowest", slowest, "ms", params))
-    rows.append(Row("engine_collector", (COLLECTIONS.seconds - collecting) * 1e3, "ms", params))
-    idle = idle_share(engine) if batch in (1, 64) else None
-    host = host_ms(engine)
-    for name in names:
-        engine.release(name)
-    while engine.has_work():
-        engine.step()
+    rows.append(Row("engine_collector", collecting * 1e3, "ms", params))
     if num_gpus == 1:  # a graph of several GPUs is not replayed by one process
         alone = replay_ms(engine.runner.launcher.steps.graph(batch, PROMPT + NUM_WARM + NUM_STEPS), count=10, groups=5)  # type: ignore[attr-defined]
         rows.append(Row("engine_graph_replay", alone, "ms", params, limit))
@@ -149,6 +142,25 @@ def decode_rows(engine: Engine, dtype: str, num_gpus: int, batch: int) -> list[R
     if idle is not None:
         rows.append(Row("engine_gpu_idle", idle, "", params))
     return rows
+
+
+@contextmanager
+def answering(engine: Engine, requests: Sequence[EngineRequest]) -> Iterator[int]:
+    """Within, all of them are being answered, and have been for `NUM_WARM` steps; yields how many tokens they all had
+    before those.
+    """
+    for request in requests:
+        engine.submit(request)
+    sampled: Counter[str] = Counter()
+    while len(sampled) < len(requests):  # prompts go a few at a time, so the first answers get ahead
+        sampled.update(told.request_id for told in engine.step().sampled)
+    for _ in range(NUM_WARM):
+        engine.step()
+    yield sampled.total()
+    for request in requests:
+        engine.release(request.request_id)
+    while engine.has_work():
+        engine.step()
 
 
 def host_ms(engine: Engine, num_steps: int = 16) -> float:
@@ -274,7 +286,7 @@ def shown(row: Row) -> Row:
     return row
 
 
-def _silent(stage: str, done: int, total: int) -> None:
+def silent(stage: str, done: int, total: int) -> None:
     """Progress that nobody watches."""
 
 

@@ -13,32 +13,28 @@ import json
 import logging
 import string
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import count, islice, pairwise
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from llguidance import LLMatcher
 from msgspec import structs
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer
 
-from bench.engine_gpu import host_ms, idle_share, settled, shown
-from bench.random_model import SHAPES, open_random
+from bench.engine_gpu import NUM_STEPS, PROMPT, answering, host_ms, idle_share, random_requests, settled, shown, silent
+from bench.random_model import SHAPES, byte_tokenizer, open_random
 from bench.result import Row, write_result
-from contracts.ids import RequestId
 from contracts.sampling import SamplingParams
 from engine.cuda.load import load_device_engine
 from engine.engine import Engine
-from engine.messages import EngineRequest, EngineSettings
+from engine.messages import EngineSettings
 from kernels import caps
 
 BATCHES = (1, 8, 64)
-PROMPT, NUM_WARM, NUM_STEPS, NUM_IDLE = 992, 8, 48, 12
 _log = logging.getLogger(__name__)
-_names = count()
 
 
 @dataclass(frozen=True)
@@ -108,20 +104,15 @@ def load(settings: EngineSettings) -> Engine:
     checkpoint, source = open_random(settings.model, device)
     vocab = SHAPES[settings.model].vocab_size
     checkpoint = replace(checkpoint, build_tokenizer=lambda: word_tokenizer(vocab), eos_token_ids=(vocab - 1,))
-    return load_device_engine(settings, checkpoint, _silent, source, device, open_random)
+    return load_device_engine(settings, checkpoint, silent, source, device, open_random)
 
 
 def word_tokenizer(size: int) -> Tokenizer:
     """Bytes, then the first words by length and alphabet."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE(vocab=dict(zip(_words(alphabet), range(size), strict=False)), merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    return tokenizer
+    return byte_tokenizer(islice(_words(), size - 256))
 
 
-def _words(alphabet: Sequence[str]) -> Iterator[str]:
-    yield from alphabet
+def _words() -> Iterator[str]:
     for length in count(2):
         yield from map("".join, itertools.product(string.ascii_lowercase, repeat=length))
 
@@ -129,27 +120,16 @@ def _words(alphabet: Sequence[str]) -> Iterator[str]:
 def measure(engine: Engine, case: Case, batch: int) -> list[Row]:
     """Median and largest time between steps, and the share of them in which the GPU did nothing."""
     gc.collect()
-    rng = np.random.default_rng(0)
-    prompts = rng.integers(0, engine.checkpoint.config.vocab_size, (batch, PROMPT)).tolist()
     asked = [case.adjusted if case.num_rows is None or row < case.num_rows else PLAIN for row in range(batch)]
-    names = [RequestId(str(next(_names))) for _ in prompts]
-    for name, prompt, sampling in zip(names, prompts, asked, strict=True):
-        engine.submit(EngineRequest(name, prompt, sampling))
-    begun: set[RequestId] = set()
-    while len(begun) < batch:
-        begun.update(told.request_id for told in engine.step().sampled)
-    for _ in range(NUM_WARM):
-        engine.step()
-    stamps = [time.perf_counter()]
-    for _ in range(NUM_STEPS):
-        assert len(engine.step().sampled) == batch
-        stamps.append(time.perf_counter())
+    made = random_requests(engine, [PROMPT] * batch, 1)
+    requests = [replace(request, sampling=sampling) for request, sampling in zip(made, asked, strict=True)]
+    with answering(engine, requests):
+        stamps = [time.perf_counter()]
+        for _ in range(NUM_STEPS):
+            assert len(engine.step().sampled) == batch
+            stamps.append(time.perf_counter())
+        idle, host = idle_share(engine), host_ms(engine)
     taken = sorted(late - early for early, late in pairwise(stamps))
-    idle, host = idle_share(engine, NUM_IDLE), host_ms(engine)
-    for name in names:
-        engine.release(name)
-    while engine.has_work():
-        engine.step()
     params = {"asks for": case.name, "batch": batch}
     return [
         Row("adjusted_step", taken[len(taken) // 2] * 1e3, "ms", params),
@@ -157,10 +137,6 @@ def measure(engine: Engine, case: Case, batch: int) -> list[Row]:
         Row("adjusted_gpu_idle", idle, "", params),
         Row("adjusted_host_work", host, "ms", params),
     ]
-
-
-def _silent(stage: str, done: int, total: int) -> None:
-    """Progress that nobody watches."""
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """Models of a real shape with random weights, made on the device: for speed, where no text matters."""
 
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
@@ -246,10 +247,10 @@ class RandomWeights:
         return shapes.get(kind, (hidden,))
 
 
-def byte_tokenizer() -> Tokenizer:
-    """A token for each byte, and no others."""
-    vocab = {char: index for index, char in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
-    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+def byte_tokenizer(words: Iterable[str] = ()) -> Tokenizer:
+    """A token for each byte, then one for each of `words`, and no others."""
+    tokens = [*sorted(pre_tokenizers.ByteLevel.alphabet()), *words]
+    tokenizer = Tokenizer(models.BPE(vocab={token: index for index, token in enumerate(tokens)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     return tokenizer

@@ -40,7 +40,6 @@ class Seen:
         self._places = {token: place for place, token in enumerate(ids.tolist())}
         self._counts: Counter[int] = Counter()
         self._num_followed = answer_start
-        self.follow(tokens)
 
     @property
     def ids(self) -> np.ndarray:

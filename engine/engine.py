@@ -31,7 +31,7 @@ from engine.backend import Backend
 from engine.batch import Piece
 from engine.block_pool import BlockPool
 from engine.flight import Flight
-from engine.grammar import Grammars, Masks
+from engine.grammar import Grammars
 from engine.messages import (
     ChunkComing,
     ChunkDone,
@@ -353,10 +353,10 @@ class Engine:
         """
         if flight.computed.drawn is not None:
             return flight
-        masks = flight.masks.result() if flight.masks else Masks()
+        masks = flight.known_masks()
         present = [sequence for sequence in flight.sampling if self._is_present(sequence)]
-        lost = {s: self._fail(s, masks.errors[s.request_id]) for s in present if s.request_id in masks.errors}
-        flight = replace(flight, failed=(*flight.failed, *lost.values()))
+        lost = tuple(self._fail(s, masks.errors[s.request_id]) for s in present if s.request_id in masks.errors)
+        flight = replace(flight, failed=(*flight.failed, *lost))
         if len(lost) == len(present):
             return flight
         try:
@@ -384,8 +384,7 @@ class Engine:
         if len(wanted) < len(flight.sampling):
             logits = logits[[row for row, _ in wanted]]
         sequences = [sequence for _, sequence in wanted]
-        allowed = flight.masks.result().allowed if flight.masks else {}
-        found = self._sampler.sample_each(sequences, logits, allowed)
+        found = self._sampler.sample_each(sequences, logits, flight.known_masks().allowed)
         lost = tuple(self._fail(s, why) for s, why in zip(sequences, found, strict=True) if isinstance(why, str))
         told = [(s, token) for s, token in zip(sequences, found, strict=True) if isinstance(token, Token)]
         return [sequence for sequence, _ in told], [token for _, token in told], lost

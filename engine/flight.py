@@ -24,3 +24,7 @@ class Flight:
     failed: tuple[EngineFailure, ...]
     masks: Future[Masks] | None
     sampling: SequenceOf[Sequence]
+
+    def known_masks(self) -> Masks:
+        """Waits for them."""
+        return Masks() if self.masks is None else self.masks.result()

@@ -33,6 +33,7 @@ class Grammar:
     """One request's, `num_consumed` tokens of the answer into its text. `compiled` raises ValueError if it can't be."""
 
     compiled: Future[LLMatcher]
+    is_large: bool
     num_consumed: int = 0
 
 
@@ -68,13 +69,14 @@ class Grammars:
         """Its grammar, if it has one, is compiled from now on."""
         grammar = sequence.sampling.grammar
         if grammar:
-            threads = self._compilers if len(grammar) < LARGE else self._large_compiler
-            self._open[sequence] = Grammar(threads.submit(lambda: self._compiled(grammar).deep_copy()))
+            is_large = len(grammar) >= LARGE
+            threads = self._large_compiler if is_large else self._compilers
+            self._open[sequence] = Grammar(threads.submit(lambda: self._compiled(grammar).deep_copy()), is_large)
 
     def is_ready(self, sequence: Sequence) -> bool:
         """A step with this sequence would not wait for long."""
         grammar = self._open.get(sequence)
-        return grammar is None or len(sequence.sampling.grammar) < LARGE or grammar.compiled.done()
+        return grammar is None or not grammar.is_large or grammar.compiled.done()
 
     def begin(self, sequences: SequenceOf[Sequence]) -> Future[Masks]:
         """Start on the masks for the next token of those `sequences` that have a grammar."""

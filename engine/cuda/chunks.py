@@ -10,10 +10,9 @@ from functools import partial
 import torch
 
 from engine.cuda.cache import DeviceCache
+from engine.cuda.capture import Launch, captured
 from engine.cuda.inputs import bucket_for, chunk_buckets
 from engine.cuda.transformer import Advance, Rows, Transformer
-
-Launch = Callable[[], None]
 
 
 class Chunks:
@@ -31,18 +30,9 @@ class Chunks:
     def capture(self) -> None:
         """As CUDA graphs, before the first request; what they allocate they share."""
         pool = torch.cuda.graph_pool_handle()
-
-        def captured(launch: Launch) -> Launch:
-            # Not torch.cuda.graph, which collects garbage and empties the allocator's cache each time.
-            graph = torch.cuda.CUDAGraph()
-            graph.capture_begin(pool=pool)
-            launch()
-            graph.capture_end()
-            return graph.replay
-
         torch.cuda.synchronize()
         with torch.cuda.stream(torch.cuda.Stream()):
-            self.hold(captured)
+            self.hold(lambda launch: captured(launch, pool).replay)
         torch.cuda.synchronize()
 
     @torch.inference_mode()

@@ -2,9 +2,11 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
+from engine.cuda.capture import captured
 from engine.cuda.drawing import Drawer
 from engine.cuda.inputs import batch_buckets, bucket_for, context_buckets
 from engine.cuda.state import DecodeState
@@ -56,23 +58,17 @@ class DecodeSteps:
     def capture(self) -> None:
         """The largest first, so that the smaller find the memory they share."""
         pool, stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
-
-        def captured(launch: Step) -> torch.cuda.CUDAGraph:
-            launch()  # compiles what must be compiled, outside of the capture
-            # Not torch.cuda.graph, which collects garbage and empties the allocator's cache each time.
-            graph = torch.cuda.CUDAGraph()
-            graph.capture_begin(pool=pool)
-            launch()
-            graph.capture_end()
-            return graph
-
         self._state.lengths.fill_(1)
         torch.cuda.synchronize()
         with torch.cuda.stream(stream):
             for rows, max_len in self._sizes():
-                self._graphs[rows, max_len] = captured(self._step(rows, max_len))
+                step = self._step(rows, max_len)
+                step()  # compiles what must be compiled, outside of the capture
+                self._graphs[rows, max_len] = captured(step, pool)
             for rows, greedy in self._kinds():
-                self._draws[rows, greedy] = captured(lambda rows=rows, greedy=greedy: self._draw(rows, greedy))
+                draw = partial(self._draw, rows, greedy)
+                draw()
+                self._draws[rows, greedy] = captured(draw, pool)
         torch.cuda.synchronize()
 
     def release(self) -> None:

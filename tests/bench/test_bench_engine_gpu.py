@@ -7,7 +7,15 @@ import numpy as np
 import pytest
 import torch
 
-from bench.engine_gpu import flops_per_token, layer_weights, limit_ms, prefill_rate
+from bench.engine_gpu import (
+    NUM_WARM,
+    answering,
+    flops_per_token,
+    layer_weights,
+    limit_ms,
+    prefill_rate,
+    random_requests,
+)
 from bench.random_model import LLAMA_8B, STORED, RandomWeights, random_checkpoint
 from contracts.sampling import SamplingParams
 from engine.cuda.formats import DEVICE_FORMATS
@@ -36,6 +44,14 @@ def tiny_engine(dtype, quantization=None):
     checkpoint = random_checkpoint("tiny", TINY, quantization)
     source = RandomWeights(TINY, device, quantization=quantization)
     return load_device_engine(settings, checkpoint, lambda *_: None, source, device)
+
+
+def test_all_are_answered_within_and_gone_behind():
+    engine = tiny_engine("float32")
+    with answering(engine, random_requests(engine, [100, 60, 40], 4 * NUM_WARM)) as num_sampled:
+        assert num_sampled >= 3
+        assert len(engine.step().sampled) == engine.stats().num_running == 3
+    assert not engine.has_work() and engine.stats().free_tokens == engine.capacity_tokens
 
 
 def test_prompts_are_drawn_before_the_clock_starts(monkeypatch):
