@@ -231,7 +231,7 @@ def rope_case(spec: RopeSpec, tokens: int) -> Case:
         positions = torch.randint(0, 500, (tokens,), device=device, dtype=I32)
         slots = torch.randperm(k.shape[0] * spec.page, device=device)[:tokens]
         slots[0] = -1
-        q = torch.empty(tokens, spec.q_heads, spec.head_dim, device=device).to(E4M3 if spec.rounded else BF16)
+        q = torch.zeros(tokens, spec.q_heads, spec.head_dim, device=device).to(E4M3 if spec.rounded else BF16)
         args = (qkv, positions, slots, rotary_table(512, spec.head_dim, device), q, k, v)
         kwargs: dict[str, Any] = dict(k_scale=0.5, v_scale=0.25)
         if spec.deferred:
@@ -241,7 +241,11 @@ def rope_case(spec: RopeSpec, tokens: int) -> Case:
         if spec.smooth:
             kwargs |= dict(k_offset=torch.randn(spec.kv_heads, spec.head_dim, device=device))
         kwargs |= _bias_and_gains(spec, width, device)
-        return Call(args, kwargs, {"q": q}, {"k": k, "v": v})
+        if not spec.rounded:
+            return Call(args, kwargs, {"q": q}, {"k": k, "v": v})
+        q_plain, num_plain = torch.zeros_like(q, dtype=BF16), torch.tensor([tokens // 3], dtype=I32, device=device)
+        kwargs |= dict(q_plain=q_plain, num_plain=num_plain)
+        return Call(args, kwargs, {}, {"k": k, "v": v, "q": q, "q_plain": q_plain})
 
     width = spec.q_heads * 4 + spec.kv_heads * 6
     return Case("rope_append", spec, make, 1e-2, tokens * width * spec.head_dim)

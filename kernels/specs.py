@@ -92,7 +92,8 @@ class RopeSpec(Spec):
     RMSNorm.
     `smooth`: after RoPE q and k of each head are multiplied by a Hadamard matrix, and k loses `k_offset` before it is
     rounded. Softmax without sinks gives the same for both, and rounding costs it less.
-    `rounded`: q is left in e4m3, unscaled: it holds magnitudes of 2^-9 to 448, and what is beyond saturates.
+    `rounded`: q is left in e4m3, unscaled: it holds magnitudes of 2^-9 to 448, and what is beyond saturates. But of the
+    first rows, as many as `num_plain` says on the device, it goes to `q_plain` as it is.
     """
 
     q_heads: int

@@ -9,7 +9,7 @@ from torch import Tensor
 from checkpoint.config import ModelConfig
 from engine.cuda.cache import LayerCache
 from engine.cuda.inputs import Queries, in_segments
-from engine.cuda.transformer import Attend
+from engine.cuda.transformer import Asked, Attend
 from engine.cuda.upload import upload_all
 from engine.cuda.weights import Sight
 from kernels.registry import Registry
@@ -81,10 +81,10 @@ class DeviceAttention:
         prepared = {window: prepare(tables, counts, totals) for window, prepare in preparers.items()}
         max_q, max_kv = max(counts), max(totals)
 
-        def attend(q: Tensor, cache: LayerCache, out: Tensor, sight: Sight) -> None:
+        def attend(asked: Asked, cache: LayerCache, out: Tensor, sight: Sight) -> None:
             self._prefills[sight.window](
-                q, cache.keys, cache.values, tables, lengths, q_starts, kv_starts, out, self._prefill_space,
-                max_q=max_q, max_kv=max_kv, sm_scale=self._scale, prepared=prepared[sight.window],
+                asked.of_prompts, cache.keys, cache.values, tables, lengths, q_starts, kv_starts, out,
+                self._prefill_space, max_q=max_q, max_kv=max_kv, sm_scale=self._scale, prepared=prepared[sight.window],
                 k_scale=cache.k_scale, v_scale=cache.v_scale, sinks=sight.sinks,
             )  # fmt: skip
 
@@ -103,17 +103,28 @@ class DeviceAttention:
         return _by_sight(whole, cut)
 
     def _of_decodes(self, tables: Tensor, lengths: Tensor, max_len: int) -> Attend:
-        def attend(q: Tensor, cache: LayerCache, out: Tensor, sight: Sight) -> None:
+        def attend(asked: Asked, cache: LayerCache, out: Tensor, sight: Sight) -> None:
             self._decodes[sight.window](
-                q, cache.keys, cache.values, tables, lengths, out, self._decode_space, sm_scale=self._scale,
+                asked.plain, cache.keys, cache.values, tables, lengths, out, self._decode_space, sm_scale=self._scale,
                 max_len=max_len, k_scale=cache.k_scale, v_scale=cache.v_scale, sinks=sight.sinks,
             )  # fmt: skip
 
         return attend
 
 
+def beside(decodes: Attend, count: int, prompts: Attend) -> Attend:
+    """Of `count` rows of decodes, and of prompts in those behind."""
+
+    def attend(asked: Asked, cache: LayerCache, out: Tensor, sight: Sight) -> None:
+        decodes(asked[:count], cache, out[:count], sight)
+        if count < len(out):  # of the last layer there may be none
+            prompts(asked[count:], cache, out[count:], sight)
+
+    return attend
+
+
 def _by_sight(whole: Attend, cut: Attend) -> Attend:
-    def attend(q: Tensor, cache: LayerCache, out: Tensor, sight: Sight) -> None:
-        (cut if sight.in_segments else whole)(q, cache, out, sight)
+    def attend(asked: Asked, cache: LayerCache, out: Tensor, sight: Sight) -> None:
+        (cut if sight.in_segments else whole)(asked, cache, out, sight)
 
     return attend

@@ -4,6 +4,7 @@ what smooth keys lose.
 
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -50,8 +51,9 @@ def compute_prompt(model: Transformer, attention: DeviceAttention, cache: Device
     sequence = Sequence(RequestId("calibration"), token_ids, SamplingParams(max_tokens=1, seed=0))
     sequence.blocks.extend(range(cache.layout.num_blocks(len(token_ids))))
     rows = prompt_rows([Piece(sequence, 0, len(token_ids))], cache.layout.block_size)
-    columns = upload_all((rows.token_ids, rows.positions, rows.slots), cache.device)
-    model.head(model(Rows(*columns, tails=None), cache, attention.of_prompts(rows.queries))[-1:])
+    columns = rows.token_ids, rows.positions, rows.slots, np.zeros(1, np.int32)
+    ids, positions, slots, no_decodes = upload_all(columns, cache.device)
+    model.head(model(Rows(ids, positions, slots, no_decodes), cache, attention.of_prompts(rows.queries))[-1:])
 
 
 @dataclass(frozen=True)

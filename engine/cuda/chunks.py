@@ -25,6 +25,7 @@ class Chunks:
             torch.zeros(self._buckets[-1], dtype=torch.int32, device=cache.device) for _ in range(2)
         )
         self._slots = torch.full((self._buckets[-1],), -1, dtype=torch.int64, device=cache.device)
+        self._num_decodes = torch.zeros(1, dtype=torch.int32, device=cache.device)
         self._held: dict[int, list[Launch]] = {}
 
     def capture(self) -> None:
@@ -40,7 +41,7 @@ class Chunks:
         """The largest first, so that the smaller find the memory they share."""
         layers = range(self._model.num_layers)
         for bucket in reversed(self._buckets):
-            rows = Rows(self._token_ids[:bucket], self._positions[:bucket], self._slots[:bucket], None)
+            rows = Rows(self._token_ids[:bucket], self._positions[:bucket], self._slots[:bucket], self._num_decodes)
             launches = [partial(self._model.advance, rows, self._cache, index) for index in layers]
             for launch in launches:
                 launch()  # loads what must be loaded, outside of a capture
@@ -61,5 +62,6 @@ class Chunks:
         self._positions[:count].copy_(rows.positions)
         self._slots[:count].copy_(rows.slots)
         self._slots[count:bucket].fill_(-1)
+        self._num_decodes.copy_(rows.num_decodes)
         held = self._held[bucket]
         return lambda index: held[index]()

@@ -4,7 +4,7 @@ from bisect import bisect_left
 from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
-from itertools import takewhile
+from itertools import pairwise, takewhile
 
 import numpy as np
 
@@ -13,8 +13,8 @@ from engine.batch import Piece
 from engine.segments import Stretches, cut
 from engine.tails import tail_rows, tails
 
-# A step's budget where nothing else is said.
-_MAX_CHUNK_ROWS = 2048
+# A step's budget where nothing else is said, and what decodes beside it are padded by.
+_MAX_CHUNK_ROWS = 2048 + 64
 
 
 @dataclass(frozen=True)
@@ -143,6 +143,12 @@ def batch_buckets(largest: int) -> tuple[int, ...]:
     """1, 2, 4, 8, then steps of 8 to 64, of 16 to 128, of 32 beyond: a step costs at most a quarter too many rows."""
     sizes = [1, 2, 4, *range(8, 64, 8), *range(64, 128, 16), *range(128, largest + 32, 32)]
     return (*[size for size in sizes if size < largest], largest)
+
+
+def most_rows(max_batched_tokens: int, max_num_seqs: int) -> int:
+    """Of a batch whose decodes are padded to their bucket."""
+    padding = max(high - low - 1 for low, high in pairwise((0, *batch_buckets(max_num_seqs))))
+    return max(max_batched_tokens + padding, max_num_seqs)
 
 
 def chunk_buckets(max_rows: int) -> tuple[int, ...]:

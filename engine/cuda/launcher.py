@@ -3,7 +3,7 @@ launches the same; the first one's host works it out for all.
 """
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from functools import cache, partial
@@ -12,15 +12,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.cuda.attention import DeviceAttention
-from engine.cuda.cache import DeviceCache
+from engine.cuda.attention import DeviceAttention, beside
+from engine.cuda.cache import DeviceCache, LayerCache
 from engine.cuda.chunks import Chunks
 from engine.cuda.drawing import Drawer
 from engine.cuda.inputs import PromptRows, Queries, tails_of
 from engine.cuda.state import DecodeState
 from engine.cuda.steps import DecodeSteps, StepKey
-from engine.cuda.transformer import Attend, Rows, Tails, Transformer
+from engine.cuda.transformer import Asked, Attend, Rows, Tails, Transformer
 from engine.cuda.upload import upload_all
+from engine.cuda.weights import Sight
 from engine.runner import Written, unheard
 from engine.scoring import Scores
 
@@ -36,8 +37,8 @@ def unscored(logits: Iterable[Tensor]) -> tuple[Scores, ...]:
 
 @dataclass(frozen=True)
 class DeviceBatch:
-    """`words`: state.pack's. `key`: the decode step, of which `num_decodes` rows are somebody's; `tables` of blocks if
-    they changed. `scored`: rows of the prompts whose logits are wanted too, a few at a time. `draws`: tokens.
+    """`words`: state.pack's. `key`: how decodes are padded, of which `num_decodes` rows are somebody's; `tables` of
+    blocks if they changed. `scored`: rows of the prompts whose logits are wanted too, a few at a time. `draws`: tokens.
     """
 
     words: np.ndarray
@@ -63,9 +64,9 @@ class Draw:
 
 @dataclass(frozen=True)
 class Launched:
-    """`logits` of those that sample, decodes first: as the activations are."""
+    """`logits` of those that sample, decodes first: as the activations are. The next step may overwrite them."""
 
-    logits: SequenceOf[Tensor]
+    logits: Tensor
     scored: tuple[Scores, ...]
 
 
@@ -97,20 +98,17 @@ class Launcher:
 
     @torch.inference_mode()
     def launch(self, batch: DeviceBatch, score: Score, written: Written = unheard) -> Launched:
-        """`written`: see engine.runner.Runner."""
-        count, state = batch.num_decodes, self.state
-        state.put(batch.words)
+        """Decodes as a step. Beside prompts they are rows of the same pass: all weights are read once for both.
+        `written`: see engine.runner.Runner.
+        """
+        self.state.put(batch.words)
         if batch.tables is not None:
-            state.put_tables(batch.tables)
+            self.state.put_tables(batch.tables)
+        if batch.prompts is not None:
+            return self._with_prompts(batch, batch.prompts, score, written)
         if batch.key is not None:
             (self.steps.draw if batch.draws else self.steps.compute)(batch.key)
-        if batch.prompts is None:
-            return Launched([state.logits[:count]], score(()))
-        sampled, scored = self._prompts(batch.prompts, batch.scored, written)
-        launched = Launched([state.logits[:count], sampled], score(scored))
-        if batch.draws and len(sampled):
-            self._drawer.into(state, sampled, count, batch.greedy)
-        return launched
+        return Launched(self.state.logits[: batch.num_decodes], score(()))
 
     @torch.inference_mode()
     def draw(self, draw: Draw, logits: Tensor) -> None:
@@ -123,27 +121,45 @@ class Launcher:
         """What `draw` of the team's first member gives."""
         self._drawer.follow(self.state, draw.num_rows)
 
-    def _prompts(
-        self, plan: PromptRows, scored: SequenceOf[np.ndarray], written: Written
-    ) -> tuple[Tensor, Iterator[Tensor]]:
-        """Logits of those that sample, and of the prompts' own rows."""
-        wanted = [plan.sample_rows, *scored]
-        left, queries = tails_of(plan.queries, np.concatenate(wanted))
-        columns = plan.token_ids, plan.positions, plan.slots, left, *(np.searchsorted(left, part) for part in wanted)
-        token_ids, positions, slots, tail_rows, sampled, *others = upload_all(columns, self.state.device)
-
-        rows = Rows(token_ids, positions, slots, Tails(tail_rows, self._attend(queries)))
+    def _with_prompts(self, batch: DeviceBatch, prompts: PromptRows, score: Score, written: Written) -> Launched:
+        """The first rows are of decodes, padded: also of those that go past the last layer's K and V."""
+        padded = 0 if batch.key is None else batch.key.num_rows
+        wanted = [prompts.sample_rows, *batch.scored]
+        left, queries = tails_of(prompts.queries, np.concatenate(wanted))
+        sampled, *scored = (padded + np.searchsorted(left, rows) for rows in wanted)
+        columns = (
+            prompts.token_ids, prompts.positions, prompts.slots, np.array([padded], np.int32),
+            np.concatenate([np.arange(padded), padded + left]),
+            np.concatenate([np.arange(batch.num_decodes), sampled]), *scored,
+        )  # fmt: skip
+        token_ids, positions, slots, num_decodes, tails, drawn, *others = upload_all(columns, self.state.device)
+        attend, attend_tails = (self._attend(batch.key, some) for some in (prompts.queries, queries))
+        if padded:
+            token_ids = torch.cat([self.state.gather_tokens(padded).to(token_ids.dtype), token_ids])
+            positions = torch.cat([self.state.positions[:padded], positions])
+            slots = torch.cat([self.state.slots[:padded], slots])
+        rows = Rows(token_ids, positions, slots, num_decodes, Tails(tails, attend_tails))
 
         def noted(is_all: bool) -> None:
             if is_all:
                 self.cache.written()
             written(is_all)
 
-        x = self.model(rows, self.cache, self._attend(plan.queries), noted, self.chunks.advance(rows))
-        logits = (self.model.head(x.index_select(0, index)).float() for index in others)
-        return self.model.head(x.index_select(0, sampled)), logits
+        x = self.model(rows, self.cache, attend, noted, self.chunks.advance(rows))
+        logits = self.model.head(x.index_select(0, drawn))
+        scores = score(self.model.head(x.index_select(0, index)).float() for index in others)
+        if batch.draws and len(logits):
+            self._drawer.into(self.state, logits, 0, batch.greedy)
+        return Launched(logits, scores)
 
-    def _attend(self, queries: Queries) -> Attend:
-        """Attention of prompts, planned when it is first asked for: the device computes what is before it meanwhile."""
+    def _attend(self, key: StepKey | None, queries: Queries) -> Attend:
+        """That of prompts is planned when it is first asked for: the device computes what is before it meanwhile."""
         planned = cache(partial(self._attention.of_prompts, queries))
-        return lambda *args: planned()(*args)
+
+        def prompts(asked: Asked, layer: LayerCache, out: Tensor, sight: Sight) -> None:
+            planned()(asked, layer, out, sight)
+
+        if key is None:
+            return prompts
+        tables, lengths = self.state.tables[: key.num_rows], self.state.lengths[: key.num_rows]
+        return beside(self._attention.of_decodes(tables, lengths, key.max_len), key.num_rows, prompts)

@@ -23,6 +23,7 @@ from engine.cuda.drawing import DeviceSampler, Drawer
 from engine.cuda.followers import Followers
 from engine.cuda.formats import DEVICE_FORMATS, DeviceFormat, resolve_device_dtype, smooths_keys
 from engine.cuda.fused import FusedDecode, is_fusible
+from engine.cuda.inputs import most_rows
 from engine.cuda.launcher import Launcher
 from engine.cuda.memory import MAX_PITCH_NBYTES
 from engine.cuda.runner import DeviceRunner
@@ -108,7 +109,7 @@ class Builder:
         self._format: DeviceFormat = DEVICE_FORMATS[self._settings.dtype]
         self._block_size = max(settings.block_size, _MIN_BLOCK_SIZE)
         require_budgets(settings, self._block_size)
-        self._max_rows = max(settings.max_batched_tokens, settings.max_num_seqs)
+        self._max_rows = most_rows(settings.max_batched_tokens, settings.max_num_seqs)
 
     def build(self, progress: Progress, followers: Followers | None = None) -> Engine:
         launcher, max_model_len = self.prepare(progress)
@@ -274,11 +275,11 @@ class Builder:
         state = self._state
 
         def make(rows: int, max_len: int) -> Step:
+            num_rows = torch.full((1,), rows, dtype=torch.int32, device=state.device)
+
             def step() -> None:
                 attend = self._attention.of_decodes(state.tables[:rows], state.lengths[:rows], max_len)
-                inputs = Rows(
-                    state.gather_tokens(rows), state.positions[:rows], state.slots[:rows], None, of_prompts=False
-                )
+                inputs = Rows(state.gather_tokens(rows), state.positions[:rows], state.slots[:rows], num_rows)
                 state.logits[:rows].copy_(model.head(model(inputs, cache, attend)))
 
             return step

@@ -1,4 +1,4 @@
-"""Runs a batch on the device: its decodes as one step of a bucket, its prompts in one pass beside it."""
+"""Runs a batch on the device: decodes as a step of their bucket, or as rows of the pass of the prompts beside them."""
 
 from array import array
 from collections.abc import Callable, Iterator, Mapping
@@ -113,15 +113,15 @@ class DeviceRunner:
             launched = self.launcher.launch(batch, scoring, written)
             self._told_of = list(sampling)
             if not draws:
-                return Computed(torch.cat(list(launched.logits)).float(), launched.scored)
-            drawn = self._on_their_way(sampling, *launched.logits)
-        return Computed(launched.logits[0], launched.scored, drawn)
+                return Computed(launched.logits.to(torch.float32, copy=True), launched.scored)
+            drawn = self._on_their_way(sampling, launched.logits)
+        return Computed(launched.logits, launched.scored, drawn)
 
-    def _on_their_way(self, sampling: SequenceOf[Sequence], *logits: torch.Tensor) -> DeviceDrawn:
+    def _on_their_way(self, sampling: SequenceOf[Sequence], logits: torch.Tensor) -> DeviceDrawn:
         """The tokens that are drawn for these, and what they ask for of their logits."""
         tokens = self.launcher.state.drawn[: len(sampling)]
         asks = any(sequence.sampling.logprobs is not None for sequence in sampling)
-        likeliest = Likeliest.of(sampling, torch.cat(logits), tokens) if asks else None
+        likeliest = Likeliest.of(sampling, logits, tokens) if asks else None
         self._last = DeviceDrawn(sampling, tokens, likeliest)
         self._drawn = {sequence.request_id: row for row, sequence in enumerate(sampling)}
         return self._last

@@ -31,9 +31,27 @@ SINKS = 4
 sinks). No answer has such a token.
 """
 
-Attend = Callable[[Tensor, LayerCache, Tensor, Sight], None]
-"""(q `[T, heads, D]`, cache of one layer, out `[T, heads, D]`, what a layer's rows see): attention of the rows over
-their own sequences.
+
+@dataclass(frozen=True)
+class Asked:
+    """Queries `[T, heads, D]`: `plain` as attention of decodes reads them, `of_prompts` as that of prompts does. A row
+    has what its own attention reads.
+    """
+
+    plain: Tensor
+    of_prompts: Tensor
+
+    def __getitem__(self, rows: slice) -> "Asked":
+        return Asked(self.plain[rows], self.of_prompts[rows])
+
+    def selected(self, rows: Tensor) -> "Asked":
+        plain = self.plain.index_select(0, rows)
+        return Asked(plain, plain if self.of_prompts is self.plain else _selected(self.of_prompts, rows))
+
+
+Attend = Callable[[Asked, LayerCache, Tensor, Sight], None]
+"""(queries, cache of one layer, out `[T, heads, D]`, what a layer's rows see): attention of the rows over their own
+sequences.
 """
 
 
@@ -54,14 +72,14 @@ class Tails:
 @dataclass(frozen=True)
 class Rows:
     """`token_ids`, `positions`, `slots` `[T]`, the slot -1 for a row that only pads; `tails`: None if all rows go to
-    the end. `of_prompts`: else of decodes, whose attention reads other queries.
+    the end. `num_decodes` `[1]` int32: so many of the first are of decodes, whose attention reads other queries.
     """
 
     token_ids: Tensor
     positions: Tensor
     slots: Tensor
-    tails: Tails | None
-    of_prompts: bool = True
+    num_decodes: Tensor
+    tails: Tails | None = None
 
 
 @dataclass(frozen=True)
@@ -127,7 +145,7 @@ class Transformer:
             if self._team.shard.size == 1 and index == last:
                 written(True)
             if index < last or rows.tails is None:
-                attend(self._queries(rows), cache.layer(index), self._mixed[:count], layer.sight)
+                attend(self._asked(count), cache.layer(index), self._mixed[:count], layer.sight)
             if self._team.shard.size == 1 and index == self.early_layers - 1:
                 written(False)
         return self._finish(rows, cache.layer(last))
@@ -156,17 +174,14 @@ class Transformer:
             self._team.meet()  # behind the last layer's K and V, as the others do in its products
             return out.rows
         if tails is not None:
-            q = _selected(self._queries(rows), tails.rows)
-            tails.attend(q, cache, mixed, self._weights.layers[last].sight)
+            asked = self._asked(count).selected(tails.rows)
+            tails.attend(asked, cache, mixed, self._weights.layers[last].sight)
         self._leave(last, mixed.view(len(residual), -1), residual, self._weights.final_gain, out, "none")
         return out.rows
 
-    def _queries(self, rows: Rows) -> Tensor:
-        """Where those of the rows are, `[T, heads, D]`."""
-        count = len(rows.token_ids)
-        if not (rows.of_prompts and self._rounds_queries):
-            return self._q[:count]
-        return self._q.view(E4M3).flatten()[: self._q[:count].numel()].view(count, *self._q.shape[1:])
+    def _asked(self, count: int) -> Asked:
+        plain = self._q[:count]
+        return Asked(plain, self._rounded_q[:count] if self._rounds_queries else plain)
 
     def _embed(self, layer: LayerWeights, token_ids: Tensor, residual: Tensor, x: Scaled) -> None:
         config, quant = self._config, rounding(layer.qkv, len(residual))
@@ -229,6 +244,8 @@ class Transformer:
 
         self._residual, self._sum = empty(hidden), empty(hidden)
         self._qkv, self._q = empty(q_width + 2 * kv_width), empty(config.num_heads, config.head_dim)
+        if self._rounds_queries:
+            self._rounded_q = torch.empty_like(self._q, dtype=E4M3)
         self._gate_up = empty(2 * inner)
         # Rows that pad a chunk hold what an earlier one left, never a NaN for an expert's choice.
         self._mixed = empty(config.num_heads, config.head_dim).zero_()
@@ -257,17 +274,18 @@ class Transformer:
         """Queries of the rows; their K and V go into the cache."""
         turns = _Turns(rows.positions) if layer.is_turned else self._still(rows.positions)
         config, count = self._config, len(x.rows)
-        qkv, q = self._qkv[:count], self._queries(rows)
+        qkv, asked = self._qkv[:count], self._asked(count)
         product = self._products.unfinished(layer.qkv, x, qkv)
-        self._get("rope_append", self._rope_spec(layer, product, q.dtype == E4M3))(
-            product.out, turns.positions, rows.slots, self._weights.cos_sin, q, cache.keys, cache.values,
+        self._get("rope_append", self._rope_spec(layer, product))(
+            product.out, turns.positions, rows.slots, self._weights.cos_sin, asked.of_prompts, cache.keys, cache.values,
             k_scale=cache.k_scale, v_scale=cache.v_scale, k_offset=cache.k_offset,
-            q_gain=layer.q_gain, k_gain=layer.k_gain, eps=config.norm_eps, **_left(layer.qkv, x, product),
+            q_gain=layer.q_gain, k_gain=layer.k_gain, eps=config.norm_eps, q_plain=asked.plain,
+            num_plain=rows.num_decodes, **_left(layer.qkv, x, product),
         )  # fmt: skip
         if turns.scales is not None:
-            q.mul_(turns.scales[:, None, None])
+            asked.plain.mul_(turns.scales[:, None, None])
 
-    def _rope_spec(self, layer: LayerWeights, product: Unfinished, rounded: bool) -> RopeSpec:
+    def _rope_spec(self, layer: LayerWeights, product: Unfinished) -> RopeSpec:
         config = self._config
         return RopeSpec(
             config.num_heads,
@@ -280,7 +298,7 @@ class Transformer:
             smooth=self.is_smooth,
             biased=layer.qkv.bias is not None,
             normed=layer.q_gain is not None,
-            rounded=rounded,
+            rounded=self._rounds_queries,
         )
 
     def _as_read(self, matrix: Matrix, rows: Tensor, room: RowBuffer) -> Scaled:

@@ -7,6 +7,7 @@ from contracts.ids import BlockId, RequestId
 from contracts.layout import KVLayout
 from contracts.sampling import SamplingParams
 from engine.batch import Piece
+from engine.cuda.inputs import batch_buckets, context_buckets
 from engine.cuda.runner import DeviceRunner
 from engine.sequence import Sequence
 
@@ -21,21 +22,27 @@ _MAX_SCORED = 512
 
 
 class WarmUp:
-    """`max_rows` of a batch, `max_len` of a sequence, in tokens; `num_blocks` of the cache are there to be written."""
+    """`max_rows` of a batch, decodes padded; `max_len` of a sequence, in tokens; `num_blocks` of the cache are there to
+    be written.
+    """
 
     def __init__(self, layout: KVLayout, num_blocks: int, max_rows: int, max_num_seqs: int, max_len: int) -> None:
         self._layout, self._num_blocks = layout, num_blocks
         self._max_rows, self._max_num_seqs = max_rows, max_num_seqs
-        self._max_len = min(max_len, num_blocks * layout.block_size)
+        self._max_len, self._contexts = min(max_len, num_blocks * layout.block_size), context_buckets(max_len)
 
     def run(self, runner: DeviceRunner) -> None:
         """One row behind a long prompt, whose keys are shared out among CTAs if any batch's are; rows in a few long
-        prompts; rows that are scored; then as many prompts as rows, which are drawn in every way there is, of adjusted
-        logits too.
+        prompts; decodes of every bucket beside a prompt; rows that are scored; then as many prompts as rows, which are
+        drawn in every way there is, of adjusted logits too.
         """
         runner.forward_undrawn([Piece(self._sequence(0, self._max_len, _GREEDY), self._max_len - 1, 1)])
         for count in row_counts(self._max_rows):
             runner.forward_undrawn(self._prompts(_lengths(count, self._max_len), _GREEDY))
+        for count in batch_buckets(self._max_num_seqs):
+            for context in self._contexts if count < self._max_rows else ():
+                part = Piece(self._sequence(count, 2, _GREEDY), 0, 1)
+                runner.forward_undrawn([*self._decodes(count, context), part])
         for count in row_counts(min(self._max_rows, _MAX_SCORED)):
             runner.forward_whole(self._prompts(_lengths(count, self._max_len), _GREEDY))
         for count in row_counts(self._max_num_seqs):
@@ -51,10 +58,18 @@ class WarmUp:
     def _prompts(self, lengths: Iterable[int], params: SamplingParams) -> SequenceOf[Piece]:
         return [Piece(self._sequence(number, length, params), 0, length) for number, length in enumerate(lengths)]
 
+    def _decodes(self, count: int, context: int) -> Iterator[Piece]:
+        """One of them behind so long a context, the others behind none to speak of."""
+        for number, length in enumerate([context, *[2] * (count - 1)]):
+            sequence = self._sequence(number, length - 1, _GREEDY)
+            sequence.tokens.append(0)
+            yield Piece(sequence, length - 1, 1)
+
     def _sequence(self, number: int, length: int, params: SamplingParams) -> Sequence:
-        """In blocks that others write at the same time: nobody reads what comes of it."""
+        """With room for one more token, in blocks that others write at the same time: nobody reads what comes of it."""
         sequence = Sequence(RequestId(f"warm-up-{number}"), [0] * length, params)
-        sequence.blocks.extend(BlockId(index) for index in range(self._layout.num_blocks(length)))
+        num_blocks = self._layout.num_blocks(length + 1)
+        sequence.blocks.extend(BlockId(index % self._num_blocks) for index in range(num_blocks))
         return sequence
 
 

@@ -85,9 +85,12 @@ def rope_append(
     v_cache: Tensor,
     *, k_scale: float = 1.0, v_scale: float = 1.0, token_scale: Tensor | None = None,
     channel_scale: Tensor | None = None, k_offset: Tensor | None = None, bias: Tensor | None = None,
-    q_gain: Tensor | None = None, k_gain: Tensor | None = None, eps: float = 0.0,
+    q_gain: Tensor | None = None, k_gain: Tensor | None = None, eps: float = 0.0, q_plain: Tensor | None = None,
+    num_plain: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """`bias` `[width]` of qkv, where the spec is biased; gains `[head_dim]` and `eps` where it is normed."""
+    """`bias` `[width]` of qkv, where the spec is biased; gains `[head_dim]` and `eps` where it is normed; `q_plain`, as
+    q, and `num_plain` `[1]` int32 where it is rounded.
+    """
     value = sum_parts(qkv, spec.parts)
     if token_scale is not None and channel_scale is not None:
         value = value * channel_scale * token_scale[: value.shape[0], None]
@@ -101,7 +104,12 @@ def rope_append(
     if spec.smooth and k_offset is not None:
         matrix = hadamard(spec.head_dim).to(q.device)
         q_turned, k_turned = q_turned @ matrix, k_turned @ matrix - k_offset
-    q.copy_(to_e4m3(q_turned) if spec.rounded else q_turned.view_as(q))
+    if spec.rounded and q_plain is not None and num_plain is not None:
+        count = int(num_plain)
+        q_plain[:count] = q_turned[:count]
+        q[count:] = to_e4m3(q_turned[count:])
+    else:
+        q.copy_(q_turned.view_as(q))
     write_tokens(k_cache, slots, k_turned * (1.0 / k_scale))
     write_tokens(v_cache, slots, v * (1.0 / v_scale))
 

@@ -17,7 +17,8 @@ from kernels.triton.common import PDL, pdl_launch, pdl_start, pdl_wait, to_e4m3
 @triton.jit(do_not_specialize=["num_tokens"])
 def rope_append_kernel(
     qkv_ptr, q_ptr, k_ptr, v_ptr, pos_ptr, slot_ptr, cos_sin_ptr, token_scale_ptr, channel_scale_ptr,
-    k_offset_ptr, bias_ptr, q_gain_ptr, k_gain_ptr, eps, k_inv, v_inv, stride_page, num_tokens,
+    k_offset_ptr, bias_ptr, q_gain_ptr, k_gain_ptr, q_plain_ptr, num_plain_ptr, eps, k_inv, v_inv, stride_page,
+    num_tokens,
     HQ: tl.constexpr, HKV: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr,
     PARTS: tl.constexpr, DEFERRED: tl.constexpr, BIASED: tl.constexpr, NORMED: tl.constexpr, SMOOTH: tl.constexpr,
     ROUNDED: tl.constexpr, FP8: tl.constexpr, PDL: tl.constexpr,
@@ -43,6 +44,8 @@ def rope_append_kernel(
         bias2 = tl.load(bias_ptr + off + H, mask=live, other=0.0).to(tl.float32)
     if NORMED:
         gain1, gain2 = gains(q_gain_ptr, k_gain_ptr, h, is_q), gains(q_gain_ptr, k_gain_ptr, H + h, is_q)
+    if ROUNDED:
+        num_plain = tl.load(num_plain_ptr)
     pdl_wait(PDL)
     x1 = load_parts(qkv_ptr, token * W + off, live, num_tokens, W, PARTS)
     x2 = load_parts(qkv_ptr, token * W + off + H, live, num_tokens, W, PARTS)
@@ -66,12 +69,12 @@ def rope_append_kernel(
         k_offset_at = k_offset_ptr + (head - HQ)[:, None] * D + h[None, :]
         y1 -= tl.load(k_offset_at, mask=is_k, other=0.0)
         y2 -= tl.load(k_offset_at + H, mask=is_k, other=0.0)
-    q_at = q_ptr + token * HQ * D + off
-    q1, q2 = y1, y2
+    q_off = token * HQ * D + off
     if ROUNDED:
-        q1, q2 = to_e4m3(y1), to_e4m3(y2)
-    tl.store(q_at, q1.to(q_ptr.dtype.element_ty), mask=is_q)
-    tl.store(q_at + H, q2.to(q_ptr.dtype.element_ty), mask=is_q)
+        store_halves(q_plain_ptr + q_off, y1, y2, H, is_q & (token < num_plain))
+        store_halves(q_ptr + q_off, to_e4m3(y1), to_e4m3(y2), H, is_q & (token >= num_plain))
+    else:
+        store_halves(q_ptr + q_off, y1, y2, H, is_q)
     base = slot // PAGE * stride_page + slot % PAGE * D
     k_at = k_ptr + base + (head - HQ)[:, None] * PAGE * D + h[None, :]
     v_at = v_ptr + base + (head - HQ - HKV)[:, None] * PAGE * D + h[None, :]
@@ -79,10 +82,15 @@ def rope_append_kernel(
     if FP8:
         k1, k2, v1, v2 = to_e4m3(k1), to_e4m3(k2), to_e4m3(v1), to_e4m3(v2)
     ok = slot >= 0  # a padded token has slot -1 and writes nothing
-    tl.store(k_at, k1.to(k_ptr.dtype.element_ty), mask=is_k & ok)
-    tl.store(k_at + H, k2.to(k_ptr.dtype.element_ty), mask=is_k & ok)
-    tl.store(v_at, v1.to(v_ptr.dtype.element_ty), mask=is_v & ok)
-    tl.store(v_at + H, v2.to(v_ptr.dtype.element_ty), mask=is_v & ok)
+    store_halves(k_at, k1, k2, H, is_k & ok)
+    store_halves(v_at, v1, v2, H, is_v & ok)
+
+
+@triton.jit
+def store_halves(at, first, second, H: tl.constexpr, mask):
+    """Of heads, H columns each."""
+    tl.store(at, first.to(at.dtype.element_ty), mask=mask)
+    tl.store(at + H, second.to(at.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -109,14 +117,16 @@ def rope_append(
     v_cache: Tensor,
     *, k_scale: float = 1.0, v_scale: float = 1.0, token_scale: Tensor | None = None,
     channel_scale: Tensor | None = None, k_offset: Tensor | None = None, bias: Tensor | None = None,
-    q_gain: Tensor | None = None, k_gain: Tensor | None = None, eps: float = 0.0, pdl: bool = PDL,
+    q_gain: Tensor | None = None, k_gain: Tensor | None = None, eps: float = 0.0, q_plain: Tensor | None = None,
+    num_plain: Tensor | None = None, pdl: bool = PDL,
 ) -> None:  # fmt: skip
     tokens, heads = positions.shape[0], spec.q_heads + 2 * spec.kv_heads
     rope_append_kernel[(tokens, triton.cdiv(heads, 16))](
         qkv, q, k_cache, v_cache, positions, slots, cos_sin, cos_sin if token_scale is None else token_scale,
         cos_sin if channel_scale is None else channel_scale, cos_sin if k_offset is None else k_offset,
         cos_sin if bias is None else bias, cos_sin if q_gain is None else q_gain, cos_sin if k_gain is None else k_gain,
-        eps, 1.0 / k_scale, 1.0 / v_scale, k_cache.stride(0), tokens,
+        q if q_plain is None else q_plain, positions if num_plain is None else num_plain, eps,
+        1.0 / k_scale, 1.0 / v_scale, k_cache.stride(0), tokens,
         HQ=spec.q_heads, HKV=spec.kv_heads, HEADS=heads, BLOCK=16, D=spec.head_dim, PAGE=spec.page, PARTS=spec.parts,
         DEFERRED=spec.deferred, BIASED=spec.biased, NORMED=spec.normed, SMOOTH=spec.smooth,
         ROUNDED=spec.rounded, FP8=spec.kv == "e4m3", PDL=pdl, num_warps=4, **pdl_launch(pdl),

@@ -166,12 +166,63 @@ def save_uneven(folder):
     model.save_pretrained(folder)
 
 
-def test_attention_that_takes_queries_in_e4m3_gets_those_of_prompts_so(folder, monkeypatch):
-    given = set()
+def take_e4m3(monkeypatch):
+    """The reference's attention, as if it took such queries."""
 
     def taking(impl):
-        """The reference's attention, as if it took such queries."""
         return replace(impl, takes_e4m3=True) if (impl.op, impl.name) == ("attn_prefill", "reference") else impl
+
+    monkeypatch.setattr(catalog, "IMPLS", tuple(map(taking, catalog.IMPLS)))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "is_rounded", "bound"),
+    [("float32", False, 1e-5), ("bfloat16", False, 0.02), ("float8", False, 0.2), ("float8", True, 0.2)],
+)
+def test_an_answer_beside_a_prompt_has_the_logits_that_it_has_alone(folder, monkeypatch, dtype, is_rounded, bound):
+    """Three answers, padded to four, and a prompt; then a chunk of one, whose rows go no further than K and V."""
+    if is_rounded:
+        take_e4m3(monkeypatch)
+    runner = device_engine(folder, dtype).runner
+    *answering, prompt = [
+        Sequence(RequestId(str(row)), tokens, greedy()) for row, tokens in enumerate([*PROMPTS, PROMPTS[2]])
+    ]
+    for row, sequence in enumerate([*answering, prompt]):
+        sequence.blocks.extend(range(4 * row, 4 * row + 4))
+    whole, chunk = Piece(prompt, 0, 100), Piece(prompt, 0, 64)
+    runner.forward_undrawn([Piece(sequence, 0, sequence.num_prompt) for sequence in answering])
+    for sequence in answering:
+        sequence.tokens.append(7)
+    decodes = [Piece(sequence, sequence.num_prompt, 1) for sequence in answering]
+    expected = torch.cat([runner.forward_undrawn(pieces).logits for pieces in (decodes, [whole])])
+    assert relative_error(runner.forward_undrawn([*decodes, whole]).logits, expected) < bound
+    assert relative_error(runner.forward_undrawn([*decodes, chunk]).logits, expected[:3]) < bound
+
+
+def test_answers_and_the_prompts_beside_them_read_the_weights_once(folder, monkeypatch):
+    runner, passes = device_engine(folder).runner, []
+    assert isinstance(runner, DeviceRunner)
+    launcher = runner.launcher
+    compute = launcher.model.__class__.__call__
+    monkeypatch.setattr(
+        launcher.model.__class__,
+        "__call__",
+        lambda model, rows, *args: (passes.append(rows), compute(model, rows, *args))[1],
+    )
+    monkeypatch.setattr(launcher.steps, "compute", lambda key: pytest.fail("a step beside the pass"))
+    monkeypatch.setattr(launcher.steps, "draw", lambda key: pytest.fail("a step beside the pass"))
+    answering = Sequence(RequestId("a"), PROMPTS[0], greedy())
+    answering.tokens.append(7)
+    prompt = Sequence(RequestId("b"), PROMPTS[1], greedy())
+    answering.blocks.append(0)
+    prompt.blocks.append(1)
+    drawn = runner.forward([Piece(answering, 9, 1), Piece(prompt, 0, 64)]).drawn
+    assert drawn is not None and len(drawn.wait()) == 2
+    assert [(len(rows.token_ids), int(rows.num_decodes)) for rows in passes] == [(65, 1)]
+
+
+def test_attention_that_takes_queries_in_e4m3_gets_those_of_prompts_so(folder, monkeypatch):
+    given = set()
 
     def noted(attend):
         def noting(spec, q, *args, **kwargs):
@@ -183,7 +234,7 @@ def test_attention_that_takes_queries_in_e4m3_gets_those_of_prompts_so(folder, m
     monkeypatch.setattr("engine.cuda.load.is_fusible", lambda *_: False)
     plain = device_engine(folder, "float8")
     expected, told = logits_of(plain, PROMPTS), answers(plain, PROMPTS, greedy(8))
-    monkeypatch.setattr(catalog, "IMPLS", tuple(map(taking, catalog.IMPLS)))
+    take_e4m3(monkeypatch)
     for name in ("attn_prefill", "attn_decode"):
         monkeypatch.setattr(attention, name, noted(getattr(attention, name)))
     engine = device_engine(folder, "float8")
@@ -436,7 +487,7 @@ def test_a_batch_that_fails_behind_its_draw_changes_no_token(folder, monkeypatch
     outputs = [engine.step(), engine.step()]
     assert isinstance(engine.runner, DeviceRunner)
     if part == "prompts":
-        monkeypatch.setattr(engine.runner.launcher, "_prompts", fail_once(engine.runner.launcher._prompts))
+        monkeypatch.setattr(engine.runner.launcher, "_with_prompts", fail_once(engine.runner.launcher._with_prompts))
     else:
         monkeypatch.setattr("engine.cuda.runner.Likeliest.of", fail_once(Likeliest.of))
     engine.submit(request("2", PROMPTS[2], params))

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 from device_engines import FUSIBLE, device_engine
-from driving import answers, greedy, random_prompts
+from driving import answers, drain, greedy, random_prompts, request
 from launches import HOPPER, noted_launches
 from quantized_models import LAYOUTS, save_quantized
 from tiny_models import VOCAB, save_tiny
@@ -12,6 +12,7 @@ from tiny_models import VOCAB, save_tiny
 from contracts.layout import KVLayout
 from contracts.sampling import SamplingParams
 from engine.cuda.cache import DeviceCache
+from engine.cuda.inputs import most_rows
 from engine.cuda.runner import DeviceRunner
 from engine.cuda.warmup import WarmUp, row_counts
 from kernels import catalog
@@ -56,13 +57,19 @@ def warm(engine, max_len=MAX_LEN, max_rows=MAX_ROWS):
     runner = device_runner(engine)
     runner.launcher.steps.run_all()
     num_blocks = runner.launcher.cache.num_blocks
-    WarmUp(engine.layout, num_blocks, max_rows, MAX_NUM_SEQS, max_len).run(runner)
+    WarmUp(engine.layout, num_blocks, most_rows(max_rows, MAX_NUM_SEQS), MAX_NUM_SEQS, max_len).run(runner)
 
 
 def serve(engine):
     for lengths in LENGTHS:
         for params in WAYS:
             answers(engine, random_prompts(VOCAB, lengths), params)
+    for count in (1, 3, 6, 20, 39):  # answers, and then a prompt beside them
+        for index, prompt in enumerate(random_prompts(VOCAB, (*(1,) * count, 90))):
+            while index == count and not engine.step().sampled:
+                pass
+            engine.submit(request(f"{count}-{index}", prompt, greedy(4)))
+        drain(engine)
     shared = random_prompts(VOCAB, (300,))[0]
     for rest in (1, 40, 200):  # the first 256 are in the prefix cache
         answers(engine, [[*shared, *random_prompts(VOCAB, (rest,), seed=rest)[0]]], greedy(2))

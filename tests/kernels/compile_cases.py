@@ -85,9 +85,9 @@ fused_types = (
 )
 rope_types = pointers(
     fp8="k v",
-    bf16="q qkv bias q_gain k_gain",
+    bf16="q qkv bias q_gain k_gain q_plain",
     fp32="cos_sin token_scale channel_scale k_offset",
-    i32="pos",
+    i32="pos num_plain",
     i64="slot",
 ) | scalars(fp32="eps k_inv v_inv", i32="stride_page num_tokens")
 swap_types = pointers(fp8="w x", fp32="out w_scale x_scale out_scale") | scalars(i32="M")

@@ -1,0 +1,33 @@
+"""What bench.engine_gpu_mixed measures, where there is no GPU."""
+
+from dataclasses import replace
+
+import torch
+
+from bench import engine_gpu_mixed
+from bench.random_model import LLAMA_8B, RandomWeights, random_checkpoint
+from engine.cuda.load import load_device_engine
+from engine.messages import EngineSettings
+
+TINY = replace(
+    LLAMA_8B, vocab_size=400, hidden_size=64, intermediate_size=96, num_layers=2, num_heads=4, num_kv_heads=2,
+    head_dim=16, max_model_len=1024,
+)  # fmt: skip
+
+
+def test_a_prompt_is_computed_beside_answers_so_much_a_step(monkeypatch):
+    monkeypatch.setattr(engine_gpu_mixed, "LENGTH", 256)
+    monkeypatch.setattr(engine_gpu_mixed, "PROMPT", 8)
+    settings = EngineSettings(
+        dtype="float32", kv_cache_nbytes=8 << 20, max_num_seqs=4, max_mixed_tokens=64, prefix_cache=False
+    )
+    device = torch.device("cpu")
+    engine = load_device_engine(
+        settings, random_checkpoint("tiny", TINY), lambda *_: None, RandomWeights(TINY, device), device
+    )
+    rows = {row.name: row for row in engine_gpu_mixed.measure(engine, 64, 2)}
+    gap, longest = rows["engine_mixed_gap"], rows["engine_mixed_gap_longest"]
+    assert gap.limit and 0 < gap.limit < gap.value <= longest.value
+    assert rows["engine_mixed_prompt"].value > 0 and rows["engine_mixed_host_work"].value > 0
+    assert not engine.has_work()
+    assert engine.stats().num_prefill_tokens == 2 * 8 + 4 * 256
