@@ -5,7 +5,7 @@ import torch
 from device_engines import FUSIBLE, chunks_of, noted_launches_of
 from driving import answers, greedy, random_prompts, settings
 from llguidance import LLMatcher
-from test_device_engine import logits_of, relative_error
+from test_device_engine import logits_beside_a_prompt, logits_of, relative_error
 from tiny_models import FAMILIES, VOCAB, save_tiny
 
 from bench.oracle import greedy as oracle_greedy
@@ -143,3 +143,12 @@ def test_penalties_and_logprobs_equal_the_cpu_engine(family):
     params = greedy(8, repetition_penalty=1.5, presence_penalty=0.5, logprobs=2)
     expected = answers(load_engine(settings(model=str(folder))), PROMPTS, params)
     assert answers(engine_of(folder, "float32"), PROMPTS, params) == expected
+
+
+@pytest.mark.parametrize(("dtype", "bound"), [("float32", 1e-3), ("bfloat16", 0.05), ("float8", 0.2)])
+@pytest.mark.parametrize("changes", [CARD, FUSIBLE], ids=["plain", "fusible"])
+def test_an_answer_beside_a_prompt_has_the_logits_that_it_has_alone(tmp_path, changes, dtype, bound):
+    """Three answers, padded to four."""
+    save_tiny(tmp_path, "llama", **changes)
+    alone, beside = logits_beside_a_prompt(engine_of(tmp_path, dtype).runner, PROMPTS[4:])
+    assert relative_error(beside, alone) < bound

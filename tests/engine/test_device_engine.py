@@ -67,6 +67,25 @@ def logits_of(engine, prompts, num_decoded=3):
     return torch.stack(steps)
 
 
+def logits_beside_a_prompt(runner, prompts):
+    """Of an answer to each prompt, three or so that they are padded, and of a prompt: alone and together. Then of the
+    answers and of a chunk, whose rows go no further than K and V.
+    """
+    *answering, prompt = [
+        Sequence(RequestId(str(row)), each, greedy()) for row, each in enumerate([*prompts, prompts[-1]])
+    ]
+    for row, sequence in enumerate([*answering, prompt]):
+        sequence.blocks.extend(range(8 * row, 8 * row + 8))
+    whole, chunk = Piece(prompt, 0, prompt.num_prompt), Piece(prompt, 0, 64)
+    runner.forward_undrawn([Piece(sequence, 0, sequence.num_prompt) for sequence in answering])
+    for sequence in answering:
+        sequence.tokens.append(7)
+    decodes = [Piece(sequence, sequence.num_prompt, 1) for sequence in answering]
+    alone = [runner.forward_undrawn(pieces).logits for pieces in (decodes, [whole], decodes)]
+    beside = [runner.forward_undrawn([*decodes, piece]).logits for piece in (whole, chunk)]
+    return torch.cat(alone), torch.cat(beside)
+
+
 def relative_error(found, expected):
     return float((found - expected).norm() / expected.norm())
 
@@ -180,23 +199,10 @@ def take_e4m3(monkeypatch):
     [("float32", False, 1e-5), ("bfloat16", False, 0.02), ("float8", False, 0.2), ("float8", True, 0.2)],
 )
 def test_an_answer_beside_a_prompt_has_the_logits_that_it_has_alone(folder, monkeypatch, dtype, is_rounded, bound):
-    """Three answers, padded to four, and a prompt; then a chunk of one, whose rows go no further than K and V."""
     if is_rounded:
         take_e4m3(monkeypatch)
-    runner = device_engine(folder, dtype).runner
-    *answering, prompt = [
-        Sequence(RequestId(str(row)), tokens, greedy()) for row, tokens in enumerate([*PROMPTS, PROMPTS[2]])
-    ]
-    for row, sequence in enumerate([*answering, prompt]):
-        sequence.blocks.extend(range(4 * row, 4 * row + 4))
-    whole, chunk = Piece(prompt, 0, 100), Piece(prompt, 0, 64)
-    runner.forward_undrawn([Piece(sequence, 0, sequence.num_prompt) for sequence in answering])
-    for sequence in answering:
-        sequence.tokens.append(7)
-    decodes = [Piece(sequence, sequence.num_prompt, 1) for sequence in answering]
-    expected = torch.cat([runner.forward_undrawn(pieces).logits for pieces in (decodes, [whole])])
-    assert relative_error(runner.forward_undrawn([*decodes, whole]).logits, expected) < bound
-    assert relative_error(runner.forward_undrawn([*decodes, chunk]).logits, expected[:3]) < bound
+    alone, beside = logits_beside_a_prompt(device_engine(folder, dtype).runner, PROMPTS)
+    assert relative_error(beside, alone) < bound
 
 
 def test_answers_and_the_prompts_beside_them_read_the_weights_once(folder, monkeypatch):
