@@ -66,6 +66,11 @@ class DeviceAttention:
         self._prefill_space = torch.zeros(nbytes, dtype=torch.uint8, device=device)
         self._decode_space = decode_workspace(config, max_num_seqs, device)
 
+    @property
+    def is_cut(self) -> bool:
+        """Whether there are segments: some layers' tables are parts of a sequence's."""
+        return self._segment > 0
+
     def of_prompts(self, queries: Queries) -> Attend:
         """Until another is made: they share the plans of the kernels that want one of a batch."""
         whole = self._of_prompts(queries, self._preparers)
@@ -112,7 +117,7 @@ class DeviceAttention:
         return attend
 
 
-def beside(decodes: Attend, count: int, prompts: Attend) -> Attend:
+def in_two(decodes: Attend, count: int, prompts: Attend) -> Attend:
     """Of `count` rows of decodes, and of prompts in those behind."""
 
     def attend(asked: Asked, cache: LayerCache, out: Tensor, sight: Sight) -> None:

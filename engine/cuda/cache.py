@@ -24,6 +24,7 @@ class LayerCache:
     scale. `k_offset` `[kv_heads, head_dim]`: what smooth keys have lost (kernels.specs.RopeSpec).
     """
 
+    index: int
     keys: Tensor
     values: Tensor
     k_scale: float
@@ -60,7 +61,7 @@ class DeviceCache:
         chosen = torch.ones(layout.num_layers, 2) if scales is None else scales
         offsets = [None] * layout.num_layers if k_offsets is None else k_offsets
         self._layers = [
-            LayerCache(self._planes[2 * index], self._planes[2 * index + 1], k_scale, v_scale, offset)
+            LayerCache(index, self._planes[2 * index], self._planes[2 * index + 1], k_scale, v_scale, offset)
             for index, ((k_scale, v_scale), offset) in enumerate(zip(chosen.tolist(), offsets, strict=True))
         ]
         self._is_smooth = k_offsets is not None

@@ -1,6 +1,7 @@
 """CUDA graphs, all of them before the first request."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -18,3 +19,13 @@ def captured(launch: Launch, pool: Any) -> torch.cuda.CUDAGraph:
     launch()
     graph.capture_end()
     return graph
+
+
+@contextmanager
+def capturing() -> Iterator[Callable[[Launch], Launch]]:
+    """What makes a graph of a launch; all that are made within share what they allocate."""
+    pool = torch.cuda.graph_pool_handle()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(torch.cuda.Stream()):
+        yield lambda launch: captured(launch, pool).replay
+    torch.cuda.synchronize()

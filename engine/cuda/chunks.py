@@ -10,7 +10,7 @@ from functools import partial
 import torch
 
 from engine.cuda.cache import DeviceCache
-from engine.cuda.capture import Launch, captured
+from engine.cuda.capture import Launch, capturing
 from engine.cuda.inputs import bucket_for, chunk_buckets
 from engine.cuda.transformer import Advance, Rows, Transformer
 
@@ -30,11 +30,8 @@ class Chunks:
 
     def capture(self) -> None:
         """As CUDA graphs, before the first request; what they allocate they share."""
-        pool = torch.cuda.graph_pool_handle()
-        torch.cuda.synchronize()
-        with torch.cuda.stream(torch.cuda.Stream()):
-            self.hold(lambda launch: captured(launch, pool).replay)
-        torch.cuda.synchronize()
+        with capturing() as record:
+            self.hold(record)
 
     @torch.inference_mode()
     def hold(self, record: Callable[[Launch], Launch]) -> None:

@@ -12,7 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.cuda.attention import DeviceAttention, beside
+from engine.cuda.attention import DeviceAttention, in_two
+from engine.cuda.beside import DecodesBeside
 from engine.cuda.cache import DeviceCache, LayerCache
 from engine.cuda.chunks import Chunks
 from engine.cuda.drawing import Drawer
@@ -71,7 +72,7 @@ class Launched:
 
 
 class Launcher:
-    """`steps` and `chunks` are captured by `capture`, before the first batch."""
+    """What is captured is by `capture`, before the first batch."""
 
     def __init__(
         self,
@@ -81,20 +82,27 @@ class Launcher:
         state: DecodeState,
         steps: DecodeSteps,
         chunks: Chunks,
+        beside: DecodesBeside,
         drawer: Drawer,
     ) -> None:
         self.model, self.cache, self.state, self.steps, self.chunks = model, cache, state, steps, chunks
-        self._attention, self._drawer = attention, drawer
+        self.beside, self._attention, self._drawer = beside, attention, drawer
+
+    def run_all(self) -> None:
+        """All that decodes launch, once."""
+        self.steps.run_all()
+        self.beside.run_all()
 
     def capture(self) -> None:
-        """Of decode steps and of chunks, before the first request."""
         self.steps.capture()
         self.chunks.capture()
+        self.beside.capture()
 
     def release(self) -> None:
         """What was captured: NCCL does not let a team go while a graph has its calls."""
         self.steps.release()
         self.chunks.release()
+        self.beside.release()
 
     @torch.inference_mode()
     def launch(self, batch: DeviceBatch, score: Score, written: Written = unheard) -> Launched:
@@ -161,5 +169,4 @@ class Launcher:
 
         if key is None:
             return prompts
-        tables, lengths = self.state.tables[: key.num_rows], self.state.lengths[: key.num_rows]
-        return beside(self._attention.of_decodes(tables, lengths, key.max_len), key.num_rows, prompts)
+        return in_two(self.beside.attend(key), key.num_rows, prompts)

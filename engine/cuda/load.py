@@ -16,6 +16,7 @@ from contracts.errors import ConfigError, TransferError
 from contracts.layout import KVLayout
 from engine.backend import Backend
 from engine.cuda.attention import DeviceAttention
+from engine.cuda.beside import DecodesBeside
 from engine.cuda.cache import DeviceCache
 from engine.cuda.calibration import TEXT, Scales, calibrate, compute_prompt
 from engine.cuda.chunks import Chunks
@@ -229,7 +230,7 @@ class Builder:
             self._transformer(weights), weights, cache, scales if self._format.is_fp8 else None, longest
         )
         with compiled_ahead():
-            launcher.steps.run_all()
+            launcher.run_all()
             self._warm_up(cache, longest).run(DeviceRunner(launcher, self._sampler))
 
     def _warm_up(self, cache: DeviceCache, max_model_len: int) -> WarmUp:
@@ -269,7 +270,8 @@ class Builder:
             make = self._plain(model, cache)
         steps = DecodeSteps(make, self._drawer, state, max_model_len)
         chunks = Chunks(model, cache, self._max_rows)
-        return Launcher(model, self._attention, cache, state, steps, chunks, self._drawer)
+        beside = DecodesBeside(model, self._attention, cache, state, max_model_len)
+        return Launcher(model, self._attention, cache, state, steps, chunks, beside, self._drawer)
 
     def _plain(self, model: Transformer, cache: DeviceCache) -> MakeStep:
         state = self._state

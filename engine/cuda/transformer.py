@@ -137,7 +137,7 @@ class Transformer:
         Returns the tails, or all rows, after the final norm, for `head`.
         """
         count, advance, last = len(rows.token_ids), advance or partial(self.advance, rows, cache), self.num_layers - 1
-        for index, layer in enumerate(self._weights.layers):
+        for index in range(self.num_layers):
             advance(index)
             # A team has met behind what the layers before have written.
             if self._team.shard.size > 1 and index == self.early_layers > 0:
@@ -145,7 +145,7 @@ class Transformer:
             if self._team.shard.size == 1 and index == last:
                 written(True)
             if index < last or rows.tails is None:
-                attend(self._asked(count), cache.layer(index), self._mixed[:count], layer.sight)
+                self.attend(count, cache, index, attend)
             if self._team.shard.size == 1 and index == self.early_layers - 1:
                 written(False)
         return self._finish(rows, cache.layer(last))
@@ -163,6 +163,10 @@ class Transformer:
             mixed = self._mixed[:count].view(count, -1)
             self._leave(index - 1, mixed, residual, layer.attention_gain, x, rounding(layer.qkv, count))
         self._project(layer, x, rows, cache.layer(index))
+
+    def attend(self, count: int, cache: DeviceCache, index: int, attend: Attend) -> None:
+        """Attention of the first rows in a layer."""
+        attend(self._asked(count), cache.layer(index), self._mixed[:count], self._weights.layers[index].sight)
 
     def _finish(self, rows: Rows, cache: LayerCache) -> Tensor:
         """What follows the last K and V. Only the tails go there: 3 % of a prompt's work, and of its attention."""

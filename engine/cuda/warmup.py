@@ -7,7 +7,6 @@ from contracts.ids import BlockId, RequestId
 from contracts.layout import KVLayout
 from contracts.sampling import SamplingParams
 from engine.batch import Piece
-from engine.cuda.inputs import batch_buckets, context_buckets
 from engine.cuda.runner import DeviceRunner
 from engine.sequence import Sequence
 
@@ -27,22 +26,21 @@ class WarmUp:
     """
 
     def __init__(self, layout: KVLayout, num_blocks: int, max_rows: int, max_num_seqs: int, max_len: int) -> None:
-        self._layout, self._num_blocks = layout, num_blocks
+        self._layout = layout
         self._max_rows, self._max_num_seqs = max_rows, max_num_seqs
-        self._max_len, self._contexts = min(max_len, num_blocks * layout.block_size), context_buckets(max_len)
+        self._max_len = min(max_len, num_blocks * layout.block_size)
 
     def run(self, runner: DeviceRunner) -> None:
         """One row behind a long prompt, whose keys are shared out among CTAs if any batch's are; rows in a few long
-        prompts; decodes of every bucket beside a prompt; rows that are scored; then as many prompts as rows, which are
-        drawn in every way there is, of adjusted logits too.
+        prompts; an answer beside a prompt; rows that are scored; then as many prompts as rows, which are drawn in every
+        way there is, of adjusted logits too.
         """
         runner.forward_undrawn([Piece(self._sequence(0, self._max_len, _GREEDY), self._max_len - 1, 1)])
         for count in row_counts(self._max_rows):
             runner.forward_undrawn(self._prompts(_lengths(count, self._max_len), _GREEDY))
-        for count in batch_buckets(self._max_num_seqs):
-            for context in self._contexts if count < self._max_rows else ():
-                part = Piece(self._sequence(count, 2, _GREEDY), 0, 1)
-                runner.forward_undrawn([*self._decodes(count, context), part])
+        answering = self._sequence(0, 1, _GREEDY)
+        answering.tokens.append(0)
+        runner.forward([Piece(answering, 1, 1), Piece(self._sequence(1, 2, _GREEDY), 0, 1)])
         for count in row_counts(min(self._max_rows, _MAX_SCORED)):
             runner.forward_whole(self._prompts(_lengths(count, self._max_len), _GREEDY))
         for count in row_counts(self._max_num_seqs):
@@ -58,18 +56,10 @@ class WarmUp:
     def _prompts(self, lengths: Iterable[int], params: SamplingParams) -> SequenceOf[Piece]:
         return [Piece(self._sequence(number, length, params), 0, length) for number, length in enumerate(lengths)]
 
-    def _decodes(self, count: int, context: int) -> Iterator[Piece]:
-        """One of them behind so long a context, the others behind none to speak of."""
-        for number, length in enumerate([context, *[2] * (count - 1)]):
-            sequence = self._sequence(number, length - 1, _GREEDY)
-            sequence.tokens.append(0)
-            yield Piece(sequence, length - 1, 1)
-
     def _sequence(self, number: int, length: int, params: SamplingParams) -> Sequence:
-        """With room for one more token, in blocks that others write at the same time: nobody reads what comes of it."""
+        """In blocks that others write at the same time: nobody reads what comes of it."""
         sequence = Sequence(RequestId(f"warm-up-{number}"), [0] * length, params)
-        num_blocks = self._layout.num_blocks(length + 1)
-        sequence.blocks.extend(BlockId(index % self._num_blocks) for index in range(num_blocks))
+        sequence.blocks.extend(BlockId(index) for index in range(self._layout.num_blocks(length)))
         return sequence
 
 

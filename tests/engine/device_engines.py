@@ -13,6 +13,7 @@ from checkpoint import open_checkpoint
 from contracts.events import Token
 from contracts.ids import RequestId
 from contracts.sampling import SamplingParams
+from engine.cuda.beside import DecodesBeside
 from engine.cuda.chunks import Chunks, Launch
 from engine.cuda.load import load_device_engine
 from engine.cuda.remote import RemotePages
@@ -41,8 +42,13 @@ def chunks_of(engine: Engine) -> Chunks:
     return engine.runner.launcher.chunks
 
 
-def noted_launches_of(chunks: Chunks) -> list[Launch]:
-    """Holds chunks as launches that run eagerly, and are put here when they do."""
+def beside_of(engine: Engine) -> DecodesBeside:
+    assert isinstance(engine.runner, DeviceRunner)
+    return engine.runner.launcher.beside
+
+
+def noted_launches_of(holder: Chunks | DecodesBeside) -> list[Launch]:
+    """Holds launches that run eagerly, and are put here when they do."""
     launched: list[Launch] = []
 
     def record(launch: Launch) -> Launch:
@@ -52,7 +58,7 @@ def noted_launches_of(chunks: Chunks) -> list[Launch]:
 
         return held
 
-    chunks.hold(record)
+    holder.hold(record)
     return launched
 
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from device_engines import FUSIBLE, chunks_of, device_engine, noted_launches_of
+from device_engines import FUSIBLE, beside_of, chunks_of, device_engine, noted_launches_of
 from driving import answers, drain, greedy, random_prompts, request, settings, tokens_of
 from llguidance import LLMatcher
 from msgspec import structs
@@ -366,6 +366,22 @@ def test_prompts_in_padded_chunks_change_no_token(folder, dtype):
     plain = device_engine(folder, dtype, max_batched_tokens=100)
     assert answers(engine, PROMPTS, greedy(12)) == answers(plain, PROMPTS, greedy(12))
     assert len(launched) == 3 * engine.layout.num_layers  # 173 rows, 100 at a time, in whole blocks
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float8"])
+def test_attention_of_answers_beside_prompts_changes_no_token_where_it_is_held(folder, dtype):
+    def staggered(engine):
+        for index in range(3):
+            engine.submit(request(str(index), PROMPTS[index], greedy(12)))
+            engine.step()
+            engine.step()
+        outputs = drain(engine)
+        return [tokens_of(outputs, str(index)) for index in range(3)]
+
+    engine = device_engine(folder, dtype, max_batched_tokens=100)
+    launched = noted_launches_of(beside_of(engine))
+    assert staggered(engine) == staggered(device_engine(folder, dtype, max_batched_tokens=100))
+    assert launched and len(launched) % engine.layout.num_layers == 0
 
 
 def test_chunks_of_more_rows_than_are_held_are_launched_as_they_are(folder, monkeypatch):

@@ -55,7 +55,7 @@ def device_runner(engine):
 def warm(engine, max_len=MAX_LEN, max_rows=MAX_ROWS):
     """What a start on a GPU launches after its weights are there."""
     runner = device_runner(engine)
-    runner.launcher.steps.run_all()
+    runner.launcher.run_all()
     num_blocks = runner.launcher.cache.num_blocks
     WarmUp(engine.layout, num_blocks, most_rows(max_rows, MAX_NUM_SEQS), MAX_NUM_SEQS, max_len).run(runner)
 
@@ -175,7 +175,7 @@ def test_without_a_warm_up_kernels_would_be_compiled_while_serving(tmp_path):
     save_tiny(tmp_path, "llama", **FUSIBLE)
     with noted_launches() as launches:
         engine = engine_of(tmp_path, "float8")
-        device_runner(engine).launcher.steps.run_all()
+        device_runner(engine).launcher.run_all()
         known = set(launches.kinds)
         serve(engine)
         names = {name for name, *_ in launches.kinds - known}
