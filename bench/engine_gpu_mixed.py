@@ -3,7 +3,8 @@
 
 Llama-8B's shape, random weights, FP8; everything through Engine.submit and Engine.step. How far the answers' tokens are
 apart while a prompt is computed beside them, so much of it a step, and how fast it is computed. A step's limit is the
-longer of two times: to read weights, head and KV once, and to multiply at the rate of FP8 products.
+longer of two times: to read weights, head and KV once, and to multiply at the rate of FP8 products. The same of prompts
+whose own log-probabilities are asked for (`prompt_logprobs`).
 """
 
 import argparse
@@ -17,6 +18,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import torch
+from msgspec import structs
 
 from bench.engine_gpu import (
     FP8_RATE,
@@ -91,6 +93,7 @@ def measure(engine: Engine, chunk: int, num_answers: int) -> list[Row]:
     requests = random_requests(engine, [PROMPT] * num_answers, LENGTH - PROMPT)
     with answering(engine, requests):
         found = [beside(engine) for _ in range(NUM_PROMPTS)]
+        scored = beside(engine, prompt_logprobs=1)
         host = host_of_prompt(engine)
     params = {"answers": num_answers, "chunk": chunk}
     gaps = [gap for one in found for gap in one.gaps_ms]
@@ -98,13 +101,15 @@ def measure(engine: Engine, chunk: int, num_answers: int) -> list[Row]:
         Row("engine_mixed_gap", statistics.median(gaps), "ms", params, step_limit_ms(engine, chunk, num_answers)),
         Row("engine_mixed_gap_longest", max(gaps), "ms", params),
         Row("engine_mixed_prompt", LENGTH / statistics.median(one.prompt_s for one in found), "tokens/s", params),
+        Row("engine_mixed_gap", statistics.median(scored.gaps_ms), "ms", params | {"asks for": "prompt_logprobs"}),
         Row("engine_mixed_host_work", host, "ms", params),
     ]
 
 
-def beside(engine: Engine) -> Beside:
-    """One prompt, and what the steps give meanwhile."""
+def beside(engine: Engine, **asked: int) -> Beside:
+    """One prompt, and what the steps give meanwhile. `asked`: changes to its SamplingParams."""
     (prompt,) = random_requests(engine, [LENGTH], 1)
+    prompt = replace(prompt, sampling=structs.replace(prompt.sampling, **asked))
     begin = time.perf_counter()
     engine.submit(prompt)
     stamps = [begin]

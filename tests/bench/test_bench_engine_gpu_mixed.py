@@ -25,9 +25,11 @@ def test_a_prompt_is_computed_beside_answers_so_much_a_step(monkeypatch):
     engine = load_device_engine(
         settings, random_checkpoint("tiny", TINY), lambda *_: None, RandomWeights(TINY, device), device
     )
-    rows = {row.name: row for row in engine_gpu_mixed.measure(engine, 64, 2)}
+    *found, scored, _ = measured = engine_gpu_mixed.measure(engine, 64, 2)
+    rows = {row.name: row for row in [*found, *measured[-1:]]}
+    assert scored.name == "engine_mixed_gap" and scored.params["asks for"] == "prompt_logprobs"
     gap, longest = rows["engine_mixed_gap"], rows["engine_mixed_gap_longest"]
     assert gap.limit and 0 < gap.limit < gap.value <= longest.value
     assert rows["engine_mixed_prompt"].value > 0 and rows["engine_mixed_host_work"].value > 0
     assert not engine.has_work()
-    assert engine.stats().num_prefill_tokens == 2 * 8 + 4 * 256
+    assert engine.stats().num_prefill_tokens == 2 * 8 + 5 * 256

@@ -127,7 +127,8 @@ def test_captured_attention_of_answers_beside_a_prompt_gives_the_bits_of_an_eage
     _, captured = logits_beside_a_prompt(engine.runner, PROMPTS[4:])
     launched = noted_launches_of(beside_of(engine))
     _, eager = logits_beside_a_prompt(engine.runner, PROMPTS[4:])
-    assert launched and torch.equal(captured, eager)
+    assert bool(launched) == ("llama4" not in steady.name)  # whose attention in segments is not captured
+    assert torch.equal(captured, eager)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float8"])
