@@ -118,10 +118,10 @@ class DeviceAttention:
 
 
 def in_two(decodes: Attend, count: int, prompts: Attend) -> Attend:
-    """Of `count` rows of decodes, and of prompts in those behind."""
+    """Of `count` rows of decodes, which know their own, and of prompts in those behind."""
 
     def attend(asked: Asked, cache: LayerCache, out: Tensor, sight: Sight) -> None:
-        decodes(asked[:count], cache, out[:count], sight)
+        decodes(asked, cache, out, sight)
         if count < len(out):  # of the last layer there may be none
             prompts(asked[count:], cache, out[count:], sight)
 

@@ -2,20 +2,18 @@
 step, as long as the device takes for a chunk of 128 rows with all that it does there.
 """
 
-from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import product
 
 import torch
-from torch import Tensor
 
 from engine.cuda.attention import DeviceAttention
-from engine.cuda.cache import DeviceCache, LayerCache
-from engine.cuda.capture import Launch, capturing
+from engine.cuda.cache import DeviceCache
+from engine.cuda.capture import Launch, Record
 from engine.cuda.inputs import batch_buckets, bucket_for, context_buckets
 from engine.cuda.state import DecodeState
 from engine.cuda.steps import StepKey
-from engine.cuda.transformer import Asked, Attend, Transformer
-from engine.cuda.weights import Sight
+from engine.cuda.transformer import Attend, Transformer
 
 
 class DecodesBeside:
@@ -35,21 +33,10 @@ class DecodesBeside:
         self._held: dict[tuple[int, int], list[Launch]] = {}
 
     @torch.inference_mode()
-    def run_all(self) -> None:
-        """Each once, not captured, on sequences of one token."""
-        self.hold(lambda launch: launch)
-        self.release()
-
-    def capture(self) -> None:
-        """As CUDA graphs, before the first request."""
-        with capturing() as record:
-            self.hold(record)
-
-    @torch.inference_mode()
-    def hold(self, record: Callable[[Launch], Launch]) -> None:
-        """Nothing of attention in segments, whose tables each step cuts anew."""
+    def hold(self, record: Record) -> None:
+        """On sequences of one token. Nothing of attention in segments, whose tables each step cuts anew."""
         self._state.lengths.fill_(1)
-        for size in self._sizes():
+        for size in product(reversed(batch_buckets(self._state.max_rows)), self._contexts):
             launches = self._launches(*size)
             for launch in launches:
                 launch()  # loads what must be loaded, outside of a capture
@@ -64,15 +51,12 @@ class DecodesBeside:
         """Of the first rows of a call of the model, where they are: also of those that go past the last layer's K and
         V, whose copies say the same.
         """
-        size = key.num_rows, bucket_for(self._contexts, key.max_len)
-        held = self._held.get(size)
-        if held is None:
-            return self._attend(*size)
-
-        def replay(asked: Asked, cache: LayerCache, out: Tensor, sight: Sight) -> None:
-            held[cache.index]()
-
-        return replay
+        rows, max_len = key.num_rows, bucket_for(self._contexts, key.max_len)
+        held = self._held.get((rows, max_len))
+        if held is not None:
+            return lambda asked, cache, out, sight: held[cache.index]()
+        eager = self._attend(rows, max_len)
+        return lambda asked, cache, out, sight: eager(asked[:rows], cache, out[:rows], sight)
 
     def _attend(self, rows: int, max_len: int) -> Attend:
         return self._attention.of_decodes(self._state.tables[:rows], self._state.lengths[:rows], max_len)
@@ -81,8 +65,3 @@ class DecodesBeside:
         attend = self._attend(rows, max_len)
         layers = range(self._model.num_layers)
         return [partial(self._model.attend, rows, self._cache, index, attend) for index in layers]
-
-    def _sizes(self) -> Iterator[tuple[int, int]]:
-        for rows in reversed(batch_buckets(self._state.max_rows)):
-            for max_len in self._contexts:
-                yield rows, max_len

@@ -4,13 +4,12 @@ Launched one by one, a chunk of an 8B model took 15 ms of the host, which is mor
 Attention stays outside: how it is launched depends on the lengths of the sequences, and not only on the rows.
 """
 
-from collections.abc import Callable
 from functools import partial
 
 import torch
 
 from engine.cuda.cache import DeviceCache
-from engine.cuda.capture import Launch, capturing
+from engine.cuda.capture import Launch, Record
 from engine.cuda.inputs import bucket_for, chunk_buckets
 from engine.cuda.transformer import Advance, Rows, Transformer
 
@@ -28,13 +27,8 @@ class Chunks:
         self._num_decodes = torch.zeros(1, dtype=torch.int32, device=cache.device)
         self._held: dict[int, list[Launch]] = {}
 
-    def capture(self) -> None:
-        """As CUDA graphs, before the first request; what they allocate they share."""
-        with capturing() as record:
-            self.hold(record)
-
     @torch.inference_mode()
-    def hold(self, record: Callable[[Launch], Launch]) -> None:
+    def hold(self, record: Record) -> None:
         """The largest first, so that the smaller find the memory they share."""
         layers = range(self._model.num_layers)
         for bucket in reversed(self._buckets):

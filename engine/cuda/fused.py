@@ -16,9 +16,9 @@ from torch import Tensor
 from checkpoint.config import ModelConfig
 from engine.cuda.attention import decode_workspace
 from engine.cuda.cache import DeviceCache
+from engine.cuda.capture import Launch
 from engine.cuda.formats import E4M3, DeviceFormat, has_fused_step
 from engine.cuda.state import DecodeState
-from engine.cuda.steps import Step
 from engine.cuda.team import ALONE, Team
 from engine.cuda.weights import DeviceWeights, LayerWeights, Matrix
 from kernels.decode_plan import DecodePlan, decode_plan
@@ -55,7 +55,7 @@ class FusedDecode:
         self.scales = scales[:, :, None].expand(-1, -1, state.max_rows).contiguous()
         self._allocate(state.max_rows, state.device)
 
-    def step(self, rows: int, max_len: int) -> Step:
+    def step(self, rows: int, max_len: int) -> Launch:
         return FusedStep(self, rows, max_len)
 
     def _allocate(self, max_rows: int, device: torch.device) -> None:

@@ -15,6 +15,7 @@ from torch import Tensor
 from engine.cuda.attention import DeviceAttention, in_two
 from engine.cuda.beside import DecodesBeside
 from engine.cuda.cache import DeviceCache, LayerCache
+from engine.cuda.capture import capturing
 from engine.cuda.chunks import Chunks
 from engine.cuda.drawing import Drawer
 from engine.cuda.inputs import PromptRows, Queries, tails_of
@@ -72,7 +73,7 @@ class Launched:
 
 
 class Launcher:
-    """What is captured is by `capture`, before the first batch."""
+    """`steps`, `chunks` and `beside` hold graphs once `capture` is called, before the first batch."""
 
     def __init__(
         self,
@@ -90,13 +91,14 @@ class Launcher:
 
     def run_all(self) -> None:
         """All that decodes launch, once."""
-        self.steps.run_all()
-        self.beside.run_all()
+        for holder in (self.steps, self.beside):
+            holder.hold(lambda launch: launch)
+            holder.release()
 
     def capture(self) -> None:
-        self.steps.capture()
-        self.chunks.capture()
-        self.beside.capture()
+        for holder in (self.steps, self.chunks, self.beside):
+            with capturing() as record:
+                holder.hold(record)
 
     def release(self) -> None:
         """What was captured: NCCL does not let a team go while a graph has its calls."""

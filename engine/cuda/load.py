@@ -19,6 +19,7 @@ from engine.cuda.attention import DeviceAttention
 from engine.cuda.beside import DecodesBeside
 from engine.cuda.cache import DeviceCache
 from engine.cuda.calibration import TEXT, Scales, calibrate, compute_prompt
+from engine.cuda.capture import Launch
 from engine.cuda.chunks import Chunks
 from engine.cuda.drawing import DeviceSampler, Drawer
 from engine.cuda.followers import Followers
@@ -29,7 +30,7 @@ from engine.cuda.launcher import Launcher
 from engine.cuda.memory import MAX_PITCH_NBYTES
 from engine.cuda.runner import DeviceRunner
 from engine.cuda.state import DecodeState
-from engine.cuda.steps import DecodeSteps, MakeStep, Step
+from engine.cuda.steps import DecodeSteps, MakeStep
 from engine.cuda.team import ALONE, Team
 from engine.cuda.transformer import Rows, Transformer
 from engine.cuda.warmup import WarmUp
@@ -276,7 +277,7 @@ class Builder:
     def _plain(self, model: Transformer, cache: DeviceCache) -> MakeStep:
         state = self._state
 
-        def make(rows: int, max_len: int) -> Step:
+        def make(rows: int, max_len: int) -> Launch:
             num_rows = torch.full((1,), rows, dtype=torch.int32, device=state.device)
 
             def step() -> None:

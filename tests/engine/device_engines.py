@@ -14,7 +14,8 @@ from contracts.events import Token
 from contracts.ids import RequestId
 from contracts.sampling import SamplingParams
 from engine.cuda.beside import DecodesBeside
-from engine.cuda.chunks import Chunks, Launch
+from engine.cuda.capture import Launch
+from engine.cuda.chunks import Chunks
 from engine.cuda.load import load_device_engine
 from engine.cuda.remote import RemotePages
 from engine.cuda.runner import DeviceRunner
