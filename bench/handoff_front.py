@@ -17,7 +17,7 @@ from bench.handoff_core import Spec
 from contracts.codec import FrameReader, decoder, frame
 from contracts.events import Failed, Finished, Tokens
 from contracts.ids import Epoch, GatewayId, Incarnation, RequestId, WorkerId
-from contracts.request import Job, Route, WorkerRef
+from contracts.request import Cancel, Job, Route, WorkerRef
 from contracts.sampling import SamplingParams
 from core.messages import CoreFrame, CoreReady, CoreStatus, Start, Stop, ToFront, Work
 
@@ -157,6 +157,10 @@ def ask(
     for core in {id(core): core for core in (prefill, decode)}.values():
         core.send(work)
     return name, began
+
+
+def cancel(core: CoreHandle, request_ids: Sequence[str]) -> None:
+    core.send(Work([Cancel(RequestId(name), Epoch(1), "measured") for name in request_ids], time.monotonic()))
 
 
 def prompt(rng: np.random.Generator, length: int) -> list[int]:

@@ -32,7 +32,7 @@ import msgspec
 import numpy as np
 
 from bench.handoff_core import Spec
-from bench.handoff_front import Answers, CoreHandle, ask, prompt
+from bench.handoff_front import Answers, CoreHandle, ask, cancel, prompt
 from bench.handoff_kills import kills
 from bench.handoff_pages import LAYOUT, NVLINK_RATE, RAW_BLOCKS, WIDE, fill, holds, raw_pool
 from bench.handoff_staged import staged
@@ -44,6 +44,7 @@ STAGES = (
     "decode queued", "prefill told", "prefill fin", "prefill sent", "decode heard", "decode landed", "decode commit",
     "decode adopted", "decode started", "decode launched", "decode stepped",
 )  # fmt: skip
+SPAN_S = 2.0
 _log = logging.getLogger(__name__)
 
 
@@ -226,28 +227,30 @@ def idle(
 def loaded(
     prefill: CoreHandle, decode: CoreHandle, answers: Answers, asked: dict[str, list[str]], seconds: float
 ) -> list[Row]:
-    """32 answers run on decode all the while; prompts of 8192 and 1024 go through the pair, always two under way."""
+    """32 answers run on decode all the while; prompts of 8192 and 1024 go through the pair, always two under way. Spans
+    without them take turns with these: a step becomes longer as its answers do.
+    """
     rng, rows = np.random.default_rng(1), []
-    batch = [ask(decode, decode, prompt(rng, 1024), 6000, 300.0)[0] for _ in range(32)]
-    while any(len(answers.tokens[name]) < 8 for name in batch):
-        time.sleep(0.05)
-    quiet = _step_times(answers, batch, 2.0)
-    rows.append(Row("handoff_step_beside_nothing", _ms(quiet), "ms", {"batch": 32, "p99": _p99(quiet)}))
     for length in (8192, 1024):
+        batch = [ask(decode, decode, prompt(rng, 1024), 12000, 300.0)[0] for _ in range(32)]
+        while any(len(answers.tokens[name]) < 8 for name in batch):
+            time.sleep(0.05)
         names = asked.setdefault(f"load {length}", [])
-        waiting: list[str] = []
-        marks = {name: len(answers.tokens[name]) for name in batch}
-        end = time.perf_counter() + seconds
-        while time.perf_counter() < end:
-            waiting = [name for name in waiting if not answers.tokens[name] and name not in answers.ends]
-            while len(waiting) < 2:
-                waiting.append(ask(prefill, decode, prompt(rng, length), 8)[0])
-                names.append(waiting[-1])
-            time.sleep(0.001)
-        answers.wait(names, 60)
-        steps = [t for name in batch for t in np.diff(answers.times(name)[marks[name] :])]
-        params = {"batch": 32, "length": length, "handoffs": len(names), "p99": _p99(steps)}
-        rows.append(Row("handoff_step_beside_handoffs", _ms(steps), "ms", params))
+        quiet: list[float] = []
+        busy: list[float] = []
+        for _ in range(max(1, round(seconds / SPAN_S))):
+            with stepping(answers, batch, quiet):
+                time.sleep(SPAN_S)
+            with stepping(answers, batch, busy):
+                names += handed_over(prefill, decode, answers, rng, length)
+            answers.wait(names, 60)
+        cancel(decode, batch)
+        params = {"batch": 32, "length": length}
+        rows.append(Row("handoff_step_beside_nothing", _ms(quiet), "ms", params | {"p99": _p99(quiet)}))
+        beside = params | {"handoffs": len(names), "p99": _p99(busy)}
+        rows.append(Row("handoff_step_beside_handoffs", _ms(busy), "ms", beside))
+        gaps = [times[1] - times[0] for times in map(answers.times, names) if len(times) > 1]
+        rows.append(Row("handoff_token_gap", _ms(gaps), "ms", params | {"p99": _p99(gaps)}))
         failed = [answers.ends[name] for name in names if answers.ends[name] != "finished"]
         rows.append(Row("handoff_failed", len(failed), "requests", {"length": length, "first": failed[:1]}))
     for row in rows:
@@ -255,10 +258,28 @@ def loaded(
     return rows
 
 
-def _step_times(answers: Answers, batch: Sequence[str], seconds: float) -> list[float]:
+@contextmanager
+def stepping(answers: Answers, batch: Sequence[str], steps: list[float]) -> Iterator[None]:
+    """Within, the times between the tokens of each are collected."""
     marks = {name: len(answers.tokens[name]) for name in batch}
-    time.sleep(seconds)
-    return [t for name in batch for t in np.diff(answers.times(name)[marks[name] :])]
+    yield
+    steps += [step for name in batch for step in np.diff(answers.times(name)[marks[name] :])]
+
+
+def handed_over(
+    prefill: CoreHandle, decode: CoreHandle, answers: Answers, rng: np.random.Generator, length: int
+) -> list[str]:
+    """For a while, always two. Returns all of them, whose answers may go on."""
+    names: list[str] = []
+    waiting: list[str] = []
+    end = time.perf_counter() + SPAN_S
+    while time.perf_counter() < end:
+        waiting = [name for name in waiting if not answers.tokens[name] and name not in answers.ends]
+        while len(waiting) < 2:
+            waiting.append(ask(prefill, decode, prompt(rng, length), 8)[0])
+            names.append(waiting[-1])
+        time.sleep(0.001)
+    return names
 
 
 def read_stamps(folder: Path) -> dict[tuple[str, str], float]:

@@ -15,15 +15,18 @@ class FrontGone(Exception):
 
 
 class FrontLink:
-    """Blocking sends (a frame a step is small), waits bounded by the caller. `ring()` is safe from any thread."""
+    """Takes the socket over. Blocking sends (a frame a step is small), waits bounded by the caller. `ring()` is safe
+    from any thread.
+    """
 
     def __init__(self, sock: socket.socket) -> None:
-        self._sock = sock
+        with sock:
+            self._sock = sock.dup()  # to the lowest number there is: select takes none from 1024 on
         self._reader = FrameReader()
         self._decoder = decoder(ToCore)
         self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._selector = selectors.DefaultSelector()
-        self._selector.register(sock, selectors.EVENT_READ)
+        self._selector = selectors.SelectSelector()  # epoll waits whole milliseconds
+        self._selector.register(self._sock, selectors.EVENT_READ)
         self._selector.register(self._bell, selectors.EVENT_READ)
 
     def ring(self) -> None:

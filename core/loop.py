@@ -61,20 +61,23 @@ class Core(Watcher):
             self._on_message(message)
         self._on_transfer()
         self._on_time()
-        if self._engine.has_work():
+        if self._engine.has_work() and not self._leisure_s():
             self._step()
         self._send()
 
     def _patience_s(self) -> float:
         if self._engine.has_work():
-            return IDLE_WAIT_S if self._is_stuck else 0.0
+            return IDLE_WAIT_S if self._is_stuck else self._leisure_s()
         return ALERT_WAIT_S if self._engine.has_reserved else IDLE_WAIT_S
 
+    def _leisure_s(self) -> float:
+        """Whoever is handed over here may come yet, for the next batch."""
+        return self._engine.slack_s if self._engine.has_reserved else 0.0
+
     def _step(self) -> None:
-        began_s = self._clock()
         output = self._engine.step(self)
         self._is_stuck = output == StepOutput()  # what waits finds no pages: until a message or the bell changes that
-        self._status.stepped(output.num_prefill_tokens, output.num_decode_tokens, self._clock() - began_s)
+        self._status.stepped(output.num_prefill_tokens, output.num_decode_tokens, output.span_s)
         self._on_transfer()  # a grant that came under the compute lets what was computed go at once
         self._publish(output)
 

@@ -13,6 +13,7 @@ page is free only when request and writer have both let go. Not thread-safe: one
 """
 
 import logging
+import time
 from collections import Counter
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
@@ -46,6 +47,7 @@ from engine.messages import (
     StepOutput,
     Watcher,
 )
+from engine.pace import Pace, kind_of
 from engine.runner import Computed
 from engine.scheduler import Limits, Scheduler
 from engine.sequence import Sequence, Status
@@ -65,6 +67,7 @@ class Engine:
         checkpoint: Checkpoint,
         backend: Backend,
         max_model_len: int,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         cache = backend.cache
         self.checkpoint = checkpoint
@@ -90,6 +93,7 @@ class Engine:
         self._compiling: dict[Sequence, Callable[[Sequence], None]] = {}
         self._writers: dict[RequestId, list[BlockId]] = {}
         self._flight: Flight | None = None
+        self._pace, self._clock = Pace(), clock
         self._num_launched = self._num_landed = 0
         self._unlanded: list[tuple[int, SequenceOf[int]]] = []
         self._num_steps = self._num_prefill_tokens = self._num_decode_tokens = 0
@@ -224,6 +228,16 @@ class Engine:
         """A request may be adopted any moment."""
         return self._count(Status.RESERVED) > 0
 
+    @property
+    def slack_s(self) -> float:
+        """How long `step` may wait and the device has work all the same. Who is adopted by then is in the next batch
+        already.
+        """
+        flight = self._flight
+        if flight is None or flight.computed.drawn is None:
+            return 0.0
+        return max(0.0, self._pace.due_s(flight.kind, flight.began_s) - self._clock())
+
     def stats(self) -> EngineStats:
         scheduler = self._scheduler
         return EngineStats(
@@ -301,6 +315,7 @@ class Engine:
 
     def _launch(self, watcher: Watcher) -> Flight | None:
         """Schedule a batch and hand it to the device; None if nothing can run."""
+        began_s = self._clock()
         batch = self._scheduler.schedule(self._count(Status.RESERVED))
         if not batch.pieces:
             return None
@@ -313,7 +328,8 @@ class Engine:
         pieces, computed, failed = self._compute_watched(batch.pieces, watcher)
         chunks = tuple(chunk for piece in pieces for chunk in self._advance(piece))
         sampling = [piece.sequence for piece in pieces if piece.samples]
-        return Flight(started, pieces, chunks, computed, failed, masks, sampling)
+        self._pace.launched(self._clock() - began_s)
+        return Flight(started, pieces, chunks, computed, failed, masks, sampling, kind_of(pieces), began_s)
 
     def _may_run_ahead(self, flight: Flight) -> bool:
         """Nothing of the next batch depends on which tokens this one draws. Each running sequence may need a block: if
@@ -334,6 +350,7 @@ class Engine:
     def _land(self, flight: Flight) -> StepOutput:
         """Wait for what the device computed, and tell it."""
         sampling, tokens, lost = self._draw(flight)
+        span_s = self._pace.landed(flight.kind, flight.began_s, self._clock())
         self._landed()
         for sequence, token in zip(sampling, tokens, strict=True):
             if sequence.num_pending:
@@ -344,7 +361,7 @@ class Engine:
         ended = tuple(end for sequence in sampling for end in self._settle(sequence))
         failed = (*flight.failed, *lost)
         scored = tuple(scores.told() for scores in flight.computed.scored)
-        output = StepOutput(flight.started, flight.chunks, sampled, ended, failed, scored=scored)
+        output = StepOutput(flight.started, flight.chunks, sampled, ended, failed, scored=scored, span_s=span_s)
         return self._counted(output, flight.pieces)
 
     def _drawing(self, flight: Flight) -> Flight:

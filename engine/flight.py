@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from engine.batch import Piece
 from engine.grammar import Masks
 from engine.messages import ChunkDone, EngineFailure, Started
+from engine.pace import Kind
 from engine.runner import Computed
 from engine.sequence import Sequence
 
@@ -14,7 +15,7 @@ from engine.sequence import Sequence
 @dataclass(frozen=True)
 class Flight:
     """`pieces` were launched, `failed` could not be. `sampling`: whose next token this batch says. `masks`: None as
-    long as they can't be worked out, since tokens before are being drawn.
+    long as they can't be worked out, since tokens before are being drawn. `began_s`: when the host began on it.
     """
 
     started: tuple[Started, ...]
@@ -24,6 +25,8 @@ class Flight:
     failed: tuple[EngineFailure, ...]
     masks: Future[Masks] | None
     sampling: SequenceOf[Sequence]
+    kind: Kind
+    began_s: float
 
     def known_masks(self) -> Masks:
         """Waits for them."""

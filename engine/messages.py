@@ -164,6 +164,8 @@ class Watcher:
 
 @dataclass(frozen=True)
 class StepOutput:
+    """`span_s`: how long the batch took, behind the one before it."""
+
     started: tuple[Started, ...] = ()
     chunks: tuple[ChunkDone, ...] = ()
     sampled: tuple[Sampled, ...] = ()
@@ -172,6 +174,7 @@ class StepOutput:
     num_prefill_tokens: int = 0
     num_decode_tokens: int = 0
     scored: tuple[Scored, ...] = ()
+    span_s: float = 0.0
 
 
 @dataclass(frozen=True)

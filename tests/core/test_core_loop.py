@@ -8,7 +8,7 @@ from contracts.events import Failed, Finished, Prefilled, Tokens
 from contracts.ids import Epoch, GatewayId, RequestId, WorkerId
 from contracts.request import Cancel
 from core.link import FrontGone
-from core.loop import ALERT_WAIT_S, IDLE_WAIT_S, Core
+from core.loop import ALERT_WAIT_S, IDLE_WAIT_S
 from core.messages import CoreFrame, Stop, Work
 from core.status import STATUS_PERIOD_S
 from engine.messages import StepOutput
@@ -95,6 +95,29 @@ def test_a_core_that_expects_a_handoff_does_not_sleep_for_long():
     ring.turn(D)
     kinds = [wait for wait, _ in groupby(waits)]
     assert kinds == [IDLE_WAIT_S, ALERT_WAIT_S, 0.0, IDLE_WAIT_S]
+
+
+def test_while_a_handoff_may_come_the_next_batch_waits_as_long_as_the_device_has_work():
+    ring, coming = Ring(), list(range(40, 80))
+    side, waits = ring.sides[D], waits_of(ring, D)
+    ring.both(ring.job("running", list(range(40)), 100))
+    while not ring.tokens("running")[2:]:
+        ring.settle(1)
+    side.engine.slack_s = 0.002
+    num_told = len(ring.tokens("running"))
+    ring.turn(D)
+    assert len(ring.tokens("running")) == num_told + 1, "nobody is expected"
+    ring.both(ring.job("coming", coming, 5))
+    while not side.engine.has_reserved:
+        ring.settle(1)
+    num_told = len(ring.tokens("running"))
+    ring.turn(D)
+    assert len(ring.tokens("running")) == num_told and waits[-1] == 0.002
+    side.engine.slack_s = 0.0
+    ring.turn(D)
+    assert len(ring.tokens("running")) == num_told + 1 and waits[-1] == 0.0
+    ring.settle(120)
+    assert ring.tokens("coming") == answer(coming, 5)
 
 
 def test_stop_ends_the_loop_after_the_turn():
@@ -219,16 +242,10 @@ def test_the_measured_bytes_a_second_are_told_as_tokens():
     assert side.core._status.report().load.transfer_rate == 1e6 / nbytes_per_token
 
 
-def test_placement_is_told_a_rate_once_a_step_was_full(monkeypatch: pytest.MonkeyPatch):
+def test_placement_is_told_a_rate_once_a_step_was_full():
     ring = Ring()
     side, full = ring.sides[P], ring.sides[P].engine.max_mixed_tokens // 2
-    step = side.engine.step
-
-    def lasting(watcher: Core) -> StepOutput:
-        ring.clock.now += 0.5
-        return step(watcher)
-
-    monkeypatch.setattr(side.engine, "step", lasting)
+    side.engine.span_s = 0.5
     ring.both(ring.job("short", list(range(full - 1)), 2))
     ring.settle()
     assert ring.ends("short") and side.core._status.report().load.prefill_rate == 0.0

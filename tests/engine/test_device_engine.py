@@ -26,6 +26,7 @@ from engine.cuda.runner import DeviceRunner
 from engine.cuda.sampling import columns, draw_keys
 from engine.cuda.weights import load_device_weights, quantize_finely, quantize_rows
 from engine.load import load_engine
+from engine.pace import WAKING_S
 from engine.runner import unheard
 from engine.sequence import Sequence
 from engine.weights import open_weights
@@ -331,6 +332,29 @@ def test_a_batch_of_adjusted_logits_is_launched_before_the_tokens_of_the_last_ar
         engine.step()
         ahead.append(engine._flight is not None)
     assert ahead == [True] * 7 + [False]
+
+
+def test_a_step_may_wait_as_long_as_the_device_has_work(folder, monkeypatch):
+    engine, now_s = device_engine(folder), [0.0]
+    monkeypatch.setattr(engine, "_clock", lambda: now_s[0])
+    engine.submit(request("0", PROMPTS[0], greedy(8)))
+    slack_s = []
+    while engine.has_work():
+        engine.step()
+        slack_s.append(engine.slack_s)
+        now_s[0] += 0.01
+    # Not before a step of decodes was seen, nor when nothing is being computed.
+    assert slack_s == pytest.approx([0.0, *[0.01 - WAKING_S] * 6, 0.0])
+
+
+def test_a_step_whose_draw_is_the_hosts_to_launch_does_not_wait(folder, monkeypatch):
+    engine, now_s = device_engine(folder), [0.0]
+    monkeypatch.setattr(engine, "_clock", lambda: now_s[0])
+    engine.submit(request("0", PROMPTS[0], structs.replace(ADJUSTED[0], max_tokens=8)))
+    while engine.has_work():
+        engine.step()
+        assert engine.slack_s == 0.0
+        now_s[0] += 0.01
 
 
 def test_what_adjusts_some_answers_of_a_batch_changes_no_other(folder):

@@ -63,6 +63,8 @@ class FakeEngine:
     max_waiting: int = 64
     layout: KVLayout = LAYOUT
     max_mixed_tokens: int = 16
+    slack_s: float = 0.0
+    span_s: float = 0.0
     sequences: dict[RequestId, FakeSequence] = field(default_factory=dict)
     writers: dict[RequestId, int] = field(default_factory=dict)
     preempted: list[RequestId] = field(default_factory=list)
@@ -137,7 +139,8 @@ class FakeEngine:
             if sampled and sampled[-1].request_id == key and sequence.num_out >= sequence.request.sampling.max_tokens:
                 ended.append(Ended(key, sequence.num_out, FinishReason.LENGTH))
                 del self.sequences[key]
-        return StepOutput(tuple(started), tuple(chunks), tuple(sampled), tuple(ended), (), num_prefill, 0)
+        found = (tuple(started), tuple(chunks), tuple(sampled), tuple(ended))
+        return StepOutput(*found, num_prefill_tokens=num_prefill, span_s=self.span_s)
 
     def _prefill(self, key: RequestId, sequence: FakeSequence, chunks: list, sampled: list) -> int:
         first = sequence.computed
