@@ -3,21 +3,22 @@ step, as long as the device takes for a chunk of 128 rows with all that it does 
 """
 
 from functools import partial
-from itertools import product
 
 import torch
 
 from engine.cuda.attention import DeviceAttention
 from engine.cuda.cache import DeviceCache
 from engine.cuda.capture import Launch, Record
-from engine.cuda.inputs import batch_buckets, bucket_for, context_buckets
+from engine.cuda.inputs import batch_buckets
 from engine.cuda.state import DecodeState
 from engine.cuda.steps import StepKey
 from engine.cuda.transformer import Attend, Transformer
 
 
 class DecodesBeside:
-    """By batch and context. The shortest and the longest class do for all: those between are launched alike."""
+    """By batch. Launched as for the longest contexts: beside a prompt shorter ones gain nothing by a launch of their
+    own, and to capture those took a second of each start.
+    """
 
     def __init__(
         self,
@@ -28,20 +29,19 @@ class DecodesBeside:
         max_model_len: int,
     ) -> None:
         self._model, self._attention, self._cache, self._state = model, attention, cache, state
-        contexts = context_buckets(max_model_len)
-        self._contexts = sorted({contexts[0], contexts[-1]})
-        self._held: dict[tuple[int, int], list[Launch]] = {}
+        self._max_model_len = max_model_len
+        self._held: dict[int, list[Launch]] = {}
 
     @torch.inference_mode()
     def hold(self, record: Record) -> None:
         """On sequences of one token. Nothing of attention in segments, whose tables each step cuts anew."""
         self._state.lengths.fill_(1)
-        for size in product(reversed(batch_buckets(self._state.max_rows)), self._contexts):
-            launches = self._launches(*size)
+        for rows in reversed(batch_buckets(self._state.max_rows)):
+            launches = self._launches(rows)
             for launch in launches:
                 launch()  # loads what must be loaded, outside of a capture
             if not self._attention.is_cut:
-                self._held[size] = [record(launch) for launch in launches]
+                self._held[rows] = [record(launch) for launch in launches]
 
     def release(self) -> None:
         """Nothing is held from now on."""
@@ -51,17 +51,17 @@ class DecodesBeside:
         """Of the first rows of a call of the model, where they are: also of those that go past the last layer's K and
         V, whose copies say the same.
         """
-        rows, max_len = key.num_rows, bucket_for(self._contexts, key.max_len)
-        held = self._held.get((rows, max_len))
+        rows = key.num_rows
+        held = self._held.get(rows)
         if held is not None:
             return lambda asked, cache, out, sight: held[cache.index]()
-        eager = self._attend(rows, max_len)
+        eager = self._attend(rows)
         return lambda asked, cache, out, sight: eager(asked[:rows], cache, out[:rows], sight)
 
-    def _attend(self, rows: int, max_len: int) -> Attend:
-        return self._attention.of_decodes(self._state.tables[:rows], self._state.lengths[:rows], max_len)
+    def _attend(self, rows: int) -> Attend:
+        return self._attention.of_decodes(self._state.tables[:rows], self._state.lengths[:rows], self._max_model_len)
 
-    def _launches(self, rows: int, max_len: int) -> list[Launch]:
-        attend = self._attend(rows, max_len)
+    def _launches(self, rows: int) -> list[Launch]:
+        attend = self._attend(rows)
         layers = range(self._model.num_layers)
         return [partial(self._model.attend, rows, self._cache, index, attend) for index in layers]

@@ -7,7 +7,7 @@ import ctypes
 import mmap
 import os
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from functools import cache
@@ -169,16 +169,17 @@ class CudaMapping:
         target_pages: SequenceOf[int],
         planes: range,
     ) -> None:
-        """One copy for a page of all these planes, by the copy engine: no multiprocessor takes part."""
+        """One copy for neighbours of all these planes, by the copy engine: no multiprocessor takes part."""
         assert self._pointer is not None and self._pointer.value is not None
-        # The interpreter's lock is kept: giving it up and getting it back for each page took longer than the launches.
-        copy, width, height = _locked_runtime().cudaMemcpy2DAsync, grid.width, len(planes)
+        # The interpreter's lock is kept: giving it up and getting it back for each copy took longer than the launches.
+        copy, height = _locked_runtime().cudaMemcpy2DAsync, len(planes)
         source = self._pointer.value + grid.first(0, planes.start)
         destination = target.data_ptr() + target_grid.first(0, planes.start)
         step, target_step = grid.page_nbytes, target_grid.page_nbytes
         stream = torch.cuda.current_stream().cuda_stream
-        for page, target_page in zip(pages, target_pages, strict=True):
-            to, of = destination + target_page * target_step, source + page * step
+        longest = len(pages) if grid.width == step and target_grid.width == target_step else 1
+        for page, target_page, count in runs(pages, target_pages, longest):
+            to, of, width = destination + target_page * target_step, source + page * step, count * grid.width
             status = copy(to, target_grid.pitch, of, grid.pitch, width, height, _ANY_DIRECTION, stream)
             if status:
                 raise TransferError(f"a page can't be copied: {_words(status)}")
@@ -187,6 +188,18 @@ class CudaMapping:
         if self._pointer is not None:
             _runtime().cudaIpcCloseMemHandle(self._pointer)
             self._pointer = None
+
+
+def runs(pages: SequenceOf[int], target_pages: SequenceOf[int], longest: int) -> Iterator[tuple[int, int, int]]:
+    """Pages that follow each other on both sides, at most `longest` at a time: the first, its target, how many."""
+    pairs = sorted(zip(pages, target_pages, strict=True))
+    first = 0
+    for end in range(1, len(pairs) + 1):
+        page, target_page = pairs[first]
+        count = end - first
+        if end == len(pairs) or count == longest or pairs[end] != (page + count, target_page + count):
+            yield page, target_page, count
+            first = end
 
 
 def mapped(count: int, device: torch.device) -> tuple[Tensor, Tensor]:
