@@ -24,9 +24,9 @@ def decode_plan(batch: int, cc: int = 90) -> DecodePlan:
 
     Own kernels while a product reads its weights, up to 64 tokens; at 128 cuBLAS per tensor with deferred scales
     for qkv, o and down; at 256 the fused gate_up only equals cuBLAS and a SiLU kernel, and dependent launches hurt.
-    They also do where fewer tokens than 64 take what 64 would: a step of 40 takes 4.11 ms with and 3.66 without them, of 48
-    3.95 and 3.69, of 64 3.85 and 3.97. Other architectures take the same shape: split-K and fusing do not depend on the
-    instruction set.
+    They also do where fewer tokens than 64 take what 64 would: a step of 40 takes 4.11 ms with and 3.66 without them,
+    of 48 3.95 and 3.69, of 64 3.85 and 3.97. Other architectures take the same shape: split-K and fusing do not depend
+    on the instruction set.
     """
     if batch <= 8:
         return DecodePlan(2, 2, 2)

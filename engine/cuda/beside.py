@@ -16,8 +16,8 @@ from engine.cuda.transformer import Attend, Transformer
 
 
 class DecodesBeside:
-    """By batch. Launched as for the longest contexts: beside a prompt shorter ones gain nothing by a launch of their
-    own, and to capture those took a second of each start.
+    """By batch. Launched as for the longest contexts: what is tuned for shorter ones would take 0.1 to 0.4 ms off a gap
+    of 17, and took two seconds of each start to capture (H200).
     """
 
     def __init__(
