@@ -372,7 +372,7 @@ class Engine:
             return flight
         masks = flight.known_masks()
         present = [sequence for sequence in flight.sampling if self._is_present(sequence)]
-        lost = tuple(self._fail(s, masks.errors[s.request_id]) for s in present if s.request_id in masks.errors)
+        lost = tuple(self._unguided(s, masks.errors[s.request_id]) for s in present if s.request_id in masks.errors)
         flight = replace(flight, failed=(*flight.failed, *lost))
         if len(lost) == len(present):
             return flight
@@ -460,6 +460,11 @@ class Engine:
         except RuntimeError as error:
             _log.exception("a piece of %d tokens failed", piece.num_tokens)
             return [], Computed(torch.empty(0)), (self._fail(piece.sequence, str(error)),)
+
+    def _unguided(self, sequence: Sequence, message: str) -> EngineFailure:
+        self.release(sequence.request_id)
+        why = f"the grammar of this answer (a schema, a regex, choices or tools) can't be gone on with: {message}"
+        return EngineFailure(sequence.request_id, RequestError.code, why)
 
     def _fail(self, sequence: Sequence, message: str) -> EngineFailure:
         self.release(sequence.request_id)

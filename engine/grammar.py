@@ -6,15 +6,16 @@ grammar out of the request's SamplingParams and lets it consume token 0.
 
 import os
 from collections.abc import Sequence as SequenceOf
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from functools import lru_cache
 
 import numpy as np
-from llguidance import LLExecutor, LLMatcher, LLTokenizer
-from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask, fill_next_token_bitmask_par
+from llguidance import LLExecutor, LLMatcher
+from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask_par
 
 from checkpoint.checkpoint import Checkpoint
+from checkpoint.guidance import Vocabulary, compiled, error_of
 from contracts.deep_threads import DeepThreads
 from contracts.ids import RequestId
 from engine.sequence import Sequence
@@ -26,6 +27,10 @@ where compiling takes 1 (65 of 20 000 values of an enum, which keeps 8 MiB).
 """
 LARGE = 16384
 """Characters of a grammar that takes milliseconds to compile: 20 000 values of an enum, 0.5 MB, took 65 ms."""
+PATIENCE_S = 0.02
+"""How long an engine waits for a small grammar, most of which take a millisecond. Others take hours: their size does
+not tell, and steps wait for none.
+"""
 
 
 @dataclass
@@ -33,7 +38,6 @@ class Grammar:
     """One request's, `num_consumed` tokens of the answer into its text. `compiled` raises ValueError if it can't be."""
 
     compiled: Future[LLMatcher]
-    is_large: bool
     num_consumed: int = 0
 
 
@@ -63,7 +67,7 @@ class Grammars:
         self._compiled = lru_cache(NUM_KEPT)(self._compile)
         self._open: dict[Sequence, Grammar] = {}
         # A fraction of a second for a large vocabulary: now, not beside running answers.
-        self._tokenizer = self._compilers.submit(_tokenizer, checkpoint)
+        self._tokens = self._compilers.submit(lambda: Vocabulary.of(checkpoint).tokens())
 
     def open(self, sequence: Sequence) -> None:
         """Its grammar, if it has one, is compiled from now on."""
@@ -71,12 +75,15 @@ class Grammars:
         if grammar:
             is_large = len(grammar) >= LARGE
             threads = self._large_compiler if is_large else self._compilers
-            self._open[sequence] = Grammar(threads.submit(lambda: self._compiled(grammar).deep_copy()), is_large)
+            found = threads.submit(lambda: self._compiled(grammar).deep_copy())
+            if not is_large and all(other.compiled.done() for other in self._open.values()):
+                wait([found], PATIENCE_S)
+            self._open[sequence] = Grammar(found)
 
     def is_ready(self, sequence: Sequence) -> bool:
-        """A step with this sequence would not wait for long."""
+        """A step with this sequence would wait for no compiler."""
         grammar = self._open.get(sequence)
-        return grammar is None or not grammar.is_large or grammar.compiled.done()
+        return grammar is None or grammar.compiled.done()
 
     def begin(self, sequences: SequenceOf[Sequence]) -> Future[Masks]:
         """Start on the masks for the next token of those `sequences` that have a grammar."""
@@ -88,12 +95,7 @@ class Grammars:
         self._open.pop(sequence, None)
 
     def _compile(self, grammar: str) -> LLMatcher:
-        """Its copies know the first mask, which takes as long as compiling a small one."""
-        tokenizer = self._tokenizer.result()
-        matcher = LLMatcher(tokenizer, grammar)
-        if not matcher.is_error():
-            fill_next_token_bitmask(matcher, allocate_token_bitmask(1, tokenizer.vocab_size))
-        return matcher
+        return compiled(self._tokens.result(), grammar)
 
     def _masks(self, guided: SequenceOf[tuple[Sequence, Grammar]]) -> Masks:
         masks, rows = Masks(), dict[RequestId, LLMatcher]()
@@ -103,11 +105,11 @@ class Grammars:
             except ValueError as error:  # what llguidance says of a tokenizer or a grammar that it can't serve
                 masks.errors[sequence.request_id] = str(error)
         if rows:
-            bits = allocate_token_bitmask(len(rows), self._tokenizer.result().vocab_size)
+            bits = allocate_token_bitmask(len(rows), self._tokens.result().vocab_size)
             numbered = list(zip(rows.values(), range(len(rows)), strict=True))
             fill_next_token_bitmask_par(self._executor, numbered, bits)
             masks.allowed.update(zip(rows, bits.view(np.uint8), strict=True))
-        masks.errors.update((name, matcher.get_error()) for name, matcher in rows.items() if matcher.is_error())
+        masks.errors.update((name, error_of(matcher)) for name, matcher in rows.items() if matcher.is_error())
         return masks
 
 
@@ -119,14 +121,5 @@ def _advanced(grammar: Grammar, sequence: Sequence) -> LLMatcher:
         matcher.consume_tokens(new)
         grammar.num_consumed += len(new)
     if matcher.is_error():
-        raise ValueError(matcher.get_error())
+        raise ValueError(error_of(matcher))
     return matcher
-
-
-def _tokenizer(checkpoint: Checkpoint) -> LLTokenizer:
-    tokenizer = checkpoint.tokenizer()
-    return LLTokenizer(
-        tokenizer.to_str(),
-        n_vocab=max(checkpoint.config.vocab_size, tokenizer.get_vocab_size()),  # either may have more tokens
-        eos_token=list(checkpoint.eos_token_ids),
-    )

@@ -87,6 +87,7 @@ async def ask_chat(request: ChatRequest, prompting: Prompting, limits: Limits, m
         request = msgspec.structs.replace(request, tools=None)
     wanted = request.max_completion_tokens or request.max_tokens
     prompt = prompting.render(request)
+    _require_short(prompt, request, prompting, limits, "messages")
     [whole] = await prompting.encode([prompt], bool(request.add_special_tokens))
     token_ids = _truncated(whole, request, wanted, limits)
     param = max_param or ("max_completion_tokens" if request.max_completion_tokens else "max_tokens")
@@ -152,7 +153,9 @@ async def _prompts(request: CompletionRequest, prompting: Prompting, limits: Lim
         raise RequestError(f"'prompt' must be 1 to {MAX_PROMPTS} prompts", "prompt")
     _require_room(len(many), request.n, limits)
     for prompt in many:
-        if not isinstance(prompt, str):
+        if isinstance(prompt, str):
+            _require_short(prompt, request, prompting, limits, "prompt")
+        else:
             _require_ids(prompt, prompting)
     texts = [prompt for prompt in many if isinstance(prompt, str)]
     encoded = iter(await prompting.encode(texts, add_special_tokens=request.add_special_tokens is not False))
@@ -166,7 +169,17 @@ def _require_room(num_prompts: int, n: int | None, limits: Limits) -> None:
         raise RequestError(why, "n" if (n or 1) > 1 else "prompt")
 
 
+def _require_short(text: str, request: Common, prompting: Prompting, limits: Limits, param: str) -> None:
+    """Before it is tokenized, which takes seconds and a gigabyte for the largest that a body holds."""
+    least = prompting.least_tokens(text)
+    if request.truncate_prompt_tokens is None and least >= limits.max_model_len:
+        why = f"the prompt has {least} at the least, which leaves no room for an answer"
+        raise RequestError(f"{_longest(limits)}; {why}", param)
+
+
 def _require_ids(prompt: Any, prompting: Prompting) -> None:
+    if prompt == []:
+        raise RequestError("the prompt has no tokens", "prompt")
     if not _is_ids(prompt):
         raise RequestError("'prompt' must be a string, a list of strings, token ids, or a list of token ids", "prompt")
     if min(prompt) < 0:
@@ -181,6 +194,8 @@ def _is_ids(prompt: Any) -> bool:
 def _truncated(token_ids: list[int], request: Common, wanted: int | None, limits: Limits) -> list[int]:
     """At most `truncate_prompt_tokens` of them; -1: as many as leave room for the answer."""
     keep = request.truncate_prompt_tokens
+    if keep == 0:
+        raise RequestError("'truncate_prompt_tokens' must be at least 1, or -1", "truncate_prompt_tokens")
     if keep is not None and keep < 0:
         keep = max(limits.max_model_len - (wanted or 1), 1)
     if keep is None or keep >= len(token_ids):
@@ -271,7 +286,16 @@ async def _grammar(request: Common, prompting: Prompting, calling: Calling | Non
     if request.response_format is None and request.structured_outputs is None and calling is None:
         return ""
     loop = asyncio.get_running_loop()
-    return await loop.run_in_executor(prompting.compilers, _compiled, request, prompting, calling, before)
+    return await loop.run_in_executor(prompting.compilers, _tried, request, prompting, calling, before)
+
+
+def _tried(request: Common, prompting: Prompting, calling: Calling | None, before: _Before) -> str:
+    grammar = _compiled(request, prompting, calling, before)
+    if grammar and (error := prompting.trials.verdict(grammar)):
+        given = {"structured_outputs": request.structured_outputs, "response_format": request.response_format}
+        param = next((name for name, value in given.items() if value is not None), "tools")
+        raise RequestError(f"{param} can't be obeyed: {error}", param)
+    return grammar
 
 
 def _compiled(request: Common, prompting: Prompting, calling: Calling | None, before: _Before) -> str:

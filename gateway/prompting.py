@@ -3,6 +3,7 @@
 import asyncio
 import json
 from collections.abc import Callable, Mapping, Sequence, Sized
+from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime
 from itertools import accumulate
 from typing import Any, ClassVar, NoReturn, Protocol, TypeVar
@@ -26,10 +27,13 @@ from gateway.tools.forms import ParserName, form_of, knows_tools
 from gateway.tools.parser import object_of
 from gateway.tools.request import MadeCall, Tool, described
 from gateway.tools.telling import told
+from gateway.trials import Trials
 
 T = TypeVar("T")
 
 LONG_CHARS = 20_000  # above, tokenizing takes longer than handing it to a thread
+HUGE_CHARS = 1_000_000
+"""Above, one at a time: tokenizing takes more than 100 bytes of memory for each of its characters."""
 
 _MARK = "Here-the-Answer-goes-on "  # which a template that strips shows without its space
 
@@ -65,7 +69,7 @@ class Prompting:
     """Templates and tokenizer of one model. Raises ConfigError on a template that does not compile.
 
     `tool_form`: how the model writes calls, `thinking`: how it thinks aloud; None if that is not known. `compilers`:
-    threads that compile grammars.
+    threads that make grammars of what clients ask for, `trials`: where each is compiled first.
     """
 
     def __init__(self, checkpoint: Checkpoint, tool_parser: ParserName = "auto") -> None:
@@ -73,7 +77,9 @@ class Prompting:
         self.vocab_size = checkpoint.config.vocab_size
         self._specials = {"bos_token": checkpoint.bos_token or "", "eos_token": checkpoint.eos_token or ""}
         self._token_texts: dict[int, str] = {}
-        self.compilers = DeepThreads(4, "grammar")
+        self.compilers, self.trials = DeepThreads(4, "grammar"), Trials(checkpoint)
+        self._huge = ThreadPoolExecutor(1, "huge-prompt")
+        self._longest_token = max(map(len, self.tokenizer.get_vocab()), default=1)
         template = checkpoint.chat_template or ""
         added = self.tokenizer.get_added_tokens_decoder().items()
         self._special_ids = {token.content: token_id for token_id, token in added if token.special}
@@ -92,18 +98,22 @@ class Prompting:
         except TemplateError as error:
             raise ConfigError(f"the model's chat template does not compile: {error}") from error
 
+    def least_tokens(self, text: str) -> int:
+        """No fewer can spell it: none is longer than the longest."""
+        return -(-len(text) // self._longest_token)
+
     async def encode(self, texts: Sequence[str], add_special_tokens: bool) -> list[list[int]]:
-        return await _aside(texts, lambda: [self._encode(text, add_special_tokens) for text in texts])
+        return await self._aside(texts, lambda: [self._encode(text, add_special_tokens) for text in texts])
 
     async def decode(self, prompts: Sequence[Sequence[int]]) -> list[str]:
         """Special tokens too."""
-        return await _aside(prompts, lambda: self.tokenizer.decode_batch(prompts, skip_special_tokens=False))
+        return await self._aside(prompts, lambda: self.tokenizer.decode_batch(prompts, skip_special_tokens=False))
 
     async def offsets(self, prompts: Sequence[Sequence[int]], texts: Sequence[str]) -> list[tuple[int, ...]]:
         """Where the text of each token begins in its prompt's text, which is the tokens' own but for what begins every
         prompt.
         """
-        return await _aside(texts, lambda: list(map(self._offsets, prompts, texts)))
+        return await self._aside(texts, lambda: list(map(self._offsets, prompts, texts)))
 
     def render(self, request: Conversation) -> str:
         """The conversation as the model was trained to see it. Raises RequestError."""
@@ -176,6 +186,13 @@ class Prompting:
         if token_ids and not 0 <= max(token_ids) < self.vocab_size:
             raise RequestError(f"{param}: token id {max(token_ids)} is not below {self.vocab_size}", param)
 
+    async def _aside(self, prompts: Sequence[Sized], work: Callable[[], T]) -> T:
+        """On a thread if they are long together."""
+        length = sum(map(len, prompts))
+        if length < LONG_CHARS:
+            return work()
+        return await asyncio.get_running_loop().run_in_executor(self._huge if length > HUGE_CHARS else None, work)
+
     def _plain(self, index: int, message: Message) -> dict[str, Any]:
         """With what the assistant thought, if the model's template may know what to do with it."""
         plain, thought = _plain(index, message), message.reasoning or message.reasoning_content
@@ -209,11 +226,6 @@ class Prompting:
     def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
         # As a batch: only so the tokenizer lets go of the interpreter, and others' streams go on; as with decode.
         return self.tokenizer.encode_batch([text], add_special_tokens=add_special_tokens)[0].ids
-
-
-async def _aside(prompts: Sequence[Sized], work: Callable[[], T]) -> T:
-    """On a thread if they are long together."""
-    return work() if sum(map(len, prompts)) < LONG_CHARS else await asyncio.to_thread(work)
 
 
 def _is_bracketed(text: str) -> bool:

@@ -208,6 +208,7 @@ class PrefillRole:
             self._on_drained(attempt.id)
         for attempt in [a for a in self._attempts.values() if a.is_with(lost)]:
             del self._attempts[attempt.id]
+            self._counters["handoffs_aborted"] += 1
             self._engine.release(attempt.live.key)
             if attempt.is_sent:
                 self._ledger.leave(attempt.live)

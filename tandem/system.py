@@ -67,7 +67,7 @@ def redis_spec(run_dir: RunDir, url: str, program: str, environ: Mapping[str, st
 
 
 def coordinator_spec(run_dir: RunDir, env: Mapping[str, str]) -> ProcessSpec:
-    return _service("coordinator", "coordinator", SERVICES, (), run_dir, env, is_vital=True)
+    return _service("coordinator", "coordinator", SERVICES, (), run_dir, env)
 
 
 def gateway_spec(settings: UpSettings, run_dir: RunDir, port: int, env: Mapping[str, str]) -> ProcessSpec:

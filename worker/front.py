@@ -59,12 +59,16 @@ class FrontState:
             self.num_turns, self.status_s = status.num_turns, time.monotonic()
         self.status = status
 
+    @property
+    def silent_s(self) -> float:
+        """How long the core has made no turn."""
+        return time.monotonic() - self.status_s
+
     def sickness(self) -> str | None:
         """Why this worker is not healthy, or None."""
         if not self.core_alive:
             return "the engine core has died"
-        silent_s = time.monotonic() - self.status_s
-        if silent_s > self.hang_timeout_s:
+        if (silent_s := self.silent_s) > self.hang_timeout_s:
             return f"the engine core has made no turn for {silent_s:.0f} s"
         return None
 

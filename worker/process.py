@@ -80,6 +80,10 @@ class CoreProcess:
         if not self._writer.is_closing():
             self._writer.write(frame(message))
 
+    def kill(self) -> None:
+        """`frames()` ends soon."""
+        self._process.kill()
+
     async def stop(self) -> None:
         """Ask, wait, then kill: afterwards the process is gone."""
         self.send(Stop())

@@ -29,6 +29,8 @@ log = logging.getLogger(__name__)
 ORPHAN_GRACE_S = 10.0
 MIND_PERIOD_S = 1.0
 CORE_DIED = 3
+HANGS_UNTIL_KILLED = 2
+"""So many times the silence that makes a core unhealthy: one that was only stopped for a while may have gone on."""
 
 
 async def serve(
@@ -107,13 +109,16 @@ async def _pump(state: FrontState, membership: Membership) -> None:
 
 
 async def _mind(state: FrontState) -> None:
-    """A core that hangs is as good as dead to the gateways: their streams end, and with them the requests. What
-    gateways left behind ends too.
+    """A core that hangs is as good as dead to the gateways: their streams end, and with them the requests. One that
+    goes on hanging is killed: whoever supervises this worker starts it again. What gateways left behind ends too.
     """
     while True:
         await asyncio.sleep(MIND_PERIOD_S)
         if state.sickness():
             state.streams.close()
+        if state.core_alive and state.silent_s > HANGS_UNTIL_KILLED * state.hang_timeout_s:
+            log.error("the engine core has made no turn for %.0f s and is killed", state.silent_s)
+            state.core.kill()
         for gateway_id in state.streams.gone(ORPHAN_GRACE_S):
             state.core.send(GatewayGone(gateway_id))
 

@@ -56,7 +56,9 @@ class WorkerSettings(BaseSettings):
     num_threads: int = Field(0, ge=0, description="CPU threads of the engine; 0: all cores")
     grant_timeout_s: float = Field(5.0, gt=0, description="how long a computed prompt waits for pages at decode")
     drain_timeout_s: float = Field(8.0, ge=0, description="how long what runs may go on after a signal to stop")
-    hang_timeout_s: float = Field(20.0, gt=0, description="a core that makes no turn for so long is unhealthy")
+    hang_timeout_s: float = Field(
+        20.0, gt=0, description="a core that makes no turn for so long is unhealthy, and killed after twice that"
+    )
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="how much to say")
 
     @property

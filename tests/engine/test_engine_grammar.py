@@ -12,7 +12,8 @@ from msgspec import structs
 from tiny_models import VOCAB, save_tiny
 from tokenizers import Tokenizer
 
-from checkpoint import open_checkpoint
+from checkpoint import guidance, open_checkpoint
+from contracts.errors import RequestError
 from contracts.events import FinishReason, Token
 from contracts.ids import RequestId
 from engine.engine import Engine
@@ -87,13 +88,13 @@ def test_each_row_of_a_batch_obeys_its_own(engine, tokenizer):
 
 
 def test_requests_with_the_same_grammar_compile_it_once_and_obey_it_each(engine, tokenizer, monkeypatch):
-    compiled, compile_ = [], LLMatcher
+    compiled, compile_ = [], guidance.compiled
 
     def noted(*args):
         compiled.append(args)
         return compile_(*args)
 
-    monkeypatch.setattr("engine.grammar.LLMatcher", noted)
+    monkeypatch.setattr("engine.grammar.compiled", noted)
     grammar = regex("[a-z]{5}[0-9]{5}")
     for index in range(4):
         params = greedy(40, grammar=grammar, ignore_eos=False, temperature=3.0)
@@ -167,13 +168,13 @@ def long(kind: str) -> str:
 @pytest.fixture
 def held_up(monkeypatch):
     """Compiling goes on when this is set."""
-    goes_on, compile_ = threading.Event(), LLMatcher
+    goes_on, compile_ = threading.Event(), guidance.compiled
 
     def compiled(*args):
         assert goes_on.wait(60)
         return compile_(*args)
 
-    monkeypatch.setattr("engine.grammar.LLMatcher", compiled)
+    monkeypatch.setattr("engine.grammar.compiled", compiled)
     yield goes_on
     goes_on.set()
 
@@ -187,9 +188,10 @@ def until_done(engine, outputs):
         assert time.monotonic() < deadline
 
 
-def test_no_answer_waits_while_a_large_grammar_is_compiled(engine, tokenizer, held_up):
-    grammar = long("small")
-    assert len(grammar) >= LARGE
+@pytest.mark.parametrize("is_large", [True, False])
+def test_no_answer_waits_while_a_grammar_is_compiled_for_long(engine, tokenizer, held_up, is_large):
+    grammar = long("small") if is_large else schema({"enum": ["this one is one of many small values"]})
+    assert (len(grammar) >= LARGE) == is_large
     prompt = tokenizer.encode("Answer: ").ids
     engine.submit(request("guided", prompt, greedy(40, grammar=grammar, ignore_eos=False)))
     engine.submit(request("plain", prompt, greedy(8)))
@@ -229,3 +231,16 @@ def test_nor_does_one_that_came_from_elsewhere_hold_up_others(engine, tokenizer,
     until_done(engine, outputs)
     answer = tokenizer.decode([quote, *tokens_of(outputs, "guided")])
     assert json.loads(answer).endswith("is one of many foreign values")
+
+
+def test_a_grammar_that_leads_nowhere_is_the_clients_mistake_and_said_in_a_line(engine, tokenizer):
+    """Nothing of the answer, and no state of the library."""
+    grammar = LLMatcher.grammar_from_lark('start: "a" start')
+    engine.submit(request("lost", tokenizer.encode("Answer: ").ids, greedy(40, grammar=grammar, ignore_eos=False)))
+    engine.submit(request("plain", tokenizer.encode("Answer: ").ids, greedy(8)))
+    outputs = drain(engine)
+    (failure,) = [failed for output in outputs for failed in output.failed]
+    assert (failure.request_id, failure.code) == ("lost", RequestError.code)
+    assert failure.message.startswith("the grammar of this answer") and "\n" not in failure.message
+    assert "Tokens:" not in failure.message and len(tokens_of(outputs, "plain")) == 8
+    engine.check()

@@ -31,7 +31,7 @@ def test_a_pair_is_the_default(tmp_path: Path) -> None:
     assert list(specs) == ["redis", "coordinator", "prefill-0", "decode-0", "gateway"]
     assert [spec.stage for spec in specs.values()] == [REDIS, SERVICES, SERVICES, SERVICES, GATEWAY]
     assert [spec.first_stage for spec in specs.values()] == [REDIS, SERVICES, SERVICES, SERVICES, SERVICES]
-    assert [name for name, spec in specs.items() if spec.is_vital] == ["redis", "coordinator", "gateway"]
+    assert [name for name, spec in specs.items() if spec.is_vital] == ["redis", "gateway"]
 
 
 def test_workers_are_counted_by_role(tmp_path: Path) -> None:

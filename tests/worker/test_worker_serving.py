@@ -170,6 +170,14 @@ async def test_a_core_that_stands_still_ends_the_streams_of_those_who_wait_for_i
         os.kill(worker.core_pid, signal.SIGCONT)
 
 
+def test_a_core_that_hangs_for_good_is_killed_and_its_worker_ends(model: str, tmp_path: Path) -> None:
+    with running_worker(tmp_path, model, "--hang-timeout-s", "1") as worker:
+        wait_until(worker.core)
+        os.kill(worker.core_pid, signal.SIGSTOP)
+        assert worker.process.wait(60) == 3
+        assert "and is killed" in worker.log.read_text()
+
+
 async def test_when_the_core_is_killed_the_stream_ends_and_the_worker_says_why(mortal: RunningWorker) -> None:
     async def body(gateway: Gateway) -> None:
         await gateway.post(gateway.job("r", max_tokens=LONG))

@@ -1,0 +1,96 @@
+"""Grammars are compiled once before a worker gets them, in a process of its own.
+
+30 patterns that a string must match all at once are a kilobyte, and keep llguidance at work for hours: no limit of its
+own bounds that, and a thread can't be ended.
+"""
+
+import contextlib
+import subprocess
+import sys
+import threading
+import weakref
+from collections import OrderedDict
+from hashlib import blake2b
+from selectors import EVENT_READ, DefaultSelector
+
+import msgspec
+
+from checkpoint.checkpoint import Checkpoint
+from checkpoint.guidance import Vocabulary
+from contracts.leash import leashed
+from gateway.trial import receive, send
+
+TRIAL_S = 5.0
+"""The largest schemas that llguidance takes compile in a tenth of a second."""
+START_S = 60.0
+NUM_KEPT = 1024
+
+
+class Trials:
+    """One at a time, from any thread. The process is started for the first one, and anew after one that was killed."""
+
+    def __init__(self, checkpoint: Checkpoint, timeout_s: float = TRIAL_S) -> None:
+        self._checkpoint, self._timeout_s = checkpoint, timeout_s
+        self._lock = threading.Lock()
+        self._verdicts: OrderedDict[bytes, str] = OrderedDict()
+        self._compiler: _Compiler | None = None
+
+    def verdict(self, grammar: str) -> str:
+        """Why workers can't use it; empty if they can. Known ones wait for nothing."""
+        digest = blake2b(grammar.encode(), digest_size=16).digest()
+        if (known := self._verdicts.get(digest)) is not None:
+            return known
+        with self._lock:
+            verdict = self._verdicts[digest] = self._tried(grammar)
+            if len(self._verdicts) > NUM_KEPT:
+                self._verdicts.popitem(last=False)
+            return verdict
+
+    def _tried(self, grammar: str) -> str:
+        if self._compiler is None or self._compiler.is_gone:
+            self._compiler = _Compiler(Vocabulary.of(self._checkpoint))
+        try:
+            return self._compiler.ask(grammar.encode(), self._timeout_s)
+        except TimeoutError:
+            self._compiler = None
+            return f"compiling it takes longer than {self._timeout_s:g} s; make it simpler"
+        except EOFError:
+            return "compiling it takes too much memory; make it simpler"
+
+
+class _Compiler:
+    """The process. It is gone with the object."""
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        # Not of the terminal's group: an interrupt is for who started it.
+        command = leashed([sys.executable, "-m", "gateway.trial"])
+        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
+        weakref.finalize(self, _end, process)
+        assert process.stdin is not None and process.stdout is not None
+        self._process = process
+        self._requests, self._verdicts = process.stdin, process.stdout
+        self.ask(msgspec.msgpack.encode(vocabulary), START_S)
+
+    @property
+    def is_gone(self) -> bool:
+        return self._process.poll() is not None
+
+    def ask(self, payload: bytes, timeout_s: float) -> str:
+        """Raises TimeoutError, and EOFError if the process is gone."""
+        try:
+            send(self._requests, payload)
+        except BrokenPipeError as error:
+            raise EOFError from error
+        with DefaultSelector() as selector:
+            selector.register(self._verdicts, EVENT_READ)
+            if not selector.select(timeout_s):
+                raise TimeoutError
+        return receive(self._verdicts).decode()
+
+
+def _end(process: "subprocess.Popen[bytes]") -> None:
+    process.kill()
+    process.wait()
+    for stream in (process.stdin, process.stdout):
+        with contextlib.suppress(BrokenPipeError):  # what it was not sent
+            stream.close()  # type: ignore[union-attr]

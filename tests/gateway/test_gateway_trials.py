@@ -1,0 +1,75 @@
+"""Grammars that are tried out in a process of their own before a worker gets them."""
+
+import json
+import os
+import signal
+import threading
+import time
+
+import pytest
+from llguidance import LLMatcher
+
+from checkpoint import open_checkpoint
+from gateway.trials import Trials
+
+GOOD = LLMatcher.grammar_from_regex("[a-z]{3}")
+
+
+def patterns(count: int) -> str:
+    """A string that must match all of them."""
+    schema = {"allOf": [{"type": "string", "pattern": f"a{{0,{index}}}.*"} for index in range(count)]}
+    return LLMatcher.grammar_from_json_schema(json.dumps(schema))
+
+
+@pytest.fixture(scope="module")
+def trials() -> Trials:
+    return Trials(open_checkpoint(""), timeout_s=1.0)
+
+
+def pid_of(trials: Trials) -> int:
+    assert trials._compiler is not None
+    return trials._compiler._process.pid
+
+
+def test_a_grammar_that_compiles_has_no_verdict_against_it(trials: Trials):
+    assert trials.verdict(GOOD) == ""
+
+
+def test_one_that_keeps_the_compiler_at_work_for_hours_is_refused_and_the_next_is_tried(trials: Trials):
+    assert not LLMatcher.validate_grammar(patterns(30)), "or it is refused without a trial"
+    assert trials.verdict(patterns(30)) == "compiling it takes longer than 1 s; make it simpler"
+    assert trials.verdict(LLMatcher.grammar_from_regex("[a-z]{4}")) == ""
+
+
+def test_a_verdict_is_remembered(trials: Trials):
+    trials.verdict(patterns(30))
+    trials.verdict(LLMatcher.grammar_from_regex("[a-z]{5}"))
+    before = pid_of(trials)
+    assert trials.verdict(patterns(30)) and pid_of(trials) == before, "a trial would have ended the process"
+
+
+def test_what_llguidance_says_is_told_in_a_line_without_its_state(trials: Trials):
+    verdict = trials.verdict(patterns(16))
+    assert verdict.startswith("lexer precomputation failed") and "\n" not in verdict and "<state>" not in verdict
+
+
+def test_a_process_that_is_gone_is_started_again(trials: Trials):
+    trials.verdict(LLMatcher.grammar_from_regex("[a-z]{6}"))
+    gone = pid_of(trials)
+    os.kill(gone, signal.SIGKILL)
+    while trials._compiler is not None and not trials._compiler.is_gone:
+        time.sleep(0.01)
+    assert trials.verdict(LLMatcher.grammar_from_regex("[a-z]{7}")) == ""
+    assert pid_of(trials) != gone
+
+
+def test_one_that_takes_the_process_along_is_refused(trials: Trials, monkeypatch: pytest.MonkeyPatch):
+    trials.verdict(LLMatcher.grammar_from_regex("[a-z]{8}"))
+    monkeypatch.setattr(trials, "_timeout_s", 30.0)
+    stopped = pid_of(trials)
+    os.kill(stopped, signal.SIGSTOP)
+    killing = threading.Timer(0.2, os.kill, (stopped, signal.SIGKILL))
+    killing.start()
+    verdict = trials.verdict(LLMatcher.grammar_from_regex("[a-z]{9}"))
+    killing.join()
+    assert verdict == "compiling it takes too much memory; make it simpler"
