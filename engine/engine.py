@@ -32,7 +32,7 @@ from engine.backend import Backend
 from engine.batch import Piece
 from engine.block_pool import BlockPool
 from engine.flight import Flight
-from engine.grammar import Grammars
+from engine.grammar import PATIENCE_S, Grammars
 from engine.messages import (
     ChunkComing,
     ChunkDone,
@@ -114,7 +114,7 @@ class Engine:
         if self._num_waiting >= self._settings.max_num_waiting:
             raise Overloaded(f"{self._num_waiting} requests are waiting already")
         self._sequences[request.request_id] = sequence
-        self._grammars.open(sequence)
+        self._grammars.open(sequence, PATIENCE_S)
         self._once_compiled(sequence, self._scheduler.add)
 
     def reserve(self, request: EngineRequest) -> Reservation:

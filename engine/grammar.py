@@ -28,8 +28,8 @@ where compiling takes 1 (65 of 20 000 values of an enum, which keeps 8 MiB).
 LARGE = 16384
 """Characters of a grammar that takes milliseconds to compile: 20 000 values of an enum, 0.5 MB, took 65 ms."""
 PATIENCE_S = 0.02
-"""How long an engine waits for a small grammar, most of which take a millisecond. Others take hours: their size does
-not tell, and steps wait for none.
+"""How long a prompt's first step may wait for a small grammar, most of which take a millisecond. Others take hours:
+their size does not tell, and no step waits for them.
 """
 
 
@@ -69,15 +69,15 @@ class Grammars:
         # A fraction of a second for a large vocabulary: now, not beside running answers.
         self._tokens = self._compilers.submit(lambda: Vocabulary.of(checkpoint).tokens())
 
-    def open(self, sequence: Sequence) -> None:
-        """Its grammar, if it has one, is compiled from now on."""
+    def open(self, sequence: Sequence, patience_s: float = 0.0) -> None:
+        """Its grammar, if it has one, is compiled from now on. A small one is waited for, but not behind another."""
         grammar = sequence.sampling.grammar
         if grammar:
             is_large = len(grammar) >= LARGE
             threads = self._large_compiler if is_large else self._compilers
             found = threads.submit(lambda: self._compiled(grammar).deep_copy())
-            if not is_large and all(other.compiled.done() for other in self._open.values()):
-                wait([found], PATIENCE_S)
+            if patience_s and not is_large and all(other.compiled.done() for other in self._open.values()):
+                wait([found], patience_s)
             self._open[sequence] = Grammar(found)
 
     def is_ready(self, sequence: Sequence) -> bool:

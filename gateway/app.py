@@ -270,11 +270,15 @@ def _add_state(app: FastAPI, front: Front) -> None:
 
     @app.get("/ready", responses=returns(ReadyReply), response_model=None)
     async def ready() -> JSONResponse:
-        """200 while a prefill and a decode worker that can exchange KV, or a mixed one, take work from this gateway."""
+        """200 while a prefill and a decode worker that can exchange KV, or a mixed one, take work from this gateway,
+        and the registry answers.
+        """
         workers = front.dispatch.workers
-        if workers.can_serve():
+        if workers.can_serve() and not workers.is_blind:
             return JSONResponse({"status": "ready"})
         what = "no prefill and decode worker that can exchange KV are connected and take work"
+        if workers.is_blind:
+            what = "the registry (Redis) does not answer, so nothing new can be placed"
         why = "; ".join([what, *workers.troubles])
         return JSONResponse(error_body(503, why), status_code=503, headers={"Retry-After": "1"})
 

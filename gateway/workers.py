@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -30,6 +31,7 @@ POST_TIMEOUT_S = 5.0
 MAX_POST_NBYTES = 8 << 20
 """Of jobs that travel together. A worker takes 32 MiB at once, and nothing of a longer one, whosever jobs are in it."""
 RECONNECT_S = 0.2
+BLIND_S = 3.0
 
 OnEvent = Callable[[WorkerId, Event], None]
 OnLost = Callable[[WorkerId, Incarnation, str], None]
@@ -50,6 +52,7 @@ class Workers:
         self._secret, self._on_event, self._on_lost = secret, on_event, on_lost
         self._links: dict[WorkerId, Link] = {}
         self._listed: dict[WorkerId, NodeLoad] = {}
+        self._looked_s = -math.inf
         self._task: asyncio.Task[None] | None = None
         self._session: aiohttp.ClientSession | None = None
 
@@ -85,6 +88,11 @@ class Workers:
         troubles = {worker_id: "it drains, and takes no work" for worker_id in self._listed if self._drains(worker_id)}
         troubles |= {link.info.worker_id: link.trouble for link in self._links.values() if link.trouble}
         return [f"{worker_id}: {words}" for worker_id, words in (troubles | self._misfits).items()]
+
+    @property
+    def is_blind(self) -> bool:
+        """The registry has not answered for a while: what runs goes on, and nothing new is placed."""
+        return time.monotonic() - self._looked_s > BLIND_S
 
     def ref(self, worker_id: WorkerId) -> WorkerRef | None:
         link = self._links.get(worker_id)
@@ -124,6 +132,7 @@ class Workers:
 
     async def _poll(self) -> None:
         alive = {node.info.worker_id: node for node in await self._store.nodes() if node.alive}
+        self._looked_s = time.monotonic()
         nodes = {worker_id: node for worker_id, node in alive.items() if node.info.model == self._model}
         self._name_misfits([node.info for node in alive.values()])
         self._listed = {worker_id: node.load for worker_id, node in nodes.items()}

@@ -315,6 +315,27 @@ async def test_without_a_decode_worker_it_is_not_ready(checkpoint):
         assert (await client.get("/ready")).status_code == 503
 
 
+async def test_while_the_registry_does_not_answer_it_is_not_ready(checkpoint, monkeypatch):
+    """What runs needs none."""
+    monkeypatch.setattr("gateway.workers.BLIND_S", 0.2)
+    monkeypatch.setattr("gateway.workers.POLL_PERIOD_S", 0.01)
+    store = MemoryStore(alive_s=600.0)
+    async with coordinated(checkpoint, pair(), store) as rig, rig.client() as client:
+        workers, nodes = rig.front.dispatch.workers, store.nodes
+        await rig.until(lambda: not workers.is_blind and workers.can_serve())
+
+        async def unavailable() -> list[Node]:
+            raise Unavailable("Redis does not answer")
+
+        monkeypatch.setattr(store, "nodes", unavailable)
+        await rig.until(lambda: workers.is_blind)
+        reply = await client.get("/ready")
+        assert reply.status_code == 503 and "the registry (Redis) does not answer" in reply.text
+        monkeypatch.setattr(store, "nodes", nodes)
+        await rig.until(lambda: not workers.is_blind)
+        assert (await client.get("/ready")).status_code == 200
+
+
 @pytest.mark.parametrize("index", [0, 1])
 async def test_while_the_only_worker_of_a_kind_drains_it_is_not_ready(checkpoint, index):
     store, workers = MemoryStore(alive_s=600.0), pair()
