@@ -17,6 +17,7 @@ import msgspec
 
 from checkpoint.checkpoint import Checkpoint
 from checkpoint.guidance import Vocabulary
+from contracts.errors import Unavailable
 from contracts.leash import leashed
 from gateway.trial import receive, send
 
@@ -36,19 +37,24 @@ class Trials:
         self._compiler: _Compiler | None = None
 
     def verdict(self, grammar: str) -> str:
-        """Why workers can't use it; empty if they can. Known ones wait for nothing."""
+        """Why workers can't use it; empty if they can. Known ones wait for nothing.
+
+        Raises Unavailable if there is no process to try it.
+        """
         digest = blake2b(grammar.encode(), digest_size=16).digest()
         if (known := self._verdicts.get(digest)) is not None:
             return known
         with self._lock:
-            verdict = self._verdicts[digest] = self._tried(grammar)
+            if digest not in self._verdicts:
+                self._verdicts[digest] = self._tried(grammar)
+            verdict = self._verdicts[digest]
             if len(self._verdicts) > NUM_KEPT:
                 self._verdicts.popitem(last=False)
             return verdict
 
     def _tried(self, grammar: str) -> str:
         if self._compiler is None or self._compiler.is_gone:
-            self._compiler = _Compiler(Vocabulary.of(self._checkpoint))
+            self._compiler = self._started()
         try:
             return self._compiler.ask(grammar.encode(), self._timeout_s)
         except TimeoutError:
@@ -56,6 +62,12 @@ class Trials:
             return f"compiling it takes longer than {self._timeout_s:g} s; make it simpler"
         except EOFError:
             return "compiling it takes too much memory; make it simpler"
+
+    def _started(self) -> "_Compiler":
+        try:
+            return _Compiler(Vocabulary.of(self._checkpoint))
+        except (OSError, EOFError) as error:  # TimeoutError is one of the former
+            raise Unavailable("the process that compiles grammars does not start") from error
 
 
 class _Compiler:

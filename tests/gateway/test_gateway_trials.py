@@ -10,6 +10,7 @@ import pytest
 from llguidance import LLMatcher
 
 from checkpoint import open_checkpoint
+from contracts.errors import Unavailable
 from gateway.trials import Trials
 
 GOOD = LLMatcher.grammar_from_regex("[a-z]{3}")
@@ -61,6 +62,15 @@ def test_a_process_that_is_gone_is_started_again(trials: Trials):
         time.sleep(0.01)
     assert trials.verdict(LLMatcher.grammar_from_regex("[a-z]{7}")) == ""
     assert pid_of(trials) != gone
+
+
+def test_without_a_process_nothing_is_said_of_the_grammar(monkeypatch: pytest.MonkeyPatch):
+    trials, grammar = Trials(open_checkpoint("")), LLMatcher.grammar_from_regex("[a-z]{10}")
+    with monkeypatch.context() as patched:
+        patched.setattr("gateway.trials.leashed", lambda command: ["false"])
+        with pytest.raises(Unavailable, match="does not start"):
+            trials.verdict(grammar)
+    assert trials.verdict(grammar) == ""
 
 
 def test_one_that_takes_the_process_along_is_refused(trials: Trials, monkeypatch: pytest.MonkeyPatch):
