@@ -404,6 +404,8 @@ class Engine:
         found = self._sampler.sample_each(sequences, logits, flight.known_masks().allowed)
         lost = tuple(self._fail(s, why) for s, why in zip(sequences, found, strict=True) if isinstance(why, str))
         told = [(s, token) for s, token in zip(sequences, found, strict=True) if isinstance(token, Token)]
+        if not told:  # nothing else waited for the device, which may be what failed: then this process ends
+            self.runner.wait()
         return [sequence for sequence, _ in told], [token for _, token in told], lost
 
     def _let_go(self, blocks: SequenceOf[int]) -> None:

@@ -134,6 +134,7 @@ class DeviceRunner:
                 yield
         except RuntimeError:
             self._tables = (0, [])  # nobody knows whether the device has those of this batch
+            self._told_of = []  # nor whose parameters it has
             if self._last is not None:  # nor whether it has drawn over the tokens that this batch goes on from
                 self._last.put_back(self.launcher.state.drawn)
             raise

@@ -512,6 +512,26 @@ def test_a_batch_that_fails_has_told_the_device_no_tables(folder, monkeypatch):
     assert len(attempts) > 1
 
 
+def test_one_that_fails_alone_leaves_no_parameters_for_the_others_draw(folder, monkeypatch):
+    expected = answers(device_engine(folder), PROMPTS[:1], RANDOM)
+    engine = device_engine(folder)
+    assert isinstance(engine.runner, DeviceRunner)
+    launcher = engine.runner.launcher
+    compute = launcher._with_prompts
+
+    def fails_with_the_second(batch, prompts, *rest):
+        if len(PROMPTS[1]) in prompts.queries.counts.tolist():
+            raise RuntimeError("no memory for its rows")
+        return compute(batch, prompts, *rest)
+
+    monkeypatch.setattr(launcher, "_with_prompts", fails_with_the_second)
+    engine.submit(request("goes on", PROMPTS[0], RANDOM))
+    engine.submit(request("fails", PROMPTS[1], greedy(6)))
+    outputs = drain(engine)
+    assert [failed.request_id for output in outputs for failed in output.failed] == ["fails"]
+    assert tokens_of(outputs, "goes on") == expected[0]
+
+
 @pytest.mark.parametrize("part", ["prompts", "logprobs"])
 def test_a_batch_that_fails_behind_its_draw_changes_no_token(folder, monkeypatch, part):
     """Its answers' tokens are those of the batch before, which are on the device alone."""
