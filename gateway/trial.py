@@ -1,23 +1,24 @@
 """A program that compiles grammars, to be killed if one takes too long: `python -m gateway.trial`, see gateway.trials.
 
 On its standard input a Vocabulary, then grammars; for each, on its standard output, why it can't be used, empty if it
-can. All of them framed.
+can. All of them are frames of contracts.codec.
 """
 
 import contextlib
 import resource
 import sys
 import threading
-from typing import IO
+from typing import IO, TypeVar
 
-import msgspec
 from llguidance import LLTokenizer
 
 from checkpoint.guidance import Vocabulary, compiled, error_of
+from contracts.codec import HEADER_NBYTES, decoder, frame
 from contracts.deep_threads import STACK_NBYTES
 
 MAX_NBYTES = 4 << 30
-LENGTH_NBYTES = 4
+
+T = TypeVar("T")
 
 
 def main() -> None:
@@ -31,10 +32,10 @@ def main() -> None:
 def serve(requests: IO[bytes], verdicts: IO[bytes]) -> None:
     """Until whoever asks is gone."""
     with contextlib.suppress(EOFError):
-        tokens = msgspec.msgpack.decode(receive(requests), type=Vocabulary).tokens()
-        send(verdicts, b"")
+        tokens = receive(requests, Vocabulary).tokens()
+        send(verdicts, "")
         while True:
-            send(verdicts, _verdict(tokens, receive(requests).decode()).encode())
+            send(verdicts, _verdict(tokens, receive(requests, str)))
 
 
 def _verdict(tokens: LLTokenizer, grammar: str) -> str:
@@ -44,17 +45,17 @@ def _verdict(tokens: LLTokenizer, grammar: str) -> str:
         return str(error)
 
 
-def send(stream: IO[bytes], payload: bytes) -> None:
-    stream.write(len(payload).to_bytes(LENGTH_NBYTES, "big") + payload)
+def send(stream: IO[bytes], message: object) -> None:
+    stream.write(frame(message))
     stream.flush()
 
 
-def receive(stream: IO[bytes]) -> bytes:
+def receive(stream: IO[bytes], kind: type[T]) -> T:
     """Raises EOFError."""
-    length = stream.read(LENGTH_NBYTES)
-    if len(length) < LENGTH_NBYTES:
+    length = stream.read(HEADER_NBYTES)
+    if len(length) < HEADER_NBYTES:
         raise EOFError
-    return stream.read(int.from_bytes(length, "big"))
+    return decoder(kind).decode(stream.read(int.from_bytes(length, "little")))
 
 
 if __name__ == "__main__":

@@ -13,8 +13,6 @@ from collections import OrderedDict
 from hashlib import blake2b
 from selectors import EVENT_READ, DefaultSelector
 
-import msgspec
-
 from checkpoint.checkpoint import Checkpoint
 from checkpoint.guidance import Vocabulary
 from contracts.errors import Unavailable
@@ -56,7 +54,7 @@ class Trials:
         if self._compiler is None or self._compiler.is_gone:
             self._compiler = self._started()
         try:
-            return self._compiler.ask(grammar.encode(), self._timeout_s)
+            return self._compiler.ask(grammar, self._timeout_s)
         except TimeoutError:
             self._compiler = None
             return f"compiling it takes longer than {self._timeout_s:g} s; make it simpler"
@@ -81,23 +79,23 @@ class _Compiler:
         assert process.stdin is not None and process.stdout is not None
         self._process = process
         self._requests, self._verdicts = process.stdin, process.stdout
-        self.ask(msgspec.msgpack.encode(vocabulary), START_S)
+        self.ask(vocabulary, START_S)
 
     @property
     def is_gone(self) -> bool:
         return self._process.poll() is not None
 
-    def ask(self, payload: bytes, timeout_s: float) -> str:
+    def ask(self, message: str | Vocabulary, timeout_s: float) -> str:
         """Raises TimeoutError, and EOFError if the process is gone."""
         try:
-            send(self._requests, payload)
+            send(self._requests, message)
         except BrokenPipeError as error:
             raise EOFError from error
         with DefaultSelector() as selector:
             selector.register(self._verdicts, EVENT_READ)
             if not selector.select(timeout_s):
                 raise TimeoutError
-        return receive(self._verdicts).decode()
+        return receive(self._verdicts, str)
 
 
 def _end(process: "subprocess.Popen[bytes]") -> None:
