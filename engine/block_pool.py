@@ -18,12 +18,14 @@ class BlockPool:
     """A block is held (referenced), cached (unreferenced, findable, evicted when room is needed), or free.
 
     `generations[block]` counts how often the block lost its content: a stale writer can be told from the present one.
+    `num_gains` counts what may make room for somebody: as long as it stays, what did not fit does not.
     """
 
     def __init__(self, num_blocks: int, block_size: int, prefix_cache: bool = True) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.generations = [0] * num_blocks
+        self.num_gains = 0
         self._prefix_cache = prefix_cache
         self._holds = [0] * num_blocks
         self._free = list(range(num_blocks - 1, -1, -1))
@@ -65,9 +67,9 @@ class BlockPool:
             if self._holds[block] == 0:
                 self._let_go(block)
 
-    def match(self, digests: Iterable[bytes], token_ids: Sequence[int]) -> list[BlockId]:
-        """The longest cached prefix, held once more. Each block is compared by its token ids too, not by digest
-        alone. No digest behind the first that is not here is asked for.
+    def find(self, digests: Iterable[bytes], token_ids: Sequence[int]) -> list[BlockId]:
+        """The longest cached prefix, to be retained before anything is allocated. Each block is compared by its token
+        ids too, not by digest alone. No digest behind the first that is not here is asked for.
         """
         matched: list[BlockId] = []
         for index, digest in enumerate(digests):
@@ -76,8 +78,11 @@ class BlockPool:
             if block is None or self._cached[block].token_ids != tuple(token_ids[start : start + self.block_size]):
                 break
             matched.append(BlockId(block))
-        self.retain(matched)
         return matched
+
+    def fits(self, count: int, beside: Iterable[int]) -> bool:
+        """So many can be allocated once those `beside`, cached or held, are held too."""
+        return count <= self.num_available - sum(block in self._evictable for block in beside)
 
     def insert(self, block: int, digest: bytes, token_ids: Sequence[int]) -> None:
         """Make a held, fully written block findable. A digest that is cached already keeps its first block."""
@@ -85,6 +90,7 @@ class BlockPool:
         if self._prefix_cache and digest not in self._by_digest and block not in self._cached:
             self._cached[block] = _Cached(digest, tuple(token_ids))
             self._by_digest[digest] = block
+            self.num_gains += 1
 
     def holds(self, block: int) -> int:
         return self._holds[block]
@@ -116,6 +122,7 @@ class BlockPool:
         return block
 
     def _let_go(self, block: int) -> None:
+        self.num_gains += 1
         if block in self._cached:
             self._evictable[block] = None
         else:

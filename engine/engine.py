@@ -85,13 +85,15 @@ class Engine:
         self._pool = BlockPool(cache.num_blocks, cache.layout.block_size, settings.prefix_cache)
         self._scheduler = Scheduler(
             self._pool,
-            Limits(settings.max_num_seqs, budget, self.max_mixed_tokens, max_model_len),
+            Limits(settings.max_num_seqs, budget, self.max_mixed_tokens),
         )
         self._sampler = backend.sampler
         self._grammars = Grammars(checkpoint)
         self._sequences: dict[RequestId, Sequence] = {}
         self._compiling: dict[Sequence, Callable[[Sequence], None]] = {}
         self._writers: dict[RequestId, list[BlockId]] = {}
+        self._refused: tuple[RequestId, int] | None = None
+        self._why_refused = ""
         self._flight: Flight | None = None
         self._pace, self._clock = Pace(), clock
         self._num_launched = self._num_landed = 0
@@ -123,29 +125,30 @@ class Engine:
 
         Raises OutOfBlocks if they do not fit now (or all sequence slots are taken), RequestError if they never will.
         """
-        sequence = self._servable(request)
         if len(self._scheduler.running) + self._count(Status.RESERVED) >= self._settings.max_num_seqs:
             raise OutOfBlocks(f"all {self._settings.max_num_seqs} sequence slots are taken")
         if self._scheduler.has_preempted:  # else a busy pair hands in prompts faster than it finds room to go on
             raise OutOfBlocks("preempted requests come first")
+        tried = request.request_id, self._pool.num_gains
+        if tried == self._refused:  # a caller tries again and again, beside the steps of others
+            raise OutOfBlocks(self._why_refused)
+        sequence = self._servable(request)
         sequence.num_scored = sequence.num_prompt  # by whoever computes it
-        skip_tokens = self._scheduler.take_prefix(sequence)
-        num_cached, num_prompt_blocks = len(sequence.blocks), self.layout.num_blocks(sequence.num_prompt)
-        try:
-            # Token 0's KV is the first that is computed here.
-            fresh = self._pool.allocate(self.layout.num_blocks(sequence.num_prompt + 1) - num_cached)
-        except OutOfBlocks:
-            self._pool.release(sequence.blocks)
-            raise
-        landing = fresh[: num_prompt_blocks - num_cached]
+        # Token 0's KV is the first that is computed here.
+        if not self._scheduler.take_blocks(sequence, sequence.num_prompt + 1, 0):
+            self._refused = tried
+            wanted, pool = self.layout.num_blocks(sequence.num_prompt + 1), self._pool
+            self._why_refused = f"{wanted} KV blocks wanted, {pool.num_available} of {pool.num_blocks} available"
+            raise OutOfBlocks(self._why_refused)
+        blocks = _block_ids(sequence.blocks[: self.layout.num_blocks(sequence.num_prompt)])
+        landing = blocks[sequence.num_inserted_blocks :]
         self._pool.retain(landing)
-        sequence.blocks.extend(fresh)
         sequence.status = Status.RESERVED
         self._sequences[request.request_id] = sequence
         self._grammars.open(sequence)
         self._writers[request.request_id] = landing
-        blocks = _block_ids(sequence.blocks[:num_prompt_blocks])
-        return Reservation(request.request_id, blocks, [self._pool.generations[b] for b in blocks], skip_tokens)
+        generations = [self._pool.generations[block] for block in blocks]
+        return Reservation(request.request_id, blocks, generations, sequence.num_computed)
 
     def prepare(self, request_id: RequestId) -> None:
         """A reserved request's first step, as far as it is known before token 0, if it may well be a batch of its own:

@@ -25,7 +25,6 @@ class Limits:
     max_num_seqs: int
     max_batched_tokens: int
     max_mixed_tokens: int
-    max_model_len: int
 
 
 class Scheduler:
@@ -37,6 +36,7 @@ class Scheduler:
         self._pool = pool
         self._limits = limits
         self._next_arrival = 0
+        self._refused: tuple[Sequence, int, int] | None = None
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
         self.num_preemptions = 0
@@ -69,17 +69,24 @@ class Scheduler:
         elif sequence.status is Status.WAITING:
             self.waiting.remove(sequence)
 
-    def take_prefix(self, sequence: Sequence) -> int:
-        """Give `sequence` the cached blocks of its prompt, short of its last token. Returns the tokens that they
-        hold. A prompt that is to be scored is computed: a cached block has no logits.
+    def take_blocks(self, sequence: Sequence, num_tokens: int, num_spare: int) -> bool:
+        """Give `sequence` blocks for so many tokens, the cached ones of its prompt first: those are computed. False,
+        and nothing changes, if fewer than `num_spare` were left to others.
+
+        At least its last token is computed, and all of a prompt that is to be scored: a cached block has no logits.
         """
         size = self._pool.block_size
         limit = (len(sequence.tokens) - 1) // size if sequence.num_scored >= sequence.num_prompt else 0
-        blocks = self._pool.match(sequence.each_digest(size, limit), sequence.tokens)
-        sequence.blocks.extend(blocks)
-        sequence.num_inserted_blocks = len(blocks)
-        sequence.num_computed = len(blocks) * size
-        return sequence.num_computed
+        cached = self._pool.find(sequence.each_digest(size, limit), sequence.tokens)
+        missing = self._num_blocks(num_tokens) - len(cached)
+        if not self._pool.fits(missing + num_spare, cached):
+            return False
+        self._pool.retain(cached)
+        sequence.blocks.extend(cached)
+        sequence.blocks.extend(self._pool.allocate(missing))
+        sequence.num_inserted_blocks = len(cached)
+        sequence.num_computed = len(cached) * size
+        return True
 
     def schedule(self, num_reserved: int = 0) -> Batch:
         """The next step. Takes the blocks that it needs, preempting if it must; empty if nothing can run.
@@ -158,9 +165,9 @@ class Scheduler:
 
     def _admit(self, budget: "_Budget", num_reserved: int) -> list[Piece]:
         pieces = []
-        while self.waiting and len(self.running) + num_reserved < self._limits.max_num_seqs:
+        while self.waiting and len(self.running) + num_reserved < self._limits.max_num_seqs and budget.num_tokens > 0:
             sequence = self.waiting[0]
-            if not self._take_blocks(sequence):
+            if not self._finds_room(sequence):
                 break
             piece = self._chunk(sequence, budget.num_tokens)
             if piece is None or not budget.take(piece):
@@ -173,15 +180,17 @@ class Scheduler:
             self.num_prefix_hits += sequence.num_computed
         return pieces
 
-    def _take_blocks(self, sequence: Sequence) -> bool:
-        """Blocks for the whole prompt, cached ones first. Leaves one block for each running sequence to grow into."""
-        self.take_prefix(sequence)
-        missing = self._num_blocks(len(sequence.tokens)) - len(sequence.blocks)
-        if missing + len(self.running) > self._pool.num_available:
-            self._give_back(sequence)
+    def _finds_room(self, sequence: Sequence) -> bool:
+        """Blocks for the whole prompt. Leaves one block for each running sequence to grow into. What found none looks
+        again when there may be more: each step of the others would wait for a look-up of all of a long prompt.
+        """
+        num_running = len(self.running)
+        tried = sequence, self._pool.num_gains, num_running
+        if tried == self._refused:
             return False
-        sequence.blocks.extend(self._pool.allocate(missing))
-        return True
+        finds = self.take_blocks(sequence, len(sequence.tokens), num_running)
+        self._refused = None if finds else tried
+        return finds
 
     def _give_back(self, sequence: Sequence) -> None:
         self._pool.release(sequence.blocks)

@@ -58,9 +58,9 @@ def test_an_answer_outlives_the_worker_that_had_it(tiny, role, count):
     """Greedy and in float32: what another worker goes on with is what the first one would have said. Another, or the
     same one: `tandem up` starts it again.
 
-    It computes in one pass what the first one computed token by token, which rounds otherwise: this answer's two likeliest
-    tokens are never closer than 2.6e-3 in float64, 32 times what float32 was off by anywhere. That of `[7] * 40` has a tie
-    of 1.1e-5, which fell either way.
+    It computes in one pass what the first one computed token by token, which rounds otherwise: this answer's two
+    likeliest tokens are never closer than 2.6e-3 in float64, 32 times what float32 was off by anywhere. That of
+    `[7] * 40` has a tie of 1.1e-5, which fell either way.
     """
 
     async def lose(system: System) -> tuple[Answer, Answer, dict]:

@@ -15,11 +15,16 @@ SIZE = 4
 def fill(pool: BlockPool, token_ids: list[int]) -> list[BlockId]:
     """As the engine does: take the cached prefix, allocate the rest, insert what is full."""
     digests = chain_hashes(token_ids, SIZE)
-    blocks = list(pool.match(digests, token_ids))
+    blocks = find(pool, token_ids)
+    pool.retain(blocks)
     blocks += pool.allocate(-(-len(token_ids) // SIZE) - len(blocks))
     for index, digest in enumerate(digests):
         pool.insert(blocks[index], digest, token_ids[index * SIZE : (index + 1) * SIZE])
     return blocks
+
+
+def find(pool: BlockPool, token_ids: list[int]) -> list[BlockId]:
+    return pool.find(chain_hashes(token_ids, SIZE), token_ids)
 
 
 def test_a_released_prefix_is_found_again():
@@ -27,14 +32,35 @@ def test_a_released_prefix_is_found_again():
     blocks = fill(pool, list(range(10)))
     pool.release(blocks)
     assert pool.num_available == 8 and pool.num_cached == 2
-    assert pool.match(chain_hashes(list(range(10)), SIZE), list(range(10))) == blocks[:2]
-    assert pool.num_held == 2
+    assert find(pool, list(range(10))) == blocks[:2]
+    assert pool.num_held == 0
+
+
+def test_what_is_found_takes_room_only_once_it_is_held():
+    pool = BlockPool(3, SIZE)
+    first = fill(pool, [1] * SIZE)
+    pool.release(first)
+    assert pool.fits(2, first) and not pool.fits(3, first) and pool.fits(3, [])
+    pool.retain(first)
+    assert pool.fits(2, first) and not pool.fits(3, first)
+
+
+def test_only_what_is_let_go_or_enters_the_cache_may_make_room():
+    pool = BlockPool(4, SIZE)
+    blocks = pool.allocate(2)
+    pool.retain(blocks)
+    pool.release(blocks)
+    assert pool.num_gains == 0
+    pool.insert(blocks[0], chain_hashes([1] * SIZE, SIZE)[0], [1] * SIZE)
+    assert pool.num_gains == 1
+    pool.release(blocks)
+    assert pool.num_gains == 3
 
 
 def test_equal_digests_with_other_tokens_are_no_match():
     pool = BlockPool(4, SIZE)
     fill(pool, [1, 2, 3, 4])
-    assert pool.match(chain_hashes([1, 2, 3, 4], SIZE), [1, 2, 3, 5]) == []
+    assert pool.find(chain_hashes([1, 2, 3, 4], SIZE), [1, 2, 3, 5]) == []
 
 
 def test_the_least_recently_used_block_is_evicted_first():
@@ -43,8 +69,8 @@ def test_the_least_recently_used_block_is_evicted_first():
     pool.release(old)
     pool.release(new)
     assert pool.allocate(1) == old
-    assert pool.match(chain_hashes([1] * SIZE, SIZE), [1] * SIZE) == []
-    assert pool.match(chain_hashes([2] * SIZE, SIZE), [2] * SIZE) == new
+    assert find(pool, [1] * SIZE) == []
+    assert find(pool, [2] * SIZE) == new
 
 
 def test_a_sequence_loses_its_tail_first():
@@ -77,7 +103,7 @@ def test_too_many_blocks_takes_none():
 def test_without_prefix_cache_nothing_is_found():
     pool = BlockPool(2, SIZE, prefix_cache=False)
     pool.release(fill(pool, [1] * SIZE))
-    assert pool.match(chain_hashes([1] * SIZE, SIZE), [1] * SIZE) == []
+    assert find(pool, [1] * SIZE) == []
 
 
 def test_releasing_too_often_is_our_own_error():
@@ -116,10 +142,8 @@ class PoolMachine(RuleBasedStateMachine):
             self._give_back_match(token_ids)
 
     def _give_back_match(self, token_ids: list[int]) -> None:
-        """`fill` failed after its match: find those blocks again and drop both holds."""
-        blocks = self.pool.match(chain_hashes(token_ids, SIZE), token_ids)
-        self.pool.release(blocks)
-        self.pool.release(blocks)
+        """`fill` failed after its match: find those blocks again and drop their holds."""
+        self.pool.release(find(self.pool, token_ids))
 
     @precondition(lambda self: self.owned)
     @rule(index=st.integers(0, 100))

@@ -166,9 +166,34 @@ def test_reservations_are_bounded_by_slots_and_blocks(folder):
         few.reserve(request("b", PROMPTS[0], greedy()))
     small = load_engine(settings(model=folder, kv_cache_nbytes=14 * few.layout.block_nbytes))
     small.reserve(request("a", PROMPTS[3], greedy()))
-    with pytest.raises(OutOfBlocks, match="4 KV blocks wanted, 1 of 14 available"):
-        small.reserve(request("b", PROMPTS[2], greedy()))
+    for _ in range(2):
+        with pytest.raises(OutOfBlocks, match="4 KV blocks wanted, 1 of 14 available"):
+            small.reserve(request("b", PROMPTS[2], greedy()))
     small.check()
+
+
+def test_what_found_no_pages_looks_again_when_there_may_be_more(folder, monkeypatch):
+    engine = load_engine(
+        settings(model=folder, kv_cache_nbytes=14 * load_engine(settings(model=folder)).layout.block_nbytes)
+    )
+    looked, find = [], engine._pool.find
+    monkeypatch.setattr(engine._pool, "find", lambda *asked: looked.append(1) or find(*asked))
+    engine.reserve(request("a", PROMPTS[3], greedy()))
+    looked.clear()
+
+    def is_refused() -> bool:
+        try:
+            engine.reserve(request("b", PROMPTS[2], greedy()))
+        except OutOfBlocks:
+            return True
+        return False
+
+    assert is_refused() and is_refused() and len(looked) == 1
+    engine.release("a")
+    assert is_refused() and len(looked) == 1, "the pages are the writer's still"
+    engine.writer_ended("a")
+    assert not is_refused() and len(looked) == 2
+    engine.check()
 
 
 def test_a_preempted_request_has_its_pages_before_a_newcomer(folder):

@@ -15,7 +15,7 @@ from engine.sequence import Sequence, Status
 SIZE = 4
 
 
-LIMITS = Limits(max_num_seqs=4, max_batched_tokens=16, max_mixed_tokens=16, max_model_len=64)
+LIMITS = Limits(max_num_seqs=4, max_batched_tokens=16, max_mixed_tokens=16)
 
 
 @dataclass
@@ -89,7 +89,7 @@ def test_decodes_run_in_every_step_while_a_prompt_is_prefilled():
 
 
 def test_beside_answers_prompts_are_cut_shorter():
-    engine = FakeEngine(limits=Limits(max_num_seqs=4, max_batched_tokens=16, max_mixed_tokens=6, max_model_len=64))
+    engine = FakeEngine(limits=Limits(max_num_seqs=4, max_batched_tokens=16, max_mixed_tokens=6))
     engine.add(3, max_tokens=3)
     engine.step()
     engine.add(38, first=500)
@@ -99,7 +99,7 @@ def test_beside_answers_prompts_are_cut_shorter():
 
 
 def test_an_answer_that_is_expected_counts_as_one_that_runs():
-    engine = FakeEngine(limits=Limits(max_num_seqs=4, max_batched_tokens=16, max_mixed_tokens=8, max_model_len=64))
+    engine = FakeEngine(limits=Limits(max_num_seqs=4, max_batched_tokens=16, max_mixed_tokens=8))
     engine.add(38)
     assert shape(engine.scheduler.schedule(num_reserved=1)) == [("100-38", 0, 8)]
 
@@ -135,7 +135,7 @@ def recomputed(engine: FakeEngine, name: int, num_prompt: int, length: int, num_
 
 
 def test_prompts_are_cut_shorter_beside_an_answer_that_is_computed_again():
-    limits = Limits(max_num_seqs=4, max_batched_tokens=16, max_mixed_tokens=6, max_model_len=64)
+    limits = Limits(max_num_seqs=4, max_batched_tokens=16, max_mixed_tokens=6)
     for length in (15, 13):
         engine = FakeEngine(limits=limits)
         recomputed(engine, 1, num_prompt=9, length=length, num_computed=12)
@@ -144,7 +144,7 @@ def test_prompts_are_cut_shorter_beside_an_answer_that_is_computed_again():
 
 
 def test_an_answer_that_is_computed_again_waits_for_longer_prompts_that_are_more_urgent():
-    limits = Limits(max_num_seqs=4, max_batched_tokens=16, max_mixed_tokens=6, max_model_len=64)
+    limits = Limits(max_num_seqs=4, max_batched_tokens=16, max_mixed_tokens=6)
     engine = FakeEngine(limits=limits)
     engine.add(9, first=500, max_tokens=1)
     engine.add(9, first=700, max_tokens=1)
@@ -167,6 +167,21 @@ def test_an_answer_that_lacks_one_token_goes_among_the_decodes():
     assert shape(engine.scheduler.schedule()) == [("2", 12, 1), ("1", 12, 2), ("500-5", 0, 5)]
 
 
+def test_what_found_no_room_looks_again_when_there_may_be_more(monkeypatch):
+    engine = FakeEngine(num_blocks=8)
+    looked, find = [], engine.pool.find
+    monkeypatch.setattr(engine.pool, "find", lambda *asked: looked.append(1) or find(*asked))
+    first = engine.add(12, max_tokens=3)
+    engine.step()
+    late = engine.add(24, first=500)
+    looked.clear()
+    assert [shape(engine.step()), engine.scheduler.waiting, len(looked)] == [[("100-12", 12, 1)], [late], 1]
+    engine.scheduler.schedule()
+    assert engine.scheduler.waiting == [late] and len(looked) == 1
+    engine.finish(first)
+    assert shape(engine.step()) == [("500-24", 0, 16)] and len(looked) == 2
+
+
 def test_arrival_order_is_served_and_slots_are_bounded():
     engine = FakeEngine()
     for first in range(0, 600, 100):
@@ -175,14 +190,14 @@ def test_arrival_order_is_served_and_slots_are_bounded():
 
 
 def test_the_lowest_priority_is_served_first_and_equals_in_order_of_arrival():
-    engine = FakeEngine(limits=Limits(max_num_seqs=1, max_batched_tokens=16, max_mixed_tokens=16, max_model_len=64))
+    engine = FakeEngine(limits=Limits(max_num_seqs=1, max_batched_tokens=16, max_mixed_tokens=16))
     for first, priority in ((100, 5), (200, 0), (300, -(2**63)), (400, 5), (500, 0), (600, 2**63 - 1)):
         engine.add(2, max_tokens=1, first=first, priority=priority)
     assert [shape(engine.step())[0][0] for _ in range(6)] == ["300-2", "200-2", "500-2", "100-2", "400-2", "600-2"]
 
 
 def test_an_urgent_newcomer_overtakes_who_waits_and_nobody_who_runs():
-    engine = FakeEngine(limits=Limits(max_num_seqs=2, max_batched_tokens=16, max_mixed_tokens=16, max_model_len=64))
+    engine = FakeEngine(limits=Limits(max_num_seqs=2, max_batched_tokens=16, max_mixed_tokens=16))
     for first in (100, 200, 300):
         engine.add(2, max_tokens=3, first=first)
     engine.step()
@@ -278,7 +293,7 @@ requests = st.lists(REQUEST, min_size=1, max_size=12)
     arrivals=st.randoms(),
 )
 def test_every_sequence_ends_within_the_limits(requests, num_blocks, budget, mixed, arrivals):
-    limits = Limits(max_num_seqs=4, max_batched_tokens=budget, max_mixed_tokens=mixed, max_model_len=50)
+    limits = Limits(max_num_seqs=4, max_batched_tokens=budget, max_mixed_tokens=mixed)
     engine = FakeEngine(num_blocks, limits)
     todo = list(requests)
     for _ in range(3000):
