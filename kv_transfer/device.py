@@ -114,7 +114,9 @@ class RemotePool(Protocol):
         ...
 
     def rehearse(self) -> None:
-        """Do what a pull does, with pages that belong to nobody. Raises TransferError."""
+        """Do what a pull does, but for the copies, with a page that belongs to nobody: a link that sleeps goes on
+        sleeping. Raises TransferError.
+        """
         ...
 
     def close(self) -> None:

@@ -54,6 +54,8 @@ class OutgoingLink(Link):
         key = offer.request_id, offer.epoch
         self.queue.begin(key)
         self._rate.begin(key)
+        if self._announcer is not None:
+            self._announcer.begin(key, offer.num_tokens)
         self.send(offer)
 
     def send_chunk(self, header: ChunkHeader, pages: Sequence[BlockId], checksums: np.ndarray | None) -> None:

@@ -9,7 +9,7 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from contracts.handoff import ChunkHeader, Coming, Commit, Fin, Pull
 from contracts.ids import BlockId
@@ -26,6 +26,8 @@ MAX_EARLY = 256
 LATE_S = 1.0
 """What waits for its mark so long waits no more: a device that hangs must not keep another's pages."""
 DRAINING_S, WATCHING_S = 0.002, 0.25
+HIDING = 16
+"""So many tokens are copied, at the least, while one is computed: of Llama 8B with FP8 KV 45 to 60 on two H200."""
 
 
 class _Unthreaded:
@@ -43,9 +45,41 @@ class _Unthreaded:
         self._stopped.set()
 
 
+@dataclass(slots=True)
+class Burst:
+    """The chunks of a prompt of `num_tokens`, told of together as late as their copies stay hidden: a link that sleeps
+    leaves its power to what computes.
+
+    Up to `released` they are told of once they are computed; `held` goes with the next of them.
+    """
+
+    num_tokens: int
+    released: int = 0
+    held: list[Pull | Fin] = field(default_factory=list)
+
+    def releases(self, end: int, num_tokens: int) -> bool:
+        """Whether a chunk of `num_tokens` up to `end` is told of, with all before it. It waits if another one like it
+        leaves enough to be computed beside the copies of all.
+        """
+        left = self.num_tokens - end - num_tokens
+        if left * HIDING < end + num_tokens - self.released:
+            self.released = max(self.released, end)
+        return end <= self.released
+
+    def take(self, message: Pull | Fin) -> list[Pull | Fin]:
+        """What is to be sent now, `message` last of it, or nothing."""
+        self.held.append(message)
+        if isinstance(message, Pull) and not self.releases(
+            message.first_token + message.num_tokens, message.num_tokens
+        ):
+            return []
+        taken, self.held = self.held, []
+        return taken
+
+
 class Announcer(_Unthreaded):
-    """Prefill's end. What is computed is told at once, in the caller's thread: a message takes microseconds, waking a
-    thread for it 100.
+    """Prefill's end. What is computed is told at once or in bursts, in the caller's thread: a message takes
+    microseconds, waking a thread for it 100.
 
     Decode may read the pages of an attempt from the first chunk that was told until it says that it does not.
     """
@@ -62,13 +96,23 @@ class Announcer(_Unthreaded):
         self._told: set[Key] = set()
         self._granted: set[Key] = set()
         self._early: defaultdict[Key, list[Coming]] = defaultdict(list)
+        self._bursts: dict[Key, Burst] = {}
         self._num_marks, self._is_marking = 0, False
         self._lock = threading.Lock()
 
+    def begin(self, key: Key, num_tokens: int) -> None:
+        """Of a prompt of so many. Where nobody says so, chunks are told of one by one."""
+        with self._lock:
+            self._bursts[key] = Burst(num_tokens)
+
     def coming(self, key: Key, first_token: int, num_tokens: int, pages: list[BlockId], early_planes: int) -> None:
-        """Said now, or when pages are granted. By the thread that calls `launched` when the device has the chunk."""
+        """Said now, or when pages are granted, unless the chunk is to wait for later ones. By the thread that calls
+        `launched` when the device has the chunk.
+        """
         with self._lock:
             if self._mark is None or not self._attempts.is_alive(key):
+                return
+            if (burst := self._bursts.get(key)) and not burst.releases(first_token + num_tokens, num_tokens):
                 return
             self._is_marking = True
             mark = self._num_marks + MARKS_A_BATCH
@@ -94,18 +138,21 @@ class Announcer(_Unthreaded):
         self._mark.set(self._num_marks)
 
     def put(self, message: Pull | Fin) -> None:
-        """Dropped if its attempt is over."""
+        """Dropped if its attempt is over. A Pull may wait for the next one, or for Fin."""
         key = message.request_id, message.epoch
         with self._lock:
             if not self._attempts.is_alive(key):
                 return
-            if isinstance(message, Pull):
+            burst = self._bursts.get(key)
+            due = [message] if burst is None else burst.take(message)
+            if any(isinstance(each, Pull) for each in due):
                 self._told.add(key)
-        self._send(message)
-        if isinstance(message, Pull):
-            self.num_chunks += 1
-            self.nbytes += message.nbytes
-            self._on_sent(key, message.nbytes, time.perf_counter())
+        for each in due:
+            self._send(each)
+            if isinstance(each, Pull):
+                self.num_chunks += 1
+                self.nbytes += each.nbytes
+                self._on_sent(key, each.nbytes, time.perf_counter())
 
     def end(self, key: Key) -> bool:
         """Drop the attempt. True: decode has been told of nothing and reads nothing."""
@@ -113,6 +160,7 @@ class Announcer(_Unthreaded):
             self._attempts.forget(key)
             self._granted.discard(key)
             self._early.pop(key, None)
+            self._bursts.pop(key, None)
             return key not in self._told
 
     def read(self, key: Key) -> bool:
@@ -121,6 +169,7 @@ class Announcer(_Unthreaded):
             is_told = key in self._told
             self._told.discard(key)
             self._granted.discard(key)
+            self._bursts.pop(key, None)
             return is_told
 
     def _say_coming(self, key: Key) -> None:

@@ -93,16 +93,18 @@ class RemotePages:
 
         The calling thread keeps this pool's stream as its own. Raises TransferError.
         """
-        ours = self._ours
-        if self._stream is not None and self._thread != threading.get_ident():
-            torch.cuda.set_stream(self._stream)
-            self._thread = threading.get_ident()
-        self._copy(pages, into, range(ours.num_planes))
+        self._take_stream()
+        self._copy(pages, into, range(self._ours.num_planes))
         if checks:
             return self._cut.verifier.sums(into)
         if self._stream is not None:
             synchronize(self._stream.cuda_stream)
         return None
+
+    def _take_stream(self) -> None:
+        if self._stream is not None and self._thread != threading.get_ident():
+            torch.cuda.set_stream(self._stream)
+            self._thread = threading.get_ident()
 
     def pull_later(
         self, pages: SequenceOf[int], into: SequenceOf[int], checks: bool, early_planes: int, mark: int
@@ -188,8 +190,9 @@ class RemotePages:
         return any(not pull.is_done for pull in self._waiting)
 
     def rehearse(self) -> None:
-        """Pull what belongs to nobody: the next pull finds the caches as it needs them."""
-        self.pull([self.num_pages - 1], [self._ours.num_blocks], True)
+        """The next pull finds the caches as it needs them."""
+        self._take_stream()
+        self._cut.verifier.sums([self._ours.num_blocks])
 
     def close(self) -> None:
         """WaitingPeer for what was launched. Idempotent."""

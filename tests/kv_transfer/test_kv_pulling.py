@@ -416,3 +416,67 @@ def test_what_is_coming_is_forgotten_with_its_attempt():
     assert announcer.end(KEY), "decode was told of nothing"
     announcer.granted(KEY)
     assert said == []
+
+
+def long_pull(first: int, num_tokens: int) -> Pull:
+    return Pull(*KEY, first // 4, first, num_tokens, LAYOUT.layout_id, num_tokens // 4 * LAYOUT.block_nbytes, 0, [])
+
+
+def told_behind(num_tokens: int, chunk: int, marks: bool = True) -> list[tuple[int, int]]:
+    """Of a prompt computed in such chunks: behind which token decode is told of the tokens up to which."""
+    attempts, said, told = SendQueue(), [], []
+    announcer = Announcer(attempts, Counter() if marks else None, said.append, lambda *sent: None)
+    attempts.begin(KEY)
+    announcer.begin(KEY, num_tokens)
+    announcer.granted(KEY)
+    for first in range(0, num_tokens, chunk):
+        size = min(chunk, num_tokens - first)
+        announcer.coming(KEY, first, size, [], 5)
+        announcer.launched(is_all=True)
+        announcer.put(long_pull(first, size))
+        pulls = [message for message in said if isinstance(message, Pull)]
+        comings = [message for message in said if isinstance(message, Coming)]
+        if pulls:
+            told.append((first + size, pulls[-1].first_token + pulls[-1].num_tokens))
+            assert [message.first_token for message in pulls] == sorted(message.first_token for message in pulls)
+        if comings and pulls:
+            assert pulls[-1].first_token == first or comings[-1].first_token < first
+        said.clear()
+    return told
+
+
+def test_a_long_prompt_is_told_of_in_bursts_and_its_last_chunk_by_itself():
+    assert told_behind(8192, 1024) == [(7168, 7168), (8192, 8192)]
+    assert told_behind(8192, 2048) == [(6144, 6144), (8192, 8192)]
+    assert told_behind(1024, 1024) == [(1024, 1024)] == told_behind(1024, 1024, marks=False)
+    assert told_behind(8192, 1024, marks=False) == [(7168, 7168), (8192, 8192)]
+
+
+@pytest.mark.parametrize(("num_tokens", "chunk"), [(131072, 2048), (131072, 128), (8200, 1024), (30000, 960), (68, 64)])
+def test_what_is_left_to_be_computed_behind_a_burst_hides_its_copies(num_tokens: int, chunk: int):
+    told, before = told_behind(num_tokens, chunk), 0
+    assert told[-1] == (num_tokens, num_tokens)
+    for computed, up_to in told:
+        assert computed == up_to
+        left, copied = num_tokens - computed, up_to - before
+        assert copied <= max(pulling.HIDING * left, chunk), "a burst as long as what is left may take to hide it"
+        before = up_to
+
+
+def test_what_waits_for_its_burst_goes_with_token_0_and_ends_with_its_attempt():
+    attempts, said = SendQueue(), []
+    announcer = Announcer(attempts, None, said.append, lambda *sent: None)
+    attempts.begin(KEY)
+    announcer.begin(KEY, 400)
+    announcer.put(long_pull(0, 4))
+    assert said == [] and announcer.num_chunks == 0
+    announcer.put(FIN)
+    assert [type(message).__name__ for message in said] == ["Pull", "Fin"] and announcer.num_chunks == 1
+    assert not announcer.end(KEY), "decode may be reading"
+    attempts.begin(KEY)
+    announcer.read(KEY)
+    announcer.begin(KEY, 400)
+    announcer.put(long_pull(0, 4))
+    assert announcer.end(KEY), "decode was told of nothing"
+    announcer.put(FIN)
+    assert len(said) == 2
