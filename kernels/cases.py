@@ -307,15 +307,18 @@ def fused_attn_case(spec: FusedAttnSpec, lengths: list[int], workspace_mb: int =
     return Case("attn_decode_fused", spec, make, 1e-2, nbytes)
 
 
-def prefill_case(spec: AttnSpec, chunks: list[tuple[int, int]], workspace_mb: int = 1, tolerance: float = 1e-2) -> Case:
-    """chunks: (new tokens, tokens in all) of each sequence."""
+def prefill_case(
+    spec: AttnSpec, chunks: list[tuple[int, int]], workspace_mb: int = 1, tolerance: float = 1e-2, rounded: bool = False
+) -> Case:
+    """chunks: (new tokens, tokens in all) of each sequence. rounded: queries in e4m3."""
     counts, totals = [new for new, _ in chunks], [total for _, total in chunks]
 
     def make(device: str) -> Call:
         k, v, table, lens = paged(totals, spec.kv_heads, spec.page, spec.head_dim, CACHE_DTYPE[spec.kv], device)
         starts, kv_starts = (torch.tensor([0, *c], device=device).cumsum(0).to(I32) for c in (counts, totals))
-        q = torch.randn(sum(counts), spec.q_heads, spec.head_dim, device=device).to(BF16)
-        out, workspace = torch.empty_like(q), torch.zeros(workspace_mb << 20, dtype=torch.uint8, device=device)
+        q = torch.randn(sum(counts), spec.q_heads, spec.head_dim, device=device).to(E4M3 if rounded else BF16)
+        out = torch.empty_like(q, dtype=BF16)
+        workspace = torch.zeros(workspace_mb << 20, dtype=torch.uint8, device=device)
         kwargs: dict[str, Any] = dict(
             max_q=max(counts), max_kv=max(totals), sm_scale=spec.head_dim**-0.5, k_scale=0.5, v_scale=2.0
         )

@@ -278,7 +278,7 @@ OURS = [
         all_of(flashinfer, triton, hopper, flashinfer_prefill, fa3_heads),
         "kernels.flashinfer:attn_prefill_fa3",
         prepare="kernels.flashinfer:Fa3Plans",
-        takes_e4m3=True,
+        wants_e4m3=True,
         rounding=5e-2,
     ),
     Impl(
@@ -296,7 +296,15 @@ OURS = [
         "kernels.flashinfer:add_rmsnorm_quant",
     ),
     Impl("all_reduce_norm", "triton", 20, all_of(triton, one_host), "kernels.triton.all_reduce:all_reduce_norm"),
-    Impl("attn_prefill", "triton", 20, all_of(triton, pow2_heads, half_only), f"{PREFILL}:attn_prefill", tunable=True),
+    Impl(
+        "attn_prefill",
+        "triton",
+        20,
+        all_of(triton, pow2_heads, half_only),
+        f"{PREFILL}:attn_prefill",
+        tunable=True,
+        shares_keys=True,
+    ),
     Impl(
         "mla_attention", "triton", 20, all_of(triton, pow2_heads, half_only), f"{PREFILL}:mla_attention", tunable=True
     ),

@@ -28,7 +28,8 @@ class Impl:
     target: str  # "module:function", imported only when it is chosen
     tunable: bool = False  # takes `plans=`, a table of tile sizes by token count
     prepare: str = ""  # "module:class" whose instances plan a batch on the host; see Registry.preparer
-    takes_e4m3: bool = False  # queries of `attn_prefill` beside an e4m3 cache, as RopeSpec.rounded leaves them
+    wants_e4m3: bool = False  # queries of `attn_prefill` beside an e4m3 cache, as RopeSpec.rounded leaves them
+    shares_keys: bool = False  # of few rows of `attn_prefill` among all multiprocessors
     rounding: float = 0.0  # error against the reference that its own roundings explain; the self-check allows it
 
     def load(self, spec: Spec, plans: Plans, caps: Caps) -> Callable[..., Any]:

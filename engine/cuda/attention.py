@@ -1,8 +1,10 @@
 """Paged attention over the device's cache: prompts of any lengths in one launch, decodes in another."""
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -12,7 +14,7 @@ from engine.cuda.inputs import Queries, in_segments
 from engine.cuda.transformer import Asked, Attend
 from engine.cuda.upload import upload_all
 from engine.cuda.weights import Sight
-from kernels.registry import Registry
+from kernels.registry import Impl, Registry, nothing_to_prepare
 from kernels.specs import AttnSpec, KVDtype
 
 # Room for two float16 copies of the keys and values of a batch of prompts: with it prefill attention is a quarter
@@ -21,8 +23,19 @@ _MAX_WORKSPACE_NBYTES = 512 << 20
 # Published states of decode attention, see kernels.triton.attn_decode.workspace_nbytes.
 _STATES, _COUNTERS_NBYTES, _ROWS = 2560, 32 << 10, 16
 
-Prepare = Callable[..., Any]
-"""kernels.registry.Registry.preparer"""
+MAX_FEW, MANY_KEYS = 256, 16384
+"""More rows of a sequence are never few to `are_few`; behind so many keys as many are few as ever."""
+_TILE, _MAX_FEW_TILES = 128, 66
+
+
+@dataclass(frozen=True)
+class _Prefill:
+    """An implementation of prefill attention for some layers, and what it wants of a batch before the first of them:
+    kernels.registry.Registry.preparer.
+    """
+
+    attend: Callable[..., None]
+    prepare: Callable[..., Any]
 
 
 def decode_workspace(config: ModelConfig, max_num_seqs: int, device: torch.device) -> Tensor:
@@ -33,7 +46,7 @@ def decode_workspace(config: ModelConfig, max_num_seqs: int, device: torch.devic
 
 
 class DeviceAttention:
-    """`takes_e4m3`: prompts' queries are to be e4m3, unscaled (kernels.specs.RopeSpec)."""
+    """`wants_e4m3`: prompts' queries are to be e4m3, unscaled (kernels.specs.RopeSpec)."""
 
     def __init__(
         self,
@@ -50,15 +63,18 @@ class DeviceAttention:
         self._scale, self._segment, self._block_size = config.head_dim**-0.5, config.segment, block_size
         self._pages = torch.arange(config.segment // block_size, device=device)
         specs = {window: AttnSpec(*heads, block_size, kv, window, config.sinks) for window in {0, config.window}}
-        self.takes_e4m3 = kv == "e4m3" and all(
-            registry.resolve("attn_prefill", spec).impl.takes_e4m3 for spec in specs.values()
-        )
-        self._prefills = {window: registry.get("attn_prefill", spec) for window, spec in specs.items()}
+        best = {window: registry.resolve("attn_prefill", spec).impl for window, spec in specs.items()}
+        self.wants_e4m3 = kv == "e4m3" and all(impl.wants_e4m3 for impl in best.values())
+        self._num_heads = config.num_heads
         # A plan lasts until its preparer makes the next one: whole prompts and their segments have one each.
-        self._preparers, self._segment_preparers = (
-            {window: registry.preparer("attn_prefill", spec) for window, spec in some.items()}
+        self._prefills, self._segment_prefills = (
+            {window: _prefill(registry, spec) for window, spec in some.items()}
             for some in (specs, specs if self._segment else {})
         )
+        self._few = {}
+        if (sharing := _sharing(registry, specs[0], best[0])) is not None:
+            attend = sharing.load(specs[0], registry.plans, registry.caps)
+            self._few[0] = _Prefill(attend, nothing_to_prepare)
         self._decodes = {window: registry.get("attn_decode", spec) for window, spec in specs.items()}
         # The copies, or FlashInfer's e4m3 queries, which are more bytes where many heads share a key.
         token_nbytes = max(4 * config.num_kv_heads, config.num_heads) * config.head_dim
@@ -73,21 +89,23 @@ class DeviceAttention:
 
     def of_prompts(self, queries: Queries) -> Attend:
         """Until another is made: they share the plans of the kernels that want one of a batch."""
-        whole = self._of_prompts(queries, self._preparers)
+        whole = self._of_prompts(queries, self._prefills)
         if not self._segment or queries.lengths.max() <= self._segment:
             return whole
         cut = in_segments(queries, self._segment, self._block_size)
-        return _by_sight(whole, self._of_prompts(cut, self._segment_preparers))
+        return _by_sight(whole, self._of_prompts(cut, self._segment_prefills))
 
-    def _of_prompts(self, queries: Queries, preparers: Mapping[int, Prepare]) -> Attend:
+    def _of_prompts(self, queries: Queries, prefills: Mapping[int, _Prefill]) -> Attend:
+        if are_few(queries.counts, queries.lengths, self._num_heads):
+            prefills = {**prefills, **self._few}
         arrays = queries.tables, queries.lengths, queries.q_starts, queries.kv_starts
         tables, lengths, q_starts, kv_starts = upload_all(arrays, self._prefill_space.device)
         counts, totals = queries.counts.tolist(), queries.lengths.tolist()
-        prepared = {window: prepare(tables, counts, totals) for window, prepare in preparers.items()}
+        prepared = {window: prefill.prepare(tables, counts, totals) for window, prefill in prefills.items()}
         max_q, max_kv = max(counts), max(totals)
 
         def attend(asked: Asked, cache: LayerCache, out: Tensor, sight: Sight) -> None:
-            self._prefills[sight.window](
+            prefills[sight.window].attend(
                 asked.of_prompts, cache.keys, cache.values, tables, lengths, q_starts, kv_starts, out,
                 self._prefill_space, max_q=max_q, max_kv=max_kv, sm_scale=self._scale, prepared=prepared[sight.window],
                 k_scale=cache.k_scale, v_scale=cache.v_scale, sinks=sight.sinks,
@@ -117,8 +135,33 @@ class DeviceAttention:
         return attend
 
 
+def are_few(counts: np.ndarray, lengths: np.ndarray, num_heads: int) -> bool:
+    """Whether rows (`counts` of each sequence, `lengths` with context) have so few tiles, of 128 rows of a head, that
+    attention which shares out no keys would leave most of 132 multiprocessors idle, for longer than the host needs for
+    the launches of sharing: three a layer, and two up to 64 rows.
+
+    A lone prompt of Llama-8B's shape by FlashInfer's fa3 and by ours, which shares keys, H200, ms: 64 rows behind 2048
+    keys 5.2 and 5.6, behind 8192 8.4 and 6.3, behind 32 768 19.6 and 12.0; 128 rows 5.7 and 7.3, 8.8 and 7.8, 20.2 and
+    13.3; 256 rows behind 8192 10.0 and 8.8, behind 32 768 20.7 and 17.6. From 320 rows on fa3's attention is faster.
+    """
+    num_tiles, most = int((-(-counts // _TILE)).sum()) * num_heads, int(counts.max())
+    least_keys = max(3072 if most <= 64 else 6144, 2 * num_tiles**2)
+    return most <= MAX_FEW and num_tiles <= _MAX_FEW_TILES and int(lengths.max()) >= least_keys
+
+
+def _prefill(registry: Registry, spec: AttnSpec) -> _Prefill:
+    return _Prefill(registry.get("attn_prefill", spec), registry.preparer("attn_prefill", spec))
+
+
+def _sharing(registry: Registry, spec: AttnSpec, best: Impl) -> Impl | None:
+    """What is to take few rows in place of the best, if that shares out no keys."""
+    if best.shares_keys:
+        return None
+    return next((impl for impl in registry.candidates("attn_prefill", spec) if impl.shares_keys), None)
+
+
 def in_two(decodes: Attend, count: int, prompts: Attend) -> Attend:
-    """Of `count` rows of decodes, which know their own, and of prompts in those behind."""
+    """Of `count` rows of decodes, which know their own and write some beyond, and of prompts in those behind."""
 
     def attend(asked: Asked, cache: LayerCache, out: Tensor, sight: Sight) -> None:
         decodes(asked, cache, out, sight)

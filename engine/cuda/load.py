@@ -253,7 +253,7 @@ class Builder:
     def _transformer(self, weights: DeviceWeights) -> Transformer:
         return Transformer(
             self._config, self._format, weights, self._registry, self._block_size, self._max_rows, self._team,
-            self._is_smooth, self._attention.takes_e4m3,
+            self._is_smooth, self._attention.wants_e4m3,
         )  # fmt: skip
 
     def _launcher(

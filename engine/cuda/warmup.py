@@ -7,6 +7,7 @@ from contracts.ids import BlockId, RequestId
 from contracts.layout import KVLayout
 from contracts.sampling import SamplingParams
 from engine.batch import Piece
+from engine.cuda.attention import MANY_KEYS, MAX_FEW
 from engine.cuda.runner import DeviceRunner
 from engine.sequence import Sequence
 
@@ -21,21 +22,23 @@ _MAX_SCORED = 512
 
 
 class WarmUp:
-    """`max_rows` of a batch, decodes padded; `max_len` of a sequence, in tokens; `num_blocks` of the cache are there to
-    be written.
+    """`max_rows` of a batch; `max_len` of a sequence, in tokens; `num_blocks` of the cache are there to be written,
+    again and again by a sequence of more.
     """
 
     def __init__(self, layout: KVLayout, num_blocks: int, max_rows: int, max_num_seqs: int, max_len: int) -> None:
         self._layout = layout
         self._max_rows, self._max_num_seqs = max_rows, max_num_seqs
-        self._max_len = min(max_len, num_blocks * layout.block_size)
+        self._max_len, self._num_blocks = max_len, num_blocks
 
     def run(self, runner: DeviceRunner) -> None:
-        """One row behind a long prompt, whose keys are shared out among CTAs if any batch's are; rows in a few long
-        prompts; an answer beside a prompt; rows that are scored; then as many prompts as rows, which are drawn in every
-        way there is, of adjusted logits too.
+        """One row behind a long prompt, whose keys are shared out among CTAs if any batch's are, and more; rows in a
+        few long prompts; an answer beside a prompt; rows that are scored; then as many prompts as rows, which are drawn
+        in every way there is, of adjusted logits too.
         """
-        runner.forward_undrawn([Piece(self._sequence(0, self._max_len, _GREEDY), self._max_len - 1, 1)])
+        self._behind(runner, self._max_len, 1)
+        for count in row_counts(min(self._max_rows, MAX_FEW, self._max_len)):
+            self._behind(runner, min(self._max_len, MANY_KEYS), count)
         for count in row_counts(self._max_rows):
             runner.forward_undrawn(self._prompts(_lengths(count, self._max_len), _GREEDY))
         answering = self._sequence(0, 1, _GREEDY)
@@ -50,6 +53,10 @@ class WarmUp:
                 self._draw(runner, pieces)
         self._draw(runner, self._prompts([1] * self._max_num_seqs, _ADJUSTED))
 
+    def _behind(self, runner: DeviceRunner, length: int, count: int) -> None:
+        """The last rows of a prompt."""
+        runner.forward_undrawn([Piece(self._sequence(0, length, _GREEDY), length - count, count)])
+
     def _draw(self, runner: DeviceRunner, pieces: SequenceOf[Piece]) -> None:
         runner.draw([piece.sequence for piece in pieces], runner.forward_undrawn(pieces).logits, {})
 
@@ -59,7 +66,8 @@ class WarmUp:
     def _sequence(self, number: int, length: int, params: SamplingParams) -> Sequence:
         """In blocks that others write at the same time: nobody reads what comes of it."""
         sequence = Sequence(RequestId(f"warm-up-{number}"), [0] * length, params)
-        sequence.blocks.extend(BlockId(index) for index in range(self._layout.num_blocks(length)))
+        needed = self._layout.num_blocks(length)
+        sequence.blocks.extend(BlockId(index % self._num_blocks) for index in range(needed))
         return sequence
 
 

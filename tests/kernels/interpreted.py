@@ -110,6 +110,8 @@ def suite() -> list[c.Case]:
         c.prefill_case(WIDE, [(130, 300)], workspace_mb=0),
         c.prefill_case(FULL, [(300, 333), (70, 260)], workspace_mb=2),
         c.prefill_case(s.AttnSpec(4, 1, 32, page=16), [(17, 2000), (3, 40), (1, 1)], workspace_mb=4),
+        c.prefill_case(s.AttnSpec(4, 1, 32, page=16), [(17, 2000), (3, 40), (1, 1)], workspace_mb=4, rounded=True),
+        c.prefill_case(WIDE, [(130, 1500)], workspace_mb=24, rounded=True),
         c.prefill_case(s.AttnSpec(4, 1, 64, page=16, sinks=True, lse=True), [(33, 1200), (20, 900)], workspace_mb=4),
         c.prefill_case(s.AttnSpec(6, 2, 32, page=16, kv="bf16", lse=True), [(5, 1500)], workspace_mb=4),
         c.prefill_case(s.AttnSpec(4, 1, 32, page=16), [(1, 2000), (1, 40), (1, 1), (1, 700)], workspace_mb=4),
