@@ -2,9 +2,9 @@
 [--chunks 256 512 1024 2048]`.
 
 Llama-8B's shape, random weights, FP8; everything through Engine.submit and Engine.step. How far the answers' tokens are
-apart while a prompt is computed beside them, so much of it a step, and how fast it is computed. A step's limit is the
-longer of two times: to read weights, head and KV once, and to multiply at the rate of FP8 products. The same of prompts
-whose own log-probabilities are asked for (`prompt_logprobs`).
+apart while a prompt is computed beside them, so many tokens a step with theirs, and how fast it is computed. A step's
+limit is the longer of two times: to read weights, head and KV once, and to multiply at the rate of FP8 products. The
+same of prompts whose own log-probabilities are asked for (`prompt_logprobs`).
 """
 
 import argparse
@@ -59,7 +59,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=None)
     parser.add_argument("--answers", nargs="+", type=int, default=list(ANSWERS), help="how many are running")
-    parser.add_argument("--chunks", nargs="+", type=int, default=list(CHUNKS), help="tokens of the prompt a step")
+    parser.add_argument(
+        "--chunks", nargs="+", type=int, default=list(CHUNKS), help="tokens a step, one of each answer among them"
+    )
     args = parser.parse_args()
     rows: list[Row] = []
     for engine, chunk in engines(args.chunks):
@@ -131,11 +133,11 @@ def host_of_prompt(engine: Engine, num_steps: int = 3) -> float:
 
 
 def step_limit_ms(engine: Engine, chunk: int, num_answers: int) -> float:
-    """Of a chunk in the middle of the prompt."""
+    """Of a step in the middle of the prompt."""
     config = engine.checkpoint.config
     read = limit_ms(config, num_answers, PROMPT, "float8")
-    multiplied = (chunk * flops_per_token(config, LENGTH) + num_answers * flops_per_token(config, PROMPT)) / FP8_RATE
-    return max(read, multiplied * 1e3)
+    flops = (chunk - num_answers) * flops_per_token(config, LENGTH) + num_answers * flops_per_token(config, PROMPT)
+    return max(read, flops / FP8_RATE * 1e3)
 
 
 if __name__ == "__main__":

@@ -18,8 +18,8 @@ from engine.sequence import Sequence, Status
 class Limits:
     """`max_num_seqs`: of one step; what runs beyond that, since it was kept local, waits for its turn.
     `max_batched_tokens`: budget of one step, a block at least. Decodes always run; prompts have what is left (where
-    that is less than a block they wait for an answer's end), but in a step beside answers at most `max_mixed_tokens`, a
-    block at least: what prompts lengthen their gaps by.
+    there is nothing they wait for an answer's end). Beside answers it is `max_mixed_tokens`, theirs among them, since
+    prompts lengthen their gaps; but a block of prompts is let in beside any number of decodes.
     """
 
     max_num_seqs: int
@@ -94,7 +94,7 @@ class Scheduler:
         run, and a place is theirs.
         """
         pieces = self._decodes()
-        budget = _Budget(self._limits, len(pieces), num_reserved)
+        budget = _Budget(self._limits, len(pieces), num_reserved, self._pool.block_size)
         pieces += self._chunks([s for s in self._in_turn if not s.is_decoding], budget)
         pieces += self._admit(budget, num_reserved)
         pieces.sort(key=_phase)
@@ -155,12 +155,14 @@ class Scheduler:
     def _chunk(self, sequence: Sequence, budget: int) -> Piece | None:
         """As much of the prompt (or, after a preemption, of the answer) as the budget allows.
 
-        A chunk that is not the prompt's last ends on a block's edge.
+        A chunk of what is handed over ends on a block's edge, unless it is the last: no block is sent half full.
         """
         first = sequence.num_computed
         end = sequence.num_prompt if first < sequence.num_prompt else len(sequence.tokens)
         if end - first > budget:
-            end = (first + budget) // self._pool.block_size * self._pool.block_size
+            end = first + budget
+            if sequence.handoff:
+                end -= end % self._pool.block_size
         return Piece(sequence, first, end - first) if end > first else None
 
     def _admit(self, budget: "_Budget", num_reserved: int) -> list[Piece]:
@@ -202,30 +204,26 @@ class Scheduler:
 
 
 class _Budget:
-    """What a step may still compute beside its decodes: `num_tokens`."""
+    """What a step may still compute beside its decodes."""
 
-    def __init__(self, limits: Limits, num_decodes: int, num_reserved: int) -> None:
-        self.num_tokens = limits.max_batched_tokens - num_decodes
-        self._mixed_tokens = limits.max_mixed_tokens  # of which so many are left to prompts if there are answers
-        self._has_answers = False
-        if num_decodes or num_reserved:
-            self._share()
+    def __init__(self, limits: Limits, num_decodes: int, num_reserved: int, block_size: int) -> None:
+        self._alone = limits.max_batched_tokens - num_decodes
+        self._beside_answers = max(limits.max_mixed_tokens - num_decodes, block_size)
+        self._has_answers = num_decodes + num_reserved > 0
+
+    @property
+    def num_tokens(self) -> int:
+        return min(self._alone, self._beside_answers) if self._has_answers else self._alone
 
     def take(self, piece: Piece) -> bool:
         """False if it has to wait: an answer that is computed again, beside more of prompts than answers allow."""
         if piece.is_answer and not self._has_answers:
-            if self._mixed_tokens < 0:
+            if self._beside_answers <= 0:
                 return False
-            self.num_tokens -= piece.num_tokens
-            self._share()
-        else:
-            self.num_tokens -= piece.num_tokens
-            self._mixed_tokens -= piece.num_tokens
+            self._has_answers = True
+        self._alone -= piece.num_tokens
+        self._beside_answers -= piece.num_tokens
         return True
-
-    def _share(self) -> None:
-        self._has_answers = True
-        self.num_tokens = min(self.num_tokens, self._mixed_tokens)
 
 
 def _phase(piece: Piece) -> tuple[bool, bool]:

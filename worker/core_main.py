@@ -109,7 +109,7 @@ def engine_settings(settings: WorkerSettings) -> EngineSettings:
         max_model_len=settings.max_model_len or None,
         max_num_seqs=settings.max_num_seqs or (256 if on_gpu else 64),
         max_batched_tokens=settings.max_batched_tokens or (2048 if on_gpu else 512),
-        max_mixed_tokens=settings.max_mixed_tokens or (960 if on_gpu else None),
+        max_mixed_tokens=settings.max_mixed_tokens or (1024 if on_gpu else None),
         num_threads=settings.num_threads or None,
         spare_nbytes=device_staging_nbytes(settings.transfer) if on_gpu else 0,
     )

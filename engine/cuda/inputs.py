@@ -4,7 +4,7 @@ from bisect import bisect_left
 from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
-from itertools import pairwise, takewhile
+from itertools import takewhile
 
 import numpy as np
 
@@ -13,8 +13,7 @@ from engine.batch import Piece
 from engine.segments import Stretches, cut
 from engine.tails import tail_rows, tails
 
-# A step's budget where nothing else is said, and what decodes beside it are padded by.
-_MAX_CHUNK_ROWS = 2048 + 64
+_MAX_CHUNK_ROWS = 2048  # a step's budget where nothing else is said
 
 
 @dataclass(frozen=True)
@@ -145,15 +144,9 @@ def batch_buckets(largest: int) -> tuple[int, ...]:
     return (*[size for size in sizes if size < largest], largest)
 
 
-def most_rows(max_batched_tokens: int, max_num_seqs: int) -> int:
-    """Of a batch whose decodes are padded to their bucket."""
-    padding = max(high - low - 1 for low, high in pairwise((0, *batch_buckets(max_num_seqs))))
-    return max(max_batched_tokens + padding, max_num_seqs)
-
-
 def chunk_buckets(max_rows: int) -> tuple[int, ...]:
-    """Rows of prompts, up to as many as keep the device busy for longer than the host launches them. Steps of 64: a
-    chunk of a budget's blocks beside few decodes is padded by none.
+    """Rows of prompts and of answers beside them, up to as many as keep the device busy for longer than the host
+    launches them. Steps of 64: a step that fills a usual budget is padded by none.
     """
     largest = min(max_rows, _MAX_CHUNK_ROWS)
     return (*range(64, largest, 64), largest)

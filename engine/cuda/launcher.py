@@ -132,22 +132,21 @@ class Launcher:
         self._drawer.follow(self.state, draw.num_rows)
 
     def _with_prompts(self, batch: DeviceBatch, prompts: PromptRows, score: Score, written: Written) -> Launched:
-        """The first rows are of decodes, padded: also of those that go past the last layer's K and V."""
-        padded = 0 if batch.key is None else batch.key.num_rows
+        """The first rows are of decodes: also of those that go past the last layer's K and V."""
+        count = batch.num_decodes
         wanted = [prompts.sample_rows, *batch.scored]
         left, queries = tails_of(prompts.queries, np.concatenate(wanted))
-        sampled, *scored = (padded + np.searchsorted(left, rows) for rows in wanted)
+        sampled, *scored = (count + np.searchsorted(left, rows) for rows in wanted)
         columns = (
-            prompts.token_ids, prompts.positions, prompts.slots, np.array([padded], np.int32),
-            np.concatenate([np.arange(padded), padded + left]),
-            np.concatenate([np.arange(batch.num_decodes), sampled]), *scored,
+            prompts.token_ids, prompts.positions, prompts.slots, np.array([count], np.int32),
+            np.concatenate([np.arange(count), count + left]), np.concatenate([np.arange(count), sampled]), *scored,
         )  # fmt: skip
         token_ids, positions, slots, num_decodes, tails, drawn, *others = upload_all(columns, self.state.device)
-        attend, attend_tails = (self._attend(batch.key, some) for some in (prompts.queries, queries))
-        if padded:
-            token_ids = torch.cat([self.state.gather_tokens(padded).to(token_ids.dtype), token_ids])
-            positions = torch.cat([self.state.positions[:padded], positions])
-            slots = torch.cat([self.state.slots[:padded], slots])
+        attend, attend_tails = (self._attend(batch.key, count, some) for some in (prompts.queries, queries))
+        if count:
+            token_ids = torch.cat([self.state.gather_tokens(count).to(token_ids.dtype), token_ids])
+            positions = torch.cat([self.state.positions[:count], positions])
+            slots = torch.cat([self.state.slots[:count], slots])
         rows = Rows(token_ids, positions, slots, num_decodes, Tails(tails, attend_tails))
 
         def noted(is_all: bool) -> None:
@@ -162,7 +161,7 @@ class Launcher:
             self._drawer.into(self.state, logits, 0, batch.greedy)
         return Launched(logits, scores)
 
-    def _attend(self, key: StepKey | None, queries: Queries) -> Attend:
+    def _attend(self, key: StepKey | None, count: int, queries: Queries) -> Attend:
         """That of prompts is planned when it is first asked for: the device computes what is before it meanwhile."""
         planned = cache(partial(self._attention.of_prompts, queries))
 
@@ -171,4 +170,4 @@ class Launcher:
 
         if key is None:
             return prompts
-        return in_two(self.beside.attend(key), key.num_rows, prompts)
+        return in_two(self.beside.attend(key), count, prompts)

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 
 import msgspec
 import torch
@@ -25,7 +26,6 @@ from engine.cuda.drawing import DeviceSampler, Drawer
 from engine.cuda.followers import Followers
 from engine.cuda.formats import DEVICE_FORMATS, DeviceFormat, resolve_device_dtype, smooths_keys
 from engine.cuda.fused import FusedDecode, is_fusible
-from engine.cuda.inputs import most_rows
 from engine.cuda.launcher import Launcher
 from engine.cuda.memory import MAX_PITCH_NBYTES
 from engine.cuda.runner import DeviceRunner
@@ -43,6 +43,7 @@ from engine.weights import WeightSource, open_weights
 from kernels import caps, catalog
 from kernels.registry import Registry
 from kernels.specs import AttnSpec
+from kernels.timing import eager_us
 
 _log = logging.getLogger(__name__)
 
@@ -111,7 +112,7 @@ class Builder:
         self._format: DeviceFormat = DEVICE_FORMATS[self._settings.dtype]
         self._block_size = max(settings.block_size, _MIN_BLOCK_SIZE)
         require_budgets(settings, self._block_size)
-        self._max_rows = most_rows(settings.max_batched_tokens, settings.max_num_seqs)
+        self._max_rows = max(settings.max_batched_tokens, settings.max_num_seqs)
 
     def build(self, progress: Progress, followers: Followers | None = None) -> Engine:
         launcher, max_model_len = self.prepare(progress)
@@ -148,6 +149,8 @@ class Builder:
             self._share(cache)
             if self._captures:
                 launcher.capture()
+                if self._team is ALONE:  # members that time differently would part
+                    launcher.chunks.leave_out_slow(partial(eager_us, count=1, groups=5))
         with self._stage("warm up", progress):
             if self._device.type == "cuda":
                 self._warm_up(cache, max_model_len).run(DeviceRunner(launcher, self._sampler))

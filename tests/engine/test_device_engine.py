@@ -18,12 +18,14 @@ from contracts.events import Token
 from contracts.ids import RequestId
 from contracts.sampling import SamplingParams
 from engine.batch import Piece
+from engine.cuda.attention import are_few
 from engine.cuda.drawing import Likeliest
 from engine.cuda.formats import DEVICE_FORMATS, smooths_keys
 from engine.cuda.fused import is_fusible
 from engine.cuda.load import require_kernels
 from engine.cuda.runner import DeviceRunner
 from engine.cuda.sampling import columns, draw_keys
+from engine.cuda.transformer import Rows
 from engine.cuda.weights import load_device_weights, quantize_finely, quantize_rows
 from engine.load import load_engine
 from engine.pace import WAKING_S
@@ -33,7 +35,7 @@ from engine.weights import open_weights
 from kernels import catalog
 from kernels.caps import Caps
 from kernels.reference import attention
-from kernels.registry import Registry
+from kernels.registry import Impl, Registry
 from kernels.specs import FusedAttnSpec, GemmSpec, NormSpec, RopeSpec
 from kv_transfer.conversion import is_possible
 from kv_transfer.frames import Terms
@@ -190,7 +192,7 @@ def take_e4m3(monkeypatch):
     """The reference's attention, as if it took such queries."""
 
     def taking(impl):
-        return replace(impl, takes_e4m3=True) if (impl.op, impl.name) == ("attn_prefill", "reference") else impl
+        return replace(impl, wants_e4m3=True) if (impl.op, impl.name) == ("attn_prefill", "reference") else impl
 
     monkeypatch.setattr(catalog, "IMPLS", tuple(map(taking, catalog.IMPLS)))
 
@@ -248,6 +250,47 @@ def test_attention_that_takes_queries_in_e4m3_gets_those_of_prompts_so(folder, m
     assert 0 < relative_error(logits_of(engine, PROMPTS), expected) < 0.15
     assert [len(tokens) for tokens in answers(engine, PROMPTS, greedy(8))] == [len(tokens) for tokens in told]
     assert given == {("attn_prefill", torch.float8_e4m3fn), ("attn_decode", torch.bfloat16)}
+
+
+def test_few_rows_behind_many_keys_attend_by_what_shares_keys_out(tmp_path, monkeypatch):
+    """So does a prompt's last row in the last layer; the best has its plan of the others."""
+    taken = []
+
+    def noted(name):
+        def attend(spec, q, *args, **kwargs):
+            taken.append((name, len(q), kwargs["prepared"]))
+            attend_all(spec, q, *args, **kwargs)
+
+        return attend
+
+    attend_all = attention.attn_prefill
+    monkeypatch.setattr(attention, "best", noted("best"), raising=False)
+    monkeypatch.setattr(attention, "sharing", noted("sharing"), raising=False)
+    monkeypatch.setattr(attention, "Plans", lambda spec: lambda *batch: "plan", raising=False)
+    module = attention.__name__
+    impls = (
+        Impl("attn_prefill", "best", 9, catalog.always, f"{module}:best", prepare=f"{module}:Plans"),
+        Impl("attn_prefill", "sharing", 8, catalog.always, f"{module}:sharing", shares_keys=True),
+    )
+    monkeypatch.setattr(catalog, "IMPLS", (*catalog.IMPLS, *impls))
+    save_tiny(tmp_path, "llama", max_position_embeddings=4096)
+    engine = device_engine(tmp_path, max_batched_tokens=4096, kv_cache_nbytes=32 << 20)
+    prompt = [token % 50 for token in range(3100)]
+    taken.clear()
+    answers(engine, [prompt], greedy(1))
+    assert set(taken) == {("best", 3100, "plan"), ("sharing", 1, None)}
+    taken.clear()
+    answers(engine, [prompt[:3090]], greedy(1))  # 3072 are cached
+    assert set(taken) == {("sharing", 18, None), ("sharing", 1, None)}
+
+
+@pytest.mark.parametrize(
+    ("counts", "length", "is_few"),
+    [([64], 3071, False), ([64], 3072, True), ([65], 6143, False), ([128], 6144, True), ([129], 8191, False),
+     ([129], 8192, True), ([64, 64], 8192, True), ([64, 64, 64], 1 << 20, False), ([257], 1 << 20, False)],
+)  # fmt: skip
+def test_which_rows_are_few(counts, length, is_few):
+    assert are_few(np.array(counts), np.array([1] * (len(counts) - 1) + [length]), num_heads=32) is is_few
 
 
 def test_smooth_keys_bring_logits_nearer(tmp_path, monkeypatch):
@@ -389,7 +432,7 @@ def test_prompts_in_padded_chunks_change_no_token(folder, dtype):
     launched = noted_launches_of(chunks_of(engine))
     plain = device_engine(folder, dtype, max_batched_tokens=100)
     assert answers(engine, PROMPTS, greedy(12)) == answers(plain, PROMPTS, greedy(12))
-    assert len(launched) == 3 * engine.layout.num_layers  # 173 rows, 100 at a time, in whole blocks
+    assert len(launched) == 2 * engine.layout.num_layers  # 173 rows, 100 at a time
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float8"])
@@ -406,6 +449,25 @@ def test_attention_of_answers_beside_prompts_changes_no_token_where_it_is_held(f
     launched = noted_launches_of(beside_of(engine))
     assert staggered(engine) == staggered(device_engine(folder, dtype, max_batched_tokens=100))
     assert launched and len(launched) % engine.layout.num_layers == 0
+
+
+def test_rows_are_padded_further_where_that_is_faster(folder):
+    chunks, launched = chunks_of(device_engine(folder, max_batched_tokens=300)), []
+
+    def record(launch):
+        return lambda: (launched.append(len(launch.args[0].token_ids)), launch())
+
+    def time(launch):
+        launch()
+        return {64: 1.0, 128: 2.2, 192: 2.0, 256: 2.05, 300: 2.0}[launched[-1]]
+
+    chunks.hold(record)
+    chunks.leave_out_slow(time)
+    counts = (1, 64, 65, 129, 193, 257)
+    for count in counts:
+        rows = torch.zeros(count, dtype=torch.int32)
+        chunks.advance(Rows(rows, rows, rows.long() - 1, torch.zeros(1, dtype=torch.int32)))(0)
+    assert launched[-len(counts) :] == [64, 64, 192, 192, 256, 300]
 
 
 def test_chunks_of_more_rows_than_are_held_are_launched_as_they_are(folder, monkeypatch):

@@ -12,10 +12,10 @@ from tiny_models import VOCAB, save_tiny
 from contracts.layout import KVLayout
 from contracts.sampling import SamplingParams
 from engine.cuda.cache import DeviceCache
-from engine.cuda.inputs import most_rows
 from engine.cuda.runner import DeviceRunner
 from engine.cuda.warmup import WarmUp, row_counts
 from kernels import catalog
+from kernels.registry import Impl
 from kv_transfer import conversion
 
 HEADS = {"hidden_size": 128, "num_attention_heads": 4, "num_key_value_heads": 1}
@@ -57,7 +57,7 @@ def warm(engine, max_len=MAX_LEN, max_rows=MAX_ROWS):
     runner = device_runner(engine)
     runner.launcher.run_all()
     num_blocks = runner.launcher.cache.num_blocks
-    WarmUp(engine.layout, num_blocks, most_rows(max_rows, MAX_NUM_SEQS), MAX_NUM_SEQS, max_len).run(runner)
+    WarmUp(engine.layout, num_blocks, max(max_rows, MAX_NUM_SEQS), MAX_NUM_SEQS, max_len).run(runner)
 
 
 def serve(engine):
@@ -167,6 +167,21 @@ def test_nor_for_short_chunks_behind_a_long_prefix(has_room, tmp_path, monkeypat
         assert "merge_parts_kernel" in {name for name, *_ in known}
         prefix = random_prompts(VOCAB, (3000,))[0]
         for rests in [(count,) for count in (1, 5, 12, 30, 60, 64, 65, 100, 128, 200, 300, 600)] + [(20, 70, 130)]:
+            answers(engine, [[*prefix, *rest] for rest in random_prompts(VOCAB, rests)], greedy(2))
+        assert launches.kinds == known
+
+
+def test_nor_for_few_rows_that_another_attention_leaves_to_ours(tmp_path, monkeypatch):
+    best = Impl("attn_prefill", "best", 99, catalog.always, "kernels.reference.attention:attn_prefill")
+    monkeypatch.setattr(catalog, "IMPLS", (*catalog.IMPLS, best))
+    save_tiny(tmp_path, "llama", **FUSIBLE, max_position_embeddings=8448)
+    with noted_launches() as launches:
+        engine = engine_of(tmp_path, "float8", 8448)
+        warm(engine, 8448)
+        known = set(launches.kinds)
+        assert {"attn_prefill_kernel", "attn_rows_parts_kernel"} <= {name for name, *_ in known}
+        prefix = random_prompts(VOCAB, (8192,))[0]
+        for rests in [(count,) for count in (1, 4, 5, 30, 64, 65, 127, 128, 200, 255)] + [(20, 70)]:
             answers(engine, [[*prefix, *rest] for rest in random_prompts(VOCAB, rests)], greedy(2))
         assert launches.kinds == known
 

@@ -94,8 +94,27 @@ def test_beside_answers_prompts_are_cut_shorter():
     engine.step()
     engine.add(38, first=500)
     steps = [shape(engine.step()) for _ in range(4)]
-    assert [step[-1] for step in steps] == [("500-38", 0, 4), ("500-38", 4, 4), ("500-38", 8, 16), ("500-38", 24, 14)]
+    assert [step[-1] for step in steps] == [("500-38", 0, 5), ("500-38", 5, 5), ("500-38", 10, 16), ("500-38", 26, 12)]
     assert [len(step) for step in steps] == [2, 2, 1, 1]
+
+
+def test_only_what_is_handed_over_is_cut_at_blocks():
+    for handoff, sizes in ((False, [5, 5, 5]), (True, [4, 4, 4])):
+        engine = FakeEngine(limits=Limits(max_num_seqs=4, max_batched_tokens=16, max_mixed_tokens=6))
+        engine.add(3, max_tokens=9)
+        engine.step()
+        engine.add(38, first=500).handoff = handoff
+        assert [engine.step().pieces[-1].num_tokens for _ in sizes] == sizes
+
+
+def test_beside_any_number_of_answers_there_is_room_for_a_block_of_a_prompt():
+    engine = FakeEngine(limits=Limits(max_num_seqs=9, max_batched_tokens=16, max_mixed_tokens=4))
+    for index in range(5):
+        engine.add(3, max_tokens=9, first=100 * index)
+    while len(engine.step().pieces) < 5:
+        pass
+    engine.add(38, first=700)
+    assert shape(engine.step())[-1] == ("700-38", 0, SIZE)
 
 
 def test_an_answer_that_is_expected_counts_as_one_that_runs():
@@ -136,11 +155,11 @@ def recomputed(engine: FakeEngine, name: int, num_prompt: int, length: int, num_
 
 def test_prompts_are_cut_shorter_beside_an_answer_that_is_computed_again():
     limits = Limits(max_num_seqs=4, max_batched_tokens=16, max_mixed_tokens=6)
-    for length in (15, 13):
+    for length, left in ((15, 3), (13, 5), (19, 0)):
         engine = FakeEngine(limits=limits)
         recomputed(engine, 1, num_prompt=9, length=length, num_computed=12)
         engine.add(38, first=500)
-        assert shape(engine.step()) == [("1", 12, length - 12), ("500-38", 0, 4)]
+        assert shape(engine.step()) == [("1", 12, length - 12), ("500-38", 0, left)][: 1 + bool(left)]
 
 
 def test_an_answer_that_is_computed_again_waits_for_longer_prompts_that_are_more_urgent():
@@ -148,9 +167,9 @@ def test_an_answer_that_is_computed_again_waits_for_longer_prompts_that_are_more
     engine = FakeEngine(limits=limits)
     engine.add(9, first=500, max_tokens=1)
     engine.add(9, first=700, max_tokens=1)
-    assert shape(engine.scheduler.schedule()) == [("500-9", 0, 9), ("700-9", 0, 4)]
+    assert shape(engine.scheduler.schedule()) == [("500-9", 0, 9), ("700-9", 0, 7)]
     recomputed(engine, 1, num_prompt=9, length=14, num_computed=12)
-    assert shape(engine.scheduler.schedule()) == [("500-9", 0, 9), ("700-9", 0, 4)]
+    assert shape(engine.scheduler.schedule()) == [("500-9", 0, 9), ("700-9", 0, 7)]
 
 
 def test_an_answer_that_lacks_one_token_goes_among_the_decodes():
@@ -308,6 +327,8 @@ def test_every_sequence_ends_within_the_limits(requests, num_blocks, budget, mix
         assert sum(piece.num_tokens for piece in batch.pieces) <= budget
         if any(piece.is_answer for piece in batch.pieces):
             assert sum(piece.num_tokens for piece in batch.pieces if not piece.is_answer) <= max(mixed, SIZE)
+        if num_decodes := sum(piece.is_decode for piece in batch.pieces):
+            assert sum(piece.num_tokens for piece in batch.pieces) <= max(mixed, num_decodes + SIZE)
         if not todo and not engine.scheduler.has_work:
             break
     assert engine.num_finished == len(requests)
