@@ -29,7 +29,6 @@ class Live:
     """An attempt between acceptance and end. `stages_s` is its time account on this worker: stage -> seconds."""
 
     job: Job
-    accepted_s: float
     deadline_s: float
     mark_s: float
     role: Role | None = None
@@ -83,7 +82,7 @@ class Ledger:
         if job.request_id in self._live:
             self.num_stale += 1
             return None
-        live = Live(job, accepted_s=now, deadline_s=now + job.timeout_s, mark_s=now)
+        live = Live(job, deadline_s=now + job.timeout_s, mark_s=now)
         self._live[job.request_id] = self._by_key[live.key] = live
         return live
 

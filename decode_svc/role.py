@@ -113,7 +113,7 @@ class DecodeRole:
 
     def on_step(self, output: StepOutput, now: float) -> None:
         if output.ended:
-            self._serve_queue(now)
+            self._serve_queue()
 
     def on_transfer(self, event: TransferEvent, now: float) -> None:
         match event:
@@ -133,7 +133,7 @@ class DecodeRole:
                 self._on_peer_lost(event)
 
     def on_tick(self, now: float) -> None:
-        self._serve_queue(now)
+        self._serve_queue()
         for attempt_id, (peer_id, _, since_s) in list(self._early.items()):
             if now - since_s > EARLY_OFFER_S:
                 del self._early[attempt_id]
@@ -161,9 +161,9 @@ class DecodeRole:
         landing.offer = offer
         landing.live.stage("expect", now)
         self._queue[landing.id] = landing
-        self._serve_queue(now)
+        self._serve_queue()
 
-    def _serve_queue(self, now: float) -> None:
+    def _serve_queue(self) -> None:
         """Grant by priority, then in order of arrival; the first that finds no pages makes the rest wait, so that none
         is overtaken by smaller ones for ever.
         """

@@ -35,23 +35,23 @@ class Drawer:
         self._sample = registry.get("sample", SampleSpec(vocab))
         self._scratch = torch.zeros(_SCRATCH_NBYTES, dtype=torch.uint8, device=device)
 
-    def alone(self, state: DecodeState, logits: Tensor, first: int, greedy: bool) -> Tensor:
-        """The tokens, in rows of the state from `first` on. `greedy`: all rows are, and `logprobs` are not written."""
-        last = first + len(logits)
-        tokens = state.drawn[first:last]
+    def alone(self, state: DecodeState, logits: Tensor, greedy: bool) -> Tensor:
+        """The tokens, in the first rows of the state. `greedy`: all rows are."""
+        count = len(logits)
+        tokens = state.drawn[:count]
         if greedy:
             self._argmax(logits, tokens, self._scratch)
         else:
-            inputs = state.draw_inputs(first, last)
+            inputs = state.draw_inputs(count)
             self._sample(
                 logits, inputs.temperatures, inputs.top_ks, inputs.top_ps, inputs.min_ps, inputs.seeds,
-                inputs.positions, tokens, state.logprobs[first:last],
+                inputs.positions, tokens, state.logprobs[:count],
             )  # fmt: skip
         return tokens
 
-    def into(self, state: DecodeState, logits: Tensor, first: int, greedy: bool) -> None:
+    def into(self, state: DecodeState, logits: Tensor, greedy: bool) -> None:
         """The same for a team: all of it have the first one's tokens."""
-        self._team.follow(self.alone(state, logits, first, greedy))
+        self._team.follow(self.alone(state, logits, greedy))
 
     def follow(self, state: DecodeState, num_rows: int) -> None:
         """The first of a team draws these from logits that only it has."""
@@ -130,7 +130,7 @@ class DeviceSampler(Sampler):
         count = len(sequences)
         state = DecodeState(count, 1, 1, torch.float32, logits_BV.device)
         state.put(pack(None, columns(sequences), state.max_rows))
-        tokens = self._drawer.alone(state, adjusted, 0, is_greedy(sequences))
+        tokens = self._drawer.alone(state, adjusted, is_greedy(sequences))
         return DeviceDrawn(sequences, tokens, Likeliest.of(sequences, logits_BV, tokens)).wait()
 
     def put(self, arrays: SequenceOf[np.ndarray]) -> SequenceOf[Tensor]:

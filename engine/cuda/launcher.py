@@ -125,7 +125,7 @@ class Launcher:
         """From these logits, in place of the batch's own."""
         if draw.words is not None:
             self.state.put(draw.words)
-        self._drawer.into(self.state, logits, 0, draw.greedy)
+        self._drawer.into(self.state, logits, draw.greedy)
 
     def follow(self, draw: Draw) -> None:
         """What `draw` of the team's first member gives."""
@@ -158,7 +158,7 @@ class Launcher:
         logits = self.model.head(x.index_select(0, drawn))
         scores = score(self.model.head(x.index_select(0, index)).float() for index in others)
         if batch.draws and len(logits):
-            self._drawer.into(self.state, logits, 0, batch.greedy)
+            self._drawer.into(self.state, logits, batch.greedy)
         return Launched(logits, scores)
 
     def _attend(self, key: StepKey | None, count: int, queries: Queries) -> Attend:

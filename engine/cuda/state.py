@@ -106,8 +106,8 @@ class DecodeState:
         sources = self._column(Word.SOURCES, torch.int32)[:count]
         return torch.index_select(pool, 0, sources, out=self.token_ids[:count])
 
-    def draw_inputs(self, low: int, high: int) -> DrawInputs:
-        """Of rows `[low, high)`."""
+    def draw_inputs(self, count: int) -> DrawInputs:
+        """Of the first rows."""
         columns = (
             (Word.TEMPERATURES, torch.float32),
             (Word.TOP_KS, torch.int32),
@@ -116,7 +116,7 @@ class DecodeState:
             (Word.SEEDS, torch.int64),
             (Word.DRAW_POSITIONS, torch.int32),
         )
-        return DrawInputs(*(self._column(word, dtype)[low:high] for word, dtype in columns))
+        return DrawInputs(*(self._column(word, dtype)[:count] for word, dtype in columns))
 
     def _column(self, word: Word, dtype: torch.dtype) -> Tensor:
         return self._words[word : word + dtype.itemsize // 4].view(-1).view(dtype)

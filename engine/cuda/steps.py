@@ -75,7 +75,7 @@ class DecodeSteps:
         (self._held.get(size) or self._step(*size))()
 
     def _draw(self, rows: int, greedy: bool) -> None:
-        self._drawer.into(self._state, self._state.logits[:rows], 0, greedy)
+        self._drawer.into(self._state, self._state.logits[:rows], greedy)
 
     def _step(self, rows: int, max_len: int) -> Launch:
         size = (rows, max_len)

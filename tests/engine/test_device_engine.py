@@ -455,7 +455,11 @@ def test_rows_are_padded_further_where_that_is_faster(folder):
     chunks, launched = chunks_of(device_engine(folder, max_batched_tokens=300)), []
 
     def record(launch):
-        return lambda: (launched.append(len(launch.args[0].token_ids)), launch())
+        def held() -> None:
+            launched.append(len(launch.args[0].token_ids))
+            launch()
+
+        return held
 
     def time(launch):
         launch()
@@ -466,7 +470,9 @@ def test_rows_are_padded_further_where_that_is_faster(folder):
     counts = (1, 64, 65, 129, 193, 257)
     for count in counts:
         rows = torch.zeros(count, dtype=torch.int32)
-        chunks.advance(Rows(rows, rows, rows.long() - 1, torch.zeros(1, dtype=torch.int32)))(0)
+        advance = chunks.advance(Rows(rows, rows, rows.long() - 1, torch.zeros(1, dtype=torch.int32)))
+        assert advance is not None
+        advance(0)
     assert launched[-len(counts) :] == [64, 64, 192, 192, 256, 300]
 
 

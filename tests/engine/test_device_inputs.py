@@ -110,7 +110,7 @@ def test_what_is_packed_is_what_the_device_reads():
     assert state.lengths.tolist() == [65, 11, 1, 1, 0]
     assert state.positions[:4].tolist() == [64, 10, 0, 0]
     assert state.slots[:2].tolist() == [128, 394]
-    inputs = state.draw_inputs(0, 2)
+    inputs = state.draw_inputs(2)
     assert inputs.temperatures.tolist() == [0.5, 0.0]
     assert inputs.top_ks.tolist() == [7, 0]
     assert inputs.top_ps.tolist() == [1.0, 0.25]

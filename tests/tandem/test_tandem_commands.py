@@ -126,7 +126,7 @@ def test_ctrl_c_stops_an_answer_and_not_the_talk(terminal: Terminal) -> None:
 
 
 def test_top_shows_what_works(system: System) -> None:
-    long = ("--temperature", "0", "--max-tokens", "400", "Tell a long story.")  # drawn otherwise, it was once ten tokens
+    long = ("--temperature", "0", "--max-tokens", "400", "Tell a long story.")  # at random it was once ten tokens
     chat = ("chat", "--port", str(system.port), *long)
     load = [sys.executable, "-m", "tandem", *chat]
     with subprocess.Popen(load, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE) as busy:
