@@ -1,7 +1,8 @@
 """What can be found wrong before the first process is started: the settings of every service, and the model's files."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from difflib import get_close_matches
 from urllib.parse import urlsplit
 
 from checkpoint import open_checkpoint
@@ -14,8 +15,14 @@ from tandem.settings import UpSettings
 from tandem.system import hide_password
 from worker.settings import WorkerSettings
 
+SERVICES = (CoordinatorSettings, WorkerSettings, GatewaySettings)
 MAKE_VARIABLES = ("MODEL", "PORT", "PREFILL", "DECODE", "MIXED", "DEVICE", "TRANSFER", "DTYPE", "REDIS_URL")
 """What the Makefile hands on."""
+OF_COMPOSE = (
+    "TANDEM_DECODE_DEVICE", "TANDEM_GRAFANA_PORT", "TANDEM_IMAGE", "TANDEM_MODELS", "TANDEM_PREFILL_DEVICE",
+    "TANDEM_PROMETHEUS_PORT", "TANDEM_WORKER_MEMORY",
+)  # fmt: skip
+"""Read by the compose files alone."""
 
 
 def read_up_settings(argv: Sequence[str]) -> UpSettings:
@@ -31,12 +38,25 @@ def read_up_settings(argv: Sequence[str]) -> UpSettings:
 
 def preflight(settings: UpSettings) -> None:
     """Downloads the model if it is named by hub id. Raises ConfigError."""
-    for kind in (CoordinatorSettings, WorkerSettings, GatewaySettings):  # they take the rest of the environment
+    for kind in SERVICES:  # they take the rest of the environment
         read_settings(kind, (), variable)
     try:
         open_checkpoint(settings.model)
     except ConfigError as error:
         raise ConfigError(f"{error} (set by {_places('model')})") from error
+
+
+def unread(names: Iterable[str]) -> list[str]:
+    """Of an environment's variables those that look like a setting and are none: a line for each."""
+    settings = {variable(name) for kind in (UpSettings, *SERVICES) for name in kind.model_fields}
+    known = settings.union(OF_COMPOSE)
+    unknown = sorted(name for name in names if name.upper().startswith("TANDEM_") and name.upper() not in known)
+    return [f"{name} is no setting{_meant(name.upper(), settings)}" for name in unknown]
+
+
+def _meant(name: str, known: Iterable[str]) -> str:
+    near = get_close_matches(name, known, n=1, cutoff=0.8)
+    return f"; {near[0]} is one" if near else ""
 
 
 def _wrong_redis_url(url: str) -> str:

@@ -20,7 +20,7 @@ from coordinator.redis_server import find_server
 from tandem.child import Child
 from tandem.console import plain
 from tandem.ports import claim_port
-from tandem.preflight import preflight, read_up_settings
+from tandem.preflight import preflight, read_up_settings, unread
 from tandem.ps import identify
 from tandem.run_dir import RunDir, state_home
 from tandem.settings import UpSettings
@@ -42,6 +42,8 @@ def main(argv: Sequence[str], environ: Mapping[str, str]) -> int:
         preflight(settings)
     except ConfigError as error:
         return complain(error)
+    for line in unread(environ):
+        print(f"tandem up: {line}", file=sys.stderr)
     with SignalInbox() as inbox:
         try:
             return run(settings, port, environ, inbox, console)

@@ -30,7 +30,8 @@ and that before the default. A wrong value ends the start with a line that names
 allowed. `auto` is resolved once, at start.
 
 `tandem up` keeps the variables of its own table to itself and hands all others on to the services that it starts:
-`TANDEM_KV_CACHE_MIB=4096 tandem up` sets it for every worker. Their pool, roles, ids and ready files it names itself.
+`TANDEM_KV_CACHE_MIB=4096 tandem up` sets it for every worker. Their pool, roles, ids and ready files it names itself. A
+variable that begins with `TANDEM_` and that nobody reads is told at start.
 Secrets belong in the environment: command lines are readable by every user of a machine. Traces are set by
 OpenTelemetry's own variables ([Operations](operations.md)).
 """

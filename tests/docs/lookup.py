@@ -8,12 +8,11 @@ from functools import cache
 from urllib.parse import urlsplit
 
 import yaml
-from pydantic_settings import BaseSettings
 
 from bench.__main__ import ALL as BENCHMARKS
 from service.settings import read_settings
 from tandem import cli
-from tandem.preflight import MAKE_VARIABLES, read_up_settings
+from tandem.preflight import MAKE_VARIABLES, read_up_settings, unread
 from tests.docs.fences import ROOT
 from tools.configuration import COMMANDS
 
@@ -129,17 +128,8 @@ def _numactl(words: list[str]) -> None:
 
 
 def _variable(assignment: str) -> None:
-    name = assignment.partition("=")[0]
-    if name.startswith("TANDEM_"):
-        assert name in _variables(), f"nothing reads {name}"
-
-
-@cache
-def _variables() -> set[str]:
-    """Those of the settings classes and of the compose files."""
-    kinds: list[type[BaseSettings]] = list(COMMANDS.values())
-    settings = {f"TANDEM_{name.upper()}" for kind in kinds for name in kind.model_fields}
-    return settings | compose_variables()
+    wrong = unread([assignment.partition("=")[0]])
+    assert not wrong, wrong
 
 
 def compose_variables() -> set[str]:

@@ -12,7 +12,9 @@ from typing import get_args
 
 import pytest
 
-from tandem.preflight import MAKE_VARIABLES
+from tandem import up
+from tandem.preflight import MAKE_VARIABLES, OF_COMPOSE, unread
+from tests.docs.lookup import compose_variables
 from tests.e2e.tiny import save_tiny
 from tests.tandem.typed import typed
 from worker.settings import Dtype
@@ -74,6 +76,23 @@ def test_a_flag_is_refused_as_the_variable_is(refused: Callable[..., str]) -> No
 def test_all_that_is_wrong_is_said_at_once(refused: Callable[..., str]) -> None:
     said = refused("--transfer", "a", "--dtype", "b", "--decode", "c")
     assert re.findall(r"(\w+) is '", said) == ["decode", "transfer", "dtype"]
+
+
+def test_a_variable_that_nobody_reads_is_told_and_what_may_have_been_meant(monkeypatch, capsys) -> None:
+    environ = {"TANDEM_MODLE": "x", "Tandem_Kv_Cache_Mb": "1", "TANDEM_XYZ": "", "TANDEM_PORT": "0", "PATH": ""}
+    monkeypatch.setattr(up, "preflight", lambda settings: None)
+    monkeypatch.setattr(up, "run", lambda *inputs: 0)
+    assert up.main(["--port", "0"], environ) == 0
+    assert capsys.readouterr().err.splitlines() == [
+        "tandem up: TANDEM_MODLE is no setting; TANDEM_MODEL is one",
+        "tandem up: TANDEM_XYZ is no setting",
+        "tandem up: Tandem_Kv_Cache_Mb is no setting; TANDEM_KV_CACHE_MIB is one",
+    ]
+
+
+def test_variables_of_the_compose_files_are_no_mistake() -> None:
+    assert not unread(compose_variables())
+    assert set(OF_COMPOSE) <= compose_variables()
 
 
 def test_nobody_to_answer(refused: Callable[..., str]) -> None:
