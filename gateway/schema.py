@@ -1,5 +1,8 @@
 """The requests, as JSON: types and ranges. What only a model can judge (vocabulary, context) is checked elsewhere."""
 
+import json
+import math
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
@@ -189,11 +192,33 @@ def _json_object(body: bytes) -> dict[str, Any]:
         msgspec.json.encode(fields)  # a lone surrogate, written as an escape, is no text
     except RecursionError as error:
         raise RequestError("the body is nested too deeply") from error
+    except msgspec.ValidationError as error:  # of a number, whose field it does not name
+        raise _out_of_range(body) from error
     except (msgspec.DecodeError, UnicodeError) as error:
         raise RequestError(f"the body is not valid JSON: {error}") from error
     if not isinstance(fields, dict):
         raise RequestError("the body must be a JSON object")
     return fields
+
+
+def _out_of_range(body: bytes) -> RequestError:
+    try:
+        place = next(_too_large(json.loads(body, parse_int=float)), None) or None
+    except RecursionError:
+        return RequestError("the body is nested too deeply")
+    return RequestError(f"{place}: number out of range" if place else "number out of range", place)
+
+
+def _too_large(value: Any, at: str = "") -> Iterator[str]:
+    """Where in a request there are numbers that no float holds."""
+    if isinstance(value, dict):
+        for name, field in value.items():
+            yield from _too_large(field, f"{at}.{name}".removeprefix("."))
+    elif isinstance(value, list):
+        for index, item in enumerate(value):
+            yield from _too_large(item, f"{at}[{index}]")
+    elif isinstance(value, float) and math.isinf(value):
+        yield at
 
 
 def _missing(message: str) -> str | None:

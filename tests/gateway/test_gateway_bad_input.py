@@ -67,6 +67,13 @@ NAMED: list[tuple[tuple[str, bytes], str | None]] = [
     (text(echo=1), "echo"),
     (text(model=5), "model"),
     (chat(logprobs=3), "logprobs"),
+    # numbers that no float holds
+    ((TEXT, b'{"prompt": "hi", "temperature": 1e999}'), "temperature"),
+    ((TEXT, b'{"prompt": "hi", "logit_bias": {"5": -1e400}}'), "logit_bias.5"),
+    ((CHAT, b'{"messages": [{"role": "user", "content": 1e999}]}'), "messages[0].content"),
+    ((TEXT, b'{"prompt": [1, ' + b"9" * 5000 + b"]}"), "prompt[1]"),
+    ((TEXT, b'{"prompt": ' + b"[" * 100_000 + b"1e999"), None),
+    ((TEXT, b"-1e999"), None),
     # out of range
     (text(temperature=-0.1), "temperature"),
     (text(temperature=1e308), "temperature"),
