@@ -31,7 +31,7 @@ class Ways(msgspec.Struct, frozen=True, kw_only=True):
 class NodeInfo(msgspec.Struct, frozen=True, kw_only=True):
     """What a worker states once, when it joins. `max_model_len`: longest prompt plus answer it serves, in tokens.
 
-    `mixed_tokens`: the most prompt tokens of a step that goes on with answers, too.
+    `mixed_tokens`: the most tokens of a step that goes on with answers, too, one of each answer among them.
     `layout`: what `layout_id` is the digest of, to say where two differ.
     """
 

@@ -51,6 +51,9 @@ whose prompts still wait at prefill lose nothing: counted, too, a queue there ma
 worth sparing, and grew.
 """
 
+PROMPTS_SHARE = 0.25
+"""Of a step with answers, what is the prompts' whatever the number of answers (engine.scheduler.Limits)."""
+
 TOP = 8
 """Pairs are made from the few cheapest of each side, if any two of these meet."""
 
@@ -70,6 +73,7 @@ CONSTANTS: dict[str, float] = {
     "ITL_S": ITL_S,
     "STALL_WEIGHT": STALL_WEIGHT,
     "LONG_GAP_S": LONG_GAP_S,
+    "PROMPTS_SHARE": PROMPTS_SHARE,
     "TOP": TOP,
 }
 """What the script needs to know."""
@@ -215,7 +219,8 @@ def to_lua() -> str:
 
 
 def _stall_weight(worker: Candidate) -> float:
-    gap_s = worker.mixed_tokens / worker.prefill_rate
+    prompt_tokens = max(worker.mixed_tokens - worker.num_answers, worker.mixed_tokens * PROMPTS_SHARE)
+    gap_s = prompt_tokens / worker.prefill_rate
     return STALL_WEIGHT * min(1.0, gap_s / LONG_GAP_S)
 
 

@@ -9,29 +9,29 @@ from core.messages import CoreStatus, LinkStatus
 from core.role import Role
 from engine.engine import Engine
 from engine.messages import EngineStats
+from engine.scheduler import beside_answers
 from kv_transfer.events import LinkStats
 from kv_transfer.node import TransferNode
 
 STATUS_PERIOD_S = 0.1
 RATE_WINDOW_S = 2.0
 FULL_TOKENS = 256
-"""A step with so many tokens of prompts, or half of what one beside answers can have, runs at about the speed of a full
-one.
+"""A step with so many tokens of prompts, or half of what one beside as many answers can have, runs at about the speed
+of a full one.
 """
 
 
 class Rate:
-    """Work per busy second: an exponential mean over about `RATE_WINDOW_S` of busy time. 0.0 while unknown.
+    """Work per busy second: an exponential mean over about `RATE_WINDOW_S` of busy time. 0.0 while unknown."""
 
-    A step of less than `least` does not count: it says how little there was to do, not how fast this worker is.
-    """
-
-    def __init__(self, least: int = 1) -> None:
+    def __init__(self) -> None:
         self.value = 0.0
-        self._least = max(least, 1)
 
-    def add(self, amount: int, span_s: float) -> None:
-        if amount >= self._least and span_s > 0:
+    def add(self, amount: int, span_s: float, least: int = 1) -> None:
+        """A step of less than `least` does not count: it says how little there was to do, not how fast this worker
+        is.
+        """
+        if amount >= max(least, 1) and span_s > 0:
             weight = min(1.0, span_s / RATE_WINDOW_S) if self.value else 1.0
             self.value += weight * (amount / span_s - self.value)
 
@@ -48,7 +48,7 @@ class StatusReporter:
         self._num_steps = 0
         self._due_s = 0.0
         self._checked: EngineStats | None = None
-        self._prefill = Rate(min(FULL_TOKENS, engine.max_mixed_tokens // 2))
+        self._prefill = Rate()
         self._decode = Rate()
 
     def stepped(self, num_prefill_tokens: int, num_decode_tokens: int, span_s: float) -> None:
@@ -57,7 +57,8 @@ class StatusReporter:
         A mixed step counts for both rates with its whole span: what a newcomer would see.
         """
         self._num_steps += 1
-        self._prefill.add(num_prefill_tokens, span_s)
+        most = beside_answers(self._engine.max_mixed_tokens, num_decode_tokens)
+        self._prefill.add(num_prefill_tokens, span_s, min(FULL_TOKENS, most // 2))
         self._decode.add(num_decode_tokens, span_s)
 
     def due(self, now: float) -> CoreStatus | None:

@@ -17,14 +17,19 @@ from engine.sequence import Sequence, Status
 @dataclass(frozen=True)
 class Limits:
     """`max_num_seqs`: of one step; what runs beyond that, since it was kept local, waits for its turn.
-    `max_batched_tokens`: budget of one step, a block at least. Decodes always run; prompts have what is left (where
-    there is nothing they wait for an answer's end). Beside answers it is `max_mixed_tokens`, theirs among them, since
-    prompts lengthen their gaps; but a block of prompts is let in beside any number of decodes.
+    `max_batched_tokens`: budget of one step, a block at least. Decodes always run; prompts have what is left, and wait
+    for an answer's end where nothing is. Beside answers it is `max_mixed_tokens`, a block at least, since prompts
+    lengthen their gaps; theirs are among these, but a quarter is the prompts' whatever the number of answers.
     """
 
     max_num_seqs: int
     max_batched_tokens: int
     max_mixed_tokens: int
+
+
+def beside_answers(max_mixed_tokens: int, num_answers: int) -> int:
+    """Tokens of prompts in a step with so many answers: see Limits."""
+    return max(max_mixed_tokens - num_answers, max_mixed_tokens // 4)
 
 
 class Scheduler:
@@ -169,6 +174,8 @@ class Scheduler:
         pieces = []
         while self.waiting and len(self.running) + num_reserved < self._limits.max_num_seqs and budget.num_tokens > 0:
             sequence = self.waiting[0]
+            if sequence.handoff and budget.num_tokens < min(self._pool.block_size, len(sequence.tokens)):
+                break  # nothing of it could be computed
             if not self._finds_room(sequence):
                 break
             piece = self._chunk(sequence, budget.num_tokens)
@@ -208,7 +215,7 @@ class _Budget:
 
     def __init__(self, limits: Limits, num_decodes: int, num_reserved: int, block_size: int) -> None:
         self._alone = limits.max_batched_tokens - num_decodes
-        self._beside_answers = max(limits.max_mixed_tokens - num_decodes, block_size)
+        self._beside_answers = max(beside_answers(limits.max_mixed_tokens, num_decodes), block_size)
         self._has_answers = num_decodes + num_reserved > 0
 
     @property

@@ -60,11 +60,8 @@ def model_len(checkpoint: Checkpoint, settings: EngineSettings, capacity_tokens:
 
 
 def require_budgets(settings: EngineSettings, block_size: int) -> None:
-    """Raises ConfigError for steps that are too short for a block of a prompt."""
+    """Raises ConfigError for steps without room for a block of a prompt: what is handed over is cut at blocks."""
     for name in ("max_batched_tokens", "max_mixed_tokens"):
         value = getattr(settings, name)
         if value is not None and value < block_size:
-            raise ConfigError(
-                f"{name} is {value}; prompts are cut at blocks of {block_size} tokens, "
-                "so that none would ever be computed"
-            )
+            raise ConfigError(f"{name} is {value}; a step needs room for a block of a prompt, {block_size} tokens")

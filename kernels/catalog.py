@@ -279,6 +279,7 @@ OURS = [
         "kernels.flashinfer:attn_prefill_fa3",
         prepare="kernels.flashinfer:Fa3Plans",
         wants_e4m3=True,
+        for_few="triton",  # which shares out keys, where this leaves multiprocessors idle
         rounding=5e-2,
     ),
     Impl(
@@ -296,15 +297,7 @@ OURS = [
         "kernels.flashinfer:add_rmsnorm_quant",
     ),
     Impl("all_reduce_norm", "triton", 20, all_of(triton, one_host), "kernels.triton.all_reduce:all_reduce_norm"),
-    Impl(
-        "attn_prefill",
-        "triton",
-        20,
-        all_of(triton, pow2_heads, half_only),
-        f"{PREFILL}:attn_prefill",
-        tunable=True,
-        shares_keys=True,
-    ),
+    Impl("attn_prefill", "triton", 20, all_of(triton, pow2_heads, half_only), f"{PREFILL}:attn_prefill", tunable=True),
     Impl(
         "mla_attention", "triton", 20, all_of(triton, pow2_heads, half_only), f"{PREFILL}:mla_attention", tunable=True
     ),

@@ -29,7 +29,7 @@ class Impl:
     tunable: bool = False  # takes `plans=`, a table of tile sizes by token count
     prepare: str = ""  # "module:class" whose instances plan a batch on the host; see Registry.preparer
     wants_e4m3: bool = False  # queries of `attn_prefill` beside an e4m3 cache, as RopeSpec.rounded leaves them
-    shares_keys: bool = False  # of few rows of `attn_prefill` among all multiprocessors
+    for_few: str = ""  # the name of what does better for few rows of `attn_prefill` behind many keys, if it runs here
     rounding: float = 0.0  # error against the reference that its own roundings explain; the self-check allows it
 
     def load(self, spec: Spec, plans: Plans, caps: Caps) -> Callable[..., Any]:

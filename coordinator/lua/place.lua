@@ -90,7 +90,8 @@ local function decode_s(d)
 end
 
 local function stall_weight(c)
-  local gap_s = c.mixed_tokens / c.prefill_rate
+  local prompt_tokens = math.max(c.mixed_tokens - c.answers, c.mixed_tokens * PROMPTS_SHARE)
+  local gap_s = prompt_tokens / c.prefill_rate
   return STALL_WEIGHT * math.min(1.0, gap_s / LONG_GAP_S)
 end
 

@@ -14,7 +14,7 @@ from engine.cuda.inputs import Queries, in_segments
 from engine.cuda.transformer import Asked, Attend
 from engine.cuda.upload import upload_all
 from engine.cuda.weights import Sight
-from kernels.registry import Impl, Registry, nothing_to_prepare
+from kernels.registry import Registry
 from kernels.specs import AttnSpec, KVDtype
 
 # Room for two float16 copies of the keys and values of a batch of prompts: with it prefill attention is a quarter
@@ -72,9 +72,9 @@ class DeviceAttention:
             for some in (specs, specs if self._segment else {})
         )
         self._few = {}
-        if (sharing := _sharing(registry, specs[0], best[0])) is not None:
-            attend = sharing.load(specs[0], registry.plans, registry.caps)
-            self._few[0] = _Prefill(attend, nothing_to_prepare)
+        for impl in registry.candidates("attn_prefill", specs[0]):
+            if impl.name == best[0].for_few:
+                self._few[0] = _Prefill(impl.load(specs[0], registry.plans, registry.caps), impl.preparer(specs[0]))
         self._decodes = {window: registry.get("attn_decode", spec) for window, spec in specs.items()}
         # The copies, or FlashInfer's e4m3 queries, which are more bytes where many heads share a key.
         token_nbytes = max(4 * config.num_kv_heads, config.num_heads) * config.head_dim
@@ -151,13 +151,6 @@ def are_few(counts: np.ndarray, lengths: np.ndarray, num_heads: int) -> bool:
 
 def _prefill(registry: Registry, spec: AttnSpec) -> _Prefill:
     return _Prefill(registry.get("attn_prefill", spec), registry.preparer("attn_prefill", spec))
-
-
-def _sharing(registry: Registry, spec: AttnSpec, best: Impl) -> Impl | None:
-    """What is to take few rows in place of the best, if that shares out no keys."""
-    if best.shares_keys:
-        return None
-    return next((impl for impl in registry.candidates("attn_prefill", spec) if impl.shares_keys), None)
 
 
 def in_two(decodes: Attend, count: int, prompts: Attend) -> Attend:

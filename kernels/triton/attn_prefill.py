@@ -14,7 +14,7 @@ from kernels.specs import AttnSpec, MLASpec
 from kernels.triton.attn_decode import attend
 from kernels.triton.attn_state import finish, fresh
 from kernels.triton.common import LOG2E
-from kernels.triton.prefill_parts import Parts, merge_parts, publish_rows, share_keys
+from kernels.triton.prefill_parts import Parts, merge_parts, publish_rows, share_keys, state_nbytes
 
 
 @triton.jit(do_not_specialize=["max_pages", "parts", "span", "num_rows"])
@@ -249,9 +249,12 @@ def attn_prefill(
     scales = (sm_scale * k_scale * LOG2E.value, v_scale)
     rows = triton.cdiv(max_kv, 128) * 128
     nbytes = 4 * seq_lens.shape[0] * spec.kv_heads * rows * spec.head_dim
+    tiles = triton.cdiv(max_q, plan["bm"]) * spec.q_heads * seq_lens.shape[0]
+    # Tiles that leave half of the card idle gain less by widened keys than by shared ones.
+    needed = nbytes + (2 * state_nbytes(spec, q.shape[0]) if 2 * tiles <= plans.sm_count else 0)
     if not (plan.get("widen", True) and spec.kv == "e4m3" and not spec.window and max_q > 64):
         parts = prefill_paged(spec, plan, *args, *scales, plans.sm_count, workspace)
-    elif nbytes <= workspace.numel():
+    elif needed <= workspace.numel():
         copies = workspace[:nbytes].view(torch.float16)
         parts = prefill_widened(spec, plan, *args, *scales, plans.sm_count, workspace[nbytes:], copies, rows)
     else:  # in tiles that shorter chunks take too, so that lack of room compiles nothing

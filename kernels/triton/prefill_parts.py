@@ -31,6 +31,11 @@ class Parts:
     states: Tensor
 
 
+def state_nbytes(spec: AttnSpec, num_rows: int) -> int:
+    """Of what one part of the keys leaves of these rows."""
+    return 4 * num_rows * spec.q_heads * (spec.head_dim + 2)
+
+
 def share_keys(
     spec: AttnSpec, num_rows: int, max_q: int, max_kv: int, batch: int, bm: int, pack: int, block: int, sms: int,
     scratch: Tensor,
@@ -39,7 +44,7 @@ def share_keys(
     `sms`: multiprocessors."""
     queries, blocks = bm // pack, triton.cdiv(max_kv, block)
     states = scratch[: scratch.numel() // 16 * 16].view(torch.float32)
-    room = states.numel() // (num_rows * spec.q_heads * (spec.head_dim + 2))
+    room = 4 * states.numel() // state_nbytes(spec, num_rows)
     tiles = min(triton.cdiv(max_q, queries) * batch, num_rows // queries + batch) * spec.q_heads // pack
     count = 1 if spec.window else max(1, min(num_parts(tiles, max_kv, sms * 128 // bm), room))
     span = triton.cdiv(blocks, count)

@@ -22,18 +22,18 @@ def test_idle_steps_do_not_count():
 
 
 def test_nothing_done_counts_nowhere_however_little_is_enough():
-    rate = Rate(least=0)
-    rate.add(10, 1.0)
-    rate.add(0, 5.0)
+    rate = Rate()
+    rate.add(10, 1.0, least=0)
+    rate.add(0, 5.0, least=0)
     assert rate.value == pytest.approx(10.0)
 
 
 def test_a_step_with_little_to_do_says_nothing_of_the_speed():
-    rate = Rate(least=256)
-    rate.add(20, 0.22)  # a first short question, on a machine that is not warm
+    rate = Rate()
+    rate.add(20, 0.22, least=256)  # a first short question, on a machine that is not warm
     assert rate.value == 0.0
-    rate.add(512, 0.5)
-    rate.add(255, 2.0)
+    rate.add(512, 0.5, least=256)
+    rate.add(255, 2.0, least=256)
     assert rate.value == pytest.approx(1024.0)
 
 

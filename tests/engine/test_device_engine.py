@@ -269,8 +269,8 @@ def test_few_rows_behind_many_keys_attend_by_what_shares_keys_out(tmp_path, monk
     monkeypatch.setattr(attention, "Plans", lambda spec: lambda *batch: "plan", raising=False)
     module = attention.__name__
     impls = (
-        Impl("attn_prefill", "best", 9, catalog.always, f"{module}:best", prepare=f"{module}:Plans"),
-        Impl("attn_prefill", "sharing", 8, catalog.always, f"{module}:sharing", shares_keys=True),
+        Impl("attn_prefill", "best", 9, catalog.always, f"{module}:best", prepare=f"{module}:Plans", for_few="sharing"),
+        Impl("attn_prefill", "sharing", 8, catalog.always, f"{module}:sharing"),
     )
     monkeypatch.setattr(catalog, "IMPLS", (*catalog.IMPLS, *impls))
     save_tiny(tmp_path, "llama", max_position_embeddings=4096)
@@ -690,7 +690,7 @@ def test_heads_that_no_kernel_takes_are_refused_by_their_size(folder):
 
 
 def test_budgets_hold_a_device_s_block(folder):
-    with pytest.raises(ConfigError, match="max_mixed_tokens is 63; prompts are cut at blocks of 64 tokens"):
+    with pytest.raises(ConfigError, match=r"max_mixed_tokens is 63; a step needs room for a block of .*, 64 tokens"):
         device_engine(folder, max_mixed_tokens=63)
 
 

@@ -172,7 +172,9 @@ def test_nor_for_short_chunks_behind_a_long_prefix(has_room, tmp_path, monkeypat
 
 
 def test_nor_for_few_rows_that_another_attention_leaves_to_ours(tmp_path, monkeypatch):
-    best = Impl("attn_prefill", "best", 99, catalog.always, "kernels.reference.attention:attn_prefill")
+    best = Impl(
+        "attn_prefill", "best", 99, catalog.always, "kernels.reference.attention:attn_prefill", for_few="triton"
+    )
     monkeypatch.setattr(catalog, "IMPLS", (*catalog.IMPLS, best))
     save_tiny(tmp_path, "llama", **FUSIBLE, max_position_embeddings=8448)
     with noted_launches() as launches:

@@ -142,8 +142,11 @@ def test_a_request_that_fails_fails_alone(engine, prompts):
         ),
         ({"block_size": 24}, "block_size is 24; it must be a power of 2 up to 64"),
         ({"block_size": 128}, "block_size is 128; it must be a power of 2 up to 64"),
-        ({"max_batched_tokens": 15}, "max_batched_tokens is 15; prompts are cut at blocks of 16 tokens"),
-        ({"max_mixed_tokens": 15}, "max_mixed_tokens is 15; prompts are cut at blocks of 16 tokens"),
+        (
+            {"max_batched_tokens": 15},
+            "max_batched_tokens is 15; a step needs room for a block of a prompt, 16 tokens",
+        ),
+        ({"max_mixed_tokens": 15}, "max_mixed_tokens is 15; a step needs room for a block of a prompt, 16 tokens"),
         ({"kv_cache_nbytes": 1 << 50}, r"kv_cache_nbytes is 1125899906842624; \d+ are available: lower kv_cache_mib"),
         (
             {"kv_cache_nbytes": 1},

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 
+import pytest
 from driving import greedy
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -72,10 +73,10 @@ def shape(batch: Batch) -> list[tuple[str, int, int]]:
     return [(piece.sequence.request_id, piece.first_token, piece.num_tokens) for piece in batch.pieces]
 
 
-def test_a_long_prompt_is_cut_on_block_edges_within_the_budget():
-    engine = FakeEngine()
+def test_a_long_prompt_is_cut_where_the_budget_ends():
+    engine = FakeEngine(limits=Limits(max_num_seqs=4, max_batched_tokens=15, max_mixed_tokens=15))
     engine.add(38)
-    assert [shape(engine.step()) for _ in range(3)] == [[("100-38", 0, 16)], [("100-38", 16, 16)], [("100-38", 32, 6)]]
+    assert [shape(engine.step()) for _ in range(3)] == [[("100-38", 0, 15)], [("100-38", 15, 15)], [("100-38", 30, 8)]]
 
 
 def test_decodes_run_in_every_step_while_a_prompt_is_prefilled():
@@ -107,14 +108,37 @@ def test_only_what_is_handed_over_is_cut_at_blocks():
         assert [engine.step().pieces[-1].num_tokens for _ in sizes] == sizes
 
 
-def test_beside_any_number_of_answers_there_is_room_for_a_block_of_a_prompt():
-    engine = FakeEngine(limits=Limits(max_num_seqs=9, max_batched_tokens=16, max_mixed_tokens=4))
-    for index in range(5):
-        engine.add(3, max_tokens=9, first=100 * index)
-    while len(engine.step().pieces) < 5:
-        pass
+def answering(count: int, limits: Limits) -> FakeEngine:
+    engine = FakeEngine(500, limits)
+    for index in range(count):
+        engine.add(3, max_tokens=30, first=100 * index)
+    for _ in range(10):
+        engine.step()
+    assert [piece.is_decode for piece in engine.step().pieces] == [True] * count
+    return engine
+
+
+@pytest.mark.parametrize(("mixed", "room"), [(4, SIZE), (20, 15), (24, 19), (6, SIZE)])
+def test_beside_any_number_of_answers_there_is_room_for_a_block_of_a_prompt(mixed, room):
+    engine = answering(5, Limits(max_num_seqs=9, max_batched_tokens=40, max_mixed_tokens=mixed))
     engine.add(38, first=700)
-    assert shape(engine.step())[-1] == ("700-38", 0, SIZE)
+    assert shape(engine.step())[-1] == ("700-38", 0, room)
+
+
+def test_a_quarter_of_a_step_is_the_prompts_whatever_the_number_of_answers():
+    engine = answering(20, Limits(max_num_seqs=30, max_batched_tokens=60, max_mixed_tokens=24))
+    engine.add(38, first=7000)
+    assert shape(engine.step())[-1] == ("7000-38", 0, 6)
+
+
+def test_what_is_handed_over_takes_no_blocks_while_there_is_no_room_for_one_of_it(monkeypatch):
+    engine = FakeEngine(limits=Limits(max_num_seqs=4, max_batched_tokens=18, max_mixed_tokens=18))
+    engine.add(15)
+    engine.add(40, first=500).handoff = True
+    looked, find = [], engine.pool.find
+    monkeypatch.setattr(engine.pool, "find", lambda *asked: looked.append(1) or find(*asked))
+    assert shape(engine.step()) == [("100-15", 0, 15)] and len(looked) == 1
+    assert shape(engine.step())[-1] == ("500-40", 0, 16)
 
 
 def test_an_answer_that_is_expected_counts_as_one_that_runs():
@@ -328,7 +352,7 @@ def test_every_sequence_ends_within_the_limits(requests, num_blocks, budget, mix
         if any(piece.is_answer for piece in batch.pieces):
             assert sum(piece.num_tokens for piece in batch.pieces if not piece.is_answer) <= max(mixed, SIZE)
         if num_decodes := sum(piece.is_decode for piece in batch.pieces):
-            assert sum(piece.num_tokens for piece in batch.pieces) <= max(mixed, num_decodes + SIZE)
+            assert sum(piece.num_tokens for piece in batch.pieces) <= max(mixed, num_decodes + max(SIZE, mixed // 4))
         if not todo and not engine.scheduler.has_work:
             break
     assert engine.num_finished == len(requests)
