@@ -28,6 +28,15 @@ class Ways(msgspec.Struct, frozen=True, kw_only=True):
     takes: dict[str, list[str]]
 
 
+PROMPTS_SHARE = 0.25
+"""Of a step with answers, what is the prompts' whatever the number of answers."""
+
+
+def beside_answers(mixed_tokens: int, num_answers: int) -> float:
+    """Tokens of prompts in a step of `mixed_tokens`, one of each answer among them (engine.scheduler.Limits)."""
+    return max(mixed_tokens - num_answers, mixed_tokens * PROMPTS_SHARE)
+
+
 class NodeInfo(msgspec.Struct, frozen=True, kw_only=True):
     """What a worker states once, when it joins. `max_model_len`: longest prompt plus answer it serves, in tokens.
 

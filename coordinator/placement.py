@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from contracts.errors import Overloaded, RequestError, TandemError, Unavailable
 from contracts.ids import Epoch, RequestId, WorkerId
-from contracts.node import NodeLoad, Role
+from contracts.node import PROMPTS_SHARE, NodeLoad, Role, beside_answers
 from coordinator.store import AFFINITY_BLOCK, AFFINITY_BLOCKS, AFFINITY_TTL_S
 
 OUTPUT_CREDIT_TOKENS = 256
@@ -50,9 +50,6 @@ That counts in full where gaps between tokens get as long as LONG_GAP_S, and the
 whose prompts still wait at prefill lose nothing: counted, too, a queue there made the decode worker look ever more
 worth sparing, and grew.
 """
-
-PROMPTS_SHARE = 0.25
-"""Of a step with answers, what is the prompts' whatever the number of answers (engine.scheduler.Limits)."""
 
 TOP = 8
 """Pairs are made from the few cheapest of each side, if any two of these meet."""
@@ -219,8 +216,7 @@ def to_lua() -> str:
 
 
 def _stall_weight(worker: Candidate) -> float:
-    prompt_tokens = max(worker.mixed_tokens - worker.num_answers, worker.mixed_tokens * PROMPTS_SHARE)
-    gap_s = prompt_tokens / worker.prefill_rate
+    gap_s = beside_answers(worker.mixed_tokens, worker.num_answers) / worker.prefill_rate
     return STALL_WEIGHT * min(1.0, gap_s / LONG_GAP_S)
 
 

@@ -3,13 +3,12 @@
 from collections.abc import Sequence
 
 from contracts.collector import COLLECTIONS
-from contracts.node import NodeLoad
+from contracts.node import NodeLoad, beside_answers
 from core.ledger import Ledger
 from core.messages import CoreStatus, LinkStatus
 from core.role import Role
 from engine.engine import Engine
 from engine.messages import EngineStats
-from engine.scheduler import beside_answers
 from kv_transfer.events import LinkStats
 from kv_transfer.node import TransferNode
 
@@ -58,7 +57,7 @@ class StatusReporter:
         """
         self._num_steps += 1
         most = beside_answers(self._engine.max_mixed_tokens, num_decode_tokens)
-        self._prefill.add(num_prefill_tokens, span_s, min(FULL_TOKENS, most // 2))
+        self._prefill.add(num_prefill_tokens, span_s, min(FULL_TOKENS, int(most) // 2))
         self._decode.add(num_decode_tokens, span_s)
 
     def due(self, now: float) -> CoreStatus | None:

@@ -9,6 +9,7 @@ from bisect import insort
 from dataclasses import dataclass
 from operator import attrgetter
 
+from contracts.node import beside_answers
 from engine.batch import Batch, Piece
 from engine.block_pool import BlockPool
 from engine.sequence import Sequence, Status
@@ -25,11 +26,6 @@ class Limits:
     max_num_seqs: int
     max_batched_tokens: int
     max_mixed_tokens: int
-
-
-def beside_answers(max_mixed_tokens: int, num_answers: int) -> int:
-    """Tokens of prompts in a step with so many answers: see Limits."""
-    return max(max_mixed_tokens - num_answers, max_mixed_tokens // 4)
 
 
 class Scheduler:
@@ -215,7 +211,7 @@ class _Budget:
 
     def __init__(self, limits: Limits, num_decodes: int, num_reserved: int, block_size: int) -> None:
         self._alone = limits.max_batched_tokens - num_decodes
-        self._beside_answers = max(beside_answers(limits.max_mixed_tokens, num_decodes), block_size)
+        self._beside_answers = max(int(beside_answers(limits.max_mixed_tokens, num_decodes)), block_size)
         self._has_answers = num_decodes + num_reserved > 0
 
     @property
