@@ -4,19 +4,24 @@
 Calls were checked against the signatures of 0.6.13 (tests/kernels/test_flashinfer.py).
 """
 
-from itertools import accumulate
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
 
 import flashinfer
 import torch
 from flashinfer.decode import trtllm_batch_decode_with_kv_cache
-from flashinfer.prefill import trtllm_batch_context_with_kv_cache
+from flashinfer.prefill import get_batch_prefill_module, trtllm_batch_context_with_kv_cache
+from flashinfer.utils import MaskMode, PosEncodingMode, TensorLayout
 from torch import Tensor
 
+from kernels.fa3_plan import works
 from kernels.specs import AttnSpec, NormSpec, QuantSpec
 from kernels.triton.norm import quant_fp8
 
 CACHE_DTYPE = {"e4m3": torch.float8_e4m3fn, "bf16": torch.bfloat16}
-SCRATCH_NBYTES = 128 << 20  # what FlashInfer's documentation recommends for its float workspace
+_MAX_KEPT = 64  # plans of batches that come again, as a long prompt's chunks do: of 2048 rows, 16 KiB each
 
 
 def attn_decode(
@@ -51,46 +56,65 @@ def attn_prefill(
 
 
 class Fa3Plans:
-    """FlashInfer's fa3 wrapper for one spec and one stream: called for some rows, it hands the kernel its schedule.
+    """Plans for one spec and one stream, by `kernels.fa3_plan`; those of batches that come again are kept.
 
     Making one builds the kernel where no prebuilt module is found: a minute and a half on 16 cores.
     """
 
     def __init__(self, spec: AttnSpec):
         self.spec = spec
-        self.copied: torch.cuda.Event | None = None
-        scratch = torch.empty(SCRATCH_NBYTES, dtype=torch.uint8, device="cuda")
-        self.wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(scratch, "HND", backend="fa3")
         self.one = torch.ones(1, device="cuda")
-        self(torch.zeros(1, 1, dtype=torch.int32, device="cuda"), [1], [1])  # so that the first batch finds it built
-
-    def __call__(self, block_table: Tensor, new: list[int], total: list[int]) -> "Fa3Plans":
-        """new, total: tokens by sequence. Waits for the copy of the last plan, whose pinned buffer it reuses."""
-        if self.copied is not None:
-            self.copied.synchronize()
-        spec = self.spec
-        counts = [-(-n // spec.page) for n in total]
-        self.wrapper.plan(
-            starts(new), starts(counts), torch.cat([block_table[b, :n] for b, n in enumerate(counts)]),
-            torch.tensor([(n - 1) % spec.page + 1 for n in total], dtype=torch.int32), spec.q_heads, spec.kv_heads,
-            spec.head_dim, spec.page, causal=True, sm_scale=1.0, window_left=spec.window - 1 if spec.window else -1,
-            q_data_type=CACHE_DTYPE[spec.kv], kv_data_type=CACHE_DTYPE[spec.kv], o_data_type=torch.bfloat16,
+        self._num_sms = torch.cuda.get_device_properties("cuda").multi_processor_count
+        cache, out = CACHE_DTYPE[spec.kv], torch.bfloat16
+        module = get_batch_prefill_module(
+            "fa3", cache, cache, out, torch.int32, spec.head_dim, spec.head_dim, PosEncodingMode.NONE.value,
+            spec.window > 0, False, False,
         )  # fmt: skip
-        self.copied = torch.cuda.Event()
-        self.copied.record()
-        return self
+        self._run, self._planned = module.paged_run, lru_cache(_MAX_KEPT)(self._plan)
+
+    def __call__(self, block_table: Tensor, new: list[int], total: list[int]) -> "Fa3Plan":
+        """new, total: tokens by sequence."""
+        width = block_table.shape[1] if len(new) > 1 else 0
+        return Fa3Plan(self._run, *self._planned(tuple(new), tuple(total), width), block_table.view(-1), self)
+
+    def _plan(self, new: tuple[int, ...], total: tuple[int, ...], width: int) -> tuple[Tensor, list[int]]:
+        numbers, begins = works(self.spec, new, total, width, self._num_sms).packed()
+        return torch.from_numpy(numbers).pin_memory().to("cuda", non_blocking=True), begins
 
 
-def starts(counts: list[int]) -> Tensor:
-    """Running totals from zero on, on the host."""
-    return torch.tensor([0, *accumulate(counts)], dtype=torch.int32)
+@dataclass(frozen=True)
+class Fa3Plan:
+    """A batch's: `numbers` on the device, in which columns begin at `begins`; `pages` of all sequences."""
+
+    run: Callable[..., Any]
+    numbers: Tensor
+    begins: list[int]
+    pages: Tensor
+    plans: Fa3Plans
+
+    def attend(
+        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor, sm_scale: float, k_scale: float, v_scale: float
+    ) -> None:
+        window, numbers, is_e4m3 = self.plans.spec.window, self.numbers, q.dtype == torch.float8_e4m3fn
+        self.run(
+            float_workspace_buffer=numbers, int_workspace_buffer=numbers, plan_info_vec=self.begins, q=q,
+            paged_k_cache=k_cache, paged_v_cache=v_cache, paged_kv_indices=self.pages, o=out, maybe_lse=None,
+            # What fa3 has from the plan:
+            qo_indptr=numbers, paged_kv_indptr=numbers, paged_kv_last_page_len=numbers,
+            mask_mode=MaskMode.CAUSAL.value, layout=TensorLayout.HND.value, window_left=window - 1 if window else -1,
+            enable_pdl=True, maybe_custom_mask=None, maybe_mask_indptr=None, maybe_alibi_slopes=None,
+            maybe_prefix_len_ptr=None, maybe_token_pos_in_items_ptr=None, maybe_max_item_len_ptr=None,
+            logits_soft_cap=0.0, sm_scale=1.0 if is_e4m3 else sm_scale * k_scale,
+            scale_q=sm_scale if is_e4m3 else None, scale_k=k_scale if is_e4m3 else None, scale_v=v_scale,
+            rope_scale=1.0, rope_theta=1e4, token_pos_in_items_len=0, workspace_size=0,
+        )  # fmt: skip
 
 
 def attn_prefill_fa3(
     spec: AttnSpec, q: Tensor, k_cache: Tensor, v_cache: Tensor, block_table: Tensor, seq_lens: Tensor,
     q_starts: Tensor, kv_starts: Tensor, out: Tensor, workspace: Tensor, *, max_q: int, max_kv: int, sm_scale: float,
     k_scale: float = 1.0, v_scale: float = 1.0, sinks: Tensor | None = None, lse: Tensor | None = None,
-    prepared: Fa3Plans | None = None,
+    prepared: Fa3Plan | None = None,
 ) -> None:  # fmt: skip
     """fa3 with queries of the cache's type. For an e4m3 cache others are rounded into the workspace with scale 1: e4m3
     holds magnitudes of 2^-9 to 448, and queries beyond saturate.
@@ -104,12 +128,9 @@ def attn_prefill_fa3(
             raise ValueError(f"workspace of {workspace.numel()} bytes is smaller than {q.numel()} e4m3 queries")
         rounded = workspace[: q.numel()].view(torch.float8_e4m3fn).view_as(q)
         width = spec.q_heads * spec.head_dim
-        quant_fp8(QuantSpec(width, "tensor"), q.view(-1, width), rounded.view(-1, width), prepared.one)
+        quant_fp8(QuantSpec(width, "tensor"), q.view(-1, width), rounded.view(-1, width), prepared.plans.one)
         q = rounded
-    if spec.kv == "e4m3":
-        prepared.wrapper.run(q, (k_cache, v_cache), sm_scale, k_scale, v_scale, out=out)
-    else:
-        prepared.wrapper.run(q, (k_cache, v_cache), q_scale=sm_scale, k_scale=k_scale, v_scale=v_scale, out=out)
+    prepared.attend(q, k_cache, v_cache, out, sm_scale, k_scale, v_scale)
 
 
 def add_rmsnorm_quant(

@@ -88,7 +88,7 @@ class Registry:
     def preparer(self, op: str, spec: Spec) -> Callable[..., Any]:
         """For `attn_prefill`: call it once for all layers that attend for the same rows, outside of graphs, as
         preparer(block_table, new, total), with the host's counts of rows and of all tokens by sequence; what it returns
-        goes to the op as `prepared=`, until the next call. One preparer serves one stream."""
+        goes to the op as `prepared=`. One preparer serves one stream."""
         return self.resolve(op, spec).impl.preparer(spec)
 
     def resolve(self, op: str, spec: Spec) -> Choice:

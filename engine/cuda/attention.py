@@ -1,6 +1,6 @@
 """Paged attention over the device's cache: prompts of any lengths in one launch, decodes in another."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,11 +66,7 @@ class DeviceAttention:
         best = {window: registry.resolve("attn_prefill", spec).impl for window, spec in specs.items()}
         self.wants_e4m3 = kv == "e4m3" and all(impl.wants_e4m3 for impl in best.values())
         self._num_heads = config.num_heads
-        # A plan lasts until its preparer makes the next one: whole prompts and their segments have one each.
-        self._prefills, self._segment_prefills = (
-            {window: _prefill(registry, spec) for window, spec in some.items()}
-            for some in (specs, specs if self._segment else {})
-        )
+        self._prefills = {window: _prefill(registry, spec) for window, spec in specs.items()}
         self._few = {}
         for impl in registry.candidates("attn_prefill", specs[0]):
             if impl.name == best[0].for_few:
@@ -88,14 +84,14 @@ class DeviceAttention:
         return self._segment > 0
 
     def of_prompts(self, queries: Queries) -> Attend:
-        """Until another is made: they share the plans of the kernels that want one of a batch."""
-        whole = self._of_prompts(queries, self._prefills)
+        whole = self._of_prompts(queries)
         if not self._segment or queries.lengths.max() <= self._segment:
             return whole
         cut = in_segments(queries, self._segment, self._block_size)
-        return _by_sight(whole, self._of_prompts(cut, self._segment_prefills))
+        return _by_sight(whole, self._of_prompts(cut))
 
-    def _of_prompts(self, queries: Queries, prefills: Mapping[int, _Prefill]) -> Attend:
+    def _of_prompts(self, queries: Queries) -> Attend:
+        prefills = self._prefills
         if are_few(queries.counts, queries.lengths, self._num_heads):
             prefills = {**prefills, **self._few}
         arrays = queries.tables, queries.lengths, queries.q_starts, queries.kv_starts
@@ -158,8 +154,7 @@ def in_two(decodes: Attend, count: int, prompts: Attend) -> Attend:
 
     def attend(asked: Asked, cache: LayerCache, out: Tensor, sight: Sight) -> None:
         decodes(asked, cache, out, sight)
-        if count < len(out):  # of the last layer there may be none
-            prompts(asked[count:], cache, out[count:], sight)
+        prompts(asked[count:], cache, out[count:], sight)
 
     return attend
 

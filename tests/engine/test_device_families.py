@@ -1,5 +1,7 @@
 """The GPU's adapter, on the reference kernels: each family's numbers are those of transformers on the same weights."""
 
+from dataclasses import dataclass
+
 import pytest
 from device_engines import device_engine
 from driving import answers, drain, greedy, random_prompts, request, settings, tokens_of
@@ -50,16 +52,15 @@ def test_a_prompt_is_scored_as_on_the_cpu(family):
     assert [[i for i, _ in t.top_logprobs] for t in sampled_too] == [[i for i, _ in t.top_logprobs] for t in sampled]
 
 
+@dataclass(frozen=True)
 class Plan:
-    """As FlashInfer's: of one batch, until its preparer is called again."""
+    """Of one batch."""
 
-    def __call__(self, tables, new, total):
-        self.total = total
-        return self
+    total: tuple[int, ...]
 
 
 def test_attention_by_plans_has_its_own_for_whole_prompts_and_for_their_segments(tmp_path, monkeypatch):
-    save_tiny(tmp_path, "llama4")
+    save_tiny(tmp_path, "llama4", num_hidden_layers=5)  # the fourth sees all, and the last asks newest tokens alone
     prompts = random_prompts(VOCAB, (150, 40))
     expected, get, planned = answers(device_engine(tmp_path), prompts, greedy(2)), Registry.get, []
 
@@ -67,16 +68,18 @@ def test_attention_by_plans_has_its_own_for_whole_prompts_and_for_their_segments
         run = get(registry, op, spec)
 
         def attend(q, keys, values, tables, lengths, *rest, prepared, **options):
-            assert prepared.total == lengths.tolist()
+            assert prepared == Plan(tuple(lengths.tolist()))
             planned.append(prepared)
             run(q, keys, values, tables, lengths, *rest, prepared=prepared, **options)
 
         return attend if op == "attn_prefill" else run
 
     monkeypatch.setattr(Registry, "get", get_planned)
-    monkeypatch.setattr(Registry, "preparer", lambda *_: Plan())
-    assert answers(device_engine(tmp_path), prompts, greedy(2)) == expected
-    assert len(set(planned)) == 2
+    monkeypatch.setattr(Registry, "preparer", lambda *_: lambda tables, new, total: Plan(tuple(total)))
+    engine = device_engine(tmp_path)
+    planned.clear()
+    assert answers(engine, prompts, greedy(2)) == expected
+    assert {plan.total for plan in planned} == {(150, 40), (64, 64, 22, 40)}
 
 
 def test_prefill_attention_has_room_for_rounded_queries_of_many_heads_too(tmp_path, monkeypatch):

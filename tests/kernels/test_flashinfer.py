@@ -2,6 +2,7 @@
 
 import ast
 import inspect
+import re
 from functools import partial
 from pathlib import Path
 
@@ -49,25 +50,32 @@ def test_every_call_binds_to_the_installed_signature():
         "trtllm_batch_decode_with_kv_cache",
         "trtllm_batch_context_with_kv_cache",
         "fused_add_rmsnorm_quant",
-        "BatchPrefillWithPagedKVCacheWrapper",
     }
     for name, positional, keywords in seen:
         inspect.signature(find(name)).bind(*[None] * positional, **dict.fromkeys(keywords))
 
 
-def test_the_prefill_wrapper_binds_what_we_plan_and_run_it_with():
-    wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper
-    for name in ("plan", "run"):
-        found = [call for call in method_calls(name)]
-        assert found, name
-        for positional, keywords in found:
-            inspect.signature(getattr(wrapper, name)).bind(None, *[None] * positional, **dict.fromkeys(keywords))
+def test_the_prefill_module_binds_what_we_run_it_with():
+    """It is made by a function, as one of several within it."""
+    made = ast.parse(inspect.getsource(flashinfer.prefill.get_batch_prefill_module))
+    (run,) = (node for node in ast.walk(made) if isinstance(node, ast.FunctionDef) and node.name == "paged_run")
+    names = [arg.arg for arg in run.args.args]
+    (given,) = (keywords for _, keywords in method_calls("run"))
+    assert set(given) <= set(names)
+    assert set(names[: len(names) - len(run.args.defaults)]) <= set(given)
 
 
-def test_queries_in_e4m3_take_their_scales_by_position_as_fa3_does():
-    """attn_prefill_fa3 relies on it."""
-    source = inspect.getsource(flashinfer.BatchPrefillWithPagedKVCacheWrapper.run)
-    assert "is_float8(q) and len(args) >= 3" in source
+def test_fa3_reads_what_we_plan():
+    """Its plan is where each of its columns begins, whose order and kind are those of the C++ source."""
+    source = (Path(flashinfer.__file__).parent / "data/include/flashinfer/attention/scheduler.cuh").read_text()
+    plan = source[source.index("struct PrefillPlanSM90Info") :]
+    names = re.findall(r"(\w+) = vec\[\d\]", plan[: plan.index("template")])
+    assert names == [
+        "qo_tile_indices_offset", "qo_indptr_offset", "kv_indptr_offset", "qo_len_offset", "kv_len_offset",
+        "head_indices_offset", "work_indptr_offset", "batch_indices_offset", "same_schedule_for_all_heads",
+    ]  # fmt: skip
+    made = source[source.index("inline cudaError_t PrefillSM90Plan") :]
+    assert re.search(r"cta_tile_q = 128;\s+if \(head_dim_vo == 64\) \{\s+cta_tile_q = 192;", made)
 
 
 @pytest.mark.gpu
@@ -85,8 +93,42 @@ def test_queries_that_rope_has_rounded_give_the_bits_of_those_that_fa3_rounds():
     assert torch.equal(plain.outputs["out"], rounded.outputs["out"])
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize(
+    "sequences",
+    [[(1, 1)], [(1000, 1000)], [(64, 5000)], [(130, 700), (1, 4097), (1000, 1000), (300, 2000)], [(40, 40)] * 200],
+    ids=["one", "whole", "behind", "mixed", "many"],
+)
+def test_our_plan_gives_the_bits_that_flashinfers_own_gives(sequences):
+    from kernels.flashinfer import Fa3Plans, attn_prefill_fa3
+
+    spec = AttnSpec(32, 8, 128)
+    case = prefill_case(spec, sequences, workspace_mb=64).make("cuda")
+    queries, k_cache, v_cache, table, *_ = case.args
+    out = case.outputs["out"]
+    case.run(partial(attn_prefill_fa3, spec, prepared=Fa3Plans(spec)(*case.batch)))
+    ours = out.clone()
+    wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(
+        torch.empty(128 << 20, dtype=torch.uint8, device="cuda"), "HND", backend="fa3"
+    )
+    new, total = (torch.tensor(column, dtype=torch.int32) for column in zip(*sequences, strict=True))
+    pages = (total + spec.page - 1) // spec.page
+    starts = [
+        torch.cat([torch.zeros(1, dtype=torch.int32), counts.cumsum(0, dtype=torch.int32)]) for counts in (new, pages)
+    ]
+    wrapper.plan(
+        *starts, torch.cat([row[:count] for row, count in zip(table, pages.tolist(), strict=True)]),
+        (total - 1) % spec.page + 1, spec.q_heads, spec.kv_heads, spec.head_dim, spec.page, causal=True, sm_scale=1.0,
+        q_data_type=torch.float8_e4m3fn, kv_data_type=torch.float8_e4m3fn, o_data_type=torch.bfloat16,
+    )  # fmt: skip
+    scales = case.kwargs["sm_scale"], case.kwargs.get("k_scale", 1.0), case.kwargs.get("v_scale", 1.0)
+    wrapper.run(to_e4m3(queries.float()), (k_cache, v_cache), *scales, out=out)
+    assert torch.equal(ours, out)
+
+
 def method_calls(name):
-    """Positional count and keywords of each call of a method of that name on `wrapper` in kernels/flashinfer.py."""
+    """Positional count and keywords of each call of a method of that name in kernels/flashinfer.py."""
     for node in ast.walk(ast.parse(SOURCE.read_text())):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == name:
             yield len(node.args), [k.arg for k in node.keywords]
