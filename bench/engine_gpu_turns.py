@@ -1,5 +1,5 @@
-"""The next turn of a conversation on a GPU: `python -m bench.engine_gpu_turns [--out FILE] [--cached 2048 8192 32768]
-[--new 64 128 256 512]`.
+"""The first turn of a conversation on a GPU, and the next: `python -m bench.engine_gpu_turns [--out FILE]
+[--cached 0 2048 8192 32768] [--new 64 128 256 512 1024 2048]`.
 
 Llama-8B's shape, random weights, FP8; a prompt of which all but the new tokens are in the prefix cache, alone, from
 Engine.submit to its token on the host. The limit is the longer of two times: to read weights, head and the cached KV
@@ -22,7 +22,7 @@ from engine.engine import Engine
 from engine.messages import EngineRequest
 from kernels import caps
 
-CACHED, NEW = (2048, 8192, 32768), (64, 128, 256, 512)
+CACHED, NEW = (0, 2048, 8192, 32768), (64, 128, 256, 512, 1024, 2048)
 NUM_TURNS = 12
 
 
@@ -38,8 +38,9 @@ def main() -> None:
     rows = []
     with settled(engine):
         for cached in args.cached:
-            (earlier,) = random_requests(engine, [cached], 1)
+            (earlier,) = random_requests(engine, [max(cached, 1)], 1)
             first_token_ms(engine, earlier)
+            earlier = replace(earlier, token_ids=earlier.token_ids[:cached])
             rows += [shown(measure(engine, earlier, new)) for new in args.new]
     config = {"model": "llama-8b's shape, random weights", "card": caps.detect().name}
     write_result(args.out, "engine-gpu-turns", rows, config)

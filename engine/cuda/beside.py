@@ -49,8 +49,8 @@ class DecodesBeside:
         self._held.clear()
 
     def attend(self, key: StepKey) -> Attend:
-        """Of the first rows of a call of the model, where they are: also of those that go past the last layer's K and
-        V, whose copies say the same. To be called before the attention of the rows behind them.
+        """Of the first rows of a pass, where they are, up to the last layer's K and V. To be called before the
+        attention of the rows behind them.
         """
         rows = key.num_rows
         held = self._held.get(rows)
@@ -64,5 +64,5 @@ class DecodesBeside:
 
     def _launches(self, rows: int) -> list[Launch]:
         attend = self._attend(rows)
-        layers = range(self._model.num_layers)
+        layers = range(self._model.num_layers - 1)  # the last one's is in engine.cuda.endings
         return [partial(self._model.attend, rows, self._cache, index, attend) for index in layers]

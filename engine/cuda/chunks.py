@@ -13,22 +13,18 @@ import torch
 from engine.cuda.cache import DeviceCache
 from engine.cuda.capture import Launch, Record
 from engine.cuda.inputs import bucket_for, chunk_buckets
-from engine.cuda.transformer import Advance, Rows, Transformer
+from engine.cuda.rows import PassRows
+from engine.cuda.transformer import Advance, Transformer
 
 _SLOWER = 1.05  # beyond what times differ by themselves
 
 
 class Chunks:
-    """`max_rows`: the most of one batch. Nothing is held for more than some, which keep the device busy anyway."""
+    """Of `rows`, at most `max_rows` of a batch. Nothing is held for more than what keeps the device busy anyway."""
 
-    def __init__(self, model: Transformer, cache: DeviceCache, max_rows: int) -> None:
-        self._model, self._cache = model, cache
+    def __init__(self, model: Transformer, cache: DeviceCache, rows: PassRows, max_rows: int) -> None:
+        self._model, self._cache, self._rows = model, cache, rows
         self._buckets = chunk_buckets(max_rows)
-        self._token_ids, self._positions = (
-            torch.zeros(self._buckets[-1], dtype=torch.int32, device=cache.device) for _ in range(2)
-        )
-        self._slots = torch.full((self._buckets[-1],), -1, dtype=torch.int64, device=cache.device)
-        self._num_decodes = torch.zeros(1, dtype=torch.int32, device=cache.device)
         self._held: dict[int, list[Launch]] = {}
 
     @torch.inference_mode()
@@ -36,7 +32,7 @@ class Chunks:
         """Of all numbers of rows, the largest first, so that the smaller find the memory they share."""
         layers = range(self._model.num_layers)
         for bucket in reversed(self._buckets):
-            rows = Rows(self._token_ids[:bucket], self._positions[:bucket], self._slots[:bucket], self._num_decodes)
+            rows = self._rows.first(bucket)
             launches = [partial(self._model.advance, rows, self._cache, index) for index in layers]
             for launch in launches:
                 launch()  # loads what must be loaded, outside of a capture
@@ -59,16 +55,11 @@ class Chunks:
         self._held.clear()
 
     @torch.inference_mode()
-    def advance(self, rows: Rows) -> Advance | None:
-        """Transformer.advance for these rows by what is held; None if nothing is for as many."""
-        count = len(rows.token_ids)
+    def advance(self, count: int) -> Advance | None:
+        """Transformer.advance for the first `count` rows by what is held; None if nothing is for as many."""
         if not self._held or count > self._buckets[-1]:
             return None
         bucket = bucket_for(self._buckets, count)
-        self._token_ids[:count].copy_(rows.token_ids)
-        self._positions[:count].copy_(rows.positions)
-        self._slots[:count].copy_(rows.slots)
-        self._slots[count:bucket].fill_(-1)
-        self._num_decodes.copy_(rows.num_decodes)
+        self._rows.pad(count, bucket)
         held = self._held[bucket]
         return lambda index: held[index]()

@@ -39,13 +39,19 @@ class Queries:
 
 @dataclass(frozen=True)
 class PromptRows:
-    """Rows of all pieces, one after the other: `token_ids`, `positions`, `slots` `[T]`: block * size + offset."""
+    """Rows of all pieces, one after the other: `token_ids`, `positions`, `slots` `[T]`: block * size + offset.
+    `sampling`: which pieces sample, from their last row.
+    """
 
     token_ids: np.ndarray
     positions: np.ndarray
     slots: np.ndarray
     queries: Queries
-    sample_rows: np.ndarray
+    sampling: np.ndarray
+
+    @property
+    def sample_rows(self) -> np.ndarray:
+        return self.queries.q_starts[1:][self.sampling] - 1
 
 
 def num_decodes(pieces: SequenceOf[Piece]) -> int:
@@ -67,7 +73,7 @@ def prompt_rows(pieces: SequenceOf[Piece], block_size: int) -> PromptRows:
         positions=positions.astype(np.int32),
         slots=blocks * block_size + positions % block_size,
         queries=Queries.of(tables, starts + counts, counts),
-        sample_rows=(np.cumsum(counts) - 1)[samples],
+        sampling=samples.nonzero()[0],
     )
 
 

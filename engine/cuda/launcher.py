@@ -3,7 +3,7 @@ launches the same; the first one's host works it out for all.
 """
 
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from functools import cache, partial
@@ -18,10 +18,12 @@ from engine.cuda.cache import DeviceCache, LayerCache
 from engine.cuda.capture import capturing
 from engine.cuda.chunks import Chunks
 from engine.cuda.drawing import Drawer
+from engine.cuda.endings import Endings
 from engine.cuda.inputs import PromptRows, Queries, tails_of
+from engine.cuda.rows import PassRows
 from engine.cuda.state import DecodeState
 from engine.cuda.steps import DecodeSteps, StepKey
-from engine.cuda.transformer import Asked, Attend, Rows, Tails, Transformer
+from engine.cuda.transformer import Asked, Attend, Transformer
 from engine.cuda.upload import upload_all
 from engine.cuda.weights import Sight
 from engine.runner import Written, unheard
@@ -73,7 +75,7 @@ class Launched:
 
 
 class Launcher:
-    """`steps`, `chunks` and `beside` hold graphs once `capture` is called, before the first batch."""
+    """`steps`, `chunks`, `beside` and `endings` hold graphs once `capture` is called, before the first batch."""
 
     def __init__(
         self,
@@ -81,22 +83,24 @@ class Launcher:
         attention: DeviceAttention,
         cache: DeviceCache,
         state: DecodeState,
+        rows: PassRows,
         steps: DecodeSteps,
         chunks: Chunks,
         beside: DecodesBeside,
+        endings: Endings,
         drawer: Drawer,
     ) -> None:
         self.model, self.cache, self.state, self.steps, self.chunks = model, cache, state, steps, chunks
-        self.beside, self._attention, self._drawer = beside, attention, drawer
+        self.beside, self.endings, self._rows, self._attention, self._drawer = beside, endings, rows, attention, drawer
 
     def run_all(self) -> None:
-        """All that decodes launch, once."""
-        for holder in (self.steps, self.beside):
+        """All that decodes launch, once, and all that the newest tokens of prompts do."""
+        for holder in (self.steps, self.beside, self.endings):
             holder.hold(lambda launch: launch)
             holder.release()
 
     def capture(self) -> None:
-        for holder in (self.steps, self.chunks, self.beside):
+        for holder in (self.steps, self.chunks, self.beside, self.endings):
             with capturing() as record:
                 holder.hold(record)
 
@@ -105,17 +109,16 @@ class Launcher:
         self.steps.release()
         self.chunks.release()
         self.beside.release()
+        self.endings.release()
 
     @torch.inference_mode()
     def launch(self, batch: DeviceBatch, score: Score, written: Written = unheard) -> Launched:
         """Decodes as a step. Beside prompts they are rows of the same pass: all weights are read once for both.
         `written`: see engine.runner.Runner.
         """
-        self.state.put(batch.words)
-        if batch.tables is not None:
-            self.state.put_tables(batch.tables)
         if batch.prompts is not None:
             return self._with_prompts(batch, batch.prompts, score, written)
+        self._put(batch)
         if batch.key is not None:
             (self.steps.draw if batch.draws else self.steps.compute)(batch.key)
         return Launched(self.state.logits[: batch.num_decodes], score(()))
@@ -131,35 +134,49 @@ class Launcher:
         """What `draw` of the team's first member gives."""
         self._drawer.follow(self.state, draw.num_rows)
 
+    def _put(self, batch: DeviceBatch) -> None:
+        self.state.put(batch.words)
+        if batch.tables is not None:
+            self.state.put_tables(batch.tables)
+
     def _with_prompts(self, batch: DeviceBatch, prompts: PromptRows, score: Score, written: Written) -> Launched:
-        """The first rows are of decodes: also of those that go past the last layer's K and V."""
+        """The first rows are of decodes. What is not asked before the end is told once all before it is launched: the
+        device has work by then.
+        """
         count = batch.num_decodes
-        wanted = [prompts.sample_rows, *batch.scored]
-        left, queries = tails_of(prompts.queries, np.concatenate(wanted))
-        sampled, *scored = (count + np.searchsorted(left, rows) for rows in wanted)
-        columns = (
-            prompts.token_ids, prompts.positions, prompts.slots, np.array([count], np.int32),
-            np.concatenate([np.arange(count), count + left]), np.concatenate([np.arange(count), sampled]), *scored,
-        )  # fmt: skip
-        token_ids, positions, slots, num_decodes, tails, drawn, *others = upload_all(columns, self.state.device)
-        attend, attend_tails = (self._attend(batch.key, count, some) for some in (prompts.queries, queries))
         if count:
-            token_ids = torch.cat([self.state.gather_tokens(count).to(token_ids.dtype), token_ids])
-            positions = torch.cat([self.state.positions[:count], positions])
-            slots = torch.cat([self.state.slots[:count], slots])
-        rows = Rows(token_ids, positions, slots, num_decodes, Tails(tails, attend_tails))
+            self._put(batch)
+        rows = self._rows.put(prompts, self.state, count)
 
         def noted(is_all: bool) -> None:
             if is_all:
                 self.cache.written()
             written(is_all)
 
-        x = self.model(rows, self.cache, attend, noted, self.chunks.advance(rows))
-        logits = self.model.head(x.index_select(0, drawn))
-        scores = score(self.model.head(x.index_select(0, index)).float() for index in others)
-        if batch.draws and len(logits):
-            self._drawer.into(self.state, logits, batch.greedy)
+        attend = self._attend(batch.key, count, prompts.queries)
+        self.model.fill(rows, self.cache, attend, noted, self.chunks.advance(len(rows.token_ids)))
+        return self._finished(batch, prompts, score)
+
+    def _finished(self, batch: DeviceBatch, prompts: PromptRows, score: Score) -> Launched:
+        count = batch.num_decodes
+        num_sampling = count + len(prompts.sampling)
+        if not num_sampling and not batch.scored:
+            self.model.meet()  # behind the last layer's K and V, as others do in its products
+        if not count and num_sampling:
+            self._put(batch)
+        logits = self.endings.compute(prompts, count) if num_sampling else self.state.logits[:0]
+        scores = score(self._scored(count, prompts.queries, batch.scored) if batch.scored else ())
+        if batch.draws and num_sampling:
+            self.steps.draw_from(num_sampling, batch.greedy)
         return Launched(logits, scores)
+
+    def _scored(self, num_decodes: int, queries: Queries, scored: SequenceOf[np.ndarray]) -> Iterator[Tensor]:
+        """Logits of these rows of the prompts."""
+        left, queries = tails_of(queries, np.concatenate(scored))
+        places = (np.searchsorted(left, rows) for rows in scored)
+        tails, *places = upload_all((num_decodes + left, *places), self.state.device)
+        x = self.model.finish(tails, self.cache, self._attention.of_prompts(queries))
+        yield from (self.model.head(x.index_select(0, index)).float() for index in places)
 
     def _attend(self, key: StepKey | None, count: int, queries: Queries) -> Attend:
         """That of prompts is planned when it is first asked for: the device computes what is before it meanwhile."""

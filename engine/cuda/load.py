@@ -23,11 +23,13 @@ from engine.cuda.calibration import TEXT, Scales, calibrate, compute_prompt
 from engine.cuda.capture import Launch
 from engine.cuda.chunks import Chunks
 from engine.cuda.drawing import DeviceSampler, Drawer
+from engine.cuda.endings import Endings
 from engine.cuda.followers import Followers
 from engine.cuda.formats import DEVICE_FORMATS, DeviceFormat, resolve_device_dtype, smooths_keys
 from engine.cuda.fused import FusedDecode, is_fusible
 from engine.cuda.launcher import Launcher
 from engine.cuda.memory import MAX_PITCH_NBYTES
+from engine.cuda.rows import PassRows
 from engine.cuda.runner import DeviceRunner
 from engine.cuda.state import DecodeState
 from engine.cuda.steps import DecodeSteps, MakeStep
@@ -273,9 +275,11 @@ class Builder:
         else:
             make = self._plain(model, cache)
         steps = DecodeSteps(make, self._drawer, state, max_model_len)
-        chunks = Chunks(model, cache, self._max_rows)
+        rows = PassRows(self._max_rows, self._device)
+        chunks = Chunks(model, cache, rows, self._max_rows)
         beside = DecodesBeside(model, self._attention, cache, state, max_model_len)
-        return Launcher(model, self._attention, cache, state, steps, chunks, beside, self._drawer)
+        endings = Endings(model, self._attention, cache, state, max_model_len)
+        return Launcher(model, self._attention, cache, state, rows, steps, chunks, beside, endings, self._drawer)
 
     def _plain(self, model: Transformer, cache: DeviceCache) -> MakeStep:
         state = self._state

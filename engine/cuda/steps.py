@@ -65,7 +65,12 @@ class DecodeSteps:
     def draw(self, key: StepKey) -> None:
         """Logits and tokens of the first `key.num_rows` rows."""
         self.compute(key)
-        kind = key.num_rows, key.greedy
+        self.draw_from(key.num_rows, key.greedy)
+
+    @torch.inference_mode()
+    def draw_from(self, num_rows: int, greedy: bool) -> None:
+        """Tokens of the first rows, padded, from the state's logits."""
+        kind = bucket_for(self._batches, num_rows), greedy
         (self._draws.get(kind) or partial(self._draw, *kind))()
 
     @torch.inference_mode()

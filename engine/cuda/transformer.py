@@ -44,10 +44,6 @@ class Asked:
     def __getitem__(self, rows: slice) -> "Asked":
         return Asked(self.plain[rows], self.of_prompts[rows])
 
-    def selected(self, rows: Tensor) -> "Asked":
-        plain = self.plain.index_select(0, rows)
-        return Asked(plain, plain if self.of_prompts is self.plain else _selected(self.of_prompts, rows))
-
 
 Attend = Callable[[Asked, LayerCache, Tensor, Sight], None]
 """(queries, cache of one layer, out `[T, heads, D]`, what a layer's rows see): attention of the rows over their own
@@ -60,26 +56,15 @@ Advance = Callable[[int], None]
 
 
 @dataclass(frozen=True)
-class Tails:
-    """`rows` `[W]` that go past the last layer's K and V; how they alone attend there, which is asked for if there are
-    any.
-    """
-
-    rows: Tensor
-    attend: Attend
-
-
-@dataclass(frozen=True)
 class Rows:
-    """`token_ids`, `positions`, `slots` `[T]`, the slot -1 for a row that only pads; `tails`: None if all rows go to
-    the end. `num_decodes` `[1]` int32: so many of the first are of decodes, whose attention reads other queries.
+    """`token_ids`, `positions`, `slots` `[T]`, the slot -1 for a row that only pads. `num_decodes` `[1]` int32: so many
+    of the first are of decodes, whose attention reads other queries.
     """
 
     token_ids: Tensor
     positions: Tensor
     slots: Tensor
     num_decodes: Tensor
-    tails: Tails | None = None
 
 
 @dataclass(frozen=True)
@@ -123,18 +108,24 @@ class Transformer:
         self._allocate(max_rows, weights.embedding.device)
 
     @torch.inference_mode()
-    def __call__(
+    def __call__(self, rows: Rows, cache: DeviceCache, attend: Attend) -> Tensor:
+        """All rows after the final norm, for `head`; their K and V are in the cache."""
+        self.fill(rows, cache, attend)
+        count = len(rows.token_ids)
+        return self._finish(self._residual[:count], self._q[:count], cache, attend)
+
+    @torch.inference_mode()
+    def fill(
         self,
         rows: Rows,
         cache: DeviceCache,
         attend: Attend,
         written: Written = unheard,
         advance: Advance | None = None,
-    ) -> Tensor:
-        """Writes K and V of all rows. Calls `written` when the first `early_layers` have theirs, and when all have. A
-        team says nothing of all: they are not there before the end. `advance`: does what the method of that name does.
-
-        Returns the tails, or all rows, after the final norm, for `head`.
+    ) -> None:
+        """Writes K and V of all rows, for `finish` of some. Calls `written` when the first `early_layers` have theirs,
+        and when all have. A team says nothing of all: they are not there before the end, or before it has met.
+        `advance`: does what the method of that name does.
         """
         count, advance, last = len(rows.token_ids), advance or partial(self.advance, rows, cache), self.num_layers - 1
         for index in range(self.num_layers):
@@ -144,11 +135,21 @@ class Transformer:
                 written(False)
             if self._team.shard.size == 1 and index == last:
                 written(True)
-            if index < last or rows.tails is None:
+            if index < last:
                 self.attend(count, cache, index, attend)
             if self._team.shard.size == 1 and index == self.early_layers - 1:
                 written(False)
-        return self._finish(rows, cache.layer(last))
+
+    @torch.inference_mode()
+    def finish(self, rows: Tensor, cache: DeviceCache, attend: Attend) -> Tensor:
+        """What follows the last K and V, of the rows `[W]` among those that `fill` was called for: 3 % of a prompt's
+        work, and of its attention. `attend`: how they alone do. Returns them after the final norm, for `head`.
+        """
+        return self._finish(self._residual.index_select(0, rows), self._q.index_select(0, rows), cache, attend)
+
+    def meet(self) -> None:
+        """In place of a `finish`, which a team does not go without."""
+        self._team.meet()
 
     @torch.inference_mode()
     def advance(self, rows: Rows, cache: DeviceCache, index: int) -> None:
@@ -162,26 +163,20 @@ class Transformer:
         else:
             mixed = self._mixed[:count].view(count, -1)
             self._leave(index - 1, mixed, residual, layer.attention_gain, x, rounding(layer.qkv, count))
-        self._project(layer, x, rows, cache.layer(index))
+        # Of the last layer the rows that go on attend as they are asked to later, whichever they are.
+        num_plain = self._all if index == self.num_layers - 1 else rows.num_decodes
+        self._project(layer, x, rows, num_plain, cache.layer(index))
 
     def attend(self, count: int, cache: DeviceCache, index: int, attend: Attend) -> None:
-        """Attention of the first rows in a layer."""
+        """Attention of the first rows in a layer before the last."""
         attend(self._asked(count), cache.layer(index), self._mixed[:count], self._weights.layers[index].sight)
 
-    def _finish(self, rows: Rows, cache: LayerCache) -> Tensor:
-        """What follows the last K and V. Only the tails go there: 3 % of a prompt's work, and of its attention."""
-        count, tails = len(rows.token_ids), rows.tails
-        residual = self._residual[:count] if tails is None else self._residual[:count].index_select(0, tails.rows)
-        last, mixed = self.num_layers - 1, self._mixed[: len(residual)]
-        out = Scaled(torch.empty_like(residual), self._x.scale)
-        if not len(residual):
-            self._team.meet()  # behind the last layer's K and V, as the others do in its products
-            return out.rows
-        if tails is not None:
-            asked = self._asked(count).selected(tails.rows)
-            tails.attend(asked, cache, mixed, self._weights.layers[last].sight)
-        self._leave(last, mixed.view(len(residual), -1), residual, self._weights.final_gain, out, "none")
-        return out.rows
+    def _finish(self, residual: Tensor, queries: Tensor, cache: DeviceCache, attend: Attend) -> Tensor:
+        last, mixed, out = self.num_layers - 1, self._mixed[: len(residual)], torch.empty_like(residual)
+        attend(Asked(queries, queries), cache.layer(last), mixed, self._weights.layers[last].sight)
+        into = Scaled(out, self._x.scale)
+        self._leave(last, mixed.view(len(residual), -1), residual, self._weights.final_gain, into, "none")
+        return out
 
     def _asked(self, count: int) -> Asked:
         plain = self._q[:count]
@@ -246,8 +241,10 @@ class Transformer:
         def buffer(matrices: list[Matrix], width: int, plain: torch.dtype | None = plain) -> RowBuffer:
             return RowBuffer(matrices, max_rows, width, plain, device)
 
-        self._residual, self._sum = empty(hidden), empty(hidden)
-        self._qkv, self._q = empty(q_width + 2 * kv_width), empty(config.num_heads, config.head_dim)
+        # What a row holds before it is written is no NaN for an expert's choice.
+        self._residual, self._sum = empty(hidden).zero_(), empty(hidden)
+        self._qkv, self._q = empty(q_width + 2 * kv_width), empty(config.num_heads, config.head_dim).zero_()
+        self._all = torch.full((1,), max_rows, dtype=torch.int32, device=device)
         if self._rounds_queries:
             self._rounded_q = torch.empty_like(self._q, dtype=E4M3)
         self._gate_up = empty(2 * inner)
@@ -274,8 +271,8 @@ class Transformer:
         scales = None if tunings is None else tunings.index_select(0, positions)
         return _Turns(torch.zeros_like(positions), scales)
 
-    def _project(self, layer: LayerWeights, x: Scaled, rows: Rows, cache: LayerCache) -> None:
-        """Queries of the rows; their K and V go into the cache."""
+    def _project(self, layer: LayerWeights, x: Scaled, rows: Rows, num_plain: Tensor, cache: LayerCache) -> None:
+        """Queries of the rows, of the first `num_plain` as they are; their K and V go into the cache."""
         turns = _Turns(rows.positions) if layer.is_turned else self._still(rows.positions)
         config, count = self._config, len(x.rows)
         qkv, asked = self._qkv[:count], self._asked(count)
@@ -284,7 +281,7 @@ class Transformer:
             product.out, turns.positions, rows.slots, self._weights.cos_sin, asked.of_prompts, cache.keys, cache.values,
             k_scale=cache.k_scale, v_scale=cache.v_scale, k_offset=cache.k_offset,
             q_gain=layer.q_gain, k_gain=layer.k_gain, eps=config.norm_eps, q_plain=asked.plain,
-            num_plain=rows.num_decodes, **_left(layer.qkv, x, product),
+            num_plain=num_plain, **_left(layer.qkv, x, product),
         )  # fmt: skip
         if turns.scales is not None:
             asked.plain.mul_(turns.scales[:, None, None])
@@ -361,13 +358,6 @@ class Transformer:
         self._products(matrix, x, total)
         self._team.add(total)
         return Unfinished(total)
-
-
-def _selected(rows: Tensor, which: Tensor) -> Tensor:
-    """torch selects bytes, and no e4m3."""
-    if rows.dtype != E4M3:
-        return rows.index_select(0, which)
-    return rows.view(torch.uint8).index_select(0, which).view(E4M3)
 
 
 def _left(matrix: Matrix, x: Scaled, product: Unfinished) -> dict[str, Tensor]:

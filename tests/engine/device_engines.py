@@ -16,6 +16,7 @@ from contracts.sampling import SamplingParams
 from engine.cuda.beside import DecodesBeside
 from engine.cuda.capture import Launch
 from engine.cuda.chunks import Chunks
+from engine.cuda.endings import Endings
 from engine.cuda.load import load_device_engine
 from engine.cuda.remote import RemotePages
 from engine.cuda.runner import DeviceRunner
@@ -48,7 +49,12 @@ def beside_of(engine: Engine) -> DecodesBeside:
     return engine.runner.launcher.beside
 
 
-def noted_launches_of(holder: Chunks | DecodesBeside) -> list[Launch]:
+def endings_of(engine: Engine) -> Endings:
+    assert isinstance(engine.runner, DeviceRunner)
+    return engine.runner.launcher.endings
+
+
+def noted_launches_of(holder: Chunks | DecodesBeside | Endings) -> list[Launch]:
     """Holds launches that run eagerly, and are put here when they do."""
     launched: list[Launch] = []
 

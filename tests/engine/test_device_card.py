@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from device_engines import FUSIBLE, beside_of, chunks_of, noted_launches_of
+from device_engines import FUSIBLE, beside_of, chunks_of, endings_of, noted_launches_of
 from driving import answers, greedy, random_prompts, settings
 from llguidance import LLMatcher
 from test_device_engine import logits_beside_a_prompt, logits_of, relative_error
@@ -116,6 +116,16 @@ def test_a_captured_chunk_gives_the_bits_of_an_eager_one(steady, dtype):
     engine = engine_of(steady, dtype)
     captured = [card_logits(engine), card_logits(engine, PROMPTS[5:6])]
     launched = noted_launches_of(chunks_of(engine))
+    eager = [card_logits(engine), card_logits(engine, PROMPTS[5:6])]
+    assert launched
+    assert all(torch.equal(*pair) for pair in zip(captured, eager, strict=True))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float8"])
+def test_a_captured_ending_gives_the_bits_of_an_eager_one(stepped, dtype):
+    engine = engine_of(stepped, dtype)
+    captured = [card_logits(engine), card_logits(engine, PROMPTS[5:6])]
+    launched = noted_launches_of(endings_of(engine))
     eager = [card_logits(engine), card_logits(engine, PROMPTS[5:6])]
     assert launched
     assert all(torch.equal(*pair) for pair in zip(captured, eager, strict=True))

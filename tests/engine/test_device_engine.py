@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from device_engines import FUSIBLE, beside_of, chunks_of, device_engine, noted_launches_of
+from device_engines import FUSIBLE, beside_of, chunks_of, device_engine, endings_of, noted_launches_of
 from driving import answers, drain, greedy, random_prompts, request, settings, tokens_of
 from llguidance import LLMatcher
 from msgspec import structs
@@ -25,7 +25,6 @@ from engine.cuda.fused import is_fusible
 from engine.cuda.load import require_kernels
 from engine.cuda.runner import DeviceRunner
 from engine.cuda.sampling import columns, draw_keys
-from engine.cuda.transformer import Rows
 from engine.cuda.weights import load_device_weights, quantize_finely, quantize_rows
 from engine.load import load_engine
 from engine.pace import WAKING_S
@@ -212,10 +211,10 @@ def test_answers_and_the_prompts_beside_them_read_the_weights_once(folder, monke
     runner, passes = device_engine(folder).runner, []
     assert isinstance(runner, DeviceRunner)
     launcher = runner.launcher
-    compute = launcher.model.__class__.__call__
+    compute = launcher.model.__class__.fill
     monkeypatch.setattr(
         launcher.model.__class__,
-        "__call__",
+        "fill",
         lambda model, rows, *args: (passes.append(rows), compute(model, rows, *args))[1],
     )
     monkeypatch.setattr(launcher.steps, "compute", lambda key: pytest.fail("a step beside the pass"))
@@ -247,13 +246,14 @@ def test_attention_that_takes_queries_in_e4m3_gets_those_of_prompts_so(folder, m
     for name in ("attn_prefill", "attn_decode"):
         monkeypatch.setattr(attention, name, noted(getattr(attention, name)))
     engine = device_engine(folder, "float8")
+    given.clear()  # calibration asks all rows of the last layer too, whose queries are left as decodes want them
     assert 0 < relative_error(logits_of(engine, PROMPTS), expected) < 0.15
     assert [len(tokens) for tokens in answers(engine, PROMPTS, greedy(8))] == [len(tokens) for tokens in told]
     assert given == {("attn_prefill", torch.float8_e4m3fn), ("attn_decode", torch.bfloat16)}
 
 
 def test_few_rows_behind_many_keys_attend_by_what_shares_keys_out(tmp_path, monkeypatch):
-    """So does a prompt's last row in the last layer; the best has its plan of the others."""
+    """The best has its plan of the others."""
     taken = []
 
     def noted(name):
@@ -278,10 +278,10 @@ def test_few_rows_behind_many_keys_attend_by_what_shares_keys_out(tmp_path, monk
     prompt = [token % 50 for token in range(3100)]
     taken.clear()
     answers(engine, [prompt], greedy(1))
-    assert set(taken) == {("best", 3100, "plan"), ("sharing", 1, None)}
+    assert set(taken) == {("best", 3100, "plan")}
     taken.clear()
     answers(engine, [prompt[:3090]], greedy(1))  # 3072 are cached
-    assert set(taken) == {("sharing", 18, None), ("sharing", 1, None)}
+    assert set(taken) == {("sharing", 18, None)}
 
 
 @pytest.mark.parametrize(
@@ -435,20 +435,37 @@ def test_prompts_in_padded_chunks_change_no_token(folder, dtype):
     assert len(launched) == 2 * engine.layout.num_layers  # 173 rows, 100 at a time
 
 
+def staggered(engine):
+    for index in range(3):
+        engine.submit(request(str(index), PROMPTS[index], greedy(12)))
+        engine.step()
+        engine.step()
+    outputs = drain(engine)
+    return [tokens_of(outputs, str(index)) for index in range(3)]
+
+
 @pytest.mark.parametrize("dtype", ["float32", "float8"])
 def test_attention_of_answers_beside_prompts_changes_no_token_where_it_is_held(folder, dtype):
-    def staggered(engine):
-        for index in range(3):
-            engine.submit(request(str(index), PROMPTS[index], greedy(12)))
-            engine.step()
-            engine.step()
-        outputs = drain(engine)
-        return [tokens_of(outputs, str(index)) for index in range(3)]
-
     engine = device_engine(folder, dtype, max_batched_tokens=100)
     launched = noted_launches_of(beside_of(engine))
     assert staggered(engine) == staggered(device_engine(folder, dtype, max_batched_tokens=100))
-    assert launched and len(launched) % engine.layout.num_layers == 0
+    assert launched and len(launched) % (engine.layout.num_layers - 1) == 0
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float8"])
+def test_what_follows_the_last_keys_of_a_pass_changes_no_token_where_it_is_held(folder, dtype):
+    """Of a prompt alone, then of answers beside prompts, of one to three rows."""
+    engine = device_engine(folder, dtype, max_batched_tokens=100)
+    launched = noted_launches_of(endings_of(engine))
+    assert staggered(engine) == staggered(device_engine(folder, dtype, max_batched_tokens=100))
+    assert [launch.args[0] for launch in launched][:1] == [1] and {launch.args[0] for launch in launched} == {1, 2, 4}
+
+
+def test_rows_that_pad_an_ending_are_of_one_token_whoever_was_there_before(folder):
+    engine = device_engine(folder)
+    answers(engine, [*PROMPTS, PROMPTS[0]], greedy(2))
+    answers(engine, PROMPTS, greedy(2))
+    assert endings_of(engine)._lengths[:4].tolist() == [*map(len, PROMPTS), 1]
 
 
 def test_rows_are_padded_further_where_that_is_faster(folder):
@@ -469,8 +486,7 @@ def test_rows_are_padded_further_where_that_is_faster(folder):
     chunks.leave_out_slow(time)
     counts = (1, 64, 65, 129, 193, 257)
     for count in counts:
-        rows = torch.zeros(count, dtype=torch.int32)
-        advance = chunks.advance(Rows(rows, rows, rows.long() - 1, torch.zeros(1, dtype=torch.int32)))
+        advance = chunks.advance(count)
         assert advance is not None
         advance(0)
     assert launched[-len(counts) :] == [64, 64, 192, 192, 256, 300]

@@ -3,7 +3,7 @@
 from typing import Any, NamedTuple
 
 import pytest
-from device_engines import FUSIBLE, beside_of, chunks_of, device_engine, noted_launches_of
+from device_engines import FUSIBLE, beside_of, chunks_of, device_engine, endings_of, noted_launches_of
 from driving import drain, greedy, random_prompts, request, settings, tokens_of
 from hypothesis import Phase, given
 from hypothesis import settings as trying
@@ -55,6 +55,7 @@ def test_answers_and_prompts_that_meet_anyhow_give_what_the_cpu_gives(folder, as
     if is_held:
         noted_launches_of(chunks_of(engine))
         noted_launches_of(beside_of(engine))
+        noted_launches_of(endings_of(engine))
     found = answered(engine, asked, leaves)
     assert found == answered(load_engine(settings(model=str(folder), **limits)), asked, leaves)
     assert engine.stats().free_tokens == engine.capacity_tokens
