@@ -28,7 +28,7 @@ class WarmUp:
 
     def __init__(self, layout: KVLayout, num_blocks: int, max_rows: int, max_num_seqs: int, max_len: int) -> None:
         self._layout = layout
-        self._max_rows, self._max_num_seqs = max_rows, max_num_seqs
+        self._max_rows, self._max_num_seqs = min(max_rows, max_num_seqs * max_len), max_num_seqs
         self._max_len, self._num_blocks = max_len, num_blocks
 
     def run(self, runner: DeviceRunner) -> None:

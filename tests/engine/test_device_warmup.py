@@ -188,6 +188,12 @@ def test_nor_for_few_rows_that_another_attention_leaves_to_ours(tmp_path, monkey
         assert launches.kinds == known
 
 
+def test_a_budget_of_more_rows_than_all_sequences_have_is_warmed_up_for_as_many_as_they_have(tmp_path):
+    save_tiny(tmp_path, "llama")
+    with noted_launches():
+        warm(engine_of(tmp_path, "float8", 16), 16)  # 44 sequences would have the 700 rows; 40 may run
+
+
 def test_without_a_warm_up_kernels_would_be_compiled_while_serving(tmp_path):
     save_tiny(tmp_path, "llama", **FUSIBLE)
     with noted_launches() as launches:
