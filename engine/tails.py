@@ -1,5 +1,6 @@
 """Which rows of a batch go past the last layer's K and V: of each piece the last ones, from the first on whose logits
-are wanted. Nobody reads what that layer's attention and MLP would make of the others.
+are wanted. Nobody reads what that layer's attention and MLP would make of the others. On a GPU these are rows that are
+scored; those that sample go there in engine.cuda.endings.
 
 A piece's rows follow each other in the batch; N pieces, M rows.
 """

@@ -15,6 +15,7 @@ from kernels.specs import AttnSpec
 
 _L2_NBYTES = 8 << 20  # of an H200's 50 MiB, for keys and values
 _MANY_TILES, _ALIKE = 6, 1.5  # for a multiprocessor; how much longer one of two alike is
+_EVEN = 1.04  # times the mean
 _ALIGNMENT = 4  # numbers
 _COLUMNS = ("tile", "q_start", "kv_start", "q_len", "kv_len", "head", "sequence")
 
@@ -64,7 +65,7 @@ def works(spec: AttnSpec, new: Sequence[int], total: Sequence[int], width: int, 
     size = np.log(cost.max() / cost) // np.log(_ALIKE) if is_few else np.zeros(len(cost))
     order = np.lexsort((head, -cost[place], group, size[place]))
     place, head = place[order], head[order]
-    sm = _dealt(cost[place], num_sms, is_smooth=len(new) == 1 and group[-1] == 0)
+    sm = _dealt(cost[place], num_sms)
     by_sm = np.argsort(sm, kind="stable")
     place, head = place[by_sm], head[by_sm]
     owner = sequence[place]
@@ -89,13 +90,14 @@ def _groups(spec: AttnSpec, num_keys: int) -> int:
     return groups
 
 
-def _dealt(cost: np.ndarray, num_sms: int, is_smooth: bool) -> np.ndarray:
-    """Who takes which: each the one with the least so far, 0.15 us each. What falls smoothly is dealt out in rounds,
-    every other one backwards, which is as good there.
+def _dealt(cost: np.ndarray, num_sms: int) -> np.ndarray:
+    """Who takes which: dealt out in rounds, every other one backwards, or, where that leaves somebody much more than
+    the others, each to the one with the least so far, which takes 0.15 us each.
     """
-    if is_smooth:
-        turn, place = np.divmod(np.arange(len(cost)), num_sms)
-        return np.where(turn % 2 == 0, place, num_sms - 1 - place)
+    turn, place = np.divmod(np.arange(len(cost)), num_sms)
+    sm = np.where(turn % 2 == 0, place, num_sms - 1 - place)
+    if len(cost) <= num_sms or np.bincount(sm, cost).max() * num_sms < _EVEN * cost.sum():
+        return sm
     taken = list(range(num_sms))  # cost so far, and whose it is in the last digits: equal ones in order
     sms = []
     for more in (cost * num_sms).tolist():

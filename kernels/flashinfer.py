@@ -6,7 +6,7 @@ Calls were checked against the signatures of 0.6.13 (tests/kernels/test_flashinf
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import flashinfer
@@ -21,7 +21,7 @@ from kernels.specs import AttnSpec, NormSpec, QuantSpec
 from kernels.triton.norm import quant_fp8
 
 CACHE_DTYPE = {"e4m3": torch.float8_e4m3fn, "bf16": torch.bfloat16}
-_MAX_KEPT = 64  # plans of batches that come again, as a long prompt's chunks do: of 2048 rows, 16 KiB each
+_MAX_KEPT = 64  # plans, of 2048 rows of 32 heads 16 KiB each
 
 
 def attn_decode(
@@ -56,7 +56,8 @@ def attn_prefill(
 
 
 class Fa3Plans:
-    """Plans for one spec and one stream, by `kernels.fa3_plan`; those of batches that come again are kept.
+    """Plans for one spec and one stream, by `kernels.fa3_plan`. Those of lone sequences, as a long prompt's chunks are,
+    may come again, and are kept.
 
     Making one builds the kernel where no prebuilt module is found: a minute and a half on 16 cores.
     """
@@ -64,22 +65,28 @@ class Fa3Plans:
     def __init__(self, spec: AttnSpec):
         self.spec = spec
         self.one = torch.ones(1, device="cuda")
-        self._num_sms = torch.cuda.get_device_properties("cuda").multi_processor_count
         cache, out = CACHE_DTYPE[spec.kv], torch.bfloat16
         module = get_batch_prefill_module(
             "fa3", cache, cache, out, torch.int32, spec.head_dim, spec.head_dim, PosEncodingMode.NONE.value,
             spec.window > 0, False, False,
         )  # fmt: skip
-        self._run, self._planned = module.paged_run, lru_cache(_MAX_KEPT)(self._plan)
+        num_sms = torch.cuda.get_device_properties("cuda").multi_processor_count
+        self._run, self._plan = module.paged_run, partial(planned, spec, num_sms)
+        self._kept = lru_cache(_MAX_KEPT)(self._plan)
 
     def __call__(self, block_table: Tensor, new: list[int], total: list[int]) -> "Fa3Plan":
         """new, total: tokens by sequence."""
+        plan = self._kept if len(new) == 1 else self._plan
         width = block_table.shape[1] if len(new) > 1 else 0
-        return Fa3Plan(self._run, *self._planned(tuple(new), tuple(total), width), block_table.view(-1), self)
+        return Fa3Plan(self._run, *plan(tuple(new), tuple(total), width), block_table.view(-1), self)
 
-    def _plan(self, new: tuple[int, ...], total: tuple[int, ...], width: int) -> tuple[Tensor, list[int]]:
-        numbers, begins = works(self.spec, new, total, width, self._num_sms).packed()
-        return torch.from_numpy(numbers).pin_memory().to("cuda", non_blocking=True), begins
+
+def planned(
+    spec: AttnSpec, num_sms: int, new: tuple[int, ...], total: tuple[int, ...], width: int
+) -> tuple[Tensor, list[int]]:
+    """Works.packed of these, on the device."""
+    numbers, begins = works(spec, new, total, width, num_sms).packed()
+    return torch.from_numpy(numbers).pin_memory().to("cuda", non_blocking=True), begins
 
 
 @dataclass(frozen=True)

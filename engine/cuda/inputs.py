@@ -86,7 +86,9 @@ def in_segments(queries: Queries, segment: int, block_size: int) -> Queries:
 
 
 def tails_of(queries: Queries, wanted: np.ndarray) -> tuple[np.ndarray, Queries]:
-    """The rows that go past the last layer's K and V, of which `wanted` are some, in order; their own queries."""
+    """The rows that go past the last layer's K and V for the sake of `wanted`, which are scored, in order; their own
+    queries.
+    """
     counts = queries.counts
     lasts = tails(counts, wanted)
     kept = lasts > 0

@@ -175,7 +175,7 @@ class Launcher:
         left, queries = tails_of(queries, np.concatenate(scored))
         places = (np.searchsorted(left, rows) for rows in scored)
         tails, *places = upload_all((num_decodes + left, *places), self.state.device)
-        x = self.model.finish(tails, self.cache, self._attention.of_prompts(queries))
+        x = self.model.finish(tails, self.cache, self._attention.of_prompts(queries), as_prompts=True)
         yield from (self.model.head(x.index_select(0, index)).float() for index in places)
 
     def _attend(self, key: StepKey | None, count: int, queries: Queries) -> Attend:

@@ -54,7 +54,7 @@ _MIN_BLOCK_SIZE = 64
 # Left free beside the cache: for captured steps and chunks, and for logits that are made whole in float32.
 _SPARE_NBYTES, _LOGIT_NBYTES = 1 << 30, 16
 _MEMORY_PAGE_NBYTES = 2 << 20
-# Layers that differ, by window or experts, mostly take turns; and in the last one only tails attend.
+# Layers that differ, by window or experts, mostly take turns; and the last one attends as decodes do, or scored rows.
 _NUM_KINDS = 3
 
 

@@ -23,6 +23,7 @@ from engine.cuda.products import Products, RowBuffer, Scaled, Unfinished, roundi
 from engine.cuda.team import ALONE, Team
 from engine.cuda.weights import DeviceWeights, LayerWeights, Matrix, MlpWeights, Sight
 from engine.runner import Written, unheard
+from kernels.reference.quant import to_e4m3
 from kernels.registry import Registry
 from kernels.specs import NormSpec, Quant, QuantSpec, RopeSpec, SiluSpec, Spec
 
@@ -112,7 +113,8 @@ class Transformer:
         """All rows after the final norm, for `head`; their K and V are in the cache."""
         self.fill(rows, cache, attend)
         count = len(rows.token_ids)
-        return self._finish(self._residual[:count], self._q[:count], cache, attend)
+        queries = self._q[:count]
+        return self._finish(self._residual[:count], Asked(queries, queries), cache, attend)
 
     @torch.inference_mode()
     def fill(
@@ -141,11 +143,14 @@ class Transformer:
                 written(False)
 
     @torch.inference_mode()
-    def finish(self, rows: Tensor, cache: DeviceCache, attend: Attend) -> Tensor:
+    def finish(self, rows: Tensor, cache: DeviceCache, attend: Attend, as_prompts: bool = False) -> Tensor:
         """What follows the last K and V, of the rows `[W]` among those that `fill` was called for: 3 % of a prompt's
-        work, and of its attention. `attend`: how they alone do. Returns them after the final norm, for `head`.
+        work, and of its attention. `attend`: how they alone do, as decodes or `as_prompts`. Returns them after the
+        final norm, for `head`.
         """
-        return self._finish(self._residual.index_select(0, rows), self._q.index_select(0, rows), cache, attend)
+        queries = self._q.index_select(0, rows)
+        asked = Asked(queries, to_e4m3(queries) if as_prompts and self._rounds_queries else queries)
+        return self._finish(self._residual.index_select(0, rows), asked, cache, attend)
 
     def meet(self) -> None:
         """In place of a `finish`, which a team does not go without."""
@@ -171,9 +176,9 @@ class Transformer:
         """Attention of the first rows in a layer before the last."""
         attend(self._asked(count), cache.layer(index), self._mixed[:count], self._weights.layers[index].sight)
 
-    def _finish(self, residual: Tensor, queries: Tensor, cache: DeviceCache, attend: Attend) -> Tensor:
+    def _finish(self, residual: Tensor, asked: Asked, cache: DeviceCache, attend: Attend) -> Tensor:
         last, mixed, out = self.num_layers - 1, self._mixed[: len(residual)], torch.empty_like(residual)
-        attend(Asked(queries, queries), cache.layer(last), mixed, self._weights.layers[last].sight)
+        attend(asked, cache.layer(last), mixed, self._weights.layers[last].sight)
         into = Scaled(out, self._x.scale)
         self._leave(last, mixed.view(len(residual), -1), residual, self._weights.final_gain, into, "none")
         return out

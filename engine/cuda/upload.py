@@ -34,6 +34,7 @@ def copy_all(arrays: Sequence[np.ndarray], rooms: Sequence[torch.Tensor]) -> Non
     """Each into its room on the device, of its own shape and type."""
     packed, starts = _packed(arrays, rooms[0].device)
     for array, start, room in zip(arrays, starts, rooms, strict=True):
+        assert array.shape == room.shape and _DTYPES[array.dtype] == room.dtype
         if array.size:
             room.copy_(_unpacked(packed, array, start), non_blocking=True)
 

@@ -65,6 +65,20 @@ def test_the_prefill_module_binds_what_we_run_it_with():
     assert set(names[: len(names) - len(run.args.defaults)]) <= set(given)
 
 
+def test_the_prefill_module_is_made_for_what_we_say():
+    """By position, through `*args`."""
+    from flashinfer.jit.attention.modules import gen_batch_prefill_module
+
+    tree = ast.parse(SOURCE.read_text())
+    (call,) = (
+        n for n in ast.walk(tree) if isinstance(n, ast.Call) and getattr(n.func, "id", "") == "get_batch_prefill_module"
+    )
+    assert list(inspect.signature(gen_batch_prefill_module).parameters)[: len(call.args)] == [
+        "backend", "dtype_q", "dtype_kv", "dtype_o", "dtype_idx", "head_dim_qk", "head_dim_vo", "pos_encoding_mode",
+        "use_sliding_window", "use_logits_soft_cap", "use_fp16_qk_reduction",
+    ]  # fmt: skip
+
+
 def test_fa3_reads_what_we_plan():
     """Its plan is where each of its columns begins, whose order and kind are those of the C++ source."""
     source = (Path(flashinfer.__file__).parent / "data/include/flashinfer/attention/scheduler.cuh").read_text()
