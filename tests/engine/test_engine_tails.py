@@ -135,22 +135,25 @@ def test_rows_that_nobody_wants_go_no_further_than_the_last_k_and_v(folder, monk
 
 
 def test_nor_on_a_device(folder, monkeypatch):
+    """There newest tokens attend as decodes do, and rows that are scored by piece."""
     get, noted = Registry.get, []
 
     def get_noted(registry, op, spec):
         run = get(registry, op, spec)
-        return (
-            run
-            if op != "attn_prefill"
-            else lambda q, *args, **options: noted.append(len(q)) or run(q, *args, **options)
-        )
+
+        def noting(q, *args, **options):
+            noted.append((op, len(q)))
+            run(q, *args, **options)
+
+        return noting if op in ("attn_prefill", "attn_decode") else run
 
     monkeypatch.setattr(Registry, "get", get_noted)
     engine = device_engine(folder)
     pieces = computed_before(engine)[3:]  # no decodes, which go by themselves
     noted.clear()
     engine.runner.forward_undrawn(pieces)
-    assert noted == [sum(count for *_, count, _ in SHAPES[3:])] * (engine.layout.num_layers - 1) + [sum(WANTED[3:])]
+    whole = [("attn_prefill", sum(count for *_, count, _ in SHAPES[3:]))] * (engine.layout.num_layers - 1)
+    assert noted == [*whole, ("attn_decode", 4), ("attn_prefill", 90 + 64)]
     noted.clear()
     assert engine.runner.forward_undrawn([pieces[1]]).logits.shape == (0, VOCAB)
-    assert noted == [64] * (engine.layout.num_layers - 1)
+    assert noted == [("attn_prefill", 64)] * (engine.layout.num_layers - 1)
