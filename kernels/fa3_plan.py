@@ -17,7 +17,6 @@ _L2_NBYTES = 8 << 20  # of an H200's 50 MiB, for keys and values
 _MANY_TILES, _ALIKE = 6, 1.5  # for a multiprocessor; how much longer one of two alike is
 _EVEN = 1.04  # times the mean
 _ALIGNMENT = 4  # numbers
-_COLUMNS = ("tile", "q_start", "kv_start", "q_len", "kv_len", "head", "sequence")
 
 
 @dataclass(frozen=True)
@@ -38,7 +37,9 @@ class Works:
 
     def packed(self) -> tuple[np.ndarray, list[int]]:
         """int32 numbers, and what fa3 takes as its plan: where columns begin in them, in bytes; that heads differ."""
-        columns = [*(getattr(self, name) for name in _COLUMNS[:-1]), self.starts, self.sequence]
+        columns = [
+            self.tile, self.q_start, self.kv_start, self.q_len, self.kv_len, self.head, self.starts, self.sequence
+        ]  # fmt: skip
         sizes = [-(-len(column) // _ALIGNMENT) * _ALIGNMENT for column in columns]
         begins = np.cumsum([0, *sizes]).tolist()
         numbers = np.zeros(begins[-1], np.int32)

@@ -4,10 +4,8 @@
 Calls were checked against the signatures of 0.6.13 (tests/kernels/test_flashinfer.py).
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache, partial
-from typing import Any
 
 import flashinfer
 import torch
@@ -71,14 +69,14 @@ class Fa3Plans:
             spec.window > 0, False, False,
         )  # fmt: skip
         num_sms = torch.cuda.get_device_properties("cuda").multi_processor_count
-        self._run, self._plan = module.paged_run, partial(planned, spec, num_sms)
+        self.run, self._plan = module.paged_run, partial(planned, spec, num_sms)
         self._kept = lru_cache(_MAX_KEPT)(self._plan)
 
     def __call__(self, block_table: Tensor, new: list[int], total: list[int]) -> "Fa3Plan":
         """new, total: tokens by sequence."""
         plan = self._kept if len(new) == 1 else self._plan
         width = block_table.shape[1] if len(new) > 1 else 0
-        return Fa3Plan(self._run, *plan(tuple(new), tuple(total), width), block_table.view(-1), self)
+        return Fa3Plan(self, *plan(tuple(new), tuple(total), width), block_table.view(-1))
 
 
 def planned(
@@ -93,17 +91,16 @@ def planned(
 class Fa3Plan:
     """A batch's: `numbers` on the device, in which columns begin at `begins`; `pages` of all sequences."""
 
-    run: Callable[..., Any]
+    plans: Fa3Plans
     numbers: Tensor
     begins: list[int]
     pages: Tensor
-    plans: Fa3Plans
 
     def attend(
         self, q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor, sm_scale: float, k_scale: float, v_scale: float
     ) -> None:
         window, numbers, is_e4m3 = self.plans.spec.window, self.numbers, q.dtype == torch.float8_e4m3fn
-        self.run(
+        self.plans.run(
             float_workspace_buffer=numbers, int_workspace_buffer=numbers, plan_info_vec=self.begins, q=q,
             paged_k_cache=k_cache, paged_v_cache=v_cache, paged_kv_indices=self.pages, o=out, maybe_lse=None,
             # What fa3 has from the plan:
