@@ -60,7 +60,8 @@ def keep(scaled: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
     floor = torch.maximum(by_min, order.gather(1, count[:, None] - 1))
     shares = order.masked_fill(order < floor, float("-inf")).softmax(-1)
     before = shares.cumsum(-1) - shares
-    last = ((before < top_p[:, None]) & (order >= floor)).sum(-1).clamp(min=1)
+    within_p = (before < top_p[:, None]) | (top_p[:, None] >= 1)  # before the least likely the sum may be rounded to 1
+    last = (within_p & (order >= floor)).sum(-1).clamp(min=1)
     return scaled >= torch.maximum(floor, order.gather(1, last[:, None] - 1))
 
 
