@@ -17,10 +17,6 @@ class Allowance:
     def __init__(self, nbytes: int = STAGING_NBYTES) -> None:
         self._left, self._lock = nbytes, threading.Lock()
 
-    @property
-    def left_nbytes(self) -> int:
-        return self._left
-
     def take(self, unit_nbytes: int, most_nbytes: int = SLOT_NBYTES) -> int:
         """The size of each of a new link's slots: whole units, at least one, else at most `most_nbytes`.
 

@@ -6,15 +6,12 @@ import torch
 from msgspec import structs
 
 from bench.engine_gpu_adjusted import PLAIN, cases, word_tokenizer
-from bench.random_model import LLAMA_8B, RandomWeights, random_checkpoint
+from bench.model_folder import TINY
+from bench.random_model import RandomWeights, random_checkpoint
 from engine.cuda.load import load_device_engine
 from engine.messages import EngineSettings
 from tests.engine.driving import answers
 
-TINY = replace(
-    LLAMA_8B, vocab_size=400, hidden_size=64, intermediate_size=96, num_layers=2, num_heads=4, num_kv_heads=2,
-    head_dim=16, max_model_len=256,
-)  # fmt: skip
 NUM_TOKENS = 24
 
 
@@ -27,7 +24,9 @@ def test_the_vocabulary_has_the_size_that_is_asked_for_bytes_first():
 def test_what_is_asked_for_is_done_and_ends_no_answer():
     settings = EngineSettings(dtype="float32", kv_cache_nbytes=8 << 20, max_num_seqs=4, prefix_cache=False)
     device, tokenizer = torch.device("cpu"), word_tokenizer(TINY.vocab_size)
-    checkpoint = replace(random_checkpoint("tiny", TINY), build_tokenizer=lambda: tokenizer, eos_token_ids=(399,))
+    checkpoint = replace(
+        random_checkpoint("tiny", TINY), build_tokenizer=lambda: tokenizer, eos_token_ids=(TINY.vocab_size - 1,)
+    )
     engine = load_device_engine(settings, checkpoint, lambda *_: None, RandomWeights(TINY, device), device)
     found = {
         case.name: answers(engine, [range(1, 40)], structs.replace(case.adjusted, max_tokens=NUM_TOKENS))[0]

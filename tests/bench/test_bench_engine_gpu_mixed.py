@@ -1,18 +1,12 @@
 """What bench.engine_gpu_mixed measures, where there is no GPU."""
 
-from dataclasses import replace
-
 import torch
 
 from bench import engine_gpu_mixed
-from bench.random_model import LLAMA_8B, RandomWeights, random_checkpoint
+from bench.model_folder import TINY
+from bench.random_model import RandomWeights, random_checkpoint
 from engine.cuda.load import load_device_engine
 from engine.messages import EngineSettings
-
-TINY = replace(
-    LLAMA_8B, vocab_size=400, hidden_size=64, intermediate_size=96, num_layers=2, num_heads=4, num_kv_heads=2,
-    head_dim=16, max_model_len=1024,
-)  # fmt: skip
 
 
 def test_a_prompt_is_computed_beside_answers_so_much_a_step(monkeypatch):

@@ -1,19 +1,13 @@
 """What bench.engine_gpu_turns measures, where there is no GPU."""
 
-from dataclasses import replace
-
 import torch
 
 from bench.engine_gpu import random_requests
 from bench.engine_gpu_turns import NUM_TURNS, first_token_ms, measure
-from bench.random_model import LLAMA_8B, RandomWeights, random_checkpoint
+from bench.model_folder import TINY
+from bench.random_model import RandomWeights, random_checkpoint
 from engine.cuda.load import load_device_engine
 from engine.messages import EngineSettings
-
-TINY = replace(
-    LLAMA_8B, vocab_size=400, hidden_size=64, intermediate_size=96, num_layers=2, num_heads=4, num_kv_heads=2,
-    head_dim=16, max_model_len=1024,
-)  # fmt: skip
 
 
 def test_of_each_turn_only_what_is_new_is_computed():
