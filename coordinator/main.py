@@ -1,20 +1,15 @@
 """The coordinator's entry: Redis, HTTP, in that order; and the way back."""
 
 import asyncio
-import logging
-import os
-import socket
 
 from contracts.collector import settle
-from contracts.process import http_url, listen, write_ready_file
+from contracts.process import listen
 from coordinator.connect import connect
 from coordinator.metrics import RedisTimes
 from coordinator.service import make_app
 from coordinator.settings import CoordinatorSettings
 from service.run import run_service
-from service.server import serving
-
-log = logging.getLogger(__name__)
+from service.server import announce, serving
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -31,7 +26,7 @@ async def _run(settings: CoordinatorSettings) -> int:
         await store.ping()
         async with serving(make_app(store, settings.secret.get_secret_value(), times), listener) as task:
             settle()
-            _announce(settings, listener)
+            announce(settings.host, listener, settings.ready_file)
             await asyncio.wait({task})  # not `await task`: a signal must not cancel it before it has closed
         return 0
     finally:
@@ -39,9 +34,3 @@ async def _run(settings: CoordinatorSettings) -> int:
             settings.ready_file.unlink(missing_ok=True)
         listener.close()
         await store.close()
-
-
-def _announce(settings: CoordinatorSettings, listener: socket.socket) -> None:
-    url = http_url(settings.host, listener.getsockname()[1])
-    log.info("serving at %s", url)
-    write_ready_file(settings.ready_file, {"pid": os.getpid(), "url": url})

@@ -1,6 +1,7 @@
 """A Redis server of our own: found, started without persistence, ended with us."""
 
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -18,6 +19,12 @@ START_TIMEOUT_S = 10.0
 STOP_TIMEOUT_S = 5.0
 PING_TIMEOUT_S = 1.0
 POLL_S = 0.02
+
+
+def hide_password(url: str) -> str:
+    """For errors and logs: without what stands before the host, and without `password` among the parameters."""
+    scheme, _, rest = url.partition("://")
+    return re.sub(r"([?&]password=)[^&]*", r"\1...", f"{scheme}://{rest.rpartition('@')[2]}")
 
 
 def find_server() -> Path:

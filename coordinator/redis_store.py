@@ -19,6 +19,7 @@ from contracts.ids import Epoch, GatewayId, Incarnation, RequestId, WorkerId
 from contracts.node import Node, NodeInfo, NodeLoad
 from contracts.request import Route
 from coordinator import placement
+from coordinator.redis_server import hide_password
 from coordinator.scripts import load_scripts
 from coordinator.states import State, require_end
 from coordinator.store import (
@@ -210,11 +211,6 @@ def _cancellable() -> Iterator[None]:
     finally:
         if task.cancelling() > num_cancels:
             raise asyncio.CancelledError
-
-
-def hide_password(url: str) -> str:
-    scheme, _, rest = url.partition("://")
-    return f"{scheme}://{rest.rpartition('@')[2]}"
 
 
 def _client(url: str) -> Redis:

@@ -1,7 +1,6 @@
 """The gateway's entry: settings, model, registry, HTTP, in that order; and the way back."""
 
 import asyncio
-import logging
 import os
 import secrets
 import socket
@@ -10,7 +9,7 @@ import time
 from checkpoint import open_checkpoint
 from contracts.collector import settle
 from contracts.ids import GatewayId
-from contracts.process import http_url, listen, write_ready_file
+from contracts.process import listen
 from coordinator.connect import connect
 from coordinator.store import Store
 from gateway.app import Front, make_app
@@ -24,9 +23,7 @@ from gateway.settings import GatewaySettings
 from gateway.tracing import open_tracing
 from service.release import release
 from service.run import run_service
-from service.server import Server
-
-log = logging.getLogger(__name__)
+from service.server import Server, announce
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -62,7 +59,7 @@ async def _serve(front: Front, store: Store, listener: socket.socket) -> int:
         await front.dispatch.start()
         serving = asyncio.create_task(server.serve(sockets=[listener]))
         settle()
-        _announce(front.settings, listener)
+        announce(front.settings.host, listener, front.settings.ready_file)
         await asyncio.wait({serving})  # not `await serving`: a signal must not cancel it before it has closed
         return 0
     finally:
@@ -74,9 +71,3 @@ async def _serve(front: Front, store: Store, listener: socket.socket) -> int:
             await asyncio.to_thread(front.tracing.close)
         if front.settings.ready_file is not None:
             front.settings.ready_file.unlink(missing_ok=True)
-
-
-def _announce(settings: GatewaySettings, listener: socket.socket) -> None:
-    url = http_url(settings.host, listener.getsockname()[1])
-    log.info("serving at %s", url)
-    write_ready_file(settings.ready_file, {"pid": os.getpid(), "url": url})

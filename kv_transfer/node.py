@@ -77,18 +77,18 @@ class TransferNode:
         self._closing, self._launched_s = False, -math.inf
         identity = Identity(me, incarnation, settings.secret)
         self._parts = LinkParts(
-            settings,
-            identity,
-            layout,
-            self._pool,
-            memory,
-            plane_scales,
-            self._transports,
-            self._emit,
-            self._note,
-            wake,
-            self._is_busy,
-            self._on_lost,
+            settings=settings,
+            identity=identity,
+            layout=layout,
+            pool=self._pool,
+            memory=memory,
+            plane_scales=plane_scales,
+            transports=self._transports,
+            emit=self._emit,
+            note=self._note,
+            wake=wake,
+            is_busy=self._is_busy,
+            on_lost=self._on_lost,
         )
         self._listener = Listener(settings, identity, self._on_peer)
 

@@ -11,10 +11,10 @@ TRANSPORTS = ("auto", "nvlink", "ucx", "shm", "tcp", "loopback")
 class TransferSettings:
     """`host`, `port`: where to listen (0: any free port); `advertise_host`: what peers are told, `host` if empty.
 
-    `transport`: "auto" takes the fastest that both ends have; a name takes that one or fails. `checksum`: over
-    "nvlink" the sender's word counts. Staging of one link is `num_slots * slot_nbytes`; a page must fit in a slot. A
-    peer that is silent for `heartbeat_s * heartbeat_misses` is lost; `stall_timeout_s` is how long a chunk waits for
-    the peer to take bytes. Raises ConfigError on a value that can't work.
+    `transport`: "auto" takes the fastest that both ends have; a name takes that one or fails. `checksum`: between GPUs
+    the sender's word counts. Staging of one link is `num_slots * slot_nbytes`; a page must fit in a slot. A peer that
+    is silent for `heartbeat_s * heartbeat_misses` is lost; `stall_timeout_s` is how long a chunk waits for the peer to
+    take bytes. Raises ConfigError on a value that can't work.
     """
 
     secret: bytes

@@ -1,12 +1,19 @@
 """uvicorn inside a process that has more to put away than its HTTP server."""
 
 import asyncio
+import logging
+import os
 import socket
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
 
 import uvicorn
 from fastapi import FastAPI
+
+from contracts.process import http_url, write_ready_file
+
+log = logging.getLogger(__name__)
 
 CLOSE_TIMEOUT_S = 5.0
 KEEP_ALIVE_S = 60
@@ -36,3 +43,10 @@ async def serving(app: FastAPI, listener: socket.socket) -> AsyncIterator[asynci
     finally:
         server.should_exit = True
         await asyncio.wait({task}, timeout=CLOSE_TIMEOUT_S)
+
+
+def announce(host: str, listener: socket.socket, ready_file: Path | None) -> None:
+    """To the log, and to whoever waits for `ready_file`: from now on requests are answered."""
+    url = http_url(host, listener.getsockname()[1])
+    log.info("serving at %s", url)
+    write_ready_file(ready_file, {"pid": os.getpid(), "url": url})

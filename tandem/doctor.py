@@ -21,9 +21,9 @@ from checkpoint.gguf_file import GgufFile
 from checkpoint.safetensors_index import tensor_files
 from contracts.errors import ConfigError, TandemError
 from contracts.memory import available_nbytes, limit_nbytes
-from coordinator.redis_server import RedisServer, find_server
+from coordinator.redis_server import RedisServer, find_server, hide_password
 from service.release import release
-from tandem.system import hide_password, pings
+from tandem.system import pings
 
 if TYPE_CHECKING:
     from kernels.caps import Caps

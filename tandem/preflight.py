@@ -7,12 +7,12 @@ from urllib.parse import urlsplit
 
 from checkpoint import open_checkpoint
 from contracts.errors import ConfigError
+from coordinator.redis_server import hide_password
 from coordinator.settings import SCHEMES, CoordinatorSettings
 from gateway.settings import GatewaySettings
 from service.settings import flag_and_variable, read_settings, variable
 from tandem.gpus import fit_devices
 from tandem.settings import UpSettings
-from tandem.system import hide_password
 from worker.settings import WorkerSettings
 
 SERVICES = (CoordinatorSettings, WorkerSettings, GatewaySettings)

@@ -8,7 +8,7 @@ from urllib.parse import quote
 
 from contracts.errors import ConfigError
 from contracts.node import Role
-from coordinator.redis_server import answers
+from coordinator.redis_server import answers, hide_password
 from tandem.child import ProcessSpec, ready_file
 from tandem.gpus import worker_devices
 from tandem.run_dir import RunDir
@@ -134,8 +134,3 @@ def pings(url: str) -> bool:
         return False
     except ValueError as error:
         raise ConfigError(f"redis_url {hide_password(url)!r} can't be read: {error}") from error
-
-
-def hide_password(url: str) -> str:
-    scheme, _, rest = url.partition("://")
-    return f"{scheme}://{rest.rpartition('@')[2]}"

@@ -16,7 +16,7 @@ from rich.console import Console
 from contracts.errors import ConfigError
 from contracts.local_http import open_local
 from contracts.process import http_url
-from coordinator.redis_server import find_server
+from coordinator.redis_server import find_server, hide_password
 from tandem.child import Child
 from tandem.console import plain
 from tandem.ports import claim_port
@@ -26,7 +26,7 @@ from tandem.run_dir import RunDir, state_home
 from tandem.settings import UpSettings
 from tandem.signals import SignalInbox
 from tandem.supervisor import StopRequested, Supervisor, VitalDeath
-from tandem.system import hide_password, pings, plan_system
+from tandem.system import pings, plan_system
 from tandem.target import key_headers
 
 ROOT = Path(__file__).resolve().parent.parent

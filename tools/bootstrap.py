@@ -1,6 +1,6 @@
 """Make `.venv` and install the locked dependencies into it. Needs a bare Python 3.11 or newer and nothing else.
 
-usage: python3 tools/bootstrap.py [dev] [gpu]
+usage: python3 tools/bootstrap.py [dev] [gpu] [otel]
 
 A stamp says what was installed: with nothing changed this returns at once. An installation that was interrupted is
 done anew. Environment: TORCH_INDEX_URL takes torch from that index (PyTorch's CPU index leaves the CUDA libraries

@@ -10,7 +10,7 @@ from contracts.events import Event, EventFrame
 from contracts.ids import GatewayId, Incarnation, WorkerId
 
 HEARTBEAT_S = 1.0
-MAX_BACKLOG_NBYTES = 64 << 20  # a gateway that reads nothing for so long is as good as gone
+MAX_BACKLOG_NBYTES = 64 << 20  # a gateway that reads nothing of so much is as good as gone
 
 
 @dataclass

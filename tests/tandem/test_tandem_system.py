@@ -8,10 +8,11 @@ import pytest
 import redis
 
 from contracts.errors import ConfigError
+from coordinator.redis_server import hide_password
 from tandem.child import ProcessSpec
 from tandem.run_dir import RunDir
 from tandem.settings import UpSettings
-from tandem.system import GATEWAY, REDIS, SERVICES, hide_password, pings, plan_system
+from tandem.system import GATEWAY, REDIS, SERVICES, pings, plan_system
 
 ENVIRON = {"HOME": "/home/ann", "TANDEM_PORT": "9000", "TANDEM_SECRET": "theirs", "TANDEM_KV_CACHE_MIB": "64"}
 
@@ -126,7 +127,12 @@ def _answer(server: socket.socket, answer: bytes) -> None:
 
 @pytest.mark.parametrize(
     ("url", "shown"),
-    [("redis://:secret@host:1/0", "redis://host:1/0"), ("redis://host:1/0", "redis://host:1/0")],
+    [
+        ("redis://:secret@host:1/0", "redis://host:1/0"),
+        ("redis://host:1/0", "redis://host:1/0"),
+        ("redis://host:1/0?password=secret&ssl_ca_certs=a", "redis://host:1/0?password=...&ssl_ca_certs=a"),
+        ("unix:///run/redis.sock?db=1&password=secret", "unix:///run/redis.sock?db=1&password=..."),
+    ],
 )
 def test_a_password_is_not_shown(url: str, shown: str) -> None:
     assert hide_password(url) == shown
