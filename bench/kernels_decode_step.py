@@ -12,7 +12,7 @@ from kernels.reference.quant import to_e4m3, token_scale
 from kernels.registry import Registry
 from kernels.specs import AttnSpec, FusedAttnSpec, GateUpSpec, GemmSpec, NormSpec, Quant, QuantSpec, RopeSpec, SiluSpec
 from kernels.timing import capture, replay_ms
-from kernels.triton.attn_decode import workspace_nbytes
+from kernels.workspace import decode_workspace_nbytes
 
 E4M3, BF16 = torch.float8_e4m3fn, torch.bfloat16
 HIDDEN, INTER, Q_HEADS, KV_HEADS, DIM, VOCAB, PAGE = 4096, 14336, 32, 8, 128, 128256, 64
@@ -195,7 +195,9 @@ class Step:
         self.o8, self.mid8 = empty(batch, Q_HEADS * DIM, dtype=E4M3), empty(batch, INTER, dtype=E4M3)
         self.gate_up_out, self.logits = empty(batch, 2 * INTER, dtype=BF16), empty(batch, VOCAB, dtype=BF16)
         self.token = torch.zeros(batch, dtype=torch.int64, device=DEVICE)
-        self.workspace = torch.zeros(workspace_nbytes(batch, KV_HEADS, 16, DIM), dtype=torch.uint8, device=DEVICE)
+        self.workspace = torch.zeros(
+            decode_workspace_nbytes(batch, KV_HEADS, 16, DIM), dtype=torch.uint8, device=DEVICE
+        )
         self.scratch = torch.empty(1 << 20, dtype=torch.uint8, device=DEVICE)
         self.partial = {}
         for name in ("qkv", "o", "down"):

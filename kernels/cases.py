@@ -13,7 +13,6 @@ from torch import Tensor
 
 from kernels.layouts import tile_int4, tile_mxfp4
 from kernels.peers import Peers
-from kernels.reference.moe import moe_workspace_nbytes
 from kernels.reference.move import checksums
 from kernels.reference.quant import quantize_mxfp4, quantize_nvfp4, to_e4m3, token_scale
 from kernels.specs import (
@@ -36,6 +35,7 @@ from kernels.specs import (
     W4Spec,
     W8Spec,
 )
+from kernels.workspace import moe_workspace_nbytes
 
 BF16, E4M3, FP32, I32 = torch.bfloat16, torch.float8_e4m3fn, torch.float32, torch.int32
 CACHE_DTYPE = {"e4m3": E4M3, "bf16": BF16, "fp32": FP32}

@@ -3,6 +3,8 @@
 from kernels.specs import MoESpec, W4Spec, W8Spec
 
 COUNTERS_NBYTES = 32 << 10
+MAX_STATES = 2560
+"""What decode attention publishes before it is merged: a state for each (sequence, head, slice or group of slices)."""
 WIDEN_INT4_TOKENS, WIDEN_TOKENS = 512, 256
 """From so many tokens on weights of fewer bits than the activations, INT4 ones and others, are widened for cuBLAS.
 28672 x 4096 in INT4 takes 137 us for 256 tokens, widened 175; two such are 274 for 512, widened 244 (H200)."""
@@ -10,6 +12,30 @@ MX_PARTS, MX_SPLIT_SHARE = 2, 8
 """Parts along k of an expert's second product with MXFP4 weights, up to so many rows an expert."""
 FULL_TILE = 128
 """Rows of the largest tile of an expert's product."""
+
+
+def decode_workspace_nbytes(max_batch: int, kv_heads: int, rows: int, head_dim: int) -> int:
+    """Bytes that serve `attn_decode` and `attn_decode_fused` up to `max_batch`, for so many `rows` of queries to a KV
+    head. They must be zeroed once after allocation.
+    """
+    return COUNTERS_NBYTES + max(MAX_STATES, 4 * max_batch * kv_heads) * rows * (head_dim + 2) * 4
+
+
+def group_width(spec: MoESpec) -> int:
+    """Columns of an expert's middle that share a scale: what divides both widths."""
+    return 128 if spec.inter % 128 == 0 and spec.hidden % 128 == 0 else 64
+
+
+def moe_workspace_nbytes(spec: MoESpec, max_tokens: int) -> int:
+    """Bytes for any number of tokens up to `max_tokens`."""
+    total = max_tokens * spec.top_k
+    pads = pads_rows(spec, total)
+    rows = total + (FULL_TILE * spec.experts if pads else 0)
+    middle = rows * (spec.inter * (1 if spec.weights == "e4m3" else 2) + 4 * (spec.inter // group_width(spec)))
+    split = min(total, MX_SPLIT_SHARE * spec.experts) * 4 * MX_PARTS * spec.hidden if spec.weights == "mxfp4" else 0
+    order = 4 * total + 4 * spec.experts * (2 * FULL_TILE + 2 + 2 * -(-total // sort_chunk(spec.experts)))
+    copies = rows * (spec.hidden + 4) if pads else 0
+    return middle + copies + total * (2 * spec.hidden + 8) + split + order + 8192
 
 
 def pads_rows(spec: MoESpec, total: int) -> bool:

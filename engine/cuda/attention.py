@@ -16,12 +16,12 @@ from engine.cuda.upload import upload_all
 from engine.cuda.weights import Sight
 from kernels.registry import Registry
 from kernels.specs import AttnSpec, KVDtype
+from kernels.workspace import decode_workspace_nbytes
 
 # Room for two float16 copies of the keys and values of a batch of prompts: with it prefill attention is a quarter
 # faster (docs/kernels.md).
 _MAX_WORKSPACE_NBYTES = 512 << 20
-# Published states of decode attention, see kernels.triton.attn_decode.workspace_nbytes.
-_STATES, _COUNTERS_NBYTES, _ROWS = 2560, 32 << 10, 16
+_DECODE_ROWS = 16  # of queries to a KV head
 
 MAX_FEW, MANY_KEYS = 256, 16384
 """More rows of a sequence are never few to `are_few`; behind so many keys as many are few as ever."""
@@ -40,8 +40,7 @@ class _Prefill:
 
 def decode_workspace(config: ModelConfig, max_num_seqs: int, device: torch.device) -> Tensor:
     """Zeros, as both decode operations want it. For up to 16 query heads to a KV head."""
-    states = max(_STATES, 4 * max_num_seqs * config.num_kv_heads)
-    nbytes = _COUNTERS_NBYTES + states * _ROWS * (config.head_dim + 2) * 4
+    nbytes = decode_workspace_nbytes(max_num_seqs, config.num_kv_heads, _DECODE_ROWS, config.head_dim)
     return torch.zeros(nbytes, dtype=torch.uint8, device=device)
 
 

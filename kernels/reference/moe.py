@@ -9,7 +9,7 @@ from torch import Tensor
 from kernels.layouts import unpair_gate_up, untile_mxfp4
 from kernels.reference.quant import dequantize_rows, mxfp4_values, to_e4m3, token_scale
 from kernels.specs import MoESpec
-from kernels.workspace import FULL_TILE, MX_PARTS, MX_SPLIT_SHARE, pads_rows, sort_chunk
+from kernels.workspace import group_width
 
 
 def moe_route(spec: MoESpec, logits: Tensor, weights: Tensor, ids: Tensor, *, bias: Tensor | None = None) -> None:
@@ -71,23 +71,6 @@ def activate(spec: MoESpec, gate: Tensor, up: Tensor) -> Tensor:
         return F.silu(gate) * up
     gate, up = gate.clamp(max=7.0), up.clamp(-7.0, 7.0)
     return (up + 1) * gate * torch.sigmoid(1.702 * gate)
-
-
-def group_width(spec: MoESpec) -> int:
-    """Columns of the middle that share a scale: what divides both widths."""
-    return 128 if spec.inter % 128 == 0 and spec.hidden % 128 == 0 else 64
-
-
-def moe_workspace_nbytes(spec: MoESpec, max_tokens: int) -> int:
-    """Bytes for any number of tokens up to `max_tokens`."""
-    total = max_tokens * spec.top_k
-    pads = pads_rows(spec, total)
-    rows = total + (FULL_TILE * spec.experts if pads else 0)
-    middle = rows * (spec.inter * (1 if spec.weights == "e4m3" else 2) + 4 * (spec.inter // group_width(spec)))
-    split = min(total, MX_SPLIT_SHARE * spec.experts) * 4 * MX_PARTS * spec.hidden if spec.weights == "mxfp4" else 0
-    order = 4 * total + 4 * spec.experts * (2 * FULL_TILE + 2 + 2 * -(-total // sort_chunk(spec.experts)))
-    copies = rows * (spec.hidden + 4) if pads else 0
-    return middle + copies + total * (2 * spec.hidden + 8) + split + order + 8192
 
 
 def round_groups(y: Tensor, group: int) -> Tensor:

@@ -21,6 +21,7 @@ from kernels.specs import AttnSpec, FusedAttnSpec
 from kernels.triton.attn_state import fresh, merge_states, publish, share, split_pairs, store_rows
 from kernels.triton.attn_stream import stream, stream_plan, streams
 from kernels.triton.common import LOG2E, PDL, pdl_launch, pdl_start, pdl_wait, to_e4m3, token_scale
+from kernels.workspace import COUNTERS_NBYTES
 
 
 @triton.jit
@@ -543,15 +544,6 @@ def merge_plan(slices: int, live: int, head_dim: int, warps: int) -> dict[str, i
     pad = triton.next_power_of_2(live)
     group = max(2, triton.next_power_of_2(slices)) if slices <= 16 else 8 if slices <= 64 else 16
     return dict(GROUP=group, PAD=pad, CHUNK=max(1, min(group, 4096 * warps // (pad * head_dim))))
-
-
-COUNTERS_NBYTES = 32 << 10
-MAX_STATES = 2560  # published states: (sequence, head, slice or group of slices)
-
-
-def workspace_nbytes(max_batch: int, kv_heads: int, rows: int, head_dim: int) -> int:
-    """Bytes of a workspace that serves both entry points up to `max_batch`. It must be zeroed once after allocation."""
-    return COUNTERS_NBYTES + max(MAX_STATES, 4 * max_batch * kv_heads) * rows * (head_dim + 2) * 4
 
 
 def split_workspace(

@@ -9,14 +9,13 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.plans import EMPTY, Plan, PlanTable
-from kernels.reference.moe import group_width
 from kernels.specs import MoESpec
 from kernels.triton import moe_hopper
 from kernels.triton.common import PDL, pdl_launch, pdl_start, pdl_wait, to_e4m3, token_scale
 from kernels.triton.moe_mx import mx_plan, mx_products
 from kernels.triton.moe_shared import Weights, activate, load_bias
 from kernels.triton.moe_sort import sort_by_expert
-from kernels.workspace import FULL_TILE, pads_rows, sort_chunk
+from kernels.workspace import FULL_TILE, group_width, pads_rows, sort_chunk
 
 SORTED_ROWS: Plan = dict(bx=FULL_TILE, stages=4, warps=8, sorts_rows=True)
 """kernels.triton.moe_hopper's."""

@@ -11,11 +11,17 @@ from kernels import tune
 from kernels.caps import Caps
 from kernels.decode_plan import int4_parts
 from kernels.plans import cache_path, defaults, source_hash
-from kernels.reference.moe import moe_workspace_nbytes
 from kernels.registry import Impl, Registry
 from kernels.specs import AttnSpec, FusedAttnSpec, GateUpSpec, GemmSpec, MoESpec, W4Spec, W8Spec
 from kernels.triton import attn_decode, attn_prefill, attn_stream, gemm_hopper, gemm_w4, gemm_w8, moe
-from kernels.workspace import COUNTERS_NBYTES, WIDEN_INT4_TOKENS, widening_workspace_nbytes
+from kernels.workspace import (
+    COUNTERS_NBYTES,
+    MAX_STATES,
+    WIDEN_INT4_TOKENS,
+    decode_workspace_nbytes,
+    moe_workspace_nbytes,
+    widening_workspace_nbytes,
+)
 
 H200 = Caps("cuda", 90, "NVIDIA H200", 132, (2, 11, 0), (3, 6, 0), (0, 6, 13))
 LLAMA, OSS = AttnSpec(32, 8, 128), AttnSpec(64, 8, 64, sinks=True)
@@ -78,8 +84,8 @@ def test_slices_cover_long_contexts_and_fit_the_workspace(pairs, max_len, spec):
     groups = -(-plan["slices"] // merge["GROUP"])
     assert groups <= merge["GROUP"], "two levels are enough"
     if plan["slices"] > 1:
-        assert pairs * (groups + 1) * 4 <= attn_decode.COUNTERS_NBYTES
-        assert pairs * (plan["slices"] + groups) <= attn_decode.MAX_STATES
+        assert pairs * (groups + 1) * 4 <= COUNTERS_NBYTES
+        assert pairs * (plan["slices"] + groups) <= MAX_STATES
 
 
 @pytest.mark.parametrize(
@@ -126,12 +132,12 @@ def test_a_merge_reads_whole_lines_of_l2_that_no_other_reads(slices, dim):
 def test_a_workspace_of_the_stated_size_holds_every_plan(batch):
     import torch
 
-    nbytes = attn_decode.workspace_nbytes(batch, 8, 16, 128)
+    nbytes = decode_workspace_nbytes(batch, 8, 16, 128)
     workspace = torch.empty(nbytes, dtype=torch.uint8)
     for context in (64, 1088, 8192, 131072):
         plan = attn_decode.slice_plan(batch * 8, context, LLAMA)
         mid, ml, counter = attn_decode.split_workspace(workspace, batch * 8, plan["slices"], 16, 128)
-        assert mid.numel() == ml.numel() * 64 and counter.numel() == attn_decode.COUNTERS_NBYTES // 4
+        assert mid.numel() == ml.numel() * 64 and counter.numel() == COUNTERS_NBYTES // 4
     with pytest.raises(AssertionError, match="workspace too small"):
         attn_decode.split_workspace(workspace[: 64 << 10], 512, 2, 16, 128)
 
