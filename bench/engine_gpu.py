@@ -3,8 +3,9 @@
 
 Every figure goes through Engine.submit and Engine.step: scheduler, block pool, input preparation, sampling (greedy),
 tokens on the host. A decode step's limit is the time to read weights, head and KV once at the rate that an H200 reads;
-a prefill's is its products and attention at the rate of FP8 products that an H200 reaches; of several GPUs each has its
-part to read and to multiply. Peers were measured on the same kind of card, in another run, Llama-8B's shape on one.
+a prefill's is its products and attention at the rate that an H200 reaches with FP8 rows of one scale each, half of it
+in bf16 (bench.limits); of several GPUs each has its part to read and to multiply. The peer was measured on the same
+kind of card, in another run, Llama-8B's shape on one (bench.quoted).
 """
 
 import argparse
@@ -22,6 +23,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from bench.limits import FP8_ROW_RATE, READ_RATE
 from bench.random_model import SHAPES, STORED, open_random
 from bench.result import Row, share_of_limit, write_result
 from checkpoint.config import ModelConfig
@@ -35,7 +37,6 @@ from kernels import caps, catalog
 from kernels.specs import AttnSpec
 from kernels.timing import eager_us
 
-READ_RATE, FP8_RATE = 4.45e12, 1.39e15
 WEIGHT_NBYTES = {"gptq": (64 + 4) / 128, "awq": (64 + 4) / 128}  # codes of 128 columns, and a word for scale and zero
 BATCHES = (1, 8, 32, 64, 128, 256)
 PROMPT, NUM_WARM, NUM_STEPS = 992, 8, 48  # contexts around 1024
@@ -223,7 +224,7 @@ def prefill_rate(engine: Engine, num: int, length: int, num_runs: int) -> float:
 
 def prefill_row(engine: Engine, dtype: str, num_gpus: int, num: int, length: int) -> Row:
     rate = prefill_rate(engine, num, length, 6)
-    rate_of_products = FP8_RATE if is_fp8(dtype) else FP8_RATE / 2
+    rate_of_products = FP8_ROW_RATE if is_fp8(dtype) else FP8_ROW_RATE / 2
     limit = num_gpus * rate_of_products / flops_per_token(engine.checkpoint.config, length)
     params = {"dtype": dtype, "prompts": num, "length": length}
     return _beside(engine, "engine_prefill", rate, "tokens/s", params, limit, VLLM_PREFILL[num, length])

@@ -17,7 +17,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from bench.engine_gpu import FP8_RATE, READ_RATE, prefill_rate, settled, shown, submit
+from bench.engine_gpu import prefill_rate, settled, shown, submit
+from bench.limits import FP8_ROW_RATE, READ_RATE
 from bench.random_model import GPT_OSS_20B, LLAMA4_MAVERICK, QWEN3_30B_A3B, RandomWeights, random_checkpoint
 from bench.result import Row, write_result
 from checkpoint.config import Experts, ModelConfig
@@ -175,7 +176,7 @@ def decode_row(engine: Engine, about: dict[str, str], batch: int) -> Row:
 def prefill_row(engine: Engine, about: dict[str, str]) -> Row:
     num, length = PREFILL
     rate = prefill_rate(engine, num, length, 4)
-    limit = FP8_RATE / (1 if about["dtype"] == "float8" else 2) / flops_per_token(engine.checkpoint.config, length)
+    limit = FP8_ROW_RATE / (1 if about["dtype"] == "float8" else 2) / flops_per_token(engine.checkpoint.config, length)
     params = {**about, "prompts": num, "length": length}
     return Row("experts_prefill", rate, "tokens/s", params, limit)
 

@@ -21,7 +21,6 @@ import torch
 from msgspec import structs
 
 from bench.engine_gpu import (
-    FP8_RATE,
     PROMPT,
     answering,
     flops_per_token,
@@ -32,6 +31,7 @@ from bench.engine_gpu import (
     shown,
     silent,
 )
+from bench.limits import FP8_ROW_RATE
 from bench.random_model import SHAPES, open_random
 from bench.result import Row, write_result
 from engine.backend import Backend
@@ -137,7 +137,7 @@ def step_limit_ms(engine: Engine, chunk: int, num_answers: int) -> float:
     config = engine.checkpoint.config
     read = limit_ms(config, num_answers, PROMPT, "float8")
     flops = (chunk - num_answers) * flops_per_token(config, LENGTH) + num_answers * flops_per_token(config, PROMPT)
-    return max(read, flops / FP8_RATE * 1e3)
+    return max(read, flops / FP8_ROW_RATE * 1e3)
 
 
 if __name__ == "__main__":

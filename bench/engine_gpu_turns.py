@@ -16,7 +16,8 @@ from pathlib import Path
 
 import numpy as np
 
-from bench.engine_gpu import FP8_RATE, flops_per_token, limit_ms, load, random_requests, settled, shown
+from bench.engine_gpu import flops_per_token, limit_ms, load, random_requests, settled, shown
+from bench.limits import FP8_ROW_RATE
 from bench.result import Row, write_result
 from engine.engine import Engine
 from engine.messages import EngineRequest
@@ -55,7 +56,7 @@ def measure(engine: Engine, earlier: EngineRequest, new: int) -> Row:
         said = rng.integers(0, config.vocab_size, new).tolist()
         turn = replace(earlier, request_id=f"{cached}-{new}-{number}", token_ids=[*earlier.token_ids, *said])
         times.append(first_token_ms(engine, turn))
-    multiplied = new * flops_per_token(config, 2 * cached + new) / FP8_RATE * 1e3  # each sees all that is cached
+    multiplied = new * flops_per_token(config, 2 * cached + new) / FP8_ROW_RATE * 1e3  # each sees all that is cached
     limit = max(limit_ms(config, 1, cached + new, "float8"), multiplied)
     return Row("engine_turn", statistics.median(times), "ms", {"cached": cached, "new": new}, limit)
 

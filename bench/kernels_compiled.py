@@ -13,8 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from bench.kernels_ops import FP8_FLOPS, READ_RATE, floor_us, fresh_calls
+from bench.kernels_ops import floor_us, fresh_calls
 from bench.kernels_rows import Row, show
+from bench.limits import FP8_TENSOR_RATE, READ_RATE
 from kernels.cases import (
     Call,
     Case,
@@ -148,7 +149,7 @@ def mlp(registry: Registry, tokens: int, mode: str) -> Row:
     works[0].run()
     error = relative_error(works[0].out.view(-1, tokens, HIDDEN).float().sum(0), truth)
     us, other = call_us([work.run for work in works]), call_us([partial(run, *work.arguments) for work in works])
-    floor = max(3 * INTER * HIDDEN / READ_RATE, 6 * tokens * INTER * HIDDEN / FP8_FLOPS) * 1e6
+    floor = max(3 * INTER * HIDDEN / READ_RATE, 6 * tokens * INTER * HIDDEN / FP8_TENSOR_RATE) * 1e6
     return shown("MLP" if mode == "default" else "MLP, autotuned", tokens, us, floor, other, error=error)
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bench.limits import READ_RATE
 from kernels.decode_plan import DecodePlan, decode_plan
 from kernels.reference.quant import to_e4m3, token_scale
 from kernels.registry import Registry
@@ -20,7 +21,6 @@ QKV = (Q_HEADS + 2 * KV_HEADS) * DIM
 SHAPES = {"qkv": (QKV, HIDDEN), "o": (HIDDEN, Q_HEADS * DIM), "gate_up": (2 * INTER, HIDDEN), "down": (HIDDEN, INTER)}
 EPS = 1e-5
 DEVICE = "cuda"
-READ_RATE = 4.45e12  # bytes a second an H200 reads, measured
 
 
 @dataclass

@@ -8,6 +8,7 @@ import torch
 
 from bench import kernels_peers as peers
 from bench.kernels_rows import Row, show
+from bench.limits import BF16_RATE, FP8_TENSOR_RATE, READ_RATE
 from kernels.cases import (
     Call,
     Case,
@@ -28,12 +29,11 @@ from kernels.selfcheck import bind, reference
 from kernels.specs import AttnSpec, GateUpSpec, GemmSpec, MLASpec, MoESpec, NormSpec, SampleSpec, SiluSpec, W4Spec
 from kernels.timing import call_us
 
-READ_RATE, FP8_FLOPS, BF16_FLOPS = 4.45e12, 1.48e15, 0.835e15  # measured on H200: read, FP8 and BF16 matmul
 L2_NBYTES = 200 << 20
 
 
-def floor_us(case: Case, flops: float = FP8_FLOPS) -> float:
-    return max(case.nbytes / READ_RATE, case.flops / flops) * 1e6
+def floor_us(case: Case, rate: float = FP8_TENSOR_RATE) -> float:
+    return max(case.nbytes / READ_RATE, case.flops / rate) * 1e6
 
 
 def fresh_calls(case: Case, most: int = 12) -> list[Call]:
@@ -111,7 +111,7 @@ def prefill_row(registry: Registry, case: Case, params: dict[str, Any]) -> Row:
     extra |= others | dict(error=prefill_error(registry, case))
     known = {name: value for name, value in others.items() if name.endswith("_us")}
     best = min(known, key=lambda name: known[name]) if known else None
-    peak = FP8_FLOPS if case.spec.kv == "e4m3" else BF16_FLOPS  # type: ignore[attr-defined]
+    peak = FP8_TENSOR_RATE if case.spec.kv == "e4m3" else BF16_RATE  # type: ignore[attr-defined]
     limit = None if getattr(case.spec, "window", 0) else floor_us(case, peak) / us
     return show(Row("attn_prefill", params, us, "us", limit, best, known.get(best or ""), extra))
 
@@ -230,7 +230,7 @@ def four_bit(registry: Registry) -> list[Row]:
             us = measure(registry, case, fresh_calls(case, 8), "triton")
             params = dict(n=n, k=k, parts=parts, tokens=tokens)
             other = peers.bf16_mm(case, tokens)
-            rows.append(show(Row("gemm_w4", params, us, "us", floor_us(case, BF16_FLOPS) / us, "bf16 matmul", other)))
+            rows.append(show(Row("gemm_w4", params, us, "us", floor_us(case, BF16_RATE) / us, "bf16 matmul", other)))
             torch.cuda.empty_cache()
     return rows
 
@@ -252,7 +252,7 @@ def experts(registry: Registry) -> list[Row]:
             us = measure(registry, case, [call, *(rerouted(spec, call) for _ in range(5))], "triton")
             touched = call.args[3].unique().numel()
             nbytes = 3 * touched * spec.inter * spec.hidden * (1 if spec.weights == "e4m3" else 17 / 32)
-            peak = FP8_FLOPS if spec.weights == "e4m3" else BF16_FLOPS
+            peak = FP8_TENSOR_RATE if spec.weights == "e4m3" else BF16_RATE
             floor = max(nbytes / READ_RATE, case.flops / peak) * 1e6
             naive = peers.naive_moe(case, call) if spec.weights == "e4m3" else None
             rows.append(

@@ -21,7 +21,8 @@ from kernels.registry import Impl, Registry
 from kernels.standard import cases
 from kernels.timing import capture
 
-# Bytes and FP8 operations a second, measured (H200) or from the data sheet; other cards show no fraction.
+# Bytes read and operations of FP8 products with one scale a tensor, a second: of an H200 measured (bench/limits.py), of
+# the others from data sheets. Cards that are not here show no fraction.
 LIMITS = {"NVIDIA H200": (4.45e12, 1.48e15), "NVIDIA H100": (3.0e12, 1.48e15), "NVIDIA B200": (7.7e12, 4.5e15)}
 
 
