@@ -24,6 +24,7 @@ import numpy as np
 import torch
 
 from bench.limits import FP8_ROW_RATE, READ_RATE
+from bench.quoted import VLLM_ENGINE, VLLM_PREFILL_RATES, VLLM_STEP_MS
 from bench.random_model import SHAPES, STORED, open_random
 from bench.result import Row, share_of_limit, write_result
 from checkpoint.config import ModelConfig
@@ -38,11 +39,7 @@ from kernels.specs import AttnSpec
 from kernels.timing import eager_us
 
 WEIGHT_NBYTES = {"gptq": (64 + 4) / 128, "awq": (64 + 4) / 128}  # codes of 128 columns, and a word for scale and zero
-BATCHES = (1, 8, 32, 64, 128, 256)
 PROMPT, NUM_WARM, NUM_STEPS = 992, 8, 48  # contexts around 1024
-VLLM_MS = {1: 3.53, 8: 3.75, 32: 5.15, 64: 5.84, 128: 8.47, 256: 14.35}
-VLLM_PREFILL = {(1, 8192): 57277, (32, 1024): 68433}
-PEER = "vLLM 0.25.1, same kind of card, other run"
 _names = count()
 _log = logging.getLogger(__name__)
 
@@ -52,7 +49,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=None)
     parser.add_argument("--dtypes", nargs="+", default=["float8", "float8-head"])
-    parser.add_argument("--batches", nargs="+", type=int, default=list(BATCHES))
+    parser.add_argument("--batches", nargs="+", type=int, default=list(VLLM_STEP_MS))
     parser.add_argument("--model", choices=SHAPES, default="llama-8b")
     parser.add_argument("--stored", nargs="+", choices=STORED, help="instead of dtypes: as these checkpoints are kept")
     parser.add_argument("--tensor-parallel", type=int, default=1)
@@ -91,7 +88,7 @@ def measure(model: str, dtype: str, num_gpus: int, batches: Sequence[int], prefi
         for batch in batches:
             rows += [shown(row) for row in decode_rows(engine, dtype, num_gpus, batch)]
         if prefills:
-            rows += [shown(prefill_row(engine, dtype, num_gpus, num, length)) for num, length in VLLM_PREFILL]
+            rows += [shown(prefill_row(engine, dtype, num_gpus, num, length)) for num, length in VLLM_PREFILL_RATES]
     return rows
 
 
@@ -132,7 +129,7 @@ def decode_rows(engine: Engine, dtype: str, num_gpus: int, batch: int) -> list[R
     context = PROMPT + num_sampled // batch + NUM_WARM + NUM_STEPS // 2
     params = {"dtype": dtype, "batch": batch, "context": context}
     limit = limit_ms(engine.checkpoint.config, batch, context, dtype) / num_gpus
-    rows = [_beside(engine, "engine_decode_step", step_ms, "ms", params, limit, VLLM_MS.get(batch))]
+    rows = [_beside(engine, "engine_decode_step", step_ms, "ms", params, limit, VLLM_STEP_MS.get(batch))]
     slowest = max(late - early for early, late in pairwise(stamps)) * 1e3
     rows.append(Row("engine_decode_step_slowest", slowest, "ms", params))
     rows.append(Row("engine_collector", collecting * 1e3, "ms", params))
@@ -227,7 +224,7 @@ def prefill_row(engine: Engine, dtype: str, num_gpus: int, num: int, length: int
     rate_of_products = FP8_ROW_RATE if is_fp8(dtype) else FP8_ROW_RATE / 2
     limit = num_gpus * rate_of_products / flops_per_token(engine.checkpoint.config, length)
     params = {"dtype": dtype, "prompts": num, "length": length}
-    return _beside(engine, "engine_prefill", rate, "tokens/s", params, limit, VLLM_PREFILL[num, length])
+    return _beside(engine, "engine_prefill", rate, "tokens/s", params, limit, VLLM_PREFILL_RATES[num, length])
 
 
 def _beside(
@@ -235,7 +232,7 @@ def _beside(
 ) -> Row:
     """The peer's figure where it is of the same shape."""
     has_peer = engine.checkpoint.name == "llama-8b" and peer is not None
-    return Row(name, value, unit, params, limit, PEER if has_peer else None, peer if has_peer else None)
+    return Row(name, value, unit, params, limit, VLLM_ENGINE if has_peer else None, peer if has_peer else None)
 
 
 def submit(engine: Engine, lengths: Sequence[int], max_tokens: int) -> list[RequestId]:

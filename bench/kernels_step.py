@@ -4,16 +4,14 @@ import torch
 
 from bench.kernels_decode_step import Model, Step, check_replay, floor_ms, measure, variants
 from bench.kernels_rows import Row, show
+from bench.quoted import VLLM, VLLM_STEP_MS
 from kernels.registry import Registry
-
-BATCHES = (1, 8, 32, 64, 128, 256)
-VLLM_MS = {1: 3.53, 8: 3.75, 32: 5.15, 64: 5.84, 128: 8.47, 256: 14.35}  # 0.25.1, its whole step, BF16 head, same card
 
 
 def rows(registry: Registry) -> list[Row]:
     model = Model()
     result: list[Row] = []
-    for batch in BATCHES:
+    for batch in VLLM_STEP_MS:
         result += [show(row) for row in batch_rows(model, registry, batch)]
         torch.cuda.empty_cache()
     return result
@@ -23,7 +21,7 @@ def batch_rows(model: Model, registry: Registry, batch: int) -> list[Row]:
     step = Step(model, registry, batch)
     base = measure(step)
     limit = floor_ms(batch)
-    rows = [Row("decode_step", dict(batch=batch, head="fp8"), base, "ms", limit / base, "vLLM 0.25.1", VLLM_MS[batch])]
+    rows = [Row("decode_step", dict(batch=batch, head="fp8"), base, "ms", limit / base, VLLM, VLLM_STEP_MS[batch])]
     rows.append(Row("decode_step_replay_equal", dict(batch=batch), check_replay(step), "bool"))
     for name, other in variants(step, registry).items():
         value = measure(other)
@@ -35,8 +33,8 @@ def batch_rows(model: Model, registry: Registry, batch: int) -> list[Row]:
                     value,
                     "ms",
                     limit / value,
-                    "vLLM 0.25.1",
-                    VLLM_MS[batch],
+                    VLLM,
+                    VLLM_STEP_MS[batch],
                 )
             )
         else:

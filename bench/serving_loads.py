@@ -6,19 +6,11 @@ from itertools import chain
 
 from bench.client import Answer
 from bench.load import PERCENTILES, Lengths, Measured, Point, percentile, rows_of
+from bench.quoted import COLOCATED, PAIR, SERVED, Quoted, Served
 from bench.result import Row
 
-COLOCATED, PAIR = "vLLM 0.25.1, two replicas (quoted)", "vLLM 0.25.1, pair by NIXL (quoted)"
 NUM_GPUS = 2
 GAP_S = 0.010
-
-
-@dataclass(frozen=True)
-class Quoted:
-    """Percentiles 50, 90 and 99 in ms, of another run on the same kind of host."""
-
-    ttft: tuple[float, float, float]
-    itl: tuple[float, float, float]
 
 
 @dataclass(frozen=True)
@@ -28,8 +20,7 @@ class Load:
     name: str
     point: Point
     ttft_s: float
-    colocated: Quoted
-    pair: Quoted
+    quoted: Served
 
     def shrunk(self, by: int) -> "Load":
         """Of a `by`th of the tokens and requests: to try a command out."""
@@ -38,32 +29,25 @@ class Load:
         return replace(self, point=replace(self.point, lengths=lengths, num_requests=num_requests))
 
 
-def _load(name: str, point: Point, ttft_s: float, *quoted: tuple[float, float, float]) -> Load:
-    return Load(name, point, ttft_s, Quoted(*quoted[:2]), Quoted(*quoted[2:]))
-
-
 SHORT, LONG = Lengths(1024, 256), Lengths(8192, 128)
-LOADS = (
-    _load("idle-1k", Point(Lengths(1024, 32), 1, None, 24), 0.2,
-          (28.7, 39.6, 41.0), (3.47, 3.80, 4.11), (56.6, 64.4, 73.6), (3.41, 3.76, 4.22)),
-    _load("idle-8k", Point(Lengths(8192, 32), 1, None, 16), 0.5,
-          (147.0, 151.0, 151.0), (3.65, 4.05, 4.64), (303.0, 310.0, 592.0), (3.54, 3.87, 4.21)),
-    _load("8k-4", Point(LONG, None, 4.0, 64), 0.5,
-          (155.0, 172.0, 244.0), (3.83, 4.44, 27.6), (397.0, 582.0, 923.0), (4.37, 6.62, 115.0)),
-    _load("8k-8", Point(LONG, None, 8.0, 128), 0.5,
-          (173.0, 309.0, 459.0), (4.92, 9.83, 116.0), (1567.0, 2707.0, 3177.0), (11.9, 114.0, 123.0)),
-    _load("1k-20", Point(SHORT, None, 20.0, 240), 0.2,
-          (39.5, 64.6, 92.8), (4.16, 5.53, 38.3), (141.0, 185.0, 223.0), (5.04, 7.28, 34.7)),
-    _load("1k-40", Point(SHORT, None, 40.0, 480), 0.2,
-          (69.2, 104.0, 126.0), (5.31, 30.5, 41.5), (288.0, 477.0, 782.0), (11.5, 22.0, 87.7)),
-)  # fmt: skip
+LOADS = tuple(
+    Load(name, point, ttft_s, SERVED[name])
+    for name, point, ttft_s in (
+        ("idle-1k", Point(Lengths(1024, 32), 1, None, 24), 0.2),
+        ("idle-8k", Point(Lengths(8192, 32), 1, None, 16), 0.5),
+        ("8k-4", Point(LONG, None, 4.0, 64), 0.5),
+        ("8k-8", Point(LONG, None, 8.0, 128), 0.5),
+        ("1k-20", Point(SHORT, None, 20.0, 240), 0.2),
+        ("1k-40", Point(SHORT, None, 40.0, 480), 0.2),
+    )
+)
 
 
 def load_rows(system: str, load: Load, measured: Measured) -> list[Row]:
     """Beside what vLLM's two replicas reached, which is the better of its two."""
     own = {"system": system, "load": load.name}
-    peers = {f"TTFT p{share}": value for share, value in zip(PERCENTILES, load.colocated.ttft, strict=True)}
-    peers |= {f"ITL p{share}": value for share, value in zip(PERCENTILES, load.colocated.itl, strict=True)}
+    peers = {f"TTFT p{share}": value for share, value in zip(PERCENTILES, load.quoted.colocated.ttft, strict=True)}
+    peers |= {f"ITL p{share}": value for share, value in zip(PERCENTILES, load.quoted.colocated.itl, strict=True)}
     rows = [
         replace(row, params=own | dict(row.params), peer=COLOCATED, peer_value=peers[row.name])
         if row.name in peers
@@ -96,7 +80,10 @@ def quoted_rows(loads: Sequence[Load]) -> list[Row]:
     return list(chain.from_iterable(_quoted(load, name, of(load)) for load in loads for name, of in _QUOTED.items()))
 
 
-_QUOTED: dict[str, Callable[[Load], Quoted]] = {COLOCATED: lambda load: load.colocated, PAIR: lambda load: load.pair}
+_QUOTED: dict[str, Callable[[Load], Quoted]] = {
+    COLOCATED: lambda load: load.quoted.colocated,
+    PAIR: lambda load: load.quoted.pair,
+}
 
 
 def _quoted(load: Load, system: str, quoted: Quoted) -> list[Row]:

@@ -8,7 +8,8 @@ from matplotlib.figure import Figure
 
 from bench.client import Answer
 from bench.load import PERCENTILES
-from bench.serving_loads import COLOCATED, PAIR, Load
+from bench.quoted import COLOCATED, PAIR
+from bench.serving_loads import Load
 
 Drawn = dict[str, dict[str, list[Answer]]]
 """Answers by load and system."""
@@ -42,7 +43,7 @@ def tails(kind: str, label: str, loads: Sequence[Load], drawn: Drawn, values_of:
         axes.set_title(f"{load.point}", fontsize=10)
         for system, answers in drawn.get(load.name, {}).items():
             _draw(axes, system, values_of(answers))
-        for name, quoted, mark in ((COLOCATED, load.colocated, "x"), (PAIR, load.pair, "+")):
+        for name, quoted, mark in ((COLOCATED, load.quoted.colocated, "x"), (PAIR, load.quoted.pair, "+")):
             axes.plot(getattr(quoted, kind), [100 - share for share in PERCENTILES], mark, color="gray", label=name)
         _label(axes, label)
     return figure

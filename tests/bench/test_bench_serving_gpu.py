@@ -12,7 +12,8 @@ from bench.accounts import mean_rows, pids, samples_of, stages_of, work_rows
 from bench.client import Answer
 from bench.load import Measured
 from bench.model_folder import TINY, write_folder
-from bench.serving_loads import COLOCATED, LOADS, PAIR, is_good, load_rows, quoted_rows
+from bench.quoted import COLOCATED, PAIR
+from bench.serving_loads import LOADS, is_good, load_rows, quoted_rows
 from bench.serving_plots import plot_serving, tail
 
 LOAD = next(load for load in LOADS if load.name == "8k-8")
