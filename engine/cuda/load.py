@@ -28,9 +28,9 @@ from engine.cuda.followers import Followers
 from engine.cuda.formats import DEVICE_FORMATS, DeviceFormat, resolve_device_dtype, smooths_keys
 from engine.cuda.fused import FusedDecode, is_fusible
 from engine.cuda.launcher import Launcher
-from engine.cuda.memory import MAX_PITCH_NBYTES
 from engine.cuda.rows import PassRows
 from engine.cuda.runner import DeviceRunner
+from engine.cuda.runtime import MAX_PITCH_NBYTES
 from engine.cuda.state import DecodeState
 from engine.cuda.steps import DecodeSteps, MakeStep
 from engine.cuda.team import ALONE, Team

@@ -10,23 +10,29 @@ import struct
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
-from functools import cache
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from contracts.errors import ConfigError, TransferError
+from engine.cuda.runtime import (
+    ANY_DIRECTION,
+    AT_LEAST,
+    HANDLE_NBYTES,
+    LAZY_PEER_ACCESS,
+    OUT_OF_MEMORY,
+    PORTABLE_AND_MAPPED,
+    THREAD_LOCAL,
+    IpcHandle,
+    check,
+    driver,
+    locked_runtime,
+    runtime,
+    words_of,
+)
 
-MAX_PITCH_NBYTES = (1 << 31) - 1
-"""cudaMemcpy2DAsync takes no larger distance between rows (cudaDeviceProp.memPitch)."""
-_HANDLE_NBYTES = 64  # cudaIpcMemHandle_t
-_LAZY_PEER_ACCESS, _OUT_OF_MEMORY = 1, 2
-_ANY_DIRECTION = 4  # cudaMemcpyDefault
-_PORTABLE_AND_MAPPED = 3  # cudaHostRegisterPortable | cudaHostRegisterMapped
-_THREAD_LOCAL = 1  # cudaStreamCaptureModeThreadLocal: what other threads do meanwhile is theirs
-_AT_LEAST = 0  # CU_STREAM_WAIT_VALUE_GEQ
 _MARKS_NBYTES = 1 << 16
 _MARK = struct.Struct("<III")  # process, descriptor, index
 _MEMFD = "tandem-pages"
@@ -102,22 +108,21 @@ class CudaMemory:
         pointer = ctypes.c_void_p()
         with torch.cuda.device(device):
             torch.cuda.current_stream()  # the context exists
-            status = _runtime().cudaMalloc(ctypes.byref(pointer), nbytes)
-        if status == _OUT_OF_MEMORY:
-            _runtime().cudaGetLastError()
+            status = runtime().cudaMalloc(ctypes.byref(pointer), nbytes)
+        if status == OUT_OF_MEMORY:
+            runtime().cudaGetLastError()
             free, _ = torch.cuda.mem_get_info(device)
             wanted = f"the KV cache takes {nbytes / 2**30:.1f} GiB"
             raise ConfigError(f"{wanted}; the GPU has {free / 2**30:.1f} free: lower kv_cache_mib, or free the GPU")
         if status:
-            raise ConfigError(f"the GPU gives no memory: {_words(status)}")
+            raise ConfigError(f"the GPU gives no memory: {words_of(status)}")
         self.tensor = torch.as_tensor(_Allocation(pointer, nbytes), device=device)
         self.tensor.zero_()
 
     def share(self) -> bytes:
-        handle = ctypes.create_string_buffer(_HANDLE_NBYTES)
-        status = _runtime().cudaIpcGetMemHandle(handle, ctypes.c_void_p(self.tensor.data_ptr()))
-        if status:
-            raise TransferError(f"the GPU's memory can't be exported: {_words(status)}")
+        handle = ctypes.create_string_buffer(HANDLE_NBYTES)
+        status = runtime().cudaIpcGetMemHandle(handle, ctypes.c_void_p(self.tensor.data_ptr()))
+        check(status, "the GPU's memory can't be exported")
         return handle.raw
 
 
@@ -134,23 +139,23 @@ class _Allocation:
         }
 
     def __del__(self) -> None:
-        _runtime().cudaFree(self._pointer)
+        runtime().cudaFree(self._pointer)
 
 
 class CudaMapping:
     """Opened on the device that will copy, with access to the peer's GPU where they are two."""
 
     def __init__(self, shared: bytes, device: torch.device) -> None:
-        if len(shared) != _HANDLE_NBYTES:
-            raise TransferError(f"a CUDA IPC handle has {_HANDLE_NBYTES} bytes; the peer sent {len(shared)}")
+        if len(shared) != HANDLE_NBYTES:
+            raise TransferError(f"a CUDA IPC handle has {HANDLE_NBYTES} bytes; the peer sent {len(shared)}")
         self._pointer: ctypes.c_void_p | None = ctypes.c_void_p()
-        handle = _Handle.from_buffer_copy(shared)
+        handle = IpcHandle.from_buffer_copy(shared)
         self._device = device
         with torch.cuda.device(device):
-            status = _runtime().cudaIpcOpenMemHandle(ctypes.byref(self._pointer), handle, _LAZY_PEER_ACCESS)
+            status = runtime().cudaIpcOpenMemHandle(ctypes.byref(self._pointer), handle, LAZY_PEER_ACCESS)
         if status:
-            _runtime().cudaGetLastError()
-            raise TransferError(f"the peer's GPU memory can't be opened: {_words(status)}")
+            runtime().cudaGetLastError()
+            raise TransferError(f"the peer's GPU memory can't be opened: {words_of(status)}")
 
     def tensor(self, nbytes: int) -> Tensor:
         """Named after the device that mapped it, wherever it lies: torch would launch on the other one, in a context of
@@ -172,7 +177,7 @@ class CudaMapping:
         """One copy for neighbours of all these planes, by the copy engine: no multiprocessor takes part."""
         assert self._pointer is not None and self._pointer.value is not None
         # The interpreter's lock is kept: giving it up and getting it back for each copy took longer than the launches.
-        copy, height = _locked_runtime().cudaMemcpy2DAsync, len(planes)
+        copy, height = locked_runtime().cudaMemcpy2DAsync, len(planes)
         source = self._pointer.value + grid.first(0, planes.start)
         destination = target.data_ptr() + target_grid.first(0, planes.start)
         step, target_step = grid.page_nbytes, target_grid.page_nbytes
@@ -180,13 +185,13 @@ class CudaMapping:
         longest = len(pages) if grid.width == step and target_grid.width == target_step else 1
         for page, target_page, count in runs(pages, target_pages, longest):
             to, of, width = destination + target_page * target_step, source + page * step, count * grid.width
-            status = copy(to, target_grid.pitch, of, grid.pitch, width, height, _ANY_DIRECTION, stream)
+            status = copy(to, target_grid.pitch, of, grid.pitch, width, height, ANY_DIRECTION, stream)
             if status:
-                raise TransferError(f"a page can't be copied: {_words(status)}")
+                raise TransferError(f"a page can't be copied: {words_of(status)}")
 
     def close(self) -> None:
         if self._pointer is not None:
-            _runtime().cudaIpcCloseMemHandle(self._pointer)
+            runtime().cudaIpcCloseMemHandle(self._pointer)
             self._pointer = None
 
 
@@ -214,9 +219,8 @@ class _MappedWords:
     def __init__(self, count: int, device: torch.device) -> None:
         self._pointer = ctypes.c_void_p()
         with torch.cuda.device(device):
-            status = _runtime().cudaHostAlloc(ctypes.byref(self._pointer), 4 * count, _PORTABLE_AND_MAPPED)
-        if status:
-            raise TransferError(f"the host gives no page-locked memory: {_words(status)}")
+            status = runtime().cudaHostAlloc(ctypes.byref(self._pointer), 4 * count, PORTABLE_AND_MAPPED)
+        check(status, "the host gives no page-locked memory")
         self.array = np.ctypeslib.as_array((ctypes.c_int32 * count).from_address(self._pointer.value or 0))
         self.__cuda_array_interface__ = {
             "shape": (count,),
@@ -226,21 +230,19 @@ class _MappedWords:
         }
 
     def __del__(self) -> None:
-        _runtime().cudaFreeHost(self._pointer)
+        runtime().cudaFreeHost(self._pointer)
 
 
 def copy_async(target: Tensor, source: Tensor, nbytes: int, stream: int) -> None:
     """The first bytes of one to the other; the host's of the two is page-locked. As few instructions as will do."""
-    status = _locked_runtime().cudaMemcpyAsync(target.data_ptr(), source.data_ptr(), nbytes, _ANY_DIRECTION, stream)
+    status = locked_runtime().cudaMemcpyAsync(target.data_ptr(), source.data_ptr(), nbytes, ANY_DIRECTION, stream)
     if status:
-        raise TransferError(f"checksums can't be copied: {_words(status)}")
+        raise TransferError(f"checksums can't be copied: {words_of(status)}")
 
 
 def synchronize(stream: int) -> None:
     """Wait, without the interpreter's lock, for all that the stream holds. Raises TransferError if something failed."""
-    status = _runtime().cudaStreamSynchronize(stream)
-    if status:
-        raise TransferError(f"the GPU failed: {_words(status)}")
+    check(runtime().cudaStreamSynchronize(stream), "the GPU failed")
 
 
 class Recording:
@@ -250,28 +252,23 @@ class Recording:
 
     def __init__(self, launch: Callable[[], None], stream: int) -> None:
         """`launch` has run before, and allocates nothing. Raises TransferError."""
-        runtime, graph, self._exec = _locked_runtime(), ctypes.c_void_p(), ctypes.c_void_p()
-        _check(runtime.cudaStreamBeginCapture(stream, _THREAD_LOCAL), "launches can't be recorded")
+        library, graph, self._exec = locked_runtime(), ctypes.c_void_p(), ctypes.c_void_p()
+        check(library.cudaStreamBeginCapture(stream, THREAD_LOCAL), "launches can't be recorded")
         try:
             launch()
         finally:
-            status = runtime.cudaStreamEndCapture(stream, ctypes.byref(graph))
-        _check(status, "launches can't be recorded")
-        status = runtime.cudaGraphInstantiate(ctypes.byref(self._exec), graph, 0)
-        runtime.cudaGraphDestroy(graph)
-        _check(status, "launches can't be recorded")
+            status = library.cudaStreamEndCapture(stream, ctypes.byref(graph))
+        check(status, "launches can't be recorded")
+        status = library.cudaGraphInstantiate(ctypes.byref(self._exec), graph, 0)
+        library.cudaGraphDestroy(graph)
+        check(status, "launches can't be recorded")
 
     def launch(self, stream: int) -> None:
-        _check(_locked_runtime().cudaGraphLaunch(self._exec, stream), "what was recorded can't be launched")
+        check(locked_runtime().cudaGraphLaunch(self._exec, stream), "what was recorded can't be launched")
 
     def __del__(self) -> None:
         if self._exec:
-            _runtime().cudaGraphExecDestroy(self._exec)
-
-
-def _check(status: int, what: str) -> None:
-    if status:
-        raise TransferError(f"{what}: {_words(status)}")
+            runtime().cudaGraphExecDestroy(self._exec)
 
 
 class Marks:
@@ -310,7 +307,7 @@ class Mark:
             self._word[0] = value
             return
         stream = torch.cuda.current_stream().cuda_stream
-        if status := _driver().cuStreamWriteValue32_v2(stream, self._word.ctypes.data, value, 0):
+        if status := driver().cuStreamWriteValue32_v2(stream, self._word.ctypes.data, value, 0):
             raise TransferError(f"a mark can't be set: error {status} of the driver")
 
 
@@ -340,7 +337,7 @@ class RemoteMark:
     def wait(self, value: int) -> None:
         """Of the device: what is launched on the current stream from now on waits until the mark has come so far."""
         stream = torch.cuda.current_stream().cuda_stream
-        if status := _driver().cuStreamWaitValue32_v2(stream, self._word.ctypes.data, value, _AT_LEAST):
+        if status := driver().cuStreamWaitValue32_v2(stream, self._word.ctypes.data, value, AT_LEAST):
             raise TransferError(f"a mark can't be waited for: error {status} of the driver")
 
     def raise_to(self, value: int) -> None:
@@ -351,7 +348,7 @@ class RemoteMark:
     def close(self) -> None:
         """Nothing may wait for it. Idempotent."""
         if self._is_cuda:
-            _runtime().cudaHostUnregister(ctypes.c_void_p(self._words.ctypes.data))
+            runtime().cudaHostUnregister(ctypes.c_void_p(self._words.ctypes.data))
             self._is_cuda = False
 
 
@@ -359,10 +356,10 @@ def _register(address: int, device: torch.device) -> None:
     """Let the device read and write this memory of the host's. Raises TransferError."""
     with torch.cuda.device(device):
         torch.cuda.current_stream()
-        status = _runtime().cudaHostRegister(ctypes.c_void_p(address), _MARKS_NBYTES, _PORTABLE_AND_MAPPED)
+        status = runtime().cudaHostRegister(ctypes.c_void_p(address), _MARKS_NBYTES, PORTABLE_AND_MAPPED)
     if status:
-        _runtime().cudaGetLastError()
-        raise TransferError(f"the GPU can't reach the host's memory: {_words(status)}")
+        runtime().cudaGetLastError()
+        raise TransferError(f"the GPU can't reach the host's memory: {words_of(status)}")
 
 
 class HostMemory:
@@ -423,57 +420,3 @@ class HostMapping:
 
 def _by_plane(memory: np.ndarray, grid: Grid) -> np.ndarray:
     return memory[: grid.height * grid.pitch].reshape(grid.height, grid.pitch)
-
-
-class _Handle(ctypes.Structure):
-    _fields_ = (("reserved", ctypes.c_char * _HANDLE_NBYTES),)
-
-
-@cache
-def _runtime() -> Any:
-    return _typed(ctypes.CDLL(_library()))
-
-
-@cache
-def _locked_runtime() -> Any:
-    return _typed(ctypes.PyDLL(_library()))
-
-
-@cache
-def _driver() -> Any:
-    """It has what the runtime has not: a stream that writes a word, or waits for one."""
-    library, pointer = ctypes.PyDLL("libcuda.so.1"), ctypes.c_void_p
-    for name in ("cuStreamWriteValue32_v2", "cuStreamWaitValue32_v2"):
-        getattr(library, name).argtypes = (pointer, pointer, ctypes.c_uint32, ctypes.c_uint)
-    return library
-
-
-def _library() -> str:
-    """The one that torch has loaded."""
-    return f"libcudart.so.{(torch.version.cuda or '').partition('.')[0]}"
-
-
-def _typed(library: Any) -> Any:
-    pointer, size = ctypes.c_void_p, ctypes.c_size_t
-    library.cudaMalloc.argtypes = (ctypes.POINTER(pointer), size)
-    library.cudaFree.argtypes = library.cudaIpcCloseMemHandle.argtypes = (pointer,)
-    library.cudaIpcGetMemHandle.argtypes = (pointer, pointer)
-    library.cudaIpcOpenMemHandle.argtypes = (ctypes.POINTER(pointer), _Handle, ctypes.c_uint)
-    library.cudaMemcpy2DAsync.argtypes = (pointer, size, pointer, size, size, size, ctypes.c_int, pointer)
-    library.cudaMemcpyAsync.argtypes = (pointer, pointer, size, ctypes.c_int, pointer)
-    library.cudaHostAlloc.argtypes = (ctypes.POINTER(pointer), size, ctypes.c_uint)
-    library.cudaFreeHost.argtypes = (pointer,)
-    library.cudaHostRegister.argtypes = (pointer, size, ctypes.c_uint)
-    library.cudaHostUnregister.argtypes = (pointer,)
-    library.cudaStreamSynchronize.argtypes = (pointer,)
-    library.cudaStreamBeginCapture.argtypes = (pointer, ctypes.c_int)
-    library.cudaStreamEndCapture.argtypes = (pointer, ctypes.POINTER(pointer))
-    library.cudaGraphInstantiate.argtypes = (ctypes.POINTER(pointer), pointer, ctypes.c_ulonglong)
-    library.cudaGraphLaunch.argtypes = (pointer, pointer)
-    library.cudaGraphDestroy.argtypes = library.cudaGraphExecDestroy.argtypes = (pointer,)
-    library.cudaGetErrorString.restype = ctypes.c_char_p
-    return library
-
-
-def _words(status: int) -> str:
-    return _runtime().cudaGetErrorString(status).decode()
