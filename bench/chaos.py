@@ -18,7 +18,6 @@ import signal
 import sys
 import tempfile
 import time
-import urllib.error
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
@@ -29,7 +28,7 @@ import aiohttp
 from bench.client import Answer, ask, random_prompt, session
 from bench.result import Row, write_result
 from bench.services import Services
-from bench.system import get_json
+from bench.system import get_json, is_ready, model_of
 from coordinator.redis_store import RedisStore
 
 ROLES = {"p0": "prefill", "p1": "prefill", "d0": "decode", "d1": "decode"}
@@ -145,9 +144,9 @@ async def run(services: Services, args: argparse.Namespace) -> Toll:
 async def calm(http: aiohttp.ClientSession, services: Services, rng: random.Random) -> list[Question]:
     """Questions and their answers, each asked twice: the second finds its prefix cached."""
     async with asyncio.timeout(REST_TIMEOUT_S):
-        while not is_ready(services):
+        while not is_ready(services.url):
             await asyncio.sleep(0.1)
-    model, questions = model_of(services), []
+    model, questions = model_of(services.url), []
     for num_tokens in PROMPTS * 3:
         prompt, max_tokens = random_prompt(num_tokens, rng, vocabulary=256), rng.choice(ANSWERS)
         first, second = [await ask(http, services.url, model, prompt, max_tokens) for _ in range(2)]
@@ -155,17 +154,6 @@ async def calm(http: aiohttp.ClientSession, services: Services, rng: random.Rand
             raise RuntimeError(f"without any fault: {first.error or first.text!r}, {second.error or second.text!r}")
         questions.append(Question(prompt, max_tokens, first.text))
     return questions
-
-
-def is_ready(services: Services) -> bool:
-    try:
-        return get_json(f"{services.url}/ready")["status"] == "ready"
-    except (urllib.error.URLError, ConnectionError, TimeoutError):
-        return False
-
-
-def model_of(services: Services) -> str:
-    return get_json(f"{services.url}/v1/models")["data"][0]["id"]
 
 
 async def client(
@@ -177,7 +165,7 @@ async def client(
     toll: Toll,
 ) -> None:
     """Asks one after another; one of six leaves in the middle."""
-    model = model_of(services)
+    model = model_of(services.url)
     while True:
         await may_ask.wait()
         question = rng.choice(questions)
@@ -201,8 +189,8 @@ async def rest(http: aiohttp.ClientSession, services: Services, question: Questi
             toll.fault("not clean at rest", left)
             break
         await asyncio.sleep(0.5)
-    until = time.monotonic() + REST_TIMEOUT_S
-    while (answer := await ask(http, services.url, model_of(services), question.prompt, question.max_tokens)).reason:
+    model, until = model_of(services.url), time.monotonic() + REST_TIMEOUT_S
+    while (answer := await ask(http, services.url, model, question.prompt, question.max_tokens)).reason:
         if time.monotonic() > until:
             toll.fault("no answer after rest", answer.error)
             break

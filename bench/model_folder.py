@@ -17,9 +17,9 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer
 
-from bench.random_model import LLAMA_8B, RandomWeights
+from bench.random_model import LLAMA_8B, RandomWeights, byte_tokenizer
 from checkpoint.config import ModelConfig
 
 TINY = replace(
@@ -103,13 +103,8 @@ def wide_tokenizer(vocab_size: int) -> Tokenizer:
     """A token for each byte, and words of four letters for the other ids: every token is a text of its own, so that a
     server has something to send for each.
     """
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     words = ("Ġ" + "".join(letters) for letters in product(string.ascii_lowercase, repeat=4))
-    texts = [*alphabet, *islice(words, vocab_size - len(alphabet))]
-    tokenizer = Tokenizer(models.BPE(vocab={text: index for index, text in enumerate(texts)}, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    return tokenizer
+    return byte_tokenizer(islice(words, vocab_size - 256))
 
 
 def _write_json(file: Path, content: dict) -> None:

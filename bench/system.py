@@ -39,7 +39,7 @@ class System:
         return is_ready(self.url) and all(node["state"] == "ready" for node in self.nodes())
 
     def model(self) -> str:
-        return get_json(f"{self.url}/v1/models")["data"][0]["id"]
+        return model_of(self.url)
 
 
 @contextmanager
@@ -80,6 +80,10 @@ def is_ready(url: str) -> bool:
             return response.status == 200
     except (urllib.error.URLError, ConnectionError, TimeoutError):
         return False
+
+
+def model_of(url: str) -> str:
+    return get_json(f"{url}/v1/models")["data"][0]["id"]
 
 
 def stop(process: subprocess.Popen) -> None:
