@@ -19,6 +19,7 @@ E4M3, BF16 = torch.float8_e4m3fn, torch.bfloat16
 HIDDEN, INTER, Q_HEADS, KV_HEADS, DIM, VOCAB, PAGE = 4096, 14336, 32, 8, 128, 128256, 64
 QKV = (Q_HEADS + 2 * KV_HEADS) * DIM
 SHAPES = {"qkv": (QKV, HIDDEN), "o": (HIDDEN, Q_HEADS * DIM), "gate_up": (2 * INTER, HIDDEN), "down": (HIDDEN, INTER)}
+NUM_LAYERS, CONTEXT = 32, 1088
 EPS = 1e-5
 DEVICE = "cuda"
 
@@ -55,7 +56,7 @@ class Layer:
 class Model:
     """Random weights of `num_layers` layers, embedding, head and rotary table."""
 
-    def __init__(self, num_layers: int = 32):
+    def __init__(self, num_layers: int = NUM_LAYERS):
         torch.manual_seed(0)
         self.layers = [Layer.random() for _ in range(num_layers)]
         self.norm = torch.ones(HIDDEN, device=DEVICE, dtype=BF16)
@@ -91,7 +92,7 @@ class Step:
         model: Model,
         registry: Registry,
         batch: int,
-        context: int = 1088,
+        context: int = CONTEXT,
         tricks: Tricks | None = None,
         plan: DecodePlan | None = None,
     ):
@@ -268,10 +269,10 @@ class Step:
             self.head(self.a8, self.model.head.weight, self.a_scale, self.model.head.scale, self.logits)
 
 
-def floor_ms(batch: int, context: int = 1088, num_layers: int = 32) -> float:
+def floor_ms(batch: int) -> float:
     """Bytes a step must read at the measured read rate: FP8 weights and head once, FP8 KV once."""
-    weights = num_layers * sum(n * k for n, k in SHAPES.values()) + VOCAB * HIDDEN
-    cache = num_layers * 2 * KV_HEADS * DIM * context * batch
+    weights = NUM_LAYERS * sum(n * k for n, k in SHAPES.values()) + VOCAB * HIDDEN
+    cache = NUM_LAYERS * 2 * KV_HEADS * DIM * CONTEXT * batch
     return (weights + cache) / READ_RATE * 1e3
 
 

@@ -32,7 +32,7 @@ from engine.load import load_engine
 from engine.messages import EngineRequest, EngineSettings
 from kernels.cpu.isa import apply_isa, probe_isa
 
-MAX_TOKENS, AT_ONCE = 200, 16
+MAX_TOKENS, AT_ONCE, ROUNDS = 200, 16, 5
 Schema = dict[str, Any]
 _names = count()
 
@@ -165,13 +165,13 @@ def is_valid(schema: Schema, text: str) -> bool:
     return True
 
 
-def step_costs(engine: Engine, rounds: int = 5) -> list[Row]:
+def step_costs(engine: Engine) -> list[Row]:
     """Median milliseconds of a decode step, with a grammar and without."""
     endless = grammar({"type": "array", "items": {"type": "string", "maxLength": 20}, "minItems": 100})
     rows = []
     for streams in (1, 16):
         with_ms, without_ms = [], []
-        for _ in range(rounds):
+        for _ in range(ROUNDS):
             with_ms += step_ms(engine, streams, endless)
             without_ms += step_ms(engine, streams, "")
         with_grammar, without = statistics.median(with_ms), statistics.median(without_ms)

@@ -22,7 +22,7 @@ _TENSORS = re.compile(rf"(token_embd|output|output_norm|rope_freqs)\.weight|blk\
 """What the engine reads; it would compute without the others, and wrongly."""
 
 
-def open_gguf(path: Path, name: str | None = None) -> Checkpoint:
+def open_gguf(path: Path) -> Checkpoint:
     """Raises ConfigError if the file is damaged, of an unknown architecture, or lacks what a model needs."""
     file = GgufFile.open(path)
     metadata = file.metadata
@@ -37,7 +37,7 @@ def open_gguf(path: Path, name: str | None = None) -> Checkpoint:
     bos_id = metadata.get("tokenizer.ggml.bos_token_id")
     eos_ids = _eos_token_ids(metadata, tokens)
     return Checkpoint(
-        name=name or _name(path),
+        name=_name(path),
         path=path,
         format=WeightFormat.GGUF,
         config=config,

@@ -19,7 +19,7 @@ class DecodePlan:
         return {"qkv": self.qkv_parts, "o": self.o_parts, "down": self.down_parts}.get(name, 1)
 
 
-def decode_plan(batch: int, cc: int = 90) -> DecodePlan:
+def decode_plan(batch: int) -> DecodePlan:
     """The plan for a batch size, from bench/results (decode_step and decode_step_without, H200).
 
     Own kernels while a product reads its weights, up to 64 tokens; at 128 cuBLAS per tensor with deferred scales

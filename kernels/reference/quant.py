@@ -50,9 +50,9 @@ def dequantize_groups(w: Tensor, scale: Tensor, group: int = 32) -> Tensor:
     return w.float() * scale.repeat_interleave(group, 1)[:, : w.shape[1]]
 
 
-def dequantize_blocks(w: Tensor, scale: Tensor, block: int = 128) -> Tensor:
+def dequantize_blocks(w: Tensor, scale: Tensor) -> Tensor:
     """128 x 128 block scales."""
-    full = scale.repeat_interleave(block, 0).repeat_interleave(block, 1)
+    full = scale.repeat_interleave(128, 0).repeat_interleave(128, 1)
     return w.float() * full[: w.shape[0], : w.shape[1]]
 
 

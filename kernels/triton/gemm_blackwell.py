@@ -30,7 +30,7 @@ BW = gl.constexpr(128)  # rows of weights a CTA takes: tcgen05's M
 
 @gluon.jit(do_not_specialize=["M"])
 def skinny_tcgen05_kernel(
-    w_desc, x_desc, out_ptr, w_scale_ptr, x_scale_ptr, M, N: gl.constexpr, K: gl.constexpr, BX: gl.constexpr,
+    w_desc, x_desc, out_ptr, w_scale_ptr, x_scale_ptr, M, N: gl.constexpr, BX: gl.constexpr,
     BK: gl.constexpr, SHARE: gl.constexpr, STAGES: gl.constexpr, PDL: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     """out[part, M, N] = (x[M, K] * x_scale[M]) @ (w[N, K] * w_scale[N])^T over SHARE columns; what lies past K is
@@ -159,8 +159,7 @@ def gemm_fp8(
     plan = plans.pick(tokens, tcgen05_plan(tokens))
     skinny_tcgen05_kernel[(triton.cdiv(tokens, plan["bx"]), spec.n // BW.value, spec.parts)](
         descriptor(w, BW.value, plan["bk"]), descriptor(a, plan["bx"], plan["bk"]), out, w_scale, a_scale, tokens,
-        N=spec.n,
-        K=spec.k, BX=plan["bx"], BK=plan["bk"], SHARE=spec.share, STAGES=plan["stages"], PDL=pdl, num_warps=4,
+        N=spec.n, BX=plan["bx"], BK=plan["bk"], SHARE=spec.share, STAGES=plan["stages"], PDL=pdl, num_warps=4,
         launch_pdl=pdl,
     )  # fmt: skip
 
