@@ -1,7 +1,8 @@
 """Rows of activations times matrices, however these are stored."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -10,7 +11,7 @@ from engine.cuda.formats import E4M3
 from engine.cuda.weights import Matrix
 from kernels.decode_plan import SKINNY_ROWS, int4_parts, skinny_parts
 from kernels.registry import Registry
-from kernels.specs import GemmSpec, Quant, QuantSpec, Spec, W4Spec, W8Spec
+from kernels.specs import GemmSpec, Quant, QuantSpec, W4Spec, W8Spec
 from kernels.workspace import widening_workspace_nbytes
 
 # cuBLAS multiplies blocks for rows by fours, and our kernel what is left. Fewer rows than this that are not by fours go
@@ -83,7 +84,7 @@ class Products:
     """`max_rows`: the most rows of one call; what is rounded for blocks, and scratch memory, is allocated here."""
 
     def __init__(self, registry: Registry, matrices: Sequence[Matrix], max_rows: int, device: torch.device) -> None:
-        self._registry, self._bound = registry, {}
+        self._get = cache(registry.get)  # asked at every step, and bound once
         width = max((m.weight.shape[1] for m in matrices if m.recipe == "block128"), default=0)
         self._rounded = torch.empty(max_rows * width, dtype=E4M3, device=device)
         self._scales = torch.empty(max_rows * width // 128, device=device)
@@ -152,11 +153,6 @@ class Products:
         self._get("quant_fp8", QuantSpec(k, "group"))(rows, rounded, scales)
         spec = GemmSpec(n, k, "block128", skinny=count % 4 != 0)
         self._scaled_product(spec, matrix, Scaled(rounded, scales), out)
-
-    def _get(self, op: str, spec: Spec) -> Callable[..., None]:
-        if (op, spec) not in self._bound:
-            self._bound[op, spec] = self._registry.get(op, spec)
-        return self._bound[op, spec]
 
 
 def _parts_numel(matrix: Matrix, max_rows: int) -> int:

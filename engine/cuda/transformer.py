@@ -10,7 +10,7 @@ Shapes: T rows, H hidden size, D head size.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 
 import torch
 from torch import Tensor
@@ -25,7 +25,7 @@ from engine.cuda.weights import DeviceWeights, LayerWeights, Matrix, MlpWeights,
 from engine.runner import Written, unheard
 from kernels.reference.quant import to_e4m3
 from kernels.registry import Registry
-from kernels.specs import NormSpec, Quant, QuantSpec, RopeSpec, SiluSpec, Spec
+from kernels.specs import NormSpec, Quant, QuantSpec, RopeSpec, SiluSpec
 
 SINKS = 4
 """The first tokens of a text, where activations are hundreds of times the usual ones (Xiao et al. 2024, attention
@@ -105,7 +105,7 @@ class Transformer:
         # The rest of a chunk takes longer to compute than these take to be pulled.
         self.early_layers = len(weights.layers) * 7 // 8
         self.num_layers = len(weights.layers)
-        self._bound: dict[tuple[str, Spec], Callable[..., None]] = {}
+        self._get = cache(registry.get)  # asked at every step, and bound once
         self._allocate(max_rows, weights.embedding.device)
 
     @torch.inference_mode()
@@ -229,11 +229,6 @@ class Transformer:
         rounded = Scaled(torch.empty(x.shape, dtype=E4M3, device=x.device), torch.empty(len(x), device=x.device))
         self._get("quant_fp8", QuantSpec(x.shape[1]))(x, rounded.rows, rounded.scale)
         return rounded
-
-    def _get(self, op: str, spec: Spec) -> Callable[..., None]:
-        if (op, spec) not in self._bound:
-            self._bound[op, spec] = self._registry.get(op, spec)
-        return self._bound[op, spec]
 
     def _allocate(self, max_rows: int, device: torch.device) -> None:
         config, plain, layers = self._config, self._format.rows, self._weights.layers
