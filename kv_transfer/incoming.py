@@ -62,11 +62,13 @@ class IncomingLink(Link):
             handshake.reject(wire, error)
             raise
         if isinstance(channel, MappedPool):
+            settings = self.parts.settings
             self._puller = Puller(
                 self.landings,
                 self.parts.layout,
                 channel.remote,
                 theirs.checksum,
+                settings.silence_s - settings.heartbeat_s,  # it may have heard the last beat so much earlier
                 self.send,
                 self._on_fetched,
                 self._on_bad,
@@ -88,6 +90,7 @@ class IncomingLink(Link):
     def _patience_s(self) -> float:
         if self._puller is None:
             return math.inf
+        self._puller.looks()
         if self._is_quiet and not self._has_looked:
             self._has_looked = True
             return 0.0

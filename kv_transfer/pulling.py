@@ -11,6 +11,7 @@ from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from contracts.errors import TransferError
 from contracts.handoff import ChunkHeader, Coming, Commit, Fin, Pull
 from contracts.ids import BlockId
 from contracts.layout import KVLayout
@@ -221,7 +222,8 @@ class Puller(_Unthreaded):
     """Decode's end: chunk after chunk is fetched in the thread that hears of it; waking another one takes longer than
     starting the copies. The callbacks are called in it.
 
-    `checks`: prefill's headers carry checksums.
+    `checks`: prefill's headers carry checksums. `patience_s`: prefill gives up whoever it has not heard of for so long,
+    and its pages to others.
     """
 
     def __init__(
@@ -230,6 +232,7 @@ class Puller(_Unthreaded):
         layout: KVLayout,
         remote: RemotePool,
         checks: bool,
+        patience_s: float,
         commit: Callable[[Commit], None],
         on_landed: Callable[[ChunkHeader], None],
         on_bad: Callable[[ChunkHeader, str], None],
@@ -240,6 +243,11 @@ class Puller(_Unthreaded):
         self._commit, self._on_landed, self._on_bad, self._on_drained = commit, on_landed, on_bad, on_drained
         self._next_rehearsal_s = 0.0
         self._early: list[Early] = []
+        self._patience_s, self._looked_s = patience_s, time.monotonic()
+
+    def looks(self) -> None:
+        """The thread goes round its loop, in which prefill hears of it."""
+        self._looked_s = time.monotonic()
 
     def coming(self, coming: Coming) -> None:
         """Launch the copies of a chunk that is about to be computed. What does not fit is left to its Pull to tell.
@@ -294,7 +302,7 @@ class Puller(_Unthreaded):
     def put(self, pull: Pull) -> None:
         """Returns when the chunk is there, a millisecond or two later.
 
-        Raises TransferError if the device can't copy.
+        Raises TransferError if the device can't copy, or this thread was held up until prefill may have given it up.
         """
         start = time.perf_counter()
         self._fetch(pull)
@@ -338,6 +346,7 @@ class Puller(_Unthreaded):
             return
         # Not left if the device fails, which ends the link: what was launched before may still write there.
         reason = self._copy(pull, into)
+        self._require_heard()
         if self._landings.leave(key):
             self._on_drained(key)
         elif self._landings.find(key) is None:
@@ -346,6 +355,12 @@ class Puller(_Unthreaded):
             self._bad(header, reason)
         else:
             self._landed(header)
+
+    def _require_heard(self) -> None:
+        """After a copy. A process that is stopped goes on with what is in its socket, whatever happened meanwhile."""
+        held_up_s = time.monotonic() - self._looked_s
+        if held_up_s >= self._patience_s:
+            raise TransferError(f"held up for {held_up_s:.1f} s: prefill may have given its pages to others")
 
     def _landed(self, header: ChunkHeader) -> None:
         """Commit is said here: the engine's loop may be a step away, and prefill waits for it."""

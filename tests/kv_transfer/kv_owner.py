@@ -2,6 +2,7 @@
 nothing touches them any more.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 from contracts.errors import OutOfBlocks
@@ -10,7 +11,7 @@ from contracts.ids import BlockId, Epoch, RequestId, WorkerId
 from contracts.layout import KVLayout
 from contracts.request import WorkerRef
 from engine.block_pool import BlockPool
-from kv_transfer.events import Drained, LinkStats, Message, PeerLost, TransferEvent
+from kv_transfer.events import ChunkLanded, Drained, LinkStats, Message, PeerLost, TransferEvent
 from tests.kv_transfer.kv_pair import Peer, fin
 
 LAYOUT = KVLayout(model="fault", num_layers=4, num_kv_heads=2, head_dim=64, block_size=16, dtype="float32")
@@ -50,6 +51,14 @@ class Owner(Peer):
     def bytes_of(self, request_id: str, epoch: int = 1) -> bytes:
         """The pages held for this attempt, in token order."""
         return self.pool[:, self.held[key_of(request_id, epoch)][1]].tobytes()
+
+    def bytes_at(self, pages: Sequence[BlockId]) -> bytes:
+        return self.pool[:, list(pages)].tobytes()
+
+    def landed(self) -> list[int]:
+        """Indices of chunks that nobody has waited for yet."""
+        self.seen += self.poll()
+        return [event.header.index for event in self.seen if isinstance(event, ChunkLanded)]
 
     def stats(self) -> list[LinkStats]:
         return self.node.stats()

@@ -14,7 +14,7 @@ from contracts.request import WorkerRef
 from kv_transfer.events import ChunkBad, ChunkLanded, Drained, PeerLost
 from tests.kv_transfer.conftest import STAGED, TRANSPORTS, nothing_left
 from tests.kv_transfer.kv_liar import CRIMES
-from tests.kv_transfer.kv_owner import NUM_BLOCKS, Owner, key_of
+from tests.kv_transfer.kv_owner import CHUNK_BLOCKS, NUM_BLOCKS, Owner, key_of
 from tests.kv_transfer.kv_remote import Remote
 
 LOST_S = 40.0  # the stopped peer is given up after three seconds, on an idle host
@@ -112,6 +112,30 @@ def test_a_stopped_prefill_that_wakes_writes_to_no_page_that_was_used_again(loca
     decode.commit("next", num_chunks=4)
     other.message(Commit, "next")
     assert prefill.is_clean() and decode.is_clean() and other.is_clean()
+
+
+def test_a_stopped_decode_that_wakes_takes_nothing_from_pages_that_were_used_again(
+    local: Callable, remote: Callable
+) -> None:
+    """What it was told of is in its socket all the same. Without checksums, which would find it out."""
+    prefill, decode = local("prefill", checksum=False), remote("decode", checksum=False)
+    prefill.offer(decode.ref, "r")
+    assert decode.grant("r")
+    pages = prefill.message(Grant, "r").pages
+    decode.send_signal(signal.SIGSTOP)
+    _, blocks = prefill.held[key_of("r")]
+    sent = [prefill.bytes_at(blocks[first : first + CHUNK_BLOCKS]) for first in (0, CHUNK_BLOCKS)]
+    for index in range(2):
+        prefill.send("r", index)
+    prefill.finish("r")
+    prefill.wait(PeerLost, timeout_s=LOST_S)
+    assert prefill.is_clean()
+    prefill.pool[:, blocks] ^= 0xFF
+    decode.send_signal(signal.SIGCONT)
+    decode.wait(PeerLost)
+    for index in decode.landed():
+        assert decode.bytes_at(pages[index * CHUNK_BLOCKS : (index + 1) * CHUNK_BLOCKS]) == sent[index]
+    assert decode.is_clean()
 
 
 @pytest.mark.parametrize("signum", SIGNALS)

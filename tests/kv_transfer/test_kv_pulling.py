@@ -20,6 +20,7 @@ from tests.kv_transfer.kv_pair import LAYOUT
 
 KEY = RequestId("r"), Epoch(1)
 FIN = Fin(*KEY, 2, Token(0, 7), 0)
+PATIENCE_S = 2.0
 
 
 class Waiting:
@@ -95,7 +96,8 @@ class Decode:
         self.landings.offered(Offer(*KEY, skip + 8, LAYOUT.layout_id))
         self.landings.grant(Grant(*KEY, [BlockId(5), BlockId(9)], skip))
         note = self.said.append
-        self.puller = Puller(self.landings, LAYOUT, self.remote, checks, note, note, lambda *bad: note(bad), note)
+        bad, facts = (lambda *bad: note(bad)), (LAYOUT, self.remote, checks, PATIENCE_S)
+        self.puller = Puller(self.landings, *facts, note, note, bad, note)
 
     @property
     def kinds(self) -> list[str]:
@@ -127,6 +129,24 @@ class Passing:
 
     def passes(self, seconds: float) -> None:
         self.now_s += seconds
+
+
+def test_what_is_copied_after_prefill_may_have_given_this_side_up_does_not_land(monkeypatch: pytest.MonkeyPatch):
+    decode, now_s = Decode(), [0.0]
+    clock = SimpleNamespace(perf_counter=lambda: 0.0, monotonic=lambda: now_s[0])
+    monkeypatch.setattr(pulling, "time", clock)
+    now_s[0] = 2 * PATIENCE_S
+    decode.puller.looks()
+    decode.puller.put(pull(0))
+    assert decode.kinds == ["ChunkHeader"]
+
+    def late(*_: object) -> None:
+        now_s[0] += PATIENCE_S
+
+    monkeypatch.setattr(decode.remote, "pull", late)
+    with pytest.raises(TransferError, match=r"held up for 2\.0 s"):
+        decode.puller.put(pull(1))
+    assert decode.kinds == ["ChunkHeader"] and decode.landings.finished(FIN) is None
 
 
 def test_a_link_was_busy_while_a_chunk_that_was_told_of_was_fetched(monkeypatch):
