@@ -167,11 +167,15 @@ class Engine:
     def adopt(self, request_id: RequestId, first: Token) -> None:
         """The reserved pages hold the prompt's KV and `first` is token 0, sent already: decode from index 1.
 
-        The caller does not adopt if token 0 ended the request. Raises KeyError for a request that is not reserved.
+        The caller does not adopt if token 0 ended the request. Raises KeyError for a request that is not reserved,
+        RequestError for a token that no model like this one draws.
         """
         sequence = self._sequences[request_id]
         if sequence.status is not Status.RESERVED or sequence in self._compiling:
             raise KeyError(f"{request_id} is {sequence.status}, not reserved")
+        vocab = self.checkpoint.config.vocab_size
+        if not 0 <= first.token_id < vocab:
+            raise RequestError(f"token 0 from prefill is {first.token_id}, outside of 0 to {vocab - 1}")
         sequence.tokens.append(first.token_id)
         sequence.num_computed = sequence.num_prompt  # its first step enters them into the prefix cache
         self._once_compiled(sequence, self._scheduler.resume)
@@ -208,6 +212,7 @@ class Engine:
 
         A device that draws tokens by itself is given the next batch before the tokens of this one are known.
         """
+        was_late = self._flight is not None and self._flight.is_done
         self._go_on_compiled()
         flight = self._flight or self._launch(watcher)
         self._flight = None
@@ -217,7 +222,7 @@ class Engine:
         if self._may_run_ahead(flight):
             self._expect(flight)
             self._flight = self._launch(watcher)
-        output = self._land(flight)
+        output = self._land(flight, was_late)
         if self._flight is not None and self._flight.masks is None:
             self._flight = self._guided(self._flight)
         return output
@@ -350,10 +355,10 @@ class Engine:
                     self._scheduler.remove(sequence)
                     sequence.status = Status.ENDING
 
-    def _land(self, flight: Flight) -> StepOutput:
-        """Wait for what the device computed, and tell it."""
+    def _land(self, flight: Flight, was_late: bool) -> StepOutput:
+        """Wait for what the device computed, and tell it. `was_late`: see Pace.landed."""
         sampling, tokens, lost = self._draw(flight)
-        span_s = self._pace.landed(flight.kind, flight.began_s, self._clock())
+        span_s = self._pace.landed(flight.kind, flight.began_s, self._clock(), was_late)
         self._landed()
         for sequence, token in zip(sampling, tokens, strict=True):
             if sequence.num_pending:
@@ -494,7 +499,8 @@ class Engine:
     def _insert_blocks(self, sequence: Sequence) -> None:
         """Full blocks enter the prefix cache."""
         size = self.layout.block_size
-        num_tokens = sequence.num_computed if self._caches_answers else min(sequence.num_computed, sequence.num_prompt)
+        most = len(sequence.tokens) - sequence.num_pending if self._caches_answers else sequence.num_prompt
+        num_tokens = min(sequence.num_computed, most)
         num_full = num_tokens // size
         if num_full <= sequence.num_inserted_blocks:
             return

@@ -28,6 +28,11 @@ class Flight:
     kind: Kind
     began_s: float
 
+    @property
+    def is_done(self) -> bool:
+        """The device has computed and drawn all of it."""
+        return self.computed.drawn is not None and self.computed.drawn.is_done
+
     def known_masks(self) -> Masks:
         """Waits for them."""
         return Masks() if self.masks is None else self.masks.result()

@@ -38,10 +38,16 @@ class Pace:
         self._launch_s += off / 8
         self._deviation_s += (abs(off) - self._deviation_s) / 4
 
-    def landed(self, kind: Kind, began_s: float, now_s: float) -> float:
-        """A batch that was begun on then is computed now. Returns how long that took, behind the one before it."""
+    def landed(self, kind: Kind, began_s: float, now_s: float, was_late: bool = False) -> float:
+        """A batch that was begun on then is computed now. Returns how long that took, behind the one before it.
+        `was_late`: it was computed before anybody looked, so what is known of its kind is too long. It is forgotten:
+        else a batch that was slow once would make those behind it wait as long, and each of them would say so again.
+        """
         span_s, self._landed_s = now_s - max(began_s, self._landed_s), now_s
-        self._spans[kind].append(span_s)
+        if was_late:
+            self._spans.pop(kind, None)
+        else:
+            self._spans[kind].append(span_s)
         return span_s
 
     def due_s(self, kind: Kind, began_s: float) -> float:
@@ -49,7 +55,8 @@ class Pace:
         takes. The shortest of the last ones of its kind counts: what is launched too early costs less than a device
         that waits.
         """
-        if not self._spans[kind]:
+        spans = self._spans.get(kind)
+        if not spans:
             return -math.inf
-        done_s = max(began_s, self._landed_s) + min(self._spans[kind])
+        done_s = max(began_s, self._landed_s) + min(spans)
         return done_s - (self._launch_s + 2 * self._deviation_s + WAKING_S)

@@ -21,6 +21,11 @@ from engine.sequence import Sequence
 class Drawn(Protocol):
     """Tokens that a device draws by itself, while the host does something else."""
 
+    @property
+    def is_done(self) -> bool:
+        """`wait` would not wait."""
+        ...
+
     def wait(self) -> list[Token]:
         """Until all of the batch is computed: a token for each piece that samples, in order."""
         ...

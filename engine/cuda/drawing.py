@@ -91,6 +91,10 @@ class DeviceDrawn:
         if self._done is not None:
             self._done.record()
 
+    @property
+    def is_done(self) -> bool:
+        return self._done is None or self._done.query()
+
     def wait(self) -> list[Token]:
         if self._done is not None:
             self._done.synchronize()

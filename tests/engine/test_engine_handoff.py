@@ -10,7 +10,7 @@ import pytest
 from driving import drain, greedy, random_prompts, request, settings, tokens_of
 from tiny_models import VOCAB, save_tiny
 
-from contracts.errors import OutOfBlocks
+from contracts.errors import OutOfBlocks, RequestError
 from contracts.events import Token
 from engine.engine import Engine
 from engine.load import load_engine
@@ -113,6 +113,18 @@ def test_the_first_step_of_an_adopted_request_tells_that_it_started(pair: Pair):
     pair[1].adopt(asked.request_id, Token(0, 5))
     started = [[start.request_id for start in output.started] for output in drain(pair[1])]
     assert started == [["a"], [], []]
+
+
+@pytest.mark.parametrize("token_id", [-1, 320, 2**31])
+def test_a_token_0_that_no_such_model_draws_is_refused(pair: Pair, token_id: int):
+    engine, asked = pair[1], request("a", PROMPTS[2], greedy(4))
+    assert engine.checkpoint.config.vocab_size == 320
+    engine.reserve(asked)
+    with pytest.raises(RequestError, match=f"token 0 from prefill is {token_id}, outside of 0 to 319"):
+        engine.adopt(asked.request_id, Token(0, token_id))
+    engine.release(asked.request_id)
+    engine.writer_ended(asked.request_id)
+    engine.check()
 
 
 def test_pages_stay_taken_until_the_writer_has_ended(pair: Pair):

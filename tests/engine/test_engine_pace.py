@@ -43,6 +43,14 @@ def test_a_batch_that_was_begun_on_late_is_done_later_and_counts_from_then():
     assert pace.landed(DECODES, now_s + 0.01, now_s + 0.012) == pytest.approx(0.002)
 
 
+def test_what_was_computed_before_anybody_looked_is_forgotten_with_what_it_waited_for():
+    pace, now_s = paced(0.3)
+    assert pace.landed(DECODES, now_s, now_s + 0.3, was_late=True) == pytest.approx(0.3)
+    assert pace.due_s(DECODES, now_s + 0.3) == -math.inf
+    pace.landed(DECODES, now_s + 0.3, now_s + 0.31)
+    assert pace.due_s(DECODES, now_s + 0.31) == pytest.approx(now_s + 0.32 - WAKING_S)
+
+
 def test_hosts_that_take_long_or_now_and_then_longer_begin_earlier():
     steady, now_s = paced(*[0.003] * 50, launch_s=0.001)
     due_s = steady.due_s(DECODES, now_s - 0.001)
