@@ -1,16 +1,10 @@
-"""Helpers beside the tests are imported by name; engines that several tests share are loaded once."""
-
-import sys
-from pathlib import Path
+"""Models that several tests share are written once, and what transformers answers is computed once."""
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-from driving import random_prompts
-from tiny_models import FAMILIES, VOCAB, save_tiny
-
 from bench.oracle import greedy as oracle_greedy
+from tests.engine.driving import random_prompts
+from tests.engine.tiny_models import FAMILIES, VOCAB, save_tiny
 
 
 @pytest.fixture(scope="module", params=sorted(FAMILIES))

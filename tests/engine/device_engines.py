@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from driving import drain, greedy, request, settings, tokens_of
 
 from checkpoint import open_checkpoint
 from contracts.events import Token
@@ -21,6 +20,7 @@ from engine.cuda.load import load_device_engine
 from engine.cuda.remote import RemotePages
 from engine.cuda.runner import DeviceRunner
 from engine.engine import Engine
+from tests.engine.driving import drain, greedy, request, settings, tokens_of
 
 ANSWER = greedy(8)
 FUSIBLE = {

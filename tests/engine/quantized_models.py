@@ -9,9 +9,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
-from tiny_models import save_tiny
 from torch import Tensor
 from transformers import PreTrainedModel
+
+from tests.engine.tiny_models import save_tiny
 
 WIDTHS = {
     "hidden_size": 256,

@@ -2,11 +2,7 @@
 
 import pytest
 import torch
-from device_engines import FUSIBLE, beside_of, chunks_of, endings_of, noted_launches_of
-from driving import answers, greedy, random_prompts, settings
 from llguidance import LLMatcher
-from test_device_engine import logits_beside_a_prompt, logits_of, relative_error
-from tiny_models import FAMILIES, VOCAB, save_tiny
 
 from bench.oracle import greedy as oracle_greedy
 from checkpoint import open_checkpoint
@@ -14,6 +10,10 @@ from contracts.sampling import SamplingParams
 from engine.cuda.load import load_device_engine
 from engine.cuda.runner import DeviceRunner
 from engine.load import load_engine
+from tests.engine.device_engines import FUSIBLE, beside_of, chunks_of, endings_of, noted_launches_of
+from tests.engine.driving import answers, greedy, random_prompts, settings
+from tests.engine.test_device_engine import logits_beside_a_prompt, logits_of, relative_error
+from tests.engine.tiny_models import FAMILIES, VOCAB, save_tiny
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 

@@ -6,11 +6,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from device_engines import FUSIBLE, beside_of, chunks_of, device_engine, endings_of, noted_launches_of
-from driving import answers, drain, greedy, random_prompts, request, settings, tokens_of
 from llguidance import LLMatcher
 from msgspec import structs
-from tiny_models import VOCAB, save_tiny
 
 from checkpoint import open_checkpoint
 from contracts.errors import ConfigError
@@ -38,6 +35,9 @@ from kernels.registry import Impl, Registry
 from kernels.specs import FusedAttnSpec, GemmSpec, NormSpec, RopeSpec
 from kv_transfer.conversion import is_possible
 from kv_transfer.frames import Terms
+from tests.engine.device_engines import FUSIBLE, beside_of, chunks_of, device_engine, endings_of, noted_launches_of
+from tests.engine.driving import answers, drain, greedy, random_prompts, request, settings, tokens_of
+from tests.engine.tiny_models import VOCAB, save_tiny
 
 PROMPTS = random_prompts(VOCAB, (9, 64, 100))
 RANDOM = SamplingParams(max_tokens=24, seed=5, temperature=0.9, top_p=0.9, top_k=40, ignore_eos=True)

@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-from device_engines import device_engine
-from driving import answers, greedy, random_prompts, settings
-from test_device_engine import logits_of, relative_error
-from tiny_models import VOCAB, save_mxfp4, save_tiny
 
 from engine.load import load_engine
+from tests.engine.device_engines import device_engine
+from tests.engine.driving import answers, greedy, random_prompts, settings
+from tests.engine.test_device_engine import logits_of, relative_error
+from tests.engine.tiny_models import VOCAB, save_mxfp4, save_tiny
 
 PROMPTS = random_prompts(VOCAB, (9, 64, 100))
 

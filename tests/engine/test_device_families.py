@@ -3,13 +3,13 @@
 from dataclasses import dataclass
 
 import pytest
-from device_engines import device_engine
-from driving import answers, drain, greedy, random_prompts, request, settings, tokens_of
-from tiny_models import VOCAB, save_tiny
 
 from contracts.errors import ConfigError
 from engine.load import load_engine
 from kernels.registry import Registry
+from tests.engine.device_engines import device_engine
+from tests.engine.driving import answers, drain, greedy, random_prompts, request, settings, tokens_of
+from tests.engine.tiny_models import VOCAB, save_tiny
 
 LENGTHS = (1, 5, 63, 64, 65, 150, 300)  # of the prompts that `family` answers
 

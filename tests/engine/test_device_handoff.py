@@ -12,9 +12,6 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-from device_engines import adopted, device_engine, hand_over, landed, prefilled
-from driving import drain, greedy, random_prompts, request, tokens_of
-from tiny_models import VOCAB, save_tiny
 
 from contracts.errors import ConfigError, OutOfBlocks, TransferError
 from contracts.layout import KVLayout
@@ -35,6 +32,9 @@ from kernels.caps import Caps
 from kernels.reference.move import STRIDE
 from kernels.reference.quant import to_e4m3
 from kernels.specs import MoveSpec
+from tests.engine.device_engines import adopted, device_engine, hand_over, landed, prefilled
+from tests.engine.driving import drain, greedy, random_prompts, request, tokens_of
+from tests.engine.tiny_models import VOCAB, save_tiny
 
 PROMPTS = random_prompts(VOCAB, (5, 64, 130, 200))
 

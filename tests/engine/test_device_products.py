@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from test_device_engine import relative_error
 
 from engine.cuda.products import Products, RowBuffer, Scaled, rounding
 from engine.cuda.weights import Matrix
@@ -12,6 +11,7 @@ from kernels.cases import gemm_operands
 from kernels.decode_plan import skinny_parts
 from kernels.layouts import tile_int4
 from kernels.specs import GemmSpec, QuantSpec
+from tests.engine.test_device_engine import relative_error
 
 
 @pytest.mark.parametrize("adds", [True, False])

@@ -13,11 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from device_engines import FUSIBLE, prefilled, taken_over
-from driving import answers, drain, greedy, random_prompts, request, settings, tokens_of
 from msgspec import structs
-from quantized_models import LAYOUTS, save_quantized
-from tiny_models import VOCAB, save_mxfp4, save_tiny
 
 from bench.random_model import GPT_OSS_20B
 from checkpoint import open_checkpoint
@@ -29,6 +25,10 @@ from engine.cuda.team import hold_store, open_store
 from engine.engine import Engine
 from engine.shards import Shard, ShardedWeights, shard_config
 from engine.weights import open_weights
+from tests.engine.device_engines import FUSIBLE, prefilled, taken_over
+from tests.engine.driving import answers, drain, greedy, random_prompts, request, settings, tokens_of
+from tests.engine.quantized_models import LAYOUTS, save_quantized
+from tests.engine.tiny_models import VOCAB, save_mxfp4, save_tiny
 
 LENGTHS = (1, 63, 65, 150)
 PROMPTS = random_prompts(VOCAB, (9, 64, 100))
@@ -174,10 +174,9 @@ def test_parts_of_a_quantized_matrix_are_parts_of_what_it_stands_for(tmp_path, n
 
 
 STARTED = """
-    import os, sys, torch
-    sys.path[:0] = {paths!r}
+    import os, torch
     from pathlib import Path
-    from driving import greedy, request, settings
+    from tests.engine.driving import greedy, request, settings
     from checkpoint import open_checkpoint
     from engine.cuda.load import load_device_engine
 
@@ -191,9 +190,7 @@ STARTED = """
 
 
 def _started(folder, then, **changes):
-    code = textwrap.dedent(STARTED).format(
-        paths=[str(Path(__file__).parent), os.getcwd()], folder=str(folder), changes=changes, then=then
-    )
+    code = textwrap.dedent(STARTED).format(folder=str(folder), changes=changes, then=then)
     return subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 

@@ -3,11 +3,6 @@
 import numpy as np
 import pytest
 import torch
-from device_engines import FUSIBLE, device_engine
-from driving import answers, drain, greedy, random_prompts, request
-from launches import HOPPER, noted_launches
-from quantized_models import LAYOUTS, save_quantized
-from tiny_models import VOCAB, save_tiny
 
 from contracts.layout import KVLayout
 from contracts.sampling import SamplingParams
@@ -17,6 +12,11 @@ from engine.cuda.warmup import WarmUp, row_counts
 from kernels import catalog
 from kernels.registry import Impl
 from kv_transfer import conversion
+from tests.engine.device_engines import FUSIBLE, device_engine
+from tests.engine.driving import answers, drain, greedy, random_prompts, request
+from tests.engine.launches import HOPPER, noted_launches
+from tests.engine.quantized_models import LAYOUTS, save_quantized
+from tests.engine.tiny_models import VOCAB, save_tiny
 
 HEADS = {"hidden_size": 128, "num_attention_heads": 4, "num_key_value_heads": 1}
 MODELS = [

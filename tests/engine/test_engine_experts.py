@@ -7,9 +7,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from driving import answers, drain, greedy, needs_bfloat16, random_prompts, request, settings
 from safetensors.torch import load_file, save_file
-from tiny_models import VOCAB, save_mxfp4, save_tiny
 
 from bench.oracle import greedy as oracle_greedy
 from checkpoint.config import Experts
@@ -17,6 +15,8 @@ from engine.experts import Mixture
 from engine.linear import FORMATS
 from engine.load import load_engine
 from engine.mlp import GatedMlp
+from tests.engine.driving import answers, drain, greedy, needs_bfloat16, random_prompts, request, settings
+from tests.engine.tiny_models import VOCAB, save_mxfp4, save_tiny
 
 PROMPTS = random_prompts(VOCAB, (1, 5, 17, 40, 150))
 COUNT, HIDDEN, INNER = 6, 32, 64

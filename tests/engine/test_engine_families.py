@@ -1,14 +1,14 @@
 """Each family's numbers are those of transformers on the same weights."""
 
 import pytest
-from driving import answers, greedy, random_prompts, settings
 from safetensors.torch import load_file, save_file
-from tiny_models import VOCAB, save_tiny
 
 from bench.oracle import greedy as oracle_greedy
 from bench.oracle import oracle
 from contracts.errors import ConfigError
 from engine.load import load_engine
+from tests.engine.driving import answers, greedy, random_prompts, settings
+from tests.engine.tiny_models import VOCAB, save_tiny
 
 LENGTHS = (1, 5, 16, 17, 40, 150, 300)  # of the prompts that `family` answers
 

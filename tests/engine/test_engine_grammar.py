@@ -6,10 +6,8 @@ import threading
 import time
 
 import pytest
-from driving import drain, greedy, request, settings, tokens_of
 from llguidance import LLMatcher
 from msgspec import structs
-from tiny_models import VOCAB, save_tiny
 from tokenizers import Tokenizer
 
 from checkpoint import guidance, open_checkpoint
@@ -20,6 +18,8 @@ from engine.engine import Engine
 from engine.grammar import LARGE
 from engine.load import load_engine
 from engine.messages import StepOutput
+from tests.engine.driving import drain, greedy, request, settings, tokens_of
+from tests.engine.tiny_models import VOCAB, save_tiny
 
 PERSON = {
     "type": "object",

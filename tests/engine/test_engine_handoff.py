@@ -7,13 +7,13 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from driving import drain, greedy, random_prompts, request, settings, tokens_of
-from tiny_models import VOCAB, save_tiny
 
 from contracts.errors import OutOfBlocks, RequestError
 from contracts.events import Token
 from engine.engine import Engine
 from engine.load import load_engine
+from tests.engine.driving import drain, greedy, random_prompts, request, settings, tokens_of
+from tests.engine.tiny_models import VOCAB, save_tiny
 
 Pair = tuple[Engine, Engine]
 

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from driving import needs_bfloat16
 
 from engine.linear import (
     FORMATS,
@@ -18,6 +17,7 @@ from engine.linear import (
     part_sizes,
 )
 from kernels.cpu.isa import apply_isa, probe_isa
+from tests.engine.driving import needs_bfloat16
 
 # Relative error of one product of 576 terms, in the root mean square: half a unit in the last place of the weights'
 # format, times a little for the rows' own rounding. int8: one scale a row of weights that are normal, so 4.5 sigma

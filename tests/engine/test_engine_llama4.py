@@ -7,16 +7,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from driving import answers, drain, greedy, random_prompts, request, settings
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
-from tiny_models import LLAMA3_ROPE, VOCAB, save_tiny
 
 from bench.oracle import greedy as oracle_greedy
 from contracts.errors import ConfigError
 from engine.load import load_engine
 from engine.segments import Stretches, cut
+from tests.engine.driving import answers, drain, greedy, random_prompts, request, settings
+from tests.engine.tiny_models import LLAMA3_ROPE, VOCAB, save_tiny
 
 PROMPTS = random_prompts(VOCAB, (5, 63, 64, 129, 200))
 AS_SCOUT = {"interleave_moe_layer_step": 1, "rope_parameters": {**LLAMA3_ROPE, "high_freq_factor": 1.0}}

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from driving import answers, drain, greedy, needs_bfloat16, request, settings, tokens_of
 
 from bench.oracle import greedy as oracle_greedy
 from bench.oracle import oracle
@@ -11,6 +10,7 @@ from contracts.errors import ConfigError, Overloaded, RequestError
 from contracts.events import FinishReason
 from engine.load import load_engine
 from engine.sampler import Sampler
+from tests.engine.driving import answers, drain, greedy, needs_bfloat16, request, settings, tokens_of
 
 QUESTIONS = ("What is the capital of France?", "Why is the sky blue?", "def fibonacci(n):", "cats and dogs " * 90)
 NUM_TOKENS = 24

@@ -8,16 +8,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from device_engines import device_engine
-from driving import drain, greedy, random_prompts, request, settings, tokens_of
 from llguidance import LLMatcher
-from tiny_models import VOCAB, save_tiny
 
 from contracts.errors import RequestError
 from contracts.events import FinishReason
 from engine.engine import Engine
 from engine.load import load_engine
 from engine.messages import EngineRequest
+from tests.engine.device_engines import device_engine
+from tests.engine.driving import drain, greedy, random_prompts, request, settings, tokens_of
+from tests.engine.tiny_models import VOCAB, save_tiny
 
 PROMPT = random_prompts(VOCAB, (37,))[0]
 LENGTH = 40

@@ -3,7 +3,6 @@
 from dataclasses import dataclass, field
 
 import pytest
-from driving import greedy
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -12,6 +11,7 @@ from engine.batch import Batch
 from engine.block_pool import BlockPool
 from engine.scheduler import Limits, Scheduler
 from engine.sequence import Sequence, Status
+from tests.engine.driving import greedy
 
 SIZE = 4
 

@@ -4,10 +4,8 @@ from itertools import pairwise
 
 import pytest
 import torch
-from driving import drain, greedy, random_prompts, request, settings, tokens_of
 from hypothesis import given
 from hypothesis import strategies as st
-from tiny_models import VOCAB, save_tiny
 from transformers import PreTrainedModel
 
 from contracts.events import PromptToken
@@ -18,6 +16,8 @@ from engine.load import load_engine
 from engine.messages import StepOutput
 from engine.scoring import ROWS, spans
 from engine.sequence import Sequence
+from tests.engine.driving import drain, greedy, random_prompts, request, settings, tokens_of
+from tests.engine.tiny_models import VOCAB, save_tiny
 
 PROMPTS = random_prompts(VOCAB, (1, 2, 17, 65, 200), seed=4)
 TOLERANCE = 2e-4

@@ -3,11 +3,8 @@
 import numpy as np
 import pytest
 import torch
-from device_engines import device_engine
-from driving import greedy, random_prompts, settings
 from hypothesis import given
 from hypothesis import strategies as st
-from tiny_models import VOCAB, save_tiny
 
 from contracts.ids import RequestId
 from contracts.layout import KVLayout
@@ -20,6 +17,9 @@ from engine.scoring import spans
 from engine.sequence import Sequence
 from engine.tails import tail_rows, tails
 from kernels.registry import Registry
+from tests.engine.device_engines import device_engine
+from tests.engine.driving import greedy, random_prompts, settings
+from tests.engine.tiny_models import VOCAB, save_tiny
 
 # Of a layer's kinds: plain, windows and sinks, segments, experts.
 KINDS = ("llama", "gpt_oss", "llama4", "qwen3_moe")

@@ -6,22 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from device_engines import device_engine
-from driving import answers, greedy, random_prompts, settings
-from quantized_models import (
-    FP8_KV,
-    LAYOUTS,
-    STATIC,
-    TOKEN,
-    block_config,
-    compressed,
-    fp8_blocks,
-    gptq_config,
-    save_quantized,
-)
 from safetensors.torch import load_file, save_file
-from test_device_engine import logits_of, relative_error
-from tiny_models import VOCAB
 
 from bench.oracle import greedy as oracle_greedy
 from checkpoint import open_checkpoint
@@ -41,6 +26,21 @@ from kernels.reference.gemm import dequantize_w4
 from kernels.reference.quant import dequantize_blocks, dequantize_rows
 from kernels.registry import Registry
 from kernels.specs import GemmSpec
+from tests.engine.device_engines import device_engine
+from tests.engine.driving import answers, greedy, random_prompts, settings
+from tests.engine.quantized_models import (
+    FP8_KV,
+    LAYOUTS,
+    STATIC,
+    TOKEN,
+    block_config,
+    compressed,
+    fp8_blocks,
+    gptq_config,
+    save_quantized,
+)
+from tests.engine.test_device_engine import logits_of, relative_error
+from tests.engine.tiny_models import VOCAB
 
 PROMPTS = random_prompts(VOCAB, (5, 17, 64, 130))
 FLOATS = [name for name in LAYOUTS if not name.startswith(("gptq", "awq"))]

@@ -2,13 +2,6 @@
 
 import pytest
 import torch
-from device_engines import device_engine
-from driving import answers, greedy, random_prompts, settings
-from quantized_models import LAYOUTS, LLAMA4_LAYOUTS, save_quantized, save_quantized_llama4
-from test_device_engine import logits_of, relative_error
-from test_engine_llama4 import as_multimodal, change
-from test_quantized import damage
-from tiny_models import VOCAB
 
 from bench.oracle import greedy as oracle_greedy
 from checkpoint import open_checkpoint
@@ -22,6 +15,13 @@ from engine.shards import Shard, ShardedWeights, shard_config
 from engine.tensors import ModelTensors, layer_prefix, widened
 from engine.weights import open_weights
 from kernels.reference.quant import dequantize_rows
+from tests.engine.device_engines import device_engine
+from tests.engine.driving import answers, greedy, random_prompts, settings
+from tests.engine.quantized_models import LAYOUTS, LLAMA4_LAYOUTS, save_quantized, save_quantized_llama4
+from tests.engine.test_device_engine import logits_of, relative_error
+from tests.engine.test_engine_llama4 import as_multimodal, change
+from tests.engine.test_quantized import damage
+from tests.engine.tiny_models import VOCAB
 
 PROMPTS = random_prompts(VOCAB, (5, 64, 130))
 

@@ -1,6 +1,4 @@
-import sys
 from collections.abc import AsyncIterator, Iterator
-from pathlib import Path
 
 import httpx
 import pytest
@@ -12,8 +10,6 @@ from coordinator.redis_server import RedisServer
 from coordinator.redis_store import RedisStore
 from coordinator.store import Store
 from tests.gateway.gateway_rig import Rig, gateway, pair
-
-sys.path.insert(0, str(Path(__file__).parent))
 
 
 @pytest.fixture(scope="session")

@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import httpx
 import pytest
-from gateway_rig import gateway, pair
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -17,6 +16,7 @@ from contracts.sampling import SamplingParams
 from gateway.answer import Answer, Piece
 from gateway.asking import Ask
 from gateway.prompting import Prompting
+from tests.gateway.gateway_rig import gateway, pair
 
 FOX = "The quick brown fox jumps over the lazy dog."
 WILD = "日本語 und 👩‍👩‍👧‍👦 naïve — ελληνικά 🇩🇪"

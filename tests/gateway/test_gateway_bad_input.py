@@ -8,11 +8,11 @@ from typing import Any
 import httpx
 import msgspec
 import pytest
-from gateway_rig import gateway, pair
 
 from contracts.errors import ConfigError
 from gateway.prompting import Prompting
 from gateway.schema import ChatRequest, parse
+from tests.gateway.gateway_rig import gateway, pair
 
 SAY = [{"role": "user", "content": "hi"}]
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"

@@ -4,7 +4,6 @@ import asyncio
 import threading
 
 import pytest
-from gateway_rig import GATEWAY
 
 from contracts.codec import encode
 from contracts.errors import Unavailable
@@ -15,6 +14,7 @@ from gateway.asking import ask_completion
 from gateway.prompting import LONG_CHARS, Prompting
 from gateway.schema import CompletionRequest
 from gateway.workers import MAX_POST_NBYTES
+from tests.gateway.gateway_rig import GATEWAY
 from worker.front import MAX_BODY_NBYTES
 
 WORDS = "one two three four five six "

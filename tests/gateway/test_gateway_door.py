@@ -7,9 +7,9 @@ import socket
 from dataclasses import replace
 
 import pytest
-from gateway_rig import gateway, pair
 
 from gateway import server as gateway_server
+from tests.gateway.gateway_rig import gateway, pair
 
 ASK = {"prompt": "one two three", "max_tokens": 3}
 KEY, OTHER = "sk-first-1234567890", "sk-second-0987654321"

@@ -4,10 +4,10 @@ import asyncio
 
 import httpx
 import pytest
-from gateway_rig import coordinated, gateway, pair
 
 from contracts.errors import Unavailable
 from coordinator.store import Counts, Store
+from tests.gateway.gateway_rig import coordinated, gateway, pair
 
 ASK = {"prompt": "one two three", "max_tokens": 4}
 LONG = {"prompt": "one two three", "max_tokens": 400}

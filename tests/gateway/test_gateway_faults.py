@@ -6,7 +6,6 @@ import json
 import httpx
 import msgspec
 import pytest
-from gateway_rig import GATEWAY, SECRET, Rig, coordinated, gateway, pair
 
 from contracts.errors import Unavailable
 from contracts.events import Failed, Token, Tokens
@@ -17,6 +16,7 @@ from contracts.request import Cancel, Job, WorkerRef
 from coordinator.memory_store import MemoryStore
 from gateway.detokenizer import Detokenizer
 from gateway.fake_worker import FakeWorker
+from tests.gateway.gateway_rig import GATEWAY, SECRET, Rig, coordinated, gateway, pair
 from tests.nodes import ways
 
 ASK = {"prompt": "one two three", "max_tokens": 500}

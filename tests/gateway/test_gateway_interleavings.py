@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from random import Random
 
 import pytest
-from gateway_wires import PROMPT, Wires, ask, join
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -26,6 +25,7 @@ from gateway.dispatch import Dispatch
 from gateway.live import MAX_REPLAYS
 from gateway.placement import StorePlacement
 from gateway.prompting import Prompting
+from tests.gateway.gateway_wires import PROMPT, Wires, ask, join
 
 WORKERS = {"p0": Role.PREFILL, "d0": Role.DECODE, "m0": Role.MIXED, "m1": Role.MIXED}
 

@@ -5,11 +5,11 @@ import json
 import logging
 
 import pytest
-from gateway_rig import gateway, pair
 
 from contracts.errors import Unavailable
 from gateway import server as gateway_server
 from gateway.app import make_app
+from tests.gateway.gateway_rig import gateway, pair
 
 ASK = {"prompt": "one two three", "max_tokens": 3}
 CHAT = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 3}

@@ -2,8 +2,9 @@
 
 import httpx
 import pytest
-from gateway_rig import gateway, pair
 from prometheus_client.parser import text_string_to_metric_families
+
+from tests.gateway.gateway_rig import gateway, pair
 
 ASK = {"prompt": "one two three", "max_tokens": 4}
 DASHBOARDS = """e2e_request_latency_seconds_bucket time_to_first_token_seconds_sum inter_token_latency_seconds_count

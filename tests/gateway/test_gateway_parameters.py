@@ -8,12 +8,12 @@ from typing import Any
 import httpx
 import msgspec
 import pytest
-from gateway_rig import Rig, gateway, pair
 from tokenizers.processors import TemplateProcessing
 
 from checkpoint import Checkpoint
 from gateway.fields import REFUSED
 from gateway.schema import ChatRequest, CompletionRequest
+from tests.gateway.gateway_rig import Rig, gateway, pair
 
 ROW = re.compile(r"^\| `(\w+)` \| (both|chat|completions) \| (honoured|ignored|refused) \|", re.M)
 DOCS = Path("docs/api.md").read_text(encoding="utf-8")

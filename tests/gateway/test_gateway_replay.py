@@ -6,7 +6,6 @@ from collections.abc import AsyncIterator
 
 import httpx
 import pytest
-from gateway_rig import SECRET, Rig, coordinated, gateway, pair
 from msgspec.structs import replace
 
 from contracts.errors import Overloaded, RequestError, Unavailable
@@ -17,6 +16,7 @@ from contracts.request import Job, Route
 from coordinator.memory_store import MemoryStore
 from coordinator.store import PlaceRequest
 from gateway.fake_worker import FakeWorker
+from tests.gateway.gateway_rig import SECRET, Rig, coordinated, gateway, pair
 
 ASK = {"prompt": "one two three 😀 four five", "max_tokens": 60, "stream": True, "logprobs": 0}
 PACE_S = 0.01

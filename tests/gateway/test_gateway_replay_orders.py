@@ -6,7 +6,6 @@ import time
 from collections.abc import Iterator
 
 import pytest
-from gateway_wires import Wires, ask, join
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -21,6 +20,7 @@ from gateway.dispatch import Dispatch
 from gateway.live import MAX_ATTEMPTS, MAX_REPLAYS, Live
 from gateway.placement import StorePlacement
 from gateway.prompting import Prompting
+from tests.gateway.gateway_wires import Wires, ask, join
 
 MIXED = {f"m{i}": Role.MIXED for i in range(3)}
 

@@ -2,7 +2,8 @@
 
 import openai
 import pytest
-from gateway_rig import gateway, pair
+
+from tests.gateway.gateway_rig import gateway, pair
 
 TOOL = {"type": "function", "name": "f"}
 WRONG = {"parameters": {"type": "object", "properties": {"x": {"type": "no"}}}}

@@ -8,7 +8,6 @@ from dataclasses import replace
 
 import httpx
 import pytest
-from gateway_rig import gateway, pair
 from tokenizers.processors import TemplateProcessing
 
 from checkpoint import Checkpoint
@@ -22,6 +21,7 @@ from gateway.details import add_details
 from gateway.placement import StorePlacement
 from gateway.prompting import Prompting
 from gateway.replies import TextReplies
+from tests.gateway.gateway_rig import gateway, pair
 
 FOX = "The quick brown 日本 fox"
 SAY = [{"role": "user", "content": "two three"}]

@@ -11,7 +11,6 @@ from random import Random
 import aiohttp
 import pytest
 from aiohttp import web
-from gateway_rig import SECRET, coordinated
 
 from contracts.codec import frame
 from contracts.events import EventFrame, Failed, Token, Tokens
@@ -22,6 +21,7 @@ from coordinator.memory_store import MemoryStore
 from gateway import dispatch as gateway_dispatch
 from gateway import workers as gateway_workers
 from gateway.fake_worker import FakeWorker
+from tests.gateway.gateway_rig import SECRET, coordinated
 
 PROMPT = "one two three 😀 four five"
 FAULTS = ["none"] * 24 + ["fail", "stall", "gap", "twice", "shuffled", "absurd", "deaf", "die", "late", "stall"]

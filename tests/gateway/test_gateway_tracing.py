@@ -8,7 +8,6 @@ from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
-from gateway_rig import gateway, pair
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
@@ -17,6 +16,7 @@ from opentelemetry.trace import SpanKind, StatusCode
 
 from gateway.stages import exposed_s, stages
 from gateway.tracing import Tracing, is_configured, laid_out, open_tracing
+from tests.gateway.gateway_rig import gateway, pair
 
 ASK = {"prompt": "one two three", "max_tokens": 4}
 PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"

@@ -7,12 +7,12 @@ import msgspec
 import openai
 import pydantic
 import pytest
-from test_thinking_gateway import ANALYSIS, CHANNELS, with_specials
-from test_tools_gateway import CALL, HISTORY, PARAMETERS, PARIS, TWO, saying
-from test_tools_gateway import SAY as SAID
 
 from gateway.openapi import OutputCall, ResponseReply
 from gateway.thinking.harmony import Harmony
+from tests.gateway.test_thinking_gateway import ANALYSIS, CHANNELS, with_specials
+from tests.gateway.test_tools_gateway import CALL, HISTORY, PARAMETERS, PARIS, TWO, saying
+from tests.gateway.test_tools_gateway import SAY as SAID
 
 WEATHER = {"type": "function", "name": "get_weather", "description": "how it is outside", "parameters": PARAMETERS}
 TOOLS: Any = [WEATHER | {"strict": False}, {"type": "function", "name": "now"}]

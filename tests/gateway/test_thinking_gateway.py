@@ -11,7 +11,6 @@ from typing import Any
 import msgspec
 import openai
 import pytest
-from gateway_rig import SECRET, Rig, gateway, pair
 from llguidance import LLMatcher, LLTokenizer
 from tokenizers import AddedToken
 
@@ -21,6 +20,7 @@ from contracts.node import Role
 from gateway.fake_worker import FakeWorker
 from gateway.openapi import ChatReply, ResponseReply
 from gateway.thinking.harmony import Harmony
+from tests.gateway.gateway_rig import SECRET, Rig, gateway, pair
 
 SAY = [{"role": "user", "content": "weather?"}]
 PARIS = '{"city":"Paris"}'

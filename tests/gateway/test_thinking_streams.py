@@ -9,7 +9,6 @@ from typing import Any
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_thinking_gateway import ALWAYS, CHANNELS, HYBRID, SAY, TOOLS, with_specials
 
 from checkpoint import open_checkpoint
 from contracts.events import Event, Finished, FinishReason, Prefilled, Token, Tokens
@@ -25,6 +24,7 @@ from gateway.responses import ResponseReplies
 from gateway.schema import ChatRequest, ResponsesRequest, parse
 from gateway.thinking.harmony import Harmony
 from gateway.tools.request import calling_of
+from tests.gateway.test_thinking_gateway import ALWAYS, CHANNELS, HYBRID, SAY, TOOLS, with_specials
 
 TAGS = ("<think>", "</think>")
 FORMS: dict[str, tuple[str, Sequence[str], Sequence[str]]] = {  # template, special tokens, other added tokens

@@ -10,11 +10,11 @@ import msgspec
 import openai
 import pydantic
 import pytest
-from gateway_rig import Rig, gateway, pair
 
 from checkpoint import Checkpoint
 from gateway.openapi import ChatReply
 from gateway.settings import GatewaySettings
+from tests.gateway.gateway_rig import Rig, gateway, pair
 
 PARIS = '{"city": "Paris"}'
 PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
