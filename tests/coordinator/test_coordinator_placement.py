@@ -93,7 +93,7 @@ def test_a_cached_prefix_is_worth_a_short_queue():
     assert chosen(D, replace(P, pending_tokens=500, cached_tokens=900), worker("p1", Role.PREFILL)) == ("p0", "d0")
 
 
-def test_but_not_a_long_one():
+def test_a_cached_prefix_is_not_worth_a_long_queue():
     assert chosen(D, replace(P, pending_tokens=5000, cached_tokens=900), worker("p1", Role.PREFILL)) == ("p1", "d0")
 
 

@@ -472,7 +472,7 @@ class TestLeading:
         await store.resign("one")
         assert await store.lead("two", 10.0)
 
-    async def test_or_falls_silent(self, store: Store):
+    async def test_the_next_leads_when_the_first_falls_silent(self, store: Store):
         await store.lead("one", 0.05)
         await until(lambda: store.lead("two", 10.0))
 

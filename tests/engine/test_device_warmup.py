@@ -108,7 +108,7 @@ def handed_over(pool, part_counts):
 
 @pytest.mark.parametrize("tp_size", [1, 2])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn], ids=str)
-def test_nor_while_pages_are_handed_over_to_groups_of_any_size(dtype, tp_size):
+def test_nothing_compiles_while_pages_are_handed_over_to_groups_of_any_size(dtype, tp_size):
     """Planes that are no multiple of four, of which parts of sums begin anywhere."""
     name = str(dtype).removeprefix("torch.")
     layout = KVLayout(model="m", num_layers=3, num_kv_heads=8, head_dim=64, block_size=64, dtype=name, tp_size=tp_size)
@@ -127,13 +127,13 @@ def test_nor_while_pages_are_handed_over_to_groups_of_any_size(dtype, tp_size):
 
 
 @pytest.mark.parametrize("family", ["gpt_oss", "qwen3_moe"])
-def test_nor_behind_products_left_unscaled_with_biases_or_head_norms(family, tmp_path, monkeypatch):
+def test_nothing_compiles_behind_products_left_unscaled_with_biases_or_head_norms(family, tmp_path, monkeypatch):
     monkeypatch.setattr("engine.cuda.weights.rounds_sparingly", lambda _: False)
     save_tiny(tmp_path, family, **HEADS)
     assert_nothing_compiles(tmp_path, "float8")
 
 
-def test_nor_where_few_rows_are_multiplied_in_parts(tmp_path, monkeypatch):
+def test_nothing_compiles_where_few_rows_are_multiplied_in_parts(tmp_path, monkeypatch):
     """As of wide matrices."""
     monkeypatch.setattr("engine.cuda.products.skinny_parts", lambda rows, *_, **__: 2 if rows <= 64 else None)
     monkeypatch.setattr("engine.cuda.weights.rounds_sparingly", lambda _: False)
@@ -143,19 +143,19 @@ def test_nor_where_few_rows_are_multiplied_in_parts(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("max_rows", [100, 200, MAX_ROWS])
 @pytest.mark.parametrize("layout", ["compressed-rows", "deepseek", "gptq", "awq"])
-def test_nor_of_weights_as_they_are_stored(layout, max_rows, tmp_path):
+def test_nothing_compiles_of_weights_as_they_are_stored(layout, max_rows, tmp_path):
     save_quantized(tmp_path, LAYOUTS[layout])
     assert_nothing_compiles(tmp_path, "auto", max_rows)
 
 
-def test_nor_where_there_is_no_room_to_widen_keys_for_attention(tmp_path, monkeypatch):
+def test_nothing_compiles_where_there_is_no_room_to_widen_keys_for_attention(tmp_path, monkeypatch):
     monkeypatch.setattr("engine.cuda.attention._MAX_WORKSPACE_NBYTES", 4 * 2 * 32 * 384)  # of one short prompt
     save_tiny(tmp_path, "llama", **FUSIBLE)
     assert_nothing_compiles(tmp_path, "float8")
 
 
 @pytest.mark.parametrize("has_room", [True, False])
-def test_nor_for_short_chunks_behind_a_long_prefix(has_room, tmp_path, monkeypatch):
+def test_nothing_compiles_for_short_chunks_behind_a_long_prefix(has_room, tmp_path, monkeypatch):
     """Of one prompt the keys are shared out, of several at once they are not."""
     if not has_room:
         monkeypatch.setattr("engine.cuda.attention._MAX_WORKSPACE_NBYTES", 4 * 2 * 32 * 700)
@@ -171,7 +171,7 @@ def test_nor_for_short_chunks_behind_a_long_prefix(has_room, tmp_path, monkeypat
         assert launches.kinds == known
 
 
-def test_nor_for_few_rows_that_another_attention_leaves_to_ours(tmp_path, monkeypatch):
+def test_nothing_compiles_for_few_rows_that_another_attention_leaves_to_ours(tmp_path, monkeypatch):
     best = Impl(
         "attn_prefill", "best", 99, catalog.always, "kernels.reference.attention:attn_prefill", wants_e4m3=True,
         for_few="triton",

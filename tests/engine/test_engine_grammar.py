@@ -215,7 +215,7 @@ def test_a_request_may_go_while_its_grammar_is_compiled(engine, tokenizer, held_
     engine.check()
 
 
-def test_nor_does_one_that_came_from_elsewhere_hold_up_others(engine, tokenizer, held_up):
+def test_no_answer_waits_while_a_grammar_that_came_from_elsewhere_is_compiled(engine, tokenizer, held_up):
     prompt = tokenizer.encode("Answer: ").ids
     params = greedy(40, grammar=long("foreign"), ignore_eos=False)
     reservation = engine.reserve(request("guided", prompt, params))

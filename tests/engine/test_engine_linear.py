@@ -68,11 +68,11 @@ def test_a_row_is_the_same_to_the_bit_in_any_company(kind, num_out):
     assert_rows_keep_their_bits(linear)
 
 
-def test_so_is_a_row_of_int4():
+def test_a_row_of_int4_is_the_same_to_the_bit_in_any_company():
     assert_rows_keep_their_bits(pack_int4_if_exact(on_grid(192, WIDTH), None))
 
 
-def test_so_is_a_row_of_float16_among_few():
+def test_a_row_of_float16_is_the_same_to_the_bit_among_few():
     """fbgemm sums the last one or two rows of many numbers otherwise where it has no AVX-512."""
     spans = [(first, first + count) for first in (0, 5) for count in range(1, 120)]
     assert_rows_keep_their_bits(Float16Linear(matrix(192, WIDTH, 2), None), spans)
@@ -80,7 +80,7 @@ def test_so_is_a_row_of_float16_among_few():
 
 @needs_bfloat16
 @pytest.mark.parametrize("kind", [BFloat16Linear, BFloat16PromptLinear])
-def test_so_is_a_row_of_bfloat16_in_a_large_product(kind):
+def test_a_row_of_bfloat16_is_the_same_to_the_bit_in_a_large_product(kind):
     """oneDNN sums many rows in other orders than few where it has AMX, and in yet others where the product is large."""
     linear, x = kind(matrix(2048, 4096, 3), None), matrix(400, 4096, 4)
     everything = linear(x)
@@ -90,7 +90,7 @@ def test_so_is_a_row_of_bfloat16_in_a_large_product(kind):
 
 @needs_bfloat16
 @pytest.mark.parametrize("kind", [BFloat16Linear, BFloat16PromptLinear])
-def test_so_is_a_lone_row_of_bfloat16(kind):
+def test_a_lone_row_of_bfloat16_is_the_same_to_the_bit(kind):
     """oneDNN sums it otherwise, which shows in one of two products of this size."""
     linear, x = kind(matrix(2048, 2048, 3), None), matrix(64, 2048, 4)
     everything = linear(x)

@@ -134,7 +134,7 @@ def test_rows_that_nobody_wants_go_no_further_than_the_last_k_and_v(folder, monk
     assert noted == [64] * (engine.layout.num_layers - 1) + [0]
 
 
-def test_nor_on_a_device(folder, monkeypatch):
+def test_rows_that_nobody_wants_go_no_further_than_the_last_k_and_v_on_a_device(folder, monkeypatch):
     """There newest tokens attend as decodes do, and rows that are scored by piece."""
     get, noted = Registry.get, []
 

@@ -56,7 +56,7 @@ def test_a_kernel_is_compiled_once_for_all_numbers_of_rows(compiled):
     assert compiled == ["norm_kernel"]
 
 
-def test_and_once_more_where_it_is_launched_otherwise(compiled):
+def test_a_kernel_is_compiled_once_more_where_it_is_launched_otherwise(compiled):
     with compiled_ahead():
         norm(64)
         norm(65)  # fewer warps

@@ -29,18 +29,18 @@ def test_the_suite_passes_over_ucx(suite: str) -> None:
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("suite", ["channels", "node"])
-def test_so_it_does_where_ucx_fetches_the_messages_as_over_rdma(suite: str) -> None:
+def test_the_suite_passes_where_ucx_fetches_the_messages_as_over_rdma(suite: str) -> None:
     _pass(suite, **FETCHED)
 
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("suite", ["node", "death"])
-def test_so_it_does_with_the_pages_of_devices(suite: str) -> None:
+def test_the_suite_passes_with_the_pages_of_devices(suite: str) -> None:
     """Packed and unpacked by the device's operations, in whose memory messages begin and end."""
     _pass(suite, **DEVICES)
 
 
-def test_so_it_does_where_a_device_fetches_the_messages() -> None:
+def test_the_suite_passes_where_a_device_fetches_the_messages() -> None:
     _pass("node", **DEVICES, **FETCHED)
 
 

@@ -41,7 +41,7 @@ async def test_our_clients_give_an_idle_connection_up_before_the_server_does():
         assert float(connector._keepalive_timeout or 0) in range(1, server.KEEP_ALIVE_S // 2)
 
 
-async def test_that_limit_is_the_one_in_force(monkeypatch):
+async def test_the_server_closes_a_connection_that_was_idle_for_its_limit(monkeypatch):
     monkeypatch.setattr(server, "KEEP_ALIVE_S", 1)
     with listen("127.0.0.1", 0) as listener:
         async with serving(make_app(), listener):
