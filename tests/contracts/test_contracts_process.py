@@ -96,8 +96,10 @@ def test_a_ready_file_is_whole_whenever_it_is_seen(tmp_path: Path):
     assert [file.name for file in tmp_path.iterdir()] == ["ready.json"]
 
 
-def test_no_path_means_no_file():
+def test_no_path_means_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
     write_ready_file(None, {"pid": os.getpid()})
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_ready_file_that_cannot_be_written_names_itself(tmp_path: Path):

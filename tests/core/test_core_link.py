@@ -2,7 +2,6 @@
 
 import socket
 import threading
-import time
 
 import pytest
 
@@ -38,9 +37,7 @@ def test_the_bell_ends_a_wait_from_another_thread(ends):
     _, link = ends
     timer = threading.Timer(0.05, link.ring)
     timer.start()
-    began_s = time.monotonic()
-    assert link.receive(30.0) == []
-    assert time.monotonic() - began_s < 25.0
+    assert link.receive(3600.0) == []  # far longer than a test may take
     timer.join()
     assert link.receive(0.0) == []
 

@@ -96,7 +96,8 @@ def test_bytes_that_are_no_character_change_nothing_that_was_shown(sentencepiece
 )
 @settings(max_examples=300)
 def test_any_tokens_are_text(sentencepiece, ids, before):
-    shown(sentencepiece, ids, [before])
+    text = shown(sentencepiece, ids, [before])
+    assert isinstance(text, str) and not any("\ud800" <= character <= "\udfff" for character in text)
 
 
 @st.composite
