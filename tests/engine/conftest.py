@@ -14,3 +14,11 @@ def family(request, tmp_path_factory):
     model = save_tiny(folder, request.param)
     prompts = random_prompts(VOCAB, request.module.LENGTHS)
     return folder, prompts, [oracle_greedy(model, prompt, 12) for prompt in prompts]
+
+
+@pytest.fixture
+def nothing_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise AssertionError("a weight was rounded on load")
+
+    monkeypatch.setattr("engine.cuda.weights.quantize_rows", refuse)

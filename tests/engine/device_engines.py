@@ -1,6 +1,6 @@
-"""The GPU's adapter on the reference kernels, so that its whole way is proven where there is no GPU."""
+"""The GPU's adapter on the reference kernels, so that its whole way is proven where there is no GPU; and on one."""
 
-from collections.abc import Sequence
+from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ from checkpoint import open_checkpoint
 from contracts.events import Token
 from contracts.ids import RequestId
 from contracts.sampling import SamplingParams
+from engine.batch import Piece
 from engine.cuda.beside import DecodesBeside
 from engine.cuda.capture import Launch
 from engine.cuda.chunks import Chunks
@@ -20,6 +21,8 @@ from engine.cuda.load import load_device_engine
 from engine.cuda.remote import RemotePages
 from engine.cuda.runner import DeviceRunner
 from engine.engine import Engine
+from engine.runner import Runner
+from engine.sequence import Sequence
 from tests.engine.driving import drain, greedy, request, settings, tokens_of
 
 ANSWER = greedy(8)
@@ -37,6 +40,46 @@ def device_engine(folder: Path, dtype: str = "float32", **changes: Any) -> Engin
     chosen = settings(model=str(folder), dtype=dtype, **changes)
     torch.set_num_threads(1)
     return load_device_engine(chosen, open_checkpoint(str(folder)), lambda *_: None, device=torch.device("cpu"))
+
+
+def engine_of(folder: Path, dtype: str, device: str = "cuda", **changes: Any) -> Engine:
+    """On a GPU, or as it is there on the reference kernels."""
+    chosen = settings(model=str(folder), dtype=dtype, max_num_seqs=8, max_model_len=512, **changes)
+    return load_device_engine(chosen, open_checkpoint(str(folder)), lambda *_: None, device=torch.device(device))
+
+
+def logits_of(engine: Engine, prompts: SequenceOf[list[int]], num_decoded: int = 3) -> torch.Tensor:
+    """Of the prompts' last token and of some decode steps with given tokens, undrawn."""
+    sequences = []
+    for row, prompt in enumerate(prompts):
+        sequence = Sequence(RequestId(str(row)), prompt, greedy())
+        sequence.blocks.extend(range(4 * row, 4 * row + 4))
+        sequences.append(sequence)
+    steps = [engine.runner.forward_undrawn([Piece(s, 0, s.num_prompt) for s in sequences]).logits]
+    for token in range(num_decoded):
+        for sequence in sequences:
+            sequence.tokens.append(token)
+        steps.append(engine.runner.forward_undrawn([Piece(s, len(s.tokens) - 1, 1) for s in sequences]).logits)
+    return torch.stack(steps)
+
+
+def logits_beside_a_prompt(runner: Runner, prompts: SequenceOf[list[int]]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of an answer to each prompt, three or so that they are padded, and of a prompt: alone and together. Then of the
+    answers and of a chunk, whose rows go no further than K and V.
+    """
+    *answering, prompt = [
+        Sequence(RequestId(str(row)), each, greedy()) for row, each in enumerate([*prompts, prompts[-1]])
+    ]
+    for row, sequence in enumerate([*answering, prompt]):
+        sequence.blocks.extend(range(8 * row, 8 * row + 8))
+    whole, chunk = Piece(prompt, 0, prompt.num_prompt), Piece(prompt, 0, 64)
+    runner.forward_undrawn([Piece(sequence, 0, sequence.num_prompt) for sequence in answering])
+    for sequence in answering:
+        sequence.tokens.append(7)
+    decodes = [Piece(sequence, sequence.num_prompt, 1) for sequence in answering]
+    alone = [runner.forward_undrawn(pieces).logits for pieces in (decodes, [whole], decodes)]
+    beside = [runner.forward_undrawn([*decodes, piece]).logits for piece in (whole, chunk)]
+    return torch.cat(alone), torch.cat(beside)
 
 
 def chunks_of(engine: Engine) -> Chunks:
@@ -80,7 +123,7 @@ class Prefilled:
 
 
 def prefilled(
-    source: Engine, name: str, prompt: Sequence[int], num_parts: int, sampling: SamplingParams = ANSWER
+    source: Engine, name: str, prompt: SequenceOf[int], num_parts: int, sampling: SamplingParams = ANSWER
 ) -> Prefilled:
     """Computed, and kept until it is released."""
     source.submit(request(name, prompt, sampling, handoff=True))
@@ -97,7 +140,7 @@ def landed(
     remote: RemotePages,
     told: Prefilled,
     name: str,
-    prompt: Sequence[int],
+    prompt: SequenceOf[int],
     sampling: SamplingParams = ANSWER,
 ) -> None:
     """Reserved and prepared as a worker does, then pages pulled, each summed up right."""
@@ -117,14 +160,14 @@ def adopted(target: Engine, told: Prefilled, name: str) -> None:
     target.writer_ended(RequestId(name))
 
 
-def taken_over(target: Engine, remote: RemotePages, told: Prefilled, name: str, prompt: Sequence[int]) -> list[int]:
+def taken_over(target: Engine, remote: RemotePages, told: Prefilled, name: str, prompt: SequenceOf[int]) -> list[int]:
     """The answer to it, token 0 included."""
     landed(target, remote, told, name, prompt)
     adopted(target, told, name)
     return [told.first.token_id, *tokens_of(drain(target), name)]
 
 
-def hand_over(source: Engine, target: Engine, name: str, prompt: Sequence[int]) -> list[int]:
+def hand_over(source: Engine, target: Engine, name: str, prompt: SequenceOf[int]) -> list[int]:
     """The answer of one engine to what the other computed, both in this process."""
     told = prefilled(source, name, prompt, max(source.layout.tp_size, target.layout.tp_size))
     remote = target.transfer_pool.attach(source.transfer_pool.share())

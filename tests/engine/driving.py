@@ -1,6 +1,7 @@
 """Running an engine in tests: requests in, answers out."""
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ import torch
 from contracts.ids import RequestId
 from contracts.sampling import SamplingParams
 from engine.engine import Engine
+from engine.load import load_engine
 from engine.messages import EngineRequest, EngineSettings, StepOutput
 
 needs_bfloat16 = pytest.mark.skipif(
@@ -54,6 +56,13 @@ def answers(engine: Engine, prompts: Sequence[Sequence[int]], sampling: Sampling
         engine.submit(request(str(index), prompt, sampling))
     outputs = drain(engine)
     return [tokens_of(outputs, str(index)) for index in range(len(prompts))]
+
+
+def scored(folder: Path, prompt: Sequence[int]) -> list[float]:
+    """The logprob of each of the prompt's tokens, but the first, in a model's folder."""
+    engine = load_engine(settings(model=str(folder)))
+    engine.submit(request("a", prompt, greedy(1, prompt_logprobs=0)))
+    return [token.logprob for output in drain(engine) for item in output.scored for token in item.tokens]
 
 
 def random_prompts(vocab: int, lengths: Sequence[int], seed: int = 0) -> list[list[int]]:

@@ -83,6 +83,12 @@ def save_quantized_llama4(folder: Path, layout: Llama4Layout, **changes: Any) ->
     return model
 
 
+def damage(folder: Path, changes: dict[str, Tensor | None]) -> None:
+    """Other tensors in the file; None takes one out."""
+    tensors = {**load_file(folder / "model.safetensors"), **changes}
+    save_file({name: t for name, t in tensors.items() if t is not None}, folder / "model.safetensors")
+
+
 def expert_modules(name: str, stacked: Tensor) -> tuple[dict[str, Tensor], Tensor]:
     """A module for each matrix of each expert, by row: Meta's FP8 Maverick, llm-compressor."""
     stem, _, kind = name.rpartition(".")

@@ -5,14 +5,21 @@ import torch
 from llguidance import LLMatcher
 
 from bench.oracle import greedy as oracle_greedy
-from checkpoint import open_checkpoint
 from contracts.sampling import SamplingParams
-from engine.cuda.load import load_device_engine
 from engine.cuda.runner import DeviceRunner
 from engine.load import load_engine
-from tests.engine.device_engines import FUSIBLE, beside_of, chunks_of, endings_of, noted_launches_of
+from kernels.cases import relative_error
+from tests.engine.device_engines import (
+    FUSIBLE,
+    beside_of,
+    chunks_of,
+    endings_of,
+    engine_of,
+    logits_beside_a_prompt,
+    logits_of,
+    noted_launches_of,
+)
 from tests.engine.driving import answers, greedy, random_prompts, settings
-from tests.engine.test_device_engine import logits_beside_a_prompt, logits_of, relative_error
 from tests.engine.tiny_models import FAMILIES, VOCAB, save_tiny
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
@@ -21,11 +28,6 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 CARD = {"hidden_size": 128, "num_attention_heads": 4, "num_key_value_heads": 1}
 PROMPTS = random_prompts(VOCAB, (1, 5, 63, 64, 65, 150, 300))
 FEW = PROMPTS[1:5]
-
-
-def engine_of(folder, dtype, device="cuda", **changes):
-    chosen = settings(model=str(folder), dtype=dtype, max_num_seqs=8, max_model_len=512, **changes)
-    return load_device_engine(chosen, open_checkpoint(str(folder)), lambda *_: None, device=torch.device(device))
 
 
 def card_logits(engine, prompts=FEW):

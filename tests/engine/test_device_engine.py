@@ -30,12 +30,22 @@ from engine.sequence import Sequence
 from engine.weights import open_weights
 from kernels import catalog
 from kernels.caps import Caps
+from kernels.cases import relative_error
 from kernels.reference import attention
 from kernels.registry import Impl, Registry
 from kernels.specs import FusedAttnSpec, GemmSpec, NormSpec, RopeSpec
 from kv_transfer.conversion import is_possible
 from kv_transfer.frames import Terms
-from tests.engine.device_engines import FUSIBLE, beside_of, chunks_of, device_engine, endings_of, noted_launches_of
+from tests.engine.device_engines import (
+    FUSIBLE,
+    beside_of,
+    chunks_of,
+    device_engine,
+    endings_of,
+    logits_beside_a_prompt,
+    logits_of,
+    noted_launches_of,
+)
 from tests.engine.driving import answers, drain, greedy, random_prompts, request, settings, tokens_of
 from tests.engine.tiny_models import VOCAB, save_tiny
 
@@ -52,44 +62,6 @@ def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("llama")
     save_tiny(folder, "llama", **FUSIBLE)
     return folder
-
-
-def logits_of(engine, prompts, num_decoded=3):
-    """Of the prompts' last token and of some decode steps with given tokens, undrawn."""
-    sequences = []
-    for row, prompt in enumerate(prompts):
-        sequence = Sequence(RequestId(str(row)), prompt, greedy())
-        sequence.blocks.extend(range(4 * row, 4 * row + 4))
-        sequences.append(sequence)
-    steps = [engine.runner.forward_undrawn([Piece(s, 0, s.num_prompt) for s in sequences]).logits]
-    for token in range(num_decoded):
-        for sequence in sequences:
-            sequence.tokens.append(token)
-        steps.append(engine.runner.forward_undrawn([Piece(s, len(s.tokens) - 1, 1) for s in sequences]).logits)
-    return torch.stack(steps)
-
-
-def logits_beside_a_prompt(runner, prompts):
-    """Of an answer to each prompt, three or so that they are padded, and of a prompt: alone and together. Then of the
-    answers and of a chunk, whose rows go no further than K and V.
-    """
-    *answering, prompt = [
-        Sequence(RequestId(str(row)), each, greedy()) for row, each in enumerate([*prompts, prompts[-1]])
-    ]
-    for row, sequence in enumerate([*answering, prompt]):
-        sequence.blocks.extend(range(8 * row, 8 * row + 8))
-    whole, chunk = Piece(prompt, 0, prompt.num_prompt), Piece(prompt, 0, 64)
-    runner.forward_undrawn([Piece(sequence, 0, sequence.num_prompt) for sequence in answering])
-    for sequence in answering:
-        sequence.tokens.append(7)
-    decodes = [Piece(sequence, sequence.num_prompt, 1) for sequence in answering]
-    alone = [runner.forward_undrawn(pieces).logits for pieces in (decodes, [whole], decodes)]
-    beside = [runner.forward_undrawn([*decodes, piece]).logits for piece in (whole, chunk)]
-    return torch.cat(alone), torch.cat(beside)
-
-
-def relative_error(found, expected):
-    return float((found - expected).norm() / expected.norm())
 
 
 @pytest.mark.parametrize(("dtype", "bound"), [("bfloat16", 0.04), ("float8", 0.3), ("float8-head", 0.3)])

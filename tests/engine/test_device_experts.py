@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from engine.load import load_engine
-from tests.engine.device_engines import device_engine
+from kernels.cases import relative_error
+from tests.engine.device_engines import device_engine, logits_of
 from tests.engine.driving import answers, greedy, random_prompts, settings
-from tests.engine.test_device_engine import logits_of, relative_error
 from tests.engine.tiny_models import VOCAB, save_mxfp4, save_tiny
 
 PROMPTS = random_prompts(VOCAB, (9, 64, 100))

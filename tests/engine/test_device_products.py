@@ -7,11 +7,10 @@ from engine.cuda.products import Products, RowBuffer, Scaled, rounding
 from engine.cuda.weights import Matrix
 from kernels import catalog
 from kernels.caps import Caps
-from kernels.cases import gemm_operands
+from kernels.cases import gemm_operands, relative_error
 from kernels.decode_plan import skinny_parts
 from kernels.layouts import tile_int4
 from kernels.specs import GemmSpec, QuantSpec
-from tests.engine.test_device_engine import relative_error
 
 
 @pytest.mark.parametrize("adds", [True, False])

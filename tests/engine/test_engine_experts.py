@@ -1,7 +1,6 @@
 """Mixtures of experts on the CPU: what their answers do not depend on, and which configurations are refused."""
 
 import json
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,7 +14,7 @@ from engine.experts import Mixture
 from engine.linear import FORMATS
 from engine.load import load_engine
 from engine.mlp import GatedMlp
-from tests.engine.driving import answers, drain, greedy, needs_bfloat16, random_prompts, request, settings
+from tests.engine.driving import answers, greedy, needs_bfloat16, random_prompts, scored, settings
 from tests.engine.tiny_models import VOCAB, save_mxfp4, save_tiny
 
 PROMPTS = random_prompts(VOCAB, (1, 5, 17, 40, 150))
@@ -98,7 +97,7 @@ def test_mxfp4_experts_are_what_their_table_says(tmp_path):
 def test_a_little_of_what_sets_gpt_oss_apart_shows(tmp_path, changes):
     """A window of one token more, another scaling of rope, sinks moved by a half."""
     save_tiny(tmp_path, "gpt_oss")
-    before = scored(tmp_path)
+    before = scored(tmp_path, PROMPTS[-1])
     if "sinks" in changes:
         tensors = load_file(tmp_path / "model.safetensors")
         moved = {name: tensor + 0.5 * name.endswith("sinks") for name, tensor in tensors.items()}
@@ -108,10 +107,4 @@ def test_a_little_of_what_sets_gpt_oss_apart_shows(tmp_path, changes):
         for key, value in changes.items():
             config[key] = config[key] | value if isinstance(value, dict) else value
         (tmp_path / "config.json").write_text(json.dumps(config))
-    assert np.abs(np.array(scored(tmp_path)) - before).max() > 1e-3
-
-
-def scored(folder: Path) -> list[float]:
-    engine = load_engine(settings(model=str(folder)))
-    engine.submit(request("a", PROMPTS[-1], greedy(1, prompt_logprobs=0)))
-    return [token.logprob for output in drain(engine) for item in output.scored for token in item.tokens]
+    assert np.abs(np.array(scored(tmp_path, PROMPTS[-1])) - before).max() > 1e-3

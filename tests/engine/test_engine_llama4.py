@@ -1,12 +1,9 @@
 """What sets Llama 4 apart: each part of it beside transformers, or shown to matter; its multimodal folders."""
 
-import json
 import logging
-from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
@@ -15,8 +12,8 @@ from bench.oracle import greedy as oracle_greedy
 from contracts.errors import ConfigError
 from engine.load import load_engine
 from engine.segments import Stretches, cut
-from tests.engine.driving import answers, drain, greedy, random_prompts, request, settings
-from tests.engine.tiny_models import LLAMA3_ROPE, VOCAB, save_tiny
+from tests.engine.driving import answers, greedy, random_prompts, scored, settings
+from tests.engine.tiny_models import LLAMA3_ROPE, VOCAB, as_multimodal, change_config, save_tiny
 
 PROMPTS = random_prompts(VOCAB, (5, 63, 64, 129, 200))
 AS_SCOUT = {"interleave_moe_layer_step": 1, "rope_parameters": {**LLAMA3_ROPE, "high_freq_factor": 1.0}}
@@ -52,9 +49,9 @@ def test_other_llama4s_are_those_of_transformers(tmp_path, changes):
 )
 def test_a_little_of_what_sets_llama4_apart_shows(tmp_path, changes):
     save_tiny(tmp_path, "llama4")
-    before = scored(tmp_path)
-    change(tmp_path, changes)
-    assert np.abs(np.array(scored(tmp_path)) - before).max() > 1e-3
+    before = scored(tmp_path, PROMPTS[-1])
+    change_config(tmp_path, changes)
+    assert np.abs(np.array(scored(tmp_path, PROMPTS[-1])) - before).max() > 1e-3
 
 
 def test_the_text_part_of_a_multimodal_folder_is_served(tmp_path, caplog):
@@ -103,26 +100,3 @@ def seen(table: np.ndarray, newest: int, block_size: int, first_block: int) -> t
     """The first and the newest position that the row at `newest` of a segment sees."""
     first, last = ((table[at // block_size] - first_block) * block_size + at % block_size for at in (0, newest))
     return first, last
-
-
-def as_multimodal(folder: Path) -> None:
-    """A saved Llama 4 again, beside a vision tower."""
-    file = folder / "model.safetensors"
-    tensors = {f"language_model.{name}": tensor for name, tensor in load_file(file).items()}
-    vision = {f"{name}.weight": torch.ones(2, 2) for name in ("vision_model.layernorm_pre", "multi_modal_projector.x")}
-    save_file(tensors | vision, file)
-    config = json.loads((folder / "config.json").read_text())
-    whole = {"architectures": ["Llama4ForConditionalGeneration"], "model_type": "llama4", "text_config": config}
-    whole |= {key: config.pop(key) for key in ("quantization_config",) if key in config}
-    (folder / "config.json").write_text(json.dumps(whole))
-
-
-def change(folder: Path, changes: dict[str, object]) -> None:
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | changes))
-
-
-def scored(folder: Path) -> list[float]:
-    engine = load_engine(settings(model=str(folder)))
-    engine.submit(request("a", PROMPTS[-1], greedy(1, prompt_logprobs=0)))
-    return [token.logprob for output in drain(engine) for item in output.scored for token in item.tokens]

@@ -2,11 +2,9 @@
 
 import json
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 from bench.oracle import greedy as oracle_greedy
 from checkpoint import open_checkpoint
@@ -22,11 +20,12 @@ from engine.tensors import ModelTensors, layer_prefix
 from engine.weights import open_weights
 from kernels import catalog
 from kernels.caps import Caps
+from kernels.cases import relative_error
 from kernels.reference.gemm import dequantize_w4
 from kernels.reference.quant import dequantize_blocks, dequantize_rows
 from kernels.registry import Registry
 from kernels.specs import GemmSpec
-from tests.engine.device_engines import device_engine
+from tests.engine.device_engines import device_engine, logits_of
 from tests.engine.driving import answers, greedy, random_prompts, settings
 from tests.engine.quantized_models import (
     FP8_KV,
@@ -35,11 +34,11 @@ from tests.engine.quantized_models import (
     TOKEN,
     block_config,
     compressed,
+    damage,
     fp8_blocks,
     gptq_config,
     save_quantized,
 )
-from tests.engine.test_device_engine import logits_of, relative_error
 from tests.engine.tiny_models import VOCAB
 
 PROMPTS = random_prompts(VOCAB, (5, 17, 64, 130))
@@ -73,14 +72,6 @@ def test_greedy_answers_equal_those_of_the_widened_model(stored, device):
     expected = [oracle_greedy(model, prompt, 12) for prompt in PROMPTS]
     engine = load_engine(settings(model=str(folder))) if device == "cpu" else device_engine(folder)
     assert answers(engine, PROMPTS, greedy()) == expected
-
-
-@pytest.fixture
-def nothing_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: object) -> None:
-        raise AssertionError("a weight was rounded on load")
-
-    monkeypatch.setattr("engine.cuda.weights.quantize_rows", refuse)
 
 
 def test_matrices_stay_as_they_are_stored(stored, nothing_rounds):
@@ -201,12 +192,6 @@ def test_an_output_head_may_be_quantized_too(name, tmp_path, nothing_rounds):
     found = logits_of(device_engine(tmp_path, kept_dtype(name)), PROMPTS[:2])
     reference = logits_of(device_engine(tmp_path, "float32"), PROMPTS[:2])
     assert 1e-4 < relative_error(found, reference) < BOUNDS[kept_dtype(name)]
-
-
-def damage(folder: Path, changes: dict[str, torch.Tensor | None]) -> None:
-    """None takes a tensor out."""
-    tensors = {**load_file(folder / "model.safetensors"), **changes}
-    save_file({name: t for name, t in tensors.items() if t is not None}, folder / "model.safetensors")
 
 
 Q = "model.layers.0.self_attn.q_proj"

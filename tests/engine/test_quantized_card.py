@@ -3,10 +3,10 @@
 import pytest
 import torch
 
+from kernels.cases import relative_error
+from tests.engine.device_engines import engine_of, logits_of
 from tests.engine.driving import answers, greedy, random_prompts
 from tests.engine.quantized_models import LAYOUTS, LLAMA4_LAYOUTS, save_quantized, save_quantized_llama4
-from tests.engine.test_device_card import engine_of
-from tests.engine.test_device_engine import logits_of, relative_error
 from tests.engine.tiny_models import VOCAB
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]

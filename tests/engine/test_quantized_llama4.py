@@ -14,14 +14,12 @@ from engine.quantized import Fp8Matrix
 from engine.shards import Shard, ShardedWeights, shard_config
 from engine.tensors import ModelTensors, layer_prefix, widened
 from engine.weights import open_weights
+from kernels.cases import relative_error
 from kernels.reference.quant import dequantize_rows
-from tests.engine.device_engines import device_engine
+from tests.engine.device_engines import device_engine, logits_of
 from tests.engine.driving import answers, greedy, random_prompts, settings
-from tests.engine.quantized_models import LAYOUTS, LLAMA4_LAYOUTS, save_quantized, save_quantized_llama4
-from tests.engine.test_device_engine import logits_of, relative_error
-from tests.engine.test_engine_llama4 import as_multimodal, change
-from tests.engine.test_quantized import damage
-from tests.engine.tiny_models import VOCAB
+from tests.engine.quantized_models import LAYOUTS, LLAMA4_LAYOUTS, damage, save_quantized, save_quantized_llama4
+from tests.engine.tiny_models import VOCAB, as_multimodal, change_config
 
 PROMPTS = random_prompts(VOCAB, (5, 64, 130))
 
@@ -33,14 +31,6 @@ def stored(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     model = save_quantized_llama4(folder, LLAMA4_LAYOUTS[request.param])
     as_multimodal(folder)
     return folder, model
-
-
-@pytest.fixture
-def nothing_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: object) -> None:
-        raise AssertionError("a weight was rounded on load")
-
-    monkeypatch.setattr("engine.cuda.weights.quantize_rows", refuse)
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
@@ -144,7 +134,7 @@ def test_the_configuration_names_modules_as_the_file_does(tmp_path):
     save_quantized_llama4(tmp_path, layout)
     as_multimodal(tmp_path)
     left = "language_model.model.layers.1.feed_forward.shared_expert.down_proj"
-    change(tmp_path, {"quantization_config": layout.config | {"ignore": [left]}})
+    change_config(tmp_path, {"quantization_config": layout.config | {"ignore": [left]}})
     with pytest.raises(
         ConfigError, match=r"shared_expert.down_proj.weight' is .* or its config.json says that it is not"
     ):

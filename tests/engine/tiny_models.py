@@ -157,3 +157,20 @@ def dequantized(pairs: torch.Tensor, exponents: torch.Tensor) -> torch.Tensor:
     values = torch.tensor([*table, *(-value for value in table)])
     codes = torch.stack([pairs % 16, pairs // 16], -1).flatten(-2).long()
     return values[codes] * (2.0 ** (exponents.float() - 127)).repeat_interleave(32, -1)
+
+
+def as_multimodal(folder: Path) -> None:
+    """A saved Llama 4 again, beside a vision tower."""
+    file = folder / "model.safetensors"
+    tensors = {f"language_model.{name}": tensor for name, tensor in load_file(file).items()}
+    vision = {f"{name}.weight": torch.ones(2, 2) for name in ("vision_model.layernorm_pre", "multi_modal_projector.x")}
+    save_file(tensors | vision, file)
+    config = json.loads((folder / "config.json").read_text())
+    whole = {"architectures": ["Llama4ForConditionalGeneration"], "model_type": "llama4", "text_config": config}
+    whole |= {key: config.pop(key) for key in ("quantization_config",) if key in config}
+    (folder / "config.json").write_text(json.dumps(whole))
+
+
+def change_config(folder: Path, changes: dict[str, Any]) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | changes))
