@@ -67,10 +67,10 @@ class Page:
     async def type(self, text: str) -> None:
         await self.call("Input.insertText", text=text)
 
-    async def press(self, key: str, shift: bool = False) -> None:
+    async def press(self, key: str) -> None:
         """A key as `KeyboardEvent.key` names it."""
         codes = {"Enter": 13, "Tab": 9, "Escape": 27, "ArrowRight": 39, "ArrowLeft": 37, " ": 32}
-        key_event = {"key": key, "code": key, "windowsVirtualKeyCode": codes[key], "modifiers": 8 if shift else 0}
+        key_event = {"key": key, "code": key, "windowsVirtualKeyCode": codes[key]}
         text = {"Enter": {"text": "\r"}, " ": {"text": " "}}.get(key, {})
         await self.call("Input.dispatchKeyEvent", type="keyDown", **key_event, **text)
         await self.call("Input.dispatchKeyEvent", type="keyUp", **key_event)

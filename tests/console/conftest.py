@@ -6,6 +6,7 @@ import pytest
 
 from bench.system import System, running
 from tests.console.browser import Page, find_chromium, launched, opened_page
+from tests.console.looks import look_at
 
 
 @pytest.fixture(scope="module")
@@ -32,10 +33,3 @@ async def page(browser: str) -> AsyncIterator[Page]:
 async def console(page: Page, system: System) -> Page:
     """With the workers shown."""
     return await look_at(page, system, num_workers=2)
-
-
-async def look_at(page: Page, system: System, num_workers: int) -> Page:
-    await page.emulate(1360, 900, prefers_color_scheme="light")
-    await page.open(f"{system.url}/")
-    await page.until(f"document.querySelectorAll('.state.ready').length === {num_workers}")
-    return page

@@ -20,7 +20,7 @@ from rich.text import Text
 from bench.system import System, running
 from tests.console.browser import Page, find_chromium, launched, opened_page
 from tests.console.handoffs import two_handoffs
-from tests.console.test_console_browser import TWO_IN_FLIGHT, ask
+from tests.console.looks import TWO_IN_FLIGHT, ask
 
 FOLDER = Path("docs/images")
 WIDTH, HEIGHT = 1360, 1180

@@ -17,8 +17,8 @@ from gateway.console.routes import add_console
 from gateway.keys import Keys
 from service.server import serving
 from tests.console.browser import Page, find_chromium
-from tests.console.conftest import look_at
 from tests.console.handoffs import two_handoffs
+from tests.console.looks import IN_FLIGHT, PARIS, TWO_IN_FLIGHT, ask, look_at
 from tests.gateway.gateway_rig import Rig, gateway, pair
 
 pytestmark = [
@@ -27,15 +27,7 @@ pytestmark = [
 ]
 
 KEY = "console-test-key"
-PARIS = "What is the capital of France?"
 STAGES = "[...document.querySelectorAll('#stages tbody tr')].map(row => [...row.cells].map(cell => cell.innerText))"
-IN_FLIGHT = "Number(document.querySelector('[data-state=TRANSFERRING] b').innerText)"
-TWO_IN_FLIGHT = f"""
-{IN_FLIGHT} === 2 && {{
-  pips: document.querySelectorAll('[data-state=TRANSFERRING] .pips i').length,
-  animations: document.getAnimations().length
-}}
-"""  # one look: the next one may be too late
 NEAR_MS = 1.0  # each figure is shown rounded
 CONTRASTS = """
 [...document.querySelectorAll('h1,h2,h3,h4,p,small,dt,dd,th,td,b,label,summary,button')]
@@ -56,16 +48,6 @@ CONTRASTS = """
     return [(a + 0.05) / (b + 0.05), e.innerText];
   }).sort((x, y) => x[0] - y[0])[0]
 """
-
-
-async def ask(page: Page, text: str = PARIS, max_tokens: int = 24) -> None:
-    """From the keyboard, until the answer is complete and its time accounted for."""
-    await page.js(f"document.getElementById('max-tokens').value = {max_tokens}")
-    await page.js("document.getElementById('temperature').value = 0; document.getElementById('prompt').focus()")
-    await page.type(text)
-    await page.press("Enter")
-    await page.until("document.querySelector('.model') && !document.getElementById('send').disabled")
-    await page.until("[...document.querySelectorAll('#stages td')].some(cell => cell.innerText === 'this page')")
 
 
 async def test_an_answer_is_streamed_with_its_timings(console: Page):

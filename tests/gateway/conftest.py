@@ -53,3 +53,11 @@ async def rig(checkpoint: Checkpoint) -> AsyncIterator[Rig]:
 async def client(rig: Rig) -> AsyncIterator[httpx.AsyncClient]:
     async with rig.client() as client:
         yield client
+
+
+@pytest.fixture(scope="module")
+def at_once() -> Iterator[None]:
+    """No pauses between looks for another place."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("gateway.dispatch.REPLAY_PERIOD_S", 0.0)
+        yield

@@ -27,6 +27,8 @@ from gateway.placement import StorePlacement
 from gateway.prompting import Prompting
 from tests.gateway.gateway_wires import PROMPT, Wires, ask, join
 
+pytestmark = pytest.mark.usefixtures("at_once")
+
 WORKERS = {"p0": Role.PREFILL, "d0": Role.DECODE, "m0": Role.MIXED, "m1": Role.MIXED}
 
 
@@ -201,14 +203,6 @@ def _token(epoch: int, index: int) -> Token:
 @settings(max_examples=300)
 def test_one_end_each_token_once_and_nothing_left(prompting, seed, num_steps):
     asyncio.run(_check(Storm(prompting, Random(seed)), num_steps))
-
-
-@pytest.fixture(autouse=True, scope="module")
-def at_once():
-    """No pauses between looks for another place."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("gateway.dispatch.REPLAY_PERIOD_S", 0.0)
-        yield
 
 
 async def _check(storm: Storm, num_steps: int) -> None:

@@ -3,7 +3,6 @@
 import asyncio
 import math
 import time
-from collections.abc import Iterator
 
 import pytest
 from hypothesis import given, settings
@@ -22,20 +21,14 @@ from gateway.placement import StorePlacement
 from gateway.prompting import Prompting
 from tests.gateway.gateway_wires import Wires, ask, join
 
+pytestmark = pytest.mark.usefixtures("at_once")
+
 MIXED = {f"m{i}": Role.MIXED for i in range(3)}
 
 
 @pytest.fixture(scope="module")
 def prompting(checkpoint):
     return Prompting(checkpoint)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def at_once() -> Iterator[None]:
-    """No pauses between looks for another place."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("gateway.dispatch.REPLAY_PERIOD_S", 0.0)
-        yield
 
 
 class Table:

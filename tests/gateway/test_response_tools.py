@@ -10,14 +10,13 @@ import pytest
 
 from gateway.openapi import OutputCall, ResponseReply
 from gateway.thinking.harmony import Harmony
-from tests.gateway.test_thinking_gateway import ANALYSIS, CHANNELS, with_specials
-from tests.gateway.test_tools_gateway import CALL, HISTORY, PARAMETERS, PARIS, TWO, saying
-from tests.gateway.test_tools_gateway import SAY as SAID
+from tests.gateway.sayings import SAY, saying, with_specials
+from tests.gateway.thinking_models import ANALYSIS, CHANNELS
+from tests.gateway.tool_calls import CALL, HISTORY, PARAMETERS, PARIS, TWO
 
 WEATHER = {"type": "function", "name": "get_weather", "description": "how it is outside", "parameters": PARAMETERS}
 TOOLS: Any = [WEATHER | {"strict": False}, {"type": "function", "name": "now"}]
 NESTED: Any = [{"type": "function", "function": {key: tool[key] for key in tool if key != "type"}} for tool in TOOLS]
-SAY: Any = SAID
 NAMED = {"type": "function", "name": "now"}
 BROKEN = '<tool_call>[{"name": "get_weather", "arguments": {"city": Paris}}]</tool_call>'
 

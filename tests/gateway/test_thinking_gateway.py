@@ -2,9 +2,6 @@
 
 import functools
 import json
-import re
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -12,7 +9,6 @@ import msgspec
 import openai
 import pytest
 from llguidance import LLMatcher, LLTokenizer
-from tokenizers import AddedToken
 
 from checkpoint import Checkpoint
 from contracts.ids import WorkerId
@@ -20,59 +16,26 @@ from contracts.node import Role
 from gateway.fake_worker import FakeWorker
 from gateway.openapi import ChatReply, ResponseReply
 from gateway.thinking.harmony import Harmony
-from tests.gateway.gateway_rig import SECRET, Rig, gateway, pair
+from tests.gateway.gateway_rig import SECRET, pair
+from tests.gateway.sayings import SAY, prompt, saying, with_specials
+from tests.gateway.thinking_models import (
+    ALWAYS,
+    ANALYSIS,
+    CHANNEL_CALL,
+    CHANNELS,
+    FINAL,
+    HYBRID,
+    PARAMETERS,
+    PARIS,
+    SAID,
+    TAGGED,
+    TAGGED_CALL,
+    THOUGHT,
+    TOOLS,
+    added_up,
+)
 
-SAY = [{"role": "user", "content": "weather?"}]
-PARIS = '{"city":"Paris"}'
-PARAMETERS = {
-    "type": "object",
-    "properties": {"city": {"type": "string"}},
-    "required": ["city"],
-    "additionalProperties": False,
-}
-TOOLS = [{"type": "function", "function": {"name": "get_weather", "parameters": PARAMETERS}}]
 CITY = {"type": "json_schema", "json_schema": {"name": "city", "schema": PARAMETERS}}
-
-TURNS = (
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.reasoning_content %}<think>{{ m.reasoning_content }}"
-    "</think>{% endif %}{{ m.content }}{% for call in m.tool_calls %}<tool_call>{{ call.function.name }}{% endfor %}"
-    "<|im_end|>\n{% endfor %}{{ tools }}{% if add_generation_prompt %}<|im_start|>assistant\n"
-)
-HYBRID = TURNS + "{% if enable_thinking is false %}<think>\n\n</think>\n\n{% endif %}{% endif %}"
-ALWAYS = TURNS + "<think>\n{% endif %}"
-CHANNELS = (
-    "<|start|>system<|message|>Reasoning: {{ reasoning_effort | default('medium') }}<|end|>{% if tools %}"
-    "<|start|>developer<|message|>{% for t in tools %}// {{ '' + t.function.description }}\n"
-    "type {{ t.function.name }}\n{% endfor %}<|end|>{% endif %}{% for m in messages %}"
-    "{% if m.role == 'assistant' %}{% if 'thinking' in m %}<|start|>assistant<|channel|>analysis<|message|>"
-    "{{ m.thinking }}<|end|>{% endif %}{% if m.tool_calls %}<|start|>assistant<|channel|>commentary to=functions."
-    "{{ m.tool_calls[0].function.name }} json<|message|>{{ m.tool_calls[0].function.arguments | tojson }}<|call|>"
-    "{% if m.content and m.thinking %}{{ raise_exception('both') }}{% endif %}{% else %}"
-    "<|start|>assistant<|channel|>final<|message|>{{ m.content }}<|end|>{% endif %}{% else %}"
-    "<|start|>{{ m.role }}<|message|>{{ m.content }}<|end|>{% endif %}{% endfor %}"
-    "{% if add_generation_prompt %}<|start|>assistant{% endif %}"
-)
-"""As gpt-oss' own has it, but for the words and what tools look like."""
-
-THOUGHT, SAID = "We need\nthe weather.", "It is sunny: 日本."
-TAGGED = f"<think>\n{THOUGHT}\n</think>\n\n"
-TAGGED_CALL = f'<tool_call>\n{{"name": "get_weather", "arguments": {PARIS}}}\n</tool_call>'
-ANALYSIS = f"<|channel|>analysis<|message|>{THOUGHT}<|end|><|start|>assistant"
-FINAL = "<|channel|>final<|message|>"
-CHANNEL_CALL = f"<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>{PARIS}"
-
-
-def with_specials(checkpoint: Checkpoint, template: str, specials: Sequence[str], plain: Sequence[str] = ()):
-    """`plain`: tokens of their own that are not special, as Qwen 3's tags."""
-
-    def build():
-        tokenizer = checkpoint.tokenizer()
-        tokenizer.add_special_tokens(list(specials))
-        tokenizer.add_tokens([AddedToken(text, special=False, normalized=False) for text in plain])
-        return tokenizer
-
-    config = replace(checkpoint.config, vocab_size=build().get_vocab_size())
-    return replace(checkpoint, build_tokenizer=build, config=config, chat_template=template)
 
 
 @pytest.fixture(scope="module")
@@ -110,22 +73,6 @@ ANSWERS = [
 CALLS = [("hybrid", TAGGED + TAGGED_CALL), ("plain_tags", TAGGED + TAGGED_CALL), ("harmony", ANALYSIS + CHANNEL_CALL)]
 
 
-@asynccontextmanager
-async def saying(
-    checkpoint: Checkpoint, text: str, in_characters: bool = False, workers: list[FakeWorker] | None = None
-) -> AsyncIterator[tuple[Rig, Any]]:
-    """A gateway whose model answers `text`. `in_characters`: with a token or more for each, but for special tokens."""
-    async with gateway(checkpoint, workers or pair()) as rig:
-        tokenizer = rig.front.prompting.tokenizer
-        added = [token.content for token in tokenizer.get_added_tokens_decoder().values()]
-        pieces = re.findall("|".join(map(re.escape, added)) + "|.", text, re.DOTALL) if in_characters else [text]
-        script = [i for piece in pieces for i in tokenizer.encode(piece, add_special_tokens=False).ids]
-        for worker in rig.workers:
-            worker.script = script
-        async with openai.AsyncOpenAI(base_url=f"{rig.url}/v1", api_key="x", max_retries=0) as client:
-            yield rig, client
-
-
 async def whole(checkpoint: Checkpoint, text: str, **fields: Any) -> dict[str, Any]:
     async with saying(checkpoint, text) as (rig, client):
         ask = {"model": rig.front.model, "messages": SAY} | fields
@@ -138,10 +85,6 @@ async def deltas(checkpoint: Checkpoint, text: str, in_characters: bool = False,
         ask = {"model": rig.front.model, "messages": SAY, "stream": True} | fields
         chunks = [chunk async for chunk in await client.chat.completions.create(**ask)]
         return [choice.model_dump(exclude_unset=True) for chunk in chunks for choice in chunk.choices]
-
-
-def added_up(choices: list[dict[str, Any]], name: str) -> str:
-    return "".join(choice["delta"].get(name) or "" for choice in choices)
 
 
 @pytest.mark.parametrize(("model", "text"), ANSWERS)
@@ -356,13 +299,6 @@ async def test_a_reply_has_the_shape_that_is_described(harmony):
         for fields in ({"tools": TOOLS}, {}, {"include_reasoning": False}):
             reply = (await http.post("/v1/chat/completions", json={"messages": SAY} | fields)).json()
             assert msgspec.to_builtins(msgspec.convert(reply, ChatReply)) == reply
-
-
-async def prompt(rig: Rig, client: Any, **fields: Any) -> str:
-    """What the model sees of a request."""
-    rig.workers[0].jobs.clear()
-    await client.chat.completions.create(**{"model": rig.front.model, "messages": SAY, "max_tokens": 1} | fields)
-    return rig.front.prompting.tokenizer.decode(rig.workers[0].jobs[0].token_ids, skip_special_tokens=False)
 
 
 async def test_effort_goes_to_the_template(harmony, hybrid):

@@ -24,7 +24,8 @@ from gateway.responses import ResponseReplies
 from gateway.schema import ChatRequest, ResponsesRequest, parse
 from gateway.thinking.harmony import Harmony
 from gateway.tools.request import calling_of
-from tests.gateway.test_thinking_gateway import ALWAYS, CHANNELS, HYBRID, SAY, TOOLS, with_specials
+from tests.gateway.sayings import SAY, with_specials
+from tests.gateway.thinking_models import ALWAYS, CHANNELS, HYBRID, TOOLS, added_up
 
 TAGS = ("<think>", "</think>")
 FORMS: dict[str, tuple[str, Sequence[str], Sequence[str]]] = {  # template, special tokens, other added tokens
@@ -117,10 +118,6 @@ def replies_of(form: str, request: ChatRequest, reading: Reading) -> ReadReplies
     own = prompting(form)
     chat = ChatReplies("i", "m", 0, own, bool(request.logprobs), own.token_text)
     return ReadReplies(chat, reading, request.include_reasoning is not False)
-
-
-def added_up(chunks: Sequence[dict[str, Any]], name: str) -> str:
-    return "".join(chunk["delta"].get(name) or "" for chunk in chunks)
 
 
 def called(chunks: Sequence[dict[str, Any]]) -> list[dict[str, str]]:

@@ -1,8 +1,6 @@
 """Tool calls through openai-python and HTTP, with fake workers that answer what a model would."""
 
 import json
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -14,39 +12,17 @@ import pytest
 from checkpoint import Checkpoint
 from gateway.openapi import ChatReply
 from gateway.settings import GatewaySettings
-from tests.gateway.gateway_rig import Rig, gateway, pair
+from tests.gateway.sayings import SAY, prompt, saying
+from tests.gateway.tool_calls import CALL, HISTORY, MADE, PARIS, TOOLS, TWO, WEATHER
 
-PARIS = '{"city": "Paris"}'
-PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
-WEATHER = {"name": "get_weather", "description": "how it is outside", "parameters": PARAMETERS}
-TOOLS = [{"type": "function", "function": WEATHER}, {"type": "function", "function": {"name": "now"}}]
 NAMED = {"type": "function", "function": {"name": "now"}}
-SAY = [{"role": "user", "content": "weather?"}]
-CALL = f'<tool_call>[{{"name": "get_weather", "arguments": {PARIS}}}]</tool_call>'
-TWO = f'<tool_call>[{{"name": "get_weather", "arguments": {PARIS}}}, {{"name": "now", "arguments": {{}}}}]</tool_call>'
-MADE = {"id": "call_1", "type": "function", "function": {"name": "get_weather", "arguments": PARIS}}
-HISTORY = [
-    *SAY,
-    {"role": "assistant", "content": None, "tool_calls": [MADE, MADE | {"id": "call_2"}]},
-    {"role": "tool", "tool_call_id": "call_1", "content": "sunny"},
-    {"role": "tool", "tool_call_id": "call_2", "content": [{"type": "text", "text": "rainy"}]},
-]
+
 KNOWING = (
     "{% if tools %}[TOOL_CALLS][ARGS]{{ tools | tojson }}\n{% endif %}{% for m in messages %}"
     "{{ m.role }}: {{ m.content }}{% for call in m.tool_calls %}{{ call.function.name }}"
     "{{ call.function.arguments.city }}{% endfor %};{% endfor %}"
 )
 """A template that knows tools, and shows that arguments come as objects."""
-
-
-@asynccontextmanager
-async def saying(checkpoint: Checkpoint, text: str, **given: Any) -> AsyncIterator[tuple[Rig, openai.AsyncOpenAI]]:
-    """A gateway whose model answers `text`."""
-    async with gateway(checkpoint, pair(), **given) as rig:
-        for worker in rig.workers:
-            worker.script = rig.front.prompting.tokenizer.encode(text, add_special_tokens=False).ids
-        async with openai.AsyncOpenAI(base_url=f"{rig.url}/v1", api_key="x", max_retries=0) as client:
-            yield rig, client
 
 
 async def whole(checkpoint: Checkpoint, text: str, **fields: Any):
@@ -177,13 +153,6 @@ async def test_a_reply_with_calls_has_the_shape_that_is_described(checkpoint):
         reply = (await http.post("/v1/chat/completions", json={"messages": SAY, "tools": TOOLS})).json()
         assert msgspec.to_builtins(msgspec.convert(reply, ChatReply)) == reply
         assert reply["usage"]["completion_tokens"] == len(rig.workers[0].script)
-
-
-async def prompt(rig: Rig, client: openai.AsyncOpenAI, **fields: Any) -> str:
-    """What the model sees of a request."""
-    rig.workers[0].jobs.clear()
-    await client.chat.completions.create(**{"model": rig.front.model, "messages": SAY, "max_tokens": 1} | fields)
-    return rig.front.prompting.tokenizer.decode(rig.workers[0].jobs[0].token_ids, skip_special_tokens=False)
 
 
 async def test_a_template_that_knows_tools_is_given_them(checkpoint):

@@ -12,25 +12,10 @@ from contracts.node import NodeLoad
 from contracts.request import Cancel, Job, Route
 from contracts.sampling import SamplingParams
 from core.messages import CoreStatus, LinkStatus
-from tests.nodes import node_info
+from tests.worker.fronts import make_state
 from worker.front import FrontState, make_app
-from worker.streams import EventStreams
 
 AUTH = {"authorization": "Bearer s3cret"}
-
-
-class RememberingCore:
-    def __init__(self) -> None:
-        self.sent: list = []
-
-    def send(self, message: object) -> None:
-        self.sent.append(message)
-
-
-def make_state() -> FrontState:
-    info = node_info()
-    streams = EventStreams(info.worker_id, info.incarnation)
-    return FrontState(info, "s3cret", RememberingCore(), streams, 10.0, "digest")  # type: ignore[arg-type]
 
 
 def make_status(num_turns: int) -> CoreStatus:

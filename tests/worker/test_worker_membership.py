@@ -10,7 +10,7 @@ from coordinator.memory_store import MemoryStore
 from coordinator.states import State
 from coordinator.store import Move
 from tests.coordinator.coordinator_rig import until
-from tests.worker.test_worker_front import make_state
+from tests.worker.fronts import make_state
 from worker import membership
 from worker.membership import Membership
 
