@@ -20,6 +20,7 @@ from bench.load import (
 )
 from contracts.errors import Unavailable
 from tests.bench.completions import served
+from tests.waiting import async_until
 
 SHORT = Lengths(8, 4)
 
@@ -47,8 +48,7 @@ async def test_users_wait_for_their_answers_and_arrivals_do_not():
     async def most_at_once(point: Point) -> int:
         async with served("good", "good", "hanging") as server:
             asking = asyncio.create_task(measured(server.url, point))
-            while len(server.bodies) < point.num_warm + 2:
-                await asyncio.sleep(0.01)
+            await async_until(lambda: len(server.bodies) >= point.num_warm + 2)
             await asyncio.sleep(0.3)  # time for more, if more were to come
             num_open = len(server.bodies) - point.num_warm
             await asking
@@ -93,8 +93,7 @@ async def test_what_was_measured_before_a_cancel_is_there():
         found = Measured(Point(SHORT, 1, None, 50))
         async with session(total_s=None) as http:
             measuring = asyncio.create_task(measure(http, Server(server.url, "m"), found, 0, lambda answer: None))
-            while len(server.bodies) < 4:
-                await asyncio.sleep(0.01)
+            await async_until(lambda: len(server.bodies) >= 4)
             measuring.cancel()
             await asyncio.gather(measuring, return_exceptions=True)
     assert len(found.good) == 2 and found.wall_s > 0

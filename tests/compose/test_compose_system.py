@@ -1,13 +1,13 @@
 """The composed system, as `docker compose up` brings it up. In order: the last test takes it down."""
 
 import os
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from tests.compose.composed import Composed, docker
+from tests.waiting import until
 
 pytestmark = [pytest.mark.compose, pytest.mark.timeout(2000)]
 
@@ -83,10 +83,8 @@ def test_a_worker_that_dies_comes_back(system: Composed) -> None:
     (before,) = system.containers("decode")
     # Detached: the container may be down, and all that runs in it killed, before the command could report its end.
     docker("exec", "--detach", before["Id"], "python", "-c", KILL_FRONT)
-    deadline_s = time.monotonic() + BACK_S
-    while not is_back(*system.containers("decode")):
-        assert time.monotonic() < deadline_s, system.compose("logs", "--tail=30", "decode")
-        time.sleep(0.5)
+    logs = ("logs", "--tail=30", "decode")
+    until(lambda: is_back(*system.containers("decode")), BACK_S, lambda: system.compose(*logs), period_s=0.5)
     assert system.ask("What is the capital of Italy?") == answer
 
 

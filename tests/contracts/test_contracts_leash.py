@@ -4,12 +4,12 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
 from contracts.leash import leashed
+from tests.waiting import is_gone, until
 
 ROOT = Path(__file__).parents[2]
 PARENT = """
@@ -20,14 +20,6 @@ print(child.pid, flush=True)
 time.sleep(300)
 """
 DEADLINE_S = 30.0
-
-
-def is_gone(pid: int) -> bool:
-    """A zombie that nobody has collected yet is dead."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
-    except FileNotFoundError:
-        return True
 
 
 def test_the_pid_is_the_programs_own():
@@ -44,10 +36,7 @@ def test_it_dies_with_its_parent(number: signal.Signals):
         pid = int(parent.stdout.readline())
         assert not is_gone(pid)
         parent.send_signal(number)
-    deadline_s = time.monotonic() + DEADLINE_S
-    while not is_gone(pid):
-        assert time.monotonic() < deadline_s
-        time.sleep(0.02)
+    until(lambda: is_gone(pid), DEADLINE_S)
 
 
 def test_whoever_comes_too_late_for_its_parent_does_not_start():

@@ -1,8 +1,6 @@
 """Workers and requests of a few words, and what must hold when nothing runs."""
 
-import asyncio
 import secrets
-from collections.abc import Awaitable, Callable
 
 from contracts.hashing import chain_hashes
 from contracts.ids import Epoch, GatewayId, Incarnation, RequestId, WorkerId
@@ -85,9 +83,3 @@ async def assert_idle(store: Store) -> None:
     assert set((await credits(store)).values()) <= {(0, 0, 0, 0)}
     assert set((await answers(store)).values()) <= {0}
     assert (await store.counts()).states == {}
-
-
-async def until(condition: Callable[[], Awaitable[bool]], timeout_s: float = 60.0) -> None:
-    async with asyncio.timeout(timeout_s):
-        while not await condition():
-            await asyncio.sleep(0.02)

@@ -30,8 +30,8 @@ from tests.coordinator.coordinator_rig import (
     join,
     node,
     pair,
-    until,
 )
+from tests.waiting import async_until
 
 
 async def attempt(store: Store, name: str) -> bool:
@@ -177,7 +177,7 @@ async def test_a_hung_server_is_given_up_in_words():
                     await store.nodes()
         finally:
             os.kill(server.pid, signal.SIGCONT)
-        await until(lambda: _pings(store))
+        await async_until(lambda: _pings(store))
         await store.close()
 
 

@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
@@ -24,7 +23,8 @@ from coordinator.redis_server import RedisServer, find_bundled, find_server
 from coordinator.redis_store import RedisStore
 from coordinator.service import make_app
 from coordinator.store import Store
-from tests.coordinator.coordinator_rig import ask, fresh_pool, pair, until
+from tests.coordinator.coordinator_rig import ask, fresh_pool, pair
+from tests.waiting import async_until, is_gone, until
 
 ROOT = Path(__file__).parents[2]
 SECRET = {"Authorization": "Bearer s"}
@@ -88,7 +88,7 @@ async def test_metrics_tell_workers_credits_and_states():
 
 async def test_without_redis_it_is_well_but_not_ready():
     async with client(AbsentStore()) as http:
-        await until(lambda: _knows(http))
+        await async_until(lambda: _knows(http))
         assert (await http.get("/health")).status_code == 200
         ready = await http.get("/ready")
         assert (ready.status_code, ready.json()["error"]["code"]) == (503, "unavailable")
@@ -108,7 +108,7 @@ async def test_a_reaper_that_ended_makes_it_sick():
         async def is_sick() -> bool:
             return (await http.get("/health")).status_code == 503
 
-        await until(is_sick)
+        await async_until(is_sick)
         assert "reaper" in (await http.get("/health")).json()["status"]
 
 
@@ -125,7 +125,7 @@ async def test_it_reaps_while_it_runs():
         return (await store.counts()).reaped == 1
 
     async with client(store):
-        await until(is_reaped)
+        await async_until(is_reaped)
 
 
 async def test_only_the_leader_reaps():
@@ -140,11 +140,7 @@ async def test_another_takes_over_at_once_when_the_leader_stops():
     store = MemoryStore()
     one, two = Reaper(store), Reaper(store)
     task = asyncio.create_task(one.run())
-
-    async def leads() -> bool:
-        return one.is_leader
-
-    await until(leads)
+    await async_until(lambda: one.is_leader)
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
     await two.turn()
@@ -174,10 +170,8 @@ def run(*options: str, **env: str) -> subprocess.Popen[str]:
 def coordinator(ready_file: Path, redis_url: str, pool: str) -> Iterator[tuple[subprocess.Popen[str], dict]]:
     process = run("--ready-file", str(ready_file), "--redis-url", redis_url, "--pool", pool, TANDEM_SECRET="s")
     try:
-        deadline_s = time.monotonic() + 30
-        while not ready_file.exists():
-            assert process.poll() is None and time.monotonic() < deadline_s, process.communicate()
-            time.sleep(0.05)
+        until(lambda: ready_file.exists() or process.poll() is not None, 30.0)
+        assert process.poll() is None, process.communicate()
         yield process, json.loads(ready_file.read_text())
     finally:
         process.kill()
@@ -228,7 +222,7 @@ async def test_when_the_leader_is_killed_another_reaps(tmp_path: Path, any_serve
     ):
         first.kill()
         await store.place(ask("r", lease_s=0.0))
-        await until(is_reaped)
+        await async_until(is_reaped)
     await store.close()
 
 
@@ -254,18 +248,7 @@ def test_the_server_dies_with_its_parent():
     assert parent.stdout is not None
     with parent.stdout:
         pid = int(parent.stdout.readline())
-        os.kill(pid, 0)
+        assert not is_gone(pid)
         parent.kill()
         parent.wait(60)
-    deadline_s = time.monotonic() + 10
-    while _lives(pid):
-        assert time.monotonic() < deadline_s
-        time.sleep(0.02)
-
-
-def _lives(pid: int) -> bool:
-    """A zombie that nobody has collected yet is dead."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
+    until(lambda: is_gone(pid), 10.0)

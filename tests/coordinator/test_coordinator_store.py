@@ -20,10 +20,10 @@ from tests.coordinator.coordinator_rig import (
     node,
     pair,
     prefixes,
-    until,
     view,
 )
 from tests.nodes import ways
+from tests.waiting import async_until
 
 A, B = Incarnation("a"), Incarnation("b")
 ONE = Epoch(1)
@@ -424,7 +424,7 @@ async def until_buried(store: Store) -> None:
         await store.reap()
         return (await store.counts()).buried == 2
 
-    await until(is_buried)
+    await async_until(is_buried)
 
 
 class TestDeath:
@@ -446,7 +446,7 @@ class TestDeath:
             await mortal_store.reap()
             return await mortal_store.nodes() == []
 
-        await until(is_forgotten)
+        await async_until(is_forgotten)
 
     async def test_one_that_wakes_up_joins_again_and_owes_nothing(self, mortal_store: Store):
         store = mortal_store
@@ -474,7 +474,7 @@ class TestLeading:
 
     async def test_the_next_leads_when_the_first_falls_silent(self, store: Store):
         await store.lead("one", 0.05)
-        await until(lambda: store.lead("two", 10.0))
+        await async_until(lambda: store.lead("two", 10.0))
 
 
 class TestTransferRates:

@@ -18,8 +18,9 @@ from bench.system import System, running
 from contracts.errors import ConfigError
 from tests.docs.fences import GATEWAY, ROOT, Fence, all_fences, programs, shell
 from tests.docs.lookup import look_up, statements
-from tests.observability.prometheus import Prometheus, prometheus, traffic, until
+from tests.observability.prometheus import Prometheus, prometheus, traffic
 from tests.observability.queries import dashboard, rules
+from tests.waiting import until
 
 DEADLINE_S = 90.0
 
@@ -92,7 +93,7 @@ def test_every_query_of_the_dashboard_is_answered(watcher: Prometheus, desk: Des
         return [query.where for query in dashboard() if not watcher.values(query)]
 
     with traffic(desk.system.url, desk.system.model()):
-        until(lambda: not unanswered(), lambda: f"no data: {unanswered()}")
+        until(lambda: not unanswered(), DEADLINE_S, lambda: f"no data: {unanswered()}", period_s=0.5)
 
 
 def test_every_service_is_read_and_no_rule_is_broken(watcher: Prometheus) -> None:

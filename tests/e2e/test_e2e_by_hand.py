@@ -1,7 +1,6 @@
 """Services started one by one, as on several machines, with settings that need not fit."""
 
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
@@ -10,6 +9,7 @@ import pytest
 from bench.services import Services
 from bench.system import get_json
 from tests.e2e.tiny import save_tiny
+from tests.waiting import until
 
 DEADLINE_S = 90.0
 PLACES = {"p0": ("prefill", "shm"), "d0": ("decode", "tcp"), "p1": ("prefill", "auto")}
@@ -28,13 +28,6 @@ async def started(services: Services, name: str) -> str:
     services.start(name)
     await services.ready(name)
     return services.facts(name)["url"]
-
-
-def until(is_so: Callable[[], object]) -> None:
-    deadline = time.monotonic() + DEADLINE_S
-    while not is_so():
-        assert time.monotonic() < deadline, "not in time"
-        time.sleep(0.05)
 
 
 async def test_workers_whose_transfers_do_not_meet_are_no_pair_and_those_that_do_serve(services: Services) -> None:

@@ -5,17 +5,17 @@ import os
 import random
 import re
 import signal
-import time
 
 import httpx
 import openai
-import psutil
 import pytest
 
 from bench.client import Answer, ask, session
 from bench.system import System, get_json, running
 from tests.e2e.tiny import save_tiny
+from tests.waiting import is_gone, until
 
+SOON_S = 30.0
 UNENDING = {"ignore_eos": True}  # a random model may end its answer anywhere
 QUICK = {"TANDEM_NUM_THREADS": "1", "TANDEM_KV_CACHE_MIB": "64"}
 
@@ -23,13 +23,6 @@ QUICK = {"TANDEM_NUM_THREADS": "1", "TANDEM_KV_CACHE_MIB": "64"}
 @pytest.fixture
 def tiny(tmp_path):
     return str(save_tiny(tmp_path))
-
-
-def wait_until(condition, timeout_s: float = 30.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "not within its time"
-        time.sleep(0.1)
 
 
 def is_clean(system: System) -> bool:
@@ -50,7 +43,7 @@ def test_clients_that_leave_free_both_workers(tiny):
     with running("--model", tiny, "--dtype", "float32", **QUICK) as system:
         errors = asyncio.run(storm(system))
         assert [error for error in errors if error and not error.startswith("429")] == []
-        wait_until(lambda: is_clean(system))
+        until(lambda: is_clean(system), SOON_S)
 
 
 @pytest.mark.parametrize(("role", "count"), [("prefill", "2"), ("decode", "2"), ("decode", "1")])
@@ -68,7 +61,7 @@ def test_an_answer_outlives_the_worker_that_had_it(tiny, role, count):
             request = (http, system.url, system.model(), [8] * 40, 1900)
             undisturbed = await ask(*request)
             asked = asyncio.create_task(ask(*request))
-            await asyncio.to_thread(wait_until, lambda: is_answering(system))
+            await asyncio.to_thread(until, lambda: is_answering(system), SOON_S)
             lost = await asyncio.to_thread(serving, system, role)
             os.kill(lost["core_pid"], signal.SIGKILL)
             return undisturbed, await asyncio.wait_for(asked, 60), lost
@@ -84,7 +77,7 @@ def test_an_answer_outlives_the_worker_that_had_it(tiny, role, count):
             reply = client.completions.create(model=model, prompt=[1, 2, 3], max_tokens=4, extra_body=UNENDING)
         assert reply.usage is not None and reply.usage.completion_tokens == 4
         survivors = [worker for worker in system.workers() if worker["id"] != busy["id"]]
-        wait_until(lambda: all(get_json(f"{w['url']}/health")["core"]["is_clean"] for w in survivors))
+        until(lambda: all(get_json(f"{w['url']}/health")["core"]["is_clean"] for w in survivors), SOON_S)
 
 
 def is_answering(system: System) -> bool:
@@ -103,7 +96,7 @@ def serving(system: System, role: str) -> dict:
         found[:] = [w for w in workers if get_json(f"{w['url']}/health")["core"]["gauges"]["requests"]]
         return bool(found)
 
-    wait_until(is_known)
+    until(is_known, SOON_S)
     return found[0]
 
 
@@ -117,7 +110,7 @@ def test_more_than_fits_is_429_and_the_rest_is_answered(tiny):
         errors = asyncio.run(crowd(system))
         assert all(error == "" or error.startswith("429") for error in errors)
         assert errors.count("") > 0 and any(error.startswith("429") for error in errors)
-        wait_until(lambda: is_clean(system))
+        until(lambda: is_clean(system), SOON_S)
 
 
 def test_when_the_supervisor_is_killed_nothing_stays(tiny):
@@ -125,8 +118,4 @@ def test_when_the_supervisor_is_killed_nothing_stays(tiny):
         pids = [pid for node in system.nodes() for pid in (node["pid"], node["core_pid"]) if pid]
         assert len(pids) == 7
         os.kill(system.pid, signal.SIGKILL)
-        wait_until(lambda: not any(alive(pid) for pid in pids))
-
-
-def alive(pid: int) -> bool:
-    return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+        until(lambda: all(map(is_gone, pids)), SOON_S)

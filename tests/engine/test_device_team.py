@@ -29,6 +29,7 @@ from tests.engine.device_engines import FUSIBLE, prefilled, taken_over
 from tests.engine.driving import answers, drain, greedy, random_prompts, request, settings, tokens_of
 from tests.engine.quantized_models import LAYOUTS, save_quantized
 from tests.engine.tiny_models import VOCAB, save_mxfp4, save_tiny
+from tests.waiting import is_gone, until
 
 LENGTHS = (1, 63, 65, 150)
 PROMPTS = random_prompts(VOCAB, (9, 64, 100))
@@ -207,7 +208,6 @@ def _children(pid):
     return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
-@pytest.mark.timeout(120)
 def test_a_team_dies_together(tmp_path):
     """Killed while both compute: the first one's GPU would wait for the other's for good. (Gloo sees it, too.)"""
     save_tiny(tmp_path, "llama")
@@ -218,7 +218,6 @@ def test_a_team_dies_together(tmp_path):
     assert "the process of GPU 1 of this worker ended: exit status -9" in said or "was not launched here" in said
 
 
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize("error", ["torch.OutOfMemoryError", "contracts.errors.TransferError"])
 def test_a_batch_that_one_could_not_launch_is_the_last(tmp_path, error):
     """Tried again piece by piece, as one GPU does, sums would be of different batches: wrong tokens. And whoever closes
@@ -246,7 +245,6 @@ print("goes on")
 """
 
 
-@pytest.mark.timeout(120)
 def test_a_follower_that_can_not_launch_ends_at_once(tmp_path, monkeypatch):
     """Its interpreter's own end would wait for its GPU, which waits for the first one's."""
     save_tiny(tmp_path, "llama")
@@ -299,25 +297,14 @@ def test_a_team_that_does_not_part_is_ended(tmp_path, monkeypatch, others):
     assert set(_children(os.getpid())) <= others
 
 
-@pytest.mark.timeout(120)
 def test_nobody_is_left_behind(tmp_path):
     save_tiny(tmp_path, "llama")
     process, follower = _running(tmp_path)
     process.kill()
     process.communicate()
-    _wait_until_gone(follower)
+    until(lambda: is_gone(follower), 30.0)
 
 
-def _wait_until_gone(pid):
-    for _ in range(600):
-        stat = Path(f"/proc/{pid}/stat")
-        if not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] == "Z":
-            return
-        signal.sigtimedwait([], 0.05)
-    pytest.fail(f"process {pid} lives on")
-
-
-@pytest.mark.timeout(120)
 def test_a_follower_that_can_not_load_says_why(tmp_path, monkeypatch):
     save_tiny(tmp_path, "llama")
     _patched(

@@ -3,7 +3,6 @@
 import json
 import re
 import threading
-import time
 
 import pytest
 from llguidance import LLMatcher
@@ -20,6 +19,7 @@ from engine.load import load_engine
 from engine.messages import StepOutput
 from tests.engine.driving import drain, greedy, request, settings, tokens_of
 from tests.engine.tiny_models import VOCAB, save_tiny
+from tests.waiting import until
 
 PERSON = {
     "type": "object",
@@ -180,12 +180,13 @@ def held_up(monkeypatch):
 
 
 def until_done(engine, outputs):
-    deadline = time.monotonic() + 60
-    while engine.has_work():
-        outputs.append(engine.step())
-        engine.check()
-        time.sleep(0.001)
-        assert time.monotonic() < deadline
+    def is_done():
+        if engine.has_work():
+            outputs.append(engine.step())
+            engine.check()
+        return not engine.has_work()
+
+    until(is_done, 60.0, period_s=0.001)
 
 
 @pytest.mark.parametrize("is_large", [True, False])

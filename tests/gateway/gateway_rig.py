@@ -28,6 +28,7 @@ from gateway.prompting import Prompting
 from gateway.server import Protocol
 from gateway.settings import GatewaySettings
 from service.server import Server
+from tests.waiting import async_until
 
 SECRET = "s"
 GATEWAY = GatewayId("g")
@@ -91,9 +92,7 @@ class Rig:
         return httpx.AsyncClient(base_url=self.url, timeout=60)
 
     async def until(self, condition) -> None:
-        async with asyncio.timeout(60):
-            while not condition():
-                await asyncio.sleep(0.01)
+        await async_until(condition, 60.0)
 
     async def leave(self, client: httpx.AsyncClient, body: dict, once) -> None:
         """Ask, and hang up when it has come so far."""

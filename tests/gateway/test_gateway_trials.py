@@ -4,7 +4,6 @@ import json
 import os
 import signal
 import threading
-import time
 
 import pytest
 from llguidance import LLMatcher
@@ -12,6 +11,7 @@ from llguidance import LLMatcher
 from checkpoint import open_checkpoint
 from contracts.errors import Unavailable
 from gateway.trials import Trials
+from tests.waiting import until
 
 GOOD = LLMatcher.grammar_from_regex("[a-z]{3}")
 
@@ -58,8 +58,7 @@ def test_a_process_that_is_gone_is_started_again(trials: Trials):
     trials.verdict(LLMatcher.grammar_from_regex("[a-z]{6}"))
     gone = pid_of(trials)
     os.kill(gone, signal.SIGKILL)
-    while trials._compiler is not None and not trials._compiler.is_gone:
-        time.sleep(0.01)
+    until(lambda: trials._compiler is None or trials._compiler.is_gone)
     assert trials.verdict(LLMatcher.grammar_from_regex("[a-z]{7}")) == ""
     assert pid_of(trials) != gone
 

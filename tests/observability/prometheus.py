@@ -8,7 +8,7 @@ import threading
 import time
 import urllib.parse
 import urllib.request
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from shutil import which
@@ -19,6 +19,7 @@ import yaml
 from bench.system import free_port
 from contracts.leash import leashed
 from tests.observability.queries import FOLDER, RULES, Query
+from tests.waiting import until
 
 DEADLINE_S = 90.0
 SCRAPE = {"scrape_interval": "1s", "scrape_timeout": "1s", "evaluation_interval": "1s"}
@@ -61,7 +62,7 @@ def prometheus(urls: Mapping[str, Sequence[str]], folder: Path) -> Iterator[Prom
     with (folder / "log").open("w") as log, subprocess.Popen(leashed(command), stdout=log, stderr=log) as process:
         try:
             found = Prometheus(f"http://127.0.0.1:{port}")
-            until(found.is_up, lambda: (folder / "log").read_text())
+            until(found.is_up, DEADLINE_S, lambda: (folder / "log").read_text(), period_s=0.5)
             yield found
         finally:
             process.terminate()
@@ -75,14 +76,6 @@ def _configuration(urls: Mapping[str, Sequence[str]]) -> dict:
         del job["dns_sd_configs"]
         job["static_configs"] = [{"targets": [urllib.parse.urlsplit(url).netloc for url in urls[job["job_name"]]]}]
     return config
-
-
-def until(condition: Callable[[], bool], words: Callable[[], object]) -> None:
-    """Raises AssertionError with `words` if it does not come true in time."""
-    deadline_s = time.monotonic() + DEADLINE_S
-    while not condition():
-        assert time.monotonic() < deadline_s, words()
-        time.sleep(0.5)
 
 
 @contextmanager

@@ -16,6 +16,7 @@ from bench.load import Lengths
 from contracts.errors import ConfigError
 from tandem import bench_serve
 from tests.bench.completions import Server, served
+from tests.waiting import async_until
 
 ROOT = Path(__file__).parents[2]
 DEADLINE_S = 90.0
@@ -97,9 +98,7 @@ async def test_a_server_that_is_lost_on_the_way_leaves_what_was_measured_before(
 async def test_ctrl_c_shows_what_was_measured_so_far(tmp_path: Path) -> None:
     async with served("good", "good", "good", "hanging") as server:
         process = await start(server, *SMALL, "--no-plots", "--out", str(tmp_path))
-        async with asyncio.timeout(DEADLINE_S):
-            while len(server.bodies) < 4:
-                await asyncio.sleep(0.05)
+        await async_until(lambda: len(server.bodies) >= 4, DEADLINE_S)
         process.send_signal(signal.SIGINT)
         done = await end(process)
     assert done.code == 0 and done.stderr.endswith("stopped; what was measured so far:\n")

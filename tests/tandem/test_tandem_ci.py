@@ -4,12 +4,13 @@ import os
 import shutil
 import signal
 import subprocess
-import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
 import pytest
+
+from tests.waiting import until
 
 SCRIPT = Path(__file__).parents[2] / ".ci" / "run"
 DEADLINE_S = 60.0
@@ -49,10 +50,7 @@ class Checkout:
         return self.calls_file.read_text().splitlines() if self.calls_file.exists() else []
 
     def wait_for(self, is_there: Callable[[str], bool]) -> None:
-        deadline_s = time.monotonic() + DEADLINE_S
-        while not any(map(is_there, self.calls)):
-            assert time.monotonic() < deadline_s, self.calls
-            time.sleep(0.05)
+        until(lambda: any(map(is_there, self.calls)), DEADLINE_S, lambda: self.calls)
 
 
 @pytest.fixture

@@ -3,7 +3,6 @@
 import io
 import os
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -11,6 +10,7 @@ from rich.console import Console
 
 from tandem.child import Child, ProcessSpec, State
 from tandem.console import Progress, plain
+from tests.waiting import until
 
 
 @pytest.fixture
@@ -61,8 +61,7 @@ def test_last_lines_of_a_long_log(child: Child) -> None:
 
 def test_a_child_that_ends_by_itself_is_noticed_once(child: Child) -> None:
     child.start()  # its standard input is empty: it fails
-    while not child.refresh() or child.state is not State.DEAD:
-        time.sleep(0.01)
+    until(lambda: child.refresh() and child.state is State.DEAD)
     assert child.exit_code == 1
     assert child.describe_exit() == "ended with code 1"
     assert not child.refresh()

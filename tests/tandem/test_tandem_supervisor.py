@@ -8,9 +8,9 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from itertools import filterfalse
 from pathlib import Path
 
-import psutil
 import pytest
 from rich.console import Console
 
@@ -18,6 +18,7 @@ from contracts.errors import ConfigError
 from tandem.child import Child, ProcessSpec, State
 from tandem.signals import SignalInbox
 from tandem.supervisor import Supervisor
+from tests.waiting import is_gone, until
 
 SUPERVISE = Path(__file__).with_name("supervise.py")
 ROOT = SUPERVISE.parents[2]
@@ -43,10 +44,7 @@ class Run:
         return [int(path.name) for path in (self.folder / "pids").iterdir()]
 
     def wait_until(self, is_so: Callable[[], bool]) -> None:
-        deadline_s = time.monotonic() + DEADLINE_S
-        while not is_so():
-            assert time.monotonic() < deadline_s, f"it did not happen; the supervisor said: {self.output}"
-            time.sleep(0.02)
+        until(is_so, DEADLINE_S, lambda: f"the supervisor said: {self.output}")
 
     def wait_up(self) -> None:
         self.wait_until(lambda: "UP" in self.output)
@@ -58,13 +56,13 @@ class Run:
         return self.process.wait(DEADLINE_S)
 
     def nobody_left(self) -> bool:
-        return not any(_is_alive(pid) for pid in self.pids)
+        return all(map(is_gone, self.pids))
 
     def close(self) -> None:
         if self.process.poll() is None:
             self.process.kill()
             self.process.wait()
-        for pid in filter(_is_alive, self.pids):
+        for pid in filterfalse(is_gone, self.pids):
             os.kill(pid, signal.SIGKILL)
         self._output.close()
 
@@ -88,13 +86,6 @@ def service(name: str, stage: int, *options: str, **more: object) -> dict:
 
 def _env() -> dict[str, str]:
     return os.environ | {"PYTHONPATH": str(ROOT)}
-
-
-def _is_alive(pid: int) -> bool:
-    try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
 
 
 def test_stages_start_in_order_and_all_end_on_ctrl_c(supervise: Callable[[list[dict]], Run]) -> None:
@@ -218,10 +209,10 @@ def test_a_death_is_told_and_the_rest_goes_on(supervise: Callable[[list[dict]], 
     core_pid = json.loads((run.folder / "worker.json").read_text())["core_pid"]
     os.kill(run.pid_of("worker"), signal.SIGKILL)
     run.wait_until(lambda: "worker was killed by SIGKILL; the end of" in run.output)
-    run.wait_until(lambda: not _is_alive(core_pid))
+    run.wait_until(lambda: is_gone(core_pid))
     assert "the service is starting" in run.output
     assert run.process.poll() is None
-    assert _is_alive(run.pid_of("vital"))
+    assert not is_gone(run.pid_of("vital"))
 
 
 def test_who_dies_is_started_again(supervise: Callable[[list[dict]], Run]) -> None:
@@ -232,7 +223,7 @@ def test_who_dies_is_started_again(supervise: Callable[[list[dict]], Run]) -> No
     run.wait_until(lambda: "worker is ready again after" in run.output)
     assert "worker starts again\n" in run.output
     second = run.pid_of("worker")
-    assert second != first and _is_alive(second)
+    assert second != first and not is_gone(second)
     os.kill(second, signal.SIGKILL)
     run.wait_until(lambda: "worker starts again in 2 s" in run.output)
     run.process.send_signal(signal.SIGINT)
@@ -265,11 +256,12 @@ def test_a_long_life_makes_earlier_deaths_good(tmp_path: Path, monkeypatch: pyte
 def _live(child: Child) -> None:
     """From a start to the death."""
     child.start()
-    deadline_s = time.monotonic() + DEADLINE_S
-    while child.state is not State.DEAD:
+
+    def is_dead() -> bool:
         child.refresh()
-        assert time.monotonic() < deadline_s
-        time.sleep(0.01)
+        return child.state is State.DEAD
+
+    until(is_dead, DEADLINE_S)
 
 
 def test_a_vital_death_ends_all_with_code_3(supervise: Callable[[list[dict]], Run]) -> None:

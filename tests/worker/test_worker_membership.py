@@ -9,7 +9,7 @@ from contracts.ids import Epoch, RequestId
 from coordinator.memory_store import MemoryStore
 from coordinator.states import State
 from coordinator.store import Move
-from tests.coordinator.coordinator_rig import until
+from tests.waiting import async_until
 from tests.worker.fronts import make_state
 from worker import membership
 from worker.membership import Membership
@@ -49,12 +49,12 @@ async def test_moves_are_told_again_in_order_when_the_registry_is_back(monkeypat
     for number in range(5):
         member.moved([move(number)])
         before = store.num_refused
-        await until(lambda before=before: refused_again(before))
+        await async_until(lambda before=before: refused_again(before))
     store.is_there = True
 
     async def is_told() -> bool:
         return bool(store.told)
 
-    await until(is_told)
+    await async_until(is_told)
     await member.stop()
     assert store.told == [move(2), move(3), move(4)], "the oldest are of no use by then"

@@ -9,7 +9,8 @@ import pytest
 
 from bench.system import get_json
 from tests.e2e.tiny import save_tiny
-from tests.worker.worker_rig import DEADLINE_S, is_gone, running_worker, wait_until
+from tests.waiting import is_gone, until
+from tests.worker.worker_rig import DEADLINE_S, running_worker
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +41,7 @@ def worker(model, tmp_path):
 
 def test_it_says_who_it_is_and_is_healthy(worker):
     assert worker.facts["pid"] == worker.process.pid and worker.facts["role"] == "mixed"
-    wait_until(worker.core)
+    until(worker.core)
     health = get_json(f"{worker.url}/health")
     assert health["status"] == "ok" and health["core"]["is_clean"]
     assert health["core_pid"] == worker.core_pid
@@ -48,16 +49,16 @@ def test_it_says_who_it_is_and_is_healthy(worker):
 
 
 def test_the_turns_of_the_core_go_on_while_it_is_idle(worker):
-    wait_until(worker.core)
+    until(worker.core)
     before = worker.core()["num_turns"]
-    wait_until(lambda: worker.core()["num_turns"] > before)
+    until(lambda: worker.core()["num_turns"] > before)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_ends_front_and_core(worker, number, tmp_path):
     worker.process.send_signal(number)
     assert worker.process.wait(DEADLINE_S) == 0
-    wait_until(lambda: is_gone(worker.core_pid))
+    until(lambda: is_gone(worker.core_pid))
     assert not (tmp_path / "ready.json").exists()
 
 
@@ -69,7 +70,7 @@ def test_a_dead_core_ends_the_worker_with_its_own_code(worker):
 def test_a_killed_front_takes_its_core_along(worker):
     worker.process.kill()
     worker.process.wait()
-    wait_until(lambda: is_gone(worker.core_pid))
+    until(lambda: is_gone(worker.core_pid))
 
 
 def test_a_model_that_is_not_there_is_one_line(tmp_path):

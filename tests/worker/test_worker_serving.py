@@ -12,7 +12,8 @@ from contracts.ids import Epoch, RequestId
 from contracts.request import Cancel
 from coordinator.redis_server import RedisServer
 from tests.e2e.tiny import save_tiny
-from tests.worker.worker_rig import Gateway, RunningWorker, connected, is_gone, running_worker, wait_until
+from tests.waiting import is_gone, until
+from tests.worker.worker_rig import Gateway, RunningWorker, connected, running_worker
 
 R = RequestId("r")
 LONG = 1900  # tokens: more than any test waits for
@@ -27,14 +28,14 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 def worker(model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningWorker]:
     """Shared by the tests that leave it as it was: its core is soon said to hang."""
     with running_worker(tmp_path_factory.mktemp("worker"), model, "--hang-timeout-s", "2") as found:
-        wait_until(found.core)
+        until(found.core)
         yield found
 
 
 @pytest.fixture
 def mortal(model: str, tmp_path: Path) -> Iterator[RunningWorker]:
     with running_worker(tmp_path, model, "--drain-timeout-s", "60") as found:
-        wait_until(found.core)
+        until(found.core)
         yield found
 
 
@@ -47,7 +48,7 @@ def wait_clean(worker: RunningWorker) -> None:
         core = worker.core()
         return core is not None and core["num_turns"] > before["num_turns"] and core["is_clean"]
 
-    wait_until(is_clean)
+    until(is_clean)
 
 
 async def test_a_request_is_told_from_the_first_token_to_its_one_end(worker: RunningWorker) -> None:
@@ -145,15 +146,15 @@ async def test_a_prompt_that_can_never_fit_fails_alone(worker: RunningWorker) ->
 def test_a_core_that_stands_still_is_unhealthy_until_it_turns_again(worker: RunningWorker) -> None:
     os.kill(worker.core_pid, signal.SIGSTOP)
     try:
-        wait_until(lambda: worker.status_of("/health")[0] == 503)
+        until(lambda: worker.status_of("/health")[0] == 503)
         status, words = worker.status_of("/health")
         assert status == 503 and words.startswith("the engine core has made no turn for ")
         assert worker.status_of("/ready")[0] == 503
         assert worker.metrics()["tandem_worker_up"] == 1.0  # it lives; it does not turn
     finally:
         os.kill(worker.core_pid, signal.SIGCONT)
-    wait_until(lambda: worker.status_of("/health") == (200, "ok"))
-    wait_until(lambda: worker.status_of("/ready") == (200, "ready"))
+    until(lambda: worker.status_of("/health") == (200, "ok"))
+    until(lambda: worker.status_of("/ready") == (200, "ready"))
 
 
 async def test_a_core_that_stands_still_ends_the_streams_of_those_who_wait_for_it(model: str, tmp_path: Path) -> None:
@@ -165,14 +166,14 @@ async def test_a_core_that_stands_still_ends_the_streams_of_those_who_wait_for_i
         assert gateway.ends("r") == []
 
     with running_worker(tmp_path, model, "--hang-timeout-s", "4") as worker:
-        wait_until(worker.core)
+        until(worker.core)
         await connected(worker, body)
         os.kill(worker.core_pid, signal.SIGCONT)
 
 
 def test_a_core_that_hangs_for_good_is_killed_and_its_worker_ends(model: str, tmp_path: Path) -> None:
     with running_worker(tmp_path, model, "--hang-timeout-s", "1") as worker:
-        wait_until(worker.core)
+        until(worker.core)
         os.kill(worker.core_pid, signal.SIGSTOP)
         assert worker.process.wait(60) == 3
         assert "and is killed" in worker.log.read_text()
@@ -204,7 +205,7 @@ async def test_told_to_stop_it_takes_nothing_new_and_finishes_what_runs(mortal: 
 
     await connected(mortal, body)
     assert mortal.process.wait(60) == 0
-    wait_until(lambda: is_gone(mortal.core_pid))
+    until(lambda: is_gone(mortal.core_pid))
 
 
 async def test_told_twice_it_does_not_wait(mortal: RunningWorker) -> None:
@@ -238,9 +239,9 @@ async def test_what_does_not_end_in_time_is_given_up(model: str, tmp_path: Path)
 async def test_without_redis_it_goes_on_and_joins_again_when_it_is_back(model: str, tmp_path: Path) -> None:
     """Fault 10 and 11: Redis goes away and comes back empty."""
     with RedisServer() as redis, running_worker(tmp_path, model, "--redis-url", redis.url) as worker:
-        wait_until(lambda: worker.status_of("/ready") == (200, "ready"))
+        until(lambda: worker.status_of("/ready") == (200, "ready"))
         redis.stop()
-        wait_until(lambda: worker.status_of("/ready") == (503, "not in the registry"))
+        until(lambda: worker.status_of("/ready") == (503, "not in the registry"))
         assert worker.status_of("/health") == (200, "ok")
 
         async def body(gateway: Gateway) -> None:
@@ -250,5 +251,5 @@ async def test_without_redis_it_goes_on_and_joins_again_when_it_is_back(model: s
 
         await connected(worker, body)
         redis.start()
-        wait_until(lambda: worker.status_of("/ready") == (200, "ready"))
+        until(lambda: worker.status_of("/ready") == (200, "ready"))
         assert "joining again" in worker.log.read_text()

@@ -5,14 +5,12 @@ import json
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import httpx
-import psutil
 from prometheus_client.parser import text_string_to_metric_families
 
 from bench.system import get_json
@@ -21,6 +19,7 @@ from contracts.events import Event, EventFrame, Failed, Finished
 from contracts.ids import Epoch, GatewayId, RequestId, WorkerId
 from contracts.request import Cancel, Job, Route, WorkerRef
 from contracts.sampling import SamplingParams
+from tests.waiting import async_until, until
 
 ROOT = Path(__file__).parents[2]
 DEADLINE_S = 90.0
@@ -75,27 +74,12 @@ def running_worker(folder: Path, model: str, *flags: str, **environment: str) ->
             command, env=os.environ | settings | environment, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT
         )
     try:
-        wait_until(lambda: ready.exists() or process.poll() is not None)
+        until(lambda: ready.exists() or process.poll() is not None)
         assert process.poll() is None, log.read_text()
         yield RunningWorker(process, json.loads(ready.read_text()), log)
     finally:
         process.kill()
         process.wait()
-
-
-def wait_until(is_so: Callable[[], object]) -> None:
-    deadline_s = time.monotonic() + DEADLINE_S
-    while not is_so():
-        assert time.monotonic() < deadline_s, "not in time"
-        time.sleep(0.05)
-
-
-def is_gone(pid: int) -> bool:
-    """A zombie that nobody has collected yet is dead."""
-    try:
-        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return True
 
 
 @dataclass
@@ -135,9 +119,7 @@ class Gateway:
         return [e for e in self.events if isinstance(e, Finished | Failed) and e.request_id == name]
 
     async def until(self, is_so: Callable[[], object]) -> None:
-        async with asyncio.timeout(DEADLINE_S):
-            while not is_so():
-                await asyncio.sleep(0.02)
+        await async_until(is_so, DEADLINE_S)
 
 
 async def connected(worker: RunningWorker, body) -> None:
