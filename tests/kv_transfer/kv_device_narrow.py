@@ -107,14 +107,14 @@ def write(cache: DeviceCache, values: Tensor, kv: KVDtype, registry: Registry) -
         registry.get("rope_append", spec)(qkv, zeros, slots, no_turn, out, layer.keys, layer.values, **scales)
 
 
-def damaged(narrow, pages, into, narrowing, num_parts):  # type: ignore[no-untyped-def]
+def damaged(narrow, pages, into, narrowing, num_parts):
     """One byte of a message, after it was packed and summed."""
     sums = narrow(pages, into, narrowing, num_parts)
     into.put(np.array([into.tensor[0].item() ^ 1], dtype=np.uint8))
     return sums
 
 
-def refusal(peers) -> str:  # type: ignore[no-untyped-def]
+def refusal(peers) -> str:
     """The field that these two do not agree on."""
     prefill, decode = peers
     prefill.node.offer(decode.ref, Offer(RequestId("r"), Epoch(1), NUM_TOKENS, prefill.layout.layout_id))

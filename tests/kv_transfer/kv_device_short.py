@@ -78,13 +78,13 @@ def count(peer: Peer, most: int = 99) -> None:
     lend, take_back = pool.lend, pool.take_back
     peer.num_lent = 0  # type: ignore[attr-defined]
 
-    def lend_some(nbytes: int):  # type: ignore[no-untyped-def]
+    def lend_some(nbytes: int):
         if peer.num_lent == most:  # type: ignore[attr-defined]
             raise TransferError("no memory for staging")
         peer.num_lent += 1  # type: ignore[attr-defined]
         return lend(nbytes)
 
-    def take_one_back(buffer) -> None:  # type: ignore[no-untyped-def]
+    def take_one_back(buffer) -> None:
         peer.num_lent -= 1  # type: ignore[attr-defined]
         take_back(buffer)
 

@@ -16,7 +16,7 @@ from tests.kv_transfer.kv_pair import LAYOUT, Peer, offer_and_grant, pages_equal
 PAGES, GRANTED = list(range(1, 41)), list(range(20, 60))
 
 
-def damaged(pack, pages, into, num_parts) -> None:  # type: ignore[no-untyped-def]
+def damaged(pack, pages, into, num_parts) -> None:
     """One byte of the first message, after it was packed."""
     pack(pages, into, num_parts)
     into.put(np.array([into.tensor[0].item() ^ 1], dtype=np.uint8))

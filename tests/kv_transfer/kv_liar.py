@@ -66,7 +66,7 @@ def _changed(said: Said, **changes: object) -> Said:
     return Said(msgspec.structs.replace(said.piece, **changes), said.data)
 
 
-def _header(said: Said):  # type: ignore[no-untyped-def]
+def _header(said: Said):
     assert said.piece is not None
     return said.piece.header
 

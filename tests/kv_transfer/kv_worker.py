@@ -49,7 +49,7 @@ class Worker(PoolOwner):
         )
         self.node.start()
 
-    def events(self):  # type: ignore[no-untyped-def]
+    def events(self):
         while True:
             self.woken.wait()
             self.woken.clear()
@@ -108,7 +108,7 @@ def answer_as_decode(worker: Worker, event: object) -> None:
             worker.node.commit(peer_id, Commit(header.request_id, header.epoch, 1, header.nbytes))
 
 
-def _messages(worker: Worker, kinds: type | object):  # type: ignore[no-untyped-def]
+def _messages(worker: Worker, kinds: type | object):
     said = False
     for event in worker.events():
         if isinstance(event, Message) and isinstance(event.message, kinds):  # type: ignore[arg-type]

@@ -207,11 +207,11 @@ class Held(LoopbackTransport):
     def __init__(self) -> None:
         self.holds, self.let_go = threading.Event(), threading.Event()
 
-    def open(self, *args):  # type: ignore[no-untyped-def]
+    def open(self, *args):
         opening = super().open(*args)
         finish = opening.finish
 
-        def finish_held(answer: bytes):  # type: ignore[no-untyped-def]
+        def finish_held(answer: bytes):
             out = finish(answer)
             send_on = out.send
 
@@ -314,11 +314,11 @@ def test_a_grant_outside_the_pool_is_refused_at_decode(pair: tuple[Peer, Peer]) 
 class Tampering(LoopbackTransport):
     """Changes one byte of the first message that it carries."""
 
-    def open(self, *args):  # type: ignore[no-untyped-def]
+    def open(self, *args):
         opening = super().open(*args)
         finish = opening.finish
 
-        def finish_tampered(answer: bytes):  # type: ignore[no-untyped-def]
+        def finish_tampered(answer: bytes):
             out = finish(answer)
             send_on = out.send
 
