@@ -6,6 +6,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 import msgspec
@@ -13,6 +14,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from contracts.errors import DeadlineExceeded, Overloaded, TandemError, by_code
+from contracts.events import Failed
 from contracts.ids import RequestId
 from coordinator.states import State
 from gateway.admission import Admission
@@ -26,6 +28,7 @@ from gateway.tracing import Trace
 log = logging.getLogger("gateway.requests")
 
 WRITE_GRACE_S = 5.0
+PLACE_PERIOD_S = 0.5
 MAX_UNREAD_PIECES = 16_384
 
 
@@ -56,7 +59,8 @@ class Serving:
 
     def __post_init__(self) -> None:
         self._pieces: deque[Piece] = deque()
-        self._wake = asyncio.Event()
+        self._wake, self._has_room = asyncio.Event(), asyncio.Event()
+        self._placing: asyncio.Task[None] | None = None
         self._is_too_slow = self._is_placed = False
         self._num_admitted = 0
         self._open = len(self.answers)
@@ -68,19 +72,22 @@ class Serving:
         return self.answers[0].ask.has_details  # all answers of a request are asked for alike
 
     async def place(self) -> None:
-        """All answers or none. Raises Overloaded or Unavailable."""
+        """As many answers as have a place, the first at least; the others get theirs as room comes. Raises Overloaded
+        or Unavailable, and then there is none.
+        """
         self.admission.take(len(self.answers))
         self._num_admitted = len(self.answers)
         try:
             async with asyncio.timeout(max(0.0, self._deadline_s - time.monotonic())):
-                for request_id, answer in zip(self._ids, self.answers, strict=True):
-                    await self.dispatch.begin(request_id, answer, self._on_piece, self._deadline_s)
+                num_begun = await self._begin(0)
         except BaseException as error:
             self.cancel("not all answers could be placed")
             if isinstance(error, TimeoutError):
                 raise DeadlineExceeded("no placement within the request's time") from error
             raise
         self._is_placed = True
+        if num_begun < len(self.answers):
+            self._placing = asyncio.create_task(self._place_others(num_begun))
 
     async def pieces(self) -> list[Piece]:
         """What came since the last call, at least one piece; empty once all answers have ended.
@@ -101,6 +108,8 @@ class Serving:
         return pieces
 
     def cancel(self, reason: str, end: State = State.CANCELLED) -> None:
+        if self._placing is not None:
+            self._placing.cancel()
         for request_id in self._ids:
             self.dispatch.cancel(request_id, reason, end)
 
@@ -115,7 +124,36 @@ class Serving:
         code = "disconnected" if disconnected else error.code if error is not None else "ok"
         self._count(status, code)
 
+    async def _begin(self, first: int) -> int:
+        """From this one on. Returns how many of all are begun; raises Overloaded if that is none."""
+        for number in range(first, len(self.answers)):
+            try:
+                await self.dispatch.begin(self._ids[number], self.answers[number], self._on_piece, self._deadline_s)
+            except Overloaded:
+                if number == 0:
+                    raise
+                return number
+        return len(self.answers)
+
+    async def _place_others(self, num_begun: int) -> None:
+        """What the workers are full of may be this request's own answers: a client that is told to come again finds
+        them as full when it does.
+        """
+        try:
+            while num_begun < len(self.answers):
+                self._has_room.clear()
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(PLACE_PERIOD_S):
+                        await self._has_room.wait()
+                num_begun = await self._begin(num_begun)
+        except TandemError as error:
+            answer, request_id = self.answers[num_begun], self._ids[num_begun]
+            failed = Failed(request_id, answer.sequencer.epoch, error.code, str(error))
+            self._on_piece(Piece(answer.ask.index, failed=failed))
+
     def _on_piece(self, piece: Piece) -> None:
+        if piece.finish is not None:
+            self._has_room.set()
         if len(self._pieces) < MAX_UNREAD_PIECES:
             self._pieces.append(piece)
         elif not self._is_too_slow:

@@ -36,10 +36,11 @@ GATEWAY = GatewayId("g")
 
 @dataclass
 class ListStore:
-    """Places on the first worker of each role that is not excluded."""
+    """Places on the first worker of each role that is not excluded, at most `room` answers at once."""
 
     workers: Sequence[FakeWorker]
     overloaded: bool = False
+    room: int | None = None
     placed: list[tuple[RequestId, Epoch]] = field(default_factory=list)
     finished: list[tuple[RequestId, Epoch]] = field(default_factory=list)
     ends: list[State] = field(default_factory=list)
@@ -58,7 +59,8 @@ class ListStore:
         exclude: Sequence[WorkerId],
         cache_salt: str = "",
     ) -> Route:
-        if self.overloaded:
+        num_there = len({name for name, _ in self.placed} - {name for name, _ in self.finished})
+        if self.overloaded or (self.room is not None and num_there >= self.room):
             raise Overloaded("full", retry_after_s=3)
         self.placed.append((request_id, epoch))
         return Route(request_id, epoch, self._pick(Role.PREFILL, exclude), self._pick(Role.DECODE, exclude))

@@ -52,6 +52,36 @@ async def test_more_answers_than_there_is_ever_room_for_are_refused_for_good(che
 
 
 @pytest.mark.parametrize("stream", [False, True])
+async def test_what_a_requests_own_answers_leave_no_room_for_waits_for_them(rig, client, stream):
+    rig.store.room = 2
+    ask = ASK | {"prompt": ["one", "two", "three"], "n": 2, "stream": stream}
+    reply = await client.post("/v1/completions", json=ask)
+    assert reply.status_code == 200
+    lines = [line[6:] for line in reply.text.splitlines() if line.startswith("data: {")] if stream else [reply.text]
+    choices = [choice for line in lines for choice in json.loads(line)["choices"]]
+    assert sorted(choice["index"] for choice in choices if choice["finish_reason"] == "length") == list(range(6))
+    assert len({name for name, _ in rig.store.placed}) == 6
+    await rig.until(rig.is_idle)
+
+
+async def test_a_client_that_leaves_takes_what_still_waits_for_a_place_along(rig, client):
+    rig.store.room, rig.workers[1].period_s = 1, 0.05
+    await rig.leave(client, ASK | {"n": 3, "max_tokens": 1000}, lambda: rig.store.placed)
+    await rig.until(rig.is_idle)
+    assert len(rig.store.placed) == 1 and rig.front.admission.num_taken == 0
+
+
+async def test_a_request_fails_whose_others_find_no_worker_any_more(rig, client):
+    rig.store.room, rig.workers[1].period_s = 1, 0.05
+    asking = asyncio.create_task(client.post("/v1/completions", json=ASK | {"n": 2, "max_tokens": 1000}))
+    await rig.until(lambda: rig.store.placed)
+    rig.store.room, rig.store.workers = None, rig.workers[:1]
+    reply = await asking
+    assert (reply.status_code, reply.json()["error"]["message"]) == (503, "no decode worker")
+    await rig.until(lambda: rig.front.dispatch.num_inflight == 0)
+
+
+@pytest.mark.parametrize("stream", [False, True])
 async def test_a_full_pool_says_when_to_come_again(rig, client, stream):
     rig.store.overloaded = True
     reply = await client.post("/v1/completions", json=ASK | {"stream": stream})
