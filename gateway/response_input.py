@@ -7,7 +7,8 @@ import msgspec
 from msgspec import Meta
 
 from contracts.errors import RequestError
-from gateway.schema import ChatRequest, Message, ResponsesRequest, ResponseText, converted
+from gateway.converting import converted
+from gateway.schema import ChatRequest, Message, ResponsesRequest, ResponseText
 from gateway.structured import JsonSchema, ResponseFormat
 from gateway.tools.parser import object_of
 from gateway.tools.request import FunctionChoice, MadeCall, MadeFunction, NamedChoice, ToolChoice

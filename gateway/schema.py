@@ -3,12 +3,13 @@
 import json
 import math
 from collections.abc import Iterator
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
 
 from contracts.errors import RequestError
+from gateway.converting import Kind, converted
 from gateway.fields import REFUSED, REFUSED_OF_COMPLETIONS, REFUSED_OF_RESPONSES, refuse_unhonoured
 from gateway.structured import ResponseFormat, StructuredOutputs
 from gateway.tools.request import FlatToolChoice, FlatTools, MadeCalls, ToolChoice, Tools
@@ -164,7 +165,6 @@ class DetokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 _REFUSED_OF = {CompletionRequest: REFUSED_OF_COMPLETIONS, ResponsesRequest: REFUSED_OF_RESPONSES}
-Kind = TypeVar("Kind", bound=msgspec.Struct)
 
 
 def parse(body: bytes, kind: type[Kind]) -> Kind:
@@ -173,17 +173,6 @@ def parse(body: bytes, kind: type[Kind]) -> Kind:
     refuse_unhonoured(fields, REFUSED)
     refuse_unhonoured(fields, _REFUSED_OF.get(kind, {}))
     return converted(fields, kind)
-
-
-def converted(fields: dict[str, Any], kind: type[Kind], at: str = "") -> Kind:
-    """`at`: where in the request they are. Raises RequestError naming the field."""
-    try:
-        return msgspec.convert(fields, kind)
-    except msgspec.ValidationError as error:
-        message, _, path = str(error).partition(" - at `")
-        place = (at + path.rstrip("`").removeprefix("$")).removeprefix(".")
-        param = ".".join(part for part in (place, _missing(message)) if part) or None
-        raise RequestError(f"{param}: {message}" if param else message, param) from error
 
 
 def _json_object(body: bytes) -> dict[str, Any]:
@@ -219,7 +208,3 @@ def _too_large(value: Any, at: str = "") -> Iterator[str]:
             yield from _too_large(item, f"{at}[{index}]")
     elif isinstance(value, float) and math.isinf(value):
         yield at
-
-
-def _missing(message: str) -> str | None:
-    return message.split("`")[1] if "missing required field" in message else None

@@ -9,9 +9,9 @@ import httpx
 import msgspec
 import pytest
 
-from contracts.errors import ConfigError
+from contracts.errors import ConfigError, RequestError
 from gateway.prompting import Prompting
-from gateway.schema import ChatRequest, parse
+from gateway.schema import ChatRequest, ResponsesRequest, parse
 from tests.gateway.gateway_rig import gateway, pair
 
 SAY = [{"role": "user", "content": "hi"}]
@@ -173,6 +173,28 @@ NAMED: list[tuple[tuple[str, bytes], str | None]] = [
     (("/detokenize", b'{"tokens": [99999]}'), "tokens"),
     (("/detokenize", b'{"tokens": [-1]}'), "tokens[0]"),
 ]
+
+
+ROLES = "'system', 'developer', 'user', 'assistant', 'tool'"
+FORMATS = "'text', 'json_object', 'json_schema'"
+CHOICES = "'none', 'auto', 'required', an object"
+TOLD: list[tuple[type[msgspec.Struct], dict[str, Any], str]] = [
+    (ChatRequest, {"tool_choice": "sometimes"}, f"tool_choice: * 'sometimes'; allowed: {CHOICES}"),
+    (ChatRequest, {"response_format": {"type": "xml"}}, f"response_format.type: * 'xml'; allowed: {FORMATS}"),
+    (ChatRequest, {"messages": [*SAY, {"role": "alien"}]}, f"messages[1].role: * 'alien'; allowed: {ROLES}"),
+    (ChatRequest, {"tools": [{"type": "web_search"}]}, "tools[0].type: * 'web_search'; allowed: 'function'"),
+    (ChatRequest, {"truncation_side": "up"}, "truncation_side: * 'up'; allowed: 'left', 'right'"),
+    (ResponsesRequest, {"text": {"format": {"type": "xml"}}}, f"text.format.type: * 'xml'; allowed: {FORMATS}"),
+    (ResponsesRequest, {"tool_choice": {"type": "custom"}}, "tool_choice.type: * 'custom'; allowed: 'function'"),
+]
+"""What is told of a field; * stands for msgspec's own words."""
+
+
+@pytest.mark.parametrize(("kind", "fields", "words"), TOLD)
+def test_a_refusal_says_what_is_allowed(kind, fields, words):
+    with pytest.raises(RequestError) as refused:
+        parse(json.dumps({"messages": SAY, "input": "hi"} | fields).encode(), kind)
+    assert str(refused.value) == words.replace("*", "Invalid enum value")
 
 
 async def refusal(client: httpx.AsyncClient, path: str, body: bytes, status: int = 400) -> dict[str, Any]:
