@@ -89,7 +89,7 @@ def _format(text: ResponseText | None, other: ResponseFormat | None) -> Response
         return ResponseFormat("json_object")
     if wanted.schema is None:
         raise RequestError("'text.format' of type json_schema needs 'schema'", "text.format.schema")
-    return ResponseFormat("json_schema", JsonSchema(wanted.schema, wanted.name, wanted.description))
+    return ResponseFormat("json_schema", JsonSchema(wanted.schema, wanted.name, wanted.description, wanted.strict))
 
 
 def _messages(items: Sequence[dict[str, Any]]) -> list[Message]:

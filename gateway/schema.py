@@ -119,7 +119,7 @@ class ResponseReasoning(msgspec.Struct, frozen=True):
 
 
 class TextFormat(msgspec.Struct, frozen=True, omit_defaults=True):
-    """`strict` is ignored, as in JsonSchema."""
+    """`strict` as in JsonSchema."""
 
     type: Literal["text", "json_object", "json_schema"]
     name: str = ""

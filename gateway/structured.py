@@ -12,6 +12,7 @@ from llguidance import LLMatcher, grammar_from
 from msgspec import Meta
 
 from contracts.errors import RequestError
+from gateway.string_formats import without_unknown_formats
 
 MAX_GRAMMAR_CHARS = 64 << 10
 """Of Lark and GBNF: 200 KB of terminals, each made of the next, keep llguidance at work for more than half a minute.
@@ -20,7 +21,7 @@ Schemas that are too large it refuses itself.
 
 
 class JsonSchema(msgspec.Struct, frozen=True):
-    """`strict` is ignored: a schema is always obeyed to the letter."""
+    """A schema is always obeyed to the letter; `strict` refuses formats of strings that can't be enforced."""
 
     schema: dict[str, Any]
     name: str = ""
@@ -78,7 +79,8 @@ def schema_of_format(wanted: ResponseFormat | None) -> dict[str, Any] | None:
         return {"type": "object"}
     if wanted.json_schema is None:
         raise RequestError("'response_format' of type json_schema needs 'json_schema'", "response_format.json_schema")
-    return wanted.json_schema.schema
+    given = wanted.json_schema
+    return given.schema if given.strict else without_unknown_formats(given.schema)
 
 
 def _of_format(wanted: ResponseFormat) -> str:
@@ -98,7 +100,8 @@ def _of_outputs(wanted: StructuredOutputs) -> str:
     if name == "json_object":
         return _json_grammar({"type": "object"}, param)
     if name == "json":
-        return _json_grammar(_schema(value, param) if isinstance(value, str) else value, param)
+        schema = _schema(value, param) if isinstance(value, str) else value
+        return _json_grammar(without_unknown_formats(schema), param)
     return _checked(_COMPILERS[name](value, param), param)
 
 

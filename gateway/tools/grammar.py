@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from contracts.errors import RequestError
+from gateway.string_formats import without_unknown_formats
 from gateway.structured import compiled_lark, require_schema
 from gateway.tools.form import Form
 from gateway.tools.request import Calling, Function, schema_of
@@ -53,6 +54,8 @@ def terms(text: str, token_ids: Mapping[str, int]) -> str:
 
 def _enforced(function: Function, must: bool) -> dict[str, Any]:
     schema = schema_of(function) if must or function.strict else {"type": "object"}
+    if not function.strict:
+        schema = without_unknown_formats(schema)
     return schema | {"x-guidance": _CALL_STYLE}
 
 

@@ -113,6 +113,10 @@ async def test_a_lost_worker_is_an_error_event(rig, client):
             {"input": "a", "text": {"format": {"type": "json_schema", "name": "x", "schema": WRONG["parameters"]}}},
             "text.format.schema",
         ),
+        (
+            {"input": "a", "text": {"format": {"type": "json_schema", "schema": {"format": "byte"}, "strict": True}}},
+            "text.format.schema",
+        ),
         ({"input": "a", "response_format": {"type": "json_object"}} | JSON, "response_format"),
         ({"input": "a", "structured_outputs": {"regex": "a"}} | JSON, "structured_outputs"),
         ({"input": "a", "response_format": {"type": "json_schema"}}, "response_format.json_schema"),

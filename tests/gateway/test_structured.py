@@ -1,6 +1,9 @@
 """What a client may ask an answer to look like, and the clear refusal of what does not compile."""
 
 import json
+import re
+from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -8,9 +11,27 @@ from llguidance import LLMatcher, LLTokenizer
 
 from checkpoint import open_checkpoint
 from contracts.errors import RequestError
+from gateway.string_formats import KNOWN
 from gateway.structured import MAX_GRAMMAR_CHARS, ResponseFormat, StructuredOutputs, grammar_of
 
 POINT = {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"], "additionalProperties": False}
+
+OTHER_FORMATS = """base64 binary byte decimal double file-path float idn-email idn-hostname int32 iri iri-reference
+json-pointer password path regex relative-json-pointer uri-reference uri-template uuid4"""
+
+
+def of_format(name: str) -> dict[str, str]:
+    return {"type": "string", "format": name}
+
+
+NESTED = {
+    "type": "object",
+    "properties": {"format": of_format("path"), "const": of_format("byte"), "enum": {"$ref": "#/$defs/format"}},
+    "$defs": {"format": {"anyOf": [{"type": "array", "items": of_format("binary")}, of_format("date")]}},
+    "required": ["format", "const", "enum"],
+    "additionalProperties": {"const": of_format("password")},
+}
+"""Formats of which only `date` is known; a value, and names, that look like what they are not."""
 
 
 @pytest.fixture(scope="module")
@@ -33,6 +54,13 @@ def from_format(**fields) -> str:
     return grammar_of(msgspec.convert(fields, ResponseFormat), None)
 
 
+def nested(levels: int) -> dict[str, Any]:
+    schema: dict[str, Any] = of_format("binary")
+    for _ in range(levels):
+        schema = {"type": "array", "items": schema}
+    return schema
+
+
 def from_outputs(**fields) -> str:
     return grammar_of(None, msgspec.convert(fields, StructuredOutputs))
 
@@ -42,6 +70,18 @@ CASES = [
     (from_outputs(json=json.dumps(POINT)), ['{"x":1}'], ["{}"]),
     (from_format(type="json_schema", json_schema={"name": "p", "strict": True, "schema": POINT}), ['{"x":-3}'], ["1"]),
     (from_format(type="json_object"), ["{}", '{"a":[1,null,"b"]}'], ["[]", "1"]),
+    (from_outputs(json=of_format("binary")), ['"any"'], ["1"]),
+    (from_outputs(json=json.dumps(of_format("binary"))), ['"any"'], ["1"]),
+    (from_format(type="json_schema", json_schema={"schema": of_format("password")}), ['"any"'], ["1"]),
+    (from_outputs(json=of_format("date")), ['"2024-02-29"'], ['"any"']),
+    (
+        from_outputs(json=NESTED),
+        [
+            '{"format":"a","const":"b","enum":["c"]}',
+            '{"format":"a","const":"b","enum":"2024-02-29","d":{"type":"string","format":"password"}}',
+        ],
+        ['{"format":"a","const":"b","enum":"c"}', '{"format":"a","const":"b","enum":[],"d":{"type":"string"}}'],
+    ),
     (from_outputs(json_object=True), ["{}"], ["[]"]),
     (from_outputs(regex="[a-f]{2}"), ["ab"], ["a", "abc", "xy"]),
     (from_outputs(regex="(a+)+b"), ["aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaab"], ["aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaac"]),
@@ -73,6 +113,8 @@ def test_plain_text_needs_no_grammar():
         ({"json": "[1]"}, "structured_outputs.json"),
         ({"json": {"$ref": "#/nowhere"}}, "structured_outputs.json"),
         ({"json": {"minimum": 2, "maximum": 1, "type": "integer"}}, "structured_outputs.json"),
+        ({"json": {"items": of_format("date"), "uniqueItems": True}}, "structured_outputs.json"),
+        ({"json": nested(900)}, "structured_outputs.json"),
         ({"grammar": "start: nobody"}, "structured_outputs.grammar"),
         ({"grammar": "::= ::="}, "structured_outputs.grammar"),
         ({"grammar": 'start: "a"' + " " * MAX_GRAMMAR_CHARS}, "structured_outputs.grammar"),
@@ -86,6 +128,26 @@ def test_what_does_not_compile_is_refused_by_name(fields, param):
         from_outputs(**fields)
     assert refused.value.param == param
     assert param in str(refused.value)
+
+
+def test_the_keywords_that_the_documentation_says_are_refused_are():
+    section = Path("docs/api.md").read_text(encoding="utf-8").partition("## JSON schemas")[2]
+    keywords = re.findall(r"`(\S+)`", section.partition("* ")[2].partition(";\n")[0])
+    assert len(keywords) > 10
+    for keyword in keywords:
+        with pytest.raises(RequestError, match=re.escape(keyword)):
+            from_outputs(json={keyword: {}})
+
+
+def test_what_a_grammar_knows_of_formats_is_what_we_say():
+    for name in [*KNOWN, *OTHER_FORMATS.split()]:
+        error = LLMatcher.validate_grammar(LLMatcher.grammar_from_json_schema(of_format(name)))
+        assert (error == "") == (name in KNOWN), name
+
+
+def test_strict_refuses_a_format_that_is_not_enforced():
+    with pytest.raises(RequestError, match="Unknown format: binary"):
+        from_format(type="json_schema", json_schema={"strict": True, "schema": of_format("binary")})
 
 
 def test_a_json_schema_format_needs_its_schema():

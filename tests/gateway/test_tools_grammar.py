@@ -194,6 +194,18 @@ def test_parameters_that_do_not_compile_are_refused_by_name(parameters, strict):
     assert refused.value.param == "tools[1].function.parameters"
 
 
+BLOB = {"type": "object", "properties": {"x": {"type": "string", "format": "binary"}}, "required": ["x"]}
+
+
+def test_a_format_that_no_grammar_knows_is_a_note_unless_the_function_is_strict(accepts):
+    function = {"name": "put", "parameters": BLOB}
+    grammar = calls_grammar(calling(function), hermes.FORM, {})
+    assert accepts(grammar, hermes.FORM.spell([("put", '{"x": "any"}')]))
+    assert not accepts(grammar, hermes.FORM.spell([("put", '{"x": 5}')]))
+    with pytest.raises(RequestError, match="Unknown format: binary"):
+        calls_grammar(calling(function | {"strict": True}, choice="auto"), hermes.FORM, {})
+
+
 def test_the_style_of_json_is_ours_to_say(accepts):
     own = WEATHER["parameters"] | {"x-guidance": {"whitespace_flexible": True}}
     grammar = calls_grammar(calling(WEATHER | {"parameters": own}), hermes.FORM, {})
