@@ -52,6 +52,17 @@ REFUSED: Mapping[str, tuple[Any, ...]] = {
 """Field -> values that mean the same as leaving it out (null always does)."""
 
 
+INSTEAD: Mapping[str, str] = {
+    "functions": "tools",
+    "function_call": "tool_choice",
+    "guided_json": "structured_outputs.json",
+    "guided_regex": "structured_outputs.regex",
+    "guided_choice": "structured_outputs.choice",
+    "guided_grammar": "structured_outputs.grammar",
+}
+"""Refused field -> the one that does the same. OpenAI and vLLM renamed them; older clients send the former."""
+
+
 _THOUGHT: Mapping[str, tuple[Any, ...]] = {"reasoning_effort": (), "include_reasoning": (True,)}
 REFUSED_OF_COMPLETIONS: Mapping[str, tuple[Any, ...]] = {"tools": ([],), "tool_choice": ("none", "auto"), **_THOUGHT}
 """The same for /v1/completions, besides."""
@@ -76,10 +87,11 @@ REFUSED_OF_RESPONSES: Mapping[str, tuple[Any, ...]] = {
 
 def refuse_unhonoured(body: Mapping[str, Any], refused: Mapping[str, tuple[Any, ...]]) -> None:
     """Raises RequestError naming the first field that would change the answer and is not honoured."""
-    for field in body.keys() & refused.keys():
-        value = body[field]
-        if value is not None and not any(_same(value, neutral) for neutral in refused[field]):
-            raise RequestError(f"'{field}' is not supported; leave it out", field)
+    for field, neutrals in refused.items():
+        value = body.get(field)
+        if value is not None and not any(_same(value, neutral) for neutral in neutrals):
+            remedy = f"use '{INSTEAD[field]}' instead" if field in INSTEAD else "leave it out"
+            raise RequestError(f"'{field}' is not supported; {remedy}", field)
 
 
 def _same(value: Any, neutral: Any) -> bool:

@@ -11,13 +11,13 @@ import pytest
 from tokenizers.processors import TemplateProcessing
 
 from checkpoint import Checkpoint
-from gateway.fields import REFUSED
+from gateway.fields import INSTEAD, REFUSED
 from gateway.schema import ChatRequest, CompletionRequest
 from tests.gateway.gateway_rig import Rig, gateway, pair
 
-ROW = re.compile(r"^\| `(\w+)` \| (both|chat|completions) \| (honoured|ignored|refused) \|", re.M)
+ROW = re.compile(r"^\| `(\w+)` \| (both|chat|completions) \| (honoured|ignored|refused) \| (.*) \|$", re.M)
 DOCS = Path("docs/api.md").read_text(encoding="utf-8")
-TABLE = {name: (where, what) for name, where, what in ROW.findall(DOCS)}
+TABLE = {name: row for name, *row in ROW.findall(DOCS)}
 TOOLS = [{"type": "function", "function": {"name": "look"}}]
 SAY = [{"role": "user", "content": "two three"}, {"role": "assistant", "content": "four"}]
 
@@ -129,6 +129,8 @@ def test_the_table_names_all_that_peers_take_and_all_that_we_take():
     assert {*PEERS_COMPLETIONS.split(), *PEERS_CHAT.split()} <= TABLE.keys()
     assert set(of("honoured")) == ours
     assert set(of("refused")) == REFUSED.keys()
+    told = {name: re.findall(r"use `([\w.]+)`", row[2]) for name, row in TABLE.items() if row[1] == "refused"}
+    assert {name: words[0] for name, words in told.items() if words} == INSTEAD
 
 
 async def test_what_is_honoured_shows(checkpoint):
@@ -170,6 +172,9 @@ async def test_what_is_refused_is_named_but_for_what_means_nothing(checkpoint, p
         for name in of("refused"):
             own = {"prompt": "a"} if path == "/v1/completions" else {"messages": SAY}
             reply = await client.post(path, json=own | {name: VALUES.get(name, ["x"])})
-            assert (reply.status_code, reply.json()["error"]["param"]) == (400, name)
+            error = reply.json()["error"]
+            assert (reply.status_code, error["param"]) == (400, name)
+            remedy = f"use '{INSTEAD[name]}' instead" if name in INSTEAD else "leave it out"
+            assert error["message"] == f"'{name}' is not supported; {remedy}"
             for neutral in (*REFUSED[name], None):
                 assert await seen(rig, client, path, {name: neutral}) == plain, name
