@@ -126,7 +126,6 @@ class ResponseReplies:
 
     def _body(self, status: str, usage: Usage | None) -> Body:
         asked = self.request
-        calls = self.reading is not None and self.reading.calling is not None
         return {
             "id": self.id,
             "object": "response",
@@ -136,16 +135,16 @@ class ResponseReplies:
             "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
             "instructions": asked.instructions,
             "max_output_tokens": asked.max_output_tokens,
-            "metadata": {},
+            "metadata": asked.metadata or {},
             "model": self.model,
             "output": [item.body() for item in self._items],
-            "parallel_tool_calls": calls and asked.parallel_tool_calls is not False,
+            "parallel_tool_calls": asked.parallel_tool_calls is not False,
             "previous_response_id": None,
             "reasoning": {"effort": asked.reasoning and asked.reasoning.effort, "summary": None},
             "store": False,
             "temperature": 1.0 if asked.temperature is None else asked.temperature,
             "text": {"format": (asked.text and asked.text.format) or {"type": "text"}},
-            "tool_choice": asked.tool_choice or ("auto" if calls else "none"),
+            "tool_choice": asked.tool_choice or "auto",
             "tools": asked.tools or [],
             "top_p": 1.0 if asked.top_p is None else asked.top_p,
             "truncation": "disabled",

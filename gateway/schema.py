@@ -136,6 +136,8 @@ class ResponseText(msgspec.Struct, frozen=True):
 
 
 class ResponsesRequest(Common, frozen=True, kw_only=True):
+    """`metadata`: the caller's notes, which come back on the response."""
+
     input: str | Annotated[list[dict[str, Any]], Meta(max_length=65536)]
     instructions: str | None = None
     max_output_tokens: Count | None = None
@@ -144,6 +146,7 @@ class ResponsesRequest(Common, frozen=True, kw_only=True):
     tools: FlatTools | None = None
     tool_choice: FlatToolChoice | None = None
     parallel_tool_calls: bool | None = None
+    metadata: dict[str, Any] | None = None
 
 
 class TokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):

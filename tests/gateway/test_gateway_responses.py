@@ -33,6 +33,21 @@ async def test_an_answer_is_whole(rig, client):
     assert "system\nbe brief" in text and "user\nhi" in text
 
 
+async def test_what_was_not_asked_for_is_told_as_openai_does(rig, client):
+    ask = {"model": rig.front.model, "input": "hi", "max_output_tokens": 2}
+    reply = await client.responses.create(**ask)
+    assert (reply.tools, reply.tool_choice, reply.parallel_tool_calls, reply.metadata) == ([], "auto", True, {})
+    reply = await client.responses.create(**ask, tool_choice="none", parallel_tool_calls=False, metadata={})
+    assert (reply.tools, reply.tool_choice, reply.parallel_tool_calls, reply.metadata) == ([], "none", False, {})
+
+
+async def test_the_callers_notes_come_back_whole_or_streamed(rig, client):
+    ask = {"model": rig.front.model, "input": "hi", "max_output_tokens": 2, "metadata": {"trace": "7", "é": ""}}
+    assert (await client.responses.create(**ask)).metadata == ask["metadata"]
+    events = [event async for event in await client.responses.create(**ask, stream=True)]
+    assert events[0].response.metadata == events[-1].response.metadata == ask["metadata"]
+
+
 async def test_messages_are_the_same_as_a_chat(rig, client):
     said = [{"role": "user", "content": "one"}, {"role": "assistant", "content": "two"}]
     parts = [said[0] | {"content": [{"type": "input_text", "text": "one"}]}, said[1] | {"type": "message"}]
@@ -121,6 +136,7 @@ async def test_a_lost_worker_is_an_error_event(rig, client):
         ({"input": "a", "structured_outputs": {"regex": "a"}} | JSON, "structured_outputs"),
         ({"input": "a", "response_format": {"type": "json_schema"}}, "response_format.json_schema"),
         ({"input": "a", "truncation": "auto"}, "truncation"),
+        ({"input": "a", "metadata": "notes"}, "metadata"),
         ({"input": "a", "max_output_tokens": 0}, "max_output_tokens"),
         ({"input": "a", "max_output_tokens": 10**6}, "max_output_tokens"),
         ({"input": "a " * 5000}, "input"),
