@@ -17,14 +17,27 @@ def converted(fields: dict[str, Any], kind: type[Kind], at: str = "") -> Kind:
         return msgspec.convert(fields, kind)
     except msgspec.ValidationError as error:
         message, _, path = str(error).partition(" - at `")
-        place = (at + path.rstrip("`").removeprefix("$")).removeprefix(".")
+        place = (at + _with_key(path.rstrip("`").removeprefix("$"), fields, kind)).removeprefix(".")
         param = ".".join(part for part in (place, _missing(message)) if part) or None
-        message += _allowed(message, list(_types_at(kind, re.findall(r"\.(\w+)", path))))
+        message = _told(message, list(_types_at(kind, re.findall(r"\.(\w+)", path))))
         raise RequestError(f"{param}: {message}" if param else message, param) from error
 
 
 def _missing(message: str) -> str | None:
     return message.split("`")[1] if "missing required field" in message else None
+
+
+def _with_key(path: str, fields: dict[str, Any], kind: type[msgspec.Struct]) -> str:
+    """msgspec writes [...] for the key of an object that holds many: the first whose value is none that goes there."""
+    name, dots, rest = path.removeprefix(".").partition("[...]")
+    types = [field.type for field in msgspec.structs.fields(kind) if field.encode_name == name]
+    if dots and types:
+        for key, value in fields[name].items():
+            try:
+                msgspec.convert({key: value}, types[0])
+            except msgspec.ValidationError:
+                return f".{name}.{key[:64]}{rest}"
+    return path
 
 
 def _types_at(kind: Any, names: Sequence[str]) -> Iterator[Any]:
@@ -44,10 +57,13 @@ def _is_object(kind: Any) -> bool:
     return isinstance(kind, type) and issubclass(kind, msgspec.Struct)
 
 
-def _allowed(message: str, types: Sequence[Any]) -> str:
-    """The words that a field takes, which msgspec leaves out when it got another."""
+def _told(message: str, types: Sequence[Any]) -> str:
+    """msgspec's message; with the words that a field takes if it got another, and the pattern of a text in words."""
+    if "matching regex" in message:
+        patterns = [kind.description for kind in types if isinstance(kind, msgspec.Meta) and kind.description]
+        return f"Expected {patterns[0]}" if patterns else message
     if not message.startswith("Invalid enum value"):
-        return ""
+        return message
     words = [repr(kind) for kind in types if isinstance(kind, str)]
     objects = ["an object"] if any(map(_is_object, types)) else []
-    return f"; allowed: {', '.join([*words, *objects])}"
+    return f"{message}; allowed: {', '.join([*words, *objects])}"

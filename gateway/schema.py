@@ -20,7 +20,9 @@ Stop = Text | Annotated[list[Text], Meta(max_length=16)]
 TokenId = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 TokenIds = Annotated[list[TokenId], Meta(max_length=1 << 22)]
 Count = Annotated[int, Meta(ge=1, le=2**31 - 1)]
-RequestId = Annotated[str, Meta(pattern=r"^[A-Za-z0-9._:-]{1,128}$")]
+RequestId = Annotated[
+    str, Meta(pattern=r"^[A-Za-z0-9._:-]{1,128}$", description="letters, digits, . _ : and -, 1 to 128 of them")
+]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
 NumLogprobs = Annotated[int, Meta(ge=0, le=20)]
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]

@@ -10,7 +10,9 @@ from msgspec import Meta
 from contracts.errors import RequestError
 
 # Python's $ lets a newline follow; the lookahead does not.
-FunctionName = Annotated[str, Meta(pattern=r"^[a-zA-Z0-9_-]{1,64}$(?!\n)")]
+FunctionName = Annotated[
+    str, Meta(pattern=r"^[a-zA-Z0-9_-]{1,64}$(?!\n)", description="letters, digits, _ and -, 1 to 64 of them")
+]
 
 
 class Function(msgspec.Struct, frozen=True, omit_defaults=True):

@@ -114,7 +114,9 @@ NAMED: list[tuple[tuple[str, bytes], str | None]] = [
     (text(logit_bias={"-1": 1}), "logit_bias"),
     (text(logit_bias={"\u0661": 1}), "logit_bias"),
     (text(logit_bias={"cat": 1}), "logit_bias"),
-    (text(logit_bias={"5": 101}), "logit_bias[...]"),
+    (text(logit_bias={"5": 100, "6": 101}), "logit_bias.6"),
+    (text(logit_bias={"5": 100, "6": "x"}), "logit_bias.6"),
+    (text(logit_bias={"7" * 100: None}), "logit_bias." + "7" * 64),
     # what does not go together
     (text(stream_options={"include_usage": True}), "stream_options"),
     (text(max_tokens=0), "max_tokens"),
@@ -184,6 +186,18 @@ TOLD: list[tuple[type[msgspec.Struct], dict[str, Any], str]] = [
     (ChatRequest, {"messages": [*SAY, {"role": "alien"}]}, f"messages[1].role: * 'alien'; allowed: {ROLES}"),
     (ChatRequest, {"tools": [{"type": "web_search"}]}, "tools[0].type: * 'web_search'; allowed: 'function'"),
     (ChatRequest, {"truncation_side": "up"}, "truncation_side: * 'up'; allowed: 'left', 'right'"),
+    (ChatRequest, {"logit_bias": {"4": 7, "5": 1000}}, "logit_bias.5: Expected `float` <= 100.0"),
+    (
+        ChatRequest,
+        {"tools": [{"type": "function", "function": {"name": "mcp.tool"}}]},
+        "tools[0].function.name: Expected letters, digits, _ and -, 1 to 64 of them",
+    ),
+    (
+        ResponsesRequest,
+        {"tools": [{"type": "function", "name": "mcp.tool"}]},
+        "tools[0].name: Expected letters, digits, _ and -, 1 to 64 of them",
+    ),
+    (ChatRequest, {"request_id": "a b"}, "request_id: Expected letters, digits, . _ : and -, 1 to 128 of them"),
     (ResponsesRequest, {"text": {"format": {"type": "xml"}}}, f"text.format.type: * 'xml'; allowed: {FORMATS}"),
     (ResponsesRequest, {"tool_choice": {"type": "custom"}}, "tool_choice.type: * 'custom'; allowed: 'function'"),
 ]
