@@ -16,15 +16,21 @@ def converted(fields: dict[str, Any], kind: type[Kind], at: str = "") -> Kind:
     try:
         return msgspec.convert(fields, kind)
     except msgspec.ValidationError as error:
-        message, _, path = str(error).partition(" - at `")
-        place = (at + _with_key(path.rstrip("`").removeprefix("$"), fields, kind)).removeprefix(".")
+        message, path = _parts(str(error))
+        place = (at + _with_key(path, fields, kind)).removeprefix(".")
         param = ".".join(part for part in (place, _missing(message)) if part) or None
         message = _told(message, list(_types_at(kind, re.findall(r"\.(\w+)", path))))
         raise RequestError(f"{param}: {message}" if param else message, param) from error
 
 
+def _parts(text: str) -> tuple[str, str]:
+    """The message and the path. The message may quote the client, whose words may look like either."""
+    message, _, path = text.rpartition(" - at `$")
+    return (message, path.removesuffix("`")) if message else (text, "")
+
+
 def _missing(message: str) -> str | None:
-    return message.split("`")[1] if "missing required field" in message else None
+    return message.split("`")[1] if message.startswith("Object missing required field") else None
 
 
 def _with_key(path: str, fields: dict[str, Any], kind: type[msgspec.Struct]) -> str:
@@ -59,7 +65,7 @@ def _is_object(kind: Any) -> bool:
 
 def _told(message: str, types: Sequence[Any]) -> str:
     """msgspec's message; with the words that a field takes if it got another, and the pattern of a text in words."""
-    if "matching regex" in message:
+    if message.startswith("Expected `str` matching regex"):
         patterns = [kind.description for kind in types if isinstance(kind, msgspec.Meta) and kind.description]
         return f"Expected {patterns[0]}" if patterns else message
     if not message.startswith("Invalid enum value"):

@@ -185,6 +185,13 @@ TOLD: list[tuple[type[msgspec.Struct], dict[str, Any], str]] = [
     (ChatRequest, {"response_format": {"type": "xml"}}, f"response_format.type: * 'xml'; allowed: {FORMATS}"),
     (ChatRequest, {"messages": [*SAY, {"role": "alien"}]}, f"messages[1].role: * 'alien'; allowed: {ROLES}"),
     (ChatRequest, {"tools": [{"type": "web_search"}]}, "tools[0].type: * 'web_search'; allowed: 'function'"),
+    (
+        ChatRequest,
+        {"tool_choice": "missing required field"},
+        f"tool_choice: * 'missing required field'; allowed: {CHOICES}",
+    ),
+    (ChatRequest, {"tool_choice": "a - at `$.n`"}, f"tool_choice: * 'a - at `$.n`'; allowed: {CHOICES}"),
+    (ChatRequest, {"tool_choice": "matching regex"}, f"tool_choice: * 'matching regex'; allowed: {CHOICES}"),
     (ChatRequest, {"truncation_side": "up"}, "truncation_side: * 'up'; allowed: 'left', 'right'"),
     (ChatRequest, {"logit_bias": {"4": 7, "5": 1000}}, "logit_bias.5: Expected `float` <= 100.0"),
     (
