@@ -7,6 +7,7 @@ TandemError
 │   └── NotFound        no such model (HTTP 404)
 ├── Overloaded          more work than fits now (HTTP 429 with Retry-After)
 ├── Unavailable         no worker to serve it, or the one that served it died (HTTP 503)
+│   └── RegistryError   Redis can't be used; names its address, so clients get other words
 ├── DeadlineExceeded    a wait ran past the request's budget (HTTP 504)
 ├── OutOfBlocks         the block pool can't hold it now; the caller waits or refuses
 └── TransferError       the KV did not arrive as promised
@@ -65,6 +66,14 @@ class Overloaded(TandemError):
 
 class Unavailable(TandemError):
     code = "unavailable"
+
+
+class RegistryError(Unavailable):
+    """The message names the registry's address, for whoever runs it. `what` it does is for clients to know."""
+
+    def __init__(self, message: str, what: str) -> None:
+        self.what = what
+        super().__init__(message)
 
 
 class DeadlineExceeded(TandemError):

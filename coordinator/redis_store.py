@@ -14,7 +14,7 @@ from redis.commands.core import AsyncScript
 from redis.exceptions import ConnectionError, RedisError, TimeoutError
 
 from contracts.codec import decoder, encode
-from contracts.errors import ConfigError, TandemError, Unavailable
+from contracts.errors import ConfigError, RegistryError, TandemError, Unavailable
 from contracts.ids import Epoch, GatewayId, Incarnation, RequestId, WorkerId
 from contracts.node import Node, NodeInfo, NodeLoad
 from contracts.request import Route
@@ -181,7 +181,7 @@ class RedisStore:
         return await self._timed(name, self._scripts[name](keys=[self.prefix], args=args))
 
     async def _timed(self, name: str, call: Awaitable[Any]) -> Any:
-        """Raises Unavailable; nothing of Redis leaves this class."""
+        """Raises RegistryError; nothing of Redis leaves this class."""
         loop = asyncio.get_running_loop()
         began_s = loop.time()
         try:
@@ -190,10 +190,9 @@ class RedisStore:
                     return await call
         except (ConnectionError, TimeoutError, OSError) as error:
             reason = str(error) or "no answer in time"
-            raise Unavailable(f"Redis does not answer at {self._where}: {reason}") from error
+            raise RegistryError(f"Redis does not answer at {self._where}: {reason}", "does not answer") from error
         except RedisError as error:
-            log.error("Redis refused %s: %s", name, error)
-            raise Unavailable(f"Redis at {self._where} refused: {error}") from error
+            raise RegistryError(f"Redis at {self._where} refused {name}: {error}", "refuses") from error
         finally:
             self._observe(name, loop.time() - began_s)
 

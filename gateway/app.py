@@ -39,6 +39,7 @@ from gateway.openapi import (
     returns,
     takes,
 )
+from gateway.placement import nothing_placed
 from gateway.prompting import Prompting
 from gateway.read_replies import ReadReplies
 from gateway.reading import reading_of
@@ -278,7 +279,7 @@ def _add_state(app: FastAPI, front: Front) -> None:
             return JSONResponse({"status": "ready"})
         what = "no prefill and decode worker that can exchange KV are connected and take work"
         if workers.is_blind:
-            what = "the registry (Redis) does not answer, so nothing new can be placed"
+            what = nothing_placed("does not answer")
         why = "; ".join([what, *workers.troubles])
         return JSONResponse(error_body(503, why), status_code=503, headers={"Retry-After": "1"})
 

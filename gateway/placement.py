@@ -1,14 +1,18 @@
 """The gateway's use of the coordinator's store: placing, ending and keeping its own requests."""
 
+import logging
 from collections.abc import Sequence
 from typing import Protocol
 
+from contracts.errors import RegistryError, Unavailable
 from contracts.hashing import chain_hashes, salted
 from contracts.ids import Epoch, GatewayId, RequestId, WorkerId
 from contracts.node import Node
 from contracts.request import Route
 from coordinator.states import State
 from coordinator.store import AFFINITY_BLOCK, AFFINITY_BLOCKS, PlaceRequest, Store
+
+log = logging.getLogger(__name__)
 
 LEASE_S = 10.0
 
@@ -40,6 +44,7 @@ class StorePlacement:
 
     def __init__(self, store: Store, gateway_id: GatewayId) -> None:
         self._store, self._gateway_id = store, gateway_id
+        self._can_place = True
 
     async def nodes(self) -> list[Node]:
         return await self._store.nodes()
@@ -63,7 +68,15 @@ class StorePlacement:
             prefix_hashes=chain_hashes(token_ids, AFFINITY_BLOCK, AFFINITY_BLOCKS, salted(cache_salt)),
             exclude=tuple(exclude),
         )
-        return await self._store.place(request)
+        try:
+            route = await self._store.place(request)
+        except RegistryError as error:
+            if self._can_place:  # said once, not for each request
+                log.warning("requests are not placed: %s", error)
+            self._can_place = False
+            raise Unavailable(nothing_placed(error.what)) from error
+        self._can_place = True
+        return route
 
     async def finish(self, request_id: RequestId, epoch: Epoch, end: State) -> None:
         await self._store.finish(request_id, epoch, end)
@@ -73,3 +86,8 @@ class StorePlacement:
 
     async def close(self) -> None:
         await self._store.close()
+
+
+def nothing_placed(what: str) -> str:
+    """For clients, to whom the registry's address is nothing to know."""
+    return f"the registry (Redis) {what}, so nothing new can be placed"

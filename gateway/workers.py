@@ -122,13 +122,20 @@ class Workers:
         await link.send(message)
 
     async def _watch(self) -> None:
+        is_there = True
         while True:
             await asyncio.sleep(POLL_PERIOD_S if self.can_serve() else SEARCH_PERIOD_S)
             try:
                 await self._poll()
             except TandemError as error:
-                log.warning("registry not reachable, going on with the workers known: %s", error)
+                if is_there:  # said once, not at each look
+                    log.warning("registry not reachable, going on with the workers known: %s", error)
+                is_there = False
                 await asyncio.sleep(POLL_PERIOD_S)
+            else:
+                if not is_there:
+                    log.warning("the registry answers again")
+                is_there = True
 
     async def _poll(self) -> None:
         alive = {node.info.worker_id: node for node in await self._store.nodes() if node.alive}

@@ -59,20 +59,27 @@ class Membership:
                 log.warning("the registry does not know this worker any more; joining again")
                 await self._store.join(info)
         except Unavailable as error:
-            log.warning("registry not reachable: %s", error)
+            if self._state.joined:  # said once, not with each beat
+                log.warning("registry not reachable: %s", error)
             self._state.joined = False
         else:
+            if not self._state.joined:
+                log.warning("the registry answers again")
             self._state.joined = True
 
     async def _tell(self) -> None:
+        is_told = True
         while True:
             await asyncio.sleep(MOVES_PERIOD_S)
             if self._moves:
                 moves, self._moves = self._moves, []
                 try:
                     await self._store.advance(moves)
+                    is_told = True
                 except Unavailable as error:
-                    log.warning("%d moves not told to the registry yet: %s", len(moves), error)
+                    if is_told:  # said once, not at each attempt
+                        log.warning("moves of requests are not told to the registry yet: %s", error)
+                    is_told = False
                     self._moves = [*moves, *self._moves][-MAX_MOVES:]
 
 

@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from redis.asyncio import Redis
 
-from contracts.errors import ConfigError, Overloaded, TandemError, Unavailable
+from contracts.errors import ConfigError, Overloaded, RegistryError, TandemError, Unavailable
 from contracts.ids import Epoch, Incarnation, RequestId, WorkerId
 from contracts.node import Role
 from coordinator.connect import connect
@@ -187,6 +187,14 @@ async def _pings(store: Store) -> bool:
     except Unavailable:
         return False
     return True
+
+
+async def test_what_it_refuses_is_told_with_its_own_words(redis_store: RedisStore, any_server: RedisServer):
+    async with Redis.from_url(any_server.url) as client:
+        await client.rpush(f"{redis_store.prefix}leader", "another kind of value")  # type: ignore[misc]
+    with pytest.raises(RegistryError, match=r"refused lead: .*WRONGTYPE") as error:
+        await redis_store.lead("me", 1.0)
+    assert error.value.what == "refuses"
 
 
 async def test_the_password_is_not_told():

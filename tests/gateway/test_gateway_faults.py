@@ -7,13 +7,14 @@ import httpx
 import msgspec
 import pytest
 
-from contracts.errors import Unavailable
+from contracts.errors import RegistryError, Unavailable
 from contracts.events import Failed, Token, Tokens
 from contracts.ids import Epoch, RequestId, WorkerId
 from contracts.layout import KVLayout
 from contracts.node import Node, NodeLoad, Role
-from contracts.request import Cancel, Job, WorkerRef
+from contracts.request import Cancel, Job, Route, WorkerRef
 from coordinator.memory_store import MemoryStore
+from coordinator.store import PlaceRequest
 from gateway.detokenizer import Detokenizer
 from gateway.fake_worker import FakeWorker
 from tests.gateway.gateway_rig import GATEWAY, SECRET, Rig, coordinated, gateway, pair
@@ -315,7 +316,7 @@ async def test_without_a_decode_worker_it_is_not_ready(checkpoint):
         assert (await client.get("/ready")).status_code == 503
 
 
-async def test_while_the_registry_does_not_answer_it_is_not_ready(checkpoint, monkeypatch):
+async def test_while_the_registry_does_not_answer_it_is_not_ready(checkpoint, monkeypatch, caplog):
     """What runs needs none."""
     monkeypatch.setattr("gateway.workers.BLIND_S", 0.2)
     monkeypatch.setattr("gateway.workers.POLL_PERIOD_S", 0.01)
@@ -334,6 +335,31 @@ async def test_while_the_registry_does_not_answer_it_is_not_ready(checkpoint, mo
         monkeypatch.setattr(store, "nodes", nodes)
         await rig.until(lambda: not workers.is_blind)
         assert (await client.get("/ready")).status_code == 200
+    assert [record.message for record in caplog.records][:2] == [
+        "registry not reachable, going on with the workers known: Redis does not answer",
+        "the registry answers again",
+    ]
+
+
+@pytest.mark.parametrize("what", ["does not answer", "refuses"])
+async def test_clients_are_not_told_where_the_registry_is(checkpoint, monkeypatch, caplog, what):
+    store = MemoryStore(alive_s=600.0)
+    async with coordinated(checkpoint, pair(), store) as rig, rig.client() as client:
+
+        async def away(request: PlaceRequest) -> Route:
+            raise RegistryError(f"Redis {what} at redis://10.0.0.5", what)
+
+        place = store.place
+        for _ in range(2):
+            monkeypatch.setattr(store, "place", away)
+            for _ in range(2):
+                reply = await client.post("/v1/completions", json=ASK | {"max_tokens": 3})
+                words = f"the registry (Redis) {what}, so nothing new can be placed"
+                assert reply.status_code == 503 and reply.json()["error"]["message"] == words
+            monkeypatch.setattr(store, "place", place)
+            assert (await client.post("/v1/completions", json=ASK | {"max_tokens": 3})).status_code == 200
+    told = [record.message for record in caplog.records if "redis://" in record.message]
+    assert told == [f"requests are not placed: Redis {what} at redis://10.0.0.5"] * 2
 
 
 @pytest.mark.parametrize("index", [0, 1])

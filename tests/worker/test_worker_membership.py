@@ -5,7 +5,8 @@ from collections.abc import Sequence
 import pytest
 
 from contracts.errors import Unavailable
-from contracts.ids import Epoch, RequestId
+from contracts.ids import Epoch, Incarnation, RequestId, WorkerId
+from contracts.node import NodeLoad
 from coordinator.memory_store import MemoryStore
 from coordinator.states import State
 from coordinator.store import Move
@@ -23,6 +24,11 @@ class MovesStore(MemoryStore):
         self.is_there, self.num_refused = True, 0
         self.told: list[Move] = []
 
+    async def heartbeat(self, worker_id: WorkerId, incarnation: Incarnation, load: NodeLoad) -> bool:
+        if not self.is_there:
+            raise Unavailable("Redis does not answer")
+        return await super().heartbeat(worker_id, incarnation, load)
+
     async def advance(self, moves: Sequence[Move]) -> list[bool]:
         if not self.is_there:
             self.num_refused += 1
@@ -35,7 +41,22 @@ def move(number: int) -> Move:
     return Move(RequestId(f"r{number}"), Epoch(1), State.TRANSFERRING)
 
 
-async def test_moves_are_told_again_in_order_when_the_registry_is_back(monkeypatch: pytest.MonkeyPatch):
+async def test_losing_the_registry_is_said_once_and_so_is_its_return(caplog: pytest.LogCaptureFixture):
+    store = MovesStore()
+    member = Membership(store, make_state())
+    await member.start()
+    for store.is_there in (True, False, False, True, True):
+        await member.beat_once()
+    await member.stop()
+    assert [record.message for record in caplog.records] == [
+        "registry not reachable: Redis does not answer",
+        "the registry answers again",
+    ]
+
+
+async def test_moves_are_told_again_in_order_when_the_registry_is_back(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
     monkeypatch.setattr(membership, "MOVES_PERIOD_S", 0.01)
     monkeypatch.setattr(membership, "MAX_MOVES", 3)
     store = MovesStore()
@@ -58,3 +79,4 @@ async def test_moves_are_told_again_in_order_when_the_registry_is_back(monkeypat
     await async_until(is_told)
     await member.stop()
     assert store.told == [move(2), move(3), move(4)], "the oldest are of no use by then"
+    assert len([record for record in caplog.records if "not told" in record.message]) == 1
