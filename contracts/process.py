@@ -1,8 +1,9 @@
-"""How a service meets the outside when it starts: the socket it listens on, and the file that says so."""
+"""How a process meets the outside: the socket it listens on, the file that says so, and how it ended."""
 
 import errno
 import json
 import os
+import signal
 import socket
 from collections.abc import Mapping
 from pathlib import Path
@@ -51,3 +52,11 @@ def write_ready_file(path: Path | None, facts: Mapping[str, object]) -> None:
         draft.replace(path)
     except OSError as error:
         raise ConfigError(f"can't write ready_file {path}: {error.strerror}") from error
+
+
+def describe_exit(code: int) -> str:
+    """Of a process that ended with `code`; below 0 it is the signal that killed it."""
+    if code >= 0:
+        return f"ended with code {code}"
+    reason = " (the kernel does that when memory runs out)" if code == -signal.SIGKILL else ""
+    return f"was killed by {signal.Signals(-code).name}{reason}"

@@ -275,11 +275,9 @@ def _add_state(app: FastAPI, front: Front) -> None:
         and the registry answers.
         """
         workers = front.dispatch.workers
-        if workers.can_serve() and not workers.is_blind:
+        what = nothing_placed("does not answer") if workers.is_blind else workers.lack()
+        if not what:
             return JSONResponse({"status": "ready"})
-        what = "no prefill and decode worker that can exchange KV are connected and take work"
-        if workers.is_blind:
-            what = nothing_placed("does not answer")
         why = "; ".join([what, *workers.troubles])
         return JSONResponse(error_body(503, why), status_code=503, headers={"Retry-After": "1"})
 

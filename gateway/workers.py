@@ -99,12 +99,22 @@ class Workers:
         return link.info.ref if link is not None else None
 
     def can_serve(self) -> bool:
-        """A worker that is both, or two that can exchange KV; placement passes over those that drain, too."""
+        return not self.lack()
+
+    def lack(self) -> str:
+        """What is missing, in words; nothing while there is a worker that is both, or two that can exchange KV.
+        Placement passes over those that drain, too.
+        """
         infos = [info for info in self.nodes if not self._drains(info.worker_id)]
         sources = [info for info in infos if info.role == Role.PREFILL]
         sinks = [info for info in infos if info.role == Role.DECODE]
         is_pair = any(sink.can_take(source) for sink in sinks for source in sources)
-        return is_pair or any(info.role == Role.MIXED for info in infos)
+        if is_pair or any(info.role == Role.MIXED for info in infos):
+            return ""
+        if sources and sinks:
+            return "the prefill and the decode workers can't exchange KV"
+        sides = [f"no live {side} worker" for side, those in (("prefill", sources), ("decode", sinks)) if not those]
+        return f"{' and '.join(sides)} that is connected and takes work"
 
     def _drains(self, worker_id: WorkerId) -> bool:
         return self._listed[worker_id].draining

@@ -12,6 +12,7 @@ from enum import StrEnum
 from pathlib import Path
 
 from contracts.leash import leashed
+from contracts.process import describe_exit
 
 TAIL_NBYTES = 8192
 LONG_LIFE_S = 60.0
@@ -152,9 +153,7 @@ class Child:
 
     def describe_exit(self) -> str:
         assert self.exit_code is not None
-        if self.exit_code < 0:
-            return f"was killed by {signal.Signals(-self.exit_code).name}"
-        return f"ended with code {self.exit_code}"
+        return describe_exit(self.exit_code)
 
     def _has_exited(self) -> bool:
         """Without reaping: while the zombie is there, its process group id can't be given to anyone else."""

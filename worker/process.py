@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator
 from contracts.codec import FrameReader, decoder, frame
 from contracts.errors import ConfigError
 from contracts.leash import leashed
+from contracts.process import describe_exit
 from core.messages import CoreFailed, CoreReady, Loading, Start, Stop, ToCore, ToFront
 
 log = logging.getLogger(__name__)
@@ -30,6 +31,7 @@ class CoreProcess:
 
     def __init__(self, start: Start) -> None:
         self._start = start
+        self._is_given_up = False
         self._reader = FrameReader()
         self._decoder = decoder(ToFront)
         self._backlog: list[ToFront] = []
@@ -61,9 +63,7 @@ class CoreProcess:
                     raise ConfigError(words)
                 case Loading(stage, done, total):
                     log.info("%s %d/%d", stage, done, total)
-        raise ConfigError(
-            f"the engine core ended with code {await self._exit_code()} while starting; see the log above"
-        )
+        raise ConfigError(f"the engine core {describe_exit(await self._exit_code())} while starting; see the log above")
 
     async def frames(self) -> AsyncIterator[ToFront]:
         """Messages from the core, in order, until it closes its end."""
@@ -82,7 +82,17 @@ class CoreProcess:
 
     def kill(self) -> None:
         """`frames()` ends soon."""
+        self._is_given_up = True
         self._process.kill()
+
+    async def describe_end(self) -> str:
+        """After the last frame: how the process ended, in words that go behind its name."""
+        if self._is_given_up:
+            return "was killed by this worker"
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(STOP_TIMEOUT_S):
+                return describe_exit(await self._exit_code())
+        return "closed its connection and does not end"
 
     async def stop(self) -> None:
         """Ask, wait, then kill: afterwards the process is gone."""

@@ -105,7 +105,7 @@ async def _pump(state: FrontState, membership: Membership) -> None:
                 state.on_status(message.status)
     state.core_alive = False
     state.streams.close()
-    log.error("the engine core died; its requests fail now")
+    log.error("the engine core %s; this worker can't go on", await state.core.describe_end())
 
 
 async def _mind(state: FrontState) -> None:

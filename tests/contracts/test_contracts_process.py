@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 import pytest
 
 from contracts.errors import ConfigError
-from contracts.process import http_url, listen, write_ready_file
+from contracts.process import describe_exit, http_url, listen, write_ready_file
 
 
 def test_a_free_port_is_found_and_taken():
@@ -113,3 +113,15 @@ def test_what_is_written_to_an_accepted_connection_is_sent_at_once():
         accepted, _ = listener.accept()
         with accepted:
             assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+
+
+@pytest.mark.parametrize(
+    "code, words",
+    [
+        (3, "ended with code 3"),
+        (-11, "was killed by SIGSEGV"),
+        (-9, "was killed by SIGKILL (the kernel does that when memory runs out)"),
+    ],
+)
+def test_how_a_process_ended_is_told_in_words(code: int, words: str):
+    assert describe_exit(code) == words

@@ -402,6 +402,22 @@ async def test_a_registry_that_can_not_be_reached_is_not_asked_more_often(checkp
         assert len(asked) == 1
 
 
+@pytest.mark.parametrize(
+    "there, words",
+    [
+        (slice(1, 2), "no live prefill worker that"),
+        (slice(0, 1), "no live decode worker that"),
+        (slice(0), "no live prefill worker and no live decode worker that"),
+    ],
+    ids=["prefill", "decode", "both"],
+)
+async def test_what_is_missing_is_said(checkpoint, there, words):
+    async with gateway(checkpoint, pair()[there]) as rig, rig.client() as client:
+        reply = await client.get("/ready")
+        assert reply.status_code == 503
+        assert reply.json()["error"]["message"] == f"{words} is connected and takes work"
+
+
 async def test_a_worker_of_another_model_is_passed_over_and_named(checkpoint):
     workers = pair()
     async with gateway(checkpoint, workers) as rig, rig.client() as client:
@@ -427,6 +443,7 @@ async def test_a_pair_that_can_not_exchange_kv_is_not_ready_and_the_field_is_nam
     async with gateway(checkpoint, workers) as rig, rig.client() as client:
         reply = await client.get("/ready")
         assert reply.status_code == 503
+        assert "the prefill and the decode workers can't exchange KV; d0: it can't take" in reply.text
         assert "d0: it can't take the KV of p0: dtype is bfloat16 here, float32 there" in reply.text
 
 
