@@ -39,6 +39,8 @@ Plots need matplotlib. An API key is taken from TANDEM_API_KEY or OPENAI_API_KEY
 If no request was answered the code is 1.
 """
 LENGTHS = re.compile(r"(\d+)(k?)/(\d+)(k?)")
+KEY_WANTED = re.compile(r"(answers|the first:) 401\b")
+"""How bench.load says that the server wants a key."""
 USER_REQUESTS = 10
 RATE_SECONDS = 60
 MAX_COLUMNS = 5
@@ -161,7 +163,8 @@ class Sweep:
             return True
         except Unavailable as error:
             if not any(one.good for one in self.measured):
-                raise
+                advice = f"; {target.key_advice()}" if KEY_WANTED.search(str(error)) else ""
+                raise Unavailable(f"{error}{advice}") from error
             print(f"{error}; what was measured before:", file=sys.stderr)
         return False
 

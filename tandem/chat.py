@@ -22,6 +22,7 @@ examples:
   tandem chat --url http://10.0.0.5:8000     a system elsewhere
 
 The answer goes to standard output, all else, reasoning too, to standard error.
+An API key is taken from TANDEM_API_KEY or OPENAI_API_KEY.
 """
 PROMPT = "> "
 TEMPERATURE = 0.2

@@ -47,8 +47,23 @@ def gateway_url(options: argparse.Namespace, home: Path) -> str:
 
 def key_headers() -> dict[str, str]:
     """What shows the key of the environment to a server; nothing without one."""
-    keys = [key for name in KEYS if (key := os.environ.get(name, "").split(",")[0].strip())]
-    return {"Authorization": f"Bearer {keys[0]}"} if keys else {}
+    name = _key_variable()
+    return {"Authorization": f"Bearer {_key(name)}"} if name else {}
+
+
+def key_advice() -> str:
+    """What to do about a 401."""
+    name = _key_variable()
+    return f"the key in {name} is not one of the server's" if name else f"set {' or '.join(KEYS)} to the server's key"
+
+
+def _key_variable() -> str:
+    """The first variable that holds a key; empty if none does."""
+    return next(filter(_key, KEYS), "")
+
+
+def _key(name: str) -> str:
+    return os.environ.get(name, "").split(",")[0].strip()
 
 
 def ask(url: str, body: dict[str, Any] | None = None) -> Any:
@@ -90,7 +105,8 @@ def _open(url: str, body: dict[str, Any] | None):
         return open_local(request, TIMEOUT_S) if _is_here(url) else urllib.request.urlopen(request, timeout=TIMEOUT_S)
     except urllib.error.HTTPError as error:
         with error:
-            raise Unavailable(_words(error)) from error
+            advice = f"; {key_advice()}" if error.code == 401 else ""
+            raise Unavailable(f"{_words(error)}{advice}") from error
     except (urllib.error.URLError, http.client.HTTPException, OSError, ValueError) as error:
         reason = getattr(error, "reason", error)
         raise Unavailable(f"nobody answers at {url}: {reason}; `tandem ps` shows what runs here") from error

@@ -70,6 +70,20 @@ async def test_a_sweep_is_a_table_a_result_file_and_plots(tmp_path: Path) -> Non
     assert all("Authorization: Bearer sesame\r\n" in head for head in server.heads)
 
 
+@pytest.mark.parametrize("options", [(), ("--model", "m")])
+async def test_where_a_key_is_wanted_the_variables_are_named(options: tuple[str, ...]) -> None:
+    async def refuse(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 401 Unauthorized\r\nContent-Length: 0\r\nConnection: close\r\n\r\n")
+        writer.close()
+
+    async with await asyncio.start_server(refuse, "127.0.0.1", 0) as listening:
+        server = Server([], {}, f"http://127.0.0.1:{listening.sockets[0].getsockname()[1]}")
+        done = await bench(server, *SMALL, *options, "--no-plots")
+    assert done.code == 1
+    assert done.stderr.splitlines()[-1].endswith("; set TANDEM_API_KEY or OPENAI_API_KEY to the server's key")
+
+
 async def test_failures_are_told_by_reason_and_the_rest_is_measured(tmp_path: Path) -> None:
     async with served("good", "refused", "no_json", "refused", "good") as server:
         done = await bench(server, *SMALL, "--no-plots", "--out", str(tmp_path))

@@ -11,6 +11,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 
 from contracts.errors import Unavailable
+from tandem import target
 from tandem.chat import Talk
 
 
@@ -143,6 +144,26 @@ def test_an_answer_that_breaks_off_is_kept_as_far_as_it_came(
     with pytest.raises(Unavailable, match=words):
         talk.answer("q", lambda text: None)
     assert [message["content"] for message in talk.messages] == ["q", "half"]
+
+
+@pytest.mark.parametrize(
+    ("keys", "words"),
+    [
+        ({}, "a key, please; set TANDEM_API_KEY or OPENAI_API_KEY to the server's key"),
+        ({"OPENAI_API_KEY": "old"}, "a key, please; the key in OPENAI_API_KEY is not one of the server's"),
+        ({"TANDEM_API_KEY": "a,b", "OPENAI_API_KEY": "old"}, "a key, please; the key in TANDEM_API_KEY is not"),
+    ],
+)
+def test_where_a_key_is_wanted_the_variables_are_named(
+    server: Server, talk: Talk, monkeypatch: pytest.MonkeyPatch, keys: dict[str, str], words: str
+) -> None:
+    for name in target.KEYS:
+        monkeypatch.delenv(name, raising=False)
+    for name, value in keys.items():
+        monkeypatch.setenv(name, value)
+    server.answers = [[{"status": 401, "body": '{"error": {"message": "a key, please"}}'}]]
+    with pytest.raises(Unavailable, match=words):
+        talk.answer("q", lambda text: None)
 
 
 @pytest.mark.parametrize("body", ["", "<html>", "[]", '{"error": "odd"}'])
