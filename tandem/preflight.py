@@ -18,6 +18,8 @@ from worker.settings import WorkerSettings
 SERVICES = (CoordinatorSettings, WorkerSettings, GatewaySettings)
 MAKE_VARIABLES = ("MODEL", "PORT", "PREFILL", "DECODE", "MIXED", "DEVICE", "TRANSFER", "DTYPE", "REDIS_URL")
 """What the Makefile hands on."""
+MADE_BY_UP = {"pool", "ready_file", "role", "worker_id"}
+"""Settings of services that it chooses itself, whatever the environment says."""
 OF_COMPOSE = (
     "TANDEM_DECODE_DEVICE", "TANDEM_GRAFANA_PORT", "TANDEM_IMAGE", "TANDEM_MODELS", "TANDEM_PREFILL_DEVICE",
     "TANDEM_PROMETHEUS_PORT", "TANDEM_WORKER_MEMORY",
@@ -27,6 +29,9 @@ OF_COMPOSE = (
 
 def read_up_settings(argv: Sequence[str]) -> UpSettings:
     """Raises ConfigError with a line that names every wrong setting."""
+    if misplaced := _of_services(argv):
+        told = (f"{flag} is a setting of the services: set {variable(name)}" for flag, name in misplaced.items())
+        raise ConfigError(f"{'; '.join(told)}; `tandem up` hands it on")
     settings = fit_devices(read_settings(UpSettings, argv, _places), os.environ)
     if not settings.is_complete:
         raise ConfigError("nobody could answer: set PREFILL and DECODE to 1 or more, or MIXED")
@@ -52,6 +57,14 @@ def unread(names: Iterable[str]) -> list[str]:
     known = settings.union(OF_COMPOSE)
     unknown = sorted(name for name in names if name.upper().startswith("TANDEM_") and name.upper() not in known)
     return [f"{name} is no setting{_meant(name.upper(), settings)}" for name in unknown]
+
+
+def _of_services(argv: Sequence[str]) -> dict[str, str]:
+    """Options that `tandem up` has not and a service has, with the setting's name."""
+    names = {name for kind in SERVICES for name in kind.model_fields} - UpSettings.model_fields.keys() - MADE_BY_UP
+    flags = {f"--{name.replace('_', '-')}": name for name in sorted(names)}
+    given = [word.partition("=")[0] for word in argv]
+    return {flag: flags[flag] for flag in given if flag in flags}
 
 
 def _meant(name: str, known: Iterable[str]) -> str:

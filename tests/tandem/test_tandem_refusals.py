@@ -127,6 +127,31 @@ def test_an_empty_host_is_not_every_address(refused: Callable[..., str]) -> None
     assert said == "host is '': it must have at least 1 character (set by --host or TANDEM_HOST)"
 
 
+@pytest.mark.parametrize(
+    ("flags", "names"),
+    [
+        (("--max-model-len", "512"), ["max-model-len"]),
+        (("--prefill", "2", "--served-model-name=m"), ["served-model-name"]),
+        (("--api-key", "k", "--log-level", "debug"), ["api-key", "log-level"]),
+    ],
+)
+def test_a_setting_of_the_services_is_told_by_its_variable(
+    refused: Callable[..., str], flags: tuple[str, ...], names: list[str]
+) -> None:
+    variables = (f"TANDEM_{name.replace('-', '_').upper()}" for name in names)
+    told = [
+        f"--{name} is a setting of the services: set {variable}; "
+        for name, variable in zip(names, variables, strict=True)
+    ]
+    assert refused(*flags) == f"{''.join(told)}`tandem up` hands it on"
+
+
+@pytest.mark.parametrize("flag", ["--role", "--worker-id", "--pool", "--no-such-thing"])
+def test_an_option_that_nobody_has_or_that_up_chooses_is_not_known(flag: str) -> None:
+    done = typed("up", flag, "x")
+    assert done.returncode == 2 and f"unrecognized arguments: {flag}" in done.stderr
+
+
 @pytest.mark.parametrize("url", ["redis://:pw@host:six", "redis://:pw@[host"])
 def test_a_redis_url_that_cannot_be_read(refused: Callable[..., str], url: str) -> None:
     said = refused("--redis-url", url)
