@@ -17,6 +17,7 @@ examples:
   tandem ps --json | jq -r '.[] | select(.role == "decode") | .log'
 """
 COLUMNS = ("port", "role", "id", "pid", "core_pid", "url", "state", "log")
+WORKERS = ("prefill", "decode", "mixed")
 HEALTH_TIMEOUT_S = 2.0
 
 Row = dict[str, str | int | None]
@@ -65,14 +66,24 @@ def is_alive(identity: dict) -> bool:
 
 
 def observe(process: dict) -> str:
-    """The state as the supervisor knows it, and by the service's own `/health` where it is ready."""
+    """The state as the supervisor knows it, and by the service's own `/health` and `/ready` where it is ready."""
     if process["state"] != "ready" or not str(process["url"]).startswith("http"):
         return process["state"]
     try:
         with open_local(f"{process['url']}/health", HEALTH_TIMEOUT_S):
-            return "ready"
+            return "draining" if process["role"] in WORKERS and _drains(process["url"]) else "ready"
     except (urllib.error.URLError, OSError):
         return "unhealthy"
+
+
+def _drains(url: str) -> bool:
+    """Of a worker: it is well, and takes no work."""
+    try:
+        with open_local(f"{url}/ready", HEALTH_TIMEOUT_S):
+            return False
+    except urllib.error.HTTPError as error:
+        with error:
+            return b'"draining"' in error.read()
 
 
 def show(rows: list[Row]) -> None:

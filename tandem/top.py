@@ -28,13 +28,19 @@ handoffs        requests between prefill and decode now: pages asked for, refuse
                 chunks cross, committed and decoding
 Rates and times are means over the last interval; - is what nobody has measured yet.
 """
-STYLES = {"ready": "green", "unhealthy": "bold red", "dead": "bold red", "starting": "yellow", "up": "green"}
+STYLES = {
+    "ready": "green",
+    "draining": "yellow",
+    "unhealthy": "bold red",
+    "dead": "bold red",
+    "starting": "yellow",
+    "up": "green",
+}
 WORKER_COLUMNS = ("worker", "state", "run", "wait", "KV", "prompt t/s", "answer t/s", "MB/s", "handoffs/s")
 GATEWAY_COLUMNS = ("gateway", "state", "in flight", "answers/s", "errors/s", "tok/s", "TTFT ms", "ITL ms")
 LINK_COLUMNS = ("links", "by", "state", "MB sent", "MB/s")
 HANDOFFS = {"RESERVING": "offered", "HELD": "waiting for pages", "TRANSFERRING": "granted", "COMMITTED": "committed"}
 """States of the coordinator's table that a handoff passes, as the console calls them."""
-WORKERS = ("prefill", "decode", "mixed")
 WIDE = 100
 
 
@@ -122,7 +128,7 @@ def _handoffs(rows: Sequence[ps.Row], before: Look, after: Look, gap: int) -> Te
 def _workers(rows: Sequence[ps.Row], before: Look, after: Look, gap: int) -> Table:
     table = _table(WORKER_COLUMNS, gap)
     for row in rows:
-        if row["role"] in WORKERS:
+        if row["role"] in ps.WORKERS:
             since = change(row, before, after)
             now = {name.removeprefix("tandem_worker_"): value for name, value in since.after.items()}
             table.add_row(

@@ -1,6 +1,7 @@
 """`tandem ps` against run folders and a service that answers, or does not."""
 
 import argparse
+import io
 import json
 import os
 import subprocess
@@ -11,16 +12,24 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from tandem import ps
 from tandem.look import Page, look
 from tandem.run_dir import RunDir
+from tandem.top import view
 
 
 class Service(BaseHTTPRequestHandler):
     status = 200
+    lacks = ""
 
     def do_GET(self) -> None:
+        if self.path == "/ready":
+            self.send_response(503 if self.lacks else 200)
+            self.end_headers()
+            self.wfile.write(json.dumps({"status": self.lacks or "ready"}, separators=(",", ":")).encode())
+            return
         self.send_response(self.status if self.path in ("/health", "/metrics") else 404)
         if self.path == "/metrics":
             self.send_header("Content-Length", "1000")  # and then it dies
@@ -32,7 +41,7 @@ class Service(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def service() -> Iterator[str]:
-    Service.status = 200
+    Service.status, Service.lacks = 200, ""
     with ThreadingHTTPServer(("127.0.0.1", 0), Service) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         yield f"http://127.0.0.1:{server.server_port}"
@@ -60,6 +69,15 @@ def test_a_row_has_what_was_promised(home: Path, service: str) -> None:
 def test_a_service_that_is_not_well_is_said_so(home: Path) -> None:
     Service.status = 503
     assert [row["state"] for row in ps.list_processes(home)] == ["unhealthy"]
+
+
+@pytest.mark.parametrize(("lacks", "state"), [("draining", "draining"), ("not in the registry", "ready")])
+def test_a_worker_that_drains_is_said_so(home: Path, lacks: str, state: str) -> None:
+    Service.lacks = lacks
+    assert [row["state"] for row in ps.list_processes(home)] == [state]
+    shown = Console(width=100, record=True, file=io.StringIO())
+    shown.print(view(look(home, None), look(home, None), 100))
+    assert f"prefill-0   {state}" in shown.export_text()
 
 
 @pytest.mark.parametrize("state", ["starting", "dead", "waiting"])
