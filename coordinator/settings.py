@@ -11,6 +11,8 @@ SCHEMES = ("redis://", "rediss://", "unix://")
 
 
 class CoordinatorSettings(BaseSettings):
+    """Run one coordinator: it ends what dead gateways and workers left, and shows the pool in numbers."""
+
     model_config = SettingsConfigDict(
         env_prefix="TANDEM_",
         frozen=True,

@@ -10,7 +10,7 @@ from gateway.tools.forms import ParserName
 
 
 class GatewaySettings(BaseSettings):
-    """One gateway. Frozen."""
+    """Run one gateway: the HTTP API, and the way of each request to the workers of its pool."""
 
     model_config = SettingsConfigDict(
         env_prefix="TANDEM_",

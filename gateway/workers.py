@@ -216,7 +216,7 @@ class Link:
                 await self._listen()
                 reason = "its event stream ended"
             except (aiohttp.ClientError, TimeoutError, OSError, ValueError, MsgspecError) as error:
-                reason = f"its event stream broke: {type(error).__name__} {error}"
+                reason = f"its event stream broke: {str(error) or type(error).__name__}"
             except Exception as error:  # of ours: without this task every answer of this worker would wait for ever
                 log.exception("events of %s", self.info.worker_id)
                 reason = f"its events were not understood: {type(error).__name__}"

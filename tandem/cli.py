@@ -97,6 +97,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not arguments:
         make_parser().print_help(sys.stderr)
         return WRONG
+    if arguments[0] == "--version":
+        return run_version(arguments[1:])
     # The rest belongs to the command, --help included.
     command = make_parser().parse_args(arguments[:1]).command
     run = RUNNERS.get(command)
@@ -110,6 +112,7 @@ def make_parser() -> argparse.ArgumentParser:
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    parser.add_argument("--version", action="store_true", help=COMMANDS["version"])
     commands = parser.add_subparsers(metavar="COMMAND", required=True, dest="command")
     for name, words in COMMANDS.items():
         commands.add_parser(name, help=words, add_help=False)

@@ -5,6 +5,7 @@ import json
 import os
 import shutil
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 
@@ -41,9 +42,7 @@ class RunDir:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             os.close(self._lock)
-            raise ConfigError(
-                f"a Tandem system runs on port {self.path.name} already (`tandem ps` shows it); set PORT to another"
-            ) from error
+            raise _taken(self.path) from error
         for folder in (self.logs, self.ready):
             shutil.rmtree(folder, ignore_errors=True)
             folder.mkdir()
@@ -62,3 +61,17 @@ class RunDir:
         draft = self.state_file.with_suffix(".draft")
         draft.write_text(json.dumps(state, indent=1))
         draft.replace(self.state_file)
+
+
+def require_free(home: Path, port: int) -> None:
+    """Raises ConfigError if a supervisor holds that port's folder. Nothing is written."""
+    path = home / str(port)
+    with suppress(OSError), (path / "lock").open("rb") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise _taken(path) from error
+
+
+def _taken(path: Path) -> ConfigError:
+    return ConfigError(f"a Tandem system runs on port {path.name} already (`tandem ps` shows it); set PORT to another")

@@ -22,7 +22,7 @@ from tandem.console import plain
 from tandem.ports import claim_port
 from tandem.preflight import preflight, read_up_settings, unread
 from tandem.ps import identify
-from tandem.run_dir import RunDir, state_home
+from tandem.run_dir import RunDir, require_free, state_home
 from tandem.settings import UpSettings
 from tandem.signals import SignalInbox
 from tandem.supervisor import StopRequested, Supervisor, VitalDeath
@@ -38,6 +38,7 @@ def main(argv: Sequence[str], environ: Mapping[str, str]) -> int:
     console = Console(highlight=False)
     try:
         settings = read_up_settings(argv)
+        require_free(state_home(environ), settings.port)  # first: of whoever holds the port it knows the name
         port = claim_port(settings.host, settings.port)
         preflight(settings)
     except ConfigError as error:

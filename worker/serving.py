@@ -9,7 +9,7 @@ import socket
 from contracts.collector import settle
 from contracts.errors import ConfigError, Unavailable
 from contracts.ids import Incarnation, WorkerId
-from contracts.node import NodeInfo
+from contracts.node import NodeInfo, Role
 from contracts.process import http_url, write_ready_file
 from coordinator.connect import connect
 from coordinator.store import Store
@@ -134,7 +134,7 @@ def _node_info(
     return NodeInfo(
         worker_id=worker_id,
         incarnation=incarnation,
-        role=settings.role,
+        role=Role(settings.role),
         url=http_url(settings.advertised_host, listener.getsockname()[1]),
         transfer=ready.transfer,
         model=ready.model,

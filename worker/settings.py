@@ -7,19 +7,19 @@ from typing import Literal
 from pydantic import Field, SecretStr
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
-from contracts.node import Role
-
 Dtype = Literal["auto", "float32", "float16", "bfloat16", "mixed16", "mixed4", "int4", "int8", "float8", "float8-head"]
 """engine.linear.FORMATS and engine.cuda.formats.DEVICE_FORMATS by name: the front knows them without torch."""
+Side = Literal["prefill", "decode", "mixed"]
+"""contracts.node.Role by name: of an enum, help shows what its members are called in Python."""
 Transfer = Literal["auto", "nvlink", "ucx", "shm", "tcp"]
 
 
 class WorkerSettings(BaseSettings):
-    """One worker. Frozen: what was resolved at start is what `/health` reports and benchmarks record."""
+    """Run one worker: it computes prompts, answers or both, for the gateways of the pool that it joins."""
 
     model_config = SettingsConfigDict(
         env_prefix="TANDEM_",
-        frozen=True,
+        frozen=True,  # what was resolved at start is what `/health` reports and benchmarks record
         extra="forbid",
         cli_prog_name="tandem worker",
         cli_kebab_case=True,
@@ -27,7 +27,7 @@ class WorkerSettings(BaseSettings):
         protected_namespaces=(),
     )
 
-    role: Role = Field(Role.MIXED, description="prefill, decode, or mixed (both)")
+    role: Side = Field("mixed", description="prefill, decode, or mixed (both)")
     worker_id: str = Field("", description="unique name; empty: made of role, host name and a random suffix")
     model: str = Field("", description="Hugging Face folder, hub id or GGUF file; empty: SmolLM2-135M-Instruct")
     dtype: Dtype = Field("auto", description="how weights are held; auto: the fastest sound way")

@@ -117,7 +117,9 @@ async def test_a_client_that_leaves_while_it_waits_for_a_place_leaves_none(rig, 
 async def test_a_wrong_secret_is_said(rig, client):
     rig.workers[1].secret = "other"
     rig.workers[1].break_streams()
-    await rig.until(lambda: any("refuses our secret" in why for why in rig.front.dispatch.workers.troubles))
+    await rig.until(
+        lambda: any("event stream broke: it refuses our secret" in why for why in rig.front.dispatch.workers.troubles)
+    )
     reply = await client.get("/ready")
     assert (reply.status_code, reply.headers["retry-after"]) == (503, "1")
     assert "TANDEM_SECRET" in reply.json()["error"]["message"]

@@ -15,16 +15,22 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from pydantic_settings import BaseSettings
 from safetensors.numpy import save_file
 
 from bench.random_model import LLAMA4_MAVERICK, LLAMA_8B, byte_tokenizer, random_checkpoint
 from checkpoint.quantization import Quantization, Scheme
+from coordinator.settings import CoordinatorSettings
+from gateway.settings import GatewaySettings
 from kernels.caps import Caps
+from service.settings import read_settings
 from tandem import cli, doctor, look
 from tandem.chat import Timing
 from tandem.completion import script
+from tandem.settings import UpSettings
 from tests.engine import tiny_models
 from tests.tandem.typed import Done, typed
+from worker.settings import WorkerSettings
 
 ROOT = Path(__file__).parents[2]
 DEADLINE_S = 60.0
@@ -65,11 +71,28 @@ def test_the_help_of_a_command_has_examples_of_it(command: str) -> None:
         (("bench",), 2),
         (("bench", "nonsense"), 2),
         (("version",), 0),
+        (("--version",), 0),
+        (("--version", "nonsense"), 2),
         (("ps", "--port", "1"), 0),
     ],
 )
 def test_exit_codes(arguments: tuple[str, ...], code: int) -> None:
     assert typed(*arguments).returncode == code
+
+
+def test_the_version_is_printed_either_way() -> None:
+    assert typed("--version") == typed("version") and typed("version").stdout.startswith("tandem ")
+
+
+@pytest.mark.parametrize("kind", [WorkerSettings, GatewaySettings, CoordinatorSettings, UpSettings])
+def test_help_says_what_is_run_and_what_may_be_typed(
+    kind: type[BaseSettings], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        read_settings(kind, ["--help"])
+    said = capsys.readouterr().out
+    assert re.search(r"^(Run one|Start a whole) ", said, re.MULTILINE) and "Frozen" not in said
+    assert ("{prefill,decode,mixed}" in said) == (kind is WorkerSettings)
 
 
 def test_the_code_reaches_the_shell() -> None:

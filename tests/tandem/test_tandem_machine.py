@@ -9,7 +9,7 @@ import pytest
 
 from contracts.errors import ConfigError
 from tandem.ports import claim_port, describe_holder
-from tandem.run_dir import RunDir, state_home
+from tandem.run_dir import RunDir, require_free, state_home
 from tandem.settings import UpSettings
 
 
@@ -46,6 +46,16 @@ def test_a_run_folder_has_one_holder(tmp_path: Path) -> None:
         RunDir(tmp_path, 8000),
     ):
         pytest.fail("two supervisors hold one folder")
+
+
+def test_a_held_run_folder_is_seen_without_taking_it(tmp_path: Path) -> None:
+    require_free(tmp_path, 8000)
+    assert not list(tmp_path.iterdir())
+    with RunDir(tmp_path, 8000):
+        require_free(tmp_path, 8001)
+        with pytest.raises(ConfigError, match=r"on port 8000 already .* set PORT"):
+            require_free(tmp_path, 8000)
+    require_free(tmp_path, 8000)
 
 
 def test_a_run_folder_is_private_and_keeps_its_logs(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ import pytest
 
 from tandem import up
 from tandem.preflight import MAKE_VARIABLES, OF_COMPOSE, unread
+from tandem.run_dir import RunDir
 from tests.docs.lookup import compose_variables
 from tests.e2e.tiny import save_tiny
 from tests.tandem.typed import typed
@@ -114,6 +115,15 @@ def test_a_taken_port(refused: Callable[..., str]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as holder:
         port = holder.getsockname()[1]
         assert f"port {port} is taken by" in refused("--port", str(port))
+
+
+def test_a_port_that_a_system_of_ones_own_has(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as gateway:
+        port = gateway.getsockname()[1]
+        with RunDir(tmp_path / "tandem", port):
+            done = typed("up", "--port", str(port), XDG_STATE_HOME=str(tmp_path))
+    words = f"a Tandem system runs on port {port} already (`tandem ps` shows it); set PORT to another"
+    assert (done.returncode, done.stderr) == (1, f"tandem up: {words}\n")
 
 
 @pytest.mark.parametrize("host", ["1.2.3.4", "nobody.invalid", "a..b"])
