@@ -150,7 +150,10 @@ def _cache_nbytes(settings: EngineSettings) -> int:
     wanted = settings.kv_cache_nbytes
     if wanted is not None:
         if wanted > available:
-            raise ConfigError(f"kv_cache_nbytes is {wanted}; {available} are available: lower kv_cache_mib")
+            raise ConfigError(
+                f"kv_cache_nbytes is {wanted}; {available} are available: lower it, a worker's kv_cache_mib, "
+                "TANDEM_KV_CACHE_MIB"
+            )
         return wanted
     share = int(available * _MEMORY_SHARE)
     return min(max(share, _MIN_CACHE_NBYTES), _MAX_CACHE_NBYTES)

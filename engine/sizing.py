@@ -1,6 +1,7 @@
 """How much context and how many KV blocks an engine has."""
 
 import hashlib
+import logging
 
 import msgspec
 
@@ -10,6 +11,9 @@ from checkpoint.fingerprint import weights_fingerprint
 from contracts.errors import ConfigError
 from contracts.layout import KVLayout
 from engine.messages import EngineSettings
+
+_SETTING = "kv_cache_mib, TANDEM_KV_CACHE_MIB"
+_log = logging.getLogger(__name__)
 
 
 def kv_layout(checkpoint: Checkpoint, block_size: int, dtype: str, rotary: str = "") -> KVLayout:
@@ -34,7 +38,7 @@ def blocks_in(nbytes: int, layout: KVLayout) -> int:
     if nbytes < 2 * layout.shard_nbytes:
         raise ConfigError(
             f"kv_cache_nbytes is {nbytes}; one block of {layout.block_size} tokens takes {layout.shard_nbytes}: "
-            "raise it, a worker's kv_cache_mib"
+            f"raise it, a worker's {_SETTING}"
         )
     return nbytes // layout.shard_nbytes
 
@@ -49,13 +53,18 @@ def wanted_model_len(checkpoint: Checkpoint, settings: EngineSettings) -> int:
 
 
 def model_len(checkpoint: Checkpoint, settings: EngineSettings, capacity_tokens: int) -> int:
-    """The context that fits. Raises ConfigError if settings ask for more."""
+    """The context that fits, with a warning if it is not the model's. Raises ConfigError if settings ask for more."""
     wanted = wanted_model_len(checkpoint, settings)
     if settings.max_model_len and wanted > capacity_tokens:
         raise ConfigError(
             f"max_model_len is {wanted}; the KV cache holds {capacity_tokens} tokens: raise kv_cache_nbytes, "
-            "a worker's kv_cache_mib"
+            f"a worker's {_SETTING}"
         )
+    if wanted > capacity_tokens:
+        _log.warning(
+            "contexts have at most %d tokens, where %s has %d: the KV cache holds no more (a worker's %s)",
+            capacity_tokens, checkpoint.name, wanted, _SETTING,
+        )  # fmt: skip
     return min(wanted, capacity_tokens)
 
 

@@ -138,7 +138,7 @@ def test_a_request_that_fails_fails_alone(engine, prompts):
         ({"max_model_len": 9000}, "max_model_len is 9000; SmolLM2-135M-Instruct was trained for 8192"),
         (
             {"max_model_len": 8000, "kv_cache_nbytes": 64 << 20},
-            "the KV cache holds 1456 tokens: raise kv_cache_nbytes, a worker's kv_cache_mib",
+            "the KV cache holds 1456 tokens: raise kv_cache_nbytes, a worker's kv_cache_mib, TANDEM_KV_CACHE_MIB",
         ),
         ({"block_size": 24}, "block_size is 24; it must be a power of 2 up to 64"),
         ({"block_size": 128}, "block_size is 128; it must be a power of 2 up to 64"),
@@ -147,16 +147,27 @@ def test_a_request_that_fails_fails_alone(engine, prompts):
             "max_batched_tokens is 15; a step needs room for a block of a prompt, 16 tokens",
         ),
         ({"max_mixed_tokens": 15}, "max_mixed_tokens is 15; a step needs room for a block of a prompt, 16 tokens"),
-        ({"kv_cache_nbytes": 1 << 50}, r"kv_cache_nbytes is 1125899906842624; \d+ are available: lower kv_cache_mib"),
+        (
+            {"kv_cache_nbytes": 1 << 50},
+            r"kv_cache_nbytes is 1125899906842624; \d+ are available: lower it, a worker's kv_cache_mib, TANDEM_KV",
+        ),
         (
             {"kv_cache_nbytes": 1},
-            r"kv_cache_nbytes is 1; one block of 16 tokens takes \d+: raise it, a worker's kv_cache_mib",
+            r"kv_cache_nbytes is 1; one block of 16 tokens takes \d+: raise it, a worker's kv_cache_mib, TANDEM_KV",
         ),
     ],
 )
 def test_settings_that_cannot_be_met_say_why(changes, words):
     with pytest.raises(ConfigError, match=words):
         load_engine(settings(**changes))
+
+
+def test_a_context_that_is_shorter_than_the_models_is_told(caplog):
+    engine = load_engine(settings(kv_cache_nbytes=64 << 20))
+    assert engine.max_model_len < 8192
+    (warning,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    words = f"contexts have at most {engine.max_model_len} tokens, where SmolLM2-135M-Instruct has 8192"
+    assert warning.startswith(words) and "TANDEM_KV_CACHE_MIB" in warning
 
 
 def test_gpus_that_are_not_there_are_missed(monkeypatch):
