@@ -7,6 +7,7 @@ import secrets
 
 from contracts.errors import Unavailable
 from coordinator.store import Store
+from service.outage import Outage
 
 log = logging.getLogger(__name__)
 
@@ -22,8 +23,12 @@ class Reaper:
     def __init__(self, store: Store) -> None:
         self._store = store
         self._name = secrets.token_hex(8)
-        self.is_leader = False
-        self.is_connected = self.is_running = True
+        self._outage = Outage(log, "Redis answers again")
+        self.is_leader, self.is_running = False, True
+
+    @property
+    def is_connected(self) -> bool:
+        return not self._outage.is_on
 
     async def run(self) -> None:
         """Until cancelled; then another may lead at once."""
@@ -44,18 +49,12 @@ class Reaper:
                 await self._reap()
         except Unavailable as error:
             self.is_leader = False
-            self._connected(False, str(error))
+            self._outage.failed(str(error))
         else:
-            self._connected(True, "Redis answers again")
+            self._outage.worked()
 
     async def _reap(self) -> None:
         for reaped in await self._store.reap():
             log.warning(
                 "request %s ended: its gateway %s is gone, or has it no longer", reaped.request_id, reaped.gateway_id
             )
-
-    def _connected(self, is_connected: bool, words: str) -> None:
-        """Says so once when it changes, not five times a second."""
-        if is_connected != self.is_connected:
-            log.warning("%s", words)
-        self.is_connected = is_connected

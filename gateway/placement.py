@@ -11,6 +11,7 @@ from contracts.node import Node
 from contracts.request import Route
 from coordinator.states import State
 from coordinator.store import AFFINITY_BLOCK, AFFINITY_BLOCKS, PlaceRequest, Store
+from service.outage import Outage
 
 log = logging.getLogger(__name__)
 
@@ -44,7 +45,7 @@ class StorePlacement:
 
     def __init__(self, store: Store, gateway_id: GatewayId) -> None:
         self._store, self._gateway_id = store, gateway_id
-        self._can_place = True
+        self._outage = Outage(log)
 
     async def nodes(self) -> list[Node]:
         return await self._store.nodes()
@@ -71,11 +72,9 @@ class StorePlacement:
         try:
             route = await self._store.place(request)
         except RegistryError as error:
-            if self._can_place:  # said once, not for each request
-                log.warning("requests are not placed: %s", error)
-            self._can_place = False
+            self._outage.failed(f"requests are not placed: {error}")
             raise Unavailable(nothing_placed(error.what)) from error
-        self._can_place = True
+        self._outage.worked()
         return route
 
     async def finish(self, request_id: RequestId, epoch: Epoch, end: State) -> None:

@@ -14,7 +14,6 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from contracts.errors import DeadlineExceeded, Overloaded, TandemError, by_code
-from contracts.events import Failed
 from contracts.ids import RequestId
 from coordinator.states import State
 from gateway.admission import Admission
@@ -147,9 +146,8 @@ class Serving:
                         await self._has_room.wait()
                 num_begun = await self._begin(num_begun)
         except TandemError as error:
-            answer, request_id = self.answers[num_begun], self._ids[num_begun]
-            failed = Failed(request_id, answer.sequencer.epoch, error.code, str(error))
-            self._on_piece(Piece(answer.ask.index, failed=failed))
+            if piece := self.answers[num_begun].fail(error.code, str(error)):
+                self._on_piece(piece)
 
     def _on_piece(self, piece: Piece) -> None:
         if piece.finish is not None:

@@ -19,6 +19,7 @@ from contracts.node import Node, NodeInfo, NodeLoad, Role
 from contracts.request import JobMessage, WorkerRef
 from gateway.misfits import misfits
 from gateway.placement import Placement
+from service.outage import Outage
 
 log = logging.getLogger(__name__)
 
@@ -132,20 +133,16 @@ class Workers:
         await link.send(message)
 
     async def _watch(self) -> None:
-        is_there = True
+        outage = Outage(log, "the registry answers again")
         while True:
             await asyncio.sleep(POLL_PERIOD_S if self.can_serve() else SEARCH_PERIOD_S)
             try:
                 await self._poll()
             except TandemError as error:
-                if is_there:  # said once, not at each look
-                    log.warning("registry not reachable, going on with the workers known: %s", error)
-                is_there = False
+                outage.failed(f"registry not reachable, going on with the workers known: {error}")
                 await asyncio.sleep(POLL_PERIOD_S)
             else:
-                if not is_there:
-                    log.warning("the registry answers again")
-                is_there = True
+                outage.worked()
 
     async def _poll(self) -> None:
         alive = {node.info.worker_id: node for node in await self._store.nodes() if node.alive}

@@ -8,6 +8,7 @@ from contracts.errors import Unavailable
 from contracts.ids import Epoch, RequestId
 from coordinator.states import State
 from coordinator.store import Move, Store
+from service.outage import Outage
 from worker.front import FrontState
 
 log = logging.getLogger(__name__)
@@ -23,6 +24,7 @@ class Membership:
     def __init__(self, store: Store, state: FrontState) -> None:
         self._store = store
         self._state = state
+        self._outage = Outage(log, "the registry answers again")
         self._moves: list[Move] = []
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -59,27 +61,23 @@ class Membership:
                 log.warning("the registry does not know this worker any more; joining again")
                 await self._store.join(info)
         except Unavailable as error:
-            if self._state.joined:  # said once, not with each beat
-                log.warning("registry not reachable: %s", error)
+            self._outage.failed(f"registry not reachable: {error}")
             self._state.joined = False
         else:
-            if not self._state.joined:
-                log.warning("the registry answers again")
+            self._outage.worked()
             self._state.joined = True
 
     async def _tell(self) -> None:
-        is_told = True
+        outage = Outage(log)
         while True:
             await asyncio.sleep(MOVES_PERIOD_S)
             if self._moves:
                 moves, self._moves = self._moves, []
                 try:
                     await self._store.advance(moves)
-                    is_told = True
+                    outage.worked()
                 except Unavailable as error:
-                    if is_told:  # said once, not at each attempt
-                        log.warning("moves of requests are not told to the registry yet: %s", error)
-                    is_told = False
+                    outage.failed(f"moves of requests are not told to the registry yet: {error}")
                     self._moves = [*moves, *self._moves][-MAX_MOVES:]
 
 
