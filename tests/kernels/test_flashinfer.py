@@ -110,14 +110,18 @@ def test_queries_that_rope_has_rounded_give_the_bits_of_those_that_fa3_rounds():
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize(
+    "spec",
+    [AttnSpec(32, 8, 128), AttnSpec(32, 8, 128, kv="bf16"), AttnSpec(32, 8, 64), AttnSpec(9, 3, 64, kv="bf16")],
+    ids=lambda spec: f"{spec.kv}-{spec.head_dim}",
+)
+@pytest.mark.parametrize(
     "sequences",
     [[(1, 1)], [(1000, 1000)], [(64, 5000)], [(130, 700), (1, 4097), (1000, 1000), (300, 2000)], [(40, 40)] * 200],
     ids=["one", "whole", "behind", "mixed", "many"],
 )
-def test_our_plan_gives_the_bits_that_flashinfers_own_gives(sequences):
-    from kernels.flashinfer import Fa3Plans, attn_prefill_fa3
+def test_our_plan_gives_the_bits_that_flashinfers_own_gives(spec, sequences):
+    from kernels.flashinfer import CACHE_DTYPE, Fa3Plans, attn_prefill_fa3
 
-    spec = AttnSpec(32, 8, 128)
     case = prefill_case(spec, sequences, workspace_mb=64).make("cuda")
     queries, k_cache, v_cache, table, *_ = case.args
     out = case.outputs["out"]
@@ -131,13 +135,17 @@ def test_our_plan_gives_the_bits_that_flashinfers_own_gives(sequences):
     starts = [
         torch.cat([torch.zeros(1, dtype=torch.int32), counts.cumsum(0, dtype=torch.int32)]) for counts in (new, pages)
     ]
+    sm_scale, k_scale, v_scale = (case.kwargs[name] for name in ("sm_scale", "k_scale", "v_scale"))
+    dtype, is_e4m3 = CACHE_DTYPE[spec.kv], spec.kv == "e4m3"  # whose scale of the softmax fa3 takes as the queries'
     wrapper.plan(
         *starts, torch.cat([row[:count] for row, count in zip(table, pages.tolist(), strict=True)]),
-        (total - 1) % spec.page + 1, spec.q_heads, spec.kv_heads, spec.head_dim, spec.page, causal=True, sm_scale=1.0,
-        q_data_type=torch.float8_e4m3fn, kv_data_type=torch.float8_e4m3fn, o_data_type=torch.bfloat16,
+        (total - 1) % spec.page + 1, spec.q_heads, spec.kv_heads, spec.head_dim, spec.page, causal=True,
+        sm_scale=1.0 if is_e4m3 else sm_scale, q_data_type=dtype, kv_data_type=dtype, o_data_type=torch.bfloat16,
     )  # fmt: skip
-    scales = case.kwargs["sm_scale"], case.kwargs.get("k_scale", 1.0), case.kwargs.get("v_scale", 1.0)
-    wrapper.run(to_e4m3(queries.float()), (k_cache, v_cache), *scales, out=out)
+    if is_e4m3:
+        wrapper.run(to_e4m3(queries.float()), (k_cache, v_cache), sm_scale, k_scale, v_scale, out=out)
+    else:
+        wrapper.run(queries, (k_cache, v_cache), k_scale=k_scale, v_scale=v_scale, out=out)
     assert torch.equal(ours, out)
 
 
