@@ -320,7 +320,7 @@ class TransferNode:
 
     def _on_lost(self, link: Link, event: PeerLost) -> None:
         """PeerLost speaks for both directions, so it waits until the other one is fenced too, and says so only if both
-        are.
+        are. It is noted before a new link can be made: whatever comes over that one is heard behind it.
         """
         with self._lock:
             if not event.fenced:
@@ -330,11 +330,14 @@ class TransferNode:
             if link in self._fencing:
                 self._fencing.remove(link)
             others = self._links_with(link.peer_id, link.incarnation)
-            closing, is_fenced = self._closing, (event.peer_id, event.incarnation) not in self._unfenced
+            is_last = not others and not self._closing
+            if is_last:
+                is_fenced = (event.peer_id, event.incarnation) not in self._unfenced
+                self._note(replace(event, fenced=is_fenced))
         for other in others:
             other.fail(event.error, event.code)
-        if not others and not closing:
-            self._emit(replace(event, fenced=is_fenced))
+        if is_last:
+            self._wake()
 
     def _is_busy(self) -> bool:
         return time.monotonic() - self._launched_s < BUSY_S

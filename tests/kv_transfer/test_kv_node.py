@@ -14,7 +14,7 @@ from contracts.errors import ConfigError
 from contracts.handoff import Abort, AbortAck, Commit, Fin, Grant, Offer, Refuse, Wait
 from contracts.ids import Epoch, Incarnation, RequestId, WorkerId
 from contracts.request import WorkerRef
-from kv_transfer.events import ChunkBad, ChunkLanded, Drained, PeerLost
+from kv_transfer.events import ChunkBad, ChunkLanded, Drained, PeerLost, TransferEvent
 from kv_transfer.link import Link
 from kv_transfer.node import TransferNode
 from kv_transfer.outgoing import OutgoingLink
@@ -162,6 +162,29 @@ def test_a_loss_is_fenced_only_if_both_ways_are(pair: tuple[Peer, Peer]) -> None
     two.node.close()
     assert not one.wait(PeerLost).fenced
     assert len(heard) == 2
+
+
+def test_a_new_link_is_made_behind_the_news_of_the_loss_of_the_former(make_peer: Make, monkeypatch) -> None:
+    """Else that news ends what the new link carries: its pages are free for others while it writes them."""
+    prefill, decode = make_peer("prefill"), make_peer("decode")
+    offer_and_grant(prefill, decode, "r", 8, [1, 2])
+    note, num_links = prefill.node._note, []
+    offer = Offer(RequestId("s"), Epoch(1), 8, prefill.layout.layout_id)
+    offering = threading.Thread(target=prefill.node.offer, args=(decode.ref, offer))
+
+    def late(event: TransferEvent) -> None:
+        if isinstance(event, PeerLost):
+            offering.start()
+            offering.join(0.2)
+            num_links.append(len(prefill.node._links))
+        note(event)
+
+    monkeypatch.setattr(prefill.node, "_note", late)
+    prefill.node._links[decode.name, True].fail("a test says so")
+    prefill.wait(PeerLost)
+    assert num_links == [0]
+    offering.join()
+    decode.message(Offer, "s")
 
 
 def test_two_prefills_into_one_decode(make_peer: Make, transport: str) -> None:
