@@ -134,10 +134,9 @@ class DecodeRole:
 
     def on_tick(self, now: float) -> None:
         self._serve_queue()
-        for attempt_id, (peer_id, _, since_s) in list(self._early.items()):
+        for attempt_id, (_, _, since_s) in list(self._early.items()):
             if now - since_s > EARLY_OFFER_S:
-                del self._early[attempt_id]
-                self._node.refuse(peer_id, Refuse(*attempt_id, "unavailable", "no job came for this offer"))
+                self._refuse_early(attempt_id, "no job came for this offer")
         while self._over and now - next(iter(self._over.values())) > EARLY_OFFER_S:
             del self._over[next(iter(self._over))]
 
@@ -266,7 +265,11 @@ class DecodeRole:
             self._engine.writer_ended(attempt_key(*attempt_id))
 
     def _on_peer_lost(self, lost: PeerLost) -> None:
-        """Requests already committed go on: their KV is here. The others end."""
+        """Requests already committed go on: their KV is here. The others end. An early offer that went with its link
+        would be granted in vain, its pages kept from others; if it came from a successor that lives, that one is told.
+        """
+        for attempt_id in [attempt_id for attempt_id, early in self._early.items() if early[0] == lost.peer_id]:
+            self._refuse_early(attempt_id, f"a connection was lost: {lost.error}")
         for landing in [a for a in self._landings.values() if a.is_with(lost)]:
             del self._landings[landing.id]
             self._let_go(landing)
@@ -281,6 +284,10 @@ class DecodeRole:
                 self._quarantined.add(attempt_id)
 
     # letting go
+
+    def _refuse_early(self, attempt_id: AttemptId, reason: str) -> None:
+        peer_id, _, _ = self._early.pop(attempt_id)
+        self._node.refuse(peer_id, Refuse(*attempt_id, "unavailable", reason))
 
     def _fail(self, landing: Landing, error: TandemError) -> None:
         self._landings.pop(landing.id, None)

@@ -224,6 +224,20 @@ def test_an_early_offer_waits_for_its_job_and_no_longer():
     assert (refuse.request_id, refuse.code) == ("never", "unavailable")
 
 
+def test_an_early_offer_goes_with_its_peer():
+    """Granted later, its pages would wait for chunks that nobody sends, until the job's deadline."""
+    side = Side()
+    side.offer("r", 8)
+    side.role.on_transfer(PeerLost("someone", Incarnation("1"), "gone", True), 2.0)
+    assert not side.role.is_idle()
+    side.role.on_transfer(PeerLost(P, Incarnation("1"), "gone", True), 2.0)
+    assert side.role.is_idle()
+    ((_, refuse),) = side.node.told("refuse")  # heard by nobody, or by a successor whose offer it was
+    assert refuse.request_id == "r" and refuse.reason.endswith("gone")
+    side.begin("r", 8)
+    assert side.granted() == [] and side.engine.told("reserve") == []
+
+
 def test_an_early_offer_that_is_taken_back_is_forgotten():
     side = Side()
     side.offer("r", 8)
