@@ -151,7 +151,8 @@ class DecodeRole:
     def _on_offer(self, peer_id: WorkerId, offer: Offer, now: float) -> None:
         landing = self._landings.get((offer.request_id, offer.epoch))
         if landing is None:
-            self._early[offer.request_id, offer.epoch] = (peer_id, offer, now)
+            # The first, as the node has it: a grant that fits another is a ValueError there, in the core's loop.
+            self._early.setdefault((offer.request_id, offer.epoch), (peer_id, offer, now))
             return
         job = landing.live.job
         if (peer_id, offer.num_tokens) != (job.route.prefill.worker_id, len(job.token_ids)):

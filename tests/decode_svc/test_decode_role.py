@@ -238,6 +238,15 @@ def test_an_early_offer_goes_with_its_peer():
     assert side.granted() == [] and side.engine.told("reserve") == []
 
 
+def test_a_second_early_offer_of_an_attempt_changes_nothing():
+    """The node would not take a grant that fits the second, and say so with a ValueError in the core's loop."""
+    side = Side()
+    side.offer("r", 9)
+    side.offer("r", 8)
+    side.begin("r", 8)
+    assert side.failures() == ["corrupt"] and side.granted() == []
+
+
 def test_an_early_offer_that_is_taken_back_is_forgotten():
     side = Side()
     side.offer("r", 8)
