@@ -13,7 +13,7 @@ from contracts.request import Route
 from coordinator import placement
 from coordinator.memory_worker import DECODE, PREFILL, Worker
 from coordinator.placement import Choice
-from coordinator.states import ENDS, HOLDS_DECODE, HOLDS_PREFILL, NEW_EPOCH, State, Verdict, judge, require_end
+from coordinator.states import ENDS, HOLDS_DECODE, HOLDS_PREFILL, State, Verdict, judge, require_end
 from coordinator.store import (
     ALIVE_S,
     CORPSE_KEPT_S,
@@ -212,14 +212,12 @@ class MemoryStore:
         record = self._records.get(move.request_id)
         if record is None or record.state is None:
             return "unknown"
-        epoch = record.epoch + (move.to in NEW_EPOCH)
-        if move.to is State.PLACED or move.epoch > epoch:
+        if move.to is State.PLACED or move.epoch > record.epoch:
             return Verdict.ILLEGAL
-        if move.epoch < epoch:
+        if move.epoch < record.epoch:
             return "stale"
         verdict = judge(record.state, move.to)
         if verdict is Verdict.LEGAL:
-            record.epoch = move.epoch
             self._enter(record, move.to)
         return verdict
 

@@ -3,7 +3,6 @@ local function move(id, epoch, to)
   local request = read(key('req', id))
   if not request.state then return 'unknown' end
   local at = tonumber(request.epoch)
-  if NEW_EPOCH[to] then at = at + 1 end
   if to == 'PLACED' or epoch > at then return 'illegal' end
   if epoch < at then return 'stale' end
   local verdict = VERDICT[request.state][to]

@@ -13,7 +13,6 @@ from coordinator.states import (
     HOLDS_PREFILL,
     LIVE,
     MOVES,
-    NEW_EPOCH,
     REACHABLE,
     State,
     Verdict,
@@ -55,9 +54,8 @@ def test_reports_may_skip_and_are_late_when_overtaken(state: State, to: State):
     [
         (State.COMMITTED, State.LOCAL_DECODE),
         (State.LOCAL_DECODE, State.COMMITTED),
-        (State.CANCELLING, State.COMMITTED),
-        (State.PLACED, State.REJECTED),
-        (State.FINISHED, State.REJECTED),
+        (State.CANCELLED, State.COMMITTED),
+        (State.FINISHED, State.FAILED),
     ],
 )
 def test_what_contradicts_is_not_legal(state: State, to: State):
@@ -75,10 +73,9 @@ def test_ends_hold_no_credit():
 
 def test_credits_are_only_ever_given_back_within_an_attempt():
     for state in LIVE:
-        for to in REACHABLE[state] - NEW_EPOCH - {State.CANCELLING}:
-            if state is not State.ADMITTED:
-                assert (to in HOLDS_DECODE) <= (state in HOLDS_DECODE)
-                assert (to in HOLDS_PREFILL) <= (state in HOLDS_PREFILL)
+        for to in REACHABLE[state] - {State.PLACED}:
+            assert (to in HOLDS_DECODE) <= (state in HOLDS_DECODE)
+            assert (to in HOLDS_PREFILL) <= (state in HOLDS_PREFILL)
 
 
 def test_a_request_does_not_end_alive():

@@ -330,17 +330,9 @@ class TestStates:
         await store.advance(moves("r", State.COMMITTED))
         assert await store.advance(moves("r", State.LOCAL_DECODE)) == [False]
         assert await store.advance(moves("r", State.PLACED, epoch=2)) == [False]
-        assert await store.advance(moves("r", State.REPLAY, epoch=7)) == [False]
+        assert await store.advance(moves("r", State.FINISHED, epoch=7)) == [False]
         counts = await store.counts()
         assert (counts.illegal, counts.states) == (3, {"COMMITTED": 1})
-
-    async def test_a_retry_begins_an_epoch(self, store: Store):
-        await pair(store)
-        await store.place(ask("r"))
-        await store.advance(moves("r", State.TRANSFERRING))
-        assert await store.advance(moves("r", State.RETRY)) == [False]
-        assert await store.advance(moves("r", State.RETRY, State.TRANSFERRING, epoch=2)) == [True, True]
-        assert await store.finish(RequestId("r"), Epoch(2))
 
     async def test_unknown_requests_are_counted(self, store: Store):
         assert await store.advance(moves("nobody", State.QUEUED)) == [False]
