@@ -3,6 +3,7 @@
 import time
 from dataclasses import dataclass, field
 
+from contracts.errors import TandemError, by_code
 from contracts.events import Event, Failed, Finished, FinishReason, Prefilled, PromptScored, PromptToken, Token
 from contracts.ids import Epoch
 from gateway.asking import Ask
@@ -33,7 +34,7 @@ class Piece:
     shown: tuple[Shown, ...] = ()
     num_tokens: int = 0
     finish: FinishReason | None = None
-    failed: Failed | None = None
+    failed: TandemError | None = None
 
 
 @dataclass
@@ -105,7 +106,7 @@ class Answer:
         for ready in self.sequencer.feed(event):
             match ready:
                 case Token() if not 0 <= ready.token_id < self.prompting.vocab_size:
-                    return self.fail("internal", f"a worker sent token id {ready.token_id}, outside of the vocabulary")
+                    return self.fail(TandemError(f"a worker sent token id {ready.token_id}, outside of the vocabulary"))
                 case Token():
                     parts.append(self._token(ready))
                     self._mark(ready.token_id, parts)
@@ -114,7 +115,7 @@ class Answer:
                 case PromptScored():
                     self.prompt_tokens += ready.tokens
                 case Prefilled() if self._lacks_scores:
-                    return self.fail("internal", "the log-probabilities of the prompt did not come whole")
+                    return self.fail(TandemError("the log-probabilities of the prompt did not come whole"))
                 case Prefilled():
                     parts.append(self._echo())
                     self.cached_tokens = ready.cached_tokens
@@ -126,16 +127,15 @@ class Answer:
                     reason = FinishReason.STOP if self._stops.hit is not None else ready.reason
                     return self._end("".join(parts), reason)
                 case Failed():
-                    self.ended = True
-                    return Piece(self.ask.index, failed=ready)
+                    return self.fail(by_code(ready.code, ready.message))
         return self._piece("".join(parts))
 
-    def fail(self, code: str, message: str) -> Piece | None:
-        """End it from this side."""
+    def fail(self, error: TandemError) -> Piece | None:
+        """End it, unless it has ended."""
         if self.ended:
             return None
         self.ended = True
-        return Piece(self.ask.index, failed=Failed("", self.sequencer.epoch, code, message))  # type: ignore[arg-type]
+        return Piece(self.ask.index, failed=error)
 
     @property
     def _attempt_span_s(self) -> float:

@@ -211,7 +211,7 @@ class Dispatch:
             piece = live.answer.feed(event)
         except Exception:  # of one answer's tokens; the others of this worker go on
             log.exception("request %s", event.request_id)
-            piece = live.answer.fail("internal", "the answer's tokens could not be made text")
+            piece = live.answer.fail(TandemError("the answer's tokens could not be made text"))
         if piece is not None:
             self._deliver(live, piece)
         if is_current and isinstance(event, Finished) and worker_id != live.route.decode.worker_id:
@@ -269,7 +269,7 @@ class Dispatch:
             self._send_elsewhere(live, {route.prefill.worker_id: _lost()})
 
     def _fail(self, live: Live, error: TandemError) -> None:
-        piece = live.answer.fail(error.code, str(error))
+        piece = live.answer.fail(error)
         if piece is not None:
             self._deliver(live, piece)
 

@@ -13,7 +13,7 @@ import msgspec
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from contracts.errors import DeadlineExceeded, Overloaded, TandemError, by_code
+from contracts.errors import DeadlineExceeded, Overloaded, TandemError
 from contracts.ids import RequestId
 from coordinator.states import State
 from gateway.admission import Admission
@@ -103,7 +103,7 @@ class Serving:
             self._open -= piece.finish is not None
             if piece.failed is not None:
                 self.cancel("another answer of the request failed")
-                raise by_code(piece.failed.code, piece.failed.message)
+                raise piece.failed
         return pieces
 
     def cancel(self, reason: str, end: State = State.CANCELLED) -> None:
@@ -146,7 +146,7 @@ class Serving:
                         await self._has_room.wait()
                 num_begun = await self._begin(num_begun)
         except TandemError as error:
-            if piece := self.answers[num_begun].fail(error.code, str(error)):
+            if piece := self.answers[num_begun].fail(error):
                 self._on_piece(piece)
 
     def _on_piece(self, piece: Piece) -> None:

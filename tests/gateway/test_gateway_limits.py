@@ -97,6 +97,13 @@ async def test_a_worker_that_is_full_is_429(rig, client):
     await rig.until(lambda: rig.front.dispatch.num_inflight == 0)
 
 
+async def test_a_pool_that_is_full_by_the_second_try_says_when_to_come_again(rig, client):
+    rig.workers[0].refuse, rig.store.room = 503, 1
+    reply = await client.post("/v1/completions", json=ASK)
+    assert (reply.status_code, reply.headers["retry-after"]) == (429, "3")
+    await rig.until(lambda: rig.front.dispatch.num_inflight == 0)
+
+
 async def test_a_client_that_leaves_while_it_waits_for_a_place_leaves_none(rig, client, monkeypatch):
     waiting, going, place = asyncio.Event(), asyncio.Event(), rig.store.place
 
