@@ -61,7 +61,7 @@ class Serving:
         self._wake, self._has_room = asyncio.Event(), asyncio.Event()
         self._placing: asyncio.Task[None] | None = None
         self._is_too_slow = self._is_placed = False
-        self._num_admitted = 0
+        self._num_admitted = self._num_begun = 0
         self._open = len(self.answers)
         self._ids = [RequestId(self.id if len(self.answers) == 1 else f"{self.id}-{i}") for i in range(self._open)]
         self._deadline_s = self.started_s + self.timeout_s
@@ -78,15 +78,15 @@ class Serving:
         self._num_admitted = len(self.answers)
         try:
             async with asyncio.timeout(max(0.0, self._deadline_s - time.monotonic())):
-                num_begun = await self._begin(0)
+                await self._begin()
         except BaseException as error:
             self.cancel("not all answers could be placed")
             if isinstance(error, TimeoutError):
                 raise DeadlineExceeded("no placement within the request's time") from error
             raise
         self._is_placed = True
-        if num_begun < len(self.answers):
-            self._placing = asyncio.create_task(self._place_others(num_begun))
+        if self._num_begun < len(self.answers):
+            self._placing = asyncio.create_task(self._place_others())
 
     async def pieces(self) -> list[Piece]:
         """What came since the last call, at least one piece; empty once all answers have ended.
@@ -123,30 +123,30 @@ class Serving:
         code = "disconnected" if disconnected else error.code if error is not None else "ok"
         self._count(status, code)
 
-    async def _begin(self, first: int) -> int:
-        """From this one on. Returns how many of all are begun; raises Overloaded if that is none."""
-        for number in range(first, len(self.answers)):
+    async def _begin(self) -> None:
+        """As many of the others as have a place. Raises Overloaded if none of all has one."""
+        while (number := self._num_begun) < len(self.answers):
             try:
                 await self.dispatch.begin(self._ids[number], self.answers[number], self._on_piece, self._deadline_s)
             except Overloaded:
                 if number == 0:
                     raise
-                return number
-        return len(self.answers)
+                return
+            self._num_begun += 1
 
-    async def _place_others(self, num_begun: int) -> None:
+    async def _place_others(self) -> None:
         """What the workers are full of may be this request's own answers: a client that is told to come again finds
         them as full when it does.
         """
         try:
-            while num_begun < len(self.answers):
+            while self._num_begun < len(self.answers):
                 self._has_room.clear()
                 with suppress(TimeoutError):
                     async with asyncio.timeout(PLACE_PERIOD_S):
                         await self._has_room.wait()
-                num_begun = await self._begin(num_begun)
+                await self._begin()
         except TandemError as error:
-            if piece := self.answers[num_begun].fail(error):
+            if piece := self.answers[self._num_begun].fail(error):
                 self._on_piece(piece)
 
     def _on_piece(self, piece: Piece) -> None:

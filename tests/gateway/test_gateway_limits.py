@@ -6,7 +6,7 @@ import logging
 
 import pytest
 
-from contracts.errors import Unavailable
+from contracts.errors import Overloaded, Unavailable
 from gateway import server as gateway_server
 from gateway.app import make_app
 from tests.gateway.gateway_rig import gateway, pair
@@ -77,6 +77,26 @@ async def test_a_request_fails_whose_others_find_no_worker_any_more(rig, client)
     await rig.until(lambda: rig.store.placed)
     rig.store.room, rig.store.workers = None, rig.workers[:1]
     reply = await asking
+    assert (reply.status_code, reply.json()["error"]["message"]) == (503, "no decode worker")
+    await rig.until(lambda: rig.front.dispatch.num_inflight == 0)
+
+
+async def test_a_request_fails_though_the_answer_before_the_one_without_a_worker_has_ended(rig, client, monkeypatch):
+    """Three answers: the second finds its place late, and has ended when the third finds none."""
+    place, tried = rig.store.place, []
+
+    async def late(request_id, *args):
+        number = int(request_id.rpartition("-")[2])
+        tried.append(number)
+        if number == 1 and tried.count(1) == 1:
+            raise Overloaded("full")
+        if number == 2:
+            await rig.until(lambda: len(rig.store.finished) == 2)
+            raise Unavailable("no decode worker")
+        return await place(request_id, *args)
+
+    monkeypatch.setattr(rig.store, "place", late)
+    reply = await client.post("/v1/completions", json=ASK | {"n": 3, "max_tokens": 3})
     assert (reply.status_code, reply.json()["error"]["message"]) == (503, "no decode worker")
     await rig.until(lambda: rig.front.dispatch.num_inflight == 0)
 
