@@ -24,7 +24,7 @@ class Answer:
 
     `num_tokens` is what the server's `usage` says, else the number of those events. `reason`: why it did not end well,
     in words that can be counted; `error`: the same with what the server said. Both are empty if it did. `text`: what
-    came of it.
+    came of it. `refusal`: the status of HTTP by which the server refused; 0 if it did not.
     """
 
     ttft_s: float = 0.0
@@ -34,14 +34,15 @@ class Answer:
     reason: str = ""
     error: str = ""
     text: str = ""
+    refusal: int = 0
 
 
 class Broken(Exception):
-    """The answer did not end well: a reason to count, and what was seen."""
+    """The answer did not end well: a reason to count, what was seen, and the status of a refusal."""
 
-    def __init__(self, reason: str, seen: object = "") -> None:
+    def __init__(self, reason: str, seen: object = "", refusal: int = 0) -> None:
         super().__init__(reason, seen)
-        self.reason, self.seen = reason, str(seen)[:MAX_SAID]
+        self.reason, self.seen, self.refusal = reason, str(seen)[:MAX_SAID], refusal
 
 
 def random_prompt(num_tokens: int, rng: random.Random, vocabulary: int = VOCABULARY) -> list[int]:
@@ -75,7 +76,7 @@ async def ask(
     try:
         await _stream(http, f"{url}/v1/completions", body, _Taker(answer, start, max_tokens, leave_after), quiet_s)
     except Broken as broken:
-        answer.reason, answer.error = broken.reason, broken.seen or broken.reason
+        answer.reason, answer.error, answer.refusal = broken.reason, broken.seen or broken.reason, broken.refusal
     except TimeoutError:
         answer.reason, answer.error = "silent", f"no token came for {quiet_s:g} s"
     except tuple(FAILURES) as error:
@@ -102,7 +103,7 @@ async def _stream(http: aiohttp.ClientSession, url: str, body: dict, taker: "_Ta
     async with asyncio.timeout(quiet_s) as patience, http.post(url, json=body) as response:
         if response.status != 200:
             said = (await response.content.read(MAX_SAID)).decode(errors="replace")
-            raise Broken(f"HTTP {response.status}", f"{response.status} {said}")
+            raise Broken(f"HTTP {response.status}", f"{response.status} {said}", response.status)
         if response.content_type != "text/event-stream":
             raise Broken("garbage", f"it answers with {response.content_type}, not with a stream of events")
         async for line in response.content:

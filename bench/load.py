@@ -18,6 +18,10 @@ WARM_TOKENS = 16
 PERCENTILES = (50, 90, 99)
 
 
+class KeyWanted(Unavailable):
+    """The server answers 401: it was shown no key, or none that it knows."""
+
+
 @dataclass(frozen=True)
 class Lengths:
     """Tokens of each prompt and of each answer. As text `1k/8k`, k being 1024."""
@@ -113,7 +117,8 @@ async def measure(
 async def _warm_up(requests: Iterator[Awaitable[Answer]]) -> None:
     answers = await asyncio.gather(*requests)
     if all(answer.reason for answer in answers):
-        raise Unavailable(f"none of {len(answers)} requests to warm up was answered; the first: {answers[0].error}")
+        kind, first = _kind_of(answers[0].refusal), answers[0].error
+        raise kind(f"none of {len(answers)} requests to warm up was answered; the first: {first}")
 
 
 async def _closed(point: Point, one: Callable[[int], Awaitable[None]]) -> None:
@@ -211,9 +216,14 @@ async def _get(http: aiohttp.ClientSession, url: str) -> object:
         async with asyncio.timeout(GET_TIMEOUT_S), http.get(url) as response:
             if response.status == 200:
                 return await response.json(content_type=None)
-            raise Unavailable(f"{url} answers {response.status} {response.reason}")
+            raise _kind_of(response.status)(f"{url} answers {response.status} {response.reason}")
     except (aiohttp.ClientError, OSError, ValueError) as error:
         raise Unavailable(f"nobody answers at {url} as an OpenAI-compatible server does: {_reason(error)}") from error
+
+
+def _kind_of(refusal: int) -> type[Unavailable]:
+    """By the status of HTTP."""
+    return KeyWanted if refusal == 401 else Unavailable
 
 
 def _reason(error: Exception) -> str:

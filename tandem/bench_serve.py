@@ -17,7 +17,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from bench.client import QUIET_S, VOCABULARY, Answer, session
-from bench.load import Lengths, Measured, Point, Server, first_model, measure, rows_of, version_of
+from bench.load import KeyWanted, Lengths, Measured, Point, Server, first_model, measure, rows_of, version_of
 from bench.result import Row, write_result
 from contracts.errors import ConfigError, Unavailable
 from tandem import target
@@ -39,8 +39,6 @@ Plots need matplotlib. An API key is taken from TANDEM_API_KEY or OPENAI_API_KEY
 If no request was answered the code is 1.
 """
 LENGTHS = re.compile(r"(\d+)(k?)/(\d+)(k?)")
-KEY_WANTED = re.compile(r"(answers|the first:) 401\b")
-"""How bench.load says that the server wants a key."""
 USER_REQUESTS = 10
 RATE_SECONDS = 60
 MAX_COLUMNS = 5
@@ -163,7 +161,7 @@ class Sweep:
             return True
         except Unavailable as error:
             if not any(one.good for one in self.measured):
-                advice = f"; {target.key_advice()}" if KEY_WANTED.search(str(error)) else ""
+                advice = f"; {target.key_advice()}" if isinstance(error, KeyWanted) else ""
                 raise Unavailable(f"{error}{advice}") from error
             print(f"{error}; what was measured before:", file=sys.stderr)
         return False
