@@ -6,6 +6,9 @@ import msgspec
 
 from contracts.ids import Epoch, Incarnation, RequestId, WorkerId
 
+HEARTBEAT_S = 1.0
+"""An event stream that has nothing to tell sends an empty frame each HEARTBEAT_S."""
+
 
 class FinishReason(StrEnum):
     STOP = "stop"

@@ -11,6 +11,7 @@ from aiohttp import web
 
 from contracts.codec import decoder, frame
 from contracts.events import (
+    HEARTBEAT_S,
     Event,
     EventFrame,
     Failed,
@@ -26,8 +27,6 @@ from contracts.ids import Epoch, GatewayId, Incarnation, RequestId, WorkerId
 from contracts.layout import KVLayout
 from contracts.node import Node, NodeInfo, NodeLoad, Role, Ways
 from contracts.request import Cancel, Job
-
-HEARTBEAT_S = 1.0
 
 
 @dataclass

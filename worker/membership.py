@@ -13,7 +13,7 @@ from worker.front import FrontState
 
 log = logging.getLogger(__name__)
 
-HEARTBEAT_S = 1.0
+BEAT_PERIOD_S = 1.0
 MOVES_PERIOD_S = 0.1
 MAX_MOVES = 10_000  # what may pile up while Redis is away; the oldest are of no use by then
 
@@ -47,7 +47,7 @@ class Membership:
 
     async def _beat(self) -> None:
         while True:
-            await asyncio.sleep(HEARTBEAT_S)
+            await asyncio.sleep(BEAT_PERIOD_S)
             if self._state.sickness():
                 continue  # no sign of life from a worker that can't work
             await self.beat_once()

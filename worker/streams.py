@@ -6,10 +6,9 @@ from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
 
 from contracts.codec import frame
-from contracts.events import Event, EventFrame
+from contracts.events import HEARTBEAT_S, Event, EventFrame
 from contracts.ids import GatewayId, Incarnation, WorkerId
 
-HEARTBEAT_S = 1.0
 MAX_BACKLOG_NBYTES = 64 << 20  # a gateway that reads nothing of so much is as good as gone
 
 
