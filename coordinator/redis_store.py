@@ -11,7 +11,7 @@ from redis.asyncio import BlockingConnectionPool, Redis
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from redis.commands.core import AsyncScript
-from redis.exceptions import ConnectionError, RedisError, TimeoutError
+from redis.exceptions import ConnectionError, ReadOnlyError, RedisError, TimeoutError
 
 from contracts.codec import decoder, encode
 from contracts.errors import ConfigError, RegistryError, TandemError, Unavailable
@@ -221,6 +221,7 @@ def _client(url: str) -> Redis:
             socket_timeout=TIMEOUT_S,
             socket_connect_timeout=TIMEOUT_S,
             retry=Retry(NoBackoff(), 1),
+            retry_on_error=[ReadOnlyError],  # a replica since a failover: its name may lead elsewhere now
         )
         return Redis.from_pool(pool)
     except ValueError as error:

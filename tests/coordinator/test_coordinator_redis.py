@@ -5,6 +5,8 @@ import itertools
 import os
 import random
 import signal
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -141,6 +143,43 @@ async def test_a_restarted_server_is_filled_again():
         assert await store.finish(RequestId("s"), Epoch(1))
         await assert_idle(store)
         await store.close()
+
+
+async def test_a_server_that_is_a_replica_now_is_left_for_the_one_that_its_name_leads_to():
+    """As after a failover behind a service's name: who was connected before stays so, to one that takes no writes."""
+    with RedisServer() as former, RedisServer() as latter:
+        async with name_of(former, latter) as (url, fail_over):
+            store = RedisStore(url, fresh_pool())
+            await pair(store)
+            assert await store.heartbeat(WorkerId("p0"), Incarnation("a"), ALIVE_LOAD)
+            fail_over()
+            async with Redis.from_url(former.url) as client:
+                await client.replicaof("127.0.0.1", latter.port)  # type: ignore[misc]
+            assert not await store.heartbeat(WorkerId("p0"), Incarnation("a"), ALIVE_LOAD)  # the latter is empty
+            await pair(store)
+            assert (await store.place(ask("r"))).prefill.worker_id == "p0"
+            await store.close()
+
+
+@asynccontextmanager
+async def name_of(former: RedisServer, latter: RedisServer) -> AsyncIterator[tuple[str, Callable[[], None]]]:
+    """An address, and what makes its new connections lead to the latter."""
+    ports, connections = [former.port], []
+
+    async def pipe(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while data := await reader.read(1 << 16):
+            writer.write(data)
+        writer.close()
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        connections.append(asyncio.current_task())
+        there, back = await asyncio.open_connection("127.0.0.1", ports[-1])
+        await asyncio.gather(pipe(reader, back), pipe(there, writer))
+
+    async with await asyncio.start_server(serve, "127.0.0.1", 0) as listening:
+        url = f"redis://127.0.0.1:{listening.sockets[0].getsockname()[1]}"
+        yield url, lambda: ports.append(latter.port)
+        await asyncio.gather(*connections)
 
 
 async def test_flushed_scripts_are_loaded_again(redis_store: RedisStore, any_server: RedisServer):
