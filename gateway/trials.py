@@ -59,6 +59,7 @@ class Trials:
             self._compiler = None
             return f"compiling it takes longer than {self._timeout_s:g} s; make it simpler"
         except EOFError:
+            self._compiler = None  # gone, though it may not be seen to be yet
             return "compiling it takes too much memory; make it simpler"
 
     def _started(self) -> "_Compiler":

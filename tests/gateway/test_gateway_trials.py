@@ -72,9 +72,10 @@ def test_without_a_process_nothing_is_said_of_the_grammar(monkeypatch: pytest.Mo
     assert trials.verdict(grammar) == ""
 
 
-def test_one_that_takes_the_process_along_is_refused(trials: Trials, monkeypatch: pytest.MonkeyPatch):
+def test_one_that_takes_the_process_along_is_refused_and_the_next_is_tried(trials: Trials, monkeypatch):
     trials.verdict(LLMatcher.grammar_from_regex("[a-z]{8}"))
     monkeypatch.setattr(trials, "_timeout_s", 30.0)
+    monkeypatch.setattr("gateway.trials._Compiler.is_gone", False)  # its pipes close before it ends
     stopped = pid_of(trials)
     os.kill(stopped, signal.SIGSTOP)
     killing = threading.Timer(0.2, os.kill, (stopped, signal.SIGKILL))
@@ -82,3 +83,4 @@ def test_one_that_takes_the_process_along_is_refused(trials: Trials, monkeypatch
     verdict = trials.verdict(LLMatcher.grammar_from_regex("[a-z]{9}"))
     killing.join()
     assert verdict == "compiling it takes too much memory; make it simpler"
+    assert trials.verdict(LLMatcher.grammar_from_regex("[a-z]{11}")) == ""
