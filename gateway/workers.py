@@ -16,7 +16,7 @@ from contracts.errors import Overloaded, TandemError, Unavailable
 from contracts.events import Event, EventFrame
 from contracts.ids import GatewayId, Incarnation, WorkerId
 from contracts.node import Node, NodeInfo, NodeLoad, Role
-from contracts.request import JobMessage, WorkerRef
+from contracts.request import Job, JobMessage, WorkerRef
 from gateway.misfits import misfits
 from gateway.placement import Placement
 from service.outage import Outage
@@ -125,9 +125,11 @@ class Workers:
 
     async def send(self, worker: WorkerRef, message: JobMessage) -> None:
         """Raises Unavailable or Overloaded if the worker does not take it."""
-        if worker.worker_id not in self._links:
-            await self._poll()  # it joined after our last look
         link = self._links.get(worker.worker_id)
+        if link is None or (isinstance(message, Job) and link.info.incarnation != worker.incarnation):
+            with suppress(Unavailable):  # of the registry: then it stays unknown
+                await self._poll()  # it joined, or started again, after our last look
+            link = self._links.get(worker.worker_id)
         if link is None or link.info.incarnation != worker.incarnation:
             raise Unavailable("the worker is not connected")
         await link.send(message)

@@ -9,7 +9,7 @@ import pytest
 
 from contracts.errors import RegistryError, Unavailable
 from contracts.events import Failed, Token, Tokens
-from contracts.ids import Epoch, RequestId, WorkerId
+from contracts.ids import Epoch, Incarnation, RequestId, WorkerId
 from contracts.layout import KVLayout
 from contracts.node import Node, NodeLoad, Role
 from contracts.request import Cancel, Job, Route, WorkerRef
@@ -268,6 +268,41 @@ async def test_decode_is_told_of_an_answer_that_ended_without_it(rig, client, ma
     told = [cancel.reason for cancel in rig.workers[1].cancels]
     assert ("answered without decode" in told) == (max_tokens == 1)
     assert "answered without decode" not in [cancel.reason for cancel in rig.workers[0].cancels]
+
+
+async def test_a_worker_that_starts_again_between_two_looks_is_found(checkpoint):
+    """Under its name; its former self is still known to the gateway, and the registry places on the new one."""
+    workers = pair()
+    async with gateway(checkpoint, workers) as rig, rig.client() as client:
+        _look_no_more(rig)
+        again = FakeWorker(WorkerId("p0"), Role.PREFILL, SECRET, incarnation=Incarnation("2"), model=checkpoint.name)
+        await again.start()
+        rig.store.workers = [again, workers[1]]
+        reply = await client.post("/v1/completions", json=ASK | {"max_tokens": 3})
+        assert (reply.status_code, len(again.jobs)) == (200, 1)
+        await again.stop()
+
+
+def _look_no_more(rig: Rig) -> None:
+    """The gateway looks at the registry only where it has to."""
+    looking = rig.front.dispatch.workers._task
+    assert looking is not None
+    looking.cancel()
+
+
+async def test_where_the_registry_is_is_not_told_when_a_worker_is_looked_for_there(checkpoint, monkeypatch):
+    """It gave the place, and does not answer any more when the gateway wants to know where that is."""
+
+    async def silent():
+        raise RegistryError("Redis does not answer at redis://10.0.0.1:6379", "does not answer")
+
+    workers = pair()
+    async with gateway(checkpoint, workers) as rig, rig.client() as client:
+        _look_no_more(rig)
+        rig.store.workers = [FakeWorker(WorkerId("p1"), Role.PREFILL, SECRET), workers[1]]
+        monkeypatch.setattr(rig.store, "nodes", silent)
+        reply = await client.post("/v1/completions", json=ASK)
+        assert (reply.status_code, reply.json()["error"]["message"]) == (503, "the worker is not connected")
 
 
 async def test_a_job_that_comes_after_its_request_went_elsewhere_is_cancelled(checkpoint, monkeypatch):
