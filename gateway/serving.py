@@ -25,6 +25,7 @@ from gateway.replies import Replies, Usage, error_of, retry_headers
 from gateway.tracing import Trace
 
 log = logging.getLogger("gateway.requests")
+faults = logging.getLogger(__name__)
 
 WRITE_GRACE_S = 5.0
 PLACE_PERIOD_S = 0.5
@@ -216,6 +217,7 @@ class ServingResponse(Response):
         super().__init__(headers={"x-request-id": serving.echo_id or serving.id})
         self._serving = serving
         self._token_ids = StreamedTokenIds(serving.answers)
+        self._has_started = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         writing = asyncio.ensure_future(self._write(send))
@@ -234,53 +236,47 @@ class ServingResponse(Response):
             self._serving.close(error, left)
 
     async def _write(self, send: Send) -> TandemError | None:
+        """Returns the error that ended the answer: an HTTP error before the first piece, an event after it."""
         try:
             await self._serving.place()
-        except TandemError as error:
+            await (self._write_stream(send) if self._serving.style.stream else self._write_whole(send))
+            return None
+        except TandemError as failure:
+            error = failure
+        except Exception:  # of ours; the client is owed an end all the same
+            faults.exception("request %s", self._serving.id)
+            error = TandemError("internal error; see the gateway's log")
+        if self._has_started:
+            await _body(send, self._closing(error), more=False)
+        else:
             await self._send_error(send, error)
-            return error
-        return await (self._write_stream(send) if self._serving.style.stream else self._write_whole(send))
+        return error
 
-    async def _write_whole(self, send: Send) -> TandemError | None:
+    async def _write_whole(self, send: Send) -> None:
         serving = self._serving
         told: list[list[Piece]] = [[] for _ in serving.answers]
-        try:
-            while pieces := await serving.pieces():
-                for piece in pieces:
-                    told[piece.index].append(piece)
-        except TandemError as error:
-            await self._send_error(send, error)
-            return error
+        while pieces := await serving.pieces():
+            for piece in pieces:
+                told[piece.index].append(piece)
         choices = list(map(serving.replies.choice, told))
         body = serving.replies.whole(choices, serving.usage())
         if serving.has_details:
             add_details(body, serving.answers)
         await self._send_json(send, 200, msgspec.json.encode(body))
-        return None
 
-    async def _write_stream(self, send: Send) -> TandemError | None:
-        """An error is an HTTP error before the first piece, an event after it; both end the answer."""
+    async def _write_stream(self, send: Send) -> None:
         serving = self._serving
-        try:
-            pieces = await serving.pieces()
-        except TandemError as error:
-            await self._send_error(send, error)
-            return error
+        pieces = await serving.pieces()
         headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
         await self._start(send, 200, headers)
         bodies = [body for i in range(len(serving.answers)) for body in serving.replies.opening(i)]
         opening = b"".join(self._event(body) for body in bodies)
-        error = None
-        try:
-            while pieces:
-                if data := opening + b"".join(self._chunk(piece) for piece in pieces):
-                    await _body(send, data, more=True)
-                opening = b""
-                pieces = await serving.pieces()
-        except TandemError as failure:
-            error = failure
-        await _body(send, self._closing(error), more=False)
-        return error
+        while pieces:
+            if data := opening + b"".join(self._chunk(piece) for piece in pieces):
+                await _body(send, data, more=True)
+            opening = b""
+            pieces = await serving.pieces()
+        await _body(send, self._closing(None), more=False)
 
     def _chunk(self, piece: Piece) -> bytes:
         bodies = self._serving.replies.chunk(piece)
@@ -309,6 +305,7 @@ class ServingResponse(Response):
         await _body(send, body, more=False)
 
     async def _start(self, send: Send, status: int, headers: list[tuple[bytes, bytes]]) -> None:
+        self._has_started = True
         headers = [*headers, (b"x-request-id", (self._serving.echo_id or self._serving.id).encode())]
         await send({"type": "http.response.start", "status": status, "headers": headers})
 

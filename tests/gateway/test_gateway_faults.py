@@ -1,6 +1,7 @@
 """Clients that leave, workers that refuse, break or go silent: every answer ends once, and both workers are freed."""
 
 import asyncio
+import itertools
 import json
 
 import httpx
@@ -513,3 +514,24 @@ async def test_a_worker_that_the_registry_forgets_ends_what_it_runs(checkpoint):
             data = [line[6:] async for line in lines if line]
         assert json.loads(data[-2])["choices"][0]["finish_reason"] == "length"
         assert (await client.get("/ready")).status_code == 503
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_fault_of_ours_ends_the_answer_and_is_counted_once(checkpoint, monkeypatch, stream):
+    told = itertools.count()
+
+    def choice(self, piece):
+        if not stream or next(told) == 2:
+            raise LookupError("of ours")
+        return {"index": piece.index, "text": piece.text, "logprobs": None, "finish_reason": piece.finish}
+
+    monkeypatch.setattr("gateway.replies.TextReplies._choice", choice)
+    async with gateway(checkpoint, pair(period_s=0.005)) as rig, rig.client() as client:
+        reply = await client.post("/v1/completions", json=ASK | {"max_tokens": 9, "stream": stream})
+        *_, error, done = [reply.text, ""] if not stream else reply.text.removesuffix("\n\n").split("\n\n")
+        assert (reply.status_code, done) == ((200, "data: [DONE]") if stream else (500, ""))
+        assert json.loads(error.removeprefix("data: "))["error"]["code"] == 500
+        await rig.until(rig.is_idle)
+        text = (await client.get("/metrics")).text
+        counts = [line for line in text.splitlines() if line.startswith("tandem_gateway_requests_total")]
+        assert counts == ['tandem_gateway_requests_total{code="internal"} 1.0']
