@@ -128,8 +128,11 @@ def run(options: argparse.Namespace, home: Path) -> int:
 
 @contextmanager
 def folder_for(named: Path | None) -> Iterator[Path]:
-    """Made before anything is measured, gone if nothing was. Raises ConfigError if it can't be."""
+    """Made before anything is measured, gone if nothing was, unless it was there before. Raises ConfigError if it can't
+    be made.
+    """
     folder = named or Path(f"tandem-bench-{datetime.now():%Y-%m-%d-%H%M%S}")
+    is_new = not folder.exists()
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -137,7 +140,7 @@ def folder_for(named: Path | None) -> Iterator[Path]:
     try:
         yield folder
     finally:
-        if not any(folder.iterdir()):
+        if is_new and not any(folder.iterdir()):
             folder.rmdir()
 
 

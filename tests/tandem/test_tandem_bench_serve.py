@@ -102,6 +102,12 @@ async def test_a_server_that_answers_nobody_leaves_no_folder(tmp_path: Path) -> 
     assert not (tmp_path / "new").exists()
 
 
+async def test_a_folder_that_was_there_before_stays(tmp_path: Path) -> None:
+    async with served("unfinished") as server:
+        done = await bench(server, *SMALL, "--no-plots", "--out", str(tmp_path))
+    assert done.code == 1 and tmp_path.is_dir()
+
+
 async def test_a_server_that_is_lost_on_the_way_leaves_what_was_measured_before(tmp_path: Path) -> None:
     async with served(*["good"] * 5, "refused") as server:
         done = await bench(server, *SMALL, "--concurrency", "1,2", "--no-plots", "--out", str(tmp_path))
