@@ -78,6 +78,9 @@ def _version(module: str, distribution: str | None = None) -> Version | None:
 
 
 def _has_prebuilt() -> bool:
+    """FlashInfer's own, in a package beside it or in itself."""
+    if importlib.util.find_spec("flashinfer_jit_cache") is not None:
+        return True
     spec = importlib.util.find_spec("flashinfer")
     roots = list(spec.submodule_search_locations or ()) if spec else []
     return any((Path(root) / "data" / "aot").is_dir() for root in roots)

@@ -277,6 +277,7 @@ OURS = [
         30,
         all_of(flashinfer, triton, hopper, flashinfer_prefill, fa3_heads),
         "kernels.flashinfer:attn_prefill_fa3",
+        build="kernels.flashinfer:fa3_module",
         prepare="kernels.flashinfer:Fa3Plans",
         wants_e4m3=True,
         for_few="triton",  # which shares out keys, where this leaves multiprocessors idle
@@ -288,6 +289,7 @@ OURS = [
         30,
         all_of(flashinfer, tcgen05, cubins, flashinfer_prefill),
         "kernels.flashinfer:attn_prefill",
+        build="kernels.flashinfer:prefill_module",
     ),
     Impl(
         "add_rmsnorm_quant",

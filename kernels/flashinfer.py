@@ -6,11 +6,16 @@ Calls were checked against the signatures of 0.6.13 (tests/kernels/test_flashinf
 
 from dataclasses import dataclass
 from functools import lru_cache, partial
+from typing import Any
 
 import flashinfer
 import torch
 from flashinfer.decode import trtllm_batch_decode_with_kv_cache
-from flashinfer.prefill import get_batch_prefill_module, trtllm_batch_context_with_kv_cache
+from flashinfer.prefill import (
+    get_batch_prefill_module,
+    get_trtllm_gen_fmha_module,
+    trtllm_batch_context_with_kv_cache,
+)
 from flashinfer.utils import MaskMode, PosEncodingMode, TensorLayout
 from torch import Tensor
 
@@ -53,23 +58,30 @@ def attn_prefill(
     )  # fmt: skip
 
 
+def prefill_module(spec: AttnSpec) -> Any:
+    """Of `attn_prefill`."""
+    return get_trtllm_gen_fmha_module()
+
+
+def fa3_module(spec: AttnSpec) -> Any:
+    """Builds the kernel where no prebuilt module is found: a minute and a half on 16 cores."""
+    cache, out = CACHE_DTYPE[spec.kv], torch.bfloat16
+    return get_batch_prefill_module(
+        "fa3", cache, cache, out, torch.int32, spec.head_dim, spec.head_dim, PosEncodingMode.NONE.value,
+        spec.window > 0, False, False,
+    )  # fmt: skip
+
+
 class Fa3Plans:
     """Plans for one spec and one stream, by `kernels.fa3_plan`. Those of lone sequences, as a long prompt's chunks are,
     may come again, and are kept.
-
-    Making one builds the kernel where no prebuilt module is found: a minute and a half on 16 cores.
     """
 
     def __init__(self, spec: AttnSpec):
         self.spec = spec
         self.one = torch.ones(1, device="cuda")
-        cache, out = CACHE_DTYPE[spec.kv], torch.bfloat16
-        module = get_batch_prefill_module(
-            "fa3", cache, cache, out, torch.int32, spec.head_dim, spec.head_dim, PosEncodingMode.NONE.value,
-            spec.window > 0, False, False,
-        )  # fmt: skip
         num_sms = torch.cuda.get_device_properties("cuda").multi_processor_count
-        self.run, self._plan = module.paged_run, partial(planned, spec, num_sms)
+        self.run, self._plan = fa3_module(spec).paged_run, partial(planned, spec, num_sms)
         self._kept = lru_cache(_MAX_KEPT)(self._plan)
 
     def __call__(self, block_table: Tensor, new: list[int], total: list[int]) -> "Fa3Plan":

@@ -1,6 +1,7 @@
 """Which implementation of an operation runs: decided once, at load, from static facts, and explained in words."""
 
 import importlib
+import logging
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -10,7 +11,15 @@ from kernels.caps import Caps
 from kernels.plans import Plans
 from kernels.specs import Spec
 
+_log = logging.getLogger(__name__)
+
 Supports = Callable[[Caps, Any], str | None]
+
+# What FlashInfer 0.6.13 raises where it cannot give a kernel. ImportError: what it needs is not installed. OSError: no
+# ninja, or a folder that it cannot write. RuntimeError: no nvcc, a compiler that fails, FLASHINFER_DISABLE_JIT is set
+# (MissingJITCacheError), its packages are of different versions, a module does not load. ValueError: a variable of its
+# own that it cannot read.
+_UNBUILDABLE = ImportError, OSError, RuntimeError, ValueError
 
 
 class NoImplementation(RuntimeError):
@@ -27,6 +36,7 @@ class Impl:
     supports: Supports
     target: str  # "module:function", imported only when it is chosen
     tunable: bool = False  # takes `plans=`, a table of tile sizes by token count
+    build: str = ""  # "module:function" of the spec, which builds and loads what a library may turn out not to have
     prepare: str = ""  # "module:class" whose instances plan a batch on the host; see Registry.preparer
     wants_e4m3: bool = False  # queries of `attn_prefill` beside an e4m3 cache, as RopeSpec.rounded leaves them
     for_few: str = ""  # the name of what does better for few rows of `attn_prefill` behind many keys, if it runs here
@@ -34,18 +44,19 @@ class Impl:
 
     def load(self, spec: Spec, plans: Plans, caps: Caps) -> Callable[..., Any]:
         """Import the implementation and bind it to the static spec."""
-        module, function = self.target.split(":")
-        bound = partial(getattr(importlib.import_module(module), function), spec)
+        bound = partial(_named(self.target), spec)
         if not self.tunable:
             return bound
         return partial(bound, plans=plans.table(f"{self.op}/{self.name}", spec.key(), caps.cc, caps.sm_count))
 
     def preparer(self, spec: Spec) -> Callable[..., Any]:
         """What plans a batch for this implementation: called with the batch, it returns the op's `prepared=`."""
-        if not self.prepare:
-            return nothing_to_prepare
-        module, name = self.prepare.split(":")
-        return getattr(importlib.import_module(module), name)(spec)
+        return _named(self.prepare)(spec) if self.prepare else nothing_to_prepare
+
+
+def _named(target: str) -> Callable[..., Any]:
+    module, name = target.split(":")
+    return getattr(importlib.import_module(module), name)
 
 
 def nothing_to_prepare(*batch: Any) -> None:
@@ -83,13 +94,32 @@ class Registry:
 
     def get(self, op: str, spec: Spec) -> Callable[..., Any]:
         """The callable for this operation, bound to the spec. Raises NoImplementation."""
-        return self.resolve(op, spec).impl.load(spec, self.plans, self.caps)
+        return self.built(op, spec).load(spec, self.plans, self.caps)
 
     def preparer(self, op: str, spec: Spec) -> Callable[..., Any]:
         """For `attn_prefill`: call it once for all layers that attend for the same rows, outside of graphs, as
         preparer(block_table, new, total), with the host's counts of rows and of all tokens by sequence; what it returns
         goes to the op as `prepared=`. One preparer serves one stream."""
-        return self.resolve(op, spec).impl.preparer(spec)
+        return self.built(op, spec).preparer(spec)
+
+    def built(self, op: str, spec: Spec) -> Impl:
+        """What `resolve` chooses, its kernel built. What can't be built is passed over from now on, and a warning says
+        so. Raises NoImplementation.
+        """
+        while (impl := self.resolve(op, spec).impl).build:
+            try:
+                _named(impl.build)(spec)
+                break
+            except _UNBUILDABLE as error:
+                why = _first_line(error)
+                self.exclude(op, impl.name, f"flashinfer cannot build or load it: {why}")
+                _log.warning(
+                    "%s runs as %s: FlashInfer cannot build or load its kernel %s (%s). For that one, see that nvcc "
+                    "and ninja run here and that FLASHINFER_DISABLE_JIT is not set, or install flashinfer-jit-cache",
+                    op, self.resolve(op, spec).impl.name, impl.name, why,
+                )  # fmt: skip
+                _log.info("all that FlashInfer says of its kernel %s", impl.name, exc_info=error)
+        return impl
 
     def resolve(self, op: str, spec: Spec) -> Choice:
         key = (op, repr(spec))
@@ -128,6 +158,11 @@ class Registry:
             rejected.append((impl.name, reason))
         why = "; ".join(f"{name}: {reason}" for name, reason in rejected) or "none is registered"
         raise NoImplementation(f"{op} [{spec.key()}] has no implementation on {self.caps.name}: {why}")
+
+
+def _first_line(error: BaseException) -> str:
+    first, *_ = str(error).split("\n")
+    return f"{type(error).__name__}: {first}"
 
 
 def parse_override(text: str, ops: Iterable[str]) -> dict[str, str]:

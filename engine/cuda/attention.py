@@ -62,7 +62,7 @@ class DeviceAttention:
         self._scale, self._segment, self._block_size = config.head_dim**-0.5, config.segment, block_size
         self._pages = torch.arange(config.segment // block_size, device=device)
         specs = {window: AttnSpec(*heads, block_size, kv, window, config.sinks) for window in {0, config.window}}
-        best = {window: registry.resolve("attn_prefill", spec).impl for window, spec in specs.items()}
+        best = {window: registry.built("attn_prefill", spec) for window, spec in specs.items()}
         self.wants_e4m3 = kv == "e4m3" and all(impl.wants_e4m3 for impl in best.values())
         self._num_heads = config.num_heads
         self._prefills = {window: _prefill(registry, spec) for window, spec in specs.items()}

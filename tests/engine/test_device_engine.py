@@ -1,7 +1,9 @@
 """The GPU's adapter on the reference kernels: FP8, running ahead, drawing, and what needs the host."""
 
+import sys
 import threading
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,7 +17,7 @@ from contracts.events import Token
 from contracts.ids import RequestId
 from contracts.sampling import SamplingParams
 from engine.batch import Piece
-from engine.cuda.attention import are_few
+from engine.cuda.attention import DeviceAttention, are_few
 from engine.cuda.drawing import DeviceDrawn, Likeliest
 from engine.cuda.formats import DEVICE_FORMATS, smooths_keys
 from engine.cuda.fused import is_fusible
@@ -679,6 +681,19 @@ def test_heads_that_no_kernel_takes_are_refused_by_their_size(folder):
     with pytest.raises(ConfigError, match=r"head_dim is 80, .*power of two.*: use dtype float32"):
         require_kernels(registry, config, DEVICE_FORMATS["bfloat16"], 64)
     require_kernels(registry, replace(config, head_dim=64), DEVICE_FORMATS["bfloat16"], 64)
+
+
+def test_prompts_attend_by_our_kernel_where_flashinfer_cannot_build_its_own(folder, monkeypatch, caplog):
+    def fa3_module(spec):
+        raise RuntimeError("Could not find nvcc and default cuda_home='/usr/local/cuda' doesn't exist")
+
+    monkeypatch.setitem(sys.modules, "kernels.flashinfer", SimpleNamespace(fa3_module=fa3_module))
+    config = replace(open_checkpoint(str(folder)).config, head_dim=64)
+    registry = catalog.registry(Caps("cuda", 90, "an H200", 132, (2, 11, 0), (3, 6, 0), (0, 6, 13), True))
+    own = DeviceAttention(config, registry, "e4m3", 64, 512, 4, torch.device("cpu"))
+    assert not own.wants_e4m3
+    assert {choice.impl.name for (op, _), choice in registry.choices.items() if op == "attn_prefill"} == {"triton"}
+    assert "attn_prefill runs as triton" in caplog.text and "Could not find nvcc" in caplog.text
 
 
 def test_budgets_hold_a_device_s_block(folder):

@@ -2,6 +2,8 @@
 
 import importlib.metadata
 import importlib.util
+import shutil
+import sys
 from typing import Any
 
 import pytest
@@ -29,6 +31,18 @@ def test_what_is_missing_is_said_in_words(found, words):
 
 def test_a_complete_hopper_misses_nothing():
     assert caps.missing(caps.Caps("cuda", 90, **FULL)) == []
+
+
+@pytest.mark.parametrize("package", ["flashinfer", "flashinfer_jit_cache"])
+def test_prebuilt_modules_are_flashinfers_own_or_in_a_package_beside_it(monkeypatch, tmp_path, package):
+    folder = tmp_path / package
+    (folder / "data/aot").mkdir(parents=True)
+    (folder / "__init__.py").touch()
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    assert caps.detect("cpu").flashinfer_jit
+    (folder / "data/aot").rmdir()
+    assert caps.detect("cpu").flashinfer_jit == (package == "flashinfer_jit_cache")
 
 
 @pytest.mark.parametrize(("cc", "hopper", "blackwell"), [(89, False, False), (90, True, False), (103, False, True)])

@@ -1,7 +1,9 @@
 """Selection is a pure function of capabilities and spec: checked with machines that are not here."""
 
+import re
 import subprocess
 import sys
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -128,6 +130,59 @@ def test_a_choice_is_made_once_and_again_after_an_exclusion():
     registry.exclude("attn_prefill", "fa3", "failed the self-check: error 1e+00")
     assert registry.resolve("attn_prefill", LLAMA).impl.name == "triton"
     assert dict(registry.resolve("attn_prefill", LLAMA).rejected)["fa3"].startswith("failed the self-check")
+
+
+def unbuildable(monkeypatch, error):
+    """A FlashInfer that is installed, and raises this."""
+    builds = []
+
+    def fa3_module(spec):
+        builds.append(spec)
+        raise error
+
+    monkeypatch.setitem(sys.modules, "kernels.flashinfer", SimpleNamespace(fa3_module=fa3_module))
+    return builds
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (RuntimeError("JIT compilation is disabled via FLASHINFER_DISABLE_JIT"), "disabled via FLASHINFER_DISABLE_JIT"),
+        (RuntimeError("Ninja build failed. Output:\nnvcc fatal"), r"RuntimeError: Ninja build failed. Output:\)"),
+        (FileNotFoundError(2, "No such file or directory", "ninja"), "No such file or directory: 'ninja'"),
+        (PermissionError(13, "Permission denied", "/.cache"), "Permission denied: '/.cache'"),
+    ],
+)
+def test_what_flashinfer_cannot_build_is_passed_over_with_one_warning(monkeypatch, caplog, error, words):
+    builds, registry = unbuildable(monkeypatch, error), catalog.registry(MACHINES["h200"])
+    for _ in range(2):
+        assert registry.built("attn_prefill", LLAMA).name == "triton"
+        assert registry.get("attn_prefill", LLAMA).func.__module__ == "kernels.triton.attn_prefill"
+        assert registry.preparer("attn_prefill", LLAMA)(None, [3], [9]) is None
+    (warning,) = caplog.messages
+    assert re.search(words, warning) and warning.startswith("attn_prefill runs as triton") and "nvcc" in warning
+    assert len(builds) == 1
+    assert "flashinfer cannot build or load it" in registry.explain()
+
+
+def test_a_flashinfer_that_cannot_be_imported_is_passed_over(monkeypatch, caplog):
+    monkeypatch.setitem(sys.modules, "kernels.flashinfer", None)
+    assert catalog.registry(MACHINES["h200"]).built("attn_prefill", LLAMA).name == "triton"
+    assert "ModuleNotFoundError" in caplog.text
+
+
+def test_what_was_asked_for_and_cannot_be_built_is_refused(monkeypatch):
+    unbuildable(monkeypatch, RuntimeError("Could not find nvcc"))
+    registry = catalog.registry(MACHINES["h200"], override={"attn_prefill": "fa3"})
+    with pytest.raises(NoImplementation, match=r"fa3: .*Could not find nvcc; .*triton: the setting asks for fa3"):
+        registry.get("attn_prefill", LLAMA)
+
+
+def test_an_implementation_is_built_before_it_is_taken(monkeypatch):
+    built = []
+    monkeypatch.setitem(sys.modules, "kernels.flashinfer", SimpleNamespace(fa3_module=built.append))
+    assert catalog.registry(MACHINES["h200"]).built("attn_prefill", LLAMA).name == "fa3"
+    assert built == [LLAMA]
 
 
 def test_all_reduce_is_ours_on_every_gpu_it_was_compiled_for():
