@@ -44,7 +44,7 @@ from engine.sizing import blocks_in, kv_layout, model_len, require_budgets, want
 from engine.weights import WeightSource, open_weights
 from kernels import caps, catalog
 from kernels.registry import Registry
-from kernels.specs import AttnSpec
+from kernels.specs import AttnSpec, RopeSpec
 from kernels.timing import eager_us
 
 _log = logging.getLogger(__name__)
@@ -307,12 +307,17 @@ class Builder:
 
 
 def require_kernels(registry: Registry, config: ModelConfig, number_format: DeviceFormat, block_size: int) -> None:
-    """Raises ConfigError where attention falls back on the reference, which no graph can hold."""
-    spec = AttnSpec(config.num_heads, config.num_kv_heads, config.head_dim, block_size, number_format.kv)
-    choice = registry.resolve("attn_decode", spec)
-    if choice.impl.name == "reference":
-        reasons = "; ".join(f"{name}: {reason}" for name, reason in choice.rejected)
-        raise ConfigError(f"head_dim is {config.head_dim}, and no attention kernel runs ({reasons}): use dtype float32")
+    """Raises ConfigError where attention or rope fall back on the reference, which no graph can hold. FlashInfer may
+    attend where nothing of ours does, and it has no rope that appends.
+    """
+    layout = config.num_heads, config.num_kv_heads, config.head_dim, block_size, number_format.kv
+    attention = AttnSpec(*layout)
+    for op, spec in (("attn_decode", attention), ("attn_prefill", attention), ("rope_append", RopeSpec(*layout))):
+        choice = registry.resolve(op, spec)
+        if choice.impl.name == "reference":
+            reasons = "; ".join(f"{name}: {reason}" for name, reason in choice.rejected)
+            words = f"head_dim is {config.head_dim}, and no attention kernel runs ({reasons})"
+            raise ConfigError(f"{words}: use dtype float32")
 
 
 def _whole(num_blocks: int, page_nbytes: int) -> int:

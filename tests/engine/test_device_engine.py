@@ -683,6 +683,15 @@ def test_heads_that_no_kernel_takes_are_refused_by_their_size(folder):
     require_kernels(registry, replace(config, head_dim=64), DEVICE_FORMATS["bfloat16"], 64)
 
 
+@pytest.mark.parametrize("cc", [90, 100])
+def test_heads_that_flashinfer_alone_takes_are_refused_too(folder, cc):
+    config = replace(open_checkpoint(str(folder)).config, head_dim=96)
+    registry = catalog.registry(Caps("cuda", cc, "a GPU", 132, (2, 11, 0), (3, 6, 0), (0, 6, 13), True, True))
+    with pytest.raises(ConfigError, match=r"head_dim is 96, .*power of two.*: use dtype float32"):
+        require_kernels(registry, config, DEVICE_FORMATS["float8"], 64)
+    require_kernels(registry, replace(config, head_dim=64), DEVICE_FORMATS["float8"], 64)
+
+
 def test_prompts_attend_by_our_kernel_where_flashinfer_cannot_build_its_own(folder, monkeypatch, caplog):
     def fa3_module(spec):
         raise RuntimeError("Could not find nvcc and default cuda_home='/usr/local/cuda' doesn't exist")
