@@ -529,9 +529,14 @@ def mx_weights(n: int, k: int, device: str) -> tuple[Tensor, Tensor]:
     return tile_mxfp4(*quantize_mxfp4(torch.randn(n, k, device=device) * 0.05))
 
 
+ALL_ONES = 192, 100010
+"""A seed, and a token whose random bits are all ones by it, at position 0."""
+
+
 def sample_case(spec: SampleSpec, rows: int, dtype: torch.dtype = FP32) -> Case:
     """Rows take turns among greedy, plain, top-k, top-p, min-p and all together, so hot that their order matters. The
-    twelfth is allowed fewer tokens than top-k.
+    twelfth is allowed fewer tokens than top-k. The second draws the largest random number there is for an unlikely
+    token, if the vocabulary is large.
     """
 
     def make(device: str) -> Call:
@@ -544,6 +549,9 @@ def sample_case(spec: SampleSpec, rows: int, dtype: torch.dtype = FP32) -> Case:
         min_p = torch.where((pick == 4) | (pick == 5), 0.5, 0.0)
         seeds = torch.randint(0, 2**62, (rows,), device=device)
         positions = torch.randint(0, 100000, (rows,), device=device)
+        seed, unlikely = ALL_ONES
+        if unlikely < spec.vocab:
+            seeds[1], positions[1], logits[1, unlikely] = seed, 0, -40.0
         tokens = torch.empty(rows, dtype=torch.int64, device=device)
         logprobs = torch.empty(rows, device=device)
         args = (logits, temperature, top_k, top_p, min_p, seeds, positions, tokens, logprobs)

@@ -31,10 +31,12 @@ def multiply(factor: int, x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def gumbel(seeds: Tensor, positions: Tensor, vocab: int) -> Tensor:
-    """-log(-log(u)), u in (0, 1) from 24 bits of the counter (token, position)."""
+    """-log(-log(u)), u in (0, 1) from 23 bits of the counter (token, position) and a half: of more, float32 would round
+    the largest to 1, whose noise is infinite.
+    """
     token = torch.arange(vocab, device=seeds.device)[None].expand(len(seeds), -1)
     bits = philox(seeds.long()[:, None], token, positions.long()[:, None].expand_as(token))
-    u = ((bits >> 8).float() + 0.5) * 2.0**-24
+    u = ((bits >> 9).float() + 0.5) * 2.0**-23
     return -torch.log(-torch.log(u))
 
 

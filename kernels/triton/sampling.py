@@ -107,7 +107,8 @@ def sample_kernel(
         noisy = x
         if random:
             bits, _, _, _ = tl.philox(seed, start + i, position, 0, 0)
-            u = ((bits.to(tl.uint32, bitcast=True) >> 8).to(tl.float32) + 0.5) * 5.9604644775390625e-08
+            # 23 bits: float32 rounds the largest of 24 and a half to 1, whose noise is infinite
+            u = ((bits.to(tl.uint32, bitcast=True) >> 9).to(tl.float32) + 0.5) * 1.1920928955078125e-07
             noisy = (x - top) * inv_temperature - tl.log(-tl.log(u))
         better = (x >= keep) & (start + i < V) & (noisy > best)
         best = tl.where(better, noisy, best)

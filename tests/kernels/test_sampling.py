@@ -63,16 +63,27 @@ def test_a_token_is_drawn_from_those_that_stay(logits, temperature, top_k, top_p
     assert mask[max(range(len(logits)), key=lambda i: logits[i])]
 
 
-def draw(logits, **changes):
+def draw(logits, seed=5, **changes):
     n = len(logits)
     settings_ = dict(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0) | changes
     row = {name: torch.full((n,), float(value)) for name, value in settings_.items()}
     tokens, logprobs = torch.empty(n, dtype=torch.int64), torch.empty(n)
     REGISTRY.get("sample", s.SampleSpec(logits.shape[1]))(
-        logits, row["temperature"], row["top_k"].int(), row["top_p"], row["min_p"], torch.full((n,), 5),
+        logits, row["temperature"], row["top_k"].int(), row["top_p"], row["min_p"], torch.full((n,), seed),
         torch.arange(n), tokens, logprobs,
     )  # fmt: skip
     return tokens, logprobs
+
+
+def test_the_largest_random_number_draws_no_token_by_itself():
+    """Of 24 bits and a half, which float32 rounds to 1, whose noise is infinite: one token in 130 was drawn so."""
+    seed, token = c.ALL_ONES
+    noise = sampling.gumbel(torch.tensor([seed]), torch.tensor([0]), 128256)
+    assert noise[0, token] == noise.max() and 16 < noise.max() < 17 and noise.isfinite().all()
+    logits = torch.zeros(1, 128256)
+    logits[0, token] = -40.0
+    tokens, _ = draw(logits, seed)
+    assert tokens.item() != token
 
 
 def test_temperature_zero_is_greedy_whatever_else_is_asked():
