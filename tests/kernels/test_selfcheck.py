@@ -79,7 +79,10 @@ def test_a_fraction_of_the_limit_is_of_the_larger_of_bytes_and_operations():
     case = replace(norm_case(NormSpec(64), 5), nbytes=4.45e6, flops=1.48e9)
     assert fraction(h200, case, 2.0) == pytest.approx(0.5)
     assert fraction(h200, replace(case, flops=2.96e9), 2.0) == pytest.approx(1.0)
-    assert fraction(Registry((), Caps("cuda", 90, "Some Card")), case, 2.0) is None
+    sxm = Registry((), Caps("cuda", 90, "NVIDIA H100 80GB HBM3"))
+    assert fraction(sxm, replace(case, nbytes=3.35e6), 2.0) == pytest.approx(0.5)
+    for name in ("Some Card", "NVIDIA H100 PCIe", "NVIDIA H100 NVL"):  # slower memory, and faster, than that H100's
+        assert fraction(Registry((), Caps("cuda", 90, name)), case, 2.0) is None
 
 
 @pytest.mark.gpu
