@@ -247,7 +247,8 @@ def attn_prefill(
     sinks, lse = q if sinks is None else sinks, seq_lens if lse is None else lse
     args = (q, k_cache, v_cache, block_table, seq_lens, q_starts, sinks, out, lse, max_q, max_kv)
     scales = (sm_scale * k_scale * LOG2E.value, v_scale)
-    rows = triton.cdiv(max_kv, 128) * 128
+    step = max(128, spec.page)  # whole tiles, of whole pages
+    rows = triton.cdiv(max_kv, step) * step
     nbytes = 4 * seq_lens.shape[0] * spec.kv_heads * rows * spec.head_dim
     tiles = triton.cdiv(max_q, plan["bm"]) * spec.q_heads * seq_lens.shape[0]
     # Tiles that leave half of the card idle gain less by widened keys than by shared ones.

@@ -21,6 +21,7 @@ BULK, MANY = s.AttnSpec(8, 2, 32, page=64), s.AttnSpec(8, 2, 32, page=16)
 HALF_PAGES = s.AttnSpec(8, 2, 32, page=64, sinks=True)
 PAIRS, SINGLES = s.AttnSpec(4, 2, 64, page=16), s.AttnSpec(4, 2, 64, page=32)
 ONE_SLICE = s.AttnSpec(6, 2, 64, page=32, sinks=True, lse=True)
+LARGE_PAGES = s.AttnSpec(4, 2, 32, page=256)
 WIDE, FULL = s.AttnSpec(4, 2, 32, page=32), s.AttnSpec(8, 4, 32, page=32)  # FULL: so many tiles that none is shared out
 FUSED_BULK = s.FusedAttnSpec(6, 2, 32, page=32)
 TUNED = {
@@ -31,6 +32,7 @@ TUNED = {
     f"attn_decode/triton|{MANY.key()}": {256: dict(slices=30, block=16, stages=2, warps=1)},
     f"attn_decode/triton|{ONE_SLICE.key()}": {256: dict(stream=True, slices=1, block=16, stages=2, warps=1)},
     f"attn_prefill/triton|{WIDE.key()}": {512: dict(bm=64, block=32, stages=2, warps=4)},
+    f"attn_prefill/triton|{LARGE_PAGES.key()}": {512: dict(bm=64, block=32, stages=2, warps=4)},
     f"attn_prefill/triton|{FULL.key()}": {512: dict(bm=16, block=32, stages=2, warps=4)},
     f"attn_decode_fused/triton|{FUSED_BULK.key()}": {256: dict(slices=2, block=32, stages=2, warps=1, bulk=True)},
 }
@@ -108,6 +110,7 @@ def suite() -> list[c.Case]:
         c.prefill_case(WIDE, [(300, 333), (260, 260)], workspace_mb=2),
         c.prefill_case(WIDE, [(260, 1500), (3, 70)], workspace_mb=24),
         c.prefill_case(WIDE, [(130, 300)], workspace_mb=0),
+        c.prefill_case(LARGE_PAGES, [(130, 300)], workspace_mb=4),
         c.prefill_case(FULL, [(300, 333), (70, 260)], workspace_mb=2),
         c.prefill_case(s.AttnSpec(4, 1, 32, page=16), [(17, 2000), (3, 40), (1, 1)], workspace_mb=4),
         c.prefill_case(s.AttnSpec(4, 1, 32, page=16), [(17, 2000), (3, 40), (1, 1)], workspace_mb=4, rounded=True),
