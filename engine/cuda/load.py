@@ -54,6 +54,10 @@ _MIN_BLOCK_SIZE = 64
 # Left free beside the cache: for captured steps and chunks, and for logits that are made whole in float32.
 _SPARE_NBYTES, _LOGIT_NBYTES = 1 << 30, 16
 _MEMORY_PAGE_NBYTES = 2 << 20
+_SMALLER = (
+    "free the GPU, use a smaller model or dtype, lower max_num_seqs or max_batched_tokens, or share it among more GPUs "
+    "by tensor_parallel"
+)
 # Layers that differ, by window or experts, mostly take turns; and the last one attends as decodes do, or scored rows.
 _NUM_KINDS = 3
 
@@ -129,9 +133,16 @@ class Builder:
         backend = Backend(launcher.cache, runner, self._sampler, False, close)
         return Engine(self._settings, self._checkpoint, backend, max_model_len)
 
-    @torch.inference_mode()
     def prepare(self, progress: Progress) -> tuple[Launcher, int]:
         """What a batch needs, ready for the first one; the longest context."""
+        try:
+            return self._prepare(progress)
+        except torch.OutOfMemoryError as error:
+            words, _, _ = str(error).partition(" Including ")
+            raise ConfigError(f"the model and a full batch do not fit on the GPU ({words}): {_SMALLER}") from error
+
+    @torch.inference_mode()
+    def _prepare(self, progress: Progress) -> tuple[Launcher, int]:
         settings = self._settings
         layout = kv_layout(self._checkpoint, self._block_size, self._format.kv_dtype, "-halves")
         layout = msgspec.structs.replace(layout, tp_size=self._team.shard.size)
@@ -143,7 +154,7 @@ class Builder:
         with self._stage("calibrate", progress):
             scales = self._calibrate(scratch)
         del scratch
-        num_blocks = self._team.smallest(_whole(blocks_in(self._cache_nbytes(), layout), layout.page_nbytes))
+        num_blocks = self._team.smallest(_whole(blocks_in(self._cache_nbytes(layout), layout), layout.page_nbytes))
         max_model_len = model_len(self._checkpoint, settings, num_blocks * layout.block_size)
         cache = self._cache(layout, num_blocks, scales)
         launcher = self._launcher(self._model, self._weights, cache, scales, max_model_len)
@@ -296,14 +307,20 @@ class Builder:
 
         return make
 
-    def _cache_nbytes(self) -> int:
-        """What settings say, or all that is left."""
+    def _cache_nbytes(self, layout: KVLayout) -> int:
+        """What settings say, or all that is left. Raises ConfigError if too little is."""
         if self._settings.kv_cache_nbytes is not None:
             return self._settings.kv_cache_nbytes
         torch.cuda.empty_cache()
         free, _ = torch.cuda.mem_get_info()
-        free -= self._settings.spare_nbytes
-        return free - _SPARE_NBYTES - _LOGIT_NBYTES * self._settings.max_num_seqs * self._config.vocab_size
+        kept = self._settings.spare_nbytes + _SPARE_NBYTES
+        kept += _LOGIT_NBYTES * self._settings.max_num_seqs * self._config.vocab_size
+        if free - kept < 2 * layout.shard_nbytes:
+            raise ConfigError(
+                f"{free / 2**30:.2f} GiB of the GPU's memory are free beside the model, of which {kept / 2**30:.2f} "
+                f"are for other things than the KV cache, and nothing is left for that: {_SMALLER}"
+            )
+        return free - kept
 
 
 def require_kernels(registry: Registry, config: ModelConfig, number_format: DeviceFormat, block_size: int) -> None:

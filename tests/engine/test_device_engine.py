@@ -705,6 +705,28 @@ def test_prompts_attend_by_our_kernel_where_flashinfer_cannot_build_its_own(fold
     assert "attn_prefill runs as triton" in caplog.text and "Could not find nvcc" in caplog.text
 
 
+def test_a_gpu_that_a_model_fills_is_said_to_be_full(folder, monkeypatch):
+    """Of what is free a GiB is left to captured graphs, and what logits and the transfer take."""
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (900 << 20, 80 << 30))
+    with pytest.raises(ConfigError, match=r"0\.88 GiB of the GPU's memory are free beside the model, .* smaller model"):
+        device_engine(folder, kv_cache_nbytes=None)
+
+
+def test_a_model_that_a_gpu_does_not_hold_is_refused_in_words(folder, monkeypatch):
+    def full(*_):
+        raise torch.OutOfMemoryError(
+            "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.11 GiB of which 1.20 GiB "
+            "is free. Including non-PyTorch memory, this process has 77.90 GiB memory in use."
+        )
+
+    monkeypatch.setattr("engine.cuda.load.load_device_weights", full)
+    with pytest.raises(
+        ConfigError, match=r"do not fit on the GPU \(.* of which 1\.20 GiB is free\.\): .*tensor_parallel"
+    ):
+        device_engine(folder)
+
+
 def test_budgets_hold_a_device_s_block(folder):
     with pytest.raises(ConfigError, match=r"max_mixed_tokens is 63; a step needs room for a block of .*, 64 tokens"):
         device_engine(folder, max_mixed_tokens=63)
