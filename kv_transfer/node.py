@@ -254,6 +254,12 @@ class TransferNode:
         link.send(abort)
         link.end(key)
 
+    def knows(self, peer_id: WorkerId, request_id: RequestId, epoch: Epoch) -> bool:
+        """A link has this attempt. A PeerLost that is polled then is of a former link: it was noted before the offer
+        was made.
+        """
+        return self._link_of(peer_id, (request_id, epoch)) is not None
+
     def _outgoing_to(self, peer: WorkerRef) -> OutgoingLink | None:
         """None if a link with this very incarnation has failed: PeerLost is to come, and would end a new one too."""
         with self._lock:

@@ -204,9 +204,9 @@ class PrefillRole:
             self._engine.release(attempt.live.key)
 
     def _on_peer_lost(self, lost: PeerLost) -> None:
-        for attempt in [a for a in self._draining.values() if a.is_with(lost)]:
+        for attempt in [a for a in self._draining.values() if self._went_with(a, lost)]:
             self._on_drained(attempt.id)
-        for attempt in [a for a in self._attempts.values() if a.is_with(lost)]:
+        for attempt in [a for a in self._attempts.values() if self._went_with(a, lost)]:
             del self._attempts[attempt.id]
             self._counters["handoffs_aborted"] += 1
             self._engine.release(attempt.live.key)
@@ -215,6 +215,10 @@ class PrefillRole:
             else:
                 error = errors.PeerLost(f"the handoff to decode worker {lost.peer_id} failed: {lost.error}")
                 self._ledger.fail(attempt.live, error)
+
+    def _went_with(self, attempt: Attempt, lost: PeerLost) -> bool:
+        """Not one that was offered before this news was read, over a new link: decode would keep its pages in vain."""
+        return attempt.is_with(lost) and not self._node.knows(lost.peer_id, *attempt.id)
 
     # sending
 

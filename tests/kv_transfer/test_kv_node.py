@@ -185,6 +185,8 @@ def test_a_new_link_is_made_behind_the_news_of_the_loss_of_the_former(make_peer:
     assert num_links == [0]
     offering.join()
     decode.message(Offer, "s")
+    assert prefill.node.knows(decode.name, RequestId("s"), Epoch(1))
+    assert not prefill.node.knows(decode.name, RequestId("r"), Epoch(1))
 
 
 def test_two_prefills_into_one_decode(make_peer: Make, transport: str) -> None:

@@ -22,6 +22,11 @@ class Remembering:
     """Every method that is called is noted as (name, arguments)."""
 
     calls: list[tuple[str, tuple]] = field(default_factory=list)
+    under_way: set[tuple] = field(default_factory=set)
+
+    def knows(self, *attempt: Any) -> bool:
+        """(peer, request, epoch) is `under_way`."""
+        return attempt in self.under_way
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):

@@ -267,6 +267,10 @@ class FakeNode:
     def finish(self, peer_id: WorkerId, fin: Fin) -> None:
         self._network.send(self.me, peer_id, fin)
 
+    def knows(self, peer_id: WorkerId, request_id, epoch) -> bool:
+        """What is lost here is told at once."""
+        return False
+
     def abort(self, peer_id: WorkerId, abort: Abort) -> None:
         self._network.send(self.me, peer_id, abort)
         self._drain(abort)

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from contracts.events import Failed, FinishReason
 from contracts.handoff import Commit, Grant, Wait
-from contracts.ids import BlockId, Epoch, RequestId
+from contracts.ids import BlockId, Epoch, Incarnation, RequestId
 from core.ledger import Ledger
 from engine.messages import ChunkComing, ChunkDone, Ended, Sampled, StepOutput
-from kv_transfer.events import Drained, Message
+from kv_transfer.events import Drained, Message, PeerLost
 from prefill_svc import PrefillRole
 from tests.path.scripted import NOTHING, D, P, Remembering, ScriptedEngine, first_token, opened
 
@@ -126,6 +126,21 @@ def test_one_that_was_never_offered_is_freed_at_once():
     live = opened(ledger, role, R, 8)
     role.drop(live, "the client left", 0.0)
     assert engine.told("release") == [(live.key,)] and node.calls == [] and role.is_idle()
+
+
+@pytest.mark.parametrize("is_dropped", [False, True])
+def test_the_loss_of_a_former_link_ends_nothing_that_a_new_one_has(is_dropped):
+    """It was offered between the loss and the news of it; decode keeps pages for it."""
+    side = Side(8)
+    if is_dropped:
+        side.role.drop(side.live, "the client left", 2.0)
+    side.node.under_way.add((D, R, E))
+    lost = PeerLost(D, Incarnation("1"), "gone", True)
+    side.role.on_transfer(lost, 2.0)
+    assert side.engine.told("release") == [] and side.ledger.take()[0] == {}
+    side.node.under_way.clear()
+    side.role.on_transfer(lost, 3.0)
+    assert side.engine.told("release") == [(side.live.key,)] and side.role.is_idle()
 
 
 def test_token_0_as_the_last_ends_it_here_and_tells_decode():
