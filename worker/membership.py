@@ -54,12 +54,13 @@ class Membership:
 
     async def beat_once(self) -> None:
         """Tell the registry that this worker lives, and how busy it is. If it can't be reached, that is logged."""
-        info = self._state.info
+        info, load = self._state.info, self._state.load
         try:
-            known = await self._store.heartbeat(info.worker_id, info.incarnation, self._state.load)
+            known = await self._store.heartbeat(info.worker_id, info.incarnation, load)
             if not known:
                 log.warning("the registry does not know this worker any more; joining again")
                 await self._store.join(info)
+                await self._store.heartbeat(info.worker_id, info.incarnation, load)  # it joins as an idle one
         except Unavailable as error:
             self._outage.failed(f"registry not reachable: {error}")
             self._state.joined = False

@@ -54,6 +54,18 @@ async def test_losing_the_registry_is_said_once_and_so_is_its_return(caplog: pyt
     ]
 
 
+async def test_a_worker_that_joins_again_tells_at_once_how_it_is():
+    """It drains, and the registry has lost everything: it is to be given no work."""
+    store, state = MemoryStore(), make_state()
+    member = Membership(store, state)
+    await member.start()
+    await store.leave(state.info.worker_id, state.info.incarnation)
+    state.draining = True
+    await member.beat_once()
+    assert [node.load.draining for node in await store.nodes()] == [True]
+    await member.stop()
+
+
 async def test_moves_are_told_again_in_order_when_the_registry_is_back(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
