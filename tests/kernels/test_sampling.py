@@ -63,13 +63,13 @@ def test_a_token_is_drawn_from_those_that_stay(logits, temperature, top_k, top_p
     assert mask[max(range(len(logits)), key=lambda i: logits[i])]
 
 
-def draw(logits, seed=5, **changes):
+def draw(logits, seed: float = 5, **changes):
     n = len(logits)
     settings_ = dict(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0) | changes
     row = {name: torch.full((n,), float(value)) for name, value in settings_.items()}
     tokens, logprobs = torch.empty(n, dtype=torch.int64), torch.empty(n)
     REGISTRY.get("sample", s.SampleSpec(logits.shape[1]))(
-        logits, row["temperature"], row["top_k"].int(), row["top_p"], row["min_p"], torch.full((n,), seed),
+        logits, row["temperature"], row["top_k"].int(), row["top_p"], row["min_p"], torch.full((n,), int(seed)),
         torch.arange(n), tokens, logprobs,
     )  # fmt: skip
     return tokens, logprobs
