@@ -202,7 +202,7 @@ def explain_weights(checkpoint: Checkpoint, found: "Caps") -> Iterator[tuple[str
     yield f"dtype auto holds this model's weights as {chosen} here", Level.OK
     if checkpoint.quantization is None:
         return
-    if chosen != "bfloat16":
+    if chosen in ("float8", "int4"):
         if checkpoint.config.experts is not None:
             changed = experts_changed(checkpoint.quantization, chosen)
             level = Level.WARNING if changed else Level.OK

@@ -75,7 +75,7 @@ def resolve_device_dtype(dtype: str, checkpoint: Checkpoint, found: Caps) -> str
     if dtype != "auto":
         return dtype
     if found.cc < 90:
-        return "bfloat16"
+        return "float32"  # no kernel of ours is compiled for these; the reference attends in this format alone
     if checkpoint.quantization is not None:
         return stored
     return "float8" if checkpoint.config.hidden_size >= MIN_FP8_HIDDEN else "bfloat16"

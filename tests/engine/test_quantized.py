@@ -322,7 +322,7 @@ def test_lists_of_what_stays_plain_name_modules(entry, module, is_skipped):
     ("config", "cc", "dtype"),
     [
         (compressed("channel", TOKEN), 90, "float8"),
-        (compressed("channel", TOKEN), 80, "bfloat16"),
+        (compressed("channel", TOKEN), 80, "float32"),
         (WEIGHTS_ONLY, 90, "float8"),
         (block_config(), 100, "float8"),
         (gptq_config(), 90, "int4"),

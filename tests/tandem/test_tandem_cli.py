@@ -285,7 +285,7 @@ WEIGHTS_ONLY = Quantization("compressed-tensors", Scheme.FP8_ROWS, rounds_activa
         (GPTQ_64, 90, "bfloat16", "plain ones: group_size is 64: the kernels want multiples of 128, or -1"),
         (replace(GPTQ_64, act_order=True), 90, "bfloat16", "plain ones: desc_act is true: the columns of a group lie"),
         (WEIGHTS_ONLY, 90, "float8", None),
-        (GPTQ_64, 80, "bfloat16", "plain ones: the kernels want compute capability 9.0"),
+        (GPTQ_64, 80, "float32", "plain ones: the kernels want compute capability 9.0"),
         (None, 90, "float8", None),
     ],
 )
