@@ -73,7 +73,7 @@ class TransferNode:
         self._lock = threading.Lock()
         self._links: dict[tuple[WorkerId, bool], Link] = {}
         self._fencing: list[Link] = []
-        self._unfenced: set[tuple[WorkerId, Incarnation]] = set()
+        self._unfenced: list[Link] = []  # gone, but for a thread that did not stop; until their loss is told
         self._closing, self._launched_s = False, -math.inf
         identity = Identity(me, incarnation, settings.secret)
         self._parts = LinkParts(
@@ -288,7 +288,7 @@ class TransferNode:
 
     def _all_links(self) -> list[Link]:
         with self._lock:
-            return [*self._links.values(), *self._fencing]
+            return [*self._links.values(), *self._fencing, *self._unfenced]
 
     def _links_with(self, peer_id: WorkerId, incarnation: Incarnation) -> list[Link]:
         """Under the lock."""
@@ -330,7 +330,7 @@ class TransferNode:
         """
         with self._lock:
             if not event.fenced:
-                self._unfenced.add((event.peer_id, event.incarnation))
+                self._unfenced.append(link)
             if self._links.get((link.peer_id, link.outgoing)) is link:
                 del self._links[link.peer_id, link.outgoing]
             if link in self._fencing:
@@ -338,8 +338,9 @@ class TransferNode:
             others = self._links_with(link.peer_id, link.incarnation)
             is_last = not others and not self._closing
             if is_last:
-                is_fenced = (event.peer_id, event.incarnation) not in self._unfenced
-                self._note(replace(event, fenced=is_fenced))
+                unfenced = [a for a in self._unfenced if (a.peer_id, a.incarnation) == (link.peer_id, link.incarnation)]
+                self._unfenced = [a for a in self._unfenced if a not in unfenced]
+                self._note(replace(event, fenced=not unfenced))
         for other in others:
             other.fail(event.error, event.code)
         if is_last:

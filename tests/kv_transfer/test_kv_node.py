@@ -3,8 +3,10 @@
 import random
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,6 +20,7 @@ from kv_transfer.events import ChunkBad, ChunkLanded, Drained, PeerLost, Transfe
 from kv_transfer.link import Link
 from kv_transfer.node import TransferNode
 from kv_transfer.outgoing import OutgoingLink
+from kv_transfer.receiving import Receiver
 from kv_transfer.settings import TransferSettings
 from kv_transfer.transports.base import Slot
 from kv_transfer.transports.loopback import LoopbackTransport
@@ -187,6 +190,49 @@ def test_a_new_link_is_made_behind_the_news_of_the_loss_of_the_former(make_peer:
     decode.message(Offer, "s")
     assert prefill.node.knows(decode.name, RequestId("s"), Epoch(1))
     assert not prefill.node.knows(decode.name, RequestId("r"), Epoch(1))
+
+
+@contextmanager
+def _held_fence(link: Link, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """This link is not fenced in here."""
+    may_end, fence = threading.Event(), link._fence
+
+    def late(*of: Any) -> None:
+        assert may_end.wait(30)
+        fence(*of)
+
+    monkeypatch.setattr(link, "_fence", late)
+    try:
+        yield
+    finally:
+        may_end.set()
+
+
+def test_pages_that_a_stuck_thread_may_write_are_in_use_until_the_loss_is_told(make_peer: Make, monkeypatch) -> None:
+    """The other direction ends later, and the attempt meanwhile."""
+    one, two = (make_peer(name, transport="loopback") for name in ("one", "two"))  # its channel has nothing to close
+    offer_and_grant(one, two, "a", 8, [10, 11])
+    offer_and_grant(two, one, "b", 8, [20, 21])
+    writes, may_write, write = threading.Event(), threading.Event(), Receiver._write
+
+    def stuck(*of: Any) -> str | None:
+        writes.set()
+        assert may_write.wait(30)
+        return write(*of)
+
+    monkeypatch.setattr(Receiver, "_write", stuck)
+    monkeypatch.setattr("kv_transfer.link.FENCE_TIMEOUT_S", 0.05)
+    send(one, two, "a", 0, 0, 8, [3, 4])
+    assert writes.wait(30)
+    incoming, outgoing = two.node._links[one.name, False], two.node._links[one.name, True]
+    with _held_fence(outgoing, monkeypatch):
+        incoming.fail("a test says so")
+        assert incoming.gone.wait(30)
+        two.node.abort(one.name, _abort("a"))
+        assert not any(isinstance(event, Drained | PeerLost) for event in [*two.seen, *two.node.poll()])
+    assert not two.wait(PeerLost).fenced
+    may_write.set()
+    assert two.wait(Drained).request_id == "a"
 
 
 def test_two_prefills_into_one_decode(make_peer: Make, transport: str) -> None:
