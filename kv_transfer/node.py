@@ -311,12 +311,18 @@ class TransferNode:
         link.run(wire, self._listener.attachments.take)
 
     def _adopt(self, link: IncomingLink) -> None:
-        """A new connection ends the one before it from the same worker, and begins when that is fenced."""
+        """A new connection ends the one before it from the same worker, and begins when that is fenced, with all that
+        fails beside it: the PeerLost that follows would be the new one's, too.
+        """
         with self._lock:
             former = self._links.get((link.peer_id, False))
         if former is not None:
             former.fail("replaced by a new connection")
             former.gone.wait(self._settings.handshake_timeout_s)
+        with self._lock:
+            failed = [other for other in self._links_with(link.peer_id, link.incarnation) if other.failed]
+        for other in failed:
+            other.gone.wait(self._settings.handshake_timeout_s)
         with self._lock:
             if self._closing or len(self._links) >= self._settings.max_peers or (link.peer_id, False) in self._links:
                 raise Overloaded(
@@ -341,8 +347,8 @@ class TransferNode:
                 unfenced = [a for a in self._unfenced if (a.peer_id, a.incarnation) == (link.peer_id, link.incarnation)]
                 self._unfenced = [a for a in self._unfenced if a not in unfenced]
                 self._note(replace(event, fenced=not unfenced))
-        for other in others:
-            other.fail(event.error, event.code)
+            for other in others:  # now, so that nobody takes them for sound
+                other.fail(event.error, event.code)
         if is_last:
             self._wake()
 

@@ -33,7 +33,7 @@ from kv_transfer.sending import ChunkJob, FinJob, Key, Sender, SendQueue, check_
 from kv_transfer.staging import sender_staging
 from kv_transfer.transports.nvlink import SharedPool
 from kv_transfer.ways import candidates
-from kv_transfer.wire import Deadline, HandshakeSocket
+from kv_transfer.wire import Deadline, HandshakeSocket, shut
 
 
 class OutgoingLink(Link):
@@ -109,6 +109,8 @@ class OutgoingLink(Link):
         sock = self._dial()
         with self._lock:
             self._sock = sock
+            if self._failure is not None:
+                shut(sock)
         wire = HandshakeSocket(sock, Deadline(self.parts.settings.handshake_timeout_s))
         handshake.greet_listener(wire, self.parts.identity, self._peer)
         ours, ring = self.parts.terms, self.parts.ring

@@ -1,6 +1,7 @@
 """Two and more nodes in one process, over each transport: pages arrive where they were granted, and nowhere else."""
 
 import random
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -14,9 +15,9 @@ import pytest
 from contracts import errors
 from contracts.errors import ConfigError
 from contracts.handoff import Abort, AbortAck, Commit, Fin, Grant, Offer, Refuse, Wait
-from contracts.ids import Epoch, Incarnation, RequestId, WorkerId
+from contracts.ids import BlockId, Epoch, Incarnation, RequestId, WorkerId
 from contracts.request import WorkerRef
-from kv_transfer.events import ChunkBad, ChunkLanded, Drained, PeerLost, TransferEvent
+from kv_transfer.events import ChunkBad, ChunkLanded, Drained, Message, PeerLost, TransferEvent
 from kv_transfer.link import Link
 from kv_transfer.node import TransferNode
 from kv_transfer.outgoing import OutgoingLink
@@ -206,6 +207,46 @@ def _held_fence(link: Link, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         yield
     finally:
         may_end.set()
+
+
+def test_a_new_link_waits_for_all_that_fails_with_the_former(make_peer: Make, monkeypatch) -> None:
+    """Whoever heard of the loss first is there anew while the other end's other direction still ends: the loss of that
+    would be the new link's, too.
+    """
+    one, two = make_peer("one"), make_peer("two")
+    offer_and_grant(one, two, "a", 8, [10, 11])
+    offer_and_grant(two, one, "b", 8, [20, 21])
+    key = RequestId("c"), Epoch(1)
+    with _held_fence(one.node._links[two.name, True], monkeypatch):
+        two.node._links[one.name, True].fail("a test says so")
+        two.wait(PeerLost)
+        two.node.offer(one.ref, Offer(*key, 8, two.layout.layout_id))
+        with pytest.raises(AssertionError):
+            one.wait(Message, lambda heard: heard.message.request_id == "c", timeout_s=0.2)
+    one.wait(PeerLost)
+    one.message(Offer, "c")
+    assert one.node.knows(two.name, *key)
+    one.node.grant(two.name, Grant(*key, [BlockId(1), BlockId(2)], 0))
+    two.message(Grant, "c")
+
+
+def test_a_link_that_fails_while_it_dials_waits_for_no_greeting(make_peer: Make, monkeypatch) -> None:
+    """Others wait for its end."""
+    prefill = make_peer("prefill", handshake_timeout_s=600.0)
+    may_dial, dial = threading.Event(), OutgoingLink._dial
+
+    def late(link: OutgoingLink) -> socket.socket:
+        assert may_dial.wait(30)
+        return dial(link)
+
+    monkeypatch.setattr(OutgoingLink, "_dial", late)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        ref = WorkerRef(WorkerId("decode"), Incarnation("1"), "", f"127.0.0.1:{silent.getsockname()[1]}")
+        prefill.node.offer(ref, Offer(RequestId("r"), Epoch(1), 8, prefill.layout.layout_id))
+        (link,) = prefill.node._all_links()
+        link.fail("a test says so")
+        may_dial.set()
+        assert prefill.wait(PeerLost).error == "a test says so"
 
 
 def test_pages_that_a_stuck_thread_may_write_are_in_use_until_the_loss_is_told(make_peer: Make, monkeypatch) -> None:
