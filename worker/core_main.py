@@ -15,7 +15,7 @@ from core.ledger import Ledger
 from core.link import FrontGone, FrontLink
 from core.local import LocalRole
 from core.loop import Core
-from core.messages import CoreFailed, CoreReady, Loading, Start
+from core.messages import CoreFailed, CoreReady, Loading, Start, Stop
 from core.role import Role
 from decode_svc import DecodeRole
 from engine.engine import Engine
@@ -78,9 +78,12 @@ def serve(link: FrontLink, start: Start, settings: WorkerSettings, engine: Engin
 
 
 def _first_message(link: FrontLink) -> Start:
-    for message in link.receive(START_TIMEOUT_S):
-        if isinstance(message, Start):
-            return message
+    """Raises FrontGone if none comes, or a Stop right behind it: a front that finds no registry says so within the
+    seconds in which torch is imported here.
+    """
+    match link.receive(START_TIMEOUT_S):
+        case [Start() as start, *others] if Stop() not in others:
+            return start
     raise FrontGone
 
 

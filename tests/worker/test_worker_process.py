@@ -2,12 +2,15 @@
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 
 import pytest
 
 from bench.system import get_json
+from contracts.codec import frame
+from core.messages import Start, Stop
 from tests.e2e.tiny import save_tiny
 from tests.waiting import is_gone, until
 from tests.worker.worker_rig import DEADLINE_S, running_worker
@@ -65,6 +68,18 @@ def test_a_signal_ends_front_and_core(worker, number, tmp_path):
 def test_a_dead_core_ends_the_worker_with_its_own_code(worker):
     os.kill(worker.core_pid, signal.SIGKILL)
     assert worker.process.wait(DEADLINE_S) == 3
+
+
+def test_a_core_that_is_told_to_stop_before_it_has_read_its_start_loads_no_model():
+    """It would be ended by a signal only, five seconds later."""
+    front, theirs = socket.socketpair()
+    with front, theirs:
+        front.sendall(frame(Start(b"{}", "w", "1")) + frame(Stop()))
+        command = [sys.executable, "-m", "worker.core_main", str(theirs.fileno())]
+        core = subprocess.run(command, pass_fds=[theirs.fileno()], timeout=DEADLINE_S)
+        theirs.close()
+        assert core.returncode == 0
+        assert front.recv(1) == b""
 
 
 def test_a_killed_front_takes_its_core_along(worker):
