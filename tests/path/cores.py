@@ -57,11 +57,14 @@ class Front:
 
 
 class Worker:
-    """`device_dtype`: its engine is the GPU's adapter on the reference kernels."""
+    """`device_dtype`: its engine is the GPU's adapter on the reference kernels. `changes`: of its settings."""
 
-    def __init__(self, role: Role, model: str, transfer: str, secret: str, device_dtype: str = "") -> None:
-        settings = WorkerSettings(**{**SETTINGS, "role": role, "model": model, "transfer": transfer, "secret": secret})
-        me, incarnation = WorkerId(role.value), Incarnation(secrets.token_hex(4))
+    def __init__(
+        self, role: Role, model: str, transfer: str, secret: str, device_dtype: str = "", **changes: Any
+    ) -> None:
+        given = {"role": role, "model": model, "transfer": transfer, "secret": secret, **changes}
+        settings = WorkerSettings(**{**SETTINGS, **given})
+        me, incarnation = WorkerId(settings.worker_id or role.value), Incarnation(secrets.token_hex(4))
         self.front, ledger = Front(), Ledger()
         wanted = engine_settings(settings)
         self.engine = _device_engine(wanted, device_dtype) if device_dtype else load_engine(wanted)
