@@ -52,6 +52,7 @@ class Workers:
         self._misfits: dict[WorkerId, str] = {}
         self._secret, self._on_event, self._on_lost = secret, on_event, on_lost
         self._links: dict[WorkerId, Link] = {}
+        self._leaving: set[asyncio.Task[None]] = set()
         self._listed: dict[WorkerId, NodeLoad] = {}
         self._looked_s = -math.inf
         self._task: asyncio.Task[None] | None = None
@@ -69,7 +70,7 @@ class Workers:
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
-        await asyncio.gather(*(link.stop() for link in self._links.values()))
+        await asyncio.gather(*(link.stop() for link in self._links.values()), *self._leaving)
         if self._session is not None:
             await self._session.close()
 
@@ -152,13 +153,18 @@ class Workers:
         nodes = {worker_id: node for worker_id, node in alive.items() if node.info.model == self._model}
         self._name_misfits([node.info for node in alive.values()])
         self._listed = {worker_id: node.load for worker_id, node in nodes.items()}
-        gone = [link for worker_id, link in self._links.items() if _is_gone(nodes.get(worker_id), link)]
-        for link in gone:
-            del self._links[link.info.worker_id]
+        gone = [worker_id for worker_id, link in self._links.items() if _is_gone(nodes.get(worker_id), link)]
+        for worker_id in gone:
+            self._leave(self._links.pop(worker_id))
         for worker_id, node in nodes.items():
             if worker_id not in self._links:
                 self._links[worker_id] = self._open(node)
-        await asyncio.gather(*(link.stop() for link in gone))
+
+    def _leave(self, link: "Link") -> None:
+        """In its own time: what was just sent to a worker that is frozen takes POST_TIMEOUT_S to fail."""
+        task = asyncio.create_task(link.stop())
+        self._leaving.add(task)
+        task.add_done_callback(self._leaving.discard)
 
     def _name_misfits(self, infos: Sequence[NodeInfo]) -> None:
         before, self._misfits = self._misfits, misfits(infos, self._model)

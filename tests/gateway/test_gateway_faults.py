@@ -284,6 +284,34 @@ async def test_a_worker_that_starts_again_between_two_looks_is_found(checkpoint)
         await again.stop()
 
 
+async def test_a_worker_that_is_gone_and_does_not_answer_keeps_nobody_from_looking_for_others(checkpoint, monkeypatch):
+    """What was sent to it is waited for by those who sent it alone."""
+    workers, thawed = pair(), asyncio.Event()
+
+    async def frozen(body):
+        await thawed.wait()
+        return Unavailable("it was frozen")
+
+    async with gateway(checkpoint, workers) as rig, rig.client() as client:
+        looking = rig.front.dispatch.workers
+        link = looking._links[WorkerId("p0")]
+        monkeypatch.setattr(link, "_try_post", frozen)
+        asking = asyncio.create_task(client.post("/v1/completions", json=ASK | {"max_tokens": 3}))
+        await rig.until(lambda: link._posting)
+        again = FakeWorker(WorkerId("p0"), Role.PREFILL, SECRET, incarnation=Incarnation("2"), model=checkpoint.name)
+        spare = FakeWorker(WorkerId("p1"), Role.PREFILL, SECRET, model=checkpoint.name)
+        await asyncio.gather(again.start(), spare.start())
+        rig.store.workers = [again, spare, workers[1]]
+        await rig.until(lambda: looking.ref(WorkerId("p0")) == again.node.info.ref)
+        looked_s = looking._looked_s
+        try:
+            await rig.until(lambda: looking._looked_s > looked_s)
+        finally:
+            thawed.set()
+        assert ((await asking).status_code, len(spare.jobs)) == (200, 1)
+        await asyncio.gather(again.stop(), spare.stop())
+
+
 def _look_no_more(rig: Rig) -> None:
     """The gateway looks at the registry only where it has to."""
     looking = rig.front.dispatch.workers._task
