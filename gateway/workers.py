@@ -54,7 +54,7 @@ class Workers:
         self._links: dict[WorkerId, Link] = {}
         self._leaving: set[asyncio.Task[None]] = set()
         self._listed: dict[WorkerId, NodeLoad] = {}
-        self._looked_s = -math.inf
+        self._num_looks, self._last_look, self._looked_s = 0, 0, -math.inf
         self._task: asyncio.Task[None] | None = None
         self._session: aiohttp.ClientSession | None = None
 
@@ -148,8 +148,12 @@ class Workers:
                 outage.worked()
 
     async def _poll(self) -> None:
+        self._num_looks += 1
+        look = self._num_looks
         alive = {node.info.worker_id: node for node in await self._store.nodes() if node.alive}
-        self._looked_s = time.monotonic()
+        if look < self._last_look:
+            return  # one that began later has overtaken it, and knows better
+        self._last_look, self._looked_s = look, time.monotonic()
         nodes = {worker_id: node for worker_id, node in alive.items() if node.info.model == self._model}
         self._name_misfits([node.info for node in alive.values()])
         self._listed = {worker_id: node.load for worker_id, node in nodes.items()}

@@ -312,6 +312,32 @@ async def test_a_worker_that_is_gone_and_does_not_answer_keeps_nobody_from_looki
         await asyncio.gather(again.stop(), spare.stop())
 
 
+async def test_a_look_at_the_registry_that_another_has_overtaken_changes_nothing(checkpoint, monkeypatch):
+    """Its answer is older: a worker that has started again since would be taken for gone."""
+    workers = pair()
+    async with gateway(checkpoint, workers) as rig:
+        _look_no_more(rig)
+        looking, nodes, may_go_on = rig.front.dispatch.workers, rig.store.nodes, asyncio.Event()
+
+        async def late():
+            found = await nodes()
+            await may_go_on.wait()
+            return found
+
+        monkeypatch.setattr(rig.store, "nodes", late)
+        overtaken = asyncio.create_task(looking._poll())
+        await asyncio.sleep(0)
+        monkeypatch.setattr(rig.store, "nodes", nodes)
+        again = FakeWorker(WorkerId("p0"), Role.PREFILL, SECRET, incarnation=Incarnation("2"), model=checkpoint.name)
+        await again.start()
+        rig.store.workers = [again, workers[1]]
+        await looking._poll()
+        may_go_on.set()
+        await overtaken
+        assert looking.ref(WorkerId("p0")) == again.node.info.ref
+        await again.stop()
+
+
 def _look_no_more(rig: Rig) -> None:
     """The gateway looks at the registry only where it has to."""
     looking = rig.front.dispatch.workers._task
