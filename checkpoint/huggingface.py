@@ -82,7 +82,7 @@ def _model_config(family: Family, config: dict[str, Any], source: str) -> ModelC
     rope = _rope(config, source)
     stated = config["max_position_embeddings"]
     scaling = _rope_scaling(rope, stated, source)
-    length = _max_model_len(scaling, stated)
+    length = _max_model_len(scaling, stated, config.get("dual_chunk_attention_config"))
     if not family.as_gpt_oss:
         _refuse_window(config.get("sliding_window", family.window), config, length, source)
     return ModelConfig(
@@ -116,11 +116,14 @@ def _require_numbers(model: ModelConfig, source: str) -> None:
             raise ConfigError(f"{source}/config.json: {name} is {value!r}; a number above 0 is expected")
 
 
-def _max_model_len(scaling: RopeScaling | YarnScaling | None, stated: int) -> int:
-    """Models that YaRN may lengthen often state their length without it."""
-    if not isinstance(scaling, YarnScaling):
-        return stated
-    return max(stated, int(scaling.factor * scaling.original_max_position))
+def _max_model_len(scaling: RopeScaling | YarnScaling | None, stated: int, chunks: dict[str, Any] | None) -> int:
+    """Models that YaRN may lengthen often state their length without it. Those that attend in dual chunks (An et al.
+    2024; Qwen2.5-1M) state one with it: up to the end of the first chunk it is plain attention.
+    """
+    length = stated
+    if isinstance(scaling, YarnScaling):
+        length = max(length, int(scaling.factor * scaling.original_max_position))
+    return min(length, chunks["chunk_size"] - chunks["local_size"]) if chunks else length
 
 
 def _windowed_layers(config: dict[str, Any], source: str) -> tuple[int, ...]:

@@ -285,6 +285,16 @@ def test_yarn_lengthens_the_context(stated, changes, length):
     )
 
 
+def test_a_context_in_dual_chunks_ends_with_the_first():
+    """Behind it positions are not those of plain attention, which would give wrong text."""
+    chunks = {"chunk_size": 262144, "local_size": 8192, "original_max_position_embeddings": 262144}
+    config = {**CONFIG, "architectures": ["Qwen2ForCausalLM"], "max_position_embeddings": 1010000}
+    assert model_config(config, "x").max_model_len == 1010000
+    assert model_config({**config, "dual_chunk_attention_config": chunks}, "x").max_model_len == 253952
+    with pytest.raises(ConfigError, match="lacks 'local_size'"):
+        model_config({**config, "dual_chunk_attention_config": {"chunk_size": 262144}}, "x")
+
+
 @pytest.mark.parametrize(
     ("changes", "dense_layers"),
     [({}, ()), ({"mlp_only_layers": [0, 2]}, (0, 2)), ({"decoder_sparse_step": 2, "mlp_only_layers": [3]}, (0, 2, 3))],
