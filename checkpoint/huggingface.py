@@ -174,8 +174,10 @@ def _refuse_other_gpt_oss(config: dict[str, Any], source: str) -> None:
 
 
 def _rope(config: dict[str, Any], source: str) -> dict[str, Any]:
-    """Its table, by the name of transformers 4 or 5; theta may be in it or beside it."""
+    """Its table, by the name of transformers 4 or 5; theta may be in it or beside it, and the original context too."""
     rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    if original := config.get("original_max_position_embeddings"):  # comes first, as in transformers
+        rope = {**rope, "original_max_position_embeddings": original}
     if nested := [name for name, value in rope.items() if isinstance(value, dict)]:
         raise ConfigError(f"{source}: rope_parameters of their own for '{nested[0]}' are not supported")
     part = rope.get("partial_rotary_factor", config.get("partial_rotary_factor"))

@@ -439,6 +439,17 @@ def test_the_base_of_rope_is_that_of_transformers(config, theta, tmp_path):
     assert model_config(config, "here").rope_theta == theta
 
 
+@pytest.mark.parametrize("scaling", [LLAMA3, {"rope_type": "yarn", "factor": 4.0}])
+def test_the_original_context_beside_the_table_of_rope_is_that_of_transformers(scaling, tmp_path):
+    config = {**CONFIG, "original_max_position_embeddings": 16, "rope_scaling": scaling}
+    (tmp_path / "config.json").write_text(json.dumps({**config, "model_type": "llama"}))
+    reference = AutoConfig.from_pretrained(tmp_path)
+    reference.standardize_rope_params()  # as it does before it computes frequencies
+    found = model_config(config, "here").rope_scaling
+    assert found is not None
+    assert found.original_max_position == reference.rope_parameters["original_max_position_embeddings"] == 16
+
+
 def test_a_missing_configuration_value_is_named():
     with pytest.raises(ConfigError, match=r"here/config.json lacks 'hidden_size'"):
         model_config({key: value for key, value in CONFIG.items() if key != "hidden_size"}, "here")
