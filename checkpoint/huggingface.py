@@ -175,7 +175,12 @@ def _refuse_other_gpt_oss(config: dict[str, Any], source: str) -> None:
 
 def _rope(config: dict[str, Any], source: str) -> dict[str, Any]:
     """Its table, by the name of transformers 4 or 5; theta may be in it or beside it, and the original context too."""
-    rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    scaling, parameters = (config.get(name) or {} for name in ("rope_scaling", "rope_parameters"))
+    rope = scaling or parameters
+    if "rope_theta" in parameters and not (rope.get("rope_theta") or config.get("rope_theta")):
+        raise ConfigError(
+            f"{source}: rope_scaling hides rope_parameters and the rope_theta in them: write both into one table"
+        )
     if original := config.get("original_max_position_embeddings"):  # comes first, as in transformers
         rope = {**rope, "original_max_position_embeddings": original}
     if nested := [name for name, value in rope.items() if isinstance(value, dict)]:

@@ -245,6 +245,10 @@ def test_a_shard_that_is_not_there_is_named(folder):
             {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e6}}},
             "rope_parameters of their own for 'full_attention' are not supported",
         ),
+        (
+            {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}, "rope_parameters": {"rope_theta": 1e6}},
+            "rope_scaling hides rope_parameters and the rope_theta in them: write both into one table",
+        ),
         ({"num_hidden_layers": 0}, "num_layers is 0; a number above 0 is expected"),
         ({"max_position_embeddings": None}, "max_model_len is None; a number above 0 is expected"),
         ({"vocab_size": "3"}, "vocab_size is '3'; a number above 0 is expected"),
