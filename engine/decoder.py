@@ -63,7 +63,7 @@ class Decoder:
 
     def __init__(self, config: ModelConfig, weights: DecoderWeights, max_model_len: int) -> None:
         shape = (config.num_heads, config.num_kv_heads, config.head_dim)
-        self.heads = HeadShape(*shape, config.head_dim**-0.5, config.window, config.segment)
+        self.heads = HeadShape(*shape, config.head_dim**-0.5, config.window, config.segment, config.qkv_bias)
         self._weights = weights
         self._hidden_norm = _Norm(config.hidden_size, config.norm_eps)
         self._head_norm = _Norm(config.head_dim, config.norm_eps)

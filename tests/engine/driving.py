@@ -58,9 +58,9 @@ def answers(engine: Engine, prompts: Sequence[Sequence[int]], sampling: Sampling
     return [tokens_of(outputs, str(index)) for index in range(len(prompts))]
 
 
-def scored(folder: Path, prompt: Sequence[int]) -> list[float]:
+def scored(folder: Path, prompt: Sequence[int], **changes: Any) -> list[float]:
     """The logprob of each of the prompt's tokens, but the first, in a model's folder."""
-    engine = load_engine(settings(model=str(folder)))
+    engine = load_engine(settings(model=str(folder), **changes))
     engine.submit(request("a", prompt, greedy(1, prompt_logprobs=0)))
     return [token.logprob for output in drain(engine) for item in output.scored for token in item.tokens]
 

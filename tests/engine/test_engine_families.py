@@ -1,13 +1,14 @@
 """Each family's numbers are those of transformers on the same weights."""
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 
 from bench.oracle import greedy as oracle_greedy
 from bench.oracle import oracle
 from contracts.errors import ConfigError
 from engine.load import load_engine
-from tests.engine.driving import answers, greedy, random_prompts, settings
+from tests.engine.driving import answers, greedy, needs_bfloat16, random_prompts, scored, settings
 from tests.engine.tiny_models import VOCAB, save_tiny
 
 LENGTHS = (1, 5, 16, 17, 40, 150, 300)  # of the prompts that `family` answers
@@ -70,3 +71,19 @@ def test_yarn_is_that_of_transformers(tmp_path, changes):
     prompts = random_prompts(VOCAB, (40, 150))
     expected = [oracle_greedy(model, prompt, 12) for prompt in prompts]
     assert answers(load_engine(settings(model=str(tmp_path))), prompts, greedy()) == expected
+
+
+@needs_bfloat16
+def test_biases_that_all_keys_share_cost_a_prompt_in_bfloat16_nothing(tmp_path):
+    """Qwen2's lift a head's scores to hundreds, where bfloat16 has steps of 1 and 2; a softmax sees their differences
+    alone.
+    """
+    (prompt,) = random_prompts(VOCAB, [300])
+    model = save_tiny(tmp_path, "qwen2", rope_parameters={"rope_type": "default", "rope_theta": 1e12})
+    for layer in model.model.layers:
+        for part, bias in ((layer.self_attn.q_proj, 8.0), (layer.self_attn.k_proj, 100.0)):
+            part.weight.data.view(-1, 16, 96)[:, 7] = 0.0  # of the pair that rope turns least
+            part.bias.data.view(-1, 16)[:, 7] = bias
+    model.save_pretrained(tmp_path)
+    exact, rounded = (torch.tensor(scored(tmp_path, prompt, dtype=dtype)) for dtype in ("float32", "bfloat16"))
+    assert (rounded - exact).abs().mean() < 0.015
