@@ -64,7 +64,8 @@ DEVICE_FORMATS = {
 
 def resolve_device_dtype(dtype: str, checkpoint: Checkpoint, found: Caps) -> str:
     """`auto`: what keeps a quantized checkpoint as it is; for plain weights FP8 where the GPU multiplies it, but for
-    small models. Raises ConfigError for an unknown name, and for `int4` of weights that can't be held so.
+    small models, and for Qwen2, whose biases make keys of hundreds, which in e4m3 ruin its text (QwenLM/Qwen3#840,
+    NVIDIA/TensorRT-LLM#4218). Raises ConfigError for an unknown name, and for `int4` of weights that can't be held so.
     """
     if dtype != "auto" and dtype not in DEVICE_FORMATS:
         names = ", ".join(DEVICE_FORMATS)
@@ -78,7 +79,9 @@ def resolve_device_dtype(dtype: str, checkpoint: Checkpoint, found: Caps) -> str
         return "float32"  # no kernel of ours is compiled for these; the reference attends in this format alone
     if checkpoint.quantization is not None:
         return stored
-    return "float8" if checkpoint.config.hidden_size >= MIN_FP8_HIDDEN else "bfloat16"
+    config = checkpoint.config
+    has_large_keys = config.qkv_bias and not config.sinks
+    return "float8" if config.hidden_size >= MIN_FP8_HIDDEN and not has_large_keys else "bfloat16"
 
 
 def has_fused_step(config: ModelConfig) -> bool:

@@ -39,7 +39,7 @@ from tests.engine.quantized_models import (
     gptq_config,
     save_quantized,
 )
-from tests.engine.tiny_models import VOCAB
+from tests.engine.tiny_models import VOCAB, save_tiny
 
 PROMPTS = random_prompts(VOCAB, (5, 17, 64, 130))
 FLOATS = [name for name in LAYOUTS if not name.startswith(("gptq", "awq"))]
@@ -340,3 +340,14 @@ def test_auto_keeps_what_is_stored_where_the_kernels_take_it(config, cc, dtype, 
     assert resolve_device_dtype("auto", checkpoint, Caps("cuda", cc)) == dtype
     assert resolve_device_dtype("float32", checkpoint, Caps("cuda", cc)) == "float32"
     assert (kept_as(checkpoint)[0] == "bfloat16") == (dtype == "bfloat16" and cc == 90)
+
+
+@pytest.mark.parametrize(
+    ("family", "hidden", "dtype"),
+    [("llama", 2048, "float8"), ("llama", 1024, "bfloat16"), ("qwen3", 2048, "float8"), ("qwen2", 2048, "bfloat16")],
+)
+def test_auto_rounds_plain_weights_of_large_models_but_for_keys_with_biases(family, hidden, dtype, tmp_path):
+    save_tiny(tmp_path, family)
+    checkpoint = open_checkpoint(str(tmp_path))
+    sized = replace(checkpoint, config=replace(checkpoint.config, hidden_size=hidden))
+    assert resolve_device_dtype("auto", sized, Caps("cuda", 90)) == dtype
