@@ -11,8 +11,9 @@ MIN_TEMPERATURE = 1e-5
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Validated by the gateway; the engine trusts it.
 
-    A temperature below MIN_TEMPERATURE is greedy: logits divided by it are no numbers any more. `seed` is always set:
-    drawn by the gateway if the client gave none, so a replay at position n draws the same number on any machine.
+    A temperature below MIN_TEMPERATURE is greedy: logits divided by it are no numbers any more. So is a top_k of 1,
+    though more tokens may be as likely. `seed` is always set: drawn by the gateway if the client gave none, so a replay
+    at position n draws the same number on any machine.
     `choice` numbers the answers of one prompt (`n > 1`) and enters the draw. `logprobs`: None for none, else how many
     alternatives beside the chosen token; `prompt_logprobs`: the same of the prompt's own tokens. `grammar`:
     llguidance's own form of what the answer must look like; empty for anything. Nothing can follow where it ends, so
@@ -43,4 +44,4 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
     @property
     def is_greedy(self) -> bool:
-        return self.temperature < MIN_TEMPERATURE
+        return self.temperature < MIN_TEMPERATURE or self.top_k == 1

@@ -53,3 +53,9 @@ def test_both_draw_by_top_p_where_fewer_are_allowed_than_top_k():
     for sampler in samplers():
         found = drawn(sampler, SHARES.log(), allowed_token_ids=(0, 3, 4), top_k=4, top_p=0.8)
         assert set(found.nonzero().flatten().tolist()) == {3, 4}
+
+
+def test_a_top_k_of_one_takes_the_first_of_the_likeliest_as_greedy_does():
+    for sampler in samplers():
+        found = drawn(sampler, torch.tensor([1.0, 17.125, 17.0, 17.125, 17.125]), top_k=1)
+        assert found.nonzero().flatten().tolist() == [1]
