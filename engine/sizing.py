@@ -12,6 +12,8 @@ from contracts.errors import ConfigError
 from contracts.layout import KVLayout
 from engine.messages import EngineSettings
 
+MIN_BLOCKS = 2
+"""Of a cache that an engine starts with."""
 _SETTING = "kv_cache_mib, TANDEM_KV_CACHE_MIB"
 _log = logging.getLogger(__name__)
 
@@ -34,8 +36,8 @@ def _fingerprint(config: ModelConfig) -> str:
 
 
 def blocks_in(nbytes: int, layout: KVLayout) -> int:
-    """Where each shard has `nbytes`. Raises ConfigError for fewer than two."""
-    if nbytes < 2 * layout.shard_nbytes:
+    """Where each shard has `nbytes`. Raises ConfigError for fewer than MIN_BLOCKS."""
+    if nbytes < MIN_BLOCKS * layout.shard_nbytes:
         raise ConfigError(
             f"kv_cache_nbytes is {nbytes}; one block of {layout.block_size} tokens takes {layout.shard_nbytes}: "
             f"raise it, a worker's {_SETTING}"

@@ -44,6 +44,7 @@ from gateway.prompting import Prompting
 from gateway.read_replies import ReadReplies
 from gateway.reading import reading_of
 from gateway.replies import (
+    OUR_FAULT,
     ChatReplies,
     Replies,
     Spelling,
@@ -310,7 +311,7 @@ def _add_errors(app: FastAPI, front: Front) -> None:
     @app.exception_handler(Exception)
     async def our_fault(request: Request, error: Exception) -> JSONResponse:
         front.metrics.requests.labels("internal").inc()
-        return JSONResponse(error_body(500, "internal error; see the gateway's log"), status_code=500)
+        return JSONResponse(error_body(500, OUR_FAULT), status_code=500)
 
     @app.exception_handler(HTTPException)
     async def http_error(request: Request, error: HTTPException) -> JSONResponse:

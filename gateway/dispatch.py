@@ -15,6 +15,7 @@ from gateway.answer import Answer, Piece
 from gateway.live import Live, OnPiece
 from gateway.placement import Placement
 from gateway.workers import Workers
+from service.tasks import start_in
 
 log = logging.getLogger(__name__)
 
@@ -313,10 +314,7 @@ class Dispatch:
 
     def _spawn(self, coroutine: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         """What `stop` waits for."""
-        task = asyncio.get_running_loop().create_task(coroutine)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        return task
+        return start_in(self._tasks, coroutine)
 
 
 def _lost() -> Unavailable:

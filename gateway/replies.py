@@ -40,6 +40,9 @@ def status_of(code: str) -> int:
     return STATUS.get(code, 500)
 
 
+OUR_FAULT = "internal error; see the gateway's log"
+
+
 def error_body(status: int, message: str, param: str | None = None) -> dict[str, Any]:
     kind = _TYPE.get(status, "InternalServerError" if status >= 500 else "BadRequestError")
     return {"error": {"message": message, "type": kind, "param": param, "code": status}}

@@ -21,7 +21,7 @@ from gateway.answer import Answer, Piece
 from gateway.details import StreamedTokenIds, add_details
 from gateway.dispatch import Dispatch
 from gateway.metrics import Metrics
-from gateway.replies import Replies, Usage, error_of, retry_headers
+from gateway.replies import OUR_FAULT, Replies, Usage, error_of, retry_headers
 from gateway.tracing import Trace
 
 log = logging.getLogger("gateway.requests")
@@ -245,7 +245,7 @@ class ServingResponse(Response):
             error = failure
         except Exception:  # of ours; the client is owed an end all the same
             faults.exception("request %s", self._serving.id)
-            error = TandemError("internal error; see the gateway's log")
+            error = TandemError(OUR_FAULT)
         if self._has_started:
             await _body(send, self._closing(error), more=False)
         else:

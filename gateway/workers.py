@@ -20,6 +20,7 @@ from contracts.request import Job, JobMessage, WorkerRef
 from gateway.misfits import misfits
 from gateway.placement import Placement
 from service.outage import Outage
+from service.tasks import start_in
 
 log = logging.getLogger(__name__)
 
@@ -54,7 +55,7 @@ class Workers:
         self._links: dict[WorkerId, Link] = {}
         self._leaving: set[asyncio.Task[None]] = set()
         self._listed: dict[WorkerId, NodeLoad] = {}
-        self._num_looks, self._last_look, self._looked_s = 0, 0, -math.inf
+        self._looked_s = -math.inf
         self._task: asyncio.Task[None] | None = None
         self._session: aiohttp.ClientSession | None = None
 
@@ -148,27 +149,21 @@ class Workers:
                 outage.worked()
 
     async def _poll(self) -> None:
-        self._num_looks += 1
-        look = self._num_looks
+        began_s = time.monotonic()
         alive = {node.info.worker_id: node for node in await self._store.nodes() if node.alive}
-        if look < self._last_look:
+        if began_s < self._looked_s:
             return  # one that began later has overtaken it, and knows better
-        self._last_look, self._looked_s = look, time.monotonic()
+        self._looked_s = began_s
         nodes = {worker_id: node for worker_id, node in alive.items() if node.info.model == self._model}
         self._name_misfits([node.info for node in alive.values()])
         self._listed = {worker_id: node.load for worker_id, node in nodes.items()}
         gone = [worker_id for worker_id, link in self._links.items() if _is_gone(nodes.get(worker_id), link)]
         for worker_id in gone:
-            self._leave(self._links.pop(worker_id))
+            # In its own time: what was just sent to a worker that is frozen takes POST_TIMEOUT_S to fail.
+            start_in(self._leaving, self._links.pop(worker_id).stop())
         for worker_id, node in nodes.items():
             if worker_id not in self._links:
                 self._links[worker_id] = self._open(node)
-
-    def _leave(self, link: "Link") -> None:
-        """In its own time: what was just sent to a worker that is frozen takes POST_TIMEOUT_S to fail."""
-        task = asyncio.create_task(link.stop())
-        self._leaving.add(task)
-        task.add_done_callback(self._leaving.discard)
 
     def _name_misfits(self, infos: Sequence[NodeInfo]) -> None:
         before, self._misfits = self._misfits, misfits(infos, self._model)
@@ -208,9 +203,7 @@ class Link:
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._outbox.append((message, future))
         if len(self._outbox) == 1:
-            task = asyncio.create_task(self._post())
-            self._posting.add(task)
-            task.add_done_callback(self._posting.discard)
+            start_in(self._posting, self._post())
         await future
 
     async def stop(self) -> None:

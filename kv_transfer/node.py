@@ -292,8 +292,7 @@ class TransferNode:
 
     def _links_with(self, peer_id: WorkerId, incarnation: Incarnation) -> list[Link]:
         """Under the lock."""
-        links = [*self._links.values(), *self._fencing]
-        return [link for link in links if (link.peer_id, link.incarnation) == (peer_id, incarnation)]
+        return _with([*self._links.values(), *self._fencing], peer_id, incarnation)
 
     def _link_of(self, peer_id: WorkerId, key: Key) -> Link | None:
         links = [link for link in self._all_links() if link.peer_id == peer_id and link.knows(key)]
@@ -344,8 +343,8 @@ class TransferNode:
             others = self._links_with(link.peer_id, link.incarnation)
             is_last = not others and not self._closing
             if is_last:
-                unfenced = [a for a in self._unfenced if (a.peer_id, a.incarnation) == (link.peer_id, link.incarnation)]
-                self._unfenced = [a for a in self._unfenced if a not in unfenced]
+                unfenced = _with(self._unfenced, link.peer_id, link.incarnation)
+                self._unfenced = [other for other in self._unfenced if other not in unfenced]
                 self._note(replace(event, fenced=not unfenced))
             for other in others:  # now, so that nobody takes them for sound
                 other.fail(event.error, event.code)
@@ -361,6 +360,10 @@ class TransferNode:
 
     def _note(self, event: TransferEvent) -> None:
         self._events.append(event)
+
+
+def _with(links: Sequence[Link], peer_id: WorkerId, incarnation: Incarnation) -> list[Link]:
+    return [link for link in links if (link.peer_id, link.incarnation) == (peer_id, incarnation)]
 
 
 def _require_available(wish: str, available: Sequence[str]) -> None:

@@ -109,7 +109,7 @@ class OutgoingLink(Link):
         sock = self._dial()
         with self._lock:
             self._sock = sock
-            if self._failure is not None:
+            if self.failed:
                 shut(sock)
         wire = HandshakeSocket(sock, Deadline(self.parts.settings.handshake_timeout_s))
         handshake.greet_listener(wire, self.parts.identity, self._peer)

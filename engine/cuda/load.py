@@ -40,7 +40,7 @@ from engine.cuda.weights import DeviceWeights, load_device_weights
 from engine.engine import Engine
 from engine.messages import EngineSettings
 from engine.shards import Shard, ShardedWeights, shard_config
-from engine.sizing import blocks_in, kv_layout, model_len, require_budgets, wanted_model_len
+from engine.sizing import MIN_BLOCKS, blocks_in, kv_layout, model_len, require_budgets, wanted_model_len
 from engine.weights import WeightSource, open_weights
 from kernels import caps, catalog
 from kernels.registry import Registry
@@ -315,7 +315,7 @@ class Builder:
         free, _ = torch.cuda.mem_get_info()
         kept = self._settings.spare_nbytes + _SPARE_NBYTES
         kept += _LOGIT_NBYTES * self._settings.max_num_seqs * self._config.vocab_size
-        if free - kept < 2 * layout.shard_nbytes:
+        if free - kept < MIN_BLOCKS * layout.shard_nbytes:
             raise ConfigError(
                 f"{free / 2**30:.2f} GiB of the GPU's memory are free beside the model, of which {kept / 2**30:.2f} "
                 f"are for other things than the KV cache, and nothing is left for that: {_SMALLER}"

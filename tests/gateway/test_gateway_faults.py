@@ -276,7 +276,7 @@ async def test_a_worker_that_starts_again_between_two_looks_is_found(checkpoint)
     workers = pair()
     async with gateway(checkpoint, workers) as rig, rig.client() as client:
         _look_no_more(rig)
-        again = FakeWorker(WorkerId("p0"), Role.PREFILL, SECRET, incarnation=Incarnation("2"), model=checkpoint.name)
+        again = _started_again(checkpoint)
         await again.start()
         rig.store.workers = [again, workers[1]]
         reply = await client.post("/v1/completions", json=ASK | {"max_tokens": 3})
@@ -298,7 +298,7 @@ async def test_a_worker_that_is_gone_and_does_not_answer_keeps_nobody_from_looki
         monkeypatch.setattr(link, "_try_post", frozen)
         asking = asyncio.create_task(client.post("/v1/completions", json=ASK | {"max_tokens": 3}))
         await rig.until(lambda: link._posting)
-        again = FakeWorker(WorkerId("p0"), Role.PREFILL, SECRET, incarnation=Incarnation("2"), model=checkpoint.name)
+        again = _started_again(checkpoint)
         spare = FakeWorker(WorkerId("p1"), Role.PREFILL, SECRET, model=checkpoint.name)
         await asyncio.gather(again.start(), spare.start())
         rig.store.workers = [again, spare, workers[1]]
@@ -328,7 +328,7 @@ async def test_a_look_at_the_registry_that_another_has_overtaken_changes_nothing
         overtaken = asyncio.create_task(looking._poll())
         await asyncio.sleep(0)
         monkeypatch.setattr(rig.store, "nodes", nodes)
-        again = FakeWorker(WorkerId("p0"), Role.PREFILL, SECRET, incarnation=Incarnation("2"), model=checkpoint.name)
+        again = _started_again(checkpoint)
         await again.start()
         rig.store.workers = [again, workers[1]]
         await looking._poll()
@@ -336,6 +336,11 @@ async def test_a_look_at_the_registry_that_another_has_overtaken_changes_nothing
         await overtaken
         assert looking.ref(WorkerId("p0")) == again.node.info.ref
         await again.stop()
+
+
+def _started_again(checkpoint) -> FakeWorker:
+    """The prefill worker of a pair, under its name."""
+    return FakeWorker(WorkerId("p0"), Role.PREFILL, SECRET, incarnation=Incarnation("2"), model=checkpoint.name)
 
 
 def _look_no_more(rig: Rig) -> None:
