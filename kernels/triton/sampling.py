@@ -63,6 +63,14 @@ def search(
     return key_to_float(base)
 
 
+@triton.jit
+def gumbel(bits):
+    """As the reference's."""
+    share = ((~bits).to(tl.uint32, bitcast=True).to(tl.float32) + 0.5) * 2.3283064365386963e-10
+    far = -tl.log(1.0 - tl.minimum(share, 0.999999940395355))
+    return -tl.log(tl.where(share < 0.00390625, share + 0.5 * share * share, far))
+
+
 @triton.jit(do_not_specialize_on_alignment=ROW_COLUMNS)
 def sample_kernel(
     x_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, seed_ptr, position_ptr, token_ptr, logprob_ptr,
@@ -107,9 +115,7 @@ def sample_kernel(
         noisy = x
         if random:
             bits, _, _, _ = tl.philox(seed, start + i, position, 0, 0)
-            # 23 bits: float32 rounds the largest of 24 and a half to 1, whose noise is infinite
-            u = ((bits.to(tl.uint32, bitcast=True) >> 9).to(tl.float32) + 0.5) * 1.1920928955078125e-07
-            noisy = (x - top) * inv_temperature - tl.log(-tl.log(u))
+            noisy = (x - top) * inv_temperature + gumbel(bits)
         better = (x >= keep) & (start + i < V) & (noisy > best)
         best = tl.where(better, noisy, best)
         where = tl.where(better, start + i, where)

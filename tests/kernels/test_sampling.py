@@ -75,15 +75,26 @@ def draw(logits, seed: float = 5, **changes):
     return tokens, logprobs
 
 
-def test_the_largest_random_number_draws_no_token_by_itself():
-    """Of 24 bits and a half, which float32 rounds to 1, whose noise is infinite: one token in 130 was drawn so."""
+def test_the_largest_random_number_is_no_infinite_noise():
+    """Of 24 bits and a half, which float32 rounds to 1, it was: one token in 130 was drawn for it."""
     seed, token = c.ALL_ONES
     noise = sampling.gumbel(torch.tensor([seed]), torch.tensor([0]), 128256)
-    assert noise[0, token] == noise.max() and 16 < noise.max() < 17 and noise.isfinite().all()
+    assert noise[0, token] == noise.max() and noise.isfinite().all()
     logits = torch.zeros(1, 128256)
     logits[0, token] = -40.0
     tokens, _ = draw(logits, seed)
     assert tokens.item() != token
+
+
+def test_noise_is_the_logarithms_to_its_ends(monkeypatch):
+    """From few bits it ends early, and tokens less likely than the last one's share are never drawn, or too seldom."""
+    bits = torch.cat([2 ** torch.arange(33) - 1, 2**32 - 2 ** torch.arange(32), torch.arange(0, 2**32, 999_999)])
+    monkeypatch.setattr(sampling, "philox", lambda *_: bits[None])
+    noise = sampling.gumbel(torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=torch.int64), len(bits))[0]
+    want = -torch.log(-torch.log1p(-((2**32 - 1 - bits).double() + 0.5) / 2**32))
+    fine = want > -2
+    torch.testing.assert_close(noise[fine].double(), want[fine], rtol=0, atol=2e-5)
+    assert (noise[~fine] < -1.9).all() and -2.9 < noise.min() and 22.8 < noise.max() < 22.9
 
 
 def test_temperature_zero_is_greedy_whatever_else_is_asked():
