@@ -3,11 +3,12 @@ when it is quiet again?
 
 python -m bench.chaos --minutes 10
 python -m bench.chaos --minutes 3 --transfer tcp --seed 2
+python -m bench.chaos --device cuda --transfer nvlink --model /dev/shm/tiny --kv-cache-mib 2
 
-Two prefill and two decode workers, a coordinator and a gateway, started one by one. In each round one to three faults
-are made while clients ask; then whoever died is started again, the clients pause, and within a minute every request
-must have ended, every page and credit must be free, and the next request be answered. Answers are greedy, in float32,
-and compared with those of the system before its first fault.
+Two prefill and two decode workers, a coordinator and a gateway, started one by one; on GPUs workers take turns. In each
+round one to three faults are made while clients ask; then whoever died is started again, the clients pause, and within
+a minute every request must have ended, every page and credit must be free, and the next request be answered. Answers
+are greedy, in float32, and compared with those of the system before its first fault.
 """
 
 import argparse
@@ -21,9 +22,11 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
+from itertools import cycle
 from pathlib import Path
 
 import aiohttp
+import torch
 
 from bench.client import Answer, ask, random_prompt, session
 from bench.result import Row, write_result
@@ -32,7 +35,6 @@ from bench.system import get_json, is_ready, model_of
 from coordinator.redis_store import RedisStore
 
 ROLES = {"p0": "prefill", "p1": "prefill", "d0": "decode", "d1": "decode"}
-POOL_MIB = "64"
 REST_TIMEOUT_S = 60.0
 FREEZES_S = (0.3, 2.0, 5.0, 12.0)
 """Below and above the 3 s after which a silent peer is lost, and the 10 s of a lease."""
@@ -46,13 +48,14 @@ WORDS = ("HTTP", "error in the stream", "connection lost", "no connection")
 def main() -> int:
     args = parse()
     with tempfile.TemporaryDirectory(prefix="tandem-chaos-") as folder:
-        settings = {"TANDEM_NUM_THREADS": "1", "TANDEM_KV_CACHE_MIB": POOL_MIB, "TANDEM_MODEL": args.model}
-        with Services(Path(folder), workers(args.transfer), **settings) as services:
+        settings = {"NUM_THREADS": "1", "KV_CACHE_MIB": str(args.kv_cache_mib), "MODEL": args.model}
+        environment = {f"TANDEM_{name}": value for name, value in settings.items()}
+        with Services(Path(folder), workers(args.transfer, args.device), **environment) as services:
             toll = asyncio.run(run(services, args))
     rows = toll.rows()
     for row in rows:
         print(f"{row.name:32s} {row.value:>8} {row.unit:10s} {dict(row.params)}")
-    names = ("minutes", "transfer", "seed", "model", "clients")
+    names = ("minutes", "transfer", "seed", "device", "model", "kv_cache_mib", "clients")
     write_result(args.out, "chaos", rows, {name: getattr(args, name) for name in names})
     return 1 if toll.faults else 0
 
@@ -62,14 +65,20 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--minutes", type=float, default=10.0)
     parser.add_argument("--transfer", default="auto")
     parser.add_argument("--model", default="", help="default: the small one that comes with Tandem")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--kv-cache-mib", type=int, default=64, help="small, so that requests wait for room")
     parser.add_argument("--clients", type=int, default=8, help="how many ask at the same time")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=None, help="result file")
     return parser.parse_args()
 
 
-def workers(transfer: str) -> dict[str, tuple[str, ...]]:
-    return {name: ("--role", role, "--transfer", transfer, "--dtype", "float32") for name, role in ROLES.items()}
+def workers(transfer: str, device: str) -> dict[str, tuple[str, ...]]:
+    places = [device] if device == "cpu" else [f"cuda:{number}" for number in range(torch.cuda.device_count())]
+    return {
+        name: ("--role", role, "--transfer", transfer, "--dtype", "float32", "--device", place)
+        for (name, role), place in zip(ROLES.items(), cycle(places), strict=False)
+    }
 
 
 @dataclass

@@ -40,7 +40,7 @@ async def test_a_round_over_a_real_system_ends_clean(tmp_path: Path, monkeypatch
     monkeypatch.setattr(chaos, "FAULTS", {"worker killed": chaos.kill_front})  # the others are for longer runs
     args = argparse.Namespace(minutes=0.02, clients=4, seed=5)
     settings = {"TANDEM_NUM_THREADS": "1", "TANDEM_KV_CACHE_MIB": "16", "TANDEM_MODEL": str(save_tiny(tmp_path))}
-    with Services(tmp_path, chaos.workers("tcp"), **settings) as services:
+    with Services(tmp_path, chaos.workers("tcp", "cpu"), **settings) as services:
         async with asyncio.timeout(240):
             toll = await chaos.run(services, args)
     assert toll.faults == {}
