@@ -28,6 +28,7 @@ from pathlib import Path
 import aiohttp
 import torch
 
+from bench.accounts import gpu_names
 from bench.client import Answer, ask, random_prompt, session
 from bench.result import Row, write_result
 from bench.services import Services
@@ -56,7 +57,7 @@ def main() -> int:
     for row in rows:
         print(f"{row.name:32s} {row.value:>8} {row.unit:10s} {dict(row.params)}")
     names = ("minutes", "transfer", "seed", "device", "model", "kv_cache_mib", "clients")
-    write_result(args.out, "chaos", rows, {name: getattr(args, name) for name in names})
+    write_result(args.out, "chaos", rows, {name: getattr(args, name) for name in names} | {"gpus": gpu_names()})
     return 1 if toll.faults else 0
 
 

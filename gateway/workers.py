@@ -283,7 +283,7 @@ class Link:
                 log.warning("worker %s refused: HTTP %d", self.info.worker_id, response.status)
                 return _refusal(response)
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            log.warning("worker %s does not answer: %s", self.info.worker_id, error)
+            log.warning("worker %s does not answer: %s", self.info.worker_id, str(error) or type(error).__name__)
             return Unavailable("a worker can't be reached")
 
 
