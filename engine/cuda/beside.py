@@ -2,6 +2,7 @@
 step, as long as the device takes for a chunk of 128 rows with all that it does there.
 """
 
+from collections.abc import Sequence as SequenceOf
 from functools import partial
 
 import torch
@@ -33,11 +34,16 @@ class DecodesBeside:
         self._max_model_len = max_model_len
         self._held: dict[int, list[Launch]] = {}
 
+    @property
+    def sizes(self) -> SequenceOf[int]:
+        """Batches."""
+        return batch_buckets(self._state.max_rows)[::-1]
+
     @torch.inference_mode()
-    def hold(self, record: Record) -> None:
+    def hold(self, record: Record, sizes: SequenceOf[int]) -> None:
         """On sequences of one token. Nothing of attention in segments, whose tables each step cuts anew."""
         self._state.lengths.fill_(1)
-        for rows in reversed(batch_buckets(self._state.max_rows)):
+        for rows in sizes:
             launches = self._launches(rows)
             for launch in launches:
                 launch()  # loads what must be loaded, outside of a capture
@@ -45,7 +51,6 @@ class DecodesBeside:
                 self._held[rows] = [record(launch) for launch in launches]
 
     def release(self) -> None:
-        """Nothing is held from now on."""
         self._held.clear()
 
     def attend(self, key: StepKey) -> Attend:

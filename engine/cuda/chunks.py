@@ -6,6 +6,7 @@ Attention stays outside: how it is launched depends on the lengths of the sequen
 
 import math
 from collections.abc import Callable
+from collections.abc import Sequence as SequenceOf
 from functools import partial
 
 import torch
@@ -27,11 +28,15 @@ class Chunks:
         self._buckets = chunk_buckets(max_rows)
         self._held: dict[int, list[Launch]] = {}
 
+    @property
+    def sizes(self) -> SequenceOf[int]:
+        """Numbers of rows."""
+        return self._buckets[::-1]
+
     @torch.inference_mode()
-    def hold(self, record: Record) -> None:
-        """Of all numbers of rows, the largest first, so that the smaller find the memory they share."""
+    def hold(self, record: Record, sizes: SequenceOf[int]) -> None:
         layers = range(self._model.num_layers)
-        for bucket in reversed(self._buckets):
+        for bucket in sizes:
             rows = self._rows.first(bucket)
             launches = [partial(self._model.advance, rows, self._cache, index) for index in layers]
             for launch in launches:
@@ -51,7 +56,6 @@ class Chunks:
         self._buckets = tuple(sorted(self._held))
 
     def release(self) -> None:
-        """Nothing is held from now on."""
         self._held.clear()
 
     @torch.inference_mode()

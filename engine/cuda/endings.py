@@ -3,6 +3,7 @@ the last layer, as of decodes, the rest of it, and the head. Captured by batch: 
 ms, all that a chunk of 64 rows takes the device.
 """
 
+from collections.abc import Sequence as SequenceOf
 from functools import partial
 
 import numpy as np
@@ -37,16 +38,20 @@ class Endings:
         self._tables = torch.zeros_like(state.tables)
         self._held: dict[int, Launch] = {}
 
+    @property
+    def sizes(self) -> SequenceOf[int]:
+        """Batches."""
+        return self._buckets[::-1]
+
     @torch.inference_mode()
-    def hold(self, record: Record) -> None:
-        """On sequences of one token. The largest first, so that the smaller find the memory they share."""
+    def hold(self, record: Record, sizes: SequenceOf[int]) -> None:
+        """On sequences of one token."""
         self._lengths.fill_(1)
-        for bucket in reversed(self._buckets):
+        for bucket in sizes:
             self._compute(bucket)  # loads what must be loaded, outside of a capture
             self._held[bucket] = record(partial(self._compute, bucket))
 
     def release(self) -> None:
-        """Nothing is held from now on."""
         self._held.clear()
 
     @torch.inference_mode()

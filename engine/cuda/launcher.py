@@ -15,7 +15,7 @@ from torch import Tensor
 from engine.cuda.attention import DeviceAttention, in_two
 from engine.cuda.beside import DecodesBeside
 from engine.cuda.cache import DeviceCache, LayerCache
-from engine.cuda.capture import capturing
+from engine.cuda.capture import Holder, capturing, expected_nbytes, free_nbytes
 from engine.cuda.chunks import Chunks
 from engine.cuda.drawing import Drawer
 from engine.cuda.endings import Endings
@@ -92,24 +92,28 @@ class Launcher:
     ) -> None:
         self.model, self.cache, self.state, self.steps, self.chunks = model, cache, state, steps, chunks
         self.beside, self.endings, self._rows, self._attention, self._drawer = beside, endings, rows, attention, drawer
+        self._holders: tuple[Holder, ...] = (steps, chunks, beside, endings)
+        self._of_tokens: tuple[Holder, ...] = (steps, beside, endings)
 
     def run_all(self) -> None:
         """All that decodes launch, once, and all that the newest tokens of prompts do."""
-        for holder in (self.steps, self.beside, self.endings):
-            holder.hold(lambda launch: launch)
+        for holder in self._of_tokens:
+            holder.hold(lambda launch: launch, holder.sizes)
             holder.release()
 
+    def expected_nbytes(self) -> int:
+        """What `capture` will take of the GPU's memory."""
+        return sum(expected_nbytes(holder, capturing, free_nbytes) for holder in self._holders)
+
     def capture(self) -> None:
-        for holder in (self.steps, self.chunks, self.beside, self.endings):
+        for holder in self._holders:
             with capturing() as record:
-                holder.hold(record)
+                holder.hold(record, holder.sizes)
 
     def release(self) -> None:
         """What was captured: NCCL does not let a team go while a graph has its calls."""
-        self.steps.release()
-        self.chunks.release()
-        self.beside.release()
-        self.endings.release()
+        for holder in self._holders:
+            holder.release()
 
     @torch.inference_mode()
     def launch(self, batch: DeviceBatch, score: Score, written: Written = unheard) -> Launched:

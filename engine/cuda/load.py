@@ -51,8 +51,9 @@ _log = logging.getLogger(__name__)
 
 # The kernels were tuned for pages of 64 tokens.
 _MIN_BLOCK_SIZE = 64
-# Left free beside the cache: for captured steps and chunks, and for logits that are made whole in float32.
-_SPARE_NBYTES, _LOGIT_NBYTES = 1 << 30, 16
+# Left free beside the cache, whatever captured launches take; with them at least; and for each logit that is made in
+# float32.
+_SPARE_NBYTES, _LEAST_SPARE_NBYTES, _LOGIT_NBYTES = 1 << 29, 1 << 30, 16
 _MEMORY_PAGE_NBYTES = 2 << 20
 _SMALLER = (
     "free the GPU, use a smaller model or dtype, lower max_num_seqs or max_batched_tokens, or share it among more GPUs "
@@ -137,7 +138,9 @@ class Builder:
         """What a batch needs, ready for the first one; the longest context."""
         try:
             return self._prepare(progress)
-        except torch.OutOfMemoryError as error:
+        except RuntimeError as error:
+            if "out of memory" not in str(error).lower():  # torch's, CUDA's or NCCL's
+                raise
             words, _, _ = str(error).partition(" Including ")
             raise ConfigError(f"the model and a full batch do not fit on the GPU ({words}): {_SMALLER}") from error
 
@@ -153,8 +156,10 @@ class Builder:
                 self._compile(scratch)
         with self._stage("calibrate", progress):
             scales = self._calibrate(scratch)
+        captured = self._captured_nbytes(scratch, scales)
         del scratch
-        num_blocks = self._team.smallest(_whole(blocks_in(self._cache_nbytes(layout), layout), layout.page_nbytes))
+        nbytes = self._cache_nbytes(layout, captured)
+        num_blocks = self._team.smallest(_whole(blocks_in(nbytes, layout), layout.page_nbytes))
         max_model_len = model_len(self._checkpoint, settings, num_blocks * layout.block_size)
         cache = self._cache(layout, num_blocks, scales)
         launcher = self._launcher(self._model, self._weights, cache, scales, max_model_len)
@@ -307,13 +312,21 @@ class Builder:
 
         return make
 
-    def _cache_nbytes(self, layout: KVLayout) -> int:
+    def _captured_nbytes(self, scratch: DeviceCache, scales: Scales | None) -> int:
+        """What captured launches will take of the memory that is left. 80 layers shared by two GPUs took 1.5 GiB."""
+        if not self._captures or self._settings.kv_cache_nbytes is not None:
+            return 0
+        torch.cuda.empty_cache()
+        longest = wanted_model_len(self._checkpoint, self._settings)
+        return self._launcher(self._model, self._weights, scratch, scales, longest).expected_nbytes()
+
+    def _cache_nbytes(self, layout: KVLayout, captured_nbytes: int) -> int:
         """What settings say, or all that is left. Raises ConfigError if too little is."""
         if self._settings.kv_cache_nbytes is not None:
             return self._settings.kv_cache_nbytes
         torch.cuda.empty_cache()
         free, _ = torch.cuda.mem_get_info()
-        kept = self._settings.spare_nbytes + _SPARE_NBYTES
+        kept = self._settings.spare_nbytes + max(_LEAST_SPARE_NBYTES, captured_nbytes + _SPARE_NBYTES)
         kept += _LOGIT_NBYTES * self._settings.max_num_seqs * self._config.vocab_size
         if free - kept < MIN_BLOCKS * layout.shard_nbytes:
             raise ConfigError(

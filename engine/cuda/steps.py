@@ -1,6 +1,7 @@
 """Decode steps by batch and context, and the draws behind them: computed op by op, or captured once and replayed."""
 
 from collections.abc import Callable
+from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
@@ -43,21 +44,29 @@ class DecodeSteps:
         key = self.key(num_rows, max_len, greedy=True)
         return self._held[key.num_rows, key.max_len]
 
+    @property
+    def sizes(self) -> SequenceOf[tuple[int, int]]:
+        """Batches and contexts."""
+        return list(product(reversed(self._batches), self._contexts))
+
     @torch.inference_mode()
-    def hold(self, record: Record) -> None:
-        """On sequences of one token. The largest first, so that the smaller find the memory they share."""
+    def hold(self, record: Record, sizes: SequenceOf[tuple[int, int]]) -> None:
+        """On sequences of one token."""
         self._state.lengths.fill_(1)
-        for size in product(reversed(self._batches), self._contexts):
+        for size in sizes:
             step = self._step(*size)
             step()  # compiles what must be compiled, outside of a capture
             self._held[size] = record(step)
-        for kind in product(reversed(self._batches), (True, False)):
-            draw = partial(self._draw, *kind)
-            draw()
-            self._draws[kind] = record(draw)
+            self._hold_draws(record, size[0])
+
+    def _hold_draws(self, record: Record, rows: int) -> None:
+        for greedy in (True, False):
+            if (rows, greedy) not in self._draws:
+                draw = partial(self._draw, rows, greedy)
+                draw()
+                self._draws[rows, greedy] = record(draw)
 
     def release(self) -> None:
-        """Nothing is held from now on."""
         self._held.clear()
         self._draws.clear()
 

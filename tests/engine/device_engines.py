@@ -108,7 +108,7 @@ def noted_launches_of(holder: Chunks | DecodesBeside | Endings) -> list[Launch]:
 
         return held
 
-    holder.hold(record)
+    holder.hold(record, holder.sizes)
     return launched
 
 

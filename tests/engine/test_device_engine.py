@@ -460,7 +460,7 @@ def test_rows_are_padded_further_where_that_is_faster(folder):
         launch()
         return {64: 1.0, 128: 2.2, 192: 2.0, 256: 2.05, 300: 2.0}[launched[-1]]
 
-    chunks.hold(record)
+    chunks.hold(record, chunks.sizes)
     chunks.leave_out_slow(time)
     counts = (1, 64, 65, 129, 193, 257)
     for count in counts:
@@ -473,7 +473,8 @@ def test_rows_are_padded_further_where_that_is_faster(folder):
 def test_chunks_of_more_rows_than_are_held_are_launched_as_they_are(folder, monkeypatch):
     monkeypatch.setattr("engine.cuda.inputs._MAX_CHUNK_ROWS", 65)
     engine, called = device_engine(folder), []
-    chunks_of(engine).hold(lambda launch: lambda: called.append(launch))
+    chunks = chunks_of(engine)
+    chunks.hold(lambda launch: lambda: called.append(launch), chunks.sizes)
     answers(engine, [PROMPTS[2]], greedy(2))
     assert not called
 
@@ -713,6 +714,20 @@ def test_a_gpu_that_a_model_fills_is_said_to_be_full(folder, monkeypatch):
         device_engine(folder, kv_cache_nbytes=None)
 
 
+def test_the_cache_leaves_what_captured_graphs_will_take(folder, monkeypatch):
+    """Of 80 layers on several GPUs they took more than the GiB that was left to them."""
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (2500 << 20, 80 << 30))
+
+    def capacity(captured_mib: int) -> int:
+        monkeypatch.setattr("engine.cuda.load.Builder._captured_nbytes", lambda *_: captured_mib << 20)
+        return device_engine(folder, kv_cache_nbytes=None).capacity_tokens
+
+    assert capacity(0) == capacity(400) > 2 * capacity(1800) > 0
+    with pytest.raises(ConfigError, match=r"2\.44 GiB of the .*, of which 2\.8\d are for other things"):
+        capacity(2400)
+
+
 def test_a_model_that_a_gpu_does_not_hold_is_refused_in_words(folder, monkeypatch):
     def full(*_):
         raise torch.OutOfMemoryError(
@@ -724,6 +739,21 @@ def test_a_model_that_a_gpu_does_not_hold_is_refused_in_words(folder, monkeypatc
     with pytest.raises(
         ConfigError, match=r"do not fit on the GPU \(.* of which 1\.20 GiB is free\.\): .*tensor_parallel"
     ):
+        device_engine(folder)
+
+
+@pytest.mark.parametrize("words", ["CUDA error: out of memory", "NCCL error: Cuda failure 'out of memory'"])
+def test_a_gpu_that_is_full_when_launches_are_captured_is_told_in_the_same_words(folder, monkeypatch, words):
+    """Neither CUDA's error nor NCCL's is torch's own. Others stay what they are."""
+
+    def failing(words: str) -> None:
+        raise RuntimeError(words)
+
+    monkeypatch.setattr("engine.cuda.load.Builder._share", lambda *_: failing(words))
+    with pytest.raises(ConfigError, match=r"do not fit on the GPU \(.*out of memory.*\): .*tensor_parallel"):
+        device_engine(folder)
+    monkeypatch.setattr("engine.cuda.load.Builder._share", lambda *_: failing("CUDA error: invalid argument"))
+    with pytest.raises(RuntimeError, match=r"^CUDA error: invalid argument$"):
         device_engine(folder)
 
 
