@@ -103,7 +103,7 @@ class Launcher:
 
     def expected_nbytes(self) -> int:
         """What `capture` will take of the GPU's memory."""
-        return sum(expected_nbytes(holder, capturing, free_nbytes) for holder in self._holders)
+        return expected_nbytes(self._holders, capturing, free_nbytes)
 
     def capture(self) -> None:
         for holder in self._holders:
