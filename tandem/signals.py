@@ -11,7 +11,7 @@ STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 class SignalInbox:
     """While open, asks to stop and news of children are counted and wake `wait()`; nothing is interrupted.
 
-    Main thread only, as the `signal` module demands.
+    A hangup that is ignored already, as under `nohup`, stays so. Main thread only, as the `signal` module demands.
     """
 
     def __init__(self) -> None:
@@ -22,7 +22,10 @@ class SignalInbox:
         os.set_blocking(self._reader, False)
         os.set_blocking(self._writer, False)
         self._former_wakeup = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
-        self._former = {number: signal.signal(number, _ignore) for number in (*STOPPING, signal.SIGCHLD)}
+        heeded = {*STOPPING, signal.SIGCHLD}
+        if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+            heeded.remove(signal.SIGHUP)
+        self._former = {number: signal.signal(number, _ignore) for number in heeded}
         return self
 
     def __exit__(

@@ -28,11 +28,11 @@ DEADLINE_S = 30.0
 class Run:
     """One supervisor process, and the fake services under it."""
 
-    def __init__(self, folder: Path, services: list[dict]) -> None:
+    def __init__(self, folder: Path, services: list[dict], hangup: str = "default") -> None:
         self.folder = folder
         (folder / "pids").mkdir()
         self._output = (folder / "output").open("wb")
-        command = [sys.executable, str(SUPERVISE), str(folder), json.dumps(services)]
+        command = ["env", f"--{hangup}-signal=HUP", sys.executable, str(SUPERVISE), str(folder), json.dumps(services)]
         self.process = subprocess.Popen(command, stdout=self._output, stderr=subprocess.STDOUT, cwd=ROOT, env=_env())
 
     @property
@@ -71,8 +71,8 @@ class Run:
 def supervise(tmp_path: Path) -> Iterator[Callable[[list[dict]], Run]]:
     runs: list[Run] = []
 
-    def start(services: list[dict]) -> Run:
-        runs.append(Run(tmp_path, services))
+    def start(services: list[dict], **more: str) -> Run:
+        runs.append(Run(tmp_path, services, **more))
         return runs[-1]
 
     yield start
@@ -125,6 +125,17 @@ def test_a_signal_while_starting_ends_all(
     run.process.send_signal(number)
     assert run.end() == 0
     assert "StopRequested" in run.output
+    assert run.nobody_left()
+
+
+def test_a_hangup_that_nohup_ignores_ends_nothing(supervise: Callable[..., Run]) -> None:
+    run = supervise([service("only", 0)], hangup="ignore")
+    run.wait_up()
+    run.process.send_signal(signal.SIGHUP)
+    os.kill(run.pid_of("only"), signal.SIGKILL)  # what it does next is told: it has not stopped
+    run.wait_until(lambda: "only is ready again" in run.output)
+    run.process.send_signal(signal.SIGTERM)
+    assert run.end() == 0
     assert run.nobody_left()
 
 
