@@ -23,7 +23,7 @@ from contracts.errors import ConfigError, TandemError
 from contracts.memory import available_nbytes, limit_nbytes
 from coordinator.redis_server import RedisServer, find_server, hide_password
 from service.release import release
-from tandem.system import pings
+from tandem.system import require_redis
 
 if TYPE_CHECKING:
     from kernels.caps import Caps
@@ -171,10 +171,7 @@ def _ucx_info() -> tuple[Path | None, Path]:
 
 def _redis(options: argparse.Namespace) -> Iterator[tuple[str, Level]]:
     if options.redis_url:
-        if not pings(options.redis_url):
-            raise ConfigError(
-                f"nobody answers at {hide_password(options.redis_url)}: start it, or leave --redis-url out"
-            )
+        require_redis(options.redis_url, "leave --redis-url out")
         yield f"answers at {hide_password(options.redis_url)}", Level.OK
         return
     program = find_server()

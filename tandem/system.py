@@ -123,14 +123,19 @@ def _model(settings: UpSettings) -> tuple[str, ...]:
     return ("--model", settings.model) if settings.model else ()
 
 
-def pings(url: str) -> bool:
-    """Raises ConfigError for a URL that can't be read."""
+def require_redis(url: str, otherwise: str) -> None:
+    """Raises ConfigError for a URL that can't be read, a server that does not answer (then start it, or `otherwise`),
+    and one that refuses who asks.
+    """
     import redis  # here, because it is slow to import: a system with a Redis of its own starts half a second earlier
 
+    shown = hide_password(url)
     try:
         with redis.Redis.from_url(url, socket_timeout=PING_TIMEOUT_S, socket_connect_timeout=PING_TIMEOUT_S) as client:
-            return bool(client.ping())
-    except (redis.RedisError, OSError):
-        return False
+            client.ping()
+    except (redis.AuthenticationError, redis.ResponseError) as error:
+        raise ConfigError(f"Redis at {shown} refuses: {error}; redis_url names user, password and database") from error
+    except (redis.RedisError, OSError) as error:
+        raise ConfigError(f"Redis does not answer at {shown}: {error}; start it, or {otherwise}") from error
     except ValueError as error:
-        raise ConfigError(f"redis_url {hide_password(url)!r} can't be read: {error}") from error
+        raise ConfigError(f"redis_url {shown!r} can't be read: {error}") from error

@@ -16,7 +16,7 @@ from rich.console import Console
 from contracts.errors import ConfigError
 from contracts.local_http import open_local
 from contracts.process import http_url
-from coordinator.redis_server import find_server, hide_password
+from coordinator.redis_server import find_server
 from tandem.child import Child
 from tandem.console import plain
 from tandem.ports import claim_port
@@ -26,7 +26,7 @@ from tandem.run_dir import RunDir, require_free, state_home
 from tandem.settings import UpSettings
 from tandem.signals import SignalInbox
 from tandem.supervisor import StopRequested, Supervisor, VitalDeath
-from tandem.system import pings, plan_system
+from tandem.system import plan_system, require_redis
 from tandem.target import key_headers
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -86,10 +86,7 @@ def redis_program(settings: UpSettings) -> str:
     """Raises ConfigError if there is no Redis server to start, or the one that the settings name does not answer."""
     if not settings.redis_url:
         return str(find_server())
-    if not pings(settings.redis_url):
-        raise ConfigError(
-            f"Redis does not answer at {hide_password(settings.redis_url)}; start it, or leave REDIS_URL empty"
-        )
+    require_redis(settings.redis_url, "leave REDIS_URL empty")
     return ""
 
 

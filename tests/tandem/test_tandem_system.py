@@ -8,11 +8,11 @@ import pytest
 import redis
 
 from contracts.errors import ConfigError
-from coordinator.redis_server import hide_password
+from coordinator.redis_server import RedisServer, hide_password
 from tandem.child import ProcessSpec
 from tandem.run_dir import RunDir
 from tandem.settings import UpSettings
-from tandem.system import GATEWAY, REDIS, SERVICES, pings, plan_system
+from tandem.system import GATEWAY, REDIS, SERVICES, plan_system, require_redis
 
 ENVIRON = {"HOME": "/home/ann", "TANDEM_PORT": "9000", "TANDEM_SECRET": "theirs", "TANDEM_KV_CACHE_MIB": "64"}
 
@@ -138,11 +138,30 @@ def test_a_password_is_not_shown(url: str, shown: str) -> None:
     assert hide_password(url) == shown
 
 
-def test_no_redis_does_not_ping() -> None:
-    assert not pings("redis://127.0.0.1:9/0")
+def test_no_redis_is_said_with_the_reason_and_what_to_do() -> None:
+    said = refusal("redis://127.0.0.1:9/0")
+    assert said.startswith("Redis does not answer at redis://127.0.0.1:9/0: ") and "refused" in said
+    assert said.endswith("; start it, or do without")
+
+
+def test_a_redis_that_refuses_is_not_told_to_be_started() -> None:
+    with RedisServer() as server:
+        connection = redis.Redis.from_url(server.url)
+        connection.config_set("requirepass", "right")
+        where = server.url.removeprefix("redis://")
+        require_redis(f"redis://:right@{where}", "do without")
+        for url in (f"redis://:wrong@{where}", server.url, f"redis://:right@{where.removesuffix('0')}99"):
+            said = refusal(url)
+            assert said.startswith(f"Redis at {hide_password(url)} refuses: ")
+            assert "start" not in said and "wrong" not in said and "redis_url" in said
+
+
+def refusal(url: str) -> str:
+    with pytest.raises(ConfigError) as told:
+        require_redis(url, "do without")
+    return str(told.value)
 
 
 @pytest.mark.parametrize("url", ["redis://127.0.0.1:six/0", "redis://127.0.0.1?socket_timeout=long"])
 def test_a_redis_url_that_cannot_be_read_is_said(url: str) -> None:
-    with pytest.raises(ConfigError, match="can't be read"):
-        pings(url)
+    assert "can't be read" in refusal(url)
