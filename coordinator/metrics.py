@@ -38,7 +38,7 @@ class RedisTimes:
 
 
 def render(workers: list[WorkerView], counts: Counts | None, is_leader: bool, times: RedisTimes) -> bytes:
-    """Prometheus text. Without `counts` (Redis does not answer) `tandem_coordinator_redis_up` is 0."""
+    """Prometheus text. Without `counts` (no Redis to work with) `tandem_coordinator_redis_up` is 0."""
     registry = CollectorRegistry(auto_describe=False)
     registry.register(StateCollector(workers, counts, is_leader))
     return generate_latest(registry) + generate_latest(times.registry)
@@ -51,7 +51,7 @@ class StateCollector(Collector):
         self._workers, self._counts, self._is_leader = workers, counts, is_leader
 
     def collect(self) -> Iterator[Metric]:
-        yield _gauge("redis_up", "1 while Redis answers", {(): float(self._counts is not None)})
+        yield _gauge("redis_up", "1 while Redis answers and takes writes", {(): float(self._counts is not None)})
         yield _gauge("leader", "1 if this process reaps", {(): float(self._is_leader)})
         if self._counts is not None:
             yield from self._of_workers()

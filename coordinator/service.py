@@ -6,7 +6,7 @@ Placement does not pass through here: it is Lua in Redis. Several coordinators m
 import asyncio
 import hmac
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 
 import msgspec
 from fastapi import FastAPI, Request, Response
@@ -60,10 +60,10 @@ def make_app(store: Store, secret: str, times: RedisTimes) -> FastAPI:
 
     @app.get("/metrics")
     async def metrics() -> Response:
-        try:
-            workers, counts = await store.workers(), await store.counts()
-        except Unavailable:
-            workers, counts = [], None
+        workers, counts = [], None
+        if reaper.is_connected:  # else Redis may answer these all the same, with workers whose heartbeats it refuses
+            with suppress(Unavailable):
+                workers, counts = await store.workers(), await store.counts()
         return Response(render(workers, counts, reaper.is_leader, times), media_type="text/plain; version=0.0.4")
 
     return app

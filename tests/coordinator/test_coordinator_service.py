@@ -7,11 +7,12 @@ import signal
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, closing, contextmanager
 from pathlib import Path
 
 import httpx
 import pytest
+import redis
 from prometheus_client.parser import text_string_to_metric_families
 
 from contracts.errors import ConfigError, Unavailable
@@ -94,6 +95,19 @@ async def test_without_redis_it_is_well_but_not_ready():
         assert (ready.status_code, ready.json()["error"]["code"]) == (503, "unavailable")
         assert (await http.get("/nodes", headers=SECRET)).status_code == 503
         assert samples((await http.get("/metrics")).text)["tandem_coordinator_redis_up",] == 0
+
+
+async def test_a_redis_that_takes_no_writes_is_down_and_no_worker_is_told_dead():
+    with RedisServer() as server, closing(redis.Redis.from_url(server.url)) as connection:
+        store = RedisStore(server.url, fresh_pool())
+        async with client(store) as http:
+            await pair(store)
+            connection.config_set("maxmemory", 1)
+            await async_until(lambda: _knows(http))
+            found = samples((await http.get("/metrics")).text)
+            assert found["tandem_coordinator_redis_up",] == 0
+            assert not any(name.startswith("tandem_coordinator_workers") for name, *_ in found)
+        await store.close()
 
 
 async def test_a_reaper_that_ended_makes_it_sick():
