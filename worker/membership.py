@@ -24,7 +24,8 @@ class Membership:
     def __init__(self, store: Store, state: FrontState) -> None:
         self._store = store
         self._state = state
-        self._outage = Outage(log, "the registry answers again")
+        self._outage = Outage(log, "in the registry again")
+        self._absence = Outage(log)
         self._moves: list[Move] = []
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -58,13 +59,14 @@ class Membership:
         try:
             known = await self._store.heartbeat(info.worker_id, info.incarnation, load)
             if not known:
-                log.warning("the registry does not know this worker any more; joining again")
+                self._absence.failed("the registry does not know this worker any more; joining again")
                 await self._store.join(info)
                 await self._store.heartbeat(info.worker_id, info.incarnation, load)  # it joins as an idle one
         except Unavailable as error:
-            self._outage.failed(f"registry not reachable: {error}")
+            self._outage.failed(f"not in the registry: {error}")
             self._state.joined = False
         else:
+            self._absence.worked()
             self._outage.worked()
             self._state.joined = True
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+import msgspec
 import pytest
 
 from contracts.errors import Unavailable
@@ -49,9 +50,24 @@ async def test_losing_the_registry_is_said_once_and_so_is_its_return(caplog: pyt
         await member.beat_once()
     await member.stop()
     assert [record.message for record in caplog.records] == [
-        "registry not reachable: Redis does not answer",
-        "the registry answers again",
+        "not in the registry: Redis does not answer",
+        "in the registry again",
     ]
+
+
+async def test_a_worker_whose_id_another_one_took_says_so_once(caplog: pytest.LogCaptureFixture):
+    store, state = MemoryStore(), make_state()
+    member = Membership(store, state)
+    await member.start()
+    await store.join(msgspec.structs.replace(state.info, incarnation=Incarnation("newer")))
+    for _ in range(3):
+        await member.beat_once()
+    await member.stop()
+    assert [record.message for record in caplog.records] == [
+        "the registry does not know this worker any more; joining again",
+        f"not in the registry: worker id {state.info.worker_id!r} belongs to a newer process; give this one another id",
+    ]
+    assert not state.joined
 
 
 async def test_a_worker_that_joins_again_tells_at_once_how_it_is():
