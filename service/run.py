@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import resource
 import signal
 import sys
 from collections.abc import Awaitable, Callable, Sequence
@@ -35,6 +36,7 @@ def run_service(name: str, kind: type[S], argv: Sequence[str] | None, serve: Cal
         settings = read_settings(kind, sys.argv[1:] if argv is None else argv)
         _require_secret(settings)
         start_log(name, settings)
+        _allow_files()
         return asyncio.run(_until_signal(serve, settings))
     except TandemError as error:
         print(f"tandem {name}: {error}", file=sys.stderr)
@@ -55,6 +57,14 @@ async def _until_signal(serve: Callable[[S], Awaitable[int]], settings: S) -> in
 def _require_secret(settings: ServiceSettings) -> None:
     if not settings.secret.get_secret_value():
         raise ConfigError("secret is empty: set TANDEM_SECRET to the same value for all services of the pool")
+
+
+def _allow_files() -> None:
+    """As many open files as the system lets this process have. Shells give 1024, for the sake of programs that wait by
+    select(): fewer than a gateway's answers in progress, each with its client's connection.
+    """
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def start_log(name: str, settings: ServiceSettings) -> None:

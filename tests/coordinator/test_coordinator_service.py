@@ -3,11 +3,12 @@
 import asyncio
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, closing, contextmanager
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import ExitStack, asynccontextmanager, closing, contextmanager
 from pathlib import Path
 
 import httpx
@@ -169,7 +170,7 @@ async def test_losing_redis_is_said_once(caplog: pytest.LogCaptureFixture):
     assert not reaper.is_connected
 
 
-def run(*options: str, **env: str) -> subprocess.Popen[str]:
+def run(*options: str, before: Callable[[], None] | None = None, **env: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [sys.executable, "-m", "coordinator", *options],
         cwd=ROOT,
@@ -177,12 +178,16 @@ def run(*options: str, **env: str) -> subprocess.Popen[str]:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
+        preexec_fn=before,
     )
 
 
 @contextmanager
-def coordinator(ready_file: Path, redis_url: str, pool: str) -> Iterator[tuple[subprocess.Popen[str], dict]]:
-    process = run("--ready-file", str(ready_file), "--redis-url", redis_url, "--pool", pool, TANDEM_SECRET="s")
+def coordinator(
+    ready_file: Path, redis_url: str, pool: str, before: Callable[[], None] | None = None
+) -> Iterator[tuple[subprocess.Popen[str], dict]]:
+    options = ("--ready-file", str(ready_file), "--redis-url", redis_url, "--pool", pool)
+    process = run(*options, before=before, TANDEM_SECRET="s")
     try:
         until(lambda: ready_file.exists() or process.poll() is not None, 30.0)
         assert process.poll() is None, process.communicate()
@@ -220,6 +225,20 @@ def test_it_stops_when_told(tmp_path: Path, any_server: RedisServer, number: sig
         process.send_signal(number)
         assert process.wait(20) == 0
     assert not (tmp_path / "ready").exists()
+
+
+def test_more_clients_than_a_shell_lets_it_have_files_are_answered(tmp_path: Path, any_server: RedisServer):
+    with ExitStack() as opened:
+        service = coordinator(tmp_path / "ready", any_server.url, fresh_pool(), before=few_files)
+        _, facts = opened.enter_context(service)
+        for _ in range(60):
+            http = opened.enter_context(httpx.Client(base_url=facts["url"]))
+            assert http.get("/ready").status_code == 200  # and its connection stays open
+
+
+def few_files() -> None:
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (40, most))
 
 
 async def test_when_the_leader_is_killed_another_reaps(tmp_path: Path, any_server: RedisServer):
