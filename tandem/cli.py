@@ -129,9 +129,14 @@ def run_tool(command: str, arguments: Sequence[str]) -> int:
         return FAILED
     except KeyboardInterrupt:
         return OK
-    except BrokenPipeError:  # the reader has seen enough, as `head` has
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except BrokenPipeError:
+        write_no_more()
         return OK
+
+
+def write_no_more() -> None:
+    """The reader has seen enough, as `head` has: what is still to be flushed at the end is no error."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def tool_parser(command: str) -> argparse.ArgumentParser:
@@ -158,6 +163,8 @@ def run_up(arguments: Sequence[str]) -> int:
 
 def run_worker(arguments: Sequence[str]) -> int:
     with examples_after_help(arguments, WORKER_EXAMPLES):
+        for line in importlib.import_module("tandem.preflight").unread(os.environ):
+            print(f"tandem worker: {line}", file=sys.stderr)
         return importlib.import_module("worker.main").main(list(arguments))
 
 
@@ -168,7 +175,10 @@ def examples_after_help(arguments: Sequence[str], examples: str) -> Iterator[Non
         yield
     except SystemExit as ended:
         if not ended.code and {"-h", "--help"} & set(arguments):
-            print(examples, end="")
+            try:
+                print(examples, end="", flush=True)
+            except BrokenPipeError:
+                write_no_more()
         raise
 
 

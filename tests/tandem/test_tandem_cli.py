@@ -49,6 +49,15 @@ def test_the_help_names_every_command_and_the_codes() -> None:
     assert typed() == Done(2, "", said)
 
 
+def test_a_reader_of_help_who_has_seen_enough_is_no_error() -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", "tandem", "worker", "--help"]
+    done = subprocess.run(command, cwd=ROOT, stdout=writer, stderr=subprocess.PIPE, text=True)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 @pytest.mark.parametrize("command", [*cli.TOOLS, "up", "worker", "bench", "completion"])
 def test_the_help_of_a_command_has_examples_of_it(command: str) -> None:
     done = typed(*command.split(), "--help")

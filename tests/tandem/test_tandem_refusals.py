@@ -91,6 +91,15 @@ def test_a_variable_that_nobody_reads_is_told_and_what_may_have_been_meant(monke
     ]
 
 
+def test_a_worker_tells_a_variable_that_nobody_reads_too() -> None:
+    done = typed("worker", TANDEM_KV_CACHE_MB="4096", TANDEM_MAX_INFLIGHT="8")
+    assert done.returncode == 1
+    assert done.stderr.splitlines() == [
+        "tandem worker: TANDEM_KV_CACHE_MB is no setting; TANDEM_KV_CACHE_MIB is one",
+        "tandem worker: secret is empty: set TANDEM_SECRET to the same value for all services of the pool",
+    ]
+
+
 def test_variables_of_the_compose_files_are_no_mistake() -> None:
     assert not unread(compose_variables())
     assert set(OF_COMPOSE) <= compose_variables()
