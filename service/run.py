@@ -26,6 +26,8 @@ class ServiceSettings(Protocol):
 
 S = TypeVar("S", bound=ServiceSettings)
 
+MAX_FILES = 65536
+
 
 def run_service(name: str, kind: type[S], argv: Sequence[str] | None, serve: Callable[[S], Awaitable[int]]) -> int:
     """Read settings and `serve` until SIGINT or SIGTERM, which cancel it.
@@ -60,11 +62,14 @@ def _require_secret(settings: ServiceSettings) -> None:
 
 
 def _allow_files() -> None:
-    """As many open files as the system lets this process have. Shells give 1024, for the sake of programs that wait by
-    select(): fewer than a gateway's answers in progress, each with its client's connection.
+    """Shells give 1024 open files, for the sake of programs that wait by select(): fewer than a gateway's answers in
+    progress, each with its client's connection. Containers may give a thousand million, which some programs close one
+    by one before they start another: so no more than are of use.
     """
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = min(MAX_FILES, hard)
+    if soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def start_log(name: str, settings: ServiceSettings) -> None:
