@@ -22,7 +22,8 @@ class WeightFormat(StrEnum):
 @dataclass(frozen=True)
 class Checkpoint:
     """`name` is the served id; `path` the GGUF file or the folder; `chat_template` is None for a base model;
-    `quantization` for a folder whose matrices are not plain numbers.
+    `quantization` for a folder whose matrices are not plain numbers; `tool_template` is what conversations with tools
+    have in place of the other, if not the same.
     """
 
     name: str
@@ -36,6 +37,7 @@ class Checkpoint:
     chat_template: str | None
     build_tokenizer: Callable[[], Tokenizer]
     quantization: Quantization | None = None
+    tool_template: str | None = None
 
     def tokenizer(self) -> Tokenizer:
         """A new tokenizer. Its post-processor adds BOS where the model wants it (`add_special_tokens=True`)."""

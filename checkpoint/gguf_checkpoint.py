@@ -47,6 +47,7 @@ def open_gguf(path: Path) -> Checkpoint:
         add_bos=adds_bos(metadata),
         chat_template=metadata.get("tokenizer.chat_template"),
         build_tokenizer=partial(build_tokenizer, metadata),
+        tool_template=metadata.get("tokenizer.chat_template.tool_use"),
     )
 
 

@@ -8,7 +8,7 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntry
 from contracts.errors import ConfigError
 
 _FILES = ["*.json", "*.jinja", "*.safetensors"]
-_ELSEWHERE = ["*/*"]  # folders hold the same weights in other layouts
+_ELSEWHERE = ["*/*.json", "*/*.safetensors"]  # folders hold the same weights in other layouts; and chat templates
 _LOST: type[Exception] = HfHubHTTPError.__bases__[0]
 """HTTPError of httpx or of httpx2, whichever the hub's client asks with. hf_xet, which fetches most weights, raises
 RuntimeError when its connection is lost.

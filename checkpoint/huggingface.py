@@ -33,6 +33,7 @@ def open_folder(path: Path, name: str | None = None) -> Checkpoint:
     tokenizer = _load_tokenizer(path / "tokenizer.json")
     bos, eos = (_token(tokenizer_config.get(key)) for key in ("bos_token", "eos_token"))
     eos_ids = _eos_token_ids(path, config, tokenizer, eos)
+    templates = _chat_templates(path, tokenizer_config)
     model = model_config(config, str(path))
     if has_head:  # it may have been trained by itself, whatever config.json says
         model = replace(model, tied_embeddings=False)
@@ -45,9 +46,10 @@ def open_folder(path: Path, name: str | None = None) -> Checkpoint:
         bos_token=bos,
         eos_token=eos or (tokenizer.id_to_token(eos_ids[0]) if eos_ids else None),
         add_bos=_adds_bos(tokenizer, bos),
-        chat_template=_chat_template(path, tokenizer_config),
+        chat_template=templates.get("default"),
         build_tokenizer=partial(_load_tokenizer, path / "tokenizer.json"),
         quantization=_quantization(model, config, path),
+        tool_template=templates.get("tool_use"),
     )
 
 
@@ -275,12 +277,13 @@ def _adds_bos(tokenizer: Tokenizer, bos: str | None) -> bool:
     return bos is not None and tokenizer.encode("a").ids[:1] == [tokenizer.token_to_id(bos)]
 
 
-def _chat_template(path: Path, tokenizer_config: dict[str, Any]) -> str | None:
-    file = path / "chat_template.jinja"
-    if file.exists():
-        return file.read_text(encoding="utf-8")
+def _chat_templates(path: Path, tokenizer_config: dict[str, Any]) -> dict[str, str]:
+    """By name. Those that are files take the place of all that tokenizer_config.json has, as in transformers."""
+    named = {file.stem: file for file in sorted((path / "additional_chat_templates").glob("*.jinja"))}
+    files = {"default": path / "chat_template.jinja"} | named
+    if found := {name: file.read_text(encoding="utf-8") for name, file in files.items() if file.exists()}:
+        return found
     template = tokenizer_config.get("chat_template")
     if isinstance(template, list):
-        named = {entry["name"]: entry["template"] for entry in template}
-        return named.get("default")
-    return template
+        return {entry["name"]: entry["template"] for entry in template}
+    return {"default": template} if template else {}

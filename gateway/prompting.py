@@ -4,12 +4,13 @@ import asyncio
 import json
 from collections.abc import Callable, Mapping, Sequence, Sized
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from datetime import datetime
 from itertools import accumulate
 from typing import Any, ClassVar, NoReturn, Protocol, TypeVar
 
 import msgspec
-from jinja2 import TemplateError, nodes
+from jinja2 import Template, TemplateError, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.meta import find_undeclared_variables
 from jinja2.parser import Parser
@@ -65,6 +66,15 @@ class Conversation(Protocol):
     def reasoning_effort(self) -> str | None: ...
 
 
+@dataclass(frozen=True)
+class _ChatTemplate:
+    """`names`: what it asks for."""
+
+    program: Template
+    names: set[str]
+    knows_tools: bool
+
+
 class Prompting:
     """Templates and tokenizer of one model. Raises ConfigError on a template that does not compile.
 
@@ -80,23 +90,16 @@ class Prompting:
         self.compilers, self.trials = DeepThreads(4, "grammar"), Trials(checkpoint)
         self._huge = ThreadPoolExecutor(1, "huge-prompt")
         self._longest_token = max(map(len, self.tokenizer.get_vocab()), default=1)
-        template = checkpoint.chat_template or ""
         added = self.tokenizer.get_added_tokens_decoder().items()
         self._special_ids = {token.content: token_id for token_id, token in added if token.special}
         self._grammar_ids = {
             token.content: token_id for token_id, token in added if token.special or _is_bracketed(token.content)
         }
-        self.thinking = thinking_of(template, self._special_ids)
+        self.thinking = thinking_of(checkpoint.chat_template or "", self._special_ids)
         own_calls = self.thinking.calls if self.thinking is not None else None
-        self.tool_form = own_calls or form_of(template, tool_parser)
-        self._knows_tools = knows_tools(template)
-        try:
-            source = checkpoint.chat_template
-            environment = _environment()
-            self._template = None if source is None else environment.from_string(source)
-            self._names = find_undeclared_variables(environment.parse(source or ""))
-        except TemplateError as error:
-            raise ConfigError(f"the model's chat template does not compile: {error}") from error
+        with_tools = checkpoint.tool_template or checkpoint.chat_template
+        self.tool_form = own_calls or form_of(with_tools or "", tool_parser)
+        self._template, self._tool_template = map(_compiled, (checkpoint.chat_template, with_tools))
 
     def least_tokens(self, text: str) -> int:
         """No fewer can spell it: none is longer than the longest."""
@@ -122,21 +125,22 @@ class Prompting:
         if is_open and request.add_generation_prompt:
             why = "'continue_final_message' and 'add_generation_prompt' exclude each other"
             raise RequestError(why, "continue_final_message")
-        if self._template is None:
+        template = self._tool_template if request.tools else self._template
+        if template is None:
             raise RequestError("this model has no chat template; use /v1/completions", "messages")
         plain = [self._plain(index, message) for index, message in enumerate(messages)]
         needs_description = self.tool_form is not None and self.tool_form.needs_description
         tools = [described(tool, needs_description) for tool in request.tools or ()]
-        if not self._knows_tools and self.tool_form is not None:
+        if not template.knows_tools and self.tool_form is not None:
             plain, tools = told(plain, tools, self.tool_form), []
         try:
             opens_answer = request.add_generation_prompt is not False and not is_open
             names = {"tools": tools or None, "documents": None, "add_generation_prompt": opens_answer} | self._specials
-            names |= self._effort(request.reasoning_effort, given)
+            names |= self._effort(request.reasoning_effort, given, template.names)
             if taken := sorted(given.keys() & {"messages", *names}):
                 raise RequestError(f"chat_template_kwargs: '{taken[0]}' is not for you to set", "chat_template_kwargs")
             shown = _marked(plain) if is_open else plain
-            text = self._template.render(names | given, messages=shown)
+            text = template.program.render(names | given, messages=shown)
             return _cut_at_mark(text, plain[-1]["content"]) if is_open else text
         except _TEMPLATE_ERRORS as error:
             raise RequestError(f"the chat template refuses these messages: {error}", "messages") from error
@@ -200,21 +204,21 @@ class Prompting:
             return plain
         return self.thinking.remembered(plain, thought)
 
-    def _effort(self, effort: str | None, given: Mapping[str, Any]) -> dict[str, Any]:
+    def _effort(self, effort: str | None, given: Mapping[str, Any], asked: set[str]) -> dict[str, Any]:
         """For the template. As with vLLM, any effort but none switches thinking on where it can be switched."""
         if effort is None:
             return {}
         names = {"reasoning_effort": effort}
         if "enable_thinking" not in given:
             names |= {"enable_thinking": effort != "none"}
-        if not self._names & {"reasoning_effort", "enable_thinking"}:
+        if not asked & {"reasoning_effort", "enable_thinking"}:
             why = "this model's chat template knows no 'reasoning_effort'; leave it out"
             raise RequestError(why, "reasoning_effort")
         known = self.thinking.efforts if self.thinking is not None else ()
         if known and effort not in known:
             why = f"this model knows no 'reasoning_effort' of {effort}, only {', '.join(known)}"
             raise RequestError(why, "reasoning_effort")
-        return {name: value for name, value in names.items() if name in self._names}
+        return {name: value for name, value in names.items() if name in asked}
 
     def _offsets(self, token_ids: Sequence[int], text: str) -> tuple[int, ...]:
         detokenizer = Detokenizer(self.tokenizer, skip_special_tokens=False)
@@ -226,6 +230,17 @@ class Prompting:
     def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
         # As a batch: only so the tokenizer lets go of the interpreter, and others' streams go on; as with decode.
         return self.tokenizer.encode_batch([text], add_special_tokens=add_special_tokens)[0].ids
+
+
+def _compiled(source: str | None) -> _ChatTemplate | None:
+    if source is None:
+        return None
+    environment = _environment()
+    try:
+        asked = find_undeclared_variables(environment.parse(source))
+        return _ChatTemplate(environment.from_string(source), asked, knows_tools(source))
+    except TemplateError as error:
+        raise ConfigError(f"the model's chat template does not compile: {error}") from error
 
 
 def _is_bracketed(text: str) -> bool:

@@ -2,6 +2,7 @@
 
 import json
 import math
+from collections.abc import Mapping
 from pathlib import Path
 
 import httpx2  # what the hub's client asks with
@@ -94,13 +95,14 @@ def write_gguf(
     arch: str = "llama",
     model: str = "gpt2",
     pre: str = "smollm",
-    fields: dict[str, int | float] | None = None,
+    fields: Mapping[str, int | float | str] | None = None,
     tensors: dict[str, np.ndarray] | None = None,
     more_tokens: tuple[str, ...] = (),
 ) -> Path:
     writer = GGUFWriter(path, arch)
+    add = {int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
     for key, value in (fields or {}).items():
-        writer.add_uint32(key, value) if isinstance(value, int) else writer.add_float32(key, value)
+        add[type(value)](key, value)
     for key, value in {
         "block_count": 1,
         "embedding_length": 8,
@@ -140,6 +142,24 @@ def test_a_folder_gives_its_configuration(folder):
     assert checkpoint.chat_template == "T" and checkpoint.config.head_dim == 4 and checkpoint.config.num_kv_heads == 2
     (folder / "chat_template.jinja").write_text("J")
     assert open_checkpoint(str(folder)).chat_template == "J"
+
+
+def test_conversations_with_tools_may_have_a_template_of_their_own(folder, tmp_path):
+    """As Hermes 2 Pro and 3 have it, in each place that transformers and llama.cpp write it to."""
+    named = [{"name": "tool_use", "template": "U"}, {"name": "default", "template": "T"}]
+    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": named}))
+    checkpoint = open_checkpoint(str(folder))
+    assert (checkpoint.chat_template, checkpoint.tool_template) == ("T", "U")
+    (folder / "chat_template.jinja").write_text("J")
+    checkpoint = open_checkpoint(str(folder))
+    assert (checkpoint.chat_template, checkpoint.tool_template) == ("J", None)
+    (folder / "additional_chat_templates").mkdir()
+    (folder / "additional_chat_templates" / "tool_use.jinja").write_text("K")
+    checkpoint = open_checkpoint(str(folder))
+    assert (checkpoint.chat_template, checkpoint.tool_template) == ("J", "K")
+    fields = {"tokenizer.chat_template": "T", "tokenizer.chat_template.tool_use": "U"}
+    checkpoint = open_checkpoint(str(write_gguf(tmp_path / "a.gguf", fields=fields)))
+    assert (checkpoint.chat_template, checkpoint.tool_template) == ("T", "U")
 
 
 def test_special_tokens_of_an_older_folder_are_in_a_file_of_their_own(folder):
@@ -558,12 +578,13 @@ def test_of_a_hub_id_nothing_is_fetched_twice(monkeypatch, folder):
 
     def listing(model, allow_patterns, ignore_patterns):
         names = ["config.json", "a.safetensors", "chat.jinja", "README.md", "original/a.safetensors", "metal/m/c.json"]
+        names += ["additional_chat_templates/tool_use.jinja"]
         fetched.extend(filter_repo_objects(names, allow_patterns=allow_patterns, ignore_patterns=ignore_patterns))
         return folder
 
     monkeypatch.setattr("checkpoint.hub.snapshot_download", listing)
     open_checkpoint("org/name")
-    assert fetched == ["config.json", "a.safetensors", "chat.jinja"]
+    assert fetched == ["config.json", "a.safetensors", "chat.jinja", "additional_chat_templates/tool_use.jinja"]
 
 
 def test_weights_of_one_shape_are_told_apart(folder):

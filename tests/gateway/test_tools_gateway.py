@@ -10,7 +10,9 @@ import pydantic
 import pytest
 
 from checkpoint import Checkpoint
+from contracts.errors import ConfigError
 from gateway.openapi import ChatReply
+from gateway.prompting import Prompting
 from gateway.settings import GatewaySettings
 from tests.gateway.sayings import SAY, prompt, saying
 from tests.gateway.tool_calls import CALL, HISTORY, MADE, PARIS, TOOLS, TWO, WEATHER
@@ -170,6 +172,24 @@ async def test_a_template_that_knows_no_tools_has_them_told_in_words(checkpoint)
         system = {"role": "system", "content": "Be brief."}
         shown = await prompt(rig, client, tools=TOOLS, messages=[system, *SAY])
         assert shown.startswith("<|im_start|>system\nBe brief.\n\n") and shown.count("<|im_start|>system") == 1
+
+
+async def test_a_template_for_tools_alone_is_taken_where_there_are_tools(checkpoint):
+    """Hermes 2 Pro and 3 have two: without tools the default one, which tells of earlier calls in words."""
+    both = replace(checkpoint, tool_template=KNOWING.replace("[TOOL_CALLS][ARGS]", "<tool_call>"))
+    async with saying(checkpoint, "hi") as (rig, client):
+        plain = await prompt(rig, client)
+    call = f'<tool_call>{{"name": "get_weather", "arguments": {PARIS}}}</tool_call>'
+    async with saying(both, call) as (rig, client):
+        assert await prompt(rig, client) == await prompt(rig, client, tools=TOOLS, tool_choice="none") == plain
+        assert await prompt(rig, client, tools=TOOLS) == f"<tool_call>{json.dumps(TOOLS)}\nuser: weather?;"
+        assert '<tool_call>\n{"name": "get_weather"' in await prompt(rig, client, messages=HISTORY)
+        ask = {"model": rig.front.model, "messages": SAY, "tools": TOOLS}
+        choice = (await client.chat.completions.create(**ask)).choices[0]
+        assert [made.function.arguments for made in choice.message.tool_calls or []] == [PARIS]
+    broken = replace(checkpoint, tool_template="{% if %}")
+    with pytest.raises(ConfigError, match="chat template does not compile"):
+        Prompting(broken)
 
 
 async def test_calls_and_their_results_are_shown_to_the_model(checkpoint):
