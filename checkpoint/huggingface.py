@@ -2,12 +2,13 @@
 
 import json
 import math
+from collections.abc import Iterable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from tokenizers import Tokenizer
+from tokenizers import AddedToken, Tokenizer
 
 from checkpoint.checkpoint import Checkpoint, WeightFormat
 from checkpoint.config import Experts, ModelConfig, RopeScaling, YarnScaling
@@ -22,6 +23,8 @@ _COUNTS = (
     *("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads", "head_dim"),
     *("norm_eps", "rope_theta", "max_model_len"),
 )
+_SPECIAL = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
+_FLAGS = ("content", "lstrip", "rstrip", "single_word", "normalized", "special")
 _SWIGLU = {"swiglu_alpha": 1.702, "swiglu_limit": 7.0}
 
 
@@ -30,7 +33,7 @@ def open_folder(path: Path, name: str | None = None) -> Checkpoint:
     config = text_part(_read_json(path / "config.json"), str(path))
     tokenizer_config = _tokenizer_config(path)
     has_head = "lm_head.weight" in tensor_files(path)
-    tokenizer = _load_tokenizer(path / "tokenizer.json")
+    tokenizer = _load_tokenizer(path / "tokenizer.json", tokenizer_config)
     bos, eos = (_token(tokenizer_config.get(key)) for key in ("bos_token", "eos_token"))
     eos_ids = _eos_token_ids(path, config, tokenizer, eos)
     templates = _chat_templates(path, tokenizer_config)
@@ -47,7 +50,7 @@ def open_folder(path: Path, name: str | None = None) -> Checkpoint:
         eos_token=eos or (tokenizer.id_to_token(eos_ids[0]) if eos_ids else None),
         add_bos=_adds_bos(tokenizer, bos),
         chat_template=templates.get("default"),
-        build_tokenizer=partial(_load_tokenizer, path / "tokenizer.json"),
+        build_tokenizer=partial(_load_tokenizer, path / "tokenizer.json", tokenizer_config),
         quantization=_quantization(model, config, path),
         tool_template=templates.get("tool_use"),
     )
@@ -240,7 +243,7 @@ def _read_json(path: Path, required: bool = True) -> dict[str, Any]:
     return table
 
 
-def _load_tokenizer(path: Path) -> Tokenizer:
+def _load_tokenizer(path: Path, config: dict[str, Any]) -> Tokenizer:
     if not path.exists():
         raise ConfigError(f"{path.parent} has no tokenizer.json; save the model with a fast tokenizer")
     try:
@@ -250,7 +253,27 @@ def _load_tokenizer(path: Path) -> Tokenizer:
     # What the last training cut its texts to is saved too; transformers asks for it anew at each call.
     tokenizer.no_truncation()
     tokenizer.no_padding()
+    try:
+        tokenizer.add_tokens(_stated_tokens(config, tokenizer.get_added_tokens_decoder().values()))
+    except (TypeError, ValueError, AttributeError, LookupError) as error:
+        raise ConfigError(f"{path.parent}: a token in tokenizer_config.json is of the wrong kind: {error}") from error
     return tokenizer
+
+
+def _stated_tokens(config: dict[str, Any], known: Iterable[AddedToken]) -> list[AddedToken]:
+    """Those that tokenizer_config.json has, and tokenizer.json lacks or has otherwise: transformers adds them."""
+    tokens = {token.content: token for token in known}
+    found = {text: repr(token) for text, token in tokens.items()}
+    for _, entry in sorted((config.get("added_tokens_decoder") or {}).items(), key=lambda item: int(item[0])):
+        tokens[entry["content"]] = AddedToken(**{key: entry[key] for key in _FLAGS if key in entry})
+    extra = config.get("extra_special_tokens") or config.get("additional_special_tokens") or ()
+    by_name, others = (extra, ()) if isinstance(extra, dict) else ({}, extra)
+    named = [text for value in (*map(config.get, _SPECIAL), *by_name.values()) if (text := _token(value))]
+    for text in (*named, *filter(None, map(_token, others))):
+        tokens.setdefault(text, AddedToken(text, special=True))
+    for text in named:
+        tokens[text].special = True
+    return [token for text, token in tokens.items() if found.get(text) != repr(token)]
 
 
 def _tokenizer_config(path: Path) -> dict[str, Any]:

@@ -11,8 +11,8 @@ import pytest
 from gguf import GGUFWriter
 from huggingface_hub.utils import filter_repo_objects
 from safetensors.numpy import save_file
-from tokenizers import Tokenizer, models
-from transformers import AutoConfig
+from tokenizers import AddedToken, Tokenizer, models
+from transformers import AutoConfig, AutoTokenizer
 
 from checkpoint import open_checkpoint
 from checkpoint.config import Experts, RopeScaling, Tuning, YarnScaling
@@ -170,6 +170,45 @@ def test_special_tokens_of_an_older_folder_are_in_a_file_of_their_own(folder):
     (folder / "tokenizer_config.json").write_text(json.dumps(newer))
     checkpoint = open_checkpoint(str(folder))
     assert (checkpoint.bos_token, checkpoint.eos_token, checkpoint.eos_token_ids) == (None, "</s>", (2,))
+
+
+LISTED = {"content": "<x>", "lstrip": False, "rstrip": False, "normalized": False, "single_word": False}
+
+
+@pytest.mark.parametrize("known", [None, {}, {"special": True}], ids=["", "plain", "special"])
+@pytest.mark.parametrize(
+    "config",
+    [
+        {},
+        {"added_tokens_decoder": {"3": {**LISTED, "special": True}}},
+        {"added_tokens_decoder": {"3": {**LISTED, "special": False}}},
+        {"added_tokens_decoder": {"3": {**LISTED, "special": True, "rstrip": True}}},
+        {"added_tokens_decoder": {"4": {**LISTED, "content": "<y>"}, "3": {**LISTED, "special": False}}},
+        {"eos_token": "<x>"},
+        {"eos_token": "<x>", "added_tokens_decoder": {"3": {**LISTED, "special": False}}},
+        {"additional_special_tokens": ["<x>"]},
+        {"additional_special_tokens": ["<x>"], "added_tokens_decoder": {"3": {**LISTED, "special": False}}},
+        {"extra_special_tokens": {"image_token": "<x>"}, "pad_token": "<y>"},
+    ],
+)
+def test_tokens_that_the_tokenizers_configuration_adds_are_those_of_transformers(config, known, tmp_path):
+    tokenizer = Tokenizer(models.BPE(vocab={text: index for index, text in enumerate("abxy <>")}, merges=[]))
+    if known is not None:
+        tokenizer.add_tokens([AddedToken("<x>", normalized=False, **known)])
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG | {"model_type": "llama"}))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"} | config))
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    save_file({"w": np.zeros(4, np.float32)}, tmp_path / "model.safetensors")
+    ours, theirs = open_checkpoint(str(tmp_path)).tokenizer(), AutoTokenizer.from_pretrained(tmp_path)
+    ids = theirs.encode("a<x> b<y><x>")
+    assert ours.encode("a<x> b<y><x>").ids == ids
+    for skips in (True, False):
+        assert ours.decode(ids, skips) == theirs.decode(ids, skip_special_tokens=skips)
+
+
+def test_a_token_of_another_kind_is_told(folder):
+    (folder / "tokenizer_config.json").write_text(json.dumps({"added_tokens_decoder": {"3": {"content": 7}}}))
+    refused(folder, "a token in tokenizer_config.json is of the wrong kind")
 
 
 def test_a_tokenizer_neither_cuts_nor_fills_up_prompts(folder):
