@@ -64,8 +64,8 @@ DEVICE_FORMATS = {
 
 def resolve_device_dtype(dtype: str, checkpoint: Checkpoint, found: Caps) -> str:
     """`auto`: what keeps a quantized checkpoint as it is; for plain weights FP8 where the GPU multiplies it, but for
-    small models, and for Qwen2, whose biases make keys of hundreds, which in e4m3 ruin its text (QwenLM/Qwen3#840,
-    NVIDIA/TensorRT-LLM#4218). Raises ConfigError for an unknown name, and for `int4` of weights that can't be held so.
+    small models; FP8 neither way for models with `_has_large_keys`. Raises ConfigError for an unknown name, and for
+    `int4` of weights that can't be held so.
     """
     if dtype != "auto" and dtype not in DEVICE_FORMATS:
         names = ", ".join(DEVICE_FORMATS)
@@ -79,9 +79,15 @@ def resolve_device_dtype(dtype: str, checkpoint: Checkpoint, found: Caps) -> str
         return "float32"  # no kernel of ours is compiled for these; the reference attends in this format alone
     if checkpoint.quantization is not None:
         return stored
-    config = checkpoint.config
-    has_large_keys = config.qkv_bias and not config.sinks
-    return "float8" if config.hidden_size >= MIN_FP8_HIDDEN and not has_large_keys else "bfloat16"
+    is_large = checkpoint.config.hidden_size >= MIN_FP8_HIDDEN
+    return "float8" if is_large and not _has_large_keys(checkpoint.config) else "bfloat16"
+
+
+def _has_large_keys(config: ModelConfig) -> bool:
+    """Qwen2's biases make keys of hundreds, which in e4m3 ruin its text (QwenLM/Qwen3#840,
+    NVIDIA/TensorRT-LLM#4218).
+    """
+    return config.qkv_bias and not config.sinks
 
 
 def has_fused_step(config: ModelConfig) -> bool:
@@ -134,6 +140,8 @@ def kept_as(checkpoint: Checkpoint) -> tuple[str, str]:
     if quantization is None:
         return "bfloat16", "they are not quantized"
     if not quantization.is_int4:
+        if _has_large_keys(checkpoint.config):
+            return "bfloat16", "they are FP8, and float8 has keys in e4m3, which biases make hundreds"
         if checkpoint.config.experts is not None and not quantization.rounds_activations:
             return "bfloat16", "input_activations is null: grouped products of experts would round activations"
         return "float8", "they are FP8"

@@ -351,3 +351,14 @@ def test_auto_rounds_plain_weights_of_large_models_but_for_keys_with_biases(fami
     checkpoint = open_checkpoint(str(tmp_path))
     sized = replace(checkpoint, config=replace(checkpoint.config, hidden_size=hidden))
     assert resolve_device_dtype("auto", sized, Caps("cuda", 90)) == dtype
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"), [("compressed-rows", "bfloat16"), ("deepseek", "bfloat16"), ("awq", "int4")]
+)
+def test_auto_keeps_no_keys_with_biases_in_e4m3(name, dtype, tmp_path):
+    """Of stored FP8 neither; INT4 has a bf16 cache."""
+    save_quantized(tmp_path, LAYOUTS[name], "qwen2")
+    checkpoint = open_checkpoint(str(tmp_path))
+    assert resolve_device_dtype("auto", checkpoint, Caps("cuda", 90)) == dtype
+    assert resolve_device_dtype("float8", checkpoint, Caps("cuda", 90)) == "float8"

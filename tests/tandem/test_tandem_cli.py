@@ -325,6 +325,14 @@ def test_what_becomes_of_quantized_experts_is_explained(
     assert said.startswith(f"the matrices of its experts are {words}") and found is level
 
 
+def test_keys_with_biases_that_float8_would_ruin_are_explained() -> None:
+    checkpoint = replace(random_checkpoint("random", LLAMA_8B), quantization=Quantization("fp8", Scheme.FP8_BLOCKS))
+    biased = replace(checkpoint, config=replace(checkpoint.config, qkv_bias=True))
+    (chosen, _), (said, level) = doctor.explain_weights(biased, HOPPER)
+    assert "as bfloat16" in chosen and level is doctor.Level.WARNING
+    assert said.endswith("they are FP8, and float8 has keys in e4m3, which biases make hundreds")
+
+
 def test_experts_that_would_round_what_a_checkpoint_leaves_plain_are_widened() -> None:
     checkpoint = replace(random_checkpoint("random", LLAMA4_MAVERICK), quantization=WEIGHTS_ONLY)
     (chosen, _), (said, level) = doctor.explain_weights(checkpoint, HOPPER)
