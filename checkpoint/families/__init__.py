@@ -14,9 +14,11 @@ FAMILIES: dict[str, Family] = {
 
 
 def family_of(architecture: str, source: str) -> Family:
-    """By the name that a config.json or a GGUF file uses. Raises ConfigError that lists the supported ones."""
-    for family in FAMILIES.values():
-        if architecture in (family.architecture, family.gguf_architecture):
+    """By the name that a config.json or a GGUF file uses; a config.json may only say its model_type, as the families
+    here are called. Raises ConfigError that lists the supported ones.
+    """
+    for name, family in FAMILIES.items():
+        if architecture in (family.architecture, family.gguf_architecture, name):
             return family
     supported = ", ".join(sorted(FAMILIES))
     raise ConfigError(f"{source}: the architecture '{architecture}' is not supported; supported are {supported}")

@@ -373,6 +373,11 @@ def test_the_number_of_experts_is_read_from_both_spellings():
     assert model_config(newer, "here") == model_config(QWEN3_MOE, "here")
 
 
+@pytest.mark.parametrize(("config", "model_type"), [(CONFIG, "llama"), (QWEN3_MOE, "qwen3_moe"), (GPT_OSS, "gpt_oss")])
+def test_a_configuration_that_states_no_architecture_is_known_by_its_model_type(config, model_type):
+    assert model_config(config | {"architectures": None, "model_type": model_type}, "a") == model_config(config, "a")
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
