@@ -121,10 +121,12 @@ def _cpu(options: argparse.Namespace) -> Iterator[tuple[str, Level]]:
         cap = f", with oneDNN capped at {isa.onednn_cap}" if isa.onednn_cap else ""
         speed = "faster than with float16 weights" if is_bfloat16_fast(isa) else "but float16 weights are faster"
         yield f"bfloat16 matmuls run here, {speed}{cap}", Level.OK
-    with suppress(ConfigError):  # a model that can't be opened is a finding already
-        settings = EngineSettings(model=options.model)
-        chosen = resolve_dtype(settings, open_weights(open_checkpoint(options.model)))
-        yield f"dtype auto holds this model's weights as {chosen} here", Level.OK
+    try:
+        checkpoint = open_checkpoint(options.model)
+    except ConfigError:  # is a finding already
+        return
+    chosen = resolve_dtype(EngineSettings(model=options.model), open_weights(checkpoint))
+    yield f"dtype auto holds this model's weights as {chosen} here", Level.OK
 
 
 def _memory(options: argparse.Namespace) -> Iterator[tuple[str, Level]]:

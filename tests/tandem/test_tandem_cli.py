@@ -20,6 +20,7 @@ from safetensors.numpy import save_file
 
 from bench.random_model import LLAMA4_MAVERICK, LLAMA_8B, byte_tokenizer, random_checkpoint
 from checkpoint.quantization import Quantization, Scheme
+from contracts.errors import ConfigError
 from coordinator.settings import CoordinatorSettings
 from gateway.settings import GatewaySettings
 from kernels.caps import Caps
@@ -29,6 +30,7 @@ from tandem.chat import Timing
 from tandem.completion import script
 from tandem.settings import UpSettings
 from tests.engine import tiny_models
+from tests.engine.quantized_models import LAYOUTS, damage, save_quantized
 from tests.tandem.typed import Done, typed
 from worker.settings import WorkerSettings
 
@@ -360,6 +362,14 @@ def test_a_quantized_folder_is_told_in_words(tmp_path: Path) -> None:
         "quantized: INT4 as AWQ packs it (awq), a scale for 128 columns; as they were: lm_head, mlp.down; "
         "widened on load for a CPU"
     ) in said
+
+
+def test_the_doctor_tells_of_weights_that_do_not_fit_their_configuration(tmp_path: Path) -> None:
+    save_quantized(tmp_path, LAYOUTS["gptq"])
+    damage(tmp_path, {"model.layers.0.self_attn.o_proj.qzeros": None})
+    with pytest.raises(ConfigError, match=r"lacks 'model\.layers\.0\.self_attn\.o_proj\.qzeros'"):
+        list(doctor.CHECKS["cpu"](argparse.Namespace(model=str(tmp_path))))
+    assert list(doctor.CHECKS["cpu"](argparse.Namespace(model=str(tmp_path / "none"))))  # told of beside the model
 
 
 def test_the_doctor_says_what_a_mixture_is_made_of(tmp_path: Path) -> None:
