@@ -19,7 +19,11 @@ from kernels.reference.quant import dequantize_blocks, dequantize_rows
 
 _SCALES, _INPUT_SCALES = ("weight_scale", "weight_scale_inv"), ("input_scale", "activation_scale")
 _EXPERT_SCALES = ("{}_weight_scale", "{}_scale")
-_KV_NAMES = ("{0}self_attn.{1}_scale", "{0}self_attn.{1}_proj.{1}_scale", "{0}self_attn.kv_scale")
+# `output_scale` is AMD Quark's; vLLM takes it for the same (Fp8Config.get_cache_scale).
+_KV_NAMES = (
+    *("{0}self_attn.{1}_scale", "{0}self_attn.{1}_proj.{1}_scale", "{0}self_attn.{1}_proj.output_scale"),
+    "{0}self_attn.kv_scale",
+)
 
 
 @dataclass(frozen=True)

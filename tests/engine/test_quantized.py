@@ -146,9 +146,17 @@ def test_biases_and_head_norms_go_with_every_layout(name, family, tmp_path, noth
     assert answers(load_engine(settings(model=str(tmp_path))), PROMPTS[:2], greedy()) == tokens
 
 
-@pytest.mark.parametrize("name", ["compressed-matrix", "modelopt"])
-def test_scales_of_kv_and_activations_come_from_the_checkpoint(name, tmp_path):
-    save_quantized(tmp_path, LAYOUTS[name])
+@pytest.mark.parametrize(
+    "layout",
+    [
+        LAYOUTS["compressed-matrix"],
+        LAYOUTS["modelopt"],
+        replace(LAYOUTS["autofp8"], kv_names=("k_proj.output_scale", "v_proj.output_scale")),
+    ],
+    ids=["compressed-matrix", "modelopt", "quark"],
+)
+def test_scales_of_kv_and_activations_come_from_the_checkpoint(layout, tmp_path):
+    save_quantized(tmp_path, layout)
     engine = device_engine(tmp_path, "float8")
     runner = engine.runner
     assert isinstance(runner, DeviceRunner)
