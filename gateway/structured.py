@@ -12,6 +12,7 @@ from llguidance import LLMatcher, grammar_from
 from msgspec import Meta
 
 from contracts.errors import RequestError
+from gateway.exact_schema import exact
 from gateway.string_formats import without_unknown_formats
 
 MAX_GRAMMAR_CHARS = 64 << 10
@@ -133,7 +134,7 @@ def _schema(text: str, param: str) -> dict[str, Any]:
 
 def _json_grammar(schema: dict[str, Any], param: str) -> str:
     try:
-        grammar = LLMatcher.grammar_from_json_schema(schema, overrides={"whitespace_flexible": False})
+        grammar = LLMatcher.grammar_from_json_schema(exact(schema), overrides={"whitespace_flexible": False})
     except ValueError as error:  # half of a surrogate pair, or an integer of more than 64 bits
         raise RequestError(f"{param} does not compile: {error}", param) from error
     return _checked(grammar, param)

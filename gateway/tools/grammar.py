@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from contracts.errors import RequestError
+from gateway.exact_schema import exact
 from gateway.string_formats import without_unknown_formats
 from gateway.structured import compiled_lark, require_schema
 from gateway.tools.form import Form
@@ -56,7 +57,7 @@ def _enforced(function: Function, must: bool) -> dict[str, Any]:
     schema = schema_of(function) if must or function.strict else {"type": "object"}
     if not function.strict:
         schema = without_unknown_formats(schema)
-    return schema | {"x-guidance": _CALL_STYLE}
+    return exact(schema) | {"x-guidance": _CALL_STYLE}
 
 
 def _alone(calling: Calling, form: Form, token_ids: Mapping[str, int], answer: dict[str, Any] | None) -> list[str]:
@@ -66,7 +67,7 @@ def _alone(calling: Calling, form: Form, token_ids: Mapping[str, int], answer: d
         return [start]
     said = "said: /(.|\\n)*/"
     if answer is not None:
-        said = f"said: %json {json.dumps(answer | {'x-guidance': _ANSWER_STYLE})}"
+        said = f"said: %json {json.dumps(exact(answer) | {'x-guidance': _ANSWER_STYLE})}"
     return [f"{start} | answer", f"answer: {terms(form.answer, token_ids)} said", said]
 
 
