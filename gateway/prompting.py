@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence, Sized
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -37,6 +38,8 @@ HUGE_CHARS = 1_000_000
 """Above, one at a time: tokenizing takes more than 100 bytes of memory for each of its characters."""
 
 _MARK = "Here-the-Answer-goes-on "  # which a template that strips shows without its space
+_TAKES_PARTS = re.compile(r"\bfor\s+\w+\s+in\s+\w+(?:\.content\b|\[\s*['\"]content['\"]\s*\])")
+"""A loop over the parts of a message, of which the template says itself how they follow each other."""
 
 # A template is a program that sees what the client sends.
 _TEMPLATE_ERRORS = (
@@ -68,11 +71,12 @@ class Conversation(Protocol):
 
 @dataclass(frozen=True)
 class _ChatTemplate:
-    """`names`: what it asks for."""
+    """`names`: what it asks for. `joint`: between the parts of a message, as vLLM has them."""
 
     program: Template
     names: set[str]
     knows_tools: bool
+    joint: str
 
 
 class Prompting:
@@ -125,10 +129,9 @@ class Prompting:
         if is_open and request.add_generation_prompt:
             why = "'continue_final_message' and 'add_generation_prompt' exclude each other"
             raise RequestError(why, "continue_final_message")
-        template = self._tool_template if request.tools else self._template
-        if template is None:
+        if (template := self._template_of(request)) is None:
             raise RequestError("this model has no chat template; use /v1/completions", "messages")
-        plain = [self._plain(index, message) for index, message in enumerate(messages)]
+        plain = [self._plain(index, message, template.joint) for index, message in enumerate(messages)]
         needs_description = self.tool_form is not None and self.tool_form.needs_description
         tools = [described(tool, needs_description) for tool in request.tools or ()]
         if not template.knows_tools and self.tool_form is not None:
@@ -151,8 +154,10 @@ class Prompting:
             return ""
         if not request.continue_final_message:
             return self.thinking.begun(prompt, "")
-        last = (request.messages or [])[-1]
-        return self.thinking.begun(prompt, _plain(0, last)["content"]) if last.role == "assistant" else ""
+        last, template = (request.messages or [])[-1], self._template_of(request)
+        if last.role != "assistant" or template is None:
+            return ""
+        return self.thinking.begun(prompt, _plain(0, last, template.joint)["content"])
 
     def special_ids(self, texts: Sequence[str]) -> dict[str, int]:
         """Of those texts that are special tokens."""
@@ -197,9 +202,12 @@ class Prompting:
             return work()
         return await asyncio.get_running_loop().run_in_executor(self._huge if length > HUGE_CHARS else None, work)
 
-    def _plain(self, index: int, message: Message) -> dict[str, Any]:
+    def _template_of(self, request: Conversation) -> _ChatTemplate | None:
+        return self._tool_template if request.tools else self._template
+
+    def _plain(self, index: int, message: Message, joint: str) -> dict[str, Any]:
         """With what the assistant thought, if the model's template may know what to do with it."""
-        plain, thought = _plain(index, message), message.reasoning or message.reasoning_content
+        plain, thought = _plain(index, message, joint), message.reasoning or message.reasoning_content
         if not thought or message.role != "assistant" or self.thinking is None:
             return plain
         return self.thinking.remembered(plain, thought)
@@ -238,7 +246,8 @@ def _compiled(source: str | None) -> _ChatTemplate | None:
     environment = _environment()
     try:
         asked = find_undeclared_variables(environment.parse(source))
-        return _ChatTemplate(environment.from_string(source), asked, knows_tools(source))
+        joint = "" if _TAKES_PARTS.search(source) else "\n"
+        return _ChatTemplate(environment.from_string(source), asked, knows_tools(source), joint)
     except TemplateError as error:
         raise ConfigError(f"the model's chat template does not compile: {error}") from error
 
@@ -247,7 +256,7 @@ def _is_bracketed(text: str) -> bool:
     return text.startswith("<") and text.endswith(">")
 
 
-def _plain(index: int, message: Message) -> dict[str, Any]:
+def _plain(index: int, message: Message, joint: str) -> dict[str, Any]:
     at = f"messages[{index}]"
     if message.tool_calls and message.role != "assistant":
         raise RequestError("only a message of the assistant has 'tool_calls'", f"{at}.tool_calls")
@@ -255,7 +264,7 @@ def _plain(index: int, message: Message) -> dict[str, Any]:
         raise RequestError("a message of role 'tool' needs 'tool_call_id'", f"{at}.tool_call_id")
     content = "" if message.content is None and message.role == "assistant" else message.content
     if isinstance(content, list):
-        content = "".join(_part(part, f"{at}.content[{number}]") for number, part in enumerate(content))
+        content = joint.join(_part(part, f"{at}.content[{number}]") for number, part in enumerate(content))
     if content is None:
         raise RequestError("a message needs 'content'", f"{at}.content")
     calls = [_made(call, f"{at}.tool_calls[{number}]") for number, call in enumerate(message.tool_calls or ())]

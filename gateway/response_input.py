@@ -142,10 +142,10 @@ def _reasoning_of(item: dict[str, Any], at: str) -> str:
 
 
 def _content(content: Any, at: str) -> Any:
-    """Parts of text as one; what is neither a list nor text is for others to refuse."""
+    """Parts of text as a chat has them; what is neither a list nor text is for others to refuse."""
     if not isinstance(content, list):
         return content
-    return "".join(_part(part, f"{at}[{index}]") for index, part in enumerate(content))
+    return [{"type": "text", "text": _part(part, f"{at}[{index}]")} for index, part in enumerate(content)]
 
 
 def _part(part: Any, at: str) -> str:

@@ -7,7 +7,8 @@ import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from gateway.prompting import Prompting
-from gateway.schema import ChatRequest
+from gateway.response_input import to_chat
+from gateway.schema import ChatRequest, ResponsesRequest
 
 MESSAGES = [{"role": "user", "content": "<Hä & so>"}, {"role": "assistant", "content": "yes"}]
 TRAINED = (  # as TRL has them: what is to be learned is marked
@@ -16,6 +17,29 @@ TRAINED = (  # as TRL has them: what is to be learned is marked
 )
 COMPACT = "{{ messages[0] | tojson(separators=(',', ':'), sort_keys=true) }}"
 ESCAPED = "{{ messages[0].content | tojson(ensure_ascii=true) }}{{ messages[0].content | tojson(indent=2) }}"
+
+
+IN_PARTS = "{% for m in messages %}{% for part in m['content'] %}{{ part.text or part }}{% endfor %}{% endfor %}"
+PARTS = [{"type": "text", "text": "Sum this up:"}, {"type": "text", "text": "The moon."}]
+
+
+@pytest.mark.parametrize(
+    ("template", "shown"),
+    [
+        ("{{ messages[0].content }}", "Sum this up:\nThe moon."),
+        (
+            "{% for m in messages %}{% if '>' in m.content %}{% endif %}{{ m.content }}{% endfor %}",
+            "Sum this up:\nThe moon.",
+        ),
+        (IN_PARTS, "Sum this up:The moon."),
+    ],
+)
+def test_the_parts_of_a_message_follow_each_other_as_in_vllm(checkpoint, template, shown):
+    prompting = Prompting(replace(checkpoint, chat_template=template))
+    body = {"messages": [{"role": "user", "content": PARTS}]}
+    assert prompting.render(msgspec.convert(body, ChatRequest)) == shown
+    items = [{"role": "user", "content": [part | {"type": "input_text"} for part in PARTS]}]
+    assert prompting.render(to_chat(msgspec.convert({"input": items}, ResponsesRequest))) == shown
 
 
 @pytest.mark.parametrize("template", [TRAINED, COMPACT, ESCAPED])
