@@ -20,10 +20,21 @@ class WeightFormat(StrEnum):
 
 
 @dataclass(frozen=True)
+class Advice:
+    """How to draw where a request does not say, in the API's terms; a `top_k` of 0 is all."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+
+
+@dataclass(frozen=True)
 class Checkpoint:
     """`name` is the served id; `path` the GGUF file or the folder; `chat_template` is None for a base model;
     `quantization` for a folder whose matrices are not plain numbers; `tool_template` is what conversations with tools
-    have in place of the other, if not the same.
+    have in place of the other, if not the same; `advice` is that of those who made the model.
     """
 
     name: str
@@ -38,6 +49,7 @@ class Checkpoint:
     build_tokenizer: Callable[[], Tokenizer]
     quantization: Quantization | None = None
     tool_template: str | None = None
+    advice: Advice = Advice()
 
     def tokenizer(self) -> Tokenizer:
         """A new tokenizer. Its post-processor adds BOS where the model wants it (`add_special_tokens=True`)."""

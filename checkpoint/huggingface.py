@@ -10,7 +10,7 @@ from typing import Any
 
 from tokenizers import AddedToken, Tokenizer
 
-from checkpoint.checkpoint import Checkpoint, WeightFormat
+from checkpoint.checkpoint import Advice, Checkpoint, WeightFormat
 from checkpoint.config import Experts, ModelConfig, RopeScaling, YarnScaling
 from checkpoint.families import family_of
 from checkpoint.families.family import Family
@@ -25,6 +25,14 @@ _COUNTS = (
 )
 _SPECIAL = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
 _FLAGS = ("content", "lstrip", "rstrip", "single_word", "normalized", "special")
+_ADVISED = {
+    "temperature": (0, 2),
+    "top_p": (0, 1),
+    "top_k": (-1, 2**31 - 1),
+    "min_p": (0, 1),
+    "repetition_penalty": (0, 100),
+}
+_ABOVE = {"top_p", "repetition_penalty"}
 _SWIGLU = {"swiglu_alpha": 1.702, "swiglu_limit": 7.0}
 
 
@@ -35,7 +43,8 @@ def open_folder(path: Path, name: str | None = None) -> Checkpoint:
     has_head = "lm_head.weight" in tensor_files(path)
     tokenizer = _load_tokenizer(path / "tokenizer.json", tokenizer_config)
     bos, eos = (_token(tokenizer_config.get(key)) for key in ("bos_token", "eos_token"))
-    eos_ids = _eos_token_ids(path, config, tokenizer, eos)
+    generation = _read_json(path / "generation_config.json", required=False)
+    eos_ids = _eos_token_ids(generation.get("eos_token_id", config.get("eos_token_id")), tokenizer, eos)
     templates = _chat_templates(path, tokenizer_config)
     model = model_config(config, str(path))
     if has_head:  # it may have been trained by itself, whatever config.json says
@@ -53,6 +62,7 @@ def open_folder(path: Path, name: str | None = None) -> Checkpoint:
         build_tokenizer=partial(_load_tokenizer, path / "tokenizer.json", tokenizer_config),
         quantization=_quantization(model, config, path),
         tool_template=templates.get("tool_use"),
+        advice=_advice(generation, str(path / "generation_config.json")),
     )
 
 
@@ -288,9 +298,20 @@ def _token(value: Any) -> str | None:
     return value.get("content") if isinstance(value, dict) else value
 
 
-def _eos_token_ids(path: Path, config: dict[str, Any], tokenizer: Tokenizer, eos: str | None) -> tuple[int, ...]:
-    generation = _read_json(path / "generation_config.json", required=False)
-    ids = generation.get("eos_token_id", config.get("eos_token_id"))
+def _advice(generation: dict[str, Any], source: str) -> Advice:
+    """As vLLM takes it: `do_sample` is not looked at, which would make every answer of most models greedy."""
+    stated = {name: generation[name] for name in _ADVISED if generation.get(name) is not None}
+    for name, value in stated.items():
+        least, most = _ADVISED[name]
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not is_number or not least <= value <= most or (name in _ABOVE and value == least):
+            bounds = f"{'above' if name in _ABOVE else 'at least'} {least} and at most {most}"
+            raise ConfigError(f"{source}: {name} is {value!r}; it must be {bounds}")
+    shares = {name: float(value) for name, value in stated.items() if name != "top_k"}
+    return Advice(**shares, top_k=max(0, int(stated.get("top_k", 0))))
+
+
+def _eos_token_ids(ids: Any, tokenizer: Tokenizer, eos: str | None) -> tuple[int, ...]:
     listed = ids if isinstance(ids, list) else [ids]
     named = tokenizer.token_to_id(eos) if eos else None
     return tuple(dict.fromkeys(index for index in [*listed, named] if index is not None))

@@ -197,7 +197,7 @@ def _add_responses(app: FastAPI, front: Front) -> None:
         head = (_request_id(request, asked, "resp"), front.model, int(time.time()))
         calling = calling_of(chat.tools, chat.tool_choice, chat.parallel_tool_calls)
         reading = reading_of(front.prompting, asks[0].begun, calling)
-        return await front.serve(request, asked, asks, ResponseReplies(*head, asked, reading))
+        return await front.serve(request, asked, asks, ResponseReplies(*head, asked, asks[0].sampling, reading))
 
 
 def _add_tokens(app: FastAPI, front: Front) -> None:

@@ -323,15 +323,17 @@ def _sampling(
     """
     prompting.require_known(request.stop_token_ids or [], "stop_token_ids")
     prompting.require_known(request.allowed_token_ids or [], "allowed_token_ids")
+    advice = prompting.advice
+    top_k = advice.top_k if request.top_k is None else request.top_k
     return partial(
         SamplingParams,
-        temperature=_or(request.temperature, 1.0),
-        top_p=_or(request.top_p, 1.0),
-        top_k=request.top_k if request.top_k and request.top_k > 0 else None,
-        min_p=_or(request.min_p, 0.0),
+        temperature=_or(request.temperature, advice.temperature),
+        top_p=_or(request.top_p, advice.top_p),
+        top_k=top_k if top_k > 0 else None,
+        min_p=_or(request.min_p, advice.min_p),
         presence_penalty=_or(request.presence_penalty, 0.0),
         frequency_penalty=_or(request.frequency_penalty, 0.0),
-        repetition_penalty=_or(request.repetition_penalty, 1.0),
+        repetition_penalty=_or(request.repetition_penalty, advice.repetition_penalty),
         logit_bias=_logit_bias(request.logit_bias or {}, prompting),
         min_tokens=request.min_tokens or 0,
         stop_token_ids=tuple(dict.fromkeys((*(request.stop_token_ids or ()), *ends))),

@@ -1,12 +1,13 @@
 """The gateway's entry: settings, model, registry, HTTP, in that order; and the way back."""
 
 import asyncio
+import logging
 import os
 import secrets
 import socket
 import time
 
-from checkpoint import open_checkpoint
+from checkpoint import Advice, open_checkpoint
 from contracts.collector import settle
 from contracts.ids import GatewayId
 from contracts.process import listen
@@ -25,6 +26,8 @@ from service.release import release
 from service.run import run_service
 from service.server import Server, announce
 
+log = logging.getLogger(__name__)
+
 
 def main(argv: list[str] | None = None) -> int:
     """Run the gateway until it is told to stop. Returns the exit code: 0 stopped, 1 could not start."""
@@ -42,6 +45,8 @@ async def run(settings: GatewaySettings, store: Store) -> int:
         model, version = settings.served_model_name or checkpoint.name, release()
         metrics = Metrics(dispatch, model, version)
         tracing = open_tracing(os.environ, model, version)
+        if checkpoint.advice != Advice():
+            log.info("where a request does not say, generation_config.json does: %s", checkpoint.advice)
         created, prompting = int(time.time()), Prompting(checkpoint, settings.tool_parser)
         front = Front(settings, checkpoint, prompting, dispatch, metrics, model, version, created, tracing)
         return await _serve(front, store, listener)

@@ -88,7 +88,7 @@ class Prompting:
 
     def __init__(self, checkpoint: Checkpoint, tool_parser: ParserName = "auto") -> None:
         self.tokenizer: Tokenizer = checkpoint.tokenizer()
-        self.vocab_size = checkpoint.config.vocab_size
+        self.vocab_size, self.advice = checkpoint.config.vocab_size, checkpoint.advice
         self._specials = {"bos_token": checkpoint.bos_token or "", "eos_token": checkpoint.eos_token or ""}
         self._token_texts: dict[int, str] = {}
         self.compilers, self.trials = DeepThreads(4, "grammar"), Trials(checkpoint)

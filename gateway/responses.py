@@ -7,6 +7,7 @@ import msgspec
 
 from contracts.errors import TandemError
 from contracts.events import FinishReason
+from contracts.sampling import SamplingParams
 from gateway.answer import Piece
 from gateway.reading import Reading
 from gateway.replies import Usage, error_of
@@ -19,13 +20,14 @@ from gateway.tools.events import Argued, Broken, Called, Closed, Event, Said, Th
 class ResponseReplies:
     """Bodies and events of one response; owned by the one who writes it, because its events are numbered.
 
-    `reading`: how the answer is read; None if all of it is said.
+    `sampling`: of the answer. `reading`: how it is read; None if all of it is said.
     """
 
     id: str
     model: str
     created: int
     request: ResponsesRequest
+    sampling: SamplingParams
     reading: Reading | None = None
     ending: bytes = b""
     _items: list[Item] = field(default_factory=list)
@@ -142,11 +144,11 @@ class ResponseReplies:
             "previous_response_id": None,
             "reasoning": {"effort": asked.reasoning and asked.reasoning.effort, "summary": None},
             "store": False,
-            "temperature": 1.0 if asked.temperature is None else asked.temperature,
+            "temperature": self.sampling.temperature,
             "text": {"format": (asked.text and asked.text.format) or {"type": "text"}},
             "tool_choice": asked.tool_choice or "auto",
             "tools": asked.tools or [],
-            "top_p": 1.0 if asked.top_p is None else asked.top_p,
+            "top_p": self.sampling.top_p,
             "truncation": "disabled",
             "usage": None if usage is None else _usage(usage),
         }

@@ -14,7 +14,7 @@ from safetensors.numpy import save_file
 from tokenizers import AddedToken, Tokenizer, models
 from transformers import AutoConfig, AutoTokenizer
 
-from checkpoint import open_checkpoint
+from checkpoint import Advice, open_checkpoint
 from checkpoint.config import Experts, RopeScaling, Tuning, YarnScaling
 from checkpoint.fingerprint import weights_fingerprint
 from checkpoint.huggingface import model_config
@@ -142,6 +142,31 @@ def test_a_folder_gives_its_configuration(folder):
     assert checkpoint.chat_template == "T" and checkpoint.config.head_dim == 4 and checkpoint.config.num_kv_heads == 2
     (folder / "chat_template.jinja").write_text("J")
     assert open_checkpoint(str(folder)).chat_template == "J"
+
+
+def test_a_folder_says_how_its_makers_draw(folder):
+    """As vLLM takes it: what is stated, whether or not `do_sample` is."""
+    assert open_checkpoint(str(folder)).advice == Advice()
+    stated = {"do_sample": False, "temperature": 0.6, "top_k": 20, "top_p": 1, "min_p": None, "max_new_tokens": 5}
+    (folder / "generation_config.json").write_text(json.dumps(stated))
+    assert open_checkpoint(str(folder)).advice == Advice(temperature=0.6, top_k=20)
+    (folder / "generation_config.json").write_text(json.dumps({"top_k": -1, "repetition_penalty": 1.05}))
+    assert open_checkpoint(str(folder)).advice == Advice(repetition_penalty=1.05)
+
+
+@pytest.mark.parametrize(
+    ("stated", "words"),
+    [
+        ({"temperature": 3}, "temperature is 3; it must be at least 0 and at most 2"),
+        ({"temperature": "hot"}, "temperature is 'hot'"),
+        ({"top_p": 0.0}, r"top_p is 0\.0; it must be above 0 and at most 1"),
+        ({"top_k": True}, "top_k is True"),
+        ({"repetition_penalty": float("nan")}, "repetition_penalty is nan"),
+    ],
+)
+def test_advice_that_no_request_could_give_is_refused(folder, stated, words):
+    (folder / "generation_config.json").write_text(json.dumps(stated))
+    refused(folder, rf"generation_config\.json: {words}")
 
 
 def test_conversations_with_tools_may_have_a_template_of_their_own(folder, tmp_path):

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 from tokenizers.processors import TemplateProcessing
 
-from checkpoint import Checkpoint
+from checkpoint import Advice, Checkpoint
 from gateway.fields import INSTEAD, REFUSED
 from gateway.schema import ChatRequest, CompletionRequest
 from tests.gateway.gateway_rig import Rig, gateway, pair
@@ -154,6 +154,21 @@ def effect(name: str, path: str) -> dict[str, Any]:
     if name == "skip_special_tokens" and not is_chat:
         return {"skip_special_tokens": False, "prompt": [1, 5, 6]}
     return EFFECTS[name]
+
+
+async def test_what_a_request_leaves_open_is_as_the_model_s_makers_have_it(checkpoint):
+    advice = Advice(temperature=0.6, top_p=0.9, top_k=20, min_p=0.05, repetition_penalty=1.1)
+    own = {"temperature": 1, "top_p": 1, "top_k": 0, "min_p": 0, "repetition_penalty": 1}
+    async with gateway(replace(checkpoint, advice=advice), pair()) as rig, rig.client() as client:
+        for path in ("/v1/completions", "/v1/chat/completions"):
+            for fields, wanted in (({}, advice), (own, Advice()), ({"top_k": 5}, replace(advice, top_k=5))):
+                _, [(_, sampling, *_)], _ = await seen(rig, client, path, fields)
+                drawn = {name: sampling.get(name) or 0 for name in Advice.__dataclass_fields__}
+                assert Advice(**drawn) == wanted, (path, fields)
+        reply = (await client.post("/v1/responses", json={"input": "two"})).json()
+        assert (reply["temperature"], reply["top_p"]) == (0.6, 0.9)
+        reply = (await client.post("/v1/responses", json={"input": "two", "temperature": 0.5})).json()
+        assert (reply["temperature"], reply["top_p"]) == (0.5, 0.9)
 
 
 async def test_what_is_ignored_changes_nothing(checkpoint):

@@ -173,7 +173,7 @@ def test_the_events_of_a_response_come_in_order_and_add_up_to_it(form, bits, cut
     [ask] = asyncio.run(ask_chat(chat, prompting(form), Limits(4096, (0,), 8)))
     reading = reading_of(prompting(form), ask.begun, calling_of(chat.tools, None, chat.parallel_tool_calls))
     pieces = told(form, ask, tokens(form, bits)[:cut], cut is not None)
-    streamed, whole = (ResponseReplies("i", "m", 0, request, reading) for _ in range(2))
+    streamed, whole = (ResponseReplies("i", "m", 0, request, ask.sampling, reading) for _ in range(2))
     usage = Usage(1, len(pieces), 0)
     events = [*streamed.opening(0), *(event for piece in pieces for event in streamed.chunk(piece))]
     events += streamed.closing(usage, False)
