@@ -68,6 +68,8 @@ def read_quantization(config: dict[str, Any], exported: dict[str, Any], source: 
     Raises ConfigError for what is not supported; it names the field and says what to do.
     """
     found = config.get("quantization_config")
+    if not found and isinstance(older := config.get("compression_config"), dict):
+        found = {"quant_method": "compressed-tensors", **older}
     if not found and not exported:
         return None
     if found and not isinstance(found, dict):

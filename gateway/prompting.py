@@ -306,11 +306,12 @@ def _cut_at_mark(text: str, final: str) -> str:
 
 
 def _part(part: dict[str, Any], param: str) -> str:
-    if part.get("type") != "text":
-        raise RequestError(f"content of type {part.get('type')!r} is not supported, only 'text'", param)
-    if not isinstance(part.get("text"), str):
-        raise RequestError("a text part needs 'text', a string", f"{param}.text")
-    return part["text"]
+    kind = part.get("type")
+    if kind not in ("text", "refusal"):  # whose words are under its own name
+        raise RequestError(f"content of type {kind!r} is not supported, only 'text'", param)
+    if not isinstance(part.get(kind), str):
+        raise RequestError(f"a {kind} part needs '{kind}', a string", f"{param}.{kind}")
+    return part[kind]
 
 
 class _Generation(Extension):

@@ -149,6 +149,8 @@ def _content(content: Any, at: str) -> Any:
 
 
 def _part(part: Any, at: str) -> str:
+    if isinstance(part, dict) and part.get("type") == "refusal":
+        part = {"type": "text", "text": part.get("refusal")}
     if not isinstance(part, dict) or part.get("type") not in _TEXT_PARTS:
         kind = part.get("type") if isinstance(part, dict) else part
         raise RequestError(f"content of type {kind!r} is not supported, only 'input_text'", at)

@@ -303,6 +303,13 @@ def test_what_would_be_computed_wrongly_is_refused_by_the_name_of_its_field(conf
         read_quantization({"quantization_config": config}, {}, "here")
 
 
+def test_the_name_that_compressed_tensors_had_for_its_table_is_known():
+    table = compressed("channel", TOKEN)
+    older = {name: value for name, value in table.items() if name != "quant_method"}
+    found = read_quantization({"compression_config": older}, {}, "here")
+    assert found is not None and found == read_quantization({"quantization_config": table}, {}, "here")
+
+
 def test_a_mix_of_schemes_is_refused():
     config = compressed("channel", TOKEN)
     config["config_groups"]["group_1"] = compressed("tensor", TOKEN)["config_groups"]["group_0"]

@@ -42,6 +42,14 @@ def test_the_parts_of_a_message_follow_each_other_as_in_vllm(checkpoint, templat
     assert prompting.render(to_chat(msgspec.convert({"input": items}, ResponsesRequest))) == shown
 
 
+def test_what_an_assistant_refused_is_what_it_said(checkpoint):
+    """A client that keeps OpenAI's answers sends it back as a part of its own kind."""
+    prompting = Prompting(replace(checkpoint, chat_template="{{ messages[0].content }}"))
+    said = {"role": "assistant", "content": [{"type": "refusal", "refusal": "I can't."}]}
+    assert prompting.render(msgspec.convert({"messages": [said]}, ChatRequest)) == "I can't."
+    assert prompting.render(to_chat(msgspec.convert({"input": [said]}, ResponsesRequest))) == "I can't."
+
+
 @pytest.mark.parametrize("template", [TRAINED, COMPACT, ESCAPED])
 def test_a_template_says_what_it_says_in_transformers(checkpoint, template):
     body = {"model": "m", "messages": MESSAGES, "add_generation_prompt": False}
