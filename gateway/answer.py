@@ -176,9 +176,9 @@ class Answer:
         marker = self.ask.markers.get(token.token_id)
         if marker is not None:
             self._is_header = marker in self.ask.headers
-        if self.num_tokens <= self.ask.sampling.min_tokens or marker is not None or self._is_header:
+        if marker is not None or self._is_header:
             return self._stops.flush() + text  # no text that a stop string could be in
-        return self._stops.push(text)
+        return self._stops.push(text, may_end=self.num_tokens > self.ask.sampling.min_tokens)
 
     def _mark(self, token_id: int, parts: list[str]) -> None:
         """The marker that the last of `parts` ends with, if the token is one and shows."""

@@ -15,14 +15,16 @@ class StopFinder:
         self._held = ""
         self.hit: str | None = None
 
-    def push(self, text: str) -> str:
-        """The text that may be shown now. After a hit (`hit` is the stop string) there is no more."""
+    def push(self, text: str, may_end: bool = True) -> str:
+        """The text that may be shown now. After a hit (`hit` is the stop string) there is no more. Unless it `may_end`,
+        no stop is complete in this text, though one may begin there.
+        """
         if self.hit is not None:
             return ""
         if not self._stops:
             return text
-        text = self._held + text
-        if (found := self._first(text)) is not None:
+        num_held, text = len(self._held), self._held + text
+        if may_end and (found := self._first(text, num_held)) is not None:
             end, stop = found
             self.hit, self._held = stop, ""
             return text[: end if self._include else end - len(stop)]
@@ -35,8 +37,10 @@ class StopFinder:
         text, self._held = self._held, ""
         return text
 
-    def _first(self, text: str) -> tuple[int, str] | None:
-        ends = [(at + len(stop), -len(stop), stop) for stop in self._stops if (at := text.find(stop)) >= 0]
+    def _first(self, text: str, num_held: int) -> tuple[int, str] | None:
+        """Of those that end behind what was held back."""
+        starts = [(text.find(stop, max(0, num_held + 1 - len(stop))), stop) for stop in self._stops]
+        ends = [(at + len(stop), -len(stop), stop) for at, stop in starts if at >= 0]
         return (min(ends)[0], min(ends)[2]) if ends else None
 
     def _num_held(self, text: str) -> int:

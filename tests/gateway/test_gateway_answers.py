@@ -125,6 +125,13 @@ async def test_stop_strings_wait_for_min_tokens(client, rig):
     assert rig.workers[0].jobs[0].sampling.min_tokens == 4
 
 
+@pytest.mark.parametrize("min_tokens", [1, 2])
+async def test_a_stop_string_may_begin_before_min_tokens_and_end_behind(client, min_tokens):
+    """As vLLM has it."""
+    reply = await whole(client, stop=" quick brown", min_tokens=min_tokens, max_tokens=30)
+    assert reply["choices"][0]["text"] == "The"
+
+
 @pytest.mark.parametrize(("include", "text"), [(None, "The quick brown"), (True, "The quick brown fox")])
 async def test_a_stop_string_is_shown_only_if_asked(client, include, text):
     reply = await whole(client, stop=["zebra", " fox"], include_stop_str_in_output=include)

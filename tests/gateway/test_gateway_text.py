@@ -16,20 +16,22 @@ PIECES = st.lists(st.text("ab<|", max_size=4), max_size=20)
 STOPS = st.lists(st.text("ab<|", min_size=1, max_size=5), max_size=4)
 
 
-def cut(text: str, stops: list[str], include: bool) -> str:
-    for end in range(1, len(text) + 1):
+def cut(text: str, stops: list[str], include: bool, least: int = 0) -> str:
+    for end in range(least + 1, len(text) + 1):
         hits = [stop for stop in stops if text[:end].endswith(stop)]
         if hits:
             return text[: end if include else end - len(max(hits, key=len))]
     return text
 
 
-@given(PIECES, STOPS, st.booleans())
+@given(PIECES, STOPS, st.booleans(), st.integers(0, 4))
 @settings(max_examples=500)
-def test_joined_pieces_are_the_text_cut_at_the_stop(pieces, stops, include):
+def test_joined_pieces_are_the_text_cut_at_the_stop(pieces, stops, include, num_first):
+    """None is complete in the first pieces: it may begin there."""
     finder = StopFinder(stops, include)
-    shown = "".join([finder.push(piece) for piece in pieces] + [finder.flush()])
-    assert shown == cut("".join(pieces), stops, include)
+    shown = [finder.push(piece, may_end=at >= num_first) for at, piece in enumerate(pieces)]
+    least = len("".join(pieces[:num_first]))
+    assert "".join([*shown, finder.flush()]) == cut("".join(pieces), stops, include, least)
 
 
 @given(ids=st.lists(st.integers(0, 49151) | st.integers(0, 400), max_size=40), skip=st.booleans())
