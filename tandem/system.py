@@ -136,6 +136,7 @@ def require_redis(url: str, otherwise: str) -> None:
     except (redis.AuthenticationError, redis.ResponseError) as error:
         raise ConfigError(f"Redis at {shown} refuses: {error}; redis_url names user, password and database") from error
     except (redis.RedisError, OSError) as error:
-        raise ConfigError(f"Redis does not answer at {shown}: {error}; start it, or {otherwise}") from error
+        why = str(error).rstrip(".")
+        raise ConfigError(f"Redis does not answer at {shown}: {why}; start it, or {otherwise}") from error
     except ValueError as error:
         raise ConfigError(f"redis_url {shown!r} can't be read: {error}") from error

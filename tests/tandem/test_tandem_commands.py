@@ -272,5 +272,5 @@ def test_the_doctor_goes_on_past_what_is_broken_and_says_so(tmp_path: Path) -> N
     assert done.returncode == 1
     broken = [line for line in done.stdout.splitlines() if "BROKEN: " in line]
     assert [line.split()[0] for line in broken] == ["redis", "model"]
-    assert "nobody answers at redis://127.0.0.1:9/0" in broken[0] and "no.gguf" in broken[1]
+    assert "Redis does not answer at redis://127.0.0.1:9/0" in broken[0] and "no.gguf" in broken[1]
     assert "gpu" in done.stdout
