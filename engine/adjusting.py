@@ -204,8 +204,10 @@ def _only(adjusted_BV: Tensor, plain_BV: Tensor, rows: Tensor, bits: Tensor, may
     left = adjusted_BV.index_select(0, rows).masked_fill_(others, -torch.inf)
     if not may_be_none:
         return left
-    is_none = ~left.isfinite().any(-1, keepdim=True)
-    return torch.where(is_none, plain_BV.index_select(0, rows).masked_fill_(others, -torch.inf), left)
+    # In place, and without `isfinite`, which makes copies: of a full batch each is as large as all of its logits.
+    is_none = left.amax(-1, keepdim=True) == -torch.inf
+    plain = plain_BV.index_select(0, rows).masked_fill_(others, -torch.inf)
+    return torch.where(is_none, plain, left, out=left)
 
 
 def _unpacked(bits: Tensor, vocab: int) -> Tensor:

@@ -20,7 +20,7 @@ from engine.cuda.attention import DeviceAttention
 from engine.cuda.beside import DecodesBeside
 from engine.cuda.cache import DeviceCache
 from engine.cuda.calibration import TEXT, Scales, calibrate, compute_prompt
-from engine.cuda.capture import Launch
+from engine.cuda.capture import Launch, free_nbytes
 from engine.cuda.chunks import Chunks
 from engine.cuda.drawing import DeviceSampler, Drawer
 from engine.cuda.endings import Endings
@@ -51,9 +51,10 @@ _log = logging.getLogger(__name__)
 
 # The kernels were tuned for pages of 64 tokens.
 _MIN_BLOCK_SIZE = 64
-# Left free beside the cache, whatever captured launches take; with them at least; and for each logit that is made in
-# float32.
-_SPARE_NBYTES, _LEAST_SPARE_NBYTES, _LOGIT_NBYTES = 1 << 29, 1 << 30, 16
+# Left free beside the cache, whatever captured launches take; and with them at least.
+_SPARE_NBYTES, _LEAST_SPARE_NBYTES = 1 << 29, 1 << 30
+LOGIT_NBYTES = 18
+"""For each logit: a batch that is drawn from adjusted ones has them four times in float32, and a mask."""
 _MEMORY_PAGE_NBYTES = 2 << 20
 _SMALLER = (
     "free the GPU, use a smaller model or dtype, lower max_num_seqs or max_batched_tokens, or share it among more GPUs "
@@ -313,12 +314,15 @@ class Builder:
         return make
 
     def _captured_nbytes(self, scratch: DeviceCache, scales: Scales | None) -> int:
-        """What captured launches will take of the memory that is left. 80 layers shared by two GPUs took 2.6 GiB."""
+        """What a launcher will take of the memory that is left: the rooms of its steps, which for 1024 sequences of
+        Llama-8B's shape are half a GiB, and all that is captured. 80 layers shared by two GPUs took 2.6 GiB.
+        """
         if not self._captures or self._settings.kv_cache_nbytes is not None:
             return 0
         torch.cuda.empty_cache()
-        longest = wanted_model_len(self._checkpoint, self._settings)
-        return self._launcher(self._model, self._weights, scratch, scales, longest).expected_nbytes()
+        longest, left = wanted_model_len(self._checkpoint, self._settings), free_nbytes()
+        launcher = self._launcher(self._model, self._weights, scratch, scales, longest)
+        return left - free_nbytes() + launcher.expected_nbytes()
 
     def _cache_nbytes(self, layout: KVLayout, captured_nbytes: int) -> int:
         """What settings say, or all that is left. Raises ConfigError if too little is."""
@@ -327,7 +331,7 @@ class Builder:
         torch.cuda.empty_cache()
         free, _ = torch.cuda.mem_get_info()
         kept = self._settings.spare_nbytes + max(_LEAST_SPARE_NBYTES, captured_nbytes + _SPARE_NBYTES)
-        kept += _LOGIT_NBYTES * self._settings.max_num_seqs * self._config.vocab_size
+        kept += LOGIT_NBYTES * self._settings.max_num_seqs * self._config.vocab_size
         if free - kept < MIN_BLOCKS * layout.shard_nbytes:
             raise ConfigError(
                 f"{free / 2**30:.2f} GiB of the GPU's memory are free beside the model, of which {kept / 2**30:.2f} "

@@ -1,11 +1,18 @@
 """Both engines draw from the same tokens, though by other numbers: filters and their order are alike."""
 
+import weakref
+from typing import Any
+
+import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from contracts.ids import RequestId
 from contracts.sampling import SamplingParams
+from engine.adjusting import Adjustment, Wishes
 from engine.cuda.drawing import DeviceSampler, Drawer
+from engine.cuda.load import LOGIT_NBYTES
 from engine.sampler import Sampler
 from engine.sequence import Sequence
 from kernels import catalog
@@ -59,3 +66,37 @@ def test_a_top_k_of_one_takes_the_first_of_the_likeliest_as_greedy_does():
     for sampler in samplers():
         found = drawn(sampler, torch.tensor([1.0, 17.125, 17.0, 17.125, 17.125]), top_k=1)
         assert found.nonzero().flatten().tolist() == [1]
+
+
+class _Peak(TorchDispatchMode):
+    """The most bytes of tensors made within that were there at a time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.nbytes, self._now = 0, dict[int, int]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        if isinstance(made, torch.Tensor) and made.untyped_storage()._cdata not in self._now:
+            storage = made.untyped_storage()
+            self._now[storage._cdata] = storage.nbytes()
+            weakref.finalize(storage, self._now.pop, storage._cdata)
+            self.nbytes = max(self.nbytes, sum(self._now.values()))
+        return made
+
+
+def test_the_cache_leaves_what_a_full_batch_of_adjusted_logits_takes():
+    """As a GPU adjusts them, of a batch in which every row asks for all there is. A start warms that up: where it took
+    more than was left, a server of 1024 sequences did not start.
+    """
+    rows, vocab = 8, 1 << 16
+    params = SamplingParams(
+        max_tokens=1, seed=0, logit_bias={0: 1.0}, repetition_penalty=1.5, bad_words=((1,),), allowed_token_ids=(0, 1)
+    )
+    wishes = {row: (Wishes(params, vocab, []), Sequence(RequestId(str(row)), [0], params)) for row in range(rows)}
+    guided = {row: np.full(vocab // 8, 255, np.uint8) for row in range(rows)}
+    adjustment = Adjustment.of(wishes, guided, vocab)
+    with _Peak() as peak:
+        logits = torch.empty(rows, vocab, device="meta")
+        adjustment.of_logits(logits, lambda arrays: [torch.from_numpy(array).to("meta") for array in arrays])
+    assert 16 * logits.numel() < peak.nbytes <= LOGIT_NBYTES * logits.numel()

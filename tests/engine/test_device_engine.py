@@ -21,6 +21,7 @@ from engine.cuda.attention import DeviceAttention, are_few
 from engine.cuda.drawing import DeviceDrawn, Likeliest
 from engine.cuda.formats import DEVICE_FORMATS, smooths_keys
 from engine.cuda.fused import is_fusible
+from engine.cuda.launcher import Launcher
 from engine.cuda.load import require_kernels
 from engine.cuda.runner import DeviceRunner
 from engine.cuda.sampling import columns, draw_keys
@@ -726,6 +727,25 @@ def test_the_cache_leaves_what_captured_graphs_will_take(folder, monkeypatch):
     assert capacity(0) == capacity(400) > 2 * capacity(1800) > 0
     with pytest.raises(ConfigError, match=r"2\.44 GiB of the .*, of which 2\.8\d are for other things"):
         capacity(2400)
+
+
+def test_the_cache_leaves_what_the_rooms_of_steps_will_take(folder, monkeypatch):
+    """They are made behind the cache, as what is captured is. Of 1024 sequences of 8B they took half a GB."""
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (2500 << 20, 80 << 30))
+    monkeypatch.setattr("engine.cuda.load.require_kernels", lambda *_: None)
+    monkeypatch.setattr("engine.cuda.load.Builder._captures", True)
+    monkeypatch.setattr("engine.cuda.load.Builder._compile", lambda *_: None)
+    monkeypatch.setattr(Launcher, "capture", lambda _: None)
+    monkeypatch.setattr(Launcher, "expected_nbytes", lambda _: 600 << 20)
+    monkeypatch.setattr("engine.cuda.chunks.Chunks.leave_out_slow", lambda *_: None)
+
+    def capacity(rooms_mib: int) -> int:
+        left = iter([4000 << 20, 4000 - rooms_mib << 20])
+        monkeypatch.setattr("engine.cuda.load.free_nbytes", lambda: next(left))
+        return device_engine(folder, kv_cache_nbytes=None).capacity_tokens
+
+    assert capacity(0) > 2 * capacity(900) > 0
 
 
 def test_a_model_that_a_gpu_does_not_hold_is_refused_in_words(folder, monkeypatch):
