@@ -39,6 +39,7 @@ from engine.cuda.warmup import WarmUp
 from engine.cuda.weights import DeviceWeights, load_device_weights
 from engine.engine import Engine
 from engine.messages import EngineSettings
+from engine.scoring import ROWS
 from engine.shards import Shard, ShardedWeights, shard_config
 from engine.sizing import MIN_BLOCKS, blocks_in, kv_layout, model_len, require_budgets, wanted_model_len
 from engine.weights import WeightSource, open_weights
@@ -331,13 +332,22 @@ class Builder:
         torch.cuda.empty_cache()
         free, _ = torch.cuda.mem_get_info()
         kept = self._settings.spare_nbytes + max(_LEAST_SPARE_NBYTES, captured_nbytes + _SPARE_NBYTES)
-        kept += LOGIT_NBYTES * self._settings.max_num_seqs * self._config.vocab_size
+        kept += self._logits_nbytes
         if free - kept < MIN_BLOCKS * layout.shard_nbytes:
             raise ConfigError(
                 f"{free / 2**30:.2f} GiB of the GPU's memory are free beside the model, of which {kept / 2**30:.2f} "
                 f"are for other things than the KV cache, and nothing is left for that: {_SMALLER}"
             )
         return free - kept
+
+    @property
+    def _logits_nbytes(self) -> int:
+        """What lies beside the cache at the end of a step: logits that are drawn from, or the rows of prompts that are
+        all scored, a few at a time. A team whose first member has no room for these ends.
+        """
+        row_nbytes = LOGIT_NBYTES * self._config.vocab_size
+        scored_nbytes = ROWS * row_nbytes + self._model.finish_nbytes(self._max_rows)
+        return max(self._settings.max_num_seqs * row_nbytes, scored_nbytes)
 
 
 def require_kernels(registry: Registry, config: ModelConfig, number_format: DeviceFormat, block_size: int) -> None:

@@ -152,6 +152,15 @@ class Transformer:
         asked = Asked(queries, to_e4m3(queries) if as_prompts and self._rounds_queries else queries)
         return self._finish(self._residual.index_select(0, rows), asked, cache, attend)
 
+    def finish_nbytes(self, num_rows: int) -> int:
+        """What `finish` of so many allocates: their queries, twice in float32 while they are rounded, their residual,
+        and what it returns.
+        """
+        config, plain_nbytes = self._config, self._format.rows.itemsize
+        q_width = config.num_heads * config.head_dim
+        rounding_nbytes = 8 * q_width if self._rounds_queries else 0
+        return num_rows * (plain_nbytes * (q_width + 2 * config.hidden_size) + rounding_nbytes)
+
     def meet(self) -> None:
         """In place of a `finish`, which a team does not go without."""
         self._team.meet()

@@ -729,6 +729,22 @@ def test_the_cache_leaves_what_captured_graphs_will_take(folder, monkeypatch):
         capacity(2400)
 
 
+def test_the_cache_leaves_what_a_full_step_of_scored_prompts_takes(folder, monkeypatch):
+    """Prompts that ask for their log-probabilities may fill a step: all of its rows go past the last layer's K and V,
+    where else a few do.
+    """
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (1200 << 20, 80 << 30))
+
+    def cache_nbytes(num_rows: int) -> int:
+        engine = device_engine(folder, kv_cache_nbytes=None, max_batched_tokens=num_rows)
+        return engine.capacity_tokens // 64 * engine.layout.block_nbytes
+
+    row_nbytes = 4 * (8 * 32 + 2 * 256)  # queries, residuals and what comes of them, float32
+    less = cache_nbytes(1024) - cache_nbytes(16 * 1024)
+    assert abs(less - 15 * 1024 * row_nbytes) <= 8 << 20  # planes end where a GPU's pages of memory do
+
+
 def test_the_cache_leaves_what_the_rooms_of_steps_will_take(folder, monkeypatch):
     """They are made behind the cache, as what is captured is. Of 1024 sequences of 8B they took half a GB."""
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
