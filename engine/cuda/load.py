@@ -57,6 +57,7 @@ _SPARE_NBYTES, _LEAST_SPARE_NBYTES = 1 << 29, 1 << 30
 LOGIT_NBYTES = 18
 """For each logit: a batch that is drawn from adjusted ones has them four times in float32, and a mask."""
 _MEMORY_PAGE_NBYTES = 2 << 20
+_TOO_LARGE = "the model and a full batch do not fit on the GPU"
 _SMALLER = (
     "free the GPU, use a smaller model or dtype, lower max_num_seqs or max_batched_tokens, or share it among more GPUs "
     "by tensor_parallel"
@@ -144,7 +145,7 @@ class Builder:
             if "out of memory" not in str(error).lower():  # torch's, CUDA's or NCCL's
                 raise
             words, _, _ = str(error).partition(" Including ")
-            raise ConfigError(f"the model and a full batch do not fit on the GPU ({words}): {_SMALLER}") from error
+            raise ConfigError(f"{_TOO_LARGE} ({words}): {_SMALLER}") from error
 
     @torch.inference_mode()
     def _prepare(self, progress: Progress) -> tuple[Launcher, int]:
@@ -153,7 +154,8 @@ class Builder:
         layout = msgspec.structs.replace(layout, tp_size=self._team.shard.size)
         self._load(layout, progress)
         with self._stage("compile", progress):
-            scratch = self._cache(layout, layout.num_blocks(self._longest_prompt))
+            with _advising(_TOO_LARGE, _SMALLER):
+                scratch = self._cache(layout, layout.num_blocks(self._longest_prompt))
             if self._captures:
                 self._compile(scratch)
         with self._stage("calibrate", progress):
@@ -163,7 +165,8 @@ class Builder:
         nbytes = self._cache_nbytes(layout, captured)
         num_blocks = self._team.smallest(_whole(blocks_in(nbytes, layout), layout.page_nbytes))
         max_model_len = model_len(self._checkpoint, settings, num_blocks * layout.block_size)
-        cache = self._cache(layout, num_blocks, scales)
+        with _advising("the KV cache does not fit on the GPU", "lower kv_cache_mib, or free the GPU"):
+            cache = self._cache(layout, num_blocks, scales)
         launcher = self._launcher(self._model, self._weights, cache, scales, max_model_len)
         with self._stage("capture", progress):
             self._share(cache)
@@ -348,6 +351,14 @@ class Builder:
         row_nbytes = LOGIT_NBYTES * self._config.vocab_size
         scored_nbytes = ROWS * row_nbytes + self._model.finish_nbytes(self._max_rows)
         return max(self._settings.max_num_seqs * row_nbytes, scored_nbytes)
+
+
+@contextmanager
+def _advising(what: str, advice: str) -> Iterator[None]:
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError(f"{what} ({error}): {advice}") from error
 
 
 def require_kernels(registry: Registry, config: ModelConfig, number_format: DeviceFormat, block_size: int) -> None:

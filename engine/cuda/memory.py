@@ -105,18 +105,7 @@ def attach(shared: bytes, device: torch.device) -> Mapping:
 
 class CudaMemory:
     def __init__(self, nbytes: int, device: torch.device) -> None:
-        pointer = ctypes.c_void_p()
-        with torch.cuda.device(device):
-            torch.cuda.current_stream()  # the context exists
-            status = runtime().cudaMalloc(ctypes.byref(pointer), nbytes)
-        if status == OUT_OF_MEMORY:
-            runtime().cudaGetLastError()
-            free, _ = torch.cuda.mem_get_info(device)
-            wanted = f"the KV cache takes {nbytes / 2**30:.1f} GiB"
-            raise ConfigError(f"{wanted}; the GPU has {free / 2**30:.1f} free: lower kv_cache_mib, or free the GPU")
-        if status:
-            raise ConfigError(f"the GPU gives no memory: {words_of(status)}")
-        self.tensor = torch.as_tensor(_Allocation(pointer, nbytes), device=device)
+        self.tensor = torch.as_tensor(_Allocation(cuda_allocated(nbytes, device), nbytes), device=device)
         self.tensor.zero_()
 
     def share(self) -> bytes:
@@ -124,6 +113,25 @@ class CudaMemory:
         status = runtime().cudaIpcGetMemHandle(handle, ctypes.c_void_p(self.tensor.data_ptr()))
         check(status, "the GPU's memory can't be exported")
         return handle.raw
+
+
+def cuda_allocated(nbytes: int, device: torch.device) -> ctypes.c_void_p:
+    """Raises ConfigError if the GPU has not so much, with what torch keeps of what it once needed."""
+    pointer, library = ctypes.c_void_p(), runtime()
+    with torch.cuda.device(device):
+        torch.cuda.current_stream()  # the context exists
+        status = library.cudaMalloc(ctypes.byref(pointer), nbytes)
+        if status == OUT_OF_MEMORY:
+            library.cudaGetLastError()
+            torch.cuda.empty_cache()
+            status = library.cudaMalloc(ctypes.byref(pointer), nbytes)
+    if status == OUT_OF_MEMORY:
+        library.cudaGetLastError()
+        free, _ = torch.cuda.mem_get_info(device)
+        raise ConfigError(f"{nbytes / 2**30:.2f} GiB are wanted, and the GPU has {free / 2**30:.2f} free")
+    if status:
+        raise ConfigError(f"the GPU gives no memory: {words_of(status)}")
+    return pointer
 
 
 class _Allocation:

@@ -2,6 +2,7 @@
 
 import sys
 import threading
+from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -23,7 +24,9 @@ from engine.cuda.formats import DEVICE_FORMATS, smooths_keys
 from engine.cuda.fused import is_fusible
 from engine.cuda.launcher import Launcher
 from engine.cuda.load import require_kernels
+from engine.cuda.memory import HostMemory, cuda_allocated
 from engine.cuda.runner import DeviceRunner
+from engine.cuda.runtime import OUT_OF_MEMORY
 from engine.cuda.sampling import columns, draw_keys
 from engine.cuda.weights import load_device_weights, quantize_finely, quantize_rows
 from engine.load import load_engine
@@ -775,6 +778,48 @@ def test_a_model_that_a_gpu_does_not_hold_is_refused_in_words(folder, monkeypatc
     with pytest.raises(
         ConfigError, match=r"do not fit on the GPU \(.* of which 1\.20 GiB is free\.\): .*tensor_parallel"
     ):
+        device_engine(folder)
+
+
+def test_pages_are_made_of_what_torch_has_in_reserve(monkeypatch):
+    """Loading leaves torch memory that only torch can use, until it is told to give it back."""
+    free_nbytes = 1 << 30
+
+    def empty() -> None:
+        nonlocal free_nbytes
+        free_nbytes = 3 << 30
+
+    runtime = SimpleNamespace(
+        cudaMalloc=lambda _, nbytes: 0 if nbytes <= free_nbytes else OUT_OF_MEMORY, cudaGetLastError=lambda: None
+    )
+    monkeypatch.setattr("engine.cuda.memory.runtime", lambda: runtime)
+    for name, faked in (("device", nullcontext), ("current_stream", lambda: None), ("empty_cache", empty)):
+        monkeypatch.setattr(torch.cuda, name, faked)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (free_nbytes, 80 << 30))
+    cuda_allocated(2 << 30, torch.device("cpu"))
+    with pytest.raises(ConfigError, match=r"^4\.00 GiB are wanted, and the GPU has 3\.00 free$"):
+        cuda_allocated(4 << 30, torch.device("cpu"))
+
+
+@pytest.mark.parametrize(
+    ("num_fitting", "words"),
+    [
+        (0, r"the model and a full batch do not fit on the GPU \(4 GiB are wanted\): .* max_batched_tokens, or share"),
+        (1, r"the KV cache does not fit on the GPU \(4 GiB are wanted\): lower kv_cache_mib"),
+    ],
+)
+def test_pages_that_a_gpu_does_not_hold_are_refused_by_what_would_help(folder, monkeypatch, num_fitting, words):
+    """The first are a full prompt's, whatever the cache is set to."""
+    made = []
+
+    def allocate(nbytes: int, device: torch.device) -> HostMemory:
+        if len(made) == num_fitting:
+            raise ConfigError("4 GiB are wanted")
+        made.append(nbytes)
+        return HostMemory(nbytes)
+
+    monkeypatch.setattr("engine.cuda.cache.allocate", allocate)
+    with pytest.raises(ConfigError, match=words):
         device_engine(folder)
 
 
