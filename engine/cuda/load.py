@@ -216,7 +216,7 @@ class Builder:
 
     def _load(self, layout: KVLayout, progress: Progress) -> None:
         config, settings, device = self._config, self._settings, self._device
-        longest = wanted_model_len(self._checkpoint, settings)
+        longest = self._longest = self._longest_possible(layout)
         start = time.perf_counter()
         self._weights = load_device_weights(
             config, self._source, self._format, longest, device, progress, self._team.shard
@@ -240,6 +240,15 @@ class Builder:
         if self._captures:
             require_kernels(self._registry, config, self._format, self._block_size)
 
+    def _longest_possible(self, layout: KVLayout) -> int:
+        """No context is longer, nor a full prompt. Llama 4 Scout has ten million positions, and four GPUs of 80 GiB
+        have KV of 3.5 million: what rope turns all of them by takes 5 GiB of each GPU, and twice that of the host at
+        start.
+        """
+        nbytes = self._settings.kv_cache_nbytes or torch.cuda.mem_get_info()[1]
+        most = self._team.smallest(blocks_in(nbytes, layout)) * layout.block_size
+        return min(wanted_model_len(self._checkpoint, self._settings), max(most, self._max_rows))
+
     @property
     def _captures(self) -> bool:
         """Not float32, whose attention reads lengths on the host."""
@@ -249,7 +258,7 @@ class Builder:
         """What decode steps and warm-up will launch."""
         from kernels.compiling import compiled_ahead  # imports Triton, which a CPU does without
 
-        longest, layers = wanted_model_len(self._checkpoint, self._settings), self._weights.layers
+        longest, layers = self._longest, self._weights.layers
         # Of a few layers: the others launch the same, and 32 of them took 8 s. What they don't is compiled later.
         weights = replace(self._weights, layers=layers[:_NUM_KINDS])
         scales = Scales(torch.ones(len(weights.layers), 2, device=self._device), torch.ones(0))
@@ -324,8 +333,8 @@ class Builder:
         if not self._captures or self._settings.kv_cache_nbytes is not None:
             return 0
         torch.cuda.empty_cache()
-        longest, left = wanted_model_len(self._checkpoint, self._settings), free_nbytes()
-        launcher = self._launcher(self._model, self._weights, scratch, scales, longest)
+        left = free_nbytes()
+        launcher = self._launcher(self._model, self._weights, scratch, scales, self._longest)
         return left - free_nbytes() + launcher.expected_nbytes()
 
     def _cache_nbytes(self, layout: KVLayout, captured_nbytes: int) -> int:

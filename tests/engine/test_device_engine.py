@@ -5,6 +5,7 @@ import threading
 from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -28,6 +29,7 @@ from engine.cuda.memory import HostMemory, cuda_allocated
 from engine.cuda.runner import DeviceRunner
 from engine.cuda.runtime import OUT_OF_MEMORY
 from engine.cuda.sampling import columns, draw_keys
+from engine.cuda.state import DecodeState
 from engine.cuda.weights import load_device_weights, quantize_finely, quantize_rows
 from engine.load import load_engine
 from engine.pace import WAKING_S
@@ -765,6 +767,25 @@ def test_the_cache_leaves_what_the_rooms_of_steps_will_take(folder, monkeypatch)
         return device_engine(folder, kv_cache_nbytes=None).capacity_tokens
 
     assert capacity(0) > 2 * capacity(900) > 0
+
+
+def test_nothing_is_made_for_positions_that_no_cache_could_hold(tmp_path, monkeypatch):
+    """Tables of ten million positions are gigabytes of each GPU. A cache that takes what is free could have it all."""
+    save_tiny(tmp_path, "llama", max_position_embeddings=1 << 17)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (2500 << 20, 80 << 30))
+    rows, made = [], DecodeState
+
+    def state(max_rows: int, max_blocks: int, *others: Any) -> DecodeState:
+        rows.append(max_blocks * 64)
+        return made(max_rows, max_blocks, *others)
+
+    monkeypatch.setattr("engine.cuda.load.DecodeState", state)
+    engine = device_engine(tmp_path, kv_cache_nbytes=16 << 20, max_batched_tokens=512)
+    assert engine.capacity_tokens <= rows.pop() < 1.1 * engine.capacity_tokens
+    unbound = device_engine(tmp_path, kv_cache_nbytes=None, max_batched_tokens=512)
+    assert answers(engine, [PROMPTS[2]], greedy(4)) == answers(unbound, [PROMPTS[2]], greedy(4))
+    assert rows == [1 << 17]
 
 
 def test_a_model_that_a_gpu_does_not_hold_is_refused_in_words(folder, monkeypatch):
