@@ -142,7 +142,8 @@ class Builder:
         try:
             return self._prepare(progress)
         except RuntimeError as error:
-            if "out of memory" not in str(error).lower():  # torch's, CUDA's or NCCL's
+            is_memory = isinstance(error, torch.OutOfMemoryError) or "out of memory" in str(error).lower()
+            if not is_memory:  # by its words CUDA's, Triton's or NCCL's
                 raise
             words, _, _ = str(error).partition(" Including ")
             raise ConfigError(f"{_TOO_LARGE} ({words}): {_SMALLER}") from error
