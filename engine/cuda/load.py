@@ -96,7 +96,9 @@ def load_device_engine(
     shard_config(checkpoint.config, Shard(0, settings.tensor_parallel))
     followers = Followers.start(settings, device, reopen)
     try:
-        return Builder(settings, checkpoint, source, device, followers.join(device)).build(progress, followers)
+        with _full_in_words():
+            team = followers.join(device)
+        return Builder(settings, checkpoint, source, device, team).build(progress, followers)
     except BaseException:
         followers.abandon()
         raise
@@ -139,14 +141,8 @@ class Builder:
 
     def prepare(self, progress: Progress) -> tuple[Launcher, int]:
         """What a batch needs, ready for the first one; the longest context."""
-        try:
+        with _full_in_words():
             return self._prepare(progress)
-        except RuntimeError as error:
-            is_memory = isinstance(error, torch.OutOfMemoryError) or "out of memory" in str(error).lower()
-            if not is_memory:  # by its words CUDA's, Triton's or NCCL's
-                raise
-            words, _, _ = str(error).partition(" Including ")
-            raise ConfigError(f"{_TOO_LARGE} ({words}): {_SMALLER}") from error
 
     @torch.inference_mode()
     def _prepare(self, progress: Progress) -> tuple[Launcher, int]:
@@ -361,6 +357,18 @@ class Builder:
         row_nbytes = LOGIT_NBYTES * self._config.vocab_size
         scored_nbytes = ROWS * row_nbytes + self._model.finish_nbytes(self._max_rows)
         return max(self._settings.max_num_seqs * row_nbytes, scored_nbytes)
+
+
+@contextmanager
+def _full_in_words() -> Iterator[None]:
+    """An error for a GPU that is full becomes a ConfigError: torch's, or CUDA's, Triton's or NCCL's by its words."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not isinstance(error, torch.OutOfMemoryError) and "out of memory" not in str(error).lower():
+            raise
+        words, _, _ = str(error).partition(" Including ")
+        raise ConfigError(f"{_TOO_LARGE} ({words}): {_SMALLER}") from error
 
 
 @contextmanager

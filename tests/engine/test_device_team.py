@@ -283,6 +283,20 @@ def test_a_start_that_fails_waits_for_no_follower(tmp_path, monkeypatch, others)
     assert set(_children(os.getpid())) <= others
 
 
+def test_a_gpu_that_is_full_before_its_team_has_met_is_told_in_words(tmp_path, monkeypatch):
+    """Another process has it."""
+
+    def full(*_):
+        raise RuntimeError("NCCL error in: NCCLUtils.hpp:94, unhandled cuda error. Cuda failure 2 'out of memory'")
+
+    save_tiny(tmp_path, "llama")
+    monkeypatch.setattr("engine.cuda.followers.GpuTeam", full)
+    others, words = set(_children(os.getpid())), r"do not fit on the GPU .*out of memory.*: free the GPU"
+    with pytest.raises(ConfigError, match=words), engine_on(torch.device("cpu"), tmp_path, 2):
+        pass
+    assert set(_children(os.getpid())) <= others
+
+
 def _raise(*_):
     raise torch.OutOfMemoryError("none left")
 
