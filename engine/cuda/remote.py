@@ -162,16 +162,20 @@ class RemotePages:
             mapping.copy_pages(source, pages, target, target_grid, into, planes)
 
     def _checksums(self, num_pages: int) -> Checksums:
-        if num_pages > BUCKETS[-1]:
-            return self._cut.checksums_of(num_pages, is_mapped=True)
-        return self._ready.pop() if self._ready else self._cut.checksums_of(BUCKETS[-1], is_mapped=True)
+        """Of the least that is there for so many."""
+        fitting = [each for each in self._ready if each.max_pages >= num_pages]
+        if not fitting:
+            max_pages = max(BUCKETS[-1], 1 << (num_pages - 1).bit_length())
+            return self._cut.checksums_of(max_pages, is_mapped=True)
+        least = min(fitting, key=lambda each: each.max_pages)
+        self._ready.remove(least)
+        return least
 
     def _is_read(self, sums: Checksums) -> None:
         """Its memory can serve the next. It is kept as long as the link is: giving it back would wait for all streams,
         those that wait for marks too.
         """
-        if sums.max_pages == BUCKETS[-1]:
-            self._ready.append(sums)
+        self._ready.append(sums)
 
     def hurry(self) -> None:
         """Nothing waits for a mark any more: what did is void, and done soon."""

@@ -296,6 +296,19 @@ def test_memory_of_checksums_is_given_back_by_those_that_nobody_reads_too(folder
     source.close()
 
 
+def test_memory_of_a_large_chunks_checksums_is_kept_for_the_next(folder):
+    """Given back, it would wait for what waits for the next chunk's mark: of steps of more than 8192 tokens each."""
+    source, target = (device_engine(folder).transfer_pool for _ in range(2))
+    remote = target.attach(source.share(), source.mark().shared)
+    large = remote._checksums(200)
+    remote._is_read(large)
+    small = remote._checksums(2)
+    assert small is not large and remote._checksums(256) is large
+    assert remote._checksums(257).max_pages == 512
+    remote.close()
+    source.close()
+
+
 class Stream:
     """Of no device."""
 
