@@ -11,7 +11,7 @@ LEAST = 1e-30
 
 # Of a pattern as llguidance reads it, Rust's: a class by property, an escape, and other text; in brackets, what may
 # stand before or amid a bracket that is no more than a character there.
-_OUTSIDE = re.compile(r"\\(?:[pP](?:\{[^}]*\}|.)|.)?|[^\\\[]+", re.DOTALL)
+_OUTSIDE = re.compile(r"\\(?:[pP](?:\{[^}\\]*\}|.)|.)?|[^\\\[]+", re.DOTALL)
 _IN_CLASS = re.compile(r"\[\^?(?:-+|\])?|--|(?:\\.|[^\\\[\]])-[^\\\]-]|\\.?|[^\\\[]", re.DOTALL)
 
 _MIRRORED = {
