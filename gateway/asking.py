@@ -299,7 +299,7 @@ def _tried(request: Common, prompting: Prompting, calling: Calling | None, befor
 
 
 def _compiled(request: Common, prompting: Prompting, calling: Calling | None, before: _Before) -> str:
-    wanted = grammar_of(request.response_format, request.structured_outputs)
+    wanted = grammar_of(request.response_format, request.structured_outputs, prompting.trials.fault)
     if calling is None:
         return before.allow(wanted, prompting)
     if (form := prompting.tool_form) is None:
@@ -311,7 +311,7 @@ def _compiled(request: Common, prompting: Prompting, calling: Calling | None, be
     if request.structured_outputs is not None:
         return before.allow(wanted, prompting)
     answer = schema_of_format(request.response_format)
-    calls = calls_grammar(calling, form, prompting.grammar_ids(form.markers), answer)
+    calls = calls_grammar(calling, form, prompting.grammar_ids(form.markers), answer, prompting.trials.fault)
     return before.allow(calls, prompting, is_headed=True) if calls else before.allow(wanted, prompting)
 
 

@@ -20,6 +20,9 @@ MAX_GRAMMAR_CHARS = 64 << 10
 Schemas that are too large it refuses itself.
 """
 
+Fault = Callable[[str], str]
+"""Why a grammar is none, as llguidance says it; empty if it is one. To read some of them ends the process."""
+
 
 class JsonSchema(msgspec.Struct, frozen=True):
     """A schema is always obeyed to the letter; `strict` refuses formats of strings that can't be enforced."""
@@ -45,24 +48,28 @@ class StructuredOutputs(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
     json_object: bool | None = None
 
 
-def grammar_of(response_format: ResponseFormat | None, structured_outputs: StructuredOutputs | None) -> str:
+def grammar_of(
+    response_format: ResponseFormat | None,
+    structured_outputs: StructuredOutputs | None,
+    fault: Fault = LLMatcher.validate_grammar,
+) -> str:
     """Empty if any answer will do. Raises RequestError, naming the field, for what does not compile."""
-    formatted = "" if response_format is None else _of_format(response_format)
+    formatted = "" if response_format is None else _of_format(response_format, fault)
     if structured_outputs is None:
         return formatted
     if formatted:
         raise RequestError("'response_format' and 'structured_outputs' exclude each other", "structured_outputs")
-    return _of_outputs(structured_outputs)
+    return _of_outputs(structured_outputs, fault)
 
 
-def require_schema(schema: dict[str, Any], param: str) -> None:
+def require_schema(schema: dict[str, Any], param: str, fault: Fault) -> None:
     """Raises RequestError, naming `param`, if it does not compile."""
-    _json_grammar(schema, param)
+    _json_grammar(schema, param, fault)
 
 
-def compiled_lark(lark: str, param: str) -> str:
+def compiled_lark(lark: str, param: str, fault: Fault) -> str:
     """Raises RequestError, naming `param`, if it does not compile."""
-    return _checked(LLMatcher.grammar_from_lark(lark), param)
+    return _checked(LLMatcher.grammar_from_lark(lark), param, fault)
 
 
 def preceded(rules: Sequence[str], name: str, grammar: str) -> str:
@@ -84,14 +91,14 @@ def schema_of_format(wanted: ResponseFormat | None) -> dict[str, Any] | None:
     return given.schema if given.strict else without_unknown_formats(given.schema)
 
 
-def _of_format(wanted: ResponseFormat) -> str:
+def _of_format(wanted: ResponseFormat, fault: Fault) -> str:
     if (schema := schema_of_format(wanted)) is None:
         return ""
     param = "response_format" if wanted.json_schema is None else "response_format.json_schema.schema"
-    return _json_grammar(schema, param)
+    return _json_grammar(schema, param, fault)
 
 
-def _of_outputs(wanted: StructuredOutputs) -> str:
+def _of_outputs(wanted: StructuredOutputs, fault: Fault) -> str:
     given = {name: value for name, value in msgspec.structs.asdict(wanted).items() if value not in (None, False)}
     if len(given) != 1:
         names = ", ".join(wanted.__struct_fields__)
@@ -99,11 +106,11 @@ def _of_outputs(wanted: StructuredOutputs) -> str:
     ((name, value),) = given.items()
     param = f"structured_outputs.{name}"
     if name == "json_object":
-        return _json_grammar({"type": "object"}, param)
+        return _json_grammar({"type": "object"}, param, fault)
     if name == "json":
         schema = _schema(value, param) if isinstance(value, str) else value
-        return _json_grammar(without_unknown_formats(schema), param)
-    return _checked(_COMPILERS[name](value, param), param)
+        return _json_grammar(without_unknown_formats(schema), param, fault)
+    return _checked(_COMPILERS[name](value, param), param, fault)
 
 
 def _of_grammar(text: str, param: str) -> str:
@@ -132,16 +139,16 @@ def _schema(text: str, param: str) -> dict[str, Any]:
     return schema
 
 
-def _json_grammar(schema: dict[str, Any], param: str) -> str:
+def _json_grammar(schema: dict[str, Any], param: str, fault: Fault) -> str:
     try:
         grammar = LLMatcher.grammar_from_json_schema(exact(schema), overrides={"whitespace_flexible": False})
     except ValueError as error:  # half of a surrogate pair, or an integer of more than 64 bits
         raise RequestError(f"{param} does not compile: {error}", param) from error
-    return _checked(grammar, param)
+    return _checked(grammar, param, fault)
 
 
-def _checked(grammar: str, param: str) -> str:
-    if error := LLMatcher.validate_grammar(grammar):
+def _checked(grammar: str, param: str, fault: Fault) -> str:
+    if error := fault(grammar):
         raise RequestError(f"{param} does not compile: {_in_a_line(error)}", param)
     return grammar
 

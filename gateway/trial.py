@@ -1,7 +1,7 @@
 """A program that compiles grammars, to be killed if one takes too long: `python -m gateway.trial`, see gateway.trials.
 
-On its standard input a Vocabulary, then grammars; for each, on its standard output, why it can't be used, empty if it
-can. All of them are frames of contracts.codec.
+On its standard input a Vocabulary, then Questions; for each, on its standard output, why its grammar can't be used,
+empty if it can. All of them are frames of contracts.codec.
 """
 
 import contextlib
@@ -10,7 +10,8 @@ import sys
 import threading
 from typing import IO, TypeVar
 
-from llguidance import LLTokenizer
+import msgspec
+from llguidance import LLMatcher, LLTokenizer
 
 from checkpoint.guidance import Vocabulary, compiled, error_of
 from contracts.codec import HEADER_NBYTES, decoder, frame
@@ -21,8 +22,16 @@ MAX_NBYTES = 4 << 30
 T = TypeVar("T")
 
 
+class Question(msgspec.Struct, frozen=True):
+    """`is_read_only`: whether llguidance can read it, and not whether it gets done with it."""
+
+    grammar: str
+    is_read_only: bool
+
+
 def main() -> None:
     resource.setrlimit(resource.RLIMIT_AS, (MAX_NBYTES, MAX_NBYTES))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a client's grammar may end it, with half a GiB of stack
     threading.stack_size(STACK_NBYTES)
     serving = threading.Thread(target=serve, args=(sys.stdin.buffer, sys.stdout.buffer))
     serving.start()
@@ -35,12 +44,14 @@ def serve(requests: IO[bytes], verdicts: IO[bytes]) -> None:
         tokens = receive(requests, Vocabulary).tokens()
         send(verdicts, "")
         while True:
-            send(verdicts, _verdict(tokens, receive(requests, str)))
+            send(verdicts, _verdict(tokens, receive(requests, Question)))
 
 
-def _verdict(tokens: LLTokenizer, grammar: str) -> str:
+def _verdict(tokens: LLTokenizer, asked: Question) -> str:
+    if asked.is_read_only:
+        return LLMatcher.validate_grammar(asked.grammar)
     try:
-        return error_of(compiled(tokens, grammar))
+        return error_of(compiled(tokens, asked.grammar))
     except ValueError as error:
         return str(error)
 

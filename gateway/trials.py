@@ -1,7 +1,8 @@
-"""Grammars are compiled once before a worker gets them, in a process of its own.
+"""Grammars are read and compiled once before a worker gets them, in a process of its own.
 
 30 patterns that a string must match all at once are a kilobyte, and keep llguidance at work for hours: no limit of its
-own bounds that, and a thread can't be ended.
+own bounds that, and a thread can't be ended. An integer that is to be -2^63 ends the process that only reads the
+schema: llguidance turns the sign of its bounds, and that one stays negative without end.
 """
 
 import contextlib
@@ -17,12 +18,13 @@ from checkpoint.checkpoint import Checkpoint
 from checkpoint.guidance import Vocabulary
 from contracts.errors import Unavailable
 from contracts.leash import leashed
-from gateway.trial import receive, send
+from gateway.trial import Question, receive, send
 
 TRIAL_S = 5.0
 """The largest schemas that llguidance takes compile in a tenth of a second."""
 START_S = 60.0
-NUM_KEPT = 1024
+NUM_KEPT = 2048
+"""Two for a grammar."""
 
 
 class Trials:
@@ -39,22 +41,29 @@ class Trials:
 
         Raises Unavailable if there is no process to try it.
         """
-        digest = blake2b(grammar.encode(), digest_size=16).digest()
+        return self._answer(Question(grammar, is_read_only=False))
+
+    def fault(self, grammar: str) -> str:
+        """The same of one that nobody read yet, in llguidance's own words, of many lines."""
+        return self._answer(Question(grammar, is_read_only=True))
+
+    def _answer(self, asked: Question) -> str:
+        digest = blake2b(asked.grammar.encode(), digest_size=16, salt=bytes([asked.is_read_only])).digest()
         if (known := self._verdicts.get(digest)) is not None:
             return known
         with self._lock:
             if digest not in self._verdicts:
-                self._verdicts[digest] = self._tried(grammar)
+                self._verdicts[digest] = self._tried(asked)
             verdict = self._verdicts[digest]
             if len(self._verdicts) > NUM_KEPT:
                 self._verdicts.popitem(last=False)
             return verdict
 
-    def _tried(self, grammar: str) -> str:
+    def _tried(self, asked: Question) -> str:
         if self._compiler is None or self._compiler.is_gone:
             self._compiler = self._started()
         try:
-            return self._compiler.ask(grammar, self._timeout_s)
+            return self._compiler.ask(asked, self._timeout_s)
         except TimeoutError:
             self._compiler = None
             return f"compiling it takes longer than {self._timeout_s:g} s; make it simpler"
@@ -86,7 +95,7 @@ class _Compiler:
     def is_gone(self) -> bool:
         return self._process.poll() is not None
 
-    def ask(self, message: str | Vocabulary, timeout_s: float) -> str:
+    def ask(self, message: Question | Vocabulary, timeout_s: float) -> str:
         """Raises TimeoutError, and EOFError if the process is gone."""
         try:
             send(self._requests, message)

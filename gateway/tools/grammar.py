@@ -5,10 +5,12 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from llguidance import LLMatcher
+
 from contracts.errors import RequestError
 from gateway.exact_schema import exact
 from gateway.string_formats import without_unknown_formats
-from gateway.structured import compiled_lark, require_schema
+from gateway.structured import Fault, compiled_lark, require_schema
 from gateway.tools.form import Form
 from gateway.tools.request import Calling, Function, schema_of
 
@@ -18,7 +20,11 @@ _CALL_STYLE = _ANSWER_STYLE | {"item_separator": ", ", "key_separator": ": "}
 
 
 def calls_grammar(
-    calling: Calling, form: Form, token_ids: Mapping[str, int], answer: dict[str, Any] | None = None
+    calling: Calling,
+    form: Form,
+    token_ids: Mapping[str, int],
+    answer: dict[str, Any] | None = None,
+    fault: Fault = LLMatcher.validate_grammar,
 ) -> str:
     """Empty if nothing has to be enforced, or nothing can be since calls that may come begin without a marker.
 
@@ -38,10 +44,10 @@ def calls_grammar(
     calls = [_call(at, calling.functions[at].name, schema, form, token_ids) for at, schema in schemas.items()]
     lark = "\n".join(["%llguidance {}", *begin, f"calls: call{more}", f"call: {one}", *calls])
     try:
-        return compiled_lark(lark, "tools")
+        return compiled_lark(lark, "tools", fault)
     except RequestError:
         for index, schema in schemas.items():  # one by one only now, since each takes as long as its part of the whole
-            require_schema(schema, f"tools[{index}].function.parameters")
+            require_schema(schema, f"tools[{index}].function.parameters", fault)
         raise
 
 

@@ -16,6 +16,7 @@ from tests.gateway.gateway_rig import gateway, pair
 
 SAY = [{"role": "user", "content": "hi"}]
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
+LEAST_INTEGER = {"type": "integer", "minimum": -(2**63), "maximum": -(2**63)}
 TYPES = {400: "BadRequestError", 404: "NotFoundError", 405: "BadRequestError", 413: "BadRequestError"}
 
 
@@ -140,6 +141,18 @@ NAMED: list[tuple[tuple[str, bytes], str | None]] = [
     ),
     (text(structured_outputs={"regex": "(a"}), "structured_outputs.regex"),
     (text(structured_outputs={"json": {"type": "integer", "multipleOf": 99991, "minimum": 3}}), "structured_outputs"),
+    # These end a process that reads them.
+    (text(structured_outputs={"json": LEAST_INTEGER}), "structured_outputs.json"),
+    (text(structured_outputs={"grammar": f"start: %json {json.dumps(LEAST_INTEGER)}"}), "structured_outputs.grammar"),
+    (
+        chat(
+            tools=[
+                {"type": "function", "function": {"name": "go", "parameters": {"properties": {"a": LEAST_INTEGER}}}}
+            ],
+            tool_choice="required",
+        ),
+        "tools[0].function.parameters",
+    ),
     (text(prompt=[[]]), "prompt"),
     (text(prompt="hi " * 2_500_000), "prompt"),
     (chat(messages=[{"role": "user", "content": "hi " * 2_500_000}]), "messages"),

@@ -2,6 +2,7 @@
 
 import json
 import os
+import resource
 import signal
 import threading
 
@@ -25,6 +26,11 @@ def patterns(count: int) -> str:
 @pytest.fixture(scope="module")
 def trials() -> Trials:
     return Trials(open_checkpoint(""), timeout_s=1.0)
+
+
+def least_integer() -> str:
+    schema = {"type": "integer", "minimum": -(2**63), "maximum": -(2**63)}
+    return LLMatcher.grammar_from_json_schema(json.dumps(schema))
 
 
 def pid_of(trials: Trials) -> int:
@@ -84,3 +90,18 @@ def test_one_that_takes_the_process_along_is_refused_and_the_next_is_tried(trial
     killing.join()
     assert verdict == "compiling it takes too much memory; make it simpler"
     assert trials.verdict(LLMatcher.grammar_from_regex("[a-z]{11}")) == ""
+
+
+def test_one_that_ends_who_reads_it_is_refused_and_the_next_is_tried(trials: Trials):
+    assert trials.fault(least_integer()) == "compiling it takes too much memory; make it simpler"
+    assert trials.fault(GOOD) == ""
+    assert resource.prlimit(pid_of(trials), resource.RLIMIT_CORE) == (0, 0), "or each leaves its memory in a file"
+
+
+def test_what_can_be_read_and_not_compiled_is_no_fault(trials: Trials):
+    assert trials.fault(patterns(16)) == "" and trials.verdict(patterns(16))
+
+
+def test_a_fault_is_told_in_the_words_of_llguidance(trials: Trials):
+    grammar = LLMatcher.grammar_from_regex("(")
+    assert trials.fault(grammar) == LLMatcher.validate_grammar(grammar)
