@@ -132,8 +132,8 @@ class Prompting:
         if (template := self._template_of(request)) is None:
             raise RequestError("this model has no chat template; use /v1/completions", "messages")
         plain = [self._plain(index, message, template.joint) for index, message in enumerate(messages)]
-        needs_description = self.tool_form is not None and self.tool_form.needs_description
-        tools = [described(tool, needs_description) for tool in request.tools or ()]
+        needs_all_fields = self.tool_form is not None and self.tool_form.needs_all_fields
+        tools = [described(tool, needs_all_fields) for tool in request.tools or ()]
         if not template.knows_tools and self.tool_form is not None:
             plain, tools = told(plain, tools, self.tool_form), []
         try:

@@ -43,7 +43,7 @@ FORM = Form(
     between=f" {_CONSTRAIN}json{_MESSAGE}",
     after="",
     answer=f"{_CHANNEL}final{_MESSAGE}",
-    needs_description=True,
+    needs_all_fields=True,
 )
 
 

@@ -12,8 +12,8 @@ class Form:
     """`begin`, the calls with `join` between them, `end`; a call is `before` name `between` arguments `after`.
 
     `markers`: texts of it that a tokenizer may hold as special tokens. `answer` comes before an answer that does not
-    call. `id_prefix`, `id_length`: of a call's id. With no `join` an answer calls once. `needs_description`: its chat
-    templates take no tool without one.
+    call. `id_prefix`, `id_length`: of a call's id. With no `join` an answer calls once. `needs_all_fields`: its chat
+    templates take no tool without a description or parameters.
     """
 
     parser: type[CallParser]
@@ -25,7 +25,7 @@ class Form:
     between: str = '", "arguments": '
     after: str = "}"
     answer: str = ""
-    needs_description: bool = False
+    needs_all_fields: bool = False
     id_prefix: str = "call_"
     id_length: int = 24
 

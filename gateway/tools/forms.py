@@ -10,7 +10,7 @@ from gateway.tools.form import Form
 ParserName = Literal["auto", "hermes", "llama3_json", "mistral", "smollm2"]
 
 _BY_NAME: dict[str, Callable[[str], Form]] = {
-    "hermes": lambda template: hermes.FORM,
+    "hermes": hermes.form_of,
     "llama3_json": lambda template: llama3_json.FORM,
     "mistral": mistral.form_of,
     "smollm2": lambda template: smollm2.FORM,
@@ -35,7 +35,7 @@ def _by_template(template: str) -> Form | None:
         return mistral.form_of(template)
     if "<tool_call>" in template:
         is_json = "<function=" not in template and "<arg_key>" not in template  # as Qwen3-Coder's and GLM-4.5's are not
-        return hermes.FORM if is_json else None
+        return hermes.form_of(template) if is_json else None
     if "<|python_tag|>" in template or '"parameters": ' in template:
         return llama3_json.FORM
     return None

@@ -3,6 +3,9 @@
 https://qwen.readthedocs.io/en/latest/framework/function_call.html
 """
 
+import re
+from dataclasses import replace
+
 from gateway.tools.form import Form
 from gateway.tools.parser import CallParser
 
@@ -19,3 +22,8 @@ FORM = Form(
     end="\n</tool_call>",
     markers=("<tool_call>", "</tool_call>"),
 )
+
+
+def form_of(template: str) -> Form:
+    """Hermes 2 Pro and 3 spell tools out, each field as text; others show them as JSON."""
+    return replace(FORM, needs_all_fields=re.search(r"\btool(\.function)?\.description\b", template) is not None)

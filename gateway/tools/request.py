@@ -107,11 +107,12 @@ def schema_of(function: Function) -> dict[str, Any]:
     return function.parameters | {"type": "object"}
 
 
-def described(tool: Tool, needs_description: bool = False) -> dict[str, Any]:
+def described(tool: Tool, needs_all_fields: bool = False) -> dict[str, Any]:
     """As chat templates know tools: nothing of what concerns the server alone."""
     plain = msgspec.to_builtins(msgspec.structs.replace(tool, function=_without_strict(tool.function)))
-    if needs_description:
+    if needs_all_fields:
         plain["function"].setdefault("description", "")
+        plain["function"].setdefault("parameters", {"type": "object", "properties": {}})
     return plain
 
 

@@ -13,6 +13,7 @@ from checkpoint import Checkpoint
 from contracts.errors import ConfigError
 from gateway.openapi import ChatReply
 from gateway.prompting import Prompting
+from gateway.schema import ChatRequest
 from gateway.settings import GatewaySettings
 from tests.gateway.sayings import SAY, prompt, saying
 from tests.gateway.tool_calls import CALL, HISTORY, MADE, PARIS, TOOLS, TWO, WEATHER
@@ -190,6 +191,24 @@ async def test_a_template_for_tools_alone_is_taken_where_there_are_tools(checkpo
     broken = replace(checkpoint, tool_template="{% if %}")
     with pytest.raises(ConfigError, match="chat template does not compile"):
         Prompting(broken)
+
+
+SPELLED_OUT = """{% for tool in tools %}{{ tool.function.name + ": " + tool.function.description }}
+{% for name, field in tool.function.parameters.properties | items %}{{ name }}{% endfor %}{% endfor %}<tool_call>"""
+UNWRAPPED = SPELLED_OUT.replace("{{ tool", "{% set tool = tool.function %}{{ tool", 1).replace(
+    "tool.function.", "tool."
+)
+
+
+@pytest.mark.parametrize("template", [SPELLED_OUT, UNWRAPPED])
+@pytest.mark.parametrize("parser", ["auto", "hermes"])
+@pytest.mark.parametrize("given", [{}, {"description": "when?"}, {"parameters": {"type": "object"}}])
+def test_a_tool_needs_no_more_than_a_name_where_the_template_spells_it_out(checkpoint, given, parser, template):
+    """As that of Hermes 2 Pro and 3, which adds the description to other text."""
+    prompting = Prompting(replace(checkpoint, tool_template=template), parser)
+    body = {"messages": SAY, "tools": [{"type": "function", "function": {"name": "now"} | given}]}
+    shown = prompting.render(msgspec.convert(body, ChatRequest))
+    assert shown == f"now: {given.get('description', '')}\n<tool_call>"
 
 
 async def test_calls_and_their_results_are_shown_to_the_model(checkpoint):
