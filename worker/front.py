@@ -59,6 +59,10 @@ class FrontState:
             self.num_turns, self.status_s = status.num_turns, time.monotonic()
         self.status = status
 
+    def overslept(self, seconds: float) -> None:
+        """The front itself stood still for so long: that it heard nothing then says nothing of the core."""
+        self.status_s = min(self.status_s + seconds, time.monotonic())
+
     @property
     def silent_s(self) -> float:
         """How long the core has made no turn."""

@@ -5,6 +5,7 @@ import hashlib
 import logging
 import os
 import socket
+import time
 
 from contracts.collector import settle
 from contracts.errors import ConfigError, Unavailable
@@ -113,7 +114,10 @@ async def _mind(state: FrontState) -> None:
     goes on hanging is killed: whoever supervises this worker starts it again. What gateways left behind ends too.
     """
     while True:
+        due_s = time.monotonic() + MIND_PERIOD_S
         await asyncio.sleep(MIND_PERIOD_S)
+        # A container that is paused, or a virtual machine, is so with both: the core has had no time to turn, either.
+        state.overslept(time.monotonic() - due_s)
         if state.sickness():
             state.streams.close()
         if state.core_alive and state.silent_s > HANGS_UNTIL_KILLED * state.hang_timeout_s:

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -178,6 +179,20 @@ def test_a_core_that_hangs_for_good_is_killed_and_its_worker_ends(model: str, tm
         assert worker.process.wait(60) == 3
         said = worker.log.read_text()
         assert "and is killed" in said and "the engine core was killed by this worker" in said
+
+
+def test_a_worker_that_was_paused_goes_on(model: str, tmp_path: Path) -> None:
+    """For longer than a core may hang, as containers and virtual machines are: with its core, which is not to blame."""
+    with running_worker(tmp_path, model, "--hang-timeout-s", "2") as worker:
+        until(worker.core)
+        for pid in (worker.process.pid, worker.core_pid):
+            os.kill(pid, signal.SIGSTOP)
+        time.sleep(5.0)
+        os.kill(worker.process.pid, signal.SIGCONT)
+        until(lambda: worker.status_of("/health")[0] in (200, 503))  # the front has had its turn, the core has not
+        os.kill(worker.core_pid, signal.SIGCONT)
+        until(lambda: worker.status_of("/health") == (200, "ok"))
+        assert "is killed" not in worker.log.read_text()
 
 
 async def test_when_the_core_is_killed_the_stream_ends_and_the_worker_says_why(mortal: RunningWorker) -> None:
