@@ -6,13 +6,16 @@ from contracts.events import Event, Failed, Finished, Prefilled, PromptScored, T
 from contracts.ids import Epoch
 
 MAX_GAP = 256
+"""Of what one worker tells, whose frames come in order. An attempt's first token is prefill's to tell, over a stream
+that may be late by seconds before it is given up; decode tells as many as it can meanwhile.
+"""
 
 Ready = PromptScored | Prefilled | Token | Finished | Failed
 
 
 @dataclass
 class Sequencer:
-    """Accepts `(epoch == current and index == next)`; keeps a small gap; ends exactly once. Pure.
+    """Accepts `(epoch == current and index == next)`; keeps what came early; ends exactly once. Pure.
 
     `feed` returns what became acceptable, in order: PromptScored, Prefilled, Token, then one Finished or Failed. The
     current attempt begins at `first_index`; of the Prefilled of all attempts the first one counts.
@@ -77,7 +80,7 @@ class Sequencer:
                 ready.append(token)
                 self.next_index += 1
                 self._drain(ready)
-            elif token.index - self.next_index > MAX_GAP:
+            elif self.has_first and token.index - self.next_index > MAX_GAP:
                 self.ended = True
                 reason = f"token {token.index} came while token {self.next_index} is missing"
                 return [*ready, Failed(event.request_id, event.epoch, "internal", reason)]

@@ -8,7 +8,7 @@ from checkpoint.gguf_tokenizer import build_tokenizer
 from contracts.events import Failed, Finished, FinishReason, Prefilled, PromptScored, PromptToken, Token, Tokens
 from contracts.ids import Epoch, RequestId
 from gateway.detokenizer import Detokenizer
-from gateway.sequencer import Sequencer
+from gateway.sequencer import MAX_GAP, Sequencer
 from gateway.stops import StopFinder
 
 R = RequestId("r")
@@ -124,6 +124,28 @@ def test_any_delivery_gives_each_token_once_in_order_and_one_end(delivery):
     assert isinstance([item for item in out if not isinstance(item, Prefilled)][-1], Finished)
     accepted = sum(isinstance(item, Token | Finished | Prefilled) for item in out)
     assert accepted + sequencer.num_stale + sequencer.num_duplicates == len(events)
+
+
+@pytest.mark.parametrize("num_answered", [0, 3])
+def test_the_first_token_may_come_after_all_others(num_answered):
+    """Prefill's stream stood still for a second, decode's did not."""
+    sequencer = Sequencer()
+    sequencer.feed(Tokens(R, Epoch(1), [Token(i, i) for i in range(num_answered)]))
+    sequencer.restart(Epoch(2))
+    for index in range(num_answered + 1, 1000):
+        assert sequencer.feed(Tokens(R, Epoch(2), [Token(index, index)])) == []
+    assert sequencer.feed(Finished(R, Epoch(2), 1000, FinishReason.LENGTH, {})) == []
+    *tokens, end = sequencer.feed(Tokens(R, Epoch(2), [Token(num_answered, num_answered)]))
+    assert [token.index for token in tokens if isinstance(token, Token)] == list(range(num_answered, 1000))
+    assert isinstance(end, Finished)
+
+
+def test_a_token_that_is_missing_in_between_is_a_failure():
+    sequencer = Sequencer()
+    sequencer.feed(Tokens(R, Epoch(1), [Token(0, 0)]))
+    (failed,) = sequencer.feed(Tokens(R, Epoch(1), [Token(2 + MAX_GAP, 0)]))
+    assert isinstance(failed, Failed) and "token 1 is missing" in failed.message
+    assert sequencer.feed(Tokens(R, Epoch(1), [Token(1, 0)])) == []
 
 
 def scored(first: int, count: int, epoch: int = 1) -> PromptScored:
