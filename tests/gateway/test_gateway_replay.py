@@ -235,6 +235,15 @@ async def test_who_does_not_speak_is_passed_over_from_the_start(checkpoint, monk
         assert rig.front.dispatch.num_replays == is_begun
 
 
+async def test_nothing_new_is_placed_on_who_does_not_speak(checkpoint):
+    """The registry lists a worker that this gateway can't reach, for as long as that lasts."""
+    workers = [spare(name, Role.MIXED) for name in ("m0", "m1")]
+    async with gateway(checkpoint, workers) as rig, rig.client() as client:
+        await _deaf(rig, workers[0])
+        await whole(client, ASK)
+        assert [epoch for _, epoch in rig.store.placed] == [1] and not workers[0].jobs
+
+
 async def test_where_nobody_speaks_what_was_not_begun_is_sent_nevertheless(checkpoint, monkeypatch):
     """The gateway itself was deaf for a moment, and all were lost to it."""
     workers = [spare(name, Role.MIXED) for name in ("m0", "m1")]
