@@ -76,6 +76,8 @@ def parse() -> argparse.Namespace:
 
 def workers(transfer: str, device: str) -> dict[str, tuple[str, ...]]:
     places = [device] if device == "cpu" else [f"cuda:{number}" for number in range(torch.cuda.device_count())]
+    if not places:
+        raise SystemExit("--device cuda: torch sees no GPU here")
     return {
         name: ("--role", role, "--transfer", transfer, "--dtype", "float32", "--device", place)
         for (name, role), place in zip(ROLES.items(), cycle(places), strict=False)
