@@ -66,7 +66,7 @@ def search(
 @triton.jit
 def gumbel(bits):
     """As the reference's."""
-    share = ((~bits).to(tl.uint32, bitcast=True).to(tl.float32) + 0.5) * 2.3283064365386963e-10
+    share = ((4294967295 - bits.to(tl.uint32, bitcast=True)).to(tl.float32) + 0.5) * 2.3283064365386963e-10
     far = -tl.log(1.0 - tl.minimum(share, 0.999999940395355))
     return -tl.log(tl.where(share < 0.00390625, share + 0.5 * share * share, far))
 
