@@ -49,9 +49,12 @@ WORDS = ("HTTP", "error in the stream", "connection lost", "no connection")
 def main() -> int:
     args = parse()
     with tempfile.TemporaryDirectory(prefix="tandem-chaos-") as folder:
-        settings = {"NUM_THREADS": "1", "KV_CACHE_MIB": str(args.kv_cache_mib), "MODEL": args.model}
-        environment = {f"TANDEM_{name}": value for name, value in settings.items()}
-        with Services(Path(folder), workers(args.transfer, args.device), **environment) as services:
+        settings = {
+            "TANDEM_NUM_THREADS": "1",
+            "TANDEM_KV_CACHE_MIB": str(args.kv_cache_mib),
+            "TANDEM_MODEL": args.model,
+        }
+        with Services(Path(folder), workers(args.transfer, args.device), **settings) as services:
             toll = asyncio.run(run(services, args))
     rows = toll.rows()
     for row in rows:

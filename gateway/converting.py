@@ -1,7 +1,7 @@
 """What came as JSON as one of our types, or an error that names the place and says what is allowed there."""
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeVar, get_args
 
 import msgspec
@@ -21,6 +21,19 @@ def converted(fields: dict[str, Any], kind: type[Kind], at: str = "") -> Kind:
         param = ".".join(part for part in (place, _missing(message)) if part) or None
         message = _told(message, list(_types_at(kind, re.findall(r"\.(\w+)", path))))
         raise RequestError(f"{param}: {message}" if param else message, param) from error
+
+
+def words_of(part: Any, kinds: Mapping[str, str], param: str) -> str:
+    """Of a part of a message. `kinds`: the types that are taken, and the field that has their words; who sends another
+    is told of the first. Raises RequestError naming `param`.
+    """
+    kind = part.get("type") if isinstance(part, dict) else part
+    field = kinds.get(kind) if isinstance(part, dict) and isinstance(kind, str) else None
+    if field is None:
+        raise RequestError(f"content of type {kind!r} is not supported, only {next(iter(kinds))!r}", param)
+    if not isinstance(part.get(field), str):
+        raise RequestError(f"a {field} part needs '{field}', a string", f"{param}.{field}")
+    return part[field]
 
 
 def _parts(text: str) -> tuple[str, str]:

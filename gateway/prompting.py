@@ -21,6 +21,7 @@ from tokenizers import Tokenizer
 from checkpoint import Checkpoint
 from contracts.deep_threads import DeepThreads
 from contracts.errors import ConfigError, RequestError
+from gateway.converting import words_of
 from gateway.detokenizer import Detokenizer
 from gateway.schema import Message
 from gateway.thinking.forms import thinking_of
@@ -37,6 +38,7 @@ LONG_CHARS = 20_000  # above, tokenizing takes longer than handing it to a threa
 HUGE_CHARS = 1_000_000
 """Above, one at a time: tokenizing takes more than 100 bytes of memory for each of its characters."""
 
+_PARTS = {"text": "text", "refusal": "refusal"}
 _MARK = "Here-the-Answer-goes-on "  # which a template that strips shows without its space
 _TAKES_PARTS = re.compile(r"\bfor\s+\w+\s+in\s+\w+(?:\.content\b|\[\s*['\"]content['\"]\s*\])")
 """A loop over the parts of a message, of which the template says itself how they follow each other."""
@@ -264,7 +266,7 @@ def _plain(index: int, message: Message, joint: str) -> dict[str, Any]:
         raise RequestError("a message of role 'tool' needs 'tool_call_id'", f"{at}.tool_call_id")
     content = "" if message.content is None and message.role == "assistant" else message.content
     if isinstance(content, list):
-        content = joint.join(_part(part, f"{at}.content[{number}]") for number, part in enumerate(content))
+        content = joint.join(words_of(part, _PARTS, f"{at}.content[{number}]") for number, part in enumerate(content))
     if content is None:
         raise RequestError("a message needs 'content'", f"{at}.content")
     calls = [_made(call, f"{at}.tool_calls[{number}]") for number, call in enumerate(message.tool_calls or ())]
@@ -303,15 +305,6 @@ def _cut_at_mark(text: str, final: str) -> str:
     if at < 0:
         raise RequestError("the chat template does not show the last message as it is", "continue_final_message")
     return text[:at] if text.startswith(_MARK, at) else text[:at].removesuffix(final[len(final.rstrip()) :])
-
-
-def _part(part: dict[str, Any], param: str) -> str:
-    kind = part.get("type")
-    if kind not in ("text", "refusal"):  # whose words are under its own name
-        raise RequestError(f"content of type {kind!r} is not supported, only 'text'", param)
-    if not isinstance(part.get(kind), str):
-        raise RequestError(f"a {kind} part needs '{kind}', a string", f"{param}.{kind}")
-    return part[kind]
 
 
 class _Generation(Extension):

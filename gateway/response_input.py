@@ -7,13 +7,13 @@ import msgspec
 from msgspec import Meta
 
 from contracts.errors import RequestError
-from gateway.converting import converted
+from gateway.converting import converted, words_of
 from gateway.schema import ChatRequest, Message, ResponsesRequest, ResponseText
 from gateway.structured import JsonSchema, ResponseFormat
 from gateway.tools.parser import object_of
 from gateway.tools.request import FunctionChoice, MadeCall, MadeFunction, NamedChoice, ToolChoice
 
-_TEXT_PARTS = frozenset({"input_text", "output_text", "text"})
+_PARTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
 _ITEMS = ("message", "reasoning", "function_call", "function_call_output")
 _NAMES = {"reasoning_effort": "reasoning.effort", ".function.": "."}
 """What a conversation calls its fields -> what they are called here."""
@@ -145,15 +145,4 @@ def _content(content: Any, at: str) -> Any:
     """Parts of text as a chat has them; what is neither a list nor text is for others to refuse."""
     if not isinstance(content, list):
         return content
-    return [{"type": "text", "text": _part(part, f"{at}[{index}]")} for index, part in enumerate(content)]
-
-
-def _part(part: Any, at: str) -> str:
-    if isinstance(part, dict) and part.get("type") == "refusal":
-        part = {"type": "text", "text": part.get("refusal")}
-    if not isinstance(part, dict) or part.get("type") not in _TEXT_PARTS:
-        kind = part.get("type") if isinstance(part, dict) else part
-        raise RequestError(f"content of type {kind!r} is not supported, only 'input_text'", at)
-    if not isinstance(part.get("text"), str):
-        raise RequestError("a text part needs 'text', a string", f"{at}.text")
-    return part["text"]
+    return [{"type": "text", "text": words_of(part, _PARTS, f"{at}[{index}]")} for index, part in enumerate(content)]

@@ -93,13 +93,13 @@ class Launcher:
         self.model, self.cache, self.state, self.steps, self.chunks = model, cache, state, steps, chunks
         self.beside, self.endings, self._rows, self._attention, self._drawer = beside, endings, rows, attention, drawer
         self._holders: tuple[Holder, ...] = (steps, chunks, beside, endings)
-        self._of_tokens: tuple[Holder, ...] = (steps, beside, endings)
 
     def run_all(self) -> None:
         """All that decodes launch, once, and all that the newest tokens of prompts do."""
-        for holder in self._of_tokens:
-            holder.hold(lambda launch: launch, holder.sizes)
-            holder.release()
+        for holder in self._holders:
+            if holder is not self.chunks:
+                holder.hold(lambda launch: launch, holder.sizes)
+                holder.release()
 
     def expected_nbytes(self) -> int:
         """What `capture` will take of the GPU's memory."""
