@@ -82,7 +82,10 @@ class NodeInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class NodeLoad(msgspec.Struct, frozen=True, kw_only=True):
-    """What a worker states with each heartbeat. Rates are measured online, in tokens a second; 0.0 while unknown."""
+    """What a worker states with each heartbeat. Rates are measured online, in tokens a second; 0.0 while unknown.
+
+    `bad_paths`: decode workers that its handoffs do not reach lately.
+    """
 
     num_running: int = 0
     num_waiting: int = 0
@@ -92,6 +95,7 @@ class NodeLoad(msgspec.Struct, frozen=True, kw_only=True):
     decode_rate: float = 0.0
     transfer_rate: float = 0.0
     draining: bool = False
+    bad_paths: tuple[Incarnation, ...] = ()
 
 
 class Node(msgspec.Struct, frozen=True, kw_only=True):

@@ -68,6 +68,7 @@ class Worker:
         info, load = self.info, self.load
         return Candidate(
             worker_id=info.worker_id,
+            incarnation=info.incarnation,
             role=info.role,
             layout_id=info.layout_id,
             sends=frozenset(info.sends),
@@ -83,6 +84,7 @@ class Worker:
             prefill_rate=placement.sound_rate(load.prefill_rate),
             decode_rate=placement.sound_rate(load.decode_rate),
             transfer_rate=placement.sound_rate(load.transfer_rate),
+            bad_paths=frozenset(load.bad_paths),
         )
 
     def view(self, now: float) -> WorkerView:

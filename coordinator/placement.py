@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from contracts.errors import Overloaded, RequestError, TandemError, Unavailable
-from contracts.ids import Epoch, RequestId, WorkerId
+from contracts.ids import Epoch, Incarnation, RequestId, WorkerId
 from contracts.node import PROMPTS_SHARE, NodeLoad, Role, beside_answers
 from coordinator.store import AFFINITY_BLOCK, AFFINITY_BLOCKS, AFFINITY_TTL_S
 
@@ -40,6 +40,12 @@ prefill counts as the fastest of those that have: else the first to serve a long
 HANDOFF_S = 0.005
 """What a handoff costs beside the bytes: messages, a step of decode."""
 
+BAD_PATH_S = 2.0
+"""What a handoff costs that does not get through, and is tried elsewhere: the time in which a connection must be made
+(kv_transfer.settings). Paths are marked, not workers, and a marked one is no worse than this: where all are full but
+for it, it is tried.
+"""
+
 ITL_S = 0.01
 """lambda x dITL: what one more answer costs those running beside it."""
 
@@ -67,6 +73,7 @@ CONSTANTS: dict[str, float] = {
     "DECODE_RATE": DECODE_RATE,
     "TRANSFER_RATE": TRANSFER_RATE,
     "HANDOFF_S": HANDOFF_S,
+    "BAD_PATH_S": BAD_PATH_S,
     "ITL_S": ITL_S,
     "STALL_WEIGHT": STALL_WEIGHT,
     "LONG_GAP_S": LONG_GAP_S,
@@ -81,10 +88,11 @@ class Candidate:
     """A live worker that takes work. Tokens include credits taken since its last heartbeat; rates are 0 while unknown.
 
     `num_answers`: of `num_decodes`, those whose prompts are computed. `cached_tokens`: of this prompt's prefix, served
-    here before. `mixed_tokens`, `sends`, `takes`: as of NodeInfo.
+    here before. `mixed_tokens`, `sends`, `takes`: as of NodeInfo. `bad_paths`: as of NodeLoad.
     """
 
     worker_id: WorkerId
+    incarnation: Incarnation
     role: Role
     layout_id: str
     max_model_len: int
@@ -100,6 +108,7 @@ class Candidate:
     prefill_rate: float = 0.0
     decode_rate: float = 0.0
     transfer_rate: float = 0.0
+    bad_paths: frozenset[Incarnation] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -163,7 +172,8 @@ def cost_s(prefill: Candidate, decode: Candidate, num_tokens: int, need_tokens: 
         return cost
     transfer_s = (num_tokens - decode.cached_tokens) / prefill.transfer_rate
     crowding_s = ITL_S * prefill.num_decodes + _stall_weight(decode) * (decode.pending_tokens / decode.prefill_rate)
-    return cost + (HANDOFF_S + max(0.0, transfer_s - compute_s)) + crowding_s
+    detour_s = BAD_PATH_S if decode.incarnation in prefill.bad_paths else 0.0
+    return cost + (HANDOFF_S + max(0.0, transfer_s - compute_s)) + crowding_s + detour_s
 
 
 def decode_need(num_tokens: int, max_tokens: int) -> int:

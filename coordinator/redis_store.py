@@ -256,6 +256,7 @@ def _loaded(load: NodeLoad) -> dict[str, Any]:
         "decode_rate": repr(placement.sound_rate(load.decode_rate)),
         "transfer_rate": repr(placement.sound_rate(load.transfer_rate)),
         "draining": int(load.draining),
+        "bad_paths": " ".join(load.bad_paths),
     }
 
 

@@ -69,13 +69,14 @@ class StatusReporter:
 
     def report(self) -> CoreStatus:
         stats = self._engine.stats()
+        load = self._load(stats)
         counters = {name: value for role in self._roles for name, value in role.counters().items()}
         return CoreStatus(
             num_turns=self._num_turns,
             num_steps=self._num_steps,
-            load=self._load(stats),
+            load=load,
             counters=counters | _engine_counters(stats) | self._own_counters(),
-            gauges=_engine_gauges(stats) | self._own_gauges(),
+            gauges=_engine_gauges(stats) | self._own_gauges() | {"bad_paths": len(load.bad_paths)},
             links=[_link_status(stats) for stats in self._node.stats()],
             is_clean=self._is_clean(stats),
         )
@@ -103,6 +104,7 @@ class StatusReporter:
             prefill_rate=self._prefill.value,
             decode_rate=self._decode.value,
             transfer_rate=self._transfer_rate(),
+            bad_paths=self._node.bad_paths,
         )
 
     def _transfer_rate(self) -> float:

@@ -23,6 +23,7 @@ from kv_transfer.device import Pool
 from kv_transfer.events import Drained, LinkStats, Message, TransferEvent
 from kv_transfer.frames import Terms
 from kv_transfer.handshake import Identity
+from kv_transfer.paths import Paths
 from kv_transfer.sending import Key
 from kv_transfer.settings import TransferSettings
 from kv_transfer.transports.base import Channel, Ring
@@ -41,6 +42,7 @@ class LinkParts:
 
     `emit` queues an event for the owner and wakes it up, `note` and `wake` do one of the two; `on_lost` takes a link
     out of the node's tables. `is_busy`: the owner computes, and a thread that does not sleep would be in its way.
+    `paths`: where links that send tell how it went.
     """
 
     settings: TransferSettings
@@ -54,6 +56,7 @@ class LinkParts:
     note: Callable[[TransferEvent], None]
     wake: Callable[[], None]
     is_busy: Callable[[], bool]
+    paths: Paths
     on_lost: Callable[["Link", events.PeerLost], None]
 
     @property

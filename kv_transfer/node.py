@@ -24,6 +24,7 @@ from kv_transfer.incoming import IncomingLink
 from kv_transfer.link import Link, LinkParts
 from kv_transfer.listener import Listener
 from kv_transfer.outgoing import OutgoingLink
+from kv_transfer.paths import Paths
 from kv_transfer.pool import PagePool
 from kv_transfer.sending import Key
 from kv_transfer.settings import TransferSettings
@@ -75,6 +76,7 @@ class TransferNode:
         self._fencing: list[Link] = []
         self._unfenced: list[Link] = []  # gone, but for a thread that did not stop; until their loss is told
         self._closing, self._launched_s = False, -math.inf
+        self._paths = Paths(time.monotonic)
         identity = Identity(me, incarnation, settings.secret)
         self._parts = LinkParts(
             settings=settings,
@@ -88,6 +90,7 @@ class TransferNode:
             note=self._note,
             wake=wake,
             is_busy=self._is_busy,
+            paths=self._paths,
             on_lost=self._on_lost,
         )
         self._listener = Listener(settings, identity, self._on_peer)
@@ -139,6 +142,11 @@ class TransferNode:
         """
         rates = [link.nbytes_per_s for link in self.stats() if link.nbytes_per_s > 0]
         return sum(rates) / len(rates) if rates else 0.0
+
+    @property
+    def bad_paths(self) -> tuple[Incarnation, ...]:
+        """Peers that handoffs from here do not reach lately: no connection, or it was lost, or pages came broken."""
+        return self._paths.bad()
 
     # The prefill side.
 
@@ -333,6 +341,8 @@ class TransferNode:
         """PeerLost speaks for both directions, so it waits until the other one is fenced too, and says so only if both
         are. It is noted before a new link can be made: whatever comes over that one is heard behind it.
         """
+        if link.outgoing:
+            self._paths.failed(link.incarnation)
         with self._lock:
             if not event.fenced:
                 self._unfenced.append(link)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import msgspec
 import numpy as np
 
-from contracts.errors import PeerLost, TransferError
+from contracts.errors import Corrupt, PeerLost, TransferError
 from contracts.handoff import (
     Abort,
     AbortAck,
@@ -167,6 +167,9 @@ class OutgoingLink(Link):
             self._note_read(self._announcer, message, key)
         if isinstance(message, Commit):
             self._rate.committed(key, time.perf_counter())
+            self.parts.paths.worked(self.incarnation)
+        elif isinstance(message, Abort) and message.code == Corrupt.code:
+            self.parts.paths.failed(self.incarnation)
         elif isinstance(message, Refuse):
             self._rate.dropped(key)
         if isinstance(message, Refuse | Commit):

@@ -25,7 +25,7 @@ local function candidate(worker)
   if excluded[worker] or redis.call('EXISTS', key('node', worker, 'alive')) == 0 then return nil end
   local row = redis.call('HMGET', key('node', worker), 'role', 'layout_id', 'max_model_len', 'capacity', 'pending',
     'beyond_pending', 'reserved', 'beyond_reserved', 'decodes', 'prefill_rate', 'decode_rate', 'transfer_rate',
-    'draining', 'info', 'term', 'sends', 'takes', 'mixed_tokens', 'answers')
+    'draining', 'info', 'term', 'sends', 'takes', 'mixed_tokens', 'answers', 'incarnation', 'bad_paths')
   if not row[1] or row[13] == '1' or row[15] == '0' then return nil end
   return {
     worker = worker, role = row[1], layout_id = row[2], capacity = tonumber(row[4]),
@@ -34,6 +34,7 @@ local function candidate(worker)
     prefill_rate = tonumber(row[10]), decode_rate = tonumber(row[11]), transfer_rate = tonumber(row[12]),
     info = row[14], term = row[15], sends = row[16] or '', takes = ' ' .. (row[17] or '') .. ' ',
     mixed_tokens = tonumber(row[18]), answers = answers_of(row[19], row[9]),
+    incarnation = row[20], bad_paths = ' ' .. (row[21] or '') .. ' ',
     cached = cached_tokens(worker),
   }
 end
@@ -102,7 +103,8 @@ local function cost_s(p, d)
   if p.worker == d.worker then return cost end
   local transfer_s = (num_tokens - d.cached) / p.transfer_rate
   local crowding_s = ITL_S * p.decodes + stall_weight(d) * (d.pending / d.prefill_rate)
-  return cost + (HANDOFF_S + math.max(0, transfer_s - compute_s)) + crowding_s
+  local detour_s = string.find(p.bad_paths, ' ' .. d.incarnation .. ' ', 1, true) and BAD_PATH_S or 0
+  return cost + (HANDOFF_S + math.max(0, transfer_s - compute_s)) + crowding_s + detour_s
 end
 
 local function meet(p, d)

@@ -102,6 +102,7 @@ loads = st.builds(
     decode_rate=RATES,
     transfer_rate=RATES,
     draining=st.sampled_from([False, False, False, True]),
+    bad_paths=st.sampled_from([(), (), (Incarnation("a"),), (Incarnation("b"), Incarnation("a"))]),
 )
 joins = st.tuples(
     names,

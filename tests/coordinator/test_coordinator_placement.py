@@ -7,7 +7,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from contracts.errors import Overloaded, RequestError, TandemError, Unavailable
-from contracts.ids import WorkerId
+from contracts.ids import Incarnation, WorkerId
 from contracts.node import Role
 from coordinator.placement import (
     MAX_RETRY_S,
@@ -26,6 +26,7 @@ RATES = st.one_of(st.just(0.0), st.floats(1.0, 1e5))
 candidates = st.builds(
     Candidate,
     worker_id=st.just(WorkerId("")),
+    incarnation=st.sampled_from([Incarnation("a"), Incarnation("b")]),
     role=st.sampled_from(Role),
     layout_id=st.sampled_from(["l", "l", "m"]),
     sends=st.sampled_from([frozenset("l"), frozenset("l"), frozenset("m"), frozenset()]),
@@ -41,6 +42,7 @@ candidates = st.builds(
     prefill_rate=RATES,
     decode_rate=RATES,
     transfer_rate=RATES,
+    bad_paths=st.frozensets(st.sampled_from([Incarnation("a"), Incarnation("b")])),
 )
 pools = st.lists(candidates, max_size=6).map(
     lambda found: [replace(c, worker_id=WorkerId(f"w{index}")) for index, c in enumerate(found)]
@@ -62,7 +64,7 @@ def worker(name: str, role: Role, **options) -> Candidate:
         "prefill_rate": 1000.0,
         "decode_rate": 100.0,
     }
-    return Candidate(worker_id=WorkerId(name), role=role, **(facts | options))
+    return Candidate(worker_id=WorkerId(name), incarnation=Incarnation(name), role=role, **(facts | options))
 
 
 def chosen(*found: Candidate, num_tokens: int = 1000) -> tuple[str, str]:
@@ -79,6 +81,19 @@ def test_a_pair_is_placed_on():
 
 def test_a_mixed_worker_is_both_at_once():
     assert chosen(worker("m0", Role.MIXED)) == ("m0", "m0")
+
+
+def test_a_bad_path_is_passed_over_and_its_ends_are_not():
+    p1, d1 = worker("p1", Role.PREFILL), worker("d1", Role.DECODE)
+    cut_off = replace(P, bad_paths=frozenset([D.incarnation]))
+    assert chosen(D, d1, cut_off) == ("p0", "d1")
+    assert chosen(D, cut_off, p1) == ("p1", "d0")
+
+
+def test_a_bad_path_is_tried_where_there_is_no_other_or_all_others_are_slower():
+    cut_off = replace(P, bad_paths=frozenset([D.incarnation]))
+    assert chosen(D, cut_off) == ("p0", "d0")
+    assert chosen(D, cut_off, worker("p1", Role.PREFILL, pending_tokens=5000)) == ("p0", "d0")
 
 
 def test_of_equals_the_first_is_taken():

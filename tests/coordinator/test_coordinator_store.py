@@ -492,6 +492,14 @@ class TestTransferRates:
     async def test_nonsense_is_taken_for_unmeasured(self, store: Store, rate: float):
         assert await self.chosen(store, rate, 200.0) == "p0"
 
+    async def test_a_path_that_failed_is_passed_over_until_its_worker_comes_back_anew(self, store: Store):
+        await join(store, node("p0", Role.PREFILL), *(node(d, Role.DECODE, incarnation=d) for d in ("d0", "d1")))
+        cut_off = NodeLoad(prefill_rate=1000.0, decode_rate=100.0, bad_paths=(Incarnation("d"), Incarnation("d0")))
+        assert await store.heartbeat(WorkerId("p0"), A, cut_off)
+        assert (await store.place(ask("r"))).decode.worker_id == "d1"
+        await join(store, node("d0", Role.DECODE, incarnation="new"))
+        assert (await store.place(ask("s"))).decode.worker_id == "d0"
+
     async def test_a_mixed_worker_wins_over_a_slow_link(self, store: Store):
         await join(store, node("m0", Role.MIXED))
         assert await self.chosen(store, 10.0) == "m0"

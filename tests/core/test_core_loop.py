@@ -5,7 +5,7 @@ from itertools import groupby
 import pytest
 
 from contracts.events import Failed, Finished, Prefilled, Tokens
-from contracts.ids import Epoch, GatewayId, RequestId, WorkerId
+from contracts.ids import Epoch, GatewayId, Incarnation, RequestId, WorkerId
 from contracts.request import Cancel
 from core.link import FrontGone
 from core.loop import ALERT_WAIT_S, IDLE_WAIT_S
@@ -241,6 +241,14 @@ def test_the_measured_bytes_a_second_are_told_as_tokens():
     side.node.transfer_rate = 1e6
     nbytes_per_token = side.engine.layout.block_nbytes / side.engine.layout.block_size
     assert side.core._status.report().load.transfer_rate == 1e6 / nbytes_per_token
+
+
+def test_paths_that_fail_are_told_to_placement_and_counted():
+    ring = Ring()
+    side = ring.sides[P]
+    side.node.bad_paths = (Incarnation("d"),)
+    status = side.core._status.report()
+    assert status.load.bad_paths == ("d",) and status.gauges["bad_paths"] == 1
 
 
 def test_placement_is_told_a_rate_once_a_step_was_full():

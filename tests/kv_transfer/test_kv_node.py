@@ -514,6 +514,29 @@ def test_nobody_at_the_address(make_peer: Make) -> None:
     nobody = WorkerRef("decode", "x", "", "127.0.0.1:1")  # type: ignore[arg-type]
     prefill.node.offer(nobody, Offer(RequestId("r"), Epoch(1), 8, prefill.layout.layout_id))
     assert "can't connect to decode at 127.0.0.1:1" in prefill.wait(PeerLost).error
+    assert prefill.node.bad_paths == ("x",)
+
+
+def test_a_path_is_bad_from_a_failure_to_the_next_commit(make_peer: Make) -> None:
+    prefill, decode = make_peer("prefill"), make_peer("decode")
+    offer_and_grant(prefill, decode, "r", 8, [1, 2])
+    decode.node.abort(prefill.name, Abort(RequestId("r"), Epoch(1), errors.Corrupt.code, "a checksum differs"))
+    prefill.message(Abort, "r")
+    assert prefill.node.bad_paths == (decode.incarnation,) and decode.node.bad_paths == ()
+    offer_and_grant(prefill, decode, "s", 8, [3, 4])
+    send(prefill, decode, "s", 0, 0, 8, [3, 4])
+    landed = decode.wait(ChunkLanded).header
+    decode.node.commit(prefill.name, Commit(RequestId("s"), Epoch(1), 1, landed.nbytes))
+    prefill.message(Commit, "s")
+    assert prefill.node.bad_paths == ()
+
+
+def test_a_cancelled_handoff_says_nothing_of_its_path(make_peer: Make) -> None:
+    prefill, decode = make_peer("prefill"), make_peer("decode")
+    offer_and_grant(prefill, decode, "r", 8, [1, 2])
+    decode.node.abort(prefill.name, _abort("r"))
+    prefill.message(Abort, "r")
+    assert prefill.node.bad_paths == ()
 
 
 def test_without_checksum_pages_still_arrive(make_peer: Make) -> None:

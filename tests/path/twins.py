@@ -241,6 +241,7 @@ class FakeNode:
         self._grants: dict[tuple[RequestId, Epoch], Grant] = {}
         self.drains_at_once = True
         self.transfer_rate = 0.0
+        self.bad_paths: tuple[Incarnation, ...] = ()
         self._undrained: list[Drained] = []
         network.nodes[me] = self
 
