@@ -191,8 +191,11 @@ def silu_case(spec: SiluSpec, tokens: int) -> Case:
 
 
 def argmax_case(spec: QuantSpec, tokens: int) -> Case:
+    """In the second row one logit is NaN, in the last row all are."""
+
     def make(device: str) -> Call:
         logits = torch.randn(tokens, spec.width, device=device)
+        logits[1, spec.width // 2] = logits[-1] = float("nan")
         out = torch.empty(tokens, dtype=torch.int64, device=device)
         return Call((logits, out, torch.empty(1 << 20, dtype=torch.uint8, device=device)), {}, {"out": out})
 

@@ -62,7 +62,9 @@ def silu_mul_quant(
 
 
 def argmax(spec: QuantSpec, logits: Tensor, out: Tensor, workspace: Tensor) -> None:
-    out.copy_(logits.float().argmax(-1))
+    """The first of the largest; NaN is never the largest, and of nothing but NaN the first is taken."""
+    logits = logits.float()
+    out.copy_(logits.masked_fill(logits.isnan(), float("-inf")).argmax(-1))
 
 
 def sum_parts(x: Tensor, parts: int) -> Tensor:

@@ -231,6 +231,8 @@ def argmax_parts_kernel(
     pdl_start(PDL)
     pdl_wait(PDL)
     value = tl.load(x_ptr + row * N + col, mask=col < N, other=float("-inf")).to(tl.float32)
+    # Beside a NaN the later of two is taken, and behind the last column or part lies what is no token.
+    value = tl.where(value == value, value, float("-inf"))
     best, index = tl.max(value, 0, return_indices=True)
     tl.store(best_ptr + row * PARTS + part, best)
     tl.store(index_ptr + row * PARTS + part, index + part * BLOCK)

@@ -187,6 +187,14 @@ def test_argmax_takes_the_first_of_equals():
     assert out.tolist() == [1, 0]
 
 
+def test_argmax_is_a_token_whatever_the_logits_are():
+    nan = float("nan")
+    logits = torch.tensor([[1.0, nan, 5.0], [nan, nan, nan], [nan, -math.inf, -2.0]])
+    out = torch.empty(3, dtype=torch.int64)
+    run("argmax", s.QuantSpec(3, "none"), logits, out, torch.empty(0))
+    assert out.tolist() == [2, 0, 2]
+
+
 @pytest.mark.parametrize("quant", ["none", "token", "tensor"])
 def test_all_reduce_is_the_norm_of_the_sum(quant):
     spec = s.ReduceSpec(40, 3, quant)
