@@ -43,7 +43,8 @@ def route_kernel(
     chosen = tl.zeros([PAD_K], tl.int32)
     for i in tl.static_range(TOP_K):
         value = tl.max(logit, 0)
-        index = tl.min(tl.where(logit == value, e, BLOCK), 0)  # the lower index among equals
+        # The lower index among equals. NaN equals nothing, and what is no expert would be sorted onto others' rows.
+        index = tl.min(tl.where(logit == value, e, E - 1), 0)
         best = tl.where(slot == i, value, best)
         chosen = tl.where(slot == i, index, chosen)
         logit = tl.where(e == index, float("-inf"), logit)

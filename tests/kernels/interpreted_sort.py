@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from kernels.specs import MoESpec
-from kernels.triton import moe_hopper, moe_sort
+from kernels.triton import moe, moe_hopper, moe_sort
 from kernels.workspace import sort_chunk
 from tests.kernels.interpreter import patch
 
@@ -62,6 +62,16 @@ def both_ways(experts: int, top_k: int, bx: int, ids: Tensor) -> dict[str, Any]:
     return dict(experts=experts, top_k=top_k, rows=rows, bx=bx, ids=ids.flatten().tolist(), **found)
 
 
+def routed(experts: int, top_k: int, tokens: int) -> Tensor:
+    """As the router sends them, the last one for logits that are NaN."""
+    logits = torch.randn(tokens, experts)
+    logits[-1] = float("nan")
+    score, ids = torch.empty(tokens, top_k), torch.empty(tokens, top_k, dtype=torch.int32)
+    moe.moe_route(MoESpec(experts, top_k, 64, 64), logits, score, ids)
+    assert score[:-1].isfinite().all() and score[-1].isnan().all(), "a row of NaN weighs NaN, no other does"
+    return ids
+
+
 def main() -> None:
     patch()
     torch.manual_seed(0)
@@ -70,6 +80,7 @@ def main() -> None:
         spread = torch.rand(tokens, experts).topk(top_k).indices.int()
         same = torch.arange(experts - top_k, experts, dtype=torch.int32).repeat(tokens, 1)
         results += [both_ways(experts, top_k, bx, ids) for ids in (spread, same)]
+    results.append(both_ways(12, 3, 16, routed(12, 3, 20)))
     sys.stdout.write(json.dumps(results))
 
 
