@@ -538,8 +538,8 @@ ALL_ONES = 192, 100010
 
 def sample_case(spec: SampleSpec, rows: int, dtype: torch.dtype = FP32) -> Case:
     """Rows take turns among greedy, plain, top-k, top-p, min-p and all together, so hot that their order matters. The
-    twelfth is allowed fewer tokens than top-k. The second draws the largest random number there is for an unlikely
-    token, if the vocabulary is large.
+    twelfth is allowed fewer tokens than top-k. The tenth has a top-p of 0, which is greedy. The second draws the
+    largest random number there is for an unlikely token, if the vocabulary is large.
     """
 
     def make(device: str) -> Call:
@@ -549,6 +549,7 @@ def sample_case(spec: SampleSpec, rows: int, dtype: torch.dtype = FP32) -> Case:
         temperature = torch.where(pick == 0, 0.0, torch.where(pick == 5, 3.0, 0.9))
         top_k = torch.where((pick == 2) | (pick == 5), 20, 0).to(I32)
         top_p = torch.where((pick == 3) | (pick == 5), 0.6, 1.0)
+        top_p[9::12] = 0.0
         min_p = torch.where((pick == 4) | (pick == 5), 0.5, 0.0)
         seeds = torch.randint(0, 2**62, (rows,), device=device)
         positions = torch.randint(0, 100000, (rows,), device=device)

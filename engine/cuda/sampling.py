@@ -9,7 +9,6 @@ from engine.random_draw import philox
 from engine.sequence import Sequence
 
 _LOW, _HALF = np.uint64(0xFFFFFFFF), np.uint64(32)
-_LEAST_TOP_P = float(np.finfo(np.float32).tiny)  # 0, to which smaller ones are rounded, would keep no token
 
 
 @dataclass(frozen=True)
@@ -29,7 +28,7 @@ def columns(sequences: SequenceOf[Sequence]) -> SamplingColumns:
     return SamplingColumns(
         temperatures=np.array([0.0 if p.is_greedy else p.temperature for p in params], np.float32),
         top_ks=np.array([max(p.top_k or 0, 0) for p in params], np.int32),
-        top_ps=np.array([max(p.top_p, _LEAST_TOP_P) for p in params], np.float32),
+        top_ps=np.array([p.top_p for p in params], np.float32),
         min_ps=np.array([p.min_p for p in params], np.float32),
         seeds=_keys(sequences),
         positions=np.array([len(sequence.tokens) for sequence in sequences], np.int32),

@@ -104,7 +104,8 @@ def sample_kernel(
         for start in range(0, V, BLOCK):
             x = tl.load(x_ptr + start + i, mask=start + i < V, other=float("-inf")).to(tl.float32)
             mass += tl.where(x >= keep, tl.exp((x - top) * inv_temperature), 0.0)
-        by_mass = search(x_ptr, keep, top, inv_temperature, top_p * tl.sum(mass, 0), True, V, BLOCK, PASSES)
+        want = tl.maximum(top_p, 1e-30) * tl.sum(mass, 0)  # of 0 the search would find all, and end at NaN
+        by_mass = search(x_ptr, keep, top, inv_temperature, want, True, V, BLOCK, PASSES)
         keep = tl.maximum(keep, by_mass)
     seed = tl.load(seed_ptr + row)
     position = tl.load(position_ptr + row).to(tl.int32)

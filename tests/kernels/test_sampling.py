@@ -106,7 +106,8 @@ def test_temperature_zero_is_greedy_whatever_else_is_asked():
 def test_top_k_of_one_and_a_tiny_top_p_are_greedy_too():
     logits = torch.randn(20, 50)
     assert torch.equal(draw(logits, top_k=1)[0], logits.argmax(-1))
-    assert torch.equal(draw(logits, top_p=1e-6)[0], logits.argmax(-1))
+    for top_p in (1e-6, 0.0):
+        assert torch.equal(draw(logits, top_p=top_p)[0], logits.argmax(-1))
 
 
 def test_the_logprob_is_that_of_the_model_and_not_of_the_filtered_distribution():
