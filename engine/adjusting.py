@@ -18,6 +18,10 @@ from torch import Tensor
 from contracts.sampling import SamplingParams
 from engine.sequence import Sequence
 
+# Divided by less, and by a low temperature, a logit would be infinite in float32. One of an unseen token counts for
+# nothing beside one that is divided by this.
+_LEAST_REPETITION = 1e-20
+
 Put = Callable[[SequenceOf[np.ndarray]], SequenceOf[Tensor]]
 """Copies of arrays where the logits are."""
 
@@ -83,7 +87,7 @@ class Wishes:
             if len(word) > 1 and word[-1] < vocab:
                 self._longer.setdefault(word[-2], []).append(tuple(word))
         self.allowed = _bits(sampling.allowed_token_ids, vocab) if sampling.allowed_token_ids else None
-        self.repetition = sampling.repetition_penalty
+        self.repetition = max(sampling.repetition_penalty, _LEAST_REPETITION)
         self.penalizes = bool(self.repetition != 1 or sampling.presence_penalty or sampling.frequency_penalty)
         self._seen: Seen | None = None
 

@@ -114,6 +114,14 @@ def test_presence_and_frequency_count_the_answer_only():
     assert choose(temperature=0, answer=(2, 2, 2, 5), frequency_penalty=0.01) == 2
 
 
+@pytest.mark.parametrize("temperature", [0, 1e-5, 1])
+@pytest.mark.parametrize("penalty", [1e-30, 1e-38, 1e-300])
+def test_the_smallest_repetition_penalty_leaves_numbers(penalty, temperature):
+    """Divided by it as it stands logits were infinite, and the last token of the vocabulary was drawn."""
+    logits = torch.tensor([1.0, 3.0, 2.0, -1.0, 4.0, 1.5])
+    assert choose(logits, temperature=temperature, prompt=(0, 1, 2, 3), repetition_penalty=penalty) == 1
+
+
 def test_repetition_counts_the_prompt_too_and_moves_both_signs_down():
     assert choose(temperature=0, prompt=(2, 5), repetition_penalty=2.5) == 0
     logits = torch.tensor([-1.0, -1.5])
