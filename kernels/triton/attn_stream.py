@@ -165,7 +165,8 @@ def attn_merge_kernel(
         sums = sums * tl.exp2(top - m_all)
         total = total * tl.exp2(top - m_all) + tl.exp2(sink - m_all)
         top = m_all
-    tl.store(out_ptr + (seq * HQ + q_head) * D + d, (sums / total * v_scale).to(out_ptr.dtype.element_ty))
+    y = sums / tl.where(total > 0, total, 1.0)  # of no keys zeros, as `finish` leaves them
+    tl.store(out_ptr + (seq * HQ + q_head) * D + d, (y * v_scale).to(out_ptr.dtype.element_ty))
     if LSE:
         tl.store(lse_ptr + seq * HQ + q_head, (top + tl.log2(total)) * LN2, mask=part == 0)
     if LINES > 0:

@@ -78,7 +78,7 @@ def suite() -> list[c.Case]:
         c.rope_case(s.RopeSpec(7, 7, 64, page=16, kv="bf16", parts=2, biased=True, normed=True), 3),
         c.rope_case(s.RopeSpec(13, 3, 128, page=16, parts=2, deferred=True, biased=True, normed=True), 2),
         c.rope_case(s.RopeSpec(3, 1, 64, page=16, deferred=True, smooth=True, biased=True, normed=True), 3),
-        c.attn_case(s.AttnSpec(4, 2, 32, page=16), [1, 16, 33, 100], 1),
+        c.attn_case(s.AttnSpec(4, 2, 32, page=16), [1, 16, 33, 100, 0], 1),
         c.attn_case(s.AttnSpec(8, 1, 64, page=16, window=20, sinks=True, lse=True), [5, 20, 90], 1),
         c.attn_case(s.AttnSpec(6, 2, 32, page=32, q_len=3), [3, 40, 65], 1),
         c.attn_case(s.AttnSpec(6, 2, 32, page=16, q_len=5, window=9, sinks=True), [5, 47], 1),
