@@ -11,6 +11,7 @@ import msgspec
 
 from contracts.errors import RequestError
 from contracts.sampling import SamplingParams
+from gateway.converting import whole
 from gateway.prompting import Prompting
 from gateway.schema import ChatRequest, Common, CompletionRequest, Detailed
 from gateway.structured import grammar_of, preceded, schema_of_format
@@ -147,11 +148,12 @@ def _longest(limits: Limits) -> str:
 
 
 async def _prompts(request: CompletionRequest, prompting: Prompting, limits: Limits) -> list[list[int]]:
-    given = request.prompt
+    given = whole(request.prompt)
     many = given if isinstance(given, list) and not _is_ids(given) else [given]
     if not many or len(many) > MAX_PROMPTS:
         raise RequestError(f"'prompt' must be 1 to {MAX_PROMPTS} prompts", "prompt")
     _require_room(len(many), request.n, limits)
+    many = list(map(whole, many))
     for prompt in many:
         if isinstance(prompt, str):
             _require_short(prompt, request, prompting, limits, "prompt")

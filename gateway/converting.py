@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
 from typing import Any, TypeVar, get_args
 
 import msgspec
@@ -13,6 +14,7 @@ Kind = TypeVar("Kind", bound=msgspec.Struct)
 
 def converted(fields: dict[str, Any], kind: type[Kind], at: str = "") -> Kind:
     """`at`: where in the request they are. Raises RequestError naming the field."""
+    fields = fields | {name: whole(fields[name]) for name in _whole_fields(kind) if name in fields}
     try:
         return msgspec.convert(fields, kind)
     except msgspec.ValidationError as error:
@@ -21,6 +23,26 @@ def converted(fields: dict[str, Any], kind: type[Kind], at: str = "") -> Kind:
         param = ".".join(part for part in (place, _missing(message)) if part) or None
         message = _told(message, list(_types_at(kind, re.findall(r"\.(\w+)", path))))
         raise RequestError(f"{param}: {message}" if param else message, param) from error
+
+
+def whole(value: Any) -> Any:
+    """1.0 as 1, of a list each such item: JSON has one kind of number, and some clients write what is whole with a
+    point. vLLM takes it.
+    """
+    if isinstance(value, list):  # of a million token ids, mostly without a Python loop
+        return list(map(_whole, value)) if float in set(map(type, value)) else value
+    return _whole(value)
+
+
+def _whole(value: Any) -> Any:
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+@cache
+def _whole_fields(kind: type[msgspec.Struct]) -> tuple[str, ...]:
+    """Those that take whole numbers, or lists of them, and no others."""
+    taken = {field.encode_name: list(_types_at(field.type, ())) for field in msgspec.structs.fields(kind)}
+    return tuple(name for name, types in taken.items() if int in types and float not in types)
 
 
 def words_of(part: Any, kinds: Mapping[str, str], param: str) -> str:

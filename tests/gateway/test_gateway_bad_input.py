@@ -11,7 +11,7 @@ import pytest
 
 from contracts.errors import ConfigError, RequestError
 from gateway.prompting import Prompting
-from gateway.schema import ChatRequest, ResponsesRequest, parse
+from gateway.schema import ChatRequest, CompletionRequest, DetokenizeRequest, ResponsesRequest, parse
 from tests.gateway.gateway_rig import gateway, pair
 
 SAY = [{"role": "user", "content": "hi"}]
@@ -62,6 +62,10 @@ NAMED: list[tuple[tuple[str, bytes], str | None]] = [
     (text(temperature=True), "temperature"),
     (text(max_tokens="many"), "max_tokens"),
     (text(max_tokens=1.5), "max_tokens"),
+    (text(max_tokens="2"), "max_tokens"),
+    (text(seed=1e300), "seed"),
+    (text(prompt=[1e300]), "prompt"),
+    (text(stop_token_ids=[3.0, 3.5]), "stop_token_ids[1]"),
     (text(logit_bias=[1]), "logit_bias"),
     (text(stream=True, stream_options=[]), "stream_options"),
     (text(stream=True, stream_options={"include_usage": "yes"}), "stream_options.include_usage"),
@@ -231,6 +235,33 @@ def test_a_refusal_says_what_is_allowed(kind, fields, words):
     with pytest.raises(RequestError) as refused:
         parse(json.dumps({"messages": SAY, "input": "hi"} | fields).encode(), kind)
     assert str(refused.value) == words.replace("*", "Invalid enum value")
+
+
+@pytest.mark.parametrize(
+    ("kind", "field", "given", "read"),
+    [
+        (ChatRequest, "max_completion_tokens", 1.0, 1),
+        (ChatRequest, "seed", -1e18, -(10**18)),
+        (CompletionRequest, "logprobs", -0.0, 0),
+        (CompletionRequest, "stop_token_ids", [3.0, 4], [3, 4]),
+        (ResponsesRequest, "max_output_tokens", 2e1, 20),
+        (DetokenizeRequest, "tokens", [5.0], [5]),
+        (ChatRequest, "temperature", 1.0, 1.0),
+        (ChatRequest, "chat_template_kwargs", {"size": 1.0}, {"size": 1.0}),
+    ],
+)
+def test_a_whole_number_may_have_a_point(kind, field, given, read):
+    needed = {ChatRequest: {"messages": SAY}, CompletionRequest: {"prompt": "hi"}, ResponsesRequest: {"input": "hi"}}
+    body = needed.get(kind, {}) | {field: given}
+    found = getattr(parse(json.dumps(body).encode(), kind), field)
+    assert repr(found) == repr(read)
+
+
+async def test_token_ids_may_have_a_point(checkpoint):
+    async with gateway(checkpoint, pair()) as rig, rig.client() as client:
+        for ids in ([5, 6], [5.0, 6], [[5.0, 6.0]]):
+            reply = await client.post(TEXT, json={"prompt": ids, "max_tokens": 2, "return_token_ids": True})
+            assert json.dumps(reply.json()["choices"][0]["prompt_token_ids"]) == "[5, 6]"
 
 
 async def refusal(client: httpx.AsyncClient, path: str, body: bytes, status: int = 400) -> dict[str, Any]:
