@@ -6,8 +6,7 @@ import os
 import platform
 import subprocess
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from importlib.metadata import PackageNotFoundError, version
@@ -22,7 +21,10 @@ from checkpoint.safetensors_index import tensor_files
 from contracts.errors import ConfigError, TandemError
 from contracts.memory import available_nbytes, limit_nbytes
 from coordinator.redis_server import RedisServer, find_server, hide_password
+from engine.cuda.choice import experts_changed, kept_as, resolve_device_dtype
+from engine.cuda.footprint import least_weights_nbytes
 from service.release import release
+from tandem.gpus import Gpu, count_gpus, look_at, what_holds
 from tandem.system import require_redis
 
 if TYPE_CHECKING:
@@ -187,17 +189,20 @@ def _gpu(options: argparse.Namespace) -> Iterator[tuple[str, Level]]:
 
     found = caps.detect()
     yield from explain_device(found)
-    with suppress(ConfigError):  # a model that can't be opened is a finding already
-        yield from explain_weights(open_checkpoint(options.model), found)
+    try:
+        checkpoint = open_checkpoint(options.model)
+    except ConfigError:  # is a finding already
+        return
+    yield from explain_weights(checkpoint, found)
+    if found.device == "cuda":
+        yield from explain_room(checkpoint, [look_at(index) for index in range(count_gpus())])
 
 
 def explain_weights(checkpoint: Checkpoint, found: "Caps") -> Iterator[tuple[str, Level]]:
     """How a GPU of these capabilities holds a model's weights, and why not as they are stored."""
-    from engine.cuda.formats import experts_changed, kept_as, resolve_device_dtype
-
     if found.device != "cuda":
         return
-    chosen = resolve_device_dtype("auto", checkpoint, found)
+    chosen = resolve_device_dtype("auto", checkpoint, found.cc)
     yield f"dtype auto holds this model's weights as {chosen} here", Level.OK
     if checkpoint.quantization is None:
         return
@@ -209,6 +214,23 @@ def explain_weights(checkpoint: Checkpoint, found: "Caps") -> Iterator[tuple[str
         return
     reason = kept_as(checkpoint)[1] if found.cc >= 90 else "the kernels want compute capability 9.0"
     yield f"its quantized matrices are widened on load, and take the memory of plain ones: {reason}", Level.WARNING
+
+
+def explain_room(checkpoint: Checkpoint, gpus: Sequence[Gpu]) -> Iterator[tuple[str, Level]]:
+    """How much of a GPU a model's weights take, and what to do where that is all or most of it."""
+    if not gpus:
+        return
+    gpu = min(gpus, key=lambda gpu: gpu.nbytes)
+    dtype = resolve_device_dtype("auto", checkpoint, gpu.cc)
+    least = least_weights_nbytes(checkpoint, dtype)
+    words = f"its weights take at least {_gib(least)} as {dtype}, of {_gib(gpu.nbytes)} that a GPU has"
+    if least > gpu.nbytes:
+        yield f"{words}, and do not fit: {what_holds(checkpoint, dtype, gpu.nbytes)}", Level.WARNING
+    elif least > gpu.nbytes - SMALL_NBYTES:
+        todo = what_holds(checkpoint, dtype, gpu.nbytes - SMALL_NBYTES)
+        yield f"{words}, which leaves little for a batch and a KV cache: {todo}", Level.WARNING
+    else:
+        yield words, Level.OK
 
 
 def explain_device(found: "Caps") -> Iterator[tuple[str, Level]]:

@@ -1,13 +1,28 @@
-"""Which GPU each worker of `tandem up` runs on."""
+"""Which GPU each worker of `tandem up` runs on, and whether it holds the model's weights."""
 
 import ctypes
+from collections import Counter
 from collections.abc import Mapping
+from dataclasses import dataclass
 
+from checkpoint import Checkpoint
 from contracts.device import gpu_index
 from contracts.errors import ConfigError
+from engine.cuda.choice import resolve_device_dtype
+from engine.cuda.footprint import least_weights_nbytes
 from tandem.settings import UpSettings
 
 COUNTS = ("prefill", "decode", "mixed")
+CC_MAJOR, CC_MINOR = 75, 76
+"""CUdevice_attribute: COMPUTE_CAPABILITY_MAJOR and _MINOR."""
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """`nbytes`: all of its memory, whoever holds it; `cc`: compute capability, 90 for 9.0."""
+
+    nbytes: int
+    cc: int
 
 
 def fit_devices(settings: UpSettings, environ: Mapping[str, str]) -> UpSettings:
@@ -78,3 +93,48 @@ def count_gpus() -> int:
         return 0
     count = ctypes.c_int()
     return count.value if driver.cuInit(0) == 0 and driver.cuDeviceGetCount(ctypes.byref(count)) == 0 else 0
+
+
+def look_at(index: int) -> Gpu:
+    """One of those that `count_gpus` counts. Raises ConfigError if the driver does not tell."""
+    driver = ctypes.CDLL("libcuda.so.1")
+    device, nbytes, major, minor = ctypes.c_int(), ctypes.c_size_t(), ctypes.c_int(), ctypes.c_int()
+    for status in (
+        driver.cuInit(0),
+        driver.cuDeviceGet(ctypes.byref(device), index),
+        driver.cuDeviceTotalMem_v2(ctypes.byref(nbytes), device),
+        driver.cuDeviceGetAttribute(ctypes.byref(major), CC_MAJOR, device),
+        driver.cuDeviceGetAttribute(ctypes.byref(minor), CC_MINOR, device),
+    ):
+        if status:
+            raise ConfigError(f"the NVIDIA driver does not tell what cuda:{index} is: error {status}; see nvidia-smi")
+    return Gpu(nbytes.value, 10 * major.value + minor.value)
+
+
+def require_room(settings: UpSettings, checkpoint: Checkpoint) -> None:
+    """Raises ConfigError for a dtype that GPUs do not have, and for weights that alone take more than all memory of the
+    GPUs that are to hold them. What else does not fit, a worker says when it has loaded them.
+    """
+    if settings.device == "cpu":
+        return
+    size = settings.tensor_parallel
+    num_workers = settings.prefill + settings.decode + settings.mixed
+    for first, count in Counter(worker_devices(settings, num_workers)).items():
+        index = gpu_index(first) or 0
+        gpus = [look_at(number) for number in range(index, index + size)]
+        dtype, most = resolve_device_dtype(settings.dtype, checkpoint, gpus[0].cc), max(gpu.nbytes for gpu in gpus)
+        least = count * least_weights_nbytes(checkpoint, dtype, size)
+        if least > most:
+            owners, fewer = (f" for {count} workers", "start fewer, ") if count > 1 else ("", "")
+            words = f"the weights of {checkpoint.name}{owners} take at least {least / 2**30:.1f} GiB of {first}"
+            todo = f"{fewer}{what_holds(checkpoint, dtype, most // count)}"
+            raise ConfigError(f"{words} as {dtype}, and it has {most / 2**30:.1f}: {todo}")
+
+
+def what_holds(checkpoint: Checkpoint, dtype: str, nbytes: int) -> str:
+    """What to do where weights take more than a GPU's `nbytes`."""
+    num_heads = checkpoint.config.num_kv_heads  # which are shared equally
+    sizes = (size for size in range(2, num_heads + 1) if num_heads % size == 0)
+    size = next((size for size in sizes if least_weights_nbytes(checkpoint, dtype, size) <= nbytes), None)
+    shared = "" if size is None else f"set tensor_parallel to {size} or more, or "
+    return f"{shared}take a smaller dtype or model"

@@ -1,4 +1,6 @@
-"""What can be found wrong before the first process is started: the settings of every service, and the model's files."""
+"""What can be found wrong before the first process is started: the settings of every service, the model's files,
+and whether its weights fit the GPUs.
+"""
 
 import os
 from collections.abc import Iterable, Sequence
@@ -11,7 +13,7 @@ from coordinator.redis_server import hide_password
 from coordinator.settings import SCHEMES, CoordinatorSettings
 from gateway.settings import GatewaySettings
 from service.settings import flag_and_variable, read_settings, variable
-from tandem.gpus import fit_devices
+from tandem.gpus import fit_devices, require_room
 from tandem.settings import UpSettings
 from worker.settings import WorkerSettings
 
@@ -46,9 +48,10 @@ def preflight(settings: UpSettings) -> None:
     for kind in SERVICES:  # they take the rest of the environment
         read_settings(kind, (), variable)
     try:
-        open_checkpoint(settings.model)
+        checkpoint = open_checkpoint(settings.model)
     except ConfigError as error:
         raise ConfigError(f"{error} (set by {_places('model')})") from error
+    require_room(settings, checkpoint)
 
 
 def unread(names: Iterable[str]) -> list[str]:

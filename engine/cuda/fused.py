@@ -17,7 +17,8 @@ from checkpoint.config import ModelConfig
 from engine.cuda.attention import decode_workspace
 from engine.cuda.cache import DeviceCache
 from engine.cuda.capture import Launch
-from engine.cuda.formats import E4M3, DeviceFormat, has_fused_step
+from engine.cuda.choice import has_fused_step
+from engine.cuda.formats import E4M3, DeviceFormat
 from engine.cuda.state import DecodeState
 from engine.cuda.team import ALONE, Team
 from engine.cuda.weights import DeviceWeights, LayerWeights, Matrix

@@ -21,11 +21,12 @@ from engine.cuda.beside import DecodesBeside
 from engine.cuda.cache import DeviceCache
 from engine.cuda.calibration import TEXT, Scales, calibrate, compute_prompt
 from engine.cuda.capture import Launch, free_nbytes
+from engine.cuda.choice import resolve_device_dtype, smooths_keys
 from engine.cuda.chunks import Chunks
 from engine.cuda.drawing import DeviceSampler, Drawer
 from engine.cuda.endings import Endings
 from engine.cuda.followers import Followers
-from engine.cuda.formats import DEVICE_FORMATS, DeviceFormat, resolve_device_dtype, smooths_keys
+from engine.cuda.formats import DEVICE_FORMATS, DeviceFormat
 from engine.cuda.fused import FusedDecode, is_fusible
 from engine.cuda.launcher import Launcher
 from engine.cuda.rows import PassRows
@@ -116,7 +117,7 @@ class Builder:
         team: Team = ALONE,
     ) -> None:
         found = caps.detect(device.type)
-        self._settings = replace(settings, dtype=resolve_device_dtype(settings.dtype, checkpoint, found))
+        self._settings = replace(settings, dtype=resolve_device_dtype(settings.dtype, checkpoint, found.cc))
         self._checkpoint, self._team, self._device = checkpoint, team, device
         self._config = shard_config(checkpoint.config, team.shard)
         self._source = source if team is ALONE else ShardedWeights(source, checkpoint.config, team.shard)

@@ -14,8 +14,9 @@ from checkpoint.checkpoint import Progress
 from checkpoint.config import Experts, ModelConfig
 from checkpoint.quantization import BLOCK
 from contracts.errors import ConfigError
+from engine.cuda.choice import INT4_GROUP, rounds_sparingly
 from engine.cuda.experts import ExpertWeights
-from engine.cuda.formats import INT4_GROUP, DeviceFormat, rounds_sparingly
+from engine.cuda.formats import DeviceFormat
 from engine.quantized import Fp8Matrix, Int4Matrix, StoredMatrix, joined
 from engine.rope import rope_frequencies, tunings
 from engine.shards import WHOLE, Shard

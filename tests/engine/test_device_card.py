@@ -88,7 +88,7 @@ def test_kernels_compute_what_the_reference_does(steady, dtype, bound):
 @pytest.mark.parametrize("dtype", ["float8", "float8-head"])
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
 def test_the_fused_step_computes_what_the_reference_does(tmp_path_factory, monkeypatch, family, dtype):
-    monkeypatch.setattr("engine.cuda.formats.MIN_FP8_HIDDEN", 0)
+    monkeypatch.setattr("engine.cuda.choice.MIN_FP8_HIDDEN", 0)
     folder = fusible_folder(tmp_path_factory, family)
     expected = card_logits(engine_of(folder, dtype, "cpu"))
     assert relative_error(card_logits(engine_of(folder, dtype)), expected) < 0.15

@@ -20,8 +20,9 @@ from contracts.ids import RequestId
 from contracts.sampling import SamplingParams
 from engine.batch import Piece
 from engine.cuda.attention import DeviceAttention, are_few
+from engine.cuda.choice import smooths_keys
 from engine.cuda.drawing import DeviceDrawn, Likeliest
-from engine.cuda.formats import DEVICE_FORMATS, smooths_keys
+from engine.cuda.formats import DEVICE_FORMATS
 from engine.cuda.fused import is_fusible
 from engine.cuda.launcher import Launcher
 from engine.cuda.load import require_kernels
@@ -317,7 +318,7 @@ def test_a_searched_scale_cuts_off_nothing_and_leaves_less_of_an_error():
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
 def test_the_fused_step_computes_what_the_plain_one_does(tmp_path, monkeypatch, family):
     save_tiny(tmp_path, family, **FUSIBLE)
-    monkeypatch.setattr("engine.cuda.formats.MIN_FP8_HIDDEN", 0)
+    monkeypatch.setattr("engine.cuda.choice.MIN_FP8_HIDDEN", 0)
     asked, get = [], Registry.get
 
     def get_noted(registry, op, spec):

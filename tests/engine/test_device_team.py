@@ -19,7 +19,7 @@ from bench.random_model import GPT_OSS_20B
 from checkpoint import open_checkpoint
 from contracts.errors import ConfigError
 from contracts.ids import RequestId
-from engine.cuda.formats import has_fused_step
+from engine.cuda.choice import has_fused_step
 from engine.cuda.load import load_device_engine
 from engine.cuda.team import hold_store, open_store
 from engine.engine import Engine

@@ -10,7 +10,7 @@ from bench.oracle import greedy as oracle_greedy
 from checkpoint import open_checkpoint
 from checkpoint.quantization import read_quantization
 from contracts.errors import ConfigError
-from engine.cuda.formats import kept_as, resolve_device_dtype
+from engine.cuda.choice import kept_as, resolve_device_dtype
 from engine.cuda.fused import FusedDecode
 from engine.cuda.products import Products, Scaled
 from engine.cuda.runner import DeviceRunner
@@ -352,8 +352,8 @@ def test_auto_keeps_what_is_stored_where_the_kernels_take_it(config, cc, dtype, 
     path = tmp_path / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization_config": config}))
     checkpoint = open_checkpoint(str(tmp_path))
-    assert resolve_device_dtype("auto", checkpoint, Caps("cuda", cc)) == dtype
-    assert resolve_device_dtype("float32", checkpoint, Caps("cuda", cc)) == "float32"
+    assert resolve_device_dtype("auto", checkpoint, cc) == dtype
+    assert resolve_device_dtype("float32", checkpoint, cc) == "float32"
     assert (kept_as(checkpoint)[0] == "bfloat16") == (dtype == "bfloat16" and cc == 90)
 
 
@@ -365,7 +365,7 @@ def test_auto_rounds_plain_weights_of_large_models_but_for_keys_with_biases(fami
     save_tiny(tmp_path, family)
     checkpoint = open_checkpoint(str(tmp_path))
     sized = replace(checkpoint, config=replace(checkpoint.config, hidden_size=hidden))
-    assert resolve_device_dtype("auto", sized, Caps("cuda", 90)) == dtype
+    assert resolve_device_dtype("auto", sized, 90) == dtype
 
 
 @pytest.mark.parametrize(
@@ -375,5 +375,5 @@ def test_auto_keeps_no_keys_with_biases_in_e4m3(name, dtype, tmp_path):
     """Of stored FP8 neither; INT4 has a bf16 cache."""
     save_quantized(tmp_path, LAYOUTS[name], "qwen2")
     checkpoint = open_checkpoint(str(tmp_path))
-    assert resolve_device_dtype("auto", checkpoint, Caps("cuda", 90)) == dtype
-    assert resolve_device_dtype("float8", checkpoint, Caps("cuda", 90)) == "float8"
+    assert resolve_device_dtype("auto", checkpoint, 90) == dtype
+    assert resolve_device_dtype("float8", checkpoint, 90) == "float8"

@@ -18,7 +18,7 @@ import pytest
 from pydantic_settings import BaseSettings
 from safetensors.numpy import save_file
 
-from bench.random_model import LLAMA4_MAVERICK, LLAMA_8B, byte_tokenizer, random_checkpoint
+from bench.random_model import LLAMA4_MAVERICK, LLAMA_8B, LLAMA_70B, byte_tokenizer, random_checkpoint
 from checkpoint.quantization import Quantization, Scheme
 from contracts.errors import ConfigError
 from coordinator.settings import CoordinatorSettings
@@ -28,6 +28,7 @@ from service.settings import read_settings
 from tandem import cli, doctor, look
 from tandem.chat import Timing
 from tandem.completion import script
+from tandem.gpus import Gpu
 from tandem.settings import UpSettings
 from tests.engine import tiny_models
 from tests.engine.quantized_models import LAYOUTS, damage, save_quantized
@@ -341,6 +342,25 @@ def test_experts_that_would_round_what_a_checkpoint_leaves_plain_are_widened() -
     (chosen, _), (said, level) = doctor.explain_weights(checkpoint, HOPPER)
     assert "as bfloat16" in chosen and level is doctor.Level.WARNING
     assert said.endswith("input_activations is null: grouped products of experts would round activations")
+
+
+@pytest.mark.parametrize(
+    ("gib", "words"),
+    [
+        ((141,), None),
+        ((68, 141), "leaves little .* KV cache: set tensor_parallel to 2 or more"),
+        (
+            (24,),
+            r"least 67.7 GiB as float8, of 24\.0 GiB that a GPU has, and do not fit: set tensor_parallel to 4 or",
+        ),
+    ],
+)
+def test_weights_that_a_gpu_does_not_hold_are_told(gib: tuple[int, ...], words: str | None) -> None:
+    cards = [Gpu(count << 30, 90) for count in gib]
+    ((said, level),) = doctor.explain_room(random_checkpoint("random", LLAMA_70B), cards)
+    assert level is (doctor.Level.WARNING if words else doctor.Level.OK)
+    assert re.search(words or "GiB that a GPU has$", said), said
+    assert not list(doctor.explain_room(random_checkpoint("random", LLAMA_70B), []))
 
 
 def test_a_long_list_of_what_is_plain_is_cut() -> None:

@@ -1,10 +1,18 @@
 """Which GPU each worker gets, on machines that are made up."""
 
+import ctypes
+from dataclasses import replace
+from pathlib import Path
+
 import pytest
 
+from bench.random_model import LLAMA_8B, LLAMA_70B, QWEN3_30B_A3B, random_checkpoint
+from checkpoint import ModelConfig
 from contracts.errors import ConfigError
 from tandem import gpus
+from tandem.preflight import preflight
 from tandem.settings import UpSettings
+from tests.e2e.tiny import save_tiny
 
 
 @pytest.fixture
@@ -90,3 +98,109 @@ def test_the_cpu_needs_no_look_at_gpus(machine) -> None:
     machine(0)
     assert counts(fit()) == (1, 1, 0)
     assert gpus.worker_devices(UpSettings(), 2) == ["cpu", "cpu"]
+
+
+GIB = 2**30
+H100 = gpus.Gpu(80 * GIB, 90)
+BIASED_70B = replace(LLAMA_70B, qkv_bias=True)
+"""As a Qwen2, which `auto` holds in bfloat16."""
+
+
+@pytest.fixture
+def cards(monkeypatch: pytest.MonkeyPatch, machine):
+    def put(*cards: gpus.Gpu) -> None:
+        machine(len(cards))
+        monkeypatch.setattr(gpus, "look_at", lambda index: cards[index])
+
+    return put
+
+
+def require_room(config: ModelConfig, kv_cache_mib: str = "", **settings: object) -> None:
+    chosen = UpSettings.model_validate({"device": "cuda"} | settings)
+    gpus.require_room(gpus.fit_devices(chosen, {"TANDEM_KV_CACHE_MIB": kv_cache_mib}), random_checkpoint("big", config))
+
+
+@pytest.mark.parametrize(
+    ("config", "settings", "words"),
+    [
+        (
+            LLAMA_70B,
+            {"dtype": "bfloat16"},
+            "the weights of big take at least 131.4 GiB of cuda:0 as bfloat16, and it has 80.0: "
+            "set tensor_parallel to 2 or more, or take a smaller dtype or model",
+        ),
+        (BIASED_70B, {}, "131.4 GiB of cuda:0 as bfloat16"),
+        (LLAMA_70B, {"dtype": "float32", "tensor_parallel": 2}, "133.4 GiB of cuda:0 .*: set tensor_parallel to 4"),
+        (
+            LLAMA_70B,
+            {"device": "cuda:1", "dtype": "float8", "mixed": 1},
+            "3 workers take .* of cuda:1 .* start fewer, set",
+        ),
+        (replace(LLAMA_70B, num_kv_heads=1), {"dtype": "bfloat16"}, r"has 80\.0: take a smaller dtype or model$"),
+        (QWEN3_30B_A3B, {"dtype": "float32"}, "113.7 GiB"),
+        (LLAMA_8B, {"dtype": "int8"}, "the dtype 'int8' is not supported on a GPU"),
+    ],
+)
+def test_weights_that_no_gpu_here_can_hold_are_told_before_they_are_read(cards, config, settings, words) -> None:
+    cards(H100, H100)
+    with pytest.raises(ConfigError, match=words):
+        require_room(config, kv_cache_mib="1024", **settings)
+
+
+def test_a_start_looks_before_it_begins(cards, tmp_path: Path) -> None:
+    cards(gpus.Gpu(100_000, 90))
+    settings = UpSettings(device="cuda:0", model=str(save_tiny(tmp_path)), prefill=0, decode=0, mixed=1)
+    with pytest.raises(ConfigError, match=r"GiB of cuda:0 as bfloat16, .* set tensor_parallel to 2"):
+        preflight(settings)
+    cards(H100)
+    preflight(settings)
+
+
+@pytest.mark.parametrize(
+    ("config", "settings"),
+    [
+        (LLAMA_70B, {}),
+        (LLAMA_70B, {"dtype": "bfloat16", "tensor_parallel": 2}),
+        (LLAMA_8B, {"prefill": 4, "decode": 4, "dtype": "bfloat16"}),
+        (LLAMA_70B, {"device": "cpu", "dtype": "float32"}),
+    ],
+)
+def test_what_may_fit_is_let_through(cards, config, settings) -> None:
+    cards(H100, H100)
+    require_room(config, kv_cache_mib="1024", **settings)
+
+
+def test_of_unlike_gpus_the_larger_is_taken_for_what_each_has(cards) -> None:
+    """The parts of experts need not be equal: nothing that fits is refused."""
+    cards(gpus.Gpu(40 * GIB, 90), H100)
+    require_room(LLAMA_70B, dtype="bfloat16", tensor_parallel=2)
+
+
+class Driver:
+    """libcuda of a machine with one H100."""
+
+    def __init__(self, status: int = 0) -> None:
+        self._status = status
+
+    def cuInit(self, flags: int) -> int:
+        return 0
+
+    def cuDeviceGet(self, device, index: int) -> int:
+        device._obj.value = 7
+        return self._status
+
+    def cuDeviceTotalMem_v2(self, nbytes, device: ctypes.c_int) -> int:
+        nbytes._obj.value = H100.nbytes
+        return 0 if device.value == 7 else 101
+
+    def cuDeviceGetAttribute(self, value, attribute: int, device: ctypes.c_int) -> int:
+        value._obj.value = {75: 9, 76: 0}[attribute]
+        return 0
+
+
+def test_the_driver_tells_what_a_gpu_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpus.ctypes, "CDLL", lambda name: Driver())
+    assert gpus.look_at(0) == H100
+    monkeypatch.setattr(gpus.ctypes, "CDLL", lambda name: Driver(101))
+    with pytest.raises(ConfigError, match="does not tell what cuda:3 is: error 101"):
+        gpus.look_at(3)
