@@ -36,6 +36,8 @@ HTTP_TIMEOUT_S = 2.0
 
 def main(argv: Sequence[str], environ: Mapping[str, str]) -> int:
     console = Console(highlight=False)
+    for line in unread(environ):
+        print(f"tandem up: {line}", file=sys.stderr)
     try:
         settings = read_up_settings(argv)
         require_free(state_home(environ), settings.port)  # first: of whoever holds the port it knows the name
@@ -43,8 +45,6 @@ def main(argv: Sequence[str], environ: Mapping[str, str]) -> int:
         preflight(settings)
     except ConfigError as error:
         return complain(error)
-    for line in unread(environ):
-        print(f"tandem up: {line}", file=sys.stderr)
     with SignalInbox() as inbox:
         try:
             return run(settings, port, environ, inbox, console)

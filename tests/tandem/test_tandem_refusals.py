@@ -91,6 +91,15 @@ def test_a_variable_that_nobody_reads_is_told_and_what_may_have_been_meant(monke
     ]
 
 
+def test_a_variable_that_nobody_reads_is_told_beside_what_came_of_it(capsys: pytest.CaptureFixture[str]) -> None:
+    environ = {**os.environ, "TANDEM_MIXD": "1"}
+    assert up.main(["--port", "0", "--prefill", "0", "--decode", "0"], environ) == 1
+    assert capsys.readouterr().err.splitlines() == [
+        "tandem up: TANDEM_MIXD is no setting; TANDEM_MIXED is one",
+        "tandem up: nobody could answer: set PREFILL and DECODE to 1 or more, or MIXED",
+    ]
+
+
 def test_a_worker_tells_a_variable_that_nobody_reads_too() -> None:
     done = typed("worker", TANDEM_KV_CACHE_MB="4096", TANDEM_MAX_INFLIGHT="8")
     assert done.returncode == 1
