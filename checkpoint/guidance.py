@@ -38,4 +38,11 @@ def compiled(tokens: LLTokenizer, grammar: str) -> LLMatcher:
 
 def error_of(matcher: LLMatcher) -> str:
     """In a line. Empty if there is none."""
-    return next(iter(matcher.get_error().strip().splitlines()), "")[:300] if matcher.is_error() else ""
+    return in_a_line(matcher.get_error()) if matcher.is_error() else ""
+
+
+def in_a_line(error: str) -> str:
+    """The first line and the one that names the cause; between them the library draws where it is."""
+    first, *others = (line.strip() for line in error.strip().splitlines() or [""])
+    causes = [line for line in others if line.startswith("error:")]
+    return " ".join([first, *causes])[:500]

@@ -1,6 +1,5 @@
 """From a request to what each of its answers needs: token ids, sampling, and how the text ends."""
 
-import asyncio
 import secrets
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -11,12 +10,10 @@ import msgspec
 
 from contracts.errors import RequestError
 from contracts.sampling import SamplingParams
+from gateway.answer_grammar import Before, answer_grammar
 from gateway.converting import whole
 from gateway.prompting import Prompting
 from gateway.schema import ChatRequest, Common, CompletionRequest, Detailed
-from gateway.structured import grammar_of, preceded, schema_of_format
-from gateway.thinking.form import GRAMMAR, ThinkingForm
-from gateway.tools.grammar import calls_grammar
 from gateway.tools.request import Calling, calling_of
 
 DEFAULT_COMPLETION_TOKENS = 16
@@ -234,8 +231,8 @@ async def _choices(
     if request.prompt_logprobs is not None and request.stream:
         raise RequestError("'prompt_logprobs' does not come in a stream; leave out 'stream'", "prompt_logprobs")
     thinking = None if begun is None else prompting.thinking
-    before = _Before(thinking, begun or "")
-    stop, grammar = request.stop or [], await _grammar(request, prompting, calling, before)
+    grammar = await answer_grammar(request, prompting, calling, Before(thinking, begun or ""))
+    stop = request.stop or []
     markers = () if calling is None or prompting.tool_form is None else prompting.tool_form.markers
     markers = [*markers, *(() if thinking is None else thinking.markers)]
     ends = () if thinking is None or request.ignore_eos else thinking.ends
@@ -266,55 +263,6 @@ async def _choices(
 
 def _numbered(ask: Ask, index: int, choice: int) -> Ask:
     return replace(ask, index=index, sampling=msgspec.structs.replace(ask.sampling, choice=choice))
-
-
-@dataclass(frozen=True)
-class _Before:
-    """What may come before the answer that a grammar is meant for."""
-
-    thinking: ThinkingForm | None
-    begun: str
-
-    def allow(self, grammar: str, prompting: Prompting, is_headed: bool = False) -> str:
-        """The grammar, of the answer behind the reasoning."""
-        if self.thinking is None or not grammar:
-            return grammar
-        rules = self.thinking.before_grammar(self.begun, prompting.grammar_ids(self.thinking.markers), is_headed)
-        return preceded(rules, GRAMMAR, grammar) if rules else grammar
-
-
-async def _grammar(request: Common, prompting: Prompting, calling: Calling | None, before: _Before) -> str:
-    """Compiled on a thread: a large schema takes long enough to be seen in the streams of others."""
-    if request.response_format is None and request.structured_outputs is None and calling is None:
-        return ""
-    loop = asyncio.get_running_loop()
-    return await loop.run_in_executor(prompting.compilers, _tried, request, prompting, calling, before)
-
-
-def _tried(request: Common, prompting: Prompting, calling: Calling | None, before: _Before) -> str:
-    grammar = _compiled(request, prompting, calling, before)
-    if grammar and (error := prompting.trials.verdict(grammar)):
-        given = {"structured_outputs": request.structured_outputs, "response_format": request.response_format}
-        param = next((name for name, value in given.items() if value is not None), "tools")
-        raise RequestError(f"{param} can't be obeyed: {error}", param)
-    return grammar
-
-
-def _compiled(request: Common, prompting: Prompting, calling: Calling | None, before: _Before) -> str:
-    wanted = grammar_of(request.response_format, request.structured_outputs, prompting.trials.fault)
-    if calling is None:
-        return before.allow(wanted, prompting)
-    if (form := prompting.tool_form) is None:
-        why = "this model's chat template writes tool calls in an unknown form; TANDEM_TOOL_PARSER can name one"
-        raise RequestError(why, "tools")
-    if wanted and calling.must:
-        param = "structured_outputs" if request.structured_outputs else "response_format"
-        raise RequestError(f"'{param}' and a 'tool_choice' that asks for a call exclude each other", param)
-    if request.structured_outputs is not None:
-        return before.allow(wanted, prompting)
-    answer = schema_of_format(request.response_format)
-    calls = calls_grammar(calling, form, prompting.grammar_ids(form.markers), answer, prompting.trials.fault)
-    return before.allow(calls, prompting, is_headed=True) if calls else before.allow(wanted, prompting)
 
 
 def _sampling(

@@ -5,6 +5,7 @@ JSON comes without white space between its parts, so that a small model can't fi
 
 import json
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -20,8 +21,13 @@ MAX_GRAMMAR_CHARS = 64 << 10
 Schemas that are too large it refuses itself.
 """
 
-Fault = Callable[[str], str]
-"""Why a grammar is none, as llguidance says it; empty if it is one. To read some of them ends the process."""
+
+@dataclass(frozen=True)
+class FieldGrammar:
+    """What one field of a request, `param`, asks for. Nobody has read it yet: to read some of them ends the process."""
+
+    param: str
+    grammar: str
 
 
 class JsonSchema(msgspec.Struct, frozen=True):
@@ -49,27 +55,24 @@ class StructuredOutputs(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
 
 
 def grammar_of(
-    response_format: ResponseFormat | None,
-    structured_outputs: StructuredOutputs | None,
-    fault: Fault = LLMatcher.validate_grammar,
-) -> str:
-    """Empty if any answer will do. Raises RequestError, naming the field, for what does not compile."""
-    formatted = "" if response_format is None else _of_format(response_format, fault)
+    response_format: ResponseFormat | None, structured_outputs: StructuredOutputs | None
+) -> FieldGrammar | None:
+    """None if any answer will do. Raises RequestError, naming the field, for what llguidance knows no grammar of."""
+    formatted = None if response_format is None else _of_format(response_format)
     if structured_outputs is None:
         return formatted
-    if formatted:
+    if formatted is not None:
         raise RequestError("'response_format' and 'structured_outputs' exclude each other", "structured_outputs")
-    return _of_outputs(structured_outputs, fault)
+    return _of_outputs(structured_outputs)
 
 
-def require_schema(schema: dict[str, Any], param: str, fault: Fault) -> None:
-    """Raises RequestError, naming `param`, if it does not compile."""
-    _json_grammar(schema, param, fault)
-
-
-def compiled_lark(lark: str, param: str, fault: Fault) -> str:
-    """Raises RequestError, naming `param`, if it does not compile."""
-    return _checked(LLMatcher.grammar_from_lark(lark), param, fault)
+def json_grammar(schema: dict[str, Any], param: str) -> FieldGrammar:
+    """Raises RequestError, naming `param`, for values that llguidance does not take in."""
+    try:
+        grammar = LLMatcher.grammar_from_json_schema(exact(schema), overrides={"whitespace_flexible": False})
+    except ValueError as error:  # half of a surrogate pair, or an integer of more than 64 bits
+        raise RequestError(f"{param} does not compile: {error}", param) from error
+    return FieldGrammar(param, grammar)
 
 
 def preceded(rules: Sequence[str], name: str, grammar: str) -> str:
@@ -91,14 +94,15 @@ def schema_of_format(wanted: ResponseFormat | None) -> dict[str, Any] | None:
     return given.schema if given.strict else without_unknown_formats(given.schema)
 
 
-def _of_format(wanted: ResponseFormat, fault: Fault) -> str:
+def _of_format(wanted: ResponseFormat) -> FieldGrammar | None:
     if (schema := schema_of_format(wanted)) is None:
-        return ""
-    param = "response_format" if wanted.json_schema is None else "response_format.json_schema.schema"
-    return _json_grammar(schema, param, fault)
+        return None
+    return json_grammar(
+        schema, "response_format" if wanted.json_schema is None else "response_format.json_schema.schema"
+    )
 
 
-def _of_outputs(wanted: StructuredOutputs, fault: Fault) -> str:
+def _of_outputs(wanted: StructuredOutputs) -> FieldGrammar:
     given = {name: value for name, value in msgspec.structs.asdict(wanted).items() if value not in (None, False)}
     if len(given) != 1:
         names = ", ".join(wanted.__struct_fields__)
@@ -106,11 +110,11 @@ def _of_outputs(wanted: StructuredOutputs, fault: Fault) -> str:
     ((name, value),) = given.items()
     param = f"structured_outputs.{name}"
     if name == "json_object":
-        return _json_grammar({"type": "object"}, param, fault)
+        return json_grammar({"type": "object"}, param)
     if name == "json":
         schema = _schema(value, param) if isinstance(value, str) else value
-        return _json_grammar(without_unknown_formats(schema), param, fault)
-    return _checked(_COMPILERS[name](value, param), param, fault)
+        return json_grammar(without_unknown_formats(schema), param)
+    return FieldGrammar(param, _COMPILERS[name](value, param))
 
 
 def _of_grammar(text: str, param: str) -> str:
@@ -137,24 +141,3 @@ def _schema(text: str, param: str) -> dict[str, Any]:
     if not isinstance(schema, dict):
         raise RequestError(f"{param} must be a JSON object", param)
     return schema
-
-
-def _json_grammar(schema: dict[str, Any], param: str, fault: Fault) -> str:
-    try:
-        grammar = LLMatcher.grammar_from_json_schema(exact(schema), overrides={"whitespace_flexible": False})
-    except ValueError as error:  # half of a surrogate pair, or an integer of more than 64 bits
-        raise RequestError(f"{param} does not compile: {error}", param) from error
-    return _checked(grammar, param, fault)
-
-
-def _checked(grammar: str, param: str, fault: Fault) -> str:
-    if error := fault(grammar):
-        raise RequestError(f"{param} does not compile: {_in_a_line(error)}", param)
-    return grammar
-
-
-def _in_a_line(error: str) -> str:
-    """The first line and the one that names the cause; between them the library draws where it is."""
-    first, *others = (line.strip() for line in error.strip().splitlines())
-    causes = [line for line in others if line.startswith("error:")]
-    return " ".join([first, *causes])[:500]

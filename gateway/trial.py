@@ -13,7 +13,7 @@ from typing import IO, TypeVar
 import msgspec
 from llguidance import LLMatcher, LLTokenizer
 
-from checkpoint.guidance import Vocabulary, compiled, error_of
+from checkpoint.guidance import Vocabulary, compiled, error_of, in_a_line
 from contracts.codec import HEADER_NBYTES, decoder, frame
 from contracts.deep_threads import STACK_NBYTES
 
@@ -49,7 +49,7 @@ def serve(requests: IO[bytes], verdicts: IO[bytes]) -> None:
 
 def _verdict(tokens: LLTokenizer, asked: Question) -> str:
     if asked.is_read_only:
-        return LLMatcher.validate_grammar(asked.grammar)
+        return in_a_line(LLMatcher.validate_grammar(asked.grammar))
     try:
         return error_of(compiled(tokens, asked.grammar))
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""Grammars are read and compiled once before a worker gets them, in a process of its own.
+"""Grammars are compiled once before a worker gets them, in a process of its own.
 
 30 patterns that a string must match all at once are a kilobyte, and keep llguidance at work for hours: no limit of its
 own bounds that, and a thread can't be ended. An integer that is to be -2^63 ends the process that only reads the
@@ -23,8 +23,7 @@ from gateway.trial import Question, receive, send
 TRIAL_S = 5.0
 """The largest schemas that llguidance takes compile in a tenth of a second."""
 START_S = 60.0
-NUM_KEPT = 2048
-"""Two for a grammar."""
+NUM_KEPT = 1024
 
 
 class Trials:
@@ -44,7 +43,10 @@ class Trials:
         return self._answer(Question(grammar, is_read_only=False))
 
     def fault(self, grammar: str) -> str:
-        """The same of one that nobody read yet, in llguidance's own words, of many lines."""
+        """Why llguidance can't even read it; empty if it can, whether it gets done with it or not.
+
+        Raises Unavailable, as `verdict` does.
+        """
         return self._answer(Question(grammar, is_read_only=True))
 
     def _answer(self, asked: Question) -> str:

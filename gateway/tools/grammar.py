@@ -2,15 +2,14 @@
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from llguidance import LLMatcher
 
-from contracts.errors import RequestError
 from gateway.exact_schema import exact
 from gateway.string_formats import without_unknown_formats
-from gateway.structured import Fault, compiled_lark, require_schema
+from gateway.structured import FieldGrammar, json_grammar
 from gateway.tools.form import Form
 from gateway.tools.request import Calling, Function, schema_of
 
@@ -24,12 +23,11 @@ def calls_grammar(
     form: Form,
     token_ids: Mapping[str, int],
     answer: dict[str, Any] | None = None,
-    fault: Fault = LLMatcher.validate_grammar,
 ) -> str:
     """Empty if nothing has to be enforced, or nothing can be since calls that may come begin without a marker.
 
     `token_ids`: of those markers that a grammar has to name as tokens. `answer`: schema of an answer that does not
-    call. Raises RequestError, naming the tool, for parameters that do not compile.
+    call. Nobody has read it yet.
     """
     is_bound = answer is not None or any(function.strict for function in calling.functions.values())
     if not calling.must and not (is_bound and (form.begin + form.before).startswith(form.parser.opening)):
@@ -43,12 +41,16 @@ def calls_grammar(
     one = " | ".join(f"call_{index}" for index in schemas)
     calls = [_call(at, calling.functions[at].name, schema, form, token_ids) for at, schema in schemas.items()]
     lark = "\n".join(["%llguidance {}", *begin, f"calls: call{more}", f"call: {one}", *calls])
-    try:
-        return compiled_lark(lark, "tools", fault)
-    except RequestError:
-        for index, schema in schemas.items():  # one by one only now, since each takes as long as its part of the whole
-            require_schema(schema, f"tools[{index}].function.parameters", fault)
-        raise
+    return LLMatcher.grammar_from_lark(lark)
+
+
+def parameter_grammars(calling: Calling) -> Iterator[FieldGrammar]:
+    """Of each function's arguments alone, by which a grammar of calls that does not compile is told to be at fault.
+
+    Raises RequestError, naming the tool, for values that llguidance does not take in.
+    """
+    for index, function in calling.functions.items():
+        yield json_grammar(_enforced(function, calling.must), f"tools[{index}].function.parameters")
 
 
 def terms(text: str, token_ids: Mapping[str, int]) -> str:

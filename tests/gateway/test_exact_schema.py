@@ -33,7 +33,9 @@ def lets(grammar: str, *texts: str) -> list[bool]:
 
 
 def of_schema(schema: dict[str, Any]) -> str:
-    return grammar_of(None, msgspec.convert({"json": schema}, StructuredOutputs))
+    wanted = grammar_of(None, msgspec.convert({"json": schema}, StructuredOutputs))
+    assert wanted is not None
+    return wanted.grammar
 
 
 @pytest.mark.parametrize(
@@ -118,7 +120,8 @@ def test_it_holds_wherever_a_schema_does():
     tools = [Tool("function", Function("go", parameters=BOTH, strict=True))]
     strict = {"type": "json_schema", "json_schema": {"schema": BOTH, "strict": True}}
     wanted = msgspec.convert(strict, ResponseFormat)
-    assert lets(grammar_of(wanted, None), GOOD, *BAD) == [True, False, False, False]
+    formatted = grammar_of(wanted, None)
+    assert formatted is not None and lets(formatted.grammar, GOOD, *BAD) == [True, False, False, False]
     auto = calling_of(tools, None, None)
     assert auto is not None
     answer = calls_grammar(auto, hermes.FORM, {}, schema_of_format(wanted))

@@ -1,5 +1,6 @@
 """What a client may ask an answer to look like, and the clear refusal of what does not compile."""
 
+import asyncio
 import json
 import re
 from pathlib import Path
@@ -11,8 +12,12 @@ from llguidance import LLMatcher, LLTokenizer
 
 from checkpoint import open_checkpoint
 from contracts.errors import RequestError
+from gateway.answer_grammar import Before, answer_grammar
+from gateway.prompting import Prompting
+from gateway.schema import CompletionRequest
 from gateway.string_formats import KNOWN
 from gateway.structured import MAX_GRAMMAR_CHARS, ResponseFormat, StructuredOutputs, grammar_of
+from gateway.trials import Trials
 
 POINT = {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"], "additionalProperties": False}
 
@@ -50,8 +55,21 @@ def accepts():
     return whole
 
 
+@pytest.fixture(scope="module")
+def ask():
+    """What a completion with these fields is held to, once it was tried."""
+    prompting = Prompting(open_checkpoint(""))
+
+    def tried(**fields) -> str:
+        request = msgspec.convert({"prompt": "", **fields}, CompletionRequest)
+        return asyncio.run(answer_grammar(request, prompting, None, Before(None, "")))
+
+    return tried
+
+
 def from_format(**fields) -> str:
-    return grammar_of(msgspec.convert(fields, ResponseFormat), None)
+    wanted = grammar_of(msgspec.convert(fields, ResponseFormat), None)
+    return "" if wanted is None else wanted.grammar
 
 
 def nested(levels: int) -> dict[str, Any]:
@@ -62,7 +80,9 @@ def nested(levels: int) -> dict[str, Any]:
 
 
 def from_outputs(**fields) -> str:
-    return grammar_of(None, msgspec.convert(fields, StructuredOutputs))
+    wanted = grammar_of(None, msgspec.convert(fields, StructuredOutputs))
+    assert wanted is not None
+    return wanted.grammar
 
 
 CASES = [
@@ -98,7 +118,7 @@ def test_what_is_asked_for_is_what_is_let_through(accepts, grammar, good, bad):
 
 
 def test_plain_text_needs_no_grammar():
-    assert grammar_of(None, None) == ""
+    assert grammar_of(None, None) is None
     assert from_format(type="text") == ""
 
 
@@ -123,20 +143,34 @@ def test_plain_text_needs_no_grammar():
         ({"json": '{"const": NaN}'}, "structured_outputs.json"),
     ],
 )
-def test_what_does_not_compile_is_refused_by_name(fields, param):
+def test_what_does_not_compile_is_refused_by_name(ask, fields, param):
     with pytest.raises(RequestError) as refused:
-        from_outputs(**fields)
+        ask(structured_outputs=fields)
     assert refused.value.param == param
     assert param in str(refused.value)
 
 
-def test_the_keywords_that_the_documentation_says_are_refused_are():
+def test_what_is_wrong_with_a_pattern_is_told_in_a_line(ask):
+    with pytest.raises(RequestError) as refused:
+        ask(structured_outputs={"json": {"type": "string", "pattern": "("}})
+    words = "structured_outputs.json does not compile: regex parse error: error: unclosed group"
+    assert str(refused.value) == words
+
+
+def test_what_compiles_is_tried_once(ask, monkeypatch):
+    asked = []
+    monkeypatch.setattr(Trials, "_tried", lambda _, question: asked.append(question) or "")
+    assert ask(structured_outputs={"regex": "[q-t]{3}"}) == from_outputs(regex="[q-t]{3}")
+    assert len(asked) == 1
+
+
+def test_the_keywords_that_the_documentation_says_are_refused_are(ask):
     section = Path("docs/api.md").read_text(encoding="utf-8").partition("## JSON schemas")[2]
     keywords = re.findall(r"`(\S+)`", section.partition("* ")[2].partition(";\n")[0])
     assert len(keywords) > 10
     for keyword in keywords:
         with pytest.raises(RequestError, match=re.escape(keyword)):
-            from_outputs(json={keyword: {}})
+            ask(structured_outputs={"json": {keyword: {}}})
 
 
 def test_what_a_grammar_knows_of_formats_is_what_we_say():
@@ -145,9 +179,11 @@ def test_what_a_grammar_knows_of_formats_is_what_we_say():
         assert (error == "") == (name in KNOWN), name
 
 
-def test_strict_refuses_a_format_that_is_not_enforced():
-    with pytest.raises(RequestError, match="Unknown format: binary"):
-        from_format(type="json_schema", json_schema={"strict": True, "schema": of_format("binary")})
+def test_strict_refuses_a_format_that_is_not_enforced(ask):
+    strict = {"type": "json_schema", "json_schema": {"strict": True, "schema": of_format("binary")}}
+    with pytest.raises(RequestError, match="Unknown format: binary") as refused:
+        ask(response_format=strict)
+    assert refused.value.param == "response_format.json_schema.schema"
 
 
 def test_a_json_schema_format_needs_its_schema():

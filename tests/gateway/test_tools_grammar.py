@@ -1,5 +1,6 @@
 """What an answer that has to call may look like, and the clear refusal of what can't be called."""
 
+import asyncio
 import functools
 import json
 from dataclasses import replace
@@ -11,6 +12,9 @@ from llguidance import LLMatcher, LLTokenizer
 
 from checkpoint import open_checkpoint
 from contracts.errors import RequestError
+from gateway.answer_grammar import Before, answer_grammar
+from gateway.prompting import Prompting
+from gateway.schema import CompletionRequest
 from gateway.tools import hermes, llama3_json, mistral, smollm2
 from gateway.tools.events import Argued, Closed
 from gateway.tools.grammar import calls_grammar
@@ -66,6 +70,18 @@ def accepts(checkpoint):
         return matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
 
     return whole
+
+
+@pytest.fixture(scope="module")
+def ask(checkpoint):
+    """What an answer whose calls are written as Hermes' is held to, once it was tried."""
+    prompting = Prompting(checkpoint, "hermes")
+
+    def tried(wanted: Calling, **fields) -> str:
+        request = msgspec.convert({"prompt": "", **fields}, CompletionRequest)
+        return asyncio.run(answer_grammar(request, prompting, wanted, Before(None, "")))
+
+    return tried
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -187,23 +203,37 @@ def test_what_does_not_fit_together_is_refused_by_name(given, choice, param):
     ],
 )
 @pytest.mark.parametrize("strict", [None, True])
-def test_parameters_that_do_not_compile_are_refused_by_name(parameters, strict):
+def test_parameters_that_do_not_compile_are_refused_by_name(ask, parameters, strict):
     function = {"name": "broken", "parameters": parameters, "strict": strict}
     with pytest.raises(RequestError) as refused:
-        calls_grammar(calling({"name": "fine"}, function, choice="auto" if strict else "required"), hermes.FORM, {})
+        ask(calling({"name": "fine"}, function, choice="auto" if strict else "required"))
     assert refused.value.param == "tools[1].function.parameters"
+
+
+def test_of_an_answer_or_calls_the_field_at_fault_is_named(ask):
+    broken, wrong = {"name": "broken", "parameters": {"properties": []}, "strict": True}, {"type": "no-such-type"}
+    formatted = {"type": "json_schema", "json_schema": {"schema": wrong}}
+    with pytest.raises(RequestError) as refused:
+        ask(calling(WEATHER, choice="auto"), response_format=formatted)
+    assert refused.value.param == "response_format.json_schema.schema"
+    with pytest.raises(RequestError) as refused:
+        ask(calling(broken, choice="auto"), response_format={"type": "json_object"})
+    assert refused.value.param == "tools[0].function.parameters"
+    with pytest.raises(RequestError) as refused:
+        ask(calling(broken, choice="auto"), structured_outputs={"json": wrong})
+    assert refused.value.param == "structured_outputs.json"
 
 
 BLOB = {"type": "object", "properties": {"x": {"type": "string", "format": "binary"}}, "required": ["x"]}
 
 
-def test_a_format_that_no_grammar_knows_is_a_note_unless_the_function_is_strict(accepts):
+def test_a_format_that_no_grammar_knows_is_a_note_unless_the_function_is_strict(ask, accepts):
     function = {"name": "put", "parameters": BLOB}
     grammar = calls_grammar(calling(function), hermes.FORM, {})
     assert accepts(grammar, hermes.FORM.spell([("put", '{"x": "any"}')]))
     assert not accepts(grammar, hermes.FORM.spell([("put", '{"x": 5}')]))
     with pytest.raises(RequestError, match="Unknown format: binary"):
-        calls_grammar(calling(function | {"strict": True}, choice="auto"), hermes.FORM, {})
+        ask(calling(function | {"strict": True}, choice="auto"))
 
 
 def test_the_style_of_json_is_ours_to_say(accepts):
