@@ -6,6 +6,7 @@ import resource
 import signal
 import threading
 
+import psutil
 import pytest
 from llguidance import LLMatcher
 
@@ -84,6 +85,7 @@ def test_one_that_takes_the_process_along_is_refused_and_the_next_is_tried(trial
     monkeypatch.setattr("gateway.trials._Compiler.is_gone", False)  # its pipes close before it ends
     stopped = pid_of(trials)
     os.kill(stopped, signal.SIGSTOP)
+    until(lambda: psutil.Process(stopped).status() == psutil.STATUS_STOPPED)  # until then it may answer
     killing = threading.Timer(0.2, os.kill, (stopped, signal.SIGKILL))
     killing.start()
     verdict = trials.verdict(LLMatcher.grammar_from_regex("[a-z]{9}"))
@@ -92,7 +94,8 @@ def test_one_that_takes_the_process_along_is_refused_and_the_next_is_tried(trial
     assert trials.verdict(LLMatcher.grammar_from_regex("[a-z]{11}")) == ""
 
 
-def test_one_that_ends_who_reads_it_is_refused_and_the_next_is_tried(trials: Trials):
+def test_one_that_ends_who_reads_it_is_refused_and_the_next_is_tried(trials: Trials, monkeypatch):
+    monkeypatch.setattr(trials, "_timeout_s", 30.0)
     assert trials.fault(least_integer()) == "compiling it takes too much memory; make it simpler"
     assert trials.fault(GOOD) == ""
     assert resource.prlimit(pid_of(trials), resource.RLIMIT_CORE) == (0, 0), "or each leaves its memory in a file"
