@@ -18,8 +18,8 @@ from gateway.tools.request import Calling
 class Before:
     """What may come before the answer that a grammar is meant for."""
 
-    thinking: ThinkingForm | None
-    begun: str
+    thinking: ThinkingForm | None = None
+    begun: str = ""
 
     def allow(self, grammar: str, prompting: Prompting, is_headed: bool = False) -> str:
         """The grammar, of the answer behind the reasoning."""

@@ -1,7 +1,7 @@
 """From a request to what each of its answers needs: token ids, sampling, and how the text ends."""
 
 import secrets
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -92,8 +92,9 @@ async def ask_chat(request: ChatRequest, prompting: Prompting, limits: Limits, m
     max_tokens = _max_tokens(len(token_ids), wanted, limits, param, "messages")
     logprobs = (request.top_logprobs or 0) if request.logprobs else None
     counts = Counts(logprobs, request.prompt_logprobs)
-    goes_on, begun = bool(request.continue_final_message), prompting.begun(request, prompt)
-    return await _choices(request, prompting, [token_ids], [max_tokens], counts, [""], goes_on, calling, begun)
+    before = Before(prompting.thinking, prompting.begun(request, prompt))
+    last = tuple(token_ids[-1:]) if request.continue_final_message else ()
+    return await _choices(request, prompting, [_Prompt(token_ids, max_tokens, last)], counts, before, calling)
 
 
 async def ask_completion(request: CompletionRequest, prompting: Prompting, limits: Limits) -> list[Ask]:
@@ -108,7 +109,9 @@ async def ask_completion(request: CompletionRequest, prompting: Prompting, limit
     of_echo = request.logprobs if request.echo else None
     asked = [count for count in (request.prompt_logprobs, of_echo) if count is not None]
     counts = Counts(request.logprobs, max(asked, default=None))
-    asks = await _choices(request, prompting, prompts, max_tokens, counts, echoes, goes_on=True)
+    given = zip(prompts, max_tokens, echoes, strict=True)
+    raw = [_Prompt(ids, most, tuple(ids[-1:]), echo) for ids, most, echo in given]
+    asks = await _choices(request, prompting, raw, counts, Before())
     if not request.echo:
         return asks
     offsets = [()] * len(prompts) if request.logprobs is None else await prompting.offsets(prompts, echoes)
@@ -214,55 +217,65 @@ async def _echoes(
     return [given[at] if own else next(decoded) for at, own in enumerate(is_own)]
 
 
+@dataclass(frozen=True)
+class _Prompt:
+    """One of a request, and the most tokens of each answer to it. `before`: as of Ask."""
+
+    token_ids: list[int]
+    max_tokens: int
+    before: tuple[int, ...]
+    echo: str = ""
+
+
 async def _choices(
     request: Detailed,
     prompting: Prompting,
-    prompts: list[list[int]],
-    max_tokens: list[int],
+    prompts: Sequence[_Prompt],
     counts: Counts,
-    echoes: list[str],
-    goes_on: bool,
+    before: Before,
     calling: Calling | None = None,
-    begun: str | None = None,
 ) -> list[Ask]:
-    """Choice `prompt * n + i`, as OpenAI numbers them. `begun`: None if the answers are raw text."""
+    """Choice `prompt * n + i`, as OpenAI numbers them."""
     if request.stream_options is not None and not request.stream:
         raise RequestError("'stream_options' needs 'stream': true", "stream_options")
     if request.prompt_logprobs is not None and request.stream:
         raise RequestError("'prompt_logprobs' does not come in a stream; leave out 'stream'", "prompt_logprobs")
-    thinking = None if begun is None else prompting.thinking
-    grammar = await answer_grammar(request, prompting, calling, Before(thinking, begun or ""))
-    stop = request.stop or []
+    grammar, thinking = await answer_grammar(request, prompting, calling, before), before.thinking
     markers = () if calling is None or prompting.tool_form is None else prompting.tool_form.markers
     markers = [*markers, *(() if thinking is None else thinking.markers)]
     ends = () if thinking is None or request.ignore_eos else thinking.ends
-    asks, count = [], request.n or 1
-    common = _sampling(request, prompting, counts, grammar, prompting.special_ids(ends).values())
-    for prompt, (token_ids, limit) in enumerate(zip(prompts, max_tokens, strict=True)):
-        base = Ask(
-            index=0,
-            prompt=prompt,
-            token_ids=token_ids,
-            sampling=_of_prompt(common, request, limit),
-            stops=(stop,) if isinstance(stop, str) else tuple(stop),
-            include_stop=bool(request.include_stop_str_in_output),
-            skip_special_tokens=request.skip_special_tokens is not False,
-            echo=echoes[prompt],
-            prompt_logprobs=request.prompt_logprobs,
-            returns_token_ids=bool(request.return_token_ids),
-            priority=request.priority or 0,
-            cache_salt=request.cache_salt or "",
-            markers={token_id: marker for marker, token_id in prompting.special_ids(markers).items()},
-            headers=() if thinking is None else thinking.headers,
-            before=tuple(token_ids[-1:]) if goes_on else (),
-            begun=begun or "",
+    stop = request.stop or []
+    common = partial(
+        Ask,
+        stops=(stop,) if isinstance(stop, str) else tuple(stop),
+        include_stop=bool(request.include_stop_str_in_output),
+        skip_special_tokens=request.skip_special_tokens is not False,
+        prompt_logprobs=request.prompt_logprobs,
+        returns_token_ids=bool(request.return_token_ids),
+        priority=request.priority or 0,
+        cache_salt=request.cache_salt or "",
+        markers={token_id: marker for marker, token_id in prompting.special_ids(markers).items()},
+        headers=() if thinking is None else thinking.headers,
+        begun=before.begun,
+    )
+    sampling = _sampling(request, prompting, counts, grammar, prompting.special_ids(ends).values())
+    return [ask for number, prompt in enumerate(prompts) for ask in _asks(request, number, prompt, common, sampling)]
+
+
+def _asks(
+    request: Common, number: int, prompt: _Prompt, common: partial[Ask], sampling: partial[SamplingParams]
+) -> Iterator[Ask]:
+    """Its answers, which differ by their draws."""
+    of_prompt, count = _of_prompt(sampling, request, prompt.max_tokens), request.n or 1
+    for choice in range(count):
+        yield common(
+            index=number * count + choice,
+            prompt=number,
+            token_ids=prompt.token_ids,
+            sampling=msgspec.structs.replace(of_prompt, choice=choice),
+            echo=prompt.echo,
+            before=prompt.before,
         )
-        asks += [_numbered(base, prompt * count + choice, choice) for choice in range(count)]
-    return asks
-
-
-def _numbered(ask: Ask, index: int, choice: int) -> Ask:
-    return replace(ask, index=index, sampling=msgspec.structs.replace(ask.sampling, choice=choice))
 
 
 def _sampling(

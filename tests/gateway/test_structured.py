@@ -62,7 +62,7 @@ def ask():
 
     def tried(**fields) -> str:
         request = msgspec.convert({"prompt": "", **fields}, CompletionRequest)
-        return asyncio.run(answer_grammar(request, prompting, None, Before(None, "")))
+        return asyncio.run(answer_grammar(request, prompting, None, Before()))
 
     return tried
 

@@ -79,7 +79,7 @@ def ask(checkpoint):
 
     def tried(wanted: Calling, **fields) -> str:
         request = msgspec.convert({"prompt": "", **fields}, CompletionRequest)
-        return asyncio.run(answer_grammar(request, prompting, wanted, Before(None, "")))
+        return asyncio.run(answer_grammar(request, prompting, wanted, Before()))
 
     return tried
 
