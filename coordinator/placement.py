@@ -14,7 +14,6 @@ from coordinator.store import AFFINITY_BLOCK, AFFINITY_BLOCKS, AFFINITY_TTL_S
 
 OUTPUT_CREDIT_TOKENS = 256
 """Credit for an answer is at most this. `max_tokens` is a bound that clients leave at its default of thousands, while
-
 answers in chats average 200 to 350 tokens, of which a running one holds half. What does grow longer shows in the
 worker's own report of free tokens, which counts beyond the credit.
 """

@@ -57,7 +57,6 @@ class Reaped(msgspec.Struct, frozen=True):
 
 class WorkerView(msgspec.Struct, frozen=True, kw_only=True):
     """A worker and the credits taken on it: `pending_tokens` of prompts to compute for `num_prefills` requests, and
-
     `reserved_tokens` of KV for `num_decodes` requests, of which `num_answers` have their prompts computed.
     """
 
