@@ -340,7 +340,7 @@ class Builder:
         if self._settings.kv_cache_nbytes is not None:
             return self._settings.kv_cache_nbytes
         torch.cuda.empty_cache()
-        free, _ = torch.cuda.mem_get_info()
+        free = free_nbytes()
         kept = self._settings.spare_nbytes + max(_LEAST_SPARE_NBYTES, captured_nbytes + _SPARE_NBYTES)
         kept += self._logits_nbytes
         if free - kept < MIN_BLOCKS * layout.shard_nbytes:

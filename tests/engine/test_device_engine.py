@@ -713,18 +713,23 @@ def test_prompts_attend_by_our_kernel_where_flashinfer_cannot_build_its_own(fold
     assert "attn_prefill runs as triton" in caplog.text and "Could not find nvcc" in caplog.text
 
 
+def free_of_gpu(monkeypatch: pytest.MonkeyPatch, nbytes: int) -> None:
+    """As if there were one with so much left of its memory, of 80 GiB."""
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (nbytes, 80 << 30))
+
+
 def test_a_gpu_that_a_model_fills_is_said_to_be_full(folder, monkeypatch):
     """Of what is free a GiB is left to captured graphs, and what logits and the transfer take."""
-    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (900 << 20, 80 << 30))
+    free_of_gpu(monkeypatch, 900 << 20)
     with pytest.raises(ConfigError, match=r"0\.88 GiB of the GPU's memory are free beside the model, .* smaller model"):
         device_engine(folder, kv_cache_nbytes=None)
 
 
 def test_the_cache_leaves_what_captured_graphs_will_take(folder, monkeypatch):
     """Of 80 layers on several GPUs they took more than the GiB that was left to them."""
-    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (2500 << 20, 80 << 30))
+    free_of_gpu(monkeypatch, 2500 << 20)
 
     def capacity(captured_mib: int) -> int:
         monkeypatch.setattr("engine.cuda.load.Builder._captured_nbytes", lambda *_: captured_mib << 20)
@@ -739,8 +744,7 @@ def test_the_cache_leaves_what_a_full_step_of_scored_prompts_takes(folder, monke
     """Prompts that ask for their log-probabilities may fill a step: all of its rows go past the last layer's K and V,
     where else a few do.
     """
-    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (1200 << 20, 80 << 30))
+    free_of_gpu(monkeypatch, 1200 << 20)
 
     def cache_nbytes(num_rows: int) -> int:
         engine = device_engine(folder, kv_cache_nbytes=None, max_batched_tokens=num_rows)
@@ -753,8 +757,7 @@ def test_the_cache_leaves_what_a_full_step_of_scored_prompts_takes(folder, monke
 
 def test_the_cache_leaves_what_the_rooms_of_steps_will_take(folder, monkeypatch):
     """They are made behind the cache, as what is captured is. Of 1024 sequences of 8B they took half a GB."""
-    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (2500 << 20, 80 << 30))
+    free_of_gpu(monkeypatch, 2500 << 20)
     monkeypatch.setattr("engine.cuda.load.require_kernels", lambda *_: None)
     monkeypatch.setattr("engine.cuda.load.Builder._captures", True)
     monkeypatch.setattr("engine.cuda.load.Builder._compile", lambda *_: None)
@@ -763,7 +766,7 @@ def test_the_cache_leaves_what_the_rooms_of_steps_will_take(folder, monkeypatch)
     monkeypatch.setattr("engine.cuda.chunks.Chunks.leave_out_slow", lambda *_: None)
 
     def capacity(rooms_mib: int) -> int:
-        left = iter([4000 << 20, 4000 - rooms_mib << 20])
+        left = iter([4000 << 20, 4000 - rooms_mib << 20, 2500 << 20])
         monkeypatch.setattr("engine.cuda.load.free_nbytes", lambda: next(left))
         return device_engine(folder, kv_cache_nbytes=None).capacity_tokens
 
@@ -773,8 +776,7 @@ def test_the_cache_leaves_what_the_rooms_of_steps_will_take(folder, monkeypatch)
 def test_nothing_is_made_for_positions_that_no_cache_could_hold(tmp_path, monkeypatch):
     """Tables of ten million positions are gigabytes of each GPU. A cache that takes what is free could have it all."""
     save_tiny(tmp_path, "llama", max_position_embeddings=1 << 17)
-    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (2500 << 20, 80 << 30))
+    free_of_gpu(monkeypatch, 2500 << 20)
     rows, made = [], DecodeState
 
     def state(max_rows: int, max_blocks: int, *others: Any) -> DecodeState:
