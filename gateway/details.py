@@ -6,9 +6,7 @@ from typing import Any
 from contracts.events import PromptToken
 from gateway.answer import Answer, Piece
 from gateway.prompting import Prompting
-
-LEAST_LOGPROB = -9999.0
-"""JSON has no infinity; vLLM's stand-in for it."""
+from gateway.replies import finite
 
 
 def add_details(body: dict[str, Any], answers: Sequence[Answer]) -> None:
@@ -53,7 +51,7 @@ def _entry(token: PromptToken, count: int, prompting: Prompting) -> dict[str, An
         ranked.setdefault(token_id, (logprob, at + 1))
     return {
         str(token_id): {
-            "logprob": max(logprob, LEAST_LOGPROB),
+            "logprob": finite(logprob),
             "rank": rank,
             "decoded_token": prompting.token_text(token_id),
         }

@@ -120,6 +120,11 @@ Spelling = Callable[[int], str]
 """A token's name in log-probabilities, by its id."""
 
 
+def finite(logprob: float) -> float:
+    """JSON has no infinity; with vLLM's stand-in for it."""
+    return max(logprob, -9999.0)
+
+
 def spell_id(token_id: int) -> str:
     """As vLLM names tokens for those who can't tell them apart by text."""
     return f"token_id:{token_id}"
@@ -199,7 +204,7 @@ class ChatReplies(_Stream):
 
     def _entry(self, token_id: int, logprob: float) -> dict[str, Any]:
         raw = self.prompting.token_bytes(token_id)
-        return {"token": self.spelling(token_id), "logprob": max(logprob, -9999.0), "bytes": list(raw)}
+        return {"token": self.spelling(token_id), "logprob": finite(logprob), "bytes": list(raw)}
 
 
 @dataclass(frozen=True)
@@ -239,7 +244,7 @@ class TextReplies(_Stream):
             return None
         return {
             "tokens": [self.spelling(item.token.token_id) for item in shown],
-            "token_logprobs": [_bounded(item.token.logprob) for item in shown],
+            "token_logprobs": [_known(item.token.logprob) for item in shown],
             "top_logprobs": [self._top(item.token) for item in shown],
             "text_offset": [item.offset for item in shown],
         }
@@ -250,10 +255,10 @@ class TextReplies(_Stream):
             return None
         top: dict[str, float] = {}
         for token_id, value in (*token.top_logprobs, (token.token_id, token.logprob or 0.0)):
-            top.setdefault(self.spelling(token_id), max(value, -9999.0))
+            top.setdefault(self.spelling(token_id), finite(value))
         return top
 
 
-def _bounded(logprob: float | None) -> float | None:
-    """JSON has no infinity. None: the first token of a prompt has none."""
-    return None if logprob is None else max(logprob, -9999.0)
+def _known(logprob: float | None) -> float | None:
+    """None: the first token of a prompt has none."""
+    return None if logprob is None else finite(logprob)
