@@ -186,7 +186,7 @@ class Link:
         on_event: OnEvent,
         on_lost: OnLost,
     ) -> None:
-        self.info, self.is_open, self.trouble = info, False, ""
+        self.info, self.trouble = info, ""
         self._gateway_id, self._session = gateway_id, session
         self._on_event, self._on_lost = on_event, on_lost
         self._decoder = decoder(EventFrame)
@@ -194,6 +194,11 @@ class Link:
         self._outbox: Outbox = []
         self._posting: set[asyncio.Task[None]] = set()
         self._task = asyncio.create_task(self._run())
+
+    @property
+    def is_open(self) -> bool:
+        """Frames come."""
+        return self._opened.is_set()
 
     async def send(self, message: JobMessage) -> None:
         """What is sent in the same turn of the event loop travels together, up to MAX_POST_NBYTES.
@@ -246,15 +251,13 @@ class Link:
             raise ValueError("another incarnation answers")
         if frame.sequence != sequence:
             raise ValueError(f"frame {frame.sequence} came instead of {sequence}")
-        self.is_open, self.trouble = True, ""
+        self.trouble = ""
         self._opened.set()
         for event in frame.events:
             self._on_event(self.info.worker_id, event)
 
     def _lost(self, reason: str) -> None:
-        if self.is_open:
-            self.is_open = False
-            self._opened.clear()
+        self._opened.clear()
         if reason != self.trouble:  # said once, not at each attempt
             log.warning("worker %s is not connected: %s", self.info.worker_id, reason)
         self.trouble = reason
