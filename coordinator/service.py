@@ -4,7 +4,6 @@ Placement does not pass through here: it is Lua in Redis. Several coordinators m
 """
 
 import asyncio
-import hmac
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 
@@ -16,6 +15,7 @@ from contracts.errors import Unavailable
 from coordinator.metrics import RedisTimes, render
 from coordinator.reaper import Reaper
 from coordinator.store import Store
+from service.door import refusal, stranger
 
 
 def make_app(store: Store, secret: str, times: RedisTimes) -> FastAPI:
@@ -50,9 +50,8 @@ def make_app(store: Store, secret: str, times: RedisTimes) -> FastAPI:
     @app.get("/nodes")
     async def nodes(request: Request) -> Response:
         """Every known worker: who it is, how busy, whether it lives, and the credits taken on it."""
-        given = request.headers.get("authorization", "")
-        if not hmac.compare_digest(given.encode(), f"Bearer {secret}".encode()):
-            return JSONResponse({"error": {"code": "auth_failed", "message": "wrong secret"}}, status_code=401)
+        if strange := stranger(request, secret):
+            return strange
         try:
             return Response(msgspec.json.encode(await store.workers()), media_type="application/json")
         except Unavailable as error:
@@ -70,4 +69,4 @@ def make_app(store: Store, secret: str, times: RedisTimes) -> FastAPI:
 
 
 def _error(error: Unavailable) -> JSONResponse:
-    return JSONResponse({"error": {"code": error.code, "message": str(error)}}, status_code=503)
+    return refusal(503, error.code, str(error))

@@ -1,6 +1,5 @@
 """The worker's HTTP face: jobs in, event streams out, health, readiness, metrics."""
 
-import hmac
 import logging
 import time
 from collections.abc import AsyncIterator
@@ -15,6 +14,7 @@ from contracts.ids import GatewayId
 from contracts.node import NodeInfo, NodeLoad
 from contracts.request import Cancel, Job, JobMessage
 from core.messages import CoreStatus, Work
+from service.door import refusal, stranger
 from worker.metrics import render
 from worker.process import CoreProcess
 from worker.streams import EventStreams
@@ -26,7 +26,7 @@ MAX_BODY_NBYTES = 32 << 20
 
 @dataclass
 class FrontState:
-    """What the front knows. `status` is the core's latest word and `status_s` when it came (monotonic)."""
+    """What the front knows. `status` is the core's latest word, `status_s` (monotonic) when one told of a new turn."""
 
     info: NodeInfo
     secret: str
@@ -36,7 +36,6 @@ class FrontState:
     config_digest: str
     status: CoreStatus | None = None
     status_s: float = field(default_factory=time.monotonic)
-    num_turns: int = -1
     joined: bool = False
     draining: bool = False
     core_alive: bool = True
@@ -49,6 +48,11 @@ class FrontState:
         return msgspec.structs.replace(load, draining=self.draining)
 
     @property
+    def num_turns(self) -> int | None:
+        """Of the core's loop, as far as it told; None if it has told nothing yet."""
+        return self.status.num_turns if self.status is not None else None
+
+    @property
     def num_requests(self) -> int:
         """Accepted by the core and not yet ended."""
         return int(self.status.gauges["requests"]) if self.status is not None else 0
@@ -56,7 +60,7 @@ class FrontState:
     def on_status(self, status: CoreStatus) -> None:
         """A status proves life only if the core's loop has turned since the last one."""
         if status.num_turns != self.num_turns:
-            self.num_turns, self.status_s = status.num_turns, time.monotonic()
+            self.status_s = time.monotonic()
         self.status = status
 
     def overslept(self, seconds: float) -> None:
@@ -91,36 +95,36 @@ def _add_work(app: FastAPI, state: FrontState) -> None:
     @app.post("/jobs", status_code=202)
     async def jobs(request: Request) -> Response:
         """A msgpack array of Job and Cancel. 202: taken; each job ends in exactly one Finished or Failed event."""
-        if refusal := _refusal(request, state):
-            return refusal
+        if refused := _refused(request, state):
+            return refused
         body, taken_s = await request.body(), time.monotonic()
         try:
             messages = jobs_decoder.decode(body)
         except (msgspec.DecodeError, msgspec.ValidationError) as error:
-            return _error(400, "invalid_request", f"the body is not a msgpack array of jobs and cancels: {error}")
-        refusal = _no_taker(state, messages)
-        if refusal is not None:  # of the jobs; who is cancelled beside them is here already, and ends
+            return refusal(400, "invalid_request", f"the body is not a msgpack array of jobs and cancels: {error}")
+        refused = _no_taker(state, messages)
+        if refused is not None:  # of the jobs; who is cancelled beside them is here already, and ends
             messages = [m for m in messages if not isinstance(m, Job)]
         if messages:
             state.core.send(Work(messages, taken_s))
         state.num_jobs += sum(isinstance(m, Job) for m in messages)
         state.num_cancels += sum(isinstance(m, Cancel) for m in messages)
-        if refusal is not None:
-            return refusal
+        if refused is not None:
+            return refused
         return Response(status_code=202)
 
     @app.get("/events")
     async def events(request: Request, gateway_id: str) -> Response:
         """Codec frames, each an EventFrame; an empty one every second. One stream per gateway."""
-        if refusal := _refusal(request, state):
-            return refusal
+        if refused := _refused(request, state):
+            return refused
         return StreamingResponse(_stream(state, GatewayId(gateway_id)), media_type="application/octet-stream")
 
     @app.post("/drain", status_code=202)
     async def drain(request: Request) -> Response:
         """Take no new work; what runs goes on."""
-        if refusal := _refusal(request, state):
-            return refusal
+        if refused := _refused(request, state):
+            return refused
         state.draining = True
         return Response(status_code=202)
 
@@ -156,14 +160,13 @@ async def _stream(state: FrontState, gateway_id: GatewayId) -> AsyncIterator[byt
         yield data
 
 
-def _refusal(request: Request, state: FrontState) -> JSONResponse | None:
-    given = request.headers.get("authorization", "")
-    if not hmac.compare_digest(given.encode(), f"Bearer {state.secret}".encode()):
-        return _error(401, "auth_failed", "wrong or missing secret: all services of a pool share TANDEM_SECRET")
+def _refused(request: Request, state: FrontState) -> JSONResponse | None:
+    if strange := stranger(request, state.secret):
+        return strange
     if int(request.headers.get("content-length") or 0) > MAX_BODY_NBYTES:
-        return _error(413, "too_large", f"more than {MAX_BODY_NBYTES} bytes")
+        return refusal(413, "too_large", f"more than {MAX_BODY_NBYTES} bytes")
     if sickness := state.sickness():
-        return _error(503, "unavailable", sickness)
+        return refusal(503, "unavailable", sickness)
     return None
 
 
@@ -171,14 +174,10 @@ def _no_taker(state: FrontState, messages: list[JobMessage]) -> JSONResponse | N
     """Why the jobs among them are not taken, or None."""
     gateways = {m.gateway_id for m in messages if isinstance(m, Job)}
     if unheard := sorted(gateway_id for gateway_id in gateways if not state.streams.has(gateway_id)):
-        return _error(409, "no_stream", f"open GET /events first: nobody listens for {', '.join(unheard)}")
+        return refusal(409, "no_stream", f"open GET /events first: nobody listens for {', '.join(unheard)}")
     if state.draining and gateways:
-        return _error(503, "draining", "this worker takes no new work")
+        return refusal(503, "draining", "this worker takes no new work")
     return None
-
-
-def _error(status: int, code: str, message: str) -> JSONResponse:
-    return JSONResponse({"error": {"code": code, "message": message}}, status_code=status)
 
 
 def _report(state: FrontState) -> dict[str, object]:

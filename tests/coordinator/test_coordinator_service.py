@@ -66,7 +66,8 @@ async def test_nodes_are_shown_to_those_who_know_the_secret():
     await pair(store)
     await store.place(ask("r"))
     async with client(store) as http:
-        assert (await http.get("/nodes")).status_code == 401
+        refused = await http.get("/nodes")
+        assert refused.status_code == 401 and "TANDEM_SECRET" in refused.text
         decode, prefill = (await http.get("/nodes", headers=SECRET)).json()
     assert (decode["node"]["info"]["worker_id"], decode["reserved_tokens"]) == ("d0", 150)
     assert (prefill["node"]["alive"], prefill["pending_tokens"]) == (True, 100)
