@@ -27,7 +27,8 @@ log = logging.getLogger(__name__)
 POLL_PERIOD_S = 0.5
 SEARCH_PERIOD_S = 0.1
 """Between looks at the registry while nobody there could answer: a system that starts is ready sooner."""
-HEARTBEAT_TIMEOUT_S = 3.0
+HEARTBEAT_TIMEOUT_S, NUM_LOOKS = 3.0, 6
+"""How long a worker may be silent, and in how many looks that is seen."""
 CONNECT_TIMEOUT_S = 2.0
 POST_TIMEOUT_S = 5.0
 MAX_POST_NBYTES = 8 << 20
@@ -191,6 +192,7 @@ class Link:
         self._on_event, self._on_lost = on_event, on_lost
         self._decoder = decoder(EventFrame)
         self._opened = asyncio.Event()
+        self._num_frames = 0
         self._outbox: Outbox = []
         self._posting: set[asyncio.Task[None]] = set()
         self._task = asyncio.create_task(self._run())
@@ -220,7 +222,7 @@ class Link:
     async def _run(self) -> None:
         while True:
             try:
-                await self._listen()
+                await self._listen_until_silent()
                 reason = "its event stream ended"
             except (aiohttp.ClientError, TimeoutError, OSError, ValueError, MsgspecError) as error:
                 reason = f"its event stream broke: {str(error) or type(error).__name__}"
@@ -230,20 +232,36 @@ class Link:
             self._lost(reason)
             await asyncio.sleep(RECONNECT_S)
 
+    async def _listen_until_silent(self) -> None:
+        """Raises TimeoutError if no whole frame came for a while: nothing comes, or a length is wrong.
+
+        Looks are counted, not seconds: when a gateway goes on that was paused, its timers are due before it has read
+        what came meanwhile, and all its workers would be lost at once.
+        """
+        listening, num_heard, num_silent = asyncio.create_task(self._listen()), self._num_frames, 0
+        try:
+            while num_silent < NUM_LOOKS:
+                if (await asyncio.wait({listening}, timeout=HEARTBEAT_TIMEOUT_S / NUM_LOOKS))[0]:
+                    return await listening
+                num_silent = num_silent + 1 if num_heard == self._num_frames else 0
+                num_heard = self._num_frames
+            raise TimeoutError(f"no whole frame for {HEARTBEAT_TIMEOUT_S:g} s")
+        finally:
+            listening.cancel()
+            await asyncio.gather(listening, return_exceptions=True)
+
     async def _listen(self) -> None:
-        timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S, sock_read=HEARTBEAT_TIMEOUT_S)
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S)
         url = f"{self.info.url}/events"
         async with self._session.get(url, params={"gateway_id": self._gateway_id}, timeout=timeout) as response:
             if response.status == 401:
                 raise ValueError("it refuses our secret: TANDEM_SECRET must be the same for all services of the pool")
             response.raise_for_status()
-            reader, sequence, last_s = FrameReader(), 0, time.monotonic()
+            reader, sequence = FrameReader(), 0
             async for data in response.content.iter_any():
                 for payload in reader.feed(data):
                     self._frame(self._decoder.decode(payload), sequence)
-                    sequence, last_s = sequence + 1, time.monotonic()
-                if time.monotonic() - last_s > HEARTBEAT_TIMEOUT_S:  # a wrong length: bytes come, frames never
-                    raise ValueError(f"no whole frame for {HEARTBEAT_TIMEOUT_S:.0f} s")
+                    sequence += 1
 
     def _frame(self, frame: EventFrame, sequence: int) -> None:
         """Raises ValueError if this is not the frame that must come now."""
@@ -252,6 +270,7 @@ class Link:
         if frame.sequence != sequence:
             raise ValueError(f"frame {frame.sequence} came instead of {sequence}")
         self.trouble = ""
+        self._num_frames += 1
         self._opened.set()
         for event in frame.events:
             self._on_event(self.info.worker_id, event)

@@ -3,6 +3,7 @@
 import asyncio
 import itertools
 import json
+import time
 
 import httpx
 import msgspec
@@ -150,6 +151,20 @@ async def test_who_decoded_at_the_former_place_does_not_count_at_the_next(checkp
         await rig.until(lambda: len(prefill.jobs) == 3)
         assert [job.num_answered for job in prefill.jobs] == [0, 0, 1]
         asking.cancel()
+
+
+async def test_a_gateway_that_was_paused_loses_no_worker(checkpoint, monkeypatch):
+    """What its workers said meanwhile is read before their silence is judged."""
+    monkeypatch.setattr("gateway.workers.HEARTBEAT_TIMEOUT_S", 0.6)
+    monkeypatch.setattr("gateway.fake_worker.HEARTBEAT_S", 0.1)
+    async with gateway(checkpoint, pair(period_s=0.02)) as rig, rig.client() as client:
+        asking = asyncio.create_task(client.post("/v1/completions", json=ASK | {"max_tokens": 40}))
+        await rig.until(lambda: rig.front.dispatch.num_answering == 1)
+        time.sleep(1.0)  # the loop is held, as by SIGSTOP
+        reply = await asking
+        assert (reply.status_code, reply.json()["usage"]["completion_tokens"]) == (200, 40)
+        assert rig.front.dispatch.num_losses == 0
+        assert [len(worker.jobs) for worker in rig.workers] == [1, 1]
 
 
 class Unheard(msgspec.Struct, tag="unheard"):
