@@ -41,7 +41,8 @@ FREEZES_S = (0.3, 2.0, 5.0, 12.0)
 """Below and above the 3 s after which a silent peer is lost, and the 10 s of a lease."""
 REDIS_FREEZES_S = (0.5, 2.0, 6.0)
 PROMPTS = (1, 3, 17, 64, 100, 333, 700)
-ANSWERS = (1, 2, 5, 30, 60)
+ANSWERS = (1, 2, 5, 30, 60, 300)
+"""The longest is still being decoded when most faults are made."""
 WORDS = ("HTTP", "error in the stream", "connection lost", "no connection")
 """Reasons that a client can act on. A connection is lost with the gateway that is killed, not otherwise."""
 
@@ -295,6 +296,10 @@ async def kill_gateway(services: Services, rng: random.Random) -> None:
     await restart(services, "gateway", signal.SIGKILL)
 
 
+async def freeze_gateway(services: Services, rng: random.Random) -> None:
+    await freeze(services, "gateway", rng.choice(FREEZES_S))
+
+
 async def kill_coordinator(services: Services, rng: random.Random) -> None:
     await restart(services, "coordinator", signal.SIGKILL)
 
@@ -327,6 +332,7 @@ FAULTS: dict[str, Callable[[Services, random.Random], Awaitable[None]]] = {
     "worker drained": drain_worker,
     "gateway restarted": restart_gateway,
     "gateway killed": kill_gateway,
+    "gateway frozen": freeze_gateway,
     "coordinator killed": kill_coordinator,
     "Redis frozen": freeze_redis,
     "Redis restarted empty": empty_redis,
