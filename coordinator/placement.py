@@ -120,10 +120,12 @@ class Choice:
 
 
 def choose(candidates: Sequence[Candidate], num_tokens: int, need_tokens: int) -> Choice:
-    """The cheapest pair, or one mixed worker as both. `candidates` come sorted by worker id, which breaks ties.
+    """The cheapest pair, or one worker as both. `candidates` come sorted by worker id, which breaks ties.
 
     Raises Unavailable, RequestError or Overloaded.
     """
+    if need_tokens == num_tokens + 1:
+        candidates = [_as_whole(c) for c in candidates if c.role != Role.DECODE]
     knows_rate = any(c.prefill_rate for c in candidates)
     candidates = assumed(candidates)
     prefills = _fitting([c for c in candidates if c.role != Role.DECODE], "prefill", num_tokens)
@@ -231,6 +233,11 @@ def _stall_weight(worker: Candidate) -> float:
 
 def _meet(prefill: Candidate, decode: Candidate) -> bool:
     return prefill.worker_id == decode.worker_id or not prefill.sends.isdisjoint(decode.takes)
+
+
+def _as_whole(candidate: Candidate) -> Candidate:
+    """An answer of one token ends where its prompt is computed: its KV would be moved for nothing."""
+    return replace(candidate, role=Role.MIXED, sends=frozenset(), takes=frozenset())
 
 
 def _pairs(prefills: list[Candidate], decodes: list[Candidate]) -> list[tuple[Candidate, Candidate]]:

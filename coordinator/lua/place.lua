@@ -145,7 +145,15 @@ local function fitting(list, side)
   return fit
 end
 
+-- An answer of one token ends where its prompt is computed: its KV would be moved for nothing.
+local function as_whole(candidates)
+  local whole = filter(candidates, function(c) return c.role ~= 'decode' end)
+  for _, c in ipairs(whole) do c.role, c.sends, c.takes = 'mixed', '', '' end
+  return whole
+end
+
 local function choose(candidates)
+  if need_tokens == num_tokens + 1 then candidates = as_whole(candidates) end
   local knows_rate = assume(candidates)
   local prefills, decodes, refusal
   prefills, refusal = fitting(filter(candidates, function(c) return c.role ~= 'decode' end), 'prefill')

@@ -115,7 +115,12 @@ joins = st.tuples(
     st.sampled_from([64, 448, 20_000]),
 )
 places = st.tuples(
-    st.sampled_from(REQUESTS), EPOCHS, PROMPTS, st.integers(1, 5000), st.lists(names, max_size=2), gateways
+    st.sampled_from(REQUESTS),
+    EPOCHS,
+    PROMPTS,
+    st.one_of(st.just(1), st.integers(1, 5000)),
+    st.lists(names, max_size=2),
+    gateways,
 )
 moves = st.lists(st.tuples(st.sampled_from(REQUESTS), EPOCHS, st.sampled_from(State)), max_size=4)
 ends = st.tuples(st.sampled_from(REQUESTS), EPOCHS, st.sampled_from(sorted(ENDS)))

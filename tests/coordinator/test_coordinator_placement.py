@@ -96,6 +96,16 @@ def test_a_bad_path_is_tried_where_there_is_no_other_or_all_others_are_slower():
     assert chosen(D, cut_off, worker("p1", Role.PREFILL, pending_tokens=5000)) == ("p0", "d0")
 
 
+def test_an_answer_of_one_token_stays_where_its_prompt_is_computed():
+    one = decode_need(1000, 1)
+    choice = choose([D, P], 1000, one)
+    assert choice.prefill.worker_id == choice.decode.worker_id == "p0"
+    busy, mixed = replace(P, pending_tokens=500), worker("m0", Role.MIXED)
+    assert choose([D, mixed, busy], 1000, one).decode.worker_id == "m0"
+    with pytest.raises(Unavailable, match="prefill"):
+        choose([D], 1000, one)
+
+
 def test_of_equals_the_first_is_taken():
     assert chosen(D, worker("d1", Role.DECODE), P, worker("p1", Role.PREFILL)) == ("p0", "d0")
 

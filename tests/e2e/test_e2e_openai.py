@@ -11,6 +11,7 @@ import openai
 import pydantic
 import pytest
 
+from bench.accounts import read
 from bench.system import System
 
 FRANCE = [{"role": "user", "content": "What is the capital of France?"}]
@@ -89,9 +90,14 @@ def test_logprobs_line_up_across_the_handoff(client, model):
         assert token.top_logprobs[0].logprob == pytest.approx(token.logprob)
 
 
-def test_max_tokens_1_ends_on_the_prefill_worker(client, model):
+def test_max_tokens_1_is_for_the_prefill_worker_alone(client, model, system):
+    def taken() -> dict[str, float]:
+        return {node["role"]: read(node["url"])["tandem_worker_jobs_taken_total", ""] for node in system.workers()}
+
+    before = taken()
     reply = client.completions.create(model=model, prompt="Hello", max_tokens=1, temperature=0)
     assert reply.usage.completion_tokens == 1 and reply.choices[0].finish_reason == "length"
+    assert taken() == before | {"prefill": before["prefill"] + 1}
 
 
 def test_errors_have_the_shape_that_clients_know(client, model):
