@@ -13,9 +13,10 @@ class KVLayout(msgspec.Struct, frozen=True, kw_only=True):
     """A paged cache: planes of pages `[kv_heads, block, head_dim]`; plane 2 * layer is its K, 2 * layer + 1 its V.
 
     It lies in `tp_size` shards by KV heads, each one allocation `[num_planes, num_blocks, page_nbytes]` of a GPU's: the
-    shards' parts of a block in a plane, one behind the other, are the page that a cache of one shard has. `model` is a
-    fingerprint of configuration and weights: the KV of one model means nothing to another. `scales` says where
-    quantization scales live ("none": not quantized).
+    shards' parts of a block in a plane, one behind the other, are the page that a cache of one shard has. A group with
+    more GPUs than KV heads has copies of each shard, which nobody else needs to know of. `model` is a fingerprint of
+    configuration and weights: the KV of one model means nothing to another. `scales` says where quantization scales
+    live ("none": not quantized).
     """
 
     model: str

@@ -1,6 +1,8 @@
 """What each GPU of a tensor-parallel group holds: heads of attention, a slice of each MLP's middle, rows of the output
 head (Shoeybi et al. 2019, Megatron-LM). A model's code knows nothing of it: it is given a smaller configuration and a
 checkpoint of smaller tensors, and adds up what the group's members computed where those meet in the hidden size.
+
+Where there are more GPUs than KV heads, neighbours hold the same one: that of their query heads.
 """
 
 import re
@@ -26,6 +28,7 @@ _CUTS = {
     r"experts\.gate_up_proj|experts\.down_proj_(blocks|scales)": 2,
 }
 """The dimension along which a tensor is cut, by the end of its name."""
+_OF_KV_HEADS = r"self_attn\.[kv]_proj\.(weight|bias)"
 _ADDED_ONCE = r"experts\.down_proj_bias"
 """What is added before the sum over the group, so by one of it. All add the bias of attention's output, behind that."""
 _EXPERT_STEP = 64
@@ -45,6 +48,12 @@ class Shard:
 WHOLE = Shard()
 
 
+def kv_shard(config: ModelConfig, shard: Shard) -> Shard:
+    """Which part of the KV heads it holds, and of how many: fewer than GPUs where several hold the same head."""
+    size = min(shard.size, config.num_kv_heads)
+    return Shard(shard.rank * size // shard.size, size)
+
+
 def shard_config(config: ModelConfig, shard: Shard) -> ModelConfig:
     """The model that one of the group computes; its vocabulary is the whole one. Raises ConfigError for what can't be
     shared equally, or as good as that.
@@ -52,9 +61,14 @@ def shard_config(config: ModelConfig, shard: Shard) -> ModelConfig:
     if shard.size == 1:
         return config
     experts, cuts = config.experts, _Cuts(config, shard)
+    num_kv_parts = kv_shard(config, shard).size
+    if shard.size % num_kv_parts or config.num_kv_heads % num_kv_parts:
+        raise ConfigError(
+            f"tensor_parallel is {shard.size}; this model has {config.num_kv_heads} KV heads: set a number that "
+            "divides them, or a multiple of them"
+        )
     counts = {
         "attention heads": config.num_heads,
-        "KV heads": config.num_kv_heads,
         "columns in an MLP": config.intermediate_size,
         "columns in an expert": experts.intermediate_size if experts and not cuts.num_pieces else 0,
         "tokens in its vocabulary": config.vocab_size,
@@ -67,7 +81,7 @@ def shard_config(config: ModelConfig, shard: Shard) -> ModelConfig:
     return replace(
         config,
         num_heads=config.num_heads // shard.size,
-        num_kv_heads=config.num_kv_heads // shard.size,
+        num_kv_heads=config.num_kv_heads // num_kv_parts,
         intermediate_size=config.intermediate_size // shard.size,
         experts=replace(experts, intermediate_size=cuts.expert_width(experts)) if experts else None,
     )
@@ -103,7 +117,8 @@ class ShardedMatrices:
         matrix, cut = self._quantized.matrix(module), self._cuts.of(f"{module}.weight")
         if matrix is None or cut is None:
             return matrix
-        return _fp8(matrix, cut, module) if isinstance(matrix, Fp8Matrix) else _int4(matrix, cut, module)
+        said = f"tensor_parallel is {self._cuts.num_gpus}; '{module}'"
+        return _fp8(matrix, cut, said) if isinstance(matrix, Fp8Matrix) else _int4(matrix, cut, said)
 
     def has_weight(self, module: str) -> bool:
         return self._quantized.has_weight(module)
@@ -125,16 +140,22 @@ class _Cuts:
     """
 
     def __init__(self, config: ModelConfig, shard: Shard) -> None:
-        self._shard, experts = shard, config.experts
+        self._shard, self._kv_shard, experts = shard, kv_shard(config, shard), config.experts
         num_pieces, rest = divmod(experts.intermediate_size if experts else 0, _EXPERT_STEP)
         self.num_pieces = num_pieces if rest == 0 and num_pieces > shard.size and num_pieces % shard.size else 0
         # Llama 4 has an expert's gate before its up, in one tensor of all experts.
         self._num_halves = 2 if experts is not None and experts.as_llama4 else 1
 
+    @property
+    def num_gpus(self) -> int:
+        return self._shard.size
+
     def of(self, name: str) -> Cut | None:
         dim = next((dim for pattern, dim in _CUTS.items() if _ends(pattern, name)), None)
         if dim is None:
             return None
+        if _ends(_OF_KV_HEADS, name):
+            return Cut(dim, self._kv_shard.rank, self._kv_shard.size) if self._kv_shard.size > 1 else None
         num_halves = self._num_halves if name.endswith("experts.gate_up_proj") else 1
         return self._cut(dim, num_halves, self.num_pieces if "expert" in name else 0)
 
@@ -146,10 +167,10 @@ class _Cuts:
         return Cut(dim, self._shard.rank, self._shard.size, num_groups, num_pieces)
 
 
-def _fp8(matrix: Fp8Matrix, cut: Cut, module: str) -> Fp8Matrix:
+def _fp8(matrix: Fp8Matrix, cut: Cut, said: str) -> Fp8Matrix:
     scale = matrix.scale
     if matrix.is_blocks:
-        _require(matrix, cut, BLOCK, module)
+        _require(matrix, cut, BLOCK, said)
         scale = cut.of(scale)
     elif cut.dim == 0:
         scale = cut.of(scale)
@@ -157,24 +178,21 @@ def _fp8(matrix: Fp8Matrix, cut: Cut, module: str) -> Fp8Matrix:
     return replace(matrix, weight=weight, scale=scale)
 
 
-def _int4(matrix: Int4Matrix, cut: Cut, module: str) -> Int4Matrix:
+def _int4(matrix: Int4Matrix, cut: Cut, said: str) -> Int4Matrix:
     if cut.dim == 0:
         return replace(matrix, codes=cut.of(matrix.codes), scale=cut.of(matrix.scale), zero=cut.of(matrix.zero))
     part = replace(matrix, codes=cut.of(matrix.codes), groups=cut.along(0).of(matrix.groups))
     num_groups = matrix.scale.shape[1]
     if num_groups == 1 or not matrix.is_ordered:  # as GPTQ's desc_act leaves them: any column may be of any group
         return part
-    _require(matrix, cut, matrix.shape[1] // num_groups, module)
+    _require(matrix, cut, matrix.shape[1] // num_groups, said)
     scale, zero = cut.of(matrix.scale), cut.of(matrix.zero)
     return replace(part, scale=scale, zero=zero, groups=part.groups - part.groups[0])
 
 
-def _require(matrix: StoredMatrix, cut: Cut, step: int, module: str) -> None:
+def _require(matrix: StoredMatrix, cut: Cut, step: int, said: str) -> None:
     if matrix.shape[cut.dim] % (cut.count * step):
-        raise ConfigError(
-            f"tensor_parallel is {cut.count}; '{module}' is {list(matrix.shape)} with a scale for each {step}: "
-            "its parts would share scales"
-        )
+        raise ConfigError(f"{said} is {list(matrix.shape)} with a scale for each {step}: its parts would share scales")
 
 
 def _ends(pattern: str, name: str) -> bool:

@@ -265,8 +265,10 @@ def _model(options: argparse.Namespace) -> Iterator[tuple[str, Level]]:
     yield f"weights as stored: {stored_as(checkpoint)}", Level.OK
     if checkpoint.quantization is not None:
         yield f"quantized: {checkpoint.quantization.words()}; widened on load for a CPU", Level.OK
-    per_token = 2 * config.num_layers * config.num_kv_heads * config.head_dim
-    yield f"KV cache: {per_token * 4 / 1024:.0f} KiB a token in float32, half of it in bfloat16", Level.OK
+    per_head = 2 * config.num_layers * config.head_dim * 4
+    whole, least = (f"{nbytes / 1024:.0f} KiB" for nbytes in (per_head * config.num_kv_heads, per_head))
+    yield f"KV cache: {whole} a token in float32, half of it in bfloat16", Level.OK
+    yield f"of it one KV head's, {least}, is the least that each of several GPUs has (tensor_parallel)", Level.OK
     if checkpoint.chat_template is None:
         yield "no chat template: it completes text, and refuses chats", Level.WARNING
 

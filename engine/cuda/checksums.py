@@ -21,7 +21,8 @@ _ALIGNED_UNITS = 4
 
 
 class Checksums:
-    """`[pages, parts * planes]` on their way to the host, of at most `max_pages`. `operations`: one for each part.
+    """`[pages, parts * planes]` on their way to the host, of at most `max_pages`. `operations`: one for each part, of
+    each copy of the pages.
 
     `is_mapped`: the device reads and writes the host's memory, by no copy. A copy may hold up another stream's, and 16
     pages take 20 us longer without (H200).
@@ -29,19 +30,20 @@ class Checksums:
 
     def __init__(
         self,
-        operations: SequenceOf[Sum],
+        operations: SequenceOf[SequenceOf[Sum]],
         num_planes: int,
         max_pages: int,
         device: torch.device,
         is_mapped: bool = False,
     ) -> None:
-        self._operations, self._num_planes, self._num_pages = operations, num_planes, 0
+        self._operations = [operation for of_copy in operations for operation in of_copy]
+        self._num_copies, self._num_planes, self._num_pages = len(operations), num_planes, 0
         self.max_pages, units = max_pages, max_pages * num_planes
         self._is_mapped = is_mapped and device.type == "cuda"
         self.pages_host, self.pages = self._memory(max_pages, device)
         # Triton compiles anew for a pointer that no 16 bytes divide, and that would be in the middle of a handoff.
         step = -(-units // _ALIGNED_UNITS) * _ALIGNED_UNITS
-        sums_host, sums = self._memory(step * len(operations), device)
+        sums_host, sums = self._memory(step * len(self._operations), device)
         self.sums_host, self.sums = sums_host.split(step), sums.split(step)
         # The operation counts the units of a launch into their checksums; this takes it out again.
         self._numbers = np.arange(units, dtype=np.uint32) * np.uint32(STRIDE)
@@ -98,9 +100,22 @@ class Checksums:
             operation(self.pages[:count], sums[: count * self._num_planes])
 
     def read(self) -> np.ndarray:
-        """What has come to the host, each of its page alone."""
-        units = self._num_pages * self._num_planes
-        parts = [sums.numpy()[:units].view(np.uint32) ^ self._numbers[:units] for sums in self.sums_host]
+        """What has come to the host, each of its page alone. Where copies differ, a sum that none of them has: it is
+        not what any page should be.
+        """
+        first, *others = (self._read(number) for number in range(self._num_copies))
+        if not others:
+            return first
+        return np.where(np.all([other == first for other in others], axis=0), first, ~first)
+
+    def read_first(self) -> np.ndarray:
+        """Those of the first copy, where it alone was summed up."""
+        return self._read(0)
+
+    def _read(self, copy: int) -> np.ndarray:
+        units, num_parts = self._num_pages * self._num_planes, len(self._operations) // self._num_copies
+        sums_host = self.sums_host[copy * num_parts : (copy + 1) * num_parts]
+        parts = [sums.numpy()[:units].view(np.uint32) ^ self._numbers[:units] for sums in sums_host]
         by_page = [part.reshape(self._num_pages, self._num_planes) for part in parts]
         return by_page[0] if len(by_page) == 1 else np.concatenate(by_page, axis=1)
 
@@ -122,7 +137,9 @@ class Verifier:
     `spare` one.
     """
 
-    def __init__(self, operations: SequenceOf[Sum], num_planes: int, spare: int, device: torch.device) -> None:
+    def __init__(
+        self, operations: SequenceOf[SequenceOf[Sum]], num_planes: int, spare: int, device: torch.device
+    ) -> None:
         self._operations, self._num_planes, self._spare, self._device = operations, num_planes, spare, device
         self._checksums = Checksums(operations, num_planes, BUCKETS[-1], device)
         self._recordings: dict[int, Recording] = {}

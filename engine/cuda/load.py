@@ -41,7 +41,7 @@ from engine.cuda.weights import DeviceWeights, load_device_weights
 from engine.engine import Engine
 from engine.messages import EngineSettings
 from engine.scoring import ROWS
-from engine.shards import Shard, ShardedWeights, shard_config
+from engine.shards import Shard, ShardedWeights, kv_shard, shard_config
 from engine.sizing import MIN_BLOCKS, blocks_in, kv_layout, model_len, require_budgets, wanted_model_len
 from engine.weights import WeightSource, open_weights
 from kernels import caps, catalog
@@ -149,7 +149,7 @@ class Builder:
     def _prepare(self, progress: Progress) -> tuple[Launcher, int]:
         settings = self._settings
         layout = kv_layout(self._checkpoint, self._block_size, self._format.kv_dtype, "-halves")
-        layout = msgspec.structs.replace(layout, tp_size=self._team.shard.size)
+        layout = msgspec.structs.replace(layout, tp_size=kv_shard(self._checkpoint.config, self._team.shard).size)
         self._load(layout, progress)
         with self._stage("compile", progress):
             with _advising(_TOO_LARGE, _SMALLER):

@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator
 from collections.abc import Sequence as SequenceOf
 from contextlib import AbstractContextManager, nullcontext
+from itertools import chain
 
 import msgspec
 import numpy as np
@@ -34,7 +35,8 @@ _log = logging.getLogger(__name__)
 class DevicePages:
     """kv_transfer.device.DevicePool over the memories of a group of workers, `[num_planes, num_blocks + 1,
     page_nbytes]` each: ours, and those of our followers, of whom these are the words of Memory.share, in the order of
-    the heads.
+    the heads. Where there are more of them than shards, neighbours hold the same one: the first of them is what peers
+    get, and what comes is written to each.
 
     `checks`: chunks that are handed over get checksums. `scales`: what each plane's values were divided by before they
     were rounded to e4m3; none of a cache that is not rounded. All work is done by our device, which reaches the other
@@ -50,7 +52,8 @@ class DevicePages:
         scales: SequenceOf[float] = (),
         followers: SequenceOf[bytes] = (),
     ) -> None:
-        assert layout.tp_size == 1 + len(followers), f"{layout.tp_size} shards, {len(followers)} followers"
+        num_copies, rest = divmod(1 + len(followers), layout.tp_size)
+        assert rest == 0, f"{layout.tp_size} shards, {len(followers)} followers"
         self.memory, self.scales, self._followers = memory, list(scales), list(followers)
         self.num_planes, self.num_blocks, self.page_nbytes = layout.num_planes, num_blocks, layout.page_nbytes
         self.block_nbytes = layout.block_nbytes
@@ -62,12 +65,14 @@ class DevicePages:
         self._written = torch.cuda.Event() if self._summing is not None else None
         self._mappings = attach_all(followers, self.device)
         tensors = [memory.tensor, *(mapping.tensor(len(memory.tensor)) for mapping in self._mappings)]
-        self._shards = [tensor.view(self.num_planes, num_blocks + 1, self.page_nbytes) for tensor in tensors]
+        held = [tensor.view(self.num_planes, num_blocks + 1, self.page_nbytes) for tensor in tensors]
+        self._copies = [held[first::num_copies] for first in range(num_copies)]
+        self._shards = self._copies[0]
         self._registry, self._narrows = registry, layout.dtype == "bfloat16"
         self._cuts: dict[int, Cut] = {}
-        self._summed = [len(tensors)]  # the numbers of parts that chunks are summed up in; only ever longer
+        self._summed = [self.num_shards]  # the numbers of parts that chunks are summed up in; only ever longer
         self._lock = threading.Lock()
-        self._own = self.cut_into(len(tensors), warms=False)
+        self._own = self.cut_into(self.num_shards, warms=False)
         self.lanes = Lanes(self.device) if self.device.type == "cuda" else None
         self._marks: Marks | None = None
 
@@ -77,7 +82,13 @@ class DevicePages:
 
     @property
     def num_shards(self) -> int:
+        """Those that differ."""
         return len(self._shards)
+
+    @property
+    def num_copies(self) -> int:
+        """GPUs that hold the same shard."""
+        return len(self._copies)
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -115,8 +126,8 @@ class DevicePages:
 
     def share(self) -> bytes:
         """Raises TransferError where the device does not let others in."""
-        memories = [self.memory.share(), *self._followers]
-        num_pages = self._shards[0].shape[1]
+        memories = [self.memory.share(), *self._followers][:: self.num_copies]
+        num_pages = self.num_blocks + 1
         sharing = Sharing(memories, device_name(self.device), self.num_planes, num_pages, self.page_nbytes)
         return msgspec.msgpack.encode(sharing)
 
@@ -179,7 +190,7 @@ class DevicePages:
         if sums.shape[1] >= last:
             return sums[:, first:last]
         with self._aside():
-            return self._cuts[num_parts].verifier.sums(pages)
+            return self._launched(self._cuts[num_parts], pages).wait()
 
     def enter(self) -> None:
         """The calling thread works with this device from now on."""
@@ -221,22 +232,24 @@ class DevicePages:
     @torch.inference_mode()
     def gather(self, rows: np.ndarray, out: np.ndarray, num_parts: int = 1) -> None:
         """Copy parts of pages into `out` on the host; `rows` as kv_transfer.plan.row_ids counts them."""
+        parts = self.cut_into(num_parts).parts
         with self._aside():
-            for part, index, chosen in self._by_part(rows, num_parts):
+            for part, index, chosen in self._by_part(rows, parts):
                 found = part.rows.index_select(0, index)
                 torch.from_numpy(out.reshape(-1, part.width)[chosen]).copy_(found)
 
     @torch.inference_mode()
     def scatter(self, rows: np.ndarray, data: np.ndarray, num_parts: int = 1) -> None:
+        copies = self.cut_into(num_parts).copies
         with self._aside():
-            for part, index, chosen in self._by_part(rows, num_parts):
+            for part, index, chosen in chain.from_iterable(self._by_part(rows, parts) for parts in copies):
                 pages = torch.from_numpy(data.reshape(-1, part.width)[chosen]).to(self.device)
                 part.rows.index_copy_(0, index, pages)
             if self.device.type == "cuda":
                 torch.cuda.current_stream().synchronize()
 
     def _cut(self, num_parts: int) -> Cut:
-        return Cut(self._shards, num_parts, self._registry, self._narrows)
+        return Cut(self._copies, num_parts, self._registry, self._narrows)
 
     def _warm_up(self, cuts: SequenceOf[Cut]) -> None:
         self.enter()
@@ -254,14 +267,14 @@ class DevicePages:
         sums.launch(pages)
         return sums
 
-    def _by_part(self, rows: np.ndarray, num_parts: int) -> Iterator[tuple[Part, Tensor, slice]]:
+    def _by_part(self, rows: np.ndarray, parts: SequenceOf[Part]) -> Iterator[tuple[Part, Tensor, slice]]:
         """Each part that is among `rows`, which of its rows, and where among all: they come part by part. Each plane
         has a page more than blocks.
         """
-        parts, inner = np.divmod(rows, self.num_planes * self.num_blocks)
+        numbers, inner = np.divmod(rows, self.num_planes * self.num_blocks)
         index = inner + inner // self.num_blocks
-        for number, part in enumerate(self.cut_into(num_parts).parts):
-            first, last = np.searchsorted(parts, (number, number + 1)).tolist()
+        for number, part in enumerate(parts):
+            first, last = np.searchsorted(numbers, (number, number + 1)).tolist()
             if first < last:
                 yield part, torch.from_numpy(index[first:last]).to(self.device), slice(first, last)
 

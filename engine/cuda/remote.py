@@ -28,8 +28,8 @@ Way = tuple[Mapping, Grid, Tensor, Grid]
 
 
 class Sharing(msgspec.Struct, frozen=True):
-    """A pool in words: `memories` open its shards, `device` is the name of the first one's GPU, `num_pages` those of
-    one plane, `page_nbytes` of one shard.
+    """A pool in words: `memories` open its shards, one of each, `device` is the name of the first one's GPU,
+    `num_pages` those of one plane, `page_nbytes` of one shard.
     """
 
     memories: list[bytes]
@@ -52,6 +52,9 @@ class OurPages(Protocol):
     def num_shards(self) -> int: ...
 
     @property
+    def num_copies(self) -> int: ...
+
+    @property
     def shape(self) -> tuple[int, int, int]: ...
 
     def cut_into(self, num_parts: int) -> Cut: ...
@@ -72,7 +75,7 @@ class RemotePages:
         self._last_mark = self._hurried_to = 0
         self._mappings = attach_all(sharing.memories, ours.device)
         try:
-            self._ways = _ways(self._mappings, sharing, self._cut.parts)
+            self._ways = [way for parts in self._cut.copies for way in _ways(self._mappings, sharing, parts)]
             self.detail = self._open(sharing, mark)
         except TransferError:
             self.close()
@@ -82,10 +85,12 @@ class RemotePages:
         """Returns `detail`."""
         self._mark = self._open_mark(mark) if mark else None
         num_ready = _NUM_READY if self._mark else 0
-        self._ready += [self._cut.checksums_of(BUCKETS[-1], is_mapped=True) for _ in range(num_ready)]
+        self._ready += [self._cut.checksums_of_landed(BUCKETS[-1]) for _ in range(num_ready)]
         where = "on one GPU" if sharing.device == device_name(self._ours.device) else "between two GPUs"
         if len(self._ways) > 1:
             where = f"from {len(sharing.memories)} shards into {self._ours.num_shards}"
+        if self._ours.num_copies > 1:
+            where += f", {self._ours.num_copies} GPUs each"
         return f"pulled {where}, {self._probe() / 1e9:.0f} GB/s"
 
     def pull(self, pages: SequenceOf[int], into: SequenceOf[int], checks: bool) -> np.ndarray | None:
@@ -166,7 +171,7 @@ class RemotePages:
         fitting = [each for each in self._ready if each.max_pages >= num_pages]
         if not fitting:
             max_pages = max(BUCKETS[-1], 1 << (num_pages - 1).bit_length())
-            return self._cut.checksums_of(max_pages, is_mapped=True)
+            return self._cut.checksums_of_landed(max_pages)
         least = min(fitting, key=lambda each: each.max_pages)
         self._ready.remove(least)
         return least

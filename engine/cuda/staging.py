@@ -81,13 +81,17 @@ class StagingBuffer:
 
 
 class Packer:
-    """Between the pages of these `parts`, the last page of which is nobody's, and staging, where the parts of a page
-    lie side by side: `[pages, parts, planes, width]`. Any thread, each with a buffer of its own. `sums`: the operations
-    that sum the parts up. `narrows`: the values are bf16, and may go to a peer whose cache is e4m3.
+    """Between the pages of the parts of these `copies`, the last page of which is nobody's, and staging, where the
+    parts of a page lie side by side: `[pages, parts, planes, width]`. The first copy is packed, all are unpacked to.
+    Any thread, each with a buffer of its own. `sums`: the operations that sum the parts up, by copy. `narrows`: the
+    values are bf16, and may go to a peer whose cache is e4m3.
     """
 
-    def __init__(self, parts: Sequence[Part], sums: Sequence[Sum], registry: Registry, narrows: bool) -> None:
-        self._parts, self._sums, self._registry, self._narrows = parts, sums, registry, narrows
+    def __init__(
+        self, copies: Sequence[Sequence[Part]], sums: Sequence[Sequence[Sum]], registry: Registry, narrows: bool
+    ) -> None:
+        self._copies, self._sums, self._registry, self._narrows = copies, sums, registry, narrows
+        parts = self._parts = copies[0]
         planes, width = parts[0].planes, parts[0].width
         self._num_planes, self._device, self._spare = planes.shape[0], planes.device, planes.shape[1] - 1
         self._block_nbytes, self._spec = len(parts) * self._num_planes * width, MoveSpec(self._num_planes, width)
@@ -119,7 +123,7 @@ class Packer:
                 into.inv_scales.copy_(inv_scales)
             into.narrowing = inv_scales
         self._go("narrow", pages, into)
-        return self._kit(into).checksums.read()
+        return self._kit(into).checksums.read_first()
 
     def run_all(self) -> None:
         """Each kernel once, on the page of nobody."""
@@ -193,14 +197,15 @@ class Packer:
             self._pack(part.planes, pages, packed, None, offset=part.offset)
 
     def _run_unpack(self, buffer: StagingBuffer, pages: Tensor) -> None:
-        for part, packed in zip(self._parts, self._packed(buffer, len(pages), self._block_nbytes), strict=True):
-            self._unpack(packed, part.planes, pages, None, self._no_verdict, offset=part.offset)
+        for parts in self._copies:
+            for part, packed in zip(parts, self._packed(buffer, len(pages), self._block_nbytes), strict=True):
+                self._unpack(packed, part.planes, pages, None, self._no_verdict, offset=part.offset)
 
     def _run_narrow(self, buffer: StagingBuffer, pages: Tensor) -> None:
         parts = zip(
             self._parts,
             self._packed(buffer, len(pages), self._narrow_nbytes),
-            self._kit(buffer).checksums.sums,
+            self._kit(buffer).checksums.sums[: len(self._parts)],
             strict=True,
         )
         for part, packed, sums in parts:

@@ -412,11 +412,13 @@ class Again:
         self._launch()
 
 
-def group(layout: KVLayout, size: int) -> DeviceCache:
-    """The cache of the first worker of a group, filled; those of the others live as long as it does."""
+def group(layout: KVLayout, size: int, num_copies: int = 1) -> DeviceCache:
+    """The cache of the first worker of a group, filled; those of the others live as long as it does. Copies of a shard
+    are filled otherwise.
+    """
     registry, layout = catalog.registry(Caps("cpu")), msgspec.structs.replace(layout, tp_size=size)
     dtype = {"bfloat16": torch.bfloat16, "float8_e4m3fn": torch.float8_e4m3fn}[layout.dtype]
-    caches = [DeviceCache(layout, NUM_BLOCKS, dtype, torch.device("cpu")) for _ in range(size)]
+    caches = [DeviceCache(layout, NUM_BLOCKS, dtype, torch.device("cpu")) for _ in range(size * num_copies)]
     for cache in caches:
         cache._memory.tensor.view(torch.bfloat16).normal_()
     caches[0].share(registry, [cache.export() for cache in caches[1:]])
@@ -425,7 +427,11 @@ def group(layout: KVLayout, size: int) -> DeviceCache:
 
 
 def whole(cache: DeviceCache) -> torch.Tensor:
-    return torch.cat(list(cache.transfer_pool._shards), dim=2)
+    return copies_of(cache)[0]
+
+
+def copies_of(cache: DeviceCache) -> list[torch.Tensor]:
+    return [torch.cat(shards, dim=2) for shards in cache.transfer_pool._copies]
 
 
 @pytest.fixture
@@ -441,10 +447,11 @@ def recorded(monkeypatch):
     return record
 
 
+@pytest.mark.parametrize("num_copies", [1, 2])
 @pytest.mark.parametrize("sizes", SIZES)
-def test_what_is_packed_by_one_group_is_unpacked_by_another(sizes, recorded):
+def test_what_is_packed_by_one_group_is_unpacked_by_another(sizes, num_copies, recorded):
     """Three times, of which the first one records."""
-    source, target = (group(LAYOUT, size) for size in sizes)
+    source, target = (group(LAYOUT, size, num_copies) for size in sizes)
     ours, theirs, num_parts = source.transfer_pool, target.transfer_pool, max(sizes)
     for pool in (ours, theirs):
         pool.agreed(num_parts, sends=True)
@@ -456,12 +463,13 @@ def test_what_is_packed_by_one_group_is_unpacked_by_another(sizes, recorded):
         ours.pack(pages, packed, num_parts)
         came.tensor.copy_(packed.tensor)
         assert np.array_equal(theirs.unpack(came, pages + 1, True, num_parts), sums)
-        assert torch.equal(whole(target)[:, pages + 1], whole(source)[:, pages])
+        assert all(torch.equal(copy[:, pages + 1], whole(source)[:, pages]) for copy in copies_of(target))
 
 
+@pytest.mark.parametrize("num_copies", [1, 2])
 @pytest.mark.parametrize("sizes", SIZES)
-def test_what_is_rounded_by_one_group_is_unpacked_by_another(sizes, recorded):
-    source, target = group(LAYOUT, sizes[0]), group(NARROW, sizes[1])
+def test_what_is_rounded_by_one_group_is_unpacked_by_another(sizes, num_copies, recorded):
+    source, target = group(LAYOUT, sizes[0], num_copies), group(NARROW, sizes[1], num_copies)
     ours, theirs, num_parts = source.transfer_pool, target.transfer_pool, max(sizes)
     recorded(ours, num_parts)
     recorded(theirs, num_parts)
@@ -474,7 +482,7 @@ def test_what_is_rounded_by_one_group_is_unpacked_by_another(sizes, recorded):
         assert np.array_equal(theirs.unpack(came, pages + 1, True, num_parts), sums)
         inverse = (1.0 / torch.tensor(scales))[:, None, None]
         expected = to_e4m3(whole(source).view(torch.bfloat16)[:, pages].float() * inverse)
-        assert torch.equal(whole(target)[:, pages + 1], expected.view(torch.uint8))
+        assert all(torch.equal(copy[:, pages + 1], expected.view(torch.uint8)) for copy in copies_of(target))
 
 
 def test_a_handed_over_answer_is_the_same_by_way_of_a_group(folder):
@@ -546,9 +554,29 @@ def test_a_group_of_which_one_is_out_of_reach_is_refused_and_maps_nobody(mapped)
     assert mapped == []
 
 
+def test_a_copy_that_differs_makes_the_sum_of_its_part_wrong():
+    """Of the page and plane where it does, whichever copy is the right one; what is sent is summed up by the first."""
+    cut, pages = group(LAYOUT, 2, 3).transfer_pool.cut_into(4), [3, 7]
+    for others in cut.copies[1:]:
+        for part, first in zip(others, cut.parts, strict=True):
+            part.planes.copy_(first.planes)
+    sent = cut.checksums_of(2)
+    sent.launch(pages)
+    expected = sent.wait()
+    assert np.array_equal(cut.verifier.sums(pages), expected)
+    for parts in cut.copies:
+        byte = parts[2].planes[1, 7, parts[2].offset :]
+        byte[0] ^= 1
+        differs = cut.verifier.sums(pages) != expected
+        assert differs.sum() == 1 and differs[1, 2 * LAYOUT.num_planes + 1]
+        sent.launch(pages)
+        assert np.array_equal(sent.wait(), expected) == (parts is not cut.parts)
+        byte[0] ^= 1
+
+
 def test_parts_of_sums_begin_where_a_kernel_expects_them():
     """Also of a model whose planes are no multiple of four: Triton would compile anew for a chunk of so many pages."""
-    operations = [lambda pages, sums, part=part: sums.fill_(part) for part in range(3)]
+    operations = [[lambda pages, sums, part=part: sums.fill_(part) for part in range(3)]]
     for count in (1, 2, 3):
         sums = Checksums(operations, 6, count, torch.device("cpu"))
         assert [each.data_ptr() % 16 for each in sums.sums] == [0, 0, 0]

@@ -79,6 +79,20 @@ def test_four_gpus_answer_as_one(tmp_path, device):
         assert answers(engine, PROMPTS, greedy()) == expected
 
 
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "gpt_oss"])
+def test_four_gpus_share_two_kv_heads(tmp_path, device, family):
+    """Biases, norms of heads, sinks. Each head lies on two GPUs, so the four have room for no more than two would."""
+    if device.type == "cuda" and torch.cuda.device_count() < 4:
+        pytest.skip("needs four GPUs")
+    save_tiny(tmp_path, family, hidden_size=128, num_attention_heads=8, num_key_value_heads=2)
+    with engine_on(device, tmp_path, 1) as engine:
+        expected, whole = answers(engine, PROMPTS, greedy()), engine.layout
+    with engine_on(device, tmp_path, 4, kv_cache_nbytes=64 << 20) as engine:
+        assert answers(engine, PROMPTS, greedy()) == expected
+        assert engine.layout == structs.replace(whole, tp_size=2)
+        assert engine.capacity_tokens == (64 << 20) // (whole.block_nbytes // 2) * whole.block_size
+
+
 def test_what_the_first_one_alone_decides_reaches_all(tmp_path, device):
     """Penalties, forbidden words, chance and scores are one host's; a wrong token in one GPU's cache would change what
     follows.
@@ -160,6 +174,17 @@ def test_a_model_that_can_not_be_shared_is_refused_by_name(tmp_path):
     assert shard_config(checkpoint.config, Shard(0, num_heads)).num_kv_heads == 1
 
 
+def test_kv_heads_are_cut_or_copied_but_not_both(tmp_path):
+    save_tiny(tmp_path, "llama", num_attention_heads=24, num_key_value_heads=4)
+    config = open_checkpoint(str(tmp_path)).config
+    for size in (6, 3):
+        with pytest.raises(ConfigError, match=f"is {size}; this model has 4 KV heads: .* divides them, or a multiple"):
+            shard_config(config, Shard(0, size))
+    for size, num_heads, num_kv_heads in ((2, 12, 2), (4, 6, 1), (8, 3, 1)):
+        part = shard_config(config, Shard(size - 1, size))
+        assert (part.num_heads, part.num_kv_heads) == (num_heads, num_kv_heads)
+
+
 @pytest.mark.parametrize("name", sorted(LAYOUTS))
 def test_parts_of_a_quantized_matrix_are_parts_of_what_it_stands_for(tmp_path, name):
     save_quantized(tmp_path, LAYOUTS[name], hidden_size=512, intermediate_size=1024, num_attention_heads=16)
@@ -172,6 +197,30 @@ def test_parts_of_a_quantized_matrix_are_parts_of_what_it_stands_for(tmp_path, n
         stored = [part.quantized.matrix(module) for part in parts if part.quantized]
         assert torch.equal(torch.cat([matrix.dense() for matrix in stored if matrix], dim), whole)
         assert torch.equal(torch.cat([part.tensor(f"{module}.weight") for part in parts], dim), whole)
+
+
+@pytest.mark.parametrize("name", sorted(LAYOUTS))
+def test_a_kv_head_of_a_quantized_matrix_is_whole_on_each_gpu_that_holds_it(tmp_path, name):
+    save_quantized(tmp_path, LAYOUTS[name], hidden_size=512, num_attention_heads=4, num_key_value_heads=2, head_dim=128)
+    checkpoint = open_checkpoint(str(tmp_path))
+    source = open_weights(checkpoint, torch.device("cpu"))
+    parts = [ShardedWeights(source, checkpoint.config, Shard(rank, 4)) for rank in range(4)]
+    for module in ("model.layers.1.self_attn.k_proj", "model.layers.1.self_attn.v_proj"):
+        heads = source.tensor(f"{module}.weight").chunk(2)
+        for rank, part in enumerate(parts):
+            stored = part.quantized.matrix(module) if part.quantized else None
+            assert stored and torch.equal(stored.dense(), heads[rank // 2])
+            assert torch.equal(part.tensor(f"{module}.weight"), heads[rank // 2])
+
+
+def test_a_scale_that_two_kv_heads_share_is_refused_by_the_number_of_gpus(tmp_path):
+    shape = {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 64}
+    save_quantized(tmp_path, LAYOUTS["deepseek"], "llama3", ("lm_head",), hidden_size=1024, **shape)
+    checkpoint = open_checkpoint(str(tmp_path))
+    part = ShardedWeights(open_weights(checkpoint, torch.device("cpu")), checkpoint.config, Shard(0, 4))
+    assert part.quantized and part.quantized.matrix("model.layers.0.self_attn.q_proj")
+    with pytest.raises(ConfigError, match=r"tensor_parallel is 4; '.*k_proj' is \[128, 1024\]"):
+        part.quantized.matrix("model.layers.0.self_attn.k_proj")
 
 
 STARTED = """
@@ -346,10 +395,19 @@ def _patched(monkeypatch, folder, code):
     monkeypatch.setenv("PYTHONPATH", f"{where}:{os.getcwd()}")
 
 
-@pytest.mark.parametrize("sizes", [(1, 2), (2, 1)])
-@pytest.mark.parametrize("dtype", ["float32", "float8"])
+@pytest.mark.parametrize(
+    ("dtype", "sizes"),
+    [
+        *(("float32", sizes) for sizes in [(1, 2), (2, 1), (4, 1), (1, 4), (2, 4)]),
+        *(("float8", sizes) for sizes in [(1, 2), (2, 1), (2, 4)]),
+    ],
+)
 def test_workers_of_other_numbers_of_gpus_hand_over_to_each_other(tmp_path, device, dtype, sizes):
-    """Pages are cut by heads on their way. In FP8 both write by the same scales, or none could read the other's."""
+    """Pages are cut by heads on their way, of which four GPUs have each twice. In FP8 both write by the same scales, or
+    none could read the other's.
+    """
+    if device.type == "cuda" and torch.cuda.device_count() < max(sizes):
+        pytest.skip("needs more GPUs")
     save_tiny(tmp_path, "llama", **FUSIBLE)
     with (
         _prefill_process(device, tmp_path, sizes[0], dtype) as ask,

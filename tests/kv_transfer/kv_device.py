@@ -1,9 +1,8 @@
 """A device's pool for the transfer tests: in a host's memory, or on the GPUs that KV_TEST_DEVICE and
-KV_TEST_DECODE_DEVICE name.
+KV_TEST_DECODE_DEVICE name. KV_TEST_PREFILL_COPIES and KV_TEST_DECODE_COPIES say how many GPUs hold each shard.
 """
 
 import os
-from typing import Any
 
 import numpy as np
 import torch
@@ -22,13 +21,16 @@ DECODE_DEVICE = torch.device(os.environ.get("KV_TEST_DECODE_DEVICE", str(DEVICE)
 def device_pool(name: str, pages: np.ndarray, layout: KVLayout) -> DevicePages:
     """Of the worker `name`, holding these `[num_planes, num_blocks, bytes of a page in all shards]`."""
     torch.set_num_threads(1)
-    num_blocks, device = pages.shape[1], DECODE_DEVICE if name.startswith("decode") else DEVICE
+    side = "DECODE" if name.startswith("decode") else "PREFILL"
+    num_blocks, device = pages.shape[1], DECODE_DEVICE if side == "DECODE" else DEVICE
+    num_copies = int(os.environ.get(f"KV_TEST_{side}_COPIES", "1"))
     if device.type == "cuda":
         torch.cuda.set_device(device)
     found = detect() if DEVICE.type == "cuda" else Caps("cpu")
-    pool = GroupPages(layout, num_blocks, device, catalog.registry(found))
-    for part, shard in zip(np.split(pages, layout.tp_size, axis=2), pool._shards, strict=True):
-        shard[:, :num_blocks].copy_(torch.from_numpy(part))
+    pool = GroupPages(layout, num_blocks, device, catalog.registry(found), num_copies)
+    for shards in pool._copies:
+        for part, shard in zip(np.split(pages, layout.tp_size, axis=2), shards, strict=True):
+            shard[:, :num_blocks].copy_(torch.from_numpy(part))
     return pool
 
 
@@ -36,12 +38,12 @@ class GroupPages(DevicePages):
     """With the memories of its followers, which live in this process too."""
 
     def __init__(
-        self, layout: KVLayout, num_blocks: int, device: torch.device, registry: Registry, **more: Any
+        self, layout: KVLayout, num_blocks: int, device: torch.device, registry: Registry, num_copies: int = 1
     ) -> None:
         nbytes = layout.shard_nbytes * (num_blocks + 1)
-        self.memories = [allocate(nbytes, device) for _ in range(layout.tp_size)]
+        self.memories = [allocate(nbytes, device) for _ in range(layout.tp_size * num_copies)]
         followers = [memory.share() for memory in self.memories[1:]]
-        super().__init__(self.memories[0], layout, num_blocks, registry, followers=followers, **more)
+        super().__init__(self.memories[0], layout, num_blocks, registry, followers=followers)
 
 
 def host_view(pool: DevicePages) -> np.ndarray:

@@ -16,6 +16,7 @@ from contracts.ids import BlockId, Epoch, RequestId
 from contracts.layout import KVLayout
 from contracts.node import Ways
 from engine.cuda.cuts import Cut
+from engine.cuda.memory import HostMapping
 from engine.cuda.parts import spans
 from kv_transfer import conversion
 from kv_transfer.events import ChunkBad, ChunkLanded, PeerLost
@@ -127,6 +128,55 @@ def test_one_prefill_serves_peers_of_several_sizes(make_pair, make_peer: Make) -
         assert pages_equal(prefill, [1, 2], peer, [5, 9])
     sums = prefill.checksums([BlockId(1)])
     assert sums is not None and sums.shape == (1, (1 + 2 + 4) * LAYOUT.num_planes)
+
+
+@pytest.fixture
+def copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Groups with more GPUs than KV heads."""
+    monkeypatch.setenv("KV_TEST_PREFILL_COPIES", "2")
+    monkeypatch.setenv("KV_TEST_DECODE_COPIES", "3")
+
+
+@pytest.mark.parametrize("transport", ["nvlink", "shm", "tcp"])
+@pytest.mark.parametrize("sizes", [(4, 4), (1, 2), (4, 1)])
+def test_what_comes_is_written_to_every_gpu_that_holds_it(
+    copied: None, make_pair, sizes: tuple[int, int], transport: str
+) -> None:
+    """And read of the first: copies are computed by GPUs that need not round alike."""
+    prefill, decode = make_pair(sizes, transport, slot_nbytes=700)
+    assert prefill.device is not None and decode.device is not None
+    for shard in prefill.device._copies[1]:
+        shard.zero_()
+    before = decode.pool.copy()
+    offer_and_grant(prefill, decode, "r", 8, [5, 9])
+    send(prefill, decode, "r", 0, 0, 8, [1, 2])
+    assert decode.wait(ChunkLanded).header.nbytes == 2 * LAYOUT.block_nbytes
+    others = [page for page in range(64) if page not in (5, 9)]
+    for copy in decode.device._copies:
+        pages = np.concatenate([shard[:, :64].numpy() for shard in copy], axis=2)
+        assert np.array_equal(pages[:, [5, 9]], prefill.pool[:, [1, 2]])
+        assert np.array_equal(pages[:, others], before[:, others])
+
+
+def test_a_copy_that_came_wrong_is_found(copied: None, make_pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    prefill, decode = make_pair((2, 4), "nvlink")
+    assert decode.device is not None
+    offer_and_grant(prefill, decode, "r", 8, [5, 9])
+    honest = HostMapping.copy_pages
+    for copy in decode.device._copies:
+        victim = copy[3]
+
+        def copy_pages(mapping, source, pages, target, grid, into, planes, victim=victim) -> None:
+            honest(mapping, source, pages, target, grid, into, planes)
+            if target.data_ptr() == victim.data_ptr():
+                victim[3, 9, 0] ^= 1
+
+        monkeypatch.setattr(HostMapping, "copy_pages", copy_pages)
+        send(prefill, decode, "r", 0, 0, 8, [1, 2])
+        assert decode.wait(ChunkBad).reason == "checksum differs"
+    monkeypatch.setattr(HostMapping, "copy_pages", honest)
+    send(prefill, decode, "r", 0, 0, 8, [1, 2])
+    decode.wait(ChunkLanded)
 
 
 @pytest.mark.parametrize("sizes", UNEQUAL)

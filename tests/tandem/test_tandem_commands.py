@@ -260,6 +260,7 @@ def test_the_doctor_finds_this_machine_well() -> None:
     assert done.returncode == 0
     assert list(said) == ["versions", "memory", "redis", "model", "transports", "cpu", "gpu"]
     assert any(words.startswith("weights as stored: Q4_1: 210 tensors") for words in said["model"])
+    assert any(words.startswith("of it one KV head's, 15 KiB,") for words in said["model"])
     assert any("starts and answers" in words for words in said["redis"])
     assert said["transports"][1].startswith("UCX: ") and "tcp (" in said["transports"][1]
     assert any("bfloat16" in words for words in said["cpu"])
