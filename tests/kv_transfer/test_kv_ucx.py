@@ -52,9 +52,14 @@ def test_a_group_may_die_too() -> None:
 SIZES = [(prefill, decode) for prefill in "124" for decode in "124"]
 
 
-@pytest.mark.parametrize("sizes", SIZES)
-def test_damage_on_the_way_between_devices_is_found_and_the_way_is_told(sizes: tuple[str, str]) -> None:
-    result = _run("-m", "tests.kv_transfer.kv_device_ucx", *sizes, **DEVICES)
+@pytest.mark.parametrize(
+    ("sizes", "num_copies"), [*((sizes, "1") for sizes in SIZES), (("1", "2"), "2"), (("4", "4"), "2")]
+)
+def test_damage_on_the_way_between_devices_is_found_and_the_way_is_told(
+    sizes: tuple[str, str], num_copies: str
+) -> None:
+    copies = {"KV_TEST_PREFILL_COPIES": num_copies, "KV_TEST_DECODE_COPIES": num_copies}
+    result = _run("-m", "tests.kv_transfer.kv_device_ucx", *sizes, **DEVICES, **copies)
     found, landed, others, *ways = result.stdout.splitlines()
     assert (found, landed, others) == ("checksum differs", "landed", "kept"), result.stdout + result.stderr
     assert len(ways) == 2 and all("; " in way and way.endswith("GB/s") for way in ways)
