@@ -19,6 +19,7 @@ WEATHER = f'{{"name": "get_weather", "arguments": {PARIS}}}'
 NOW = '{"name": "now", "arguments": {}}'
 TAGGED = f"<tool_call>\n{WEATHER}\n</tool_call>"
 LLAMA = f'{{"name": "get_weather", "parameters": {PARIS}}}'
+TYPED = f'{{"type": "function", {LLAMA[1:]}'
 CALLS = [("get_weather", PARIS)]
 TWO = [*CALLS, ("now", "{}")]
 
@@ -42,6 +43,7 @@ EXAMPLES: list[tuple[Form, str, str, list[tuple[str, str]]]] = [
     (smollm2.FORM, "<tool_call>[]</tool_call>", "", []),
     (llama3_json.FORM, LLAMA, "", CALLS),
     (llama3_json.FORM, f"\n{LLAMA}", "", CALLS),
+    (llama3_json.FORM, f'{TYPED}; {{"type":"function","name": "now", "parameters": {{}}}}', "", TWO),
     (llama3_json.FORM, f'<|python_tag|>{LLAMA}; {{"name": "now", "parameters": {{}}}}', "", TWO),
     (llama3_json.FORM, f'{LLAMA};{{"name": "now", "parameters": {{}}}}', "", TWO),
     (llama3_json.FORM, f"Right away. <|python_tag|>{LLAMA}", "Right away. ", CALLS),
@@ -83,6 +85,8 @@ EXAMPLES: list[tuple[Form, str, str, list[tuple[str, str]]]] = [
     (smollm2.FORM, "<tool_call>[7]</tool_call>", "<tool_call>[7]</tool_call>", []),
     (llama3_json.FORM, '{"name": "Ada", "born": 1815}', '{"name": "Ada", "born": 1815}', []),
     (llama3_json.FORM, '{"name": "Ada", "parameters": {}}', '{"name": "Ada", "parameters": {}}', []),
+    (llama3_json.FORM, '{"type": "person", "name": "now"}', '{"type": "person", "name": "now"}', []),
+    (llama3_json.FORM, '{"type": "function", "born": 1815}', '{"type": "function", "born": 1815}', []),
     (llama3_json.FORM, f"It is {LLAMA}", f"It is {LLAMA}", []),
     (llama3_json.FORM, '<|python_tag|>brave.call(q="a")', '<|python_tag|>brave.call(q="a")', []),
     (llama3_json.FORM, LLAMA[:-1], LLAMA[:-1], []),
