@@ -114,8 +114,11 @@ class CallParser(Steps):
         if (call := _call_of(self._object)) is None:
             return self._no_call()
         name, arguments = call
+        spelled = json.dumps(arguments)
+        if object_of(spelled) is None:  # 1e999 is an infinity by now, which is no JSON
+            return self._no_call()
         self._announce(name)
-        self._events.append(Argued(self._num_calls - 1, json.dumps(arguments)))
+        self._events.append(Argued(self._num_calls - 1, spelled))
         return self._close(True)
 
     def _between(self) -> bool:

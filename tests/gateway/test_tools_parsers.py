@@ -68,6 +68,12 @@ EXAMPLES: list[tuple[Form, str, str, list[tuple[str, str]]]] = [
         '<tool_call>{"name": "\\ud800", "arguments": {}}',
         [],
     ),
+    (
+        hermes.FORM,
+        '<tool_call>{"arguments": {"a": 1e999}, "name": "f"}',
+        '<tool_call>{"arguments": {"a": 1e999}, "name": "f"}',
+        [],
+    ),
     (hermes.FORM, '<tool_call>{"name": "", "arguments": {}}', '<tool_call>{"name": "", "arguments": {}}', []),
     (hermes.FORM, '<tool_call>{"name": "f", "arguments": {"a"', '<tool_call>{"name": "f", "arguments": {"a"', []),
     (hermes.FORM, '<tool_call>{"name": "f", "arguments": {"a": 1', '<tool_call>{"name": "f", "arguments": {"a": 1', []),
