@@ -95,21 +95,23 @@ class ReadReplies:
 
     def _calls(self, events: list[Event]) -> list[dict[str, Any]]:
         """The complete ones."""
-        calls: dict[int, dict[str, Any]] = {}
+        names: dict[int, str] = {}
+        arguments: defaultdict[int, list[str]] = defaultdict(list)
         closed: list[dict[str, Any]] = []
         for event in events:
             match event:
                 case Called():
-                    calls[event.index] = self._call(event.name)
+                    names[event.index] = event.name
                 case Argued():
-                    calls[event.index]["function"]["arguments"] += event.text
+                    arguments[event.index].append(event.text)
                 case Closed() if self.reading.is_wanted(event.index):
-                    closed.append(calls[event.index])
+                    closed.append(self._call(names[event.index], "".join(arguments[event.index])))
         return closed
 
-    def _call(self, name: str) -> dict[str, Any]:
+    def _call(self, name: str, arguments: str = "") -> dict[str, Any]:
         assert self.reading.form is not None, "nothing is read as a call without a form"
-        return {"id": self.reading.form.new_id(), "type": "function", "function": {"name": name, "arguments": ""}}
+        function = {"name": name, "arguments": arguments}
+        return {"id": self.reading.form.new_id(), "type": "function", "function": function}
 
 
 def _reasoning(text: str | None) -> dict[str, str | None]:
