@@ -14,7 +14,7 @@ from engine.batch import Piece
 from engine.cuda.attention import DeviceAttention
 from engine.cuda.cache import DeviceCache
 from engine.cuda.inputs import prompt_rows
-from engine.cuda.transformer import SINKS, Rows, Transformer
+from engine.cuda.transformer import Rows, Transformer, behind_sinks
 from engine.cuda.upload import upload_all
 from engine.cuda.weights import MIN_SCALE
 from engine.sequence import Sequence
@@ -98,7 +98,7 @@ def _offsets(keys: Tensor) -> Tensor:
     """`keys` `[layers, tokens, kv_heads, head_dim]`: about what all keys of a head share (as SageAttention takes their
     mean away: Zhang et al. 2024), on the grid of e4m3, so that sums of another order seldom give another one.
     """
-    shared = _FIRST_SHARE * keys[:, 0] + (1 - _FIRST_SHARE) * keys[:, SINKS:].mean(1)
+    shared = _FIRST_SHARE * keys[:, 0] + (1 - _FIRST_SHARE) * behind_sinks(keys, 1).mean(1)
     return shared.to(torch.float8_e4m3fn).float()
 
 

@@ -33,6 +33,12 @@ sinks). No answer has such a token.
 """
 
 
+def behind_sinks(x: Tensor, dim: int = 0) -> Tensor:
+    """Without what is of them, along `dim`, unless the text has no other tokens."""
+    first = SINKS if x.shape[dim] > SINKS else 0
+    return x.narrow(dim, first, x.shape[dim] - first)
+
+
 @dataclass(frozen=True)
 class Asked:
     """Queries `[T, heads, D]`: `plain` as attention of decodes reads them, `of_prompts` as that of prompts does. A row
@@ -219,7 +225,7 @@ class Transformer:
     def _note(self, layer: int, which: int, rounded: Scaled) -> None:
         has_token_scales = rounded.rows.dtype == E4M3 and rounded.scale.dim() == 1  # else no step wants the peaks
         if self.peaks is not None and has_token_scales:
-            self.peaks[layer, which] = rounded.scale[SINKS:].amax()
+            self.peaks[layer, which] = behind_sinks(rounded.scale).amax()
 
     @torch.inference_mode()
     def head(self, x: Tensor) -> Tensor:

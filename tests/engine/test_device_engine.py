@@ -294,6 +294,17 @@ def test_smooth_keys_are_the_same_in_every_process_and_take_no_bf16_ones(tmp_pat
     assert is_possible(again, ours) and not is_possible(plain, ours)
 
 
+@pytest.mark.parametrize(("family", "changes"), [("llama", FUSIBLE), ("qwen3", {})])
+def test_a_context_of_the_first_tokens_alone_has_scales_and_smooth_keys_too(tmp_path, family, changes):
+    save_tiny(tmp_path, family, **changes)
+    expected, found = [], []
+    for dtype, logprobs in (("float32", expected), ("float8", found)):
+        engine = device_engine(tmp_path, dtype, max_model_len=4)
+        engine.submit(request("a", [5, 6, 7], greedy(1, prompt_logprobs=0)))
+        logprobs += [token.logprob for output in drain(engine) for item in output.scored for token in item.tokens]
+    assert found == pytest.approx(expected, rel=0.2)
+
+
 @pytest.mark.parametrize(("family", "changes"), [("gpt_oss", {}), ("llama", FUSIBLE), ("llama", {"head_dim": 24})])
 def test_keys_that_are_not_smoothed(tmp_path, family, changes):
     """Those beside sinks, of the fused step, and of heads that no Hadamard matrix fits."""
