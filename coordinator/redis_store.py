@@ -103,7 +103,9 @@ class RedisStore:
         return [worker.node for worker in await self.workers()]
 
     async def workers(self) -> list[WorkerView]:
-        views = [self._view(row) for row in await self._run("workers")]
+        rows = await self._run("workers")
+        views = [self._view(row) for row in rows]
+        self._misread.intersection_update(row[0] for row in rows)
         return [view for view in views if view is not None]
 
     async def counts(self) -> Counts:

@@ -204,6 +204,18 @@ async def test_a_worker_that_writes_otherwise_is_passed_over_and_said_once(
         await redis_store.place(ask("r"))
 
 
+async def test_what_was_said_of_a_worker_that_has_gone_is_forgotten(
+    redis_store: RedisStore, any_server: RedisServer, caplog: pytest.LogCaptureFixture
+):
+    """One that starts again and again writes something else each time."""
+    await pair(redis_store)
+    async with Redis.from_url(any_server.url) as client:
+        for info in (b"of its first life", b"of its second", b"of its first life"):
+            await client.hset(f"{redis_store.prefix}node:d0", "info", info)  # type: ignore[misc]
+            await redis_store.nodes()
+    assert len(caplog.records) == 3
+
+
 async def test_a_hung_server_is_given_up_in_words():
     with RedisServer() as server:
         store = RedisStore(server.url, fresh_pool())
