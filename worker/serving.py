@@ -20,7 +20,7 @@ from service.server import serving
 from service.settings import flag_and_variable
 from worker.drain import drain
 from worker.front import FrontState, make_app
-from worker.membership import Membership, to_moves
+from worker.membership import Membership, patiently, to_moves
 from worker.process import CoreProcess
 from worker.settings import WorkerSettings
 from worker.streams import EventStreams
@@ -56,7 +56,7 @@ async def serve(
 async def _require_redis(store: Store) -> None:
     """Before the model is loaded, which may take minutes. Raises ConfigError that names the setting."""
     try:
-        await store.ping()
+        await patiently(store.ping)
     except Unavailable as error:
         raise ConfigError(f"{error} (redis_url, set by {flag_and_variable('redis_url')})") from error
 

@@ -1,13 +1,14 @@
 """What a worker tells the registry when that was away for a while. No core, no HTTP."""
 
+import math
 from collections.abc import Sequence
 
 import msgspec
 import pytest
 
-from contracts.errors import Unavailable
+from contracts.errors import RegistryError, Unavailable
 from contracts.ids import Epoch, Incarnation, RequestId, WorkerId
-from contracts.node import NodeLoad
+from contracts.node import NodeInfo, NodeLoad
 from coordinator.memory_store import MemoryStore
 from coordinator.states import State
 from coordinator.store import Move
@@ -40,6 +41,39 @@ class MovesStore(MemoryStore):
 
 def move(number: int) -> Move:
     return Move(RequestId(f"r{number}"), Epoch(1), State.TRANSFERRING)
+
+
+class LateStore(MemoryStore):
+    """Does not answer the first `num_late` that join."""
+
+    def __init__(self, num_late: float) -> None:
+        super().__init__()
+        self.num_late = num_late
+
+    async def join(self, info: NodeInfo) -> None:
+        self.num_late -= 1
+        if self.num_late >= 0:
+            raise RegistryError("Redis does not answer at redis://r", "does not answer")
+        await super().join(info)
+
+
+async def test_a_registry_that_is_late_is_waited_for_at_the_start_and_not_for_long(monkeypatch):
+    monkeypatch.setattr(membership, "START_RETRY_S", 0.001)
+    member = Membership(LateStore(num_late=3), make_state())
+    await member.start()
+    await member.stop()
+    monkeypatch.setattr(membership, "START_PATIENCE_S", 0.01)
+    with pytest.raises(RegistryError):
+        await Membership(LateStore(num_late=math.inf), make_state()).start()
+
+
+async def test_a_worker_whose_id_is_taken_is_told_at_once():
+    store, state = LateStore(num_late=0), make_state()
+    await store.join(state.info)
+    await store.join(msgspec.structs.replace(state.info, incarnation=Incarnation("newer")))
+    with pytest.raises(Unavailable, match="newer process"):
+        await Membership(store, state).start()
+    assert store.num_late == -3
 
 
 async def test_losing_the_registry_is_said_once_and_so_is_its_return(caplog: pytest.LogCaptureFixture):
