@@ -133,8 +133,8 @@ def require_room(settings: UpSettings, checkpoint: Checkpoint) -> None:
 
 def what_holds(checkpoint: Checkpoint, dtype: str, nbytes: int) -> str:
     """What to do where weights take more than a GPU's `nbytes`."""
-    num_heads = checkpoint.config.num_kv_heads  # which are shared equally
-    sizes = (size for size in range(2, num_heads + 1) if num_heads % size == 0)
+    heads, kv_heads = checkpoint.config.num_heads, checkpoint.config.num_kv_heads
+    sizes = (n for n in range(2, heads + 1) if heads % n == 0 and (kv_heads % n == 0 or n % kv_heads == 0))
     size = next((size for size in sizes if least_weights_nbytes(checkpoint, dtype, size) <= nbytes), None)
     shared = "" if size is None else f"set tensor_parallel to {size} or more, or "
     return f"{shared}take a smaller dtype or model"

@@ -136,7 +136,12 @@ def require_room(config: ModelConfig, kv_cache_mib: str = "", **settings: object
             {"device": "cuda:1", "dtype": "float8", "mixed": 1},
             "3 workers take .* of cuda:1 .* start fewer, set",
         ),
-        (replace(LLAMA_70B, num_kv_heads=1), {"dtype": "bfloat16"}, r"has 80\.0: take a smaller dtype or model$"),
+        (replace(LLAMA_70B, num_kv_heads=1), {"dtype": "bfloat16"}, r"has 80\.0: set tensor_parallel to 2 or more"),
+        (
+            replace(LLAMA_70B, num_heads=1, num_kv_heads=1),
+            {"dtype": "bfloat16"},
+            r"has 80\.0: take a smaller dtype or model$",
+        ),
         (QWEN3_30B_A3B, {"dtype": "float32"}, "113.7 GiB"),
         (LLAMA_8B, {"dtype": "int8"}, "the dtype 'int8' is not supported on a GPU"),
     ],
