@@ -32,7 +32,7 @@ from tandem.gpus import Gpu
 from tandem.settings import UpSettings
 from tests.engine import tiny_models
 from tests.engine.quantized_models import LAYOUTS, damage, save_quantized
-from tests.tandem.typed import Done, typed
+from tests.tandem.typed import Done, plain_environment, typed
 from worker.settings import WorkerSettings
 
 ROOT = Path(__file__).parents[2]
@@ -56,8 +56,7 @@ def test_a_reader_of_help_who_has_seen_enough_is_no_error() -> None:
     reader, writer = os.pipe()
     os.close(reader)
     command = [sys.executable, "-m", "tandem", "worker", "--help"]
-    env = {name: value for name, value in os.environ.items() if not name.startswith("TANDEM_")}
-    done = subprocess.run(command, cwd=ROOT, env=env, stdout=writer, stderr=subprocess.PIPE, text=True)
+    done = subprocess.run(command, cwd=ROOT, env=plain_environment(), stdout=writer, stderr=subprocess.PIPE, text=True)
     os.close(writer)
     assert (done.returncode, done.stderr) == (0, "")
 

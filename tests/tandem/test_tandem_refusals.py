@@ -17,7 +17,7 @@ from tandem.preflight import MAKE_VARIABLES, OF_COMPOSE, unread
 from tandem.run_dir import RunDir
 from tests.docs.lookup import compose_variables
 from tests.e2e.tiny import save_tiny
-from tests.tandem.typed import typed
+from tests.tandem.typed import plain_environment, typed
 from worker.settings import Dtype
 
 ROOT = Path(__file__).parents[2]
@@ -44,7 +44,8 @@ def refused(tmp_path: Path) -> Callable[..., str]:
 def test_a_hub_id_that_is_not_in_the_cache_is_one_line_and_a_code_in_the_shell(tmp_path: Path) -> None:
     """In a process of its own: the hub's client reads its settings once."""
     command = [sys.executable, "-m", "tandem", "up", "--port", "0", "--model", "org/no-such-model"]
-    env = os.environ | {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "hub"), "XDG_STATE_HOME": str(tmp_path)}
+    folders = {"HF_HOME": str(tmp_path / "hub"), "XDG_STATE_HOME": str(tmp_path)}
+    env = plain_environment() | folders | {"HF_HUB_OFFLINE": "1"}
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=DEADLINE_S)
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (1, "", 1)
     assert "'org/no-such-model'" in done.stderr
@@ -92,7 +93,7 @@ def test_a_variable_that_nobody_reads_is_told_and_what_may_have_been_meant(monke
 
 
 def test_a_variable_that_nobody_reads_is_told_beside_what_came_of_it(capsys: pytest.CaptureFixture[str]) -> None:
-    environ = {**os.environ, "TANDEM_MIXD": "1"}
+    environ = plain_environment() | {"TANDEM_MIXD": "1"}
     assert up.main(["--port", "0", "--prefill", "0", "--decode", "0"], environ) == 1
     assert capsys.readouterr().err.splitlines() == [
         "tandem up: TANDEM_MIXD is no setting; TANDEM_MIXED is one",

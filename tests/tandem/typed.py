@@ -19,10 +19,15 @@ class Done:
     stderr: str
 
 
+def plain_environment() -> dict[str, str]:
+    """Ours without settings: a test run has some of its own."""
+    return {name: value for name, value in os.environ.items() if not name.startswith("TANDEM_")}
+
+
 def typed(*arguments: str, given: str = "", **environment: str) -> Done:
     """What is `given` on standard input is no terminal, and neither is what is printed to."""
     stdout, stderr = io.StringIO(), io.StringIO()
-    env = {name: value for name, value in os.environ.items() if not name.startswith("TANDEM_")} | environment
+    env = plain_environment() | environment
     with (
         contextlib.redirect_stdout(stdout),
         contextlib.redirect_stderr(stderr),
