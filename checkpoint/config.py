@@ -108,6 +108,10 @@ class ModelConfig:
     tuning: Tuning | None = None
     plain_qk_norm: bool = False
 
+    def spreads_kv_heads(self, num_gpus: int) -> bool:
+        """Whether so many GPUs can have equal parts of the KV heads: some each, or several of them one."""
+        return self.num_kv_heads % num_gpus == 0 or num_gpus % self.num_kv_heads == 0
+
     def experts_of(self, layer: int) -> Experts | None:
         """None where the layer has one MLP for all tokens."""
         return None if self.experts is None or layer in self.experts.dense_layers else self.experts

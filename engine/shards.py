@@ -61,8 +61,7 @@ def shard_config(config: ModelConfig, shard: Shard) -> ModelConfig:
     if shard.size == 1:
         return config
     experts, cuts = config.experts, _Cuts(config, shard)
-    num_kv_parts = kv_shard(config, shard).size
-    if shard.size % num_kv_parts or config.num_kv_heads % num_kv_parts:
+    if not config.spreads_kv_heads(shard.size):
         raise ConfigError(
             f"tensor_parallel is {shard.size}; this model has {config.num_kv_heads} KV heads: set a number that "
             "divides them, or a multiple of them"
@@ -81,7 +80,7 @@ def shard_config(config: ModelConfig, shard: Shard) -> ModelConfig:
     return replace(
         config,
         num_heads=config.num_heads // shard.size,
-        num_kv_heads=config.num_kv_heads // num_kv_parts,
+        num_kv_heads=config.num_kv_heads // kv_shard(config, shard).size,
         intermediate_size=config.intermediate_size // shard.size,
         experts=replace(experts, intermediate_size=cuts.expert_width(experts)) if experts else None,
     )

@@ -97,9 +97,8 @@ def schema_of_format(wanted: ResponseFormat | None) -> dict[str, Any] | None:
 def _of_format(wanted: ResponseFormat) -> FieldGrammar | None:
     if (schema := schema_of_format(wanted)) is None:
         return None
-    return json_grammar(
-        schema, "response_format" if wanted.json_schema is None else "response_format.json_schema.schema"
-    )
+    param = "response_format" if wanted.json_schema is None else "response_format.json_schema.schema"
+    return json_grammar(schema, param)
 
 
 def _of_outputs(wanted: StructuredOutputs) -> FieldGrammar:

@@ -133,8 +133,8 @@ def require_room(settings: UpSettings, checkpoint: Checkpoint) -> None:
 
 def what_holds(checkpoint: Checkpoint, dtype: str, nbytes: int) -> str:
     """What to do where weights take more than a GPU's `nbytes`."""
-    heads, kv_heads = checkpoint.config.num_heads, checkpoint.config.num_kv_heads
-    sizes = (n for n in range(2, heads + 1) if heads % n == 0 and (kv_heads % n == 0 or n % kv_heads == 0))
+    config = checkpoint.config
+    sizes = (n for n in range(2, config.num_heads + 1) if config.num_heads % n == 0 and config.spreads_kv_heads(n))
     size = next((size for size in sizes if least_weights_nbytes(checkpoint, dtype, size) <= nbytes), None)
     shared = "" if size is None else f"set tensor_parallel to {size} or more, or "
     return f"{shared}take a smaller dtype or model"

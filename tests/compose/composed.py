@@ -11,6 +11,8 @@ from pathlib import Path
 
 from prometheus_client.parser import text_string_to_metric_families
 
+from tests.environment import plain_environment
+
 ROOT = Path(__file__).resolve().parents[2]
 IMAGE = "tandem:test"
 BUILD_TIMEOUT_S = 1500
@@ -52,8 +54,8 @@ class Composed:
 
     def compose(self, *arguments: str, timeout_s: float = COMMAND_TIMEOUT_S) -> str:
         ours = {"TANDEM_PORT": str(self.port), "TANDEM_IMAGE": IMAGE, "TANDEM_TRANSFER": "ucx"}
-        environ = {name: value for name, value in os.environ.items() if not name.startswith("TANDEM_")} | ours
-        return _run(["docker", "compose", "--project-name", self.project, *arguments], timeout_s, environ)
+        command = ["docker", "compose", "--project-name", self.project, *arguments]
+        return _run(command, timeout_s, plain_environment() | ours)
 
     def containers(self, service: str = "") -> list[dict]:
         """What `docker inspect` says of each container of the service, or of all."""

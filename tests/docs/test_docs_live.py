@@ -18,6 +18,7 @@ from bench.system import System, running
 from contracts.errors import ConfigError
 from tests.docs.fences import GATEWAY, ROOT, Fence, all_fences, programs, shell
 from tests.docs.lookup import look_up, statements
+from tests.environment import plain_environment
 from tests.observability.prometheus import Prometheus, prometheus, traffic
 from tests.observability.queries import dashboard, rules
 from tests.waiting import until
@@ -36,9 +37,8 @@ class Desk:
 
     def run(self, *command: str) -> str:
         """What it printed. Raises AssertionError with all that it said if it fails."""
-        clean = {name: value for name, value in os.environ.items() if not name.startswith("TANDEM_")}
         path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-        env = clean | {"PATH": path, "XDG_STATE_HOME": str(self.home)}
+        env = plain_environment() | {"PATH": path, "XDG_STATE_HOME": str(self.home)}
         done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=DEADLINE_S)
         assert done.returncode == 0, f"{done.stdout}{done.stderr}"
         return done.stdout

@@ -1,5 +1,7 @@
 """How long a failure to reach a peer counts."""
 
+import pytest
+
 from contracts.ids import Incarnation
 from kv_transfer.paths import FIRST_S, MAX_S, Paths
 
@@ -13,27 +15,31 @@ class Clock:
         return self.now_s
 
 
-def test_a_failure_counts_for_a_while_and_only_there():
-    clock = Clock()
-    paths = Paths(clock)
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def paths(clock: Clock) -> Paths:
+    return Paths(clock)
+
+
+def test_a_failure_counts_for_a_while_and_only_there(clock, paths):
     paths.failed(A)
     assert paths.bad() == (A,)
     clock.now_s += FIRST_S
     assert paths.bad() == ()
 
 
-def test_failures_at_once_count_once():
-    clock = Clock()
-    paths = Paths(clock)
+def test_failures_at_once_count_once(clock, paths):
     for _ in range(5):
         paths.failed(A)
     clock.now_s += FIRST_S
     assert paths.bad() == ()
 
 
-def test_each_further_failure_counts_twice_as_long_up_to_a_limit():
-    clock = Clock()
-    paths = Paths(clock)
+def test_each_further_failure_counts_twice_as_long_up_to_a_limit(clock, paths):
     for number in range(8):
         paths.failed(A)
         span_s = min(FIRST_S * 2**number, MAX_S)
@@ -43,9 +49,7 @@ def test_each_further_failure_counts_twice_as_long_up_to_a_limit():
         assert paths.bad() == ()
 
 
-def test_a_success_ends_it_and_begins_the_count_anew():
-    clock = Clock()
-    paths = Paths(clock)
+def test_a_success_ends_it_and_begins_the_count_anew(clock, paths):
     for _ in range(3):
         paths.failed(A)
         clock.now_s += MAX_S
@@ -58,9 +62,7 @@ def test_a_success_ends_it_and_begins_the_count_anew():
     assert paths.bad() == ()
 
 
-def test_a_peer_that_nobody_tries_again_is_forgotten():
-    clock = Clock()
-    paths = Paths(clock)
+def test_a_peer_that_nobody_tries_again_is_forgotten(clock, paths):
     paths.failed(A)
     clock.now_s += FIRST_S + MAX_S
     assert paths.bad() == ()

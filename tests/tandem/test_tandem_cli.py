@@ -32,7 +32,8 @@ from tandem.gpus import Gpu
 from tandem.settings import UpSettings
 from tests.engine import tiny_models
 from tests.engine.quantized_models import LAYOUTS, damage, save_quantized
-from tests.tandem.typed import Done, plain_environment, typed
+from tests.environment import plain_environment
+from tests.tandem.typed import Done, typed
 from worker.settings import WorkerSettings
 
 ROOT = Path(__file__).parents[2]

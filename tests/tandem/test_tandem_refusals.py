@@ -17,7 +17,8 @@ from tandem.preflight import MAKE_VARIABLES, OF_COMPOSE, unread
 from tandem.run_dir import RunDir
 from tests.docs.lookup import compose_variables
 from tests.e2e.tiny import save_tiny
-from tests.tandem.typed import plain_environment, typed
+from tests.environment import plain_environment
+from tests.tandem.typed import typed
 from worker.settings import Dtype
 
 ROOT = Path(__file__).parents[2]

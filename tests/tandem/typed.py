@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from unittest.mock import patch
 
 from tandem import cli
+from tests.environment import plain_environment
 
 
 @dataclass(frozen=True)
@@ -17,11 +18,6 @@ class Done:
     returncode: int
     stdout: str
     stderr: str
-
-
-def plain_environment() -> dict[str, str]:
-    """Ours without settings: a test run has some of its own."""
-    return {name: value for name, value in os.environ.items() if not name.startswith("TANDEM_")}
 
 
 def typed(*arguments: str, given: str = "", **environment: str) -> Done:
