@@ -7,7 +7,6 @@ python -m bench.serving_gpu --model /dev/shm/llama-8b --out bench/results/FILE.j
 pair       a prefill and a decode worker, NVLink between them
 replicas   two workers that do both, no handoff intended: what a pair has to beat on the same GPUs
 shared     a prefill worker, and one that decodes and takes prompts when the other has too many
-whole      the same, prompts of up to 8192 tokens computed beside answers in one step
 pair-ucx   the pair by UCX
 
 Kernels are compiled anew for the first system that is started, and are there for the others. Everything measured so far
@@ -34,16 +33,12 @@ from bench.soak import wait_clean
 from bench.system import System, running
 from contracts.errors import Unavailable
 
-PAIR, SHARED = ("--prefill", "1", "--decode", "1"), ("--prefill", "1", "--decode", "0", "--mixed", "1")
 SYSTEMS = {
-    "pair": PAIR,
+    "pair": ("--prefill", "1", "--decode", "1"),
     "replicas": ("--prefill", "0", "--decode", "0", "--mixed", "2"),
-    "shared": SHARED,
-    "whole": SHARED,
-    "pair-ucx": PAIR,
+    "shared": ("--prefill", "1", "--decode", "0", "--mixed", "1"),
+    "pair-ucx": ("--prefill", "1", "--decode", "1"),
 }
-SETTINGS = {"whole": {"TANDEM_MAX_MIXED_TOKENS": str(8192 + 256)}}
-"""By environment, which all services of a system have."""
 QUIET_S = 30.0
 
 
@@ -106,8 +101,7 @@ async def measure_system(
 ) -> None:
     common = ("--model", args.model, "--device", args.device, "--dtype", args.dtype)
     began_s = time.perf_counter()
-    settings = {"TRITON_CACHE_DIR": kernels, **SETTINGS.get(name, {})}
-    with running(*SYSTEMS[name], "--transfer", transfer_of(name, args.device), *common, **settings) as up:
+    with running(*SYSTEMS[name], "--transfer", transfer_of(name, args.device), *common, TRITON_CACHE_DIR=kernels) as up:
         rows = [*start_rows(up, time.perf_counter() - began_s), *memory_rows(up)]
         report.add([shown(row) for row in rows], system=name)
         accounts = Accounts(up)

@@ -75,7 +75,7 @@ class Engine:
         self.layout: KVLayout = cache.layout
         self.max_model_len = max_model_len
         budget = settings.max_batched_tokens
-        self.max_mixed_tokens = settings.max_mixed_tokens or budget
+        self.max_mixed_tokens = min(settings.max_mixed_tokens or budget, budget)
         self.capacity_tokens = cache.num_blocks * cache.layout.block_size
         self._settings = settings
         self._cache = cache

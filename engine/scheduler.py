@@ -18,10 +18,9 @@ from engine.sequence import Sequence, Status
 @dataclass(frozen=True)
 class Limits:
     """`max_num_seqs`: of one step; what runs beyond that, since it was kept local, waits for its turn.
-    `max_batched_tokens`: budget of a step without answers, a block at least. `max_mixed_tokens`: of one with answers, a
-    block at least; theirs are among these, but a quarter is the prompts' whatever their number. Decodes always run;
-    prompts wait for an answer's end where not even the larger budget has anything left. They lengthen a gap of each
-    answer beside them: with a small budget many gaps by little, with one of whole prompts few gaps by much.
+    `max_batched_tokens`: budget of one step, a block at least. Decodes always run; prompts have what is left, and wait
+    for an answer's end where nothing is. Beside answers it is `max_mixed_tokens`, a block at least, since prompts
+    lengthen their gaps; theirs are among these, but a quarter is the prompts' whatever the number of answers.
     """
 
     max_num_seqs: int
@@ -211,14 +210,13 @@ class _Budget:
     """What a step may still compute beside its decodes."""
 
     def __init__(self, limits: Limits, num_decodes: int, num_reserved: int, block_size: int) -> None:
-        most, mixed = limits.max_batched_tokens, limits.max_mixed_tokens
+        self._alone = limits.max_batched_tokens - num_decodes
+        self._beside_answers = max(int(beside_answers(limits.max_mixed_tokens, num_decodes)), block_size)
         self._has_answers = num_decodes + num_reserved > 0
-        self._left = (max(most, mixed) if self._has_answers else most) - num_decodes
-        self._beside_answers = max(int(beside_answers(mixed, num_decodes)), block_size)
 
     @property
     def num_tokens(self) -> int:
-        return min(self._left, self._beside_answers) if self._has_answers else self._left
+        return min(self._alone, self._beside_answers) if self._has_answers else self._alone
 
     def take(self, piece: Piece) -> bool:
         """False if it has to wait: an answer that is computed again, beside more of prompts than answers allow."""
@@ -226,7 +224,7 @@ class _Budget:
             if self._beside_answers <= 0:
                 return False
             self._has_answers = True
-        self._left -= piece.num_tokens
+        self._alone -= piece.num_tokens
         self._beside_answers -= piece.num_tokens
         return True
 

@@ -102,10 +102,6 @@ def make_roles(
 def engine_settings(settings: WorkerSettings) -> EngineSettings:
     device = resolve_device(settings.device)
     on_gpu = device != "cpu"
-    most_tokens = settings.max_batched_tokens or (2048 if on_gpu else 512)
-    mixed_tokens = settings.max_mixed_tokens or (min(1024, most_tokens) if on_gpu else most_tokens)
-    if settings.role is RoleName.PREFILL:  # answers are rare there, and each row of a step takes memory
-        mixed_tokens = min(mixed_tokens, most_tokens)
     return EngineSettings(
         model=settings.model,
         dtype=settings.dtype,
@@ -115,8 +111,8 @@ def engine_settings(settings: WorkerSettings) -> EngineSettings:
         kv_cache_nbytes=settings.kv_cache_mib << 20 or None,
         max_model_len=settings.max_model_len or None,
         max_num_seqs=settings.max_num_seqs or (256 if on_gpu else 64),
-        max_batched_tokens=most_tokens,
-        max_mixed_tokens=mixed_tokens,
+        max_batched_tokens=settings.max_batched_tokens or (2048 if on_gpu else 512),
+        max_mixed_tokens=settings.max_mixed_tokens or (1024 if on_gpu else None),
         num_threads=settings.num_threads or None,
         spare_nbytes=device_staging_nbytes(settings.transfer) if on_gpu else 0,
     )

@@ -49,13 +49,11 @@ class WorkerSettings(BaseSettings):
     kv_cache_mib: int = Field(0, ge=0, description="memory for the KV cache, of each GPU; 0: found from what is free")
     max_model_len: int = Field(0, ge=0, description="longest prompt plus answer, in tokens; 0: the model's")
     max_num_seqs: int = Field(0, ge=0, description="most sequences in one step; 0: 64, on a GPU 256")
-    max_batched_tokens: int = Field(
-        0, ge=0, description="token budget of a step without answers; 0: 512, on a GPU 2048"
-    )
+    max_batched_tokens: int = Field(0, ge=0, description="token budget of one step; 0: 512, on a GPU 2048")
     max_mixed_tokens: int = Field(
         0,
         ge=0,
-        description="token budget of a step with answers, a quarter of it prompts'; 0: as without, on a GPU 1024",
+        description="token budget of a step with answers, a quarter of it prompts'; 0: as others, on a GPU 1024",
     )
     num_threads: int = Field(0, ge=0, description="CPU threads of the engine; 0: all cores")
     grant_timeout_s: float = Field(5.0, gt=0, description="how long a computed prompt waits for pages at decode")

@@ -60,8 +60,8 @@ LOGIT_NBYTES = 18
 _MEMORY_PAGE_NBYTES = 2 << 20
 _TOO_LARGE = "the model and a full batch do not fit on the GPU"
 _SMALLER = (
-    "free the GPU, use a smaller model or dtype, lower max_num_seqs, max_batched_tokens or max_mixed_tokens, or share "
-    "it among more GPUs by tensor_parallel"
+    "free the GPU, use a smaller model or dtype, lower max_num_seqs or max_batched_tokens, or share it among more GPUs "
+    "by tensor_parallel"
 )
 # Layers that differ, by window or experts, mostly take turns; and the last one attends as decodes do, or scored rows.
 _NUM_KINDS = 3
@@ -125,7 +125,7 @@ class Builder:
         self._format: DeviceFormat = DEVICE_FORMATS[self._settings.dtype]
         self._block_size = max(settings.block_size, _MIN_BLOCK_SIZE)
         require_budgets(settings, self._block_size)
-        self._max_rows = max(settings.max_batched_tokens, settings.max_mixed_tokens or 0, settings.max_num_seqs)
+        self._max_rows = max(settings.max_batched_tokens, settings.max_num_seqs)
 
     def build(self, progress: Progress, followers: Followers | None = None) -> Engine:
         launcher, max_model_len = self.prepare(progress)
