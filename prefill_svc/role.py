@@ -141,7 +141,7 @@ class PrefillRole:
 
     def on_tick(self, now: float) -> None:
         for attempt in list(self._attempts.values()):
-            if attempt.first is None or attempt.grant is not None or attempt.is_sent:
+            if attempt.first is None or attempt.grant is not None:
                 continue
             if now - attempt.live.mark_s >= self._grant_timeout_s:
                 self._keep_local(attempt)

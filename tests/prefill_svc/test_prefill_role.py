@@ -3,6 +3,7 @@
 # pyright: reportArgumentType=false
 # The twins of engine and node have their methods, not their classes.
 
+from dataclasses import dataclass
 from itertools import pairwise
 
 import pytest
@@ -10,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from contracts.events import Failed, FinishReason
-from contracts.handoff import Commit, Grant, Wait
+from contracts.handoff import Abort, Commit, Grant, Wait
 from contracts.ids import BlockId, Epoch, Incarnation, RequestId
 from core.ledger import Ledger
 from engine.messages import ChunkComing, ChunkDone, Ended, Sampled, StepOutput
@@ -43,13 +44,23 @@ class Side:
         self.hear(Grant(R, E, pages, skip_tokens))
 
 
+@dataclass
+class Sums:
+    """A device's checksums, each the number of its block."""
+
+    blocks: list[BlockId]
+
+    def wait(self) -> list[BlockId]:
+        return self.blocks
+
+
 def cut(num_tokens: int, cuts: set[int], key: RequestId) -> list[ChunkDone]:
     """A prompt's chunks; block number i holds tokens 4i to 4i + 3."""
     edges = [0, *sorted(c * BLOCK for c in cuts if 0 < c * BLOCK < num_tokens), num_tokens]
-    return [
-        ChunkDone(key, first, end - first, [BlockId(b) for b in range(first // BLOCK, -(-end // BLOCK))])
-        for first, end in pairwise(edges)
+    spans = [
+        (first, end, [BlockId(b) for b in range(first // BLOCK, -(-end // BLOCK))]) for first, end in pairwise(edges)
     ]
+    return [ChunkDone(key, first, end - first, blocks, Sums(blocks)) for first, end, blocks in spans]
 
 
 @given(st.integers(1, 60), st.sets(st.integers(1, 14)), st.integers(0, 14), st.integers(0, 15))
@@ -63,9 +74,10 @@ def test_what_decode_lacks_is_sent_once_in_order_whenever_the_grant_comes(num_to
         side.compute(chunk, is_last=number == len(chunks) - 1)
     sent = side.node.told("send_chunk")
     at = skip
-    for number, (peer, request_id, epoch, index, first, count, pages, _) in enumerate(sent):
+    for number, (peer, request_id, epoch, index, first, count, pages, sums) in enumerate(sent):
         assert (peer, request_id, epoch, index, first) == (D, R, E, number, at)
-        assert pages == [BlockId(b) for b in range(first // BLOCK, -(-(first + count) // BLOCK))]
+        assert count > 0, "the node refuses an empty chunk with a ValueError"
+        assert pages == sums == [BlockId(b) for b in range(first // BLOCK, -(-(first + count) // BLOCK))]
         at += count
     assert at == num_tokens
     ((_, fin),) = side.node.told("finish")
@@ -120,6 +132,15 @@ def test_aborted_pages_are_kept_until_nobody_reads_them():
     assert side.engine.told("release") == [(side.live.key,)] and side.role.is_idle()
 
 
+def test_pages_that_decode_gave_up_are_kept_until_nobody_reads_them():
+    side = Side(8)
+    side.grant(0, 8)
+    side.hear(Abort(R, E, "cancelled", "the client left"))
+    assert len(side.ledger) == 0 and side.engine.told("release") == [] and not side.role.is_idle()
+    side.role.on_transfer(Drained(R, E), 2.0)
+    assert side.engine.told("release") == [(side.live.key,)] and side.role.is_idle()
+
+
 def test_one_that_was_never_offered_is_freed_at_once():
     engine, node, ledger = ScriptedEngine(), Remembering(), Ledger()
     role = PrefillRole(P, engine, node, ledger)
@@ -143,8 +164,32 @@ def test_the_loss_of_a_former_link_ends_nothing_that_a_new_one_has(is_dropped):
     assert side.engine.told("release") == [(side.live.key,)] and side.role.is_idle()
 
 
-def test_token_0_as_the_last_ends_it_here_and_tells_decode():
+@pytest.mark.parametrize(("incarnation", "is_freed"), [("0", False), ("1", True)])
+def test_only_the_loss_of_the_very_reader_frees_what_it_may_read(incarnation, is_freed):
     side = Side(8)
+    side.grant(0, 8)
+    side.hear(Abort(R, E, "cancelled", "the client left"))
+    side.role.on_transfer(PeerLost(D, Incarnation(incarnation), "gone", True), 2.0)
+    assert len(side.engine.told("release")) == is_freed
+
+
+def test_what_was_not_offered_yet_outlives_the_loss_of_the_link():
+    """Its offer makes another one."""
+    engine, node, ledger = ScriptedEngine(), Remembering(), Ledger()
+    role = PrefillRole(P, engine, node, ledger)
+    live = opened(ledger, role, R, 8)
+    role.on_transfer(PeerLost(D, Incarnation("1"), "gone", True), 1.0)
+    assert ledger.take()[0] == {} and engine.told("release") == []
+    role.on_started(live, 2.0)
+    assert [name for name, _ in node.calls if name != "knows"] == ["offer"]
+
+
+@pytest.mark.parametrize("is_granted", [False, True])
+def test_token_0_as_the_last_ends_it_here_and_tells_decode(is_granted):
+    """With Fin, decode would commit, and go on behind the end."""
+    side = Side(8)
+    if is_granted:
+        side.grant(0, 8)
     (chunk,) = cut(8, set(), side.live.key)
     ended = Ended(side.live.key, 1, FinishReason.STOP)
     side.role.on_step(StepOutput((), (chunk,), (Sampled(side.live.key, first_token()),), (ended,), (), 0, 0), 1.0)
@@ -165,6 +210,26 @@ def test_after_its_patience_a_computed_prompt_is_decoded_here(waited_s, is_local
     assert side.role.is_idle() is is_local
 
 
+def test_what_is_decoded_here_is_freed_when_it_is_dropped():
+    side = Side(8)
+    side.compute(cut(8, set(), side.live.key)[0], is_last=True)
+    side.role.on_tick(1e6)
+    assert side.engine.told("keep_local") and side.engine.told("release") == []
+    side.role.drop(side.live, "the client left", 1e6)
+    assert side.engine.told("release") == [(side.live.key,)]
+
+
+def test_what_was_sent_is_decodes_however_long_the_commit_takes():
+    """Decoded here as well, it would be answered twice."""
+    side = Side(8)
+    side.grant(0, 8)
+    side.compute(cut(8, set(), side.live.key)[0], is_last=True)
+    side.role.on_tick(1e6)
+    assert side.engine.told("keep_local") == side.node.told("abort") == []
+    side.hear(Commit(R, E, 1, 8))
+    assert side.role.counters()["handoffs_committed"] == 1
+
+
 def test_a_prompt_still_in_computation_has_all_the_patience():
     side = Side(8)
     side.role.on_tick(1e6)
@@ -180,6 +245,16 @@ def test_a_commit_that_does_not_add_up_fails_the_request(commit):
     (event,) = side.ledger.take()[0]["g"]
     assert isinstance(event, Failed) and event.code == "corrupt"
     assert side.role.counters()["handoffs_committed"] == 0
+
+
+def test_a_commit_before_token_0_was_sent_fails_the_request():
+    """Nothing was to be committed, and nothing was timed: in the core's loop that would be a TypeError."""
+    side = Side(8)
+    side.grant(0, 8)
+    side.hear(Commit(R, E, 0, 0))
+    (event,) = side.ledger.take()[0]["g"]
+    assert isinstance(event, Failed) and event.code == "corrupt"
+    assert [name for name, _ in side.node.calls] == ["offer", "abort"]
 
 
 def test_a_step_without_news_says_nothing():
