@@ -14,7 +14,7 @@ from core.ledger import Ledger
 from decode_svc import DecodeRole
 from decode_svc.role import EARLY_OFFER_S
 from engine.messages import StepOutput
-from kv_transfer.events import ChunkLanded, Drained, Message, PeerLost
+from kv_transfer.events import ChunkBad, ChunkLanded, Drained, Message, PeerLost
 from tests.path.scripted import D, P, Remembering, ScriptedEngine, first_token, opened
 
 E = Epoch(1)
@@ -39,9 +39,11 @@ class Side:
     def offer(self, name: str, num_tokens: int, now: float = 1.0) -> None:
         self.hear(Offer(RequestId(name), E, num_tokens, self.engine.layout.layout_id), now)
 
+    def header(self, name: str, index: int, first: int, count: int) -> ChunkHeader:
+        return ChunkHeader(RequestId(name), E, index, first, count, self.engine.layout.layout_id, count, 0)
+
     def land(self, name: str, index: int, first: int, count: int, landed_s: float = 1.0, now: float = 1.0) -> None:
-        header = ChunkHeader(RequestId(name), E, index, first, count, self.engine.layout.layout_id, count, 0)
-        self.role.on_transfer(ChunkLanded(P, header, landed_s), now)
+        self.role.on_transfer(ChunkLanded(P, self.header(name, index, first, count), landed_s), now)
 
     def fin(self, name: str, num_chunks: int) -> None:
         self.hear(Fin(RequestId(name), E, num_chunks, first_token(), 0))
@@ -160,6 +162,17 @@ def test_a_chunk_that_is_not_the_next_fails_the_request(index: int, first: int, 
     side.land("r", index, first, count)
     assert side.failures() == ["corrupt"]
     assert side.node.told("abort") and side.engine.told("adopt") == []
+
+
+def test_a_broken_chunk_fails_the_request_at_once():
+    """Though it is the last: nothing that comes later would tell."""
+    side = Side()
+    side.begin("r", 8)
+    side.offer("r", 8)
+    side.fin("r", 1)
+    side.role.on_transfer(ChunkBad(P, side.header("r", 0, 0, 8), "checksum differs"), 1.0)
+    assert side.failures() == ["corrupt"] and len(side.node.told("abort")) == 1
+    assert side.node.told("commit") == side.engine.told("adopt") == []
 
 
 @pytest.mark.parametrize("num_chunks", [0, 2, 3, 4])
@@ -291,6 +304,17 @@ def test_a_chunk_of_nobody_is_stale():
     side.land("ghost", 0, 0, 8)
     side.fin("ghost", 1)
     assert side.ledger.num_stale == 2
+
+
+def test_a_chunk_that_came_before_its_pages_were_taken_is_stale():
+    """It lies on those of somebody who had the attempt's name before."""
+    side = Side(free=0)
+    side.begin("r", 8)
+    side.offer("r", 8)
+    side.land("r", 0, 0, 8)
+    side.fin("r", 1)
+    assert side.ledger.num_stale == 1
+    assert side.node.told("commit") == side.engine.told("adopt") == []
 
 
 @pytest.mark.parametrize(("incarnation", "is_freed"), [("0", False), ("1", True)])
