@@ -244,6 +244,20 @@ def test_a_chunk_without_its_first_bytes_is_bad() -> None:
     assert (stage.landed, stage.written) == ([], []) and "missing" in stage.bad[0]
 
 
+@pytest.mark.parametrize("sizes", [[6], [3, 2, 2], [0], [-1], [3, -1]], ids=["slot", "chunk", "none", "less", "back"])
+def test_a_message_of_another_size_than_it_can_have_is_bad(sizes: list[int]) -> None:
+    """In pages, of a block of six and slots of three; its checksum is right, for who looks at nothing else."""
+    stage, header, messages, offset = Stage(), _header(num_tokens=4, nbytes=LAYOUT.block_nbytes), [], 0
+    payload, checksum = np.full(RING.slot_nbytes, 7, dtype=np.uint8), integrity.seed(header.epoch)
+    for nbytes in (size * LAYOUT.page_nbytes for size in sizes):
+        checksum = integrity.extend(checksum, payload[:nbytes])
+        messages.append((Piece(msgspec.structs.replace(header, checksum=checksum), offset, nbytes), payload))
+        offset += nbytes
+    stage.play(messages)
+    (reason,) = stage.bad
+    assert stage.landed == [] and ("a message of" in reason or "more bytes" in reason)
+
+
 def test_a_bad_chunk_may_come_again_and_a_good_one_may_not() -> None:
     stage, broken = Stage(), _messages(_header())
     broken[0][1][5] ^= 1
@@ -263,6 +277,26 @@ def test_an_attempt_that_ends_on_the_way_is_written_no_further() -> None:
     drained, at_the_end = seen[0]
     assert drained and (stage.pool == at_the_end).all()
     assert (stage.landed, stage.bad, stage.drained) == ([], [], [])
+
+
+def test_a_name_that_is_used_again_owes_nothing_to_who_had_it() -> None:
+    """And nothing of an attempt is kept for ever: neither a Fin that came behind its end, nor that it was drained."""
+    landings, key = Landings(LAYOUT, NUM_BLOCKS), (OFFER.request_id, OFFER.epoch)
+    fin, all_of_it = Fin(*key, 1, Token(0, 7), 4), _header(num_tokens=26, nbytes=7 * LAYOUT.block_nbytes)
+    for said in (fin, None):
+        landings.offered(OFFER)
+        landings.grant(GRANT)
+        assert landings.enter(key)
+        if said is not None:
+            landings.finished(said)
+            assert not landings.end(key), "it is being written"
+            assert landings.leave(key), "it is drained now"
+            landings.finished(said)
+    assert not landings.leave(key)
+    assert landings.landed(all_of_it) is None and not landings.is_committed(key), "token 0 has not come"
+    assert landings.finished(fin) is not None
+    landings.end(key)
+    assert not landings.is_committed(key), "or the next one's Commit would be taken for said"
 
 
 class Tape:
