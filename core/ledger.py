@@ -86,13 +86,8 @@ class Ledger:
         self._live[job.request_id] = self._by_key[live.key] = live
         return live
 
-    def get(self, request_id: RequestId, epoch: Epoch | None = None) -> Live | None:
-        """The live request, or None; with `epoch`, None also for any other attempt, which is counted as stale."""
-        live = self._live.get(request_id)
-        if live is not None and epoch is not None and live.job.epoch != epoch:
-            self.num_stale += 1
-            return None
-        return live
+    def get(self, request_id: RequestId) -> Live | None:
+        return self._live.get(request_id)
 
     def of(self, key: RequestId) -> Live | None:
         """The live request that the engine calls `key`."""

@@ -2,16 +2,18 @@
 
 from itertools import groupby
 
+import msgspec
 import pytest
 
 from contracts.events import Failed, Finished, Prefilled, Tokens
 from contracts.ids import Epoch, GatewayId, Incarnation, RequestId, WorkerId
 from contracts.request import Cancel
+from core.ledger import attempt_key
 from core.link import FrontGone
 from core.loop import ALERT_WAIT_S, IDLE_WAIT_S
-from core.messages import CoreFrame, Stop, Work
+from core.messages import CoreFrame, GatewayGone, Stop, Work
 from core.status import STATUS_PERIOD_S
-from engine.messages import StepOutput
+from engine.messages import EngineFailure, StepOutput, Watcher
 from gateway.stages import exposed_s
 from tests.path.ring import D, P, Ring, answer
 
@@ -169,6 +171,37 @@ def test_a_cancel_of_a_newer_epoch_ends_the_old_one():
         ring.post(name, Cancel(R, Epoch(2), "why"))
     ring.settle()
     assert ring.ends(R) == []
+    ring.assert_clean()
+
+
+def test_the_loss_of_a_gateway_ends_its_own_requests_and_no_others():
+    ring = Ring()
+    ring.both(ring.job(R, [1, 2, 3], 2))
+    ring.both(msgspec.structs.replace(ring.job("orphan", list(range(40)), 500), gateway_id=GatewayId("other")))
+    ring.turn(P)
+    for name in (P, D):
+        ring.sides[name].link.inbox.append(GatewayGone(GatewayId("other")))
+    ring.settle()
+    assert ring.tokens(R) == answer([1, 2, 3], 2)
+    ring.assert_clean()
+
+
+def test_what_the_engine_could_not_compute_ends_at_decode_too(monkeypatch: pytest.MonkeyPatch):
+    ring, key = Ring(), attempt_key(R, Epoch(1))
+    ring.both(ring.job(R, list(range(40)), 5))
+    ring.settle(1)
+    engine = ring.sides[P].engine
+
+    def fail(watcher: Watcher) -> StepOutput:
+        engine.release(key)
+        return StepOutput(failed=(EngineFailure(key, "internal", "the device failed"),))
+
+    monkeypatch.setattr(engine, "step", fail)
+    ring.turn(P)
+    monkeypatch.undo()
+    ring.settle()
+    (end,) = ring.ends(R)
+    assert isinstance(end, Failed) and end.message == "the device failed"
     ring.assert_clean()
 
 
