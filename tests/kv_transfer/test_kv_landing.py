@@ -68,6 +68,7 @@ def test_a_chunk_lands_once_under_any_index() -> None:
     assert landing.check(_header())
     assert landing.check(_header(index=7))
     assert landing.check(_header(index=7, first_token=16)) is None
+    assert landing.check(_header(first_token=16)), "the index counts once, too"
 
 
 @given(st.integers(-50, 50), st.integers(-50, 50), st.integers(0, 5))
@@ -147,11 +148,14 @@ class Stage:
         self.drained: list = []
 
     def play(
-        self, messages: list[tuple[Piece, np.ndarray]], before: Callable[[int], None] = lambda i: None
+        self,
+        messages: list[tuple[Piece, np.ndarray]],
+        before: Callable[[int], None] = lambda i: None,
+        checks: bool = True,
     ) -> Receiver:
         receiver = Receiver(
             self.landings,
-            HostStaging(PagePool(self.pool, LAYOUT), RING.slot_nbytes, True),
+            HostStaging(PagePool(self.pool, LAYOUT), RING.slot_nbytes, checks),
             Script(messages, before),
             self.committed.append,
             self.landed.append,
@@ -258,6 +262,23 @@ def test_a_message_of_another_size_than_it_can_have_is_bad(sizes: list[int]) -> 
     assert stage.landed == [] and ("a message of" in reason or "more bytes" in reason)
 
 
+@pytest.mark.parametrize("changes", [{"index": 1}, {"epoch": 3}])
+def test_what_goes_on_as_another_chunk_is_not_the_rest_of_this_one(changes: dict) -> None:
+    stage, (first, *rest) = Stage(), _messages(_header())
+    others = [
+        (msgspec.structs.replace(piece, header=msgspec.structs.replace(piece.header, **changes)), data)
+        for piece, data in rest
+    ]
+    stage.play([first, *others])
+    assert stage.landed == [] and "only" in stage.bad[0]
+
+
+def test_a_chunk_with_a_hole_is_bad_without_its_checksum_too() -> None:
+    stage, messages = Stage(), _messages(_header())
+    stage.play([messages[0], *messages[2:]], checks=False)
+    assert stage.landed == [] and "only" in stage.bad[0]
+
+
 def test_a_bad_chunk_may_come_again_and_a_good_one_may_not() -> None:
     stage, broken = Stage(), _messages(_header())
     broken[0][1][5] ^= 1
@@ -297,6 +318,7 @@ def test_a_name_that_is_used_again_owes_nothing_to_who_had_it() -> None:
     assert landings.finished(fin) is not None
     landings.end(key)
     assert not landings.is_committed(key), "or the next one's Commit would be taken for said"
+    assert landings.landed(all_of_it) is None, "it may end between its last write and the word of it"
 
 
 class Tape:
