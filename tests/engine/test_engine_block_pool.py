@@ -57,6 +57,16 @@ def test_only_what_is_let_go_or_enters_the_cache_may_make_room():
     assert pool.num_gains == 3
 
 
+def test_a_block_keeps_its_first_digest():
+    """With two, one of them would find it when it holds something else."""
+    pool = BlockPool(2, 2)
+    (block,) = pool.allocate(1)
+    pool.insert(block, b"one", [1, 2])
+    pool.insert(block, b"two", [3, 4])
+    assert pool.find([b"one"], [1, 2]) == [block] and pool.find([b"two"], [3, 4]) == []
+    pool.check()
+
+
 def test_equal_digests_with_other_tokens_are_no_match():
     pool = BlockPool(4, SIZE)
     fill(pool, [1, 2, 3, 4])

@@ -115,6 +115,16 @@ def test_the_first_step_of_an_adopted_request_tells_that_it_started(pair: Pair):
     assert started == [["a"], [], []]
 
 
+def test_only_what_is_reserved_is_adopted_and_that_once(pair: Pair):
+    engine, first = pair[1], Token(0, 5)
+    engine.submit(request("of here", PROMPTS[2], greedy(3)))
+    engine.reserve(request("a", PROMPTS[2], greedy(3)))
+    engine.adopt("a", first)
+    for name in ("of here", "a"):
+        with pytest.raises(KeyError):
+            engine.adopt(name, first)
+
+
 @pytest.mark.parametrize("token_id", [-1, 320, 2**31])
 def test_a_token_0_that_no_such_model_draws_is_refused(pair: Pair, token_id: int):
     engine, asked = pair[1], request("a", PROMPTS[2], greedy(4))
@@ -135,6 +145,8 @@ def test_pages_stay_taken_until_the_writer_has_ended(pair: Pair):
     engine.release("a")
     assert engine.stats().free_tokens == free - 64
     engine.check()
+    with pytest.raises(RequestError, match="is here already"):  # or the writer's hold would be forgotten
+        engine.reserve(request("a", PROMPTS[0], greedy()))
     engine.writer_ended("a")
     engine.writer_ended("a")
     assert engine.stats().free_tokens == free
@@ -169,6 +181,14 @@ def test_a_handoff_that_ends_at_token_0_is_held_for_its_readers(pair: Pair):
     assert engine.stats().num_held == 1
     engine.release("a")
     assert engine.stats().num_held == 0
+
+
+def test_a_handoff_that_ended_at_token_0_does_not_go_on_here(pair: Pair):
+    engine = pair[0]
+    prefill(engine, "a", PROMPTS[0], greedy(1))
+    engine.keep_local("a")
+    assert not engine.has_work() and engine.stats().num_held == 0
+    engine.check()
 
 
 def test_reservations_are_bounded_by_slots_and_blocks(folder):

@@ -196,6 +196,19 @@ def test_an_answer_that_is_computed_again_waits_for_longer_prompts_that_are_more
     assert shape(engine.scheduler.schedule()) == [("500-9", 0, 9), ("700-9", 0, 7)]
 
 
+def test_what_waits_for_longer_prompts_holds_no_blocks_meanwhile():
+    engine = FakeEngine(limits=Limits(max_num_seqs=4, max_batched_tokens=16, max_mixed_tokens=6))
+    engine.add(9, max_tokens=5)
+    while engine.num_finished == 0:
+        engine.step()
+    engine.add(9, first=500, max_tokens=1)
+    again = Sequence(RequestId("2"), range(100, 109), greedy(30))
+    again.tokens.extend([1] * 4)
+    engine.scheduler.add(again)
+    assert shape(engine.scheduler.schedule()) == [("500-9", 0, 9)]
+    assert engine.scheduler.waiting == [again] and not again.blocks and engine.pool.num_held == 3
+
+
 def test_an_answer_that_lacks_one_token_goes_among_the_decodes():
     """Before those that lack several, though these came first: a runner knows decodes by how many they are."""
     engine = FakeEngine()
@@ -223,6 +236,29 @@ def test_what_found_no_room_looks_again_when_there_may_be_more(monkeypatch):
     assert engine.scheduler.waiting == [late] and len(looked) == 1
     engine.finish(first)
     assert shape(engine.step()) == [("500-24", 0, 16)] and len(looked) == 2
+
+
+def test_what_found_no_room_looks_again_when_one_that_keeps_its_blocks_runs_no_more():
+    """It is held for its handoff: it does not grow, so nothing is left to it."""
+    engine = FakeEngine(num_blocks=8)
+    held = engine.add(12)
+    engine.step()
+    late = engine.add(16, first=500)
+    engine.scheduler.schedule()
+    assert engine.scheduler.waiting == [late] and engine.pool.num_available == 4
+    engine.scheduler.remove(held)
+    assert shape(engine.step()) == [("500-16", 0, 16)]
+
+
+def test_what_found_no_room_looks_again_when_one_that_does_not_run_gives_its_blocks_back():
+    engine = FakeEngine(num_blocks=8)
+    held = engine.add(12)
+    engine.step()
+    engine.scheduler.remove(held)
+    late = engine.add(24, first=500)
+    assert engine.step().pieces == () and engine.scheduler.waiting == [late]
+    engine.pool.release(held.blocks)
+    assert shape(engine.step()) == [("500-24", 0, 16)]
 
 
 def test_arrival_order_is_served_and_slots_are_bounded():
@@ -277,6 +313,17 @@ def test_a_prefix_hit_skips_full_blocks_but_never_the_last_token():
     engine.add(8, max_tokens=1)
     assert shape(engine.step()) == [("100-8", 4, 4)]
     assert engine.scheduler.num_prefix_hits == 4
+
+
+def test_a_prefix_that_is_found_is_not_evicted_to_make_room_for_the_rest():
+    """Though it is the one that was used least recently: a block of it would hold two places of one sequence."""
+    engine = FakeEngine(num_blocks=4)
+    for length, first in ((9, 100), (5, 500)):
+        engine.add(length, max_tokens=1, first=first)
+        engine.step()
+    longer = engine.add(13, first=100)
+    assert shape(engine.step()) == [("100-13", 8, 5)]
+    assert len(set(longer.blocks)) == 4
 
 
 def test_the_youngest_gives_way_and_the_oldest_never_waits():
