@@ -145,11 +145,8 @@ class Sender:
         self._staging.enter()
         while job := self._queue.take():
             start = time.perf_counter()
-            try:
-                self._do(job)
-            finally:
-                drained = self._queue.done()
-            if drained:
+            self._do(job)
+            if drained := self._queue.done():
                 self._on_drained(drained)
             if self._queue.is_empty:
                 self._channel.flush()

@@ -17,7 +17,7 @@ from kv_transfer.landing import Landing
 from kv_transfer.piece import Piece, read_meta, write_meta
 from kv_transfer.pool import PagePool
 from kv_transfer.receiving import Landings, Receiver
-from kv_transfer.sending import ChunkJob, Sender, SendQueue
+from kv_transfer.sending import ChunkJob, FinJob, Sender, SendQueue
 from kv_transfer.staging import HostStaging
 from kv_transfer.transports.base import Ring, Slot
 from tests.kv_transfer.kv_pair import LAYOUT
@@ -207,6 +207,10 @@ def test_commit_is_said_of_what_is_whole_and_right_as_soon_as_token_0_is_here() 
     broken.landings.finished(fin)
     broken.play(messages)
     assert broken.committed == [] and len(broken.bad) == 1
+    short = Stage()
+    short.landings.finished(fin)
+    short.play(_messages(_header()))
+    assert short.committed == [] and len(short.landed) == 1, "as many chunks as are claimed, and four pages are missing"
 
 
 @pytest.mark.parametrize("changes", [*WRONG[:6], {"nbytes": LAYOUT.block_nbytes}])
@@ -358,6 +362,17 @@ def test_a_chunk_that_its_sender_gave_up_is_not_bad() -> None:
     tape, staging = Tape(queue), HostStaging(PagePool(stage.pool.copy(), LAYOUT), RING.slot_nbytes, True)
     Sender(queue, staging, tape, lambda fin: None, lambda *sent: None, drained.append).run()
     assert [piece.header.request_id for piece, _ in tape.messages][:2] == ["r", "next"]
+    assert [piece.is_after_cut for piece, _ in tape.messages] == [False, True, *[False] * (len(tape.messages) - 2)]
     assert drained == [(OFFER.request_id, OFFER.epoch)]
     stage.play(tape.messages)
     assert stage.bad == [] and [header.request_id for header in stage.landed] == ["next"]
+
+
+def test_what_is_sent_goes_with_its_attempt_and_nothing_comes_behind() -> None:
+    queue, key = SendQueue(), (OFFER.request_id, OFFER.epoch)
+    fin = FinJob(Fin(*key, 1, Token(0, 7), 4))
+    queue.begin(key)
+    queue.put(fin)
+    assert queue.end(key), "nothing is read for it"
+    queue.put(fin)
+    assert queue.is_empty

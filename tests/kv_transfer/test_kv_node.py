@@ -51,6 +51,7 @@ def test_a_request_from_offer_to_commit(pair: tuple[Peer, Peer], transport: str)
     assert decode.message(Fin, "r") == fin("r", 2)
     decode.node.commit(prefill.name, Commit(RequestId("r"), Epoch(1), 2, sum(header.nbytes for header in landed)))
     assert prefill.message(Commit, "r").num_chunks == 2
+    assert not prefill.node.knows(decode.name, RequestId("r"), Epoch(1)), "what is over is not kept for ever"
     assert pages_equal(prefill, [3, 4, 5, 9, 10, 11, 0, 63], decode, [5, 9, 1, 2, 60, 61, 7, 8])
     (sent,), (received,) = prefill.node.stats(), decode.node.stats()
     assert (sent.transport, sent.state, sent.outgoing, received.outgoing) == (transport, "up", True, False)
@@ -297,6 +298,7 @@ def test_wait_and_refuse_reach_prefill(pair: tuple[Peer, Peer]) -> None:
     assert prefill.message(Wait, "r").reason == "no pages"
     decode.node.refuse(prefill.name, Refuse(*key, "overloaded", "no"))
     assert prefill.message(Refuse, "r").code == "overloaded"
+    assert not prefill.node.knows(decode.name, *key)
 
 
 def test_prefill_aborts(pair: tuple[Peer, Peer]) -> None:

@@ -100,6 +100,9 @@ def test_an_abort_of_decode_ends_it_for_prefill(pair: tuple[Peer, Peer]) -> None
     for peer in pair:
         peer.wait(Drained)
     decode.message(AbortAck, "r")
+    link = prefill.node._find_outgoing(decode.name)
+    assert link is not None and link._announcer is not None
+    assert not link._announcer.read((RequestId("r"), Epoch(1))), "what was told of is not kept for ever"
 
 
 def test_a_pull_over_a_link_of_messages_ends_it(make_peer: Make) -> None:
