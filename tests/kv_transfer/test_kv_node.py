@@ -18,6 +18,7 @@ from contracts.handoff import Abort, AbortAck, Commit, Fin, Grant, Offer, Refuse
 from contracts.ids import BlockId, Epoch, Incarnation, RequestId, WorkerId
 from contracts.request import WorkerRef
 from kv_transfer.events import ChunkBad, ChunkLanded, Drained, Message, PeerLost, TransferEvent
+from kv_transfer.incoming import IncomingLink
 from kv_transfer.link import Link
 from kv_transfer.node import TransferNode
 from kv_transfer.outgoing import OutgoingLink
@@ -248,6 +249,66 @@ def test_a_link_that_fails_while_it_dials_waits_for_no_greeting(make_peer: Make,
         link.fail("a test says so")
         may_dial.set()
         assert prefill.wait(PeerLost).error == "a test says so"
+
+
+def test_whoever_hears_of_an_offer_can_grant_it(make_peer: Make) -> None:
+    """A grant of what the link does not know yet would be passed over, and both sides would wait."""
+    prefill, decode = make_peer("prefill"), make_peer("decode")
+    key, emit, known = (RequestId("r"), Epoch(1)), decode.node._emit, []
+
+    def heard(event: TransferEvent) -> None:
+        known.append(decode.node.knows(prefill.name, *key))
+        emit(event)
+
+    decode.node._parts = replace(decode.node._parts, emit=heard)
+    prefill.node.offer(decode.ref, Offer(*key, 8, prefill.layout.layout_id))
+    decode.message(Offer, "r")
+    assert known == [True]
+
+
+def test_whoever_waits_for_the_end_of_a_link_finds_its_loss_told(make_peer: Make) -> None:
+    """Else the loss ends the link that is made next."""
+    prefill, decode = make_peer("prefill"), make_peer("decode")
+    offer_and_grant(prefill, decode, "r", 8, [1, 2])
+    link, on_lost, are_gone = prefill.node._links[decode.name, True], prefill.node._on_lost, []
+
+    def lost(link: Link, event: PeerLost) -> None:
+        on_lost(link, event)
+        are_gone.append(link.gone.is_set())
+
+    link.parts = replace(link.parts, on_lost=lost)
+    link.fail("a test says so")
+    assert link.gone.wait(30) and are_gone == [False]
+
+
+@pytest.mark.parametrize("speaker", ["prefill", "decode"])
+def test_what_is_the_other_sides_to_say_ends_the_link(make_peer: Make, speaker: str) -> None:
+    prefill, decode = make_peer("prefill"), make_peer("decode")
+    offer_and_grant(prefill, decode, "r", 8, [1, 2])
+    key = RequestId("r"), Epoch(1)
+    if speaker == "prefill":
+        prefill.node._links[decode.name, True].send(Commit(*key, 0, 0))
+        hearer, word = decode, "prefill sent Commit"
+    else:
+        decode.node._links[prefill.name, False].send(fin("r", 0))
+        hearer, word = prefill, "decode sent Fin"
+    assert word in hearer.wait(PeerLost).error
+    assert not any(isinstance(event, Message) and isinstance(event.message, Commit | Fin) for event in hearer.seen)
+
+
+def test_a_link_that_fails_before_its_thread_has_the_socket_does_not_go_up(make_peer: Make, monkeypatch) -> None:
+    """It has its place in the node by then: the loss of the other direction, or the node's end, finds it there."""
+    prefill, decode = make_peer("prefill"), make_peer("decode")
+    run = IncomingLink.run
+
+    def late(link: IncomingLink, *of: Any) -> None:
+        link.fail("a test says so")
+        run(link, *of)
+
+    monkeypatch.setattr(IncomingLink, "run", late)
+    prefill.node.offer(decode.ref, Offer(RequestId("r"), Epoch(1), 8, prefill.layout.layout_id))
+    assert decode.wait(PeerLost).error == "a test says so"
+    prefill.wait(PeerLost)
 
 
 def test_pages_that_a_stuck_thread_may_write_are_in_use_until_the_loss_is_told(make_peer: Make, monkeypatch) -> None:

@@ -76,6 +76,8 @@ def test_what_was_never_told_is_drained_at_once(pair: tuple[Peer, Peer]) -> None
     prefill, decode = pair
     prefill.node.abort(decode.name, Abort(RequestId("r"), Epoch(1), "cancelled", "a test says so"))
     assert any(isinstance(event, Drained) for event in prefill.poll())
+    prefill.message(AbortAck, "r")
+    assert not any(isinstance(event, Drained) for event in prefill.seen), "it is said once"
 
 
 def test_a_commit_that_crosses_an_abort_leaves_one_drained(pair: tuple[Peer, Peer]) -> None:
