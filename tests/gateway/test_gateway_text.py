@@ -104,11 +104,12 @@ def test_any_tokens_are_text(sentencepiece, ids, before):
 
 @st.composite
 def deliveries(draw):
-    """All events of an answer, shuffled, doubled, and mixed with those of a dead attempt."""
+    """All events of an answer, shuffled, doubled, and mixed with those of a dead attempt and of one to come."""
     total = draw(st.integers(1, 12))
     events = [Tokens(R, Epoch(2), [Token(i, i)]) for i in range(total)]
     events += [Prefilled(R, Epoch(2), 0, {}), Finished(R, Epoch(2), total, FinishReason.LENGTH, {})]
-    stale = [Tokens(R, Epoch(1), [Token(i, 99)]) for i in range(3)] + [Failed(R, Epoch(1), "x", "old")]
+    stale = [Tokens(R, Epoch(epoch), [Token(i, 99)]) for epoch in (1, 3) for i in range(3)]
+    stale += [Failed(R, Epoch(1), "x", "old")]
     extra = draw(st.lists(st.sampled_from(events + stale), max_size=10))
     return total, draw(st.permutations(events + extra))
 
@@ -146,6 +147,35 @@ def test_a_token_that_is_missing_in_between_is_a_failure():
     (failed,) = sequencer.feed(Tokens(R, Epoch(1), [Token(2 + MAX_GAP, 0)]))
     assert isinstance(failed, Failed) and "token 1 is missing" in failed.message
     assert sequencer.feed(Tokens(R, Epoch(1), [Token(1, 0)])) == []
+
+
+def finished(num_tokens: int, epoch: int = 1) -> Finished:
+    return Finished(R, Epoch(epoch), num_tokens, FinishReason.LENGTH, {})
+
+
+def test_nothing_is_shown_behind_the_end_that_was_told_before_it():
+    sequencer = Sequencer()
+    assert sequencer.feed(finished(2)) == []
+    tokens = [Token(i, i) for i in range(3)]
+    assert sequencer.feed(Tokens(R, Epoch(1), tokens)) == [*tokens[:2], finished(2)]
+
+
+def test_an_end_before_what_was_shown_is_a_failure():
+    sequencer = Sequencer()
+    sequencer.feed(Tokens(R, Epoch(1), [Token(i, i) for i in range(3)]))
+    (failed,) = sequencer.feed(finished(2))
+    assert isinstance(failed, Failed) and "have 2 tokens, 3 came" in failed.message
+    assert sequencer.ended
+
+
+def test_the_end_of_a_former_attempt_is_not_that_of_the_next():
+    sequencer = Sequencer()
+    sequencer.feed(Tokens(R, Epoch(1), [Token(0, 0), Token(2, 2)]))
+    sequencer.feed(finished(3))
+    sequencer.restart(Epoch(2))
+    tokens = [Token(i, i) for i in range(1, 5)]
+    assert sequencer.feed(Tokens(R, Epoch(2), tokens)) == tokens
+    assert sequencer.feed(finished(5, epoch=2)) == [finished(5, epoch=2)]
 
 
 def scored(first: int, count: int, epoch: int = 1) -> PromptScored:
