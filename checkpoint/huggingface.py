@@ -10,6 +10,7 @@ from typing import Any
 
 from tokenizers import AddedToken, Tokenizer
 
+from checkpoint.amounts import is_whole, require_amount, require_count
 from checkpoint.checkpoint import Advice, Checkpoint, WeightFormat
 from checkpoint.config import Experts, ModelConfig, RopeScaling, YarnScaling
 from checkpoint.families import family_of
@@ -20,9 +21,10 @@ from checkpoint.safetensors_index import tensor_files
 from contracts.errors import ConfigError
 
 _COUNTS = (
-    *("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads", "head_dim"),
-    *("norm_eps", "rope_theta", "max_model_len"),
+    *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
+    "max_position_embeddings",
 )
+_OPTIONAL_COUNTS = ("num_key_value_heads", "head_dim")
 _SPECIAL = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
 _FLAGS = ("content", "lstrip", "rstrip", "single_word", "normalized", "special")
 _ADVISED = {
@@ -33,6 +35,7 @@ _ADVISED = {
     "repetition_penalty": (0, 100),
 }
 _ABOVE = {"top_p", "repetition_penalty"}
+_LLAMA3_BANDS = ("low_freq_factor", "high_freq_factor")
 _SWIGLU = {"swiglu_alpha": 1.702, "swiglu_limit": 7.0}
 
 
@@ -44,9 +47,11 @@ def open_folder(path: Path, name: str | None = None) -> Checkpoint:
     tokenizer = _load_tokenizer(path / "tokenizer.json", tokenizer_config)
     bos, eos = (_token(tokenizer_config.get(key)) for key in ("bos_token", "eos_token"))
     generation = _read_json(path / "generation_config.json", required=False)
-    eos_ids = _eos_token_ids(generation.get("eos_token_id", config.get("eos_token_id")), tokenizer, eos)
     templates = _chat_templates(path, tokenizer_config)
     model = model_config(config, str(path))
+    file, stating = ("generation_config.json", generation) if "eos_token_id" in generation else ("config.json", config)
+    stated = _eos_token_ids(stating.get("eos_token_id"), model.vocab_size, path / file)
+    eos_ids = _with_named(stated, tokenizer, eos, model.vocab_size)
     if has_head:  # it may have been trained by itself, whatever config.json says
         model = replace(model, tied_embeddings=False)
     return Checkpoint(
@@ -79,10 +84,10 @@ def _quantization(model: ModelConfig, config: dict[str, Any], path: Path) -> Qua
 
 def model_config(config: dict[str, Any], source: str) -> ModelConfig:
     """The fields of a config.json that matter here; refuses what would give wrong text if it were ignored."""
-    architecture = (config.get("architectures") or [config.get("model_type", "unknown")])[0]
-    family = family_of(architecture, source)
+    family = family_of(_architecture(config, source), source)
     _refuse_unsupported(config, source, family)
     try:
+        _require_counts(config, source)
         model = _model_config(family, config, source)
         _require_numbers(model, source)
         return replace(model, **llama4_fields(config, source)) if family.as_llama4 else model
@@ -90,6 +95,21 @@ def model_config(config: dict[str, Any], source: str) -> ModelConfig:
         raise ConfigError(f"{source}/config.json lacks {error}") from error
     except (TypeError, ValueError, AttributeError, ArithmeticError) as error:
         raise ConfigError(f"{source}/config.json has a value of the wrong kind: {error}") from error
+
+
+def _architecture(config: dict[str, Any], source: str) -> str:
+    listed = config.get("architectures") or [config.get("model_type", "unknown")]
+    if not isinstance(listed, list):
+        raise ConfigError(f"{source}/config.json: architectures is {listed!r}; a list of names is expected")
+    return str(listed[0])
+
+
+def _require_counts(config: dict[str, Any], source: str) -> None:
+    """Before anything is computed of them. Raises KeyError for one that is missing."""
+    stated = {name: config[name] for name in _COUNTS}
+    stated |= {name: config[name] for name in _OPTIONAL_COUNTS if config.get(name)}
+    for name, value in stated.items():
+        require_count(value, name, f"{source}/config.json")
 
 
 def _model_config(family: Family, config: dict[str, Any], source: str) -> ModelConfig:
@@ -125,10 +145,17 @@ def _model_config(family: Family, config: dict[str, Any], source: str) -> ModelC
 
 
 def _require_numbers(model: ModelConfig, source: str) -> None:
-    for name in _COUNTS:
-        value = getattr(model, name)
-        if not isinstance(value, int | float) or value <= 0:
-            raise ConfigError(f"{source}/config.json: {name} is {value!r}; a number above 0 is expected")
+    """What was computed of others too."""
+    file = f"{source}/config.json"
+    require_amount(model.norm_eps, "rms_norm_eps", file)
+    require_amount(model.rope_theta, "rope_theta", file, above=1)
+    for name in ("head_dim", "max_model_len"):
+        require_count(getattr(model, name), name, file)
+    if model.num_heads % model.num_kv_heads:
+        raise ConfigError(
+            f"{file}: num_attention_heads is {model.num_heads}; a multiple of num_key_value_heads, "
+            f"{model.num_kv_heads}, is expected"
+        )
 
 
 def _max_model_len(scaling: RopeScaling | YarnScaling | None, stated: int, chunks: dict[str, Any] | None) -> int:
@@ -190,7 +217,7 @@ def _refuse_other_gpt_oss(config: dict[str, Any], source: str) -> None:
 
 def _rope(config: dict[str, Any], source: str) -> dict[str, Any]:
     """Its table, by the name of transformers 4 or 5; theta may be in it or beside it, and the original context too."""
-    scaling, parameters = (config.get(name) or {} for name in ("rope_scaling", "rope_parameters"))
+    scaling, parameters = (_table(config, name, source) for name in ("rope_scaling", "rope_parameters"))
     rope = scaling or parameters
     if "rope_theta" in parameters and not (rope.get("rope_theta") or config.get("rope_theta")):
         raise ConfigError(
@@ -208,6 +235,13 @@ def _rope(config: dict[str, Any], source: str) -> dict[str, Any]:
     return rope
 
 
+def _table(config: dict[str, Any], name: str, source: str) -> dict[str, Any]:
+    table = config.get(name) or {}
+    if not isinstance(table, dict):
+        raise ConfigError(f"{source}/config.json: {name} is {table!r}; a table is expected")
+    return table
+
+
 def _rope_scaling(scaling: dict[str, Any], stated: int, source: str) -> RopeScaling | YarnScaling | None:
     kind = scaling.get("rope_type", scaling.get("type", "default"))
     if kind == "default":
@@ -216,20 +250,23 @@ def _rope_scaling(scaling: dict[str, Any], stated: int, source: str) -> RopeScal
         return _yarn(scaling, stated, source)
     if kind != "llama3":
         raise ConfigError(f"{source}: rope scaling '{kind}' is not supported; supported are default, llama3 and yarn")
-    return RopeScaling(
-        scaling["factor"],
-        scaling["low_freq_factor"],
-        scaling["high_freq_factor"],
-        scaling["original_max_position_embeddings"],
-    )
+    found = {name: scaling[name] for name in ("factor", *_LLAMA3_BANDS, "original_max_position_embeddings")}
+    _require_amounts(found, source)
+    low, high = (found[name] for name in _LLAMA3_BANDS)
+    if low >= high:
+        raise ConfigError(
+            f"{source}/config.json: low_freq_factor is {low}; less than high_freq_factor, {high}, is expected"
+        )
+    return RopeScaling(*found.values())
 
 
 def _yarn(scaling: dict[str, Any], stated: int, source: str) -> YarnScaling:
     """Constants as in transformers, whose defaults are the paper's."""
     if scaling.get("mscale") or scaling.get("mscale_all_dim"):
         raise ConfigError(f"{source}: yarn with mscale is not supported")
+    _require_amounts({"factor": scaling["factor"]}, source)
     factor = float(scaling["factor"])
-    return YarnScaling(
+    found = YarnScaling(
         factor,
         scaling.get("original_max_position_embeddings") or stated,
         scaling.get("beta_fast") or 32.0,
@@ -237,6 +274,15 @@ def _yarn(scaling: dict[str, Any], stated: int, source: str) -> YarnScaling:
         scaling.get("attention_factor") or 0.1 * math.log(max(factor, 1.0)) + 1.0,
         scaling.get("truncate", True),
     )
+    _require_amounts({"original_max_position_embeddings": found.original_max_position}, source)
+    _require_amounts({name: getattr(found, name) for name in ("beta_fast", "beta_slow", "attention_factor")}, source)
+    return found
+
+
+def _require_amounts(stated: dict[str, Any], source: str) -> None:
+    """Of the table of rope."""
+    for name, value in stated.items():
+        require_amount(value, f"{name} of its rope scaling", f"{source}/config.json")
 
 
 def _read_json(path: Path, required: bool = True) -> dict[str, Any]:
@@ -246,7 +292,7 @@ def _read_json(path: Path, required: bool = True) -> dict[str, Any]:
         table = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise ConfigError(f"{path.parent} is not a model folder: {path.name} is missing") from error
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"cannot read {path}: {error}") from error
     if not isinstance(table, dict):
         raise ConfigError(f"cannot read {path}: it holds no table")
@@ -295,7 +341,7 @@ def _tokenizer_config(path: Path) -> dict[str, Any]:
 
 
 def _token(value: Any) -> str | None:
-    return value.get("content") if isinstance(value, dict) else value
+    return (value.get("content") if isinstance(value, dict) else value) or None
 
 
 def _advice(generation: dict[str, Any], source: str) -> Advice:
@@ -311,10 +357,19 @@ def _advice(generation: dict[str, Any], source: str) -> Advice:
     return Advice(**shares, top_k=max(0, int(stated.get("top_k", 0))))
 
 
-def _eos_token_ids(ids: Any, tokenizer: Tokenizer, eos: str | None) -> tuple[int, ...]:
-    listed = ids if isinstance(ids, list) else [ids]
+def _eos_token_ids(ids: Any, vocab_size: int, file: Path) -> list[int]:
+    listed = [index for index in (ids if isinstance(ids, list) else [ids]) if index is not None]
+    for index in listed:
+        if not is_whole(index) or not 0 <= index < vocab_size:
+            raise ConfigError(f"{file}: eos_token_id is {ids!r}; token ids from 0 to {vocab_size - 1} are expected")
+    return listed
+
+
+def _with_named(stated: list[int], tokenizer: Tokenizer, eos: str | None, vocab_size: int) -> tuple[int, ...]:
+    """With the one that the tokenizer names, which may know more tokens than its model."""
     named = tokenizer.token_to_id(eos) if eos else None
-    return tuple(dict.fromkeys(index for index in [*listed, named] if index is not None))
+    known = [] if named is None or named >= vocab_size else [named]
+    return tuple(dict.fromkeys([*stated, *known]))
 
 
 def _adds_bos(tokenizer: Tokenizer, bos: str | None) -> bool:
@@ -325,9 +380,22 @@ def _chat_templates(path: Path, tokenizer_config: dict[str, Any]) -> dict[str, s
     """By name. Those that are files take the place of all that tokenizer_config.json has, as in transformers."""
     named = {file.stem: file for file in sorted((path / "additional_chat_templates").glob("*.jinja"))}
     files = {"default": path / "chat_template.jinja"} | named
-    if found := {name: file.read_text(encoding="utf-8") for name, file in files.items() if file.exists()}:
+    if found := {name: _read_text(file) for name, file in files.items() if file.exists()}:
         return found
-    template = tokenizer_config.get("chat_template")
-    if isinstance(template, list):
-        return {entry["name"]: entry["template"] for entry in template}
-    return {"default": template} if template else {}
+    return _stated_templates(tokenizer_config.get("chat_template"), path / "tokenizer_config.json")
+
+
+def _stated_templates(stated: Any, file: Path) -> dict[str, str]:
+    named = stated if isinstance(stated, list) else [{"name": "default", "template": stated}] if stated else []
+    for entry in named:
+        if not isinstance(entry, dict) or not all(isinstance(entry.get(key), str) for key in ("name", "template")):
+            expected = "a text, or a list of tables with 'name' and 'template', is expected"
+            raise ConfigError(f"{file}: chat_template is of the wrong kind; {expected}")
+    return {entry["name"]: entry["template"] for entry in named}
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"cannot read {path}: {error}") from error

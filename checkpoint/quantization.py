@@ -12,11 +12,13 @@ from enum import StrEnum
 from fnmatch import fnmatchcase
 from typing import Any, NoReturn
 
+from checkpoint.amounts import is_whole
 from contracts.errors import ConfigError
 
 BLOCK = 128
 _EXPORTED = "hf_quant_config.json"
 _SHOWN = 4  # of what is left plain; some list each module of a vision tower
+_PATTERN = "re:"  # how a pattern begins
 _ADVICE = "use another quantization of this model, its original weights or a GGUF file"
 
 
@@ -81,8 +83,8 @@ def read_quantization(config: dict[str, Any], exported: dict[str, Any], source: 
 
 def _names(entry: str, module: str) -> bool:
     """Entries are whole names, "re:" patterns (compressed-tensors), globs (ModelOpt), or parts of names."""
-    if entry.startswith("re:"):
-        return re.match(entry[3:], module) is not None
+    if entry.startswith(_PATTERN):
+        return re.match(entry.removeprefix(_PATTERN), module) is not None
     if "*" in entry:
         return fnmatchcase(module, entry)
     return f".{entry}." in f".{module}."
@@ -121,14 +123,25 @@ class _Fields:
         name, value = next(((name, value) for name in fields if (value := self._table.get(name))), ("", []))
         if not isinstance(value, list):
             self.refuse(name, value, "a list is expected")
+        for entry in value:
+            self._require_name(name, entry)
         return tuple(value)
+
+    def _require_name(self, name: str, entry: Any) -> None:
+        if not isinstance(entry, str):
+            self.refuse(name, entry, "names of modules are expected")
+        try:
+            re.compile(entry.removeprefix(_PATTERN) if entry.startswith(_PATTERN) else "")
+        except (re.error, RecursionError, OverflowError) as error:
+            self.refuse(name, entry, f"it is no pattern ({error})")
 
     def __bool__(self) -> bool:
         return bool(self._table)
 
     def tables(self, name: str) -> list["_Fields"]:
         """Of a table of tables."""
-        return [self.table(name).table(key) for key in self.get(name, {})]
+        tables = self.table(name)
+        return [tables.table(key) for key in tables._table]
 
     def same(self, other: "_Fields", *names: str) -> bool:
         return all(self._table.get(name) == other._table.get(name) for name in names)
@@ -223,7 +236,7 @@ def _awq(fields: _Fields) -> Quantization:
 
 def _group_size(fields: _Fields) -> int:
     size = fields.get("group_size", fields.get("q_group_size", BLOCK))
-    if not isinstance(size, int) or (size < 1 and size != -1):
+    if not is_whole(size) or (size < 1 and size != -1):
         fields.refuse("group_size", size, "a number of columns is expected, or -1 for a whole row")
     return size
 

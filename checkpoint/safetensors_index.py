@@ -24,7 +24,7 @@ def tensor_files(folder: Path) -> dict[str, Path]:
 def _listed(index: Path) -> list[str]:
     try:
         return sorted({str(name) for name in json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()})
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ConfigError(f"cannot read {index}: {error!r}") from error
 
 
@@ -39,7 +39,7 @@ def _tensor_names(file: Path) -> list[str]:
         ends = {name: int(entry["data_offsets"][1]) for name, entry in header.items() if name != "__metadata__"}
     except FileNotFoundError as error:
         raise ConfigError(f"{file} is missing: the download is incomplete") from error
-    except (OSError, ValueError, TypeError, AttributeError, LookupError) as error:
+    except (OSError, ValueError, TypeError, AttributeError, LookupError, RecursionError) as error:
         raise ConfigError(f"{file} is not a sound safetensors file ({error!r}); download it again") from error
     end = 8 + nbytes + max(ends.values(), default=0)
     if file.stat().st_size < end:

@@ -250,7 +250,7 @@ def _compiled(source: str | None) -> _ChatTemplate | None:
         asked = find_undeclared_variables(environment.parse(source))
         joint = "" if _TAKES_PARTS.search(source) else "\n"
         return _ChatTemplate(environment.from_string(source), asked, knows_tools(source), joint)
-    except TemplateError as error:
+    except _TEMPLATE_ERRORS as error:
         raise ConfigError(f"the model's chat template does not compile: {error}") from error
 
 

@@ -257,6 +257,41 @@ def test_a_damaged_json_is_named(folder, name):
     refused(folder, f"cannot read .*{name}")
 
 
+@pytest.mark.parametrize(
+    "name", ["config.json", "tokenizer_config.json", "generation_config.json", "model.safetensors.index.json"]
+)
+def test_a_json_that_is_too_deep_is_named(folder, name):
+    (folder / name).write_text("[" * 100_000)
+    refused(folder, f"cannot read .*{name}")
+
+
+@pytest.mark.parametrize("ids", ["</s>", 1.0, True, -1, 3, [2, 3], [[2]], {"a": 2}])
+def test_an_end_that_is_no_token_is_told(folder, ids):
+    """It ended a start in the tokenizer's words, or was an end that no answer comes to."""
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": ids}))
+    refused(folder, r"generation_config.json: eos_token_id is .*; token ids from 0 to 2 are expected")
+
+
+def test_an_end_that_only_the_tokenizer_knows_is_none(folder):
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<new>"}))
+    checkpoint = open_checkpoint(str(folder))
+    assert checkpoint.tokenizer().token_to_id("<new>") == 3 and checkpoint.eos_token_ids == (2,)
+
+
+@pytest.mark.parametrize("stated", [1, {"a": 1}, [1], [{"name": "default"}], [{"name": "default", "template": 3}]])
+def test_a_chat_template_of_another_kind_is_told(folder, stated):
+    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": stated}))
+    refused(folder, "tokenizer_config.json: chat_template is of the wrong kind; a text, or a list of tables")
+
+
+def test_a_chat_template_that_is_no_text_is_named(folder):
+    (folder / "chat_template.jinja").write_bytes(b"\xe9")
+    refused(folder, "cannot read .*chat_template.jinja")
+    (folder / "chat_template.jinja").unlink()
+    (folder / "chat_template.jinja").mkdir()
+    refused(folder, "cannot read .*chat_template.jinja")
+
+
 def test_a_bad_safetensors_header_says_download_again(folder):
     (folder / "model.safetensors").write_bytes(b"\xff" * 64)
     refused(folder, "not a sound safetensors file .* download it again")
@@ -267,6 +302,12 @@ def test_a_bad_safetensors_header_says_download_again(folder):
 )
 def test_a_safetensors_header_of_another_kind_says_download_again(folder, header):
     data = json.dumps(header).encode()
+    (folder / "model.safetensors").write_bytes(len(data).to_bytes(8, "little") + data)
+    refused(folder, "model.safetensors is not a sound safetensors file .* download it again")
+
+
+def test_a_safetensors_header_that_is_too_deep_says_download_again(folder):
+    data = b"[" * 100_000
     (folder / "model.safetensors").write_bytes(len(data).to_bytes(8, "little") + data)
     refused(folder, "model.safetensors is not a sound safetensors file .* download it again")
 
@@ -314,7 +355,7 @@ def test_a_shard_that_is_not_there_is_named(folder):
         ({"rope_scaling": {"rope_type": "longrope"}}, "rope scaling 'longrope' is not supported"),
         ({"rope_scaling": {"rope_type": "yarn"}}, "lacks 'factor'"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 4, "mscale": 1.0}}, "yarn with mscale is not supported"),
-        ({"num_hidden_layers": 3, "hidden_size": None}, "a value of the wrong kind"),
+        ({"num_hidden_layers": 3, "hidden_size": None}, "hidden_size is None; a whole number from 1 to 2147483647"),
         (
             {"architectures": ["MistralForCausalLM"], "max_position_embeddings": 8192},
             r"sliding-window attention \(4096 of 8192 tokens\) is not supported",
@@ -333,13 +374,30 @@ def test_a_shard_that_is_not_there_is_named(folder):
             {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}, "rope_parameters": {"rope_theta": 1e6}},
             "rope_scaling hides rope_parameters and the rope_theta in them: write both into one table",
         ),
-        ({"num_hidden_layers": 0}, "num_layers is 0; a number above 0 is expected"),
-        ({"max_position_embeddings": None}, "max_model_len is None; a number above 0 is expected"),
-        ({"vocab_size": "3"}, "vocab_size is '3'; a number above 0 is expected"),
-        ({"rms_norm_eps": "1e-5"}, "norm_eps is '1e-5'; a number above 0 is expected"),
-        ({"rope_scaling": "linear"}, "a value of the wrong kind"),
+        ({"num_hidden_layers": 0}, "here/config.json: num_hidden_layers is 0; a whole number from 1"),
+        ({"num_hidden_layers": 1.5}, "num_hidden_layers is 1.5; a whole number from 1"),
+        ({"num_hidden_layers": True}, "num_hidden_layers is True; a whole number from 1"),
+        ({"hidden_size": 10**12}, "hidden_size is 1000000000000; a whole number from 1 to 2147483647"),
+        ({"num_key_value_heads": "2"}, "num_key_value_heads is '2'; a whole number from 1"),
+        ({"num_attention_heads": 6, "num_key_value_heads": 4}, "num_attention_heads is 6; a multiple of .*, 4, is"),
+        ({"num_attention_heads": 9}, "head_dim is 0; a whole number from 1"),
+        ({"max_position_embeddings": None}, "max_position_embeddings is None; a whole number from 1"),
+        ({"max_position_embeddings": math.nan}, "max_position_embeddings is nan; a whole number from 1"),
+        ({"vocab_size": "3"}, "vocab_size is '3'; a whole number from 1"),
+        ({"vocab_size": [0] * 99}, r"vocab_size is \[0, 0, .{,60}\.\.; a whole number from 1"),
+        ({"rms_norm_eps": "1e-5"}, r"rms_norm_eps is '1e-5'; a number above 0, and at most 1e\+18, is expected"),
+        ({"rms_norm_eps": math.nan}, "rms_norm_eps is nan; a number above 0"),
+        ({"rope_theta": 1}, "rope_theta is 1; a number above 1"),
+        ({"rope_theta": 2**70}, "rope_theta is 1180591620717411303424; a number above 1, and at most"),
+        ({"architectures": "LlamaForCausalLM"}, "architectures is 'LlamaForCausalLM'; a list of names is expected"),
+        ({"rope_scaling": "linear"}, "rope_scaling is 'linear'; a table is expected"),
         ({"sliding_window": "a"}, "a value of the wrong kind"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": "a"}}, "a value of the wrong kind"),
+        ({"rope_scaling": LLAMA3 | {"factor": "8"}}, "factor of its rope scaling is '8'; a number above 0"),
+        ({"rope_scaling": LLAMA3 | {"low_freq_factor": None}}, "low_freq_factor of its rope scaling is None; a number"),
+        ({"rope_scaling": LLAMA3 | {"low_freq_factor": 4.0}}, "low_freq_factor is 4.0; less than high_freq_factor"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": "a"}}, "factor of its rope scaling is 'a'; a number above 0"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": math.inf}}, "factor of its rope scaling is inf; a number"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4, "beta_fast": -1}}, "beta_fast of its rope scaling is -1;"),
         ({"hidden_act": "gelu"}, "only SiLU"),
         ({"attention_bias": True}, "without mlp_bias and attention_bias"),
     ],
@@ -359,6 +417,19 @@ def test_a_quantization_that_is_not_supported_is_refused(folder):
     (folder / "config.json").write_text(json.dumps(CONFIG))
     (folder / "hf_quant_config.json").write_text(json.dumps({"quantization": {"quant_algo": "W4A8_AWQ"}}))
     refused(folder, r"hf_quant_config.json.quantization.quant_algo is 'W4A8_AWQ'; supported: FP8, .*use another")
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"quant_method": "fp8", "ignored_layers": [1]}, "ignored_layers is 1; names of modules are expected"),
+        ({"quant_method": "fp8", "ignored_layers": ["re:("]}, r"ignored_layers is 're:\('; it is no pattern"),
+        ({"quant_method": "compressed-tensors", "config_groups": 5}, "config_groups is 5; a table is expected"),
+    ],
+)
+def test_a_table_of_quantization_of_another_kind_is_refused_by_its_field(folder, changes, words):
+    (folder / "config.json").write_text(json.dumps({**CONFIG, "quantization_config": changes}))
+    refused(folder, f"quantization_config.{words}")
 
 
 @pytest.mark.parametrize(

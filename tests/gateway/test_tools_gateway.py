@@ -188,9 +188,13 @@ async def test_a_template_for_tools_alone_is_taken_where_there_are_tools(checkpo
         ask = {"model": rig.front.model, "messages": SAY, "tools": TOOLS}
         choice = (await client.chat.completions.create(**ask)).choices[0]
         assert [made.function.arguments for made in choice.message.tool_calls or []] == [PARIS]
-    broken = replace(checkpoint, tool_template="{% if %}")
+
+
+@pytest.mark.parametrize("template", ["{% if %}", "{{ %s }}" % ("(" * 5000 + "1" + ")" * 5000), "{{ 9 ** 9999 }}"])
+def test_a_template_that_does_not_compile_is_told(checkpoint, template):
+    """jinja's own words for what is wrong are only some of those that it fails with."""
     with pytest.raises(ConfigError, match="chat template does not compile"):
-        Prompting(broken)
+        Prompting(replace(checkpoint, tool_template=template))
 
 
 SPELLED_OUT = """{% for tool in tools %}{{ tool.function.name + ": " + tool.function.description }}

@@ -1,0 +1,34 @@
+"""Numbers that a model's file states: what nothing can be computed with is refused by its name there."""
+
+import math
+from typing import Any
+
+from contracts.errors import ConfigError
+
+_MOST_COUNT, _MOST_AMOUNT = 2**31 - 1, 1e18
+_SHOWN = 60
+"""Characters of a value: some files have a list where one number belongs."""
+
+
+def require_count(value: Any, name: str, file: object) -> None:
+    """Raises ConfigError unless it is a whole number above 0."""
+    if not is_whole(value) or not 0 < value <= _MOST_COUNT:
+        raise ConfigError(f"{file}: {name} is {_shown(value)}; a whole number from 1 to {_MOST_COUNT} is expected")
+
+
+def require_amount(value: Any, name: str, file: object, above: float = 0) -> None:
+    """Raises ConfigError unless it is a number above that, and not beyond all reason."""
+    is_number = is_whole(value) or (isinstance(value, float) and math.isfinite(value))
+    if not is_number or not above < value <= _MOST_AMOUNT:
+        raise ConfigError(
+            f"{file}: {name} is {_shown(value)}; a number above {above}, and at most {_MOST_AMOUNT:g}, is expected"
+        )
+
+
+def is_whole(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}.."
