@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from checkpoint.amounts import is_whole, require_amount, require_count
 from checkpoint.checkpoint import Checkpoint, WeightFormat
 from checkpoint.config import ModelConfig, RopeScaling
 from checkpoint.families import family_of
@@ -16,6 +17,20 @@ from contracts.errors import ConfigError
 
 _SCALES = ("rope.scale_linear", "attention.scale", "embedding_scale", "residual_scale", "logit_scale")
 """Of an architecture's metadata: what multiplies positions, scores or activations."""
+_COUNTS = ("block_count", "embedding_length", "feed_forward_length", "context_length", "attention.head_count")
+_KINDS = {
+    "general.architecture": (str, "text"),
+    "split.count": (int, "a whole number"),
+    "tokenizer.chat_template": (str, "text"),
+    "tokenizer.chat_template.tool_use": (str, "text"),
+    "tokenizer.ggml.model": (str, "text"),
+    "tokenizer.ggml.pre": (str, "text"),
+    "tokenizer.ggml.tokens": (list, "a list"),
+    "tokenizer.ggml.merges": (list, "a list"),
+    "tokenizer.ggml.scores": (list, "a list"),
+    "tokenizer.ggml.token_type": (list, "a list"),
+}
+_LISTS = {"tokenizer.ggml.tokens": str, "tokenizer.ggml.merges": str, "tokenizer.ggml.scores": (float, int)}
 _LLAMA_ENDS, _QWEN_ENDS = ("<|eot_id|>", "<|eom_id|>"), ("<|im_end|>", "<|endoftext|>")
 _LAYER = r"attn_(q|k|v|output|norm|q_norm|k_norm)\.weight|attn_[qkv]\.bias|ffn_(gate|up|down|norm)\.weight"
 _TENSORS = re.compile(rf"(token_embd|output|output_norm|rope_freqs)\.weight|blk\.\d+\.({_LAYER})")
@@ -26,6 +41,7 @@ def open_gguf(path: Path) -> Checkpoint:
     """Raises ConfigError if the file is damaged, of an unknown architecture, or lacks what a model needs."""
     file = GgufFile.open(path)
     metadata = file.metadata
+    _require_kinds(metadata, path)
     if (count := metadata.get("split.count", 0)) > 1:
         raise ConfigError(f"{path} is one of {count} files of a model; join them: llama-gguf-split --merge FIRST WHOLE")
     try:
@@ -46,15 +62,26 @@ def open_gguf(path: Path) -> Checkpoint:
         eos_token=tokens[eos_ids[0]] if eos_ids else None,
         add_bos=adds_bos(metadata),
         chat_template=metadata.get("tokenizer.chat_template"),
-        build_tokenizer=partial(build_tokenizer, metadata),
+        build_tokenizer=partial(build_tokenizer, metadata, str(path)),
         tool_template=metadata.get("tokenizer.chat_template.tool_use"),
     )
 
 
+def _require_kinds(metadata: dict[str, Any], path: Path) -> None:
+    """Raises ConfigError that names the first field whose value is of another kind than GGUF has it."""
+    for name, (kind, words) in _KINDS.items():
+        if not isinstance(value := metadata.get(name, kind()), kind):
+            raise ConfigError(f"{path}: {name} is of the wrong kind, {type(value).__name__}; {words} is expected")
+    for name, kinds in _LISTS.items():
+        for index, entry in enumerate(metadata.get(name, ())):
+            if not isinstance(entry, kinds):
+                raise ConfigError(f"{path}: {name}[{index}] is of the wrong kind, {type(entry).__name__}")
+
+
 def _require_known(metadata: dict[str, Any], tokens: list[str], path: Path) -> None:
-    for name in ("bos_token_id", "eos_token_id", "eot_token_id", "eom_token_id"):
+    for name in ("bos_token_id", "eos_token_id", "eot_token_id", "eom_token_id", "unknown_token_id"):
         token_id = metadata.get(f"tokenizer.ggml.{name}", 0)
-        if token_id >= len(tokens):
+        if not is_whole(token_id) or not 0 <= token_id < len(tokens):
             raise ConfigError(f"{path}: tokenizer.ggml.{name} is {token_id}; its vocabulary has {len(tokens)} tokens")
 
 
@@ -68,15 +95,18 @@ def _name(path: Path) -> str:
 def _config(file: GgufFile) -> ModelConfig:
     metadata = file.metadata
     arch = metadata["general.architecture"]
+    family = family_of(arch, str(file.path))
+    if f"{arch}.expert_count" in metadata:
+        raise ConfigError(f"{file.path}: mixture-of-experts is not supported in GGUF files")
+    _require_numbers(metadata, arch, file.path)
     heads = metadata[f"{arch}.attention.head_count"]
     hidden = metadata[f"{arch}.embedding_length"]
     head_dim = metadata.get(f"{arch}.attention.key_length", hidden // heads)
-    if f"{arch}.expert_count" in metadata or not isinstance(heads, int):
-        raise ConfigError(f"{file.path}: mixture-of-experts and per-layer head counts are not supported in GGUF files")
+    require_count(head_dim, f"the size of a head, {arch}.embedding_length / {arch}.attention.head_count,", file.path)
     _refuse_unsupported(file, arch, head_dim)
     theta = metadata.get(f"{arch}.rope.freq_base", 10000.0)
     return ModelConfig(
-        family=family_of(arch, str(file.path)).gguf_architecture,
+        family=family.gguf_architecture,
         vocab_size=file.tensors["token_embd.weight"].shape[0],
         hidden_size=hidden,
         intermediate_size=metadata[f"{arch}.feed_forward_length"],
@@ -92,6 +122,19 @@ def _config(file: GgufFile) -> ModelConfig:
         qkv_bias="blk.0.attn_q.bias" in file.tensors,
         qk_norm="blk.0.attn_q_norm.weight" in file.tensors,
     )
+
+
+def _require_numbers(metadata: dict[str, Any], arch: str, path: Path) -> None:
+    """Some models have a count of heads for each layer, which is not supported."""
+    stated = {name: metadata[name] for name in (f"{arch}.{count}" for count in _COUNTS)}
+    optional = (f"{arch}.attention.{name}" for name in ("head_count_kv", "key_length"))
+    stated |= {name: metadata[name] for name in optional if name in metadata}
+    for name, value in stated.items():
+        require_count(value, name, path)
+    name = f"{arch}.attention.layer_norm_rms_epsilon"
+    require_amount(metadata[name], name, path)
+    name = f"{arch}.rope.freq_base"
+    require_amount(metadata.get(name, 10000.0), name, path, above=1)
 
 
 def _refuse_unsupported(file: GgufFile, arch: str, head_dim: int) -> None:

@@ -2,6 +2,7 @@
 little-endian).
 """
 
+import math
 import struct
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any, Self
 import numpy as np
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
+from checkpoint.amounts import is_whole
 from contracts.errors import ConfigError
 
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
@@ -46,7 +48,7 @@ class GgufFile:
             raise ConfigError(f"cannot read the GGUF file {path}: {error}") from error
         try:
             metadata, tensors = _read_header(data.data)
-        except (struct.error, UnicodeDecodeError, KeyError, ValueError, IndexError) as error:
+        except (struct.error, UnicodeDecodeError, KeyError, ValueError, IndexError, RecursionError) as error:
             raise _damaged(path, f"its header is damaged or cut short ({error})") from error
         for tensor in tensors:
             if tensor.offset + tensor.nbytes > len(data):
@@ -56,7 +58,7 @@ class GgufFile:
     def blocks(self, info: TensorInfo) -> np.ndarray:
         """The tensor's bytes as stored, `[rows, row_nbytes]` uint8, mapped and not copied."""
         data = np.memmap(self.path, dtype=np.uint8, mode="r", offset=info.offset, shape=(info.nbytes,))
-        return data.reshape(max(1, int(np.prod(info.shape[:-1]))), -1)
+        return data.reshape(math.prod(info.shape[:-1]), -1)
 
 
 def _damaged(path: Path, what: str) -> ConfigError:
@@ -72,6 +74,8 @@ def _read_header(data: memoryview) -> tuple[dict[str, Any], list[TensorInfo]]:
     metadata = {cursor.string(): cursor.value(cursor.scalar("I")) for _ in range(num_fields)}
     heads = [_read_tensor(cursor) for _ in range(num_tensors)]
     alignment = metadata.get("general.alignment", 32)
+    if not is_whole(alignment) or alignment < 1:
+        raise ValueError(f"general.alignment is {alignment!r}")
     start = -(-cursor.position // alignment) * alignment
     return metadata, [
         TensorInfo(name, shape, kind, start + offset, nbytes) for name, shape, kind, offset, nbytes in heads
@@ -83,7 +87,9 @@ def _read_tensor(cursor: "_Cursor") -> tuple[str, tuple[int, ...], GGMLQuantizat
     shape = tuple(cursor.scalar("Q") for _ in range(cursor.scalar("I")))[::-1]
     kind = GGMLQuantizationType(cursor.scalar("I"))
     block_size, block_nbytes = GGML_QUANT_SIZES[kind]
-    return name, shape, kind, cursor.scalar("Q"), int(np.prod(shape)) // block_size * block_nbytes
+    if math.prod(shape) == 0 or not shape or shape[-1] % block_size:
+        raise ValueError(f"the tensor '{name}' is {list(shape)}, in blocks of {block_size}")
+    return name, shape, kind, cursor.scalar("Q"), math.prod(shape) // block_size * block_nbytes
 
 
 class _Cursor:

@@ -15,16 +15,18 @@ _QWEN2_SPLIT = _LLAMA3_SPLIT.replace(r"\p{N}{1,3}", r"\p{N}")
 _CONTROL, _USER_DEFINED = 3, 4
 
 
-def build_tokenizer(metadata: dict[str, Any]) -> Tokenizer:
-    """Raises ConfigError for a vocabulary whose rules are not known here."""
+def build_tokenizer(metadata: dict[str, Any], source: str = "the GGUF file") -> Tokenizer:
+    """Raises ConfigError for a vocabulary whose rules are not known here, or that contradicts itself."""
     kind = metadata.get("tokenizer.ggml.model")
     build = {"gpt2": _byte_level, "llama": _sentencepiece}.get(str(kind))
     if build is None:
-        raise ConfigError(f"the GGUF tokenizer '{kind}' is not supported; supported are 'gpt2' and 'llama'")
+        raise ConfigError(f"{source}: the GGUF tokenizer '{kind}' is not supported; supported are 'gpt2' and 'llama'")
     try:
         tokenizer = build(metadata)
     except KeyError as error:
-        raise ConfigError(f"the GGUF file lacks {error}, a part of its tokenizer") from error
+        raise ConfigError(f"{source} lacks {error}, a part of its tokenizer") from error
+    except ValueError as error:
+        raise ConfigError(f"{source}: its tokenizer is damaged: {error}; download the file again") from error
     _add_special_tokens(tokenizer, metadata)
     return tokenizer
 
@@ -39,12 +41,19 @@ def _byte_level(metadata: dict[str, Any]) -> Tokenizer:
     merges = [tuple(merge.split(" ", 1)) for merge in metadata["tokenizer.ggml.merges"]]
     pre = metadata.get("tokenizer.ggml.pre", "default")
     vocab = {token: index for index, token in enumerate(tokens)}
+    # Before the library meets one, which may end in a panic of its own.
+    if (wrong := next((merge for merge in merges if not _is_known(merge, vocab)), None)) is not None:
+        raise ValueError(f"its merge '{' '.join(wrong)}' is not of two tokens that make a third")
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges, ignore_merges=pre == "llama-bpe"))
     tokenizer.pre_tokenizer = _pre_tokenizer(pre)
     tokenizer.decoder = decoders.ByteLevel()
     if pre == "qwen2":
         tokenizer.normalizer = normalizers.NFC()
     return tokenizer
+
+
+def _is_known(merge: tuple[str, ...], vocab: dict[str, int]) -> bool:
+    return len(merge) == 2 and "".join(merge) in vocab and merge[0] in vocab and merge[1] in vocab
 
 
 def _pre_tokenizer(pre: str) -> pre_tokenizers.PreTokenizer:
@@ -60,6 +69,8 @@ def _pre_tokenizer(pre: str) -> pre_tokenizers.PreTokenizer:
 
 def _sentencepiece(metadata: dict[str, Any]) -> Tokenizer:
     tokens, scores = metadata["tokenizer.ggml.tokens"], metadata["tokenizer.ggml.scores"]
+    if len(scores) != len(tokens):
+        raise ValueError(f"it has {len(tokens)} tokens and {len(scores)} scores")
     vocab = {token: index for index, token in enumerate(tokens)}
     unk = tokens[metadata.get("tokenizer.ggml.unknown_token_id", 0)]
     bpe = models.BPE(vocab=vocab, merges=_merges(vocab, scores), unk_token=unk, fuse_unk=True, byte_fallback=True)

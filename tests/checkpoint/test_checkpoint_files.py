@@ -3,6 +3,7 @@
 import json
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import httpx2  # what the hub's client asks with
@@ -17,6 +18,7 @@ from transformers import AutoConfig, AutoTokenizer
 from checkpoint import Advice, open_checkpoint
 from checkpoint.config import Experts, RopeScaling, Tuning, YarnScaling
 from checkpoint.fingerprint import weights_fingerprint
+from checkpoint.gguf_file import GgufFile
 from checkpoint.huggingface import model_config
 from checkpoint.quantization import Scheme
 from checkpoint.safetensors_index import tensor_files
@@ -663,6 +665,62 @@ def test_gguf_of_other_kinds_is_refused_by_name(tmp_path, kind, words):
 )
 def test_gguf_fields_that_would_give_wrong_text_are_refused(tmp_path, fields, words):
     refused(write_gguf(tmp_path / "other.gguf", fields=fields), words)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"llama.block_count": 1.5}, "llama.block_count is 1.5; a whole number from 1 to 2147483647 is expected"),
+        ({"llama.context_length": -1}, "llama.context_length is -1; a whole number from 1"),
+        ({"llama.embedding_length": "x"}, "llama.embedding_length is 'x'; a whole number from 1"),
+        ({"llama.embedding_length": 1}, "the size of a head, .* is 0; a whole number from 1"),
+        ({"llama.attention.head_count": [2] * 99}, r"llama.attention.head_count is \[2, .{,60}\.\.; a whole number"),
+        ({"llama.attention.head_count_kv": 0}, "llama.attention.head_count_kv is 0; a whole number from 1"),
+        ({"llama.attention.layer_norm_rms_epsilon": math.nan}, "layer_norm_rms_epsilon is nan; a number above 0"),
+        ({"llama.rope.freq_base": "x"}, "llama.rope.freq_base is 'x'; a number above 1"),
+        ({"llama.expert_count": 8}, "mixture-of-experts is not supported in GGUF files"),
+        ({"split.count": "x"}, "split.count is of the wrong kind, str; a whole number is expected"),
+        ({"tokenizer.chat_template": 1}, "tokenizer.chat_template is of the wrong kind, int; text is expected"),
+        ({"tokenizer.ggml.pre": ["smollm"]}, "tokenizer.ggml.pre is of the wrong kind, list; text is expected"),
+        ({"tokenizer.ggml.tokens": 3}, "tokenizer.ggml.tokens is of the wrong kind, int; a list is expected"),
+        ({"tokenizer.ggml.tokens": ["a", 3]}, r"tokenizer.ggml.tokens\[1\] is of the wrong kind, int"),
+        ({"tokenizer.ggml.token_type": 3}, "tokenizer.ggml.token_type is of the wrong kind, int; a list is expected"),
+        ({"tokenizer.ggml.eos_token_id": 1.5}, "tokenizer.ggml.eos_token_id is 1.5; its vocabulary has 6 tokens"),
+        ({"tokenizer.ggml.unknown_token_id": 6}, "tokenizer.ggml.unknown_token_id is 6; its vocabulary has 6 tokens"),
+        ({"tokenizer.ggml.merges": ["ab"]}, "its tokenizer is damaged: its merge 'ab' is not of two tokens that make"),
+        ({"tokenizer.ggml.merges": ["a x"]}, "other.gguf: its tokenizer is damaged: its merge 'a x' is not of"),
+        ({"tokenizer.ggml.merges": ["b a"]}, "its merge 'b a' is not of two tokens that make a third"),
+        (
+            {"tokenizer.ggml.model": "llama", "tokenizer.ggml.scores": [0.0]},
+            "other.gguf: its tokenizer is damaged: it has 6 tokens and 1 scores; download the file again",
+        ),
+    ],
+)
+def test_gguf_fields_of_another_kind_are_refused_by_name(tmp_path, monkeypatch, changes, words):
+    whole = GgufFile.open(write_gguf(tmp_path / "other.gguf"))
+    changed = replace(whole, metadata=whole.metadata | changes)
+    monkeypatch.setattr("checkpoint.gguf_checkpoint.GgufFile.open", lambda _: changed)
+    refused(whole.path, words)
+
+
+@pytest.mark.parametrize("shape", [(2**32, 2**31), (2**32, 2**32), (0, 8)])
+def test_a_gguf_tensor_of_an_impossible_shape_is_damage(tmp_path, shape):
+    """The product of some is 0 in 64 bits, or less."""
+    path = write_gguf(tmp_path / "other.gguf")
+    name = b"token_embd.weight" + (2).to_bytes(4, "little")
+    data, sizes = path.read_bytes(), b"".join(size.to_bytes(8, "little") for size in shape)
+    at = data.index(name) + len(name)
+    path.write_bytes(data[:at] + sizes + data[at + 16 :])
+    refused(path, "cannot be used: .*token_embd.weight")
+
+
+def test_a_gguf_file_whose_lists_are_too_deep_is_damage(tmp_path):
+    path = tmp_path / "deep.gguf"
+    key = len(b"z").to_bytes(8, "little") + b"z" + (9).to_bytes(4, "little")
+    lists = ((9).to_bytes(4, "little") + (1).to_bytes(8, "little")) * 5000
+    head = b"GGUF" + (3).to_bytes(4, "little") + (0).to_bytes(8, "little") + (1).to_bytes(8, "little")
+    path.write_bytes(head + key + lists)
+    refused(path, "deep.gguf cannot be used: its header is damaged")
 
 
 @pytest.mark.parametrize("name", ["blk.0.attn_output.bias", "blk.0.ffn_gate_inp.weight", "blk.0.attn_sinks.weight"])
