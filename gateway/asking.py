@@ -258,7 +258,7 @@ async def _choices(
         headers=() if thinking is None else thinking.headers,
         begun=before.begun,
     )
-    sampling = _sampling(request, prompting, counts, grammar, prompting.special_ids(ends).values())
+    sampling = await _sampling(request, prompting, counts, grammar, prompting.special_ids(ends).values())
     return [ask for number, prompt in enumerate(prompts) for ask in _asks(request, number, prompt, common, sampling)]
 
 
@@ -278,7 +278,7 @@ def _asks(
         )
 
 
-def _sampling(
+async def _sampling(
     request: Common, prompting: Prompting, counts: Counts, grammar: str, ends: Iterable[int]
 ) -> partial[SamplingParams]:
     """What all prompts of a request share, made once: a `logit_bias` may name the whole vocabulary. `ends`: tokens that
@@ -304,7 +304,7 @@ def _sampling(
         logprobs=counts.answer,
         prompt_logprobs=counts.prompt,
         grammar=grammar,
-        bad_words=prompting.spellings(request.bad_words or []),
+        bad_words=await prompting.spellings(request.bad_words or []),
         allowed_token_ids=tuple(request.allowed_token_ids or ()),
     )
 

@@ -73,12 +73,22 @@ def _with_key(path: str, fields: dict[str, Any], kind: type[msgspec.Struct]) -> 
     name, dots, rest = path.removeprefix(".").partition("[...]")
     types = [field.type for field in msgspec.structs.fields(kind) if field.encode_name == name]
     if dots and types:
-        for key, value in fields[name].items():
-            try:
-                msgspec.convert({key: value}, types[0])
-            except msgspec.ValidationError:
-                return f".{name}.{key[:64]}{rest}"
+        return f".{name}.{_wrong_key(fields[name], types[0])[:64]}{rest}"
     return path
+
+
+def _wrong_key(given: dict[str, Any], kind: Any) -> str:
+    """By halves: to convert each of half a million by itself takes seconds. One of them is wrong."""
+    left = list(given.items())
+    while len(left) > 1:
+        half = left[: len(left) // 2]
+        try:
+            msgspec.convert(dict(half), kind)
+        except msgspec.ValidationError:
+            left = half
+        else:
+            left = left[len(half) :]
+    return left[0][0]
 
 
 def _types_at(kind: Any, names: Sequence[str]) -> Iterator[Any]:

@@ -185,12 +185,10 @@ class Prompting:
         raw = self.tokenizer.id_to_token(token_id)
         return raw_bytes(raw) if REPLACEMENT in text and raw is not None else text.encode()
 
-    def spellings(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+    async def spellings(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
         """Each word as the tokens that begin a text with it, and those that follow a space."""
-        both = (
-            self._encode(prefix + word.lstrip(), add_special_tokens=False) for word in words for prefix in ("", " ")
-        )
-        return tuple(dict.fromkeys(tuple(ids) for ids in both if ids))
+        both = [prefix + word.lstrip() for word in words for prefix in ("", " ")]
+        return tuple(dict.fromkeys(tuple(ids) for ids in await self.encode(both, add_special_tokens=False) if ids))
 
     def require_known(self, token_ids: Sequence[int], param: str) -> None:
         """Raises RequestError on an id outside of the vocabulary."""

@@ -96,6 +96,7 @@ def _messages(items: Sequence[dict[str, Any]]) -> list[Message]:
     """Items of reasoning belong to what follows them of the assistant, calls to what it said before them."""
     messages: list[Message] = []
     thoughts: list[str] = []
+    calls: dict[int, list[MadeCall]] = {}  # of a message more than one, put together once: there may be thousands
     for index, item in enumerate(items):
         at, kind = f"input[{index}]", item.get("type", "message")
         if kind not in _ITEMS:
@@ -105,11 +106,13 @@ def _messages(items: Sequence[dict[str, Any]]) -> list[Message]:
             continue
         message = _message(item, kind, at)
         if kind == "function_call" and messages and messages[-1].role == "assistant" and not thoughts:
-            calls = [*(messages[-1].tool_calls or ()), *(message.tool_calls or ())]
-            messages[-1] = msgspec.structs.replace(messages[-1], tool_calls=calls)
+            of_last = calls.setdefault(len(messages) - 1, list(messages[-1].tool_calls or ()))
+            of_last += message.tool_calls or ()
             continue
         messages.append(msgspec.structs.replace(message, reasoning="\n".join(filter(None, thoughts)) or None))
         thoughts = []
+    for at, made in calls.items():
+        messages[at] = msgspec.structs.replace(messages[at], tool_calls=made)
     return messages
 
 

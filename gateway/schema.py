@@ -204,12 +204,20 @@ def _out_of_range(body: bytes) -> RequestError:
 
 
 def _too_large(value: Any, at: str = "") -> Iterator[str]:
-    """Where in a request there are numbers that no float holds."""
+    """Where in a request there are numbers that no float holds. Others, of which there may be millions, are passed over
+    where they are.
+    """
     if isinstance(value, dict):
         for name, field in value.items():
-            yield from _too_large(field, f"{at}.{name}".removeprefix("."))
+            if _may_be_large(field):
+                yield from _too_large(field, f"{at}.{name}".removeprefix("."))
     elif isinstance(value, list):
         for index, item in enumerate(value):
-            yield from _too_large(item, f"{at}[{index}]")
-    elif isinstance(value, float) and math.isinf(value):
+            if _may_be_large(item):
+                yield from _too_large(item, f"{at}[{index}]")
+    elif _may_be_large(value):
         yield at
+
+
+def _may_be_large(value: Any) -> bool:
+    return math.isinf(value) if isinstance(value, float) else isinstance(value, dict | list)
