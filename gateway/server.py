@@ -33,7 +33,8 @@ def http_config(app: FastAPI) -> uvicorn.Config:
 
 
 class Protocol(HttpToolsProtocol):
-    """Closes a connection whose request's headers are too slow or too long, and one that does not read its answer.
+    """Closes a connection whose request's headers are too slow or too long, those behind its body too, and one that
+    does not read its answer.
 
     Stays with HTTP/1.1 whatever a request would rather speak: Java's client offers HTTP/2 with its first request, and
     the parser takes what follows such headers, the body, for the other protocol.
@@ -51,14 +52,15 @@ class Protocol(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         if self._is_refused:
             return
+        self._headers_nbytes += len(data)  # forgotten where anything else is in it
         upgrade = self._parse(data)
         while upgrade is not None:
             data = self._plain_head() + data[upgrade:]
             upgrade = self._parse(data)
         if self._headers_timer is not None:  # they have not ended yet
-            self._headers_nbytes += len(data)
-            if self._headers_nbytes > MAX_HEADERS_NBYTES:
-                self._refuse()
+            self._headers_nbytes = max(self._headers_nbytes, len(data))
+        if self._headers_nbytes > MAX_HEADERS_NBYTES and not self._is_refused:
+            self._refuse()
 
     def _parse(self, data: bytes) -> int | None:
         """Where another protocol would begin, if one is offered."""
@@ -95,10 +97,12 @@ class Protocol(HttpToolsProtocol):
             super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
+        self._headers_nbytes = 0
         if not self._is_refused:
             super().on_body(body)
 
     def on_message_complete(self) -> None:
+        self._headers_nbytes = 0
         if not self._is_refused:
             super().on_message_complete()
 

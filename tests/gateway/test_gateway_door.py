@@ -108,6 +108,32 @@ async def test_headers_beyond_the_limit_are_431(checkpoint, head):
         assert (await client.post("/v1/completions", json=ASK)).status_code == 200
 
 
+@pytest.mark.parametrize("piece", [b"X: y\r\n" * 1000, b"a" * 6000], ids=["many", "endless"])
+@pytest.mark.parametrize("keys", ["", "k"])
+async def test_headers_behind_a_body_are_limited_too(checkpoint, keys, piece):
+    """By these, who had no key could fill the gateway's memory: 80 MB took 1.5 GB."""
+    async with gateway(checkpoint, pair(), api_key=keys) as rig:
+        host, port = rig.url.removeprefix("http://").split(":")
+        _, writer = await asyncio.open_connection(host, int(port))
+        writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n0\r\nX: ")
+        with pytest.raises(ConnectionError):
+            for _ in range(400):
+                writer.write(piece)
+                await writer.drain()
+                await asyncio.sleep(0.001)
+        writer.close()
+
+
+async def test_a_body_may_come_in_many_small_pieces(checkpoint):
+    """What parts them is longer than they are, and than headers may be."""
+    body = json.dumps(ASK | {"user": "u" * 10_000}).encode()
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nConnection: close\r\nTransfer-Encoding: chunked\r\n\r\n"
+    pieces = b"".join(b"1\r\n%c\r\n" % byte for byte in body) + b"0\r\nX-Sum: 1\r\n\r\n"
+    assert len(pieces) > gateway_server.MAX_HEADERS_NBYTES
+    async with gateway(checkpoint, pair()) as rig:
+        assert (await raw(rig.url, head + pieces)).startswith(b"HTTP/1.1 200 ")
+
+
 @pytest.mark.parametrize("protocol", [b"h2c", b"websocket", b"anything"])
 @pytest.mark.parametrize("is_chunked", [False, True])
 async def test_a_request_that_offers_another_protocol_is_served_in_this_one(checkpoint, protocol, is_chunked):
