@@ -17,11 +17,11 @@ def load_weights(
 ) -> DecoderWeights:
     """Raises ConfigError for a tensor that is missing or has another shape than the configuration says."""
     loader = _Loader(config, source, number_format)
+    embedding, final_gain, head = loader.ends()  # first: a vocabulary of another size is told before much is loaded
     layers = []
     for index in range(config.num_layers):
         progress("load", index, config.num_layers)
         layers.append(loader.layer(index))
-    embedding, final_gain, head = loader.ends()
     progress("load", config.num_layers, config.num_layers)
     return DecoderWeights(embedding, tuple(layers), final_gain, head)
 

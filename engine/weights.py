@@ -23,6 +23,7 @@ _log = logging.getLogger(__name__)
 
 _LLAMA4 = "llama4"
 _VISION = ("vision_model.", "multi_modal_projector.")
+_LAYER, _GGUF_LAYER = re.compile(r"model\.layers\.(\d+)\."), re.compile(r"blk\.(\d+)\.")
 _GGUF_NAMES = {
     "model.embed_tokens": "token_embd",
     "model.norm": "output_norm",
@@ -91,8 +92,22 @@ class WeightSource(Protocol):
 def open_weights(checkpoint: Checkpoint, device: torch.device | None = None) -> WeightSource:
     """`device`: safetensors go straight there, in the type that they have in their file."""
     if checkpoint.format is WeightFormat.GGUF:
-        return GgufWeights(checkpoint)
-    return SafetensorsWeights(checkpoint.path, device, checkpoint.quantization, checkpoint.config.family == _LLAMA4)
+        source = GgufWeights(checkpoint)
+    else:
+        is_llama4 = checkpoint.config.family == _LLAMA4
+        source = SafetensorsWeights(checkpoint.path, device, checkpoint.quantization, is_llama4)
+    _require_layers(source.layers, checkpoint)
+    return source
+
+
+def _require_layers(found: Collection[int], checkpoint: Checkpoint) -> None:
+    """Before any is loaded. A model without its last layers would answer, and wrongly."""
+    stated = checkpoint.config.num_layers
+    if found and max(found) + 1 != stated:
+        raise ConfigError(
+            f"{checkpoint.path}: its weights have {max(found) + 1} layers, its configuration says {stated}: "
+            "one of the two is of another model, or the download is incomplete"
+        )
 
 
 class SafetensorsWeights:
@@ -115,6 +130,11 @@ class SafetensorsWeights:
         matrix = self.quantized.matrix(module) if self.quantized is not None and kind == "weight" else None
         tensor = self._plain(name, cut) if matrix is None else _cut(matrix.dense(), cut)
         return tensor.float().contiguous() if self._device is None and tensor.is_floating_point() else tensor
+
+    @property
+    def layers(self) -> set[int]:
+        """Of which there are tensors."""
+        return {int(match[1]) for name in self._stored if (match := _LAYER.match(name))}
 
     def _plain(self, name: str, cut: Cut | None) -> torch.Tensor:
         tensor = self._read(name, cut)
@@ -155,6 +175,11 @@ class GgufWeights:
     def __init__(self, checkpoint: Checkpoint) -> None:
         self._file = GgufFile.open(checkpoint.path)
         self.interleaved = self._file.metadata["general.architecture"] == "llama"
+
+    @property
+    def layers(self) -> set[int]:
+        """Of which there are tensors."""
+        return {int(match[1]) for name in self._file.tensors if (match := _GGUF_LAYER.match(name))}
 
     def tensor(self, name: str, cut: Cut | None = None) -> torch.Tensor:
         info = self._file.tensors.get(gguf_name(name))

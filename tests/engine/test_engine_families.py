@@ -1,5 +1,7 @@
 """Each family's numbers are those of transformers on the same weights."""
 
+import json
+
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -58,10 +60,39 @@ def test_weights_that_do_not_fit_the_configuration_are_refused(tmp_path):
 
 def test_a_missing_tensor_is_named(tmp_path):
     save_tiny(tmp_path, "llama")
-    config = tmp_path / "config.json"
-    config.write_text(config.read_text().replace('"num_hidden_layers": 3', '"num_hidden_layers": 4'))
-    with pytest.raises(ConfigError, match=r"lacks the tensor 'model\.layers\.3"):
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    del tensors["model.layers.1.mlp.up_proj.weight"]
+    save_file(tensors, file, {"format": "pt"})
+    with pytest.raises(ConfigError, match=r"lacks the tensor 'model\.layers\.1\.mlp\.up_proj\.weight'"):
         load_engine(settings(model=str(tmp_path)))
+
+
+@pytest.mark.parametrize("family", ["llama", "llama4"])
+@pytest.mark.parametrize("change", [-1, 1])
+def test_another_number_of_layers_than_the_weights_have_is_told_before_one_is_loaded(tmp_path, family, change):
+    """Too few in config.json loaded without a word, and answered nonsense; of too many the last was missed last."""
+    save_tiny(tmp_path, family)
+    file = tmp_path / "config.json"
+    config = json.loads(file.read_text())
+    there = config["num_hidden_layers"]
+    config |= {"num_hidden_layers": there + change, "layer_types": None, "no_rope_layers": None, "moe_layers": None}
+    file.write_text(json.dumps(config))
+    stages = []
+    with pytest.raises(ConfigError, match=rf"have {there} layers, its configuration says {there + change}: one of"):
+        load_engine(settings(model=str(tmp_path)), lambda stage, *_: stages.append(stage))
+    assert "load" not in stages
+
+
+def test_another_vocabulary_than_the_weights_have_is_told_before_a_layer_is_loaded(tmp_path):
+    """It was told last: of a large model after minutes."""
+    save_tiny(tmp_path, "llama")
+    config = tmp_path / "config.json"
+    config.write_text(config.read_text().replace('"vocab_size": 320', '"vocab_size": 321'))
+    stages = []
+    with pytest.raises(ConfigError, match=r"embed_tokens.weight' is \[320, 96\]; its configuration says \[321, 96\]"):
+        load_engine(settings(model=str(tmp_path)), lambda stage, *_: stages.append(stage))
+    assert "load" not in stages
 
 
 @pytest.mark.parametrize("changes", [{}, {"truncate": False, "beta_fast": 16.0}, {"attention_factor": 1.2}])
