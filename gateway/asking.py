@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 
+from contracts.codec import encode
 from contracts.errors import RequestError
 from contracts.sampling import SamplingParams
 from gateway.answer_grammar import Before, answer_grammar
@@ -18,6 +19,8 @@ from gateway.tools.request import Calling, calling_of
 
 DEFAULT_COMPLETION_TOKENS = 16
 MAX_PROMPTS = 256
+MAX_WISHES_NBYTES = 32 << 20
+"""Of all answers of a request together."""
 
 
 @dataclass(frozen=True)
@@ -259,7 +262,21 @@ async def _choices(
         begun=before.begun,
     )
     sampling = await _sampling(request, prompting, counts, grammar, prompting.special_ids(ends).values())
-    return [ask for number, prompt in enumerate(prompts) for ask in _asks(request, number, prompt, common, sampling)]
+    asks = [ask for number, prompt in enumerate(prompts) for ask in _asks(request, number, prompt, common, sampling)]
+    _require_light(asks, request)
+    return asks
+
+
+def _require_light(asks: Sequence[Ask], request: Common) -> None:
+    """Each job carries all of how its token is chosen, and its numbers take ten times as much memory where they are
+    read: 128 answers that may each be one of a million tokens took 3 GB of each worker, and its place in the registry.
+    """
+    if len(asks) > 1 and (nbytes := len(encode(asks[0].sampling))) * len(asks) > MAX_WISHES_NBYTES:
+        why = f"{len(asks)} answers with {nbytes} bytes each of logit_bias, allowed_token_ids, bad_words or a grammar"
+        raise RequestError(
+            f"{why} are more than {MAX_WISHES_NBYTES} bytes together; ask for fewer at once",
+            "n" if (request.n or 1) > 1 else "prompt",
+        )
 
 
 def _asks(
@@ -305,7 +322,7 @@ async def _sampling(
         prompt_logprobs=counts.prompt,
         grammar=grammar,
         bad_words=await prompting.spellings(request.bad_words or []),
-        allowed_token_ids=tuple(request.allowed_token_ids or ()),
+        allowed_token_ids=tuple(dict.fromkeys(request.allowed_token_ids or ())),
     )
 
 

@@ -6,7 +6,8 @@ import msgspec
 import pytest
 
 from contracts.errors import RequestError
-from gateway.prompting import LONG_CHARS
+from gateway.asking import Limits, ask_completion
+from gateway.prompting import LONG_CHARS, Prompting
 from gateway.response_input import to_chat
 from gateway.schema import CompletionRequest, ResponsesRequest, parse
 
@@ -71,6 +72,32 @@ async def test_bad_words_that_are_long_together_are_tokenized_beside_the_event_l
     assert (await client.post("/v1/completions", json=asked)).status_code == 200
     assert len(rig.workers[0].jobs[0].sampling.bad_words) == 2 * len(words)
     assert threading.current_thread() not in {threads[text] for word in words for text in (word, " " + word)}
+
+
+@pytest.mark.parametrize(
+    ("wishes", "param"),
+    [
+        ({"allowed_token_ids": list(range(49152)), "n": 128, "prompt": ["a", "b"]}, "n"),
+        ({"logit_bias": {str(token): 1 for token in range(49152)}, "prompt": ["a"] * 128}, "prompt"),
+        ({"structured_outputs": {"choice": [f"{number} " * 400 for number in range(1000)]}, "n": 100}, "n"),
+    ],
+    ids=["allowed", "bias", "grammar"],
+)
+async def test_what_many_answers_carry_together_is_limited(checkpoint, wishes, param):
+    """Of one body of 6 MB each of 128 jobs had a copy: no worker held its place in the registry while it read them."""
+    prompting, limits = Prompting(checkpoint), Limits(2048, (2,), 1024)
+    request = parse(msgspec.json.encode({"prompt": "hi", **wishes}), CompletionRequest)
+    with pytest.raises(RequestError, match="bytes together; ask for fewer at once") as refused:
+        await ask_completion(request, prompting, limits)
+    assert refused.value.param == param
+    few = msgspec.structs.replace(request, n=1, prompt="hi")
+    assert len(await ask_completion(few, prompting, limits)) == 1
+
+
+async def test_a_token_that_is_allowed_twice_is_told_once(rig, client):
+    asked = {"prompt": "one two", "max_tokens": 2, "allowed_token_ids": [7, 5] * 1000}
+    assert (await client.post("/v1/completions", json=asked)).status_code == 200
+    assert rig.workers[0].jobs[0].sampling.allowed_token_ids == (7, 5)
 
 
 def test_the_number_that_no_float_holds_is_found_among_many():
