@@ -19,23 +19,32 @@ def compiled_ahead() -> Iterator[None]:
     """Within, a launch of a Triton kernel compiles it in the background and launches nothing; on leaving all are
     compiled. Other libraries' launches happen, on whatever their inputs hold. From one thread at a time.
     """
-    launch, parse, parsing = JITFunction.run, JITFunction.parse, Lock()
-
-    def parse_alone(kernel: JITFunction[Any]) -> Any:
-        # In early releases of Python 3.11 and 3.12 two threads in `ast.parse` share a count, and fail by it.
-        with parsing:
-            return parse(kernel)
+    launch = JITFunction.run
 
     def compile_only(kernel: JITFunction[Any], *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
         return launch(kernel, *args, grid=grid, warmup=True, **options)
 
+    with parsed_alone(), ThreadPoolExecutor(os.cpu_count(), "compile") as pool, AsyncCompileMode(pool):
+        JITFunction.run = compile_only
+        try:
+            yield
+        finally:
+            JITFunction.run = launch
+
+
+@contextmanager
+def parsed_alone() -> Iterator[None]:
+    """Within, threads may compile beside each other: in early releases of Python 3.11 and 3.12 two in `ast.parse` share
+    a count, and fail by it.
+    """
+    parse, parsing = JITFunction.parse, Lock()
+
+    def parse_alone(kernel: JITFunction[Any]) -> Any:
+        with parsing:
+            return parse(kernel)
+
     JITFunction.parse = parse_alone
     try:
-        with ThreadPoolExecutor(os.cpu_count(), "compile") as pool, AsyncCompileMode(pool):
-            JITFunction.run = compile_only
-            try:
-                yield
-            finally:
-                JITFunction.run = launch
+        yield
     finally:
         JITFunction.parse = parse

@@ -50,13 +50,11 @@ def missing(compiled: Any, patterns: tuple[str, ...]) -> list[str]:
     return [pattern for pattern in patterns if not re.search(pattern, compiled.asm["ptx"])]
 
 
-def spill_nbytes(compiled: Any, cc: int, scratch: Path) -> int:
-    """Bytes of spill stores and loads that ptxas reports."""
-    ptx = scratch / "kernel.ptx"
-    ptx.write_text(compiled.asm["ptx"])
-    tool = NVIDIA / ("ptxas" if cc < 100 else "ptxas-blackwell")
-    target = re.search(r"\.target (\w+)", compiled.asm["ptx"])
-    assert target
-    command = [str(tool), "-v", f"--gpu-name={target[1]}", str(ptx), "-o", str(scratch / "kernel.cubin")]
-    report = subprocess.run(command, capture_output=True, text=True, check=True).stderr
-    return sum(int(n) for n in re.findall(r"(\d+) bytes spill", report))
+def stack_nbytes(compiled: Any, scratch: Path) -> int:
+    """Of a thread, in the program that a launch loads: where registers are spilled to."""
+    program = scratch / "kernel.cubin"
+    program.write_bytes(compiled.asm["cubin"])
+    command = [str(NVIDIA / "cuobjdump"), "-res-usage", str(program)]
+    report = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    (found,) = re.findall(r"STACK:(\d+)", report)
+    return int(found)
