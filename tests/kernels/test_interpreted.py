@@ -4,6 +4,8 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
 
@@ -20,10 +22,20 @@ def child(*arguments):
     return json.loads(done.stdout)
 
 
-@pytest.fixture(scope="module", params=[0, 1])
-def verdicts(request):
+SEEDS = (0, 1)
+
+
+@pytest.fixture(scope="module")
+def interpreting() -> Iterator[dict[int, Future]]:
+    """By seed; beside each other, as each takes one processor."""
+    with ThreadPoolExecutor(len(SEEDS)) as pool:
+        yield {seed: pool.submit(child, "tests.kernels.interpreted", str(seed)) for seed in SEEDS}
+
+
+@pytest.fixture(params=SEEDS)
+def verdicts(request, interpreting):
     """Fresh random inputs for each seed."""
-    return child("tests.kernels.interpreted", str(request.param))
+    return interpreting[request.param].result()
 
 
 def test_every_kernel_agrees_with_the_reference(verdicts):
