@@ -1,15 +1,17 @@
 """A gateway on a loopback port, with fake workers and a store of a few lines."""
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cache, partial
 from typing import Any
 
 import httpx
 import msgspec
 import pytest
 import uvicorn
+from tokenizers import Tokenizer
 
 from checkpoint import Checkpoint
 from contracts.errors import Overloaded, Unavailable
@@ -138,6 +140,7 @@ async def _running(checkpoint: Checkpoint, workers: Sequence[FakeWorker], store,
             await join(worker.node.info)
     dispatch = Dispatch(store, GATEWAY, SECRET, checkpoint.name)
     given = GatewaySettings(secret=SECRET, **settings)  # type: ignore[arg-type]
+    checkpoint = replace(checkpoint, build_tokenizer=partial(_shared_tokenizer, checkpoint.build_tokenizer))
     front = Front(
         given,
         checkpoint,
@@ -163,3 +166,9 @@ async def _running(checkpoint: Checkpoint, workers: Sequence[FakeWorker], store,
         await serving
         for worker in workers:
             await worker.stop()
+
+
+@cache
+def _shared_tokenizer(build: Callable[[], Tokenizer]) -> Tokenizer:
+    """Of all gateways of a model, which do not change it: to build it takes as long as the rest of their start."""
+    return build()
