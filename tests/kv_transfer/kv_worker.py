@@ -43,7 +43,8 @@ class Worker(PoolOwner):
         pages, self.woken = make_pool(), threading.Event()
         super().__init__(name, pages, layout, transport)
         self.incarnation = Incarnation(f"{name}-1")
-        settings = TransferSettings(secret=SECRET, transport=transport, slot_nbytes=1 << 18)
+        # Half of the silence of a worker: whoever stops a peer waits so long for its loss.
+        settings = TransferSettings(secret=SECRET, transport=transport, slot_nbytes=1 << 18, heartbeat_misses=6)
         self.node = TransferNode(
             settings, WorkerId(name), self.incarnation, layout, self.device or pages, self.woken.set
         )

@@ -17,8 +17,10 @@ from tests.kv_transfer.kv_liar import CRIMES
 from tests.kv_transfer.kv_owner import CHUNK_BLOCKS, NUM_BLOCKS, Owner, key_of
 from tests.kv_transfer.kv_remote import Remote
 
-LOST_S = 40.0  # the stopped peer is given up after three seconds, on an idle host
+LOST_S = 40.0  # the stopped peer is given up after a second and a half, on an idle host
 SIGNALS = [signal.SIGKILL, signal.SIGSTOP]
+BRIEF = {"heartbeat_misses": 6}
+"""Half of the silence of a worker, for both ends where one is stopped: nothing else is waited for."""
 
 
 @pytest.fixture(params=[name for name in TRANSPORTS if name != "loopback"])
@@ -83,7 +85,7 @@ def _begin(prefill: Anyone, decode: Anyone, request_id: str = "r") -> None:
 
 @pytest.mark.parametrize("signum", SIGNALS)
 def test_prefill_goes_between_two_chunks(local: Callable, remote: Callable, signum: int) -> None:
-    decode, prefill = local("decode"), remote("prefill")
+    decode, prefill = local("decode", **BRIEF), remote("prefill", **BRIEF)
     _begin(prefill, decode)
     prefill.send_signal(signum)
     lost = decode.wait(PeerLost, timeout_s=LOST_S)
@@ -93,7 +95,7 @@ def test_prefill_goes_between_two_chunks(local: Callable, remote: Callable, sign
 
 def test_a_stopped_prefill_that_wakes_writes_to_no_page_that_was_used_again(local: Callable, remote: Callable) -> None:
     """Closed before reused: the pages go to another request while the first sender still believes in its grant."""
-    decode, prefill, other = local("decode"), remote("prefill"), local("other")
+    decode, prefill, other = local("decode", **BRIEF), remote("prefill", **BRIEF), local("other", **BRIEF)
     _begin(prefill, decode)
     prefill.send_signal(signal.SIGSTOP)
     decode.wait(PeerLost, timeout_s=LOST_S)
@@ -118,7 +120,8 @@ def test_a_stopped_decode_that_wakes_takes_nothing_from_pages_that_were_used_aga
     local: Callable, remote: Callable
 ) -> None:
     """What it was told of is in its socket all the same. Without checksums, which would find it out."""
-    prefill, decode = local("prefill", checksum=False), remote("decode", checksum=False)
+    settings = {"checksum": False, **BRIEF}
+    prefill, decode = local("prefill", **settings), remote("decode", **settings)
     prefill.offer(decode.ref, "r")
     assert decode.grant("r")
     pages = prefill.message(Grant, "r").pages
@@ -140,7 +143,7 @@ def test_a_stopped_decode_that_wakes_takes_nothing_from_pages_that_were_used_aga
 
 @pytest.mark.parametrize("signum", SIGNALS)
 def test_decode_goes_before_its_grant(local: Callable, remote: Callable, signum: int) -> None:
-    prefill, decode = local("prefill"), remote("decode")
+    prefill, decode = local("prefill", **BRIEF), remote("decode", **BRIEF)
     prefill.offer(decode.ref, "r")
     decode.offered("r")
     decode.send_signal(signum)
@@ -151,7 +154,7 @@ def test_decode_goes_before_its_grant(local: Callable, remote: Callable, signum:
 
 @pytest.mark.parametrize("signum", SIGNALS)
 def test_decode_goes_between_two_chunks(local: Callable, remote: Callable, signum: int) -> None:
-    prefill, decode = local("prefill"), remote("decode")
+    prefill, decode = local("prefill", **BRIEF), remote("decode", **BRIEF)
     before = prefill.pool.copy()
     _begin(prefill, decode)
     decode.send_signal(signum)
