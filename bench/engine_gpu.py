@@ -1,5 +1,5 @@
 """The engine on a GPU or on several, a dense model's shape and random weights: `python -m bench.engine_gpu [--out FILE]
-[--dtypes float8 float8-head] [--model qwen3-8b] [--stored fp8-blocks gptq] [--tensor-parallel 2]`.
+[--dtypes float8 float8-head] [--model qwen3-8b] [--stored fp8-blocks gptq] [--tensor-parallel 2] [--prompt 8064]`.
 
 Every figure goes through Engine.submit and Engine.step: scheduler, block pool, input preparation, sampling (greedy),
 tokens on the host. A decode step's limit is the time to read weights, head and KV once at the rate that an H200 reads;
@@ -40,6 +40,7 @@ from kernels.timing import eager_us
 
 WEIGHT_NBYTES = {"gptq": (64 + 4) / 128, "awq": (64 + 4) / 128}  # codes of 128 columns, and a word for scale and zero
 PROMPT, NUM_WARM, NUM_STEPS = 992, 8, 48  # contexts around 1024
+MOST_TOKENS = 4 * (NUM_WARM + NUM_STEPS)
 _names = count()
 _log = logging.getLogger(__name__)
 
@@ -53,13 +54,14 @@ def main() -> None:
     parser.add_argument("--model", choices=SHAPES, default="llama-8b")
     parser.add_argument("--stored", nargs="+", choices=STORED, help="instead of dtypes: as these checkpoints are kept")
     parser.add_argument("--tensor-parallel", type=int, default=1)
+    parser.add_argument("--prompt", type=int, default=PROMPT, help="tokens that a decode step's sequences began with")
     args = parser.parse_args()
     models = [(args.model, dtype, dtype == args.dtypes[0]) for dtype in args.dtypes]
     if args.stored:
         models = [(f"{args.model}:{stored}", "auto", True) for stored in args.stored]
     rows: list[Row] = []
     for model, dtype, prefills in models:
-        rows += measure(model, dtype, args.tensor_parallel, args.batches, prefills)
+        rows += measure(model, dtype, args.tensor_parallel, args.batches, args.prompt, prefills)
         gc.collect()
         torch.cuda.empty_cache()
     found = caps.detect()
@@ -75,10 +77,10 @@ def main() -> None:
     write_result(args.out, "engine-gpu", rows, config)
 
 
-def measure(model: str, dtype: str, num_gpus: int, batches: Sequence[int], prefills: bool) -> list[Row]:
+def measure(model: str, dtype: str, num_gpus: int, batches: Sequence[int], prompt: int, prefills: bool) -> list[Row]:
     started = time.perf_counter()
     free, _ = torch.cuda.mem_get_info()
-    engine = load(dtype, model, tensor_parallel=num_gpus)
+    engine = load(dtype, model, tensor_parallel=num_gpus, max_model_len=max(8256, prompt + MOST_TOKENS))
     dtype = model.partition(":")[2] or dtype
     rows = [shown(Row("engine_start", time.perf_counter() - started, "s", {"dtype": dtype}))]
     used = engine.capacity_tokens // engine.layout.block_size * engine.layout.shard_nbytes
@@ -86,7 +88,7 @@ def measure(model: str, dtype: str, num_gpus: int, batches: Sequence[int], prefi
     rows.append(shown(Row("engine_kv_share_of_free", used / (used + left), "", {"dtype": dtype, "gib": free / 2**30})))
     with settled(engine):
         for batch in batches:
-            rows += [shown(row) for row in decode_rows(engine, dtype, num_gpus, batch)]
+            rows += [shown(row) for row in decode_rows(engine, dtype, num_gpus, batch, prompt)]
         if prefills:
             rows += [shown(prefill_row(engine, dtype, num_gpus, num, length)) for num, length in VLLM_PREFILL_RATES]
     return rows
@@ -114,9 +116,9 @@ def settled(engine: Engine) -> Iterator[None]:
     gc.unfreeze()
 
 
-def decode_rows(engine: Engine, dtype: str, num_gpus: int, batch: int) -> list[Row]:
+def decode_rows(engine: Engine, dtype: str, num_gpus: int, batch: int, prompt: int = PROMPT) -> list[Row]:
     gc.collect()  # what a profile leaves takes 0.08 s to look through
-    requests = random_requests(engine, [PROMPT] * batch, 4 * (NUM_WARM + NUM_STEPS))
+    requests = random_requests(engine, [prompt] * batch, MOST_TOKENS)
     with answering(engine, requests) as num_sampled:
         collecting, stamps = COLLECTIONS.seconds, [time.perf_counter()]
         for _ in range(NUM_STEPS):
@@ -126,15 +128,16 @@ def decode_rows(engine: Engine, dtype: str, num_gpus: int, batch: int) -> list[R
         idle = idle_share(engine) if batch in (1, 64) else None
         host = host_ms(engine)
     step_ms = (stamps[-1] - stamps[0]) / NUM_STEPS * 1e3
-    context = PROMPT + num_sampled // batch + NUM_WARM + NUM_STEPS // 2
+    context = prompt + num_sampled // batch + NUM_WARM + NUM_STEPS // 2
     params = {"dtype": dtype, "batch": batch, "context": context}
     limit = limit_ms(engine.checkpoint.config, batch, context, dtype) / num_gpus
-    rows = [_beside(engine, "engine_decode_step", step_ms, "ms", params, limit, VLLM_STEP_MS.get(batch))]
+    peer = VLLM_STEP_MS.get(batch) if prompt == PROMPT else None
+    rows = [_beside(engine, "engine_decode_step", step_ms, "ms", params, limit, peer)]
     slowest = max(late - early for early, late in pairwise(stamps)) * 1e3
     rows.append(Row("engine_decode_step_slowest", slowest, "ms", params))
     rows.append(Row("engine_collector", collecting * 1e3, "ms", params))
     if num_gpus == 1:  # a graph of several GPUs is not replayed by one process
-        held = engine.runner.launcher.steps.held(batch, PROMPT + NUM_WARM + NUM_STEPS)  # type: ignore[attr-defined]
+        held = engine.runner.launcher.steps.held(batch, context)  # type: ignore[attr-defined]
         alone = eager_us(held, count=10, groups=5) / 1e3
         rows.append(Row("engine_graph_replay", alone, "ms", params, limit))
     rows.append(Row("engine_host_work", host, "ms", params))

@@ -8,6 +8,7 @@ hands the common case to `attn_stream`; `attn_decode_fused` takes the qkv produc
 quantization in one launch.
 """
 
+import math
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from kernels.plans import EMPTY, Plan, PlanTable
 from kernels.specs import AttnSpec, FusedAttnSpec
-from kernels.triton.attn_state import fresh, merge_states, publish, share, split_pairs, store_rows
+from kernels.triton.attn_state import fresh, merge_states, publish, share, split_pairs, store_rows, turn
 from kernels.triton.attn_stream import stream, stream_plan, streams
 from kernels.triton.common import LOG2E, PDL, pdl_launch, pdl_start, pdl_wait, to_e4m3, token_scale
 from kernels.workspace import COUNTERS_NBYTES
@@ -159,20 +160,20 @@ def attend_pages(
 
 @triton.jit
 def merge_slices(
-    mid_ptr, ml_ptr, counter_ptr, m, den, acc, slice_id, row, live,
-    ROWS: tl.constexpr, LIVE: tl.constexpr, PAD: tl.constexpr, D: tl.constexpr, SLICES: tl.constexpr,
-    GROUP: tl.constexpr, CHUNK: tl.constexpr,
+    mid_ptr, ml_ptr, counter_ptr, m, den, acc, slice_id, slices, row, live,
+    ROWS: tl.constexpr, LIVE: tl.constexpr, PAD: tl.constexpr, D: tl.constexpr, GROUP: tl.constexpr,
+    CHUNK: tl.constexpr,
 ):  # fmt: skip
     """Publish this slice's state; the last slice to arrive returns (true, the merged state, PAD rows high).
 
-    Beyond GROUP slices in two levels: the last of each group merges its own, the last of all groups the results. One
-    CTA that merged 64 slices alone took 6 of 76 us at 1 x 128k (H200). Counters are zero again afterwards, so the next
-    launch needs no zeroing kernel.
+    Beyond GROUP slices in two levels: the last of each group merges its own, and puts the result where its first was;
+    the last of all groups merges these. One CTA that merged 64 slices alone took 6 of 76 us at 1 x 128k (H200).
+    Counters, of the groups and behind them of all, are zero again afterwards: the next launch needs no zeroing kernel.
     """
-    GROUPS: tl.constexpr = (SLICES + GROUP - 1) // GROUP
+    groups = tl.cdiv(slices, GROUP)
     group = slice_id // GROUP
     first = group * GROUP
-    count = tl.minimum(SLICES - first, GROUP)
+    count = tl.minimum(slices - first, GROUP)
     publish(mid_ptr, ml_ptr, slice_id, m, den, acc, row, live, ROWS, D)
     tl.debug_barrier()
     last = tl.atomic_add(counter_ptr + group, 1, sem="acq_rel") == count - 1
@@ -180,18 +181,19 @@ def merge_slices(
     den_all = tl.zeros([PAD], tl.float32)
     acc_all = tl.zeros([PAD, D], tl.float32)
     if last:
-        m_all, den_all, acc_all = merge_states(mid_ptr, ml_ptr, first, count, ROWS, LIVE, PAD, D, GROUP, CHUNK)
+        m_all, den_all, acc_all = merge_states(mid_ptr, ml_ptr, first, count, ROWS, LIVE, PAD, D, GROUP, CHUNK, 1)
         tl.store(counter_ptr + group, 0)
-        if GROUPS > 1:
+        if groups > 1:
             r = tl.arange(0, PAD)
-            publish(mid_ptr, ml_ptr, SLICES + group, m_all, den_all, acc_all, r, r < LIVE, ROWS, D)
+            tl.debug_barrier()  # all of this CTA have read the first
+            publish(mid_ptr, ml_ptr, first, m_all, den_all, acc_all, r, r < LIVE, ROWS, D)
             tl.debug_barrier()
-            last = tl.atomic_add(counter_ptr + GROUPS, 1, sem="acq_rel") == GROUPS - 1
+            last = tl.atomic_add(counter_ptr + groups, 1, sem="acq_rel") == groups - 1
             if last:
                 m_all, den_all, acc_all = merge_states(
-                    mid_ptr, ml_ptr, SLICES, GROUPS, ROWS, LIVE, PAD, D, GROUP, CHUNK
+                    mid_ptr, ml_ptr, 0, groups, ROWS, LIVE, PAD, D, GROUP, CHUNK, GROUP
                 )
-                tl.store(counter_ptr + GROUPS, 0)
+                tl.store(counter_ptr + groups, 0)
     return last, m_all, den_all, acc_all
 
 
@@ -253,10 +255,9 @@ def attn_decode_kernel(
     if SLICES > 1:
         pair = (seq * HKV + head).to(tl.int64)
         GROUPS: tl.constexpr = (SLICES + GROUP - 1) // GROUP
-        STATES: tl.constexpr = SLICES + GROUPS
         last, m_all, den_all, acc_all = merge_slices(
-            mid_ptr + pair * STATES * ROWS * D, ml_ptr + pair * STATES * 2 * ROWS, counter_ptr + pair * (GROUPS + 1),
-            m, den, acc, slice_id, row, live, ROWS, Q_LEN * G, PAD, D, SLICES, GROUP, CHUNK,
+            mid_ptr + pair * SLICES * ROWS * D, ml_ptr + pair * SLICES * 2 * ROWS, counter_ptr + pair * (GROUPS + 1),
+            m, den, acc, slice_id, SLICES, row, live, ROWS, Q_LEN * G, PAD, D, GROUP, CHUNK,
         )  # fmt: skip
         if last:
             store_rows(
@@ -285,11 +286,22 @@ def attn_fused_kernel(
     HQ: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, PARTS: tl.constexpr, SLICES: tl.constexpr,
     BLOCK: tl.constexpr, STAGES: tl.constexpr, QUANT: tl.constexpr, DEFERRED: tl.constexpr, BIASED: tl.constexpr,
     NORMED: tl.constexpr, PAD: tl.constexpr, GROUP: tl.constexpr, CHUNK: tl.constexpr, BULK: tl.constexpr,
-    PAIRS: tl.constexpr, PDL: tl.constexpr,
+    PAIRS: tl.constexpr, PDL: tl.constexpr, MOST: tl.constexpr, LEAST: tl.constexpr, SEQS: tl.constexpr,
 ):  # fmt: skip
-    slice_id = tl.program_id(0)
-    head = tl.program_id(1)
-    seq = tl.program_id(2)
+    """MOST 0: each sequence has SLICES; else all have them together, see `turn`. CTAs without any come last then: among
+    the others they would leave some multiprocessors a CTA more than others, which cost a third of 16 x 8k.
+    """
+    if MOST == 0:
+        slice_id, head, seq = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+        slices = SLICES
+        first_place = (seq * HKV + head) * SLICES
+    else:
+        head = tl.program_id(0)
+        seq, slice_id, slices, first_place = turn(tl.program_id(1), len_ptr, num_tokens, SLICES, MOST, LEAST, SEQS)
+        if seq >= num_tokens:
+            return
+        first_place += head * tl.num_programs(1)
+    GROUPS: tl.constexpr = ((MOST if MOST > 0 else SLICES) + GROUP - 1) // GROUP
     G: tl.constexpr = HQ // HKV
     ROWS: tl.constexpr = 16
     W: tl.constexpr = (HQ + 2 * HKV) * D
@@ -297,7 +309,7 @@ def attn_fused_kernel(
     pdl_start(PDL)
     length = tl.load(len_ptr + seq)  # lengths, tables and old pages are constant within a step: read before the wait
     pos = length - 1
-    lo, hi = share(slice_id, 0, length, BLOCK, SLICES)
+    lo, hi = share(slice_id, 0, length, BLOCK, slices)
     d = tl.arange(0, D)
     h = tl.arange(0, H)
     row = tl.arange(0, ROWS)
@@ -369,12 +381,10 @@ def attn_fused_kernel(
             m, den, acc, q, k_ptr, v_ptr, table, lo, hi, row, stride_page, head, D, PAGE, BLOCK, STAGES, 1, 0
         )
     if SLICES > 1:
-        pair = (seq * HKV + head).to(tl.int64)
-        GROUPS: tl.constexpr = (SLICES + GROUP - 1) // GROUP
-        STATES: tl.constexpr = SLICES + GROUPS
+        at = first_place.to(tl.int64)
         last, _, den_all, acc_all = merge_slices(
-            mid_ptr + pair * STATES * ROWS * D, ml_ptr + pair * STATES * 2 * ROWS, counter_ptr + pair * (GROUPS + 1),
-            m, den, acc, slice_id, row, live, ROWS, G, PAD, D, SLICES, GROUP, CHUNK,
+            mid_ptr + at * ROWS * D, ml_ptr + at * 2 * ROWS, counter_ptr + (seq * HKV + head) * (GROUPS + 1),
+            m, den, acc, slice_id, slices, row, live, ROWS, G, PAD, D, GROUP, CHUNK,
         )  # fmt: skip
         if last:
             store_quantized(
@@ -412,16 +422,19 @@ def attn_decode(
 ) -> None:  # fmt: skip
     batch = seq_lens.shape[0]
     plan = choose(plans, batch, max_len or block_table.shape[1] * spec.page, spec)
-    slices = plan["slices"]
+    slices, pairs = plan["slices"], batch * spec.kv_heads
     if plan.get("stream") and streams(spec) and k_cache.is_contiguous():
-        mid, ml, _ = split_workspace(workspace, batch * spec.kv_heads, slices, 8, spec.head_dim)
+        mid, ml, _ = split_workspace(workspace, pairs * slices, 0, 8, spec.head_dim)
         return stream(
             spec, plan, q, k_cache, v_cache, boxes(k_cache, v_cache, plan["block"], True), block_table, seq_lens, out,
             q if sinks is None else sinks, mid if lse is None else lse, mid, ml, sm_scale * k_scale, v_scale, pdl,
         )  # fmt: skip
     rows = query_rows(spec)
     bulk = bool(plan.get("bulk")) and spec.q_len == 1 and not spec.window and k_cache.is_contiguous()
-    mid, ml, counter = split_workspace(workspace, batch * spec.kv_heads, slices, rows, spec.head_dim)
+    merge = merge_plan(slices, spec.q_len * spec.q_heads // spec.kv_heads, spec.head_dim, plan["warps"])
+    mid, ml, counter = split_workspace(
+        workspace, pairs * slices, pairs * num_counted(slices, merge), rows, spec.head_dim
+    )
     attn_decode_kernel[(slices, spec.kv_heads, batch)](
         q, k_cache, v_cache, *boxes(k_cache, v_cache, plan["block"], bulk), block_table, seq_lens,
         q if sinks is None else sinks,
@@ -430,9 +443,7 @@ def attn_decode(
         HQ=spec.q_heads, HKV=spec.kv_heads, D=spec.head_dim, PAGE=spec.page, Q_LEN=spec.q_len, ROWS=rows, SLICES=slices,
         BLOCK=plan["block"], STAGES=plan["stages"], WINDOW=spec.window, SINKS=spec.sinks, LSE=spec.lse,
         HALF=spec.kv == "e4m3", BULK=bulk, PAIRS=by_pairs(plan), PDL=pdl, EARLY=plan.get("early", True),
-        num_warps=plan["warps"],
-        **merge_plan(slices, spec.q_len * spec.q_heads // spec.kv_heads, spec.head_dim, plan["warps"]),
-        **pdl_launch(pdl),
+        num_warps=plan["warps"], **merge, **pdl_launch(pdl),
     )  # fmt: skip
 
 
@@ -445,9 +456,12 @@ def attn_decode_fused(
 ) -> None:  # fmt: skip
     batch = seq_lens.shape[0]
     plan = choose(plans, batch, max_len or block_table.shape[1] * spec.page, spec)
-    slices, bulk = plan["slices"], bool(plan.get("bulk"))
-    mid, ml, counter = split_workspace(workspace, batch * spec.kv_heads, slices, 16, spec.head_dim)
-    attn_fused_kernel[(slices, spec.kv_heads, batch)](
+    slices, bulk, most = plan["slices"], bool(plan.get("bulk")), plan.get("most", 0)
+    grid = (spec.kv_heads, slices, 1) if most else (slices, spec.kv_heads, batch)
+    merge = merge_plan(most or slices, spec.q_heads // spec.kv_heads, spec.head_dim, plan["warps"])
+    num_counters = batch * spec.kv_heads * num_counted(most or slices, merge)
+    mid, ml, counter = split_workspace(workspace, math.prod(grid), num_counters, 16, spec.head_dim)
+    attn_fused_kernel[grid](
         qkv, k_cache, v_cache, *boxes(k_cache, v_cache, plan["block"], bulk), block_table, seq_lens, cos_sin, out,
         out_scale, mid, ml, counter,
         out_scale if token_scale is None else token_scale, out_scale if channel_scale is None else channel_scale,
@@ -456,8 +470,8 @@ def attn_decode_fused(
         HQ=spec.q_heads, HKV=spec.kv_heads, D=spec.head_dim, PAGE=spec.page, PARTS=spec.parts, SLICES=slices,
         BLOCK=plan["block"], STAGES=plan["stages"], QUANT={"none": 0, "tensor": 2, "group": 3}[spec.quant],
         DEFERRED=spec.deferred, BIASED=spec.biased, NORMED=spec.normed, BULK=bulk, PAIRS=by_pairs(plan), PDL=pdl,
-        num_warps=plan["warps"],
-        **merge_plan(slices, spec.q_heads // spec.kv_heads, spec.head_dim, plan["warps"]), **pdl_launch(pdl),
+        MOST=most, LEAST=plan.get("least", 1), SEQS=max(16, triton.next_power_of_2(batch)),
+        num_warps=plan["warps"], **merge, **pdl_launch(pdl),
     )  # fmt: skip
 
 
@@ -496,7 +510,7 @@ def slice_plan(pairs: int, max_len: int, spec: AttnSpec | FusedAttnSpec) -> Plan
     `pairs`: of a sequence and a KV head.
     """
     if isinstance(spec, FusedAttnSpec):
-        return e4m3_plan(pairs, max_len, spec)
+        return shared_plan(pairs, max_len, spec) or e4m3_plan(pairs, max_len, spec)
     if streams(spec):
         return stream_plan(pairs, max_len, spec)
     is_narrow, is_e4m3 = query_rows(spec) == 16, spec.kv == "e4m3"
@@ -510,6 +524,21 @@ def slice_plan(pairs: int, max_len: int, spec: AttnSpec | FusedAttnSpec) -> Plan
     if is_narrow and is_e4m3:
         return dict(common, slices=slices, stages=4, warps=4 if pairs < 64 else 1 if slices == 1 else 2)
     return dict(common, slices=slices, stages=3, warps=4)
+
+
+def shared_plan(pairs: int, max_len: int, spec: FusedAttnSpec) -> Plan | None:
+    """For long contexts the slices that just fill the card, two a sequence or more, shared out by length (`turn`).
+
+    CTAs of one warp by bulk copies, eight to each of 132 multiprocessors, which hide each other's waits. Two buffers of
+    32 keys: with more, fewer CTAs would fit. Of 64 slices a sequence at most, so few pairs that they would not fill the
+    card have more of their own. 16 x 1k to 16k, 41 us where as many slices each take 47; one of 16k among 15 of 1k, 23
+    and 78 (fused, H200).
+    """
+    batch, full = pairs // spec.kv_heads, 8 * 132
+    if max_len < 64 * spec.page or batch == 1 or not 16 <= pairs <= full // 2:
+        return None
+    slices = min(full // spec.kv_heads, 64 * batch)
+    return dict(slices=slices, most=min(64, slices), least=256, block=min(32, spec.page), stages=3, warps=1, bulk=True)
 
 
 def e4m3_plan(pairs: int, max_len: int, spec: AttnSpec | FusedAttnSpec) -> Plan:
@@ -546,13 +575,17 @@ def merge_plan(slices: int, live: int, head_dim: int, warps: int) -> dict[str, i
     return dict(GROUP=group, PAD=pad, CHUNK=max(1, min(group, 4096 * warps // (pad * head_dim))))
 
 
+def num_counted(slices: int, merge: dict[str, int]) -> int:
+    """Counters of a sequence and KV head: one for each group, and one for the groups."""
+    return triton.cdiv(slices, merge["GROUP"]) + 1 if slices > 1 else 0
+
+
 def split_workspace(
-    workspace: Tensor, pairs: int, slices: int, rows: int, head_dim: int
+    workspace: Tensor, num_states: int, num_counters: int, rows: int, head_dim: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Counters first, at a place that no plan moves, since they must stay zero between launches of different plans."""
     counter, rest = workspace[:COUNTERS_NBYTES].view(torch.int32), workspace[COUNTERS_NBYTES:].view(torch.float32)
-    groups = triton.cdiv(slices, merge_plan(slices, 1, head_dim, 1)["GROUP"])
-    states = pairs * (slices + groups) * rows
-    enough = pairs * (groups + 1) <= counter.numel() and states * (head_dim + 2) <= rest.numel()
-    assert slices == 1 or enough, "workspace too small"
-    return rest[: states * head_dim], rest[states * head_dim : states * (head_dim + 2)], counter
+    split = num_states * rows * head_dim
+    end = split + num_states * rows * 2
+    assert num_counters <= counter.numel() and end <= rest.numel(), "workspace too small"
+    return rest[:split], rest[split:end], counter

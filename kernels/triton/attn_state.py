@@ -10,12 +10,36 @@ from kernels.triton.common import INTERPRETED, LN2, LOG2E
 
 
 @triton.jit
-def share(slice_id, first, length, BLOCK: tl.constexpr, SLICES: tl.constexpr):
+def share(slice_id, first, length, BLOCK: tl.constexpr, slices):
     """The keys lo..hi of one slice: whole blocks, shared out evenly. The slice with the last key has lo < length == hi;
     where there are fewer blocks than slices, some have lo >= hi."""
     blocks = tl.cdiv(length - first, BLOCK)
-    lo = first + tl.cdiv(slice_id * blocks, SLICES) * BLOCK
-    return lo, tl.minimum(first + tl.cdiv((slice_id + 1) * blocks, SLICES) * BLOCK, length)
+    lo = first + tl.cdiv(slice_id * blocks, slices) * BLOCK
+    return lo, tl.minimum(first + tl.cdiv((slice_id + 1) * blocks, slices) * BLOCK, length)
+
+
+@triton.jit
+def turn(place, len_ptr, num_seqs, SLICES: tl.constexpr, MOST: tl.constexpr, LEAST: tl.constexpr, SEQS: tl.constexpr):
+    """What the CTA at `place` reads where sequences have SLICES together, of about as many keys each: the sequence,
+    which of its slices, how many it has, and the place of the first. Each has one at least and MOST at most, none of
+    less than LEAST keys but for its end. Behind the last place, which is SLICES at most, the sequence is num_seqs or
+    more. num_seqs <= SLICES; SEQS: a power of 2 from num_seqs on.
+    """
+    j = tl.arange(0, SEQS)
+    lengths = tl.load(len_ptr + j, mask=j < num_seqs, other=0)
+    total = tl.sum(lengths, 0)
+    # The fewest keys to a slice with which there are not too many slices: between these two, found to a sixteenth.
+    few, many = tl.cdiv(total, SLICES), tl.cdiv(total, SLICES - num_seqs + 1)
+    for _ in tl.static_range(4):
+        middle = (few + many) // 2
+        fits = tl.sum(tl.cdiv(lengths, middle), 0) <= SLICES
+        few, many = tl.where(fits, few, middle), tl.where(fits, middle, many)
+    slices = tl.minimum(tl.cdiv(lengths, tl.maximum(many, LEAST)), MOST)
+    ends = tl.cumsum(slices, 0)
+    seq = tl.sum((ends <= place).to(tl.int32), 0)
+    count = tl.sum(tl.where(j == seq, slices, 0), 0)
+    first = tl.sum(tl.where(j == seq, ends, 0), 0) - count
+    return seq, place - first, count, first
 
 
 @triton.jit
@@ -77,14 +101,14 @@ def publish(mid_ptr, ml_ptr, at, m, den, acc, row, live, ROWS: tl.constexpr, D: 
 def merge_states(
     mid_ptr, ml_ptr, first, count,
     ROWS: tl.constexpr, LIVE: tl.constexpr, PAD: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr,
-    CHUNK: tl.constexpr,
+    CHUNK: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
-    """The published states first..first + count (at most WIDTH) as one, PAD rows high. CHUNK states are loaded at once,
-    as many as the registers hold: what a merge costs is the number of times it waits for memory."""
+    """`count` published states (at most WIDTH), each STEP behind the one before, as one, PAD rows high. CHUNK of them
+    are loaded at once, as many as the registers hold: what a merge costs is the number of times it waits for memory."""
     r = tl.arange(0, PAD)
     d = tl.arange(0, D)
     j = tl.arange(0, WIDTH)
-    row_of = (first + j)[:, None] * 2 * ROWS + r[None, :]
+    row_of = (first + j * STEP)[:, None] * 2 * ROWS + r[None, :]
     there = (j < count)[:, None] & (r < LIVE)[None, :]
     # .cg: other multiprocessors wrote these, and this one's L1 may hold what was there before
     m_j = tl.load(ml_ptr + row_of, mask=there, other=-1.0e30, cache_modifier=".cg")
@@ -96,9 +120,9 @@ def merge_states(
         i = start + tl.arange(0, CHUNK)
         some = (i < count)[:, None] & (r < LIVE)[None, :]
         m_i = tl.load(
-            ml_ptr + (first + i)[:, None] * 2 * ROWS + r[None, :], mask=some, other=-1.0e30, cache_modifier=".cg"
+            ml_ptr + (first + i * STEP)[:, None] * 2 * ROWS + r[None, :], mask=some, other=-1.0e30, cache_modifier=".cg"
         )
-        at = ((first + i)[:, None] * ROWS + r[None, :])[:, :, None] * D + d[None, None, :]
+        at = ((first + i * STEP)[:, None] * ROWS + r[None, :])[:, :, None] * D + d[None, None, :]
         part = tl.load(mid_ptr + at, mask=some[:, :, None], other=0.0, cache_modifier=".cg")
         acc += tl.sum(part * tl.exp2(m_i - m[None, :])[:, :, None], 0)
     return m, den, acc

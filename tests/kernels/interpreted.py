@@ -24,6 +24,7 @@ ONE_SLICE = s.AttnSpec(6, 2, 64, page=32, sinks=True, lse=True)
 LARGE_PAGES = s.AttnSpec(4, 2, 32, page=256)
 WIDE, FULL = s.AttnSpec(4, 2, 32, page=32), s.AttnSpec(8, 4, 32, page=32)  # FULL: so many tiles that none is shared out
 FUSED_BULK = s.FusedAttnSpec(6, 2, 32, page=32)
+FUSED_SHARED = s.FusedAttnSpec(6, 2, 32, page=32, parts=2)
 TUNED = {
     f"attn_decode/triton|{BULK.key()}": {256: dict(slices=2, block=64, stages=2, warps=1, bulk=True)},
     f"attn_decode/triton|{HALF_PAGES.key()}": {256: dict(slices=20, block=32, stages=2, warps=1, bulk=True)},
@@ -35,6 +36,9 @@ TUNED = {
     f"attn_prefill/triton|{LARGE_PAGES.key()}": {512: dict(bm=64, block=32, stages=2, warps=4)},
     f"attn_prefill/triton|{FULL.key()}": {512: dict(bm=16, block=32, stages=2, warps=4)},
     f"attn_decode_fused/triton|{FUSED_BULK.key()}": {256: dict(slices=2, block=32, stages=2, warps=1, bulk=True)},
+    f"attn_decode_fused/triton|{FUSED_SHARED.key()}": {
+        256: dict(slices=24, most=20, least=32, block=32, stages=2, warps=1, bulk=True)
+    },
 }
 INTERPRETED = ("triton", "triton_skinny")
 
@@ -128,6 +132,8 @@ def suite() -> list[c.Case]:
         c.attn_case(s.AttnSpec(16, 2, 32, page=64, sinks=True), [1, 64, 65, 128, 500], 1),
         c.attn_case(s.AttnSpec(2, 1, 64, page=16, sinks=True, lse=True), [2000], 1),
         c.fused_attn_case(FUSED_BULK, [1, 32, 33, 100], 1),
+        c.fused_attn_case(FUSED_SHARED, [1, 32, 33, 1300, 100], 1),
+        c.fused_attn_case(FUSED_SHARED, [90] * 17, 1),
         c.mla_case(s.MLASpec(20, 64, 32, page=16), [(1, 37), (3, 5)]),
         c.move_case("kv_pack", s.MoveSpec(4, 4096, checksum=True), 3, 8),
         c.move_case("kv_pack", s.MoveSpec(4, 4096, checksum=True), 3, 8, offset=4096),

@@ -84,3 +84,18 @@ def test_experts_are_sorted_the_same_whether_counted_in_the_sort_or_before(sorts
         got_order, got_tiles = found["together"]
         assert got_order == order + [-7] * (len(got_order) - len(order))  # what nobody has is left alone
         assert got_tiles == tiles + [-1] * (len(got_tiles) - len(tiles) - 1) + [len(tiles)]
+
+
+def test_slices_are_shared_out_by_length_each_once_and_none_much_longer_than_need_be():
+    for found in child("tests.kernels.interpreted_turns"):
+        lengths, slices = found["lengths"], {}
+        for place, (seq, slice_id, count, first) in enumerate(found["turns"]):
+            if seq < len(lengths):
+                assert first + slice_id == place
+                slices.setdefault(seq, (count, []))[1].append(slice_id)
+        assert sorted(slices) == list(range(len(lengths)))
+        assert all(places == list(range(count)) for count, places in slices.values())
+        fewest = sum(lengths) / (132 - len(lengths) + 1)  # keys to a slice with which there are surely enough
+        for length, (count, _) in zip(lengths, (slices[i] for i in range(len(lengths))), strict=True):
+            assert 1 <= count <= min(64, -(-length // 256))
+            assert count == 64 or length / count <= max(fewest, 256) + 1

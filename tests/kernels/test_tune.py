@@ -72,7 +72,7 @@ def takes_plans(spec, *, plans):
     return spec, plans.cc, plans.pick(8, {})
 
 
-CUT = [LLAMA, OSS, AttnSpec(64, 8, 64, window=128), AttnSpec(32, 8, 128, kv="bf16"), FusedAttnSpec(64, 8, 128)]
+CUT = [LLAMA, OSS, AttnSpec(64, 8, 64, window=128), AttnSpec(32, 8, 128, kv="bf16")]
 
 
 @given(st.integers(1, 2048), st.integers(1, 1 << 20), st.sampled_from(CUT))
@@ -81,11 +81,24 @@ def test_slices_cover_long_contexts_and_fit_the_workspace(pairs, max_len, spec):
     blocks = -(-max_len // spec.page)
     assert 1 <= plan["slices"] <= max(1, blocks)
     merge = attn_decode.merge_plan(plan["slices"], 4, spec.head_dim, plan["warps"])
-    groups = -(-plan["slices"] // merge["GROUP"])
-    assert groups <= merge["GROUP"], "two levels are enough"
+    assert -(-plan["slices"] // merge["GROUP"]) <= merge["GROUP"], "two levels are enough"
     if plan["slices"] > 1:
-        assert pairs * (groups + 1) * 4 <= COUNTERS_NBYTES
-        assert pairs * (plan["slices"] + groups) <= MAX_STATES
+        assert pairs * attn_decode.num_counted(plan["slices"], merge) * 4 <= COUNTERS_NBYTES
+        assert pairs * plan["slices"] <= MAX_STATES
+
+
+@given(st.integers(1, 600), st.sampled_from([1, 2, 4, 8, 16]), st.integers(1, 1 << 20))
+def test_of_slices_that_sequences_share_there_are_two_for_each_and_they_fit_the_workspace(batch, heads, max_len):
+    spec = FusedAttnSpec(4 * heads, heads, 128)
+    plan = attn_decode.slice_plan(batch * heads, max_len, spec)
+    most = plan.get("most", plan["slices"])
+    merge = attn_decode.merge_plan(most, 4, spec.head_dim, plan["warps"])
+    assert -(-most // merge["GROUP"]) <= merge["GROUP"], "two levels are enough"
+    if "most" in plan:
+        assert 1 < batch <= plan["slices"] // 2 and plan["slices"] * heads <= 8 * 132
+        assert batch * heads * attn_decode.num_counted(most, merge) * 4 <= COUNTERS_NBYTES
+    elif plan["slices"] > 1:
+        assert batch * heads * plan["slices"] <= MAX_STATES
 
 
 @pytest.mark.parametrize(
@@ -102,7 +115,7 @@ def test_the_measured_shapes_get_the_plan_that_was_measured(spec, batch, context
     ("spec", "context", "slices", "bulk"),
     [(AttnSpec(64, 8, 64, window=128), 8192, 3, False), (AttnSpec(64, 8, 64, q_len=2), 8192, 8, True),
      (AttnSpec(128, 8, 64), 8192, 8, True), (AttnSpec(32, 8, 128, kv="bf16"), 8192, 4, False),
-     (FusedAttnSpec(32, 8, 128), 8192, 8, True), (FusedAttnSpec(64, 8, 128), 1024, 8, False)],
+     (FusedAttnSpec(32, 8, 128), 8192, 132, True), (FusedAttnSpec(64, 8, 128), 1024, 8, False)],
 )  # fmt: skip
 def test_what_cannot_stream_keeps_its_plan(spec, context, slices, bulk):
     plan = attn_decode.slice_plan(128, context, spec)
@@ -136,10 +149,12 @@ def test_a_workspace_of_the_stated_size_holds_every_plan(batch):
     workspace = torch.empty(nbytes, dtype=torch.uint8)
     for context in (64, 1088, 8192, 131072):
         plan = attn_decode.slice_plan(batch * 8, context, LLAMA)
-        mid, ml, counter = attn_decode.split_workspace(workspace, batch * 8, plan["slices"], 16, 128)
+        mid, ml, counter = attn_decode.split_workspace(workspace, batch * 8 * plan["slices"], batch * 8, 16, 128)
         assert mid.numel() == ml.numel() * 64 and counter.numel() == COUNTERS_NBYTES // 4
     with pytest.raises(AssertionError, match="workspace too small"):
-        attn_decode.split_workspace(workspace[: 64 << 10], 512, 2, 16, 128)
+        attn_decode.split_workspace(workspace[: 64 << 10], 1024, 0, 16, 128)
+    with pytest.raises(AssertionError, match="workspace too small"):
+        attn_decode.split_workspace(workspace, 1, COUNTERS_NBYTES // 4 + 1, 16, 128)
 
 
 SKINNY = [
