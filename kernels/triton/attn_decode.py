@@ -531,11 +531,12 @@ def shared_plan(pairs: int, max_len: int, spec: FusedAttnSpec) -> Plan | None:
 
     CTAs of one warp by bulk copies, eight to each of 132 multiprocessors, which hide each other's waits. Two buffers of
     32 keys: with more, fewer CTAs would fit. Of 64 slices a sequence at most, so few pairs that they would not fill the
-    card have more of their own. 16 x 1k to 16k, 41 us where as many slices each take 47; one of 16k among 15 of 1k, 23
-    and 78 (fused, H200).
+    card have more of their own. So have few sequences: of 2 and 4 x 8k it was 3 us in 20 and 28, but then a pair's gaps
+    had a longer tail, which may be for want of room beside the CTAs for what checks pages that land. 16 x 1k to 16k, 41
+    us where as many slices each take 47; one of 16k among 15 of 1k, 23 and 78 (fused, H200).
     """
     batch, full = pairs // spec.kv_heads, 8 * 132
-    if max_len < 64 * spec.page or batch == 1 or not 16 <= pairs <= full // 2:
+    if max_len < 64 * spec.page or batch <= 4 or not 16 <= pairs <= full // 2:
         return None
     slices = min(full // spec.kv_heads, 64 * batch)
     return dict(slices=slices, most=min(64, slices), least=256, block=min(32, spec.page), stages=3, warps=1, bulk=True)
