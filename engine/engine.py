@@ -18,6 +18,7 @@ from collections import Counter
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import replace
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -341,9 +342,20 @@ class Engine:
 
     def _may_run_ahead(self, flight: Flight) -> bool:
         """Nothing of the next batch depends on which tokens this one draws. Each running sequence may need a block: if
-        that took a preemption, a sequence would be computed again whose last token is not known.
+        that took a preemption, a sequence would be computed again whose last token is not known. Nor do tokens of
+        answers wait until a batch is launched that takes the host longer than they take the device.
         """
-        return flight.computed.drawn is not None and self._pool.num_available >= len(self._scheduler.running)
+        if flight.computed.drawn is None or self._pool.num_available < len(self._scheduler.running):
+            return False
+        return not (any(piece.is_decode for piece in flight.pieces) and self._may_be_long())
+
+    def _may_be_long(self) -> bool:
+        """The next batch beside answers, to launch: by the rows of prompts that there are."""
+        quick = self.runner.quick_rows
+        if self.max_mixed_tokens <= quick:
+            return False
+        prompts = (s for s in (*self._scheduler.running, *self._scheduler.waiting) if not s.is_decoding)
+        return any(num_rows > quick for num_rows in accumulate(len(s.tokens) - s.num_computed for s in prompts))
 
     def _expect(self, flight: Flight) -> None:
         """Each sequence of the flight is one token longer. Those that go no further here sit the next batch out."""

@@ -55,9 +55,16 @@ def ignore() -> None:
 
 
 class Runner(Protocol):
-    """`early_planes`: so many of the cache's are filled a while before a batch ends; 0 if all come at once."""
+    """`early_planes`: so many of the cache's are filled a while before a batch ends; 0 if all come at once.
+    `quick_rows`: a batch of more takes the host several times as long to launch.
+    """
 
     early_planes: int
+
+    @property
+    def quick_rows(self) -> int:
+        """Constant once a model is loaded."""
+        ...
 
     def forward(self, pieces: SequenceOf[Piece], written: Written = unheard) -> Computed:
         """Writes K and V; running it again, as after an error, writes the same. `written` is called when the early
@@ -90,7 +97,7 @@ class Runner(Protocol):
 
 
 class CpuRunner:
-    early_planes = 0
+    early_planes = quick_rows = 0
 
     def __init__(self, model: Decoder, cache: KVCache) -> None:
         self._model, self._cache = model, cache

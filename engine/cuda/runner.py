@@ -57,6 +57,10 @@ class DeviceRunner:
         self._tables: tuple[int, list[tuple[array[int], int]]] = (0, [])
         self._prepared: Prepared | None = None
 
+    @property
+    def quick_rows(self) -> int:
+        return self.launcher.chunks.sizes[0]  # more are launched op by op, not as what was captured
+
     def forward(self, pieces: SequenceOf[Piece], written: Written = unheard) -> Computed:
         sampling = [piece.sequence for piece in pieces if piece.samples]
         return self._run(pieces, sampling, not any(self._sampler.adjusts(sequence) for sequence in sampling), written)
