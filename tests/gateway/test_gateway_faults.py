@@ -84,6 +84,21 @@ async def test_after_token_0_decode_is_given_time_to_tell_what_it_has(checkpoint
         assert rig.front.dispatch.num_losses == 1  # however often it was looked for since
 
 
+async def test_an_answer_of_which_decode_told_in_that_time_stays_there(checkpoint, monkeypatch):
+    prefill, decode = workers = pair(period_s=3600.0)
+    async with gateway(checkpoint, workers) as rig, rig.client() as client:
+        asking = asyncio.create_task(client.post("/v1/completions", json=ASK))
+        await rig.until(lambda: decode.jobs and rig.front.dispatch.num_answering == 1)
+        await prefill.stop()
+        await rig.until(lambda: rig.front.dispatch.num_losses == 1)
+        decode.publish(GATEWAY, [_tokens(decode, 1)])
+        await rig.until(lambda: _decoders(rig) == [decode.worker_id])
+        [live] = rig.front.dispatch._live.values()
+        rig.front.dispatch._move_undecoded(live, live.route)  # its time is over
+        assert live.is_orphaned and not live.is_moving and live.num_replays == 0
+        asking.cancel()
+
+
 @pytest.mark.parametrize("is_heard_again", [False, True])
 async def test_what_prefill_decodes_itself_is_lost_with_it(checkpoint, monkeypatch, is_heard_again):
     """Decode had no pages. The tokens that prefill told while nobody heard it are drawn once more."""
