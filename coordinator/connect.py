@@ -1,10 +1,16 @@
-"""From a URL to a store."""
+"""From a URL to a store, and to its first answer."""
 
-from contracts.errors import ConfigError
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+
+from contracts.errors import ConfigError, RegistryError
 from coordinator.memory_store import MemoryStore
 from coordinator.redis_store import Observer, RedisStore, unobserved
 from coordinator.settings import SCHEMES
 from coordinator.store import Store
+
+START_PATIENCE_S, START_RETRY_S = 3.0, 0.2
 
 
 def connect(redis_url: str, pool: str, observe: Observer = unobserved) -> Store:
@@ -19,3 +25,17 @@ def connect(redis_url: str, pool: str, observe: Observer = unobserved) -> Store:
     if not pool or any(mark in pool for mark in "{}"):
         raise ConfigError(f"pool is '{pool}'; it must be a name without braces")
     return RedisStore(redis_url, pool, observe=observe)
+
+
+async def patiently(call: Callable[[], Awaitable[None]]) -> None:
+    """A call to a store at the start. Redis may be late while all of a system starts at once: nobody's start, nor the
+    model that was loaded meanwhile, should be lost for that. Raises Unavailable, of Redis after `START_PATIENCE_S`.
+    """
+    deadline_s = time.monotonic() + START_PATIENCE_S
+    while True:
+        try:
+            return await call()
+        except RegistryError:
+            if time.monotonic() >= deadline_s:
+                raise
+        await asyncio.sleep(START_RETRY_S)

@@ -4,7 +4,7 @@ import asyncio
 
 from contracts.collector import settle
 from contracts.process import listen
-from coordinator.connect import connect
+from coordinator.connect import connect, patiently
 from coordinator.metrics import RedisTimes
 from coordinator.service import make_app
 from coordinator.settings import CoordinatorSettings
@@ -23,7 +23,7 @@ async def _run(settings: CoordinatorSettings) -> int:
     store = connect(settings.redis_url, settings.pool, times.observe)
     listener = listen(settings.host, settings.port)
     try:
-        await store.ping()
+        await patiently(store.ping)
         async with serving(make_app(store, settings.secret.get_secret_value(), times), listener) as task:
             settle()
             announce(settings.host, listener, settings.ready_file)

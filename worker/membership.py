@@ -3,12 +3,11 @@
 import asyncio
 import contextlib
 import logging
-import time
-from collections.abc import Awaitable, Callable
 from functools import partial
 
-from contracts.errors import RegistryError, Unavailable
+from contracts.errors import Unavailable
 from contracts.ids import Epoch, RequestId
+from coordinator.connect import patiently
 from coordinator.states import State
 from coordinator.store import Move, Store
 from service.outage import Outage
@@ -18,7 +17,6 @@ log = logging.getLogger(__name__)
 
 BEAT_PERIOD_S = 1.0
 MOVES_PERIOD_S = 0.1
-START_PATIENCE_S, START_RETRY_S = 3.0, 0.2
 MAX_MOVES = 10_000  # what may pile up while Redis is away; the oldest are of no use by then
 
 
@@ -86,20 +84,6 @@ class Membership:
                 except Unavailable as error:
                     outage.failed(f"moves of requests are not told to the registry yet: {error}")
                     self._moves = [*moves, *self._moves][-MAX_MOVES:]
-
-
-async def patiently(call: Callable[[], Awaitable[None]]) -> None:
-    """Redis may be late while all of a system starts at once, and a model was loaded meanwhile. Raises Unavailable, of
-    Redis after `START_PATIENCE_S`.
-    """
-    deadline_s = time.monotonic() + START_PATIENCE_S
-    while True:
-        try:
-            return await call()
-        except RegistryError:
-            if time.monotonic() >= deadline_s:
-                raise
-        await asyncio.sleep(START_RETRY_S)
 
 
 def to_moves(moves: list[tuple[RequestId, Epoch, str]]) -> list[Move]:

@@ -12,7 +12,7 @@ from contracts.errors import ConfigError, Unavailable
 from contracts.ids import Incarnation, WorkerId
 from contracts.node import NodeInfo, Role
 from contracts.process import http_url, write_ready_file
-from coordinator.connect import connect
+from coordinator.connect import connect, patiently
 from coordinator.store import Store
 from core.messages import CoreFrame, CoreReady, GatewayGone
 from service.release import release
@@ -20,7 +20,7 @@ from service.server import serving
 from service.settings import flag_and_variable
 from worker.drain import drain
 from worker.front import FrontState, make_app
-from worker.membership import Membership, patiently, to_moves
+from worker.membership import Membership, to_moves
 from worker.process import CoreProcess
 from worker.settings import WorkerSettings
 from worker.streams import EventStreams

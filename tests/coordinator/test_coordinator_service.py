@@ -15,15 +15,18 @@ import httpx
 import pytest
 import redis
 from prometheus_client.parser import text_string_to_metric_families
+from pydantic import SecretStr
 
-from contracts.errors import ConfigError, Unavailable
+from contracts.errors import ConfigError, RegistryError, Unavailable
 from contracts.ids import Epoch, RequestId
+from coordinator import main
 from coordinator.memory_store import MemoryStore
 from coordinator.metrics import RedisTimes
 from coordinator.reaper import Reaper
 from coordinator.redis_server import RedisServer, find_bundled, find_server
 from coordinator.redis_store import RedisStore
 from coordinator.service import make_app
+from coordinator.settings import CoordinatorSettings
 from coordinator.store import Store
 from tests.coordinator.coordinator_rig import ask, fresh_pool, pair
 from tests.waiting import async_until, is_gone, until
@@ -216,6 +219,26 @@ def test_what_is_wrong_is_one_line(options: list[str], secret: str, words: str):
     said, _ = process.communicate(timeout=30)
     assert process.returncode == 1
     assert said.startswith("tandem coordinator: ") and words in said and said.count("\n") == 1
+
+
+async def test_a_redis_that_is_late_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    class LateStore(MemoryStore):
+        num_late = 3
+
+        async def ping(self) -> None:
+            self.num_late -= 1
+            if self.num_late >= 0:
+                raise RegistryError("Redis does not answer at redis://r", "does not answer")
+
+    store, ready_file = LateStore(), tmp_path / "ready"
+    monkeypatch.setattr(main, "connect", lambda *_: store)
+    monkeypatch.setattr("coordinator.connect.START_RETRY_S", 0.001)
+    settings = CoordinatorSettings.model_validate({"secret": SecretStr("s"), "ready_file": ready_file})
+    running = asyncio.create_task(main._run(settings))
+    await async_until(lambda: ready_file.exists() or running.done())
+    assert not running.done() and store.num_late == -1
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

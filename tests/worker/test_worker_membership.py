@@ -58,11 +58,11 @@ class LateStore(MemoryStore):
 
 
 async def test_a_registry_that_is_late_is_waited_for_at_the_start_and_not_for_long(monkeypatch):
-    monkeypatch.setattr(membership, "START_RETRY_S", 0.001)
+    monkeypatch.setattr("coordinator.connect.START_RETRY_S", 0.001)
     member = Membership(LateStore(num_late=3), make_state())
     await member.start()
     await member.stop()
-    monkeypatch.setattr(membership, "START_PATIENCE_S", 0.01)
+    monkeypatch.setattr("coordinator.connect.START_PATIENCE_S", 0.01)
     with pytest.raises(RegistryError):
         await Membership(LateStore(num_late=math.inf), make_state()).start()
 
