@@ -253,9 +253,9 @@ def _rope_scaling(scaling: dict[str, Any], stated: int, source: str) -> RopeScal
     found = {name: scaling[name] for name in ("factor", *_LLAMA3_BANDS, "original_max_position_embeddings")}
     _require_amounts(found, source)
     low, high = (found[name] for name in _LLAMA3_BANDS)
-    if low >= high:
+    if low > high:  # Llama 4 Scout has both at 1
         raise ConfigError(
-            f"{source}/config.json: low_freq_factor is {low}; less than high_freq_factor, {high}, is expected"
+            f"{source}/config.json: low_freq_factor is {low}; no more than high_freq_factor, {high}, is expected"
         )
     return RopeScaling(*found.values())
 

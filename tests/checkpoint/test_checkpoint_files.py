@@ -396,7 +396,7 @@ def test_a_shard_that_is_not_there_is_named(folder):
         ({"sliding_window": "a"}, "a value of the wrong kind"),
         ({"rope_scaling": LLAMA3 | {"factor": "8"}}, "factor of its rope scaling is '8'; a number above 0"),
         ({"rope_scaling": LLAMA3 | {"low_freq_factor": None}}, "low_freq_factor of its rope scaling is None; a number"),
-        ({"rope_scaling": LLAMA3 | {"low_freq_factor": 4.0}}, "low_freq_factor is 4.0; less than high_freq_factor"),
+        ({"rope_scaling": LLAMA3 | {"low_freq_factor": 5.0}}, "low_freq_factor is 5.0; no more than high_freq_factor"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": "a"}}, "factor of its rope scaling is 'a'; a number above 0"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": math.inf}}, "factor of its rope scaling is inf; a number"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 4, "beta_fast": -1}}, "beta_fast of its rope scaling is -1;"),
