@@ -90,7 +90,8 @@ async def test_the_metrics_count_what_was_done(worker: RunningWorker) -> None:
     assert grown.pop("tandem_worker_jobs_taken_total") == 3
     assert grown.pop("tandem_worker_cancels_taken_total") == 1
     assert grown.pop("tandem_worker_local_requests_total") == 3
-    assert set(grown) <= {"tandem_worker_cached_blocks"}
+    others = {name for name in grown if "_collection" not in name}  # of garbage, at any time
+    assert others <= {"tandem_worker_cached_blocks"}
 
 
 def test_the_names_that_dashboards_use_are_there(worker: RunningWorker) -> None:
