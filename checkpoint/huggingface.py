@@ -274,8 +274,8 @@ def _yarn(scaling: dict[str, Any], stated: int, source: str) -> YarnScaling:
         scaling.get("attention_factor") or 0.1 * math.log(max(factor, 1.0)) + 1.0,
         scaling.get("truncate", True),
     )
-    _require_amounts({"original_max_position_embeddings": found.original_max_position}, source)
-    _require_amounts({name: getattr(found, name) for name in ("beta_fast", "beta_slow", "attention_factor")}, source)
+    named = {name: getattr(found, name) for name in ("beta_fast", "beta_slow", "attention_factor")}
+    _require_amounts({"original_max_position_embeddings": found.original_max_position, **named}, source)
     return found
 
 

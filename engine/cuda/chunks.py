@@ -33,6 +33,11 @@ class Chunks:
         """Numbers of rows."""
         return self._buckets[::-1]
 
+    @property
+    def most_rows(self) -> int:
+        """More are launched op by op."""
+        return self._buckets[-1]
+
     @torch.inference_mode()
     def hold(self, record: Record, sizes: SequenceOf[int]) -> None:
         layers = range(self._model.num_layers)
@@ -61,7 +66,7 @@ class Chunks:
     @torch.inference_mode()
     def advance(self, count: int) -> Advance | None:
         """Transformer.advance for the first `count` rows by what is held; None if nothing is for as many."""
-        if not self._held or count > self._buckets[-1]:
+        if not self._held or count > self.most_rows:
             return None
         bucket = bucket_for(self._buckets, count)
         self._rows.pad(count, bucket)

@@ -59,7 +59,7 @@ class DeviceRunner:
 
     @property
     def quick_rows(self) -> int:
-        return self.launcher.chunks.sizes[0]  # more are launched op by op, not as what was captured
+        return self.launcher.chunks.most_rows
 
     def forward(self, pieces: SequenceOf[Piece], written: Written = unheard) -> Computed:
         sampling = [piece.sequence for piece in pieces if piece.samples]
