@@ -29,7 +29,7 @@ import aiohttp
 import torch
 
 from bench.accounts import gpu_names
-from bench.client import Answer, ask, random_prompt, session
+from bench.client import Answer, ask, body_of, random_prompt, session
 from bench.result import Row, write_result
 from bench.services import Services
 from bench.system import get_json, is_ready, model_of
@@ -127,6 +127,9 @@ class Question:
     max_tokens: int
     answer: str
 
+    def body(self, model: str) -> bytes:
+        return body_of(model, self.prompt, self.max_tokens)
+
 
 async def run(services: Services, args: argparse.Namespace) -> Toll:
     toll, rng = Toll(), random.Random(args.seed)
@@ -165,7 +168,8 @@ async def calm(http: aiohttp.ClientSession, services: Services, rng: random.Rand
     model, questions = model_of(services.url), []
     for num_tokens in PROMPTS * 3:
         prompt, max_tokens = random_prompt(num_tokens, rng, vocabulary=256), rng.choice(ANSWERS)
-        first, second = [await ask(http, services.url, model, prompt, max_tokens) for _ in range(2)]
+        body = body_of(model, prompt, max_tokens)
+        first, second = [await ask(http, services.url, body, max_tokens) for _ in range(2)]
         if first.reason or second.reason or first.text != second.text:
             raise RuntimeError(f"without any fault: {first.error or first.text!r}, {second.error or second.text!r}")
         questions.append(Question(prompt, max_tokens, first.text))
@@ -187,7 +191,7 @@ async def client(
         question = rng.choice(questions)
         leave_after = rng.randrange(1, 5) if rng.random() < 1 / 6 else None
         toll.num_asking += 1
-        answer = await ask(http, services.url, model, question.prompt, question.max_tokens, leave_after)
+        answer = await ask(http, services.url, question.body(model), question.max_tokens, leave_after)
         toll.num_asking -= 1
         has_left = leave_after is not None and answer.num_tokens >= leave_after
         toll.count(answer, question.answer, has_left)
@@ -206,7 +210,7 @@ async def rest(http: aiohttp.ClientSession, services: Services, question: Questi
             break
         await asyncio.sleep(0.5)
     model, until = model_of(services.url), time.monotonic() + REST_TIMEOUT_S
-    while (answer := await ask(http, services.url, model, question.prompt, question.max_tokens)).reason:
+    while (answer := await ask(http, services.url, question.body(model), question.max_tokens)).reason:
         if time.monotonic() > until:
             toll.fault("no answer after rest", answer.error)
             break

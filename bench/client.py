@@ -14,6 +14,7 @@ VOCABULARY = 32_000
 """Token ids below this exist in the vocabulary of every supported family."""
 QUIET_S = 120.0
 MAX_SAID = 200
+_JSON = {"content-type": "application/json"}
 SPARE_EVENTS = 8
 """What a stream may have above one event a token: some servers open or close it with an empty one."""
 
@@ -50,28 +51,33 @@ def random_prompt(num_tokens: int, rng: random.Random, vocabulary: int = VOCABUL
     return rng.choices(range(min(10, vocabulary - 1), vocabulary), k=num_tokens)
 
 
+def body_of(model: str, prompt: list[int], max_tokens: int) -> bytes:
+    """One completion, greedy, of exactly `max_tokens`, streamed."""
+    return json.dumps(
+        {
+            "model": model,
+            "prompt": prompt,
+            "max_tokens": max_tokens,
+            "temperature": 0,
+            "ignore_eos": True,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+    ).encode()
+
+
 async def ask(
     http: aiohttp.ClientSession,
     url: str,
-    model: str,
-    prompt: list[int],
+    body: bytes,
     max_tokens: int,
     leave_after: int | None = None,
     quiet_s: float = QUIET_S,
 ) -> Answer:
-    """Stream one completion, greedy, to exactly `max_tokens`. Whatever the server does is in the answer, and it ends.
+    """Stream the completion `body_of` asks for. Whatever the server does is in the answer, and it ends.
 
     `leave_after`: hang up after so many tokens. `quiet_s`: give up when no token came for so long.
     """
-    body = {
-        "model": model,
-        "prompt": prompt,
-        "max_tokens": max_tokens,
-        "temperature": 0,
-        "ignore_eos": True,
-        "stream": True,
-        "stream_options": {"include_usage": True},
-    }
     answer, start = Answer(), time.perf_counter()
     try:
         await _stream(http, f"{url}/v1/completions", body, _Taker(answer, start, max_tokens, leave_after), quiet_s)
@@ -98,9 +104,9 @@ FAILURES: dict[type[Exception], str] = {
 """The first that fits, since some are kinds of others."""
 
 
-async def _stream(http: aiohttp.ClientSession, url: str, body: dict, taker: "_Taker", quiet_s: float) -> None:
+async def _stream(http: aiohttp.ClientSession, url: str, body: bytes, taker: "_Taker", quiet_s: float) -> None:
     loop = asyncio.get_running_loop()
-    async with asyncio.timeout(quiet_s) as patience, http.post(url, json=body) as response:
+    async with asyncio.timeout(quiet_s) as patience, http.post(url, data=body, headers=_JSON) as response:
         if response.status != 200:
             said = (await response.content.read(MAX_SAID)).decode(errors="replace")
             raise Broken(f"HTTP {response.status}", f"{response.status} {said}", response.status)

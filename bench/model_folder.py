@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, decoders
 
 from bench.random_model import LLAMA_8B, RandomWeights, byte_tokenizer
 from checkpoint.config import ModelConfig
@@ -101,10 +101,13 @@ def config_json(config: ModelConfig) -> dict:
 
 def wide_tokenizer(vocab_size: int) -> Tokenizer:
     """A token for each byte, and words of four letters for the other ids: every token is a text of its own, so that a
-    server has something to send for each.
+    server has something to send for each. For that bytes are shown as the vocabulary writes them: one of several that
+    make a character would be no text, and the gap behind it would be as long as two.
     """
     words = ("Ġ" + "".join(letters) for letters in product(string.ascii_lowercase, repeat=4))
-    return byte_tokenizer(islice(words, vocab_size - 256))
+    tokenizer = byte_tokenizer(islice(words, vocab_size - 256))
+    tokenizer.decoder = decoders.Fuse()
+    return tokenizer
 
 
 def _write_json(file: Path, content: dict) -> None:

@@ -15,7 +15,7 @@ from contextlib import ExitStack
 from itertools import accumulate
 from pathlib import Path
 
-from bench.client import Answer, ask, random_prompt, session
+from bench.client import Answer, ask, body_of, random_prompt, session
 from bench.engine import NUM_DECODED, NUM_STREAMS, decode
 from bench.result import Row, write_result
 from bench.system import System, running
@@ -69,7 +69,8 @@ async def measure(systems: dict[str, System], repeats: int) -> dict[tuple[str, i
         for num_tokens in PROMPT_TOKENS:
             for turn in range(repeats + 1):
                 for name, system in systems.items():
-                    answer = await ask(http, system.url, system.model(), random_prompt(num_tokens, rng), MAX_TOKENS)
+                    body = body_of(system.model(), random_prompt(num_tokens, rng), MAX_TOKENS)
+                    answer = await ask(http, system.url, body, MAX_TOKENS)
                     if answer.error:
                         raise RuntimeError(f"{name}, {num_tokens} tokens: {answer.error}")
                     print(f"{name}, {num_tokens} tokens: TTFT {answer.ttft_s * 1e3:.1f} ms", flush=True)
@@ -92,8 +93,9 @@ async def measure_rates(engine: Engine, systems: dict[str, System], repeats: int
             for turn in range(repeats + 1):
                 found = {"engine": decode(engine, num_streams)}
                 for name, system in systems.items():
-                    prompts = [random_prompt(64, rng) for _ in range(num_streams)]
-                    asked = (ask(http, system.url, system.model(), prompt, NUM_DECODED + 1) for prompt in prompts)
+                    model, most = system.model(), NUM_DECODED + 1
+                    bodies = [body_of(model, random_prompt(64, rng), most) for _ in range(num_streams)]
+                    asked = (ask(http, system.url, body, most) for body in bodies)
                     found[name] = decode_rate(await asyncio.gather(*asked))
                     print(f"{name}, {num_streams} streams: {found[name]:.1f} tokens/s", flush=True)
                 for name, rate in found.items() if turn else ():

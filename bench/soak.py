@@ -19,7 +19,7 @@ import aiohttp
 import psutil
 
 from bench.accounts import memory_rows, pids
-from bench.client import ask, random_prompt, session
+from bench.client import ask, body_of, random_prompt, session
 from bench.result import Row, write_result
 from bench.system import System, get_json, running
 
@@ -95,10 +95,11 @@ async def stream(
     server: tuple[aiohttp.ClientSession, str, str], draw: Draw, until: float, counts: dict[str, int]
 ) -> None:
     """`server`: the client, the gateway's URL, the model."""
+    http, url, model = server
     while time.monotonic() < until:
         max_tokens = draw.max_tokens()
         leave_after = draw.leave_after(max_tokens)
-        answer = await ask(*server, draw.prompt_ids(), max_tokens, leave_after)
+        answer = await ask(http, url, body_of(model, draw.prompt_ids(), max_tokens), max_tokens, leave_after)
         if answer.error.startswith("429"):
             counts["overloaded"] += 1
             await asyncio.sleep(draw.rng.random())

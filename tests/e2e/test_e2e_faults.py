@@ -10,7 +10,7 @@ import httpx
 import openai
 import pytest
 
-from bench.client import Answer, ask, session
+from bench.client import Answer, ask, body_of, session
 from bench.system import System, get_json, running
 from tests.e2e.tiny import save_tiny
 from tests.waiting import is_gone, until
@@ -31,11 +31,11 @@ def is_clean(system: System) -> bool:
 
 def test_clients_that_leave_free_both_workers(tiny):
     async def storm(system: System) -> list[str]:
-        rng = random.Random(1)
+        rng, model = random.Random(1), system.model()
 
         async def one(http, leave_after: int | None) -> str:
-            prompt = [rng.randrange(256) for _ in range(rng.randrange(4, 300))]
-            return (await ask(http, system.url, system.model(), prompt, rng.randrange(2, 60), leave_after)).error
+            prompt, most = [rng.randrange(256) for _ in range(rng.randrange(4, 300))], rng.randrange(2, 60)
+            return (await ask(http, system.url, body_of(model, prompt, most), most, leave_after)).error
 
         async with session() as http:
             return await asyncio.gather(*(one(http, 1 + i % 7 if i % 2 else None) for i in range(80)))
@@ -58,7 +58,7 @@ def test_an_answer_outlives_the_worker_that_had_it(tiny, role, count):
 
     async def lose(system: System) -> tuple[Answer, Answer, dict]:
         async with session() as http:
-            request = (http, system.url, system.model(), [8] * 40, 1900)
+            request = (http, system.url, body_of(system.model(), [8] * 40, 1900), 1900)
             undisturbed = await ask(*request)
             asked = asyncio.create_task(ask(*request))
             await asyncio.to_thread(until, lambda: is_answering(system), SOON_S)
@@ -103,7 +103,8 @@ def serving(system: System, role: str) -> dict:
 def test_more_than_fits_is_429_and_the_rest_is_answered(tiny):
     async def crowd(system: System) -> list[str]:
         async with session() as http:
-            asked = (ask(http, system.url, system.model(), [i % 256] * 200, 50) for i in range(60))
+            bodies = [body_of(system.model(), [i % 256] * 200, 50) for i in range(60)]
+            asked = (ask(http, system.url, body, 50) for body in bodies)
             return [answer.error for answer in await asyncio.gather(*asked)]
 
     with running("--model", tiny, "--dtype", "float32", TANDEM_NUM_THREADS="1", TANDEM_KV_CACHE_MIB="1") as system:
