@@ -151,6 +151,9 @@ def _longest(limits: Limits) -> str:
 
 
 async def _prompts(request: CompletionRequest, prompting: Prompting, limits: Limits) -> list[list[int]]:
+    if ids := prompting.known_ids(request.prompt):
+        _require_room(1, request.n, limits)
+        return [ids]
     given = whole(request.prompt)
     many = given if isinstance(given, list) and not _is_ids(given) else [given]
     if not many or len(many) > MAX_PROMPTS:

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import datetime
 from itertools import accumulate
-from typing import Any, ClassVar, NoReturn, Protocol, TypeVar
+from typing import Annotated, Any, ClassVar, NoReturn, Protocol, TypeVar
 
 import msgspec
 from jinja2 import Template, TemplateError, nodes
@@ -194,6 +194,17 @@ class Prompting:
         """Raises RequestError on an id outside of the vocabulary."""
         if token_ids and not 0 <= max(token_ids) < self.vocab_size:
             raise RequestError(f"{param}: token id {max(token_ids)} is not below {self.vocab_size}", param)
+
+    def known_ids(self, value: Any) -> list[int] | None:
+        """Token ids of the vocabulary; None for whatever else, and for ids that need a closer look, as 1.0 does.
+
+        In one pass: to look at the types and bounds of 8192 ids one after the other held all other answers up by more
+        than a millisecond.
+        """
+        try:
+            return msgspec.convert(value, list[Annotated[int, msgspec.Meta(ge=0, lt=self.vocab_size)]])
+        except msgspec.ValidationError:
+            return None
 
     async def _aside(self, prompts: Sequence[Sized], work: Callable[[], T]) -> T:
         """On a thread if they are long together."""

@@ -183,7 +183,8 @@ def parse(body: bytes, kind: type[Kind]) -> Kind:
 def _json_object(body: bytes) -> dict[str, Any]:
     try:
         fields = msgspec.json.decode(body)
-        msgspec.json.encode(fields)  # a lone surrogate, written as an escape, is no text
+        if b"\\u" in body:
+            msgspec.json.encode(fields)  # a lone surrogate, written as an escape, is no text
     except RecursionError as error:
         raise RequestError("the body is nested too deeply") from error
     except msgspec.ValidationError as error:  # of a number, whose field it does not name
