@@ -57,6 +57,10 @@ _log = logging.getLogger(__name__)
 
 
 _UNWATCHED = Watcher()
+MAX_LATE_BLOCKS = 16
+"""So many blocks of a prompt that came from elsewhere enter the prefix cache in a step: all of a long prompt at once
+would keep the tokens of the step before for a millisecond. What is left when the answer ends enters then.
+"""
 
 
 class Engine:
@@ -193,6 +197,8 @@ class Engine:
         if sequence is not None:
             if self._compiling.pop(sequence, None) is None:
                 self._scheduler.remove(sequence)
+            if sequence.has_grown and sequence.started:
+                self._insert_blocks(sequence, len(sequence.blocks))
             self._let_go(sequence.blocks)
             self._grammars.forget(sequence)
 
@@ -497,7 +503,7 @@ class Engine:
         sequence = piece.sequence
         sequence.num_computed = piece.end
         sequence.num_scored = max(sequence.num_scored, min(piece.end + 1, sequence.num_prompt))
-        self._insert_blocks(sequence)
+        self._insert_blocks(sequence, MAX_LATE_BLOCKS if piece.is_decode else len(sequence.blocks))
         if not sequence.handoff:
             return []
         first, sequence.num_announced = sequence.num_announced, piece.end
@@ -508,7 +514,7 @@ class Engine:
     def _blocks_between(self, sequence: Sequence, first_token: int, end: int) -> list[BlockId]:
         return _block_ids(sequence.blocks[first_token // self.layout.block_size : self.layout.num_blocks(end)])
 
-    def _insert_blocks(self, sequence: Sequence) -> None:
+    def _insert_blocks(self, sequence: Sequence, at_most: int) -> None:
         """Full blocks enter the prefix cache."""
         size = self.layout.block_size
         most = len(sequence.tokens) - sequence.num_pending if self._caches_answers else sequence.num_prompt
@@ -516,7 +522,8 @@ class Engine:
         num_full = num_tokens // size
         if num_full <= sequence.num_inserted_blocks:
             return
-        digests = sequence.extend_digests(size)
+        num_full = min(num_full, sequence.num_inserted_blocks + at_most)
+        digests = sequence.extend_digests(size, num_full)
         for index in range(sequence.num_inserted_blocks, num_full):
             token_ids = sequence.tokens[index * size : (index + 1) * size]
             self._pool.insert(sequence.blocks[index], digests[index], token_ids)

@@ -29,14 +29,12 @@ class Pace:
 
     def __init__(self) -> None:
         self._spans: defaultdict[Kind, deque[float]] = defaultdict(lambda: deque(maxlen=NUM_LAST))
-        self._launch_s = self._deviation_s = 0.0
+        self._launches: deque[float] = deque([0.0] * NUM_LAST, NUM_LAST)
         self._landed_s = -math.inf
 
     def launched(self, span_s: float) -> None:
-        """The host took so long for a batch. Mean and deviation as RFC 6298 has them of round trips."""
-        off = span_s - self._launch_s
-        self._launch_s += off / 8
-        self._deviation_s += (abs(off) - self._deviation_s) / 4
+        """The host took so long for a batch."""
+        self._launches.append(span_s)
 
     def landed(self, kind: Kind, began_s: float, now_s: float, was_late: bool = False) -> float:
         """A batch that was begun on then is computed now. Returns how long that took, behind the one before it.
@@ -59,4 +57,5 @@ class Pace:
         if not spans:
             return -math.inf
         done_s = max(began_s, self._landed_s) + min(spans)
-        return done_s - (self._launch_s + 2 * self._deviation_s + WAKING_S)
+        # The second longest of the last launches: one of them, of a long prompt, may have taken fifty times as long.
+        return done_s - sorted(self._launches)[-2] - WAKING_S

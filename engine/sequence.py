@@ -85,9 +85,9 @@ class Sequence:
         """Announced KV is being read by a transfer: it can't be recomputed elsewhere in the pool."""
         return self.handoff and self.num_announced > 0
 
-    def extend_digests(self, block_size: int) -> list[bytes]:
-        """Digests of all full blocks of known `tokens`, computed once each."""
-        self._digest(block_size, len(self.tokens) - self.num_pending)
+    def extend_digests(self, block_size: int, num_blocks: int) -> list[bytes]:
+        """Digests of so many blocks at least, all full of known tokens. Each is computed once."""
+        self._digest(block_size, num_blocks * block_size)
         return self.digests
 
     def each_digest(self, block_size: int, num_blocks: int) -> Iterator[bytes]:

@@ -91,6 +91,22 @@ def test_the_decode_side_skips_what_it_has(pair: Pair):
     assert answer == again
 
 
+def test_a_prompt_from_elsewhere_enters_the_prefix_cache_by_and_by_and_all_of_it_at_the_end(pair: Pair, monkeypatch):
+    monkeypatch.setattr("engine.engine.MAX_LATE_BLOCKS", 2)
+    source, target = pair
+    chunks, first = prefill(source, "a", PROMPTS[3], greedy(4))
+    land(source, target, chunks, target.reserve(request("a", PROMPTS[3], greedy(4))))
+    target.adopt("a", first[0])
+    target.writer_ended("a")
+    found = []
+    while target.has_work():
+        target.step()
+        found.append(target.stats().num_cached_blocks)
+    assert found == [2, 4, 12]
+    target.check()
+    assert target.reserve(request("b", PROMPTS[3], greedy(4))).skip_tokens == 192
+
+
 def test_a_prefix_is_shared_by_requests_of_one_salt_only(pair: Pair):
     hits = []
     for index, salt in enumerate(("", "a", "b", "a", "")):

@@ -51,9 +51,10 @@ def test_what_was_computed_before_anybody_looked_is_forgotten_with_what_it_waite
     assert pace.due_s(DECODES, now_s + 0.31) == pytest.approx(now_s + 0.32 - WAKING_S)
 
 
-def test_hosts_that_take_long_or_now_and_then_longer_begin_earlier():
-    steady, now_s = paced(*[0.003] * 50, launch_s=0.001)
-    due_s = steady.due_s(DECODES, now_s - 0.001)
-    assert due_s == pytest.approx(now_s + 0.002 - WAKING_S, abs=1e-5)
-    steady.launched(0.002)
-    assert steady.due_s(DECODES, now_s - 0.001) < due_s - 0.0005
+def test_hosts_that_take_long_or_more_than_once_longer_begin_earlier():
+    pace, now_s = paced(*[0.003] * NUM_LAST, launch_s=0.001)
+    assert pace.due_s(DECODES, now_s - 0.001) == pytest.approx(now_s + 0.002 - WAKING_S)
+    pace.launched(0.03)
+    assert pace.due_s(DECODES, now_s - 0.001) == pytest.approx(now_s + 0.002 - WAKING_S)
+    pace.launched(0.0015)
+    assert pace.due_s(DECODES, now_s - 0.001) == pytest.approx(now_s + 0.0015 - WAKING_S)

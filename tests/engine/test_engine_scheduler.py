@@ -52,7 +52,7 @@ class FakeEngine:
     def _compute(self, sequence: Sequence, end: int) -> None:
         assert len(sequence.blocks) * SIZE >= end
         sequence.num_computed = end
-        digests = sequence.extend_digests(SIZE)
+        digests = sequence.extend_digests(SIZE, len(sequence.tokens) // SIZE)
         for index in range(sequence.num_inserted_blocks, end // SIZE):
             tokens = sequence.tokens[index * SIZE : (index + 1) * SIZE]
             self.pool.insert(sequence.blocks[index], digests[index], tokens)
