@@ -1,6 +1,7 @@
 """Load by users and by rate against a server that answers as told, and the arithmetic of what is reported."""
 
 import asyncio
+import gc
 from collections import Counter
 
 import pytest
@@ -42,6 +43,21 @@ async def test_as_many_requests_as_asked_for_after_a_warm_up(point: Point):
     assert found.wall_s > 0
     assert all(len(body["prompt"]) == 8 and body["max_tokens"] == 4 for body in server.bodies)
     assert len({tuple(body["prompt"]) for body in server.bodies}) == len(server.bodies)
+
+
+async def test_prompts_are_written_and_garbage_is_collected_before_the_first_is_sent(monkeypatch):
+    order = []
+    monkeypatch.setattr("bench.load.random_prompt", lambda *args: order.append("prompt") or [1] * 8)
+    monkeypatch.setattr("bench.load.ask", lambda *args, **kinds: answered())
+
+    async def answered() -> Answer:
+        order.append("kept" if gc.get_freeze_count() else "looked at")
+        return Answer(num_tokens=4)
+
+    async with session(total_s=None) as http:
+        await measure(http, Server("", "m"), Measured(Point(SHORT, 3, None, 3)), 0, lambda answer: None)
+    assert order == [*["prompt"] * 3, *["prompt"] * 3, *["looked at"] * 3, *["kept"] * 3]
+    assert gc.get_freeze_count() == 0
 
 
 async def test_users_wait_for_their_answers_and_arrivals_do_not():
