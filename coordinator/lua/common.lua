@@ -84,7 +84,6 @@ local function decode_at_prefill(id, request)
   request.decode, request.decode_term, request.decode_held = request.prefill, request.prefill_term, '1'
   credit(request.decode, request.decode_term, 'reserved', 'decodes', request.decode_tokens, 1)
   redis.call('HSET', key('req', id), 'decode', request.decode, 'decode_term', request.decode_term, 'decode_held', '1')
-  count_answer(request, 1)
 end
 
 -- Enter a state: the caller has found it legal. Credits that the state does not hold go back.

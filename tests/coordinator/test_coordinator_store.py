@@ -298,6 +298,30 @@ class TestStates:
         assert await credits(store) == {"m0": (0, 0, 150, 1)}
         assert await answers(store) == {"m0": 1}
 
+    async def test_decoding_where_it_was_computed_leaves_the_count_of_other_answers(self, store: Store):
+        await pair(store)
+        await store.place(ask("r"))
+        await store.advance(moves("r", State.COMMITTED))
+        for name in ("s", "t"):
+            await store.place(ask(name))
+        assert await store.advance(moves("s", State.HELD, State.LOCAL_DECODE)) == [True, True]
+        assert await answers(store) == {"p0": 1, "d0": 1}
+
+    async def test_an_answer_of_a_former_term_is_not_counted(self, store: Store):
+        await pair(store)
+        await store.place(ask("r"))
+        await join(store, node("d0", Role.DECODE, incarnation="b"))
+        await store.place(ask("s"))
+        assert await store.advance(moves("r", State.COMMITTED)) == [True]
+        assert await answers(store) == {"p0": 0, "d0": 0}
+
+    async def test_nobody_but_place_begins_an_attempt(self, store: Store):
+        await pair(store)
+        await store.place(ask("r"))
+        await store.advance(moves("r", State.QUEUED))
+        assert await store.advance(moves("r", State.PLACED)) == [False]
+        assert (await store.counts()).illegal == 1
+
     async def test_a_prompt_spares_answers_but_not_those_that_wait_for_theirs(self, store: Store):
         """A prompt takes a second here, half of it from each answer beside it."""
         await join(store, node("m0", Role.MIXED), node("p0", Role.PREFILL))
