@@ -289,6 +289,12 @@ async def test_what_has_ended_leaves_nothing_for_ever(redis_store: RedisStore, a
     keys = await keys_of(any_server, redis_store)
     lasting = {name for name, ttl_ms in keys.items() if ttl_ms == -1}
     assert lasting == {"nodes", "node:p0", "node:d0", "states", "counters", "terms"}
+    await redis_store.join(node("p0", Role.PREFILL, incarnation="b"))
+    for name, incarnation in (("p0", "b"), ("d0", "a")):
+        await redis_store.leave(WorkerId(name), Incarnation(incarnation))
+    keys = await keys_of(any_server, redis_store)
+    assert {name for name, ttl_ms in keys.items() if ttl_ms == -1} == {"states", "counters", "terms"}
+    assert {name for name in keys if name.startswith("node:")} == {"node:p0:old"}
 
 
 async def test_prefixes_are_bounded(redis_store: RedisStore, any_server: RedisServer):
