@@ -262,6 +262,16 @@ class TestPlacingAgain:
             await store.place(ask("r", epoch=epoch))
         await assert_idle(store)
 
+    @pytest.mark.parametrize(("name", "role"), [("p0", Role.PREFILL), ("d0", Role.DECODE)])
+    async def test_a_place_at_a_worker_that_joined_anew_is_none(self, store: Store, name: str, role: Role):
+        """Placing again tells where the request is, and that process has never heard of it."""
+        await pair(store)
+        route = await store.place(ask("r"))
+        assert await store.place(ask("r")) == route
+        await join(store, node(name, role, incarnation="b"))
+        with pytest.raises(Unavailable, match=f"no live {role.value} worker"):
+            await store.place(ask("r"))
+
     async def test_an_old_epoch_is_refused(self, store: Store):
         await pair(store)
         await store.place(ask("r", epoch=2))
