@@ -29,16 +29,16 @@ class Waiting:
     def __init__(self, into: list[int], mark: int, sums: np.ndarray | None) -> None:
         self.into, self.mark, self.sums = into, mark, sums
         self.is_void = self.is_done = self.is_due = False
-        self.is_dropped = False
+        self.is_waited = self.is_dropped = False
         self.busy_s, self.on_wait = 0.0, lambda: None
 
     def wait(self):
         self.on_wait()
-        self.is_done = True
+        self.is_waited = self.is_done = True
         return self.sums
 
     def drop(self):
-        assert self.is_done
+        assert self.is_done and not self.is_waited, "what was read has given back already what it had"
         self.is_dropped = True
 
 
@@ -272,6 +272,9 @@ def test_rehearsals_come_now_and_then_and_not_after_a_pull():
     decode.puller._next_rehearsal_s = 0.0
     decode.puller.put(pull(0))
     decode.puller.stay_awake()
+    decode.puller.coming(coming(4, 4, [11]))
+    decode.puller._next_rehearsal_s = 0.0
+    decode.puller.stay_awake()
     assert decode.remote.num_rehearsals == 1
 
 
@@ -384,6 +387,51 @@ def test_an_attempt_that_ends_is_drained_when_nothing_waits_for_its_mark():
     assert decode.puller.tend() == math.inf
 
 
+def test_what_was_read_ahead_of_an_attempt_that_ends_is_only_forgotten():
+    decode = Decode(checks=True)
+    decode.puller.coming(coming(0, 4, [10]))
+    (early,) = decode.remote.waiting
+    early.is_due = early.is_done = True
+    decode.puller.look_ahead()
+    assert not decode.landings.end(KEY)
+    decode.puller.tend()
+    assert decode.said == [KEY] and not early.is_dropped
+
+
+def test_what_ends_while_it_is_fetched_and_another_chunk_is_coming_does_not_land():
+    decode = Decode()
+    decode.puller.coming(coming(4, 4, [11]))
+    decode.remote.pull = lambda *asked: decode.landings.end(KEY)  # type: ignore[method-assign]
+    decode.puller.put(pull(0))
+    assert decode.said == [] and decode.puller.num_chunks == 0
+
+
+def test_a_chunk_that_is_coming_twice_is_launched_once():
+    decode = Decode()
+    decode.puller.coming(coming(0, 4, [10]))
+    decode.puller.coming(coming(0, 8, [10, 11]))
+    assert [waiting.into for waiting in decode.remote.waiting] == [[5]]
+
+
+def test_no_more_than_so_many_wait_for_their_marks(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(pulling, "MAX_EARLY", 1)
+    decode = Decode()
+    for index in range(2):
+        decode.puller.coming(coming(4 * index, 4, [10 + index]))
+    assert len(decode.remote.waiting) == 1
+
+
+def test_what_is_done_and_not_told_of_hurries_nobody(monkeypatch: pytest.MonkeyPatch):
+    decode, now = Decode(), [0.0]
+    monkeypatch.setattr(pulling.time, "monotonic", lambda: now[0])
+    decode.puller.coming(coming(0, 4, [10]))
+    decode.remote.waiting[0].is_done = True
+    now[0] = pulling.LATE_S * 1.1
+    decode.puller.coming(coming(4, 4, [11]))
+    decode.puller.tend()
+    assert not decode.remote.waiting[1].is_void
+
+
 def test_what_waits_too_long_waits_no_more(monkeypatch: pytest.MonkeyPatch):
     decode, now = Decode(), [0.0]
     monkeypatch.setattr(pulling.time, "monotonic", lambda: now[0])
@@ -479,6 +527,8 @@ def test_what_is_left_to_be_computed_behind_a_burst_hides_its_copies(num_tokens:
         assert computed == up_to
         left, copied = num_tokens - computed, up_to - before
         assert copied <= max(pulling.HIDING * left, chunk), "a burst as long as what is left may take to hide it"
+        waits = left > 0 and copied + chunk <= pulling.HIDING * (left - chunk)
+        assert not waits, "with the next chunk it would still be hidden"
         before = up_to
 
 
