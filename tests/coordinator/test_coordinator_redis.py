@@ -304,7 +304,8 @@ async def test_prefixes_are_bounded(redis_store: RedisStore, any_server: RedisSe
         hashes = [index.to_bytes(8, "big") + depth.to_bytes(8, "big") for depth in range(100)]
         await redis_store.place(ask(f"r{index}", prefix_hashes=hashes))
     async with Redis.from_url(any_server.url) as client:
-        assert await client.zcard(f"{redis_store.prefix}node:p0:prefixes") == max_prefixes(capacity) == 400
+        for name in ("p0", "d0"):
+            assert await client.zcard(f"{redis_store.prefix}node:{name}:prefixes") == max_prefixes(capacity) == 400
 
 
 async def test_long_batches_are_told_in_parts(redis_store: RedisStore):

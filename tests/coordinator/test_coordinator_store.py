@@ -89,6 +89,26 @@ class TestPlacing:
         assert route.prefill == node("p0", Role.PREFILL).ref
         assert route.decode == node("d0", Role.DECODE).ref
 
+    async def test_of_decodes_that_cost_the_same_one_of_prefills_layout_is_taken(self, store: Store):
+        other = node("d0", Role.DECODE, layout_id="m", ways=ways("l", "m"))
+        alike = node("d1", Role.DECODE, layout_id="l", ways=ways("l"))
+        await join(store, node("p0", Role.PREFILL, layout_id="l"), other, alike)
+        assert (await store.place(ask("r"))).decode.worker_id == "d1"
+
+    async def test_an_idle_worker_is_never_full(self, store: Store):
+        await pair(store, capacity=60)
+        assert (await store.place(ask("r", 50, 5000))).decode.worker_id == "d0", "its credit is five pools"
+        with pytest.raises(Overloaded):
+            await store.place(ask("s", 50, 5000))
+
+    async def test_nobody_is_refused_before_a_worker_has_measured_how_long_prompts_wait(self, store: Store):
+        await pair(store, capacity=10_000_000)
+        for index in range(9):
+            await store.place(ask(f"r{index}", 8000))
+        await store.heartbeat(WorkerId("p0"), A, NodeLoad(prefill_rate=2000.0, free_tokens=10_000_000))
+        with pytest.raises(Overloaded, match="all prefill workers"):
+            await store.place(ask("late", 8000))
+
     async def test_credits_are_taken_at_once_and_come_back(self, store: Store):
         await pair(store)
         await store.place(ask("r", 100, 50))
