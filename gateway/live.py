@@ -79,8 +79,8 @@ class Live:
                 return {teller: by_code(TandemError.code, words)}
             case Failed(code=Overloaded.code) if self.is_begun:
                 return {teller: by_code(event.code, event.message)}
-            case Failed() if event.code in HANDOFF_FAULTS and not self.route.is_local:
-                # The teller knows of a dead peer before the registry does.
+            case Failed() if event.code in HANDOFF_FAULTS:
+                # The teller knows of a dead peer before the registry does. One that has none ends the answer.
                 others = [ref.worker_id for ref in self.workers if ref.worker_id != teller]
                 return dict.fromkeys(others, by_code(event.code, event.message))
         return {}

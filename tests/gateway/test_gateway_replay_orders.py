@@ -173,6 +173,42 @@ async def _check(table: Table, acts: list) -> None:
     assert {(w.pending_tokens, w.reserved_tokens) for w in await table.store.workers()} == {(0, 0)}
 
 
+def test_who_is_full_before_anything_was_shown_ends_the_answer(prompting):
+    """The client is told to come again; one that has read a token can't be."""
+    table = Table(prompting, MIXED)
+
+    async def full() -> None:
+        await table.begin()
+        table.taken()
+        table.tell(Failed(RequestId("r"), table.live.route.epoch, "overloaded", "full"))
+        await table.settle()
+
+    asyncio.run(full())
+    assert table.has_ended and table.dispatch.num_replays == 0
+    assert [piece.failed.code for piece in table.pieces if piece.failed] == [Overloaded.code]
+
+
+def test_an_attempt_that_is_lost_before_it_got_ahead_gives_the_next_no_more_time(prompting):
+    table = Table(prompting, MIXED)
+
+    async def lose() -> list[float]:
+        await table.begin()
+        table.taken()
+        table.token()
+        until = []
+        for _ in range(2):
+            table.lost()
+            await table.settle()
+            table.taken()
+            until.append(table.live.give_up_s)
+        table.dispatch.cancel(RequestId("r"), "over")
+        await table.settle()
+        return until
+
+    first, second = asyncio.run(lose())
+    assert first == second > 0
+
+
 @pytest.mark.parametrize("has_decoded", [False, True])
 @pytest.mark.parametrize(
     "order", [("prefill", "decode"), ("decode", "prefill"), ("prefill", "told"), ("told", "decode")]
