@@ -14,6 +14,7 @@ import aiohttp
 
 from bench.client import QUIET_S, VOCABULARY, Answer, ask, body_of, random_prompt
 from bench.result import Row
+from contracts.collector import settle
 from contracts.errors import Unavailable
 
 WARM_TOKENS = 16
@@ -129,8 +130,7 @@ def _unseen() -> Iterator[None]:
     """The garbage collector does not look at what this process has imported, torch mostly. Else no token is seen while
     it does, for 20 to 30 ms.
     """
-    gc.collect()
-    gc.freeze()
+    settle()
     try:
         yield
     finally:

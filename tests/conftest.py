@@ -18,10 +18,8 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 
 SEED = os.environ.get("TANDEM_TEST_SEED", "")
-# No test is of time: a slow machine is no failure. Nor is it one that many of the examples drawn are passed over: which
-# are drawn depends on the modules that other tests have imported.
-UNHURRIED = [hypothesis.HealthCheck.too_slow, hypothesis.HealthCheck.filter_too_much]
-PATIENT = {"deadline": None, "suppress_health_check": UNHURRIED}
+# No test is of time: a slow machine is no failure.
+PATIENT = {"deadline": None, "suppress_health_check": [hypothesis.HealthCheck.too_slow]}
 hypothesis.settings.register_profile("tandem", derandomize=not SEED, **PATIENT)
 hypothesis.settings.load_profile("tandem")
 

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from hypothesis import assume, given
+from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from contracts.errors import Overloaded, RequestError, TandemError, Unavailable
@@ -267,6 +267,8 @@ def test_default_max_tokens_do_not_fill_a_small_pool():
     assert decode_need(100, 16) == 116
 
 
+# Most pools take nothing. Of how many that is so among the first drawn depends on the modules that other tests import.
+@settings(suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much])
 @given(pools)
 def test_nobody_cheaper_was_passed_over(pool: list[Candidate]):
     pool = assumed(pool)

@@ -254,12 +254,18 @@ def test_what_has_come_before_it_is_told_of_is_read_once_and_then_only_compared(
     assert waits == [True] and decode.kinds == ["ChunkHeader"]
 
 
-def test_what_was_read_ahead_counts_only_if_it_is_what_is_told():
+def read_ahead() -> tuple[Decode, Waiting]:
+    """A chunk that has come and was read before it is told of."""
     decode = Decode(checks=True)
     decode.puller.coming(coming(0, 4, [10]))
     (early,) = decode.remote.waiting
     early.is_due = early.is_done = True
     decode.puller.look_ahead()
+    return decode, early
+
+
+def test_what_was_read_ahead_counts_only_if_it_is_what_is_told():
+    decode, _ = read_ahead()
     decode.puller.put(Pull.of(header(0), [BlockId(12)]))
     assert decode.remote.asked == [([12], [5])] and decode.said[0][1] == "checksum differs"
 
@@ -388,11 +394,7 @@ def test_an_attempt_that_ends_is_drained_when_nothing_waits_for_its_mark():
 
 
 def test_what_was_read_ahead_of_an_attempt_that_ends_is_only_forgotten():
-    decode = Decode(checks=True)
-    decode.puller.coming(coming(0, 4, [10]))
-    (early,) = decode.remote.waiting
-    early.is_due = early.is_done = True
-    decode.puller.look_ahead()
+    decode, early = read_ahead()
     assert not decode.landings.end(KEY)
     decode.puller.tend()
     assert decode.said == [KEY] and not early.is_dropped
