@@ -38,6 +38,7 @@ from kv_transfer.incoming import IncomingLink
 from kv_transfer.node import TransferNode
 from kv_transfer.settings import TransferSettings
 from worker.core_main import SWITCH_S, make_roles, ready_of
+from worker.rehearsal import keeper
 from worker.settings import WorkerSettings
 
 SECRET = b"a secret of measurements"
@@ -171,10 +172,10 @@ class StampedNode(TransferNode):
 
 
 class StampedCore(Core):
-    """`parts`: as Core's."""
+    """`parts` and `others`: as Core's."""
 
-    def __init__(self, stamps: Stamps, *parts: Any) -> None:
-        super().__init__(*parts)
+    def __init__(self, stamps: Stamps, *parts: Any, **others: Any) -> None:
+        super().__init__(*parts, **others)
         self._stamps = stamps
         self._starting: list[str] = []
         self._first: list[str] = []
@@ -254,7 +255,8 @@ def serve(link: FrontLink, start: Start, spec: Spec, engine: Engine) -> None:
         sum_what_ends(engine, sums)
     node.start()
     roles = make_roles(WorkerSettings.model_validate({"role": Role.MIXED}), me, engine, node, ledger)
-    core = StampedCore(stamps, me, engine, node, roles, ledger, link)
+    keep_warm = keeper(node, engine.layout)
+    core = StampedCore(stamps, me, engine, node, roles, ledger, link, keep_warm=keep_warm)
     settle()
     link.send(ready_of(engine, node))
     try:

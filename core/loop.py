@@ -21,13 +21,16 @@ log = logging.getLogger(__name__)
 IDLE_WAIT_S = 0.05  # also how late a deadline may be seen when nothing else happens
 ALERT_WAIT_S = 0.001
 """While a handoff is on its way to an idle engine: after a long sleep its first step begins 0.1 ms later."""
+REHEARSAL_S = 0.004
+"""Each time is one in which the thread that waits for the handoff lacks the interpreter."""
 TICK_S = 0.02
 
 
 class Core(Watcher):
     """One engine, one transfer node, the roles.
 
-    Single-threaded: whatever comes from other threads comes through `link`.
+    Single-threaded: whatever comes from other threads comes through `link`. `keep_warm`: see worker.rehearsal; said
+    again and again while there is nothing else to do.
     """
 
     def __init__(
@@ -39,6 +42,7 @@ class Core(Watcher):
         ledger: Ledger,
         link: FrontLink,
         clock: Callable[[], float] = time.monotonic,
+        keep_warm: Callable[[], None] = lambda: None,
     ) -> None:
         self._me = me
         self._engine = engine
@@ -46,10 +50,10 @@ class Core(Watcher):
         self._roles = roles
         self._ledger = ledger
         self._link = link
-        self._clock = clock
+        self._clock, self._keep_warm = clock, keep_warm
         self._status = StatusReporter(engine, node, ledger, roles)
         self._stopping = self._is_stuck = False
-        self._next_tick_s = 0.0
+        self._next_tick_s = self._next_rehearsal_s = 0.0
 
     def run(self) -> None:
         """Until the front says stop. Raises FrontGone when the front is gone."""
@@ -64,11 +68,19 @@ class Core(Watcher):
         if self._engine.has_work() and not self._leisure_s():
             self._step()
         self._send()
+        if not self._engine.has_work():
+            self._rest()
 
     def _patience_s(self) -> float:
         if self._engine.has_work():
             return IDLE_WAIT_S if self._is_stuck else self._leisure_s()
         return ALERT_WAIT_S if self._engine.has_reserved else IDLE_WAIT_S
+
+    def _rest(self) -> None:
+        self._node.rested()
+        if self._engine.has_reserved and self._clock() >= self._next_rehearsal_s:
+            self._engine.rehearse()
+            self._next_rehearsal_s = self._clock() + REHEARSAL_S
 
     def _leisure_s(self) -> float:
         """Whoever is handed over here may come yet, for the next batch."""
@@ -153,6 +165,17 @@ class Core(Watcher):
 
     def launched(self, is_all: bool) -> None:
         self._node.launched(is_all)
+
+    def waiting(self, is_done: Callable[[], bool]) -> None:
+        """A lone prompt that is to be handed over finds its way warm. Under load it is anyway."""
+        if self._hands_over_alone():
+            while not is_done():
+                self._keep_warm()
+                time.sleep(0)  # for the threads of links: the interpreter is theirs, if they want it
+
+    def _hands_over_alone(self) -> bool:
+        lives = list(self._ledger) if len(self._ledger) == 1 else []
+        return any(not live.job.route.is_local and live.job.route.prefill.worker_id == self._me for live in lives)
 
     # out
 

@@ -100,6 +100,7 @@ class Engine:
         self._refused: tuple[RequestId, int] | None = None
         self._why_refused = ""
         self._flight: Flight | None = None
+        self._prepared: Sequence | None = None
         self._pace, self._clock = Pace(), clock
         self._num_launched = self._num_landed = 0
         self._unlanded: list[tuple[int, SequenceOf[int]]] = []
@@ -159,15 +160,24 @@ class Engine:
         """A reserved request's first step, as far as it is known before token 0, if it may well be a batch of its own:
         nothing else runs or is reserved. Raises KeyError for a request that is unknown.
         """
-        sequence = self._sequences[request_id]
+        sequence, self._prepared = self._sequences[request_id], None
         if not self.has_work() and self._count(Status.RESERVED) == 1:
             sequence.tokens.append(0)
             try:
                 self.runner.prepare(Piece(sequence, sequence.num_prompt, 1))
+                self._prepared = sequence
             except RuntimeError:  # the step itself may fail as well, for this request alone
                 _log.exception("the first step of request %s can't be prepared", request_id)
             finally:
                 sequence.tokens.pop()
+
+    def rehearse(self) -> None:
+        """Prepare what was prepared once more, if it is still to come: the processor has in its caches then what the
+        step itself will run.
+        """
+        sequence = self._prepared
+        if sequence is not None and self._is_present(sequence) and sequence.status is Status.RESERVED:
+            self.prepare(sequence.request_id)
 
     def adopt(self, request_id: RequestId, first: Token) -> None:
         """The reserved pages hold the prompt's KV and `first` is token 0, sent already: decode from index 1.
@@ -229,6 +239,8 @@ class Engine:
         if self._may_run_ahead(flight):
             self._expect(flight)
             self._flight = self._launch(watcher)
+        if flight.computed.drawn is not None:
+            watcher.waiting(lambda: flight.is_done)
         output = self._land(flight, was_late)
         if self._flight is not None and self._flight.masks is None:
             self._flight = self._guided(self._flight)

@@ -1,6 +1,6 @@
 """What goes into an engine and what comes out of it."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -159,6 +159,11 @@ class Watcher:
     def launched(self, is_all: bool) -> None:
         """What the device is given from now on comes behind the chunks that were coming; unless `is_all`, behind their
         early planes. May be said again.
+        """
+
+    def waiting(self, is_done: Callable[[], bool]) -> None:
+        """The device has its work, and nothing is left but to wait until the oldest batch `is_done`. Whoever returns
+        earlier leaves that to the engine.
         """
 
 

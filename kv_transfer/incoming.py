@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from contracts.errors import TandemError, TransferError
 from contracts.handoff import Abort, AbortAck, ChunkHeader, Coming, Commit, Fin, Grant, HandoffMessage, Offer, Pull
 from kv_transfer import conversion, handshake
+from kv_transfer.device import RemotePool
 from kv_transfer.events import ChunkBad, ChunkLanded
 from kv_transfer.frames import Hello
 from kv_transfer.link import Link, LinkParts
@@ -63,17 +64,8 @@ class IncomingLink(Link):
             raise
         if isinstance(channel, MappedPool):
             settings = self.parts.settings
-            self._puller = Puller(
-                self.landings,
-                self.parts.layout,
-                channel.remote,
-                theirs.checksum,
-                settings.silence_s - settings.heartbeat_s,  # it may have heard the last beat so much earlier
-                self.send,
-                self._on_fetched,
-                self._on_bad,
-                self._on_drained,
-            )
+            patience_s = settings.silence_s - settings.heartbeat_s  # it may have heard the last beat so much earlier
+            self._puller = self._puller_of(channel.remote, theirs.checksum, patience_s)
             self._serve(wire.sock, theirs, channel, self._puller)
             return
         receiver = Receiver(
@@ -86,6 +78,10 @@ class IncomingLink(Link):
             self._on_drained,
         )
         self._serve(wire.sock, theirs, channel, receiver)
+
+    def _puller_of(self, remote: RemotePool, checks: bool, patience_s: float) -> Puller:
+        facts = self.landings, self.parts.layout, remote, checks, patience_s
+        return Puller(*facts, self.send, self._on_fetched, self._on_bad, self._on_drained)
 
     def _patience_s(self) -> float:
         if self._puller is None:
@@ -103,6 +99,7 @@ class IncomingLink(Link):
                 return patience_s
             self._puller.look_ahead()
             self._puller.stay_awake()
+        self.parts.keep_warm()
         return 0.0
 
     def _on_message(self, message: HandoffMessage) -> None:

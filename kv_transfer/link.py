@@ -42,7 +42,7 @@ class LinkParts:
 
     `emit` queues an event for the owner and wakes it up, `note` and `wake` do one of the two; `on_lost` takes a link
     out of the node's tables. `is_busy`: the owner computes, and a thread that does not sleep would be in its way.
-    `paths`: where links that send tell how it went.
+    `paths`: where links that send tell how it went. `keep_warm`: for whoever waits without sleep, see rehearsal.
     """
 
     settings: TransferSettings
@@ -57,6 +57,7 @@ class LinkParts:
     wake: Callable[[], None]
     is_busy: Callable[[], bool]
     paths: Paths
+    keep_warm: Callable[[], object]
     on_lost: Callable[["Link", events.PeerLost], None]
 
     @property

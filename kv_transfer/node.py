@@ -26,6 +26,7 @@ from kv_transfer.listener import Listener
 from kv_transfer.outgoing import OutgoingLink
 from kv_transfer.paths import Paths
 from kv_transfer.pool import PagePool
+from kv_transfer.rehearsal import Rehearsal
 from kv_transfer.sending import Key
 from kv_transfer.settings import TransferSettings
 from kv_transfer.transports.base import Transport
@@ -91,8 +92,10 @@ class TransferNode:
             wake=wake,
             is_busy=self._is_busy,
             paths=self._paths,
+            keep_warm=self.keep_warm,
             on_lost=self._on_lost,
         )
+        self._rehearsal = Rehearsal(self._parts)
         self._listener = Listener(settings, identity, self._on_peer)
 
     @property
@@ -142,6 +145,10 @@ class TransferNode:
         """
         rates = [link.nbytes_per_s for link in self.stats() if link.nbytes_per_s > 0]
         return sum(rates) / len(rates) if rates else 0.0
+
+    def keep_warm(self) -> bool:
+        """By whoever waits for a lone handoff without sleep, again and again: see rehearsal. Whether it was due."""
+        return self._rehearsal.keep_warm()
 
     @property
     def bad_paths(self) -> tuple[Incarnation, ...]:
@@ -213,6 +220,10 @@ class TransferNode:
         for link in links:
             if isinstance(link, OutgoingLink):
                 link.launched(is_all)
+
+    def rested(self) -> None:
+        """By the same thread: it has nothing to compute, whatever it launched a moment ago."""
+        self._launched_s = -math.inf
 
     def finish(self, peer_id: WorkerId, fin: Fin) -> None:
         """Goes after the chunks that are queued."""

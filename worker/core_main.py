@@ -25,6 +25,7 @@ from kv_transfer.node import TransferNode
 from kv_transfer.settings import TransferSettings
 from kv_transfer.transports.registry import device_staging_nbytes
 from prefill_svc import PrefillRole
+from worker.rehearsal import keeper
 from worker.settings import WorkerSettings
 
 log = logging.getLogger(__name__)
@@ -71,7 +72,8 @@ def serve(link: FrontLink, start: Start, settings: WorkerSettings, engine: Engin
         node.start()
         with closing(node):
             ledger = Ledger()
-            core = Core(me, engine, node, make_roles(settings, me, engine, node, ledger), ledger, link)
+            roles, keep_warm = make_roles(settings, me, engine, node, ledger), keeper(node, engine.layout)
+            core = Core(me, engine, node, roles, ledger, link, keep_warm=keep_warm)
             settle()
             link.send(ready_of(engine, node))
             core.run()

@@ -10,7 +10,7 @@ from contracts.ids import Epoch, GatewayId, Incarnation, RequestId, WorkerId
 from contracts.request import Cancel
 from core.ledger import attempt_key
 from core.link import FrontGone
-from core.loop import ALERT_WAIT_S, IDLE_WAIT_S
+from core.loop import ALERT_WAIT_S, IDLE_WAIT_S, REHEARSAL_S
 from core.messages import CoreFrame, GatewayGone, Stop, Work
 from core.status import STATUS_PERIOD_S
 from engine.messages import EngineFailure, StepOutput, Watcher
@@ -97,6 +97,54 @@ def test_a_core_that_expects_a_handoff_does_not_sleep_for_long():
     ring.turn(D)
     kinds = [wait for wait, _ in groupby(waits)]
     assert kinds == [IDLE_WAIT_S, ALERT_WAIT_S, 0.0, IDLE_WAIT_S]
+
+
+def test_a_core_that_expects_a_handoff_rehearses_now_and_then_and_rests_when_nothing_is_left(monkeypatch):
+    ring, told = Ring(), []
+    side = ring.sides[D]
+    monkeypatch.setattr(side.engine, "rehearse", lambda: told.append("rehearse"))
+    monkeypatch.setattr(side.node, "rested", lambda: told.append("rest"))
+    ring.both(ring.job(R, list(range(40)), 5))
+    ring.turn(D)
+    assert told == ["rest"], "nothing is reserved yet"
+    while not side.engine.has_reserved:
+        ring.settle(1)
+    assert told[-1] == "rehearse"
+    told.clear()
+    side.core.turn()
+    assert told == ["rest"], "a moment ago it was"
+    ring.clock.now += REHEARSAL_S
+    side.core.turn()
+    assert told == ["rest", "rest", "rehearse"]
+    ring.settle()
+    assert ring.tokens(R) == answer(list(range(40)), 5)
+    told.clear()
+    ring.both(ring.job(RequestId("s"), list(range(40)), 50))
+    while not side.engine.has_work():
+        ring.settle(1)
+    told.clear()
+    ring.turn(D)
+    assert side.engine.has_work() and not told
+
+
+@pytest.mark.parametrize("others", [0, 1])
+def test_a_lone_prompt_that_is_handed_over_is_waited_for_warm(monkeypatch, others):
+    ring, warmed = Ring(), []
+    core = ring.sides[P].core
+    monkeypatch.setattr(core, "_keep_warm", lambda: warmed.append(None))
+    ring.both(ring.job(R, list(range(40)), 5))
+    for number in range(others):
+        ring.both(ring.job(RequestId(f"other {number}"), list(range(40)), 5))
+    ring.turn(P)
+    core.waiting(lambda: others > 0 or len(warmed) == 3)
+    assert len(warmed) == (0 if others else 3)
+    ring.settle()
+    ring.both(ring.job(R, list(range(40)), 5))
+    ring.turn(D)
+    monkeypatch.setattr(ring.sides[D].core, "_keep_warm", lambda: warmed.append(None))
+    ring.sides[D].core.waiting(lambda: False)
+    core.waiting(lambda: False)
+    assert len(warmed) == (0 if others else 3), "decode computes no prompt, and an idle core none"
 
 
 def test_while_a_handoff_may_come_the_next_batch_waits_as_long_as_the_device_has_work():

@@ -143,9 +143,10 @@ def landed(
     prompt: SequenceOf[int],
     sampling: SamplingParams = ANSWER,
 ) -> None:
-    """Reserved and prepared as a worker does, then pages pulled, each summed up right."""
+    """Reserved, prepared and rehearsed as a worker does, then pages pulled, each summed up right."""
     reservation, layout = target.reserve(request(name, prompt, sampling)), target.layout
     target.prepare(reservation.request_id)
+    target.rehearse()
     for first_token, size, blocks, sums in told.chunks:
         start = max(first_token, reservation.skip_tokens)
         skipped = (start - first_token) // layout.block_size

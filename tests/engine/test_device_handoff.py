@@ -104,6 +104,45 @@ def test_a_prepared_first_step_lacks_only_its_token(folder, handing, length, mon
     assert [told.first.token_id, *tokens_of(outputs, "a")] == expected_of(folder, prompt, greedy(8))
 
 
+def test_what_was_prepared_is_rehearsed_until_it_is_here_or_another_comes(folder, handing, monkeypatch):
+    target, lands = handing
+    prepared, prepare = [], target.runner.prepare
+    monkeypatch.setattr(target.runner, "prepare", lambda piece: (prepared.append(piece.end), prepare(piece)))
+    target.rehearse()
+    assert not prepared
+    told = lands("a", PROMPTS[1], greedy(8))
+    target.rehearse()
+    assert prepared == [len(PROMPTS[1]) + 1] * 3, "prepared once, rehearsed twice"
+    other = lands("b", PROMPTS[2], greedy(8))
+    assert len(prepared) == 3, "which of the two comes first is not known"
+    adopted(target, told, "a")
+    target.rehearse()
+    adopted(target, other, "b")
+    outputs = drain(target)
+    lands("c", PROMPTS[1], greedy(8))
+    given_up(target, "c")
+    target.rehearse()
+    assert len(prepared) == 5
+    for name, prompt, first in (("a", PROMPTS[1], told.first), ("b", PROMPTS[2], other.first)):
+        assert [first.token_id, *tokens_of(outputs, name)] == expected_of(folder, prompt, greedy(8))
+
+
+def test_a_watcher_hears_of_each_batch_that_nothing_is_left_but_to_wait_for_it(folder):
+    class Waiting(Watcher):
+        def __init__(self) -> None:
+            self.heard: list[bool] = []
+
+        def waiting(self, is_done) -> None:
+            self.heard.append(is_done())
+
+    engine, watcher = device_engine(folder, max_batched_tokens=128), Waiting()
+    engine.submit(request("a", PROMPTS[0], greedy(4)))
+    outputs = []
+    while engine.has_work():
+        outputs.append(engine.step(watcher))
+    assert watcher.heard == [True] * len(outputs), "this device computes at once"
+
+
 def test_a_first_step_that_can_not_be_prepared_is_worked_out_when_it_is_due(folder, handing, monkeypatch):
     target, lands = handing
     state = target.runner.launcher.state

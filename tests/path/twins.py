@@ -94,6 +94,9 @@ class FakeEngine:
         blocks = [BlockId(i) for i in range(num_blocks)]
         return Reservation(request.request_id, blocks, [0] * num_blocks, 0)
 
+    def rehearse(self) -> None:
+        """There are no caches."""
+
     def prepare(self, request_id: RequestId) -> None:
         assert self.sequences[request_id].state == "reserved"
 
@@ -264,6 +267,9 @@ class FakeNode:
 
     def launched(self, is_all: bool) -> None:
         """Nothing waits for it."""
+
+    def rested(self) -> None:
+        """Nor does a thread care."""
 
     def finish(self, peer_id: WorkerId, fin: Fin) -> None:
         self._network.send(self.me, peer_id, fin)

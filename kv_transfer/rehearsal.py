@@ -1,0 +1,165 @@
+"""Handoffs that nobody asked for, so that the processor has in its caches what the next one runs.
+
+An idle worker's first handoff finds the code that decides about it in the machine's memory, and takes several times as
+long for it. To wait without sleep is no help: what is not run is not kept. See docs/notebook-handoff.md, run R.
+"""
+
+import math
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from contracts import codec
+from contracts.events import Token
+from contracts.handoff import ChunkHeader, Commit, Fin, Grant, HandoffMessage, Offer
+from contracts.ids import BlockId, Epoch, Incarnation, RequestId, WorkerId
+from contracts.request import WorkerRef
+from kv_transfer import integrity, plan
+from kv_transfer.events import TransferEvent
+from kv_transfer.frames import HANDOFF, PROTOCOL, Hello
+from kv_transfer.incoming import IncomingLink
+from kv_transfer.link import Link, LinkParts
+from kv_transfer.outgoing import OutgoingLink
+from kv_transfer.paths import Paths
+from kv_transfer.pulling import Announcer
+
+REHEARSAL_S = 0.001
+"""Some 70 us of it are spent on that."""
+
+_KEY = RequestId("rehearsal"), Epoch(1)
+_PAGE = BlockId(0)
+
+
+class Rehearsal:
+    """A node hands a prompt of one block over to itself: all that a handoff by `nvlink` is but sockets, the device, and
+    whoever is told of it.
+    """
+
+    def __init__(self, parts: LinkParts) -> None:
+        quiet = replace(parts, emit=_unheard, note=_unheard, wake=_ignore, paths=Paths(time.monotonic))
+        me = WorkerId("rehearsal"), Incarnation("rehearsal")
+        self._decode = _Decode(quiet, Hello(PROTOCOL, *me, "prefill", b""))
+        self._prefill = _Prefill(quiet, WorkerRef(*me, "", ""))
+        self._prefill.tell, self._decode.tell = _ear(self._decode), _ear(self._prefill)
+        layout = parts.layout
+        facts = layout.layout_id, plan.chunk_nbytes(layout, layout.block_size)
+        checksum = integrity.of_pages(_KEY[1], _sums(layout.num_planes))
+        self._offer = Offer(*_KEY, layout.block_size, layout.layout_id)
+        self._header = ChunkHeader(*_KEY, 0, 0, layout.block_size, *facts, checksum)
+        self._num_planes = layout.num_planes
+        self._next_s = 0.0
+        self._lock = threading.Lock()
+
+    def keep_warm(self) -> bool:
+        """Run it if it is due, and say so. From any thread; one that finds another at it does without."""
+        if time.perf_counter() < self._next_s or not self._lock.acquire(blocking=False):
+            return False
+        try:
+            self.run()
+            self._next_s = time.perf_counter() + REHEARSAL_S
+            return True
+        finally:
+            self._lock.release()
+
+    def run(self) -> bool:
+        """Whether it came to Commit."""
+        prefill, decode = self._prefill, self._decode
+        prefill.offer(self._offer)
+        decode.grant(Grant(*_KEY, [_PAGE], 0))
+        prefill.coming(_KEY, 0, self._header.num_tokens, [_PAGE], self._num_planes - 1)
+        prefill.launched(is_all=False)
+        prefill.launched(is_all=True)
+        decode.looks_ahead()
+        prefill.send_chunk(self._header, [_PAGE], None)
+        prefill.finish(Fin(*_KEY, 1, Token(0, 0), 0))
+        is_committed = decode.landings.is_committed(_KEY)
+        decode.commit(Commit(*_KEY, 1, self._header.nbytes))
+        return is_committed
+
+
+def _ear(link: Link) -> Callable[[bytes], None]:
+    """What comes to this end, as if it came over a socket."""
+    reader = codec.FrameReader()
+
+    def hear(data: bytes) -> None:
+        for payload in reader.feed(data):
+            link._on_message(HANDOFF.decode(payload))
+
+    return hear
+
+
+class _Prefill(OutgoingLink):
+    tell: Callable[[bytes], None]
+
+    def __init__(self, parts: LinkParts, peer: WorkerRef) -> None:
+        super().__init__(parts, peer)
+        self._announcer = Announcer(self.queue, _Mark(), self.send, self._on_told)
+
+    def send(self, message: HandoffMessage) -> None:
+        self.tell(codec.frame(message))
+
+
+class _Decode(IncomingLink):
+    tell: Callable[[bytes], None]
+
+    def __init__(self, parts: LinkParts, hello: Hello) -> None:
+        super().__init__(parts, hello)
+        self._puller = self._puller_of(_Nowhere(parts.layout.num_planes), checks=True, patience_s=math.inf)
+
+    def send(self, message: HandoffMessage) -> None:
+        self.tell(codec.frame(message))
+
+    def looks_ahead(self) -> None:
+        assert self._puller is not None
+        self._puller.looks()
+        self._puller.look_ahead()
+
+
+class _Mark:
+    """kv_transfer.device.Mark, which nobody waits for."""
+
+    shared = b""
+
+    def set(self, value: int) -> None:
+        """Decode has copied by then."""
+
+
+class _Nowhere:
+    """kv_transfer.device.RemotePool, and Later: nothing is copied, and it is done at once."""
+
+    num_pages, detail = 1, "nowhere"
+    is_void, is_due, is_done, busy_s = False, True, True, 0.0
+
+    def __init__(self, num_planes: int) -> None:
+        self._num_planes = num_planes
+
+    def pull(self, pages: Sequence[BlockId], into: Sequence[BlockId], checks: bool) -> np.ndarray:
+        return _sums(self._num_planes)
+
+    def pull_later(
+        self, pages: Sequence[BlockId], into: Sequence[BlockId], checks: bool, early_planes: int, mark: int
+    ) -> "_Nowhere":
+        return self
+
+    def wait(self) -> np.ndarray:
+        return _sums(self._num_planes)
+
+    def drop(self) -> None:
+        """There is nothing to give back."""
+
+    hurry = rehearse = close = drop
+
+
+def _sums(num_planes: int) -> np.ndarray:
+    return np.zeros((1, num_planes), np.uint32)
+
+
+def _unheard(event: TransferEvent) -> None:
+    """Nobody asked for this handoff."""
+
+
+def _ignore() -> None:
+    """There is nobody to wake."""

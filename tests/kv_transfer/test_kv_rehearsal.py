@@ -1,0 +1,107 @@
+"""The handoff that a node makes to itself to stay warm: it comes to its end each time, and nobody hears of it."""
+
+import math
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import pytest
+
+from contracts.handoff import Grant, Offer
+from contracts.ids import BlockId, Epoch, Incarnation, RequestId, WorkerId
+from contracts.layout import KVLayout
+from kv_transfer import rehearsal
+from kv_transfer.frames import PROTOCOL, Hello
+from kv_transfer.incoming import IncomingLink
+from kv_transfer.link import LinkParts
+from kv_transfer.node import TransferNode
+from kv_transfer.paths import Paths
+from kv_transfer.rehearsal import REHEARSAL_S, Rehearsal
+from kv_transfer.settings import TransferSettings
+from tests.kv_transfer.kv_worker import LAYOUT, SECRET, make_pool
+
+KEY = RequestId("r"), Epoch(1)
+SHARDED = msgspec.structs.replace(LAYOUT, tp_size=2)
+
+
+def never(*heard: object) -> None:
+    raise AssertionError(f"somebody heard of {heard}")
+
+
+def parts(layout: KVLayout = LAYOUT, **changes: Any) -> LinkParts:
+    """A node's, in which nobody may hear of anything."""
+    facts: dict[str, Any] = dict.fromkeys(("emit", "note", "wake", "is_busy", "keep_warm", "on_lost"), never)
+    facts |= {"settings": TransferSettings(secret=SECRET), "layout": layout, "pool": SimpleNamespace(num_blocks=64)}
+    facts |= {"identity": None, "memory": "host", "plane_scales": (), "transports": None, "paths": Paths(never)}  # type: ignore[arg-type]
+    return LinkParts(**facts | changes)
+
+
+class Clock:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 100.0
+        monkeypatch.setattr(
+            rehearsal, "time", SimpleNamespace(perf_counter=lambda: self.now, monotonic=lambda: self.now)
+        )
+
+
+@pytest.mark.parametrize("layout", [LAYOUT, SHARDED])
+def test_each_comes_to_commit_and_leaves_nothing(layout: KVLayout):
+    rehearsed = Rehearsal(parts(layout))
+    assert [rehearsed.run() for _ in range(3)] == [True] * 3
+    prefill, decode, key = rehearsed._prefill, rehearsed._decode, rehearsal._KEY
+    assert prefill._announcer is not None and decode._puller is not None
+    assert (prefill._announcer.num_chunks, decode._puller.num_chunks, decode._puller.num_bad) == (3, 3, 0)
+    assert not prefill.knows(key) and not decode.knows(key) and not decode.landings.is_committed(key)
+    assert prefill._announcer.end(key), "decode reads nothing of it"
+    assert decode._puller.tend() == math.inf, "no copy waits"
+
+
+def test_it_is_due_once_a_while_and_one_thread_is_enough(monkeypatch: pytest.MonkeyPatch):
+    clock = SimpleNamespace(now=100.0)
+    clock.perf_counter = clock.monotonic = lambda: clock.now
+    monkeypatch.setattr(rehearsal, "time", clock)
+    rehearsed = Rehearsal(parts())
+    assert rehearsed.keep_warm() and not rehearsed.keep_warm()
+    clock.now += 2 * REHEARSAL_S
+    with rehearsed._lock:
+        assert not rehearsed.keep_warm(), "another thread is at it"
+    assert rehearsed.keep_warm()
+    puller = rehearsed._decode._puller
+    assert puller is not None and puller.num_chunks == 2
+
+
+def test_a_node_that_rehearses_shows_nothing_of_it():
+    settings = TransferSettings(secret=SECRET)
+    node = TransferNode(settings, WorkerId("w"), Incarnation("1"), LAYOUT, make_pool(), never)
+    assert node.keep_warm() and not node.poll() and not node.stats()
+    assert (node.transfer_rate, node.bad_paths) == (0.0, ())
+    node.close()
+
+
+def test_who_waits_for_a_lone_handoff_without_sleep_rehearses_unless_the_owner_computes():
+    warmed: list[None] = []
+    link = IncomingLink(
+        parts(keep_warm=lambda: warmed.append(None), is_busy=lambda: is_busy),
+        Hello(PROTOCOL, WorkerId("p"), Incarnation("1"), "prefill", b""),
+    )
+    link._puller = link._puller_of(rehearsal._Nowhere(LAYOUT.num_planes), checks=True, patience_s=math.inf)
+    is_busy = False
+    assert link._patience_s() == math.inf and not warmed, "no handoff is under way"
+    link.landings.offered(Offer(*KEY, 4, LAYOUT.layout_id))
+    link.landings.grant(Grant(*KEY, [BlockId(3)], 0))
+    assert link._patience_s() == 0.0 and len(warmed) == 1
+    is_busy = True
+    assert link._patience_s() == math.inf and len(warmed) == 1
+
+
+def test_an_owner_that_rests_is_not_busy_whatever_it_launched_a_moment_ago():
+    node = TransferNode(
+        TransferSettings(secret=SECRET), WorkerId("w"), Incarnation("1"), LAYOUT, make_pool(), lambda: None
+    )
+    node.launched(is_all=True)
+    assert node._parts.is_busy()
+    node.rested()
+    assert not node._parts.is_busy()
+    node.launched(is_all=True)
+    assert node._parts.is_busy()
+    node.close()

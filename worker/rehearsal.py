@@ -1,0 +1,143 @@
+"""A prompt that nobody asked for, on its way through the core's loop: see kv_transfer.rehearsal, of which this is the
+rest. The loop, the role and the ledger are those that serve; engine, transfer and front are stand-ins.
+"""
+
+import time
+from collections.abc import Callable
+from typing import cast
+
+from contracts import codec
+from contracts.events import Token
+from contracts.handoff import Commit, Fin, Grant, Offer
+from contracts.ids import BlockId, Epoch, GatewayId, Incarnation, RequestId, WorkerId
+from contracts.layout import KVLayout
+from contracts.request import Job, Route, WorkerRef
+from contracts.sampling import SamplingParams
+from core.ledger import Ledger, attempt_key
+from core.link import FrontLink
+from core.loop import Core
+from core.messages import ToCore, ToFront, Work
+from engine.engine import Engine
+from engine.messages import ChunkComing, ChunkDone, EngineStats, Sampled, Started, StepOutput, Watcher
+from kv_transfer.events import Message, TransferEvent
+from kv_transfer.node import TransferNode
+from prefill_svc import PrefillRole
+
+_KEY = RequestId("rehearsal"), Epoch(1)
+_ME, _PEER = (WorkerRef(WorkerId(name), Incarnation(name), "", "") for name in ("rehearsal", "nobody"))
+_PAGES = [BlockId(0)]
+
+
+class Rehearsal:
+    """Prefill's side: a prompt of one block is computed in one step and handed over."""
+
+    def __init__(self, layout: KVLayout) -> None:
+        self._link, self._node = _Link(), _Node()
+        self._engine = _Engine(layout)
+        engine, node = cast(Engine, self._engine), cast(TransferNode, self._node)
+        ledger = Ledger()
+        role = PrefillRole(_ME.worker_id, engine, node, ledger)
+        self._core = Core(_ME.worker_id, engine, node, [role], ledger, cast(FrontLink, self._link))
+        prompt, sampling = [0] * layout.block_size, SamplingParams(max_tokens=2, seed=0)
+        self._job = Job(Route(*_KEY, _ME, _PEER), GatewayId("nobody"), prompt, sampling, timeout_s=60.0)
+
+    def run(self) -> int:
+        """Returns how many were handed over so far: one more each time."""
+        self._link.messages.append(Work([self._job], time.monotonic()))
+        self._core.turn()
+        self._core.turn()
+        return self._engine.num_released
+
+
+def keeper(node: TransferNode, layout: KVLayout) -> Callable[[], None]:
+    """What core.loop.Core takes: both rehearsals, as often as the transfer's is due."""
+    rehearsal = Rehearsal(layout)
+
+    def keep_warm() -> None:
+        if node.keep_warm():
+            rehearsal.run()
+
+    return keep_warm
+
+
+class _Link:
+    """core.link.FrontLink."""
+
+    def __init__(self) -> None:
+        self.messages: list[ToCore] = []
+
+    def receive(self, timeout_s: float) -> list[ToCore]:
+        messages, self.messages = self.messages, []
+        return messages
+
+    def send(self, message: ToFront) -> None:
+        codec.frame(message)
+
+
+class _Engine:
+    """Computes whatever was submitted in its next step."""
+
+    has_reserved, slack_s = False, 0.0
+    capacity_tokens = max_mixed_tokens = 0
+
+    def __init__(self, layout: KVLayout) -> None:
+        self.layout = layout
+        self.num_released = 0
+        self._is_waiting = False
+
+    def submit(self, request: object) -> None:
+        self._is_waiting = True
+
+    def has_work(self) -> bool:
+        return self._is_waiting
+
+    def step(self, watcher: Watcher) -> StepOutput:
+        self._is_waiting = False
+        key, num_tokens = attempt_key(*_KEY), self.layout.block_size
+        watcher.started(Started(key, 0))
+        watcher.coming(ChunkComing(key, 0, num_tokens, _PAGES, 0))
+        watcher.launched(is_all=True)
+        chunk = ChunkDone(key, 0, num_tokens, _PAGES)
+        return StepOutput((), (chunk,), (Sampled(key, Token(0, 0)),), num_prefill_tokens=num_tokens)
+
+    def release(self, key: RequestId) -> None:
+        self.num_released += 1
+
+    def stats(self) -> EngineStats:
+        return EngineStats(*[0] * len(EngineStats.__dataclass_fields__))
+
+    def check(self) -> None:
+        """There are no blocks."""
+
+
+class _Node:
+    """A decode that grants at once, and commits."""
+
+    transfer_rate, bad_paths = 0.0, ()
+
+    def __init__(self) -> None:
+        self._events: list[TransferEvent] = []
+
+    def poll(self) -> list[TransferEvent]:
+        events, self._events = self._events, []
+        return events
+
+    def offer(self, peer: WorkerRef, offer: Offer) -> None:
+        self._events.append(Message(peer.worker_id, Grant(*_KEY, _PAGES, 0)))
+
+    def coming(self, *chunk: object) -> None:
+        """kv_transfer.rehearsal has the rest of it."""
+
+    send_chunk = coming
+
+    def launched(self, is_all: bool) -> None:
+        """Nor is there anything to launch."""
+
+    def rested(self) -> None:
+        """Nor a link that cares."""
+
+    def finish(self, peer_id: WorkerId, fin: Fin) -> None:
+        self._events.append(Message(peer_id, Commit(*_KEY, fin.num_chunks, 0)))
+
+    def stats(self) -> list[object]:
+        return []
