@@ -22,7 +22,7 @@ from coordinator.placement import OVERCOMMIT, max_prefixes
 from coordinator.redis_server import RedisServer
 from coordinator.redis_store import RedisStore
 from coordinator.states import State
-from coordinator.store import AFFINITY_BLOCK, Move, Store
+from coordinator.store import AFFINITY_BLOCK, AFFINITY_TTL_S, Move, Store
 from tests.coordinator.coordinator_rig import (
     ALIVE_LOAD,
     ask,
@@ -32,6 +32,7 @@ from tests.coordinator.coordinator_rig import (
     join,
     node,
     pair,
+    prefixes,
 )
 from tests.waiting import async_until
 
@@ -73,6 +74,47 @@ async def test_a_worker_that_joined_by_the_release_before_is_placed_on(any_serve
     assert (await store.place(ask("r"))).decode.worker_id == "d0"
     await store.advance([Move(RequestId("r"), Epoch(1), State.COMMITTED)])
     assert sum(worker.num_answers for worker in await store.workers()) == 1
+    await store.close()
+
+
+async def test_a_prefix_that_nobody_asked_for_lately_counts_no_more(any_server: RedisServer):
+    """Each for itself: that of another prompt keeps the worker's table."""
+    pool = fresh_pool()
+    store = RedisStore(any_server.url, pool)
+    await pair(store)
+    prompts = {name: prefixes([token] * 2 * AFFINITY_BLOCK) for token, name in enumerate(("old", "young"))}
+    for name, hashes in prompts.items():
+        await store.place(ask(name, 2 * AFFINITY_BLOCK + 10, prefix_hashes=hashes))
+        await store.finish(RequestId(name), Epoch(1))
+    async with Redis.from_url(any_server.url) as redis:
+        table = f"tandem:{{{pool}}}:node:p0:prefixes"
+        for name, more_s in (("old", -1.0), ("young", 30.0)):
+            for row in prompts[name]:
+                assert await redis.zincrby(table, -(AFFINITY_TTL_S - more_s) * 1000, row)
+    for name, hashes in prompts.items():
+        await store.place(ask(f"{name} again", 2 * AFFINITY_BLOCK + 10, prefix_hashes=hashes))
+    assert (await credits(store))["p0"][0] == (2 * AFFINITY_BLOCK + 10) + 10
+    await store.close()
+
+
+async def test_who_died_is_remembered_for_a_while_and_takes_nothing_meanwhile(any_server: RedisServer):
+    """Though its sign of life be there: it has to join again, with nothing in its hands."""
+    pool, kept_s = fresh_pool(), 60.0
+    store = RedisStore(any_server.url, pool, corpse_kept_s=kept_s)
+    await pair(store)
+    node_key = f"tandem:{{{pool}}}:node:d0"
+    async with Redis.from_url(any_server.url) as redis:
+        assert await redis.delete(f"{node_key}:alive") == 1
+        for _ in range(2):
+            await store.reap()
+            assert await redis.hget(node_key, "died")
+        await redis.set(f"{node_key}:alive", 1)
+        with pytest.raises(Unavailable):
+            await store.place(ask("r"))
+        await redis.delete(f"{node_key}:alive")
+        await redis.hincrby(node_key, "died", -int(kept_s * 1000))
+        await store.reap()
+        assert not await redis.exists(node_key)
     await store.close()
 
 

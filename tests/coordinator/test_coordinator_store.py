@@ -8,7 +8,7 @@ from contracts.errors import Overloaded, RequestError, Unavailable
 from contracts.ids import Epoch, GatewayId, Incarnation, RequestId, WorkerId
 from contracts.node import NodeLoad, Role
 from coordinator.states import State
-from coordinator.store import Move, Store
+from coordinator.store import AFFINITY_BLOCK, Move, Store
 from tests.coordinator.coordinator_rig import (
     ALIVE_LOAD,
     GATEWAY,
@@ -227,6 +227,14 @@ class TestPlacing:
         second = await store.place(ask("s", 700, prefix_hashes=prefixes(prompt + [1] * 60)))
         assert first.prefill == second.prefill
         assert (await view(store, "p0")).pending_tokens == 10 + 60
+
+    async def test_of_a_prompt_that_was_served_whole_one_token_is_computed(self, store: Store):
+        await pair(store)
+        hashes = prefixes(list(range(10 * AFFINITY_BLOCK)))
+        for name in ("r", "s"):
+            await store.finish(RequestId("r"), ONE)
+            await store.place(ask(name, 10 * AFFINITY_BLOCK, prefix_hashes=hashes))
+        assert (await view(store, "p0")).pending_tokens == 1
 
     async def test_prefixes_die_with_the_incarnation(self, store: Store):
         await pair(store)
