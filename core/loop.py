@@ -29,8 +29,8 @@ TICK_S = 0.02
 class Core(Watcher):
     """One engine, one transfer node, the roles.
 
-    Single-threaded: whatever comes from other threads comes through `link`. `keep_warm`: see worker.rehearsal; said
-    again and again while there is nothing else to do.
+    Single-threaded: whatever comes from other threads comes through `link`. `keep_warm`: see worker.rehearsal; called
+    again and again while a lone prompt that is handed over is waited for.
     """
 
     def __init__(
@@ -168,14 +168,10 @@ class Core(Watcher):
 
     def waiting(self, is_done: Callable[[], bool]) -> None:
         """A lone prompt that is to be handed over finds its way warm. Under load it is anyway."""
-        if self._hands_over_alone():
+        if any(role.hands_over_alone() for role in self._roles):
             while not is_done():
                 self._keep_warm()
-                time.sleep(0)  # for the threads of links: the interpreter is theirs, if they want it
-
-    def _hands_over_alone(self) -> bool:
-        lives = list(self._ledger) if len(self._ledger) == 1 else []
-        return any(not live.job.route.is_local and live.job.route.prefill.worker_id == self._me for live in lives)
+                time.sleep(0)  # some 50 us in which threads of links get the interpreter at once, not after 200
 
     # out
 

@@ -43,6 +43,10 @@ class Role(Protocol):
         """What this role has done, by metric name; only grows."""
         ...
 
+    def hands_over_alone(self) -> bool:
+        """All that is under way here is one prompt, whose pages decode is to fetch by itself."""
+        ...
+
     def is_idle(self) -> bool:
         """No request and no page is in this role's hands."""
         ...

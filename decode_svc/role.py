@@ -143,6 +143,9 @@ class DecodeRole:
     def counters(self) -> dict[str, float]:
         return self._counters | {"quarantined": len(self._quarantined)}
 
+    def hands_over_alone(self) -> bool:
+        return False
+
     def is_idle(self) -> bool:
         return not (self._landings or self._draining or self._early)
 

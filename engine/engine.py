@@ -160,13 +160,14 @@ class Engine:
         """A reserved request's first step, as far as it is known before token 0, if it may well be a batch of its own:
         nothing else runs or is reserved. Raises KeyError for a request that is unknown.
         """
-        sequence, self._prepared = self._sequences[request_id], None
+        sequence = self._sequences[request_id]
         if not self.has_work() and self._count(Status.RESERVED) == 1:
             sequence.tokens.append(0)
             try:
                 self.runner.prepare(Piece(sequence, sequence.num_prompt, 1))
                 self._prepared = sequence
             except RuntimeError:  # the step itself may fail as well, for this request alone
+                self._prepared = None
                 _log.exception("the first step of request %s can't be prepared", request_id)
             finally:
                 sequence.tokens.pop()
@@ -175,9 +176,8 @@ class Engine:
         """Prepare what was prepared once more, if it is still to come: the processor has in its caches then what the
         step itself will run.
         """
-        sequence = self._prepared
-        if sequence is not None and self._is_present(sequence) and sequence.status is Status.RESERVED:
-            self.prepare(sequence.request_id)
+        if self._prepared is not None and self._is_present(self._prepared):
+            self.prepare(self._prepared.request_id)
 
     def adopt(self, request_id: RequestId, first: Token) -> None:
         """The reserved pages hold the prompt's KV and `first` is token 0, sent already: decode from index 1.

@@ -210,6 +210,11 @@ class TransferNode:
         if link := self._find_outgoing(peer_id):
             link.coming((request_id, epoch), first_token, num_tokens, src_pages, early_planes)
 
+    def is_fetched_by(self, peer_id: WorkerId) -> bool:
+        """Decode is told of chunks there, and fetches them: no thread of ours sends any."""
+        link = self._find_outgoing(peer_id)
+        return link is not None and link.is_fetched
+
     def launched(self, is_all: bool) -> None:
         """By the thread that called `coming`: the device has these chunks now, on the thread's current stream, or
         never will; or unless `is_all`, it has their early planes. Called for batches without chunks too.

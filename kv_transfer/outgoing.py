@@ -50,6 +50,11 @@ class OutgoingLink(Link):
             target=self._run_to_the_end, args=(self._connect_and_serve,), name=f"kv-link-{peer.worker_id}", daemon=True
         )
 
+    @property
+    def is_fetched(self) -> bool:
+        """The link is up, and decode fetches what it is told of."""
+        return self._announcer is not None
+
     def offer(self, offer: Offer) -> None:
         key = offer.request_id, offer.epoch
         self.queue.begin(key)

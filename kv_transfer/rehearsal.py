@@ -4,6 +4,7 @@ An idle worker's first handoff finds the code that decides about it in the machi
 long for it. To wait without sleep is no help: what is not run is not kept. See docs/notebook-handoff.md, run R.
 """
 
+import logging
 import math
 import threading
 import time
@@ -25,6 +26,8 @@ from kv_transfer.link import Link, LinkParts
 from kv_transfer.outgoing import OutgoingLink
 from kv_transfer.paths import Paths
 from kv_transfer.pulling import Announcer
+
+log = logging.getLogger(__name__)
 
 REHEARSAL_S = 0.001
 """Some 70 us of it are spent on that."""
@@ -54,18 +57,26 @@ class Rehearsal:
         self._lock = threading.Lock()
 
     def keep_warm(self) -> bool:
-        """Run it if it is due, and say so. From any thread; one that finds another at it does without."""
+        """Run it if it is due, and say so. From any thread; one that finds another at it does without.
+
+        The first that goes wrong is the last: what it leaves behind would be in the way of the next, and no link of
+        somebody's is to end for it.
+        """
         if time.perf_counter() < self._next_s or not self._lock.acquire(blocking=False):
             return False
         try:
+            self._next_s = math.inf
             self.run()
             self._next_s = time.perf_counter() + REHEARSAL_S
             return True
+        except Exception:
+            log.exception("a rehearsal went wrong: lone handoffs take longer from now on")
+            return False
         finally:
             self._lock.release()
 
-    def run(self) -> bool:
-        """Whether it came to Commit."""
+    def run(self) -> None:
+        """Raises RuntimeError if it does not come to Commit."""
         prefill, decode = self._prefill, self._decode
         prefill.offer(self._offer)
         decode.grant(Grant(*_KEY, [_PAGE], 0))
@@ -75,9 +86,9 @@ class Rehearsal:
         decode.looks_ahead()
         prefill.send_chunk(self._header, [_PAGE], None)
         prefill.finish(Fin(*_KEY, 1, Token(0, 0), 0))
-        is_committed = decode.landings.is_committed(_KEY)
+        if not decode.landings.is_committed(_KEY):
+            raise RuntimeError("decode did not commit what was handed over")
         decode.commit(Commit(*_KEY, 1, self._header.nbytes))
-        return is_committed
 
 
 def _ear(link: Link) -> Callable[[bytes], None]:

@@ -149,6 +149,12 @@ class PrefillRole:
     def counters(self) -> dict[str, float]:
         return self._counters
 
+    def hands_over_alone(self) -> bool:
+        if len(self._ledger) != 1 or len(self._attempts) != 1:
+            return False
+        (attempt,) = self._attempts.values()
+        return self._node.is_fetched_by(attempt.peer.worker_id)
+
     def is_idle(self) -> bool:
         return not self._attempts and not self._draining
 

@@ -95,7 +95,8 @@ class DeviceRunner:
 
     def prepare(self, piece: Piece) -> None:
         """The device is told the tables now, and the words are there but for the token. They are kept until the next
-        call, when nothing is being computed: no copy reads them any more.
+        call, when nothing is being computed. Said again of the same piece, its copy may still read the words when the
+        step's token is written there; the step's own copy follows it.
         """
         sequence = piece.sequence
         batch = self._batch([piece], (), [sequence], (), draws=True)

@@ -7,7 +7,7 @@ import pytest
 
 from contracts.events import Failed, Finished, Prefilled, Tokens
 from contracts.ids import Epoch, GatewayId, Incarnation, RequestId, WorkerId
-from contracts.request import Cancel
+from contracts.request import Cancel, Job
 from core.ledger import attempt_key
 from core.link import FrontGone
 from core.loop import ALERT_WAIT_S, IDLE_WAIT_S, REHEARSAL_S
@@ -127,24 +127,52 @@ def test_a_core_that_expects_a_handoff_rehearses_now_and_then_and_rests_when_not
     assert side.engine.has_work() and not told
 
 
-@pytest.mark.parametrize("others", [0, 1])
-def test_a_lone_prompt_that_is_handed_over_is_waited_for_warm(monkeypatch, others):
-    ring, warmed = Ring(), []
-    core = ring.sides[P].core
+def local(job: Job) -> Job:
+    """Served whole where its prompt is computed."""
+    return msgspec.structs.replace(job, route=msgspec.structs.replace(job.route, decode=job.route.prefill))
+
+
+def warms(ring: Ring, worker: WorkerId, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Whether its core rehearses while it waits for a batch."""
+    warmed: list[None] = []
+    core = ring.sides[worker].core
     monkeypatch.setattr(core, "_keep_warm", lambda: warmed.append(None))
+    core.waiting(lambda: len(warmed) == 3)
+    return bool(warmed)
+
+
+def test_a_lone_prompt_that_is_handed_over_is_waited_for_warm(monkeypatch: pytest.MonkeyPatch):
+    ring = Ring()
+    assert not warms(ring, P, monkeypatch), "nothing is under way"
     ring.both(ring.job(R, list(range(40)), 5))
-    for number in range(others):
-        ring.both(ring.job(RequestId(f"other {number}"), list(range(40)), 5))
     ring.turn(P)
-    core.waiting(lambda: others > 0 or len(warmed) == 3)
-    assert len(warmed) == (0 if others else 3)
-    ring.settle()
-    ring.both(ring.job(R, list(range(40)), 5))
     ring.turn(D)
-    monkeypatch.setattr(ring.sides[D].core, "_keep_warm", lambda: warmed.append(None))
-    ring.sides[D].core.waiting(lambda: False)
-    core.waiting(lambda: False)
-    assert len(warmed) == (0 if others else 3), "decode computes no prompt, and an idle core none"
+    assert warms(ring, P, monkeypatch)
+    assert not warms(ring, D, monkeypatch), "it computes no prompt"
+    with monkeypatch.context() as staged:
+        staged.setattr(ring.sides[P].node, "is_fetched_by", lambda peer_id: False)
+        assert not warms(ring, P, monkeypatch), "a thread sends it"
+    for others in (ring.job("s", list(range(40)), 5), local(ring.job("t", list(range(40)), 5))):
+        ring.post(P, others)
+        ring.turn(P)
+        assert not warms(ring, P, monkeypatch), "two are under way"
+        ring.post(P, Cancel(others.request_id, Epoch(1), "a test says so"))
+        ring.turn(P)
+        ring.carry(P, D)
+        ring.carry(D, P)
+        ring.turn(P)
+        assert warms(ring, P, monkeypatch)
+    ring.settle()
+    assert ring.tokens(R) == answer(list(range(40)), 5)
+
+
+def test_a_prompt_that_is_answered_where_it_was_computed_is_not_waited_for_warm(monkeypatch: pytest.MonkeyPatch):
+    ring = Ring()
+    ring.sides[D].engine.capacity = 1
+    ring.both(ring.job(R, list(range(40)), 500))
+    while not ring.sides[P].core._roles[1].counters()["handoffs_local"]:
+        ring.settle(1)
+    assert len(ring.sides[P].ledger) == 1 and not warms(ring, P, monkeypatch)
 
 
 def test_while_a_handoff_may_come_the_next_batch_waits_as_long_as_the_device_has_work():

@@ -115,16 +115,42 @@ def test_what_was_prepared_is_rehearsed_until_it_is_here_or_another_comes(folder
     assert prepared == [len(PROMPTS[1]) + 1] * 3, "prepared once, rehearsed twice"
     other = lands("b", PROMPTS[2], greedy(8))
     assert len(prepared) == 3, "which of the two comes first is not known"
+    lands("c", PROMPTS[0], greedy(8))
+    given_up(target, "c")
     adopted(target, told, "a")
     target.rehearse()
+    assert len(prepared) == 3, "what runs is prepared by running"
     adopted(target, other, "b")
     outputs = drain(target)
-    lands("c", PROMPTS[1], greedy(8))
-    given_up(target, "c")
+    told_of = lands("d", PROMPTS[1], greedy(8))
+    lands("e", PROMPTS[2], greedy(8))
+    given_up(target, "e")
     target.rehearse()
-    assert len(prepared) == 5
+    assert len(prepared) == 6, "it is the only one again"
+    adopted(target, told_of, "d")
+    assert [told_of.first.token_id, *tokens_of(drain(target), "d")] == expected_of(folder, PROMPTS[1], greedy(8))
+    target.rehearse()
+    assert len(prepared) == 6, "it is gone"
     for name, prompt, first in (("a", PROMPTS[1], told.first), ("b", PROMPTS[2], other.first)):
         assert [first.token_id, *tokens_of(outputs, name)] == expected_of(folder, prompt, greedy(8))
+
+
+def test_what_can_not_be_rehearsed_is_left_alone(folder, handing, monkeypatch):
+    target, lands = handing
+    tried = []
+
+    def refuse(piece):
+        tried.append(piece.end)
+        raise RuntimeError("no page-locked memory")
+
+    told = lands("a", PROMPTS[2], greedy(8))
+    with monkeypatch.context() as refusing:
+        refusing.setattr(target.runner, "prepare", refuse)
+        for _ in range(3):
+            target.rehearse()
+    assert len(tried) == 1
+    adopted(target, told, "a")
+    assert [told.first.token_id, *tokens_of(drain(target), "a")] == expected_of(folder, PROMPTS[2], greedy(8))
 
 
 def test_a_watcher_hears_of_each_batch_that_nothing_is_left_but_to_wait_for_it(folder):

@@ -15,7 +15,6 @@ from kv_transfer.frames import PROTOCOL, Hello
 from kv_transfer.incoming import IncomingLink
 from kv_transfer.link import LinkParts
 from kv_transfer.node import TransferNode
-from kv_transfer.paths import Paths
 from kv_transfer.rehearsal import REHEARSAL_S, Rehearsal
 from kv_transfer.settings import TransferSettings
 from tests.kv_transfer.kv_worker import LAYOUT, SECRET, make_pool
@@ -32,7 +31,7 @@ def parts(layout: KVLayout = LAYOUT, **changes: Any) -> LinkParts:
     """A node's, in which nobody may hear of anything."""
     facts: dict[str, Any] = dict.fromkeys(("emit", "note", "wake", "is_busy", "keep_warm", "on_lost"), never)
     facts |= {"settings": TransferSettings(secret=SECRET), "layout": layout, "pool": SimpleNamespace(num_blocks=64)}
-    facts |= {"identity": None, "memory": "host", "plane_scales": (), "transports": None, "paths": Paths(never)}  # type: ignore[arg-type]
+    facts |= {"identity": None, "memory": "host", "plane_scales": (), "transports": None, "paths": object()}  # type: ignore[arg-type]
     return LinkParts(**facts | changes)
 
 
@@ -47,13 +46,42 @@ class Clock:
 @pytest.mark.parametrize("layout", [LAYOUT, SHARDED])
 def test_each_comes_to_commit_and_leaves_nothing(layout: KVLayout):
     rehearsed = Rehearsal(parts(layout))
-    assert [rehearsed.run() for _ in range(3)] == [True] * 3
+    for _ in range(3):
+        rehearsed.run()
     prefill, decode, key = rehearsed._prefill, rehearsed._decode, rehearsal._KEY
     assert prefill._announcer is not None and decode._puller is not None
     assert (prefill._announcer.num_chunks, decode._puller.num_chunks, decode._puller.num_bad) == (3, 3, 0)
     assert not prefill.knows(key) and not decode.knows(key) and not decode.landings.is_committed(key)
     assert prefill._announcer.end(key), "decode reads nothing of it"
     assert decode._puller.tend() == math.inf, "no copy waits"
+
+
+def test_it_goes_the_way_of_what_is_announced_marked_and_read_ahead(monkeypatch: pytest.MonkeyPatch):
+    heard: list[str] = []
+    for kind, name in ((rehearsal._Mark, "set"), (rehearsal._Nowhere, "wait"), (rehearsal._Nowhere, "pull")):
+        do = getattr(kind, name)
+        noted = lambda self, *args, do=do, name=name: (heard.append(name), do(self, *args))[1]  # noqa: E731
+        monkeypatch.setattr(kind, name, noted)
+    rehearsed = Rehearsal(parts())
+    puller = rehearsed._decode._puller
+    assert puller is not None
+    put = puller.put
+    monkeypatch.setattr(puller, "put", lambda pull: (heard.append("put"), put(pull)))
+    rehearsed.run()
+    assert heard == ["set", "set", "wait", "put"]
+
+
+def test_the_first_that_goes_wrong_is_the_last_and_nobodys_loss(monkeypatch: pytest.MonkeyPatch, caplog):
+    clock = SimpleNamespace(now=100.0)
+    clock.perf_counter = clock.monotonic = lambda: clock.now
+    monkeypatch.setattr(rehearsal, "time", clock)
+    rehearsed = Rehearsal(parts())
+    monkeypatch.setattr(rehearsed._decode.landings, "finished", lambda fin: None)
+    assert not rehearsed.keep_warm()
+    assert "did not commit" in caplog.text
+    clock.now += 3600.0
+    caplog.clear()
+    assert not rehearsed.keep_warm() and not caplog.text
 
 
 def test_it_is_due_once_a_while_and_one_thread_is_enough(monkeypatch: pytest.MonkeyPatch):

@@ -268,6 +268,9 @@ class FakeNode:
     def launched(self, is_all: bool) -> None:
         """Nothing waits for it."""
 
+    def is_fetched_by(self, peer_id: WorkerId) -> bool:
+        return True
+
     def rested(self) -> None:
         """Nor does a thread care."""
 

@@ -1,13 +1,19 @@
 """The prompt that nobody asked for: the core's own loop hands it over, again and again, and keeps nothing of it."""
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import cast
 
-from contracts.layout import KVLayout
-from kv_transfer.node import TransferNode
-from worker.rehearsal import Rehearsal, keeper
+import pytest
 
-LAYOUT = KVLayout(model="tiny", num_layers=3, num_kv_heads=2, head_dim=8, block_size=4, dtype="float32")
+from core.link import FrontLink
+from core.messages import Start
+from engine.engine import Engine
+from kv_transfer.node import TransferNode
+from tests.kv_transfer.kv_worker import LAYOUT, make_pool
+from worker import core_main
+from worker.rehearsal import Rehearsal, keeper
+from worker.settings import WorkerSettings
 
 
 def test_each_is_handed_over_and_forgotten():
@@ -18,6 +24,26 @@ def test_each_is_handed_over_and_forgotten():
     (role,) = core._roles
     assert role.is_idle() and role.counters()["handoffs_committed"] == 3
     assert core._ledger.take() == ({}, [])
+
+
+def test_the_core_of_a_worker_keeps_warm(monkeypatch: pytest.MonkeyPatch):
+    class Stopped(Exception):
+        pass
+
+    class StoppedCore:
+        def __init__(self, *parts: object, keep_warm: Callable[[], None]) -> None:
+            monkeypatch.setattr(Rehearsal, "run", lambda self: ran.append(self))
+            keep_warm()
+            raise Stopped
+
+    ran: list[Rehearsal] = []
+    monkeypatch.setattr(core_main, "Core", StoppedCore)
+    engine = SimpleNamespace(layout=LAYOUT, transfer_pool=make_pool(), close=lambda: None)
+    settings = WorkerSettings.model_validate({"role": "prefill", "secret": "s"})
+    link = cast(FrontLink, SimpleNamespace(ring=lambda: None))
+    with pytest.raises(Stopped):
+        core_main.serve(link, Start(b"", "w", "1"), settings, cast(Engine, engine))
+    assert len(ran) == 1
 
 
 def test_it_goes_with_those_of_the_transfer(monkeypatch):
