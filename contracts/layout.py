@@ -1,6 +1,7 @@
 """What the bytes of a KV cache mean, so that two workers can agree before any of them moves."""
 
 import hashlib
+from functools import lru_cache
 
 import msgspec
 
@@ -49,7 +50,7 @@ class KVLayout(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def layout_id(self) -> str:
-        return hashlib.blake2b(msgspec.json.encode(self, order="sorted"), digest_size=8).hexdigest()
+        return _digest_of(self)
 
     def num_blocks(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
@@ -62,3 +63,8 @@ class KVLayout(msgspec.Struct, frozen=True, kw_only=True):
         """Raise LayoutMismatch naming the first field that differs."""
         if field := self.difference(theirs):
             raise LayoutMismatch(field, getattr(self, field), getattr(theirs, field))
+
+
+@lru_cache(maxsize=64)  # asked for with each chunk, of the few layouts that meet in a pool
+def _digest_of(layout: KVLayout) -> str:
+    return hashlib.blake2b(msgspec.json.encode(layout, order="sorted"), digest_size=8).hexdigest()

@@ -20,15 +20,15 @@ class Landing:
         expected = layout.num_blocks(offer.num_tokens - grant.skip_tokens)
         if len(grant.pages) != expected:
             raise ValueError(f"{len(grant.pages)} pages granted, {expected} are needed")
-        self.offer, self.grant, self._layout, self._layout_id = offer, grant, layout, layout.layout_id
+        self.offer, self.grant, self._layout = offer, grant, layout
         self._landed: set[int] = set()
         self.nbytes = 0
         self._filled = [False] * expected
 
     def check(self, header: ChunkHeader) -> str | None:
         """Why this chunk must not land, or None."""
-        if header.layout_id != self._layout_id:
-            return f"layout_id is {header.layout_id}, granted was {self._layout_id}"
+        if header.layout_id != self._layout.layout_id:
+            return f"layout_id is {header.layout_id}, granted was {self._layout.layout_id}"
         if header.index in self._landed:
             return f"chunk {header.index} has landed already"
         if reason := self._check_tokens(header):

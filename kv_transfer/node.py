@@ -59,7 +59,6 @@ class TransferNode:
         transports: Mapping[str, Transport] | None = None,
     ) -> None:
         self._layout, self._wake, self._settings = layout, wake, settings
-        self._layout_id = layout.layout_id
         own: dict[str, Transport] = {}
         device: tuple[DevicePool, Callable[[], bool]] | tuple[()] = ()
         if isinstance(pool, np.ndarray):
@@ -189,7 +188,7 @@ class TransferNode:
         ):
             raise ValueError(f"{len(src_pages)} pages do not fit {num_tokens} tokens from {first_token} on")
         nbytes = plan.chunk_nbytes(self._layout, num_tokens)
-        header = ChunkHeader(request_id, epoch, index, first_token, num_tokens, self._layout_id, nbytes, 0)
+        header = ChunkHeader(request_id, epoch, index, first_token, num_tokens, self._layout.layout_id, nbytes, 0)
         if link := self._find_outgoing(peer_id):
             link.send_chunk(header, src_pages, checksums)
 

@@ -35,12 +35,13 @@ def parts(layout: KVLayout = LAYOUT, **changes: Any) -> LinkParts:
     return LinkParts(**facts | changes)
 
 
-class Clock:
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.now = 100.0
-        monkeypatch.setattr(
-            rehearsal, "time", SimpleNamespace(perf_counter=lambda: self.now, monotonic=lambda: self.now)
-        )
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """`now`: what the rehearsals' clock says."""
+    made = SimpleNamespace(now=100.0)
+    made.perf_counter = made.monotonic = lambda: made.now
+    monkeypatch.setattr(rehearsal, "time", made)
+    return made
 
 
 @pytest.mark.parametrize("layout", [LAYOUT, SHARDED])
@@ -71,10 +72,7 @@ def test_it_goes_the_way_of_what_is_announced_marked_and_read_ahead(monkeypatch:
     assert heard == ["set", "set", "wait", "put"]
 
 
-def test_the_first_that_goes_wrong_is_the_last_and_nobodys_loss(monkeypatch: pytest.MonkeyPatch, caplog):
-    clock = SimpleNamespace(now=100.0)
-    clock.perf_counter = clock.monotonic = lambda: clock.now
-    monkeypatch.setattr(rehearsal, "time", clock)
+def test_the_first_that_goes_wrong_is_the_last_and_nobodys_loss(clock, monkeypatch: pytest.MonkeyPatch, caplog):
     rehearsed = Rehearsal(parts())
     monkeypatch.setattr(rehearsed._decode.landings, "finished", lambda fin: None)
     assert not rehearsed.keep_warm()
@@ -84,10 +82,7 @@ def test_the_first_that_goes_wrong_is_the_last_and_nobodys_loss(monkeypatch: pyt
     assert not rehearsed.keep_warm() and not caplog.text
 
 
-def test_it_is_due_once_a_while_and_one_thread_is_enough(monkeypatch: pytest.MonkeyPatch):
-    clock = SimpleNamespace(now=100.0)
-    clock.perf_counter = clock.monotonic = lambda: clock.now
-    monkeypatch.setattr(rehearsal, "time", clock)
+def test_it_is_due_once_a_while_and_one_thread_is_enough(clock):
     rehearsed = Rehearsal(parts())
     assert rehearsed.keep_warm() and not rehearsed.keep_warm()
     clock.now += 2 * REHEARSAL_S
