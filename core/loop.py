@@ -9,7 +9,7 @@ from contracts.ids import WorkerId
 from contracts.request import Cancel, Job
 from core.ledger import Ledger, Live
 from core.link import FrontLink
-from core.messages import CoreFrame, GatewayGone, Stop, ToCore, Work
+from core.messages import CoreFrame, GatewayGone, Peers, Stop, ToCore, Work
 from core.role import Role
 from core.status import StatusReporter
 from engine.engine import Engine
@@ -104,6 +104,8 @@ class Core(Watcher):
                 for live in self._ledger:
                     if live.job.gateway_id == gateway_id:
                         self._drop(live, "its gateway is gone")
+            case Peers(workers):
+                self._node.meet(workers)
             case Stop():
                 self._stopping = True
 

@@ -6,7 +6,7 @@ from contracts.events import Event
 from contracts.ids import Epoch, GatewayId, RequestId
 from contracts.layout import KVLayout
 from contracts.node import NodeLoad, Ways
-from contracts.request import JobMessage
+from contracts.request import JobMessage, WorkerRef
 
 
 class Start(msgspec.Struct, frozen=True, tag="start"):
@@ -32,11 +32,17 @@ class GatewayGone(msgspec.Struct, frozen=True, tag="gateway_gone"):
     gateway_id: GatewayId
 
 
+class Peers(msgspec.Struct, frozen=True, tag="peers"):
+    """Workers that this one may be asked to hand over to: links to them are opened before the first request."""
+
+    workers: list[WorkerRef]
+
+
 class Stop(msgspec.Struct, frozen=True, tag="stop"):
     pass
 
 
-ToCore = Start | Work | GatewayGone | Stop
+ToCore = Start | Work | GatewayGone | Peers | Stop
 
 
 class Loading(msgspec.Struct, frozen=True, tag="loading"):

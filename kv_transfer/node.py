@@ -156,8 +156,19 @@ class TransferNode:
 
     # The prefill side.
 
+    def meet(self, peers: Sequence[WorkerRef]) -> None:
+        """Open links to these, so that the first handoff finds them up; by the thread that offers.
+
+        Left alone are those that a link goes to already, if only to a former incarnation, and bad paths. A link that
+        fails is a PeerLost, of no attempt.
+        """
+        bad = self._paths.bad()
+        for peer in peers:
+            if self._find_outgoing(peer.worker_id) is None and peer.incarnation not in bad:
+                self._outgoing_to(peer)
+
     def offer(self, peer: WorkerRef, offer: Offer) -> None:
-        """Connects on first use. If that fails, PeerLost says why; its incarnation is the one in `peer`."""
+        """Connects if nobody has. If that fails, PeerLost says why; its incarnation is the one in `peer`."""
         if link := self._outgoing_to(peer):
             link.offer(offer)
 

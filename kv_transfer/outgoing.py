@@ -1,4 +1,4 @@
-"""The prefill end of a link: connects when first used, then sends what it is given."""
+"""The prefill end of a link: connects, then sends what it is given."""
 
 import socket
 import threading

@@ -1,15 +1,22 @@
-"""The worker's place in the registry: join, stay alive, tell how requests move, leave."""
+"""The worker's place in the registry: join, stay alive, get to know whom to hand over to, tell how requests move,
+leave.
+"""
 
 import asyncio
 import contextlib
 import logging
+from collections.abc import Sequence
 from functools import partial
+from zlib import crc32
 
 from contracts.errors import Unavailable
 from contracts.ids import Epoch, RequestId
+from contracts.node import Node, NodeInfo, Role
+from contracts.request import WorkerRef
 from coordinator.connect import patiently
 from coordinator.states import State
 from coordinator.store import Move, Store
+from core.messages import Peers
 from service.outage import Outage
 from worker.front import FrontState
 
@@ -18,6 +25,9 @@ log = logging.getLogger(__name__)
 BEAT_PERIOD_S = 1.0
 MOVES_PERIOD_S = 0.1
 MAX_MOVES = 10_000  # what may pile up while Redis is away; the oldest are of no use by then
+MAX_PEERS = 16
+"""Links that are opened beforehand; in a larger pool the others are when first used. Each costs either end two threads
+and its staging."""
 
 
 class Membership:
@@ -35,6 +45,7 @@ class Membership:
         """Join, so that start-up fails clearly if Redis can't be reached. Raises Unavailable."""
         await patiently(partial(self._store.join, self._state.info))
         self._state.joined = True
+        await patiently(self._meet)
         self._tasks = [asyncio.create_task(self._beat()), asyncio.create_task(self._tell())]
 
     def moved(self, moves: list[Move]) -> None:
@@ -56,7 +67,9 @@ class Membership:
             await self.beat_once()
 
     async def beat_once(self) -> None:
-        """Tell the registry that this worker lives, and how busy it is. If it can't be reached, that is logged."""
+        """Tell the registry that this worker lives, and how busy it is, and the core whom it may hand over to. If the
+        registry can't be reached, that is logged.
+        """
         info, load = self._state.info, self._state.load
         try:
             known = await self._store.heartbeat(info.worker_id, info.incarnation, load)
@@ -64,6 +77,7 @@ class Membership:
                 self._absence.failed("the registry does not know this worker any more; joining again")
                 await self._store.join(info)
                 await self._store.heartbeat(info.worker_id, info.incarnation, load)  # it joins as an idle one
+            await self._meet()
         except Unavailable as error:
             self._outage.failed(f"not in the registry: {error}")
             self._state.joined = False
@@ -71,6 +85,11 @@ class Membership:
             self._absence.worked()
             self._outage.worked()
             self._state.joined = True
+
+    async def _meet(self) -> None:
+        """Again with each beat: who joined since, and whoever was lost and lives."""
+        if self._state.info.role is Role.PREFILL:
+            self._state.core.send(Peers(takers(self._state.info, await self._store.nodes())))
 
     async def _tell(self) -> None:
         outage = Outage(log)
@@ -84,6 +103,17 @@ class Membership:
                 except Unavailable as error:
                     outage.failed(f"moves of requests are not told to the registry yet: {error}")
                     self._moves = [*moves, *self._moves][-MAX_MOVES:]
+
+
+def takers(me: NodeInfo, nodes: Sequence[Node]) -> list[WorkerRef]:
+    """Who may get KV from this prefill worker: MAX_PEERS of them, others for each of many prefill workers.
+
+    A mixed worker opens no link beforehand: it seldom hands over.
+    """
+    found = [n.info for n in nodes if n.alive and not n.load.draining and n.info.role is not Role.PREFILL]
+    found = [info for info in found if info.can_take(me)]
+    found.sort(key=lambda info: crc32(f"{me.worker_id} {info.worker_id}".encode()))
+    return [info.ref for info in found[:MAX_PEERS]]
 
 
 def to_moves(moves: list[tuple[RequestId, Epoch, str]]) -> list[Move]:

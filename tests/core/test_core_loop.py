@@ -11,10 +11,11 @@ from contracts.request import Cancel, Job
 from core.ledger import attempt_key
 from core.link import FrontGone
 from core.loop import ALERT_WAIT_S, IDLE_WAIT_S, REHEARSAL_S
-from core.messages import CoreFrame, GatewayGone, Stop, Work
+from core.messages import CoreFrame, GatewayGone, Peers, Stop, Work
 from core.status import STATUS_PERIOD_S
 from engine.messages import EngineFailure, StepOutput, Watcher
 from gateway.stages import exposed_s
+from tests.nodes import node_info
 from tests.path.ring import D, P, Ring, answer
 
 R = RequestId("r")
@@ -370,3 +371,10 @@ def test_placement_is_told_a_rate_once_a_step_was_full():
     ring.both(ring.job("long", list(range(2 * full)), 2))
     ring.settle()
     assert ring.ends("long") and side.core._status.report().load.prefill_rate == pytest.approx(full / 0.5)
+
+
+def test_whom_the_front_names_is_met():
+    side = Ring().sides[P]
+    side.link.inbox.append(Peers([node_info().ref]))
+    side.core.turn()
+    assert side.node.met == [node_info().ref]

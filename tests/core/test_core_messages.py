@@ -17,13 +17,14 @@ from core.messages import (
     GatewayGone,
     LinkStatus,
     Loading,
+    Peers,
     Start,
     Stop,
     ToCore,
     ToFront,
     Work,
 )
-from tests.nodes import ways
+from tests.nodes import node_info, ways
 
 LAYOUT = KVLayout(model="m", num_layers=2, num_kv_heads=1, head_dim=4, block_size=16, dtype="float32")
 R, E, G = RequestId("r"), Epoch(1), GatewayId("g")
@@ -36,7 +37,7 @@ STATUS = CoreStatus(
     links=[LinkStatus("d", True, "ucx", "tcp/lo", "open", {"nbytes": 5.0})],
     is_clean=False,
 )
-INWARD = [Start(b"{}", "w", "i"), Work([Cancel(R, E, "why")], 1.0), GatewayGone(G), Stop()]
+INWARD = [Start(b"{}", "w", "i"), Work([Cancel(R, E, "why")], 1.0), GatewayGone(G), Peers([node_info().ref]), Stop()]
 OUTWARD = [
     Loading("weights", 3, 10),
     CoreFailed("no such model"),

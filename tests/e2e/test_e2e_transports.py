@@ -13,6 +13,7 @@ from bench.oracle import greedy
 from bench.system import System, get_json, running
 from tests.e2e.tiny import save_tiny
 from tests.engine import tiny_models
+from tests.waiting import until
 
 PROMPTS = [random.Random(i).choices(range(2, 256), k=5 + 23 * i) for i in range(14)]
 MAX_TOKENS = 24
@@ -71,6 +72,12 @@ def counters(system: System, name: str) -> list[float]:
     return [value[name] for value in found if name in value]
 
 
+def links(system: System) -> list[str]:
+    """States, of both ends."""
+    health = [get_json(f"{worker['url']}/health")["core"] for worker in system.workers()]
+    return [link["state"] for core in health if core for link in core["links"]]
+
+
 def transports(system: System) -> set[str]:
     health = [get_json(f"{worker['url']}/health") for worker in system.workers()]
     return {link["transport"] for worker in health for link in worker["core"]["links"]}
@@ -80,6 +87,7 @@ def transports(system: System) -> set[str]:
 def test_the_pair_answers_as_one_worker_does(model, colocated, transfer):
     flags = ("--model", model, "--dtype", "float32", "--transfer", transfer, "--prefill", "2", "--decode", "2")
     with running(*flags, **CHUNKED) as pair:
+        until(lambda: links(pair) == ["up"] * 8, words=lambda: links(pair))  # before any request
         assert_same(asyncio.run(ask_all(pair)), colocated)
         again = asyncio.run(ask_all(pair))
         assert_same(again, colocated)

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from msgspec import structs
 
 from contracts import errors
 from contracts.errors import ConfigError
@@ -28,6 +29,7 @@ from kv_transfer.transports.base import Slot
 from kv_transfer.transports.loopback import LoopbackTransport
 from tests.kv_transfer.kv_pair import Peer, fin, offer_and_grant, pages_equal, send
 from tests.kv_transfer.kv_worker import LAYOUT, SECRET, make_pool
+from tests.waiting import until
 
 Make = Callable[..., Peer]
 
@@ -635,3 +637,32 @@ def test_a_transport_that_a_worker_does_not_have_is_refused_at_its_start() -> No
     words = "transfer is 'nvlink', which this worker, with its pages in the host's memory, does not have"
     with pytest.raises(ConfigError, match=words):
         TransferNode(settings, WorkerId("w"), Incarnation("1"), LAYOUT, pages, lambda: None)
+
+
+def test_a_link_that_was_opened_beforehand_is_the_one_that_hands_over(make_peer: Make) -> None:
+    prefill, decode = make_peer("prefill"), make_peer("decode")
+    prefill.node.meet([decode.ref])
+    until(lambda: [link.state for link in decode.node.stats()] == ["up"])
+    prefill.node.meet([decode.ref])
+    offer_and_grant(prefill, decode, "r", 8, [1, 2])
+    assert [(link.transport, link.state) for link in prefill.node.stats()] == [("tcp", "up")]
+    assert prefill.seen == decode.seen == []
+
+
+def test_a_former_incarnation_is_not_met_in_place_of_the_one_that_is_there(make_peer: Make) -> None:
+    """The registry's word may be old when it arrives."""
+    prefill, decode = make_peer("prefill"), make_peer("decode")
+    prefill.node.meet([decode.ref])
+    until(lambda: [link.state for link in prefill.node.stats()] == ["up"])
+    prefill.node.meet([structs.replace(decode.ref, incarnation=Incarnation("former"))])
+    assert [link.incarnation for link in prefill.node.stats()] == [decode.incarnation]
+
+
+def test_who_cannot_be_met_is_a_bad_path_and_left_alone_for_a_while(make_peer: Make) -> None:
+    prefill = make_peer("prefill")
+    nobody = WorkerRef("decode", "x", "", "127.0.0.1:1")  # type: ignore[arg-type]
+    prefill.node.meet([nobody])
+    assert "can't connect to decode" in prefill.wait(PeerLost).error
+    assert prefill.node.bad_paths == ("x",)
+    prefill.node.meet([nobody])
+    assert prefill.node.stats() == []

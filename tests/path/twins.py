@@ -8,6 +8,7 @@ the test likes.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 
@@ -246,11 +247,15 @@ class FakeNode:
         self.transfer_rate = 0.0
         self.bad_paths: tuple[Incarnation, ...] = ()
         self._undrained: list[Drained] = []
+        self.met: list[WorkerRef] = []
         network.nodes[me] = self
 
     def poll(self) -> list[TransferEvent]:
         events, self._events = self._events, []
         return events
+
+    def meet(self, peers: Sequence[WorkerRef]) -> None:
+        self.met += peers
 
     def offer(self, peer: WorkerRef, offer: Offer) -> None:
         self._network.send(self.me, peer.worker_id, offer)

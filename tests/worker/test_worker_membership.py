@@ -8,14 +8,15 @@ import pytest
 
 from contracts.errors import RegistryError, Unavailable
 from contracts.ids import Epoch, Incarnation, RequestId, WorkerId
-from contracts.node import NodeInfo, NodeLoad
+from contracts.node import Node, NodeInfo, NodeLoad, Role
 from coordinator.memory_store import MemoryStore
 from coordinator.states import State
 from coordinator.store import Move
+from tests.nodes import node_info
 from tests.waiting import async_until
 from tests.worker.fronts import make_state
 from worker import membership
-from worker.membership import Membership
+from worker.membership import MAX_PEERS, Membership, takers
 
 
 class MovesStore(MemoryStore):
@@ -142,3 +143,51 @@ async def test_moves_are_told_again_in_order_when_the_registry_is_back(
     await member.stop()
     assert store.told == [move(2), move(3), move(4)], "the oldest are of no use by then"
     assert len([record for record in caplog.records if "not told" in record.message]) == 1
+
+
+def listed(name: str, role: Role = Role.DECODE, load: NodeLoad | None = None, alive: bool = True, **changes) -> Node:
+    return Node(info=node_info(worker_id=WorkerId(name), role=role, **changes), load=load or NodeLoad(), alive=alive)
+
+
+def test_whoever_may_take_what_is_computed_here_is_met():
+    me = node_info(worker_id=WorkerId("me"))
+    nodes = [
+        listed("decode"),
+        listed("mixed", Role.MIXED),
+        listed("prefill", Role.PREFILL),
+        listed("dead", alive=False),
+        listed("draining", load=NodeLoad(draining=True)),
+        listed("of another layout", layout_id="other"),
+    ]
+    assert {ref.worker_id for ref in takers(me, nodes)} == {"decode", "mixed"}
+
+
+def test_in_a_large_pool_each_prefill_worker_meets_a_few_and_not_all_the_same():
+    nodes = [listed(f"decode-{number}") for number in range(4 * MAX_PEERS)]
+    met = [takers(node_info(worker_id=WorkerId(f"prefill-{number}")), nodes) for number in range(8)]
+    assert {len(refs) for refs in met} == {MAX_PEERS}
+    assert len({ref.worker_id for refs in met for ref in refs}) > 3 * MAX_PEERS
+
+
+async def test_a_prefill_worker_tells_its_core_whom_to_meet_when_it_joins_and_with_each_beat():
+    store, state = MemoryStore(), make_state()
+    await store.join(listed("d1").info)
+    member = Membership(store, state)
+    await member.start()
+    await store.join(listed("d2").info)
+    await member.beat_once()
+    await member.stop()
+    told = [{ref.worker_id for ref in message.workers} for message in state.core.sent]  # type: ignore[attr-defined]
+    assert told == [{"d1"}, {"d1", "d2"}]
+
+
+@pytest.mark.parametrize("role", [Role.DECODE, Role.MIXED])
+async def test_others_meet_nobody_beforehand(role: Role):
+    store, state = MemoryStore(), make_state()
+    state.info = msgspec.structs.replace(state.info, role=role)
+    await store.join(listed("d1").info)
+    member = Membership(store, state)
+    await member.start()
+    await member.beat_once()
+    await member.stop()
+    assert state.core.sent == []  # type: ignore[attr-defined]
