@@ -19,9 +19,10 @@ from contracts.events import Failed, Finished, Tokens
 from contracts.ids import Epoch, GatewayId, Incarnation, RequestId, WorkerId
 from contracts.request import Cancel, Job, Route, WorkerRef
 from contracts.sampling import SamplingParams
-from core.messages import CoreFrame, CoreReady, CoreStatus, Start, Stop, ToFront, Work
+from core.messages import CoreFrame, CoreReady, CoreStatus, Peers, Start, Stop, ToFront, Work
 
 START_TIMEOUT_S = 150.0
+MEET_TIMEOUT_S = 30.0
 _incarnations = count(1)
 _requests = count(1)
 
@@ -143,6 +144,16 @@ class CoreHandle:
             for events in message.events.values():
                 for event in events:
                     self._answers.take(self.name, event, now)
+
+
+def meet(prefill: CoreHandle, decode: CoreHandle) -> None:
+    """As a front does once both are in the registry. Raises TimeoutError if no link is up in time."""
+    prefill.send(Peers([decode.ref]))
+    deadline = time.monotonic() + MEET_TIMEOUT_S
+    while not any(link.state == "up" for link in (prefill.status.links if prefill.status else ())):
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"no link from {prefill.name} to {decode.name} in {MEET_TIMEOUT_S:.0f} s")
+        time.sleep(0.02)
 
 
 def ask(

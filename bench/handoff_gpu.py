@@ -33,7 +33,7 @@ import msgspec
 import numpy as np
 
 from bench.handoff_core import Spec
-from bench.handoff_front import Answers, CoreHandle, ask, cancel, prompt
+from bench.handoff_front import Answers, CoreHandle, ask, cancel, meet, prompt
 from bench.handoff_kills import kills
 from bench.handoff_pages import LAYOUT, NVLINK_RATE, RAW_BLOCKS, WIDE, fill, holds, raw_pool
 from bench.handoff_staged import staged
@@ -162,6 +162,7 @@ def pair(args: argparse.Namespace, folder: Path, **changes: Any) -> Iterator[tup
     try:
         for core in cores:
             core.wait_ready()
+        meet(cores[0], cores[1])
         yield cores[0], cores[1], answers
     finally:
         for core in cores:
@@ -215,6 +216,8 @@ def idle(
                 names.append(name["pair"])
                 gaps.append(times[1] - times[0])
                 steps += np.diff(times[1:]).tolist()
+        if not rows:  # the very first handoff of the pair
+            rows.append(shown(Row("handoff_ttft_first", ttft["pair"][0] * 1e3, "ms", {"length": length})))
         params = {"length": length, "repeats": repeats}
         for who, seconds in ttft.items():
             rows.append(Row(f"handoff_ttft_{who}", _ms(seconds[2:]), "ms", params))

@@ -2,7 +2,9 @@
 
 import importlib.metadata
 import importlib.util
+import os
 import shutil
+import sysconfig
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -24,6 +26,7 @@ class Caps:
     flashinfer: Version | None = None
     flashinfer_jit: bool = False  # nvcc is here, or prebuilt modules are
     flashinfer_cubins: bool = False  # the trtllm-gen kernels of sm_100 are here
+    triton_lacks: tuple[str, ...] = ()  # of what it builds each kernel's launcher with
 
     @property
     def hopper(self) -> bool:
@@ -44,6 +47,7 @@ def detect(device: str | None = None) -> Caps:
         flashinfer=_version("flashinfer", "flashinfer-python"),
         flashinfer_jit=shutil.which("nvcc") is not None or _has_prebuilt(),
         flashinfer_cubins=importlib.util.find_spec("flashinfer_cubin") is not None,
+        triton_lacks=tuple(_triton_lacks()),
     )
     if kind == "cpu":
         return found
@@ -58,6 +62,8 @@ def missing(caps: Caps) -> list[str]:
         lines.append("no CUDA device: only the CPU implementations run")
     if caps.triton is None:
         lines.append("triton is not installed: pip install triton")
+    elif caps.device == "cuda" and caps.triton_lacks:
+        lines.append(unbuildable(caps))
     if caps.flashinfer is None:
         lines.append("flashinfer is not installed: pip install flashinfer-python==0.6.13 (optional)")
     elif not caps.flashinfer_jit:
@@ -65,6 +71,20 @@ def missing(caps: Caps) -> list[str]:
     if caps.blackwell and caps.flashinfer and not caps.flashinfer_cubins:
         lines.append("flashinfer-cubin is not installed: the trtllm-gen kernels are out of reach")
     return lines
+
+
+def unbuildable(caps: Caps) -> str:
+    """Why no kernel of Triton's can be launched, and what to do."""
+    lacks = " and ".join(caps.triton_lacks)
+    return f"triton can't build its launchers without {lacks}: apt-get install gcc python3-dev, or what is alike here"
+
+
+def _triton_lacks() -> list[str]:
+    """As triton.runtime.build looks for them."""
+    compilers = (os.environ.get("CC"), shutil.which("gcc"), shutil.which("clang"))
+    headers = Path(sysconfig.get_path("include", "posix_prefix"), "Python.h")
+    lacks = {"a C compiler": not any(compilers), "Python's headers (Python.h)": not headers.is_file()}
+    return [name for name, is_lacking in lacks.items() if is_lacking]
 
 
 def _version(module: str, distribution: str | None = None) -> Version | None:

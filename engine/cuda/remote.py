@@ -18,6 +18,7 @@ from engine.cuda.cuts import Cut
 from engine.cuda.memory import Grid, Mapping, RemoteMark, attach, synchronize
 from engine.cuda.parts import Part, grid, spans
 from engine.cuda.pulls import RELEASE_S, Lanes, Later, LazyPull, WaitingPull, stamp
+from engine.cuda.topology import joined_by
 
 _NUM_PROBES = 16
 _NUM_READY = 4  # chunks that wait for their marks without new memory for their checksums
@@ -86,7 +87,7 @@ class RemotePages:
         self._mark = self._open_mark(mark) if mark else None
         num_ready = _NUM_READY if self._mark else 0
         self._ready += [self._cut.checksums_of_landed(BUCKETS[-1]) for _ in range(num_ready)]
-        where = "on one GPU" if sharing.device == device_name(self._ours.device) else "between two GPUs"
+        where = where(sharing.device, device_name(self._ours.device))
         if len(self._ways) > 1:
             where = f"from {len(sharing.memories)} shards into {self._ours.num_shards}"
         if self._ours.num_copies > 1:
@@ -267,6 +268,15 @@ def _ways(mappings: SequenceOf[Mapping], sharing: Sharing, parts: SequenceOf[Par
         source = grid(sharing.num_planes, sharing.num_pages, sharing.page_nbytes, width, offset)
         ways.append((mappings[shard], source, part.planes.view(-1), part.grid))
     return ways
+
+
+def where(theirs: str, ours: str) -> str:
+    if theirs == ours:
+        return "on one GPU"
+    way = joined_by(theirs, ours)
+    if way == "PCIe":
+        _log.warning("no NVLink joins this GPU and the peer's: their handoffs go by PCIe")
+    return f"between two GPUs by {way}" if way else "between two GPUs"
 
 
 def device_name(device: torch.device) -> str:

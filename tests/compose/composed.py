@@ -100,8 +100,8 @@ class Composed:
             raise AssertionError(f"{error.code} {error.read().decode()}\n{self.compose('logs', '--tail=8')}") from error
 
 
-def docker(*arguments: str) -> str:
-    return _run(["docker", *arguments], COMMAND_TIMEOUT_S, dict(os.environ))
+def docker(*arguments: str, timeout_s: float = COMMAND_TIMEOUT_S) -> str:
+    return _run(["docker", *arguments], timeout_s, dict(os.environ))
 
 
 def _run(command: list[str], timeout_s: float, environ: dict[str, str]) -> str:

@@ -19,7 +19,7 @@ from tests.engine.device_engines import (
     logits_of,
     noted_launches_of,
 )
-from tests.engine.driving import answers, greedy, random_prompts, settings
+from tests.engine.driving import answers, drain, greedy, random_prompts, request, settings
 from tests.engine.tiny_models import FAMILIES, VOCAB, save_tiny
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
@@ -158,6 +158,28 @@ def test_running_ahead_changes_no_token(fusible, dtype, params, monkeypatch):
     ahead = answers(engine_of(fusible, dtype), PROMPTS, params)
     monkeypatch.setattr("engine.engine.Engine._may_run_ahead", lambda *_: False)
     assert answers(engine_of(fusible, dtype), PROMPTS, params) == ahead
+
+
+@pytest.mark.parametrize("dtype", ["float8", "bfloat16"])
+@pytest.mark.parametrize(
+    "params",
+    [greedy(60), SamplingParams(max_tokens=60, seed=5, temperature=0.9, top_p=0.9, ignore_eos=True)],
+    ids=["greedy", "random"],
+)
+def test_no_decode_step_makes_the_host_wait_unasked(fusible, dtype, params):
+    """torch raises where an operation would wait for the device by itself; the tokens' event is waited for by name."""
+    engine = engine_of(fusible, dtype)
+    for index, prompt in enumerate(FEW):
+        engine.submit(request(str(index), prompt, params))
+    while engine.step().num_decode_tokens < len(FEW):
+        pass
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        sampled = [engine.step().num_decode_tokens for _ in range(30)]
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    drain(engine)
+    assert sampled == [len(FEW)] * 30
 
 
 def test_penalties_and_logprobs_equal_the_cpu_engine(family):

@@ -724,6 +724,14 @@ def test_heads_that_no_kernel_takes_are_refused_by_their_size(folder):
     require_kernels(registry, replace(config, head_dim=64), DEVICE_FORMATS["bfloat16"], 64)
 
 
+def test_a_machine_where_triton_cannot_build_its_launchers_is_refused_in_words(folder, monkeypatch):
+    """As a container with a GPU and without a C compiler."""
+    found = Caps("cuda", 90, "an H200", triton=(3, 6, 0), triton_lacks=("a C compiler",))
+    monkeypatch.setattr("kernels.caps.detect", lambda _: found)
+    with pytest.raises(ConfigError, match=r"without a C compiler: apt-get install gcc python3-dev"):
+        device_engine(folder)
+
+
 @pytest.mark.parametrize("cc", [90, 100])
 def test_heads_that_flashinfer_alone_takes_are_refused_too(folder, cc):
     config = replace(open_checkpoint(str(folder)).config, head_dim=96)

@@ -4,6 +4,7 @@ import importlib.metadata
 import importlib.util
 import shutil
 import sys
+import sysconfig
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ FULL: dict[str, Any] = dict(torch=(2, 11, 0), triton=(3, 6, 0), flashinfer=(0, 6
     [
         (caps.Caps("cpu"), "no CUDA device"),
         (caps.Caps("cuda", 90, torch=(2, 11, 0)), "pip install triton"),
+        (caps.Caps("cuda", 90, **FULL, triton_lacks=("a C compiler",)), "without a C compiler: apt-get install gcc"),
         (caps.Caps("cuda", 90, **{**FULL, "flashinfer": None}), "pip install flashinfer-python==0.6.13"),
         (caps.Caps("cuda", 90, **{**FULL, "flashinfer_jit": False}), "nvcc is not on the PATH"),
         (caps.Caps("cuda", 100, **FULL), "flashinfer-cubin is not installed"),
@@ -31,6 +33,19 @@ def test_what_is_missing_is_said_in_words(found, words):
 
 def test_a_complete_hopper_misses_nothing():
     assert caps.missing(caps.Caps("cuda", 90, **FULL)) == []
+
+
+def test_triton_builds_with_a_compiler_and_pythons_headers(monkeypatch, tmp_path):
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setattr(shutil, "which", lambda name: "/bin/clang" if name == "clang" else None)
+    monkeypatch.setattr(sysconfig, "get_path", lambda *_: str(tmp_path))
+    (tmp_path / "Python.h").touch()
+    assert caps.detect("cpu").triton_lacks == ()
+    (tmp_path / "Python.h").unlink()
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    assert caps.detect("cpu").triton_lacks == ("a C compiler", "Python's headers (Python.h)")
+    monkeypatch.setenv("CC", "tcc")
+    assert caps.detect("cpu").triton_lacks == ("Python's headers (Python.h)",)
 
 
 @pytest.mark.parametrize("package", ["flashinfer", "flashinfer_jit_cache"])
