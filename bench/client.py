@@ -15,13 +15,15 @@ VOCABULARY = 32_000
 QUIET_S = 120.0
 MAX_SAID = 200
 _JSON = {"content-type": "application/json"}
+_STREAMS = ("text/event-stream", "application/json")  # the latter is what vLLM's toy proxy of a pair calls a stream
 SPARE_EVENTS = 8
 """What a stream may have above one event a token: some servers open or close it with an empty one."""
 
 
 @dataclass
 class Answer:
-    """Seconds from the request's start (`ttft_s`) and between events with tokens (`gaps_s`).
+    """Seconds from the request's start (`ttft_s`) and between events with tokens (`gaps_s`), however many or few
+    characters an event has: a server may put several tokens into one.
 
     `num_tokens` is what the server's `usage` says, else the number of those events. `reason`: why it did not end well,
     in words that can be counted; `error`: the same with what the server said. Both are empty if it did. `text`: what
@@ -110,7 +112,7 @@ async def _stream(http: aiohttp.ClientSession, url: str, body: bytes, taker: "_T
         if response.status != 200:
             said = (await response.content.read(MAX_SAID)).decode(errors="replace")
             raise Broken(f"HTTP {response.status}", f"{response.status} {said}", response.status)
-        if response.content_type != "text/event-stream":
+        if response.content_type not in _STREAMS:
             raise Broken("garbage", f"it answers with {response.content_type}, not with a stream of events")
         async for line in response.content:
             if not line.startswith(b"data:") or (data := line[5:].strip()) == b"[DONE]":

@@ -63,12 +63,19 @@ class Point:
 
 @dataclass(frozen=True)
 class Server:
-    """Who is asked, and how: `vocabulary` bounds the ids of a prompt, `quiet_s` how long an answer may be silent."""
+    """Who is asked, and how: `vocabulary` bounds the ids of a prompt, `quiet_s` how long an answer may be silent.
+    `replicas`: where else the same model is served; requests take turns.
+    """
 
     url: str
     model: str
     vocabulary: int = VOCABULARY
     quiet_s: float = QUIET_S
+    replicas: tuple[str, ...] = ()
+
+    @property
+    def urls(self) -> tuple[str, ...]:
+        return (self.url, *self.replicas)
 
 
 @dataclass
@@ -104,19 +111,21 @@ async def measure(
         prompt = random_prompt(lengths.num_in, random.Random(f"{seed} {point} {number}"), server.vocabulary)
         return body_of(server.model, prompt, max_tokens)
 
-    def asked(body: bytes, max_tokens: int) -> Awaitable[Answer]:
-        return ask(http, server.url, body, max_tokens, quiet_s=server.quiet_s)
+    def asked(number: int, body: bytes, max_tokens: int) -> Awaitable[Answer]:
+        url = server.urls[number % len(server.urls)]
+        return ask(http, url, body, max_tokens, quiet_s=server.quiet_s)
 
     # All before the first is sent: to draw and write a prompt of 8192 takes 2 ms, in which no token of others is seen.
     bodies = [body(number, lengths.num_out) for number in range(point.num_requests)]
 
     async def counted(number: int) -> None:
-        answer = await asked(bodies[number], lengths.num_out)
+        answer = await asked(number, bodies[number], lengths.num_out)
         measured.answers.append(answer)
         tell(answer)
 
     num_warm_tokens = min(WARM_TOKENS, lengths.num_out)
-    await _warm_up(asked(body(-1 - number, num_warm_tokens), num_warm_tokens) for number in range(point.num_warm))
+    warm = [-1 - number for number in range(max(point.num_warm, len(server.urls)))]
+    await _warm_up(asked(number, body(number, num_warm_tokens), num_warm_tokens) for number in warm)
     with _unseen():
         start = time.perf_counter()
         try:

@@ -11,6 +11,12 @@ pair-ucx   the pair by UCX
 
 Kernels are compiled anew for the first system that is started, and are there for the others. Everything measured so far
 is in the result file after each load. `--device cpu --shrink 32` tries it all out without a GPU.
+
+python -m bench.serving_gpu --model /dev/shm/llama-8b --url vllm=http://127.0.0.1:8000,http://127.0.0.1:8001
+
+puts the same loads on servers that run already and speak OpenAI's API, each by a name of yours; several addresses are
+replicas whose requests take turns. Of these there are no rows of starts, memory and the services' own accounts. A
+server that keeps prompts in a prefix cache wants another `--seed` each time. See bench/README.md, "Beside vLLM".
 """
 
 import argparse
@@ -18,8 +24,8 @@ import asyncio
 import json
 import sys
 import time
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Coroutine, Iterator, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -27,6 +33,7 @@ from bench.accounts import Accounts, gpu_names, memory_rows, start_rows
 from bench.client import VOCABULARY, session
 from bench.load import Measured, Server, measure
 from bench.result import Row, write_result
+from bench.servers import Found, Named, found_at, named
 from bench.serving_loads import GAP_S, LOADS, Load, load_rows, quoted_rows
 from bench.serving_plots import Drawn, plot_serving
 from bench.soak import wait_clean
@@ -49,6 +56,7 @@ class Report:
         self._args, self._loads = args, loads
         self.rows: list[Row] = quoted_rows(loads)
         self.drawn: Drawn = {}
+        self.found: dict[str, Found] = {}
 
     def add(self, rows: Sequence[Row], **params: str) -> None:
         self.rows += [replace(row, params=params | dict(row.params)) for row in rows]
@@ -59,6 +67,8 @@ class Report:
             "points": {load.name: f"{load.point}, {load.point.num_requests} requests" for load in self._loads},
             "objective": {load.name: f"TTFT {load.ttft_s} s, mean gap {GAP_S} s" for load in self._loads},
         }
+        if self.found:
+            config["servers"] = {name: asdict(found) for name, found in self.found.items()}
         self.file = write_result(args.out, "serving-gpu", self.rows, config)
 
     def draw(self) -> None:
@@ -71,9 +81,9 @@ def main() -> int:
     loads = [load.shrunk(args.shrink) for load in LOADS if load.name in args.loads]
     report, failed = Report(args, loads), []
     with TemporaryDirectory(prefix="tandem-kernels-") as kernels:
-        for name in args.systems:
+        for name, measuring in measurements(args, loads, report, kernels):
             try:
-                asyncio.run(measure_system(name, args, loads, report, kernels))
+                asyncio.run(measuring)
             except (RuntimeError, Unavailable, OSError) as error:
                 print(f"{name}: {error}", file=sys.stderr)
                 failed.append(name)
@@ -82,18 +92,37 @@ def main() -> int:
     return 1 if failed else 0
 
 
+def measurements(
+    args: argparse.Namespace, loads: Sequence[Load], report: Report, kernels: str
+) -> Iterator[tuple[str, Coroutine]]:
+    for one in args.url:
+        yield one.name, measure_server(one, args, loads, report)
+    for name in args.systems:
+        yield name, measure_system(name, args, loads, report, kernels)
+
+
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     names = [load.name for load in LOADS]
     parser.add_argument("--model", required=True, help="a folder as bench.model_folder writes it")
-    parser.add_argument("--systems", nargs="+", default=["pair", "replicas"], choices=SYSTEMS)
+    parser.add_argument("--systems", nargs="+", choices=SYSTEMS, help="pair and replicas; with --url none")
+    words = "a server that runs, or replicas; may be given again"
+    parser.add_argument("--url", action="append", type=named, default=[], metavar="NAME=URL[,URL...]", help=words)
+    words = "what the servers of --url call the model; else what they list first"
+    parser.add_argument("--served-name", default="", metavar="NAME", help=words)
     parser.add_argument("--loads", nargs="+", default=names, choices=names)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--shrink", type=int, default=1, metavar="N", help="lengths and requests by N: to try it out")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=None, help="result file; the plots go beside it")
-    return parser.parse_args()
+    args = parser.parse_args()
+    if args.systems is None:
+        args.systems = [] if args.url else ["pair", "replicas"]
+    names = [*args.systems, *(one.name for one in args.url)]
+    if len(set(names)) < len(names):
+        parser.error(f"two systems have one name: {', '.join(names)}")
+    return args
 
 
 async def measure_system(
@@ -105,8 +134,9 @@ async def measure_system(
         rows = [*start_rows(up, time.perf_counter() - began_s), *memory_rows(up)]
         report.add([shown(row) for row in rows], system=name)
         accounts = Accounts(up)
+        server = Server(up.url, up.model(), vocabulary_of(args.model), QUIET_S)
         for load in loads:
-            measured = await drive(up, load, args)
+            measured = await drive(server, load, args.seed)
             report.drawn.setdefault(load.name, {})[name] = measured.good
             rows = load_rows(name, load, measured)
             report.add([shown(row) for row in rows + accounts.rows(measured.wall_s)], system=name, load=load.name)
@@ -119,12 +149,26 @@ def transfer_of(name: str, device: str) -> str:
     return "nvlink" if device.startswith("cuda") else "auto"
 
 
-async def drive(system: System, load: Load, args: argparse.Namespace) -> Measured:
-    measured = Measured(load.point)
-    config = json.loads(Path(args.model, "config.json").read_text(encoding="utf-8"))
-    server = Server(system.url, system.model(), min(VOCABULARY, config["vocab_size"]), QUIET_S)
+async def measure_server(one: Named, args: argparse.Namespace, loads: Sequence[Load], report: Report) -> None:
     async with session(total_s=None) as http:
-        await measure(http, server, measured, args.seed, lambda answer: None)
+        found = report.found[one.name] = await found_at(http, one.urls, args.served_name)
+    server = found.server(vocabulary_of(args.model), QUIET_S)
+    for load in loads:
+        measured = await drive(server, load, args.seed)
+        report.drawn.setdefault(load.name, {})[one.name] = measured.good
+        report.add([shown(row) for row in load_rows(one.name, load, measured)], system=one.name, load=load.name)
+
+
+def vocabulary_of(folder: str) -> int:
+    """No prompt has an id from here on."""
+    config = json.loads(Path(folder, "config.json").read_text(encoding="utf-8"))
+    return min(VOCABULARY, config["vocab_size"])
+
+
+async def drive(server: Server, load: Load, seed: int) -> Measured:
+    measured = Measured(load.point)
+    async with session(total_s=None) as http:
+        await measure(http, server, measured, seed, lambda answer: None)
     return measured
 
 

@@ -63,8 +63,10 @@ def _more_rows(load: Load, measured: Measured) -> list[Row]:
         [Row("ITL p99.9", percentile(gaps_ms, 99.9), "ms"), Row("ITL longest", max(gaps_ms), "ms")] if gaps_ms else []
     )
     num_good = sum(is_good(load, answer) for answer in measured.good)
+    num_events = sum(1 + len(answer.gaps_s) for answer in measured.good)
     return [
         *tail,
+        Row("tokens an event", sum(answer.num_tokens for answer in measured.good) / num_events, "tokens"),
         Row("within the objective", num_good / len(measured.answers), "of the requests"),
         Row("goodput", num_good / measured.wall_s, "requests/s"),
     ]

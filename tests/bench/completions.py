@@ -102,6 +102,18 @@ async def bare_end(writer: asyncio.StreamWriter, num_tokens: int) -> None:
     writer.write(STREAM + token("…") + token() * (num_tokens - 3) + token("", finish="length") + usage + DONE)
 
 
+async def merged(writer: asyncio.StreamWriter, num_tokens: int) -> None:
+    """As vLLM does when its front is late: what has gathered is one event; and a token may be no text yet."""
+    usage = event(choices=[], usage={"completion_tokens": num_tokens})
+    writer.write(STREAM + token("") + token("xx") + token("xxx", finish="length") + usage + DONE)
+
+
+async def by_toy_proxy(writer: asyncio.StreamWriter, num_tokens: int) -> None:
+    """As vLLM's toy proxy of a pair does: the decode instance's stream, called JSON."""
+    writer.write(STREAM.replace(b"text/event-stream", b"application/json"))
+    writer.write(token() * (num_tokens - 1) + token(finish="length") + DONE)
+
+
 async def short(writer: asyncio.StreamWriter, num_tokens: int) -> None:
     writer.write(STREAM + token() + token(finish="stop") + DONE)
 
@@ -186,5 +198,5 @@ async def endless_comments(writer: asyncio.StreamWriter, num_tokens: int) -> Non
 _GARBAGE = (no_http, page, no_json, no_choices, no_object, deep, long_line)
 _BROKEN = (empty, refused, hanging, hanging_midway, unfinished, failing, cut, endless, endless_comments)
 WAYS: dict[str, Callable[[asyncio.StreamWriter, int], Awaitable[None]]] = {
-    way.__name__: way for way in (good, bare_end, short, *_GARBAGE, *_BROKEN)
+    way.__name__: way for way in (good, bare_end, merged, by_toy_proxy, short, *_GARBAGE, *_BROKEN)
 }

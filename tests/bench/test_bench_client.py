@@ -40,6 +40,18 @@ async def test_the_servers_count_of_tokens_holds_and_a_bare_end_is_no_gap():
     assert (answer.num_tokens, len(answer.gaps_s), answer.reason) == (5, 2, "")  # three events with text
 
 
+async def test_an_event_of_several_tokens_is_one_gap_and_one_without_text_is_a_token():
+    async with served("merged") as server:
+        answer = await asked(server, max_tokens=6)
+    assert (answer.num_tokens, len(answer.gaps_s), answer.reason) == (6, 2, "")
+
+
+async def test_a_stream_may_be_called_json():
+    async with served("by_toy_proxy") as server:
+        answer = await asked(server)
+    assert (answer.num_tokens, len(answer.gaps_s), answer.reason) == (5, 4, "")
+
+
 @pytest.mark.parametrize(
     ("way", "reason", "words"),
     [

@@ -87,6 +87,15 @@ async def test_the_same_seed_sends_the_same_prompts_whatever_was_sent_before():
     assert await prompts(1, one) != await prompts(2, one)
 
 
+async def test_replicas_take_turns_and_each_is_warmed_up():
+    async with served("good") as one, served("good") as other:
+        found = Measured(Point(SHORT, 1, None, 6))
+        async with session(total_s=None) as http:
+            await measure(http, Server(one.url, "m", replicas=(other.url,)), found, 0, lambda answer: None)
+    assert len(found.good) == 6
+    assert len(one.bodies) == len(other.bodies) == 3 + 1
+
+
 async def test_failures_are_counted_by_reason_and_are_in_no_other_figure():
     ways = ["good"] * 3 + ["refused", "unfinished", "refused", "hanging", "good"]
     async with served(*ways) as server:

@@ -15,6 +15,7 @@ from bench.model_folder import TINY, write_folder
 from bench.quoted import COLOCATED, PAIR
 from bench.serving_loads import LOADS, is_good, load_rows, quoted_rows
 from bench.serving_plots import plot_serving, tail
+from bench.system import running
 
 LOAD = next(load for load in LOADS if load.name == "8k-8")
 
@@ -35,6 +36,7 @@ def test_goodput_counts_the_failed_and_the_late():
     rows = {row.name: row for row in load_rows("pair", LOAD, Measured(LOAD.point, answers, wall_s=2.0))}
     assert rows["within the objective"].value == 0.25
     assert rows["goodput"].value == 0.5
+    assert rows["tokens an event"].value == 1
     assert rows["ITL longest"].value == pytest.approx(30.0)
     assert rows["failed"].value == 1
     assert (rows["TTFT p50"].peer, rows["TTFT p50"].peer_value) == (COLOCATED, 173.0)
@@ -140,3 +142,37 @@ def test_a_pair_is_measured_and_every_load_is_kept(tmp_path: Path, monkeypatch: 
     assert pauses.keys() == {"gateway", "prefill-0", "decode-0"} and pauses["gateway"] > 0
     assert [row["value"] for row in rows if row["name"] == "pool clean afterwards"] == [1, 1]
     assert all((tmp_path / f"result-{kind}.png").exists() for kind in ("ttft", "itl"))
+
+
+def test_servers_that_run_are_measured_alike_without_our_own_accounts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    model, out = str(tmp_path / "tiny"), tmp_path / "result.json"
+    write_folder(tmp_path / "tiny", TINY, torch.device("cpu"))
+    command = ["bench.serving_gpu", "--model", model, "--shrink", "64", "--loads", "idle-1k", "8k-8", "--out", str(out)]
+    with running("--model", model, "--device", "cpu", TANDEM_KV_CACHE_MIB="64") as up:
+        urls = [
+            "--url",
+            f"one={up.url}",
+            "--url",
+            f"gone=http://127.0.0.1:9,{up.url}",
+            "--url",
+            f"two={up.url},{up.url}",
+        ]
+        monkeypatch.setattr(sys, "argv", [*command, *urls])
+        assert serving_gpu.main() == 1
+    result = json.loads(out.read_text())
+    rows = [row for row in result["rows"] if "quoted" not in row["params"]["system"]]
+    failed = {(row["params"]["system"], row["params"]["load"]): row["value"] for row in rows if row["name"] == "failed"}
+    assert failed == {(system, load): 0 for system in ("one", "two") for load in ("idle-1k", "8k-8")}
+    assert {"TTFT p50", "ITL p99", "goodput", "tokens an event"} <= {row["name"] for row in rows}
+    assert not [row for row in rows if row["name"].startswith(("start", "mean ", "pool ", "processor "))]
+    servers = result["config"]["servers"]
+    assert servers.keys() == {"one", "two"} and servers["one"]["model"] == "tiny" and servers["one"]["version"]
+    assert result["config"]["systems"] == [] and (tmp_path / "result-itl.png").exists()
+
+
+def test_a_name_is_given_to_one_system_only(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    urls = ["--url", "pair=http://127.0.0.1:9", "--systems", "pair"]
+    monkeypatch.setattr(sys, "argv", ["bench.serving_gpu", "--model", "m", *urls])
+    with pytest.raises(SystemExit):
+        serving_gpu.main()
+    assert "two systems have one name: pair, pair" in capsys.readouterr().err
