@@ -8,6 +8,7 @@ from matplotlib.figure import Figure
 
 from bench.client import Answer
 from bench.load import PERCENTILES
+from bench.plots import log_ticks
 from bench.quoted import COLOCATED, PAIR
 from bench.serving_loads import Load
 
@@ -64,9 +65,7 @@ def tail(values: Sequence[float], max_points: int = MAX_POINTS) -> list[tuple[fl
 def _label(axes: Axes, label: str) -> None:
     axes.set_xscale("log")
     axes.set_yscale("log")
-    for axis in (axes.xaxis, axes.yaxis):
-        axis.set_major_formatter("{x:g}")
-        axis.set_minor_formatter("")
+    log_ticks(axes.xaxis, axes.yaxis)
     axes.set_xlabel(label)
     axes.set_ylabel("% at least as long")
     axes.grid(alpha=0.3, which="both")
