@@ -87,7 +87,7 @@ class RemotePages:
         self._mark = self._open_mark(mark) if mark else None
         num_ready = _NUM_READY if self._mark else 0
         self._ready += [self._cut.checksums_of_landed(BUCKETS[-1]) for _ in range(num_ready)]
-        where = where(sharing.device, device_name(self._ours.device))
+        where = way_between(sharing.device, device_name(self._ours.device))
         if len(self._ways) > 1:
             where = f"from {len(sharing.memories)} shards into {self._ours.num_shards}"
         if self._ours.num_copies > 1:
@@ -270,7 +270,7 @@ def _ways(mappings: SequenceOf[Mapping], sharing: Sharing, parts: SequenceOf[Par
     return ways
 
 
-def where(theirs: str, ours: str) -> str:
+def way_between(theirs: str, ours: str) -> str:
     if theirs == ours:
         return "on one GPU"
     way = joined_by(theirs, ours)

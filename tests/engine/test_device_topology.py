@@ -43,7 +43,7 @@ def test_without_the_drivers_library_nobody_knows(monkeypatch):
 def test_a_link_says_which_way_it_goes_and_warns_of_one_that_is_slow(library, caplog):
     library["GPU-a", "GPU-b"] = pynvml.NVML_P2P_STATUS_OK
     library["GPU-a", "GPU-c"] = pynvml.NVML_P2P_STATUS_NOT_SUPPORTED
-    ways = [remote.where("a", name) for name in "abd"]
+    ways = [remote.way_between("a", name) for name in "abd"]
     assert ways == ["on one GPU", "between two GPUs by NVLink", "between two GPUs"] and not caplog.records
-    assert remote.where("a", "c") == "between two GPUs by PCIe"
+    assert remote.way_between("a", "c") == "between two GPUs by PCIe"
     assert "no NVLink joins this GPU and the peer's" in caplog.text
