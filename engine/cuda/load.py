@@ -157,7 +157,7 @@ class Builder:
             with _advising(_TOO_LARGE, _SMALLER):
                 scratch = self._cache(layout, layout.num_blocks(self._longest_prompt))
             if self._captures:
-                self._compile(scratch)
+                self._compile(scratch, progress)
         with self._stage("calibrate", progress):
             scales = self._calibrate(scratch)
         captured = self._captured_nbytes(scratch, scales)
@@ -254,8 +254,8 @@ class Builder:
         """Not float32, whose attention reads lengths on the host."""
         return self._device.type == "cuda" and self._format.kv != "fp32"
 
-    def _compile(self, cache: DeviceCache) -> None:
-        """What decode steps and warm-up will launch."""
+    def _compile(self, cache: DeviceCache, progress: Progress) -> None:
+        """What decode steps and warm-up will launch; `progress` is told of each kernel."""
         from kernels.compiling import compiled_ahead  # imports Triton, which a CPU does without
 
         longest, layers = self._longest, self._weights.layers
@@ -265,7 +265,7 @@ class Builder:
         launcher = self._launcher(
             self._transformer(weights), weights, cache, scales if self._format.is_fp8 else None, longest
         )
-        with compiled_ahead():
+        with compiled_ahead(partial(progress, "kernels")):
             launcher.run_all()
             self._warm_up(cache, longest).run(DeviceRunner(launcher, self._sampler))
 

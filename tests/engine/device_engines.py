@@ -1,7 +1,8 @@
 """The GPU's adapter on the reference kernels, so that its whole way is proven where there is no GPU; and on one."""
 
+from collections.abc import Iterator
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -110,6 +111,18 @@ def noted_launches_of(holder: Chunks | DecodesBeside | Endings) -> list[Launch]:
 
     holder.hold(record, holder.sizes)
     return launched
+
+
+def tensors_of(held: Any) -> Iterator[torch.Tensor]:
+    """Of weights, wherever in them they are."""
+    if isinstance(held, torch.Tensor):
+        yield held
+    elif is_dataclass(held):
+        for field in fields(held):
+            yield from tensors_of(getattr(held, field.name))
+    elif isinstance(held, tuple):
+        for item in held:
+            yield from tensors_of(item)
 
 
 @dataclass(frozen=True)

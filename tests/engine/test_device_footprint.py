@@ -1,7 +1,6 @@
 """What weights take of a GPU's memory is known before they are read: never more than they do, and not much less."""
 
-from dataclasses import fields, is_dataclass, replace
-from typing import Any
+from dataclasses import replace
 
 import pytest
 import torch
@@ -14,6 +13,7 @@ from engine.cuda.formats import DEVICE_FORMATS
 from engine.cuda.weights import load_device_weights
 from engine.shards import Shard, ShardedWeights, shard_config
 from engine.weights import open_weights
+from tests.engine.device_engines import tensors_of
 from tests.engine.quantized_models import LAYOUTS, save_quantized
 from tests.engine.tiny_models import FAMILIES, save_mxfp4, save_tiny
 
@@ -30,20 +30,9 @@ def held_nbytes(folder, dtype: str, num_gpus: int) -> int:
         part = source if num_gpus == 1 else ShardedWeights(source, checkpoint.config, shard)
         config = shard_config(checkpoint.config, shard)
         weights = load_device_weights(config, part, DEVICE_FORMATS[dtype], 64, device, lambda *_: None, shard)
-        storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors(weights)}
+        storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors_of(weights)}
         found.append(sum(storages.values()) - weights.cos_sin.untyped_storage().nbytes())
     return max(found)
-
-
-def tensors(held: Any):
-    if isinstance(held, torch.Tensor):
-        yield held
-    elif is_dataclass(held):
-        for field in fields(held):
-            yield from tensors(getattr(held, field.name))
-    elif isinstance(held, tuple):
-        for item in held:
-            yield from tensors(item)
 
 
 def test_every_format_is_known():

@@ -71,6 +71,15 @@ def test_what_is_compiled_stays_so(compiled):
     assert compiled == ["norm_kernel"]
 
 
+def test_each_kernel_is_told_of_and_how_many_there_are(compiled):
+    told = []
+    with compiled_ahead(lambda done, total: told.append((done, total))):
+        norm(64)
+        norm(65)
+        assert not told
+    assert told == [(1, 2), (2, 2)] and len(compiled) == 2
+
+
 def test_launches_are_launches_again_afterwards(compiled):
     launch = triton.JITFunction.run
     with pytest.raises(KeyError), compiled_ahead():

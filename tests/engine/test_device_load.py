@@ -1,0 +1,112 @@
+"""A start on a GPU, on the reference kernels: what it tells of itself, and that weights go straight to their device."""
+
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+
+from checkpoint import open_checkpoint
+from contracts.errors import ConfigError
+from engine.cuda.formats import DEVICE_FORMATS
+from engine.cuda.load import Builder, load_device_engine
+from engine.cuda.weights import load_device_weights
+from engine.load import load_engine
+from engine.weights import open_weights
+from tests.engine.device_engines import FUSIBLE, tensors_of
+from tests.engine.driving import settings
+from tests.engine.launches import noted_launches
+from tests.engine.tiny_models import FAMILIES, save_mxfp4, save_tiny
+
+PLAIN = [dtype for dtype in DEVICE_FORMATS if dtype != "int4"]
+CPU, META = torch.device("cpu"), torch.device("meta")
+STAGES = ("compile", "calibrate", "capture", "warm up")
+
+
+def test_every_stage_is_told_from_nothing_to_all(tmp_path):
+    save_tiny(tmp_path, "llama", num_hidden_layers=5)
+    seen: list[tuple[str, int, int]] = []
+    chosen = settings(model=str(tmp_path))
+    load_device_engine(chosen, open_checkpoint(str(tmp_path)), lambda *step: seen.append(step), device=CPU)
+    layers = [("load", done, 5) for done in range(6)]
+    assert seen == [*layers, *((stage, done, 1) for stage in STAGES for done in (0, 1))]
+
+
+def test_a_layer_is_told_of_when_it_is_there(tmp_path, monkeypatch):
+    """And all of them once the ends are there, too."""
+    save_tiny(tmp_path, "llama")
+    checkpoint, read = open_checkpoint(str(tmp_path)), []
+    source = open_weights(checkpoint, CPU)
+    whole = source.tensor
+    monkeypatch.setattr(source, "tensor", lambda name, *cut: read.append(name) or whole(name, *cut))
+    seen = []
+
+    def progress(stage: str, done: int, total: int) -> None:
+        layers = {int(name.split(".")[2]) for name in read if ".layers." in name}
+        seen.append((stage, done, total, len(layers), "model.norm.weight" in read))
+
+    load_device_weights(checkpoint.config, source, DEVICE_FORMATS["float32"], 64, CPU, progress)
+    assert seen == [("load", done, 3, done, done == 3) for done in range(4)]
+
+
+def test_each_kernel_that_is_compiled_is_told_of(tmp_path, monkeypatch):
+    """What comes behind needs a GPU."""
+
+    @contextmanager
+    def compiled_ahead(progress):
+        yield
+        progress(1, 2)
+        progress(2, 2)
+
+    def stop(*_: Any) -> None:
+        raise ConfigError("compiled")
+
+    save_tiny(tmp_path, "llama", **FUSIBLE)
+    seen: list[tuple[str, int, int]] = []
+    monkeypatch.setattr("kernels.compiling.compiled_ahead", compiled_ahead)
+    monkeypatch.setattr(Builder, "_captures", True)
+    monkeypatch.setattr(Builder, "_calibrate", stop)
+    chosen = settings(model=str(tmp_path), dtype="bfloat16")
+    with noted_launches(), pytest.raises(ConfigError, match="compiled"):
+        load_device_engine(chosen, open_checkpoint(str(tmp_path)), lambda *step: seen.append(step), device=CPU)
+    behind = [step for step in seen if step[0] != "load"]
+    assert behind == [("compile", 0, 1), ("kernels", 1, 2), ("kernels", 2, 2), ("compile", 1, 1), ("calibrate", 0, 1)]
+
+
+@pytest.mark.parametrize("dtype", PLAIN)
+@pytest.mark.parametrize("family", [*FAMILIES, "mxfp4"])
+def test_all_weights_are_made_on_the_device_that_is_asked_for(family, dtype, tmp_path):
+    """ "meta" stands for a GPU: an operation on a tensor there and one on the CPU fails."""
+    if family == "mxfp4":
+        save_mxfp4(tmp_path, save_tiny(tmp_path, "gpt_oss", hidden_size=128, intermediate_size=128))
+    else:
+        save_tiny(tmp_path, family)
+    checkpoint = open_checkpoint(str(tmp_path))
+    weights = load_device_weights(
+        checkpoint.config, open_weights(checkpoint), DEVICE_FORMATS[dtype], 64, META, lambda *_: None
+    )
+    assert {tensor.device for tensor in tensors_of(weights)} == {META}
+
+
+def test_files_are_read_straight_to_the_device_that_is_asked_for(tmp_path, monkeypatch):
+    save_tiny(tmp_path, "llama")
+    opened, asked = [], []
+
+    def open_file(file, framework, device):
+        opened.append(device)
+        return safe_open(file, framework, device="cpu")
+
+    def load(config, source, number_format, max_model_len, device, *_):
+        source.tensor("model.norm.weight")
+        asked.append(device)
+        raise ConfigError("asked")
+
+    monkeypatch.setattr("engine.weights.safe_open", open_file)
+    monkeypatch.setattr("engine.cuda.load.load_device_weights", load)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", asked.append)
+    with noted_launches(), pytest.raises(ConfigError, match="asked"):
+        load_engine(settings(model=str(tmp_path), dtype="bfloat16", device="cuda:1"))
+    assert opened == ["cuda:1"] and asked == ["cuda:1", torch.device("cuda:1")]
