@@ -204,16 +204,17 @@ def explain_weights(checkpoint: Checkpoint, found: "Caps") -> Iterator[tuple[str
         return
     chosen = resolve_device_dtype("auto", checkpoint, found.cc)
     yield f"dtype auto holds this model's weights as {chosen} here", Level.OK
-    if checkpoint.quantization is None:
-        return
-    if chosen in ("float8", "int4"):
+    quantization, has_mxfp4 = checkpoint.quantization, _has_mxfp4(checkpoint)
+    if has_mxfp4 and chosen != "float32":
+        yield "the matrices of its experts are kept as they are stored, in MXFP4, beside rows in bf16", Level.OK
+    elif quantization is not None and chosen in ("float8", "int4"):
         if checkpoint.config.experts is not None:
-            changed = experts_changed(checkpoint.quantization, chosen)
+            changed = experts_changed(quantization, chosen)
             level = Level.WARNING if changed else Level.OK
             yield f"the matrices of its experts are {changed or 'kept as they are stored'}", level
-        return
-    reason = kept_as(checkpoint)[1] if found.cc >= 90 else "the kernels want compute capability 9.0"
-    yield f"its quantized matrices are widened on load, and take the memory of plain ones: {reason}", Level.WARNING
+    elif quantization is not None or has_mxfp4:
+        reason = kept_as(checkpoint)[1] if found.cc >= 90 else "the kernels want compute capability 9.0"
+        yield f"its quantized matrices are widened on load, and take the memory of plain ones: {reason}", Level.WARNING
 
 
 def explain_room(checkpoint: Checkpoint, gpus: Sequence[Gpu]) -> Iterator[tuple[str, Level]]:
@@ -263,14 +264,26 @@ def _model(options: argparse.Namespace) -> Iterator[tuple[str, Level]]:
         chosen = f"{config.experts.count} experts, {config.experts.top_k} of them for each token"
         yield f"a mixture in {layers} of its layers: {chosen}; all of their weights are held", Level.OK
     yield f"weights as stored: {stored_as(checkpoint)}", Level.OK
-    if checkpoint.quantization is not None:
-        yield f"quantized: {checkpoint.quantization.words()}; widened on load for a CPU", Level.OK
+    if quantized := quantized_as(checkpoint):
+        yield f"quantized: {quantized}; widened on load for a CPU", Level.OK
     per_head = 2 * config.num_layers * config.head_dim * 4
     whole, least = (f"{nbytes / 1024:.0f} KiB" for nbytes in (per_head * config.num_kv_heads, per_head))
     yield f"KV cache: {whole} a token in float32, half of it in bfloat16", Level.OK
     yield f"of it one KV head's, {least}, is the least that each of several GPUs has (tensor_parallel)", Level.OK
     if checkpoint.chat_template is None:
         yield "no chat template: it completes text, and refuses chats", Level.WARNING
+
+
+def quantized_as(checkpoint: Checkpoint) -> str:
+    """What a folder's configuration says of it, in words; empty for plain weights."""
+    if _has_mxfp4(checkpoint):
+        return "MXFP4 (mxfp4), a scale for 32 columns; as they were: all but its experts"
+    return "" if checkpoint.quantization is None else checkpoint.quantization.words()
+
+
+def _has_mxfp4(checkpoint: Checkpoint) -> bool:
+    """gpt-oss's experts are so by its configuration; `Checkpoint.quantization` is of what every family may have."""
+    return checkpoint.config.experts is not None and checkpoint.config.experts.is_mxfp4
 
 
 def stored_as(checkpoint: Checkpoint) -> str:

@@ -18,7 +18,7 @@ import pytest
 from pydantic_settings import BaseSettings
 from safetensors.numpy import save_file
 
-from bench.random_model import LLAMA4_MAVERICK, LLAMA_8B, LLAMA_70B, byte_tokenizer, random_checkpoint
+from bench.random_model import GPT_OSS_20B, LLAMA4_MAVERICK, LLAMA_8B, LLAMA_70B, byte_tokenizer, random_checkpoint
 from checkpoint.quantization import Quantization, Scheme
 from contracts.errors import ConfigError
 from coordinator.settings import CoordinatorSettings
@@ -329,6 +329,26 @@ def test_what_becomes_of_quantized_experts_is_explained(
     assert said.startswith(f"the matrices of its experts are {words}") and found is level
 
 
+@pytest.mark.parametrize(
+    ("cc", "chosen", "words", "level"),
+    [
+        (90, "float8", "the matrices of its experts are kept as they are stored, in MXFP4", doctor.Level.OK),
+        (120, "float8", "the matrices of its experts are kept as they are stored, in MXFP4", doctor.Level.OK),
+        (80, "float32", "its quantized matrices are widened on load, and take the memory", doctor.Level.WARNING),
+    ],
+)
+def test_what_becomes_of_mxfp4_experts_is_explained(cc: int, chosen: str, words: str, level: doctor.Level) -> None:
+    (first, _), (said, found) = doctor.explain_weights(random_checkpoint("random", GPT_OSS_20B), replace(HOPPER, cc=cc))
+    assert first == f"dtype auto holds this model's weights as {chosen} here"
+    assert said.startswith(words) and found is level
+
+
+def test_a_plain_gpt_oss_is_not_told_to_be_quantized() -> None:
+    assert GPT_OSS_20B.experts is not None
+    plain = replace(GPT_OSS_20B, experts=replace(GPT_OSS_20B.experts, is_mxfp4=False))
+    assert len(list(doctor.explain_weights(random_checkpoint("random", plain), HOPPER))) == 1
+
+
 def test_keys_with_biases_that_float8_would_ruin_are_explained() -> None:
     checkpoint = replace(random_checkpoint("random", LLAMA_8B), quantization=Quantization("fp8", Scheme.FP8_BLOCKS))
     biased = replace(checkpoint, config=replace(checkpoint.config, qkv_bias=True))
@@ -383,6 +403,18 @@ def test_a_quantized_folder_is_told_in_words(tmp_path: Path) -> None:
         "quantized: INT4 as AWQ packs it (awq), a scale for 128 columns; as they were: lm_head, mlp.down; "
         "widened on load for a CPU"
     ) in said
+
+
+@pytest.mark.parametrize("is_mxfp4", [True, False])
+def test_a_gpt_oss_folder_tells_of_its_experts(is_mxfp4: bool, tmp_path: Path) -> None:
+    model = tiny_models.save_tiny(tmp_path, "gpt_oss")
+    if is_mxfp4:
+        tiny_models.save_mxfp4(tmp_path, model)
+    said = [words for words, _ in doctor.CHECKS["model"](argparse.Namespace(model=str(tmp_path)))]
+    words = (
+        "quantized: MXFP4 (mxfp4), a scale for 32 columns; as they were: all but its experts; widened on load for a CPU"
+    )
+    assert [line for line in said if line.startswith("quantized")] == [words] * is_mxfp4
 
 
 def test_the_doctor_tells_of_weights_that_do_not_fit_their_configuration(tmp_path: Path) -> None:
