@@ -134,8 +134,18 @@ def _variable(assignment: str) -> None:
 
 def compose_variables() -> set[str]:
     """What the compose files take from the environment."""
-    text = "".join((ROOT / file).read_text() for file in ("compose.yaml", "compose.gpu.yaml"))
-    return set(re.findall(r"\$\{([A-Z0-9_]+)", text))
+    return set(compose_defaults())
+
+
+def compose_defaults() -> dict[str, list[str]]:
+    """Variable -> its default in compose.yaml and, if that is another one, in compose.gpu.yaml; none that are empty."""
+    found: dict[str, list[str]] = {}
+    for file in ("compose.yaml", "compose.gpu.yaml"):
+        for name, default in re.findall(r"\$\{([A-Z0-9_]+)(?::-([^}]*))?\}", (ROOT / file).read_text()):
+            defaults = found.setdefault(name, [])
+            if default and default not in defaults:
+                defaults.append(default)
+    return found
 
 
 PROGRAMS = {

@@ -3,12 +3,14 @@
 import re
 import subprocess
 from shutil import which
+from typing import get_args
 
 import pytest
 
 from tests.docs.fences import PAGES, ROOT
-from tests.docs.lookup import compose_variables
+from tests.docs.lookup import compose_defaults, compose_variables
 from tools import configuration
+from worker.settings import Transfer
 
 DOCS = ROOT / "docs"
 LINK = re.compile(r"\[[^\]]*\]\(([^)#]+)(?:#[^)]*)?\)")
@@ -26,10 +28,30 @@ def test_every_setting_is_on_the_configuration_page() -> None:
             assert f"<br>`TANDEM_{name.upper()}` |" in text
 
 
+def settings_of_compose() -> list[tuple[list[str], str, str]]:
+    """Names, default and words of each row of the deployment page's table."""
+    rows = [line.split("|") for line in (DOCS / "deployment.md").read_text().splitlines() if line.startswith("| `")]
+    found = [(re.findall(r"`([A-Z][A-Z_]+)`", names), default, words) for _, names, default, words, _ in rows]
+    return [row for row in found if row[0]]
+
+
 def test_the_deployment_page_has_every_variable_of_compose() -> None:
-    rows = [line for line in (DOCS / "deployment.md").read_text().splitlines() if line.startswith("| `")]
-    named = {name for row in rows for name in re.findall(r"`([A-Z][A-Z_]+)`", row.split("|")[1])}
+    named = {name for names, _, _ in settings_of_compose() for name in names}
     assert named == compose_variables() - {"OTEL_EXPORTER_OTLP_ENDPOINT"}
+
+
+def test_the_deployment_page_has_the_defaults_of_both_compose_files() -> None:
+    """Empty ones, and two that say less than their words do, in words."""
+    in_words, defaults = {"TANDEM_SECRET": "a public one", "TANDEM_REDIS_URL": "its own"}, compose_defaults()
+    for names, told, _ in settings_of_compose():
+        each = ["; GPU: ".join(f"`{default}`" for default in defaults[name]) for name in names]
+        expected = in_words.get(names[0], ", ".join(each))
+        assert (names, told.strip()) == (names, expected) or (not expected and re.fullmatch(r"\w+", told.strip()))
+
+
+def test_the_deployment_page_has_every_transport() -> None:
+    ((_, _, words),) = [row for row in settings_of_compose() if row[0] == ["TANDEM_TRANSFER"]]
+    assert set(get_args(Transfer)) <= set(re.findall(r"`([^`]+)`", words))
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
