@@ -2,6 +2,8 @@
 
 import secrets
 
+import pytest
+
 from contracts.hashing import chain_hashes
 from contracts.ids import Epoch, GatewayId, Incarnation, RequestId, WorkerId
 from contracts.node import NodeInfo, NodeLoad, Role
@@ -10,6 +12,23 @@ from tests.nodes import ways
 
 GATEWAY = GatewayId("g0")
 ALIVE_LOAD = NodeLoad(prefill_rate=1000.0, decode_rate=100.0)
+
+
+BREAK_EVEN_RATE = 20_000.0
+"""Tokens of prompts a second of the workers of BREAK_EVENS, whose `mixed_tokens` are 512."""
+BREAK_EVENS = [
+    pytest.param(0, 1e6, 0, 8000, None, id="nobody to spare"),
+    pytest.param(1, 1e6, 0, 313, 314, id="one answer"),
+    pytest.param(2, 1e6, 0, 156, 157, id="two answers"),
+    pytest.param(8, 1e6, 0, 39, 40, id="eight answers"),
+    pytest.param(2, 15_000.0, 0, 328, 329, id="a link that computing does not hide"),
+    pytest.param(2, 12_000.0, 0, 8000, None, id="a link that costs more than the answers' stop"),
+    pytest.param(2, 1e6, 1000, 1725, 1726, id="a queue at prefill"),
+]
+"""Answers that run on a mixed worker, tokens a second of a prefill worker's link, tokens that wait there; then the
+longest prompt that the mixed worker computes, and the shortest that is computed on the prefill worker and moved:
+HANDOFF_S + wait = n * (weight * answers / rate - max(0, 1 / link - 1 / rate)), by docs/placement.md.
+"""
 
 
 def fresh_pool() -> str:

@@ -20,6 +20,7 @@ from coordinator.placement import (
     cost_s,
     decode_need,
 )
+from tests.coordinator.coordinator_rig import BREAK_EVEN_RATE, BREAK_EVENS
 
 NEED = decode_need(1000, 100)
 RATES = st.one_of(st.just(0.0), st.floats(1.0, 1e5))
@@ -166,6 +167,37 @@ def test_short_gaps_are_hardly_spared():
     waiting = worker("p", Role.PREFILL, prefill_rate=50_000.0, pending_tokens=10_000)
     assert chosen(waiting, worker("m", Role.MIXED, mixed_tokens=2048, **fast), num_tokens=8000) == ("p", "m")
     assert chosen(waiting, worker("m", Role.MIXED, mixed_tokens=200, **fast), num_tokens=8000) == ("m", "m")
+
+
+@pytest.mark.parametrize("decode", ["m0", "d0"], ids=["beside prefill", "beside a pair"])
+@pytest.mark.parametrize(("num_answers", "transfer_rate", "pending_tokens", "longest", "shortest"), BREAK_EVENS)
+def test_short_prompts_stay_where_they_are_answered_and_long_ones_move(
+    num_answers, transfer_rate, pending_tokens, longest, shortest, decode
+):
+    """A decode worker with as many answers is as good as the mixed one, and comes first."""
+    facts = {"prefill_rate": BREAK_EVEN_RATE, "transfer_rate": transfer_rate}
+    running = facts | {"num_decodes": num_answers, "num_answers": num_answers}
+    pool = [worker("d0", Role.DECODE, **running)] if decode == "d0" else []
+    pool += [worker("m0", Role.MIXED, **running), worker("p0", Role.PREFILL, pending_tokens=pending_tokens, **facts)]
+    for num_tokens in (1, longest // 2 + 1, longest):
+        assert chosen(*pool, num_tokens=num_tokens) == ("m0", "m0")
+    for num_tokens in (shortest, 2 * shortest, 8000) if shortest else ():
+        assert chosen(*pool, num_tokens=num_tokens) == ("p0", decode)
+
+
+def test_a_mixed_worker_keeps_what_it_computes_while_it_has_room():
+    """However many it answers: those count as much against a handoff as against staying."""
+    busy = worker("m0", Role.MIXED, num_decodes=32, num_answers=32)
+    assert [chosen(D, busy, num_tokens=count) for count in (1, 1000, 8000)] == [("m0", "m0")] * 3
+    assert chosen(D, replace(busy, reserved_tokens=10_000)) == ("m0", "d0")
+
+
+def test_a_prefill_worker_keeps_no_answer_of_two_tokens():
+    """However short the prompt, slow its link and busy decode: see docs/placement.md."""
+    slow, busy = replace(P, transfer_rate=10.0), replace(D, num_decodes=500)
+    for num_tokens in (1, 1000):
+        choice = choose([busy, slow], num_tokens, decode_need(num_tokens, 2))
+        assert (choice.prefill.worker_id, choice.decode.worker_id) == ("p0", "d0")
 
 
 def test_layouts_do_not_mix():

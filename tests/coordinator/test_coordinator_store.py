@@ -3,6 +3,7 @@
 import asyncio
 
 import pytest
+from msgspec import structs
 
 from contracts.errors import Overloaded, RequestError, Unavailable
 from contracts.ids import Epoch, GatewayId, Incarnation, RequestId, WorkerId
@@ -11,6 +12,8 @@ from coordinator.states import State
 from coordinator.store import AFFINITY_BLOCK, Move, Store
 from tests.coordinator.coordinator_rig import (
     ALIVE_LOAD,
+    BREAK_EVEN_RATE,
+    BREAK_EVENS,
     GATEWAY,
     answers,
     ask,
@@ -377,6 +380,26 @@ class TestStates:
         for name in "abcdef":
             assert await store.finish(RequestId(name), ONE)
         await assert_idle(store)
+
+    @pytest.mark.parametrize(("num_answers", "transfer_rate", "pending_tokens", "longest", "shortest"), BREAK_EVENS)
+    async def test_short_prompts_stay_where_they_are_answered_and_long_ones_move(
+        self, store: Store, num_answers, transfer_rate, pending_tokens, longest, shortest
+    ):
+        await join(store, node("m0", Role.MIXED))
+        for index in range(num_answers):
+            await store.place(ask(f"running-{index}", 1, 2))
+            await store.advance(moves(f"running-{index}", State.QUEUED, State.LOCAL_DECODE))
+        await join(store, node("p0", Role.PREFILL))
+        loads = {"m0": NodeLoad(prefill_rate=BREAK_EVEN_RATE)}
+        loads["p0"] = structs.replace(loads["m0"], transfer_rate=transfer_rate, queue_tokens=pending_tokens)
+        for name, load in loads.items():
+            await store.heartbeat(WorkerId(name), A, load)
+        stay, move = (1, longest // 2 + 1, longest), (shortest, 2 * shortest, 8000) if shortest else ()
+        for num_tokens in (*stay, *move):
+            route = await store.place(ask(f"r{num_tokens}", num_tokens))
+            assert route.prefill.worker_id == ("p0" if num_tokens in move else "m0")
+            assert route.decode.worker_id == "m0"
+            assert await store.finish(RequestId(f"r{num_tokens}"), ONE)
 
     async def test_overtaken_reports_are_late_not_illegal(self, store: Store):
         await pair(store)
