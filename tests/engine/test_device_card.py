@@ -166,6 +166,7 @@ def test_running_ahead_changes_no_token(fusible, dtype, params, monkeypatch):
     [greedy(60), SamplingParams(max_tokens=60, seed=5, temperature=0.9, top_p=0.9, ignore_eos=True)],
     ids=["greedy", "random"],
 )
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
 def test_no_decode_step_makes_the_host_wait_unasked(fusible, dtype, params):
     """torch raises where an operation would wait for the device by itself; the tokens' event is waited for by name."""
     engine = engine_of(fusible, dtype)
@@ -173,8 +174,8 @@ def test_no_decode_step_makes_the_host_wait_unasked(fusible, dtype, params):
         engine.submit(request(str(index), prompt, params))
     while engine.step().num_decode_tokens < len(FEW):
         pass
-    torch.cuda.set_sync_debug_mode("error")
     try:
+        torch.cuda.set_sync_debug_mode("error")
         sampled = [engine.step().num_decode_tokens for _ in range(30)]
     finally:
         torch.cuda.set_sync_debug_mode("default")
