@@ -40,9 +40,13 @@ class Found:
 
 
 async def found_at(http: aiohttp.ClientSession, urls: tuple[str, ...], model: str) -> Found:
-    """`model`: what the server calls it; if empty, what it lists first. Raises Unavailable."""
+    """`model`: what the server calls it; if empty, what it lists first. Raises Unavailable, for replicas that list
+    different ones, too.
+    """
     try:
-        model = model or (await first_model(http, urls[0]))["id"]
+        listed = {url: model or (await first_model(http, url))["id"] for url in urls}
     except Unavailable as error:
         raise Unavailable(f"{error} (a server that lists no model: --served-name has its name)") from error
-    return Found(urls, model, await version_of(http, urls[0]))
+    if len(set(listed.values())) > 1:
+        raise Unavailable(f"replicas serve one model, and these list {', '.join(map(repr, listed.values()))}")
+    return Found(urls, listed[urls[0]], await version_of(http, urls[0]))

@@ -156,7 +156,10 @@ async def measure_server(one: Named, args: argparse.Namespace, loads: Sequence[L
     for load in loads:
         measured = await drive(server, load, args.seed)
         report.drawn.setdefault(load.name, {})[one.name] = measured.good
-        report.add([shown(row) for row in load_rows(one.name, load, measured)], system=one.name, load=load.name)
+        rows = [
+            row for row in load_rows(one.name, load, measured) if "per GPU" not in row.name
+        ]  # nobody knows how many
+        report.add([shown(row) for row in rows], system=one.name, load=load.name)
 
 
 def vocabulary_of(folder: str) -> int:

@@ -2,15 +2,19 @@
 
 import importlib.metadata
 import importlib.util
-import os
 import shutil
-import sysconfig
+import subprocess
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
 Version = tuple[int, ...]
+_LAUNCHER = """
+#include <Python.h>
+static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "tandem_probe", NULL, -1, NULL};
+PyMODINIT_FUNC PyInit_tandem_probe(void) { return PyModule_Create(&module); }
+"""
 
 
 @dataclass(frozen=True)
@@ -26,7 +30,7 @@ class Caps:
     flashinfer: Version | None = None
     flashinfer_jit: bool = False  # nvcc is here, or prebuilt modules are
     flashinfer_cubins: bool = False  # the trtllm-gen kernels of sm_100 are here
-    triton_lacks: tuple[str, ...] = ()  # of what it builds each kernel's launcher with
+    triton_error: str = ""  # why it can't build the launchers of its kernels
 
     @property
     def hopper(self) -> bool:
@@ -47,12 +51,12 @@ def detect(device: str | None = None) -> Caps:
         flashinfer=_version("flashinfer", "flashinfer-python"),
         flashinfer_jit=shutil.which("nvcc") is not None or _has_prebuilt(),
         flashinfer_cubins=importlib.util.find_spec("flashinfer_cubin") is not None,
-        triton_lacks=tuple(_triton_lacks()),
     )
     if kind == "cpu":
         return found
     card = torch.cuda.get_device_properties(torch.cuda.current_device())
-    return replace(found, cc=card.major * 10 + card.minor, name=card.name, sm_count=card.multi_processor_count)
+    facts = dict(cc=card.major * 10 + card.minor, name=card.name, sm_count=card.multi_processor_count)
+    return replace(found, **facts, triton_error=launcher_error() if found.triton else "")
 
 
 def missing(caps: Caps) -> list[str]:
@@ -62,7 +66,7 @@ def missing(caps: Caps) -> list[str]:
         lines.append("no CUDA device: only the CPU implementations run")
     if caps.triton is None:
         lines.append("triton is not installed: pip install triton")
-    elif caps.device == "cuda" and caps.triton_lacks:
+    elif caps.triton_error:
         lines.append(unbuildable(caps))
     if caps.flashinfer is None:
         lines.append("flashinfer is not installed: pip install flashinfer-python==0.6.13 (optional)")
@@ -75,16 +79,23 @@ def missing(caps: Caps) -> list[str]:
 
 def unbuildable(caps: Caps) -> str:
     """Why no kernel of Triton's can be launched, and what to do."""
-    lacks = " and ".join(caps.triton_lacks)
-    return f"triton can't build its launchers without {lacks}: apt-get install gcc python3-dev, or what is alike here"
+    todo = "apt-get install gcc python3-dev, or what has a C compiler and Python.h here"
+    return f"triton can't build the launchers of its kernels ({caps.triton_error}): {todo}"
 
 
-def _triton_lacks() -> list[str]:
-    """As triton.runtime.build looks for them."""
-    compilers = (os.environ.get("CC"), shutil.which("gcc"), shutil.which("clang"))
-    headers = Path(sysconfig.get_path("include", "posix_prefix"), "Python.h")
-    lacks = {"a C compiler": not any(compilers), "Python's headers (Python.h)": not headers.is_file()}
-    return [name for name, is_lacking in lacks.items() if is_lacking]
+def launcher_error() -> str:
+    """Why Triton can't build a kernel's launcher in this process, found by building what is like it; else empty. What
+    it has built once is in its cache.
+    """
+    from triton.runtime.build import compile_module_from_src
+
+    try:
+        compile_module_from_src(_LAUNCHER, "tandem_probe")
+    except subprocess.CalledProcessError as error:
+        return f"{Path(error.cmd[0]).name} ended with {error.returncode}"
+    except Exception as error:  # its builder may be the user's own (triton.knobs)
+        return f"{type(error).__name__}: {error}"
+    return ""
 
 
 def _version(module: str, distribution: str | None = None) -> Version | None:

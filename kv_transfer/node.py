@@ -367,8 +367,8 @@ class TransferNode:
         """PeerLost speaks for both directions, so it waits until the other one is fenced too, and says so only if both
         are. It is noted before a new link can be made: whatever comes over that one is heard behind it.
         """
-        if link.outgoing:
-            self._paths.failed(link.incarnation)
+        if isinstance(link, OutgoingLink):
+            self._paths.failed(link.incarnation, link.was_asked)
         with self._lock:
             if not event.fenced:
                 self._unfenced.append(link)

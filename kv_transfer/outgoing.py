@@ -43,6 +43,7 @@ class OutgoingLink(Link):
     def __init__(self, parts: LinkParts, peer: WorkerRef) -> None:
         self.queue, self._peer, self._rate = SendQueue(), peer, HandoffRate()
         self._announcer: Announcer | None = None
+        self.was_asked = False  # a request needed it
         self._num_parts = parts.layout.tp_size
         self._other_layout: KVLayout | None = None
         super().__init__(parts, peer.worker_id, peer.incarnation, self.queue)
@@ -57,6 +58,7 @@ class OutgoingLink(Link):
 
     def offer(self, offer: Offer) -> None:
         key = offer.request_id, offer.epoch
+        self.was_asked = True
         self.queue.begin(key)
         self._rate.begin(key)
         if self._announcer is not None:

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from contracts.ids import Incarnation
 
 FIRST_S, MAX_S = 30.0, 480.0
-"""How long the first failure counts, and at most; each that follows without a success counts twice as long."""
+"""How long the first failure counts, and at most; each that follows without a success counts twice as long, if
+it was a request's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,13 +28,17 @@ class Paths:
         self._lock = threading.Lock()
         self._failures: dict[Incarnation, _Failure] = {}
 
-    def failed(self, peer: Incarnation) -> None:
-        """A handoff there, or the connection, failed. Many fail at once, which counts once."""
+    def failed(self, peer: Incarnation, was_asked: bool = True) -> None:
+        """A handoff there, or the connection, failed. Many fail at once, which counts once. Unless `was_asked`, no
+        request needed it: it counts no longer than the one before.
+        """
         now = self._clock()
         with self._lock:
             former = self._failures.get(peer)
             if former is None or former.until_s <= now:
-                span_s = min(2 * former.span_s, MAX_S) if former is not None else FIRST_S
+                span_s = former.span_s if former is not None else FIRST_S
+                if former is not None and was_asked:
+                    span_s = min(2 * span_s, MAX_S)
                 self._failures[peer] = _Failure(now + span_s, span_s)
 
     def worked(self, peer: Incarnation) -> None:

@@ -143,6 +143,7 @@ class Sender:
     def run(self) -> None:
         """Raises PeerLost when the channel broke, TransferError when a device failed."""
         self._staging.enter()
+        self._channel.flush()  # nothing was sent: what the channel does before its first message it does now
         while job := self._queue.take():
             start = time.perf_counter()
             self._do(job)

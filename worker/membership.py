@@ -7,7 +7,6 @@ import contextlib
 import logging
 from collections.abc import Sequence
 from functools import partial
-from zlib import crc32
 
 from contracts.errors import Unavailable
 from contracts.ids import Epoch, RequestId
@@ -23,11 +22,12 @@ from worker.front import FrontState
 log = logging.getLogger(__name__)
 
 BEAT_PERIOD_S = 1.0
+LOOK_PERIOD_S = 0.1  # until somebody is known who may take KV: services start together, and are asked at once
 MOVES_PERIOD_S = 0.1
 MAX_MOVES = 10_000  # what may pile up while Redis is away; the oldest are of no use by then
-MAX_PEERS = 16
-"""Links that are opened beforehand; in a larger pool the others are when first used. Each costs either end two threads
-and its staging."""
+MAX_POOL = 32
+"""Workers of a pool in which links are opened beforehand; in a larger one they are when first used. Each costs either
+end two threads and its staging, and a worker takes kv_transfer.settings.max_peers of them."""
 
 
 class Membership:
@@ -38,6 +38,7 @@ class Membership:
         self._state = state
         self._outage = Outage(log, "in the registry again")
         self._absence = Outage(log)
+        self._peers: list[WorkerRef] = []
         self._moves: list[Move] = []
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -45,8 +46,7 @@ class Membership:
         """Join, so that start-up fails clearly if Redis can't be reached. Raises Unavailable."""
         await patiently(partial(self._store.join, self._state.info))
         self._state.joined = True
-        await patiently(self._meet)
-        self._tasks = [asyncio.create_task(self._beat()), asyncio.create_task(self._tell())]
+        self._tasks = [asyncio.create_task(do()) for do in (self._beat, self._tell, self._look)]
 
     def moved(self, moves: list[Move]) -> None:
         self._moves += moves
@@ -86,10 +86,17 @@ class Membership:
             self._outage.worked()
             self._state.joined = True
 
+    async def _look(self) -> None:
+        while self._state.info.role is Role.PREFILL and not self._peers:
+            await self._meet()
+            await asyncio.sleep(LOOK_PERIOD_S)
+
     async def _meet(self) -> None:
         """Again with each beat: who joined since, and whoever was lost and lives."""
         if self._state.info.role is Role.PREFILL:
-            self._state.core.send(Peers(takers(self._state.info, await self._store.nodes())))
+            with contextlib.suppress(Unavailable):  # the beat says so, and this can wait
+                self._peers = takers(self._state.info, await self._store.nodes())
+                self._state.core.send(Peers(self._peers))
 
     async def _tell(self) -> None:
         outage = Outage(log)
@@ -106,14 +113,15 @@ class Membership:
 
 
 def takers(me: NodeInfo, nodes: Sequence[Node]) -> list[WorkerRef]:
-    """Who may get KV from this prefill worker: MAX_PEERS of them, others for each of many prefill workers.
+    """Who may get KV from this prefill worker; nobody in a pool of more than MAX_POOL.
 
     A mixed worker opens no link beforehand: it seldom hands over.
     """
-    found = [n.info for n in nodes if n.alive and not n.load.draining and n.info.role is not Role.PREFILL]
-    found = [info for info in found if info.can_take(me)]
-    found.sort(key=lambda info: crc32(f"{me.worker_id} {info.worker_id}".encode()))
-    return [info.ref for info in found[:MAX_PEERS]]
+    alive = [node for node in nodes if node.alive]
+    if len(alive) > MAX_POOL:
+        return []
+    found = [n.info for n in alive if not n.load.draining and n.info.role is not Role.PREFILL]
+    return [info.ref for info in found if info.can_take(me)]
 
 
 def to_moves(moves: list[tuple[RequestId, Epoch, str]]) -> list[Move]:

@@ -117,7 +117,7 @@ class Builder:
         team: Team = ALONE,
     ) -> None:
         found = caps.detect(device.type)
-        if found.device == "cuda" and found.triton_lacks:
+        if found.triton_error:
             raise ConfigError(caps.unbuildable(found))
         self._settings = replace(settings, dtype=resolve_device_dtype(settings.dtype, checkpoint, found.cc))
         self._checkpoint, self._team, self._device = checkpoint, team, device

@@ -103,7 +103,9 @@ class Outbound(Channel, Protocol):
         ...
 
     def flush(self) -> None:
-        """Nothing more comes for now: see to it that what was sent leaves. Raises PeerLost as `acquire`."""
+        """Nothing more comes for now: see to it that what was sent leaves. Called once before anything is, too. Raises
+        PeerLost as `acquire`.
+        """
         ...
 
 

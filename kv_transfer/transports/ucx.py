@@ -35,7 +35,7 @@ from contracts.errors import PeerLost, TransferError
 from kv_transfer.piece import META_NBYTES
 from kv_transfer.transports.base import Inbound, Opening, Outbound, Ring, Slot
 from kv_transfer.transports.ucx_endpoint import endpoint_lanes
-from kv_transfer.transports.ucx_messages import Operation, Receiving, send
+from kv_transfer.transports.ucx_messages import Operation, Receiving, flush, send
 
 log = logging.getLogger(__name__)
 
@@ -219,7 +219,7 @@ class UcxOutbound(UcxChannel):
     def __init__(self, engine: Engine) -> None:
         super().__init__(engine)
         slots = [Slot(i, np.zeros(engine.ring.stride, dtype=np.uint8)) for i in range(engine.ring.num_slots)]
-        self._sending = Sending(engine, slots)
+        self._sending, self._is_joined = Sending(engine, slots), False
 
     def acquire(self) -> Slot:
         """The one that UCX has let go of last: its memory is still in the caches."""
@@ -227,9 +227,19 @@ class UcxOutbound(UcxChannel):
 
     def send(self, slot: Slot, nbytes: int) -> None:
         self._engine.require_open()
+        self._is_joined = True  # by this message
         self._sending.sent(slot, send(self._engine.endpoint.handle, slot.buffer, META_NBYTES + nbytes))
 
     def flush(self) -> None:
+        """Before the first message until UCX has joined both ends: as long as they are not and the sender is not driven,
+        the receiver's descriptor is always ready and nothing is to do, and its thread would spin.
+        """
+        if not self._is_joined:
+            joining = flush(self._engine.endpoint.handle)
+            self._engine.operations.append(joining)  # nothing else is under way
+            self._engine.until(lambda: joining.is_done, self._engine.ring.stall_timeout_s)
+            self._engine.operations.popleft()
+            self._is_joined = True
         self._sending.flush()
 
 

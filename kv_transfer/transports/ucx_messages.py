@@ -65,7 +65,8 @@ def _ucp() -> ctypes.CDLL:
     library.ucp_worker_set_am_recv_handler.argtypes = (pointer, ctypes.POINTER(_HandlerParams))
     library.ucp_am_send_nbx.argtypes = (pointer, ctypes.c_uint, pointer, size, pointer, size, pointer)
     library.ucp_am_recv_data_nbx.argtypes = (pointer, pointer, pointer, size, pointer)
-    library.ucp_am_send_nbx.restype = library.ucp_am_recv_data_nbx.restype = pointer
+    library.ucp_ep_flush_nbx.argtypes = (pointer, pointer)
+    library.ucp_am_send_nbx.restype = library.ucp_ep_flush_nbx.restype = library.ucp_am_recv_data_nbx.restype = pointer
     library.ucp_request_check_status.argtypes = library.ucp_request_free.argtypes = (pointer,)
     # ucs_status_t is a packed enum.
     library.ucp_request_check_status.restype = library.ucp_worker_set_am_recv_handler.restype = ctypes.c_byte
@@ -114,6 +115,13 @@ def send(endpoint: int, buffer: np.ndarray, nbytes: int) -> Operation:
     """`buffer`: uint8, contiguous. Never blocks."""
     request = _ucp().ucp_am_send_nbx(endpoint, _MESSAGE_ID, None, 0, buffer.ctypes.data, nbytes, _NO_OPTIONS)
     return Operation(buffer, nbytes, request)
+
+
+def flush(endpoint: int) -> Operation:
+    """Done when all that was sent has left, and before anything was, when both ends have found each other. Never
+    blocks.
+    """
+    return Operation(None, 0, _ucp().ucp_ep_flush_nbx(endpoint, _NO_OPTIONS))
 
 
 def send_from(endpoint: int, header: np.ndarray, buffer: Buffer, nbytes: int, memory: int) -> Operation:

@@ -23,10 +23,10 @@ def test_what_is_no_name_and_address_is_refused(text: str):
 
 async def test_a_server_says_its_model_and_version():
     async with served("good") as one, session() as http:
-        found = await found_at(http, (one.url, "http://other"), "")
-        named_by_us = await found_at(http, (one.url,), "ours")
+        found = await found_at(http, (one.url, one.url), "")
+        named_by_us = await found_at(http, (one.url, "http://other"), "ours")
     assert (found.model, found.version, named_by_us.model) == ("m", "1.2.3", "ours")
-    server = found.server(vocabulary=100, quiet_s=1.0)
+    server = named_by_us.server(vocabulary=100, quiet_s=1.0)
     assert server.urls == (one.url, "http://other") and server.vocabulary == 100
 
 
@@ -35,3 +35,9 @@ async def test_a_server_that_lists_no_model_is_named_or_refused():
         with pytest.raises(Unavailable, match="--served-name"):
             await found_at(http, (one.url,), "")
         assert (await found_at(http, (one.url,), "ours")).model == "ours"
+
+
+async def test_replicas_of_different_models_are_refused():
+    async with served("good") as one, served("good", card={"id": "another"}) as other, session() as http:
+        with pytest.raises(Unavailable, match="these list 'm', 'another'"):
+            await found_at(http, (one.url, other.url), "")

@@ -4,7 +4,6 @@ import importlib.metadata
 import importlib.util
 import shutil
 import sys
-import sysconfig
 from typing import Any
 
 import pytest
@@ -21,7 +20,7 @@ FULL: dict[str, Any] = dict(torch=(2, 11, 0), triton=(3, 6, 0), flashinfer=(0, 6
     [
         (caps.Caps("cpu"), "no CUDA device"),
         (caps.Caps("cuda", 90, torch=(2, 11, 0)), "pip install triton"),
-        (caps.Caps("cuda", 90, **FULL, triton_lacks=("a C compiler",)), "without a C compiler: apt-get install gcc"),
+        (caps.Caps("cuda", 90, **FULL, triton_error="no compiler"), "(no compiler): apt-get install gcc python3-dev"),
         (caps.Caps("cuda", 90, **{**FULL, "flashinfer": None}), "pip install flashinfer-python==0.6.13"),
         (caps.Caps("cuda", 90, **{**FULL, "flashinfer_jit": False}), "nvcc is not on the PATH"),
         (caps.Caps("cuda", 100, **FULL), "flashinfer-cubin is not installed"),
@@ -35,17 +34,24 @@ def test_a_complete_hopper_misses_nothing():
     assert caps.missing(caps.Caps("cuda", 90, **FULL)) == []
 
 
-def test_triton_builds_with_a_compiler_and_pythons_headers(monkeypatch, tmp_path):
-    monkeypatch.delenv("CC", raising=False)
-    monkeypatch.setattr(shutil, "which", lambda name: "/bin/clang" if name == "clang" else None)
-    monkeypatch.setattr(sysconfig, "get_path", lambda *_: str(tmp_path))
-    (tmp_path / "Python.h").touch()
-    assert caps.detect("cpu").triton_lacks == ()
-    (tmp_path / "Python.h").unlink()
-    monkeypatch.setattr(shutil, "which", lambda name: None)
-    assert caps.detect("cpu").triton_lacks == ("a C compiler", "Python's headers (Python.h)")
-    monkeypatch.setenv("CC", "tcc")
-    assert caps.detect("cpu").triton_lacks == ("Python's headers (Python.h)",)
+@pytest.fixture
+def cache(monkeypatch, tmp_path):
+    """Where nothing was built yet."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+
+
+def test_whether_triton_can_build_launchers_is_found_by_building_one(cache, monkeypatch):
+    assert caps.launcher_error() == ""
+    monkeypatch.setenv("PATH", "")
+    assert caps.launcher_error() == "", "it is in the cache"
+
+
+def test_without_a_compiler_or_with_one_that_fails_it_is_said_why_it_cannot(cache, monkeypatch):
+    monkeypatch.setenv("CC", "/bin/false")
+    assert caps.launcher_error() == "false ended with 1"
+    monkeypatch.delenv("CC")
+    monkeypatch.setenv("PATH", "")
+    assert "Failed to find C compiler" in caps.launcher_error()
 
 
 @pytest.mark.parametrize("package", ["flashinfer", "flashinfer_jit_cache"])

@@ -666,3 +666,21 @@ def test_who_cannot_be_met_is_a_bad_path_and_left_alone_for_a_while(make_peer: M
     assert prefill.node.bad_paths == ("x",)
     prefill.node.meet([nobody])
     assert prefill.node.stats() == []
+
+
+@pytest.mark.parametrize(("is_asked", "expected"), [(False, [False, False]), (True, [False, True])])
+def test_a_link_that_no_request_needed_fails_without_consequence(
+    make_peer: Make, monkeypatch, is_asked, expected
+) -> None:
+    told = []
+    prefill = make_peer("prefill")
+    monkeypatch.setattr(prefill.node._paths, "failed", lambda _, was_asked: told.append(was_asked))
+    nobody = WorkerRef("decode", "x", "", "127.0.0.1:1")  # type: ignore[arg-type]
+    prefill.node.meet([nobody])
+    prefill.wait(PeerLost)
+    if is_asked:
+        prefill.node.offer(nobody, Offer(RequestId("r"), Epoch(1), 8, prefill.layout.layout_id))
+    else:
+        prefill.node.meet([nobody])
+    prefill.wait(PeerLost)
+    assert told == expected

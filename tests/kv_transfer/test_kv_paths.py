@@ -69,3 +69,13 @@ def test_a_peer_that_nobody_tries_again_is_forgotten(clock, paths):
     paths.failed(A)
     clock.now_s += FIRST_S
     assert paths.bad() == ()
+
+
+def test_a_failure_that_no_request_met_counts_no_longer_than_the_one_before(clock, paths):
+    for _ in range(4):
+        paths.failed(A, was_asked=False)
+        clock.now_s += FIRST_S
+        assert paths.bad() == ()
+    paths.failed(A)
+    clock.now_s += 2 * FIRST_S - 0.1
+    assert paths.bad() == (A,)

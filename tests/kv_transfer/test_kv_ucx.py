@@ -106,6 +106,35 @@ def test_ucx_names_the_lanes_it_uses() -> None:
     assert result.stdout.startswith("UCX 1.") and "tcp/" in result.stdout, result.stdout + result.stderr
 
 
+IDLE = """
+import time
+from kv_transfer.transports.ucx import Engine
+from tests.kv_transfer.kv_pair import Peer
+from tests.waiting import until
+sleeps, sleep = [], Engine.sleep
+def counted(engine, deadline):
+    sleeps.append(engine)
+    sleep(engine, deadline)
+Engine.sleep = counted
+pairs = [(Peer(f"p{number}", transport="ucx"), Peer(f"d{number}", transport="ucx")) for number in range(8)]
+for prefill, decode in pairs:
+    prefill.node.meet([decode.ref])
+until(lambda: [link.state for pair in pairs for peer in pair for link in peer.node.stats()] == ["up"] * 16)
+time.sleep(0.3)
+before = len(sleeps)
+time.sleep(0.3)
+print(len(sleeps) - before)
+for prefill, decode in pairs:
+    prefill.node.close(), decode.node.close()
+"""
+
+
+def test_a_link_that_nobody_has_used_sleeps() -> None:
+    """Half of them spun until their first message, as long as their two ends had not found each other."""
+    result = _run("-c", IDLE)
+    assert result.returncode == 0 and int(result.stdout) < 100, result.stdout + result.stderr
+
+
 def test_what_the_operator_sets_wins() -> None:
     result = _run("-c", REPORT, UCX_TLS="self,tcp", UCX_NET_DEVICES="lo", UCX_TCP_TX_SEG_SIZE="64k")
     assert "tcp/lo" in result.stdout, result.stdout + result.stderr

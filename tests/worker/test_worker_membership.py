@@ -1,5 +1,6 @@
 """What a worker tells the registry when that was away for a while. No core, no HTTP."""
 
+import asyncio
 import math
 from collections.abc import Sequence
 
@@ -12,11 +13,13 @@ from contracts.node import Node, NodeInfo, NodeLoad, Role
 from coordinator.memory_store import MemoryStore
 from coordinator.states import State
 from coordinator.store import Move
+from kv_transfer.settings import TransferSettings
 from tests.nodes import node_info
 from tests.waiting import async_until
 from tests.worker.fronts import make_state
 from worker import membership
-from worker.membership import MAX_PEERS, Membership, takers
+from worker.front import FrontState
+from worker.membership import MAX_POOL, Membership, takers
 
 
 class MovesStore(MemoryStore):
@@ -162,23 +165,68 @@ def test_whoever_may_take_what_is_computed_here_is_met():
     assert {ref.worker_id for ref in takers(me, nodes)} == {"decode", "mixed"}
 
 
-def test_in_a_large_pool_each_prefill_worker_meets_a_few_and_not_all_the_same():
-    nodes = [listed(f"decode-{number}") for number in range(4 * MAX_PEERS)]
-    met = [takers(node_info(worker_id=WorkerId(f"prefill-{number}")), nodes) for number in range(8)]
-    assert {len(refs) for refs in met} == {MAX_PEERS}
-    assert len({ref.worker_id for refs in met for ref in refs}) > 3 * MAX_PEERS
+def test_in_a_large_pool_nobody_is_met_beforehand():
+    """Else the links of all prefill workers would be more than a decode worker takes."""
+    me = node_info(worker_id=WorkerId("me"))
+    nodes = [listed(f"prefill-{number}", Role.PREFILL) for number in range(MAX_POOL - 1)]
+    assert len(takers(me, [*nodes, listed("decode"), listed("dead", alive=False)])) == 1
+    assert takers(me, [*nodes, listed("decode"), listed("decode-1")]) == []
+    assert TransferSettings(secret=b"s").max_peers > MAX_POOL
 
 
-async def test_a_prefill_worker_tells_its_core_whom_to_meet_when_it_joins_and_with_each_beat():
-    store, state = MemoryStore(), make_state()
-    await store.join(listed("d1").info)
+def told_of(state: FrontState) -> list[set[str]]:
+    """Whom its core was told to meet, each time."""
+    return [{ref.worker_id for ref in message.workers} for message in state.core.sent]  # type: ignore[attr-defined]
+
+
+async def test_a_prefill_worker_tells_its_core_whom_to_meet_soon_after_they_join_and_with_each_beat(monkeypatch):
+    monkeypatch.setattr(membership, "LOOK_PERIOD_S", 0.001)
+    store, state = MovesStore(), make_state()
     member = Membership(store, state)
     await member.start()
+    await async_until(lambda: len(told_of(state)) > 2)  # it looks on
+    await store.join(listed("d1").info)
+    await async_until(lambda: told_of(state)[-1] == {"d1"})
+    await asyncio.sleep(0.01)
+    assert told_of(state).count({"d1"}) == 1, "from now on with each beat"
     await store.join(listed("d2").info)
     await member.beat_once()
     await member.stop()
-    told = [{ref.worker_id for ref in message.workers} for message in state.core.sent]  # type: ignore[attr-defined]
-    assert told == [{"d1"}, {"d1", "d2"}]
+    assert told_of(state)[-1] == {"d1", "d2"}
+
+
+async def test_a_registry_that_is_away_for_a_moment_ends_no_look(monkeypatch):
+    monkeypatch.setattr(membership, "LOOK_PERIOD_S", 0.001)
+
+    class Away(MemoryStore):
+        num_away = 3
+
+        async def nodes(self) -> list[Node]:
+            self.num_away -= 1
+            if self.num_away >= 0:
+                raise Unavailable("Redis does not answer")
+            return await super().nodes()
+
+    store, state = Away(), make_state()
+    await store.join(listed("d1").info)
+    member = Membership(store, state)
+    await member.start()
+    await async_until(lambda: told_of(state) == [{"d1"}])
+    await member.stop()
+    assert store.num_away == -1
+
+
+async def test_a_list_of_workers_that_cannot_be_had_does_not_take_a_worker_out(monkeypatch):
+    class Listless(MemoryStore):
+        async def nodes(self) -> list[Node]:
+            raise Unavailable("Redis does not answer")
+
+    state = make_state()
+    member = Membership(Listless(), state)
+    await member.start()
+    await member.beat_once()
+    await member.stop()
+    assert state.joined and told_of(state) == []
 
 
 @pytest.mark.parametrize("role", [Role.DECODE, Role.MIXED])
@@ -188,6 +236,7 @@ async def test_others_meet_nobody_beforehand(role: Role):
     await store.join(listed("d1").info)
     member = Membership(store, state)
     await member.start()
+    await asyncio.sleep(0)  # a look would have been had
     await member.beat_once()
     await member.stop()
-    assert state.core.sent == []  # type: ignore[attr-defined]
+    assert told_of(state) == []
