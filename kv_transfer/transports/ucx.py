@@ -231,7 +231,7 @@ class UcxOutbound(UcxChannel):
         self._sending.sent(slot, send(self._engine.endpoint.handle, slot.buffer, META_NBYTES + nbytes))
 
     def flush(self) -> None:
-        """Before the first message until UCX has joined both ends: as long as they are not and the sender is not driven,
+        """Before the first message until UCX has joined both ends: as long as they are not, and the sender not driven,
         the receiver's descriptor is always ready and nothing is to do, and its thread would spin.
         """
         if not self._is_joined:
