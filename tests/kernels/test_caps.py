@@ -4,6 +4,7 @@ import importlib.metadata
 import importlib.util
 import shutil
 import sys
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -44,6 +45,18 @@ def test_whether_triton_can_build_launchers_is_found_by_building_one(cache, monk
     assert caps.launcher_error() == ""
     monkeypatch.setenv("PATH", "")
     assert caps.launcher_error() == "", "it is in the cache"
+
+
+@pytest.mark.parametrize(("compiler", "error"), [("", ""), ("/bin/false", "false ended with 1")])
+def test_a_card_is_looked_at_and_so_is_what_its_kernels_need(cache, monkeypatch, compiler, error):
+    if compiler:
+        monkeypatch.setenv("CC", compiler)
+    card = SimpleNamespace(major=9, minor=0, name="an H200", multi_processor_count=132)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: card)
+    found = caps.detect("cuda")
+    assert (found.device, found.cc, found.name, found.sm_count) == ("cuda", 90, "an H200", 132)
+    assert found.triton_error == error
 
 
 def test_without_a_compiler_or_with_one_that_fails_it_is_said_why_it_cannot(cache, monkeypatch):
