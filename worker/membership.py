@@ -22,7 +22,9 @@ from worker.front import FrontState
 log = logging.getLogger(__name__)
 
 BEAT_PERIOD_S = 1.0
-LOOK_PERIOD_S = 0.1  # until somebody is known who may take KV: services start together, and are asked at once
+LOOK_PERIOD_S, MAX_LOOKS = 0.1, 600
+"""A minute long, until somebody is known who may take KV: services start together, and are asked as soon as they are
+there."""
 MOVES_PERIOD_S = 0.1
 MAX_MOVES = 10_000  # what may pile up while Redis is away; the oldest are of no use by then
 MAX_POOL = 32
@@ -87,8 +89,10 @@ class Membership:
             self._state.joined = True
 
     async def _look(self) -> None:
-        while self._state.info.role is Role.PREFILL and not self._peers:
+        for _ in range(MAX_LOOKS):
             await self._meet()
+            if self._peers:
+                break
             await asyncio.sleep(LOOK_PERIOD_S)
 
     async def _meet(self) -> None:

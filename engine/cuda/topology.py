@@ -4,7 +4,7 @@ import pynvml
 
 
 def joined_by(one: str, other: str) -> str:
-    """ "NVLink" or "PCIe" between the GPUs of these UUIDs, as `torch.cuda.get_device_properties` has them; "" where the
+    """Between GPUs of these UUIDs, as `torch.cuda.get_device_properties` has them: "NVLink", "PCIe", or "" where the
     library is absent, or does not know both.
     """
     try:

@@ -195,6 +195,19 @@ async def test_a_prefill_worker_tells_its_core_whom_to_meet_soon_after_they_join
     assert told_of(state)[-1] == {"d1", "d2"}
 
 
+async def test_whoever_meets_nobody_looks_no_more_after_a_while(monkeypatch):
+    """In a large pool, or one without decode workers, the beat has to do."""
+    monkeypatch.setattr(membership, "LOOK_PERIOD_S", 0.0)
+    monkeypatch.setattr(membership, "MAX_LOOKS", 3)
+    state = make_state()
+    member = Membership(MemoryStore(), state)
+    await member.start()
+    await async_until(lambda: len(told_of(state)) == 3)
+    await asyncio.sleep(0.01)
+    await member.stop()
+    assert told_of(state) == [set()] * 3
+
+
 async def test_a_registry_that_is_away_for_a_moment_ends_no_look(monkeypatch):
     monkeypatch.setattr(membership, "LOOK_PERIOD_S", 0.001)
 
