@@ -343,7 +343,8 @@ class Tape:
             assert not self._queue.end((piece.header.request_id, piece.header.epoch)), "it is being read"
 
     def flush(self) -> None:
-        self._queue.stop()
+        if self.messages:
+            self._queue.stop()
 
     def interrupt(self) -> None: ...
 
