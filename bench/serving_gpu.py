@@ -156,9 +156,7 @@ async def measure_server(one: Named, args: argparse.Namespace, loads: Sequence[L
     for load in loads:
         measured = await drive(server, load, args.seed)
         report.drawn.setdefault(load.name, {})[one.name] = measured.good
-        rows = [
-            row for row in load_rows(one.name, load, measured) if "per GPU" not in row.name
-        ]  # nobody knows how many
+        rows = load_rows(one.name, load, measured, num_gpus=0)
         report.add([shown(row) for row in rows], system=one.name, load=load.name)
 
 

@@ -43,8 +43,8 @@ LOADS = tuple(
 )
 
 
-def load_rows(system: str, load: Load, measured: Measured) -> list[Row]:
-    """Beside what vLLM's two replicas reached, which is the better of its two."""
+def load_rows(system: str, load: Load, measured: Measured, num_gpus: int = NUM_GPUS) -> list[Row]:
+    """Beside what vLLM's two replicas reached, which is the better of its two. `num_gpus`: 0 if nobody knows."""
     own = {"system": system, "load": load.name}
     peers = {f"TTFT p{share}": value for share, value in zip(PERCENTILES, load.quoted.colocated.ttft, strict=True)}
     peers |= {f"ITL p{share}": value for share, value in zip(PERCENTILES, load.quoted.colocated.itl, strict=True)}
@@ -52,7 +52,7 @@ def load_rows(system: str, load: Load, measured: Measured) -> list[Row]:
         replace(row, params=own | dict(row.params), peer=COLOCATED, peer_value=peers[row.name])
         if row.name in peers
         else replace(row, params=own | dict(row.params))
-        for row in rows_of(measured, NUM_GPUS)
+        for row in rows_of(measured, num_gpus)
     ]
     return rows + [replace(row, params=own) for row in _more_rows(load, measured)] if measured.good else rows
 

@@ -48,7 +48,8 @@ class Membership:
         """Join, so that start-up fails clearly if Redis can't be reached. Raises Unavailable."""
         await patiently(partial(self._store.join, self._state.info))
         self._state.joined = True
-        self._tasks = [asyncio.create_task(do()) for do in (self._beat, self._tell, self._look)]
+        looks = [self._look] if self._state.info.role is Role.PREFILL else []
+        self._tasks = [asyncio.create_task(do()) for do in (self._beat, self._tell, *looks)]
 
     def moved(self, moves: list[Move]) -> None:
         self._moves += moves
