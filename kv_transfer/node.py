@@ -165,11 +165,11 @@ class TransferNode:
         bad = self._paths.bad()
         for peer in peers:
             if self._find_outgoing(peer.worker_id) is None and peer.incarnation not in bad:
-                self._outgoing_to(peer)
+                self._outgoing_to(peer, was_asked=False)
 
     def offer(self, peer: WorkerRef, offer: Offer) -> None:
         """Connects if nobody has. If that fails, PeerLost says why; its incarnation is the one in `peer`."""
-        if link := self._outgoing_to(peer):
+        if link := self._outgoing_to(peer, was_asked=True):
             link.offer(offer)
 
     def send_chunk(
@@ -294,8 +294,11 @@ class TransferNode:
         """
         return self._link_of(peer_id, (request_id, epoch)) is not None
 
-    def _outgoing_to(self, peer: WorkerRef) -> OutgoingLink | None:
-        """None if a link with this very incarnation has failed: PeerLost is to come, and would end a new one too."""
+    def _outgoing_to(self, peer: WorkerRef, was_asked: bool) -> OutgoingLink | None:
+        """None if a link with this very incarnation has failed: PeerLost is to come, and would end a new one too.
+
+        A new one knows from its start whether it `was_asked` for: it may fail before anyone could tell it.
+        """
         with self._lock:
             if any(link.failed for link in self._links_with(peer.worker_id, peer.incarnation)):
                 return None
@@ -305,7 +308,7 @@ class TransferNode:
             if link is not None:
                 self._fencing.append(link)
                 link.fail("replaced by a new connection")
-            fresh = OutgoingLink(self._parts, peer)
+            fresh = OutgoingLink(self._parts, peer, was_asked)
             self._links[peer.worker_id, True] = fresh
         fresh.thread.start()
         return fresh

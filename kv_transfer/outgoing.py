@@ -40,10 +40,10 @@ class OutgoingLink(Link):
     outgoing = True
     hears = (Grant, Wait, Refuse, Commit, Abort, AbortAck)
 
-    def __init__(self, parts: LinkParts, peer: WorkerRef) -> None:
+    def __init__(self, parts: LinkParts, peer: WorkerRef, was_asked: bool) -> None:
         self.queue, self._peer, self._rate = SendQueue(), peer, HandoffRate()
         self._announcer: Announcer | None = None
-        self.was_asked = False  # a request needed it
+        self.was_asked = was_asked  # a request needed it
         self._num_parts = parts.layout.tp_size
         self._other_layout: KVLayout | None = None
         super().__init__(parts, peer.worker_id, peer.incarnation, self.queue)

@@ -106,7 +106,7 @@ class _Prefill(OutgoingLink):
     tell: Callable[[bytes], None]
 
     def __init__(self, parts: LinkParts, peer: WorkerRef) -> None:
-        super().__init__(parts, peer)
+        super().__init__(parts, peer, was_asked=True)
         self._announcer = Announcer(self.queue, _Mark(), self.send, self._on_told)
 
     def send(self, message: HandoffMessage) -> None:

@@ -672,9 +672,11 @@ def test_who_cannot_be_met_is_a_bad_path_and_left_alone_for_a_while(make_peer: M
 def test_a_link_that_no_request_needed_fails_without_consequence(
     make_peer: Make, monkeypatch, is_asked, expected
 ) -> None:
-    told = []
+    """Nor is one that a request needs taken for such a one because it failed before it was told of the request."""
+    told, offer = [], OutgoingLink.offer
     prefill = make_peer("prefill")
     monkeypatch.setattr(prefill.node._paths, "failed", lambda _, was_asked: told.append(was_asked))
+    monkeypatch.setattr(OutgoingLink, "offer", lambda link, message: link.gone.wait() and offer(link, message))
     nobody = WorkerRef("decode", "x", "", "127.0.0.1:1")  # type: ignore[arg-type]
     prefill.node.meet([nobody])
     prefill.wait(PeerLost)
