@@ -10,7 +10,8 @@ from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
-from bench.system import free_port, stop
+from bench.system import stop
+from contracts.process import free_port
 from coordinator.redis_server import RedisServer
 
 START_TIMEOUT_S = 120.0

@@ -1,14 +1,19 @@
 """How a process meets the outside: the socket it listens on, the file that says so, and how it ended."""
 
+import contextlib
 import errno
 import json
 import os
+import random
 import signal
 import socket
 from collections.abc import Mapping
 from pathlib import Path
 
 from contracts.errors import ConfigError
+
+_SERVER_PORTS = 10_000, 32_768
+"""Linux gives connections 32768 and above."""
 
 
 def listen(host: str, port: int, backlog: int = 128, silence_s: float = 0.0) -> socket.socket:
@@ -33,6 +38,17 @@ def listen(host: str, port: int, backlog: int = 128, silence_s: float = 0.0) -> 
         other = "--host" if is_host else "--port"
         raise ConfigError(f"can't listen on {host}:{port}: {error.strerror}; choose another {other}") from error
     return listener
+
+
+def free_port() -> int:
+    """One of the loopback interface for a server that binds it later, or again: below those that the system gives to
+    connections, so that none of these has it by then.
+    """
+    while True:
+        port = random.randrange(*_SERVER_PORTS)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 def http_url(host: str, port: int) -> str:

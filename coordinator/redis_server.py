@@ -13,6 +13,7 @@ from types import TracebackType
 
 from contracts.errors import ConfigError
 from contracts.leash import leashed
+from contracts.process import free_port
 
 PROGRAMS = ("redis-server", "valkey-server")
 START_TIMEOUT_S = 10.0
@@ -59,7 +60,7 @@ class RedisServer:
         self._program = program or find_server()
         self._folder = tempfile.TemporaryDirectory(prefix="tandem-redis-")
         self._process: subprocess.Popen[bytes] | None = None
-        self.port = _free_port()
+        self.port = free_port()
 
     @property
     def url(self) -> str:
@@ -108,15 +109,21 @@ class RedisServer:
 
     def _await_answer(self, process: subprocess.Popen[bytes], log: Path) -> None:
         deadline_s = time.monotonic() + START_TIMEOUT_S
-        while not answers(("127.0.0.1", self.port)):
+        ours = b"process_id:%d\r\n" % process.pid  # not one that has taken the port since it was found free
+        while ours not in _ask(("127.0.0.1", self.port), b"INFO server"):
             if process.poll() is not None or time.monotonic() > deadline_s:
                 said = log.read_text(errors="replace").strip().splitlines()[-3:]
                 raise ConfigError(f"{self._program} did not start on port {self.port}: {' / '.join(said)}")
             time.sleep(POLL_S)
 
 
-def answers(address: str | tuple[str, int]) -> bool:
-    """Whether a server that wants no password is there: at the path of its socket, or at (host, port).
+def answers(path: str) -> bool:
+    """Whether a server that wants no password is there, by its socket."""
+    return _ask(path, b"PING").startswith(b"+PONG")
+
+
+def _ask(address: str | tuple[str, int], command: bytes) -> bytes:
+    """A short reply of the server at the path of its socket, or at (host, port); nothing if there is none.
 
     Without Redis' client, which takes half a second to import.
     """
@@ -124,12 +131,7 @@ def answers(address: str | tuple[str, int]) -> bool:
         connection.settimeout(PING_TIMEOUT_S)
         try:
             connection.connect(address)
-            connection.sendall(b"PING\r\n")
-            return connection.recv(16).startswith(b"+PONG")
+            connection.sendall(command + b"\r\n")
+            return connection.recv(1 << 16)
         except OSError:
-            return False
-
-
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return listener.getsockname()[1]
+            return b""

@@ -36,7 +36,7 @@ class IncomingLink(Link):
 
     def run(self, wire: HandshakeSocket, attached: Callable[[bytes], socket.socket]) -> None:
         """Serve it in the thread that shook hands."""
-        self._sock = wire.sock
+        self._hold(wire.sock)
         self._run_to_the_end(lambda: self._agree_and_serve(wire, attached))
 
     def grant(self, grant: Grant) -> None:

@@ -221,16 +221,24 @@ class Link(ABC):
     def _serve(self, sock: socket.socket, theirs: Terms, channel: Channel, mover: Mover) -> None:
         """Run until the link ends. Sets the failure."""
         self._channel, self._mover = channel, mover
-        self._go_up(sock, theirs)
-        log.info("KV link %s is up over %s (%s)", self._name, self.transport, channel.detail)
         data = threading.Thread(target=self._move_data, args=(mover,), name=f"kv-data-{self.peer_id}", daemon=True)
-        data.start()
-        assert self._control is not None
-        with self._failing("control"):
-            self.fail(self._control.run(self._on_message))
-        self._fence(data, channel, mover)
+        try:
+            data.start()
+            control = self._go_up(sock, theirs)
+            log.info("KV link %s is up over %s (%s)", self._name, self.transport, channel.detail)
+            with self._failing("control"):
+                self.fail(control.run(self._on_message))
+        finally:  # there may have been no thread for it, or no descriptor
+            self._fence(data, channel, mover)
 
-    def _go_up(self, sock: socket.socket, theirs: Terms) -> None:
+    def _hold(self, sock: socket.socket) -> None:
+        """From now on `fail` ends what waits for it."""
+        with self._lock:
+            self._sock = sock
+            if self.failed:
+                shut(sock)
+
+    def _go_up(self, sock: socket.socket, theirs: Terms) -> ControlConnection:
         settings = self.parts.settings
         limit = FRAME_MAX_NBYTES + GRANT_PAGE_NBYTES * theirs.num_blocks
         control = ControlConnection(sock, settings.heartbeat_s, settings.silence_s, limit, self._patience_s)
@@ -241,6 +249,7 @@ class Link(ABC):
             for message in self._early:
                 control.send(message)
             self._early.clear()
+        return control
 
     def _move_data(self, mover: Mover) -> None:
         with self._failing("data"):
@@ -250,7 +259,8 @@ class Link(ABC):
         """Nothing may touch a page after this."""
         mover.stop()
         channel.interrupt()
-        data.join(FENCE_TIMEOUT_S)
+        if data.ident is not None:  # it was started
+            data.join(FENCE_TIMEOUT_S)
         if data.is_alive():
             log.critical("the data thread of %s does not stop: its pages stay in quarantine", self.peer_id)
             return

@@ -297,10 +297,14 @@ class TransferNode:
     def _outgoing_to(self, peer: WorkerRef, was_asked: bool) -> OutgoingLink | None:
         """None if a link with this very incarnation has failed: PeerLost is to come, and would end a new one too.
 
-        A new one knows from its start whether it `was_asked` for: it may fail before anyone could tell it.
+        Each knows at once that it `was_asked` for: it may fail before it hears of the request.
         """
         with self._lock:
-            if any(link.failed for link in self._links_with(peer.worker_id, peer.incarnation)):
+            links = self._links_with(peer.worker_id, peer.incarnation)
+            for link in links:
+                if was_asked and isinstance(link, OutgoingLink):
+                    link.was_asked = True
+            if any(link.failed for link in links):
                 return None
             link = self._links.get((peer.worker_id, True))
             if isinstance(link, OutgoingLink) and link.incarnation == peer.incarnation:
@@ -370,9 +374,9 @@ class TransferNode:
         """PeerLost speaks for both directions, so it waits until the other one is fenced too, and says so only if both
         are. It is noted before a new link can be made: whatever comes over that one is heard behind it.
         """
-        if isinstance(link, OutgoingLink):
-            self._paths.failed(link.incarnation, link.was_asked)
         with self._lock:
+            if isinstance(link, OutgoingLink):
+                self._paths.failed(link.incarnation, link.was_asked)
             if not event.fenced:
                 self._unfenced.append(link)
             if self._links.get((link.peer_id, link.outgoing)) is link:

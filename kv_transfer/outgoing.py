@@ -33,7 +33,7 @@ from kv_transfer.sending import ChunkJob, FinJob, Key, Sender, SendQueue, check_
 from kv_transfer.staging import sender_staging
 from kv_transfer.transports.nvlink import SharedPool
 from kv_transfer.ways import candidates
-from kv_transfer.wire import Deadline, HandshakeSocket, shut
+from kv_transfer.wire import Deadline, HandshakeSocket
 
 
 class OutgoingLink(Link):
@@ -43,7 +43,7 @@ class OutgoingLink(Link):
     def __init__(self, parts: LinkParts, peer: WorkerRef, was_asked: bool) -> None:
         self.queue, self._peer, self._rate = SendQueue(), peer, HandoffRate()
         self._announcer: Announcer | None = None
-        self.was_asked = was_asked  # a request needed it
+        self.was_asked = was_asked  # a request needed it; under the node's lock
         self._num_parts = parts.layout.tp_size
         self._other_layout: KVLayout | None = None
         super().__init__(parts, peer.worker_id, peer.incarnation, self.queue)
@@ -58,7 +58,6 @@ class OutgoingLink(Link):
 
     def offer(self, offer: Offer) -> None:
         key = offer.request_id, offer.epoch
-        self.was_asked = True
         self.queue.begin(key)
         self._rate.begin(key)
         if self._announcer is not None:
@@ -114,10 +113,7 @@ class OutgoingLink(Link):
 
     def _connect_and_serve(self) -> None:
         sock = self._dial()
-        with self._lock:
-            self._sock = sock
-            if self.failed:
-                shut(sock)
+        self._hold(sock)
         wire = HandshakeSocket(sock, Deadline(self.parts.settings.handshake_timeout_s))
         handshake.greet_listener(wire, self.parts.identity, self._peer)
         ours, ring = self.parts.terms, self.parts.ring

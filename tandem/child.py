@@ -180,6 +180,9 @@ def ready_file(path: Path) -> Callable[[], dict | None]:
     """Ready once the process has written its facts to `path` (JSON, moved into place in one step)."""
 
     def is_ready() -> dict | None:
-        return json.loads(path.read_text()) if path.exists() else None
+        try:
+            return json.loads(path.read_text())
+        except FileNotFoundError:  # not yet; or no more, as the process takes it away when it ends
+            return None
 
     return is_ready

@@ -64,15 +64,17 @@ async def _require_redis(store: Store) -> None:
 async def _serve(settings: WorkerSettings, state: FrontState, store: Store, listener: socket.socket) -> int:
     """In the registry from here until cancelled (0) or until the core dies (3)."""
     membership = Membership(store, state)
-    minding = asyncio.create_task(_mind(state))
+    # Both from now on: the registry may be waited for longer than a core may be silent.
+    pumping, minding = asyncio.create_task(_pump(state, membership)), asyncio.create_task(_mind(state))
     try:
         async with serving(make_app(state), listener):
             try:
                 await membership.start()
                 settle()
                 _announce(settings, state.info)
-                return await _work(state, membership, settings.drain_timeout_s)
+                return await _work(state, membership, pumping, settings.drain_timeout_s)
             finally:
+                pumping.cancel()
                 await membership.stop()  # first, so that nothing more is placed here
                 state.streams.close()
     finally:
@@ -81,17 +83,14 @@ async def _serve(settings: WorkerSettings, state: FrontState, store: Store, list
             settings.ready_file.unlink(missing_ok=True)
 
 
-async def _work(state: FrontState, membership: Membership, drain_timeout_s: float) -> int:
+async def _work(state: FrontState, membership: Membership, pumping: asyncio.Task[None], drain_timeout_s: float) -> int:
     """Until the core dies, or until cancelled and drained; cancelled twice, at once."""
-    pumping = asyncio.create_task(_pump(state, membership))
     try:
         await asyncio.shield(pumping)
         return CORE_DIED
     except asyncio.CancelledError:
         await drain(state, membership, drain_timeout_s)
         raise
-    finally:
-        pumping.cancel()
 
 
 async def _pump(state: FrontState, membership: Membership) -> None:

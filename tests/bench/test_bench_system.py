@@ -4,7 +4,6 @@ import http.server
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -14,7 +13,8 @@ from contextlib import ExitStack, contextmanager
 import pytest
 
 from bench import system
-from bench.system import System, free_port, is_ready, running, stop, wait_up
+from bench.system import System, is_ready, running, stop, wait_up
+from contracts.process import free_port
 from tandem.ps import identify
 
 IGNORES_SIGINT = "import signal, time; signal.signal(2, signal.SIG_IGN); print('up', flush=True); time.sleep(600)"
@@ -31,11 +31,6 @@ def unused() -> System:
     """One at whose port nobody listens."""
     port = free_port()
     return System(f"http://127.0.0.1:{port}", port, pid=0)
-
-
-def test_a_free_port_is_free():
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", free_port()))
 
 
 def test_a_process_that_ends_is_not_waited_for(python):

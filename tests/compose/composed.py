@@ -2,7 +2,6 @@
 
 import json
 import os
-import socket
 import subprocess
 import urllib.error
 import urllib.request
@@ -11,6 +10,7 @@ from pathlib import Path
 
 from prometheus_client.parser import text_string_to_metric_families
 
+from contracts.process import free_port
 from tests.environment import plain_environment
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -27,7 +27,7 @@ class Composed:
     """Commands against one project of `docker compose`. Its port is a free one, so that it disturbs nobody."""
 
     project: str
-    port: int = field(default_factory=lambda: free_port())
+    port: int = field(default_factory=free_port)
 
     @property
     def url(self) -> str:
@@ -111,8 +111,3 @@ def _run(command: list[str], timeout_s: float, environ: dict[str, str]) -> str:
             done.returncode, command, done.stdout, f"{done.stdout[-2000:]}{done.stderr[-4000:]}"
         )
     return done.stdout
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        return probe.getsockname()[1]

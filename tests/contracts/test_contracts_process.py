@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 import pytest
 
 from contracts.errors import ConfigError
-from contracts.process import describe_exit, http_url, listen, write_ready_file
+from contracts.process import describe_exit, free_port, http_url, listen, write_ready_file
 
 
 def test_a_free_port_is_found_and_taken():
@@ -21,6 +21,20 @@ def test_a_free_port_is_found_and_taken():
             accepted.close()
         with pytest.raises(ConfigError, match=rf"can't listen on 127\.0\.0\.1:{port}: .*choose another --port"):
             listen("127.0.0.1", port)
+
+
+def test_a_port_that_is_bound_later_is_none_that_a_connection_may_get():
+    lowest, _ = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
+    with listen("127.0.0.1", free_port()) as listener:
+        assert listener.getsockname()[1] < lowest
+
+
+def test_a_port_that_is_taken_is_not_a_free_one(monkeypatch):
+    with listen("127.0.0.1", free_port()) as listener:
+        taken = listener.getsockname()[1]
+        found = iter([taken, taken, taken + 1])
+        monkeypatch.setattr("random.randrange", lambda *_: next(found))
+        assert free_port() == taken + 1
 
 
 def has_ipv6() -> bool:

@@ -297,6 +297,15 @@ def test_a_server_that_does_not_start_says_why(tmp_path: Path):
         raise AssertionError("it must not start")
 
 
+def test_another_server_on_its_port_is_not_taken_for_it():
+    """It may have come between the choice of the port and the start."""
+    with RedisServer() as other:
+        ours = RedisServer()
+        ours.port = other.port
+        with pytest.raises(ConfigError, match=f"did not start on port {other.port}"), ours:
+            raise AssertionError("it must not start")
+
+
 def test_the_server_dies_with_its_parent():
     code = "from coordinator.redis_server import RedisServer; s = RedisServer().__enter__(); print(s.pid, flush=True)"
     parent = subprocess.Popen(

@@ -2,6 +2,8 @@
 
 import asyncio
 import threading
+from collections.abc import Coroutine
+from typing import Any
 
 import pytest
 
@@ -88,31 +90,40 @@ class Watched:
             self.is_busy = False
 
 
-async def test_the_event_loop_turns_while_one_long_text_is_tokenized(prompting):
-    watched = prompting.tokenizer = Watched(prompting.tokenizer)
-    encoding = asyncio.create_task(prompting.encode([WORDS * 20_000], add_special_tokens=True))
-    num_turns = 0
-    while not encoding.done():
+async def turns_beside(work: Coroutine[Any, Any, None], watched: Watched) -> int:
+    """Of the event loop, while the tokenizer is at work."""
+    working, num_turns = asyncio.create_task(work), 0
+    while not working.done():
         await asyncio.sleep(0.001)
         num_turns += watched.is_busy
-    assert num_turns > 3
-    assert len((await encoding)[0]) > 20_000
+    await working
+    return num_turns
+
+
+async def test_the_event_loop_turns_while_one_long_text_is_tokenized(prompting):
+    watched = prompting.tokenizer = Watched(prompting.tokenizer)
+    found = []
+
+    async def encode() -> None:
+        found.extend(await prompting.encode([WORDS * 20_000], add_special_tokens=True))
+
+    assert await turns_beside(encode(), watched) > 3
+    assert len(found[0]) > 20_000
 
 
 @pytest.mark.parametrize("endpoint", ["/detokenize", "/v1/completions"])
 async def test_the_event_loop_turns_while_tokens_are_made_text(rig, client, endpoint):
+    """In one of a few tries: where others want the processor, a single one may see no turn."""
     watched = rig.front.prompting.tokenizer = Watched(rig.front.prompting.tokenizer)
-    if endpoint == "/detokenize":
-        asking = asyncio.create_task(client.post(endpoint, json={"tokens": [7] * 300_000}))
-    else:
-        echoed = CompletionRequest(prompt=[[7] * 2000] * 150, echo=True)
-        asking = asyncio.create_task(ask_completion(echoed, rig.front.prompting, rig.front.limits))
-    num_turns = 0
-    while not asking.done():
-        await asyncio.sleep(0.001)
-        num_turns += watched.is_busy
-    await asking
-    assert num_turns > 3
+
+    async def ask() -> None:
+        if endpoint == "/detokenize":
+            await client.post(endpoint, json={"tokens": [7] * 300_000})
+        else:
+            echoed = CompletionRequest(prompt=[[7] * 2000] * 150, echo=True)
+            await ask_completion(echoed, rig.front.prompting, rig.front.limits)
+
+    assert max([await turns_beside(ask(), watched) for _ in range(4)]) > 3
 
 
 async def test_jobs_that_are_long_together_do_not_make_a_worker_refuse_those_of_others(rig):

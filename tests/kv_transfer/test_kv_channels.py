@@ -17,7 +17,8 @@ from kv_transfer.transports.base import Inbound, Outbound, Ring, Slot
 from kv_transfer.transports.registry import Transports
 from tests.kv_transfer.conftest import STAGED
 
-RING = Ring(num_slots=3, slot_nbytes=1 << 20, stall_timeout_s=0.5)
+RING = Ring(num_slots=3, slot_nbytes=1 << 20, stall_timeout_s=30.0)
+IMPATIENT = Ring(num_slots=3, slot_nbytes=1 << 20, stall_timeout_s=0.5)
 SESSION = bytes(range(16))
 
 
@@ -57,16 +58,16 @@ class Ends:
 
 
 @pytest.fixture
-def make_ends(transport: str, leftovers: None) -> Iterator[Callable[[], Ends]]:
+def make_ends(transport: str, leftovers: None) -> Iterator[Callable[..., Ends]]:
     with ExitStack() as stack:
         transports = Transports()
         stack.callback(transports.close)
 
-        def make() -> Ends:
+        def make(ring: Ring = RING) -> Ends:
             left, right = _socket_pair()
             spare = [left, right]
-            opening = transports.find(transport).open(SESSION, RING, lambda: spare.pop(0))
-            inn, answer = transports.find(transport).accept(SESSION, RING, opening.params, lambda: spare.pop(0))
+            opening = transports.find(transport).open(SESSION, ring, lambda: spare.pop(0))
+            inn, answer = transports.find(transport).accept(SESSION, ring, opening.params, lambda: spare.pop(0))
             ends = Ends(opening.finish(answer), inn)
             for closing in (*spare, ends.out, ends.inn):
                 stack.callback(closing.close)
@@ -146,7 +147,7 @@ def test_the_other_end_going_is_an_error_and_no_hang(make_ends: Callable, gone: 
 
 
 def test_a_receiver_that_takes_nothing_stalls_the_sender_for_a_bounded_time(make_ends: Callable) -> None:
-    ends = make_ends()
+    ends = make_ends(IMPATIENT)
     with pytest.raises(PeerLost):
         for _ in range(99):
             ends.send_all([np.ones(1 << 20, np.uint8)])

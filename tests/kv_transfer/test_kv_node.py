@@ -1,5 +1,7 @@
 """Two and more nodes in one process, over each transport: pages arrive where they were granted, and nowhere else."""
 
+import errno
+import logging
 import random
 import socket
 import threading
@@ -18,6 +20,8 @@ from contracts.errors import ConfigError
 from contracts.handoff import Abort, AbortAck, Commit, Fin, Grant, Offer, Refuse, Wait
 from contracts.ids import BlockId, Epoch, Incarnation, RequestId, WorkerId
 from contracts.request import WorkerRef
+from kv_transfer import handshake
+from kv_transfer.control import ControlConnection
 from kv_transfer.events import ChunkBad, ChunkLanded, Drained, Message, PeerLost, TransferEvent
 from kv_transfer.incoming import IncomingLink
 from kv_transfer.link import Link
@@ -27,7 +31,7 @@ from kv_transfer.receiving import Receiver
 from kv_transfer.settings import TransferSettings
 from kv_transfer.transports.base import Slot
 from kv_transfer.transports.loopback import LoopbackTransport
-from tests.kv_transfer.kv_pair import Peer, fin, offer_and_grant, pages_equal, send
+from tests.kv_transfer.kv_pair import DEADLINE_S, Peer, fin, offer_and_grant, pages_equal, send
 from tests.kv_transfer.kv_worker import LAYOUT, SECRET, make_pool
 from tests.waiting import until
 
@@ -54,7 +58,7 @@ def test_a_request_from_offer_to_commit(pair: tuple[Peer, Peer], transport: str)
     assert decode.message(Fin, "r") == fin("r", 2)
     decode.node.commit(prefill.name, Commit(RequestId("r"), Epoch(1), 2, sum(header.nbytes for header in landed)))
     assert prefill.message(Commit, "r").num_chunks == 2
-    assert not prefill.node.knows(decode.name, RequestId("r"), Epoch(1)), "what is over is not kept for ever"
+    until(lambda: not prefill.node.knows(decode.name, RequestId("r"), Epoch(1)))  # what is over is not kept for ever
     assert pages_equal(prefill, [3, 4, 5, 9, 10, 11, 0, 63], decode, [5, 9, 1, 2, 60, 61, 7, 8])
     (sent,), (received,) = prefill.node.stats(), decode.node.stats()
     assert (sent.transport, sent.state, sent.outgoing, received.outgoing) == (transport, "up", True, False)
@@ -312,6 +316,54 @@ def test_a_link_that_fails_before_its_thread_has_the_socket_does_not_go_up(make_
     prefill.node.offer(decode.ref, Offer(RequestId("r"), Epoch(1), 8, prefill.layout.layout_id))
     assert decode.wait(PeerLost).error == "a test says so"
     prefill.wait(PeerLost)
+
+
+def test_a_handshake_with_a_peer_that_says_nothing_ends_with_the_link(make_peer: Make, monkeypatch) -> None:
+    """Though the link failed before its thread had the socket."""
+    silent, run, agree = threading.Event(), IncomingLink.run, handshake.agree
+
+    def late(link: IncomingLink, *of: Any) -> None:
+        link.fail("a test says so")
+        run(link, *of)
+
+    def silently(*of: Any, sends: bool) -> Any:
+        return agree(*of, sends=sends) if not sends or silent.wait(DEADLINE_S) else None
+
+    monkeypatch.setattr(IncomingLink, "run", late)
+    monkeypatch.setattr(handshake, "agree", silently)
+    prefill, decode = make_peer("prefill"), make_peer("decode", handshake_timeout_s=10 * DEADLINE_S)
+    prefill.node.meet([decode.ref])
+    try:
+        assert decode.wait(PeerLost).error == "a test says so"
+    finally:
+        silent.set()
+    prefill.wait(PeerLost)
+
+
+@pytest.mark.parametrize("what", ["a thread", "a descriptor"])
+def test_a_link_for_which_something_is_lacking_holds_no_page_and_no_channel(
+    make_peer: Make, monkeypatch, caplog, transport: str, what: str
+) -> None:
+    """Nobody has touched a page, so the loss is a fenced one; `leftovers` counts the descriptors."""
+    caplog.set_level(logging.CRITICAL, "kv_transfer.link")  # an error that is kept keeps what it came through
+    prefill, decode = make_peer("prefill", transport=transport), make_peer("decode", transport=transport)
+    start = threading.Thread.start
+
+    def lacking(thread: threading.Thread) -> None:
+        if thread.name.startswith("kv-data-"):
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    def without(*_: Any) -> None:
+        raise OSError(errno.EMFILE, "too many open files")
+
+    if what == "a thread":
+        monkeypatch.setattr(threading.Thread, "start", lacking)
+    else:
+        monkeypatch.setattr(ControlConnection, "__init__", without)
+    prefill.node.offer(decode.ref, Offer(RequestId("r"), Epoch(1), 8, prefill.layout.layout_id))
+    assert prefill.wait(PeerLost).fenced and decode.wait(PeerLost).fenced
+    assert not prefill.node.stats() and not decode.node.stats()
 
 
 def test_pages_that_a_stuck_thread_may_write_are_in_use_until_the_loss_is_told(make_peer: Make, monkeypatch) -> None:
@@ -686,3 +738,21 @@ def test_a_link_that_no_request_needed_fails_without_consequence(
         prefill.node.meet([nobody])
     prefill.wait(PeerLost)
     assert told == expected
+
+
+def test_a_link_that_fails_as_a_request_takes_it_was_asked_for(make_peer: Make, monkeypatch) -> None:
+    told, offer = [], OutgoingLink.offer
+    prefill, decode = make_peer("prefill"), make_peer("decode")
+    monkeypatch.setattr(prefill.node._paths, "failed", lambda _, was_asked: told.append(was_asked))
+    prefill.node.meet([decode.ref])
+    until(lambda: [link.state for link in prefill.node.stats()] == ["up"])
+
+    def lost(link: OutgoingLink, message: Offer) -> None:
+        link.fail("a test says so")
+        link.gone.wait()
+        offer(link, message)
+
+    monkeypatch.setattr(OutgoingLink, "offer", lost)
+    prefill.node.offer(decode.ref, Offer(RequestId("r"), Epoch(1), 8, prefill.layout.layout_id))
+    prefill.wait(PeerLost)
+    assert told == [True]

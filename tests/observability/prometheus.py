@@ -16,8 +16,8 @@ from shutil import which
 import aiohttp
 import yaml
 
-from bench.system import free_port
 from contracts.leash import leashed
+from contracts.process import free_port
 from tests.observability.queries import FOLDER, RULES, Query
 from tests.waiting import until
 

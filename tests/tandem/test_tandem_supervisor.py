@@ -15,7 +15,7 @@ import pytest
 from rich.console import Console
 
 from contracts.errors import ConfigError
-from tandem.child import Child, ProcessSpec, State
+from tandem.child import Child, ProcessSpec, State, ready_file
 from tandem.signals import SignalInbox
 from tandem.supervisor import Supervisor
 from tests.waiting import is_gone, until
@@ -96,7 +96,7 @@ def test_stages_start_in_order_and_all_end_on_ctrl_c(supervise: Callable[[list[d
     assert len(run.pids) == 3
     run.process.send_signal(signal.SIGINT)
     assert run.end() == 0
-    assert run.nobody_left()
+    run.wait_until(run.nobody_left)
     assert "asked to stop" in (run.folder / "early.log").read_text()
 
 
@@ -111,7 +111,7 @@ def test_who_begins_early_is_started_beside_that_stage_and_not_waited_for(
     assert any(line.startswith("first: ready") for line in told[: told.index("early: starting")])
     run.process.send_signal(signal.SIGINT)
     assert run.end() == 0
-    assert run.nobody_left()
+    run.wait_until(run.nobody_left)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
@@ -125,7 +125,7 @@ def test_a_signal_while_starting_ends_all(
     run.process.send_signal(number)
     assert run.end() == 0
     assert "StopRequested" in run.output
-    assert run.nobody_left()
+    run.wait_until(run.nobody_left)
 
 
 def test_a_hangup_that_nohup_ignores_ends_nothing(supervise: Callable[..., Run]) -> None:
@@ -136,7 +136,7 @@ def test_a_hangup_that_nohup_ignores_ends_nothing(supervise: Callable[..., Run])
     run.wait_until(lambda: "only is ready again" in run.output)
     run.process.send_signal(signal.SIGTERM)
     assert run.end() == 0
-    assert run.nobody_left()
+    run.wait_until(run.nobody_left)
 
 
 def test_ctrl_c_before_anything_is_ready_leaves_nothing(supervise: Callable[[list[dict]], Run]) -> None:
@@ -144,7 +144,7 @@ def test_ctrl_c_before_anything_is_ready_leaves_nothing(supervise: Callable[[lis
     run.wait_until(lambda: "starting" in run.output)
     run.process.send_signal(signal.SIGINT)
     run.end()
-    assert run.nobody_left()
+    run.wait_until(run.nobody_left)
 
 
 def test_the_second_ctrl_c_does_not_wait_for_the_deaf(supervise: Callable[[list[dict]], Run]) -> None:
@@ -155,7 +155,7 @@ def test_the_second_ctrl_c_does_not_wait_for_the_deaf(supervise: Callable[[list[
     assert run.process.poll() is None
     run.process.send_signal(signal.SIGINT)
     assert run.end() == 0
-    assert run.nobody_left()
+    run.wait_until(run.nobody_left)
 
 
 def test_the_deaf_is_killed_after_its_grace(supervise: Callable[[list[dict]], Run]) -> None:
@@ -163,7 +163,7 @@ def test_the_deaf_is_killed_after_its_grace(supervise: Callable[[list[dict]], Ru
     run.wait_up()
     run.process.send_signal(signal.SIGTERM)
     assert run.end() == 0
-    assert run.nobody_left()
+    run.wait_until(run.nobody_left)
 
 
 def test_children_die_with_a_killed_supervisor(supervise: Callable[[list[dict]], Run]) -> None:
@@ -191,7 +191,7 @@ def test_a_complaint_while_starting_is_one_line(supervise: Callable[[list[dict]]
     run = supervise([service("first", 0), service("wrong", 1, "--complain", "tandem worker: no such model: /nowhere")])
     assert run.end() == 1
     assert run.output.splitlines()[-1] == "ConfigError: wrong could not start: no such model: /nowhere"
-    assert run.nobody_left()
+    run.wait_until(run.nobody_left)
 
 
 def test_a_complaint_of_several_lines_is_joined(supervise: Callable[[list[dict]], Run]) -> None:
@@ -214,6 +214,12 @@ def test_any_other_death_while_starting_shows_the_end_of_the_log(supervise: Call
     assert "    Segmentation fault" in run.output
 
 
+def test_a_ready_file_that_goes_as_it_is_looked_for_says_that_nobody_is_ready(tmp_path: Path, monkeypatch) -> None:
+    """A process takes its own away as it ends."""
+    monkeypatch.setattr(Path, "exists", lambda path: True)
+    assert ready_file(tmp_path / "gone")() is None
+
+
 def test_a_death_is_told_and_the_rest_goes_on(supervise: Callable[[list[dict]], Run]) -> None:
     run = supervise([service("vital", 0, is_vital=True), service("worker", 1, "--with-core")])
     run.wait_up()
@@ -222,7 +228,7 @@ def test_a_death_is_told_and_the_rest_goes_on(supervise: Callable[[list[dict]], 
     words = "worker was killed by SIGKILL (the kernel does that when memory runs out); the end of"
     run.wait_until(lambda: words in run.output)
     run.wait_until(lambda: is_gone(core_pid))
-    assert "the service is starting" in run.output
+    run.wait_until(lambda: "the service is starting" in run.output)
     assert run.process.poll() is None
     assert not is_gone(run.pid_of("vital"))
 
@@ -240,7 +246,7 @@ def test_who_dies_is_started_again(supervise: Callable[[list[dict]], Run]) -> No
     run.wait_until(lambda: "worker starts again in 2 s" in run.output)
     run.process.send_signal(signal.SIGINT)
     assert run.end() == 0
-    assert run.nobody_left()
+    run.wait_until(run.nobody_left)
 
 
 def test_who_dies_young_again_and_again_is_waited_for_longer(tmp_path: Path) -> None:
@@ -282,4 +288,4 @@ def test_a_vital_death_ends_all_with_code_3(supervise: Callable[[list[dict]], Ru
     os.kill(run.pid_of("vital"), signal.SIGTERM)
     assert run.end() == 3
     assert "VitalDeath: vital is gone" in run.output
-    assert run.nobody_left()
+    run.wait_until(run.nobody_left)

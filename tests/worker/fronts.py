@@ -1,5 +1,7 @@
 """A worker's HTTP face before a core that only remembers what it was sent. Not a test."""
 
+from contracts.node import NodeLoad
+from core.messages import CoreStatus, LinkStatus
 from tests.nodes import node_info
 from worker.front import FrontState
 from worker.streams import EventStreams
@@ -17,3 +19,10 @@ def make_state() -> FrontState:
     info = node_info()
     streams = EventStreams(info.worker_id, info.incarnation)
     return FrontState(info, "s3cret", RememberingCore(), streams, 10.0, "digest")  # type: ignore[arg-type]
+
+
+def make_status(num_turns: int) -> CoreStatus:
+    links = [LinkStatus("d", True, "ucx", "tcp/lo", "open", {"nbytes": 5.0}, 7e9)]
+    return CoreStatus(
+        num_turns, 7, NodeLoad(num_running=3), {"prefill_tokens": 11.0}, {"running": 3.0, "requests": 3.0}, links, False
+    )

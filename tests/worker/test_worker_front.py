@@ -1,26 +1,17 @@
 """The worker's HTTP face, with a core that only remembers what it was sent."""
 
-import time
-
 import httpx
 import msgspec
 import pytest
 
 from contracts.codec import encode
 from contracts.ids import Epoch, GatewayId, RequestId
-from contracts.node import NodeLoad
 from contracts.request import Cancel, Job, Route
 from contracts.sampling import SamplingParams
-from core.messages import CoreStatus, LinkStatus
-from tests.worker.fronts import make_state
+from tests.worker.fronts import make_state, make_status
 from worker.front import FrontState, make_app
 
 AUTH = {"authorization": "Bearer s3cret"}
-
-
-def make_status(num_turns: int) -> CoreStatus:
-    links = [LinkStatus("d", True, "ucx", "tcp/lo", "open", {"nbytes": 5.0}, 7e9)]
-    return CoreStatus(num_turns, 7, NodeLoad(num_running=3), {"prefill_tokens": 11.0}, {"running": 3.0}, links, False)
 
 
 def make_job(gateway: str = "g") -> Job:
@@ -97,8 +88,7 @@ async def test_a_draining_worker_takes_cancels_but_no_jobs(state, client):
 async def test_health_follows_the_turns_of_the_core(state, client):
     state.on_status(make_status(1))
     assert (await client.get("/health")).status_code == 200
-    state.hang_timeout_s = 0.01
-    time.sleep(0.02)
+    state.status_s -= 2 * state.hang_timeout_s
     state.on_status(make_status(1))
     hung = await client.get("/health")
     assert hung.status_code == 503 and "no turn" in hung.json()["status"]

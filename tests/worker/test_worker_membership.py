@@ -2,7 +2,7 @@
 
 import asyncio
 import math
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 
 import msgspec
 import pytest
@@ -10,16 +10,26 @@ import pytest
 from contracts.errors import RegistryError, Unavailable
 from contracts.ids import Epoch, Incarnation, RequestId, WorkerId
 from contracts.node import Node, NodeInfo, NodeLoad, Role
+from contracts.process import listen
 from coordinator.memory_store import MemoryStore
 from coordinator.states import State
 from coordinator.store import Move
+from core.messages import CoreFrame, ToFront
 from kv_transfer.settings import TransferSettings
 from tests.nodes import node_info
 from tests.waiting import async_until
-from tests.worker.fronts import make_state
+from tests.worker.fronts import RememberingCore, make_state, make_status
 from worker import membership
 from worker.front import FrontState
 from worker.membership import MAX_POOL, Membership, takers
+from worker.serving import _serve
+from worker.settings import WorkerSettings
+
+
+@pytest.fixture(autouse=True)
+def beats(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of the tests, and none that a slow machine lets in between."""
+    monkeypatch.setattr(membership, "BEAT_PERIOD_S", 3600.0)
 
 
 class MovesStore(MemoryStore):
@@ -69,6 +79,33 @@ async def test_a_registry_that_is_late_is_waited_for_at_the_start_and_not_for_lo
     monkeypatch.setattr("coordinator.connect.START_PATIENCE_S", 0.01)
     with pytest.raises(RegistryError):
         await Membership(LateStore(num_late=math.inf), make_state()).start()
+
+
+class ReportingCore(RememberingCore):
+    """Says how it is once, and lives on."""
+
+    async def frames(self) -> AsyncIterator[ToFront]:
+        yield CoreFrame({}, [], make_status(7))
+        await asyncio.Event().wait()
+
+
+async def test_a_core_is_heard_while_the_registry_is_waited_for():
+    """Else it would be taken for one that hangs."""
+
+    class Waiting(MemoryStore):
+        async def join(self, info: NodeInfo) -> None:
+            await async_until(lambda: state.num_turns == 7)
+            await super().join(info)
+
+    state = make_state()
+    state.core = ReportingCore()  # type: ignore[assignment]
+    settings = WorkerSettings.model_validate({"role": "prefill", "secret": "s", "drain_timeout_s": 0.0})
+    with listen("127.0.0.1", 0) as listener:
+        serving = asyncio.create_task(_serve(settings, state, Waiting(), listener))
+        await async_until(lambda: state.joined)
+        serving.cancel()
+        await asyncio.wait([serving])
+    assert serving.cancelled()
 
 
 async def test_a_worker_whose_id_is_taken_is_told_at_once():

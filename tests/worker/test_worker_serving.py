@@ -211,14 +211,14 @@ async def test_when_the_core_is_killed_the_stream_ends_and_the_worker_says_why(m
 
 async def test_told_to_stop_it_takes_nothing_new_and_finishes_what_runs(mortal: RunningWorker) -> None:
     async def body(gateway: Gateway) -> None:
-        await gateway.post(gateway.job("r", max_tokens=400))
+        await gateway.post(gateway.job("r", max_tokens=LONG))
         await gateway.until(lambda: any(isinstance(event, Tokens) for event in gateway.events))
         mortal.process.send_signal(signal.SIGTERM)
         await gateway.until(lambda: mortal.status_of("/ready") == (503, "draining"))
         assert await gateway.post(gateway.job("late")) == 503
         await gateway.until(lambda: gateway.ends("r"))
         (end,) = gateway.ends("r")
-        assert isinstance(end, Finished) and end.num_tokens == 400
+        assert isinstance(end, Finished) and end.num_tokens == LONG
 
     await connected(mortal, body)
     assert mortal.process.wait(60) == 0
@@ -240,7 +240,7 @@ async def test_told_twice_it_does_not_wait(mortal: RunningWorker) -> None:
 
 
 async def test_what_does_not_end_in_time_is_given_up(model: str, tmp_path: Path) -> None:
-    with running_worker(tmp_path, model, "--drain-timeout-s", "0.5") as worker:
+    with running_worker(tmp_path, model, "--drain-timeout-s", "0.1") as worker:
 
         async def body(gateway: Gateway) -> None:
             await gateway.post(gateway.job("r", max_tokens=LONG))
