@@ -69,11 +69,13 @@ class MemoryStore:
         self._counters: Counter[str] = Counter()
         self._leader: tuple[str, float] = ("", float("-inf"))
 
-    async def join(self, info: NodeInfo) -> None:
-        if (info.worker_id, info.incarnation) in self._superseded:
-            raise placement.superseded(info.worker_id)
+    async def join(self, info: NodeInfo, again: bool = False) -> None:
         former = self._workers.get(info.worker_id)
-        if former is not None and former.info.incarnation != info.incarnation:
+        is_other = former is not None and former.info.incarnation != info.incarnation
+        is_taken = is_other and former is not None and former.alive_until_s > self._clock()
+        if (info.worker_id, info.incarnation) in self._superseded or (again and is_taken):
+            raise placement.superseded(info.worker_id)
+        if former is not None and is_other:
             self._superseded.add((info.worker_id, former.info.incarnation))
         self._workers[info.worker_id] = Worker(info, self._clock() + self._alive_s)
 

@@ -79,9 +79,9 @@ class RedisStore:
             name: self._redis.register_script(source) for name, source in load_scripts().items()
         }
 
-    async def join(self, info: NodeInfo) -> None:
+    async def join(self, info: NodeInfo, again: bool = False) -> None:
         fields = _flat(_joined(info) | _loaded(NodeLoad()))
-        if not await self._run("join", info.worker_id, info.incarnation, self._alive_ms, *fields):
+        if not await self._run("join", info.worker_id, info.incarnation, self._alive_ms, int(again), *fields):
             raise placement.superseded(info.worker_id)
 
     async def heartbeat(self, worker_id: WorkerId, incarnation: Incarnation, load: NodeLoad) -> bool:
@@ -110,7 +110,8 @@ class RedisStore:
 
     async def counts(self) -> Counts:
         states, counters = await self._run("counts")
-        by_state = {State(name): count for name, count in _ints(states).items()}
+        known = set(map(str, State))
+        by_state = {State(name): count for name, count in _ints(states).items() if name in known}
         return to_counts(by_state, _ints(counters))
 
     async def place(self, request: PlaceRequest) -> Route:

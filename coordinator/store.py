@@ -98,12 +98,12 @@ class Counts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def to_counts(states: Mapping[State, int], counters: Mapping[str, int]) -> Counts:
-    """`states`: requests by state; the terminal ones only ever grow."""
+    """`states`: requests by state; the terminal ones only ever grow. What another release counts, too, is left out."""
     known = {state: states[state] for state in State if states.get(state)}
     return Counts(
         states={state.value: count for state, count in known.items() if state not in ENDS},
         ended={state.value: count for state, count in known.items() if state in ENDS},
-        **counters,
+        **{name: count for name, count in counters.items() if name in Counts.__struct_fields__},
     )
 
 
@@ -113,8 +113,9 @@ class Store(Protocol):
     Raises contracts.errors.Unavailable, in words, if Redis can't be reached. Safe for many callers at once.
     """
 
-    async def join(self, info: NodeInfo) -> None:
-        """A new incarnation supersedes the old one of the same worker id: its credits are gone at once.
+    async def join(self, info: NodeInfo, again: bool = False) -> None:
+        """A new incarnation supersedes the old one of the same worker id: its credits are gone at once. `again`: it was
+        in before, and does not do so to one that lives.
 
         Raises Unavailable for an incarnation that was superseded itself: another process has that id now.
         """

@@ -30,15 +30,18 @@ class Before:
 
 
 async def answer_grammar(request: Common, prompting: Prompting, calling: Calling | None, before: Before) -> str:
-    """Tried on a thread: a large schema takes long enough to be seen in the streams of others. Empty if any answer
-    will do.
+    """Made and tried on threads: a large schema takes long enough to be seen in the streams of others. One that was
+    tried before waits for no trial. Empty if any answer will do.
 
     Raises RequestError, naming the field, for what can't be obeyed, and Unavailable if there is nobody to try it.
     """
     if request.response_format is None and request.structured_outputs is None and calling is None:
         return ""
     loop = asyncio.get_running_loop()
-    return await loop.run_in_executor(prompting.compilers, _tried, request, prompting, calling, before)
+    whole = await loop.run_in_executor(prompting.compilers, _whole, request, prompting, calling, before)
+    if whole.grammar and prompting.trials.known(whole.grammar) != "":
+        await loop.run_in_executor(prompting.trying, _try, whole, request, prompting)
+    return whole.grammar
 
 
 @dataclass(frozen=True)
@@ -49,11 +52,9 @@ class _Whole:
     parts: Iterable[FieldGrammar] = ()
 
 
-def _tried(request: Common, prompting: Prompting, calling: Calling | None, before: Before) -> str:
-    whole = _whole(request, prompting, calling, before)
-    error = prompting.trials.verdict(whole.grammar) if whole.grammar else ""
-    if not error:
-        return whole.grammar
+def _try(whole: _Whole, request: Common, prompting: Prompting) -> None:
+    if not (error := prompting.trials.verdict(whole.grammar)):
+        return
     for part in whole.parts:  # only now: each takes as long to read as its part of the whole
         if fault := prompting.trials.fault(part.grammar):
             raise RequestError(f"{part.param} does not compile: {fault}", part.param)

@@ -6,6 +6,7 @@ import logging
 import re
 import secrets
 import time
+from collections.abc import Coroutine
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +19,7 @@ from starlette.requests import ClientDisconnect
 from starlette.routing import Route
 
 from checkpoint import Checkpoint
-from contracts.errors import NotFound, RequestError, TandemError
+from contracts.errors import DeadlineExceeded, NotFound, RequestError, TandemError
 from gateway.admission import Admission
 from gateway.answer import Answer
 from gateway.asking import Ask, Limits, ask_chat, ask_completion
@@ -75,6 +76,7 @@ from gateway.tracing import Tracing
 log = logging.getLogger("gateway.requests")
 
 BODY_TIMEOUT_S = 30.0
+QUICK_S = 0.1
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 
@@ -157,7 +159,7 @@ def _add_generation(app: FastAPI, front: Front) -> None:
     async def chat_completions(request: Request) -> Response:
         """Answers to a conversation, whole or streamed."""
         asked = await _parsed(request, front, ChatRequest)
-        asks = await ask_chat(asked, front.prompting, front.limits)
+        asks = await _in_time(request, front, ask_chat(asked, front.prompting, front.limits))
         head = (_request_id(request, asked, "chatcmpl"), front.model, int(time.time()), front.prompting)
         replies = ChatReplies(*head, bool(asked.logprobs), front.spelling(asked))
         calling = calling_of(asked.tools, asked.tool_choice, asked.parallel_tool_calls)
@@ -174,7 +176,7 @@ def _add_generation(app: FastAPI, front: Front) -> None:
     async def completions(request: Request) -> Response:
         """Continuations of one or more prompts, whole or streamed."""
         asked = await _parsed(request, front, CompletionRequest)
-        asks = await ask_completion(asked, front.prompting, front.limits)
+        asks = await _in_time(request, front, ask_completion(asked, front.prompting, front.limits))
         head = (_request_id(request, asked, "cmpl"), front.model, int(time.time()))
         replies = TextReplies(*head, asked.logprobs is not None, front.spelling(asked))
         return await front.serve(request, asked, asks, replies)
@@ -192,7 +194,7 @@ def _add_responses(app: FastAPI, front: Front) -> None:
         asked = await _parsed(request, front, ResponsesRequest)
         chat = to_chat(asked)
         try:
-            asks = await ask_chat(chat, front.prompting, front.limits, "max_output_tokens")
+            asks = await _in_time(request, front, ask_chat(chat, front.prompting, front.limits, "max_output_tokens"))
         except RequestError as error:
             raise named(error, asked) from error
         head = (_request_id(request, asked, "resp"), front.model, int(time.time()))
@@ -357,6 +359,35 @@ async def _parsed(request: Request, front: Front, kind: type) -> Any:
         raise RequestError(f"the body did not arrive within {BODY_TIMEOUT_S:.0f} s") from error
     front.require_model(asked.model)
     return asked
+
+
+async def _in_time(request: Request, front: Front, asking: Coroutine[Any, Any, list[Ask]]) -> list[Ask]:
+    """A long prompt or a new grammar takes a while: no longer than the request has, or than its client is there.
+
+    Raises what `asking` raises, DeadlineExceeded, and ClientDisconnect.
+    """
+    timeout_s, working = front.settings.request_timeout_s, asyncio.create_task(asking)
+    leaving: asyncio.Task[None] | None = None
+    try:
+        await asyncio.wait({working}, timeout=QUICK_S)  # for which nobody needs to look whether the client is there
+        if not working.done():
+            leaving = asyncio.create_task(_left(request))
+            left_s = max(0.0, request.state.started_s + timeout_s - time.monotonic())
+            await asyncio.wait({working, leaving}, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
+        if working.done():
+            return working.result()
+        if leaving is not None and leaving.done():
+            raise ClientDisconnect
+        raise DeadlineExceeded(f"preparing the prompt and its grammar took longer than {timeout_s:g} s")
+    finally:
+        working.cancel()
+        if leaving is not None:
+            leaving.cancel()
+
+
+async def _left(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
 
 
 def _require_plain(encoding: str) -> None:

@@ -72,6 +72,7 @@ async def _serve(front: Front, store: Store, listener: socket.socket) -> int:
         await front.dispatch.stop()
         if serving is not None:
             await asyncio.wait({serving}, timeout=5)
+        front.prompting.close()
         if front.tracing is not None:
             await asyncio.to_thread(front.tracing.close)
         if front.settings.ready_file is not None:

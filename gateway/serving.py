@@ -3,6 +3,7 @@
 import asyncio
 import json
 import logging
+import math
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -13,13 +14,13 @@ import msgspec
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from contracts.errors import DeadlineExceeded, Overloaded, TandemError
+from contracts.errors import DeadlineExceeded, Overloaded, TandemError, Unavailable
 from contracts.ids import RequestId
 from coordinator.states import State
 from gateway.admission import Admission
 from gateway.answer import Answer, Piece
 from gateway.details import StreamedTokenIds, add_details
-from gateway.dispatch import Dispatch
+from gateway.dispatch import REPLAY_WAIT_S, Dispatch
 from gateway.metrics import Metrics
 from gateway.replies import OUR_FAULT, Replies, Usage, error_of, retry_headers
 from gateway.tracing import Trace
@@ -139,13 +140,20 @@ class Serving:
         """What the workers are full of may be this request's own answers: a client that is told to come again finds
         them as full when it does.
         """
+        blind_s = math.inf  # since when there is no registry, or no worker
         try:
             while self._num_begun < len(self.answers):
                 self._has_room.clear()
                 with suppress(TimeoutError):
                     async with asyncio.timeout(PLACE_PERIOD_S):
                         await self._has_room.wait()
-                await self._begin()
+                try:
+                    await self._begin()
+                    blind_s = math.inf
+                except Unavailable:  # as for an answer that is placed again, whose worker was lost
+                    blind_s = min(blind_s, time.monotonic())
+                    if time.monotonic() - blind_s > REPLAY_WAIT_S:
+                        raise
         except TandemError as error:
             if piece := self.answers[self._num_begun].fail(error):
                 self._on_piece(piece)

@@ -35,6 +35,15 @@ class Trials:
         self._verdicts: OrderedDict[bytes, str] = OrderedDict()
         self._compiler: _Compiler | None = None
 
+    def known(self, grammar: str) -> str | None:
+        """Its verdict, if it was tried before."""
+        return self._verdicts.get(_digest(Question(grammar, is_read_only=False)))
+
+    def close(self) -> None:
+        """Ends the process, and with it the trial that is under way."""
+        if (compiler := self._compiler) is not None:
+            compiler.kill()
+
     def verdict(self, grammar: str) -> str:
         """Why workers can't use it; empty if they can. Known ones wait for nothing.
 
@@ -50,7 +59,7 @@ class Trials:
         return self._answer(Question(grammar, is_read_only=True))
 
     def _answer(self, asked: Question) -> str:
-        digest = blake2b(asked.grammar.encode(), digest_size=16, salt=bytes([asked.is_read_only])).digest()
+        digest = _digest(asked)
         if (known := self._verdicts.get(digest)) is not None:
             return known
         with self._lock:
@@ -80,6 +89,10 @@ class Trials:
             raise Unavailable("the process that compiles grammars does not start") from error
 
 
+def _digest(asked: Question) -> bytes:
+    return blake2b(asked.grammar.encode(), digest_size=16, salt=bytes([asked.is_read_only])).digest()
+
+
 class _Compiler:
     """The process. It is gone with the object."""
 
@@ -96,6 +109,9 @@ class _Compiler:
     @property
     def is_gone(self) -> bool:
         return self._process.poll() is not None
+
+    def kill(self) -> None:
+        self._process.kill()
 
     def ask(self, message: Question | Vocabulary, timeout_s: float) -> str:
         """Raises TimeoutError, and EOFError if the process is gone."""

@@ -283,11 +283,13 @@ class Link:
         self._on_lost(self.info.worker_id, self.info.incarnation, reason)
 
     async def _post(self) -> None:
-        # Without a stream the worker itself refuses the job: nobody would hear its answer.
         with suppress(TimeoutError):
             async with asyncio.timeout(CONNECT_TIMEOUT_S):
                 await self._opened.wait()
         batch, self._outbox = self._outbox, []
+        if not self._opened.is_set():  # nobody would hear the answer: the worker may not have missed the former stream
+            _tell([sent for sent in batch if isinstance(sent[0], Job)], Unavailable("a worker can't be reached"))
+            batch = [sent for sent in batch if not isinstance(sent[0], Job)]
         try:
             while batch:
                 body, count = _body(batch)

@@ -79,10 +79,16 @@ class Listener:
             return
         self._threads = [thread for thread in self._threads if thread.is_alive()]
         thread = threading.Thread(target=self._shake_hands, args=(sock, address), name="kv-peer", daemon=True)
-        self._threads.append(thread)
         with self._lock:
             self._open.add(sock)
-        thread.start()
+        try:
+            thread.start()
+        except RuntimeError as error:  # no thread is left, for now
+            log.warning("%s is turned away: %s", address[0], error)
+            self._release(sock)
+            sock.close()
+            return
+        self._threads.append(thread)
 
     def _shake_hands(self, sock: socket.socket, address: tuple) -> None:
         wire = HandshakeSocket(sock, Deadline(self._settings.handshake_timeout_s))
@@ -94,11 +100,14 @@ class Listener:
             sock.close()
             hello = None
         finally:
-            self._slots.release()
-            with self._lock:
-                self._open.discard(sock)
+            self._release(sock)
         if hello is not None:
             self._on_peer(wire, hello)
+
+    def _release(self, sock: socket.socket) -> None:
+        self._slots.release()
+        with self._lock:
+            self._open.discard(sock)
 
     def _first_words(self, wire: HandshakeSocket) -> Hello | None:
         """The proved peer's Hello, or None if it was a data socket, which is parked now."""

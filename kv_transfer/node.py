@@ -314,7 +314,7 @@ class TransferNode:
                 link.fail("replaced by a new connection")
             fresh = OutgoingLink(self._parts, peer, was_asked)
             self._links[peer.worker_id, True] = fresh
-        fresh.thread.start()
+        fresh.start()
         return fresh
 
     def _find_outgoing(self, peer_id: WorkerId) -> OutgoingLink | None:

@@ -56,6 +56,14 @@ class OutgoingLink(Link):
         """The link is up, and decode fetches what it is told of."""
         return self._announcer is not None
 
+    def start(self) -> None:
+        """Connects in a thread of its own. Without one it is lost as any other."""
+        try:
+            self.thread.start()
+        except RuntimeError as error:
+            self.fail(f"can't connect to {self.peer_id}: {error}")
+            self._finish()
+
     def offer(self, offer: Offer) -> None:
         key = offer.request_id, offer.epoch
         self.queue.begin(key)

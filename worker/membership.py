@@ -78,7 +78,7 @@ class Membership:
             known = await self._store.heartbeat(info.worker_id, info.incarnation, load)
             if not known:
                 self._absence.failed("the registry does not know this worker any more; joining again")
-                await self._store.join(info)
+                await self._store.join(info, again=True)
                 await self._store.heartbeat(info.worker_id, info.incarnation, load)  # it joins as an idle one
             await self._meet()
         except Unavailable as error:

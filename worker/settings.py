@@ -28,7 +28,11 @@ class WorkerSettings(BaseSettings):
     )
 
     role: Side = Field("mixed", description="prefill, decode, or mixed (both)")
-    worker_id: str = Field("", description="unique name; empty: made of role, host name and a random suffix")
+    worker_id: str = Field(
+        "",
+        pattern=r"^[A-Za-z0-9._-]{0,128}$",
+        description="unique name of letters, digits, '.', '_', '-'; empty: made of role, host name and a random suffix",
+    )
     model: str = Field("", description="Hugging Face folder, hub id or GGUF file; empty: SmolLM2-135M-Instruct")
     dtype: Dtype = Field("auto", description="how weights are held; auto: the fastest sound way")
     device: str = Field("cpu", description="where the model runs: cpu, cuda:N for a GPU, auto for the first one if any")

@@ -77,6 +77,19 @@ async def test_a_worker_that_joined_by_the_release_before_is_placed_on(any_serve
     await store.close()
 
 
+async def test_what_a_newer_release_counts_is_left_out(any_server: RedisServer):
+    """One that was rolled back leaves it in Redis."""
+    store = RedisStore(any_server.url, fresh_pool())
+    await pair(store)
+    await store.place(ask("r"))
+    async with Redis.from_url(any_server.url) as redis:
+        await redis.hincrby(f"{store.prefix}counters", "dodged", 1)
+        await redis.hincrby(f"{store.prefix}states", "DREAMING", 1)
+    counts = await store.counts()
+    assert (counts.states, counts.placed) == ({"PLACED": 1}, 1)
+    await store.close()
+
+
 async def test_a_prefix_that_nobody_asked_for_lately_counts_no_more(any_server: RedisServer):
     """Each for itself: that of another prompt keeps the worker's table."""
     pool = fresh_pool()

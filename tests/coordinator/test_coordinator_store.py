@@ -68,6 +68,15 @@ class TestRegistry:
         assert await store.finish(RequestId("r"), ONE)
         await assert_idle(store)
 
+    async def test_one_that_slept_until_it_was_forgotten_does_not_take_its_successors_place(self, store: Store):
+        await store.join(node("w", Role.MIXED, incarnation="b"))
+        with pytest.raises(Unavailable, match="newer process"):
+            await store.join(node("w", Role.MIXED, incarnation="a"), again=True)
+        assert await store.heartbeat(WorkerId("w"), B, ALIVE_LOAD)
+        await store.leave(WorkerId("w"), B)
+        await store.join(node("w", Role.MIXED, incarnation="a"), again=True)
+        assert await store.heartbeat(WorkerId("w"), A, ALIVE_LOAD)
+
     async def test_the_superseded_do_not_come_back(self, store: Store):
         await pair(store)
         await store.join(node("d0", Role.DECODE, incarnation="b"))

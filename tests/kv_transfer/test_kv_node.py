@@ -366,6 +366,25 @@ def test_a_link_for_which_something_is_lacking_holds_no_page_and_no_channel(
     assert not prefill.node.stats() and not decode.node.stats()
 
 
+@pytest.mark.parametrize("name", ["kv-link-decode", "kv-peer"])
+def test_a_connection_for_which_no_thread_is_left_is_lost_and_the_next_is_made(
+    make_peer: Make, monkeypatch, name: str
+) -> None:
+    prefill, decode = make_peer("prefill"), make_peer("decode")
+    start, lacks = threading.Thread.start, [name]
+
+    def lacking(thread: threading.Thread) -> None:
+        if thread.name in lacks:
+            lacks.clear()
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", lacking)
+    prefill.node.offer(decode.ref, Offer(RequestId("r"), Epoch(1), 8, prefill.layout.layout_id))
+    prefill.wait(PeerLost)
+    offer_and_grant(prefill, decode, "s", 8, [1, 2])
+
+
 def test_pages_that_a_stuck_thread_may_write_are_in_use_until_the_loss_is_told(make_peer: Make, monkeypatch) -> None:
     """The other direction ends later, and the attempt meanwhile."""
     one, two = (make_peer(name, transport="loopback") for name in ("one", "two"))  # its channel has nothing to close

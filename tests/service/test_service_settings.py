@@ -116,3 +116,10 @@ def test_a_service_refuses_in_one_line(module: str):
     done = subprocess.run(command, capture_output=True, text=True, timeout=100, env=env, cwd=Path(__file__).parents[2])
     assert done.returncode == 1
     assert done.stderr.startswith(f"tandem {module}: log_level is 'loud'") and done.stderr.count("\n") == 1
+
+
+def test_a_worker_id_that_is_no_part_of_a_key_is_refused():
+    """Of "d1:alive" and "d1" one would overwrite the other in Redis."""
+    with pytest.raises(ConfigError, match="worker_id"):
+        read_settings(WorkerSettings, ["--worker-id", "d1:alive"])
+    assert read_settings(WorkerSettings, ["--worker-id", "host-1.a_b"]).worker_id == "host-1.a_b"

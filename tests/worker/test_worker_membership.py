@@ -64,11 +64,11 @@ class LateStore(MemoryStore):
         super().__init__()
         self.num_late = num_late
 
-    async def join(self, info: NodeInfo) -> None:
+    async def join(self, info: NodeInfo, again: bool = False) -> None:
         self.num_late -= 1
         if self.num_late >= 0:
             raise RegistryError("Redis does not answer at redis://r", "does not answer")
-        await super().join(info)
+        await super().join(info, again)
 
 
 async def test_a_registry_that_is_late_is_waited_for_at_the_start_and_not_for_long(monkeypatch):
@@ -93,9 +93,9 @@ async def test_a_core_is_heard_while_the_registry_is_waited_for():
     """Else it would be taken for one that hangs."""
 
     class Waiting(MemoryStore):
-        async def join(self, info: NodeInfo) -> None:
+        async def join(self, info: NodeInfo, again: bool = False) -> None:
             await async_until(lambda: state.num_turns == 7)
-            await super().join(info)
+            await super().join(info, again)
 
     state = make_state()
     state.core = ReportingCore()  # type: ignore[assignment]
