@@ -65,18 +65,18 @@ class MemoryStore:
         self._workers: dict[WorkerId, Worker] = {}
         self._superseded: set[tuple[WorkerId, Incarnation]] = set()
         self._records: dict[RequestId, Record] = {}
-        self._states: Counter[State] = Counter()
+        self._states: Counter[str] = Counter()
         self._counters: Counter[str] = Counter()
         self._leader: tuple[str, float] = ("", float("-inf"))
 
     async def join(self, info: NodeInfo, again: bool = False) -> None:
         former = self._workers.get(info.worker_id)
-        is_other = former is not None and former.info.incarnation != info.incarnation
-        is_taken = is_other and former is not None and former.alive_until_s > self._clock()
-        if (info.worker_id, info.incarnation) in self._superseded or (again and is_taken):
+        other = former if former is not None and former.info.incarnation != info.incarnation else None
+        is_taken = again and other is not None and other.alive_until_s > self._clock()
+        if (info.worker_id, info.incarnation) in self._superseded or is_taken:
             raise placement.superseded(info.worker_id)
-        if former is not None and is_other:
-            self._superseded.add((info.worker_id, former.info.incarnation))
+        if other is not None:
+            self._superseded.add((info.worker_id, other.info.incarnation))
         self._workers[info.worker_id] = Worker(info, self._clock() + self._alive_s)
 
     async def heartbeat(self, worker_id: WorkerId, incarnation: Incarnation, load: NodeLoad) -> bool:

@@ -110,9 +110,7 @@ class RedisStore:
 
     async def counts(self) -> Counts:
         states, counters = await self._run("counts")
-        known = set(map(str, State))
-        by_state = {State(name): count for name, count in _ints(states).items() if name in known}
-        return to_counts(by_state, _ints(counters))
+        return to_counts(_ints(states), _ints(counters))
 
     async def place(self, request: PlaceRequest) -> Route:
         need_tokens = placement.decode_need(request.num_tokens, request.max_tokens)

@@ -97,7 +97,7 @@ class Counts(msgspec.Struct, frozen=True, kw_only=True):
         return self.overloaded + self.unavailable + self.too_long
 
 
-def to_counts(states: Mapping[State, int], counters: Mapping[str, int]) -> Counts:
+def to_counts(states: Mapping[str, int], counters: Mapping[str, int]) -> Counts:
     """`states`: requests by state; the terminal ones only ever grow. What another release counts, too, is left out."""
     known = {state: states[state] for state in State if states.get(state)}
     return Counts(

@@ -30,8 +30,8 @@ class Before:
 
 
 async def answer_grammar(request: Common, prompting: Prompting, calling: Calling | None, before: Before) -> str:
-    """Made and tried on threads: a large schema takes long enough to be seen in the streams of others. One that was
-    tried before waits for no trial. Empty if any answer will do.
+    """Made and tried on threads: a large schema takes long enough to be seen in the streams of others. One that
+    compiled before waits for no trial. Empty if any answer will do.
 
     Raises RequestError, naming the field, for what can't be obeyed, and Unavailable if there is nobody to try it.
     """
@@ -40,7 +40,7 @@ async def answer_grammar(request: Common, prompting: Prompting, calling: Calling
     loop = asyncio.get_running_loop()
     whole = await loop.run_in_executor(prompting.compilers, _whole, request, prompting, calling, before)
     if whole.grammar and prompting.trials.known(whole.grammar) != "":
-        await loop.run_in_executor(prompting.trying, _try, whole, request, prompting)
+        await loop.run_in_executor(prompting.trials.thread, _try, whole, request, prompting)
     return whole.grammar
 
 

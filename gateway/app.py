@@ -6,7 +6,6 @@ import logging
 import re
 import secrets
 import time
-from collections.abc import Coroutine
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,13 +18,14 @@ from starlette.requests import ClientDisconnect
 from starlette.routing import Route
 
 from checkpoint import Checkpoint
-from contracts.errors import DeadlineExceeded, NotFound, RequestError, TandemError
+from contracts.errors import NotFound, RequestError, TandemError
 from gateway.admission import Admission
 from gateway.answer import Answer
 from gateway.asking import Ask, Limits, ask_chat, ask_completion
 from gateway.dispatch import Dispatch
 from gateway.heads import Heads
 from gateway.keys import Keys
+from gateway.leaving import prepared
 from gateway.metrics import Metrics
 from gateway.openapi import (
     ChatReply,
@@ -76,7 +76,6 @@ from gateway.tracing import Tracing
 log = logging.getLogger("gateway.requests")
 
 BODY_TIMEOUT_S = 30.0
-QUICK_S = 0.1
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 
@@ -150,6 +149,8 @@ def _add_door(app: FastAPI, settings: GatewaySettings) -> None:
 
 
 def _add_generation(app: FastAPI, front: Front) -> None:
+    timeout_s = front.settings.request_timeout_s
+
     @app.post(
         "/v1/chat/completions",
         openapi_extra=takes(ChatRequest),
@@ -159,7 +160,7 @@ def _add_generation(app: FastAPI, front: Front) -> None:
     async def chat_completions(request: Request) -> Response:
         """Answers to a conversation, whole or streamed."""
         asked = await _parsed(request, front, ChatRequest)
-        asks = await _in_time(request, front, ask_chat(asked, front.prompting, front.limits))
+        asks = await prepared(request, timeout_s, ask_chat(asked, front.prompting, front.limits))
         head = (_request_id(request, asked, "chatcmpl"), front.model, int(time.time()), front.prompting)
         replies = ChatReplies(*head, bool(asked.logprobs), front.spelling(asked))
         calling = calling_of(asked.tools, asked.tool_choice, asked.parallel_tool_calls)
@@ -176,13 +177,15 @@ def _add_generation(app: FastAPI, front: Front) -> None:
     async def completions(request: Request) -> Response:
         """Continuations of one or more prompts, whole or streamed."""
         asked = await _parsed(request, front, CompletionRequest)
-        asks = await _in_time(request, front, ask_completion(asked, front.prompting, front.limits))
+        asks = await prepared(request, timeout_s, ask_completion(asked, front.prompting, front.limits))
         head = (_request_id(request, asked, "cmpl"), front.model, int(time.time()))
         replies = TextReplies(*head, asked.logprobs is not None, front.spelling(asked))
         return await front.serve(request, asked, asks, replies)
 
 
 def _add_responses(app: FastAPI, front: Front) -> None:
+    timeout_s = front.settings.request_timeout_s
+
     @app.post(
         "/v1/responses",
         openapi_extra=takes(ResponsesRequest),
@@ -194,7 +197,9 @@ def _add_responses(app: FastAPI, front: Front) -> None:
         asked = await _parsed(request, front, ResponsesRequest)
         chat = to_chat(asked)
         try:
-            asks = await _in_time(request, front, ask_chat(chat, front.prompting, front.limits, "max_output_tokens"))
+            asks = await prepared(
+                request, timeout_s, ask_chat(chat, front.prompting, front.limits, "max_output_tokens")
+            )
         except RequestError as error:
             raise named(error, asked) from error
         head = (_request_id(request, asked, "resp"), front.model, int(time.time()))
@@ -359,35 +364,6 @@ async def _parsed(request: Request, front: Front, kind: type) -> Any:
         raise RequestError(f"the body did not arrive within {BODY_TIMEOUT_S:.0f} s") from error
     front.require_model(asked.model)
     return asked
-
-
-async def _in_time(request: Request, front: Front, asking: Coroutine[Any, Any, list[Ask]]) -> list[Ask]:
-    """A long prompt or a new grammar takes a while: no longer than the request has, or than its client is there.
-
-    Raises what `asking` raises, DeadlineExceeded, and ClientDisconnect.
-    """
-    timeout_s, working = front.settings.request_timeout_s, asyncio.create_task(asking)
-    leaving: asyncio.Task[None] | None = None
-    try:
-        await asyncio.wait({working}, timeout=QUICK_S)  # for which nobody needs to look whether the client is there
-        if not working.done():
-            leaving = asyncio.create_task(_left(request))
-            left_s = max(0.0, request.state.started_s + timeout_s - time.monotonic())
-            await asyncio.wait({working, leaving}, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
-        if working.done():
-            return working.result()
-        if leaving is not None and leaving.done():
-            raise ClientDisconnect
-        raise DeadlineExceeded(f"preparing the prompt and its grammar took longer than {timeout_s:g} s")
-    finally:
-        working.cancel()
-        if leaving is not None:
-            leaving.cancel()
-
-
-async def _left(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
 
 
 def _require_plain(encoding: str) -> None:

@@ -85,8 +85,7 @@ class Prompting:
     """Templates and tokenizer of one model. Raises ConfigError on a template that does not compile.
 
     `tool_form`: how the model writes calls, `thinking`: how it thinks aloud; None if that is not known. `compilers`:
-    threads that make grammars of what clients ask for, `trials`: where each is compiled first, `trying`: the thread
-    that waits for that.
+    threads that make grammars of what clients ask for, `trials`: where each is compiled first.
     """
 
     def __init__(self, checkpoint: Checkpoint, tool_parser: ParserName = "auto") -> None:
@@ -95,7 +94,7 @@ class Prompting:
         self._specials = {"bos_token": checkpoint.bos_token or "", "eos_token": checkpoint.eos_token or ""}
         self._token_texts: dict[int, str] = {}
         self.compilers, self.trials = DeepThreads(4, "grammar"), Trials(checkpoint)
-        self.trying, self._huge = ThreadPoolExecutor(1, "trial"), ThreadPoolExecutor(1, "huge-prompt")
+        self._huge = ThreadPoolExecutor(1, "huge-prompt")
         self._longest_token = max(map(len, self.tokenizer.get_vocab()), default=1)
         added = self.tokenizer.get_added_tokens_decoder().items()
         self._special_ids = {token.content: token_id for token_id, token in added if token.special}
@@ -110,7 +109,7 @@ class Prompting:
 
     def close(self) -> None:
         """What has not begun will not: else the process would stay until it is done."""
-        for threads in (self.compilers, self.trying, self._huge):
+        for threads in (self.compilers, self.trials.thread, self._huge):
             threads.shutdown(wait=False, cancel_futures=True)
         self.trials.close()
 

@@ -3,7 +3,6 @@
 import asyncio
 import json
 import logging
-import math
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -21,6 +20,7 @@ from gateway.admission import Admission
 from gateway.answer import Answer, Piece
 from gateway.details import StreamedTokenIds, add_details
 from gateway.dispatch import REPLAY_WAIT_S, Dispatch
+from gateway.leaving import left
 from gateway.metrics import Metrics
 from gateway.replies import OUR_FAULT, Replies, Usage, error_of, retry_headers
 from gateway.tracing import Trace
@@ -140,7 +140,7 @@ class Serving:
         """What the workers are full of may be this request's own answers: a client that is told to come again finds
         them as full when it does.
         """
-        blind_s = math.inf  # since when there is no registry, or no worker
+        seen_s = time.monotonic()  # when there was a registry, and a worker
         try:
             while self._num_begun < len(self.answers):
                 self._has_room.clear()
@@ -149,10 +149,9 @@ class Serving:
                         await self._has_room.wait()
                 try:
                     await self._begin()
-                    blind_s = math.inf
+                    seen_s = time.monotonic()
                 except Unavailable:  # as for an answer that is placed again, whose worker was lost
-                    blind_s = min(blind_s, time.monotonic())
-                    if time.monotonic() - blind_s > REPLAY_WAIT_S:
+                    if time.monotonic() - seen_s > REPLAY_WAIT_S:
                         raise
         except TandemError as error:
             if piece := self.answers[self._num_begun].fail(error):
@@ -229,19 +228,19 @@ class ServingResponse(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         writing = asyncio.ensure_future(self._write(send))
-        leaving = asyncio.ensure_future(_disconnect(receive))
-        error, left = None, True
+        leaving = asyncio.ensure_future(left(receive))
+        error, has_left = None, True
         try:
             limit_s = self._serving.timeout_s + WRITE_GRACE_S  # a client that does not read ends, too
             await asyncio.wait({writing, leaving}, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
-            left = not writing.done()
-            if not left:
+            has_left = not writing.done()
+            if not has_left:
                 error = writing.result()
         finally:
             for task in (writing, leaving):
                 task.cancel()
             await asyncio.gather(writing, leaving, return_exceptions=True)
-            self._serving.close(error, left)
+            self._serving.close(error, has_left)
 
     async def _write(self, send: Send) -> TandemError | None:
         """Returns the error that ended the answer: an HTTP error before the first piece, an event after it."""
@@ -320,11 +319,6 @@ class ServingResponse(Response):
 
 async def _body(send: Send, data: bytes, more: bool) -> None:
     await send({"type": "http.response.body", "body": data, "more_body": more})
-
-
-async def _disconnect(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
 
 
 def _usage(answers: Sequence[Answer]) -> Usage:

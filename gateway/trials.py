@@ -11,6 +11,7 @@ import sys
 import threading
 import weakref
 from collections import OrderedDict
+from concurrent.futures import ThreadPoolExecutor
 from hashlib import blake2b
 from selectors import EVENT_READ, DefaultSelector
 
@@ -27,10 +28,13 @@ NUM_KEPT = 1024
 
 
 class Trials:
-    """One at a time, from any thread. The process is started for the first one, and anew after one that was killed."""
+    """One at a time, from any thread: `thread` is there to wait for them. The process is started for the first one, and
+    anew after one that was killed.
+    """
 
     def __init__(self, checkpoint: Checkpoint, timeout_s: float = TRIAL_S) -> None:
         self._checkpoint, self._timeout_s = checkpoint, timeout_s
+        self.thread = ThreadPoolExecutor(1, "trial")
         self._lock = threading.Lock()
         self._verdicts: OrderedDict[bytes, str] = OrderedDict()
         self._compiler: _Compiler | None = None

@@ -64,10 +64,11 @@ async def _require_redis(store: Store) -> None:
 async def _serve(settings: WorkerSettings, state: FrontState, store: Store, listener: socket.socket) -> int:
     """In the registry from here until cancelled (0) or until the core dies (3)."""
     membership = Membership(store, state)
-    # Both from now on: the registry may be waited for longer than a core may be silent.
-    pumping, minding = asyncio.create_task(_pump(state, membership)), asyncio.create_task(_mind(state))
+    minding = asyncio.create_task(_mind(state))
     try:
         async with serving(make_app(state), listener):
+            # From now on: the registry may be waited for longer than a core may be silent.
+            pumping = asyncio.create_task(_pump(state, membership))
             try:
                 await membership.start()
                 settle()

@@ -41,8 +41,8 @@ def drain(engine: Engine, limit: int = 2000) -> list[StepOutput]:
     while engine.has_work():
         outputs.append(engine.step())
         engine.check()
-        if not outputs[-1].sampled:
-            time.sleep(0.0001)  # a thread may be at work for it, with a grammar
+        if outputs[-1] == StepOutput():
+            time.sleep(0.005)  # a thread is at work for it, with a grammar
         assert len(outputs) < limit, "the engine does not come to an end"
     return outputs
 

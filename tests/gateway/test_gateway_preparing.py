@@ -52,7 +52,7 @@ async def test_a_grammar_whose_client_left_is_not_tried(rig, client, trying):
     staying = asyncio.create_task(client.post("/v1/completions", json=asked(3)))
     await async_until(lambda: trying.seen)
     leaving = [asyncio.create_task(client.post("/v1/completions", json=asked(length))) for length in range(4, 9)]
-    await async_until(lambda: rig.front.prompting.trying._work_queue.qsize() == 5)
+    await async_until(lambda: rig.front.prompting.trials.thread._work_queue.qsize() == 5)
     for task in leaving:
         task.cancel()
     left = rig.front.metrics.requests.labels("disconnected")
@@ -66,7 +66,7 @@ async def test_a_grammar_that_is_known_waits_for_none_that_are_tried(rig, client
     assert (await client.post("/v1/completions", json=asked(2))).status_code == 200
     trying = Trying(rig, monkeypatch)
     others = [asyncio.create_task(client.post("/v1/completions", json=asked(length))) for length in range(3, 9)]
-    await async_until(lambda: rig.front.prompting.trying._work_queue.qsize() == 5)
+    await async_until(lambda: rig.front.prompting.trials.thread._work_queue.qsize() == 5)
     assert (await client.post("/v1/completions", json=asked(2))).status_code == 200
     trying.may_end.set()
     assert {reply.status_code for reply in await asyncio.gather(*others)} == {200}
@@ -80,7 +80,7 @@ async def test_a_grammar_that_is_tried_ends_with_the_gateway(rig, client):
     schema = {"type": "json_schema", "json_schema": {"name": "s", "schema": {"allOf": patterns}}}
     endless = {"prompt": "one", "max_tokens": 4, "response_format": schema}
     asking = asyncio.create_task(client.post("/v1/completions", json=endless))
-    await async_until(lambda: prompting.trying._work_queue.qsize() == 0 and prompting.trials._lock.locked())
+    await async_until(lambda: prompting.trials.thread._work_queue.qsize() == 0 and prompting.trials._lock.locked())
     prompting.close()
     await async_until(lambda: not prompting.trials._lock.locked())
     assert (await asking).status_code == 400

@@ -340,6 +340,19 @@ def test_a_handshake_with_a_peer_that_says_nothing_ends_with_the_link(make_peer:
     prefill.wait(PeerLost)
 
 
+def lack_threads(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
+    """The first thread of each of these names can't be started."""
+    start, lacks = threading.Thread.start, set(names)
+
+    def lacking(thread: threading.Thread) -> None:
+        if thread.name in lacks:
+            lacks.remove(thread.name)
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", lacking)
+
+
 @pytest.mark.parametrize("what", ["a thread", "a descriptor"])
 def test_a_link_for_which_something_is_lacking_holds_no_page_and_no_channel(
     make_peer: Make, monkeypatch, caplog, transport: str, what: str
@@ -347,18 +360,12 @@ def test_a_link_for_which_something_is_lacking_holds_no_page_and_no_channel(
     """Nobody has touched a page, so the loss is a fenced one; `leftovers` counts the descriptors."""
     caplog.set_level(logging.CRITICAL, "kv_transfer.link")  # an error that is kept keeps what it came through
     prefill, decode = make_peer("prefill", transport=transport), make_peer("decode", transport=transport)
-    start = threading.Thread.start
-
-    def lacking(thread: threading.Thread) -> None:
-        if thread.name.startswith("kv-data-"):
-            raise RuntimeError("can't start new thread")
-        start(thread)
 
     def without(*_: Any) -> None:
         raise OSError(errno.EMFILE, "too many open files")
 
     if what == "a thread":
-        monkeypatch.setattr(threading.Thread, "start", lacking)
+        lack_threads(monkeypatch, "kv-data-prefill", "kv-data-decode")
     else:
         monkeypatch.setattr(ControlConnection, "__init__", without)
     prefill.node.offer(decode.ref, Offer(RequestId("r"), Epoch(1), 8, prefill.layout.layout_id))
@@ -371,15 +378,7 @@ def test_a_connection_for_which_no_thread_is_left_is_lost_and_the_next_is_made(
     make_peer: Make, monkeypatch, name: str
 ) -> None:
     prefill, decode = make_peer("prefill"), make_peer("decode")
-    start, lacks = threading.Thread.start, [name]
-
-    def lacking(thread: threading.Thread) -> None:
-        if thread.name in lacks:
-            lacks.clear()
-            raise RuntimeError("can't start new thread")
-        start(thread)
-
-    monkeypatch.setattr(threading.Thread, "start", lacking)
+    lack_threads(monkeypatch, name)
     prefill.node.offer(decode.ref, Offer(RequestId("r"), Epoch(1), 8, prefill.layout.layout_id))
     prefill.wait(PeerLost)
     offer_and_grant(prefill, decode, "s", 8, [1, 2])
