@@ -1,4 +1,4 @@
-"""Decode steps on a GPU of answers whose logits are adjusted before they are drawn:
+"""Decode steps on a GPU of answers that are drawn at random, or whose logits are adjusted first:
 `python -m bench.engine_gpu_adjusted [--out FILE] [--batches 1 64]`.
 
 Llama-8B's shape, random weights, FP8; everything through Engine.submit and Engine.step. What penalties, biases, banned
@@ -65,6 +65,9 @@ def cases(vocab: int) -> list[Case]:
     every = {token: token % 7 - 3.0 for token in range(vocab)}
     return [
         Case("nothing", PLAIN),
+        Case("temperature 0.8", asking(temperature=0.8)),
+        Case("temperature 0.8, top_p 0.95", asking(temperature=0.8, top_p=0.95)),
+        Case("temperature 0.7, top_k 20, top_p 0.8", asking(temperature=0.7, top_k=20, top_p=0.8)),
         Case("penalties, one row", penalties, 1),
         Case("penalties", penalties),
         Case("bias of 300 tokens", asking(logit_bias=dict(islice(every.items(), 300)))),

@@ -80,7 +80,7 @@ def engines(chunks: list[int]) -> Iterator[tuple[Engine, int]]:
     )  # fmt: skip
     checkpoint, source = open_random(settings.model, device)
     launcher, max_model_len = Builder(settings, checkpoint, source, device).prepare(silent)
-    drawer = Drawer(catalog.registry(caps.detect()), SHAPES[settings.model].vocab_size, device)
+    drawer = Drawer(catalog.registry(caps.detect()), SHAPES[settings.model].vocab_size, settings.max_num_seqs, device)
     sampler = DeviceSampler(checkpoint.eos_token_ids, drawer)
     for chunk in chunks:
         backend = Backend(launcher.cache, DeviceRunner(launcher, sampler), sampler, False, lambda: None)

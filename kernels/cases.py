@@ -35,7 +35,7 @@ from kernels.specs import (
     W4Spec,
     W8Spec,
 )
-from kernels.workspace import moe_workspace_nbytes
+from kernels.workspace import moe_workspace_nbytes, sample_workspace_nbytes
 
 BF16, E4M3, FP32, I32 = torch.bfloat16, torch.float8_e4m3fn, torch.float32, torch.int32
 CACHE_DTYPE = {"e4m3": E4M3, "bf16": BF16, "fp32": FP32}
@@ -532,24 +532,25 @@ def mx_weights(n: int, k: int, device: str) -> tuple[Tensor, Tensor]:
     return tile_mxfp4(*quantize_mxfp4(torch.randn(n, k, device=device) * 0.05))
 
 
-ALL_ONES = 192, 100010
+ALL_ONES = 149059, 30338
 """A seed, and a token whose random bits are all ones by it, at position 0."""
 
 
 def sample_case(spec: SampleSpec, rows: int, dtype: torch.dtype = FP32) -> Case:
-    """Rows take turns among greedy, plain, top-k, top-p, min-p and all together, so hot that their order matters. The
-    twelfth is allowed fewer tokens than top-k. The tenth has a top-p of 0, which is greedy. The second draws the
-    largest random number there is for an unlikely token, if the vocabulary is large.
+    """Rows take turns among greedy, plain, top-k, top-p, min-p, all together so hot that their order matters, a top-p
+    that leaves out what is drawn first, and a top-k of many. The eleventh and the fourteenth are allowed fewer tokens
+    than top-k. The tenth has a top-p of 0, which is greedy. The second draws the largest random number there is for an
+    unlikely token, if the vocabulary is large.
     """
 
     def make(device: str) -> Call:
-        pick = torch.arange(rows, device=device) % 6
+        pick = torch.arange(rows, device=device) % 8
         logits = (torch.randn(rows, spec.vocab, device=device) * 3).to(dtype)
-        logits[11::12, 15:] = float("-inf")
-        temperature = torch.where(pick == 0, 0.0, torch.where(pick == 5, 3.0, 0.9))
-        top_k = torch.where((pick == 2) | (pick == 5), 20, 0).to(I32)
-        top_p = torch.where((pick == 3) | (pick == 5), 0.6, 1.0)
-        top_p[9::12] = 0.0
+        logits[10::16, 15:] = logits[13::16, 15:] = float("-inf")
+        temperature = torch.where(pick == 0, 0.0, torch.where((pick == 5) | (pick == 6), 3.0, 0.9))
+        top_k = torch.where((pick == 2) | (pick == 5), 20, torch.where(pick == 7, min(300, spec.vocab - 1), 0)).to(I32)
+        top_p = torch.where((pick == 3) | (pick == 5), 0.6, torch.where(pick == 6, 0.05, 1.0))
+        top_p[9::16] = 0.0
         min_p = torch.where((pick == 4) | (pick == 5), 0.5, 0.0)
         seeds = torch.randint(0, 2**62, (rows,), device=device)
         positions = torch.randint(0, 100000, (rows,), device=device)
@@ -558,7 +559,8 @@ def sample_case(spec: SampleSpec, rows: int, dtype: torch.dtype = FP32) -> Case:
             seeds[1], positions[1], logits[1, unlikely] = seed, 0, -40.0
         tokens = torch.empty(rows, dtype=torch.int64, device=device)
         logprobs = torch.empty(rows, device=device)
-        args = (logits, temperature, top_k, top_p, min_p, seeds, positions, tokens, logprobs)
+        workspace = torch.empty(sample_workspace_nbytes(spec, rows), dtype=torch.uint8, device=device)
+        args = (logits, temperature, top_k, top_p, min_p, seeds, positions, tokens, logprobs, workspace)
         return Call(args, {}, {"tokens": tokens, "logprobs": logprobs})
 
     return Case("sample", spec, make, 1e-5, rows * spec.vocab * dtype.itemsize)

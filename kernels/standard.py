@@ -174,8 +174,8 @@ def expert_cases() -> list[Case]:
         w4_case(W4Spec(6144, 4096), 65),
         w4_case(W4Spec(6144, 4096), 200),
         w4_case(W4Spec(4096, 14336), 300),
-        sample_case(SampleSpec(128256), 12, torch.bfloat16),
-        sample_case(SampleSpec(32000), 6),
+        sample_case(SampleSpec(128256), 16),
+        sample_case(SampleSpec(32000), 16, torch.bfloat16),
         penalize_case(SampleSpec(128256), 3),
     ]
 

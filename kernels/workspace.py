@@ -1,6 +1,6 @@
 """How much scratch memory an operation wants: known without what implements it."""
 
-from kernels.specs import MoESpec, W4Spec, W8Spec
+from kernels.specs import MoESpec, SampleSpec, W4Spec, W8Spec
 
 COUNTERS_NBYTES = 32 << 10
 MAX_STATES = 2560
@@ -10,6 +10,10 @@ WIDEN_INT4_TOKENS, WIDEN_TOKENS = 512, 256
 28672 x 4096 in INT4 takes 137 us for 256 tokens, widened 175; two such are 274 for 512, widened 244 (H200)."""
 MX_PARTS, MX_SPLIT_SHARE = 2, 8
 """Parts along k of an expert's second product with MXFP4 weights, up to so many rows an expert."""
+SAMPLE_BLOCK, SAMPLE_GROUPS, SAMPLE_SLOTS, SAMPLE_ROUNDS = 4096, 32, 128, 3
+"""Logits of a row that `sample` looks at together, how many maxima it takes of them, how many of them it copies for
+top-k, and how many tokens in turn it draws again that top-p has not left."""
+SAMPLE_SECTIONS = 3 * (SAMPLE_ROUNDS + 2)
 FULL_TILE = 128
 """Rows of the largest tile of an expert's product."""
 
@@ -55,3 +59,13 @@ def widening_workspace_nbytes(spec: W4Spec | W8Spec, max_tokens: int) -> int:
     widens = max_tokens >= (WIDEN_INT4_TOKENS if isinstance(spec, W4Spec) else WIDEN_TOKENS)
     wide = 2 * spec.n * spec.k if widens else 0
     return COUNTERS_NBYTES + max(wide, 8 * 64 * spec.n * 4 if isinstance(spec, W8Spec) else 0)
+
+
+def sample_room(spec: SampleSpec) -> int:
+    """Words of 4 bytes for each row."""
+    return -(-spec.vocab // SAMPLE_BLOCK) * (SAMPLE_SECTIONS + SAMPLE_GROUPS + 2 * SAMPLE_SLOTS)
+
+
+def sample_workspace_nbytes(spec: SampleSpec, max_rows: int) -> int:
+    """Bytes for any number of rows up to `max_rows`."""
+    return 4 * sample_room(spec) * max_rows

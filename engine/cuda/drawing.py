@@ -22,18 +22,21 @@ from engine.sampler import Sampler
 from engine.sequence import Sequence
 from kernels.registry import Registry
 from kernels.specs import QuantSpec, SampleSpec
+from kernels.workspace import sample_workspace_nbytes
 
-_SCRATCH_NBYTES = 1 << 20
+_ARGMAX_NBYTES = 1 << 20
 
 
 class Drawer:
     """The library's greedy and random choice."""
 
-    def __init__(self, registry: Registry, vocab: int, device: torch.device, team: Team = ALONE) -> None:
+    def __init__(self, registry: Registry, vocab: int, max_rows: int, device: torch.device, team: Team = ALONE) -> None:
         self._team, self.device = team, device
         self._argmax = registry.get("argmax", QuantSpec(vocab, "none"))
-        self._sample = registry.get("sample", SampleSpec(vocab))
-        self._scratch = torch.zeros(_SCRATCH_NBYTES, dtype=torch.uint8, device=device)
+        spec = SampleSpec(vocab)
+        self._sample = registry.get("sample", spec)
+        nbytes = max(_ARGMAX_NBYTES, sample_workspace_nbytes(spec, max_rows))
+        self._scratch = torch.zeros(nbytes, dtype=torch.uint8, device=device)
 
     def alone(self, state: DecodeState, logits: Tensor, greedy: bool) -> Tensor:
         """The tokens, in the first rows of the state. `greedy`: all rows are."""
@@ -45,7 +48,7 @@ class Drawer:
             inputs = state.draw_inputs(count)
             self._sample(
                 logits, inputs.temperatures, inputs.top_ks, inputs.top_ps, inputs.min_ps, inputs.seeds,
-                inputs.positions, tokens, state.logprobs[:count],
+                inputs.positions, tokens, state.logprobs[:count], self._scratch,
             )  # fmt: skip
         return tokens
 
@@ -74,7 +77,7 @@ class Likeliest:
         if not rows:
             return None
         index = upload(np.array(rows), logits.device)
-        logprobs = logits.index_select(0, index).float().log_softmax(-1)
+        logprobs = logits.index_select(0, index).log_softmax(-1)
         top = logprobs.topk(max(sequences[row].sampling.logprobs or 0 for row in rows))
         own = logprobs.gather(1, tokens.index_select(0, index)[:, None])[:, 0]
         return cls(rows, to_host(own), to_host(top.values), to_host(top.indices))
@@ -132,7 +135,7 @@ class DeviceSampler(Sampler):
         """At once, beside what the device holds of the batch before. DeviceRunner.draw waits for nothing."""
         adjusted = self.adjusted(sequences, logits_BV, allowed or {})
         count = len(sequences)
-        state = DecodeState(count, 1, 1, torch.float32, logits_BV.device)
+        state = DecodeState(count, 1, 1, logits_BV.device)
         state.put(pack(None, columns(sequences), state.max_rows))
         tokens = self._drawer.alone(state, adjusted, is_greedy(sequences))
         return DeviceDrawn(sequences, tokens, Likeliest.of(sequences, logits_BV, tokens)).wait()

@@ -19,6 +19,7 @@ from engine.cuda.cache import DeviceCache
 from engine.cuda.capture import Launch
 from engine.cuda.choice import has_fused_step
 from engine.cuda.formats import E4M3, DeviceFormat
+from engine.cuda.products import unrounded
 from engine.cuda.state import DecodeState
 from engine.cuda.team import ALONE, Team
 from engine.cuda.weights import DeviceWeights, LayerWeights, Matrix
@@ -194,12 +195,13 @@ class FusedStep:
         out = self._normed if head.scale is None else self._x
         self._norm_end(total, self._residual, gain, eps, out, self._x_scale, **scales)
         logits = logits[: self._rows]
-        columns = logits if self._is_alone else logits.new_empty(self._rows, len(head.weight))
         if head.scale is None:
-            torch.mm(out, head.weight.t(), out=columns)
+            columns = logits if self._is_alone else logits.new_empty(self._rows, len(head.weight))
+            unrounded(out, head.weight, columns)
         else:
+            columns = self._residual.new_empty(self._rows, len(head.weight))
             self._head_gemm(out, head.weight, self._x_scale, head.scale, columns)
-        if not self._is_alone:
+        if columns is not logits:
             logits.copy_(self._shared.team.gather(columns))
 
     def _product(self, name: str, matrix: Matrix, x: Tensor, x_scale: Tensor) -> None:

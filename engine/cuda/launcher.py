@@ -68,7 +68,7 @@ class Draw:
 
 @dataclass(frozen=True)
 class Launched:
-    """`logits` of those that sample, decodes first: as the activations are. The next step may overwrite them."""
+    """`logits` of those that sample, decodes first, in float32. The next step may overwrite them."""
 
     logits: Tensor
     scored: tuple[Scores, ...]

@@ -231,10 +231,8 @@ class Builder:
             settings.max_num_seqs, device,
         )  # fmt: skip
         self._model = self._transformer(self._weights)
-        self._state = DecodeState(
-            settings.max_num_seqs, layout.num_blocks(longest), config.vocab_size, self._format.rows, device
-        )
-        self._drawer = Drawer(self._registry, config.vocab_size, device, self._team)
+        self._state = DecodeState(settings.max_num_seqs, layout.num_blocks(longest), config.vocab_size, device)
+        self._drawer = Drawer(self._registry, config.vocab_size, settings.max_num_seqs, device, self._team)
         self._sampler = DeviceSampler(self._checkpoint.eos_token_ids, self._drawer)
         self._longest_prompt = min(self._max_rows, longest)
         if self._captures:

@@ -155,6 +155,16 @@ class Products:
         self._scaled_product(spec, matrix, Scaled(rounded, scales), out)
 
 
+def unrounded(rows: Tensor, weight: Tensor, out: Tensor) -> None:
+    """The product with a plain weight `[n, k]` as it was added up: `out` `[T, n]` float32. An output head's ends there:
+    a bf16 of 16 or more knows eighths only, and a text's two likeliest words are often nearer.
+    """
+    if rows.is_cuda and rows.dtype != torch.float32:
+        torch.mm(rows, weight.t(), out_dtype=torch.float32, out=out)
+    else:
+        torch.mm(rows.float(), weight.t().float(), out=out)
+
+
 def _parts_numel(matrix: Matrix, max_rows: int) -> int:
     """Room for what `Products.unfinished` leaves in parts."""
     counts = range(1, min(max_rows, SKINNY_ROWS) + 1)

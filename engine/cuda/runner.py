@@ -118,7 +118,7 @@ class DeviceRunner:
             launched = self.launcher.launch(batch, scoring, written)
             self._told_of = list(sampling)
             if not draws:
-                return Computed(launched.logits.to(torch.float32, copy=True), launched.scored)
+                return Computed(launched.logits.clone(), launched.scored)
             drawn = self._on_their_way(sampling, launched.logits)
         return Computed(launched.logits, launched.scored, drawn)
 

@@ -73,13 +73,13 @@ class DrawInputs:
 
 
 class DecodeState:
-    """`logits` `[max_rows, vocab]`, `tables` `[max_rows, max_blocks]`."""
+    """`logits` `[max_rows, vocab]` float32, `tables` `[max_rows, max_blocks]`."""
 
-    def __init__(self, max_rows: int, max_blocks: int, vocab: int, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, max_rows: int, max_blocks: int, vocab: int, device: torch.device) -> None:
         self.max_rows, self.device = max_rows, device
         self._words = torch.zeros((NUM_WORDS, max_rows), dtype=torch.int32, device=device)
         self.tables = torch.zeros((max_rows, max_blocks), dtype=torch.int32, device=device)
-        self.logits = torch.zeros((max_rows, vocab), dtype=dtype, device=device)
+        self.logits = torch.zeros((max_rows, vocab), device=device)
         self.token_ids = torch.zeros(max_rows, dtype=torch.int64, device=device)
         self.drawn = self._column(Word.DRAWN, torch.int64)
         self.logprobs = torch.zeros(max_rows, device=device)

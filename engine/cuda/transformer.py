@@ -19,7 +19,7 @@ from checkpoint.config import ModelConfig
 from engine.cuda.cache import DeviceCache, LayerCache
 from engine.cuda.experts import ExpertWeights, Mixture
 from engine.cuda.formats import E4M3, DeviceFormat
-from engine.cuda.products import Products, RowBuffer, Scaled, Unfinished, rounding
+from engine.cuda.products import Products, RowBuffer, Scaled, Unfinished, rounding, unrounded
 from engine.cuda.team import ALONE, Team
 from engine.cuda.weights import DeviceWeights, LayerWeights, Matrix, MlpWeights, Sight
 from engine.runner import Written, unheard
@@ -229,15 +229,16 @@ class Transformer:
 
     @torch.inference_mode()
     def head(self, x: Tensor) -> Tensor:
-        """Logits `[W, vocab]` of rows of what a call returns."""
+        """Logits `[W, vocab]` of rows of what a call returns: float32 from a plain head, else as activations are."""
         head = self._weights.head
+        is_plain = head.recipe == "plain"
+        logits = x.new_empty(len(x), head.shape[0], dtype=torch.float32 if is_plain else self._format.rows)
         if not len(x):
-            return x.new_empty(0, self._config.vocab_size)
-        if head.recipe == "plain":
-            return self._team.gather(x @ head.weight.t())
-        rows = Scaled(x, x) if head.recipe != "row" else self._rounded(x)
-        logits = torch.empty(len(x), head.shape[0], dtype=self._format.rows, device=x.device)
-        self._products(head, rows, logits)
+            return logits.new_empty(0, self._config.vocab_size)
+        if is_plain:
+            unrounded(x, head.weight, logits)
+        else:
+            self._products(head, self._rounded(x) if head.recipe == "row" else Scaled(x, x), logits)
         return self._team.gather(logits)
 
     def _rounded(self, x: Tensor) -> Scaled:

@@ -10,7 +10,7 @@ ROUND_A, ROUND_B, KEY_A, KEY_B = 0xD2511F53, 0xCD9E8D57, 0x9E3779B9, 0xBB67AE85
 
 
 def philox(seed: Tensor, low: Tensor, high: Tensor) -> Tensor:
-    """First word of Philox4x32-10 with counter (low, high, 0, 0), as 64-bit integers (Salmon et al., SC 2011)."""
+    """Philox4x32-10 with counter (low, high, 0, 0), as 64-bit integers `[..., 4]` (Salmon et al., SC 2011)."""
     c0, c1 = low & MASK, high & MASK
     c2, c3 = torch.zeros_like(c0), torch.zeros_like(c0)
     k0, k1 = seed & MASK, (seed >> 32) & MASK
@@ -19,7 +19,7 @@ def philox(seed: Tensor, low: Tensor, high: Tensor) -> Tensor:
         b1, a1 = multiply(ROUND_A, c0)
         c0, c1, c2, c3 = b0 ^ c1 ^ k0, a0, b1 ^ c3 ^ k1, a1
         k0, k1 = (k0 + KEY_A) & MASK, (k1 + KEY_B) & MASK
-    return c0
+    return torch.stack((c0, c1, c2, c3), -1)
 
 
 def multiply(factor: int, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -31,13 +31,14 @@ def multiply(factor: int, x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def gumbel(seeds: Tensor, positions: Tensor, vocab: int) -> Tensor:
-    """Standard Gumbel noise from 32 bits of the counter (token, position), from -2.8 to 22.9.
+    """Standard Gumbel noise from -2.8 to 22.9. Of a counter (token // 4, position) four tokens have a word each.
 
     -log(-log(1 - share)): the share is small where the noise is large, and float32 is fine there. Near 1 it is not: of
     numbers from 23 bits the noise ended at 16.6, and the largest of 24 was rounded to 1, whose noise is infinite.
     """
-    token = torch.arange(vocab, device=seeds.device)[None].expand(len(seeds), -1)
-    bits = philox(seeds.long()[:, None], token, positions.long()[:, None].expand_as(token))
+    counter = torch.arange(-(-vocab // 4), device=seeds.device)[None].expand(len(seeds), -1)
+    words = philox(seeds.long()[:, None], counter, positions.long()[:, None].expand_as(counter))
+    bits = words.flatten(1)[:, :vocab]
     share = ((MASK - bits).float() + 0.5) * 2.0**-32
     far = -torch.log(1 - share.clamp(max=1 - 2.0**-24))
     return -torch.log(torch.where(share < 2.0**-8, share + share * share / 2, far))
@@ -45,7 +46,7 @@ def gumbel(seeds: Tensor, positions: Tensor, vocab: int) -> Tensor:
 
 def sample(
     spec: SampleSpec, logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, seeds: Tensor,
-    positions: Tensor, tokens: Tensor, logprobs: Tensor,
+    positions: Tensor, tokens: Tensor, logprobs: Tensor, workspace: Tensor,
 ) -> None:  # fmt: skip
     raw = logits.float()
     scaled = raw / torch.where(temperature > 0, temperature, 1.0)[:, None]

@@ -23,7 +23,7 @@ COUNT = 400
 
 
 def samplers():
-    drawer = Drawer(catalog.registry(Caps("cpu")), len(SHARES), torch.device("cpu"))
+    drawer = Drawer(catalog.registry(Caps("cpu")), len(SHARES), COUNT, torch.device("cpu"))
     return [Sampler([]), DeviceSampler([], drawer)]
 
 

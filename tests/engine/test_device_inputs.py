@@ -101,7 +101,7 @@ def test_what_is_packed_is_what_the_device_reads():
     pieces = [decode("a", 63, 2, [8, 2], temperature=0.5, top_k=7), decode("b", 10, 1, [6], top_p=0.25, min_p=0.125)]
     pieces[1].sequence.num_pending = 1
     sequences = [piece.sequence for piece in pieces]
-    state = DecodeState(5, 2, 10, torch.float32, torch.device("cpu"))
+    state = DecodeState(5, 2, 10, torch.device("cpu"))
     state.drawn.copy_(torch.arange(70, 75))
     rows = decode_rows(pieces, {RequestId("b"): 3}, 5, 4, SIZE, SPARE)
     state.put(pack(rows, columns(sequences), 5))

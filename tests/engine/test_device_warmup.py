@@ -205,7 +205,7 @@ def test_without_a_warm_up_kernels_would_be_compiled_while_serving(tmp_path):
         known = set(launches.kinds)
         serve(engine)
         names = {name for name, *_ in launches.kinds - known}
-    assert {"norm_kernel", "attn_prefill_kernel", "argmax_parts_kernel"} <= names
+    assert {"norm_kernel", "attn_prefill_kernel"} <= names
 
 
 def test_counts_of_rows_have_both_sides_of_every_power_of_two_and_of_the_largest():

@@ -189,7 +189,8 @@ convert_types = pointers(i64="src", i32="dst page sum", fp32="inv") | scalars(
 expert_types = pointers(fp8="w x", fp32="w_scale x_scale out_scale", bf16="bias", i32="sorted tile") | scalars(
     i32="total"
 )
-sample_types = pointers(bf16="x", fp32="temperature top_p min_p logprob", i32="top_k position", i64="seed token")
+sample_types = pointers(fp32="x temperature top_p min_p room", i32="top_k position index", i64="seed")
+sample_shape = dict(V=128256, BLOCKS=32, PADDED=32, ROOM=9696, PDL=True)
 
 
 def prefill(
@@ -432,7 +433,7 @@ CASES = [
     silu("silu_row", 14336, True),
     silu("silu_row_padded", 2880, False),
     silu("silu_row_wide", 28672, True),
-    Case("argmax_parts", norm.argmax_parts_kernel, pointers(bf16="x", fp32="best", i32="index"), dict(N=128256, BLOCK=4096, PARTS=32, PDL=True), ("x_ptr",), dict(num_warps=8, **LAUNCH), everywhere(PDL)),
+    Case("argmax_parts", norm.argmax_parts_kernel, pointers(fp32="x best", i32="index"), dict(N=128256, BLOCK=4096, PARTS=32, PDL=True), ("x_ptr",), dict(num_warps=8, **LAUNCH), everywhere(PDL)),
     Case("argmax_merge", norm.argmax_merge_kernel, pointers(fp32="best", i32="index", i64="out"), dict(PARTS=32, BLOCK=32, PDL=True), (), dict(num_warps=1, **LAUNCH), everywhere(PDL)),
     attn("attn_decode"),
     attn("attn_decode_pairs", PAIRS=True),
@@ -541,7 +542,10 @@ CASES = [
     expert_mx("moe_mx_second_128", False, 128, (90, 100, 103), bw=128),
     Case("moe_combine", moe.combine_kernel, pointers(bf16="y out", fp32="weight") | scalars(i32="total"), dict(N=2048, TOP_K=8, PARTS=1, BLOCK=1024, PDL=True), (), dict(num_warps=4, **LAUNCH), everywhere(PDL)),
     Case("all_reduce", all_reduce.reduce_norm_kernel, pointers(bf16="residual weight", fp8="out", fp32="scale", i32="epoch") | {"buffer_ptrs": "*i64", "flag_ptrs": "*i64"} | scalars(fp32="eps", i32="rank tokens"), dict(N=4096, BLOCK=4096, WORLD=2, QUANT=1), ("residual_ptr", "weight_ptr", "out_ptr"), dict(num_warps=16), everywhere(CVT, (r"sys\.acquire", r"sys\.release"))),
-    Case("sample", sampling.sample_kernel, sample_types, dict(V=128256, BLOCK=8192, PASSES=8), aligned(sample_types), dict(num_warps=16)),
+    Case("sample_peaks", sampling.peaks_kernel, pointers(fp32="x room", i32="top_k"), dict(V=128256, BLOCKS=32, EACH=1, ROOM=9696, PDL=True), ("x_ptr", "room_ptr"), dict(num_warps=8, **LAUNCH), everywhere(PDL)),
+    Case("sample_round", sampling.round_kernel, sample_types, sample_shape | dict(ROUND=0, EACH=1), ("x_ptr", "room_ptr"), dict(num_warps=8, **LAUNCH), everywhere(PDL)),
+    Case("sample_round_again", sampling.round_kernel, sample_types, sample_shape | dict(ROUND=2, EACH=4), ("x_ptr", "room_ptr"), dict(num_warps=8, **LAUNCH), everywhere(PDL)),
+    Case("sample_settle", sampling.settle_kernel, sample_types | pointers(fp32="logprob", i64="token"), sample_shape | dict(PASSES=16), ("x_ptr", "room_ptr"), dict(num_warps=16, **LAUNCH), everywhere(PDL)),
     Case("penalize", sampling.penalize_kernel, pointers(bf16="x", i32="count", fp32="presence frequency repetition"), dict(V=128256, BLOCK=4096), (), dict(num_warps=8)),
     wide("gemm_row", 1, 128, 3, 8),
     wide("gemm_block128", 2, 128, 3, 8),

@@ -180,7 +180,7 @@ def suite() -> list[c.Case]:
         c.experts_case(s.MoESpec(2, 2, 128, 320, weights="mxfp4", bias=True), 40),
         c.experts_case(s.MoESpec(3, 1, 192, 64, activation="swiglu_oai", weights="mxfp4", bias=True), 20),
         c.sample_case(s.SampleSpec(1000), 60),
-        c.sample_case(s.SampleSpec(333), 6, torch.bfloat16),
+        c.sample_case(s.SampleSpec(333), 16, torch.bfloat16),
         c.sample_case(s.SampleSpec(100100), 2),
         c.penalize_case(s.SampleSpec(500), 3),
     ]
