@@ -40,9 +40,10 @@ GRANT_PAGE_NBYTES = 5  # the longest msgpack integer below 2^32
 class LinkParts:
     """What every link of a node shares.
 
-    `emit` queues an event for the owner and wakes it up, `note` and `wake` do one of the two; `on_lost` takes a link
-    out of the node's tables. `is_busy`: the owner computes, and a thread that does not sleep would be in its way.
-    `paths`: where links that send tell how it went. `keep_warm`: for whoever waits without sleep, see rehearsal.
+    `emit` queues an event for the owner and wakes it up, `note` and `wake` do one of the two; `on_proved` hears of a
+    link to a peer that has proved itself, `on_lost` takes a link out of the node's tables. `is_busy`: the owner
+    computes, and a thread that does not sleep would be in its way. `paths`: where links that send tell how it went.
+    `keep_warm`: for whoever waits without sleep, see rehearsal.
     """
 
     settings: TransferSettings
@@ -58,6 +59,7 @@ class LinkParts:
     is_busy: Callable[[], bool]
     paths: Paths
     keep_warm: Callable[[], object]
+    on_proved: Callable[["Link"], None]
     on_lost: Callable[["Link", events.PeerLost], None]
 
     @property

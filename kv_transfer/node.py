@@ -73,7 +73,7 @@ class TransferNode:
         self._events: deque[TransferEvent] = deque()
         self._lock = threading.Lock()
         self._links: dict[tuple[WorkerId, bool], Link] = {}
-        self._fencing: list[Link] = []
+        self._aside: list[Link] = []  # alive, but in no place: yet to prove themselves beside another, or replaced
         self._unfenced: list[Link] = []  # gone, but for a thread that did not stop; until their loss is told
         self._closing, self._launched_s = False, -math.inf
         self._paths = Paths(time.monotonic)
@@ -92,6 +92,7 @@ class TransferNode:
             is_busy=self._is_busy,
             paths=self._paths,
             keep_warm=self.keep_warm,
+            on_proved=self._on_proved,
             on_lost=self._on_lost,
         )
         self._rehearsal = Rehearsal(self._parts)
@@ -119,7 +120,7 @@ class TransferNode:
             self._closing = True
         self._listener.stop()
         with self._lock:
-            links = [*self._links.values(), *self._fencing]
+            links = [*self._links.values(), *self._aside]
         for link in links:
             link.fail("this worker is closing", "closed")
         for link in links:
@@ -297,23 +298,22 @@ class TransferNode:
     def _outgoing_to(self, peer: WorkerRef, was_asked: bool) -> OutgoingLink | None:
         """None if a link with this very incarnation has failed: PeerLost is to come, and would end a new one too.
 
-        Each knows at once that it `was_asked` for: it may fail before it hears of the request.
+        Beside a link to another incarnation a new one is begun aside: which is the former one is not known before it
+        has proved itself, since an offer may be late. Each knows at once that it `was_asked` for: it may fail before it
+        hears of the request.
         """
         with self._lock:
             links = self._links_with(peer.worker_id, peer.incarnation)
-            for link in links:
-                if was_asked and isinstance(link, OutgoingLink):
-                    link.was_asked = True
+            outgoing = [link for link in links if isinstance(link, OutgoingLink)]
+            for link in outgoing:
+                link.was_asked = link.was_asked or was_asked
             if any(link.failed for link in links):
                 return None
-            link = self._links.get((peer.worker_id, True))
-            if isinstance(link, OutgoingLink) and link.incarnation == peer.incarnation:
-                return link
-            if link is not None:
-                self._fencing.append(link)
-                link.fail("replaced by a new connection")
+            if outgoing:
+                return outgoing[0]
             fresh = OutgoingLink(self._parts, peer, was_asked)
-            self._links[peer.worker_id, True] = fresh
+            if self._links.setdefault((peer.worker_id, True), fresh) is not fresh:
+                self._aside.append(fresh)
         fresh.start()
         return fresh
 
@@ -329,11 +329,11 @@ class TransferNode:
 
     def _all_links(self) -> list[Link]:
         with self._lock:
-            return [*self._links.values(), *self._fencing, *self._unfenced]
+            return [*self._links.values(), *self._aside, *self._unfenced]
 
     def _links_with(self, peer_id: WorkerId, incarnation: Incarnation) -> list[Link]:
         """Under the lock."""
-        return _with([*self._links.values(), *self._fencing], peer_id, incarnation)
+        return _with([*self._links.values(), *self._aside], peer_id, incarnation)
 
     def _link_of(self, peer_id: WorkerId, key: Key) -> Link | None:
         links = [link for link in self._all_links() if link.peer_id == peer_id and link.knows(key)]
@@ -370,6 +370,18 @@ class TransferNode:
                 )
             self._links[link.peer_id, False] = link
 
+    def _on_proved(self, link: Link) -> None:
+        """The worker is this incarnation now: a link that was begun aside takes the place of one to a former."""
+        with self._lock:
+            if link.failed or link not in self._aside:
+                return
+            self._aside.remove(link)
+            former = self._links.get((link.peer_id, True))
+            self._links[link.peer_id, True] = link
+            if former is not None:
+                self._aside.append(former)
+                former.fail("replaced by a new connection")
+
     def _on_lost(self, link: Link, event: PeerLost) -> None:
         """PeerLost speaks for both directions, so it waits until the other one is fenced too, and says so only if both
         are. It is noted before a new link can be made: whatever comes over that one is heard behind it.
@@ -381,8 +393,8 @@ class TransferNode:
                 self._unfenced.append(link)
             if self._links.get((link.peer_id, link.outgoing)) is link:
                 del self._links[link.peer_id, link.outgoing]
-            if link in self._fencing:
-                self._fencing.remove(link)
+            if link in self._aside:
+                self._aside.remove(link)
             others = self._links_with(link.peer_id, link.incarnation)
             is_last = not others and not self._closing
             if is_last:

@@ -124,6 +124,7 @@ class OutgoingLink(Link):
         self._hold(sock)
         wire = HandshakeSocket(sock, Deadline(self.parts.settings.handshake_timeout_s))
         handshake.greet_listener(wire, self.parts.identity, self._peer)
+        self.parts.on_proved(self)
         ours, ring = self.parts.terms, self.parts.ring
         theirs = handshake.agree(wire, ours, sends=True)
         self._num_parts = conversion.num_parts(ours.layout, theirs.layout)

@@ -129,18 +129,79 @@ def test_both_ways_between_two_nodes(pair: tuple[Peer, Peer]) -> None:
     assert not any(isinstance(event, PeerLost) for event in one.node.poll())
 
 
+def _before(decode: Peer, address: str = "") -> WorkerRef:
+    return WorkerRef(decode.name, Incarnation("before"), "", address or decode.node.address)
+
+
 def test_who_looks_for_a_former_incarnation_is_no_loss_to_this_one(pair: tuple[Peer, Peer]) -> None:
     """It would take the link to this one with it, if that is made just then."""
     prefill, decode = pair
-    before = WorkerRef(decode.name, Incarnation("before"), "", decode.node.address)
     for number in range(5):
         offer = Offer(RequestId(f"r{number}"), Epoch(1), 8, prefill.layout.layout_id)
-        prefill.node.offer(before, offer)
+        prefill.node.offer(_before(decode), offer)
         assert "now served by" in prefill.wait(PeerLost).error
     offer_and_grant(prefill, decode, "s", 8, [1, 2])
     send(prefill, decode, "s", 0, 0, 8, [3, 4])
     decode.wait(ChunkLanded)
     assert not any(isinstance(event, PeerLost) for event in decode.seen)
+
+
+def test_an_offer_to_a_former_incarnation_is_lost_alone(pair: tuple[Peer, Peer]) -> None:
+    """Of a job that outlived its cancel, say. The link to the incarnation that lives goes on beside it."""
+    prefill, decode = pair
+    offer_and_grant(prefill, decode, "r", 8, [1, 2])
+    prefill.node.offer(_before(decode), Offer(RequestId("late"), Epoch(1), 8, prefill.layout.layout_id))
+    lost = prefill.wait(PeerLost)
+    assert lost.incarnation == "before" and "now served by" in lost.error and lost.fenced
+    assert not prefill.node.knows(decode.name, RequestId("late"), Epoch(1))
+    send(prefill, decode, "r", 0, 0, 8, [3, 4])
+    decode.wait(ChunkLanded)
+    assert pages_equal(prefill, [3, 4], decode, [1, 2])
+    assert not any(isinstance(event, PeerLost) for event in [*prefill.seen, *prefill.poll(), *decode.seen])
+
+
+def test_offers_to_a_former_incarnation_whose_address_is_silent_wait_together(make_peer: Make) -> None:
+    """As many as come, on one connection; and the end of the node is theirs."""
+    prefill, decode = make_peer("prefill", handshake_timeout_s=600.0), make_peer("decode")
+    offer_and_grant(prefill, decode, "r", 8, [1, 2])
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        before = _before(decode, f"127.0.0.1:{silent.getsockname()[1]}")
+        for number in range(3):
+            key = RequestId(f"late-{number}"), Epoch(1)
+            prefill.node.offer(before, Offer(*key, 8, prefill.layout.layout_id))
+            assert prefill.node.knows(decode.name, *key)
+        assert len(prefill.node._all_links()) == 2
+        prefill.node.abort(decode.name, _abort("late-0"))
+        assert prefill.wait(Drained).request_id == "late-0"
+        send(prefill, decode, "r", 0, 0, 8, [3, 4])
+        decode.wait(ChunkLanded)
+        prefill.node.close()
+    assert pages_equal(prefill, [3, 4], decode, [1, 2])
+
+
+def test_a_link_to_a_former_incarnation_goes_when_the_next_has_proved_itself(make_peer: Make, monkeypatch) -> None:
+    prefill, old, new = make_peer("prefill"), make_peer("decode"), make_peer("decode")
+    may_greet, greet = threading.Event(), handshake.greet_listener
+
+    def late(*of: Any) -> Any:
+        assert may_greet.wait(30)
+        return greet(*of)
+
+    offer_and_grant(prefill, old, "r", 8, [1, 2])
+    monkeypatch.setattr(handshake, "greet_listener", late)
+    prefill.node.offer(new.ref, Offer(RequestId("s"), Epoch(1), 8, prefill.layout.layout_id))
+    send(prefill, old, "r", 0, 0, 8, [3, 4])
+    old.wait(ChunkLanded)
+    may_greet.set()
+    lost = prefill.wait(PeerLost)
+    assert (lost.incarnation, lost.error) == (old.incarnation, "replaced by a new connection")
+    new.message(Offer, "s")
+    new.node.grant(prefill.name, Grant(RequestId("s"), Epoch(1), [BlockId(1), BlockId(2)], 0))
+    prefill.message(Grant, "s")
+    send(prefill, new, "s", 0, 0, 8, [5, 6])
+    new.wait(ChunkLanded)
+    assert pages_equal(prefill, [5, 6], new, [1, 2])
+    assert [link.incarnation for link in prefill.node.stats()] == [new.incarnation]
 
 
 def test_a_message_that_trips_us_up_ends_its_link_fenced(pair: tuple[Peer, Peer], monkeypatch, caplog) -> None:

@@ -29,7 +29,9 @@ def never(*heard: object) -> None:
 
 def parts(layout: KVLayout = LAYOUT, **changes: Any) -> LinkParts:
     """A node's, in which nobody may hear of anything."""
-    facts: dict[str, Any] = dict.fromkeys(("emit", "note", "wake", "is_busy", "keep_warm", "on_lost"), never)
+    facts: dict[str, Any] = dict.fromkeys(
+        ("emit", "note", "wake", "is_busy", "keep_warm", "on_proved", "on_lost"), never
+    )
     facts |= {"settings": TransferSettings(secret=SECRET), "layout": layout, "pool": SimpleNamespace(num_blocks=64)}
     facts |= {"identity": None, "memory": "host", "plane_scales": (), "transports": None, "paths": object()}  # type: ignore[arg-type]
     return LinkParts(**facts | changes)
