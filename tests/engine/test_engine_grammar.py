@@ -245,3 +245,27 @@ def test_a_grammar_that_leads_nowhere_is_the_clients_mistake_and_said_in_a_line(
     assert failure.message.startswith("the grammar of this answer") and "\n" not in failure.message
     assert "Tokens:" not in failure.message and len(tokens_of(outputs, "plain")) == 8
     engine.check()
+
+
+def test_a_grammar_needs_no_thread_that_is_yet_to_be_started(tokenizer, monkeypatch):
+    """There may be none left when it comes, and the step of all would end with its request."""
+    engine, prompt = load_engine(settings(dtype="float16")), tokenizer.encode("Answer: ").ids
+
+    def lacking(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", lacking)
+    grammars = {"small": schema({"enum": ["this one is one of many lone values"]}), "large": long("lone")}
+    for name, grammar in grammars.items():
+        engine.submit(request(name, prompt, greedy(40, grammar=grammar, ignore_eos=False)))
+    engine.submit(request("plain", prompt, greedy(8)))
+    reservation = engine.reserve(request("foreign", prompt, greedy(40, grammar=grammars["small"], ignore_eos=False)))
+    quote = tokenizer.encode('"').ids[0]
+    engine.adopt(reservation.request_id, Token(0, quote))
+    engine.writer_ended(reservation.request_id)
+    outputs: list[StepOutput] = []
+    until_done(engine, outputs)
+    texts = {name: tokenizer.decode(tokens_of(outputs, name)) for name in grammars}
+    texts["foreign"] = tokenizer.decode([quote, *tokens_of(outputs, "foreign")])
+    assert all(json.loads(text).endswith("is one of many lone values") for text in texts.values())
+    assert len(tokens_of(outputs, "plain")) == 8 and not engine._grammars._open
