@@ -13,6 +13,7 @@ from aiohttp.http_exceptions import HttpProcessingError
 VOCABULARY = 32_000
 """Token ids below this exist in the vocabulary of every supported family."""
 QUIET_S = 120.0
+GREEDY: Mapping[str, float] = {"temperature": 0}
 MAX_SAID = 200
 _JSON = {"content-type": "application/json"}
 _STREAMS = ("text/event-stream", "application/json")  # the latter is what vLLM's toy proxy of a pair calls a stream
@@ -53,17 +54,17 @@ def random_prompt(num_tokens: int, rng: random.Random, vocabulary: int = VOCABUL
     return rng.choices(range(min(10, vocabulary - 1), vocabulary), k=num_tokens)
 
 
-def body_of(model: str, prompt: list[int], max_tokens: int) -> bytes:
-    """One completion, greedy, of exactly `max_tokens`, streamed."""
+def body_of(model: str, prompt: list[int], max_tokens: int, sampling: Mapping[str, float] = GREEDY) -> bytes:
+    """One completion of exactly `max_tokens`, streamed."""
     return json.dumps(
         {
             "model": model,
             "prompt": prompt,
             "max_tokens": max_tokens,
-            "temperature": 0,
             "ignore_eos": True,
             "stream": True,
             "stream_options": {"include_usage": True},
+            **sampling,
         }
     ).encode()
 

@@ -25,6 +25,14 @@ from bench.system import System, get_json, running
 
 SAMPLE_S = 10.0
 CLEAN_TIMEOUT_S = 60.0
+SAMPLINGS: list[dict[str, float]] = [
+    {"temperature": 0},
+    {"temperature": 0.8},
+    {"temperature": 0.8, "top_p": 0.95},
+    {"temperature": 0.7, "top_k": 20, "top_p": 0.8},
+    {"temperature": 1, "min_p": 0.05, "presence_penalty": 0.5},
+]
+"""What a stream asks for, each as often as another."""
 POOL = {"TANDEM_KV_CACHE_MIB": "256"}
 """Small enough to be used in full within the first minutes: growth after that is a leak, not first use."""
 
@@ -83,6 +91,9 @@ class Draw:
     def max_tokens(self) -> int:
         return self._length(1, self.answer)
 
+    def sampling(self) -> dict[str, float]:
+        return self.rng.choice(SAMPLINGS)
+
     def leave_after(self, max_tokens: int) -> int | None:
         """Half of them stay."""
         return self.rng.randrange(1, max_tokens + 1) if self.rng.random() < 0.5 else None
@@ -99,7 +110,8 @@ async def stream(
     while time.monotonic() < until:
         max_tokens = draw.max_tokens()
         leave_after = draw.leave_after(max_tokens)
-        answer = await ask(http, url, body_of(model, draw.prompt_ids(), max_tokens), max_tokens, leave_after)
+        body = body_of(model, draw.prompt_ids(), max_tokens, draw.sampling())
+        answer = await ask(http, url, body, max_tokens, leave_after)
         if answer.error.startswith("429"):
             counts["overloaded"] += 1
             await asyncio.sleep(draw.rng.random())
