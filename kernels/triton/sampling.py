@@ -6,9 +6,9 @@
 A token's score is exp(x / temperature) by an exponential random number, and the best is drawn (Gumbel-max is the
 logarithm of that). Top-p is asked afterwards: a token stays if those above it are less than top-p of the whole. If it
 does not, nor does anything below, so the next is drawn from what is above it. At 0.95 that happens to a token in
-twenty, and a row that has not ended after some rounds, one in thousands, goes on by itself. Of a row with top-k the few
-logits that may be among the k largest are copied together first: those that are no less than the k-th largest of the
-maxima of 128 logits each. If they are too many, thresholds are searched for.
+twenty, and a row that has not ended after some rounds, one in tens of thousands, goes on by itself. Of a row with top-k
+the few logits that may be among the k largest are copied together first: those that are no less than the k-th largest
+of the maxima of 128 logits each. If they are too many, thresholds are searched for.
 """
 
 import triton
