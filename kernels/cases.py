@@ -5,7 +5,7 @@ work needs at least, so that a time can be put against the card's limit.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -564,6 +564,20 @@ def sample_case(spec: SampleSpec, rows: int, dtype: torch.dtype = FP32) -> Case:
         return Call(args, {}, {"tokens": tokens, "logprobs": logprobs})
 
     return Case("sample", spec, make, 1e-5, rows * spec.vocab * dtype.itemsize)
+
+
+def no_choice_case(spec: SampleSpec) -> Case:
+    """Rows of NaN, of -inf, and of one inf beside them, asked in all ways: each ends with a token that there is."""
+    made = sample_case(spec, 24)
+
+    def make(device: str) -> Call:
+        call = made.make(device)
+        logits, tokens = call.args[0], call.outputs["tokens"]
+        logits[:8], logits[8:] = float("nan"), float("-inf")
+        logits[16:, spec.vocab // 2] = float("inf")
+        return replace(call, outputs={"tokens": tokens})
+
+    return replace(made, make=make, tolerance=0.0)
 
 
 def penalize_case(spec: SampleSpec, rows: int) -> Case:

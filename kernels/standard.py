@@ -14,6 +14,7 @@ from kernels.cases import (
     gemm_case,
     mla_case,
     move_case,
+    no_choice_case,
     norm_case,
     penalize_case,
     prefill_case,
@@ -176,6 +177,7 @@ def expert_cases() -> list[Case]:
         w4_case(W4Spec(4096, 14336), 300),
         sample_case(SampleSpec(128256), 16),
         sample_case(SampleSpec(32000), 16, torch.bfloat16),
+        no_choice_case(SampleSpec(12000)),
         penalize_case(SampleSpec(128256), 3),
     ]
 

@@ -41,9 +41,9 @@ def key_to_float(key):
 
 @triton.jit
 def logits_of(x_ptr, i, N):
-    """-inf for NaN, and behind the end."""
+    """-inf for NaN, and behind the end; the largest number for inf, less which it would be NaN."""
     x = tl.load(x_ptr + i, mask=i < N, other=float("-inf")).to(tl.float32)
-    return tl.where(x == x, x, float("-inf"))
+    return tl.where(x == x, tl.minimum(x, 3.4028234e38), float("-inf"))
 
 
 @triton.jit
@@ -121,9 +121,10 @@ def mass_of(room_ptr, round, BLOCKS: tl.constexpr, PADDED: tl.constexpr):
 
 
 @triton.jit
-def share_of(top_p):
-    """Of a share of 0 the likeliest is left, above which there is less than this."""
-    return tl.maximum(top_p, 1e-30)
+def wanted(top_p, mass):
+    """What is above a token that stays is less than this. Above the likeliest there is nothing: it stays at 0, too, and
+    in a row without any mass, where all would wait for another token else."""
+    return tl.maximum(tl.maximum(top_p, 1e-30) * mass, 1e-30)
 
 
 @triton.jit
@@ -186,7 +187,7 @@ def round_kernel(
     else:
         top_p = tl.load(top_p_ptr + row)
         open = random & (top_p < 1.0) & ((top_k <= 0) | (top_k >= V))
-        want = share_of(top_p) * mass_of(room_ptr, 0, BLOCKS, PADDED)
+        want = wanted(top_p, mass_of(room_ptr, 0, BLOCKS, PADDED))
         for before in tl.static_range(1, ROUND):
             open = open & (mass_of(room_ptr, before, BLOCKS, PADDED) >= want)
         bar = float("-inf")
@@ -257,7 +258,7 @@ def draw(
         for start in range(0, N, BLOCK):
             x = logits_of(x_ptr, start + i, N)
             mass += tl.where(x >= keep, tl.exp((x - top) * inv_temperature), 0.0)
-        want = share_of(top_p) * tl.sum(mass, 0)
+        want = wanted(top_p, tl.sum(mass, 0))
         keep = tl.maximum(keep, search(x_ptr, keep, top, inv_temperature, want, True, N, BLOCK, PASSES))
     best = tl.full([BLOCK], float("-inf"), tl.float32)
     where = tl.zeros([BLOCK], tl.int32)
@@ -310,7 +311,7 @@ def settle_kernel(
                 True, BLOCKS * SLOTS, V, PASSES,
             )  # fmt: skip
     elif random & (top_p < 1.0):
-        want = share_of(top_p) * mass_of(room_ptr, 0, BLOCKS, PADDED)
+        want = wanted(top_p, mass_of(room_ptr, 0, BLOCKS, PADDED))
         open = True
         for round in tl.static_range(1, ROUNDS + 1):
             open = open & (mass_of(room_ptr, round, BLOCKS, PADDED) >= want)

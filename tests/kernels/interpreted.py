@@ -182,6 +182,7 @@ def suite() -> list[c.Case]:
         c.sample_case(s.SampleSpec(1000), 60),
         c.sample_case(s.SampleSpec(333), 16, torch.bfloat16),
         c.sample_case(s.SampleSpec(100100), 2),
+        c.no_choice_case(s.SampleSpec(9000)),
         c.penalize_case(s.SampleSpec(500), 3),
     ]
 
