@@ -133,7 +133,8 @@ def resolve_dtype(settings: EngineSettings, source: WeightSource) -> str:
 def _fastest(isa: CpuIsa, has_fbgemm: bool, source: WeightSource) -> str:
     if not has_fbgemm:
         return "float32"
-    takes_int4 = torch.backends.cpu.get_cpu_capability() == "AVX512" and _is_int4(source)
+    # Asked on every CPU: weights that do not fit their configuration are told of before they are loaded.
+    takes_int4 = _is_int4(source) and torch.backends.cpu.get_cpu_capability() == "AVX512"
     if is_bfloat16_fast(isa):
         return "mixed4" if takes_int4 else "mixed16"
     return "int4" if takes_int4 else "float16"
