@@ -12,6 +12,7 @@ import asyncio
 import random
 import sys
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,14 +20,14 @@ import aiohttp
 import psutil
 
 from bench.accounts import memory_rows, pids
-from bench.client import ask, body_of, random_prompt, session
+from bench.client import GREEDY, ask, body_of, random_prompt, session
 from bench.result import Row, write_result
 from bench.system import System, get_json, running
 
 SAMPLE_S = 10.0
 CLEAN_TIMEOUT_S = 60.0
-SAMPLINGS: list[dict[str, float]] = [
-    {"temperature": 0},
+SAMPLINGS: list[Mapping[str, float]] = [
+    GREEDY,
     {"temperature": 0.8},
     {"temperature": 0.8, "top_p": 0.95},
     {"temperature": 0.7, "top_k": 20, "top_p": 0.8},
@@ -91,7 +92,7 @@ class Draw:
     def max_tokens(self) -> int:
         return self._length(1, self.answer)
 
-    def sampling(self) -> dict[str, float]:
+    def sampling(self) -> Mapping[str, float]:
         return self.rng.choice(SAMPLINGS)
 
     def leave_after(self, max_tokens: int) -> int | None:

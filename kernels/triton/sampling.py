@@ -128,6 +128,14 @@ def wanted(top_p, mass):
 
 
 @triton.jit
+def asked(temperature_ptr, top_k_ptr, V: tl.constexpr):
+    """Of a row: whether it is drawn at random, 1 / temperature, top-k, and whether that leaves any token out."""
+    temperature, top_k = tl.load(temperature_ptr), tl.load(top_k_ptr)
+    random = temperature > 0
+    return random, 1.0 / tl.where(random, temperature, 1.0), top_k, (top_k > 0) & (top_k < V) & random
+
+
+@triton.jit
 def floor_of(min_p, top, inv_temperature):
     return tl.where(min_p > 0, top + tl.log(tl.maximum(min_p, 1e-30)) / inv_temperature, float("-inf"))
 
@@ -169,11 +177,8 @@ def round_kernel(
     pdl_start(PDL)
     pdl_wait(PDL)
     x_ptr, room_ptr, index_ptr = x_ptr + row * V, room_ptr + row * ROOM, index_ptr + row * ROOM
-    temperature, top_k = tl.load(temperature_ptr + row), tl.load(top_k_ptr + row)
+    random, inv_temperature, top_k, counted = asked(temperature_ptr + row, top_k_ptr + row, V)
     seed, position = tl.load(seed_ptr + row), tl.load(position_ptr + row).to(tl.int32)
-    random = temperature > 0
-    counted = (top_k > 0) & (top_k < V) & random
-    inv_temperature = 1.0 / tl.where(random, temperature, 1.0)
     top = tl.max(section_of(room_ptr, TOP, float("-inf"), BLOCKS, PADDED), 0)
     if ROUND == 0:
         open = True
@@ -203,17 +208,23 @@ def round_kernel(
                 inside = (x > float("-inf")) & ((x >= bar) if ROUND == 0 else (x > bar))
                 mass, best, token = drawn(x, inside, top, inv_temperature, random, start, seed, position)
                 if counted & (ROUND == 0):
-                    slot = tl.cumsum(inside.to(tl.int32), 0) - 1
-                    into = (SECTIONS + GROUPS) * BLOCKS + block * SLOTS + slot
-                    fits = inside & (slot < SLOTS)
-                    tl.store(room_ptr + into, x, mask=fits)
-                    tl.store(index_ptr + SLOTS * BLOCKS + into, start + tl.arange(0, BLOCK), mask=fits)
-                    count = tl.sum(inside.to(tl.int32), 0)
+                    count = copied(x, start + tl.arange(0, BLOCK), inside, room_ptr, index_ptr, block, BLOCKS)
             tl.store(room_ptr + (MASS + 3 * ROUND) * BLOCKS + block, mass)
             tl.store(room_ptr + (BEST + 3 * ROUND) * BLOCKS + block, best)
             tl.store(index_ptr + (TOKEN + 3 * ROUND) * BLOCKS + block, token)
             if ROUND == 0:
                 tl.store(index_ptr + COUNT * BLOCKS + block, count)
+
+
+@triton.jit
+def copied(x, token, inside, room_ptr, index_ptr, block, BLOCKS: tl.constexpr):
+    """How many of a block are `inside`; the first of them are stored with their tokens, as many as there are slots."""
+    slot = tl.cumsum(inside.to(tl.int32), 0) - 1
+    into = (SECTIONS + GROUPS) * BLOCKS + block * SLOTS + slot
+    fits = inside & (slot < SLOTS)
+    tl.store(room_ptr + into, x, mask=fits)
+    tl.store(index_ptr + SLOTS * BLOCKS + into, token, mask=fits)
+    return tl.sum(inside.to(tl.int32), 0)
 
 
 @triton.jit
@@ -247,11 +258,9 @@ def draw(
     x_ptr, token_ptr, floor, top, inv_temperature, top_k, top_p, seed, position, LISTED: tl.constexpr, N: tl.constexpr,
     V: tl.constexpr, PASSES: tl.constexpr,
 ):  # fmt: skip
-    """From N logits by their thresholds: all of a row, or those `LISTED` with their tokens."""
-    keep = floor
-    if (top_k > 0) & (top_k < V):
-        least = search(x_ptr, float("-inf"), top, inv_temperature, top_k.to(tl.float32), False, N, BLOCK, PASSES)
-        keep = tl.maximum(keep, least)
+    """By the thresholds of top-k and top-p, from N logits: all of a row, or those `LISTED` with their tokens."""
+    least = search(x_ptr, float("-inf"), top, inv_temperature, top_k.to(tl.float32), False, N, BLOCK, PASSES)
+    keep = tl.maximum(floor, least)
     i = tl.arange(0, BLOCK)
     if top_p < 1.0:  # behind the others: its share is of what they leave
         mass = tl.zeros([BLOCK], tl.float32)
@@ -284,10 +293,8 @@ def settle_kernel(
     pdl_start(PDL)
     pdl_wait(PDL)
     x_ptr, room_ptr, index_ptr = x_ptr + row * V, room_ptr + row * ROOM, index_ptr + row * ROOM
-    temperature, top_k, top_p = tl.load(temperature_ptr + row), tl.load(top_k_ptr + row), tl.load(top_p_ptr + row)
-    random = temperature > 0
-    counted = (top_k > 0) & (top_k < V) & random
-    inv_temperature = 1.0 / tl.where(random, temperature, 1.0)
+    random, inv_temperature, top_k, counted = asked(temperature_ptr + row, top_k_ptr + row, V)
+    top_p = tl.load(top_p_ptr + row)
     tops = section_of(room_ptr, TOP, float("-inf"), BLOCKS, PADDED)
     top = tl.max(tops, 0)
     seed, position = tl.load(seed_ptr + row), tl.load(position_ptr + row).to(tl.int32)
