@@ -17,6 +17,7 @@ from checkpoint.gguf_file import GgufFile
 from checkpoint.quantization import Quantization
 from checkpoint.safetensors_index import tensor_files
 from contracts.errors import ConfigError
+from engine.cuda.ferry import Ferry
 from engine.quantized import Quantized, QuantizedMatrices
 
 _log = logging.getLogger(__name__)
@@ -121,6 +122,7 @@ class SafetensorsWeights:
         is_llama4: bool = False,
     ) -> None:
         self._folder, self._device, self.interleaved = folder, device, is_llama4
+        self._ferry = None if device is None else Ferry(device)
         self._files = tensor_files(folder)
         self._stored = llama4_names(self._files) if is_llama4 else {name: name for name in self._files}
         self.quantized = None if quantization is None else QuantizedMatrices(quantization, self._find, self._module)
@@ -157,9 +159,10 @@ class SafetensorsWeights:
         if name not in self._stored:
             raise ConfigError(f"{self._folder} lacks the tensor '{name}': the weights do not fit its config.json")
         try:
-            with safe_open(self._file(name), framework="pt", device=str(self._device or "cpu")) as file:
+            with safe_open(self._file(name), framework="pt") as file:
                 stored = self._stored[name]
-                return file.get_tensor(stored) if cut is None else _part(file.get_slice(stored), cut)
+                tensor = file.get_tensor(stored) if cut is None else _part(file.get_slice(stored), cut)
+                return tensor if self._ferry is None else self._ferry.carry(tensor)
         except (SafetensorError, OSError) as error:
             raise ConfigError(f"cannot read '{name}' from {self._file(name)}: {error}") from error
 

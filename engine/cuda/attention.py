@@ -44,6 +44,12 @@ def decode_workspace(config: ModelConfig, max_num_seqs: int, device: torch.devic
     return torch.zeros(nbytes, dtype=torch.uint8, device=device)
 
 
+def attention_specs(config: ModelConfig, kv: KVDtype, block_size: int) -> dict[int, AttnSpec]:
+    """By window, 0 for all tokens."""
+    heads = config.num_heads, config.num_kv_heads, config.head_dim
+    return {window: AttnSpec(*heads, block_size, kv, window, config.sinks) for window in {0, config.window}}
+
+
 class DeviceAttention:
     """`wants_e4m3`: prompts' queries are to be e4m3, unscaled (kernels.specs.RopeSpec)."""
 
@@ -58,10 +64,9 @@ class DeviceAttention:
         device: torch.device,
     ) -> None:
         """`max_tokens`: of all the sequences of a batch of prompts, contexts included, that the workspace is for."""
-        heads = (config.num_heads, config.num_kv_heads, config.head_dim)
         self._scale, self._segment, self._block_size = config.head_dim**-0.5, config.segment, block_size
         self._pages = torch.arange(config.segment // block_size, device=device)
-        specs = {window: AttnSpec(*heads, block_size, kv, window, config.sinks) for window in {0, config.window}}
+        specs = attention_specs(config, kv, block_size)
         best = {window: registry.built("attn_prefill", spec) for window, spec in specs.items()}
         self.wants_e4m3 = kv == "e4m3" and all(impl.wants_e4m3 for impl in best.values())
         self._num_heads = config.num_heads

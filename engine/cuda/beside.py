@@ -41,13 +41,14 @@ class DecodesBeside:
 
     @torch.inference_mode()
     def hold(self, record: Record, sizes: SequenceOf[int]) -> None:
-        """On sequences of one token. Nothing of attention in segments, whose tables each step cuts anew."""
+        """On sequences of one token. Attention in segments, whose tables each step cuts anew, is launched, not held."""
         self._state.lengths.fill_(1)
         for rows in sizes:
             launches = self._launches(rows)
-            for launch in launches:
-                launch()  # loads what must be loaded, outside of a capture
-            if not self._attention.is_cut:
+            if self._attention.is_cut:
+                for launch in launches:
+                    launch()
+            else:
                 self._held[rows] = [record(launch) for launch in launches]
 
     def release(self) -> None:

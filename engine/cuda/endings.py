@@ -48,7 +48,6 @@ class Endings:
         """On sequences of one token."""
         self._lengths.fill_(1)
         for bucket in sizes:
-            self._compute(bucket)  # loads what must be loaded, outside of a capture
             self._held[bucket] = record(partial(self._compute, bucket))
 
     def release(self) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor
 from engine.cuda.attention import DeviceAttention, in_two
 from engine.cuda.beside import DecodesBeside
 from engine.cuda.cache import DeviceCache, LayerCache
-from engine.cuda.capture import Holder, capturing, expected_nbytes, free_nbytes
+from engine.cuda.capture import Holder, Launch, capturing, expected_nbytes, free_nbytes
 from engine.cuda.chunks import Chunks
 from engine.cuda.drawing import Drawer
 from engine.cuda.endings import Endings
@@ -74,6 +74,12 @@ class Launched:
     scored: tuple[Scores, ...]
 
 
+def _run(launch: Launch) -> Launch:
+    """A Record."""
+    launch()
+    return launch
+
+
 class Launcher:
     """`steps`, `chunks`, `beside` and `endings` hold graphs once `capture` is called, before the first batch."""
 
@@ -95,17 +101,17 @@ class Launcher:
         self._holders: tuple[Holder, ...] = (steps, chunks, beside, endings)
 
     def run_all(self) -> None:
-        """All that decodes launch, once, and all that the newest tokens of prompts do."""
+        """All that `capture` records, once."""
         for holder in self._holders:
-            if holder is not self.chunks:
-                holder.hold(lambda launch: launch, holder.sizes)
-                holder.release()
+            holder.hold(_run, holder.sizes)
+            holder.release()
 
     def expected_nbytes(self) -> int:
         """What `capture` will take of the GPU's memory."""
         return expected_nbytes(self._holders, capturing, free_nbytes)
 
     def capture(self) -> None:
+        """What is launched, or its like in a model of fewer layers, has run before: nothing is loaded within."""
         for holder in self._holders:
             with capturing() as record:
                 holder.hold(record, holder.sizes)

@@ -4,6 +4,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -16,7 +17,7 @@ from checkpoint.config import ModelConfig
 from contracts.errors import ConfigError, TransferError
 from contracts.layout import KVLayout
 from engine.backend import Backend
-from engine.cuda.attention import DeviceAttention
+from engine.cuda.attention import DeviceAttention, attention_specs
 from engine.cuda.beside import DecodesBeside
 from engine.cuda.cache import DeviceCache
 from engine.cuda.calibration import TEXT, Scales, calibrate, compute_prompt
@@ -37,7 +38,7 @@ from engine.cuda.steps import DecodeSteps, MakeStep
 from engine.cuda.team import ALONE, Team
 from engine.cuda.transformer import Rows, Transformer
 from engine.cuda.warmup import WarmUp
-from engine.cuda.weights import DeviceWeights, load_device_weights
+from engine.cuda.weights import DeviceWeights, load_device_weights, shortened
 from engine.engine import Engine
 from engine.messages import EngineSettings
 from engine.scoring import ROWS
@@ -63,9 +64,6 @@ _SMALLER = (
     "free the GPU, use a smaller model or dtype, lower max_num_seqs or max_batched_tokens, or share it among more GPUs "
     "by tensor_parallel"
 )
-# Layers that differ, by window or experts, mostly take turns; and the last one attends as decodes do, or scored rows.
-_NUM_KINDS = 3
-
 
 OpenModel = Callable[[str, torch.device], tuple[Checkpoint, WeightSource]]
 """(EngineSettings.model, device) -> what is loaded, in any process."""
@@ -218,9 +216,10 @@ class Builder:
         config, settings, device = self._config, self._settings, self._device
         longest = self._longest = self._longest_possible(layout)
         start = time.perf_counter()
-        self._weights = load_device_weights(
-            config, self._source, self._format, longest, device, progress, self._team.shard
-        )
+        with self._importing_kernels():
+            self._weights = load_device_weights(
+                config, self._source, self._format, longest, device, progress, self._team.shard
+            )
         self._seconds = {"weights": time.perf_counter() - start}
         # Scales that a checkpoint brings are of keys as they are; members of a team would have to agree on offsets.
         self._is_smooth = (
@@ -238,6 +237,17 @@ class Builder:
         if self._captures:
             require_kernels(self._registry, config, self._format, self._block_size)
 
+    @contextmanager
+    def _importing_kernels(self) -> Iterator[None]:
+        """Prompts' attention, which DeviceAttention asks for again: FlashInfer takes 1.2 s to import, and meanwhile
+        weights can be read.
+        """
+        use_device = partial(torch.cuda.set_device, self._device) if self._device.type == "cuda" else None
+        with ThreadPoolExecutor(1, "kernels", use_device) as pool:
+            for spec in attention_specs(self._config, self._format.kv, self._block_size).values():
+                pool.submit(self._registry.get, "attn_prefill", spec)
+            yield
+
     def _longest_possible(self, layout: KVLayout) -> int:
         """No context is longer, nor a full prompt. Llama 4 Scout has ten million positions, and four GPUs of 80 GiB
         have KV of 3.5 million: what rope turns all of them by takes 5 GiB of each GPU, and twice that of the host at
@@ -253,12 +263,14 @@ class Builder:
         return self._device.type == "cuda" and self._format.kv != "fp32"
 
     def _compile(self, cache: DeviceCache, progress: Progress) -> None:
-        """What decode steps and warm-up will launch; `progress` is told of each kernel."""
+        """Compiles what decode steps and warm-up will launch, and loads what will be captured; `progress` is told of
+        each kernel.
+        """
         from kernels.compiling import compiled_ahead  # imports Triton, which a CPU does without
 
-        longest, layers = self._longest, self._weights.layers
-        # Of a few layers: the others launch the same, and 32 of them took 8 s. What they don't is compiled later.
-        weights = replace(self._weights, layers=layers[:_NUM_KINDS])
+        longest = self._longest
+        # Of a few layers: the others launch the same, and 32 of them took 8 s.
+        weights = replace(self._weights, layers=tuple(shortened(self._weights.layers)))
         scales = Scales(torch.ones(len(weights.layers), 2, device=self._device), torch.ones(0))
         launcher = self._launcher(
             self._transformer(weights), weights, cache, scales if self._format.is_fp8 else None, longest
@@ -266,6 +278,7 @@ class Builder:
         with compiled_ahead(partial(progress, "kernels")):
             launcher.run_all()
             self._warm_up(cache, longest).run(DeviceRunner(launcher, self._sampler))
+        launcher.run_all()
 
     def _warm_up(self, cache: DeviceCache, max_model_len: int) -> WarmUp:
         return WarmUp(cache.layout, cache.num_blocks, self._max_rows, self._settings.max_num_seqs, max_model_len)

@@ -54,17 +54,13 @@ class DecodeSteps:
         """On sequences of one token."""
         self._state.lengths.fill_(1)
         for size in sizes:
-            step = self._step(*size)
-            step()  # compiles what must be compiled, outside of a capture
-            self._held[size] = record(step)
+            self._held[size] = record(self._step(*size))
             self._hold_draws(record, size[0])
 
     def _hold_draws(self, record: Record, rows: int) -> None:
         for greedy in (True, False):
             if (rows, greedy) not in self._draws:
-                draw = partial(self._draw, rows, greedy)
-                draw()
-                self._draws[rows, greedy] = record(draw)
+                self._draws[rows, greedy] = record(partial(self._draw, rows, greedy))
 
     def release(self) -> None:
         self._held.clear()

@@ -2,8 +2,9 @@
 them.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, fields, is_dataclass, replace
+from itertools import pairwise
 from typing import Literal, NoReturn
 
 import torch
@@ -176,6 +177,32 @@ def load_device_weights(
     scales = tunings(config, max_model_len)
     scales = None if scales is None else scales.to(device)
     return DeviceWeights(embedding, tuple(layers), final_gain, head, cos_sin, loader.kv_scales(), scales)
+
+
+def shortened(layers: Sequence[LayerWeights]) -> Sequence[LayerWeights]:
+    """The fewest of the first ones and the last that launch every kernel that all do. What a layer launches depends on
+    its kind and on the next one's, and on whether it is the first or the last one.
+    """
+    kinds = [_kind(layer) for layer in layers]
+    pairs = set(pairwise(kinds))
+    for left_out in range(len(layers) - 3, 0, -1):
+        for start in range(2, len(layers) - left_out):
+            end = start + left_out
+            if set(pairwise([*kinds[:start], *kinds[end:]])) == pairs:
+                return [*layers[:start], *layers[end:]]
+    return layers
+
+
+def _kind(weights: object) -> Hashable:
+    """What tells weights apart that launch different kernels: not the values of tensors, and of scales."""
+    match weights:
+        case Tensor():
+            return weights.shape, weights.dtype
+        case float():
+            return float
+    if is_dataclass(weights):
+        return tuple(_kind(getattr(weights, field.name)) for field in fields(weights))
+    return weights
 
 
 def quantize_rows(weight: Tensor) -> Matrix:

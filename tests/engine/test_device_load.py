@@ -1,17 +1,17 @@
 """A start on a GPU, on the reference kernels: what it tells of itself, and that weights go straight to their device."""
 
 from contextlib import contextmanager
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, cast
 
 import pytest
 import torch
-from safetensors import safe_open
 
 from checkpoint import open_checkpoint
 from contracts.errors import ConfigError
 from engine.cuda.formats import DEVICE_FORMATS
 from engine.cuda.load import Builder, load_device_engine
-from engine.cuda.weights import load_device_weights
+from engine.cuda.weights import LayerWeights, load_device_weights, shortened
 from engine.load import load_engine
 from engine.weights import open_weights
 from tests.engine.device_engines import FUSIBLE, tensors_of
@@ -74,6 +74,36 @@ def test_each_kernel_that_is_compiled_is_told_of(tmp_path, monkeypatch):
     assert behind == [("compile", 0, 1), ("kernels", 1, 2), ("kernels", 2, 2), ("compile", 1, 1), ("calibrate", 0, 1)]
 
 
+@dataclass(frozen=True)
+class Layer:
+    """Of a kind, all of whose scales differ."""
+
+    kind: str
+    scale: float
+    weight: torch.Tensor
+
+
+@pytest.mark.parametrize(
+    ("kinds", "kept"),
+    [
+        ("A", "A"),
+        ("AB", "AB"),
+        ("AAAAAAAA", "AAA"),  # a first one, one between, a last one
+        ("AAAAAAAB", "AAB"),
+        ("BAAAAAAB", "BAAB"),
+        ("ABABABAB", "ABAB"),
+        ("ABACABACABAC", "ABACAC"),
+        ("ABCDEF", "ABCDEF"),
+    ],
+)
+def test_a_few_layers_stand_for_all(kinds, kept):
+    """Every neighbourhood is among them, and none that is not in the model."""
+    layers = [Layer(kind, float(number), torch.full((2,), number)) for number, kind in enumerate(kinds)]
+    few = shortened(cast(list[LayerWeights], layers))
+    assert "".join(layer.kind for layer in cast(list[Layer], few)) == kept
+    assert few[0] is layers[0] and few[-1] is layers[-1]
+
+
 @pytest.mark.parametrize("dtype", PLAIN)
 @pytest.mark.parametrize("family", [*FAMILIES, "mxfp4"])
 def test_all_weights_are_made_on_the_device_that_is_asked_for(family, dtype, tmp_path):
@@ -89,24 +119,28 @@ def test_all_weights_are_made_on_the_device_that_is_asked_for(family, dtype, tmp
     assert {tensor.device for tensor in tensors_of(weights)} == {META}
 
 
-def test_files_are_read_straight_to_the_device_that_is_asked_for(tmp_path, monkeypatch):
+def test_files_are_read_to_the_device_that_is_asked_for(tmp_path, monkeypatch):
     save_tiny(tmp_path, "llama")
-    opened, asked = [], []
+    carried, asked = [], []
 
-    def open_file(file, framework, device):
-        opened.append(device)
-        return safe_open(file, framework, device="cpu")
+    class NotedFerry:
+        def __init__(self, device):
+            asked.append(device)
+
+        def carry(self, tensor):
+            carried.append(tensor)
+            return tensor
 
     def load(config, source, number_format, max_model_len, device, *_):
         source.tensor("model.norm.weight")
         asked.append(device)
         raise ConfigError("asked")
 
-    monkeypatch.setattr("engine.weights.safe_open", open_file)
+    monkeypatch.setattr("engine.weights.Ferry", NotedFerry)
     monkeypatch.setattr("engine.cuda.load.load_device_weights", load)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "set_device", asked.append)
     with noted_launches(), pytest.raises(ConfigError, match="asked"):
         load_engine(settings(model=str(tmp_path), dtype="bfloat16", device="cuda:1"))
-    assert opened == ["cuda:1"] and asked == ["cuda:1", torch.device("cuda:1")]
+    assert len(carried) == 1 and asked[0] == "cuda:1" and set(asked[1:]) == {torch.device("cuda:1")}

@@ -1,12 +1,17 @@
 """Whatever a batch looks like, its kernels were compiled before the first request. No GPU: launches are only noted."""
 
+from contextlib import contextmanager
+
 import numpy as np
 import pytest
 import torch
 
+from contracts.errors import ConfigError
 from contracts.layout import KVLayout
 from contracts.sampling import SamplingParams
 from engine.cuda.cache import DeviceCache
+from engine.cuda.calibration import Scales
+from engine.cuda.load import Builder
 from engine.cuda.runner import DeviceRunner
 from engine.cuda.warmup import WarmUp, row_counts
 from kernels import catalog
@@ -139,6 +144,45 @@ def test_nothing_compiles_where_few_rows_are_multiplied_in_parts(tmp_path, monke
     monkeypatch.setattr("engine.cuda.weights.rounds_sparingly", lambda _: False)
     save_tiny(tmp_path, "qwen3_moe", **HEADS)
     assert_nothing_compiles(tmp_path, "float8")
+
+
+def loaded_and_captured(folder, dtype, monkeypatch):
+    """Kinds of launches: those that a start runs with a few layers, and those that it records with all."""
+    loaded = set()
+
+    @contextmanager
+    def compiled_ahead(progress):
+        yield
+        launches.kinds.clear()
+
+    def run_whole(builder, cache):
+        loaded.update(launches.kinds)
+        launches.kinds.clear()
+        weights = builder._weights
+        scales = Scales(torch.ones(len(weights.layers), 2), torch.ones(0)) if builder._format.is_fp8 else None
+        builder._launcher(builder._model, weights, cache, scales, builder._longest).run_all()
+        raise ConfigError("captured")
+
+    monkeypatch.setattr("kernels.compiling.compiled_ahead", compiled_ahead)
+    monkeypatch.setattr(Builder, "_captures", True)
+    monkeypatch.setattr(Builder, "_calibrate", run_whole)
+    with noted_launches() as launches, pytest.raises(ConfigError, match="captured"):
+        engine_of(folder, dtype)
+    return loaded, launches.kinds
+
+
+@pytest.mark.parametrize(("family", "changes", "dtype"), MODELS, ids=[f"{m[0]}-{m[2]}" for m in MODELS])
+def test_nothing_is_loaded_while_steps_are_captured(family, changes, dtype, tmp_path, monkeypatch):
+    save_tiny(tmp_path, family, num_hidden_layers=9, **changes)
+    loaded, captured = loaded_and_captured(tmp_path, dtype, monkeypatch)
+    assert captured and captured <= loaded
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_nothing_is_loaded_while_steps_of_weights_as_they_are_stored_are_captured(layout, tmp_path, monkeypatch):
+    save_quantized(tmp_path, LAYOUTS[layout])
+    loaded, captured = loaded_and_captured(tmp_path, "auto", monkeypatch)
+    assert captured and captured <= loaded
 
 
 @pytest.mark.parametrize("max_rows", [100, 200, MAX_ROWS])
