@@ -1,17 +1,33 @@
 # pyright: reportAttributeAccessIssue=false
-"""All kernels of a run compiled before it, by as many threads as there are processors. Triton by itself compiles each
-where it is first launched, one after the other.
+"""All kernels of a run compiled before it, beside each other. Triton by itself compiles each where it is first
+launched, one after the other.
 """
 
+import logging
 import os
+import pickle
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor, as_completed
-from contextlib import contextmanager
-from threading import Lock
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from contextlib import closing, contextmanager, suppress
+from threading import Lock, Thread
 from typing import Any
 
+from psutil import Process
 from triton import AsyncCompileMode
+from triton.compiler import compile as triton_compile
+from triton.runtime import driver
 from triton.runtime.jit import JITFunction
+
+from kernels.compile_server import frame, is_cached
+
+_log = logging.getLogger(__name__)
+
+_SERVER = [sys.executable, "-m", "kernels.compile_server", str(Process().create_time())]
+_MAX_COMPILING = 16
+"""At once. More take less time, and a few hundred MiB of memory each."""
+_CLOSE_TIMEOUT_S = 5.0
 
 
 def _silent(done: int, total: int) -> None:
@@ -19,25 +35,111 @@ def _silent(done: int, total: int) -> None:
 
 
 @contextmanager
-def compiled_ahead(progress: Callable[[int, int], None] = _silent) -> Iterator[None]:
+def compiled_ahead(progress: Callable[[int, int], None] = _silent, in_processes: bool = False) -> Iterator[None]:
     """Within, a launch of a Triton kernel compiles it in the background and launches nothing; on leaving all are
     compiled. Other libraries' launches happen, on whatever their inputs hold. From one thread at a time.
 
-    `progress`: told on leaving, when it is known how many kernels there are, of each that is compiled.
+    `progress`: told on leaving, when it is known how many kernels there are, of each that is compiled. `in_processes`:
+    those that Triton's cache lacks are compiled by processes, which take three seconds to be there and do not keep each
+    other waiting; else by threads.
     """
-    launch = JITFunction.run
+    launch, num_threads = JITFunction.run, min(len(os.sched_getaffinity(0)), _MAX_COMPILING)
+    server, lent = _Server(), set[JITFunction[Any]]()
 
     def compile_only(kernel: JITFunction[Any], *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
+        if in_processes and kernel not in lent:
+            lent.add(kernel)
+            _ = kernel.device_caches[driver.active.get_current_device()]  # which sets what compiles it
+            kernel.compile = server.compile
         return launch(kernel, *args, grid=grid, warmup=True, **options)
 
-    with parsed_alone(), ThreadPoolExecutor(os.cpu_count(), "compile") as pool, AsyncCompileMode(pool) as mode:
+    with closing(server), parsed_alone(), ThreadPoolExecutor(num_threads, "compile") as pool:
         JITFunction.run = compile_only
         try:
-            yield
+            with AsyncCompileMode(pool) as mode:
+                yield
+                for done, _ in enumerate(as_completed(mode.raw_futures), 1):
+                    progress(done, len(mode.raw_futures))
         finally:
             JITFunction.run = launch
-        for done, _ in enumerate(as_completed(mode.raw_futures), 1):
-            progress(done, len(mode.raw_futures))
+            for kernel in lent:
+                kernel.compile = triton_compile
+
+
+class _Server:
+    """kernels.compile_server, started when a kernel is not in Triton's cache. What it can't do is done here."""
+
+    def __init__(self) -> None:
+        self._lock, self._asked = Lock(), dict[int, Future[None]]()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._num_jobs, self._has_ended = 0, False
+
+    def compile(self, source: Any, target: Any, options: dict[str, Any], _env_vars: Any = None) -> Any:
+        """triton.compile, any thread."""
+        if not is_cached(source, target, options):
+            self._compile_there(source, target, options)
+        return triton_compile(source, target=target, options=options, _env_vars=_env_vars)
+
+    def close(self) -> None:
+        """Nobody waits for it any more."""
+        process = self._process
+        if process is None:
+            return
+        assert process.stdin is not None and process.stdout is not None
+        with suppress(BrokenPipeError):  # of what it did not read before it ended
+            process.stdin.close()
+        try:
+            process.wait(_CLOSE_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+        self._listener.join()
+        process.stdout.close()
+
+    def _compile_there(self, source: Any, target: Any, options: dict[str, Any]) -> None:
+        """Returns when the kernel is in the cache, or will not be by that way."""
+        with self._lock:
+            self._num_jobs += 1
+            number, answered = self._num_jobs, Future[None]()
+            try:
+                job = frame(number, source, target, options)
+            except (pickle.PicklingError, TypeError, AttributeError) as error:
+                _log.info("%s is compiled in this process: %s", source.name, error)
+                return
+            if self._has_ended:
+                return
+            self._asked[number] = answered
+            try:
+                self._tell(job)
+            except BrokenPipeError:  # whoever listens will see the end, too
+                del self._asked[number]
+                return
+        answered.result()
+
+    def _tell(self, job: bytes) -> None:
+        if self._process is None:
+            path = os.pathsep.join(folder for folder in sys.path if folder)
+            self._process = subprocess.Popen(
+                _SERVER,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                env=os.environ | {"PYTHONPATH": path},
+            )
+            self._listener = Thread(target=self._listen, args=(self._process,), name="compile-server", daemon=True)
+            self._listener.start()
+        assert self._process.stdin is not None
+        self._process.stdin.write(job)
+        self._process.stdin.flush()
+
+    def _listen(self, process: subprocess.Popen[bytes]) -> None:
+        assert process.stdout is not None
+        for line in process.stdout:
+            number, _ = line.split()
+            self._asked.pop(int(number)).set_result(None)
+        with self._lock:
+            self._has_ended, left = True, self._asked
+        for answered in left.values():
+            answered.set_result(None)
 
 
 @contextmanager

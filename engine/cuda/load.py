@@ -242,7 +242,10 @@ class Builder:
         """Prompts' attention, which DeviceAttention asks for again: FlashInfer takes 1.2 s to import, and meanwhile
         weights can be read.
         """
-        use_device = partial(torch.cuda.set_device, self._device) if self._device.type == "cuda" else None
+        use_device = None
+        if self._device.type == "cuda":  # a thread begins with the first GPU
+            index = torch.cuda.current_device() if self._device.index is None else self._device.index
+            use_device = partial(torch.cuda.set_device, index)
         with ThreadPoolExecutor(1, "kernels", use_device) as pool:
             for spec in attention_specs(self._config, self._format.kv, self._block_size).values():
                 pool.submit(self._registry.get, "attn_prefill", spec)
@@ -275,7 +278,7 @@ class Builder:
         launcher = self._launcher(
             self._transformer(weights), weights, cache, scales if self._format.is_fp8 else None, longest
         )
-        with compiled_ahead(partial(progress, "kernels")):
+        with compiled_ahead(partial(progress, "kernels"), in_processes=True):
             launcher.run_all()
             self._warm_up(cache, longest).run(DeviceRunner(launcher, self._sampler))
         launcher.run_all()

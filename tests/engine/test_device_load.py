@@ -54,7 +54,7 @@ def test_each_kernel_that_is_compiled_is_told_of(tmp_path, monkeypatch):
     """What comes behind needs a GPU."""
 
     @contextmanager
-    def compiled_ahead(progress):
+    def compiled_ahead(progress, in_processes):
         yield
         progress(1, 2)
         progress(2, 2)
@@ -119,9 +119,11 @@ def test_all_weights_are_made_on_the_device_that_is_asked_for(family, dtype, tmp
     assert {tensor.device for tensor in tensors_of(weights)} == {META}
 
 
-def test_files_are_read_to_the_device_that_is_asked_for(tmp_path, monkeypatch):
+@pytest.mark.parametrize("is_named", [True, False])
+def test_files_are_read_to_the_device_that_is_asked_for(is_named, tmp_path, monkeypatch):
+    """Or, where its number is not said, to the one that the caller uses."""
     save_tiny(tmp_path, "llama")
-    carried, asked = [], []
+    carried, asked, used = [], [], []
 
     class NotedFerry:
         def __init__(self, device):
@@ -140,7 +142,13 @@ def test_files_are_read_to_the_device_that_is_asked_for(tmp_path, monkeypatch):
     monkeypatch.setattr("engine.cuda.load.load_device_weights", load)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(torch.cuda, "set_device", asked.append)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "set_device", used.append)
+    chosen = settings(model=str(tmp_path), dtype="bfloat16", device="cuda:1")
     with noted_launches(), pytest.raises(ConfigError, match="asked"):
-        load_engine(settings(model=str(tmp_path), dtype="bfloat16", device="cuda:1"))
-    assert len(carried) == 1 and asked[0] == "cuda:1" and set(asked[1:]) == {torch.device("cuda:1")}
+        if is_named:
+            load_engine(chosen)
+        else:
+            load_device_engine(chosen, open_checkpoint(str(tmp_path)), lambda *_: None, device=torch.device("cuda"))
+    assert len(carried) == 1 and asked == [torch.device("cuda:1" if is_named else "cuda")] * 2
+    assert used == ["cuda:1", 1][not is_named :]  # the caller, and the thread that imports kernels

@@ -151,7 +151,7 @@ def loaded_and_captured(folder, dtype, monkeypatch):
     loaded = set()
 
     @contextmanager
-    def compiled_ahead(progress):
+    def compiled_ahead(progress, in_processes):
         yield
         launches.kinds.clear()
 

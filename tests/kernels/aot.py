@@ -30,8 +30,8 @@ class Case:
     archs: tuple[int, ...] = (90, 100, 103, 120)
 
 
-def build(case: Case, cc: int) -> Any:
-    """Compile one case for one compute capability; no driver is needed."""
+def source_of(case: Case) -> ASTSource:
+    """What Triton compiles."""
     names = case.kernel.arg_names
     unknown = set(names) - set(case.types) - set(case.constants) - {"num_warps"}
     assert not unknown, f"{case.name}: no type for {sorted(unknown)}"
@@ -41,9 +41,12 @@ def build(case: Case, cc: int) -> Any:
         constants[(names.index("num_warps"),)] = case.options.get("num_warps", 4)
     attrs = {(names.index(n),): [["tt.divisibility", 16]] for n in case.aligned}
     source = GluonASTSource if isinstance(case.kernel, GluonJITFunction) else ASTSource
-    return triton.compile(
-        source(case.kernel, signature, constants, attrs), target=GPUTarget("cuda", cc, 32), options=dict(case.options)
-    )
+    return source(case.kernel, signature, constants, attrs)
+
+
+def build(case: Case, cc: int) -> Any:
+    """Compile one case for one compute capability; no driver is needed."""
+    return triton.compile(source_of(case), target=GPUTarget("cuda", cc, 32), options=dict(case.options))
 
 
 def missing(compiled: Any, patterns: tuple[str, ...]) -> list[str]:

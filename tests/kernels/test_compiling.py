@@ -1,17 +1,27 @@
 """How often Triton compiles, counted by its own hook; for a GPU that need not be here."""
 
+import pickle
+import sys
 import time
 
+import psutil
 import pytest
 import torch
 import triton
 from triton import knobs
 from triton.backends.compiler import GPUTarget
+from triton.compiler.errors import CompilationError
 from triton.runtime import driver
+from triton.runtime._async_compile import active_mode
 
+from kernels import compiling
+from kernels.compile_server import frame
 from kernels.compiling import compiled_ahead
 from kernels.specs import NormSpec
 from kernels.triton.norm import add_rmsnorm_quant, norm_kernel
+from tests.kernels.aot import source_of
+from tests.kernels.compile_cases import CASES
+from tests.kernels.odd_kernels import make_kernel, wrong_kernel
 
 NORM = NormSpec(64, "none", deferred=True)
 
@@ -41,7 +51,8 @@ def compiled(monkeypatch, tmp_path):
         names.append(fn.name)
 
     monkeypatch.setattr(knobs.runtime, "jit_post_compile_hook", hook)
-    return names
+    yield names
+    active_mode.set(None)  # Triton leaves it behind a kernel that does not compile
 
 
 def norm(num_rows):
@@ -105,3 +116,95 @@ def test_one_thread_parses_at_a_time(compiled, monkeypatch):
         norm(128)
     assert (compiled, most) == (["norm_kernel"] * 2, 1)
     assert triton.JITFunction.parse is slowly
+
+
+@pytest.fixture
+def compiled_here(compiled, monkeypatch):
+    """Names of kernels that this process compiles itself, and does not find in Triton's cache."""
+    names = []
+
+    def listen(*, src, cache_hit, **_):
+        if not cache_hit:
+            names.append(src.name)
+
+    monkeypatch.setattr(knobs.compilation, "listener", listen)
+    return names
+
+
+def test_what_is_not_there_yet_is_compiled_by_other_processes(compiled, compiled_here):
+    told = []
+    with compiled_ahead(lambda done, total: told.append((done, total)), in_processes=True):
+        norm(64)
+        norm(65)
+    assert (compiled, compiled_here, told) == (["norm_kernel"] * 2, [], [(1, 2), (2, 2)])
+
+
+def test_what_is_in_the_cache_needs_no_other_process(compiled, compiled_here, monkeypatch):
+    with compiled_ahead():
+        norm(64)
+    assert compiled_here == ["norm_kernel"]
+    monkeypatch.setattr(norm_kernel, "device_caches", type(norm_kernel.device_caches)(norm_kernel.create_binder))
+    monkeypatch.setattr("kernels.compiling._SERVER", ["there is no such program"])
+    with compiled_ahead(in_processes=True):
+        norm(64)
+    assert (compiled, compiled_here) == (["norm_kernel"] * 2, ["norm_kernel"])
+
+
+def test_later_launches_compile_in_this_process_again(compiled, compiled_here):
+    with compiled_ahead(in_processes=True):
+        norm(64)
+    with compiled_ahead():
+        norm(65)
+    assert compiled_here == ["norm_kernel"]
+
+
+def test_a_source_that_changed_since_it_was_read_is_compiled_here(compiled, compiled_here, monkeypatch):
+    monkeypatch.setattr("kernels.compiling._SERVER", [*compiling._SERVER[:-1], "0"])
+    with compiled_ahead(in_processes=True):
+        norm(64)
+    assert compiled == compiled_here == ["norm_kernel"]
+
+
+@pytest.mark.parametrize(
+    "code", ["raise SystemExit(1)", "import sys; sys.stdin.buffer.read(1)", "import os; os.abort()"]
+)
+def test_a_server_that_ends_loses_nothing(code, compiled, compiled_here, monkeypatch):
+    """At once, with a job half read, or killed."""
+    monkeypatch.setattr("kernels.compiling._SERVER", [sys.executable, "-c", code])
+    with compiled_ahead(in_processes=True):
+        norm(64)
+        norm(65)
+        norm(5)
+    assert compiled == compiled_here == ["norm_kernel"] * 2
+
+
+def test_the_server_ends_with_its_last_kernel(compiled, monkeypatch):
+    with compiled_ahead(in_processes=True):
+        norm(64)
+        while not (
+            servers := [child for child in psutil.Process().children() if "compile_server" in str(child.cmdline())]
+        ):
+            time.sleep(0.01)
+    assert not servers[0].is_running() and not psutil.Process().children()
+
+
+def test_a_kernel_that_does_not_compile_says_why(compiled):
+    with pytest.raises(CompilationError, match="unknown_name"), compiled_ahead(in_processes=True):
+        wrong_kernel[(1,)](1)
+
+
+def test_a_kernel_without_a_name_is_compiled_here(compiled, compiled_here):
+    nameless = make_kernel()
+    with compiled_ahead(in_processes=True):
+        nameless[(1,)](1)
+    assert compiled_here == ["nameless_kernel"]
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if 90 in case.archs][::7], ids=lambda case: case.name)
+def test_what_kernels_are_compiled_with_crosses_to_another_process(case):
+    """Types, constants, layouts and options arrive as they are: what is compiled there is found here."""
+    source = source_of(case)
+    job = frame(1, source, GPUTarget("cuda", 90, 32), dict(case.options))
+    arrived, target, options = pickle.loads(job[16:])
+    assert (target, options) == (GPUTarget("cuda", 90, 32), dict(case.options))
+    assert type(arrived) is type(source) and arrived.hash() == source.hash()
