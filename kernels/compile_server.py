@@ -1,7 +1,7 @@
 """A process that compiles Triton kernels into Triton's cache on disk, each in a fork of itself.
 
-Python's part of a compilation holds the interpreter: 106 kernels took 16 threads of one process 20 to 36 s. Forks of a
-process that has imported Triton start at once, and share nothing.
+Python's part of a compilation holds the interpreter: 106 kernels took the threads of one process 20 to 36 s, and forks
+13 to 16. Forks of a process that has imported Triton start at once, and share nothing.
 
 `python -m kernels.compile_server SINCE` reads jobs from its standard input and answers on its standard output,
 `<number> <status>` a line, status 0 for a kernel that is in the cache now. It ends with its input. SINCE, seconds since
