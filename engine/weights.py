@@ -91,7 +91,7 @@ class WeightSource(Protocol):
 
 
 def open_weights(checkpoint: Checkpoint, device: torch.device | None = None) -> WeightSource:
-    """`device`: safetensors go straight there, in the type that they have in their file."""
+    """`device`: safetensors go there, in the type that they have in their file."""
     if checkpoint.format is WeightFormat.GGUF:
         source = GgufWeights(checkpoint)
     else:

@@ -37,7 +37,7 @@ class JobPickler(pickle.Pickler):
         if not isinstance(obj, JITFunction):
             return NotImplemented
         module, name = obj.fn.__module__, obj.fn.__qualname__
-        if getattr(importlib.import_module(module), name, None) is not obj:
+        if getattr(sys.modules.get(module), name, None) is not obj:
             raise pickle.PicklingError(f"{module}.{name} is not found by its name")
         return _kernel, (module, name, obj.cache_key)
 
@@ -67,27 +67,6 @@ def is_cached(source: Any, target: Any, options: dict[str, Any]) -> bool:
     return file in group
 
 
-def main() -> None:
-    """Until the input ends: what is compiled then goes on by itself."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; whoever asks decides
-    ended, on_end = os.pipe()
-    os.set_blocking(on_end, False)
-    signal.set_wakeup_fd(on_end, warn_on_full_buffer=False)
-    signal.signal(signal.SIGCHLD, lambda *_: None)
-    jobs, imported = FileIO(0), Imported(float(sys.argv[1]))
-    numbers: dict[int, int] = {}  # of the forks, by process id
-    with selectors.DefaultSelector() as selector:
-        for readable in (jobs, ended):
-            selector.register(readable, selectors.EVENT_READ)
-        while True:
-            found = {key.fileobj for key, _ in selector.select()}
-            if ended in found:
-                os.read(ended, 1 << 16)
-                _answer_ended(numbers)
-            if jobs in found and not _begin(jobs, imported, numbers):
-                return
-
-
 class Imported:
     """Modules whose files are older than `since_s`."""
 
@@ -104,32 +83,77 @@ class Imported:
             self._known.add(name)
 
 
-def _begin(jobs: FileIO, imported: Imported, numbers: dict[int, int]) -> bool:
-    """The next job; False at the end of all."""
-    head = _read(jobs, 2 * _LENGTH.size)
-    if not head:
-        return False
-    (number,), (nbytes,) = _LENGTH.unpack(head[: _LENGTH.size]), _LENGTH.unpack(head[_LENGTH.size :])
-    data = _read(jobs, nbytes)
-    try:
-        job = pickle.loads(data)
-        imported.require(job[0].fn.__module__.partition(".")[0])
-        is_cached(*job)  # so that no fork imports, or hashes, what all of them need: Triton itself, say
-    except Exception as error:
-        print(f"a kernel can't be compiled beside the others: {error!r}", file=sys.stderr)
-        _answer(number, 1)
+class Server:
+    """`jobs` and `answers`: where to read from and to write to, file descriptors."""
+
+    def __init__(self, jobs: int, answers: int, imported: Imported) -> None:
+        self._jobs, self._answers, self._imported = FileIO(jobs), answers, imported
+        self._numbers = dict[int, int]()  # of what is compiled, by process id
+
+    def run(self) -> None:
+        """Until the input ends, and with it what is still compiled."""
+        ended, on_end = os.pipe()
+        os.set_blocking(on_end, False)
+        signal.set_wakeup_fd(on_end, warn_on_full_buffer=False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        with selectors.DefaultSelector() as selector:
+            for readable in (self._jobs, ended):
+                selector.register(readable, selectors.EVENT_READ)
+            while True:
+                found = {key.fileobj for key, _ in selector.select()}
+                if ended in found:
+                    os.read(ended, 1 << 16)
+                    self._answer_ended()
+                if self._jobs in found and not self._begin():
+                    break
+        for pid in self._numbers:  # nobody waits for these
+            os.kill(pid, signal.SIGKILL)
+
+    def _begin(self) -> bool:
+        """The next job; False at the end of all."""
+        head = self._read(2 * _LENGTH.size)
+        if not head:
+            return False
+        (number,), (nbytes,) = _LENGTH.unpack(head[: _LENGTH.size]), _LENGTH.unpack(head[_LENGTH.size :])
+        data = self._read(nbytes)
+        try:
+            job = pickle.loads(data)
+            self._imported.require(job[0].fn.__module__.partition(".")[0])
+            is_cached(*job)  # so that no fork imports, or hashes, what all of them need: Triton itself, say
+        except Exception as error:
+            print(f"a kernel can't be compiled beside the others: {error!r}", file=sys.stderr)
+            self._answer(number, 1)
+            return True
+        if pid := os.fork():
+            self._numbers[pid] = number
+        else:
+            _compile(*job)
         return True
-    if pid := os.fork():
-        numbers[pid] = number
-    else:
-        _compile(*job)
-    return True
+
+    def _answer_ended(self) -> None:
+        while self._numbers:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+            if not pid:
+                return
+            self._answer(self._numbers.pop(pid), status)
+
+    def _answer(self, number: int, status: int) -> None:
+        os.write(self._answers, b"%d %d\n" % (number, status))
+
+    def _read(self, nbytes: int) -> bytes:
+        """All of it, or nothing at the end of the input."""
+        data = b""
+        while len(data) < nbytes:
+            more = self._jobs.read(nbytes - len(data))
+            if not more:
+                return b""
+            data += more
+        return data
 
 
 def _compile(source: Any, target: Any, options: dict[str, Any]) -> None:
     """In a fork, which ends. Why a kernel does not compile is found out by whoever asked, in its own process."""
     os.close(0)
-    os.dup2(2, 1)
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     try:
@@ -139,27 +163,11 @@ def _compile(source: Any, target: Any, options: dict[str, Any]) -> None:
     os._exit(0)
 
 
-def _answer_ended(numbers: dict[int, int]) -> None:
-    while numbers:
-        pid, status = os.waitpid(-1, os.WNOHANG)
-        if not pid:
-            return
-        _answer(numbers.pop(pid), status)
-
-
-def _answer(number: int, status: int) -> None:
-    os.write(1, b"%d %d\n" % (number, status))
-
-
-def _read(jobs: FileIO, nbytes: int) -> bytes:
-    """All of it, or nothing at the end of the input."""
-    data = b""
-    while len(data) < nbytes:
-        more = jobs.read(nbytes - len(data))
-        if not more:
-            return b""
-        data += more
-    return data
+def main() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; whoever asks decides
+    answers = os.dup(1)
+    os.dup2(2, 1)  # what a kernel's module prints is no answer
+    Server(0, answers, Imported(float(sys.argv[1]))).run()
 
 
 if __name__ == "__main__":

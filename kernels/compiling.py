@@ -27,7 +27,7 @@ _log = logging.getLogger(__name__)
 _SERVER = [sys.executable, "-m", "kernels.compile_server", str(Process().create_time())]
 _MAX_COMPILING = 16
 """At once. More take less time, and a few hundred MiB of memory each."""
-_CLOSE_TIMEOUT_S = 5.0
+_COMPILE_TIMEOUT_S, _CLOSE_TIMEOUT_S = 120.0, 5.0
 
 
 def _silent(done: int, total: int) -> None:
@@ -67,7 +67,10 @@ def compiled_ahead(progress: Callable[[int, int], None] = _silent, in_processes:
 
 
 class _Server:
-    """kernels.compile_server, started when a kernel is not in Triton's cache. What it can't do is done here."""
+    """kernels.compile_server, started when a kernel is not in Triton's cache. What it can't do is done here.
+
+    It ends with its input, so with this process, and is not leashed to the thread that happens to start it.
+    """
 
     def __init__(self) -> None:
         self._lock, self._asked = Lock(), dict[int, Future[None]]()
@@ -111,10 +114,14 @@ class _Server:
             self._asked[number] = answered
             try:
                 self._tell(job)
-            except BrokenPipeError:  # whoever listens will see the end, too
+            except OSError as error:  # it can't be started, or has ended
+                _log.info("%s is compiled in this process: %s", source.name, error)
                 del self._asked[number]
                 return
-        answered.result()
+        try:
+            answered.result(_COMPILE_TIMEOUT_S)
+        except TimeoutError:
+            _log.warning("%s is compiled in this process: no other one did in %.0f s", source.name, _COMPILE_TIMEOUT_S)
 
     def _tell(self, job: bytes) -> None:
         if self._process is None:
@@ -133,13 +140,15 @@ class _Server:
 
     def _listen(self, process: subprocess.Popen[bytes]) -> None:
         assert process.stdout is not None
-        for line in process.stdout:
-            number, _ = line.split()
-            self._asked.pop(int(number)).set_result(None)
-        with self._lock:
-            self._has_ended, left = True, self._asked
-        for answered in left.values():
-            answered.set_result(None)
+        try:
+            for line in process.stdout:
+                number, _ = line.split()
+                self._asked.pop(int(number)).set_result(None)
+        finally:
+            with self._lock:
+                self._has_ended, left = True, self._asked
+            for answered in left.values():
+                answered.set_result(None)
 
 
 @contextmanager

@@ -67,6 +67,10 @@ class DeviceCache:
         self._is_smooth = k_offsets is not None
         self._pages: DevicePages | None = None
 
+    def clear(self) -> None:
+        """As it was made."""
+        self._planes.view(torch.uint8).zero_()
+
     def export(self) -> bytes:
         """What the first worker of our group needs to take our shard into its `share`. Raises TransferError where the
         device does not let others in; the cache must outlive what they do with it.

@@ -16,19 +16,24 @@ class Ferry:
     """
 
     def __init__(self, device: torch.device, piece_nbytes: int = _PIECE_NBYTES) -> None:
-        self._device = device
-        on_gpu = device.type == "cuda"
-        self._pieces = [torch.empty(piece_nbytes, dtype=torch.uint8, pin_memory=on_gpu) for _ in range(2)]
-        # Of when the device has read a piece.
-        self._read = [torch.cuda.Event() for _ in self._pieces] if on_gpu else []
+        self._device, self._piece_nbytes = device, piece_nbytes
+        self._pieces: list[Tensor] = []
+        self._read: list[torch.cuda.Event] = []  # of when the device has read a piece
 
     def carry(self, tensor: Tensor) -> Tensor:
         """A copy on the device, there for what is launched from now on. `tensor` may go when this returns."""
+        if not self._pieces:
+            self._allocate()
         there = torch.empty(tensor.shape, dtype=tensor.dtype, device=self._device)
         source, target = _bytes_of(tensor.contiguous()), _bytes_of(there)
-        for start in range(0, len(source), len(self._pieces[0])):
+        for start in range(0, len(source), self._piece_nbytes):
             self._carry_piece(source[start:], target[start:])
         return there
+
+    def _allocate(self) -> None:
+        on_gpu = self._device.type == "cuda"
+        self._pieces = [torch.empty(self._piece_nbytes, dtype=torch.uint8, pin_memory=on_gpu) for _ in range(2)]
+        self._read = [torch.cuda.Event() for _ in self._pieces] if on_gpu else []
 
     def _carry_piece(self, source: Tensor, target: Tensor) -> None:
         """As much as goes into a piece."""
@@ -38,7 +43,7 @@ class Ferry:
         piece.copy_(source[: len(piece)])
         target[: len(piece)].copy_(piece, non_blocking=True)
         if self._read:
-            self._read[0].record()
+            self._read[0].record(torch.cuda.current_stream(self._device))
             self._read.reverse()
         self._pieces.reverse()
 

@@ -282,6 +282,7 @@ class Builder:
             launcher.run_all()
             self._warm_up(cache, longest).run(DeviceRunner(launcher, self._sampler))
         launcher.run_all()
+        cache.clear()
 
     def _warm_up(self, cache: DeviceCache, max_model_len: int) -> WarmUp:
         return WarmUp(cache.layout, cache.num_blocks, self._max_rows, self._settings.max_num_seqs, max_model_len)

@@ -1,4 +1,4 @@
-"""A start on a GPU, on the reference kernels: what it tells of itself, and that weights go straight to their device."""
+"""A start on a GPU, on the reference kernels: what it tells of itself, and that weights go to their device."""
 
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -9,6 +9,7 @@ import torch
 
 from checkpoint import open_checkpoint
 from contracts.errors import ConfigError
+from engine.cuda.cache import DeviceCache
 from engine.cuda.formats import DEVICE_FORMATS
 from engine.cuda.load import Builder, load_device_engine
 from engine.cuda.weights import LayerWeights, load_device_weights, shortened
@@ -72,6 +73,39 @@ def test_each_kernel_that_is_compiled_is_told_of(tmp_path, monkeypatch):
         load_device_engine(chosen, open_checkpoint(str(tmp_path)), lambda *step: seen.append(step), device=CPU)
     behind = [step for step in seen if step[0] != "load"]
     assert behind == [("compile", 0, 1), ("kernels", 1, 2), ("kernels", 2, 2), ("compile", 1, 1), ("calibrate", 0, 1)]
+
+
+def test_what_was_written_while_kernels_were_loaded_is_gone_when_scales_are_looked_for(tmp_path, monkeypatch):
+    """A prompt's last block has zeros behind it: what is masked weighs nothing, and 0 times a NaN is a NaN."""
+    written, clear = [], DeviceCache.clear
+
+    def rest(cache):
+        layers = [cache.layer(index) for index in range(cache.layout.num_layers)]
+        return [float(pages.float().abs().sum()) for layer in layers for pages in (layer.keys, layer.values)]
+
+    @contextmanager
+    def compiled_ahead(progress, in_processes):
+        yield
+
+    def clear_noted(cache):
+        written.extend(rest(cache))
+        clear(cache)
+
+    def stop(_, cache):
+        assert not any(rest(cache))
+        raise ConfigError("loaded")
+
+    save_tiny(tmp_path, "llama")
+    monkeypatch.setattr("kernels.compiling.compiled_ahead", compiled_ahead)
+    monkeypatch.setattr("engine.cuda.load.require_kernels", lambda *_: None)
+    monkeypatch.setattr(DeviceCache, "clear", clear_noted)
+    monkeypatch.setattr(Builder, "_captures", True)
+    monkeypatch.setattr(Builder, "_calibrate", stop)
+    with pytest.raises(ConfigError, match="loaded"):
+        load_device_engine(
+            settings(model=str(tmp_path), dtype="bfloat16"), open_checkpoint(str(tmp_path)), print, device=CPU
+        )
+    assert any(written)
 
 
 @dataclass(frozen=True)

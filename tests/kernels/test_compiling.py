@@ -1,6 +1,8 @@
 """How often Triton compiles, counted by its own hook; for a GPU that need not be here."""
 
+import os
 import pickle
+import subprocess
 import sys
 import time
 
@@ -21,8 +23,9 @@ from kernels.specs import NormSpec
 from kernels.triton.norm import add_rmsnorm_quant, norm_kernel
 from tests.kernels.aot import source_of
 from tests.kernels.compile_cases import CASES
-from tests.kernels.odd_kernels import make_kernel, wrong_kernel
+from tests.kernels.odd_kernels import Noise, Slow, make_kernel, wrong_kernel
 
+HANG = "import time; time.sleep(60)"
 NORM = NormSpec(64, "none", deferred=True)
 
 
@@ -45,6 +48,8 @@ def compiled(monkeypatch, tmp_path):
     names = []
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(driver, "_active", AbsentHopper())
+    # As if this process began later: who runs the tests has perhaps just written the sources.
+    monkeypatch.setattr("kernels.compiling._SERVER", [*compiling._SERVER[:-1], str(time.time() + 60)])
     monkeypatch.setattr(norm_kernel, "device_caches", type(norm_kernel.device_caches)(norm_kernel.create_binder))
 
     def hook(*, fn, **_):
@@ -144,7 +149,7 @@ def test_what_is_in_the_cache_needs_no_other_process(compiled, compiled_here, mo
         norm(64)
     assert compiled_here == ["norm_kernel"]
     monkeypatch.setattr(norm_kernel, "device_caches", type(norm_kernel.device_caches)(norm_kernel.create_binder))
-    monkeypatch.setattr("kernels.compiling._SERVER", ["there is no such program"])
+    monkeypatch.setattr("kernels.compiling._Server._tell", None)
     with compiled_ahead(in_processes=True):
         norm(64)
     assert (compiled, compiled_here) == (["norm_kernel"] * 2, ["norm_kernel"])
@@ -156,6 +161,13 @@ def test_later_launches_compile_in_this_process_again(compiled, compiled_here):
     with compiled_ahead():
         norm(65)
     assert compiled_here == ["norm_kernel"]
+
+
+def test_a_server_that_cannot_be_started_is_done_without(compiled, compiled_here, monkeypatch):
+    monkeypatch.setattr("kernels.compiling._SERVER", ["there is no such program"])
+    with compiled_ahead(in_processes=True):
+        norm(64)
+    assert compiled == compiled_here == ["norm_kernel"]
 
 
 def test_a_source_that_changed_since_it_was_read_is_compiled_here(compiled, compiled_here, monkeypatch):
@@ -178,14 +190,55 @@ def test_a_server_that_ends_loses_nothing(code, compiled, compiled_here, monkeyp
     assert compiled == compiled_here == ["norm_kernel"] * 2
 
 
-def test_the_server_ends_with_its_last_kernel(compiled, monkeypatch):
+def servers():
+    """That this process has started."""
+    children = psutil.process_iter(["ppid", "cmdline"])  # of one that ended meanwhile nothing is said
+    ours = [child.info["cmdline"] or [] for child in children if child.info["ppid"] == os.getpid()]
+    return [command for command in ours if command[1:3] in (compiling._SERVER[1:3], ["-c", HANG])]
+
+
+def test_a_server_that_hangs_is_waited_for_no_longer_than_it_may(compiled, compiled_here, monkeypatch):
+    monkeypatch.setattr("kernels.compiling._SERVER", [sys.executable, "-c", HANG])
+    monkeypatch.setattr("kernels.compiling._COMPILE_TIMEOUT_S", 0.1)
+    monkeypatch.setattr("kernels.compiling._CLOSE_TIMEOUT_S", 0.1)
     with compiled_ahead(in_processes=True):
         norm(64)
-        while not (
-            servers := [child for child in psutil.Process().children() if "compile_server" in str(child.cmdline())]
-        ):
+    assert compiled == compiled_here == ["norm_kernel"]
+    assert not servers()
+
+
+def start_server():
+    command = [sys.executable, "-m", "kernels.compile_server", str(time.time() + 60)]
+    environ = os.environ | {"PYTHONPATH": os.getcwd()}
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environ)
+
+
+def test_what_a_module_prints_is_no_answer():
+    with start_server() as server:
+        answers, _ = server.communicate(frame(7, Noise(), None, {}), timeout=60)
+    assert (server.returncode, answers) == (0, b"7 1\n")
+
+
+def test_forks_end_with_the_server(tmp_path):
+    """Of a job that would take a minute."""
+    server = start_server()
+    assert server.stdin is not None
+    server.stdin.write(frame(1, Slow(tmp_path / "began"), GPUTarget("cuda", 90, 32), {}))
+    server.stdin.flush()
+    while not (tmp_path / "began").exists():
+        time.sleep(0.01)
+    forks = psutil.Process(server.pid).children()
+    server.communicate(timeout=60)
+    assert server.returncode == 0 and len(forks) == 1
+    assert not psutil.wait_procs(forks, timeout=30)[1]
+
+
+def test_the_server_ends_with_its_last_kernel(compiled):
+    with compiled_ahead(in_processes=True):
+        norm(64)
+        while not servers():
             time.sleep(0.01)
-    assert not servers[0].is_running() and not psutil.Process().children()
+    assert not servers()
 
 
 def test_a_kernel_that_does_not_compile_says_why(compiled):
