@@ -25,7 +25,7 @@ from triton.compiler import make_backend
 from triton.runtime.cache import get_cache_key, get_cache_manager
 from triton.runtime.jit import JITFunction, get_cache_invalidating_env_vars
 
-_LENGTH = struct.Struct("<Q")
+_HEAD = struct.Struct("<QQ")  # a job's number, and its length in bytes
 
 
 class JobPickler(pickle.Pickler):
@@ -54,7 +54,7 @@ def frame(number: int, source: Any, target: Any, options: dict[str, Any]) -> byt
     """
     job = BytesIO()
     JobPickler(job).dump((source, target, options))
-    return _LENGTH.pack(number) + _LENGTH.pack(len(job.getvalue())) + job.getvalue()
+    return _HEAD.pack(number, len(job.getvalue())) + job.getvalue()
 
 
 def is_cached(source: Any, target: Any, options: dict[str, Any]) -> bool:
@@ -111,10 +111,10 @@ class Server:
 
     def _begin(self) -> bool:
         """The next job; False at the end of all."""
-        head = self._read(2 * _LENGTH.size)
+        head = self._read(_HEAD.size)
         if not head:
             return False
-        (number,), (nbytes,) = _LENGTH.unpack(head[: _LENGTH.size]), _LENGTH.unpack(head[_LENGTH.size :])
+        number, nbytes = _HEAD.unpack(head)
         data = self._read(nbytes)
         try:
             job = pickle.loads(data)

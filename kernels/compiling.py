@@ -73,9 +73,9 @@ class _Server:
     """
 
     def __init__(self) -> None:
-        self._lock, self._asked = Lock(), dict[int, Future[None]]()
+        self._lock, self._has_ended = Lock(), False
+        self._asked: list[Future[None]] = []  # by a job's number
         self._process: subprocess.Popen[bytes] | None = None
-        self._num_jobs, self._has_ended = 0, False
 
     def compile(self, source: Any, target: Any, options: dict[str, Any], _env_vars: Any = None) -> Any:
         """triton.compile, any thread."""
@@ -101,27 +101,22 @@ class _Server:
 
     def _compile_there(self, source: Any, target: Any, options: dict[str, Any]) -> None:
         """Returns when the kernel is in the cache, or will not be by that way."""
-        with self._lock:
-            self._num_jobs += 1
-            number, answered = self._num_jobs, Future[None]()
-            try:
-                job = frame(number, source, target, options)
-            except (pickle.PicklingError, TypeError, AttributeError) as error:
-                _log.info("%s is compiled in this process: %s", source.name, error)
-                return
-            if self._has_ended:
-                return
-            self._asked[number] = answered
-            try:
-                self._tell(job)
-            except OSError as error:  # it can't be started, or has ended
-                _log.info("%s is compiled in this process: %s", source.name, error)
-                del self._asked[number]
-                return
         try:
-            answered.result(_COMPILE_TIMEOUT_S)
+            self._ask(source, target, options).result(_COMPILE_TIMEOUT_S)
         except TimeoutError:
             _log.warning("%s is compiled in this process: no other one did in %.0f s", source.name, _COMPILE_TIMEOUT_S)
+        except (pickle.PicklingError, TypeError, AttributeError, OSError) as error:
+            _log.info("%s is compiled in this process: %s", source.name, error)
+
+    def _ask(self, source: Any, target: Any, options: dict[str, Any]) -> Future[None]:
+        """Raises as `frame`, and OSError if the server can't be started, or has ended."""
+        with self._lock:
+            if self._has_ended:
+                raise BrokenPipeError("the process that compiles has ended")
+            job, answered = frame(len(self._asked), source, target, options), Future[None]()
+            self._asked.append(answered)
+            self._tell(job)
+        return answered
 
     def _tell(self, job: bytes) -> None:
         if self._process is None:
@@ -143,12 +138,13 @@ class _Server:
         try:
             for line in process.stdout:
                 number, _ = line.split()
-                self._asked.pop(int(number)).set_result(None)
+                self._asked[int(number)].set_result(None)
         finally:
             with self._lock:
-                self._has_ended, left = True, self._asked
-            for answered in left.values():
-                answered.set_result(None)
+                self._has_ended = True
+            for answered in self._asked:
+                if not answered.done():
+                    answered.set_result(None)
 
 
 @contextmanager

@@ -183,7 +183,8 @@ def shortened(layers: Sequence[LayerWeights]) -> Sequence[LayerWeights]:
     """The fewest of the first ones and the last that launch every kernel that all do. What a layer launches depends on
     its kind and on the next one's, and on whether it is the first or the last one.
     """
-    kinds = [_kind(layer) for layer in layers]
+    known = dict[Hashable, int]()
+    kinds = [known.setdefault(_kind(layer), len(known)) for layer in layers]
     pairs = set(pairwise(kinds))
     for left_out in range(len(layers) - 3, 0, -1):
         for start in range(2, len(layers) - left_out):
