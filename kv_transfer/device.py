@@ -137,6 +137,21 @@ class Buffer(Protocol):
         ...
 
 
+class Unpacking(Protocol):
+    """Pages that are being copied out of a buffer."""
+
+    @property
+    def is_done(self) -> bool:
+        """They are there, and the buffer is free."""
+        ...
+
+    def wait(self) -> np.ndarray | None:
+        """Until then. Returns the checksums of the pages as they are now, `[pages, num_parts * num_planes]` uint32, if
+        they were asked for. Raises TransferError.
+        """
+        ...
+
+
 class DevicePool(Pool, Protocol):
     """`kind`: of memory; only pools of one kind can be handed over. `checks`: chunks come with checksums of their
     pages; the transfer sets it. `scales`: what each plane was divided by before it was rounded to e4m3, if it was.
@@ -180,10 +195,8 @@ class DevicePool(Pool, Protocol):
         """
         ...
 
-    def unpack(self, buffer: Any, pages: np.ndarray, checks: bool, num_parts: int) -> np.ndarray | None:
-        """The other way round. Returns the checksums of `pages` as they are then, `[pages, num_parts * num_planes]`
-        uint32, if `checks`.
-        """
+    def unpack(self, buffer: Any, pages: np.ndarray, checks: bool, num_parts: int) -> Unpacking:
+        """The other way round, launched on return; with checksums if `checks`."""
         ...
 
     def narrowing(self, scales: Sequence[float]) -> Any:

@@ -14,7 +14,7 @@ from contracts.ids import Incarnation, WorkerId
 from contracts.request import WorkerRef
 from kv_transfer import conversion
 from kv_transfer.frames import PROTOCOL, Attach, Declined, Hello, Open, Opened, Proof, Rejected, Settled, Terms
-from kv_transfer.transports.base import DeviceChannel, Opening, Ring, Transport, Tried
+from kv_transfer.transports.base import DeviceChannel, DeviceInbound, Opening, Ring, Transport
 from kv_transfer.wire import HELLO_MAX_NBYTES, HandshakeSocket, prove
 
 log = logging.getLogger(__name__)
@@ -225,7 +225,7 @@ def _settle(wire: HandshakeSocket, inbound: Any) -> str | None:
 
 
 def _tried(wire: HandshakeSocket, inbound: Any) -> str | None:
-    if isinstance(inbound, Tried):
+    if isinstance(inbound, DeviceInbound):
         try:
             inbound.be_tried(lambda: wire.is_quiet)
         except TransferError as error:

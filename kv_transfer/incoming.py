@@ -17,6 +17,7 @@ from kv_transfer.link import Link, LinkParts
 from kv_transfer.pulling import Puller
 from kv_transfer.receiving import Landings, Receiver
 from kv_transfer.staging import staging_of
+from kv_transfer.transports.base import DeviceInbound
 from kv_transfer.transports.nvlink import MappedPool
 from kv_transfer.ways import candidates
 from kv_transfer.wire import HandshakeSocket
@@ -43,6 +44,8 @@ class IncomingLink(Link):
         """Ignored if the offer is gone. Raises ValueError if it does not fit the offer or the pool."""
         if self.landings.grant(grant):
             self.send(grant)
+            if isinstance(self._channel, DeviceInbound):
+                self._channel.expect(self.landings.is_due)
 
     def commit(self, message: Commit) -> None:
         """The owner has what it needs. Commit was said when token 0 and the last chunk were here, if both came."""

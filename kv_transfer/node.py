@@ -60,14 +60,14 @@ class TransferNode:
     ) -> None:
         self._layout, self._wake, self._settings = layout, wake, settings
         own: dict[str, Transport] = {}
-        device: tuple[DevicePool, Callable[[], bool]] | tuple[()] = ()
+        device: DevicePool | None = None
         if isinstance(pool, np.ndarray):
             self._pool, memory, plane_scales = PagePool(pool, layout), "host", []
         else:
             self._pool, memory, plane_scales = pool, pool.kind, pool.scales
             pool.expect(conversion.part_counts(layout))
             pool.checks, own["nvlink"] = settings.checksum, NvlinkTransport(pool)
-            device = pool, self._is_busy
+            device = pool
         self._transports = Transports({**own, **(transports or {})}, device)
         _require_available(settings.transport, self._transports.available())
         self._events: deque[TransferEvent] = deque()

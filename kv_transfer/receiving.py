@@ -7,17 +7,19 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 
 from contracts.handoff import ChunkHeader, Commit, Fin, Grant, Offer
 from contracts.layout import KVLayout
 from kv_transfer import integrity
+from kv_transfer.device import Unpacking
 from kv_transfer.landing import Landing
 from kv_transfer.piece import Piece, read_meta
 from kv_transfer.sending import Key
 from kv_transfer.staging import Staging
-from kv_transfer.transports.base import Inbound, Slot
+from kv_transfer.transports.base import Inbound, Slot, Taking
 
 ALONE_S = 0.25
 
@@ -86,6 +88,11 @@ class Landings:
     def is_alone(self) -> bool:
         """One handoff is under way, since a moment: nothing else keeps this process awake."""
         return len(self._landings.keys() - self._committed) == 1 and time.monotonic() < self._alone_until
+
+    def is_due(self) -> bool:
+        """A handoff is under way, of which something is to come."""
+        with self._lock:
+            return any(key not in self._committed for key in self._landings)
 
     def is_committed(self, key: Key) -> bool:
         """It was said already."""
@@ -188,25 +195,28 @@ class Receiver:
     def stop(self) -> None:
         """It never waits but for the channel."""
 
-    def _take(self, slot: Slot) -> None:
+    def _take(self, slot: Slot) -> Taking | None:
         start = time.perf_counter()
-        self._put(slot, read_meta(slot.meta))
+        taking = self._put(slot, read_meta(slot.meta))
         self.busy_s += time.perf_counter() - start
+        return taking
 
-    def _put(self, slot: Slot, piece: Piece) -> None:
+    def _put(self, slot: Slot, piece: Piece) -> Taking | None:
         arrival = self._arrival
         if arrival is None or not arrival.continues(piece):
             if not piece.is_after_cut:
                 self._cut_short()
             arrival = self._arrival = self._begin(piece)
+        taking = None
         if arrival.units is not None:
             if reason := self._check(arrival, piece, slot):
                 self._bad(arrival, piece.header, reason)
             else:
-                self._land(arrival, piece, slot)
+                taking = self._land(arrival, piece, slot)
         arrival.offset += piece.nbytes
         if piece.is_last:
             self._arrival = None
+        return taking
 
     def _begin(self, piece: Piece) -> Arrival:
         """Decide by the facts in the header whether this chunk may land."""
@@ -237,12 +247,27 @@ class Receiver:
                 return f"checksum differs in the bytes up to {piece.offset + piece.nbytes}"
         return None
 
-    def _land(self, arrival: Arrival, piece: Piece, slot: Slot) -> None:
+    def _land(self, arrival: Arrival, piece: Piece, slot: Slot) -> Taking | None:
+        assert arrival.units is not None
         if not self._landings.enter(arrival.key):
             arrival.units = None
-            return
+            return None
         # Not left if the device fails, which ends the link.
-        reason = self._write(arrival, piece, slot)
+        first, size = piece.offset // self._staging.unit_nbytes, piece.nbytes // self._staging.unit_nbytes
+        unpacking = self._staging.unpack(slot.payload, arrival.units[first : first + size])
+        if unpacking is not None:
+            return Taking(unpacking, partial(self._finish, arrival, piece, unpacking))
+        self._written(arrival, piece, None)
+        return None
+
+    def _finish(self, arrival: Arrival, piece: Piece, unpacking: Unpacking) -> None:
+        start = time.perf_counter()
+        self._written(arrival, piece, unpacking.wait())
+        self.busy_s += time.perf_counter() - start
+
+    def _written(self, arrival: Arrival, piece: Piece, sums: np.ndarray | None) -> None:
+        """The pages hold this piece. Others of its chunk, and of those behind it, may be on their way into theirs."""
+        reason = self._compare(arrival, piece, sums) if sums is not None else None
         if self._landings.leave(arrival.key):
             self._on_drained(arrival.key)
         elif reason:
@@ -250,13 +275,8 @@ class Receiver:
         elif piece.is_last:
             self._landed(piece.header)
 
-    def _write(self, arrival: Arrival, piece: Piece, slot: Slot) -> str | None:
+    def _compare(self, arrival: Arrival, piece: Piece, sums: np.ndarray) -> str | None:
         """Why the pages do not hold the chunk now that this was its end, or None."""
-        assert arrival.units is not None
-        first, size = piece.offset // self._staging.unit_nbytes, piece.nbytes // self._staging.unit_nbytes
-        sums = self._staging.unpack(slot.payload, arrival.units[first : first + size])
-        if sums is None:
-            return None
         arrival.sums.append(sums)
         if not piece.is_last:
             return None

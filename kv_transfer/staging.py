@@ -13,8 +13,9 @@ from contracts.handoff import ChunkHeader
 from contracts.ids import BlockId, Epoch
 from contracts.layout import KVLayout
 from kv_transfer import conversion, integrity, plan
-from kv_transfer.device import DevicePool, Pool
+from kv_transfer.device import DevicePool, Pool, Unpacking
 from kv_transfer.frames import Terms
+from kv_transfer.naps import nap_on_time
 from kv_transfer.transports.base import Channel, DeviceChannel, Ring
 
 
@@ -48,9 +49,9 @@ class Staging(Protocol):
         """
         ...
 
-    def unpack(self, payload: Any, units: np.ndarray) -> np.ndarray | None:
-        """The pages hold it on return. Returns what they hold by integrity.of_pages, if that is to be compared when the
-        chunk is whole.
+    def unpack(self, payload: Any, units: np.ndarray) -> Unpacking | None:
+        """The pages hold it on return, or when what is returned is done. Checksums that it has are to be compared, by
+        integrity.of_pages, when the chunk is whole.
         """
         ...
 
@@ -115,6 +116,7 @@ class DeviceStaging:
 
     def enter(self) -> None:
         self._pool.enter()
+        nap_on_time()
 
     def units(self, pages: Sequence[BlockId]) -> np.ndarray:
         return np.asarray(pages, dtype=np.int32)
@@ -129,7 +131,7 @@ class DeviceStaging:
     def extend(self, checksum: int, payload: Any, nbytes: int) -> int | None:
         return None
 
-    def unpack(self, payload: Any, units: np.ndarray) -> np.ndarray | None:
+    def unpack(self, payload: Any, units: np.ndarray) -> Unpacking:
         return self._pool.unpack(payload, units, self._checks, self._num_parts)
 
 

@@ -26,7 +26,7 @@ from engine.cuda.memory import Mark, Marks, Memory
 from engine.cuda.parts import Part
 from engine.cuda.pulls import Lanes
 from engine.cuda.remote import RemotePages, Sharing, attach_all, device_name
-from engine.cuda.staging import StagingBuffer
+from engine.cuda.staging import StagingBuffer, Unpacking
 from kernels.registry import Registry
 
 _log = logging.getLogger(__name__)
@@ -207,10 +207,8 @@ class DevicePages:
         """Copy `pages` to its start, each in its parts, all planes of each part in turn; they are there on return."""
         self.cut_into(num_parts).packer.pack(pages, into)
 
-    def unpack(self, buffer: StagingBuffer, pages: np.ndarray, checks: bool, num_parts: int) -> np.ndarray | None:
-        """The other way round. Returns the checksums of `pages` if `checks`, `[pages, parts * planes]`, as they are
-        then.
-        """
+    def unpack(self, buffer: StagingBuffer, pages: np.ndarray, checks: bool, num_parts: int) -> Unpacking:
+        """The other way round, launched on return; with checksums of `pages` if `checks`."""
         return self.cut_into(num_parts).packer.unpack(buffer, pages, checks)
 
     def narrowing(self, scales: SequenceOf[float]) -> Tensor:

@@ -75,9 +75,29 @@ class StagingBuffer:
         """Beside the engine's stream, for any thread."""
         return torch.cuda.stream(self._stream) if self._stream is not None else nullcontext()
 
+    @property
+    def is_idle(self) -> bool:
+        return self._stream is None or self._stream.query()
+
     def wait(self) -> None:
+        """Until it is."""
         if self._stream is not None:
             synchronize(self.stream)
+
+
+class Unpacking:
+    """kv_transfer.device.Unpacking. `checksums`: those of the pages, if they were asked for."""
+
+    def __init__(self, buffer: StagingBuffer, checksums: Checksums | None) -> None:
+        self._buffer, self._checksums = buffer, checksums
+
+    @property
+    def is_done(self) -> bool:
+        return self._buffer.is_idle
+
+    def wait(self) -> np.ndarray | None:
+        self._buffer.wait()
+        return self._checksums.read() if self._checksums is not None else None
 
 
 class Packer:
@@ -107,11 +127,12 @@ class Packer:
         return buffer
 
     def pack(self, pages: np.ndarray, into: StagingBuffer) -> None:
-        self._go("pack", pages, into)
+        self._start("pack", pages, into)
+        into.wait()
 
-    def unpack(self, buffer: StagingBuffer, pages: np.ndarray, checks: bool) -> np.ndarray | None:
-        self._go("unpack and sum" if checks else "unpack", pages, buffer)
-        return self._kit(buffer).checksums.read() if checks else None
+    def unpack(self, buffer: StagingBuffer, pages: np.ndarray, checks: bool) -> Unpacking:
+        self._start("unpack and sum" if checks else "unpack", pages, buffer)
+        return Unpacking(buffer, self._kit(buffer).checksums if checks else None)
 
     def narrow(self, pages: np.ndarray, into: StagingBuffer, inv_scales: Tensor) -> np.ndarray:
         """As `pack`, times `inv_scales` and rounded to e4m3. Returns the checksums of what was packed,
@@ -122,7 +143,8 @@ class Packer:
                 into.inv_scales = torch.empty_like(inv_scales) if into.inv_scales is None else into.inv_scales
                 into.inv_scales.copy_(inv_scales)
             into.narrowing = inv_scales
-        self._go("narrow", pages, into)
+        self._start("narrow", pages, into)
+        into.wait()
         return self._kit(into).checksums.read_first()
 
     def run_all(self) -> None:
@@ -144,8 +166,7 @@ class Packer:
         kit = buffer.kits[len(self._parts)] = Kit(checksums)
         return kit
 
-    def _go(self, what: str, pages: np.ndarray, buffer: StagingBuffer) -> None:
-        """Done on return."""
+    def _start(self, what: str, pages: np.ndarray, buffer: StagingBuffer) -> None:
         kit, count = self._kit(buffer), len(pages)
         bucket = next((size for size in BUCKETS if size >= count), 0)
         if recording := self._recorded(what, buffer).get(bucket):
@@ -154,7 +175,6 @@ class Packer:
             recording.launch(buffer.stream)
         else:
             self._launch(what, buffer, pages)
-        buffer.wait()
 
     @torch.inference_mode()
     def _recorded(self, what: str, buffer: StagingBuffer) -> dict[int, Recording]:

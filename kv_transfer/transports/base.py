@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from kv_transfer.device import DevicePool
+from kv_transfer.device import DevicePool, Unpacking
 from kv_transfer.piece import META_NBYTES
 
 
@@ -51,6 +51,20 @@ class Slot:
         return self.buffer[META_NBYTES:]
 
 
+@dataclass(frozen=True, slots=True)
+class Taking:
+    """Bytes that a device is still taking out of a slot. Then comes `finish`, in the receiver's thread and in the order
+    of the messages; it raises what a Take raises.
+    """
+
+    unpacking: Unpacking
+    finish: Callable[[], None]
+
+
+Take = Callable[[Slot], Taking | None]
+"""Without a Taking the bytes have been taken on return."""
+
+
 class Channel(Protocol):
     """Used by one thread, except `interrupt`.
 
@@ -79,12 +93,16 @@ class DeviceChannel:
     is_direct: bool = True
 
 
-class Tried(ABC):
-    """A receiver's end that has its part in trying the channel out, before the handshake is over."""
+class DeviceInbound(ABC):
+    """A receiver's end of a DeviceChannel. It has its part in trying the channel out, before the handshake is over."""
 
     @abstractmethod
     def be_tried(self, goes_on: Callable[[], bool]) -> None:
         """Take what the sender tries it out with, while `goes_on` says so. Raises TransferError."""
+
+    @abstractmethod
+    def expect(self, is_due: Callable[[], bool]) -> None:
+        """From any thread: a message is to come. Whoever waits for it sleeps in naps only, while `is_due` says so."""
 
     @abstractmethod
     def close(self) -> None:
@@ -110,9 +128,9 @@ class Outbound(Channel, Protocol):
 
 
 class Inbound(Channel, Protocol):
-    def receive(self, take: Callable[[Slot], None]) -> None:
-        """Give `take` at least one message, in the order of sending; its bytes are gone when it returns. Raises what
-        `take` raises. Blocks without a limit: silence is normal here.
+    def receive(self, take: Take) -> None:
+        """Give `take` at least one message, in the order of sending; its bytes are gone once they are taken. Raises
+        what `take` raises. Blocks without a limit: silence is normal here.
         """
         ...
 

@@ -8,7 +8,7 @@ from socket import socket
 import numpy as np
 
 from contracts.errors import PeerLost, TransferError
-from kv_transfer.transports.base import Inbound, Opening, Outbound, Ring, Slot
+from kv_transfer.transports.base import Inbound, Opening, Outbound, Ring, Slot, Take
 
 # One process is exactly how far a loopback reaches, so the meeting place of its two ends is the module.
 _rings: dict[bytes, "MemoryRing"] = {}
@@ -102,7 +102,7 @@ class LoopbackOutbound(_LoopbackChannel):
 
 
 class LoopbackInbound(_LoopbackChannel):
-    def receive(self, take: Callable[[Slot], None]) -> None:
+    def receive(self, take: Take) -> None:
         slot = self._memory.take(self._memory.full, None)
         take(slot)
         self._memory.put(self._memory.free, slot)

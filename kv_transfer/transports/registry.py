@@ -11,6 +11,7 @@ from typing import Any
 
 from contracts.errors import TransferError
 from kv_transfer.allowance import STAGING_NBYTES
+from kv_transfer.device import DevicePool
 from kv_transfer.transports.base import Transport
 
 _CLASSES = {
@@ -23,11 +24,9 @@ _OF_DEVICES = {"ucx": "kv_transfer.transports.ucx_device:UcxDeviceTransport"}
 
 
 class Transports:
-    """`given`: ready transports that stand in for the ones of the same name. `device`: what the transports of a
-    device's pool are made of, if it is a device's.
-    """
+    """`given`: ready transports that stand in for the ones of the same name. `device`: the pool, if a device has it."""
 
-    def __init__(self, given: Mapping[str, Transport] | None = None, device: Sequence[Any] = ()) -> None:
+    def __init__(self, given: Mapping[str, Transport] | None = None, device: DevicePool | None = None) -> None:
         self._given, self._device = dict(given or {}), device
         self._loaded = dict(self._given)
         self._lock = threading.Lock()
@@ -41,8 +40,8 @@ class Transports:
         """Raises TransferError if it can't be loaded."""
         with self._lock:
             if name not in self._loaded:
-                is_device = bool(self._device) and name in _OF_DEVICES
-                where, made_of = (_OF_DEVICES[name], self._device) if is_device else (_CLASSES[name], ())
+                is_device = self._device is not None and name in _OF_DEVICES
+                where, made_of = (_OF_DEVICES[name], [self._device]) if is_device else (_CLASSES[name], [])
                 self._loaded[name] = _load(name, where, made_of)
             return self._loaded[name]
 

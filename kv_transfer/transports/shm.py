@@ -19,7 +19,7 @@ from typing import NamedTuple
 import numpy as np
 
 from contracts.errors import PeerLost, TransferError
-from kv_transfer.transports.base import Inbound, Opening, Outbound, Ring, Slot
+from kv_transfer.transports.base import Inbound, Opening, Outbound, Ring, Slot, Take
 
 SHM_DIR = Path("/dev/shm")
 # A peer that could shrink the memory could kill us with SIGBUS.
@@ -182,7 +182,7 @@ class ShmInbound(_ShmChannel):
         with contextlib.suppress(OSError):
             socket.send_fds(self._sock, [b"\0"], self._shared)
 
-    def receive(self, take: Callable[[Slot], None]) -> None:
+    def receive(self, take: Take) -> None:
         """Slots go back by the half ring: one at a time would wake the sender for each, often on our own core."""
         if self._num_ready == 0:
             self._give_back()

@@ -7,7 +7,7 @@ import numpy as np
 
 from contracts.errors import PeerLost
 from kv_transfer.piece import META_NBYTES, read_meta
-from kv_transfer.transports.base import Inbound, Opening, Outbound, Ring, Slot
+from kv_transfer.transports.base import Inbound, Opening, Outbound, Ring, Slot, Take
 
 # The kernel's buffer is what overlaps sending with packing, so it should hold a few messages.
 SOCKET_BUFFER_NBYTES = 4 << 20
@@ -86,7 +86,7 @@ class TcpInbound(_TcpChannel):
     def __init__(self, sock: socket.socket, ring: Ring) -> None:
         super().__init__(sock, ring, socket.SO_RCVBUF, None)
 
-    def receive(self, take: Callable[[Slot], None]) -> None:
+    def receive(self, take: Take) -> None:
         self._fill(self._slot.meta)
         nbytes = read_meta(self._slot.meta).nbytes
         if not 0 < nbytes <= len(self._slot.payload):

@@ -22,6 +22,7 @@ What decides speed and safety here, all of it seen on ucxx 0.52 with UCX 1.22:
 import logging
 import os
 import select
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
@@ -33,7 +34,7 @@ import ucxx._lib.libucxx as ucx
 
 from contracts.errors import PeerLost, TransferError
 from kv_transfer.piece import META_NBYTES
-from kv_transfer.transports.base import Inbound, Opening, Outbound, Ring, Slot
+from kv_transfer.transports.base import Inbound, Opening, Outbound, Ring, Slot, Take
 from kv_transfer.transports.ucx_endpoint import endpoint_lanes
 from kv_transfer.transports.ucx_messages import Operation, Receiving, flush, send
 
@@ -89,6 +90,7 @@ class Engine:
         self.operations: deque[Operation] = deque()
         self.endpoint: Any = None
         self._interrupted = False
+        self._waking = threading.Lock()
         self.worker: Any = _make_worker(config)
         self.address = bytes(self.worker.address)
         self._wake = os.eventfd(0, os.EFD_NONBLOCK)
@@ -127,7 +129,13 @@ class Engine:
 
     def interrupt(self) -> None:
         self._interrupted = True
-        os.eventfd_write(self._wake, 1)
+        self.rouse()
+
+    def rouse(self) -> None:
+        """From any thread: whoever sleeps looks again."""
+        with self._waking:
+            if self._wake >= 0:
+                os.eventfd_write(self._wake, 1)
 
     def close(self) -> None:
         """Close the endpoint, then wait until UCX has let go of every buffer. Idempotent."""
@@ -145,7 +153,9 @@ class Engine:
                 return
         self.operations.clear()
         self.endpoint = self.worker = None
-        os.close(self._wake)
+        with self._waking:
+            os.close(self._wake)
+            self._wake = -1
 
     def moved(self) -> None:
         """An operation has begun or ended."""
@@ -157,7 +167,9 @@ class Engine:
         left_s = None if deadline is None else deadline - time.monotonic()
         if left_s is not None and left_s <= 0:
             raise PeerLost("the peer took nothing until the deadline")
-        self._poller.poll(None if left_s is None else left_s * 1000 + 1)
+        ready = self._poller.poll(None if left_s is None else left_s * 1000 + 1)
+        if any(descriptor == self._wake for descriptor, _ in ready):
+            os.eventfd_read(self._wake)
 
 
 class UcxChannel:
@@ -250,13 +262,13 @@ class UcxInbound(UcxChannel):
 
     def __init__(self, engine: Engine) -> None:
         super().__init__(engine)
-        self._take: Callable[[Slot], None] | None = None
+        self._take: Take | None = None
         self._num_taken = 0
         self._failure: BaseException | None = None
         self._spares: list[np.ndarray] = []
         self._receiving = Receiving(engine.worker.handle, self._on_message, self._spare, engine.operations.append)
 
-    def receive(self, take: Callable[[Slot], None]) -> None:
+    def receive(self, take: Take) -> None:
         self._take, before = take, self._num_taken
         try:
             self._engine.until(lambda: self._take_fetched(take) or self._num_taken > before, None)
@@ -276,7 +288,7 @@ class UcxInbound(UcxChannel):
         except BaseException as failure:
             self._failure = failure
 
-    def _accept(self, take: Callable[[Slot], None], data: np.ndarray) -> None:
+    def _accept(self, take: Take, data: np.ndarray) -> None:
         if len(data) > self._engine.ring.stride:
             raise PeerLost(f"a message of {len(data)} bytes; a slot has {self._engine.ring.stride}")
         if not self._engine.operations:
@@ -287,7 +299,7 @@ class UcxInbound(UcxChannel):
         buffer[: len(data)] = data
         self._engine.operations.append(Operation(buffer, len(data), None))
 
-    def _take_fetched(self, take: Callable[[Slot], None]) -> bool:
+    def _take_fetched(self, take: Take) -> bool:
         """Whether there was one. Raises what `take` raised."""
         if self._failure is not None:
             raise self._failure

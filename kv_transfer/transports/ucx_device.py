@@ -5,8 +5,9 @@ unpacked.
   receiver's memory, so what a killed sender had under way ends with the receiver's own copies.
 * UCX takes the host's memory without a word where it can't (containers that share no PID namespace, say). So the sender
   moves each slot to and fro when the channel opens, asks UCX how it does it, and tells the receiver: `detail`.
-* waiting in epoll costs 2 to 4 ms a message with cuda_ipc (two H200); so the data threads look again and again
-  while messages are under way, with naps if the owner computes, and sleep in epoll otherwise.
+* waiting in epoll costs 2 to 4 ms a message with cuda_ipc (two H200), and being woken from it for the first one 0.2:
+  the data threads look again and again, between naps, while messages are under way or to come, and sleep in epoll
+  otherwise. Without naps they are in each other's way, and everybody's: one interpreter has one lock.
 """
 
 import logging
@@ -24,7 +25,17 @@ from contracts.errors import PeerLost, TransferError
 from kv_transfer.allowance import NUM_SLOTS, SLOT_NBYTES, Allowance
 from kv_transfer.device import Buffer, DevicePool
 from kv_transfer.piece import META_NBYTES, read_meta
-from kv_transfer.transports.base import DeviceChannel, Inbound, Opening, Outbound, Ring, Slot, Tried
+from kv_transfer.transports.base import (
+    DeviceChannel,
+    DeviceInbound,
+    Inbound,
+    Opening,
+    Outbound,
+    Ring,
+    Slot,
+    Take,
+    Taking,
+)
 from kv_transfer.transports.ucx import CONFIG, Engine, Sending, UcxChannel
 from kv_transfer.transports.ucx_messages import Offered, Offering, Operation, fetch_into, send_from
 
@@ -32,9 +43,9 @@ log = logging.getLogger(__name__)
 
 DEVICE_CONFIG = {**CONFIG, "RNDV_SCHEME": "get_zcopy"}
 TRY_TIMEOUT_S = 4.0
-NAP_S = 50e-6
-PATIENCE_S = 0.005
-"""Who has waited so long for a message can wait a nap longer."""
+NAP_S, LONG_NAP_S = 20e-6, 500e-6
+PATIENCE_S = 0.25
+"""Who has waited so long can wait a long nap longer."""
 _DIRECT = "zero-copy read from remote"
 _MEMORY_TYPES = {"cpu": 0, "cuda": 1}
 
@@ -116,12 +127,10 @@ class Lease:
 
 
 class UcxDeviceTransport:
-    """`is_busy`: the owner computes, and a thread that does not sleep would be in its way."""
-
     name = "ucx"
 
-    def __init__(self, pool: DevicePool, is_busy: Callable[[], bool]) -> None:
-        self._is_busy, self._arena = is_busy, Arena(pool, Allowance())
+    def __init__(self, pool: DevicePool) -> None:
+        self._arena = Arena(pool, Allowance())
 
     def open(self, session: bytes, ring: Ring, connect: Callable[[], socket]) -> Opening:
         """Raises TransferError if UCX does not start, or the device has no memory for staging."""
@@ -145,7 +154,7 @@ class UcxDeviceTransport:
         self._arena.close()
 
     def _start(self, ring: Ring, most_nbytes: int) -> "tuple[DeviceEngine, Lease]":
-        engine = DeviceEngine(ring, self._is_busy)
+        engine = DeviceEngine(ring)
         try:
             return engine, Lease(self._arena, most_nbytes)
         except TransferError:
@@ -184,25 +193,30 @@ def _read(params: bytes) -> Proposal:
 
 
 class DeviceEngine(Engine):
-    """Sleeps in epoll while nothing is under way."""
+    """Sleeps in epoll while nothing is under way or due."""
 
-    def __init__(self, ring: Ring, is_busy: Callable[[], bool]) -> None:
+    def __init__(self, ring: Ring) -> None:
         super().__init__(ring, DEVICE_CONFIG)
-        self._is_busy, self._moved_s = is_busy, 0.0
+        self._is_due, self._moved_s = _never, 0.0
+
+    def expect(self, is_due: Callable[[], bool]) -> None:
+        """From any thread."""
+        self._is_due = is_due
+        self.moved()
+        self.rouse()
 
     def moved(self) -> None:
-        """As Engine's: the next message may be done soon."""
+        """As Engine's: the next message may be there, or done, soon."""
         self._moved_s = time.monotonic()
 
     def sleep(self, deadline: float | None) -> None:
-        if not self.operations:
+        if not self.operations and not self._is_due():
             super().sleep(deadline)
             return
         now = time.monotonic()
         if deadline is not None and now >= deadline:
             raise PeerLost("the peer took nothing until the deadline")
-        if self._is_busy() or now - self._moved_s > PATIENCE_S:
-            time.sleep(NAP_S)
+        time.sleep(NAP_S if now - self._moved_s < PATIENCE_S else LONG_NAP_S)
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,6 +231,8 @@ class DeviceSlot(Slot):
 
 
 class _DeviceChannel(UcxChannel, DeviceChannel):
+    _engine: DeviceEngine
+
     def __init__(self, engine: DeviceEngine, lease: Lease) -> None:
         super().__init__(engine)
         self.pool, self.slot_nbytes, self._lease = lease.pool, lease.slot_nbytes, lease
@@ -283,21 +299,28 @@ class UcxDeviceOutbound(_DeviceChannel):
         self._detail = told(self._detail, words, self.pool)
 
 
-class UcxDeviceInbound(_DeviceChannel, Tried):
+class UcxDeviceInbound(_DeviceChannel, DeviceInbound):
     """Messages wait with UCX until there is a slot to fetch them into."""
 
     def __init__(self, engine: DeviceEngine, lease: Lease) -> None:
         super().__init__(engine, lease)
         self._unused, self._is_told = deque(lease.buffers), False
+        self._taken: deque[tuple[Buffer, Taking]] = deque()
         self._offered: deque[Offered] = deque()
         self._headers: deque[np.ndarray] = deque()
         self._offering = Offering(engine.worker.handle, self._offered.append)
 
-    def receive(self, take: Callable[[Slot], None]) -> None:
-        is_given = False
-        while not is_given:
-            self._engine.until(self._is_there, None)
-            is_given = self._take_next(take)
+    def receive(self, take: Take) -> None:
+        """While one message is unpacked the next ones are fetched, and given."""
+        try:
+            self._give_next(take)
+        except BaseException:
+            for _, taking in self._taken:  # the device writes pages, whoever wanted them
+                taking.unpacking.wait()
+            raise
+
+    def expect(self, is_due: Callable[[], bool]) -> None:
+        self._engine.expect(lambda: bool(self._taken) or is_due())
 
     def be_tried(self, goes_on: Callable[[], bool]) -> None:
         """What the sender has sent, and not waited for, may come later: `receive` takes it too."""
@@ -309,27 +332,45 @@ class UcxDeviceInbound(_DeviceChannel, Tried):
             elif not has_moved:
                 time.sleep(NAP_S)
 
-    def _take_next(self, take: Callable[[Slot], None]) -> bool:
+    def _give_next(self, take: Take) -> None:
+        is_given = False
+        while not is_given:
+            self._engine.until(lambda: self._is_there() or self._is_unpacked(), None)
+            if self._is_unpacked():
+                self._let_go()
+            else:
+                is_given = self._take_next(take)
+
+    def _is_unpacked(self) -> bool:
+        """Whether the oldest message that was given is in its pages."""
+        return bool(self._taken) and self._taken[0][1].unpacking.is_done
+
+    def _let_go(self) -> None:
+        buffer, taking = self._taken.popleft()
+        self._unused.append(buffer)
+        taking.finish()
+
+    def _take_next(self, take: Take) -> bool:
         """Whether it is for `take`: others only try the way out, and the last of them tells of it."""
         operation, header = self._engine.operations.popleft(), self._headers.popleft()
         self._engine.moved()
         if operation.error:
             raise PeerLost(f"UCX could not fetch a message: {operation.error}")
         is_given = len(header) == META_NBYTES
-        try:
-            if is_given:
-                self._give(take, header, operation)
-            elif len(header):
-                self._is_told = True
-                self._detail = told(self._detail, header.tobytes().decode(errors="replace"), self.pool)
-        finally:
+        taking = self._give(take, header, operation) if is_given else None
+        if not is_given and len(header):
+            self._is_told = True
+            self._detail = told(self._detail, header.tobytes().decode(errors="replace"), self.pool)
+        if taking is None:
             self._unused.append(operation.buffer)
+        else:
+            self._taken.append((operation.buffer, taking))
         return is_given
 
-    def _give(self, take: Callable[[Slot], None], header: np.ndarray, operation: Operation) -> None:
+    def _give(self, take: Take, header: np.ndarray, operation: Operation) -> Taking | None:
         if read_meta(header).nbytes != operation.nbytes:
             raise PeerLost(f"a message of {operation.nbytes} bytes says that it is another")
-        take(DeviceSlot(0, header, operation.buffer))
+        return take(DeviceSlot(0, header, operation.buffer))
 
     def _is_there(self) -> bool:
         """Whether the oldest message is in a slot. Has the next ones fetched."""
@@ -363,6 +404,10 @@ def told(detail: str, words: str, pool: DevicePool) -> str:
     else:
         log.info("UCX moves the KV of this link by %s", words)
     return f"{detail}; {words}"
+
+
+def _never() -> bool:
+    return False
 
 
 def _nobody(slot: Slot) -> None:

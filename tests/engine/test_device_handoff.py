@@ -527,7 +527,7 @@ def test_what_is_packed_by_one_group_is_unpacked_by_another(sizes, num_copies, r
         sums = ours.in_parts(ours.checksums(pages.tolist()).wait(), pages.tolist(), num_parts)
         ours.pack(pages, packed, num_parts)
         came.tensor.copy_(packed.tensor)
-        assert np.array_equal(theirs.unpack(came, pages + 1, True, num_parts), sums)
+        assert np.array_equal(theirs.unpack(came, pages + 1, True, num_parts).wait(), sums)
         assert all(torch.equal(copy[:, pages + 1], whole(source)[:, pages]) for copy in copies_of(target))
 
 
@@ -544,7 +544,7 @@ def test_what_is_rounded_by_one_group_is_unpacked_by_another(sizes, num_copies, 
         pages = np.arange(count, dtype=np.int32)
         sums = ours.narrow(pages, packed, narrowing, num_parts)
         came.tensor.copy_(packed.tensor)
-        assert np.array_equal(theirs.unpack(came, pages + 1, True, num_parts), sums)
+        assert np.array_equal(theirs.unpack(came, pages + 1, True, num_parts).wait(), sums)
         inverse = (1.0 / torch.tensor(scales))[:, None, None]
         expected = to_e4m3(whole(source).view(torch.bfloat16)[:, pages].float() * inverse)
         assert all(torch.equal(copy[:, pages + 1], expected.view(torch.uint8)) for copy in copies_of(target))

@@ -104,7 +104,7 @@ def handed_over(pool, part_counts):
             pages = np.arange(count, dtype=np.int32)
             pool.pack(pages, buffer, num_parts)
             for checks in (False, True):
-                pool.unpack(buffer, pages, checks, num_parts)
+                pool.unpack(buffer, pages, checks, num_parts).wait()
             if not pool.scales:
                 pool.narrow(pages, buffer, pool.narrowing([1.0] * pool.num_planes), num_parts)
             pool.in_parts(pool.checksums(pages.tolist()).wait(), pages.tolist(), num_parts)

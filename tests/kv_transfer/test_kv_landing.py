@@ -19,7 +19,7 @@ from kv_transfer.pool import PagePool
 from kv_transfer.receiving import Landings, Receiver
 from kv_transfer.sending import ChunkJob, FinJob, Sender, SendQueue
 from kv_transfer.staging import HostStaging
-from kv_transfer.transports.base import Ring, Slot
+from kv_transfer.transports.base import Ring, Slot, Take
 from tests.kv_transfer.kv_pair import LAYOUT
 
 NUM_BLOCKS = 32
@@ -118,7 +118,7 @@ class Script:
     def __init__(self, messages: list[tuple[Piece, np.ndarray]], before: Callable[[int], None]) -> None:
         self._messages, self._before, self._next = messages, before, 0
 
-    def receive(self, take: Callable[[Slot], None]) -> None:
+    def receive(self, take: Take) -> None:
         if self._next == len(self._messages):
             raise PeerLost("the end")
         self._before(self._next)

@@ -27,8 +27,8 @@ from kv_transfer.incoming import IncomingLink
 from kv_transfer.link import Link
 from kv_transfer.node import TransferNode
 from kv_transfer.outgoing import OutgoingLink
-from kv_transfer.receiving import Receiver
 from kv_transfer.settings import TransferSettings
+from kv_transfer.staging import HostStaging
 from kv_transfer.transports.base import Slot
 from kv_transfer.transports.loopback import LoopbackTransport
 from tests.kv_transfer.kv_pair import DEADLINE_S, Peer, fin, offer_and_grant, pages_equal, send
@@ -450,14 +450,14 @@ def test_pages_that_a_stuck_thread_may_write_are_in_use_until_the_loss_is_told(m
     one, two = (make_peer(name, transport="loopback") for name in ("one", "two"))  # its channel has nothing to close
     offer_and_grant(one, two, "a", 8, [10, 11])
     offer_and_grant(two, one, "b", 8, [20, 21])
-    writes, may_write, write = threading.Event(), threading.Event(), Receiver._write
+    writes, may_write, unpack = threading.Event(), threading.Event(), HostStaging.unpack
 
-    def stuck(*of: Any) -> str | None:
+    def stuck(*of: Any) -> None:
         writes.set()
         assert may_write.wait(30)
-        return write(*of)
+        unpack(*of)
 
-    monkeypatch.setattr(Receiver, "_write", stuck)
+    monkeypatch.setattr(HostStaging, "unpack", stuck)
     monkeypatch.setattr("kv_transfer.link.FENCE_TIMEOUT_S", 0.05)
     send(one, two, "a", 0, 0, 8, [3, 4])
     assert writes.wait(30)

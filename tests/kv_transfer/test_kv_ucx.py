@@ -85,6 +85,13 @@ def test_a_link_that_ucx_cannot_serve_takes_the_next_transport_and_gives_staging
     assert all("transport ucx can't be used: " in result.stderr and reason in result.stderr for reason in reasons)
 
 
+def test_a_receiver_naps_while_pages_are_due_and_unpacks_one_message_beside_the_next() -> None:
+    result = _run("-m", "tests.kv_transfer.kv_device_slow", **DEVICES)
+    found = ["in naps", "3 beside each other, in order", "kept until it is written", "until it is woken up"]
+    found += ["fenced behind it"]
+    assert result.stdout.splitlines() == found, result.stdout + result.stderr
+
+
 def _pass(suite: str, **env: str) -> None:
     command = ["-m", "pytest", "-q", "-p", "no:cacheprovider", f"tests/kv_transfer/test_kv_{suite}.py", "-k", "ucx"]
     result = _run(*command, KV_TEST_TRANSPORTS="ucx", **env)
