@@ -45,7 +45,7 @@ class IncomingLink(Link):
         if self.landings.grant(grant):
             self.send(grant)
             if isinstance(self._channel, DeviceInbound):
-                self._channel.expect(self.landings.is_due)
+                self._channel.expect(self._is_alone)
 
     def commit(self, message: Commit) -> None:
         """The owner has what it needs. Commit was said when token 0 and the last chunk were here, if both came."""
@@ -98,12 +98,16 @@ class IncomingLink(Link):
             self.parts.wake()
         with self._pulling():
             patience_s = self._puller.tend()
-            if not self.landings.is_alone or self.parts.is_busy():
+            if not self._is_alone():
                 return patience_s
             self._puller.look_ahead()
             self._puller.stay_awake()
         self.parts.keep_warm()
         return 0.0
+
+    def _is_alone(self) -> bool:
+        """A thread that does not sleep is in nobody's way."""
+        return self.landings.is_alone and not self.parts.is_busy()
 
     def _on_message(self, message: HandoffMessage) -> None:
         """A chunk to fetch is no news to the owner: that it has landed is."""

@@ -89,11 +89,6 @@ class Landings:
         """One handoff is under way, since a moment: nothing else keeps this process awake."""
         return len(self._landings.keys() - self._committed) == 1 and time.monotonic() < self._alone_until
 
-    def is_due(self) -> bool:
-        """A handoff is under way, of which something is to come."""
-        with self._lock:
-            return any(key not in self._committed for key in self._landings)
-
     def is_committed(self, key: Key) -> bool:
         """It was said already."""
         with self._lock:

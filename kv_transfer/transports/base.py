@@ -102,7 +102,7 @@ class DeviceInbound(ABC):
 
     @abstractmethod
     def expect(self, is_due: Callable[[], bool]) -> None:
-        """From any thread: a message is to come. Whoever waits for it sleeps in naps only, while `is_due` says so."""
+        """From any thread: a message is to come. While `is_due` says so, whoever waits for it sleeps in naps only."""
 
     @abstractmethod
     def close(self) -> None:

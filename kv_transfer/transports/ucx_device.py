@@ -6,8 +6,9 @@ unpacked.
 * UCX takes the host's memory without a word where it can't (containers that share no PID namespace, say). So the sender
   moves each slot to and fro when the channel opens, asks UCX how it does it, and tells the receiver: `detail`.
 * waiting in epoll costs 2 to 4 ms a message with cuda_ipc (two H200), and being woken from it for the first one 0.2:
-  the data threads look again and again, between naps, while messages are under way or to come, and sleep in epoll
-  otherwise. Without naps they are in each other's way, and everybody's: one interpreter has one lock.
+  the data threads look again and again, between naps, while messages are under way, or to come to a process that
+  computes nothing meanwhile, and sleep in epoll otherwise. Without naps they would be in everybody's way: one
+  interpreter has one lock.
 """
 
 import logging
