@@ -142,7 +142,7 @@ class Unpacking(Protocol):
 
     @property
     def is_done(self) -> bool:
-        """They are there, and the buffer is free."""
+        """They are there, and the buffer is free. Raises TransferError if the device failed."""
         ...
 
     def wait(self) -> np.ndarray | None:

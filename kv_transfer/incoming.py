@@ -43,9 +43,9 @@ class IncomingLink(Link):
     def grant(self, grant: Grant) -> None:
         """Ignored if the offer is gone. Raises ValueError if it does not fit the offer or the pool."""
         if self.landings.grant(grant):
-            self.send(grant)
             if isinstance(self._channel, DeviceInbound):
                 self._channel.expect(self._is_alone)
+            self.send(grant)
 
     def commit(self, message: Commit) -> None:
         """The owner has what it needs. Commit was said when token 0 and the last chunk were here, if both came."""

@@ -7,5 +7,5 @@ SLACK_NS = 1000
 
 
 def nap_on_time() -> None:
-    """The calling thread, from now on. Where the system has no such thing, its naps are longer."""
+    """The calling thread, from now on."""
     ctypes.CDLL(None).prctl(PR_SET_TIMERSLACK, SLACK_NS)

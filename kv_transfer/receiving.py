@@ -4,7 +4,7 @@ granted pages.
 
 import threading
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -176,6 +176,7 @@ class Receiver:
         self._landings, self._staging, self._channel = landings, staging, channel
         self._commit, self._on_landed, self._on_bad, self._on_drained = commit, on_landed, on_bad, on_drained
         self._arrival: Arrival | None = None
+        self._being_written: deque[np.ndarray] = deque()  # units of its chunk, by piece
         self.nbytes = self.num_chunks = self.num_bad = self.num_stale = 0
         self.busy_s = 0.0
 
@@ -222,10 +223,13 @@ class Receiver:
             self.num_stale += 1
             return arrival
         reason = "its first bytes are missing" if piece.offset else landing.check(header)
+        units = self._staging.units(landing.pages(header)) if not reason else None
+        if units is not None and any(np.isin(units, others).any() for others in self._being_written):
+            reason = "pages of it are being written"
         if reason:
             self._bad(arrival, header, reason)
         else:
-            arrival.units = self._staging.units(landing.pages(header))
+            arrival.units = units
         return arrival
 
     def _check(self, arrival: Arrival, piece: Piece, slot: Slot) -> str | None:
@@ -251,13 +255,16 @@ class Receiver:
         first, size = piece.offset // self._staging.unit_nbytes, piece.nbytes // self._staging.unit_nbytes
         unpacking = self._staging.unpack(slot.payload, arrival.units[first : first + size])
         if unpacking is not None:
+            self._being_written.append(arrival.units)
             return Taking(unpacking, partial(self._finish, arrival, piece, unpacking))
         self._written(arrival, piece, None)
         return None
 
     def _finish(self, arrival: Arrival, piece: Piece, unpacking: Unpacking) -> None:
         start = time.perf_counter()
-        self._written(arrival, piece, unpacking.wait())
+        sums = unpacking.wait()
+        self._being_written.popleft()
+        self._written(arrival, piece, sums)
         self.busy_s += time.perf_counter() - start
 
     def _written(self, arrival: Arrival, piece: Piece, sums: np.ndarray | None) -> None:
@@ -265,6 +272,8 @@ class Receiver:
         reason = self._compare(arrival, piece, sums) if sums is not None else None
         if self._landings.leave(arrival.key):
             self._on_drained(arrival.key)
+        elif self._landings.find(arrival.key) is None:
+            return  # ended, and another piece of it is not written yet
         elif reason:
             self._bad(arrival, piece.header, reason)
         elif piece.is_last:

@@ -77,7 +77,11 @@ class StagingBuffer:
 
     @property
     def is_idle(self) -> bool:
-        return self._stream is None or self._stream.query()
+        """Raises TransferError if something failed."""
+        try:
+            return self._stream is None or self._stream.query()
+        except RuntimeError as error:
+            raise TransferError(f"the GPU failed: {error}") from error
 
     def wait(self) -> None:
         """Until it is."""

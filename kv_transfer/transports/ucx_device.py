@@ -16,6 +16,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from socket import socket
 
@@ -316,8 +317,9 @@ class UcxDeviceInbound(_DeviceChannel, DeviceInbound):
         try:
             self._give_next(take)
         except BaseException:
-            for _, taking in self._taken:  # the device writes pages, whoever wanted them
-                taking.unpacking.wait()
+            with ExitStack() as waits:  # the device writes pages, whoever wanted them
+                for _, taking in self._taken:
+                    waits.callback(taking.unpacking.wait)
             raise
 
     def expect(self, is_due: Callable[[], bool]) -> None:

@@ -1,6 +1,7 @@
 """Nothing reaches a page unless every fact in its header is as granted."""
 
 from collections.abc import Callable
+from functools import partial
 
 import msgspec
 import numpy as np
@@ -19,7 +20,7 @@ from kv_transfer.pool import PagePool
 from kv_transfer.receiving import Landings, Receiver
 from kv_transfer.sending import ChunkJob, FinJob, Sender, SendQueue
 from kv_transfer.staging import HostStaging
-from kv_transfer.transports.base import Ring, Slot, Take
+from kv_transfer.transports.base import Ring, Slot, Take, Taking
 from tests.kv_transfer.kv_pair import LAYOUT
 
 NUM_BLOCKS = 32
@@ -111,15 +112,20 @@ def test_a_second_offer_of_an_attempt_changes_nothing() -> None:
 
 
 class Script:
-    """An inbound channel that plays messages, then breaks."""
+    """An inbound channel that plays messages, then breaks. `num_late`: so many are still being taken out."""
 
     detail = "script"
 
-    def __init__(self, messages: list[tuple[Piece, np.ndarray]], before: Callable[[int], None]) -> None:
-        self._messages, self._before, self._next = messages, before, 0
+    def __init__(
+        self, messages: list[tuple[Piece, np.ndarray]], before: Callable[[int], None], num_late: int = 0
+    ) -> None:
+        self._messages, self._before, self._next, self._num_late = messages, before, 0, num_late
+        self._takings: list[Taking] = []
 
     def receive(self, take: Take) -> None:
         if self._next == len(self._messages):
+            self._before(self._next)
+            self._finish(0)
             raise PeerLost("the end")
         self._before(self._next)
         piece, data = self._messages[self._next]
@@ -127,17 +133,37 @@ class Script:
         slot = Slot(0, np.zeros(RING.stride, dtype=np.uint8))
         write_meta(piece, slot.meta)
         slot.payload[: len(data)] = data
-        take(slot)
+        if taking := take(slot):
+            self._takings.append(taking)
+        self._finish(self._num_late)
+
+    def _finish(self, num_late: int) -> None:
+        while len(self._takings) > num_late:
+            self._takings.pop(0).finish()
 
     def interrupt(self) -> None: ...
 
     def close(self) -> None: ...
 
 
+class LateStaging(HostStaging):
+    """Unpacks when somebody waits for it, as a device does that takes its time."""
+
+    def unpack(self, payload: np.ndarray, units: np.ndarray) -> "LateStaging.Late":
+        return LateStaging.Late(partial(super().unpack, payload.copy(), units))
+
+    class Late:
+        is_done = False
+
+        def __init__(self, unpack: Callable[[], None]) -> None:
+            self.wait = unpack
+
+
 class Stage:
     """A receiver with one grant, what it says, and what its pool holds."""
 
-    def __init__(self) -> None:
+    def __init__(self, num_late: int = 0) -> None:
+        self.staging, self.num_late = (LateStaging if num_late else HostStaging), num_late
         self.pool = np.zeros((LAYOUT.num_planes, NUM_BLOCKS, LAYOUT.page_nbytes), dtype=np.uint8)
         self.landings = Landings(LAYOUT, NUM_BLOCKS)
         self.landings.offered(OFFER)
@@ -155,8 +181,8 @@ class Stage:
     ) -> Receiver:
         receiver = Receiver(
             self.landings,
-            HostStaging(PagePool(self.pool, LAYOUT), RING.slot_nbytes, checks),
-            Script(messages, before),
+            self.staging(PagePool(self.pool, LAYOUT), RING.slot_nbytes, checks),
+            Script(messages, before, self.num_late),
             self.committed.append,
             self.landed.append,
             lambda header, reason: self.bad.append(reason),
@@ -171,12 +197,14 @@ class Stage:
         return np.flatnonzero(self.pool.any(axis=(0, 2))).tolist()
 
 
-def _messages(header: ChunkHeader) -> list[tuple[Piece, np.ndarray]]:
-    """The chunk as an honest sender cuts it, every byte 7."""
-    data = np.full(header.nbytes, 7, dtype=np.uint8)
+def _messages(
+    header: ChunkHeader, value: int = 7, slot_nbytes: int = RING.slot_nbytes
+) -> list[tuple[Piece, np.ndarray]]:
+    """The chunk as an honest sender cuts it, every byte the same."""
+    data = np.full(header.nbytes, value, dtype=np.uint8)
     checksum, messages = integrity.seed(header.epoch), []
-    for offset in range(0, header.nbytes, RING.slot_nbytes):
-        part = data[offset : offset + RING.slot_nbytes]
+    for offset in range(0, header.nbytes, slot_nbytes):
+        part = data[offset : offset + slot_nbytes]
         checksum = integrity.extend(checksum, part)
         said = msgspec.structs.replace(header, checksum=checksum)
         messages.append((Piece(said, offset, len(part)), part))
@@ -190,6 +218,23 @@ def test_an_honest_chunk_lands_on_the_granted_pages_only() -> None:
     assert (receiver.num_chunks, receiver.nbytes) == (1, 3 * LAYOUT.block_nbytes)
     assert (stage.pool[:, [1, 4, 9]] == 7).all()
     assert stage.committed == [], "token 0 has not come"
+
+
+@pytest.mark.parametrize("again", [{}, {"index": 1}, {"index": 1, "num_tokens": 4, "nbytes": LAYOUT.block_nbytes}])
+def test_nothing_is_written_where_a_device_still_unpacks_a_chunk(again: dict) -> None:
+    """The last is of the chunk's first page alone, and what is missing is of others."""
+    stage, first = Stage(num_late=1), _messages(_header(), slot_nbytes=2 * LAYOUT.page_nbytes)
+    stage.play([*first, *_messages(_header(**again), 8)])
+    assert (len(stage.landed), stage.bad) == (1, ["pages of it are being written"])
+    assert (stage.pool[:, [1, 4, 9]] == 7).all()
+
+
+def test_what_a_device_unpacks_of_an_ended_attempt_is_drained_once_and_not_told() -> None:
+    stage, key, is_drained = Stage(num_late=99), (OFFER.request_id, OFFER.epoch), []
+    messages = [*_messages(_header()), *_messages(_header(index=1, first_token=16))]
+    stage.play(messages, before=lambda i: is_drained.append(stage.landings.end(key)) if i == len(messages) else None)
+    assert is_drained == [False] and stage.drained == [key]
+    assert not stage.landed and not stage.bad and not stage.committed
 
 
 def test_commit_is_said_of_what_is_whole_and_right_as_soon_as_token_0_is_here() -> None:
