@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from contracts.errors import ConfigError, Overloaded
+from contracts.errors import ConfigError, Overloaded, TransferError
 from contracts.handoff import Abort, ChunkHeader, Commit, Fin, Grant, Offer, Refuse, Wait
 from contracts.ids import BlockId, Epoch, Incarnation, RequestId, WorkerId
 from contracts.layout import KVLayout
@@ -69,7 +69,7 @@ class TransferNode:
             pool.checks, own["nvlink"] = settings.checksum, NvlinkTransport(pool)
             device = pool
         self._transports = Transports({**own, **(transports or {})}, device)
-        _require_available(settings.transport, self._transports.available())
+        _require_available(settings.transport, self._transports)
         self._events: deque[TransferEvent] = deque()
         self._lock = threading.Lock()
         self._links: dict[tuple[WorkerId, bool], Link] = {}
@@ -421,9 +421,18 @@ def _with(links: Sequence[Link], peer_id: WorkerId, incarnation: Incarnation) ->
     return [link for link in links if (link.peer_id, link.incarnation) == (peer_id, incarnation)]
 
 
-def _require_available(wish: str, available: Sequence[str]) -> None:
-    """Else a worker would start, and nobody could ever meet it."""
-    if wish not in ("auto", *available):
+def _require_available(wish: str, transports: Transports) -> None:
+    """Else a worker would start, and nobody could ever meet it. What is asked for by name is loaded now, and not in the
+    first handshake.
+    """
+    if wish == "auto":
+        return
+    available = transports.available()
+    if wish not in available:
         why = ", with its pages in the host's memory," if wish == "nvlink" else ""
         choices = ", ".join(name for name in ("auto", *available) if name != "loopback")
         raise ConfigError(f"transfer is {wish!r}, which this worker{why} does not have; set one of {choices}")
+    try:
+        transports.find(wish)
+    except TransferError as error:
+        raise ConfigError(f"transfer is {wish!r}: {error}") from error

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -768,6 +769,17 @@ def test_a_transport_that_a_worker_does_not_have_is_refused_at_its_start() -> No
     words = "transfer is 'nvlink', which this worker, with its pages in the host's memory, does not have"
     with pytest.raises(ConfigError, match=words):
         TransferNode(settings, WorkerId("w"), Incarnation("1"), LAYOUT, pages, lambda: None)
+
+
+def test_a_transport_that_is_asked_for_and_cannot_be_loaded_is_refused_at_the_start(monkeypatch) -> None:
+    def broken(name: str) -> None:
+        raise ImportError("libucp.so.0: cannot open shared object file")
+
+    monkeypatch.setattr("importlib.import_module", broken)
+    node = partial(TransferNode, layout=LAYOUT, pool=make_pool(), wake=lambda: None)
+    node(TransferSettings(secret=SECRET), WorkerId("w"), Incarnation("1")).close()
+    with pytest.raises(ConfigError, match="transfer is 'ucx': transport 'ucx' can't be loaded: libucp"):
+        node(TransferSettings(secret=SECRET, transport="ucx"), WorkerId("w"), Incarnation("1"))
 
 
 def test_a_link_that_was_opened_beforehand_is_the_one_that_hands_over(make_peer: Make) -> None:
