@@ -43,7 +43,7 @@ class IncomingLink(Link):
     def grant(self, grant: Grant) -> None:
         """Ignored if the offer is gone. Raises ValueError if it does not fit the offer or the pool."""
         if self.landings.grant(grant):
-            if isinstance(self._channel, DeviceInbound):
+            if isinstance(self._channel, DeviceInbound) and self._is_alone():
                 self._channel.expect(self._is_alone)
             self.send(grant)
 

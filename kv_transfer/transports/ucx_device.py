@@ -195,24 +195,18 @@ def _read(params: bytes) -> Proposal:
 
 
 class DeviceEngine(Engine):
-    """Sleeps in epoll while nothing is under way or due."""
+    """Sleeps in epoll while nothing is under way or due. `is_due`: its user's to set."""
 
     def __init__(self, ring: Ring) -> None:
         super().__init__(ring, DEVICE_CONFIG)
-        self._is_due, self._moved_s = _never, 0.0
-
-    def expect(self, is_due: Callable[[], bool]) -> None:
-        """From any thread."""
-        self._is_due = is_due
-        self.moved()
-        self.rouse()
+        self.is_due, self._moved_s = _never, 0.0
 
     def moved(self) -> None:
         """As Engine's: the next message may be there, or done, soon."""
         self._moved_s = time.monotonic()
 
     def sleep(self, deadline: float | None) -> None:
-        if not self.operations and not self._is_due():
+        if not self.operations and not self.is_due():
             super().sleep(deadline)
             return
         now = time.monotonic()
@@ -308,6 +302,7 @@ class UcxDeviceInbound(_DeviceChannel, DeviceInbound):
         super().__init__(engine, lease)
         self._unused, self._is_told = deque(lease.buffers), False
         self._taken: deque[tuple[Buffer, Taking]] = deque()
+        self._is_expected, engine.is_due = _never, self._is_due
         self._offered: deque[Offered] = deque()
         self._headers: deque[np.ndarray] = deque()
         self._offering = Offering(engine.worker.handle, self._offered.append)
@@ -323,7 +318,9 @@ class UcxDeviceInbound(_DeviceChannel, DeviceInbound):
             raise
 
     def expect(self, is_due: Callable[[], bool]) -> None:
-        self._engine.expect(lambda: bool(self._taken) or is_due())
+        self._is_expected = is_due
+        self._engine.moved()
+        self._engine.rouse()
 
     def be_tried(self, goes_on: Callable[[], bool]) -> None:
         """What the sender has sent, and not waited for, may come later: `receive` takes it too."""
@@ -343,6 +340,9 @@ class UcxDeviceInbound(_DeviceChannel, DeviceInbound):
                 self._let_go()
             else:
                 is_given = self._take_next(take)
+
+    def _is_due(self) -> bool:
+        return bool(self._taken) or self._is_expected()
 
     def _is_unpacked(self) -> bool:
         """Whether the oldest message that was given is in its pages."""
