@@ -65,7 +65,10 @@ class Overloaded(TandemError):
 
 
 class Unavailable(TandemError):
+    """`what` whoever is asked does, in a few words without addresses; nothing where there is only one such reason."""
+
     code = "unavailable"
+    what = ""
 
 
 class RegistryError(Unavailable):

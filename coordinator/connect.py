@@ -3,12 +3,15 @@
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
+from typing import TypeVar
 
 from contracts.errors import ConfigError, RegistryError
 from coordinator.memory_store import MemoryStore
 from coordinator.redis_store import Observer, RedisStore, unobserved
 from coordinator.settings import SCHEMES
 from coordinator.store import Store
+
+T = TypeVar("T")
 
 START_PATIENCE_S, START_RETRY_S = 3.0, 0.2
 
@@ -27,7 +30,7 @@ def connect(redis_url: str, pool: str, observe: Observer = unobserved) -> Store:
     return RedisStore(redis_url, pool, observe=observe)
 
 
-async def patiently(call: Callable[[], Awaitable[None]]) -> None:
+async def patiently(call: Callable[[], Awaitable[T]]) -> T:
     """A call to a store at the start. Redis may be late while all of a system starts at once: nobody's start, nor the
     model that was loaded meanwhile, should be lost for that. Raises Unavailable, of Redis after `START_PATIENCE_S`.
     """

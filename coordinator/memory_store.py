@@ -63,21 +63,22 @@ class MemoryStore:
     ) -> None:
         self._alive_s, self._corpse_kept_s, self._clock = alive_s, corpse_kept_s, clock
         self._workers: dict[WorkerId, Worker] = {}
-        self._superseded: set[tuple[WorkerId, Incarnation]] = set()
         self._records: dict[RequestId, Record] = {}
         self._states: Counter[str] = Counter()
         self._counters: Counter[str] = Counter()
         self._leader: tuple[str, float] = ("", float("-inf"))
 
-    async def join(self, info: NodeInfo, again: bool = False) -> None:
-        former = self._workers.get(info.worker_id)
-        other = former if former is not None and former.info.incarnation != info.incarnation else None
-        is_taken = again and other is not None and other.alive_until_s > self._clock()
-        if (info.worker_id, info.incarnation) in self._superseded or is_taken:
+    async def join(self, info: NodeInfo, again: bool = False) -> bool:
+        now, former = self._clock(), self._workers.get(info.worker_id)
+        is_other = former is None or former.info.incarnation != info.incarnation
+        is_taken = former is not None and is_other and now < former.alive_until_s
+        if is_taken and again:
             raise placement.superseded(info.worker_id)
-        if other is not None:
-            self._superseded.add((info.worker_id, other.info.incarnation))
-        self._workers[info.worker_id] = Worker(info, self._clock() + self._alive_s)
+        if former is None or is_other or former.died_s is not None:
+            self._workers[info.worker_id] = Worker(info, now + self._alive_s)
+        else:
+            former.alive_until_s = now + self._alive_s
+        return is_taken
 
     async def heartbeat(self, worker_id: WorkerId, incarnation: Incarnation, load: NodeLoad) -> bool:
         worker = self._current(worker_id, incarnation)

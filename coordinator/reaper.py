@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import logging
 import secrets
+import time
 
 from contracts.errors import Unavailable
 from coordinator.store import Store
@@ -13,6 +14,8 @@ log = logging.getLogger(__name__)
 
 PERIOD_S = 0.2
 LEADER_TTL_S = 2.0
+GRACE_S = 2.5
+"""Behind an outage: so long workers and gateways, which try once a second, may take to say that they live."""
 
 
 class Reaper:
@@ -24,6 +27,7 @@ class Reaper:
         self._store = store
         self._name = secrets.token_hex(8)
         self._outage = Outage(log, "Redis answers again")
+        self._reaps_from_s = time.monotonic() + GRACE_S  # perhaps Redis starts with this process
         self.is_leader, self.is_running = False, True
 
     @property
@@ -45,11 +49,11 @@ class Reaper:
     async def turn(self) -> None:
         try:
             self.is_leader = await self._store.lead(self._name, LEADER_TTL_S)
-            if self.is_leader:
+            if self.is_leader and time.monotonic() >= self._reaps_from_s:
                 await self._reap()
         except Unavailable as error:
-            self.is_leader = False
-            self._outage.failed(str(error))
+            self.is_leader, self._reaps_from_s = False, time.monotonic() + GRACE_S
+            self._outage.failed(str(error), error.what)
         else:
             self._outage.worked()
 

@@ -11,7 +11,7 @@ from redis.asyncio import BlockingConnectionPool, Redis
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from redis.commands.core import AsyncScript
-from redis.exceptions import ConnectionError, ReadOnlyError, RedisError, TimeoutError
+from redis.exceptions import AuthenticationError, ConnectionError, ReadOnlyError, RedisError, TimeoutError
 
 from contracts.codec import decoder, encode
 from contracts.errors import ConfigError, RegistryError, TandemError, Unavailable
@@ -43,6 +43,7 @@ MAX_CONNECTIONS = 32
 MAX_BATCH = 1000
 """Moves or leases in one script: a longer one would keep the others waiting for more than a few milliseconds."""
 
+_TOOK_A_PLACE = 2  # join.lua
 _info = decoder(NodeInfo)
 _load = decoder(NodeLoad)
 
@@ -79,10 +80,12 @@ class RedisStore:
             name: self._redis.register_script(source) for name, source in load_scripts().items()
         }
 
-    async def join(self, info: NodeInfo, again: bool = False) -> None:
+    async def join(self, info: NodeInfo, again: bool = False) -> bool:
         fields = _flat(_joined(info) | _loaded(NodeLoad()))
-        if not await self._run("join", info.worker_id, info.incarnation, self._alive_ms, int(again), *fields):
+        word = await self._run("join", info.worker_id, info.incarnation, self._alive_ms, int(again), *fields)
+        if not word:
             raise placement.superseded(info.worker_id)
+        return bool(word == _TOOK_A_PLACE)
 
     async def heartbeat(self, worker_id: WorkerId, incarnation: Incarnation, load: NodeLoad) -> bool:
         fields = _flat(_loaded(load))
@@ -189,6 +192,9 @@ class RedisStore:
             with _cancellable():
                 async with asyncio.timeout(CALL_TIMEOUT_S):
                     return await call
+        except AuthenticationError as error:  # a ConnectionError to Redis' client, but Redis did answer
+            words = f"Redis at {self._where} wants another password, or user: {error}"
+            raise RegistryError(words, "refuses") from error
         except (ConnectionError, TimeoutError, OSError) as error:
             reason = str(error) or "no answer in time"
             raise RegistryError(f"Redis does not answer at {self._where}: {reason}", "does not answer") from error

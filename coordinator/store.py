@@ -113,11 +113,11 @@ class Store(Protocol):
     Raises contracts.errors.Unavailable, in words, if Redis can't be reached. Safe for many callers at once.
     """
 
-    async def join(self, info: NodeInfo, again: bool = False) -> None:
-        """A new incarnation supersedes the old one of the same worker id: its credits are gone at once. `again`: it was
-        in before, and does not do so to one that lives.
+    async def join(self, info: NodeInfo, again: bool = False) -> bool:
+        """A new incarnation supersedes the old one of the same worker id: its credits are gone at once. Returns whether
+        that one still lived, by its last heartbeat. `again`: it was in before, and does not do so to one that lives.
 
-        Raises Unavailable for an incarnation that was superseded itself: another process has that id now.
+        Raises Unavailable for one that is in again where another lives: that process has the id now.
         """
         ...
 

@@ -72,6 +72,7 @@ from gateway.serving import Serving, ServingResponse, Style
 from gateway.settings import GatewaySettings
 from gateway.tools.request import calling_of
 from gateway.tracing import Tracing
+from service.body import read_body
 
 log = logging.getLogger("gateway.requests")
 
@@ -358,7 +359,7 @@ async def _parsed(request: Request, front: Front, kind: type) -> Any:
     _require_plain(request.headers.get("content-encoding", "identity"))
     try:
         async with asyncio.timeout(BODY_TIMEOUT_S):
-            asked = parse(await _read(request, front.settings.max_body_nbytes), kind)
+            asked = parse(await read_body(request, front.settings.max_body_nbytes), kind)
     except TimeoutError as error:
         request.state.is_body_late = True
         raise RequestError(f"the body did not arrive within {BODY_TIMEOUT_S:.0f} s") from error
@@ -371,19 +372,6 @@ def _require_plain(encoding: str) -> None:
         error = RequestError(f"the body has Content-Encoding '{encoding[:200]}'; send it as plain JSON")
         error.code = "unsupported_encoding"
         raise error
-
-
-async def _read(request: Request, limit_nbytes: int) -> bytes:
-    """Raises RequestError with code too_large as soon as the limit is passed."""
-    parts, nbytes = [], 0
-    async for part in request.stream():
-        parts.append(part)
-        nbytes += len(part)
-        if nbytes > limit_nbytes:
-            error = RequestError(f"the body is longer than {limit_nbytes} bytes")
-            error.code = "too_large"
-            raise error
-    return b"".join(parts)
 
 
 def _style(asked: Common) -> Style:

@@ -189,7 +189,8 @@ class Dispatch:
 
     def _silent(self, is_begun: bool) -> list[WorkerId]:
         """Who is not to be asked. If nobody speaks, the gateway itself was deaf: what was not begun goes to them."""
-        return self.workers.silent if is_begun or self.workers.can_serve() else []
+        silent = self.workers.silent if is_begun or self.workers.can_serve() else []
+        return [*self.workers.strange, *silent]
 
     def _on_event(self, worker_id: WorkerId, event: Event) -> None:
         live = self._live.get(event.request_id)

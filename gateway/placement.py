@@ -72,7 +72,7 @@ class StorePlacement:
         try:
             route = await self._store.place(request)
         except RegistryError as error:
-            self._outage.failed(f"requests are not placed: {error}")
+            self._outage.failed(f"requests are not placed: {error}", error.what)
             raise Unavailable(nothing_placed(error.what)) from error
         self._outage.worked()
         return route

@@ -8,8 +8,8 @@ from fastapi.responses import JSONResponse
 
 def stranger(request: Request, secret: str) -> JSONResponse | None:
     """401 for who does not show the pool's secret as a bearer token, else None."""
-    given = request.headers.get("authorization", "")
-    if hmac.compare_digest(given.encode(), f"Bearer {secret}".encode()):
+    given = request.headers.get("authorization", "").encode("latin-1")  # the bytes that came
+    if hmac.compare_digest(given, f"Bearer {secret}".encode()):
         return None
     return refusal(401, "auth_failed", "wrong or missing secret: all services of a pool share TANDEM_SECRET")
 

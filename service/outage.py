@@ -8,14 +8,19 @@ class Outage:
 
     def __init__(self, log: logging.Logger, over: str = "") -> None:
         self._log, self._over = log, over
-        self.is_on = False
+        self._kinds: set[str] = set()
 
-    def failed(self, words: str) -> None:
-        if not self.is_on:
+    @property
+    def is_on(self) -> bool:
+        return bool(self._kinds)
+
+    def failed(self, words: str, kind: str = "") -> None:
+        """The words of the first of each kind are said: one reason may follow another, and nothing work between."""
+        if kind not in self._kinds:
             self._log.warning("%s", words)
-        self.is_on = True
+        self._kinds.add(kind)
 
     def worked(self) -> None:
         if self.is_on and self._over:
             self._log.warning("%s", self._over)
-        self.is_on = False
+        self._kinds.clear()

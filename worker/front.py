@@ -10,10 +10,12 @@ from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
 
 from contracts.codec import decoder
+from contracts.errors import RequestError
 from contracts.ids import GatewayId
 from contracts.node import NodeInfo, NodeLoad
 from contracts.request import Cancel, Job, JobMessage
 from core.messages import CoreStatus, Work
+from service.body import read_body
 from service.door import refusal, stranger
 from worker.metrics import render
 from worker.process import CoreProcess
@@ -97,9 +99,11 @@ def _add_work(app: FastAPI, state: FrontState) -> None:
         """A msgpack array of Job and Cancel. 202: taken; each job ends in exactly one Finished or Failed event."""
         if refused := _refused(request, state):
             return refused
-        body, taken_s = await request.body(), time.monotonic()
         try:
-            messages = jobs_decoder.decode(body)
+            data, taken_s = await read_body(request, MAX_BODY_NBYTES), time.monotonic()
+            messages = jobs_decoder.decode(data)
+        except RequestError as error:
+            return refusal(413, error.code, str(error))
         except (msgspec.DecodeError, msgspec.ValidationError) as error:
             return refusal(400, "invalid_request", f"the body is not a msgpack array of jobs and cancels: {error}")
         refused = _no_taker(state, messages)
@@ -163,8 +167,6 @@ async def _stream(state: FrontState, gateway_id: GatewayId) -> AsyncIterator[byt
 def _refused(request: Request, state: FrontState) -> JSONResponse | None:
     if strange := stranger(request, state.secret):
         return strange
-    if int(request.headers.get("content-length") or 0) > MAX_BODY_NBYTES:
-        return refusal(413, "too_large", f"more than {MAX_BODY_NBYTES} bytes")
     if sickness := state.sickness():
         return refusal(503, "unavailable", sickness)
     return None

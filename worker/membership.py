@@ -27,6 +27,7 @@ LOOK_PERIOD_S, MAX_LOOKS = 0.1, 600
 there."""
 MOVES_PERIOD_S = 0.1
 MAX_MOVES = 10_000  # what may pile up while Redis is away; the oldest are of no use by then
+IF_NO_RESTART = "if it was not this one before a restart, give each an id of its own (worker_id)"
 MAX_POOL = 32
 """Workers of a pool in which links are opened beforehand; in a larger one they are when first used. Each costs either
 end two threads and its staging, and a worker takes kv_transfer.settings.max_peers of them."""
@@ -46,7 +47,9 @@ class Membership:
 
     async def start(self) -> None:
         """Join, so that start-up fails clearly if Redis can't be reached. Raises Unavailable."""
-        await patiently(partial(self._store.join, self._state.info))
+        info = self._state.info
+        if await patiently(partial(self._store.join, info)):
+            log.warning("took the place of a worker %s that lived a moment ago: %s", info.worker_id, IF_NO_RESTART)
         self._state.joined = True
         looks = [self._look] if self._state.info.role is Role.PREFILL else []
         self._tasks = [asyncio.create_task(do()) for do in (self._beat, self._tell, *looks)]
@@ -82,7 +85,7 @@ class Membership:
                 await self._store.heartbeat(info.worker_id, info.incarnation, load)  # it joins as an idle one
             await self._meet()
         except Unavailable as error:
-            self._outage.failed(f"not in the registry: {error}")
+            self._outage.failed(f"not in the registry: {error}", error.what)
             self._state.joined = False
         else:
             self._absence.worked()
@@ -113,7 +116,7 @@ class Membership:
                     await self._store.advance(moves)
                     outage.worked()
                 except Unavailable as error:
-                    outage.failed(f"moves of requests are not told to the registry yet: {error}")
+                    outage.failed(f"moves of requests are not told to the registry yet: {error}", error.what)
                     self._moves = [*moves, *self._moves][-MAX_MOVES:]
 
 

@@ -4,7 +4,6 @@
 --   node:ID           hash: info, load, incarnation, term, placement's numbers, credits
 --   node:ID:alive     incarnation, expires unless the worker beats
 --   node:ID:prefixes  sorted set: prefix hash -> when it was last served here (ms)
---   node:ID:old       set of superseded incarnations
 --   req:ID            hash: state, epoch, gateway, and who holds its credits
 --   leases            sorted set: request id -> when its lease ends (ms, by TIME)
 --   states, counters  hashes of counts

@@ -1,18 +1,17 @@
 -- ARGV: worker id, incarnation, alive_ms, whether it was in before, then fields and values of the node's hash. Returns 0
--- if superseded.
+-- if another lives there, 2 if it took the place of one that lives, else 1.
 local id, incarnation = ARGV[1], ARGV[2]
 local node = key('node', id)
-if redis.call('SISMEMBER', key('node', id, 'old'), incarnation) == 1 then return 0 end
--- One that slept until it was forgotten does not take the place of the one that lives there since.
 local alive = redis.call('GET', key('node', id, 'alive'))
-if ARGV[4] == '1' and alive and alive ~= incarnation then return 0 end
-local former = redis.call('HGET', node, 'incarnation')
-if former and former ~= incarnation then
-  redis.call('SADD', key('node', id, 'old'), former)
-  redis.call('EXPIRE', key('node', id, 'old'), 3600)
+local is_taken = alive and alive ~= incarnation
+-- One that slept until it was forgotten does not take the place of the one that lives there since.
+if is_taken and ARGV[4] == '1' then return 0 end
+local known = redis.call('HMGET', node, 'incarnation', 'term')
+-- The call came twice, perhaps: what was placed here in between stays counted.
+if known[1] ~= incarnation or known[2] == '0' then
+  redis.call('DEL', node, key('node', id, 'prefixes'))
+  redis.call('HSET', node, 'term', redis.call('INCR', key('terms')), unpack(ARGV, 5))
+  redis.call('ZADD', key('nodes'), 0, id)
 end
-redis.call('DEL', node, key('node', id, 'prefixes'))
-redis.call('HSET', node, 'term', redis.call('INCR', key('terms')), unpack(ARGV, 5))
-redis.call('ZADD', key('nodes'), 0, id)
 redis.call('SET', key('node', id, 'alive'), incarnation, 'PX', ARGV[3])
-return 1
+return is_taken and 2 or 1

@@ -19,7 +19,7 @@ from pydantic import SecretStr
 
 from contracts.errors import ConfigError, RegistryError, Unavailable
 from contracts.ids import Epoch, RequestId
-from coordinator import main
+from coordinator import main, reaper
 from coordinator.memory_store import MemoryStore
 from coordinator.metrics import RedisTimes
 from coordinator.reaper import Reaper
@@ -27,7 +27,7 @@ from coordinator.redis_server import RedisServer, find_bundled, find_server
 from coordinator.redis_store import RedisStore
 from coordinator.service import make_app
 from coordinator.settings import CoordinatorSettings
-from coordinator.store import Store
+from coordinator.store import Reaped, Store
 from tests.coordinator.coordinator_rig import ask, fresh_pool, pair
 from tests.waiting import async_until, is_gone, until
 
@@ -166,12 +166,40 @@ async def test_another_takes_over_at_once_when_the_leader_stops():
     assert two.is_leader
 
 
+class ForgetfulStore(AbsentStore):
+    """Away while `is_away`; says that it has nobody's word, and counts how often it is asked to end them."""
+
+    is_away, num_reaped = True, 0
+
+    async def lead(self, candidate: str, ttl_s: float) -> bool:
+        return not self.is_away or await super().lead(candidate, ttl_s)
+
+    async def reap(self) -> list[Reaped]:
+        self.num_reaped += 1
+        return []
+
+
+async def test_behind_an_outage_nobody_is_ended_before_all_had_the_time_to_say_that_they_live(monkeypatch):
+    monkeypatch.setattr(reaper, "GRACE_S", 0.0)
+    store = ForgetfulStore()
+    one = Reaper(store)
+    store.is_away = False
+    await one.turn()
+    assert store.num_reaped == 1
+    monkeypatch.setattr(reaper, "GRACE_S", 60.0)
+    for store.is_away in (True, False):
+        await one.turn()
+    assert one.is_leader and store.num_reaped == 1
+    await Reaper(store).turn()  # one that starts knows nothing of an outage before
+    assert store.num_reaped == 1
+
+
 async def test_losing_redis_is_said_once(caplog: pytest.LogCaptureFixture):
-    reaper = Reaper(AbsentStore())
-    await reaper.turn()
-    await reaper.turn()
+    one = Reaper(AbsentStore())
+    await one.turn()
+    await one.turn()
     assert [record.message for record in caplog.records] == ["Redis does not answer"]
-    assert not reaper.is_connected
+    assert not one.is_connected
 
 
 def run(*options: str, before: Callable[[], None] | None = None, **env: str) -> subprocess.Popen[str]:

@@ -77,16 +77,28 @@ class TestRegistry:
         await store.join(node("w", Role.MIXED, incarnation="a"), again=True)
         assert await store.heartbeat(WorkerId("w"), A, ALIVE_LOAD)
 
-    async def test_the_superseded_do_not_come_back(self, store: Store):
+    async def test_the_superseded_come_back_when_their_successor_has_left(self, store: Store):
         await pair(store)
-        await store.join(node("d0", Role.DECODE, incarnation="b"))
+        assert await store.join(node("d0", Role.DECODE, incarnation="b"))
         with pytest.raises(Unavailable, match="newer process"):
-            await store.join(node("d0", Role.DECODE))
+            await store.join(node("d0", Role.DECODE), again=True)
         assert (await view(store, "d0")).node.info.incarnation == B
+        await store.leave(WorkerId("d0"), B)
+        assert not await store.join(node("d0", Role.DECODE), again=True)
+        assert await store.heartbeat(WorkerId("d0"), A, ALIVE_LOAD)
 
-    async def test_joining_again_owes_nothing(self, store: Store):
+    async def test_a_join_that_comes_twice_changes_nothing(self, store: Store):
+        await pair(store)
+        await store.place(ask("r", prefix_hashes=[b"x" * 16]))
+        before = await store.workers()
+        for name, role in (("p0", Role.PREFILL), ("d0", Role.DECODE)):
+            assert not await store.join(node(name, role))
+        assert await store.workers() == before
+
+    async def test_joining_anew_owes_nothing(self, store: Store):
         await pair(store)
         await store.place(ask("r"))
+        await store.leave(WorkerId("d0"), A)
         await store.join(node("d0", Role.DECODE))
         await store.place(ask("s", 200, 50))
         assert await store.finish(RequestId("r"), ONE)

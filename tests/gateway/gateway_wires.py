@@ -20,6 +20,7 @@ class Wires:
 
     sends: list[tuple[WorkerRef, Job | Cancel, asyncio.Future[None]]] = field(default_factory=list)
     silent: list[WorkerId] = field(default_factory=list)
+    strange: list[WorkerId] = field(default_factory=list)
 
     async def send(self, worker: WorkerRef, message: Job | Cancel) -> None:
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()

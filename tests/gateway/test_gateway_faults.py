@@ -547,15 +547,14 @@ async def test_what_is_missing_is_said(checkpoint, there, words):
 async def test_a_worker_of_another_model_is_passed_over_and_named(checkpoint):
     workers = pair()
     async with gateway(checkpoint, workers) as rig, rig.client() as client:
-        stranger = FakeWorker(WorkerId("x0"), Role.MIXED, SECRET, model="another")
-        rig.store.workers = [stranger, *workers]
+        strangers = [FakeWorker(WorkerId(name), Role.MIXED, SECRET, model="another") for name in ("x0", "x1")]
+        rig.store.workers = [*strangers, *workers]
         await rig.until(lambda: rig.front.dispatch.workers.troubles)
-        assert rig.front.dispatch.workers.troubles == [
-            f"x0: it serves another, this gateway speaks for {checkpoint.name}: name the same model for both"
-        ]
+        words = f"it serves another, this gateway speaks for {checkpoint.name}: name the same model for both"
+        assert rig.front.dispatch.workers.troubles == [f"{name}: {words}" for name in ("x0", "x1")]
         reply = await client.post("/v1/completions", json=ASK | {"max_tokens": 3})
-        assert reply.status_code == 200  # placed on x0 by a store that knows no better, then without it
-        assert [epoch for _, epoch in rig.store.placed] == [1, 2] and stranger.jobs == []
+        assert reply.status_code == 200
+        assert [epoch for _, epoch in rig.store.placed] == [1] and not any(one.jobs for one in strangers)
 
 
 def _layout(dtype: str) -> KVLayout:

@@ -20,6 +20,19 @@ def test_its_begin_and_its_end_are_said_once_each(caplog):
     assert [record.getMessage() for record in caplog.records] == said
 
 
+def test_what_fails_in_another_way_is_said_though_nothing_worked_between(caplog):
+    outage = Outage(log, "it is there again")
+    for words, kind in (
+        ("it is gone", ""),
+        ("it is read-only", "refuses"),
+        ("still read-only", "refuses"),
+        ("gone", ""),
+    ):
+        outage.failed(words, kind)
+    outage.worked()
+    assert [record.getMessage() for record in caplog.records] == ["it is gone", "it is read-only", "it is there again"]
+
+
 def test_an_end_that_is_no_news_is_not_said(caplog):
     outage = Outage(log)
     outage.failed("it is gone")

@@ -9,7 +9,7 @@ from contracts.ids import Epoch, GatewayId, RequestId
 from contracts.request import Cancel, Job, Route
 from contracts.sampling import SamplingParams
 from tests.worker.fronts import make_state, make_status
-from worker.front import FrontState, make_app
+from worker.front import MAX_BODY_NBYTES, FrontState, make_app
 
 AUTH = {"authorization": "Bearer s3cret"}
 
@@ -61,6 +61,26 @@ async def test_a_body_that_is_no_jobs_gets_words(client, body):
     response = await client.post("/jobs", content=body)
     assert response.status_code == 400
     assert "msgpack" in response.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("is_chunked", [False, True])
+async def test_a_body_over_the_limit_is_refused_whether_its_length_is_told_or_not(state, client, is_chunked):
+    async def parts():
+        for _ in range(33):
+            yield bytes(1 << 20)
+
+    response = await client.post("/jobs", content=parts() if is_chunked else bytes(33 << 20))
+    assert response.status_code == 413 and response.json()["error"]["code"] == "too_large"
+    assert str(MAX_BODY_NBYTES) in response.json()["error"]["message"] and state.core.sent == []
+
+
+async def test_a_secret_may_have_any_letters(state):
+    state.secret = "geheimnis\u00df \u6f22"
+    headers = [(b"authorization", f"Bearer {state.secret}".encode())]
+    transport = httpx.ASGITransport(app=make_app(state))
+    async with httpx.AsyncClient(transport=transport, base_url="http://w", headers=headers) as friend:
+        assert (await friend.post("/drain")).status_code == 202
+    assert state.draining
 
 
 @pytest.mark.parametrize("headers", [{}, {"authorization": "Bearer wrong"}, {"authorization": "s3cret"}])

@@ -64,11 +64,11 @@ class LateStore(MemoryStore):
         super().__init__()
         self.num_late = num_late
 
-    async def join(self, info: NodeInfo, again: bool = False) -> None:
+    async def join(self, info: NodeInfo, again: bool = False) -> bool:
         self.num_late -= 1
         if self.num_late >= 0:
             raise RegistryError("Redis does not answer at redis://r", "does not answer")
-        await super().join(info, again)
+        return await super().join(info, again)
 
 
 async def test_a_registry_that_is_late_is_waited_for_at_the_start_and_not_for_long(monkeypatch):
@@ -93,9 +93,9 @@ async def test_a_core_is_heard_while_the_registry_is_waited_for():
     """Else it would be taken for one that hangs."""
 
     class Waiting(MemoryStore):
-        async def join(self, info: NodeInfo, again: bool = False) -> None:
+        async def join(self, info: NodeInfo, again: bool = False) -> bool:
             await async_until(lambda: state.num_turns == 7)
-            await super().join(info, again)
+            return await super().join(info, again)
 
     state = make_state()
     state.core = ReportingCore()  # type: ignore[assignment]
@@ -106,15 +106,6 @@ async def test_a_core_is_heard_while_the_registry_is_waited_for():
         serving.cancel()
         await asyncio.wait([serving])
     assert serving.cancelled()
-
-
-async def test_a_worker_whose_id_is_taken_is_told_at_once():
-    store, state = LateStore(num_late=0), make_state()
-    await store.join(state.info)
-    await store.join(msgspec.structs.replace(state.info, incarnation=Incarnation("newer")))
-    with pytest.raises(Unavailable, match="newer process"):
-        await Membership(store, state).start()
-    assert store.num_late == -3
 
 
 async def test_losing_the_registry_is_said_once_and_so_is_its_return(caplog: pytest.LogCaptureFixture):
@@ -143,6 +134,24 @@ async def test_a_worker_whose_id_another_one_took_says_so_once(caplog: pytest.Lo
         f"not in the registry: worker id {state.info.worker_id!r} belongs to a newer process; give this one another id",
     ]
     assert not state.joined
+
+
+async def test_of_two_with_one_id_each_says_so_and_the_first_serves_again_when_the_second_has_left(caplog):
+    store, first, second = MemoryStore(), make_state(), make_state()
+    second.info = msgspec.structs.replace(second.info, incarnation=Incarnation("newer"))
+    members = [Membership(store, state) for state in (first, second)]
+    await members[0].start()
+    assert caplog.messages == []
+    await members[1].start()
+    assert caplog.messages.pop().endswith(
+        "if it was not this one before a restart, give each an id of its own (worker_id)"
+    )
+    await members[0].beat_once()
+    assert not first.joined and second.joined and "belongs to a newer process" in caplog.messages[-1]
+    await members[1].stop()
+    await members[0].beat_once()
+    assert first.joined and [one.info.incarnation for one in await store.nodes()] == [first.info.incarnation]
+    await members[0].stop()
 
 
 async def test_a_worker_that_joins_again_tells_at_once_how_it_is():
