@@ -14,6 +14,7 @@ from pathlib import Path
 from pydoc_data.topics import topics
 
 import torch
+from transformers import PreTrainedModel
 
 from bench.engine_gpu_experts import agreed
 from bench.oracle import oracle
@@ -51,10 +52,13 @@ def main() -> None:
     prompts = [tokenizer.encode(f"<|im_start|>user\n{text}<|im_end|>\n<|im_start|>assistant\n").ids for text in PROMPTS]
     text = tokenizer.encode("\n".join(topics[name] for name in sorted(topics))[:NUM_CHARS]).ids
     exact = oracle(checkpoint, torch.float32).to("cuda")  # type: ignore[arg-type]
-    bfloat16 = transformers_answers(oracle(checkpoint, torch.bfloat16).to("cuda"), prompts)  # type: ignore[arg-type]
-    float32 = transformers_answers(exact, prompts)
-    peers = {"transformers bfloat16": bfloat16, "transformers float32": float32}
-    rows = parting_rows(exact, prompts, "transformers bfloat16", bfloat16, "transformers float32", float32)
+    peers = transformers_ways(oracle(checkpoint, torch.bfloat16).to("cuda"), prompts)  # type: ignore[arg-type]
+    peers["transformers float32"] = transformers_answers(exact, prompts)
+    plain, *ways = peers
+    rows = []
+    for name in ways:
+        rows += agreement(plain, peers[plain], name, peers[name])
+        rows += parting_rows(exact, prompts, plain, peers[plain], name, peers[name])
     scores: dict[str, list[float]] = {}
     for dtype in args.dtypes:
         settings = {"device": "cuda", "max_model_len": 2048, "max_num_seqs": 8, "kv_cache_nbytes": 1 << 30}
@@ -107,6 +111,13 @@ def perplexities(scores: dict[str, list[float]]) -> list[Row]:
         rows.append(Row("perplexity above", 100 * math.expm1(statistics.fmean(lost)), "%", params))
         rows.append(Row("standard error", 100 * statistics.stdev(lost) / math.sqrt(len(lost)), "%", params))
     return rows
+
+
+def transformers_ways(model: PreTrainedModel, prompts: list[list[int]]) -> dict[str, list[list[int]]]:
+    """Its answers as it comes, and with its other attention: how far a format goes together with itself."""
+    answers = {"transformers bfloat16": transformers_answers(model, prompts)}
+    model.set_attn_implementation("eager")
+    return {**answers, "transformers bfloat16, eager attention": transformers_answers(model, prompts)}
 
 
 @torch.inference_mode()
