@@ -44,6 +44,7 @@ class Membership:
         self._peers: list[WorkerRef] = []
         self._moves: list[Move] = []
         self._tasks: list[asyncio.Task[None]] = []
+        self._beating = asyncio.Lock()
 
     async def start(self) -> None:
         """Join, so that start-up fails clearly if Redis can't be reached. Raises Unavailable."""
@@ -74,8 +75,12 @@ class Membership:
 
     async def beat_once(self) -> None:
         """Tell the registry that this worker lives, and how busy it is, and the core whom it may hand over to. If the
-        registry can't be reached, that is logged.
+        registry can't be reached, that is logged. Behind one that is under way, so that a later word is the last.
         """
+        async with self._beating:
+            await self._say_alive()
+
+    async def _say_alive(self) -> None:
         info, load = self._state.info, self._state.load
         try:
             known = await self._store.heartbeat(info.worker_id, info.incarnation, load)

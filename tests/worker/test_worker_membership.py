@@ -166,6 +166,35 @@ async def test_a_worker_that_joins_again_tells_at_once_how_it_is():
     await member.stop()
 
 
+async def test_a_drain_is_not_undone_by_a_beat_that_was_under_way():
+    class SlowStore(MemoryStore):
+        """Takes its time with the first beat."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.begun, self.go_on = asyncio.Event(), asyncio.Event()
+
+        async def heartbeat(self, worker_id: WorkerId, incarnation: Incarnation, load: NodeLoad) -> bool:
+            if not self.begun.is_set():
+                self.begun.set()
+                await self.go_on.wait()
+            return await super().heartbeat(worker_id, incarnation, load)
+
+    store, state = SlowStore(), make_state()
+    member = Membership(store, state)
+    await member.start()
+    first = asyncio.create_task(member.beat_once())
+    await store.begun.wait()
+    state.draining = True
+    last = asyncio.create_task(member.beat_once())
+    for _ in range(5):
+        await asyncio.sleep(0)
+    store.go_on.set()
+    await asyncio.gather(first, last)
+    assert [node.load.draining for node in await store.nodes()] == [True]
+    await member.stop()
+
+
 async def test_moves_are_told_again_in_order_when_the_registry_is_back(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
