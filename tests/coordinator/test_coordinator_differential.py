@@ -52,9 +52,10 @@ async def _join(
     ways: Ways,
     longest: int,
     mixed_tokens: int,
+    again: bool,
 ):
     options = {"incarnation": incarnation, "capacity": capacity, "layout_id": layout, "max_model_len": longest}
-    await store.join(node(name, role, **options, ways=ways, mixed_tokens=mixed_tokens))
+    return await store.join(node(name, role, **options, ways=ways, mixed_tokens=mixed_tokens), again)
 
 
 async def _beat(store: Store, name: str, incarnation: str, load: NodeLoad):
@@ -113,6 +114,7 @@ joins = st.tuples(
     st.sampled_from(WAYS),
     st.sampled_from([1500, 8192]),
     st.sampled_from([64, 448, 20_000]),
+    st.booleans(),
 )
 places = st.tuples(
     st.sampled_from(REQUESTS),
