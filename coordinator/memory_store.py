@@ -139,8 +139,10 @@ class MemoryStore:
             record.lease_until_s = until_s
         return len(live)
 
-    async def reap(self) -> list[Reaped]:
-        now = self._clock()
+    async def reap(self, candidate: str) -> list[Reaped]:
+        now, (leader, until_s) = self._clock(), self._leader
+        if leader != candidate or until_s <= now:
+            return []
         live = {request_id: record for request_id, record in self._records.items() if record.state not in ENDS}
         overdue = {request_id: record for request_id, record in live.items() if record.lease_until_s <= now}
         for record in overdue.values():

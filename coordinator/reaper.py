@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import logging
+import math
 import secrets
 import time
 
@@ -14,8 +15,9 @@ log = logging.getLogger(__name__)
 
 PERIOD_S = 0.2
 LEADER_TTL_S = 2.0
-GRACE_S = 2.5
-"""Behind an outage: so long workers and gateways, which try once a second, may take to say that they live."""
+SILENCE_S, GRACE_S = 0.75, 2.5
+"""Behind so long without a word of the store, so long workers and gateways, which try once a second, may take to say
+that they live. A shorter silence is not the end of anyone's lease."""
 
 
 class Reaper:
@@ -27,7 +29,7 @@ class Reaper:
         self._store = store
         self._name = secrets.token_hex(8)
         self._outage = Outage(log, "Redis answers again")
-        self._reaps_from_s = time.monotonic() + GRACE_S  # perhaps Redis starts with this process
+        self._heard_s = self._reaps_from_s = -math.inf
         self.is_leader, self.is_running = False, True
 
     @property
@@ -49,16 +51,24 @@ class Reaper:
     async def turn(self) -> None:
         try:
             self.is_leader = await self._store.lead(self._name, LEADER_TTL_S)
-            if self.is_leader and time.monotonic() >= self._reaps_from_s:
+            may_reap = self._may_reap(time.monotonic())
+            if self.is_leader and may_reap:
                 await self._reap()
         except Unavailable as error:
-            self.is_leader, self._reaps_from_s = False, time.monotonic() + GRACE_S
+            self.is_leader = False
             self._outage.failed(str(error), error.what)
         else:
             self._outage.worked()
 
+    def _may_reap(self, now: float) -> bool:
+        """Heard from the store just now."""
+        if now - self._heard_s > SILENCE_S:
+            self._reaps_from_s = now + GRACE_S
+        self._heard_s = now
+        return now >= self._reaps_from_s
+
     async def _reap(self) -> None:
-        for reaped in await self._store.reap():
+        for reaped in await self._store.reap(self._name):
             log.warning(
                 "request %s ended: its gateway %s is gone, or has it no longer", reaped.request_id, reaped.gateway_id
             )

@@ -155,8 +155,8 @@ class RedisStore:
             num_renewed += await self._run("renew", int(lease_s * 1000), *request_ids[first : first + MAX_BATCH])
         return num_renewed
 
-    async def reap(self) -> list[Reaped]:
-        rows = await self._run("reap", self._corpse_kept_ms)
+    async def reap(self, candidate: str) -> list[Reaped]:
+        rows = await self._run("reap", candidate, self._corpse_kept_ms)
         return [Reaped(RequestId(r.decode()), Epoch(epoch), GatewayId(g.decode())) for r, epoch, g in rows]
 
     async def lead(self, candidate: str, ttl_s: float) -> bool:

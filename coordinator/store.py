@@ -159,9 +159,9 @@ class Store(Protocol):
         """
         ...
 
-    async def reap(self) -> list[Reaped]:
+    async def reap(self, candidate: str) -> list[Reaped]:
         """End requests whose lease ran out, take the credits of dead workers. By the store's own clock. What is placed
-        again by its gateway, under a newer epoch, lives nevertheless.
+        again by its gateway, under a newer epoch, lives nevertheless. Nothing, unless `candidate` leads.
         """
         ...
 

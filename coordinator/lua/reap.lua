@@ -1,5 +1,7 @@
--- ARGV: corpse_kept_ms. Returns {request id, epoch, gateway id} of each request that was ended.
+-- ARGV: holder, corpse_kept_ms. Returns {request id, epoch, gateway id} of each request that was ended.
 local now, ended = now_ms(), {}
+-- A call that waited here while Redis stood still comes from before: nobody had the time to say that he lives.
+if redis.call('GET', key('leader')) ~= ARGV[1] then return ended end
 for _, id in ipairs(redis.call('ZRANGEBYSCORE', key('leases'), '-inf', now, 'LIMIT', 0, 1000)) do
   local request = read(key('req', id))
   if request.state and not ENDS[request.state] then
@@ -19,7 +21,7 @@ for _, id in ipairs(worker_ids()) do
         'decodes', 0, 'answers', 0)
       redis.call('DEL', key('node', id, 'prefixes'))
       count('buried')
-    elseif tonumber(died) + tonumber(ARGV[1]) <= now then
+    elseif tonumber(died) + tonumber(ARGV[2]) <= now then
       redis.call('DEL', node)
       redis.call('ZREM', key('nodes'), id)
     end

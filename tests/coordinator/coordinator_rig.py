@@ -7,7 +7,7 @@ import pytest
 from contracts.hashing import chain_hashes
 from contracts.ids import Epoch, GatewayId, Incarnation, RequestId, WorkerId
 from contracts.node import NodeInfo, NodeLoad, Role
-from coordinator.store import AFFINITY_BLOCK, AFFINITY_BLOCKS, PlaceRequest, Store, WorkerView
+from coordinator.store import AFFINITY_BLOCK, AFFINITY_BLOCKS, PlaceRequest, Reaped, Store, WorkerView
 from tests.nodes import ways
 
 GATEWAY = GatewayId("g0")
@@ -102,3 +102,9 @@ async def assert_idle(store: Store) -> None:
     assert set((await credits(store)).values()) <= {(0, 0, 0, 0)}
     assert set((await answers(store)).values()) <= {0}
     assert (await store.counts()).states == {}
+
+
+async def reap(store: Store) -> list[Reaped]:
+    """As the leader, which nobody else is."""
+    assert await store.lead("reaper", 60.0)
+    return await store.reap("reaper")

@@ -33,6 +33,7 @@ from tests.coordinator.coordinator_rig import (
     node,
     pair,
     prefixes,
+    reap,
 )
 from tests.waiting import async_until
 
@@ -119,14 +120,14 @@ async def test_who_died_is_remembered_for_a_while_and_takes_nothing_meanwhile(an
     async with Redis.from_url(any_server.url) as redis:
         assert await redis.delete(f"{node_key}:alive") == 1
         for _ in range(2):
-            await store.reap()
+            await reap(store)
             assert await redis.hget(node_key, "died")
         await redis.set(f"{node_key}:alive", 1)
         with pytest.raises(Unavailable):
             await store.place(ask("r"))
         await redis.delete(f"{node_key}:alive")
         await redis.hincrby(node_key, "died", -int(kept_s * 1000))
-        await store.reap()
+        await reap(store)
         assert not await redis.exists(node_key)
     await store.close()
 
@@ -404,7 +405,7 @@ class Life:
             except TandemError:
                 continue  # a refusal is part of life
         await self.store.renew([RequestId(name) for name in self.epochs], 0.0)
-        await self.store.reap()
+        await reap(self.store)
 
     async def turn(self, step: str) -> None:
         worker = self.random.choice(list(WORKERS))
@@ -423,7 +424,7 @@ class Life:
                 request = self.request()
                 await self.store.finish(RequestId(request), Epoch(self.epochs[request]))
             case "reap":
-                await self.store.reap()
+                await reap(self.store)
             case "leave":
                 await self.store.leave(WorkerId(worker), Incarnation(str(self.incarnations[worker])))
             case "join":

@@ -10,6 +10,7 @@ import sys
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import ExitStack, asynccontextmanager, closing, contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import httpx
 import pytest
@@ -22,7 +23,7 @@ from contracts.ids import Epoch, RequestId
 from coordinator import main, reaper
 from coordinator.memory_store import MemoryStore
 from coordinator.metrics import RedisTimes
-from coordinator.reaper import Reaper
+from coordinator.reaper import GRACE_S, PERIOD_S, Reaper
 from coordinator.redis_server import RedisServer, find_bundled, find_server
 from coordinator.redis_store import RedisStore
 from coordinator.service import make_app
@@ -166,32 +167,42 @@ async def test_another_takes_over_at_once_when_the_leader_stops():
     assert two.is_leader
 
 
-class ForgetfulStore(AbsentStore):
-    """Away while `is_away`; says that it has nobody's word, and counts how often it is asked to end them."""
+class CountingStore(AbsentStore):
+    """Away while `is_away`; counts how often it is asked to end who is silent."""
 
-    is_away, num_reaped = True, 0
+    is_away, num_reaped = False, 0
 
     async def lead(self, candidate: str, ttl_s: float) -> bool:
         return not self.is_away or await super().lead(candidate, ttl_s)
 
-    async def reap(self) -> list[Reaped]:
+    async def reap(self, candidate: str) -> list[Reaped]:
         self.num_reaped += 1
         return []
 
 
-async def test_behind_an_outage_nobody_is_ended_before_all_had_the_time_to_say_that_they_live(monkeypatch):
-    monkeypatch.setattr(reaper, "GRACE_S", 0.0)
-    store = ForgetfulStore()
+@pytest.mark.parametrize(("away_s", "waits"), [(0.4, False), (4.0, True)])
+async def test_behind_an_outage_nobody_is_ended_before_all_had_the_time_to_say_that_they_live(
+    monkeypatch: pytest.MonkeyPatch, away_s: float, waits: bool
+):
+    """At its start, too: perhaps Redis starts with it. One call that failed is no outage."""
+    store, clock = CountingStore(), SimpleNamespace(now=100.0)
+    monkeypatch.setattr(reaper, "time", SimpleNamespace(monotonic=lambda: clock.now))
     one = Reaper(store)
+
+    async def reaps(seconds: float) -> int:
+        before, until_s = store.num_reaped, clock.now + seconds
+        while clock.now < until_s:
+            clock.now += PERIOD_S
+            await one.turn()
+        return store.num_reaped - before
+
+    assert (await reaps(GRACE_S), one.is_leader) == (0, True)
+    assert await reaps(2.0) >= 9
+    store.is_away = True
+    assert (await reaps(away_s), one.is_leader) == (0, False)
     store.is_away = False
-    await one.turn()
-    assert store.num_reaped == 1
-    monkeypatch.setattr(reaper, "GRACE_S", 60.0)
-    for store.is_away in (True, False):
-        await one.turn()
-    assert one.is_leader and store.num_reaped == 1
-    await Reaper(store).turn()  # one that starts knows nothing of an outage before
-    assert store.num_reaped == 1
+    assert (await reaps(GRACE_S) == 0) == waits
+    assert await reaps(2.0) >= 9
 
 
 async def test_losing_redis_is_said_once(caplog: pytest.LogCaptureFixture):

@@ -23,6 +23,7 @@ from tests.coordinator.coordinator_rig import (
     node,
     pair,
     prefixes,
+    reap,
     view,
 )
 from tests.nodes import ways
@@ -466,11 +467,11 @@ class TestLeases:
         await pair(store)
         await store.place(ask("r", lease_s=0.0))
         await store.place(ask("s", gateway_id=GatewayId("g1")))
-        reaped = await store.reap()
+        reaped = await reap(store)
         assert [(r.request_id, r.epoch, r.gateway_id) for r in reaped] == [("r", 1, GATEWAY)]
         assert (await store.counts()).ended == {"FAILED": 1}
         assert (await view(store, "d0")).num_decodes == 1
-        assert await store.reap() == []
+        assert await reap(store) == []
 
     async def test_a_gateway_keeps_what_it_names(self, store: Store):
         """Not what it has no longer: the answer to a placement or a call at its end may have got lost."""
@@ -479,14 +480,14 @@ class TestLeases:
             await store.place(ask(name, lease_s=0.0))
             await store.advance(moves(name, State.COMMITTED))
         assert await store.renew([RequestId("r"), RequestId("unknown")], 10.0) == 1
-        assert [r.request_id for r in await store.reap()] == ["s"]
+        assert [r.request_id for r in await reap(store)] == ["s"]
         assert (await view(store, "d0")).num_decodes == 1
 
     async def test_what_was_reaped_and_lives_may_be_placed_again(self, store: Store):
         """The store was away for longer than a lease; the answer was not, and now its worker is lost."""
         await pair(store)
         await store.place(ask("r", lease_s=0.0))
-        await store.reap()
+        await reap(store)
         with pytest.raises(Unavailable, match="has ended"):
             await store.place(ask("r"))
         with pytest.raises(Unavailable, match="has ended"):
@@ -505,21 +506,21 @@ class TestLeases:
         await store.place(ask("r"))
         await store.finish(RequestId("r"), ONE)
         assert await store.renew([RequestId("r")], 10.0) == 0
-        assert await store.reap() == []
+        assert await reap(store) == []
 
     async def test_thousands_are_renewed_in_parts(self, store: Store):
         names = [RequestId(f"r{index}") for index in range(2500)]
         await pair(store)
         await store.place(ask("r2400", lease_s=0.0))
         assert await store.renew(names, 10.0) == 1
-        assert await store.reap() == []
+        assert await reap(store) == []
 
 
 async def until_buried(store: Store) -> None:
     """Both workers of a pair: that a worker is silent for too long is seen before a reaper has taken its credits."""
 
     async def is_buried() -> bool:
-        await store.reap()
+        await reap(store)
         return (await store.counts()).buried == 2
 
     await async_until(is_buried)
@@ -541,7 +542,7 @@ class TestDeath:
         await pair(mortal_store)
 
         async def is_forgotten() -> bool:
-            await mortal_store.reap()
+            await reap(mortal_store)
             return await mortal_store.nodes() == []
 
         await async_until(is_forgotten)
@@ -555,9 +556,18 @@ class TestDeath:
         await pair(store)
         assert await store.finish(RequestId("r"), ONE)
         await assert_idle(store)
+        assert (await store.place(ask("s"))).decode.worker_id == "d0"
 
 
 class TestLeading:
+    async def test_nobody_but_the_leader_ends_anything(self, store: Store):
+        await pair(store)
+        await store.place(ask("r", lease_s=0.0))
+        assert await store.reap("one") == []
+        assert await store.lead("one", 10.0)
+        assert await store.reap("two") == []
+        assert [reaped.request_id for reaped in await store.reap("one")] == ["r"]
+
     async def test_one_leads(self, store: Store):
         assert await store.lead("one", 10.0)
         assert not await store.lead("two", 10.0)

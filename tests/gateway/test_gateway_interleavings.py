@@ -25,6 +25,7 @@ from gateway.dispatch import Dispatch
 from gateway.live import MAX_REPLAYS
 from gateway.placement import StorePlacement
 from gateway.prompting import Prompting
+from tests.coordinator.coordinator_rig import reap
 from tests.gateway.gateway_wires import PROMPT, Wires, ask, join
 
 pytestmark = pytest.mark.usefixtures("at_once")
@@ -186,7 +187,7 @@ class Storm:
             self._cancel(request_id)
         await self._until(lambda: not self.dispatch._tasks)
         self.now_s += 60.0  # leases of places that were given unheard
-        await self.store.reap()
+        await reap(self.store)
 
     async def _until(self, is_done: Callable[[], bool]) -> None:
         while self.wires.sends or self.events or not is_done():
