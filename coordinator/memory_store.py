@@ -69,15 +69,15 @@ class MemoryStore:
         self._leader: tuple[str, float] = ("", float("-inf"))
 
     async def join(self, info: NodeInfo, again: bool = False) -> bool:
-        now, former = self._clock(), self._workers.get(info.worker_id)
-        is_other = former is None or former.info.incarnation != info.incarnation
-        is_taken = former is not None and is_other and now < former.alive_until_s
+        now, there = self._clock(), self._workers.get(info.worker_id)
+        own = self._current(info.worker_id, info.incarnation)
+        is_taken = there is not None and own is None and now < there.alive_until_s
         if is_taken and again:
             raise placement.superseded(info.worker_id)
-        if former is None or is_other or former.died_s is not None:
-            self._workers[info.worker_id] = Worker(info, now + self._alive_s)
+        if own is not None and own.died_s is None:
+            own.alive_until_s = now + self._alive_s
         else:
-            former.alive_until_s = now + self._alive_s
+            self._workers[info.worker_id] = Worker(info, now + self._alive_s)
         return is_taken
 
     async def heartbeat(self, worker_id: WorkerId, incarnation: Incarnation, load: NodeLoad) -> bool:

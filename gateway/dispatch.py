@@ -79,7 +79,7 @@ class Dispatch:
         """
         if self._is_stopping:
             raise Unavailable("the gateway shuts down")
-        route = await self._placed(request_id, Epoch(1), answer, self._silent(is_begun=False))
+        route = await self._placed(request_id, Epoch(1), answer, self._excluded(is_begun=False))
         if self._is_stopping:  # since it was asked for
             self._spawn(self._finish(request_id, route.epoch, State.FAILED))
             raise Unavailable("the gateway shuts down")
@@ -175,7 +175,7 @@ class Dispatch:
         """
         sequencer = live.answer.sequencer
         while True:
-            exclude = [*live.refusers, *self._silent(live.is_begun)]
+            exclude = [*live.refusers, *self._excluded(live.is_begun)]
             try:
                 return await self._placed(live.request_id, sequencer.epoch, live.answer, exclude)
             except TandemError:  # who takes as many tokens may be the one that is to come again
@@ -187,7 +187,7 @@ class Dispatch:
             if live.end is not None:
                 raise Unavailable("it ended while it had no place")
 
-    def _silent(self, is_begun: bool) -> list[WorkerId]:
+    def _excluded(self, is_begun: bool) -> list[WorkerId]:
         """Who is not to be asked. If nobody speaks, the gateway itself was deaf: what was not begun goes to them."""
         silent = self.workers.silent if is_begun or self.workers.can_serve() else []
         return [*self.workers.strange, *silent]

@@ -44,7 +44,8 @@ Outbox = list[tuple[JobMessage, asyncio.Future[None]]]
 class Workers:
     """`on_event` gets every event in stream order; `on_lost` is called when a worker's requests can't go on.
 
-    Workers of another model than `model` are passed over: their tokens are other words.
+    Workers of another model than `model` are passed over: their tokens are other words. They are `strange`, and not to
+    be chosen by placement, which looks at no model.
     """
 
     def __init__(
@@ -52,7 +53,7 @@ class Workers:
     ) -> None:
         self._store, self._gateway_id, self._model = store, gateway_id, model
         self._misfits: dict[WorkerId, str] = {}
-        self._strange: set[WorkerId] = set()
+        self.strange: list[WorkerId] = []
         self._secret, self._on_event, self._on_lost = secret, on_event, on_lost
         self._links: dict[WorkerId, Link] = {}
         self._leaving: set[asyncio.Task[None]] = set()
@@ -86,11 +87,6 @@ class Workers:
     def silent(self) -> list[WorkerId]:
         """Workers of our model that are known and do not speak to us now."""
         return [worker_id for worker_id, link in self._links.items() if not link.is_open]
-
-    @property
-    def strange(self) -> list[WorkerId]:
-        """Workers of another model: placement, which looks at no model, is not to choose them."""
-        return list(self._strange)
 
     @property
     def troubles(self) -> list[str]:
@@ -162,7 +158,7 @@ class Workers:
             return  # one that began later has overtaken it, and knows better
         self._looked_s = began_s
         nodes = {worker_id: node for worker_id, node in alive.items() if node.info.model == self._model}
-        self._strange = alive.keys() - nodes.keys()
+        self.strange = [worker_id for worker_id in alive if worker_id not in nodes]
         self._name_misfits([node.info for node in alive.values()])
         self._listed = {worker_id: node.load for worker_id, node in nodes.items()}
         gone = [worker_id for worker_id, link in self._links.items() if _is_gone(nodes.get(worker_id), link)]

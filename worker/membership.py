@@ -27,7 +27,6 @@ LOOK_PERIOD_S, MAX_LOOKS = 0.1, 600
 there."""
 MOVES_PERIOD_S = 0.1
 MAX_MOVES = 10_000  # what may pile up while Redis is away; the oldest are of no use by then
-IF_NO_RESTART = "if it was not this one before a restart, give each an id of its own (worker_id)"
 MAX_POOL = 32
 """Workers of a pool in which links are opened beforehand; in a larger one they are when first used. Each costs either
 end two threads and its staging, and a worker takes kv_transfer.settings.max_peers of them."""
@@ -50,7 +49,11 @@ class Membership:
         """Join, so that start-up fails clearly if Redis can't be reached. Raises Unavailable."""
         info = self._state.info
         if await patiently(partial(self._store.join, info)):
-            log.warning("took the place of a worker %s that lived a moment ago: %s", info.worker_id, IF_NO_RESTART)
+            log.warning(
+                "took the place of a worker %s that lived a moment ago: if it was not this one before a restart, "
+                "give each an id of its own (worker_id)",
+                info.worker_id,
+            )
         self._state.joined = True
         looks = [self._look] if self._state.info.role is Role.PREFILL else []
         self._tasks = [asyncio.create_task(do()) for do in (self._beat, self._tell, *looks)]
