@@ -15,6 +15,7 @@ from gateway.answer import Answer, Piece
 from gateway.live import Live, OnPiece
 from gateway.placement import Placement
 from gateway.workers import Workers
+from service.outage import Outage
 from service.tasks import start_in
 
 log = logging.getLogger(__name__)
@@ -305,13 +306,16 @@ class Dispatch:
             log.warning("end of %s not told to the store, its lease will end it: %s", request_id, error)
 
     async def _renew(self) -> None:
+        outage = Outage(log, "leases are renewed again")
         while True:
             await asyncio.sleep(RENEW_PERIOD_S)
-            try:
-                if self._live:
+            if self._live:
+                try:
                     await self._store.renew(list(self._live))
-            except TandemError as error:
-                log.warning("leases not renewed: %s", error)
+                except Unavailable as error:
+                    outage.failed(f"leases not renewed: {error}", error.what)
+                else:
+                    outage.worked()
 
     def _spawn(self, coroutine: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         """What `stop` waits for."""

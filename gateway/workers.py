@@ -145,8 +145,8 @@ class Workers:
             await asyncio.sleep(POLL_PERIOD_S if self.can_serve() else SEARCH_PERIOD_S)
             try:
                 await self._poll()
-            except TandemError as error:
-                outage.failed(f"registry not reachable, going on with the workers known: {error}")
+            except Unavailable as error:
+                outage.failed(f"registry not reachable, going on with the workers known: {error}", error.what)
                 await asyncio.sleep(POLL_PERIOD_S)
             else:
                 outage.worked()

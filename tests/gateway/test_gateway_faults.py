@@ -4,6 +4,7 @@ import asyncio
 import itertools
 import json
 import time
+from collections.abc import Sequence
 
 import httpx
 import msgspec
@@ -464,6 +465,33 @@ async def test_while_the_registry_does_not_answer_it_is_not_ready(checkpoint, mo
     assert [record.message for record in caplog.records][:2] == [
         "registry not reachable, going on with the workers known: Redis does not answer",
         "the registry answers again",
+    ]
+
+
+async def test_leases_that_are_not_renewed_are_said_once_for_each_reason(checkpoint, monkeypatch, caplog):
+    monkeypatch.setattr("gateway.dispatch.RENEW_PERIOD_S", 0.01)
+    store, workers = MemoryStore(alive_s=600.0), pair()
+    monkeypatch.setattr(workers[1], "_answer", lambda job: asyncio.sleep(3600))
+    async with coordinated(checkpoint, workers, store) as rig, rig.client() as client:
+        asking = asyncio.create_task(client.post("/v1/completions", json=ASK))
+        await rig.until(lambda: workers[1].jobs)
+        renew, num_asked = store.renew, 0
+
+        async def away(request_ids: Sequence[RequestId], lease_s: float) -> int:
+            nonlocal num_asked
+            num_asked += 1
+            what = "does not answer" if num_asked <= 3 else "refuses"
+            raise RegistryError(f"Redis {what}", what)
+
+        monkeypatch.setattr(store, "renew", away)
+        await rig.until(lambda: num_asked > 6)
+        monkeypatch.setattr(store, "renew", renew)
+        await rig.until(lambda: any("renewed again" in record.message for record in caplog.records))
+        asking.cancel()
+    assert [record.message for record in caplog.records if "leases" in record.message] == [
+        "leases not renewed: Redis does not answer",
+        "leases not renewed: Redis refuses",
+        "leases are renewed again",
     ]
 
 
