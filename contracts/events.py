@@ -60,10 +60,15 @@ class Prefilled(msgspec.Struct, frozen=True, tag="prefilled"):
     stages_s: dict[str, float]
 
 
-class Tokens(msgspec.Struct, frozen=True, tag="tokens"):
+class Tokens(msgspec.Struct, frozen=True, tag="tokens", omit_defaults=True):
+    """`stages_s`: with the first of who did not compute the prompt, its time account up to here, stage -> seconds. Who
+    gets no further, as a client leaves or a stop string is found, has told it.
+    """
+
     request_id: RequestId
     epoch: Epoch
     tokens: list[Token]
+    stages_s: dict[str, float] = {}
 
 
 class Finished(msgspec.Struct, frozen=True, tag="finished"):

@@ -26,7 +26,9 @@ def attempt_key(request_id: RequestId, epoch: Epoch) -> RequestId:
 
 @dataclass
 class Live:
-    """An attempt between acceptance and end. `stages_s` is its time account on this worker: stage -> seconds."""
+    """An attempt between acceptance and end. `stages_s` is its time account on this worker, stage -> seconds;
+    `has_told` that the gateway knows it up to the first token.
+    """
 
     job: Job
     deadline_s: float
@@ -34,6 +36,7 @@ class Live:
     role: Role | None = None
     cached_tokens: int = 0
     stages_s: dict[str, float] = field(default_factory=dict)
+    has_told: bool = False
 
     @property
     def key(self) -> RequestId:
@@ -106,11 +109,13 @@ class Ledger:
         self._emit(live, PromptScored(live.job.request_id, live.job.epoch, first_index, tokens))
 
     def prefilled(self, live: Live) -> None:
-        job = live.job
+        job, live.has_told = live.job, True
         self._emit(live, Prefilled(job.request_id, job.epoch, live.cached_tokens, dict(live.stages_s)))
 
     def token(self, live: Live, token: Token) -> None:
-        self._emit(live, Tokens(live.job.request_id, live.job.epoch, [token]))
+        told = {} if live.has_told else dict(live.stages_s)
+        live.has_told = True
+        self._emit(live, Tokens(live.job.request_id, live.job.epoch, [token], told))
 
     def finish(self, live: Live, num_tokens: int, reason: FinishReason) -> None:
         job = live.job

@@ -1,15 +1,28 @@
 """One answer in the making: events in, pieces of text out."""
 
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 from contracts.errors import TandemError, by_code
-from contracts.events import Event, Failed, Finished, FinishReason, Prefilled, PromptScored, PromptToken, Token
+from contracts.events import (
+    Event,
+    Failed,
+    Finished,
+    FinishReason,
+    Prefilled,
+    PromptScored,
+    PromptToken,
+    Token,
+    Tokens,
+)
 from contracts.ids import Epoch
 from gateway.asking import Ask
 from gateway.detokenizer import Detokenizer
 from gateway.prompting import Prompting
 from gateway.sequencer import Sequencer
+from gateway.stages import REPLAY, decode_s
 from gateway.stops import StopFinder
 
 
@@ -37,6 +50,19 @@ class Piece:
     failed: TandemError | None = None
 
 
+@dataclass(frozen=True)
+class Stint:
+    """What one attempt gave of an answer: from its first token to its last, on the gateway's clock."""
+
+    servers: Mapping[str, str]
+    begin_s: float
+    end_s: float
+
+    @property
+    def span_s(self) -> float:
+        return self.end_s - self.begin_s
+
+
 @dataclass
 class Answer:
     """Owned by the event loop. After the first piece with `finish` or `failed` there is no other. `servers`: who has it
@@ -51,8 +77,6 @@ class Answer:
     prompt_tokens: list[PromptToken] = field(default_factory=list)
     cached_tokens: int = 0
     ended: bool = False
-    stages_s: dict[str, float] = field(default_factory=dict)
-    started_s: float = field(default_factory=time.monotonic)
     first_s: float | None = None
     last_s: float | None = None
     gaps_s: list[float] = field(default_factory=list)
@@ -71,7 +95,8 @@ class Answer:
         self._is_header = False
         self._num_chars = 0
         self._attempt_s: float | None = None  # when its first token came
-        self._decoded_s = 0.0  # by attempts that were lost
+        self._lost: list[Stint] = []
+        self._told_s: dict[str, float] = {}  # of the first stint, by its workers
 
     @property
     def num_tokens(self) -> int:
@@ -90,18 +115,39 @@ class Answer:
             return FinishReason.STOP
         return FinishReason.LENGTH if self.sequencer.next_index >= self.ask.sampling.max_tokens else None
 
+    @property
+    def stints(self) -> list[Stint]:
+        """One of each attempt that a token came from, in order."""
+        if self._attempt_s is None or self.last_s is None:
+            return self._lost
+        return [*self._lost, Stint(self.servers, self._attempt_s, self.last_s)]
+
+    @property
+    def stages_s(self) -> dict[str, float]:
+        """Stage -> seconds: what the workers told, under their own names (gateway.stages), and what none of them could,
+        since the answer ended here or went on elsewhere.
+        """
+        told, stints = dict(self._told_s), self.stints
+        if len(stints) > 1:
+            told[REPLAY] = sum(after.begin_s - before.end_s for before, after in pairwise(stints))
+        if stints and (len(stints) > 1 or "decode" not in told):
+            told["decode"] = decode_s(told, stints[0].span_s) + sum(stint.span_s for stint in stints[1:])
+        return told
+
     def restart(self, epoch: Epoch) -> None:
         """At another place, behind the tokens that came. Raises ValueError if it has ended."""
         if not self.sequencer.has_begun:
             self.prompt_tokens.clear()
-        self._decoded_s += self._attempt_span_s
-        self._attempt_s = None
+            self._told_s.clear()
+        self._lost, self._attempt_s = self.stints, None
         self.sequencer.restart(epoch)
 
     def feed(self, event: Event) -> Piece | None:
         """What the client may see because of this event, if anything."""
         if self.ended:
             return None
+        if isinstance(event, Tokens) and event.epoch == self.sequencer.epoch:
+            self._hear_of(event.stages_s)
         parts: list[str] = []
         for ready in self.sequencer.feed(event):
             match ready:
@@ -119,9 +165,9 @@ class Answer:
                 case Prefilled():
                     parts.append(self._echo())
                     self.cached_tokens = ready.cached_tokens
-                    self.stages_s |= {f"prefill_{stage}": value for stage, value in ready.stages_s.items()}
+                    self._hear_of({f"prefill_{stage}": value for stage, value in ready.stages_s.items()})
                 case Finished():
-                    self._account(ready)
+                    self._hear_of(ready.stages_s)
                     parts.append(self._stops.push(self._text.flush()))
                     parts.append(self._stops.flush())
                     reason = FinishReason.STOP if self._stops.hit is not None else ready.reason
@@ -138,20 +184,14 @@ class Answer:
         return Piece(self.ask.index, failed=error)
 
     @property
-    def _attempt_span_s(self) -> float:
-        return 0.0 if self._attempt_s is None or self.last_s is None else self.last_s - self._attempt_s
-
-    @property
     def _lacks_scores(self) -> bool:
         is_scored = self.ask.sampling.prompt_logprobs is not None
         return is_scored and len(self.prompt_tokens) != len(self.ask.token_ids) - 1
 
-    def _account(self, finished: Finished) -> None:
+    def _hear_of(self, stages_s: Mapping[str, float]) -> None:
         """Of an answer that several workers decoded each knows its part; that of a lost one is known here alone."""
-        if "replay" in self.stages_s:
-            self.stages_s["decode"] = self._decoded_s + self._attempt_span_s
-        else:
-            self.stages_s |= finished.stages_s
+        if not self._lost:
+            self._told_s |= stages_s
 
     def _echo(self) -> str:
         """The prompt, with its tokens if they are to be shown; nothing foretold the first of them."""
@@ -202,8 +242,6 @@ class Answer:
             self.gaps_s.append(now - self.last_s)
         if self._attempt_s is None:
             self._attempt_s = now
-            if self.last_s is not None:
-                self.stages_s["replay"] = self.stages_s.get("replay", 0.0) + now - self.last_s
         self.last_s = now
 
     def _piece(self, text: str) -> Piece | None:

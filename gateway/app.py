@@ -6,7 +6,9 @@ import logging
 import re
 import secrets
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
+from http import HTTPStatus
 from typing import Any
 
 import msgspec
@@ -122,6 +124,7 @@ class Front:
             metrics=self.metrics,
             timeout_s=self.settings.request_timeout_s,
             started_s=request.state.started_s,
+            receive_s=request.state.started_s - request.state.came_s,
             echo_id=_given_id(request, asked),
             trace=self.tracing and self.tracing.begin(request.url.path, request.headers),
         )
@@ -130,7 +133,7 @@ class Front:
 
 def make_app(front: Front) -> FastAPI:
     app = FastAPI(title="Tandem", version=front.version, docs_url=None, redoc_url=None)
-    _add_door(app, front.settings)
+    _add_door(app, front)
     _add_errors(app, front)
     _add_generation(app, front)
     _add_responses(app, front)
@@ -140,11 +143,14 @@ def make_app(front: Front) -> FastAPI:
     return app
 
 
-def _add_door(app: FastAPI, settings: GatewaySettings) -> None:
+def _add_door(app: FastAPI, front: Front) -> None:
+    def refuse(request: Request, why: str) -> Response:
+        return _refused(front, request, 401, "unauthorized", error_body(401, why), {"WWW-Authenticate": "Bearer"})
+
     app.add_middleware(Heads)
-    if keys := settings.api_key.get_secret_value():
-        app.add_middleware(Keys, keys=keys)
-    origins = [origin for origin in map(str.strip, settings.cors_origins.split(",")) if origin]
+    if keys := front.settings.api_key.get_secret_value():
+        app.add_middleware(Keys, keys=keys, refuse=refuse)
+    origins = [origin for origin in map(str.strip, front.settings.cors_origins.split(",")) if origin]
     if origins:  # outside of the keys: a browser asks beforehand, and shows none
         app.add_middleware(CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"])
 
@@ -310,36 +316,54 @@ def _add_state(app: FastAPI, front: Front) -> None:
 
 def _add_errors(app: FastAPI, front: Front) -> None:
     @app.exception_handler(TandemError)
-    async def tandem_error(request: Request, error: TandemError) -> JSONResponse:
+    async def tandem_error(request: Request, error: TandemError) -> Response:
         status, body = error_of(error)
-        _note_end(front, request, status, error.code, str(error)[:500])
-        headers = retry_headers(error) | {"X-Request-Id": _given_id(request) or secrets.token_hex(8)}
+        headers = retry_headers(error)
         if getattr(request.state, "is_body_late", False):
             headers["Connection"] = "close"  # nobody waits for the rest of that body
-        return JSONResponse(body, status_code=status, headers=headers)
+        return _refused(front, request, status, error.code, body, headers)
 
     @app.exception_handler(ClientDisconnect)
     async def left(request: Request, error: ClientDisconnect) -> Response:
-        _note_end(front, request, 499, "disconnected", "the client left before its body had arrived")
+        why = "the client left before its body had arrived"
+        _note_end(front, request, _id_of(request), 499, "disconnected", why)
         return Response(status_code=499)  # read by nobody
 
     @app.exception_handler(Exception)
-    async def our_fault(request: Request, error: Exception) -> JSONResponse:
-        front.metrics.requests.labels("internal").inc()
-        return JSONResponse(error_body(500, OUR_FAULT), status_code=500)
+    async def our_fault(request: Request, error: Exception) -> Response:
+        return _refused(front, request, 500, TandemError.code, error_body(500, OUR_FAULT))
 
     @app.exception_handler(HTTPException)
-    async def http_error(request: Request, error: HTTPException) -> JSONResponse:
+    async def http_error(request: Request, error: HTTPException) -> Response:
         headers = {"Allow": _allowed(request)} if error.status_code == 405 else error.headers
         why = _no_path(request) if error.status_code == 404 else str(error.detail)
-        return JSONResponse(error_body(error.status_code, why), error.status_code, headers)
+        code = HTTPStatus(error.status_code).name.lower()
+        return _refused(front, request, error.status_code, code, error_body(error.status_code, why), headers)
 
 
-def _note_end(front: Front, request: Request, status: int, code: str, message: str) -> None:
-    """Of a request that no answers were begun for."""
+def _refused(
+    front: Front,
+    request: Request,
+    status: int,
+    code: str,
+    body: dict[str, Any],
+    headers: Mapping[str, str] | None = None,
+) -> Response:
+    """What is said of it, and under which id, can be found in the log."""
+    request_id = _id_of(request)
+    _note_end(front, request, request_id, status, code, body["error"]["message"])
+    return JSONResponse(body, status, {**(headers or {}), "X-Request-Id": request_id})
+
+
+def _note_end(front: Front, request: Request, request_id: str, status: int, code: str, message: str) -> None:
+    """Of a request that no answers were begun for. It has a trace if it came to where answers are begun."""
     front.metrics.requests.labels(code).inc()
-    facts = {"id": _given_id(request), "status": status, "code": code, "path": request.url.path, "message": message}
+    path = request.url.path
+    facts = {"id": request_id, "status": status, "code": code, "path": path[:200], "message": message[:500]}
     log.info("%s", json.dumps(facts))
+    came_s = getattr(request.state, "came_s", None)
+    if front.tracing is not None and came_s is not None:
+        front.tracing.begin(path, request.headers).end(None, facts, came_s, time.monotonic())
 
 
 def _no_path(request: Request) -> str:
@@ -355,14 +379,17 @@ def _allowed(request: Request) -> str:
 
 
 async def _parsed(request: Request, front: Front, kind: type) -> Any:
-    request.state.started_s = time.monotonic()
+    """A request's time begins when its body is here; that the body was on its way is a stage of its own."""
+    request.state.came_s = time.monotonic()
     _require_plain(request.headers.get("content-encoding", "identity"))
     try:
         async with asyncio.timeout(BODY_TIMEOUT_S):
-            asked = parse(await read_body(request, front.settings.max_body_nbytes), kind)
+            body = await read_body(request, front.settings.max_body_nbytes)
     except TimeoutError as error:
         request.state.is_body_late = True
         raise RequestError(f"the body did not arrive within {BODY_TIMEOUT_S:.0f} s") from error
+    request.state.started_s = time.monotonic()
+    asked = parse(body, kind)
     front.require_model(asked.model)
     return asked
 
@@ -384,6 +411,11 @@ def _request_id(request: Request, asked: Common, prefix: str) -> str:
     """The client's own, made unique: two requests may carry the same one, and the workers tell requests by it."""
     given, unique = _given_id(request, asked), secrets.token_hex(8)
     return f"{prefix}-{given}-{unique}" if given else f"{prefix}-{unique}"
+
+
+def _id_of(request: Request) -> str:
+    """Of one that has no answers: no workers, which tell requests by it."""
+    return _given_id(request) or secrets.token_hex(8)
 
 
 def _given_id(request: Request, asked: Common | None = None) -> str:

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
+import msgspec
 from aiohttp import web
 
 from contracts.codec import decoder, frame
@@ -173,10 +174,12 @@ class FakeWorker:
             if total == first + 1:
                 self.publish(job.gateway_id, [self._end(job)])
         if route.decode.worker_id == self.worker_id:
+            stages = {} if route.is_local else dict.fromkeys(("expect", "land", "queue"), 0.0)
             for index in range(first + 1, total):
                 await self._next_step()
                 last = [self._end(job)] if index == total - 1 else []
-                self.publish(job.gateway_id, [self._token(job, index), *last])
+                told = stages if index == first + 1 else {}
+                self.publish(job.gateway_id, [msgspec.structs.replace(self._token(job, index), stages_s=told), *last])
 
     async def _next_step(self) -> None:
         """All answers step together. Without a period, when the former step's frame has been written."""

@@ -55,6 +55,7 @@ class Serving:
     metrics: Metrics
     timeout_s: float
     started_s: float
+    receive_s: float
     echo_id: str = ""
     trace: Trace | None = None
 
@@ -67,6 +68,7 @@ class Serving:
         self._open = len(self.answers)
         self._ids = [RequestId(self.id if len(self.answers) == 1 else f"{self.id}-{i}") for i in range(self._open)]
         self._deadline_s = self.started_s + self.timeout_s
+        self._stages_s = {"receive": self.receive_s}
 
     @property
     def has_details(self) -> bool:
@@ -76,6 +78,7 @@ class Serving:
         """As many answers as have a place, the first at least; the others get theirs as room comes. Raises Overloaded
         or Unavailable, and then there is none.
         """
+        prepared_s = time.monotonic()
         self.admission.take(len(self.answers))
         self._num_admitted = len(self.answers)
         try:
@@ -87,6 +90,7 @@ class Serving:
                 raise DeadlineExceeded("no placement within the request's time") from error
             raise
         self._is_placed = True
+        self._stages_s |= {"prepare": prepared_s - self.started_s, "place": time.monotonic() - prepared_s}
         if self._num_begun < len(self.answers):
             self._placing = asyncio.create_task(self._place_others())
 
@@ -191,6 +195,7 @@ class Serving:
         if self._is_placed:  # the milliseconds of a refusal tell nothing of how long answers take
             metrics.e2e.observe(now - self.started_s)
             metrics.vllm.count(self.answers, usage, work, self.started_s, now, is_error=status not in (200, 499))
+            metrics.account(self._stages_s)
         if ttft_s is not None:
             metrics.ttft.observe(ttft_s)
         for gap in gaps:
@@ -208,13 +213,13 @@ class Serving:
             "itl_mean_s": _rounded(sum(gaps) / len(gaps) if gaps else None),
             "itl_max_s": _rounded(max((gap for answer in self.answers for gap in answer.gaps_s), default=None)),
             "total_s": _rounded(now - self.started_s),
-            "stages_s": {name: round(value, 6) for name, value in self.answers[0].stages_s.items()},
+            "stages_s": {name: round(value, 6) for name, value in (self._stages_s | self.answers[0].stages_s).items()},
             "epoch": self.answers[0].sequencer.epoch,
             **self.answers[0].servers,
         }
         log.info("%s", json.dumps(facts))
         if self.trace is not None:
-            self.trace.end(self.answers[0], facts, self.started_s, now)
+            self.trace.end(self.answers[0], facts, self.started_s - self.receive_s, now)
 
 
 class ServingResponse(Response):

@@ -1,24 +1,28 @@
-"""Where the time of an answer went, from what its two workers told of it."""
+"""Where the time of an answer went, from what the gateway saw and its two workers told."""
 
 from collections.abc import Mapping
 
+GATEWAY = ("receive", "prepare", "place")
+"""The gateway's own: until the body was here; template, tokens, grammar; until it had a place."""
 PREFILL = {"queue": "prefill_queue", "prefill": "prefill_prefill"}
 """Stage -> its name in `Answer.stages_s`, in the order of time: from the job to token 0."""
-HANDED_OVER = {"expect": "expect", "land": "land", "join": "queue", "replay": "replay", "decode": "decode"}
-"""The other worker's: from the job to the last chunk, to the next batch, to the end. `replay`: from the last token of a
-worker that was lost to the next one from elsewhere; then these two alone are known.
-"""
+HANDED_OVER = {"expect": "expect", "land": "land", "join": "queue", "decode": "decode"}
+"""The other worker's: from the job to the offer, to the last chunk, to the next batch, to the end."""
 STAYED = {"decode": "decode"}
 """One worker did both: its account repeats the prefill side's."""
+REPLAY = "replay"
+"""From the last token of a worker that was lost to the next one from elsewhere. Of how that one came to its tokens
+nothing is kept: `replay` has it.
+"""
 
 
 def stages(told: Mapping[str, float]) -> dict[str, float]:
-    """Stage -> seconds, as far as the workers told."""
-    names = {**PREFILL, **decode_stages(told)}
+    """Stage -> seconds, as far as they are known."""
+    names = {stage: stage for stage in (*GATEWAY, REPLAY)} | PREFILL | decode_stages(told)
     return {stage: told[name] for stage, name in names.items() if name in told}
 
 
-def decode_stages(told: Mapping[str, float]) -> Mapping[str, str]:
+def decode_stages(told: Mapping[str, float]) -> dict[str, str]:
     return STAYED if "prefill" in told else HANDED_OVER
 
 
@@ -30,3 +34,13 @@ def exposed_s(told: Mapping[str, float]) -> float | None:
     if not {"expect", "land", *PREFILL.values()} <= told.keys():
         return None
     return max(0.0, told["expect"] + told["land"] - told["prefill_queue"] - told["prefill_prefill"])
+
+
+def decode_s(told: Mapping[str, float], span_s: float) -> float:
+    """The stage of an answer whose end no worker told: it went on for `span_s` behind token 0. Decode began when it
+    joined the batch, by its own account.
+    """
+    if not {*HANDED_OVER.values(), *PREFILL.values()} - {"decode"} <= told.keys():
+        return span_s
+    joined_s = told["expect"] + told["land"] + told["queue"] - told["prefill_queue"] - told["prefill_prefill"]
+    return max(0.0, span_s - joined_s)

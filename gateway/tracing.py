@@ -10,10 +10,11 @@ import threading
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from gateway.answer import Answer
-from gateway.stages import PREFILL, decode_stages
+from gateway.stages import GATEWAY, PREFILL, REPLAY, decode_s, decode_stages
 
 if TYPE_CHECKING:
     from opentelemetry.context import Context
@@ -23,6 +24,9 @@ log = logging.getLogger(__name__)
 
 ENDPOINTS = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
 SPANS = {
+    "receive": "receive",
+    "prepare": "prepare",
+    "place": "place",
     "queue": "prefill queue",
     "prefill": "prefill",
     "expect": "handoff expect",
@@ -80,23 +84,26 @@ class Tracing:
         closing.start()
         closing.join(CLOSE_TIMEOUT_S)
 
-    def record(self, trace: Trace, answer: Answer, facts: Mapping[str, Any], started_s: float, ended_s: float) -> None:
-        """`facts`: those of the request's log line. Times are of the monotonic clock; spans have the wall clock's."""
+    def record(
+        self, trace: Trace, answer: Answer | None, facts: Mapping[str, Any], began_s: float, ended_s: float
+    ) -> None:
+        """`facts`: those of the request's log line; None was answered to one that was refused. Times are of the
+        monotonic clock; spans have the wall clock's.
+        """
         from opentelemetry.trace import SpanKind, StatusCode, set_span_in_context
 
         wall = _Wall(time.time_ns() - time.monotonic_ns())
         attributes = _attributes(trace.path, self._model, facts)
         span = self._tracer.start_span(
-            f"POST {trace.path}", trace.context, SpanKind.SERVER, attributes, start_time=wall.ns(started_s)
+            f"POST {trace.path}", trace.context, SpanKind.SERVER, attributes, start_time=wall.ns(began_s)
         )
         if facts["status"] >= 500:
             span.set_status(StatusCode.ERROR, facts["code"])
-        for stage, worker, begin_s, end_s in laid_out(answer, facts):
+        children = [*own(facts.get("stages_s", {}), began_s), *(laid_out(answer) if answer is not None else [])]
+        for stage, worker, begin_s, end_s in children:
+            by = {"tandem.worker": worker} if worker else {}
             child = self._tracer.start_span(
-                SPANS[stage],
-                set_span_in_context(span),
-                attributes={"tandem.worker": worker},
-                start_time=wall.ns(begin_s),
+                SPANS[stage], set_span_in_context(span), attributes=by, start_time=wall.ns(begin_s)
             )
             child.end(wall.ns(end_s))
         span.end(wall.ns(ended_s))
@@ -120,32 +127,41 @@ class Trace:
         carrier = {"traceparent": self.traceparent, "tracestate": self.tracestate}
         return TraceContextTextMapPropagator().extract(carrier, Context())
 
-    def end(self, answer: Answer, facts: Mapping[str, Any], started_s: float, ended_s: float) -> None:
-        self.tracing.record(self, answer, facts, started_s, ended_s)
+    def end(self, answer: Answer | None, facts: Mapping[str, Any], began_s: float, ended_s: float) -> None:
+        self.tracing.record(self, answer, facts, began_s, ended_s)
 
 
-def laid_out(answer: Answer, facts: Mapping[str, Any]) -> list[tuple[str, str, float, float]]:
-    """(stage, worker, begin, end) on the gateway's clock.
+Laid = list[tuple[str, str, float, float]]
+"""Stage, worker, begin, end; on the gateway's clock."""
 
-    The workers tell durations, for clocks of hosts are not compared: each one's stages are laid so that the last ends
-    when the gateway heard of it.
+
+def own(told: Mapping[str, float], began_s: float) -> Laid:
+    """The gateway's, one behind the other."""
+    names = {stage: stage for stage in GATEWAY}
+    return _laid(names, told, began_s + sum(told.get(stage, 0.0) for stage in GATEWAY), "")
+
+
+def laid_out(answer: Answer) -> Laid:
+    """The workers tell durations, for clocks of hosts are not compared: each one's stages are laid so that the last
+    ends when the gateway heard of it. Of workers that came in for a lost one only their tokens are laid.
     """
-    told = answer.stages_s
-    prefill, decode = str(facts.get("prefill", "")), str(facts.get("decode", ""))
-    return [
-        *_laid(PREFILL, told, answer.first_s, prefill),
-        *_laid(decode_stages(told), told, answer.last_s, decode),
-    ]
-
-
-def _laid(
-    names: Mapping[str, str], told: Mapping[str, float], end_s: float | None, worker: str
-) -> list[tuple[str, str, float, float]]:
-    known = [(stage, told[name]) for stage, name in names.items() if name in told]
-    if end_s is None:
+    if not (stints := answer.stints):
         return []
+    told, first = answer.stages_s, stints[0]
+    if len(stints) > 1:
+        told["decode"] = decode_s(told, first.span_s)
+    laid = _laid(PREFILL, told, first.begin_s, first.servers.get("prefill", ""))
+    laid += _laid(decode_stages(told), told, first.end_s, first.servers.get("decode", ""))
+    for before, stint in pairwise(stints):
+        worker = stint.servers.get("decode", "")
+        laid += [(REPLAY, worker, before.end_s, stint.begin_s), ("decode", worker, stint.begin_s, stint.end_s)]
+    return laid
+
+
+def _laid(names: Mapping[str, str], told: Mapping[str, float], end_s: float, worker: str) -> Laid:
+    known = [(stage, told[name]) for stage, name in names.items() if name in told]
     at_s = end_s - sum(span_s for _, span_s in known)
-    spans = []
+    spans: Laid = []
     for stage, span_s in known:
         spans.append((stage, worker, at_s, at_s + span_s))
         at_s += span_s
@@ -154,15 +170,15 @@ def _laid(
 
 def _attributes(path: str, model: str, facts: Mapping[str, Any]) -> dict[str, Any]:
     """Names of the semantic conventions for HTTP and for generative models; the rest is ours."""
+    names = {"prompt_tokens": "gen_ai.usage.input_tokens", "completion_tokens": "gen_ai.usage.output_tokens"}
     ours = ("id", "code", "cached_tokens", "ttft_s", "itl_mean_s", "epoch", "prefill", "decode")
+    names |= {name: f"tandem.{name}" for name in ours}
     return {
         "http.request.method": "POST",
         "http.response.status_code": facts["status"],
         "url.path": path,
         "gen_ai.request.model": model,
-        "gen_ai.usage.input_tokens": facts["prompt_tokens"],
-        "gen_ai.usage.output_tokens": facts["completion_tokens"],
-        **{f"tandem.{name}": facts[name] for name in ours if facts.get(name) is not None},
+        **{attribute: facts[name] for name, attribute in names.items() if facts.get(name) is not None},
     }
 
 

@@ -68,7 +68,7 @@ export function split(facts, timing) {
     ["replay", stages.replay, "lost its worker; went on with another"],
     ["decode", stages.decode, "produced the other tokens"],
   ]);
-  return [...here, ...gateway(prefill, first, total), ...prefill, ...decode];
+  return [...here, ...gateway(stages, prefill, first, total), ...prefill, ...decode];
 }
 
 function page(timing, first) {
@@ -77,11 +77,14 @@ function page(timing, first) {
   return [{ lane: "page", where: "this page", name: "browser, network", fromMs: 0, ms: way, tint: 1, isApart: true, meaning: `this page saw token 0 after ${ms(timing.ttftMs)} ms, the gateway after ${ms(first)} ms` }];
 }
 
-function gateway(prefill, first, total) {
+function gateway(stages, prefill, first, total) {
   const before = first - prefill.reduce((sum, part) => sum + part.ms, 0);
+  const { prepare = 0, place = 0 } = stages; // of one that found no place, neither
   const where = { lane: "gateway", where: "gateway" };
   return [
-    { ...where, name: "take in", fromMs: 0, ms: before, tint: 1, meaning: "template, tokenize, place; to the worker and back" },
+    { ...where, name: "prepare", fromMs: 0, ms: prepare, tint: 0, meaning: "parsed it; template, tokens, grammar" },
+    { ...where, name: "place", fromMs: prepare, ms: place, tint: 1, meaning: "asked the registry for two workers" },
+    { ...where, name: "send", fromMs: prepare + place, ms: before - prepare - place, tint: 2, meaning: "to the worker, and its token 0 back" },
     { ...where, name: "stream", fromMs: first, ms: total - first, tint: 3, meaning: "token 0 to the end of the answer" },
   ];
 }

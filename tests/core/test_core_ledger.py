@@ -68,6 +68,18 @@ def test_events_come_out_in_order_by_gateway_and_once():
     assert ledger.take() == ({}, [])
 
 
+def test_who_did_not_compute_the_prompt_tells_with_its_first_token_how_it_came_to_it():
+    ledger = Ledger()
+    decode = opened(ledger, "a")
+    decode.stage("expect", 1.0)
+    decode.stage("land", 3.0)
+    ledger.token(decode, Token(1, 5))
+    ledger.token(decode, Token(2, 5))
+    first, second = ledger.take()[0][GatewayId("g")]
+    assert isinstance(first, Tokens) and first.stages_s == {"expect": 1.0, "land": 2.0}
+    assert isinstance(second, Tokens) and second.stages_s == {}
+
+
 def test_a_failure_says_its_code_and_words():
     ledger = Ledger()
     ledger.fail(opened(ledger), Unavailable("the cable is out"))

@@ -324,7 +324,9 @@ def test_a_token_of_the_time_account_is_on_the_worker_that_spent_it():
     ring.settle()
     (prefilled,) = [event for _, event in ring.events if isinstance(event, Prefilled)]
     (end,) = ring.ends(R)
+    (told,) = [event.stages_s for _, event in ring.events if isinstance(event, Tokens) and event.stages_s]
     assert set(prefilled.stages_s) == {"queue", "prefill"}
+    assert told == {stage: end.stages_s[stage] for stage in ("expect", "land", "queue")}
     assert set(end.stages_s) == {"expect", "land", "queue", "decode"}
     assert all(span_s >= 0 for span_s in (*prefilled.stages_s.values(), *end.stages_s.values()))
 

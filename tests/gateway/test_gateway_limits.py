@@ -174,6 +174,31 @@ async def test_one_request_id_used_twice_at_once(rig, client):
     assert len({request_id for request_id, _ in rig.store.placed}) == 2
 
 
+REFUSED = {
+    400: ("POST", "/v1/completions", "invalid_request"),
+    401: ("POST", "/v1/completions", "unauthorized"),
+    404: ("GET", "/nowhere", "not_found"),
+    405: ("GET", "/v1/completions", "method_not_allowed"),
+}
+
+
+@pytest.mark.parametrize("given", ["", "mine"])
+@pytest.mark.parametrize("status", REFUSED)
+async def test_what_is_refused_is_counted_and_can_be_found_by_its_id(checkpoint, caplog, status, given):
+    caplog.set_level(logging.INFO, "gateway.requests")
+    method, path, code = REFUSED[status]
+    async with gateway(checkpoint, pair(), api_key="k") as rig, rig.client() as client:
+        headers = {"Authorization": "Bearer " + ("wrong" if status == 401 else "k"), "X-Request-Id": given}
+        body = ASK | {"max_tokens": -1} if method == "POST" else None
+        reply = await client.request(method, path, json=body, headers=headers)
+        text = (await client.get("/metrics")).text
+    (line,) = [json.loads(record.message) for record in caplog.records if record.name == "gateway.requests"]
+    assert (reply.status_code, line["status"], line["code"], line["path"]) == (status, status, code, path)
+    assert reply.headers["x-request-id"] == line["id"] and line["id"] == (given or line["id"]) != ""
+    assert line["message"] == reply.json()["error"]["message"]
+    assert f'tandem_gateway_requests_total{{code="{code}"}} 1.0' in text
+
+
 async def test_each_request_leaves_one_line(rig, client, caplog):
     caplog.set_level(logging.INFO, "gateway.requests")
     await client.post("/v1/completions", json=ASK)

@@ -14,7 +14,8 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import SpanKind, StatusCode
 
-from gateway.stages import exposed_s, stages
+from gateway.answer import Stint
+from gateway.stages import decode_s, exposed_s, stages
 from gateway.tracing import Tracing, is_configured, laid_out, open_tracing
 from tests.gateway.gateway_rig import gateway, pair
 
@@ -50,14 +51,15 @@ async def ask(rig, exporter, body: dict, headers: dict[str, str] | None = None) 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_request_is_a_span_with_a_child_per_stage(rig, exporter, stream: bool) -> None:
     *children, request = await ask(rig, exporter, ASK | {"stream": stream})
-    assert [child.name for child in children] == ["prefill queue", "prefill", "decode"]
+    names = ["receive", "prepare", "place", "prefill queue", "prefill", "handoff expect", "handoff land", "decode join"]
+    assert [child.name for child in children] == [*names, "decode"]
     assert (request.name, request.kind) == ("POST /v1/completions", SpanKind.SERVER)
     assert request.attributes["http.response.status_code"] == 200
     assert request.attributes["gen_ai.usage.output_tokens"] == 4
     assert request.attributes["gen_ai.request.model"] == "m"
     assert {child.parent.span_id for child in children} == {request.context.span_id}
-    assert [child.attributes["tandem.worker"] for child in children] == ["p0", "p0", "d0"]
-    assert request.start_time < request.end_time
+    assert [child.attributes.get("tandem.worker") for child in children] == [None] * 3 + ["p0"] * 2 + ["d0"] * 4
+    assert request.start_time == children[0].start_time < request.end_time
     assert all(child.start_time <= child.end_time <= request.end_time for child in children)
 
 
@@ -83,8 +85,8 @@ async def test_an_error_of_ours_is_one_in_the_trace(rig, exporter) -> None:
 
 
 def test_stages_are_laid_back_from_what_the_gateway_heard() -> None:
-    answer = SimpleNamespace(stages_s=HANDED, first_s=10.0, last_s=13.0)
-    spans = laid_out(answer, {"prefill": "p", "decode": "d"})  # type: ignore[arg-type]
+    answer = SimpleNamespace(stages_s=HANDED, stints=[Stint({"prefill": "p", "decode": "d"}, 10.0, 13.0)])
+    spans = laid_out(answer)  # type: ignore[arg-type]
     assert [(stage, worker) for stage, worker, _, _ in spans] == [
         ("queue", "p"),
         ("prefill", "p"),
@@ -94,8 +96,27 @@ def test_stages_are_laid_back_from_what_the_gateway_heard() -> None:
         ("decode", "d"),
     ]
     assert [end for _, _, _, end in spans] == pytest.approx([9.6, 10.0, 10.49, 10.99, 11.0, 13.0])
-    answer = SimpleNamespace(stages_s={}, first_s=None, last_s=None)
-    assert laid_out(answer, {}) == []  # type: ignore[arg-type]
+    assert laid_out(SimpleNamespace(stages_s={}, stints=[])) == []  # type: ignore[arg-type]
+
+
+def test_a_worker_that_came_in_for_a_lost_one_is_laid_behind_it() -> None:
+    stints = [Stint({"prefill": "p", "decode": "d"}, 10.0, 13.0), Stint({"prefill": "p", "decode": "e"}, 14.5, 15.0)]
+    answer = SimpleNamespace(stages_s=HANDED | {"replay": 1.5, "decode": 3.29}, stints=stints)
+    behind = laid_out(answer)[-3:]  # type: ignore[arg-type]
+    assert [(stage, worker) for stage, worker, _, _ in behind] == [("decode", "d"), ("replay", "e"), ("decode", "e")]
+    ends = [at_s for _, _, begin_s, end_s in behind for at_s in (begin_s, end_s)]
+    assert ends == pytest.approx([10.21, 13.0, 13.0, 14.5, 14.5, 15.0])
+
+
+def test_where_no_worker_tells_the_end_decode_lasts_from_its_first_batch_on() -> None:
+    assert decode_s(HANDED, 3.0) == pytest.approx(2.79)
+    assert decode_s({"prefill_queue": 0.1, "prefill_prefill": 0.4}, 3.0) == 3.0
+
+
+async def test_a_request_that_is_refused_is_in_the_callers_trace(rig, exporter) -> None:
+    (span,) = await ask(rig, exporter, ASK | {"max_tokens": -1}, {"traceparent": PARENT})
+    assert f"{span.parent.span_id:016x}" == PARENT.split("-")[2]
+    assert span.attributes["http.response.status_code"] == 400 and span.attributes["tandem.code"] == "invalid_request"
 
 
 def test_a_request_that_stayed_on_one_worker_has_its_stages_once() -> None:
@@ -134,7 +155,7 @@ def test_without_the_extra_the_log_says_what_to_install(monkeypatch, caplog) -> 
 
 def record_one(tracing: Tracing) -> None:
     facts = {"status": 200, "code": "ok", "prompt_tokens": 1, "completion_tokens": 1}
-    answer = SimpleNamespace(stages_s={}, first_s=None, last_s=None)
+    answer = SimpleNamespace(stages_s={}, stints=[])
     tracing.begin("/v1/completions", {}).end(answer, facts, 0.0, 1.0)  # type: ignore[arg-type]
 
 
