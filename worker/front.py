@@ -155,7 +155,7 @@ def _add_views(app: FastAPI, state: FrontState) -> None:
     @app.get("/metrics")
     async def metrics() -> Response:
         taken = {"jobs": state.num_jobs, "cancels": state.num_cancels}
-        text = render(state.info, state.status, state.core_alive, taken)
+        text = render(state.info, state.status, not state.sickness(), taken)
         return Response(text, media_type="text/plain; version=0.0.4")
 
 

@@ -13,15 +13,16 @@ from core.messages import CoreStatus, LinkStatus
 class StatusCollector(Collector):
     """Metrics are read off the status, not kept beside it: one account, no drift."""
 
-    def __init__(self, info: NodeInfo, status: CoreStatus | None, core_alive: bool, taken: Mapping[str, int]) -> None:
+    def __init__(self, info: NodeInfo, status: CoreStatus | None, is_well: bool, taken: Mapping[str, int]) -> None:
         self._info = info
         self._status = status
-        self._alive = core_alive
+        self._is_well = is_well
         self._taken = taken
 
     def collect(self) -> Iterator[Metric]:
-        up = GaugeMetricFamily("tandem_worker_up", "1 while the engine core lives", labels=["worker", "role", "model"])
-        up.add_metric([self._info.worker_id, self._info.role, self._info.model], float(self._alive))
+        words = "1 while the engine core lives and turns"
+        up = GaugeMetricFamily("tandem_worker_up", words, labels=["worker", "role", "model"])
+        up.add_metric([self._info.worker_id, self._info.role, self._info.model], float(self._is_well))
         yield up
         for name, count in self._taken.items():
             yield _counter(f"{name}_taken", f"{name} that came over HTTP", count)
@@ -36,10 +37,10 @@ class StatusCollector(Collector):
         yield from _vllm(self._info, self._status)
 
 
-def render(info: NodeInfo, status: CoreStatus | None, core_alive: bool, taken: Mapping[str, int]) -> bytes:
-    """`taken`: how many messages of each kind the front has taken."""
+def render(info: NodeInfo, status: CoreStatus | None, is_well: bool, taken: Mapping[str, int]) -> bytes:
+    """`is_well`: as `/health` says. `taken`: how many messages of each kind the front has taken."""
     registry = CollectorRegistry(auto_describe=False)
-    registry.register(StatusCollector(info, status, core_alive, taken))
+    registry.register(StatusCollector(info, status, is_well, taken))
     return generate_latest(registry)
 
 

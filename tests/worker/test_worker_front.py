@@ -112,6 +112,7 @@ async def test_health_follows_the_turns_of_the_core(state, client):
     state.on_status(make_status(1))
     hung = await client.get("/health")
     assert hung.status_code == 503 and "no turn" in hung.json()["status"]
+    assert 'role="prefill",worker="w"} 0.0' in (await client.get("/metrics")).text
     state.on_status(make_status(2))
     assert (await client.get("/health")).status_code == 200
 

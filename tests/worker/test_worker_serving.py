@@ -152,7 +152,7 @@ def test_a_core_that_stands_still_is_unhealthy_until_it_turns_again(worker: Runn
         status, words = worker.status_of("/health")
         assert status == 503 and words.startswith("the engine core has made no turn for ")
         assert worker.status_of("/ready")[0] == 503
-        assert worker.metrics()["tandem_worker_up"] == 1.0  # it lives; it does not turn
+        assert worker.metrics()["tandem_worker_up"] == 0.0
     finally:
         os.kill(worker.core_pid, signal.SIGCONT)
     until(lambda: worker.status_of("/health") == (200, "ok"))
