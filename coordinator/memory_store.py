@@ -87,9 +87,13 @@ class MemoryStore:
         worker.beat(load, self._clock() + self._alive_s)
         return True
 
-    async def leave(self, worker_id: WorkerId, incarnation: Incarnation) -> None:
-        if self._current(worker_id, incarnation) is not None:
-            del self._workers[worker_id]
+    async def leave(self, worker_id: WorkerId, incarnation: Incarnation, is_dead: bool = False) -> None:
+        worker = self._current(worker_id, incarnation)
+        if worker is None:
+            return
+        del self._workers[worker_id]
+        if is_dead and worker.died_s is None:
+            self._counters["buried"] += 1
 
     async def nodes(self) -> list[Node]:
         return [worker.node for worker in await self.workers()]

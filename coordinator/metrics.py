@@ -21,7 +21,7 @@ COUNTERS = {
     "stale": "reports refused: of an old epoch",
     "unknown": "reports refused: no such request",
     "reaped": "requests ended because their gateway was gone",
-    "buried": "workers found dead",
+    "buried": "workers that died: found dead, or they told that their core did",
 }
 
 

@@ -99,8 +99,8 @@ class RedisStore:
         )
         return bool(await self._run("heartbeat", *beat, *fields))
 
-    async def leave(self, worker_id: WorkerId, incarnation: Incarnation) -> None:
-        await self._run("leave", worker_id, incarnation)
+    async def leave(self, worker_id: WorkerId, incarnation: Incarnation, is_dead: bool = False) -> None:
+        await self._run("leave", worker_id, incarnation, int(is_dead))
 
     async def nodes(self) -> list[Node]:
         return [worker.node for worker in await self.workers()]

@@ -125,8 +125,10 @@ class Store(Protocol):
         """False: superseded, declared dead, or unknown because Redis lost it. Join again."""
         ...
 
-    async def leave(self, worker_id: WorkerId, incarnation: Incarnation) -> None:
-        """Out of the registry at once. An incarnation that is not the current one is ignored."""
+    async def leave(self, worker_id: WorkerId, incarnation: Incarnation, is_dead: bool = False) -> None:
+        """Out of the registry at once. An incarnation that is not the current one is ignored. `is_dead`: it is its end
+        that tells of it, and is counted as `buried`, once.
+        """
         ...
 
     async def nodes(self) -> list[Node]:

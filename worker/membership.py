@@ -67,7 +67,8 @@ class Membership:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         with contextlib.suppress(Unavailable):  # then the lease ends it
-            await self._store.leave(self._state.info.worker_id, self._state.info.incarnation)
+            info, is_dead = self._state.info, self._state.sickness() is not None
+            await self._store.leave(info.worker_id, info.incarnation, is_dead)
 
     async def _beat(self) -> None:
         while True:

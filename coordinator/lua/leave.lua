@@ -1,6 +1,8 @@
--- ARGV: worker id, incarnation.
+-- ARGV: worker id, incarnation, whether it is dead.
 local id = ARGV[1]
-if redis.call('HGET', key('node', id), 'incarnation') ~= ARGV[2] then return 0 end
+local known = redis.call('HMGET', key('node', id), 'incarnation', 'died')
+if known[1] ~= ARGV[2] then return 0 end
+if ARGV[3] == '1' and not known[2] then count('buried') end
 redis.call('DEL', key('node', id), key('node', id, 'alive'), key('node', id, 'prefixes'))
 redis.call('ZREM', key('nodes'), id)
 return 1

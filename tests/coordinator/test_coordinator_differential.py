@@ -62,8 +62,8 @@ async def _beat(store: Store, name: str, incarnation: str, load: NodeLoad):
     return await store.heartbeat(WorkerId(name), Incarnation(incarnation), load)
 
 
-async def _leave(store: Store, name: str, incarnation: str):
-    await store.leave(WorkerId(name), Incarnation(incarnation))
+async def _leave(store: Store, name: str, incarnation: str, is_dead: bool):
+    await store.leave(WorkerId(name), Incarnation(incarnation), is_dead)
 
 
 async def _place(store: Store, name: str, epoch: int, prompt: list[int], max_tokens: int, exclude: list[str], g: str):
@@ -135,7 +135,7 @@ def called(name: str, words: st.SearchStrategy) -> st.SearchStrategy[Call]:
 calls = st.one_of(
     called("join", joins),
     called("beat", st.tuples(names, incarnations, loads)),
-    called("leave", st.tuples(names, incarnations)),
+    called("leave", st.tuples(names, incarnations, st.booleans())),
     called("place", places),
     called("place", places),
     called("place", places),

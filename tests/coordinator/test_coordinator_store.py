@@ -538,6 +538,19 @@ class TestDeath:
         with pytest.raises(Unavailable, match="no live"):
             await store.place(ask("s"))
 
+    @pytest.mark.parametrize("is_dead", [True, False])
+    async def test_one_that_leaves_because_it_is_dead_is_counted_once(self, store: Store, is_dead: bool):
+        await pair(store)
+        for _ in range(2):
+            await store.leave(WorkerId("d0"), A, is_dead)
+        assert (await store.counts()).buried == int(is_dead)
+
+    async def test_one_that_was_found_dead_is_not_counted_again_when_it_says_so(self, mortal_store: Store):
+        await pair(mortal_store)
+        await until_buried(mortal_store)
+        await mortal_store.leave(WorkerId("d0"), A, is_dead=True)
+        assert (await mortal_store.counts()).buried == 2
+
     async def test_the_dead_are_forgotten(self, mortal_store: Store):
         await pair(mortal_store)
 

@@ -166,6 +166,17 @@ async def test_a_worker_that_joins_again_tells_at_once_how_it_is():
     await member.stop()
 
 
+@pytest.mark.parametrize("core_alive", [False, True])
+async def test_a_worker_that_leaves_because_its_core_died_is_counted(core_alive: bool):
+    """Its page of metrics ends with it: nobody would see it there."""
+    store, state = MemoryStore(), make_state()
+    member = Membership(store, state)
+    await member.start()
+    state.core_alive = core_alive
+    await member.stop()
+    assert (await store.counts()).buried == int(not core_alive)
+
+
 async def test_a_drain_is_not_undone_by_a_beat_that_was_under_way():
     class SlowStore(MemoryStore):
         """Takes its time with the first beat."""
