@@ -28,7 +28,9 @@ MAX_BODY_NBYTES = 32 << 20
 
 @dataclass
 class FrontState:
-    """What the front knows. `status` is the core's latest word, `status_s` (monotonic) when one told of a new turn."""
+    """What the front knows. `status` is the core's latest word, `status_s` (monotonic) when one told of a new turn.
+    `started_at_s` is of the wall's clock.
+    """
 
     info: NodeInfo
     secret: str
@@ -41,6 +43,7 @@ class FrontState:
     joined: bool = False
     draining: bool = False
     core_alive: bool = True
+    started_at_s: float = field(default_factory=time.time)
     num_jobs: int = 0
     num_cancels: int = 0
 
@@ -155,7 +158,7 @@ def _add_views(app: FastAPI, state: FrontState) -> None:
     @app.get("/metrics")
     async def metrics() -> Response:
         taken = {"jobs": state.num_jobs, "cancels": state.num_cancels}
-        text = render(state.info, state.status, not state.sickness(), taken)
+        text = render(state.info, state.status, not state.sickness(), taken, state.started_at_s)
         return Response(text, media_type="text/plain; version=0.0.4")
 
 

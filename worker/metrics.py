@@ -13,17 +13,23 @@ from core.messages import CoreStatus, LinkStatus
 class StatusCollector(Collector):
     """Metrics are read off the status, not kept beside it: one account, no drift."""
 
-    def __init__(self, info: NodeInfo, status: CoreStatus | None, is_well: bool, taken: Mapping[str, int]) -> None:
+    def __init__(
+        self, info: NodeInfo, status: CoreStatus | None, is_well: bool, taken: Mapping[str, int], started_at_s: float
+    ) -> None:
         self._info = info
         self._status = status
         self._is_well = is_well
         self._taken = taken
+        self._started_at_s = started_at_s
 
     def collect(self) -> Iterator[Metric]:
         words = "1 while the engine core lives and turns"
         up = GaugeMetricFamily("tandem_worker_up", words, labels=["worker", "role", "model"])
         up.add_metric([self._info.worker_id, self._info.role, self._info.model], float(self._is_well))
         yield up
+        # No labels: it is the next process at the same address that changes it, whose worker id may be another.
+        words = "when this worker was ready, in seconds since 1970"
+        yield GaugeMetricFamily("tandem_worker_start_time_seconds", words, self._started_at_s)
         for name, count in self._taken.items():
             yield _counter(f"{name}_taken", f"{name} that came over HTTP", count)
         if self._status is None:
@@ -37,10 +43,12 @@ class StatusCollector(Collector):
         yield from _vllm(self._info, self._status)
 
 
-def render(info: NodeInfo, status: CoreStatus | None, is_well: bool, taken: Mapping[str, int]) -> bytes:
+def render(
+    info: NodeInfo, status: CoreStatus | None, is_well: bool, taken: Mapping[str, int], started_at_s: float
+) -> bytes:
     """`is_well`: as `/health` says. `taken`: how many messages of each kind the front has taken."""
     registry = CollectorRegistry(auto_describe=False)
-    registry.register(StatusCollector(info, status, is_well, taken))
+    registry.register(StatusCollector(info, status, is_well, taken, started_at_s))
     return generate_latest(registry)
 
 

@@ -43,7 +43,7 @@ def texts() -> Iterator[bytes]:
 def _worker(side: Side) -> bytes:
     side.node.stats = lambda: [_link()]
     status = StatusReporter(side.engine, side.node, side.ledger, side.roles).report()
-    return worker_text(node_info(), status, True, {"jobs": 0, "cancels": 0})
+    return worker_text(node_info(), status, True, {"jobs": 0, "cancels": 0}, 0.0)
 
 
 def _link() -> LinkStats:

@@ -133,9 +133,11 @@ async def test_ready_once_registered(state, client):
 
 async def test_metrics_name_the_way_the_bytes_take(state, client):
     state.on_status(make_status(1))
+    state.started_at_s = 12.5
     text = (await client.get("/metrics")).text
     assert 'tandem_worker_up{model="m",role="prefill",worker="w"} 1.0' in text
     assert "tandem_worker_prefill_tokens_total 11.0" in text
+    assert "tandem_worker_start_time_seconds 12.5" in text
     assert 'tandem_link_nbytes_total{direction="out",peer="d",state="open",transport="ucx"} 5.0' in text
     assert 'tandem_link_nbytes_per_second{direction="out",peer="d",state="open",transport="ucx"} 7e+09' in text
 
