@@ -9,22 +9,9 @@ import msgspec
 from contracts.errors import TandemError
 from contracts.events import Token
 from gateway.answer import Piece, Shown
+from gateway.codes import status_of
 from gateway.prompting import Prompting
 
-STATUS = {
-    "invalid_request": 400,
-    "not_found": 404,
-    "too_large": 413,
-    "unsupported_encoding": 415,
-    "overloaded": 429,
-    "unavailable": 503,
-    "peer_lost": 503,
-    "draining": 503,
-    "out_of_blocks": 503,
-    "transfer_failed": 503,
-    "deadline_exceeded": 504,
-}
-"""By an error's code; of any other, 500."""
 _TYPE = {
     400: "BadRequestError",
     401: "AuthenticationError",
@@ -34,11 +21,6 @@ _TYPE = {
     429: "RateLimitError",
     503: "ServiceUnavailableError",
 }
-
-
-def status_of(code: str) -> int:
-    return STATUS.get(code, 500)
-
 
 OUR_FAULT = "internal error; see the gateway's log"
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from prometheus_client.parser import text_string_to_metric_families
 
 from contracts.local_http import open_local
+from gateway.codes import NOT_OURS
 from tandem import ps
 
 TIMEOUT_S = 2.0
@@ -33,7 +34,7 @@ class Link:
 class Page:
     """What one process has on its page of metrics. `states`: how many requests are in each, at the coordinator.
 
-    Among the sums is `errors`: the gateway's requests that did not end well.
+    Among the sums is `errors`: the gateway's requests that ended in an error of ours.
     """
 
     sums: Samples = field(default_factory=dict)
@@ -100,7 +101,7 @@ def parse(text: str) -> Page:
         name, labels, value = sample.name, sample.labels, sample.value
         sums[name] = sums.get(name, 0.0) + value
         if name == REQUESTS:
-            sums["errors"] = sums.get("errors", 0.0) + (labels.get("code") not in ("ok", "disconnected")) * value
+            sums["errors"] = sums.get("errors", 0.0) + (labels.get("code") not in NOT_OURS) * value
         elif name == STATES:
             states[labels["state"]] = value
         elif name == SENT and labels.get("direction") == "out":

@@ -20,6 +20,7 @@ examples:
   tandem top --once            one look of two seconds, for a script or a report
   tandem top --port 8000       only that system
 
+requests        that ended; errors are those of ours: neither what a client asked wrong nor a refusal because of load
 run, wait       requests that a worker computes, and that wait there for their turn
 KV              how much of the cache running requests hold; what is kept for later prompts counts as free
 prompt, answer  tokens computed of prompts, and produced of answers
@@ -37,7 +38,7 @@ STYLES = {
     "up": "green",
 }
 WORKER_COLUMNS = ("worker", "state", "run", "wait", "KV", "prompt t/s", "answer t/s", "MB/s", "handoffs/s")
-GATEWAY_COLUMNS = ("gateway", "state", "in flight", "answers/s", "errors/s", "tok/s", "TTFT ms", "ITL ms")
+GATEWAY_COLUMNS = ("gateway", "state", "in flight", "requests/s", "errors/s", "tok/s", "TTFT ms", "ITL ms")
 LINK_COLUMNS = ("links", "by", "state", "MB sent", "MB/s")
 HANDOFFS = {"RESERVING": "offered", "HELD": "waiting for pages", "TRANSFERRING": "granted", "COMMITTED": "committed"}
 """States of the coordinator's table that a handoff passes, as the console calls them."""

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from gateway.replies import STATUS
+from gateway.codes import NOT_OURS
 from tests.observability import exposition
 from tests.observability.queries import FOLDER, ROOT, Query, alerts, dashboard, panels, rules
 
@@ -49,8 +49,7 @@ def test_the_page_speaks_of_panels_that_exist() -> None:
 def test_errors_of_ours_are_those_that_are_not_the_clients() -> None:
     """By what the gateway answers: an end that is no error, or a status below 500."""
     passed_over = [codes for query in (*dashboard(), *alerts()) for codes in re.findall(r'code!~"([^"]*)"', query.expr)]
-    clients = {code for code, status in STATUS.items() if status < 500}
-    assert [set(codes.split("|")) for codes in passed_over] == [{"ok", "disconnected"} | clients] * 2
+    assert [set(codes.split("|")) for codes in passed_over] == [NOT_OURS] * 2
 
 
 def test_panels_do_not_overlap() -> None:

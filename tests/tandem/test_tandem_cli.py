@@ -235,6 +235,8 @@ METRICS = """\
 tandem_gateway_requests_total{code="ok"} 5.0
 tandem_gateway_requests_total{code="unavailable"} 2.0
 tandem_gateway_requests_total{code="disconnected"} 1.0
+tandem_gateway_requests_total{code="invalid_request"} 10.0
+tandem_gateway_requests_total{code="overloaded"} 3.0
 # TYPE tandem_link_nbytes counter
 tandem_link_nbytes_total{peer="a",direction="out",transport="shm",state="up"} 10.0
 tandem_link_nbytes_total{peer="b",direction="in",transport="ucx",state="up"} 20.0
@@ -246,7 +248,7 @@ tandem_coordinator_requests{state="COMMITTED"} 1.0
 
 def test_a_page_of_metrics() -> None:
     page = look.parse(METRICS)
-    assert (page.sums["tandem_gateway_requests_total"], page.sums["errors"]) == (8.0, 2.0)
+    assert (page.sums["tandem_gateway_requests_total"], page.sums["errors"]) == (21.0, 2.0)
     assert page.sums["tandem_link_nbytes_total"] == 30.0  # over all labels
     assert page.states == {"TRANSFERRING": 2.0, "COMMITTED": 1.0}
     assert page.links == (look.Link("a", "shm", "up", 10.0),)  # who sends tells of it

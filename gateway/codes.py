@@ -1,0 +1,25 @@
+"""The words for how requests end, their HTTP status, and whose errors they are. Stands on nothing: `tandem top`, which
+is to start at once, counts by them, too.
+"""
+
+STATUS = {
+    "invalid_request": 400,
+    "not_found": 404,
+    "too_large": 413,
+    "unsupported_encoding": 415,
+    "overloaded": 429,
+    "unavailable": 503,
+    "peer_lost": 503,
+    "draining": 503,
+    "out_of_blocks": 503,
+    "transfer_failed": 503,
+    "deadline_exceeded": 504,
+}
+"""By an error's code; of any other, 500."""
+
+NOT_OURS = frozenset({"ok", "disconnected", *(code for code, status in STATUS.items() if status < 500)})
+"""Ends that are no error, an error of the client's, or refused because of load."""
+
+
+def status_of(code: str) -> int:
+    return STATUS.get(code, 500)
