@@ -44,11 +44,12 @@ class Page:
 
 @dataclass(frozen=True)
 class Look:
-    """All processes at one moment; `pages` by process id, empty for one that did not answer."""
+    """All processes at one moment; `pages` by process id, empty for one that did not answer. Without rows, `why`."""
 
     at_s: float
     rows: list[ps.Row]
     pages: dict[int, Page]
+    why: str
 
     def page(self, row: ps.Row) -> Page:
         return self.pages.get(int(row["pid"] or 0), Page())
@@ -75,9 +76,11 @@ class Change:
 
 
 def look(home: Path, port: int | None) -> Look:
-    rows = [row for row in ps.list_processes(home) if port in (None, row["port"])]
+    found = list(ps.list_processes(home))
+    rows = [row for row in found if port in (None, row["port"])]
     served = [row for row in rows if row["pid"] and str(row["url"]).startswith("http")]
-    return Look(time.monotonic(), rows, {int(row["pid"] or 0): _read(f"{row['url']}/metrics") for row in served})
+    pages = {int(row["pid"] or 0): _read(f"{row['url']}/metrics") for row in served}
+    return Look(time.monotonic(), rows, pages, "" if rows else ps.nothing_runs(found, port))
 
 
 def change(row: ps.Row, before: Look, after: Look) -> Change:

@@ -3,7 +3,7 @@
 import argparse
 import json
 import urllib.error
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import psutil
@@ -29,14 +29,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace, home: Path) -> int:
-    rows = [row for row in list_processes(home) if options.port in (None, row["port"])]
+    found = list(list_processes(home))
+    rows = [row for row in found if options.port in (None, row["port"])]
     if options.json:
         print(json.dumps(rows, indent=1))
     elif rows:
         show(rows)
     else:
-        print("nothing runs; `tandem up` starts a system")
+        print(nothing_runs(found, options.port))
     return 0
+
+
+def nothing_runs(others: Sequence[Row], port: int | None) -> str:
+    """What to say where there are no rows; `others`: what runs on other ports than `port`."""
+    if others:
+        ports = sorted({int(row["port"] or 0) for row in others})
+        return f"nothing runs on port {port}; what runs is on {' and '.join(map(str, ports))}"
+    return "nothing runs; `tandem up` starts a system"
 
 
 def list_processes(home: Path) -> Iterator[Row]:

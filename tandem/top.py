@@ -89,7 +89,7 @@ def _watch(console: Console, options: argparse.Namespace, home: Path, before: Lo
 def view(before: Look, after: Look, width: int) -> Group:
     """Fits into `width` columns of 80 or more."""
     if not after.rows:
-        return Group(Text("nothing runs; `tandem up` starts a system"))
+        return Group(Text(after.why))
     parts = []
     for port in sorted({int(row["port"] or 0) for row in after.rows}):
         rows = [row for row in after.rows if row["port"] == port]

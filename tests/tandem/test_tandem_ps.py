@@ -136,6 +136,15 @@ def test_a_table_for_people(home: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert line.split()[1:3] == ["prefill", "prefill-0"]
 
 
+def test_nothing_on_a_port_says_which_ports_have_something(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    ps.run(argparse.Namespace(json=False, port=9), home)
+    words = "nothing runs on port 9; what runs is on 8000"
+    assert capsys.readouterr().out == f"{words}\n"
+    shown = Console(width=100, record=True, file=io.StringIO())
+    shown.print(view(look(home, 9), look(home, 9), 100))
+    assert shown.export_text() == f"{words}\n"
+
+
 def test_nothing_running_says_how_to_start(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     ps.run(argparse.Namespace(json=False, port=None), tmp_path)
     assert "tandem up" in capsys.readouterr().out
