@@ -7,6 +7,7 @@ from prometheus_client import CollectorRegistry, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from coordinator.states import ENDS, LIVE
 from coordinator.store import Counts, WorkerView
 
 CREDITS = ("pending_tokens", "num_prefills", "reserved_tokens", "num_decodes")
@@ -65,10 +66,11 @@ class StateCollector(Collector):
             yield _gauge(f"credit_{name}", f"credits taken: {name}", held, "worker")
 
     def _of_requests(self, counts: Counts) -> Iterator[Metric]:
-        yield _gauge("requests", "live requests", {(state,): n for state, n in counts.states.items()}, "state")
+        live = {(state.value,): counts.states.get(state.value, 0) for state in LIVE}
+        yield _gauge("requests", "live requests", live, "state")
         ended = CounterMetricFamily("tandem_coordinator_ended", "requests ended", labels=["state"])
-        for state, count in sorted(counts.ended.items()):
-            ended.add_metric([state], count)
+        for state in sorted(ENDS):  # none is left out: no rate sees a count that begins with its first request
+            ended.add_metric([state.value], counts.ended.get(state.value, 0))
         yield ended
         for name, words in COUNTERS.items():
             yield CounterMetricFamily(f"tandem_coordinator_{name}", words, getattr(counts, name))

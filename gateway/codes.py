@@ -17,6 +17,9 @@ STATUS = {
 }
 """By an error's code; of any other, 500."""
 
+KNOWN = ("ok", "disconnected", *STATUS, "corrupt", "internal")
+"""Ends that requests come to; any other is a fault of ours."""
+
 NOT_OURS = frozenset({"ok", "disconnected", *(code for code, status in STATUS.items() if status < 500)})
 """Ends that are no error, an error of the client's, or refused because of load."""
 

@@ -7,6 +7,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from contracts.collector import COLLECTIONS
+from gateway.codes import KNOWN
 from gateway.dispatch import Dispatch
 from gateway.stages import exposed_s, stages
 from gateway.vllm_metrics import VllmMetrics
@@ -21,6 +22,8 @@ class Metrics:
     def __init__(self, dispatch: Dispatch, model: str, version: str) -> None:
         registry = self._registry = CollectorRegistry()
         self.requests = Counter("tandem_gateway_requests", "requests by outcome", ["code"], registry=registry)
+        for code in KNOWN:  # from 0 on: no rate sees a count that begins with its first request
+            self.requests.labels(code)
         self.prompt_tokens = Counter("tandem_gateway_prompt_tokens", "prompt tokens", registry=registry)
         self.cached_tokens = Counter("tandem_gateway_cached_tokens", "prompt tokens from a cache", registry=registry)
         self.tokens = Counter("tandem_gateway_completion_tokens", "accepted answer tokens", registry=registry)

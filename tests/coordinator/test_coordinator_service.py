@@ -89,6 +89,7 @@ async def test_metrics_tell_workers_credits_and_states():
     assert found["tandem_coordinator_workers", "prefill", "alive"] == 1
     assert found["tandem_coordinator_credit_reserved_tokens", "d0"] == 150
     assert found["tandem_coordinator_requests", "PLACED"] == 1
+    assert found["tandem_coordinator_requests", "QUEUED"] == found["tandem_coordinator_ended_total", "FAILED"] == 0
     assert found["tandem_coordinator_ended_total", "FINISHED"] == 1
     assert found["tandem_coordinator_placed_total",] == 2
 

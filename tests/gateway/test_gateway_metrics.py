@@ -40,6 +40,13 @@ async def test_every_name_that_dashboards_ask_for_is_there(client, rig):
     assert f'vllm:num_requests_running{{engine="0",model_name="{rig.front.model}"}} 0.0' in text
 
 
+async def test_every_end_that_requests_come_to_is_there_before_the_first(client):
+    """A count that begins with 1 is no increase to Prometheus."""
+    text = (await client.get("/metrics")).text
+    for code in ("ok", "invalid_request", "overloaded", "unavailable", "internal"):
+        assert f'tandem_gateway_requests_total{{code="{code}"}} 0.0' in text
+
+
 async def test_a_request_of_two_answers_is_counted_once_and_its_answers_twice(client, rig, monkeypatch):
     monkeypatch.setattr(rig.workers[0], "cached_tokens", 2)
     await client.post("/v1/completions", json=ASK | {"n": 2})
