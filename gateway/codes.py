@@ -4,7 +4,9 @@ is to start at once, counts by them, too.
 
 STATUS = {
     "invalid_request": 400,
+    "unauthorized": 401,
     "not_found": 404,
+    "method_not_allowed": 405,
     "too_large": 413,
     "unsupported_encoding": 415,
     "overloaded": 429,

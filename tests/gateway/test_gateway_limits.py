@@ -9,6 +9,7 @@ import pytest
 from contracts.errors import Overloaded, Unavailable
 from gateway import server as gateway_server
 from gateway.app import make_app
+from gateway.codes import NOT_OURS
 from tests.gateway.gateway_rig import gateway, pair
 
 ASK = {"prompt": "one two three", "max_tokens": 3}
@@ -197,6 +198,7 @@ async def test_what_is_refused_is_counted_and_can_be_found_by_its_id(checkpoint,
     assert reply.headers["x-request-id"] == line["id"] and line["id"] == (given or line["id"]) != ""
     assert line["message"] == reply.json()["error"]["message"]
     assert f'tandem_gateway_requests_total{{code="{code}"}} 1.0' in text
+    assert code in NOT_OURS
 
 
 async def test_each_request_leaves_one_line(rig, client, caplog):
