@@ -8,7 +8,6 @@ import secrets
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from http import HTTPStatus
 from typing import Any
 
 import msgspec
@@ -24,6 +23,7 @@ from contracts.errors import NotFound, RequestError, TandemError
 from gateway.admission import Admission
 from gateway.answer import Answer
 from gateway.asking import Ask, Limits, ask_chat, ask_completion
+from gateway.codes import code_of
 from gateway.dispatch import Dispatch
 from gateway.heads import Heads
 from gateway.keys import Keys
@@ -337,8 +337,8 @@ def _add_errors(app: FastAPI, front: Front) -> None:
     async def http_error(request: Request, error: HTTPException) -> Response:
         headers = {"Allow": _allowed(request)} if error.status_code == 405 else error.headers
         why = _no_path(request) if error.status_code == 404 else str(error.detail)
-        code = HTTPStatus(error.status_code).name.lower()
-        return _refused(front, request, error.status_code, code, error_body(error.status_code, why), headers)
+        status = error.status_code
+        return _refused(front, request, status, code_of(status), error_body(status, why), headers)
 
 
 def _refused(

@@ -28,3 +28,8 @@ NOT_OURS = frozenset({"ok", "disconnected", *(code for code, status in STATUS.it
 
 def status_of(code: str) -> int:
     return STATUS.get(code, 500)
+
+
+def code_of(status: int) -> str:
+    """Of what is refused before it is looked at; "internal" for a status that nothing here gives."""
+    return next((code for code, own in STATUS.items() if own == status), "internal")
