@@ -134,16 +134,24 @@ def part_sizes(num_rows: int, sizes: Sequence[int]) -> list[int]:
 
 
 class Int8Linear:
-    """int8 weights with one scale a row, bfloat16 rows (torch's weight-only kernel)."""
+    """int8 weights with one scale a row, bfloat16 rows (torch's weight-only kernel).
+
+    Both are padded to a multiple of 16 columns: with others the kernel gives infinities, or ends the process.
+    """
+
+    _MULTIPLE = 16
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         scales = (weight.abs().amax(1) / 127).clamp_min(1e-8)
-        self._codes = (weight / scales[:, None]).round().clamp(-127, 127).to(torch.int8)
+        codes = (weight / scales[:, None]).round().clamp(-127, 127).to(torch.int8)
+        self._num_missing = -weight.shape[1] % self._MULTIPLE
+        self._codes = F.pad(codes, (0, self._num_missing)) if self._num_missing else codes
         self._scales = scales.bfloat16()
         self._bias = bias
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        y = torch.ops.aten._weight_int8pack_mm(x.bfloat16(), self._codes, self._scales)
+        rows = F.pad(x.bfloat16(), (0, self._num_missing)) if self._num_missing else x.bfloat16()
+        y = torch.ops.aten._weight_int8pack_mm(rows, self._codes, self._scales)
         return y if self._bias is None else y + self._bias
 
 

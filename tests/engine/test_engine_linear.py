@@ -121,6 +121,13 @@ def test_an_int8_row_of_zeros_stays_zero():
     assert y.isfinite().all()
 
 
+@pytest.mark.parametrize("width", [100, 104])
+@pytest.mark.parametrize("num_rows", [1, 5, 33])
+def test_int8_is_near_the_exact_product_at_widths_that_its_kernel_does_not_take(num_rows, width):
+    x, weight = matrix(num_rows, width, 1), matrix(96, width, 2)
+    assert relative_error(Int8Linear(weight, None)(x), x.double() @ weight.double().T) < TOLERANCES[Int8Linear]
+
+
 def test_phases_take_their_own_format_and_answers_come_first():
     linear = PhasedLinear(prompt=lambda x: x + 1, answer=lambda x: x - 1)
     x = torch.zeros(5, 1)
