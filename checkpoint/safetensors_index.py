@@ -10,15 +10,20 @@ _MAX_HEADER_NBYTES = 100_000_000
 
 def tensor_files(folder: Path) -> dict[str, Path]:
     """Tensor name -> file. Raises ConfigError if a file is missing, cut short, or its header can't be read."""
-    files = sorted(folder.glob("*.safetensors"))
-    index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
-    if index.exists():
-        files = [folder / name for name in _listed(index)]
-    elif single in files:
-        files = [single]
+    files = weight_files(folder)
     if not files:
         raise ConfigError(f"{folder} has no *.safetensors file; other weight formats are not supported")
     return {name: file for file in files for name in _tensor_names(file)}
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """Those that are the model's, sorted; others may lie beside them. Raises ConfigError for an index that can't be
+    read.
+    """
+    index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
+    if index.exists():
+        return [folder / name for name in _listed(index)]
+    return [single] if single.exists() else sorted(folder.glob("*.safetensors"))
 
 
 def _listed(index: Path) -> list[str]:

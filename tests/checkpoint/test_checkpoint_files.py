@@ -796,6 +796,16 @@ def test_weights_of_one_shape_are_told_apart(folder):
     assert weights_fingerprint(folder) != before
 
 
+@pytest.mark.parametrize("index", [None, {"weight_map": {"w": "model.safetensors"}}])
+def test_weights_are_known_again_whatever_lies_beside_them(folder, index):
+    """Mistral's repositories hold them twice, and another client may have fetched both."""
+    if index is not None:
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    before = weights_fingerprint(folder)
+    save_file({"w": np.ones(4, np.float32)}, folder / "consolidated.safetensors")
+    assert weights_fingerprint(folder) == before
+
+
 def test_the_fingerprint_looks_at_all_of_a_large_file(tmp_path):
     seen = set()
     for changed in range(0, 64 << 20, 16 << 20):
