@@ -9,6 +9,7 @@ from contracts.errors import ConfigError
 
 _FILES = ["*.json", "*.jinja", "*.safetensors"]
 _ELSEWHERE = ["*/*.json", "*/*.safetensors"]  # folders hold the same weights in other layouts; and chat templates
+_BESIDE = ["consolidated*.safetensors", "adapter_model.safetensors"]  # Mistral's own copy of the weights; LoRA's
 _LOST: type[Exception] = HfHubHTTPError.__bases__[0]
 """HTTPError of httpx or of httpx2, whichever the hub's client asks with. hf_xet, which fetches most weights, raises
 RuntimeError when its connection is lost.
@@ -18,7 +19,7 @@ RuntimeError when its connection is lost.
 def download(model: str) -> Path:
     """The folder of a model id such as "org/name", fetched unless it is in the local cache. Raises ConfigError."""
     try:
-        return Path(snapshot_download(model, allow_patterns=_FILES, ignore_patterns=_ELSEWHERE))
+        return Path(snapshot_download(model, allow_patterns=_FILES, ignore_patterns=[*_ELSEWHERE, *_BESIDE]))
     except LocalEntryNotFoundError as error:
         raise ConfigError(
             f"cannot reach the Hugging Face hub, and '{model}' is not in its local cache; "

@@ -771,12 +771,13 @@ def test_a_download_that_breaks_off_says_what_to_do(monkeypatch, fault):
 
 
 def test_of_a_hub_id_nothing_is_fetched_twice(monkeypatch, folder):
-    """Folders hold the same weights in other layouts."""
+    """Folders hold the same weights in other layouts, and Mistral's files under other names."""
     fetched = []
 
     def listing(model, allow_patterns, ignore_patterns):
         names = ["config.json", "a.safetensors", "chat.jinja", "README.md", "original/a.safetensors", "metal/m/c.json"]
-        names += ["additional_chat_templates/tool_use.jinja"]
+        names += ["additional_chat_templates/tool_use.jinja", "consolidated.safetensors", "adapter_model.safetensors"]
+        names += ["consolidated-00001-of-00002.safetensors"]
         fetched.extend(filter_repo_objects(names, allow_patterns=allow_patterns, ignore_patterns=ignore_patterns))
         return folder
 
