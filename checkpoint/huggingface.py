@@ -118,8 +118,7 @@ def _model_config(family: Family, config: dict[str, Any], source: str) -> ModelC
     stated = config["max_position_embeddings"]
     scaling = _rope_scaling(rope, stated, source)
     length = _max_model_len(scaling, stated, config.get("dual_chunk_attention_config"))
-    if not family.as_gpt_oss:
-        _refuse_window(config.get("sliding_window", family.window), config, length, source)
+    _refuse_window(config, family, length, source)
     return ModelConfig(
         family=family.gguf_architecture,
         vocab_size=config["vocab_size"],
@@ -198,9 +197,20 @@ def _refuse_unsupported(config: dict[str, Any], source: str, family: Family) -> 
         raise ConfigError(f"{source}: only SiLU and layers without mlp_bias and attention_bias are supported")
 
 
-def _refuse_window(window: int | None, config: dict[str, Any], length: int, source: str) -> None:
-    if window is not None and config.get("use_sliding_window", True) and window < length:
+def _refuse_window(config: dict[str, Any], family: Family, length: int, source: str) -> None:
+    window = config.get("sliding_window", family.window)
+    if window is not None and _has_windows(config, family) and window < length:
         raise ConfigError(f"{source}: sliding-window attention ({window} of {length} tokens) is not supported")
+
+
+def _has_windows(config: dict[str, Any], family: Family) -> bool:
+    """In some layer, by the fields that transformers reads of this family: others may be left from another model."""
+    is_on = family.window is not None and (not family.switches_window or bool(config.get("use_sliding_window")))
+    if family.first_window is None:
+        return is_on
+    if (kinds := config.get("layer_types")) is not None:
+        return any(kind != "full_attention" for kind in kinds)
+    return is_on and config.get("max_window_layers", family.first_window) < config["num_hidden_layers"]
 
 
 def _refuse_other_gpt_oss(config: dict[str, Any], source: str) -> None:

@@ -2,4 +2,4 @@
 
 from checkpoint.families.family import Family
 
-FAMILY = Family("Qwen2ForCausalLM", "qwen2", qkv_bias=True)
+FAMILY = Family("Qwen2ForCausalLM", "qwen2", qkv_bias=True, window=4096, switches_window=True, first_window=28)

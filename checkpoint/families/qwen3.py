@@ -2,4 +2,4 @@
 
 from checkpoint.families.family import Family
 
-FAMILY = Family("Qwen3ForCausalLM", "qwen3", qk_norm=True)
+FAMILY = Family("Qwen3ForCausalLM", "qwen3", qk_norm=True, window=4096, switches_window=True, first_window=28)

@@ -2,4 +2,4 @@
 
 from checkpoint.families.family import Family
 
-FAMILY = Family("Qwen3MoeForCausalLM", "qwen3moe", qk_norm=True, experts=True)
+FAMILY = Family("Qwen3MoeForCausalLM", "qwen3moe", qk_norm=True, experts=True, window=4096, switches_window=True)

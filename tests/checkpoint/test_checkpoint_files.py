@@ -74,6 +74,8 @@ LLAMA4 = {
     "no_rope_layers": [],
     "attn_temperature_tuning": 4,
 }
+MISTRAL, QWEN2 = ({"architectures": [f"{name}ForCausalLM"]} for name in ("Mistral", "Qwen2"))
+WINDOW = {"sliding_window": 32, "use_sliding_window": True}
 LLAMA3 = {
     "rope_type": "llama3",
     "factor": 8.0,
@@ -353,17 +355,19 @@ def test_a_shard_that_is_not_there_is_named(folder):
             {"architectures": ["GPT2LMHeadModel"]},
             "'GPT2LMHeadModel' is not supported; supported are gpt_oss, llama, llama4, mistral",
         ),
-        ({"sliding_window": 32}, "sliding-window attention"),
+        ({**MISTRAL, "sliding_window": 32, "use_sliding_window": False}, "sliding-window attention"),
+        ({**QWEN2, **WINDOW, "max_window_layers": 0}, r"sliding-window attention \(32 of 64 tokens\) is not"),
+        ({**QWEN2, **WINDOW, "layer_types": ["sliding_attention"]}, r"sliding-window attention \(32 of 64 tokens\)"),
         ({"rope_scaling": {"rope_type": "longrope"}}, "rope scaling 'longrope' is not supported"),
         ({"rope_scaling": {"rope_type": "yarn"}}, "lacks 'factor'"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 4, "mscale": 1.0}}, "yarn with mscale is not supported"),
         ({"num_hidden_layers": 3, "hidden_size": None}, "hidden_size is None; a whole number from 1 to 2147483647"),
         (
-            {"architectures": ["MistralForCausalLM"], "max_position_embeddings": 8192},
+            {**MISTRAL, "max_position_embeddings": 8192},
             r"sliding-window attention \(4096 of 8192 tokens\) is not supported",
         ),
         (
-            {"sliding_window": 64, "rope_scaling": {"rope_type": "yarn", "factor": 4.0}},
+            {**MISTRAL, "sliding_window": 64, "rope_scaling": {"rope_type": "yarn", "factor": 4.0}},
             r"sliding-window attention \(64 of 256 tokens\) is not supported",
         ),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5: rope that turns a part of each head is not"),
@@ -393,7 +397,7 @@ def test_a_shard_that_is_not_there_is_named(folder):
         ({"rope_theta": 2**70}, "rope_theta is 1180591620717411303424; a number above 1, and at most"),
         ({"architectures": "LlamaForCausalLM"}, "architectures is 'LlamaForCausalLM'; a list of names is expected"),
         ({"rope_scaling": "linear"}, "rope_scaling is 'linear'; a table is expected"),
-        ({"sliding_window": "a"}, "a value of the wrong kind"),
+        ({**MISTRAL, "sliding_window": "a"}, "a value of the wrong kind"),
         ({"rope_scaling": LLAMA3 | {"factor": "8"}}, "factor of its rope scaling is '8'; a number above 0"),
         ({"rope_scaling": LLAMA3 | {"low_freq_factor": None}}, "low_freq_factor of its rope scaling is None; a number"),
         ({"rope_scaling": LLAMA3 | {"low_freq_factor": 5.0}}, "low_freq_factor is 5.0; no more than high_freq_factor"),

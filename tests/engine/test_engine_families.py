@@ -104,6 +104,37 @@ def test_yarn_is_that_of_transformers(tmp_path, changes):
     assert answers(load_engine(settings(model=str(tmp_path))), prompts, greedy()) == expected
 
 
+SWITCHED = {"sliding_window": 16, "use_sliding_window": True}
+
+
+@pytest.mark.parametrize(
+    ("family", "fields"),
+    [
+        ("qwen2", {"sliding_window": 16}),
+        ("qwen2", {**SWITCHED, "max_window_layers": 3}),
+        ("qwen2", {**SWITCHED, "max_window_layers": 0, "layer_types": ["full_attention"] * 3}),
+        ("llama", SWITCHED),
+    ],
+)
+def test_a_window_that_no_layer_of_transformers_has_is_none(tmp_path, family, fields):
+    save_tiny(tmp_path, family)
+    file, windows = tmp_path / "config.json", ("use_sliding_window", "max_window_layers", "layer_types")
+    config = {key: value for key, value in json.loads(file.read_text()).items() if key not in windows}
+    file.write_text(json.dumps(config | fields))
+    engine, prompts = load_engine(settings(model=str(tmp_path))), random_prompts(VOCAB, [5, 40, 150])
+    reference = oracle(engine.checkpoint)
+    assert answers(engine, prompts, greedy()) == [uncached_greedy(reference, prompt, 12) for prompt in prompts]
+
+
+@torch.inference_mode()
+def uncached_greedy(model, prompt, num_tokens):
+    """transformers' cache forgets what is behind a window that config.json states, also where its Llama has none."""
+    tokens = list(prompt)
+    for _ in range(num_tokens):
+        tokens.append(int(model(torch.tensor([tokens]), use_cache=False).logits[0, -1].argmax()))
+    return tokens[len(prompt) :]
+
+
 @needs_bfloat16
 def test_biases_that_all_keys_share_cost_a_prompt_in_bfloat16_nothing(tmp_path):
     """Qwen2's lift a head's scores to hundreds, where bfloat16 has steps of 1 and 2; a softmax sees their differences
