@@ -35,6 +35,7 @@ _ADVISED = {
     "repetition_penalty": (0, 100),
 }
 _ABOVE = {"top_p", "repetition_penalty"}
+_HEADS = {"lm_head.weight", "language_model.lm_head.weight", "lm_head.qweight"}  # as it is; Llama 4's; GPTQ's and AWQ's
 _LLAMA3_BANDS = ("low_freq_factor", "high_freq_factor")
 _SWIGLU = {"swiglu_alpha": 1.702, "swiglu_limit": 7.0}
 
@@ -43,7 +44,7 @@ def open_folder(path: Path, name: str | None = None) -> Checkpoint:
     """Raises ConfigError for a missing or damaged file, an unknown architecture, or a feature that is not supported."""
     config = text_part(_read_json(path / "config.json"), str(path))
     tokenizer_config = _tokenizer_config(path)
-    has_head = "lm_head.weight" in tensor_files(path)
+    has_head = not _HEADS.isdisjoint(tensor_files(path))
     tokenizer = _load_tokenizer(path / "tokenizer.json", tokenizer_config)
     bos, eos = (_token(tokenizer_config.get(key)) for key in ("bos_token", "eos_token"))
     generation = _read_json(path / "generation_config.json", required=False)

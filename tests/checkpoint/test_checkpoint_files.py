@@ -261,6 +261,14 @@ def test_a_damaged_json_is_named(folder, name):
     refused(folder, f"cannot read .*{name}")
 
 
+@pytest.mark.parametrize("name", ["lm_head.weight", "language_model.lm_head.weight", "lm_head.qweight"])
+def test_an_output_head_that_is_stored_is_the_models_whatever_is_said_of_its_embedding(folder, name):
+    (folder / "config.json").write_text(json.dumps({**CONFIG, "tie_word_embeddings": True}))
+    assert open_checkpoint(str(folder)).config.tied_embeddings
+    save_file({name: np.zeros(4, np.float32)}, folder / "model.safetensors")
+    assert not open_checkpoint(str(folder)).config.tied_embeddings
+
+
 @pytest.mark.parametrize(
     "name", ["config.json", "tokenizer_config.json", "generation_config.json", "model.safetensors.index.json"]
 )

@@ -135,6 +135,18 @@ def test_weights_alone_in_fp8_are_multiplied_by_activations_as_they_are(name, tm
     assert kept < 0.8 * rounded
 
 
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("name", ["gptq", "awq"])
+def test_a_quantized_head_that_is_stored_is_the_one_that_answers(name, device, tmp_path):
+    """Whatever config.json says of the embedding, as of plain ones."""
+    model = save_quantized(tmp_path, LAYOUTS[name], plain=())
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"tie_word_embeddings": True}))
+    expected = [oracle_greedy(model, prompt, 12) for prompt in PROMPTS[:2]]
+    engine = load_engine(settings(model=str(tmp_path))) if device == "cpu" else device_engine(tmp_path)
+    assert answers(engine, PROMPTS[:2], greedy()) == expected
+
+
 @pytest.mark.parametrize("family", ["qwen2", "qwen3"])
 @pytest.mark.parametrize("name", ["compressed-rows", "compressed-blocks-only", "deepseek", "awq"])
 def test_biases_and_head_norms_go_with_every_layout(name, family, tmp_path, nothing_rounds):
