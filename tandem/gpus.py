@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from checkpoint import Checkpoint
+from checkpoint import Checkpoint, ModelConfig
 from contracts.device import gpu_index
 from contracts.errors import ConfigError
 from engine.cuda.choice import resolve_device_dtype
@@ -133,8 +133,17 @@ def require_room(settings: UpSettings, checkpoint: Checkpoint) -> None:
 
 def what_holds(checkpoint: Checkpoint, dtype: str, nbytes: int) -> str:
     """What to do where weights take more than a GPU's `nbytes`."""
-    config = checkpoint.config
-    sizes = (n for n in range(2, config.num_heads + 1) if config.num_heads % n == 0 and config.spreads_kv_heads(n))
+    sizes = (n for n in range(2, checkpoint.config.num_heads + 1) if _is_shared_by(n, checkpoint.config))
     size = next((size for size in sizes if least_weights_nbytes(checkpoint, dtype, size) <= nbytes), None)
     shared = "" if size is None else f"set tensor_parallel to {size} or more, or "
     return f"{shared}take a smaller dtype or model"
+
+
+def _is_shared_by(num_gpus: int, config: ModelConfig) -> bool:
+    from engine.shards import Shard, shard_config  # here, because torch takes seconds to import
+
+    try:
+        shard_config(config, Shard(0, num_gpus))
+    except ConfigError:
+        return False
+    return True

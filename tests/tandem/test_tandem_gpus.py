@@ -9,6 +9,7 @@ import pytest
 from bench.random_model import LLAMA_8B, LLAMA_70B, QWEN3_30B_A3B, random_checkpoint
 from checkpoint import ModelConfig
 from contracts.errors import ConfigError
+from engine.cuda.footprint import least_weights_nbytes
 from tandem import gpus
 from tandem.preflight import preflight
 from tandem.settings import UpSettings
@@ -104,6 +105,7 @@ GIB = 2**30
 H100 = gpus.Gpu(80 * GIB, 90)
 BIASED_70B = replace(LLAMA_70B, qkv_bias=True)
 """As a Qwen2, which `auto` holds in bfloat16."""
+LLAMA_13B = replace(LLAMA_8B, hidden_size=5120, intermediate_size=13824, num_layers=40, num_heads=40, num_kv_heads=40)
 
 
 @pytest.fixture
@@ -152,10 +154,17 @@ def test_weights_that_no_gpu_here_can_hold_are_told_before_they_are_read(cards, 
         require_room(config, kv_cache_mib="1024", **settings)
 
 
+def test_a_number_of_gpus_that_could_not_share_the_model_is_not_advised() -> None:
+    """Five have equal parts of its 40 heads, but not of its 13824 columns."""
+    checkpoint = random_checkpoint("big", LLAMA_13B)
+    nbytes = least_weights_nbytes(checkpoint, "bfloat16", 5)
+    assert gpus.what_holds(checkpoint, "bfloat16", nbytes).startswith("set tensor_parallel to 8 or more")
+
+
 def test_a_start_looks_before_it_begins(cards, tmp_path: Path) -> None:
     cards(gpus.Gpu(100_000, 90))
     settings = UpSettings(device="cuda:0", model=str(save_tiny(tmp_path)), prefill=0, decode=0, mixed=1)
-    with pytest.raises(ConfigError, match=r"GiB of cuda:0 as bfloat16, .* set tensor_parallel to 2"):
+    with pytest.raises(ConfigError, match=r"GiB of cuda:0 as bfloat16, .*: take a smaller dtype or model"):
         preflight(settings)
     cards(H100)
     preflight(settings)
