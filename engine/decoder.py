@@ -108,9 +108,11 @@ class Decoder:
         qkv = layer.qkv(self._hidden_norm(x, layer.attention_gain), inputs.num_answer_rows)
         qkv = self._rotate(layer, qkv.float(), rope).to(cache.dtype)
         q, kv = qkv[:, : self.heads.num_heads], qkv[:, self.heads.num_heads :]
-        # In words of 8 bytes, since index_copy_ goes element by element: a third of the time in bfloat16.
-        words = kv.reshape(-1, self.heads.head_dim).view(torch.int64)
-        cache.rows(index).view(torch.int64).index_copy_(0, inputs.write_index, words)
+        # In words of 8 bytes, since index_copy_ goes element by element: a third of the time in bfloat16. In
+        # words of 4 where those of 8 don't make up a head.
+        word = torch.int64 if self.heads.head_dim % 4 == 0 else torch.int32
+        words = kv.reshape(-1, self.heads.head_dim).view(word)
+        cache.rows(index).view(word).index_copy_(0, inputs.write_index, words)
         return q
 
     def _attend(

@@ -149,3 +149,11 @@ def test_biases_that_all_keys_share_cost_a_prompt_in_bfloat16_nothing(tmp_path):
     model.save_pretrained(tmp_path)
     exact, rounded = (torch.tensor(scored(tmp_path, prompt, dtype=dtype)) for dtype in ("float32", "bfloat16"))
     assert (rounded - exact).abs().mean() < 0.015
+
+
+@needs_bfloat16
+def test_heads_that_are_no_whole_words_are_kept_in_bfloat16(tmp_path):
+    save_tiny(tmp_path, "llama3", head_dim=18)
+    (prompt,) = random_prompts(VOCAB, [300])
+    exact, rounded = (torch.tensor(scored(tmp_path, prompt, dtype=dtype)) for dtype in ("float32", "bfloat16"))
+    assert (rounded - exact).abs().mean() < 0.015
