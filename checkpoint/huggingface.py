@@ -128,7 +128,7 @@ def _model_config(family: Family, config: dict[str, Any], source: str) -> ModelC
         num_layers=config["num_hidden_layers"],
         num_heads=heads,
         num_kv_heads=config.get("num_key_value_heads") or heads,
-        head_dim=config.get("head_dim") or config["hidden_size"] // heads,
+        head_dim=config.get("head_dim", family.head_dim) or config["hidden_size"] // heads,
         norm_eps=config["rms_norm_eps"],
         rope_theta=rope.get("rope_theta") or config.get("rope_theta") or family.rope_theta,
         max_model_len=length,

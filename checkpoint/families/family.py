@@ -9,7 +9,8 @@ class Family:
 
     `qkv_bias`: q, k and v have one. `qk_norm`: q and k of each head are normalised before rope. `experts`: layers have
     mixtures of them. `as_gpt_oss`: and its attention: sinks, windows, biases. `as_llama4`: what
-    checkpoint.llama4 reads. `rope_theta`, `window`, `first_window`: where config.json does not say, as in transformers.
+    checkpoint.llama4 reads. `rope_theta`, `head_dim`, `window`, `first_window`: where config.json does not say, as in
+    transformers; `head_dim` is None where it follows from the hidden size.
 
     `window` is None where it has none, whatever config.json says. `switches_window`: only where config.json says
     use_sliding_window. `first_window`: only layers from max_window_layers on, or of their kind in layer_types.
@@ -23,6 +24,7 @@ class Family:
     as_gpt_oss: bool = False
     as_llama4: bool = False
     rope_theta: float = 10000.0
+    head_dim: int | None = None
     window: int | None = None
     switches_window: bool = False
     first_window: int | None = None

@@ -2,4 +2,6 @@
 
 from checkpoint.families.family import Family
 
-FAMILY = Family("GptOssForCausalLM", "gpt-oss", qkv_bias=True, experts=True, as_gpt_oss=True, rope_theta=150000.0)
+FAMILY = Family(
+    "GptOssForCausalLM", "gpt-oss", qkv_bias=True, experts=True, as_gpt_oss=True, rope_theta=150000.0, head_dim=64
+)

@@ -2,4 +2,4 @@
 
 from checkpoint.families.family import Family
 
-FAMILY = Family("Llama4ForCausalLM", "llama4", as_llama4=True, rope_theta=500000.0)
+FAMILY = Family("Llama4ForCausalLM", "llama4", as_llama4=True, head_dim=128, rope_theta=500000.0)

@@ -2,4 +2,6 @@
 
 from checkpoint.families.family import Family
 
-FAMILY = Family("Qwen3ForCausalLM", "qwen3", qk_norm=True, window=4096, switches_window=True, first_window=28)
+FAMILY = Family(
+    "Qwen3ForCausalLM", "qwen3", qk_norm=True, head_dim=128, window=4096, switches_window=True, first_window=28
+)

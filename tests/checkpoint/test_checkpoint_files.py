@@ -617,6 +617,24 @@ def test_the_base_of_rope_is_that_of_transformers(config, theta, tmp_path):
     assert model_config(config, "here").rope_theta == theta
 
 
+@pytest.mark.parametrize(
+    ("model_type", "config"),
+    [
+        *((name, CONFIG) for name in ("llama", "mistral", "qwen2", "qwen3")),
+        ("qwen3_moe", QWEN3_MOE),
+        ("gpt_oss", GPT_OSS),
+        ("llama4_text", LLAMA4 | {"attn_temperature_tuning": True}),
+    ],
+)
+def test_the_width_of_a_head_that_is_not_stated_is_that_of_transformers(model_type, config, tmp_path):
+    """Whose modules take the hidden size's part where a configuration class has no width of its own."""
+    (tmp_path / "config.json").write_text(json.dumps({**config, "model_type": model_type}))
+    reference = AutoConfig.from_pretrained(tmp_path)
+    family = {"architectures": [model_type.removesuffix("_text")]}
+    expected = getattr(reference, "head_dim", None) or reference.hidden_size // reference.num_attention_heads
+    assert model_config({**config, **family}, "here").head_dim == expected
+
+
 @pytest.mark.parametrize("scaling", [LLAMA3, {"rope_type": "yarn", "factor": 4.0}])
 def test_the_original_context_beside_the_table_of_rope_is_that_of_transformers(scaling, tmp_path):
     config = {**CONFIG, "original_max_position_embeddings": 16, "rope_scaling": scaling}
