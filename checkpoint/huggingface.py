@@ -119,7 +119,8 @@ def _model_config(family: Family, config: dict[str, Any], source: str) -> ModelC
     stated = config["max_position_embeddings"]
     scaling = _rope_scaling(rope, stated, source)
     length = _max_model_len(scaling, stated, config.get("dual_chunk_attention_config"))
-    _refuse_window(config, family, length, source)
+    if not family.as_gpt_oss:
+        _refuse_window(config, family, length, source)
     return ModelConfig(
         family=family.gguf_architecture,
         vocab_size=config["vocab_size"],
@@ -206,7 +207,11 @@ def _refuse_window(config: dict[str, Any], family: Family, length: int, source: 
 
 def _has_windows(config: dict[str, Any], family: Family) -> bool:
     """In some layer, by the fields that transformers reads of this family: others may be left from another model."""
-    is_on = family.window is not None and (not family.switches_window or bool(config.get("use_sliding_window")))
+    if family.window is None:
+        # transformers' Llama attends to all, but its cache forgets what is behind a window that config.json states.
+        # Which of the two is meant is not known.
+        return bool(config.get("use_sliding_window", True))
+    is_on = not family.switches_window or bool(config.get("use_sliding_window"))
     if family.first_window is None:
         return is_on
     if (kinds := config.get("layer_types")) is not None:

@@ -77,6 +77,8 @@ def shard_config(config: ModelConfig, shard: Shard) -> ModelConfig:
             raise ConfigError(
                 f"tensor_parallel is {shard.size}; this model has {count} {what}: set a number that divides them"
             )
+    if experts and experts.is_mxfp4:
+        _require_tiles(experts.intermediate_size, shard.size)
     return replace(
         config,
         num_heads=config.num_heads // shard.size,
@@ -84,6 +86,15 @@ def shard_config(config: ModelConfig, shard: Shard) -> ModelConfig:
         intermediate_size=config.intermediate_size // shard.size,
         experts=replace(experts, intermediate_size=cuts.expert_width(experts)) if experts else None,
     )
+
+
+def _require_tiles(num_columns: int, num_gpus: int) -> None:
+    """Of MXFP4, which the kernels read in whole ones; nor is one of its scales, for 32 columns, cut."""
+    if num_columns % _EXPERT_STEP or num_columns < num_gpus * _EXPERT_STEP:
+        raise ConfigError(
+            f"tensor_parallel is {num_gpus}; this model has {num_columns} columns in an MXFP4 expert: set a number "
+            f"that leaves each GPU {_EXPERT_STEP} of them, or a multiple of that"
+        )
 
 
 class ShardedWeights:

@@ -12,7 +12,7 @@ class Family:
     checkpoint.llama4 reads. `rope_theta`, `head_dim`, `window`, `first_window`: where config.json does not say, as in
     transformers; `head_dim` is None where it follows from the hidden size.
 
-    `window` is None where it has none, whatever config.json says. `switches_window`: only where config.json says
+    `window` is None where the family has none. `switches_window`: only where config.json says
     use_sliding_window. `first_window`: only layers from max_window_layers on, or of their kind in layer_types.
     """
 

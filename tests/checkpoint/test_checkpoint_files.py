@@ -364,6 +364,7 @@ def test_a_shard_that_is_not_there_is_named(folder):
             "'GPT2LMHeadModel' is not supported; supported are gpt_oss, llama, llama4, mistral",
         ),
         ({**MISTRAL, "sliding_window": 32, "use_sliding_window": False}, "sliding-window attention"),
+        ({"sliding_window": 32}, "sliding-window attention"),
         ({**QWEN2, **WINDOW, "max_window_layers": 0}, r"sliding-window attention \(32 of 64 tokens\) is not"),
         ({**QWEN2, **WINDOW, "layer_types": ["sliding_attention"]}, r"sliding-window attention \(32 of 64 tokens\)"),
         ({"rope_scaling": {"rope_type": "longrope"}}, "rope scaling 'longrope' is not supported"),

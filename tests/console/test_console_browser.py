@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import aiohttp
 import pytest
-from fastapi import FastAPI
+from fastapi import FastAPI, Response
 
 from bench.system import System, running
 from checkpoint import open_checkpoint
@@ -197,7 +197,7 @@ async def test_a_key_is_asked_for_and_kept_in_the_page_only(page: Page):
 async def _guarded() -> AsyncIterator[str]:
     """The console behind the gateway's keys, with nothing else behind it."""
     app = FastAPI()
-    app.add_middleware(Keys, keys=KEY)
+    app.add_middleware(Keys, keys=KEY, refuse=lambda _, why: Response(why, 401))
     add_console(app, SimpleNamespace(num_inflight=0, workers=SimpleNamespace(nodes=[])), MemoryStore())  # type: ignore
     app.get("/v1/models")(lambda: {"data": [{"id": "guarded", "max_model_len": 1}]})
     listener = socket.create_server(("127.0.0.1", 0))

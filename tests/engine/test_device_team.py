@@ -8,6 +8,7 @@ import sys
 import textwrap
 import threading
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from msgspec import structs
 
 from bench.random_model import GPT_OSS_20B
 from checkpoint import open_checkpoint
+from checkpoint.config import Experts
 from contracts.errors import ConfigError
 from contracts.ids import RequestId
 from engine.cuda.choice import has_fused_step
@@ -141,6 +143,17 @@ def test_parts_of_an_expert_are_whole_tiles_and_make_up_all_of_it(size):
     configs = [shard_config(GPT_OSS_20B, Shard(rank, size)) for rank in range(size)]
     widths = [config.experts.intermediate_size for config in configs if config.experts]
     assert sum(widths) == 2880 and all(width % 64 == 0 for width in widths) and max(widths) - min(widths) <= 64
+
+
+@pytest.mark.parametrize(("width", "size"), [(192, 4), (192, 8), (96, 2)])
+def test_experts_with_less_than_a_tile_for_each_gpu_are_refused(width, size):
+    experts = Experts(32, 4, width, True, as_gpt_oss=True, is_mxfp4=True)
+    config = replace(GPT_OSS_20B, intermediate_size=width, experts=experts)
+    with pytest.raises(ConfigError, match=f"is {size}; this model has {width} columns in an MXFP4 .* each GPU 64 of"):
+        shard_config(config, Shard(0, size))
+    plain = replace(experts, is_mxfp4=False)
+    part = shard_config(replace(config, experts=plain), Shard(0, size))
+    assert part.experts == replace(plain, intermediate_size=width // size)
 
 
 def _logprobs(engine):
