@@ -7,8 +7,11 @@ from itertools import islice
 
 
 def salted(salt: str) -> bytes:
-    """Where the chain of a prompt begins: prompts with different salts share no block. Empty for no salt."""
-    return hashlib.blake2b(salt.encode(), digest_size=16).digest() if salt else b""
+    """Where the chain of a prompt begins: prompts with different salts share no block. Empty for no salt.
+
+    No block's digest is one, or a salt with the bytes of a block's ids would begin where that block ends.
+    """
+    return hashlib.blake2b(salt.encode(), digest_size=16, person=b"cache salt").digest() if salt else b""
 
 
 def chain_hashes(

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from contracts.errors import LayoutMismatch, TandemError, by_code
-from contracts.hashing import chain_hashes
+from contracts.hashing import chain_hashes, salted
 from contracts.layout import KVLayout
 from contracts.node import Ways
 from tests.nodes import node_info, ways
@@ -45,6 +45,13 @@ def test_hashes_are_the_same_in_every_process():
     """Pinned: a gateway and a worker of different versions must agree on them."""
     expected = hashlib.blake2b(struct.pack("<4i", 0, 1, 2, 3), digest_size=16).hexdigest()
     assert chain_hashes(range(4), 4)[0].hex() == expected == "35ce1b7dc4da8ce51a7591561b3595db"
+
+
+def test_a_salt_with_the_bytes_of_a_block_does_not_begin_where_that_block_ends():
+    token_ids = [104, 105, 33, 10]
+    salt = struct.pack("<4i", *token_ids).decode()
+    assert salted(salt) != chain_hashes(token_ids, 4)[0]
+    assert (salted(""), salted("a").hex()) == (b"", "2660bc5e1336d848d84aca16b9d7879b")
 
 
 def test_sizes_follow_from_the_layout():

@@ -3,6 +3,7 @@
 # pyright: reportArgumentType=false
 # Plain strings stand for request ids.
 
+import struct
 from dataclasses import replace
 
 import numpy as np
@@ -134,6 +135,22 @@ def test_a_prefix_is_shared_by_requests_of_one_salt_only(pair: Pair):
         hits.append((pair[0].stats().prefix_hit_tokens - before, reserved.skip_tokens))
         pair[0].release(asked.request_id)
     assert hits == [(0, 0), (0, 0), (0, 0), (48, 48), (48, 48)]
+
+
+@pytest.mark.parametrize("is_attacked", [False, True])
+def test_a_salt_with_the_bytes_of_a_block_gives_nobody_else_its_pages(pair: Pair, is_attacked):
+    first, rest = list(range(100, 116)), PROMPTS[2]
+    pair[0].submit(request("a", [*first, *rest], greedy(4)))
+    expected = tokens_of(drain(pair[0]), "a")
+    pair[1].submit(request("first", [*first, 5], greedy(1)))
+    if is_attacked:
+        salt = struct.pack("<16i", *first).decode()
+        pair[1].submit(replace(request("salted", rest, greedy(1)), cache_salt=salt))
+    drain(pair[1])
+    pair[1].submit(request("a", [*first, *rest], greedy(4)))
+    outputs = drain(pair[1])
+    assert tokens_of(outputs, "a") == expected
+    assert [start.cached_tokens for output in outputs for start in output.started] == [16]
 
 
 def test_the_first_step_of_an_adopted_request_tells_that_it_started(pair: Pair):
