@@ -29,6 +29,7 @@ class Landing:
     live: Live
     offer: Offer | None = None
     reservation: Reservation | None = None
+    arrival: int = 0
     told_to_wait: bool = False
     next_token: int = 0
     num_chunks: int = 0
@@ -162,6 +163,7 @@ class DecodeRole:
             self._fail(landing, Corrupt(f"an offer of {offer.num_tokens} tokens by {peer_id} does not fit the job"))
             return
         landing.offer = offer
+        landing.arrival = self._engine.arrive()
         landing.live.stage("expect", now)
         self._queue[landing.id] = landing
         self._serve_queue()
@@ -183,7 +185,7 @@ class DecodeRole:
 
     def _grant(self, landing: Landing) -> None:
         """Raises OutOfBlocks; then nothing is held."""
-        reservation = self._engine.reserve(landing.live.request())
+        reservation = self._engine.reserve(landing.live.request(), landing.arrival)
         landing.reservation = reservation
         landing.next_token = reservation.skip_tokens
         first_page = reservation.skip_tokens // self._engine.layout.block_size
@@ -310,7 +312,7 @@ class DecodeRole:
         self._queue.pop(landing.id, None)
         if landing.reservation is not None:
             self._draining[landing.id] = landing
-            self._engine.release(landing.live.key)
+        self._engine.release(landing.live.key)  # also what only waits: room is left to it
 
 
 def _priority(item: tuple[AttemptId, Landing]) -> int:

@@ -50,7 +50,7 @@ from engine.messages import (
 )
 from engine.pace import Pace, kind_of
 from engine.runner import Computed
-from engine.scheduler import Limits, Scheduler
+from engine.scheduler import Claim, Limits, Scheduler
 from engine.sequence import Sequence, Status
 
 _log = logging.getLogger(__name__)
@@ -97,7 +97,7 @@ class Engine:
         self._sequences: dict[RequestId, Sequence] = {}
         self._compiling: dict[Sequence, Callable[[Sequence], None]] = {}
         self._writers: dict[RequestId, list[BlockId]] = {}
-        self._refused: tuple[RequestId, int] | None = None
+        self._refused: tuple[RequestId, int, int] | None = None
         self._why_refused = ""
         self._flight: Flight | None = None
         self._prepared: Sequence | None = None
@@ -125,27 +125,26 @@ class Engine:
         self._grammars.open(sequence, PATIENCE_S)
         self._once_compiled(sequence, self._scheduler.add)
 
-    def reserve(self, request: EngineRequest) -> Reservation:
-        """Pages for the prompt of a request whose KV will arrive, and for token 0. Landing blocks are held twice: by
-        request and writer.
+    def arrive(self) -> int:
+        """A place in the order of arrival, for a request that is offered now and may be reserved later."""
+        return self._scheduler.next_arrival()
 
-        Raises OutOfBlocks if they do not fit now (or all sequence slots are taken), RequestError if they never will.
+    def reserve(self, request: EngineRequest, arrival: int | None = None) -> Reservation:
+        """Pages for the prompt of a request whose KV will arrive, and for token 0. Landing blocks are held twice: by
+        request and writer. `arrival`: see `arrive`; None is behind everybody.
+
+        Raises OutOfBlocks if they do not fit now (or all sequence slots are taken), also beside a more urgent or
+        earlier prompt that waits; RequestError if they never will. The last that was refused is left room by prompts
+        that come after it, until it is reserved or released.
         """
-        if len(self._scheduler.running) + self._count(Status.RESERVED) >= self._settings.max_num_seqs:
-            raise OutOfBlocks(f"all {self._settings.max_num_seqs} sequence slots are taken")
-        if self._scheduler.has_preempted:  # else a busy pair hands in prompts faster than it finds room to go on
-            raise OutOfBlocks("preempted requests come first")
-        tried = request.request_id, self._pool.num_gains
-        if tried == self._refused:  # a caller tries again and again, beside the steps of others
-            raise OutOfBlocks(self._why_refused)
-        sequence = self._servable(request)
-        sequence.num_scored = sequence.num_prompt  # by whoever computes it
-        # Token 0's KV is the first that is computed here.
-        if not self._scheduler.take_blocks(sequence, sequence.num_prompt + 1, 0):
-            self._refused = tried
-            wanted, pool = self.layout.num_blocks(sequence.num_prompt + 1), self._pool
-            self._why_refused = f"{wanted} KV blocks wanted, {pool.num_available} of {pool.num_blocks} available"
-            raise OutOfBlocks(self._why_refused)
+        urgency = request.priority, self.arrive() if arrival is None else arrival
+        try:
+            sequence = self._with_pages(request, urgency)
+        except OutOfBlocks:
+            num_blocks = self.layout.num_blocks(len(request.token_ids) + 1)
+            self._scheduler.claim = Claim(request.request_id, urgency, num_blocks)
+            raise
+        self._scheduler.claim = None
         blocks = _block_ids(sequence.blocks[: self.layout.num_blocks(sequence.num_prompt)])
         landing = blocks[sequence.num_inserted_blocks :]
         self._pool.retain(landing)
@@ -203,6 +202,7 @@ class Engine:
         """Forget the request, whatever its state. Its blocks become cached or free; a writer's hold stays.
         Idempotent.
         """
+        self._scheduler.give_up(request_id)
         sequence = self._sequences.pop(request_id, None)
         if sequence is not None:
             if self._compiling.pop(sequence, None) is None:
@@ -323,6 +323,30 @@ class Engine:
         # As unsigned numbers negative ones are the largest. Python's min and max of 8192 ids took 0.18 ms.
         if np.frombuffer(sequence.tokens, np.uint32).max() >= vocab:
             raise outside
+        return sequence
+
+    def _with_pages(self, request: EngineRequest, urgency: tuple[int, int]) -> Sequence:
+        """See `reserve`."""
+        num_reserved = self._count(Status.RESERVED)
+        num_places, num_spare = self._scheduler.room_before(urgency, num_reserved)
+        if len(self._scheduler.running) + num_reserved + num_places >= self._settings.max_num_seqs:
+            raise OutOfBlocks(
+                f"all {self._settings.max_num_seqs} sequence slots are taken, by who runs or waits before"
+            )
+        if self._scheduler.has_preempted:  # else a busy pair hands in prompts faster than it finds room to go on
+            raise OutOfBlocks("preempted requests come first")
+        tried = request.request_id, self._pool.num_gains, num_spare
+        if tried == self._refused:  # a caller tries again and again, beside the steps of others
+            raise OutOfBlocks(self._why_refused)
+        sequence = self._servable(request)
+        sequence.num_scored = sequence.num_prompt  # by whoever computes it
+        # Token 0's KV is the first that is computed here.
+        if not self._scheduler.take_blocks(sequence, sequence.num_prompt + 1, num_spare):
+            self._refused = tried
+            wanted, pool = self.layout.num_blocks(sequence.num_prompt + 1), self._pool
+            left = f", {num_spare} of them left to who waits before" if num_spare else ""
+            self._why_refused = f"{wanted} KV blocks wanted, {pool.num_available} of {pool.num_blocks} available{left}"
+            raise OutOfBlocks(self._why_refused)
         return sequence
 
     @property

@@ -9,6 +9,7 @@ from bisect import insort
 from dataclasses import dataclass
 from operator import attrgetter
 
+from contracts.ids import RequestId
 from contracts.node import beside_answers
 from engine.batch import Batch, Piece
 from engine.block_pool import BlockPool
@@ -28,9 +29,21 @@ class Limits:
     max_mixed_tokens: int
 
 
+@dataclass(frozen=True)
+class Claim:
+    """What an offer from elsewhere waits for: a place among those that run, and so many blocks."""
+
+    request_id: RequestId
+    urgency: tuple[int, int]
+    num_blocks: int
+
+
 class Scheduler:
     """By priority, and within one first come, first served: who waits longest is not promised a turn while more urgent
     ones keep coming. When blocks run out, the least urgent sequence gives its own back and is computed again later.
+
+    Offers from elsewhere wait in another queue, whose first has the `claim`. The first of each queue leaves that of the
+    other, if it comes before, room to begin: neither queue starves, and of two that wait only one waits for the other.
     """
 
     def __init__(self, pool: BlockPool, limits: Limits) -> None:
@@ -38,6 +51,7 @@ class Scheduler:
         self._limits = limits
         self._next_arrival = 0
         self._refused: tuple[Sequence, int, int] | None = None
+        self.claim: Claim | None = None
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
         self.num_preemptions = 0
@@ -52,14 +66,32 @@ class Scheduler:
     def has_preempted(self) -> bool:
         return any(sequence.started or sequence.has_grown for sequence in self.waiting)
 
+    def next_arrival(self) -> int:
+        self._next_arrival += 1
+        return self._next_arrival - 1
+
+    def room_before(self, urgency: tuple[int, int], num_reserved: int) -> tuple[int, int]:
+        """Places and blocks that an offer leaves to the first who waits, so that the next step finds it room: beside
+        the offer and all that run or may run by then, which grow by up to a block in that step and are left another.
+        """
+        if not self.waiting or self.waiting[0].urgency > urgency:
+            return 0, 0
+        num_growing = len(self.running) + num_reserved + 1
+        return 1, self._num_blocks(len(self.waiting[0].tokens)) + 2 * num_growing
+
+    def give_up(self, request_id: RequestId) -> None:
+        """The claim, if it is that request's."""
+        if self.claim is not None and self.claim.request_id == request_id:
+            self.claim = None
+
     def add(self, sequence: Sequence) -> None:
-        self._number(sequence)
+        sequence.arrival = self.next_arrival()
         insort(self.waiting, sequence, key=_URGENCY)
 
     def resume(self, sequence: Sequence) -> None:
         """Run a sequence that has its blocks already: adopted from elsewhere, or held and continued here."""
         if sequence.arrival < 0:
-            self._number(sequence)
+            sequence.arrival = self.next_arrival()
         sequence.status = Status.RUNNING
         insort(self.running, sequence, key=_URGENCY)
 
@@ -103,10 +135,6 @@ class Scheduler:
         for sequence in started:
             sequence.started = True
         return Batch(tuple(pieces), started)
-
-    def _number(self, sequence: Sequence) -> None:
-        sequence.arrival = self._next_arrival
-        self._next_arrival += 1
 
     @property
     def _in_turn(self) -> list[Sequence]:
@@ -172,7 +200,10 @@ class Scheduler:
             sequence = self.waiting[0]
             if sequence.handoff and budget.num_tokens < min(self._pool.block_size, len(sequence.tokens)):
                 break  # nothing of it could be computed
-            if not self._finds_room(sequence):
+            num_places, num_blocks = self._claimed_before(sequence)
+            if len(self.running) + num_reserved + num_places >= self._limits.max_num_seqs:
+                break
+            if not self._finds_room(sequence, num_blocks):
                 break
             piece = self._chunk(sequence, budget.num_tokens)
             if piece is None or not budget.take(piece):
@@ -185,15 +216,21 @@ class Scheduler:
             self.num_prefix_hits += sequence.num_computed
         return pieces
 
-    def _finds_room(self, sequence: Sequence) -> bool:
+    def _claimed_before(self, sequence: Sequence) -> tuple[int, int]:
+        """Places and blocks. None while somebody was preempted: offers wait for that one, whoever is before it."""
+        if self.claim is None or self.claim.urgency > sequence.urgency or self.has_preempted:
+            return 0, 0
+        return 1, self.claim.num_blocks
+
+    def _finds_room(self, sequence: Sequence, num_claimed: int) -> bool:
         """Blocks for the whole prompt. Leaves one block for each running sequence to grow into. What found none looks
         again when there may be more: each step of the others would wait for a look-up of all of a long prompt.
         """
-        num_running = len(self.running)
-        tried = sequence, self._pool.num_gains, num_running
+        num_spare = len(self.running) + num_claimed
+        tried = sequence, self._pool.num_gains, num_spare
         if tried == self._refused:
             return False
-        finds = self.take_blocks(sequence, len(sequence.tokens), num_running)
+        finds = self.take_blocks(sequence, len(sequence.tokens), num_spare)
         self._refused = None if finds else tried
         return finds
 

@@ -113,6 +113,17 @@ def test_the_lowest_priority_has_the_next_free_pages():
     assert side.granted() == ["c", "b", "d", "a"]
 
 
+def test_pages_are_asked_for_with_the_place_in_the_order_that_the_offer_had():
+    """Prompts of this worker that came in between come after it, though others' pages were asked for before."""
+    side = Side(free=0)
+    lives = [side.begin(name, 8, priority) for name, priority in (("a", 1), ("b", 0))]
+    for name in "ab":
+        side.offer(name, 8)
+    side.engine.free = 100
+    side.role.on_tick(2.0)
+    assert side.engine.told("reserve") == [(lives[1].key, 2), (lives[0].key, 1)]
+
+
 def test_who_waits_is_told_once():
     side = Side(free=0)
     side.begin("r", 8)
@@ -129,6 +140,7 @@ def test_a_cancel_of_the_first_in_line_lets_the_next_one_in():
     side.offer("big", 40)
     side.offer("small", 4)
     side.role.drop(big, "the client left", 2.0)
+    assert side.engine.told("release") == [(big.key,)], "the engine would leave it room for ever"
     side.role.on_tick(2.0)
     assert side.granted() == ["small"]
 

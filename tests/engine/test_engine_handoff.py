@@ -288,6 +288,80 @@ def test_a_preempted_request_has_its_pages_before_a_newcomer(folder):
     engine.reserve(request("new", PROMPTS[0], greedy()))
 
 
+def small(folder, num_blocks: int = 10) -> Engine:
+    block_nbytes = load_engine(settings(model=folder)).layout.block_nbytes
+    return load_engine(settings(model=folder, kv_cache_nbytes=num_blocks * block_nbytes, prefix_cache=False))
+
+
+def steps_until(engine: Engine, name: str, between) -> int:
+    for number in range(100):
+        between(number)
+        output = engine.step()
+        engine.check()
+        if name in [start.request_id for start in output.started]:
+            return number
+    raise AssertionError(f"{name} never started")
+
+
+@pytest.mark.parametrize("priority", [0, -1, 1])
+@pytest.mark.parametrize("lacks", ["slots", "pages"])
+def test_a_prompt_has_its_turn_before_handoffs_that_are_offered_later(folder, lacks, priority):
+    """They are handed in as fast as answers end, before the next step may begin with the prompt."""
+    engine = small(folder) if lacks == "pages" else load_engine(settings(model=folder, max_num_seqs=2))
+    prompts, numbers = random_prompts(VOCAB, [40] * 100), iter(range(100))
+
+    def hand_in() -> None:
+        while True:
+            name = str(number := next(numbers))
+            try:
+                engine.reserve(request(name, prompts[number], greedy(4 + number % 7)))
+            except OutOfBlocks:
+                return
+            engine.adopt(name, Token(0, 5))
+            engine.writer_ended(name)
+
+    hand_in()
+    engine.submit(replace(request("local", prompts[0], greedy(3)), priority=priority))
+    if priority <= 0:
+        assert steps_until(engine, "local", lambda _: hand_in()) < 12
+    else:
+        with pytest.raises(StopIteration):  # those that are more urgent may keep it waiting
+            steps_until(engine, "local", lambda _: hand_in())
+
+
+def test_a_handoff_has_its_turn_before_prompts_that_come_later(folder):
+    """It is longer than they are, so each time they would find room and it would not."""
+    engine, arrivals = small(folder), []
+
+    def come_in(number: int) -> None:
+        engine.submit(request(str(number), PROMPTS[1], greedy(9)))
+        if number == 3:
+            arrivals.append(engine.arrive())
+        if arrivals and not engine.has_reserved:
+            try:
+                engine.reserve(request("long", PROMPTS[2] * 2, greedy(3)), arrivals[0])
+            except OutOfBlocks:
+                return
+            engine.adopt("long", Token(0, 5))
+            engine.writer_ended("long")
+
+    assert steps_until(engine, "long", come_in) < 12
+
+
+def test_nothing_is_left_to_a_handoff_that_is_given_up(folder):
+    engine = small(folder, 8)
+    engine.submit(request("runs", PROMPTS[1], greedy(40)))
+    engine.step()
+    with pytest.raises(OutOfBlocks):
+        engine.reserve(request("long", PROMPTS[2] * 2, greedy(3)))
+    engine.submit(request("later", PROMPTS[2], greedy(3)))
+    engine.step()
+    assert engine.stats().num_waiting == 1
+    engine.release("long")
+    engine.step()
+    assert engine.stats().num_waiting == 0
+
+
 def test_release_in_every_state_leaves_nothing_behind(pair: Pair):
     engine = pair[0]
     engine.submit(request("waiting", PROMPTS[0], greedy()))

@@ -44,13 +44,18 @@ class ScriptedEngine(Remembering):
     layout: KVLayout = LAYOUT
     free: int = 100
     skip_tokens: int = 0
+    num_arrived: int = 0
 
-    def reserve(self, request: EngineRequest) -> Reservation:
+    def arrive(self) -> int:
+        self.num_arrived += 1
+        return self.num_arrived
+
+    def reserve(self, request: EngineRequest, arrival: int | None = None) -> Reservation:
         num_blocks = self.layout.num_blocks(len(request.token_ids))
         if num_blocks > self.free:
             raise OutOfBlocks(f"{num_blocks} blocks wanted, {self.free} free")
         self.free -= num_blocks
-        self.calls.append(("reserve", (request.request_id,)))
+        self.calls.append(("reserve", (request.request_id, arrival)))
         blocks = [BlockId(number) for number in range(num_blocks)]
         return Reservation(request.request_id, blocks, [0] * num_blocks, self.skip_tokens)
 

@@ -82,7 +82,10 @@ class FakeEngine:
         prompt = list(request.token_ids)
         self.sequences[request.request_id] = FakeSequence(request, prompt, self.layout.num_blocks(len(prompt)))
 
-    def reserve(self, request: EngineRequest) -> Reservation:
+    def arrive(self) -> int:
+        return 0
+
+    def reserve(self, request: EngineRequest, arrival: int | None = None) -> Reservation:
         prompt = list(request.token_ids)
         num_blocks = self.layout.num_blocks(len(prompt))
         if self.held + num_blocks > self.capacity:
