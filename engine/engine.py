@@ -59,7 +59,8 @@ _log = logging.getLogger(__name__)
 _UNWATCHED = Watcher()
 MAX_LATE_BLOCKS = 16
 """So many blocks of a prompt that came from elsewhere enter the prefix cache in a step: all of a long prompt at once
-would keep the tokens of the step before for a millisecond. What is left when the answer ends enters then.
+would keep the tokens of the step before for a millisecond. What is left when the answer ends, or gives its blocks back
+to be computed again, enters then.
 """
 
 
@@ -91,6 +92,7 @@ class Engine:
         self._scheduler = Scheduler(
             self._pool,
             Limits(settings.max_num_seqs, budget, self.max_mixed_tokens),
+            self._insert_all_blocks,
         )
         self._sampler = backend.sampler
         self._grammars = Grammars(checkpoint)
@@ -208,7 +210,7 @@ class Engine:
             if self._compiling.pop(sequence, None) is None:
                 self._scheduler.remove(sequence)
             if sequence.has_grown and sequence.started:
-                self._insert_blocks(sequence, len(sequence.blocks))
+                self._insert_all_blocks(sequence)
             self._let_go(sequence.blocks)
             self._grammars.forget(sequence)
 
@@ -549,6 +551,9 @@ class Engine:
 
     def _blocks_between(self, sequence: Sequence, first_token: int, end: int) -> list[BlockId]:
         return _block_ids(sequence.blocks[first_token // self.layout.block_size : self.layout.num_blocks(end)])
+
+    def _insert_all_blocks(self, sequence: Sequence) -> None:
+        self._insert_blocks(sequence, len(sequence.blocks))
 
     def _insert_blocks(self, sequence: Sequence, at_most: int) -> None:
         """Full blocks enter the prefix cache."""

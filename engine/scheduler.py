@@ -6,6 +6,7 @@ Decodes come first and prefill chunks fill what is left of the budget, so a long
 
 from array import array
 from bisect import insort
+from collections.abc import Callable
 from dataclasses import dataclass
 from operator import attrgetter
 
@@ -46,9 +47,12 @@ class Scheduler:
     other, if it comes before, room to begin: neither queue starves, and of two that wait only one waits for the other.
     """
 
-    def __init__(self, pool: BlockPool, limits: Limits) -> None:
+    def __init__(
+        self, pool: BlockPool, limits: Limits, before_preemption: Callable[[Sequence], None] = lambda _: None
+    ) -> None:
         self._pool = pool
         self._limits = limits
+        self._before_preemption = before_preemption
         self._next_arrival = 0
         self._refused: tuple[Sequence, int, int] | None = None
         self.claim: Claim | None = None
@@ -167,6 +171,7 @@ class Scheduler:
 
     def _preempt(self, sequence: Sequence) -> None:
         self.running.remove(sequence)
+        self._before_preemption(sequence)
         self._give_back(sequence)
         sequence.status = Status.WAITING
         insort(self.waiting, sequence, key=_URGENCY)

@@ -362,6 +362,22 @@ def test_nothing_is_left_to_a_handoff_that_is_given_up(folder):
     assert engine.stats().num_waiting == 0
 
 
+def test_a_prompt_from_elsewhere_that_is_preempted_at_once_is_found_again(folder):
+    """All its full blocks: prefill has computed them, decode need not."""
+    block_nbytes = load_engine(settings(model=folder)).layout.block_nbytes
+    engine = load_engine(settings(model=folder, kv_cache_nbytes=12 * block_nbytes))
+    older, landed = random_prompts(VOCAB, (95, 95))
+    engine.submit(request("older", older, greedy(18)))
+    engine.step()
+    engine.step()
+    engine.reserve(request("landed", landed, greedy(4)))
+    engine.writer_ended("landed")
+    engine.adopt("landed", Token(0, 5))
+    outputs = drain(engine)
+    assert engine.stats().num_preemptions == 1
+    assert [start.cached_tokens for output in outputs for start in output.started] == [80]
+
+
 def test_release_in_every_state_leaves_nothing_behind(pair: Pair):
     engine = pair[0]
     engine.submit(request("waiting", PROMPTS[0], greedy()))
