@@ -355,6 +355,20 @@ def test_running_ahead_changes_no_token(folder, dtype, params, monkeypatch):
     assert answers(device_engine(folder, dtype), PROMPTS, params) == ahead
 
 
+def test_nobody_is_preempted_for_pages_that_the_batch_under_way_sets_free(folder):
+    """`a` has the last of five pages, and its last token is drawn with that after which `b` needs one: the next batch
+    is not launched before that page is free.
+    """
+    engine = device_engine(folder, kv_cache_nbytes=5 * device_engine(folder).layout.block_nbytes)
+    for name, prompt in zip("ab", random_prompts(VOCAB, (126, 120)), strict=True):
+        engine.submit(request(name, prompt, greedy(9 if name == "a" else 12)))
+    while engine.stats().free_tokens:
+        engine.step()
+    assert engine.stats().num_running == 2
+    drain(engine)
+    assert engine.stats().num_preemptions == 0
+
+
 def test_a_batch_of_adjusted_logits_is_launched_before_the_tokens_of_the_last_are_told(folder):
     """Whatever they want: each step but those of the first and the last token leaves a batch behind that is being
     computed.
