@@ -150,7 +150,7 @@ class Engine:
         blocks = _block_ids(sequence.blocks[: self.layout.num_blocks(sequence.num_prompt)])
         landing = blocks[sequence.num_inserted_blocks :]
         self._pool.retain(landing)
-        sequence.status = Status.RESERVED
+        sequence.status, sequence.arrival = Status.RESERVED, urgency[1]
         self._sequences[request.request_id] = sequence
         self._grammars.open(sequence)
         self._writers[request.request_id] = landing
@@ -335,7 +335,8 @@ class Engine:
             raise OutOfBlocks(
                 f"all {self._settings.max_num_seqs} sequence slots are taken, by who runs or waits before"
             )
-        if self._scheduler.has_preempted:  # else a busy pair hands in prompts faster than it finds room to go on
+        if self._scheduler.has_preempted_before(urgency):
+            # Else a busy pair hands in prompts faster than it finds room to go on.
             raise OutOfBlocks("preempted requests come first")
         tried = request.request_id, self._pool.num_gains, num_spare
         if tried == self._refused:  # a caller tries again and again, beside the steps of others

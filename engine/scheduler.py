@@ -66,9 +66,9 @@ class Scheduler:
     def has_work(self) -> bool:
         return bool(self.running or self.waiting)
 
-    @property
-    def has_preempted(self) -> bool:
-        return any(sequence.started or sequence.has_grown for sequence in self.waiting)
+    def has_preempted_before(self, urgency: tuple[int, int]) -> bool:
+        preempted = (sequence for sequence in self.waiting if sequence.started or sequence.has_grown)
+        return any(sequence.urgency < urgency for sequence in preempted)
 
     def next_arrival(self) -> int:
         self._next_arrival += 1
@@ -77,11 +77,14 @@ class Scheduler:
     def room_before(self, urgency: tuple[int, int], num_reserved: int) -> tuple[int, int]:
         """Places and blocks that an offer leaves to the first who waits, so that the next step finds it room: beside
         the offer and all that run or may run by then, which grow by up to a block in that step and are left another.
+
+        Nothing to one that is to be handed over: two workers whose prompts wait for each other's pages would not go on.
         """
-        if not self.waiting or self.waiting[0].urgency > urgency:
+        first = self.waiting[0] if self.waiting else None
+        if first is None or first.urgency > urgency or first.handoff:
             return 0, 0
-        num_growing = len(self.running) + num_reserved + 1
-        return 1, self._num_blocks(len(self.waiting[0].tokens)) + 2 * num_growing
+        num_blocks, num_growing = self._num_blocks(len(first.tokens)), len(self.running) + num_reserved + 1
+        return (1, num_blocks + 2 * num_growing) if self._may_begin(num_blocks, num_reserved) else (0, 0)
 
     def give_up(self, request_id: RequestId) -> None:
         """The claim, if it is that request's."""
@@ -205,7 +208,7 @@ class Scheduler:
             sequence = self.waiting[0]
             if sequence.handoff and budget.num_tokens < min(self._pool.block_size, len(sequence.tokens)):
                 break  # nothing of it could be computed
-            num_places, num_blocks = self._claimed_before(sequence)
+            num_places, num_blocks = self._claimed_before(sequence, num_reserved)
             if len(self.running) + num_reserved + num_places >= self._limits.max_num_seqs:
                 break
             if not self._finds_room(sequence, num_blocks):
@@ -221,11 +224,18 @@ class Scheduler:
             self.num_prefix_hits += sequence.num_computed
         return pieces
 
-    def _claimed_before(self, sequence: Sequence) -> tuple[int, int]:
-        """Places and blocks. None while somebody was preempted: offers wait for that one, whoever is before it."""
-        if self.claim is None or self.claim.urgency > sequence.urgency or self.has_preempted:
+    def _claimed_before(self, sequence: Sequence, num_reserved: int) -> tuple[int, int]:
+        """Places and blocks."""
+        claim = self.claim
+        if claim is None or claim.urgency > sequence.urgency:
             return 0, 0
-        return 1, self.claim.num_blocks
+        return (1, claim.num_blocks) if self._may_begin(claim.num_blocks, num_reserved) else (0, 0)
+
+    def _may_begin(self, num_blocks: int, num_reserved: int) -> bool:
+        """Blocks that no running sequence will set free are held, or being read by a peer: to leave room for who waits
+        for those would keep an idle worker idle.
+        """
+        return bool(self.running or num_reserved) or num_blocks <= self._pool.num_available
 
     def _finds_room(self, sequence: Sequence, num_claimed: int) -> bool:
         """Blocks for the whole prompt. Leaves one block for each running sequence to grow into. What found none looks

@@ -130,7 +130,7 @@ class Answer:
         told, stints = dict(self._told_s), self.stints
         if len(stints) > 1:
             told[REPLAY] = sum(after.begin_s - before.end_s for before, after in pairwise(stints))
-        if stints and (len(stints) > 1 or "decode" not in told):
+        if len(stints) > 1 or (stints and stints[0].span_s > 0.0 and "decode" not in told):
             told["decode"] = decode_s(told, stints[0].span_s) + sum(stint.span_s for stint in stints[1:])
         return told
 

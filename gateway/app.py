@@ -125,7 +125,7 @@ class Front:
             timeout_s=self.settings.request_timeout_s,
             started_s=request.state.started_s,
             receive_s=request.state.started_s - request.state.came_s,
-            echo_id=_given_id(request, asked),
+            echo_id=_given_id(request),
             trace=self.tracing and self.tracing.begin(request.url.path, request.headers),
         )
         return ServingResponse(serving)
@@ -168,7 +168,7 @@ def _add_generation(app: FastAPI, front: Front) -> None:
         """Answers to a conversation, whole or streamed."""
         asked = await _parsed(request, front, ChatRequest)
         asks = await prepared(request, timeout_s, ask_chat(asked, front.prompting, front.limits))
-        head = (_request_id(request, asked, "chatcmpl"), front.model, int(time.time()), front.prompting)
+        head = (_request_id(request, "chatcmpl"), front.model, int(time.time()), front.prompting)
         replies = ChatReplies(*head, bool(asked.logprobs), front.spelling(asked))
         calling = calling_of(asked.tools, asked.tool_choice, asked.parallel_tool_calls)
         if (reading := reading_of(front.prompting, asks[0].begun, calling)) is not None:
@@ -185,7 +185,7 @@ def _add_generation(app: FastAPI, front: Front) -> None:
         """Continuations of one or more prompts, whole or streamed."""
         asked = await _parsed(request, front, CompletionRequest)
         asks = await prepared(request, timeout_s, ask_completion(asked, front.prompting, front.limits))
-        head = (_request_id(request, asked, "cmpl"), front.model, int(time.time()))
+        head = (_request_id(request, "cmpl"), front.model, int(time.time()))
         replies = TextReplies(*head, asked.logprobs is not None, front.spelling(asked))
         return await front.serve(request, asked, asks, replies)
 
@@ -209,7 +209,7 @@ def _add_responses(app: FastAPI, front: Front) -> None:
             )
         except RequestError as error:
             raise named(error, asked) from error
-        head = (_request_id(request, asked, "resp"), front.model, int(time.time()))
+        head = (_request_id(request, "resp"), front.model, int(time.time()))
         calling = calling_of(chat.tools, chat.tool_choice, chat.parallel_tool_calls)
         reading = reading_of(front.prompting, asks[0].begun, calling)
         return await front.serve(request, asked, asks, ResponseReplies(*head, asked, asks[0].sampling, reading))
@@ -390,6 +390,7 @@ async def _parsed(request: Request, front: Front, kind: type) -> Any:
         raise RequestError(f"the body did not arrive within {BODY_TIMEOUT_S:.0f} s") from error
     request.state.started_s = time.monotonic()
     asked = parse(body, kind)
+    request.state.request_id = getattr(asked, "request_id", None)
     front.require_model(asked.model)
     return asked
 
@@ -407,9 +408,9 @@ def _style(asked: Common) -> Style:
     return Style(bool(asked.stream), include, include and bool(options and options.continuous_usage_stats))
 
 
-def _request_id(request: Request, asked: Common, prefix: str) -> str:
+def _request_id(request: Request, prefix: str) -> str:
     """The client's own, made unique: two requests may carry the same one, and the workers tell requests by it."""
-    given, unique = _given_id(request, asked), secrets.token_hex(8)
+    given, unique = _given_id(request), secrets.token_hex(8)
     return f"{prefix}-{given}-{unique}" if given else f"{prefix}-{unique}"
 
 
@@ -418,6 +419,6 @@ def _id_of(request: Request) -> str:
     return _given_id(request) or secrets.token_hex(8)
 
 
-def _given_id(request: Request, asked: Common | None = None) -> str:
-    given = request.headers.get("x-request-id", "") or (asked.request_id if asked else None) or ""
+def _given_id(request: Request) -> str:
+    given = request.headers.get("x-request-id", "") or getattr(request.state, "request_id", None) or ""
     return given if _REQUEST_ID.fullmatch(given) else ""

@@ -164,7 +164,8 @@ def _compile(source: Any, target: Any, options: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; whoever asks decides
+    for number in (signal.SIGINT, signal.SIGTERM):  # they may reach the whole group: whoever asks decides
+        signal.signal(number, signal.SIG_IGN)
     answers = os.dup(1)
     os.dup2(2, 1)  # what a kernel's module prints is no answer
     Server(0, answers, Imported(float(sys.argv[1]))).run()

@@ -37,7 +37,8 @@ SWITCH_S = 0.0002
 
 def main() -> None:
     sys.setswitchinterval(SWITCH_S)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the front decides
+    for number in (signal.SIGINT, signal.SIGTERM):  # they may reach the whole group: the front decides
+        signal.signal(number, signal.SIG_IGN)
     link = FrontLink(socket.socket(fileno=int(sys.argv[1])))
     try:
         _serve(link)

@@ -97,7 +97,7 @@ class CoreProcess:
     async def stop(self) -> None:
         """Ask, wait, then kill: afterwards the process is gone."""
         self.send(Stop())
-        for insist in (lambda: None, self._process.terminate, self._process.kill):
+        for insist in (lambda: None, self._process.kill):
             insist()
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(STOP_TIMEOUT_S):

@@ -22,7 +22,8 @@ _log = logging.getLogger(__name__)
 
 
 def main() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the first member decides
+    for number in (signal.SIGINT, signal.SIGTERM):  # they may reach the whole group: the first member decides
+        signal.signal(number, signal.SIG_IGN)
     pipe = Connection(int(sys.argv[1]))
     begin: Begin = pipe.recv()
     rank = begin.shard.rank

@@ -84,7 +84,7 @@ function gateway(stages, prefill, first, total) {
   return [
     { ...where, name: "prepare", fromMs: 0, ms: prepare, tint: 0, meaning: "parsed it; template, tokens, grammar" },
     { ...where, name: "place", fromMs: prepare, ms: place, tint: 1, meaning: "asked the registry for two workers" },
-    { ...where, name: "send", fromMs: prepare + place, ms: before - prepare - place, tint: 2, meaning: "to the worker, and its token 0 back" },
+    { ...where, name: "send", fromMs: prepare + place, ms: Math.max(0, before - prepare - place), tint: 2, meaning: "to the worker, and its token 0 back" },
     { ...where, name: "stream", fromMs: first, ms: total - first, tint: 3, meaning: "token 0 to the end of the answer" },
   ];
 }

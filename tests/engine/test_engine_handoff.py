@@ -362,6 +362,40 @@ def test_nothing_is_left_to_a_handoff_that_is_given_up(folder):
     assert engine.stats().num_waiting == 0
 
 
+def test_an_offer_waits_for_preempted_prompts_that_come_before_it(folder):
+    """Not for others: one that was preempted may stay behind whoever comes, as long as more urgent ones do."""
+    engine = small(folder)
+    early = engine.arrive()
+    for name in ("a", "b"):
+        engine.submit(replace(request(name, PROMPTS[2], greedy(80)), priority=1))
+    while engine.stats().num_preemptions == 0:
+        engine.step()
+    offer = request("offer", PROMPTS[0], greedy(2))
+    for later in (replace(offer, priority=2), replace(offer, priority=1)):
+        with pytest.raises(OutOfBlocks, match="preempted requests come first"):
+            engine.reserve(later)
+    assert engine.reserve(replace(offer, priority=1), early).blocks
+    assert engine._sequences[offer.request_id].urgency == (1, early)
+
+
+@pytest.mark.parametrize("is_offer_first", [False, True])
+def test_an_idle_engine_leaves_no_room_to_who_can_not_begin(folder, is_offer_first):
+    """Pages are held until somebody else takes them over. Two workers that wait so for each other would stand still."""
+    engine = small(folder)
+    engine.submit(request("held", random_prompts(VOCAB, [70])[0], greedy(4), handoff=True))
+    engine.step()
+    (large,) = random_prompts(VOCAB, [100])
+    if is_offer_first:
+        with pytest.raises(OutOfBlocks):
+            engine.reserve(request("large", large, greedy(4)))
+        engine.submit(request("small", PROMPTS[0], greedy(4)))
+        assert any(output.sampled for output in (engine.step(), engine.step()))
+    else:
+        engine.submit(request("large", large, greedy(4)))
+        engine.step()
+        assert engine.reserve(request("small", PROMPTS[0], greedy(4))).blocks
+
+
 def test_a_prompt_from_elsewhere_that_is_preempted_at_once_is_found_again(folder):
     """All its full blocks: prefill has computed them, decode need not."""
     block_nbytes = load_engine(settings(model=folder)).layout.block_nbytes

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from contracts.ids import RequestId
 from engine.batch import Batch
 from engine.block_pool import BlockPool
-from engine.scheduler import Claim, Limits, Scheduler
+from engine.scheduler import Limits, Scheduler
 from engine.sequence import Sequence, Status
 from tests.engine.driving import greedy
 
@@ -293,24 +293,10 @@ def test_the_least_urgent_gives_way_though_it_is_the_oldest():
     while engine.scheduler.num_preemptions == 0:
         engine.step()
     assert old.status is Status.WAITING and young.status is Status.RUNNING
-    assert engine.scheduler.has_preempted
+    assert engine.scheduler.has_preempted_before((9, 9))
     while engine.scheduler.has_work:
         engine.step()
     assert engine.num_finished == 2 and len(old.tokens) == 23
-
-
-def test_an_offer_claims_nothing_while_it_waits_for_one_that_was_preempted():
-    """That one waits behind the newcomer: if the newcomer waited for the offer, nobody would ever go on."""
-    engine = FakeEngine(num_blocks=7)
-    engine.add(11, max_tokens=12)
-    engine.add(11, max_tokens=12, first=500)
-    while engine.scheduler.num_preemptions == 0:
-        engine.step()
-    engine.scheduler.claim = Claim(RequestId("offer"), (-1, 0), 7)
-    engine.add(11, first=900, priority=-1)
-    for _ in range(60):
-        engine.step()
-    assert engine.num_finished == 3
 
 
 def test_a_prompt_that_is_scored_is_computed_whole():

@@ -201,6 +201,11 @@ async def test_what_is_refused_is_counted_and_can_be_found_by_its_id(checkpoint,
     assert code in NOT_OURS
 
 
+async def test_the_id_in_a_body_is_that_of_its_refusal(client):
+    reply = await client.post("/v1/completions", json=ASK | {"model": "other", "request_id": "mine"})
+    assert (reply.status_code, reply.headers["x-request-id"]) == (404, "mine")
+
+
 async def test_each_request_leaves_one_line(rig, client, caplog):
     caplog.set_level(logging.INFO, "gateway.requests")
     await client.post("/v1/completions", json=ASK)

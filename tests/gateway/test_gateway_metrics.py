@@ -129,6 +129,16 @@ async def test_an_answer_that_ends_here_has_its_stages_too(client, rig):
     assert got["tandem_gateway_exposed_seconds_count", ""] == 3
 
 
+async def test_whose_decode_had_not_begun_has_no_decode(client, rig, monkeypatch):
+    monkeypatch.setattr(rig.workers[1], "_answer", lambda job: asyncio.sleep(3600))
+    async with client.stream("POST", "/v1/completions", json=ASK | {"stream": True}) as reply:
+        await anext(reply.aiter_lines())
+    await rig.until(rig.is_idle)
+    got = await samples(client)
+    assert got["tandem_gateway_stage_seconds_count", "prefill"] == 1
+    assert ("tandem_gateway_stage_seconds_count", "decode") not in got
+
+
 async def test_a_slow_client_is_no_slow_answer(rig):
     """Its body comes in two parts."""
     body = json.dumps(ASK | {"max_tokens": 2}).encode()

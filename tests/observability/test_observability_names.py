@@ -49,7 +49,9 @@ def test_the_page_speaks_of_panels_that_exist() -> None:
 def test_errors_of_ours_are_those_that_are_not_the_clients() -> None:
     """By what the gateway answers: an end that is no error, or a status below 500."""
     passed_over = [codes for query in (*dashboard(), *alerts()) for codes in re.findall(r'code!~"([^"]*)"', query.expr)]
-    assert [set(codes.split("|")) for codes in passed_over] == [NOT_OURS] * 2
+    at_the_door = {"unauthorized", "not_found", "method_not_allowed"}  # of which strangers send what they like
+    found = [set(codes.split("|")) for codes in passed_over]
+    assert found.count(set(NOT_OURS)) == 2 and found.count(at_the_door) == 3 and len(found) == 5
 
 
 def test_panels_do_not_overlap() -> None:

@@ -5,6 +5,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -63,6 +64,15 @@ def test_a_signal_ends_front_and_core(worker, number, tmp_path):
     assert worker.process.wait(DEADLINE_S) == 0
     until(lambda: is_gone(worker.core_pid))
     assert not (tmp_path / "ready.json").exists()
+
+
+def test_a_signal_to_the_whole_group_is_the_fronts_to_answer(worker):
+    """As systemd sends it. A core that ended by itself would be a death, and end what runs."""
+    os.kill(worker.core_pid, signal.SIGTERM)
+    time.sleep(0.2)
+    assert not is_gone(worker.core_pid)
+    worker.process.send_signal(signal.SIGTERM)
+    assert worker.process.wait(DEADLINE_S) == 0
 
 
 def test_a_dead_core_ends_the_worker_with_its_own_code(worker):
