@@ -208,10 +208,7 @@ class Scheduler:
             sequence = self.waiting[0]
             if sequence.handoff and budget.num_tokens < min(self._pool.block_size, len(sequence.tokens)):
                 break  # nothing of it could be computed
-            num_places, num_blocks = self._claimed_before(sequence, num_reserved)
-            if len(self.running) + num_reserved + num_places >= self._limits.max_num_seqs:
-                break
-            if not self._finds_room(sequence, num_blocks):
+            if not self._finds_room(sequence, num_reserved):
                 break
             piece = self._chunk(sequence, budget.num_tokens)
             if piece is None or not budget.take(piece):
@@ -237,10 +234,14 @@ class Scheduler:
         """
         return bool(self.running or num_reserved) or num_blocks <= self._pool.num_available
 
-    def _finds_room(self, sequence: Sequence, num_claimed: int) -> bool:
-        """Blocks for the whole prompt. Leaves one block for each running sequence to grow into. What found none looks
-        again when there may be more: each step of the others would wait for a look-up of all of a long prompt.
+    def _finds_room(self, sequence: Sequence, num_reserved: int) -> bool:
+        """Blocks for the whole prompt. Leaves one block for each running sequence to grow into, and its claim to an
+        offer that comes before. What found none looks again when there may be more: each step of the others would wait
+        for a look-up of all of a long prompt.
         """
+        num_places, num_claimed = self._claimed_before(sequence, num_reserved)
+        if len(self.running) + num_reserved + num_places >= self._limits.max_num_seqs:
+            return False
         num_spare = len(self.running) + num_claimed
         tried = sequence, self._pool.num_gains, num_spare
         if tried == self._refused:

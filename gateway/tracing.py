@@ -150,7 +150,8 @@ def laid_out(answer: Answer) -> Laid:
     told, first = answer.stages_s, stints[0]
     if len(stints) > 1:
         del told["decode"]  # of all of them
-        told |= {"decode": decode_s(told, first.span_s)} if first.span_s > 0.0 else {}
+        if first.span_s > 0.0:
+            told["decode"] = decode_s(told, first.span_s)
     laid = _laid(PREFILL, told, first.begin_s, first.servers.get("prefill", ""))
     laid += _laid(decode_stages(told), told, first.end_s, first.servers.get("decode", ""))
     for before, stint in pairwise(stints):
