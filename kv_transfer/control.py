@@ -62,6 +62,13 @@ class ControlConnection:
         """After the end this does nothing: the loss of the peer is on its way to everyone."""
         self._send(codec.frame(message))
 
+    @property
+    def is_closed_there(self) -> bool:
+        """The peer has closed its end, even if something that it said before is unread. By the thread of `run`."""
+        poller = select.poll()
+        poller.register(self._sock, select.POLLRDHUP)
+        return bool(poller.poll(0))
+
     def stop(self, why: str) -> str:
         """Returns why it ends: `why`, unless there was a reason before."""
         with self._lock:

@@ -66,9 +66,7 @@ class IncomingLink(Link):
             handshake.reject(wire, error)
             raise
         if isinstance(channel, MappedPool):
-            settings = self.parts.settings
-            patience_s = settings.silence_s - settings.heartbeat_s  # it may have heard the last beat so much earlier
-            self._puller = self._puller_of(channel.remote, theirs.checksum, patience_s)
+            self._puller = self._puller_of(channel.remote, theirs.checksum, self._is_left)
             self._serve(wire.sock, theirs, channel, self._puller)
             return
         receiver = Receiver(
@@ -82,14 +80,16 @@ class IncomingLink(Link):
         )
         self._serve(wire.sock, theirs, channel, receiver)
 
-    def _puller_of(self, remote: RemotePool, checks: bool, patience_s: float) -> Puller:
-        facts = self.landings, self.parts.layout, remote, checks, patience_s
+    def _puller_of(self, remote: RemotePool, checks: bool, is_left: Callable[[], bool]) -> Puller:
+        facts = self.landings, self.parts.layout, remote, checks, is_left
         return Puller(*facts, self.send, self._on_fetched, self._on_bad, self._on_drained)
+
+    def _is_left(self) -> bool:
+        return self._control is not None and self._control.is_closed_there
 
     def _patience_s(self) -> float:
         if self._puller is None:
             return math.inf
-        self._puller.looks()
         if self._is_quiet and not self._has_looked:
             self._has_looked = True
             return 0.0

@@ -222,8 +222,8 @@ class Puller(_Unthreaded):
     """Decode's end: chunk after chunk is fetched in the thread that hears of it; waking another one takes longer than
     starting the copies. The callbacks are called in it.
 
-    `checks`: prefill's headers carry checksums. `patience_s`: prefill gives up whoever it has not heard of for so long,
-    and its pages to others.
+    `checks`: prefill's headers carry checksums. `is_left`: prefill has closed the link, which it does before it gives
+    pages to others.
     """
 
     def __init__(
@@ -232,7 +232,7 @@ class Puller(_Unthreaded):
         layout: KVLayout,
         remote: RemotePool,
         checks: bool,
-        patience_s: float,
+        is_left: Callable[[], bool],
         commit: Callable[[Commit], None],
         on_landed: Callable[[ChunkHeader], None],
         on_bad: Callable[[ChunkHeader, str], None],
@@ -243,11 +243,7 @@ class Puller(_Unthreaded):
         self._commit, self._on_landed, self._on_bad, self._on_drained = commit, on_landed, on_bad, on_drained
         self._next_rehearsal_s = 0.0
         self._early: list[Early] = []
-        self._patience_s, self._looked_s = patience_s, time.monotonic()
-
-    def looks(self) -> None:
-        """The thread goes round its loop, in which prefill hears of it."""
-        self._looked_s = time.monotonic()
+        self._is_left = is_left
 
     def coming(self, coming: Coming) -> None:
         """Launch the copies of a chunk that is about to be computed. What does not fit is left to its Pull to tell.
@@ -302,7 +298,7 @@ class Puller(_Unthreaded):
     def put(self, pull: Pull) -> None:
         """Returns when the chunk is there, a millisecond or two later.
 
-        Raises TransferError if the device can't copy, or this thread was held up until prefill may have given it up.
+        Raises TransferError if the device can't copy, or if prefill has left.
         """
         start = time.perf_counter()
         self._fetch(pull)
@@ -346,7 +342,7 @@ class Puller(_Unthreaded):
             return
         # Not left if the device fails, which ends the link: what was launched before may still write there.
         reason = self._copy(pull, into)
-        self._require_heard()
+        self._require_held()
         if self._landings.leave(key):
             self._on_drained(key)
         elif self._landings.find(key) is None:
@@ -356,11 +352,12 @@ class Puller(_Unthreaded):
         else:
             self._landed(header)
 
-    def _require_heard(self) -> None:
-        """After a copy. A process that is stopped goes on with what is in its socket, whatever happened meanwhile."""
-        held_up_s = time.monotonic() - self._looked_s
-        if held_up_s >= self._patience_s:
-            raise TransferError(f"held up for {held_up_s:.1f} s: prefill may have given its pages to others")
+    def _require_held(self) -> None:
+        """After a copy: the pages were still the chunk's while it was made. Whoever was stopped until prefill gave it
+        up finds all that prefill had told it in its socket, and other prompts on those pages.
+        """
+        if self._is_left():
+            raise TransferError("prefill has closed the link, and may have given its pages to others")
 
     def _landed(self, header: ChunkHeader) -> None:
         """Commit is said here: the engine's loop may be a step away, and prefill waits for it."""

@@ -118,14 +118,13 @@ class _Decode(IncomingLink):
 
     def __init__(self, parts: LinkParts, hello: Hello) -> None:
         super().__init__(parts, hello)
-        self._puller = self._puller_of(_Nowhere(parts.layout.num_planes), checks=True, patience_s=math.inf)
+        self._puller = self._puller_of(_Nowhere(parts.layout.num_planes), checks=True, is_left=lambda: False)
 
     def send(self, message: HandoffMessage) -> None:
         self.tell(codec.frame(message))
 
     def looks_ahead(self) -> None:
         assert self._puller is not None
-        self._puller.looks()
         self._puller.look_ahead()
 
 

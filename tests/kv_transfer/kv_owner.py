@@ -2,6 +2,7 @@
 nothing touches them any more.
 """
 
+import hashlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -48,12 +49,13 @@ class Owner(Peer):
         self.account.check()
         return not self.held and self.account.num_held == 0
 
-    def bytes_of(self, request_id: str, epoch: int = 1) -> bytes:
-        """The pages held for this attempt, in token order."""
-        return self.pool[:, self.held[key_of(request_id, epoch)][1]].tobytes()
+    def digest_of(self, request_id: str, epoch: int = 1) -> str:
+        """Of the bytes of the pages held for this attempt, in token order."""
+        return self.digest_at(self.held[key_of(request_id, epoch)][1])
 
-    def bytes_at(self, pages: Sequence[BlockId]) -> bytes:
-        return self.pool[:, list(pages)].tobytes()
+    def digest_at(self, pages: Sequence[BlockId]) -> str:
+        """Not the bytes: on CI pytest takes minutes to print where pages differ."""
+        return hashlib.blake2b(self.pool[:, list(pages)].tobytes()).hexdigest()
 
     def landed(self) -> list[int]:
         """Indices of chunks that nobody has waited for yet."""

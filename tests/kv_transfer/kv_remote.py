@@ -6,22 +6,28 @@ FD is a socket: calls come over it pickled, and so go the answers.
 """
 
 import os
+import signal
 import socket
 import subprocess
 import sys
+import threading
+import time
 from multiprocessing.connection import Connection
 from typing import Any
 
 import msgspec
+import psutil
 
+from kv_transfer.control import ControlConnection
 from tests.kv_transfer.kv_liar import lie_once
 from tests.kv_transfer.kv_owner import Owner
 
 ANSWER_S = 60.0  # a busy host may take long to start a process and load UCX
+SOON_S = 0.1
 
 
 class Remote:
-    """Every method of an Owner, `lie_once` of kv_liar, `ref`, and `send_signal` to its process."""
+    """Every method of an Owner, `lie_once` of kv_liar, `ref`, and what stops or ends its process."""
 
     def __init__(self, name: str, **settings: Any) -> None:
         ours, theirs = socket.socketpair()
@@ -42,6 +48,14 @@ class Remote:
     def send_signal(self, signum: int) -> None:
         self._process.send_signal(signum)
 
+    def stop_behind_a_look(self) -> None:
+        """As SIGSTOP would, at the moment when a link of it has looked for messages and found none."""
+        self.stop_soon()
+        deadline = time.monotonic() + ANSWER_S
+        while psutil.Process(self._process.pid).status() != psutil.STATUS_STOPPED:
+            assert time.monotonic() < deadline, f"{self.name} looks for no message"
+            time.sleep(0.01)
+
     def end(self) -> None:
         self._process.kill()
         self._process.wait()
@@ -60,6 +74,20 @@ def _text(value: Any) -> Any:
     return value.decode() if isinstance(value, bytes) else value
 
 
+def stop_soon() -> None:
+    """In this process, once the answer to this call is out."""
+    read, due_s = ControlConnection._read, time.monotonic() + SOON_S
+
+    def read_and_stop(*args: Any) -> bool:
+        has_read = read(*args)
+        if not has_read and time.monotonic() > due_s:
+            ControlConnection._read = read  # type: ignore[method-assign]
+            signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)  # at once: another thread would take a moment
+        return has_read
+
+    ControlConnection._read = read_and_stop  # type: ignore[method-assign]
+
+
 def _serve(calls: Connection, owner: Owner) -> None:
     calls.send(owner.ref)
     while True:
@@ -68,9 +96,12 @@ def _serve(calls: Connection, owner: Owner) -> None:
         except EOFError:
             os._exit(0)
         try:
-            calls.send((lie_once if method == "lie_once" else getattr(owner, method))(*args, **options))
+            calls.send((OF_THE_PROCESS.get(method) or getattr(owner, method))(*args, **options))
         except AssertionError as error:
             calls.send(error)
+
+
+OF_THE_PROCESS = {"lie_once": lie_once, "stop_soon": stop_soon}
 
 
 def main(fd: str, name: str, packed: str) -> None:

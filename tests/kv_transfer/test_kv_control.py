@@ -64,3 +64,17 @@ def test_a_peer_that_does_not_go_on_is_silent_all_the_same(held: Held) -> None:
     held.pause(1.5 * SILENCE_S)
     held.thread.join(10 * SILENCE_S)
     assert held.ended == ["silent for 1 s"]
+
+
+def test_a_peer_that_has_closed_its_end_is_known_to_have_before_all_that_it_said_is_read() -> None:
+    """Of what it said before, whatever is done now comes too late."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        peer = socket.create_connection(server.getsockname())
+        ours, _ = server.accept()
+    control = ControlConnection(ours, 0.1, SILENCE_S, 1 << 10)
+    peer.sendall(HEARTBEAT)
+    assert not control.is_closed_there
+    peer.close()
+    assert control.is_closed_there
+    control.stop("the test is over")
+    control.run(lambda message: None)

@@ -20,7 +20,6 @@ from tests.kv_transfer.kv_pair import LAYOUT
 
 KEY = RequestId("r"), Epoch(1)
 FIN = Fin(*KEY, 2, Token(0, 7), 0)
-PATIENCE_S = 2.0
 
 
 class Waiting:
@@ -96,7 +95,8 @@ class Decode:
         self.landings.offered(Offer(*KEY, skip + 8, LAYOUT.layout_id))
         self.landings.grant(Grant(*KEY, [BlockId(5), BlockId(9)], skip))
         note = self.said.append
-        bad, facts = (lambda *bad: note(bad)), (LAYOUT, self.remote, checks, PATIENCE_S)
+        self.is_left = False
+        bad, facts = (lambda *bad: note(bad)), (LAYOUT, self.remote, checks, lambda: self.is_left)
         self.puller = Puller(self.landings, *facts, note, note, bad, note)
 
     @property
@@ -131,20 +131,12 @@ class Passing:
         self.now_s += seconds
 
 
-def test_what_is_copied_after_prefill_may_have_given_this_side_up_does_not_land(monkeypatch: pytest.MonkeyPatch):
-    decode, now_s = Decode(), [0.0]
-    clock = SimpleNamespace(perf_counter=lambda: 0.0, monotonic=lambda: now_s[0])
-    monkeypatch.setattr(pulling, "time", clock)
-    now_s[0] = 2 * PATIENCE_S
-    decode.puller.looks()
+def test_what_was_copied_when_prefill_had_closed_the_link_does_not_land(monkeypatch: pytest.MonkeyPatch):
+    decode = Decode()
     decode.puller.put(pull(0))
     assert decode.kinds == ["ChunkHeader"]
-
-    def late(*_: object) -> None:
-        now_s[0] += PATIENCE_S
-
-    monkeypatch.setattr(decode.remote, "pull", late)
-    with pytest.raises(TransferError, match=r"held up for 2\.0 s"):
+    monkeypatch.setattr(decode.remote, "pull", lambda *_: setattr(decode, "is_left", True))  # while it is copied
+    with pytest.raises(TransferError, match="prefill has closed the link"):
         decode.puller.put(pull(1))
     assert decode.kinds == ["ChunkHeader"] and decode.landings.finished(FIN) is None
 
