@@ -16,6 +16,13 @@ def require_count(value: Any, name: str, file: object) -> None:
         raise ConfigError(f"{file}: {name} is {_shown(value)}; a whole number from 1 to {_MOST_COUNT} is expected")
 
 
+def require_head_dim(value: Any, name: str, file: object) -> None:
+    """Raises ConfigError unless it is a count of columns that RoPE can turn, which takes them in pairs."""
+    require_count(value, name, file)
+    if value % 2:
+        raise ConfigError(f"{file}: {name} is {value}; an even number is expected, as RoPE turns pairs of columns")
+
+
 def require_amount(value: Any, name: str, file: object, above: float = 0) -> None:
     """Raises ConfigError unless it is a number above that, and not beyond all reason."""
     is_number = is_whole(value) or (isinstance(value, float) and math.isfinite(value))

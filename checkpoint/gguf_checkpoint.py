@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from checkpoint.amounts import is_whole, require_amount, require_count
+from checkpoint.amounts import is_whole, require_amount, require_count, require_head_dim
 from checkpoint.checkpoint import Checkpoint, WeightFormat
 from checkpoint.config import ModelConfig, RopeScaling
 from checkpoint.families import family_of
@@ -102,7 +102,7 @@ def _config(file: GgufFile) -> ModelConfig:
     heads = metadata[f"{arch}.attention.head_count"]
     hidden = metadata[f"{arch}.embedding_length"]
     head_dim = metadata.get(f"{arch}.attention.key_length", hidden // heads)
-    require_count(head_dim, f"the size of a head, {arch}.embedding_length / {arch}.attention.head_count,", file.path)
+    require_head_dim(head_dim, f"the size of a head, {arch}.embedding_length / {arch}.attention.head_count,", file.path)
     _refuse_unsupported(file, arch, head_dim)
     theta = metadata.get(f"{arch}.rope.freq_base", 10000.0)
     return ModelConfig(

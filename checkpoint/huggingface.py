@@ -10,7 +10,7 @@ from typing import Any
 
 from tokenizers import AddedToken, Tokenizer
 
-from checkpoint.amounts import is_whole, require_amount, require_count
+from checkpoint.amounts import is_whole, require_amount, require_count, require_head_dim
 from checkpoint.checkpoint import Advice, Checkpoint, WeightFormat
 from checkpoint.config import Experts, ModelConfig, RopeScaling, YarnScaling
 from checkpoint.families import family_of
@@ -150,13 +150,13 @@ def _require_numbers(model: ModelConfig, source: str) -> None:
     file = f"{source}/config.json"
     require_amount(model.norm_eps, "rms_norm_eps", file)
     require_amount(model.rope_theta, "rope_theta", file, above=1)
-    for name in ("head_dim", "max_model_len"):
-        require_count(getattr(model, name), name, file)
+    require_count(model.max_model_len, "max_model_len", file)
     if model.num_heads % model.num_kv_heads:
         raise ConfigError(
             f"{file}: num_attention_heads is {model.num_heads}; a multiple of num_key_value_heads, "
             f"{model.num_kv_heads}, is expected"
         )
+    require_head_dim(model.head_dim, "head_dim", file)
 
 
 def _max_model_len(scaling: RopeScaling | YarnScaling | None, stated: int, chunks: dict[str, Any] | None) -> int:
