@@ -95,7 +95,8 @@ class Listener:
         try:
             hello = self._first_words(wire)
         except TandemError as error:
-            log.warning("connection from %s refused: %s", address[0], error)
+            # Quoted: it may repeat what a stranger said, who could write lines of his own with it.
+            log.warning("connection from %s refused: %r", address[0], str(error))
             handshake.reject(wire, error)
             sock.close()
             hello = None

@@ -12,7 +12,7 @@ from contracts.errors import ConfigError
 from contracts.handoff import Offer
 from contracts.ids import Epoch, Incarnation, RequestId, WorkerId
 from kv_transfer.events import ChunkLanded, PeerLost
-from kv_transfer.frames import PROTOCOL, Attach, Hello, Proof, Terms
+from kv_transfer.frames import PROTOCOL, Attach, Hello, Proof, Rejected, Terms
 from kv_transfer.ways import candidates
 from tests.kv_transfer.kv_pair import LAYOUT, Peer, offer_and_grant, send
 
@@ -149,6 +149,24 @@ def test_strangers_learn_nothing_but_a_name(make_peer: Make) -> None:
             frames += reader.feed(data)
     assert [msgspec.msgpack.decode(frame)["type"] for frame in frames] == ["hello", "rejected"]
     assert LAYOUT.model.encode() not in b"".join(frames)
+
+
+MANY_LINES = "x\n2026-01-01 core ERROR a line of its own \x1b[2J"
+TOLD = {
+    "name": codec.frame(msgspec.structs.replace(HELLO, worker_id=WorkerId(MANY_LINES))) + codec.frame(Proof(b"m" * 32)),
+    "role": codec.frame(msgspec.structs.replace(HELLO, role=MANY_LINES)),
+    "refusal": codec.frame(HELLO) + codec.frame(Rejected("config", MANY_LINES)),
+}
+
+
+@pytest.mark.parametrize("where", TOLD)
+def test_a_stranger_writes_no_lines_into_the_log(make_peer: Make, caplog: pytest.LogCaptureFixture, where: str) -> None:
+    decode = make_peer("decode")
+    with _connect(decode) as sock:
+        sock.sendall(TOLD[where])
+        assert _is_closed(sock)
+    (line,) = [record.getMessage() for record in caplog.records if "a line of its own" in record.getMessage()]
+    assert line.isprintable()
 
 
 def test_half_open_handshakes_end_by_themselves(make_peer: Make) -> None:
