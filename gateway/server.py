@@ -63,8 +63,9 @@ class Protocol(HttpToolsProtocol):
             self._refuse()
 
     def _parse(self, data: bytes) -> int | None:
-        """Where another protocol would begin, if one is offered."""
-        self._unset_keepalive_if_required()
+        """Where another protocol would begin, if one is offered. Not all that comes ends a connection's idleness: the
+        rest of a body behind its answer, a 401 say, and empty lines are no request, and no other timer runs for them.
+        """
         try:
             self.parser.feed_data(data)
         except httptools.HttpParserUpgrade as upgrade:
@@ -86,10 +87,12 @@ class Protocol(HttpToolsProtocol):
         return b"\r\n".join([b"%s %s HTTP/%s" % (method, self.url, version), *fields, b"", b""])
 
     def on_message_begin(self) -> None:
+        self._unset_keepalive_if_required()
         super().on_message_begin()
         self._await_headers()
 
     def on_headers_complete(self) -> None:
+        self._unset_keepalive_if_required()  # the answer before this request may have ended since it began
         self._forget_headers()
         if len(self.url) + sum(len(name) + len(value) for name, value in self.headers) > MAX_HEADERS_NBYTES:
             self._refuse()

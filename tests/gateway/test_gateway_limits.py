@@ -234,6 +234,39 @@ async def test_headers_that_never_end_close_the_connection(rig, client, monkeypa
     assert (await client.post("/v1/completions", json=ASK)).status_code == 200
 
 
+@pytest.mark.parametrize(
+    ("length", "more"), [(b"Content-Length: 9\r\n", b"a"), (b"Content-Length: 9\r\n", b"a" * 9), (b"", b"\r\n")]
+)
+async def test_what_is_no_request_does_not_keep_an_idle_connection_open(checkpoint, length, more):
+    """By a byte of the body of what was refused, who had no key held a connection for as long as it liked."""
+    async with gateway_of(checkpoint, api_key="k") as rig:
+        rig.server.config.timeout_keep_alive = 1
+        host, port = rig.url.removeprefix("http://").split(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        async with asyncio.timeout(60):
+            writer.write(b"GET /v1/models HTTP/1.1\r\nHost: a\r\n%s\r\n" % length)
+            assert b" 401 " in await reader.readuntil(b"\r\n\r\n")
+            writer.write(more)
+            await reader.read()
+        writer.close()
+
+
+async def test_an_answer_outlives_the_idleness_before_it(checkpoint):
+    """The idleness began when a part of the request was there already."""
+    async with gateway(checkpoint, pair(period_s=0.05)) as rig:
+        rig.server.config.timeout_keep_alive = 1
+        host, port = rig.url.removeprefix("http://").split(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        body = json.dumps(ASK | {"max_tokens": 40}).encode()
+        head = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nConnection: close\r\nContent-Length: %d\r\n" % len(body)
+        async with asyncio.timeout(60):
+            writer.write(b"GET /health HTTP/1.1\r\nHost: a\r\n\r\n" + head)
+            assert b" 200 " in await reader.readuntil(b"\r\n\r\n")
+            writer.write(b"\r\n" + body)
+            assert b'"finish_reason":"length"' in await reader.read()
+        writer.close()
+
+
 async def test_a_client_that_leaves_in_the_middle_of_its_body_is_no_error_of_ours(rig, caplog):
     host, port = rig.url.removeprefix("http://").split(":")
     _, writer = await asyncio.open_connection(host, int(port))
