@@ -216,6 +216,8 @@ def _add_responses(app: FastAPI, front: Front) -> None:
 
 
 def _add_tokens(app: FastAPI, front: Front) -> None:
+    timeout_s = front.settings.request_timeout_s
+
     @app.post("/tokenize", openapi_extra=takes(TokenizeRequest), responses=returns(TokenizeReply), response_model=None)
     async def tokenize(request: Request) -> Response:
         """Token ids of a prompt or of a conversation."""
@@ -226,7 +228,7 @@ def _add_tokens(app: FastAPI, front: Front) -> None:
         if text is None:
             text = front.prompting.render(asked)
             special = bool(asked.add_special_tokens)
-        [ids] = await front.prompting.encode([text], special)
+        [ids] = await prepared(request, timeout_s, front.prompting.encode([text], special))
         reply = {"count": len(ids), "max_model_len": front.limits.max_model_len, "tokens": ids, "token_strs": None}
         if asked.return_token_strs:
             texts = {token_id: front.prompting.token_text(token_id) for token_id in set(ids)}
@@ -240,7 +242,7 @@ def _add_tokens(app: FastAPI, front: Front) -> None:
         """The text of token ids."""
         asked = await _parsed(request, front, DetokenizeRequest)
         front.prompting.require_known(asked.tokens, "tokens")
-        [text] = await front.prompting.decode([asked.tokens])
+        [text] = await prepared(request, timeout_s, front.prompting.decode([asked.tokens]))
         return _json({"prompt": text})
 
 

@@ -9,6 +9,7 @@ from contracts.errors import Unavailable
 from contracts.ids import Epoch, RequestId
 from contracts.request import Cancel, Job, Route
 from contracts.sampling import SamplingParams
+from gateway.prompting import HUGE_CHARS
 from tests.gateway.gateway_rig import GATEWAY, gateway, pair
 from tests.waiting import async_until
 
@@ -60,6 +61,20 @@ async def test_a_grammar_whose_client_left_is_not_tried(rig, client, trying):
     trying.may_end.set()
     assert (await staying).status_code == 200
     assert len(trying.seen) == 1
+
+
+@pytest.mark.parametrize("path", ["tokenize", "detokenize"])
+async def test_a_huge_text_whose_client_left_keeps_no_others_waiting(rig, client, path):
+    """They are tokenized one at a time: six of 5 MB that nobody waited for kept the next one waiting for 50 s."""
+    huge, may_end = rig.front.prompting._huge, threading.Event()
+    huge.submit(may_end.wait, 60)
+    body = {"prompt": "a" * (HUGE_CHARS + 1)} if path == "tokenize" else {"tokens": [5] * (HUGE_CHARS + 1)}
+    leaving = asyncio.create_task(client.post(f"/{path}", json=body))
+    await async_until(lambda: huge._work_queue.qsize() == 1)
+    leaving.cancel()
+    left = rig.front.metrics.requests.labels("disconnected")
+    await async_until(lambda: left._value.get() == 1)
+    may_end.set()
 
 
 async def test_a_grammar_that_is_known_waits_for_none_that_are_tried(rig, client, monkeypatch):
