@@ -13,20 +13,22 @@ from gateway.tools.request import Calling
 
 @dataclass(frozen=True)
 class Reading:
-    """`begun`: what the prompt has begun of the answers, as `thinking` knows it. `calling`, `form`: None if there are
-    no tools to call; `thinking`: None if the model is not known to think aloud.
+    """`begun`: what the prompt has begun of the answers, as `thinking` knows it. `names`: of the functions that may be
+    called, not their schemas, which may be large. `form`: None if there are no tools to call; `thinking`: None if the
+    model is not known to think aloud.
     """
 
     thinking: ThinkingForm | None = None
     begun: str = ""
-    calling: Calling | None = None
+    names: frozenset[str] = frozenset()
+    in_parallel: bool = True
     form: Form | None = None
 
     def begin(self) -> "Read":
         """One answer."""
         calls = None
-        if self.calling is not None and self.form is not None:
-            calls = self.form.parser({function.name for function in self.calling.functions.values()})
+        if self.names and self.form is not None:
+            calls = self.form.parser(set(self.names))
         if self.thinking is not None:
             return Read(self.thinking.reader(self.begun, calls), self)
         assert calls is not None, "an answer that may be anything is not read"
@@ -34,14 +36,16 @@ class Reading:
 
     def is_wanted(self, index: int) -> bool:
         """Of a call: the client may have asked for one alone."""
-        return self.calling is not None and (self.calling.in_parallel or index == 0)
+        return bool(self.names) and (self.in_parallel or index == 0)
 
 
 def reading_of(prompting: Prompting, begun: str, calling: Calling | None) -> Reading | None:
     """None: there is nothing to tell apart."""
     if prompting.thinking is None and calling is None:
         return None
-    return Reading(prompting.thinking, begun, calling, prompting.tool_form)
+    names = frozenset() if calling is None else frozenset(function.name for function in calling.functions.values())
+    in_parallel = calling is None or calling.in_parallel
+    return Reading(prompting.thinking, begun, names, in_parallel, prompting.tool_form)
 
 
 class Read:

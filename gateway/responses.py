@@ -1,7 +1,7 @@
 """OpenAI's Responses API, as far as nothing has to be stored: one answer to what `input` holds."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
 
 import msgspec
 
@@ -26,7 +26,7 @@ class ResponseReplies:
     id: str
     model: str
     created: int
-    request: ResponsesRequest
+    request: InitVar[ResponsesRequest]
     sampling: SamplingParams
     reading: Reading | None = None
     ending: bytes = b""
@@ -34,7 +34,8 @@ class ResponseReplies:
     _finish: str = FinishReason.STOP
     _num_events: int = 0
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, request: ResponsesRequest) -> None:
+        self._asked = {name: msgspec.Raw(msgspec.json.encode(value)) for name, value in _asked(request).items()}
         self._read = None if self.reading is None else self.reading.begin()
 
     @property
@@ -127,7 +128,6 @@ class ResponseReplies:
         return [*begun, *self._close(self._status)]
 
     def _body(self, status: str, usage: Usage | None) -> Body:
-        asked = self.request
         return {
             "id": self.id,
             "object": "response",
@@ -135,23 +135,32 @@ class ResponseReplies:
             "status": status,
             "error": None,
             "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
-            "instructions": asked.instructions,
-            "max_output_tokens": asked.max_output_tokens,
-            "metadata": asked.metadata or {},
             "model": self.model,
             "output": [item.body() for item in self._items],
-            "parallel_tool_calls": asked.parallel_tool_calls is not False,
             "previous_response_id": None,
-            "reasoning": {"effort": asked.reasoning and asked.reasoning.effort, "summary": None},
             "store": False,
             "temperature": self.sampling.temperature,
-            "text": {"format": (asked.text and asked.text.format) or {"type": "text"}},
-            "tool_choice": asked.tool_choice or "auto",
-            "tools": asked.tools or [],
             "top_p": self.sampling.top_p,
             "truncation": "disabled",
             "usage": None if usage is None else _usage(usage),
+            **self._asked,
         }
+
+
+def _asked(request: ResponsesRequest) -> Body:
+    """What of a request comes back on its response. Kept as JSON: metadata of 8 MB took 180 MB as objects, for as long
+    as the answer took.
+    """
+    return {
+        "instructions": request.instructions,
+        "max_output_tokens": request.max_output_tokens,
+        "metadata": request.metadata or {},
+        "parallel_tool_calls": request.parallel_tool_calls is not False,
+        "reasoning": {"effort": request.reasoning and request.reasoning.effort, "summary": None},
+        "text": {"format": (request.text and request.text.format) or {"type": "text"}},
+        "tool_choice": request.tool_choice or "auto",
+        "tools": request.tools or [],
+    }
 
 
 def _said_if_broken(events: Sequence[Event]) -> Iterator[Event]:
