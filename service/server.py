@@ -12,6 +12,7 @@ import uvicorn
 from fastapi import FastAPI
 
 from contracts.process import http_url, write_ready_file
+from service.protocol import LimitedProtocol
 
 log = logging.getLogger(__name__)
 
@@ -34,7 +35,12 @@ class Server(uvicorn.Server):
 async def serving(app: FastAPI, listener: socket.socket) -> AsyncIterator[asyncio.Task[None]]:
     """Serve `app` on `listener` inside the block; the task ends by itself only if the server fails."""
     config = uvicorn.Config(
-        app, log_level="warning", access_log=False, timeout_graceful_shutdown=2, timeout_keep_alive=KEEP_ALIVE_S
+        app,
+        http=LimitedProtocol,
+        log_level="warning",
+        access_log=False,
+        timeout_graceful_shutdown=2,
+        timeout_keep_alive=KEEP_ALIVE_S,
     )
     server = Server(config)
     task = asyncio.create_task(server.serve(sockets=[listener]))

@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 
 from gateway import server as gateway_server
+from service.protocol import MAX_HEADERS_NBYTES
 from tests.gateway.gateway_rig import gateway, pair
 
 ASK = {"prompt": "one two three", "max_tokens": 3}
@@ -129,7 +130,7 @@ async def test_a_body_may_come_in_many_small_pieces(checkpoint):
     body = json.dumps(ASK | {"user": "u" * 10_000}).encode()
     head = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nConnection: close\r\nTransfer-Encoding: chunked\r\n\r\n"
     pieces = b"".join(b"1\r\n%c\r\n" % byte for byte in body) + b"0\r\nX-Sum: 1\r\n\r\n"
-    assert len(pieces) > gateway_server.MAX_HEADERS_NBYTES
+    assert len(pieces) > MAX_HEADERS_NBYTES
     async with gateway(checkpoint, pair()) as rig:
         assert (await raw(rig.url, head + pieces)).startswith(b"HTTP/1.1 200 ")
 

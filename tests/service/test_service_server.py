@@ -3,12 +3,15 @@
 import asyncio
 import signal
 import socket
+from contextlib import suppress
 
 import aiohttp
+import pytest
 from fastapi import FastAPI
 
 from contracts.process import listen
 from service import server
+from service.protocol import MAX_HEADERS_NBYTES
 from service.server import serving
 
 REQUEST = b"GET /ping HTTP/1.1\r\nhost: x\r\n\r\n"
@@ -57,6 +60,37 @@ async def test_one_connection_takes_many_requests():
             reader, writer = await connect(listener)
             for _ in range(3):
                 assert (await ask(reader, writer)).startswith(b"HTTP/1.1 200")
+            writer.close()
+
+
+@pytest.mark.parametrize("first", [b"", REQUEST], ids=["first", "second"])
+async def test_headers_without_an_end_are_refused(first):
+    """Who knew no secret could fill a worker's memory with them."""
+    with listen("127.0.0.1", 0) as listener:
+        async with serving(make_app(), listener):
+            reader, writer = await connect(listener)
+            writer.write(first)
+            said = b""
+            with suppress(ConnectionError):  # it does not read what comes after
+                writer.write(b"GET /ping HTTP/1.1\r\nhost: x\r\n")
+                for _ in range(MAX_HEADERS_NBYTES // 1000 + 1):
+                    writer.write(b"x: " + b"a" * 1000 + b"\r\n")
+                    await writer.drain()
+                said = await asyncio.wait_for(reader.read(), 60)
+            assert b'"code": "headers_too_long"' in said
+            writer.close()
+            reader, writer = await connect(listener)
+            assert (await ask(reader, writer)).startswith(b"HTTP/1.1 200")
+            writer.close()
+
+
+async def test_headers_that_do_not_come_end_the_connection(monkeypatch):
+    monkeypatch.setattr("service.protocol.HEADERS_TIMEOUT_S", 0.2)
+    with listen("127.0.0.1", 0) as listener:
+        async with serving(make_app(), listener):
+            reader, writer = await connect(listener)
+            with suppress(ConnectionError):
+                assert await asyncio.wait_for(reader.read(), 60) == b""
             writer.close()
 
 
