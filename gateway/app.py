@@ -20,7 +20,7 @@ from starlette.routing import Route
 
 from checkpoint import Checkpoint
 from contracts.errors import NotFound, RequestError, TandemError
-from gateway.admission import Admission
+from gateway.admission import Admission, Bodies
 from gateway.answer import Answer
 from gateway.asking import Ask, Limits, ask_chat, ask_completion
 from gateway.codes import code_of
@@ -79,6 +79,8 @@ from service.body import read_body
 log = logging.getLogger("gateway.requests")
 
 BODY_TIMEOUT_S = 30.0
+MAX_WHOLE_BODIES = 64
+"""So many of the longest that are allowed may be on their way at once: half a GiB of them."""
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 
@@ -98,6 +100,7 @@ class Front:
 
     def __post_init__(self) -> None:
         self.admission = Admission(self.settings.max_inflight)
+        self.bodies = Bodies(MAX_WHOLE_BODIES * self.settings.max_body_nbytes)
 
     @property
     def limits(self) -> Limits:
@@ -384,14 +387,15 @@ async def _parsed(request: Request, front: Front, kind: type) -> Any:
     """A request's time begins when its body is here; that the body was on its way is a stage of its own."""
     request.state.came_s = time.monotonic()
     _require_plain(request.headers.get("content-encoding", "identity"))
-    try:
-        async with asyncio.timeout(BODY_TIMEOUT_S):
-            body = await read_body(request, front.settings.max_body_nbytes)
-    except TimeoutError as error:
-        request.state.is_body_late = True
-        raise RequestError(f"the body did not arrive within {BODY_TIMEOUT_S:.0f} s") from error
-    request.state.started_s = time.monotonic()
-    asked = parse(body, kind)
+    with front.bodies.arriving() as grown:
+        try:
+            async with asyncio.timeout(BODY_TIMEOUT_S):
+                body = await read_body(request, front.settings.max_body_nbytes, grown)
+        except TimeoutError as error:
+            request.state.is_body_late = True
+            raise RequestError(f"the body did not arrive within {BODY_TIMEOUT_S:.0f} s") from error
+        request.state.started_s = time.monotonic()
+        asked = parse(body, kind)
     request.state.request_id = getattr(asked, "request_id", None)
     front.require_model(asked.model)
     return asked

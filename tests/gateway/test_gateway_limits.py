@@ -8,6 +8,7 @@ import pytest
 
 from contracts.errors import Overloaded, Unavailable
 from gateway import server as gateway_server
+from gateway.admission import Bodies
 from gateway.app import make_app
 from gateway.codes import NOT_OURS
 from tests.gateway.gateway_rig import gateway, pair
@@ -265,6 +266,22 @@ async def test_an_answer_outlives_the_idleness_before_it(checkpoint):
             writer.write(b"\r\n" + body)
             assert b'"finish_reason":"length"' in await reader.read()
         writer.close()
+
+
+async def test_bodies_that_do_not_end_leave_room_for_small_ones_and_no_more(rig, client):
+    """250 bodies of 8 MB, none of them whole, were the 2 GB that compose.yaml gives a gateway."""
+    rig.front.bodies = Bodies(100_000)
+    large = ASK | {"user": "u" * 150_000}
+    host, port = rig.url.removeprefix("http://").split(":")
+    _, writer = await asyncio.open_connection(host, int(port))
+    writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: 1000000\r\n\r\n" + b" " * 150_000)
+    await rig.until(lambda: rig.front.bodies.nbytes > 80_000)
+    reply = await client.post("/v1/completions", json=large)
+    assert (reply.status_code, reply.headers["retry-after"]) == (429, "1")
+    assert (await client.post("/v1/completions", json=ASK)).status_code == 200
+    writer.close()
+    await rig.until(lambda: rig.front.bodies.nbytes == 0)
+    assert (await client.post("/v1/completions", json=large)).status_code == 200
 
 
 async def test_a_client_that_leaves_in_the_middle_of_its_body_is_no_error_of_ours(rig, caplog):
