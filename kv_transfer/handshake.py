@@ -4,7 +4,7 @@ import hmac
 import logging
 import secrets
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from socket import socket
 from typing import Any
@@ -90,7 +90,7 @@ def propose(
 
     Raises TransferError if no transport works, naming each one's reason.
     """
-    reasons = []
+    reasons, ring = [], replace(ring, is_local=wire.is_local)
     for index, name in enumerate(names):
         session = secrets.token_bytes(SESSION_NBYTES)
         wire.deadline.renew()
@@ -120,7 +120,7 @@ def dispose(
         ask = wire.receive(Open)
         wire.deadline.renew()
         try:
-            inbound, params = _accept(ask, names, find, limits, attached)
+            inbound, params = _accept(ask, names, find, replace(limits, is_local=wire.is_local), attached)
         except PeerLost:
             raise
         except TransferError as error:
@@ -241,5 +241,5 @@ def _accept(
         raise TransferError(f"'{ask.transport}' was not agreed")
     if not (ask.num_slots > 0 and ask.slot_nbytes > 0 and ask.num_slots * ask.slot_nbytes <= MAX_RING_NBYTES):
         raise TransferError(f"staging of {ask.num_slots} x {ask.slot_nbytes} bytes is out of bounds")
-    ring = Ring(ask.num_slots, ask.slot_nbytes, limits.stall_timeout_s)
+    ring = replace(limits, num_slots=ask.num_slots, slot_nbytes=ask.slot_nbytes)
     return find(ask.transport).accept(ask.session, ring, ask.params, lambda: attached(ask.session))

@@ -6,6 +6,7 @@ import logging
 import select
 import socket
 import time
+from ipaddress import ip_address
 from typing import Any, TypeVar
 
 import msgspec
@@ -77,6 +78,16 @@ class HandshakeSocket:
             return ANY_FRAME.decode(self.raw_received)
         except msgspec.DecodeError as error:
             raise TransferError(f"unreadable handshake: {error}") from error
+
+    @property
+    def is_local(self) -> bool:
+        """The peer came, or was called, over the loopback interface."""
+        if self.sock.family not in (socket.AF_INET, socket.AF_INET6):
+            return False
+        try:
+            return ip_address(self.sock.getpeername()[0]).is_loopback
+        except OSError as error:
+            raise PeerLost(f"the connection failed in the handshake: {error}") from error
 
     @property
     def is_quiet(self) -> bool:

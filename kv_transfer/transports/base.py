@@ -22,12 +22,13 @@ from kv_transfer.piece import META_NBYTES
 @dataclass(frozen=True, slots=True)
 class Ring:
     """A channel's staging: `num_slots` payloads of at most `slot_nbytes`; a wait for a free slot ends after
-    `stall_timeout_s`.
+    `stall_timeout_s`. `is_local`: both ends speak over the loopback interface.
     """
 
     num_slots: int
     slot_nbytes: int
     stall_timeout_s: float
+    is_local: bool = False
 
     @property
     def stride(self) -> int:

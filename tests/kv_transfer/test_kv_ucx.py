@@ -211,6 +211,24 @@ def test_a_message_longer_than_a_slot_ends_the_channel(how: dict[str, str]) -> N
     assert result.returncode == 0 and result.stdout.startswith("lost: "), result.stdout + result.stderr
 
 
+OPEN_PORTS = """
+from psutil import CONN_LISTEN, Process
+from tests.kv_transfer.kv_pair import Peer, offer_and_grant
+prefill, decode = Peer("prefill", transport="ucx"), Peer("decode", transport="ucx")
+offer_and_grant(prefill, decode, "r", 4, [1])
+print(*(end.laddr.ip for end in Process().net_connections() if end.status == CONN_LISTEN))
+prefill.node.close()
+decode.node.close()
+"""
+
+
+def test_two_ends_on_the_loopback_interface_listen_on_no_other() -> None:
+    """UCX asks nobody who they are, and what a stranger sent to its port ended the worker."""
+    result = _run("-c", OPEN_PORTS)
+    ports = result.stdout.split()
+    assert len(ports) == 4 and set(ports) == {"127.0.0.1"}, result.stdout + result.stderr
+
+
 def test_no_other_module_needs_ucx() -> None:
     code = "import sys, kv_transfer.node; assert not {'ucxx', 'torch'} & set(sys.modules), 'loaded too early'"
     assert _run("-c", code).returncode == 0
