@@ -18,19 +18,29 @@ FULL_TOKENS = 256
 """A step with so many tokens of prompts, or half of what one beside as many answers can have, runs at about the speed
 of a full one.
 """
+SUDDEN = 4.0
+"""So many times slower than before is a step in whose middle the process, or its machine, may have been stopped."""
 
 
 class Rate:
-    """Work per busy second: an exponential mean over about `RATE_WINDOW_S` of busy time. 0.0 while unknown."""
+    """Work per busy second: an exponential mean over about `RATE_WINDOW_S` of busy time. 0.0 while unknown.
+
+    A sudden fall counts from its second step on. A worker that was stopped for a minute would seem to take a minute for
+    a step, get nothing more to do for it, and so never show that it does not.
+    """
 
     def __init__(self) -> None:
         self.value = 0.0
+        self._was_sudden = False
 
     def add(self, amount: int, span_s: float, least: int = 1) -> None:
         """A step of less than `least` does not count: it says how little there was to do, not how fast this worker
         is.
         """
         if amount >= max(least, 1) and span_s > 0:
+            was_sudden, self._was_sudden = self._was_sudden, amount / span_s * SUDDEN < self.value
+            if self._was_sudden and not was_sudden:
+                return
             weight = min(1.0, span_s / RATE_WINDOW_S) if self.value else 1.0
             self.value += weight * (amount / span_s - self.value)
 

@@ -49,5 +49,13 @@ def test_a_rate_stays_between_the_slowest_and_the_fastest(steps):
 def test_a_change_is_followed_within_the_window():
     rate = Rate()
     rate.add(1000, 1.0)
-    rate.add(int(10 * RATE_WINDOW_S), RATE_WINDOW_S)
+    for _ in range(2):
+        rate.add(int(10 * RATE_WINDOW_S), RATE_WINDOW_S)
     assert rate.value == pytest.approx(10.0)
+
+
+def test_a_step_in_which_the_process_was_stopped_says_nothing_of_the_speed():
+    rate = Rate()
+    for stopped_s in (0.0, 60.0, 0.0, 60.0):
+        rate.add(1000, 1.0 + stopped_s)
+    assert rate.value == pytest.approx(1000.0)
