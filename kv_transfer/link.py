@@ -32,7 +32,9 @@ from kv_transfer.wire import FRAME_MAX_NBYTES, shut
 
 log = logging.getLogger(__name__)
 
-FENCE_TIMEOUT_S = 5.0
+FENCE_TIMEOUT_S, FENCE_LOOKS = 5.0, 5
+"""How long a data thread may take to stop, and in how many looks that is seen. Looks are counted, not seconds: when a
+process goes on that was stopped, the time is over before its threads had any of it."""
 GRANT_PAGE_NBYTES = 5  # the longest msgpack integer below 2^32
 
 
@@ -262,7 +264,8 @@ class Link(ABC):
         mover.stop()
         channel.interrupt()
         if data.ident is not None:  # it was started
-            data.join(FENCE_TIMEOUT_S)
+            for _ in range(FENCE_LOOKS):
+                data.join(FENCE_TIMEOUT_S / FENCE_LOOKS)
         if data.is_alive():
             log.critical("the data thread of %s does not stop: its pages stay in quarantine", self.peer_id)
             return

@@ -473,6 +473,34 @@ def test_pages_that_a_stuck_thread_may_write_are_in_use_until_the_loss_is_told(m
     assert two.wait(Drained).request_id == "a"
 
 
+def test_a_process_that_was_stopped_while_it_fenced_has_no_thread_that_is_stuck(make_peer: Make, monkeypatch) -> None:
+    """The time for the data thread was over when they both went on."""
+    one, two = (make_peer(name, transport="loopback") for name in ("one", "two"))
+    offer_and_grant(one, two, "a", 8, [10, 11])
+    writes, may_write, looks = threading.Event(), threading.Event(), list[str]()
+    unpack, join = HostStaging.unpack, threading.Thread.join
+
+    def held_up(*of: Any) -> None:
+        writes.set()
+        assert may_write.wait(30)
+        unpack(*of)
+
+    def join_late(thread: threading.Thread, timeout: float | None = None) -> None:
+        if thread.name != "kv-data-one":
+            return join(thread, timeout)
+        looks.append(thread.name)
+        if len(looks) > 1:
+            may_write.set()
+            join(thread, 30)
+
+    monkeypatch.setattr(HostStaging, "unpack", held_up)
+    monkeypatch.setattr(threading.Thread, "join", join_late)
+    send(one, two, "a", 0, 0, 8, [3, 4])
+    assert writes.wait(30)
+    two.node._links[one.name, False].fail("a test says so")
+    assert two.wait(PeerLost).fenced
+
+
 def test_two_prefills_into_one_decode(make_peer: Make, transport: str) -> None:
     decode = make_peer("decode", transport=transport)
     prefills = [make_peer(name, transport=transport) for name in ("prefill-1", "prefill-02")]
