@@ -19,6 +19,7 @@ from coordinator.store import (
     CORPSE_KEPT_S,
     ENDED_KEPT_S,
     Counts,
+    Lead,
     Move,
     PlaceRequest,
     Reaped,
@@ -156,13 +157,14 @@ class MemoryStore:
         self._bury(now)
         return [Reaped(request_id, record.epoch, record.gateway_id) for request_id, record in overdue.items()]
 
-    async def lead(self, candidate: str, ttl_s: float) -> bool:
+    async def lead(self, candidate: str, ttl_s: float) -> Lead:
         now = self._clock()
         leader, until_s = self._leader
-        if leader != candidate and now < until_s:
-            return False
+        is_led = now < until_s
+        if is_led and leader != candidate:
+            return Lead.NOT
         self._leader = (candidate, now + ttl_s)
-        return True
+        return Lead.STILL if is_led else Lead.NEW
 
     async def resign(self, candidate: str) -> None:
         if self._leader[0] == candidate:

@@ -8,7 +8,7 @@ import secrets
 import time
 
 from contracts.errors import Unavailable
-from coordinator.store import Store
+from coordinator.store import Lead, Store
 from service.outage import Outage
 
 log = logging.getLogger(__name__)
@@ -50,8 +50,8 @@ class Reaper:
 
     async def turn(self) -> None:
         try:
-            self.is_leader = await self._store.lead(self._name, LEADER_TTL_S)
-            may_reap = self._may_reap(time.monotonic())
+            lead = await self._store.lead(self._name, LEADER_TTL_S)
+            self.is_leader, may_reap = bool(lead), self._may_reap(lead, time.monotonic())
             if self.is_leader and may_reap:
                 await self._reap()
         except Unavailable as error:
@@ -60,9 +60,11 @@ class Reaper:
         else:
             self._outage.worked()
 
-    def _may_reap(self, now: float) -> bool:
-        """Heard from the store just now."""
-        if now - self._heard_s > SILENCE_S:
+    def _may_reap(self, lead: Lead, now: float) -> bool:
+        """Heard from the store just now. Where its clock has leapt, as behind a suspended machine, no silence is seen
+        here, but the lock has run out with all leases and signs of life.
+        """
+        if lead is Lead.NEW or now - self._heard_s > SILENCE_S:
             self._reaps_from_s = now + GRACE_S
         self._heard_s = now
         return now >= self._reaps_from_s

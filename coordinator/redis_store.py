@@ -26,6 +26,7 @@ from coordinator.store import (
     ALIVE_S,
     CORPSE_KEPT_S,
     Counts,
+    Lead,
     Move,
     PlaceRequest,
     Reaped,
@@ -159,8 +160,8 @@ class RedisStore:
         rows = await self._run("reap", candidate, self._corpse_kept_ms)
         return [Reaped(RequestId(r.decode()), Epoch(epoch), GatewayId(g.decode())) for r, epoch, g in rows]
 
-    async def lead(self, candidate: str, ttl_s: float) -> bool:
-        return bool(await self._run("lead", candidate, int(ttl_s * 1000)))
+    async def lead(self, candidate: str, ttl_s: float) -> Lead:
+        return Lead(await self._run("lead", candidate, int(ttl_s * 1000)))
 
     async def resign(self, candidate: str) -> None:
         await self._run("resign", candidate)

@@ -1,6 +1,7 @@
 """The coordinator's state as gateways, workers and the service see it: in Redis, or in a twin in memory."""
 
 from collections.abc import Mapping, Sequence
+from enum import IntEnum
 from typing import Protocol
 
 import msgspec
@@ -53,6 +54,14 @@ class Reaped(msgspec.Struct, frozen=True):
     request_id: RequestId
     epoch: Epoch
     gateway_id: GatewayId
+
+
+class Lead(IntEnum):
+    """Who leads. `NEW`: since now; perhaps only by a leap of the store's clock, over which everybody fell silent."""
+
+    NOT = 0
+    NEW = 1
+    STILL = 2
 
 
 class WorkerView(msgspec.Struct, frozen=True, kw_only=True):
@@ -167,8 +176,8 @@ class Store(Protocol):
         """
         ...
 
-    async def lead(self, candidate: str, ttl_s: float) -> bool:
-        """Whether `candidate` is leader now, for `ttl_s`. False while another one is."""
+    async def lead(self, candidate: str, ttl_s: float) -> Lead:
+        """Whether `candidate` is leader now, for `ttl_s`. Not while another one is."""
         ...
 
     async def resign(self, candidate: str) -> None:

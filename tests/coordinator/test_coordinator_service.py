@@ -28,8 +28,8 @@ from coordinator.redis_server import RedisServer, find_bundled, find_server
 from coordinator.redis_store import RedisStore
 from coordinator.service import make_app
 from coordinator.settings import CoordinatorSettings
-from coordinator.store import Reaped, Store
-from tests.coordinator.coordinator_rig import ask, fresh_pool, pair
+from coordinator.store import Lead, Reaped, Store
+from tests.coordinator.coordinator_rig import ALIVE_LOAD, ask, fresh_pool, pair
 from tests.waiting import async_until, is_gone, until
 
 ROOT = Path(__file__).parents[2]
@@ -53,7 +53,7 @@ class AbsentStore(MemoryStore):
     async def workers(self):
         raise Unavailable("Redis does not answer")
 
-    async def lead(self, candidate: str, ttl_s: float) -> bool:
+    async def lead(self, candidate: str, ttl_s: float) -> Lead:
         raise Unavailable("Redis does not answer")
 
 
@@ -121,7 +121,7 @@ async def test_a_reaper_that_ended_makes_it_sick():
     """Nothing else would show it: requests of dead gateways would hold their credits for good."""
 
     class Broken(MemoryStore):
-        async def lead(self, candidate: str, ttl_s: float) -> bool:
+        async def lead(self, candidate: str, ttl_s: float) -> Lead:
             raise ValueError("what nobody foresaw")
 
     async with client(Broken()) as http:
@@ -173,8 +173,8 @@ class CountingStore(AbsentStore):
 
     is_away, num_reaped = False, 0
 
-    async def lead(self, candidate: str, ttl_s: float) -> bool:
-        return not self.is_away or await super().lead(candidate, ttl_s)
+    async def lead(self, candidate: str, ttl_s: float) -> Lead:
+        return Lead.STILL if not self.is_away else await super().lead(candidate, ttl_s)
 
     async def reap(self, candidate: str) -> list[Reaped]:
         self.num_reaped += 1
@@ -204,6 +204,34 @@ async def test_behind_an_outage_nobody_is_ended_before_all_had_the_time_to_say_t
     store.is_away = False
     assert (await reaps(GRACE_S) == 0) == waits
     assert await reaps(2.0) >= 9
+
+
+async def test_when_the_stores_clock_leaps_nobody_is_ended_before_all_had_the_time_to_say_that_they_live(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """Behind a suspended machine, say: its wall clock is set, and the monotonic one stood still."""
+    here, there = SimpleNamespace(now=100.0), SimpleNamespace(now=100.0)
+    monkeypatch.setattr(reaper, "time", SimpleNamespace(monotonic=lambda: here.now))
+    store = MemoryStore(clock=lambda: there.now)
+    one = Reaper(store)
+    await pair(store)
+
+    async def go_on(seconds: float) -> None:
+        until_s = here.now + seconds
+        while here.now < until_s:
+            here.now, there.now = here.now + PERIOD_S, there.now + PERIOD_S
+            for worker in await store.nodes():
+                await store.heartbeat(worker.info.worker_id, worker.info.incarnation, ALIVE_LOAD)
+            await one.turn()
+
+    await go_on(2 * GRACE_S)
+    await store.place(ask("r"))
+    there.now += 3600.0
+    await one.turn()
+    assert await store.renew([RequestId("r")], 10.0) == 1
+    await go_on(2 * GRACE_S)
+    counts = await store.counts()
+    assert (one.is_leader, counts.reaped, counts.buried) == (True, 0, 0)
 
 
 async def test_losing_redis_is_said_once(caplog: pytest.LogCaptureFixture):

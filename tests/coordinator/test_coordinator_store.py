@@ -9,7 +9,7 @@ from contracts.errors import Overloaded, RequestError, Unavailable
 from contracts.ids import Epoch, GatewayId, Incarnation, RequestId, WorkerId
 from contracts.node import NodeLoad, Role
 from coordinator.states import State
-from coordinator.store import AFFINITY_BLOCK, Move, Store
+from coordinator.store import AFFINITY_BLOCK, Lead, Move, Store
 from tests.coordinator.coordinator_rig import (
     ALIVE_LOAD,
     BREAK_EVEN_RATE,
@@ -582,9 +582,9 @@ class TestLeading:
         assert [reaped.request_id for reaped in await store.reap("one")] == ["r"]
 
     async def test_one_leads(self, store: Store):
-        assert await store.lead("one", 10.0)
-        assert not await store.lead("two", 10.0)
-        assert await store.lead("one", 10.0)
+        assert await store.lead("one", 10.0) is Lead.NEW
+        assert await store.lead("two", 10.0) is Lead.NOT
+        assert await store.lead("one", 10.0) is Lead.STILL
 
     async def test_the_next_leads_when_the_first_resigns(self, store: Store):
         await store.lead("one", 10.0)
