@@ -24,7 +24,10 @@ REPLAY_WAIT_S = 30.0
 """So long such an answer looks for another place: a worker that died may be there again."""
 REPLAY_PERIOD_S = 0.25
 RENEW_PERIOD_S = 1.0
-COMMIT_GRACE_S = 5.0
+COMMIT_GRACE_S, COMMIT_LOOKS = 5.0, 5
+"""How long decode may take to tell a token once prefill was lost behind its own, and in how many looks that is seen:
+see Link of gateway.workers.
+"""
 MAX_STRAYS = 4096
 
 T = TypeVar("T")
@@ -261,9 +264,17 @@ class Dispatch:
         for live in lost:
             if live.may_go_on_without(worker_id):
                 live.is_orphaned = True
-                asyncio.get_running_loop().call_later(COMMIT_GRACE_S, self._move_undecoded, live, live.route)
+                self._await_decode(live, live.route, COMMIT_LOOKS)
             else:
                 self._send_elsewhere(live, {worker_id: _lost()})
+
+    def _await_decode(self, live: Live, route: Route, num_looks: int) -> None:
+        """Looks are counted, not seconds: a gateway that was paused has not read what decode told meanwhile."""
+        if num_looks:
+            then = live, route, num_looks - 1
+            asyncio.get_running_loop().call_later(COMMIT_GRACE_S / COMMIT_LOOKS, self._await_decode, *then)
+        else:
+            self._move_undecoded(live, route)
 
     def _move_undecoded(self, live: Live, route: Route) -> None:
         """A prefill worker that is heard again and decodes by itself may have told tokens that nobody heard."""

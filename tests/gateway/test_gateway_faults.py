@@ -4,7 +4,9 @@ import asyncio
 import itertools
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
 
 import httpx
 import msgspec
@@ -96,6 +98,35 @@ async def test_an_answer_of_which_decode_told_in_that_time_stays_there(checkpoin
         await rig.until(lambda: _decoders(rig) == [decode.worker_id])
         [live] = rig.front.dispatch._live.values()
         rig.front.dispatch._move_undecoded(live, live.route)  # its time is over
+        assert live.is_orphaned and not live.is_moving and live.num_replays == 0
+        asking.cancel()
+
+
+async def test_a_gateway_that_was_paused_in_that_time_hears_first_what_decode_told(checkpoint, monkeypatch):
+    """When it goes on, the time is over and nothing was read yet."""
+    prefill, decode = workers = pair(period_s=3600.0)
+    async with gateway(checkpoint, workers) as rig, rig.client() as client:
+        asking = asyncio.create_task(client.post("/v1/completions", json=ASK))
+        await rig.until(lambda: decode.jobs and rig.front.dispatch.num_answering == 1)
+        loop, due = asyncio.get_running_loop(), list[Callable[[], None]]()
+        on_time = loop.call_later
+
+        def call_later(delay_s: float, callback: Callable[..., None], *args: Any) -> asyncio.TimerHandle:
+            is_the_grace = getattr(callback, "__self__", None) is rig.front.dispatch
+            if is_the_grace:
+                due.append(partial(callback, *args))
+            return on_time(3600.0 if is_the_grace else delay_s, callback, *args)
+
+        monkeypatch.setattr(loop, "call_later", call_later)
+        await prefill.stop()
+        await rig.until(lambda: due)
+        due.pop()()  # as overdue timers are: before anything is read
+        assert not any(live.is_moving for live in rig.front.dispatch._live.values())
+        decode.publish(GATEWAY, [_tokens(decode, 1)])
+        await rig.until(lambda: _decoders(rig) == [decode.worker_id])
+        while due:
+            due.pop()()
+        [live] = rig.front.dispatch._live.values()
         assert live.is_orphaned and not live.is_moving and live.num_replays == 0
         asking.cancel()
 
