@@ -56,7 +56,7 @@ class Job(msgspec.Struct, frozen=True, tag="job"):
 
 
 class Cancel(msgspec.Struct, frozen=True, tag="cancel"):
-    """The one message that flows outward from the gateway besides Job. Idempotent; unknown requests are fine."""
+    """The one message that flows outward from the gateway besides Job. Idempotent; may come before its job."""
 
     request_id: RequestId
     epoch: Epoch

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+MAX_CANCELLED = 4096
+
 
 def attempt_key(request_id: RequestId, epoch: Epoch) -> RequestId:
     """The engine's name of one attempt, so that a new epoch never meets the pages of an old one still draining."""
@@ -78,16 +80,28 @@ class Ledger:
         self._by_key: dict[RequestId, Live] = {}
         self._events: dict[GatewayId, list[Event]] = {}
         self._moves: list[Move] = []
+        self._cancelled: dict[RequestId, Epoch] = {}  # though unknown; the oldest first
         self.num_stale = 0
 
     def open(self, job: Job, now: float) -> Live | None:
-        """Accept a job. None if it is a duplicate or older than what is known: the newer attempt goes on."""
-        if job.request_id in self._live:
+        """Accept a job. None if it is a duplicate or older than what is known: the newer attempt goes on. None, too, if
+        its cancel has overtaken it.
+        """
+        if job.request_id in self._live or job.epoch <= self._cancelled.get(job.request_id, 0):
             self.num_stale += 1
             return None
         live = Live(job, deadline_s=now + job.timeout_s, mark_s=now)
         self._live[job.request_id] = self._by_key[live.key] = live
         return live
+
+    def cancelled(self, request_id: RequestId, epoch: Epoch) -> None:
+        """This request is unknown, and may be yet to come: each of the two travels by itself, and a front that was
+        stopped reads a short cancel before the rest of a long job. Decode would wait for its prefill until it times
+        out, and tell nobody.
+        """
+        self._cancelled[request_id] = max(epoch, self._cancelled.pop(request_id, epoch))
+        if len(self._cancelled) > MAX_CANCELLED:
+            del self._cancelled[next(iter(self._cancelled))]
 
     def get(self, request_id: RequestId) -> Live | None:
         return self._live.get(request_id)

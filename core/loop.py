@@ -130,7 +130,9 @@ class Core(Watcher):
 
     def _cancel(self, cancel: Cancel) -> None:
         live = self._ledger.get(cancel.request_id)
-        if live is not None and live.job.epoch <= cancel.epoch:
+        if live is None:
+            self._ledger.cancelled(cancel.request_id, cancel.epoch)
+        elif live.job.epoch <= cancel.epoch:
             self._drop(live, cancel.reason)
 
     def _on_transfer(self) -> None:

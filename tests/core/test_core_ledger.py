@@ -8,7 +8,7 @@ from contracts.events import Failed, Finished, FinishReason, Prefilled, Token, T
 from contracts.ids import Epoch, GatewayId, Incarnation, RequestId, WorkerId
 from contracts.request import Job, Route, WorkerRef
 from contracts.sampling import SamplingParams
-from core.ledger import Ledger, attempt_key
+from core.ledger import MAX_CANCELLED, Ledger, attempt_key
 
 REF = WorkerRef(WorkerId("w"), Incarnation("1"), "http://w", "w:1")
 
@@ -37,6 +37,23 @@ def test_the_same_job_twice_is_taken_once():
     opened(ledger)
     assert ledger.open(job(), 1.0) is None
     assert ledger.num_stale == 1
+
+
+def test_a_job_behind_its_cancel_is_not_taken_and_the_next_attempt_is():
+    ledger = Ledger()
+    for epoch in (2, 1):  # the later one, however they come
+        ledger.cancelled(RequestId("r"), Epoch(epoch))
+    assert [ledger.open(job(epoch=epoch), 0.0) for epoch in (1, 2)] == [None, None]
+    assert (len(ledger), ledger.num_stale) == (0, 2)
+    assert opened(ledger, epoch=3) and opened(ledger, "s")
+
+
+def test_cancels_of_what_never_came_do_not_pile_up():
+    ledger = Ledger()
+    for number in range(MAX_CANCELLED + 1):
+        ledger.cancelled(RequestId(f"{number}"), Epoch(1))
+    assert opened(ledger, "0")
+    assert ledger.open(job("1"), 0.0) is None and ledger.open(job(f"{MAX_CANCELLED}"), 0.0) is None
 
 
 def test_another_epoch_is_not_this_request():

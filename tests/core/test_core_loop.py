@@ -220,12 +220,14 @@ def test_a_front_that_is_gone_ends_the_loop():
         ring.sides[P].core.run()
 
 
-def test_a_cancel_may_come_before_its_job_and_is_then_nothing():
-    """Idempotent: the gateway cancels again when the stream tells of a request it does not know."""
-    ring, job = Ring(), None
-    ring.post(P, Cancel(R, Epoch(1), "why"))
-    job = ring.job(R, [1, 2, 3], 2)
-    ring.both(job)
+def test_a_job_whose_cancel_came_before_it_begins_nothing():
+    """Decode would wait for a prefill that never offers, and tell nobody."""
+    ring = Ring()
+    ring.post(D, Cancel(R, Epoch(1), "why"))
+    ring.post(D, ring.job(R, [1, 2, 3], 2))
+    ring.settle()
+    ring.assert_clean()
+    ring.both(ring.job(R, [1, 2, 3], 2, epoch=2))
     ring.settle()
     assert ring.tokens(R) == answer([1, 2, 3], 2)
 
