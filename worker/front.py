@@ -1,6 +1,7 @@
 """The worker's HTTP face: jobs in, event streams out, health, readiness, metrics."""
 
 import logging
+import math
 import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
@@ -29,7 +30,7 @@ MAX_BODY_NBYTES = 32 << 20
 @dataclass
 class FrontState:
     """What the front knows. `status` is the core's latest word, `status_s` (monotonic) when one told of a new turn.
-    `started_at_s` is of the wall's clock.
+    `due_s`: by when the front itself is to go on, see `goes_on`. `started_at_s` is of the wall's clock.
     """
 
     info: NodeInfo
@@ -40,6 +41,7 @@ class FrontState:
     config_digest: str
     status: CoreStatus | None = None
     status_s: float = field(default_factory=time.monotonic)
+    due_s: float = math.inf
     joined: bool = False
     draining: bool = False
     core_alive: bool = True
@@ -68,14 +70,16 @@ class FrontState:
             self.status_s = time.monotonic()
         self.status = status
 
-    def overslept(self, seconds: float) -> None:
-        """The front itself stood still for so long: that it heard nothing then says nothing of the core."""
-        self.status_s = min(self.status_s + seconds, time.monotonic())
+    def goes_on(self, period_s: float) -> None:
+        """The front itself does, and will again within `period_s`: how long it stood still says nothing of the core."""
+        now = time.monotonic()
+        self.status_s = min(self.status_s + max(0.0, now - self.due_s), now)
+        self.due_s = now + period_s
 
     @property
     def silent_s(self) -> float:
-        """How long the core has made no turn."""
-        return time.monotonic() - self.status_s
+        """How long the core has made no turn. Not beyond when the front was to go on: others may ask before it does."""
+        return min(time.monotonic(), self.due_s) - self.status_s
 
     def sickness(self) -> str | None:
         """Why this worker is not healthy, or None."""

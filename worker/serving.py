@@ -5,7 +5,6 @@ import hashlib
 import logging
 import os
 import socket
-import time
 
 from contracts.collector import settle
 from contracts.errors import ConfigError, Unavailable
@@ -113,11 +112,11 @@ async def _mind(state: FrontState) -> None:
     """A core that hangs is as good as dead to the gateways: their streams end, and with them the requests. One that
     goes on hanging is killed: whoever supervises this worker starts it again. What gateways left behind ends too.
     """
+    state.goes_on(MIND_PERIOD_S)
     while True:
-        due_s = time.monotonic() + MIND_PERIOD_S
         await asyncio.sleep(MIND_PERIOD_S)
         # A container that is paused, or a virtual machine, is so with both: the core has had no time to turn, either.
-        state.overslept(time.monotonic() - due_s)
+        state.goes_on(MIND_PERIOD_S)
         if state.sickness():
             state.streams.close()
         if state.core_alive and state.silent_s > HANGS_UNTIL_KILLED * state.hang_timeout_s:

@@ -1,5 +1,7 @@
 """The worker's HTTP face, with a core that only remembers what it was sent."""
 
+from types import SimpleNamespace
+
 import httpx
 import msgspec
 import pytest
@@ -9,6 +11,7 @@ from contracts.ids import Epoch, GatewayId, RequestId
 from contracts.request import Cancel, Job, Route
 from contracts.sampling import SamplingParams
 from tests.worker.fronts import make_state, make_status
+from worker import front
 from worker.front import MAX_BODY_NBYTES, FrontState, make_app
 
 AUTH = {"authorization": "Bearer s3cret"}
@@ -115,6 +118,21 @@ async def test_health_follows_the_turns_of_the_core(state, client):
     assert 'role="prefill",worker="w"} 0.0' in (await client.get("/metrics")).text
     state.on_status(make_status(2))
     assert (await client.get("/health")).status_code == 200
+
+
+async def test_a_worker_that_was_paused_takes_what_came_meanwhile(state, client, monkeypatch):
+    """It is read before the front, let alone the core, had its next turn."""
+    clock = SimpleNamespace(now=100.0)
+    monkeypatch.setattr(front, "time", SimpleNamespace(monotonic=lambda: clock.now))
+    listener = await listen(state)
+    state.on_status(make_status(1))
+    state.goes_on(1.0)
+    clock.now += 10 * state.hang_timeout_s
+    assert (await client.post("/jobs", content=encode([make_job()]))).status_code == 202
+    assert (await client.get("/health")).status_code == 200
+    state.goes_on(1.0)
+    assert state.silent_s == 1.0  # those that the front saw
+    await listener.aclose()
 
 
 async def test_a_dead_core_turns_everything_to_503(state, client):
