@@ -38,7 +38,8 @@ class Shown:
 class Piece:
     """What is new of an answer. `finish` on the last piece of a complete one, `failed` on the last of a broken one.
 
-    `marks`: where markers are in the text that were tokens of their own, in order.
+    `marks`: where markers are in the text that were tokens of their own, in order. `stop_reason`: what the client named
+    and the answer ended with, the stop string or the stop token.
     """
 
     index: int
@@ -48,6 +49,7 @@ class Piece:
     num_tokens: int = 0
     finish: FinishReason | None = None
     failed: TandemError | None = None
+    stop_reason: str | int | None = None
 
 
 @dataclass(frozen=True)
@@ -251,7 +253,17 @@ class Answer:
 
     def _end(self, text: str, reason: FinishReason) -> Piece:
         self.ended, self.finish = True, FinishReason.LENGTH if self.ask.is_echo_only else reason
-        return Piece(self.ask.index, text, self._take_marks(), self._take_shown(), self.num_tokens, self.finish)
+        stop_reason = self._stop_reason() if self.finish == FinishReason.STOP else None
+        marks, shown = self._take_marks(), self._take_shown()
+        return Piece(self.ask.index, text, marks, shown, self.num_tokens, self.finish, stop_reason=stop_reason)
+
+    def _stop_reason(self) -> str | int | None:
+        """As vLLM has it: None for the end of text, though the client may name that, too."""
+        if self._stops.hit is not None or not self.token_ids:
+            return self._stops.hit
+        last, sampling = self.token_ids[-1], self.ask.sampling
+        is_end_of_text = last in self.eos_token_ids and not sampling.ignore_eos
+        return last if last in sampling.stop_token_ids and not is_end_of_text else None
 
     def _take_marks(self) -> tuple[slice, ...]:
         marks, self._marks = tuple(self._marks), []

@@ -85,6 +85,7 @@ class ChatChoice(msgspec.Struct):
     message: ChatMessage
     logprobs: ChatLogprobs | None
     finish_reason: ChatFinishReason
+    stop_reason: str | int | None
     token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
 
 
@@ -111,6 +112,7 @@ class TextChoice(msgspec.Struct):
     text: str
     logprobs: TextLogprobs | None
     finish_reason: FinishReason
+    stop_reason: str | int | None
     prompt_logprobs: PromptLogprobs | msgspec.UnsetType = msgspec.UNSET
     token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
     prompt_token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET

@@ -49,7 +49,7 @@ class ReadReplies:
         delta = self._delta(read.feed(piece))
         if not delta and not piece.shown and piece.finish is None:
             return []
-        return [self.chat.delta(piece.index, delta, piece.shown, _finish(piece, read))]
+        return [self.chat.delta(piece.index, delta, piece.shown, _finish(piece, read), piece.stop_reason)]
 
     def choice(self, pieces: Sequence[Piece]) -> dict[str, Any]:
         whole = joined(pieces)
@@ -62,7 +62,7 @@ class ReadReplies:
             message |= _reasoning(thought or None)
         if calls:
             message["tool_calls"] = calls
-        return self.chat.message(whole.index, message, whole.shown, _finish(whole, read))
+        return self.chat.message(whole.index, message, whole.shown, _finish(whole, read), whole.stop_reason)
 
     def whole(self, choices: list[dict[str, Any]], usage: Usage) -> dict[str, Any]:
         return self.chat.whole(choices, usage)

@@ -118,6 +118,11 @@ def joined(pieces: Sequence[Piece]) -> Piece:
     return replace(pieces[-1], text="".join(piece.text for piece in pieces), marks=(), shown=shown)
 
 
+def _ending(finish: str | None, stop_reason: str | int | None) -> dict[str, Any]:
+    """Of a choice. What it stopped at is told with its end."""
+    return {"finish_reason": finish} | ({} if finish is None else {"stop_reason": stop_reason})
+
+
 class _Stream:
     """How chat and completions are streamed."""
 
@@ -147,12 +152,12 @@ class ChatReplies(_Stream):
 
     def chunk(self, piece: Piece) -> list[dict[str, Any]]:
         delta = {"content": piece.text} if piece.text or piece.finish is None else {}
-        return [self.delta(piece.index, delta, piece.shown, piece.finish)]
+        return [self.delta(piece.index, delta, piece.shown, piece.finish, piece.stop_reason)]
 
     def choice(self, pieces: Sequence[Piece]) -> dict[str, Any]:
         whole = joined(pieces)
         message = {"role": "assistant", "content": whole.text, "refusal": None}
-        return self.message(whole.index, message, whole.shown, whole.finish)
+        return self.message(whole.index, message, whole.shown, whole.finish, whole.stop_reason)
 
     def whole(self, choices: list[dict[str, Any]], usage: Usage) -> dict[str, Any]:
         return self._head("chat.completion") | {"choices": choices, "usage": usage.body()}
@@ -160,16 +165,28 @@ class ChatReplies(_Stream):
     def closing(self, usage: Usage, include_usage: bool) -> list[dict[str, Any]]:
         return [self._head("chat.completion.chunk") | {"choices": [], "usage": usage.body()}] if include_usage else []
 
-    def delta(self, index: int, delta: dict[str, Any], shown: Sequence[Shown], finish: str | None) -> dict[str, Any]:
+    def delta(
+        self,
+        index: int,
+        delta: dict[str, Any],
+        shown: Sequence[Shown],
+        finish: str | None,
+        stop_reason: str | int | None = None,
+    ) -> dict[str, Any]:
         """A chunk that adds `delta` to the message."""
-        choice = {"index": index, "delta": delta, "logprobs": self._logprobs(shown), "finish_reason": finish}
+        choice = {"index": index, "delta": delta, "logprobs": self._logprobs(shown), **_ending(finish, stop_reason)}
         return self._head("chat.completion.chunk") | {"choices": [choice]}
 
     def message(
-        self, index: int, message: dict[str, Any], shown: Sequence[Shown], finish: str | None
+        self,
+        index: int,
+        message: dict[str, Any],
+        shown: Sequence[Shown],
+        finish: str | None,
+        stop_reason: str | int | None,
     ) -> dict[str, Any]:
         """A choice whose message is `message`."""
-        return {"index": index, "message": message, "logprobs": self._logprobs(shown), "finish_reason": finish}
+        return {"index": index, "message": message, "logprobs": self._logprobs(shown), **_ending(finish, stop_reason)}
 
     def _head(self, kind: str) -> dict[str, Any]:
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
@@ -216,7 +233,8 @@ class TextReplies(_Stream):
 
     def _choice(self, piece: Piece) -> dict[str, Any]:
         logprobs = self._logprobs(piece.shown)
-        return {"index": piece.index, "text": piece.text, "logprobs": logprobs, "finish_reason": piece.finish}
+        ending = _ending(piece.finish, piece.stop_reason)
+        return {"index": piece.index, "text": piece.text, "logprobs": logprobs, **ending}
 
     def _head(self) -> dict[str, Any]:
         return {"id": self.id, "object": "text_completion", "created": self.created, "model": self.model}

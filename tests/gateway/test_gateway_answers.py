@@ -76,6 +76,18 @@ def test_no_piece_splits_a_character_or_leaks_a_stop(prompting, tokenizer, text,
     assert [piece.finish for piece in pieces[-1:]] == [FinishReason.STOP if ends else FinishReason.LENGTH]
 
 
+@pytest.mark.parametrize(
+    ("last", "sampling", "stop_reason"),
+    [(7, {}, 7), (9, {}, None), (2, {}, None), (2, {"ignore_eos": True}, 2)],
+)
+def test_a_stop_token_is_told_unless_it_ends_every_text(prompting, last, sampling, stop_reason):
+    params = SamplingParams(max_tokens=3, seed=1, stop_token_ids=(7, 2), **sampling)
+    answer = Answer(Ask(0, 0, [1], params, (), False, True), prompting, (2,))
+    answer.feed(Tokens(R, Epoch(1), [Token(0, 5, None, None), Token(1, last, None, None)]))
+    end = answer.feed(Finished(R, Epoch(1), 2, FinishReason.STOP, {}))
+    assert end is not None and end.stop_reason == stop_reason
+
+
 @given(text=WORDS)
 @settings(max_examples=200)
 def test_every_token_is_shown_once_where_its_text_begins(prompting, tokenizer, text):
@@ -138,6 +150,20 @@ async def test_a_stop_string_is_shown_only_if_asked(client, include, text):
     choice = reply["choices"][0]
     assert (choice["text"], choice["finish_reason"]) == (text, "stop")
     assert reply["usage"]["completion_tokens"] == 4
+
+
+async def test_the_stop_string_is_told_beside_the_end(client):
+    """As with vLLM, whose clients read it to know which it was; openai-python raises where a field is missing."""
+    said = {"messages": [{"role": "user", "content": FOX}], "max_tokens": 400}
+    tools = {"tools": [{"type": "function", "function": {"name": "f"}}]}
+    asks = [("completions", {"prompt": FOX}), ("chat/completions", said), ("chat/completions", said | tools)]
+    for path, fields in asks:
+        for stop in ([" fox", "zebra"], ["zebra"]):
+            reply = (await client.post(f"/v1/{path}", json=fields | {"stop": stop})).json()
+            assert reply["choices"][0]["stop_reason"] == (" fox" if " fox" in stop else None)
+            *others, last = await chunks(client, f"/v1/{path}", **fields, stop=stop)
+            assert last["choices"][0]["stop_reason"] == reply["choices"][0]["stop_reason"]
+            assert not any("stop_reason" in chunk["choices"][0] for chunk in others)
 
 
 @pytest.mark.parametrize(("skip", "text"), [(None, "Hi"), (True, "Hi"), (False, "<|im_start|>Hi<|im_end|>")])
