@@ -73,6 +73,7 @@ REFUSED_OF_RESPONSES: Mapping[str, tuple[Any, ...]] = {
     "background": (False,),
     "conversation": (),
     "include": ([], ["reasoning.encrypted_content"]),  # the reasoning itself comes
+    "logprobs": (False,),
     "max_tool_calls": (),
     "n": (1,),
     "previous_response_id": (),
@@ -80,6 +81,7 @@ REFUSED_OF_RESPONSES: Mapping[str, tuple[Any, ...]] = {
     "prompt_logprobs": (),
     "return_token_ids": (False,),
     "return_tokens_as_token_ids": (False,),
+    "top_logprobs": (0,),
     "truncation": ("disabled",),
 }
 """The same for /v1/responses, besides."""

@@ -146,6 +146,8 @@ async def test_a_lost_worker_is_an_error_event(rig, client):
         ({"input": "a", "tool_choice": "required"}, "tool_choice"),
         ({"input": "a", "tools": [TOOL], "tool_choice": "required"} | JSON, "text.format"),
         ({"input": "a", "max_tool_calls": 3}, "max_tool_calls"),
+        ({"input": "a", "logprobs": True}, "logprobs"),
+        ({"input": "a", "top_logprobs": 2}, "top_logprobs"),
         ({"input": "a", "include": ["file_search_call.results"]}, "include"),
         ({"input": "a", "text": {"format": {"type": "xml"}}}, "text.format.type"),
         ({"input": "a", "text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format.schema"),
