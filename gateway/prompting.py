@@ -275,6 +275,8 @@ def _is_bracketed(text: str) -> bool:
 
 def _plain(index: int, message: Message, joint: str) -> dict[str, Any]:
     at = f"messages[{index}]"
+    if message.function_call is not None:
+        raise RequestError("'function_call' is not supported; use 'tool_calls' instead", f"{at}.function_call")
     if message.tool_calls and message.role != "assistant":
         raise RequestError("only a message of the assistant has 'tool_calls'", f"{at}.tool_calls")
     if message.role == "tool" and not message.tool_call_id:

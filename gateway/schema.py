@@ -78,13 +78,16 @@ class Detailed(Common, frozen=True, kw_only=True):
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """`reasoning_content` is the older name of `reasoning`, what the assistant thought before it said `content`."""
+    """`reasoning_content` is the older name of `reasoning`, what the assistant thought before it said `content`.
+    `function_call`, the older form of `tool_calls`, is refused: without it the conversation would be another one.
+    """
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[dict[str, Any]] | None = None
     name: str | None = None
     tool_call_id: str | None = None
     tool_calls: MadeCalls | None = None
+    function_call: dict[str, Any] | None = None
     reasoning: str | None = None
     reasoning_content: str | None = None
 

@@ -282,7 +282,7 @@ async def test_no_alternatives_need_no_logprobs(client):
     assert reply.status_code == 200 and reply.json()["choices"][0]["logprobs"] is None
 
 
-@pytest.mark.parametrize("calls", [{}, {"tool_calls": []}, {"tool_calls": None}])
+@pytest.mark.parametrize("calls", [{}, {"tool_calls": []}, {"tool_calls": None}, {"function_call": None}])
 async def test_an_assistant_that_said_nothing_said_an_empty_text(client, calls):
     async def prompt(silent: dict) -> list[int]:
         messages = [{"role": "user", "content": "hi"}, silent, {"role": "user", "content": "well?"}]

@@ -174,6 +174,7 @@ NAMED: list[tuple[tuple[str, bytes], str | None]] = [
     (chat(messages=[{}]), "messages[0].role"),
     (say(role="king"), "messages[0].role"),
     (say(role=None), "messages[0].role"),
+    (say(role="assistant", function_call={"name": "f", "arguments": "{}"}), "messages[0].function_call"),
     (say(content=None), "messages[0].content"),
     (say(content=5), "messages[0].content"),
     (say(content=["a"]), "messages[0].content[0]"),
