@@ -45,13 +45,26 @@ class ResponseFormat(msgspec.Struct, frozen=True):
 
 
 class StructuredOutputs(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Exactly one of them. `grammar` is Lark or GBNF."""
+    """Exactly one of the first five. `grammar` is Lark or GBNF.
+
+    A client that makes an object of vLLM's StructuredOutputsParams sends the others too: JSON has no white space in any
+    case, and there is no other backend to fall back to; the last three are refused unless they mean nothing.
+    """
 
     json: dict[str, Any] | str | None = None
     regex: str | None = None
     choice: Annotated[list[str], Meta(min_length=1, max_length=1024)] | None = None
     grammar: str | None = None
     json_object: bool | None = None
+    disable_any_whitespace: bool | None = None
+    disable_fallback: bool | None = None
+    disable_additional_properties: bool | None = None
+    whitespace_pattern: str | None = None
+    structural_tag: str | None = None
+
+
+_KINDS = ("json", "regex", "choice", "grammar", "json_object")
+_UNHONOURED = ("disable_additional_properties", "whitespace_pattern", "structural_tag")
 
 
 def grammar_of(
@@ -103,9 +116,13 @@ def _of_format(wanted: ResponseFormat) -> FieldGrammar | None:
 
 def _of_outputs(wanted: StructuredOutputs) -> FieldGrammar:
     given = {name: value for name, value in msgspec.structs.asdict(wanted).items() if value not in (None, False)}
+    for name in _UNHONOURED:
+        if name in given:
+            param = f"structured_outputs.{name}"
+            raise RequestError(f"'{param}' is not supported; leave it out", param)
+    given = {name: given[name] for name in _KINDS if name in given}
     if len(given) != 1:
-        names = ", ".join(wanted.__struct_fields__)
-        raise RequestError(f"'structured_outputs' needs exactly one of {names}", "structured_outputs")
+        raise RequestError(f"'structured_outputs' needs exactly one of {', '.join(_KINDS)}", "structured_outputs")
     ((name, value),) = given.items()
     param = f"structured_outputs.{name}"
     if name == "json_object":

@@ -127,6 +127,10 @@ def test_plain_text_needs_no_grammar():
     [
         ({}, "structured_outputs"),
         ({"regex": "a", "choice": ["b"]}, "structured_outputs"),
+        ({"disable_any_whitespace": True}, "structured_outputs"),
+        ({"json": {}, "whitespace_pattern": " ?"}, "structured_outputs.whitespace_pattern"),
+        ({"json": {}, "disable_additional_properties": True}, "structured_outputs.disable_additional_properties"),
+        ({"structural_tag": "{}"}, "structured_outputs.structural_tag"),
         ({"regex": "(a"}, "structured_outputs.regex"),
         ({"json": {"type": "no-such-type"}}, "structured_outputs.json"),
         ({"json": "{"}, "structured_outputs.json"),
@@ -148,6 +152,15 @@ def test_what_does_not_compile_is_refused_by_name(ask, fields, param):
         ask(structured_outputs=fields)
     assert refused.value.param == param
     assert param in str(refused.value)
+
+
+def test_all_fields_that_vllm_has_may_be_sent(ask):
+    """As a client does that makes an object of vLLM's StructuredOutputsParams."""
+    others = {"json": None, "choice": None, "grammar": None, "json_object": None, "whitespace_pattern": None}
+    flags = {"disable_fallback": False, "disable_additional_properties": False, "structural_tag": None}
+    for is_tight in (False, True):
+        given = others | flags | {"regex": "[m-p]{3}", "disable_any_whitespace": is_tight}
+        assert ask(structured_outputs=given) == from_outputs(regex="[m-p]{3}")
 
 
 def test_what_is_wrong_with_a_pattern_is_told_in_a_line(ask):
