@@ -98,7 +98,8 @@ def _messages(items: Sequence[dict[str, Any]]) -> list[Message]:
     thoughts: list[str] = []
     calls: dict[int, list[MadeCall]] = {}  # of a message more than one, put together once: there may be thousands
     for index, item in enumerate(items):
-        at, kind = f"input[{index}]", item.get("type", "message")
+        at, kind = f"input[{index}]", item.get("type")
+        kind = "message" if kind is None else kind  # openai's EasyInputMessage, dumped, has it as null
         if kind not in _ITEMS:
             raise RequestError(f"an item of type {kind!r} is not supported, only {', '.join(_ITEMS)}", f"{at}.type")
         if kind == "reasoning":

@@ -75,7 +75,8 @@ def test_what_a_request_brings_is_not_kept_as_objects_while_it_is_answered(rig):
 
 async def test_messages_are_the_same_as_a_chat(rig, client):
     said = [{"role": "user", "content": "one"}, {"role": "assistant", "content": "two"}]
-    parts = [said[0] | {"content": [{"type": "input_text", "text": "one"}]}, said[1] | {"type": "message"}]
+    words = [{"type": "input_text", "text": "one"}]
+    parts = [said[0] | {"content": words, "type": None}, said[1] | {"type": "message"}]
     await client.responses.create(model=rig.front.model, input=parts, max_output_tokens=2)
     await client.chat.completions.create(model=rig.front.model, messages=said, max_tokens=2)
     jobs = rig.workers[0].jobs
