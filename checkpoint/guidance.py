@@ -8,6 +8,12 @@ from checkpoint.checkpoint import Checkpoint
 # What it says of an error goes to users and into logs: its state would show both the tokens of an answer. It is said
 # once, and not by the library on the standard error, too (`log_level`).
 _LIMITS = LLParserLimits(verbose_errors=False)
+_ADVICE = {
+    "oneOf constraints are not supported. Enable 'coerce_one_of' option to approximate oneOf with anyOf": (
+        "oneOf is not supported where a value may fit two of its schemas; use anyOf"
+    )
+}
+"""In place of an option of the library's, which no client can set."""
 
 
 class Vocabulary(msgspec.Struct, frozen=True):
@@ -45,4 +51,5 @@ def in_a_line(error: str) -> str:
     """The first line and the one that names the cause; between them the library draws where it is."""
     first, *others = (line.strip() for line in error.strip().splitlines() or [""])
     causes = [line for line in others if line.startswith("error:")]
-    return " ".join([first, *causes])[:500]
+    said = " ".join([first, *causes])[:500]
+    return _ADVICE.get(said, said)

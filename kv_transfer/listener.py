@@ -17,6 +17,8 @@ from kv_transfer.wire import HELLO_MAX_NBYTES, Deadline, HandshakeSocket, shut
 log = logging.getLogger(__name__)
 
 MAX_HANDSHAKES = 32
+ROOM_S = 0.1
+"""A thread whose connection is cut gives its place back within this."""
 
 
 class Listener:
@@ -34,7 +36,7 @@ class Listener:
         self.port: int = self._sock.getsockname()[1]
         self._stop = os.eventfd(0, os.EFD_NONBLOCK)
         self._slots = threading.BoundedSemaphore(MAX_HANDSHAKES)
-        self._open: set[socket.socket] = set()
+        self._open: dict[socket.socket, None] = {}  # the oldest first
         self._lock = threading.Lock()
         self._threads: list[threading.Thread] = []
         self._thread = threading.Thread(target=self._accept_all, name="kv-listen", daemon=True)
@@ -73,14 +75,14 @@ class Listener:
             self._greet(sock, address)
 
     def _greet(self, sock: socket.socket, address: tuple) -> None:
-        if not self._slots.acquire(blocking=False):
+        if not self._has_room():
             log.warning("%s is turned away: %d handshakes are under way", address[0], MAX_HANDSHAKES)
             sock.close()
             return
         self._threads = [thread for thread in self._threads if thread.is_alive()]
         thread = threading.Thread(target=self._shake_hands, args=(sock, address), name="kv-peer", daemon=True)
         with self._lock:
-            self._open.add(sock)
+            self._open[sock] = None
         try:
             thread.start()
         except RuntimeError as error:  # no thread is left, for now
@@ -89,6 +91,19 @@ class Listener:
             sock.close()
             return
         self._threads.append(thread)
+
+    def _has_room(self) -> bool:
+        """Takes a place. A peer's first words take milliseconds: who is longest at them may be a stranger that says
+        nothing, and is cut off for the next one. Otherwise a few of those would keep all peers out.
+        """
+        if self._slots.acquire(blocking=False):
+            return True
+        with self._lock:
+            if self._open:
+                oldest = next(iter(self._open))
+                del self._open[oldest]
+                shut(oldest)
+        return self._slots.acquire(timeout=ROOM_S)
 
     def _shake_hands(self, sock: socket.socket, address: tuple) -> None:
         wire = HandshakeSocket(sock, Deadline(self._settings.handshake_timeout_s))
@@ -108,7 +123,7 @@ class Listener:
     def _release(self, sock: socket.socket) -> None:
         self._slots.release()
         with self._lock:
-            self._open.discard(sock)
+            self._open.pop(sock, None)
 
     def _first_words(self, wire: HandshakeSocket) -> Hello | None:
         """The proved peer's Hello, or None if it was a data socket, which is parked now."""

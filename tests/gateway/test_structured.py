@@ -170,6 +170,14 @@ def test_what_is_wrong_with_a_pattern_is_told_in_a_line(ask):
     assert str(refused.value) == words
 
 
+def test_no_option_is_advised_that_no_client_has(ask):
+    with pytest.raises(RequestError) as refused:
+        ask(structured_outputs={"json": {"oneOf": [{"type": "string"}, {"minLength": 2, "type": "string"}]}})
+    assert str(refused.value).endswith(
+        "does not compile: oneOf is not supported where a value may fit two of its schemas; use anyOf"
+    )
+
+
 def test_what_compiles_is_tried_once(ask, monkeypatch):
     asked = []
     monkeypatch.setattr(Trials, "_tried", lambda _, question: asked.append(question) or "")

@@ -13,8 +13,9 @@ from contracts.handoff import Offer
 from contracts.ids import Epoch, Incarnation, RequestId, WorkerId
 from kv_transfer.events import ChunkLanded, PeerLost
 from kv_transfer.frames import PROTOCOL, Attach, Hello, Proof, Rejected, Terms
+from kv_transfer.listener import MAX_HANDSHAKES
 from kv_transfer.ways import candidates
-from tests.kv_transfer.kv_pair import LAYOUT, Peer, offer_and_grant, send
+from tests.kv_transfer.kv_pair import DEADLINE_S, LAYOUT, Peer, offer_and_grant, send
 
 Make = Callable[..., Peer]
 
@@ -202,3 +203,12 @@ def test_a_port_that_is_taken_is_a_clear_error(make_peer: Make) -> None:
     port = int(make_peer("first").node.address.rpartition(":")[2])
     with pytest.raises(ConfigError, match=f"can't listen on 127.0.0.1:{port}: .*choose another transfer_port"):
         make_peer("second", port=port)
+
+
+def test_strangers_that_say_nothing_keep_no_peer_out(make_peer: Make) -> None:
+    decode = make_peer("decode", handshake_timeout_s=10 * DEADLINE_S)
+    host, port = decode.node.address.split(":")
+    strangers = [socket.create_connection((host, int(port)), 5) for _ in range(MAX_HANDSHAKES)]
+    _still_serves(make_peer, decode)
+    for stranger in strangers:
+        stranger.close()
