@@ -111,6 +111,8 @@ class ControlConnection:
             data = self._sock.recv(RECEIVE_NBYTES)
         except BlockingIOError:
             return False
+        except ConnectionResetError:  # it closed without waiting for what it had not sent, or we had not read
+            data = b""
         except OSError as error:
             self.stop(f"the control connection failed: {error}")
             return False

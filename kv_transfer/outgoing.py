@@ -1,6 +1,7 @@
 """The prefill end of a link: connects, then sends what it is given."""
 
 import socket
+import struct
 import threading
 import time
 from collections.abc import Sequence
@@ -34,6 +35,10 @@ from kv_transfer.staging import sender_staging
 from kv_transfer.transports.nvlink import SharedPool
 from kv_transfer.ways import candidates
 from kv_transfer.wire import Deadline, HandshakeSocket
+
+AT_ONCE = struct.pack("ii", 1, 0)
+"""SO_LINGER: a closed socket tells its end at once and drops what it has not sent, which else goes first, when the peer
+has room for it."""
 
 
 class OutgoingLink(Link):
@@ -133,6 +138,8 @@ class OutgoingLink(Link):
         names = candidates(ours, theirs)
         self.transport, channel = handshake.propose(wire, names, self.parts.transports.find, ring, self._dial_data)
         if isinstance(channel, SharedPool):
+            # Decode looks for our end before it takes a copy for good: it must see it with its socket full, too.
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, AT_ONCE)
             self._announcer = Announcer(self.queue, channel.mark, self.send, self._on_told)
             self._serve(sock, theirs, channel, self._announcer)
             return

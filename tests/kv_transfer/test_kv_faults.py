@@ -8,13 +8,13 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import pytest
 
-from contracts.handoff import Abort, AbortAck, Commit, Fin, Grant, Refuse, Wait
+from contracts.handoff import Abort, AbortAck, Commit, Fin, Grant, Offer, Refuse, Wait
 from contracts.ids import Incarnation
 from contracts.request import WorkerRef
 from kv_transfer.events import ChunkBad, ChunkLanded, Drained, PeerLost
 from tests.kv_transfer.conftest import STAGED, TRANSPORTS, nothing_left
 from tests.kv_transfer.kv_liar import CRIMES
-from tests.kv_transfer.kv_owner import CHUNK_BLOCKS, NUM_BLOCKS, Owner, key_of
+from tests.kv_transfer.kv_owner import CHUNK_BLOCKS, CHUNK_TOKENS, NUM_BLOCKS, Owner, key_of
 from tests.kv_transfer.kv_remote import Remote
 
 LOST_S = 40.0  # the stopped peer is given up after a second and a half, on an idle host
@@ -116,11 +116,14 @@ def test_a_stopped_prefill_that_wakes_writes_to_no_page_that_was_used_again(loca
     assert prefill.is_clean() and decode.is_clean() and other.is_clean()
 
 
+@pytest.mark.parametrize("num_others", [0, 1000])
 @pytest.mark.parametrize("stop", [lambda decode: decode.send_signal(signal.SIGSTOP), Remote.stop_behind_a_look])
 def test_a_stopped_decode_that_wakes_takes_nothing_from_pages_that_were_used_again(
-    local: Callable, remote: Callable, stop: Callable[[Remote], None]
+    local: Callable, remote: Callable, stop: Callable[[Remote], None], num_others: int
 ) -> None:
-    """What it was told of is in its socket all the same. Without checksums, which would find it out."""
+    """What it was told of is in its socket all the same. Without checksums, which would find it out. Others that are
+    offered meanwhile fill that socket, so that what prefill says last is not in it.
+    """
     settings = {"checksum": False, **BRIEF}
     prefill, decode = local("prefill", **settings), remote("decode", **settings)
     prefill.offer(decode.ref, "r")
@@ -132,6 +135,9 @@ def test_a_stopped_decode_that_wakes_takes_nothing_from_pages_that_were_used_aga
     for index in range(2):
         prefill.send("r", index)
     prefill.finish("r")
+    for number in range(num_others):
+        other = key_of(f"{number}".rjust(1000))
+        prefill.node.offer(decode.ref, Offer(*other, CHUNK_TOKENS, prefill.layout.layout_id))
     prefill.wait(PeerLost, timeout_s=LOST_S)
     assert prefill.is_clean()
     prefill.pool[:, blocks] ^= 0xFF
