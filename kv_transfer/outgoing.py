@@ -199,8 +199,8 @@ class OutgoingLink(Link):
             announcer.granted(key)
         elif isinstance(message, Refuse):
             announcer.end(key)
-        elif isinstance(message, Commit) and self.queue.is_alive(key):
-            announcer.read(key)
+        elif isinstance(message, Commit):
+            announcer.committed(key)
         elif isinstance(message, AbortAck) and announcer.read(key):
             self._on_drained(key)
 

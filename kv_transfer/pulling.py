@@ -167,11 +167,24 @@ class Announcer(_Unthreaded):
     def read(self, key: Key) -> bool:
         """Decode reads nothing of this attempt any more. False if it never did."""
         with self._lock:
-            is_told = key in self._told
-            self._told.discard(key)
-            self._granted.discard(key)
-            self._bursts.pop(key, None)
-            return is_told
+            return self._read(key)
+
+    def committed(self, key: Key) -> None:
+        """Decode has all of it. If the attempt was ended first, decode's answer to that is still to come; whoever ends
+        it in this very moment is told that nothing is read.
+        """
+        with self._lock:
+            if self._attempts.is_alive(key):
+                self._attempts.forget(key)
+                self._read(key)
+
+    def _read(self, key: Key) -> bool:
+        """Under the lock."""
+        is_told = key in self._told
+        self._told.discard(key)
+        self._granted.discard(key)
+        self._bursts.pop(key, None)
+        return is_told
 
     def _say_coming(self, key: Key) -> None:
         """Under the lock: decode may read from here on."""

@@ -1,6 +1,7 @@
 """Pages that decode fetches by itself: what prefill may say of them, and how long it must keep them."""
 
 import os
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -98,6 +99,31 @@ def test_a_commit_that_crosses_an_abort_leaves_one_drained(pair: tuple[Peer, Pee
     assert not any(isinstance(event, Drained) for event in prefill.seen)
     link.send(Abort(RequestId("r"), Epoch(1), "cancelled", "a test says so"))
     prefill.wait(Drained)
+
+
+def test_an_abort_in_the_middle_of_a_commit_is_drained(pair: tuple[Peer, Peer], monkeypatch) -> None:
+    """The link's thread hears of the commit while prefill's engine gives up: the pages would be held for ever."""
+    prefill, decode = pair
+    key = RequestId("r"), Epoch(1)
+    send(prefill, decode, "r", 0, 0, 8, [1, 2])
+    decode.wait(ChunkLanded)
+    link = prefill.node._find_outgoing(decode.name)
+    assert link is not None
+    is_alive, aborts = link.queue.is_alive, []
+
+    def is_alive_until_now(key: tuple[RequestId, Epoch]) -> bool:
+        alive = is_alive(key)
+        if not aborts:
+            abort = Abort(*key, "cancelled", "a test says so")
+            aborts.append(threading.Thread(target=prefill.node.abort, args=(decode.name, abort)))
+            aborts[0].start()
+            aborts[0].join(0.5)  # as far as it gets
+        return alive
+
+    monkeypatch.setattr(link.queue, "is_alive", is_alive_until_now)
+    decode.node.commit(prefill.name, Commit(*key, 1, 2 * LAYOUT.block_nbytes))
+    prefill.wait(Drained)
+    aborts[0].join()
 
 
 def test_an_abort_of_decode_ends_it_for_prefill(pair: tuple[Peer, Peer]) -> None:
