@@ -286,8 +286,8 @@ class TransferNode:
         if link is None:
             self._emit(Drained(*key))
             return
+        link.end(key)  # first: prefill may give pages to others as soon as it hears that decode wants them no more
         link.send(abort)
-        link.end(key)
 
     def knows(self, peer_id: WorkerId, request_id: RequestId, epoch: Epoch) -> bool:
         """A link has this attempt. A PeerLost that is polled then is of a former link: it was noted before the offer

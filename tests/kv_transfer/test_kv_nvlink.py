@@ -2,6 +2,7 @@
 
 import os
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -137,6 +138,27 @@ def test_an_abort_of_decode_ends_it_for_prefill(pair: tuple[Peer, Peer]) -> None
     link = prefill.node._find_outgoing(decode.name)
     assert link is not None and link._announcer is not None
     assert not link._announcer.read((RequestId("r"), Epoch(1))), "what was told of is not kept for ever"
+
+
+def test_once_decode_has_told_of_its_abort_no_chunk_lands(pair: tuple[Peer, Peer], monkeypatch) -> None:
+    """Prefill gives the pages to others then, and what it told of before is still on its way."""
+    prefill, decode = pair
+    link = decode.node._find_incoming(prefill.name)
+    assert link is not None
+    tell = link.send
+
+    def tell_and_be_held_up(message: object) -> None:
+        tell(message)  # type: ignore[arg-type]
+        if isinstance(message, Abort):
+            prefill.wait(Drained)
+            say(prefill, decode)
+            while not (stats := link.stats()).num_stale + stats.num_bad + stats.num_chunks:
+                time.sleep(0.001)
+
+    monkeypatch.setattr(link, "send", tell_and_be_held_up)
+    decode.node.abort(prefill.name, Abort(RequestId("r"), Epoch(1), "cancelled", "a test says so"))
+    decode.wait(Drained)
+    assert not [event for event in decode.seen if isinstance(event, ChunkBad | ChunkLanded)]
 
 
 def test_a_pull_over_a_link_of_messages_ends_it(make_peer: Make) -> None:
