@@ -74,7 +74,7 @@ class Workers:
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
-        await asyncio.gather(*(link.stop() for link in self._links.values()), *self._leaving)
+        await asyncio.gather(*(link.stop("this gateway stops") for link in self._links.values()), *self._leaving)
         if self._session is not None:
             await self._session.close()
 
@@ -164,7 +164,7 @@ class Workers:
         gone = [worker_id for worker_id, link in self._links.items() if _is_gone(nodes.get(worker_id), link)]
         for worker_id in gone:
             # In its own time: what was just sent to a worker that is frozen takes POST_TIMEOUT_S to fail.
-            start_in(self._leaving, self._links.pop(worker_id).stop())
+            start_in(self._leaving, self._links.pop(worker_id).stop("the registry no longer lists it"))
         for worker_id, node in nodes.items():
             if worker_id not in self._links:
                 self._links[worker_id] = self._open(node)
@@ -216,11 +216,11 @@ class Link:
             start_in(self._posting, self._post())
         await future
 
-    async def stop(self) -> None:
+    async def stop(self, reason: str) -> None:
         self._task.cancel()
         await asyncio.gather(self._task, return_exceptions=True)
         await asyncio.gather(*self._posting, return_exceptions=True)
-        self._lost("the registry no longer lists it")
+        self._lost(reason)
 
     async def _run(self) -> None:
         while True:

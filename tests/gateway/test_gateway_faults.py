@@ -499,6 +499,14 @@ async def test_while_the_registry_does_not_answer_it_is_not_ready(checkpoint, mo
     ]
 
 
+async def test_a_gateway_that_stops_says_nothing_of_the_registry(checkpoint, caplog):
+    """It lists the workers as before; who reads that it does not looks for a fault where none is."""
+    async with coordinated(checkpoint, pair(), MemoryStore(alive_s=600.0)) as rig:
+        await rig.until(rig.front.dispatch.workers.can_serve)
+    said = [record.message for record in caplog.records if record.name == "gateway.workers"]
+    assert sorted(said) == [f"worker {name} is not connected: this gateway stops" for name in ("d0", "p0")]
+
+
 async def test_leases_that_are_not_renewed_are_said_once_for_each_reason(checkpoint, monkeypatch, caplog):
     monkeypatch.setattr("gateway.dispatch.RENEW_PERIOD_S", 0.01)
     store, workers = MemoryStore(alive_s=600.0), pair()
