@@ -140,7 +140,7 @@ class OutgoingLink(Link):
         if isinstance(channel, SharedPool):
             # Decode looks for our end before it takes a copy for good: it must see it with its socket full, too.
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, AT_ONCE)
-            self._announcer = Announcer(self.queue, channel.mark, self.send, self._on_told)
+            self._announcer = Announcer(self.queue, channel.mark, self.send, self._rate.told)
             self._serve(sock, theirs, channel, self._announcer)
             return
         sender = Sender(
@@ -203,8 +203,3 @@ class OutgoingLink(Link):
             announcer.committed(key)
         elif isinstance(message, AbortAck) and announcer.read(key):
             self._on_drained(key)
-
-    def _on_told(self, key: Key, nbytes: int, now_s: float) -> None:
-        """Decode fetches while prefill computes, unseen from here: what can be timed is the last chunk."""
-        self._rate.begin(key)
-        self._rate.sent(key, nbytes, now_s, now_s)

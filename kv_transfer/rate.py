@@ -47,6 +47,14 @@ class HandoffRate:
                 handoff.busy_s += end_s - start_s
                 handoff.last_s = end_s
 
+    def told(self, key: Key, nbytes: int, now_s: float) -> None:
+        """Decode was told of a chunk, and fetches it while prefill computes, unseen from here: what can be timed is the
+        last one. Ignored if the handoff is over: an Abort may come while it is said.
+        """
+        with self._lock:
+            if key in self._open:
+                self._open[key] = _Handoff(nbytes, 0.0, now_s)
+
     def committed(self, key: Key, now_s: float) -> None:
         with self._lock:
             handoff = self._open.pop(key, None)

@@ -107,7 +107,7 @@ class _Prefill(OutgoingLink):
 
     def __init__(self, parts: LinkParts, peer: WorkerRef) -> None:
         super().__init__(parts, peer, was_asked=True)
-        self._announcer = Announcer(self.queue, _Mark(), self.send, self._on_told)
+        self._announcer = Announcer(self.queue, _Mark(), self.send, self._rate.told)
 
     def send(self, message: HandoffMessage) -> None:
         self.tell(codec.frame(message))

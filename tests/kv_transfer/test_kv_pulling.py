@@ -14,6 +14,7 @@ from contracts.handoff import ChunkHeader, Coming, Fin, Grant, Offer, Pull
 from contracts.ids import BlockId, Epoch, RequestId
 from kv_transfer import integrity, pulling, receiving
 from kv_transfer.pulling import Announcer, Puller
+from kv_transfer.rate import HandoffRate
 from kv_transfer.receiving import Landings
 from kv_transfer.sending import SendQueue
 from tests.kv_transfer.kv_pair import LAYOUT
@@ -291,6 +292,21 @@ def test_a_told_attempt_is_being_read_until_decode_says_otherwise():
     assert announcer.read(KEY) and not announcer.read(KEY)
     attempts.begin(KEY)
     assert announcer.end(KEY), "decode was told of nothing since"
+
+
+def test_an_attempt_that_ends_while_a_chunk_is_told_is_timed_no_more():
+    """The link's thread hears decode's Abort while the core's says the chunk."""
+    attempts, rate = SendQueue(), HandoffRate()
+
+    def said_behind_the_end(message: Coming | Pull | Fin) -> None:
+        announcer.end(KEY)
+        rate.dropped(KEY)
+
+    announcer = Announcer(attempts, None, said_behind_the_end, rate.told)
+    attempts.begin(KEY)
+    rate.begin(KEY)
+    announcer.put(pull(0))
+    assert not rate._open
 
 
 def test_a_chunk_that_was_coming_is_not_fetched_again():

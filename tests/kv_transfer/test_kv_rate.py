@@ -67,6 +67,23 @@ def test_what_is_sent_after_the_end_leaves_nothing_behind() -> None:
     assert rate.nbytes_per_s == pytest.approx(100) and not rate._open
 
 
+def test_of_chunks_that_decode_fetches_the_last_one_is_timed() -> None:
+    rate = HandoffRate()
+    rate.begin(KEY)
+    rate.told(KEY, 1 << 40, 0.0)
+    rate.told(KEY, 100, 100.0)
+    rate.committed(KEY, 102.0)
+    assert rate.nbytes_per_s == pytest.approx(50)
+
+
+def test_what_is_told_after_the_end_leaves_nothing_behind() -> None:
+    rate = HandoffRate()
+    rate.begin(KEY)
+    rate.dropped(KEY)
+    rate.told(KEY, 100, 1.0)
+    assert not rate._open
+
+
 def test_a_node_tells_the_rate_of_its_handoffs_peer_by_peer(make_peer: Callable[..., Peer], transport: str) -> None:
     prefill, *decodes = (make_peer(name, transport=transport) for name in ("prefill", "decode-1", "decode-2"))
     assert prefill.node.transfer_rate == 0.0
