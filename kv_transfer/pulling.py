@@ -121,9 +121,11 @@ class Announcer(_Unthreaded):
             self._say_coming(key)
 
     def granted(self, key: Key) -> None:
+        """Dropped if its attempt is over: nothing would end it here, where it comes behind decode's last word."""
         with self._lock:
-            self._granted.add(key)
-            self._say_coming(key)
+            if self._attempts.is_alive(key):
+                self._granted.add(key)
+                self._say_coming(key)
 
     def launched(self, is_all: bool) -> None:
         """The KV of what is coming has been launched, or never will be; unless `is_all`, that of the early planes.
