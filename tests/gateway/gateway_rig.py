@@ -164,6 +164,7 @@ async def _running(checkpoint: Checkpoint, workers: Sequence[FakeWorker], store,
         server.should_exit = True
         await dispatch.stop()
         await serving
+        front.prompting.close()  # its process for grammars is 70 MB, and a run of all tests starts dozens
         for worker in workers:
             await worker.stop()
 

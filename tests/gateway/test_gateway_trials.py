@@ -13,6 +13,7 @@ from llguidance import LLMatcher
 from checkpoint import open_checkpoint
 from contracts.errors import Unavailable
 from gateway.trials import Trials
+from tests.gateway.gateway_rig import gateway, pair
 from tests.waiting import until
 
 GOOD = LLMatcher.grammar_from_regex("[a-z]{3}")
@@ -109,3 +110,13 @@ def test_what_can_not_be_read_is_told_in_the_same_line_either_way(trials: Trials
     grammar = LLMatcher.grammar_from_regex("(")
     line = 'at 1(8): invalid regex "(" (in regex): regex parse error: error: unclosed group'
     assert trials.fault(grammar) == trials.verdict(grammar) == line
+
+
+async def test_the_process_goes_with_its_gateway(checkpoint):
+    async with gateway(checkpoint, pair()) as rig, rig.client() as client:
+        body = {"prompt": "x", "max_tokens": 1, "structured_outputs": {"regex": "[a-z]"}}
+        assert (await client.post("/v1/completions", json=body)).status_code == 200
+        trials = rig.front.prompting.trials
+        pid = pid_of(trials)
+    until(lambda: trials._compiler.is_gone)
+    assert not psutil.pid_exists(pid)
