@@ -73,7 +73,8 @@ async def test_a_client_that_leaves_takes_what_still_waits_for_a_place_along(rig
     assert len(rig.store.placed) == 1 and rig.front.admission.num_taken == 0
 
 
-async def test_a_request_fails_whose_others_find_no_worker_any_more(rig, client):
+async def test_a_request_fails_whose_others_find_no_worker_any_more(rig, client, monkeypatch):
+    monkeypatch.setattr("gateway.serving.REPLAY_WAIT_S", 1.0)
     rig.store.room, rig.workers[1].period_s = 1, 0.05
     asking = asyncio.create_task(client.post("/v1/completions", json=ASK | {"n": 2, "max_tokens": 1000}))
     await rig.until(lambda: rig.store.placed)
@@ -85,6 +86,7 @@ async def test_a_request_fails_whose_others_find_no_worker_any_more(rig, client)
 
 async def test_a_request_fails_though_the_answer_before_the_one_without_a_worker_has_ended(rig, client, monkeypatch):
     """Three answers: the second finds its place late, and has ended when the third finds none."""
+    monkeypatch.setattr("gateway.serving.REPLAY_WAIT_S", 1.0)
     place, tried = rig.store.place, []
 
     async def late(request_id, *args):
