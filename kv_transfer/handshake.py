@@ -116,11 +116,12 @@ def dispose(
 
     Raises TransferError if none does.
     """
+    limits = replace(limits, is_local=wire.is_local)
     for _ in names:
         ask = wire.receive(Open)
         wire.deadline.renew()
         try:
-            inbound, params = _accept(ask, names, find, replace(limits, is_local=wire.is_local), attached)
+            inbound, params = _accept(ask, names, find, limits, attached)
         except PeerLost:
             raise
         except TransferError as error:

@@ -66,7 +66,7 @@ class IncomingLink(Link):
             handshake.reject(wire, error)
             raise
         if isinstance(channel, MappedPool):
-            self._puller = self._puller_of(channel.remote, theirs.checksum, self._is_left)
+            self._puller = self._puller_of(channel.remote, theirs.checksum)
             self._serve(wire.sock, theirs, channel, self._puller)
             return
         receiver = Receiver(
@@ -80,8 +80,8 @@ class IncomingLink(Link):
         )
         self._serve(wire.sock, theirs, channel, receiver)
 
-    def _puller_of(self, remote: RemotePool, checks: bool, is_left: Callable[[], bool]) -> Puller:
-        facts = self.landings, self.parts.layout, remote, checks, is_left
+    def _puller_of(self, remote: RemotePool, checks: bool) -> Puller:
+        facts = self.landings, self.parts.layout, remote, checks, self._is_left
         return Puller(*facts, self.send, self._on_fetched, self._on_bad, self._on_drained)
 
     def _is_left(self) -> bool:

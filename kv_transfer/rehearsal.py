@@ -118,7 +118,7 @@ class _Decode(IncomingLink):
 
     def __init__(self, parts: LinkParts, hello: Hello) -> None:
         super().__init__(parts, hello)
-        self._puller = self._puller_of(_Nowhere(parts.layout.num_planes), checks=True, is_left=lambda: False)
+        self._puller = self._puller_of(_Nowhere(parts.layout.num_planes), checks=True)
 
     def send(self, message: HandoffMessage) -> None:
         self.tell(codec.frame(message))

@@ -109,7 +109,7 @@ def test_who_waits_for_a_lone_handoff_without_sleep_rehearses_unless_the_owner_c
         parts(keep_warm=lambda: warmed.append(None), is_busy=lambda: is_busy),
         Hello(PROTOCOL, WorkerId("p"), Incarnation("1"), "prefill", b""),
     )
-    link._puller = link._puller_of(rehearsal._Nowhere(LAYOUT.num_planes), checks=True, is_left=lambda: False)
+    link._puller = link._puller_of(rehearsal._Nowhere(LAYOUT.num_planes), checks=True)
     is_busy = False
     assert link._patience_s() == math.inf and not warmed, "no handoff is under way"
     link.landings.offered(Offer(*KEY, 4, LAYOUT.layout_id))
