@@ -12,7 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from bench.result import Row
 from bench.system import System
-from contracts.local_http import open_local
+from process.local_http import open_local
 
 Samples = Mapping[tuple[str, str], float]
 """By metric and the value of its label, if it has one."""

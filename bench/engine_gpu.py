@@ -28,7 +28,6 @@ from bench.quoted import VLLM_ENGINE, VLLM_PREFILL_RATES, VLLM_STEP_MS
 from bench.random_model import SHAPES, STORED, open_random
 from bench.result import Row, share_of_limit, write_result
 from checkpoint.config import ModelConfig
-from contracts.collector import COLLECTIONS, settle
 from contracts.ids import RequestId
 from contracts.sampling import SamplingParams
 from engine.cuda.load import load_device_engine
@@ -37,6 +36,7 @@ from engine.messages import EngineRequest, EngineSettings
 from kernels import caps, catalog
 from kernels.specs import AttnSpec
 from kernels.timing import eager_us
+from process.garbage_collector import COLLECTIONS, settle
 
 WEIGHT_NBYTES = {"gptq": (64 + 4) / 128, "awq": (64 + 4) / 128}  # codes of 128 columns, and a word for scale and zero
 PROMPT, NUM_WARM, NUM_STEPS = 992, 8, 48  # contexts around 1024

@@ -21,7 +21,6 @@ import numpy as np
 import torch
 
 from bench.random_model import LLAMA_8B, RandomWeights, random_checkpoint
-from contracts.collector import settle
 from contracts.handoff import Coming, Commit, Fin, Grant, HandoffMessage, Offer, Pull
 from contracts.ids import BlockId, Epoch, Incarnation, RequestId, WorkerId
 from contracts.node import Role
@@ -37,6 +36,7 @@ from kv_transfer.events import ChunkLanded, TransferEvent
 from kv_transfer.incoming import IncomingLink
 from kv_transfer.node import TransferNode
 from kv_transfer.settings import TransferSettings
+from process.garbage_collector import settle
 from worker.core_main import SWITCH_S, make_roles, ready_of
 from worker.rehearsal import keeper
 from worker.settings import WorkerSettings

@@ -14,8 +14,8 @@ import aiohttp
 
 from bench.client import QUIET_S, VOCABULARY, Answer, ask, body_of, random_prompt
 from bench.result import Row
-from contracts.collector import settle
 from contracts.errors import Unavailable
+from process.garbage_collector import settle
 
 WARM_TOKENS = 16
 PERCENTILES = (50, 90, 99)

@@ -11,8 +11,8 @@ from contextlib import suppress
 from pathlib import Path
 
 from bench.system import stop
-from contracts.process import free_port
 from coordinator.redis_server import RedisServer
+from process.sockets import free_port
 
 START_TIMEOUT_S = 120.0
 STOP_TIMEOUT_S = 20.0

@@ -12,8 +12,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from tempfile import TemporaryFile
 
-from contracts.local_http import open_local
-from contracts.process import free_port
+from process.local_http import open_local
+from process.sockets import free_port
 
 START_TIMEOUT_S = 180.0
 STOP_TIMEOUT_S = 30.0

@@ -2,12 +2,12 @@
 
 import asyncio
 
-from contracts.collector import settle
-from contracts.process import listen
 from coordinator.connect import connect, patiently
 from coordinator.metrics import RedisTimes
 from coordinator.service import make_app
 from coordinator.settings import CoordinatorSettings
+from process.garbage_collector import settle
+from process.sockets import listen
 from service.run import run_service
 from service.server import announce, serving
 

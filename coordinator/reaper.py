@@ -9,7 +9,7 @@ import time
 
 from contracts.errors import Unavailable
 from coordinator.store import Lead, Store
-from service.outage import Outage
+from service.outage_log import Outage
 
 log = logging.getLogger(__name__)
 

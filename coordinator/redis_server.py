@@ -12,8 +12,8 @@ from pathlib import Path
 from types import TracebackType
 
 from contracts.errors import ConfigError
-from contracts.leash import leashed
-from contracts.process import free_port
+from process.parent_death import leashed
+from process.sockets import free_port
 
 PROGRAMS = ("redis-server", "valkey-server")
 START_TIMEOUT_S = 10.0

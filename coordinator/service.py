@@ -15,7 +15,7 @@ from contracts.errors import Unavailable
 from coordinator.metrics import RedisTimes, render
 from coordinator.reaper import Reaper
 from coordinator.store import Store
-from service.door import refusal, stranger
+from service.shared_secret import refusal, stranger
 
 
 def make_app(store: Store, secret: str, times: RedisTimes) -> FastAPI:

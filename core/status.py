@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 
-from contracts.collector import COLLECTIONS
 from contracts.node import NodeLoad, beside_answers
 from core.ledger import Ledger
 from core.messages import CoreStatus, LinkStatus
@@ -11,6 +10,7 @@ from engine.engine import Engine
 from engine.messages import EngineStats
 from kv_transfer.events import LinkStats
 from kv_transfer.node import TransferNode
+from process.garbage_collector import COLLECTIONS
 
 STATUS_PERIOD_S = 0.1
 RATE_WINDOW_S = 2.0

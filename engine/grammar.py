@@ -16,9 +16,9 @@ from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask_par
 
 from checkpoint.checkpoint import Checkpoint
 from checkpoint.guidance import Vocabulary, compiled, error_of
-from contracts.deep_threads import DeepThreads
 from contracts.ids import RequestId
 from engine.sequence import Sequence
+from process.deep_stack_threads import DeepThreads
 
 NUM_THREADS = max(1, min(8, (os.cpu_count() or 1) // 2))
 NUM_KEPT = 32

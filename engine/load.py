@@ -6,12 +6,11 @@ from dataclasses import replace
 import torch
 
 from checkpoint import Progress, open_checkpoint
-from contracts.device import gpu_index
 from contracts.errors import ConfigError
-from contracts.memory import available_nbytes
 from engine.backend import Backend
 from engine.cuda.load import load_device_engine
 from engine.decoder import Decoder
+from engine.device import gpu_index
 from engine.engine import Engine
 from engine.kv_cache import KVCache
 from engine.linear import FORMATS, int4_grid
@@ -22,6 +21,7 @@ from engine.sampler import Sampler
 from engine.sizing import blocks_in, kv_layout, model_len, require_budgets
 from engine.weights import WeightSource, open_weights
 from kernels.cpu.isa import CpuIsa, apply_isa, is_bfloat16_fast, probe_isa
+from process.memory_limit import available_nbytes
 
 _log = logging.getLogger(__name__)
 

@@ -74,7 +74,7 @@ from gateway.serving import Serving, ServingResponse, Style
 from gateway.settings import GatewaySettings
 from gateway.tools.request import calling_of
 from gateway.tracing import Tracing
-from service.body import read_body
+from service.request_body import read_body
 
 log = logging.getLogger("gateway.requests")
 

@@ -15,7 +15,7 @@ from gateway.answer import Answer, Piece
 from gateway.live import Live, OnPiece
 from gateway.placement import Placement
 from gateway.workers import Workers
-from service.outage import Outage
+from service.outage_log import Outage
 from service.tasks import start_in
 
 log = logging.getLogger(__name__)

@@ -8,9 +8,7 @@ import socket
 import time
 
 from checkpoint import Advice, open_checkpoint
-from contracts.collector import settle
 from contracts.ids import GatewayId
-from contracts.process import listen
 from coordinator.connect import connect
 from coordinator.store import Store
 from gateway.app import Front, make_app
@@ -22,9 +20,11 @@ from gateway.prompting import Prompting
 from gateway.server import http_config
 from gateway.settings import GatewaySettings
 from gateway.tracing import open_tracing
-from service.release import release
+from process.garbage_collector import settle
+from process.sockets import listen
 from service.run import run_service
 from service.server import Server, announce
+from service.version import release
 
 log = logging.getLogger(__name__)
 

@@ -6,11 +6,11 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from contracts.collector import COLLECTIONS
 from gateway.codes import KNOWN
 from gateway.dispatch import Dispatch
 from gateway.stages import exposed_s, stages
 from gateway.vllm_metrics import VllmMetrics
+from process.garbage_collector import COLLECTIONS
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 _SHORT_SECONDS = (0.0005, 0.001, 0.002, *_SECONDS)

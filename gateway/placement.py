@@ -11,7 +11,7 @@ from contracts.node import Node
 from contracts.request import Route
 from coordinator.states import State
 from coordinator.store import AFFINITY_BLOCK, AFFINITY_BLOCKS, PlaceRequest, Store
-from service.outage import Outage
+from service.outage_log import Outage
 
 log = logging.getLogger(__name__)
 

@@ -19,7 +19,6 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 
 from checkpoint import Checkpoint
-from contracts.deep_threads import DeepThreads
 from contracts.errors import ConfigError, RequestError
 from gateway.converting import words_of
 from gateway.detokenizer import Detokenizer
@@ -31,6 +30,7 @@ from gateway.tools.parser import object_of
 from gateway.tools.request import MadeCall, Tool, described
 from gateway.tools.telling import told
 from gateway.trials import Trials
+from process.deep_stack_threads import DeepThreads
 
 T = TypeVar("T")
 

@@ -7,7 +7,7 @@ import uvicorn
 from fastapi import FastAPI
 
 from gateway.replies import error_body
-from service.protocol import LimitedProtocol
+from service.http_protocol import LimitedProtocol
 
 KEEP_ALIVE_S = 75
 """How long an idle connection stays open: longer than clients keep theirs (httpx 5 s, aiohttp 15 s, the upstream pools

@@ -15,7 +15,7 @@ from llguidance import LLMatcher, LLTokenizer
 
 from checkpoint.guidance import Vocabulary, compiled, error_of, in_a_line
 from contracts.codec import HEADER_NBYTES, decoder, frame
-from contracts.deep_threads import STACK_NBYTES
+from process.deep_stack_threads import STACK_NBYTES
 
 MAX_NBYTES = 4 << 30
 

@@ -18,8 +18,8 @@ from selectors import EVENT_READ, DefaultSelector
 from checkpoint.checkpoint import Checkpoint
 from checkpoint.guidance import Vocabulary
 from contracts.errors import Unavailable
-from contracts.leash import leashed
 from gateway.trial import Question, receive, send
+from process.parent_death import leashed
 
 TRIAL_S = 5.0
 """The largest schemas that llguidance takes compile in a tenth of a second."""

@@ -19,7 +19,7 @@ from contracts.node import Node, NodeInfo, NodeLoad, Role
 from contracts.request import Job, JobMessage, WorkerRef
 from gateway.misfits import misfits
 from gateway.placement import Placement
-from service.outage import Outage
+from service.outage_log import Outage
 from service.tasks import start_in
 
 log = logging.getLogger(__name__)

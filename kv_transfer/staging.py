@@ -15,8 +15,8 @@ from contracts.layout import KVLayout
 from kv_transfer import conversion, integrity, plan
 from kv_transfer.device import DevicePool, Pool, Unpacking
 from kv_transfer.frames import Terms
-from kv_transfer.naps import nap_on_time
 from kv_transfer.transports.base import Channel, DeviceChannel, Ring
+from process.timer_slack import nap_on_time
 
 
 class Staging(Protocol):

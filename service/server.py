@@ -11,8 +11,9 @@ from pathlib import Path
 import uvicorn
 from fastapi import FastAPI
 
-from contracts.process import http_url, write_ready_file
-from service.protocol import LimitedProtocol
+from process.sockets import http_url
+from process.supervision import write_ready_file
+from service.http_protocol import LimitedProtocol
 
 log = logging.getLogger(__name__)
 

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
 
-from contracts.leash import leashed
-from contracts.process import describe_exit
+from process.parent_death import leashed
+from process.supervision import describe_exit
 
 TAIL_NBYTES = 8192
 LONG_LIFE_S = 60.0

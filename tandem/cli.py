@@ -202,7 +202,7 @@ def bench_parser() -> argparse.ArgumentParser:
 
 def run_version(arguments: Sequence[str]) -> int:
     argparse.ArgumentParser(prog="tandem version", description="Print the version.").parse_args(arguments)
-    print(f"tandem {importlib.import_module('service.release').release()} ({Path(__file__).resolve().parent.parent})")
+    print(f"tandem {importlib.import_module('service.version').release()} ({Path(__file__).resolve().parent.parent})")
     return OK
 
 

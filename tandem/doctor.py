@@ -19,11 +19,11 @@ from checkpoint.checkpoint import WeightFormat
 from checkpoint.gguf_file import GgufFile
 from checkpoint.safetensors_index import tensor_files
 from contracts.errors import ConfigError, TandemError
-from contracts.memory import available_nbytes, limit_nbytes
 from coordinator.redis_server import RedisServer, find_server, hide_password
 from engine.cuda.choice import experts_changed, kept_as, resolve_device_dtype
 from engine.cuda.footprint import least_weights_nbytes
-from service.release import release
+from process.memory_limit import available_nbytes, limit_nbytes
+from service.version import release
 from tandem.gpus import Gpu, count_gpus, look_at, what_holds
 from tandem.system import require_redis
 

@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from checkpoint import Checkpoint, ModelConfig
-from contracts.device import gpu_index
 from contracts.errors import ConfigError
 from engine.cuda.choice import resolve_device_dtype
 from engine.cuda.footprint import least_weights_nbytes
+from engine.device import gpu_index
 from tandem.settings import UpSettings
 
 COUNTS = ("prefill", "decode", "mixed")

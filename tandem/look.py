@@ -7,8 +7,8 @@ from pathlib import Path
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from contracts.local_http import open_local
 from gateway.codes import NOT_OURS
+from process.local_http import open_local
 from tandem import ps
 
 TIMEOUT_S = 2.0

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import psutil
 
-from contracts.local_http import open_local
+from process.local_http import open_local
 
 DESCRIPTION = "Show the processes that `tandem up` started, of every system of this user on this machine."
 EXAMPLES = """\

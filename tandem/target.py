@@ -13,7 +13,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from contracts.errors import ConfigError, Unavailable
-from contracts.local_http import open_local
+from process.local_http import open_local
 from tandem import ps
 
 TIMEOUT_S = 60.0

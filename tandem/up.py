@@ -14,9 +14,9 @@ from pathlib import Path
 from rich.console import Console
 
 from contracts.errors import ConfigError
-from contracts.local_http import open_local
-from contracts.process import http_url
 from coordinator.redis_server import find_server
+from process.local_http import open_local
+from process.sockets import http_url
 from tandem.child import Child
 from tandem.console import plain
 from tandem.ports import claim_port

@@ -7,7 +7,6 @@ import socket
 import sys
 from contextlib import closing
 
-from contracts.collector import settle
 from contracts.errors import ConfigError
 from contracts.ids import Incarnation, WorkerId
 from contracts.node import Role as RoleName
@@ -25,6 +24,7 @@ from kv_transfer.node import TransferNode
 from kv_transfer.settings import TransferSettings
 from kv_transfer.transports.registry import device_staging_nbytes
 from prefill_svc import PrefillRole
+from process.garbage_collector import settle
 from worker.rehearsal import keeper
 from worker.settings import WorkerSettings
 

@@ -16,8 +16,8 @@ from contracts.ids import GatewayId
 from contracts.node import NodeInfo, NodeLoad
 from contracts.request import Cancel, Job, JobMessage
 from core.messages import CoreStatus, Work
-from service.body import read_body
-from service.door import refusal, stranger
+from service.request_body import read_body
+from service.shared_secret import refusal, stranger
 from worker.metrics import render
 from worker.process import CoreProcess
 from worker.streams import EventStreams

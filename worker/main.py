@@ -5,8 +5,8 @@ import secrets
 import socket
 
 from contracts.ids import Incarnation, WorkerId
-from contracts.process import listen
 from core.messages import Start
+from process.sockets import listen
 from service.run import run_service
 from worker.process import CoreProcess
 from worker.settings import WorkerSettings

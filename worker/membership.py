@@ -16,7 +16,7 @@ from coordinator.connect import patiently
 from coordinator.states import State
 from coordinator.store import Move, Store
 from core.messages import Peers
-from service.outage import Outage
+from service.outage_log import Outage
 from worker.front import FrontState
 
 log = logging.getLogger(__name__)

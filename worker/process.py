@@ -11,9 +11,9 @@ from collections.abc import AsyncIterator
 
 from contracts.codec import FrameReader, decoder, frame
 from contracts.errors import ConfigError
-from contracts.leash import leashed
-from contracts.process import describe_exit
 from core.messages import CoreFailed, CoreReady, Loading, Start, Stop, ToCore, ToFront
+from process.parent_death import leashed
+from process.supervision import describe_exit
 
 log = logging.getLogger(__name__)
 

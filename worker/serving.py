@@ -6,17 +6,18 @@ import logging
 import os
 import socket
 
-from contracts.collector import settle
 from contracts.errors import ConfigError, Unavailable
 from contracts.ids import Incarnation, WorkerId
 from contracts.node import NodeInfo, Role
-from contracts.process import http_url, write_ready_file
 from coordinator.connect import connect, patiently
 from coordinator.store import Store
 from core.messages import CoreFrame, CoreReady, GatewayGone
-from service.release import release
+from process.garbage_collector import settle
+from process.sockets import http_url
+from process.supervision import write_ready_file
 from service.server import serving
 from service.settings import flag_and_variable
+from service.version import release
 from worker.drain import drain
 from worker.front import FrontState, make_app
 from worker.membership import Membership, to_moves

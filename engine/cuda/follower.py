@@ -11,12 +11,12 @@ from typing import NoReturn
 
 import torch
 
-from contracts.collector import settle
 from contracts.errors import TandemError
 from engine.cuda.followers import Begin, Failed, end_at_once
 from engine.cuda.launcher import Draw, Launcher, unscored
 from engine.cuda.load import Builder
 from engine.cuda.team import GpuTeam, open_store
+from process.garbage_collector import settle
 
 _log = logging.getLogger(__name__)
 

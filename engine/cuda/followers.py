@@ -2,7 +2,7 @@
 
 A member that is gone would leave the others waiting on their GPUs for good, so a team lives and dies together: when a
 follower ends, the first one's process ends too, as a worker does whose core has died; a follower's ends with it
-(contracts.leash).
+(process.parent_death).
 """
 
 import logging
@@ -19,11 +19,11 @@ from typing import Any, NoReturn
 import torch
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
-from contracts.leash import leashed
 from engine.cuda.launcher import DeviceBatch, Draw
 from engine.cuda.team import GpuTeam, Team, hold_store
 from engine.messages import EngineSettings
 from engine.shards import Shard
+from process.parent_death import leashed
 
 _log = logging.getLogger(__name__)
 

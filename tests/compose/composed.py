@@ -10,7 +10,7 @@ from pathlib import Path
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from contracts.process import free_port
+from process.sockets import free_port
 from tests.environment import plain_environment
 
 ROOT = Path(__file__).resolve().parents[2]

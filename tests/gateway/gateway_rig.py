@@ -17,7 +17,6 @@ from checkpoint import Checkpoint
 from contracts.errors import Overloaded, Unavailable
 from contracts.ids import Epoch, GatewayId, RequestId, WorkerId
 from contracts.node import Node, Role
-from contracts.process import listen
 from contracts.request import Route
 from coordinator.states import State
 from coordinator.store import Store
@@ -29,6 +28,7 @@ from gateway.placement import StorePlacement
 from gateway.prompting import Prompting
 from gateway.server import Protocol
 from gateway.settings import GatewaySettings
+from process.sockets import listen
 from service.server import Server
 from tests.waiting import async_until
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from gateway import server as gateway_server
-from service.protocol import MAX_HEADERS_NBYTES
+from service.http_protocol import MAX_HEADERS_NBYTES
 from tests.gateway.gateway_rig import gateway, pair
 
 ASK = {"prompt": "one two three", "max_tokens": 3}

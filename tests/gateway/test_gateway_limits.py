@@ -225,7 +225,7 @@ async def test_each_request_leaves_one_line(rig, client, caplog):
 
 
 async def test_headers_that_never_end_close_the_connection(rig, client, monkeypatch):
-    monkeypatch.setattr("service.protocol.HEADERS_TIMEOUT_S", 0.2)
+    monkeypatch.setattr("service.http_protocol.HEADERS_TIMEOUT_S", 0.2)
     host, port = rig.url.removeprefix("http://").split(":")
     reader, writer = await asyncio.open_connection(host, int(port))
     writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: a\r\n")

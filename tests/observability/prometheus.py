@@ -16,8 +16,8 @@ from shutil import which
 import aiohttp
 import yaml
 
-from contracts.leash import leashed
-from contracts.process import free_port
+from process.parent_death import leashed
+from process.sockets import free_port
 from tests.observability.queries import FOLDER, RULES, Query
 from tests.waiting import until
 

@@ -2,7 +2,7 @@
 
 import logging
 
-from service.outage import Outage
+from service.outage_log import Outage
 
 log = logging.getLogger("outage")
 

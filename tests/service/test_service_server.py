@@ -9,9 +9,9 @@ import aiohttp
 import pytest
 from fastapi import FastAPI
 
-from contracts.process import listen
+from process.sockets import listen
 from service import server
-from service.protocol import MAX_HEADERS_NBYTES
+from service.http_protocol import MAX_HEADERS_NBYTES
 from service.server import serving
 
 REQUEST = b"GET /ping HTTP/1.1\r\nhost: x\r\n\r\n"
@@ -85,7 +85,7 @@ async def test_headers_without_an_end_are_refused(first):
 
 
 async def test_headers_that_do_not_come_end_the_connection(monkeypatch):
-    monkeypatch.setattr("service.protocol.HEADERS_TIMEOUT_S", 0.2)
+    monkeypatch.setattr("service.http_protocol.HEADERS_TIMEOUT_S", 0.2)
     with listen("127.0.0.1", 0) as listener:
         async with serving(make_app(), listener):
             reader, writer = await connect(listener)

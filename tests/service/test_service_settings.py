@@ -11,8 +11,8 @@ from pydantic_settings import BaseSettings
 from contracts.errors import ConfigError
 from coordinator.settings import CoordinatorSettings
 from gateway.settings import GatewaySettings
-from service.release import release
 from service.settings import read_settings
+from service.version import release
 from tandem.settings import UpSettings
 from tools.configuration import COMMANDS
 from worker.settings import Dtype, Transfer, WorkerSettings

@@ -10,12 +10,12 @@ import pytest
 from contracts.errors import RegistryError, Unavailable
 from contracts.ids import Epoch, Incarnation, RequestId, WorkerId
 from contracts.node import Node, NodeInfo, NodeLoad, Role
-from contracts.process import listen
 from coordinator.memory_store import MemoryStore
 from coordinator.states import State
 from coordinator.store import Move
 from core.messages import CoreFrame, ToFront
 from kv_transfer.settings import TransferSettings
+from process.sockets import listen
 from tests.nodes import node_info
 from tests.waiting import async_until
 from tests.worker.fronts import RememberingCore, make_state, make_status

@@ -10,7 +10,8 @@ from urllib.parse import urlsplit
 import pytest
 
 from contracts.errors import ConfigError
-from contracts.process import describe_exit, free_port, http_url, listen, write_ready_file
+from process.sockets import free_port, http_url, listen
+from process.supervision import describe_exit, write_ready_file
 
 
 def test_a_free_port_is_found_and_taken():

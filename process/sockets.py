@@ -1,14 +1,9 @@
-"""How a process meets the outside: the socket it listens on, the file that says so, and how it ended."""
+"""The sockets of a process: what it listens on, free ports, and the URL others reach it by."""
 
 import contextlib
 import errno
-import json
-import os
 import random
-import signal
 import socket
-from collections.abc import Mapping
-from pathlib import Path
 
 from contracts.errors import ConfigError
 
@@ -56,23 +51,3 @@ def http_url(host: str, port: int) -> str:
     if host in ("0.0.0.0", "::"):
         host = "127.0.0.1"
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-
-
-def write_ready_file(path: Path | None, facts: Mapping[str, object]) -> None:
-    """`facts` as JSON, atomically: a reader never sees half of it. Raises ConfigError if it can't be written."""
-    if path is None:
-        return
-    draft = Path(f"{path}.{os.getpid()}")
-    try:
-        draft.write_text(json.dumps(facts))
-        draft.replace(path)
-    except OSError as error:
-        raise ConfigError(f"can't write ready_file {path}: {error.strerror}") from error
-
-
-def describe_exit(code: int) -> str:
-    """Of a process that ended with `code`; below 0 it is the signal that killed it."""
-    if code >= 0:
-        return f"ended with code {code}"
-    reason = " (the kernel does that when memory runs out)" if code == -signal.SIGKILL else ""
-    return f"was killed by {signal.Signals(-code).name}{reason}"

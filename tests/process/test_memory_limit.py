@@ -5,7 +5,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from contracts.memory import available_nbytes, limit_nbytes
+from process.memory_limit import available_nbytes, limit_nbytes
 
 MIB = 1 << 20
 V1_UNLIMITED = str(0x7FFFFFFFFFFFF000)

@@ -5,8 +5,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from contracts import collector
-from contracts.collector import Collections, settle
+from process import garbage_collector as collector
+from process.garbage_collector import Collections, settle
 
 
 @pytest.fixture

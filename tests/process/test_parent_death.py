@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from contracts.leash import leashed
+from process.parent_death import leashed
 from tests.waiting import is_gone, until
 
 ROOT = Path(__file__).parents[2]
 PARENT = """
 import subprocess, sys, time
-from contracts.leash import leashed
+from process.parent_death import leashed
 child = subprocess.Popen(leashed(["sleep", "300"]))
 print(child.pid, flush=True)
 time.sleep(300)

@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from contracts.deep_threads import STACK_NBYTES, DeepThreads
+from process.deep_stack_threads import STACK_NBYTES, DeepThreads
 from tests.waiting import until
 
 NAME = "deep-test"

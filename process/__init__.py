@@ -1,0 +1,1 @@
+"""This process and its machine: sockets, supervision, memory, timers, the garbage collector."""
