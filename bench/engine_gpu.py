@@ -27,7 +27,6 @@ from bench.limits import FP8_ROW_RATE, READ_RATE
 from bench.quoted import VLLM_ENGINE, VLLM_PREFILL_RATES, VLLM_STEP_MS
 from bench.random_model import SHAPES, STORED, open_random
 from bench.result import Row, share_of_limit, write_result
-from checkpoint.config import ModelConfig
 from contracts.ids import RequestId
 from contracts.sampling import SamplingParams
 from engine.cuda.load import load_device_engine
@@ -36,6 +35,7 @@ from engine.messages import EngineRequest, EngineSettings
 from kernels import caps, catalog
 from kernels.specs import AttnSpec
 from kernels.timing import eager_us
+from models.config import ModelConfig
 from process.garbage_collector import COLLECTIONS, settle
 
 WEIGHT_NBYTES = {"gptq": (64 + 4) / 128, "awq": (64 + 4) / 128}  # codes of 128 columns, and a word for scale and zero

@@ -22,7 +22,6 @@ from bench.engine_gpu import prefill_rate, settled, shown, submit
 from bench.limits import FP8_ROW_RATE, READ_RATE
 from bench.random_model import GPT_OSS_20B, LLAMA4_MAVERICK, QWEN3_30B_A3B, RandomWeights, random_checkpoint
 from bench.result import Row, write_result
-from checkpoint.config import Experts, ModelConfig
 from contracts.ids import RequestId
 from contracts.sampling import SamplingParams
 from engine.backend import Backend
@@ -38,6 +37,7 @@ from engine.sampler import Sampler
 from engine.sizing import kv_layout
 from engine.weights import Cut
 from kernels import caps
+from models.config import Experts, ModelConfig
 
 SMALL = replace(
     QWEN3_30B_A3B, vocab_size=8192, hidden_size=576, num_layers=12, num_heads=9, num_kv_heads=3, head_dim=64,

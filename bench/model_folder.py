@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders
 
 from bench.random_model import LLAMA_8B, RandomWeights, byte_tokenizer
-from checkpoint.config import ModelConfig
+from models.config import ModelConfig
 
 TINY = replace(
     LLAMA_8B, vocab_size=512, hidden_size=256, intermediate_size=512, num_layers=2, num_heads=8, num_kv_heads=2,

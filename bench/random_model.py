@@ -8,10 +8,10 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from checkpoint.checkpoint import Checkpoint, WeightFormat
-from checkpoint.config import Experts, ModelConfig, Tuning, YarnScaling
 from checkpoint.quantization import Quantization, Scheme
 from engine.quantized import QuantizedMatrices
 from engine.weights import Cut, WeightSource
+from models.config import Experts, ModelConfig, Tuning, YarnScaling
 
 LLAMA_8B = ModelConfig(
     family="llama",

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
-from checkpoint.config import ModelConfig
 from checkpoint.quantization import Quantization
+from models.config import ModelConfig
 
 Progress = Callable[[str, int, int], None]
 """Called with (stage, done, total); `total` is 0 while unknown."""

@@ -3,7 +3,7 @@
 import hashlib
 from pathlib import Path
 
-from checkpoint.safetensors_index import weight_files
+from checkpoint.huggingface.safetensors_index import weight_files
 
 _NUM_SAMPLES, _SAMPLE_NBYTES = 256, 4096
 _HEAD_NBYTES = 1 << 16

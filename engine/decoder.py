@@ -10,13 +10,13 @@ from dataclasses import dataclass
 
 import torch
 
-from checkpoint.config import ModelConfig
 from engine.attention import HeadShape, attend
 from engine.inputs import Inputs, Plans
 from engine.kv_cache import KVCache
 from engine.linear import Linear, PhasedLinear
 from engine.mlp import Mlp
 from engine.rope import rope_frequencies, tunings
+from models.config import ModelConfig
 
 
 @dataclass(frozen=True)

@@ -10,9 +10,9 @@ from collections.abc import Sequence
 
 import torch
 
-from checkpoint.config import Experts
 from engine.linear import Linear
 from engine.mlp import Mlp
+from models.config import Experts
 
 
 class Mixture:

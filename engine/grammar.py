@@ -15,7 +15,7 @@ from llguidance import LLExecutor, LLMatcher
 from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask_par
 
 from checkpoint.checkpoint import Checkpoint
-from checkpoint.guidance import Vocabulary, compiled, error_of
+from checkpoint.grammar_compiler import Vocabulary, compiled, error_of
 from contracts.ids import RequestId
 from engine.sequence import Sequence
 from process.deep_stack_threads import DeepThreads

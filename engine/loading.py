@@ -3,13 +3,13 @@
 import torch
 
 from checkpoint.checkpoint import Progress
-from checkpoint.config import ModelConfig
 from engine.decoder import DecoderWeights, LayerWeights
 from engine.experts import Mixture, SharedMixture
 from engine.linear import Linear, NumberFormat
 from engine.mlp import ClampedMlp, GatedMlp, Mlp
 from engine.tensors import Expert, ModelTensors, layer_prefix, widened
 from engine.weights import WeightSource
+from models.config import ModelConfig
 
 
 def load_weights(

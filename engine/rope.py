@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from checkpoint.config import ModelConfig, YarnScaling
+from models.config import ModelConfig, YarnScaling
 
 
 def rope_frequencies(config: ModelConfig, num_positions: int) -> torch.Tensor:

@@ -11,11 +11,11 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from checkpoint.config import Experts, ModelConfig
 from checkpoint.quantization import BLOCK, Quantization
 from contracts.errors import ConfigError
 from engine.quantized import Fp8Experts, Fp8Matrix, Int4Matrix, Quantized, StoredMatrix
 from engine.weights import Cut, WeightSource
+from models.config import Experts, ModelConfig
 
 _PROJECTION = r"(?:mlp\.|shared_expert\.|experts\.\d+\.)"
 _CUTS = {

@@ -6,11 +6,11 @@ import logging
 import msgspec
 
 from checkpoint import Checkpoint
-from checkpoint.config import ModelConfig
 from checkpoint.fingerprint import weights_fingerprint
 from contracts.errors import ConfigError
 from contracts.layout import KVLayout
 from engine.messages import EngineSettings
+from models.config import ModelConfig
 
 MIN_BLOCKS = 2
 """Of a cache that an engine starts with."""

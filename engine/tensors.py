@@ -5,13 +5,13 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from checkpoint.config import Experts, ModelConfig
 from checkpoint.quantization import Scheme
 from contracts.errors import ConfigError
 from engine.quantized import Fp8Matrix, StoredMatrix, joined
 from engine.weights import WeightSource
 from kernels.layouts import gate_up_halves
 from kernels.reference.quant import unpack_e2m1
+from models.config import Experts, ModelConfig
 
 _Q, _K, _V = (f"self_attn.{name}_proj" for name in "qkv")
 PARTS = {

@@ -13,9 +13,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from checkpoint.checkpoint import Checkpoint, WeightFormat
-from checkpoint.gguf_file import GgufFile
+from checkpoint.gguf.file import GgufFile
+from checkpoint.huggingface.safetensors_index import tensor_files
 from checkpoint.quantization import Quantization
-from checkpoint.safetensors_index import tensor_files
 from contracts.errors import ConfigError
 from engine.cuda.ferry import Ferry
 from engine.quantized import Quantized, QuantizedMatrices

@@ -13,7 +13,7 @@ from typing import IO, TypeVar
 import msgspec
 from llguidance import LLMatcher, LLTokenizer
 
-from checkpoint.guidance import Vocabulary, compiled, error_of, in_a_line
+from checkpoint.grammar_compiler import Vocabulary, compiled, error_of, in_a_line
 from contracts.codec import HEADER_NBYTES, decoder, frame
 from process.deep_stack_threads import STACK_NBYTES
 

@@ -16,7 +16,7 @@ from hashlib import blake2b
 from selectors import EVENT_READ, DefaultSelector
 
 from checkpoint.checkpoint import Checkpoint
-from checkpoint.guidance import Vocabulary
+from checkpoint.grammar_compiler import Vocabulary
 from contracts.errors import Unavailable
 from gateway.trial import Question, receive, send
 from process.parent_death import leashed

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING
 
 from checkpoint import Checkpoint, open_checkpoint
 from checkpoint.checkpoint import WeightFormat
-from checkpoint.gguf_file import GgufFile
-from checkpoint.safetensors_index import tensor_files
+from checkpoint.gguf.file import GgufFile
+from checkpoint.huggingface.safetensors_index import tensor_files
 from contracts.errors import ConfigError, TandemError
 from coordinator.redis_server import RedisServer, find_server, hide_password
 from engine.cuda.choice import experts_changed, kept_as, resolve_device_dtype

@@ -8,7 +8,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from checkpoint.config import ModelConfig
 from engine.cuda.cache import LayerCache
 from engine.cuda.inputs import Queries, in_segments
 from engine.cuda.transformer import Asked, Attend
@@ -17,6 +16,7 @@ from engine.cuda.weights import Sight
 from kernels.registry import Registry
 from kernels.specs import AttnSpec, KVDtype
 from kernels.workspace import decode_workspace_nbytes
+from models.config import ModelConfig
 
 # Room for two float16 copies of the keys and values of a batch of prompts: with it prefill attention is a quarter
 # faster (docs/kernels.md).

@@ -3,9 +3,9 @@
 """
 
 from checkpoint import Checkpoint
-from checkpoint.config import ModelConfig
 from checkpoint.quantization import Quantization, Scheme
 from contracts.errors import ConfigError
+from models.config import ModelConfig
 
 DEVICE_DTYPES = ("float8", "float8-head", "int4", "bfloat16", "float32")
 """The names of engine.cuda.formats.DEVICE_FORMATS."""

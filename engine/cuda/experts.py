@@ -8,11 +8,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from checkpoint.config import ModelConfig
 from engine.cuda.formats import E4M3, DeviceFormat
 from kernels.registry import Registry
 from kernels.specs import ExpertFormat, MoESpec, QuantSpec
 from kernels.workspace import moe_workspace_nbytes
+from models.config import ModelConfig
 
 _PLAIN: dict[torch.dtype, ExpertFormat] = {torch.bfloat16: "bf16", torch.float32: "fp32"}
 

@@ -1,7 +1,7 @@
 """What a model's weights take of a GPU's memory, before any of them is read. Imports no torch."""
 
 from checkpoint import Checkpoint
-from checkpoint.config import ModelConfig
+from models.config import ModelConfig
 
 _NBYTES = {"float32": 4.0, "bfloat16": 2.0, "float8": 1.0, "float8-head": 1.0, "int4": 0.5}
 _MXFP4_NBYTES = 17 / 32  # half a byte, and a byte for each 32

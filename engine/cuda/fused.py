@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from checkpoint.config import ModelConfig
 from engine.cuda.attention import decode_workspace
 from engine.cuda.cache import DeviceCache
 from engine.cuda.capture import Launch
@@ -26,6 +25,7 @@ from engine.cuda.weights import DeviceWeights, LayerWeights, Matrix
 from kernels.decode_plan import DecodePlan, decode_plan
 from kernels.registry import Registry
 from kernels.specs import FusedAttnSpec, GateUpSpec, GemmSpec, NormSpec, SiluSpec
+from models.config import ModelConfig
 
 
 def is_fusible(config: ModelConfig, number_format: DeviceFormat, weights: DeviceWeights) -> bool:

@@ -13,7 +13,6 @@ import msgspec
 import torch
 
 from checkpoint import Checkpoint, Progress, open_checkpoint
-from checkpoint.config import ModelConfig
 from contracts.errors import ConfigError, TransferError
 from contracts.layout import KVLayout
 from engine.backend import Backend
@@ -49,6 +48,7 @@ from kernels import caps, catalog
 from kernels.registry import Registry
 from kernels.specs import AttnSpec, RopeSpec
 from kernels.timing import eager_us
+from models.config import ModelConfig
 
 _log = logging.getLogger(__name__)
 

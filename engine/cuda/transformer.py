@@ -15,7 +15,6 @@ from functools import cache, partial
 import torch
 from torch import Tensor
 
-from checkpoint.config import ModelConfig
 from engine.cuda.cache import DeviceCache, LayerCache
 from engine.cuda.experts import ExpertWeights, Mixture
 from engine.cuda.formats import E4M3, DeviceFormat
@@ -26,6 +25,7 @@ from engine.runner import Written, unheard
 from kernels.reference.quant import to_e4m3
 from kernels.registry import Registry
 from kernels.specs import NormSpec, Quant, QuantSpec, RopeSpec, SiluSpec
+from models.config import ModelConfig
 
 SINKS = 4
 """The first tokens of a text, where activations are hundreds of times the usual ones (Xiao et al. 2024, attention

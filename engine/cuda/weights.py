@@ -12,7 +12,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from checkpoint.checkpoint import Progress
-from checkpoint.config import Experts, ModelConfig
 from checkpoint.quantization import BLOCK
 from contracts.errors import ConfigError
 from engine.cuda.choice import INT4_GROUP, rounds_sparingly
@@ -25,6 +24,7 @@ from engine.tensors import ExpertMatrix, ModelTensors, Mxfp4, layer_prefix, wide
 from engine.weights import WeightSource
 from kernels.layouts import pair_gate_up, tile_int4, tile_mxfp4
 from kernels.reference.quant import to_e4m3, token_scale
+from models.config import Experts, ModelConfig
 
 MIN_SCALE = 1e-6
 """Of what is divided before it is rounded to e4m3: a layer that was all zeros while it was calibrated stays finite."""

@@ -8,9 +8,9 @@ import torch
 from bench.engine_gpu import submit
 from bench.engine_gpu_experts import SMALL, agreed, agreement_rows, flops_per_token, limit_ms, tokens_seen
 from bench.random_model import GPT_OSS_20B, LLAMA4_MAVERICK, QWEN3_30B_A3B, RandomWeights, random_checkpoint
-from checkpoint.config import Experts
 from engine.cuda.load import load_device_engine
 from engine.messages import EngineSettings
+from models.config import Experts
 
 TINY = replace(
     SMALL, vocab_size=300, hidden_size=128, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=32, max_model_len=512,

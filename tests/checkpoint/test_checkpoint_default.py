@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from checkpoint import open_checkpoint
-from checkpoint.gguf_file import GgufFile
+from checkpoint.gguf.file import GgufFile
 
 
 @pytest.fixture(scope="module")

@@ -16,13 +16,13 @@ from tokenizers import AddedToken, Tokenizer, models
 from transformers import AutoConfig, AutoTokenizer
 
 from checkpoint import Advice, open_checkpoint
-from checkpoint.config import Experts, RopeScaling, Tuning, YarnScaling
 from checkpoint.fingerprint import weights_fingerprint
-from checkpoint.gguf_file import GgufFile
-from checkpoint.huggingface import model_config
+from checkpoint.gguf.file import GgufFile
+from checkpoint.huggingface.folder import model_config
+from checkpoint.huggingface.safetensors_index import tensor_files
 from checkpoint.quantization import Scheme
-from checkpoint.safetensors_index import tensor_files
 from contracts.errors import ConfigError
+from models.config import Experts, RopeScaling, Tuning, YarnScaling
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
@@ -732,7 +732,7 @@ def test_gguf_fields_that_would_give_wrong_text_are_refused(tmp_path, fields, wo
 def test_gguf_fields_of_another_kind_are_refused_by_name(tmp_path, monkeypatch, changes, words):
     whole = GgufFile.open(write_gguf(tmp_path / "other.gguf"))
     changed = replace(whole, metadata=whole.metadata | changes)
-    monkeypatch.setattr("checkpoint.gguf_checkpoint.GgufFile.open", lambda _: changed)
+    monkeypatch.setattr("checkpoint.gguf.checkpoint.GgufFile.open", lambda _: changed)
     refused(whole.path, words)
 
 
@@ -799,7 +799,7 @@ def test_a_download_that_breaks_off_says_what_to_do(monkeypatch, fault):
     def breaks_off(*_, **__):
         raise fault
 
-    monkeypatch.setattr("checkpoint.hub.snapshot_download", breaks_off)
+    monkeypatch.setattr("checkpoint.huggingface.hub.snapshot_download", breaks_off)
     refused("org/name", f"'org/name' .*: {type(fault).__name__}: .*it ended; try again.*; or give the path of a folder")
 
 
@@ -814,7 +814,7 @@ def test_of_a_hub_id_nothing_is_fetched_twice(monkeypatch, folder):
         fetched.extend(filter_repo_objects(names, allow_patterns=allow_patterns, ignore_patterns=ignore_patterns))
         return folder
 
-    monkeypatch.setattr("checkpoint.hub.snapshot_download", listing)
+    monkeypatch.setattr("checkpoint.huggingface.hub.snapshot_download", listing)
     open_checkpoint("org/name")
     assert fetched == ["config.json", "a.safetensors", "chat.jinja", "additional_chat_templates/tool_use.jinja"]
 

@@ -18,7 +18,6 @@ from msgspec import structs
 
 from bench.random_model import GPT_OSS_20B
 from checkpoint import open_checkpoint
-from checkpoint.config import Experts
 from contracts.errors import ConfigError
 from contracts.ids import RequestId
 from engine.cuda.choice import has_fused_step
@@ -27,6 +26,7 @@ from engine.cuda.team import hold_store, open_store
 from engine.engine import Engine
 from engine.shards import Shard, ShardedWeights, shard_config
 from engine.weights import open_weights
+from models.config import Experts
 from tests.engine.device_engines import FUSIBLE, prefilled, taken_over
 from tests.engine.driving import answers, drain, greedy, random_prompts, request, settings, tokens_of
 from tests.engine.quantized_models import LAYOUTS, save_quantized

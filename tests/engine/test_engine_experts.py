@@ -9,11 +9,11 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 
 from bench.oracle import greedy as oracle_greedy
-from checkpoint.config import Experts
 from engine.experts import Mixture
 from engine.linear import FORMATS
 from engine.load import load_engine
 from engine.mlp import GatedMlp
+from models.config import Experts
 from tests.engine.driving import answers, greedy, needs_bfloat16, random_prompts, scored, settings
 from tests.engine.tiny_models import VOCAB, save_mxfp4, save_tiny
 

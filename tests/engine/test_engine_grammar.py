@@ -9,7 +9,8 @@ from llguidance import LLMatcher
 from msgspec import structs
 from tokenizers import Tokenizer
 
-from checkpoint import guidance, open_checkpoint
+from checkpoint import grammar_compiler as guidance
+from checkpoint import open_checkpoint
 from contracts.errors import RequestError
 from contracts.events import FinishReason, Token
 from contracts.ids import RequestId

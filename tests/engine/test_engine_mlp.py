@@ -7,12 +7,12 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from checkpoint.config import Experts
-from checkpoint.huggingface import model_config
+from checkpoint.huggingface.folder import model_config
 from engine.decoder import Decoder, DecoderWeights, LayerWeights
 from engine.experts import Mixture
 from engine.linear import FORMATS, PhasedLinear
 from engine.mlp import _PART_ROWS, ClampedMlp, GatedMlp, Mlp
+from models.config import Experts
 
 NUM_ROWS, INNER = 23, 8192  # a thread's share ends within a vector
 

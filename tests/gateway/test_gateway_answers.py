@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from checkpoint.gguf_tokenizer import build_tokenizer
+from checkpoint.gguf.tokenizer import build_tokenizer
 from contracts.events import Finished, FinishReason, Token, Tokens
 from contracts.ids import Epoch, RequestId
 from contracts.sampling import SamplingParams

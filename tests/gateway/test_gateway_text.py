@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from checkpoint.gguf_tokenizer import build_tokenizer
+from checkpoint.gguf.tokenizer import build_tokenizer
 from contracts.events import Failed, Finished, FinishReason, Prefilled, PromptScored, PromptToken, Token, Tokens
 from contracts.ids import Epoch, RequestId
 from gateway.detokenizer import Detokenizer

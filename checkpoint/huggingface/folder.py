@@ -10,15 +10,15 @@ from typing import Any
 
 from tokenizers import AddedToken, Tokenizer
 
-from checkpoint.amounts import is_whole, require_amount, require_count, require_head_dim
 from checkpoint.checkpoint import Advice, Checkpoint, WeightFormat
-from checkpoint.config import Experts, ModelConfig, RopeScaling, YarnScaling
-from checkpoint.families import family_of
-from checkpoint.families.family import Family
-from checkpoint.llama4 import llama4_fields, text_part
+from checkpoint.huggingface.safetensors_index import tensor_files
 from checkpoint.quantization import Quantization, Scheme, read_quantization
-from checkpoint.safetensors_index import tensor_files
+from checkpoint.validation import is_whole, require_amount, require_count, require_head_dim
 from contracts.errors import ConfigError
+from models.config import Experts, ModelConfig, RopeScaling, YarnScaling
+from models.family import Family
+from models.llama4 import llama4_fields, text_part
+from models.registry import family_of
 
 _COUNTS = (
     *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),

@@ -1,15 +1,18 @@
-"""The architectures that the engine can run: one file each, found by being here."""
+"""The registry of architectures that the engine can run: one file of this folder each, found by being here."""
 
 import importlib
 import pkgutil
 
-from checkpoint.families.family import Family
+import models
 from contracts.errors import ConfigError
+from models.family import Family
+
+_NO_FAMILIES = {"config", "family", "registry"}
 
 FAMILIES: dict[str, Family] = {
-    name: importlib.import_module(f"{__name__}.{name}").FAMILY
-    for _, name, _ in pkgutil.iter_modules(__path__)
-    if name != "family"
+    name: importlib.import_module(f"models.{name}").FAMILY
+    for _, name, _ in pkgutil.iter_modules(models.__path__)
+    if name not in _NO_FAMILIES
 }
 
 

@@ -9,7 +9,7 @@ class Family:
 
     `qkv_bias`: q, k and v have one. `qk_norm`: q and k of each head are normalised before rope. `experts`: layers have
     mixtures of them. `as_gpt_oss`: and its attention: sinks, windows, biases. `as_llama4`: what
-    checkpoint.llama4 reads. `rope_theta`, `head_dim`, `window`, `first_window`: where config.json does not say, as in
+    models.llama4 reads. `rope_theta`, `head_dim`, `window`, `first_window`: where config.json does not say, as in
     transformers; `head_dim` is None where it follows from the hidden size.
 
     `window` is None where the family has none. `switches_window`: only where config.json says

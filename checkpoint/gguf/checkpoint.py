@@ -7,13 +7,13 @@ from typing import Any
 
 import numpy as np
 
-from checkpoint.amounts import is_whole, require_amount, require_count, require_head_dim
 from checkpoint.checkpoint import Checkpoint, WeightFormat
-from checkpoint.config import ModelConfig, RopeScaling
-from checkpoint.families import family_of
-from checkpoint.gguf_file import GgufFile
-from checkpoint.gguf_tokenizer import adds_bos, build_tokenizer
+from checkpoint.gguf.file import GgufFile
+from checkpoint.gguf.tokenizer import adds_bos, build_tokenizer
+from checkpoint.validation import is_whole, require_amount, require_count, require_head_dim
 from contracts.errors import ConfigError
+from models.config import ModelConfig, RopeScaling
+from models.registry import family_of
 
 _SCALES = ("rope.scale_linear", "attention.scale", "embedding_scale", "residual_scale", "logit_scale")
 """Of an architecture's metadata: what multiplies positions, scores or activations."""

@@ -74,7 +74,7 @@ class Tuning:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Shapes and constants of one model. `family` names a file in checkpoint/families; `max_model_len` is in tokens;
+    """Shapes and constants of one model. `family` names a file in models/; `max_model_len` is in tokens;
     `intermediate_size` is that of layers without experts. Tokens of `windowed_layers` see the newest `window` tokens,
     themselves included, or, where `segment` is there, those that came since its last multiple. `sinks`: each head has a
     logit that no token owns.

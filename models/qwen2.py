@@ -1,5 +1,5 @@
 """Qwen2 and Qwen2.5 (Yang et al. 2024): biases on q, k and v."""
 
-from checkpoint.families.family import Family
+from models.family import Family
 
 FAMILY = Family("Qwen2ForCausalLM", "qwen2", qkv_bias=True, window=4096, switches_window=True, first_window=28)

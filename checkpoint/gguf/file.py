@@ -11,7 +11,7 @@ from typing import Any, Self
 import numpy as np
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
-from checkpoint.amounts import is_whole
+from checkpoint.validation import is_whole
 from contracts.errors import ConfigError
 
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}

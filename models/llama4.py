@@ -1,9 +1,12 @@
-"""What sets a Llama 4 apart in its config.json."""
+"""Llama 4 (Meta 2025), its text part: mixtures with a shared expert, attention in segments, layers without rope."""
 
 from typing import Any
 
-from checkpoint.config import Experts, Tuning
 from contracts.errors import ConfigError
+from models.config import Experts, Tuning
+from models.family import Family
+
+FAMILY = Family("Llama4ForCausalLM", "llama4", as_llama4=True, head_dim=128, rope_theta=500000.0)
 
 _MULTIMODAL, _TEXT = "Llama4ForConditionalGeneration", "Llama4ForCausalLM"
 # Pages of the KV cache have at most so many tokens, and a segment starts with one.

@@ -1,5 +1,5 @@
 """Mistral (Jiang et al. 2023), in the versions without a sliding window. Its GGUF files say "llama"."""
 
-from checkpoint.families.family import Family
+from models.family import Family
 
 FAMILY = Family("MistralForCausalLM", "mistral", window=4096)

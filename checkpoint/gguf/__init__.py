@@ -1,0 +1,1 @@
+"""A GGUF file: its header, its tensors and the tokenizer in it."""
