@@ -19,12 +19,13 @@ from bench.oracle import greedy, oracle
 from bench.result import Row, write_result
 from contracts.ids import RequestId
 from contracts.sampling import SamplingParams
-from engine.batch import Piece
+from engine.cpu.linear import FORMATS
 from engine.engine import Engine
-from engine.linear import FORMATS
-from engine.load import load_engine
-from engine.messages import EngineRequest, EngineSettings
+from engine.loader import load_engine
+from engine.messages import EngineRequest
+from engine.scheduler.batch import Piece
 from engine.sequence import Sequence
+from engine.settings import EngineSettings
 
 _TOPICS = (
     "the capital of France", "why the sky is blue", "a poem about the sea", "how bread is baked", "the number 17",

@@ -22,8 +22,7 @@ from bench.oracle import oracle
 from bench.result import Row, write_result
 from contracts.ids import RequestId
 from contracts.sampling import SamplingParams
-from engine.engine import Engine
-from engine.linear import (
+from engine.cpu.linear import (
     FORMATS,
     BFloat16Linear,
     Float16Linear,
@@ -33,8 +32,10 @@ from engine.linear import (
     Pack,
     pack_int4_if_exact,
 )
-from engine.load import load_engine
-from engine.messages import EngineRequest, EngineSettings
+from engine.engine import Engine
+from engine.loader import load_engine
+from engine.messages import EngineRequest
+from engine.settings import EngineSettings
 from kernels.cpu.isa import apply_isa, probe_isa
 
 NUM_DECODED, NUM_STREAMS, NUM_PROMPT = 48, 16, 1024

@@ -29,9 +29,10 @@ from bench.random_model import SHAPES, STORED, open_random
 from bench.result import Row, share_of_limit, write_result
 from contracts.ids import RequestId
 from contracts.sampling import SamplingParams
-from engine.cuda.load import load_device_engine
+from engine.cuda.loader import load_device_engine
 from engine.engine import Engine
-from engine.messages import EngineRequest, EngineSettings
+from engine.messages import EngineRequest
+from engine.settings import EngineSettings
 from kernels import caps, catalog
 from kernels.specs import AttnSpec
 from kernels.timing import eager_us

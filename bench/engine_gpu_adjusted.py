@@ -28,9 +28,9 @@ from bench.engine_gpu import NUM_STEPS, PROMPT, answering, host_ms, idle_share, 
 from bench.random_model import SHAPES, byte_tokenizer, open_random
 from bench.result import Row, write_result
 from contracts.sampling import SamplingParams
-from engine.cuda.load import load_device_engine
+from engine.cuda.loader import load_device_engine
 from engine.engine import Engine
-from engine.messages import EngineSettings
+from engine.settings import EngineSettings
 from kernels import caps
 
 BATCHES = (1, 8, 64)

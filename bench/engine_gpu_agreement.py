@@ -23,8 +23,9 @@ from checkpoint import open_checkpoint
 from contracts.ids import RequestId
 from contracts.sampling import SamplingParams
 from engine.engine import Engine
-from engine.load import load_engine
-from engine.messages import EngineRequest, EngineSettings
+from engine.loader import load_engine
+from engine.messages import EngineRequest
+from engine.settings import EngineSettings
 
 PROMPTS = (
     "Why is the sky blue?",

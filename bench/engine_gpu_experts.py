@@ -25,17 +25,18 @@ from bench.result import Row, write_result
 from contracts.ids import RequestId
 from contracts.sampling import SamplingParams
 from engine.backend import Backend
-from engine.cuda.load import load_device_engine
-from engine.decoder import Decoder
+from engine.cache.sizing import kv_layout
+from engine.cpu.decoder import Decoder
+from engine.cpu.kv_cache import KVCache
+from engine.cpu.linear import FORMATS
+from engine.cpu.runner import CpuRunner
+from engine.cpu.weights import load_weights
+from engine.cuda.loader import load_device_engine
 from engine.engine import Engine
-from engine.kv_cache import KVCache
-from engine.linear import FORMATS
-from engine.loading import load_weights
-from engine.messages import EngineRequest, EngineSettings
-from engine.runner import CpuRunner
-from engine.sampler import Sampler
-from engine.sizing import kv_layout
-from engine.weights import Cut
+from engine.messages import EngineRequest
+from engine.model_loader.checkpoint_weights import Cut
+from engine.sampling.sampler import Sampler
+from engine.settings import EngineSettings
 from kernels import caps
 from models.config import Experts, ModelConfig
 

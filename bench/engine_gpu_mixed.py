@@ -35,11 +35,11 @@ from bench.limits import FP8_ROW_RATE
 from bench.random_model import SHAPES, open_random
 from bench.result import Row, write_result
 from engine.backend import Backend
-from engine.cuda.drawing import DeviceSampler, Drawer
-from engine.cuda.load import Builder
+from engine.cuda.device_sampler import DeviceSampler, Drawer
+from engine.cuda.loader import Builder
 from engine.cuda.runner import DeviceRunner
 from engine.engine import Engine
-from engine.messages import EngineSettings
+from engine.settings import EngineSettings
 from kernels import caps, catalog
 
 ANSWERS, CHUNKS = (4, 16, 64), (128, 256, 512, 1024, 2048)

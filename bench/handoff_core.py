@@ -29,9 +29,10 @@ from core.ledger import Ledger
 from core.link import FrontGone, FrontLink
 from core.loop import Core
 from core.messages import Start
-from engine.cuda.load import load_device_engine
+from engine.cuda.loader import load_device_engine
 from engine.engine import Engine
-from engine.messages import EngineSettings, Started, StepOutput, Watcher
+from engine.messages import Started, StepOutput, Watcher
+from engine.settings import EngineSettings
 from kv_transfer.events import ChunkLanded, TransferEvent
 from kv_transfer.incoming import IncomingLink
 from kv_transfer.node import TransferNode

@@ -38,7 +38,7 @@ from bench.handoff_kills import kills
 from bench.handoff_pages import LAYOUT, NVLINK_RATE, RAW_BLOCKS, WIDE, fill, holds, raw_pool
 from bench.handoff_staged import staged
 from bench.result import Row, write_result
-from engine.cuda.pages import DevicePages
+from engine.cuda.kv.transfer_pool import DevicePages
 from kernels import caps
 
 STAGES = (

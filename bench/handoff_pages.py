@@ -6,8 +6,8 @@ import msgspec
 import torch
 
 from contracts.layout import KVLayout
-from engine.cuda.memory import Memory, allocate
-from engine.cuda.pages import DevicePages
+from engine.cuda.kv.transfer_pool import DevicePages
+from engine.cuda.runtime.shared_memory import Memory, allocate
 from kernels import caps, catalog
 from kernels.reference.quant import to_e4m3
 

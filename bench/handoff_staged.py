@@ -32,7 +32,7 @@ from contracts.handoff import Commit, Grant, Offer
 from contracts.ids import BlockId, Epoch, Incarnation, RequestId, WorkerId
 from contracts.layout import KVLayout
 from contracts.request import WorkerRef
-from engine.cuda.pages import DevicePages
+from engine.cuda.kv.transfer_pool import DevicePages
 from kv_transfer.events import ChunkLanded, Message, PeerLost
 from kv_transfer.node import TransferNode
 from kv_transfer.settings import TransferSettings

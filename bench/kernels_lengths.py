@@ -13,7 +13,7 @@ import torch
 
 from bench.limits import READ_RATE
 from bench.result import Row, write_result
-from engine.cuda.inputs import batch_buckets, bucket_for, context_buckets
+from engine.cuda.inputs.batch_inputs import batch_buckets, bucket_for, context_buckets
 from kernels import caps, catalog
 from kernels.cases import Call, fused_attn_case
 from kernels.specs import FusedAttnSpec

@@ -5,7 +5,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Pr
 
 from checkpoint import Checkpoint
 from checkpoint.checkpoint import WeightFormat
-from engine.weights import open_weights
+from engine.model_loader.checkpoint_weights import open_weights
 
 
 def oracle(checkpoint: Checkpoint, dtype: torch.dtype = torch.float32) -> PreTrainedModel:

@@ -15,8 +15,8 @@ from bench.client import session
 from bench.oracle import greedy, oracle
 from bench.result import Row, write_result
 from bench.system import System, running
-from engine.load import load_engine
-from engine.messages import EngineSettings
+from engine.loader import load_engine
+from engine.settings import EngineSettings
 
 CHUNKED = {"TANDEM_MAX_BATCHED_TOKENS": "64"}
 

@@ -9,8 +9,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from checkpoint.checkpoint import Checkpoint, WeightFormat
 from checkpoint.quantization import Quantization, Scheme
-from engine.quantized import QuantizedMatrices
-from engine.weights import Cut, WeightSource
+from engine.model_loader.checkpoint_weights import Cut, WeightSource
+from engine.model_loader.quantized_matrices import QuantizedMatrices
 from models.config import Experts, ModelConfig, Tuning, YarnScaling
 
 LLAMA_8B = ModelConfig(
@@ -143,8 +143,8 @@ def random_checkpoint(name: str, config: ModelConfig, quantization: Quantization
 
 
 class RandomWeights:
-    """A weight source (engine.weights) of normal numbers, 0.02 wide; norm gains and sinks around 1. MXFP4: any bytes,
-    times 2 ** -7; so are the codes of INT4. `quantization`: how dense matrices are stored.
+    """A weight source (engine.model_loader.checkpoint_weights) of normal numbers, 0.02 wide; gains and sinks around
+    1. MXFP4: any bytes, times 2 ** -7; so are the codes of INT4. `quantization`: how dense matrices are stored.
     """
 
     interleaved = False

@@ -20,8 +20,8 @@ from bench.engine import NUM_DECODED, NUM_STREAMS, decode
 from bench.result import Row, write_result
 from bench.system import System, running
 from engine.engine import Engine
-from engine.load import load_engine
-from engine.messages import EngineSettings
+from engine.loader import load_engine
+from engine.settings import EngineSettings
 from kernels.cpu.isa import apply_isa, probe_isa
 
 PROMPT_TOKENS = (128, 1024, 4096)

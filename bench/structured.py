@@ -28,8 +28,9 @@ from contracts.events import FinishReason
 from contracts.ids import RequestId
 from contracts.sampling import SamplingParams
 from engine.engine import Engine
-from engine.load import load_engine
-from engine.messages import EngineRequest, EngineSettings
+from engine.loader import load_engine
+from engine.messages import EngineRequest
+from engine.settings import EngineSettings
 from kernels.cpu.isa import apply_isa, probe_isa
 
 MAX_TOKENS, AT_ONCE, ROUNDS = 200, 16, 5

@@ -33,7 +33,7 @@ PROMPTS_SHARE = 0.25
 
 
 def beside_answers(mixed_tokens: int, num_answers: int) -> float:
-    """Tokens of prompts in a step of `mixed_tokens`, one of each answer among them (engine.scheduler.Limits)."""
+    """Tokens of prompts in a step of `mixed_tokens`, one of each answer among them."""
     return max(mixed_tokens - num_answers, mixed_tokens * PROMPTS_SHARE)
 
 

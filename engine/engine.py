@@ -29,18 +29,15 @@ from contracts.errors import OutOfBlocks, Overloaded, RequestError, TandemError
 from contracts.events import FinishReason, Token
 from contracts.ids import BlockId, RequestId
 from contracts.layout import KVLayout
-from engine.backend import Backend
-from engine.batch import Piece
-from engine.block_pool import BlockPool
-from engine.flight import Flight
-from engine.grammar import PATIENCE_S, Grammars
+from engine.backend import Backend, Computed
+from engine.cache.block_pool import BlockPool
+from engine.in_flight import Flight
 from engine.messages import (
     ChunkComing,
     ChunkDone,
     Ended,
     EngineFailure,
     EngineRequest,
-    EngineSettings,
     EngineStats,
     Reservation,
     Sampled,
@@ -48,10 +45,12 @@ from engine.messages import (
     StepOutput,
     Watcher,
 )
-from engine.pace import Pace, kind_of
-from engine.runner import Computed
-from engine.scheduler import Claim, Limits, Scheduler
+from engine.sampling.grammar_masks import PATIENCE_S, Grammars
+from engine.scheduler.batch import Piece
+from engine.scheduler.launch_pacer import Pace, kind_of
+from engine.scheduler.scheduler import Claim, Limits, Scheduler
 from engine.sequence import Sequence, Status
+from engine.settings import EngineSettings
 
 _log = logging.getLogger(__name__)
 
@@ -65,7 +64,7 @@ to be computed again, enters then.
 
 
 class Engine:
-    """See the module's docstring. Built by engine.load.load_engine."""
+    """See the module's docstring. Built by engine.loader.load_engine."""
 
     def __init__(
         self,

@@ -20,8 +20,8 @@ from checkpoint.gguf.file import GgufFile
 from checkpoint.huggingface.safetensors_index import tensor_files
 from contracts.errors import ConfigError, TandemError
 from coordinator.redis_server import RedisServer, find_server, hide_password
-from engine.cuda.choice import experts_changed, kept_as, resolve_device_dtype
-from engine.cuda.footprint import least_weights_nbytes
+from engine.cuda.model.format_choice import experts_changed, kept_as, resolve_device_dtype
+from engine.cuda.model.memory_footprint import least_weights_nbytes
 from process.memory_limit import available_nbytes, limit_nbytes
 from service.version import release
 from tandem.gpus import Gpu, count_gpus, look_at, what_holds
@@ -104,8 +104,8 @@ def _versions(options: argparse.Namespace) -> Iterator[tuple[str, Level]]:
 
 def _cpu(options: argparse.Namespace) -> Iterator[tuple[str, Level]]:
     # Here and in _gpu: torch takes seconds to import, and the findings before it should not wait.
-    from engine.load import open_weights, resolve_dtype
-    from engine.messages import EngineSettings
+    from engine.loader import open_weights, resolve_dtype
+    from engine.settings import EngineSettings
     from kernels.cpu.isa import apply_isa, is_bfloat16_fast, probe_isa
 
     lines = Path("/proc/cpuinfo").read_text().splitlines()

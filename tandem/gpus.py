@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from checkpoint import Checkpoint, ModelConfig
 from contracts.errors import ConfigError
-from engine.cuda.choice import resolve_device_dtype
-from engine.cuda.footprint import least_weights_nbytes
+from engine.cuda.model.format_choice import resolve_device_dtype
+from engine.cuda.model.memory_footprint import least_weights_nbytes
 from engine.device import gpu_index
 from tandem.settings import UpSettings
 
@@ -140,7 +140,10 @@ def what_holds(checkpoint: Checkpoint, dtype: str, nbytes: int) -> str:
 
 
 def _is_shared_by(num_gpus: int, config: ModelConfig) -> bool:
-    from engine.shards import Shard, shard_config  # here, because torch takes seconds to import
+    from engine.model_loader.tensor_parallel_shards import (  # here, because torch takes seconds to import
+        Shard,
+        shard_config,
+    )
 
     try:
         shard_config(config, Shard(0, num_gpus))

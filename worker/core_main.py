@@ -18,8 +18,8 @@ from core.messages import CoreFailed, CoreReady, Loading, Start, Stop
 from core.role import Role
 from decode_svc import DecodeRole
 from engine.engine import Engine
-from engine.load import load_engine, resolve_device
-from engine.messages import EngineSettings
+from engine.loader import load_engine, resolve_device
+from engine.settings import EngineSettings
 from kv_transfer.node import TransferNode
 from kv_transfer.settings import TransferSettings
 from kv_transfer.transports.registry import device_staging_nbytes

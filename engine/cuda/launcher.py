@@ -12,22 +12,22 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.cuda.attention import DeviceAttention, in_two
-from engine.cuda.beside import DecodesBeside
-from engine.cuda.cache import DeviceCache, LayerCache
-from engine.cuda.capture import Holder, Launch, capturing, expected_nbytes, free_nbytes
-from engine.cuda.chunks import Chunks
-from engine.cuda.drawing import Drawer
-from engine.cuda.endings import Endings
-from engine.cuda.inputs import PromptRows, Queries, tails_of
-from engine.cuda.rows import PassRows
-from engine.cuda.state import DecodeState
-from engine.cuda.steps import DecodeSteps, StepKey
-from engine.cuda.transformer import Asked, Attend, Transformer
-from engine.cuda.upload import upload_all
-from engine.cuda.weights import Sight
-from engine.runner import Written, unheard
-from engine.scoring import Scores
+from engine.backend import Written, unheard
+from engine.cuda.device_sampler import Drawer
+from engine.cuda.graphs.decode_graphs import DecodeSteps, StepKey
+from engine.cuda.graphs.last_layer_graphs import Endings
+from engine.cuda.graphs.mixed_batch_attention import DecodesBeside
+from engine.cuda.graphs.prefill_graphs import Chunks
+from engine.cuda.graphs.prefill_rows import PassRows
+from engine.cuda.inputs.batch_inputs import PromptRows, Queries, tails_of
+from engine.cuda.inputs.decode_state import DecodeState
+from engine.cuda.kv.kv_cache import DeviceCache, LayerCache
+from engine.cuda.model.attention import DeviceAttention, in_two
+from engine.cuda.model.transformer import Asked, Attend, Transformer
+from engine.cuda.model.weights import Sight
+from engine.cuda.runtime.graph_capture import Holder, Launch, capturing, expected_nbytes, free_nbytes
+from engine.cuda.runtime.upload import upload_all
+from engine.sampling.prompt_logprobs import Scores
 
 Score = Callable[[Iterable[Tensor]], tuple[Scores, ...]]
 """Takes the logits of DeviceBatch.scored, all of them, one after the other."""
@@ -124,7 +124,7 @@ class Launcher:
     @torch.inference_mode()
     def launch(self, batch: DeviceBatch, score: Score, written: Written = unheard) -> Launched:
         """Decodes as a step. Beside prompts they are rows of the same pass: all weights are read once for both.
-        `written`: see engine.runner.Runner.
+        `written`: see engine.cpu.runner.Runner.
         """
         if batch.prompts is not None:
             return self._with_prompts(batch, batch.prompts, score, written)

@@ -11,15 +11,15 @@ import numpy as np
 import torch
 
 from contracts.ids import RequestId
-from engine.batch import Piece
-from engine.cuda.drawing import DeviceDrawn, DeviceSampler, Likeliest, to_host
-from engine.cuda.inputs import DecodeRows, block_tables, decode_rows, num_decodes, prompt_rows
+from engine.backend import Computed, Written, unheard
+from engine.cuda.device_sampler import DeviceDrawn, DeviceSampler, Likeliest, to_host
+from engine.cuda.graphs.decode_graphs import StepKey
+from engine.cuda.inputs.batch_inputs import DecodeRows, block_tables, decode_rows, num_decodes, prompt_rows
+from engine.cuda.inputs.decode_state import give, pack
+from engine.cuda.inputs.sampling_columns import columns, is_greedy
 from engine.cuda.launcher import DeviceBatch, Draw, Launcher, unscored
-from engine.cuda.sampling import columns, is_greedy
-from engine.cuda.state import give, pack
-from engine.cuda.steps import StepKey
-from engine.runner import Computed, Written, unheard
-from engine.scoring import ROWS, score, spans
+from engine.sampling.prompt_logprobs import ROWS, score, spans
+from engine.scheduler.batch import Piece
 from engine.sequence import Sequence
 
 
@@ -38,7 +38,7 @@ class Prepared:
 
 
 Tell = Callable[[DeviceBatch | Draw], AbstractContextManager[object]]
-"""Within, a batch is launched that those who compute with this process were told of: engine.cuda.followers."""
+"""Within, a batch is launched that those who compute with this process were told of: engine.cuda.tensor_parallel."""
 
 
 class DeviceRunner:

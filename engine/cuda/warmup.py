@@ -6,9 +6,9 @@ from collections.abc import Sequence as SequenceOf
 from contracts.ids import BlockId, RequestId
 from contracts.layout import KVLayout
 from contracts.sampling import SamplingParams
-from engine.batch import Piece
-from engine.cuda.attention import MANY_KEYS, MAX_FEW
+from engine.cuda.model.attention import MANY_KEYS, MAX_FEW
 from engine.cuda.runner import DeviceRunner
+from engine.scheduler.batch import Piece
 from engine.sequence import Sequence
 
 _GREEDY = SamplingParams(max_tokens=1, seed=0, temperature=0.0)

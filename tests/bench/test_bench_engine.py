@@ -8,8 +8,8 @@ import torch
 from bench import engine as engine_bench
 from bench.agreement import Gold, answers, compare, gold, prompts, teacher_forced
 from bench.engine import _rows, decode, prefill, submit, weight_nbytes
-from engine.linear import FORMATS
-from engine.load import load_engine
+from engine.cpu.linear import FORMATS
+from engine.loader import load_engine
 from tests.engine.driving import settings
 from tests.engine.tiny_models import save_tiny
 

@@ -18,10 +18,10 @@ from bench.engine_gpu import (
 )
 from bench.random_model import LLAMA_8B, STORED, RandomWeights, random_checkpoint
 from contracts.sampling import SamplingParams
-from engine.cuda.formats import DEVICE_FORMATS
-from engine.cuda.load import load_device_engine
-from engine.cuda.weights import load_device_weights
-from engine.messages import EngineSettings
+from engine.cuda.loader import load_device_engine
+from engine.cuda.model.number_formats import DEVICE_FORMATS
+from engine.cuda.model.weights import load_device_weights
+from engine.settings import EngineSettings
 from tests.engine.driving import answers
 
 TINY = replace(

@@ -8,8 +8,8 @@ from msgspec import structs
 from bench.engine_gpu_adjusted import PLAIN, cases, word_tokenizer
 from bench.model_folder import TINY
 from bench.random_model import RandomWeights, random_checkpoint
-from engine.cuda.load import load_device_engine
-from engine.messages import EngineSettings
+from engine.cuda.loader import load_device_engine
+from engine.settings import EngineSettings
 from tests.engine.driving import answers
 
 NUM_TOKENS = 24

@@ -8,8 +8,8 @@ import torch
 from bench.engine_gpu import submit
 from bench.engine_gpu_experts import SMALL, agreed, agreement_rows, flops_per_token, limit_ms, tokens_seen
 from bench.random_model import GPT_OSS_20B, LLAMA4_MAVERICK, QWEN3_30B_A3B, RandomWeights, random_checkpoint
-from engine.cuda.load import load_device_engine
-from engine.messages import EngineSettings
+from engine.cuda.loader import load_device_engine
+from engine.settings import EngineSettings
 from models.config import Experts
 
 TINY = replace(

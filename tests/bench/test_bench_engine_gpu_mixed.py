@@ -5,8 +5,8 @@ import torch
 from bench import engine_gpu_mixed
 from bench.model_folder import TINY
 from bench.random_model import RandomWeights, random_checkpoint
-from engine.cuda.load import load_device_engine
-from engine.messages import EngineSettings
+from engine.cuda.loader import load_device_engine
+from engine.settings import EngineSettings
 
 
 def test_a_prompt_is_computed_beside_answers_so_much_a_step(monkeypatch):

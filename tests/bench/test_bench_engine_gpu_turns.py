@@ -6,8 +6,8 @@ from bench.engine_gpu import random_requests
 from bench.engine_gpu_turns import NUM_TURNS, first_token_ms, measure
 from bench.model_folder import TINY
 from bench.random_model import RandomWeights, random_checkpoint
-from engine.cuda.load import load_device_engine
-from engine.messages import EngineSettings
+from engine.cuda.loader import load_device_engine
+from engine.settings import EngineSettings
 
 
 def test_of_each_turn_only_what_is_new_is_computed():

@@ -8,8 +8,8 @@ from bench.model_folder import LAYERS_A_FILE, TINY, tensor_names, wide_tokenizer
 from bench.random_model import LLAMA_8B
 from checkpoint import open_checkpoint
 from contracts.sampling import SamplingParams
-from engine.load import load_engine
-from engine.messages import EngineSettings
+from engine.loader import load_engine
+from engine.settings import EngineSettings
 from tests.engine.driving import answers
 
 

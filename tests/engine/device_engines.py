@@ -13,16 +13,16 @@ from checkpoint import open_checkpoint
 from contracts.events import Token
 from contracts.ids import RequestId
 from contracts.sampling import SamplingParams
-from engine.batch import Piece
-from engine.cuda.beside import DecodesBeside
-from engine.cuda.capture import Launch
-from engine.cuda.chunks import Chunks
-from engine.cuda.endings import Endings
-from engine.cuda.load import load_device_engine
-from engine.cuda.remote import RemotePages
+from engine.backend import Runner
+from engine.cuda.graphs.last_layer_graphs import Endings
+from engine.cuda.graphs.mixed_batch_attention import DecodesBeside
+from engine.cuda.graphs.prefill_graphs import Chunks
+from engine.cuda.kv.peer_pool import RemotePages
+from engine.cuda.loader import load_device_engine
 from engine.cuda.runner import DeviceRunner
+from engine.cuda.runtime.graph_capture import Launch
 from engine.engine import Engine
-from engine.runner import Runner
+from engine.scheduler.batch import Piece
 from engine.sequence import Sequence
 from tests.engine.driving import drain, greedy, request, settings, tokens_of
 

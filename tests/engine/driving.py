@@ -12,8 +12,9 @@ import torch
 from contracts.ids import RequestId
 from contracts.sampling import SamplingParams
 from engine.engine import Engine
-from engine.load import load_engine
-from engine.messages import EngineRequest, EngineSettings, StepOutput
+from engine.loader import load_engine
+from engine.messages import EngineRequest, StepOutput
+from engine.settings import EngineSettings
 
 needs_bfloat16 = pytest.mark.skipif(
     not torch.ops.mkldnn._is_mkldnn_bf16_supported(),

@@ -6,7 +6,7 @@ from functools import partial
 
 import pytest
 
-from engine.cuda.capture import Record, expected_nbytes
+from engine.cuda.runtime.graph_capture import Record, expected_nbytes
 
 MIB = 1 << 20
 

@@ -7,7 +7,7 @@ from llguidance import LLMatcher
 from bench.oracle import greedy as oracle_greedy
 from contracts.sampling import SamplingParams
 from engine.cuda.runner import DeviceRunner
-from engine.load import load_engine
+from engine.loader import load_engine
 from kernels.cases import relative_error
 from tests.engine.device_engines import (
     FUSIBLE,
@@ -88,7 +88,7 @@ def test_kernels_compute_what_the_reference_does(steady, dtype, bound):
 @pytest.mark.parametrize("dtype", ["float8", "float8-head"])
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
 def test_the_fused_step_computes_what_the_reference_does(tmp_path_factory, monkeypatch, family, dtype):
-    monkeypatch.setattr("engine.cuda.choice.MIN_FP8_HIDDEN", 0)
+    monkeypatch.setattr("engine.cuda.model.format_choice.MIN_FP8_HIDDEN", 0)
     folder = fusible_folder(tmp_path_factory, family)
     expected = card_logits(engine_of(folder, dtype, "cpu"))
     assert relative_error(card_logits(engine_of(folder, dtype)), expected) < 0.15

@@ -10,10 +10,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from contracts.ids import RequestId
 from contracts.sampling import SamplingParams
-from engine.adjusting import Adjustment, Wishes
-from engine.cuda.drawing import DeviceSampler, Drawer
-from engine.cuda.load import LOGIT_NBYTES
-from engine.sampler import Sampler
+from engine.cuda.device_sampler import DeviceSampler, Drawer
+from engine.cuda.loader import LOGIT_NBYTES
+from engine.sampling.logits_processors import Adjustment, Wishes
+from engine.sampling.sampler import Sampler
 from engine.sequence import Sequence
 from kernels import catalog
 from kernels.caps import Caps

@@ -18,25 +18,25 @@ from contracts.errors import ConfigError
 from contracts.events import Token
 from contracts.ids import RequestId
 from contracts.sampling import SamplingParams
-from engine.batch import Piece
-from engine.cuda.attention import DeviceAttention, are_few
-from engine.cuda.choice import smooths_keys
-from engine.cuda.drawing import DeviceDrawn, Likeliest
-from engine.cuda.formats import DEVICE_FORMATS
-from engine.cuda.fused import is_fusible
+from engine.backend import unheard
+from engine.cuda.device_sampler import DeviceDrawn, Likeliest
+from engine.cuda.inputs.decode_state import DecodeState
+from engine.cuda.inputs.sampling_columns import columns, draw_keys
 from engine.cuda.launcher import Launcher
-from engine.cuda.load import require_kernels
-from engine.cuda.memory import HostMemory, cuda_allocated
+from engine.cuda.loader import require_kernels
+from engine.cuda.model.attention import DeviceAttention, are_few
+from engine.cuda.model.format_choice import smooths_keys
+from engine.cuda.model.fused_decode import is_fusible
+from engine.cuda.model.number_formats import DEVICE_FORMATS
+from engine.cuda.model.weights import load_device_weights, quantize_finely, quantize_rows
 from engine.cuda.runner import DeviceRunner
-from engine.cuda.runtime import OUT_OF_MEMORY
-from engine.cuda.sampling import columns, draw_keys
-from engine.cuda.state import DecodeState
-from engine.cuda.weights import load_device_weights, quantize_finely, quantize_rows
-from engine.load import load_engine
-from engine.pace import WAKING_S
-from engine.runner import unheard
+from engine.cuda.runtime.bindings import OUT_OF_MEMORY
+from engine.cuda.runtime.shared_memory import HostMemory, cuda_allocated
+from engine.loader import load_engine
+from engine.model_loader.checkpoint_weights import open_weights
+from engine.scheduler.batch import Piece
+from engine.scheduler.launch_pacer import WAKING_S
 from engine.sequence import Sequence
-from engine.weights import open_weights
 from kernels import catalog
 from kernels.caps import Caps
 from kernels.cases import relative_error
@@ -111,14 +111,14 @@ def test_rounding_sparingly_brings_logits_nearer(tmp_path, monkeypatch):
     save_tiny(tmp_path, "llama")
     expected = logits_of(device_engine(tmp_path, "float32"), PROMPTS)
     sparing = relative_error(logits_of(device_engine(tmp_path, "float8"), PROMPTS), expected)
-    monkeypatch.setattr("engine.cuda.weights.rounds_sparingly", lambda _: False)
+    monkeypatch.setattr("engine.cuda.model.weights.rounds_sparingly", lambda _: False)
     rounded = relative_error(logits_of(device_engine(tmp_path, "float8"), PROMPTS), expected)
     assert sparing < 0.9 * rounded
 
 
 @pytest.mark.parametrize("family", ["qwen2", "qwen3_moe", "gpt_oss", "llama4"])
 def test_products_left_unscaled_take_their_bias_and_head_norms_behind(tmp_path, monkeypatch, family):
-    monkeypatch.setattr("engine.cuda.weights.rounds_sparingly", lambda _: False)
+    monkeypatch.setattr("engine.cuda.model.weights.rounds_sparingly", lambda _: False)
     asked, get = [], Registry.get
 
     def get_noted(registry, op, spec):
@@ -149,10 +149,10 @@ def test_readers_add_up_the_parts_of_few_rows(tmp_path, monkeypatch, family):
         return get(registry, op, spec)
 
     save_tiny(tmp_path, family, **FUSIBLE)
-    monkeypatch.setattr("engine.cuda.weights.rounds_sparingly", lambda _: False)
-    monkeypatch.setattr("engine.cuda.load.is_fusible", lambda *_: False)
+    monkeypatch.setattr("engine.cuda.model.weights.rounds_sparingly", lambda _: False)
+    monkeypatch.setattr("engine.cuda.loader.is_fusible", lambda *_: False)
     whole = logits_of(device_engine(tmp_path, "float8"), PROMPTS)
-    monkeypatch.setattr("engine.cuda.products.skinny_parts", lambda rows, *_, **__: 2 if rows <= 64 else None)
+    monkeypatch.setattr("engine.cuda.model.linear.skinny_parts", lambda rows, *_, **__: 2 if rows <= 64 else None)
     monkeypatch.setattr(Registry, "get", get_noted)
     parted = logits_of(device_engine(tmp_path, "float8"), PROMPTS)
     kinds = {(kind, parts) for kind in (GemmSpec, RopeSpec, NormSpec) for parts in (1, 2)}
@@ -220,7 +220,7 @@ def test_attention_that_takes_queries_in_e4m3_gets_those_of_prompts_so(folder, m
 
         return noting
 
-    monkeypatch.setattr("engine.cuda.load.is_fusible", lambda *_: False)
+    monkeypatch.setattr("engine.cuda.loader.is_fusible", lambda *_: False)
     plain = device_engine(folder, "float8")
     expected, told = logits_of(plain, PROMPTS), answers(plain, PROMPTS, greedy(8))
     take_e4m3(monkeypatch)
@@ -279,7 +279,7 @@ def test_smooth_keys_bring_logits_nearer(tmp_path, monkeypatch):
     expected = logits_of(device_engine(tmp_path, "float32"), PROMPTS)
     smooth = device_engine(tmp_path, "float8")
     error = relative_error(logits_of(smooth, PROMPTS), expected)
-    monkeypatch.setattr("engine.cuda.load.smooths_keys", lambda _: False)
+    monkeypatch.setattr("engine.cuda.loader.smooths_keys", lambda _: False)
     uneven = device_engine(tmp_path, "float8")
     assert error < 0.8 * relative_error(logits_of(uneven, PROMPTS), expected)
     assert uneven.layout.difference(smooth.layout) == "scales"
@@ -329,7 +329,7 @@ def test_a_searched_scale_cuts_off_nothing_and_leaves_less_of_an_error():
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
 def test_the_fused_step_computes_what_the_plain_one_does(tmp_path, monkeypatch, family):
     save_tiny(tmp_path, family, **FUSIBLE)
-    monkeypatch.setattr("engine.cuda.choice.MIN_FP8_HIDDEN", 0)
+    monkeypatch.setattr("engine.cuda.model.format_choice.MIN_FP8_HIDDEN", 0)
     asked, get = [], Registry.get
 
     def get_noted(registry, op, spec):
@@ -340,7 +340,7 @@ def test_the_fused_step_computes_what_the_plain_one_does(tmp_path, monkeypatch, 
     fused = logits_of(device_engine(tmp_path, "float8"), PROMPTS)
     kinds = {(spec.biased, spec.normed) for spec in asked if isinstance(spec, FusedAttnSpec)}
     assert kinds == {(family == "qwen2", family == "qwen3")}
-    monkeypatch.setattr("engine.cuda.load.is_fusible", lambda *_: False)
+    monkeypatch.setattr("engine.cuda.loader.is_fusible", lambda *_: False)
     plain = logits_of(device_engine(tmp_path, "float8"), PROMPTS)
     assert torch.equal(fused[0], plain[0])
     # Attention's output and the MLP's middle are rounded by other scales; a scale applied wrongly gives 1 and more.
@@ -525,7 +525,7 @@ def test_rows_are_padded_further_where_that_is_faster(folder):
 
 
 def test_chunks_of_more_rows_than_are_held_are_launched_as_they_are(folder, monkeypatch):
-    monkeypatch.setattr("engine.cuda.inputs._MAX_CHUNK_ROWS", 65)
+    monkeypatch.setattr("engine.cuda.inputs.batch_inputs._MAX_CHUNK_ROWS", 65)
     engine, called = device_engine(folder), []
     chunks = chunks_of(engine)
     chunks.hold(lambda launch: lambda: called.append(launch), chunks.sizes)
@@ -787,7 +787,7 @@ def test_the_cache_leaves_what_captured_graphs_will_take(folder, monkeypatch):
     free_of_gpu(monkeypatch, 2500 << 20)
 
     def capacity(captured_mib: int) -> int:
-        monkeypatch.setattr("engine.cuda.load.Builder._captured_nbytes", lambda *_: captured_mib << 20)
+        monkeypatch.setattr("engine.cuda.loader.Builder._captured_nbytes", lambda *_: captured_mib << 20)
         return device_engine(folder, kv_cache_nbytes=None).capacity_tokens
 
     assert capacity(0) == capacity(400) > 2 * capacity(1800) > 0
@@ -813,16 +813,16 @@ def test_the_cache_leaves_what_a_full_step_of_scored_prompts_takes(folder, monke
 def test_the_cache_leaves_what_the_rooms_of_steps_will_take(folder, monkeypatch):
     """They are made behind the cache, as what is captured is. Of 1024 sequences of 8B they took half a GB."""
     free_of_gpu(monkeypatch, 2500 << 20)
-    monkeypatch.setattr("engine.cuda.load.require_kernels", lambda *_: None)
-    monkeypatch.setattr("engine.cuda.load.Builder._captures", True)
-    monkeypatch.setattr("engine.cuda.load.Builder._compile", lambda *_: None)
+    monkeypatch.setattr("engine.cuda.loader.require_kernels", lambda *_: None)
+    monkeypatch.setattr("engine.cuda.loader.Builder._captures", True)
+    monkeypatch.setattr("engine.cuda.loader.Builder._compile", lambda *_: None)
     monkeypatch.setattr(Launcher, "capture", lambda _: None)
     monkeypatch.setattr(Launcher, "expected_nbytes", lambda _: 600 << 20)
-    monkeypatch.setattr("engine.cuda.chunks.Chunks.leave_out_slow", lambda *_: None)
+    monkeypatch.setattr("engine.cuda.graphs.prefill_graphs.Chunks.leave_out_slow", lambda *_: None)
 
     def capacity(rooms_mib: int) -> int:
         left = iter([4000 << 20, 4000 - rooms_mib << 20, 2500 << 20])
-        monkeypatch.setattr("engine.cuda.load.free_nbytes", lambda: next(left))
+        monkeypatch.setattr("engine.cuda.loader.free_nbytes", lambda: next(left))
         return device_engine(folder, kv_cache_nbytes=None).capacity_tokens
 
     assert capacity(0) > 2 * capacity(900) > 0
@@ -838,7 +838,7 @@ def test_nothing_is_made_for_positions_that_no_cache_could_hold(tmp_path, monkey
         rows.append(max_blocks * 64)
         return made(max_rows, max_blocks, *others)
 
-    monkeypatch.setattr("engine.cuda.load.DecodeState", state)
+    monkeypatch.setattr("engine.cuda.loader.DecodeState", state)
     engine = device_engine(tmp_path, kv_cache_nbytes=16 << 20, max_batched_tokens=512)
     assert engine.capacity_tokens <= rows.pop() < 1.1 * engine.capacity_tokens
     unbound = device_engine(tmp_path, kv_cache_nbytes=None, max_batched_tokens=512)
@@ -853,7 +853,7 @@ def test_a_model_that_a_gpu_does_not_hold_is_refused_in_words(folder, monkeypatc
             "is free. Including non-PyTorch memory, this process has 77.90 GiB memory in use."
         )
 
-    monkeypatch.setattr("engine.cuda.load.load_device_weights", full)
+    monkeypatch.setattr("engine.cuda.loader.load_device_weights", full)
     with pytest.raises(
         ConfigError, match=r"do not fit on the GPU \(.* of which 1\.20 GiB is free\.\): .*tensor_parallel"
     ):
@@ -871,7 +871,7 @@ def test_pages_are_made_of_what_torch_has_in_reserve(monkeypatch):
     runtime = SimpleNamespace(
         cudaMalloc=lambda _, nbytes: 0 if nbytes <= free_nbytes else OUT_OF_MEMORY, cudaGetLastError=lambda: None
     )
-    monkeypatch.setattr("engine.cuda.memory.runtime", lambda: runtime)
+    monkeypatch.setattr("engine.cuda.runtime.shared_memory.runtime", lambda: runtime)
     for name, faked in (("device", nullcontext), ("current_stream", lambda: None), ("empty_cache", empty)):
         monkeypatch.setattr(torch.cuda, name, faked)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (free_nbytes, 80 << 30))
@@ -897,7 +897,7 @@ def test_pages_that_a_gpu_does_not_hold_are_refused_by_what_would_help(folder, m
         made.append(nbytes)
         return HostMemory(nbytes)
 
-    monkeypatch.setattr("engine.cuda.cache.allocate", allocate)
+    monkeypatch.setattr("engine.cuda.kv.kv_cache.allocate", allocate)
     with pytest.raises(ConfigError, match=words):
         device_engine(folder)
 
@@ -909,10 +909,10 @@ def test_a_gpu_that_is_full_when_launches_are_captured_is_told_in_the_same_words
     def failing(words: str) -> None:
         raise RuntimeError(words)
 
-    monkeypatch.setattr("engine.cuda.load.Builder._share", lambda *_: failing(words))
+    monkeypatch.setattr("engine.cuda.loader.Builder._share", lambda *_: failing(words))
     with pytest.raises(ConfigError, match=r"do not fit on the GPU \(.*out of memory.*\): .*tensor_parallel"):
         device_engine(folder)
-    monkeypatch.setattr("engine.cuda.load.Builder._share", lambda *_: failing("CUDA error: invalid argument"))
+    monkeypatch.setattr("engine.cuda.loader.Builder._share", lambda *_: failing("CUDA error: invalid argument"))
     with pytest.raises(RuntimeError, match=r"^CUDA error: invalid argument$"):
         device_engine(folder)
 

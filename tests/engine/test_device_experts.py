@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from engine.load import load_engine
+from engine.loader import load_engine
 from kernels.cases import relative_error
 from tests.engine.device_engines import device_engine, logits_of
 from tests.engine.driving import answers, greedy, random_prompts, settings

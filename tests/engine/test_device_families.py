@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import pytest
 
 from contracts.errors import ConfigError
-from engine.load import load_engine
+from engine.loader import load_engine
 from kernels.registry import Registry
 from tests.engine.device_engines import device_engine
 from tests.engine.driving import answers, drain, greedy, random_prompts, request, settings, tokens_of

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from engine.cuda.ferry import Ferry
+from engine.cuda.runtime.pinned_copy import Ferry
 
 TENSORS = [
     torch.randn(7, 33),

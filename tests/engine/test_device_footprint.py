@@ -7,12 +7,12 @@ import torch
 
 from bench.random_model import GPT_OSS_20B, LLAMA4_MAVERICK, LLAMA_8B, LLAMA_70B, QWEN3_30B_A3B, random_checkpoint
 from checkpoint import open_checkpoint
-from engine.cuda.choice import DEVICE_DTYPES, kept_as
-from engine.cuda.footprint import least_weights_nbytes
-from engine.cuda.formats import DEVICE_FORMATS
-from engine.cuda.weights import load_device_weights
-from engine.shards import Shard, ShardedWeights, shard_config
-from engine.weights import open_weights
+from engine.cuda.model.format_choice import DEVICE_DTYPES, kept_as
+from engine.cuda.model.memory_footprint import least_weights_nbytes
+from engine.cuda.model.number_formats import DEVICE_FORMATS
+from engine.cuda.model.weights import load_device_weights
+from engine.model_loader.checkpoint_weights import open_weights
+from engine.model_loader.tensor_parallel_shards import Shard, ShardedWeights, shard_config
 from tests.engine.device_engines import tensors_of
 from tests.engine.quantized_models import LAYOUTS, save_quantized
 from tests.engine.tiny_models import FAMILIES, save_mxfp4, save_tiny

@@ -16,17 +16,17 @@ import torch
 from contracts.errors import ConfigError, OutOfBlocks, TransferError
 from contracts.layout import KVLayout
 from engine.cuda import runner
-from engine.cuda.cache import DeviceCache
-from engine.cuda.checksums import Checksums
-from engine.cuda.load import Builder, _whole
-from engine.cuda.memory import HostMapping, attach
-from engine.cuda.pages import DevicePages
-from engine.cuda.pulls import Lanes, WaitingPull
-from engine.cuda.remote import RemotePages
-from engine.cuda.staging import recordable
+from engine.cuda.kv.checksums import Checksums
+from engine.cuda.kv.deferred_copies import Lanes, WaitingPull
+from engine.cuda.kv.kv_cache import DeviceCache
+from engine.cuda.kv.peer_pool import RemotePages
+from engine.cuda.kv.staging import recordable
+from engine.cuda.kv.transfer_pool import DevicePages
+from engine.cuda.loader import Builder, _whole
+from engine.cuda.runtime.shared_memory import HostMapping, attach
 from engine.engine import Engine
 from engine.messages import ChunkComing, Watcher
-from engine.shards import Shard
+from engine.model_loader.tensor_parallel_shards import Shard
 from kernels import catalog
 from kernels.caps import Caps
 from kernels.reference.move import STRIDE
@@ -389,7 +389,7 @@ class Remote:
 
 
 def test_no_lane_is_taken_from_one_who_launches_or_waits(monkeypatch):
-    monkeypatch.setattr("engine.cuda.pulls._NUM_LANES", 1)
+    monkeypatch.setattr("engine.cuda.kv.deferred_copies._NUM_LANES", 1)
     monkeypatch.setattr("torch.cuda.Stream", Stream)
     lanes, one, two = Lanes(None), Remote(), Remote()
     taken: list[Stream | None] = []
@@ -502,7 +502,7 @@ def copies_of(cache: DeviceCache) -> list[torch.Tensor]:
 @pytest.fixture
 def recorded(monkeypatch):
     """Pools whose launches are recorded and see the host's words as they are then, as on a GPU."""
-    monkeypatch.setattr("engine.cuda.staging.Recording", Again)
+    monkeypatch.setattr("engine.cuda.kv.staging.Recording", Again)
     monkeypatch.setattr(Checksums, "_memory", lambda _, count, device: [torch.zeros(count, dtype=torch.int32)] * 2)
 
     def record(pool: DevicePages, num_parts: int) -> None:

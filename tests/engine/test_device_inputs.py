@@ -6,8 +6,7 @@ import torch
 
 from contracts.ids import RequestId
 from contracts.sampling import SamplingParams
-from engine.batch import Piece
-from engine.cuda.inputs import (
+from engine.cuda.inputs.batch_inputs import (
     batch_buckets,
     block_tables,
     bucket_for,
@@ -19,9 +18,10 @@ from engine.cuda.inputs import (
     prompt_rows,
     tails_of,
 )
-from engine.cuda.sampling import columns, draw_keys, is_greedy
-from engine.cuda.state import DecodeState, Word, pack
-from engine.cuda.upload import upload_all
+from engine.cuda.inputs.decode_state import DecodeState, Word, pack
+from engine.cuda.inputs.sampling_columns import columns, draw_keys, is_greedy
+from engine.cuda.runtime.upload import upload_all
+from engine.scheduler.batch import Piece
 from engine.sequence import Sequence
 
 SIZE, SPARE = 64, 99

@@ -8,7 +8,7 @@ from hypothesis import settings as trying
 from hypothesis import strategies as st
 
 from contracts.ids import RequestId
-from engine.load import load_engine
+from engine.loader import load_engine
 from tests.engine.device_engines import FUSIBLE, beside_of, chunks_of, device_engine, endings_of, noted_launches_of
 from tests.engine.driving import drain, greedy, random_prompts, request, settings, tokens_of
 from tests.engine.tiny_models import VOCAB, save_tiny

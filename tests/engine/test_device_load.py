@@ -9,12 +9,12 @@ import torch
 
 from checkpoint import open_checkpoint
 from contracts.errors import ConfigError
-from engine.cuda.cache import DeviceCache
-from engine.cuda.formats import DEVICE_FORMATS
-from engine.cuda.load import Builder, load_device_engine
-from engine.cuda.weights import LayerWeights, load_device_weights, shortened
-from engine.load import load_engine
-from engine.weights import open_weights
+from engine.cuda.kv.kv_cache import DeviceCache
+from engine.cuda.loader import Builder, load_device_engine
+from engine.cuda.model.number_formats import DEVICE_FORMATS
+from engine.cuda.model.weights import LayerWeights, load_device_weights, shortened
+from engine.loader import load_engine
+from engine.model_loader.checkpoint_weights import open_weights
 from tests.engine.device_engines import FUSIBLE, tensors_of
 from tests.engine.driving import settings
 from tests.engine.launches import noted_launches
@@ -93,7 +93,7 @@ def test_what_was_written_while_kernels_were_loaded_is_gone_when_scales_are_look
 
     save_tiny(tmp_path, "llama")
     monkeypatch.setattr("kernels.compiling.compiled_ahead", lambda *_, **__: nullcontext())
-    monkeypatch.setattr("engine.cuda.load.require_kernels", lambda *_: None)
+    monkeypatch.setattr("engine.cuda.loader.require_kernels", lambda *_: None)
     monkeypatch.setattr(DeviceCache, "clear", clear_noted)
     monkeypatch.setattr(Builder, "_captures", True)
     monkeypatch.setattr(Builder, "_calibrate", stop)
@@ -168,8 +168,8 @@ def test_files_are_read_to_the_device_that_is_asked_for(is_named, tmp_path, monk
         asked.append(device)
         raise ConfigError("asked")
 
-    monkeypatch.setattr("engine.weights.Ferry", NotedFerry)
-    monkeypatch.setattr("engine.cuda.load.load_device_weights", load)
+    monkeypatch.setattr("engine.model_loader.checkpoint_weights.Ferry", NotedFerry)
+    monkeypatch.setattr("engine.cuda.loader.load_device_weights", load)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)

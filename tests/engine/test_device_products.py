@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from engine.cuda.products import Products, RowBuffer, Scaled, rounding
-from engine.cuda.weights import Matrix
+from engine.cuda.model.linear import Products, RowBuffer, Scaled, rounding
+from engine.cuda.model.weights import Matrix
 from kernels import catalog
 from kernels.caps import Caps
 from kernels.cases import gemm_operands, relative_error

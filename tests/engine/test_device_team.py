@@ -20,12 +20,12 @@ from bench.random_model import GPT_OSS_20B
 from checkpoint import open_checkpoint
 from contracts.errors import ConfigError
 from contracts.ids import RequestId
-from engine.cuda.choice import has_fused_step
-from engine.cuda.load import load_device_engine
-from engine.cuda.team import hold_store, open_store
+from engine.cuda.loader import load_device_engine
+from engine.cuda.model.format_choice import has_fused_step
+from engine.cuda.runtime.process_group import hold_store, open_store
 from engine.engine import Engine
-from engine.shards import Shard, ShardedWeights, shard_config
-from engine.weights import open_weights
+from engine.model_loader.checkpoint_weights import open_weights
+from engine.model_loader.tensor_parallel_shards import Shard, ShardedWeights, shard_config
 from models.config import Experts
 from tests.engine.device_engines import FUSIBLE, prefilled, taken_over
 from tests.engine.driving import answers, drain, greedy, random_prompts, request, settings, tokens_of
@@ -240,7 +240,7 @@ STARTED = """
     from pathlib import Path
     from tests.engine.driving import greedy, request, settings
     from checkpoint import open_checkpoint
-    from engine.cuda.load import load_device_engine
+    from engine.cuda.loader import load_device_engine
 
     chosen = settings(model={folder!r}, dtype="float32", tensor_parallel=2, **{changes!r})
     engine = load_device_engine(chosen, open_checkpoint(chosen.model), lambda *_: None, device=torch.device("cpu"))
@@ -294,11 +294,11 @@ def test_a_batch_that_one_could_not_launch_is_the_last(tmp_path, error):
 
 _NOT_LAUNCHED = """
 import contextlib, threading, contracts.errors
-from engine.cuda.team import GpuTeam
+from engine.cuda.runtime.process_group import GpuTeam
 def launch(*_):
     raise {error}("none left")
 GpuTeam.close = lambda _: threading.Event().wait()
-engine.runner.launcher.launch = launch
+engine.cpu.runner.launcher.launch = launch
 with contextlib.closing(engine):
     engine.step()
     engine.step()
@@ -337,8 +337,8 @@ def others():
 def test_a_start_that_fails_waits_for_no_follower(tmp_path, monkeypatch, others):
     """It waits for a sum, and NCCL would wait for it to leave."""
     save_tiny(tmp_path, "llama")
-    monkeypatch.setattr("engine.cuda.load.compute_prompt", _raise)
-    monkeypatch.setattr("engine.cuda.team.GpuTeam.close", lambda _: threading.Event().wait())
+    monkeypatch.setattr("engine.cuda.loader.compute_prompt", _raise)
+    monkeypatch.setattr("engine.cuda.runtime.process_group.GpuTeam.close", lambda _: threading.Event().wait())
     with pytest.raises(ConfigError, match="none left"), engine_on(torch.device("cpu"), tmp_path, 2):
         pass
     assert set(_children(os.getpid())) <= others
@@ -351,7 +351,7 @@ def test_a_gpu_that_is_full_before_its_team_has_met_is_told_in_words(tmp_path, m
         raise RuntimeError("NCCL error in: NCCLUtils.hpp:94, unhandled cuda error. Cuda failure 2 'out of memory'")
 
     save_tiny(tmp_path, "llama")
-    monkeypatch.setattr("engine.cuda.followers.GpuTeam", full)
+    monkeypatch.setattr("engine.cuda.tensor_parallel.GpuTeam", full)
     others, words = set(_children(os.getpid())), r"do not fit on the GPU .*out of memory.*: free the GPU"
     with pytest.raises(ConfigError, match=words), engine_on(torch.device("cpu"), tmp_path, 2):
         pass
@@ -366,8 +366,8 @@ def test_a_team_that_does_not_part_is_ended(tmp_path, monkeypatch, others):
     save_tiny(tmp_path, "llama")
     with engine_on(torch.device("cpu"), tmp_path, 2):
         (follower,) = set(_children(os.getpid())) - others
-        monkeypatch.setattr("engine.cuda.team.GpuTeam.close", lambda _: threading.Event().wait())
-        monkeypatch.setattr("engine.cuda.followers._END_TIMEOUT_S", 0.2)
+        monkeypatch.setattr("engine.cuda.runtime.process_group.GpuTeam.close", lambda _: threading.Event().wait())
+        monkeypatch.setattr("engine.cuda.tensor_parallel._END_TIMEOUT_S", 0.2)
         os.kill(follower, signal.SIGSTOP)  # it hears no goodbye
     assert set(_children(os.getpid())) <= others
 
@@ -402,7 +402,7 @@ def _patched(monkeypatch, folder, code):
     """Followers run it first."""
     where = folder / "patched"
     where.mkdir()
-    begin = "import sys\nif 'engine.cuda.follower' in ' '.join(sys.orig_argv):\n"
+    begin = "import sys\nif 'engine.cuda.rank_process' in ' '.join(sys.orig_argv):\n"
     (where / "sitecustomize.py").write_text(begin + textwrap.indent(textwrap.dedent(code), "    "))
     monkeypatch.setenv("PYTHONPATH", f"{where}:{os.getcwd()}")
 

@@ -3,7 +3,8 @@
 import pynvml
 import pytest
 
-from engine.cuda import remote, topology
+from engine.cuda.kv import peer_pool as remote
+from engine.cuda.runtime import topology
 
 
 @pytest.fixture

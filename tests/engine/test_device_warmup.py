@@ -9,9 +9,9 @@ import torch
 from contracts.errors import ConfigError
 from contracts.layout import KVLayout
 from contracts.sampling import SamplingParams
-from engine.cuda.cache import DeviceCache
-from engine.cuda.calibration import Scales
-from engine.cuda.load import Builder
+from engine.cuda.kv.kv_cache import DeviceCache
+from engine.cuda.loader import Builder
+from engine.cuda.model.calibration import Scales
 from engine.cuda.runner import DeviceRunner
 from engine.cuda.warmup import WarmUp, row_counts
 from kernels import catalog
@@ -133,15 +133,15 @@ def test_nothing_compiles_while_pages_are_handed_over_to_groups_of_any_size(dtyp
 
 @pytest.mark.parametrize("family", ["gpt_oss", "qwen3_moe"])
 def test_nothing_compiles_behind_products_left_unscaled_with_biases_or_head_norms(family, tmp_path, monkeypatch):
-    monkeypatch.setattr("engine.cuda.weights.rounds_sparingly", lambda _: False)
+    monkeypatch.setattr("engine.cuda.model.weights.rounds_sparingly", lambda _: False)
     save_tiny(tmp_path, family, **HEADS)
     assert_nothing_compiles(tmp_path, "float8")
 
 
 def test_nothing_compiles_where_few_rows_are_multiplied_in_parts(tmp_path, monkeypatch):
     """As of wide matrices."""
-    monkeypatch.setattr("engine.cuda.products.skinny_parts", lambda rows, *_, **__: 2 if rows <= 64 else None)
-    monkeypatch.setattr("engine.cuda.weights.rounds_sparingly", lambda _: False)
+    monkeypatch.setattr("engine.cuda.model.linear.skinny_parts", lambda rows, *_, **__: 2 if rows <= 64 else None)
+    monkeypatch.setattr("engine.cuda.model.weights.rounds_sparingly", lambda _: False)
     save_tiny(tmp_path, "qwen3_moe", **HEADS)
     assert_nothing_compiles(tmp_path, "float8")
 
@@ -193,7 +193,7 @@ def test_nothing_compiles_of_weights_as_they_are_stored(layout, max_rows, tmp_pa
 
 
 def test_nothing_compiles_where_there_is_no_room_to_widen_keys_for_attention(tmp_path, monkeypatch):
-    monkeypatch.setattr("engine.cuda.attention._MAX_WORKSPACE_NBYTES", 4 * 2 * 32 * 384)  # of one short prompt
+    monkeypatch.setattr("engine.cuda.model.attention._MAX_WORKSPACE_NBYTES", 4 * 2 * 32 * 384)  # of one short prompt
     save_tiny(tmp_path, "llama", **FUSIBLE)
     assert_nothing_compiles(tmp_path, "float8")
 
@@ -202,7 +202,7 @@ def test_nothing_compiles_where_there_is_no_room_to_widen_keys_for_attention(tmp
 def test_nothing_compiles_for_short_chunks_behind_a_long_prefix(has_room, tmp_path, monkeypatch):
     """Of one prompt the keys are shared out, of several at once they are not."""
     if not has_room:
-        monkeypatch.setattr("engine.cuda.attention._MAX_WORKSPACE_NBYTES", 4 * 2 * 32 * 700)
+        monkeypatch.setattr("engine.cuda.model.attention._MAX_WORKSPACE_NBYTES", 4 * 2 * 32 * 700)
     save_tiny(tmp_path, "llama", **FUSIBLE, max_position_embeddings=4096)
     with noted_launches() as launches:
         engine = engine_of(tmp_path, "float8", 4096)

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from contracts.ids import RequestId
 from contracts.sampling import SamplingParams
-from engine.adjusting import Seen
-from engine.sampler import Sampler
+from engine.sampling.logits_processors import Seen
+from engine.sampling.sampler import Sampler
 from engine.sequence import Sequence
 
 VOCAB, EOS = 21, 3  # no whole bytes of bits

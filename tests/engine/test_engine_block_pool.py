@@ -7,7 +7,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from contracts.errors import OutOfBlocks
 from contracts.hashing import chain_hashes
 from contracts.ids import BlockId
-from engine.block_pool import BlockPool
+from engine.cache.block_pool import BlockPool
 
 SIZE = 4
 

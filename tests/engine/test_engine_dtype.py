@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from engine.load import _fastest
-from engine.weights import Cut
+from engine.loader import _fastest
+from engine.model_loader.checkpoint_weights import Cut
 from kernels.cpu.isa import CpuIsa
 
 
@@ -35,5 +35,5 @@ class Source:
 )
 def test_auto_takes_what_is_fast_here(monkeypatch, is_fast, has_fbgemm, capability, is_int4, dtype):
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
-    monkeypatch.setattr("engine.load.is_bfloat16_fast", lambda isa: is_fast)
+    monkeypatch.setattr("engine.loader.is_bfloat16_fast", lambda isa: is_fast)
     assert _fastest(CpuIsa(None, True), has_fbgemm, Source(is_int4)) == dtype

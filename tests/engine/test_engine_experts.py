@@ -9,10 +9,10 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 
 from bench.oracle import greedy as oracle_greedy
-from engine.experts import Mixture
-from engine.linear import FORMATS
-from engine.load import load_engine
-from engine.mlp import GatedMlp
+from engine.cpu.linear import FORMATS
+from engine.cpu.mlp import GatedMlp
+from engine.cpu.moe import Mixture
+from engine.loader import load_engine
 from models.config import Experts
 from tests.engine.driving import answers, greedy, needs_bfloat16, random_prompts, scored, settings
 from tests.engine.tiny_models import VOCAB, save_mxfp4, save_tiny

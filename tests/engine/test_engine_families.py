@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 from bench.oracle import greedy as oracle_greedy
 from bench.oracle import oracle
 from contracts.errors import ConfigError
-from engine.load import load_engine
+from engine.loader import load_engine
 from tests.engine.driving import answers, greedy, needs_bfloat16, random_prompts, scored, settings
 from tests.engine.tiny_models import VOCAB, save_tiny
 

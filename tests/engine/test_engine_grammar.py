@@ -15,9 +15,9 @@ from contracts.errors import RequestError
 from contracts.events import FinishReason, Token
 from contracts.ids import RequestId
 from engine.engine import Engine
-from engine.grammar import LARGE
-from engine.load import load_engine
+from engine.loader import load_engine
 from engine.messages import StepOutput
+from engine.sampling.grammar_masks import LARGE
 from tests.engine.driving import drain, greedy, request, settings, tokens_of
 from tests.engine.tiny_models import VOCAB, save_tiny
 from tests.waiting import until
@@ -95,7 +95,7 @@ def test_requests_with_the_same_grammar_compile_it_once_and_obey_it_each(engine,
         compiled.append(args)
         return compile_(*args)
 
-    monkeypatch.setattr("engine.grammar.compiled", noted)
+    monkeypatch.setattr("engine.sampling.grammar_masks.compiled", noted)
     grammar = regex("[a-z]{5}[0-9]{5}")
     for index in range(4):
         params = greedy(40, grammar=grammar, ignore_eos=False, temperature=3.0)
@@ -175,7 +175,7 @@ def held_up(monkeypatch):
         assert goes_on.wait(60)
         return compile_(*args)
 
-    monkeypatch.setattr("engine.grammar.compiled", compiled)
+    monkeypatch.setattr("engine.sampling.grammar_masks.compiled", compiled)
     yield goes_on
     goes_on.set()
 

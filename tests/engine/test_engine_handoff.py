@@ -12,7 +12,7 @@ import pytest
 from contracts.errors import OutOfBlocks, RequestError
 from contracts.events import Token
 from engine.engine import Engine
-from engine.load import load_engine
+from engine.loader import load_engine
 from engine.messages import Watcher
 from tests.engine.driving import drain, greedy, random_prompts, request, settings, tokens_of
 from tests.engine.tiny_models import VOCAB, save_tiny

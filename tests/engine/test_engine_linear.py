@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from engine.linear import (
+from engine.cpu.linear import (
     FORMATS,
     BFloat16Linear,
     BFloat16PromptLinear,

@@ -10,8 +10,8 @@ from safetensors.torch import load_file, save_file
 
 from bench.oracle import greedy as oracle_greedy
 from contracts.errors import ConfigError
-from engine.load import load_engine
-from engine.segments import Stretches, cut
+from engine.loader import load_engine
+from engine.model.chunked_attention import Stretches, cut
 from tests.engine.driving import answers, greedy, random_prompts, scored, settings
 from tests.engine.tiny_models import LLAMA3_ROPE, VOCAB, as_multimodal, change_config, save_tiny
 

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from checkpoint.huggingface.folder import model_config
-from engine.decoder import Decoder, DecoderWeights, LayerWeights
-from engine.experts import Mixture
-from engine.linear import FORMATS, PhasedLinear
-from engine.mlp import _PART_ROWS, ClampedMlp, GatedMlp, Mlp
+from engine.cpu.decoder import Decoder, DecoderWeights, LayerWeights
+from engine.cpu.linear import FORMATS, PhasedLinear
+from engine.cpu.mlp import _PART_ROWS, ClampedMlp, GatedMlp, Mlp
+from engine.cpu.moe import Mixture
 from models.config import Experts
 
 NUM_ROWS, INNER = 23, 8192  # a thread's share ends within a vector

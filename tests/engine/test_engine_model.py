@@ -8,8 +8,8 @@ from bench.oracle import oracle
 from checkpoint import open_checkpoint
 from contracts.errors import ConfigError, Overloaded, RequestError
 from contracts.events import FinishReason
-from engine.load import load_engine
-from engine.sampler import Sampler
+from engine.loader import load_engine
+from engine.sampling.sampler import Sampler
 from tests.engine.driving import answers, drain, greedy, needs_bfloat16, request, settings, tokens_of
 
 QUESTIONS = ("What is the capital of France?", "Why is the sky blue?", "def fibonacci(n):", "cats and dogs " * 90)

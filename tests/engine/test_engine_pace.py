@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from engine.pace import NUM_LAST, WAKING_S, Pace
+from engine.scheduler.launch_pacer import NUM_LAST, WAKING_S, Pace
 
 DECODES, PROMPTS = (0, 1), (16, 1)
 

@@ -13,7 +13,7 @@ from llguidance import LLMatcher
 from contracts.errors import RequestError
 from contracts.events import FinishReason
 from engine.engine import Engine
-from engine.load import load_engine
+from engine.loader import load_engine
 from engine.messages import EngineRequest
 from tests.engine.device_engines import device_engine
 from tests.engine.driving import drain, greedy, random_prompts, request, settings, tokens_of

@@ -6,8 +6,8 @@ import torch
 
 from contracts.ids import RequestId
 from contracts.sampling import SamplingParams
-from engine.random_draw import philox, uniform
-from engine.sampler import Sampler, filter_logits
+from engine.sampling.philox import philox, uniform
+from engine.sampling.sampler import Sampler, filter_logits
 from engine.sequence import Sequence
 
 EOS = 3

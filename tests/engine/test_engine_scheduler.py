@@ -7,9 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from contracts.ids import RequestId
-from engine.batch import Batch
-from engine.block_pool import BlockPool
-from engine.scheduler import Limits, Scheduler
+from engine.cache.block_pool import BlockPool
+from engine.scheduler.batch import Batch
+from engine.scheduler.scheduler import Limits, Scheduler
 from engine.sequence import Sequence, Status
 from tests.engine.driving import greedy
 

@@ -10,11 +10,11 @@ from transformers import PreTrainedModel
 
 from contracts.events import PromptToken
 from contracts.ids import RequestId
-from engine.batch import Piece
 from engine.engine import Engine
-from engine.load import load_engine
+from engine.loader import load_engine
 from engine.messages import StepOutput
-from engine.scoring import ROWS, spans
+from engine.sampling.prompt_logprobs import ROWS, spans
+from engine.scheduler.batch import Piece
 from engine.sequence import Sequence
 from tests.engine.driving import drain, greedy, random_prompts, request, settings, tokens_of
 from tests.engine.tiny_models import VOCAB, save_tiny

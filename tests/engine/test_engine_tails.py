@@ -8,14 +8,14 @@ from hypothesis import strategies as st
 
 from contracts.ids import RequestId
 from contracts.layout import KVLayout
-from engine.attention import HeadShape, attend
-from engine.batch import Piece
-from engine.inputs import prepare
-from engine.kv_cache import KVCache
-from engine.load import load_engine
-from engine.scoring import spans
+from engine.cpu.attention import HeadShape, attend
+from engine.cpu.batch_inputs import prepare
+from engine.cpu.kv_cache import KVCache
+from engine.loader import load_engine
+from engine.model.logit_rows import tail_rows, tails
+from engine.sampling.prompt_logprobs import spans
+from engine.scheduler.batch import Piece
 from engine.sequence import Sequence
-from engine.tails import tail_rows, tails
 from kernels.registry import Registry
 from tests.engine.device_engines import device_engine
 from tests.engine.driving import greedy, random_prompts, settings
@@ -126,7 +126,7 @@ def test_rows_that_nobody_wants_go_no_further_than_the_last_k_and_v(folder, monk
     """In the last layer queries are attended for by piece; a chunk that says nothing of a token has none."""
     engine, noted = load_engine(settings(model=str(folder))), []
     pieces = computed_before(engine)
-    monkeypatch.setattr("engine.decoder.attend", lambda q, *rest: noted.append(len(q)) or attend(q, *rest))
+    monkeypatch.setattr("engine.cpu.decoder.attend", lambda q, *rest: noted.append(len(q)) or attend(q, *rest))
     engine.runner.forward_undrawn(pieces)
     assert noted == [sum(count for *_, count, _ in SHAPES)] * (engine.layout.num_layers - 1) + [sum(WANTED)]
     noted.clear()

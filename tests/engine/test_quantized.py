@@ -10,14 +10,14 @@ from bench.oracle import greedy as oracle_greedy
 from checkpoint import open_checkpoint
 from checkpoint.quantization import read_quantization
 from contracts.errors import ConfigError
-from engine.cuda.choice import kept_as, resolve_device_dtype
-from engine.cuda.fused import FusedDecode
-from engine.cuda.products import Products, Scaled
+from engine.cuda.model.format_choice import kept_as, resolve_device_dtype
+from engine.cuda.model.fused_decode import FusedDecode
+from engine.cuda.model.linear import Products, Scaled
+from engine.cuda.model.weights import Matrix, keep
 from engine.cuda.runner import DeviceRunner
-from engine.cuda.weights import Matrix, keep
-from engine.load import load_engine
-from engine.tensors import ModelTensors, layer_prefix
-from engine.weights import open_weights
+from engine.loader import load_engine
+from engine.model_loader.checkpoint_weights import open_weights
+from engine.model_loader.decoder_tensors import ModelTensors, layer_prefix
 from kernels import catalog
 from kernels.caps import Caps
 from kernels.cases import relative_error
@@ -130,7 +130,7 @@ def test_weights_alone_in_fp8_are_multiplied_by_activations_as_they_are(name, tm
     save_quantized(tmp_path, LAYOUTS[name])
     expected = logits_of(device_engine(tmp_path, "float32"), PROMPTS[:2])
     kept = relative_error(logits_of(device_engine(tmp_path, "float8"), PROMPTS[:2]), expected)
-    monkeypatch.setattr("engine.cuda.weights.keep", lambda stored, int4, name, _: keep(stored, int4, name))
+    monkeypatch.setattr("engine.cuda.model.weights.keep", lambda stored, int4, name, _: keep(stored, int4, name))
     rounded = relative_error(logits_of(device_engine(tmp_path, "float8"), PROMPTS[:2]), expected)
     assert kept < 0.8 * rounded
 

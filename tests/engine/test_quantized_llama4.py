@@ -6,14 +6,14 @@ import torch
 from bench.oracle import greedy as oracle_greedy
 from checkpoint import open_checkpoint
 from contracts.errors import ConfigError
-from engine.cuda.experts import ExpertWeights
-from engine.cuda.formats import DEVICE_FORMATS
-from engine.cuda.weights import keep, load_device_weights
-from engine.load import load_engine
-from engine.quantized import Fp8Matrix
-from engine.shards import Shard, ShardedWeights, shard_config
-from engine.tensors import ModelTensors, layer_prefix, widened
-from engine.weights import open_weights
+from engine.cuda.model.moe import ExpertWeights
+from engine.cuda.model.number_formats import DEVICE_FORMATS
+from engine.cuda.model.weights import keep, load_device_weights
+from engine.loader import load_engine
+from engine.model_loader.checkpoint_weights import open_weights
+from engine.model_loader.decoder_tensors import ModelTensors, layer_prefix, widened
+from engine.model_loader.quantized_matrices import Fp8Matrix
+from engine.model_loader.tensor_parallel_shards import Shard, ShardedWeights, shard_config
 from kernels.cases import relative_error
 from kernels.reference.quant import dequantize_rows
 from tests.engine.device_engines import device_engine, logits_of

@@ -8,8 +8,8 @@ import numpy as np
 import torch
 
 from contracts.layout import KVLayout
-from engine.cuda.memory import HostMemory, allocate
-from engine.cuda.pages import DevicePages
+from engine.cuda.kv.transfer_pool import DevicePages
+from engine.cuda.runtime.shared_memory import HostMemory, allocate
 from kernels import catalog
 from kernels.caps import Caps, detect
 from kernels.registry import Registry

@@ -15,7 +15,7 @@ from torch import Tensor
 from contracts.handoff import Offer
 from contracts.ids import Epoch, RequestId
 from contracts.layout import KVLayout
-from engine.cuda.cache import DeviceCache
+from engine.cuda.kv.kv_cache import DeviceCache
 from kernels import catalog
 from kernels.caps import Caps, detect
 from kernels.registry import Registry

@@ -11,7 +11,7 @@ from contracts.handoff import Abort, Commit, Grant, Offer, Refuse, Wait
 from contracts.ids import BlockId, Epoch, RequestId, WorkerId
 from contracts.layout import KVLayout
 from contracts.request import WorkerRef
-from engine.block_pool import BlockPool
+from engine.cache.block_pool import BlockPool
 from kv_transfer.events import ChunkLanded, Drained, LinkStats, Message, PeerLost, TransferEvent
 from tests.kv_transfer.kv_pair import Peer, fin
 

@@ -15,9 +15,9 @@ from contracts.handoff import Commit, Offer
 from contracts.ids import BlockId, Epoch, RequestId
 from contracts.layout import KVLayout
 from contracts.node import Ways
-from engine.cuda.cuts import Cut
-from engine.cuda.memory import HostMapping
-from engine.cuda.parts import spans
+from engine.cuda.kv.head_partition import spans
+from engine.cuda.kv.resharding import Cut
+from engine.cuda.runtime.shared_memory import HostMapping
 from kv_transfer import conversion
 from kv_transfer.events import ChunkBad, ChunkLanded, PeerLost
 from kv_transfer.frames import Terms

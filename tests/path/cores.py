@@ -21,10 +21,10 @@ from contracts.sampling import SamplingParams
 from core.ledger import Ledger
 from core.loop import Core
 from core.messages import CoreFrame, ToCore, ToFront, Work
-from engine.cuda.load import load_device_engine
+from engine.cuda.loader import load_device_engine
 from engine.engine import Engine
-from engine.load import load_engine
-from engine.messages import EngineSettings
+from engine.loader import load_engine
+from engine.settings import EngineSettings
 from kv_transfer.node import TransferNode
 from worker.core_main import engine_settings, make_roles, transfer_settings
 from worker.settings import WorkerSettings

@@ -13,7 +13,7 @@ from contracts.ids import Epoch, RequestId
 from contracts.node import Role
 from contracts.request import Job, Route
 from core.messages import CoreFrame, Work
-from engine.load import load_engine
+from engine.loader import load_engine
 from tests.e2e.tiny import VOCAB, save_tiny
 from tests.engine.driving import answers, greedy, random_prompts, settings
 from tests.path.cores import GATEWAY, Worker

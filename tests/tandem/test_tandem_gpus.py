@@ -9,7 +9,7 @@ import pytest
 from bench.random_model import LLAMA_8B, LLAMA_70B, QWEN3_30B_A3B, random_checkpoint
 from checkpoint import ModelConfig
 from contracts.errors import ConfigError
-from engine.cuda.footprint import least_weights_nbytes
+from engine.cuda.model.memory_footprint import least_weights_nbytes
 from tandem import gpus
 from tandem.preflight import preflight
 from tandem.settings import UpSettings

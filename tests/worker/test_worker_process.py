@@ -115,10 +115,10 @@ _FAILS = """
 import sys
 if "worker.core_main" in sys.orig_argv:
     import atexit, threading
-    import engine.load
+    import engine.loader
     def fail(*_):
         raise RuntimeError("no memory is left")
-    engine.load.load_engine = fail
+    engine.loader.load_engine = fail
     atexit.register(threading.Event().wait)
 """
 

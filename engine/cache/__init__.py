@@ -1,0 +1,1 @@
+"""The blocks of the KV cache: their pool, their prefix index and how many fit."""

@@ -1,0 +1,78 @@
+"""How much context and how many KV blocks an engine has."""
+
+import hashlib
+import logging
+
+import msgspec
+
+from checkpoint import Checkpoint
+from checkpoint.fingerprint import weights_fingerprint
+from contracts.errors import ConfigError
+from contracts.layout import KVLayout
+from engine.settings import EngineSettings
+from models.config import ModelConfig
+
+MIN_BLOCKS = 2
+"""Of a cache that an engine starts with."""
+_SETTING = "kv_cache_mib, TANDEM_KV_CACHE_MIB"
+_log = logging.getLogger(__name__)
+
+
+def kv_layout(checkpoint: Checkpoint, block_size: int, dtype: str, rotary: str = "") -> KVLayout:
+    """`rotary`: set where the two parts of a rotary pair lie otherwise than side by side."""
+    config = checkpoint.config
+    return KVLayout(
+        model=f"{_fingerprint(config)}-{weights_fingerprint(checkpoint.path)}{rotary}",
+        num_layers=config.num_layers,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        block_size=block_size,
+        dtype=dtype,
+    )
+
+
+def _fingerprint(config: ModelConfig) -> str:
+    return hashlib.blake2b(msgspec.json.encode(config, order="sorted"), digest_size=8).hexdigest()
+
+
+def blocks_in(nbytes: int, layout: KVLayout) -> int:
+    """Where each shard has `nbytes`. Raises ConfigError for fewer than MIN_BLOCKS."""
+    if nbytes < MIN_BLOCKS * layout.shard_nbytes:
+        raise ConfigError(
+            f"kv_cache_nbytes is {nbytes}; one block of {layout.block_size} tokens takes {layout.shard_nbytes}: "
+            f"raise it, a worker's {_SETTING}"
+        )
+    return nbytes // layout.shard_nbytes
+
+
+def wanted_model_len(checkpoint: Checkpoint, settings: EngineSettings) -> int:
+    """The context that settings or model ask for. Raises ConfigError for more than the model has."""
+    longest = checkpoint.config.max_model_len
+    wanted = settings.max_model_len or longest
+    if wanted > longest:
+        raise ConfigError(f"max_model_len is {wanted}; {checkpoint.name} was trained for {longest} tokens")
+    return wanted
+
+
+def model_len(checkpoint: Checkpoint, settings: EngineSettings, capacity_tokens: int) -> int:
+    """The context that fits, with a warning if it is not the model's. Raises ConfigError if settings ask for more."""
+    wanted = wanted_model_len(checkpoint, settings)
+    if settings.max_model_len and wanted > capacity_tokens:
+        raise ConfigError(
+            f"max_model_len is {wanted}; the KV cache holds {capacity_tokens} tokens: raise kv_cache_nbytes, "
+            f"a worker's {_SETTING}"
+        )
+    if wanted > capacity_tokens:
+        _log.warning(
+            "contexts have at most %d tokens, where %s has %d: the KV cache holds no more (a worker's %s)",
+            capacity_tokens, checkpoint.name, wanted, _SETTING,
+        )  # fmt: skip
+    return min(wanted, capacity_tokens)
+
+
+def require_budgets(settings: EngineSettings, block_size: int) -> None:
+    """Raises ConfigError for steps without room for a block of a prompt: what is handed over is cut at blocks."""
+    for name in ("max_batched_tokens", "max_mixed_tokens"):
+        value = getattr(settings, name)
+        if value is not None and value < block_size:
+            raise ConfigError(f"{name} is {value}; a step needs room for a block of a prompt, {block_size} tokens")

@@ -1,0 +1,1 @@
+"""The backend for a CPU: one runner over torch."""

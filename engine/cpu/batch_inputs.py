@@ -1,0 +1,132 @@
+"""From a batch of pieces to index tensors, in numpy, once a step."""
+
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from engine.cpu.attention import AttentionPlan, Chunks, HeadShape, plan_decode, plan_tiles
+from engine.cpu.kv_cache import KVCache
+from engine.model.chunked_attention import Stretches, cut
+from engine.model.logit_rows import tail_rows, tails
+from engine.sampling.prompt_logprobs import Span
+from engine.scheduler.batch import Piece
+
+
+@dataclass(frozen=True)
+class Plans:
+    """Attention of some rows. `windowed`: in the layers that have a window, or segments."""
+
+    whole: AttentionPlan
+    windowed: AttentionPlan | None
+
+    def of(self, has_window: bool) -> AttentionPlan:
+        return self.windowed if has_window and self.windowed else self.whole
+
+
+@dataclass(frozen=True)
+class Tails:
+    """The rows of the batch that go past the last layer's K and V, and their attention there."""
+
+    rows: torch.Tensor
+    attention: Plans
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """`write_index` `[M * 2 * kv_heads]` rows of KVCache.rows. `tails`: None if all rows go to the end. Of those that
+    do, `sample_rows` are the ones whose logits are wanted at once, `score_rows` those whose logits are wanted part by
+    part.
+
+    The first `num_answer_rows` rows belong to answers, as do the first `num_answer_samples` of `sample_rows`.
+    """
+
+    token_ids_M: torch.Tensor
+    positions_M: torch.Tensor
+    write_index: torch.Tensor
+    sample_rows: torch.Tensor
+    score_rows: tuple[torch.Tensor, ...]
+    num_answer_rows: int
+    num_answer_samples: int
+    attention: Plans
+    tails: Tails | None
+
+
+def prepare(pieces: SequenceOf[Piece], scored: SequenceOf[Span], heads: HeadShape, cache: KVCache) -> Inputs:
+    """`pieces` in the order of Batch. Rows of the batch are their tokens in order."""
+    rows = Stretches(
+        tables=_tables(pieces),
+        starts=np.array([piece.first_token for piece in pieces]),
+        counts=np.array([piece.num_tokens for piece in pieces]),
+        answers=np.array([piece.is_answer for piece in pieces]),
+    )
+    counts, answers = rows.counts, rows.answers
+    samples = np.array([piece.samples for piece in pieces])
+    num_decodes = int((answers & (counts == 1)).sum())
+    owners = np.repeat(np.arange(len(pieces)), counts)
+    positions = np.arange(len(owners)) - np.repeat(np.cumsum(counts) - counts - rows.starts, counts)
+    token_ids = np.concatenate([np.frombuffer(p.sequence.tokens, np.int32)[p.first_token : p.end] for p in pieces])
+    wanted = [(np.cumsum(counts) - 1)[samples], *(span.rows.numpy() for span in scored)]
+    lasts = tails(counts, np.concatenate(wanted))
+    left = tail_rows(counts, lasts)
+    sample_rows, *score_rows = (torch.from_numpy(np.searchsorted(left, part)) for part in wanted)
+    return Inputs(
+        token_ids_M=torch.from_numpy(token_ids),
+        positions_M=torch.from_numpy(positions),
+        write_index=_write_index(rows.tables[owners, positions // cache.layout.block_size], positions, cache),
+        sample_rows=sample_rows,
+        score_rows=tuple(score_rows),
+        num_answer_rows=int(counts[answers].sum()),
+        num_answer_samples=int((samples & answers).sum()),
+        attention=_plans(rows, num_decodes, heads, cache),
+        tails=None if len(left) == len(owners) else _tails(rows, lasts, left, num_decodes, heads, cache),
+    )
+
+
+def _tails(
+    rows: Stretches, lasts: np.ndarray, left: np.ndarray, num_decodes: int, heads: HeadShape, cache: KVCache
+) -> Tails:
+    """Attention is by the kernel that takes the whole piece: a decode's stays a decode's, and no other becomes one."""
+    starts, kept = rows.starts + rows.counts - lasts, lasts > 0
+    ends = Stretches(rows.tables[kept], starts[kept], lasts[kept], rows.answers[kept])
+    return Tails(torch.from_numpy(left), _plans(ends, int(kept[:num_decodes].sum()), heads, cache))
+
+
+def _plans(rows: Stretches, num_decodes: int, heads: HeadShape, cache: KVCache) -> Plans:
+    """Of no rows there are no parts."""
+    whole = _plan(rows, num_decodes, heads, cache, 0)
+    if heads.segment:
+        by_segment = cut(rows, heads.segment, cache.layout.block_size)
+        return Plans(whole, _plan(by_segment, num_decodes, heads, cache, 0))
+    return Plans(whole, _plan(rows, num_decodes, heads, cache, heads.window) if heads.window else None)
+
+
+def _plan(rows: Stretches, num_decodes: int, heads: HeadShape, cache: KVCache, window: int) -> AttentionPlan:
+    tables, starts, counts, num_answers = rows.tables, rows.starts, rows.counts, int(rows.answers.sum())
+    chunks = [
+        Chunks(tables[low:high], starts[low:high], counts[low:high], int(counts[:low].sum()), high <= num_answers)
+        for low, high in ((num_decodes, num_answers), (num_answers, len(starts)))
+        if high > low
+    ]
+    return AttentionPlan(
+        plan_decode(tables[:num_decodes], starts[:num_decodes] + 1, cache, window) if num_decodes else None,
+        tuple(plan_tiles(group, heads, cache, window) for group in chunks),
+    )
+
+
+def _tables(pieces: SequenceOf[Piece]) -> np.ndarray:
+    """Block tables `[N, longest]`, padded with block 0, whose content is masked where it pads."""
+    tables = np.zeros((len(pieces), max(len(piece.sequence.blocks) for piece in pieces)), np.int64)
+    for row, piece in zip(tables, pieces, strict=True):
+        row[: len(piece.sequence.blocks)] = piece.sequence.blocks
+    return tables
+
+
+def _write_index(blocks: np.ndarray, positions: np.ndarray, cache: KVCache) -> torch.Tensor:
+    """Row of each (token, K or V, head) in KVCache.rows."""
+    layout = cache.layout
+    planes = blocks[:, None] + np.array([0, cache.num_blocks])
+    heads = planes[:, :, None] * layout.num_kv_heads + np.arange(layout.num_kv_heads)
+    rows = heads * layout.block_size + (positions % layout.block_size)[:, None, None]
+    return torch.from_numpy(rows.reshape(-1))

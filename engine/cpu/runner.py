@@ -1,0 +1,43 @@
+"""The runner of a batch on the CPU: inputs in, logits out."""
+
+from collections.abc import Mapping
+from collections.abc import Sequence as SequenceOf
+
+import numpy as np
+import torch
+
+from contracts.ids import RequestId
+from engine.backend import Computed, Written, unheard
+from engine.cpu.batch_inputs import prepare
+from engine.cpu.decoder import Decoder
+from engine.cpu.kv_cache import KVCache
+from engine.sampling.prompt_logprobs import score, spans
+from engine.scheduler.batch import Piece
+from engine.sequence import Sequence
+
+
+class CpuRunner:
+    early_planes = quick_rows = 0
+
+    def __init__(self, model: Decoder, cache: KVCache) -> None:
+        self._model, self._cache = model, cache
+
+    @torch.inference_mode()
+    def forward(self, pieces: SequenceOf[Piece], written: Written = unheard) -> Computed:
+        found = spans(pieces)
+        logits = self._model.forward(prepare(pieces, found, self._model.heads, self._cache), self._cache)
+        return Computed(logits.sampled, score(found, logits.scored))
+
+    def forward_undrawn(self, pieces: SequenceOf[Piece]) -> Computed:
+        return self.forward(pieces)
+
+    def draw(
+        self, sequences: SequenceOf[Sequence], logits: torch.Tensor, allowed: Mapping[RequestId, np.ndarray]
+    ) -> None:
+        """The next batch needs its tokens on the host anyway."""
+
+    def wait(self) -> None:
+        """A forward pass ends with its call."""
+
+    def prepare(self, piece: Piece) -> None:
+        """What there is to do takes microseconds of a step of milliseconds."""

@@ -1,0 +1,92 @@
+"""From a checkpoint to packed weights, with norm gains folded in."""
+
+import torch
+
+from checkpoint.checkpoint import Progress
+from engine.cpu.decoder import DecoderWeights, LayerWeights
+from engine.cpu.linear import Linear, NumberFormat
+from engine.cpu.mlp import ClampedMlp, GatedMlp, Mlp
+from engine.cpu.moe import Mixture, SharedMixture
+from engine.model_loader.checkpoint_weights import WeightSource
+from engine.model_loader.decoder_tensors import Expert, ModelTensors, layer_prefix, widened
+from models.config import ModelConfig
+
+
+def load_weights(
+    config: ModelConfig, source: WeightSource, number_format: NumberFormat, progress: Progress
+) -> DecoderWeights:
+    """Raises ConfigError for a tensor that is missing or has another shape than the configuration says."""
+    loader = _Loader(config, source, number_format)
+    embedding, final_gain, head = loader.ends()  # first: a vocabulary of another size is told before much is loaded
+    layers = []
+    for index in range(config.num_layers):
+        progress("load", index, config.num_layers)
+        layers.append(loader.layer(index))
+    progress("load", config.num_layers, config.num_layers)
+    return DecoderWeights(embedding, tuple(layers), final_gain, head)
+
+
+class _Loader:
+    def __init__(self, config: ModelConfig, source: WeightSource, number_format: NumberFormat) -> None:
+        self._config, self._format = config, number_format
+        self._tensors = ModelTensors(config, source, interleaved=True)
+
+    def layer(self, index: int) -> LayerWeights:
+        tensors, prefix = self._tensors, layer_prefix(index)
+        attention_gain = self._gain(prefix + "input_layernorm")
+        mlp_gain = self._gain(prefix + "post_attention_layernorm")
+        return LayerWeights(
+            attention_gain=self._unfolded(attention_gain),
+            qkv=self._format.pack(self._fold(tensors.fused(prefix, "qkv"), attention_gain), tensors.qkv_bias(prefix)),
+            output=self._format.pack(tensors.fused(prefix, "output"), tensors.output_bias(prefix)),
+            mlp_gain=self._unfolded(mlp_gain),
+            mlp=self._mlp(index, mlp_gain),
+            q_gain=self._head_gain(index, "q"),
+            k_gain=self._head_gain(index, "k"),
+            sinks_KG=self._sinks(prefix),
+            has_window=index in self._config.windowed_layers,
+            is_turned=index not in self._config.unturned_layers,
+        )
+
+    def _sinks(self, prefix: str) -> torch.Tensor | None:
+        sinks = self._tensors.sinks(prefix)
+        return None if sinks is None else sinks.view(self._config.num_kv_heads, -1)
+
+    def _mlp(self, index: int, gain: torch.Tensor) -> Mlp:
+        tensors, prefix, experts = self._tensors, layer_prefix(index), self._config.experts_of(index)
+        if experts is None:
+            return self._gated(prefix, "gate_up", "down", gain)
+        router = self._format.router(self._fold(tensors.router(prefix), gain), tensors.router_bias(prefix))
+        each = [self._expert(expert, gain) for expert in tensors.experts(prefix)]
+        if experts.as_llama4:
+            return SharedMixture(router, each, self._gated(prefix, "shared_gate_up", "shared_down", gain))
+        return Mixture(experts, router, each)
+
+    def _gated(self, prefix: str, gate_up: str, down: str, gain: torch.Tensor) -> Mlp:
+        first = self._format.pack(self._fold(self._tensors.fused(prefix, gate_up), gain))
+        return GatedMlp(first, self._format.pack(self._tensors.fused(prefix, down)))
+
+    def _expert(self, expert: Expert, gain: torch.Tensor) -> Mlp:
+        gate_up = self._format.pack(self._fold(widened(expert.gate_up), gain), expert.gate_up_bias)
+        kind = GatedMlp if expert.gate_up_bias is None else ClampedMlp
+        return kind(gate_up, self._format.pack(widened(expert.down), expert.down_bias))
+
+    def ends(self) -> tuple[torch.Tensor, torch.Tensor | None, Linear]:
+        """The embedding table, the final norm's gain unless folded, and the output head."""
+        embedding = self._tensors.embedding()
+        head = embedding if self._config.tied_embeddings else self._tensors.fused("", "head")
+        gain = self._gain("model.norm")
+        return embedding, self._unfolded(gain), self._format.head(self._fold(head, gain), None)
+
+    def _gain(self, name: str) -> torch.Tensor:
+        return self._tensors.gain(name) * self._config.hidden_size**0.5
+
+    def _fold(self, weight: torch.Tensor, gain: torch.Tensor) -> torch.Tensor:
+        return weight * gain if self._format.folds else weight
+
+    def _unfolded(self, gain: torch.Tensor) -> torch.Tensor | None:
+        return None if self._format.folds else gain
+
+    def _head_gain(self, index: int, name: str) -> torch.Tensor | None:
+        gain = self._tensors.head_gain(index, name)
+        return None if gain is None else gain * self._config.head_dim**0.5

@@ -1,0 +1,151 @@
+"""The next token of each sequence, drawn on the device.
+
+The draw is a function of (seed, choice, position, token) alone, so it is the same in any batch; it is not the CPU
+engine's, which inverts the cumulative distribution.
+"""
+
+from collections.abc import Mapping
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from contracts.events import Token
+from contracts.ids import RequestId
+from engine.cuda.inputs.decode_state import DecodeState, pack
+from engine.cuda.inputs.sampling_columns import columns, is_greedy
+from engine.cuda.runtime.process_group import ALONE, Team
+from engine.cuda.runtime.upload import upload, upload_all
+from engine.sampling.sampler import Sampler
+from engine.sequence import Sequence
+from kernels.registry import Registry
+from kernels.specs import QuantSpec, SampleSpec
+from kernels.workspace import sample_workspace_nbytes
+
+_ARGMAX_NBYTES = 1 << 20
+
+
+class Drawer:
+    """The library's greedy and random choice."""
+
+    def __init__(self, registry: Registry, vocab: int, max_rows: int, device: torch.device, team: Team = ALONE) -> None:
+        self._team, self.device = team, device
+        self._argmax = registry.get("argmax", QuantSpec(vocab, "none"))
+        spec = SampleSpec(vocab)
+        self._sample = registry.get("sample", spec)
+        nbytes = max(_ARGMAX_NBYTES, sample_workspace_nbytes(spec, max_rows))
+        self._scratch = torch.zeros(nbytes, dtype=torch.uint8, device=device)
+
+    def alone(self, state: DecodeState, logits: Tensor, greedy: bool) -> Tensor:
+        """The tokens, in the first rows of the state. `greedy`: all rows are."""
+        count = len(logits)
+        tokens = state.drawn[:count]
+        if greedy:
+            self._argmax(logits, tokens, self._scratch)
+        else:
+            inputs = state.draw_inputs(count)
+            self._sample(
+                logits, inputs.temperatures, inputs.top_ks, inputs.top_ps, inputs.min_ps, inputs.seeds,
+                inputs.positions, tokens, state.logprobs[:count], self._scratch,
+            )  # fmt: skip
+        return tokens
+
+    def into(self, state: DecodeState, logits: Tensor, greedy: bool) -> None:
+        """The same for a team: all of it have the first one's tokens."""
+        self._team.follow(self.alone(state, logits, greedy))
+
+    def follow(self, state: DecodeState, num_rows: int) -> None:
+        """The first of a team draws these from logits that only it has."""
+        self._team.follow(state.drawn[:num_rows])
+
+
+@dataclass(frozen=True)
+class Likeliest:
+    """Log-probabilities of some rows: of the token drawn `[n]`, and of the likeliest `[n, k]`."""
+
+    rows: list[int]
+    own: Tensor
+    values: Tensor
+    token_ids: Tensor
+
+    @classmethod
+    def of(cls, sequences: SequenceOf[Sequence], logits: Tensor, tokens: Tensor) -> "Likeliest | None":
+        """Of the rows that ask for them; their copies to the host are under way. None if no row does."""
+        rows = [row for row, sequence in enumerate(sequences) if sequence.sampling.logprobs is not None]
+        if not rows:
+            return None
+        index = upload(np.array(rows), logits.device)
+        logprobs = logits.index_select(0, index).log_softmax(-1)
+        top = logprobs.topk(max(sequences[row].sampling.logprobs or 0 for row in rows))
+        own = logprobs.gather(1, tokens.index_select(0, index)[:, None])[:, 0]
+        return cls(rows, to_host(own), to_host(top.values), to_host(top.indices))
+
+
+class DeviceDrawn:
+    """Tokens on their way to the host."""
+
+    def __init__(self, sequences: SequenceOf[Sequence], tokens: Tensor, likeliest: Likeliest | None) -> None:
+        self._indices = [sequence.num_generated for sequence in sequences]
+        self._counts = [sequence.sampling.logprobs or 0 for sequence in sequences]
+        self._tokens, self._likeliest = to_host(tokens), likeliest
+        self._done = torch.cuda.Event() if tokens.is_cuda else None
+        if self._done is not None:
+            self._done.record()
+
+    @property
+    def is_done(self) -> bool:
+        return self._done is None or self._done.query()
+
+    def wait(self) -> list[Token]:
+        if self._done is not None:
+            self._done.synchronize()
+        tokens = [Token(index, token) for index, token in zip(self._indices, self._tokens.tolist(), strict=True)]
+        if self._likeliest is not None:
+            for at, row in enumerate(self._likeliest.rows):
+                tokens[row] = self._with_logprobs(tokens[row], self._likeliest, at, self._counts[row])
+        return tokens
+
+    def put_back(self, drawn: Tensor) -> None:
+        """Into the first rows, where they were drawn."""
+        if self._done is not None:
+            self._done.synchronize()
+        drawn[: len(self._tokens)].copy_(self._tokens)
+
+    def _with_logprobs(self, token: Token, found: Likeliest, at: int, count: int) -> Token:
+        ids, values = found.token_ids[at, :count].tolist(), found.values[at, :count].tolist()
+        return Token(token.index, token.token_id, float(found.own[at]), list(zip(ids, values, strict=True)))
+
+
+class DeviceSampler(Sampler):
+    """For batches in which a sequence has its logits adjusted first: the host says how, the device does it."""
+
+    def __init__(self, eos_token_ids: SequenceOf[int], drawer: Drawer) -> None:
+        super().__init__(eos_token_ids)
+        self._drawer = drawer
+
+    @torch.inference_mode()
+    def sample(
+        self,
+        sequences: SequenceOf[Sequence],
+        logits_BV: Tensor,
+        allowed: Mapping[RequestId, np.ndarray] | None = None,
+    ) -> list[Token]:
+        """At once, beside what the device holds of the batch before. DeviceRunner.draw waits for nothing."""
+        adjusted = self.adjusted(sequences, logits_BV, allowed or {})
+        count = len(sequences)
+        state = DecodeState(count, 1, 1, logits_BV.device)
+        state.put(pack(None, columns(sequences), state.max_rows))
+        tokens = self._drawer.alone(state, adjusted, is_greedy(sequences))
+        return DeviceDrawn(sequences, tokens, Likeliest.of(sequences, logits_BV, tokens)).wait()
+
+    def put(self, arrays: SequenceOf[np.ndarray]) -> SequenceOf[Tensor]:
+        return upload_all(arrays, self._drawer.device)
+
+
+def to_host(tensor: Tensor) -> Tensor:
+    """A copy that is complete once what was launched before is."""
+    if not tensor.is_cuda:
+        return tensor.clone()
+    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)

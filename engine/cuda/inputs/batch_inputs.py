@@ -1,0 +1,170 @@
+"""What a batch asks of the device, as numpy arrays: prompts row by row, decodes padded to a bucket."""
+
+from bisect import bisect_left
+from collections.abc import Mapping
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass
+from itertools import takewhile
+
+import numpy as np
+
+from contracts.ids import RequestId
+from engine.model.chunked_attention import Stretches, cut
+from engine.model.logit_rows import tail_rows, tails
+from engine.scheduler.batch import Piece
+
+_MAX_CHUNK_ROWS = 2048  # a step's budget where nothing else is said
+
+
+@dataclass(frozen=True)
+class Queries:
+    """Consecutive rows by sequence, the newest of each: `tables` `[N, longest]`, `lengths` `[N]` with context,
+    `q_starts` and `kv_starts` `[N + 1]`.
+    """
+
+    tables: np.ndarray
+    lengths: np.ndarray
+    q_starts: np.ndarray
+    kv_starts: np.ndarray
+
+    @classmethod
+    def of(cls, tables: np.ndarray, lengths: np.ndarray, counts: np.ndarray) -> "Queries":
+        """`counts` `[N]` rows of each."""
+        return cls(np.ascontiguousarray(tables), lengths.astype(np.int32), _starts(counts), _starts(lengths))
+
+    @property
+    def counts(self) -> np.ndarray:
+        return np.diff(self.q_starts)
+
+
+@dataclass(frozen=True)
+class PromptRows:
+    """Rows of all pieces, one after the other: `token_ids`, `positions`, `slots` `[T]`: block * size + offset.
+    `sampling`: which pieces sample, from their last row.
+    """
+
+    token_ids: np.ndarray
+    positions: np.ndarray
+    slots: np.ndarray
+    queries: Queries
+    sampling: np.ndarray
+
+    @property
+    def sample_rows(self) -> np.ndarray:
+        return self.queries.q_starts[1:][self.sampling] - 1
+
+
+def num_decodes(pieces: SequenceOf[Piece]) -> int:
+    """How many of the first pieces are one newest token each, as Batch orders them."""
+    return sum(1 for _ in takewhile(lambda piece: piece.is_decode and piece.samples, pieces))
+
+
+def prompt_rows(pieces: SequenceOf[Piece], block_size: int) -> PromptRows:
+    starts = np.array([piece.first_token for piece in pieces])
+    counts = np.array([piece.num_tokens for piece in pieces])
+    samples = np.array([piece.samples for piece in pieces])
+    width = -(-int((starts + counts).max()) // block_size)
+    tables = block_tables(pieces, len(pieces), width, 0)
+    owners = np.repeat(np.arange(len(pieces)), counts)
+    positions = np.arange(len(owners)) - np.repeat(np.cumsum(counts) - counts - starts, counts)
+    blocks = tables[owners, positions // block_size].astype(np.int64)
+    return PromptRows(
+        token_ids=np.concatenate([np.frombuffer(p.sequence.tokens, np.int32)[p.first_token : p.end] for p in pieces]),
+        positions=positions.astype(np.int32),
+        slots=blocks * block_size + positions % block_size,
+        queries=Queries.of(tables, starts + counts, counts),
+        sampling=samples.nonzero()[0],
+    )
+
+
+def in_segments(queries: Queries, segment: int, block_size: int) -> Queries:
+    """The same rows for attention in segments: a sequence is one segment of a prompt."""
+    counts = queries.counts
+    whole = Stretches(queries.tables, queries.lengths - counts, counts, np.zeros(len(counts), bool))  # no matter whose
+    by = cut(whole, segment, block_size)
+    return Queries.of(by.tables, by.starts + by.counts, by.counts)
+
+
+def tails_of(queries: Queries, wanted: np.ndarray) -> tuple[np.ndarray, Queries]:
+    """The rows that go past the last layer's K and V for the sake of `wanted`, which are scored, in order; their own
+    queries.
+    """
+    counts = queries.counts
+    lasts = tails(counts, wanted)
+    kept = lasts > 0
+    return tail_rows(counts, lasts), Queries.of(queries.tables[kept], queries.lengths[kept], lasts[kept])
+
+
+def _starts(counts: np.ndarray) -> np.ndarray:
+    return np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
+
+
+def block_tables(pieces: SequenceOf[Piece], num_rows: int, width: int, spare: int) -> np.ndarray:
+    """`[num_rows, width]` int32; `spare` where a sequence, or the batch, is shorter."""
+    tables = np.full((num_rows, width), spare, np.int32)
+    for row, piece in zip(tables, pieces, strict=False):
+        blocks = piece.sequence.blocks[:width]
+        row[: len(blocks)] = blocks
+    return tables
+
+
+@dataclass(frozen=True)
+class DecodeRows:
+    """One newest token a row, `[bucket]` each, padded by rows of one token in the spare block.
+
+    `sources`: where the token is: the row of the last batch that drew it, or beside those (from `len` of that on) row
+    by row in `token_ids`, as the host knows it.
+    """
+
+    token_ids: np.ndarray
+    sources: np.ndarray
+    lengths: np.ndarray
+    slots: np.ndarray
+
+
+def decode_rows(
+    pieces: SequenceOf[Piece],
+    pending: Mapping[RequestId, int],
+    num_drawn: int,
+    bucket: int,
+    block_size: int,
+    spare: int,
+) -> DecodeRows:
+    """`pending`: rows of tokens that the host does not know; `num_drawn`: how many rows of such there can be."""
+    count = len(pieces)
+    lengths = np.ones(bucket, np.int32)
+    lengths[:count] = [piece.end for piece in pieces]
+    blocks = np.full(bucket, spare, np.int32)
+    blocks[:count] = [piece.sequence.blocks[piece.first_token // block_size] for piece in pieces]
+    sources = num_drawn + np.arange(bucket, dtype=np.int32)
+    token_ids = np.zeros(bucket, np.int64)
+    for row, piece in enumerate(pieces):
+        if piece.sequence.num_pending:
+            sources[row] = pending[piece.sequence.request_id]
+        else:
+            token_ids[row] = piece.sequence.tokens[-1]
+    return DecodeRows(token_ids, sources, lengths, blocks * block_size + (lengths - 1) % block_size)
+
+
+def batch_buckets(largest: int) -> tuple[int, ...]:
+    """1, 2, 4, 8, then steps of 8 to 64, of 16 to 128, of 32 beyond: a step costs at most a quarter too many rows."""
+    sizes = [1, 2, 4, *range(8, 64, 8), *range(64, 128, 16), *range(128, largest + 32, 32)]
+    return (*[size for size in sizes if size < largest], largest)
+
+
+def chunk_buckets(max_rows: int) -> tuple[int, ...]:
+    """Rows of prompts and of answers beside them, up to as many as keep the device busy for longer than the host
+    launches them. Steps of 64: a step that fills a usual budget is padded by none.
+    """
+    largest = min(max_rows, _MAX_CHUNK_ROWS)
+    return (*range(64, largest, 64), largest)
+
+
+def context_buckets(max_model_len: int) -> tuple[int, ...]:
+    """Contexts for which attention is launched differently: tuned up to 2048 tokens, by rule beyond."""
+    return (*[size for size in (2048, 16384) if size < max_model_len], max_model_len)
+
+
+def bucket_for(buckets: SequenceOf[int], count: int) -> int:
+    """The smallest that holds `count`."""
+    return buckets[bisect_left(buckets, count)]

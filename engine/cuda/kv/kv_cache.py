@@ -1,0 +1,114 @@
+"""The paged KV cache on a GPU."""
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import msgspec
+import numpy as np
+import torch
+from torch import Tensor
+
+from contracts.errors import ConfigError
+from contracts.ids import BlockId
+from contracts.layout import KVLayout
+from engine.cuda.kv.checksums import Checksums, Summings
+from engine.cuda.kv.transfer_pool import DevicePages
+from engine.cuda.runtime.shared_memory import allocate
+from kernels.registry import Registry
+
+
+@dataclass(frozen=True)
+class LayerCache:
+    """`keys`, `values` `[num_blocks + 1, kv_heads, block, head_dim]` of our shard, each to be multiplied by its
+    scale. `k_offset` `[kv_heads, head_dim]`: what smooth keys have lost (kernels.specs.RopeSpec).
+    """
+
+    index: int
+    keys: Tensor
+    values: Tensor
+    k_scale: float
+    v_scale: float
+    k_offset: Tensor | None
+
+
+class DeviceCache:
+    """Our shard, `[num_planes, num_blocks + 1, kv_heads, block, head_dim]` in one allocation, plane 2 * layer K,
+    2 * layer + 1 V. `layout` is of the whole group.
+
+    The last block belongs to nobody: the rows that pad a batch write there. `scales` `[layers, 2]`: those of K and of V
+    by layer, on the host; none for 1. `k_offsets` `[layers, kv_heads, head_dim]`: the keys are smooth. Raises
+    ConfigError if the device has not so much memory.
+    """
+
+    def __init__(
+        self,
+        layout: KVLayout,
+        num_blocks: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        scales: Tensor | None = None,
+        k_offsets: Tensor | None = None,
+    ) -> None:
+        self.layout = layout if scales is None else msgspec.structs.replace(layout, scales=_name(scales, k_offsets))
+        self.num_blocks = num_blocks
+        self.device = device
+        heads = layout.num_kv_heads // layout.tp_size
+        shape = (layout.num_planes, num_blocks + 1, heads, layout.block_size, layout.head_dim)
+        # Zeros: what is masked weighs 0, and 0 times a NaN of uninitialised memory is a NaN.
+        self._memory = allocate(layout.shard_nbytes * (num_blocks + 1), device)
+        self._planes = self._memory.tensor.view(dtype).view(shape)
+        chosen = torch.ones(layout.num_layers, 2) if scales is None else scales
+        offsets = [None] * layout.num_layers if k_offsets is None else k_offsets
+        self._layers = [
+            LayerCache(index, self._planes[2 * index], self._planes[2 * index + 1], k_scale, v_scale, offset)
+            for index, ((k_scale, v_scale), offset) in enumerate(zip(chosen.tolist(), offsets, strict=True))
+        ]
+        self._is_smooth = k_offsets is not None
+        self._pages: DevicePages | None = None
+
+    def clear(self) -> None:
+        """As it was made."""
+        self._planes.view(torch.uint8).zero_()
+
+    def export(self) -> bytes:
+        """What the first worker of our group needs to take our shard into its `share`. Raises TransferError where the
+        device does not let others in; the cache must outlive what they do with it.
+        """
+        return self._memory.share()
+
+    def share(self, registry: Registry, followers: Sequence[bytes] = ()) -> None:
+        """From now on there is a `transfer_pool`. `followers`: what the other workers of our group said by `export`, in
+        the order of their heads. Raises TransferError if one can't be mapped.
+        """
+        # Smooth keys are more than rounded: no peer's bf16 pages become such by the way.
+        can_round = self._planes.dtype is torch.float8_e4m3fn and not self._is_smooth
+        scales = [scale for layer in self._layers for scale in (layer.k_scale, layer.v_scale)] if can_round else []
+        self._pages = DevicePages(self._memory, self.layout, self.num_blocks, registry, scales, followers)
+        self._pages.warm_up()
+
+    @property
+    def transfer_pool(self) -> DevicePages:
+        assert self._pages is not None, "a cache that warms up is handed over to nobody"
+        return self._pages
+
+    @property
+    def pool_bytes(self) -> np.ndarray:
+        raise ConfigError("the KV cache of a GPU is not in the host's memory")
+
+    def written(self) -> None:
+        """All that the batch writes for its prompts has been launched: `checksums` are asked for next."""
+        if self._pages is not None:
+            self._pages.written()
+
+    def checksums(self, blocks: Sequence[BlockId]) -> Checksums | Summings | None:
+        return self._pages.checksums_aside(blocks) if self._pages is not None and self._pages.checks else None
+
+    def layer(self, index: int) -> LayerCache:
+        return self._layers[index]
+
+
+def _name(scales: Tensor, k_offsets: Tensor | None) -> str:
+    """KV that was divided by other scales, or lost another offset, means nothing here."""
+    said = [scales.numpy().tobytes(), b"" if k_offsets is None else k_offsets.cpu().numpy().tobytes()]
+    return f"layer-{hashlib.blake2b(b''.join(said), digest_size=8).hexdigest()}"

@@ -1,0 +1,420 @@
+"""From a checkpoint to an engine on a GPU: weights, warm-up, a cache of what memory is left, decode steps captured."""
+
+import logging
+import math
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from functools import partial
+
+import msgspec
+import torch
+
+from checkpoint import Checkpoint, Progress, open_checkpoint
+from contracts.errors import ConfigError, TransferError
+from contracts.layout import KVLayout
+from engine.backend import Backend
+from engine.cache.sizing import MIN_BLOCKS, blocks_in, kv_layout, model_len, require_budgets, wanted_model_len
+from engine.cuda.device_sampler import DeviceSampler, Drawer
+from engine.cuda.graphs.decode_graphs import DecodeSteps, MakeStep
+from engine.cuda.graphs.last_layer_graphs import Endings
+from engine.cuda.graphs.mixed_batch_attention import DecodesBeside
+from engine.cuda.graphs.prefill_graphs import Chunks
+from engine.cuda.graphs.prefill_rows import PassRows
+from engine.cuda.inputs.decode_state import DecodeState
+from engine.cuda.kv.kv_cache import DeviceCache
+from engine.cuda.launcher import Launcher
+from engine.cuda.model.attention import DeviceAttention, attention_specs
+from engine.cuda.model.calibration import TEXT, Scales, calibrate, compute_prompt
+from engine.cuda.model.format_choice import resolve_device_dtype, smooths_keys
+from engine.cuda.model.fused_decode import FusedDecode, is_fusible
+from engine.cuda.model.number_formats import DEVICE_FORMATS, DeviceFormat
+from engine.cuda.model.transformer import Rows, Transformer
+from engine.cuda.model.weights import DeviceWeights, load_device_weights, shortened
+from engine.cuda.runner import DeviceRunner
+from engine.cuda.runtime.bindings import MAX_PITCH_NBYTES
+from engine.cuda.runtime.graph_capture import Launch, free_nbytes
+from engine.cuda.runtime.process_group import ALONE, Team
+from engine.cuda.tensor_parallel import Followers
+from engine.cuda.warmup import WarmUp
+from engine.engine import Engine
+from engine.model_loader.checkpoint_weights import WeightSource, open_weights
+from engine.model_loader.tensor_parallel_shards import Shard, ShardedWeights, kv_shard, shard_config
+from engine.sampling.prompt_logprobs import ROWS
+from engine.settings import EngineSettings
+from kernels import caps, catalog
+from kernels.registry import Registry
+from kernels.specs import AttnSpec, RopeSpec
+from kernels.timing import eager_us
+from models.config import ModelConfig
+
+_log = logging.getLogger(__name__)
+
+# The kernels were tuned for pages of 64 tokens.
+_MIN_BLOCK_SIZE = 64
+# Left free beside the cache, whatever captured launches take; and with them at least.
+_SPARE_NBYTES, _LEAST_SPARE_NBYTES = 1 << 29, 1 << 30
+LOGIT_NBYTES = 18
+"""For each logit: a batch that is drawn from adjusted ones has them four times in float32, and a mask."""
+_MEMORY_PAGE_NBYTES = 2 << 20
+_TOO_LARGE = "the model and a full batch do not fit on the GPU"
+_SMALLER = (
+    "free the GPU, use a smaller model or dtype, lower max_num_seqs or max_batched_tokens, or share it among more GPUs "
+    "by tensor_parallel"
+)
+
+OpenModel = Callable[[str, torch.device], tuple[Checkpoint, WeightSource]]
+"""(EngineSettings.model, device) -> what is loaded, in any process."""
+
+
+def open_model(model: str, device: torch.device) -> tuple[Checkpoint, WeightSource]:
+    """The checkpoint's own weights."""
+    checkpoint = open_checkpoint(model)
+    return checkpoint, open_weights(checkpoint, device)
+
+
+def load_device_engine(
+    settings: EngineSettings,
+    checkpoint: Checkpoint,
+    progress: Progress,
+    source: WeightSource | None = None,
+    device: torch.device | None = None,
+    reopen: OpenModel = open_model,
+) -> Engine:
+    """`source`: weights from elsewhere than the checkpoint's files, and `reopen` how the processes of other GPUs come
+    by them; `device`: "cpu" runs the reference kernels.
+
+    Raises ConfigError, which says what to do.
+    """
+    device = device or torch.device("cuda")
+    source = source or open_weights(checkpoint, device)
+    if settings.tensor_parallel == 1:
+        return Builder(settings, checkpoint, source, device).build(progress)
+    shard_config(checkpoint.config, Shard(0, settings.tensor_parallel))
+    followers = Followers.start(settings, device, reopen)
+    try:
+        with _full_in_words():
+            team = followers.join(device)
+        return Builder(settings, checkpoint, source, device, team).build(progress, followers)
+    except BaseException:
+        followers.abandon()
+        raise
+
+
+class Builder:
+    """One process's part of an engine. All of a team do the same, up to what its first member keeps for itself."""
+
+    def __init__(
+        self,
+        settings: EngineSettings,
+        checkpoint: Checkpoint,
+        source: WeightSource,
+        device: torch.device,
+        team: Team = ALONE,
+    ) -> None:
+        found = caps.detect(device.type)
+        if found.triton_error:
+            raise ConfigError(caps.unbuildable(found))
+        self._settings = replace(settings, dtype=resolve_device_dtype(settings.dtype, checkpoint, found.cc))
+        self._checkpoint, self._team, self._device = checkpoint, team, device
+        self._config = shard_config(checkpoint.config, team.shard)
+        self._source = source if team is ALONE else ShardedWeights(source, checkpoint.config, team.shard)
+        self._registry: Registry = catalog.registry(found)
+        self._format: DeviceFormat = DEVICE_FORMATS[self._settings.dtype]
+        self._block_size = max(settings.block_size, _MIN_BLOCK_SIZE)
+        require_budgets(settings, self._block_size)
+        self._max_rows = max(settings.max_batched_tokens, settings.max_num_seqs)
+
+    def build(self, progress: Progress, followers: Followers | None = None) -> Engine:
+        launcher, max_model_len = self.prepare(progress)
+        runner = DeviceRunner(launcher, self._sampler, followers.told if followers else nullcontext)
+
+        def close() -> None:
+            launcher.release()
+            if followers is not None:
+                followers.close()
+
+        # Prompts and answers are computed by different kernels, which round differently.
+        backend = Backend(launcher.cache, runner, self._sampler, False, close)
+        return Engine(self._settings, self._checkpoint, backend, max_model_len)
+
+    def prepare(self, progress: Progress) -> tuple[Launcher, int]:
+        """What a batch needs, ready for the first one; the longest context."""
+        with _full_in_words():
+            return self._prepare(progress)
+
+    @torch.inference_mode()
+    def _prepare(self, progress: Progress) -> tuple[Launcher, int]:
+        settings = self._settings
+        layout = kv_layout(self._checkpoint, self._block_size, self._format.kv_dtype, "-halves")
+        layout = msgspec.structs.replace(layout, tp_size=kv_shard(self._checkpoint.config, self._team.shard).size)
+        self._load(layout, progress)
+        with self._stage("compile", progress):
+            with _advising(_TOO_LARGE, _SMALLER):
+                scratch = self._cache(layout, layout.num_blocks(self._longest_prompt))
+            if self._captures:
+                self._compile(scratch, progress)
+        with self._stage("calibrate", progress):
+            scales = self._calibrate(scratch)
+        captured = self._captured_nbytes(scratch, scales)
+        del scratch
+        nbytes = self._cache_nbytes(layout, captured)
+        num_blocks = self._team.smallest(_whole(blocks_in(nbytes, layout), layout.page_nbytes))
+        max_model_len = model_len(self._checkpoint, settings, num_blocks * layout.block_size)
+        with _advising("the KV cache does not fit on the GPU", "lower kv_cache_mib, or free the GPU"):
+            cache = self._cache(layout, num_blocks, scales)
+        launcher = self._launcher(self._model, self._weights, cache, scales, max_model_len)
+        with self._stage("capture", progress):
+            self._share(cache)
+            if self._captures:
+                launcher.capture()
+                if self._team is ALONE:  # members that time differently would part
+                    launcher.chunks.leave_out_slow(partial(eager_us, count=1, groups=5))
+        with self._stage("warm up", progress):
+            if self._device.type == "cuda":
+                self._warm_up(cache, max_model_len).run(DeviceRunner(launcher, self._sampler))
+        _log.info(
+            "%s ready: %s on %s, context of %d tokens, %d KV blocks; %s",
+            self._checkpoint.name, settings.dtype, self._registry.caps.name, max_model_len, num_blocks,
+            ", ".join(f"{stage} {time_s:.1f} s" for stage, time_s in self._seconds.items()),
+        )  # fmt: skip
+        return launcher, max_model_len
+
+    def _cache(self, layout: KVLayout, num_blocks: int, scales: Scales | None = None) -> DeviceCache:
+        kv, offsets = (scales.kv, scales.k_offsets) if scales else (None, None)
+        if self._is_smooth and offsets is None:
+            offsets = torch.zeros(layout.num_layers, layout.num_kv_heads, layout.head_dim, device=self._device)
+        return DeviceCache(layout, num_blocks, self._format.pages, self._device, kv, offsets)
+
+    def _share(self, cache: DeviceCache) -> None:
+        """The first of a team hands over the pages of all."""
+        is_first = self._team.shard.rank == 0
+        told = self._team.exchange("cache", b"" if is_first else cache.export())
+        if not is_first:
+            return
+        try:
+            cache.share(self._registry, told[1:])
+        except TransferError as error:
+            raise ConfigError(
+                f"tensor_parallel is {self._team.shard.size}, and its GPUs can't reach each other's memory ({error}): "
+                "use GPUs that can, or fewer"
+            ) from error
+
+    @contextmanager
+    def _stage(self, name: str, progress: Progress) -> Iterator[None]:
+        progress(name, 0, 1)
+        start = time.perf_counter()
+        yield
+        if self._device.type == "cuda":
+            torch.cuda.synchronize()
+        self._seconds[name] = time.perf_counter() - start
+        progress(name, 1, 1)
+
+    def _load(self, layout: KVLayout, progress: Progress) -> None:
+        config, settings, device = self._config, self._settings, self._device
+        longest = self._longest = self._longest_possible(layout)
+        start = time.perf_counter()
+        with self._importing_kernels():
+            self._weights = load_device_weights(
+                config, self._source, self._format, longest, device, progress, self._team.shard
+            )
+        self._seconds = {"weights": time.perf_counter() - start}
+        # Scales that a checkpoint brings are of keys as they are; members of a team would have to agree on offsets.
+        self._is_smooth = (
+            self._format.is_fp8 and smooths_keys(config) and self._weights.kv_scales is None and self._team is ALONE
+        )
+        self._attention = DeviceAttention(
+            config, self._registry, self._format.kv, self._block_size, settings.max_num_seqs * (longest + 128),
+            settings.max_num_seqs, device,
+        )  # fmt: skip
+        self._model = self._transformer(self._weights)
+        self._state = DecodeState(settings.max_num_seqs, layout.num_blocks(longest), config.vocab_size, device)
+        self._drawer = Drawer(self._registry, config.vocab_size, settings.max_num_seqs, device, self._team)
+        self._sampler = DeviceSampler(self._checkpoint.eos_token_ids, self._drawer)
+        self._longest_prompt = min(self._max_rows, longest)
+        if self._captures:
+            require_kernels(self._registry, config, self._format, self._block_size)
+
+    @contextmanager
+    def _importing_kernels(self) -> Iterator[None]:
+        """Prompts' attention, which DeviceAttention asks for again: FlashInfer takes 1.2 s to import, and meanwhile
+        weights can be read.
+        """
+        use_device = None
+        if self._device.type == "cuda":  # a thread begins with the first GPU
+            index = torch.cuda.current_device() if self._device.index is None else self._device.index
+            use_device = partial(torch.cuda.set_device, index)
+        with ThreadPoolExecutor(1, "kernels", use_device) as pool:
+            for spec in attention_specs(self._config, self._format.kv, self._block_size).values():
+                pool.submit(self._registry.get, "attn_prefill", spec)
+            yield
+
+    def _longest_possible(self, layout: KVLayout) -> int:
+        """No context is longer, nor a full prompt. Llama 4 Scout has ten million positions, and four GPUs of 80 GiB
+        have KV of 3.5 million: what rope turns all of them by takes 5 GiB of each GPU, and twice that of the host at
+        start.
+        """
+        nbytes = self._settings.kv_cache_nbytes or torch.cuda.mem_get_info()[1]
+        most = self._team.smallest(blocks_in(nbytes, layout)) * layout.block_size
+        return min(wanted_model_len(self._checkpoint, self._settings), max(most, self._max_rows))
+
+    @property
+    def _captures(self) -> bool:
+        """Not float32, whose attention reads lengths on the host."""
+        return self._device.type == "cuda" and self._format.kv != "fp32"
+
+    def _compile(self, cache: DeviceCache, progress: Progress) -> None:
+        """Compiles what decode steps and warm-up will launch, and loads what will be captured; `progress` is told of
+        each kernel.
+        """
+        from kernels.compiling import compiled_ahead  # imports Triton, which a CPU does without
+
+        longest = self._longest
+        # Of a few layers: the others launch the same, and 32 of them took 8 s.
+        weights = replace(self._weights, layers=tuple(shortened(self._weights.layers)))
+        scales = Scales(torch.ones(len(weights.layers), 2, device=self._device), torch.ones(0))
+        launcher = self._launcher(
+            self._transformer(weights), weights, cache, scales if self._format.is_fp8 else None, longest
+        )
+        with compiled_ahead(partial(progress, "kernels"), in_processes=True):
+            launcher.run_all()
+            self._warm_up(cache, longest).run(DeviceRunner(launcher, self._sampler))
+        launcher.run_all()
+        cache.clear()
+
+    def _warm_up(self, cache: DeviceCache, max_model_len: int) -> WarmUp:
+        return WarmUp(cache.layout, cache.num_blocks, self._max_rows, self._settings.max_num_seqs, max_model_len)
+
+    def _calibrate(self, cache: DeviceCache) -> Scales | None:
+        """Finds out what a full batch takes; the scales of e4m3 where they are fixed, those that the checkpoint brings
+        before those that are found.
+        """
+        model, attention, longest = self._model, self._attention, self._longest_prompt
+        scales = None
+        if self._format.is_fp8:
+            found = calibrate(model, attention, cache, self._checkpoint.tokenizer().encode(TEXT).ids[:longest])
+            found = replace(found, kv=self._team.largest(found.kv))
+            scales = found.replaced(self._weights.input_scales(), self._weights.kv_scales)
+        compute_prompt(model, attention, cache, [index % self._config.vocab_size for index in range(longest)])
+        return scales
+
+    def _transformer(self, weights: DeviceWeights) -> Transformer:
+        return Transformer(
+            self._config, self._format, weights, self._registry, self._block_size, self._max_rows, self._team,
+            self._is_smooth, self._attention.wants_e4m3,
+        )  # fmt: skip
+
+    def _launcher(
+        self,
+        model: Transformer,
+        weights: DeviceWeights,
+        cache: DeviceCache,
+        scales: Scales | None,
+        max_model_len: int,
+    ) -> Launcher:
+        config, state = self._config, self._state
+        if scales is not None and is_fusible(config, self._format, weights):
+            make = FusedDecode(config, weights, self._registry, cache, state, scales.activations, self._team).step
+        else:
+            make = self._plain(model, cache)
+        steps = DecodeSteps(make, self._drawer, state, max_model_len)
+        rows = PassRows(self._max_rows, self._device)
+        chunks = Chunks(model, cache, rows, self._max_rows)
+        beside = DecodesBeside(model, self._attention, cache, state, max_model_len)
+        endings = Endings(model, self._attention, cache, state, max_model_len)
+        return Launcher(model, self._attention, cache, state, rows, steps, chunks, beside, endings, self._drawer)
+
+    def _plain(self, model: Transformer, cache: DeviceCache) -> MakeStep:
+        state = self._state
+
+        def make(rows: int, max_len: int) -> Launch:
+            num_rows = torch.full((1,), rows, dtype=torch.int32, device=state.device)
+
+            def step() -> None:
+                attend = self._attention.of_decodes(state.tables[:rows], state.lengths[:rows], max_len)
+                inputs = Rows(state.gather_tokens(rows), state.positions[:rows], state.slots[:rows], num_rows)
+                state.logits[:rows].copy_(model.head(model(inputs, cache, attend)))
+
+            return step
+
+        return make
+
+    def _captured_nbytes(self, scratch: DeviceCache, scales: Scales | None) -> int:
+        """What a launcher will take of the memory that is left: the rooms of its steps, which for 1024 sequences of
+        Llama-8B's shape are half a GiB, and all that is captured. 80 layers shared by two GPUs took 2.6 GiB.
+        """
+        if not self._captures or self._settings.kv_cache_nbytes is not None:
+            return 0
+        torch.cuda.empty_cache()
+        left = free_nbytes()
+        launcher = self._launcher(self._model, self._weights, scratch, scales, self._longest)
+        return left - free_nbytes() + launcher.expected_nbytes()
+
+    def _cache_nbytes(self, layout: KVLayout, captured_nbytes: int) -> int:
+        """What settings say, or all that is left. Raises ConfigError if too little is."""
+        if self._settings.kv_cache_nbytes is not None:
+            return self._settings.kv_cache_nbytes
+        torch.cuda.empty_cache()
+        free = free_nbytes()
+        kept = self._settings.spare_nbytes + max(_LEAST_SPARE_NBYTES, captured_nbytes + _SPARE_NBYTES)
+        kept += self._logits_nbytes
+        if free - kept < MIN_BLOCKS * layout.shard_nbytes:
+            raise ConfigError(
+                f"{free / 2**30:.2f} GiB of the GPU's memory are free beside the model, of which {kept / 2**30:.2f} "
+                f"are for other things than the KV cache, and nothing is left for that: {_SMALLER}"
+            )
+        return free - kept
+
+    @property
+    def _logits_nbytes(self) -> int:
+        """What lies beside the cache at the end of a step: logits that are drawn from, or the rows of prompts that are
+        all scored, a few at a time. A team whose first member has no room for these ends.
+        """
+        row_nbytes = LOGIT_NBYTES * self._config.vocab_size
+        scored_nbytes = ROWS * row_nbytes + self._model.finish_nbytes(self._max_rows)
+        return max(self._settings.max_num_seqs * row_nbytes, scored_nbytes)
+
+
+@contextmanager
+def _full_in_words() -> Iterator[None]:
+    """An error for a GPU that is full becomes a ConfigError: torch's, or CUDA's, Triton's or NCCL's by its words."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not isinstance(error, torch.OutOfMemoryError) and "out of memory" not in str(error).lower():
+            raise
+        words, _, _ = str(error).partition(" Including ")
+        raise ConfigError(f"{_TOO_LARGE} ({words}): {_SMALLER}") from error
+
+
+@contextmanager
+def _advising(what: str, advice: str) -> Iterator[None]:
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError(f"{what} ({error}): {advice}") from error
+
+
+def require_kernels(registry: Registry, config: ModelConfig, number_format: DeviceFormat, block_size: int) -> None:
+    """Raises ConfigError where attention or rope fall back on the reference, which no graph can hold. FlashInfer may
+    attend where nothing of ours does, and it has no rope that appends.
+    """
+    layout = config.num_heads, config.num_kv_heads, config.head_dim, block_size, number_format.kv
+    attention = AttnSpec(*layout)
+    for op, spec in (("attn_decode", attention), ("attn_prefill", attention), ("rope_append", RopeSpec(*layout))):
+        choice = registry.resolve(op, spec)
+        if choice.impl.name == "reference":
+            reasons = "; ".join(f"{name}: {reason}" for name, reason in choice.rejected)
+            words = f"head_dim is {config.head_dim}, and no attention kernel runs ({reasons})"
+            raise ConfigError(f"{words}: use dtype float32")
+
+
+def _whole(num_blocks: int, page_nbytes: int) -> int:
+    """At most so many that, with the spare one, a plane's pages end where a page of the GPU's memory does, and that a
+    copy's pitch allows. Pulled from planes that end elsewhere, 512 MiB came at 265 GB/s, not at 273 to 287 (two H200).
+    """
+    num_pages = min(num_blocks + 1, MAX_PITCH_NBYTES // page_nbytes)
+    step = _MEMORY_PAGE_NBYTES // math.gcd(_MEMORY_PAGE_NBYTES, page_nbytes)
+    return (num_pages // step * step if num_pages >= 16 * step else num_pages) - 1

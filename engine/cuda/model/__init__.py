@@ -1,0 +1,1 @@
+"""The model on the GPU: its layers, weights and number formats."""

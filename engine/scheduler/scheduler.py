@@ -1,0 +1,290 @@
+"""Which tokens run in the next step: continuous batching, chunked prefill under a token budget, no torch and no clock.
+
+Decodes come first and prefill chunks fill what is left of the budget, so a long prompt never stalls a running answer
+(Sarathi-Serve, Agrawal et al., OSDI 2024).
+"""
+
+from array import array
+from bisect import insort
+from collections.abc import Callable
+from dataclasses import dataclass
+from operator import attrgetter
+
+from contracts.ids import RequestId
+from contracts.node import beside_answers
+from engine.cache.block_pool import BlockPool
+from engine.scheduler.batch import Batch, Piece
+from engine.sequence import Sequence, Status
+
+
+@dataclass(frozen=True)
+class Limits:
+    """`max_num_seqs`: of one step; what runs beyond that, since it was kept local, waits for its turn.
+    `max_batched_tokens`: budget of one step, a block at least. Decodes always run; prompts have what is left, and wait
+    for an answer's end where nothing is. Beside answers it is `max_mixed_tokens`, a block at least, since prompts
+    lengthen their gaps; theirs are among these, but a quarter is the prompts' whatever the number of answers.
+    """
+
+    max_num_seqs: int
+    max_batched_tokens: int
+    max_mixed_tokens: int
+
+
+@dataclass(frozen=True)
+class Claim:
+    """What an offer from elsewhere waits for: a place among those that run, and so many blocks."""
+
+    request_id: RequestId
+    urgency: tuple[int, int]
+    num_blocks: int
+
+
+class Scheduler:
+    """By priority, and within one first come, first served: who waits longest is not promised a turn while more urgent
+    ones keep coming. When blocks run out, the least urgent sequence gives its own back and is computed again later.
+
+    Offers from elsewhere wait in another queue, whose first has the `claim`. The first of each queue leaves that of the
+    other, if it comes before, room to begin: neither queue starves, and of two that wait only one waits for the other.
+    """
+
+    def __init__(
+        self, pool: BlockPool, limits: Limits, before_preemption: Callable[[Sequence], None] = lambda _: None
+    ) -> None:
+        self._pool = pool
+        self._limits = limits
+        self._before_preemption = before_preemption
+        self._next_arrival = 0
+        self._refused: tuple[Sequence, int, int] | None = None
+        self.claim: Claim | None = None
+        self.waiting: list[Sequence] = []
+        self.running: list[Sequence] = []
+        self.num_preemptions = 0
+        self.num_prefix_queries = 0
+        self.num_prefix_hits = 0
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.running or self.waiting)
+
+    def has_preempted_before(self, urgency: tuple[int, int]) -> bool:
+        preempted = (sequence for sequence in self.waiting if sequence.started or sequence.has_grown)
+        return any(sequence.urgency < urgency for sequence in preempted)
+
+    def next_arrival(self) -> int:
+        self._next_arrival += 1
+        return self._next_arrival - 1
+
+    def room_before(self, urgency: tuple[int, int], num_reserved: int) -> tuple[int, int]:
+        """Places and blocks that an offer leaves to the first who waits, so that the next step finds it room: beside
+        the offer and all that run or may run by then, which grow by up to a block in that step and are left another.
+
+        Nothing to one that is to be handed over: two workers whose prompts wait for each other's pages would not go on.
+        """
+        first = self.waiting[0] if self.waiting else None
+        if first is None or first.urgency > urgency or first.handoff:
+            return 0, 0
+        num_blocks, num_growing = self._num_blocks(len(first.tokens)), len(self.running) + num_reserved + 1
+        return (1, num_blocks + 2 * num_growing) if self._may_begin(num_blocks, num_reserved) else (0, 0)
+
+    def give_up(self, request_id: RequestId) -> None:
+        """The claim, if it is that request's."""
+        if self.claim is not None and self.claim.request_id == request_id:
+            self.claim = None
+
+    def add(self, sequence: Sequence) -> None:
+        sequence.arrival = self.next_arrival()
+        insort(self.waiting, sequence, key=_URGENCY)
+
+    def resume(self, sequence: Sequence) -> None:
+        """Run a sequence that has its blocks already: adopted from elsewhere, or held and continued here."""
+        if sequence.arrival < 0:
+            sequence.arrival = self.next_arrival()
+        sequence.status = Status.RUNNING
+        insort(self.running, sequence, key=_URGENCY)
+
+    def remove(self, sequence: Sequence) -> None:
+        """Forget it; its blocks stay with the caller."""
+        if sequence.status is Status.RUNNING:
+            self.running.remove(sequence)
+        elif sequence.status is Status.WAITING:
+            self.waiting.remove(sequence)
+
+    def take_blocks(self, sequence: Sequence, num_tokens: int, num_spare: int) -> bool:
+        """Give `sequence` blocks for so many tokens, the cached ones of its prompt first: those are computed. False,
+        and nothing changes, if fewer than `num_spare` were left to others.
+
+        At least its last token is computed, and all of a prompt that is to be scored: a cached block has no logits.
+        """
+        size = self._pool.block_size
+        limit = (len(sequence.tokens) - 1) // size if sequence.num_scored >= sequence.num_prompt else 0
+        cached = self._pool.find(sequence.each_digest(size, limit), sequence.tokens)
+        missing = self._num_blocks(num_tokens) - len(cached)
+        if not self._pool.fits(missing + num_spare, cached):
+            return False
+        self._pool.retain(cached)
+        sequence.blocks.extend(cached)
+        sequence.blocks.extend(self._pool.allocate(missing))
+        sequence.num_inserted_blocks = len(cached)
+        sequence.num_computed = len(cached) * size
+        return True
+
+    def schedule(self, num_reserved: int = 0) -> Batch:
+        """The next step. Takes the blocks that it needs, preempting if it must; empty if nothing can run.
+        `num_reserved`: answers that are expected from elsewhere. They would wait for the step's end like those that
+        run, and a place is theirs.
+        """
+        pieces = self._decodes()
+        budget = _Budget(self._limits, len(pieces), num_reserved, self._pool.block_size)
+        pieces += self._chunks([s for s in self._in_turn if not s.is_decoding], budget)
+        pieces += self._admit(budget, num_reserved)
+        pieces.sort(key=_phase)
+        started = tuple(piece.sequence for piece in pieces if not piece.sequence.started)
+        for sequence in started:
+            sequence.started = True
+        return Batch(tuple(pieces), started)
+
+    @property
+    def _in_turn(self) -> list[Sequence]:
+        return self.running[: self._limits.max_num_seqs]
+
+    def _decodes(self) -> list[Piece]:
+        pieces = []
+        for sequence in [s for s in self._in_turn if s.is_decoding]:
+            if sequence.status is Status.RUNNING and self._make_room(sequence):
+                pieces.append(Piece(sequence, sequence.num_computed, 1))
+        return pieces
+
+    def _make_room(self, sequence: Sequence) -> bool:
+        """One more token fits into the sequence's blocks, after preempting less urgent ones (or itself: then False)."""
+        missing = self._num_blocks(len(sequence.tokens)) - len(sequence.blocks)
+        while missing > self._pool.num_available:
+            victim = self._least_urgent(sequence)
+            if victim is None:
+                return False
+            self._preempt(victim)
+            if victim is sequence:
+                return False
+        sequence.blocks.extend(self._pool.allocate(missing))
+        return True
+
+    def _least_urgent(self, sequence: Sequence) -> Sequence | None:
+        """The last that is not more urgent than `sequence` and whose blocks nobody else reads."""
+        candidates = [s for s in self.running if s.urgency >= sequence.urgency and not s.is_pinned]
+        return candidates[-1] if candidates else None
+
+    def _preempt(self, sequence: Sequence) -> None:
+        self.running.remove(sequence)
+        self._before_preemption(sequence)
+        self._give_back(sequence)
+        sequence.status = Status.WAITING
+        insort(self.waiting, sequence, key=_URGENCY)
+        self.num_preemptions += 1
+
+    def _chunks(self, sequences: list[Sequence], budget: "_Budget") -> list[Piece]:
+        pieces = []
+        for sequence in sequences:
+            piece = self._chunk(sequence, budget.num_tokens)
+            if piece is None or not budget.take(piece):
+                break
+            pieces.append(piece)
+        return pieces
+
+    def _chunk(self, sequence: Sequence, budget: int) -> Piece | None:
+        """As much of the prompt (or, after a preemption, of the answer) as the budget allows.
+
+        A chunk of what is handed over ends on a block's edge, unless it is the last: no block is sent half full.
+        """
+        first = sequence.num_computed
+        end = sequence.num_prompt if first < sequence.num_prompt else len(sequence.tokens)
+        if end - first > budget:
+            end = first + budget
+            if sequence.handoff:
+                end -= end % self._pool.block_size
+        return Piece(sequence, first, end - first) if end > first else None
+
+    def _admit(self, budget: "_Budget", num_reserved: int) -> list[Piece]:
+        pieces = []
+        while self.waiting and len(self.running) + num_reserved < self._limits.max_num_seqs and budget.num_tokens > 0:
+            sequence = self.waiting[0]
+            if sequence.handoff and budget.num_tokens < min(self._pool.block_size, len(sequence.tokens)):
+                break  # nothing of it could be computed
+            if not self._finds_room(sequence, num_reserved):
+                break
+            piece = self._chunk(sequence, budget.num_tokens)
+            if piece is None or not budget.take(piece):
+                self._give_back(sequence)
+                break
+            del self.waiting[0]
+            self.resume(sequence)
+            pieces.append(piece)
+            self.num_prefix_queries += len(sequence.tokens)
+            self.num_prefix_hits += sequence.num_computed
+        return pieces
+
+    def _claimed_before(self, sequence: Sequence, num_reserved: int) -> tuple[int, int]:
+        """Places and blocks."""
+        claim = self.claim
+        if claim is None or claim.urgency > sequence.urgency:
+            return 0, 0
+        return (1, claim.num_blocks) if self._may_begin(claim.num_blocks, num_reserved) else (0, 0)
+
+    def _may_begin(self, num_blocks: int, num_reserved: int) -> bool:
+        """Blocks that no running sequence will set free are held, or being read by a peer: to leave room for who waits
+        for those would keep an idle worker idle.
+        """
+        return bool(self.running or num_reserved) or num_blocks <= self._pool.num_available
+
+    def _finds_room(self, sequence: Sequence, num_reserved: int) -> bool:
+        """Blocks for the whole prompt. Leaves one block for each running sequence to grow into, and its claim to an
+        offer that comes before. What found none looks again when there may be more: each step of the others would wait
+        for a look-up of all of a long prompt.
+        """
+        num_places, num_claimed = self._claimed_before(sequence, num_reserved)
+        if len(self.running) + num_reserved + num_places >= self._limits.max_num_seqs:
+            return False
+        num_spare = len(self.running) + num_claimed
+        tried = sequence, self._pool.num_gains, num_spare
+        if tried == self._refused:
+            return False
+        finds = self.take_blocks(sequence, len(sequence.tokens), num_spare)
+        self._refused = None if finds else tried
+        return finds
+
+    def _give_back(self, sequence: Sequence) -> None:
+        self._pool.release(sequence.blocks)
+        sequence.blocks = array("i")  # not the same one emptied: a runner knows by the array whose table a device has
+        sequence.num_computed = sequence.num_inserted_blocks = 0
+
+    def _num_blocks(self, num_tokens: int) -> int:
+        return -(-num_tokens // self._pool.block_size)
+
+
+class _Budget:
+    """What a step may still compute beside its decodes."""
+
+    def __init__(self, limits: Limits, num_decodes: int, num_reserved: int, block_size: int) -> None:
+        self._alone = limits.max_batched_tokens - num_decodes
+        self._beside_answers = max(int(beside_answers(limits.max_mixed_tokens, num_decodes)), block_size)
+        self._has_answers = num_decodes + num_reserved > 0
+
+    @property
+    def num_tokens(self) -> int:
+        return min(self._alone, self._beside_answers) if self._has_answers else self._alone
+
+    def take(self, piece: Piece) -> bool:
+        """False if it has to wait: an answer that is computed again, beside more of prompts than answers allow."""
+        if piece.is_answer and not self._has_answers:
+            if self._beside_answers <= 0:
+                return False
+            self._has_answers = True
+        self._alone -= piece.num_tokens
+        self._beside_answers -= piece.num_tokens
+        return True
+
+
+def _phase(piece: Piece) -> tuple[bool, bool]:
+    """Smaller first, as Batch has them."""
+    return not piece.is_answer, not piece.is_decode
+
+
+_URGENCY = attrgetter("urgency")

@@ -1,0 +1,32 @@
+"""The settings of one engine."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class EngineSettings:
+    """`model`: see checkpoint.open_checkpoint. `dtype`: "auto" or one of engine.cpu.linear.FORMATS.
+
+    None leaves a value to the engine: `kv_cache_nbytes` a share of the free memory, `max_model_len` the model's own
+    (both bounded by the cache), `num_threads` torch's default. `max_batched_tokens` is the token budget of one step,
+    `max_mixed_tokens` that of one with answers, None the same (scheduler.Limits). What was found out about the CPU is
+    remembered in `cache_dir`. A cache on a GPU that takes what is free leaves `spare_nbytes` to others.
+    `tensor_parallel` GPUs, `device` the first of them, share the model.
+    """
+
+    model: str = ""
+    dtype: str = "auto"
+    block_size: int = 16
+    kv_cache_nbytes: int | None = None
+    max_model_len: int | None = None
+    max_num_seqs: int = 64
+    max_batched_tokens: int = 1024
+    max_mixed_tokens: int | None = None
+    num_threads: int | None = None
+    device: str = "cpu"
+    tensor_parallel: int = 1
+    spare_nbytes: int = 0
+    prefix_cache: bool = True
+    max_num_waiting: int = 1024
+    cache_dir: Path = Path.home() / ".cache" / "tandem"
