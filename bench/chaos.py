@@ -33,7 +33,7 @@ from bench.client import Answer, ask, body_of, random_prompt, session
 from bench.result import Row, write_result
 from bench.services import Services
 from bench.system import get_json, is_ready, model_of
-from coordinator.redis_store import RedisStore
+from coordinator.store.redis_store import RedisStore
 
 ROLES = {"p0": "prefill", "p1": "prefill", "d0": "decode", "d1": "decode"}
 REST_TIMEOUT_S = 60.0

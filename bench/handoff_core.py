@@ -34,7 +34,7 @@ from engine.engine import Engine
 from engine.messages import Started, StepOutput, Watcher
 from engine.settings import EngineSettings
 from kv_transfer.events import ChunkLanded, TransferEvent
-from kv_transfer.incoming import IncomingLink
+from kv_transfer.links.incoming_link import IncomingLink
 from kv_transfer.node import TransferNode
 from kv_transfer.settings import TransferSettings
 from process.garbage_collector import settle

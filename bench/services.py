@@ -11,7 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from bench.system import stop
-from coordinator.redis_server import RedisServer
+from coordinator.store.local_server import RedisServer
 from process.sockets import free_port
 
 START_TIMEOUT_S = 120.0

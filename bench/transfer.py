@@ -41,7 +41,7 @@ from contracts.handoff import Commit, Fin, Grant, Offer
 from contracts.ids import BlockId, Epoch, Incarnation, RequestId, WorkerId
 from contracts.layout import KVLayout
 from contracts.request import WorkerRef
-from kv_transfer import integrity
+from kv_transfer.chunks import checksum as integrity
 from kv_transfer.events import ChunkLanded, Message, PeerLost
 from kv_transfer.node import TransferNode
 from kv_transfer.settings import TransferSettings

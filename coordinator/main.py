@@ -2,10 +2,10 @@
 
 import asyncio
 
-from coordinator.connect import connect, patiently
 from coordinator.metrics import RedisTimes
 from coordinator.service import make_app
 from coordinator.settings import CoordinatorSettings
+from coordinator.store.connect import connect, patiently
 from process.garbage_collector import settle
 from process.sockets import listen
 from service.run import run_service

@@ -10,11 +10,11 @@ from contracts.errors import Overloaded, RequestError, TandemError, Unavailable
 from contracts.ids import Epoch, GatewayId, Incarnation, RequestId, WorkerId
 from contracts.node import Node, NodeInfo, NodeLoad
 from contracts.request import Route
-from coordinator import placement
 from coordinator.memory_worker import DECODE, PREFILL, Worker
-from coordinator.placement import Choice
-from coordinator.states import ENDS, HOLDS_DECODE, HOLDS_PREFILL, State, Verdict, judge, require_end
-from coordinator.store import (
+from coordinator.placement import policy as placement
+from coordinator.placement.policy import Choice
+from coordinator.request_states import ENDS, HOLDS_DECODE, HOLDS_PREFILL, State, Verdict, judge, require_end
+from coordinator.store.store import (
     ALIVE_S,
     CORPSE_KEPT_S,
     ENDED_KEPT_S,

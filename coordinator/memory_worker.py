@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 from itertools import islice
 
 from contracts.node import Node, NodeInfo, NodeLoad
-from coordinator import placement
-from coordinator.placement import Candidate
-from coordinator.store import AFFINITY_BLOCK, AFFINITY_TTL_S, WorkerView
+from coordinator.placement import policy as placement
+from coordinator.placement.policy import Candidate
+from coordinator.store.store import AFFINITY_BLOCK, AFFINITY_TTL_S, WorkerView
 
 PREFILL, DECODE = "prefill", "decode"
 """The sides of a route, and of its credits."""

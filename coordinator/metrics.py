@@ -7,8 +7,8 @@ from prometheus_client import CollectorRegistry, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from coordinator.states import ENDS, LIVE
-from coordinator.store import Counts, WorkerView
+from coordinator.request_states import ENDS, LIVE
+from coordinator.store.store import Counts, WorkerView
 
 CREDITS = ("pending_tokens", "num_prefills", "reserved_tokens", "num_decodes")
 BUCKETS_S = (0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1.0)

@@ -8,7 +8,7 @@ import secrets
 import time
 
 from contracts.errors import Unavailable
-from coordinator.store import Lead, Store
+from coordinator.store.store import Lead, Store
 from service.outage_log import Outage
 
 log = logging.getLogger(__name__)

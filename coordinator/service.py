@@ -14,7 +14,7 @@ from fastapi.responses import JSONResponse
 from contracts.errors import Unavailable
 from coordinator.metrics import RedisTimes, render
 from coordinator.reaper import Reaper
-from coordinator.store import Store
+from coordinator.store.store import Store
 from service.shared_secret import refusal, stranger
 
 

@@ -10,7 +10,7 @@ from contracts.errors import Overloaded, TandemError, Unavailable
 from contracts.events import Event, Finished, FinishReason, Tokens
 from contracts.ids import Epoch, GatewayId, Incarnation, RequestId, WorkerId
 from contracts.request import Cancel, Route, WorkerRef
-from coordinator.states import State
+from coordinator.request_states import State
 from gateway.answer import Answer, Piece
 from gateway.live import Live, OnPiece
 from gateway.placement import Placement

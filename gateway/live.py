@@ -10,7 +10,7 @@ from contracts.errors import Corrupt, Overloaded, PeerLost, TandemError, Transfe
 from contracts.events import Event, Failed, Tokens
 from contracts.ids import GatewayId, Incarnation, RequestId, WorkerId
 from contracts.request import Job, Route, WorkerRef
-from coordinator.states import State
+from coordinator.request_states import State
 from gateway.answer import Answer, Piece
 
 MAX_ATTEMPTS = 2

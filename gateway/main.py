@@ -9,8 +9,8 @@ import time
 
 from checkpoint import Advice, open_checkpoint
 from contracts.ids import GatewayId
-from coordinator.connect import connect
-from coordinator.store import Store
+from coordinator.store.connect import connect
+from coordinator.store.store import Store
 from gateway.app import Front, make_app
 from gateway.console.routes import add_console
 from gateway.dispatch import Dispatch

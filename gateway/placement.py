@@ -9,8 +9,8 @@ from contracts.hashing import chain_hashes, salted
 from contracts.ids import Epoch, GatewayId, RequestId, WorkerId
 from contracts.node import Node
 from contracts.request import Route
-from coordinator.states import State
-from coordinator.store import AFFINITY_BLOCK, AFFINITY_BLOCKS, PlaceRequest, Store
+from coordinator.request_states import State
+from coordinator.store.store import AFFINITY_BLOCK, AFFINITY_BLOCKS, PlaceRequest, Store
 from service.outage_log import Outage
 
 log = logging.getLogger(__name__)

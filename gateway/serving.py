@@ -15,7 +15,7 @@ from starlette.types import Receive, Scope, Send
 
 from contracts.errors import DeadlineExceeded, Overloaded, TandemError, Unavailable
 from contracts.ids import RequestId
-from coordinator.states import State
+from coordinator.request_states import State
 from gateway.admission import Admission
 from gateway.answer import Answer, Piece
 from gateway.details import StreamedTokenIds, add_details

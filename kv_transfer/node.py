@@ -15,25 +15,27 @@ from contracts.ids import BlockId, Epoch, Incarnation, RequestId, WorkerId
 from contracts.layout import KVLayout
 from contracts.node import Ways
 from contracts.request import WorkerRef
-from kv_transfer import conversion, handshake, plan
-from kv_transfer.device import DevicePool
+from kv_transfer.chunks import chunk_plan as plan
+from kv_transfer.chunks.device_pool import DevicePool
+from kv_transfer.chunks.page_pool import PagePool
+from kv_transfer.connection import handshake
+from kv_transfer.connection import layout_negotiation as conversion
+from kv_transfer.connection.capabilities import ways_of
+from kv_transfer.connection.frames import Hello
+from kv_transfer.connection.handshake import Identity
+from kv_transfer.connection.handshake_socket import HandshakeSocket
+from kv_transfer.connection.listener import Listener
+from kv_transfer.data_path.sender import Key
 from kv_transfer.events import Drained, LinkStats, PeerLost, TransferEvent
-from kv_transfer.frames import Hello
-from kv_transfer.handshake import Identity
-from kv_transfer.incoming import IncomingLink
-from kv_transfer.link import Link, LinkParts
-from kv_transfer.listener import Listener
-from kv_transfer.outgoing import OutgoingLink
-from kv_transfer.paths import Paths
-from kv_transfer.pool import PagePool
-from kv_transfer.rehearsal import Rehearsal
-from kv_transfer.sending import Key
+from kv_transfer.links.incoming_link import IncomingLink
+from kv_transfer.links.link import Link, LinkParts
+from kv_transfer.links.outgoing_link import OutgoingLink
+from kv_transfer.links.path_health import Paths
 from kv_transfer.settings import TransferSettings
 from kv_transfer.transports.base import Transport
 from kv_transfer.transports.nvlink import NvlinkTransport
 from kv_transfer.transports.registry import Transports
-from kv_transfer.ways import ways_of
-from kv_transfer.wire import HandshakeSocket
+from kv_transfer.warm_path import Rehearsal
 
 BUSY_S = 0.03
 """The owner's next batch follows the last one sooner, if there is one."""

@@ -19,7 +19,7 @@ from checkpoint.checkpoint import WeightFormat
 from checkpoint.gguf.file import GgufFile
 from checkpoint.huggingface.safetensors_index import tensor_files
 from contracts.errors import ConfigError, TandemError
-from coordinator.redis_server import RedisServer, find_server, hide_password
+from coordinator.store.local_server import RedisServer, find_server, hide_password
 from engine.cuda.model.format_choice import experts_changed, kept_as, resolve_device_dtype
 from engine.cuda.model.memory_footprint import least_weights_nbytes
 from process.memory_limit import available_nbytes, limit_nbytes

@@ -9,8 +9,8 @@ from urllib.parse import urlsplit
 
 from checkpoint import open_checkpoint
 from contracts.errors import ConfigError
-from coordinator.redis_server import hide_password
 from coordinator.settings import SCHEMES, CoordinatorSettings
+from coordinator.store.local_server import hide_password
 from gateway.settings import GatewaySettings
 from service.settings import flag_and_variable, read_settings, variable
 from tandem.gpus import fit_devices, require_room

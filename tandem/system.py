@@ -8,7 +8,7 @@ from urllib.parse import quote
 
 from contracts.errors import ConfigError
 from contracts.node import Role
-from coordinator.redis_server import answers, hide_password
+from coordinator.store.local_server import answers, hide_password
 from tandem.child import ProcessSpec, ready_file
 from tandem.gpus import worker_devices
 from tandem.run_dir import RunDir

@@ -14,7 +14,7 @@ from pathlib import Path
 from rich.console import Console
 
 from contracts.errors import ConfigError
-from coordinator.redis_server import find_server
+from coordinator.store.local_server import find_server
 from process.local_http import open_local
 from process.sockets import http_url
 from tandem.child import Child

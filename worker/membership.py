@@ -12,9 +12,9 @@ from contracts.errors import Unavailable
 from contracts.ids import Epoch, RequestId
 from contracts.node import Node, NodeInfo, Role
 from contracts.request import WorkerRef
-from coordinator.connect import patiently
-from coordinator.states import State
-from coordinator.store import Move, Store
+from coordinator.request_states import State
+from coordinator.store.connect import patiently
+from coordinator.store.store import Move, Store
 from core.messages import Peers
 from service.outage_log import Outage
 from worker.front import FrontState

@@ -1,4 +1,4 @@
-"""A prompt that nobody asked for, on its way through the core's loop: see kv_transfer.rehearsal, of which this is the
+"""A prompt that nobody asked for, on its way through the core's loop: see kv_transfer.warm_path, of which this is the
 rest. The loop, the role and the ledger are those that serve; engine, transfer and front are stand-ins.
 """
 
@@ -126,7 +126,7 @@ class _Node:
         self._events.append(Message(peer.worker_id, Grant(*_KEY, _PAGES, 0)))
 
     def coming(self, *chunk: object) -> None:
-        """kv_transfer.rehearsal has the rest of it."""
+        """kv_transfer.warm_path has the rest of it."""
 
     send_chunk = coming
 

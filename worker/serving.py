@@ -9,8 +9,8 @@ import socket
 from contracts.errors import ConfigError, Unavailable
 from contracts.ids import Incarnation, WorkerId
 from contracts.node import NodeInfo, Role
-from coordinator.connect import connect, patiently
-from coordinator.store import Store
+from coordinator.store.connect import connect, patiently
+from coordinator.store.store import Store
 from core.messages import CoreFrame, CoreReady, GatewayGone
 from process.garbage_collector import settle
 from process.sockets import http_url

@@ -14,7 +14,7 @@ from fastapi import FastAPI, Response
 
 from contracts.errors import Unavailable
 from contracts.node import NodeInfo
-from coordinator.store import Counts, Store, WorkerView
+from coordinator.store.store import Counts, Store, WorkerView
 from gateway.dispatch import Dispatch
 
 FILES = {

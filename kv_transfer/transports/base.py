@@ -4,7 +4,7 @@ A channel owns a few staging slots. The sender acquires one, fills it and sends 
 bytes out and releases it. The network therefore never touches a page, and giving up an attempt never needs to stop a
 transport.
 The transport that moves pages without staging, nvlink, is another data path beside this one: its channels carry
-nothing, see kv_transfer.pulling.
+nothing, see kv_transfer.data_path.pull_receiver.
 """
 
 from abc import ABC, abstractmethod
@@ -15,8 +15,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from kv_transfer.device import DevicePool, Unpacking
-from kv_transfer.piece import META_NBYTES
+from kv_transfer.chunks.device_pool import DevicePool, Unpacking
+from kv_transfer.chunks.segment import META_NBYTES
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,6 @@
 """Pages pulled out of the peer's memory by the receiver's copy engine: no staging, no message carries a byte of them.
 
-Its channels carry nothing: the sender tells of chunks on the control connection (kv_transfer.pulling), and the
+Its channels carry nothing: the sender tells of chunks on the control connection (data_path.pull_receiver), and the
 receiver reads them. The receiver is the only one that writes its pages, so it proves the end of an attempt by waiting
 for its own copies; a foreign writer's were seen to land 5 ms after its process was killed.
 """
@@ -11,7 +11,7 @@ from socket import socket
 import msgspec
 
 from contracts.errors import TransferError
-from kv_transfer.device import DevicePool, Mark, RemotePool
+from kv_transfer.chunks.device_pool import DevicePool, Mark, RemotePool
 from kv_transfer.transports.base import Ring
 
 

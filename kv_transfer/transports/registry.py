@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from contracts.errors import TransferError
-from kv_transfer.allowance import STAGING_NBYTES
-from kv_transfer.device import DevicePool
+from kv_transfer.chunks.device_pool import DevicePool
 from kv_transfer.transports.base import Transport
+from kv_transfer.transports.staging_budget import STAGING_NBYTES
 
 _CLASSES = {
     "loopback": "kv_transfer.transports.loopback:LoopbackTransport",

@@ -6,7 +6,7 @@ from collections.abc import Callable
 import numpy as np
 
 from contracts.errors import PeerLost
-from kv_transfer.piece import META_NBYTES, read_meta
+from kv_transfer.chunks.segment import META_NBYTES, read_meta
 from kv_transfer.transports.base import Inbound, Opening, Outbound, Ring, Slot, Take
 
 # The kernel's buffer is what overlaps sending with packing, so it should hold a few messages.

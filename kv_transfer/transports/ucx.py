@@ -35,7 +35,7 @@ import numpy as np
 import ucxx._lib.libucxx as ucx
 
 from contracts.errors import PeerLost, TransferError
-from kv_transfer.piece import META_NBYTES
+from kv_transfer.chunks.segment import META_NBYTES
 from kv_transfer.transports.base import Inbound, Opening, Outbound, Ring, Slot, Take
 from kv_transfer.transports.ucx_endpoint import endpoint_lanes
 from kv_transfer.transports.ucx_messages import Operation, Receiving, flush, send

@@ -24,9 +24,8 @@ import msgspec
 import numpy as np
 
 from contracts.errors import PeerLost, TransferError
-from kv_transfer.allowance import NUM_SLOTS, SLOT_NBYTES, Allowance
-from kv_transfer.device import Buffer, DevicePool
-from kv_transfer.piece import META_NBYTES, read_meta
+from kv_transfer.chunks.device_pool import Buffer, DevicePool
+from kv_transfer.chunks.segment import META_NBYTES, read_meta
 from kv_transfer.transports.base import (
     DeviceChannel,
     DeviceInbound,
@@ -38,6 +37,7 @@ from kv_transfer.transports.base import (
     Take,
     Taking,
 )
+from kv_transfer.transports.staging_budget import NUM_SLOTS, SLOT_NBYTES, Allowance
 from kv_transfer.transports.ucx import CONFIG, Engine, Sending, UcxChannel
 from kv_transfer.transports.ucx_messages import Offered, Offering, Operation, fetch_into, send_from
 

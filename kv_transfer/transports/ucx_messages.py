@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from kv_transfer.device import Buffer
+from kv_transfer.chunks.device_pool import Buffer
 
 _MESSAGE_ID = 0x7D  # any but 0, which is ucxx's
 _IN_PROGRESS = 1

@@ -17,7 +17,7 @@ from contracts.errors import Unavailable
 from contracts.ids import WorkerId
 from contracts.node import NodeInfo
 from coordinator.memory_store import MemoryStore
-from coordinator.store import WorkerView
+from coordinator.store.store import WorkerView
 from gateway.console.routes import FILES, Accounts, Looks
 from tests.nodes import node_info
 

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from coordinator.memory_store import MemoryStore
-from coordinator.redis_server import RedisServer, find_bundled
-from coordinator.redis_store import RedisStore
-from coordinator.store import Store
+from coordinator.store.local_server import RedisServer, find_bundled
+from coordinator.store.redis_store import RedisStore
+from coordinator.store.store import Store
 from tests.coordinator.coordinator_rig import fresh_pool
 
 

@@ -7,7 +7,7 @@ import pytest
 from contracts.hashing import chain_hashes
 from contracts.ids import Epoch, GatewayId, Incarnation, RequestId, WorkerId
 from contracts.node import NodeInfo, NodeLoad, Role
-from coordinator.store import AFFINITY_BLOCK, AFFINITY_BLOCKS, PlaceRequest, Reaped, Store, WorkerView
+from coordinator.store.store import AFFINITY_BLOCK, AFFINITY_BLOCKS, PlaceRequest, Reaped, Store, WorkerView
 from tests.nodes import ways
 
 GATEWAY = GatewayId("g0")

@@ -10,10 +10,10 @@ from contracts.errors import TandemError
 from contracts.ids import Epoch, GatewayId, Incarnation, RequestId, WorkerId
 from contracts.node import NodeLoad, Role, Ways
 from coordinator.memory_store import MemoryStore
-from coordinator.redis_server import RedisServer
-from coordinator.redis_store import RedisStore
-from coordinator.states import ENDS, State
-from coordinator.store import Move, Store
+from coordinator.request_states import ENDS, State
+from coordinator.store.local_server import RedisServer
+from coordinator.store.redis_store import RedisStore
+from coordinator.store.store import Move, Store
 from tests.coordinator.coordinator_rig import answers, ask, credits, fresh_pool, node, prefixes
 from tests.nodes import ways
 

@@ -9,9 +9,9 @@ import pytest
 
 from contracts.node import Role
 from coordinator.memory_store import MemoryStore
-from coordinator.redis_server import RedisServer
-from coordinator.redis_store import RedisStore
-from coordinator.store import Store
+from coordinator.store.local_server import RedisServer
+from coordinator.store.redis_store import RedisStore
+from coordinator.store.store import Store
 from tests.coordinator.conftest import program
 from tests.coordinator.coordinator_rig import ask, fresh_pool, join, node
 

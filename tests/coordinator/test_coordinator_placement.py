@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from contracts.errors import Overloaded, RequestError, TandemError, Unavailable
 from contracts.ids import Incarnation, WorkerId
 from contracts.node import Role
-from coordinator.placement import (
+from coordinator.placement.policy import (
     MAX_RETRY_S,
     MIN_RETRY_S,
     OUTPUT_CREDIT_TOKENS,

@@ -16,13 +16,13 @@ from redis.asyncio import Redis
 from contracts.errors import ConfigError, Overloaded, RegistryError, TandemError, Unavailable
 from contracts.ids import Epoch, Incarnation, RequestId, WorkerId
 from contracts.node import Role
-from coordinator.connect import connect
 from coordinator.memory_store import MemoryStore
-from coordinator.placement import OVERCOMMIT, max_prefixes
-from coordinator.redis_server import RedisServer
-from coordinator.redis_store import RedisStore
-from coordinator.states import State
-from coordinator.store import AFFINITY_BLOCK, AFFINITY_TTL_S, Move, Store
+from coordinator.placement.policy import OVERCOMMIT, max_prefixes
+from coordinator.request_states import State
+from coordinator.store.connect import connect
+from coordinator.store.local_server import RedisServer
+from coordinator.store.redis_store import RedisStore
+from coordinator.store.store import AFFINITY_BLOCK, AFFINITY_TTL_S, Move, Store
 from tests.coordinator.coordinator_rig import (
     ALIVE_LOAD,
     ask,

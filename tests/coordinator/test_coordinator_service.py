@@ -24,11 +24,11 @@ from coordinator import main, reaper
 from coordinator.memory_store import MemoryStore
 from coordinator.metrics import RedisTimes
 from coordinator.reaper import GRACE_S, PERIOD_S, Reaper
-from coordinator.redis_server import RedisServer, find_bundled, find_server
-from coordinator.redis_store import RedisStore
 from coordinator.service import make_app
 from coordinator.settings import CoordinatorSettings
-from coordinator.store import Lead, Reaped, Store
+from coordinator.store.local_server import RedisServer, find_bundled, find_server
+from coordinator.store.redis_store import RedisStore
+from coordinator.store.store import Lead, Reaped, Store
 from tests.coordinator.coordinator_rig import ALIVE_LOAD, ask, fresh_pool, pair
 from tests.waiting import async_until, is_gone, until
 
@@ -300,7 +300,7 @@ async def test_a_redis_that_is_late_is_waited_for(tmp_path: Path, monkeypatch: p
 
     store, ready_file = LateStore(), tmp_path / "ready"
     monkeypatch.setattr(main, "connect", lambda *_: store)
-    monkeypatch.setattr("coordinator.connect.START_RETRY_S", 0.001)
+    monkeypatch.setattr("coordinator.store.connect.START_RETRY_S", 0.001)
     settings = CoordinatorSettings.model_validate({"secret": SecretStr("s"), "ready_file": ready_file})
     running = asyncio.create_task(main._run(settings))
     await async_until(lambda: ready_file.exists() or running.done())
@@ -375,7 +375,7 @@ def test_another_server_on_its_port_is_not_taken_for_it():
 
 
 def test_the_server_dies_with_its_parent():
-    code = "from coordinator.redis_server import RedisServer; s = RedisServer().__enter__(); print(s.pid, flush=True)"
+    code = "from coordinator.store.local_server import RedisServer as R; s = R().__enter__(); print(s.pid, flush=True)"
     parent = subprocess.Popen(
         [sys.executable, "-c", f"{code}; import time; time.sleep(60)"], cwd=ROOT, stdout=subprocess.PIPE, text=True
     )

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coordinator.states import (
+from coordinator.request_states import (
     ENDS,
     HOLDS_DECODE,
     HOLDS_PREFILL,

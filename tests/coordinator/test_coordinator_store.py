@@ -8,8 +8,8 @@ from msgspec import structs
 from contracts.errors import Overloaded, RequestError, Unavailable
 from contracts.ids import Epoch, GatewayId, Incarnation, RequestId, WorkerId
 from contracts.node import NodeLoad, Role
-from coordinator.states import State
-from coordinator.store import AFFINITY_BLOCK, Lead, Move, Store
+from coordinator.request_states import State
+from coordinator.store.store import AFFINITY_BLOCK, Lead, Move, Store
 from tests.coordinator.coordinator_rig import (
     ALIVE_LOAD,
     BREAK_EVEN_RATE,

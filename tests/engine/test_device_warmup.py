@@ -16,7 +16,7 @@ from engine.cuda.runner import DeviceRunner
 from engine.cuda.warmup import WarmUp, row_counts
 from kernels import catalog
 from kernels.registry import Impl
-from kv_transfer import conversion
+from kv_transfer.connection import layout_negotiation as conversion
 from tests.engine.device_engines import FUSIBLE, device_engine
 from tests.engine.driving import answers, drain, greedy, random_prompts, request
 from tests.engine.launches import HOPPER, noted_launches

@@ -6,9 +6,9 @@ from tokenizers import Tokenizer
 
 from checkpoint import Checkpoint, open_checkpoint
 from coordinator.memory_store import MemoryStore
-from coordinator.redis_server import RedisServer
-from coordinator.redis_store import RedisStore
-from coordinator.store import Store
+from coordinator.store.local_server import RedisServer
+from coordinator.store.redis_store import RedisStore
+from coordinator.store.store import Store
 from tests.gateway.gateway_rig import Rig, gateway, pair
 
 

@@ -18,8 +18,8 @@ from contracts.errors import Overloaded, Unavailable
 from contracts.ids import Epoch, GatewayId, RequestId, WorkerId
 from contracts.node import Node, Role
 from contracts.request import Route
-from coordinator.states import State
-from coordinator.store import Store
+from coordinator.request_states import State
+from coordinator.store.store import Store
 from gateway.app import Front, make_app
 from gateway.dispatch import Dispatch
 from gateway.fake_worker import FakeWorker

@@ -7,7 +7,7 @@ from contracts.ids import Incarnation, WorkerId
 from contracts.node import NodeInfo, NodeLoad, Role
 from contracts.request import Cancel, Job, WorkerRef
 from contracts.sampling import SamplingParams
-from coordinator.store import Store
+from coordinator.store.store import Store
 from gateway.asking import Ask
 from tests.nodes import ways
 

@@ -6,7 +6,7 @@ import httpx
 import pytest
 
 from contracts.errors import Unavailable
-from coordinator.store import Counts, Store
+from coordinator.store.store import Counts, Store
 from tests.coordinator.coordinator_rig import reap
 from tests.gateway.gateway_rig import coordinated, gateway, pair
 

@@ -19,7 +19,7 @@ from contracts.layout import KVLayout
 from contracts.node import Node, NodeLoad, Role
 from contracts.request import Cancel, Job, Route, WorkerRef
 from coordinator.memory_store import MemoryStore
-from coordinator.store import PlaceRequest
+from coordinator.store.store import PlaceRequest
 from gateway.detokenizer import Detokenizer
 from gateway.fake_worker import FakeWorker
 from tests.gateway.gateway_rig import GATEWAY, SECRET, Rig, coordinated, gateway, pair

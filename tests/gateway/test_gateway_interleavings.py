@@ -19,7 +19,7 @@ from contracts.ids import GatewayId, Incarnation, RequestId, WorkerId
 from contracts.node import Role
 from contracts.request import Job, Route
 from coordinator.memory_store import MemoryStore
-from coordinator.store import PlaceRequest
+from coordinator.store.store import PlaceRequest
 from gateway.answer import Answer, Piece
 from gateway.dispatch import Dispatch
 from gateway.live import MAX_REPLAYS

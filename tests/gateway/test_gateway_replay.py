@@ -14,7 +14,7 @@ from contracts.ids import Epoch, RequestId, WorkerId
 from contracts.node import Role
 from contracts.request import Job, Route
 from coordinator.memory_store import MemoryStore
-from coordinator.store import PlaceRequest
+from coordinator.store.store import PlaceRequest
 from gateway.fake_worker import FakeWorker
 from tests.gateway.gateway_rig import SECRET, Rig, coordinated, gateway, pair
 

@@ -14,7 +14,7 @@ from checkpoint import Checkpoint
 from contracts.events import FinishReason, Prefilled, PromptScored, PromptToken, Token
 from contracts.ids import Epoch, RequestId
 from contracts.sampling import SamplingParams
-from coordinator.store import AFFINITY_BLOCK
+from coordinator.store.store import AFFINITY_BLOCK
 from gateway.answer import Answer, Piece, Shown
 from gateway.asking import Ask
 from gateway.details import add_details

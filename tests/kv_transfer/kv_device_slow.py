@@ -9,8 +9,8 @@ import numpy as np
 
 from contracts.handoff import Abort, Commit, Offer
 from contracts.ids import Epoch, RequestId
-from kv_transfer import receiving
-from kv_transfer.device import Unpacking
+from kv_transfer.chunks.device_pool import Unpacking
+from kv_transfer.data_path import receiver as receiving
 from kv_transfer.events import ChunkLanded, Drained, PeerLost
 from kv_transfer.transports import ucx_device
 from tests.kv_transfer.kv_pair import LAYOUT, Peer, fin, offer_and_grant, pages_equal, send

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 import msgspec
 import numpy as np
 
-from kv_transfer import plan
-from kv_transfer.piece import META_NBYTES, Piece, write_meta
-from kv_transfer.sending import ChunkJob, Sender
+from kv_transfer.chunks import chunk_plan as plan
+from kv_transfer.chunks.segment import META_NBYTES, Piece, write_meta
+from kv_transfer.data_path.sender import ChunkJob, Sender
 from tests.kv_transfer.kv_owner import CHUNK_TOKENS, MESSAGE_NBYTES
 
 

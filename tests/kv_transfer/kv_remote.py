@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 import psutil
 
-from kv_transfer.control import ControlConnection
+from kv_transfer.connection.control_connection import ControlConnection
 from tests.kv_transfer.kv_liar import lie_once
 from tests.kv_transfer.kv_owner import Owner
 

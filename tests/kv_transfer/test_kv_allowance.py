@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from contracts.errors import TransferError
-from kv_transfer.allowance import NUM_SLOTS, STAGING_NBYTES, Allowance
+from kv_transfer.transports.staging_budget import NUM_SLOTS, STAGING_NBYTES, Allowance
 
 MIB = 1 << 20
 

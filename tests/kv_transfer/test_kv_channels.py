@@ -12,7 +12,7 @@ import pytest
 from contracts.errors import PeerLost, TransferError
 from contracts.handoff import ChunkHeader
 from contracts.ids import Epoch, RequestId
-from kv_transfer.piece import Piece, read_meta, write_meta
+from kv_transfer.chunks.segment import Piece, read_meta, write_meta
 from kv_transfer.transports.base import Inbound, Outbound, Ring, Slot
 from kv_transfer.transports.registry import Transports
 from tests.kv_transfer.conftest import STAGED

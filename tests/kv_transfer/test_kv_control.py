@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from kv_transfer.control import HEARTBEAT, ControlConnection
+from kv_transfer.connection.control_connection import HEARTBEAT, ControlConnection
 
 SILENCE_S = 1.0
 

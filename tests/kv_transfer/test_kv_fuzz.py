@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from contracts import codec
 from contracts.handoff import Abort
 from contracts.ids import Epoch, RequestId
-from kv_transfer.control import ControlConnection
+from kv_transfer.connection.control_connection import ControlConnection
 from kv_transfer.events import ChunkLanded, Drained, PeerLost
 from tests.kv_transfer.kv_pair import Peer, offer_and_grant, pages_equal, send
 

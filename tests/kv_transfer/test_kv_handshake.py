@@ -11,10 +11,10 @@ from contracts import codec
 from contracts.errors import ConfigError
 from contracts.handoff import Offer
 from contracts.ids import Epoch, Incarnation, RequestId, WorkerId
+from kv_transfer.connection.capabilities import candidates
+from kv_transfer.connection.frames import PROTOCOL, Attach, Hello, Proof, Rejected, Terms
+from kv_transfer.connection.listener import MAX_HANDSHAKES
 from kv_transfer.events import ChunkLanded, PeerLost
-from kv_transfer.frames import PROTOCOL, Attach, Hello, Proof, Rejected, Terms
-from kv_transfer.listener import MAX_HANDSHAKES
-from kv_transfer.ways import candidates
 from tests.kv_transfer.kv_pair import DEADLINE_S, LAYOUT, Peer, offer_and_grant, send
 
 Make = Callable[..., Peer]

@@ -13,13 +13,14 @@ from contracts.errors import PeerLost
 from contracts.events import Token
 from contracts.handoff import ChunkHeader, Commit, Fin, Grant, Offer
 from contracts.ids import BlockId, Epoch, RequestId
-from kv_transfer import integrity, plan
-from kv_transfer.landing import Landing
-from kv_transfer.piece import Piece, read_meta, write_meta
-from kv_transfer.pool import PagePool
-from kv_transfer.receiving import Landings, Receiver
-from kv_transfer.sending import ChunkJob, FinJob, Sender, SendQueue
-from kv_transfer.staging import HostStaging
+from kv_transfer.chunks import checksum as integrity
+from kv_transfer.chunks import chunk_plan as plan
+from kv_transfer.chunks.page_pool import PagePool
+from kv_transfer.chunks.segment import Piece, read_meta, write_meta
+from kv_transfer.data_path.grant import Landing
+from kv_transfer.data_path.receiver import Landings, Receiver
+from kv_transfer.data_path.sender import ChunkJob, FinJob, Sender, SendQueue
+from kv_transfer.data_path.staging import HostStaging
 from kv_transfer.transports.base import Ring, Slot, Take, Taking
 from tests.kv_transfer.kv_pair import LAYOUT
 

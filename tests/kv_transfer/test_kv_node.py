@@ -21,15 +21,15 @@ from contracts.errors import ConfigError
 from contracts.handoff import Abort, AbortAck, Commit, Fin, Grant, Offer, Refuse, Wait
 from contracts.ids import BlockId, Epoch, Incarnation, RequestId, WorkerId
 from contracts.request import WorkerRef
-from kv_transfer import handshake
-from kv_transfer.control import ControlConnection
+from kv_transfer.connection import handshake
+from kv_transfer.connection.control_connection import ControlConnection
+from kv_transfer.data_path.staging import HostStaging
 from kv_transfer.events import ChunkBad, ChunkLanded, Drained, Message, PeerLost, TransferEvent
-from kv_transfer.incoming import IncomingLink
-from kv_transfer.link import Link
+from kv_transfer.links.incoming_link import IncomingLink
+from kv_transfer.links.link import Link
+from kv_transfer.links.outgoing_link import OutgoingLink
 from kv_transfer.node import TransferNode
-from kv_transfer.outgoing import OutgoingLink
 from kv_transfer.settings import TransferSettings
-from kv_transfer.staging import HostStaging
 from kv_transfer.transports.base import Slot
 from kv_transfer.transports.loopback import LoopbackTransport
 from tests.kv_transfer.kv_pair import DEADLINE_S, Peer, fin, offer_and_grant, pages_equal, send
@@ -420,7 +420,7 @@ def test_a_link_for_which_something_is_lacking_holds_no_page_and_no_channel(
     make_peer: Make, monkeypatch, caplog, transport: str, what: str
 ) -> None:
     """Nobody has touched a page, so the loss is a fenced one; `leftovers` counts the descriptors."""
-    caplog.set_level(logging.CRITICAL, "kv_transfer.link")  # an error that is kept keeps what it came through
+    caplog.set_level(logging.CRITICAL, "kv_transfer.links.link")  # an error that is kept keeps what it came through
     prefill, decode = make_peer("prefill", transport=transport), make_peer("decode", transport=transport)
 
     def without(*_: Any) -> None:
@@ -459,7 +459,7 @@ def test_pages_that_a_stuck_thread_may_write_are_in_use_until_the_loss_is_told(m
         unpack(*of)
 
     monkeypatch.setattr(HostStaging, "unpack", stuck)
-    monkeypatch.setattr("kv_transfer.link.FENCE_TIMEOUT_S", 0.05)
+    monkeypatch.setattr("kv_transfer.links.link.FENCE_TIMEOUT_S", 0.05)
     send(one, two, "a", 0, 0, 8, [3, 4])
     assert writes.wait(30)
     incoming, outgoing = two.node._links[one.name, False], two.node._links[one.name, True]

@@ -3,7 +3,7 @@
 import pytest
 
 from contracts.ids import Incarnation
-from kv_transfer.paths import FIRST_S, MAX_S, Paths
+from kv_transfer.links.path_health import FIRST_S, MAX_S, Paths
 
 A, B = Incarnation("a"), Incarnation("b")
 

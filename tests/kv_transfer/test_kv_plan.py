@@ -6,9 +6,10 @@ from hypothesis import strategies as st
 from contracts.errors import ConfigError, Corrupt
 from contracts.handoff import ChunkHeader
 from contracts.ids import Epoch, RequestId
-from kv_transfer import integrity, plan
-from kv_transfer.piece import META_NBYTES, Piece, read_meta, write_meta
-from kv_transfer.pool import PagePool
+from kv_transfer.chunks import checksum as integrity
+from kv_transfer.chunks import chunk_plan as plan
+from kv_transfer.chunks.page_pool import PagePool
+from kv_transfer.chunks.segment import META_NBYTES, Piece, read_meta, write_meta
 from kv_transfer.settings import TransferSettings
 from tests.kv_transfer.kv_pair import LAYOUT
 

@@ -12,11 +12,13 @@ from contracts.errors import TransferError
 from contracts.events import Token
 from contracts.handoff import ChunkHeader, Coming, Fin, Grant, Offer, Pull
 from contracts.ids import BlockId, Epoch, RequestId
-from kv_transfer import integrity, pulling, receiving
-from kv_transfer.pulling import Announcer, Puller
-from kv_transfer.rate import HandoffRate
-from kv_transfer.receiving import Landings
-from kv_transfer.sending import SendQueue
+from kv_transfer.chunks import checksum as integrity
+from kv_transfer.data_path import pull_receiver as pulling
+from kv_transfer.data_path import receiver as receiving
+from kv_transfer.data_path.pull_receiver import Announcer, Puller
+from kv_transfer.data_path.receiver import Landings
+from kv_transfer.data_path.sender import SendQueue
+from kv_transfer.links.handoff_rate import HandoffRate
 from tests.kv_transfer.kv_pair import LAYOUT
 
 KEY = RequestId("r"), Epoch(1)

@@ -7,7 +7,7 @@ import pytest
 from contracts.handoff import Abort, Commit, Fin
 from contracts.ids import Epoch, RequestId
 from kv_transfer.events import ChunkLanded, Drained
-from kv_transfer.rate import HandoffRate, Key
+from kv_transfer.links.handoff_rate import HandoffRate, Key
 from tests.kv_transfer.kv_pair import Peer, fin, offer_and_grant, send
 
 KEY = RequestId("r"), Epoch(1)

@@ -10,13 +10,13 @@ import pytest
 from contracts.handoff import Grant, Offer
 from contracts.ids import BlockId, Epoch, Incarnation, RequestId, WorkerId
 from contracts.layout import KVLayout
-from kv_transfer import rehearsal
-from kv_transfer.frames import PROTOCOL, Hello
-from kv_transfer.incoming import IncomingLink
-from kv_transfer.link import LinkParts
+from kv_transfer import warm_path as rehearsal
+from kv_transfer.connection.frames import PROTOCOL, Hello
+from kv_transfer.links.incoming_link import IncomingLink
+from kv_transfer.links.link import LinkParts
 from kv_transfer.node import TransferNode
-from kv_transfer.rehearsal import REHEARSAL_S, Rehearsal
 from kv_transfer.settings import TransferSettings
+from kv_transfer.warm_path import REHEARSAL_S, Rehearsal
 from tests.kv_transfer.kv_worker import LAYOUT, SECRET, make_pool
 
 KEY = RequestId("r"), Epoch(1)

@@ -18,11 +18,11 @@ from contracts.node import Ways
 from engine.cuda.kv.head_partition import spans
 from engine.cuda.kv.resharding import Cut
 from engine.cuda.runtime.shared_memory import HostMapping
-from kv_transfer import conversion
+from kv_transfer.chunks.page_pool import PagePool
+from kv_transfer.connection import layout_negotiation as conversion
+from kv_transfer.connection.frames import Terms
 from kv_transfer.events import ChunkBad, ChunkLanded, PeerLost
-from kv_transfer.frames import Terms
 from kv_transfer.node import TransferNode
-from kv_transfer.pool import PagePool
 from kv_transfer.settings import TransferSettings
 from tests.kv_transfer.kv_device import DEVICE
 from tests.kv_transfer.kv_pair import Peer, fin, offer_and_grant, pages_equal, send

@@ -7,9 +7,9 @@ from hypothesis import strategies as st
 from contracts.errors import ConfigError
 from contracts.layout import KVLayout
 from contracts.node import NodeInfo, Ways
-from kv_transfer import conversion
-from kv_transfer.frames import Terms
-from kv_transfer.ways import candidates, ways_of
+from kv_transfer.connection import layout_negotiation as conversion
+from kv_transfer.connection.capabilities import candidates, ways_of
+from kv_transfer.connection.frames import Terms
 from tests.nodes import node_info
 
 LAYOUT = KVLayout(model="m", num_layers=2, num_kv_heads=4, head_dim=8, block_size=4, dtype="float32")

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contracts.ids import Incarnation, WorkerId
 from coordinator.metrics import RedisTimes
 from coordinator.metrics import render as coordinator_text
-from coordinator.store import Counts
+from coordinator.store.store import Counts
 from core.status import StatusReporter
 from gateway.dispatch import Dispatch
 from gateway.metrics import Metrics

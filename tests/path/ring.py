@@ -9,7 +9,7 @@ from contracts.events import Failed, Finished, Tokens
 from contracts.ids import Epoch, GatewayId, RequestId, WorkerId
 from contracts.request import Cancel, Job, Route
 from contracts.sampling import SamplingParams
-from coordinator.states import State, Verdict, judge
+from coordinator.request_states import State, Verdict, judge
 from core.ledger import Ledger
 from core.local import LocalRole
 from core.loop import Core

@@ -6,7 +6,7 @@ from contracts.ids import GatewayId, RequestId
 from contracts.node import NodeInfo, Role
 from contracts.sampling import SamplingParams
 from coordinator.memory_store import MemoryStore
-from coordinator.store import PlaceRequest
+from coordinator.store.store import PlaceRequest
 from tests.engine import tiny_models
 from tests.nodes import node_info
 from tests.path.cores import Cores, Worker

@@ -7,7 +7,7 @@ from contracts.events import Failed, Finished, Token, Tokens
 from contracts.handoff import ChunkHeader, Commit, Fin, Grant, Offer, Refuse, Wait
 from contracts.ids import Epoch, RequestId
 from contracts.request import Cancel, Job
-from coordinator.states import Verdict
+from coordinator.request_states import Verdict
 from core.messages import GatewayGone
 from tests.path.ring import GATEWAY, D, P, Ring, answer
 

@@ -7,7 +7,7 @@ from contracts.events import Failed, Finished, Tokens
 from contracts.ids import Epoch, RequestId
 from contracts.request import Cancel, Job, Route
 from contracts.sampling import SamplingParams
-from coordinator.states import Verdict
+from coordinator.request_states import Verdict
 from tests.path.ring import GATEWAY, D, P, Ring, answer
 from tests.path.twins import worker_ref
 

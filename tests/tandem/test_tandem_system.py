@@ -8,7 +8,7 @@ import pytest
 import redis
 
 from contracts.errors import ConfigError
-from coordinator.redis_server import RedisServer, hide_password
+from coordinator.store.local_server import RedisServer, hide_password
 from tandem.child import ProcessSpec
 from tandem.run_dir import RunDir
 from tandem.settings import UpSettings

@@ -11,8 +11,8 @@ from contracts.errors import RegistryError, Unavailable
 from contracts.ids import Epoch, Incarnation, RequestId, WorkerId
 from contracts.node import Node, NodeInfo, NodeLoad, Role
 from coordinator.memory_store import MemoryStore
-from coordinator.states import State
-from coordinator.store import Move
+from coordinator.request_states import State
+from coordinator.store.store import Move
 from core.messages import CoreFrame, ToFront
 from kv_transfer.settings import TransferSettings
 from process.sockets import listen
@@ -72,11 +72,11 @@ class LateStore(MemoryStore):
 
 
 async def test_a_registry_that_is_late_is_waited_for_at_the_start_and_not_for_long(monkeypatch):
-    monkeypatch.setattr("coordinator.connect.START_RETRY_S", 0.001)
+    monkeypatch.setattr("coordinator.store.connect.START_RETRY_S", 0.001)
     member = Membership(LateStore(num_late=3), make_state())
     await member.start()
     await member.stop()
-    monkeypatch.setattr("coordinator.connect.START_PATIENCE_S", 0.01)
+    monkeypatch.setattr("coordinator.store.connect.START_PATIENCE_S", 0.01)
     with pytest.raises(RegistryError):
         await Membership(LateStore(num_late=math.inf), make_state()).start()
 

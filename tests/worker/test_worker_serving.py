@@ -11,7 +11,7 @@ import pytest
 from contracts.events import Failed, Finished, Prefilled, Tokens
 from contracts.ids import Epoch, RequestId
 from contracts.request import Cancel
-from coordinator.redis_server import RedisServer
+from coordinator.store.local_server import RedisServer
 from tests.e2e.tiny import save_tiny
 from tests.waiting import is_gone, until
 from tests.worker.worker_rig import Gateway, RunningWorker, connected, running_worker

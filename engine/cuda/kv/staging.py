@@ -32,7 +32,7 @@ class Kit:
 
 
 class StagingBuffer:
-    """kv_transfer.device.Buffer: memory of its own, a stream of its own, and a kit for each number of parts.
+    """A device_pool.Buffer: memory of its own, a stream of its own, and a kit for each number of parts.
     `inv_scales` `[planes]`: of what is rounded on its way into it, where recorded launches find them, the same as the
     present `narrowing`.
 
@@ -90,7 +90,7 @@ class StagingBuffer:
 
 
 class Unpacking:
-    """kv_transfer.device.Unpacking. `checksums`: those of the pages, if they were asked for."""
+    """kv_transfer.chunks.device_pool.Unpacking. `checksums`: those of the pages, if they were asked for."""
 
     def __init__(self, buffer: StagingBuffer, checksums: Checksums | None) -> None:
         self._buffer, self._checksums = buffer, checksums

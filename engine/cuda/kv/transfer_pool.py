@@ -33,7 +33,7 @@ _log = logging.getLogger(__name__)
 
 
 class DevicePages:
-    """kv_transfer.device.DevicePool over the memories of a group of workers, `[num_planes, num_blocks + 1,
+    """kv_transfer.chunks.device_pool.DevicePool over the memories of a group of workers, `[num_planes, num_blocks + 1,
     page_nbytes]` each: ours, and those of our followers, of whom these are the words of Memory.share, in the order of
     the heads. Where there are more of them than shards, neighbours hold the same one: the first of them is what peers
     get, and what comes is written to each.
@@ -229,7 +229,7 @@ class DevicePages:
 
     @torch.inference_mode()
     def gather(self, rows: np.ndarray, out: np.ndarray, num_parts: int = 1) -> None:
-        """Copy parts of pages into `out` on the host; `rows` as kv_transfer.plan.row_ids counts them."""
+        """Copy parts of pages into `out` on the host; `rows` as kv_transfer.chunks.chunk_plan.row_ids counts them."""
         parts = self.cut_into(num_parts).parts
         with self._aside():
             for part, index, chosen in self._by_part(rows, parts):

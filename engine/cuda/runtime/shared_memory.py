@@ -305,7 +305,7 @@ class Marks:
 
 
 class Mark:
-    """kv_transfer.device.Mark."""
+    """kv_transfer.chunks.device_pool.Mark."""
 
     def __init__(self, word: np.ndarray, shared: bytes, is_cuda: bool) -> None:
         self._word, self.shared, self._is_cuda = word, shared, is_cuda

@@ -18,11 +18,11 @@ from contracts.errors import ConfigError, RegistryError, TandemError, Unavailabl
 from contracts.ids import Epoch, GatewayId, Incarnation, RequestId, WorkerId
 from contracts.node import Node, NodeInfo, NodeLoad
 from contracts.request import Route
-from coordinator import placement
-from coordinator.redis_server import hide_password
-from coordinator.scripts import load_scripts
-from coordinator.states import State, require_end
-from coordinator.store import (
+from coordinator.placement import policy as placement
+from coordinator.request_states import State, require_end
+from coordinator.store.local_server import hide_password
+from coordinator.store.lua_scripts import load_scripts
+from coordinator.store.store import (
     ALIVE_S,
     CORPSE_KEPT_S,
     Counts,

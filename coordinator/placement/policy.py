@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from contracts.errors import Overloaded, RequestError, TandemError, Unavailable
 from contracts.ids import Epoch, Incarnation, RequestId, WorkerId
 from contracts.node import PROMPTS_SHARE, NodeLoad, Role, beside_answers
-from coordinator.store import AFFINITY_BLOCK, AFFINITY_BLOCKS, AFFINITY_TTL_S
+from coordinator.store.store import AFFINITY_BLOCK, AFFINITY_BLOCKS, AFFINITY_TTL_S
 
 OUTPUT_CREDIT_TOKENS = 256
 """Credit for an answer is at most this. `max_tokens` is a bound that clients leave at its default of thousands, while

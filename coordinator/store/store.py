@@ -9,7 +9,7 @@ import msgspec
 from contracts.ids import Epoch, GatewayId, Incarnation, RequestId, WorkerId
 from contracts.node import Node, NodeInfo, NodeLoad
 from contracts.request import Route
-from coordinator.states import ENDS, State
+from coordinator.request_states import ENDS, State
 
 ALIVE_S = 3.0
 """A worker that has not beaten for so long is dead; it beats each second."""
@@ -149,7 +149,7 @@ class Store(Protocol):
         ...
 
     async def place(self, request: PlaceRequest) -> Route:
-        """Choose by `coordinator.placement`; take the credits and the lease. The same call again gives the same route.
+        """Choose by the placement policy; take the credits and the lease. The same call again gives the same route.
 
         Raises Overloaded (no credit now), Unavailable (no live prefill or decode worker; or the request has ended or
         is past that epoch), RequestError (no worker could ever hold it).
@@ -157,7 +157,7 @@ class Store(Protocol):
         ...
 
     async def advance(self, moves: Sequence[Move]) -> list[bool]:
-        """Compare-and-set each on (state, epoch) by the table of `coordinator.states`. Refused ones are counted."""
+        """Compare-and-set each on (state, epoch) by the table of `request_states`. Refused ones are counted."""
         ...
 
     async def finish(self, request_id: RequestId, epoch: Epoch, state: State = State.FINISHED) -> bool:

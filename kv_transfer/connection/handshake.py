@@ -12,10 +12,21 @@ from typing import Any
 from contracts.errors import AuthFailed, ConfigError, PeerLost, TandemError, TransferError
 from contracts.ids import Incarnation, WorkerId
 from contracts.request import WorkerRef
-from kv_transfer import conversion
-from kv_transfer.frames import PROTOCOL, Attach, Declined, Hello, Open, Opened, Proof, Rejected, Settled, Terms
+from kv_transfer.connection import layout_negotiation as conversion
+from kv_transfer.connection.frames import (
+    PROTOCOL,
+    Attach,
+    Declined,
+    Hello,
+    Open,
+    Opened,
+    Proof,
+    Rejected,
+    Settled,
+    Terms,
+)
+from kv_transfer.connection.handshake_socket import HELLO_MAX_NBYTES, HandshakeSocket, prove
 from kv_transfer.transports.base import DeviceChannel, DeviceInbound, Opening, Ring, Transport
-from kv_transfer.wire import HELLO_MAX_NBYTES, HandshakeSocket, prove
 
 log = logging.getLogger(__name__)
 

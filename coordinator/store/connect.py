@@ -7,9 +7,9 @@ from typing import TypeVar
 
 from contracts.errors import ConfigError, RegistryError
 from coordinator.memory_store import MemoryStore
-from coordinator.redis_store import Observer, RedisStore, unobserved
 from coordinator.settings import SCHEMES
-from coordinator.store import Store
+from coordinator.store.redis_store import Observer, RedisStore, unobserved
+from coordinator.store.store import Store
 
 T = TypeVar("T")
 

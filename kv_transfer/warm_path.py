@@ -18,14 +18,15 @@ from contracts.events import Token
 from contracts.handoff import ChunkHeader, Commit, Fin, Grant, HandoffMessage, Offer
 from contracts.ids import BlockId, Epoch, Incarnation, RequestId, WorkerId
 from contracts.request import WorkerRef
-from kv_transfer import integrity, plan
+from kv_transfer.chunks import checksum as integrity
+from kv_transfer.chunks import chunk_plan as plan
+from kv_transfer.connection.frames import HANDOFF, PROTOCOL, Hello
+from kv_transfer.data_path.pull_receiver import Announcer
 from kv_transfer.events import TransferEvent
-from kv_transfer.frames import HANDOFF, PROTOCOL, Hello
-from kv_transfer.incoming import IncomingLink
-from kv_transfer.link import Link, LinkParts
-from kv_transfer.outgoing import OutgoingLink
-from kv_transfer.paths import Paths
-from kv_transfer.pulling import Announcer
+from kv_transfer.links.incoming_link import IncomingLink
+from kv_transfer.links.link import Link, LinkParts
+from kv_transfer.links.outgoing_link import OutgoingLink
+from kv_transfer.links.path_health import Paths
 
 log = logging.getLogger(__name__)
 
@@ -129,7 +130,7 @@ class _Decode(IncomingLink):
 
 
 class _Mark:
-    """kv_transfer.device.Mark, which nobody waits for."""
+    """kv_transfer.chunks.device_pool.Mark, which nobody waits for."""
 
     shared = b""
 
@@ -138,7 +139,7 @@ class _Mark:
 
 
 class _Nowhere:
-    """kv_transfer.device.RemotePool, and Later: nothing is copied, and it is done at once."""
+    """kv_transfer.chunks.device_pool.RemotePool, and Later: nothing is copied, and it is done at once."""
 
     num_pages, detail = 1, "nowhere"
     is_void, is_due, is_done, busy_s = False, True, True, 0.0

@@ -7,7 +7,7 @@ import math
 import msgspec
 
 from contracts.layout import KVLayout
-from kv_transfer.frames import Terms
+from kv_transfer.connection.frames import Terms
 
 TRANSPORTS = ("ucx",)
 """Those that round: they pack on a device."""

@@ -15,11 +15,12 @@ from contracts.errors import TransferError
 from contracts.handoff import ChunkHeader, Coming, Commit, Fin, Pull
 from contracts.ids import BlockId
 from contracts.layout import KVLayout
-from kv_transfer import integrity, plan
-from kv_transfer.device import Later, Mark, RemotePool
-from kv_transfer.landing import Landing
-from kv_transfer.receiving import Landings
-from kv_transfer.sending import Key, SendQueue
+from kv_transfer.chunks import checksum as integrity
+from kv_transfer.chunks import chunk_plan as plan
+from kv_transfer.chunks.device_pool import Later, Mark, RemotePool
+from kv_transfer.data_path.grant import Landing
+from kv_transfer.data_path.receiver import Landings
+from kv_transfer.data_path.sender import Key, SendQueue
 
 REHEARSAL_S = 0.005
 MARKS_A_BATCH = 2

@@ -2,8 +2,9 @@
 
 from pathlib import Path
 
-from coordinator import placement, states
-from coordinator.store import ENDED_KEPT_S
+from coordinator import request_states as states
+from coordinator.placement import policy as placement
+from coordinator.store.store import ENDED_KEPT_S
 
 FOLDER = Path(__file__).with_name("lua")
 NAMES = (

@@ -13,12 +13,12 @@ import numpy as np
 
 from contracts.handoff import ChunkHeader, Commit, Fin, Grant, Offer
 from contracts.layout import KVLayout
-from kv_transfer import integrity
-from kv_transfer.device import Unpacking
-from kv_transfer.landing import Landing
-from kv_transfer.piece import Piece, read_meta
-from kv_transfer.sending import Key
-from kv_transfer.staging import Staging
+from kv_transfer.chunks import checksum as integrity
+from kv_transfer.chunks.device_pool import Unpacking
+from kv_transfer.chunks.segment import Piece, read_meta
+from kv_transfer.data_path.grant import Landing
+from kv_transfer.data_path.sender import Key
+from kv_transfer.data_path.staging import Staging
 from kv_transfer.transports.base import Inbound, Slot, Taking
 
 ALONE_S = 0.25

@@ -12,9 +12,11 @@ import numpy as np
 from contracts.handoff import ChunkHeader
 from contracts.ids import BlockId, Epoch
 from contracts.layout import KVLayout
-from kv_transfer import conversion, integrity, plan
-from kv_transfer.device import DevicePool, Pool, Unpacking
-from kv_transfer.frames import Terms
+from kv_transfer.chunks import checksum as integrity
+from kv_transfer.chunks import chunk_plan as plan
+from kv_transfer.chunks.device_pool import DevicePool, Pool, Unpacking
+from kv_transfer.connection import layout_negotiation as conversion
+from kv_transfer.connection.frames import Terms
 from kv_transfer.transports.base import Channel, DeviceChannel, Ring
 from process.timer_slack import nap_on_time
 

@@ -120,7 +120,7 @@ def to_markdown() -> str:
     return "\n".join([
         "# States of a request",
         "",
-        "Made from `coordinator/states.py` by its `to_markdown()`; a test compares them.",
+        "Made from `coordinator/request_states.py` by its `to_markdown()`; a test compares them.",
         "",
         "Moves are compare-and-set on (state, epoch). Entering PLACED takes the next epoch. Reports come in",
         "batches from two workers: a report may skip states, never go back; one that another report has overtaken is",

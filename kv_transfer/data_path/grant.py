@@ -5,7 +5,7 @@ sockets, no threads.
 from contracts.handoff import ChunkHeader, Grant, Offer
 from contracts.ids import BlockId
 from contracts.layout import KVLayout
-from kv_transfer import plan
+from kv_transfer.chunks import chunk_plan as plan
 
 
 class Landing:

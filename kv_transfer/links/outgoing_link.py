@@ -26,15 +26,18 @@ from contracts.handoff import (
 from contracts.ids import BlockId
 from contracts.layout import KVLayout
 from contracts.request import WorkerRef
-from kv_transfer import conversion, handshake, integrity, plan
-from kv_transfer.link import Link, LinkParts
-from kv_transfer.pulling import Announcer
-from kv_transfer.rate import HandoffRate
-from kv_transfer.sending import ChunkJob, FinJob, Key, Sender, SendQueue, check_sendable
-from kv_transfer.staging import sender_staging
+from kv_transfer.chunks import checksum as integrity
+from kv_transfer.chunks import chunk_plan as plan
+from kv_transfer.connection import handshake
+from kv_transfer.connection import layout_negotiation as conversion
+from kv_transfer.connection.capabilities import candidates
+from kv_transfer.connection.handshake_socket import Deadline, HandshakeSocket
+from kv_transfer.data_path.pull_receiver import Announcer
+from kv_transfer.data_path.sender import ChunkJob, FinJob, Key, Sender, SendQueue, check_sendable
+from kv_transfer.data_path.staging import sender_staging
+from kv_transfer.links.handoff_rate import HandoffRate
+from kv_transfer.links.link import Link, LinkParts
 from kv_transfer.transports.nvlink import SharedPool
-from kv_transfer.ways import candidates
-from kv_transfer.wire import Deadline, HandshakeSocket
 
 AT_ONCE = struct.pack("ii", 1, 0)
 """SO_LINGER: a closed socket tells its end at once and drops what it has not sent, which else goes first, when the peer

@@ -11,9 +11,9 @@ import numpy as np
 
 from contracts.handoff import ChunkHeader, Fin
 from contracts.ids import BlockId, Epoch, RequestId
-from kv_transfer import plan
-from kv_transfer.piece import META_NBYTES, Piece, write_meta
-from kv_transfer.staging import Staging
+from kv_transfer.chunks import chunk_plan as plan
+from kv_transfer.chunks.segment import META_NBYTES, Piece, write_meta
+from kv_transfer.data_path.staging import Staging
 from kv_transfer.transports.base import Outbound
 
 Key = tuple[RequestId, Epoch]

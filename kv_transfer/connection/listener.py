@@ -8,11 +8,11 @@ import threading
 from collections.abc import Callable
 
 from contracts.errors import ConfigError, PeerLost, TandemError, TransferError
-from kv_transfer import handshake
-from kv_transfer.frames import Attach, Hello
-from kv_transfer.handshake import SESSION_NBYTES, Identity
+from kv_transfer.connection import handshake
+from kv_transfer.connection.frames import Attach, Hello
+from kv_transfer.connection.handshake import SESSION_NBYTES, Identity
+from kv_transfer.connection.handshake_socket import HELLO_MAX_NBYTES, Deadline, HandshakeSocket, shut
 from kv_transfer.settings import TransferSettings
-from kv_transfer.wire import HELLO_MAX_NBYTES, Deadline, HandshakeSocket, shut
 
 log = logging.getLogger(__name__)
 

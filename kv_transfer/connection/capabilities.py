@@ -4,8 +4,8 @@ the handshake, what the two have in common.
 
 from contracts.errors import ConfigError
 from contracts.node import Ways
-from kv_transfer import conversion
-from kv_transfer.frames import Terms
+from kv_transfer.connection import layout_negotiation as conversion
+from kv_transfer.connection.frames import Terms
 
 BEST_FIRST = ("nvlink", "shm", "ucx", "tcp")
 # Of devices' pages: ucx packs them there, the two after it gather them into the host's memory.

@@ -18,17 +18,17 @@ from contracts.handoff import Abort, AbortAck, HandoffMessage
 from contracts.ids import Incarnation, WorkerId
 from contracts.layout import KVLayout
 from kv_transfer import events
-from kv_transfer.control import ControlConnection
-from kv_transfer.device import Pool
+from kv_transfer.chunks.device_pool import Pool
+from kv_transfer.connection.control_connection import ControlConnection
+from kv_transfer.connection.frames import Terms
+from kv_transfer.connection.handshake import Identity
+from kv_transfer.connection.handshake_socket import FRAME_MAX_NBYTES, shut
+from kv_transfer.data_path.sender import Key
 from kv_transfer.events import Drained, LinkStats, Message, TransferEvent
-from kv_transfer.frames import Terms
-from kv_transfer.handshake import Identity
-from kv_transfer.paths import Paths
-from kv_transfer.sending import Key
+from kv_transfer.links.path_health import Paths
 from kv_transfer.settings import TransferSettings
 from kv_transfer.transports.base import Channel, Ring
 from kv_transfer.transports.registry import Transports
-from kv_transfer.wire import FRAME_MAX_NBYTES, shut
 
 log = logging.getLogger(__name__)
 

@@ -9,18 +9,19 @@ from contextlib import contextmanager
 
 from contracts.errors import TandemError, TransferError
 from contracts.handoff import Abort, AbortAck, ChunkHeader, Coming, Commit, Fin, Grant, HandoffMessage, Offer, Pull
-from kv_transfer import conversion, handshake
-from kv_transfer.device import RemotePool
+from kv_transfer.chunks.device_pool import RemotePool
+from kv_transfer.connection import handshake
+from kv_transfer.connection import layout_negotiation as conversion
+from kv_transfer.connection.capabilities import candidates
+from kv_transfer.connection.frames import Hello
+from kv_transfer.connection.handshake_socket import HandshakeSocket
+from kv_transfer.data_path.pull_receiver import Puller
+from kv_transfer.data_path.receiver import Landings, Receiver
+from kv_transfer.data_path.staging import staging_of
 from kv_transfer.events import ChunkBad, ChunkLanded
-from kv_transfer.frames import Hello
-from kv_transfer.link import Link, LinkParts
-from kv_transfer.pulling import Puller
-from kv_transfer.receiving import Landings, Receiver
-from kv_transfer.staging import staging_of
+from kv_transfer.links.link import Link, LinkParts
 from kv_transfer.transports.base import DeviceInbound
 from kv_transfer.transports.nvlink import MappedPool
-from kv_transfer.ways import candidates
-from kv_transfer.wire import HandshakeSocket
 
 log = logging.getLogger(__name__)
 

@@ -1,0 +1,1 @@
+"""The state that processes share: its interface, and Redis, where it is kept."""

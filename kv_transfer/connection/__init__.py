@@ -1,0 +1,1 @@
+"""How two nodes meet: listener, handshake, frames and the control connection."""

@@ -1,0 +1,1 @@
+"""The way of the bytes: sender and receiver, grants, pulls and staging."""
