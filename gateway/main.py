@@ -11,15 +11,15 @@ from checkpoint import Advice, open_checkpoint
 from contracts.ids import GatewayId
 from coordinator.store.connect import connect
 from coordinator.store.store import Store
-from gateway.app import Front, make_app
 from gateway.console.routes import add_console
-from gateway.dispatch import Dispatch
-from gateway.metrics import Metrics
-from gateway.placement import StorePlacement
-from gateway.prompting import Prompting
-from gateway.server import http_config
+from gateway.dispatch.dispatcher import Dispatch
+from gateway.dispatch.placement import StorePlacement
+from gateway.http.app import Front, make_app
+from gateway.http.server import http_config
+from gateway.observability.metrics import Metrics
+from gateway.observability.tracing import open_tracing
+from gateway.prompting.chat_template import Prompting
 from gateway.settings import GatewaySettings
-from gateway.tracing import open_tracing
 from process.garbage_collector import settle
 from process.sockets import listen
 from service.run import run_service

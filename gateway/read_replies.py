@@ -7,10 +7,10 @@ from typing import Any
 
 from contracts.errors import TandemError
 from contracts.events import FinishReason
-from gateway.answer import Piece
-from gateway.reading import Read, Reading
-from gateway.replies import ChatReplies, Usage, joined
-from gateway.tools.events import Argued, Broken, Called, Closed, Event, Said, Thought
+from gateway.api.response_formatter import ChatReplies, Usage, joined
+from gateway.generation.generation_state import Piece
+from gateway.generation.output_parser import Read, Reading
+from gateway.tool_calling.events import Argued, Broken, Called, Closed, Event, Said, Thought
 
 
 @dataclass

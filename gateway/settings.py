@@ -6,7 +6,7 @@ from typing import Literal
 from pydantic import Field, SecretStr
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
-from gateway.tools.forms import ParserName
+from gateway.tool_calling.registry import ParserName
 
 
 class GatewaySettings(BaseSettings):

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from gateway.codes import NOT_OURS
+from gateway.error_codes import NOT_OURS
 from process.local_http import open_local
 from tandem import ps
 

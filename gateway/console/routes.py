@@ -15,7 +15,7 @@ from fastapi import FastAPI, Response
 from contracts.errors import Unavailable
 from contracts.node import NodeInfo
 from coordinator.store.store import Counts, Store, WorkerView
-from gateway.dispatch import Dispatch
+from gateway.dispatch.dispatcher import Dispatch
 
 FILES = {
     "/": ("index.html", "text/html; charset=utf-8"),

@@ -14,7 +14,7 @@ from bench.system import System, running
 from checkpoint import open_checkpoint
 from coordinator.memory_store import MemoryStore
 from gateway.console.routes import add_console
-from gateway.keys import Keys
+from gateway.http.api_keys import Keys
 from service.server import serving
 from tests.console.browser import Page, find_chromium
 from tests.console.handoffs import two_handoffs

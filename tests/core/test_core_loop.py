@@ -14,7 +14,7 @@ from core.loop import ALERT_WAIT_S, IDLE_WAIT_S, REHEARSAL_S
 from core.messages import CoreFrame, GatewayGone, Peers, Stop, Work
 from core.status import STATUS_PERIOD_S
 from engine.messages import EngineFailure, StepOutput, Watcher
-from gateway.stages import exposed_s
+from gateway.generation.time_account import exposed_s
 from tests.nodes import node_info
 from tests.path.ring import D, P, Ring, answer
 

@@ -113,7 +113,9 @@ def _curl(words: list[str]) -> None:
     """Paths only: of the services, as their code spells them."""
     urls = [word for word in words if word.startswith("http://")]
     assert urls
-    sources = [(ROOT / file).read_text() for file in ("gateway/app.py", "worker/front.py", "coordinator/service.py")]
+    sources = [
+        (ROOT / file).read_text() for file in ("gateway/http/app.py", "worker/front.py", "coordinator/service.py")
+    ]
     for url in urls:
         assert any(f'"{urlsplit(url).path}"' in source for source in sources), f"no endpoint {url}"
 

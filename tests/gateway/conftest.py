@@ -59,5 +59,5 @@ async def client(rig: Rig) -> AsyncIterator[httpx.AsyncClient]:
 def at_once() -> Iterator[None]:
     """No pauses between looks for another place."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("gateway.dispatch.REPLAY_PERIOD_S", 0.0)
+        patch.setattr("gateway.dispatch.dispatcher.REPLAY_PERIOD_S", 0.0)
         yield

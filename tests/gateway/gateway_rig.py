@@ -20,13 +20,13 @@ from contracts.node import Node, Role
 from contracts.request import Route
 from coordinator.request_states import State
 from coordinator.store.store import Store
-from gateway.app import Front, make_app
-from gateway.dispatch import Dispatch
+from gateway.dispatch.dispatcher import Dispatch
+from gateway.dispatch.placement import StorePlacement
 from gateway.fake_worker import FakeWorker
-from gateway.metrics import Metrics
-from gateway.placement import StorePlacement
-from gateway.prompting import Prompting
-from gateway.server import Protocol
+from gateway.http.app import Front, make_app
+from gateway.http.server import Protocol
+from gateway.observability.metrics import Metrics
+from gateway.prompting.chat_template import Prompting
 from gateway.settings import GatewaySettings
 from process.sockets import listen
 from service.server import Server

@@ -8,7 +8,7 @@ from contracts.node import NodeInfo, NodeLoad, Role
 from contracts.request import Cancel, Job, WorkerRef
 from contracts.sampling import SamplingParams
 from coordinator.store.store import Store
-from gateway.asking import Ask
+from gateway.prompting.pipeline import Ask
 from tests.nodes import ways
 
 PROMPT = [5, 6, 7]

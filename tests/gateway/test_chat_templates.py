@@ -6,9 +6,9 @@ import msgspec
 import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from gateway.prompting import Prompting
-from gateway.response_input import to_chat
-from gateway.schema import ChatRequest, ResponsesRequest
+from gateway.api.openai.responses_input import to_chat
+from gateway.api.openai.schema import ChatRequest, ResponsesRequest
+from gateway.prompting.chat_template import Prompting
 
 MESSAGES = [{"role": "user", "content": "<Hä & so>"}, {"role": "assistant", "content": "yes"}]
 TRAINED = (  # as TRL has them: what is to be learned is marked

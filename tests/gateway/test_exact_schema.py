@@ -12,11 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from llguidance import LLMatcher, LLTokenizer
 
-from gateway.exact_schema import LEAST, without_nul
-from gateway.structured import ResponseFormat, StructuredOutputs, grammar_of, schema_of_format
-from gateway.tools import hermes
-from gateway.tools.grammar import calls_grammar
-from gateway.tools.request import Function, Tool, calling_of
+from gateway.grammar.json_schema import LEAST, without_nul
+from gateway.grammar.structured_outputs import ResponseFormat, StructuredOutputs, grammar_of, schema_of_format
+from gateway.tool_calling import hermes
+from gateway.tool_calling.call_grammar import calls_grammar
+from gateway.tool_calling.tool_choice import Function, Tool, calling_of
 
 BYTES = LLTokenizer("byte")
 UNQUOTED = {"type": "string", "pattern": r'^[^"\\]*$'}

@@ -13,9 +13,9 @@ from checkpoint.gguf.tokenizer import build_tokenizer
 from contracts.events import Finished, FinishReason, Token, Tokens
 from contracts.ids import Epoch, RequestId
 from contracts.sampling import SamplingParams
-from gateway.answer import Answer, Piece
-from gateway.asking import Ask
-from gateway.prompting import Prompting
+from gateway.generation.generation_state import Answer, Piece
+from gateway.prompting.chat_template import Prompting
+from gateway.prompting.pipeline import Ask
 from tests.gateway.gateway_rig import gateway, pair
 
 FOX = "The quick brown fox jumps over the lazy dog."

@@ -10,8 +10,8 @@ import msgspec
 import pytest
 
 from contracts.errors import ConfigError, RequestError
-from gateway.prompting import Prompting
-from gateway.schema import ChatRequest, CompletionRequest, DetokenizeRequest, ResponsesRequest, parse
+from gateway.api.openai.schema import ChatRequest, CompletionRequest, DetokenizeRequest, ResponsesRequest, parse
+from gateway.prompting.chat_template import Prompting
 from tests.gateway.gateway_rig import gateway, pair
 
 SAY = [{"role": "user", "content": "hi"}]

@@ -12,10 +12,10 @@ from contracts.errors import Unavailable
 from contracts.ids import Epoch, RequestId
 from contracts.request import Cancel, Job, Route
 from contracts.sampling import SamplingParams
-from gateway.asking import ask_completion
-from gateway.prompting import LONG_CHARS, Prompting
-from gateway.schema import CompletionRequest
-from gateway.workers import MAX_POST_NBYTES
+from gateway.api.openai.schema import CompletionRequest
+from gateway.dispatch.worker_pool import MAX_POST_NBYTES
+from gateway.prompting.chat_template import LONG_CHARS, Prompting
+from gateway.prompting.pipeline import ask_completion
 from tests.gateway.gateway_rig import GATEWAY
 from worker.front import MAX_BODY_NBYTES
 

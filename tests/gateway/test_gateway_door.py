@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from gateway import server as gateway_server
+from gateway.http import server as gateway_server
 from service.http_protocol import MAX_HEADERS_NBYTES
 from tests.gateway.gateway_rig import gateway, pair
 

@@ -84,7 +84,7 @@ async def stop_the_gateway(client: httpx.AsyncClient, rig) -> None:
     ids=lambda value: getattr(value, "__name__", ""),
 )
 async def test_the_store_counts_the_true_end(checkpoint, store, act, settings, end, monkeypatch):
-    monkeypatch.setattr("gateway.dispatch.REPLAY_WAIT_S", 0.3)
+    monkeypatch.setattr("gateway.dispatch.dispatcher.REPLAY_WAIT_S", 0.3)
     before = await store.counts()
     async with coordinated(checkpoint, pair(period_s=0.02), store, **settings) as rig:
         async with rig.client() as client:
@@ -117,8 +117,8 @@ async def test_what_is_being_placed_when_the_gateway_stops_ends_too(checkpoint, 
 
 async def test_what_ends_while_the_store_is_away_gives_its_credits_back(checkpoint, store, monkeypatch):
     """The end is never told; the lease that it had runs out, whatever else the gateway keeps alive."""
-    monkeypatch.setattr("gateway.placement.LEASE_S", 2.0)
-    monkeypatch.setattr("gateway.dispatch.RENEW_PERIOD_S", 0.05)
+    monkeypatch.setattr("gateway.dispatch.placement.LEASE_S", 2.0)
+    monkeypatch.setattr("gateway.dispatch.dispatcher.RENEW_PERIOD_S", 0.05)
 
     async def away(*args):
         raise Unavailable("Redis does not answer")

@@ -20,8 +20,8 @@ from contracts.node import Node, NodeLoad, Role
 from contracts.request import Cancel, Job, Route, WorkerRef
 from coordinator.memory_store import MemoryStore
 from coordinator.store.store import PlaceRequest
-from gateway.detokenizer import Detokenizer
 from gateway.fake_worker import FakeWorker
+from gateway.tokenization.detokenizer import Detokenizer
 from tests.gateway.gateway_rig import GATEWAY, SECRET, Rig, coordinated, gateway, pair
 from tests.nodes import ways
 
@@ -47,7 +47,7 @@ async def _hang_up(client: httpx.AsyncClient) -> None:
 
 
 async def test_an_answer_whose_decode_worker_stays_away_ends_with_an_error_event(checkpoint, monkeypatch):
-    monkeypatch.setattr("gateway.dispatch.REPLAY_WAIT_S", 0.3)
+    monkeypatch.setattr("gateway.dispatch.dispatcher.REPLAY_WAIT_S", 0.3)
     async with gateway(checkpoint, pair(period_s=0.02)) as rig, rig.client() as client:
         async with client.stream("POST", "/v1/completions", json=ASK | {"stream": True}) as reply:
             lines = reply.aiter_lines()
@@ -72,8 +72,8 @@ async def test_an_answer_outlives_the_prefill_worker_that_began_it(checkpoint):
 
 
 async def test_after_token_0_decode_is_given_time_to_tell_what_it_has(checkpoint, monkeypatch):
-    monkeypatch.setattr("gateway.dispatch.COMMIT_GRACE_S", 1.5)
-    monkeypatch.setattr("gateway.dispatch.REPLAY_WAIT_S", 0.3)
+    monkeypatch.setattr("gateway.dispatch.dispatcher.COMMIT_GRACE_S", 1.5)
+    monkeypatch.setattr("gateway.dispatch.dispatcher.REPLAY_WAIT_S", 0.3)
     async with gateway(checkpoint, pair(period_s=3600.0)) as rig, rig.client() as client:
         async with client.stream("POST", "/v1/completions", json=ASK | {"stream": True}) as reply:
             lines = reply.aiter_lines()
@@ -134,8 +134,8 @@ async def test_a_gateway_that_was_paused_in_that_time_hears_first_what_decode_to
 @pytest.mark.parametrize("is_heard_again", [False, True])
 async def test_what_prefill_decodes_itself_is_lost_with_it(checkpoint, monkeypatch, is_heard_again):
     """Decode had no pages. The tokens that prefill told while nobody heard it are drawn once more."""
-    monkeypatch.setattr("gateway.dispatch.REPLAY_WAIT_S", 0.3)
-    monkeypatch.setattr("gateway.dispatch.COMMIT_GRACE_S", 0.5 if is_heard_again else 3600.0)
+    monkeypatch.setattr("gateway.dispatch.dispatcher.REPLAY_WAIT_S", 0.3)
+    monkeypatch.setattr("gateway.dispatch.dispatcher.COMMIT_GRACE_S", 0.5 if is_heard_again else 3600.0)
     prefill, _ = workers = pair(period_s=3600.0)
     async with gateway(checkpoint, workers) as rig, rig.client() as client:
         async with client.stream("POST", "/v1/completions", json=ASK | {"stream": True}) as reply:
@@ -202,7 +202,7 @@ async def test_who_decoded_at_the_former_place_does_not_count_at_the_next(checkp
 
 async def test_a_gateway_that_was_paused_loses_no_worker(checkpoint, monkeypatch):
     """What its workers said meanwhile is read before their silence is judged."""
-    monkeypatch.setattr("gateway.workers.HEARTBEAT_TIMEOUT_S", 0.6)
+    monkeypatch.setattr("gateway.dispatch.worker_pool.HEARTBEAT_TIMEOUT_S", 0.6)
     monkeypatch.setattr("gateway.fake_worker.HEARTBEAT_S", 0.1)
     async with gateway(checkpoint, pair(period_s=0.02)) as rig, rig.client() as client:
         asking = asyncio.create_task(client.post("/v1/completions", json=ASK | {"max_tokens": 40}))
@@ -476,8 +476,8 @@ async def test_without_a_decode_worker_it_is_not_ready(checkpoint):
 
 async def test_while_the_registry_does_not_answer_it_is_not_ready(checkpoint, monkeypatch, caplog):
     """What runs needs none."""
-    monkeypatch.setattr("gateway.workers.BLIND_S", 0.2)
-    monkeypatch.setattr("gateway.workers.POLL_PERIOD_S", 0.01)
+    monkeypatch.setattr("gateway.dispatch.worker_pool.BLIND_S", 0.2)
+    monkeypatch.setattr("gateway.dispatch.worker_pool.POLL_PERIOD_S", 0.01)
     store = MemoryStore(alive_s=600.0)
     async with coordinated(checkpoint, pair(), store) as rig, rig.client() as client:
         workers, nodes = rig.front.dispatch.workers, store.nodes
@@ -503,12 +503,12 @@ async def test_a_gateway_that_stops_says_nothing_of_the_registry(checkpoint, cap
     """It lists the workers as before; who reads that it does not looks for a fault where none is."""
     async with coordinated(checkpoint, pair(), MemoryStore(alive_s=600.0)) as rig:
         await rig.until(rig.front.dispatch.workers.can_serve)
-    said = [record.message for record in caplog.records if record.name == "gateway.workers"]
+    said = [record.message for record in caplog.records if record.name == "gateway.dispatch.worker_pool"]
     assert sorted(said) == [f"worker {name} is not connected: this gateway stops" for name in ("d0", "p0")]
 
 
 async def test_leases_that_are_not_renewed_are_said_once_for_each_reason(checkpoint, monkeypatch, caplog):
-    monkeypatch.setattr("gateway.dispatch.RENEW_PERIOD_S", 0.01)
+    monkeypatch.setattr("gateway.dispatch.dispatcher.RENEW_PERIOD_S", 0.01)
     store, workers = MemoryStore(alive_s=600.0), pair()
     monkeypatch.setattr(workers[1], "_answer", lambda job: asyncio.sleep(3600))
     async with coordinated(checkpoint, workers, store) as rig, rig.client() as client:
@@ -570,7 +570,7 @@ async def test_while_the_only_worker_of_a_kind_drains_it_is_not_ready(checkpoint
 
 
 async def test_while_nobody_could_answer_the_registry_is_looked_at_more_often(checkpoint, monkeypatch):
-    monkeypatch.setattr("gateway.workers.POLL_PERIOD_S", 3600.0)
+    monkeypatch.setattr("gateway.dispatch.worker_pool.POLL_PERIOD_S", 3600.0)
     workers: list[FakeWorker] = []
     async with gateway(checkpoint, workers) as rig:
         late = FakeWorker(WorkerId("m0"), Role.MIXED, SECRET, model=checkpoint.name)
@@ -580,9 +580,9 @@ async def test_while_nobody_could_answer_the_registry_is_looked_at_more_often(ch
 
 
 async def test_a_registry_that_can_not_be_reached_is_not_asked_more_often(checkpoint, monkeypatch):
-    monkeypatch.setattr("gateway.workers.SEARCH_PERIOD_S", 0.0)
+    monkeypatch.setattr("gateway.dispatch.worker_pool.SEARCH_PERIOD_S", 0.0)
     async with gateway(checkpoint, []) as rig:
-        monkeypatch.setattr("gateway.workers.POLL_PERIOD_S", 3600.0)
+        monkeypatch.setattr("gateway.dispatch.worker_pool.POLL_PERIOD_S", 3600.0)
         asked = []
 
         async def away() -> list[Node]:
@@ -681,7 +681,7 @@ async def test_a_fault_of_ours_ends_the_answer_and_is_counted_once(checkpoint, m
             raise LookupError("of ours")
         return {"index": piece.index, "text": piece.text, "logprobs": None, "finish_reason": piece.finish}
 
-    monkeypatch.setattr("gateway.replies.TextReplies._choice", choice)
+    monkeypatch.setattr("gateway.api.response_formatter.TextReplies._choice", choice)
     async with gateway(checkpoint, pair(period_s=0.005)) as rig, rig.client() as client:
         reply = await client.post("/v1/completions", json=ASK | {"max_tokens": 9, "stream": stream})
         *_, error, done = [reply.text, ""] if not stream else reply.text.removesuffix("\n\n").split("\n\n")

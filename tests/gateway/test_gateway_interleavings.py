@@ -20,11 +20,11 @@ from contracts.node import Role
 from contracts.request import Job, Route
 from coordinator.memory_store import MemoryStore
 from coordinator.store.store import PlaceRequest
-from gateway.answer import Answer, Piece
-from gateway.dispatch import Dispatch
-from gateway.live import MAX_REPLAYS
-from gateway.placement import StorePlacement
-from gateway.prompting import Prompting
+from gateway.dispatch.dispatcher import Dispatch
+from gateway.dispatch.inflight import MAX_REPLAYS
+from gateway.dispatch.placement import StorePlacement
+from gateway.generation.generation_state import Answer, Piece
+from gateway.prompting.chat_template import Prompting
 from tests.coordinator.coordinator_rig import reap
 from tests.gateway.gateway_wires import PROMPT, Wires, ask, join
 

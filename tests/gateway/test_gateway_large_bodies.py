@@ -6,10 +6,10 @@ import msgspec
 import pytest
 
 from contracts.errors import RequestError
-from gateway.asking import Limits, ask_completion
-from gateway.prompting import LONG_CHARS, Prompting
-from gateway.response_input import to_chat
-from gateway.schema import CompletionRequest, ResponsesRequest, parse
+from gateway.api.openai.responses_input import to_chat
+from gateway.api.openai.schema import CompletionRequest, ResponsesRequest, parse
+from gateway.prompting.chat_template import LONG_CHARS, Prompting
+from gateway.prompting.pipeline import Limits, ask_completion
 
 CALL = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
 

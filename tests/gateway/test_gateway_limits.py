@@ -7,10 +7,10 @@ import logging
 import pytest
 
 from contracts.errors import Overloaded, Unavailable
-from gateway import server as gateway_server
-from gateway.admission import Bodies
-from gateway.app import make_app
-from gateway.codes import NOT_OURS
+from gateway.admission.limits import Bodies
+from gateway.error_codes import NOT_OURS
+from gateway.http import server as gateway_server
+from gateway.http.app import make_app
 from tests.gateway.gateway_rig import gateway, pair
 
 ASK = {"prompt": "one two three", "max_tokens": 3}
@@ -74,7 +74,7 @@ async def test_a_client_that_leaves_takes_what_still_waits_for_a_place_along(rig
 
 
 async def test_a_request_fails_whose_others_find_no_worker_any_more(rig, client, monkeypatch):
-    monkeypatch.setattr("gateway.serving.REPLAY_WAIT_S", 1.0)
+    monkeypatch.setattr("gateway.serving.generation_run.REPLAY_WAIT_S", 1.0)
     rig.store.room, rig.workers[1].period_s = 1, 0.05
     asking = asyncio.create_task(client.post("/v1/completions", json=ASK | {"n": 2, "max_tokens": 1000}))
     await rig.until(lambda: rig.store.placed)
@@ -86,7 +86,7 @@ async def test_a_request_fails_whose_others_find_no_worker_any_more(rig, client,
 
 async def test_a_request_fails_though_the_answer_before_the_one_without_a_worker_has_ended(rig, client, monkeypatch):
     """Three answers: the second finds its place late, and has ended when the third finds none."""
-    monkeypatch.setattr("gateway.serving.REPLAY_WAIT_S", 1.0)
+    monkeypatch.setattr("gateway.serving.generation_run.REPLAY_WAIT_S", 1.0)
     place, tried = rig.store.place, []
 
     async def late(request_id, *args):
@@ -299,8 +299,8 @@ async def test_a_client_that_leaves_in_the_middle_of_its_body_is_no_error_of_our
 
 async def test_a_silent_stream_is_a_loss(rig, client, monkeypatch):
     """Its worker answers whoever asks, and says nothing more: each try lasts as long as the silence may."""
-    monkeypatch.setattr("gateway.workers.HEARTBEAT_TIMEOUT_S", 0.3)
-    monkeypatch.setattr("gateway.dispatch.REPLAY_WAIT_S", 0.2)
+    monkeypatch.setattr("gateway.dispatch.worker_pool.HEARTBEAT_TIMEOUT_S", 0.3)
+    monkeypatch.setattr("gateway.dispatch.dispatcher.REPLAY_WAIT_S", 0.2)
     rig.workers[1].period_s = 60.0
     monkeypatch.setattr("gateway.fake_worker.HEARTBEAT_S", 60.0)
     reply = await client.post("/v1/completions", json=ASK | {"max_tokens": 50})

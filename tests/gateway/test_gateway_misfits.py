@@ -5,7 +5,7 @@ import pytest
 from contracts.ids import WorkerId
 from contracts.layout import KVLayout
 from contracts.node import NodeInfo, Role, Ways
-from gateway.misfits import misfits
+from gateway.dispatch.compatibility import misfits
 from tests.nodes import node_info, ways
 
 TO_AUTO = ": leave --transfer at auto for both"

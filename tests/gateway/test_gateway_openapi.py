@@ -2,8 +2,8 @@
 
 import msgspec
 
-from gateway import openapi
-from gateway.openapi import ErrorReply
+from gateway.api import openapi
+from gateway.api.openapi import ErrorReply
 
 SAY = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 3}
 ASK = {"prompt": "one two", "max_tokens": 3}

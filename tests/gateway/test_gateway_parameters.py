@@ -11,8 +11,8 @@ import pytest
 from tokenizers.processors import TemplateProcessing
 
 from checkpoint import Advice, Checkpoint
-from gateway.fields import INSTEAD, REFUSED
-from gateway.schema import ChatRequest, CompletionRequest
+from gateway.api.openai.schema import ChatRequest, CompletionRequest
+from gateway.api.openai.unsupported_fields import INSTEAD, REFUSED
 from tests.gateway.gateway_rig import Rig, gateway, pair
 
 ROW = re.compile(r"^\| `(\w+)` \| (both|chat|completions) \| (honoured|ignored|refused) \| (.*) \|$", re.M)

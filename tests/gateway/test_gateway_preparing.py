@@ -9,7 +9,7 @@ from contracts.errors import Unavailable
 from contracts.ids import Epoch, RequestId
 from contracts.request import Cancel, Job, Route
 from contracts.sampling import SamplingParams
-from gateway.prompting import HUGE_CHARS
+from gateway.prompting.chat_template import HUGE_CHARS
 from tests.gateway.gateway_rig import GATEWAY, gateway, pair
 from tests.waiting import async_until
 
@@ -121,7 +121,7 @@ async def test_a_choice_that_waits_for_a_place_outlives_a_registry_that_is_away(
 
 
 async def test_a_choice_that_waits_for_a_place_does_not_wait_for_ever(checkpoint, monkeypatch):
-    monkeypatch.setattr("gateway.serving.REPLAY_WAIT_S", 0.0)
+    monkeypatch.setattr("gateway.serving.generation_run.REPLAY_WAIT_S", 0.0)
     async with gateway(checkpoint, pair(period_s=0.02)) as rig, rig.client() as client:
         rig.store.room = 1
 
@@ -137,7 +137,7 @@ async def test_a_choice_that_waits_for_a_place_does_not_wait_for_ever(checkpoint
 
 async def test_a_worker_that_does_not_speak_to_us_gets_cancels_and_no_job(rig, monkeypatch):
     """It may not have missed the former stream, and would answer into that one."""
-    monkeypatch.setattr("gateway.workers.CONNECT_TIMEOUT_S", 0.01)
+    monkeypatch.setattr("gateway.dispatch.worker_pool.CONNECT_TIMEOUT_S", 0.01)
     worker, workers = rig.workers[0], rig.front.dispatch.workers
     ref = worker.node.info.ref
     job = Job(Route(RequestId("r"), Epoch(1), ref, ref), GATEWAY, [1], SamplingParams(max_tokens=1, seed=0), 10.0)

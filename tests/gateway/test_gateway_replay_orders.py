@@ -14,11 +14,11 @@ from contracts.ids import GatewayId, Incarnation, RequestId, WorkerId
 from contracts.node import Role
 from contracts.request import Cancel, Job
 from coordinator.memory_store import MemoryStore
-from gateway.answer import Answer, Piece
-from gateway.dispatch import Dispatch
-from gateway.live import MAX_ATTEMPTS, MAX_REPLAYS, Live
-from gateway.placement import StorePlacement
-from gateway.prompting import Prompting
+from gateway.dispatch.dispatcher import Dispatch
+from gateway.dispatch.inflight import MAX_ATTEMPTS, MAX_REPLAYS, Live
+from gateway.dispatch.placement import StorePlacement
+from gateway.generation.generation_state import Answer, Piece
+from gateway.prompting.chat_template import Prompting
 from tests.gateway.gateway_wires import Wires, ask, join
 
 pytestmark = pytest.mark.usefixtures("at_once")

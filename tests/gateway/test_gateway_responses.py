@@ -7,10 +7,10 @@ import openai
 import pytest
 
 from contracts.sampling import SamplingParams
-from gateway.reading import reading_of
-from gateway.responses import ResponseReplies
-from gateway.schema import ResponsesRequest
-from gateway.tools.request import Calling, FlatTool
+from gateway.api.openai.responses import ResponseReplies
+from gateway.api.openai.schema import ResponsesRequest
+from gateway.generation.output_parser import reading_of
+from gateway.tool_calling.tool_choice import Calling, FlatTool
 from tests.gateway.gateway_rig import gateway, pair
 
 TOOL = {"type": "function", "name": "f"}

@@ -15,12 +15,12 @@ from contracts.events import FinishReason, Prefilled, PromptScored, PromptToken,
 from contracts.ids import Epoch, RequestId
 from contracts.sampling import SamplingParams
 from coordinator.store.store import AFFINITY_BLOCK
-from gateway.answer import Answer, Piece, Shown
-from gateway.asking import Ask
-from gateway.details import add_details
-from gateway.placement import StorePlacement
-from gateway.prompting import Prompting
-from gateway.replies import TextReplies
+from gateway.api.openai.vllm_extensions import add_details
+from gateway.api.response_formatter import TextReplies
+from gateway.dispatch.placement import StorePlacement
+from gateway.generation.generation_state import Answer, Piece, Shown
+from gateway.prompting.chat_template import Prompting
+from gateway.prompting.pipeline import Ask
 from tests.gateway.gateway_rig import gateway, pair
 
 FOX = "The quick brown 日本 fox"

@@ -18,8 +18,8 @@ from contracts.ids import GatewayId, Incarnation, WorkerId
 from contracts.node import Role
 from contracts.request import Cancel, Job
 from coordinator.memory_store import MemoryStore
-from gateway import dispatch as gateway_dispatch
-from gateway import workers as gateway_workers
+from gateway.dispatch import dispatcher as gateway_dispatch
+from gateway.dispatch import worker_pool as gateway_workers
 from gateway.fake_worker import FakeWorker
 from tests.gateway.gateway_rig import SECRET, coordinated
 

@@ -7,9 +7,9 @@ from hypothesis import strategies as st
 from checkpoint.gguf.tokenizer import build_tokenizer
 from contracts.events import Failed, Finished, FinishReason, Prefilled, PromptScored, PromptToken, Token, Tokens
 from contracts.ids import Epoch, RequestId
-from gateway.detokenizer import Detokenizer
-from gateway.sequencer import MAX_GAP, Sequencer
-from gateway.stops import StopFinder
+from gateway.generation.token_sequencer import MAX_GAP, Sequencer
+from gateway.tokenization.detokenizer import Detokenizer
+from gateway.tokenization.stop_strings import StopFinder
 
 R = RequestId("r")
 PIECES = st.lists(st.text("ab<|", max_size=4), max_size=20)

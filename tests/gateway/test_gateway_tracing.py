@@ -14,9 +14,9 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import SpanKind, StatusCode
 
-from gateway.answer import Stint
-from gateway.stages import decode_s, exposed_s, stages
-from gateway.tracing import Tracing, is_configured, laid_out, open_tracing
+from gateway.generation.generation_state import Stint
+from gateway.generation.time_account import decode_s, exposed_s, stages
+from gateway.observability.tracing import Tracing, is_configured, laid_out, open_tracing
 from tests.gateway.gateway_rig import gateway, pair
 
 ASK = {"prompt": "one two three", "max_tokens": 4}

@@ -12,7 +12,7 @@ from llguidance import LLMatcher
 
 from checkpoint import open_checkpoint
 from contracts.errors import Unavailable
-from gateway.trials import Trials
+from gateway.grammar.compile_sandbox import Trials
 from tests.gateway.gateway_rig import gateway, pair
 from tests.waiting import until
 
@@ -74,7 +74,7 @@ def test_a_process_that_is_gone_is_started_again(trials: Trials):
 def test_without_a_process_nothing_is_said_of_the_grammar(monkeypatch: pytest.MonkeyPatch):
     trials, grammar = Trials(open_checkpoint("")), LLMatcher.grammar_from_regex("[a-z]{10}")
     with monkeypatch.context() as patched:
-        patched.setattr("gateway.trials.leashed", lambda command: ["false"])
+        patched.setattr("gateway.grammar.compile_sandbox.leashed", lambda command: ["false"])
         with pytest.raises(Unavailable, match="does not start"):
             trials.verdict(grammar)
     assert trials.verdict(grammar) == ""
@@ -83,7 +83,7 @@ def test_without_a_process_nothing_is_said_of_the_grammar(monkeypatch: pytest.Mo
 def test_one_that_takes_the_process_along_is_refused_and_the_next_is_tried(trials: Trials, monkeypatch):
     trials.verdict(LLMatcher.grammar_from_regex("[a-z]{8}"))
     monkeypatch.setattr(trials, "_timeout_s", 30.0)
-    monkeypatch.setattr("gateway.trials._Compiler.is_gone", False)  # its pipes close before it ends
+    monkeypatch.setattr("gateway.grammar.compile_sandbox._Compiler.is_gone", False)  # its pipes close before it ends
     stopped = pid_of(trials)
     os.kill(stopped, signal.SIGSTOP)
     until(lambda: psutil.Process(stopped).status() == psutil.STATUS_STOPPED)  # until then it may answer

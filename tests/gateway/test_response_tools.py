@@ -8,8 +8,8 @@ import openai
 import pydantic
 import pytest
 
-from gateway.openapi import OutputCall, ResponseReply
-from gateway.thinking.harmony import Harmony
+from gateway.api.openapi import OutputCall, ResponseReply
+from gateway.reasoning.harmony import Harmony
 from tests.gateway.sayings import SAY, saying, with_specials
 from tests.gateway.thinking_models import ANALYSIS, CHANNELS
 from tests.gateway.tool_calls import CALL, HISTORY, PARAMETERS, PARIS, TWO

@@ -12,12 +12,12 @@ from llguidance import LLMatcher, LLTokenizer
 
 from checkpoint import open_checkpoint
 from contracts.errors import RequestError
-from gateway.answer_grammar import Before, answer_grammar
-from gateway.prompting import Prompting
-from gateway.schema import CompletionRequest
-from gateway.string_formats import KNOWN
-from gateway.structured import MAX_GRAMMAR_CHARS, ResponseFormat, StructuredOutputs, grammar_of
-from gateway.trials import Trials
+from gateway.api.openai.schema import CompletionRequest
+from gateway.grammar.compile_sandbox import Trials
+from gateway.grammar.string_formats import KNOWN
+from gateway.grammar.structured_outputs import MAX_GRAMMAR_CHARS, ResponseFormat, StructuredOutputs, grammar_of
+from gateway.prompting.answer_grammar import Before, answer_grammar
+from gateway.prompting.chat_template import Prompting
 
 POINT = {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"], "additionalProperties": False}
 

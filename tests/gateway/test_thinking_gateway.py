@@ -13,9 +13,9 @@ from llguidance import LLMatcher, LLTokenizer
 from checkpoint import Checkpoint
 from contracts.ids import WorkerId
 from contracts.node import Role
+from gateway.api.openapi import ChatReply, ResponseReply
 from gateway.fake_worker import FakeWorker
-from gateway.openapi import ChatReply, ResponseReply
-from gateway.thinking.harmony import Harmony
+from gateway.reasoning.harmony import Harmony
 from tests.gateway.gateway_rig import SECRET, pair
 from tests.gateway.sayings import SAY, prompt, saying, with_specials
 from tests.gateway.thinking_models import (

@@ -9,13 +9,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gateway.thinking.form import Reader, ThinkingForm
-from gateway.thinking.forms import thinking_of
-from gateway.thinking.harmony import MAX_HEADER_CHARS, Harmony, HarmonyReader
-from gateway.thinking.tags import MAX_SPACE_CHARS, Tags
-from gateway.tools import hermes
-from gateway.tools.events import Argued, Broken, Called, Closed, Event, Said, Thought
-from gateway.tools.parser import CallParser
+from gateway.reasoning.harmony import MAX_HEADER_CHARS, Harmony, HarmonyReader
+from gateway.reasoning.reasoning_format import Reader, ThinkingForm
+from gateway.reasoning.registry import thinking_of
+from gateway.reasoning.tags import MAX_SPACE_CHARS, Tags
+from gateway.tool_calling import hermes
+from gateway.tool_calling.events import Argued, Broken, Called, Closed, Event, Said, Thought
+from gateway.tool_calling.tool_parser import CallParser
 
 THINK, MISTRAL, HARMONY = Tags("<think>", "</think>"), Tags("[THINK]", "[/THINK]"), Harmony()
 SEED = Tags("<seed:think>", "</seed:think>", inner="<seed:cot_budget_reflect>")

@@ -13,17 +13,17 @@ from hypothesis import strategies as st
 from checkpoint import open_checkpoint
 from contracts.events import Event, Finished, FinishReason, Prefilled, Token, Tokens
 from contracts.ids import Epoch, RequestId
-from gateway.answer import Answer, Piece
-from gateway.asking import Ask, Limits, ask_chat
-from gateway.prompting import Prompting
+from gateway.api.openai.responses import ResponseReplies
+from gateway.api.openai.responses_input import to_chat
+from gateway.api.openai.schema import ChatRequest, ResponsesRequest, parse
+from gateway.api.response_formatter import ChatReplies, Usage
+from gateway.generation.generation_state import Answer, Piece
+from gateway.generation.output_parser import Reading, reading_of
+from gateway.prompting.chat_template import Prompting
+from gateway.prompting.pipeline import Ask, Limits, ask_chat
 from gateway.read_replies import ReadReplies
-from gateway.reading import Reading, reading_of
-from gateway.replies import ChatReplies, Usage
-from gateway.response_input import to_chat
-from gateway.responses import ResponseReplies
-from gateway.schema import ChatRequest, ResponsesRequest, parse
-from gateway.thinking.harmony import Harmony
-from gateway.tools.request import calling_of
+from gateway.reasoning.harmony import Harmony
+from gateway.tool_calling.tool_choice import calling_of
 from tests.gateway.sayings import SAY, with_specials
 from tests.gateway.thinking_models import ALWAYS, CHANNELS, HYBRID, TOOLS, added_up
 

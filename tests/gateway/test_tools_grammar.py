@@ -12,13 +12,13 @@ from llguidance import LLMatcher, LLTokenizer
 
 from checkpoint import open_checkpoint
 from contracts.errors import RequestError
-from gateway.answer_grammar import Before, answer_grammar
-from gateway.prompting import Prompting
-from gateway.schema import CompletionRequest
-from gateway.tools import hermes, llama3_json, mistral, smollm2
-from gateway.tools.events import Argued, Closed
-from gateway.tools.grammar import calls_grammar
-from gateway.tools.request import Calling, Tool, ToolChoice, calling_of, schema_of
+from gateway.api.openai.schema import CompletionRequest
+from gateway.prompting.answer_grammar import Before, answer_grammar
+from gateway.prompting.chat_template import Prompting
+from gateway.tool_calling import hermes, llama3_json, mistral, smollm2
+from gateway.tool_calling.call_grammar import calls_grammar
+from gateway.tool_calling.events import Argued, Closed
+from gateway.tool_calling.tool_choice import Calling, Tool, ToolChoice, calling_of, schema_of
 
 WEATHER = {
     "name": "get_weather",

@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gateway.tools import hermes, llama3_json, mistral, smollm2
-from gateway.tools.events import Argued, Broken, Called, Closed, Event, Said
-from gateway.tools.form import Form
-from gateway.tools.forms import form_of
+from gateway.tool_calling import hermes, llama3_json, mistral, smollm2
+from gateway.tool_calling.events import Argued, Broken, Called, Closed, Event, Said
+from gateway.tool_calling.registry import form_of
+from gateway.tool_calling.tool_format import Form
 
 KNOWN = {"get_weather", "now", "f"}
 PARIS = '{"city": "Paris"}'

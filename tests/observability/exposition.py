@@ -11,8 +11,8 @@ from coordinator.metrics import RedisTimes
 from coordinator.metrics import render as coordinator_text
 from coordinator.store.store import Counts
 from core.status import StatusReporter
-from gateway.dispatch import Dispatch
-from gateway.metrics import Metrics
+from gateway.dispatch.dispatcher import Dispatch
+from gateway.observability.metrics import Metrics
 from kv_transfer.events import LinkStats
 from tests.gateway.gateway_rig import GATEWAY, ListStore
 from tests.nodes import node_info

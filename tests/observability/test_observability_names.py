@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from gateway.codes import NOT_OURS
+from gateway.error_codes import NOT_OURS
 from tests.observability import exposition
 from tests.observability.queries import FOLDER, ROOT, Query, alerts, dashboard, panels, rules
 

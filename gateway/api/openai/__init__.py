@@ -1,0 +1,1 @@
+"""OpenAI's API: requests, answers, and the fields of vLLM beside them."""

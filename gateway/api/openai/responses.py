@@ -1,0 +1,183 @@
+"""OpenAI's Responses API, as far as nothing has to be stored: one answer to what `input` holds."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import InitVar, dataclass, field
+
+import msgspec
+
+from contracts.errors import TandemError
+from contracts.events import FinishReason
+from contracts.sampling import SamplingParams
+from gateway.api.openai.responses_items import Body, Call, Item, Words
+from gateway.api.openai.schema import ResponsesRequest
+from gateway.api.response_formatter import Usage, error_of
+from gateway.generation.generation_state import Piece
+from gateway.generation.output_parser import Reading
+from gateway.tool_calling.events import Argued, Broken, Called, Closed, Event, Said, Thought
+
+
+@dataclass
+class ResponseReplies:
+    """Bodies and events of one response; owned by the one who writes it, because its events are numbered.
+
+    `sampling`: of the answer. `reading`: how it is read; None if all of it is said.
+    """
+
+    id: str
+    model: str
+    created: int
+    request: InitVar[ResponsesRequest]
+    sampling: SamplingParams
+    reading: Reading | None = None
+    ending: bytes = b""
+    _items: list[Item] = field(default_factory=list)
+    _finish: str = FinishReason.STOP
+    _num_events: int = 0
+
+    def __post_init__(self, request: ResponsesRequest) -> None:
+        self._asked = {name: msgspec.Raw(msgspec.json.encode(value)) for name, value in _asked(request).items()}
+        self._read = None if self.reading is None else self.reading.begin()
+
+    @property
+    def reasoning_tokens(self) -> int | None:
+        if self._read is None or self.reading is None or self.reading.thinking is None:
+            return None
+        return self._read.num_thought
+
+    def opening(self, index: int) -> list[Body]:
+        started = self._body("in_progress", None)
+        return [
+            {"type": "response.created", "response": started},
+            {"type": "response.in_progress", "response": started},
+        ]
+
+    def chunk(self, piece: Piece) -> list[Body]:
+        return [body for event in self._events(piece) for body in self._told(event)]
+
+    def choice(self, pieces: Sequence[Piece]) -> Body:
+        events = [event for piece in pieces for event in self._events(piece)]
+        for event in _said_if_broken(events):
+            self._told(event)
+        return {}
+
+    def whole(self, choices: list[Body], usage: Usage) -> Body:
+        self._end()
+        return self._body(self._status, usage)
+
+    def closing(self, usage: Usage, include_usage: bool) -> list[Body]:
+        ending = self._end()
+        return [*ending, {"type": f"response.{self._status}", "response": self._body(self._status, usage)}]
+
+    def failure(self, error: TandemError) -> Body:
+        status, body = error_of(error)
+        return {"type": "error", "code": str(status), "message": body["error"]["message"], "param": None}
+
+    def encode(self, body: Body) -> bytes:
+        numbered = body | {"sequence_number": self._num_events}
+        self._num_events += 1
+        return b"event: %s\ndata: %s\n\n" % (body["type"].encode(), msgspec.json.encode(numbered))
+
+    @property
+    def _status(self) -> str:
+        return "incomplete" if self._finish == FinishReason.LENGTH else "completed"
+
+    def _events(self, piece: Piece) -> list[Event]:
+        self._finish = piece.finish or self._finish
+        return [Said(piece.text)] if self._read is None else self._read.feed(piece)
+
+    def _told(self, event: Event) -> list[Body]:
+        if isinstance(event, Thought | Said):
+            return self._more(event) if event.text else []
+        if self.reading is None or not self.reading.is_wanted(event.index):
+            return self._more(Said(event.text)) if isinstance(event, Broken) else []
+        match event:
+            case Called():
+                assert self.reading.form is not None, "nothing is read as a call without a form"
+                index = len(self._items)
+                return self._begin(Call(f"fc_{self.id}_{index}", index, self.reading.form.new_id(), event.name))
+            case Argued():
+                return [self._items[-1].delta(event.text)]
+            case Closed():
+                return self._close("completed")
+            case Broken():  # in a stream: what came of it was told, and is none
+                return self._close("incomplete")
+
+    def _more(self, event: Thought | Said) -> list[Body]:
+        is_thought, last = isinstance(event, Thought), self._items[-1] if self._items else None
+        goes_on = isinstance(last, Words) and last.is_thought == is_thought and not event.parting
+        begun = [] if goes_on else self._begin(self._words(is_thought))
+        return [*begun, self._items[-1].delta(event.text)]
+
+    def _words(self, is_thought: bool) -> Words:
+        index = len(self._items)
+        name = f"{'rs' if is_thought else 'msg'}_{self.id}"
+        return Words(name if index < 2 else f"{name}_{index}", index, is_thought)
+
+    def _begin(self, item: Item) -> list[Body]:
+        closed = self._close("completed")
+        self._items.append(item)
+        return [*closed, *item.added()]
+
+    def _close(self, status: str) -> list[Body]:
+        """The last item, unless that has happened."""
+        return self._items[-1].done(status) if self._items and self._items[-1].is_open else []
+
+    def _end(self) -> list[Body]:
+        """An answer without a word is an empty message."""
+        begun = [] if self._items else self._begin(self._words(is_thought=False))
+        return [*begun, *self._close(self._status)]
+
+    def _body(self, status: str, usage: Usage | None) -> Body:
+        return {
+            "id": self.id,
+            "object": "response",
+            "created_at": self.created,
+            "status": status,
+            "error": None,
+            "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
+            "model": self.model,
+            "output": [item.body() for item in self._items],
+            "previous_response_id": None,
+            "store": False,
+            "temperature": self.sampling.temperature,
+            "top_p": self.sampling.top_p,
+            "truncation": "disabled",
+            "usage": None if usage is None else _usage(usage),
+            **self._asked,
+        }
+
+
+def _asked(request: ResponsesRequest) -> Body:
+    """What of a request comes back on its response. Kept as JSON: metadata of 8 MB took 180 MB as objects, for as long
+    as the answer took.
+    """
+    return {
+        "instructions": request.instructions,
+        "max_output_tokens": request.max_output_tokens,
+        "metadata": request.metadata or {},
+        "parallel_tool_calls": request.parallel_tool_calls is not False,
+        "reasoning": {"effort": request.reasoning and request.reasoning.effort, "summary": None},
+        "text": {"format": (request.text and request.text.format) or {"type": "text"}},
+        "tool_choice": request.tool_choice or "auto",
+        "tools": request.tools or [],
+    }
+
+
+def _said_if_broken(events: Sequence[Event]) -> Iterator[Event]:
+    """Of a whole answer: what began as a call and is none, or was cut off, is said."""
+    broken = {event.index for event in events if isinstance(event, Broken)}
+    for event in events:
+        if isinstance(event, Broken):
+            yield Said(event.text)
+        elif not (isinstance(event, Called | Argued) and event.index in broken):
+            yield event
+
+
+def _usage(usage: Usage) -> Body:
+    return {
+        "input_tokens": usage.prompt_tokens,
+        "input_tokens_details": {"cached_tokens": usage.cached_tokens},
+        "output_tokens": usage.completion_tokens,
+        "output_tokens_details": {"reasoning_tokens": usage.reasoning_tokens or 0},
+        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+    }

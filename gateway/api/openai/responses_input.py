@@ -1,0 +1,152 @@
+"""What a client of OpenAI's Responses API asks for, as a conversation."""
+
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
+
+from contracts.errors import RequestError
+from gateway.api.openai.schema import ChatRequest, Message, ResponsesRequest, ResponseText
+from gateway.grammar.structured_outputs import JsonSchema, ResponseFormat
+from gateway.json_decoding import converted, words_of
+from gateway.tool_calling.tool_choice import FunctionChoice, MadeCall, MadeFunction, NamedChoice, ToolChoice
+from gateway.tool_calling.tool_parser import object_of
+
+_PARTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
+_ITEMS = ("message", "reasoning", "function_call", "function_call_output")
+_NAMES = {"reasoning_effort": "reasoning.effort", ".function.": "."}
+"""What a conversation calls its fields -> what they are called here."""
+_NAMES_OF_FORMAT = {"response_format.json_schema": "text.format", "response_format": "text.format"}
+CallId = Annotated[str, Meta(min_length=1)]
+
+
+class GivenCall(msgspec.Struct, frozen=True):
+    """An item of type `function_call`. `arguments`: JSON in a string."""
+
+    call_id: CallId
+    name: str
+    arguments: str
+
+
+class GivenResult(msgspec.Struct, frozen=True):
+    """An item of type `function_call_output`."""
+
+    call_id: CallId
+    output: str | list[dict[str, Any]]
+
+
+def to_chat(request: ResponsesRequest) -> ChatRequest:
+    """The same as a conversation. Raises RequestError on what is not text."""
+    names = set(request.__struct_fields__) & set(ChatRequest.__struct_fields__)
+    shared = {name: getattr(request, name) for name in names}
+    given = request.input
+    said = [Message(role="user", content=given)] if isinstance(given, str) else _messages(given)
+    if not said:
+        raise RequestError("'input' is empty", "input")
+    system = [] if request.instructions is None else [Message(role="system", content=request.instructions)]
+    effort = None if request.reasoning is None else request.reasoning.effort
+    return ChatRequest(
+        **shared
+        | {
+            "messages": [*system, *said],
+            "max_completion_tokens": request.max_output_tokens,
+            "reasoning_effort": effort,
+            "tools": None if request.tools is None else [tool.nested() for tool in request.tools],
+            "tool_choice": _choice(request),
+            "response_format": _format(request.text, request.response_format),
+        }
+    )
+
+
+def named(error: RequestError, request: ResponsesRequest) -> RequestError:
+    """An error of the conversation, with the names that its fields have here."""
+    text, param = str(error), error.param or ""
+    if param.startswith("messages"):
+        return RequestError(text, "input")
+    names = _NAMES if request.response_format is not None else _NAMES | _NAMES_OF_FORMAT
+    for name, own in names.items():
+        if name in param:
+            text, param = text.replace(name, own), param.replace(name, own)
+    return RequestError(text, param or None)
+
+
+def _choice(request: ResponsesRequest) -> ToolChoice | None:
+    choice = request.tool_choice
+    return (
+        choice if choice is None or isinstance(choice, str) else NamedChoice(choice.type, FunctionChoice(choice.name))
+    )
+
+
+def _format(text: ResponseText | None, other: ResponseFormat | None) -> ResponseFormat | None:
+    """`text.format`, or `response_format`, which vLLM takes here as well."""
+    wanted = None if text is None else text.format
+    if wanted is None or wanted.type == "text":
+        return other
+    if other is not None:
+        raise RequestError("'text.format' and 'response_format' exclude each other", "response_format")
+    if wanted.type == "json_object":
+        return ResponseFormat("json_object")
+    if wanted.schema is None:
+        raise RequestError("'text.format' of type json_schema needs 'schema'", "text.format.schema")
+    return ResponseFormat("json_schema", JsonSchema(wanted.schema, wanted.name, wanted.description, wanted.strict))
+
+
+def _messages(items: Sequence[dict[str, Any]]) -> list[Message]:
+    """Items of reasoning belong to what follows them of the assistant, calls to what it said before them."""
+    messages: list[Message] = []
+    thoughts: list[str] = []
+    calls: dict[int, list[MadeCall]] = {}  # of a message more than one, put together once: there may be thousands
+    for index, item in enumerate(items):
+        at, kind = f"input[{index}]", item.get("type")
+        kind = "message" if kind is None else kind  # openai's EasyInputMessage, dumped, has it as null
+        if kind not in _ITEMS:
+            raise RequestError(f"an item of type {kind!r} is not supported, only {', '.join(_ITEMS)}", f"{at}.type")
+        if kind == "reasoning":
+            thoughts.append(_reasoning_of(item, at))
+            continue
+        message = _message(item, kind, at)
+        if kind == "function_call" and messages and messages[-1].role == "assistant" and not thoughts:
+            of_last = calls.setdefault(len(messages) - 1, list(messages[-1].tool_calls or ()))
+            of_last += message.tool_calls or ()
+            continue
+        messages.append(msgspec.structs.replace(message, reasoning="\n".join(filter(None, thoughts)) or None))
+        thoughts = []
+    for at, made in calls.items():
+        messages[at] = msgspec.structs.replace(messages[at], tool_calls=made)
+    return messages
+
+
+def _message(item: dict[str, Any], kind: str, at: str) -> Message:
+    if kind == "function_call":
+        call = converted(item, GivenCall, at)
+        if object_of(call.arguments or "{}") is None:
+            why = f"{at}.arguments must be a JSON object, written as a string"
+            raise RequestError(why, f"{at}.arguments")
+        made = MadeCall(MadeFunction(call.name, call.arguments), call.call_id)
+        return Message(role="assistant", tool_calls=[made])
+    if kind == "function_call_output":
+        result = converted(item, GivenResult, at)
+        return Message(role="tool", tool_call_id=result.call_id, content=_content(result.output, f"{at}.output"))
+    content = _content(item.get("content"), f"{at}.content")
+    if content is None:
+        raise RequestError("a message needs 'content'", f"{at}.content")
+    return converted({"role": item.get("role"), "content": content}, Message, at)
+
+
+def _reasoning_of(item: dict[str, Any], at: str) -> str:
+    """The reasoning itself, and without it its summary."""
+    parts = item.get("content") or item.get("summary") or []
+    if not isinstance(parts, list) or not all(isinstance(part, dict) for part in parts):
+        raise RequestError("'content' of reasoning must be a list of parts", f"{at}.content")
+    texts = [part.get("text") for part in parts]
+    if not all(isinstance(text, str) for text in texts):
+        raise RequestError("a part of reasoning needs 'text', a string", f"{at}.content")
+    return "\n".join(texts)
+
+
+def _content(content: Any, at: str) -> Any:
+    """Parts of text as a chat has them; what is neither a list nor text is for others to refuse."""
+    if not isinstance(content, list):
+        return content
+    return [{"type": "text", "text": words_of(part, _PARTS, f"{at}[{index}]")} for index, part in enumerate(content)]

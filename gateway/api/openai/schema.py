@@ -1,0 +1,232 @@
+"""The requests, as JSON: types and ranges. What only a model can judge (vocabulary, context) is checked elsewhere."""
+
+import json
+import math
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
+
+from contracts.errors import RequestError
+from gateway.api.openai.unsupported_fields import (
+    REFUSED,
+    REFUSED_OF_COMPLETIONS,
+    REFUSED_OF_RESPONSES,
+    refuse_unhonoured,
+)
+from gateway.grammar.structured_outputs import ResponseFormat, StructuredOutputs
+from gateway.json_decoding import Kind, converted
+from gateway.tool_calling.tool_choice import FlatToolChoice, FlatTools, MadeCalls, ToolChoice, Tools
+
+Word = Annotated[str, Meta(min_length=1, max_length=1024)]
+Text = Annotated[str, Meta(max_length=1024)]
+Stop = Text | Annotated[list[Text], Meta(max_length=16)]
+TokenId = Annotated[int, Meta(ge=0, le=2**31 - 1)]
+TokenIds = Annotated[list[TokenId], Meta(max_length=1 << 22)]
+Count = Annotated[int, Meta(ge=1, le=2**31 - 1)]
+RequestId = Annotated[
+    str, Meta(pattern=r"^[A-Za-z0-9._:-]{1,128}$", description="letters, digits, . _ : and -, 1 to 128 of them")
+]
+Penalty = Annotated[float, Meta(ge=-2, le=2)]
+NumLogprobs = Annotated[int, Meta(ge=0, le=20)]
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+Int64 = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
+
+
+class StreamOptions(msgspec.Struct, frozen=True):
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+
+class Common(msgspec.Struct, frozen=True, kw_only=True):
+    """What chat and completions share. None: not given."""
+
+    model: str | None = None
+    temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None
+    min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    repetition_penalty: Annotated[float, Meta(gt=0, le=100)] | None = None
+    logit_bias: dict[str, Annotated[float, Meta(ge=-100, le=100)]] | None = None
+    seed: Int64 | None = None
+    n: Annotated[int, Meta(ge=1, le=128)] | None = None
+    stop: Stop | None = None
+    stop_token_ids: Annotated[list[TokenId], Meta(max_length=256)] | None = None
+    include_stop_str_in_output: bool | None = None
+    bad_words: Annotated[list[Word], Meta(max_length=256)] | None = None
+    allowed_token_ids: Annotated[list[TokenId], Meta(min_length=1, max_length=1 << 20)] | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    min_tokens: Annotated[int, Meta(ge=0, le=2**31 - 1)] | None = None
+    max_tokens: Count | None = None
+    ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
+    add_special_tokens: bool | None = None
+    truncate_prompt_tokens: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None
+    truncation_side: Literal["left", "right"] | None = None
+    priority: Int64 | None = None
+    cache_salt: Annotated[str, Meta(min_length=1, max_length=1024)] | None = None
+    request_id: RequestId | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+
+
+class Detailed(Common, frozen=True, kw_only=True):
+    """What chat and completions can tell of an answer besides its text."""
+
+    prompt_logprobs: NumLogprobs | None = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+
+
+class Message(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """`reasoning_content` is the older name of `reasoning`, what the assistant thought before it said `content`.
+    `function_call`, the older form of `tool_calls`, is refused: without it the conversation would be another one.
+    """
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[dict[str, Any]] | None = None
+    name: str | None = None
+    tool_call_id: str | None = None
+    tool_calls: MadeCalls | None = None
+    function_call: dict[str, Any] | None = None
+    reasoning: str | None = None
+    reasoning_content: str | None = None
+
+
+class ChatRequest(Detailed, frozen=True, kw_only=True):
+    messages: Annotated[list[Message], Meta(min_length=1, max_length=65536)]
+    max_completion_tokens: Count | None = None
+    logprobs: bool | None = None
+    top_logprobs: NumLogprobs | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    tools: Tools | None = None
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: Effort | None = None
+    include_reasoning: bool | None = None
+
+
+class CompletionRequest(Detailed, frozen=True, kw_only=True):
+    """`max_tokens` may be 0 with `echo`: the prompt is scored and nothing is said."""
+
+    prompt: str | list[Any]
+    logprobs: NumLogprobs | None = None
+    echo: bool | None = None
+    max_tokens: Annotated[int, Meta(ge=0, le=2**31 - 1)] | None = None
+
+
+class ResponseReasoning(msgspec.Struct, frozen=True):
+    """`summary` is ignored: the reasoning itself comes."""
+
+    effort: Effort | None = None
+    summary: str | None = None
+
+
+class TextFormat(msgspec.Struct, frozen=True, omit_defaults=True):
+    """`strict` as in JsonSchema."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    name: str = ""
+    schema: dict[str, Any] | None = None
+    description: str | None = None
+    strict: bool | None = None
+
+
+class ResponseText(msgspec.Struct, frozen=True):
+    """`verbosity` is ignored, as it is of a chat."""
+
+    format: TextFormat | None = None
+    verbosity: str | None = None
+
+
+class ResponsesRequest(Common, frozen=True, kw_only=True):
+    """`metadata`: the caller's notes, which come back on the response."""
+
+    input: str | Annotated[list[dict[str, Any]], Meta(max_length=65536)]
+    instructions: str | None = None
+    max_output_tokens: Count | None = None
+    reasoning: ResponseReasoning | None = None
+    text: ResponseText | None = None
+    tools: FlatTools | None = None
+    tool_choice: FlatToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    metadata: dict[str, Any] | None = None
+
+
+class TokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):
+    model: str | None = None
+    prompt: str | None = None
+    messages: Annotated[list[Message], Meta(min_length=1, max_length=65536)] | None = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    tools: Tools | None = None
+    reasoning_effort: Effort | None = None
+    return_token_strs: bool | None = None
+
+
+class DetokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):
+    tokens: TokenIds
+    model: str | None = None
+
+
+_REFUSED_OF = {CompletionRequest: REFUSED_OF_COMPLETIONS, ResponsesRequest: REFUSED_OF_RESPONSES}
+
+
+def parse(body: bytes, kind: type[Kind]) -> Kind:
+    """Raises RequestError naming the field. Invalid UTF-8, NaN, deep nesting and lone surrogates are errors too."""
+    fields = _json_object(body)
+    refuse_unhonoured(fields, REFUSED)
+    refuse_unhonoured(fields, _REFUSED_OF.get(kind, {}))
+    return converted(fields, kind)
+
+
+def _json_object(body: bytes) -> dict[str, Any]:
+    try:
+        fields = msgspec.json.decode(body)
+        if b"\\u" in body:
+            msgspec.json.encode(fields)  # a lone surrogate, written as an escape, is no text
+    except RecursionError as error:
+        raise RequestError("the body is nested too deeply") from error
+    except msgspec.ValidationError as error:  # of a number, whose field it does not name
+        raise _out_of_range(body) from error
+    except (msgspec.DecodeError, UnicodeError) as error:
+        raise RequestError(f"the body is not valid JSON: {error}") from error
+    if not isinstance(fields, dict):
+        raise RequestError("the body must be a JSON object")
+    return fields
+
+
+def _out_of_range(body: bytes) -> RequestError:
+    try:
+        place = next(_too_large(json.loads(body, parse_int=float)), None) or None
+    except RecursionError:
+        return RequestError("the body is nested too deeply")
+    return RequestError(f"{place}: number out of range" if place else "number out of range", place)
+
+
+def _too_large(value: Any, at: str = "") -> Iterator[str]:
+    """Where in a request there are numbers that no float holds. Others, of which there may be millions, are passed over
+    where they are.
+    """
+    if isinstance(value, dict):
+        for name, field in value.items():
+            if _may_be_large(field):
+                yield from _too_large(field, f"{at}.{name}".removeprefix("."))
+    elif isinstance(value, list):
+        for index, item in enumerate(value):
+            if _may_be_large(item):
+                yield from _too_large(item, f"{at}[{index}]")
+    elif _may_be_large(value):
+        yield at
+
+
+def _may_be_large(value: Any) -> bool:
+    return math.isinf(value) if isinstance(value, float) else isinstance(value, dict | list)

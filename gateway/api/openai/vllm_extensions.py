@@ -1,0 +1,59 @@
+"""What vLLM tells of an answer besides its text, for those who ask: token ids, and the prompt's log-probabilities."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from contracts.events import PromptToken
+from gateway.api.response_formatter import finite
+from gateway.generation.generation_state import Answer, Piece
+from gateway.prompting.chat_template import Prompting
+
+
+def add_details(body: dict[str, Any], answers: Sequence[Answer]) -> None:
+    """To a whole reply. What is of the prompt is on each choice, but in a chat, which has one prompt, on the reply."""
+    is_chat = body["object"] == "chat.completion"
+    for choice, answer in zip(body["choices"], answers, strict=True):
+        if answer.ask.returns_token_ids:
+            choice["token_ids"] = answer.token_ids
+        (body if is_chat else choice).update(_of_prompt(answer))
+
+
+class StreamedTokenIds:
+    """The token ids of a stream: those of the prompt in the first chunk of a choice, then what each chunk adds."""
+
+    def __init__(self, answers: Sequence[Answer]) -> None:
+        self._answers = answers
+        self._num_told: dict[int, int] = {}
+
+    def add(self, body: dict[str, Any], piece: Piece) -> None:
+        """To the chunk that is made of `piece`, and perhaps of some before it that had nothing to show."""
+        answer, (choice,) = self._answers[piece.index], body["choices"]
+        if piece.index not in self._num_told:
+            (body if "delta" in choice else choice)["prompt_token_ids"] = answer.ask.token_ids
+        choice["token_ids"] = answer.token_ids[self._num_told.get(piece.index, 0) : piece.num_tokens]
+        self._num_told[piece.index] = piece.num_tokens
+
+
+def _of_prompt(answer: Answer) -> dict[str, Any]:
+    ask, details = answer.ask, {}
+    if ask.returns_token_ids:
+        details["prompt_token_ids"] = ask.token_ids
+    if (count := ask.prompt_logprobs) is not None:
+        # Nothing foretells the first token.
+        details["prompt_logprobs"] = [None, *(_entry(token, count, answer.prompting) for token in answer.prompt_tokens)]
+    return details
+
+
+def _entry(token: PromptToken, count: int, prompting: Prompting) -> dict[str, Any]:
+    """The token itself, then the `count` likeliest; one that is both comes once."""
+    ranked = {token.token_id: (token.logprob, token.rank)}
+    for at, (token_id, logprob) in enumerate(token.top_logprobs[:count]):
+        ranked.setdefault(token_id, (logprob, at + 1))
+    return {
+        str(token_id): {
+            "logprob": finite(logprob),
+            "rank": rank,
+            "decoded_token": prompting.token_text(token_id),
+        }
+        for token_id, (logprob, rank) in ranked.items()
+    }

@@ -1,0 +1,337 @@
+"""Places answers, sends their jobs, hands them their events, and ends each exactly once."""
+
+import asyncio
+import logging
+import time
+from collections.abc import Coroutine, Mapping, Sequence
+from typing import Any, TypeVar
+
+from contracts.errors import Overloaded, TandemError, Unavailable
+from contracts.events import Event, Finished, FinishReason, Tokens
+from contracts.ids import Epoch, GatewayId, Incarnation, RequestId, WorkerId
+from contracts.request import Cancel, Route, WorkerRef
+from coordinator.request_states import State
+from gateway.dispatch.inflight import Live, OnPiece
+from gateway.dispatch.placement import Placement
+from gateway.dispatch.worker_pool import Workers
+from gateway.generation.generation_state import Answer, Piece
+from service.outage_log import Outage
+from service.tasks import start_in
+
+log = logging.getLogger(__name__)
+
+REPLAY_WAIT_S = 30.0
+"""So long such an answer looks for another place: a worker that died may be there again."""
+REPLAY_PERIOD_S = 0.25
+RENEW_PERIOD_S = 1.0
+COMMIT_GRACE_S, COMMIT_LOOKS = 5.0, 5
+"""How long decode may take to tell a token once prefill was lost behind its own, and in how many looks that is seen:
+see Link of gateway.dispatch.worker_pool.
+"""
+MAX_STRAYS = 4096
+
+T = TypeVar("T")
+
+
+class Dispatch:
+    """Owned by the event loop."""
+
+    def __init__(self, store: Placement, gateway_id: GatewayId, secret: str, model: str) -> None:
+        self._store, self._gateway_id = store, gateway_id
+        self._live: dict[RequestId, Live] = {}
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._renewing: asyncio.Task[None] | None = None
+        self._is_stopping = False
+        # Cancelled once more already; the oldest first.
+        self._strays: dict[tuple[WorkerId, RequestId, Epoch], None] = {}
+        self.num_unknown = self.num_stale = self.num_duplicates = self.num_cancels = self.num_losses = 0
+        self.num_replays = 0
+        self.workers = Workers(store, gateway_id, secret, model, self._on_event, self._on_lost)
+
+    async def start(self) -> None:
+        """Raises Unavailable if the registry can't be reached."""
+        await self.workers.start()
+        self._renewing = asyncio.create_task(self._renew())
+
+    async def stop(self) -> None:
+        """Ends what runs, and waits for its cancels to be sent."""
+        self._is_stopping = True
+        for live in list(self._live.values()):
+            self._fail(live, Unavailable("the gateway shuts down"))
+        if self._renewing is not None:
+            self._renewing.cancel()
+            await asyncio.gather(self._renewing, return_exceptions=True)
+        # The end of one may begin another: a refused job is cancelled. Those done are passed over: to await nothing but
+        # them gives the loop no turn (Python 3.12 and later), and so they would never leave the set.
+        while running := [task for task in self._tasks if not task.done()]:
+            await asyncio.gather(*running, return_exceptions=True)
+        await self.workers.stop()
+
+    @property
+    def num_inflight(self) -> int:
+        return len(self._live)
+
+    @property
+    def num_answering(self) -> int:
+        """Those in flight whose first token came."""
+        return sum(live.answer.num_tokens > 0 for live in self._live.values())
+
+    async def begin(self, request_id: RequestId, answer: Answer, on_piece: OnPiece, deadline_s: float) -> None:
+        """From here on, exactly one piece with `finish` or `failed` follows, unless cancelled.
+
+        Raises Overloaded or Unavailable, and then there is nothing to undo.
+        """
+        if self._is_stopping:
+            raise Unavailable("the gateway shuts down")
+        route = await self._placed(request_id, Epoch(1), answer, self._excluded(is_begun=False))
+        if self._is_stopping:  # since it was asked for
+            self._spawn(self._finish(request_id, route.epoch, State.FAILED))
+            raise Unavailable("the gateway shuts down")
+        live = self._live[request_id] = Live(request_id, answer, on_piece, deadline_s, route)
+        answer.sequencer.epoch = route.epoch
+        self._spawn(self._send(live))
+
+    def cancel(self, request_id: RequestId, reason: str, end: State = State.CANCELLED) -> None:
+        """Frees both workers. Unknown or ended requests are fine; no piece follows."""
+        live = self._live.get(request_id)
+        if live is not None:
+            live.answer.ended = True
+            self._close(live, reason, end)
+
+    async def _placed(self, request_id: RequestId, epoch: Epoch, answer: Answer, exclude: Sequence[WorkerId]) -> Route:
+        """A caller that gives up meanwhile leaves no place behind."""
+        placing = self._spawn(self._place(request_id, epoch, answer, exclude))
+        try:
+            return await asyncio.shield(placing)
+        except asyncio.CancelledError:
+            self._spawn(self._undo(request_id, placing))
+            raise
+
+    async def _undo(self, request_id: RequestId, placing: asyncio.Task[Route]) -> None:
+        try:
+            route = await placing
+        except TandemError as error:
+            log.info("%s was given up before it had a place: %s", request_id, error)
+        else:
+            await self._finish(request_id, route.epoch, State.CANCELLED)
+
+    async def _place(self, request_id: RequestId, epoch: Epoch, answer: Answer, exclude: Sequence[WorkerId]) -> Route:
+        left = answer.ask.sampling.max_tokens - answer.num_tokens
+        salt = answer.ask.cache_salt
+        return await self._store.place(request_id, epoch, answer.all_token_ids, left, exclude, salt)
+
+    async def _send(self, live: Live) -> None:
+        """To prefill and decode at once."""
+        route, workers, job = live.route, live.workers, live.job(self._gateway_id)
+        live.answer.servers = {"prefill": route.prefill.worker_id, "decode": route.decode.worker_id}
+        sent = await asyncio.gather(*(self.workers.send(ref, job) for ref in workers), return_exceptions=True)
+        refusals = {ref.worker_id: error for ref, error in zip(workers, sent, strict=True) if error is not None}
+        if live.end is not None or live.is_moving or live.route is not route:
+            # Its cancels travelled by themselves, and may have overtaken the jobs.
+            self._send_cancels(workers, Cancel(live.request_id, route.epoch, "ended before it began"))
+        elif refusals:
+            await self._place_again(live, refusals, is_lost=False)
+
+    async def _place_again(self, live: Live, faults: Mapping[WorkerId, BaseException], is_lost: bool) -> None:
+        """Without those who refused it or were lost; behind what was shown of it."""
+        if live.end is not None:
+            return None
+        error = next(iter(faults.values()))
+        if not isinstance(error, TandemError):
+            self._fail(live, Unavailable("the job could not be sent"))
+            raise error
+        if (reason := live.answer.known_end) is not None:
+            return self._finish_unheard(live, reason)
+        is_replay = live.count_replay(is_lost, time.monotonic() + REPLAY_WAIT_S)
+        if not live.may_move:
+            return self._fail(live, error)
+        self.num_replays += is_replay
+        live.num_attempts += 1
+        live.refusers += faults
+        try:
+            await self._move(live)
+        except TandemError as again:
+            return self._fail(live, again if isinstance(again, Overloaded) else error)
+        if live.end is None:
+            await self._send(live)
+        else:  # it ended while it had no place; the new one is not needed
+            await self._finish(live.request_id, live.route.epoch, live.end)
+
+    async def _move(self, live: Live) -> None:
+        """To another place; meanwhile nothing that becomes of the old one counts. Raises as `begin` does."""
+        epoch = live.route.epoch
+        is_replayed_in_vain = live.is_begun and not live.answer.sequencer.has_first
+        live.answer.restart(Epoch(epoch + 1))
+        live.decoder, live.is_orphaned = None, False
+        self._send_cancels(live.workers, Cancel(live.request_id, epoch, "placed again"))
+        live.is_moving = True
+        try:
+            if is_replayed_in_vain:
+                await asyncio.sleep(REPLAY_PERIOD_S)
+            live.route = await self._place_found(live)
+        finally:
+            live.is_moving = False
+
+    async def _place_found(self, live: Live) -> Route:
+        """What was shown in part waits for one, and then takes those, too, who were lost and are there again.
+
+        Every try is an attempt: a place that was given, and the answer lost, is not the next one's.
+        """
+        sequencer = live.answer.sequencer
+        while True:
+            exclude = [*live.refusers, *self._excluded(live.is_begun)]
+            try:
+                return await self._placed(live.request_id, sequencer.epoch, live.answer, exclude)
+            except TandemError:  # who takes as many tokens may be the one that is to come again
+                if not live.is_begun or not live.may_move:
+                    raise
+            live.refusers.clear()
+            sequencer.epoch = Epoch(sequencer.epoch + 1)
+            await asyncio.sleep(REPLAY_PERIOD_S)
+            if live.end is not None:
+                raise Unavailable("it ended while it had no place")
+
+    def _excluded(self, is_begun: bool) -> list[WorkerId]:
+        """Who is not to be asked. If nobody speaks, the gateway itself was deaf: what was not begun goes to them."""
+        silent = self.workers.silent if is_begun or self.workers.can_serve() else []
+        return [*self.workers.strange, *silent]
+
+    def _on_event(self, worker_id: WorkerId, event: Event) -> None:
+        live = self._live.get(event.request_id)
+        if live is None:
+            self.num_unknown += 1
+            self._on_stray(worker_id, event, "unknown at its gateway")
+            return
+        epoch = live.answer.sequencer.epoch
+        if event.epoch < epoch:
+            self._on_stray(worker_id, event, "placed again")
+        is_current = event.epoch == epoch
+        if is_current and (faults := live.faults(worker_id, event)):
+            if not live.is_moving:
+                self._send_elsewhere(live, faults)
+            return
+        first_index = live.answer.sequencer.first_index
+        if is_current and isinstance(event, Tokens) and any(token.index > first_index for token in event.tokens):
+            live.decoder = worker_id
+        try:
+            piece = live.answer.feed(event)
+        except Exception:  # of one answer's tokens; the others of this worker go on
+            log.exception("request %s", event.request_id)
+            piece = live.answer.fail(TandemError("the answer's tokens could not be made text"))
+        if piece is not None:
+            self._deliver(live, piece)
+        if is_current and isinstance(event, Finished) and worker_id != live.route.decode.worker_id:
+            # Prefill tells it, too, if their link lives so long.
+            self._send_cancels([live.route.decode], Cancel(live.request_id, event.epoch, "answered without decode"))
+
+    def _send_elsewhere(self, live: Live, faults: Mapping[WorkerId, TandemError]) -> None:
+        live.is_moving = True  # already: other losses and refusals of this attempt no longer count
+        is_lost = all(error.code != Overloaded.code for error in faults.values())
+        self._spawn(self._place_again(live, faults, is_lost))
+
+    def _finish_unheard(self, live: Live, reason: FinishReason) -> None:
+        """All of its tokens came; who was to say so was lost, whatever it said before."""
+        sequencer = live.answer.sequencer
+        live.answer.restart(Epoch(sequencer.epoch + 1))
+        piece = live.answer.feed(Finished(live.request_id, sequencer.epoch, sequencer.next_index, reason, {}))
+        if piece is not None:
+            self._deliver(live, piece)
+
+    def _on_stray(self, worker_id: WorkerId, event: Event, reason: str) -> None:
+        """Tokens of what has ended here, or went elsewhere, are on their way for a moment, or for ever: a cancel can be
+        lost, or come before its job, or its worker heard nothing. One more, to the worker that still speaks.
+        """
+        key = (worker_id, event.request_id, event.epoch)
+        if not isinstance(event, Tokens) or key in self._strays or self._is_stopping:
+            return
+        self._strays[key] = None
+        if len(self._strays) > MAX_STRAYS:
+            del self._strays[next(iter(self._strays))]
+        if ref := self.workers.ref(worker_id):
+            self._spawn(self._send_cancel(ref, Cancel(event.request_id, event.epoch, reason)))
+
+    def _deliver(self, live: Live, piece: Piece) -> None:
+        if piece.failed is not None:
+            self._close(live, f"failed: {piece.failed.code}", State.FAILED)
+        elif piece.finish is not None:
+            # Ended by the worker: nothing to free there. Ended by a stop string: the workers do not know yet.
+            self._close(live, "" if live.answer.sequencer.ended else "stop string", State.FINISHED)
+        live.on_piece(piece)
+
+    def _on_lost(self, worker_id: WorkerId, incarnation: Incarnation, reason: str) -> None:
+        lost = [live for live in self._live.values() if live.needs(worker_id, incarnation)]
+        self.num_losses += bool(lost)
+        for live in lost:
+            if live.may_go_on_without(worker_id):
+                live.is_orphaned = True
+                self._await_decode(live, live.route, COMMIT_LOOKS)
+            else:
+                self._send_elsewhere(live, {worker_id: _lost()})
+
+    def _await_decode(self, live: Live, route: Route, num_looks: int) -> None:
+        """Looks are counted, not seconds: a gateway that was paused has not read what decode told meanwhile."""
+        if num_looks:
+            then = live, route, num_looks - 1
+            asyncio.get_running_loop().call_later(COMMIT_GRACE_S / COMMIT_LOOKS, self._await_decode, *then)
+        else:
+            self._move_undecoded(live, route)
+
+    def _move_undecoded(self, live: Live, route: Route) -> None:
+        """A prefill worker that is heard again and decodes by itself may have told tokens that nobody heard."""
+        is_here = live.end is None and live.route is route and not live.is_moving
+        if is_here and live.decoder != route.decode.worker_id:
+            self._send_elsewhere(live, {route.prefill.worker_id: _lost()})
+
+    def _fail(self, live: Live, error: TandemError) -> None:
+        piece = live.answer.fail(error)
+        if piece is not None:
+            self._deliver(live, piece)
+
+    def _close(self, live: Live, reason: str, end: State) -> None:
+        """Once per request: out of the table, cancelled where it may still run, and told to the store."""
+        if self._live.pop(live.request_id, None) is None:
+            return
+        live.end = end
+        sequencer = live.answer.sequencer
+        self.num_stale += sequencer.num_stale
+        self.num_duplicates += sequencer.num_duplicates
+        if reason:
+            self._send_cancels(live.workers, Cancel(live.request_id, live.route.epoch, reason))
+        self._spawn(self._finish(live.request_id, live.route.epoch, end))
+
+    def _send_cancels(self, workers: list[WorkerRef], cancel: Cancel) -> None:
+        self.num_cancels += 1
+        for ref in workers:
+            self._spawn(self._send_cancel(ref, cancel))
+
+    async def _send_cancel(self, ref: WorkerRef, cancel: Cancel) -> None:
+        try:
+            await self.workers.send(ref, cancel)
+        except TandemError as error:
+            log.info("%s not cancelled on %s: %s", cancel.request_id, ref.worker_id, error)
+
+    async def _finish(self, request_id: RequestId, epoch: Epoch, end: State) -> None:
+        try:
+            await self._store.finish(request_id, epoch, end)
+        except TandemError as error:
+            log.warning("end of %s not told to the store, its lease will end it: %s", request_id, error)
+
+    async def _renew(self) -> None:
+        outage = Outage(log, "leases are renewed again")
+        while True:
+            await asyncio.sleep(RENEW_PERIOD_S)
+            if self._live:
+                try:
+                    await self._store.renew(list(self._live))
+                except Unavailable as error:
+                    outage.failed(f"leases not renewed: {error}", error.what)
+                else:
+                    outage.worked()
+
+    def _spawn(self, coroutine: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        """What `stop` waits for."""
+        return start_in(self._tasks, coroutine)
+
+
+def _lost() -> Unavailable:
+    return Unavailable("a worker of this request was lost; send it again")

@@ -1,0 +1,108 @@
+"""The names under which vLLM's dashboards look for what a gateway knows. Times in seconds, lengths in tokens."""
+
+from collections.abc import Iterable, Sequence
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+from gateway.api.response_formatter import Usage
+from gateway.dispatch.dispatcher import Dispatch
+from gateway.generation.generation_state import Answer
+
+_SECONDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640)
+_COUNTS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000)
+_LABELS = ("model_name", "engine")
+
+COUNTERS = {
+    "prompt_tokens": "prompt tokens",
+    "generation_tokens": "accepted answer tokens",
+    "prompt_tokens_cached": "prompt tokens that a prefix cache had",
+    "prefix_cache_queries": "prompt tokens looked up in a prefix cache",
+    "prefix_cache_hits": "prompt tokens found there",
+    "gpu_prefix_cache_queries": "the same under its old name",
+    "gpu_prefix_cache_hits": "the same under its old name",
+}
+TIMES = {
+    "time_to_first_token_seconds": "from the request to its first token",
+    "inter_token_latency_seconds": "between two tokens of an answer",
+    "time_per_output_token_seconds": "the same under its old name",
+    "request_time_per_output_token_seconds": "mean of an answer's gaps",
+    "e2e_request_latency_seconds": "from the request to its end",
+    "request_queue_time_seconds": "waiting for prefill, as its worker tells",
+    "request_prefill_time_seconds": "computing the prompt, as its worker tells",
+    "request_decode_time_seconds": "from the first token to the last",
+    "request_inference_time_seconds": "prefill and decode",
+}
+LENGTHS = {
+    "request_prompt_tokens": "of a request",
+    "request_generation_tokens": "of an answer",
+    "request_max_num_generation_tokens": "of the longest answer of a request",
+    "request_params_n": "answers asked for",
+    "request_params_max_tokens": "most tokens asked for",
+}
+
+
+class VllmMetrics:
+    def __init__(self, registry: CollectorRegistry, dispatch: Dispatch, model: str) -> None:
+        own = {"registry": registry, "labelnames": _LABELS}
+        labels = (model, "0")
+        self._counters = {name: Counter(f"vllm:{name}", text, **own).labels(*labels) for name, text in COUNTERS.items()}
+        self._histograms = {
+            name: Histogram(f"vllm:{name}", text, buckets=buckets, **own).labels(*labels)
+            for names, buckets in ((TIMES, _SECONDS), (LENGTHS, _COUNTS))
+            for name, text in names.items()
+        }
+        success = Counter("vllm:request_success", "ended answers", (*_LABELS, "finished_reason"), registry=registry)
+        self._ended = {why: success.labels(*labels, why) for why in ("stop", "length", "abort", "error")}
+        for name, count in _gauges(dispatch).items():
+            Gauge(f"vllm:{name}", "answers", **own).labels(*labels).set_function(count)
+
+    def count(
+        self, answers: Sequence[Answer], usage: Usage, work: Usage, started_s: float, now: float, is_error: bool
+    ) -> None:
+        """A request that had a place and has ended, by whatever end. `work`: what the workers computed of it. Times are
+        of the monotonic clock.
+        """
+        prefix_cache = (work.prompt_tokens, work.cached_tokens)
+        counts = (work.prompt_tokens, work.completion_tokens, work.cached_tokens, *prefix_cache, *prefix_cache)
+        for counter, value in zip(self._counters.values(), counts, strict=True):
+            counter.inc(value)
+        for answer in answers:
+            self._ended[answer.finish or ("error" if is_error else "abort")].inc()
+        for name, values in _observed(answers, usage, started_s, now).items():
+            for value in values:
+                self._histograms[name].observe(value)
+
+
+def _gauges(dispatch: Dispatch):
+    return {
+        "num_requests_running": lambda: dispatch.num_answering,
+        "num_requests_waiting": lambda: dispatch.num_inflight - dispatch.num_answering,
+    }
+
+
+def _observed(answers: Sequence[Answer], usage: Usage, started_s: float, now: float) -> dict[str, Iterable[float]]:
+    begun = [answer for answer in answers if answer.first_s is not None]
+    sampling = answers[0].ask.sampling
+    decode_s = [(answer.last_s or 0.0) - (answer.first_s or 0.0) for answer in begun]
+    return {
+        "time_to_first_token_seconds": [min(answer.first_s or 0.0 for answer in begun) - started_s] if begun else [],
+        "inter_token_latency_seconds": [gap for answer in begun for gap in answer.gaps_s],
+        "time_per_output_token_seconds": [gap for answer in begun for gap in answer.gaps_s],
+        "request_time_per_output_token_seconds": [sum(a.gaps_s) / len(a.gaps_s) for a in begun if a.gaps_s],
+        "e2e_request_latency_seconds": [now - started_s],
+        "request_queue_time_seconds": _told(begun, "prefill_queue"),
+        "request_prefill_time_seconds": _told(begun, "prefill_prefill"),
+        "request_decode_time_seconds": decode_s,
+        "request_inference_time_seconds": [
+            a.stages_s.get("prefill_prefill", 0.0) + s for a, s in zip(begun, decode_s, strict=True)
+        ],
+        "request_prompt_tokens": [usage.prompt_tokens],
+        "request_generation_tokens": [answer.num_tokens for answer in answers],
+        "request_max_num_generation_tokens": [max(answer.num_tokens for answer in answers)],
+        "request_params_n": [len(answers)],
+        "request_params_max_tokens": [sampling.max_tokens],
+    }
+
+
+def _told(answers: Sequence[Answer], stage: str) -> list[float]:
+    return [answer.stages_s[stage] for answer in answers if stage in answer.stages_s]

@@ -1,0 +1,134 @@
+"""Reasoning between tags, before the answer: Qwen 3, DeepSeek-R1, QwQ, GLM-4.5 and most others; Magistral; Seed-OSS.
+
+Some chat templates end the prompt with the opening tag: then the answer begins in thought.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from gateway.reasoning.reasoning_format import GRAMMAR
+from gateway.tokenization.stop_strings import overlap
+from gateway.tool_calling.call_grammar import terms
+from gateway.tool_calling.events import Event, Said, Thought
+from gateway.tool_calling.step_parser import Steps
+from gateway.tool_calling.tool_format import Form
+from gateway.tool_calling.tool_parser import SPACE, CallParser
+
+MAX_SPACE_CHARS = 64
+"""Before and between tags: of more, the rest is what it seems. Held back without end, each token would cost more."""
+
+
+@dataclass(frozen=True)
+class Tags:
+    """A ThinkingForm. `inner`: what a prompt that ends with the opening tag may have behind it."""
+
+    opening: str
+    closing: str
+    inner: str = ""
+    ends: Sequence[str] = ()
+    headers: Sequence[str] = ()
+    efforts: Sequence[str] = ()
+    calls: Form | None = None
+
+    @property
+    def markers(self) -> Sequence[str]:
+        return (self.opening, self.closing)
+
+    def begun(self, prompt: str, final: str) -> str:
+        """The opening tag, the closing one at the prompt's end, or nothing. What a user says of tags opens nothing."""
+        before = prompt.removesuffix(final).rstrip().removesuffix(self.inner).rstrip()
+        is_open = before.endswith(self.opening) and self.closing not in final
+        if is_open or final.rfind(self.opening) > final.rfind(self.closing):
+            return self.opening
+        return self.closing if prompt.rstrip().endswith(self.closing) else ""
+
+    def reader(self, begun: str, calls: CallParser | None) -> "TagsReader":
+        return TagsReader(self, begun, calls)
+
+    def before_grammar(self, begun: str, token_ids: Mapping[str, int], is_headed: bool) -> Sequence[str]:
+        opening, closing = terms(self.opening, token_ids), terms(self.closing, token_ids)
+        return [
+            f"start: {'thought' if begun == self.opening else f'({opening} thought)?'} @{GRAMMAR}",
+            "thought: inner GAP",
+            f"inner[lazy]: TEXT {closing}" if self.closing not in token_ids else f"inner: TEXT {closing}",
+            "TEXT: /(.|\\n)*/",
+            "GAP: /\\n*/",
+        ]
+
+    def remembered(self, message: dict[str, Any], reasoning: str) -> dict[str, Any]:
+        """By both names that templates know it by. They drop it themselves where the model is not to see it."""
+        return message | {"reasoning_content": reasoning, "reasoning": reasoning}
+
+
+class TagsReader(Steps):
+    """A Reader. Thought is what comes first, between the tags; newlines at the tags belong to neither side."""
+
+    def __init__(self, tags: Tags, begun: str, calls: CallParser | None) -> None:
+        super().__init__(self._thinking if begun == tags.opening else self._start)
+        self._tags = tags
+        self._is_behind = begun == tags.closing
+        self._calls = calls
+        self._has_thought = False
+
+    @property
+    def is_thinking(self) -> bool:
+        return self._step == self._thinking
+
+    def finish(self, is_cut: bool) -> list[Event]:
+        if not self.is_thinking:
+            self._say(self._text)
+        elif thought := _without_newlines(self._text):
+            self._events.append(Thought(thought))
+        self._text = ""
+        self._events += self._calls.finish(is_cut) if self._calls is not None else []
+        return self._taken()
+
+    # Steps: each takes from `_text` what it can, and returns whether the next one has something to do.
+
+    def _start(self) -> bool:
+        """Before the first word: a tag, or the answer."""
+        begun = self._text.lstrip(SPACE)
+        is_far = len(self._text) - len(begun) > MAX_SPACE_CHARS
+        if is_far or not (begun.startswith(self._tags.opening) or self._tags.opening.startswith(begun)):
+            self._step = self._gap if self._is_behind else self._answer
+        elif begun.startswith(self._tags.opening):
+            self._text, self._step = begun.removeprefix(self._tags.opening), self._thinking
+        else:
+            return False
+        return True
+
+    def _thinking(self) -> bool:
+        if not self._has_thought:
+            self._text = self._text.lstrip("\n")
+        thought, found, rest = self._text.partition(self._tags.closing)
+        kept = 0 if found else overlap(thought, self._tags.closing)
+        if thought := _without_newlines(thought[: len(thought) - kept]):
+            self._events.append(Thought(thought))
+            self._has_thought = True
+        self._text = rest if found else self._text[len(thought) :]
+        if found:
+            self._step = self._gap
+        return bool(found)
+
+    def _gap(self) -> bool:
+        self._text = self._text.lstrip("\n")
+        if self._text:
+            self._step = self._answer
+        return bool(self._text)
+
+    def _answer(self) -> bool:
+        self._say(self._text)
+        self._text = ""
+        return False
+
+    def _say(self, text: str) -> None:
+        if self._calls is not None:
+            self._events += self._calls.feed(text)
+        elif text:
+            self._events.append(Said(text))
+
+
+def _without_newlines(thought: str) -> str:
+    """At its end."""
+    return thought[: max(len(thought.rstrip("\n")), len(thought) - MAX_SPACE_CHARS)]

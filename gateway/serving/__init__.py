@@ -1,0 +1,1 @@
+"""One request of a client, from placement to the last byte."""

@@ -1,0 +1,344 @@
+"""One request of a client, from its answers' placement to the last byte: whole or as server-sent events."""
+
+import asyncio
+import json
+import logging
+import time
+from collections import deque
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+
+import msgspec
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from contracts.errors import DeadlineExceeded, Overloaded, TandemError, Unavailable
+from contracts.ids import RequestId
+from coordinator.request_states import State
+from gateway.admission.limits import Admission
+from gateway.api.openai.vllm_extensions import StreamedTokenIds, add_details
+from gateway.api.response_formatter import OUR_FAULT, Replies, Usage, error_of, retry_headers
+from gateway.dispatch.dispatcher import REPLAY_WAIT_S, Dispatch
+from gateway.generation.generation_state import Answer, Piece
+from gateway.observability.metrics import Metrics
+from gateway.observability.tracing import Trace
+from gateway.serving.disconnect import left
+
+log = logging.getLogger("gateway.requests")
+faults = logging.getLogger(__name__)
+
+WRITE_GRACE_S = 5.0
+PLACE_PERIOD_S = 0.5
+MAX_UNREAD_PIECES = 16_384
+
+
+@dataclass(frozen=True)
+class Style:
+    """How the client wants its answer."""
+
+    stream: bool
+    include_usage: bool
+    continuous_usage: bool
+
+
+@dataclass
+class Serving:
+    """The answers of one request, and the pieces of them that were not yet written."""
+
+    id: str
+    answers: list[Answer]
+    replies: Replies
+    style: Style
+    dispatch: Dispatch
+    admission: Admission
+    metrics: Metrics
+    timeout_s: float
+    started_s: float
+    receive_s: float
+    echo_id: str = ""
+    trace: Trace | None = None
+
+    def __post_init__(self) -> None:
+        self._pieces: deque[Piece] = deque()
+        self._wake, self._has_room = asyncio.Event(), asyncio.Event()
+        self._placing: asyncio.Task[None] | None = None
+        self._is_too_slow = self._is_placed = False
+        self._num_admitted = self._num_begun = 0
+        self._open = len(self.answers)
+        self._ids = [RequestId(self.id if len(self.answers) == 1 else f"{self.id}-{i}") for i in range(self._open)]
+        self._deadline_s = self.started_s + self.timeout_s
+        self._stages_s = {"receive": self.receive_s}
+
+    @property
+    def has_details(self) -> bool:
+        return self.answers[0].ask.has_details  # all answers of a request are asked for alike
+
+    async def place(self) -> None:
+        """As many answers as have a place, the first at least; the others get theirs as room comes. Raises Overloaded
+        or Unavailable, and then there is none.
+        """
+        prepared_s = time.monotonic()
+        self.admission.take(len(self.answers))
+        self._num_admitted = len(self.answers)
+        try:
+            async with asyncio.timeout(max(0.0, self._deadline_s - time.monotonic())):
+                await self._begin()
+        except BaseException as error:
+            self.cancel("not all answers could be placed")
+            if isinstance(error, TimeoutError):
+                raise DeadlineExceeded("no placement within the request's time") from error
+            raise
+        self._is_placed = True
+        self._stages_s |= {"prepare": prepared_s - self.started_s, "place": time.monotonic() - prepared_s}
+        if self._num_begun < len(self.answers):
+            self._placing = asyncio.create_task(self._place_others())
+
+    async def pieces(self) -> list[Piece]:
+        """What came since the last call, at least one piece; empty once all answers have ended.
+
+        Raises the TandemError that an answer failed with, and DeadlineExceeded.
+        """
+        if not self._pieces and self._open:
+            await self._wait()
+        if self._is_too_slow:
+            raise Overloaded(f"the client left {MAX_UNREAD_PIECES} pieces of the answer unread")
+        pieces = list(self._pieces)
+        self._pieces.clear()
+        for piece in pieces:
+            self._open -= piece.finish is not None
+            if piece.failed is not None:
+                self.cancel("another answer of the request failed")
+                raise piece.failed
+        return pieces
+
+    def cancel(self, reason: str, end: State = State.CANCELLED) -> None:
+        if self._placing is not None:
+            self._placing.cancel()
+        for request_id in self._ids:
+            self.dispatch.cancel(request_id, reason, end)
+
+    def usage(self) -> Usage:
+        return replace(_usage(self.answers), reasoning_tokens=self.replies.reasoning_tokens)
+
+    def close(self, error: TandemError | None = None, disconnected: bool = False) -> None:
+        """Frees what still runs; counts and logs the request."""
+        self.cancel("the client disconnected" if disconnected else "the request ended")
+        self.admission.give_back(self._num_admitted)
+        status = 499 if disconnected else error_of(error)[0] if error is not None else 200
+        code = "disconnected" if disconnected else error.code if error is not None else "ok"
+        self._count(status, code)
+
+    async def _begin(self) -> None:
+        """As many of the others as have a place. Raises Overloaded if none of all has one."""
+        while (number := self._num_begun) < len(self.answers):
+            try:
+                await self.dispatch.begin(self._ids[number], self.answers[number], self._on_piece, self._deadline_s)
+            except Overloaded:
+                if number == 0:
+                    raise
+                return
+            self._num_begun += 1
+
+    async def _place_others(self) -> None:
+        """What the workers are full of may be this request's own answers: a client that is told to come again finds
+        them as full when it does.
+        """
+        seen_s = time.monotonic()  # when there was a registry, and a worker
+        try:
+            while self._num_begun < len(self.answers):
+                self._has_room.clear()
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(PLACE_PERIOD_S):
+                        await self._has_room.wait()
+                try:
+                    await self._begin()
+                    seen_s = time.monotonic()
+                except Unavailable:  # as for an answer that is placed again, whose worker was lost
+                    if time.monotonic() - seen_s > REPLAY_WAIT_S:
+                        raise
+        except TandemError as error:
+            if piece := self.answers[self._num_begun].fail(error):
+                self._on_piece(piece)
+
+    def _on_piece(self, piece: Piece) -> None:
+        if piece.finish is not None:
+            self._has_room.set()
+        if len(self._pieces) < MAX_UNREAD_PIECES:
+            self._pieces.append(piece)
+        elif not self._is_too_slow:
+            self._is_too_slow = True
+            self.cancel("the client reads too slowly")
+        self._wake.set()
+
+    async def _wait(self) -> None:
+        self._wake.clear()
+        left_s = self._deadline_s - time.monotonic()
+        try:
+            async with asyncio.timeout(max(left_s, 0.0)):
+                await self._wake.wait()
+        except TimeoutError as error:
+            self.cancel("the request's time is over", State.FAILED)
+            raise DeadlineExceeded(f"no complete answer within {self.timeout_s:.0f} s") from error
+
+    def _count(self, status: int, code: str) -> None:
+        usage, now = self.usage(), time.monotonic()
+        work = _usage([answer for answer in self.answers if answer.sequencer.has_begun])
+        firsts = [answer.first_s for answer in self.answers if answer.first_s is not None]
+        ttft_s = min(firsts) - self.started_s if firsts else None
+        gaps = [_mean_gap_s(answer) for answer in self.answers if answer.num_tokens > 1]
+        metrics = self.metrics
+        metrics.requests.labels(code).inc()
+        metrics.prompt_tokens.inc(work.prompt_tokens)
+        metrics.cached_tokens.inc(work.cached_tokens)
+        metrics.tokens.inc(work.completion_tokens)
+        if self._is_placed:  # the milliseconds of a refusal tell nothing of how long answers take
+            metrics.e2e.observe(now - self.started_s)
+            metrics.vllm.count(self.answers, usage, work, self.started_s, now, is_error=status not in (200, 499))
+            metrics.account(self._stages_s)
+        if ttft_s is not None:
+            metrics.ttft.observe(ttft_s)
+        for gap in gaps:
+            metrics.itl.observe(gap)
+        for answer in self.answers:
+            metrics.account(answer.stages_s)
+        facts = {
+            "id": self.id,
+            "status": status,
+            "code": code,
+            "prompt_tokens": usage.prompt_tokens,
+            "cached_tokens": usage.cached_tokens,
+            "completion_tokens": usage.completion_tokens,
+            "ttft_s": _rounded(ttft_s),
+            "itl_mean_s": _rounded(sum(gaps) / len(gaps) if gaps else None),
+            "itl_max_s": _rounded(max((gap for answer in self.answers for gap in answer.gaps_s), default=None)),
+            "total_s": _rounded(now - self.started_s),
+            "stages_s": {name: round(value, 6) for name, value in (self._stages_s | self.answers[0].stages_s).items()},
+            "epoch": self.answers[0].sequencer.epoch,
+            **self.answers[0].servers,
+        }
+        log.info("%s", json.dumps(facts))
+        if self.trace is not None:
+            self.trace.end(self.answers[0], facts, self.started_s - self.receive_s, now)
+
+
+class ServingResponse(Response):
+    """Writes the answer and watches the client meanwhile: a client that leaves frees both workers at once."""
+
+    def __init__(self, serving: Serving) -> None:
+        super().__init__(headers={"x-request-id": serving.echo_id or serving.id})
+        self._serving = serving
+        self._token_ids = StreamedTokenIds(serving.answers)
+        self._has_started = False
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        writing = asyncio.ensure_future(self._write(send))
+        leaving = asyncio.ensure_future(left(receive))
+        error, has_left = None, True
+        try:
+            limit_s = self._serving.timeout_s + WRITE_GRACE_S  # a client that does not read ends, too
+            await asyncio.wait({writing, leaving}, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
+            has_left = not writing.done()
+            if not has_left:
+                error = writing.result()
+        finally:
+            for task in (writing, leaving):
+                task.cancel()
+            await asyncio.gather(writing, leaving, return_exceptions=True)
+            self._serving.close(error, has_left)
+
+    async def _write(self, send: Send) -> TandemError | None:
+        """Returns the error that ended the answer: an HTTP error before the first piece, an event after it."""
+        try:
+            await self._serving.place()
+            await (self._write_stream(send) if self._serving.style.stream else self._write_whole(send))
+            return None
+        except TandemError as failure:
+            error = failure
+        except Exception:  # of ours; the client is owed an end all the same
+            faults.exception("request %s", self._serving.id)
+            error = TandemError(OUR_FAULT)
+        if self._has_started:
+            await _body(send, self._closing(error), more=False)
+        else:
+            await self._send_error(send, error)
+        return error
+
+    async def _write_whole(self, send: Send) -> None:
+        serving = self._serving
+        told: list[list[Piece]] = [[] for _ in serving.answers]
+        while pieces := await serving.pieces():
+            for piece in pieces:
+                told[piece.index].append(piece)
+        choices = list(map(serving.replies.choice, told))
+        body = serving.replies.whole(choices, serving.usage())
+        if serving.has_details:
+            add_details(body, serving.answers)
+        await self._send_json(send, 200, msgspec.json.encode(body))
+
+    async def _write_stream(self, send: Send) -> None:
+        serving = self._serving
+        pieces = await serving.pieces()
+        headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
+        await self._start(send, 200, headers)
+        bodies = [body for i in range(len(serving.answers)) for body in serving.replies.opening(i)]
+        opening = b"".join(self._event(body) for body in bodies)
+        while pieces:
+            if data := opening + b"".join(self._chunk(piece) for piece in pieces):
+                await _body(send, data, more=True)
+            opening = b""
+            pieces = await serving.pieces()
+        await _body(send, self._closing(None), more=False)
+
+    def _chunk(self, piece: Piece) -> bytes:
+        bodies = self._serving.replies.chunk(piece)
+        if bodies and self._serving.has_details:
+            self._token_ids.add(bodies[0], piece)
+        return b"".join(map(self._event, bodies))
+
+    def _event(self, body: dict) -> bytes:
+        if self._serving.style.continuous_usage:
+            body["usage"] = self._serving.usage().body()
+        return self._serving.replies.encode(body)
+
+    def _closing(self, error: TandemError | None) -> bytes:
+        serving, replies = self._serving, self._serving.replies
+        bodies = [replies.failure(error)] if error else replies.closing(serving.usage(), serving.style.include_usage)
+        return b"".join(map(replies.encode, bodies)) + replies.ending
+
+    async def _send_error(self, send: Send, error: TandemError) -> None:
+        status, body = error_of(error)
+        retry = [(name.lower().encode(), value.encode()) for name, value in retry_headers(error).items()]
+        await self._send_json(send, status, msgspec.json.encode(body), retry)
+
+    async def _send_json(self, send: Send, status: int, body: bytes, more: Sequence[tuple[bytes, bytes]] = ()) -> None:
+        length = (b"content-length", str(len(body)).encode())
+        await self._start(send, status, [(b"content-type", b"application/json"), length, *more])
+        await _body(send, body, more=False)
+
+    async def _start(self, send: Send, status: int, headers: list[tuple[bytes, bytes]]) -> None:
+        self._has_started = True
+        headers = [*headers, (b"x-request-id", (self._serving.echo_id or self._serving.id).encode())]
+        await send({"type": "http.response.start", "status": status, "headers": headers})
+
+
+async def _body(send: Send, data: bytes, more: bool) -> None:
+    await send({"type": "http.response.body", "body": data, "more_body": more})
+
+
+def _usage(answers: Sequence[Answer]) -> Usage:
+    """Answers to one prompt share it."""
+    prompts = {answer.ask.prompt: answer for answer in reversed(answers)}
+    return Usage(
+        sum(len(answer.ask.token_ids) for answer in prompts.values()),
+        sum(answer.num_tokens for answer in answers),
+        sum(min(answer.cached_tokens, len(answer.ask.token_ids)) for answer in prompts.values()),
+    )
+
+
+def _mean_gap_s(answer: Answer) -> float:
+    return ((answer.last_s or 0.0) - (answer.first_s or 0.0)) / (answer.num_tokens - 1)
+
+
+def _rounded(value: float | None) -> float | None:
+    return None if value is None else round(value, 6)

@@ -1,0 +1,1 @@
+"""Tokens to text: detokenizer, bytes of tokens, stop strings."""

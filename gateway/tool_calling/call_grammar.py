@@ -1,0 +1,93 @@
+"""The grammar of an answer that has to call, or whose calls have to obey their schemas: llguidance's Lark."""
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from llguidance import LLMatcher
+
+from gateway.grammar.json_schema import exact
+from gateway.grammar.string_formats import without_unknown_formats
+from gateway.grammar.structured_outputs import FieldGrammar, json_grammar
+from gateway.tool_calling.tool_choice import Calling, Function, schema_of
+from gateway.tool_calling.tool_format import Form
+
+# Answers without white space, as elsewhere; calls with what chat templates show in earlier ones.
+_ANSWER_STYLE = {"whitespace_flexible": False}
+_CALL_STYLE = _ANSWER_STYLE | {"item_separator": ", ", "key_separator": ": "}
+
+
+def calls_grammar(
+    calling: Calling,
+    form: Form,
+    token_ids: Mapping[str, int],
+    answer: dict[str, Any] | None = None,
+) -> str:
+    """Empty if nothing has to be enforced, or nothing can be since calls that may come begin without a marker.
+
+    `token_ids`: of those markers that a grammar has to name as tokens. `answer`: schema of an answer that does not
+    call. Nobody has read it yet.
+    """
+    is_bound = answer is not None or any(function.strict for function in calling.functions.values())
+    if not calling.must and not (is_bound and (form.begin + form.before).startswith(form.parser.opening)):
+        return ""
+    schemas = {index: _enforced(function, calling.must) for index, function in calling.functions.items()}
+    is_amid_text = answer is None and not calling.must and not form.answer
+    begin = _amid_text(form, token_ids) if is_amid_text else _alone(calling, form, token_ids, answer)
+    # In free text each marker begins calls anew, so that a join with one in it would only compete with the text.
+    joins = calling.in_parallel and form.join and not (is_amid_text and form.parser.opening in form.join)
+    more = f" ({terms(form.join, token_ids)} call)*" if joins else ""
+    one = " | ".join(f"call_{index}" for index in schemas)
+    calls = [_call(at, calling.functions[at].name, schema, form, token_ids) for at, schema in schemas.items()]
+    lark = "\n".join(["%llguidance {}", *begin, f"calls: call{more}", f"call: {one}", *calls])
+    return LLMatcher.grammar_from_lark(lark)
+
+
+def parameter_grammars(calling: Calling) -> Iterator[FieldGrammar]:
+    """Of each function's arguments alone, by which a grammar of calls that does not compile is told to be at fault.
+
+    Raises RequestError, naming the tool, for values that llguidance does not take in.
+    """
+    for index, function in calling.functions.items():
+        yield json_grammar(_enforced(function, calling.must), f"tools[{index}].function.parameters")
+
+
+def terms(text: str, token_ids: Mapping[str, int]) -> str:
+    """Tokens by id, what is between them as strings."""
+    if not token_ids:
+        return json.dumps(text) if text else ""
+    pieces = re.split("(" + "|".join(map(re.escape, token_ids)) + ")", text)
+    return " ".join(f"<[{token_ids[p]}]>" if p in token_ids else json.dumps(p) for p in pieces if p)
+
+
+def _enforced(function: Function, must: bool) -> dict[str, Any]:
+    schema = schema_of(function) if must or function.strict else {"type": "object"}
+    if not function.strict:
+        schema = without_unknown_formats(schema)
+    return exact(schema) | {"x-guidance": _CALL_STYLE}
+
+
+def _alone(calling: Calling, form: Form, token_ids: Mapping[str, int], answer: dict[str, Any] | None) -> list[str]:
+    """Nothing but calls, or else an answer, which obeys its schema if it has one."""
+    start = f"start: {terms(form.begin, token_ids)} calls {terms(form.end, token_ids)}"
+    if calling.must:
+        return [start]
+    said = "said: /(.|\\n)*/"
+    if answer is not None:
+        said = f"said: %json {json.dumps(exact(answer) | {'x-guidance': _ANSWER_STYLE})}"
+    return [f"{start} | answer", f"answer: {terms(form.answer, token_ids)} said", said]
+
+
+def _amid_text(form: Form, token_ids: Mapping[str, int]) -> list[str]:
+    """Any text, but behind the marker calls."""
+    marker = form.parser.opening
+    rest, end = terms(form.begin.removeprefix(marker), token_ids), terms(form.end, token_ids)
+    begun = f"TEXT {terms(marker, token_ids)}"
+    head = f"head: {begun}" if marker in token_ids else f"head[lazy]: {begun}"
+    return ["start: turn* said", "said: TEXT", "TEXT: /(.|\\n)*/", head, f"turn: head {rest} calls {end}"]
+
+
+def _call(index: int, name: str, schema: dict[str, Any], form: Form, token_ids: Mapping[str, int]) -> str:
+    before, after = terms(form.before + name + form.between, token_ids), terms(form.after, token_ids)
+    return f"call_{index}: {before} args_{index} {after}\nargs_{index}: %json {json.dumps(schema)}"

@@ -1,0 +1,29 @@
+"""Hermes 2 and 3, Qwen 2.5 and 3: `<tool_call>`, a JSON object, `</tool_call>`; once for each call.
+
+https://qwen.readthedocs.io/en/latest/framework/function_call.html
+"""
+
+import re
+from dataclasses import replace
+
+from gateway.tool_calling.tool_format import Form
+from gateway.tool_calling.tool_parser import CallParser
+
+
+class HermesParser(CallParser):
+    opening = "<tool_call>"
+    closing = "</tool_call>"
+
+
+FORM = Form(
+    parser=HermesParser,
+    begin="<tool_call>\n",
+    join="\n</tool_call>\n<tool_call>\n",
+    end="\n</tool_call>",
+    markers=("<tool_call>", "</tool_call>"),
+)
+
+
+def form_of(template: str) -> Form:
+    """Hermes 2 Pro and 3 spell tools out, each field as text; others show them as JSON."""
+    return replace(FORM, needs_all_fields=re.search(r"\btool(\.function)?\.description\b", template) is not None)

@@ -1,0 +1,41 @@
+"""Which form a model's calls have: by its chat template, or as the operator says."""
+
+import re
+from collections.abc import Callable
+from typing import Literal
+
+from gateway.tool_calling import hermes, llama3_json, mistral, smollm2
+from gateway.tool_calling.tool_format import Form
+
+ParserName = Literal["auto", "hermes", "llama3_json", "mistral", "smollm2"]
+
+_BY_NAME: dict[str, Callable[[str], Form]] = {
+    "hermes": hermes.form_of,
+    "llama3_json": lambda template: llama3_json.FORM,
+    "mistral": mistral.form_of,
+    "smollm2": lambda template: smollm2.FORM,
+}
+
+
+def form_of(template: str, name: ParserName = "auto") -> Form | None:
+    """None: the template knows tools, in a form that is not known here."""
+    if name == "auto":
+        return _by_template(template)
+    return _BY_NAME[name](template)
+
+
+def knows_tools(template: str) -> bool:
+    return re.search(r"\btools\b", template) is not None
+
+
+def _by_template(template: str) -> Form | None:
+    if not knows_tools(template):
+        return smollm2.FORM
+    if "[TOOL_CALLS]" in template:
+        return mistral.form_of(template)
+    if "<tool_call>" in template:
+        is_json = "<function=" not in template and "<arg_key>" not in template  # as Qwen3-Coder's and GLM-4.5's are not
+        return hermes.form_of(template) if is_json else None
+    if "<|python_tag|>" in template or '"parameters": ' in template:
+        return llama3_json.FORM
+    return None
