@@ -126,8 +126,8 @@ class Answer:
 
     @property
     def stages_s(self) -> dict[str, float]:
-        """Stage -> seconds: what the workers told, under their own names (time_account), and what none of them could, since
-        the answer ended here or went on elsewhere.
+        """Stage -> seconds: what the workers told, under their own names (time_account), and what none of them could,
+        since the answer ended here or went on elsewhere.
         """
         told, stints = dict(self._told_s), self.stints
         if len(stints) > 1:
