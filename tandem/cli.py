@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from contracts.errors import TandemError
-from tandem.run_dir import state_home
+from tandem.local.run_dir import state_home
 
 CODES = """\
 exit codes:
@@ -82,7 +82,7 @@ TOOLS = {
     "ps": "ps",
     "top": "top",
     "doctor": "doctor",
-    "tokenize": "tokens",
+    "tokenize": "tokenize",
     "bench serve": "bench_serve",
 }
 """Commands that are a module with DESCRIPTION, EXAMPLES, add_arguments(parser) and run(options, home)."""
@@ -153,17 +153,17 @@ def tool_parser(command: str) -> argparse.ArgumentParser:
 
 def _tool(command: str):
     """Imported when it is called for: what one command needs, another should not wait for."""
-    return importlib.import_module(f"tandem.{TOOLS[command]}")
+    return importlib.import_module(f"tandem.commands.{TOOLS[command]}")
 
 
 def run_up(arguments: Sequence[str]) -> int:
     with examples_after_help(arguments, UP_EXAMPLES):
-        return importlib.import_module("tandem.up").main(list(arguments), dict(os.environ))
+        return importlib.import_module("tandem.commands.up").main(list(arguments), dict(os.environ))
 
 
 def run_worker(arguments: Sequence[str]) -> int:
     with examples_after_help(arguments, WORKER_EXAMPLES):
-        for line in importlib.import_module("tandem.preflight").unread(os.environ):
+        for line in importlib.import_module("tandem.local.preflight").unread(os.environ):
             print(f"tandem worker: {line}", file=sys.stderr)
         return importlib.import_module("worker.main").main(list(arguments))
 
@@ -207,7 +207,7 @@ def run_version(arguments: Sequence[str]) -> int:
 
 
 def run_completion(arguments: Sequence[str]) -> int:
-    completion = importlib.import_module("tandem.completion")
+    completion = importlib.import_module("tandem.commands.completion")
     parser = argparse.ArgumentParser(
         prog="tandem completion",
         description=completion.DESCRIPTION,
@@ -216,7 +216,7 @@ def run_completion(arguments: Sequence[str]) -> int:
     )
     completion.add_arguments(parser)
     settings = {
-        "up": importlib.import_module("tandem.settings").UpSettings,
+        "up": importlib.import_module("tandem.local.settings").UpSettings,
         "worker": importlib.import_module("worker.settings").WorkerSettings,
     }
     options = {name: {"--help": ()} for name in COMMANDS}

@@ -10,7 +10,7 @@ from pydantic_settings import BaseSettings
 from coordinator.settings import CoordinatorSettings
 from gateway.settings import GatewaySettings
 from service.settings import variable
-from tandem.settings import UpSettings
+from tandem.local.settings import UpSettings
 from worker.settings import WorkerSettings
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "configuration.md"

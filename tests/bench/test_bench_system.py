@@ -15,7 +15,7 @@ import pytest
 from bench import system
 from bench.system import System, is_ready, running, stop, wait_up
 from process.sockets import free_port
-from tandem.ps import identify
+from tandem.commands.ps import identify
 
 IGNORES_SIGINT = "import signal, time; signal.signal(2, signal.SIG_IGN); print('up', flush=True); time.sleep(600)"
 

@@ -12,7 +12,7 @@ import yaml
 from bench.__main__ import ALL as BENCHMARKS
 from service.settings import read_settings
 from tandem import cli
-from tandem.preflight import MAKE_VARIABLES, read_up_settings, unread
+from tandem.local.preflight import MAKE_VARIABLES, read_up_settings, unread
 from tests.docs.fences import ROOT
 from tools.configuration import COMMANDS
 

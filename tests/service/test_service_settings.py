@@ -13,7 +13,7 @@ from coordinator.settings import CoordinatorSettings
 from gateway.settings import GatewaySettings
 from service.settings import read_settings
 from service.version import release
-from tandem.settings import UpSettings
+from tandem.local.settings import UpSettings
 from tools.configuration import COMMANDS
 from worker.settings import Dtype, Transfer, WorkerSettings
 

@@ -11,10 +11,10 @@ from pathlib import Path
 from rich.console import Console
 
 from contracts.errors import ConfigError
-from tandem.child import Child, ProcessSpec, ready_file
-from tandem.console import plain
-from tandem.signals import SignalInbox
-from tandem.supervisor import StopRequested, Supervisor, VitalDeath
+from tandem.local.child import Child, ProcessSpec, ready_file
+from tandem.local.console_output import plain
+from tandem.local.signals import SignalInbox
+from tandem.local.supervisor import StopRequested, Supervisor, VitalDeath
 
 FAKE = Path(__file__).with_name("fake_service.py")
 START_TIMEOUT_S = 20.0

@@ -14,7 +14,7 @@ import pytest
 
 from bench.load import Lengths
 from contracts.errors import ConfigError
-from tandem import bench_serve
+from tandem.commands import bench_serve
 from tests.bench.completions import Server, served
 from tests.waiting import async_until
 

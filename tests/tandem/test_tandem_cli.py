@@ -25,11 +25,13 @@ from coordinator.settings import CoordinatorSettings
 from gateway.settings import GatewaySettings
 from kernels.caps import Caps
 from service.settings import read_settings
-from tandem import cli, doctor, look
-from tandem.chat import Timing
-from tandem.completion import script
-from tandem.gpus import Gpu
-from tandem.settings import UpSettings
+from tandem import cli
+from tandem.commands import doctor
+from tandem.commands import top_snapshot as look
+from tandem.commands.chat import Timing
+from tandem.commands.completion import script
+from tandem.local.gpu_assignment import Gpu
+from tandem.local.settings import UpSettings
 from tests.engine import tiny_models
 from tests.engine.quantized_models import LAYOUTS, damage, save_quantized
 from tests.environment import plain_environment

@@ -16,8 +16,8 @@ from pathlib import Path
 import pytest
 
 from bench.system import System, running
-from tandem import ps
-from tandem.run_dir import RunDir
+from tandem.commands import ps
+from tandem.local.run_dir import RunDir
 from tests.tandem.typed import Done, typed
 
 ROOT = Path(__file__).parents[2]

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from tandem.child import Child, ProcessSpec, State
-from tandem.console import Progress, plain
+from tandem.local.child import Child, ProcessSpec, State
+from tandem.local.console_output import Progress, plain
 from tests.waiting import until
 
 

@@ -10,9 +10,9 @@ from bench.random_model import LLAMA_8B, LLAMA_70B, QWEN3_30B_A3B, random_checkp
 from checkpoint import ModelConfig
 from contracts.errors import ConfigError
 from engine.cuda.model.memory_footprint import least_weights_nbytes
-from tandem import gpus
-from tandem.preflight import preflight
-from tandem.settings import UpSettings
+from tandem.local import gpu_assignment as gpus
+from tandem.local.preflight import preflight
+from tandem.local.settings import UpSettings
 from tests.e2e.tiny import save_tiny
 
 

@@ -17,7 +17,7 @@ def imported(code: str) -> set[str]:
 
 
 def test_up_imports_nothing_slow() -> None:
-    assert imported("import tandem.up") == set()
+    assert imported("import tandem.commands.up") == set()
 
 
 def test_a_worker_starts_its_core_before_it_imports_what_is_slow() -> None:

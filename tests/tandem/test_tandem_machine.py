@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from contracts.errors import ConfigError
-from tandem.ports import claim_port, describe_holder
-from tandem.run_dir import RunDir, require_free, state_home
-from tandem.settings import UpSettings
+from tandem.local.ports import claim_port, describe_holder
+from tandem.local.run_dir import RunDir, require_free, state_home
+from tandem.local.settings import UpSettings
 
 
 def test_a_taken_port_names_its_holder_and_the_variable() -> None:

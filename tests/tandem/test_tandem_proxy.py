@@ -8,7 +8,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from tandem import look, ps, target, up
+from tandem.commands import ps, target, up
+from tandem.commands import top_snapshot as look
 
 METRICS = "# TYPE tandem_gateway_inflight gauge\ntandem_gateway_inflight 3.0\n"
 

@@ -14,10 +14,10 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from tandem import ps
-from tandem.look import Page, look
-from tandem.run_dir import RunDir
-from tandem.top import view
+from tandem.commands import ps
+from tandem.commands.top import view
+from tandem.commands.top_snapshot import Page, look
+from tandem.local.run_dir import RunDir
 
 
 class Service(BaseHTTPRequestHandler):

@@ -12,9 +12,9 @@ from typing import get_args
 
 import pytest
 
-from tandem import up
-from tandem.preflight import MAKE_VARIABLES, OF_COMPOSE, unread
-from tandem.run_dir import RunDir
+from tandem.commands import up
+from tandem.local.preflight import MAKE_VARIABLES, OF_COMPOSE, unread
+from tandem.local.run_dir import RunDir
 from tests.docs.lookup import compose_variables
 from tests.e2e.tiny import save_tiny
 from tests.environment import plain_environment

@@ -15,9 +15,9 @@ import pytest
 from rich.console import Console
 
 from contracts.errors import ConfigError
-from tandem.child import Child, ProcessSpec, State, ready_file
-from tandem.signals import SignalInbox
-from tandem.supervisor import Supervisor
+from tandem.local.child import Child, ProcessSpec, State, ready_file
+from tandem.local.signals import SignalInbox
+from tandem.local.supervisor import Supervisor
 from tests.waiting import is_gone, until
 
 SUPERVISE = Path(__file__).with_name("supervise.py")
@@ -266,7 +266,7 @@ def test_a_long_life_makes_earlier_deaths_good(tmp_path: Path, monkeypatch: pyte
     for _ in range(3):
         _live(child)
     assert child.pause_s == 5.0
-    monkeypatch.setattr("tandem.child.LONG_LIFE_S", 0.0)
+    monkeypatch.setattr("tandem.local.child.LONG_LIFE_S", 0.0)
     _live(child)
     assert child.pause_s == 0.0 and child.is_due
 

@@ -9,10 +9,10 @@ import redis
 
 from contracts.errors import ConfigError
 from coordinator.store.local_server import RedisServer, hide_password
-from tandem.child import ProcessSpec
-from tandem.run_dir import RunDir
-from tandem.settings import UpSettings
-from tandem.system import GATEWAY, REDIS, SERVICES, plan_system, require_redis
+from tandem.local.child import ProcessSpec
+from tandem.local.run_dir import RunDir
+from tandem.local.settings import UpSettings
+from tandem.local.system_plan import GATEWAY, REDIS, SERVICES, plan_system, require_redis
 
 ENVIRON = {"HOME": "/home/ann", "TANDEM_PORT": "9000", "TANDEM_SECRET": "theirs", "TANDEM_KV_CACHE_MIB": "64"}
 

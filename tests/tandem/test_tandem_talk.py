@@ -11,8 +11,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 
 from contracts.errors import Unavailable
-from tandem import target
-from tandem.chat import Talk
+from tandem.commands import target
+from tandem.commands.chat import Talk
 
 
 class Server(ThreadingHTTPServer):
@@ -139,7 +139,7 @@ def test_a_refused_question_was_never_said(server: Server, talk: Talk) -> None:
 def test_an_answer_that_breaks_off_is_kept_as_far_as_it_came(
     server: Server, talk: Talk, monkeypatch: pytest.MonkeyPatch, end: dict, words: str
 ) -> None:
-    monkeypatch.setattr("tandem.target.TIMEOUT_S", 2.0 if end == STALL else 60.0)
+    monkeypatch.setattr("tandem.commands.target.TIMEOUT_S", 2.0 if end == STALL else 60.0)
     server.answers = [[piece("half"), end]]
     with pytest.raises(Unavailable, match=words):
         talk.answer("q", lambda text: None)

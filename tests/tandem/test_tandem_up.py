@@ -12,7 +12,7 @@ import pytest
 from rich.console import Console
 
 from contracts.errors import ConfigError
-from tandem.up import announce
+from tandem.commands.up import announce
 
 
 class Gateway(BaseHTTPRequestHandler):

@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 
 from contracts.errors import ConfigError, Unavailable
 from process.local_http import open_local
-from tandem import ps
+from tandem.commands import ps
 
 TIMEOUT_S = 60.0
 KEYS = ("TANDEM_API_KEY", "OPENAI_API_KEY")

@@ -7,7 +7,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from tandem.child import Child, State
+from tandem.local.child import Child, State
 
 COLORS = {State.WAITING: "dim", State.STARTING: "yellow", State.READY: "green", State.DEAD: "red"}
 

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from contracts.errors import TandemError
-from tandem import target
-from tandem.text import piped, typed
+from tandem.commands import target
+from tandem.commands.terminal_text import piped, typed
 
 DESCRIPTION = "Talk to the model of a running system. Each answer ends with its time to first token and its speed."
 EXAMPLES = """\

@@ -7,9 +7,9 @@ from itertools import groupby
 from rich.console import Console
 
 from contracts.errors import ConfigError
-from tandem.child import Child, State
-from tandem.console import Progress, plain
-from tandem.signals import SignalInbox
+from tandem.local.child import Child, State
+from tandem.local.console_output import Progress, plain
+from tandem.local.signals import SignalInbox
 
 POLL_PERIOD_S = 0.1
 WATCH_PERIOD_S = 1.0

@@ -17,19 +17,19 @@ from contracts.errors import ConfigError
 from coordinator.store.local_server import find_server
 from process.local_http import open_local
 from process.sockets import http_url
-from tandem.child import Child
-from tandem.console import plain
-from tandem.ports import claim_port
-from tandem.preflight import preflight, read_up_settings, unread
-from tandem.ps import identify
-from tandem.run_dir import RunDir, require_free, state_home
-from tandem.settings import UpSettings
-from tandem.signals import SignalInbox
-from tandem.supervisor import StopRequested, Supervisor, VitalDeath
-from tandem.system import plan_system, require_redis
-from tandem.target import key_headers
+from tandem.commands.ps import identify
+from tandem.commands.target import key_headers
+from tandem.local.child import Child
+from tandem.local.console_output import plain
+from tandem.local.ports import claim_port
+from tandem.local.preflight import preflight, read_up_settings, unread
+from tandem.local.run_dir import RunDir, require_free, state_home
+from tandem.local.settings import UpSettings
+from tandem.local.signals import SignalInbox
+from tandem.local.supervisor import StopRequested, Supervisor, VitalDeath
+from tandem.local.system_plan import plan_system, require_redis
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 STOPPED, CANT_START, VITAL_DIED = 0, 1, 3
 HTTP_TIMEOUT_S = 2.0
 

@@ -10,8 +10,8 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from tandem import ps
-from tandem.look import REQUESTS, Change, Look, Samples, change, look
+from tandem.commands import ps
+from tandem.commands.top_snapshot import REQUESTS, Change, Look, Samples, change, look
 
 DESCRIPTION = "Watch the running systems: who is busy, how full KV caches are, what is moved, how fast answers come."
 EXAMPLES = """\

@@ -10,7 +10,7 @@ from contracts.errors import ConfigError
 from engine.cuda.model.format_choice import resolve_device_dtype
 from engine.cuda.model.memory_footprint import least_weights_nbytes
 from engine.device import gpu_index
-from tandem.settings import UpSettings
+from tandem.local.settings import UpSettings
 
 COUNTS = ("prefill", "decode", "mixed")
 CC_MAJOR, CC_MINOR = 75, 76

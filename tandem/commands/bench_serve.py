@@ -20,7 +20,7 @@ from bench.client import QUIET_S, VOCABULARY, Answer, session
 from bench.load import KeyWanted, Lengths, Measured, Point, Server, first_model, measure, rows_of, version_of
 from bench.result import Row, write_result
 from contracts.errors import ConfigError, Unavailable
-from tandem import target
+from tandem.commands import target
 
 DESCRIPTION = "Put load on an OpenAI-compatible server and say how it bears it: a table, a result file, plots."
 EXAMPLES = """\

@@ -9,10 +9,10 @@ from urllib.parse import quote
 from contracts.errors import ConfigError
 from contracts.node import Role
 from coordinator.store.local_server import answers, hide_password
-from tandem.child import ProcessSpec, ready_file
-from tandem.gpus import worker_devices
-from tandem.run_dir import RunDir
-from tandem.settings import UpSettings
+from tandem.local.child import ProcessSpec, ready_file
+from tandem.local.gpu_assignment import worker_devices
+from tandem.local.run_dir import RunDir
+from tandem.local.settings import UpSettings
 
 REDIS, SERVICES, GATEWAY = range(3)
 """Stages: Redis first, since all stand on it; the gateway is the first to go, and waited for last. It begins with the

@@ -8,7 +8,7 @@ from tokenizers import Tokenizer
 
 from checkpoint import open_checkpoint
 from contracts.errors import RequestError
-from tandem.text import piped, typed
+from tandem.commands.terminal_text import piped, typed
 
 DESCRIPTION = "Show the tokens of a text, by the tokenizer of a model's own files. Needs no running system."
 EXAMPLES = """\

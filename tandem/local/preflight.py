@@ -13,8 +13,8 @@ from coordinator.settings import SCHEMES, CoordinatorSettings
 from coordinator.store.local_server import hide_password
 from gateway.settings import GatewaySettings
 from service.settings import flag_and_variable, read_settings, variable
-from tandem.gpus import fit_devices, require_room
-from tandem.settings import UpSettings
+from tandem.local.gpu_assignment import fit_devices, require_room
+from tandem.local.settings import UpSettings
 from worker.settings import WorkerSettings
 
 SERVICES = (CoordinatorSettings, WorkerSettings, GatewaySettings)

@@ -9,7 +9,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from gateway.error_codes import NOT_OURS
 from process.local_http import open_local
-from tandem import ps
+from tandem.commands import ps
 
 TIMEOUT_S = 2.0
 REQUESTS = "tandem_gateway_requests_total"

@@ -24,8 +24,8 @@ from engine.cuda.model.format_choice import experts_changed, kept_as, resolve_de
 from engine.cuda.model.memory_footprint import least_weights_nbytes
 from process.memory_limit import available_nbytes, limit_nbytes
 from service.version import release
-from tandem.gpus import Gpu, count_gpus, look_at, what_holds
-from tandem.system import require_redis
+from tandem.local.gpu_assignment import Gpu, count_gpus, look_at, what_holds
+from tandem.local.system_plan import require_redis
 
 if TYPE_CHECKING:
     from kernels.caps import Caps

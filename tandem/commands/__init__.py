@@ -1,0 +1,1 @@
+"""The commands of `tandem`: one file each."""
