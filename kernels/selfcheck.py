@@ -21,8 +21,9 @@ from kernels.registry import Impl, Registry
 from kernels.standard import cases
 from kernels.timing import capture
 
-# Bytes read and operations of FP8 products with one scale a tensor, a second. Measured on an H200 (bench/limits.py):
-# 93 % of its data sheet's bytes and 75 % of its operations. Of the others as data sheets have them, dense: no kernel
+# Bytes read and operations of FP8 products with one scale a tensor, a second. Measured on an H200
+# (bench/report/hardware_limits.py): 93 % of its data sheet's bytes and 75 % of its operations. Of the others as
+# data sheets have them, dense: no kernel
 # reaches these. Cards that are not here show no fraction; a PCIe H100, which reads 2 TB/s, has another name.
 LIMITS = {
     "NVIDIA H200": (4.45e12, 1.48e15),

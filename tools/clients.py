@@ -15,7 +15,7 @@ import xml.etree.ElementTree as xml
 from dataclasses import dataclass
 from pathlib import Path
 
-from bench.system import running
+from bench.system.local_system import running
 
 ROOT = Path(__file__).resolve().parent.parent
 LOCK = ROOT / "requirements" / "clients.lock"

@@ -16,9 +16,9 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from bench.client import QUIET_S, VOCABULARY, Answer, session
-from bench.load import KeyWanted, Lengths, Measured, Point, Server, first_model, measure, rows_of, version_of
-from bench.result import Row, write_result
+from bench.load.client import QUIET_S, VOCABULARY, Answer, session
+from bench.load.generator import KeyWanted, Lengths, Measured, Point, Server, first_model, measure, rows_of, version_of
+from bench.report.result import Row, write_result
 from contracts.errors import ConfigError, Unavailable
 from tandem.commands import target
 
@@ -274,6 +274,6 @@ def save(folder: Path, sweep: Sweep, rows: Sequence[Row], with_plots: bool) -> l
     file = write_result(folder / "result.json", "serve", rows, sweep.config)
     if not with_plots:
         return [file, file.with_suffix(".md")]
-    from bench.load_plots import plot  # matplotlib is not installed for those who only serve
+    from bench.load.plots import plot  # matplotlib is not installed for those who only serve
 
     return [file, file.with_suffix(".md"), *plot(folder, sweep.measured, sweep.config["gpus"])]

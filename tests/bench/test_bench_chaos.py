@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from bench import chaos
-from bench.client import Answer
-from bench.services import Services
+from bench.load.client import Answer
+from bench.serving import chaos
+from bench.system.services import Services
 from tests.e2e.tiny import save_tiny
 
 

@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from bench.client import VOCABULARY, Answer, ask, body_of, random_prompt, session
+from bench.load.client import VOCABULARY, Answer, ask, body_of, random_prompt, session
 from tests.bench.completions import Server, served
 
 QUIET_S = 1.0

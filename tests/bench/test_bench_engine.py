@@ -5,9 +5,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from bench import engine as engine_bench
-from bench.agreement import Gold, answers, compare, gold, prompts, teacher_forced
-from bench.engine import _rows, decode, prefill, submit, weight_nbytes
+from bench.engine import cpu as engine_bench
+from bench.engine.agreement import Gold, answers, compare, gold, prompts, teacher_forced
+from bench.engine.cpu import _rows, decode, prefill, submit, weight_nbytes
 from engine.cpu.linear import FORMATS
 from engine.loader import load_engine
 from tests.engine.driving import settings

@@ -1,4 +1,4 @@
-"""What bench.engine_gpu compares with, and the models it makes."""
+"""What bench.engine.gpu compares with, and the models it makes."""
 
 from dataclasses import replace
 from types import SimpleNamespace
@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from bench.engine_gpu import (
+from bench.engine.gpu import (
     NUM_WARM,
     answering,
     flops_per_token,
@@ -16,7 +16,7 @@ from bench.engine_gpu import (
     prefill_rate,
     random_requests,
 )
-from bench.random_model import LLAMA_8B, STORED, RandomWeights, random_checkpoint
+from bench.models.random_model import LLAMA_8B, STORED, RandomWeights, random_checkpoint
 from contracts.sampling import SamplingParams
 from engine.cuda.loader import load_device_engine
 from engine.cuda.model.number_formats import DEVICE_FORMATS
@@ -59,7 +59,7 @@ def test_prompts_are_drawn_before_the_clock_starts(monkeypatch):
     monkeypatch.setattr("numpy.random.default_rng", lambda seed: noted.append("drawn") or draw(seed))
     monkeypatch.setattr("torch.cuda.synchronize", lambda: None)
     clock = SimpleNamespace(perf_counter=lambda: noted.append("clock") or float(len(noted)))
-    monkeypatch.setattr("bench.engine_gpu.time", clock)
+    monkeypatch.setattr("bench.engine.gpu.time", clock)
     assert prefill_rate(engine, 2, 10, 2) > 0
     assert noted == ["drawn", "clock", "clock"] * 2
 

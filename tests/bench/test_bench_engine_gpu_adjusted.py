@@ -1,13 +1,13 @@
-"""What bench.engine_gpu_adjusted asks for, and its vocabulary, where there is no GPU."""
+"""What bench.engine.logits_processors asks for, and its vocabulary, where there is no GPU."""
 
 from dataclasses import replace
 
 import torch
 from msgspec import structs
 
-from bench.engine_gpu_adjusted import PLAIN, cases, word_tokenizer
-from bench.model_folder import TINY
-from bench.random_model import RandomWeights, random_checkpoint
+from bench.engine.logits_processors import PLAIN, cases, word_tokenizer
+from bench.models.model_folder import TINY
+from bench.models.random_model import RandomWeights, random_checkpoint
 from engine.cuda.loader import load_device_engine
 from engine.settings import EngineSettings
 from tests.engine.driving import answers

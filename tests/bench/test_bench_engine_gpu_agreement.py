@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from bench.engine_gpu_agreement import agreement, parting_rows, perplexities
+from bench.engine.gpu_agreement import agreement, parting_rows, perplexities
 
 
 class Counting(torch.nn.Module):

@@ -1,10 +1,10 @@
-"""What bench.engine_gpu_mixed measures, where there is no GPU."""
+"""What bench.engine.mixed_batches measures, where there is no GPU."""
 
 import torch
 
-from bench import engine_gpu_mixed
-from bench.model_folder import TINY
-from bench.random_model import RandomWeights, random_checkpoint
+from bench.engine import mixed_batches as engine_gpu_mixed
+from bench.models.model_folder import TINY
+from bench.models.random_model import RandomWeights, random_checkpoint
 from engine.cuda.loader import load_device_engine
 from engine.settings import EngineSettings
 

@@ -1,11 +1,11 @@
-"""What bench.engine_gpu_turns measures, where there is no GPU."""
+"""What bench.engine.chat_turns measures, where there is no GPU."""
 
 import torch
 
-from bench.engine_gpu import random_requests
-from bench.engine_gpu_turns import NUM_TURNS, first_token_ms, measure
-from bench.model_folder import TINY
-from bench.random_model import RandomWeights, random_checkpoint
+from bench.engine.chat_turns import NUM_TURNS, first_token_ms, measure
+from bench.engine.gpu import random_requests
+from bench.models.model_folder import TINY
+from bench.models.random_model import RandomWeights, random_checkpoint
 from engine.cuda.loader import load_device_engine
 from engine.settings import EngineSettings
 

@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from bench.handoff_core import StampedCore, Stamps
+from bench.handoff.core import StampedCore, Stamps
 from contracts.ids import RequestId
 from engine.messages import Started
 from tests.path.ring import D, P, Ring, answer

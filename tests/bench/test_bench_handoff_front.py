@@ -1,8 +1,8 @@
-"""What the front of bench.handoff_gpu makes of events that its threads hear in another order."""
+"""What the front of bench.handoff.gpu makes of events that its threads hear in another order."""
 
 import pytest
 
-from bench.handoff_front import Answers
+from bench.handoff.front import Answers
 from contracts.events import Finished, FinishReason, Token, Tokens
 from contracts.ids import Epoch, RequestId
 

@@ -1,12 +1,12 @@
-"""What bench.handoff_kills makes of answers and pages that are not as they should be."""
+"""What bench.handoff.kills makes of answers and pages that are not as they should be."""
 
 import json
 from typing import Any
 
 import numpy as np
 
-from bench.handoff_core import PageSums
-from bench.handoff_kills import Toll, lacking, others, pages_row, read_sums, rows_of, wrong_pages
+from bench.handoff.core import PageSums
+from bench.handoff.kills import Toll, lacking, others, pages_row, read_sums, rows_of, wrong_pages
 
 WANTED = {0: 30, 1: 10, 2: 20}
 

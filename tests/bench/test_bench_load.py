@@ -6,8 +6,8 @@ from collections import Counter
 
 import pytest
 
-from bench.client import Answer, session
-from bench.load import (
+from bench.load.client import Answer, session
+from bench.load.generator import (
     Lengths,
     Measured,
     Point,
@@ -47,8 +47,8 @@ async def test_as_many_requests_as_asked_for_after_a_warm_up(point: Point):
 
 async def test_prompts_are_written_and_garbage_is_collected_before_the_first_is_sent(monkeypatch):
     order = []
-    monkeypatch.setattr("bench.load.random_prompt", lambda *args: order.append("prompt") or [1] * 8)
-    monkeypatch.setattr("bench.load.ask", lambda *args, **kinds: answered())
+    monkeypatch.setattr("bench.load.generator.random_prompt", lambda *args: order.append("prompt") or [1] * 8)
+    monkeypatch.setattr("bench.load.generator.ask", lambda *args, **kinds: answered())
 
     async def answered() -> Answer:
         order.append("kept" if gc.get_freeze_count() else "looked at")

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from bench.client import Answer
-from bench.load import Lengths, Measured, Point
-from bench.load_plots import frontier, pareto, plot, spread
+from bench.load.client import Answer
+from bench.load.generator import Lengths, Measured, Point
+from bench.load.plots import frontier, pareto, plot, spread
 
 
 def measured(users: int, gap_s: float, num_in: int = 1024) -> Measured:

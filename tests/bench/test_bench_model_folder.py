@@ -4,8 +4,8 @@ from pathlib import Path
 
 import torch
 
-from bench.model_folder import LAYERS_A_FILE, TINY, tensor_names, wide_tokenizer, write_folder
-from bench.random_model import LLAMA_8B
+from bench.models.model_folder import LAYERS_A_FILE, TINY, tensor_names, wide_tokenizer, write_folder
+from bench.models.random_model import LLAMA_8B
 from checkpoint import open_checkpoint
 from contracts.sampling import SamplingParams
 from engine.loader import load_engine

@@ -7,11 +7,12 @@ import pytest
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from bench import engine_plots, handoff_plots
-from bench.client import Answer
-from bench.plots import log_ticks
-from bench.serving_loads import LOADS
-from bench.serving_plots import tails
+from bench.engine import plots as engine_plots
+from bench.handoff import plots as handoff_plots
+from bench.load.client import Answer
+from bench.report.plots import log_ticks
+from bench.serving.loads import LOADS
+from bench.serving.plots import tails
 
 RESULTS = Path(__file__).parents[2] / "bench" / "results"
 ENGINE, HANDOFF = RESULTS / "2026-11-27-engine-gpu-warm-h200.json", RESULTS / "2026-11-27-handoff-gpu-warm-2xh200.json"

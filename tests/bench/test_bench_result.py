@@ -7,8 +7,8 @@ import sys
 
 import pytest
 
-from bench import result
-from bench.result import Row, config_digest, hardware, page, write_result
+from bench.report import result
+from bench.report.result import Row, config_digest, hardware, page, write_result
 
 ROWS = [
     Row("copy", 30.0, "GB/s", {"tokens": 128}, limit=40.0, peer="memcpy", peer_value=20.0),

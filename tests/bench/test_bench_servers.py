@@ -1,11 +1,11 @@
-"""Servers that run, as bench.serving_gpu takes them."""
+"""Servers that run, as bench.serving.gpu takes them."""
 
 import argparse
 
 import pytest
 
-from bench.client import session
-from bench.servers import Named, found_at, named
+from bench.load.client import session
+from bench.load.servers import Named, found_at, named
 from contracts.errors import Unavailable
 from tests.bench.completions import served
 

@@ -4,9 +4,9 @@ import random
 
 import pytest
 
-from bench.client import Answer
-from bench.serving import decode_rate, rate_rows, rows_of
-from bench.soak import Draw, summarize
+from bench.load.client import Answer
+from bench.serving.cpu_pair import decode_rate, rate_rows, rows_of
+from bench.serving.soak import Draw, summarize
 
 
 def answer(ttft_s: float, *gaps_s: float) -> Answer:

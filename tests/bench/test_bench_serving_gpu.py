@@ -7,15 +7,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from bench import serving_gpu
-from bench.accounts import mean_rows, pids, samples_of, stages_of, work_rows
-from bench.client import Answer
-from bench.load import Measured
-from bench.model_folder import TINY, write_folder
-from bench.quoted import COLOCATED, PAIR
-from bench.serving_loads import LOADS, is_good, load_rows, quoted_rows
-from bench.serving_plots import plot_serving, tail
-from bench.system import running
+from bench.load.client import Answer
+from bench.load.generator import Measured
+from bench.models.model_folder import TINY, write_folder
+from bench.report.quoted_peers import COLOCATED, PAIR
+from bench.serving import gpu as serving_gpu
+from bench.serving.loads import LOADS, is_good, load_rows, quoted_rows
+from bench.serving.plots import plot_serving, tail
+from bench.system.local_system import running
+from bench.system.resource_usage import mean_rows, pids, samples_of, stages_of, work_rows
 
 LOAD = next(load for load in LOADS if load.name == "8k-8")
 
@@ -129,7 +129,7 @@ def test_plots_are_pictures_even_of_nothing(tmp_path: Path):
 def test_a_pair_is_measured_and_every_load_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     write_folder(tmp_path / "tiny", TINY, torch.device("cpu"))
     out = tmp_path / "result.json"
-    command = ["bench.serving_gpu", "--model", str(tmp_path / "tiny"), "--device", "cpu", "--systems", "pair"]
+    command = ["bench.serving.gpu", "--model", str(tmp_path / "tiny"), "--device", "cpu", "--systems", "pair"]
     monkeypatch.setattr(sys, "argv", [*command, "--shrink", "64", "--loads", "idle-1k", "8k-8", "--out", str(out)])
     monkeypatch.setenv("TANDEM_KV_CACHE_MIB", "64")
     assert serving_gpu.main() == 0
@@ -147,7 +147,7 @@ def test_a_pair_is_measured_and_every_load_is_kept(tmp_path: Path, monkeypatch: 
 def test_servers_that_run_are_measured_alike_without_our_own_accounts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     model, out = str(tmp_path / "tiny"), tmp_path / "result.json"
     write_folder(tmp_path / "tiny", TINY, torch.device("cpu"))
-    command = ["bench.serving_gpu", "--model", model, "--shrink", "64", "--loads", "idle-1k", "8k-8", "--out", str(out)]
+    command = ["bench.serving.gpu", "--model", model, "--shrink", "64", "--loads", "idle-1k", "8k-8", "--out", str(out)]
     with running("--model", model, "--device", "cpu", TANDEM_KV_CACHE_MIB="64") as up:
         urls = [
             "--url",
@@ -172,7 +172,7 @@ def test_servers_that_run_are_measured_alike_without_our_own_accounts(tmp_path: 
 
 def test_a_name_is_given_to_one_system_only(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
     urls = ["--url", "pair=http://127.0.0.1:9", "--systems", "pair"]
-    monkeypatch.setattr(sys, "argv", ["bench.serving_gpu", "--model", "m", *urls])
+    monkeypatch.setattr(sys, "argv", ["bench.serving.gpu", "--model", "m", *urls])
     with pytest.raises(SystemExit):
         serving_gpu.main()
     assert "two systems have one name: pair, pair" in capsys.readouterr().err

@@ -6,7 +6,7 @@ import pytest
 from jsonschema.validators import validator_for
 from llguidance import LLMatcher
 
-from bench.structured import grammar, is_valid, random_schema, validity
+from bench.serving.structured_outputs import grammar, is_valid, random_schema, validity
 
 SCHEMAS = [random_schema(random.Random(seed)) for seed in range(100)]
 

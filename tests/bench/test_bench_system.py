@@ -12,8 +12,8 @@ from contextlib import ExitStack, contextmanager
 
 import pytest
 
-from bench import system
-from bench.system import System, is_ready, running, stop, wait_up
+from bench.system import local_system as system
+from bench.system.local_system import System, is_ready, running, stop, wait_up
 from process.sockets import free_port
 from tandem.commands.ps import identify
 

@@ -4,8 +4,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from bench import transfer
-from bench.result import Row
+from bench.handoff import transports as transfer
+from bench.report.result import Row
 
 
 def start(value: float, peer_value: float) -> list[Row]:

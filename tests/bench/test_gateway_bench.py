@@ -5,7 +5,7 @@ import sys
 
 import psutil
 
-from bench import gateway
+from bench.serving import gateway
 
 
 async def test_a_small_run_measures_everything(monkeypatch):
@@ -21,7 +21,7 @@ async def test_a_small_run_measures_everything(monkeypatch):
 
 
 def test_help_measures_nothing():
-    command = [sys.executable, "-m", "bench.gateway", "--help"]
+    command = [sys.executable, "-m", "bench.serving.gateway", "--help"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=True)
     assert "--out" in done.stdout and not done.stderr
 

@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from bench import kernels_compiled
-from bench.kernels_all_reduce import least_us
-from bench.kernels_compiled import norm_quant, plain_mlp, rope_arguments, rope_write, silu_quant
+from bench.kernels import torch_compile as kernels_compiled
+from bench.kernels.all_reduce import least_us
+from bench.kernels.torch_compile import norm_quant, plain_mlp, rope_arguments, rope_write, silu_quant
 from kernels import catalog
 from kernels.caps import Caps
 from kernels.cases import Call, Case, norm_case, relative_error, rope_case, silu_case, weights

@@ -4,9 +4,9 @@ import json
 
 import pytest
 
-from bench import kernels_decode_step as bench
-from bench import kernels_page as page
-from bench.kernels_rows import Row, show
+from bench.kernels import decode_step as bench
+from bench.kernels import docs_page as page
+from bench.kernels.figure import Row, show
 from kernels import cases as c
 from kernels import specs as s
 

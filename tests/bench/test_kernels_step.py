@@ -6,7 +6,7 @@ from functools import partial
 import pytest
 import torch
 
-from bench import kernels_decode_step as bench
+from bench.kernels import decode_step as bench
 from kernels import catalog
 from kernels.caps import Caps
 from kernels.cases import relative_error

@@ -4,7 +4,7 @@ from collections.abc import AsyncIterator, Iterator
 
 import pytest
 
-from bench.system import System, running
+from bench.system.local_system import System, running
 from tests.console.browser import Page, find_chromium, launched, opened_page
 from tests.console.looks import look_at
 

@@ -1,6 +1,6 @@
 """The console as who uses it meets it: opened, asked, and looked at. Not a test."""
 
-from bench.system import System
+from bench.system.local_system import System
 from tests.console.browser import Page
 
 PARIS = "What is the capital of France?"

@@ -17,7 +17,7 @@ from tempfile import TemporaryDirectory
 from rich.console import Console
 from rich.text import Text
 
-from bench.system import System, running
+from bench.system.local_system import System, running
 from tests.console.browser import Page, find_chromium, launched, opened_page
 from tests.console.handoffs import two_handoffs
 from tests.console.looks import TWO_IN_FLIGHT, ask

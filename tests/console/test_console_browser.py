@@ -10,7 +10,7 @@ import aiohttp
 import pytest
 from fastapi import FastAPI, Response
 
-from bench.system import System, running
+from bench.system.local_system import System, running
 from checkpoint import open_checkpoint
 from coordinator.memory_store import MemoryStore
 from gateway.console.routes import add_console

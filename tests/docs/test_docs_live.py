@@ -14,7 +14,7 @@ from shutil import which
 
 import pytest
 
-from bench.system import System, running
+from bench.system.local_system import System, running
 from contracts.errors import ConfigError
 from tests.docs.fences import GATEWAY, ROOT, Fence, all_fences, programs, shell
 from tests.docs.lookup import look_up, statements

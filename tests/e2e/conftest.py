@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from bench.system import System, running
+from bench.system.local_system import System, running
 
 
 @pytest.fixture(scope="module")

@@ -6,8 +6,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from bench.services import Services
-from bench.system import get_json
+from bench.system.local_system import get_json
+from bench.system.services import Services
 from tests.e2e.tiny import save_tiny
 from tests.waiting import until
 

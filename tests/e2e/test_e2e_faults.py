@@ -10,8 +10,8 @@ import httpx
 import openai
 import pytest
 
-from bench.client import Answer, ask, body_of, session
-from bench.system import System, get_json, running
+from bench.load.client import Answer, ask, body_of, session
+from bench.system.local_system import System, get_json, running
 from tests.e2e.tiny import save_tiny
 from tests.waiting import is_gone, until
 

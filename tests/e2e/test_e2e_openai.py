@@ -11,8 +11,8 @@ import openai
 import pydantic
 import pytest
 
-from bench.accounts import read
-from bench.system import System
+from bench.system.local_system import System
+from bench.system.resource_usage import read
 
 FRANCE = [{"role": "user", "content": "What is the capital of France?"}]
 

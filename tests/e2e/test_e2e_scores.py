@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from bench.system import System, running
+from bench.system.local_system import System, running
 from tests.engine import tiny_models
 
 PROMPTS = [random.Random(length).choices(range(2, 256), k=length) for length in (1, 2, 33, 150)]

@@ -8,9 +8,9 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from bench.client import session
-from bench.oracle import greedy
-from bench.system import System, get_json, running
+from bench.load.client import session
+from bench.models.transformers_oracle import greedy
+from bench.system.local_system import System, get_json, running
 from tests.e2e.tiny import save_tiny
 from tests.engine import tiny_models
 from tests.waiting import until

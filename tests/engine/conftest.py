@@ -2,7 +2,7 @@
 
 import pytest
 
-from bench.oracle import greedy as oracle_greedy
+from bench.models.transformers_oracle import greedy as oracle_greedy
 from tests.engine.driving import random_prompts
 from tests.engine.tiny_models import FAMILIES, VOCAB, save_tiny
 

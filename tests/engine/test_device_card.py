@@ -4,7 +4,7 @@ import pytest
 import torch
 from llguidance import LLMatcher
 
-from bench.oracle import greedy as oracle_greedy
+from bench.models.transformers_oracle import greedy as oracle_greedy
 from contracts.sampling import SamplingParams
 from engine.cuda.runner import DeviceRunner
 from engine.loader import load_engine

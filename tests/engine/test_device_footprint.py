@@ -5,7 +5,14 @@ from dataclasses import replace
 import pytest
 import torch
 
-from bench.random_model import GPT_OSS_20B, LLAMA4_MAVERICK, LLAMA_8B, LLAMA_70B, QWEN3_30B_A3B, random_checkpoint
+from bench.models.random_model import (
+    GPT_OSS_20B,
+    LLAMA4_MAVERICK,
+    LLAMA_8B,
+    LLAMA_70B,
+    QWEN3_30B_A3B,
+    random_checkpoint,
+)
 from checkpoint import open_checkpoint
 from engine.cuda.model.format_choice import DEVICE_DTYPES, kept_as
 from engine.cuda.model.memory_footprint import least_weights_nbytes

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from msgspec import structs
 
-from bench.random_model import GPT_OSS_20B
+from bench.models.random_model import GPT_OSS_20B
 from checkpoint import open_checkpoint
 from contracts.errors import ConfigError
 from contracts.ids import RequestId

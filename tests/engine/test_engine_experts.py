@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 
-from bench.oracle import greedy as oracle_greedy
+from bench.models.transformers_oracle import greedy as oracle_greedy
 from engine.cpu.linear import FORMATS
 from engine.cpu.mlp import GatedMlp
 from engine.cpu.moe import Mixture

@@ -6,8 +6,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from bench.oracle import greedy as oracle_greedy
-from bench.oracle import oracle
+from bench.models.transformers_oracle import greedy as oracle_greedy
+from bench.models.transformers_oracle import oracle
 from contracts.errors import ConfigError
 from engine.loader import load_engine
 from tests.engine.driving import answers, greedy, needs_bfloat16, random_prompts, scored, settings

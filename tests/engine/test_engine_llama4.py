@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-from bench.oracle import greedy as oracle_greedy
+from bench.models.transformers_oracle import greedy as oracle_greedy
 from contracts.errors import ConfigError
 from engine.loader import load_engine
 from engine.model.chunked_attention import Stretches, cut

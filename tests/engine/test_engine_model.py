@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from bench.oracle import greedy as oracle_greedy
-from bench.oracle import oracle
+from bench.models.transformers_oracle import greedy as oracle_greedy
+from bench.models.transformers_oracle import oracle
 from checkpoint import open_checkpoint
 from contracts.errors import ConfigError, Overloaded, RequestError
 from contracts.events import FinishReason

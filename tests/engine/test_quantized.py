@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from bench.oracle import greedy as oracle_greedy
+from bench.models.transformers_oracle import greedy as oracle_greedy
 from checkpoint import open_checkpoint
 from checkpoint.quantization import read_quantization
 from contracts.errors import ConfigError

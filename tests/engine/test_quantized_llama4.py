@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from bench.oracle import greedy as oracle_greedy
+from bench.models.transformers_oracle import greedy as oracle_greedy
 from checkpoint import open_checkpoint
 from contracts.errors import ConfigError
 from engine.cuda.model.moe import ExpertWeights

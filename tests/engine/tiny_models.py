@@ -27,7 +27,7 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
-from bench.random_model import byte_tokenizer
+from bench.models.random_model import byte_tokenizer
 from kernels.reference.quant import quantize_mxfp4
 
 VOCAB = 320

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from bench.oracle import greedy
+from bench.models.transformers_oracle import greedy
 from contracts.sampling import SamplingParams
 from tests.engine import tiny_models
 from tests.path.cores import Cores

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.load import Lengths
+from bench.load.generator import Lengths
 from contracts.errors import ConfigError
 from tandem.commands import bench_serve
 from tests.bench.completions import Server, served

@@ -18,7 +18,14 @@ import pytest
 from pydantic_settings import BaseSettings
 from safetensors.numpy import save_file
 
-from bench.random_model import GPT_OSS_20B, LLAMA4_MAVERICK, LLAMA_8B, LLAMA_70B, byte_tokenizer, random_checkpoint
+from bench.models.random_model import (
+    GPT_OSS_20B,
+    LLAMA4_MAVERICK,
+    LLAMA_8B,
+    LLAMA_70B,
+    byte_tokenizer,
+    random_checkpoint,
+)
 from checkpoint.quantization import Quantization, Scheme
 from contracts.errors import ConfigError
 from coordinator.settings import CoordinatorSettings

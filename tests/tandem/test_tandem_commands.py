@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.system import System, running
+from bench.system.local_system import System, running
 from tandem.commands import ps
 from tandem.local.run_dir import RunDir
 from tests.tandem.typed import Done, typed

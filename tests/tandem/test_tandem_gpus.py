@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.random_model import LLAMA_8B, LLAMA_70B, QWEN3_30B_A3B, random_checkpoint
+from bench.models.random_model import LLAMA_8B, LLAMA_70B, QWEN3_30B_A3B, random_checkpoint
 from checkpoint import ModelConfig
 from contracts.errors import ConfigError
 from engine.cuda.model.memory_footprint import least_weights_nbytes

@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from bench.system import get_json
+from bench.system.local_system import get_json
 from contracts.codec import frame
 from core.messages import Start, Stop
 from tests.e2e.tiny import save_tiny

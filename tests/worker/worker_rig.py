@@ -13,7 +13,7 @@ from pathlib import Path
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
-from bench.system import get_json
+from bench.system.local_system import get_json
 from contracts.codec import FrameReader, decoder, encode
 from contracts.events import Event, EventFrame, Failed, Finished
 from contracts.ids import Epoch, GatewayId, RequestId, WorkerId

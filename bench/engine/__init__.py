@@ -1,0 +1,1 @@
+"""The engine alone, on a CPU and on a GPU, beside its peers."""

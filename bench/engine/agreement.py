@@ -1,0 +1,165 @@
+"""How near the engine's answers are to float32: `python -m bench.engine.agreement [--dtype float32] [--prompts 64]
+[--tokens 64]`.
+
+float32: greedy answers equal to transformers on the same weights. Every format: teacher-forced argmax agreement and KL
+divergence against transformers in float32, the same answers from run to run, alone and in a batch, with chunks and
+prefix hits.
+"""
+
+import argparse
+import logging
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from transformers import PreTrainedModel
+
+from bench.models.transformers_oracle import greedy, oracle
+from bench.report.result import Row, write_result
+from contracts.ids import RequestId
+from contracts.sampling import SamplingParams
+from engine.cpu.linear import FORMATS
+from engine.engine import Engine
+from engine.loader import load_engine
+from engine.messages import EngineRequest
+from engine.scheduler.batch import Piece
+from engine.sequence import Sequence
+from engine.settings import EngineSettings
+
+_TOPICS = (
+    "the capital of France", "why the sky is blue", "a poem about the sea", "how bread is baked", "the number 17",
+    "a function that sorts a list", "Marie Curie", "what makes a good friend", "the history of Rome", "photosynthesis",
+    "three healthy breakfasts", "how a bicycle stays upright", "the rules of chess", "a letter to a neighbour",
+    "the difference between rain and snow", "a short story about a fox",
+)  # fmt: skip
+_FORMS = (
+    "Tell me about {}.",
+    "Explain {} to a child.",
+    "Write one sentence on {}.",
+    "List facts about {}: " + "and more, " * 60,
+)
+NUM_ALONE, NUM_FORCED = 16, 16
+
+
+@dataclass(frozen=True)
+class Gold:
+    """One prompt, its greedy float32 answer, and the float32 logits that led to it, `[tokens, vocab]`."""
+
+    prompt: list[int]
+    answer: list[int]
+    logits: torch.Tensor
+
+
+def main() -> None:
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="", help="folder, GGUF file or hub id; the default model if empty")
+    parser.add_argument("--dtype", nargs="+", default=list(FORMATS))
+    parser.add_argument("--prompts", type=int, default=64)
+    parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--out", type=Path, default=None)
+    args = parser.parse_args()
+    golds: list[Gold] = []
+    rows: list[Row] = []
+    for dtype in args.dtype:
+        engine = load_engine(EngineSettings(model=args.model, dtype=dtype, kv_cache_nbytes=1 << 30))
+        golds = golds or gold(oracle(engine.checkpoint), prompts(engine, args.prompts), args.tokens)
+        rows += compare(engine, golds, args.model)
+        for row in rows[-6:]:
+            logging.info("%s %s: %.6g %s", dtype, row.name, row.value, row.unit)
+    config = {"model": args.model, "prompts": args.prompts, "tokens": args.tokens}
+    logging.info("%s", write_result(args.out, "agreement", rows, config))
+
+
+def prompts(engine: Engine, count: int) -> list[list[int]]:
+    texts = [form.format(topic) for form in _FORMS for topic in _TOPICS]
+    tokenizer = engine.checkpoint.tokenizer()
+    turns = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
+    return [tokenizer.encode(turns.format(texts[index % len(texts)])).ids for index in range(count)]
+
+
+@torch.inference_mode()
+def gold(model: PreTrainedModel, prompts: SequenceOf[list[int]], num_tokens: int) -> list[Gold]:
+    golds = []
+    for prompt in prompts:
+        answer = greedy(model, prompt, num_tokens)
+        logits = model(torch.tensor([prompt + answer[:-1]]), logits_to_keep=num_tokens).logits[0]
+        golds.append(Gold(prompt, answer, logits))
+    return golds
+
+
+def compare(engine: Engine, golds: SequenceOf[Gold], model: str) -> list[Row]:
+    params = {"dtype": engine.dtype}
+    together = answers(engine, golds)
+    again = answers(engine, golds)
+    alone = [answers(engine, [gold])[0] for gold in golds[:NUM_ALONE]]
+    small = EngineSettings(
+        model=model, dtype=engine.dtype, max_batched_tokens=64, max_num_seqs=5, kv_cache_nbytes=1 << 28
+    )
+    chunked = answers(load_engine(small), golds)
+    argmax, divergence = teacher_forced(engine, golds)
+    exact = [gold.answer for gold in golds]
+    figures = {
+        "answers equal to transformers float32": _share(together, exact),
+        "answers equal in a second run, with prefix hits": _share(together, again),
+        f"answers equal alone (first {len(alone)})": _share(together[: len(alone)], alone),
+        "answers equal with 64-token chunks": _share(together, chunked),
+        "argmax equal, teacher-forced": argmax,
+    }
+    rows = [Row(name, value, "of 1", params, limit=1.0) for name, value in figures.items()]
+    return [*rows, Row("KL divergence from float32", divergence, "nats", params)]
+
+
+def _share(ours: list[list[int]], theirs: list[list[int]]) -> float:
+    return sum(a == b for a, b in zip(ours, theirs, strict=True)) / len(ours)
+
+
+def answers(engine: Engine, golds: SequenceOf[Gold]) -> list[list[int]]:
+    """Greedy answers of all prompts, submitted at once."""
+    sampling = SamplingParams(max_tokens=len(golds[0].answer), seed=0, temperature=0.0, ignore_eos=True)
+    found: dict[str, list[int]] = {str(index): [] for index in range(len(golds))}
+    for name, gold in zip(found, golds, strict=True):
+        engine.submit(EngineRequest(RequestId(name), gold.prompt, sampling))
+    while engine.has_work():
+        for sampled in engine.step().sampled:
+            found[sampled.request_id].append(sampled.token.token_id)
+    engine.check()
+    return list(found.values())
+
+
+def teacher_forced(engine: Engine, golds: SequenceOf[Gold]) -> tuple[float, float]:
+    """Share of equal argmaxes and mean KL divergence along the float32 answers. Writes over the engine's cache."""
+    equal, divergence, count = 0, 0.0, 0
+    for first in range(0, len(golds), NUM_FORCED):
+        group = golds[first : first + NUM_FORCED]
+        for gold, ours in zip(group, forced_logits(engine, group), strict=True):
+            equal += int((ours.argmax(-1) == gold.logits.argmax(-1)).sum())
+            # In float64: of equal logits float32 leaves 1e-8 of rounding, of either sign.
+            expected, found = gold.logits.double().log_softmax(-1), ours.double().log_softmax(-1)
+            divergence += float((expected.exp() * (expected - found)).sum())
+            count += len(gold.answer)
+    return equal / count, divergence / count
+
+
+def forced_logits(engine: Engine, golds: SequenceOf[Gold]) -> list[torch.Tensor]:
+    """Logits along given answers of one length, computed as serving computes them: each prompt at once, the answers
+    token by token in one batch.
+    """
+    sequences, used = [], 0
+    for gold in golds:
+        sequence = Sequence(RequestId("forced"), gold.prompt, SamplingParams(max_tokens=len(gold.answer), seed=0))
+        num_blocks = engine.layout.num_blocks(len(gold.prompt) + len(gold.answer))
+        sequence.blocks.extend(range(used, used + num_blocks))
+        used += num_blocks
+        sequences.append(sequence)
+    steps = [torch.cat([engine.runner.forward([Piece(s, 0, s.num_prompt)]).logits for s in sequences])]
+    for index in range(len(golds[0].answer) - 1):
+        for sequence, gold in zip(sequences, golds, strict=True):
+            sequence.tokens.append(gold.answer[index])
+        steps.append(engine.runner.forward([Piece(s, len(s.tokens) - 1, 1) for s in sequences]).logits)
+    return list(torch.stack(steps, 1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,297 @@
+"""The engine on a GPU or on several, a dense model's shape and random weights: `python -m bench.engine.gpu [--out FILE]
+[--dtypes float8 float8-head] [--model qwen3-8b] [--stored fp8-blocks gptq] [--tensor-parallel 2] [--prompt 8064]`.
+
+Every figure goes through Engine.submit and Engine.step: scheduler, block pool, input preparation, sampling (greedy),
+tokens on the host. A decode step's limit is the time to read weights, head and KV once at the rate that an H200 reads;
+a prefill's is its products and attention at the rate that an H200 reaches with FP8 rows of one scale each, half of it
+in bf16 (hardware_limits); of several GPUs each has its part to read and to multiply. The peer was measured on the same
+kind of card, in another run, Llama-8B's shape on one (quoted_peers).
+"""
+
+import argparse
+import gc
+import logging
+import statistics
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
+from itertools import count, pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from bench.models.random_model import SHAPES, STORED, open_random
+from bench.report.hardware_limits import FP8_ROW_RATE, READ_RATE
+from bench.report.quoted_peers import VLLM_ENGINE, VLLM_PREFILL_RATES, VLLM_STEP_MS
+from bench.report.result import Row, share_of_limit, write_result
+from contracts.ids import RequestId
+from contracts.sampling import SamplingParams
+from engine.cuda.loader import load_device_engine
+from engine.engine import Engine
+from engine.messages import EngineRequest
+from engine.settings import EngineSettings
+from kernels import caps, catalog
+from kernels.specs import AttnSpec
+from kernels.timing import eager_us
+from models.config import ModelConfig
+from process.garbage_collector import COLLECTIONS, settle
+
+WEIGHT_NBYTES = {"gptq": (64 + 4) / 128, "awq": (64 + 4) / 128}  # codes of 128 columns, and a word for scale and zero
+PROMPT, NUM_WARM, NUM_STEPS = 992, 8, 48  # contexts around 1024
+MOST_TOKENS = 4 * (NUM_WARM + NUM_STEPS)
+_names = count()
+_log = logging.getLogger(__name__)
+
+
+def main() -> None:
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=None)
+    parser.add_argument("--dtypes", nargs="+", default=["float8", "float8-head"])
+    parser.add_argument("--batches", nargs="+", type=int, default=list(VLLM_STEP_MS))
+    parser.add_argument("--model", choices=SHAPES, default="llama-8b")
+    parser.add_argument("--stored", nargs="+", choices=STORED, help="instead of dtypes: as these checkpoints are kept")
+    parser.add_argument("--tensor-parallel", type=int, default=1)
+    parser.add_argument("--prompt", type=int, default=PROMPT, help="tokens that a decode step's sequences began with")
+    args = parser.parse_args()
+    models = [(args.model, dtype, dtype == args.dtypes[0]) for dtype in args.dtypes]
+    if args.stored:
+        models = [(f"{args.model}:{stored}", "auto", True) for stored in args.stored]
+    rows: list[Row] = []
+    for model, dtype, prefills in models:
+        rows += measure(model, dtype, args.tensor_parallel, args.batches, args.prompt, prefills)
+        gc.collect()
+        torch.cuda.empty_cache()
+    found = caps.detect()
+    prefill = catalog.registry(found).resolve("attn_prefill", AttnSpec(32, 8, 128)).impl.name
+    config = {
+        "model": f"{args.model}'s shape, random weights",
+        "tensor parallel": args.tensor_parallel,
+        "card": found.name,
+        "triton": found.triton,
+        "prefill attention": prefill,
+        "flashinfer": found.flashinfer,
+    }
+    write_result(args.out, "engine-gpu", rows, config)
+
+
+def measure(model: str, dtype: str, num_gpus: int, batches: Sequence[int], prompt: int, prefills: bool) -> list[Row]:
+    started = time.perf_counter()
+    free, _ = torch.cuda.mem_get_info()
+    engine = load(dtype, model, tensor_parallel=num_gpus, max_model_len=max(8256, prompt + MOST_TOKENS))
+    dtype = model.partition(":")[2] or dtype
+    rows = [shown(Row("engine_start", time.perf_counter() - started, "s", {"dtype": dtype}))]
+    used = engine.capacity_tokens // engine.layout.block_size * engine.layout.shard_nbytes
+    left, _ = torch.cuda.mem_get_info()
+    rows.append(shown(Row("engine_kv_share_of_free", used / (used + left), "", {"dtype": dtype, "gib": free / 2**30})))
+    with settled(engine):
+        for batch in batches:
+            rows += [shown(row) for row in decode_rows(engine, dtype, num_gpus, batch, prompt)]
+        if prefills:
+            rows += [shown(prefill_row(engine, dtype, num_gpus, num, length)) for num, length in VLLM_PREFILL_RATES]
+    return rows
+
+
+def load(dtype: str, model: str = "llama-8b", **changes: Any) -> Engine:
+    settings = EngineSettings(
+        model=model,
+        dtype=dtype,
+        **{"max_num_seqs": 256, "max_batched_tokens": 8192, "max_model_len": 8256, "prefix_cache": False, **changes},
+    )
+    device = torch.device("cuda:0")
+    checkpoint, source = open_random(model, device)
+    return load_device_engine(settings, checkpoint, silent, source, device, open_random)
+
+
+@contextmanager
+def settled(engine: Engine) -> Iterator[None]:
+    """As in an engine core, nothing that loading has left is looked through while it computes: a collection of all that
+    takes 0.2 s. Afterwards the engine can be collected.
+    """
+    settle()
+    with closing(engine):
+        yield
+    gc.unfreeze()
+
+
+def decode_rows(engine: Engine, dtype: str, num_gpus: int, batch: int, prompt: int = PROMPT) -> list[Row]:
+    gc.collect()  # what a profile leaves takes 0.08 s to look through
+    requests = random_requests(engine, [prompt] * batch, MOST_TOKENS)
+    with answering(engine, requests) as num_sampled:
+        collecting, stamps = COLLECTIONS.seconds, [time.perf_counter()]
+        for _ in range(NUM_STEPS):
+            assert len(engine.step().sampled) == batch
+            stamps.append(time.perf_counter())
+        collecting = COLLECTIONS.seconds - collecting
+        idle = idle_share(engine) if batch in (1, 64) else None
+        host = host_ms(engine)
+    step_ms = (stamps[-1] - stamps[0]) / NUM_STEPS * 1e3
+    context = prompt + num_sampled // batch + NUM_WARM + NUM_STEPS // 2
+    params = {"dtype": dtype, "batch": batch, "context": context}
+    limit = limit_ms(engine.checkpoint.config, batch, context, dtype) / num_gpus
+    peer = VLLM_STEP_MS.get(batch) if prompt == PROMPT else None
+    rows = [_beside(engine, "engine_decode_step", step_ms, "ms", params, limit, peer)]
+    slowest = max(late - early for early, late in pairwise(stamps)) * 1e3
+    rows.append(Row("engine_decode_step_slowest", slowest, "ms", params))
+    rows.append(Row("engine_collector", collecting * 1e3, "ms", params))
+    if num_gpus == 1:  # a graph of several GPUs is not replayed by one process
+        held = engine.runner.launcher.steps.held(batch, context)  # type: ignore[attr-defined]
+        alone = eager_us(held, count=10, groups=5) / 1e3
+        rows.append(Row("engine_graph_replay", alone, "ms", params, limit))
+    rows.append(Row("engine_host_work", host, "ms", params))
+    if idle is not None:
+        rows.append(Row("engine_gpu_idle", idle, "", params))
+    return rows
+
+
+@contextmanager
+def answering(engine: Engine, requests: Sequence[EngineRequest]) -> Iterator[int]:
+    """Within, all of them are being answered, and have been for `NUM_WARM` steps; yields how many tokens they all had
+    before those.
+    """
+    for request in requests:
+        engine.submit(request)
+    sampled: Counter[str] = Counter()
+    while len(sampled) < len(requests):  # prompts go a few at a time, so the first answers get ahead
+        sampled.update(told.request_id for told in engine.step().sampled)
+    for _ in range(NUM_WARM):
+        engine.step()
+    yield sampled.total()
+    for request in requests:
+        engine.release(request.request_id)
+    while engine.has_work():
+        engine.step()
+
+
+def host_ms(engine: Engine, num_steps: int = 16) -> float:
+    """What the host does in a step beside waiting for tokens."""
+    waits: list[float] = []
+    wait = torch.cuda.Event.synchronize
+
+    def timed(event: torch.cuda.Event) -> None:
+        begin = time.perf_counter()
+        wait(event)
+        waits.append(time.perf_counter() - begin)
+
+    torch.cuda.Event.synchronize = timed  # type: ignore[method-assign]
+    try:
+        begin = time.perf_counter()
+        for _ in range(num_steps):
+            engine.step()
+        whole = time.perf_counter() - begin
+    finally:
+        torch.cuda.Event.synchronize = wait  # type: ignore[method-assign]
+    return (whole - sum(waits)) / num_steps * 1e3
+
+
+def idle_share(engine: Engine, num_steps: int = 12) -> float:
+    """Of the time between the first and the last thing the GPU did in some steps, how much it did nothing."""
+    activities = [torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities) as profile:
+        for _ in range(num_steps):
+            engine.step()
+        torch.cuda.synchronize()
+    spans = sorted(
+        (event.time_range.start, event.time_range.end)
+        for event in profile.events() or ()
+        if "CUDA" in str(event.device_type)
+    )
+    busy, edge = 0.0, spans[0][0]
+    for start, end in spans:
+        busy += max(0.0, end - max(start, edge))
+        edge = max(edge, end)
+    return 1 - busy / (edge - spans[0][0])
+
+
+def prefill_rate(engine: Engine, num: int, length: int, num_runs: int) -> float:
+    """Tokens a second, from submitting the prompts to their first tokens on the host; the median of all runs but the
+    first.
+    """
+    rates = []
+    for _ in range(num_runs):
+        prompts = random_requests(engine, [length] * num, 1)
+        torch.cuda.synchronize()
+        begin = time.perf_counter()
+        for request in prompts:
+            engine.submit(request)
+        while engine.has_work():
+            engine.step()
+        rates.append(num * length / (time.perf_counter() - begin))
+    return statistics.median(rates[1:])
+
+
+def prefill_row(engine: Engine, dtype: str, num_gpus: int, num: int, length: int) -> Row:
+    rate = prefill_rate(engine, num, length, 6)
+    rate_of_products = FP8_ROW_RATE if is_fp8(dtype) else FP8_ROW_RATE / 2
+    limit = num_gpus * rate_of_products / flops_per_token(engine.checkpoint.config, length)
+    params = {"dtype": dtype, "prompts": num, "length": length}
+    return _beside(engine, "engine_prefill", rate, "tokens/s", params, limit, VLLM_PREFILL_RATES[num, length])
+
+
+def _beside(
+    engine: Engine, name: str, value: float, unit: str, params: dict[str, Any], limit: float, peer: float | None
+) -> Row:
+    """The peer's figure where it is of the same shape."""
+    has_peer = engine.checkpoint.name == "llama-8b" and peer is not None
+    return Row(name, value, unit, params, limit, VLLM_ENGINE if has_peer else None, peer if has_peer else None)
+
+
+def submit(engine: Engine, lengths: Sequence[int], max_tokens: int) -> list[RequestId]:
+    made = random_requests(engine, lengths, max_tokens)
+    for request in made:
+        engine.submit(request)
+    return [request.request_id for request in made]
+
+
+def random_requests(engine: Engine, lengths: Sequence[int], max_tokens: int) -> list[EngineRequest]:
+    """Made before the clock starts: drawing 8192 tokens' ids, as a list, is no work of an engine's."""
+    rng = np.random.default_rng(0)
+    sampling = SamplingParams(max_tokens=max_tokens, seed=0, temperature=0.0, ignore_eos=True)
+    vocab = engine.checkpoint.config.vocab_size
+    return [
+        EngineRequest(RequestId(str(next(_names))), rng.integers(0, vocab, length).tolist(), sampling)
+        for length in lengths
+    ]
+
+
+def layer_weights(config: ModelConfig) -> int:
+    width = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
+    return config.hidden_size * (width + config.num_heads * config.head_dim + 3 * config.intermediate_size)
+
+
+def limit_ms(config: ModelConfig, batch: int, context: int, dtype: str) -> float:
+    weights = config.num_layers * layer_weights(config)
+    cache = config.num_layers * 2 * config.num_kv_heads * config.head_dim * context * batch
+    head = (1 if dtype == "float8-head" else 2) * config.vocab_size * config.hidden_size
+    plain = 1 if is_fp8(dtype) else 2
+    return (WEIGHT_NBYTES.get(dtype, plain) * weights + plain * cache + head) / READ_RATE * 1e3
+
+
+def is_fp8(dtype: str) -> bool:
+    """Else bf16: a number takes two bytes, and products go at half the rate."""
+    return dtype.startswith(("float8", "fp8"))
+
+
+def flops_per_token(config: ModelConfig, length: int) -> float:
+    """Of a causal prompt: products, and attention over half of it on average."""
+    attention = 4 * config.num_heads * config.head_dim * length / 2
+    return config.num_layers * (2 * layer_weights(config) + attention)
+
+
+def shown(row: Row) -> Row:
+    """Logged as it comes, so that a run that is cut short still says something."""
+    share = f" ({share_of_limit(row.value, row.limit, row.unit):.0%} of the limit)" if row.limit else ""
+    peer = f" | peer {row.peer_value:.4g}" if row.peer_value else ""
+    _log.info("%s %s %.4g %s%s%s", row.name, dict(row.params), row.value, row.unit, share, peer)
+    return row
+
+
+def silent(stage: str, done: int, total: int) -> None:
+    """Progress that nobody watches."""
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,289 @@
+"""An engine core as a worker runs it, on a model of random weights, for measuring: `python -m bench.handoff.core FD`.
+
+FD is the front's end, as for worker.core_main; the settings in its first frame are a `Spec`. When told to stop it
+leaves the times of what it did in a file, by the monotonic clock that all processes of a host share.
+"""
+
+import json
+import logging
+import os
+import socket
+import sys
+import time
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+
+from bench.models.random_model import LLAMA_8B, RandomWeights, random_checkpoint
+from contracts.handoff import Coming, Commit, Fin, Grant, HandoffMessage, Offer, Pull
+from contracts.ids import BlockId, Epoch, Incarnation, RequestId, WorkerId
+from contracts.node import Role
+from contracts.request import WorkerRef
+from core.ledger import Ledger
+from core.link import FrontGone, FrontLink
+from core.loop import Core
+from core.messages import Start
+from engine.cuda.loader import load_device_engine
+from engine.engine import Engine
+from engine.messages import Started, StepOutput, Watcher
+from engine.settings import EngineSettings
+from kv_transfer.events import ChunkLanded, TransferEvent
+from kv_transfer.links.incoming_link import IncomingLink
+from kv_transfer.node import TransferNode
+from kv_transfer.settings import TransferSettings
+from process.garbage_collector import settle
+from worker.core_main import SWITCH_S, make_roles, ready_of
+from worker.rehearsal import keeper
+from worker.settings import WorkerSettings
+
+SECRET = b"a secret of measurements"
+
+
+class Spec(msgspec.Struct, frozen=True, kw_only=True):
+    """What a core runs. `num_layers`: fewer than Llama-8B's start sooner; `stamps`: where its times go; `sums`: the
+    folder for the checksums of pages that are handed over.
+    """
+
+    device: str
+    stamps: str = ""
+    sums: str = ""
+    num_layers: int = LLAMA_8B.num_layers
+    dtype: str = "auto"
+    max_batched_tokens: int = 2048
+    max_num_seqs: int = 64
+    max_model_len: int = 16384
+    kv_cache_gib: int = 32
+    prefix_cache: bool = False
+    checksum: bool = True
+    transfer: str = "auto"
+
+
+class Stamps:
+    """(what, request, seconds), in order."""
+
+    def __init__(self) -> None:
+        self._rows: list[tuple[str, str, float]] = []
+
+    def put(self, what: str, request_id: str) -> None:
+        self._rows.append((what, request_id, time.perf_counter()))
+
+    def write(self, path: str) -> None:
+        Path(path).write_text(json.dumps(self._rows))
+
+
+class PageSums:
+    """What the pages of a prompt held where it was computed, and what those that it was handed over to hold when its
+    answer ends.
+
+    JSON by line, (request, "computed" or "kept", `[pages, planes]`), written at once: the process may be killed.
+    """
+
+    def __init__(self, path: Path, engine: Engine) -> None:
+        self._path = path
+        self._pool, self._block_size = engine.transfer_pool, engine.layout.block_size
+        self._computed: defaultdict[str, list[list[int]]] = defaultdict(list)
+        self._num_tokens: Counter[str] = Counter()
+        self._granted: dict[str, list[BlockId]] = {}
+
+    def computed(self, request_id: str, num_tokens: int, sums: np.ndarray) -> None:
+        self._computed[request_id] += sums.tolist()
+        self._num_tokens[request_id] += num_tokens
+
+    def told(self, request_id: str) -> None:
+        """Of the pages that the prompt fills: decode writes behind its end."""
+        num_full = self._num_tokens.pop(request_id) // self._block_size
+        self._put(request_id, "computed", self._computed.pop(request_id)[:num_full])
+
+    def granted(self, request_id: str, pages: list[BlockId]) -> None:
+        self._granted[request_id] = pages
+
+    def ended(self, request_id: str) -> None:
+        """Before anybody else writes to the pages."""
+        if pages := self._granted.pop(request_id, None):
+            self._put(request_id, "kept", self._pool.checksums(pages).wait().tolist())
+
+    def _put(self, *line: object) -> None:
+        with self._path.open("a") as file:
+            file.write(json.dumps(line) + "\n")
+
+
+class StampedNode(TransferNode):
+    stamps: Stamps
+    sums: PageSums | None = None
+
+    def offer(self, peer: WorkerRef, offer: Offer) -> None:
+        self.stamps.put("offer", offer.request_id)
+        super().offer(peer, offer)
+
+    def grant(self, peer_id: WorkerId, grant: Grant) -> None:
+        if self.sums:
+            self.sums.granted(grant.request_id, grant.pages)
+        super().grant(peer_id, grant)
+        self.stamps.put("grant", grant.request_id)
+
+    def send_chunk(
+        self, peer_id: WorkerId, request_id: RequestId, epoch: Epoch, index: int, first_token: int, num_tokens: int,
+        src_pages: Sequence[BlockId], checksums=None,  # type: ignore[no-untyped-def]
+    ) -> None:  # fmt: skip
+        super().send_chunk(peer_id, request_id, epoch, index, first_token, num_tokens, src_pages, checksums)
+        self.stamps.put("told", request_id)
+        if self.sums and checksums is not None:
+            self.sums.computed(request_id, num_tokens, checksums)
+
+    def finish(self, peer_id: WorkerId, fin: Fin) -> None:
+        if self.sums:
+            self.sums.told(fin.request_id)
+        super().finish(peer_id, fin)
+        self.stamps.put("fin", fin.request_id)
+
+    def commit(self, peer_id: WorkerId, message: Commit) -> None:
+        super().commit(peer_id, message)
+        self.stamps.put("adopted", message.request_id)
+
+    def _adopt(self, link: IncomingLink) -> None:
+        send = link.send
+
+        def stamped(message: HandoffMessage) -> None:
+            send(message)
+            if isinstance(message, Commit):
+                self.stamps.put("commit", message.request_id)
+
+        hear = link._on_message
+
+        def heard(message: HandoffMessage) -> None:
+            if isinstance(message, Pull):
+                self.stamps.put("heard", message.request_id)
+            hear(message)
+            if isinstance(message, Coming):
+                self.stamps.put("queued", message.request_id)
+
+        link.send, link._on_message = stamped, heard  # type: ignore[method-assign]
+        super()._adopt(link)
+
+    def _note(self, event: TransferEvent) -> None:
+        if isinstance(event, ChunkLanded):
+            self.stamps.put("landed", event.header.request_id)
+        super()._note(event)
+
+
+class StampedCore(Core):
+    """`parts` and `others`: as Core's."""
+
+    def __init__(self, stamps: Stamps, *parts: Any, **others: Any) -> None:
+        super().__init__(*parts, **others)
+        self._stamps = stamps
+        self._starting: list[str] = []
+        self._first: list[str] = []
+
+    def started(self, started: Started) -> None:
+        self._starting.append(_name(started.request_id))
+        self._stamps.put("started", self._starting[-1])
+        super().started(started)
+
+    def launched(self, is_all: bool) -> None:
+        super().launched(is_all)
+        if is_all:
+            self._put_all("launched", self._starting)
+
+    def _publish(self, output: StepOutput) -> None:
+        """Of decode's tokens only the first is worth a stamp."""
+        for chunk in output.chunks:
+            self._stamps.put("computed", _name(chunk.request_id))
+        for sampled in output.sampled:
+            if sampled.token.index == 1:
+                self._stamps.put("stepped", _name(sampled.request_id))
+            elif sampled.token.index == 0:
+                self._first.append(_name(sampled.request_id))
+        super()._publish(output)
+
+    def _send(self) -> None:
+        super()._send()
+        self._put_all("sent", self._first)
+
+    def _put_all(self, what: str, names: list[str]) -> None:
+        for name in names:
+            self._stamps.put(what, name)
+        names.clear()
+
+
+def _name(key: RequestId) -> str:
+    return key.rpartition(".")[0]
+
+
+def main() -> None:
+    sys.setswitchinterval(SWITCH_S)
+    link = FrontLink(socket.socket(fileno=int(sys.argv[1])))
+    start = next(message for message in link.receive(10.0) if isinstance(message, Start))
+    logging.basicConfig(level=logging.WARNING, format=f"%(asctime)s {start.worker_id} %(name)s: %(message)s")
+    spec = msgspec.json.decode(start.settings, type=Spec)
+    try:
+        serve(link, start, spec, load(spec))
+    except FrontGone:
+        os._exit(0)
+
+
+def load(spec: Spec) -> Engine:
+    device = torch.device(spec.device)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    config = replace(LLAMA_8B, num_layers=spec.num_layers)
+    settings = EngineSettings(
+        dtype=spec.dtype,
+        kv_cache_nbytes=spec.kv_cache_gib << 30,
+        max_model_len=spec.max_model_len,
+        max_num_seqs=spec.max_num_seqs,
+        max_batched_tokens=spec.max_batched_tokens,
+        prefix_cache=spec.prefix_cache,
+    )
+    checkpoint = random_checkpoint("llama-8b-random", config)
+    return load_device_engine(settings, checkpoint, _silent, RandomWeights(config, device), device)
+
+
+def serve(link: FrontLink, start: Start, spec: Spec, engine: Engine) -> None:
+    """As worker.core_main.serve, with stamps."""
+    me, stamps, ledger = WorkerId(start.worker_id), Stamps(), Ledger()
+    settings = TransferSettings(secret=SECRET, transport=spec.transfer, checksum=spec.checksum)
+    node = StampedNode(settings, me, Incarnation(start.incarnation), engine.layout, engine.transfer_pool, link.ring)
+    node.stamps = stamps
+    if spec.sums:
+        node.sums = sums = PageSums(Path(spec.sums) / f"{start.incarnation}.jsonl", engine)
+        sum_what_ends(engine, sums)
+    node.start()
+    roles = make_roles(WorkerSettings.model_validate({"role": Role.MIXED}), me, engine, node, ledger)
+    keep_warm = keeper(node, engine.layout)
+    core = StampedCore(stamps, me, engine, node, roles, ledger, link, keep_warm=keep_warm)
+    settle()
+    link.send(ready_of(engine, node))
+    try:
+        core.run()
+    finally:
+        if spec.stamps:
+            stamps.write(spec.stamps)
+        node.close()
+
+
+def sum_what_ends(engine: Engine, sums: PageSums) -> None:
+    """In each step: what it lets go of is granted anew by what follows."""
+    step = engine.step
+
+    def summed(watcher: Watcher) -> StepOutput:
+        output = step(watcher)
+        for ended in output.ended:
+            sums.ended(_name(ended.request_id))
+        return output
+
+    engine.step = summed  # type: ignore[method-assign,assignment]
+
+
+def _silent(stage: str, done: int, total: int) -> None:
+    """Progress that nobody watches."""
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,178 @@
+"""The front of bench.handoff.core: starts cores, gives them jobs, and keeps when each token came."""
+
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Sequence
+from itertools import count
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+
+from bench.handoff.core import Spec
+from contracts.codec import FrameReader, decoder, frame
+from contracts.events import Failed, Finished, Tokens
+from contracts.ids import Epoch, GatewayId, Incarnation, RequestId, WorkerId
+from contracts.request import Cancel, Job, Route, WorkerRef
+from contracts.sampling import SamplingParams
+from core.messages import CoreFrame, CoreReady, CoreStatus, Peers, Start, Stop, ToFront, Work
+
+START_TIMEOUT_S = 150.0
+MEET_TIMEOUT_S = 30.0
+_incarnations = count(1)
+_requests = count(1)
+
+
+class Heard(NamedTuple):
+    """A token: when it came, from which worker."""
+
+    at: float
+    worker: str
+    token_id: int
+
+
+class Answers:
+    """Of all requests: the tokens by index, and the end.
+
+    Each core is heard by a thread of its own: decode's first token and its end may be heard before prefill's token 0,
+    and without it if prefill is killed.
+    """
+
+    def __init__(self) -> None:
+        self.tokens: dict[str, dict[int, Heard]] = defaultdict(dict)
+        self.ends: dict[str, str] = {}
+        self.changed = threading.Condition()
+        self._lengths: dict[str, int] = {}
+
+    def take(self, worker: str, event: Any, now: float) -> None:
+        if isinstance(event, Tokens):
+            for token in event.tokens:
+                self.tokens[event.request_id][token.index] = Heard(now, worker, token.token_id)
+        elif isinstance(event, Finished):
+            self.ends[event.request_id] = "finished"
+            self._lengths[event.request_id] = event.num_tokens
+        elif isinstance(event, Failed):
+            self.ends[event.request_id] = f"{event.code}: {event.message}"
+
+    def wait(self, request_ids: Sequence[str], timeout_s: float) -> None:
+        """Raises TimeoutError if one of them has no end by then, or not all tokens before it."""
+        with self.changed:
+            if not self.changed.wait_for(lambda: all(self._is_whole(name) for name in request_ids), timeout_s):
+                missing = [name for name in request_ids if not self._is_whole(name)]
+                raise TimeoutError(f"no end in {timeout_s:.0f} s for {missing[:5]} of {len(request_ids)}")
+
+    def ids(self, request_id: str) -> dict[int, int]:
+        """By index: a token that is lacking moves none of the others."""
+        with self.changed:
+            return {index: heard.token_id for index, heard in self.tokens[request_id].items()}
+
+    def times(self, request_id: str) -> list[float]:
+        """In the order of the tokens."""
+        with self.changed:
+            return [heard.at for _, heard in sorted(self.tokens[request_id].items())]
+
+    def is_heard_in_order(self, request_id: str) -> bool:
+        times = self.times(request_id)
+        return times == sorted(times)
+
+    def _is_whole(self, request_id: str) -> bool:
+        return request_id in self.ends and len(self.tokens[request_id]) >= self._lengths.get(request_id, 0)
+
+
+class CoreHandle:
+    """One core's process."""
+
+    def __init__(self, name: str, spec: Spec, answers: Answers) -> None:
+        self.name, self._answers = name, answers
+        self.incarnation = f"{name}-{next(_incarnations)}"
+        ours, theirs = socket.socketpair()
+        with theirs:
+            command = [sys.executable, "-m", "bench.handoff.core", str(theirs.fileno())]
+            self.process = subprocess.Popen(command, pass_fds=[theirs.fileno()])
+        self._sock, self._ready = ours, threading.Event()
+        self.status: CoreStatus | None = None
+        self.ref: WorkerRef
+        self._thread = threading.Thread(target=self._read, daemon=True)
+        self._thread.start()
+        self.send(Start(msgspec.json.encode(spec), name, self.incarnation))
+
+    def wait_ready(self) -> "CoreHandle":
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while not self._ready.wait(0.1):
+            if self.process.poll() is not None or time.monotonic() > deadline:
+                raise RuntimeError(f"{self.name} did not start: {self.process.poll()}")
+        return self
+
+    def send(self, message: Any) -> None:
+        self._sock.sendall(frame(message))
+
+    def stop(self) -> None:
+        """Its stamps are written when this returns."""
+        self.send(Stop())
+        self.process.wait(30)
+        self._thread.join(5)
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait(10)
+
+    def _read(self) -> None:
+        frames, messages = FrameReader(), decoder(ToFront)
+        while data := self._recv():
+            now = time.perf_counter()
+            with self._answers.changed:
+                for payload in frames.feed(data):
+                    self._take(messages.decode(payload), now)
+                self._answers.changed.notify_all()
+
+    def _recv(self) -> bytes:
+        try:
+            return self._sock.recv(1 << 20)
+        except OSError:
+            return b""
+
+    def _take(self, message: Any, now: float) -> None:
+        if isinstance(message, CoreReady):
+            self.ref = WorkerRef(WorkerId(self.name), Incarnation(self.incarnation), "", message.transfer)
+            self._ready.set()
+        elif isinstance(message, CoreFrame):
+            self.status = message.status or self.status
+            for events in message.events.values():
+                for event in events:
+                    self._answers.take(self.name, event, now)
+
+
+def meet(prefill: CoreHandle, decode: CoreHandle) -> None:
+    """As a front does once both are in the registry. Raises TimeoutError if no link is up in time."""
+    prefill.send(Peers([decode.ref]))
+    deadline = time.monotonic() + MEET_TIMEOUT_S
+    while not any(link.state == "up" for link in (prefill.status.links if prefill.status else ())):
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"no link from {prefill.name} to {decode.name} in {MEET_TIMEOUT_S:.0f} s")
+        time.sleep(0.02)
+
+
+def ask(
+    prefill: CoreHandle, decode: CoreHandle, token_ids: list[int], num_tokens: int, timeout_s: float = 60.0
+) -> tuple[str, float]:
+    """Post a job to both as a gateway does. Returns its name and when."""
+    name = f"r{next(_requests)}"
+    route = Route(RequestId(name), Epoch(1), prefill.ref, decode.ref)
+    sampling = SamplingParams(max_tokens=num_tokens, seed=0, temperature=0.0, ignore_eos=True)
+    work = Work([Job(route, GatewayId("bench"), token_ids, sampling, timeout_s)], time.monotonic())
+    began = time.perf_counter()
+    for core in {id(core): core for core in (prefill, decode)}.values():
+        core.send(work)
+    return name, began
+
+
+def cancel(core: CoreHandle, request_ids: Sequence[str]) -> None:
+    core.send(Work([Cancel(RequestId(name), Epoch(1), "measured") for name in request_ids], time.monotonic()))
+
+
+def prompt(rng: np.random.Generator, length: int) -> list[int]:
+    return rng.integers(0, 128256, length).tolist()

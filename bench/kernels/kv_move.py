@@ -1,0 +1,59 @@
+"""KV pack, unpack, verify and checksums alone, of a Llama-8B FP8 cache: random pages, by chunk size and by CTAs."""
+
+from functools import partial
+
+import torch
+
+from bench.kernels.figure import Row, show
+from kernels.cases import Call, Case, move_case
+from kernels.registry import Registry
+from kernels.specs import MoveSpec
+from kernels.timing import call_us, copy_rate
+
+PLANES, UNIT, POOL = 64, 65536, 1024
+CTAS = (8, 16, 32, 132, 264)
+
+
+def rows(registry: Registry) -> list[Row]:
+    limit = copy_rate()
+    result = [show(Row("copy_rate", {}, limit / 1e9, "GB/s"))]
+    for op, checksum, convert in (
+        ("kv_pack", False, False),
+        ("kv_unpack", False, False),
+        ("kv_pack", True, False),
+        ("kv_unpack", True, False),
+        ("kv_verify", True, False),
+        ("kv_sums", True, False),
+        ("kv_pack", False, True),
+        ("kv_pack", True, True),
+    ):
+        spec = MoveSpec(PLANES, UNIT, convert, checksum)
+        for tokens in (256, 1024, 2048):
+            result += shape_rows(
+                registry, move_case(op, spec, tokens // 64, POOL // (2 if convert else 1)), tokens, limit
+            )
+    return result
+
+
+def shape_rows(registry: Registry, case: Case, tokens: int, limit: float) -> list[Row]:
+    assert isinstance(case.spec, MoveSpec)
+    op = registry.get(case.op, case.spec)
+    call = case.make("cuda")
+    others = [call, *(reordered(call) for _ in range(5))]
+    result = []
+    for ctas in CTAS:
+        us = call_us([partial(other.run, partial(op, ctas=ctas)) for other in others], count=3)
+        rate = case.nbytes / us * 1e6
+        params = dict(op=case.op, tokens=tokens, ctas=ctas, checksum=case.spec.checksum, convert=case.spec.convert)
+        result.append(show(Row("kv_move", params, us, "us", rate / limit, None, None, dict(gbps=rate / 1e9))))
+    torch.cuda.empty_cache()
+    return result
+
+
+def reordered(call: Call) -> Call:
+    """The same caches with other random pages: nothing of the last call is in L2."""
+    where = 1 if call.outputs else 2 if len(call.args) == 5 else 1
+    pool = next(t for t in call.args if t is not None and t.dim() == 3).shape[1]
+    args = list(call.args)
+    args[where] = torch.randperm(pool, device="cuda")[: len(args[where])].to(torch.int32)
+    return Call(tuple(args), call.kwargs, call.outputs, call.updated)

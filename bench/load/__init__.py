@@ -1,0 +1,1 @@
+"""Load on a server that speaks the OpenAI API."""

@@ -1,0 +1,263 @@
+"""Load on an OpenAI-compatible server: so many users at once, or arrivals at a rate; what came of every request."""
+
+import asyncio
+import gc
+import random
+import statistics
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import aiohttp
+
+from bench.load.client import QUIET_S, VOCABULARY, Answer, ask, body_of, random_prompt
+from bench.report.result import Row
+from contracts.errors import Unavailable
+from process.garbage_collector import settle
+
+WARM_TOKENS = 16
+PERCENTILES = (50, 90, 99)
+
+
+class KeyWanted(Unavailable):
+    """The server answers 401: it was shown no key, or none that it knows."""
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """Tokens of each prompt and of each answer. As text `1k/8k`, k being 1024."""
+
+    num_in: int
+    num_out: int
+
+    def __str__(self) -> str:
+        return "/".join(f"{n // 1024}k" if n % 1024 == 0 else str(n) for n in (self.num_in, self.num_out))
+
+
+@dataclass(frozen=True)
+class Point:
+    """One load. Closed loop: `users`, each with its next request as soon as the last is answered. Open loop: `rate`
+    requests a second with exponential gaps (Poisson), answered or not. One of the two is None.
+    """
+
+    lengths: Lengths
+    users: int | None
+    rate: float | None
+    num_requests: int
+
+    @property
+    def load(self) -> str:
+        if self.users is None:
+            return f"{self.rate:g}/s"
+        return f"{self.users} user" + ("s" if self.users > 1 else "")
+
+    @property
+    def num_warm(self) -> int:
+        return min(self.users or 2, self.num_requests)
+
+    def __str__(self) -> str:
+        return f"{self.lengths}, {self.load}"
+
+
+@dataclass(frozen=True)
+class Server:
+    """Who is asked, and how: `vocabulary` bounds the ids of a prompt, `quiet_s` how long an answer may be silent.
+    `replicas`: where else the same model is served; requests take turns.
+    """
+
+    url: str
+    model: str
+    vocabulary: int = VOCABULARY
+    quiet_s: float = QUIET_S
+    replicas: tuple[str, ...] = ()
+
+    @property
+    def urls(self) -> tuple[str, ...]:
+        return (self.url, *self.replicas)
+
+
+@dataclass
+class Measured:
+    """The requests of a point that came to an end within `wall_s`."""
+
+    point: Point
+    answers: list[Answer] = field(default_factory=list)
+    wall_s: float = 0.0
+
+    @property
+    def good(self) -> list[Answer]:
+        return [answer for answer in self.answers if not answer.reason]
+
+    @property
+    def reasons(self) -> Counter[str]:
+        """Of the others, by how often."""
+        return Counter(answer.reason for answer in self.answers if answer.reason)
+
+
+async def measure(
+    http: aiohttp.ClientSession, server: Server, measured: Measured, seed: int, tell: Callable[[Answer], None]
+) -> None:
+    """Fills `measured`, so that what there is when this is cancelled is there. `tell` is called with each answer.
+
+    The same seed sends the same prompts at the same times, whatever was measured before. Raises Unavailable if none of
+    the requests to warm up, which are not counted, is answered.
+    """
+    point = measured.point
+    lengths = point.lengths
+
+    def body(number: int, max_tokens: int) -> bytes:
+        prompt = random_prompt(lengths.num_in, random.Random(f"{seed} {point} {number}"), server.vocabulary)
+        return body_of(server.model, prompt, max_tokens)
+
+    def asked(number: int, body: bytes, max_tokens: int) -> Awaitable[Answer]:
+        url = server.urls[number % len(server.urls)]
+        return ask(http, url, body, max_tokens, quiet_s=server.quiet_s)
+
+    # All before the first is sent: to draw and write a prompt of 8192 takes 2 ms, in which no token of others is seen.
+    bodies = [body(number, lengths.num_out) for number in range(point.num_requests)]
+
+    async def counted(number: int) -> None:
+        answer = await asked(number, bodies[number], lengths.num_out)
+        measured.answers.append(answer)
+        tell(answer)
+
+    num_warm_tokens = min(WARM_TOKENS, lengths.num_out)
+    warm = [-1 - number for number in range(max(point.num_warm, len(server.urls)))]
+    await _warm_up(asked(number, body(number, num_warm_tokens), num_warm_tokens) for number in warm)
+    with _unseen():
+        start = time.perf_counter()
+        try:
+            await (_closed(point, counted) if point.rate is None else _open(point.rate, point, counted, seed))
+        finally:
+            measured.wall_s = time.perf_counter() - start
+
+
+@contextmanager
+def _unseen() -> Iterator[None]:
+    """The garbage collector does not look at what this process has imported, torch mostly. Else no token is seen while
+    it does, for 20 to 30 ms.
+    """
+    settle()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+
+
+async def _warm_up(requests: Iterator[Awaitable[Answer]]) -> None:
+    answers = await asyncio.gather(*requests)
+    if all(answer.reason for answer in answers):
+        kind, first = _kind_of(answers[0].refusal), answers[0].error
+        raise kind(f"none of {len(answers)} requests to warm up was answered; the first: {first}")
+
+
+async def _closed(point: Point, one: Callable[[int], Awaitable[None]]) -> None:
+    numbers = iter(range(point.num_requests))
+
+    async def user() -> None:
+        for number in numbers:
+            await one(number)
+
+    async with asyncio.TaskGroup() as users:
+        for _ in range(min(point.users or 1, point.num_requests)):
+            users.create_task(user())
+
+
+async def _open(rate: float, point: Point, one: Callable[[int], Coroutine], seed: int) -> None:
+    loop, rng = asyncio.get_running_loop(), random.Random(f"{seed} {point} arrivals")
+    due_s = loop.time()
+    async with asyncio.TaskGroup() as arrived:
+        for number in range(point.num_requests):
+            arrived.create_task(one(number))
+            due_s += rng.expovariate(rate)
+            await asyncio.sleep(max(0.0, due_s - loop.time()))
+
+
+def rows_of(measured: Measured, num_gpus: int) -> list[Row]:
+    """The figures of a point; those that need an answer are left out without one. `num_gpus` 0: nobody said."""
+    point, good = measured.point, measured.good
+    load = {"rate": point.rate} if point.users is None else {"users": point.users}
+    params = {"lengths": str(point.lengths)} | load
+    rows = [
+        Row("requests", len(measured.answers), "requests", params),
+        Row("failed", len(measured.answers) - len(good), "requests", params),
+        *(Row(f"failed: {reason}", count, "requests", params) for reason, count in measured.reasons.most_common()),
+    ]
+    if not good:
+        return rows
+    if short := sum(answer.num_tokens < point.lengths.num_out for answer in good):
+        rows.append(Row("shorter than asked for", short, "requests", params))
+    rows += _percentiles("TTFT", [answer.ttft_s * 1e3 for answer in good], "ms", params)
+    rows += _percentiles("ITL", [gap_s * 1e3 for answer in good for gap_s in answer.gaps_s], "ms", params)
+    rows += _percentiles("E2E", [answer.total_s for answer in good], "s", params)
+    rows.append(Row("output", sum(answer.num_tokens for answer in good) / measured.wall_s, "tokens/s", params))
+    rows.append(Row("input and output", throughput(measured), "tokens/s", params))
+    if num_gpus:
+        rows.append(Row("input and output per GPU", throughput(measured) / num_gpus, "tokens/s", params))
+    if (rate := interactivity(good)) is not None:
+        rows.append(Row("interactivity", rate, "tokens/s/user", params))
+    return rows
+
+
+def throughput(measured: Measured) -> float:
+    """Tokens of prompts and answers a second."""
+    num_tokens = sum(measured.point.lengths.num_in + answer.num_tokens for answer in measured.good)
+    return num_tokens / measured.wall_s
+
+
+def interactivity(answers: Sequence[Answer]) -> float | None:
+    """Tokens a second that the median user sees after the first: 1 / median of the answers' time per output token."""
+    times_s = [(a.total_s - a.ttft_s) / (a.num_tokens - 1) for a in answers if a.num_tokens > 1]
+    return 1 / statistics.median(times_s) if times_s else None
+
+
+def _percentiles(name: str, values: list[float], unit: str, params: dict) -> list[Row]:
+    return [Row(f"{name} p{share}", percentile(values, share), unit, params) for share in PERCENTILES if values]
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    """The value that `share` percent of `values` lie below, always one of them."""
+    return sorted(values)[min(len(values) - 1, int(share / 100 * len(values)))]
+
+
+async def first_model(http: aiohttp.ClientSession, url: str) -> dict:
+    """What the server lists first at /v1/models. Raises Unavailable."""
+    card = await _get(http, f"{url}/v1/models")
+    models = card.get("data") if isinstance(card, dict) else None
+    if not isinstance(models, list) or not models or not isinstance(models[0], dict) or "id" not in models[0]:
+        raise Unavailable(f"{url}/v1/models lists no model: name it with --model")
+    return models[0]
+
+
+async def version_of(http: aiohttp.ClientSession, url: str) -> str:
+    """What the server says at /version, as Tandem and vLLM do; empty for one that does not."""
+    try:
+        said = await _get(http, f"{url}/version")
+    except Unavailable:
+        return ""
+    return str(said.get("version", "")) if isinstance(said, dict) else ""
+
+
+GET_TIMEOUT_S = 20.0
+
+
+async def _get(http: aiohttp.ClientSession, url: str) -> object:
+    try:
+        async with asyncio.timeout(GET_TIMEOUT_S), http.get(url) as response:
+            if response.status == 200:
+                return await response.json(content_type=None)
+            raise _kind_of(response.status)(f"{url} answers {response.status} {response.reason}")
+    except (aiohttp.ClientError, OSError, ValueError) as error:
+        raise Unavailable(f"nobody answers at {url} as an OpenAI-compatible server does: {_reason(error)}") from error
+
+
+def _kind_of(refusal: int) -> type[Unavailable]:
+    """By the status of HTTP."""
+    return KeyWanted if refusal == 401 else Unavailable
+
+
+def _reason(error: Exception) -> str:
+    """In one line: time-outs have no words of their own."""
+    return f"{str(error)[:200] or type(error).__name__}"

@@ -1,0 +1,52 @@
+"""Servers that run already and speak OpenAI's API, Tandem or another, by names to measure them under."""
+
+import argparse
+from dataclasses import dataclass
+
+import aiohttp
+
+from bench.load.generator import Server, first_model, version_of
+from contracts.errors import Unavailable
+
+
+@dataclass(frozen=True)
+class Named:
+    """Several `urls` are replicas of one model, which take turns."""
+
+    name: str
+    urls: tuple[str, ...]
+
+
+def named(text: str) -> Named:
+    """Of `NAME=URL` or `NAME=URL,URL`."""
+    name, _, urls = text.partition("=")
+    found = tuple(url.rstrip("/") for url in urls.split(","))
+    if not name or not all(url.startswith(("http://", "https://")) for url in found):
+        raise argparse.ArgumentTypeError(f"{text!r} is not NAME=URL or NAME=URL,URL as vllm=http://127.0.0.1:8000 is")
+    return Named(name, found)
+
+
+@dataclass(frozen=True)
+class Found:
+    """A server, and what it says of itself; `version` is empty if it says none."""
+
+    urls: tuple[str, ...]
+    model: str
+    version: str
+
+    def server(self, vocabulary: int, quiet_s: float) -> Server:
+        first, *others = self.urls
+        return Server(first, self.model, vocabulary, quiet_s, tuple(others))
+
+
+async def found_at(http: aiohttp.ClientSession, urls: tuple[str, ...], model: str) -> Found:
+    """`model`: what the server calls it; if empty, what it lists first. Raises Unavailable, for replicas that list
+    different ones, too.
+    """
+    try:
+        listed = {url: model or (await first_model(http, url))["id"] for url in urls}
+    except Unavailable as error:
+        raise Unavailable(f"{error} (a server that lists no model: --served-name has its name)") from error
+    if len(set(listed.values())) > 1:
+        raise Unavailable(f"replicas serve one model, and these list {', '.join(map(repr, listed.values()))}")
+    return Found(urls, listed[urls[0]], await version_of(http, urls[0]))

@@ -1,0 +1,1 @@
+"""Models to measure with: random weights, folders of them, and the oracle."""

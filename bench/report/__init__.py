@@ -1,0 +1,1 @@
+"""Result files, limits of the hardware, and plots."""

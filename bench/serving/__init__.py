@@ -1,0 +1,1 @@
+"""Whole systems over HTTP: pairs, gateways, soak and chaos."""

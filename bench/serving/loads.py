@@ -1,0 +1,97 @@
+"""The loads that vLLM was measured under on two H200, what it reached, and how a server bore one of them as rows."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain
+
+from bench.load.client import Answer
+from bench.load.generator import PERCENTILES, Lengths, Measured, Point, percentile, rows_of
+from bench.report.quoted_peers import COLOCATED, PAIR, SERVED, Quoted, Served
+from bench.report.result import Row
+
+NUM_GPUS = 2
+GAP_S = 0.010
+
+
+@dataclass(frozen=True)
+class Load:
+    """`ttft_s`: an answer is good if its first token came within it, and the others `GAP_S` apart in the mean."""
+
+    name: str
+    point: Point
+    ttft_s: float
+    quoted: Served
+
+    def shrunk(self, by: int) -> "Load":
+        """Of a `by`th of the tokens and requests: to try a command out."""
+        lengths = Lengths(*(max(2, num // by) for num in (self.point.lengths.num_in, self.point.lengths.num_out)))
+        num_requests = max(2, self.point.num_requests // by)
+        return replace(self, point=replace(self.point, lengths=lengths, num_requests=num_requests))
+
+
+SHORT, LONG = Lengths(1024, 256), Lengths(8192, 128)
+LOADS = tuple(
+    Load(name, point, ttft_s, SERVED[name])
+    for name, point, ttft_s in (
+        ("idle-1k", Point(Lengths(1024, 32), 1, None, 24), 0.2),
+        ("idle-8k", Point(Lengths(8192, 32), 1, None, 16), 0.5),
+        ("8k-4", Point(LONG, None, 4.0, 64), 0.5),
+        ("8k-8", Point(LONG, None, 8.0, 128), 0.5),
+        ("1k-20", Point(SHORT, None, 20.0, 240), 0.2),
+        ("1k-40", Point(SHORT, None, 40.0, 480), 0.2),
+    )
+)
+
+
+def load_rows(system: str, load: Load, measured: Measured, num_gpus: int = NUM_GPUS) -> list[Row]:
+    """Beside what vLLM's two replicas reached, which is the better of its two. `num_gpus`: 0 if nobody knows."""
+    own = {"system": system, "load": load.name}
+    peers = {f"TTFT p{share}": value for share, value in zip(PERCENTILES, load.quoted.colocated.ttft, strict=True)}
+    peers |= {f"ITL p{share}": value for share, value in zip(PERCENTILES, load.quoted.colocated.itl, strict=True)}
+    rows = [
+        replace(row, params=own | dict(row.params), peer=COLOCATED, peer_value=peers[row.name])
+        if row.name in peers
+        else replace(row, params=own | dict(row.params))
+        for row in rows_of(measured, num_gpus)
+    ]
+    return rows + [replace(row, params=own) for row in _more_rows(load, measured)] if measured.good else rows
+
+
+def _more_rows(load: Load, measured: Measured) -> list[Row]:
+    gaps_ms = [gap_s * 1e3 for answer in measured.good for gap_s in answer.gaps_s]
+    tail = (
+        [Row("ITL p99.9", percentile(gaps_ms, 99.9), "ms"), Row("ITL longest", max(gaps_ms), "ms")] if gaps_ms else []
+    )
+    num_good = sum(is_good(load, answer) for answer in measured.good)
+    num_events = sum(1 + len(answer.gaps_s) for answer in measured.good)
+    return [
+        *tail,
+        Row("tokens an event", sum(answer.num_tokens for answer in measured.good) / num_events, "tokens"),
+        Row("within the objective", num_good / len(measured.answers), "of the requests"),
+        Row("goodput", num_good / measured.wall_s, "requests/s"),
+    ]
+
+
+def is_good(load: Load, answer: Answer) -> bool:
+    """Whether an answered request met its load's objective."""
+    num_gaps = max(1, answer.num_tokens - 1)
+    return answer.ttft_s <= load.ttft_s and (answer.total_s - answer.ttft_s) / num_gaps <= GAP_S
+
+
+def quoted_rows(loads: Sequence[Load]) -> list[Row]:
+    return list(chain.from_iterable(_quoted(load, name, of(load)) for load in loads for name, of in _QUOTED.items()))
+
+
+_QUOTED: dict[str, Callable[[Load], Quoted]] = {
+    COLOCATED: lambda load: load.quoted.colocated,
+    PAIR: lambda load: load.quoted.pair,
+}
+
+
+def _quoted(load: Load, system: str, quoted: Quoted) -> list[Row]:
+    params = {"system": system, "load": load.name}
+    return [
+        Row(f"{what} p{share}", value, "ms", params)
+        for what, values in (("TTFT", quoted.ttft), ("ITL", quoted.itl))
+        for share, value in zip(PERCENTILES, values, strict=True)
+    ]

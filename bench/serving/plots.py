@@ -1,0 +1,72 @@
+"""How first tokens and gaps are spread under each load, a line for each system."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from bench.load.client import Answer
+from bench.load.generator import PERCENTILES
+from bench.report.plots import log_ticks
+from bench.report.quoted_peers import COLOCATED, PAIR
+from bench.serving.loads import Load
+
+Drawn = dict[str, dict[str, list[Answer]]]
+"""Answers by load and system."""
+
+COLUMNS = 2
+SIZE = (11.0, 11.0)
+DPI = 110
+MAX_POINTS = 600
+Values = Callable[[Sequence[Answer]], list[float]]
+
+
+def plot_serving(result: Path, loads: Sequence[Load], drawn: Drawn) -> list[Path]:
+    """Writes RESULT-ttft.png and RESULT-itl.png; returns their paths."""
+    kinds: dict[str, tuple[str, Values]] = {
+        "ttft": ("time to first token, ms", lambda answers: [answer.ttft_s * 1e3 for answer in answers]),
+        "itl": ("gap between tokens, ms", lambda answers: [gap * 1e3 for one in answers for gap in one.gaps_s]),
+    }
+    files = []
+    for kind, (label, values_of) in kinds.items():
+        file = result.with_name(f"{result.stem}-{kind}.png")
+        tails(kind, label, loads, drawn, values_of).savefig(file, dpi=DPI)
+        files.append(file)
+    return files
+
+
+def tails(kind: str, label: str, loads: Sequence[Load], drawn: Drawn, values_of: Values) -> Figure:
+    """Which share is longer than what: a panel for each load. vLLM's quoted percentiles are marks."""
+    figure = Figure(figsize=SIZE, layout="constrained")
+    panels = figure.subplots(-(-len(loads) // COLUMNS), COLUMNS, squeeze=False).flat
+    for load, axes in zip(loads, panels, strict=False):
+        axes.set_title(f"{load.point}", fontsize=10)
+        for system, answers in drawn.get(load.name, {}).items():
+            _draw(axes, system, values_of(answers))
+        for name, quoted, mark in ((COLOCATED, load.quoted.colocated, "x"), (PAIR, load.quoted.pair, "+")):
+            axes.plot(getattr(quoted, kind), [100 - share for share in PERCENTILES], mark, color="gray", label=name)
+        _label(axes, label)
+    return figure
+
+
+def _draw(axes: Axes, system: str, values: list[float]) -> None:
+    if values:
+        axes.step(*zip(*tail(values), strict=True), where="post", label=system)
+
+
+def tail(values: Sequence[float], max_points: int = MAX_POINTS) -> list[tuple[float, float]]:
+    """Values and what percentage is at least as long; of many, more from the long end."""
+    ordered = sorted(values, reverse=True)
+    ranks = sorted({min(len(ordered), round(len(ordered) ** (i / max_points))) for i in range(max_points + 1)})
+    return [(ordered[rank - 1], 100 * rank / len(ordered)) for rank in reversed(ranks)]
+
+
+def _label(axes: Axes, label: str) -> None:
+    axes.set_xscale("log")
+    axes.set_yscale("log")
+    log_ticks(axes.xaxis, axes.yaxis)
+    axes.set_xlabel(label)
+    axes.set_ylabel("% at least as long")
+    axes.grid(alpha=0.3, which="both")
+    axes.legend(fontsize=7)

@@ -1,0 +1,1 @@
+"""A local system to measure, and what it uses."""

@@ -1,0 +1,101 @@
+"""Services of one system started one by one, as on several machines: each can be frozen, killed and replaced."""
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+
+from bench.system.local_system import stop
+from coordinator.store.local_server import RedisServer
+from process.sockets import free_port
+
+START_TIMEOUT_S = 120.0
+STOP_TIMEOUT_S = 20.0
+POLL_S = 0.05
+
+
+class Services:
+    """A coordinator, the `workers` (flags by name) and a gateway, on a Redis of their own; a context manager that
+    starts nothing but that. Logs and ready files lie in `folder`.
+    """
+
+    def __init__(self, folder: Path, workers: Mapping[str, tuple[str, ...]], **settings: str) -> None:
+        self.workers = dict(workers)
+        self.redis = RedisServer()
+        self._folder, self._settings = folder, settings
+        self._processes: dict[str, subprocess.Popen[bytes]] = {}
+        self._port = free_port()
+
+    def __enter__(self) -> "Services":
+        self.redis.__enter__()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process in self._processes.values():
+            if process.poll() is None:
+                process.send_signal(signal.SIGCONT)
+                stop(process)
+        self.redis.close()
+
+    @property
+    def names(self) -> list[str]:
+        return ["coordinator", *self.workers, "gateway"]
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self._port}"
+
+    def start(self, name: str) -> None:
+        """Under its name, at once; `ready` waits for it."""
+        self._ready_file(name).unlink(missing_ok=True)
+        command = [sys.executable, "-m", *self._command(name), "--ready-file", str(self._ready_file(name))]
+        mine = {"TANDEM_REDIS_URL": self.redis.url, "TANDEM_SECRET": "s"} | self._settings
+        with self.log(name).open("ab") as output:
+            self._processes[name] = subprocess.Popen(
+                command, env=os.environ | mine, stdin=subprocess.DEVNULL, stdout=output, stderr=output
+            )
+
+    async def ready(self, name: str) -> None:
+        """Raises RuntimeError with its last words if it ends, TimeoutError if it takes too long."""
+        async with asyncio.timeout(START_TIMEOUT_S):
+            while not self._ready_file(name).exists():
+                if not self.is_alive(name):
+                    raise RuntimeError(f"{name} ended: {self.log(name).read_text()[-1000:]}")
+                await asyncio.sleep(POLL_S)
+
+    def is_alive(self, name: str) -> bool:
+        return self._processes[name].poll() is None
+
+    def facts(self, name: str) -> dict:
+        """What it wrote when it was ready: `url`, `pid`, of a worker `core_pid`."""
+        return json.loads(self._ready_file(name).read_text())
+
+    def signal(self, name: str, number: signal.Signals, to_core: bool = False) -> None:
+        """To the service, or to a worker's engine core. Whoever is gone is passed over."""
+        if self.is_alive(name):
+            with suppress(ProcessLookupError, FileNotFoundError):
+                os.kill(self.facts(name)["core_pid"] if to_core else self._processes[name].pid, number)
+
+    async def ended(self, name: str) -> None:
+        """Raises TimeoutError if it does not end."""
+        async with asyncio.timeout(STOP_TIMEOUT_S):
+            while self.is_alive(name):
+                await asyncio.sleep(POLL_S)
+
+    def log(self, name: str) -> Path:
+        return self._folder / f"{name}.log"
+
+    def _ready_file(self, name: str) -> Path:
+        return self._folder / f"{name}.ready"
+
+    def _command(self, name: str) -> list[str]:
+        if name == "gateway":
+            return ["gateway", "--port", str(self._port)]
+        if name == "coordinator":
+            return ["coordinator", "--port", "0"]
+        return ["tandem", "worker", "--worker-id", name, *self.workers[name], "--port", "0"]
