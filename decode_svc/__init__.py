@@ -1,3 +1,1 @@
-"""The decode side of the handoff."""
-
-from decode_svc.role import DecodeRole as DecodeRole
+"""The decode service: takes KV caches over and computes the answers."""

@@ -9,11 +9,11 @@ from contracts.errors import Corrupt, OutOfBlocks, TandemError
 from contracts.handoff import Abort, ChunkHeader, Commit, Fin, Grant, Offer, Refuse, Wait
 from contracts.ids import Epoch, RequestId, WorkerId
 from contracts.request import Job
-from core.ledger import Ledger, Live, attempt_key
 from engine.engine import Engine
 from engine.messages import ChunkComing, Reservation, StepOutput
 from kv_transfer.events import ChunkBad, ChunkLanded, Drained, Message, PeerLost, TransferEvent
 from kv_transfer.node import TransferNode
+from worker.core.attempt_table import Ledger, Live, attempt_key
 
 log = logging.getLogger(__name__)
 

@@ -1,3 +1,1 @@
-"""The prefill side of the handoff."""
-
-from prefill_svc.role import PrefillRole as PrefillRole
+"""The prefill service: computes prompts and hands their KV cache over."""

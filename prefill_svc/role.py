@@ -8,11 +8,11 @@ from contracts.errors import Corrupt, TandemError, Unavailable
 from contracts.handoff import Abort, Commit, Fin, Grant, Offer, Refuse, Wait
 from contracts.ids import Epoch, RequestId, WorkerId
 from contracts.request import Job, WorkerRef
-from core.ledger import Ledger, Live
 from engine.engine import Engine
 from engine.messages import ChunkComing, ChunkDone, Sampled, StepOutput
 from kv_transfer.events import Drained, Message, PeerLost, TransferEvent
 from kv_transfer.node import TransferNode
+from worker.core.attempt_table import Ledger, Live
 
 log = logging.getLogger(__name__)
 

@@ -1,1 +1,1 @@
-"""A worker: an HTTP front and an engine core as two processes."""
+"""The library of a worker process: an HTTP front and an engine core as two processes."""

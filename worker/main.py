@@ -4,30 +4,45 @@ import json
 import secrets
 import socket
 
+from contracts.errors import ConfigError
 from contracts.ids import Incarnation, WorkerId
-from core.messages import Start
 from process.sockets import listen
 from service.run import run_service
-from worker.process import CoreProcess
-from worker.settings import WorkerSettings
+from worker.front.core_process import CoreProcess
+from worker.messages import Start
+from worker.settings import Side, WorkerSettings
 
 GATEWAY_SILENCE_S = 10.0
 """A gateway's host may vanish without a word; its event stream beats each second, so that it is missed."""
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one worker until it is told to stop. Returns the exit code: 0 stopped, 1 could not start, 3 the core died."""
+    """Run a worker of the role that its settings say.
+
+    Returns the exit code once it is told to stop: 0 stopped, 1 could not start, 3 the core died.
+    """
     return run_service("worker", WorkerSettings, argv, _run)
+
+
+def run_role(role: Side, argv: list[str]) -> int:
+    """Run a worker of this role as `main` does. Raises ConfigError if its settings ask for another one."""
+
+    async def run(settings: WorkerSettings) -> int:
+        if settings.role != role:
+            raise ConfigError(f"role is '{settings.role}', but this is {role}_svc; start {settings.role}_svc instead")
+        return await _run(settings)
+
+    return run_service(f"{role}_svc", WorkerSettings, ["--role", role, *argv], run)
 
 
 async def _run(settings: WorkerSettings) -> int:
     incarnation = Incarnation(secrets.token_hex(4))
     worker_id = WorkerId(settings.worker_id or f"{settings.role}-{socket.gethostname()}-{incarnation}")
     listener = listen(settings.host, settings.port, silence_s=GATEWAY_SILENCE_S)
-    core = CoreProcess(Start(_for_core(settings), worker_id, incarnation))
+    core = CoreProcess(f"{settings.role}_svc.core", Start(_for_core(settings), worker_id, incarnation))
     await core.start()
     try:
-        from worker.serving import serve  # here: FastAPI and Redis' client take a second, the core's torch three
+        from worker.front.serve import serve  # here: FastAPI and Redis' client take a second, the core's torch three
 
         return await serve(settings, worker_id, incarnation, core, listener)
     finally:

@@ -1,6 +1,6 @@
 """An engine core as a worker runs it, on a model of random weights, for measuring: `python -m bench.handoff.core FD`.
 
-FD is the front's end, as for worker.core_main; the settings in its first frame are a `Spec`. When told to stop it
+FD is the front's end, as for worker.core.main; the settings in its first frame are a `Spec`. When told to stop it
 leaves the times of what it did in a file, by the monotonic clock that all processes of a host share.
 """
 
@@ -25,10 +25,6 @@ from contracts.handoff import Coming, Commit, Fin, Grant, HandoffMessage, Offer,
 from contracts.ids import BlockId, Epoch, Incarnation, RequestId, WorkerId
 from contracts.node import Role
 from contracts.request import WorkerRef
-from core.ledger import Ledger
-from core.link import FrontGone, FrontLink
-from core.loop import Core
-from core.messages import Start
 from engine.cuda.loader import load_device_engine
 from engine.engine import Engine
 from engine.messages import Started, StepOutput, Watcher
@@ -37,9 +33,14 @@ from kv_transfer.events import ChunkLanded, TransferEvent
 from kv_transfer.links.incoming_link import IncomingLink
 from kv_transfer.node import TransferNode
 from kv_transfer.settings import TransferSettings
+from mixed_svc.core import make_roles
+from prefill_svc.warm_path import keeper
 from process.garbage_collector import settle
-from worker.core_main import SWITCH_S, make_roles, ready_of
-from worker.rehearsal import keeper
+from worker.core.attempt_table import Ledger
+from worker.core.engine_core import Core
+from worker.core.front_link import FrontGone, FrontLink
+from worker.core.main import SWITCH_S, ready_of
+from worker.messages import Start
 from worker.settings import WorkerSettings
 
 SECRET = b"a secret of measurements"
@@ -246,7 +247,7 @@ def load(spec: Spec) -> Engine:
 
 
 def serve(link: FrontLink, start: Start, spec: Spec, engine: Engine) -> None:
-    """As worker.core_main.serve, with stamps."""
+    """As worker.core.main does, with stamps."""
     me, stamps, ledger = WorkerId(start.worker_id), Stamps(), Ledger()
     settings = TransferSettings(secret=SECRET, transport=spec.transfer, checksum=spec.checksum)
     node = StampedNode(settings, me, Incarnation(start.incarnation), engine.layout, engine.transfer_pool, link.ring)

@@ -19,7 +19,7 @@ from contracts.events import Failed, Finished, Tokens
 from contracts.ids import Epoch, GatewayId, Incarnation, RequestId, WorkerId
 from contracts.request import Cancel, Job, Route, WorkerRef
 from contracts.sampling import SamplingParams
-from core.messages import CoreFrame, CoreReady, CoreStatus, Peers, Start, Stop, ToFront, Work
+from worker.messages import CoreFrame, CoreReady, CoreStatus, Peers, Start, Stop, ToFront, Work
 
 START_TIMEOUT_S = 150.0
 MEET_TIMEOUT_S = 30.0

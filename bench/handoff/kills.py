@@ -26,7 +26,7 @@ from bench.handoff.front import Answers, CoreHandle, ask, prompt
 from bench.report.result import Row
 from contracts.ids import Epoch, RequestId
 from contracts.request import Cancel
-from core.messages import Work
+from worker.messages import Work
 
 NUM_TOKENS = 16
 NUM_UNDISTURBED = 5

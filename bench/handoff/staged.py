@@ -36,7 +36,7 @@ from engine.cuda.kv.transfer_pool import DevicePages
 from kv_transfer.events import ChunkLanded, Message, PeerLost
 from kv_transfer.node import TransferNode
 from kv_transfer.settings import TransferSettings
-from worker.core_main import SWITCH_S
+from worker.core.main import SWITCH_S
 
 NUM_TURNS, NUM_WARM = 20, 3
 SIZES = (16, 32, 128, 512)

@@ -87,10 +87,10 @@ def worker_specs(settings: UpSettings, run_dir: RunDir, env: Mapping[str, str]) 
 def _worker(
     settings: UpSettings, role: Role, name: str, device: str, run_dir: RunDir, env: Mapping[str, str]
 ) -> ProcessSpec:
-    options = ("--role", role, "--worker-id", name, "--dtype", settings.dtype, "--transfer", settings.transfer)
+    options = ("--worker-id", name, "--dtype", settings.dtype, "--transfer", settings.transfer)
     options += () if device == "cpu" else ("--device", device)
     options += ("--tensor-parallel", str(settings.tensor_parallel)) if settings.tensor_parallel > 1 else ()
-    return _service("worker", name, SERVICES, (*options, *_model(settings)), run_dir, env, role=role)
+    return _service(f"{role}_svc", name, SERVICES, (*options, *_model(settings)), run_dir, env, role=role)
 
 
 def _service(

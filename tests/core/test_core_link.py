@@ -7,8 +7,8 @@ import pytest
 
 from contracts.codec import FrameReader, decoder, frame
 from contracts.ids import GatewayId
-from core.link import FrontGone, FrontLink
-from core.messages import GatewayGone, Loading, Stop, ToFront
+from worker.core.front_link import FrontGone, FrontLink
+from worker.messages import GatewayGone, Loading, Stop, ToFront
 
 
 @pytest.fixture

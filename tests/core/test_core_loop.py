@@ -8,15 +8,15 @@ import pytest
 from contracts.events import Failed, Finished, Prefilled, Tokens
 from contracts.ids import Epoch, GatewayId, Incarnation, RequestId, WorkerId
 from contracts.request import Cancel, Job
-from core.ledger import attempt_key
-from core.link import FrontGone
-from core.loop import ALERT_WAIT_S, IDLE_WAIT_S, REHEARSAL_S
-from core.messages import CoreFrame, GatewayGone, Peers, Stop, Work
-from core.status import STATUS_PERIOD_S
 from engine.messages import EngineFailure, StepOutput, Watcher
 from gateway.generation.time_account import exposed_s
 from tests.nodes import node_info
 from tests.path.ring import D, P, Ring, answer
+from worker.core.attempt_table import attempt_key
+from worker.core.engine_core import ALERT_WAIT_S, IDLE_WAIT_S, REHEARSAL_S
+from worker.core.front_link import FrontGone
+from worker.core.status import STATUS_PERIOD_S
+from worker.messages import CoreFrame, GatewayGone, Peers, Stop, Work
 
 R = RequestId("r")
 

@@ -9,7 +9,8 @@ from contracts.ids import Epoch, GatewayId, RequestId
 from contracts.layout import KVLayout
 from contracts.node import NodeLoad
 from contracts.request import Cancel
-from core.messages import (
+from tests.nodes import node_info, ways
+from worker.messages import (
     CoreFailed,
     CoreFrame,
     CoreReady,
@@ -24,7 +25,6 @@ from core.messages import (
     ToFront,
     Work,
 )
-from tests.nodes import node_info, ways
 
 LAYOUT = KVLayout(model="m", num_layers=2, num_kv_heads=1, head_dim=4, block_size=16, dtype="float32")
 R, E, G = RequestId("r"), Epoch(1), GatewayId("g")

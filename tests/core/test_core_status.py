@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from core.status import RATE_WINDOW_S, Rate
+from worker.core.status import RATE_WINDOW_S, Rate
 
 
 def test_the_first_measurement_counts_whole():

@@ -10,12 +10,11 @@ from hypothesis import strategies as st
 from contracts.events import Failed
 from contracts.handoff import Abort, ChunkHeader, Fin, Offer
 from contracts.ids import Epoch, GatewayId, Incarnation, RequestId
-from core.ledger import Ledger
-from decode_svc import DecodeRole
-from decode_svc.role import EARLY_OFFER_S
+from decode_svc.role import EARLY_OFFER_S, DecodeRole
 from engine.messages import StepOutput
 from kv_transfer.events import ChunkBad, ChunkLanded, Drained, Message, PeerLost
 from tests.path.scripted import D, P, Remembering, ScriptedEngine, first_token, opened
+from worker.core.attempt_table import Ledger
 
 E = Epoch(1)
 ENDED = StepOutput((), (), (), ("something ended",), (), 0, 0)

@@ -114,7 +114,7 @@ def _curl(words: list[str]) -> None:
     urls = [word for word in words if word.startswith("http://")]
     assert urls
     sources = [
-        (ROOT / file).read_text() for file in ("gateway/http/app.py", "worker/front.py", "coordinator/service.py")
+        (ROOT / file).read_text() for file in ("gateway/http/app.py", "worker/front/app.py", "coordinator/service.py")
     ]
     for url in urls:
         assert any(f'"{urlsplit(url).path}"' in source for source in sources), f"no endpoint {url}"

@@ -17,7 +17,7 @@ from gateway.dispatch.worker_pool import MAX_POST_NBYTES
 from gateway.prompting.chat_template import LONG_CHARS, Prompting
 from gateway.prompting.pipeline import ask_completion
 from tests.gateway.gateway_rig import GATEWAY
-from worker.front import MAX_BODY_NBYTES
+from worker.front.app import MAX_BODY_NBYTES
 
 WORDS = "one two three four five six "
 

@@ -10,14 +10,14 @@ from contracts.ids import Incarnation, WorkerId
 from coordinator.metrics import RedisTimes
 from coordinator.metrics import render as coordinator_text
 from coordinator.store.store import Counts
-from core.status import StatusReporter
 from gateway.dispatch.dispatcher import Dispatch
 from gateway.observability.metrics import Metrics
 from kv_transfer.events import LinkStats
 from tests.gateway.gateway_rig import GATEWAY, ListStore
 from tests.nodes import node_info
 from tests.path.ring import Ring, Side
-from worker.metrics import render as worker_text
+from worker.core.status import StatusReporter
+from worker.front.metrics import render as worker_text
 
 SUFFIXES = {"histogram": ("_bucket", "_sum", "_count"), "gauge": ("",), "counter": ("",)}
 _TYPE = re.compile(r"^# TYPE (\S+) (\S+)$", re.MULTILINE)

@@ -1,4 +1,4 @@
-"""Two engine cores in one process, as worker.core_main makes them, with real engines and real transports: all of a
+"""Two engine cores in one process, as worker.core.main makes them, with real engines and real transports: all of a
 pair but its fronts. Not a test.
 """
 
@@ -18,17 +18,21 @@ from contracts.ids import Epoch, GatewayId, Incarnation, RequestId, WorkerId
 from contracts.node import Role
 from contracts.request import Job, Route, WorkerRef
 from contracts.sampling import SamplingParams
-from core.ledger import Ledger
-from core.loop import Core
-from core.messages import CoreFrame, ToCore, ToFront, Work
+from decode_svc import core as decode
 from engine.cuda.loader import load_device_engine
 from engine.engine import Engine
 from engine.loader import load_engine
 from engine.settings import EngineSettings
 from kv_transfer.node import TransferNode
-from worker.core_main import engine_settings, make_roles, transfer_settings
+from mixed_svc import core as mixed
+from prefill_svc import core as prefill
+from worker.core.attempt_table import Ledger
+from worker.core.engine_core import Core
+from worker.core.main import engine_settings, transfer_settings
+from worker.messages import CoreFrame, ToCore, ToFront, Work
 from worker.settings import WorkerSettings
 
+ROLES = {"prefill": prefill.make_roles, "decode": decode.make_roles, "mixed": mixed.make_roles}
 GATEWAY = GatewayId("g")
 DEADLINE_S = 60.0
 SETTINGS: dict[str, Any] = {"dtype": "float32", "max_batched_tokens": 32, "kv_cache_mib": 64, "num_threads": 1}
@@ -36,8 +40,8 @@ _TURN_S = 0.001
 
 
 class Front:
-    """Stands where core.link.FrontLink does; a core that has nothing to do waits a millisecond, then it is the other
-    one's turn.
+    """Stands where front_link.FrontLink does; a core that has nothing to do waits a millisecond, then it is the
+    other one's turn.
     """
 
     def __init__(self) -> None:
@@ -73,7 +77,7 @@ class Worker:
             transfer_settings(settings), me, incarnation, self.engine.layout, pool, self.front.ring
         )
         self.node.start()
-        self.roles = make_roles(settings, me, self.engine, self.node, ledger)
+        self.roles = ROLES[settings.role](settings, me, self.engine, self.node, ledger)
         self.core = Core(me, self.engine, self.node, self.roles, ledger, self.front)  # type: ignore[arg-type]
         self.ref = WorkerRef(me, incarnation, "", self.node.address)
 

@@ -10,14 +10,14 @@ from contracts.ids import Epoch, GatewayId, RequestId, WorkerId
 from contracts.request import Cancel, Job, Route
 from contracts.sampling import SamplingParams
 from coordinator.request_states import State, Verdict, judge
-from core.ledger import Ledger
-from core.local import LocalRole
-from core.loop import Core
-from core.messages import CoreFrame, Work
-from core.role import Role
-from decode_svc import DecodeRole
-from prefill_svc import PrefillRole
+from decode_svc.role import DecodeRole
+from prefill_svc.role import PrefillRole
 from tests.path.twins import FakeEngine, FakeLink, FakeNetwork, FakeNode, expected_token, worker_ref
+from worker.core.attempt_table import Ledger
+from worker.core.engine_core import Core
+from worker.core.local_role import LocalRole
+from worker.core.role import Role
+from worker.messages import CoreFrame, Work
 
 GATEWAY = GatewayId("g")
 P, D = WorkerId("p"), WorkerId("d")

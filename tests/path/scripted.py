@@ -9,9 +9,9 @@ from contracts.ids import BlockId, Epoch, GatewayId, RequestId, WorkerId
 from contracts.layout import KVLayout
 from contracts.request import Job, Route
 from contracts.sampling import SamplingParams
-from core.ledger import Ledger, Live
 from engine.messages import EngineRequest, Reservation, StepOutput
 from tests.path.twins import LAYOUT, worker_ref
+from worker.core.attempt_table import Ledger, Live
 
 P, D = WorkerId("p"), WorkerId("d")
 NOTHING = StepOutput((), (), (), (), (), 0, 0)

@@ -8,8 +8,8 @@ from contracts.handoff import ChunkHeader, Commit, Fin, Grant, Offer, Refuse, Wa
 from contracts.ids import Epoch, RequestId
 from contracts.request import Cancel, Job
 from coordinator.request_states import Verdict
-from core.messages import GatewayGone
 from tests.path.ring import GATEWAY, D, P, Ring, answer
+from worker.messages import GatewayGone
 
 PROMPT = list(range(40))  # five steps of a twin
 NUM_TOKENS = 6

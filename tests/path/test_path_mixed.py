@@ -12,11 +12,11 @@ from contracts.events import Event, Failed, Finished, Tokens
 from contracts.ids import Epoch, RequestId
 from contracts.node import Role
 from contracts.request import Job, Route
-from core.messages import CoreFrame, Work
 from engine.loader import load_engine
 from tests.e2e.tiny import VOCAB, save_tiny
 from tests.engine.driving import answers, greedy, random_prompts, settings
 from tests.path.cores import GATEWAY, Worker
+from worker.messages import CoreFrame, Work
 
 SMALL = {"block_size": 64, "kv_cache_mib": 1, "max_batched_tokens": 128, "grant_timeout_s": 0.2}  # 32 blocks
 TIMEOUT_S = 600.0

@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from contracts.events import Failed, FinishReason
 from contracts.handoff import Abort, Commit, Grant, Wait
 from contracts.ids import BlockId, Epoch, Incarnation, RequestId
-from core.ledger import Ledger
 from engine.messages import ChunkComing, ChunkDone, Ended, Sampled, StepOutput
 from kv_transfer.events import Drained, Message, PeerLost
-from prefill_svc import PrefillRole
+from prefill_svc.role import PrefillRole
 from tests.path.scripted import NOTHING, D, P, Remembering, ScriptedEngine, first_token, opened
+from worker.core.attempt_table import Ledger
 
 R, E = RequestId("r"), Epoch(1)
 BLOCK = 4

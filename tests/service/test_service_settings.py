@@ -109,13 +109,21 @@ def test_a_worker_tells_others_an_address_that_they_can_reach(host: str):
     assert WorkerSettings.model_validate({"host": host, "advertise_host": "10.1.2.3"}).advertised_host == "10.1.2.3"
 
 
-@pytest.mark.parametrize("module", ["coordinator", "worker", "gateway"])
+@pytest.mark.parametrize("module", ["coordinator", "prefill_svc", "decode_svc", "mixed_svc", "gateway"])
 def test_a_service_refuses_in_one_line(module: str):
     command = [sys.executable, "-m", module, "--log-level", "loud"]
     env = {"PATH": "/usr/bin:/bin", "TANDEM_SECRET": "s"}
     done = subprocess.run(command, capture_output=True, text=True, timeout=100, env=env, cwd=Path(__file__).parents[2])
     assert done.returncode == 1
     assert done.stderr.startswith(f"tandem {module}: log_level is 'loud'") and done.stderr.count("\n") == 1
+
+
+def test_a_service_of_one_role_refuses_another():
+    command = [sys.executable, "-m", "prefill_svc", "--role", "decode"]
+    env = {"PATH": "/usr/bin:/bin", "TANDEM_SECRET": "s"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, env=env, cwd=Path(__file__).parents[2])
+    assert done.returncode == 1
+    assert "role is 'decode', but this is prefill_svc; start decode_svc instead" in done.stderr
 
 
 def test_a_worker_id_that_is_no_part_of_a_key_is_refused():

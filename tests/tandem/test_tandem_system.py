@@ -37,9 +37,9 @@ def test_a_pair_is_the_default(tmp_path: Path) -> None:
 
 def test_workers_are_counted_by_role(tmp_path: Path) -> None:
     specs = plan(tmp_path, prefill=2, decode=1, mixed=1)
-    workers = [spec for spec in specs.values() if "worker" in spec.argv]
+    workers = [spec for spec in specs.values() if "--worker-id" in spec.argv]
     assert [spec.name for spec in workers] == ["prefill-0", "prefill-1", "decode-0", "mixed-0"]
-    assert [option(spec, "--role") for spec in workers] == ["prefill", "prefill", "decode", "mixed"]
+    assert [option(spec, "-m") for spec in workers] == ["prefill_svc", "prefill_svc", "decode_svc", "mixed_svc"]
     assert len({option(spec, "--ready-file") for spec in workers}) == 4
 
 

@@ -1,10 +1,10 @@
 """A worker's HTTP face before a core that only remembers what it was sent. Not a test."""
 
 from contracts.node import NodeLoad
-from core.messages import CoreStatus, LinkStatus
 from tests.nodes import node_info
-from worker.front import FrontState
-from worker.streams import EventStreams
+from worker.front.app import FrontState
+from worker.front.event_streams import EventStreams
+from worker.messages import CoreStatus, LinkStatus
 
 
 class RememberingCore:

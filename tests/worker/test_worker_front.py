@@ -11,8 +11,8 @@ from contracts.ids import Epoch, GatewayId, RequestId
 from contracts.request import Cancel, Job, Route
 from contracts.sampling import SamplingParams
 from tests.worker.fronts import make_state, make_status
-from worker import front
-from worker.front import MAX_BODY_NBYTES, FrontState, make_app
+from worker.front import app as front
+from worker.front.app import MAX_BODY_NBYTES, FrontState, make_app
 
 AUTH = {"authorization": "Bearer s3cret"}
 

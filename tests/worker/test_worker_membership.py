@@ -13,16 +13,16 @@ from contracts.node import Node, NodeInfo, NodeLoad, Role
 from coordinator.memory_store import MemoryStore
 from coordinator.request_states import State
 from coordinator.store.store import Move
-from core.messages import CoreFrame, ToFront
 from kv_transfer.settings import TransferSettings
 from process.sockets import listen
 from tests.nodes import node_info
 from tests.waiting import async_until
 from tests.worker.fronts import RememberingCore, make_state, make_status
-from worker import membership
-from worker.front import FrontState
-from worker.membership import MAX_POOL, Membership, takers
-from worker.serving import _serve
+from worker.front import membership
+from worker.front.app import FrontState
+from worker.front.membership import MAX_POOL, Membership, takers
+from worker.front.serve import _serve
+from worker.messages import CoreFrame, ToFront
 from worker.settings import WorkerSettings
 
 

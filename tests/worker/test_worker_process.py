@@ -11,10 +11,10 @@ import pytest
 
 from bench.system.local_system import get_json
 from contracts.codec import frame
-from core.messages import Start, Stop
 from tests.e2e.tiny import save_tiny
 from tests.waiting import is_gone, until
 from tests.worker.worker_rig import DEADLINE_S, running_worker
+from worker.messages import Start, Stop
 
 
 @pytest.fixture(scope="module")
@@ -23,7 +23,7 @@ def model(tmp_path_factory) -> str:
 
 
 def start(*flags: str, secret: str = "s") -> subprocess.Popen:
-    command = [sys.executable, "-m", "worker", "--redis-url", "memory://", *flags]
+    command = [sys.executable, "-m", "tandem", "worker", "--redis-url", "memory://", *flags]
     env = os.environ | {"TANDEM_SECRET": secret, "TANDEM_NUM_THREADS": "1", "TANDEM_KV_CACHE_MIB": "16"}
     return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
@@ -85,7 +85,7 @@ def test_a_core_that_is_told_to_stop_before_it_has_read_its_start_loads_no_model
     front, theirs = socket.socketpair()
     with front, theirs:
         front.sendall(frame(Start(b"{}", "w", "1")) + frame(Stop()))
-        command = [sys.executable, "-m", "worker.core_main", str(theirs.fileno())]
+        command = [sys.executable, "-m", "mixed_svc.core", str(theirs.fileno())]
         core = subprocess.run(command, pass_fds=[theirs.fileno()], timeout=DEADLINE_S)
         theirs.close()
         assert core.returncode == 0
@@ -113,7 +113,7 @@ def test_a_core_that_fails_ends_the_worker_though_its_own_end_takes_for_ever(mod
 
 _FAILS = """
 import sys
-if "worker.core_main" in sys.orig_argv:
+if "mixed_svc.core" in sys.orig_argv:
     import atexit, threading
     import engine.loader
     def fail(*_):

@@ -6,13 +6,14 @@ from typing import cast
 
 import pytest
 
-from core.link import FrontLink
-from core.messages import Start
 from engine.engine import Engine
 from kv_transfer.node import TransferNode
+from prefill_svc.core import make_roles
+from prefill_svc.warm_path import Rehearsal, keeper
 from tests.kv_transfer.kv_worker import LAYOUT, make_pool
-from worker import core_main
-from worker.rehearsal import Rehearsal, keeper
+from worker.core import main as core_main
+from worker.core.front_link import FrontLink
+from worker.messages import Start
 from worker.settings import WorkerSettings
 
 
@@ -42,7 +43,7 @@ def test_the_core_of_a_worker_keeps_warm(monkeypatch: pytest.MonkeyPatch):
     settings = WorkerSettings.model_validate({"role": "prefill", "secret": "s"})
     link = cast(FrontLink, SimpleNamespace(ring=lambda: None))
     with pytest.raises(Stopped):
-        core_main.serve(link, Start(b"", "w", "1"), settings, cast(Engine, engine))
+        core_main.serve(link, Start(b"", "w", "1"), settings, cast(Engine, engine), make_roles, keeper)
     assert len(ran) == 1
 
 

@@ -7,8 +7,8 @@ import pytest
 from contracts.codec import FrameReader, decoder
 from contracts.events import EventFrame, Failed
 from contracts.ids import Epoch, GatewayId, Incarnation, RequestId, WorkerId
-from worker import streams as streams_module
-from worker.streams import EventStreams
+from worker.front import event_streams as streams_module
+from worker.front.event_streams import EventStreams
 
 GATEWAY = GatewayId("g")
 decode = decoder(EventFrame).decode

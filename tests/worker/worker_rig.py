@@ -67,7 +67,7 @@ def running_worker(folder: Path, model: str, *flags: str, **environment: str) ->
     """One worker that serves; killed at the end if it has not ended by then."""
     ready, log = folder / "ready.json", folder / "log"
     own = ("--model", model, "--dtype", "float32", "--ready-file", str(ready))
-    command = [sys.executable, "-m", "worker", "--redis-url", "memory://", *own, *flags]
+    command = [sys.executable, "-m", "tandem", "worker", "--redis-url", "memory://", *own, *flags]
     settings = {"TANDEM_SECRET": "s", "TANDEM_NUM_THREADS": "1", "TANDEM_KV_CACHE_MIB": "16"}
     with log.open("wb") as output:
         process = subprocess.Popen(

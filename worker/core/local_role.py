@@ -1,10 +1,10 @@
 """The role of a worker that serves a request whole: prefill and decode on the same pages, nothing moved."""
 
 from contracts.request import Job
-from core.ledger import Ledger, Live
 from engine.engine import Engine
 from engine.messages import ChunkComing, StepOutput
 from kv_transfer.events import TransferEvent
+from worker.core.attempt_table import Ledger, Live
 
 
 class LocalRole:

@@ -13,15 +13,15 @@ from contracts.ids import BlockId, Epoch, GatewayId, Incarnation, RequestId, Wor
 from contracts.layout import KVLayout
 from contracts.request import Job, Route, WorkerRef
 from contracts.sampling import SamplingParams
-from core.ledger import Ledger, attempt_key
-from core.link import FrontLink
-from core.loop import Core
-from core.messages import ToCore, ToFront, Work
 from engine.engine import Engine
 from engine.messages import ChunkComing, ChunkDone, EngineStats, Sampled, Started, StepOutput, Watcher
 from kv_transfer.events import Message, TransferEvent
 from kv_transfer.node import TransferNode
-from prefill_svc import PrefillRole
+from prefill_svc.role import PrefillRole
+from worker.core.attempt_table import Ledger, attempt_key
+from worker.core.engine_core import Core
+from worker.core.front_link import FrontLink
+from worker.messages import ToCore, ToFront, Work
 
 _KEY = RequestId("rehearsal"), Epoch(1)
 _ME, _PEER = (WorkerRef(WorkerId(name), Incarnation(name), "", "") for name in ("rehearsal", "nobody"))
@@ -50,7 +50,7 @@ class Rehearsal:
 
 
 def keeper(node: TransferNode, layout: KVLayout) -> Callable[[], None]:
-    """What core.loop.Core takes: both rehearsals, as often as the transfer's is due."""
+    """What engine_core.Core takes: both rehearsals, as often as the transfer's is due."""
     rehearsal = Rehearsal(layout)
 
     def keep_warm() -> None:
@@ -61,7 +61,7 @@ def keeper(node: TransferNode, layout: KVLayout) -> Callable[[], None]:
 
 
 class _Link:
-    """core.link.FrontLink."""
+    """worker.core.front_link.FrontLink."""
 
     def __init__(self) -> None:
         self.messages: list[ToCore] = []

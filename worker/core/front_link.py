@@ -5,7 +5,7 @@ import selectors
 import socket
 
 from contracts.codec import FrameReader, decoder, frame
-from core.messages import ToCore, ToFront
+from worker.messages import ToCore, ToFront
 
 RECEIVE_NBYTES = 1 << 20
 

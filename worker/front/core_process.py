@@ -11,9 +11,9 @@ from collections.abc import AsyncIterator
 
 from contracts.codec import FrameReader, decoder, frame
 from contracts.errors import ConfigError
-from core.messages import CoreFailed, CoreReady, Loading, Start, Stop, ToCore, ToFront
 from process.parent_death import leashed
 from process.supervision import describe_exit
+from worker.messages import CoreFailed, CoreReady, Loading, Start, Stop, ToCore, ToFront
 
 log = logging.getLogger(__name__)
 
@@ -27,10 +27,10 @@ hundreds of times a step: one stream of a mixed worker made 35 tokens a second a
 
 
 class CoreProcess:
-    """One core. `start()`, wait for `ready()`, then read `frames()` until it ends: that is the core's death."""
+    """The program `module` as one core. `start()`, wait for `ready()`, read `frames()` until it ends: it has died."""
 
-    def __init__(self, start: Start) -> None:
-        self._start = start
+    def __init__(self, module: str, start: Start) -> None:
+        self._module, self._start = module, start
         self._is_given_up = False
         self._reader = FrameReader()
         self._decoder = decoder(ToFront)
@@ -43,7 +43,7 @@ class CoreProcess:
     async def start(self) -> None:
         ours, theirs = socket.socketpair()
         with theirs:
-            command = leashed([sys.executable, "-m", "worker.core_main", str(theirs.fileno())])
+            command = leashed([sys.executable, "-m", self._module, str(theirs.fileno())])
             self._process = subprocess.Popen(
                 command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, env=THREADS | os.environ
             )

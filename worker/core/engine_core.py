@@ -7,14 +7,14 @@ from collections.abc import Callable, Sequence
 from contracts.errors import DeadlineExceeded, RequestError, TandemError, by_code
 from contracts.ids import WorkerId
 from contracts.request import Cancel, Job
-from core.ledger import Ledger, Live
-from core.link import FrontLink
-from core.messages import CoreFrame, GatewayGone, Peers, Stop, ToCore, Work
-from core.role import Role
-from core.status import StatusReporter
 from engine.engine import Engine
 from engine.messages import ChunkComing, Started, StepOutput, Watcher
 from kv_transfer.node import TransferNode
+from worker.core.attempt_table import Ledger, Live
+from worker.core.front_link import FrontLink
+from worker.core.role import Role
+from worker.core.status import StatusReporter
+from worker.messages import CoreFrame, GatewayGone, Peers, Stop, ToCore, Work
 
 log = logging.getLogger(__name__)
 
@@ -29,8 +29,8 @@ TICK_S = 0.02
 class Core(Watcher):
     """One engine, one transfer node, the roles.
 
-    Single-threaded: whatever comes from other threads comes through `link`. `keep_warm`: see worker.rehearsal; called
-    again and again while a lone prompt that is handed over is waited for.
+    Single-threaded: whatever comes from other threads comes through `link`. `keep_warm`: see prefill_svc.warm_path;
+    called again and again while a lone prompt that is handed over is waited for.
     """
 
     def __init__(

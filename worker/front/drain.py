@@ -3,8 +3,8 @@
 import asyncio
 import logging
 
-from worker.front import FrontState
-from worker.membership import Membership
+from worker.front.app import FrontState
+from worker.front.membership import Membership
 
 log = logging.getLogger(__name__)
 

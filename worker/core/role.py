@@ -3,9 +3,9 @@
 from typing import Protocol
 
 from contracts.request import Job
-from core.ledger import Live
 from engine.messages import ChunkComing, StepOutput
 from kv_transfer.events import TransferEvent
+from worker.core.attempt_table import Live
 
 
 class Role(Protocol):

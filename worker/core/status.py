@@ -3,14 +3,14 @@
 from collections.abc import Sequence
 
 from contracts.node import NodeLoad, beside_answers
-from core.ledger import Ledger
-from core.messages import CoreStatus, LinkStatus
-from core.role import Role
 from engine.engine import Engine
 from engine.messages import EngineStats
 from kv_transfer.events import LinkStats
 from kv_transfer.node import TransferNode
 from process.garbage_collector import COLLECTIONS
+from worker.core.attempt_table import Ledger
+from worker.core.role import Role
+from worker.messages import CoreStatus, LinkStatus
 
 STATUS_PERIOD_S = 0.1
 RATE_WINDOW_S = 2.0

@@ -11,19 +11,19 @@ from contracts.ids import Incarnation, WorkerId
 from contracts.node import NodeInfo, Role
 from coordinator.store.connect import connect, patiently
 from coordinator.store.store import Store
-from core.messages import CoreFrame, CoreReady, GatewayGone
 from process.garbage_collector import settle
 from process.sockets import http_url
 from process.supervision import write_ready_file
 from service.server import serving
 from service.settings import flag_and_variable
 from service.version import release
-from worker.drain import drain
-from worker.front import FrontState, make_app
-from worker.membership import Membership, to_moves
-from worker.process import CoreProcess
+from worker.front.app import FrontState, make_app
+from worker.front.core_process import CoreProcess
+from worker.front.drain import drain
+from worker.front.event_streams import EventStreams
+from worker.front.membership import Membership, to_moves
+from worker.messages import CoreFrame, CoreReady, GatewayGone
 from worker.settings import WorkerSettings
-from worker.streams import EventStreams
 
 log = logging.getLogger(__name__)
 

@@ -1,47 +1,47 @@
-"""The engine core's process: started by the front, with one end of a socket pair as its only argument."""
+"""The engine core's process, whatever its roles; the front starts it, with one end of a socket pair as its argument."""
 
 import logging
 import os
 import signal
 import socket
 import sys
+from collections.abc import Callable
 from contextlib import closing
 
 from contracts.errors import ConfigError
 from contracts.ids import Incarnation, WorkerId
-from contracts.node import Role as RoleName
-from core.ledger import Ledger
-from core.link import FrontGone, FrontLink
-from core.local import LocalRole
-from core.loop import Core
-from core.messages import CoreFailed, CoreReady, Loading, Start, Stop
-from core.role import Role
-from decode_svc import DecodeRole
+from contracts.layout import KVLayout
 from engine.engine import Engine
 from engine.loader import load_engine, resolve_device
 from engine.settings import EngineSettings
 from kv_transfer.node import TransferNode
 from kv_transfer.settings import TransferSettings
 from kv_transfer.transports.registry import device_staging_nbytes
-from prefill_svc import PrefillRole
 from process.garbage_collector import settle
-from worker.rehearsal import keeper
+from worker.core.attempt_table import Ledger
+from worker.core.engine_core import Core
+from worker.core.front_link import FrontGone, FrontLink
+from worker.core.role import Role
+from worker.messages import CoreFailed, CoreReady, Loading, Start, Stop
 from worker.settings import WorkerSettings
 
 log = logging.getLogger(__name__)
 
 START_TIMEOUT_S = 10.0
+MakeRoles = Callable[[WorkerSettings, WorkerId, Engine, TransferNode, Ledger], list[Role]]
+MakeKeeper = Callable[[TransferNode, KVLayout], Callable[[], None]]
 SWITCH_S = 0.0002
 """A thread that has heard from a peer gets the interpreter this soon, in the middle of the engine's Python."""
 
 
-def main() -> None:
+def run(make_roles: MakeRoles, make_keeper: MakeKeeper) -> None:
+    """Serve as the program of one engine core; ends the process if it fails."""
     sys.setswitchinterval(SWITCH_S)
     for number in (signal.SIGINT, signal.SIGTERM):  # they may reach the whole group: the front decides
         signal.signal(number, signal.SIG_IGN)
     link = FrontLink(socket.socket(fileno=int(sys.argv[1])))
     try:
-        _serve(link)
+        _serve(link, make_roles, make_keeper)
     except FrontGone:
         sys.exit(0)
     except Exception as error:
@@ -55,15 +55,22 @@ def main() -> None:
         os._exit(1)
 
 
-def _serve(link: FrontLink) -> None:
+def _serve(link: FrontLink, make_roles: MakeRoles, make_keeper: MakeKeeper) -> None:
     start = _first_message(link)
     settings = WorkerSettings.model_validate_json(start.settings)
     logging.basicConfig(level=settings.log_level.upper(), format="%(asctime)s core %(levelname)s %(name)s: %(message)s")
     engine = load_engine(engine_settings(settings), lambda stage, done, total: link.send(Loading(stage, done, total)))
-    serve(link, start, settings, engine)
+    serve(link, start, settings, engine, make_roles, make_keeper)
 
 
-def serve(link: FrontLink, start: Start, settings: WorkerSettings, engine: Engine) -> None:
+def serve(
+    link: FrontLink,
+    start: Start,
+    settings: WorkerSettings,
+    engine: Engine,
+    make_roles: MakeRoles,
+    make_keeper: MakeKeeper,
+) -> None:
     """Until the front says stop. Raises FrontGone when the front is gone."""
     me, incarnation = WorkerId(start.worker_id), Incarnation(start.incarnation)
     with closing(engine):
@@ -73,11 +80,20 @@ def serve(link: FrontLink, start: Start, settings: WorkerSettings, engine: Engin
         node.start()
         with closing(node):
             ledger = Ledger()
-            roles, keep_warm = make_roles(settings, me, engine, node, ledger), keeper(node, engine.layout)
+            roles, keep_warm = make_roles(settings, me, engine, node, ledger), make_keeper(node, engine.layout)
             core = Core(me, engine, node, roles, ledger, link, keep_warm=keep_warm)
             settle()
             link.send(ready_of(engine, node))
             core.run()
+
+
+def transfer_keeper(node: TransferNode, layout: KVLayout) -> Callable[[], None]:
+    """Return what keeps the code of the transfer warm in a core that never sends."""
+
+    def keep_warm() -> None:
+        node.keep_warm()
+
+    return keep_warm
 
 
 def _first_message(link: FrontLink) -> Start:
@@ -88,18 +104,6 @@ def _first_message(link: FrontLink) -> Start:
         case [Start() as start, *others] if Stop() not in others:
             return start
     raise FrontGone
-
-
-def make_roles(
-    settings: WorkerSettings, me: WorkerId, engine: Engine, node: TransferNode, ledger: Ledger
-) -> list[Role]:
-    """A mixed worker takes every side. Any worker can serve a request whole."""
-    roles: list[Role] = [LocalRole(engine, ledger)]
-    if settings.role in (RoleName.PREFILL, RoleName.MIXED):
-        roles.append(PrefillRole(me, engine, node, ledger, settings.grant_timeout_s))
-    if settings.role in (RoleName.DECODE, RoleName.MIXED):
-        roles.append(DecodeRole(me, engine, node, ledger))
-    return roles
 
 
 def engine_settings(settings: WorkerSettings) -> EngineSettings:
@@ -144,7 +148,3 @@ def ready_of(engine: Engine, node: TransferNode) -> CoreReady:
         dtype=engine.dtype,
         ways=node.ways,
     )
-
-
-if __name__ == "__main__":
-    main()

@@ -15,12 +15,12 @@ from contracts.errors import RequestError
 from contracts.ids import GatewayId
 from contracts.node import NodeInfo, NodeLoad
 from contracts.request import Cancel, Job, JobMessage
-from core.messages import CoreStatus, Work
 from service.request_body import read_body
 from service.shared_secret import refusal, stranger
-from worker.metrics import render
-from worker.process import CoreProcess
-from worker.streams import EventStreams
+from worker.front.core_process import CoreProcess
+from worker.front.event_streams import EventStreams
+from worker.front.metrics import render
+from worker.messages import CoreStatus, Work
 
 log = logging.getLogger(__name__)
 

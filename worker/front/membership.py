@@ -15,9 +15,9 @@ from contracts.request import WorkerRef
 from coordinator.request_states import State
 from coordinator.store.connect import patiently
 from coordinator.store.store import Move, Store
-from core.messages import Peers
 from service.outage_log import Outage
-from worker.front import FrontState
+from worker.front.app import FrontState
+from worker.messages import Peers
 
 log = logging.getLogger(__name__)
 

@@ -7,7 +7,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from contracts.node import NodeInfo
-from core.messages import CoreStatus, LinkStatus
+from worker.messages import CoreStatus, LinkStatus
 
 
 class StatusCollector(Collector):

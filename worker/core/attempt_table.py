@@ -14,7 +14,7 @@ from contracts.request import Job
 from engine.messages import EngineRequest
 
 if TYPE_CHECKING:
-    from core.role import Role
+    from worker.core.role import Role
 
 log = logging.getLogger(__name__)
 

@@ -1,0 +1,22 @@
+"""The engine core of a decode worker: `python -m decode_svc.core FD`, started by its front."""
+
+from contracts.ids import WorkerId
+from decode_svc.role import DecodeRole
+from engine.engine import Engine
+from kv_transfer.node import TransferNode
+from worker.core.attempt_table import Ledger
+from worker.core.local_role import LocalRole
+from worker.core.main import run, transfer_keeper
+from worker.core.role import Role
+from worker.settings import WorkerSettings
+
+
+def make_roles(
+    settings: WorkerSettings, me: WorkerId, engine: Engine, node: TransferNode, ledger: Ledger
+) -> list[Role]:
+    """Return the roles of a worker that computes answers; any worker can serve a request whole, too."""
+    return [LocalRole(engine, ledger), DecodeRole(me, engine, node, ledger)]
+
+
+if __name__ == "__main__":
+    run(make_roles, transfer_keeper)

@@ -1,0 +1,28 @@
+"""The engine core of a mixed worker: `python -m mixed_svc.core FD`, started by its front."""
+
+from contracts.ids import WorkerId
+from decode_svc.role import DecodeRole
+from engine.engine import Engine
+from kv_transfer.node import TransferNode
+from prefill_svc.role import PrefillRole
+from prefill_svc.warm_path import keeper
+from worker.core.attempt_table import Ledger
+from worker.core.local_role import LocalRole
+from worker.core.main import run
+from worker.core.role import Role
+from worker.settings import WorkerSettings
+
+
+def make_roles(
+    settings: WorkerSettings, me: WorkerId, engine: Engine, node: TransferNode, ledger: Ledger
+) -> list[Role]:
+    """Return all roles: this worker takes either side of a handoff, and whole requests."""
+    return [
+        LocalRole(engine, ledger),
+        PrefillRole(me, engine, node, ledger, settings.grant_timeout_s),
+        DecodeRole(me, engine, node, ledger),
+    ]
+
+
+if __name__ == "__main__":
+    run(make_roles, keeper)

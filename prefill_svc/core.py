@@ -1,0 +1,23 @@
+"""The engine core of a prefill worker: `python -m prefill_svc.core FD`, started by its front."""
+
+from contracts.ids import WorkerId
+from engine.engine import Engine
+from kv_transfer.node import TransferNode
+from prefill_svc.role import PrefillRole
+from prefill_svc.warm_path import keeper
+from worker.core.attempt_table import Ledger
+from worker.core.local_role import LocalRole
+from worker.core.main import run
+from worker.core.role import Role
+from worker.settings import WorkerSettings
+
+
+def make_roles(
+    settings: WorkerSettings, me: WorkerId, engine: Engine, node: TransferNode, ledger: Ledger
+) -> list[Role]:
+    """Return the roles of a worker that computes prompts; any worker can serve a request whole, too."""
+    return [LocalRole(engine, ledger), PrefillRole(me, engine, node, ledger, settings.grant_timeout_s)]
+
+
+if __name__ == "__main__":
+    run(make_roles, keeper)

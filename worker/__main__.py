@@ -1,5 +1,0 @@
-import sys
-
-from worker.main import main
-
-sys.exit(main())

@@ -1,0 +1,1 @@
+"""The front: the HTTP process of a worker."""
