@@ -4,8 +4,7 @@
 Every figure goes through Engine.submit and Engine.step: scheduler, block pool, input preparation, sampling (greedy),
 tokens on the host. A decode step's limit is the time to read weights, head and KV once at the rate that an H200 reads;
 a prefill's is its products and attention at the rate that an H200 reaches with FP8 rows of one scale each, half of it
-in bf16 (hardware_limits); of several GPUs each has its part to read and to multiply. The peer was measured on the same
-kind of card, in another run, Llama-8B's shape on one (quoted_peers).
+in bf16 (hardware_limits); of several GPUs each has its part to read and to multiply.
 """
 
 import argparse
@@ -25,7 +24,6 @@ import torch
 
 from bench.models.random_model import SHAPES, STORED, open_random
 from bench.report.hardware_limits import FP8_ROW_RATE, READ_RATE
-from bench.report.quoted_peers import VLLM_ENGINE, VLLM_PREFILL_RATES, VLLM_STEP_MS
 from bench.report.result import Row, share_of_limit, write_result
 from contracts.ids import RequestId
 from contracts.sampling import SamplingParams
@@ -40,6 +38,8 @@ from models.config import ModelConfig
 from process.garbage_collector import COLLECTIONS, settle
 
 WEIGHT_NBYTES = {"gptq": (64 + 4) / 128, "awq": (64 + 4) / 128}  # codes of 128 columns, and a word for scale and zero
+BATCHES = (1, 8, 32, 64, 128, 256)
+PREFILLS = ((1, 8192), (32, 1024))  # prompts, tokens of each
 PROMPT, NUM_WARM, NUM_STEPS = 992, 8, 48  # contexts around 1024
 MOST_TOKENS = 4 * (NUM_WARM + NUM_STEPS)
 _names = count()
@@ -51,7 +51,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=None)
     parser.add_argument("--dtypes", nargs="+", default=["float8", "float8-head"])
-    parser.add_argument("--batches", nargs="+", type=int, default=list(VLLM_STEP_MS))
+    parser.add_argument("--batches", nargs="+", type=int, default=list(BATCHES))
     parser.add_argument("--model", choices=SHAPES, default="llama-8b")
     parser.add_argument("--stored", nargs="+", choices=STORED, help="instead of dtypes: as these checkpoints are kept")
     parser.add_argument("--tensor-parallel", type=int, default=1)
@@ -91,7 +91,7 @@ def measure(model: str, dtype: str, num_gpus: int, batches: Sequence[int], promp
         for batch in batches:
             rows += [shown(row) for row in decode_rows(engine, dtype, num_gpus, batch, prompt)]
         if prefills:
-            rows += [shown(prefill_row(engine, dtype, num_gpus, num, length)) for num, length in VLLM_PREFILL_RATES]
+            rows += [shown(prefill_row(engine, dtype, num_gpus, num, length)) for num, length in PREFILLS]
     return rows
 
 
@@ -132,8 +132,7 @@ def decode_rows(engine: Engine, dtype: str, num_gpus: int, batch: int, prompt: i
     context = prompt + num_sampled // batch + NUM_WARM + NUM_STEPS // 2
     params = {"dtype": dtype, "batch": batch, "context": context}
     limit = limit_ms(engine.checkpoint.config, batch, context, dtype) / num_gpus
-    peer = VLLM_STEP_MS.get(batch) if prompt == PROMPT else None
-    rows = [_beside(engine, "engine_decode_step", step_ms, "ms", params, limit, peer)]
+    rows = [Row("engine_decode_step", step_ms, "ms", params, limit)]
     slowest = max(late - early for early, late in pairwise(stamps)) * 1e3
     rows.append(Row("engine_decode_step_slowest", slowest, "ms", params))
     rows.append(Row("engine_collector", collecting * 1e3, "ms", params))
@@ -228,15 +227,7 @@ def prefill_row(engine: Engine, dtype: str, num_gpus: int, num: int, length: int
     rate_of_products = FP8_ROW_RATE if is_fp8(dtype) else FP8_ROW_RATE / 2
     limit = num_gpus * rate_of_products / flops_per_token(engine.checkpoint.config, length)
     params = {"dtype": dtype, "prompts": num, "length": length}
-    return _beside(engine, "engine_prefill", rate, "tokens/s", params, limit, VLLM_PREFILL_RATES[num, length])
-
-
-def _beside(
-    engine: Engine, name: str, value: float, unit: str, params: dict[str, Any], limit: float, peer: float | None
-) -> Row:
-    """The peer's figure where it is of the same shape."""
-    has_peer = engine.checkpoint.name == "llama-8b" and peer is not None
-    return Row(name, value, unit, params, limit, VLLM_ENGINE if has_peer else None, peer if has_peer else None)
+    return Row("engine_prefill", rate, "tokens/s", params, limit)
 
 
 def submit(engine: Engine, lengths: Sequence[int], max_tokens: int) -> list[RequestId]:
@@ -284,8 +275,7 @@ def flops_per_token(config: ModelConfig, length: int) -> float:
 def shown(row: Row) -> Row:
     """Logged as it comes, so that a run that is cut short still says something."""
     share = f" ({share_of_limit(row.value, row.limit, row.unit):.0%} of the limit)" if row.limit else ""
-    peer = f" | peer {row.peer_value:.4g}" if row.peer_value else ""
-    _log.info("%s %s %.4g %s%s%s", row.name, dict(row.params), row.value, row.unit, share, peer)
+    _log.info("%s %s %.4g %s%s", row.name, dict(row.params), row.value, row.unit, share)
     return row
 
 

@@ -1,4 +1,4 @@
-"""Serving on two GPUs, end to end over HTTP, under the loads that vLLM was measured under: a pair of prefill and decode
+"""Serving on two GPUs, end to end over HTTP: a pair of prefill and decode
 beside two plain replicas, one after the other.
 
 python -m bench.models.model_folder /dev/shm/llama-8b --device cuda
@@ -33,7 +33,7 @@ from bench.load.client import VOCABULARY, session
 from bench.load.generator import Measured, Server, measure
 from bench.load.servers import Found, Named, found_at, named
 from bench.report.result import Row, write_result
-from bench.serving.loads import GAP_S, LOADS, Load, load_rows, quoted_rows
+from bench.serving.loads import GAP_S, LOADS, Load, load_rows
 from bench.serving.plots import Drawn, plot_serving
 from bench.serving.soak import wait_clean
 from bench.system.local_system import System, running
@@ -54,7 +54,7 @@ class Report:
 
     def __init__(self, args: argparse.Namespace, loads: Sequence[Load]) -> None:
         self._args, self._loads = args, loads
-        self.rows: list[Row] = quoted_rows(loads)
+        self.rows: list[Row] = []
         self.drawn: Drawn = {}
         self.found: dict[str, Found] = {}
 

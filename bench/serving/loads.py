@@ -1,12 +1,9 @@
-"""The loads that vLLM was measured under on two H200, what it reached, and how a server bore one of them as rows."""
+"""The loads that two GPUs are measured under, and how a server bore one of them as rows."""
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
 
 from bench.load.client import Answer
-from bench.load.generator import PERCENTILES, Lengths, Measured, Point, percentile, rows_of
-from bench.report.quoted_peers import COLOCATED, PAIR, SERVED, Quoted, Served
+from bench.load.generator import Lengths, Measured, Point, percentile, rows_of
 from bench.report.result import Row
 
 NUM_GPUS = 2
@@ -20,7 +17,6 @@ class Load:
     name: str
     point: Point
     ttft_s: float
-    quoted: Served
 
     def shrunk(self, by: int) -> "Load":
         """Of a `by`th of the tokens and requests: to try a command out."""
@@ -31,7 +27,7 @@ class Load:
 
 SHORT, LONG = Lengths(1024, 256), Lengths(8192, 128)
 LOADS = tuple(
-    Load(name, point, ttft_s, SERVED[name])
+    Load(name, point, ttft_s)
     for name, point, ttft_s in (
         ("idle-1k", Point(Lengths(1024, 32), 1, None, 24), 0.2),
         ("idle-8k", Point(Lengths(8192, 32), 1, None, 16), 0.5),
@@ -44,16 +40,9 @@ LOADS = tuple(
 
 
 def load_rows(system: str, load: Load, measured: Measured, num_gpus: int = NUM_GPUS) -> list[Row]:
-    """Beside what vLLM's two replicas reached, which is the better of its two. `num_gpus`: 0 if nobody knows."""
+    """Return all rows of one load. `num_gpus`: 0 if it is not known."""
     own = {"system": system, "load": load.name}
-    peers = {f"TTFT p{share}": value for share, value in zip(PERCENTILES, load.quoted.colocated.ttft, strict=True)}
-    peers |= {f"ITL p{share}": value for share, value in zip(PERCENTILES, load.quoted.colocated.itl, strict=True)}
-    rows = [
-        replace(row, params=own | dict(row.params), peer=COLOCATED, peer_value=peers[row.name])
-        if row.name in peers
-        else replace(row, params=own | dict(row.params))
-        for row in rows_of(measured, num_gpus)
-    ]
+    rows = [replace(row, params=own | dict(row.params)) for row in rows_of(measured, num_gpus)]
     return rows + [replace(row, params=own) for row in _more_rows(load, measured)] if measured.good else rows
 
 
@@ -76,22 +65,3 @@ def is_good(load: Load, answer: Answer) -> bool:
     """Whether an answered request met its load's objective."""
     num_gaps = max(1, answer.num_tokens - 1)
     return answer.ttft_s <= load.ttft_s and (answer.total_s - answer.ttft_s) / num_gaps <= GAP_S
-
-
-def quoted_rows(loads: Sequence[Load]) -> list[Row]:
-    return list(chain.from_iterable(_quoted(load, name, of(load)) for load in loads for name, of in _QUOTED.items()))
-
-
-_QUOTED: dict[str, Callable[[Load], Quoted]] = {
-    COLOCATED: lambda load: load.quoted.colocated,
-    PAIR: lambda load: load.quoted.pair,
-}
-
-
-def _quoted(load: Load, system: str, quoted: Quoted) -> list[Row]:
-    params = {"system": system, "load": load.name}
-    return [
-        Row(f"{what} p{share}", value, "ms", params)
-        for what, values in (("TTFT", quoted.ttft), ("ITL", quoted.itl))
-        for share, value in zip(PERCENTILES, values, strict=True)
-    ]

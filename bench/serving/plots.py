@@ -7,9 +7,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from bench.load.client import Answer
-from bench.load.generator import PERCENTILES
 from bench.report.plots import log_ticks
-from bench.report.quoted_peers import COLOCATED, PAIR
 from bench.serving.loads import Load
 
 Drawn = dict[str, dict[str, list[Answer]]]
@@ -31,21 +29,19 @@ def plot_serving(result: Path, loads: Sequence[Load], drawn: Drawn) -> list[Path
     files = []
     for kind, (label, values_of) in kinds.items():
         file = result.with_name(f"{result.stem}-{kind}.png")
-        tails(kind, label, loads, drawn, values_of).savefig(file, dpi=DPI)
+        tails(label, loads, drawn, values_of).savefig(file, dpi=DPI)
         files.append(file)
     return files
 
 
-def tails(kind: str, label: str, loads: Sequence[Load], drawn: Drawn, values_of: Values) -> Figure:
-    """Which share is longer than what: a panel for each load. vLLM's quoted percentiles are marks."""
+def tails(label: str, loads: Sequence[Load], drawn: Drawn, values_of: Values) -> Figure:
+    """Which share is longer than what: a panel for each load."""
     figure = Figure(figsize=SIZE, layout="constrained")
     panels = figure.subplots(-(-len(loads) // COLUMNS), COLUMNS, squeeze=False).flat
     for load, axes in zip(loads, panels, strict=False):
         axes.set_title(f"{load.point}", fontsize=10)
         for system, answers in drawn.get(load.name, {}).items():
             _draw(axes, system, values_of(answers))
-        for name, quoted, mark in ((COLOCATED, load.quoted.colocated, "x"), (PAIR, load.quoted.pair, "+")):
-            axes.plot(getattr(quoted, kind), [100 - share for share in PERCENTILES], mark, color="gray", label=name)
         _label(axes, label)
     return figure
 
@@ -69,4 +65,5 @@ def _label(axes: Axes, label: str) -> None:
     axes.set_xlabel(label)
     axes.set_ylabel("% at least as long")
     axes.grid(alpha=0.3, which="both")
-    axes.legend(fontsize=7)
+    if axes.lines:
+        axes.legend(fontsize=7)

@@ -15,8 +15,9 @@ from bench.serving.loads import LOADS
 from bench.serving.plots import tails
 
 RESULTS = Path(__file__).parents[2] / "bench" / "results"
-ENGINE, HANDOFF = RESULTS / "2026-11-27-engine-gpu-warm-h200.json", RESULTS / "2026-11-27-handoff-gpu-warm-2xh200.json"
-KILLS = RESULTS / "2026-11-27-handoff-gpu-warm-kills-ucx-2xh200.json"
+ENGINE = RESULTS / "2026-11-28-engine-gpu-beside-vllm-h200.json"
+HANDOFF = RESULTS / "2026-11-28-handoff-gpu-one-commit-2xh200.json"
+KILLS = RESULTS / "2026-11-28-handoff-gpu-kills-ucx-2xh200.json"
 
 
 def read(file: Path) -> dict:
@@ -42,18 +43,18 @@ def test_decode_steps_stand_between_their_limit_and_the_peer():
     assert list(lines(left))[:2] == ["float8", "float8, byte limit"] and "vLLM" in list(lines(left))[2]
     assert [batch for batch, _ in ours] == [1, 8, 32, 64, 128, 256]
     assert all(low[1] < own[1] < high[1] for low, own, high in zip(limit, ours, peer, strict=True))
-    assert words(left)[0] == "82%" and ours[-1][1] == pytest.approx(8.946, abs=0.001)
-    assert heights(right) == [pytest.approx(some, abs=0.05) for some in ([65.3, 78.2], [86.3, 97.7], [57.3, 68.4])]
+    assert words(left)[0] == "80%" and ours[-1][1] == pytest.approx(9.313, abs=0.001)
+    assert heights(right) == [pytest.approx(some, abs=0.05) for some in ([65.4, 77.9], [86.3, 97.7], [53.0, 64.6])]
 
 
 def test_a_part_of_a_handoff_is_what_came_since_the_one_before():
     parts, first, gaps, bandwidth = handoff_plots.handoff(read(HANDOFF)).axes
     ends = [[bar.get_x() + bar.get_width() for bar in bars] for bars in parts.containers]  # type: ignore[attr-defined]
-    assert ends[-1] == pytest.approx([0.2664, 0.3126, 0.2991, 0.6237, 0.4967])  # as the rows of Commit are
-    assert ends[0] == pytest.approx([0.1286, 0.1331, 0.1519, 0.1751, 0.114])
-    assert heights(first) == [pytest.approx(some, abs=0.1) for some in ([5.84, 14.5, 125.7], [5.16, 13.8, 125.1])]
-    assert words(gaps) == ["0.65", "0.55", "0.54", "4.26", "3.97"]
-    assert lines(bandwidth)["without checksums"][3] == (512, pytest.approx(284.3, abs=0.1))
+    assert ends[-1] == pytest.approx([0.4089, 0.3794, 0.3643, 0.6608, 0.5755])  # as the rows of Commit are
+    assert ends[0] == pytest.approx([0.1536, 0.1254, 0.1535, 0.1811, 0.1759])
+    assert heights(first) == [pytest.approx(some, abs=0.1) for some in ([6.87, 14.4, 124.1], [5.36, 13.8, 123.5])]
+    assert words(gaps) == ["0.67", "0.74", "0.69", "4.42", "4.12"]
+    assert lines(bandwidth)["without checksums"][3] == (512, pytest.approx(284.8, abs=0.1))
 
 
 def test_another_transport_has_no_aims_of_nvlink():
@@ -91,7 +92,7 @@ def test_a_scale_has_numbers_however_short_it_is(low: float, high: float, some: 
 def test_every_panel_of_a_serving_plot_has_numbers():
     answers = [Answer(0.02 + 0.0001 * i, [0.003], 0.03, 2) for i in range(9)]
     drawn = {load.name: {"pair": answers} for load in LOADS}
-    figure = tails("itl", "ms", LOADS, drawn, lambda some: [gap * 1e3 for one in some for gap in one.gaps_s])
+    figure = tails("ms", LOADS, drawn, lambda some: [gap * 1e3 for one in some for gap in one.gaps_s])
     for axes in figure.axes:
         low, high = axes.get_xlim()
         assert [tick for tick in axes.get_xticks() if low <= tick <= high]

@@ -10,9 +10,8 @@ import torch
 from bench.load.client import Answer
 from bench.load.generator import Measured
 from bench.models.model_folder import TINY, write_folder
-from bench.report.quoted_peers import COLOCATED, PAIR
 from bench.serving import gpu as serving_gpu
-from bench.serving.loads import LOADS, is_good, load_rows, quoted_rows
+from bench.serving.loads import LOADS, is_good, load_rows
 from bench.serving.plots import plot_serving, tail
 from bench.system.local_system import running
 from bench.system.resource_usage import mean_rows, pids, samples_of, stages_of, work_rows
@@ -39,21 +38,13 @@ def test_goodput_counts_the_failed_and_the_late():
     assert rows["tokens an event"].value == 1
     assert rows["ITL longest"].value == pytest.approx(30.0)
     assert rows["failed"].value == 1
-    assert (rows["TTFT p50"].peer, rows["TTFT p50"].peer_value) == (COLOCATED, 173.0)
-    assert rows["ITL p99"].peer_value == 116.0
+    assert all(row.peer is None for row in rows.values())
     assert all(row.params["system"] == "pair" and row.params["load"] == "8k-8" for row in rows.values())
 
 
 def test_nothing_answered_is_rows_without_figures():
     rows = load_rows("pair", LOAD, Measured(LOAD.point, [Answer(reason="silent")], wall_s=2.0))
     assert {row.name: row.value for row in rows} == {"requests": 1, "failed": 1, "failed: silent": 1}
-
-
-def test_quoted_figures_are_named_as_quoted():
-    rows = [row for row in quoted_rows(LOADS) if row.params["load"] == "8k-8"]
-    found = {(row.params["system"], row.name): row.value for row in rows}
-    assert found[PAIR, "ITL p99"] == 123.0 and found[COLOCATED, "TTFT p50"] == 173.0
-    assert len(rows) == 12 and all("quoted" in row.params["system"] for row in rows)
 
 
 def test_a_shrunk_load_keeps_its_rate():
@@ -160,7 +151,7 @@ def test_servers_that_run_are_measured_alike_without_our_own_accounts(tmp_path: 
         monkeypatch.setattr(sys, "argv", [*command, *urls])
         assert serving_gpu.main() == 1
     result = json.loads(out.read_text())
-    rows = [row for row in result["rows"] if "quoted" not in row["params"]["system"]]
+    rows = result["rows"]
     failed = {(row["params"]["system"], row["params"]["load"]): row["value"] for row in rows if row["name"] == "failed"}
     assert failed == {(system, load): 0 for system in ("one", "two") for load in ("idle-1k", "8k-8")}
     assert {"TTFT p50", "ITL p99", "goodput", "tokens an event"} <= {row["name"] for row in rows}
