@@ -1,7 +1,7 @@
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportArgumentType=false, reportIndexIssue=false
 # pyright: reportOperatorIssue=false, reportAttributeAccessIssue=false, reportOptionalMemberAccess=false, reportReturnType=false
 # pyright: reportAssignmentType=false
-"""Paged decode attention, split along the sequence, merged on chip by the last slice to finish.
+"""Paged decode attention, split along the sequence; the last slice to finish merges through scratch in global memory.
 
 Two entry points share the loop: `attn_decode` takes q and any of window, sinks, several query tokens, LSE out, and
 hands the common case to `attn_stream`; `attn_decode_fused` takes the qkv product and does rope, append, attention and
@@ -505,7 +505,7 @@ def query_rows(spec: AttnSpec) -> int:
 
 
 def slice_plan(pairs: int, max_len: int, spec: AttnSpec | FusedAttnSpec) -> Plan:
-    """How many slices a sequence and KV head is cut into, and how each is read (tuned on H200; docs/kernels.md).
+    """How many slices a sequence and KV head is cut into, and how each is read (tuned on H200; docs/design/kernels.md).
 
     `pairs`: of a sequence and a KV head.
     """
