@@ -1,6 +1,6 @@
-"""Make the tables and plots of docs/kernels.md from result files, the oldest first.
+"""Make a page with a table and a plot for each operation from result files of bench.kernels, the oldest first.
 
-    python -m bench.kernels.docs_page bench/results/A.json bench/results/B.json
+    python -m bench.kernels_page bench/results/A.json bench/results/B.json --out build/kernels
 
 A later row takes the place of an earlier one with the same name and parameters; a file may name tables it `replaces`
 whole.
@@ -17,8 +17,6 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
-DOCS = Path("docs")
-START, END = "<!-- tables: start -->", "<!-- tables: end -->"
 Json = dict[str, Any]
 TITLES = {
     "decode_step": "Decode step, Llama-8B, context 1088",
@@ -41,14 +39,13 @@ TITLES = {
 def main() -> None:
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("results", type=Path, nargs="+")
+    options.add_argument("--out", type=Path, default=Path("build/kernels"), help="folder of the page and its plots")
     args = options.parse_args()
+    args.out.mkdir(parents=True, exist_ok=True)
     documents = [(path.name, json.loads(path.read_text())) for path in args.results]
     rows = merged([document for _, document in documents])
-    sections = [section(name, rows[name]) for name in TITLES if rows[name]]
-    page = DOCS / "kernels.md"
-    text = page.read_text()
-    head, tail = text.split(START)[0], text.split(END)[1]
-    page.write_text(head + START + "\n\n" + "\n\n".join([origin(documents), *sections]) + "\n\n" + END + tail)
+    sections = [section(name, rows[name], args.out) for name in TITLES if rows[name]]
+    (args.out / "kernels.md").write_text("\n\n".join(["# Kernels", origin(documents), *sections]) + "\n")
 
 
 def merged(documents: list[Json]) -> dict[str, list[Json]]:
@@ -73,8 +70,8 @@ def origin(documents: list[tuple[str, Json]]) -> str:
     return "\n".join(lines)
 
 
-def section(name: str, rows: list[Json]) -> str:
-    plot(name, rows)
+def section(name: str, rows: list[Json], folder: Path) -> str:
+    plot(name, rows, folder)
     keys = list(rows[0]["params"])
     peer = any(row["peer"] for row in rows)
     header = [*keys, rows[0]["unit"], "of the limit", *(["peer", f"peer, {rows[0]['unit']}"] if peer else []), "notes"]
@@ -104,7 +101,7 @@ def table_row(values: list[str]) -> str:
     return "| " + " | ".join(values) + " |"
 
 
-def plot(name: str, rows: list[Json]) -> None:
+def plot(name: str, rows: list[Json], folder: Path) -> None:
     """One bar a row, the peer's beside it; time on a log axis."""
     labels = [" ".join(str(v) for v in row["params"].values()) for row in rows]
     figure, axes = plt.subplots(figsize=(8, 1.2 + 0.19 * len(rows)))
@@ -123,7 +120,7 @@ def plot(name: str, rows: list[Json]) -> None:
     axes.set_title(TITLES[name], fontsize=9)
     axes.legend(fontsize=7)
     figure.tight_layout()
-    figure.savefig(DOCS / f"kernels-{name}.png", dpi=80)
+    figure.savefig(folder / f"kernels-{name}.png", dpi=80)
     plt.close(figure)
 
 

@@ -6,7 +6,7 @@
 Rows are copied as they are sorted by expert, padded to whole tiles, so that the copy engine brings both sides of a
 product. As many CTAs as there are multiprocessors go through the tiles; what a CTA reads next is on its way while it
 finishes a tile. Threads that gather the rows themselves save the copy, and were slower where the card's power is the
-limit (docs/kernels.md).
+limit (docs/design/kernels.md).
 """
 
 from collections.abc import Sequence
