@@ -3,6 +3,7 @@
 project = "Tandem"
 copyright = "the Tandem authors"  # Sphinx asks for this name
 extensions = ["myst_parser"]
+exclude_patterns = ["history"]  # notebooks, kept as they were written
 myst_heading_anchors = 3
 html_theme = "furo"
 html_title = "Tandem"

@@ -1,7 +1,7 @@
 """Handoffs that nobody asked for, so that the processor has in its caches what the next one runs.
 
 An idle worker's first handoff finds the code that decides about it in the machine's memory, and takes several times as
-long for it. To wait without sleep is no help: what is not run is not kept. See docs/notebook-handoff.md, run R.
+long for it. To wait without sleep is no help: what is not run is not kept. See docs/history/handoff.md, run R.
 """
 
 import logging

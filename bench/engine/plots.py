@@ -1,6 +1,6 @@
 """The picture of a result file of bench.engine.gpu: decode steps by batch beside the byte limit and vLLM, and prompts.
 
-python -m bench.engine.plots bench/results/FILE.json --out docs/engine-gpu.png
+python -m bench.engine.plots bench/results/FILE.json --out docs/images/engine-gpu.png
 """
 
 from collections.abc import Sequence

@@ -55,7 +55,7 @@ def main() -> None:
     parser.add_argument("parts", nargs="*", default=["raw", "idle", "load", "kill"])
     parser.add_argument("--devices", nargs=2, default=["cuda:0", "cuda:1"], help="of prefill and of decode")
     parser.add_argument("--layers", type=int, default=32)
-    parser.add_argument("--dtype", default="auto", help="as docs/gpu-engine.md has them")
+    parser.add_argument("--dtype", default="auto", help="as docs/models.md has them")
     parser.add_argument("--chunk", type=int, default=1024, help="token budget of a step")
     parser.add_argument("--transfer", default="auto")
     parser.add_argument("--repeats", type=int, default=20)

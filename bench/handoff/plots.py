@@ -1,7 +1,7 @@
 """The picture of a result file of bench.handoff.gpu, as far as its rows go: the parts of a handoff, first tokens, the
 gap behind token 0, and what scattered pages move at.
 
-python -m bench.handoff.plots bench/results/FILE.json --out docs/handoff-gpu.png
+python -m bench.handoff.plots bench/results/FILE.json --out docs/images/handoff-gpu.png
 """
 
 from collections.abc import Sequence

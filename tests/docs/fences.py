@@ -5,7 +5,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+DOCS = ROOT / "docs"
+HISTORY = DOCS / "history"
+"""Notebooks: outside the site, and kept as they were written."""
+SITE = sorted(page for page in DOCS.rglob("*.md") if not page.is_relative_to(HISTORY))
+PAGES = [ROOT / "README.md", *SITE]
 GATEWAY = "localhost:8000"
 _FENCE = re.compile(r"^```(\w+)(.*)\n((?:.*\n)*?)```$", re.MULTILINE)
 
@@ -25,11 +29,18 @@ def all_fences() -> list[Fence]:
 
 
 def fences(page: Path) -> list[Fence]:
-    text = page.read_text()
+    text, name = page.read_text(), page_name(page)
     return [
-        Fence(f"{page.name}:{text.count(chr(10), 0, found.start()) + 1}", found[1], "checked" in found[2], found[3])
+        Fence(
+            f"{page_name(page)}:{text.count(chr(10), 0, found.start()) + 1}", found[1], "checked" in found[2], found[3]
+        )
         for found in _FENCE.finditer(text)
     ]
+
+
+def page_name(page: Path) -> str:
+    """Return the path in docs/, or README.md."""
+    return str(page.relative_to(DOCS)) if page.is_relative_to(DOCS) else page.name
 
 
 def shell(checked: bool) -> list[Fence]:

@@ -19,7 +19,7 @@ from kernels.workspace import decode_workspace_nbytes
 from models.config import ModelConfig
 
 # Room for two float16 copies of the keys and values of a batch of prompts: with it prefill attention is a quarter
-# faster (docs/kernels.md).
+# faster (docs/design/kernels.md).
 _MAX_WORKSPACE_NBYTES = 512 << 20
 _DECODE_ROWS = 16  # of queries to a KV head
 

@@ -22,7 +22,7 @@ from kernels.reference.quant import E4M3_MAX
 
 _MARGIN = 2.0
 # Of what smooth keys lose, the first token's share: much of attention goes there, and its key is unlike the others.
-# Of 0, 0.15 and 0.3 this one cost SmolLM2 least (docs/gpu-engine.md, "What FP8 costs").
+# Of 0, 0.15 and 0.3 this one cost SmolLM2 least (docs/models.md, "What FP8 costs").
 _FIRST_SHARE = 0.3
 
 TEXT = """The history of the lighthouse begins with fires on hilltops. When trade grew, towers of stone took their

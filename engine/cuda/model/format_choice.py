@@ -12,7 +12,7 @@ DEVICE_DTYPES = ("float8", "float8-head", "int4", "bfloat16", "float32")
 INT4_GROUP = 128
 """Columns that share a scale in the kernels for 4-bit weights, or a multiple of them."""
 MIN_FP8_HIDDEN = 2048
-"""Smaller models lose by FP8 (docs/gpu-engine.md, "What FP8 costs"), and are fast enough without."""
+"""Smaller models lose by FP8 (docs/models.md, "What FP8 costs"), and are fast enough without."""
 
 
 def resolve_device_dtype(dtype: str, checkpoint: Checkpoint, cc: int) -> str:
@@ -63,7 +63,7 @@ def has_fused_step(config: ModelConfig) -> bool:
 
 def rounds_sparingly(config: ModelConfig) -> bool:
     """Whether FP8 of a plain checkpoint leaves the activations plain, and the last layer's MLP, which costs more than
-    any other (docs/gpu-engine.md, "What FP8 costs"). Not where speed matters, nor where the fused step would be lost.
+    any other (docs/models.md, "What FP8 costs"). Not where speed matters, nor where the fused step would be lost.
     """
     return config.hidden_size < MIN_FP8_HIDDEN and not has_fused_step(config)
 

@@ -1,4 +1,4 @@
-"""A decode step of seven launches a layer for FP8 models: docs/kernels.md says what makes it fast.
+"""A decode step of seven launches a layer for FP8 models: docs/design/kernels.md says what makes it fast.
 
 Attention takes the qkv product and does rope, append, attention and rounding in one launch; SiLU and rounding are the
 epilogue of gate and up; split-K parts and deferred scales are added up and applied by whoever reads a product.

@@ -32,7 +32,7 @@ MIN_SCALE = 1e-6
 
 _GROUP, _SCALE_STEPS = 32, 8
 """Columns that share a scale where activations stay plain, and how many scales they are tried with, within a power of
-two: with 16 the loss is no smaller (docs/gpu-engine.md).
+two: with 16 the loss is no smaller (docs/models.md).
 """
 
 Recipe = Literal["plain", "row", "block128", "w8", "int4"]
