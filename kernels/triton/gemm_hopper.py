@@ -4,7 +4,8 @@
 """Skinny FP8 GEMM for Hopper in Gluon: weights are the MMA's M side, on their way before the dependency wait.
 
 A decode GEMM is a read of its weights. Weights do not depend on the previous kernel, so a programmatic dependent launch
-lets their first stages be fetched while that kernel still runs: 0.28 ms of a 2.1 ms step on H200 (docs/design/kernels.md).
+lets their first stages be fetched while that kernel still runs: 0.28 ms of a 2.1 ms step on H200
+(docs/design/kernels.md).
 """
 
 import triton

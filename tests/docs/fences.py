@@ -31,9 +31,7 @@ def all_fences() -> list[Fence]:
 def fences(page: Path) -> list[Fence]:
     text, name = page.read_text(), page_name(page)
     return [
-        Fence(
-            f"{page_name(page)}:{text.count(chr(10), 0, found.start()) + 1}", found[1], "checked" in found[2], found[3]
-        )
+        Fence(f"{name}:{text.count(chr(10), 0, found.start()) + 1}", found[1], "checked" in found[2], found[3])
         for found in _FENCE.finditer(text)
     ]
 

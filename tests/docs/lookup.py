@@ -85,7 +85,10 @@ def _tandem(words: list[str]) -> None:
     command, *rest = words
     assert command in cli.COMMANDS, f"no command {command}"
     if command == "up":
-        read_up_settings(rest)
+        if any(word.startswith("cuda") for word in rest):
+            _settings("tandem up", rest)  # whether this machine has such GPUs says nothing of the page
+        else:
+            read_up_settings(rest)
     elif command == "worker":
         _settings("tandem worker", rest)
     elif (command, *rest[:1]) == ("bench", "serve"):
