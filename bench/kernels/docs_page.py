@@ -1,6 +1,6 @@
 """Make a page with a table and a plot for each operation from result files of bench.kernels, the oldest first.
 
-    python -m bench.kernels_page bench/results/A.json bench/results/B.json --out build/kernels
+    python -m bench.kernels.docs_page bench/results/A.json bench/results/B.json --out build/kernels
 
 A later row takes the place of an earlier one with the same name and parameters; a file may name tables it `replaces`
 whole.

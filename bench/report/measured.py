@@ -7,7 +7,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from bench.result import RESULTS
+from bench.report.result import RESULTS
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -9,7 +9,7 @@ import pytest
 
 from bench.report import beside_vllm, readme_table
 from bench.report.marked_block import read_block
-from bench.result import RESULTS
+from bench.report.result import RESULTS
 from tests.docs.fences import HISTORY, PAGES, ROOT, page_name
 
 RESULT = re.compile(r"\b(?:20\d\d-\d\d-\d\d-[a-z][a-z0-9-]*)")
