@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.report import beside_vllm, readme_table
+from bench.report import readme_table, vllm_comparison
 from bench.report.marked_block import read_block
 from bench.report.result import RESULTS
 from tests.docs.fences import HISTORY, PAGES, ROOT, page_name
@@ -28,8 +28,8 @@ def test_the_readme_has_the_table_of_the_result_files() -> None:
 
 
 def test_the_page_on_vllm_has_the_tables_of_the_result_files() -> None:
-    """`python -m bench.report.beside_vllm` writes them anew."""
-    assert read_block(beside_vllm.PAGE, beside_vllm.MODULE) == beside_vllm.tables()
+    """`python -m bench.report.vllm_comparison` writes them anew."""
+    assert read_block(vllm_comparison.PAGE, vllm_comparison.MODULE) == vllm_comparison.tables()
 
 
 @pytest.mark.parametrize("page", PAGES, ids=page_name)

@@ -1,12 +1,12 @@
-"""The tables of docs/design/beside-vllm.md: `python -m bench.report.beside_vllm` writes them from result files."""
+"""The tables of the page on vLLM: `python -m bench.report.vllm_comparison` writes them from result files."""
 
 from collections.abc import Callable, Sequence
 
 from bench.report.marked_block import write_block
 from bench.report.measured import ROOT, Measured, digits, rows
 
-MODULE = "bench.report.beside_vllm"
-PAGE = ROOT / "docs" / "design" / "beside-vllm.md"
+MODULE = "bench.report.vllm_comparison"
+PAGE = ROOT / "docs" / "design" / "vllm-comparison.md"
 
 DATE = "2026-11-28"
 ENGINES = {
