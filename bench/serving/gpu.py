@@ -16,7 +16,8 @@ python -m bench.serving.gpu --model /dev/shm/llama-8b --url vllm=http://127.0.0.
 
 puts the same loads on servers that run already and speak OpenAI's API, each by a name of yours; several addresses are
 replicas whose requests take turns. Of these there are no rows of starts, memory and the services' own accounts. A
-server that keeps prompts in a prefix cache wants another `--seed` each time. See bench/README.md, "Beside vLLM".
+server that keeps prompts in a prefix cache wants another `--seed` each time. See bench/README.md, "Comparison with
+vLLM".
 """
 
 import argparse
