@@ -1,16 +1,11 @@
 """Every kernel compiles for every architecture it may run on, with the right instructions and without spills."""
 
-import os
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from kernels.compiling import parsed_alone
-from tests.kernels.aot import SMEM_LIMIT, Case, build, missing, stack_nbytes
+from tests.kernels.aot import SMEM_LIMIT, build, missing, stack_nbytes
 from tests.kernels.compile_cases import CASES
 
 PAIRS = [pytest.param(case, cc, id=f"{case.name}-sm{cc}") for case in CASES for cc in case.archs]
@@ -25,20 +20,9 @@ SPILLED = {
 (`--regAllocOptLevel=2`)."""
 
 
-@pytest.fixture(scope="module")
-def built(request: pytest.FixtureRequest) -> Iterator[Callable[[Case, int], Any]]:
-    """What is asked for here is compiled beside the tests before it, by as many threads as there are processors."""
-    items = [item for item in request.session.items if isinstance(item, pytest.Function) and item.path == request.path]
-    asked: list[dict[str, Any]] = [item.callspec.params for item in items if "built" in item.fixturenames]
-    with parsed_alone(), ThreadPoolExecutor(os.cpu_count(), "compile") as pool:
-        waiting = {(each["case"].name, each["cc"]): pool.submit(build, **each) for each in asked}
-        yield lambda case, cc: waiting.pop((case.name, cc)).result()
-        pool.shutdown(cancel_futures=True)
-
-
 @pytest.mark.parametrize(("case", "cc"), PAIRS)
-def test_compiles_with_the_right_instructions(case, cc, built, tmp_path):
-    compiled = built(case, cc)
+def test_compiles_with_the_right_instructions(case, cc, tmp_path):
+    compiled = build(case, cc)
     assert f".target sm_{cc}" in compiled.asm["ptx"]
     assert not missing(compiled, case.ptx.get(cc, ()))
     assert compiled.metadata.shared <= SMEM_LIMIT[cc]
