@@ -28,19 +28,9 @@ class Ways(msgspec.Struct, frozen=True, kw_only=True):
     takes: dict[str, list[str]]
 
 
-PROMPTS_SHARE = 0.25
-"""Of a step with answers, what is the prompts' whatever the number of answers."""
-
-
-def beside_answers(mixed_tokens: int, num_answers: int) -> float:
-    """Tokens of prompts in a step of `mixed_tokens`, one of each answer among them."""
-    return max(mixed_tokens - num_answers, mixed_tokens * PROMPTS_SHARE)
-
-
 class NodeInfo(msgspec.Struct, frozen=True, kw_only=True):
     """What a worker states once, when it joins. `max_model_len`: longest prompt plus answer it serves, in tokens.
 
-    `mixed_tokens`: the most tokens of a step that goes on with answers, too, one of each answer among them.
     `layout`: what `layout_id` is the digest of, to say where two differ.
     """
 
@@ -53,7 +43,6 @@ class NodeInfo(msgspec.Struct, frozen=True, kw_only=True):
     layout_id: str
     max_model_len: int
     capacity_tokens: int
-    mixed_tokens: int
     version: str
     pid: int
     core_pid: int
@@ -84,6 +73,7 @@ class NodeInfo(msgspec.Struct, frozen=True, kw_only=True):
 class NodeLoad(msgspec.Struct, frozen=True, kw_only=True):
     """What a worker states with each heartbeat. Rates are measured online, in tokens a second; 0.0 while unknown.
 
+    `prompt_tokens_per_mixed_step`: the most tokens of prompts in a step that goes on with the answers of now, too.
     `bad_paths`: decode workers that its handoffs do not reach lately.
     """
 
@@ -91,6 +81,7 @@ class NodeLoad(msgspec.Struct, frozen=True, kw_only=True):
     num_waiting: int = 0
     queue_tokens: int = 0
     free_tokens: int = 0
+    prompt_tokens_per_mixed_step: int = 0
     prefill_rate: float = 0.0
     decode_rate: float = 0.0
     transfer_rate: float = 0.0

@@ -75,7 +75,7 @@ class Worker:
             takes=frozenset(info.takes),
             max_model_len=info.max_model_len,
             capacity_tokens=info.capacity_tokens,
-            mixed_tokens=info.mixed_tokens,
+            prompt_tokens_per_mixed_step=load.prompt_tokens_per_mixed_step,
             pending_tokens=self.tokens[PREFILL] + self.beyond_pending,
             reserved_tokens=self.tokens[DECODE] + self.beyond_reserved,
             num_decodes=self.requests[DECODE],

@@ -46,7 +46,7 @@ from engine.messages import (
     Watcher,
 )
 from engine.sampling.grammar_masks import PATIENCE_S, Grammars
-from engine.scheduler.batch import Piece
+from engine.scheduler.batch import Piece, prompt_tokens_per_mixed_step
 from engine.scheduler.launch_pacer import Pace, kind_of
 from engine.scheduler.scheduler import Claim, Limits, Scheduler
 from engine.sequence import Sequence, Status
@@ -277,6 +277,9 @@ class Engine:
                 len(s.tokens) - s.num_computed for s in (*scheduler.waiting, *scheduler.running, *self._compiling)
             ),
             free_tokens=self._pool.num_available * self.layout.block_size,
+            prompt_tokens_per_mixed_step=prompt_tokens_per_mixed_step(
+                self.max_mixed_tokens, sum(sequence.is_decoding for sequence in scheduler.running)
+            ),
             num_cached_blocks=self._pool.num_cached,
             num_steps=self._num_steps,
             prefix_query_tokens=scheduler.num_prefix_queries,

@@ -163,6 +163,7 @@ class EngineStats:
     num_reserved: int
     queue_tokens: int
     free_tokens: int
+    prompt_tokens_per_mixed_step: int
     num_cached_blocks: int
     num_steps: int
     prefix_query_tokens: int

@@ -109,7 +109,6 @@ class FakeWorker:
             layout_id=layout_id,
             max_model_len=self.max_model_len,
             capacity_tokens=1 << 20,
-            mixed_tokens=512,
             version="0",
             pid=0,
             core_pid=0,

@@ -17,7 +17,6 @@ def node_info(**changes: Any) -> NodeInfo:
         "layout_id": "l",
         "max_model_len": 100,
         "capacity_tokens": 1000,
-        "mixed_tokens": 512,
         "version": "0",
         "pid": 1,
         "core_pid": 2,

@@ -65,7 +65,6 @@ class CoreReady(msgspec.Struct, frozen=True, tag="core_ready"):
     transfer: str
     max_model_len: int
     capacity_tokens: int
-    mixed_tokens: int
     dtype: str
     ways: Ways
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from contracts.errors import Overloaded, RequestError, TandemError, Unavailable
 from contracts.ids import Epoch, Incarnation, RequestId, WorkerId
-from contracts.node import PROMPTS_SHARE, NodeLoad, Role, beside_answers
+from contracts.node import NodeLoad, Role
 from coordinator.store.store import AFFINITY_BLOCK, AFFINITY_BLOCKS, AFFINITY_TTL_S
 
 OUTPUT_CREDIT_TOKENS = 256
@@ -78,7 +78,6 @@ CONSTANTS: dict[str, float] = {
     "ITL_S": ITL_S,
     "STALL_WEIGHT": STALL_WEIGHT,
     "LONG_GAP_S": LONG_GAP_S,
-    "PROMPTS_SHARE": PROMPTS_SHARE,
     "TOP": TOP,
 }
 """What the script needs to know."""
@@ -89,7 +88,7 @@ class Candidate:
     """A live worker that takes work. Tokens include credits taken since its last heartbeat; rates are 0 while unknown.
 
     `num_answers`: of `num_decodes`, those whose prompts are computed. `cached_tokens`: of this prompt's prefix, served
-    here before. `mixed_tokens`, `sends`, `takes`: as of NodeInfo. `bad_paths`: as of NodeLoad.
+    here before. `sends`, `takes`: as of NodeInfo. `prompt_tokens_per_mixed_step`, `bad_paths`: as of NodeLoad.
     """
 
     worker_id: WorkerId
@@ -98,7 +97,7 @@ class Candidate:
     layout_id: str
     max_model_len: int
     capacity_tokens: int
-    mixed_tokens: int
+    prompt_tokens_per_mixed_step: int
     pending_tokens: int
     reserved_tokens: int
     num_decodes: int
@@ -229,7 +228,7 @@ def to_lua() -> str:
 
 
 def _stall_weight(worker: Candidate) -> float:
-    gap_s = beside_answers(worker.mixed_tokens, worker.num_answers) / worker.prefill_rate
+    gap_s = worker.prompt_tokens_per_mixed_step / worker.prefill_rate
     return STALL_WEIGHT * min(1.0, gap_s / LONG_GAP_S)
 
 

@@ -246,7 +246,6 @@ def _joined(info: NodeInfo) -> dict[str, Any]:
         "takes": " ".join(info.takes),
         "max_model_len": info.max_model_len,
         "capacity": info.capacity_tokens,
-        "mixed_tokens": info.mixed_tokens,
         "pending": 0,
         "prefills": 0,
         "reserved": 0,
@@ -260,6 +259,7 @@ def _joined(info: NodeInfo) -> dict[str, Any]:
 def _loaded(load: NodeLoad) -> dict[str, Any]:
     return {
         "load": encode(load),
+        "step_tokens": load.prompt_tokens_per_mixed_step,
         "prefill_rate": repr(placement.sound_rate(load.prefill_rate)),
         "decode_rate": repr(placement.sound_rate(load.decode_rate)),
         "transfer_rate": repr(placement.sound_rate(load.transfer_rate)),

@@ -4,6 +4,14 @@ from dataclasses import dataclass
 
 from engine.sequence import Sequence
 
+PROMPTS_SHARE = 0.25
+"""The share of a step with answers that is the prompts', whatever the number of answers."""
+
+
+def prompt_tokens_per_mixed_step(max_mixed_tokens: int, num_answers: int) -> int:
+    """Return how many tokens of prompts fit in a step that decodes one token of each of `num_answers`."""
+    return int(max(max_mixed_tokens - num_answers, max_mixed_tokens * PROMPTS_SHARE))
+
 
 @dataclass(frozen=True)
 class Piece:

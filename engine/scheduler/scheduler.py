@@ -11,9 +11,8 @@ from dataclasses import dataclass
 from operator import attrgetter
 
 from contracts.ids import RequestId
-from contracts.node import beside_answers
 from engine.cache.block_pool import BlockPool
-from engine.scheduler.batch import Batch, Piece
+from engine.scheduler.batch import Batch, Piece, prompt_tokens_per_mixed_step
 from engine.sequence import Sequence, Status
 
 
@@ -264,7 +263,7 @@ class _Budget:
 
     def __init__(self, limits: Limits, num_decodes: int, num_reserved: int, block_size: int) -> None:
         self._alone = limits.max_batched_tokens - num_decodes
-        self._beside_answers = max(int(beside_answers(limits.max_mixed_tokens, num_decodes)), block_size)
+        self._beside_answers = max(prompt_tokens_per_mixed_step(limits.max_mixed_tokens, num_decodes), block_size)
         self._has_answers = num_decodes + num_reserved > 0
 
     @property

@@ -15,7 +15,9 @@ ALIVE_LOAD = NodeLoad(prefill_rate=1000.0, decode_rate=100.0)
 
 
 BREAK_EVEN_RATE = 20_000.0
-"""Tokens of prompts a second of the workers of BREAK_EVENS, whose `mixed_tokens` are 512."""
+"""Tokens of prompts a second of the workers of BREAK_EVENS."""
+BREAK_EVEN_STEP = 512
+"""Tokens of their steps: those of prompts and one of each answer."""
 BREAK_EVENS = [
     pytest.param(0, 1e6, 0, 8000, None, id="nobody to spare"),
     pytest.param(1, 1e6, 0, 313, 314, id="one answer"),
@@ -35,9 +37,7 @@ def fresh_pool() -> str:
     return f"test-{secrets.token_hex(6)}"
 
 
-def node(
-    name: str, role: Role, *, incarnation: str = "a", capacity: int = 10_000, mixed_tokens: int = 512, **options
-) -> NodeInfo:
+def node(name: str, role: Role, *, incarnation: str = "a", capacity: int = 10_000, **options) -> NodeInfo:
     facts = {"layout_id": "l", "max_model_len": 8192, "ways": ways("l")} | options
     return NodeInfo(
         worker_id=WorkerId(name),
@@ -47,7 +47,6 @@ def node(
         transfer=f"{name}:2",
         model="m",
         capacity_tokens=capacity,
-        mixed_tokens=mixed_tokens,
         version="0",
         pid=1,
         core_pid=2,

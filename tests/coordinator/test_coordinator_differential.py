@@ -51,11 +51,10 @@ async def _join(
     layout: str,
     ways: Ways,
     longest: int,
-    mixed_tokens: int,
     again: bool,
 ):
     options = {"incarnation": incarnation, "capacity": capacity, "layout_id": layout, "max_model_len": longest}
-    return await store.join(node(name, role, **options, ways=ways, mixed_tokens=mixed_tokens), again)
+    return await store.join(node(name, role, **options, ways=ways), again)
 
 
 async def _beat(store: Store, name: str, incarnation: str, load: NodeLoad):
@@ -99,6 +98,7 @@ loads = st.builds(
     num_running=st.integers(0, 3),
     queue_tokens=TOKENS,
     free_tokens=TOKENS,
+    prompt_tokens_per_mixed_step=st.sampled_from([0, 64, 448, 20_000]),
     prefill_rate=RATES,
     decode_rate=RATES,
     transfer_rate=RATES,
@@ -113,7 +113,6 @@ joins = st.tuples(
     st.sampled_from(["l", "l", "l", "m"]),
     st.sampled_from(WAYS),
     st.sampled_from([1500, 8192]),
-    st.sampled_from([64, 448, 20_000]),
     st.booleans(),
 )
 places = st.tuples(

@@ -20,7 +20,7 @@ from coordinator.placement.policy import (
     cost_s,
     decode_need,
 )
-from tests.coordinator.coordinator_rig import BREAK_EVEN_RATE, BREAK_EVENS
+from tests.coordinator.coordinator_rig import BREAK_EVEN_RATE, BREAK_EVEN_STEP, BREAK_EVENS
 
 NEED = decode_need(1000, 100)
 RATES = st.one_of(st.just(0.0), st.floats(1.0, 1e5))
@@ -34,7 +34,7 @@ candidates = st.builds(
     takes=st.sampled_from([frozenset("l"), frozenset("lm"), frozenset()]),
     max_model_len=st.sampled_from([900, 8192]),
     capacity_tokens=st.integers(500, 50_000),
-    mixed_tokens=st.integers(16, 4096),
+    prompt_tokens_per_mixed_step=st.integers(0, 4096),
     pending_tokens=st.integers(0, 200_000),
     reserved_tokens=st.integers(0, 200_000),
     num_decodes=st.integers(0, 100),
@@ -57,7 +57,7 @@ def worker(name: str, role: Role, **options) -> Candidate:
         "takes": frozenset(["l by tcp"]),
         "max_model_len": 8192,
         "capacity_tokens": 10_000,
-        "mixed_tokens": 512,
+        "prompt_tokens_per_mixed_step": 512,
         "pending_tokens": 0,
         "reserved_tokens": 0,
         "num_decodes": 0,
@@ -165,8 +165,14 @@ def test_short_gaps_are_hardly_spared():
     """Beside answers this worker computes prompts in pieces of a tenth of the gap that counts in full."""
     fast = {"prefill_rate": 50_000.0, "num_decodes": 4, "num_answers": 4}
     waiting = worker("p", Role.PREFILL, prefill_rate=50_000.0, pending_tokens=10_000)
-    assert chosen(waiting, worker("m", Role.MIXED, mixed_tokens=2048, **fast), num_tokens=8000) == ("p", "m")
-    assert chosen(waiting, worker("m", Role.MIXED, mixed_tokens=200, **fast), num_tokens=8000) == ("m", "m")
+    assert chosen(waiting, worker("m", Role.MIXED, prompt_tokens_per_mixed_step=2048, **fast), num_tokens=8000) == (
+        "p",
+        "m",
+    )
+    assert chosen(waiting, worker("m", Role.MIXED, prompt_tokens_per_mixed_step=200, **fast), num_tokens=8000) == (
+        "m",
+        "m",
+    )
 
 
 @pytest.mark.parametrize("decode", ["m0", "d0"], ids=["beside prefill", "beside a pair"])
@@ -176,7 +182,12 @@ def test_short_prompts_stay_where_they_are_answered_and_long_ones_move(
 ):
     """A decode worker with as many answers is as good as the mixed one, and comes first."""
     facts = {"prefill_rate": BREAK_EVEN_RATE, "transfer_rate": transfer_rate}
-    running = facts | {"num_decodes": num_answers, "num_answers": num_answers}
+    step_tokens = BREAK_EVEN_STEP - num_answers
+    running = facts | {
+        "num_decodes": num_answers,
+        "num_answers": num_answers,
+        "prompt_tokens_per_mixed_step": step_tokens,
+    }
     pool = [worker("d0", Role.DECODE, **running)] if decode == "d0" else []
     pool += [worker("m0", Role.MIXED, **running), worker("p0", Role.PREFILL, pending_tokens=pending_tokens, **facts)]
     for num_tokens in (1, longest // 2 + 1, longest):

@@ -13,6 +13,7 @@ from coordinator.store.store import AFFINITY_BLOCK, Lead, Move, Store
 from tests.coordinator.coordinator_rig import (
     ALIVE_LOAD,
     BREAK_EVEN_RATE,
+    BREAK_EVEN_STEP,
     BREAK_EVENS,
     GATEWAY,
     answers,
@@ -389,7 +390,7 @@ class TestStates:
         """A prompt takes a second here, half of it from each answer beside it."""
         await join(store, node("m0", Role.MIXED), node("p0", Role.PREFILL))
         for name in ("m0", "p0"):
-            await store.heartbeat(WorkerId(name), A, NodeLoad(prefill_rate=1000.0))
+            await store.heartbeat(WorkerId(name), A, NodeLoad(prefill_rate=1000.0, prompt_tokens_per_mixed_step=512))
 
         async def place(*names: str) -> list[str]:
             return [(await store.place(ask(name, 1000))).prefill.worker_id for name in names]
@@ -412,7 +413,9 @@ class TestStates:
             await store.place(ask(f"running-{index}", 1, 2))
             await store.advance(moves(f"running-{index}", State.QUEUED, State.LOCAL_DECODE))
         await join(store, node("p0", Role.PREFILL))
-        loads = {"m0": NodeLoad(prefill_rate=BREAK_EVEN_RATE)}
+        loads = {
+            "m0": NodeLoad(prefill_rate=BREAK_EVEN_RATE, prompt_tokens_per_mixed_step=BREAK_EVEN_STEP - num_answers)
+        }
         loads["p0"] = structs.replace(loads["m0"], transfer_rate=transfer_rate, queue_tokens=pending_tokens)
         for name, load in loads.items():
             await store.heartbeat(WorkerId(name), A, load)

@@ -41,7 +41,7 @@ INWARD = [Start(b"{}", "w", "i"), Work([Cancel(R, E, "why")], 1.0), GatewayGone(
 OUTWARD = [
     Loading("weights", 3, 10),
     CoreFailed("no such model"),
-    CoreReady("m", LAYOUT, "h:1", 100, 1000, 512, "float32", ways(LAYOUT.layout_id)),
+    CoreReady("m", LAYOUT, "h:1", 100, 1000, "float32", ways(LAYOUT.layout_id)),
     CoreFrame({G: [Failed(R, E, "internal", "words")]}, [(R, E, "QUEUED")], STATUS),
     CoreFrame({}, [], None),
 ]

@@ -10,7 +10,7 @@ from bench.models.transformers_oracle import greedy as oracle_greedy
 from bench.models.transformers_oracle import oracle
 from contracts.errors import ConfigError
 from engine.loader import load_engine
-from tests.engine.driving import answers, greedy, needs_bfloat16, random_prompts, scored, settings
+from tests.engine.driving import answers, greedy, needs_bfloat16, random_prompts, request, scored, settings
 from tests.engine.tiny_models import VOCAB, save_tiny
 
 LENGTHS = (1, 5, 16, 17, 40, 150, 300)  # of the prompts that `family` answers
@@ -36,6 +36,16 @@ def test_preempted_sequences_answer_the_same(family):
     long_answers = answers(engine, prompts[:5], greedy(100))
     assert engine.stats().num_preemptions > 0
     assert [answer[:12] for answer in long_answers] == expected[:5]
+
+
+def test_the_room_for_prompts_beside_the_answers_of_now_is_reported(tmp_path):
+    save_tiny(tmp_path, "llama")
+    engine = load_engine(settings(model=str(tmp_path), max_batched_tokens=48, max_mixed_tokens=16))
+    for index, prompt in enumerate(random_prompts(VOCAB, [5, 5, 5])):
+        assert engine.stats().prompt_tokens_per_mixed_step == 16 - index
+        engine.submit(request(f"r{index}", prompt, greedy(40)))
+        engine.step()
+        engine.step()
 
 
 def test_an_output_head_that_is_stored_is_the_one_that_answers(tmp_path):

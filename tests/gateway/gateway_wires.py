@@ -61,7 +61,6 @@ def _info(name: str, role: Role) -> NodeInfo:
         layout_id="l",
         max_model_len=2048,
         capacity_tokens=1 << 20,
-        mixed_tokens=512,
         version="0",
         pid=1,
         core_pid=1,

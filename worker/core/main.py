@@ -144,7 +144,6 @@ def ready_of(engine: Engine, node: TransferNode) -> CoreReady:
         transfer=node.address,
         max_model_len=engine.max_model_len,
         capacity_tokens=engine.capacity_tokens,
-        mixed_tokens=engine.max_mixed_tokens,
         dtype=engine.dtype,
         ways=node.ways,
     )

@@ -2,9 +2,10 @@
 
 from collections.abc import Sequence
 
-from contracts.node import NodeLoad, beside_answers
+from contracts.node import NodeLoad
 from engine.engine import Engine
 from engine.messages import EngineStats
+from engine.scheduler.batch import prompt_tokens_per_mixed_step
 from kv_transfer.events import LinkStats
 from kv_transfer.node import TransferNode
 from process.garbage_collector import COLLECTIONS
@@ -66,8 +67,8 @@ class StatusReporter:
         A mixed step counts for both rates with its whole span: what a newcomer would see.
         """
         self._num_steps += 1
-        most = beside_answers(self._engine.max_mixed_tokens, num_decode_tokens)
-        self._prefill.add(num_prefill_tokens, span_s, min(FULL_TOKENS, int(most) // 2))
+        most = prompt_tokens_per_mixed_step(self._engine.max_mixed_tokens, num_decode_tokens)
+        self._prefill.add(num_prefill_tokens, span_s, min(FULL_TOKENS, most // 2))
         self._decode.add(num_decode_tokens, span_s)
 
     def due(self, now: float) -> CoreStatus | None:
@@ -111,6 +112,7 @@ class StatusReporter:
             num_waiting=stats.num_waiting,
             queue_tokens=stats.queue_tokens,
             free_tokens=stats.free_tokens,
+            prompt_tokens_per_mixed_step=stats.prompt_tokens_per_mixed_step,
             prefill_rate=self._prefill.value,
             decode_rate=self._decode.value,
             transfer_rate=self._transfer_rate(),

@@ -145,7 +145,6 @@ def _node_info(
         layout_id=ready.layout.layout_id,
         max_model_len=ready.max_model_len,
         capacity_tokens=ready.capacity_tokens,
-        mixed_tokens=ready.mixed_tokens,
         version=release(),
         pid=os.getpid(),
         core_pid=core.pid,

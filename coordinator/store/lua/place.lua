@@ -25,7 +25,7 @@ local function candidate(worker)
   if excluded[worker] or redis.call('EXISTS', key('node', worker, 'alive')) == 0 then return nil end
   local row = redis.call('HMGET', key('node', worker), 'role', 'layout_id', 'max_model_len', 'capacity', 'pending',
     'beyond_pending', 'reserved', 'beyond_reserved', 'decodes', 'prefill_rate', 'decode_rate', 'transfer_rate',
-    'draining', 'info', 'term', 'sends', 'takes', 'mixed_tokens', 'answers', 'incarnation', 'bad_paths')
+    'draining', 'info', 'term', 'sends', 'takes', 'step_tokens', 'answers', 'incarnation', 'bad_paths')
   if not row[1] or row[13] == '1' or row[15] == '0' then return nil end
   return {
     worker = worker, role = row[1], layout_id = row[2], capacity = tonumber(row[4]),
@@ -33,7 +33,7 @@ local function candidate(worker)
     pending = row[5] + row[6], reserved = row[7] + row[8], decodes = tonumber(row[9]),
     prefill_rate = tonumber(row[10]), decode_rate = tonumber(row[11]), transfer_rate = tonumber(row[12]),
     info = row[14], term = row[15], sends = row[16] or '', takes = ' ' .. (row[17] or '') .. ' ',
-    mixed_tokens = tonumber(row[18]), answers = answers_of(row[19], row[9]),
+    step_tokens = tonumber(row[18]), answers = answers_of(row[19], row[9]),
     incarnation = row[20], bad_paths = ' ' .. (row[21] or '') .. ' ',
     cached = cached_tokens(worker),
   }
@@ -91,8 +91,7 @@ local function decode_s(d)
 end
 
 local function stall_weight(c)
-  local prompt_tokens = math.max(c.mixed_tokens - c.answers, c.mixed_tokens * PROMPTS_SHARE)
-  local gap_s = prompt_tokens / c.prefill_rate
+  local gap_s = c.step_tokens / c.prefill_rate
   return STALL_WEIGHT * math.min(1.0, gap_s / LONG_GAP_S)
 end
 
