@@ -31,7 +31,7 @@ allowed. `auto` is resolved once, at start.
 
 `tandem up` keeps the variables of its own table to itself and hands all others on to the services that it starts:
 `TANDEM_KV_CACHE_MIB=4096 tandem up` sets it for every worker. Their pool, roles, ids and ready files it names itself. A
-variable that begins with `TANDEM_` and that nobody reads is told at start; by `tandem worker`, too.
+variable that begins with `TANDEM_` and that no service reads is reported at start, by `tandem worker`, too.
 Secrets belong in the environment: command lines are readable by every user of a machine. Traces are set by
 OpenTelemetry's own variables ([Operations](operations.md)).
 """
