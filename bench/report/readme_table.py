@@ -7,7 +7,7 @@ in the same session on the same machine; without one the cell stays empty.
 from dataclasses import dataclass
 
 from bench.report.marked_block import write_block
-from bench.report.measured import ROOT, Measured, digits
+from bench.report.row_query import ROOT, RowQuery, digits
 
 MODULE = "bench.report.readme_table"
 README = ROOT / "README.md"
@@ -26,34 +26,34 @@ class Line:
 
     what: str
     machine: str
-    own: Measured
+    own: RowQuery
     peer: str = ""
-    peer_row: Measured | None = None
+    peer_row: RowQuery | None = None
 
 
 LINES = (
-    Line("answer of one stream, engine alone", "2 cores, AMD EPYC", Measured(CPU_ENGINE, "decode, 1 stream"),
+    Line("answer of one stream, engine alone", "2 cores, AMD EPYC", RowQuery(CPU_ENGINE, "decode, 1 stream"),
          "transformers, bf16"),
-    Line("prompt of 1024 tokens, engine alone", "2 cores, AMD EPYC", Measured(CPU_ENGINE, "prefill"),
+    Line("prompt of 1024 tokens, engine alone", "2 cores, AMD EPYC", RowQuery(CPU_ENGINE, "prefill"),
          "transformers, bf16"),
     Line("KV of 4096 tokens through shared memory", "2 cores, Intel Xeon",
-         Measured(TRANSFER, "shm rate", {"tokens": 4096}), "memcpy"),
+         RowQuery(TRANSFER, "shm rate", {"tokens": 4096}), "memcpy"),
     Line("decode step of 64 answers, engine alone", "one H200",
-         Measured(GPU_ENGINE, "engine_decode_step", {"batch": 64}), "vLLM 0.26"),
+         RowQuery(GPU_ENGINE, "engine_decode_step", {"batch": 64}), "vLLM 0.26"),
     Line("prompt of 8192 tokens, engine alone", "one H200",
-         Measured(GPU_ENGINE, "engine_prefill", {"length": 8192}), "vLLM 0.26"),
+         RowQuery(GPU_ENGINE, "engine_prefill", {"length": 8192}), "vLLM 0.26"),
     Line("first token, median, shared", "two H200",
-         Measured(SERVING, "TTFT p50", {"system": "shared", "load": "8k-8"}), "vLLM 0.26, two replicas"),
+         RowQuery(SERVING, "TTFT p50", {"system": "shared", "load": "8k-8"}), "vLLM 0.26, two replicas"),
     Line("requests within the objective, shared", "two H200",
-         Measured(SERVING, "goodput", {"system": "shared", "load": "8k-8"}), "vLLM 0.26, two replicas"),
+         RowQuery(SERVING, "goodput", {"system": "shared", "load": "8k-8"}), "vLLM 0.26, two replicas"),
     Line("gap between tokens, p99, pair", "two H200",
-         Measured(SERVING, "ITL p99", {"system": "pair", "load": "8k-8"}), "vLLM 0.26, pair",
-         Measured(VLLM, "ITL p99", {"system": "vllm-pair", "load": "8k-8"})),
+         RowQuery(SERVING, "ITL p99", {"system": "pair", "load": "8k-8"}), "vLLM 0.26, pair",
+         RowQuery(VLLM, "ITL p99", {"system": "vllm-pair", "load": "8k-8"})),
     Line("first token, median, pair", "two H200",
-         Measured(SERVING, "TTFT p50", {"system": "pair", "load": "8k-8"}), "vLLM 0.26, two replicas"),
+         RowQuery(SERVING, "TTFT p50", {"system": "pair", "load": "8k-8"}), "vLLM 0.26, two replicas"),
     Line("start to ready, kernels compiled, two replicas", "two H200",
-         Measured(SERVING, "start to ready", {"system": "replicas"}), "vLLM 0.26, two replicas",
-         Measured(VLLM, "start to ready", {"system": "vllm-replicas", "when": "compiled before"})),
+         RowQuery(SERVING, "start to ready", {"system": "replicas"}), "vLLM 0.26, two replicas",
+         RowQuery(VLLM, "start to ready", {"system": "vllm-replicas", "when": "compiled before"})),
 )  # fmt: skip
 
 

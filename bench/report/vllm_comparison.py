@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 
 from bench.report.marked_block import write_block
-from bench.report.measured import ROOT, Measured, digits, rows
+from bench.report.row_query import ROOT, RowQuery, digits, rows
 
 MODULE = "bench.report.vllm_comparison"
 PAGE = ROOT / "docs" / "design" / "vllm-comparison.md"
@@ -60,10 +60,10 @@ def engine_table() -> str:
     """Return decode steps and prompts, Tandem's figure before vLLM's of the same card."""
     lines = [markdown_row(["", *(f"{run}: Tandem, vLLM" for run in ENGINES)]), rule(len(ENGINES) + 1)]
     for batch in BATCHES:
-        both = [pair(Measured(file, "engine_decode_step", {"batch": batch})) for file in ENGINES.values()]
+        both = [pair(RowQuery(file, "engine_decode_step", {"batch": batch})) for file in ENGINES.values()]
         lines.append(markdown_row([f"decode step, batch {batch}, ms", *both]))
     for length, words in PROMPTS.items():
-        both = [pair(Measured(file, "engine_prefill", {"length": length})) for file in ENGINES.values()]
+        both = [pair(RowQuery(file, "engine_prefill", {"length": length})) for file in ENGINES.values()]
         lines.append(markdown_row([f"prompts {words}, tokens/s", *both]))
     return "\n".join(lines)
 
@@ -93,7 +93,7 @@ def percentiles(name: str) -> Cell:
     def cell(file: str, system: str, load: str) -> str:
         if not has_load(file, system, load):
             return "-"
-        found = (Measured(file, f"{name} p{share}", {"system": system, "load": load}) for share in (50, 90, 99))
+        found = (RowQuery(file, f"{name} p{share}", {"system": system, "load": load}) for share in (50, 90, 99))
         return ", ".join(digits(one.row()["value"]) for one in found)
 
     return cell
@@ -104,8 +104,8 @@ def goodput(file: str, system: str, load: str) -> str:
     if not has_load(file, system, load):
         return "-"
     params = {"system": system, "load": load}
-    rate = Measured(file, "goodput", params).row()["value"]
-    return f"{digits(rate)}, {Measured(file, 'within the objective', params).row()['value']:.0%}"
+    rate = RowQuery(file, "goodput", params).row()["value"]
+    return f"{digits(rate)}, {RowQuery(file, 'within the objective', params).row()['value']:.0%}"
 
 
 def has_load(file: str, system: str, load: str) -> bool:
@@ -113,7 +113,7 @@ def has_load(file: str, system: str, load: str) -> bool:
     return any((row["params"].get("system"), row["params"].get("load")) == (system, load) for row in rows(file))
 
 
-def pair(own: Measured) -> str:
+def pair(own: RowQuery) -> str:
     """Return a row's figure and its peer's."""
     row = own.row()
     return f"{digits(row['value'])}, {digits(row['peer_value'])}"

@@ -1,4 +1,4 @@
-"""A figure that a result file has, found by the row's name and parameters."""
+"""The row of a result file that has a name and parameters."""
 
 import json
 from collections.abc import Mapping
@@ -13,8 +13,8 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 @dataclass(frozen=True)
-class Measured:
-    """The rows of one file with one name; `params` are those that the row must have, among others."""
+class RowQuery:
+    """What the one row of a file must have: its name, and these parameters among others."""
 
     file: str
     name: str
