@@ -59,6 +59,16 @@ def test_a_link_leads_somewhere(page) -> None:
     assert [link for link in links if not (page.parent / link).exists()] == []
 
 
+@pytest.mark.parametrize("page", PAGES, ids=page_name)
+def test_a_file_that_a_page_names_exists(page) -> None:
+    """But for those that are to come."""
+    text = page.read_text().partition("## Where new capabilities go")[0]
+    folders = "|".join(path.name for path in ROOT.iterdir() if path.is_dir() and not path.name.startswith("."))
+    named = re.findall(rf"`((?:{folders})/[\w./-]+)`", text)
+    missing = [name for name in named if not any((ROOT / f"{name}{end}").exists() for end in ("", ".py"))]
+    assert [name for name in missing if not name.startswith("build/")] == []
+
+
 def test_every_page_is_in_the_site() -> None:
     indexes = [page for page in SITE if page.name == "index.md"]
     listed = {
