@@ -2,9 +2,10 @@
 
     prefill -> decode   Offer                 the scheduler picked the request
     decode  -> prefill  Grant | Wait | Refuse  real pages are taken only now
-    prefill -> decode   ChunkHeader           beside the chunk's bytes, one per computed chunk; in a Pull where decode
+    prefill -> decode   ChunkHeader           beside the chunk's bytes, one per computed chunk; in a PullReady where
+    decode
                                               fetches the bytes itself, and before it, when the chunk is about to be
-                                              computed, a Coming
+                                              computed, a PullScheduled
     prefill -> decode   Fin                   all chunks sent; carries token 0
     decode  -> prefill  Commit                every chunk valid and Fin seen: the pin may go
     either  -> other    Abort, answered by AbortAck once nothing can write any more
@@ -78,7 +79,7 @@ class ChunkHeader(ChunkFacts, frozen=True, tag="chunk"):
     """`checksum` covers the bytes."""
 
 
-class Pull(ChunkFacts, frozen=True, tag="pull"):
+class PullReady(ChunkFacts, frozen=True, tag="pull"):
     """The same, and the chunk's pages in prefill's pool, in token order, for decode's copy engine to read.
 
     They stay as they are until Commit, or AbortAck, or until decode's process is gone. `checksum` is over the checksums
@@ -88,7 +89,7 @@ class Pull(ChunkFacts, frozen=True, tag="pull"):
     pages: list[BlockId]
 
     @classmethod
-    def of(cls, header: ChunkHeader, pages: list[BlockId]) -> "Pull":
+    def of(cls, header: ChunkHeader, pages: list[BlockId]) -> "PullReady":
         return cls(**msgspec.structs.asdict(header), pages=pages)
 
     @property
@@ -96,12 +97,12 @@ class Pull(ChunkFacts, frozen=True, tag="pull"):
         return ChunkHeader(**{name: getattr(self, name) for name in ChunkHeader.__struct_fields__})
 
 
-class Coming(msgspec.Struct, frozen=True, tag="coming"):
+class PullScheduled(msgspec.Struct, frozen=True, tag="coming"):
     """Tokens `[first_token, first_token + num_tokens)` are about to be computed, into these pages of prefill's pool.
 
     They are there when the link's mark, a word that prefill's device sets, has reached `mark`, and the first
-    `early_planes` of each page one earlier; decode's device may wait for that and copy them. A hint: a Pull follows if
-    they were computed, nothing if not. The tokens may begin before those that were granted.
+    `early_planes` of each page one earlier; decode's device may wait for that and copy them. A hint: a PullReady
+    follows if they were computed, nothing if not. The tokens may begin before those that were granted.
     """
 
     request_id: RequestId
@@ -144,4 +145,6 @@ class AbortAck(msgspec.Struct, frozen=True, tag="abort_ack"):
     epoch: Epoch
 
 
-HandoffMessage = Offer | Grant | Wait | Refuse | ChunkHeader | Coming | Pull | Fin | Commit | Abort | AbortAck
+HandoffMessage = (
+    Offer | Grant | Wait | Refuse | ChunkHeader | PullScheduled | PullReady | Fin | Commit | Abort | AbortAck
+)

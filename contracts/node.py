@@ -9,13 +9,13 @@ from contracts.layout import KVLayout
 from contracts.request import WorkerRef
 
 
-class Role(StrEnum):
+class WorkerRole(StrEnum):
     PREFILL = "prefill"
     DECODE = "decode"
     MIXED = "mixed"
 
 
-class Ways(msgspec.Struct, frozen=True, kw_only=True):
+class TransferCapabilities(msgspec.Struct, frozen=True, kw_only=True):
     """How a worker can exchange KV with others.
 
     `memory`: where its pages are, "host" or a kind of device. `sends`: the transports that it has and may use, the
@@ -36,7 +36,7 @@ class NodeInfo(msgspec.Struct, frozen=True, kw_only=True):
 
     worker_id: WorkerId
     incarnation: Incarnation
-    role: Role
+    role: WorkerRole
     url: str
     transfer: str
     model: str
@@ -46,21 +46,21 @@ class NodeInfo(msgspec.Struct, frozen=True, kw_only=True):
     version: str
     pid: int
     core_pid: int
-    ways: Ways
+    ways: TransferCapabilities
     layout: KVLayout | None = None
 
     @property
-    def sends(self) -> list[str]:
+    def send_words(self) -> list[str]:
         """Its KV by each transport, a word each, for placement to compare with what others take."""
         return [self._word(self.layout_id, transport) for transport in self.ways.sends]
 
     @property
-    def takes(self) -> list[str]:
+    def receive_words(self) -> list[str]:
         return [self._word(layout_id, name) for layout_id, names in self.ways.takes.items() for name in names]
 
-    def can_take(self, source: "NodeInfo") -> bool:
+    def can_receive_from(self, source: "NodeInfo") -> bool:
         """The KV of `source`, as far as memory, layouts and settings tell: a connection may fail still."""
-        return not set(self.takes).isdisjoint(source.sends)
+        return not set(self.receive_words).isdisjoint(source.send_words)
 
     def _word(self, layout_id: str, transport: str) -> str:
         return f"{self.ways.memory}/{layout_id}/{transport}"

@@ -6,7 +6,7 @@ from coordinator.metrics import RedisTimes
 from coordinator.service import make_app
 from coordinator.settings import CoordinatorSettings
 from coordinator.store.connect import connect, patiently
-from process.garbage_collector import settle
+from process.garbage_collector import freeze_startup_objects
 from process.sockets import listen
 from service.run import run_service
 from service.server import announce, serving
@@ -25,7 +25,7 @@ async def _run(settings: CoordinatorSettings) -> int:
     try:
         await patiently(store.ping)
         async with serving(make_app(store, settings.secret.get_secret_value(), times), listener) as task:
-            settle()
+            freeze_startup_objects()
             announce(settings.host, listener, settings.ready_file)
             await asyncio.wait({task})  # not `await task`: a signal must not cancel it before it has closed
         return 0

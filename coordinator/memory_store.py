@@ -12,17 +12,25 @@ from contracts.node import Node, NodeInfo, NodeLoad
 from contracts.request import Route
 from coordinator.memory_worker import DECODE, PREFILL, Worker
 from coordinator.placement import policy as placement
-from coordinator.placement.policy import Choice
-from coordinator.request_states import ENDS, HOLDS_DECODE, HOLDS_PREFILL, State, Verdict, judge, require_end
+from coordinator.placement.policy import PlacementChoice
+from coordinator.request_states import (
+    ENDS,
+    HOLDS_DECODE,
+    HOLDS_PREFILL,
+    RequestState,
+    TransitionCheck,
+    check_transition,
+    require_end,
+)
 from coordinator.store.store import (
     ALIVE_S,
-    CORPSE_KEPT_S,
     ENDED_KEPT_S,
+    STALE_RECORD_KEPT_S,
     Counts,
     Lead,
-    Move,
     PlaceRequest,
     Reaped,
+    StateTransition,
     WorkerView,
     to_counts,
 )
@@ -40,7 +48,7 @@ class Record:
 
     gateway_id: GatewayId
     epoch: Epoch
-    state: State | None = None
+    state: RequestState | None = None
     credits: dict[str, Credit] = field(default_factory=dict)
     workers: dict[str, Worker] = field(default_factory=dict)
     lease_until_s: float = 0.0
@@ -59,10 +67,10 @@ class MemoryStore:
         self,
         *,
         alive_s: float = ALIVE_S,
-        corpse_kept_s: float = CORPSE_KEPT_S,
+        stale_record_kept_s: float = STALE_RECORD_KEPT_S,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._alive_s, self._corpse_kept_s, self._clock = alive_s, corpse_kept_s, clock
+        self._alive_s, self._stale_record_kept_s, self._clock = alive_s, stale_record_kept_s, clock
         self._workers: dict[WorkerId, Worker] = {}
         self._records: dict[RequestId, Record] = {}
         self._states: Counter[str] = Counter()
@@ -121,12 +129,12 @@ class MemoryStore:
         self._take(request, record, choice)
         return _route(request.request_id, record)
 
-    async def advance(self, moves: Sequence[Move]) -> list[bool]:
+    async def advance(self, moves: Sequence[StateTransition]) -> list[bool]:
         verdicts = [self._move(move) for move in moves]
-        self._counters.update(verdict for verdict in verdicts if verdict != Verdict.LEGAL)
-        return [verdict == Verdict.LEGAL for verdict in verdicts]
+        self._counters.update(verdict for verdict in verdicts if verdict != TransitionCheck.LEGAL)
+        return [verdict == TransitionCheck.LEGAL for verdict in verdicts]
 
-    async def finish(self, request_id: RequestId, epoch: Epoch, state: State = State.FINISHED) -> bool:
+    async def finish(self, request_id: RequestId, epoch: Epoch, state: RequestState = RequestState.FINISHED) -> bool:
         require_end(state)
         record = self._records.get(request_id)
         if record is None or record.epoch != epoch:
@@ -151,7 +159,7 @@ class MemoryStore:
         live = {request_id: record for request_id, record in self._records.items() if record.state not in ENDS}
         overdue = {request_id: record for request_id, record in live.items() if record.lease_until_s <= now}
         for record in overdue.values():
-            self._enter(record, State.FAILED)
+            self._enter(record, RequestState.FAILED)
             record.is_reaped = True
             self._counters["reaped"] += 1
         self._bury(now)
@@ -189,12 +197,15 @@ class MemoryStore:
                     raise placement.no_worker(side)
             return _route(request.request_id, record)
         assert record.state is not None
-        if record.epoch >= request.epoch or judge(record.state, State.PLACED) is not Verdict.LEGAL:
+        if (
+            record.epoch >= request.epoch
+            or check_transition(record.state, RequestState.PLACED) is not TransitionCheck.LEGAL
+        ):
             self._counters["stale"] += 1
             raise placement.stale(request.request_id, request.epoch)
         return None
 
-    def _choose(self, request: PlaceRequest) -> Choice:
+    def _choose(self, request: PlaceRequest) -> PlacementChoice:
         now, num_tokens = self._clock(), request.num_tokens
         workers = [self._workers[i] for i in sorted(self._workers) if i not in request.exclude]
         candidates = [w.candidate(request.prefix_hashes, num_tokens, now) for w in workers if w.takes_work(now)]
@@ -204,7 +215,7 @@ class MemoryStore:
             self._counters[_counter(error)] += 1
             raise
 
-    def _take(self, request: PlaceRequest, record: Record, choice: Choice) -> None:
+    def _take(self, request: PlaceRequest, record: Record, choice: PlacementChoice) -> None:
         now = self._clock()
         prefill, decode = (self._workers[side.worker_id] for side in (choice.prefill, choice.decode))
         need_tokens = placement.decode_need(request.num_tokens, request.max_tokens)
@@ -212,32 +223,32 @@ class MemoryStore:
         record.workers = {PREFILL: prefill, DECODE: decode}
         self._hold(record, PREFILL, prefill, choice.uncached_tokens)
         self._hold(record, DECODE, decode, need_tokens)
-        self._enter(record, State.PLACED)
+        self._enter(record, RequestState.PLACED)
         record.lease_until_s = now + request.lease_s
         prefill.remember(request.prefix_hashes, now)
         if decode is not prefill:
             decode.remember(request.prefix_hashes, now)
         self._counters["placed"] += 1
 
-    def _move(self, move: Move) -> str:
+    def _move(self, move: StateTransition) -> str:
         record = self._records.get(move.request_id)
         if record is None or record.state is None:
             return "unknown"
-        if move.to is State.PLACED or move.epoch > record.epoch:
-            return Verdict.ILLEGAL
+        if move.to is RequestState.PLACED or move.epoch > record.epoch:
+            return TransitionCheck.ILLEGAL
         if move.epoch < record.epoch:
             return "stale"
-        verdict = judge(record.state, move.to)
-        if verdict is Verdict.LEGAL:
+        verdict = check_transition(record.state, move.to)
+        if verdict is TransitionCheck.LEGAL:
             self._enter(record, move.to)
         return verdict
 
-    def _enter(self, record: Record, to: State) -> None:
+    def _enter(self, record: Record, to: RequestState) -> None:
         if record.state is not None:
             self._states[record.state] -= 1
         self._states[to] += 1
         record.state = to
-        if to is State.LOCAL_DECODE:
+        if to is RequestState.LOCAL_DECODE:
             self._decode_at_prefill(record)
         if to not in HOLDS_PREFILL:
             self._drop(record, PREFILL)
@@ -274,7 +285,7 @@ class MemoryStore:
             if worker.died_s is None and worker.alive_until_s <= now:
                 worker.die(now)
                 self._counters["buried"] += 1
-            elif worker.died_s is not None and worker.died_s + self._corpse_kept_s <= now:
+            elif worker.died_s is not None and worker.died_s + self._stale_record_kept_s <= now:
                 del self._workers[worker_id]
 
     def _forget(self) -> None:

@@ -9,7 +9,7 @@ import time
 
 from contracts.errors import Unavailable
 from coordinator.store.store import Lead, Store
-from service.outage_log import Outage
+from service.outage_log import OutageLog
 
 log = logging.getLogger(__name__)
 
@@ -28,7 +28,7 @@ class Reaper:
     def __init__(self, store: Store) -> None:
         self._store = store
         self._name = secrets.token_hex(8)
-        self._outage = Outage(log, "Redis answers again")
+        self._outage = OutageLog(log, "Redis answers again")
         self._heard_s = self._reaps_from_s = -math.inf
         self.is_leader, self.is_running = False, True
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from enum import StrEnum
 
 
-class State(StrEnum):
+class RequestState(StrEnum):
     PLACED = "PLACED"
     QUEUED = "QUEUED"
     RESERVING = "RESERVING"
@@ -20,7 +20,7 @@ class State(StrEnum):
     CANCELLED = "CANCELLED"
 
 
-class Verdict(StrEnum):
+class TransitionCheck(StrEnum):
     """What becomes of a reported move. LATE: true when it was told, overtaken since by what others told."""
 
     LEGAL = "legal"
@@ -29,74 +29,78 @@ class Verdict(StrEnum):
 
 
 MEANING = {
-    State.PLACED: "a route and its credits are taken",
-    State.QUEUED: "the prefill worker has the job",
-    State.RESERVING: "prefill computes; decode is asked for pages",
-    State.HELD: "decode has no pages yet; prefill keeps its own",
-    State.TRANSFERRING: "decode granted pages; chunks are on their way",
-    State.LOCAL_DECODE: "the worker that computed the prompt decodes",
-    State.COMMITTED: "decode has every chunk and decodes",
-    State.FINISHED: "the answer is complete",
-    State.FAILED: "the answer will not come",
-    State.CANCELLED: "nobody wants the answer any more",
+    RequestState.PLACED: "a route and its credits are taken",
+    RequestState.QUEUED: "the prefill worker has the job",
+    RequestState.RESERVING: "prefill computes; decode is asked for pages",
+    RequestState.HELD: "decode has no pages yet; prefill keeps its own",
+    RequestState.TRANSFERRING: "decode granted pages; chunks are on their way",
+    RequestState.LOCAL_DECODE: "the worker that computed the prompt decodes",
+    RequestState.COMMITTED: "decode has every chunk and decodes",
+    RequestState.FINISHED: "the answer is complete",
+    RequestState.FAILED: "the answer will not come",
+    RequestState.CANCELLED: "nobody wants the answer any more",
 }
 
-STEPS: dict[State, tuple[State, ...]] = {
-    State.PLACED: (State.QUEUED,),
-    State.QUEUED: (State.RESERVING,),
-    State.RESERVING: (State.HELD, State.TRANSFERRING, State.LOCAL_DECODE),
-    State.HELD: (State.TRANSFERRING, State.LOCAL_DECODE),
-    State.TRANSFERRING: (State.COMMITTED,),
-    State.LOCAL_DECODE: (),
-    State.COMMITTED: (),
+STEPS: dict[RequestState, tuple[RequestState, ...]] = {
+    RequestState.PLACED: (RequestState.QUEUED,),
+    RequestState.QUEUED: (RequestState.RESERVING,),
+    RequestState.RESERVING: (RequestState.HELD, RequestState.TRANSFERRING, RequestState.LOCAL_DECODE),
+    RequestState.HELD: (RequestState.TRANSFERRING, RequestState.LOCAL_DECODE),
+    RequestState.TRANSFERRING: (RequestState.COMMITTED,),
+    RequestState.LOCAL_DECODE: (),
+    RequestState.COMMITTED: (),
 }
 """What follows what within one attempt. Besides, any live request can end and be placed again, which begins the next
 attempt: MOVES.
 """
 
-_CLOSINGS = (State.FINISHED, State.FAILED, State.CANCELLED)
+_CLOSINGS = (RequestState.FINISHED, RequestState.FAILED, RequestState.CANCELLED)
 ENDS = frozenset(_CLOSINGS)
-LIVE = tuple(state for state in State if state not in ENDS)
+LIVE = tuple(state for state in RequestState if state not in ENDS)
 
-HOLDS_PREFILL = frozenset({State.PLACED, State.QUEUED, State.RESERVING, State.HELD, State.TRANSFERRING})
+HOLDS_PREFILL = frozenset(
+    {RequestState.PLACED, RequestState.QUEUED, RequestState.RESERVING, RequestState.HELD, RequestState.TRANSFERRING}
+)
 """While in these, the prompt counts as work of the prefill worker.
 
 HELD too: pages that decode can't take press back.
 """
 
-HOLDS_DECODE = HOLDS_PREFILL | {State.LOCAL_DECODE, State.COMMITTED}
+HOLDS_DECODE = HOLDS_PREFILL | {RequestState.LOCAL_DECODE, RequestState.COMMITTED}
 
 
-def _reachable(state: State) -> frozenset[State]:
+def _reachable(state: RequestState) -> frozenset[RequestState]:
     """Within the same attempt: not through PLACED, but that itself is a next step."""
-    found: set[State] = set()
+    found: set[RequestState] = set()
     todo = [state]
     while todo:
         for following in MOVES.get(todo.pop(), ()):
             if following not in found:
                 found.add(following)
-                if following is not State.PLACED:
+                if following is not RequestState.PLACED:
                     todo.append(following)
     return frozenset(found)
 
 
-MOVES: dict[State, tuple[State, ...]] = {state: (*STEPS[state], State.PLACED, *_CLOSINGS) for state in LIVE}
+MOVES: dict[RequestState, tuple[RequestState, ...]] = {
+    state: (*STEPS[state], RequestState.PLACED, *_CLOSINGS) for state in LIVE
+}
 
-REACHABLE: dict[State, frozenset[State]] = {state: _reachable(state) for state in LIVE}
+REACHABLE: dict[RequestState, frozenset[RequestState]] = {state: _reachable(state) for state in LIVE}
 """What may be reported in each state. Two workers report in batches, each on its own, and may lose some while Redis is
 away: a report may skip states, never go back."""
 
 
-def judge(state: State, to: State) -> Verdict:
+def check_transition(state: RequestState, to: RequestState) -> TransitionCheck:
     """Whether a request in `state` may enter `to`; the epoch is the caller's to check."""
     if to in REACHABLE.get(state, frozenset()):
-        return Verdict.LEGAL
+        return TransitionCheck.LEGAL
     if to == state or state in REACHABLE.get(to, frozenset()):
-        return Verdict.LATE
-    return Verdict.ILLEGAL
+        return TransitionCheck.LATE
+    return TransitionCheck.ILLEGAL
 
 
-def require_end(state: State) -> None:
+def require_end(state: RequestState) -> None:
     """Raises ValueError."""
     if state not in ENDS:
         raise ValueError(f"a request can't end as {state}; it ends as one of {', '.join(sorted(ENDS))}")
@@ -104,7 +108,10 @@ def require_end(state: State) -> None:
 
 def to_lua() -> str:
     """The table as Lua locals: VERDICT[state][to], HOLDS_PREFILL, HOLDS_DECODE, ENDS."""
-    rows = (f"{state}={{{','.join(f'{to}={judge(state, to).value!r}' for to in State)}}}" for state in State)
+    rows = (
+        f"{state}={{{','.join(f'{to}={check_transition(state, to).value!r}' for to in RequestState)}}}"
+        for state in RequestState
+    )
     sets = {"HOLDS_PREFILL": HOLDS_PREFILL, "HOLDS_DECODE": HOLDS_DECODE, "ENDS": ENDS}
     lines = [f"local VERDICT = {{{','.join(rows)}}}"]
     return "\n".join([*lines, *(f"local {name} = {{{_flags(states)}}}" for name, states in sets.items())])
@@ -115,7 +122,7 @@ def to_markdown() -> str:
     rows = [
         f"| {state} | {MEANING[state]} | {_mark(state, HOLDS_PREFILL)} | {_mark(state, HOLDS_DECODE)} "
         f"| {', '.join(MOVES.get(state, ())) or 'nothing: the end'} |"
-        for state in State
+        for state in RequestState
     ]
     return "\n".join([
         "# States of a request",
@@ -133,9 +140,9 @@ def to_markdown() -> str:
     ])  # fmt: skip
 
 
-def _flags(states: Iterable[State]) -> str:
+def _flags(states: Iterable[RequestState]) -> str:
     return ",".join(f"{state}=true" for state in sorted(states))
 
 
-def _mark(state: State, holders: frozenset[State]) -> str:
+def _mark(state: RequestState, holders: frozenset[RequestState]) -> str:
     return "held" if state in holders else ""

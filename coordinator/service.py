@@ -15,7 +15,7 @@ from contracts.errors import Unavailable
 from coordinator.metrics import RedisTimes, render
 from coordinator.reaper import Reaper
 from coordinator.store.store import Store
-from service.shared_secret import refusal, stranger
+from service.shared_secret import refusal, refuse_without_secret
 
 
 def make_app(store: Store, secret: str, times: RedisTimes) -> FastAPI:
@@ -50,7 +50,7 @@ def make_app(store: Store, secret: str, times: RedisTimes) -> FastAPI:
     @app.get("/nodes")
     async def nodes(request: Request) -> Response:
         """Every known worker: who it is, how busy, whether it lives, and the credits taken on it."""
-        if strange := stranger(request, secret):
+        if strange := refuse_without_secret(request, secret):
             return strange
         try:
             return Response(msgspec.json.encode(await store.workers()), media_type="application/json")

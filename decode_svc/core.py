@@ -4,16 +4,16 @@ from contracts.ids import WorkerId
 from decode_svc.role import DecodeRole
 from engine.engine import Engine
 from kv_transfer.node import TransferNode
-from worker.core.attempt_table import Ledger
+from worker.core.attempt_table import AttemptTable
 from worker.core.local_role import LocalRole
 from worker.core.main import run, transfer_keeper
-from worker.core.role import Role
+from worker.core.role import RoleHandler
 from worker.settings import WorkerSettings
 
 
 def make_roles(
-    settings: WorkerSettings, me: WorkerId, engine: Engine, node: TransferNode, ledger: Ledger
-) -> list[Role]:
+    settings: WorkerSettings, me: WorkerId, engine: Engine, node: TransferNode, ledger: AttemptTable
+) -> list[RoleHandler]:
     """Return the roles of a worker that computes answers; any worker can serve a request whole, too."""
     return [LocalRole(engine, ledger), DecodeRole(me, engine, node, ledger)]
 

@@ -10,10 +10,10 @@ from contracts.handoff import Abort, ChunkHeader, Commit, Fin, Grant, Offer, Ref
 from contracts.ids import Epoch, RequestId, WorkerId
 from contracts.request import Job
 from engine.engine import Engine
-from engine.messages import ChunkComing, Reservation, StepOutput
-from kv_transfer.events import ChunkBad, ChunkLanded, Drained, Message, PeerLost, TransferEvent
+from engine.messages import ChunkScheduled, Reservation, StepOutput
+from kv_transfer.events import ChunkBad, ChunkLanded, Drained, MessageReceived, PeerDisconnected, TransferEvent
 from kv_transfer.node import TransferNode
-from worker.core.attempt_table import Ledger, Live, attempt_key
+from worker.core.attempt_table import Attempt, AttemptTable, attempt_key
 
 log = logging.getLogger(__name__)
 
@@ -23,10 +23,10 @@ EARLY_OFFER_S = 5.0
 
 
 @dataclass
-class Landing:
+class IncomingHandoff:
     """One handoff as decode sees it. `next_token`: everything before it is here and checked, since `landed_s`."""
 
-    live: Live
+    live: Attempt
     offer: Offer | None = None
     reservation: Reservation | None = None
     arrival: int = 0
@@ -45,7 +45,7 @@ class Landing:
     def peer_id(self) -> WorkerId:
         return self.live.job.route.prefill.worker_id
 
-    def is_with(self, lost: PeerLost) -> bool:
+    def is_with(self, lost: PeerDisconnected) -> bool:
         prefill = self.live.job.route.prefill
         return self.offer is not None and (prefill.worker_id, prefill.incarnation) == (lost.peer_id, lost.incarnation)
 
@@ -71,45 +71,45 @@ class Landing:
 class DecodeRole:
     """Serves jobs whose route names this worker as decode and another as prefill."""
 
-    def __init__(self, me: WorkerId, engine: Engine, node: TransferNode, ledger: Ledger) -> None:
+    def __init__(self, me: WorkerId, engine: Engine, node: TransferNode, ledger: AttemptTable) -> None:
         self._me = me
         self._engine = engine
         self._node = node
         self._ledger = ledger
-        self._landings: dict[AttemptId, Landing] = {}
-        self._queue: OrderedDict[AttemptId, Landing] = OrderedDict()  # offered, waiting for pages; oldest first
+        self._incoming: dict[AttemptId, IncomingHandoff] = {}
+        self._queue: OrderedDict[AttemptId, IncomingHandoff] = OrderedDict()  # offered, waiting for pages; oldest first
         self._early: dict[AttemptId, tuple[WorkerId, Offer, float]] = {}
         self._over: dict[AttemptId, float] = {}  # aborted before the job came, or after its end
-        self._draining: dict[AttemptId, Landing] = {}  # pages that a writer may still touch
+        self._draining: dict[AttemptId, IncomingHandoff] = {}  # pages that a writer may still touch
         self._quarantined: set[AttemptId] = set()  # pages of a writer that could not be fenced: lost until restart
         self._counters = dict.fromkeys(
             ("landings_granted", "landings_committed", "landings_aborted", "landings_waited", "chunks_bad"), 0.0
         )
 
-    def takes(self, job: Job) -> bool:
+    def accepts(self, job: Job) -> bool:
         return job.route.decode.worker_id == self._me and not job.route.is_local
 
-    def start(self, live: Live, now: float) -> None:
-        landing = Landing(live)
+    def start(self, live: Attempt, now: float) -> None:
+        landing = IncomingHandoff(live)
         if self._over.pop(landing.id, None) is not None:
             self._ledger.leave(live)  # prefill told the gateway its end
             return
-        self._landings[landing.id] = landing
+        self._incoming[landing.id] = landing
         early = self._early.pop(landing.id, None)
         if early is not None:
             self._on_offer(early[0], early[1], now)
 
-    def drop(self, live: Live, reason: str, now: float) -> None:
-        landing = self._landings.pop((live.job.request_id, live.job.epoch), None)
+    def drop(self, live: Attempt, reason: str, now: float) -> None:
+        landing = self._incoming.pop((live.job.request_id, live.job.epoch), None)
         if landing is None:
             self._engine.release(live.key)  # already decoding
             return
         self._abort(landing, "cancelled", reason)
 
-    def on_started(self, live: Live, now: float) -> None:
+    def on_started(self, live: Attempt, now: float) -> None:
         """A committed request enters the batch; its account began at the commit."""
 
-    def on_coming(self, live: Live, chunk: ChunkComing) -> None:
+    def on_chunk_scheduled(self, live: Attempt, chunk: ChunkScheduled) -> None:
         """Nothing is handed over from here."""
 
     def on_step(self, output: StepOutput, now: float) -> None:
@@ -118,11 +118,11 @@ class DecodeRole:
 
     def on_transfer(self, event: TransferEvent, now: float) -> None:
         match event:
-            case Message(peer_id, Offer() as offer):
+            case MessageReceived(peer_id, Offer() as offer):
                 self._on_offer(peer_id, offer, now)
-            case Message(message=Fin() as fin):
+            case MessageReceived(message=Fin() as fin):
                 self._on_fin(fin)
-            case Message(message=Abort() as abort):
+            case MessageReceived(message=Abort() as abort):
                 self._on_abort(abort, now)
             case ChunkLanded(_, header, landed_s):
                 self._on_landed(header, landed_s)
@@ -130,7 +130,7 @@ class DecodeRole:
                 self._on_bad(header, reason)
             case Drained(request_id, epoch):
                 self._on_drained((request_id, epoch))
-            case PeerLost():
+            case PeerDisconnected():
                 self._on_peer_lost(event)
 
     def on_tick(self, now: float) -> None:
@@ -148,12 +148,12 @@ class DecodeRole:
         return False
 
     def is_idle(self) -> bool:
-        return not (self._landings or self._draining or self._early)
+        return not (self._incoming or self._draining or self._early)
 
     # what prefill says
 
     def _on_offer(self, peer_id: WorkerId, offer: Offer, now: float) -> None:
-        landing = self._landings.get((offer.request_id, offer.epoch))
+        landing = self._incoming.get((offer.request_id, offer.epoch))
         if landing is None:
             # The first, as the node has it: a grant that fits another is a ValueError there, in the core's loop.
             self._early.setdefault((offer.request_id, offer.epoch), (peer_id, offer, now))
@@ -183,7 +183,7 @@ class DecodeRole:
                 self._fail(landing, error)
             self._queue.pop(attempt_id, None)
 
-    def _grant(self, landing: Landing) -> None:
+    def _grant(self, landing: IncomingHandoff) -> None:
         """Raises OutOfBlocks; then nothing is held."""
         reservation = self._engine.reserve(landing.live.request(), landing.arrival)
         landing.reservation = reservation
@@ -203,7 +203,7 @@ class DecodeRole:
                 self._node.wait(landing.peer_id, Wait(*landing.id, reason))
 
     def _on_landed(self, header: ChunkHeader, landed_s: float) -> None:
-        landing = self._landings.get((header.request_id, header.epoch))
+        landing = self._incoming.get((header.request_id, header.epoch))
         if landing is None or landing.reservation is None:
             self._ledger.num_stale += 1
             return
@@ -218,21 +218,21 @@ class DecodeRole:
         self._settle(landing)
 
     def _on_fin(self, fin: Fin) -> None:
-        landing = self._landings.get((fin.request_id, fin.epoch))
+        landing = self._incoming.get((fin.request_id, fin.epoch))
         if landing is None:
             self._ledger.num_stale += 1
             return
         landing.fin = fin
         self._settle(landing)
 
-    def _settle(self, landing: Landing) -> None:
+    def _settle(self, landing: IncomingHandoff) -> None:
         """Commit what is complete; fail at once what never will be."""
         if landing.is_complete:
             self._commit(landing)
         elif reason := landing.contradiction(self._engine.layout.block_size):
             self._fail(landing, Corrupt(reason))
 
-    def _commit(self, landing: Landing) -> None:
+    def _commit(self, landing: IncomingHandoff) -> None:
         assert landing.fin is not None
         # Not now: the transfer's thread has had it for up to a step, and a whole prefix that is cached here for longer.
         landing.live.stage("land", max(landing.live.mark_s, landing.landed_s))
@@ -241,16 +241,16 @@ class DecodeRole:
         except TandemError as error:
             self._fail(landing, error)
             return
-        del self._landings[landing.id]
+        del self._incoming[landing.id]
         # Every granted page has its bytes and the node lands nothing after commit: the writer's hold ends here.
         self._node.commit(landing.peer_id, Commit(*landing.id, landing.num_chunks, landing.nbytes))
-        self._engine.writer_ended(landing.live.key)
+        self._engine.incoming_writer_ended(landing.live.key)
         self._counters["landings_committed"] += 1
         self._ledger.move(landing.live, "COMMITTED")
 
     def _on_bad(self, header: ChunkHeader, reason: str) -> None:
         self._counters["chunks_bad"] += 1
-        landing = self._landings.get((header.request_id, header.epoch))
+        landing = self._incoming.get((header.request_id, header.epoch))
         if landing is not None:
             self._fail(landing, Corrupt(f"chunk {header.index} arrived broken: {reason}"))
 
@@ -258,7 +258,7 @@ class DecodeRole:
         """Prefill ended the attempt and told the gateway why. The node drains it by itself and says so."""
         attempt_id = (abort.request_id, abort.epoch)
         self._early.pop(attempt_id, None)
-        landing = self._landings.pop(attempt_id, None)
+        landing = self._incoming.pop(attempt_id, None)
         if landing is None:
             self._over[attempt_id] = now
             return
@@ -268,23 +268,23 @@ class DecodeRole:
 
     def _on_drained(self, attempt_id: AttemptId) -> None:
         if self._draining.pop(attempt_id, None) is not None:
-            self._engine.writer_ended(attempt_key(*attempt_id))
+            self._engine.incoming_writer_ended(attempt_key(*attempt_id))
 
-    def _on_peer_lost(self, lost: PeerLost) -> None:
+    def _on_peer_lost(self, lost: PeerDisconnected) -> None:
         """Requests already committed go on: their KV is here. The others end. An early offer that went with its link
         would be granted in vain, its pages kept from others; if it came from a successor that lives, that one is told.
         """
         for attempt_id in [attempt_id for attempt_id, early in self._early.items() if early[0] == lost.peer_id]:
             self._refuse_early(attempt_id, f"a connection was lost: {lost.error}")
-        for landing in [a for a in self._landings.values() if a.is_with(lost)]:
-            del self._landings[landing.id]
+        for landing in [a for a in self._incoming.values() if a.is_with(lost)]:
+            del self._incoming[landing.id]
             self._let_go(landing)
             error = errors.PeerLost(f"prefill worker {lost.peer_id} was lost during the handoff: {lost.error}")
             self._ledger.fail(landing.live, error)
         for attempt_id in [landing.id for landing in self._draining.values() if landing.is_with(lost)]:
             del self._draining[attempt_id]
             if lost.fenced:
-                self._engine.writer_ended(attempt_key(*attempt_id))
+                self._engine.incoming_writer_ended(attempt_key(*attempt_id))
             else:
                 log.error("attempt %s: its writer could not be fenced; its pages stay out of use", attempt_id)
                 self._quarantined.add(attempt_id)
@@ -295,19 +295,19 @@ class DecodeRole:
         peer_id, _, _ = self._early.pop(attempt_id)
         self._node.refuse(peer_id, Refuse(*attempt_id, "unavailable", reason))
 
-    def _fail(self, landing: Landing, error: TandemError) -> None:
-        self._landings.pop(landing.id, None)
+    def _fail(self, landing: IncomingHandoff, error: TandemError) -> None:
+        self._incoming.pop(landing.id, None)
         self._abort(landing, error.code, str(error))
         self._ledger.fail(landing.live, error)
 
-    def _abort(self, landing: Landing, code: str, reason: str) -> None:
+    def _abort(self, landing: IncomingHandoff, code: str, reason: str) -> None:
         """Let go and tell prefill, if it knows of this attempt."""
         self._let_go(landing)
         if landing.offer is not None:
             self._counters["landings_aborted"] += 1
             self._node.abort(landing.peer_id, Abort(*landing.id, code, reason))
 
-    def _let_go(self, landing: Landing) -> None:
+    def _let_go(self, landing: IncomingHandoff) -> None:
         """Drop the request's hold now; the writer's goes when the node proves that it has ended."""
         self._queue.pop(landing.id, None)
         if landing.reservation is not None:
@@ -315,5 +315,5 @@ class DecodeRole:
         self._engine.release(landing.live.key)  # also what only waits: room is left to it
 
 
-def _priority(item: tuple[AttemptId, Landing]) -> int:
+def _priority(item: tuple[AttemptId, IncomingHandoff]) -> int:
     return item[1].live.job.priority

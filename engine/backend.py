@@ -11,14 +11,14 @@ import torch
 from contracts.events import Token
 from contracts.ids import BlockId, RequestId
 from contracts.layout import KVLayout
-from engine.messages import Checksums
+from engine.messages import PageChecksums
 from engine.sampling.prompt_logprobs import Scores
 from engine.sampling.sampler import Sampler
-from engine.scheduler.batch import Piece
+from engine.scheduler.batch import ScheduledChunk
 from engine.sequence import Sequence
 
 
-class Drawn(Protocol):
+class PendingTokens(Protocol):
     """Tokens that a device draws by itself, while the host does something else."""
 
     @property
@@ -33,20 +33,20 @@ class Drawn(Protocol):
 
 @dataclass(frozen=True)
 class Computed:
-    """`logits` `[number of pieces that sample, vocab]` float32, of no meaning where `drawn` is there; `scored`: of the
-    prompts that asked for it, to be told once the batch is computed.
+    """`logits` `[number of chunks that sample, vocab]` float32, of no meaning where `pending_tokens` is there; `scored`: of
+    the prompts that asked for it, to be told once the batch is computed.
     """
 
     logits: torch.Tensor
     scored: tuple[Scores, ...] = ()
-    drawn: Drawn | None = None
+    pending_tokens: PendingTokens | None = None
 
 
 Written = Callable[[bool], None]
 """(whether all planes of a batch's prompts have been launched, or only the early ones)"""
 
 
-def unheard(is_all: bool) -> None:
+def ignore_progress(is_all: bool) -> None:
     """Nobody waits for the planes."""
 
 
@@ -62,24 +62,24 @@ class Runner(Protocol):
     early_planes: int
 
     @property
-    def quick_rows(self) -> int:
+    def max_graph_rows(self) -> int:
         """Constant once a model is loaded."""
         ...
 
-    def forward(self, pieces: SequenceOf[Piece], written: Written = unheard) -> Computed:
+    def forward(self, pieces: SequenceOf[ScheduledChunk], written: Written = ignore_progress) -> Computed:
         """Writes K and V; running it again, as after an error, writes the same. `written` is called when the early
         planes of prompts have been launched, and may be when all have: what is behind them is not in the cache. Raises
         RuntimeError.
         """
         ...
 
-    def forward_undrawn(self, pieces: SequenceOf[Piece]) -> Computed:
+    def forward_without_sampling(self, pieces: SequenceOf[ScheduledChunk]) -> Computed:
         """The same without drawing: the tokens of the batch before stay on the device."""
         ...
 
-    def draw(
+    def sample(
         self, sequences: SequenceOf[Sequence], logits: torch.Tensor, allowed: Mapping[RequestId, np.ndarray]
-    ) -> Drawn | None:
+    ) -> PendingTokens | None:
         """Have the device draw what `forward` left undrawn, and wait for nothing; `allowed`: see Sampler.sample. None
         from a runner whose tokens the host draws.
         """
@@ -89,7 +89,7 @@ class Runner(Protocol):
         """Until all that was launched is computed."""
         ...
 
-    def prepare(self, piece: Piece) -> None:
+    def prepare(self, piece: ScheduledChunk) -> None:
         """This newest token of an answer, whose id is not known yet, may be the next batch: what else that takes is
         done now. Nothing is being computed.
         """
@@ -99,7 +99,7 @@ class Runner(Protocol):
 class Pages(Protocol):
     """The paged KV cache. `pool_bytes` `[num_planes, num_blocks, page_nbytes]` uint8 is what a transfer reads and
     writes; raises ConfigError where the host can't see it. `transfer_pool`: what kv_transfer.node takes, `pool_bytes`
-    or a GPU's DevicePages.
+    or a GPU's DeviceTransferPool.
     """
 
     layout: KVLayout
@@ -111,7 +111,7 @@ class Pages(Protocol):
     @property
     def transfer_pool(self) -> Any: ...
 
-    def checksums(self, blocks: SequenceOf[BlockId]) -> Checksums | None:
+    def checksums(self, blocks: SequenceOf[BlockId]) -> PageChecksums | None:
         """Of blocks whose computation has been launched; None if the transfer makes its own, or is to make none."""
         ...
 
@@ -125,5 +125,5 @@ class Backend:
     cache: Pages
     runner: Runner
     sampler: Sampler
-    caches_answers: bool
+    caches_decoded_kv: bool
     close: Callable[[], None] = ignore

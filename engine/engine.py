@@ -31,10 +31,10 @@ from contracts.ids import BlockId, RequestId
 from contracts.layout import KVLayout
 from engine.backend import Backend, Computed
 from engine.cache.block_pool import BlockPool
-from engine.in_flight import Flight
+from engine.in_flight import InFlightBatch
 from engine.messages import (
-    ChunkComing,
     ChunkDone,
+    ChunkScheduled,
     Ended,
     EngineFailure,
     EngineRequest,
@@ -42,20 +42,20 @@ from engine.messages import (
     Reservation,
     Sampled,
     Started,
+    StepObserver,
     StepOutput,
-    Watcher,
 )
 from engine.sampling.grammar_masks import PATIENCE_S, Grammars
-from engine.scheduler.batch import Piece, prompt_tokens_per_mixed_step
-from engine.scheduler.launch_pacer import Pace, kind_of
-from engine.scheduler.scheduler import Claim, Limits, Scheduler
+from engine.scheduler.batch import ScheduledChunk, prompt_tokens_per_mixed_step
+from engine.scheduler.launch_pacer import LaunchPacer, kind_of
+from engine.scheduler.scheduler import PendingReservation, Scheduler, SchedulerLimits
 from engine.sequence import Sequence, Status
 from engine.settings import EngineSettings
 
 _log = logging.getLogger(__name__)
 
 
-_UNWATCHED = Watcher()
+_UNWATCHED = StepObserver()
 MAX_LATE_BLOCKS = 16
 """So many blocks of a prompt that came from elsewhere enter the prefix cache in a step: all of a long prompt at once
 would keep the tokens of the step before for a millisecond. What is left when the answer ends, or gives its blocks back
@@ -84,26 +84,26 @@ class Engine:
         self.capacity_tokens = cache.num_blocks * cache.layout.block_size
         self._settings = settings
         self._cache = cache
-        self._caches_answers = backend.caches_answers
+        self._caches_answers = backend.caches_decoded_kv
         self.runner = backend.runner
         self._close = backend.close
         self._pool = BlockPool(cache.num_blocks, cache.layout.block_size, settings.prefix_cache)
         self._scheduler = Scheduler(
             self._pool,
-            Limits(settings.max_num_seqs, budget, self.max_mixed_tokens),
+            SchedulerLimits(settings.max_num_seqs, budget, self.max_mixed_tokens),
             self._insert_all_blocks,
         )
         self._sampler = backend.sampler
         self._grammars = Grammars(checkpoint)
         self._sequences: dict[RequestId, Sequence] = {}
         self._compiling: dict[Sequence, Callable[[Sequence], None]] = {}
-        self._writers: dict[RequestId, list[BlockId]] = {}
+        self._incoming_writers: dict[RequestId, list[BlockId]] = {}
         self._refused: tuple[RequestId, int, int] | None = None
         self._why_refused = ""
-        self._flight: Flight | None = None
+        self._in_flight: InFlightBatch | None = None
         self._prepared: Sequence | None = None
-        self._pace, self._clock = Pace(), clock
-        self._num_launched = self._num_landed = 0
+        self._pace, self._clock = LaunchPacer(), clock
+        self._num_launched = self._num_completed = 0
         self._unlanded: list[tuple[int, SequenceOf[int]]] = []
         self._num_steps = self._num_prefill_tokens = self._num_decode_tokens = 0
 
@@ -143,7 +143,7 @@ class Engine:
             sequence = self._with_pages(request, urgency)
         except OutOfBlocks:
             num_blocks = self.layout.num_blocks(len(request.token_ids) + 1)
-            self._scheduler.claim = Claim(request.request_id, urgency, num_blocks)
+            self._scheduler.claim = PendingReservation(request.request_id, urgency, num_blocks)
             raise
         self._scheduler.claim = None
         blocks = _block_ids(sequence.blocks[: self.layout.num_blocks(sequence.num_prompt)])
@@ -152,7 +152,7 @@ class Engine:
         sequence.status, sequence.arrival = Status.RESERVED, urgency[1]
         self._sequences[request.request_id] = sequence
         self._grammars.open(sequence)
-        self._writers[request.request_id] = landing
+        self._incoming_writers[request.request_id] = landing
         generations = [self._pool.generations[block] for block in blocks]
         return Reservation(request.request_id, blocks, generations, sequence.num_computed)
 
@@ -164,7 +164,7 @@ class Engine:
         if not self.has_work() and self._count(Status.RESERVED) == 1:
             sequence.tokens.append(0)
             try:
-                self.runner.prepare(Piece(sequence, sequence.num_prompt, 1))
+                self.runner.prepare(ScheduledChunk(sequence, sequence.num_prompt, 1))
                 self._prepared = sequence
             except RuntimeError:  # the step itself may fail as well, for this request alone
                 self._prepared = None
@@ -195,9 +195,9 @@ class Engine:
         sequence.num_computed = sequence.num_prompt  # its first step enters them into the prefix cache
         self._once_compiled(sequence, self._scheduler.resume)
 
-    def writer_ended(self, request_id: RequestId) -> None:
+    def incoming_writer_ended(self, request_id: RequestId) -> None:
         """Nothing will write this reservation's pages any more. Idempotent."""
-        self._pool.release(self._writers.pop(request_id, []))
+        self._pool.release(self._incoming_writers.pop(request_id, []))
 
     def release(self, request_id: RequestId) -> None:
         """Forget the request, whatever its state. Its blocks become cached or free; a writer's hold stays.
@@ -225,31 +225,31 @@ class Engine:
             else:
                 self._scheduler.resume(sequence)
 
-    def step(self, watcher: Watcher = _UNWATCHED) -> StepOutput:
+    def step(self, watcher: StepObserver = _UNWATCHED) -> StepOutput:
         """Compute one batch. Empty if nothing can run. A request that can't be computed fails alone, in `failed`.
 
         A device that draws tokens by itself is given the next batch before the tokens of this one are known.
         """
-        was_late = self._flight is not None and self._flight.is_done
+        was_late = self._in_flight is not None and self._in_flight.is_done
         self._go_on_compiled()
-        flight = self._flight or self._launch(watcher)
-        self._flight = None
+        flight = self._in_flight or self._launch(watcher)
+        self._in_flight = None
         if flight is None:
             return StepOutput()
         flight = self._drawing(flight)
         if self._may_run_ahead(flight):
             self._expect(flight)
-            self._flight = self._launch(watcher)
-        if flight.computed.drawn is not None:
+            self._in_flight = self._launch(watcher)
+        if flight.computed.pending_tokens is not None:
             watcher.waiting(lambda: flight.is_done)
-        output = self._land(flight, was_late)
-        if self._flight is not None and self._flight.masks is None:
-            self._flight = self._guided(self._flight)
+        output = self._complete(flight, was_late)
+        if self._in_flight is not None and self._in_flight.masks is None:
+            self._in_flight = self._guided(self._in_flight)
         return output
 
     def has_work(self) -> bool:
         """A `step` may compute something. Held and reserved requests wait for a call instead."""
-        return self._scheduler.has_work or self._flight is not None or bool(self._compiling)
+        return self._scheduler.has_work or self._in_flight is not None or bool(self._compiling)
 
     @property
     def has_reserved(self) -> bool:
@@ -261,8 +261,8 @@ class Engine:
         """How long `step` may wait and the device has work all the same. Who is adopted by then is in the next batch
         already.
         """
-        flight = self._flight
-        if flight is None or flight.computed.drawn is None:
+        flight = self._in_flight
+        if flight is None or flight.computed.pending_tokens is None:
             return 0.0
         return max(0.0, self._pace.due_s(flight.kind, flight.began_s) - self._clock())
 
@@ -297,7 +297,7 @@ class Engine:
         """Raises AssertionError, in words, if a block's holds are not those of the sequences and writers that exist."""
         self._pool.check()
         expected = Counter(block for sequence in self._sequences.values() for block in sequence.blocks)
-        expected.update(block for landing in self._writers.values() for block in landing)
+        expected.update(block for landing in self._incoming_writers.values() for block in landing)
         expected.update(block for _, blocks in self._unlanded for block in blocks)
         for block in range(self._pool.num_blocks):
             holds = self._pool.holds(block)
@@ -308,7 +308,7 @@ class Engine:
     def _servable(self, request: EngineRequest) -> Sequence:
         """Raises RequestError if it can never run."""
         num_tokens = len(request.token_ids)
-        if request.request_id in self._sequences or request.request_id in self._writers:
+        if request.request_id in self._sequences or request.request_id in self._incoming_writers:
             raise RequestError(f"the request {request.request_id} is here already")
         if num_tokens - request.num_answered <= 0:
             raise RequestError("the prompt is empty", "prompt")
@@ -369,42 +369,42 @@ class Engine:
         for sequence in [s for s in self._compiling if self._grammars.is_ready(s)]:
             self._compiling.pop(sequence)(sequence)
 
-    def _launch(self, watcher: Watcher) -> Flight | None:
+    def _launch(self, watcher: StepObserver) -> InFlightBatch | None:
         """Schedule a batch and hand it to the device; None if nothing can run."""
         began_s = self._clock()
         batch = self._scheduler.schedule(self._count(Status.RESERVED))
-        if not batch.pieces:
+        if not batch.chunks:
             return None
         self._num_launched += 1
         started = tuple(Started(s.request_id, s.num_computed) for s in batch.started)
         for start in started:
             watcher.started(start)
-        wanted = [piece.sequence for piece in batch.pieces if piece.samples]
+        wanted = [piece.sequence for piece in batch.chunks if piece.samples]
         masks = None if any(s.num_pending for s in wanted) else self._grammars.begin(wanted)
-        pieces, computed, failed = self._compute_watched(batch.pieces, watcher)
+        pieces, computed, failed = self._compute_watched(batch.chunks, watcher)
         chunks = tuple(chunk for piece in pieces for chunk in self._advance(piece))
         sampling = [piece.sequence for piece in pieces if piece.samples]
-        self._pace.launched(self._clock() - began_s)
-        return Flight(started, pieces, chunks, computed, failed, masks, sampling, kind_of(pieces), began_s)
+        self._pace.record_launch(self._clock() - began_s)
+        return InFlightBatch(started, pieces, chunks, computed, failed, masks, sampling, kind_of(pieces), began_s)
 
-    def _may_run_ahead(self, flight: Flight) -> bool:
+    def _may_run_ahead(self, flight: InFlightBatch) -> bool:
         """Nothing of the next batch depends on which tokens this one draws. Each running sequence may need a block: if
         that took a preemption, a sequence would be computed again whose last token is not known. Nor do tokens of
         answers wait until a batch is launched that takes the host longer than they take the device.
         """
-        if flight.computed.drawn is None or self._pool.num_available < len(self._scheduler.running):
+        if flight.computed.pending_tokens is None or self._pool.num_available < len(self._scheduler.running):
             return False
-        return not (any(piece.is_decode for piece in flight.pieces) and self._may_be_long())
+        return not (any(piece.is_decode for piece in flight.chunks) and self._may_be_long())
 
     def _may_be_long(self) -> bool:
         """The next batch beside answers, to launch: by the rows of prompts that there are."""
-        quick = self.runner.quick_rows
+        quick = self.runner.max_graph_rows
         if self.max_mixed_tokens <= quick:
             return False
         prompts = (s for s in (*self._scheduler.running, *self._scheduler.waiting) if not s.is_decoding)
         return any(num_rows > quick for num_rows in accumulate(len(s.tokens) - s.num_computed for s in prompts))
 
-    def _expect(self, flight: Flight) -> None:
+    def _expect(self, flight: InFlightBatch) -> None:
         """Each sequence of the flight is one token longer. Those that go no further here sit the next batch out."""
         for sequence in flight.sampling:
             if self._is_present(sequence):
@@ -414,11 +414,11 @@ class Engine:
                     self._scheduler.remove(sequence)
                     sequence.status = Status.ENDING
 
-    def _land(self, flight: Flight, was_late: bool) -> StepOutput:
-        """Wait for what the device computed, and tell it. `was_late`: see Pace.landed."""
-        sampling, tokens, lost = self._draw(flight)
-        span_s = self._pace.landed(flight.kind, flight.began_s, self._clock(), was_late)
-        self._landed()
+    def _complete(self, flight: InFlightBatch, was_late: bool) -> StepOutput:
+        """Wait for what the device computed, and tell it. `was_late`: see LaunchPacer.landed."""
+        sampling, tokens, lost = self._sample_adjusted(flight)
+        span_s = self._pace.record_completion(flight.kind, flight.began_s, self._clock(), was_late)
+        self._on_completed()
         for sequence, token in zip(sampling, tokens, strict=True):
             if sequence.num_pending:
                 sequence.tokens.pop()
@@ -428,14 +428,14 @@ class Engine:
         ended = tuple(end for sequence in sampling for end in self._settle(sequence))
         failed = (*flight.failed, *lost)
         scored = tuple(scores.told() for scores in flight.computed.scored)
-        output = StepOutput(flight.started, flight.chunks, sampled, ended, failed, scored=scored, span_s=span_s)
-        return self._counted(output, flight.pieces)
+        output = StepOutput(flight.started, flight.done_chunks, sampled, ended, failed, scored=scored, span_s=span_s)
+        return self._counted(output, flight.chunks)
 
-    def _drawing(self, flight: Flight) -> Flight:
+    def _drawing(self, flight: InFlightBatch) -> InFlightBatch:
         """A device draws from now on; what else that takes (tokens for penalties, masks of grammars) is known. The rows
         of those who can't have a token are drawn in vain.
         """
-        if flight.computed.drawn is not None:
+        if flight.computed.pending_tokens is not None:
             return flight
         masks = flight.known_masks()
         present = [sequence for sequence in flight.sampling if self._is_present(sequence)]
@@ -444,20 +444,20 @@ class Engine:
         if len(lost) == len(present):
             return flight
         try:
-            drawn = self.runner.draw(flight.sampling, flight.computed.logits, masks.allowed)
+            drawn = self.runner.sample(flight.sampling, flight.computed.logits, masks.allowed)
         except Exception:  # whatever a request's parameters bring about
             _log.exception("%d tokens can't be drawn together", len(flight.sampling))
             drawn = None
-        return replace(flight, computed=replace(flight.computed, drawn=drawn))
+        return replace(flight, computed=replace(flight.computed, pending_tokens=drawn))
 
-    def _guided(self, flight: Flight) -> Flight:
+    def _guided(self, flight: InFlightBatch) -> InFlightBatch:
         """Masks are begun on, now that the tokens before are known."""
         return replace(flight, masks=self._grammars.begin([s for s in flight.sampling if self._is_present(s)]))
 
-    def _draw(self, flight: Flight) -> tuple[list[Sequence], list[Token], tuple[EngineFailure, ...]]:
+    def _sample_adjusted(self, flight: InFlightBatch) -> tuple[list[Sequence], list[Token], tuple[EngineFailure, ...]]:
         """The tokens of those who still want one, and who can't have one."""
-        if flight.computed.drawn is not None:
-            drawn = zip(flight.sampling, flight.computed.drawn.wait(), strict=True)
+        if flight.computed.pending_tokens is not None:
+            drawn = zip(flight.sampling, flight.computed.pending_tokens.wait(), strict=True)
             present = [(sequence, token) for sequence, token in drawn if self._is_present(sequence)]
             return [sequence for sequence, _ in present], [token for _, token in present], ()
         wanted = [(row, s) for row, s in enumerate(flight.sampling) if self._is_present(s)]
@@ -479,15 +479,15 @@ class Engine:
         """A batch that is still being computed may write to them, and the next to hold them may be a transfer, which is
         on no stream of the engine's.
         """
-        if self._num_launched == self._num_landed:
+        if self._num_launched == self._num_completed:
             self._pool.release(blocks)
         else:
             self._unlanded.append((self._num_launched, list(blocks)))
 
-    def _landed(self) -> None:
+    def _on_completed(self) -> None:
         """The oldest batch has been computed: what was let go before the next one was launched is free."""
-        self._num_landed += 1
-        while self._unlanded and self._unlanded[0][0] <= self._num_landed:
+        self._num_completed += 1
+        while self._unlanded and self._unlanded[0][0] <= self._num_completed:
             self._pool.release(self._unlanded.pop(0)[1])
 
     def _is_present(self, sequence: Sequence) -> bool:
@@ -495,25 +495,25 @@ class Engine:
         return self._sequences.get(sequence.request_id) is sequence
 
     def _compute_watched(
-        self, pieces: SequenceOf[Piece], watcher: Watcher
-    ) -> tuple[list[Piece], Computed, tuple[EngineFailure, ...]]:
+        self, pieces: SequenceOf[ScheduledChunk], watcher: StepObserver
+    ) -> tuple[list[ScheduledChunk], Computed, tuple[EngineFailure, ...]]:
         for piece in pieces:
             if piece.sequence.handoff:
                 first = piece.sequence.num_announced
                 blocks = self._blocks_between(piece.sequence, first, piece.end)
                 place = (first, piece.end - first, blocks, self.runner.early_planes)
-                watcher.coming(ChunkComing(piece.sequence.request_id, *place))
+                watcher.chunk_scheduled(ChunkScheduled(piece.sequence.request_id, *place))
         try:
             return self._compute(pieces, watcher)
         finally:
-            watcher.launched(is_all=True)
+            watcher.chunks_launched(is_all=True)
 
     def _compute(
-        self, pieces: SequenceOf[Piece], watcher: Watcher
-    ) -> tuple[list[Piece], Computed, tuple[EngineFailure, ...]]:
+        self, pieces: SequenceOf[ScheduledChunk], watcher: StepObserver
+    ) -> tuple[list[ScheduledChunk], Computed, tuple[EngineFailure, ...]]:
         """The pieces that ran and what they gave. If the batch as a whole fails, each piece runs alone."""
         try:
-            return list(pieces), self.runner.forward(pieces, watcher.launched), ()
+            return list(pieces), self.runner.forward(pieces, watcher.chunks_launched), ()
         except RuntimeError:
             _log.exception("a batch of %d pieces failed", len(pieces))
         runs = [self._compute_alone(piece) for piece in pieces]
@@ -523,9 +523,9 @@ class Engine:
         whole = Computed(torch.cat(logits or [torch.empty(0)]), scored)
         return [piece for done, _, _ in runs for piece in done], whole, failed
 
-    def _compute_alone(self, piece: Piece) -> tuple[list[Piece], Computed, tuple[EngineFailure, ...]]:
+    def _compute_alone(self, piece: ScheduledChunk) -> tuple[list[ScheduledChunk], Computed, tuple[EngineFailure, ...]]:
         try:
-            return [piece], self.runner.forward_undrawn([piece]), ()
+            return [piece], self.runner.forward_without_sampling([piece]), ()
         except RuntimeError as error:
             _log.exception("a piece of %d tokens failed", piece.num_tokens)
             return [], Computed(torch.empty(0)), (self._fail(piece.sequence, str(error)),)
@@ -539,7 +539,7 @@ class Engine:
         self.release(sequence.request_id)
         return EngineFailure(sequence.request_id, TandemError.code, f"this request could not be computed: {message}")
 
-    def _advance(self, piece: Piece) -> list[ChunkDone]:
+    def _advance(self, piece: ScheduledChunk) -> list[ChunkDone]:
         """KV up to the piece's end exists now. Announces it if it is to be handed over."""
         sequence = piece.sequence
         sequence.num_computed = piece.end
@@ -593,7 +593,7 @@ class Engine:
     def _is_full(self, sequence: Sequence) -> bool:
         return sequence.num_generated >= sequence.sampling.max_tokens or len(sequence.tokens) >= self.max_model_len
 
-    def _counted(self, output: StepOutput, pieces: SequenceOf[Piece]) -> StepOutput:
+    def _counted(self, output: StepOutput, pieces: SequenceOf[ScheduledChunk]) -> StepOutput:
         num_decode = sum(piece.is_decode for piece in pieces)
         num_prefill = sum(piece.num_tokens for piece in pieces) - num_decode
         self._num_steps += 1

@@ -7,20 +7,20 @@ from dataclasses import dataclass
 from engine.backend import Computed
 from engine.messages import ChunkDone, EngineFailure, Started
 from engine.sampling.grammar_masks import Masks
-from engine.scheduler.batch import Piece
+from engine.scheduler.batch import ScheduledChunk
 from engine.scheduler.launch_pacer import Kind
 from engine.sequence import Sequence
 
 
 @dataclass(frozen=True)
-class Flight:
+class InFlightBatch:
     """`pieces` were launched, `failed` could not be. `sampling`: whose next token this batch says. `masks`: None as
     long as they can't be worked out, since tokens before are being drawn. `began_s`: when the host began on it.
     """
 
     started: tuple[Started, ...]
-    pieces: SequenceOf[Piece]
-    chunks: tuple[ChunkDone, ...]
+    chunks: SequenceOf[ScheduledChunk]
+    done_chunks: tuple[ChunkDone, ...]
     computed: Computed
     failed: tuple[EngineFailure, ...]
     masks: Future[Masks] | None
@@ -31,7 +31,7 @@ class Flight:
     @property
     def is_done(self) -> bool:
         """The device has computed and drawn all of it."""
-        return self.computed.drawn is not None and self.computed.drawn.is_done
+        return self.computed.pending_tokens is not None and self.computed.pending_tokens.is_done
 
     def known_masks(self) -> Masks:
         """Waits for them."""

@@ -48,7 +48,7 @@ class Started:
     cached_tokens: int
 
 
-class Checksums(Protocol):
+class PageChecksums(Protocol):
     """Made where the KV is."""
 
     def wait(self) -> np.ndarray:
@@ -69,11 +69,11 @@ class ChunkDone:
     first_token: int
     num_tokens: int
     blocks: list[BlockId]
-    checksums: Checksums | None = None
+    checksums: PageChecksums | None = None
 
 
 @dataclass(frozen=True)
-class ChunkComing:
+class ChunkScheduled:
     """What a ChunkDone will say once its batch is computed, unless that fails. `early_planes`: so many of a block are
     computed a while before the others.
     """
@@ -116,7 +116,7 @@ class EngineFailure:
     message: str
 
 
-class Watcher:
+class StepObserver:
     """Hears of a batch while it is made, so that what must be arranged elsewhere can be arranged under the compute.
     This one does nothing.
     """
@@ -124,10 +124,10 @@ class Watcher:
     def started(self, started: Started) -> None:
         """The scheduler picked this request for the first time."""
 
-    def coming(self, chunk: ChunkComing) -> None:
+    def chunk_scheduled(self, chunk: ChunkScheduled) -> None:
         """This chunk is computed next."""
 
-    def launched(self, is_all: bool) -> None:
+    def chunks_launched(self, is_all: bool) -> None:
         """What the device is given from now on comes behind the chunks that were coming; unless `is_all`, behind their
         early planes. May be said again.
         """

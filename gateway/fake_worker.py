@@ -26,7 +26,7 @@ from contracts.events import (
 )
 from contracts.ids import Epoch, GatewayId, Incarnation, RequestId, WorkerId
 from contracts.layout import KVLayout
-from contracts.node import Node, NodeInfo, NodeLoad, Role, Ways
+from contracts.node import Node, NodeInfo, NodeLoad, TransferCapabilities, WorkerRole
 from contracts.request import Cancel, Job
 
 
@@ -39,14 +39,14 @@ class FakeWorker:
     """
 
     worker_id: WorkerId
-    role: Role
+    role: WorkerRole
     secret: str
     period_s: float = 0.0
     refuse: int = 0
     incarnation: Incarnation = "1"  # type: ignore[assignment]
     model: str = "fake"
     layout: KVLayout | None = None
-    ways: Ways | None = None
+    ways: TransferCapabilities | None = None
     max_model_len: int = 2048
     cached_tokens: int = 0
     script: Sequence[int] = ()
@@ -112,7 +112,7 @@ class FakeWorker:
             version="0",
             pid=0,
             core_pid=0,
-            ways=self.ways or Ways(memory="host", sends=["tcp"], takes={layout_id: ["tcp"]}),
+            ways=self.ways or TransferCapabilities(memory="host", sends=["tcp"], takes={layout_id: ["tcp"]}),
             layout=self.layout,
         )
         return Node(info=info, load=NodeLoad(), alive=True)

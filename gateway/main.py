@@ -12,18 +12,18 @@ from contracts.ids import GatewayId
 from coordinator.store.connect import connect
 from coordinator.store.store import Store
 from gateway.console.routes import add_console
-from gateway.dispatch.dispatcher import Dispatch
+from gateway.dispatch.dispatcher import Dispatcher
 from gateway.dispatch.placement import StorePlacement
-from gateway.http.app import Front, make_app
+from gateway.http.app import AppContext, make_app
 from gateway.http.server import http_config
 from gateway.observability.metrics import Metrics
 from gateway.observability.tracing import open_tracing
 from gateway.prompting.chat_template import Prompting
 from gateway.settings import GatewaySettings
-from process.garbage_collector import settle
+from process.garbage_collector import freeze_startup_objects
 from process.sockets import listen
 from service.run import run_service
-from service.server import Server, announce
+from service.server import UvicornServer, announce
 from service.version import release
 
 log = logging.getLogger(__name__)
@@ -41,29 +41,29 @@ async def run(settings: GatewaySettings, store: Store) -> int:
         checkpoint = await asyncio.to_thread(open_checkpoint, settings.model)
         gateway_id = GatewayId(f"gateway-{socket.gethostname()}-{secrets.token_hex(4)}")
         secret = settings.secret.get_secret_value()
-        dispatch = Dispatch(StorePlacement(store, gateway_id), gateway_id, secret, checkpoint.name)
+        dispatch = Dispatcher(StorePlacement(store, gateway_id), gateway_id, secret, checkpoint.name)
         model, version = settings.served_model_name or checkpoint.name, release()
         metrics = Metrics(dispatch, model, version)
         tracing = open_tracing(os.environ, model, version)
         if checkpoint.advice != Advice():
             log.info("where a request does not say, generation_config.json does: %s", checkpoint.advice)
         created, prompting = int(time.time()), Prompting(checkpoint, settings.tool_parser)
-        front = Front(settings, checkpoint, prompting, dispatch, metrics, model, version, created, tracing)
+        front = AppContext(settings, checkpoint, prompting, dispatch, metrics, model, version, created, tracing)
         return await _serve(front, store, listener)
     finally:
         listener.close()
         await store.close()
 
 
-async def _serve(front: Front, store: Store, listener: socket.socket) -> int:
+async def _serve(front: AppContext, store: Store, listener: socket.socket) -> int:
     app = make_app(front)
     add_console(app, front.dispatch, store)
-    server = Server(http_config(app))
+    server = UvicornServer(http_config(app))
     serving = None
     try:
         await front.dispatch.start()
         serving = asyncio.create_task(server.serve(sockets=[listener]))
-        settle()
+        freeze_startup_objects()
         announce(front.settings.host, listener, front.settings.ready_file)
         await asyncio.wait({serving})  # not `await serving`: a signal must not cancel it before it has closed
         return 0

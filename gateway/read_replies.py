@@ -7,22 +7,30 @@ from typing import Any
 
 from contracts.errors import TandemError
 from contracts.events import FinishReason
-from gateway.api.response_formatter import ChatReplies, Usage, joined
-from gateway.generation.generation_state import Piece
-from gateway.generation.output_parser import Read, Reading
-from gateway.tool_calling.events import Argued, Broken, Called, Closed, Event, Said, Thought
+from gateway.api.response_formatter import ChatFormatter, Usage, joined
+from gateway.generation.generation_state import OutputDelta
+from gateway.generation.output_parser import OutputParser, OutputParserSpec
+from gateway.tool_calling.events import (
+    ContentDelta,
+    MalformedToolCall,
+    OutputEvent,
+    ReasoningDelta,
+    ToolCallArguments,
+    ToolCallFinished,
+    ToolCallStarted,
+)
 
 
 @dataclass
-class ReadReplies:
-    """As ChatReplies, with thoughts and calls told from text. Owned by the one who writes it, who feeds each choice in
-    order. `tells_thoughts`: whether the client wants them.
+class ParsedChatFormatter:
+    """As ChatFormatter, with thoughts and calls told from text. Owned by the one who writes it, who feeds each choice
+    in order. `tells_thoughts`: whether the client wants them.
     """
 
-    chat: ChatReplies
-    reading: Reading
+    chat: ChatFormatter
+    reading: OutputParserSpec
     tells_thoughts: bool = True
-    _read: dict[int, Read] = field(init=False)
+    _read: dict[int, OutputParser] = field(init=False)
 
     def __post_init__(self) -> None:
         self._read = defaultdict(self.reading.begin)
@@ -43,7 +51,7 @@ class ReadReplies:
         """`content` is null: whether there will be any is not known."""
         return [self.chat.delta(index, {"role": "assistant", "content": None}, (), None)]
 
-    def chunk(self, piece: Piece) -> list[dict[str, Any]]:
+    def chunk(self, piece: OutputDelta) -> list[dict[str, Any]]:
         """Empty while all of it is held back, or thought and nobody wants to know."""
         read = self._read[piece.index]
         delta = self._delta(read.feed(piece))
@@ -51,7 +59,7 @@ class ReadReplies:
             return []
         return [self.chat.delta(piece.index, delta, piece.shown, _finish(piece, read), piece.stop_reason)]
 
-    def choice(self, pieces: Sequence[Piece]) -> dict[str, Any]:
+    def choice(self, pieces: Sequence[OutputDelta]) -> dict[str, Any]:
         whole = joined(pieces)
         read = self._read[whole.index]
         events = [event for piece in pieces for event in read.feed(piece)]
@@ -76,35 +84,39 @@ class ReadReplies:
     def encode(self, body: dict[str, Any]) -> bytes:
         return self.chat.encode(body)
 
-    def _delta(self, events: list[Event]) -> dict[str, Any]:
+    def _delta(self, events: list[OutputEvent]) -> dict[str, Any]:
         """At most one entry a call: not every client adds up several of one chunk."""
         calls: dict[int, dict[str, Any]] = {}
         for event in events:
             match event:
-                case Called():
+                case ToolCallStarted():
                     calls[event.index] = {"index": event.index, **self._call(event.name)}
-                case Argued():
+                case ToolCallArguments():
                     more = calls.setdefault(event.index, {"index": event.index, "function": {"arguments": ""}})
                     more["function"]["arguments"] += event.text
         wanted = [call for index, call in calls.items() if self.reading.is_wanted(index)]
-        told = [event for event in events if not isinstance(event, Broken) or not self.reading.is_wanted(event.index)]
+        told = [
+            event
+            for event in events
+            if not isinstance(event, MalformedToolCall) or not self.reading.is_wanted(event.index)
+        ]
         content = _said(told)  # of a broken call that was told of, that is all
         thought = _thought(events) if self.tells_thoughts else ""
         delta = (_reasoning(thought) if thought else {}) | ({"content": content} if content else {})
         return delta | ({"tool_calls": wanted} if wanted else {})
 
-    def _calls(self, events: list[Event]) -> list[dict[str, Any]]:
+    def _calls(self, events: list[OutputEvent]) -> list[dict[str, Any]]:
         """The complete ones."""
         names: dict[int, str] = {}
         arguments: defaultdict[int, list[str]] = defaultdict(list)
         closed: list[dict[str, Any]] = []
         for event in events:
             match event:
-                case Called():
+                case ToolCallStarted():
                     names[event.index] = event.name
-                case Argued():
+                case ToolCallArguments():
                     arguments[event.index].append(event.text)
-                case Closed() if self.reading.is_wanted(event.index):
+                case ToolCallFinished() if self.reading.is_wanted(event.index):
                     closed.append(self._call(names[event.index], "".join(arguments[event.index])))
         return closed
 
@@ -119,15 +131,15 @@ def _reasoning(text: str | None) -> dict[str, str | None]:
     return {"reasoning": text, "reasoning_content": text}
 
 
-def _thought(events: Sequence[Event]) -> str:
-    return "".join(event.parted for event in events if isinstance(event, Thought))
+def _thought(events: Sequence[OutputEvent]) -> str:
+    return "".join(event.parted for event in events if isinstance(event, ReasoningDelta))
 
 
-def _said(events: Sequence[Event]) -> str:
+def _said(events: Sequence[OutputEvent]) -> str:
     """What is no call is said."""
-    told = [event for event in events if isinstance(event, Said | Broken)]
-    return "".join(event.parted if isinstance(event, Said) else event.text for event in told)
+    told = [event for event in events if isinstance(event, ContentDelta | MalformedToolCall)]
+    return "".join(event.parted if isinstance(event, ContentDelta) else event.text for event in told)
 
 
-def _finish(piece: Piece, read: Read) -> str | None:
+def _finish(piece: OutputDelta, read: OutputParser) -> str | None:
     return "tool_calls" if read.has_called and piece.finish == FinishReason.STOP else piece.finish

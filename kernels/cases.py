@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from kernels.layouts import tile_int4, tile_mxfp4
-from kernels.peers import Peers
+from kernels.peers import SymmetricMemory
 from kernels.reference.move import checksums
 from kernels.reference.quant import quantize_mxfp4, quantize_nvfp4, to_e4m3, token_scale
 from kernels.specs import (
@@ -21,6 +21,7 @@ from kernels.specs import (
     FusedAttnSpec,
     GateUpSpec,
     GemmSpec,
+    KernelSpec,
     MLASpec,
     MoESpec,
     MoveSpec,
@@ -31,7 +32,6 @@ from kernels.specs import (
     RopeSpec,
     SampleSpec,
     SiluSpec,
-    Spec,
     W4Spec,
     W8Spec,
 )
@@ -43,7 +43,7 @@ PLAIN = {"bf16": BF16, "fp32": FP32}
 
 
 @dataclass
-class Call:
+class KernelCall:
     """Arguments of one call. `outputs` names the tensors it writes, `updated` those it reads and writes; `batch` is
     what an implementation that plans on the host is told."""
 
@@ -56,7 +56,7 @@ class Call:
     def run(self, op: Callable[..., Any]) -> None:
         op(*self.args, **self.kwargs)
 
-    def copy(self, device: str | None = None) -> "Call":
+    def copy(self, device: str | None = None) -> "KernelCall":
         """A deep copy in which aliases stay aliases."""
         memo: dict[int, Tensor] = {}
 
@@ -69,7 +69,7 @@ class Call:
 
         args, kwargs = tuple(map(dup, self.args)), {k: dup(v) for k, v in self.kwargs.items()}
         outputs, updated = ({k: dup(v) for k, v in d.items()} for d in (self.outputs, self.updated))
-        return Call(args, kwargs, outputs, updated, tuple(map(dup, self.batch)))
+        return KernelCall(args, kwargs, outputs, updated, tuple(map(dup, self.batch)))
 
     def poison(self) -> None:
         """Fill outputs with NaN, so that an element nobody wrote shows."""
@@ -83,12 +83,12 @@ class Call:
 
 
 @dataclass(frozen=True)
-class Case:
+class KernelCase:
     """An operation on a shape. tolerance: relative error of every output against the reference on the same inputs."""
 
     op: str
-    spec: Spec
-    make: Callable[[str], Call]
+    spec: KernelSpec
+    make: Callable[[str], KernelCall]
     tolerance: float
     nbytes: float = 0  # least bytes through memory
     flops: float = 0  # operations of the matrix unit
@@ -98,7 +98,7 @@ class Case:
         return f"{self.op}[{self.spec.key()}]"
 
 
-def errors(got: Call, want: Call) -> dict[str, float]:
+def errors(got: KernelCall, want: KernelCall) -> dict[str, float]:
     """Relative error of each output and updated tensor."""
     pairs = {**got.outputs, **got.updated}
     truths = {**want.outputs, **want.updated}
@@ -122,8 +122,8 @@ def _rounded(quant: Quant, out: Tensor, scale: Tensor) -> dict[str, Tensor]:
     return {"out": out} | ({"scale": scale} if quant in ("token", "group") else {})
 
 
-def norm_case(spec: NormSpec, tokens: int, spread: float = 1.0) -> Case:
-    def make(device: str) -> Call:
+def norm_case(spec: NormSpec, tokens: int, spread: float = 1.0) -> KernelCase:
+    def make(device: str) -> KernelCall:
         n = spec.hidden
         x_dtype = FP32 if spec.parts > 1 else BF16
         x = (torch.randn(spec.parts, tokens, n, device=device) * spread).to(x_dtype)
@@ -143,39 +143,39 @@ def norm_case(spec: NormSpec, tokens: int, spread: float = 1.0) -> Case:
             kwargs["bias"] = torch.randn(n, device=device).to(BF16)
         outputs = _rounded(spec.quant, out, scale)
         updated = {"residual": residual} if residual is not None else {}
-        return Call((table if spec.embed else x, residual, weight, 1e-5, out, scale), kwargs, outputs, updated)
+        return KernelCall((table if spec.embed else x, residual, weight, 1e-5, out, scale), kwargs, outputs, updated)
 
-    return Case("add_rmsnorm_quant", spec, make, 1e-2, tokens * spec.hidden * (2 * spec.parts + 5))
+    return KernelCase("add_rmsnorm_quant", spec, make, 1e-2, tokens * spec.hidden * (2 * spec.parts + 5))
 
 
-def reduce_case(spec: ReduceSpec, tokens: int) -> Case:
+def reduce_case(spec: ReduceSpec, tokens: int) -> KernelCase:
     """Rank 0 of `world`, the others' buffers on the same device and their arrival taken for granted."""
 
-    def make(device: str) -> Call:
+    def make(device: str) -> KernelCall:
         buffers = tuple(torch.randn(tokens + 1, spec.hidden, device=device).to(BF16) for _ in range(spec.world))
         residual = torch.randn(tokens, spec.hidden, device=device).to(BF16)
         weight = (torch.rand(spec.hidden, device=device) + 0.5).to(BF16)
         out = torch.empty(tokens, spec.hidden, device=device, dtype=BF16 if spec.quant == "none" else E4M3)
         scale = torch.full((tokens,), 0.03, device=device)
         outputs = _rounded(spec.quant, out, scale)
-        args = (Peers.arrived(0, buffers), residual, weight, 1e-5, out, scale)
-        return Call(args, {}, outputs, {"residual": residual})
+        args = (SymmetricMemory.arrived(0, buffers), residual, weight, 1e-5, out, scale)
+        return KernelCall(args, {}, outputs, {"residual": residual})
 
-    return Case("all_reduce_norm", spec, make, 1e-2, tokens * spec.hidden * (2 * spec.world + 5))
+    return KernelCase("all_reduce_norm", spec, make, 1e-2, tokens * spec.hidden * (2 * spec.world + 5))
 
 
-def quant_case(spec: QuantSpec, tokens: int, spread: float = 1.0) -> Case:
-    def make(device: str) -> Call:
+def quant_case(spec: QuantSpec, tokens: int, spread: float = 1.0) -> KernelCase:
+    def make(device: str) -> KernelCall:
         x = (torch.randn(tokens, spec.width, device=device) * spread).to(BF16)
         out = torch.empty(tokens, spec.width, device=device, dtype=E4M3)
         scale = _scales(spec.quant, tokens, spec.width, 0.01, device)
-        return Call((x, out, scale), {}, _rounded(spec.quant, out, scale))
+        return KernelCall((x, out, scale), {}, _rounded(spec.quant, out, scale))
 
-    return Case("quant_fp8", spec, make, 1e-2, tokens * spec.width * 3)
+    return KernelCase("quant_fp8", spec, make, 1e-2, tokens * spec.width * 3)
 
 
-def silu_case(spec: SiluSpec, tokens: int) -> Case:
-    def make(device: str) -> Call:
+def silu_case(spec: SiluSpec, tokens: int) -> KernelCase:
+    def make(device: str) -> KernelCall:
         x = torch.randn(tokens, 2 * spec.width, device=device).to(BF16)
         out = torch.empty(tokens, spec.width, device=device, dtype=BF16 if spec.quant == "none" else E4M3)
         scale = _scales(spec.quant, tokens, spec.width, 0.02, device)
@@ -185,21 +185,21 @@ def silu_case(spec: SiluSpec, tokens: int) -> Case:
                 token_scale=torch.rand(tokens, device=device) + 0.5,
                 channel_scale=torch.rand(2 * spec.width, device=device) + 0.5,
             )
-        return Call((x, out, scale), kwargs, _rounded(spec.quant, out, scale))
+        return KernelCall((x, out, scale), kwargs, _rounded(spec.quant, out, scale))
 
-    return Case("silu_mul_quant", spec, make, 1e-2, tokens * spec.width * 5)
+    return KernelCase("silu_mul_quant", spec, make, 1e-2, tokens * spec.width * 5)
 
 
-def argmax_case(spec: QuantSpec, tokens: int) -> Case:
+def argmax_case(spec: QuantSpec, tokens: int) -> KernelCase:
     """In the second row one logit is NaN, in the last row all are."""
 
-    def make(device: str) -> Call:
+    def make(device: str) -> KernelCall:
         logits = torch.randn(tokens, spec.width, device=device)
         logits[1, spec.width // 2] = logits[-1] = float("nan")
         out = torch.empty(tokens, dtype=torch.int64, device=device)
-        return Call((logits, out, torch.empty(1 << 20, dtype=torch.uint8, device=device)), {}, {"out": out})
+        return KernelCall((logits, out, torch.empty(1 << 20, dtype=torch.uint8, device=device)), {}, {"out": out})
 
-    return Case("argmax", spec, make, 0.0, tokens * spec.width * 4)
+    return KernelCase("argmax", spec, make, 0.0, tokens * spec.width * 4)
 
 
 def rotary_table(length: int, dim: int, device: str) -> Tensor:
@@ -226,8 +226,8 @@ def paged(
     return cache[0], cache[1], table, torch.tensor(lengths, dtype=I32, device=device)
 
 
-def rope_case(spec: RopeSpec, tokens: int) -> Case:
-    def make(device: str) -> Call:
+def rope_case(spec: RopeSpec, tokens: int) -> KernelCase:
+    def make(device: str) -> KernelCall:
         k, v, _, _ = paged([tokens * 2], spec.kv_heads, spec.page, spec.head_dim, CACHE_DTYPE[spec.kv], device)
         width = (spec.q_heads + 2 * spec.kv_heads) * spec.head_dim
         qkv = torch.randn(spec.parts, tokens, width, device=device).to(FP32 if spec.parts > 1 else BF16)
@@ -245,13 +245,13 @@ def rope_case(spec: RopeSpec, tokens: int) -> Case:
             kwargs |= dict(k_offset=torch.randn(spec.kv_heads, spec.head_dim, device=device))
         kwargs |= _bias_and_gains(spec, width, device)
         if not spec.rounded:
-            return Call(args, kwargs, {"q": q}, {"k": k, "v": v})
+            return KernelCall(args, kwargs, {"q": q}, {"k": k, "v": v})
         q_plain, num_plain = torch.zeros_like(q, dtype=BF16), torch.tensor([tokens // 3], dtype=I32, device=device)
         kwargs |= dict(q_plain=q_plain, num_plain=num_plain)
-        return Call(args, kwargs, {}, {"k": k, "v": v, "q": q, "q_plain": q_plain})
+        return KernelCall(args, kwargs, {}, {"k": k, "v": v, "q": q, "q_plain": q_plain})
 
     width = spec.q_heads * 4 + spec.kv_heads * 6
-    return Case("rope_append", spec, make, 1e-2, tokens * width * spec.head_dim)
+    return KernelCase("rope_append", spec, make, 1e-2, tokens * width * spec.head_dim)
 
 
 def _bias_and_gains(spec: RopeSpec | FusedAttnSpec, width: int, device: str) -> dict[str, Any]:
@@ -264,10 +264,10 @@ def _bias_and_gains(spec: RopeSpec | FusedAttnSpec, width: int, device: str) -> 
     return found
 
 
-def attn_case(spec: AttnSpec, lengths: list[int], workspace_mb: int = 64, tolerance: float = 1e-2) -> Case:
+def attn_case(spec: AttnSpec, lengths: list[int], workspace_mb: int = 64, tolerance: float = 1e-2) -> KernelCase:
     """Tolerance 3e-3 is what the H200 must hold; bf16 caches round the softmax weights to 8 bits."""
 
-    def make(device: str) -> Call:
+    def make(device: str) -> KernelCall:
         k, v, table, lens = paged(lengths, spec.kv_heads, spec.page, spec.head_dim, CACHE_DTYPE[spec.kv], device)
         tokens = len(lengths) * spec.q_len
         q = torch.randn(tokens, spec.q_heads, spec.head_dim, device=device).to(BF16)
@@ -279,15 +279,15 @@ def attn_case(spec: AttnSpec, lengths: list[int], workspace_mb: int = 64, tolera
             kwargs["sinks"] = torch.randn(spec.q_heads, device=device)
         if spec.lse:
             kwargs["lse"] = outputs["lse"] = torch.empty(tokens, spec.q_heads, device=device)
-        return Call((q, k, v, table, lens, out, workspace), kwargs, outputs)
+        return KernelCall((q, k, v, table, lens, out, workspace), kwargs, outputs)
 
     seen = sum(min(n, spec.window + spec.q_len) if spec.window else n for n in lengths)
     itemsize = CACHE_DTYPE[spec.kv].itemsize
-    return Case("attn_decode", spec, make, tolerance, 2 * seen * spec.kv_heads * spec.head_dim * itemsize)
+    return KernelCase("attn_decode", spec, make, tolerance, 2 * seen * spec.kv_heads * spec.head_dim * itemsize)
 
 
-def fused_attn_case(spec: FusedAttnSpec, lengths: list[int], workspace_mb: int = 64) -> Case:
-    def make(device: str) -> Call:
+def fused_attn_case(spec: FusedAttnSpec, lengths: list[int], workspace_mb: int = 64) -> KernelCase:
+    def make(device: str) -> KernelCall:
         batch, width = len(lengths), (spec.q_heads + 2 * spec.kv_heads) * spec.head_dim
         k, v, table, lens = paged(lengths, spec.kv_heads, spec.page, spec.head_dim, E4M3, device)
         qkv = torch.randn(spec.parts, batch, width, device=device).to(FP32 if spec.parts > 1 else BF16)
@@ -304,19 +304,19 @@ def fused_attn_case(spec: FusedAttnSpec, lengths: list[int], workspace_mb: int =
         kwargs |= _bias_and_gains(spec, width, device)
         outputs = _rounded(spec.quant, out, scale)
         table_cs = rotary_table(max(lengths), spec.head_dim, device)
-        return Call((qkv, k, v, table, lens, table_cs, out, scale, workspace), kwargs, outputs, {"k": k, "v": v})
+        return KernelCall((qkv, k, v, table, lens, table_cs, out, scale, workspace), kwargs, outputs, {"k": k, "v": v})
 
     nbytes = 2 * sum(lengths) * spec.kv_heads * spec.head_dim
-    return Case("attn_decode_fused", spec, make, 1e-2, nbytes)
+    return KernelCase("attn_decode_fused", spec, make, 1e-2, nbytes)
 
 
 def prefill_case(
     spec: AttnSpec, chunks: list[tuple[int, int]], workspace_mb: int = 1, tolerance: float = 1e-2, rounded: bool = False
-) -> Case:
+) -> KernelCase:
     """chunks: (new tokens, tokens in all) of each sequence. rounded: queries in e4m3."""
     counts, totals = [new for new, _ in chunks], [total for _, total in chunks]
 
-    def make(device: str) -> Call:
+    def make(device: str) -> KernelCall:
         k, v, table, lens = paged(totals, spec.kv_heads, spec.page, spec.head_dim, CACHE_DTYPE[spec.kv], device)
         starts, kv_starts = (torch.tensor([0, *c], device=device).cumsum(0).to(I32) for c in (counts, totals))
         q = torch.randn(sum(counts), spec.q_heads, spec.head_dim, device=device).to(E4M3 if rounded else BF16)
@@ -331,28 +331,28 @@ def prefill_case(
         if spec.lse:
             kwargs["lse"] = outputs["lse"] = torch.empty(sum(counts), spec.q_heads, device=device)
         args = (q, k, v, table, lens, starts, kv_starts, out, workspace)
-        return Call(args, kwargs, outputs, batch=(table, counts, totals))
+        return KernelCall(args, kwargs, outputs, batch=(table, counts, totals))
 
     pairs = sum(new * (total - new) + new * (new + 1) / 2 for new, total in chunks)
-    return Case("attn_prefill", spec, make, tolerance, 0, 4 * pairs * spec.q_heads * spec.head_dim)
+    return KernelCase("attn_prefill", spec, make, tolerance, 0, 4 * pairs * spec.q_heads * spec.head_dim)
 
 
-def mla_case(spec: MLASpec, chunks: list[tuple[int, int]]) -> Case:
+def mla_case(spec: MLASpec, chunks: list[tuple[int, int]]) -> KernelCase:
     counts, width = [new for new, _ in chunks], spec.latent + spec.rope
 
-    def make(device: str) -> Call:
+    def make(device: str) -> KernelCall:
         k, _, table, lens = paged([n for _, n in chunks], 1, spec.page, width, CACHE_DTYPE[spec.kv], device)
         starts = torch.tensor([0, *counts], device=device).cumsum(0).to(I32)
         q = torch.randn(sum(counts), spec.heads, width, device=device).to(BF16)
         out = torch.empty(sum(counts), spec.heads, spec.latent, device=device, dtype=BF16)
-        return Call(
+        return KernelCall(
             (q, k[:, 0].contiguous(), table, lens, starts, out),
             dict(max_q=max(counts), sm_scale=width**-0.5, scale=0.5),
             {"out": out},
         )
 
     nbytes = sum(n for _, n in chunks) * width * CACHE_DTYPE[spec.kv].itemsize
-    return Case("mla_attention", spec, make, 1e-2, nbytes)
+    return KernelCase("mla_attention", spec, make, 1e-2, nbytes)
 
 
 def weights(n: int, k: int, device: str) -> tuple[Tensor, Tensor]:
@@ -373,14 +373,14 @@ def gemm_operands(spec: GemmSpec, tokens: int, device: str) -> tuple[Tensor, Ten
     return a, w, a_scale, row_scale if spec.recipe == "group" else block_scale
 
 
-def gemm_case(spec: GemmSpec, tokens: int) -> Case:
-    def make(device: str) -> Call:
+def gemm_case(spec: GemmSpec, tokens: int) -> KernelCase:
+    def make(device: str) -> KernelCall:
         a, w, a_scale, w_scale = gemm_operands(spec, tokens, device)
         out = parts_or_whole(spec, tokens, device)
-        return Call((a, w, a_scale, w_scale, out), {}, {"out": out})
+        return KernelCall((a, w, a_scale, w_scale, out), {}, {"out": out})
 
     nbytes = spec.n * spec.k + tokens * (spec.k + 2 * spec.n)
-    return Case("gemm_fp8", spec, make, 5e-3, nbytes, 2 * tokens * spec.n * spec.k)
+    return KernelCase("gemm_fp8", spec, make, 5e-3, nbytes, 2 * tokens * spec.n * spec.k)
 
 
 def parts_or_whole(spec: GemmSpec | W4Spec, tokens: int, device: str) -> Tensor:
@@ -390,19 +390,19 @@ def parts_or_whole(spec: GemmSpec | W4Spec, tokens: int, device: str) -> Tensor:
     return torch.empty(tokens, spec.n, device=device, dtype=BF16)
 
 
-def gate_up_case(spec: GateUpSpec, tokens: int) -> Case:
-    def make(device: str) -> Call:
+def gate_up_case(spec: GateUpSpec, tokens: int) -> KernelCase:
+    def make(device: str) -> KernelCall:
         a, w, a_scale, w_scale = gemm_operands(GemmSpec(spec.n, spec.k), tokens, device)
         out = torch.empty(tokens, spec.n // 2, device=device, dtype=BF16 if spec.quant == "none" else E4M3)
         scale = _scales(spec.quant, max(tokens, 1), spec.n // 2, 0.05, device)
-        return Call((a, w, a_scale, w_scale, out, scale), {}, _rounded(spec.quant, out, scale))
+        return KernelCall((a, w, a_scale, w_scale, out, scale), {}, _rounded(spec.quant, out, scale))
 
     nbytes = spec.n * spec.k + tokens * (spec.k + spec.n // 2)
-    return Case("gemm_gate_up", spec, make, 1.5e-2, nbytes, 2 * tokens * spec.n * spec.k)
+    return KernelCase("gemm_gate_up", spec, make, 1.5e-2, nbytes, 2 * tokens * spec.n * spec.k)
 
 
-def w4_case(spec: W4Spec, tokens: int, symmetric: bool = False) -> Case:
-    def make(device: str) -> Call:
+def w4_case(spec: W4Spec, tokens: int, symmetric: bool = False) -> KernelCase:
+    def make(device: str) -> KernelCall:
         a = torch.randn(tokens, spec.k, device=device).to(BF16)
         codes = torch.randint(0, 16, (spec.n, spec.k), device=device, dtype=torch.uint8)
         scale = (torch.rand(spec.n, spec.k // 128, device=device) * 0.1 + 0.01).half()
@@ -410,14 +410,14 @@ def w4_case(spec: W4Spec, tokens: int, symmetric: bool = False) -> Case:
         words, factors = tile_int4(codes, scale, torch.full_like(zero, 8) if symmetric else zero)
         out = parts_or_whole(spec, tokens, device)
         workspace = torch.zeros(widening_scratch_nbytes(spec, tokens), dtype=torch.uint8, device=device)
-        return Call((a, words, factors, out, workspace), {}, {"out": out})
+        return KernelCall((a, words, factors, out, workspace), {}, {"out": out})
 
     nbytes = spec.n * spec.k * (0.5 + 4 / 128) + tokens * 2 * (spec.k + spec.n)
-    return Case("gemm_w4", spec, make, 5e-3, nbytes, 2 * tokens * spec.n * spec.k)
+    return KernelCase("gemm_w4", spec, make, 5e-3, nbytes, 2 * tokens * spec.n * spec.k)
 
 
-def w8_case(spec: W8Spec, tokens: int) -> Case:
-    def make(device: str) -> Call:
+def w8_case(spec: W8Spec, tokens: int) -> KernelCase:
+    def make(device: str) -> KernelCall:
         a = torch.randn(tokens, spec.k, device=device).to(BF16)
         w, scale = weights(spec.n, spec.k, device)
         if spec.recipe != "row":
@@ -425,10 +425,10 @@ def w8_case(spec: W8Spec, tokens: int) -> Case:
             scale = torch.rand(-(-spec.n // rows), -(-spec.k // columns), device=device) * 0.01 + 0.001
         out = torch.empty(tokens, spec.n, device=device, dtype=BF16)
         workspace = torch.zeros(widening_scratch_nbytes(spec, tokens), dtype=torch.uint8, device=device)
-        return Call((a, w, scale, out, workspace), {}, {"out": out})
+        return KernelCall((a, w, scale, out, workspace), {}, {"out": out})
 
     nbytes = spec.n * spec.k + tokens * 2 * (spec.k + spec.n)
-    return Case("gemm_w8", spec, make, 5e-3, nbytes, 2 * tokens * spec.n * spec.k)
+    return KernelCase("gemm_w8", spec, make, 5e-3, nbytes, 2 * tokens * spec.n * spec.k)
 
 
 def widening_scratch_nbytes(spec: W4Spec | W8Spec, tokens: int) -> int:
@@ -436,24 +436,24 @@ def widening_scratch_nbytes(spec: W4Spec | W8Spec, tokens: int) -> int:
     return (64 << 10) + max(2 * spec.n * spec.k, 32 * tokens * spec.n)
 
 
-def fp4_case(spec: FP4Spec, tokens: int) -> Case:
-    def make(device: str) -> Call:
+def fp4_case(spec: FP4Spec, tokens: int) -> KernelCase:
+    def make(device: str) -> KernelCall:
         pack = quantize_nvfp4 if spec.format == "nvfp4" else quantize_mxfp4
         a, a_scale = pack(torch.randn(tokens, spec.k, device=device))
         w, w_scale = pack(torch.randn(spec.n, spec.k, device=device))
         out = torch.empty(tokens, spec.n, device=device, dtype=BF16)
-        return Call((a, w, a_scale, w_scale, out), dict(alpha=0.5), {"out": out})
+        return KernelCall((a, w, a_scale, w_scale, out), dict(alpha=0.5), {"out": out})
 
-    return Case("gemm_fp4", spec, make, 1e-2, spec.n * spec.k / 2, 2 * tokens * spec.n * spec.k)
+    return KernelCase("gemm_fp4", spec, make, 1e-2, spec.n * spec.k / 2, 2 * tokens * spec.n * spec.k)
 
 
-def move_case(op: str, spec: MoveSpec, num_pages: int, pool_pages: int, offset: int = 0, parts: int = 1) -> Case:
+def move_case(op: str, spec: MoveSpec, num_pages: int, pool_pages: int, offset: int = 0, parts: int = 1) -> KernelCase:
     """op: kv_pack, kv_unpack, kv_verify or kv_sums. The cache is [planes, pages, page]; with an offset a page is two
     units. The buffer is for so many `parts` of each page, of which this is the last.
     """
     page = spec.unit_nbytes * (2 if offset else 1)
 
-    def make(device: str) -> Call:
+    def make(device: str) -> KernelCall:
         if spec.convert:
             cache = torch.randn(spec.planes, pool_pages, page, device=device).to(BF16)
         else:
@@ -469,9 +469,9 @@ def move_case(op: str, spec: MoveSpec, num_pages: int, pool_pages: int, offset: 
         if op == "kv_pack":
             outputs = {"buffer": buffer} | ({"sums": sums} if spec.checksum else {})
             inv_scales = 0.5 + torch.rand(spec.planes, device=device)
-            return Call((cache, pages, buffer, sums), common | dict(inv_scales=inv_scales), outputs)
+            return KernelCall((cache, pages, buffer, sums), common | dict(inv_scales=inv_scales), outputs)
         if op == "kv_sums":
-            return Call((cache, pages, sums), common, {"sums": sums})
+            return KernelCall((cache, pages, sums), common, {"sums": sums})
         source = (
             buffer.contiguous()
             if op == "kv_unpack"
@@ -479,27 +479,27 @@ def move_case(op: str, spec: MoveSpec, num_pages: int, pool_pages: int, offset: 
         )
         sums.copy_(checksums(spec, source, num_pages, 77))
         if op == "kv_unpack":
-            return Call((buffer, cache, pages, sums, bad), common, {}, {"cache": cache, "bad": bad})
-        return Call((cache, pages, sums, bad), common, {}, {"bad": bad})
+            return KernelCall((buffer, cache, pages, sums, bad), common, {}, {"cache": cache, "bad": bad})
+        return KernelCall((cache, pages, sums, bad), common, {}, {"bad": bad})
 
     moved = num_pages * spec.planes * spec.unit_nbytes
     nbytes = moved * (1 if op in ("kv_verify", "kv_sums") else 3 if spec.convert else 2)
-    return Case(op, spec, make, 0.0, nbytes)
+    return KernelCase(op, spec, make, 0.0, nbytes)
 
 
-def route_case(spec: MoESpec, tokens: int) -> Case:
-    def make(device: str) -> Call:
+def route_case(spec: MoESpec, tokens: int) -> KernelCase:
+    def make(device: str) -> KernelCall:
         logits = torch.randn(tokens, spec.experts, device=device)
         chosen = torch.empty(tokens, spec.top_k, device=device, dtype=I32)
         score = torch.empty(tokens, spec.top_k, device=device)
         bias = dict(bias=torch.randn(spec.experts, device=device).to(BF16)) if spec.bias else {}
-        return Call((logits, score, chosen), bias, {"weights": score, "ids": chosen})
+        return KernelCall((logits, score, chosen), bias, {"weights": score, "ids": chosen})
 
-    return Case("moe_route", spec, make, 1e-5, tokens * spec.experts * 4)
+    return KernelCase("moe_route", spec, make, 1e-5, tokens * spec.experts * 4)
 
 
-def experts_case(spec: MoESpec, tokens: int) -> Case:
-    def make(device: str) -> Call:
+def experts_case(spec: MoESpec, tokens: int) -> KernelCase:
+    def make(device: str) -> KernelCall:
         x = torch.randn(tokens, spec.hidden, device=device)
         x = to_e4m3(x * 100) if spec.weights == "e4m3" else x.to(PLAIN.get(spec.weights, BF16))
         x_scale = torch.rand(tokens, device=device) * 0.01 + 0.005
@@ -511,12 +511,12 @@ def experts_case(spec: MoESpec, tokens: int) -> Case:
         args = (x, x_scale, best.values.softmax(-1), best.indices.to(I32), w1, s1, w2, s2, out, workspace)
         widths = dict(b1=2 * spec.inter, b2=spec.hidden) if spec.bias else {}
         biases = {name: torch.randn(spec.experts, n, device=device).to(BF16) for name, n in widths.items()}
-        return Call(args, biases, {"out": out})
+        return KernelCall(args, biases, {"out": out})
 
     touched = min(spec.experts, tokens * spec.top_k)
     flops = 6 * tokens * spec.top_k * spec.inter * spec.hidden
     weight_nbytes = {"e4m3": 1, "mxfp4": 17 / 32, "bf16": 2, "fp32": 4}[spec.weights]
-    return Case("moe_experts", spec, make, 1.5e-2, 3 * touched * spec.inter * spec.hidden * weight_nbytes, flops)
+    return KernelCase("moe_experts", spec, make, 1.5e-2, 3 * touched * spec.inter * spec.hidden * weight_nbytes, flops)
 
 
 def expert_weights(spec: MoESpec, n: int, k: int, device: str) -> tuple[Tensor, Tensor]:
@@ -536,14 +536,14 @@ ALL_ONES = 149059, 30338
 """A seed, and a token whose random bits are all ones by it, at position 0."""
 
 
-def sample_case(spec: SampleSpec, rows: int, dtype: torch.dtype = FP32) -> Case:
+def sample_case(spec: SampleSpec, rows: int, dtype: torch.dtype = FP32) -> KernelCase:
     """Rows take turns among greedy, plain, top-k, top-p, min-p, all together so hot that their order matters, a top-p
     that leaves out what is drawn first, and a top-k of many. The eleventh and the fourteenth are allowed fewer tokens
     than top-k. The tenth has a top-p of 0, which is greedy. The second draws the largest random number there is for an
     unlikely token, if the vocabulary is large.
     """
 
-    def make(device: str) -> Call:
+    def make(device: str) -> KernelCall:
         pick = torch.arange(rows, device=device) % 8
         logits = (torch.randn(rows, spec.vocab, device=device) * 3).to(dtype)
         logits[10::16, 15:] = logits[13::16, 15:] = float("-inf")
@@ -561,16 +561,16 @@ def sample_case(spec: SampleSpec, rows: int, dtype: torch.dtype = FP32) -> Case:
         logprobs = torch.empty(rows, device=device)
         workspace = torch.empty(sample_workspace_nbytes(spec, rows), dtype=torch.uint8, device=device)
         args = (logits, temperature, top_k, top_p, min_p, seeds, positions, tokens, logprobs, workspace)
-        return Call(args, {}, {"tokens": tokens, "logprobs": logprobs})
+        return KernelCall(args, {}, {"tokens": tokens, "logprobs": logprobs})
 
-    return Case("sample", spec, make, 1e-5, rows * spec.vocab * dtype.itemsize)
+    return KernelCase("sample", spec, make, 1e-5, rows * spec.vocab * dtype.itemsize)
 
 
-def no_choice_case(spec: SampleSpec) -> Case:
+def no_choice_case(spec: SampleSpec) -> KernelCase:
     """Rows of NaN, of -inf, and of one inf beside them, asked in all ways: each ends with a token that there is."""
     made = sample_case(spec, 24)
 
-    def make(device: str) -> Call:
+    def make(device: str) -> KernelCall:
         call = made.make(device)
         logits, tokens = call.args[0], call.outputs["tokens"]
         logits[:8], logits[8:] = float("nan"), float("-inf")
@@ -580,11 +580,11 @@ def no_choice_case(spec: SampleSpec) -> Case:
     return replace(made, make=make, tolerance=0.0)
 
 
-def penalize_case(spec: SampleSpec, rows: int) -> Case:
-    def make(device: str) -> Call:
+def penalize_case(spec: SampleSpec, rows: int) -> KernelCase:
+    def make(device: str) -> KernelCall:
         logits = torch.randn(rows, spec.vocab, device=device)
         counts = torch.randint(-2, 3, (rows, spec.vocab), device=device, dtype=I32).clamp(min=0)
         rates = [torch.rand(rows, device=device) + offset for offset in (0.0, 0.0, 1.0)]
-        return Call((logits, counts, *rates), {}, {}, {"logits": logits})
+        return KernelCall((logits, counts, *rates), {}, {}, {"logits": logits})
 
-    return Case("penalize", spec, make, 1e-6, rows * spec.vocab * 12)
+    return KernelCase("penalize", spec, make, 1e-6, rows * spec.vocab * 12)

@@ -83,7 +83,7 @@ class Imported:
             self._known.add(name)
 
 
-class Server:
+class CompileServer:
     """`jobs` and `answers`: where to read from and to write to, file descriptors."""
 
     def __init__(self, jobs: int, answers: int, imported: Imported) -> None:
@@ -168,7 +168,7 @@ def main() -> None:
         signal.signal(number, signal.SIG_IGN)
     answers = os.dup(1)
     os.dup2(2, 1)  # what a kernel's module prints is no answer
-    Server(0, answers, Imported(float(sys.argv[1]))).run()
+    CompileServer(0, answers, Imported(float(sys.argv[1]))).run()
 
 
 if __name__ == "__main__":

@@ -44,7 +44,7 @@ def compiled_ahead(progress: Callable[[int, int], None] = _silent, in_processes:
     other waiting; else by threads.
     """
     launch, num_threads = JITFunction.run, min(len(os.sched_getaffinity(0)), _MAX_COMPILING)
-    server, lent = _Server(), set[JITFunction[Any]]()
+    server, lent = CompileServerClient(), set[JITFunction[Any]]()
 
     def compile_only(kernel: JITFunction[Any], *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
         if in_processes and kernel not in lent:
@@ -66,7 +66,7 @@ def compiled_ahead(progress: Callable[[int, int], None] = _silent, in_processes:
                 kernel.compile = triton_compile
 
 
-class _Server:
+class CompileServerClient:
     """kernels.compile_server, started when a kernel is not in Triton's cache. What it can't do is done here.
 
     It ends with its input, so with this process, and is not leashed to the thread that happens to start it.

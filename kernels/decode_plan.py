@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class DecodePlan:
+class DecodeGemmPlan:
     """parts > 1: split-K, summed by the reader. deferred: cuBLAS without scales, applied by the reader."""
 
     qkv_parts: int = 1
@@ -19,7 +19,7 @@ class DecodePlan:
         return {"qkv": self.qkv_parts, "o": self.o_parts, "down": self.down_parts}.get(name, 1)
 
 
-def decode_plan(batch: int) -> DecodePlan:
+def decode_plan(batch: int) -> DecodeGemmPlan:
     """The plan for a batch size, from bench/results (decode_step and decode_step_without, H200).
 
     Own kernels while a product reads its weights, up to 64 tokens; at 128 cuBLAS per tensor with deferred scales
@@ -29,12 +29,12 @@ def decode_plan(batch: int) -> DecodePlan:
     on the instruction set.
     """
     if batch <= 8:
-        return DecodePlan(2, 2, 2)
+        return DecodeGemmPlan(2, 2, 2)
     if batch <= 64:
-        return DecodePlan(1, 2, 2, pdl=batch <= 32 or batch == 64)
+        return DecodeGemmPlan(1, 2, 2, pdl=batch <= 32 or batch == 64)
     if batch <= 128:
-        return DecodePlan(deferred=True)
-    return DecodePlan(deferred=True, fused_gate_up=False, own_head=False, pdl=False)
+        return DecodeGemmPlan(deferred=True)
+    return DecodeGemmPlan(deferred=True, fused_gate_up=False, own_head=False, pdl=False)
 
 
 SKINNY_ROWS = 128

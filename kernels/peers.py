@@ -9,7 +9,7 @@ MAX_CTAS = 64
 
 
 @dataclass(frozen=True)
-class Peers:
+class SymmetricMemory:
     """Symmetric memory of `world` ranks, mapped into this process.
 
     buffers: bf16 [tokens, hidden] of each rank, written before the operation. flags: int32 [MAX_CTAS, world] of each
@@ -25,13 +25,13 @@ class Peers:
     flag_ptrs: Tensor
 
     @classmethod
-    def of(cls, rank: int, buffers: tuple[Tensor, ...], flags: tuple[Tensor, ...]) -> "Peers":
+    def of(cls, rank: int, buffers: tuple[Tensor, ...], flags: tuple[Tensor, ...]) -> "SymmetricMemory":
         device = buffers[rank].device
         epoch = torch.zeros(MAX_CTAS, dtype=torch.int32, device=device)
         return cls(rank, buffers, flags, epoch, addresses(buffers, device), addresses(flags, device))
 
     @classmethod
-    def arrived(cls, rank: int, buffers: tuple[Tensor, ...]) -> "Peers":
+    def arrived(cls, rank: int, buffers: tuple[Tensor, ...]) -> "SymmetricMemory":
         """A twin for one process: the other ranks count as there already, whatever the epoch."""
         shape = (MAX_CTAS, len(buffers))
         flags = tuple(torch.full(shape, 1 << 30, dtype=torch.int32, device=b.device) for b in buffers)

@@ -34,7 +34,7 @@ EMPTY = PlanTable({})
 
 
 @dataclass(frozen=True)
-class Plans:
+class TunedPlans:
     """rows: {"op/implementation|spec key": {bucket: plan}} from the tuned cache; the shipped defaults lie beneath."""
 
     tuned: Mapping[str, Mapping[int, Plan]] = field(default_factory=dict)
@@ -57,15 +57,15 @@ def cache_path(root: Path, caps: Caps) -> Path:
     return root / f"{hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]}.json"
 
 
-def load(path: Path) -> Plans:
+def load(path: Path) -> TunedPlans:
     """Read a tuned cache; a missing or damaged file is a miss, never an error."""
     try:
-        return Plans(_parse(json.loads(path.read_text())))
+        return TunedPlans(_parse(json.loads(path.read_text())))
     except (OSError, ValueError, AttributeError):
-        return Plans()
+        return TunedPlans()
 
 
-def save(path: Path, plans: Plans) -> None:
+def save(path: Path, plans: TunedPlans) -> None:
     """Write atomically: readers see the old file or the new one."""
     path.parent.mkdir(parents=True, exist_ok=True)
     scratch = path.with_suffix(f".{os.getpid()}.tmp")
@@ -73,7 +73,7 @@ def save(path: Path, plans: Plans) -> None:
     os.replace(scratch, path)
 
 
-def digest(plans: Plans) -> str:
+def digest(plans: TunedPlans) -> str:
     """Equal on two ranks exactly when they would launch the same tiles."""
     return hashlib.sha256(json.dumps(plans.tuned, sort_keys=True).encode()).hexdigest()[:16]
 

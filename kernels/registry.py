@@ -8,8 +8,8 @@ from functools import partial
 from typing import Any
 
 from kernels.caps import Caps
-from kernels.plans import Plans
-from kernels.specs import Spec
+from kernels.plans import TunedPlans
+from kernels.specs import KernelSpec
 
 _log = logging.getLogger(__name__)
 
@@ -42,14 +42,14 @@ class Impl:
     for_few: str = ""  # the name of what does better for few rows of `attn_prefill` behind many keys, if it runs here
     rounding: float = 0.0  # error against the reference that its own roundings explain; the self-check allows it
 
-    def load(self, spec: Spec, plans: Plans, caps: Caps) -> Callable[..., Any]:
+    def load(self, spec: KernelSpec, plans: TunedPlans, caps: Caps) -> Callable[..., Any]:
         """Import the implementation and bind it to the static spec."""
         bound = partial(_named(self.target), spec)
         if not self.tunable:
             return bound
         return partial(bound, plans=plans.table(f"{self.op}/{self.name}", spec.key(), caps.cc, caps.sm_count))
 
-    def preparer(self, spec: Spec) -> Callable[..., Any]:
+    def preparer(self, spec: KernelSpec) -> Callable[..., Any]:
         """What plans a batch for this implementation: called with the batch, it returns the op's `prepared=`."""
         return _named(self.prepare)(spec) if self.prepare else nothing_to_prepare
 
@@ -64,11 +64,11 @@ def nothing_to_prepare(*batch: Any) -> None:
 
 
 @dataclass(frozen=True)
-class Choice:
+class ImplChoice:
     """The outcome for one (operation, spec): the winner, and why each other one was passed over."""
 
     op: str
-    spec: Spec
+    spec: KernelSpec
     impl: Impl
     rejected: tuple[tuple[str, str], ...]
 
@@ -87,22 +87,22 @@ class Registry:
 
     impls: tuple[Impl, ...]
     caps: Caps
-    plans: Plans = field(default_factory=Plans)
+    plans: TunedPlans = field(default_factory=TunedPlans)
     override: Mapping[str, str] = field(default_factory=dict)
     excluded: Mapping[tuple[str, str], str] = field(default_factory=dict)
-    choices: dict[tuple[str, str], Choice] = field(default_factory=dict)
+    choices: dict[tuple[str, str], ImplChoice] = field(default_factory=dict)
 
-    def get(self, op: str, spec: Spec) -> Callable[..., Any]:
+    def get(self, op: str, spec: KernelSpec) -> Callable[..., Any]:
         """The callable for this operation, bound to the spec. Raises NoImplementation."""
         return self.built(op, spec).load(spec, self.plans, self.caps)
 
-    def preparer(self, op: str, spec: Spec) -> Callable[..., Any]:
+    def preparer(self, op: str, spec: KernelSpec) -> Callable[..., Any]:
         """For `attn_prefill`: call it once for all layers that attend for the same rows, outside of graphs, as
         preparer(block_table, new, total), with the host's counts of rows and of all tokens by sequence; what it returns
         goes to the op as `prepared=`. One preparer serves one stream."""
         return self.built(op, spec).preparer(spec)
 
-    def built(self, op: str, spec: Spec) -> Impl:
+    def built(self, op: str, spec: KernelSpec) -> Impl:
         """What `resolve` chooses, its kernel built. What can't be built is passed over from now on, and a warning says
         so. Raises NoImplementation.
         """
@@ -121,20 +121,20 @@ class Registry:
                 _log.info("all that FlashInfer says of its kernel %s", impl.name, exc_info=error)
         return impl
 
-    def resolve(self, op: str, spec: Spec) -> Choice:
+    def resolve(self, op: str, spec: KernelSpec) -> ImplChoice:
         key = (op, repr(spec))
         if key not in self.choices:
             self.choices[key] = self._choose(op, spec)
         return self.choices[key]
 
-    def candidates(self, op: str, spec: Spec) -> list[Impl]:
+    def candidates(self, op: str, spec: KernelSpec) -> list[Impl]:
         """Every implementation that runs here, the best first."""
         return [impl for impl in self.of(op) if self.reason_against(impl, spec) is None]
 
     def of(self, op: str) -> list[Impl]:
         return sorted((impl for impl in self.impls if impl.op == op), key=lambda impl: -impl.priority)
 
-    def reason_against(self, impl: Impl, spec: Spec) -> str | None:
+    def reason_against(self, impl: Impl, spec: KernelSpec) -> str | None:
         wanted = self.override.get(impl.op)
         if wanted and wanted != impl.name:
             return f"the setting asks for {wanted}"
@@ -149,12 +149,12 @@ class Registry:
         """All choices made so far, in words, for `tandem doctor`."""
         return "\n".join(choice.explain() for _, choice in sorted(self.choices.items()))
 
-    def _choose(self, op: str, spec: Spec) -> Choice:
+    def _choose(self, op: str, spec: KernelSpec) -> ImplChoice:
         rejected: list[tuple[str, str]] = []
         for impl in self.of(op):
             reason = self.reason_against(impl, spec)
             if reason is None:
-                return Choice(op, spec, impl, tuple(rejected))
+                return ImplChoice(op, spec, impl, tuple(rejected))
             rejected.append((impl.name, reason))
         why = "; ".join(f"{name}: {reason}" for name, reason in rejected) or "none is registered"
         raise NoImplementation(f"{op} [{spec.key()}] has no implementation on {self.caps.name}: {why}")

@@ -16,7 +16,7 @@ import torch
 
 from kernels import caps as capabilities
 from kernels import catalog
-from kernels.cases import Call, Case, errors
+from kernels.cases import KernelCall, KernelCase, errors
 from kernels.registry import Impl, Registry
 from kernels.standard import cases
 from kernels.timing import capture
@@ -33,7 +33,7 @@ LIMITS = {
 
 
 @dataclass(frozen=True)
-class Verdict:
+class SelfCheckResult:
     """How one implementation did on one case. limit: fraction of the byte or FLOP limit, where the card is known."""
 
     op: str
@@ -51,7 +51,7 @@ class Verdict:
         return self.failure is None and self.error <= self.tolerance and self.replay is not False
 
 
-def check(registry: Registry, suite: Iterable[Case], device: str, timed: bool = False) -> list[Verdict]:
+def check(registry: Registry, suite: Iterable[KernelCase], device: str, timed: bool = False) -> list[SelfCheckResult]:
     """Judge every candidate on every case, and exclude from the registry what failed."""
     verdicts = []
     for case in suite:
@@ -60,14 +60,14 @@ def check(registry: Registry, suite: Iterable[Case], device: str, timed: bool = 
         want.run(reference(registry, case).load(case.spec, registry.plans, registry.caps))
         for impl in registry.candidates(case.op, case.spec):
             if impl.name != "reference":
-                verdict = judge(registry, case, impl, call, want, timed)
+                verdict = check_case(registry, case, impl, call, want, timed)
                 verdicts.append(verdict)
                 if not verdict.ok:
                     registry.exclude(case.op, impl.name, f"failed the self-check: {why(verdict)}")
     return verdicts
 
 
-def why(verdict: Verdict) -> str:
+def why(verdict: SelfCheckResult) -> str:
     """What is wrong with an implementation that failed."""
     if verdict.failure:
         return verdict.failure
@@ -76,7 +76,9 @@ def why(verdict: Verdict) -> str:
     return f"error {verdict.error:.2e} above {verdict.tolerance:.0e} on {verdict.case}"
 
 
-def judge(registry: Registry, case: Case, impl: Impl, call: Call, want: Call, timed: bool) -> Verdict:
+def check_case(
+    registry: Registry, case: KernelCase, impl: Impl, call: KernelCall, want: KernelCall, timed: bool
+) -> SelfCheckResult:
     tolerance = max(case.tolerance, impl.rounding)
     got, on_gpu = call.copy(), registry.caps.device == "cuda" and torch.cuda.is_available()
     got.poison()
@@ -87,19 +89,19 @@ def judge(registry: Registry, case: Case, impl: Impl, call: Call, want: Call, ti
         replay = replays(call, op) if on_gpu else None
     except Exception as error:  # a broken implementation may raise anything, and must not end the check of the others
         failure = f"{type(error).__name__}: {str(error)[:200]}"
-        return Verdict(case.op, case.spec.key(), impl.name, float("inf"), tolerance, failure=failure)
+        return SelfCheckResult(case.op, case.spec.key(), impl.name, float("inf"), tolerance, failure=failure)
     us = time_us(got, op) if timed and on_gpu else None
     limit = fraction(registry, case, us)
-    return Verdict(case.op, case.spec.key(), impl.name, worst, tolerance, us, limit, replay=replay)
+    return SelfCheckResult(case.op, case.spec.key(), impl.name, worst, tolerance, us, limit, replay=replay)
 
 
-def bind(registry: Registry, impl: Impl, case: Case, call: Call) -> Callable[..., Any]:
+def bind(registry: Registry, impl: Impl, case: KernelCase, call: KernelCall) -> Callable[..., Any]:
     """The implementation as the call needs it: tuned, and with the plan of the batch where it takes one."""
     op = impl.load(case.spec, registry.plans, registry.caps)
     return partial(op, prepared=impl.preparer(case.spec)(*call.batch)) if impl.prepare else op
 
 
-def replays(call: Call, op: Callable[..., Any]) -> bool:
+def replays(call: KernelCall, op: Callable[..., Any]) -> bool:
     """Whether a captured graph gives the bits of the eager call, at the first replay and at the second."""
     eager, graphed = call.copy(), call.copy()
     eager.poison()
@@ -108,7 +110,7 @@ def replays(call: Call, op: Callable[..., Any]) -> bool:
     return all(same_bits(eager, replayed(graph, graphed, call)) for _ in range(2))
 
 
-def replayed(graph: torch.cuda.CUDAGraph, graphed: Call, start: Call) -> Call:
+def replayed(graph: torch.cuda.CUDAGraph, graphed: KernelCall, start: KernelCall) -> KernelCall:
     """One replay from the inputs of `start`, with outputs poisoned before."""
     for name, tensor in graphed.updated.items():
         tensor.copy_(start.updated[name])
@@ -118,7 +120,7 @@ def replayed(graph: torch.cuda.CUDAGraph, graphed: Call, start: Call) -> Call:
     return graphed
 
 
-def same_bits(a: Call, b: Call) -> bool:
+def same_bits(a: KernelCall, b: KernelCall) -> bool:
     theirs = b.outputs | b.updated
     return all(
         torch.equal(as_bytes(tensor), as_bytes(theirs[name])) for name, tensor in (a.outputs | a.updated).items()
@@ -130,11 +132,11 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.contiguous().view(torch.uint8)
 
 
-def reference(registry: Registry, case: Case) -> Impl:
+def reference(registry: Registry, case: KernelCase) -> Impl:
     return next(impl for impl in registry.of(case.op) if impl.name == "reference")
 
 
-def time_us(call: Call, op: object) -> float:
+def time_us(call: KernelCall, op: object) -> float:
     """Median of device times over single calls, after a warm-up."""
     spans = []
     for _ in range(20):
@@ -147,14 +149,14 @@ def time_us(call: Call, op: object) -> float:
     return sorted(spans)[len(spans) // 2]
 
 
-def fraction(registry: Registry, case: Case, us: float | None) -> float | None:
+def fraction(registry: Registry, case: KernelCase, us: float | None) -> float | None:
     known = next((v for name, v in LIMITS.items() if registry.caps.name.startswith(name)), None)
     if known is None or us is None:
         return None
     return max(case.nbytes / known[0], case.flops / known[1]) / (us * 1e-6)
 
 
-def table(verdicts: list[Verdict]) -> str:
+def table(verdicts: list[SelfCheckResult]) -> str:
     head = f"{'operation':18} {'implementation':14} {'error':>9} {'limit of error':>14} {'replay':>6}"
     lines = [f"{head} {'us':>9} {'of limit':>8}  case"]
     for v in verdicts:

@@ -13,7 +13,7 @@ ExpertFormat = Literal["e4m3", "mxfp4", "bf16", "fp32"]
 
 
 @dataclass(frozen=True)
-class Spec:
+class KernelSpec:
     """Base of all specs."""
 
     def key(self) -> str:
@@ -22,7 +22,7 @@ class Spec:
 
 
 @dataclass(frozen=True)
-class NormSpec(Spec):
+class NormSpec(KernelSpec):
     """RMSNorm, optionally after adding to the residual, optionally followed by quantization to e4m3."""
 
     hidden: int
@@ -35,7 +35,7 @@ class NormSpec(Spec):
 
 
 @dataclass(frozen=True)
-class QuantSpec(Spec):
+class QuantSpec(KernelSpec):
     """bf16 to e4m3."""
 
     width: int
@@ -43,7 +43,7 @@ class QuantSpec(Spec):
 
 
 @dataclass(frozen=True)
-class SiluSpec(Spec):
+class SiluSpec(KernelSpec):
     """silu(gate) * up with quantization; width is that of the output."""
 
     width: int
@@ -52,7 +52,7 @@ class SiluSpec(Spec):
 
 
 @dataclass(frozen=True)
-class AttnSpec(Spec):
+class AttnSpec(KernelSpec):
     """Paged attention. KV cache planes are [pages, kv_heads, page, head_dim]."""
 
     q_heads: int
@@ -67,7 +67,7 @@ class AttnSpec(Spec):
 
 
 @dataclass(frozen=True)
-class FusedAttnSpec(Spec):
+class FusedAttnSpec(KernelSpec):
     """Decode attention straight from the qkv product: rope, append, attention, quantization in one launch.
 
     `biased`, `normed`: as of RopeSpec.
@@ -85,7 +85,7 @@ class FusedAttnSpec(Spec):
 
 
 @dataclass(frozen=True)
-class RopeSpec(Spec):
+class RopeSpec(KernelSpec):
     """RoPE (half-split, as Llama) on q and k, quantization, and the write of k and v into their pages.
 
     `biased`: q, k and v get a bias first, after the deferred scales. `normed`: then each head of q and of k gets an
@@ -110,7 +110,7 @@ class RopeSpec(Spec):
 
 
 @dataclass(frozen=True)
-class MLASpec(Spec):
+class MLASpec(KernelSpec):
     """Multi-head latent attention in its absorbed form: one shared latent (512) and one rope part (64) per token."""
 
     heads: int
@@ -121,7 +121,7 @@ class MLASpec(Spec):
 
 
 @dataclass(frozen=True)
-class GemmSpec(Spec):
+class GemmSpec(KernelSpec):
     """FP8 x FP8 product, out[M, n] = a[M, k] @ w[n, k]^T with scales. block128 wants M in steps of 4 unless skinny."""
 
     n: int
@@ -138,7 +138,7 @@ class GemmSpec(Spec):
 
 
 @dataclass(frozen=True)
-class GateUpSpec(Spec):
+class GateUpSpec(KernelSpec):
     """FP8 gate and up products with silu(gate) * up and quantization in the epilogue; n counts both halves."""
 
     n: int
@@ -147,7 +147,7 @@ class GateUpSpec(Spec):
 
 
 @dataclass(frozen=True)
-class W4Spec(Spec):
+class W4Spec(KernelSpec):
     """bf16 activations times INT4 weights, in tiles of kernels.layouts.tile_int4."""
 
     n: int
@@ -161,7 +161,7 @@ class W4Spec(Spec):
 
 
 @dataclass(frozen=True)
-class W8Spec(Spec):
+class W8Spec(KernelSpec):
     """bf16 activations times e4m3 weights with a scale for each row, each 32 columns of it, or block of 128 x 128."""
 
     n: int
@@ -170,7 +170,7 @@ class W8Spec(Spec):
 
 
 @dataclass(frozen=True)
-class FP4Spec(Spec):
+class FP4Spec(KernelSpec):
     """Both operands e2m1: NVFP4 (e4m3 scale per 16) or MXFP4 (power-of-two scale per 32)."""
 
     n: int
@@ -179,7 +179,7 @@ class FP4Spec(Spec):
 
 
 @dataclass(frozen=True)
-class MoESpec(Spec):
+class MoESpec(KernelSpec):
     """A mixture-of-experts layer: experts of [2 * inter, hidden] and [hidden, inter].
 
     e4m3 weights have row scales and take e4m3 tokens with a scale each; mxfp4 weights (tiles of
@@ -200,7 +200,7 @@ class MoESpec(Spec):
 
 
 @dataclass(frozen=True)
-class SampleSpec(Spec):
+class SampleSpec(KernelSpec):
     """Sampling from logits [batch, vocab]."""
 
     vocab: int
@@ -208,7 +208,7 @@ class SampleSpec(Spec):
 
 
 @dataclass(frozen=True)
-class ReduceSpec(Spec):
+class ReduceSpec(KernelSpec):
     """Sum over ranks, then residual, norm and quantization."""
 
     hidden: int
@@ -217,7 +217,7 @@ class ReduceSpec(Spec):
 
 
 @dataclass(frozen=True)
-class MoveSpec(Spec):
+class MoveSpec(KernelSpec):
     """Pages of all planes of a KV cache to and from one contiguous buffer.
 
     A unit is what moves of one page of one plane: the whole page, or the bytes of the heads that the other side's

@@ -5,7 +5,7 @@ from dataclasses import replace
 import torch
 
 from kernels.cases import (
-    Case,
+    KernelCase,
     argmax_case,
     attn_case,
     experts_case,
@@ -46,7 +46,7 @@ from kernels.specs import (
 )
 
 
-def cases(device: str) -> list[Case]:
+def cases(device: str) -> list[KernelCase]:
     """Llama-8B and gpt-oss-20B shapes on a GPU; a twelfth of that size on the CPU."""
     return (
         [*decode_cases(), *prefill_cases(), *gemm_cases(), *expert_cases(), *move_cases()]
@@ -55,7 +55,7 @@ def cases(device: str) -> list[Case]:
     )
 
 
-def decode_cases() -> list[Case]:
+def decode_cases() -> list[KernelCase]:
     llama, oss = AttnSpec(32, 8, 128), AttnSpec(64, 8, 64, window=128, sinks=True, lse=True)
     lengths = [1, 63, 64, 65, 1088, 1000, 517, 2048]
     return [
@@ -99,7 +99,7 @@ def decode_cases() -> list[Case]:
     ]
 
 
-def gemm_cases() -> list[Case]:
+def gemm_cases() -> list[KernelCase]:
     return [
         gemm_case(GemmSpec(6144, 4096, parts=2, skinny=True), 1),
         gemm_case(GemmSpec(6144, 4096, skinny=True), 33),
@@ -131,7 +131,7 @@ def gemm_cases() -> list[Case]:
     ]
 
 
-def prefill_cases() -> list[Case]:
+def prefill_cases() -> list[KernelCase]:
     oss = AttnSpec(64, 8, 64, window=128, sinks=True, lse=True)
     chunks = [(1, 1), (130, 700), (1000, 1000), (257, 4000)]
     return [
@@ -150,7 +150,7 @@ def prefill_cases() -> list[Case]:
     ]
 
 
-def expert_cases() -> list[Case]:
+def expert_cases() -> list[KernelCase]:
     oss, qwen = MoESpec(32, 4, 2880, 2880, activation="swiglu_oai"), MoESpec(128, 8, 2048, 768)
     return [
         route_case(oss, 257),
@@ -182,7 +182,7 @@ def expert_cases() -> list[Case]:
     ]
 
 
-def move_cases() -> list[Case]:
+def move_cases() -> list[KernelCase]:
     plain, checked = MoveSpec(64, 65536), MoveSpec(64, 65536, checksum=True)
     return [
         move_case("kv_pack", plain, 17, 64),
@@ -198,7 +198,7 @@ def move_cases() -> list[Case]:
     ]
 
 
-def small_cases() -> list[Case]:
+def small_cases() -> list[KernelCase]:
     return [
         norm_case(NormSpec(64), 5),
         gemm_case(GemmSpec(64, 128), 5),

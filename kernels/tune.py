@@ -19,8 +19,8 @@ from triton.runtime.errors import OutOfResources
 from kernels import caps as capabilities
 from kernels import catalog
 from kernels.cases import (
-    Call,
-    Case,
+    KernelCall,
+    KernelCase,
     attn_case,
     errors,
     experts_case,
@@ -30,7 +30,7 @@ from kernels.cases import (
     prefill_case,
     w4_case,
 )
-from kernels.plans import Plan, Plans, PlanTable, cache_path, load, save
+from kernels.plans import Plan, PlanTable, TunedPlans, cache_path, load, save
 from kernels.registry import Impl, Registry
 from kernels.selfcheck import reference
 from kernels.specs import AttnSpec, FusedAttnSpec, GateUpSpec, GemmSpec, MoESpec, W4Spec
@@ -41,10 +41,10 @@ L2_NBYTES = 200 << 20  # operands in turn exceed this, so that no call finds its
 
 
 @dataclass(frozen=True)
-class Job:
+class TuningJob:
     """One case to tune for one bucket of token counts. reach: the case is also checked against the reference."""
 
-    case: Case
+    case: KernelCase
     bucket: int
     plans: tuple[Plan, ...]
     impl: str = "triton"
@@ -58,38 +58,38 @@ def grid(**axes: Iterable[int]) -> tuple[Plan, ...]:
     return tuple(plans)
 
 
-def jobs() -> list[Job]:
+def jobs() -> list[TuningJob]:
     """Llama-8B, gpt-oss-20B, Qwen3-30B-A3B and Maverick shapes."""
     return [*decode_jobs(), *prefill_jobs(), *weight_jobs(), *expert_jobs()]
 
 
-def decode_jobs() -> list[Job]:
+def decode_jobs() -> list[TuningJob]:
     llama = AttnSpec(32, 8, 128)
     full = grid(stream=(1,), slices=(1,), block=(32, 64), stages=(2, 3, 4), warps=(1,), residents=(8,))
     fused = partial(FusedAttnSpec, 32, 8, 128)
     return [
-        Job(attn_case(llama, [1088] * 128), 256, full),
-        Job(
+        TuningJob(attn_case(llama, [1088] * 128), 256, full),
+        TuningJob(
             fused_attn_case(fused(parts=2), [1088]),
             3,
             grid(slices=(9, 17), block=(64,), stages=(2, 3), warps=(2, 4), bulk=(0, 1)),
         ),
-        Job(
+        TuningJob(
             fused_attn_case(fused(parts=2), [1088] * 8),
             8,
             grid(slices=(4, 6), block=(64,), stages=(2, 3), warps=(2, 4), bulk=(0, 1)),
         ),
-        Job(
+        TuningJob(
             fused_attn_case(fused(), [1088] * 32),
             32,
             grid(slices=(1, 2), block=(64,), stages=(3, 5), warps=(1, 2), bulk=(0, 1)),
         ),
-        Job(
+        TuningJob(
             fused_attn_case(fused(), [1088] * 64),
             64,
             grid(slices=(1, 2), block=(64,), stages=(3, 4, 5), warps=(1, 2), bulk=(0, 1)),
         ),
-        Job(
+        TuningJob(
             fused_attn_case(fused(deferred=True), [1088] * 256),
             256,
             grid(slices=(1,), block=(64,), stages=(3, 4, 5), warps=(1, 2), bulk=(0, 1)),
@@ -97,30 +97,30 @@ def decode_jobs() -> list[Job]:
     ]
 
 
-def prefill_jobs() -> list[Job]:
+def prefill_jobs() -> list[TuningJob]:
     plans = grid(bm=(64, 128), pack=(1, 8), block=(64,), stages=(3, 4), warps=(4, 8))
     wide = grid(bm=(128,), block=(64, 128), stages=(2, 3), warps=(4, 8)) + grid(
         bm=(64,), block=(64, 128), stages=(2, 3), warps=(4,)
     )
     return [
-        Job(prefill_case(AttnSpec(32, 8, 128), [(2048, 8192)], workspace_mb=256), 8192, wide),
-        Job(prefill_case(AttnSpec(64, 8, 64, sinks=True), [(2048, 8192)], workspace_mb=256), 8192, wide),
-        Job(prefill_case(AttnSpec(64, 8, 64, window=128, sinks=True), [(8192, 8192)]), 8192, plans),
+        TuningJob(prefill_case(AttnSpec(32, 8, 128), [(2048, 8192)], workspace_mb=256), 8192, wide),
+        TuningJob(prefill_case(AttnSpec(64, 8, 64, sinks=True), [(2048, 8192)], workspace_mb=256), 8192, wide),
+        TuningJob(prefill_case(AttnSpec(64, 8, 64, window=128, sinks=True), [(8192, 8192)]), 8192, plans),
     ]
 
 
-def weight_jobs() -> list[Job]:
+def weight_jobs() -> list[TuningJob]:
     rows = []
     for n, k in ((6144, 4096), (28672, 4096), (4096, 14336)):
         for tokens in (8, 64):
             common = dict(bx=(max(16, tokens),), ahead=(0, 2, 4))
             plans = grid(bw=(64, 128), stages=(2, 3, 4), warps=(4,), **common)
             plans += grid(bw=(128,), stages=(2, 3, 4), warps=(8,), **common)
-            rows += [Job(w4_case(W4Spec(n, k, parts), tokens), tokens, plans) for parts in (1, 2, 4)]
+            rows += [TuningJob(w4_case(W4Spec(n, k, parts), tokens), tokens, plans) for parts in (1, 2, 4)]
     block = grid(bm=(64, 128), bn=(128,), stages=(3, 4), warps=(4, 8))
-    rows.append(Job(gemm_case(GemmSpec(4096, 4096, "block128"), 4096), 8192, block))
+    rows.append(TuningJob(gemm_case(GemmSpec(4096, 4096, "block128"), 4096), 8192, block))
     rows.append(
-        Job(
+        TuningJob(
             gate_up_case(GateUpSpec(28672, 4096), 8),
             8,
             grid(bw=(64, 128), bx=(8,), bk=(128, 256), stages=(3, 4, 6), warps=(4,)),
@@ -130,7 +130,7 @@ def weight_jobs() -> list[Job]:
     return rows
 
 
-def expert_jobs() -> list[Job]:
+def expert_jobs() -> list[TuningJob]:
     rows = []
     for spec in (MoESpec(32, 4, 2880, 2880, activation="swiglu_oai"), MoESpec(128, 8, 2048, 768)):
         for tokens in (1, 16, 256, 4096):
@@ -139,11 +139,11 @@ def expert_jobs() -> list[Job]:
             plans = grid(bx=bx, bw=(64, 128), stages=(3, 4), warps=(4, 8) if tokens > 256 else (4,))
             if can_sort_rows(spec) and tokens > 256:
                 plans += (SORTED_ROWS,)
-            rows.append(Job(experts_case(spec, tokens), tokens, plans))
+            rows.append(TuningJob(experts_case(spec, tokens), tokens, plans))
     return rows
 
 
-def tune(registry: Registry, job: Job, report: Callable[[str], object]) -> Plan | None:
+def tune(registry: Registry, job: TuningJob, report: Callable[[str], object]) -> Plan | None:
     """The fastest plan that agrees with the reference, or None when none does."""
     case = job.case
     impl = next(impl for impl in registry.of(case.op) if impl.name == job.impl)
@@ -160,7 +160,9 @@ def tune(registry: Registry, job: Job, report: Callable[[str], object]) -> Plan 
     return best
 
 
-def judge(registry: Registry, impl: Impl, case: Case, plan: Plan, calls: list[Call], want: Call) -> float | None:
+def judge(
+    registry: Registry, impl: Impl, case: KernelCase, plan: Plan, calls: list[KernelCall], want: KernelCall
+) -> float | None:
     """Microseconds of a plan, or None where it does not fit the chip or is wrong."""
     if plan == SORTED_ROWS and not registry.caps.hopper:
         return None
@@ -195,7 +197,7 @@ def main(argv: list[str] | None = None) -> int:
         plan = tune(registry, job, lambda line: sys.stdout.write(line + "\n"))
         if plan is not None:
             rows.setdefault(f"{job.case.op}/{job.impl}|{job.case.spec.key()}", {})[job.bucket] = plan
-        save(path, Plans(rows))
+        save(path, TunedPlans(rows))
         torch.cuda.empty_cache()
     sys.stdout.write(f"written to {path}\n")
     return 0

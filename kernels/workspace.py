@@ -61,11 +61,11 @@ def widening_workspace_nbytes(spec: W4Spec | W8Spec, max_tokens: int) -> int:
     return COUNTERS_NBYTES + max(wide, 8 * 64 * spec.n * 4 if isinstance(spec, W8Spec) else 0)
 
 
-def sample_room(spec: SampleSpec) -> int:
+def sample_workspace_words(spec: SampleSpec) -> int:
     """Words of 4 bytes for each row."""
     return -(-spec.vocab // SAMPLE_BLOCK) * (SAMPLE_SECTIONS + SAMPLE_GROUPS + 2 * SAMPLE_SLOTS)
 
 
 def sample_workspace_nbytes(spec: SampleSpec, max_rows: int) -> int:
     """Bytes for any number of rows up to `max_rows`."""
-    return 4 * sample_room(spec) * max_rows
+    return 4 * sample_workspace_words(spec) * max_rows

@@ -9,7 +9,7 @@ PeerMessage = Offer | Grant | Wait | Refuse | Fin | Commit | Abort | AbortAck
 
 
 @dataclass(frozen=True, slots=True)
-class Message:
+class MessageReceived:
     """The peer said so. Fin may come before the last ChunkLanded: control and data travel apart."""
 
     peer_id: WorkerId
@@ -43,7 +43,7 @@ class Drained:
 
 
 @dataclass(frozen=True, slots=True)
-class PeerLost:
+class PeerDisconnected:
     """Nothing of this incarnation of the peer reads or writes a page any more; all its attempts are over, without
     Drained.
 
@@ -58,7 +58,7 @@ class PeerLost:
     code: str = "peer_lost"
 
 
-TransferEvent = Message | ChunkLanded | ChunkBad | Drained | PeerLost
+TransferEvent = MessageReceived | ChunkLanded | ChunkBad | Drained | PeerDisconnected
 
 
 @dataclass(frozen=True, slots=True)

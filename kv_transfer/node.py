@@ -13,7 +13,7 @@ from contracts.errors import ConfigError, Overloaded, TransferError
 from contracts.handoff import Abort, ChunkHeader, Commit, Fin, Grant, Offer, Refuse, Wait
 from contracts.ids import BlockId, Epoch, Incarnation, RequestId, WorkerId
 from contracts.layout import KVLayout
-from contracts.node import Ways
+from contracts.node import TransferCapabilities
 from contracts.request import WorkerRef
 from kv_transfer.chunks import chunk_plan as plan
 from kv_transfer.chunks.device_pool import DevicePool
@@ -26,11 +26,11 @@ from kv_transfer.connection.handshake import Identity
 from kv_transfer.connection.handshake_socket import HandshakeSocket
 from kv_transfer.connection.listener import Listener
 from kv_transfer.data_path.sender import Key
-from kv_transfer.events import Drained, LinkStats, PeerLost, TransferEvent
+from kv_transfer.events import Drained, LinkStats, PeerDisconnected, TransferEvent
 from kv_transfer.links.incoming_link import IncomingLink
 from kv_transfer.links.link import Link, LinkParts
 from kv_transfer.links.outgoing_link import OutgoingLink
-from kv_transfer.links.path_health import Paths
+from kv_transfer.links.path_health import PathHealth
 from kv_transfer.settings import TransferSettings
 from kv_transfer.transports.base import Transport
 from kv_transfer.transports.nvlink import NvlinkTransport
@@ -78,7 +78,7 @@ class TransferNode:
         self._aside: list[Link] = []  # alive, but in no place: yet to prove themselves beside another, or replaced
         self._unfenced: list[Link] = []  # gone, but for a thread that did not stop; until their loss is told
         self._closing, self._launched_s = False, -math.inf
-        self._paths = Paths(time.monotonic)
+        self._paths = PathHealth(time.monotonic)
         identity = Identity(me, incarnation, settings.secret)
         self._parts = LinkParts(
             settings=settings,
@@ -107,7 +107,7 @@ class TransferNode:
         return f"[{host}]:{self._listener.port}" if ":" in host else f"{host}:{self._listener.port}"
 
     @property
-    def ways(self) -> Ways:
+    def ways(self) -> TransferCapabilities:
         """How pages may leave and come, to be told to others before they connect."""
         return ways_of(self._parts.terms)
 
@@ -115,7 +115,9 @@ class TransferNode:
         self._listener.start()
 
     def close(self) -> None:
-        """End every link, thread and socket. Blocks for as long as the fences take; no PeerLost follows. Idempotent."""
+        """End every link, thread and socket. Blocks for as long as the fences take; no PeerDisconnected follows.
+        Idempotent.
+        """
         with self._lock:
             if self._closing:
                 return
@@ -163,7 +165,7 @@ class TransferNode:
         """Open links to these, so that the first handoff finds them up; by the thread that offers.
 
         Left alone are those that a link goes to already, if only to a former incarnation, and bad paths. A link that
-        fails is a PeerLost, of no attempt.
+        fails is a PeerDisconnected, of no attempt.
         """
         bad = self._paths.bad()
         for peer in peers:
@@ -171,7 +173,7 @@ class TransferNode:
                 self._outgoing_to(peer, was_asked=False)
 
     def offer(self, peer: WorkerRef, offer: Offer) -> None:
-        """Connects if nobody has. If that fails, PeerLost says why; its incarnation is the one in `peer`."""
+        """Connects if nobody has. If that fails, PeerDisconnected says why; its incarnation is the one in `peer`."""
         if link := self._outgoing_to(peer, was_asked=True):
             link.offer(offer)
 
@@ -187,7 +189,7 @@ class TransferNode:
         checksums: np.ndarray | None = None,
     ) -> None:
         """Queue the pages of tokens `[first_token, first_token + num_tokens)`; they must not change until Commit,
-        Drained or PeerLost.
+        Drained or PeerDisconnected.
 
         The caller clips to the tokens from Grant's `skip_tokens` on. `first_token` and, but for the last chunk, the
         end are
@@ -206,7 +208,7 @@ class TransferNode:
         if link := self._find_outgoing(peer_id):
             link.send_chunk(header, src_pages, checksums)
 
-    def coming(
+    def chunk_scheduled(
         self,
         peer_id: WorkerId,
         request_id: RequestId,
@@ -221,14 +223,14 @@ class TransferNode:
         are there when `launched` is told of them.
         """
         if link := self._find_outgoing(peer_id):
-            link.coming((request_id, epoch), first_token, num_tokens, src_pages, early_planes)
+            link.chunk_scheduled((request_id, epoch), first_token, num_tokens, src_pages, early_planes)
 
     def is_fetched_by(self, peer_id: WorkerId) -> bool:
         """Decode is told of chunks there, and fetches them: no thread of ours sends any."""
         link = self._find_outgoing(peer_id)
         return link is not None and link.is_fetched
 
-    def launched(self, is_all: bool) -> None:
+    def chunks_launched(self, is_all: bool) -> None:
         """By the thread that called `coming`: the device has these chunks now, on the thread's current stream, or
         never will; or unless `is_all`, it has their early planes. Called for batches without chunks too.
         """
@@ -237,7 +239,7 @@ class TransferNode:
             links = list(self._links.values())
         for link in links:
             if isinstance(link, OutgoingLink):
-                link.launched(is_all)
+                link.chunks_launched(is_all)
 
     def rested(self) -> None:
         """By the same thread: it has nothing to compute, whatever it launched a moment ago."""
@@ -266,7 +268,7 @@ class TransferNode:
 
     def refuse(self, peer_id: WorkerId, message: Refuse) -> None:
         if link := self._find_incoming(peer_id):
-            link.landings.end((message.request_id, message.epoch))
+            link.grants.end((message.request_id, message.epoch))
             link.send(message)
 
     def commit(self, peer_id: WorkerId, message: Commit) -> None:
@@ -292,13 +294,14 @@ class TransferNode:
         link.send(abort)
 
     def knows(self, peer_id: WorkerId, request_id: RequestId, epoch: Epoch) -> bool:
-        """A link has this attempt. A PeerLost that is polled then is of a former link: it was noted before the offer
-        was made.
+        """A link has this attempt. A PeerDisconnected that is polled then is of a former link: it was noted before the
+        offer was made.
         """
         return self._link_of(peer_id, (request_id, epoch)) is not None
 
     def _outgoing_to(self, peer: WorkerRef, was_asked: bool) -> OutgoingLink | None:
-        """None if a link with this very incarnation has failed: PeerLost is to come, and would end a new one too.
+        """None if a link with this very incarnation has failed: PeerDisconnected is to come, and would end a new one
+        too.
 
         Beside a link to another incarnation a new one is begun aside: which is the former one is not known before it
         has proved itself, since an offer may be late. Each knows at once that it `was_asked` for: it may fail before it
@@ -354,7 +357,7 @@ class TransferNode:
 
     def _adopt(self, link: IncomingLink) -> None:
         """A new connection ends the one before it from the same worker, and begins when that is fenced, with all that
-        fails beside it: the PeerLost that follows would be the new one's, too.
+        fails beside it: the PeerDisconnected that follows would be the new one's, too.
         """
         with self._lock:
             former = self._links.get((link.peer_id, False))
@@ -384,9 +387,9 @@ class TransferNode:
                 self._aside.append(former)
                 former.fail("replaced by a new connection")
 
-    def _on_lost(self, link: Link, event: PeerLost) -> None:
-        """PeerLost speaks for both directions, so it waits until the other one is fenced too, and says so only if both
-        are. It is noted before a new link can be made: whatever comes over that one is heard behind it.
+    def _on_lost(self, link: Link, event: PeerDisconnected) -> None:
+        """PeerDisconnected speaks for both directions, so it waits until the other one is fenced too, and says so only
+        if both are. It is noted before a new link can be made: whatever comes over that one is heard behind it.
         """
         with self._lock:
             if isinstance(link, OutgoingLink):

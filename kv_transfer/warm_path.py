@@ -21,12 +21,12 @@ from contracts.request import WorkerRef
 from kv_transfer.chunks import checksum as integrity
 from kv_transfer.chunks import chunk_plan as plan
 from kv_transfer.connection.frames import HANDOFF, PROTOCOL, Hello
-from kv_transfer.data_path.pull_receiver import Announcer
+from kv_transfer.data_path.pull_receiver import PullSender
 from kv_transfer.events import TransferEvent
 from kv_transfer.links.incoming_link import IncomingLink
 from kv_transfer.links.link import Link, LinkParts
 from kv_transfer.links.outgoing_link import OutgoingLink
-from kv_transfer.links.path_health import Paths
+from kv_transfer.links.path_health import PathHealth
 
 log = logging.getLogger(__name__)
 
@@ -43,7 +43,7 @@ class Rehearsal:
     """
 
     def __init__(self, parts: LinkParts) -> None:
-        quiet = replace(parts, emit=_unheard, note=_unheard, wake=_ignore, paths=Paths(time.monotonic))
+        quiet = replace(parts, emit=_unheard, note=_unheard, wake=_ignore, paths=PathHealth(time.monotonic))
         me = WorkerId("rehearsal"), Incarnation("rehearsal")
         self._decode = _Decode(quiet, Hello(PROTOCOL, *me, "prefill", b""))
         self._prefill = _Prefill(quiet, WorkerRef(*me, "", ""))
@@ -81,13 +81,13 @@ class Rehearsal:
         prefill, decode = self._prefill, self._decode
         prefill.offer(self._offer)
         decode.grant(Grant(*_KEY, [_PAGE], 0))
-        prefill.coming(_KEY, 0, self._header.num_tokens, [_PAGE], self._num_planes - 1)
-        prefill.launched(is_all=False)
-        prefill.launched(is_all=True)
+        prefill.chunk_scheduled(_KEY, 0, self._header.num_tokens, [_PAGE], self._num_planes - 1)
+        prefill.chunks_launched(is_all=False)
+        prefill.chunks_launched(is_all=True)
         decode.looks_ahead()
         prefill.send_chunk(self._header, [_PAGE], None)
         prefill.finish(Fin(*_KEY, 1, Token(0, 0), 0))
-        if not decode.landings.is_committed(_KEY):
+        if not decode.grants.is_committed(_KEY):
             raise RuntimeError("decode did not commit what was handed over")
         decode.commit(Commit(*_KEY, 1, self._header.nbytes))
 
@@ -108,7 +108,7 @@ class _Prefill(OutgoingLink):
 
     def __init__(self, parts: LinkParts, peer: WorkerRef) -> None:
         super().__init__(parts, peer, was_asked=True)
-        self._announcer = Announcer(self.queue, _Mark(), self.send, self._rate.told)
+        self._pull_sender = PullSender(self.queue, _Mark(), self.send, self._rate.told)
 
     def send(self, message: HandoffMessage) -> None:
         self.tell(codec.frame(message))
@@ -119,18 +119,18 @@ class _Decode(IncomingLink):
 
     def __init__(self, parts: LinkParts, hello: Hello) -> None:
         super().__init__(parts, hello)
-        self._puller = self._puller_of(_Nowhere(parts.layout.num_planes), checks=True)
+        self._pull_receiver = self._pull_receiver_of(_Nowhere(parts.layout.num_planes), checks=True)
 
     def send(self, message: HandoffMessage) -> None:
         self.tell(codec.frame(message))
 
     def looks_ahead(self) -> None:
-        assert self._puller is not None
-        self._puller.look_ahead()
+        assert self._pull_receiver is not None
+        self._pull_receiver.look_ahead()
 
 
 class _Mark:
-    """kv_transfer.chunks.device_pool.Mark, which nobody waits for."""
+    """kv_transfer.chunks.device_pool.DeviceSemaphore, which nobody waits for."""
 
     shared = b""
 
@@ -161,7 +161,7 @@ class _Nowhere:
     def drop(self) -> None:
         """There is nothing to give back."""
 
-    hurry = rehearse = close = drop
+    expire = rehearse = close = drop
 
 
 def _sums(num_planes: int) -> np.ndarray:

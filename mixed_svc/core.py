@@ -6,16 +6,16 @@ from engine.engine import Engine
 from kv_transfer.node import TransferNode
 from prefill_svc.role import PrefillRole
 from prefill_svc.warm_path import keeper
-from worker.core.attempt_table import Ledger
+from worker.core.attempt_table import AttemptTable
 from worker.core.local_role import LocalRole
 from worker.core.main import run
-from worker.core.role import Role
+from worker.core.role import RoleHandler
 from worker.settings import WorkerSettings
 
 
 def make_roles(
-    settings: WorkerSettings, me: WorkerId, engine: Engine, node: TransferNode, ledger: Ledger
-) -> list[Role]:
+    settings: WorkerSettings, me: WorkerId, engine: Engine, node: TransferNode, ledger: AttemptTable
+) -> list[RoleHandler]:
     """Return all roles: this worker takes either side of a handoff, and whole requests."""
     return [
         LocalRole(engine, ledger),

@@ -63,7 +63,7 @@ class Experts:
 
 
 @dataclass(frozen=True)
-class Tuning:
+class AttentionTemperature:
     """Of attention's temperature over long texts (Nakanishi 2025, as Llama 4 has it): q at `position` is multiplied by
     1 + `scale` * log(1 + floor((position + 1) / `floor`)).
     """
@@ -104,8 +104,8 @@ class ModelConfig:
     window: int = 0
     windowed_layers: tuple[int, ...] = ()
     segment: int = 0
-    unturned_layers: tuple[int, ...] = ()
-    tuning: Tuning | None = None
+    no_rope_layers: tuple[int, ...] = ()
+    attention_temperature: AttentionTemperature | None = None
     plain_qk_norm: bool = False
 
     def spreads_kv_heads(self, num_gpus: int) -> bool:

@@ -3,7 +3,7 @@
 from typing import Any
 
 from contracts.errors import ConfigError
-from models.config import Experts, Tuning
+from models.config import AttentionTemperature, Experts
 from models.family import Family
 
 FAMILY = Family("Llama4ForCausalLM", "llama4", as_llama4=True, head_dim=128, rope_theta=500000.0)
@@ -39,8 +39,8 @@ def llama4_fields(config: dict[str, Any], source: str) -> dict[str, Any]:
         "experts": _experts(config, layers, source),
         "segment": segment,
         "windowed_layers": tuple(layer for layer in layers if segment and kinds[layer] == _KINDS[0]),
-        "unturned_layers": tuple(layer for layer in layers if not turned[layer]),
-        "tuning": _tuning(config),
+        "no_rope_layers": tuple(layer for layer in layers if not turned[layer]),
+        "attention_temperature": _attention_temperature(config),
         "plain_qk_norm": bool(config.get("use_qk_norm", True)),
     }
 
@@ -55,10 +55,10 @@ def _experts(config: dict[str, Any], layers: range, source: str) -> Experts:
     return Experts(config["num_local_experts"], 1, config["intermediate_size"], True, dense, as_llama4=True)
 
 
-def _tuning(config: dict[str, Any]) -> Tuning | None:
+def _attention_temperature(config: dict[str, Any]) -> AttentionTemperature | None:
     if not config.get("attn_temperature_tuning", True):
         return None
-    return Tuning(float(config.get("floor_scale", 8192)), float(config.get("attn_scale", 0.1)))
+    return AttentionTemperature(float(config.get("floor_scale", 8192)), float(config.get("attn_scale", 0.1)))
 
 
 def _refuse_other(config: dict[str, Any], source: str) -> None:

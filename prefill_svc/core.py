@@ -5,16 +5,16 @@ from engine.engine import Engine
 from kv_transfer.node import TransferNode
 from prefill_svc.role import PrefillRole
 from prefill_svc.warm_path import keeper
-from worker.core.attempt_table import Ledger
+from worker.core.attempt_table import AttemptTable
 from worker.core.local_role import LocalRole
 from worker.core.main import run
-from worker.core.role import Role
+from worker.core.role import RoleHandler
 from worker.settings import WorkerSettings
 
 
 def make_roles(
-    settings: WorkerSettings, me: WorkerId, engine: Engine, node: TransferNode, ledger: Ledger
-) -> list[Role]:
+    settings: WorkerSettings, me: WorkerId, engine: Engine, node: TransferNode, ledger: AttemptTable
+) -> list[RoleHandler]:
     """Return the roles of a worker that computes prompts; any worker can serve a request whole, too."""
     return [LocalRole(engine, ledger), PrefillRole(me, engine, node, ledger, settings.grant_timeout_s)]
 

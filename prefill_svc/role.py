@@ -9,10 +9,10 @@ from contracts.handoff import Abort, Commit, Fin, Grant, Offer, Refuse, Wait
 from contracts.ids import Epoch, RequestId, WorkerId
 from contracts.request import Job, WorkerRef
 from engine.engine import Engine
-from engine.messages import ChunkComing, ChunkDone, Sampled, StepOutput
-from kv_transfer.events import Drained, Message, PeerLost, TransferEvent
+from engine.messages import ChunkDone, ChunkScheduled, Sampled, StepOutput
+from kv_transfer.events import Drained, MessageReceived, PeerDisconnected, TransferEvent
 from kv_transfer.node import TransferNode
-from worker.core.attempt_table import Ledger, Live
+from worker.core.attempt_table import Attempt, AttemptTable
 
 log = logging.getLogger(__name__)
 
@@ -20,13 +20,13 @@ AttemptId = tuple[RequestId, Epoch]
 
 
 @dataclass
-class Attempt:
+class OutgoingHandoff:
     """One handoff as prefill sees it.
 
     `chunks` are computed and not yet sent; pages stay held until Commit or drained.
     """
 
-    live: Live
+    live: Attempt
     offered_s: float | None = None
     grant: Grant | None = None
     chunks: list[ChunkDone] = field(default_factory=list)
@@ -42,7 +42,7 @@ class Attempt:
     def peer(self) -> WorkerRef:
         return self.live.job.route.decode
 
-    def is_with(self, lost: PeerLost) -> bool:
+    def is_with(self, lost: PeerDisconnected) -> bool:
         return self.offered_s is not None and (self.peer.worker_id, self.peer.incarnation) == (
             lost.peer_id,
             lost.incarnation,
@@ -61,36 +61,36 @@ class PrefillRole:
     """
 
     def __init__(
-        self, me: WorkerId, engine: Engine, node: TransferNode, ledger: Ledger, grant_timeout_s: float = 5.0
+        self, me: WorkerId, engine: Engine, node: TransferNode, ledger: AttemptTable, grant_timeout_s: float = 5.0
     ) -> None:
         self._me = me
         self._engine = engine
         self._node = node
         self._ledger = ledger
         self._grant_timeout_s = grant_timeout_s
-        self._attempts: dict[AttemptId, Attempt] = {}
-        self._draining: dict[AttemptId, Attempt] = {}
+        self._attempts: dict[AttemptId, OutgoingHandoff] = {}
+        self._draining: dict[AttemptId, OutgoingHandoff] = {}
         self._counters: dict[str, float] = dict.fromkeys(
             ("handoffs_offered", "handoffs_committed", "handoffs_aborted", "handoffs_local", "commit_wait_seconds"), 0.0
         )
 
-    def takes(self, job: Job) -> bool:
+    def accepts(self, job: Job) -> bool:
         return job.route.prefill.worker_id == self._me and not job.route.is_local
 
-    def start(self, live: Live, now: float) -> None:
+    def start(self, live: Attempt, now: float) -> None:
         self._engine.submit(live.request(handoff=True))
-        attempt = Attempt(live)
+        attempt = OutgoingHandoff(live)
         self._attempts[attempt.id] = attempt
         self._ledger.move(live, "QUEUED")
 
-    def drop(self, live: Live, reason: str, now: float) -> None:
+    def drop(self, live: Attempt, reason: str, now: float) -> None:
         attempt = self._attempts.pop((live.job.request_id, live.job.epoch), None)
         if attempt is not None:
             self._abandon(attempt, "cancelled", reason)
         else:
             self._engine.release(live.key)
 
-    def on_started(self, live: Live, now: float) -> None:
+    def on_started(self, live: Attempt, now: float) -> None:
         attempt = self._attempts.get((live.job.request_id, live.job.epoch))
         if attempt is None or attempt.offered_s is not None:
             return
@@ -101,11 +101,11 @@ class PrefillRole:
         self._node.offer(attempt.peer, offer)
         self._ledger.move(live, "RESERVING")
 
-    def on_coming(self, live: Live, chunk: ChunkComing) -> None:
+    def on_chunk_scheduled(self, live: Attempt, chunk: ChunkScheduled) -> None:
         attempt = self._attempts.get((live.job.request_id, live.job.epoch))
         if attempt is not None and attempt.offered_s is not None:
             place = (chunk.first_token, chunk.num_tokens)
-            self._node.coming(attempt.peer.worker_id, *attempt.id, *place, chunk.blocks, chunk.early_planes)
+            self._node.chunk_scheduled(attempt.peer.worker_id, *attempt.id, *place, chunk.blocks, chunk.early_planes)
 
     def on_step(self, output: StepOutput, now: float) -> None:
         for chunk in output.chunks:
@@ -124,19 +124,19 @@ class PrefillRole:
 
     def on_transfer(self, event: TransferEvent, now: float) -> None:
         match event:
-            case Message(message=Grant() as grant):
+            case MessageReceived(message=Grant() as grant):
                 self._on_grant(grant, now)
-            case Message(message=Wait() as wait):
+            case MessageReceived(message=Wait() as wait):
                 self._on_wait(wait)
-            case Message(message=Refuse() as refuse):
+            case MessageReceived(message=Refuse() as refuse):
                 self._lose((refuse.request_id, refuse.epoch), Unavailable(f"decode refused: {refuse.reason}"))
-            case Message(message=Commit() as commit):
+            case MessageReceived(message=Commit() as commit):
                 self._on_commit(commit, now)
-            case Message(message=Abort() as abort):
+            case MessageReceived(message=Abort() as abort):
                 self._on_abort(abort)
             case Drained(request_id, epoch):
                 self._on_drained((request_id, epoch))
-            case PeerLost():
+            case PeerDisconnected():
                 self._on_peer_lost(event)
 
     def on_tick(self, now: float) -> None:
@@ -172,7 +172,7 @@ class PrefillRole:
         self._ledger.move(attempt.live, "TRANSFERRING")
         self._pump(attempt, now)
 
-    def _fits(self, grant: Grant, attempt: Attempt) -> bool:
+    def _fits(self, grant: Grant, attempt: OutgoingHandoff) -> bool:
         is_inside = 0 <= grant.skip_tokens < len(attempt.live.job.token_ids)
         return is_inside and grant.skip_tokens % self._engine.layout.block_size == 0
 
@@ -209,7 +209,7 @@ class PrefillRole:
         if attempt is not None:
             self._engine.release(attempt.live.key)
 
-    def _on_peer_lost(self, lost: PeerLost) -> None:
+    def _on_peer_lost(self, lost: PeerDisconnected) -> None:
         for attempt in [a for a in self._draining.values() if self._went_with(a, lost)]:
             self._on_drained(attempt.id)
         for attempt in [a for a in self._attempts.values() if self._went_with(a, lost)]:
@@ -222,13 +222,13 @@ class PrefillRole:
                 error = errors.PeerLost(f"the handoff to decode worker {lost.peer_id} failed: {lost.error}")
                 self._ledger.fail(attempt.live, error)
 
-    def _went_with(self, attempt: Attempt, lost: PeerLost) -> bool:
+    def _went_with(self, attempt: OutgoingHandoff, lost: PeerDisconnected) -> bool:
         """Not one that was offered before this news was read, over a new link: decode would keep its pages in vain."""
         return attempt.is_with(lost) and not self._node.knows(lost.peer_id, *attempt.id)
 
     # sending
 
-    def _pump(self, attempt: Attempt, now: float) -> None:
+    def _pump(self, attempt: OutgoingHandoff, now: float) -> None:
         """Queue what is computed and granted; then Fin."""
         if attempt.grant is None or attempt.is_sent:
             return
@@ -238,7 +238,7 @@ class PrefillRole:
         if attempt.first is not None:
             self._finish(attempt, now)
 
-    def _send(self, attempt: Attempt, chunk: ChunkDone, skip_tokens: int) -> None:
+    def _send(self, attempt: OutgoingHandoff, chunk: ChunkDone, skip_tokens: int) -> None:
         """Send the part of a chunk that decode does not hold.
 
         `skip_tokens` and chunk starts are multiples of the block size.
@@ -254,7 +254,7 @@ class PrefillRole:
         self._node.send_chunk(attempt.peer.worker_id, request_id, epoch, *place, pages, sums)
         attempt.num_sent += 1
 
-    def _finish(self, attempt: Attempt, now: float) -> None:
+    def _finish(self, attempt: OutgoingHandoff, now: float) -> None:
         assert attempt.first is not None
         request_id, epoch = attempt.id
         fin = Fin(request_id, epoch, attempt.num_sent, attempt.first.token, attempt.live.cached_tokens)
@@ -263,7 +263,7 @@ class PrefillRole:
 
     # letting go
 
-    def _of(self, key: RequestId) -> Attempt | None:
+    def _of(self, key: RequestId) -> OutgoingHandoff | None:
         live = self._ledger.of(key)
         return self._attempts.get((live.job.request_id, live.job.epoch)) if live is not None else None
 
@@ -273,11 +273,11 @@ class PrefillRole:
             self._abandon(attempt, error.code, str(error))
             self._ledger.fail(attempt.live, error)
 
-    def _end_here(self, attempt: Attempt, code: str, reason: str) -> None:
+    def _end_here(self, attempt: OutgoingHandoff, code: str, reason: str) -> None:
         del self._attempts[attempt.id]
         self._abandon(attempt, code, reason)
 
-    def _abandon(self, attempt: Attempt, code: str, reason: str) -> None:
+    def _abandon(self, attempt: OutgoingHandoff, code: str, reason: str) -> None:
         """Tell decode, and free the pages once no thread reads them any more."""
         if attempt.offered_s is None:
             self._engine.release(attempt.live.key)
@@ -286,7 +286,7 @@ class PrefillRole:
         self._draining[attempt.id] = attempt
         self._node.abort(attempt.peer.worker_id, Abort(*attempt.id, code, reason))
 
-    def _keep_local(self, attempt: Attempt) -> None:
+    def _keep_local(self, attempt: OutgoingHandoff) -> None:
         """Decode had no pages in time: the answer goes on here, where the KV already is."""
         log.warning("request %s: no pages at %s in time, decoding here", attempt.id[0], attempt.peer.worker_id)
         del self._attempts[attempt.id]

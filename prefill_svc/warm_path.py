@@ -14,12 +14,12 @@ from contracts.layout import KVLayout
 from contracts.request import Job, Route, WorkerRef
 from contracts.sampling import SamplingParams
 from engine.engine import Engine
-from engine.messages import ChunkComing, ChunkDone, EngineStats, Sampled, Started, StepOutput, Watcher
-from kv_transfer.events import Message, TransferEvent
+from engine.messages import ChunkDone, ChunkScheduled, EngineStats, Sampled, Started, StepObserver, StepOutput
+from kv_transfer.events import MessageReceived, TransferEvent
 from kv_transfer.node import TransferNode
 from prefill_svc.role import PrefillRole
-from worker.core.attempt_table import Ledger, attempt_key
-from worker.core.engine_core import Core
+from worker.core.attempt_table import AttemptTable, attempt_key
+from worker.core.engine_core import EngineCore
 from worker.core.front_link import FrontLink
 from worker.messages import ToCore, ToFront, Work
 
@@ -35,9 +35,9 @@ class Rehearsal:
         self._link, self._node = _Link(), _Node()
         self._engine = _Engine(layout)
         engine, node = cast(Engine, self._engine), cast(TransferNode, self._node)
-        ledger = Ledger()
+        ledger = AttemptTable()
         role = PrefillRole(_ME.worker_id, engine, node, ledger)
-        self._core = Core(_ME.worker_id, engine, node, [role], ledger, cast(FrontLink, self._link))
+        self._core = EngineCore(_ME.worker_id, engine, node, [role], ledger, cast(FrontLink, self._link))
         prompt, sampling = [0] * layout.block_size, SamplingParams(max_tokens=2, seed=0)
         self._job = Job(Route(*_KEY, _ME, _PEER), GatewayId("nobody"), prompt, sampling, timeout_s=60.0)
 
@@ -50,7 +50,7 @@ class Rehearsal:
 
 
 def keeper(node: TransferNode, layout: KVLayout) -> Callable[[], None]:
-    """What engine_core.Core takes: both rehearsals, as often as the transfer's is due."""
+    """What engine_core.EngineCore takes: both rehearsals, as often as the transfer's is due."""
     rehearsal = Rehearsal(layout)
 
     def keep_warm() -> None:
@@ -91,12 +91,12 @@ class _Engine:
     def has_work(self) -> bool:
         return self._is_waiting
 
-    def step(self, watcher: Watcher) -> StepOutput:
+    def step(self, watcher: StepObserver) -> StepOutput:
         self._is_waiting = False
         key, num_tokens = attempt_key(*_KEY), self.layout.block_size
         watcher.started(Started(key, 0))
-        watcher.coming(ChunkComing(key, 0, num_tokens, _PAGES, 0))
-        watcher.launched(is_all=True)
+        watcher.chunk_scheduled(ChunkScheduled(key, 0, num_tokens, _PAGES, 0))
+        watcher.chunks_launched(is_all=True)
         chunk = ChunkDone(key, 0, num_tokens, _PAGES)
         return StepOutput((), (chunk,), (Sampled(key, Token(0, 0)),), num_prefill_tokens=num_tokens)
 
@@ -123,21 +123,21 @@ class _Node:
         return events
 
     def offer(self, peer: WorkerRef, offer: Offer) -> None:
-        self._events.append(Message(peer.worker_id, Grant(*_KEY, _PAGES, 0)))
+        self._events.append(MessageReceived(peer.worker_id, Grant(*_KEY, _PAGES, 0)))
 
-    def coming(self, *chunk: object) -> None:
+    def chunk_scheduled(self, *chunk: object) -> None:
         """kv_transfer.warm_path has the rest of it."""
 
-    send_chunk = coming
+    send_chunk = chunk_scheduled
 
-    def launched(self, is_all: bool) -> None:
+    def chunks_launched(self, is_all: bool) -> None:
         """Nor is there anything to launch."""
 
     def rested(self) -> None:
         """Nor a link that cares."""
 
     def finish(self, peer_id: WorkerId, fin: Fin) -> None:
-        self._events.append(Message(peer_id, Commit(*_KEY, fin.num_chunks, 0)))
+        self._events.append(MessageReceived(peer_id, Commit(*_KEY, fin.num_chunks, 0)))
 
     def stats(self) -> list[object]:
         return []

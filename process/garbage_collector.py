@@ -8,7 +8,7 @@ import gc
 import time
 
 
-class Collections:
+class GcMetrics:
     """The collector's work since `settle()`: how often, seconds in all, the longest."""
 
     def __init__(self) -> None:
@@ -26,11 +26,11 @@ class Collections:
         self.longest_s = max(self.longest_s, took_s)
 
 
-COLLECTIONS = Collections()
+COLLECTIONS = GcMetrics()
 """Of this process: there is one collector in it."""
 
 
-def settle() -> None:
+def freeze_startup_objects() -> None:
     """To be called once a process is ready: what is there now stays, and the collector looks at what comes only."""
     gc.collect()
     gc.freeze()

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
-def leashed(command: Sequence[str]) -> list[str]:
+def die_with_parent(command: Sequence[str]) -> list[str]:
     """The command that runs `command` in the same process, which then dies with the thread that started it."""
     return [sys.executable, "-IS", __file__, str(os.getpid()), *command]
 

@@ -6,6 +6,6 @@ PR_SET_TIMERSLACK = 29  # linux/prctl.h
 SLACK_NS = 1000
 
 
-def nap_on_time() -> None:
+def set_timer_slack() -> None:
     """The calling thread, from now on."""
     ctypes.CDLL(None).prctl(PR_SET_TIMERSLACK, SLACK_NS)

@@ -3,7 +3,7 @@
 import logging
 
 
-class Outage:
+class OutageLog:
     """`over`: what is said at its end; nothing if that is no news."""
 
     def __init__(self, log: logging.Logger, over: str = "") -> None:

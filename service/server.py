@@ -24,7 +24,7 @@ KEEP_ALIVE_S = 60
 A job that is posted in the moment when the server closes gets no answer, and its request 503."""
 
 
-class Server(uvicorn.Server):
+class UvicornServer(uvicorn.Server):
     """uvicorn without its signal handlers: theirs would end the process before it has put its things away."""
 
     @contextmanager
@@ -43,7 +43,7 @@ async def serving(app: FastAPI, listener: socket.socket) -> AsyncIterator[asynci
         timeout_graceful_shutdown=2,
         timeout_keep_alive=KEEP_ALIVE_S,
     )
-    server = Server(config)
+    server = UvicornServer(config)
     task = asyncio.create_task(server.serve(sockets=[listener]))
     try:
         yield task

@@ -6,7 +6,7 @@ from fastapi import Request
 from fastapi.responses import JSONResponse
 
 
-def stranger(request: Request, secret: str) -> JSONResponse | None:
+def refuse_without_secret(request: Request, secret: str) -> JSONResponse | None:
     """401 for who does not show the pool's secret as a bearer token, else None."""
     given = request.headers.get("authorization", "").encode("latin-1")  # the bytes that came
     if hmac.compare_digest(given, f"Bearer {secret}".encode()):

@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 
-def start_in(tasks: set[asyncio.Task[Any]], coroutine: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+def spawn_into(tasks: set[asyncio.Task[Any]], coroutine: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
     """In `tasks` until it ends: a loop alone does not keep it, and who closes them waits for those."""
     task = asyncio.get_running_loop().create_task(coroutine)
     tasks.add(task)

@@ -3,14 +3,14 @@
 from typing import Any
 
 from contracts.ids import Incarnation, WorkerId
-from contracts.node import NodeInfo, Role, Ways
+from contracts.node import NodeInfo, TransferCapabilities, WorkerRole
 
 
 def node_info(**changes: Any) -> NodeInfo:
     fields: dict[str, Any] = {
         "worker_id": WorkerId("w"),
         "incarnation": Incarnation("1"),
-        "role": Role.PREFILL,
+        "role": WorkerRole.PREFILL,
         "url": "http://w",
         "transfer": "w:1",
         "model": "m",
@@ -26,6 +26,8 @@ def node_info(**changes: Any) -> NodeInfo:
     return NodeInfo(**fields)
 
 
-def ways(*layout_ids: str, by: str = "tcp", memory: str = "host") -> Ways:
+def ways(*layout_ids: str, by: str = "tcp", memory: str = "host") -> TransferCapabilities:
     """To send and take KV of these layouts. `by`: transports, in a line."""
-    return Ways(memory=memory, sends=by.split(), takes={layout_id: by.split() for layout_id in layout_ids})
+    return TransferCapabilities(
+        memory=memory, sends=by.split(), takes={layout_id: by.split() for layout_id in layout_ids}
+    )

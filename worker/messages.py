@@ -5,7 +5,7 @@ import msgspec
 from contracts.events import Event
 from contracts.ids import Epoch, GatewayId, RequestId
 from contracts.layout import KVLayout
-from contracts.node import NodeLoad, Ways
+from contracts.node import NodeLoad, TransferCapabilities
 from contracts.request import JobMessage, WorkerRef
 
 
@@ -32,7 +32,7 @@ class GatewayGone(msgspec.Struct, frozen=True, tag="gateway_gone"):
     gateway_id: GatewayId
 
 
-class Peers(msgspec.Struct, frozen=True, tag="peers"):
+class KnownPeers(msgspec.Struct, frozen=True, tag="peers"):
     """Workers that this one may be asked to hand over to: links to them are opened before the first request."""
 
     workers: list[WorkerRef]
@@ -42,7 +42,7 @@ class Stop(msgspec.Struct, frozen=True, tag="stop"):
     pass
 
 
-ToCore = Start | Work | GatewayGone | Peers | Stop
+ToCore = Start | Work | GatewayGone | KnownPeers | Stop
 
 
 class Loading(msgspec.Struct, frozen=True, tag="loading"):
@@ -66,7 +66,7 @@ class CoreReady(msgspec.Struct, frozen=True, tag="core_ready"):
     max_model_len: int
     capacity_tokens: int
     dtype: str
-    ways: Ways
+    ways: TransferCapabilities
 
 
 class LinkStatus(msgspec.Struct, frozen=True):

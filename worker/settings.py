@@ -10,7 +10,7 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 Dtype = Literal["auto", "float32", "float16", "bfloat16", "mixed16", "mixed4", "int4", "int8", "float8", "float8-head"]
 """The names of linear.FORMATS and number_formats.DEVICE_FORMATS of the engine: the front knows them without torch."""
 Side = Literal["prefill", "decode", "mixed"]
-"""contracts.node.Role by name: of an enum, help shows what its members are called in Python."""
+"""contracts.node.WorkerRole by name: of an enum, help shows what its members are called in Python."""
 Transfer = Literal["auto", "nvlink", "ucx", "shm", "tcp"]
 
 

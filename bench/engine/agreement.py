@@ -16,14 +16,14 @@ import torch
 from transformers import PreTrainedModel
 
 from bench.models.transformers_oracle import greedy, oracle
-from bench.report.result import Row, write_result
+from bench.report.result import ResultRow, write_result
 from contracts.ids import RequestId
 from contracts.sampling import SamplingParams
 from engine.cpu.linear import FORMATS
 from engine.engine import Engine
 from engine.loader import load_engine
 from engine.messages import EngineRequest
-from engine.scheduler.batch import Piece
+from engine.scheduler.batch import ScheduledChunk
 from engine.sequence import Sequence
 from engine.settings import EngineSettings
 
@@ -61,7 +61,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=None)
     args = parser.parse_args()
     golds: list[Gold] = []
-    rows: list[Row] = []
+    rows: list[ResultRow] = []
     for dtype in args.dtype:
         engine = load_engine(EngineSettings(model=args.model, dtype=dtype, kv_cache_nbytes=1 << 30))
         golds = golds or gold(oracle(engine.checkpoint), prompts(engine, args.prompts), args.tokens)
@@ -89,7 +89,7 @@ def gold(model: PreTrainedModel, prompts: SequenceOf[list[int]], num_tokens: int
     return golds
 
 
-def compare(engine: Engine, golds: SequenceOf[Gold], model: str) -> list[Row]:
+def compare(engine: Engine, golds: SequenceOf[Gold], model: str) -> list[ResultRow]:
     params = {"dtype": engine.dtype}
     together = answers(engine, golds)
     again = answers(engine, golds)
@@ -107,8 +107,8 @@ def compare(engine: Engine, golds: SequenceOf[Gold], model: str) -> list[Row]:
         "answers equal with 64-token chunks": _share(together, chunked),
         "argmax equal, teacher-forced": argmax,
     }
-    rows = [Row(name, value, "of 1", params, limit=1.0) for name, value in figures.items()]
-    return [*rows, Row("KL divergence from float32", divergence, "nats", params)]
+    rows = [ResultRow(name, value, "of 1", params, limit=1.0) for name, value in figures.items()]
+    return [*rows, ResultRow("KL divergence from float32", divergence, "nats", params)]
 
 
 def _share(ours: list[list[int]], theirs: list[list[int]]) -> float:
@@ -153,11 +153,11 @@ def forced_logits(engine: Engine, golds: SequenceOf[Gold]) -> list[torch.Tensor]
         sequence.blocks.extend(range(used, used + num_blocks))
         used += num_blocks
         sequences.append(sequence)
-    steps = [torch.cat([engine.runner.forward([Piece(s, 0, s.num_prompt)]).logits for s in sequences])]
+    steps = [torch.cat([engine.runner.forward([ScheduledChunk(s, 0, s.num_prompt)]).logits for s in sequences])]
     for index in range(len(golds[0].answer) - 1):
         for sequence, gold in zip(sequences, golds, strict=True):
             sequence.tokens.append(gold.answer[index])
-        steps.append(engine.runner.forward([Piece(s, len(s.tokens) - 1, 1) for s in sequences]).logits)
+        steps.append(engine.runner.forward([ScheduledChunk(s, len(s.tokens) - 1, 1) for s in sequences]).logits)
     return list(torch.stack(steps, 1))
 
 

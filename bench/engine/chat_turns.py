@@ -18,7 +18,7 @@ import numpy as np
 
 from bench.engine.gpu import flops_per_token, limit_ms, load, random_requests, settled, shown
 from bench.report.hardware_limits import FP8_ROW_RATE
-from bench.report.result import Row, write_result
+from bench.report.result import ResultRow, write_result
 from engine.engine import Engine
 from engine.messages import EngineRequest
 from kernels import caps
@@ -47,7 +47,7 @@ def main() -> None:
     write_result(args.out, "engine-gpu-turns", rows, config)
 
 
-def measure(engine: Engine, earlier: EngineRequest, new: int) -> Row:
+def measure(engine: Engine, earlier: EngineRequest, new: int) -> ResultRow:
     """Each turn says something else, so that no more than the earlier ones is cached."""
     gc.collect()
     config, cached = engine.checkpoint.config, len(earlier.token_ids)
@@ -58,7 +58,7 @@ def measure(engine: Engine, earlier: EngineRequest, new: int) -> Row:
         times.append(first_token_ms(engine, turn))
     multiplied = new * flops_per_token(config, 2 * cached + new) / FP8_ROW_RATE * 1e3  # each sees all that is cached
     limit = max(limit_ms(config, 1, cached + new, "float8"), multiplied)
-    return Row("engine_turn", statistics.median(times), "ms", {"cached": cached, "new": new}, limit)
+    return ResultRow("engine_turn", statistics.median(times), "ms", {"cached": cached, "new": new}, limit)
 
 
 def first_token_ms(engine: Engine, request: EngineRequest) -> float:

@@ -19,7 +19,7 @@ import torch
 from transformers import PreTrainedModel
 
 from bench.models.transformers_oracle import oracle
-from bench.report.result import Row, write_result
+from bench.report.result import ResultRow, write_result
 from contracts.ids import RequestId
 from contracts.sampling import SamplingParams
 from engine.cpu.linear import (
@@ -172,16 +172,16 @@ def weight_nbytes(engine: Engine) -> int:
     return round(_NBYTES[number_format.answer] * config.num_layers * layer + _NBYTES[number_format.head] * head)
 
 
-def _rows(rates: dict[str, float], nbytes: int) -> list[Row]:
+def _rows(rates: dict[str, float], nbytes: int) -> list[ResultRow]:
     limit = rates["read"] / nbytes
     single = {"prompt": 64, "answer": NUM_DECODED}
     return [
-        Row("decode, 1 stream", rates["decode"], "tokens/s", single, limit, _PEER, rates["peer decode"]),
-        Row(
+        ResultRow("decode, 1 stream", rates["decode"], "tokens/s", single, limit, _PEER, rates["peer decode"]),
+        ResultRow(
             "decode, 16 streams", rates["streams"], "tokens/s", single, limit * NUM_STREAMS, _PEER, rates["peer decode"]
         ),
-        Row("prefill", rates["prefill"], "tokens/s", {"prompt": NUM_PROMPT}, None, _PEER, rates["peer prefill"]),
-        Row("memory read", rates["read"] / 1e9, "GB/s", {"MiB": _NBYTES_READ >> 20}),
+        ResultRow("prefill", rates["prefill"], "tokens/s", {"prompt": NUM_PROMPT}, None, _PEER, rates["peer prefill"]),
+        ResultRow("memory read", rates["read"] / 1e9, "GB/s", {"MiB": _NBYTES_READ >> 20}),
     ]
 
 

@@ -24,7 +24,7 @@ import torch
 
 from bench.models.random_model import SHAPES, STORED, open_random
 from bench.report.hardware_limits import FP8_ROW_RATE, READ_RATE
-from bench.report.result import Row, share_of_limit, write_result
+from bench.report.result import ResultRow, share_of_limit, write_result
 from contracts.ids import RequestId
 from contracts.sampling import SamplingParams
 from engine.cuda.loader import load_device_engine
@@ -35,7 +35,7 @@ from kernels import caps, catalog
 from kernels.specs import AttnSpec
 from kernels.timing import eager_us
 from models.config import ModelConfig
-from process.garbage_collector import COLLECTIONS, settle
+from process.garbage_collector import COLLECTIONS, freeze_startup_objects
 
 WEIGHT_NBYTES = {"gptq": (64 + 4) / 128, "awq": (64 + 4) / 128}  # codes of 128 columns, and a word for scale and zero
 BATCHES = (1, 8, 32, 64, 128, 256)
@@ -60,7 +60,7 @@ def main() -> None:
     models = [(args.model, dtype, dtype == args.dtypes[0]) for dtype in args.dtypes]
     if args.stored:
         models = [(f"{args.model}:{stored}", "auto", True) for stored in args.stored]
-    rows: list[Row] = []
+    rows: list[ResultRow] = []
     for model, dtype, prefills in models:
         rows += measure(model, dtype, args.tensor_parallel, args.batches, args.prompt, prefills)
         gc.collect()
@@ -78,15 +78,19 @@ def main() -> None:
     write_result(args.out, "engine-gpu", rows, config)
 
 
-def measure(model: str, dtype: str, num_gpus: int, batches: Sequence[int], prompt: int, prefills: bool) -> list[Row]:
+def measure(
+    model: str, dtype: str, num_gpus: int, batches: Sequence[int], prompt: int, prefills: bool
+) -> list[ResultRow]:
     started = time.perf_counter()
     free, _ = torch.cuda.mem_get_info()
     engine = load(dtype, model, tensor_parallel=num_gpus, max_model_len=max(8256, prompt + MOST_TOKENS))
     dtype = model.partition(":")[2] or dtype
-    rows = [shown(Row("engine_start", time.perf_counter() - started, "s", {"dtype": dtype}))]
+    rows = [shown(ResultRow("engine_start", time.perf_counter() - started, "s", {"dtype": dtype}))]
     used = engine.capacity_tokens // engine.layout.block_size * engine.layout.shard_nbytes
     left, _ = torch.cuda.mem_get_info()
-    rows.append(shown(Row("engine_kv_share_of_free", used / (used + left), "", {"dtype": dtype, "gib": free / 2**30})))
+    rows.append(
+        shown(ResultRow("engine_kv_share_of_free", used / (used + left), "", {"dtype": dtype, "gib": free / 2**30}))
+    )
     with settled(engine):
         for batch in batches:
             rows += [shown(row) for row in decode_rows(engine, dtype, num_gpus, batch, prompt)]
@@ -111,13 +115,13 @@ def settled(engine: Engine) -> Iterator[None]:
     """As in an engine core, nothing that loading has left is looked through while it computes: a collection of all that
     takes 0.2 s. Afterwards the engine can be collected.
     """
-    settle()
+    freeze_startup_objects()
     with closing(engine):
         yield
     gc.unfreeze()
 
 
-def decode_rows(engine: Engine, dtype: str, num_gpus: int, batch: int, prompt: int = PROMPT) -> list[Row]:
+def decode_rows(engine: Engine, dtype: str, num_gpus: int, batch: int, prompt: int = PROMPT) -> list[ResultRow]:
     gc.collect()  # what a profile leaves takes 0.08 s to look through
     requests = random_requests(engine, [prompt] * batch, MOST_TOKENS)
     with answering(engine, requests) as num_sampled:
@@ -132,17 +136,17 @@ def decode_rows(engine: Engine, dtype: str, num_gpus: int, batch: int, prompt: i
     context = prompt + num_sampled // batch + NUM_WARM + NUM_STEPS // 2
     params = {"dtype": dtype, "batch": batch, "context": context}
     limit = limit_ms(engine.checkpoint.config, batch, context, dtype) / num_gpus
-    rows = [Row("engine_decode_step", step_ms, "ms", params, limit)]
+    rows = [ResultRow("engine_decode_step", step_ms, "ms", params, limit)]
     slowest = max(late - early for early, late in pairwise(stamps)) * 1e3
-    rows.append(Row("engine_decode_step_slowest", slowest, "ms", params))
-    rows.append(Row("engine_collector", collecting * 1e3, "ms", params))
+    rows.append(ResultRow("engine_decode_step_slowest", slowest, "ms", params))
+    rows.append(ResultRow("engine_collector", collecting * 1e3, "ms", params))
     if num_gpus == 1:  # a graph of several GPUs is not replayed by one process
         held = engine.runner.launcher.steps.held(batch, context)  # type: ignore[attr-defined]
         alone = eager_us(held, count=10, groups=5) / 1e3
-        rows.append(Row("engine_graph_replay", alone, "ms", params, limit))
-    rows.append(Row("engine_host_work", host, "ms", params))
+        rows.append(ResultRow("engine_graph_replay", alone, "ms", params, limit))
+    rows.append(ResultRow("engine_host_work", host, "ms", params))
     if idle is not None:
-        rows.append(Row("engine_gpu_idle", idle, "", params))
+        rows.append(ResultRow("engine_gpu_idle", idle, "", params))
     return rows
 
 
@@ -222,12 +226,12 @@ def prefill_rate(engine: Engine, num: int, length: int, num_runs: int) -> float:
     return statistics.median(rates[1:])
 
 
-def prefill_row(engine: Engine, dtype: str, num_gpus: int, num: int, length: int) -> Row:
+def prefill_row(engine: Engine, dtype: str, num_gpus: int, num: int, length: int) -> ResultRow:
     rate = prefill_rate(engine, num, length, 6)
     rate_of_products = FP8_ROW_RATE if is_fp8(dtype) else FP8_ROW_RATE / 2
     limit = num_gpus * rate_of_products / flops_per_token(engine.checkpoint.config, length)
     params = {"dtype": dtype, "prompts": num, "length": length}
-    return Row("engine_prefill", rate, "tokens/s", params, limit)
+    return ResultRow("engine_prefill", rate, "tokens/s", params, limit)
 
 
 def submit(engine: Engine, lengths: Sequence[int], max_tokens: int) -> list[RequestId]:
@@ -272,7 +276,7 @@ def flops_per_token(config: ModelConfig, length: int) -> float:
     return config.num_layers * (2 * layer_weights(config) + attention)
 
 
-def shown(row: Row) -> Row:
+def shown(row: ResultRow) -> ResultRow:
     """Logged as it comes, so that a run that is cut short still says something."""
     share = f" ({share_of_limit(row.value, row.limit, row.unit):.0%} of the limit)" if row.limit else ""
     _log.info("%s %s %.4g %s%s", row.name, dict(row.params), row.value, row.unit, share)

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from bench.engine.moe import agreed
 from bench.models.transformers_oracle import oracle
-from bench.report.result import Row, write_result
+from bench.report.result import ResultRow, write_result
 from checkpoint import open_checkpoint
 from contracts.ids import RequestId
 from contracts.sampling import SamplingParams
@@ -102,15 +102,15 @@ def logprobs(engine: Engine, token_ids: list[int]) -> list[float]:
     return [logprob for first in range(0, len(token_ids), CHUNK) for logprob in found[f"chunk {first}"]]
 
 
-def perplexities(scores: dict[str, list[float]]) -> list[Row]:
+def perplexities(scores: dict[str, list[float]]) -> list[ResultRow]:
     """That of the last format, and how much it is above each one before, with the standard error of that."""
     *others, dtype = scores
-    rows = [Row("perplexity", math.exp(-statistics.fmean(scores[dtype])), "", {"dtype": dtype})]
+    rows = [ResultRow("perplexity", math.exp(-statistics.fmean(scores[dtype])), "", {"dtype": dtype})]
     for other in others:
         lost = [b - a for a, b in zip(scores[dtype], scores[other], strict=True)]
         params = {"dtype": dtype, "above": other}
-        rows.append(Row("perplexity above", 100 * math.expm1(statistics.fmean(lost)), "%", params))
-        rows.append(Row("standard error", 100 * statistics.stdev(lost) / math.sqrt(len(lost)), "%", params))
+        rows.append(ResultRow("perplexity above", 100 * math.expm1(statistics.fmean(lost)), "%", params))
+        rows.append(ResultRow("standard error", 100 * statistics.stdev(lost) / math.sqrt(len(lost)), "%", params))
     return rows
 
 
@@ -135,14 +135,14 @@ def transformers_answers(model: torch.nn.Module, prompts: list[list[int]]) -> li
     return answers
 
 
-def agreement(dtype: str, one: Sequence[list[int]], name: str, other: Sequence[list[int]]) -> list[Row]:
+def agreement(dtype: str, one: Sequence[list[int]], name: str, other: Sequence[list[int]]) -> list[ResultRow]:
     """Identical answers, and how many tokens go by before the first difference."""
     same = sum(a == b for a, b in zip(one, other, strict=True))
     until = [agreed(a, b) for a, b in zip(one, other, strict=True)]
     params = {"dtype": dtype, "beside": name}
     return [
-        Row("identical answers", same, f"of {len(one)}", params),
-        Row("tokens before a difference", sum(until), f"of {NUM_TOKENS * len(one)}", params),
+        ResultRow("identical answers", same, f"of {len(one)}", params),
+        ResultRow("tokens before a difference", sum(until), f"of {NUM_TOKENS * len(one)}", params),
     ]
 
 
@@ -154,7 +154,7 @@ def parting_rows(
     answers: Sequence[list[int]],
     name: str,
     others: Sequence[list[int]],
-) -> list[Row]:
+) -> list[ResultRow]:
     """By how many nats `model` has one of the two tokens likelier than the other where answers part: of those that do,
     the median and the largest. A rounding tips only what is nearly level.
     """
@@ -168,8 +168,8 @@ def parting_rows(
         return []
     params = {"dtype": dtype, "beside": name, "answers": len(apart)}
     return [
-        Row("nats apart where answers part, median", statistics.median(apart), "", params),
-        Row("nats apart where answers part, largest", max(apart), "", params),
+        ResultRow("nats apart where answers part, median", statistics.median(apart), "", params),
+        ResultRow("nats apart where answers part, largest", max(apart), "", params),
     ]
 
 

@@ -26,7 +26,7 @@ from tokenizers import Tokenizer
 
 from bench.engine.gpu import NUM_STEPS, PROMPT, answering, host_ms, idle_share, random_requests, settled, shown, silent
 from bench.models.random_model import SHAPES, byte_tokenizer, open_random
-from bench.report.result import Row, write_result
+from bench.report.result import ResultRow, write_result
 from contracts.sampling import SamplingParams
 from engine.cuda.loader import load_device_engine
 from engine.engine import Engine
@@ -38,7 +38,7 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Case:
+class AdjustedCase:
     """`adjusted`: what so many rows of a batch ask for (None: all of them); the others ask for nothing."""
 
     name: str
@@ -59,23 +59,23 @@ ENDLESS = {
 }
 
 
-def cases(vocab: int) -> list[Case]:
+def cases(vocab: int) -> list[AdjustedCase]:
     grammar = LLMatcher.grammar_from_json_schema(json.dumps(ENDLESS), overrides={"whitespace_flexible": False})
     penalties = asking(repetition_penalty=1.1, frequency_penalty=0.2)
     every = {token: token % 7 - 3.0 for token in range(vocab)}
     return [
-        Case("nothing", PLAIN),
-        Case("temperature 0.8", asking(temperature=0.8)),
-        Case("temperature 0.8, top_p 0.95", asking(temperature=0.8, top_p=0.95)),
-        Case("temperature 0.7, top_k 20, top_p 0.8", asking(temperature=0.7, top_k=20, top_p=0.8)),
-        Case("penalties, one row", penalties, 1),
-        Case("penalties", penalties),
-        Case("bias of 300 tokens", asking(logit_bias=dict(islice(every.items(), 300)))),
-        Case("bias of all tokens, one row", asking(logit_bias=every), 1),
-        Case("bad words of two tokens", asking(bad_words=tuple((5, token) for token in range(20)))),
-        Case("JSON schema, one row", asking(grammar=grammar), 1),
-        Case("JSON schema", asking(grammar=grammar)),
-        Case("JSON schema, drawn at random", asking(grammar=grammar, temperature=0.8, top_p=0.95)),
+        AdjustedCase("nothing", PLAIN),
+        AdjustedCase("temperature 0.8", asking(temperature=0.8)),
+        AdjustedCase("temperature 0.8, top_p 0.95", asking(temperature=0.8, top_p=0.95)),
+        AdjustedCase("temperature 0.7, top_k 20, top_p 0.8", asking(temperature=0.7, top_k=20, top_p=0.8)),
+        AdjustedCase("penalties, one row", penalties, 1),
+        AdjustedCase("penalties", penalties),
+        AdjustedCase("bias of 300 tokens", asking(logit_bias=dict(islice(every.items(), 300)))),
+        AdjustedCase("bias of all tokens, one row", asking(logit_bias=every), 1),
+        AdjustedCase("bad words of two tokens", asking(bad_words=tuple((5, token) for token in range(20)))),
+        AdjustedCase("JSON schema, one row", asking(grammar=grammar), 1),
+        AdjustedCase("JSON schema", asking(grammar=grammar)),
+        AdjustedCase("JSON schema, drawn at random", asking(grammar=grammar, temperature=0.8, top_p=0.95)),
     ]
 
 
@@ -120,7 +120,7 @@ def _words() -> Iterator[str]:
         yield from map("".join, itertools.product(string.ascii_lowercase, repeat=length))
 
 
-def measure(engine: Engine, case: Case, batch: int) -> list[Row]:
+def measure(engine: Engine, case: AdjustedCase, batch: int) -> list[ResultRow]:
     """Median and largest time between steps, and the share of them in which the GPU did nothing."""
     gc.collect()
     asked = [case.adjusted if case.num_rows is None or row < case.num_rows else PLAIN for row in range(batch)]
@@ -135,10 +135,10 @@ def measure(engine: Engine, case: Case, batch: int) -> list[Row]:
     taken = sorted(late - early for early, late in pairwise(stamps))
     params = {"asks for": case.name, "batch": batch}
     return [
-        Row("adjusted_step", taken[len(taken) // 2] * 1e3, "ms", params),
-        Row("adjusted_step_slowest", taken[-1] * 1e3, "ms", params),
-        Row("adjusted_gpu_idle", idle, "", params),
-        Row("adjusted_host_work", host, "ms", params),
+        ResultRow("adjusted_step", taken[len(taken) // 2] * 1e3, "ms", params),
+        ResultRow("adjusted_step_slowest", taken[-1] * 1e3, "ms", params),
+        ResultRow("adjusted_gpu_idle", idle, "", params),
+        ResultRow("adjusted_host_work", host, "ms", params),
     ]
 
 

@@ -33,10 +33,10 @@ from bench.engine.gpu import (
 )
 from bench.models.random_model import SHAPES, open_random
 from bench.report.hardware_limits import FP8_ROW_RATE
-from bench.report.result import Row, write_result
+from bench.report.result import ResultRow, write_result
 from engine.backend import Backend
-from engine.cuda.device_sampler import DeviceSampler, Drawer
-from engine.cuda.loader import Builder
+from engine.cuda.device_sampler import DeviceSampler, SamplingKernel
+from engine.cuda.loader import DeviceBackendBuilder
 from engine.cuda.runner import DeviceRunner
 from engine.engine import Engine
 from engine.settings import EngineSettings
@@ -47,7 +47,7 @@ LENGTH, NUM_PROMPTS = 8192, 3
 
 
 @dataclass(frozen=True)
-class Beside:
+class MixedStepTimes:
     """`gaps_ms`: between steps that gave answers their tokens. `prompt_s`: until its own first one."""
 
     gaps_ms: list[float]
@@ -63,7 +63,7 @@ def main() -> None:
         "--chunks", nargs="+", type=int, default=list(CHUNKS), help="tokens a step, one of each answer among them"
     )
     args = parser.parse_args()
-    rows: list[Row] = []
+    rows: list[ResultRow] = []
     for engine, chunk in engines(args.chunks):
         for num_answers in args.answers:
             rows += [shown(row) for row in measure(engine, chunk, num_answers)]
@@ -79,8 +79,10 @@ def engines(chunks: list[int]) -> Iterator[tuple[Engine, int]]:
         prefix_cache=False,
     )  # fmt: skip
     checkpoint, source = open_random(settings.model, device)
-    launcher, max_model_len = Builder(settings, checkpoint, source, device).prepare(silent)
-    drawer = Drawer(catalog.registry(caps.detect()), SHAPES[settings.model].vocab_size, settings.max_num_seqs, device)
+    launcher, max_model_len = DeviceBackendBuilder(settings, checkpoint, source, device).prepare(silent)
+    drawer = SamplingKernel(
+        catalog.registry(caps.detect()), SHAPES[settings.model].vocab_size, settings.max_num_seqs, device
+    )
     sampler = DeviceSampler(checkpoint.eos_token_ids, drawer)
     for chunk in chunks:
         backend = Backend(launcher.cache, DeviceRunner(launcher, sampler), sampler, False, lambda: None)
@@ -89,25 +91,27 @@ def engines(chunks: list[int]) -> Iterator[tuple[Engine, int]]:
             yield engine, chunk
 
 
-def measure(engine: Engine, chunk: int, num_answers: int) -> list[Row]:
+def measure(engine: Engine, chunk: int, num_answers: int) -> list[ResultRow]:
     gc.collect()
     requests = random_requests(engine, [PROMPT] * num_answers, LENGTH - PROMPT)
     with answering(engine, requests):
-        found = [beside(engine) for _ in range(NUM_PROMPTS)]
-        scored = beside(engine, prompt_logprobs=1)
+        found = [time_mixed_steps(engine) for _ in range(NUM_PROMPTS)]
+        scored = time_mixed_steps(engine, prompt_logprobs=1)
         host = host_of_prompt(engine)
     params = {"answers": num_answers, "chunk": chunk}
     gaps = [gap for one in found for gap in one.gaps_ms]
     return [
-        Row("engine_mixed_gap", statistics.median(gaps), "ms", params, step_limit_ms(engine, chunk, num_answers)),
-        Row("engine_mixed_gap_longest", max(gaps), "ms", params),
-        Row("engine_mixed_prompt", LENGTH / statistics.median(one.prompt_s for one in found), "tokens/s", params),
-        Row("engine_mixed_gap", statistics.median(scored.gaps_ms), "ms", params | {"asks for": "prompt_logprobs"}),
-        Row("engine_mixed_host_work", host, "ms", params),
+        ResultRow("engine_mixed_gap", statistics.median(gaps), "ms", params, step_limit_ms(engine, chunk, num_answers)),
+        ResultRow("engine_mixed_gap_longest", max(gaps), "ms", params),
+        ResultRow("engine_mixed_prompt", LENGTH / statistics.median(one.prompt_s for one in found), "tokens/s", params),
+        ResultRow(
+            "engine_mixed_gap", statistics.median(scored.gaps_ms), "ms", params | {"asks for": "prompt_logprobs"}
+        ),
+        ResultRow("engine_mixed_host_work", host, "ms", params),
     ]
 
 
-def beside(engine: Engine, **asked: int) -> Beside:
+def time_mixed_steps(engine: Engine, **asked: int) -> MixedStepTimes:
     """One prompt, and what the steps give meanwhile. `asked`: changes to its SamplingParams."""
     (prompt,) = random_requests(engine, [LENGTH], 1)
     prompt = replace(prompt, sampling=structs.replace(prompt.sampling, **asked))
@@ -121,7 +125,7 @@ def beside(engine: Engine, **asked: int) -> Beside:
         if prompt.request_id in told:
             break
     # The first are of steps that were under way before.
-    return Beside([(late - early) * 1e3 for early, late in pairwise(stamps[2:])], stamps[-1] - begin)
+    return MixedStepTimes([(late - early) * 1e3 for early, late in pairwise(stamps[2:])], stamps[-1] - begin)
 
 
 def host_of_prompt(engine: Engine, num_steps: int = 3) -> float:

@@ -21,7 +21,7 @@ import torch
 from bench.engine.gpu import prefill_rate, settled, shown, submit
 from bench.models.random_model import GPT_OSS_20B, LLAMA4_MAVERICK, QWEN3_30B_A3B, RandomWeights, random_checkpoint
 from bench.report.hardware_limits import FP8_ROW_RATE, READ_RATE
-from bench.report.result import Row, write_result
+from bench.report.result import ResultRow, write_result
 from contracts.ids import RequestId
 from contracts.sampling import SamplingParams
 from engine.backend import Backend
@@ -34,7 +34,7 @@ from engine.cpu.weights import load_weights
 from engine.cuda.loader import load_device_engine
 from engine.engine import Engine
 from engine.messages import EngineRequest
-from engine.model_loader.checkpoint_weights import Cut
+from engine.model_loader.checkpoint_weights import TensorSlice
 from engine.sampling.sampler import Sampler
 from engine.settings import EngineSettings
 from kernels import caps
@@ -83,13 +83,13 @@ class KeptWeights:
         self._source = RandomWeights(config, torch.device("cpu"))
         self._kept: dict[str, torch.Tensor] = {}
 
-    def tensor(self, name: str, cut: Cut | None = None) -> torch.Tensor:
+    def tensor(self, name: str, cut: TensorSlice | None = None) -> torch.Tensor:
         if name not in self._kept:
             self._kept[name] = self._source.tensor(name) * (3 if name.endswith("proj.weight") else 1)
         return self._kept[name] if cut is None else cut.of(self._kept[name])
 
 
-def agreement_rows(device: torch.device, config: ModelConfig = SMALL) -> list[Row]:
+def agreement_rows(device: torch.device, config: ModelConfig = SMALL) -> list[ResultRow]:
     """Of each number format with the CPU's float32: how many tokens before the first other one, and how far the
     log-probabilities of the prompts' own tokens are away.
     """
@@ -103,9 +103,9 @@ def agreement_rows(device: torch.device, config: ModelConfig = SMALL) -> list[Ro
         alike = sum(agreed(a, b) for a, b in zip(tokens, found[0], strict=True)) / (len(tokens) * NUM_TOKENS)
         away = np.abs(np.array(found[1]) - np.array(logprobs))
         params = {"dtype": dtype}
-        rows.append(shown(Row("experts_tokens_alike", alike, "", params)))
-        rows.append(shown(Row("experts_logprob_distance_max", float(away.max()), "", params)))
-        rows.append(shown(Row("experts_logprob_distance_mean", float(away.mean()), "", params)))
+        rows.append(shown(ResultRow("experts_tokens_alike", alike, "", params)))
+        rows.append(shown(ResultRow("experts_logprob_distance_max", float(away.max()), "", params)))
+        rows.append(shown(ResultRow("experts_logprob_distance_mean", float(away.mean()), "", params)))
     return rows
 
 
@@ -143,19 +143,19 @@ def agreed(one: Sequence[int], other: Sequence[int]) -> int:
     return next((at for at, pair in enumerate(zip(one, other, strict=True)) if pair[0] != pair[1]), len(one))
 
 
-def speed_rows(name: str, config: ModelConfig, dtype: str) -> list[Row]:
+def speed_rows(name: str, config: ModelConfig, dtype: str) -> list[ResultRow]:
     settings = EngineSettings(dtype=dtype, max_num_seqs=max(BATCHES), max_batched_tokens=8192, prefix_cache=False)
     device, begin = torch.device("cuda"), time.perf_counter()
     checkpoint = random_checkpoint("experts-random", config)
     engine = load_device_engine(settings, checkpoint, lambda *_: None, RandomWeights(config, device), device)
     params = {"model": name, "dtype": dtype}
-    rows = [shown(Row("experts_start", time.perf_counter() - begin, "s", params))]
+    rows = [shown(ResultRow("experts_start", time.perf_counter() - begin, "s", params))]
     with settled(engine):
         rows += [shown(decode_row(engine, params, batch)) for batch in BATCHES]
         return [*rows, shown(prefill_row(engine, params))]
 
 
-def decode_row(engine: Engine, about: dict[str, str], batch: int) -> Row:
+def decode_row(engine: Engine, about: dict[str, str], batch: int) -> ResultRow:
     names = submit(engine, [PROMPT] * batch, 4 * (NUM_WARM + NUM_STEPS))
     num_sampled = 0
     while num_sampled < batch:
@@ -172,15 +172,15 @@ def decode_row(engine: Engine, about: dict[str, str], batch: int) -> Row:
         engine.step()
     context = PROMPT + NUM_WARM + NUM_STEPS // 2
     limit = limit_ms(engine.checkpoint.config, batch, context, 1 if about["dtype"] == "float8" else 2)
-    return Row("experts_decode_step", step_ms, "ms", {**about, "batch": batch, "context": context}, limit)
+    return ResultRow("experts_decode_step", step_ms, "ms", {**about, "batch": batch, "context": context}, limit)
 
 
-def prefill_row(engine: Engine, about: dict[str, str]) -> Row:
+def prefill_row(engine: Engine, about: dict[str, str]) -> ResultRow:
     num, length = PREFILL
     rate = prefill_rate(engine, num, length, 4)
     limit = FP8_ROW_RATE / (1 if about["dtype"] == "float8" else 2) / flops_per_token(engine.checkpoint.config, length)
     params = {**about, "prompts": num, "length": length}
-    return Row("experts_prefill", rate, "tokens/s", params, limit)
+    return ResultRow("experts_prefill", rate, "tokens/s", params, limit)
 
 
 def limit_ms(config: ModelConfig, batch: int, context: int, nbytes: int) -> float:

@@ -1,6 +1,6 @@
 """An engine core as a worker runs it, on a model of random weights, for measuring: `python -m bench.handoff.core FD`.
 
-FD is the front's end, as for worker.core.main; the settings in its first frame are a `Spec`. When told to stop it
+FD is the front's end, as for worker.core.main; the settings in its first frame are a `CoreSpec`. When told to stop it
 leaves the times of what it did in a file, by the monotonic clock that all processes of a host share.
 """
 
@@ -21,13 +21,13 @@ import numpy as np
 import torch
 
 from bench.models.random_model import LLAMA_8B, RandomWeights, random_checkpoint
-from contracts.handoff import Coming, Commit, Fin, Grant, HandoffMessage, Offer, Pull
+from contracts.handoff import Commit, Fin, Grant, HandoffMessage, Offer, PullReady, PullScheduled
 from contracts.ids import BlockId, Epoch, Incarnation, RequestId, WorkerId
-from contracts.node import Role
+from contracts.node import WorkerRole
 from contracts.request import WorkerRef
 from engine.cuda.loader import load_device_engine
 from engine.engine import Engine
-from engine.messages import Started, StepOutput, Watcher
+from engine.messages import Started, StepObserver, StepOutput
 from engine.settings import EngineSettings
 from kv_transfer.events import ChunkLanded, TransferEvent
 from kv_transfer.links.incoming_link import IncomingLink
@@ -35,10 +35,10 @@ from kv_transfer.node import TransferNode
 from kv_transfer.settings import TransferSettings
 from mixed_svc.core import make_roles
 from prefill_svc.warm_path import keeper
-from process.garbage_collector import settle
-from worker.core.attempt_table import Ledger
-from worker.core.engine_core import Core
-from worker.core.front_link import FrontGone, FrontLink
+from process.garbage_collector import freeze_startup_objects
+from worker.core.attempt_table import AttemptTable
+from worker.core.engine_core import EngineCore
+from worker.core.front_link import FrontDisconnected, FrontLink
 from worker.core.main import SWITCH_S, ready_of
 from worker.messages import Start
 from worker.settings import WorkerSettings
@@ -46,7 +46,7 @@ from worker.settings import WorkerSettings
 SECRET = b"a secret of measurements"
 
 
-class Spec(msgspec.Struct, frozen=True, kw_only=True):
+class CoreSpec(msgspec.Struct, frozen=True, kw_only=True):
     """What a core runs. `num_layers`: fewer than Llama-8B's start sooner; `stamps`: where its times go; `sums`: the
     folder for the checksums of pages that are handed over.
     """
@@ -158,10 +158,10 @@ class StampedNode(TransferNode):
         hear = link._on_message
 
         def heard(message: HandoffMessage) -> None:
-            if isinstance(message, Pull):
+            if isinstance(message, PullReady):
                 self.stamps.put("heard", message.request_id)
             hear(message)
-            if isinstance(message, Coming):
+            if isinstance(message, PullScheduled):
                 self.stamps.put("queued", message.request_id)
 
         link.send, link._on_message = stamped, heard  # type: ignore[method-assign]
@@ -173,8 +173,8 @@ class StampedNode(TransferNode):
         super()._note(event)
 
 
-class StampedCore(Core):
-    """`parts` and `others`: as Core's."""
+class StampedCore(EngineCore):
+    """`parts` and `others`: as EngineCore's."""
 
     def __init__(self, stamps: Stamps, *parts: Any, **others: Any) -> None:
         super().__init__(*parts, **others)
@@ -187,8 +187,8 @@ class StampedCore(Core):
         self._stamps.put("started", self._starting[-1])
         super().started(started)
 
-    def launched(self, is_all: bool) -> None:
-        super().launched(is_all)
+    def chunks_launched(self, is_all: bool) -> None:
+        super().chunks_launched(is_all)
         if is_all:
             self._put_all("launched", self._starting)
 
@@ -222,14 +222,14 @@ def main() -> None:
     link = FrontLink(socket.socket(fileno=int(sys.argv[1])))
     start = next(message for message in link.receive(10.0) if isinstance(message, Start))
     logging.basicConfig(level=logging.WARNING, format=f"%(asctime)s {start.worker_id} %(name)s: %(message)s")
-    spec = msgspec.json.decode(start.settings, type=Spec)
+    spec = msgspec.json.decode(start.settings, type=CoreSpec)
     try:
         serve(link, start, spec, load(spec))
-    except FrontGone:
+    except FrontDisconnected:
         os._exit(0)
 
 
-def load(spec: Spec) -> Engine:
+def load(spec: CoreSpec) -> Engine:
     device = torch.device(spec.device)
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -246,9 +246,9 @@ def load(spec: Spec) -> Engine:
     return load_device_engine(settings, checkpoint, _silent, RandomWeights(config, device), device)
 
 
-def serve(link: FrontLink, start: Start, spec: Spec, engine: Engine) -> None:
+def serve(link: FrontLink, start: Start, spec: CoreSpec, engine: Engine) -> None:
     """As worker.core.main does, with stamps."""
-    me, stamps, ledger = WorkerId(start.worker_id), Stamps(), Ledger()
+    me, stamps, ledger = WorkerId(start.worker_id), Stamps(), AttemptTable()
     settings = TransferSettings(secret=SECRET, transport=spec.transfer, checksum=spec.checksum)
     node = StampedNode(settings, me, Incarnation(start.incarnation), engine.layout, engine.transfer_pool, link.ring)
     node.stamps = stamps
@@ -256,10 +256,10 @@ def serve(link: FrontLink, start: Start, spec: Spec, engine: Engine) -> None:
         node.sums = sums = PageSums(Path(spec.sums) / f"{start.incarnation}.jsonl", engine)
         sum_what_ends(engine, sums)
     node.start()
-    roles = make_roles(WorkerSettings.model_validate({"role": Role.MIXED}), me, engine, node, ledger)
+    roles = make_roles(WorkerSettings.model_validate({"role": WorkerRole.MIXED}), me, engine, node, ledger)
     keep_warm = keeper(node, engine.layout)
     core = StampedCore(stamps, me, engine, node, roles, ledger, link, keep_warm=keep_warm)
-    settle()
+    freeze_startup_objects()
     link.send(ready_of(engine, node))
     try:
         core.run()
@@ -273,7 +273,7 @@ def sum_what_ends(engine: Engine, sums: PageSums) -> None:
     """In each step: what it lets go of is granted anew by what follows."""
     step = engine.step
 
-    def summed(watcher: Watcher) -> StepOutput:
+    def summed(watcher: StepObserver) -> StepOutput:
         output = step(watcher)
         for ended in output.ended:
             sums.ended(_name(ended.request_id))

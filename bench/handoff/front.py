@@ -13,13 +13,13 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 
-from bench.handoff.core import Spec
+from bench.handoff.core import CoreSpec
 from contracts.codec import FrameReader, decoder, frame
 from contracts.events import Failed, Finished, Tokens
 from contracts.ids import Epoch, GatewayId, Incarnation, RequestId, WorkerId
 from contracts.request import Cancel, Job, Route, WorkerRef
 from contracts.sampling import SamplingParams
-from worker.messages import CoreFrame, CoreReady, CoreStatus, Peers, Start, Stop, ToFront, Work
+from worker.messages import CoreFrame, CoreReady, CoreStatus, KnownPeers, Start, Stop, ToFront, Work
 
 START_TIMEOUT_S = 150.0
 MEET_TIMEOUT_S = 30.0
@@ -86,7 +86,7 @@ class Answers:
 class CoreHandle:
     """One core's process."""
 
-    def __init__(self, name: str, spec: Spec, answers: Answers) -> None:
+    def __init__(self, name: str, spec: CoreSpec, answers: Answers) -> None:
         self.name, self._answers = name, answers
         self.incarnation = f"{name}-{next(_incarnations)}"
         ours, theirs = socket.socketpair()
@@ -148,7 +148,7 @@ class CoreHandle:
 
 def meet(prefill: CoreHandle, decode: CoreHandle) -> None:
     """As a front does once both are in the registry. Raises TimeoutError if no link is up in time."""
-    prefill.send(Peers([decode.ref]))
+    prefill.send(KnownPeers([decode.ref]))
     deadline = time.monotonic() + MEET_TIMEOUT_S
     while not any(link.state == "up" for link in (prefill.status.links if prefill.status else ())):
         if time.monotonic() > deadline:

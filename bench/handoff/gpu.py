@@ -32,13 +32,13 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from bench.handoff.core import Spec
+from bench.handoff.core import CoreSpec
 from bench.handoff.front import Answers, CoreHandle, ask, cancel, meet, prompt
 from bench.handoff.kills import kills
 from bench.handoff.raw_pages import LAYOUT, NVLINK_RATE, RAW_BLOCKS, WIDE, fill, holds, raw_pool
 from bench.handoff.staged import staged
-from bench.report.result import Row, write_result
-from engine.cuda.kv.transfer_pool import DevicePages
+from bench.report.result import ResultRow, write_result
+from engine.cuda.kv.transfer_pool import DeviceTransferPool
 from kernels import caps
 
 STAGES = (
@@ -66,13 +66,13 @@ def main() -> None:
     config = {"model": "Llama-8B shape, random weights", "layers": args.layers, "chunk": args.chunk}
     config |= {"dtype": args.dtype, "transfer": args.transfer}
     config |= {"devices": args.devices, "card": caps.detect().name}
-    rows: list[Row] = []
+    rows: list[ResultRow] = []
     for more in measured(args):
         rows += more
         _log.info("%s", write_result(args.out, "handoff-gpu", rows, config))
 
 
-def measured(args: argparse.Namespace) -> Iterator[list[Row]]:
+def measured(args: argparse.Namespace) -> Iterator[list[ResultRow]]:
     """Part by part: one that fails takes none of those before it along."""
     if "raw" in args.parts:
         nodes = args.transfer not in ("auto", "nvlink")
@@ -88,7 +88,7 @@ def measured(args: argparse.Namespace) -> Iterator[list[Row]]:
         yield [shown(row) for row in kills(_spec(args, ""), args.devices, args.seconds, args.lanes)]
 
 
-def shown(row: Row) -> Row:
+def shown(row: ResultRow) -> ResultRow:
     _log.info("%s %s %.4g %s", row.name, dict(row.params), row.value, row.unit)
     return row
 
@@ -96,7 +96,7 @@ def shown(row: Row) -> Row:
 # raw
 
 
-def raw(devices: Sequence[str]) -> list[Row]:
+def raw(devices: Sequence[str]) -> list[ResultRow]:
     """Pull by a second process, checked byte by byte."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
@@ -122,7 +122,7 @@ def _source(device: str, pipe: Any) -> None:
     pipe.recv()
 
 
-def raw_row(pool: DevicePages, remote: Any, num_pages: int, checks: bool) -> Row:
+def raw_row(pool: DeviceTransferPool, remote: Any, num_pages: int, checks: bool) -> ResultRow:
     rng = random.Random(num_pages)
     times = []
     for _ in range(20):
@@ -134,14 +134,14 @@ def raw_row(pool: DevicePages, remote: Any, num_pages: int, checks: bool) -> Row
     nbytes, median = num_pages * LAYOUT.block_nbytes, statistics.median(times[2:])
     params = {"tokens": num_pages * 64, "MiB": nbytes >> 20, "checksum": checks, "ms": round(median * 1e3, 4)}
     params["slowest_ms"] = round(max(times[2:]) * 1e3, 4)
-    return Row("handoff_pull", nbytes / median / 1e9, "GB/s", params, NVLINK_RATE / 1e9)
+    return ResultRow("handoff_pull", nbytes / median / 1e9, "GB/s", params, NVLINK_RATE / 1e9)
 
 
 # a pair of cores
 
 
-def _spec(args: argparse.Namespace, device: str) -> Spec:
-    return Spec(
+def _spec(args: argparse.Namespace, device: str) -> CoreSpec:
+    return CoreSpec(
         device=device,
         num_layers=args.layers,
         dtype=args.dtype,
@@ -169,14 +169,14 @@ def pair(args: argparse.Namespace, folder: Path, **changes: Any) -> Iterator[tup
             core.kill()
 
 
-def measure_pair(args: argparse.Namespace) -> list[Row]:
-    rows: list[Row] = []
+def measure_pair(args: argparse.Namespace) -> list[ResultRow]:
+    rows: list[ResultRow] = []
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         gc.disable()  # among all tokens it has heard the collector looked for 54 ms, and nobody heard any meanwhile
         began = time.perf_counter()
         with pair(args, folder) as (prefill, decode, answers):
-            rows.append(shown(Row("handoff_pair_start", time.perf_counter() - began, "s")))
+            rows.append(shown(ResultRow("handoff_pair_start", time.perf_counter() - began, "s")))
             asked: dict[str, list[str]] = {}
             if "idle" in args.parts:
                 rows += idle(prefill, decode, answers, args.repeats, asked)
@@ -193,7 +193,7 @@ def measure_pair(args: argparse.Namespace) -> list[Row]:
 
 def idle(
     prefill: CoreHandle, decode: CoreHandle, answers: Answers, repeats: int, asked: dict[str, list[str]]
-) -> list[Row]:
+) -> list[ResultRow]:
     """One at a time: by the pair, and the same prompt by prefill's worker alone, either one first in turn: what decodes
     alone leaves prefill's GPU warmer, and so slower, than what the pair decodes elsewhere.
     """
@@ -217,13 +217,13 @@ def idle(
                 gaps.append(times[1] - times[0])
                 steps += np.diff(times[1:]).tolist()
         if not rows:  # the very first handoff of the pair
-            rows.append(shown(Row("handoff_ttft_first", ttft["pair"][0] * 1e3, "ms", {"length": length})))
+            rows.append(shown(ResultRow("handoff_ttft_first", ttft["pair"][0] * 1e3, "ms", {"length": length})))
         params = {"length": length, "repeats": repeats}
         for who, seconds in ttft.items():
-            rows.append(Row(f"handoff_ttft_{who}", _ms(seconds[2:]), "ms", params))
-        rows.append(Row("handoff_token_gap", _ms(gaps), "ms", params | {"slowest": _worst(gaps)}))
-        rows.append(Row("handoff_decode_step", _ms(steps), "ms", params))
-        rows.append(Row("handoff_equal_answers", equal, "answers", params, limit=repeats + 2))
+            rows.append(ResultRow(f"handoff_ttft_{who}", _ms(seconds[2:]), "ms", params))
+        rows.append(ResultRow("handoff_token_gap", _ms(gaps), "ms", params | {"slowest": _worst(gaps)}))
+        rows.append(ResultRow("handoff_decode_step", _ms(steps), "ms", params))
+        rows.append(ResultRow("handoff_equal_answers", equal, "answers", params, limit=repeats + 2))
         for row in rows[-5:]:
             shown(row)
     return rows
@@ -231,7 +231,7 @@ def idle(
 
 def loaded(
     prefill: CoreHandle, decode: CoreHandle, answers: Answers, asked: dict[str, list[str]], seconds: float
-) -> list[Row]:
+) -> list[ResultRow]:
     """32 answers run on decode all the while; prompts of 8192 and 1024 go through the pair, always two under way. Spans
     without them take turns with these: a step becomes longer as its answers do.
     """
@@ -251,13 +251,15 @@ def loaded(
             answers.wait(names, 60)
         cancel(decode, batch)
         params = {"batch": 32, "length": length}
-        rows.append(Row("handoff_step_beside_nothing", _ms(quiet), "ms", params | {"p99": _p99(quiet)}))
+        rows.append(ResultRow("handoff_step_beside_nothing", _ms(quiet), "ms", params | {"p99": _p99(quiet)}))
         beside = params | {"handoffs": len(names), "p99": _p99(busy), "slowest": _worst(busy)}
-        rows.append(Row("handoff_step_beside_handoffs", _ms(busy), "ms", beside))
+        rows.append(ResultRow("handoff_step_beside_handoffs", _ms(busy), "ms", beside))
         gaps = [times[1] - times[0] for times in map(answers.times, names) if len(times) > 1]
-        rows.append(Row("handoff_token_gap", _ms(gaps), "ms", params | {"p99": _p99(gaps), "slowest": _worst(gaps)}))
+        rows.append(
+            ResultRow("handoff_token_gap", _ms(gaps), "ms", params | {"p99": _p99(gaps), "slowest": _worst(gaps)})
+        )
         failed = [answers.ends[name] for name in names if answers.ends[name] != "finished"]
-        rows.append(Row("handoff_failed", len(failed), "requests", {"length": length, "first": failed[:1]}))
+        rows.append(ResultRow("handoff_failed", len(failed), "requests", {"length": length, "first": failed[:1]}))
     for row in rows:
         shown(row)
     return rows
@@ -296,7 +298,7 @@ def read_stamps(folder: Path) -> dict[tuple[str, str], float]:
     return found
 
 
-def adders(what: str, names: Sequence[str], stamps: dict[tuple[str, str], float]) -> list[Row]:
+def adders(what: str, names: Sequence[str], stamps: dict[tuple[str, str], float]) -> list[ResultRow]:
     """From the last chunk computed on, by stage; of the handoffs that were committed."""
     rows = []
     done = [name for name in names if ("decode adopted", name) in stamps]
@@ -305,7 +307,7 @@ def adders(what: str, names: Sequence[str], stamps: dict[tuple[str, str], float]
         if not times:  # without marks nothing is queued
             continue
         params = {"at": what, "handoffs": len(done), "p99": _p99(times), "slowest": _worst(times)}
-        rows.append(shown(Row(f"handoff_{stage.replace(' ', '_')}", _ms(times), "ms", params)))
+        rows.append(shown(ResultRow(f"handoff_{stage.replace(' ', '_')}", _ms(times), "ms", params)))
     return rows
 
 

@@ -21,9 +21,9 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from bench.handoff.core import Spec
+from bench.handoff.core import CoreSpec
 from bench.handoff.front import Answers, CoreHandle, ask, prompt
-from bench.report.result import Row
+from bench.report.result import ResultRow
 from contracts.ids import Epoch, RequestId
 from contracts.request import Cancel
 from worker.messages import Work
@@ -50,7 +50,7 @@ def wrong_pages(computed: Sums, kept: Sums) -> list[int]:
 
 
 @dataclass
-class Toll:
+class KillReport:
     """`faults`: of the transfer or of the survivor; `others`: answers that rounding may explain."""
 
     victim: str
@@ -74,18 +74,18 @@ class Toll:
         if differing:
             self.others.append(f"{when}: from token {differing[0]} on, {len(differing)} of {len(found)}")
 
-    def add(self, other: "Toll") -> None:
+    def add(self, other: "KillReport") -> None:
         """Of another pair that lost the same side."""
         for name, value in vars(other).items():
             if name != "victim":
                 setattr(self, name, getattr(self, name) + value)
 
 
-def kills(base: Spec, devices: Sequence[str], seconds: float, num_lanes: int) -> list[Row]:
+def kills(base: CoreSpec, devices: Sequence[str], seconds: float, num_lanes: int) -> list[ResultRow]:
     """As many as there is time for once all have started; `num_lanes` pairs at once for each side."""
     with tempfile.TemporaryDirectory() as name, ThreadPoolExecutor(len(SIDES) * num_lanes) as pool:
         folders = {victim: Path(name) / victim for victim in SIDES}
-        lanes: list[Future[Toll]] = []
+        lanes: list[Future[KillReport]] = []
         for victim, folder in folders.items():
             folder.mkdir()
             specs = {
@@ -94,32 +94,34 @@ def kills(base: Spec, devices: Sequence[str], seconds: float, num_lanes: int) ->
             }
             for lane in range(num_lanes):
                 lanes.append(pool.submit(kill_rounds, specs, victim, lane, seconds))
-        tolls = {victim: Toll(victim) for victim in SIDES}
+        tolls = {victim: KillReport(victim) for victim in SIDES}
         for toll in (lane.result() for lane in lanes):
             tolls[toll.victim].add(toll)
         return [row for victim in SIDES for row in rows_of(tolls[victim], read_sums(folders[victim]))]
 
 
-def rows_of(toll: Toll, sums: Mapping[tuple[str, str], Sums]) -> list[Row]:
+def rows_of(toll: KillReport, sums: Mapping[tuple[str, str], Sums]) -> list[ResultRow]:
     victim = {"victim": toll.victim}
     under_way = {"without a token when it came": toll.num_under_way, "faults": toll.faults[:5]}
-    rows = [Row("handoff_kills_survived", toll.num_good, "kills", victim | under_way, limit=toll.num_kills)]
+    rows = [ResultRow("handoff_kills_survived", toll.num_good, "kills", victim | under_way, limit=toll.num_kills)]
     rows.append(pages_row(victim, sums))
     for when in WHENS:
         others = [note for note in toll.others if note.startswith(when)]
         heard = {"lacking": toll.lacking[when], "heard in another order": toll.unordered[when]}
         params = victim | {"when": when} | heard | {"others": others[:5]}
-        rows.append(Row("handoff_answers_equal", toll.equal[when], "answers", params, limit=toll.answers[when]))
+        rows.append(ResultRow("handoff_answers_equal", toll.equal[when], "answers", params, limit=toll.answers[when]))
     return rows
 
 
-def pages_row(victim: Mapping[str, str], sums: Mapping[tuple[str, str], Sums]) -> Row:
+def pages_row(victim: Mapping[str, str], sums: Mapping[tuple[str, str], Sums]) -> ResultRow:
     """Of the handoffs whose answers decode has ended."""
     kept = {name: sums for (name, what), sums in sums.items() if what == "kept"}
     wrong = {name: wrong_pages(sums[name, "computed"], kept[name]) for name in kept}
     num_pages = sum(len(sums[name, "computed"]) for name in kept)
     params = {**victim, "pages": num_pages, "wrong": [(name, pages) for name, pages in wrong.items() if pages][:5]}
-    return Row("handoff_pages_right", sum(not pages for pages in wrong.values()), "handoffs", params, limit=len(kept))
+    return ResultRow(
+        "handoff_pages_right", sum(not pages for pages in wrong.values()), "handoffs", params, limit=len(kept)
+    )
 
 
 def read_sums(folder: Path) -> dict[tuple[str, str], Sums]:
@@ -133,7 +135,7 @@ def read_sums(folder: Path) -> dict[tuple[str, str], Sums]:
     return found
 
 
-def kill_rounds(specs: Mapping[str, Spec], victim: str, lane: int, seconds: float) -> Toll:
+def kill_rounds(specs: Mapping[str, CoreSpec], victim: str, lane: int, seconds: float) -> KillReport:
     """Each round: a pair of small models, prompts in flight, one side killed; then a new one in its place."""
     rng, answers = np.random.default_rng(lane), Answers()
     cores = {name: CoreHandle(name, spec, answers) for name, spec in specs.items()}
@@ -143,7 +145,7 @@ def kill_rounds(specs: Mapping[str, Spec], victim: str, lane: int, seconds: floa
             core.wait_ready()
         longest = 8 * specs[victim].max_batched_tokens
         lengths = (longest, longest, longest * 5 // 8 - 120, longest)
-        rounds = Rounds(cores, answers, [prompt(rng, length) for length in lengths], Toll(victim))
+        rounds = Rounds(cores, answers, [prompt(rng, length) for length in lengths], KillReport(victim))
         rounds.begin()
         end = time.monotonic() + seconds
         while time.monotonic() < end:
@@ -159,7 +161,7 @@ class Rounds:
     """Of one pair. `span_s`: from the prompts until decode has given a token of each."""
 
     def __init__(
-        self, cores: dict[str, CoreHandle], answers: Answers, prompts: Sequence[list[int]], toll: Toll
+        self, cores: dict[str, CoreHandle], answers: Answers, prompts: Sequence[list[int]], toll: KillReport
     ) -> None:
         self._cores, self._answers, self._prompts = cores, answers, prompts
         self._expected: list[dict[int, int]] = []

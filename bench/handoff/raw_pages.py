@@ -6,7 +6,7 @@ import msgspec
 import torch
 
 from contracts.layout import KVLayout
-from engine.cuda.kv.transfer_pool import DevicePages
+from engine.cuda.kv.transfer_pool import DeviceTransferPool
 from engine.cuda.runtime.shared_memory import Memory, allocate
 from kernels import caps, catalog
 from kernels.reference.quant import to_e4m3
@@ -20,12 +20,12 @@ WIDE = msgspec.structs.replace(LAYOUT, dtype="bfloat16")
 RAW_BLOCKS = 2047
 
 
-def raw_pool(device: str, layout: KVLayout = LAYOUT, followers: Sequence[bytes] = ()) -> DevicePages:
+def raw_pool(device: str, layout: KVLayout = LAYOUT, followers: Sequence[bytes] = ()) -> DeviceTransferPool:
     """Of e4m3 it has scales that differ by plane."""
     where = torch.device(device)
     memory = raw_memory(where, layout)
     scales = [0.01 + 0.003 * plane for plane in range(layout.num_planes)] if layout.dtype == LAYOUT.dtype else []
-    pool = DevicePages(memory, layout, RAW_BLOCKS, catalog.registry(caps.detect(where.type)), scales, followers)
+    pool = DeviceTransferPool(memory, layout, RAW_BLOCKS, catalog.registry(caps.detect(where.type)), scales, followers)
     pool.warm_up()
     return pool
 
@@ -37,7 +37,7 @@ def raw_memory(device: torch.device, layout: KVLayout) -> Memory:
     return allocate(layout.shard_nbytes * (RAW_BLOCKS + 1), device)
 
 
-def fill(pool: DevicePages) -> None:
+def fill(pool: DeviceTransferPool) -> None:
     """A pattern that both sides know: each word of a whole page tells which one it is."""
     for number, shard in enumerate(pool._shards):
         words = shard.view(torch.int32)
@@ -55,7 +55,7 @@ def _pattern(places: torch.Tensor) -> torch.Tensor:
     return (places * 1103515245 & 0xFFFFFFFF).to(torch.uint32).view(torch.int32)
 
 
-def fill_values(pool: DevicePages) -> None:
+def fill_values(pool: DeviceTransferPool) -> None:
     """The same in bf16, of numbers that rounding changes."""
     for plane in range(pool.num_planes):
         width = pool.num_shards * pool.page_nbytes // 2
@@ -64,7 +64,7 @@ def fill_values(pool: DevicePages) -> None:
             shard[plane, :RAW_BLOCKS] = part
 
 
-def holds_rounded(pool: DevicePages, pages: Sequence[int], into: Sequence[int]) -> bool:
+def holds_rounded(pool: DeviceTransferPool, pages: Sequence[int], into: Sequence[int]) -> bool:
     """Whether `fill_values` of `pages` is in `into`, rounded by this pool's scales."""
     for plane, scale in enumerate(pool.scales):
         values = _values(plane, torch.tensor(pages, device=pool.device), pool.num_shards * pool.page_nbytes)
@@ -79,7 +79,7 @@ def _values(plane: int, pages: torch.Tensor, width: int) -> torch.Tensor:
     return (((pages[:, None] * 131 + plane * 17 + inner * 7) % 1009 - 504) * 0.037).bfloat16()
 
 
-def holds(pool: DevicePages, pages: Sequence[int], into: Sequence[int]) -> bool:
+def holds(pool: DeviceTransferPool, pages: Sequence[int], into: Sequence[int]) -> bool:
     """Whether the peer's pattern of `pages` is in `into`."""
     shards = [shard.view(torch.int32) for shard in pool._shards]
     width = sum(shard.shape[2] for shard in shards)

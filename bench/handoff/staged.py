@@ -27,13 +27,13 @@ from bench.handoff.raw_pages import (
     raw_memory,
     raw_pool,
 )
-from bench.report.result import Row
+from bench.report.result import ResultRow
 from contracts.handoff import Commit, Grant, Offer
 from contracts.ids import BlockId, Epoch, Incarnation, RequestId, WorkerId
 from contracts.layout import KVLayout
 from contracts.request import WorkerRef
-from engine.cuda.kv.transfer_pool import DevicePages
-from kv_transfer.events import ChunkLanded, Message, PeerLost
+from engine.cuda.kv.transfer_pool import DeviceTransferPool
+from kv_transfer.events import ChunkLanded, MessageReceived, PeerDisconnected
 from kv_transfer.node import TransferNode
 from kv_transfer.settings import TransferSettings
 from worker.core.main import SWITCH_S
@@ -48,7 +48,7 @@ TIMEOUT_S = 60.0
 
 def staged(
     devices: Sequence[str], transport: str, layout: KVLayout = LAYOUT, sizes: tuple[int, int] = (1, 1)
-) -> list[Row]:
+) -> list[ResultRow]:
     """By `transport`, from prefill's `layout` to LAYOUT; pages of the last turn are compared byte by byte, all by their
     checksums. Then what of prefill's GPU the link had taken, and what closing it gave back; decode lives meanwhile.
     `sizes`: in how many shards the pages lie at each end, the second one in the memory of the other end's GPU.
@@ -92,7 +92,7 @@ def _follow(device: str, layout: KVLayout, pipe: Any) -> None:
 
 def _prefill(
     device: str, transport: str, layout: KVLayout, followers: Sequence[bytes], sizes: tuple[int, int], ours: Any
-) -> list[Row]:
+) -> list[ResultRow]:
     with node_of(PREFILL, device, transport, layout, followers) as (node, pool, events):
         (fill if layout.dtype == LAYOUT.dtype else fill_values)(pool)
         address, free = ours.recv(), [torch.cuda.mem_get_info()[0]]
@@ -104,13 +104,13 @@ def _prefill(
         node.close()
         free.append(torch.cuda.mem_get_info()[0])
         taken, kept = ((free[0] - left) / 2**20 for left in free[1:])
-        return [*rows, Row("link_memory", taken, "MiB", {"after_close": kept, "transport": transport})]
+        return [*rows, ResultRow("link_memory", taken, "MiB", {"after_close": kept, "transport": transport})]
 
 
 @contextmanager
 def node_of(
     name: WorkerId, device: str, transport: str, layout: KVLayout, followers: Sequence[bytes]
-) -> Iterator[tuple[TransferNode, DevicePages, Callable[[], Iterator[Any]]]]:
+) -> Iterator[tuple[TransferNode, DeviceTransferPool, Callable[[], Iterator[Any]]]]:
     """With its pool, and what waits for its events."""
     sys.setswitchinterval(SWITCH_S)
     pool, woken = raw_pool(device, layout, followers), threading.Event()
@@ -121,7 +121,7 @@ def node_of(
         while woken.wait(TIMEOUT_S):
             woken.clear()
             for event in node.poll():
-                if isinstance(event, PeerLost):
+                if isinstance(event, PeerDisconnected):
                     raise RuntimeError(event.error)
                 yield event
         raise TimeoutError(f"{name} hears nothing")
@@ -135,7 +135,7 @@ def node_of(
 
 class Prefill:
     def __init__(
-        self, node: TransferNode, pool: DevicePages, events: Callable[[], Iterator[Any]], peer: WorkerRef
+        self, node: TransferNode, pool: DeviceTransferPool, events: Callable[[], Iterator[Any]], peer: WorkerRef
     ) -> None:
         self._node, self._pool, self._peer = node, pool, peer
         self._events = events()
@@ -162,10 +162,10 @@ class Prefill:
         return self._node.stats()[0].detail
 
     def _hear(self, kind: type) -> None:
-        next(event for event in self._events if isinstance(event, Message) and isinstance(event.message, kind))
+        next(event for event in self._events if isinstance(event, MessageReceived) and isinstance(event.message, kind))
 
 
-def _row(prefill: Prefill, num_pages: int, decode: Any, layout: KVLayout, sizes: tuple[int, int]) -> Row:
+def _row(prefill: Prefill, num_pages: int, decode: Any, layout: KVLayout, sizes: tuple[int, int]) -> ResultRow:
     rng, times, commits, pages = random.Random(num_pages), [], [], []
     for _ in range(NUM_TURNS + NUM_WARM):
         pages = rng.sample(range(RAW_BLOCKS), num_pages)
@@ -179,7 +179,7 @@ def _row(prefill: Prefill, num_pages: int, decode: Any, layout: KVLayout, sizes:
     params |= {"ms": round(median * 1e3, 4), "slowest_ms": round(max(times[NUM_WARM:]) * 1e3, 4)}
     params |= {"shards": "{} to {}".format(*sizes)} if sizes != (1, 1) else {}
     params |= {"ms_to_commit": round(statistics.median(commits[NUM_WARM:]) * 1e3, 4), "way": prefill.detail()}
-    return Row("handoff_staged", nbytes / median / 1e9, "GB/s", params, NVLINK_RATE / 1e9)
+    return ResultRow("handoff_staged", nbytes / median / 1e9, "GB/s", params, NVLINK_RATE / 1e9)
 
 
 def _decode(device: str, transport: str, layout: KVLayout, followers: Sequence[bytes], pipe: Any) -> None:
@@ -191,7 +191,7 @@ def _decode(device: str, transport: str, layout: KVLayout, followers: Sequence[b
         threading.Thread(target=_compare, args=(pipe, pool, granted), daemon=True).start()
         for event in events():
             match event:
-                case Message(peer_id, Offer(request_id, epoch, num_tokens)):
+                case MessageReceived(peer_id, Offer(request_id, epoch, num_tokens)):
                     missing = num_tokens
                     into = [BlockId(page) for page in rng.sample(range(RAW_BLOCKS), num_tokens // LAYOUT.block_size)]
                     node.grant(peer_id, Grant(request_id, epoch, into, 0))
@@ -205,7 +205,7 @@ def _decode(device: str, transport: str, layout: KVLayout, followers: Sequence[b
                         pipe.send(here)
 
 
-def _compare(pipe: Any, pool: DevicePages, granted: list[list[BlockId]]) -> None:
+def _compare(pipe: Any, pool: DeviceTransferPool, granted: list[list[BlockId]]) -> None:
     while True:
         pages, as_they_were = pipe.recv()
         pool.enter()

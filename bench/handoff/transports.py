@@ -35,14 +35,14 @@ from pathlib import Path
 
 import numpy as np
 
-from bench.report.result import Row, write_result
+from bench.report.result import ResultRow, write_result
 from contracts.events import Token
 from contracts.handoff import Commit, Fin, Grant, Offer
 from contracts.ids import BlockId, Epoch, Incarnation, RequestId, WorkerId
 from contracts.layout import KVLayout
 from contracts.request import WorkerRef
 from kv_transfer.chunks import checksum as integrity
-from kv_transfer.events import ChunkLanded, Message, PeerLost
+from kv_transfer.events import ChunkLanded, MessageReceived, PeerDisconnected
 from kv_transfer.node import TransferNode
 from kv_transfer.settings import TransferSettings
 
@@ -60,7 +60,7 @@ GIB = float(1 << 30)
 
 
 @dataclass(frozen=True)
-class Case:
+class TransferCase:
     layout: KVLayout
     num_tokens: int
 
@@ -81,7 +81,12 @@ class Case:
         return {"model": self.layout.model, "page KiB": self.layout.page_nbytes // 1024, "tokens": self.num_tokens}
 
 
-CASES = [Case(SMOLLM2, 128), Case(SMOLLM2, 1024), Case(SMOLLM2, 4096), Case(LLAMA, 1024)]
+CASES = [
+    TransferCase(SMOLLM2, 128),
+    TransferCase(SMOLLM2, 1024),
+    TransferCase(SMOLLM2, 4096),
+    TransferCase(LLAMA, 1024),
+]
 
 
 def main() -> None:
@@ -104,7 +109,7 @@ def main() -> None:
     print(write_result(options.out, "transfer", rows, config))
 
 
-def bench_case(case: Case, num_starts: int, num_rounds: int) -> Iterator[Row]:
+def bench_case(case: TransferCase, num_starts: int, num_rounds: int) -> Iterator[ResultRow]:
     """Each row's median over the starts, and how far behind its peer each way was in them."""
     starts = [list(bench_start(case, num_rounds)) for _ in range(num_starts)]
     for rows in zip(*starts, strict=True):
@@ -112,11 +117,11 @@ def bench_case(case: Case, num_starts: int, num_rounds: int) -> Iterator[Row]:
         ratios = [row.peer_value / row.value for row in rows if row.peer_value is not None]
         if ratios:
             name = f"{rows[0].name.removesuffix(' rate')} slower than {rows[0].peer}"
-            yield Row(f"{name}, median start", statistics.median(ratios), "times", case.params)
-            yield Row(f"{name}, worst start", max(ratios), "times", case.params)
+            yield ResultRow(f"{name}, median start", statistics.median(ratios), "times", case.params)
+            yield ResultRow(f"{name}, worst start", max(ratios), "times", case.params)
 
 
-def median_row(rows: Sequence[Row]) -> Row:
+def median_row(rows: Sequence[ResultRow]) -> ResultRow:
     """Of the same figure in several starts."""
     middle = {
         field: statistics.median(values)
@@ -126,7 +131,7 @@ def median_row(rows: Sequence[Row]) -> Row:
     return replace(rows[0], **middle)
 
 
-def bench_start(case: Case, num_rounds: int) -> Iterator[Row]:
+def bench_start(case: TransferCase, num_rounds: int) -> Iterator[ResultRow]:
     """All ways in turn, round by round; medians."""
     ways: list[Memcpy | RawSockets | Pair] = [
         Memcpy(case),
@@ -143,8 +148,8 @@ def bench_start(case: Case, num_rounds: int) -> Iterator[Row]:
     for way, rate, cpu in zip(ways, rates, cpus_s, strict=True):
         peer = {"shm": 0, "ucx": 1, "tcp": 1}.get(way.name)
         peer_name, peer_rate = (ways[peer].name, rates[peer]) if peer is not None else (None, None)
-        yield Row(f"{way.name} rate", rate, "GiB/s", case.params, rates[0], peer_name, peer_rate)
-        yield Row(f"{way.name} CPU", cpu / (case.nbytes / GIB), "s/GiB", case.params)
+        yield ResultRow(f"{way.name} rate", rate, "GiB/s", case.params, rates[0], peer_name, peer_rate)
+        yield ResultRow(f"{way.name} CPU", cpu / (case.nbytes / GIB), "s/GiB", case.params)
     for way in ways:
         yield from way.latency_rows()
         way.close()
@@ -165,7 +170,7 @@ def settings(transport: str) -> TransferSettings:
     return TransferSettings(secret=SECRET, transport=transport, heartbeat_s=1.0)
 
 
-def checksum_row() -> Row:
+def checksum_row() -> ResultRow:
     """At one end, over pieces as they lie in staging just after they were packed."""
     piece = np.random.default_rng(7).bytes(settings("auto").slot_nbytes)
     data, times_s = np.frombuffer(piece, dtype=np.uint8), []
@@ -173,15 +178,15 @@ def checksum_row() -> Row:
         start = time.thread_time()
         integrity.extend(1, data)
         times_s.append(time.thread_time() - start)
-    return Row("checksum CPU, one end", statistics.median(times_s) / (len(piece) / GIB), "s/GiB")
+    return ResultRow("checksum CPU, one end", statistics.median(times_s) / (len(piece) / GIB), "s/GiB")
 
 
-def make_pool(case: Case) -> np.ndarray:
+def make_pool(case: TransferCase) -> np.ndarray:
     shape = (case.layout.num_planes, case.pool_blocks, case.layout.page_nbytes)
     return np.frombuffer(bytearray(np.random.default_rng(7).bytes(math.prod(shape))), dtype=np.uint8).reshape(shape)
 
 
-def scatters(case: Case, seed: int) -> list[list[BlockId]]:
+def scatters(case: TransferCase, seed: int) -> list[list[BlockId]]:
     """Pages for one prompt, scattered over the pool; moves take these lists in turn."""
     rng = np.random.default_rng(seed)
     orders = [rng.permutation(case.pool_blocks)[: case.num_blocks] for _ in range(NUM_SCATTERS)]
@@ -193,7 +198,7 @@ class Memcpy:
 
     name = "memcpy"
 
-    def __init__(self, case: Case) -> None:
+    def __init__(self, case: TransferCase) -> None:
         self._src, self._dst = make_pool(case), make_pool(case)
         both = zip(scatters(case, 1), scatters(case, 2), strict=True)
         self._pairs = itertools.cycle([list(zip(src, dst, strict=True)) for src, dst in both])
@@ -209,20 +214,20 @@ class Memcpy:
     def cpu_s(self) -> float:
         return time.process_time()
 
-    def latency_rows(self) -> list[Row]:
+    def latency_rows(self) -> list[ResultRow]:
         return []
 
     def close(self) -> None:
         pass
 
 
-Target = Callable[[Connection, Case, str], None]
+Target = Callable[[Connection, TransferCase, str], None]
 
 
-class Child:
+class BenchChild:
     """A process that answers on a pipe. `target(pipe, case, name)` runs in it."""
 
-    def __init__(self, target: Target, case: Case, name: str) -> None:
+    def __init__(self, target: Target, case: TransferCase, name: str) -> None:
         context = multiprocessing.get_context("spawn")
         self.pipe, theirs = context.Pipe()
         self._process = context.Process(target=serve, args=(CORES[-1], target, theirs, case, name), daemon=True)
@@ -245,7 +250,7 @@ class Child:
         self._process.join(DEADLINE_S)
 
 
-def serve(core: int, target: Target, pipe: Connection, case: Case, name: str) -> None:
+def serve(core: int, target: Target, pipe: Connection, case: TransferCase, name: str) -> None:
     os.sched_setaffinity(0, {core})
     target(pipe, case, name)
 
@@ -255,8 +260,8 @@ class RawSockets:
 
     name = "raw sockets"
 
-    def __init__(self, case: Case) -> None:
-        self._child = Child(serve_raw, case, self.name)
+    def __init__(self, case: TransferCase) -> None:
+        self._child = BenchChild(serve_raw, case, self.name)
         self._sock = socket.create_connection(("127.0.0.1", self._child.receive()))  # type: ignore[arg-type]
         self._views = page_views(case, 1)
 
@@ -271,7 +276,7 @@ class RawSockets:
     def cpu_s(self) -> float:
         return self._child.cpu_s()
 
-    def latency_rows(self) -> list[Row]:
+    def latency_rows(self) -> list[ResultRow]:
         return []
 
     def close(self) -> None:
@@ -279,7 +284,7 @@ class RawSockets:
         self._child.close()
 
 
-def page_views(case: Case, seed: int) -> Iterator[list[memoryview]]:
+def page_views(case: TransferCase, seed: int) -> Iterator[list[memoryview]]:
     """The pages of one prompt after the other in a pool, without end."""
     pool = make_pool(case)
     return itertools.cycle(
@@ -299,7 +304,7 @@ def send_views(sock: socket.socket, views: list[memoryview]) -> None:
             views[index] = views[index][sent:]
 
 
-def serve_raw(pipe: Connection, case: Case, name: str) -> None:
+def serve_raw(pipe: Connection, case: TransferCase, name: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         pipe.send(server.getsockname()[1])
         sock, _ = server.accept()
@@ -320,9 +325,9 @@ def answer_pipe(pipe: Connection) -> None:
 class Pair:
     """A prefill node here and a decode node in another process."""
 
-    def __init__(self, case: Case, transport: str) -> None:
+    def __init__(self, case: TransferCase, transport: str) -> None:
         self.name, self._case = transport, case
-        self._child = Child(serve_decode, case, transport)
+        self._child = BenchChild(serve_decode, case, transport)
         address = str(self._child.receive())
         self._peer = WorkerRef(WorkerId("decode"), Incarnation("1"), "", address)
         self._woken = threading.Event()
@@ -345,14 +350,14 @@ class Pair:
     def cpu_s(self) -> float:
         return self._child.cpu_s()
 
-    def latency_rows(self) -> Iterator[Row]:
+    def latency_rows(self) -> Iterator[ResultRow]:
         """Of requests of one block, in pools of this case's size."""
         self._grant_s.clear()
         commit_s = [self._move_one_block() for _ in range(200)]
         params = {**self._case.params, "tokens": self._case.layout.block_size}
         for name, seconds in (("Offer to Grant", self._grant_s), ("last chunk to Commit", commit_s)):
-            yield Row(f"{self.name} {name}, median", statistics.median(seconds) * 1e6, "us", params)
-            yield Row(f"{self.name} {name}, p99", sorted(seconds)[-2] * 1e6, "us", params)
+            yield ResultRow(f"{self.name} {name}, median", statistics.median(seconds) * 1e6, "us", params)
+            yield ResultRow(f"{self.name} {name}, p99", sorted(seconds)[-2] * 1e6, "us", params)
 
     def close(self) -> None:
         self._node.close()
@@ -388,14 +393,14 @@ class Pair:
         while self._woken.wait(DEADLINE_S):
             self._woken.clear()
             for event in self._node.poll():
-                if isinstance(event, PeerLost):
+                if isinstance(event, PeerDisconnected):
                     raise RuntimeError(f"{self.name}: {event.error}")
-                if isinstance(event, Message) and isinstance(event.message, kind):
+                if isinstance(event, MessageReceived) and isinstance(event.message, kind):
                     return
         raise TimeoutError(f"{self.name}: no {kind.__name__}")
 
 
-def serve_decode(pipe: Connection, case: Case, transport: str) -> None:
+def serve_decode(pipe: Connection, case: TransferCase, transport: str) -> None:
     logging.basicConfig(level=logging.ERROR)
     woken = threading.Event()
     me = (WorkerId("decode"), Incarnation("1"))
@@ -407,14 +412,14 @@ def serve_decode(pipe: Connection, case: Case, transport: str) -> None:
     node.close()
 
 
-def decode(node: TransferNode, woken: threading.Event, case: Case) -> None:
+def decode(node: TransferNode, woken: threading.Event, case: TransferCase) -> None:
     """Grant, and commit when all tokens are there."""
     scatter, landed, offered = itertools.cycle(scatters(case, 2)), 0, 0
     while woken.wait():
         woken.clear()
         for event in node.poll():
             match event:
-                case Message(peer_id, Offer(request_id, epoch, num_tokens)):
+                case MessageReceived(peer_id, Offer(request_id, epoch, num_tokens)):
                     landed, offered = 0, num_tokens
                     pages = next(scatter)[: case.layout.num_blocks(num_tokens)]
                     node.grant(peer_id, Grant(request_id, epoch, pages, 0))

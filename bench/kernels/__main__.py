@@ -13,7 +13,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from bench.kernels.figure import Row
+from bench.kernels.figure import Figure
 from kernels import caps as capabilities
 from kernels import catalog, plans
 
@@ -45,7 +45,7 @@ def main(argv: list[str] | None = None) -> int:
         sys.stderr.write("\n".join(["the kernel benchmark needs a GPU", *capabilities.missing(caps)]) + "\n")
         return 2
     registry = catalog.registry(caps)
-    rows: list[Row] = []
+    rows: list[Figure] = []
     for name in args.sections or SECTIONS:
         started = time.monotonic()
         module, function = SECTIONS[name].split(":")
@@ -55,7 +55,7 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
-def write(path: Path, rows: list[Row], caps: capabilities.Caps, sections: list[str]) -> None:
+def write(path: Path, rows: list[Figure], caps: capabilities.Caps, sections: list[str]) -> None:
     versions = {name: ".".join(map(str, getattr(caps, name) or ())) for name in ("torch", "triton", "flashinfer")}
     document: dict[str, Any] = dict(
         what="kernels",

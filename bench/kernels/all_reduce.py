@@ -19,12 +19,12 @@ import torch.distributed._symmetric_memory as symmetric
 from torch import Tensor
 
 from bench.kernels.__main__ import write
-from bench.kernels.figure import Row, show
+from bench.kernels.figure import Figure, show
 from bench.kernels.torch_compile import compiled, norm_quant
 from kernels import caps as capabilities
 from kernels import catalog
 from kernels.cases import relative_error
-from kernels.peers import MAX_CTAS, Peers
+from kernels.peers import MAX_CTAS, SymmetricMemory
 from kernels.registry import Registry
 from kernels.specs import NormSpec, ReduceSpec
 from kernels.timing import capture, replay_ms
@@ -33,10 +33,10 @@ HIDDEN, EPS, NVLINK = 4096, 1e-5, 450e9
 TOKENS = (1, 4, 16, 64, 256, 1024)  # 8 kB to 8 MB of bf16
 
 
-def group(rank: int, world: int, tokens: int) -> Peers:
+def group(rank: int, world: int, tokens: int) -> SymmetricMemory:
     """This rank's symmetric buffer and flags, and those of its peers as mapped here."""
     buffers = shared(rank, world, (tokens, HIDDEN), torch.bfloat16)
-    return Peers.of(rank, buffers, shared(rank, world, (MAX_CTAS, world), torch.int32))
+    return SymmetricMemory.of(rank, buffers, shared(rank, world, (MAX_CTAS, world), torch.int32))
 
 
 def shared(rank: int, world: int, shape: tuple[int, int], dtype: torch.dtype) -> tuple[Tensor, ...]:
@@ -61,7 +61,7 @@ def main() -> None:
     dist.destroy_process_group()
 
 
-def size_row(registry: Registry, peers: Peers, tokens: int) -> Row:
+def size_row(registry: Registry, peers: SymmetricMemory, tokens: int) -> Figure:
     """Correct first, then timed: one graph of ten launches each way."""
     x = torch.randn(tokens, HIDDEN, device="cuda").bfloat16()
     start = torch.randn(tokens, HIDDEN, device="cuda", generator=torch.Generator("cuda").manual_seed(1)).bfloat16()
@@ -84,7 +84,7 @@ def size_row(registry: Registry, peers: Peers, tokens: int) -> Row:
     separate, nccl = nccl_times(registry, x, start, weight, out, scale)
     limit = least_us(tokens, world) / us
     extra: dict[str, Any] = dict(nccl_alone=nccl, torch_one_shot=one_shot_time(peers, start, weight), error=error)
-    return Row(
+    return Figure(
         "all_reduce",
         dict(tokens=tokens, kbytes=tokens * HIDDEN * 2 // 1000, ranks=world),
         us,
@@ -114,7 +114,7 @@ def nccl_times(
     return timed(both), timed(lambda: dist.all_reduce(work))
 
 
-def one_shot_time(peers: Peers, residual: Tensor, weight: Tensor) -> float:
+def one_shot_time(peers: SymmetricMemory, residual: Tensor, weight: Tensor) -> float:
     own, name = peers.buffers[peers.rank], dist.group.WORLD.group_name
 
     def reduced(x: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from bench.report.hardware_limits import READ_RATE
-from kernels.decode_plan import DecodePlan, decode_plan
+from kernels.decode_plan import DecodeGemmPlan, decode_plan
 from kernels.reference.quant import to_e4m3, token_scale
 from kernels.registry import Registry
 from kernels.specs import AttnSpec, FusedAttnSpec, GateUpSpec, GemmSpec, NormSpec, Quant, QuantSpec, RopeSpec, SiluSpec
@@ -94,7 +94,7 @@ class Step:
         batch: int,
         context: int = CONTEXT,
         tricks: Tricks | None = None,
-        plan: DecodePlan | None = None,
+        plan: DecodeGemmPlan | None = None,
     ):
         self.model, self.batch, self.tricks = model, batch, tricks or Tricks()
         self.plan = plan or decode_plan(batch)
@@ -104,7 +104,9 @@ class Step:
         self._bind()
         self._allocate(context)
 
-    def with_tricks(self, registry: Registry | None = None, plan: DecodePlan | None = None, **changes: Any) -> "Step":
+    def with_tricks(
+        self, registry: Registry | None = None, plan: DecodeGemmPlan | None = None, **changes: Any
+    ) -> "Step":
         """The same cache and inputs under other choices."""
         other = object.__new__(Step)
         other.__dict__.update(self.__dict__)
@@ -313,14 +315,14 @@ def variants(step: Step, registry: Registry) -> dict[str, Step]:
         rows["group_scales"] = change(group_scales=True)
     if batch <= 32:
         rows["no_split_k"] = change(plan=replace(step.plan, qkv_parts=1, o_parts=1, down_parts=1))
-        rows["cublas_deferred"] = change(plan=DecodePlan(deferred=True, own_head=step.plan.own_head))
+        rows["cublas_deferred"] = change(plan=DecodeGemmPlan(deferred=True, own_head=step.plan.own_head))
         portable = Registry(
             registry.impls, registry.caps, override={"gemm_fp8": "triton_skinny", "gemm_gate_up": "triton"}
         )
         rows["portable_triton"] = change(registry=portable)
     elif batch <= 128:
         rows["own_gemm_everywhere" if step.plan.deferred else "cublas_deferred"] = change(
-            plan=DecodePlan(1, 2, 2) if step.plan.deferred else DecodePlan(deferred=True)
+            plan=DecodeGemmPlan(1, 2, 2) if step.plan.deferred else DecodeGemmPlan(deferred=True)
         )
     else:
         rows["pdl_on"] = change(plan=replace(step.plan, pdl=True))

@@ -6,7 +6,7 @@ from typing import Any
 
 
 @dataclass(frozen=True)
-class Row:
+class Figure:
     """limit: fraction of the byte or FLOP limit that the value reaches; peer: the other way of doing the same work."""
 
     name: str
@@ -19,7 +19,7 @@ class Row:
     extra: dict[str, Any] = field(default_factory=dict)
 
 
-def show(row: Row) -> Row:
+def show(row: Figure) -> Figure:
     """Print a row as it comes, so that a run that is cut short still says something."""
     params = " ".join(f"{k}={v}" for k, v in row.params.items())
     limit = "" if row.limit is None else f"  {row.limit:.0%} of limit"

@@ -4,8 +4,8 @@ from functools import partial
 
 import torch
 
-from bench.kernels.figure import Row, show
-from kernels.cases import Call, Case, move_case
+from bench.kernels.figure import Figure, show
+from kernels.cases import KernelCall, KernelCase, move_case
 from kernels.registry import Registry
 from kernels.specs import MoveSpec
 from kernels.timing import call_us, copy_rate
@@ -14,9 +14,9 @@ PLANES, UNIT, POOL = 64, 65536, 1024
 CTAS = (8, 16, 32, 132, 264)
 
 
-def rows(registry: Registry) -> list[Row]:
+def rows(registry: Registry) -> list[Figure]:
     limit = copy_rate()
-    result = [show(Row("copy_rate", {}, limit / 1e9, "GB/s"))]
+    result = [show(Figure("copy_rate", {}, limit / 1e9, "GB/s"))]
     for op, checksum, convert in (
         ("kv_pack", False, False),
         ("kv_unpack", False, False),
@@ -35,7 +35,7 @@ def rows(registry: Registry) -> list[Row]:
     return result
 
 
-def shape_rows(registry: Registry, case: Case, tokens: int, limit: float) -> list[Row]:
+def shape_rows(registry: Registry, case: KernelCase, tokens: int, limit: float) -> list[Figure]:
     assert isinstance(case.spec, MoveSpec)
     op = registry.get(case.op, case.spec)
     call = case.make("cuda")
@@ -45,15 +45,15 @@ def shape_rows(registry: Registry, case: Case, tokens: int, limit: float) -> lis
         us = call_us([partial(other.run, partial(op, ctas=ctas)) for other in others], count=3)
         rate = case.nbytes / us * 1e6
         params = dict(op=case.op, tokens=tokens, ctas=ctas, checksum=case.spec.checksum, convert=case.spec.convert)
-        result.append(show(Row("kv_move", params, us, "us", rate / limit, None, None, dict(gbps=rate / 1e9))))
+        result.append(show(Figure("kv_move", params, us, "us", rate / limit, None, None, dict(gbps=rate / 1e9))))
     torch.cuda.empty_cache()
     return result
 
 
-def reordered(call: Call) -> Call:
+def reordered(call: KernelCall) -> KernelCall:
     """The same caches with other random pages: nothing of the last call is in L2."""
     where = 1 if call.outputs else 2 if len(call.args) == 5 else 1
     pool = next(t for t in call.args if t is not None and t.dim() == 3).shape[1]
     args = list(call.args)
     args[where] = torch.randperm(pool, device="cuda")[: len(args[where])].to(torch.int32)
-    return Call(tuple(args), call.kwargs, call.outputs, call.updated)
+    return KernelCall(tuple(args), call.kwargs, call.outputs, call.updated)

@@ -7,11 +7,11 @@ from typing import Any
 import torch
 
 from bench.kernels import peers
-from bench.kernels.figure import Row, show
+from bench.kernels.figure import Figure, show
 from bench.report.hardware_limits import BF16_RATE, FP8_TENSOR_RATE, READ_RATE
 from kernels.cases import (
-    Call,
-    Case,
+    KernelCall,
+    KernelCase,
     attn_case,
     experts_case,
     gate_up_case,
@@ -32,23 +32,23 @@ from kernels.timing import call_us
 L2_NBYTES = 200 << 20
 
 
-def floor_us(case: Case, rate: float = FP8_TENSOR_RATE) -> float:
+def floor_us(case: KernelCase, rate: float = FP8_TENSOR_RATE) -> float:
     return max(case.nbytes / READ_RATE, case.flops / rate) * 1e6
 
 
-def fresh_calls(case: Case, most: int = 12) -> list[Call]:
+def fresh_calls(case: KernelCase, most: int = 12) -> list[KernelCall]:
     """Copies of the work on different operands, so that L2 holds none of them by the time it comes round again."""
     count = max(2, min(most, int(L2_NBYTES // max(case.nbytes, 1)))) if case.nbytes else 1
     return [case.make("cuda") for _ in range(count)]
 
 
-def measure(registry: Registry, case: Case, calls: list[Call], impl: str | None = None) -> float:
+def measure(registry: Registry, case: KernelCase, calls: list[KernelCall], impl: str | None = None) -> float:
     chosen = next(i for i in registry.candidates(case.op, case.spec) if impl in (None, i.name))
     op = chosen.load(case.spec, registry.plans, registry.caps)
     return call_us([partial(call.run, op) for call in calls])
 
 
-def error(registry: Registry, case: Case, call: Call, run: Callable[[Call], Any]) -> float:
+def error(registry: Registry, case: KernelCase, call: KernelCall, run: Callable[[KernelCall], Any]) -> float:
     """Relative error of the first output against the reference on the same inputs."""
     want, got = call.copy(), call.copy()
     want.run(reference(registry, case).load(case.spec, registry.plans, registry.caps))
@@ -59,7 +59,7 @@ def error(registry: Registry, case: Case, call: Call, run: Callable[[Call], Any]
     return ((a - b).norm() / b.norm()).item()
 
 
-def attention(registry: Registry) -> list[Row]:
+def attention(registry: Registry) -> list[Figure]:
     rows = []
     shapes = [
         ("llama-8b", AttnSpec(32, 8, 128)),
@@ -75,14 +75,18 @@ def attention(registry: Registry) -> list[Row]:
             peer = peers.decode(registry, case, calls)
             params = dict(model=model, batch=batch, context=context)
             rows.append(
-                show(Row("attn_decode", params, us, "us", floor_us(case) / us, *peer[:2], dict(error=wrong, **peer[2])))
+                show(
+                    Figure(
+                        "attn_decode", params, us, "us", floor_us(case) / us, *peer[:2], dict(error=wrong, **peer[2])
+                    )
+                )
             )
             del calls
             torch.cuda.empty_cache()
     return rows
 
 
-def prefill(registry: Registry) -> list[Row]:
+def prefill(registry: Registry) -> list[Figure]:
     rows = []
     for model, spec in (
         ("llama-8b", AttnSpec(32, 8, 128)),
@@ -97,7 +101,7 @@ def prefill(registry: Registry) -> list[Row]:
     return rows
 
 
-def prefill_row(registry: Registry, case: Case, params: dict[str, Any]) -> Row:
+def prefill_row(registry: Registry, case: KernelCase, params: dict[str, Any]) -> Figure:
     """The chosen implementation, ours beside it, and what others do."""
     call, chosen = case.make("cuda"), registry.resolve(case.op, case.spec).impl
     ops = {
@@ -113,10 +117,10 @@ def prefill_row(registry: Registry, case: Case, params: dict[str, Any]) -> Row:
     best = min(known, key=lambda name: known[name]) if known else None
     peak = FP8_TENSOR_RATE if case.spec.kv == "e4m3" else BF16_RATE  # type: ignore[attr-defined]
     limit = None if getattr(case.spec, "window", 0) else floor_us(case, peak) / us
-    return show(Row("attn_prefill", params, us, "us", limit, best, known.get(best or ""), extra))
+    return show(Figure("attn_prefill", params, us, "us", limit, best, known.get(best or ""), extra))
 
 
-def prefill_error(registry: Registry, case: Case) -> float:
+def prefill_error(registry: Registry, case: KernelCase) -> float:
     """Of the chosen implementation, on 512 tokens after 1536: the reference holds all scores in memory."""
     assert isinstance(case.spec, AttnSpec)
     small = prefill_case(case.spec, [(512, 2048)], workspace_mb=64)
@@ -125,19 +129,19 @@ def prefill_error(registry: Registry, case: Case) -> float:
     return error(registry, small, call, lambda c: c.run(op))
 
 
-def mla(registry: Registry) -> list[Row]:
+def mla(registry: Registry) -> list[Figure]:
     rows = []
     for chunks, label in (([(1, 4096)] * 32, "decode 32 x 4096"), ([(256, 4096)], "256 on 4096")):
         case = mla_case(MLASpec(128), chunks)
         us = measure(registry, case, [case.make("cuda")], "triton")
-        rows.append(show(Row("mla_attention", dict(shape=label), us, "us", floor_us(case) / us)))
+        rows.append(show(Figure("mla_attention", dict(shape=label), us, "us", floor_us(case) / us)))
     return rows
 
 
 LLAMA = {"qkv": (6144, 4096), "o": (4096, 4096), "down": (4096, 14336)}
 
 
-def skinny(registry: Registry) -> list[Row]:
+def skinny(registry: Registry) -> list[Figure]:
     """Norm and product together, as a decode step runs them; 2 to 12 weights in turn."""
     rows = []
     for tokens in (1, 8, 32, 64):
@@ -149,23 +153,23 @@ def skinny(registry: Registry) -> list[Row]:
     return rows
 
 
-def norm_and(registry: Registry, case: Case, name: str, tokens: int, peer: Callable[[Call], Any]) -> Row:
+def norm_and(registry: Registry, case: KernelCase, name: str, tokens: int, peer: Callable[[KernelCall], Any]) -> Figure:
     norm = norm_case(NormSpec(4096, parts=2), tokens)
     normed = norm.make("cuda")
     calls = [chained(normed, call) for call in fresh_calls(case)]
     norm_op, op = registry.get(norm.op, norm.spec), registry.get(case.op, case.spec)
 
-    def both(call: Call) -> None:
+    def both(call: KernelCall) -> None:
         normed.run(norm_op)
         call.run(op)
 
-    def beside(call: Call) -> None:
+    def beside(call: KernelCall) -> None:
         normed.run(norm_op)
         peer(call)
 
     us, other = call_us([partial(both, call) for call in calls]), call_us([partial(beside, call) for call in calls])
     return show(
-        Row(
+        Figure(
             "norm_gemm",
             dict(gemm=name, tokens=tokens),
             us,
@@ -177,7 +181,7 @@ def norm_and(registry: Registry, case: Case, name: str, tokens: int, peer: Calla
     )
 
 
-def chained(normed: Call, call: Call) -> Call:
+def chained(normed: KernelCall, call: KernelCall) -> KernelCall:
     """The product reads what the norm wrote, and writes what the norm will read, where the shapes are the same: in a
     step these lie in L2, and buffers of their own would not."""
     args, (x, *_, normed_out, normed_scale) = list(call.args), normed.args
@@ -185,10 +189,10 @@ def chained(normed: Call, call: Call) -> Call:
         args[0], args[2] = normed_out, normed_scale
     if args[4].shape == x.shape:
         args[4] = x
-    return Call(tuple(args), call.kwargs)
+    return KernelCall(tuple(args), call.kwargs)
 
 
-def wide(registry: Registry) -> list[Row]:
+def wide(registry: Registry) -> list[Figure]:
     rows = []
     for tokens in (512, 2048, 8192):
         for n, k in ((6144, 4096), (28672, 4096), (4096, 14336)):
@@ -205,7 +209,7 @@ def wide(registry: Registry) -> list[Row]:
                 extra = dict(chosen=chosen, tflops=case.flops / times[chosen] / 1e6)
                 rows.append(
                     show(
-                        Row(
+                        Figure(
                             "gemm_fp8",
                             dict(tokens=tokens, n=n, k=k, recipe=recipe),
                             times[chosen],
@@ -221,7 +225,7 @@ def wide(registry: Registry) -> list[Row]:
     return rows
 
 
-def four_bit(registry: Registry) -> list[Row]:
+def four_bit(registry: Registry) -> list[Figure]:
     rows = []
     for n, k in ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336)):
         for tokens in (1, 8, 16, 32, 64, 1024):
@@ -230,7 +234,7 @@ def four_bit(registry: Registry) -> list[Row]:
             us = measure(registry, case, fresh_calls(case, 8), "triton")
             params = dict(n=n, k=k, parts=parts, tokens=tokens)
             other = peers.bf16_mm(case, tokens)
-            rows.append(show(Row("gemm_w4", params, us, "us", floor_us(case, BF16_RATE) / us, "bf16 matmul", other)))
+            rows.append(show(Figure("gemm_w4", params, us, "us", floor_us(case, BF16_RATE) / us, "bf16 matmul", other)))
             torch.cuda.empty_cache()
     return rows
 
@@ -243,7 +247,7 @@ EXPERTS = {
 }
 
 
-def experts(registry: Registry) -> list[Row]:
+def experts(registry: Registry) -> list[Figure]:
     rows = []
     for model, spec in EXPERTS.items():
         for tokens in (1, 16, 256, 4096):
@@ -257,7 +261,7 @@ def experts(registry: Registry) -> list[Row]:
             naive = peers.naive_moe(case, call) if spec.weights == "e4m3" else None
             rows.append(
                 show(
-                    Row(
+                    Figure(
                         "moe_experts",
                         dict(model=model, tokens=tokens),
                         us,
@@ -273,14 +277,14 @@ def experts(registry: Registry) -> list[Row]:
     return rows
 
 
-def rerouted(spec: MoESpec, call: Call) -> Call:
+def rerouted(spec: MoESpec, call: KernelCall) -> KernelCall:
     """The same weights with other experts chosen: L2 does not hold the last call's."""
     args = list(call.args)
     args[3] = torch.rand(len(args[0]), spec.experts, device="cuda").topk(spec.top_k).indices.to(torch.int32)
-    return Call(tuple(args), call.kwargs)
+    return KernelCall(tuple(args), call.kwargs)
 
 
-def sampling(registry: Registry) -> list[Row]:
+def sampling(registry: Registry) -> list[Figure]:
     rows = []
     for batch in (1, 8, 64, 256):
         case = sample_case(SampleSpec(128256), batch, torch.bfloat16)
@@ -288,12 +292,12 @@ def sampling(registry: Registry) -> list[Row]:
         us = measure(registry, case, [call], "triton")
         other = peers.torch_sample(call)
         rows.append(
-            show(Row("sample", dict(batch=batch, vocab=128256), us, "us", floor_us(case) / us, "torch sort", other))
+            show(Figure("sample", dict(batch=batch, vocab=128256), us, "us", floor_us(case) / us, "torch sort", other))
         )
     return rows
 
 
-def elementwise(registry: Registry) -> list[Row]:
+def elementwise(registry: Registry) -> list[Figure]:
     rows = []
     for tokens in (8, 256, 8192):
         for case in (
@@ -305,7 +309,7 @@ def elementwise(registry: Registry) -> list[Row]:
             us = measure(registry, case, calls, "triton")
             naive = peers.composition(case, calls)
             params = dict(op=case.op, quant=case.spec.quant, tokens=tokens)  # type: ignore[attr-defined]
-            rows.append(show(Row("elementwise", params, us, "us", floor_us(case) / us, "torch composition", naive)))
+            rows.append(show(Figure("elementwise", params, us, "us", floor_us(case) / us, "torch composition", naive)))
             del calls
             torch.cuda.empty_cache()
     return rows

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from kernels.cases import Call, Case, relative_error
+from kernels.cases import KernelCall, KernelCase, relative_error
 from kernels.reference.sampling import keep
 from kernels.registry import Registry
 from kernels.specs import AttnSpec, MoESpec, NormSpec
@@ -22,7 +22,9 @@ except ImportError:  # a peer that is not installed is left out of the table
 E4M3, BF16 = torch.float8_e4m3fn, torch.bfloat16
 
 
-def decode(registry: Registry, case: Case, calls: list[Call]) -> tuple[str | None, float | None, dict[str, Any]]:
+def decode(
+    registry: Registry, case: KernelCase, calls: list[KernelCall]
+) -> tuple[str | None, float | None, dict[str, Any]]:
     """FlashInfer's decode call on the same cache, with its error against ours."""
     impl = next((i for i in registry.candidates(case.op, case.spec) if i.name == "flashinfer"), None)
     if impl is None:
@@ -35,7 +37,7 @@ def decode(registry: Registry, case: Case, calls: list[Call]) -> tuple[str | Non
     return "flashinfer xqa", us, dict(peer_against_ours=relative_error(copies[0].outputs["out"], ours.outputs["out"]))
 
 
-def prefill(registry: Registry, case: Case, call: Call) -> dict[str, float]:
+def prefill(registry: Registry, case: KernelCase, call: KernelCall) -> dict[str, float]:
     """FlashInfer's fa2 and fa3, planned once, and torch's attention on bf16 keys. fa3 wants e4m3 queries for an e4m3
     cache: once with the rounding that a caller who has bf16 must add, and once as if they came rounded."""
     spec = case.spec
@@ -53,7 +55,7 @@ def prefill(registry: Registry, case: Case, call: Call) -> dict[str, float]:
     return result
 
 
-def planned(backend: str, dtype: torch.dtype, spec: AttnSpec, call: Call) -> Any:
+def planned(backend: str, dtype: torch.dtype, spec: AttnSpec, call: KernelCall) -> Any:
     _, k, _, table, lens, starts, *_ = call.args
     pages = -(-lens // spec.page)
     indptr = F.pad(pages.cumsum(0), (1, 0)).to(torch.int32)
@@ -70,7 +72,7 @@ def planned(backend: str, dtype: torch.dtype, spec: AttnSpec, call: Call) -> Any
     return wrapper
 
 
-def sdpa(spec: AttnSpec, call: Call) -> dict[str, float]:
+def sdpa(spec: AttnSpec, call: KernelCall) -> dict[str, float]:
     """Only where the chunk is the whole sequence: torch has no causal mask aligned to the end in its fast kernels."""
     q, lens = call.args[0], call.args[4]
     if spec.sinks or q.shape[0] != int(lens[0]):
@@ -84,10 +86,10 @@ def sdpa(spec: AttnSpec, call: Call) -> dict[str, float]:
     }
 
 
-def scaled_mm(case: Case, tokens: int) -> Callable[[Call], Any]:
+def scaled_mm(case: KernelCase, tokens: int) -> Callable[[KernelCall], Any]:
     """Row-wise _scaled_mm of the same operands; the gate_up comparison lacks SiLU and quantization."""
 
-    def run(call: Call) -> None:
+    def run(call: KernelCall) -> None:
         a, w, a_scale, w_scale = call.args[:4]
         torch._scaled_mm(
             a, w.t(), scale_a=a_scale[:tokens, None], scale_b=w_scale[None, :], out_dtype=BF16, use_fast_accum=True
@@ -96,7 +98,7 @@ def scaled_mm(case: Case, tokens: int) -> Callable[[Call], Any]:
     return run
 
 
-def bf16_mm(case: Case, tokens: int) -> float:
+def bf16_mm(case: KernelCase, tokens: int) -> float:
     """A bf16 product of the same shape, weights in turn."""
     n, k = case.spec.n, case.spec.k  # type: ignore[attr-defined]
     x = torch.randn(tokens, k, device="cuda", dtype=BF16)
@@ -104,7 +106,7 @@ def bf16_mm(case: Case, tokens: int) -> float:
     return call_us([partial(F.linear, x, w) for w in ws])
 
 
-def naive_moe(case: Case, call: Call) -> float:
+def naive_moe(case: KernelCase, call: KernelCall) -> float:
     """Experts one after another in bf16, routed on the host: what a plain model does."""
     spec = case.spec
     assert isinstance(spec, MoESpec)
@@ -122,7 +124,7 @@ def naive_moe(case: Case, call: Call) -> float:
     return eager_us(run, count=2, groups=3)
 
 
-def torch_sample(call: Call) -> float:
+def torch_sample(call: KernelCall) -> float:
     logits, temperature, top_k, top_p, min_p, *_ = call.args
 
     def run() -> None:
@@ -133,21 +135,21 @@ def torch_sample(call: Call) -> float:
     return eager_us(run, count=2, groups=3)
 
 
-def composition(case: Case, calls: list[Call]) -> float:
+def composition(case: KernelCase, calls: list[KernelCall]) -> float:
     """The same work in single torch operations."""
     if isinstance(case.spec, NormSpec):
         return call_us([partial(naive_norm, call) for call in calls])
     return call_us([partial(naive_silu, call) for call in calls])
 
 
-def naive_norm(call: Call) -> None:
+def naive_norm(call: KernelCall) -> None:
     x, residual, weight, eps, out, scale = call.args
     hidden = F.rms_norm(residual.add_(x[0]), weight.shape, weight, eps)
     scale.copy_(hidden.abs().amax(-1) / 448)
     out.copy_((hidden / scale[:, None]).clamp(-448, 448))
 
 
-def naive_silu(call: Call) -> None:
+def naive_silu(call: KernelCall) -> None:
     x, out, scale = call.args
     gate, up = x.chunk(2, -1)
     out.copy_((F.silu(gate) * up / scale[:1]).clamp(-448, 448))

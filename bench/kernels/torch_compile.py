@@ -13,12 +13,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from bench.kernels.figure import Row, show
+from bench.kernels.figure import Figure, show
 from bench.kernels.operations import floor_us, fresh_calls
 from bench.report.hardware_limits import FP8_TENSOR_RATE, READ_RATE
 from kernels.cases import (
-    Call,
-    Case,
+    KernelCall,
+    KernelCase,
     norm_case,
     prefill_case,
     quant_case,
@@ -41,12 +41,12 @@ FUSED_TOKENS = 64
 MIDDLE_PEAK = 120.0  # of these random operands
 
 
-def rows(registry: Registry) -> list[Row]:
+def rows(registry: Registry) -> list[Figure]:
     found = [row for tokens in (8, 64, 2048) for row in around(registry, tokens)]
     return [*found, attention(registry, 2048), *(mlp(registry, tokens, "default") for tokens in (8, 64, 2048))]
 
 
-def autotuned(registry: Registry) -> list[Row]:
+def autotuned(registry: Registry) -> list[Figure]:
     return [mlp(registry, tokens, "max-autotune-no-cudagraphs") for tokens in (64, 2048)]
 
 
@@ -88,7 +88,7 @@ def compiled(run: Callable[..., Any], mode: str = "default") -> Callable[..., An
     return torch.compile(run, mode=mode, dynamic=False, fullgraph=True)
 
 
-def around(registry: Registry, tokens: int) -> list[Row]:
+def around(registry: Registry, tokens: int) -> list[Figure]:
     """What stands between two products: three operations, each on different operands in turn."""
     norm, silu = norm_case(NormSpec(HIDDEN), tokens), silu_case(SiluSpec(INTER, "token"), tokens)
     rope = rope_case(RopeSpec(32, 8, 128), tokens)
@@ -99,14 +99,14 @@ def around(registry: Registry, tokens: int) -> list[Row]:
     ]
 
 
-def rope_arguments(call: Call) -> tuple[Tensor, ...]:
+def rope_arguments(call: KernelCall) -> tuple[Tensor, ...]:
     qkv, positions, slots, cos_sin, _, k, v = call.args
     return qkv[0], positions, slots.clamp(min=0), cos_sin, k, v
 
 
 def beside(
-    registry: Registry, case: Case, run: Callable[..., Any], arguments: Callable[[Call], tuple[Tensor, ...]]
-) -> Row:
+    registry: Registry, case: KernelCase, run: Callable[..., Any], arguments: Callable[[KernelCall], tuple[Tensor, ...]]
+) -> Figure:
     calls = fresh_calls(case)
     op = registry.get(case.op, case.spec)
     found = run(*(argument.clone() for argument in arguments(calls[0])))
@@ -116,14 +116,14 @@ def beside(
     return shown(case.op, tokens, us, floor_us(case), other)
 
 
-def attention(registry: Registry, tokens: int) -> Row:
+def attention(registry: Registry, tokens: int) -> Figure:
     """A prompt's attention, then its output in e4m3. torch has no paged e4m3 cache: it reads plain bf16 keys."""
     case = prefill_case(AttnSpec(32, 8, 128), [(tokens, tokens)], workspace_mb=512)
     call, rounded = case.make("cuda"), quant_case(QuantSpec(HIDDEN, "token"), tokens)
     op = bind(registry, registry.resolve(case.op, case.spec).impl, case, call)
     quant = registry.get("quant_fp8", rounded.spec)
     out = rounded.make("cuda")
-    out = Call((call.outputs["out"].view(tokens, HIDDEN), *out.args[1:]), {}, out.outputs)
+    out = KernelCall((call.outputs["out"].view(tokens, HIDDEN), *out.args[1:]), {}, out.outputs)
 
     def ours() -> None:
         call.run(op)
@@ -141,9 +141,9 @@ def attention(registry: Registry, tokens: int) -> Row:
     return shown("attention, quantization", tokens, call_us([ours]), limit, call_us([lambda: run(q, k, v)]))
 
 
-def mlp(registry: Registry, tokens: int, mode: str) -> Row:
+def mlp(registry: Registry, tokens: int, mode: str) -> Figure:
     """Residual and norm, gate and up, SiLU, down; four layers' weights in turn."""
-    works = [Mlp(registry, tokens) for _ in range(4)]
+    works = [CompiledMlp(registry, tokens) for _ in range(4)]
     run = compiled(plain_mlp, mode)
     truth, _ = run(*(argument.clone() for argument in works[0].arguments))
     works[0].run()
@@ -161,7 +161,7 @@ def plain_mlp(
     return product(middle, w2, middle_scale, s2), residual
 
 
-class Mlp:
+class CompiledMlp:
     """One layer's, on operands of its own, as the engine puts it together at this many tokens: up to 64 with SiLU in
     the product's end and a static scale behind it, beyond as four operations.
     """
@@ -205,5 +205,5 @@ def empty_rows(tokens: int, width: int) -> tuple[Tensor, Tensor]:
     )
 
 
-def shown(op: str, tokens: int, us: float, floor: float, other: float, **extra: Any) -> Row:
-    return show(Row("compiled", dict(op=op, tokens=tokens), us, "us", floor / us, "torch.compile", other, extra))
+def shown(op: str, tokens: int, us: float, floor: float, other: float, **extra: Any) -> Figure:
+    return show(Figure("compiled", dict(op=op, tokens=tokens), us, "us", floor / us, "torch.compile", other, extra))

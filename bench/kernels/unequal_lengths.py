@@ -12,10 +12,10 @@ from pathlib import Path
 import torch
 
 from bench.report.hardware_limits import READ_RATE
-from bench.report.result import Row, write_result
+from bench.report.result import ResultRow, write_result
 from engine.cuda.inputs.batch_inputs import batch_buckets, bucket_for, context_buckets
 from kernels import caps, catalog
-from kernels.cases import Call, fused_attn_case
+from kernels.cases import KernelCall, fused_attn_case
 from kernels.specs import FusedAttnSpec
 from kernels.timing import call_us
 from kernels.triton import attn_decode
@@ -43,7 +43,7 @@ def main() -> None:
     write_result(args.out, "kernels-lengths", rows, {"card": found.name, "triton": found.triton})
 
 
-def lengths_row(run: Callable, name: str, lengths: Sequence[int]) -> Row:
+def lengths_row(run: Callable, name: str, lengths: Sequence[int]) -> ResultRow:
     """In a batch as the engine pads it, launched as for the contexts that the engine would say."""
     batch = bucket_for(batch_buckets(256), len(lengths))
     calls = [padded(lengths, batch) for _ in range(3)]  # so that L2 does not help
@@ -57,14 +57,14 @@ def lengths_row(run: Callable, name: str, lengths: Sequence[int]) -> Row:
     del calls
     torch.cuda.empty_cache()
     limit = 2 * sum(lengths) * SPEC.kv_heads * SPEC.head_dim / READ_RATE * 1e6
-    row = Row(
+    row = ResultRow(
         "attn_decode_fused", times["shared out"], "us", {"keys": name}, limit, "as many slices each", times["alike"]
     )
     print(f"{name:24s} {row.value:8.1f} us, alike {times['alike']:8.1f}, limit {limit:8.1f}", flush=True)
     return row
 
 
-def padded(lengths: Sequence[int], batch: int) -> Call:
+def padded(lengths: Sequence[int], batch: int) -> KernelCall:
     call = fused_attn_case(SPEC, [*lengths, *[1] * (batch - len(lengths))]).make("cuda")
     call.kwargs["max_len"] = bucket_for(context_buckets(131072), max(lengths))
     return call

@@ -22,7 +22,7 @@ SPARE_EVENTS = 8
 
 
 @dataclass
-class Answer:
+class StreamResult:
     """Seconds from the request's start (`ttft_s`) and between events with tokens (`gaps_s`), however many or few
     characters an event has: a server may put several tokens into one.
 
@@ -41,7 +41,7 @@ class Answer:
     refusal: int = 0
 
 
-class Broken(Exception):
+class BrokenStream(Exception):
     """The answer did not end well: a reason to count, what was seen, and the status of a refusal."""
 
     def __init__(self, reason: str, seen: object = "", refusal: int = 0) -> None:
@@ -76,15 +76,17 @@ async def ask(
     max_tokens: int,
     leave_after: int | None = None,
     quiet_s: float = QUIET_S,
-) -> Answer:
+) -> StreamResult:
     """Stream the completion `body_of` asks for. Whatever the server does is in the answer, and it ends.
 
     `leave_after`: hang up after so many tokens. `quiet_s`: give up when no token came for so long.
     """
-    answer, start = Answer(), time.perf_counter()
+    answer, start = StreamResult(), time.perf_counter()
     try:
-        await _stream(http, f"{url}/v1/completions", body, _Taker(answer, start, max_tokens, leave_after), quiet_s)
-    except Broken as broken:
+        await _stream(
+            http, f"{url}/v1/completions", body, _StreamTimer(answer, start, max_tokens, leave_after), quiet_s
+        )
+    except BrokenStream as broken:
         answer.reason, answer.error, answer.refusal = broken.reason, broken.seen or broken.reason, broken.refusal
     except TimeoutError:
         answer.reason, answer.error = "silent", f"no token came for {quiet_s:g} s"
@@ -107,14 +109,14 @@ FAILURES: dict[type[Exception], str] = {
 """The first that fits, since some are kinds of others."""
 
 
-async def _stream(http: aiohttp.ClientSession, url: str, body: bytes, taker: "_Taker", quiet_s: float) -> None:
+async def _stream(http: aiohttp.ClientSession, url: str, body: bytes, taker: "_StreamTimer", quiet_s: float) -> None:
     loop = asyncio.get_running_loop()
     async with asyncio.timeout(quiet_s) as patience, http.post(url, data=body, headers=_JSON) as response:
         if response.status != 200:
             said = (await response.content.read(MAX_SAID)).decode(errors="replace")
-            raise Broken(f"HTTP {response.status}", f"{response.status} {said}", response.status)
+            raise BrokenStream(f"HTTP {response.status}", f"{response.status} {said}", response.status)
         if response.content_type not in _STREAMS:
-            raise Broken("garbage", f"it answers with {response.content_type}, not with a stream of events")
+            raise BrokenStream("garbage", f"it answers with {response.content_type}, not with a stream of events")
         async for line in response.content:
             if not line.startswith(b"data:") or (data := line[5:].strip()) == b"[DONE]":
                 continue
@@ -125,10 +127,10 @@ async def _stream(http: aiohttp.ClientSession, url: str, body: bytes, taker: "_T
     taker.end()
 
 
-class _Taker:
-    """Gives the events of one stream their times. Raises Broken for what no good stream has."""
+class _StreamTimer:
+    """Gives the events of one stream their times. Raises BrokenStream for what no good stream has."""
 
-    def __init__(self, answer: Answer, start: float, max_tokens: int, leave_after: int | None) -> None:
+    def __init__(self, answer: StreamResult, start: float, max_tokens: int, leave_after: int | None) -> None:
         self._answer, self._last = answer, start
         self._max_tokens, self._leave_after = max_tokens, leave_after
         self._num_counted: int | None = None
@@ -152,24 +154,24 @@ class _Taker:
             answer.ttft_s = now - self._last
         self._last, answer.num_tokens = now, answer.num_tokens + 1
         if answer.num_tokens > self._max_tokens + SPARE_EVENTS:
-            raise Broken("more than asked for", f"more than {self._max_tokens} tokens came")
+            raise BrokenStream("more than asked for", f"more than {self._max_tokens} tokens came")
         return True
 
     def end(self) -> None:
         if not self._is_finished:
-            raise Broken("no finish_reason", "the stream ended without a finish_reason")
+            raise BrokenStream("no finish_reason", "the stream ended without a finish_reason")
         if self._num_counted == 0 or self._answer.num_tokens == 0:
-            raise Broken("no token", "the answer is complete and has no token")
+            raise BrokenStream("no token", "the answer is complete and has no token")
         self._answer.num_tokens = self._num_counted or self._answer.num_tokens
 
     def _choices(self, event: object) -> list[dict]:
         if not isinstance(event, dict):
-            raise Broken("garbage", event)
+            raise BrokenStream("garbage", event)
         if event.get("error"):
-            raise Broken("error in the stream", event["error"])
+            raise BrokenStream("error in the stream", event["error"])
         choices, usage = event.get("choices"), event.get("usage")
         if not isinstance(choices, list) or not all(isinstance(choice, dict) for choice in choices):
-            raise Broken("garbage", event)
+            raise BrokenStream("garbage", event)
         if isinstance(usage, dict) and isinstance(usage.get("completion_tokens"), int):
             self._num_counted = usage["completion_tokens"]
         return choices

@@ -12,10 +12,10 @@ from dataclasses import dataclass, field
 
 import aiohttp
 
-from bench.load.client import QUIET_S, VOCABULARY, Answer, ask, body_of, random_prompt
-from bench.report.result import Row
+from bench.load.client import QUIET_S, VOCABULARY, StreamResult, ask, body_of, random_prompt
+from bench.report.result import ResultRow
 from contracts.errors import Unavailable
-from process.garbage_collector import settle
+from process.garbage_collector import freeze_startup_objects
 
 WARM_TOKENS = 16
 PERCENTILES = (50, 90, 99)
@@ -62,7 +62,7 @@ class Point:
 
 
 @dataclass(frozen=True)
-class Server:
+class TargetServer:
     """Who is asked, and how: `vocabulary` bounds the ids of a prompt, `quiet_s` how long an answer may be silent.
     `replicas`: where else the same model is served; requests take turns.
     """
@@ -83,11 +83,11 @@ class Measured:
     """The requests of a point that came to an end within `wall_s`."""
 
     point: Point
-    answers: list[Answer] = field(default_factory=list)
+    answers: list[StreamResult] = field(default_factory=list)
     wall_s: float = 0.0
 
     @property
-    def good(self) -> list[Answer]:
+    def good(self) -> list[StreamResult]:
         return [answer for answer in self.answers if not answer.reason]
 
     @property
@@ -97,7 +97,11 @@ class Measured:
 
 
 async def measure(
-    http: aiohttp.ClientSession, server: Server, measured: Measured, seed: int, tell: Callable[[Answer], None]
+    http: aiohttp.ClientSession,
+    server: TargetServer,
+    measured: Measured,
+    seed: int,
+    tell: Callable[[StreamResult], None],
 ) -> None:
     """Fills `measured`, so that what there is when this is cancelled is there. `tell` is called with each answer.
 
@@ -111,7 +115,7 @@ async def measure(
         prompt = random_prompt(lengths.num_in, random.Random(f"{seed} {point} {number}"), server.vocabulary)
         return body_of(server.model, prompt, max_tokens)
 
-    def asked(number: int, body: bytes, max_tokens: int) -> Awaitable[Answer]:
+    def asked(number: int, body: bytes, max_tokens: int) -> Awaitable[StreamResult]:
         url = server.urls[number % len(server.urls)]
         return ask(http, url, body, max_tokens, quiet_s=server.quiet_s)
 
@@ -139,14 +143,14 @@ def _unseen() -> Iterator[None]:
     """The garbage collector does not look at what this process has imported, torch mostly. Else no token is seen while
     it does, for 20 to 30 ms.
     """
-    settle()
+    freeze_startup_objects()
     try:
         yield
     finally:
         gc.unfreeze()
 
 
-async def _warm_up(requests: Iterator[Awaitable[Answer]]) -> None:
+async def _warm_up(requests: Iterator[Awaitable[StreamResult]]) -> None:
     answers = await asyncio.gather(*requests)
     if all(answer.reason for answer in answers):
         kind, first = _kind_of(answers[0].refusal), answers[0].error
@@ -175,29 +179,32 @@ async def _open(rate: float, point: Point, one: Callable[[int], Coroutine], seed
             await asyncio.sleep(max(0.0, due_s - loop.time()))
 
 
-def rows_of(measured: Measured, num_gpus: int) -> list[Row]:
+def rows_of(measured: Measured, num_gpus: int) -> list[ResultRow]:
     """The figures of a point; those that need an answer are left out without one. `num_gpus` 0: nobody said."""
     point, good = measured.point, measured.good
     load = {"rate": point.rate} if point.users is None else {"users": point.users}
     params = {"lengths": str(point.lengths)} | load
     rows = [
-        Row("requests", len(measured.answers), "requests", params),
-        Row("failed", len(measured.answers) - len(good), "requests", params),
-        *(Row(f"failed: {reason}", count, "requests", params) for reason, count in measured.reasons.most_common()),
+        ResultRow("requests", len(measured.answers), "requests", params),
+        ResultRow("failed", len(measured.answers) - len(good), "requests", params),
+        *(
+            ResultRow(f"failed: {reason}", count, "requests", params)
+            for reason, count in measured.reasons.most_common()
+        ),
     ]
     if not good:
         return rows
     if short := sum(answer.num_tokens < point.lengths.num_out for answer in good):
-        rows.append(Row("shorter than asked for", short, "requests", params))
+        rows.append(ResultRow("shorter than asked for", short, "requests", params))
     rows += _percentiles("TTFT", [answer.ttft_s * 1e3 for answer in good], "ms", params)
     rows += _percentiles("ITL", [gap_s * 1e3 for answer in good for gap_s in answer.gaps_s], "ms", params)
     rows += _percentiles("E2E", [answer.total_s for answer in good], "s", params)
-    rows.append(Row("output", sum(answer.num_tokens for answer in good) / measured.wall_s, "tokens/s", params))
-    rows.append(Row("input and output", throughput(measured), "tokens/s", params))
+    rows.append(ResultRow("output", sum(answer.num_tokens for answer in good) / measured.wall_s, "tokens/s", params))
+    rows.append(ResultRow("input and output", throughput(measured), "tokens/s", params))
     if num_gpus:
-        rows.append(Row("input and output per GPU", throughput(measured) / num_gpus, "tokens/s", params))
+        rows.append(ResultRow("input and output per GPU", throughput(measured) / num_gpus, "tokens/s", params))
     if (rate := interactivity(good)) is not None:
-        rows.append(Row("interactivity", rate, "tokens/s/user", params))
+        rows.append(ResultRow("interactivity", rate, "tokens/s/user", params))
     return rows
 
 
@@ -207,14 +214,14 @@ def throughput(measured: Measured) -> float:
     return num_tokens / measured.wall_s
 
 
-def interactivity(answers: Sequence[Answer]) -> float | None:
+def interactivity(answers: Sequence[StreamResult]) -> float | None:
     """Tokens a second that the median user sees after the first: 1 / median of the answers' time per output token."""
     times_s = [(a.total_s - a.ttft_s) / (a.num_tokens - 1) for a in answers if a.num_tokens > 1]
     return 1 / statistics.median(times_s) if times_s else None
 
 
-def _percentiles(name: str, values: list[float], unit: str, params: dict) -> list[Row]:
-    return [Row(f"{name} p{share}", percentile(values, share), unit, params) for share in PERCENTILES if values]
+def _percentiles(name: str, values: list[float], unit: str, params: dict) -> list[ResultRow]:
+    return [ResultRow(f"{name} p{share}", percentile(values, share), unit, params) for share in PERCENTILES if values]
 
 
 def percentile(values: Sequence[float], share: float) -> float:

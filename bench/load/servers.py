@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import aiohttp
 
-from bench.load.generator import Server, first_model, version_of
+from bench.load.generator import TargetServer, first_model, version_of
 from contracts.errors import Unavailable
 
 
@@ -34,9 +34,9 @@ class Found:
     model: str
     version: str
 
-    def server(self, vocabulary: int, quiet_s: float) -> Server:
+    def server(self, vocabulary: int, quiet_s: float) -> TargetServer:
         first, *others = self.urls
-        return Server(first, self.model, vocabulary, quiet_s, tuple(others))
+        return TargetServer(first, self.model, vocabulary, quiet_s, tuple(others))
 
 
 async def found_at(http: aiohttp.ClientSession, urls: tuple[str, ...], model: str) -> Found:

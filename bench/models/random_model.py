@@ -9,9 +9,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from checkpoint.checkpoint import Checkpoint, WeightFormat
 from checkpoint.quantization import Quantization, Scheme
-from engine.model_loader.checkpoint_weights import Cut, WeightSource
+from engine.model_loader.checkpoint_weights import TensorSlice, WeightSource
 from engine.model_loader.quantized_matrices import QuantizedMatrices
-from models.config import Experts, ModelConfig, Tuning, YarnScaling
+from models.config import AttentionTemperature, Experts, ModelConfig, YarnScaling
 
 LLAMA_8B = ModelConfig(
     family="llama",
@@ -95,8 +95,8 @@ LLAMA4_MAVERICK = ModelConfig(
     experts=Experts(128, 1, 8192, renormalize=True, dense_layers=tuple(range(0, 48, 2)), as_llama4=True),
     windowed_layers=tuple(layer for layer in range(48) if layer % 4 != 3),
     segment=8192,
-    unturned_layers=tuple(range(3, 48, 4)),
-    tuning=Tuning(8192.0, 0.1),
+    no_rope_layers=tuple(range(3, 48, 4)),
+    attention_temperature=AttentionTemperature(8192.0, 0.1),
 )
 
 
@@ -157,7 +157,7 @@ class RandomWeights:
         self._scheme = None if quantization is None else quantization.scheme
         self.quantized = None if quantization is None else QuantizedMatrices(quantization, self._stored, str)
 
-    def tensor(self, name: str, cut: Cut | None = None) -> torch.Tensor:
+    def tensor(self, name: str, cut: TensorSlice | None = None) -> torch.Tensor:
         tensor = self._whole(name)
         return tensor if cut is None else cut.of(tensor)
 

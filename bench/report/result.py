@@ -21,7 +21,7 @@ _PACKAGES = ("torch", "transformers", "ucxx-cu13", "numpy", "redis", "uvicorn", 
 
 
 @dataclass(frozen=True)
-class Row:
+class ResultRow:
     """One figure. `limit`: what the hardware allows, in the same unit, the least of a time and the most of all else;
     `peer_value`: what `peer` reached in the same run.
     """
@@ -35,7 +35,7 @@ class Row:
     peer_value: float | None = None
 
 
-def write_result(path: Path | None, what: str, rows: Sequence[Row], config: Mapping[str, Any]) -> Path:
+def write_result(path: Path | None, what: str, rows: Sequence[ResultRow], config: Mapping[str, Any]) -> Path:
     """Write `bench/results/<date>-<what>-<hardware>.json` (or `path`) and the Markdown page beside it. Returns the
     JSON's path.
     """

@@ -28,8 +28,8 @@ from pathlib import Path
 import aiohttp
 import torch
 
-from bench.load.client import Answer, ask, body_of, random_prompt, session
-from bench.report.result import Row, write_result
+from bench.load.client import StreamResult, ask, body_of, random_prompt, session
+from bench.report.result import ResultRow, write_result
 from bench.system.local_system import get_json, is_ready, model_of
 from bench.system.resource_usage import gpu_names
 from bench.system.services import Services
@@ -89,7 +89,7 @@ def workers(transfer: str, device: str) -> dict[str, tuple[str, ...]]:
 
 
 @dataclass
-class Toll:
+class FaultReport:
     """What was done to the system, what became of the requests, and the `faults`: what must never be."""
 
     done: Counter[str] = field(default_factory=Counter)
@@ -103,7 +103,7 @@ class Toll:
         self.faults[kind] += 1
         print(f"{kind}: {words}", file=sys.stderr)
 
-    def count(self, answer: Answer, wanted: str, has_left: bool) -> None:
+    def count(self, answer: StreamResult, wanted: str, has_left: bool) -> None:
         """`wanted`: the right text; what came of it is never anything else, however it ended."""
         self.longest_s = max(self.longest_s, answer.total_s)
         self.answers[answer.reason or ("left" if has_left else "right")] += 1
@@ -113,16 +113,19 @@ class Toll:
         if answer.reason and not answer.reason.startswith(WORDS):
             self.fault("an end without words", answer.error)
 
-    def rows(self) -> list[Row]:
-        rows = [Row(f"fault made: {name}", count, "times") for name, count in sorted(self.done.items())]
-        rows += [Row(f"answers: {name}", count, "requests") for name, count in sorted(self.answers.items())]
-        rows += [Row("longest request", round(self.longest_s, 1), "s"), Row("rests", self.num_rests, "times")]
+    def rows(self) -> list[ResultRow]:
+        rows = [ResultRow(f"fault made: {name}", count, "times") for name, count in sorted(self.done.items())]
+        rows += [ResultRow(f"answers: {name}", count, "requests") for name, count in sorted(self.answers.items())]
+        rows += [
+            ResultRow("longest request", round(self.longest_s, 1), "s"),
+            ResultRow("rests", self.num_rests, "times"),
+        ]
         kinds = ("wrong answer", "an end without words", "not clean at rest", "no answer after rest")
-        return rows + [Row(kind, self.faults[kind], "times") for kind in kinds]
+        return rows + [ResultRow(kind, self.faults[kind], "times") for kind in kinds]
 
 
 @dataclass(frozen=True)
-class Question:
+class ChaosPrompt:
     prompt: list[int]
     max_tokens: int
     answer: str
@@ -131,8 +134,8 @@ class Question:
         return body_of(model, self.prompt, self.max_tokens)
 
 
-async def run(services: Services, args: argparse.Namespace) -> Toll:
-    toll, rng = Toll(), random.Random(args.seed)
+async def run(services: Services, args: argparse.Namespace) -> FaultReport:
+    toll, rng = FaultReport(), random.Random(args.seed)
     for name in services.names:
         services.start(name)
     for name in services.names:
@@ -160,7 +163,7 @@ async def run(services: Services, args: argparse.Namespace) -> Toll:
     return toll
 
 
-async def calm(http: aiohttp.ClientSession, services: Services, rng: random.Random) -> list[Question]:
+async def calm(http: aiohttp.ClientSession, services: Services, rng: random.Random) -> list[ChaosPrompt]:
     """Questions and their answers, each asked twice: the second finds its prefix cached."""
     async with asyncio.timeout(REST_TIMEOUT_S):
         while not is_ready(services.url):
@@ -172,17 +175,17 @@ async def calm(http: aiohttp.ClientSession, services: Services, rng: random.Rand
         first, second = [await ask(http, services.url, body, max_tokens) for _ in range(2)]
         if first.reason or second.reason or first.text != second.text:
             raise RuntimeError(f"without any fault: {first.error or first.text!r}, {second.error or second.text!r}")
-        questions.append(Question(prompt, max_tokens, first.text))
+        questions.append(ChaosPrompt(prompt, max_tokens, first.text))
     return questions
 
 
 async def client(
     http: aiohttp.ClientSession,
     services: Services,
-    questions: list[Question],
+    questions: list[ChaosPrompt],
     rng: random.Random,
     may_ask: asyncio.Event,
-    toll: Toll,
+    toll: FaultReport,
 ) -> None:
     """Asks one after another; one of six leaves in the middle."""
     model = model_of(services.url)
@@ -198,7 +201,7 @@ async def client(
         await asyncio.sleep(0.2 if answer.reason else rng.random() * 0.05)
 
 
-async def rest(http: aiohttp.ClientSession, services: Services, question: Question, toll: Toll) -> None:
+async def rest(http: aiohttp.ClientSession, services: Services, question: ChaosPrompt, toll: FaultReport) -> None:
     """Nothing may be left of the requests that were, and the next one is answered."""
     toll.num_rests += 1
     await revive(services)
@@ -217,7 +220,7 @@ async def rest(http: aiohttp.ClientSession, services: Services, question: Questi
         await asyncio.sleep(0.2)
 
 
-async def leftovers(services: Services, toll: Toll) -> list[str]:
+async def leftovers(services: Services, toll: FaultReport) -> list[str]:
     """Requests that have not ended, workers that hold something, credits that are out."""
     left = [f"{toll.num_asking} requests have not ended"] if toll.num_asking else []
     for name in services.workers:
@@ -251,7 +254,7 @@ async def revive(services: Services) -> None:
 # faults
 
 
-async def strike(services: Services, rng: random.Random, toll: Toll) -> None:
+async def strike(services: Services, rng: random.Random, toll: FaultReport) -> None:
     """One to three faults, one after another; whoever they ended is started again."""
     for _ in range(rng.randrange(1, 4)):
         await asyncio.sleep(rng.uniform(0.0, 3.0))

@@ -16,8 +16,8 @@ from itertools import accumulate
 from pathlib import Path
 
 from bench.engine.cpu import NUM_DECODED, NUM_STREAMS, decode
-from bench.load.client import Answer, ask, body_of, random_prompt, session
-from bench.report.result import Row, write_result
+from bench.load.client import StreamResult, ask, body_of, random_prompt, session
+from bench.report.result import ResultRow, write_result
 from bench.system.local_system import System, running
 from engine.engine import Engine
 from engine.loader import load_engine
@@ -48,7 +48,7 @@ def main() -> None:
         print(f"{row.name:16s} {dict(row.params)!s:52s} {row.value:9.2f} {row.unit}{peer}")
 
 
-def keep(args: argparse.Namespace, rows: Sequence[Row]) -> None:
+def keep(args: argparse.Namespace, rows: Sequence[ResultRow]) -> None:
     write_result(args.out, "serving", rows, {"dtype": args.dtype, "model": args.model, "repeats": args.repeats})
 
 
@@ -62,7 +62,7 @@ def parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
-async def measure(systems: dict[str, System], repeats: int) -> dict[tuple[str, int], list[Answer]]:
+async def measure(systems: dict[str, System], repeats: int) -> dict[tuple[str, int], list[StreamResult]]:
     """One request at a time, the systems taking turns, so that what the machine does meets all of them alike."""
     rng, answers = random.Random(0), {}
     async with session() as http:
@@ -103,7 +103,7 @@ async def measure_rates(engine: Engine, systems: dict[str, System], repeats: int
     return rates
 
 
-def decode_rate(answers: Sequence[Answer]) -> float:
+def decode_rate(answers: Sequence[StreamResult]) -> float:
     """Tokens per second from when the last of the streams has its token 0 until all have ended.
 
     The streams started together.
@@ -115,10 +115,10 @@ def decode_rate(answers: Sequence[Answer]) -> float:
     return sum(time > start for time in times) / (max(times) - start)
 
 
-def rate_rows(rates: dict[tuple[str, int], list[float]]) -> list[Row]:
+def rate_rows(rates: dict[tuple[str, int], list[float]]) -> list[ResultRow]:
     medians = {key: statistics.median(seen) for key, seen in rates.items()}
     return [
-        Row(
+        ResultRow(
             "decode rate",
             rate,
             "tokens/s",
@@ -130,7 +130,7 @@ def rate_rows(rates: dict[tuple[str, int], list[float]]) -> list[Row]:
     ]
 
 
-def rows_of(answers: dict[tuple[str, int], list[Answer]]) -> list[Row]:
+def rows_of(answers: dict[tuple[str, int], list[StreamResult]]) -> list[ResultRow]:
     rows = []
     for (name, num_tokens), measured in answers.items():
         mixed = answers["mixed", num_tokens]
@@ -144,15 +144,15 @@ def rows_of(answers: dict[tuple[str, int], list[Answer]]) -> list[Row]:
     return rows
 
 
-MEASURES: dict[str, Callable[[Answer], float]] = {
+MEASURES: dict[str, Callable[[StreamResult], float]] = {
     "ttft": lambda answer: answer.ttft_s,
     "gap token 0 to 1": lambda answer: answer.gaps_s[0],
     "itl": lambda answer: statistics.median(answer.gaps_s[1:]),
 }
 
 
-def row(name: str, params: dict, value: float, mixed: float | None) -> Row:
-    return Row(name, value, "ms", params, peer=None if mixed is None else "mixed worker", peer_value=mixed)
+def row(name: str, params: dict, value: float, mixed: float | None) -> ResultRow:
+    return ResultRow(name, value, "ms", params, peer=None if mixed is None else "mixed worker", peer_value=mixed)
 
 
 if __name__ == "__main__":

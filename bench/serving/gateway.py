@@ -21,12 +21,12 @@ import aiohttp
 import psutil
 import uvloop
 
-from bench.report.result import Row, write_result
+from bench.report.result import ResultRow, write_result
 from checkpoint import open_checkpoint
 from contracts.codec import FrameReader, decoder, encode
 from contracts.events import EventFrame, Tokens
 from contracts.ids import Epoch, GatewayId, RequestId, WorkerId
-from contracts.node import NodeInfo, Role
+from contracts.node import NodeInfo, WorkerRole
 from contracts.request import Job, Route
 from contracts.sampling import SamplingParams
 from coordinator.memory_store import MemoryStore
@@ -67,8 +67,8 @@ def _arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-async def _measure() -> list[Row]:
-    roles = {"p0": Role.PREFILL, "d0": Role.DECODE}
+async def _measure() -> list[ResultRow]:
+    roles = {"p0": WorkerRole.PREFILL, "d0": WorkerRole.DECODE}
     workers = [FakeWorker(WorkerId(name), role, SECRET, model=open_checkpoint("").name) for name, role in roles.items()]
     for worker in workers:
         await worker.start()
@@ -118,7 +118,7 @@ async def _serve_with(infos: list[NodeInfo], ready_file: Path, pipe: Connection)
     await serving
 
 
-async def _first_rows(url: str, workers: Sequence[FakeWorker], process: psutil.Process) -> list[Row]:
+async def _first_rows(url: str, workers: Sequence[FakeWorker], process: psutil.Process) -> list[ResultRow]:
     """Each first token through the gateway beside one that the same worker sent without it."""
     cpu_s = _cpu_s(process)
     async with aiohttp.ClientSession() as session, _events(session, workers[0]) as arrived:
@@ -127,11 +127,11 @@ async def _first_rows(url: str, workers: Sequence[FakeWorker], process: psutil.P
     through, direct = zip(*pairs[20:], strict=True)
     added = [a - b for a, b in pairs[20:]]
     return [
-        Row("gateway CPU for a request of two tokens", cpu_s / NUM_FIRSTS * 1e3, "ms"),
-        Row("TTFT added by the gateway, p50", statistics.median(added) * 1e3, "ms"),
-        Row("TTFT added by the gateway, p99", _p99(added) * 1e3, "ms"),
+        ResultRow("gateway CPU for a request of two tokens", cpu_s / NUM_FIRSTS * 1e3, "ms"),
+        ResultRow("TTFT added by the gateway, p50", statistics.median(added) * 1e3, "ms"),
+        ResultRow("TTFT added by the gateway, p99", _p99(added) * 1e3, "ms"),
         *(
-            Row(
+            ResultRow(
                 f"TTFT, {name}",
                 figure(through) * 1e3,
                 "ms",
@@ -145,7 +145,9 @@ async def _first_rows(url: str, workers: Sequence[FakeWorker], process: psutil.P
     ]
 
 
-async def _paced_rows(url: str, streams: int, workers: Sequence[FakeWorker], process: psutil.Process) -> list[Row]:
+async def _paced_rows(
+    url: str, streams: int, workers: Sequence[FakeWorker], process: psutil.Process
+) -> list[ResultRow]:
     for worker in workers:
         worker.period_s = 1 / TOKENS_PER_S
     try:
@@ -157,13 +159,13 @@ async def _paced_rows(url: str, streams: int, workers: Sequence[FakeWorker], pro
             worker.period_s = 0.0
     params = {"streams": streams, "tokens/s each": TOKENS_PER_S}
     return [
-        Row("tokens per second of gateway CPU", num_tokens / cpu_s, "tokens/s", params),
-        Row("share of a core", cpu_s / wall_s, "cores", params),
-        Row("pace kept", num_tokens / wall_s / streams / TOKENS_PER_S, "of the asked", params),
+        ResultRow("tokens per second of gateway CPU", num_tokens / cpu_s, "tokens/s", params),
+        ResultRow("share of a core", cpu_s / wall_s, "cores", params),
+        ResultRow("pace kept", num_tokens / wall_s / streams / TOKENS_PER_S, "of the asked", params),
     ]
 
 
-async def _unpaced_rows(url: str, streams: int, process: psutil.Process) -> list[Row]:
+async def _unpaced_rows(url: str, streams: int, process: psutil.Process) -> list[ResultRow]:
     cpu_s, start_s = _cpu_s(process), time.perf_counter()
     num_tokens = 0
     while num_tokens < MEASURED_TOKENS:
@@ -171,8 +173,8 @@ async def _unpaced_rows(url: str, streams: int, process: psutil.Process) -> list
     cpu_s, wall_s = max(_cpu_s(process) - cpu_s, CPU_TICK_S), time.perf_counter() - start_s
     params = {"streams": streams, "tokens/s each": "all that come"}
     return [
-        Row("tokens per second of gateway CPU", num_tokens / cpu_s, "tokens/s", params),
-        Row("tokens per second, wall", num_tokens / wall_s, "tokens/s", params),
+        ResultRow("tokens per second of gateway CPU", num_tokens / cpu_s, "tokens/s", params),
+        ResultRow("tokens per second, wall", num_tokens / wall_s, "tokens/s", params),
     ]
 
 

@@ -31,14 +31,14 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from bench.load.client import VOCABULARY, session
-from bench.load.generator import Measured, Server, measure
+from bench.load.generator import Measured, TargetServer, measure
 from bench.load.servers import Found, Named, found_at, named
-from bench.report.result import Row, write_result
+from bench.report.result import ResultRow, write_result
 from bench.serving.loads import GAP_S, LOADS, Load, load_rows
 from bench.serving.plots import Drawn, plot_serving
 from bench.serving.soak import wait_clean
 from bench.system.local_system import System, running
-from bench.system.resource_usage import Accounts, gpu_names, memory_rows, start_rows
+from bench.system.resource_usage import SystemCounters, gpu_names, memory_rows, start_rows
 from contracts.errors import Unavailable
 
 SYSTEMS = {
@@ -55,11 +55,11 @@ class Report:
 
     def __init__(self, args: argparse.Namespace, loads: Sequence[Load]) -> None:
         self._args, self._loads = args, loads
-        self.rows: list[Row] = []
+        self.rows: list[ResultRow] = []
         self.drawn: Drawn = {}
         self.found: dict[str, Found] = {}
 
-    def add(self, rows: Sequence[Row], **params: str) -> None:
+    def add(self, rows: Sequence[ResultRow], **params: str) -> None:
         self.rows += [replace(row, params=params | dict(row.params)) for row in rows]
         args = self._args
         config = {name: getattr(args, name) for name in ("model", "device", "dtype", "shrink", "seed", "systems")}
@@ -134,8 +134,8 @@ async def measure_system(
     with running(*SYSTEMS[name], "--transfer", transfer_of(name, args.device), *common, TRITON_CACHE_DIR=kernels) as up:
         rows = [*start_rows(up, time.perf_counter() - began_s), *memory_rows(up)]
         report.add([shown(row) for row in rows], system=name)
-        accounts = Accounts(up)
-        server = Server(up.url, up.model(), vocabulary_of(args.model), QUIET_S)
+        accounts = SystemCounters(up)
+        server = TargetServer(up.url, up.model(), vocabulary_of(args.model), QUIET_S)
         for load in loads:
             measured = await drive(server, load, args.seed)
             report.drawn.setdefault(load.name, {})[name] = measured.good
@@ -167,20 +167,20 @@ def vocabulary_of(folder: str) -> int:
     return min(VOCABULARY, config["vocab_size"])
 
 
-async def drive(server: Server, load: Load, seed: int) -> Measured:
+async def drive(server: TargetServer, load: Load, seed: int) -> Measured:
     measured = Measured(load.point)
     async with session(total_s=None) as http:
         await measure(http, server, measured, seed, lambda answer: None)
     return measured
 
 
-def after_rows(system: System) -> list[Row]:
+def after_rows(system: System) -> list[ResultRow]:
     """Whether every page came back."""
-    return [Row("pool clean afterwards", int(is_clean), "bool", {"worker": worker})
+    return [ResultRow("pool clean afterwards", int(is_clean), "bool", {"worker": worker})
             for worker, is_clean in wait_clean(system).items()]  # fmt: skip
 
 
-def shown(row: Row) -> Row:
+def shown(row: ResultRow) -> ResultRow:
     """Printed as it comes."""
     peer = f"   {row.peer} {row.peer_value:.4g}" if row.peer_value else ""
     print(f"{row.name:24s} {row.value:10.3f} {row.unit:16s} {dict(row.params)}{peer}", flush=True)

@@ -2,9 +2,9 @@
 
 from dataclasses import dataclass, replace
 
-from bench.load.client import Answer
+from bench.load.client import StreamResult
 from bench.load.generator import Lengths, Measured, Point, percentile, rows_of
-from bench.report.result import Row
+from bench.report.result import ResultRow
 
 NUM_GPUS = 2
 GAP_S = 0.010
@@ -39,29 +39,31 @@ LOADS = tuple(
 )
 
 
-def load_rows(system: str, load: Load, measured: Measured, num_gpus: int = NUM_GPUS) -> list[Row]:
+def load_rows(system: str, load: Load, measured: Measured, num_gpus: int = NUM_GPUS) -> list[ResultRow]:
     """Return all rows of one load. `num_gpus`: 0 if it is not known."""
     own = {"system": system, "load": load.name}
     rows = [replace(row, params=own | dict(row.params)) for row in rows_of(measured, num_gpus)]
     return rows + [replace(row, params=own) for row in _more_rows(load, measured)] if measured.good else rows
 
 
-def _more_rows(load: Load, measured: Measured) -> list[Row]:
+def _more_rows(load: Load, measured: Measured) -> list[ResultRow]:
     gaps_ms = [gap_s * 1e3 for answer in measured.good for gap_s in answer.gaps_s]
     tail = (
-        [Row("ITL p99.9", percentile(gaps_ms, 99.9), "ms"), Row("ITL longest", max(gaps_ms), "ms")] if gaps_ms else []
+        [ResultRow("ITL p99.9", percentile(gaps_ms, 99.9), "ms"), ResultRow("ITL longest", max(gaps_ms), "ms")]
+        if gaps_ms
+        else []
     )
     num_good = sum(is_good(load, answer) for answer in measured.good)
     num_events = sum(1 + len(answer.gaps_s) for answer in measured.good)
     return [
         *tail,
-        Row("tokens an event", sum(answer.num_tokens for answer in measured.good) / num_events, "tokens"),
-        Row("within the objective", num_good / len(measured.answers), "of the requests"),
-        Row("goodput", num_good / measured.wall_s, "requests/s"),
+        ResultRow("tokens an event", sum(answer.num_tokens for answer in measured.good) / num_events, "tokens"),
+        ResultRow("within the objective", num_good / len(measured.answers), "of the requests"),
+        ResultRow("goodput", num_good / measured.wall_s, "requests/s"),
     ]
 
 
-def is_good(load: Load, answer: Answer) -> bool:
+def is_good(load: Load, answer: StreamResult) -> bool:
     """Whether an answered request met its load's objective."""
     num_gaps = max(1, answer.num_tokens - 1)
     return answer.ttft_s <= load.ttft_s and (answer.total_s - answer.ttft_s) / num_gaps <= GAP_S

@@ -13,7 +13,7 @@ from pathlib import Path
 from bench.engine.agreement import prompts
 from bench.load.client import session
 from bench.models.transformers_oracle import greedy, oracle
-from bench.report.result import Row, write_result
+from bench.report.result import ResultRow, write_result
 from bench.system.local_system import System, running
 from engine.loader import load_engine
 from engine.settings import EngineSettings
@@ -49,7 +49,7 @@ def reference(num_prompts: int, num_tokens: int) -> tuple[list[list[int]], list[
     return asked, [[tokenizer.decode([token], skip_special_tokens=False) for token in answer] for answer in answers]
 
 
-def measure(name: str, flags: tuple[str, ...], asked: list[list[int]], expected: list[list[str]]) -> list[Row]:
+def measure(name: str, flags: tuple[str, ...], asked: list[list[int]], expected: list[list[str]]) -> list[ResultRow]:
     with running(*flags, "--dtype", "float32", **CHUNKED) as system:
         rows = []
         for turn in ("cold", "with prefix hits"):
@@ -57,7 +57,7 @@ def measure(name: str, flags: tuple[str, ...], asked: list[list[int]], expected:
             equal = sum(tokens == wanted for (tokens, _), wanted in zip(answers, expected, strict=True))
             cached = sum(cached for _, cached in answers)
             params = {"system": name, "turn": turn, "cached_tokens": cached}
-            rows.append(Row("answers equal to transformers float32", equal, "answers", params, limit=len(asked)))
+            rows.append(ResultRow("answers equal to transformers float32", equal, "answers", params, limit=len(asked)))
             logging.info("%s, %s: %d of %d equal, %d cached tokens", name, turn, equal, len(asked), cached)
         return rows
 

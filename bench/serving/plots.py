@@ -6,18 +6,18 @@ from pathlib import Path
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from bench.load.client import Answer
+from bench.load.client import StreamResult
 from bench.report.plots import log_ticks
 from bench.serving.loads import Load
 
-Drawn = dict[str, dict[str, list[Answer]]]
+Drawn = dict[str, dict[str, list[StreamResult]]]
 """Answers by load and system."""
 
 COLUMNS = 2
 SIZE = (11.0, 11.0)
 DPI = 110
 MAX_POINTS = 600
-Values = Callable[[Sequence[Answer]], list[float]]
+Values = Callable[[Sequence[StreamResult]], list[float]]
 
 
 def plot_serving(result: Path, loads: Sequence[Load], drawn: Drawn) -> list[Path]:

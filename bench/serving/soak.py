@@ -21,7 +21,7 @@ import aiohttp
 import psutil
 
 from bench.load.client import GREEDY, ask, body_of, random_prompt, session
-from bench.report.result import Row, write_result
+from bench.report.result import ResultRow, write_result
 from bench.system.local_system import System, get_json, running
 from bench.system.resource_usage import memory_rows, pids
 
@@ -71,7 +71,7 @@ async def soak(system: System, args: argparse.Namespace) -> tuple[list[dict[str,
     """Keep `args.streams` open until the time is up. Returns memory samples (bytes by process) and outcome counts."""
     counts = {"finished": 0, "left": 0, "overloaded": 0, "failed": 0}
     until = time.monotonic() + args.minutes * 60.0
-    draws = [Draw(random.Random(args.seed + i), args.prompt, args.answer) for i in range(args.streams)]
+    draws = [SoakRequest(random.Random(args.seed + i), args.prompt, args.answer) for i in range(args.streams)]
     sampling = asyncio.create_task(sample_memory(system, until))
     async with session() as http:
         server = http, system.url, system.model()
@@ -80,7 +80,7 @@ async def soak(system: System, args: argparse.Namespace) -> tuple[list[dict[str,
 
 
 @dataclass(frozen=True)
-class Draw:
+class SoakRequest:
     """What one stream asks for next. Lengths in tokens; the longest are `prompt` and `answer`."""
 
     rng: random.Random
@@ -105,7 +105,7 @@ class Draw:
 
 
 async def stream(
-    server: tuple[aiohttp.ClientSession, str, str], draw: Draw, until: float, counts: dict[str, int]
+    server: tuple[aiohttp.ClientSession, str, str], draw: SoakRequest, until: float, counts: dict[str, int]
 ) -> None:
     """`server`: the client, the gateway's URL, the model."""
     http, url, model = server
@@ -145,15 +145,15 @@ def wait_clean(system: System) -> dict[str, bool]:
         time.sleep(0.5)
 
 
-def summarize(samples: list[dict[str, int]], counts: dict[str, int], clean: dict[str, bool]) -> list[Row]:
+def summarize(samples: list[dict[str, int]], counts: dict[str, int], clean: dict[str, bool]) -> list[ResultRow]:
     """Growth is from the end of the first fifth (caches warm) to the end."""
-    rows = [Row(f"requests {name}", count, "requests") for name, count in counts.items()]
-    rows += [Row("pool clean afterwards", int(value), "bool", {"worker": name}) for name, value in clean.items()]
+    rows = [ResultRow(f"requests {name}", count, "requests") for name, count in counts.items()]
+    rows += [ResultRow("pool clean afterwards", int(value), "bool", {"worker": name}) for name, value in clean.items()]
     warm = samples[len(samples) // 5]
     for name, last in samples[-1].items():
         growth = (last - warm[name]) / 2**20
         params = {"process": name, "resident": f"{last / 2**20:.0f} MiB"}
-        rows.append(Row("memory growth", round(growth, 1), "MiB", params))
+        rows.append(ResultRow("memory growth", round(growth, 1), "MiB", params))
     return rows
 
 

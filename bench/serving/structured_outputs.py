@@ -22,7 +22,7 @@ import jsonschema
 from llguidance import LLMatcher
 
 from bench.load.client import session
-from bench.report.result import Row, write_result
+from bench.report.result import ResultRow, write_result
 from bench.system.local_system import System, running
 from contracts.events import FinishReason
 from contracts.ids import RequestId
@@ -150,11 +150,11 @@ def question(schema: Schema) -> str:
     return f"Answer in JSON of this form: {json.dumps(schema)}"
 
 
-def validity(who: str, schemas: list[Schema], answers: list[str | None]) -> list[Row]:
+def validity(who: str, schemas: list[Schema], answers: list[str | None]) -> list[ResultRow]:
     finished = [(schema, text) for schema, text in zip(schemas, answers, strict=True) if text is not None]
     valid = sum(is_valid(schema, text) for schema, text in finished)
     params = {"who": who, "finished": len(finished), "schemas": len(schemas)}
-    return [Row("finished answers that are valid", valid, "answers", params, limit=len(finished))]
+    return [ResultRow("finished answers that are valid", valid, "answers", params, limit=len(finished))]
 
 
 def is_valid(schema: Schema, text: str) -> bool:
@@ -166,7 +166,7 @@ def is_valid(schema: Schema, text: str) -> bool:
     return True
 
 
-def step_costs(engine: Engine) -> list[Row]:
+def step_costs(engine: Engine) -> list[ResultRow]:
     """Median milliseconds of a decode step, with a grammar and without."""
     endless = grammar({"type": "array", "items": {"type": "string", "maxLength": 20}, "minItems": 100})
     rows = []
@@ -177,7 +177,7 @@ def step_costs(engine: Engine) -> list[Row]:
             without_ms += step_ms(engine, streams, "")
         with_grammar, without = statistics.median(with_ms), statistics.median(without_ms)
         params = {"streams": streams}
-        rows.append(Row("decode step with a grammar", with_grammar, "ms", params, None, "without", without))
+        rows.append(ResultRow("decode step with a grammar", with_grammar, "ms", params, None, "without", without))
     return rows
 
 

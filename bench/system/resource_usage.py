@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 from prometheus_client.parser import text_string_to_metric_families
 
-from bench.report.result import Row
+from bench.report.result import ResultRow
 from bench.system.local_system import System
 from process.local_http import open_local
 
@@ -23,14 +23,14 @@ _SAID_S = 0.5  # a core tells its front what it counts ten times a second: the l
 _STAGE = re.compile(r"([a-z][a-z ]*) (\d+\.\d) s(?:, |$)")
 
 
-class Accounts:
+class SystemCounters:
     """Of one system. `rows()` says what happened since the last call, or since it was made."""
 
     def __init__(self, system: System) -> None:
         self._system, self._nodes = system, system.nodes()
         self._last = self._take()
 
-    def rows(self, wall_s: float) -> list[Row]:
+    def rows(self, wall_s: float) -> list[ResultRow]:
         time.sleep(_SAID_S)
         (gateway, workers, cpu_s), self._last = self._last, self._take()
         now_gateway, now_workers, now_cpu_s = self._last
@@ -40,7 +40,7 @@ class Accounts:
         rows += pause_rows({"gateway": now_gateway} | now_workers)
         spans_s = {name: now_cpu_s[name] - before_s for name, before_s in cpu_s.items()}
         return rows + [
-            Row("processor cores used", span_s / wall_s, "cores", {"by": n}) for n, span_s in spans_s.items()
+            ResultRow("processor cores used", span_s / wall_s, "cores", {"by": n}) for n, span_s in spans_s.items()
         ]
 
     def _take(self) -> tuple[Samples, dict[str, Samples], dict[str, float]]:
@@ -66,7 +66,7 @@ def samples_of(text: str) -> Samples:
     }
 
 
-def mean_rows(before: Samples, after: Samples) -> list[Row]:
+def mean_rows(before: Samples, after: Samples) -> list[ResultRow]:
     """Of what was observed in between, in ms."""
     rows = []
     for (name, label), value in after.items():
@@ -76,21 +76,21 @@ def mean_rows(before: Samples, after: Samples) -> list[Row]:
         count = after[f"{metric}_count", label] - before.get((f"{metric}_count", label), 0.0)
         if count:
             mean_s = (value - before.get((name, label), 0.0)) / count
-            rows.append(Row(f"mean {label or _MEANS[metric]}", mean_s * 1e3, "ms", {"of": int(count)}))
+            rows.append(ResultRow(f"mean {label or _MEANS[metric]}", mean_s * 1e3, "ms", {"of": int(count)}))
     return rows
 
 
-def work_rows(worker: str, before: Samples, after: Samples) -> list[Row]:
+def work_rows(worker: str, before: Samples, after: Samples) -> list[ResultRow]:
     rows = []
     for what in _WORK:
         key = f"tandem_worker_{what}_total", ""
         if done := after.get(key, 0.0) - before.get(key, 0.0):
             unit = "tokens" if what.endswith("tokens") else "times"
-            rows.append(Row(what.replace("_", " "), done, unit, {"worker": worker}))
+            rows.append(ResultRow(what.replace("_", " "), done, unit, {"worker": worker}))
     return rows
 
 
-def pause_rows(samples: Mapping[str, Samples]) -> list[Row]:
+def pause_rows(samples: Mapping[str, Samples]) -> list[ResultRow]:
     """By gateway and workers: the longest that Python's garbage collector has stopped it for since it was ready."""
     longest_s = {
         by: value
@@ -98,7 +98,7 @@ def pause_rows(samples: Mapping[str, Samples]) -> list[Row]:
         for (name, _), value in found.items()
         if name.endswith("_longest_collection_seconds")
     }
-    return [Row("longest collection", seconds * 1e3, "ms", {"by": by}) for by, seconds in longest_s.items()]
+    return [ResultRow("longest collection", seconds * 1e3, "ms", {"by": by}) for by, seconds in longest_s.items()]
 
 
 def pids(nodes: Sequence[Mapping]) -> dict[str, int]:
@@ -115,17 +115,17 @@ def cpu_s(pid: int) -> float:
     return times.user + times.system
 
 
-def start_rows(system: System, took_s: float) -> list[Row]:
+def start_rows(system: System, took_s: float) -> list[ResultRow]:
     """From the command to the gateway's readiness, and what took the time in each engine; the rest is processes,
     imports, memory and the gateway.
     """
-    rows = [Row("start to ready", took_s, "s")]
+    rows = [ResultRow("start to ready", took_s, "s")]
     for worker in system.workers():
         stages = stages_of(Path(worker["log"]).read_text(encoding="utf-8", errors="replace"))
         params = {"worker": worker["id"]}
-        rows += [Row(f"start: {stage}", seconds, "s", params) for stage, seconds in stages.items()]
+        rows += [ResultRow(f"start: {stage}", seconds, "s", params) for stage, seconds in stages.items()]
         if stages:
-            rows.append(Row("start: all else", took_s - sum(stages.values()), "s", params))
+            rows.append(ResultRow("start: all else", took_s - sum(stages.values()), "s", params))
     return rows
 
 
@@ -135,14 +135,14 @@ def stages_of(log: str) -> dict[str, float]:
     return {stage: float(s) for stage, s in _STAGE.findall(ready[-1].rpartition("; ")[2])} if ready else {}
 
 
-def memory_rows(system: System) -> list[Row]:
+def memory_rows(system: System) -> list[ResultRow]:
     """The KV cache of each worker, and what of each GPU is taken, where there is one."""
     rows = []
     for worker in system.workers():
         tokens = read(worker["url"])["tandem_worker_capacity_tokens", ""]
-        rows.append(Row("KV cache", tokens, "tokens", {"worker": worker["id"]}))
+        rows.append(ResultRow("KV cache", tokens, "tokens", {"worker": worker["id"]}))
     for index, used, total in _gpus():
-        rows.append(Row("GPU memory taken", used / 1024, "GiB", {"gpu": index}, limit=total / 1024))
+        rows.append(ResultRow("GPU memory taken", used / 1024, "GiB", {"gpu": index}, limit=total / 1024))
     return rows
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from contracts.errors import Overloaded, RequestError, TandemError, Unavailable
 from contracts.ids import Epoch, Incarnation, RequestId, WorkerId
-from contracts.node import NodeLoad, Role
+from contracts.node import NodeLoad, WorkerRole
 from coordinator.store.store import AFFINITY_BLOCK, AFFINITY_BLOCKS, AFFINITY_TTL_S
 
 OUTPUT_CREDIT_TOKENS = 256
@@ -88,12 +88,12 @@ class Candidate:
     """A live worker that takes work. Tokens include credits taken since its last heartbeat; rates are 0 while unknown.
 
     `num_answers`: of `num_decodes`, those whose prompts are computed. `cached_tokens`: of this prompt's prefix, served
-    here before. `sends`, `takes`: as of NodeInfo. `prompt_tokens_per_mixed_step`, `bad_paths`: as of NodeLoad.
+    here before. `send_words`, `receive_words`: as of NodeInfo. `prompt_tokens_per_mixed_step`, `bad_paths`: as of NodeLoad.
     """
 
     worker_id: WorkerId
     incarnation: Incarnation
-    role: Role
+    role: WorkerRole
     layout_id: str
     max_model_len: int
     capacity_tokens: int
@@ -103,8 +103,8 @@ class Candidate:
     num_decodes: int
     num_answers: int
     cached_tokens: int = 0
-    sends: frozenset[str]
-    takes: frozenset[str]
+    send_words: frozenset[str]
+    receive_words: frozenset[str]
     prefill_rate: float = 0.0
     decode_rate: float = 0.0
     transfer_rate: float = 0.0
@@ -112,7 +112,7 @@ class Candidate:
 
 
 @dataclass(frozen=True)
-class Choice:
+class PlacementChoice:
     """`uncached_tokens`: what the prefill worker has to compute."""
 
     prefill: Candidate
@@ -120,25 +120,25 @@ class Choice:
     uncached_tokens: int
 
 
-def choose(candidates: Sequence[Candidate], num_tokens: int, need_tokens: int) -> Choice:
+def choose(candidates: Sequence[Candidate], num_tokens: int, need_tokens: int) -> PlacementChoice:
     """The cheapest pair, or one worker as both. `candidates` come sorted by worker id, which breaks ties.
 
     Raises Unavailable, RequestError or Overloaded.
     """
     if need_tokens == num_tokens + 1:
-        candidates = [_as_whole(c) for c in candidates if c.role != Role.DECODE]
+        candidates = [_as_whole(c) for c in candidates if c.role != WorkerRole.DECODE]
     knows_rate = any(c.prefill_rate for c in candidates)
-    candidates = assumed(candidates)
-    prefills = _fitting([c for c in candidates if c.role != Role.DECODE], "prefill", num_tokens)
-    decodes = _fitting([c for c in candidates if c.role != Role.PREFILL], "decode", num_tokens)
+    candidates = with_default_rates(candidates)
+    prefills = _fitting([c for c in candidates if c.role != WorkerRole.DECODE], "prefill", num_tokens)
+    decodes = _fitting([c for c in candidates if c.role != WorkerRole.PREFILL], "decode", num_tokens)
     # Who meets nobody is passed over first: it is always idle, and would hide that the others are full.
-    prefills = [p for p in prefills if any(_meet(p, d) for d in decodes)]
+    prefills = [p for p in prefills if any(_can_exchange_kv(p, d) for d in decodes)]
     if not prefills:
         raise no_pair()
     ready = [p for p in prefills if not knows_rate or p.pending_tokens <= _max_pending(p)]
     if not ready:
         raise overloaded("prefill", min((p.pending_tokens - _max_pending(p)) / p.prefill_rate for p in prefills))
-    decodes = [d for d in decodes if any(_meet(p, d) for p in ready)]
+    decodes = [d for d in decodes if any(_can_exchange_kv(p, d) for p in ready)]
     roomy = [d for d in decodes if _excess(d, need_tokens) <= 0 or d.reserved_tokens == 0]
     if not roomy:
         raise overloaded("decode", min(_excess(d, need_tokens) / d.decode_rate for d in decodes))
@@ -148,10 +148,10 @@ def choose(candidates: Sequence[Candidate], num_tokens: int, need_tokens: int) -
     # Of pairs that cost the same, one of equal layouts: nothing is converted on the way.
     costs = [(cost_s(p, d, num_tokens, need_tokens), p.layout_id != d.layout_id) for p, d in pairs]
     prefill, decode = pairs[costs.index(min(costs))]
-    return Choice(prefill, decode, num_tokens - prefill.cached_tokens)
+    return PlacementChoice(prefill, decode, num_tokens - prefill.cached_tokens)
 
 
-def assumed(candidates: Sequence[Candidate]) -> list[Candidate]:
+def with_default_rates(candidates: Sequence[Candidate]) -> list[Candidate]:
     """With a rate in place of each that is unknown."""
     fastest = max((c.prefill_rate for c in candidates), default=0.0) or PREFILL_RATE
     return [
@@ -232,17 +232,17 @@ def _stall_weight(worker: Candidate) -> float:
     return STALL_WEIGHT * min(1.0, gap_s / LONG_GAP_S)
 
 
-def _meet(prefill: Candidate, decode: Candidate) -> bool:
-    return prefill.worker_id == decode.worker_id or not prefill.sends.isdisjoint(decode.takes)
+def _can_exchange_kv(prefill: Candidate, decode: Candidate) -> bool:
+    return prefill.worker_id == decode.worker_id or not prefill.send_words.isdisjoint(decode.receive_words)
 
 
 def _as_whole(candidate: Candidate) -> Candidate:
     """An answer of one token ends where its prompt is computed: its KV would be moved for nothing."""
-    return replace(candidate, role=Role.MIXED, sends=frozenset(), takes=frozenset())
+    return replace(candidate, role=WorkerRole.MIXED, send_words=frozenset(), receive_words=frozenset())
 
 
 def _pairs(prefills: list[Candidate], decodes: list[Candidate]) -> list[tuple[Candidate, Candidate]]:
-    return [(p, d) for p in prefills for d in decodes if _meet(p, d)]
+    return [(p, d) for p in prefills for d in decodes if _can_exchange_kv(p, d)]
 
 
 def _fitting(candidates: list[Candidate], side: str, num_tokens: int) -> list[Candidate]:

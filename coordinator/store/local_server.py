@@ -12,7 +12,7 @@ from pathlib import Path
 from types import TracebackType
 
 from contracts.errors import ConfigError
-from process.parent_death import leashed
+from process.parent_death import die_with_parent
 from process.sockets import free_port
 
 PROGRAMS = ("redis-server", "valkey-server")
@@ -87,7 +87,7 @@ class RedisServer:
         """Empty, on the same port as before."""
         log = Path(self._folder.name, "log")
         options = ["--port", str(self.port), "--bind", "127.0.0.1", "--save", "", "--appendonly", "no"]
-        command = leashed([str(self._program), *options, "--dir", self._folder.name])
+        command = die_with_parent([str(self._program), *options, "--dir", self._folder.name])
         with log.open("ab") as output:
             self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=output)
         self._await_answer(self._process, log)

@@ -19,17 +19,17 @@ from contracts.ids import Epoch, GatewayId, Incarnation, RequestId, WorkerId
 from contracts.node import Node, NodeInfo, NodeLoad
 from contracts.request import Route
 from coordinator.placement import policy as placement
-from coordinator.request_states import State, require_end
+from coordinator.request_states import RequestState, require_end
 from coordinator.store.local_server import hide_password
 from coordinator.store.lua_scripts import load_scripts
 from coordinator.store.store import (
     ALIVE_S,
-    CORPSE_KEPT_S,
+    STALE_RECORD_KEPT_S,
     Counts,
     Lead,
-    Move,
     PlaceRequest,
     Reaped,
+    StateTransition,
     WorkerView,
     to_counts,
 )
@@ -67,14 +67,14 @@ class RedisStore:
         pool: str,
         *,
         alive_s: float = ALIVE_S,
-        corpse_kept_s: float = CORPSE_KEPT_S,
+        stale_record_kept_s: float = STALE_RECORD_KEPT_S,
         observe: Observer = unobserved,
     ) -> None:
         self._redis = _client(url)
         self._where = hide_password(url)
         self.prefix = f"tandem:{{{pool}}}:"
         self._alive_ms = int(alive_s * 1000)
-        self._corpse_kept_ms = int(corpse_kept_s * 1000)
+        self._stale_record_kept_ms = int(stale_record_kept_s * 1000)
         self._observe = observe
         self._misread: set[bytes] = set()
         self._scripts: dict[str, AsyncScript] = {
@@ -138,7 +138,7 @@ class RedisStore:
             raise Unavailable(f"a worker of another release is in this pool: {error}") from error
         return Route(request.request_id, request.epoch, prefill, decode)
 
-    async def advance(self, moves: Sequence[Move]) -> list[bool]:
+    async def advance(self, moves: Sequence[StateTransition]) -> list[bool]:
         done: list[bool] = []
         for first in range(0, len(moves), MAX_BATCH):
             batch = moves[first : first + MAX_BATCH]
@@ -146,7 +146,7 @@ class RedisStore:
             done += map(bool, await self._run("advance", *flat))
         return done
 
-    async def finish(self, request_id: RequestId, epoch: Epoch, state: State = State.FINISHED) -> bool:
+    async def finish(self, request_id: RequestId, epoch: Epoch, state: RequestState = RequestState.FINISHED) -> bool:
         require_end(state)
         return bool(await self._run("finish", request_id, epoch, state.value))
 
@@ -157,7 +157,7 @@ class RedisStore:
         return num_renewed
 
     async def reap(self, candidate: str) -> list[Reaped]:
-        rows = await self._run("reap", candidate, self._corpse_kept_ms)
+        rows = await self._run("reap", candidate, self._stale_record_kept_ms)
         return [Reaped(RequestId(r.decode()), Epoch(epoch), GatewayId(g.decode())) for r, epoch, g in rows]
 
     async def lead(self, candidate: str, ttl_s: float) -> Lead:
@@ -242,8 +242,8 @@ def _joined(info: NodeInfo) -> dict[str, Any]:
         "info": encode(info),
         "role": info.role.value,
         "layout_id": info.layout_id,
-        "sends": " ".join(info.sends),
-        "takes": " ".join(info.takes),
+        "sends": " ".join(info.send_words),
+        "takes": " ".join(info.receive_words),
         "max_model_len": info.max_model_len,
         "capacity": info.capacity_tokens,
         "pending": 0,

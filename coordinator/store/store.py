@@ -9,11 +9,11 @@ import msgspec
 from contracts.ids import Epoch, GatewayId, Incarnation, RequestId, WorkerId
 from contracts.node import Node, NodeInfo, NodeLoad
 from contracts.request import Route
-from coordinator.request_states import ENDS, State
+from coordinator.request_states import ENDS, RequestState
 
 ALIVE_S = 3.0
 """A worker that has not beaten for so long is dead; it beats each second."""
-CORPSE_KEPT_S = 60.0
+STALE_RECORD_KEPT_S = 60.0
 """How long a dead worker is listed, for people who look."""
 ENDED_KEPT_S = 60.0
 """How long an ended request is remembered, so that what workers tell of it late is known to be late."""
@@ -42,10 +42,10 @@ class PlaceRequest(msgspec.Struct, frozen=True, kw_only=True):
     exclude: tuple[WorkerId, ...] = ()
 
 
-class Move(msgspec.Struct, frozen=True):
+class StateTransition(msgspec.Struct, frozen=True):
     request_id: RequestId
     epoch: Epoch
-    to: State
+    to: RequestState
 
 
 class Reaped(msgspec.Struct, frozen=True):
@@ -108,7 +108,7 @@ class Counts(msgspec.Struct, frozen=True, kw_only=True):
 
 def to_counts(states: Mapping[str, int], counters: Mapping[str, int]) -> Counts:
     """`states`: requests by state; the terminal ones only ever grow. What another release counts, too, is left out."""
-    known = {state: states[state] for state in State if states.get(state)}
+    known = {state: states[state] for state in RequestState if states.get(state)}
     return Counts(
         states={state.value: count for state, count in known.items() if state not in ENDS},
         ended={state.value: count for state, count in known.items() if state in ENDS},
@@ -156,11 +156,11 @@ class Store(Protocol):
         """
         ...
 
-    async def advance(self, moves: Sequence[Move]) -> list[bool]:
+    async def advance(self, moves: Sequence[StateTransition]) -> list[bool]:
         """Compare-and-set each on (state, epoch) by the table of `request_states`. Refused ones are counted."""
         ...
 
-    async def finish(self, request_id: RequestId, epoch: Epoch, state: State = State.FINISHED) -> bool:
+    async def finish(self, request_id: RequestId, epoch: Epoch, state: RequestState = RequestState.FINISHED) -> bool:
         """Return the credits. True if the request has ended at this epoch, now or before; False if unknown or stale."""
         ...
 

@@ -54,7 +54,7 @@ class HeadShape:
 
 
 @dataclass(frozen=True)
-class DecodePlan:
+class DecodeAttentionPlan:
     """One query token a sequence. `pages` gathers `[2, P, K, part, D]`; `part_rows` is None when each sequence has
     one part.
     """
@@ -93,7 +93,7 @@ class TilePlan:
 
 @dataclass(frozen=True)
 class AttentionPlan:
-    decode: DecodePlan | None
+    decode: DecodeAttentionPlan | None
     tiles: tuple[TilePlan, ...]
 
 
@@ -103,7 +103,7 @@ def page_index(blocks: np.ndarray, layout: KVLayout, num_blocks: int) -> torch.T
     return torch.from_numpy(np.stack([heads, heads + num_blocks * layout.num_kv_heads]).reshape(-1))
 
 
-def plan_decode(tables: np.ndarray, lengths: np.ndarray, cache: KVCache, window: int = 0) -> DecodePlan:
+def plan_decode(tables: np.ndarray, lengths: np.ndarray, cache: KVCache, window: int = 0) -> DecodeAttentionPlan:
     """`tables` `[B, n]` block ids (anything valid past the end), `lengths` `[B]` context tokens, the newest
     included. `window`: how many of them are seen, 0 for all; parts that lie before it are left out.
     """
@@ -120,7 +120,7 @@ def plan_decode(tables: np.ndarray, lengths: np.ndarray, cache: KVCache, window:
     is_seen = (positions >= seen_from[rows, None]) & (positions < lengths[rows, None])
     mask = np.where(is_seen, np.float32(0), np.float32(-np.inf))
     joined = _plan_join(num_parts) if num_parts.max() > 1 else (None, None)
-    return DecodePlan(
+    return DecodeAttentionPlan(
         num_rows=len(lengths),
         pages=page_index(blocks, layout, cache.num_blocks),
         mask_P11T=torch.from_numpy(mask)[:, None, None],
@@ -139,7 +139,7 @@ def _plan_join(num_parts: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 @dataclass(frozen=True)
-class Chunks:
+class TiledChunks:
     """Several chunks of tokens `[starts, starts + counts)`; their rows follow each other in the batch from
     `first_row` on.
     """
@@ -151,7 +151,7 @@ class Chunks:
     is_answer: bool
 
 
-def plan_tiles(chunks: Chunks, heads: HeadShape, cache: KVCache, window: int = 0) -> TilePlan:
+def plan_tiles(chunks: TiledChunks, heads: HeadShape, cache: KVCache, window: int = 0) -> TilePlan:
     """`window` as for plan_decode."""
     size, starts, ends = heads.tile, chunks.starts, chunks.starts + chunks.counts
     low, high = starts // size, -(-ends // size)
@@ -171,7 +171,7 @@ def plan_tiles(chunks: Chunks, heads: HeadShape, cache: KVCache, window: int = 0
     )
 
 
-def _tile_rows(chunks: Chunks, owners: np.ndarray, tiles: np.ndarray, size: int) -> np.ndarray:
+def _tile_rows(chunks: TiledChunks, owners: np.ndarray, tiles: np.ndarray, size: int) -> np.ndarray:
     """`[N, Q]`: the row of each token of each tile among those of the chunks, or -1 for one of no chunk."""
     starts, counts = chunks.starts, chunks.counts
     positions = tiles[:, None] * size + np.arange(size)
@@ -191,7 +191,7 @@ def _row_index(rows_NQ: np.ndarray, num_rows: int, num_kv_heads: int) -> tuple[n
 
 
 def _plan_bucket(
-    chunks: Chunks, owners: np.ndarray, tile: int, heads: HeadShape, cache: KVCache, window: int
+    chunks: TiledChunks, owners: np.ndarray, tile: int, heads: HeadShape, cache: KVCache, window: int
 ) -> TileBucket:
     first = max(tile * heads.tile - window + 1, 0) // 64 * 64 if window else 0
     columns = np.arange(first // cache.layout.block_size, (tile + 1) * heads.tile // cache.layout.block_size)
@@ -234,7 +234,7 @@ def attend(
 
 
 def _decode(
-    q_BHD: torch.Tensor, pages: torch.Tensor, plan: DecodePlan, heads: HeadShape, sinks_KG: torch.Tensor | None
+    q_BHD: torch.Tensor, pages: torch.Tensor, plan: DecodeAttentionPlan, heads: HeadShape, sinks_KG: torch.Tensor | None
 ) -> torch.Tensor:
     group, dim = heads.group, heads.head_dim
     num_parts = plan.mask_P11T.shape[0]
@@ -253,7 +253,7 @@ def _decode(
 
 
 def _join(
-    out_PKGD: torch.Tensor, lse_PKG: torch.Tensor, plan: DecodePlan, sinks_KG: torch.Tensor | None
+    out_PKGD: torch.Tensor, lse_PKG: torch.Tensor, plan: DecodeAttentionPlan, sinks_KG: torch.Tensor | None
 ) -> torch.Tensor:
     """Weigh each part by its share of the softmax's denominator. Absent parts weigh exactly 0."""
     assert plan.slots_BS is not None and plan.absent_BS11 is not None

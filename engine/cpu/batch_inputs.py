@@ -6,16 +6,16 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from engine.cpu.attention import AttentionPlan, Chunks, HeadShape, plan_decode, plan_tiles
+from engine.cpu.attention import AttentionPlan, HeadShape, TiledChunks, plan_decode, plan_tiles
 from engine.cpu.kv_cache import KVCache
-from engine.model.chunked_attention import Stretches, cut
+from engine.model.chunked_attention import AttentionChunks, cut
 from engine.model.logit_rows import tail_rows, tails
-from engine.sampling.prompt_logprobs import Span
-from engine.scheduler.batch import Piece
+from engine.sampling.prompt_logprobs import PromptLogprobSpan
+from engine.scheduler.batch import ScheduledChunk
 
 
 @dataclass(frozen=True)
-class Plans:
+class AttentionPlans:
     """Attention of some rows. `windowed`: in the layers that have a window, or segments."""
 
     whole: AttentionPlan
@@ -26,11 +26,11 @@ class Plans:
 
 
 @dataclass(frozen=True)
-class Tails:
+class LogitRows:
     """The rows of the batch that go past the last layer's K and V, and their attention there."""
 
     rows: torch.Tensor
-    attention: Plans
+    attention: AttentionPlans
 
 
 @dataclass(frozen=True)
@@ -49,13 +49,15 @@ class Inputs:
     score_rows: tuple[torch.Tensor, ...]
     num_answer_rows: int
     num_answer_samples: int
-    attention: Plans
-    tails: Tails | None
+    attention: AttentionPlans
+    logit_rows: LogitRows | None
 
 
-def prepare(pieces: SequenceOf[Piece], scored: SequenceOf[Span], heads: HeadShape, cache: KVCache) -> Inputs:
+def prepare(
+    pieces: SequenceOf[ScheduledChunk], scored: SequenceOf[PromptLogprobSpan], heads: HeadShape, cache: KVCache
+) -> Inputs:
     """`pieces` in the order of Batch. Rows of the batch are their tokens in order."""
-    rows = Stretches(
+    rows = AttentionChunks(
         tables=_tables(pieces),
         starts=np.array([piece.first_token for piece in pieces]),
         counts=np.array([piece.num_tokens for piece in pieces]),
@@ -80,32 +82,32 @@ def prepare(pieces: SequenceOf[Piece], scored: SequenceOf[Span], heads: HeadShap
         num_answer_rows=int(counts[answers].sum()),
         num_answer_samples=int((samples & answers).sum()),
         attention=_plans(rows, num_decodes, heads, cache),
-        tails=None if len(left) == len(owners) else _tails(rows, lasts, left, num_decodes, heads, cache),
+        logit_rows=None if len(left) == len(owners) else _tails(rows, lasts, left, num_decodes, heads, cache),
     )
 
 
 def _tails(
-    rows: Stretches, lasts: np.ndarray, left: np.ndarray, num_decodes: int, heads: HeadShape, cache: KVCache
-) -> Tails:
+    rows: AttentionChunks, lasts: np.ndarray, left: np.ndarray, num_decodes: int, heads: HeadShape, cache: KVCache
+) -> LogitRows:
     """Attention is by the kernel that takes the whole piece: a decode's stays a decode's, and no other becomes one."""
     starts, kept = rows.starts + rows.counts - lasts, lasts > 0
-    ends = Stretches(rows.tables[kept], starts[kept], lasts[kept], rows.answers[kept])
-    return Tails(torch.from_numpy(left), _plans(ends, int(kept[:num_decodes].sum()), heads, cache))
+    ends = AttentionChunks(rows.tables[kept], starts[kept], lasts[kept], rows.answers[kept])
+    return LogitRows(torch.from_numpy(left), _plans(ends, int(kept[:num_decodes].sum()), heads, cache))
 
 
-def _plans(rows: Stretches, num_decodes: int, heads: HeadShape, cache: KVCache) -> Plans:
+def _plans(rows: AttentionChunks, num_decodes: int, heads: HeadShape, cache: KVCache) -> AttentionPlans:
     """Of no rows there are no parts."""
     whole = _plan(rows, num_decodes, heads, cache, 0)
     if heads.segment:
         by_segment = cut(rows, heads.segment, cache.layout.block_size)
-        return Plans(whole, _plan(by_segment, num_decodes, heads, cache, 0))
-    return Plans(whole, _plan(rows, num_decodes, heads, cache, heads.window) if heads.window else None)
+        return AttentionPlans(whole, _plan(by_segment, num_decodes, heads, cache, 0))
+    return AttentionPlans(whole, _plan(rows, num_decodes, heads, cache, heads.window) if heads.window else None)
 
 
-def _plan(rows: Stretches, num_decodes: int, heads: HeadShape, cache: KVCache, window: int) -> AttentionPlan:
+def _plan(rows: AttentionChunks, num_decodes: int, heads: HeadShape, cache: KVCache, window: int) -> AttentionPlan:
     tables, starts, counts, num_answers = rows.tables, rows.starts, rows.counts, int(rows.answers.sum())
     chunks = [
-        Chunks(tables[low:high], starts[low:high], counts[low:high], int(counts[:low].sum()), high <= num_answers)
+        TiledChunks(tables[low:high], starts[low:high], counts[low:high], int(counts[:low].sum()), high <= num_answers)
         for low, high in ((num_decodes, num_answers), (num_answers, len(starts)))
         if high > low
     ]
@@ -115,7 +117,7 @@ def _plan(rows: Stretches, num_decodes: int, heads: HeadShape, cache: KVCache, w
     )
 
 
-def _tables(pieces: SequenceOf[Piece]) -> np.ndarray:
+def _tables(pieces: SequenceOf[ScheduledChunk]) -> np.ndarray:
     """Block tables `[N, longest]`, padded with block 0, whose content is masked where it pads."""
     tables = np.zeros((len(pieces), max(len(piece.sequence.blocks) for piece in pieces)), np.int64)
     for row, piece in zip(tables, pieces, strict=True):

@@ -11,16 +11,16 @@ from dataclasses import dataclass
 import torch
 
 from engine.cpu.attention import HeadShape, attend
-from engine.cpu.batch_inputs import Inputs, Plans
+from engine.cpu.batch_inputs import AttentionPlans, Inputs
 from engine.cpu.kv_cache import KVCache
 from engine.cpu.linear import Linear, PhasedLinear
-from engine.cpu.mlp import Mlp
-from engine.model.rotary_embedding import rope_frequencies, tunings
+from engine.cpu.mlp import CpuMlp
+from engine.model.rotary_embedding import attention_temperatures, rope_frequencies
 from models.config import ModelConfig
 
 
 @dataclass(frozen=True)
-class LayerWeights:
+class CpuLayerWeights:
     """Gains are times sqrt(width), or None where folded into the next linear; q and k have theirs only in some
     families. `is_turned`: by rope.
     """
@@ -29,12 +29,12 @@ class LayerWeights:
     qkv: PhasedLinear
     output: PhasedLinear
     mlp_gain: torch.Tensor | None
-    mlp: Mlp
+    mlp: CpuMlp
     q_gain: torch.Tensor | None = None
     k_gain: torch.Tensor | None = None
     sinks_KG: torch.Tensor | None = None
     has_window: bool = False
-    is_turned: bool = True
+    is_rotated: bool = True
 
     @property
     def is_uniform(self) -> bool:
@@ -45,7 +45,7 @@ class LayerWeights:
 @dataclass(frozen=True)
 class DecoderWeights:
     embedding: torch.Tensor
-    layers: tuple[LayerWeights, ...]
+    layers: tuple[CpuLayerWeights, ...]
     final_gain: torch.Tensor | None
     head: Linear
 
@@ -68,26 +68,26 @@ class Decoder:
         self._hidden_norm = _Norm(config.hidden_size, config.norm_eps)
         self._head_norm = _Norm(config.head_dim, config.norm_eps)
         self._rope_TD = rope_frequencies(config, max_model_len)
-        self._has_unturned = bool(config.unturned_layers)
-        self._tunings_T = tunings(config, max_model_len)
+        self._has_no_rope = bool(config.no_rope_layers)
+        self._attention_temperatures_T = attention_temperatures(config, max_model_len)
 
     @torch.inference_mode()
     def forward(self, inputs: Inputs, cache: KVCache) -> Logits:
         """Writes K and V of all rows."""
         x = self._weights.embedding[inputs.token_ids_M]
         rope = self._rope(inputs.positions_M)
-        still = self._still(rope, inputs.positions_M) if self._has_unturned else rope
+        still = self._no_rope(rope, inputs.positions_M) if self._has_no_rope else rope
         *layers, last = self._weights.layers
         for index, layer in enumerate(layers):
-            q = self._queries(layer, x, rope if layer.is_turned else still, inputs, cache, index)
+            q = self._queries(layer, x, rope if layer.is_rotated else still, inputs, cache, index)
             mixed = self._attend(layer, q, cache, index, inputs.attention)
             x = self._mlp(layer, x, mixed, inputs.num_answer_rows)
-        q = self._queries(last, x, rope if last.is_turned else still, inputs, cache, len(layers))
+        q = self._queries(last, x, rope if last.is_rotated else still, inputs, cache, len(layers))
         # Only rows whose logits are wanted go past the last K and V: 3 % of a prompt's work, and all of the head's.
         attention = inputs.attention
-        if inputs.tails is not None:
-            x, q = x.index_select(0, inputs.tails.rows), q.index_select(0, inputs.tails.rows)
-            attention = inputs.tails.attention
+        if inputs.logit_rows is not None:
+            x, q = x.index_select(0, inputs.logit_rows.rows), q.index_select(0, inputs.logit_rows.rows)
+            attention = inputs.logit_rows.attention
         mixed = self._attend(last, q, cache, len(layers), attention)
         return Logits(
             self._end(x, mixed, inputs.sample_rows, inputs.num_answer_samples),
@@ -102,7 +102,7 @@ class Decoder:
         return self._weights.head(self._hidden_norm(x, self._weights.final_gain)).float()
 
     def _queries(
-        self, layer: LayerWeights, x: torch.Tensor, rope: torch.Tensor, inputs: Inputs, cache: KVCache, index: int
+        self, layer: CpuLayerWeights, x: torch.Tensor, rope: torch.Tensor, inputs: Inputs, cache: KVCache, index: int
     ) -> torch.Tensor:
         """Of the rows, `[M, H, D]`; their K and V are written."""
         qkv = layer.qkv(self._hidden_norm(x, layer.attention_gain), inputs.num_answer_rows)
@@ -116,12 +116,12 @@ class Decoder:
         return q
 
     def _attend(
-        self, layer: LayerWeights, q: torch.Tensor, cache: KVCache, index: int, attention: Plans
+        self, layer: CpuLayerWeights, q: torch.Tensor, cache: KVCache, index: int, attention: AttentionPlans
     ) -> torch.Tensor:
         """`[rows, H * D]` before the output projection."""
         return attend(q, cache.pages(index), attention.of(layer.has_window), self.heads, layer.sinks_KG)
 
-    def _mlp(self, layer: LayerWeights, x: torch.Tensor, mixed: torch.Tensor, num_answer_rows: int) -> torch.Tensor:
+    def _mlp(self, layer: CpuLayerWeights, x: torch.Tensor, mixed: torch.Tensor, num_answer_rows: int) -> torch.Tensor:
         """The rest of a layer after attention. Where formats differ, so does rounding between them: each phase by
         itself.
         """
@@ -138,14 +138,14 @@ class Decoder:
         ones = turns.new_ones(len(positions_M), self.heads.num_kv_heads, turns.shape[2])
         return torch.cat([turns, ones], 1)
 
-    def _still(self, rope: torch.Tensor, positions_M: torch.Tensor) -> torch.Tensor:
+    def _no_rope(self, rope: torch.Tensor, positions_M: torch.Tensor) -> torch.Tensor:
         """The same of layers without rope: q is scaled by its position, k and v are left alone."""
         still = torch.ones_like(rope)
-        if self._tunings_T is not None:
-            still[:, : self.heads.num_heads] *= self._tunings_T[positions_M][:, None, None]
+        if self._attention_temperatures_T is not None:
+            still[:, : self.heads.num_heads] *= self._attention_temperatures_T[positions_M][:, None, None]
         return still
 
-    def _rotate(self, layer: LayerWeights, qkv: torch.Tensor, rope: torch.Tensor) -> torch.Tensor:
+    def _rotate(self, layer: CpuLayerWeights, qkv: torch.Tensor, rope: torch.Tensor) -> torch.Tensor:
         """`[M, (H + 2K) * D]` -> `[M, H + 2K, D]` with q and k turned by their position."""
         qkv_MHD = qkv.view(len(qkv), -1, self.heads.head_dim)
         if layer.q_gain is not None:
@@ -153,7 +153,7 @@ class Decoder:
         pairs = torch.view_as_complex(qkv_MHD.view(len(qkv), qkv_MHD.shape[1], -1, 2))
         return torch.view_as_real(pairs * rope).view_as(qkv_MHD)
 
-    def _normalise_heads(self, layer: LayerWeights, qkv_MHD: torch.Tensor) -> torch.Tensor:
+    def _normalise_heads(self, layer: CpuLayerWeights, qkv_MHD: torch.Tensor) -> torch.Tensor:
         num_heads, num_kv = self.heads.num_heads, self.heads.num_kv_heads
         q, k, v = qkv_MHD.split([num_heads, num_kv, num_kv], 1)
         return torch.cat([self._head_norm(q, layer.q_gain), self._head_norm(k, layer.k_gain), v], 1)

@@ -12,7 +12,7 @@ from engine.cpu.linear import PhasedLinear
 _PART_ROWS = 512
 
 
-class Mlp(Protocol):
+class CpuMlp(Protocol):
     @property
     def is_uniform(self) -> bool:
         """One format for the rows of prompts and of answers."""

@@ -11,12 +11,12 @@ from collections.abc import Sequence
 import torch
 
 from engine.cpu.linear import Linear
-from engine.cpu.mlp import Mlp
+from engine.cpu.mlp import CpuMlp
 from models.config import Experts
 
 
-class Mixture:
-    def __init__(self, config: Experts, router: Linear, experts: Sequence[Mlp]) -> None:
+class CpuMoE:
+    def __init__(self, config: Experts, router: Linear, experts: Sequence[CpuMlp]) -> None:
         self._config, self._router, self._experts = config, router, experts
         self.is_uniform = all(expert.is_uniform for expert in experts)
 
@@ -32,12 +32,12 @@ class Mixture:
         return (weights_MK / weights_MK.sum(-1, keepdim=True) if self._config.renormalize else weights_MK), ids_MK
 
 
-class SharedMixture:
+class CpuSharedExpertMoE:
     """Llama 4's: a row goes through a shared expert and, times a sigmoid of its score, through the one of the others
     that the router scores highest.
     """
 
-    def __init__(self, router: Linear, experts: Sequence[Mlp], shared: Mlp) -> None:
+    def __init__(self, router: Linear, experts: Sequence[CpuMlp], shared: CpuMlp) -> None:
         self._router, self._experts, self._shared = router, experts, shared
         self.is_uniform = all(expert.is_uniform for expert in (shared, *experts))
 
@@ -50,7 +50,7 @@ class SharedMixture:
         return self._shared(x, num_answer_rows) + _through(self._experts, scaled, ids_M1, num_answer_rows)[:, 0]
 
 
-def _through(experts: Sequence[Mlp], x: torch.Tensor, ids_MK: torch.Tensor, num_answer_rows: int) -> torch.Tensor:
+def _through(experts: Sequence[CpuMlp], x: torch.Tensor, ids_MK: torch.Tensor, num_answer_rows: int) -> torch.Tensor:
     """`[M, K, H]`: what each row's experts make of it."""
     order = ids_MK.flatten().argsort(stable=True)
     counts = ids_MK.flatten().bincount(minlength=len(experts)).tolist()

@@ -7,31 +7,31 @@ import numpy as np
 import torch
 
 from contracts.ids import RequestId
-from engine.backend import Computed, Written, unheard
+from engine.backend import Computed, Written, ignore_progress
 from engine.cpu.batch_inputs import prepare
 from engine.cpu.decoder import Decoder
 from engine.cpu.kv_cache import KVCache
 from engine.sampling.prompt_logprobs import score, spans
-from engine.scheduler.batch import Piece
+from engine.scheduler.batch import ScheduledChunk
 from engine.sequence import Sequence
 
 
 class CpuRunner:
-    early_planes = quick_rows = 0
+    early_planes = max_graph_rows = 0
 
     def __init__(self, model: Decoder, cache: KVCache) -> None:
         self._model, self._cache = model, cache
 
     @torch.inference_mode()
-    def forward(self, pieces: SequenceOf[Piece], written: Written = unheard) -> Computed:
+    def forward(self, pieces: SequenceOf[ScheduledChunk], written: Written = ignore_progress) -> Computed:
         found = spans(pieces)
         logits = self._model.forward(prepare(pieces, found, self._model.heads, self._cache), self._cache)
         return Computed(logits.sampled, score(found, logits.scored))
 
-    def forward_undrawn(self, pieces: SequenceOf[Piece]) -> Computed:
+    def forward_without_sampling(self, pieces: SequenceOf[ScheduledChunk]) -> Computed:
         return self.forward(pieces)
 
-    def draw(
+    def sample(
         self, sequences: SequenceOf[Sequence], logits: torch.Tensor, allowed: Mapping[RequestId, np.ndarray]
     ) -> None:
         """The next batch needs its tokens on the host anyway."""
@@ -39,5 +39,5 @@ class CpuRunner:
     def wait(self) -> None:
         """A forward pass ends with its call."""
 
-    def prepare(self, piece: Piece) -> None:
+    def prepare(self, piece: ScheduledChunk) -> None:
         """What there is to do takes microseconds of a step of milliseconds."""

@@ -3,10 +3,10 @@
 import torch
 
 from checkpoint.checkpoint import Progress
-from engine.cpu.decoder import DecoderWeights, LayerWeights
+from engine.cpu.decoder import CpuLayerWeights, DecoderWeights
 from engine.cpu.linear import Linear, NumberFormat
-from engine.cpu.mlp import ClampedMlp, GatedMlp, Mlp
-from engine.cpu.moe import Mixture, SharedMixture
+from engine.cpu.mlp import ClampedMlp, CpuMlp, GatedMlp
+from engine.cpu.moe import CpuMoE, CpuSharedExpertMoE
 from engine.model_loader.checkpoint_weights import WeightSource
 from engine.model_loader.decoder_tensors import Expert, ModelTensors, layer_prefix, widened
 from models.config import ModelConfig
@@ -16,7 +16,7 @@ def load_weights(
     config: ModelConfig, source: WeightSource, number_format: NumberFormat, progress: Progress
 ) -> DecoderWeights:
     """Raises ConfigError for a tensor that is missing or has another shape than the configuration says."""
-    loader = _Loader(config, source, number_format)
+    loader = _CpuWeightLoader(config, source, number_format)
     embedding, final_gain, head = loader.ends()  # first: a vocabulary of another size is told before much is loaded
     layers = []
     for index in range(config.num_layers):
@@ -26,16 +26,16 @@ def load_weights(
     return DecoderWeights(embedding, tuple(layers), final_gain, head)
 
 
-class _Loader:
+class _CpuWeightLoader:
     def __init__(self, config: ModelConfig, source: WeightSource, number_format: NumberFormat) -> None:
         self._config, self._format = config, number_format
         self._tensors = ModelTensors(config, source, interleaved=True)
 
-    def layer(self, index: int) -> LayerWeights:
+    def layer(self, index: int) -> CpuLayerWeights:
         tensors, prefix = self._tensors, layer_prefix(index)
         attention_gain = self._gain(prefix + "input_layernorm")
         mlp_gain = self._gain(prefix + "post_attention_layernorm")
-        return LayerWeights(
+        return CpuLayerWeights(
             attention_gain=self._unfolded(attention_gain),
             qkv=self._format.pack(self._fold(tensors.fused(prefix, "qkv"), attention_gain), tensors.qkv_bias(prefix)),
             output=self._format.pack(tensors.fused(prefix, "output"), tensors.output_bias(prefix)),
@@ -45,28 +45,28 @@ class _Loader:
             k_gain=self._head_gain(index, "k"),
             sinks_KG=self._sinks(prefix),
             has_window=index in self._config.windowed_layers,
-            is_turned=index not in self._config.unturned_layers,
+            is_rotated=index not in self._config.no_rope_layers,
         )
 
     def _sinks(self, prefix: str) -> torch.Tensor | None:
         sinks = self._tensors.sinks(prefix)
         return None if sinks is None else sinks.view(self._config.num_kv_heads, -1)
 
-    def _mlp(self, index: int, gain: torch.Tensor) -> Mlp:
+    def _mlp(self, index: int, gain: torch.Tensor) -> CpuMlp:
         tensors, prefix, experts = self._tensors, layer_prefix(index), self._config.experts_of(index)
         if experts is None:
             return self._gated(prefix, "gate_up", "down", gain)
         router = self._format.router(self._fold(tensors.router(prefix), gain), tensors.router_bias(prefix))
         each = [self._expert(expert, gain) for expert in tensors.experts(prefix)]
         if experts.as_llama4:
-            return SharedMixture(router, each, self._gated(prefix, "shared_gate_up", "shared_down", gain))
-        return Mixture(experts, router, each)
+            return CpuSharedExpertMoE(router, each, self._gated(prefix, "shared_gate_up", "shared_down", gain))
+        return CpuMoE(experts, router, each)
 
-    def _gated(self, prefix: str, gate_up: str, down: str, gain: torch.Tensor) -> Mlp:
+    def _gated(self, prefix: str, gate_up: str, down: str, gain: torch.Tensor) -> CpuMlp:
         first = self._format.pack(self._fold(self._tensors.fused(prefix, gate_up), gain))
         return GatedMlp(first, self._format.pack(self._tensors.fused(prefix, down)))
 
-    def _expert(self, expert: Expert, gain: torch.Tensor) -> Mlp:
+    def _expert(self, expert: Expert, gain: torch.Tensor) -> CpuMlp:
         gate_up = self._format.pack(self._fold(widened(expert.gate_up), gain), expert.gate_up_bias)
         kind = GatedMlp if expert.gate_up_bias is None else ClampedMlp
         return kind(gate_up, self._format.pack(widened(expert.down), expert.down_bias))

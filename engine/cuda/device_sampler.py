@@ -16,7 +16,7 @@ from contracts.events import Token
 from contracts.ids import RequestId
 from engine.cuda.inputs.decode_state import DecodeState, pack
 from engine.cuda.inputs.sampling_columns import columns, is_greedy
-from engine.cuda.runtime.process_group import ALONE, Team
+from engine.cuda.runtime.process_group import SINGLE_PROCESS, ProcessGroup
 from engine.cuda.runtime.upload import upload, upload_all
 from engine.sampling.sampler import Sampler
 from engine.sequence import Sequence
@@ -27,11 +27,13 @@ from kernels.workspace import sample_workspace_nbytes
 _ARGMAX_NBYTES = 1 << 20
 
 
-class Drawer:
+class SamplingKernel:
     """The library's greedy and random choice."""
 
-    def __init__(self, registry: Registry, vocab: int, max_rows: int, device: torch.device, team: Team = ALONE) -> None:
-        self._team, self.device = team, device
+    def __init__(
+        self, registry: Registry, vocab: int, max_rows: int, device: torch.device, team: ProcessGroup = SINGLE_PROCESS
+    ) -> None:
+        self._group, self.device = team, device
         self._argmax = registry.get("argmax", QuantSpec(vocab, "none"))
         spec = SampleSpec(vocab)
         self._sample = registry.get("sample", spec)
@@ -41,7 +43,7 @@ class Drawer:
     def alone(self, state: DecodeState, logits: Tensor, greedy: bool) -> Tensor:
         """The tokens, in the first rows of the state. `greedy`: all rows are."""
         count = len(logits)
-        tokens = state.drawn[:count]
+        tokens = state.sampled[:count]
         if greedy:
             self._argmax(logits, tokens, self._scratch)
         else:
@@ -54,15 +56,15 @@ class Drawer:
 
     def into(self, state: DecodeState, logits: Tensor, greedy: bool) -> None:
         """The same for a team: all of it have the first one's tokens."""
-        self._team.follow(self.alone(state, logits, greedy))
+        self._group.follow(self.alone(state, logits, greedy))
 
     def follow(self, state: DecodeState, num_rows: int) -> None:
         """The first of a team draws these from logits that only it has."""
-        self._team.follow(state.drawn[:num_rows])
+        self._group.follow(state.sampled[:num_rows])
 
 
 @dataclass(frozen=True)
-class Likeliest:
+class TopLogprobs:
     """Log-probabilities of some rows: of the token drawn `[n]`, and of the likeliest `[n, k]`."""
 
     rows: list[int]
@@ -71,7 +73,7 @@ class Likeliest:
     token_ids: Tensor
 
     @classmethod
-    def of(cls, sequences: SequenceOf[Sequence], logits: Tensor, tokens: Tensor) -> "Likeliest | None":
+    def of(cls, sequences: SequenceOf[Sequence], logits: Tensor, tokens: Tensor) -> "TopLogprobs | None":
         """Of the rows that ask for them; their copies to the host are under way. None if no row does."""
         rows = [row for row, sequence in enumerate(sequences) if sequence.sampling.logprobs is not None]
         if not rows:
@@ -83,10 +85,10 @@ class Likeliest:
         return cls(rows, to_host(own), to_host(top.values), to_host(top.indices))
 
 
-class DeviceDrawn:
+class DevicePendingTokens:
     """Tokens on their way to the host."""
 
-    def __init__(self, sequences: SequenceOf[Sequence], tokens: Tensor, likeliest: Likeliest | None) -> None:
+    def __init__(self, sequences: SequenceOf[Sequence], tokens: Tensor, likeliest: TopLogprobs | None) -> None:
         self._indices = [sequence.num_generated for sequence in sequences]
         self._counts = [sequence.sampling.logprobs or 0 for sequence in sequences]
         self._tokens, self._likeliest = to_host(tokens), likeliest
@@ -113,7 +115,7 @@ class DeviceDrawn:
             self._done.synchronize()
         drawn[: len(self._tokens)].copy_(self._tokens)
 
-    def _with_logprobs(self, token: Token, found: Likeliest, at: int, count: int) -> Token:
+    def _with_logprobs(self, token: Token, found: TopLogprobs, at: int, count: int) -> Token:
         ids, values = found.token_ids[at, :count].tolist(), found.values[at, :count].tolist()
         return Token(token.index, token.token_id, float(found.own[at]), list(zip(ids, values, strict=True)))
 
@@ -121,9 +123,9 @@ class DeviceDrawn:
 class DeviceSampler(Sampler):
     """For batches in which a sequence has its logits adjusted first: the host says how, the device does it."""
 
-    def __init__(self, eos_token_ids: SequenceOf[int], drawer: Drawer) -> None:
+    def __init__(self, eos_token_ids: SequenceOf[int], drawer: SamplingKernel) -> None:
         super().__init__(eos_token_ids)
-        self._drawer = drawer
+        self._kernel = drawer
 
     @torch.inference_mode()
     def sample(
@@ -137,11 +139,11 @@ class DeviceSampler(Sampler):
         count = len(sequences)
         state = DecodeState(count, 1, 1, logits_BV.device)
         state.put(pack(None, columns(sequences), state.max_rows))
-        tokens = self._drawer.alone(state, adjusted, is_greedy(sequences))
-        return DeviceDrawn(sequences, tokens, Likeliest.of(sequences, logits_BV, tokens)).wait()
+        tokens = self._kernel.alone(state, adjusted, is_greedy(sequences))
+        return DevicePendingTokens(sequences, tokens, TopLogprobs.of(sequences, logits_BV, tokens)).wait()
 
     def put(self, arrays: SequenceOf[np.ndarray]) -> SequenceOf[Tensor]:
-        return upload_all(arrays, self._drawer.device)
+        return upload_all(arrays, self._kernel.device)
 
 
 def to_host(tensor: Tensor) -> Tensor:

@@ -12,20 +12,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.backend import Written, unheard
-from engine.cuda.device_sampler import Drawer
-from engine.cuda.graphs.decode_graphs import DecodeSteps, StepKey
-from engine.cuda.graphs.last_layer_graphs import Endings
-from engine.cuda.graphs.mixed_batch_attention import DecodesBeside
-from engine.cuda.graphs.prefill_graphs import Chunks
-from engine.cuda.graphs.prefill_rows import PassRows
+from engine.backend import Written, ignore_progress
+from engine.cuda.device_sampler import SamplingKernel
+from engine.cuda.graphs.decode_graphs import DecodeGraphs, StepKey
+from engine.cuda.graphs.last_layer_graphs import LastLayerGraphs
+from engine.cuda.graphs.mixed_batch_attention import MixedBatchAttention
+from engine.cuda.graphs.prefill_graphs import PrefillGraphs
+from engine.cuda.graphs.prefill_rows import PrefillRows
 from engine.cuda.inputs.batch_inputs import PromptRows, Queries, tails_of
 from engine.cuda.inputs.decode_state import DecodeState
 from engine.cuda.kv.kv_cache import DeviceCache, LayerCache
 from engine.cuda.model.attention import DeviceAttention, in_two
-from engine.cuda.model.transformer import Asked, Attend, Transformer
-from engine.cuda.model.weights import Sight
-from engine.cuda.runtime.graph_capture import Holder, Launch, capturing, expected_nbytes, free_nbytes
+from engine.cuda.model.transformer import Attend, QueryRows, Transformer
+from engine.cuda.model.weights import AttentionWindow
+from engine.cuda.runtime.graph_capture import GraphSet, Launch, capturing, expected_nbytes, free_nbytes
 from engine.cuda.runtime.upload import upload_all
 from engine.sampling.prompt_logprobs import Scores
 
@@ -56,7 +56,7 @@ class DeviceBatch:
 
 
 @dataclass(frozen=True)
-class Draw:
+class SampleBatch:
     """Of the batch that was launched last, without drawing: its first `num_rows`. `words`: state.pack's, if the batch's
     own have not brought their parameters.
     """
@@ -89,40 +89,46 @@ class Launcher:
         attention: DeviceAttention,
         cache: DeviceCache,
         state: DecodeState,
-        rows: PassRows,
-        steps: DecodeSteps,
-        chunks: Chunks,
-        beside: DecodesBeside,
-        endings: Endings,
-        drawer: Drawer,
+        rows: PrefillRows,
+        steps: DecodeGraphs,
+        chunks: PrefillGraphs,
+        beside: MixedBatchAttention,
+        endings: LastLayerGraphs,
+        drawer: SamplingKernel,
     ) -> None:
         self.model, self.cache, self.state, self.steps, self.chunks = model, cache, state, steps, chunks
-        self.beside, self.endings, self._rows, self._attention, self._drawer = beside, endings, rows, attention, drawer
-        self._holders: tuple[Holder, ...] = (steps, chunks, beside, endings)
+        self.mixed_batch, self.endings, self._rows, self._attention, self._sampling_kernel = (
+            beside,
+            endings,
+            rows,
+            attention,
+            drawer,
+        )
+        self._graph_sets: tuple[GraphSet, ...] = (steps, chunks, beside, endings)
 
     def run_all(self) -> None:
         """All that `capture` records, once."""
-        for holder in self._holders:
+        for holder in self._graph_sets:
             holder.hold(_run, holder.sizes)
             holder.release()
 
     def expected_nbytes(self) -> int:
         """What `capture` will take of the GPU's memory."""
-        return expected_nbytes(self._holders, capturing, free_nbytes)
+        return expected_nbytes(self._graph_sets, capturing, free_nbytes)
 
     def capture(self) -> None:
         """What is launched, or its like in a model of fewer layers, has run before: nothing is loaded within."""
-        for holder in self._holders:
+        for holder in self._graph_sets:
             with capturing() as record:
                 holder.hold(record, holder.sizes)
 
     def release(self) -> None:
         """What was captured: NCCL does not let a team go while a graph has its calls."""
-        for holder in self._holders:
+        for holder in self._graph_sets:
             holder.release()
 
     @torch.inference_mode()
-    def launch(self, batch: DeviceBatch, score: Score, written: Written = unheard) -> Launched:
+    def launch(self, batch: DeviceBatch, score: Score, written: Written = ignore_progress) -> Launched:
         """Decodes as a step. Beside prompts they are rows of the same pass: all weights are read once for both.
         `written`: see engine.cpu.runner.Runner.
         """
@@ -130,19 +136,19 @@ class Launcher:
             return self._with_prompts(batch, batch.prompts, score, written)
         self._put(batch)
         if batch.key is not None:
-            (self.steps.draw if batch.draws else self.steps.compute)(batch.key)
+            (self.steps.sample if batch.draws else self.steps.compute)(batch.key)
         return Launched(self.state.logits[: batch.num_decodes], score(()))
 
     @torch.inference_mode()
-    def draw(self, draw: Draw, logits: Tensor) -> None:
+    def sample(self, draw: SampleBatch, logits: Tensor) -> None:
         """From these logits, in place of the batch's own."""
         if draw.words is not None:
             self.state.put(draw.words)
-        self._drawer.into(self.state, logits, draw.greedy)
+        self._sampling_kernel.into(self.state, logits, draw.greedy)
 
-    def follow(self, draw: Draw) -> None:
+    def follow(self, draw: SampleBatch) -> None:
         """What `draw` of the team's first member gives."""
-        self._drawer.follow(self.state, draw.num_rows)
+        self._sampling_kernel.follow(self.state, draw.num_rows)
 
     def _put(self, batch: DeviceBatch) -> None:
         self.state.put(batch.words)
@@ -192,9 +198,9 @@ class Launcher:
         """That of prompts is planned when it is first asked for: the device computes what is before it meanwhile."""
         planned = cache(partial(self._attention.of_prompts, queries))
 
-        def prompts(asked: Asked, layer: LayerCache, out: Tensor, sight: Sight) -> None:
+        def prompts(asked: QueryRows, layer: LayerCache, out: Tensor, sight: AttentionWindow) -> None:
             planned()(asked, layer, out, sight)
 
         if key is None:
             return prompts
-        return in_two(self.beside.attend(key), count, prompts)
+        return in_two(self.mixed_batch.attend(key), count, prompts)

@@ -17,12 +17,12 @@ from contracts.errors import ConfigError, TransferError
 from contracts.layout import KVLayout
 from engine.backend import Backend
 from engine.cache.sizing import MIN_BLOCKS, blocks_in, kv_layout, model_len, require_budgets, wanted_model_len
-from engine.cuda.device_sampler import DeviceSampler, Drawer
-from engine.cuda.graphs.decode_graphs import DecodeSteps, MakeStep
-from engine.cuda.graphs.last_layer_graphs import Endings
-from engine.cuda.graphs.mixed_batch_attention import DecodesBeside
-from engine.cuda.graphs.prefill_graphs import Chunks
-from engine.cuda.graphs.prefill_rows import PassRows
+from engine.cuda.device_sampler import DeviceSampler, SamplingKernel
+from engine.cuda.graphs.decode_graphs import DecodeGraphs, MakeStep
+from engine.cuda.graphs.last_layer_graphs import LastLayerGraphs
+from engine.cuda.graphs.mixed_batch_attention import MixedBatchAttention
+from engine.cuda.graphs.prefill_graphs import PrefillGraphs
+from engine.cuda.graphs.prefill_rows import PrefillRows
 from engine.cuda.inputs.decode_state import DecodeState
 from engine.cuda.kv.kv_cache import DeviceCache
 from engine.cuda.launcher import Launcher
@@ -36,8 +36,8 @@ from engine.cuda.model.weights import DeviceWeights, load_device_weights, shorte
 from engine.cuda.runner import DeviceRunner
 from engine.cuda.runtime.bindings import MAX_PITCH_NBYTES
 from engine.cuda.runtime.graph_capture import Launch, free_nbytes
-from engine.cuda.runtime.process_group import ALONE, Team
-from engine.cuda.tensor_parallel import Followers
+from engine.cuda.runtime.process_group import SINGLE_PROCESS, ProcessGroup
+from engine.cuda.tensor_parallel import TensorParallelGroup
 from engine.cuda.warmup import WarmUp
 from engine.engine import Engine
 from engine.model_loader.checkpoint_weights import WeightSource, open_weights
@@ -91,19 +91,19 @@ def load_device_engine(
     device = device or torch.device("cuda")
     source = source or open_weights(checkpoint, device)
     if settings.tensor_parallel == 1:
-        return Builder(settings, checkpoint, source, device).build(progress)
+        return DeviceBackendBuilder(settings, checkpoint, source, device).build(progress)
     shard_config(checkpoint.config, Shard(0, settings.tensor_parallel))
-    followers = Followers.start(settings, device, reopen)
+    followers = TensorParallelGroup.start(settings, device, reopen)
     try:
         with _full_in_words():
             team = followers.join(device)
-        return Builder(settings, checkpoint, source, device, team).build(progress, followers)
+        return DeviceBackendBuilder(settings, checkpoint, source, device, team).build(progress, followers)
     except BaseException:
         followers.abandon()
         raise
 
 
-class Builder:
+class DeviceBackendBuilder:
     """One process's part of an engine. All of a team do the same, up to what its first member keeps for itself."""
 
     def __init__(
@@ -112,24 +112,24 @@ class Builder:
         checkpoint: Checkpoint,
         source: WeightSource,
         device: torch.device,
-        team: Team = ALONE,
+        team: ProcessGroup = SINGLE_PROCESS,
     ) -> None:
         found = caps.detect(device.type)
         if found.triton_error:
             raise ConfigError(caps.unbuildable(found))
         self._settings = replace(settings, dtype=resolve_device_dtype(settings.dtype, checkpoint, found.cc))
-        self._checkpoint, self._team, self._device = checkpoint, team, device
+        self._checkpoint, self._group, self._device = checkpoint, team, device
         self._config = shard_config(checkpoint.config, team.shard)
-        self._source = source if team is ALONE else ShardedWeights(source, checkpoint.config, team.shard)
+        self._source = source if team is SINGLE_PROCESS else ShardedWeights(source, checkpoint.config, team.shard)
         self._registry: Registry = catalog.registry(found)
         self._format: DeviceFormat = DEVICE_FORMATS[self._settings.dtype]
         self._block_size = max(settings.block_size, _MIN_BLOCK_SIZE)
         require_budgets(settings, self._block_size)
         self._max_rows = max(settings.max_batched_tokens, settings.max_num_seqs)
 
-    def build(self, progress: Progress, followers: Followers | None = None) -> Engine:
+    def build(self, progress: Progress, followers: TensorParallelGroup | None = None) -> Engine:
         launcher, max_model_len = self.prepare(progress)
-        runner = DeviceRunner(launcher, self._sampler, followers.told if followers else nullcontext)
+        runner = DeviceRunner(launcher, self._sampler, followers.broadcast if followers else nullcontext)
 
         def close() -> None:
             launcher.release()
@@ -149,7 +149,7 @@ class Builder:
     def _prepare(self, progress: Progress) -> tuple[Launcher, int]:
         settings = self._settings
         layout = kv_layout(self._checkpoint, self._block_size, self._format.kv_dtype, "-halves")
-        layout = msgspec.structs.replace(layout, tp_size=kv_shard(self._checkpoint.config, self._team.shard).size)
+        layout = msgspec.structs.replace(layout, tp_size=kv_shard(self._checkpoint.config, self._group.shard).size)
         self._load(layout, progress)
         with self._stage("compile", progress):
             with _advising(_TOO_LARGE, _SMALLER):
@@ -161,7 +161,7 @@ class Builder:
         captured = self._captured_nbytes(scratch, scales)
         del scratch
         nbytes = self._cache_nbytes(layout, captured)
-        num_blocks = self._team.smallest(_whole(blocks_in(nbytes, layout), layout.page_nbytes))
+        num_blocks = self._group.smallest(_whole(blocks_in(nbytes, layout), layout.page_nbytes))
         max_model_len = model_len(self._checkpoint, settings, num_blocks * layout.block_size)
         with _advising("the KV cache does not fit on the GPU", "lower kv_cache_mib, or free the GPU"):
             cache = self._cache(layout, num_blocks, scales)
@@ -170,7 +170,7 @@ class Builder:
             self._share(cache)
             if self._captures:
                 launcher.capture()
-                if self._team is ALONE:  # members that time differently would part
+                if self._group is SINGLE_PROCESS:  # members that time differently would part
                     launcher.chunks.leave_out_slow(partial(eager_us, count=1, groups=5))
         with self._stage("warm up", progress):
             if self._device.type == "cuda":
@@ -190,15 +190,15 @@ class Builder:
 
     def _share(self, cache: DeviceCache) -> None:
         """The first of a team hands over the pages of all."""
-        is_first = self._team.shard.rank == 0
-        told = self._team.exchange("cache", b"" if is_first else cache.export())
+        is_first = self._group.shard.rank == 0
+        told = self._group.exchange("cache", b"" if is_first else cache.export())
         if not is_first:
             return
         try:
             cache.share(self._registry, told[1:])
         except TransferError as error:
             raise ConfigError(
-                f"tensor_parallel is {self._team.shard.size}, and its GPUs can't reach each other's memory ({error}): "
+                f"tensor_parallel is {self._group.shard.size}, and its GPUs can't reach each other's memory ({error}): "
                 "use GPUs that can, or fewer"
             ) from error
 
@@ -218,12 +218,15 @@ class Builder:
         start = time.perf_counter()
         with self._importing_kernels():
             self._weights = load_device_weights(
-                config, self._source, self._format, longest, device, progress, self._team.shard
+                config, self._source, self._format, longest, device, progress, self._group.shard
             )
         self._seconds = {"weights": time.perf_counter() - start}
         # Scales that a checkpoint brings are of keys as they are; members of a team would have to agree on offsets.
         self._is_smooth = (
-            self._format.is_fp8 and smooths_keys(config) and self._weights.kv_scales is None and self._team is ALONE
+            self._format.is_fp8
+            and smooths_keys(config)
+            and self._weights.kv_scales is None
+            and self._group is SINGLE_PROCESS
         )
         self._attention = DeviceAttention(
             config, self._registry, self._format.kv, self._block_size, settings.max_num_seqs * (longest + 128),
@@ -231,8 +234,10 @@ class Builder:
         )  # fmt: skip
         self._model = self._transformer(self._weights)
         self._state = DecodeState(settings.max_num_seqs, layout.num_blocks(longest), config.vocab_size, device)
-        self._drawer = Drawer(self._registry, config.vocab_size, settings.max_num_seqs, device, self._team)
-        self._sampler = DeviceSampler(self._checkpoint.eos_token_ids, self._drawer)
+        self._sampling_kernel = SamplingKernel(
+            self._registry, config.vocab_size, settings.max_num_seqs, device, self._group
+        )
+        self._sampler = DeviceSampler(self._checkpoint.eos_token_ids, self._sampling_kernel)
         self._longest_prompt = min(self._max_rows, longest)
         if self._captures:
             require_kernels(self._registry, config, self._format, self._block_size)
@@ -257,7 +262,7 @@ class Builder:
         start.
         """
         nbytes = self._settings.kv_cache_nbytes or torch.cuda.mem_get_info()[1]
-        most = self._team.smallest(blocks_in(nbytes, layout)) * layout.block_size
+        most = self._group.smallest(blocks_in(nbytes, layout)) * layout.block_size
         return min(wanted_model_len(self._checkpoint, self._settings), max(most, self._max_rows))
 
     @property
@@ -295,14 +300,14 @@ class Builder:
         scales = None
         if self._format.is_fp8:
             found = calibrate(model, attention, cache, self._checkpoint.tokenizer().encode(TEXT).ids[:longest])
-            found = replace(found, kv=self._team.largest(found.kv))
+            found = replace(found, kv=self._group.largest(found.kv))
             scales = found.replaced(self._weights.input_scales(), self._weights.kv_scales)
         compute_prompt(model, attention, cache, [index % self._config.vocab_size for index in range(longest)])
         return scales
 
     def _transformer(self, weights: DeviceWeights) -> Transformer:
         return Transformer(
-            self._config, self._format, weights, self._registry, self._block_size, self._max_rows, self._team,
+            self._config, self._format, weights, self._registry, self._block_size, self._max_rows, self._group,
             self._is_smooth, self._attention.wants_e4m3,
         )  # fmt: skip
 
@@ -316,15 +321,17 @@ class Builder:
     ) -> Launcher:
         config, state = self._config, self._state
         if scales is not None and is_fusible(config, self._format, weights):
-            make = FusedDecode(config, weights, self._registry, cache, state, scales.activations, self._team).step
+            make = FusedDecode(config, weights, self._registry, cache, state, scales.activations, self._group).step
         else:
             make = self._plain(model, cache)
-        steps = DecodeSteps(make, self._drawer, state, max_model_len)
-        rows = PassRows(self._max_rows, self._device)
-        chunks = Chunks(model, cache, rows, self._max_rows)
-        beside = DecodesBeside(model, self._attention, cache, state, max_model_len)
-        endings = Endings(model, self._attention, cache, state, max_model_len)
-        return Launcher(model, self._attention, cache, state, rows, steps, chunks, beside, endings, self._drawer)
+        steps = DecodeGraphs(make, self._sampling_kernel, state, max_model_len)
+        rows = PrefillRows(self._max_rows, self._device)
+        chunks = PrefillGraphs(model, cache, rows, self._max_rows)
+        beside = MixedBatchAttention(model, self._attention, cache, state, max_model_len)
+        endings = LastLayerGraphs(model, self._attention, cache, state, max_model_len)
+        return Launcher(
+            model, self._attention, cache, state, rows, steps, chunks, beside, endings, self._sampling_kernel
+        )
 
     def _plain(self, model: Transformer, cache: DeviceCache) -> MakeStep:
         state = self._state

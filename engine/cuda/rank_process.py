@@ -12,11 +12,11 @@ from typing import NoReturn
 import torch
 
 from contracts.errors import TandemError
-from engine.cuda.launcher import Draw, Launcher, unscored
-from engine.cuda.loader import Builder
-from engine.cuda.runtime.process_group import GpuTeam, open_store
-from engine.cuda.tensor_parallel import Begin, Failed, end_at_once
-from process.garbage_collector import settle
+from engine.cuda.launcher import Launcher, SampleBatch, unscored
+from engine.cuda.loader import DeviceBackendBuilder
+from engine.cuda.runtime.process_group import DistributedProcessGroup, open_store
+from engine.cuda.tensor_parallel import RankFailure, RankStart, end_at_once
+from process.garbage_collector import freeze_startup_objects
 
 _log = logging.getLogger(__name__)
 
@@ -25,7 +25,7 @@ def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM):  # they may reach the whole group: the first member decides
         signal.signal(number, signal.SIG_IGN)
     pipe = Connection(int(sys.argv[1]))
-    begin: Begin = pipe.recv()
+    begin: RankStart = pipe.recv()
     rank = begin.shard.rank
     logging.basicConfig(level=begin.log_level, format=f"%(asctime)s gpu {rank} %(levelname)s %(name)s: %(message)s")
     try:
@@ -39,19 +39,19 @@ def main() -> None:
 
 def _fail(pipe: Connection, words: str) -> NoReturn:
     with suppress(OSError):  # the first member is gone as well
-        pipe.send(Failed(words))
+        pipe.send(RankFailure(words))
     end_at_once()
 
 
-def follow(begin: Begin, pipe: Connection) -> None:
+def follow(begin: RankStart, pipe: Connection) -> None:
     """Until the first member says that it is over."""
     device = torch.device(begin.device)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    team = GpuTeam(begin.shard, open_store(begin.shard.size, begin.store_port), device)
+    team = DistributedProcessGroup(begin.shard, open_store(begin.shard.size, begin.store_port), device)
     checkpoint, source = begin.reopen(begin.settings.model, device)
-    launcher, _ = Builder(begin.settings, checkpoint, source, device, team).prepare(_watched_elsewhere)
-    settle()
+    launcher, _ = DeviceBackendBuilder(begin.settings, checkpoint, source, device, team).prepare(_watched_elsewhere)
+    freeze_startup_objects()
     _launch_all(launcher, pipe)
     launcher.release()
     team.close()
@@ -59,7 +59,7 @@ def follow(begin: Begin, pipe: Connection) -> None:
 
 def _launch_all(launcher: Launcher, pipe: Connection) -> None:
     while (told := pipe.recv()) is not None:
-        if isinstance(told, Draw):
+        if isinstance(told, SampleBatch):
             launcher.follow(told)
         else:  # the first member tells what comes of scores; making them takes all of the team
             launcher.launch(told, unscored)

@@ -11,15 +11,15 @@ import numpy as np
 import torch
 
 from contracts.ids import RequestId
-from engine.backend import Computed, Written, unheard
-from engine.cuda.device_sampler import DeviceDrawn, DeviceSampler, Likeliest, to_host
+from engine.backend import Computed, Written, ignore_progress
+from engine.cuda.device_sampler import DevicePendingTokens, DeviceSampler, TopLogprobs, to_host
 from engine.cuda.graphs.decode_graphs import StepKey
 from engine.cuda.inputs.batch_inputs import DecodeRows, block_tables, decode_rows, num_decodes, prompt_rows
 from engine.cuda.inputs.decode_state import give, pack
 from engine.cuda.inputs.sampling_columns import columns, is_greedy
-from engine.cuda.launcher import DeviceBatch, Draw, Launcher, unscored
+from engine.cuda.launcher import DeviceBatch, Launcher, SampleBatch, unscored
 from engine.sampling.prompt_logprobs import ROWS, score, spans
-from engine.scheduler.batch import Piece
+from engine.scheduler.batch import ScheduledChunk
 from engine.sequence import Sequence
 
 
@@ -32,12 +32,12 @@ class Prepared:
     end: int
     words: np.ndarray
 
-    def is_of(self, decodes: SequenceOf[Piece]) -> bool:
+    def is_of(self, decodes: SequenceOf[ScheduledChunk]) -> bool:
         ours = self.sequence, self.blocks, self.end
         return [ours] == [(piece.sequence, piece.sequence.blocks, piece.end) for piece in decodes]
 
 
-Tell = Callable[[DeviceBatch | Draw], AbstractContextManager[object]]
+Tell = Callable[[DeviceBatch | SampleBatch], AbstractContextManager[object]]
 """Within, a batch is launched that those who compute with this process were told of: engine.cuda.tensor_parallel."""
 
 
@@ -52,24 +52,24 @@ class DeviceRunner:
         self._block_size, self._spare = layout.block_size, launcher.cache.num_blocks
         self.early_planes = launcher.model.early_layers * layout.num_planes // layout.num_layers
         self._told_of: list[Sequence] = []
-        self._drawn: dict[RequestId, int] = {}
-        self._last: DeviceDrawn | None = None
+        self._pending_tokens: dict[RequestId, int] = {}
+        self._last: DevicePendingTokens | None = None
         self._tables: tuple[int, list[tuple[array[int], int]]] = (0, [])
         self._prepared: Prepared | None = None
 
     @property
-    def quick_rows(self) -> int:
+    def max_graph_rows(self) -> int:
         return self.launcher.chunks.most_rows
 
-    def forward(self, pieces: SequenceOf[Piece], written: Written = unheard) -> Computed:
+    def forward(self, pieces: SequenceOf[ScheduledChunk], written: Written = ignore_progress) -> Computed:
         sampling = [piece.sequence for piece in pieces if piece.samples]
         return self._run(pieces, sampling, not any(self._sampler.adjusts(sequence) for sequence in sampling), written)
 
-    def forward_undrawn(self, pieces: SequenceOf[Piece]) -> Computed:
-        return self._run(pieces, [piece.sequence for piece in pieces if piece.samples], False, unheard)
+    def forward_without_sampling(self, pieces: SequenceOf[ScheduledChunk]) -> Computed:
+        return self._run(pieces, [piece.sequence for piece in pieces if piece.samples], False, ignore_progress)
 
     @torch.inference_mode()
-    def forward_whole(self, prompts: SequenceOf[Piece]) -> None:
+    def forward_whole(self, prompts: SequenceOf[ScheduledChunk]) -> None:
         """All rows to their logits, as if each token of them were scored. Nothing is kept."""
         num_rows = sum(piece.num_tokens for piece in prompts)
         scored = np.array_split(np.arange(num_rows), range(ROWS, num_rows, ROWS))
@@ -78,22 +78,22 @@ class DeviceRunner:
             self.launcher.launch(batch, unscored)
 
     @torch.inference_mode()
-    def draw(
+    def sample(
         self, sequences: SequenceOf[Sequence], logits: torch.Tensor, allowed: Mapping[RequestId, np.ndarray]
-    ) -> DeviceDrawn:
+    ) -> DevicePendingTokens:
         adjusted = self._sampler.adjusted(sequences, logits, allowed)
         is_known = list(sequences) == self._told_of
         words = None if is_known else pack(None, columns(sequences), self.launcher.state.max_rows)
-        draw = Draw(words, len(sequences), is_greedy(sequences))
+        draw = SampleBatch(words, len(sequences), is_greedy(sequences))
         with self._tell(draw):
-            self.launcher.draw(draw, adjusted)
+            self.launcher.sample(draw, adjusted)
         return self._on_their_way(sequences, logits)
 
     def wait(self) -> None:
         if self.launcher.state.device.type == "cuda":
             torch.cuda.current_stream(self.launcher.state.device).synchronize()
 
-    def prepare(self, piece: Piece) -> None:
+    def prepare(self, piece: ScheduledChunk) -> None:
         """The device is told the tables now, and the words are there but for the token. They are kept until the next
         call, when nothing is being computed. Said again of the same piece, its copy may still read the words when the
         step's token is written there; the step's own copy follows it.
@@ -108,7 +108,7 @@ class DeviceRunner:
 
     @torch.inference_mode()
     def _run(
-        self, pieces: SequenceOf[Piece], sampling: SequenceOf[Sequence], draws: bool, written: Written
+        self, pieces: SequenceOf[ScheduledChunk], sampling: SequenceOf[Sequence], draws: bool, written: Written
     ) -> Computed:
         count = num_decodes(pieces)
         found = spans(pieces[count:])
@@ -122,13 +122,13 @@ class DeviceRunner:
             drawn = self._on_their_way(sampling, launched.logits)
         return Computed(launched.logits, launched.scored, drawn)
 
-    def _on_their_way(self, sampling: SequenceOf[Sequence], logits: torch.Tensor) -> DeviceDrawn:
+    def _on_their_way(self, sampling: SequenceOf[Sequence], logits: torch.Tensor) -> DevicePendingTokens:
         """The tokens that are drawn for these, and what they ask for of their logits."""
-        tokens = self.launcher.state.drawn[: len(sampling)]
+        tokens = self.launcher.state.sampled[: len(sampling)]
         asks = any(sequence.sampling.logprobs is not None for sequence in sampling)
-        likeliest = Likeliest.of(sampling, logits, tokens) if asks else None
-        self._last = DeviceDrawn(sampling, tokens, likeliest)
-        self._drawn = {sequence.request_id: row for row, sequence in enumerate(sampling)}
+        likeliest = TopLogprobs.of(sampling, logits, tokens) if asks else None
+        self._last = DevicePendingTokens(sampling, tokens, likeliest)
+        self._pending_tokens = {sequence.request_id: row for row, sequence in enumerate(sampling)}
         return self._last
 
     @contextmanager
@@ -141,13 +141,13 @@ class DeviceRunner:
             self._tables = (0, [])  # nobody knows whether the device has those of this batch
             self._told_of = []  # nor whose parameters it has
             if self._last is not None:  # nor whether it has drawn over the tokens that this batch goes on from
-                self._last.put_back(self.launcher.state.drawn)
+                self._last.put_back(self.launcher.state.sampled)
             raise
 
     def _batch(
         self,
-        decodes: SequenceOf[Piece],
-        prompts: SequenceOf[Piece],
+        decodes: SequenceOf[ScheduledChunk],
+        prompts: SequenceOf[ScheduledChunk],
         sampling: SequenceOf[Sequence],
         scored: SequenceOf[np.ndarray],
         draws: bool,
@@ -165,19 +165,21 @@ class DeviceRunner:
             greedy=greedy,
         )
 
-    def _words(self, decodes: SequenceOf[Piece], sampling: SequenceOf[Sequence], key: StepKey | None) -> np.ndarray:
+    def _words(
+        self, decodes: SequenceOf[ScheduledChunk], sampling: SequenceOf[Sequence], key: StepKey | None
+    ) -> np.ndarray:
         if self._prepared is not None and len(sampling) == 1 and self._prepared.is_of(decodes):
             give(self._prepared.words, sampling[0].tokens[-1])
             return self._prepared.words
         return pack(self._decode_rows(decodes, key), columns(sampling), self.launcher.state.max_rows)
 
-    def _decode_rows(self, decodes: SequenceOf[Piece], key: StepKey | None) -> DecodeRows | None:
+    def _decode_rows(self, decodes: SequenceOf[ScheduledChunk], key: StepKey | None) -> DecodeRows | None:
         if key is None:
             return None
         max_rows = self.launcher.state.max_rows
-        return decode_rows(decodes, self._drawn, max_rows, key.num_rows, self._block_size, self._spare)
+        return decode_rows(decodes, self._pending_tokens, max_rows, key.num_rows, self._block_size, self._spare)
 
-    def _changed_tables(self, decodes: SequenceOf[Piece], key: StepKey | None) -> np.ndarray | None:
+    def _changed_tables(self, decodes: SequenceOf[ScheduledChunk], key: StepKey | None) -> np.ndarray | None:
         """`[rows, width]`; None if the device has them: most steps start no block."""
         if key is None:
             return None

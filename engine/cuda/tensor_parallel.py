@@ -19,11 +19,11 @@ from typing import Any, NoReturn
 import torch
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
-from engine.cuda.launcher import DeviceBatch, Draw
-from engine.cuda.runtime.process_group import GpuTeam, Team, hold_store
+from engine.cuda.launcher import DeviceBatch, SampleBatch
+from engine.cuda.runtime.process_group import DistributedProcessGroup, ProcessGroup, hold_store
 from engine.model_loader.tensor_parallel_shards import Shard
 from engine.settings import EngineSettings
-from process.parent_death import leashed
+from process.parent_death import die_with_parent
 
 _log = logging.getLogger(__name__)
 
@@ -31,7 +31,7 @@ _END_TIMEOUT_S = 10.0
 
 
 @dataclass(frozen=True)
-class Begin:
+class RankStart:
     """The first thing a follower is told. `reopen`: engine.cuda.loader.OpenModel."""
 
     settings: EngineSettings
@@ -43,22 +43,22 @@ class Begin:
 
 
 @dataclass(frozen=True)
-class Failed:
+class RankFailure:
     """A follower's last words."""
 
     words: str
 
 
-class Followers:
+class TensorParallelGroup:
     """`start`, then `join` the team with them; from then on each batch is told before it is launched here."""
 
-    def __init__(self, store: TCPStore, members: list["_Follower"]) -> None:
-        self._store, self._members, self._team = store, members, Team()
+    def __init__(self, store: TCPStore, members: list["_RankProcess"]) -> None:
+        self._store, self._members, self._group = store, members, ProcessGroup()
         self._watchers: list[threading.Thread] = []
         self._is_closed = False
 
     @classmethod
-    def start(cls, settings: EngineSettings, device: torch.device, reopen: Callable[..., Any]) -> "Followers":
+    def start(cls, settings: EngineSettings, device: torch.device, reopen: Callable[..., Any]) -> "TensorParallelGroup":
         """On the GPUs after `device`, one each."""
         size = settings.tensor_parallel
         store = hold_store(size)
@@ -66,19 +66,19 @@ class Followers:
         members = []
         for rank in range(1, size):
             where = f"cuda:{(device.index or 0) + rank}" if device.type == "cuda" else device.type
-            begin = Begin(replace(settings, device=where), Shard(rank, size), store.port, where, reopen, level)
-            members.append(_Follower(begin))
+            begin = RankStart(replace(settings, device=where), Shard(rank, size), store.port, where, reopen, level)
+            members.append(_RankProcess(begin))
         return cls(store, members)
 
-    def join(self, device: torch.device) -> Team:
+    def join(self, device: torch.device) -> ProcessGroup:
         self._watchers = [threading.Thread(target=self._watch, args=(each,), daemon=True) for each in self._members]
         for watcher in self._watchers:
             watcher.start()
-        self._team = GpuTeam(Shard(0, len(self._members) + 1), self._store, device)
-        return self._team
+        self._group = DistributedProcessGroup(Shard(0, len(self._members) + 1), self._store, device)
+        return self._group
 
     @contextmanager
-    def told(self, batch: DeviceBatch | Draw) -> Iterator[None]:
+    def broadcast(self, batch: DeviceBatch | SampleBatch) -> Iterator[None]:
         """Within, the first one launches what all were told. If it can't, sums would be of different batches from now
         on: this process ends.
         """
@@ -102,7 +102,7 @@ class Followers:
         self._is_closed = True
         self._end(0.0)
 
-    def _tell(self, batch: DeviceBatch | Draw) -> None:
+    def _tell(self, batch: DeviceBatch | SampleBatch) -> None:
         """Raises OSError if one is gone and its watcher has not said so yet."""
         try:
             for member in self._members:
@@ -116,7 +116,7 @@ class Followers:
         """Whether all have left the team: all at once, or NCCL waits for good for those that are missing."""
         if not all([member.dismiss() for member in self._members]):
             return False
-        parting = threading.Thread(target=self._team.close, daemon=True)
+        parting = threading.Thread(target=self._group.close, daemon=True)
         parting.start()
         parting.join(_END_TIMEOUT_S)
         if parting.is_alive():
@@ -127,7 +127,7 @@ class Followers:
         for member in self._members:
             member.end(timeout_s)
 
-    def _watch(self, member: "_Follower") -> None:
+    def _watch(self, member: "_RankProcess") -> None:
         """Ends this process, whose GPU may wait for the follower's, when the follower has ended by itself."""
         words = member.last_words()
         if not self._is_closed:
@@ -141,12 +141,12 @@ def end_at_once() -> NoReturn:
     os._exit(1)
 
 
-class _Follower:
-    def __init__(self, begin: Begin) -> None:
+class _RankProcess:
+    def __init__(self, begin: RankStart) -> None:
         self.rank = begin.shard.rank
         self.pipe, theirs = Pipe()
         with theirs:
-            command = leashed([sys.executable, "-m", "engine.cuda.rank_process", str(theirs.fileno())])
+            command = die_with_parent([sys.executable, "-m", "engine.cuda.rank_process", str(theirs.fileno())])
             self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
         self.pipe.send(begin)
 
@@ -156,7 +156,7 @@ class _Follower:
             said = self.pipe.recv()
         except (EOFError, OSError):
             said = None
-        if isinstance(said, Failed):
+        if isinstance(said, RankFailure):
             return said.words
         return f"exit status {self._process.wait()}"
 

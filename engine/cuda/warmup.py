@@ -8,7 +8,7 @@ from contracts.layout import KVLayout
 from contracts.sampling import SamplingParams
 from engine.cuda.model.attention import MANY_KEYS, MAX_FEW
 from engine.cuda.runner import DeviceRunner
-from engine.scheduler.batch import Piece
+from engine.scheduler.batch import ScheduledChunk
 from engine.sequence import Sequence
 
 _GREEDY = SamplingParams(max_tokens=1, seed=0, temperature=0.0)
@@ -36,32 +36,34 @@ class WarmUp:
         few long prompts; an answer beside a prompt; rows that are scored; then as many prompts as rows, which are drawn
         in every way there is, of adjusted logits too.
         """
-        self._behind(runner, self._max_len, 1)
+        self._last_rows(runner, self._max_len, 1)
         for count in row_counts(min(self._max_rows, MAX_FEW, self._max_len)):
-            self._behind(runner, min(self._max_len, MANY_KEYS), count)
+            self._last_rows(runner, min(self._max_len, MANY_KEYS), count)
         for count in row_counts(self._max_rows):
-            runner.forward_undrawn(self._prompts(_lengths(count, self._max_len), _GREEDY))
+            runner.forward_without_sampling(self._prompts(_lengths(count, self._max_len), _GREEDY))
         answering = self._sequence(0, 1, _GREEDY)
         answering.tokens.append(0)
-        runner.forward([Piece(answering, 1, 1), Piece(self._sequence(1, 2, _GREEDY), 0, 1)])
+        runner.forward([ScheduledChunk(answering, 1, 1), ScheduledChunk(self._sequence(1, 2, _GREEDY), 0, 1)])
         for count in row_counts(min(self._max_rows, _MAX_SCORED)):
             runner.forward_whole(self._prompts(_lengths(count, self._max_len), _GREEDY))
         for count in row_counts(self._max_num_seqs):
             for params in (_GREEDY, _RANDOM):
                 pieces = self._prompts([1] * count, params)
                 runner.forward(pieces)
-                self._draw(runner, pieces)
-        self._draw(runner, self._prompts([1] * self._max_num_seqs, _ADJUSTED))
+                self._sample(runner, pieces)
+        self._sample(runner, self._prompts([1] * self._max_num_seqs, _ADJUSTED))
 
-    def _behind(self, runner: DeviceRunner, length: int, count: int) -> None:
+    def _last_rows(self, runner: DeviceRunner, length: int, count: int) -> None:
         """The last rows of a prompt."""
-        runner.forward_undrawn([Piece(self._sequence(0, length, _GREEDY), length - count, count)])
+        runner.forward_without_sampling([ScheduledChunk(self._sequence(0, length, _GREEDY), length - count, count)])
 
-    def _draw(self, runner: DeviceRunner, pieces: SequenceOf[Piece]) -> None:
-        runner.draw([piece.sequence for piece in pieces], runner.forward_undrawn(pieces).logits, {})
+    def _sample(self, runner: DeviceRunner, pieces: SequenceOf[ScheduledChunk]) -> None:
+        runner.sample([piece.sequence for piece in pieces], runner.forward_without_sampling(pieces).logits, {})
 
-    def _prompts(self, lengths: Iterable[int], params: SamplingParams) -> SequenceOf[Piece]:
-        return [Piece(self._sequence(number, length, params), 0, length) for number, length in enumerate(lengths)]
+    def _prompts(self, lengths: Iterable[int], params: SamplingParams) -> SequenceOf[ScheduledChunk]:
+        return [
+            ScheduledChunk(self._sequence(number, length, params), 0, length) for number, length in enumerate(lengths)
+        ]
 
     def _sequence(self, number: int, length: int, params: SamplingParams) -> Sequence:
         """In blocks that others write at the same time: nobody reads what comes of it."""

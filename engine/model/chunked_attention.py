@@ -9,7 +9,7 @@ import numpy as np
 
 
 @dataclass(frozen=True)
-class Stretches:
+class AttentionChunks:
     """Consecutive rows of a batch, `counts` `[N]` tokens from `starts` `[N]` on of sequences whose blocks are in
     `tables` `[N, pages]`; `answers` `[N]`: which are tokens of answers. Those come first.
     """
@@ -20,7 +20,7 @@ class Stretches:
     answers: np.ndarray
 
 
-def cut(rows: Stretches, segment: int, block_size: int) -> Stretches:
+def cut(rows: AttentionChunks, segment: int, block_size: int) -> AttentionChunks:
     """The same rows in the same order, each stretch of one segment, whose tokens are whole blocks."""
     ends = rows.starts + rows.counts
     low, high = rows.starts // segment, -(-ends // segment)
@@ -29,7 +29,7 @@ def cut(rows: Stretches, segment: int, block_size: int) -> Stretches:
     firsts = np.maximum(rows.starts[owners], index * segment)
     pages, width = segment // block_size, rows.tables.shape[1]
     columns = index[:, None] * pages + np.arange(min(pages, width))
-    return Stretches(
+    return AttentionChunks(
         rows.tables[owners[:, None], np.minimum(columns, width - 1)],
         firsts - index * segment,
         np.minimum(ends[owners], (index + 1) * segment) - firsts,

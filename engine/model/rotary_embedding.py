@@ -25,12 +25,16 @@ def rope_frequencies(config: ModelConfig, num_positions: int) -> torch.Tensor:
     return torch.polar(torch.full_like(angles, length), angles)
 
 
-def tunings(config: ModelConfig, num_positions: int) -> torch.Tensor | None:
+def attention_temperatures(config: ModelConfig, num_positions: int) -> torch.Tensor | None:
     """`[num_positions]` float32: what q is multiplied by in unturned layers. None where that is 1 everywhere."""
-    if config.tuning is None:
+    if config.attention_temperature is None:
         return None
     positions = torch.arange(num_positions).float()
-    return torch.log1p(torch.floor((positions + 1) / config.tuning.floor)) * config.tuning.scale + 1
+    return (
+        torch.log1p(torch.floor((positions + 1) / config.attention_temperature.floor))
+        * config.attention_temperature.scale
+        + 1
+    )
 
 
 def _scale_yarn(inverse: torch.Tensor, config: ModelConfig) -> torch.Tensor:

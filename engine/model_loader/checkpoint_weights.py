@@ -17,7 +17,7 @@ from checkpoint.gguf.file import GgufFile
 from checkpoint.huggingface.safetensors_index import tensor_files
 from checkpoint.quantization import Quantization
 from contracts.errors import ConfigError
-from engine.cuda.runtime.pinned_copy import Ferry
+from engine.cuda.runtime.pinned_copy import PinnedCopier
 from engine.model_loader.quantized_matrices import Quantized, QuantizedMatrices
 
 _log = logging.getLogger(__name__)
@@ -44,7 +44,7 @@ _GGUF_NAMES = {
 
 
 @dataclass(frozen=True)
-class Cut:
+class TensorSlice:
     """Part `index` of `count` along `dim`; of `num_groups` that lie there one after the other, the same part of each. A
     group is `num_pieces` long, none of which is cut, whatever their length; 0: one for each part.
     """
@@ -69,7 +69,7 @@ class Cut:
         groups = range(0, length, num_pieces * size)
         return [range(group + first * size, group + last * size) for group in groups]
 
-    def along(self, dim: int) -> "Cut":
+    def along(self, dim: int) -> "TensorSlice":
         return replace(self, dim=dim)
 
 
@@ -83,7 +83,7 @@ class WeightSource(Protocol):
     @property
     def quantized(self) -> Quantized | None: ...
 
-    def tensor(self, name: str, cut: Cut | None = None) -> torch.Tensor:
+    def tensor(self, name: str, cut: TensorSlice | None = None) -> torch.Tensor:
         """float32, contiguous, unless opened for a device; widened if quantized, bytes as they are; all of it, or a
         part. Raises ConfigError if the checkpoint lacks it.
         """
@@ -122,12 +122,12 @@ class SafetensorsWeights:
         is_llama4: bool = False,
     ) -> None:
         self._folder, self._device, self.interleaved = folder, device, is_llama4
-        self._ferry = None if device is None else Ferry(device)
+        self._copier = None if device is None else PinnedCopier(device)
         self._files = tensor_files(folder)
         self._stored = llama4_names(self._files) if is_llama4 else {name: name for name in self._files}
         self.quantized = None if quantization is None else QuantizedMatrices(quantization, self._find, self._module)
 
-    def tensor(self, name: str, cut: Cut | None = None) -> torch.Tensor:
+    def tensor(self, name: str, cut: TensorSlice | None = None) -> torch.Tensor:
         module, _, kind = name.rpartition(".")
         matrix = self.quantized.matrix(module) if self.quantized is not None and kind == "weight" else None
         tensor = self._plain(name, cut) if matrix is None else _cut(matrix.dense(), cut)
@@ -138,7 +138,7 @@ class SafetensorsWeights:
         """Of which there are tensors."""
         return {int(match[1]) for name in self._stored if (match := _LAYER.match(name))}
 
-    def _plain(self, name: str, cut: Cut | None) -> torch.Tensor:
+    def _plain(self, name: str, cut: TensorSlice | None) -> torch.Tensor:
         tensor = self._read(name, cut)
         is_plain = tensor.is_floating_point() and tensor.itemsize > 1
         if not is_plain and tensor.dtype is not torch.uint8:
@@ -155,14 +155,14 @@ class SafetensorsWeights:
         """As the file has it; the tensor itself, of all experts in one."""
         return self._stored.get(f"{name}.weight", self._stored.get(name, name)).removesuffix(".weight")
 
-    def _read(self, name: str, cut: Cut | None = None) -> torch.Tensor:
+    def _read(self, name: str, cut: TensorSlice | None = None) -> torch.Tensor:
         if name not in self._stored:
             raise ConfigError(f"{self._folder} lacks the tensor '{name}': the weights do not fit its config.json")
         try:
             with safe_open(self._file(name), framework="pt") as file:
                 stored = self._stored[name]
                 tensor = file.get_tensor(stored) if cut is None else _part(file.get_slice(stored), cut)
-                return tensor if self._ferry is None else self._ferry.carry(tensor)
+                return tensor if self._copier is None else self._copier.carry(tensor)
         except (SafetensorError, OSError) as error:
             raise ConfigError(f"cannot read '{name}' from {self._file(name)}: {error}") from error
 
@@ -184,7 +184,7 @@ class GgufWeights:
         """Of which there are tensors."""
         return {int(match[1]) for name in self._file.tensors if (match := _GGUF_LAYER.match(name))}
 
-    def tensor(self, name: str, cut: Cut | None = None) -> torch.Tensor:
+    def tensor(self, name: str, cut: TensorSlice | None = None) -> torch.Tensor:
         info = self._file.tensors.get(gguf_name(name))
         if info is None:
             raise ConfigError(f"{self._file.path} lacks the tensor '{gguf_name(name)}'")
@@ -196,11 +196,11 @@ class GgufWeights:
         return _cut(tensor, cut)
 
 
-def _cut(tensor: torch.Tensor, cut: Cut | None) -> torch.Tensor:
+def _cut(tensor: torch.Tensor, cut: TensorSlice | None) -> torch.Tensor:
     return tensor if cut is None else cut.of(tensor)
 
 
-def _part(stored: Any, cut: Cut) -> torch.Tensor:
+def _part(stored: Any, cut: TensorSlice) -> torch.Tensor:
     """Read alone, of safetensors' slice of a file."""
     parts = cut.parts(stored.get_shape()[cut.dim])
     wanted = [stored[(*[slice(None)] * cut.dim, slice(part.start, part.stop))] for part in parts]

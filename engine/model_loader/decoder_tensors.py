@@ -101,7 +101,7 @@ class ModelTensors:
             self._check(f"{prefix}{module}.weight", matrix.shape, self._shapes[module])
         if len(matrices) < len(found):
             return []
-        return [self._turned_rows(matrix) if module in (_Q, _K) else matrix for module, matrix in matrices.items()]
+        return [self._rotated_rows(matrix) if module in (_Q, _K) else matrix for module, matrix in matrices.items()]
 
     def kv_scales(self, prefix: str) -> tuple[float, float] | None:
         """What K and V are divided by before they are rounded to e4m3, if the checkpoint says."""
@@ -121,11 +121,13 @@ class ModelTensors:
 
     def head_gain(self, index: int, name: str) -> torch.Tensor | None:
         """Of the norm over each head of a layer's q or k, if there is one."""
-        if self._config.plain_qk_norm and index not in self._config.unturned_layers:
+        if self._config.plain_qk_norm and index not in self._config.no_rope_layers:
             return torch.ones(self._config.head_dim)
         if not self._config.qk_norm:
             return None
-        return self._turned(self._tensor(f"{layer_prefix(index)}self_attn.{name}_norm.weight", self._config.head_dim))
+        return self._rotary_order(
+            self._tensor(f"{layer_prefix(index)}self_attn.{name}_norm.weight", self._config.head_dim)
+        )
 
     def router(self, prefix: str) -> torch.Tensor:
         """Of a layer with experts: what scores them, one row each."""
@@ -233,19 +235,19 @@ class ModelTensors:
 
     def _weight(self, prefix: str, module: str) -> torch.Tensor:
         tensor = self._tensor(f"{prefix}{module}.weight", *self._shapes[module])
-        return self._turned(tensor) if module in (_Q, _K) else tensor
+        return self._rotary_order(tensor) if module in (_Q, _K) else tensor
 
     def _bias(self, prefix: str, module: str) -> torch.Tensor:
         tensor = self._tensor(f"{prefix}{module}.bias", self._shapes[module][0])
-        return self._turned(tensor) if module in (_Q, _K) else tensor
+        return self._rotary_order(tensor) if module in (_Q, _K) else tensor
 
-    def _turned_rows(self, matrix: StoredMatrix) -> StoredMatrix:
+    def _rotated_rows(self, matrix: StoredMatrix) -> StoredMatrix:
         if self._interleaved == self._source.interleaved:
             return matrix
         assert isinstance(matrix, Fp8Matrix) and not matrix.is_blocks, "no other is opened with its pairs interleaved"
-        return replace(matrix, weight=self._turned(matrix.weight), scale=self._turned(matrix.scale))
+        return replace(matrix, weight=self._rotary_order(matrix.weight), scale=self._rotary_order(matrix.scale))
 
-    def _turned(self, tensor: torch.Tensor) -> torch.Tensor:
+    def _rotary_order(self, tensor: torch.Tensor) -> torch.Tensor:
         """Rows of each head from pairs (x0, y0, x1, y1, ..) to halves (x0, x1, .., y0, y1, ..), or back."""
         if self._interleaved == self._source.interleaved:
             return tensor

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from checkpoint.quantization import BLOCK, Quantization
 from contracts.errors import ConfigError
-from engine.model_loader.checkpoint_weights import Cut, WeightSource
+from engine.model_loader.checkpoint_weights import TensorSlice, WeightSource
 from engine.model_loader.quantized_matrices import Fp8Experts, Fp8Matrix, Int4Matrix, Quantized, StoredMatrix
 from models.config import Experts, ModelConfig
 
@@ -60,7 +60,7 @@ def shard_config(config: ModelConfig, shard: Shard) -> ModelConfig:
     """
     if shard.size == 1:
         return config
-    experts, cuts = config.experts, _Cuts(config, shard)
+    experts, cuts = config.experts, _TensorSlices(config, shard)
     if not config.spreads_kv_heads(shard.size):
         raise ConfigError(
             f"tensor_parallel is {shard.size}; this model has {config.num_kv_heads} KV heads: set a number that "
@@ -101,12 +101,12 @@ class ShardedWeights:
     """One part of a checkpoint, as a checkpoint of its own: engine.model_loader.checkpoint_weights.WeightSource."""
 
     def __init__(self, source: WeightSource, config: ModelConfig, shard: Shard) -> None:
-        self._source, self._cuts, self.interleaved = source, _Cuts(config, shard), source.interleaved
+        self._source, self._cuts, self.interleaved = source, _TensorSlices(config, shard), source.interleaved
         self._is_first = shard.rank == 0
         quantized = source.quantized
         self.quantized: Quantized | None = None if quantized is None else ShardedMatrices(quantized, self._cuts)
 
-    def tensor(self, name: str, cut: Cut | None = None) -> Tensor:
+    def tensor(self, name: str, cut: TensorSlice | None = None) -> Tensor:
         assert cut is None, "a part is not cut again"
         tensor = self._source.tensor(name, self._cuts.of(name))
         return tensor if self._is_first or not _ends(_ADDED_ONCE, name) else torch.zeros_like(tensor)
@@ -115,7 +115,7 @@ class ShardedWeights:
 class ShardedMatrices:
     """engine.model_loader.quantized_matrices.Quantized, each matrix cut as its plain one would be."""
 
-    def __init__(self, quantized: Quantized, cuts: "_Cuts") -> None:
+    def __init__(self, quantized: Quantized, cuts: "_TensorSlices") -> None:
         self._quantized, self._cuts = quantized, cuts
 
     @property
@@ -144,7 +144,7 @@ class ShardedMatrices:
         return self._quantized.kv_scale(prefix, name)
 
 
-class _Cuts:
+class _TensorSlices:
     """Where each tensor is cut. `num_pieces` of an expert's middle that are not cut, which some then have one more of
     than others; 0 if it is cut equally.
     """
@@ -160,12 +160,12 @@ class _Cuts:
     def num_gpus(self) -> int:
         return self._shard.size
 
-    def of(self, name: str) -> Cut | None:
+    def of(self, name: str) -> TensorSlice | None:
         dim = next((dim for pattern, dim in _CUTS.items() if _ends(pattern, name)), None)
         if dim is None:
             return None
         if _ends(_OF_KV_HEADS, name):
-            return Cut(dim, self._kv_shard.rank, self._kv_shard.size) if self._kv_shard.size > 1 else None
+            return TensorSlice(dim, self._kv_shard.rank, self._kv_shard.size) if self._kv_shard.size > 1 else None
         num_halves = self._num_halves if name.endswith("experts.gate_up_proj") else 1
         return self._cut(dim, num_halves, self.num_pieces if "expert" in name else 0)
 
@@ -173,11 +173,11 @@ class _Cuts:
         (part,) = self._cut(0, 1, self.num_pieces).parts(experts.intermediate_size)
         return len(part)
 
-    def _cut(self, dim: int, num_groups: int, num_pieces: int) -> Cut:
-        return Cut(dim, self._shard.rank, self._shard.size, num_groups, num_pieces)
+    def _cut(self, dim: int, num_groups: int, num_pieces: int) -> TensorSlice:
+        return TensorSlice(dim, self._shard.rank, self._shard.size, num_groups, num_pieces)
 
 
-def _fp8(matrix: Fp8Matrix, cut: Cut, said: str) -> Fp8Matrix:
+def _fp8(matrix: Fp8Matrix, cut: TensorSlice, said: str) -> Fp8Matrix:
     scale = matrix.scale
     if matrix.is_blocks:
         _require(matrix, cut, BLOCK, said)
@@ -188,7 +188,7 @@ def _fp8(matrix: Fp8Matrix, cut: Cut, said: str) -> Fp8Matrix:
     return replace(matrix, weight=weight, scale=scale)
 
 
-def _int4(matrix: Int4Matrix, cut: Cut, said: str) -> Int4Matrix:
+def _int4(matrix: Int4Matrix, cut: TensorSlice, said: str) -> Int4Matrix:
     if cut.dim == 0:
         return replace(matrix, codes=cut.of(matrix.codes), scale=cut.of(matrix.scale), zero=cut.of(matrix.zero))
     part = replace(matrix, codes=cut.of(matrix.codes), groups=cut.along(0).of(matrix.groups))
@@ -200,7 +200,7 @@ def _int4(matrix: Int4Matrix, cut: Cut, said: str) -> Int4Matrix:
     return replace(part, scale=scale, zero=zero, groups=part.groups - part.groups[0])
 
 
-def _require(matrix: StoredMatrix, cut: Cut, step: int, said: str) -> None:
+def _require(matrix: StoredMatrix, cut: TensorSlice, step: int, said: str) -> None:
     if matrix.shape[cut.dim] % (cut.count * step):
         raise ConfigError(f"{said} is {list(matrix.shape)} with a scale for each {step}: its parts would share scales")
 

@@ -31,7 +31,7 @@ def on_host(arrays: SequenceOf[np.ndarray]) -> list[Tensor]:
     return [torch.from_numpy(array) for array in arrays]
 
 
-class Seen:
+class TokenCounts:
     """The tokens of a sequence from `first` on, each once: `ids` `[n]` int64, and in `amounts` `[n]` float32 what
     penalties take off a logit for what the answer has of it. A token is counted once, whenever `follow` meets it: a
     step has one, a prompt thousands.
@@ -71,7 +71,7 @@ class Seen:
         return place
 
 
-class Wishes:
+class LogitsProcessorState:
     """One sequence's, kept from token to token: what does not change is worked out once."""
 
     def __init__(self, sampling: SamplingParams, vocab: int, stop_ids: SequenceOf[int]) -> None:
@@ -89,14 +89,14 @@ class Wishes:
         self.allowed = _bits(sampling.allowed_token_ids, vocab) if sampling.allowed_token_ids else None
         self.repetition = max(sampling.repetition_penalty, _LEAST_REPETITION)
         self.penalizes = bool(self.repetition != 1 or sampling.presence_penalty or sampling.frequency_penalty)
-        self._seen: Seen | None = None
+        self._seen: TokenCounts | None = None
 
-    def seen(self, sequence: Sequence) -> Seen:
+    def seen(self, sequence: Sequence) -> TokenCounts:
         """Repetitions are of prompt and answer, presence and frequency of the answer alone."""
         if self._seen is None:
             first = 0 if self.repetition != 1 else sequence.answer_start
             penalties = self._sampling.presence_penalty, self._sampling.frequency_penalty
-            self._seen = Seen(sequence.tokens, first, sequence.answer_start, *penalties)
+            self._seen = TokenCounts(sequence.tokens, first, sequence.answer_start, *penalties)
         self._seen.follow(sequence.tokens)
         return self._seen
 
@@ -124,7 +124,7 @@ def _bits(token_ids: SequenceOf[int], vocab: int) -> np.ndarray:
 
 
 @dataclass(frozen=True)
-class Adjustment:
+class LogitsAdjustment:
     """A batch's, as arrays that go to the device together; empty where nobody wants that. `biases` and `penalties` are
     (places, values) and (places, factors, amounts), a place row * vocab + token; of `allowed` and `guided`, which are
     (rows, bits), the bits say what these rows may be, the lowest first.
@@ -138,8 +138,8 @@ class Adjustment:
 
     @classmethod
     def of(
-        cls, wishes: Mapping[int, tuple[Wishes, Sequence]], guided: Mapping[int, np.ndarray], vocab: int
-    ) -> "Adjustment":
+        cls, wishes: Mapping[int, tuple[LogitsProcessorState, Sequence]], guided: Mapping[int, np.ndarray], vocab: int
+    ) -> "LogitsAdjustment":
         """By row."""
         biased = {row: w for row, (w, _) in wishes.items() if len(w.biased)}
         penalized = {row: (w.repetition, w.seen(sequence)) for row, (w, sequence) in wishes.items() if w.penalizes}
@@ -181,12 +181,12 @@ def _places(by_row: SequenceOf[tuple[int, np.ndarray]], vocab: int) -> np.ndarra
     return np.concatenate([row * vocab + token_ids for row, token_ids in by_row])
 
 
-def _biases(by_row: Mapping[int, Wishes], vocab: int) -> tuple[np.ndarray, ...]:
+def _biases(by_row: Mapping[int, LogitsProcessorState], vocab: int) -> tuple[np.ndarray, ...]:
     places = _places([(row, wishes.biased) for row, wishes in by_row.items()], vocab)
     return places, np.concatenate([wishes.biases for wishes in by_row.values()])
 
 
-def _penalties(by_row: Mapping[int, tuple[float, Seen]], vocab: int) -> tuple[np.ndarray, ...]:
+def _penalties(by_row: Mapping[int, tuple[float, TokenCounts]], vocab: int) -> tuple[np.ndarray, ...]:
     places = _places([(row, seen.ids) for row, (_, seen) in by_row.items()], vocab)
     factors = np.array([factor for factor, _ in by_row.values()], np.float32)
     lengths = [len(seen.ids) for _, seen in by_row.values()]

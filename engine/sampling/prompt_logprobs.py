@@ -14,7 +14,7 @@ import torch
 from contracts.events import PromptToken
 from engine.messages import Scored
 from engine.sampling.logits_processors import Put, on_host
-from engine.scheduler.batch import Piece
+from engine.scheduler.batch import ScheduledChunk
 
 ROWS = 64
 
@@ -23,33 +23,33 @@ Fetch = Callable[[torch.Tensor], torch.Tensor]
 
 
 @dataclass(frozen=True)
-class Span:
+class PromptLogprobSpan:
     """At most `ROWS` prompt tokens (`targets`, by their place in the prompt) that rows of a piece predict.
 
     `first_row`: of the batch; it predicts `targets[0]`.
     """
 
-    piece: Piece
+    chunk: ScheduledChunk
     targets: range
     first_row: int
 
     @property
     def token_ids(self) -> list[int]:
-        return self.piece.sequence.tokens[self.targets.start : self.targets.stop].tolist()
+        return self.chunk.sequence.tokens[self.targets.start : self.targets.stop].tolist()
 
     @property
     def rows(self) -> torch.Tensor:
         return torch.arange(self.first_row, self.first_row + len(self.targets))
 
 
-def spans(pieces: SequenceOf[Piece]) -> list[Span]:
+def spans(pieces: SequenceOf[ScheduledChunk]) -> list[PromptLogprobSpan]:
     """What is to be scored in a batch of `pieces`: each token of a prompt once, though it may be computed again."""
     found, row = [], 0
     for piece in pieces:
         targets = _targets(piece)
         for at in range(0, len(targets), ROWS):
             part = targets[at : at + ROWS]
-            found.append(Span(piece, part, row + part.start - 1 - piece.first_token))
+            found.append(PromptLogprobSpan(piece, part, row + part.start - 1 - piece.first_token))
         row += piece.num_tokens
     return found
 
@@ -57,8 +57,8 @@ def spans(pieces: SequenceOf[Piece]) -> list[Span]:
 class Scores:
     """What the logits of a span say, worked out where they are and then on its way to the host."""
 
-    def __init__(self, span: Span, logits_RV: torch.Tensor, put: Put, fetch: Fetch) -> None:
-        self._span, sampling = span, span.piece.sequence.sampling
+    def __init__(self, span: PromptLogprobSpan, logits_RV: torch.Tensor, put: Put, fetch: Fetch) -> None:
+        self._span, sampling = span, span.chunk.sequence.sampling
         (own_ids,) = put([np.array(span.token_ids, np.int64)])
         logprobs_RV = logits_RV.log_softmax(-1)
         own_R1 = logprobs_RV.gather(1, own_ids[:, None])
@@ -75,17 +75,20 @@ class Scores:
                 span.token_ids, owns, ranks, top_ids, top_values, strict=True
             )
         ]
-        return Scored(span.piece.sequence.request_id, span.targets.start, tokens)
+        return Scored(span.chunk.sequence.request_id, span.targets.start, tokens)
 
 
 def score(
-    found: Iterable[Span], logits: Iterable[torch.Tensor], put: Put = on_host, fetch: Fetch = lambda column: column
+    found: Iterable[PromptLogprobSpan],
+    logits: Iterable[torch.Tensor],
+    put: Put = on_host,
+    fetch: Fetch = lambda column: column,
 ) -> tuple[Scores, ...]:
     """`logits`: for each span its rows, `[R, vocab]` float32."""
     return tuple(Scores(span, logits_RV, put, fetch) for span, logits_RV in zip(found, logits, strict=True))
 
 
-def _targets(piece: Piece) -> range:
+def _targets(piece: ScheduledChunk) -> range:
     """Row p predicts token p + 1. Empty for those who did not ask: all of their prompt counts as scored."""
     sequence = piece.sequence
     return range(max(piece.first_token + 1, sequence.num_scored), min(piece.end + 1, sequence.num_prompt))

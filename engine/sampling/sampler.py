@@ -14,7 +14,7 @@ import torch
 from contracts.events import Token
 from contracts.ids import RequestId
 from contracts.sampling import SamplingParams
-from engine.sampling.logits_processors import Adjustment, Wishes, on_host
+from engine.sampling.logits_processors import LogitsAdjustment, LogitsProcessorState, on_host
 from engine.sampling.philox import uniform
 from engine.sequence import Sequence
 
@@ -30,7 +30,7 @@ class Sampler:
 
     def __init__(self, eos_token_ids: SequenceOf[int]) -> None:
         self._eos_token_ids = tuple(eos_token_ids)
-        self._wishes: WeakKeyDictionary[Sequence, Wishes] = WeakKeyDictionary()
+        self._processor_states: WeakKeyDictionary[Sequence, LogitsProcessorState] = WeakKeyDictionary()
 
     @torch.inference_mode()
     def sample(
@@ -47,7 +47,7 @@ class Sampler:
         chosen = torch.from_numpy(adjusted.numpy().argmax(-1))
         drawn = [row for row, sequence in enumerate(sequences) if not sequence.sampling.is_greedy]
         if drawn:
-            chosen[drawn] = draw([sequences[row] for row in drawn], adjusted[drawn])
+            chosen[drawn] = sample_tokens([sequences[row] for row in drawn], adjusted[drawn])
         return _tokens(sequences, logits_BV, chosen.tolist())
 
     def sample_each(
@@ -95,21 +95,23 @@ class Sampler:
         if not rows:
             return logits_BV
         vocab = logits_BV.shape[1]
-        wishes = {row: (self._wishes_of(sequence, vocab), sequence) for row, sequence in rows.items()}
+        wishes = {row: (self._processor_state(sequence, vocab), sequence) for row, sequence in rows.items()}
         guided = {row: allowed[s.request_id] for row, s in rows.items() if s.request_id in allowed}
-        return Adjustment.of(wishes, guided, vocab).of_logits(logits_BV, self.put)
+        return LogitsAdjustment.of(wishes, guided, vocab).of_logits(logits_BV, self.put)
 
-    def _wishes_of(self, sequence: Sequence, vocab: int) -> Wishes:
-        if sequence not in self._wishes:
-            self._wishes[sequence] = Wishes(sequence.sampling, vocab, self.stop_ids(sequence.sampling))
-        return self._wishes[sequence]
+    def _processor_state(self, sequence: Sequence, vocab: int) -> LogitsProcessorState:
+        if sequence not in self._processor_states:
+            self._processor_states[sequence] = LogitsProcessorState(
+                sequence.sampling, vocab, self.stop_ids(sequence.sampling)
+            )
+        return self._processor_states[sequence]
 
     def put(self, arrays: SequenceOf[np.ndarray]) -> SequenceOf[torch.Tensor]:
         """Where logits are."""
         return on_host(arrays)
 
 
-def draw(sequences: SequenceOf[Sequence], logits_BV: torch.Tensor) -> torch.Tensor:
+def sample_tokens(sequences: SequenceOf[Sequence], logits_BV: torch.Tensor) -> torch.Tensor:
     """Inverse transform sampling of the filtered softmax, `[B]` token ids. All rows at once."""
     params = [sequence.sampling for sequence in sequences]
     temperatures = torch.tensor([p.temperature for p in params])[:, None]

@@ -14,7 +14,7 @@ def prompt_tokens_per_mixed_step(max_mixed_tokens: int, num_answers: int) -> int
 
 
 @dataclass(frozen=True)
-class Piece:
+class ScheduledChunk:
     """Tokens `[first_token, first_token + num_tokens)` of one sequence."""
 
     sequence: Sequence
@@ -46,5 +46,5 @@ class Piece:
 class Batch:
     """Decodes first, then recomputed answers, then prompts. `started`: sequences scheduled for the first time."""
 
-    pieces: tuple[Piece, ...]
+    chunks: tuple[ScheduledChunk, ...]
     started: tuple[Sequence, ...]

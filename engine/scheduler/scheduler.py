@@ -12,12 +12,12 @@ from operator import attrgetter
 
 from contracts.ids import RequestId
 from engine.cache.block_pool import BlockPool
-from engine.scheduler.batch import Batch, Piece, prompt_tokens_per_mixed_step
+from engine.scheduler.batch import Batch, ScheduledChunk, prompt_tokens_per_mixed_step
 from engine.sequence import Sequence, Status
 
 
 @dataclass(frozen=True)
-class Limits:
+class SchedulerLimits:
     """`max_num_seqs`: of one step; what runs beyond that, since it was kept local, waits for its turn.
     `max_batched_tokens`: budget of one step, a block at least. Decodes always run; prompts have what is left, and wait
     for an answer's end where nothing is. Beside answers it is `max_mixed_tokens`, a block at least, since prompts
@@ -30,7 +30,7 @@ class Limits:
 
 
 @dataclass(frozen=True)
-class Claim:
+class PendingReservation:
     """What an offer from elsewhere waits for: a place among those that run, and so many blocks."""
 
     request_id: RequestId
@@ -47,14 +47,14 @@ class Scheduler:
     """
 
     def __init__(
-        self, pool: BlockPool, limits: Limits, before_preemption: Callable[[Sequence], None] = lambda _: None
+        self, pool: BlockPool, limits: SchedulerLimits, before_preemption: Callable[[Sequence], None] = lambda _: None
     ) -> None:
         self._pool = pool
         self._limits = limits
         self._before_preemption = before_preemption
         self._next_arrival = 0
         self._refused: tuple[Sequence, int, int] | None = None
-        self.claim: Claim | None = None
+        self.claim: PendingReservation | None = None
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
         self.num_preemptions = 0
@@ -146,11 +146,11 @@ class Scheduler:
     def _in_turn(self) -> list[Sequence]:
         return self.running[: self._limits.max_num_seqs]
 
-    def _decodes(self) -> list[Piece]:
+    def _decodes(self) -> list[ScheduledChunk]:
         pieces = []
         for sequence in [s for s in self._in_turn if s.is_decoding]:
             if sequence.status is Status.RUNNING and self._make_room(sequence):
-                pieces.append(Piece(sequence, sequence.num_computed, 1))
+                pieces.append(ScheduledChunk(sequence, sequence.num_computed, 1))
         return pieces
 
     def _make_room(self, sequence: Sequence) -> bool:
@@ -179,7 +179,7 @@ class Scheduler:
         insort(self.waiting, sequence, key=_URGENCY)
         self.num_preemptions += 1
 
-    def _chunks(self, sequences: list[Sequence], budget: "_Budget") -> list[Piece]:
+    def _chunks(self, sequences: list[Sequence], budget: "_Budget") -> list[ScheduledChunk]:
         pieces = []
         for sequence in sequences:
             piece = self._chunk(sequence, budget.num_tokens)
@@ -188,7 +188,7 @@ class Scheduler:
             pieces.append(piece)
         return pieces
 
-    def _chunk(self, sequence: Sequence, budget: int) -> Piece | None:
+    def _chunk(self, sequence: Sequence, budget: int) -> ScheduledChunk | None:
         """As much of the prompt (or, after a preemption, of the answer) as the budget allows.
 
         A chunk of what is handed over ends on a block's edge, unless it is the last: no block is sent half full.
@@ -199,9 +199,9 @@ class Scheduler:
             end = first + budget
             if sequence.handoff:
                 end -= end % self._pool.block_size
-        return Piece(sequence, first, end - first) if end > first else None
+        return ScheduledChunk(sequence, first, end - first) if end > first else None
 
-    def _admit(self, budget: "_Budget", num_reserved: int) -> list[Piece]:
+    def _admit(self, budget: "_Budget", num_reserved: int) -> list[ScheduledChunk]:
         pieces = []
         while self.waiting and len(self.running) + num_reserved < self._limits.max_num_seqs and budget.num_tokens > 0:
             sequence = self.waiting[0]
@@ -261,7 +261,7 @@ class Scheduler:
 class _Budget:
     """What a step may still compute beside its decodes."""
 
-    def __init__(self, limits: Limits, num_decodes: int, num_reserved: int, block_size: int) -> None:
+    def __init__(self, limits: SchedulerLimits, num_decodes: int, num_reserved: int, block_size: int) -> None:
         self._alone = limits.max_batched_tokens - num_decodes
         self._beside_answers = max(prompt_tokens_per_mixed_step(limits.max_mixed_tokens, num_decodes), block_size)
         self._has_answers = num_decodes + num_reserved > 0
@@ -270,7 +270,7 @@ class _Budget:
     def num_tokens(self) -> int:
         return min(self._alone, self._beside_answers) if self._has_answers else self._alone
 
-    def take(self, piece: Piece) -> bool:
+    def take(self, piece: ScheduledChunk) -> bool:
         """False if it has to wait: an answer that is computed again, beside more of prompts than answers allow."""
         if piece.is_answer and not self._has_answers:
             if self._beside_answers <= 0:
@@ -281,7 +281,7 @@ class _Budget:
         return True
 
 
-def _phase(piece: Piece) -> tuple[bool, bool]:
+def _phase(piece: ScheduledChunk) -> tuple[bool, bool]:
     """Smaller first, as Batch has them."""
     return not piece.is_answer, not piece.is_decode
 

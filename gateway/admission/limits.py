@@ -8,7 +8,7 @@ from contracts.errors import Overloaded
 SMALL_NBYTES = 64 << 10
 
 
-class Admission:
+class ConcurrencyLimit:
     """Counts from the moment a place is looked for to the last byte, so that many who wait for one are counted too."""
 
     def __init__(self, limit: int) -> None:
@@ -26,7 +26,7 @@ class Admission:
         self.num_taken -= count
 
 
-class Bodies:
+class BodyMemoryLimit:
     """Counts what is held of bodies that are not whole yet, but for the first SMALL_NBYTES of each: a small request is
     read whatever large ones others send.
     """

@@ -9,7 +9,7 @@ import msgspec
 from contracts.errors import TandemError
 from contracts.events import Token
 from gateway.error_codes import status_of
-from gateway.generation.generation_state import Piece, Shown
+from gateway.generation.generation_state import OutputDelta, ShownToken
 from gateway.prompting.chat_template import Prompting
 
 _TYPE = {
@@ -63,7 +63,7 @@ class Usage:
         return body
 
 
-class Replies(Protocol):
+class ResponseFormatter(Protocol):
     """The bodies of one request's answer, whole or as the events of a stream that `ending` ends."""
 
     @property
@@ -79,11 +79,11 @@ class Replies(Protocol):
 
     def opening(self, index: int) -> list[dict[str, Any]]: ...
 
-    def chunk(self, piece: Piece) -> list[dict[str, Any]]:
+    def chunk(self, piece: OutputDelta) -> list[dict[str, Any]]:
         """Empty: nothing to tell yet."""
         ...
 
-    def choice(self, pieces: Sequence[Piece]) -> dict[str, Any]:
+    def choice(self, pieces: Sequence[OutputDelta]) -> dict[str, Any]:
         """Of all pieces of one answer."""
         ...
 
@@ -112,7 +112,7 @@ def spell_id(token_id: int) -> str:
     return f"token_id:{token_id}"
 
 
-def joined(pieces: Sequence[Piece]) -> Piece:
+def joined(pieces: Sequence[OutputDelta]) -> OutputDelta:
     """All pieces of an answer as one, without marks."""
     shown = tuple(item for piece in pieces for item in piece.shown)
     return replace(pieces[-1], text="".join(piece.text for piece in pieces), marks=(), shown=shown)
@@ -137,7 +137,7 @@ class _Stream:
 
 
 @dataclass(frozen=True)
-class ChatReplies(_Stream):
+class ChatFormatter(_Stream):
     """`id` is the response's; `created` seconds since the epoch; `spelling`: of tokens in log-probabilities."""
 
     id: str
@@ -150,11 +150,11 @@ class ChatReplies(_Stream):
     def opening(self, index: int) -> list[dict[str, Any]]:
         return [self.delta(index, {"role": "assistant", "content": ""}, (), None)]
 
-    def chunk(self, piece: Piece) -> list[dict[str, Any]]:
+    def chunk(self, piece: OutputDelta) -> list[dict[str, Any]]:
         delta = {"content": piece.text} if piece.text or piece.finish is None else {}
         return [self.delta(piece.index, delta, piece.shown, piece.finish, piece.stop_reason)]
 
-    def choice(self, pieces: Sequence[Piece]) -> dict[str, Any]:
+    def choice(self, pieces: Sequence[OutputDelta]) -> dict[str, Any]:
         whole = joined(pieces)
         message = {"role": "assistant", "content": whole.text, "refusal": None}
         return self.message(whole.index, message, whole.shown, whole.finish, whole.stop_reason)
@@ -169,7 +169,7 @@ class ChatReplies(_Stream):
         self,
         index: int,
         delta: dict[str, Any],
-        shown: Sequence[Shown],
+        shown: Sequence[ShownToken],
         finish: str | None,
         stop_reason: str | int | None = None,
     ) -> dict[str, Any]:
@@ -181,7 +181,7 @@ class ChatReplies(_Stream):
         self,
         index: int,
         message: dict[str, Any],
-        shown: Sequence[Shown],
+        shown: Sequence[ShownToken],
         finish: str | None,
         stop_reason: str | int | None,
     ) -> dict[str, Any]:
@@ -191,12 +191,12 @@ class ChatReplies(_Stream):
     def _head(self, kind: str) -> dict[str, Any]:
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
 
-    def _logprobs(self, shown: Sequence[Shown]) -> dict[str, Any] | None:
+    def _logprobs(self, shown: Sequence[ShownToken]) -> dict[str, Any] | None:
         if not self.has_logprobs:
             return None
         return {"content": [self._content(item) for item in shown], "refusal": None}
 
-    def _content(self, shown: Shown) -> dict[str, Any]:
+    def _content(self, shown: ShownToken) -> dict[str, Any]:
         token = shown.token
         alternatives = [self._entry(token_id, logprob) for token_id, logprob in token.top_logprobs or ()]
         return self._entry(token.token_id, token.logprob or 0.0) | {"top_logprobs": alternatives}
@@ -207,7 +207,7 @@ class ChatReplies(_Stream):
 
 
 @dataclass(frozen=True)
-class TextReplies(_Stream):
+class CompletionFormatter(_Stream):
     """The same for /v1/completions."""
 
     id: str
@@ -219,10 +219,10 @@ class TextReplies(_Stream):
     def opening(self, index: int) -> list[dict[str, Any]]:
         return []
 
-    def chunk(self, piece: Piece) -> list[dict[str, Any]]:
+    def chunk(self, piece: OutputDelta) -> list[dict[str, Any]]:
         return [self._head() | {"choices": [self._choice(piece)]}]
 
-    def choice(self, pieces: Sequence[Piece]) -> dict[str, Any]:
+    def choice(self, pieces: Sequence[OutputDelta]) -> dict[str, Any]:
         return self._choice(joined(pieces))
 
     def whole(self, choices: list[dict[str, Any]], usage: Usage) -> dict[str, Any]:
@@ -231,7 +231,7 @@ class TextReplies(_Stream):
     def closing(self, usage: Usage, include_usage: bool) -> list[dict[str, Any]]:
         return [self.whole([], usage)] if include_usage else []
 
-    def _choice(self, piece: Piece) -> dict[str, Any]:
+    def _choice(self, piece: OutputDelta) -> dict[str, Any]:
         logprobs = self._logprobs(piece.shown)
         ending = _ending(piece.finish, piece.stop_reason)
         return {"index": piece.index, "text": piece.text, "logprobs": logprobs, **ending}
@@ -239,7 +239,7 @@ class TextReplies(_Stream):
     def _head(self) -> dict[str, Any]:
         return {"id": self.id, "object": "text_completion", "created": self.created, "model": self.model}
 
-    def _logprobs(self, shown: Sequence[Shown]) -> dict[str, Any] | None:
+    def _logprobs(self, shown: Sequence[ShownToken]) -> dict[str, Any] | None:
         if not self.has_logprobs:
             return None
         return {

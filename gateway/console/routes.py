@@ -15,7 +15,7 @@ from fastapi import FastAPI, Response
 from contracts.errors import Unavailable
 from contracts.node import NodeInfo
 from coordinator.store.store import Counts, Store, WorkerView
-from gateway.dispatch.dispatcher import Dispatch
+from gateway.dispatch.dispatcher import Dispatcher
 
 FILES = {
     "/": ("index.html", "text/html; charset=utf-8"),
@@ -43,8 +43,8 @@ HEALTH_TIMEOUT_S = 1.0
 MAX_ACCOUNTS = 24
 
 
-def add_console(app: FastAPI, dispatch: Dispatch, store: Store) -> None:
-    accounts = Accounts()
+def add_console(app: FastAPI, dispatch: Dispatcher, store: Store) -> None:
+    accounts = RequestLog()
     requests = logging.getLogger("gateway.requests")
     requests.setLevel(logging.INFO)  # whatever of it is written: the page shows its requests
     requests.addHandler(accounts)
@@ -65,7 +65,7 @@ def _add_file(app: FastAPI, path: str, content: bytes, kind: str) -> None:
     app.add_api_route(path, file, include_in_schema=False)
 
 
-class Accounts(logging.Handler):
+class RequestLog(logging.Handler):
     """The last lines of the request log: the one account of where a request's time went. No prompt is in it."""
 
     def __init__(self) -> None:
@@ -81,7 +81,7 @@ class Accounts(logging.Handler):
 class Looks:
     """One look at the store and the workers serves all pages that ask within LOOK_PERIOD_S."""
 
-    def __init__(self, dispatch: Dispatch, store: Store, accounts: Accounts) -> None:
+    def __init__(self, dispatch: Dispatcher, store: Store, accounts: RequestLog) -> None:
         self._dispatch, self._store, self._accounts = dispatch, store, accounts
         self._looking = asyncio.Lock()
         self._state, self._state_s = b"", -LOOK_PERIOD_S

@@ -3,10 +3,10 @@
 from collections.abc import Sequence
 
 from contracts.ids import WorkerId
-from contracts.node import NodeInfo, Role
+from contracts.node import NodeInfo, WorkerRole
 
 
-def misfits(infos: Sequence[NodeInfo], model: str) -> dict[WorkerId, str]:
+def incompatible_workers(infos: Sequence[NodeInfo], model: str) -> dict[WorkerId, str]:
     """Those of another model than `model`, and those of one side that can exchange KV with none of the other."""
     words = {
         info.worker_id: f"it serves {info.model}, this gateway speaks for {model}: name the same model for both"
@@ -14,16 +14,16 @@ def misfits(infos: Sequence[NodeInfo], model: str) -> dict[WorkerId, str]:
         if info.model != model
     }
     fit = [info for info in infos if info.model == model]
-    sources = [info for info in fit if info.role != Role.DECODE]
-    sinks = [info for info in fit if info.role != Role.PREFILL]
+    sources = [info for info in fit if info.role != WorkerRole.DECODE]
+    sinks = [info for info in fit if info.role != WorkerRole.PREFILL]
     for info in sinks:
-        if info.role == Role.DECODE and sources and not any(info.can_take(source) for source in sources):
+        if info.role == WorkerRole.DECODE and sources and not any(info.can_receive_from(source) for source in sources):
             field, there, here, remedy = _difference(sources[0], info)
             what = f"it can't take the KV of {sources[0].worker_id}"
             words[info.worker_id] = f"{what}: {field} is {here} here, {there} there{remedy}"
     sinks = [info for info in sinks if info.worker_id not in words]  # the others' words speak for both sides
     for info in sources:
-        if info.role == Role.PREFILL and sinks and not any(sink.can_take(info) for sink in sinks):
+        if info.role == WorkerRole.PREFILL and sinks and not any(sink.can_receive_from(info) for sink in sinks):
             field, here, there, remedy = _difference(info, sinks[0])
             what = f"{sinks[0].worker_id} can't take its KV"
             words[info.worker_id] = f"{what}: {field} is {here} here, {there} there{remedy}"

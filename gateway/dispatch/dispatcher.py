@@ -10,13 +10,13 @@ from contracts.errors import Overloaded, TandemError, Unavailable
 from contracts.events import Event, Finished, FinishReason, Tokens
 from contracts.ids import Epoch, GatewayId, Incarnation, RequestId, WorkerId
 from contracts.request import Cancel, Route, WorkerRef
-from coordinator.request_states import State
-from gateway.dispatch.inflight import Live, OnPiece
+from coordinator.request_states import RequestState
+from gateway.dispatch.inflight import InflightRequest, OnDelta
 from gateway.dispatch.placement import Placement
-from gateway.dispatch.worker_pool import Workers
-from gateway.generation.generation_state import Answer, Piece
-from service.outage_log import Outage
-from service.tasks import start_in
+from gateway.dispatch.worker_pool import WorkerPool
+from gateway.generation.generation_state import GenerationState, OutputDelta
+from service.outage_log import OutageLog
+from service.tasks import spawn_into
 
 log = logging.getLogger(__name__)
 
@@ -28,25 +28,25 @@ COMMIT_GRACE_S, COMMIT_LOOKS = 5.0, 5
 """How long decode may take to tell a token once prefill was lost behind its own, and in how many looks that is seen:
 see Link of gateway.dispatch.worker_pool.
 """
-MAX_STRAYS = 4096
+MAX_STALE_EVENTS = 4096
 
 T = TypeVar("T")
 
 
-class Dispatch:
+class Dispatcher:
     """Owned by the event loop."""
 
     def __init__(self, store: Placement, gateway_id: GatewayId, secret: str, model: str) -> None:
         self._store, self._gateway_id = store, gateway_id
-        self._live: dict[RequestId, Live] = {}
+        self._live: dict[RequestId, InflightRequest] = {}
         self._tasks: set[asyncio.Task[Any]] = set()
         self._renewing: asyncio.Task[None] | None = None
         self._is_stopping = False
         # Cancelled once more already; the oldest first.
-        self._strays: dict[tuple[WorkerId, RequestId, Epoch], None] = {}
+        self._stale_events: dict[tuple[WorkerId, RequestId, Epoch], None] = {}
         self.num_unknown = self.num_stale = self.num_duplicates = self.num_cancels = self.num_losses = 0
         self.num_replays = 0
-        self.workers = Workers(store, gateway_id, secret, model, self._on_event, self._on_lost)
+        self.workers = WorkerPool(store, gateway_id, secret, model, self._on_event, self._on_lost)
 
     async def start(self) -> None:
         """Raises Unavailable if the registry can't be reached."""
@@ -76,7 +76,7 @@ class Dispatch:
         """Those in flight whose first token came."""
         return sum(live.answer.num_tokens > 0 for live in self._live.values())
 
-    async def begin(self, request_id: RequestId, answer: Answer, on_piece: OnPiece, deadline_s: float) -> None:
+    async def begin(self, request_id: RequestId, answer: GenerationState, on_piece: OnDelta, deadline_s: float) -> None:
         """From here on, exactly one piece with `finish` or `failed` follows, unless cancelled.
 
         Raises Overloaded or Unavailable, and then there is nothing to undo.
@@ -85,20 +85,22 @@ class Dispatch:
             raise Unavailable("the gateway shuts down")
         route = await self._placed(request_id, Epoch(1), answer, self._excluded(is_begun=False))
         if self._is_stopping:  # since it was asked for
-            self._spawn(self._finish(request_id, route.epoch, State.FAILED))
+            self._spawn(self._finish(request_id, route.epoch, RequestState.FAILED))
             raise Unavailable("the gateway shuts down")
-        live = self._live[request_id] = Live(request_id, answer, on_piece, deadline_s, route)
+        live = self._live[request_id] = InflightRequest(request_id, answer, on_piece, deadline_s, route)
         answer.sequencer.epoch = route.epoch
         self._spawn(self._send(live))
 
-    def cancel(self, request_id: RequestId, reason: str, end: State = State.CANCELLED) -> None:
+    def cancel(self, request_id: RequestId, reason: str, end: RequestState = RequestState.CANCELLED) -> None:
         """Frees both workers. Unknown or ended requests are fine; no piece follows."""
         live = self._live.get(request_id)
         if live is not None:
             live.answer.ended = True
             self._close(live, reason, end)
 
-    async def _placed(self, request_id: RequestId, epoch: Epoch, answer: Answer, exclude: Sequence[WorkerId]) -> Route:
+    async def _placed(
+        self, request_id: RequestId, epoch: Epoch, answer: GenerationState, exclude: Sequence[WorkerId]
+    ) -> Route:
         """A caller that gives up meanwhile leaves no place behind."""
         placing = self._spawn(self._place(request_id, epoch, answer, exclude))
         try:
@@ -113,14 +115,16 @@ class Dispatch:
         except TandemError as error:
             log.info("%s was given up before it had a place: %s", request_id, error)
         else:
-            await self._finish(request_id, route.epoch, State.CANCELLED)
+            await self._finish(request_id, route.epoch, RequestState.CANCELLED)
 
-    async def _place(self, request_id: RequestId, epoch: Epoch, answer: Answer, exclude: Sequence[WorkerId]) -> Route:
-        left = answer.ask.sampling.max_tokens - answer.num_tokens
-        salt = answer.ask.cache_salt
+    async def _place(
+        self, request_id: RequestId, epoch: Epoch, answer: GenerationState, exclude: Sequence[WorkerId]
+    ) -> Route:
+        left = answer.request.sampling.max_tokens - answer.num_tokens
+        salt = answer.request.cache_salt
         return await self._store.place(request_id, epoch, answer.all_token_ids, left, exclude, salt)
 
-    async def _send(self, live: Live) -> None:
+    async def _send(self, live: InflightRequest) -> None:
         """To prefill and decode at once."""
         route, workers, job = live.route, live.workers, live.job(self._gateway_id)
         live.answer.servers = {"prefill": route.prefill.worker_id, "decode": route.decode.worker_id}
@@ -132,7 +136,9 @@ class Dispatch:
         elif refusals:
             await self._place_again(live, refusals, is_lost=False)
 
-    async def _place_again(self, live: Live, faults: Mapping[WorkerId, BaseException], is_lost: bool) -> None:
+    async def _place_again(
+        self, live: InflightRequest, faults: Mapping[WorkerId, BaseException], is_lost: bool
+    ) -> None:
         """Without those who refused it or were lost; behind what was shown of it."""
         if live.end is not None:
             return None
@@ -157,7 +163,7 @@ class Dispatch:
         else:  # it ended while it had no place; the new one is not needed
             await self._finish(live.request_id, live.route.epoch, live.end)
 
-    async def _move(self, live: Live) -> None:
+    async def _move(self, live: InflightRequest) -> None:
         """To another place; meanwhile nothing that becomes of the old one counts. Raises as `begin` does."""
         epoch = live.route.epoch
         is_replayed_in_vain = live.is_begun and not live.answer.sequencer.has_first
@@ -172,7 +178,7 @@ class Dispatch:
         finally:
             live.is_moving = False
 
-    async def _place_found(self, live: Live) -> Route:
+    async def _place_found(self, live: InflightRequest) -> Route:
         """What was shown in part waits for one, and then takes those, too, who were lost and are there again.
 
         Every try is an attempt: a place that was given, and the answer lost, is not the next one's.
@@ -224,12 +230,12 @@ class Dispatch:
             # Prefill tells it, too, if their link lives so long.
             self._send_cancels([live.route.decode], Cancel(live.request_id, event.epoch, "answered without decode"))
 
-    def _send_elsewhere(self, live: Live, faults: Mapping[WorkerId, TandemError]) -> None:
+    def _send_elsewhere(self, live: InflightRequest, faults: Mapping[WorkerId, TandemError]) -> None:
         live.is_moving = True  # already: other losses and refusals of this attempt no longer count
         is_lost = all(error.code != Overloaded.code for error in faults.values())
         self._spawn(self._place_again(live, faults, is_lost))
 
-    def _finish_unheard(self, live: Live, reason: FinishReason) -> None:
+    def _finish_unheard(self, live: InflightRequest, reason: FinishReason) -> None:
         """All of its tokens came; who was to say so was lost, whatever it said before."""
         sequencer = live.answer.sequencer
         live.answer.restart(Epoch(sequencer.epoch + 1))
@@ -242,21 +248,21 @@ class Dispatch:
         lost, or come before its job, or its worker heard nothing. One more, to the worker that still speaks.
         """
         key = (worker_id, event.request_id, event.epoch)
-        if not isinstance(event, Tokens) or key in self._strays or self._is_stopping:
+        if not isinstance(event, Tokens) or key in self._stale_events or self._is_stopping:
             return
-        self._strays[key] = None
-        if len(self._strays) > MAX_STRAYS:
-            del self._strays[next(iter(self._strays))]
+        self._stale_events[key] = None
+        if len(self._stale_events) > MAX_STALE_EVENTS:
+            del self._stale_events[next(iter(self._stale_events))]
         if ref := self.workers.ref(worker_id):
             self._spawn(self._send_cancel(ref, Cancel(event.request_id, event.epoch, reason)))
 
-    def _deliver(self, live: Live, piece: Piece) -> None:
+    def _deliver(self, live: InflightRequest, piece: OutputDelta) -> None:
         if piece.failed is not None:
-            self._close(live, f"failed: {piece.failed.code}", State.FAILED)
+            self._close(live, f"failed: {piece.failed.code}", RequestState.FAILED)
         elif piece.finish is not None:
             # Ended by the worker: nothing to free there. Ended by a stop string: the workers do not know yet.
-            self._close(live, "" if live.answer.sequencer.ended else "stop string", State.FINISHED)
-        live.on_piece(piece)
+            self._close(live, "" if live.answer.sequencer.ended else "stop string", RequestState.FINISHED)
+        live.on_delta(piece)
 
     def _on_lost(self, worker_id: WorkerId, incarnation: Incarnation, reason: str) -> None:
         lost = [live for live in self._live.values() if live.needs(worker_id, incarnation)]
@@ -268,7 +274,7 @@ class Dispatch:
             else:
                 self._send_elsewhere(live, {worker_id: _lost()})
 
-    def _await_decode(self, live: Live, route: Route, num_looks: int) -> None:
+    def _await_decode(self, live: InflightRequest, route: Route, num_looks: int) -> None:
         """Looks are counted, not seconds: a gateway that was paused has not read what decode told meanwhile."""
         if num_looks:
             then = live, route, num_looks - 1
@@ -276,18 +282,18 @@ class Dispatch:
         else:
             self._move_undecoded(live, route)
 
-    def _move_undecoded(self, live: Live, route: Route) -> None:
+    def _move_undecoded(self, live: InflightRequest, route: Route) -> None:
         """A prefill worker that is heard again and decodes by itself may have told tokens that nobody heard."""
         is_here = live.end is None and live.route is route and not live.is_moving
         if is_here and live.decoder != route.decode.worker_id:
             self._send_elsewhere(live, {route.prefill.worker_id: _lost()})
 
-    def _fail(self, live: Live, error: TandemError) -> None:
+    def _fail(self, live: InflightRequest, error: TandemError) -> None:
         piece = live.answer.fail(error)
         if piece is not None:
             self._deliver(live, piece)
 
-    def _close(self, live: Live, reason: str, end: State) -> None:
+    def _close(self, live: InflightRequest, reason: str, end: RequestState) -> None:
         """Once per request: out of the table, cancelled where it may still run, and told to the store."""
         if self._live.pop(live.request_id, None) is None:
             return
@@ -310,14 +316,14 @@ class Dispatch:
         except TandemError as error:
             log.info("%s not cancelled on %s: %s", cancel.request_id, ref.worker_id, error)
 
-    async def _finish(self, request_id: RequestId, epoch: Epoch, end: State) -> None:
+    async def _finish(self, request_id: RequestId, epoch: Epoch, end: RequestState) -> None:
         try:
             await self._store.finish(request_id, epoch, end)
         except TandemError as error:
             log.warning("end of %s not told to the store, its lease will end it: %s", request_id, error)
 
     async def _renew(self) -> None:
-        outage = Outage(log, "leases are renewed again")
+        outage = OutageLog(log, "leases are renewed again")
         while True:
             await asyncio.sleep(RENEW_PERIOD_S)
             if self._live:
@@ -330,7 +336,7 @@ class Dispatch:
 
     def _spawn(self, coroutine: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         """What `stop` waits for."""
-        return start_in(self._tasks, coroutine)
+        return spawn_into(self._tasks, coroutine)
 
 
 def _lost() -> Unavailable:

@@ -10,8 +10,8 @@ from contracts.errors import Corrupt, Overloaded, PeerLost, TandemError, Transfe
 from contracts.events import Event, Failed, Tokens
 from contracts.ids import GatewayId, Incarnation, RequestId, WorkerId
 from contracts.request import Job, Route, WorkerRef
-from coordinator.request_states import State
-from gateway.generation.generation_state import Answer, Piece
+from coordinator.request_states import RequestState
+from gateway.generation.generation_state import GenerationState, OutputDelta
 
 MAX_ATTEMPTS = 2
 """Before anything was shown."""
@@ -20,11 +20,11 @@ MAX_REPLAYS = 2
 HANDOFF_FAULTS = frozenset(error.code for error in (TransferError, PeerLost, Corrupt, Unavailable))
 """Of two workers that can't do it together; each may do it with another."""
 
-OnPiece = Callable[[Piece], None]
+OnDelta = Callable[[OutputDelta], None]
 
 
 @dataclass
-class Live:
+class InflightRequest:
     """An answer in progress: where it runs, and who reads it. `end` once it has ended.
 
     `decoder`: who told a token after the first of this attempt. Once that came, too, nobody else is needed any more.
@@ -34,8 +34,8 @@ class Live:
     """
 
     request_id: RequestId
-    answer: Answer
-    on_piece: OnPiece
+    answer: GenerationState
+    on_delta: OnDelta
     deadline_s: float
     route: Route
     num_attempts: int = 1
@@ -45,7 +45,7 @@ class Live:
     is_moving: bool = False
     decoder: WorkerId | None = None
     is_orphaned: bool = False
-    end: State | None = None
+    end: RequestState | None = None
 
     @property
     def workers(self) -> list[WorkerRef]:
@@ -107,7 +107,7 @@ class Live:
 
     def job(self, gateway_id: GatewayId) -> Job:
         """The prompt, and what was answered to it: another worker goes on behind that, under the same draws."""
-        ask, sampling = self.answer.ask, self.answer.ask.sampling
+        ask, sampling = self.answer.request, self.answer.request.sampling
         if self.is_begun:  # and so the prompt's log-probabilities are here
             sampling = replace(sampling, prompt_logprobs=None)
         left_s = max(self.deadline_s - time.monotonic(), 0.001)

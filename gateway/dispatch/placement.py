@@ -9,9 +9,9 @@ from contracts.hashing import chain_hashes, salted
 from contracts.ids import Epoch, GatewayId, RequestId, WorkerId
 from contracts.node import Node
 from contracts.request import Route
-from coordinator.request_states import State
+from coordinator.request_states import RequestState
 from coordinator.store.store import AFFINITY_BLOCK, AFFINITY_BLOCKS, PlaceRequest, Store
-from service.outage_log import Outage
+from service.outage_log import OutageLog
 
 log = logging.getLogger(__name__)
 
@@ -33,7 +33,7 @@ class Placement(Protocol):
         cache_salt: str = "",
     ) -> Route: ...
 
-    async def finish(self, request_id: RequestId, epoch: Epoch, end: State) -> None: ...
+    async def finish(self, request_id: RequestId, epoch: Epoch, end: RequestState) -> None: ...
 
     async def renew(self, request_ids: Sequence[RequestId]) -> None: ...
 
@@ -45,7 +45,7 @@ class StorePlacement:
 
     def __init__(self, store: Store, gateway_id: GatewayId) -> None:
         self._store, self._gateway_id = store, gateway_id
-        self._outage = Outage(log)
+        self._outage = OutageLog(log)
 
     async def nodes(self) -> list[Node]:
         return await self._store.nodes()
@@ -77,7 +77,7 @@ class StorePlacement:
         self._outage.worked()
         return route
 
-    async def finish(self, request_id: RequestId, epoch: Epoch, end: State) -> None:
+    async def finish(self, request_id: RequestId, epoch: Epoch, end: RequestState) -> None:
         await self._store.finish(request_id, epoch, end)
 
     async def renew(self, request_ids: Sequence[RequestId]) -> None:

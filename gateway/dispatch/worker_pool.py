@@ -15,12 +15,12 @@ from contracts.codec import FrameReader, decoder, encode
 from contracts.errors import Overloaded, TandemError, Unavailable
 from contracts.events import Event, EventFrame
 from contracts.ids import GatewayId, Incarnation, WorkerId
-from contracts.node import Node, NodeInfo, NodeLoad, Role
+from contracts.node import Node, NodeInfo, NodeLoad, WorkerRole
 from contracts.request import Job, JobMessage, WorkerRef
-from gateway.dispatch.compatibility import misfits
+from gateway.dispatch.compatibility import incompatible_workers
 from gateway.dispatch.placement import Placement
-from service.outage_log import Outage
-from service.tasks import start_in
+from service.outage_log import OutageLog
+from service.tasks import spawn_into
 
 log = logging.getLogger(__name__)
 
@@ -41,7 +41,7 @@ OnLost = Callable[[WorkerId, Incarnation, str], None]
 Outbox = list[tuple[JobMessage, asyncio.Future[None]]]
 
 
-class Workers:
+class WorkerPool:
     """`on_event` gets every event in stream order; `on_lost` is called when a worker's requests can't go on.
 
     Workers of another model than `model` are passed over: their tokens are other words. They are `strange`, and not to
@@ -55,7 +55,7 @@ class Workers:
         self._misfits: dict[WorkerId, str] = {}
         self.strange: list[WorkerId] = []
         self._secret, self._on_event, self._on_lost = secret, on_event, on_lost
-        self._links: dict[WorkerId, Link] = {}
+        self._links: dict[WorkerId, WorkerLink] = {}
         self._leaving: set[asyncio.Task[None]] = set()
         self._listed: dict[WorkerId, NodeLoad] = {}
         self._looked_s = -math.inf
@@ -112,10 +112,10 @@ class Workers:
         Placement passes over those that drain, too.
         """
         infos = [info for info in self.nodes if not self._drains(info.worker_id)]
-        sources = [info for info in infos if info.role == Role.PREFILL]
-        sinks = [info for info in infos if info.role == Role.DECODE]
-        is_pair = any(sink.can_take(source) for sink in sinks for source in sources)
-        if is_pair or any(info.role == Role.MIXED for info in infos):
+        sources = [info for info in infos if info.role == WorkerRole.PREFILL]
+        sinks = [info for info in infos if info.role == WorkerRole.DECODE]
+        is_pair = any(sink.can_receive_from(source) for sink in sinks for source in sources)
+        if is_pair or any(info.role == WorkerRole.MIXED for info in infos):
             return ""
         if sources and sinks:
             return "the prefill and the decode workers can't exchange KV"
@@ -140,7 +140,7 @@ class Workers:
         await link.send(message)
 
     async def _watch(self) -> None:
-        outage = Outage(log, "the registry answers again")
+        outage = OutageLog(log, "the registry answers again")
         while True:
             await asyncio.sleep(POLL_PERIOD_S if self.can_serve() else SEARCH_PERIOD_S)
             try:
@@ -164,22 +164,22 @@ class Workers:
         gone = [worker_id for worker_id, link in self._links.items() if _is_gone(nodes.get(worker_id), link)]
         for worker_id in gone:
             # In its own time: what was just sent to a worker that is frozen takes POST_TIMEOUT_S to fail.
-            start_in(self._leaving, self._links.pop(worker_id).stop("the registry no longer lists it"))
+            spawn_into(self._leaving, self._links.pop(worker_id).stop("the registry no longer lists it"))
         for worker_id, node in nodes.items():
             if worker_id not in self._links:
                 self._links[worker_id] = self._open(node)
 
     def _name_misfits(self, infos: Sequence[NodeInfo]) -> None:
-        before, self._misfits = self._misfits, misfits(infos, self._model)
+        before, self._misfits = self._misfits, incompatible_workers(infos, self._model)
         for worker_id in self._misfits.keys() - before.keys():  # said once, not at each look
             log.warning("worker %s: %s", worker_id, self._misfits[worker_id])
 
-    def _open(self, node: Node) -> "Link":
+    def _open(self, node: Node) -> "WorkerLink":
         assert self._session is not None
-        return Link(node.info, self._gateway_id, self._session, self._on_event, self._on_lost)
+        return WorkerLink(node.info, self._gateway_id, self._session, self._on_event, self._on_lost)
 
 
-class Link:
+class WorkerLink:
     """One worker. Keeps its event stream open until stopped; each break of it is a loss."""
 
     def __init__(
@@ -213,7 +213,7 @@ class Link:
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._outbox.append((message, future))
         if len(self._outbox) == 1:
-            start_in(self._posting, self._post())
+            spawn_into(self._posting, self._post())
         await future
 
     async def stop(self, reason: str) -> None:
@@ -333,7 +333,7 @@ def _body(batch: Outbox) -> tuple[bytes, int]:
     return encode(parts), len(parts)
 
 
-def _is_gone(node: Node | None, link: Link) -> bool:
+def _is_gone(node: Node | None, link: WorkerLink) -> bool:
     """A worker that still speaks to us lives, whatever the registry has forgotten: what it runs goes on."""
     return not link.is_open if node is None else node.info.incarnation != link.info.incarnation
 

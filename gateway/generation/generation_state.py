@@ -21,13 +21,13 @@ from contracts.ids import Epoch
 from gateway.generation.time_account import REPLAY, decode_s
 from gateway.generation.token_sequencer import Sequencer
 from gateway.prompting.chat_template import Prompting
-from gateway.prompting.pipeline import Ask
+from gateway.prompting.pipeline import GenerationRequest
 from gateway.tokenization.detokenizer import Detokenizer
 from gateway.tokenization.stop_strings import StopFinder
 
 
 @dataclass(frozen=True)
-class Shown:
+class ShownToken:
     """A token for the `logprobs` of a response; `offset` is where its text begins, in characters of what is shown."""
 
     token: Token
@@ -35,7 +35,7 @@ class Shown:
 
 
 @dataclass(frozen=True)
-class Piece:
+class OutputDelta:
     """What is new of an answer. `finish` on the last piece of a complete one, `failed` on the last of a broken one.
 
     `marks`: where markers are in the text that were tokens of their own, in order. `stop_reason`: what the client named
@@ -45,7 +45,7 @@ class Piece:
     index: int
     text: str = ""
     marks: tuple[slice, ...] = ()
-    shown: tuple[Shown, ...] = ()
+    shown: tuple[ShownToken, ...] = ()
     num_tokens: int = 0
     finish: FinishReason | None = None
     failed: TandemError | None = None
@@ -53,7 +53,7 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class Stint:
+class AttemptSpan:
     """What one attempt gave of an answer: from its first token to its last, on the gateway's clock."""
 
     servers: Mapping[str, str]
@@ -66,12 +66,12 @@ class Stint:
 
 
 @dataclass
-class Answer:
+class GenerationState:
     """Owned by the event loop. After the first piece with `finish` or `failed` there is no other. `servers`: who has it
     now, prefill and decode.
     """
 
-    ask: Ask
+    request: GenerationRequest
     prompting: Prompting
     eos_token_ids: tuple[int, ...]
     sequencer: Sequencer = field(default_factory=lambda: Sequencer())
@@ -86,18 +86,18 @@ class Answer:
     servers: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        sampling = self.ask.sampling
+        sampling = self.request.sampling
         self._text = Detokenizer(
-            self.prompting.tokenizer, self.ask.skip_special_tokens, self.ask.markers, self.ask.before
+            self.prompting.tokenizer, self.request.skip_special_tokens, self.request.markers, self.request.answer_prefix
         )
-        self._stops = StopFinder(self.ask.stops, self.ask.include_stop)
+        self._stops = StopFinder(self.request.stops, self.request.include_stop)
         self._ends = {*sampling.stop_token_ids, *(() if sampling.ignore_eos else self.eos_token_ids)}
-        self._shown: list[Shown] = []
+        self._shown: list[ShownToken] = []
         self._marks: list[slice] = []
         self._is_header = False
         self._num_chars = 0
         self._attempt_s: float | None = None  # when its first token came
-        self._lost: list[Stint] = []
+        self._lost: list[AttemptSpan] = []
         self._told_s: dict[str, float] = {}  # of the first stint, by its workers
 
     @property
@@ -107,7 +107,7 @@ class Answer:
     @property
     def all_token_ids(self) -> list[int]:
         """The prompt, and what was answered to it."""
-        return [*self.ask.token_ids, *self.token_ids] if self.token_ids else self.ask.token_ids
+        return [*self.request.token_ids, *self.token_ids] if self.token_ids else self.request.token_ids
 
     @property
     def known_end(self) -> FinishReason | None:
@@ -115,21 +115,21 @@ class Answer:
         is_stop = bool(self.token_ids) and self._ends_with(self.token_ids[-1], self.num_tokens)
         if is_stop:
             return FinishReason.STOP
-        return FinishReason.LENGTH if self.sequencer.next_index >= self.ask.sampling.max_tokens else None
+        return FinishReason.LENGTH if self.sequencer.next_index >= self.request.sampling.max_tokens else None
 
     @property
-    def stints(self) -> list[Stint]:
+    def spans(self) -> list[AttemptSpan]:
         """One of each attempt that a token came from, in order."""
         if self._attempt_s is None or self.last_s is None:
             return self._lost
-        return [*self._lost, Stint(self.servers, self._attempt_s, self.last_s)]
+        return [*self._lost, AttemptSpan(self.servers, self._attempt_s, self.last_s)]
 
     @property
     def stages_s(self) -> dict[str, float]:
         """Stage -> seconds: what the workers told, under their own names (time_account), and what none of them could,
         since the answer ended here or went on elsewhere.
         """
-        told, stints = dict(self._told_s), self.stints
+        told, stints = dict(self._told_s), self.spans
         if len(stints) > 1:
             told[REPLAY] = sum(after.begin_s - before.end_s for before, after in pairwise(stints))
         if len(stints) > 1 or (stints and stints[0].span_s > 0.0 and "decode" not in told):
@@ -141,10 +141,10 @@ class Answer:
         if not self.sequencer.has_begun:
             self.prompt_tokens.clear()
             self._told_s.clear()
-        self._lost, self._attempt_s = self.stints, None
+        self._lost, self._attempt_s = self.spans, None
         self.sequencer.restart(epoch)
 
-    def feed(self, event: Event) -> Piece | None:
+    def feed(self, event: Event) -> OutputDelta | None:
         """What the client may see because of this event, if anything."""
         if self.ended:
             return None
@@ -176,19 +176,19 @@ class Answer:
                     return self._end("".join(parts), reason)
                 case Failed():
                     return self.fail(by_code(ready.code, ready.message))
-        return self._piece("".join(parts))
+        return self._delta("".join(parts))
 
-    def fail(self, error: TandemError) -> Piece | None:
+    def fail(self, error: TandemError) -> OutputDelta | None:
         """End it, unless it has ended."""
         if self.ended:
             return None
         self.ended = True
-        return Piece(self.ask.index, failed=error)
+        return OutputDelta(self.request.index, failed=error)
 
     @property
     def _lacks_scores(self) -> bool:
-        is_scored = self.ask.sampling.prompt_logprobs is not None
-        return is_scored and len(self.prompt_tokens) != len(self.ask.token_ids) - 1
+        is_scored = self.request.sampling.prompt_logprobs is not None
+        return is_scored and len(self.prompt_tokens) != len(self.request.token_ids) - 1
 
     def _hear_of(self, stages_s: Mapping[str, float]) -> None:
         """Of an answer that several workers decoded each knows its part; that of a lost one is known here alone."""
@@ -197,44 +197,44 @@ class Answer:
 
     def _echo(self) -> str:
         """The prompt, with its tokens if they are to be shown; nothing foretold the first of them."""
-        ask = self.ask
+        ask = self.request
         if ask.echo_offsets:
             scored = (_as_token(token, ask.sampling.logprobs) for token in self.prompt_tokens)
-            self._shown += map(Shown, [Token(0, ask.token_ids[0]), *scored], ask.echo_offsets)
+            self._shown += map(ShownToken, [Token(0, ask.token_ids[0]), *scored], ask.echo_offsets)
         self._num_chars = len(ask.echo)
         return ask.echo
 
     def _token(self, token: Token) -> str:
         self._clock()
-        if self.ask.is_echo_only:
+        if self.request.is_echo_only:
             return ""
         self.token_ids.append(token.token_id)
         if token.logprob is not None:
-            self._shown.append(Shown(token, self._num_chars))
+            self._shown.append(ShownToken(token, self._num_chars))
         if self._is_end(token):
             return ""
         text = self._text.push(token.token_id)
         self._num_chars += len(text)
-        marker = self.ask.markers.get(token.token_id)
+        marker = self.request.markers.get(token.token_id)
         if marker is not None:
-            self._is_header = marker in self.ask.headers
+            self._is_header = marker in self.request.headers
         if marker is not None or self._is_header:
             return self._stops.flush() + text  # no text that a stop string could be in
-        return self._stops.push(text, may_end=self.num_tokens > self.ask.sampling.min_tokens)
+        return self._stops.push(text, may_end=self.num_tokens > self.request.sampling.min_tokens)
 
     def _mark(self, token_id: int, parts: list[str]) -> None:
         """The marker that the last of `parts` ends with, if the token is one and shows."""
-        if (marker := self.ask.markers.get(token_id)) is not None and parts[-1].endswith(marker):
+        if (marker := self.request.markers.get(token_id)) is not None and parts[-1].endswith(marker):
             end = sum(map(len, parts))
             self._marks.append(slice(end - len(marker), end))
 
     def _is_end(self, token: Token) -> bool:
         """A token that stops the answer is not part of its text."""
-        return self._ends_with(token.token_id, token.index + 1) and not self.ask.include_stop
+        return self._ends_with(token.token_id, token.index + 1) and not self.request.include_stop
 
     def _ends_with(self, token_id: int, num_tokens: int) -> bool:
         """An answer of `num_tokens`, of which this is the last."""
-        return token_id in self._ends and num_tokens >= self.ask.sampling.min_tokens
+        return token_id in self._ends and num_tokens >= self.request.sampling.min_tokens
 
     def _clock(self) -> None:
         now = time.monotonic()
@@ -246,22 +246,24 @@ class Answer:
             self._attempt_s = now
         self.last_s = now
 
-    def _piece(self, text: str) -> Piece | None:
+    def _delta(self, text: str) -> OutputDelta | None:
         if not text:
             return None
-        return Piece(self.ask.index, text, self._take_marks(), self._take_shown(), self.num_tokens)
+        return OutputDelta(self.request.index, text, self._take_marks(), self._take_shown(), self.num_tokens)
 
-    def _end(self, text: str, reason: FinishReason) -> Piece:
-        self.ended, self.finish = True, FinishReason.LENGTH if self.ask.is_echo_only else reason
+    def _end(self, text: str, reason: FinishReason) -> OutputDelta:
+        self.ended, self.finish = True, FinishReason.LENGTH if self.request.is_echo_only else reason
         stop_reason = self._stop_reason() if self.finish == FinishReason.STOP else None
         marks, shown = self._take_marks(), self._take_shown()
-        return Piece(self.ask.index, text, marks, shown, self.num_tokens, self.finish, stop_reason=stop_reason)
+        return OutputDelta(
+            self.request.index, text, marks, shown, self.num_tokens, self.finish, stop_reason=stop_reason
+        )
 
     def _stop_reason(self) -> str | int | None:
         """As vLLM has it: None for the end of text, though the client may name that, too."""
         if self._stops.hit is not None or not self.token_ids:
             return self._stops.hit
-        last, sampling = self.token_ids[-1], self.ask.sampling
+        last, sampling = self.token_ids[-1], self.request.sampling
         is_end_of_text = last in self.eos_token_ids and not sampling.ignore_eos
         return last if last in sampling.stop_token_ids and not is_end_of_text else None
 
@@ -269,7 +271,7 @@ class Answer:
         marks, self._marks = tuple(self._marks), []
         return marks
 
-    def _take_shown(self) -> tuple[Shown, ...]:
+    def _take_shown(self) -> tuple[ShownToken, ...]:
         shown, self._shown = tuple(self._shown), []
         return shown
 

@@ -3,72 +3,74 @@
 from dataclasses import dataclass
 
 from contracts.events import FinishReason
-from gateway.generation.generation_state import Piece
+from gateway.generation.generation_state import OutputDelta
 from gateway.prompting.chat_template import Prompting
-from gateway.reasoning.reasoning_format import Reader, ThinkingForm
-from gateway.tool_calling.events import Closed, Event, Thought
+from gateway.reasoning.reasoning_format import ReasoningFormat, ReasoningParser
+from gateway.tool_calling.events import OutputEvent, ReasoningDelta, ToolCallFinished
 from gateway.tool_calling.tool_choice import Calling
-from gateway.tool_calling.tool_format import Form
+from gateway.tool_calling.tool_format import ToolFormat
 
 
 @dataclass(frozen=True)
-class Reading:
+class OutputParserSpec:
     """`begun`: what the prompt has begun of the answers, as `thinking` knows it. `names`: of the functions that may be
     called, not their schemas, which may be large. `form`: None if there are no tools to call; `thinking`: None if the
     model is not known to think aloud.
     """
 
-    thinking: ThinkingForm | None = None
+    thinking: ReasoningFormat | None = None
     begun: str = ""
     names: frozenset[str] = frozenset()
     in_parallel: bool = True
-    form: Form | None = None
+    form: ToolFormat | None = None
 
-    def begin(self) -> "Read":
+    def begin(self) -> "OutputParser":
         """One answer."""
         calls = None
         if self.names and self.form is not None:
             calls = self.form.parser(set(self.names))
         if self.thinking is not None:
-            return Read(self.thinking.reader(self.begun, calls), self)
+            return OutputParser(self.thinking.reader(self.begun, calls), self)
         assert calls is not None, "an answer that may be anything is not read"
-        return Read(calls, self)
+        return OutputParser(calls, self)
 
     def is_wanted(self, index: int) -> bool:
         """Of a call: the client may have asked for one alone."""
         return bool(self.names) and (self.in_parallel or index == 0)
 
 
-def reading_of(prompting: Prompting, begun: str, calling: Calling | None) -> Reading | None:
+def parser_spec(prompting: Prompting, begun: str, calling: Calling | None) -> OutputParserSpec | None:
     """None: there is nothing to tell apart."""
     if prompting.thinking is None and calling is None:
         return None
     names = frozenset() if calling is None else frozenset(function.name for function in calling.functions.values())
     in_parallel = calling is None or calling.in_parallel
-    return Reading(prompting.thinking, begun, names, in_parallel, prompting.tool_form)
+    return OutputParserSpec(prompting.thinking, begun, names, in_parallel, prompting.tool_form)
 
 
-class Read:
+class OutputParser:
     """One answer so far, fed in order."""
 
-    def __init__(self, reader: Reader, reading: Reading) -> None:
+    def __init__(self, reader: ReasoningParser, reading: OutputParserSpec) -> None:
         self._reader = reader
         self._reading = reading
         self._num_tokens = 0
         self.num_thought = 0
         self.has_called = False
 
-    def feed(self, piece: Piece) -> list[Event]:
+    def feed(self, piece: OutputDelta) -> list[OutputEvent]:
         was_thinking = self._reader.is_thinking
         events = self._events(piece)
         is_thinking = was_thinking and self._reader.is_thinking
-        if is_thinking or any(isinstance(event, Thought) for event in events):
+        if is_thinking or any(isinstance(event, ReasoningDelta) for event in events):
             self.num_thought += piece.num_tokens - self._num_tokens
         self._num_tokens = piece.num_tokens
-        self.has_called |= any(isinstance(event, Closed) and self._reading.is_wanted(event.index) for event in events)
+        self.has_called |= any(
+            isinstance(event, ToolCallFinished) and self._reading.is_wanted(event.index) for event in events
+        )
         return events
 
-    def _events(self, piece: Piece) -> list[Event]:
+    def _events(self, piece: OutputDelta) -> list[OutputEvent]:
         events, end = [], 0
         for mark in piece.marks:
             events += self._reader.feed(piece.text[end : mark.start]) + self._reader.mark(piece.text[mark])

@@ -16,31 +16,33 @@ nothing is kept: `replay` has it.
 """
 
 
-def stages(told: Mapping[str, float]) -> dict[str, float]:
+def stage_seconds(account: Mapping[str, float]) -> dict[str, float]:
     """Stage -> seconds, as far as they are known."""
-    names = {stage: stage for stage in (*GATEWAY, REPLAY)} | PREFILL | decode_stages(told)
-    return {stage: told[name] for stage, name in names.items() if name in told}
+    names = {stage: stage for stage in (*GATEWAY, REPLAY)} | PREFILL | decode_stages(account)
+    return {stage: account[name] for stage, name in names.items() if name in account}
 
 
-def decode_stages(told: Mapping[str, float]) -> dict[str, str]:
-    return STAYED if "prefill" in told else HANDED_OVER
+def decode_stages(account: Mapping[str, float]) -> dict[str, str]:
+    return STAYED if "prefill" in account else HANDED_OVER
 
 
-def exposed_s(told: Mapping[str, float]) -> float | None:
+def non_overlapped_transfer_s(account: Mapping[str, float]) -> float | None:
     """How long after token 0 decode had the last chunk: what a client can feel of the handoff. None if there was none.
 
     Both accounts begin when the job comes, which is posted to both workers at once; clocks of hosts are not compared.
     """
-    if not {"expect", "land", *PREFILL.values()} <= told.keys():
+    if not {"expect", "land", *PREFILL.values()} <= account.keys():
         return None
-    return max(0.0, told["expect"] + told["land"] - told["prefill_queue"] - told["prefill_prefill"])
+    return max(0.0, account["expect"] + account["land"] - account["prefill_queue"] - account["prefill_prefill"])
 
 
-def decode_s(told: Mapping[str, float], span_s: float) -> float:
+def decode_s(account: Mapping[str, float], span_s: float) -> float:
     """The stage of an answer whose end no worker told: it went on for `span_s` behind token 0. Decode began when it
     joined the batch, by its own account.
     """
-    if not {*HANDED_OVER.values(), *PREFILL.values()} - {"decode"} <= told.keys():
+    if not {*HANDED_OVER.values(), *PREFILL.values()} - {"decode"} <= account.keys():
         return span_s
-    joined_s = told["expect"] + told["land"] + told["queue"] - told["prefill_queue"] - told["prefill_prefill"]
+    joined_s = (
+        account["expect"] + account["land"] + account["queue"] - account["prefill_queue"] - account["prefill_prefill"]
+    )
     return max(0.0, span_s - joined_s)

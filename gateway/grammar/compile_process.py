@@ -22,7 +22,7 @@ MAX_NBYTES = 4 << 30
 T = TypeVar("T")
 
 
-class Question(msgspec.Struct, frozen=True):
+class CompileRequest(msgspec.Struct, frozen=True):
     """`is_read_only`: whether llguidance can read it, and not whether it gets done with it."""
 
     grammar: str
@@ -44,10 +44,10 @@ def serve(requests: IO[bytes], verdicts: IO[bytes]) -> None:
         tokens = receive(requests, Vocabulary).tokens()
         send(verdicts, "")
         while True:
-            send(verdicts, _verdict(tokens, receive(requests, Question)))
+            send(verdicts, _verdict(tokens, receive(requests, CompileRequest)))
 
 
-def _verdict(tokens: LLTokenizer, asked: Question) -> str:
+def _verdict(tokens: LLTokenizer, asked: CompileRequest) -> str:
     if asked.is_read_only:
         return in_a_line(LLMatcher.validate_grammar(asked.grammar))
     try:

@@ -18,8 +18,8 @@ from selectors import EVENT_READ, DefaultSelector
 from checkpoint.checkpoint import Checkpoint
 from checkpoint.grammar_compiler import Vocabulary
 from contracts.errors import Unavailable
-from gateway.grammar.compile_process import Question, receive, send
-from process.parent_death import leashed
+from gateway.grammar.compile_process import CompileRequest, receive, send
+from process.parent_death import die_with_parent
 
 TRIAL_S = 5.0
 """The largest schemas that llguidance takes compile in a tenth of a second."""
@@ -27,7 +27,7 @@ START_S = 60.0
 NUM_KEPT = 1024
 
 
-class Trials:
+class CompileSandbox:
     """One at a time, from any thread: `thread` is there to wait for them. The process is started for the first one, and
     anew after one that was killed.
     """
@@ -41,7 +41,7 @@ class Trials:
 
     def known(self, grammar: str) -> str | None:
         """Its verdict, if it was tried before."""
-        return self._verdicts.get(_digest(Question(grammar, is_read_only=False)))
+        return self._verdicts.get(_digest(CompileRequest(grammar, is_read_only=False)))
 
     def close(self) -> None:
         """Ends the process, and with it the trial that is under way."""
@@ -53,16 +53,16 @@ class Trials:
 
         Raises Unavailable if there is no process to try it.
         """
-        return self._answer(Question(grammar, is_read_only=False))
+        return self._answer(CompileRequest(grammar, is_read_only=False))
 
     def fault(self, grammar: str) -> str:
         """Why llguidance can't even read it; empty if it can, whether it gets done with it or not.
 
         Raises Unavailable, as `verdict` does.
         """
-        return self._answer(Question(grammar, is_read_only=True))
+        return self._answer(CompileRequest(grammar, is_read_only=True))
 
-    def _answer(self, asked: Question) -> str:
+    def _answer(self, asked: CompileRequest) -> str:
         digest = _digest(asked)
         if (known := self._verdicts.get(digest)) is not None:
             return known
@@ -74,7 +74,7 @@ class Trials:
                 self._verdicts.popitem(last=False)
             return verdict
 
-    def _tried(self, asked: Question) -> str:
+    def _tried(self, asked: CompileRequest) -> str:
         if self._compiler is None or self._compiler.is_gone:
             self._compiler = self._started()
         try:
@@ -93,7 +93,7 @@ class Trials:
             raise Unavailable("the process that compiles grammars does not start") from error
 
 
-def _digest(asked: Question) -> bytes:
+def _digest(asked: CompileRequest) -> bytes:
     return blake2b(asked.grammar.encode(), digest_size=16, salt=bytes([asked.is_read_only])).digest()
 
 
@@ -102,7 +102,7 @@ class _Compiler:
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         # Not of the terminal's group: an interrupt is for who started it.
-        command = leashed([sys.executable, "-m", "gateway.grammar.compile_process"])
+        command = die_with_parent([sys.executable, "-m", "gateway.grammar.compile_process"])
         process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
         weakref.finalize(self, _end, process)
         assert process.stdin is not None and process.stdout is not None
@@ -117,7 +117,7 @@ class _Compiler:
     def kill(self) -> None:
         self._process.kill()
 
-    def ask(self, message: Question | Vocabulary, timeout_s: float) -> str:
+    def ask(self, message: CompileRequest | Vocabulary, timeout_s: float) -> str:
         """Raises TimeoutError, and EOFError if the process is gone."""
         try:
             send(self._requests, message)

@@ -13,7 +13,7 @@ from gateway.console.routes import FILES
 OPEN_PATHS = frozenset({"/health", "/ready", "/ping", "/metrics", "/version", *FILES})
 
 
-class Keys:
+class ApiKeyMiddleware:
     """Lets through who shows `Authorization: Bearer KEY` with one of the keys, and what watches over the service.
     `refuse` makes the response for the others, with the words that it is given.
     """

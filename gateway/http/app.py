@@ -20,8 +20,8 @@ from starlette.routing import Route
 
 from checkpoint import Checkpoint
 from contracts.errors import NotFound, RequestError, TandemError
-from gateway.admission.limits import Admission, Bodies
-from gateway.api.openai.responses import ResponseReplies
+from gateway.admission.limits import BodyMemoryLimit, ConcurrencyLimit
+from gateway.api.openai.responses import ResponsesFormatter
 from gateway.api.openai.responses_input import named, to_chat
 from gateway.api.openai.schema import (
     ChatRequest,
@@ -49,29 +49,29 @@ from gateway.api.openapi import (
 )
 from gateway.api.response_formatter import (
     OUR_FAULT,
-    ChatReplies,
-    Replies,
+    ChatFormatter,
+    CompletionFormatter,
+    ResponseFormatter,
     Spelling,
-    TextReplies,
     error_body,
     error_of,
     retry_headers,
     spell_id,
 )
-from gateway.dispatch.dispatcher import Dispatch
+from gateway.dispatch.dispatcher import Dispatcher
 from gateway.dispatch.placement import nothing_placed
 from gateway.error_codes import code_of
-from gateway.generation.generation_state import Answer
-from gateway.generation.output_parser import reading_of
-from gateway.http.api_keys import Keys
-from gateway.http.head_requests import Heads
+from gateway.generation.generation_state import GenerationState
+from gateway.generation.output_parser import parser_spec
+from gateway.http.api_keys import ApiKeyMiddleware
+from gateway.http.head_requests import HeadRequestMiddleware
 from gateway.observability.metrics import Metrics
 from gateway.observability.tracing import Tracing
 from gateway.prompting.chat_template import Prompting
-from gateway.prompting.pipeline import Ask, Limits, ask_chat, ask_completion
-from gateway.read_replies import ReadReplies
-from gateway.serving.disconnect import prepared
-from gateway.serving.generation_run import Serving, ServingResponse, Style
+from gateway.prompting.pipeline import GenerationRequest, ServingLimits, prepare_chat, prepare_completion
+from gateway.read_replies import ParsedChatFormatter
+from gateway.serving.disconnect import run_until_disconnect
+from gateway.serving.generation_run import GenerationResponse, GenerationRun, Style
 from gateway.settings import GatewaySettings
 from gateway.tool_calling.tool_choice import calling_of
 from service.request_body import read_body
@@ -85,13 +85,13 @@ _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 
 @dataclass
-class Front:
+class AppContext:
     """What the endpoints share."""
 
     settings: GatewaySettings
     checkpoint: Checkpoint
     prompting: Prompting
-    dispatch: Dispatch
+    dispatch: Dispatcher
     metrics: Metrics
     model: str
     version: str
@@ -99,14 +99,14 @@ class Front:
     tracing: Tracing | None = None
 
     def __post_init__(self) -> None:
-        self.admission = Admission(self.settings.max_inflight)
-        self.bodies = Bodies(MAX_WHOLE_BODIES * self.settings.max_body_nbytes)
+        self.admission = ConcurrencyLimit(self.settings.max_inflight)
+        self.bodies = BodyMemoryLimit(MAX_WHOLE_BODIES * self.settings.max_body_nbytes)
 
     @property
-    def limits(self) -> Limits:
+    def limits(self) -> ServingLimits:
         own = self.checkpoint.config.max_model_len
         max_model_len, max_answers = self.dispatch.workers.max_model_len(own), self.settings.max_inflight
-        return Limits(max_model_len, tuple(self.checkpoint.eos_token_ids), max_answers)
+        return ServingLimits(max_model_len, tuple(self.checkpoint.eos_token_ids), max_answers)
 
     def spelling(self, asked: Detailed) -> Spelling:
         return spell_id if asked.return_tokens_as_token_ids else self.prompting.token_text
@@ -115,11 +115,13 @@ class Front:
         if name is not None and name != self.model:
             raise NotFound(f"the model '{name[:200]}' does not exist; this server has '{self.model}'", "model")
 
-    async def serve(self, request: Request, asked: Common, asks: list[Ask], replies: Replies) -> Response:
+    async def serve(
+        self, request: Request, asked: Common, asks: list[GenerationRequest], replies: ResponseFormatter
+    ) -> Response:
         eos = self.limits.eos_token_ids
-        serving = Serving(
+        serving = GenerationRun(
             id=replies.id,
-            answers=[Answer(ask, self.prompting, eos) for ask in asks],
+            answers=[GenerationState(ask, self.prompting, eos) for ask in asks],
             replies=replies,
             style=_style(asked),
             dispatch=self.dispatch,
@@ -131,10 +133,10 @@ class Front:
             echo_id=_given_id(request),
             trace=self.tracing and self.tracing.begin(request.url.path, request.headers),
         )
-        return ServingResponse(serving)
+        return GenerationResponse(serving)
 
 
-def make_app(front: Front) -> FastAPI:
+def make_app(front: AppContext) -> FastAPI:
     app = FastAPI(title="Tandem", version=front.version, docs_url=None, redoc_url=None)
     _add_door(app, front)
     _add_errors(app, front)
@@ -146,19 +148,19 @@ def make_app(front: Front) -> FastAPI:
     return app
 
 
-def _add_door(app: FastAPI, front: Front) -> None:
+def _add_door(app: FastAPI, front: AppContext) -> None:
     def refuse(request: Request, why: str) -> Response:
         return _refused(front, request, 401, "unauthorized", error_body(401, why), {"WWW-Authenticate": "Bearer"})
 
-    app.add_middleware(Heads)
+    app.add_middleware(HeadRequestMiddleware)
     if keys := front.settings.api_key.get_secret_value():
-        app.add_middleware(Keys, keys=keys, refuse=refuse)
+        app.add_middleware(ApiKeyMiddleware, keys=keys, refuse=refuse)
     origins = [origin for origin in map(str.strip, front.settings.cors_origins.split(",")) if origin]
     if origins:  # outside of the keys: a browser asks beforehand, and shows none
         app.add_middleware(CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"])
 
 
-def _add_generation(app: FastAPI, front: Front) -> None:
+def _add_generation(app: FastAPI, front: AppContext) -> None:
     timeout_s = front.settings.request_timeout_s
 
     @app.post(
@@ -170,12 +172,12 @@ def _add_generation(app: FastAPI, front: Front) -> None:
     async def chat_completions(request: Request) -> Response:
         """Answers to a conversation, whole or streamed."""
         asked = await _parsed(request, front, ChatRequest)
-        asks = await prepared(request, timeout_s, ask_chat(asked, front.prompting, front.limits))
+        asks = await run_until_disconnect(request, timeout_s, prepare_chat(asked, front.prompting, front.limits))
         head = (_request_id(request, "chatcmpl"), front.model, int(time.time()), front.prompting)
-        replies = ChatReplies(*head, bool(asked.logprobs), front.spelling(asked))
+        replies = ChatFormatter(*head, bool(asked.logprobs), front.spelling(asked))
         calling = calling_of(asked.tools, asked.tool_choice, asked.parallel_tool_calls)
-        if (reading := reading_of(front.prompting, asks[0].begun, calling)) is not None:
-            replies = ReadReplies(replies, reading, asked.include_reasoning is not False)
+        if (reading := parser_spec(front.prompting, asks[0].begun, calling)) is not None:
+            replies = ParsedChatFormatter(replies, reading, asked.include_reasoning is not False)
         return await front.serve(request, asked, asks, replies)
 
     @app.post(
@@ -187,13 +189,13 @@ def _add_generation(app: FastAPI, front: Front) -> None:
     async def completions(request: Request) -> Response:
         """Continuations of one or more prompts, whole or streamed."""
         asked = await _parsed(request, front, CompletionRequest)
-        asks = await prepared(request, timeout_s, ask_completion(asked, front.prompting, front.limits))
+        asks = await run_until_disconnect(request, timeout_s, prepare_completion(asked, front.prompting, front.limits))
         head = (_request_id(request, "cmpl"), front.model, int(time.time()))
-        replies = TextReplies(*head, asked.logprobs is not None, front.spelling(asked))
+        replies = CompletionFormatter(*head, asked.logprobs is not None, front.spelling(asked))
         return await front.serve(request, asked, asks, replies)
 
 
-def _add_responses(app: FastAPI, front: Front) -> None:
+def _add_responses(app: FastAPI, front: AppContext) -> None:
     timeout_s = front.settings.request_timeout_s
 
     @app.post(
@@ -207,18 +209,18 @@ def _add_responses(app: FastAPI, front: Front) -> None:
         asked = await _parsed(request, front, ResponsesRequest)
         chat = to_chat(asked)
         try:
-            asks = await prepared(
-                request, timeout_s, ask_chat(chat, front.prompting, front.limits, "max_output_tokens")
+            asks = await run_until_disconnect(
+                request, timeout_s, prepare_chat(chat, front.prompting, front.limits, "max_output_tokens")
             )
         except RequestError as error:
             raise named(error, asked) from error
         head = (_request_id(request, "resp"), front.model, int(time.time()))
         calling = calling_of(chat.tools, chat.tool_choice, chat.parallel_tool_calls)
-        reading = reading_of(front.prompting, asks[0].begun, calling)
-        return await front.serve(request, asked, asks, ResponseReplies(*head, asked, asks[0].sampling, reading))
+        reading = parser_spec(front.prompting, asks[0].begun, calling)
+        return await front.serve(request, asked, asks, ResponsesFormatter(*head, asked, asks[0].sampling, reading))
 
 
-def _add_tokens(app: FastAPI, front: Front) -> None:
+def _add_tokens(app: FastAPI, front: AppContext) -> None:
     timeout_s = front.settings.request_timeout_s
 
     @app.post("/tokenize", openapi_extra=takes(TokenizeRequest), responses=returns(TokenizeReply), response_model=None)
@@ -231,7 +233,7 @@ def _add_tokens(app: FastAPI, front: Front) -> None:
         if text is None:
             text = front.prompting.render(asked)
             special = bool(asked.add_special_tokens)
-        [ids] = await prepared(request, timeout_s, front.prompting.encode([text], special))
+        [ids] = await run_until_disconnect(request, timeout_s, front.prompting.encode([text], special))
         reply = {"count": len(ids), "max_model_len": front.limits.max_model_len, "tokens": ids, "token_strs": None}
         if asked.return_token_strs:
             texts = {token_id: front.prompting.token_text(token_id) for token_id in set(ids)}
@@ -245,7 +247,7 @@ def _add_tokens(app: FastAPI, front: Front) -> None:
         """The text of token ids."""
         asked = await _parsed(request, front, DetokenizeRequest)
         front.prompting.require_known(asked.tokens, "tokens")
-        [text] = await prepared(request, timeout_s, front.prompting.decode([asked.tokens]))
+        [text] = await run_until_disconnect(request, timeout_s, front.prompting.decode([asked.tokens]))
         return _json({"prompt": text})
 
 
@@ -254,7 +256,7 @@ def _json(reply: dict[str, Any]) -> Response:
     return Response(msgspec.json.encode(reply), media_type="application/json")
 
 
-def _add_models(app: FastAPI, front: Front) -> None:
+def _add_models(app: FastAPI, front: AppContext) -> None:
     def card() -> dict[str, Any]:
         return {
             "id": front.model,
@@ -279,7 +281,7 @@ def _add_models(app: FastAPI, front: Front) -> None:
         return card()
 
 
-def _add_state(app: FastAPI, front: Front) -> None:
+def _add_state(app: FastAPI, front: AppContext) -> None:
     @app.get("/health", responses=returns(None), response_class=Response)
     async def health() -> Response:
         """200 while this process answers."""
@@ -319,7 +321,7 @@ def _add_state(app: FastAPI, front: Front) -> None:
         return {"version": front.version}
 
 
-def _add_errors(app: FastAPI, front: Front) -> None:
+def _add_errors(app: FastAPI, front: AppContext) -> None:
     @app.exception_handler(TandemError)
     async def tandem_error(request: Request, error: TandemError) -> Response:
         status, body = error_of(error)
@@ -347,7 +349,7 @@ def _add_errors(app: FastAPI, front: Front) -> None:
 
 
 def _refused(
-    front: Front,
+    front: AppContext,
     request: Request,
     status: int,
     code: str,
@@ -360,7 +362,7 @@ def _refused(
     return JSONResponse(body, status, {**(headers or {}), "X-Request-Id": request_id})
 
 
-def _note_end(front: Front, request: Request, request_id: str, status: int, code: str, message: str) -> None:
+def _note_end(front: AppContext, request: Request, request_id: str, status: int, code: str, message: str) -> None:
     """Of a request that no answers were begun for. It has a trace if it came to where answers are begun."""
     front.metrics.requests.labels(code).inc()
     path = request.url.path
@@ -383,7 +385,7 @@ def _allowed(request: Request) -> str:
     return ", ".join(sorted(methods | {"HEAD"} if "GET" in methods else methods))
 
 
-async def _parsed(request: Request, front: Front, kind: type) -> Any:
+async def _parsed(request: Request, front: AppContext, kind: type) -> Any:
     """A request's time begins when its body is here; that the body was on its way is a stage of its own."""
     request.state.came_s = time.monotonic()
     _require_plain(request.headers.get("content-encoding", "identity"))

@@ -3,7 +3,7 @@
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 
-class Heads:
+class HeadRequestMiddleware:
     """Asks as GET; the server, which knows better, sends no body. FastAPI's routes know HEAD only where they list it,
     and then describe it as an endpoint of its own.
     """

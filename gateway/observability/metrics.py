@@ -6,9 +6,9 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from gateway.dispatch.dispatcher import Dispatch
+from gateway.dispatch.dispatcher import Dispatcher
 from gateway.error_codes import KNOWN
-from gateway.generation.time_account import exposed_s, stages
+from gateway.generation.time_account import non_overlapped_transfer_s, stage_seconds
 from gateway.observability.vllm_metrics import VllmMetrics
 from process.garbage_collector import COLLECTIONS
 
@@ -19,7 +19,7 @@ _SHORT_SECONDS = (0.0005, 0.001, 0.002, *_SECONDS)
 class Metrics:
     """Times in seconds."""
 
-    def __init__(self, dispatch: Dispatch, model: str, version: str) -> None:
+    def __init__(self, dispatch: Dispatcher, model: str, version: str) -> None:
         registry = self._registry = CollectorRegistry()
         self.requests = Counter("tandem_gateway_requests", "requests by outcome", ["code"], registry=registry)
         for code in KNOWN:  # from 0 on: no rate sees a count that begins with its first request
@@ -32,7 +32,7 @@ class Metrics:
         self.e2e = Histogram("tandem_gateway_e2e_seconds", "to the end", buckets=_SECONDS, registry=registry)
         timed = {"buckets": _SHORT_SECONDS, "registry": registry}
         self.stages = Histogram("tandem_gateway_stage_seconds", "as the workers tell", ["stage"], **timed)
-        self.exposed = Histogram("tandem_gateway_exposed_seconds", "handoff beyond token 0", **timed)
+        self.non_overlapped_transfer = Histogram("tandem_gateway_exposed_seconds", "handoff beyond token 0", **timed)
         Info("tandem_gateway_build", "what runs", registry=registry).info({"version": version, "model": model})
         inflight = Gauge("tandem_gateway_inflight", "answers in progress", registry=registry)
         inflight.set_function(lambda: dispatch.num_inflight)
@@ -41,10 +41,10 @@ class Metrics:
 
     def account(self, told: Mapping[str, float]) -> None:
         """Of one answer: what its workers told of its time, `Answer.stages_s`."""
-        for stage, seconds in stages(told).items():
+        for stage, seconds in stage_seconds(told).items():
             self.stages.labels(stage).observe(seconds)
-        if (seconds := exposed_s(told)) is not None:
-            self.exposed.observe(seconds)
+        if (seconds := non_overlapped_transfer_s(told)) is not None:
+            self.non_overlapped_transfer.observe(seconds)
 
     def text(self) -> bytes:
         return generate_latest(self._registry)
@@ -53,7 +53,7 @@ class Metrics:
 class _Counts(Collector):
     """What dispatch counts itself, and Python's garbage collector."""
 
-    def __init__(self, dispatch: Dispatch) -> None:
+    def __init__(self, dispatch: Dispatcher) -> None:
         self._dispatch = dispatch
 
     def collect(self) -> Iterator[Metric]:

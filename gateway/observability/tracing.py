@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
-from gateway.generation.generation_state import Answer
+from gateway.generation.generation_state import GenerationState
 from gateway.generation.time_account import GATEWAY, PREFILL, REPLAY, decode_s, decode_stages
 
 if TYPE_CHECKING:
@@ -85,7 +85,7 @@ class Tracing:
         closing.join(CLOSE_TIMEOUT_S)
 
     def record(
-        self, trace: Trace, answer: Answer | None, facts: Mapping[str, Any], began_s: float, ended_s: float
+        self, trace: Trace, answer: GenerationState | None, facts: Mapping[str, Any], began_s: float, ended_s: float
     ) -> None:
         """`facts`: those of the request's log line; None was answered to one that was refused. Times are of the
         monotonic clock; spans have the wall clock's.
@@ -127,7 +127,7 @@ class Trace:
         carrier = {"traceparent": self.traceparent, "tracestate": self.tracestate}
         return TraceContextTextMapPropagator().extract(carrier, Context())
 
-    def end(self, answer: Answer | None, facts: Mapping[str, Any], began_s: float, ended_s: float) -> None:
+    def end(self, answer: GenerationState | None, facts: Mapping[str, Any], began_s: float, ended_s: float) -> None:
         self.tracing.record(self, answer, facts, began_s, ended_s)
 
 
@@ -141,11 +141,11 @@ def own(told: Mapping[str, float], began_s: float) -> Laid:
     return _laid(names, told, began_s + sum(told.get(stage, 0.0) for stage in GATEWAY), "")
 
 
-def laid_out(answer: Answer) -> Laid:
+def laid_out(answer: GenerationState) -> Laid:
     """The workers tell durations, for clocks of hosts are not compared: each one's stages are laid so that the last
     ends when the gateway heard of it. Of workers that came in for a lost one only their tokens are laid.
     """
-    if not (stints := answer.stints):
+    if not (stints := answer.spans):
         return []
     told, first = answer.stages_s, stints[0]
     if len(stints) > 1:

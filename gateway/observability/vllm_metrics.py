@@ -5,8 +5,8 @@ from collections.abc import Iterable, Sequence
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from gateway.api.response_formatter import Usage
-from gateway.dispatch.dispatcher import Dispatch
-from gateway.generation.generation_state import Answer
+from gateway.dispatch.dispatcher import Dispatcher
+from gateway.generation.generation_state import GenerationState
 
 _SECONDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640)
 _COUNTS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000)
@@ -42,7 +42,7 @@ LENGTHS = {
 
 
 class VllmMetrics:
-    def __init__(self, registry: CollectorRegistry, dispatch: Dispatch, model: str) -> None:
+    def __init__(self, registry: CollectorRegistry, dispatch: Dispatcher, model: str) -> None:
         own = {"registry": registry, "labelnames": _LABELS}
         labels = (model, "0")
         self._counters = {name: Counter(f"vllm:{name}", text, **own).labels(*labels) for name, text in COUNTERS.items()}
@@ -57,7 +57,13 @@ class VllmMetrics:
             Gauge(f"vllm:{name}", "answers", **own).labels(*labels).set_function(count)
 
     def count(
-        self, answers: Sequence[Answer], usage: Usage, work: Usage, started_s: float, now: float, is_error: bool
+        self,
+        answers: Sequence[GenerationState],
+        usage: Usage,
+        work: Usage,
+        started_s: float,
+        now: float,
+        is_error: bool,
     ) -> None:
         """A request that had a place and has ended, by whatever end. `work`: what the workers computed of it. Times are
         of the monotonic clock.
@@ -73,16 +79,18 @@ class VllmMetrics:
                 self._histograms[name].observe(value)
 
 
-def _gauges(dispatch: Dispatch):
+def _gauges(dispatch: Dispatcher):
     return {
         "num_requests_running": lambda: dispatch.num_answering,
         "num_requests_waiting": lambda: dispatch.num_inflight - dispatch.num_answering,
     }
 
 
-def _observed(answers: Sequence[Answer], usage: Usage, started_s: float, now: float) -> dict[str, Iterable[float]]:
+def _observed(
+    answers: Sequence[GenerationState], usage: Usage, started_s: float, now: float
+) -> dict[str, Iterable[float]]:
     begun = [answer for answer in answers if answer.first_s is not None]
-    sampling = answers[0].ask.sampling
+    sampling = answers[0].request.sampling
     decode_s = [(answer.last_s or 0.0) - (answer.first_s or 0.0) for answer in begun]
     return {
         "time_to_first_token_seconds": [min(answer.first_s or 0.0 for answer in begun) - started_s] if begun else [],
@@ -104,5 +112,5 @@ def _observed(answers: Sequence[Answer], usage: Usage, started_s: float, now: fl
     }
 
 
-def _told(answers: Sequence[Answer], stage: str) -> list[float]:
+def _told(answers: Sequence[GenerationState], stage: str) -> list[float]:
     return [answer.stages_s[stage] for answer in answers if stage in answer.stages_s]

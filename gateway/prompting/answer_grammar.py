@@ -9,16 +9,16 @@ from contracts.errors import RequestError
 from gateway.api.openai.schema import Common
 from gateway.grammar.structured_outputs import FieldGrammar, grammar_of, preceded, schema_of_format
 from gateway.prompting.chat_template import Prompting
-from gateway.reasoning.reasoning_format import GRAMMAR, ThinkingForm
+from gateway.reasoning.reasoning_format import GRAMMAR, ReasoningFormat
 from gateway.tool_calling.call_grammar import calls_grammar, parameter_grammars
 from gateway.tool_calling.tool_choice import Calling
 
 
 @dataclass(frozen=True)
-class Before:
+class AnswerPrefix:
     """What may come before the answer that a grammar is meant for."""
 
-    thinking: ThinkingForm | None = None
+    thinking: ReasoningFormat | None = None
     begun: str = ""
 
     def allow(self, grammar: str, prompting: Prompting, is_headed: bool = False) -> str:
@@ -29,7 +29,7 @@ class Before:
         return preceded(rules, GRAMMAR, grammar) if rules else grammar
 
 
-async def answer_grammar(request: Common, prompting: Prompting, calling: Calling | None, before: Before) -> str:
+async def answer_grammar(request: Common, prompting: Prompting, calling: Calling | None, before: AnswerPrefix) -> str:
     """Made and tried on threads: a large schema takes long enough to be seen in the streams of others. One that
     compiled before waits for no trial. Empty if any answer will do.
 
@@ -63,7 +63,7 @@ def _try(whole: _Whole, request: Common, prompting: Prompting) -> None:
     raise RequestError(f"{param} can't be obeyed: {error}", param)
 
 
-def _whole(request: Common, prompting: Prompting, calling: Calling | None, before: Before) -> _Whole:
+def _whole(request: Common, prompting: Prompting, calling: Calling | None, before: AnswerPrefix) -> _Whole:
     wanted = grammar_of(request.response_format, request.structured_outputs)
     given = [] if wanted is None else [wanted]
     alone = _Whole("" if wanted is None else before.allow(wanted.grammar, prompting), given)

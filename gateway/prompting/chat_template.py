@@ -21,7 +21,7 @@ from tokenizers import Tokenizer
 from checkpoint import Checkpoint
 from contracts.errors import ConfigError, RequestError
 from gateway.api.openai.schema import Message
-from gateway.grammar.compile_sandbox import Trials
+from gateway.grammar.compile_sandbox import CompileSandbox
 from gateway.json_decoding import words_of
 from gateway.reasoning.registry import thinking_of
 from gateway.tokenization.detokenizer import Detokenizer
@@ -29,7 +29,7 @@ from gateway.tokenization.token_bytes import REPLACEMENT, raw_bytes
 from gateway.tool_calling.registry import ParserName, form_of, knows_tools
 from gateway.tool_calling.tool_choice import MadeCall, Tool, described
 from gateway.tool_calling.tool_parser import object_of
-from gateway.tool_calling.tool_prompt import told
+from gateway.tool_calling.tool_prompt import plain_messages
 from process.deep_stack_threads import DeepThreads
 
 T = TypeVar("T")
@@ -72,7 +72,7 @@ class Conversation(Protocol):
 
 
 @dataclass(frozen=True)
-class _ChatTemplate:
+class CompiledTemplate:
     """`names`: what it asks for. `joint`: between the parts of a message, as vLLM has them."""
 
     program: Template
@@ -93,7 +93,7 @@ class Prompting:
         self.vocab_size, self.advice = checkpoint.config.vocab_size, checkpoint.advice
         self._specials = {"bos_token": checkpoint.bos_token or "", "eos_token": checkpoint.eos_token or ""}
         self._token_texts: dict[int, str] = {}
-        self.compilers, self.trials = DeepThreads(4, "grammar"), Trials(checkpoint)
+        self.compilers, self.trials = DeepThreads(4, "grammar"), CompileSandbox(checkpoint)
         self._huge = ThreadPoolExecutor(1, "huge-prompt")
         self._longest_token = max(map(len, self.tokenizer.get_vocab()), default=1)
         added = self.tokenizer.get_added_tokens_decoder().items()
@@ -143,7 +143,7 @@ class Prompting:
         needs_all_fields = self.tool_form is not None and self.tool_form.needs_all_fields
         tools = [described(tool, needs_all_fields) for tool in request.tools or ()]
         if not template.knows_tools and self.tool_form is not None:
-            plain, tools = told(plain, tools, self.tool_form), []
+            plain, tools = plain_messages(plain, tools, self.tool_form), []
         try:
             opens_answer = request.add_generation_prompt is not False and not is_open
             names = {"tools": tools or None, "documents": None, "add_generation_prompt": opens_answer} | self._specials
@@ -219,7 +219,7 @@ class Prompting:
             return work()
         return await asyncio.get_running_loop().run_in_executor(self._huge if length > HUGE_CHARS else None, work)
 
-    def _template_of(self, request: Conversation) -> _ChatTemplate | None:
+    def _template_of(self, request: Conversation) -> CompiledTemplate | None:
         return self._tool_template if request.tools else self._template
 
     def _plain(self, index: int, message: Message, joint: str) -> dict[str, Any]:
@@ -257,14 +257,14 @@ class Prompting:
         return self.tokenizer.encode_batch([text], add_special_tokens=add_special_tokens)[0].ids
 
 
-def _compiled(source: str | None) -> _ChatTemplate | None:
+def _compiled(source: str | None) -> CompiledTemplate | None:
     if source is None:
         return None
     environment = _environment()
     try:
         asked = find_undeclared_variables(environment.parse(source))
         joint = "" if _TAKES_PARTS.search(source) else "\n"
-        return _ChatTemplate(environment.from_string(source), asked, knows_tools(source), joint)
+        return CompiledTemplate(environment.from_string(source), asked, knows_tools(source), joint)
     except _TEMPLATE_ERRORS as error:
         raise ConfigError(f"the model's chat template does not compile: {error}") from error
 

@@ -13,18 +13,18 @@ from contracts.errors import RequestError
 from contracts.sampling import SamplingParams
 from gateway.api.openai.schema import ChatRequest, Common, CompletionRequest, Detailed
 from gateway.json_decoding import whole
-from gateway.prompting.answer_grammar import Before, answer_grammar
+from gateway.prompting.answer_grammar import AnswerPrefix, answer_grammar
 from gateway.prompting.chat_template import Prompting
 from gateway.tool_calling.tool_choice import Calling, calling_of
 
 DEFAULT_COMPLETION_TOKENS = 16
 MAX_PROMPTS = 256
-MAX_WISHES_NBYTES = 32 << 20
+MAX_SAMPLING_NBYTES = 32 << 20
 """Of all answers of a request together."""
 
 
 @dataclass(frozen=True)
-class Ask:
+class GenerationRequest:
     """One answer to produce. `prompt` numbers the prompts of a request; `index` is the choice the client sees.
 
     `echo` is shown before the answer; with `echo_offsets` the prompt's tokens are, too, and that is where they begin in
@@ -50,7 +50,7 @@ class Ask:
     cache_salt: str = ""
     markers: Mapping[int, str] = field(default_factory=dict)
     headers: Collection[str] = ()
-    before: tuple[int, ...] = ()
+    answer_prefix: tuple[int, ...] = ()
     begun: str = ""
 
     @property
@@ -59,7 +59,7 @@ class Ask:
 
 
 @dataclass(frozen=True)
-class Counts:
+class LogprobCounts:
     """How many alternatives the engine tells beside each token; None: not even the token's own log-probability."""
 
     answer: int | None
@@ -67,7 +67,7 @@ class Counts:
 
 
 @dataclass(frozen=True)
-class Limits:
+class ServingLimits:
     """`max_answers`: of a request, since no more are ever worked on at once."""
 
     max_model_len: int
@@ -75,7 +75,9 @@ class Limits:
     max_answers: int
 
 
-async def ask_chat(request: ChatRequest, prompting: Prompting, limits: Limits, max_param: str = "") -> list[Ask]:
+async def prepare_chat(
+    request: ChatRequest, prompting: Prompting, limits: ServingLimits, max_param: str = ""
+) -> list[GenerationRequest]:
     """`max_param`: what the client calls the most tokens of an answer, if not as ChatRequest does.
 
     Raises RequestError.
@@ -94,13 +96,15 @@ async def ask_chat(request: ChatRequest, prompting: Prompting, limits: Limits, m
     param = max_param or ("max_completion_tokens" if request.max_completion_tokens else "max_tokens")
     max_tokens = _max_tokens(len(token_ids), wanted, limits, param, "messages")
     logprobs = (request.top_logprobs or 0) if request.logprobs else None
-    counts = Counts(logprobs, request.prompt_logprobs)
-    before = Before(prompting.thinking, prompting.begun(request, prompt))
+    counts = LogprobCounts(logprobs, request.prompt_logprobs)
+    before = AnswerPrefix(prompting.thinking, prompting.begun(request, prompt))
     last = tuple(token_ids[-1:]) if request.continue_final_message else ()
     return await _choices(request, prompting, [_Prompt(token_ids, max_tokens, last)], counts, before, calling)
 
 
-async def ask_completion(request: CompletionRequest, prompting: Prompting, limits: Limits) -> list[Ask]:
+async def prepare_completion(
+    request: CompletionRequest, prompting: Prompting, limits: ServingLimits
+) -> list[GenerationRequest]:
     """Raises RequestError."""
     if request.max_tokens == 0 and not request.echo:
         raise RequestError("'max_tokens' of 0 needs 'echo': true", "max_tokens")
@@ -111,10 +115,10 @@ async def ask_completion(request: CompletionRequest, prompting: Prompting, limit
     echoes = await _echoes(request, prompting, prompts, whole)
     of_echo = request.logprobs if request.echo else None
     asked = [count for count in (request.prompt_logprobs, of_echo) if count is not None]
-    counts = Counts(request.logprobs, max(asked, default=None))
+    counts = LogprobCounts(request.logprobs, max(asked, default=None))
     given = zip(prompts, max_tokens, echoes, strict=True)
     raw = [_Prompt(ids, most, tuple(ids[-1:]), echo) for ids, most, echo in given]
-    asks = await _choices(request, prompting, raw, counts, Before())
+    asks = await _choices(request, prompting, raw, counts, AnswerPrefix())
     if not request.echo:
         return asks
     offsets = [()] * len(prompts) if request.logprobs is None else await prompting.offsets(prompts, echoes)
@@ -122,13 +126,13 @@ async def ask_completion(request: CompletionRequest, prompting: Prompting, limit
     return [replace(ask, echo_offsets=offsets[ask.prompt], is_echo_only=is_only) for ask in asks]
 
 
-def _completion_tokens(num_prompt: int, wanted: int | None, limits: Limits) -> int:
+def _completion_tokens(num_prompt: int, wanted: int | None, limits: ServingLimits) -> int:
     room = limits.max_model_len - num_prompt
     default = min(DEFAULT_COMPLETION_TOKENS, room) if room > 0 else None
     return _max_tokens(num_prompt, wanted or default, limits, "max_tokens", "prompt")
 
 
-def _max_tokens(num_prompt: int, wanted: int | None, limits: Limits, param: str, prompt_param: str) -> int:
+def _max_tokens(num_prompt: int, wanted: int | None, limits: ServingLimits, param: str, prompt_param: str) -> int:
     room = limits.max_model_len - num_prompt
     if num_prompt == 0:
         raise RequestError("the prompt has no tokens", prompt_param)
@@ -145,12 +149,12 @@ def _max_tokens(num_prompt: int, wanted: int | None, limits: Limits, param: str,
     return wanted or room
 
 
-def _longest(limits: Limits) -> str:
+def _longest(limits: ServingLimits) -> str:
     """In OpenAI's words: by them litellm and others know this error from other bad requests."""
     return f"this model's maximum context length is {limits.max_model_len} tokens"
 
 
-async def _prompts(request: CompletionRequest, prompting: Prompting, limits: Limits) -> list[list[int]]:
+async def _prompts(request: CompletionRequest, prompting: Prompting, limits: ServingLimits) -> list[list[int]]:
     if ids := prompting.known_ids(request.prompt):
         _require_room(1, request.n, limits)
         return [ids]
@@ -170,14 +174,14 @@ async def _prompts(request: CompletionRequest, prompting: Prompting, limits: Lim
     return [next(encoded) if isinstance(prompt, str) else prompt for prompt in many]
 
 
-def _require_room(num_prompts: int, n: int | None, limits: Limits) -> None:
+def _require_room(num_prompts: int, n: int | None, limits: ServingLimits) -> None:
     """What never fits is no overload: the client would come again for ever."""
     if (wanted := num_prompts * (n or 1)) > limits.max_answers:
         why = f"{wanted} answers are asked for at once; this gateway works on at most {limits.max_answers}"
         raise RequestError(why, "n" if (n or 1) > 1 else "prompt")
 
 
-def _require_short(text: str, request: Common, prompting: Prompting, limits: Limits, param: str) -> None:
+def _require_short(text: str, request: Common, prompting: Prompting, limits: ServingLimits, param: str) -> None:
     """Before it is tokenized, which takes seconds and a gigabyte for the largest that a body holds."""
     least = prompting.least_tokens(text)
     if request.truncate_prompt_tokens is None and least >= limits.max_model_len:
@@ -199,7 +203,7 @@ def _is_ids(prompt: Any) -> bool:
     return isinstance(prompt, list) and set(map(type, prompt)) == {int}  # without a Python loop over thousands
 
 
-def _truncated(token_ids: list[int], request: Common, wanted: int | None, limits: Limits) -> list[int]:
+def _truncated(token_ids: list[int], request: Common, wanted: int | None, limits: ServingLimits) -> list[int]:
     """At most `truncate_prompt_tokens` of them; -1: as many as leave room for the answer."""
     keep = request.truncate_prompt_tokens
     if keep == 0:
@@ -225,11 +229,11 @@ async def _echoes(
 
 @dataclass(frozen=True)
 class _Prompt:
-    """One of a request, and the most tokens of each answer to it. `before`: as of Ask."""
+    """One of a request, and the most tokens of each answer to it. `before`: as of GenerationRequest."""
 
     token_ids: list[int]
     max_tokens: int
-    before: tuple[int, ...]
+    answer_prefix: tuple[int, ...]
     echo: str = ""
 
 
@@ -237,10 +241,10 @@ async def _choices(
     request: Detailed,
     prompting: Prompting,
     prompts: Sequence[_Prompt],
-    counts: Counts,
-    before: Before,
+    counts: LogprobCounts,
+    before: AnswerPrefix,
     calling: Calling | None = None,
-) -> list[Ask]:
+) -> list[GenerationRequest]:
     """Choice `prompt * n + i`, as OpenAI numbers them."""
     if request.stream_options is not None and not request.stream:
         raise RequestError("'stream_options' needs 'stream': true", "stream_options")
@@ -252,7 +256,7 @@ async def _choices(
     ends = () if thinking is None or request.ignore_eos else thinking.ends
     stop = request.stop or []
     common = partial(
-        Ask,
+        GenerationRequest,
         stops=(stop,) if isinstance(stop, str) else tuple(stop),
         include_stop=bool(request.include_stop_str_in_output),
         skip_special_tokens=request.skip_special_tokens is not False,
@@ -265,26 +269,28 @@ async def _choices(
         begun=before.begun,
     )
     sampling = await _sampling(request, prompting, counts, grammar, prompting.special_ids(ends).values())
-    asks = [ask for number, prompt in enumerate(prompts) for ask in _asks(request, number, prompt, common, sampling)]
+    asks = [
+        ask for number, prompt in enumerate(prompts) for ask in _requests(request, number, prompt, common, sampling)
+    ]
     _require_light(asks, request)
     return asks
 
 
-def _require_light(asks: Sequence[Ask], request: Common) -> None:
+def _require_light(asks: Sequence[GenerationRequest], request: Common) -> None:
     """Each job carries all of how its token is chosen, and its numbers take ten times as much memory where they are
     read: 128 answers that may each be one of a million tokens took 3 GB of each worker, and its place in the registry.
     """
-    if len(asks) > 1 and (nbytes := len(encode(asks[0].sampling))) * len(asks) > MAX_WISHES_NBYTES:
+    if len(asks) > 1 and (nbytes := len(encode(asks[0].sampling))) * len(asks) > MAX_SAMPLING_NBYTES:
         why = f"{len(asks)} answers with {nbytes} bytes each of logit_bias, allowed_token_ids, bad_words or a grammar"
         raise RequestError(
-            f"{why} are more than {MAX_WISHES_NBYTES} bytes together; ask for fewer at once",
+            f"{why} are more than {MAX_SAMPLING_NBYTES} bytes together; ask for fewer at once",
             "n" if (request.n or 1) > 1 else "prompt",
         )
 
 
-def _asks(
-    request: Common, number: int, prompt: _Prompt, common: partial[Ask], sampling: partial[SamplingParams]
-) -> Iterator[Ask]:
+def _requests(
+    request: Common, number: int, prompt: _Prompt, common: partial[GenerationRequest], sampling: partial[SamplingParams]
+) -> Iterator[GenerationRequest]:
     """Its answers, which differ by their draws."""
     of_prompt, count = _of_prompt(sampling, request, prompt.max_tokens), request.n or 1
     for choice in range(count):
@@ -294,12 +300,12 @@ def _asks(
             token_ids=prompt.token_ids,
             sampling=msgspec.structs.replace(of_prompt, choice=choice),
             echo=prompt.echo,
-            before=prompt.before,
+            answer_prefix=prompt.answer_prefix,
         )
 
 
 async def _sampling(
-    request: Common, prompting: Prompting, counts: Counts, grammar: str, ends: Iterable[int]
+    request: Common, prompting: Prompting, counts: LogprobCounts, grammar: str, ends: Iterable[int]
 ) -> partial[SamplingParams]:
     """What all prompts of a request share, made once: a `logit_bias` may name the whole vocabulary. `ends`: tokens that
     end an answer of this model, whatever its configuration says.

@@ -10,8 +10,16 @@ from typing import Any
 
 from gateway.reasoning.reasoning_format import GRAMMAR
 from gateway.tool_calling.call_grammar import terms
-from gateway.tool_calling.events import Argued, Broken, Called, Closed, Event, Said, Thought
-from gateway.tool_calling.tool_format import Form
+from gateway.tool_calling.events import (
+    ContentDelta,
+    MalformedToolCall,
+    OutputEvent,
+    ReasoningDelta,
+    ToolCallArguments,
+    ToolCallFinished,
+    ToolCallStarted,
+)
+from gateway.tool_calling.tool_format import ToolFormat
 from gateway.tool_calling.tool_parser import CallParser, object_of
 
 MAX_HEADER_CHARS = 512
@@ -28,12 +36,12 @@ _FUNCTIONS = "functions."
 
 
 class HarmonyCalls(CallParser):
-    """Never fed: a HarmonyReader reads calls itself."""
+    """Never fed: a HarmonyParser reads calls itself."""
 
     opening = _CHANNEL
 
 
-FORM = Form(
+FORM = ToolFormat(
     parser=HarmonyCalls,
     begin="",
     join="",
@@ -48,7 +56,7 @@ FORM = Form(
 
 
 class Harmony:
-    """A ThinkingForm."""
+    """A ReasoningFormat."""
 
     markers = _MARKERS
     ends = (_CALL, _RETURN)
@@ -62,8 +70,8 @@ class Harmony:
         header, opened, said = message.partition(_MESSAGE)
         return header if found and opened and not any(end in said for end in (*_ENDS, _CHANNEL)) else ""
 
-    def reader(self, begun: str, calls: CallParser | None) -> "HarmonyReader":
-        return HarmonyReader(begun, calls)
+    def reader(self, begun: str, calls: CallParser | None) -> "HarmonyParser":
+        return HarmonyParser(begun, calls)
 
     def before_grammar(self, begun: str, token_ids: Mapping[str, int], is_headed: bool) -> Sequence[str]:
         """Thoughts, and words about the calls that are to come."""
@@ -86,17 +94,17 @@ class Harmony:
         return message | {"thinking": f"{reasoning}\n\n{message['content']}", "content": ""}
 
 
-class HarmonyReader:
-    """A Reader. Analysis is thought, and so is what is said to anything but a function of the client's; the other
-    channels are said. Messages of one kind are parted by a newline. What has no header is said, to the letter.
+class HarmonyParser:
+    """A ReasoningParser. Analysis is thought, and so is what is said to anything but a function of the client's; the
+    other channels are said. Messages of one kind are parted by a newline. What has no header is said, to the letter.
     """
 
     def __init__(self, begun: str, calls: CallParser | None) -> None:
         self._names = None if calls is None else calls.names
-        self._events: list[Event] = []
+        self._events: list[OutputEvent] = []
         self._header: str | None = ""  # None: in a message
-        self._kind: type[Thought | Said] | None = None  # None: in a call
-        self._told: set[type[Thought | Said]] = set()
+        self._kind: type[ReasoningDelta | ContentDelta] | None = None  # None: in a call
+        self._told: set[type[ReasoningDelta | ContentDelta]] = set()
         self._parting = ""
         self._arguments: list[str] = []
         self._num_calls = 0
@@ -105,16 +113,16 @@ class HarmonyReader:
 
     @property
     def is_thinking(self) -> bool:
-        return self._header is None and self._kind is Thought
+        return self._header is None and self._kind is ReasoningDelta
 
-    def feed(self, text: str) -> list[Event]:
+    def feed(self, text: str) -> list[OutputEvent]:
         if self._header is None:
             self._tell(text)
         else:
             self._head(text)
         return self._taken()
 
-    def mark(self, marker: str) -> list[Event]:
+    def mark(self, marker: str) -> list[OutputEvent]:
         if self._header is not None and marker == _MESSAGE:
             self._open(self._header)
         elif marker in _ENDS or (self._header is None and marker == _CHANNEL):
@@ -126,7 +134,7 @@ class HarmonyReader:
             self._tell(marker)
         return self._taken()
 
-    def finish(self, is_cut: bool) -> list[Event]:
+    def finish(self, is_cut: bool) -> list[OutputEvent]:
         """Of a header nothing is said, nor of what may have become one."""
         if self._header is None:
             self._end(is_cut)
@@ -147,14 +155,14 @@ class HarmonyReader:
         channel = header.rpartition(_CHANNEL)[2].strip()
         name = recipient.removeprefix(_FUNCTIONS)
         if self._names is not None and name and (recipient != name or name in self._names):
-            self._events.append(Called(self._num_calls, name))
+            self._events.append(ToolCallStarted(self._num_calls, name))
             self._num_calls += 1
             return
-        self._kind = Thought if recipient or channel.startswith("analysis") else Said
+        self._kind = ReasoningDelta if recipient or channel.startswith("analysis") else ContentDelta
         self._parting = "\n" if self._kind in self._told else ""
 
     def _say(self, text: str) -> None:
-        self._header, self._kind, self._parting = None, Said, ""
+        self._header, self._kind, self._parting = None, ContentDelta, ""
         self._tell(text)
 
     def _tell(self, text: str) -> None:
@@ -162,7 +170,7 @@ class HarmonyReader:
             return
         if self._kind is None:
             self._arguments.append(text)
-            self._events.append(Argued(self._num_calls - 1, text))
+            self._events.append(ToolCallArguments(self._num_calls - 1, text))
             return
         self._events.append(self._kind(text, self._parting))
         self._parting = ""
@@ -176,9 +184,9 @@ class HarmonyReader:
             self._tell("{}")
         arguments, index = "".join(self._arguments), self._num_calls - 1
         is_whole = object_of(arguments) is not None
-        self._events.append(Closed(index) if is_whole else Broken(index, arguments))
+        self._events.append(ToolCallFinished(index) if is_whole else MalformedToolCall(index, arguments))
 
-    def _taken(self) -> list[Event]:
+    def _taken(self) -> list[OutputEvent]:
         events, self._events = self._events, []
         return events
 

@@ -3,15 +3,15 @@
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
-from gateway.tool_calling.events import Event
-from gateway.tool_calling.tool_format import Form
+from gateway.tool_calling.events import OutputEvent
+from gateway.tool_calling.tool_format import ToolFormat
 from gateway.tool_calling.tool_parser import CallParser
 
 GRAMMAR = "grammar"
 """What the rules before a grammar call it."""
 
 
-class Reader(Protocol):
+class ReasoningParser(Protocol):
     """Reads one answer: what is thought, said and called. Pure; how the text is cut into pieces changes nothing.
 
     `mark` is fed what is a special token among the form's markers, `feed` the text between. `is_cut`: the answer might
@@ -21,14 +21,14 @@ class Reader(Protocol):
     @property
     def is_thinking(self) -> bool: ...
 
-    def feed(self, text: str) -> list[Event]: ...
+    def feed(self, text: str) -> list[OutputEvent]: ...
 
-    def mark(self, marker: str) -> list[Event]: ...
+    def mark(self, marker: str) -> list[OutputEvent]: ...
 
-    def finish(self, is_cut: bool) -> list[Event]: ...
+    def finish(self, is_cut: bool) -> list[OutputEvent]: ...
 
 
-class ThinkingForm(Protocol):
+class ReasoningFormat(Protocol):
     """`markers`: texts of it that a tokenizer may hold as special tokens. `ends`: those that end an answer. `headers`:
     those behind which, until the next, nothing is thought or said.
 
@@ -50,7 +50,7 @@ class ThinkingForm(Protocol):
         ...
 
     @property
-    def calls(self) -> Form | None:
+    def calls(self) -> ToolFormat | None:
         """How it writes calls, if that is part of it."""
         ...
 
@@ -58,7 +58,7 @@ class ThinkingForm(Protocol):
         """Of `prompt`; `final` is the text of the message that the answer goes on with, empty if it is a new one."""
         ...
 
-    def reader(self, begun: str, calls: CallParser | None) -> Reader:
+    def reader(self, begun: str, calls: CallParser | None) -> ReasoningParser:
         """`calls` reads calls out of what is said; None if the client offers no tools."""
         ...
 

@@ -3,7 +3,7 @@
 from collections.abc import Collection
 
 from gateway.reasoning.harmony import Harmony
-from gateway.reasoning.reasoning_format import ThinkingForm
+from gateway.reasoning.reasoning_format import ReasoningFormat
 from gateway.reasoning.tags import Tags
 
 _TAGS = (
@@ -13,7 +13,7 @@ _TAGS = (
 )
 
 
-def thinking_of(template: str, special_tokens: Collection[str]) -> ThinkingForm | None:
+def thinking_of(template: str, special_tokens: Collection[str]) -> ReasoningFormat | None:
     """None: the template knows of no reasoning, or the tokenizer does not know what it is marked with."""
     if "<|channel|>" in template and "<|message|>" in template:
         return Harmony() if all(marker in special_tokens for marker in Harmony.markers) else None

@@ -10,9 +10,9 @@ from typing import Any
 from gateway.reasoning.reasoning_format import GRAMMAR
 from gateway.tokenization.stop_strings import overlap
 from gateway.tool_calling.call_grammar import terms
-from gateway.tool_calling.events import Event, Said, Thought
-from gateway.tool_calling.step_parser import Steps
-from gateway.tool_calling.tool_format import Form
+from gateway.tool_calling.events import ContentDelta, OutputEvent, ReasoningDelta
+from gateway.tool_calling.step_parser import StepParser
+from gateway.tool_calling.tool_format import ToolFormat
 from gateway.tool_calling.tool_parser import SPACE, CallParser
 
 MAX_SPACE_CHARS = 64
@@ -21,7 +21,7 @@ MAX_SPACE_CHARS = 64
 
 @dataclass(frozen=True)
 class Tags:
-    """A ThinkingForm. `inner`: what a prompt that ends with the opening tag may have behind it."""
+    """A ReasoningFormat. `inner`: what a prompt that ends with the opening tag may have behind it."""
 
     opening: str
     closing: str
@@ -29,7 +29,7 @@ class Tags:
     ends: Sequence[str] = ()
     headers: Sequence[str] = ()
     efforts: Sequence[str] = ()
-    calls: Form | None = None
+    calls: ToolFormat | None = None
 
     @property
     def markers(self) -> Sequence[str]:
@@ -43,8 +43,8 @@ class Tags:
             return self.opening
         return self.closing if prompt.rstrip().endswith(self.closing) else ""
 
-    def reader(self, begun: str, calls: CallParser | None) -> "TagsReader":
-        return TagsReader(self, begun, calls)
+    def reader(self, begun: str, calls: CallParser | None) -> "TagsParser":
+        return TagsParser(self, begun, calls)
 
     def before_grammar(self, begun: str, token_ids: Mapping[str, int], is_headed: bool) -> Sequence[str]:
         opening, closing = terms(self.opening, token_ids), terms(self.closing, token_ids)
@@ -61,8 +61,8 @@ class Tags:
         return message | {"reasoning_content": reasoning, "reasoning": reasoning}
 
 
-class TagsReader(Steps):
-    """A Reader. Thought is what comes first, between the tags; newlines at the tags belong to neither side."""
+class TagsParser(StepParser):
+    """A ReasoningParser. Thought is what comes first, between the tags; newlines at the tags belong to neither side."""
 
     def __init__(self, tags: Tags, begun: str, calls: CallParser | None) -> None:
         super().__init__(self._thinking if begun == tags.opening else self._start)
@@ -75,11 +75,11 @@ class TagsReader(Steps):
     def is_thinking(self) -> bool:
         return self._step == self._thinking
 
-    def finish(self, is_cut: bool) -> list[Event]:
+    def finish(self, is_cut: bool) -> list[OutputEvent]:
         if not self.is_thinking:
             self._say(self._text)
         elif thought := _without_newlines(self._text):
-            self._events.append(Thought(thought))
+            self._events.append(ReasoningDelta(thought))
         self._text = ""
         self._events += self._calls.finish(is_cut) if self._calls is not None else []
         return self._taken()
@@ -104,7 +104,7 @@ class TagsReader(Steps):
         thought, found, rest = self._text.partition(self._tags.closing)
         kept = 0 if found else overlap(thought, self._tags.closing)
         if thought := _without_newlines(thought[: len(thought) - kept]):
-            self._events.append(Thought(thought))
+            self._events.append(ReasoningDelta(thought))
             self._has_thought = True
         self._text = rest if found else self._text[len(thought) :]
         if found:
@@ -126,7 +126,7 @@ class TagsReader(Steps):
         if self._calls is not None:
             self._events += self._calls.feed(text)
         elif text:
-            self._events.append(Said(text))
+            self._events.append(ContentDelta(text))
 
 
 def _without_newlines(thought: str) -> str:

@@ -13,18 +13,18 @@ from contracts.errors import DeadlineExceeded
 Result = TypeVar("Result")
 
 
-async def left(receive: Receive) -> None:
+async def wait_for_disconnect(receive: Receive) -> None:
     """Returns when the client has; by whoever has read the body."""
     while (await receive())["type"] != "http.disconnect":
         pass
 
 
-async def prepared(request: Request, timeout_s: float, preparing: Coroutine[Any, Any, Result]) -> Result:
+async def run_until_disconnect(request: Request, timeout_s: float, preparing: Coroutine[Any, Any, Result]) -> Result:
     """A long prompt or a new grammar takes a while: no longer than the request has, or than its client is there.
 
     Raises what `preparing` raises, DeadlineExceeded, and ClientDisconnect.
     """
-    working, leaving = asyncio.create_task(preparing), asyncio.create_task(left(request.receive))
+    working, leaving = asyncio.create_task(preparing), asyncio.create_task(wait_for_disconnect(request.receive))
     try:
         left_s = max(0.0, request.state.started_s + timeout_s - time.monotonic())
         await asyncio.wait({working, leaving}, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)

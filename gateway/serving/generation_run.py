@@ -15,15 +15,15 @@ from starlette.types import Receive, Scope, Send
 
 from contracts.errors import DeadlineExceeded, Overloaded, TandemError, Unavailable
 from contracts.ids import RequestId
-from coordinator.request_states import State
-from gateway.admission.limits import Admission
+from coordinator.request_states import RequestState
+from gateway.admission.limits import ConcurrencyLimit
 from gateway.api.openai.vllm_extensions import StreamedTokenIds, add_details
-from gateway.api.response_formatter import OUR_FAULT, Replies, Usage, error_of, retry_headers
-from gateway.dispatch.dispatcher import REPLAY_WAIT_S, Dispatch
-from gateway.generation.generation_state import Answer, Piece
+from gateway.api.response_formatter import OUR_FAULT, ResponseFormatter, Usage, error_of, retry_headers
+from gateway.dispatch.dispatcher import REPLAY_WAIT_S, Dispatcher
+from gateway.generation.generation_state import GenerationState, OutputDelta
 from gateway.observability.metrics import Metrics
 from gateway.observability.tracing import Trace
-from gateway.serving.disconnect import left
+from gateway.serving.disconnect import wait_for_disconnect
 
 log = logging.getLogger("gateway.requests")
 faults = logging.getLogger(__name__)
@@ -43,15 +43,15 @@ class Style:
 
 
 @dataclass
-class Serving:
+class GenerationRun:
     """The answers of one request, and the pieces of them that were not yet written."""
 
     id: str
-    answers: list[Answer]
-    replies: Replies
+    answers: list[GenerationState]
+    replies: ResponseFormatter
     style: Style
-    dispatch: Dispatch
-    admission: Admission
+    dispatch: Dispatcher
+    admission: ConcurrencyLimit
     metrics: Metrics
     timeout_s: float
     started_s: float
@@ -60,7 +60,7 @@ class Serving:
     trace: Trace | None = None
 
     def __post_init__(self) -> None:
-        self._pieces: deque[Piece] = deque()
+        self._deltas: deque[OutputDelta] = deque()
         self._wake, self._has_room = asyncio.Event(), asyncio.Event()
         self._placing: asyncio.Task[None] | None = None
         self._is_too_slow = self._is_placed = False
@@ -72,7 +72,7 @@ class Serving:
 
     @property
     def has_details(self) -> bool:
-        return self.answers[0].ask.has_details  # all answers of a request are asked for alike
+        return self.answers[0].request.has_details  # all answers of a request are asked for alike
 
     async def place(self) -> None:
         """As many answers as have a place, the first at least; the others get theirs as room comes. Raises Overloaded
@@ -94,17 +94,17 @@ class Serving:
         if self._num_begun < len(self.answers):
             self._placing = asyncio.create_task(self._place_others())
 
-    async def pieces(self) -> list[Piece]:
+    async def deltas(self) -> list[OutputDelta]:
         """What came since the last call, at least one piece; empty once all answers have ended.
 
         Raises the TandemError that an answer failed with, and DeadlineExceeded.
         """
-        if not self._pieces and self._open:
+        if not self._deltas and self._open:
             await self._wait()
         if self._is_too_slow:
             raise Overloaded(f"the client left {MAX_UNREAD_PIECES} pieces of the answer unread")
-        pieces = list(self._pieces)
-        self._pieces.clear()
+        pieces = list(self._deltas)
+        self._deltas.clear()
         for piece in pieces:
             self._open -= piece.finish is not None
             if piece.failed is not None:
@@ -112,7 +112,7 @@ class Serving:
                 raise piece.failed
         return pieces
 
-    def cancel(self, reason: str, end: State = State.CANCELLED) -> None:
+    def cancel(self, reason: str, end: RequestState = RequestState.CANCELLED) -> None:
         if self._placing is not None:
             self._placing.cancel()
         for request_id in self._ids:
@@ -133,7 +133,7 @@ class Serving:
         """As many of the others as have a place. Raises Overloaded if none of all has one."""
         while (number := self._num_begun) < len(self.answers):
             try:
-                await self.dispatch.begin(self._ids[number], self.answers[number], self._on_piece, self._deadline_s)
+                await self.dispatch.begin(self._ids[number], self.answers[number], self._on_delta, self._deadline_s)
             except Overloaded:
                 if number == 0:
                     raise
@@ -159,13 +159,13 @@ class Serving:
                         raise
         except TandemError as error:
             if piece := self.answers[self._num_begun].fail(error):
-                self._on_piece(piece)
+                self._on_delta(piece)
 
-    def _on_piece(self, piece: Piece) -> None:
+    def _on_delta(self, piece: OutputDelta) -> None:
         if piece.finish is not None:
             self._has_room.set()
-        if len(self._pieces) < MAX_UNREAD_PIECES:
-            self._pieces.append(piece)
+        if len(self._deltas) < MAX_UNREAD_PIECES:
+            self._deltas.append(piece)
         elif not self._is_too_slow:
             self._is_too_slow = True
             self.cancel("the client reads too slowly")
@@ -178,7 +178,7 @@ class Serving:
             async with asyncio.timeout(max(left_s, 0.0)):
                 await self._wake.wait()
         except TimeoutError as error:
-            self.cancel("the request's time is over", State.FAILED)
+            self.cancel("the request's time is over", RequestState.FAILED)
             raise DeadlineExceeded(f"no complete answer within {self.timeout_s:.0f} s") from error
 
     def _count(self, status: int, code: str) -> None:
@@ -222,10 +222,10 @@ class Serving:
             self.trace.end(self.answers[0], facts, self.started_s - self.receive_s, now)
 
 
-class ServingResponse(Response):
+class GenerationResponse(Response):
     """Writes the answer and watches the client meanwhile: a client that leaves frees both workers at once."""
 
-    def __init__(self, serving: Serving) -> None:
+    def __init__(self, serving: GenerationRun) -> None:
         super().__init__(headers={"x-request-id": serving.echo_id or serving.id})
         self._serving = serving
         self._token_ids = StreamedTokenIds(serving.answers)
@@ -233,7 +233,7 @@ class ServingResponse(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         writing = asyncio.ensure_future(self._write(send))
-        leaving = asyncio.ensure_future(left(receive))
+        leaving = asyncio.ensure_future(wait_for_disconnect(receive))
         error, has_left = None, True
         try:
             limit_s = self._serving.timeout_s + WRITE_GRACE_S  # a client that does not read ends, too
@@ -266,8 +266,8 @@ class ServingResponse(Response):
 
     async def _write_whole(self, send: Send) -> None:
         serving = self._serving
-        told: list[list[Piece]] = [[] for _ in serving.answers]
-        while pieces := await serving.pieces():
+        told: list[list[OutputDelta]] = [[] for _ in serving.answers]
+        while pieces := await serving.deltas():
             for piece in pieces:
                 told[piece.index].append(piece)
         choices = list(map(serving.replies.choice, told))
@@ -278,7 +278,7 @@ class ServingResponse(Response):
 
     async def _write_stream(self, send: Send) -> None:
         serving = self._serving
-        pieces = await serving.pieces()
+        pieces = await serving.deltas()
         headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
         await self._start(send, 200, headers)
         bodies = [body for i in range(len(serving.answers)) for body in serving.replies.opening(i)]
@@ -287,10 +287,10 @@ class ServingResponse(Response):
             if data := opening + b"".join(self._chunk(piece) for piece in pieces):
                 await _body(send, data, more=True)
             opening = b""
-            pieces = await serving.pieces()
+            pieces = await serving.deltas()
         await _body(send, self._closing(None), more=False)
 
-    def _chunk(self, piece: Piece) -> bytes:
+    def _chunk(self, piece: OutputDelta) -> bytes:
         bodies = self._serving.replies.chunk(piece)
         if bodies and self._serving.has_details:
             self._token_ids.add(bodies[0], piece)
@@ -326,17 +326,17 @@ async def _body(send: Send, data: bytes, more: bool) -> None:
     await send({"type": "http.response.body", "body": data, "more_body": more})
 
 
-def _usage(answers: Sequence[Answer]) -> Usage:
+def _usage(answers: Sequence[GenerationState]) -> Usage:
     """Answers to one prompt share it."""
-    prompts = {answer.ask.prompt: answer for answer in reversed(answers)}
+    prompts = {answer.request.prompt: answer for answer in reversed(answers)}
     return Usage(
-        sum(len(answer.ask.token_ids) for answer in prompts.values()),
+        sum(len(answer.request.token_ids) for answer in prompts.values()),
         sum(answer.num_tokens for answer in answers),
-        sum(min(answer.cached_tokens, len(answer.ask.token_ids)) for answer in prompts.values()),
+        sum(min(answer.cached_tokens, len(answer.request.token_ids)) for answer in prompts.values()),
     )
 
 
-def _mean_gap_s(answer: Answer) -> float:
+def _mean_gap_s(answer: GenerationState) -> float:
     return ((answer.last_s or 0.0) - (answer.first_s or 0.0)) / (answer.num_tokens - 1)
 
 

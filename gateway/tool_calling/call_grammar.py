@@ -11,7 +11,7 @@ from gateway.grammar.json_schema import exact
 from gateway.grammar.string_formats import without_unknown_formats
 from gateway.grammar.structured_outputs import FieldGrammar, json_grammar
 from gateway.tool_calling.tool_choice import Calling, Function, schema_of
-from gateway.tool_calling.tool_format import Form
+from gateway.tool_calling.tool_format import ToolFormat
 
 # Answers without white space, as elsewhere; calls with what chat templates show in earlier ones.
 _ANSWER_STYLE = {"whitespace_flexible": False}
@@ -20,7 +20,7 @@ _CALL_STYLE = _ANSWER_STYLE | {"item_separator": ", ", "key_separator": ": "}
 
 def calls_grammar(
     calling: Calling,
-    form: Form,
+    form: ToolFormat,
     token_ids: Mapping[str, int],
     answer: dict[str, Any] | None = None,
 ) -> str:
@@ -68,7 +68,9 @@ def _enforced(function: Function, must: bool) -> dict[str, Any]:
     return exact(schema) | {"x-guidance": _CALL_STYLE}
 
 
-def _alone(calling: Calling, form: Form, token_ids: Mapping[str, int], answer: dict[str, Any] | None) -> list[str]:
+def _alone(
+    calling: Calling, form: ToolFormat, token_ids: Mapping[str, int], answer: dict[str, Any] | None
+) -> list[str]:
     """Nothing but calls, or else an answer, which obeys its schema if it has one."""
     start = f"start: {terms(form.begin, token_ids)} calls {terms(form.end, token_ids)}"
     if calling.must:
@@ -79,7 +81,7 @@ def _alone(calling: Calling, form: Form, token_ids: Mapping[str, int], answer: d
     return [f"{start} | answer", f"answer: {terms(form.answer, token_ids)} said", said]
 
 
-def _amid_text(form: Form, token_ids: Mapping[str, int]) -> list[str]:
+def _amid_text(form: ToolFormat, token_ids: Mapping[str, int]) -> list[str]:
     """Any text, but behind the marker calls."""
     marker = form.parser.opening
     rest, end = terms(form.begin.removeprefix(marker), token_ids), terms(form.end, token_ids)
@@ -88,6 +90,6 @@ def _amid_text(form: Form, token_ids: Mapping[str, int]) -> list[str]:
     return ["start: turn* said", "said: TEXT", "TEXT: /(.|\\n)*/", head, f"turn: head {rest} calls {end}"]
 
 
-def _call(index: int, name: str, schema: dict[str, Any], form: Form, token_ids: Mapping[str, int]) -> str:
+def _call(index: int, name: str, schema: dict[str, Any], form: ToolFormat, token_ids: Mapping[str, int]) -> str:
     before, after = terms(form.before + name + form.between, token_ids), terms(form.after, token_ids)
     return f"call_{index}: {before} args_{index} {after}\nargs_{index}: %json {json.dumps(schema)}"

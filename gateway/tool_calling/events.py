@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Told:
+class ParserEvent:
     """`parting`: what stands between it and what of its kind was told before where both are shown as one; empty if it
     goes on.
     """
@@ -17,16 +17,16 @@ class Told:
         return self.parting + self.text
 
 
-class Thought(Told):
+class ReasoningDelta(ParserEvent):
     """Reasoning, which is no part of the answer."""
 
 
-class Said(Told):
+class ContentDelta(ParserEvent):
     """The answer."""
 
 
 @dataclass(frozen=True)
-class Called:
+class ToolCallStarted:
     """A call begins. `index` counts the calls of one answer."""
 
     index: int
@@ -34,7 +34,7 @@ class Called:
 
 
 @dataclass(frozen=True)
-class Argued:
+class ToolCallArguments:
     """More of a call's arguments, as the model writes them."""
 
     index: int
@@ -42,18 +42,18 @@ class Argued:
 
 
 @dataclass(frozen=True)
-class Closed:
+class ToolCallFinished:
     """The call is complete and its arguments are a JSON object."""
 
     index: int
 
 
 @dataclass(frozen=True)
-class Broken:
+class MalformedToolCall:
     """What began as this call is none, or was cut off: `text` is all of it, marker included."""
 
     index: int
     text: str
 
 
-Event = Thought | Said | Called | Argued | Closed | Broken
+OutputEvent = ReasoningDelta | ContentDelta | ToolCallStarted | ToolCallArguments | ToolCallFinished | MalformedToolCall

@@ -6,7 +6,7 @@ https://qwen.readthedocs.io/en/latest/framework/function_call.html
 import re
 from dataclasses import replace
 
-from gateway.tool_calling.tool_format import Form
+from gateway.tool_calling.tool_format import ToolFormat
 from gateway.tool_calling.tool_parser import CallParser
 
 
@@ -15,7 +15,7 @@ class HermesParser(CallParser):
     closing = "</tool_call>"
 
 
-FORM = Form(
+FORM = ToolFormat(
     parser=HermesParser,
     begin="<tool_call>\n",
     join="\n</tool_call>\n<tool_call>\n",
@@ -24,6 +24,6 @@ FORM = Form(
 )
 
 
-def form_of(template: str) -> Form:
+def form_of(template: str) -> ToolFormat:
     """Hermes 2 Pro and 3 spell tools out, each field as text; others show them as JSON."""
     return replace(FORM, needs_all_fields=re.search(r"\btool(\.function)?\.description\b", template) is not None)

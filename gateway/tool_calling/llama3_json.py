@@ -5,7 +5,7 @@ https://www.llama.com/docs/model-cards-and-prompt-formats/llama3_1/#json-based-t
 
 from collections.abc import Collection
 
-from gateway.tool_calling.tool_format import Form
+from gateway.tool_calling.tool_format import ToolFormat
 from gateway.tool_calling.tool_parser import SPACE, CallParser
 
 
@@ -37,7 +37,7 @@ class Llama3JsonParser(CallParser):
         return super()._other_order() if self._is_marked else self._no_call()
 
 
-FORM = Form(
+FORM = ToolFormat(
     parser=Llama3JsonParser,
     begin="",
     join="; ",

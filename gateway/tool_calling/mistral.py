@@ -6,7 +6,7 @@ https://docs.mistral.ai/capabilities/function_calling and mistral-common's token
 import re
 from dataclasses import replace
 
-from gateway.tool_calling.tool_format import Form
+from gateway.tool_calling.tool_format import ToolFormat
 from gateway.tool_calling.tool_parser import SPACE, CallParser, object_of
 
 MAX_HEAD_CHARS = 256
@@ -48,14 +48,14 @@ class MistralParser(CallParser):
         return self._close(object_of("".join(self._object)) is not None)
 
 
-def form_of(template: str) -> Form:
+def form_of(template: str) -> ToolFormat:
     """What the model was trained on: names and arguments apart, or a list, which SentencePiece sets off by a space."""
     if "[ARGS]" in template:
         return BY_NAME
     return replace(FORM, begin="[TOOL_CALLS] [") if "[TOOL_CALLS] [" in template else FORM
 
 
-FORM = Form(
+FORM = ToolFormat(
     parser=MistralParser,
     begin="[TOOL_CALLS][",
     join=", ",

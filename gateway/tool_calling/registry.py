@@ -5,11 +5,11 @@ from collections.abc import Callable
 from typing import Literal
 
 from gateway.tool_calling import hermes, llama3_json, mistral, smollm2
-from gateway.tool_calling.tool_format import Form
+from gateway.tool_calling.tool_format import ToolFormat
 
 ParserName = Literal["auto", "hermes", "llama3_json", "mistral", "smollm2"]
 
-_BY_NAME: dict[str, Callable[[str], Form]] = {
+_BY_NAME: dict[str, Callable[[str], ToolFormat]] = {
     "hermes": hermes.form_of,
     "llama3_json": lambda template: llama3_json.FORM,
     "mistral": mistral.form_of,
@@ -17,7 +17,7 @@ _BY_NAME: dict[str, Callable[[str], Form]] = {
 }
 
 
-def form_of(template: str, name: ParserName = "auto") -> Form | None:
+def form_of(template: str, name: ParserName = "auto") -> ToolFormat | None:
     """None: the template knows tools, in a form that is not known here."""
     if name == "auto":
         return _by_template(template)
@@ -28,7 +28,7 @@ def knows_tools(template: str) -> bool:
     return re.search(r"\btools\b", template) is not None
 
 
-def _by_template(template: str) -> Form | None:
+def _by_template(template: str) -> ToolFormat | None:
     if not knows_tools(template):
         return smollm2.FORM
     if "[TOOL_CALLS]" in template:

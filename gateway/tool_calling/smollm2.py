@@ -5,9 +5,9 @@ the model is told of them in words (telling.py), as is every model whose templat
 """
 
 from gateway.tool_calling.hermes import HermesParser
-from gateway.tool_calling.tool_format import Form
+from gateway.tool_calling.tool_format import ToolFormat
 
-FORM = Form(
+FORM = ToolFormat(
     parser=HermesParser,
     begin="<tool_call>[",
     join=", ",

@@ -2,29 +2,29 @@
 
 from collections.abc import Callable
 
-from gateway.tool_calling.events import Event
+from gateway.tool_calling.events import OutputEvent
 
 
-class Steps:
+class StepParser:
     """`_step` takes from `_text` what it can, adds to `_events`, and returns whether the next one, which it may have
     set, has something to do.
     """
 
     def __init__(self, first: Callable[[], bool]) -> None:
         self._text = ""
-        self._events: list[Event] = []
+        self._events: list[OutputEvent] = []
         self._step = first
 
-    def feed(self, text: str) -> list[Event]:
+    def feed(self, text: str) -> list[OutputEvent]:
         """What is certain now."""
         self._text += text
         while self._step():
             pass
         return self._taken()
 
-    def mark(self, marker: str) -> list[Event]:
+    def mark(self, marker: str) -> list[OutputEvent]:
         return self.feed(marker)
 
-    def _taken(self) -> list[Event]:
+    def _taken(self) -> list[OutputEvent]:
         events, self._events = self._events, []
         return events

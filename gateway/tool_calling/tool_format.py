@@ -8,7 +8,7 @@ from gateway.tool_calling.tool_parser import CallParser
 
 
 @dataclass(frozen=True)
-class Form:
+class ToolFormat:
     """`begin`, the calls with `join` between them, `end`; a call is `before` name `between` arguments `after`.
 
     `markers`: texts of it that a tokenizer may hold as special tokens. `answer` comes before an answer that does not

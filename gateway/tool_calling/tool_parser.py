@@ -6,14 +6,21 @@ from typing import Any, ClassVar, NoReturn, TypeGuard
 
 from gateway.tokenization.stop_strings import overlap
 from gateway.tool_calling.call_header import read_head
-from gateway.tool_calling.events import Argued, Broken, Called, Closed, Event, Said
+from gateway.tool_calling.events import (
+    ContentDelta,
+    MalformedToolCall,
+    OutputEvent,
+    ToolCallArguments,
+    ToolCallFinished,
+    ToolCallStarted,
+)
 from gateway.tool_calling.json_scanner import ObjectScanner
-from gateway.tool_calling.step_parser import Steps
+from gateway.tool_calling.step_parser import StepParser
 
 SPACE = " \t\r\n"
 
 
-class CallParser(Steps):
+class CallParser(StepParser):
     """Reads calls behind the marker `opening`, alone or in a list, until `closing`. Pure; a family's is a subclass.
 
     What the events say does not depend on how the text is cut into pieces. Only what may become a marker or a call is
@@ -35,14 +42,14 @@ class CallParser(Steps):
         self._has_closed = False
         self._forget_call()
 
-    def finish(self, is_cut: bool = False) -> list[Event]:
+    def finish(self, is_cut: bool = False) -> list[OutputEvent]:
         """The rest, now that nothing follows: what was no call after all is said, whether or not it was cut off."""
         if self._is_announced:
             self._break(self._text)
         elif self._step != self._between:
             self._say(self._read + self._text)
         if self._blank and not self._has_closed:
-            self._events.append(Said(self._blank))
+            self._events.append(ContentDelta(self._blank))
         self._text = self._blank = ""
         return self._taken()
 
@@ -94,7 +101,7 @@ class CallParser(Steps):
     def _arguments(self) -> bool:
         """In a call's arguments, passed on as they come."""
         if part := self._scan():
-            self._events.append(Argued(self._num_calls - 1, part))
+            self._events.append(ToolCallArguments(self._num_calls - 1, part))
         if self._scanner.is_done:
             return self._argued()
         return self._scanner.is_broken and self._break()
@@ -118,7 +125,7 @@ class CallParser(Steps):
         if object_of(spelled) is None:  # 1e999 is an infinity by now, which is no JSON
             return self._no_call()
         self._announce(name)
-        self._events.append(Argued(self._num_calls - 1, spelled))
+        self._events.append(ToolCallArguments(self._num_calls - 1, spelled))
         return self._close(True)
 
     def _between(self) -> bool:
@@ -173,17 +180,17 @@ class CallParser(Steps):
             return
         text, self._blank, self._is_blank = self._blank + text, "", False
         if text:
-            self._events.append(Said(text))
+            self._events.append(ContentDelta(text))
 
     def _announce(self, name: str) -> None:
         self._is_announced = True
-        self._events.append(Called(self._num_calls, name))
+        self._events.append(ToolCallStarted(self._num_calls, name))
         self._num_calls += 1
 
     def _close(self, is_call: bool) -> bool:
         if not is_call:
             return self._break()
-        self._events.append(Closed(self._num_calls - 1))
+        self._events.append(ToolCallFinished(self._num_calls - 1))
         self._has_closed = self._is_blank = True
         is_list, self._blank = self._is_list, ""
         self._forget_call()
@@ -192,7 +199,7 @@ class CallParser(Steps):
 
     def _break(self, rest: str = "") -> bool:
         """An announced call turns out to be none."""
-        self._events.append(Broken(self._num_calls - 1, self._blank + self._read + rest))
+        self._events.append(MalformedToolCall(self._num_calls - 1, self._blank + self._read + rest))
         self._blank, self._is_blank = "", False
         self._forget_call()
         self._step = self._outside

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 from itertools import groupby
 from typing import Any
 
-from gateway.tool_calling.tool_format import Form
+from gateway.tool_calling.tool_format import ToolFormat
 
 _WORDS = """You can call functions. These are known, each described as JSON within <tools></tools>:
 <tools>{tools}</tools>
@@ -15,7 +15,9 @@ If no call is needed, answer in plain words."""
 _EXAMPLE = [("function_name", '{"argument": "value"}')]
 
 
-def told(messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]], form: Form) -> list[dict[str, Any]]:
+def plain_messages(
+    messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]], form: ToolFormat
+) -> list[dict[str, Any]]:
     """The conversation in messages of text alone. Each has `content`; calls have their arguments as objects."""
     plain: list[dict[str, Any]] = []
     for is_result, group in groupby(messages, key=lambda message: message["role"] == "tool"):
@@ -30,7 +32,7 @@ def _results(messages: Iterable[dict[str, Any]]) -> dict[str, Any]:
     return {"role": "user", "content": "\n".join(results)}
 
 
-def _spelled(message: dict[str, Any], form: Form) -> dict[str, Any]:
+def _spelled(message: dict[str, Any], form: ToolFormat) -> dict[str, Any]:
     if "tool_calls" not in message:
         return message
     functions = (call["function"] for call in message["tool_calls"])
@@ -39,7 +41,7 @@ def _spelled(message: dict[str, Any], form: Form) -> dict[str, Any]:
     return {"role": message["role"], "content": content}
 
 
-def _words(tools: Sequence[dict[str, Any]], form: Form) -> str:
+def _words(tools: Sequence[dict[str, Any]], form: ToolFormat) -> str:
     return _WORDS.format(tools=json.dumps(list(tools), ensure_ascii=False), example=form.spell(_EXAMPLE))
 
 

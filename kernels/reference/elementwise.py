@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.peers import Peers
+from kernels.peers import SymmetricMemory
 from kernels.reference.quant import quantize, to_e4m3
 from kernels.specs import NormSpec, QuantSpec, ReduceSpec, RopeSpec, SiluSpec
 
@@ -31,7 +31,7 @@ def rms_norm(value: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def all_reduce_norm(
-    spec: ReduceSpec, peers: Peers, residual: Tensor, weight: Tensor, eps: float, out: Tensor, scale: Tensor
+    spec: ReduceSpec, peers: SymmetricMemory, residual: Tensor, weight: Tensor, eps: float, out: Tensor, scale: Tensor
 ) -> None:
     """Adds in rank order, so that every rank gets the same bits; the residual is updated in place."""
     total = residual.float()

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.peers import MAX_CTAS, Peers
+from kernels.peers import MAX_CTAS, SymmetricMemory
 from kernels.specs import ReduceSpec
 from kernels.triton.common import to_e4m3, token_scale
 from kernels.triton.norm import MODE
@@ -69,7 +69,7 @@ def reduce_norm_kernel(
 
 
 def all_reduce_norm(
-    spec: ReduceSpec, peers: Peers, residual: Tensor, weight: Tensor, eps: float, out: Tensor, scale: Tensor
+    spec: ReduceSpec, peers: SymmetricMemory, residual: Tensor, weight: Tensor, eps: float, out: Tensor, scale: Tensor
 ) -> None:
     """The same number of tokens on all ranks, at most as many as the buffers hold. Needs peer access, no multicast."""
     tokens = out.shape[0]

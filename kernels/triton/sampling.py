@@ -17,7 +17,14 @@ from torch import Tensor, float32, int32
 
 from kernels.specs import SampleSpec
 from kernels.triton.common import PDL, pdl_launch, pdl_start, pdl_wait
-from kernels.workspace import SAMPLE_BLOCK, SAMPLE_GROUPS, SAMPLE_ROUNDS, SAMPLE_SECTIONS, SAMPLE_SLOTS, sample_room
+from kernels.workspace import (
+    SAMPLE_BLOCK,
+    SAMPLE_GROUPS,
+    SAMPLE_ROUNDS,
+    SAMPLE_SECTIONS,
+    SAMPLE_SLOTS,
+    sample_workspace_words,
+)
 
 # More rows than this fill the GPU with fewer programs, of so many blocks each.
 _MANY_ROWS, _EACH = 32, 4
@@ -80,7 +87,7 @@ def search(
 
 
 @triton.jit
-def waits(bits):
+def exponential_noise(bits):
     """Exponential ones, of which the reference's Gumbel noise is -log."""
     share = ((4294967295 - bits.to(tl.uint32, bitcast=True)).to(tl.float32) + 0.5) * 2.3283064365386963e-10
     far = -tl.log(1.0 - tl.minimum(share, 0.999999940395355))
@@ -91,14 +98,14 @@ def waits(bits):
 def waits_from(start, seed, position):
     """Of BLOCK tokens: the four words of a counter are those of four tokens that follow each other."""
     a, b, c, d = tl.philox(seed, start // 4 + tl.arange(0, BLOCK // 4), position, 0, 0)
-    return waits(tl.reshape(tl.join(tl.join(a, c), tl.join(b, d)), [BLOCK]))
+    return exponential_noise(tl.reshape(tl.join(tl.join(a, c), tl.join(b, d)), [BLOCK]))
 
 
 @triton.jit
 def waits_of(token, seed, position):
     a, b, c, d = tl.philox(seed, token // 4, position, 0, 0)
     word = token % 4
-    return waits(tl.where(word < 2, tl.where(word == 0, a, b), tl.where(word == 2, c, d)))
+    return exponential_noise(tl.where(word < 2, tl.where(word == 0, a, b), tl.where(word == 2, c, d)))
 
 
 @triton.jit
@@ -355,7 +362,7 @@ def sample(
     spec: SampleSpec, logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, seeds: Tensor,
     positions: Tensor, tokens: Tensor, logprobs: Tensor, workspace: Tensor, *, pdl: bool = PDL,
 ) -> None:  # fmt: skip
-    rows, blocks, room = len(logits), triton.cdiv(spec.vocab, SAMPLE_BLOCK), sample_room(spec)
+    rows, blocks, room = len(logits), triton.cdiv(spec.vocab, SAMPLE_BLOCK), sample_workspace_words(spec)
     words = workspace[: rows * room * 4]
     asked = (logits, temperature, top_k, top_p, min_p, seeds, positions, words.view(float32), words.view(int32))
     shape = dict(V=spec.vocab, BLOCKS=blocks, PADDED=triton.next_power_of_2(blocks), ROOM=room)

@@ -11,7 +11,7 @@ from contracts.layout import KVLayout
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class UnitRange:
     """Units `[first, last)` of a chunk (see staging): what one message carries."""
 
     first: int
@@ -22,10 +22,10 @@ class Span:
         return self.last - self.first
 
 
-def split(num_units: int, units_per_message: int) -> Iterator[Span]:
+def split(num_units: int, units_per_message: int) -> Iterator[UnitRange]:
     """Cut a chunk into messages of at most `units_per_message`."""
     for first in range(0, num_units, units_per_message):
-        yield Span(first, min(first + units_per_message, num_units))
+        yield UnitRange(first, min(first + units_per_message, num_units))
 
 
 def row_ids(pages: Sequence[int], num_planes: int, num_blocks: int) -> np.ndarray:

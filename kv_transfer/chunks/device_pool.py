@@ -42,7 +42,7 @@ class Pool(Protocol):
     def scatter(self, rows: np.ndarray, data: np.ndarray, num_parts: int = 1) -> None: ...
 
 
-class Mark(Protocol):
+class DeviceSemaphore(Protocol):
     """A number that this device counts up for one peer, whose device may wait for it. `shared` finds it."""
 
     shared: bytes
@@ -52,7 +52,7 @@ class Mark(Protocol):
         ...
 
 
-class Later(Protocol):
+class DeferredCopy(Protocol):
     """Copies that wait for a mark by themselves. `is_void`: they did not wait to the end, so they are worth nothing.
 
     `busy_s`, after `wait`: how long copies and checksums took, without the time before the mark was reached.
@@ -103,13 +103,13 @@ class RemotePool(Protocol):
 
     def pull_later(
         self, pages: Sequence[BlockId], into: Sequence[BlockId], checks: bool, early_planes: int, mark: int
-    ) -> Later | None:
+    ) -> DeferredCopy | None:
         """The same, launched now; done once the peer's mark has come to `mark`, and for the first `early_planes` to one
         less. None where nothing waits for marks.
         """
         ...
 
-    def hurry(self) -> None:
+    def expire(self) -> None:
         """Nothing waits for a mark any more: all that did is void, and done soon."""
         ...
 
@@ -137,7 +137,7 @@ class Buffer(Protocol):
         ...
 
 
-class Unpacking(Protocol):
+class PageScatter(Protocol):
     """Pages that are being copied out of a buffer."""
 
     @property
@@ -173,7 +173,7 @@ class DevicePool(Pool, Protocol):
         """What a peer must know to attach. Raises TransferError where the device lets nobody in."""
         ...
 
-    def mark(self) -> Mark | None:
+    def mark(self) -> DeviceSemaphore | None:
         """One for a new peer; None where the device can set none."""
         ...
 
@@ -181,11 +181,11 @@ class DevicePool(Pool, Protocol):
         """The calling thread works with this device from now on."""
         ...
 
-    def lend(self, nbytes: int) -> Buffer:
+    def allocate(self, nbytes: int) -> Buffer:
         """Memory beside the pool: what the methods below take. Raises TransferError if the device has not so much."""
         ...
 
-    def take_back(self, buffer: Any) -> None:
+    def free(self, buffer: Any) -> None:
         """Nothing touches it any more: its memory is free on return."""
         ...
 
@@ -195,7 +195,7 @@ class DevicePool(Pool, Protocol):
         """
         ...
 
-    def unpack(self, buffer: Any, pages: np.ndarray, checks: bool, num_parts: int) -> Unpacking:
+    def unpack(self, buffer: Any, pages: np.ndarray, checks: bool, num_parts: int) -> PageScatter:
         """The other way round, launched on return; with checksums if `checks`."""
         ...
 
@@ -210,7 +210,7 @@ class DevicePool(Pool, Protocol):
         ...
 
     def attach(self, shared: bytes, mark: bytes = b"") -> RemotePool:
-        """`mark`: what a Mark of the peer's shares, if there is one. Raises TransferError if the peer's pool can't be
-        read from here, or is another shape.
+        """`mark`: what a DeviceSemaphore of the peer's shares, if there is one. Raises TransferError if the peer's pool
+        can't be read from here, or is another shape.
         """
         ...

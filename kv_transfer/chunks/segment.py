@@ -11,7 +11,7 @@ META_NBYTES = 512
 _LENGTH_NBYTES = 2
 
 
-class Piece(msgspec.Struct, frozen=True, array_like=True):
+class KVSegment(msgspec.Struct, frozen=True, array_like=True):
     """Bytes `[offset, offset + nbytes)` of the chunk.
 
     `header.checksum` runs: it covers the chunk from its start to this end. `is_after_cut`: the chunk before was given
@@ -28,10 +28,10 @@ class Piece(msgspec.Struct, frozen=True, array_like=True):
         return self.offset + self.nbytes == self.header.nbytes
 
 
-_decoder = codec.decoder(Piece)
+_decoder = codec.decoder(KVSegment)
 
 
-def write_meta(piece: Piece, meta: np.ndarray) -> None:
+def write_meta(piece: KVSegment, meta: np.ndarray) -> None:
     """Put `piece` into `meta`, uint8 `[META_NBYTES]`. Raises ValueError if its ids are too long."""
     payload = codec.encode(piece)
     if len(payload) > META_NBYTES - _LENGTH_NBYTES:
@@ -40,7 +40,7 @@ def write_meta(piece: Piece, meta: np.ndarray) -> None:
     meta[: len(framed)] = np.frombuffer(framed, dtype=np.uint8)
 
 
-def read_meta(meta: np.ndarray) -> Piece:
+def read_meta(meta: np.ndarray) -> KVSegment:
     """Raises Corrupt if these are not the words of a piece: sender and receiver have lost step."""
     nbytes = int.from_bytes(meta[:_LENGTH_NBYTES].tobytes(), "little")
     try:

@@ -3,7 +3,7 @@ the handshake, what the two have in common.
 """
 
 from contracts.errors import ConfigError
-from contracts.node import Ways
+from contracts.node import TransferCapabilities
 from kv_transfer.connection import layout_negotiation as conversion
 from kv_transfer.connection.frames import Terms
 
@@ -13,15 +13,15 @@ BEST_OF_DEVICES = ("nvlink", "ucx", "shm", "tcp")
 ONE_HOST = ("nvlink", "shm")
 
 
-def ways_of(terms: Terms) -> Ways:
+def ways_of(terms: Terms) -> TransferCapabilities:
     """Two workers have one in common if their handshake would have candidates to try."""
     own = [name for name in _best_first(terms.memory) if conversion.may_use(terms, name)]
     named = {name: f"{name}@{terms.boot_id}" if name in ONE_HOST else name for name in own}
     takes = {
         layout.layout_id: [named[name] for name in own if conversion.can_carry(name, layout, terms.layout)]
-        for layout in conversion.takes(terms)
+        for layout in conversion.receivable_layouts(terms)
     }
-    return Ways(memory=terms.memory, sends=list(named.values()), takes=takes)
+    return TransferCapabilities(memory=terms.memory, sends=list(named.values()), takes=takes)
 
 
 def candidates(sender: Terms, receiver: Terms) -> list[str]:

@@ -38,7 +38,7 @@ class ControlConnection:
         sock.setblocking(False)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._sock, self._heartbeat_s, self._silence_s = sock, heartbeat_s, silence_s
-        self._patience_s = patience_s
+        self._poll_timeout_s = patience_s
         self._reader = codec.FrameReader(max_frame_nbytes)
         self._lock = threading.Lock()
         self._unsent = bytearray()
@@ -98,7 +98,7 @@ class ControlConnection:
         poller = select.poll()
         poller.register(self._wake, select.POLLIN)
         poller.register(self._sock, select.POLLIN | (select.POLLOUT if self._unsent else 0))
-        patience_s = self._patience_s()
+        patience_s = self._poll_timeout_s()
         ready = dict(poller.poll(min(timeout_s, patience_s) * 1000 + 1 if patience_s else 0))
         if self._wake in ready:
             os.eventfd_read(self._wake)

@@ -26,7 +26,7 @@ from kv_transfer.connection.frames import (
     Terms,
 )
 from kv_transfer.connection.handshake_socket import HELLO_MAX_NBYTES, HandshakeSocket, prove
-from kv_transfer.transports.base import DeviceChannel, DeviceInbound, Opening, Ring, Transport
+from kv_transfer.transports.base import ChannelOffer, DeviceChannel, DeviceInbound, Ring, Transport
 
 log = logging.getLogger(__name__)
 
@@ -190,7 +190,7 @@ def _propose_one(
     connect: Callable[[], socket],
     others: list[str],
 ) -> Any:
-    opening: Opening = transport.open(session, ring, connect)
+    opening: ChannelOffer = transport.open(session, ring, connect)
     try:
         wire.send(Open(transport.name, session, ring.num_slots, ring.slot_nbytes, opening.params))
         answer = wire.receive_any()

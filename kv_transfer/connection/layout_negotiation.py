@@ -47,7 +47,7 @@ def part_counts(layout: KVLayout) -> list[int]:
     return sorted({num_parts(layout, other) for other in sizes if _divide(layout, other)})
 
 
-def takes(receiver: Terms) -> list[KVLayout]:
+def receivable_layouts(receiver: Terms) -> list[KVLayout]:
     """What it can land, its own first, of senders that are as it is in everything else, by what transport ever."""
     own, receiver = receiver.layout, msgspec.structs.replace(receiver, transport="auto")
     alike = [own, *(msgspec.structs.replace(own, tp_size=size) for size in TP_SIZES if size != own.tp_size)]

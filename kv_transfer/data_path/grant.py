@@ -8,7 +8,7 @@ from contracts.layout import KVLayout
 from kv_transfer.chunks import chunk_plan as plan
 
 
-class Landing:
+class GrantedPages:
     """One granted attempt. Raises ValueError if the grant does not fit its offer or the pool."""
 
     def __init__(self, offer: Offer, grant: Grant, layout: KVLayout, num_blocks: int) -> None:
@@ -43,7 +43,7 @@ class Landing:
         """The granted pages of a checked chunk, in token order."""
         return self.grant.pages[self._blocks(header)]
 
-    def landed(self, header: ChunkHeader) -> None:
+    def chunk_received(self, header: ChunkHeader) -> None:
         blocks = self._blocks(header)
         self._landed.add(header.index)
         self.nbytes += header.nbytes

@@ -12,14 +12,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from contracts.errors import TransferError
-from contracts.handoff import ChunkHeader, Coming, Commit, Fin, Pull
+from contracts.handoff import ChunkHeader, Commit, Fin, PullReady, PullScheduled
 from contracts.ids import BlockId
 from contracts.layout import KVLayout
 from kv_transfer.chunks import checksum as integrity
 from kv_transfer.chunks import chunk_plan as plan
-from kv_transfer.chunks.device_pool import Later, Mark, RemotePool
-from kv_transfer.data_path.grant import Landing
-from kv_transfer.data_path.receiver import Landings
+from kv_transfer.chunks.device_pool import DeferredCopy, DeviceSemaphore, RemotePool
+from kv_transfer.data_path.grant import GrantedPages
+from kv_transfer.data_path.receiver import GrantTable
 from kv_transfer.data_path.sender import Key, SendQueue
 
 REHEARSAL_S = 0.005
@@ -48,7 +48,7 @@ class _Unthreaded:
 
 
 @dataclass(slots=True)
-class Burst:
+class PullBatch:
     """The chunks of a prompt of `num_tokens`, told of together as late as their copies stay hidden: a link that sleeps
     leaves its power to what computes.
 
@@ -57,7 +57,7 @@ class Burst:
 
     num_tokens: int
     released: int = 0
-    held: list[Pull | Fin] = field(default_factory=list)
+    held: list[PullReady | Fin] = field(default_factory=list)
 
     def releases(self, end: int, num_tokens: int) -> bool:
         """Whether a chunk of `num_tokens` up to `end` is told of, with all before it. It waits if another one like it
@@ -68,10 +68,10 @@ class Burst:
             self.released = max(self.released, end)
         return end <= self.released
 
-    def take(self, message: Pull | Fin) -> list[Pull | Fin]:
+    def take(self, message: PullReady | Fin) -> list[PullReady | Fin]:
         """What is to be sent now, `message` last of it, or nothing."""
         self.held.append(message)
-        if isinstance(message, Pull) and not self.releases(
+        if isinstance(message, PullReady) and not self.releases(
             message.first_token + message.num_tokens, message.num_tokens
         ):
             return []
@@ -79,7 +79,7 @@ class Burst:
         return taken
 
 
-class Announcer(_Unthreaded):
+class PullSender(_Unthreaded):
     """Prefill's end. What is computed is told at once or in bursts, in the caller's thread: a message takes
     microseconds, waking a thread for it 100.
 
@@ -89,46 +89,48 @@ class Announcer(_Unthreaded):
     def __init__(
         self,
         attempts: SendQueue,
-        mark: Mark | None,
-        send: Callable[[Coming | Pull | Fin], None],
+        mark: DeviceSemaphore | None,
+        send: Callable[[PullScheduled | PullReady | Fin], None],
         on_sent: Callable[[Key, int, float], None],
     ) -> None:
         super().__init__()
         self._attempts, self._mark, self._send, self._on_sent = attempts, mark, send, on_sent
         self._told: set[Key] = set()
         self._granted: set[Key] = set()
-        self._early: defaultdict[Key, list[Coming]] = defaultdict(list)
-        self._bursts: dict[Key, Burst] = {}
+        self._early: defaultdict[Key, list[PullScheduled]] = defaultdict(list)
+        self._batches: dict[Key, PullBatch] = {}
         self._num_marks, self._is_marking = 0, False
         self._lock = threading.Lock()
 
     def begin(self, key: Key, num_tokens: int) -> None:
         """Of a prompt of so many. Where nobody says so, chunks are told of one by one."""
         with self._lock:
-            self._bursts[key] = Burst(num_tokens)
+            self._batches[key] = PullBatch(num_tokens)
 
-    def coming(self, key: Key, first_token: int, num_tokens: int, pages: list[BlockId], early_planes: int) -> None:
+    def chunk_scheduled(
+        self, key: Key, first_token: int, num_tokens: int, pages: list[BlockId], early_planes: int
+    ) -> None:
         """Said now, or when pages are granted, unless the chunk is to wait for later ones. By the thread that calls
         `launched` when the device has the chunk.
         """
         with self._lock:
             if self._mark is None or not self._attempts.is_alive(key):
                 return
-            if (burst := self._bursts.get(key)) and not burst.releases(first_token + num_tokens, num_tokens):
+            if (burst := self._batches.get(key)) and not burst.releases(first_token + num_tokens, num_tokens):
                 return
             self._is_marking = True
             mark = self._num_marks + MARKS_A_BATCH
-            self._early[key].append(Coming(*key, first_token, num_tokens, pages, early_planes, mark))
-            self._say_coming(key)
+            self._early[key].append(PullScheduled(*key, first_token, num_tokens, pages, early_planes, mark))
+            self._send_scheduled(key)
 
     def granted(self, key: Key) -> None:
         """Dropped if its attempt is over: nothing would end it here, where it comes behind decode's last word."""
         with self._lock:
             if self._attempts.is_alive(key):
                 self._granted.add(key)
-                self._say_coming(key)
+                self._send_scheduled(key)
 
-    def launched(self, is_all: bool) -> None:
+    def chunks_launched(self, is_all: bool) -> None:
         """The KV of what is coming has been launched, or never will be; unless `is_all`, that of the early planes.
         Said again of the same chunks it changes nothing.
         """
@@ -141,19 +143,19 @@ class Announcer(_Unthreaded):
         self._num_marks += MARKS_A_BATCH
         self._mark.set(self._num_marks)
 
-    def put(self, message: Pull | Fin) -> None:
-        """Dropped if its attempt is over. A Pull may wait for the next one, or for Fin."""
+    def put(self, message: PullReady | Fin) -> None:
+        """Dropped if its attempt is over. A PullReady may wait for the next one, or for Fin."""
         key = message.request_id, message.epoch
         with self._lock:
             if not self._attempts.is_alive(key):
                 return
-            burst = self._bursts.get(key)
+            burst = self._batches.get(key)
             due = [message] if burst is None else burst.take(message)
-            if any(isinstance(each, Pull) for each in due):
+            if any(isinstance(each, PullReady) for each in due):
                 self._told.add(key)
         for each in due:
             self._send(each)
-            if isinstance(each, Pull):
+            if isinstance(each, PullReady):
                 self.num_chunks += 1
                 self.nbytes += each.nbytes
                 self._on_sent(key, each.nbytes, time.perf_counter())
@@ -164,7 +166,7 @@ class Announcer(_Unthreaded):
             self._attempts.forget(key)
             self._granted.discard(key)
             self._early.pop(key, None)
-            self._bursts.pop(key, None)
+            self._batches.pop(key, None)
             return key not in self._told
 
     def read(self, key: Key) -> bool:
@@ -186,10 +188,10 @@ class Announcer(_Unthreaded):
         is_told = key in self._told
         self._told.discard(key)
         self._granted.discard(key)
-        self._bursts.pop(key, None)
+        self._batches.pop(key, None)
         return is_told
 
-    def _say_coming(self, key: Key) -> None:
+    def _send_scheduled(self, key: Key) -> None:
         """Under the lock: decode may read from here on."""
         if key in self._granted and self._attempts.is_alive(key):
             for message in self._early.pop(key, []):
@@ -198,14 +200,14 @@ class Announcer(_Unthreaded):
 
 
 @dataclass(slots=True)
-class Early:
+class EarlyPull:
     """A chunk whose copies wait for its mark. `digest`: of what has come, once that was read and if it is summed up."""
 
     key: Key
     first_token: int
     num_tokens: int
     pages: list[BlockId]
-    later: Later
+    later: DeferredCopy
     since_s: float
     is_read: bool = False
     digest: int | None = None
@@ -224,17 +226,17 @@ class Early:
         if not self.is_read:
             self.later.drop()
 
-    def overlaps(self, pull: Pull) -> bool:
+    def overlaps(self, pull: PullReady) -> bool:
         is_before = self.first_token + self.num_tokens <= pull.first_token
         is_behind = pull.first_token + pull.num_tokens <= self.first_token
         return self.key == (pull.request_id, pull.epoch) and not is_before and not is_behind
 
-    def is_of(self, pull: Pull) -> bool:
+    def is_of(self, pull: PullReady) -> bool:
         said = self.key, self.first_token, self.num_tokens, self.pages
         return said == ((pull.request_id, pull.epoch), pull.first_token, pull.num_tokens, pull.pages)
 
 
-class Puller(_Unthreaded):
+class PullReceiver(_Unthreaded):
     """Decode's end: chunk after chunk is fetched in the thread that hears of it; waking another one takes longer than
     starting the copies. The callbacks are called in it.
 
@@ -244,7 +246,7 @@ class Puller(_Unthreaded):
 
     def __init__(
         self,
-        landings: Landings,
+        landings: GrantTable,
         layout: KVLayout,
         remote: RemotePool,
         checks: bool,
@@ -255,45 +257,46 @@ class Puller(_Unthreaded):
         on_drained: Callable[[Key], None],
     ) -> None:
         super().__init__()
-        self._landings, self._layout, self._remote, self._checks = landings, layout, remote, checks
+        self._grants, self._layout, self._remote, self._checks = landings, layout, remote, checks
         self._commit, self._on_landed, self._on_bad, self._on_drained = commit, on_landed, on_bad, on_drained
         self._next_rehearsal_s = 0.0
-        self._early: list[Early] = []
+        self._early: list[EarlyPull] = []
         self._is_left = is_left
 
-    def coming(self, coming: Coming) -> None:
-        """Launch the copies of a chunk that is about to be computed. What does not fit is left to its Pull to tell.
+    def on_pull_scheduled(self, coming: PullScheduled) -> None:
+        """Launch the copies of a chunk that is about to be computed. What does not fit is left to its PullReady to
+        tell.
 
         Raises TransferError if the device can't copy.
         """
         key = coming.request_id, coming.epoch
-        landing = self._landings.find(key)
+        landing = self._grants.find(key)
         if landing is None or len(self._early) >= MAX_EARLY:
             return
         pull = self._expected(coming, landing)
         if pull is None or landing.check(pull.header) or self._check_pages(pull):
             return
-        if any(early.overlaps(pull) for early in self._early) or not self._landings.enter(key):
+        if any(early.overlaps(pull) for early in self._early) or not self._grants.enter(key):
             return
         into, when = landing.pages(pull.header), (coming.early_planes, coming.mark)
         later = self._remote.pull_later(pull.pages, into, self._checks, *when)
         if later is None:
             self._left(key)
         else:
-            self._early.append(Early(key, pull.first_token, pull.num_tokens, pull.pages, later, time.monotonic()))
+            self._early.append(EarlyPull(key, pull.first_token, pull.num_tokens, pull.pages, later, time.monotonic()))
 
     def tend(self) -> float:
         """Look after what waits for a mark. Returns the seconds until this is to be done again."""
         if not self._early:
             return math.inf
-        ended = [early for early in self._early if self._landings.find(early.key) is None]
+        ended = [early for early in self._early if self._grants.find(early.key) is None]
         for early in ended:
             if early.later.is_done:
                 early.forget()
                 self._drop(early)
         now = time.monotonic()
         if any(now - early.since_s > LATE_S and not early.later.is_done for early in self._early):
-            self._remote.hurry()
+            self._remote.expire()
         if not self._early:
             return math.inf
         return DRAINING_S if ended else WATCHING_S
@@ -311,7 +314,7 @@ class Puller(_Unthreaded):
             self._remote.rehearse()
             self._next_rehearsal_s = time.perf_counter() + REHEARSAL_S
 
-    def put(self, pull: Pull) -> None:
+    def put(self, pull: PullReady) -> None:
         """Returns when the chunk is there, a millisecond or two later.
 
         Raises TransferError if the device can't copy, or if prefill has left.
@@ -322,10 +325,10 @@ class Puller(_Unthreaded):
         self.busy_s += now - start
         self._next_rehearsal_s = now + REHEARSAL_S  # this was one
 
-    def _fetch(self, pull: Pull) -> None:
+    def _fetch(self, pull: PullReady) -> None:
         """Decide by the facts in the header whether this chunk may land."""
         header, key = pull.header, (pull.request_id, pull.epoch)
-        landing = self._landings.find(key)
+        landing = self._grants.find(key)
         if landing is None:
             self.num_stale += 1
         elif reason := landing.check(header) or self._check_pages(pull):
@@ -333,7 +336,7 @@ class Puller(_Unthreaded):
         else:
             self._land(pull, landing.pages(header))
 
-    def _check_pages(self, pull: Pull) -> str | None:
+    def _check_pages(self, pull: PullReady) -> str | None:
         expected = self._layout.num_blocks(pull.num_tokens)
         if len(pull.pages) != expected:
             return f"{len(pull.pages)} pages for {pull.num_tokens} tokens"
@@ -341,7 +344,7 @@ class Puller(_Unthreaded):
             return f"pages outside the peer's pool of {self._remote.num_pages}"
         return None
 
-    def _expected(self, coming: Coming, landing: Landing) -> Pull | None:
+    def _expected(self, coming: PullScheduled, landing: GrantedPages) -> PullReady | None:
         """What will be told of it: the part that was granted, all of whose facts but two are known."""
         first = max(coming.first_token, landing.grant.skip_tokens)
         num_tokens = coming.first_token + coming.num_tokens - first
@@ -350,18 +353,20 @@ class Puller(_Unthreaded):
         skipped = (first - coming.first_token) // self._layout.block_size
         facts = self._layout.layout_id, plan.chunk_nbytes(self._layout, num_tokens)
         index, checksum = -1, 0
-        return Pull(coming.request_id, coming.epoch, index, first, num_tokens, *facts, checksum, coming.pages[skipped:])
+        return PullReady(
+            coming.request_id, coming.epoch, index, first, num_tokens, *facts, checksum, coming.pages[skipped:]
+        )
 
-    def _land(self, pull: Pull, into: list[BlockId]) -> None:
+    def _land(self, pull: PullReady, into: list[BlockId]) -> None:
         header, key = pull.header, (pull.request_id, pull.epoch)
-        if not self._landings.enter(key):
+        if not self._grants.enter(key):
             return
         # Not left if the device fails, which ends the link: what was launched before may still write there.
         reason = self._copy(pull, into)
         self._require_held()
-        if self._landings.leave(key):
+        if self._grants.leave(key):
             self._on_drained(key)
-        elif self._landings.find(key) is None:
+        elif self._grants.find(key) is None:
             return
         elif reason:
             self._bad(header, reason)
@@ -379,11 +384,11 @@ class Puller(_Unthreaded):
         """Commit is said here: the engine's loop may be a step away, and prefill waits for it."""
         self.num_chunks += 1
         self.nbytes += header.nbytes
-        if commit := self._landings.landed(header):
+        if commit := self._grants.chunk_received(header):
             self._commit(commit)
         self._on_landed(header)
 
-    def _copy(self, pull: Pull, into: list[BlockId]) -> str | None:
+    def _copy(self, pull: PullReady, into: list[BlockId]) -> str | None:
         """Why the bytes that are there now are not the chunk's, or None."""
         is_here, digest = self._come(pull)
         if not is_here:
@@ -391,11 +396,11 @@ class Puller(_Unthreaded):
             digest = None if sums is None else integrity.of_pages(pull.epoch, sums)
         return None if digest in (None, pull.checksum) else "checksum differs"
 
-    def _come(self, pull: Pull) -> tuple[bool, int | None]:
+    def _come(self, pull: PullReady) -> tuple[bool, int | None]:
         """Whether the chunk was copied early, and its checksum. Nothing that was launched early writes there now."""
         found = [early for early in self._early if early.overlaps(pull)]
         if any(not early.is_of(pull) for early in found):
-            self._remote.hurry()
+            self._remote.expire()
         for early in found:
             start = time.perf_counter()
             early.read()
@@ -406,12 +411,12 @@ class Puller(_Unthreaded):
                 return True, early.digest
         return False, None
 
-    def _drop(self, early: Early) -> None:
+    def _drop(self, early: EarlyPull) -> None:
         self._early.remove(early)
         self._left(early.key)
 
     def _left(self, key: Key) -> None:
-        if self._landings.leave(key):
+        if self._grants.leave(key):
             self._on_drained(key)
 
     def _bad(self, header: ChunkHeader, reason: str) -> None:

@@ -14,9 +14,9 @@ import numpy as np
 from contracts.handoff import ChunkHeader, Commit, Fin, Grant, Offer
 from contracts.layout import KVLayout
 from kv_transfer.chunks import checksum as integrity
-from kv_transfer.chunks.device_pool import Unpacking
-from kv_transfer.chunks.segment import Piece, read_meta
-from kv_transfer.data_path.grant import Landing
+from kv_transfer.chunks.device_pool import PageScatter
+from kv_transfer.chunks.segment import KVSegment, read_meta
+from kv_transfer.data_path.grant import GrantedPages
 from kv_transfer.data_path.sender import Key
 from kv_transfer.data_path.staging import Staging
 from kv_transfer.transports.base import Inbound, Slot, Taking
@@ -24,13 +24,13 @@ from kv_transfer.transports.base import Inbound, Slot, Taking
 ALONE_S = 0.25
 
 
-class Landings:
+class GrantTable:
     """Offers and grants of one link. Any thread grants or ends; one thread lands."""
 
     def __init__(self, layout: KVLayout, num_blocks: int) -> None:
         self._layout, self._num_blocks = layout, num_blocks
         self._offers: dict[Key, Offer] = {}
-        self._landings: dict[Key, Landing] = {}
+        self._grants: dict[Key, GrantedPages] = {}
         self._fins: dict[Key, Fin] = {}
         self._committed: set[Key] = set()
         self._alone_until = 0.0
@@ -56,38 +56,38 @@ class Landings:
         with self._lock:
             if key not in self._offers:
                 return False
-            landing = Landing(self._offers[key], grant, self._layout, self._num_blocks)
-            taken = {page for other in self._landings.values() for page in other.grant.pages}
+            landing = GrantedPages(self._offers[key], grant, self._layout, self._num_blocks)
+            taken = {page for other in self._grants.values() for page in other.grant.pages}
             if taken.intersection(grant.pages):
                 raise ValueError(f"a page granted to {grant.request_id} is landing for another attempt")
-            self._landings[key] = landing
+            self._grants[key] = landing
             self._alone_until = time.monotonic() + ALONE_S
             return True
 
-    def find(self, key: Key) -> Landing | None:
+    def find(self, key: Key) -> GrantedPages | None:
         with self._lock:
-            return self._landings.get(key)
+            return self._grants.get(key)
 
     def finished(self, fin: Fin) -> Commit | None:
         """Token 0 has come. What to say now if it was the last that was missing."""
         with self._lock:
             key = fin.request_id, fin.epoch
-            if key in self._landings:
+            if key in self._grants:
                 self._fins[key] = fin
             return self._commit(key)
 
-    def landed(self, header: ChunkHeader) -> Commit | None:
+    def chunk_received(self, header: ChunkHeader) -> Commit | None:
         """All bytes of this chunk are right. What to say now if it was the last that was missing."""
         with self._lock:
             key = header.request_id, header.epoch
-            if landing := self._landings.get(key):
-                landing.landed(header)
+            if landing := self._grants.get(key):
+                landing.chunk_received(header)
             return self._commit(key)
 
     @property
     def is_alone(self) -> bool:
         """One handoff is under way, since a moment: nothing else keeps this process awake."""
-        return len(self._landings.keys() - self._committed) == 1 and time.monotonic() < self._alone_until
+        return len(self._grants.keys() - self._committed) == 1 and time.monotonic() < self._alone_until
 
     def is_committed(self, key: Key) -> bool:
         """It was said already."""
@@ -97,9 +97,9 @@ class Landings:
     def enter(self, key: Key) -> bool:
         """Pages of this attempt are about to be written. False: it is over, do not."""
         with self._lock:
-            if key in self._landings:
+            if key in self._grants:
                 self._writing[key] += 1
-            return key in self._landings
+            return key in self._grants
 
     def leave(self, key: Key) -> bool:
         """A write that was entered is over. True: the attempt was ended meanwhile, and is drained now."""
@@ -116,7 +116,7 @@ class Landings:
         """Forget the attempt. True: nothing writes its pages now; False: `leave` will say so."""
         with self._lock:
             self._offers.pop(key, None)
-            self._landings.pop(key, None)
+            self._grants.pop(key, None)
             self._fins.pop(key, None)
             self._committed.discard(key)
             if key in self._writing:
@@ -125,7 +125,7 @@ class Landings:
 
     def _commit(self, key: Key) -> Commit | None:
         """Under the lock."""
-        landing, fin = self._landings.get(key), self._fins.get(key)
+        landing, fin = self._grants.get(key), self._fins.get(key)
         if landing is None or fin is None or key in self._committed or not landing.is_whole(fin.num_chunks):
             return None
         if key in self._writing:
@@ -135,7 +135,7 @@ class Landings:
 
 
 @dataclass(slots=True)
-class Arrival:
+class ChunkAssembly:
     """A chunk on its way in. `units`: where it goes, see staging; None if the chunk is thrown away. `sums`: what its
     pages hold so far, where that is compared in the end.
     """
@@ -150,7 +150,7 @@ class Arrival:
     def key(self) -> Key:
         return self.header.request_id, self.header.epoch
 
-    def continues(self, piece: Piece) -> bool:
+    def continues(self, piece: KVSegment) -> bool:
         ours, theirs = self.header, piece.header
         return piece.offset == self.offset > 0 and (ours.request_id, ours.epoch, ours.index, ours.nbytes) == (
             theirs.request_id,
@@ -165,7 +165,7 @@ class Receiver:
 
     def __init__(
         self,
-        landings: Landings,
+        landings: GrantTable,
         staging: Staging,
         channel: Inbound,
         commit: Callable[[Commit], None],
@@ -173,9 +173,9 @@ class Receiver:
         on_bad: Callable[[ChunkHeader, str], None],
         on_drained: Callable[[Key], None],
     ) -> None:
-        self._landings, self._staging, self._channel = landings, staging, channel
+        self._grants, self._staging, self._channel = landings, staging, channel
         self._commit, self._on_landed, self._on_bad, self._on_drained = commit, on_landed, on_bad, on_drained
-        self._arrival: Arrival | None = None
+        self._arrival: ChunkAssembly | None = None
         self._being_written: deque[np.ndarray] = deque()  # units of its chunk, by piece
         self.nbytes = self.num_chunks = self.num_bad = self.num_stale = 0
         self.busy_s = 0.0
@@ -197,7 +197,7 @@ class Receiver:
         self.busy_s += time.perf_counter() - start
         return taking
 
-    def _put(self, slot: Slot, piece: Piece) -> Taking | None:
+    def _put(self, slot: Slot, piece: KVSegment) -> Taking | None:
         arrival = self._arrival
         if arrival is None or not arrival.continues(piece):
             if not piece.is_after_cut:
@@ -214,11 +214,11 @@ class Receiver:
             self._arrival = None
         return taking
 
-    def _begin(self, piece: Piece) -> Arrival:
+    def _begin(self, piece: KVSegment) -> ChunkAssembly:
         """Decide by the facts in the header whether this chunk may land."""
         header = piece.header
-        arrival = Arrival(header, None, piece.offset, integrity.seed(header.epoch))
-        landing = self._landings.find(arrival.key)
+        arrival = ChunkAssembly(header, None, piece.offset, integrity.seed(header.epoch))
+        landing = self._grants.find(arrival.key)
         if landing is None:
             self.num_stale += 1
             return arrival
@@ -232,7 +232,7 @@ class Receiver:
             arrival.units = units
         return arrival
 
-    def _check(self, arrival: Arrival, piece: Piece, slot: Slot) -> str | None:
+    def _check(self, arrival: ChunkAssembly, piece: KVSegment, slot: Slot) -> str | None:
         """Why this piece must not be written, or None."""
         unit_nbytes = self._staging.unit_nbytes
         if piece.nbytes <= 0 or piece.nbytes % unit_nbytes or piece.nbytes > len(slot.payload):
@@ -246,9 +246,9 @@ class Receiver:
                 return f"checksum differs in the bytes up to {piece.offset + piece.nbytes}"
         return None
 
-    def _land(self, arrival: Arrival, piece: Piece, slot: Slot) -> Taking | None:
+    def _land(self, arrival: ChunkAssembly, piece: KVSegment, slot: Slot) -> Taking | None:
         assert arrival.units is not None
-        if not self._landings.enter(arrival.key):
+        if not self._grants.enter(arrival.key):
             arrival.units = None
             return None
         # Not left if the device fails, which ends the link.
@@ -260,26 +260,26 @@ class Receiver:
         self._written(arrival, piece, None)
         return None
 
-    def _finish(self, arrival: Arrival, piece: Piece, unpacking: Unpacking) -> None:
+    def _finish(self, arrival: ChunkAssembly, piece: KVSegment, unpacking: PageScatter) -> None:
         start = time.perf_counter()
         sums = unpacking.wait()
         self._being_written.popleft()
         self._written(arrival, piece, sums)
         self.busy_s += time.perf_counter() - start
 
-    def _written(self, arrival: Arrival, piece: Piece, sums: np.ndarray | None) -> None:
+    def _written(self, arrival: ChunkAssembly, piece: KVSegment, sums: np.ndarray | None) -> None:
         """The pages hold this piece. Others of its chunk, and of those behind it, may be on their way into theirs."""
         reason = self._compare(arrival, piece, sums) if sums is not None else None
-        if self._landings.leave(arrival.key):
+        if self._grants.leave(arrival.key):
             self._on_drained(arrival.key)
-        elif self._landings.find(arrival.key) is None:
+        elif self._grants.find(arrival.key) is None:
             return  # ended, and another piece of it is not written yet
         elif reason:
             self._bad(arrival, piece.header, reason)
         elif piece.is_last:
             self._landed(piece.header)
 
-    def _compare(self, arrival: Arrival, piece: Piece, sums: np.ndarray) -> str | None:
+    def _compare(self, arrival: ChunkAssembly, piece: KVSegment, sums: np.ndarray) -> str | None:
         """Why the pages do not hold the chunk now that this was its end, or None."""
         arrival.sums.append(sums)
         if not piece.is_last:
@@ -291,11 +291,11 @@ class Receiver:
         """Commit is said here, as by pulling.Puller."""
         self.num_chunks += 1
         self.nbytes += header.nbytes
-        if commit := self._landings.landed(header):
+        if commit := self._grants.chunk_received(header):
             self._commit(commit)
         self._on_landed(header)
 
-    def _bad(self, arrival: Arrival, header: ChunkHeader, reason: str) -> None:
+    def _bad(self, arrival: ChunkAssembly, header: ChunkHeader, reason: str) -> None:
         arrival.units = None
         self.num_bad += 1
         self._on_bad(header, reason)
@@ -303,5 +303,5 @@ class Receiver:
     def _cut_short(self) -> None:
         """Another chunk begins: was the one before it whole? An attempt that ended is cut short rightly."""
         arrival, self._arrival = self._arrival, None
-        if arrival is not None and arrival.units is not None and self._landings.find(arrival.key):
+        if arrival is not None and arrival.units is not None and self._grants.find(arrival.key):
             self._bad(arrival, arrival.header, f"only {arrival.offset} of {arrival.header.nbytes} bytes came")

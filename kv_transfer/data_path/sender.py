@@ -12,7 +12,7 @@ import numpy as np
 from contracts.handoff import ChunkHeader, Fin
 from contracts.ids import BlockId, Epoch, RequestId
 from kv_transfer.chunks import chunk_plan as plan
-from kv_transfer.chunks.segment import META_NBYTES, Piece, write_meta
+from kv_transfer.chunks.segment import META_NBYTES, KVSegment, write_meta
 from kv_transfer.data_path.staging import Staging
 from kv_transfer.transports.base import Outbound
 
@@ -178,7 +178,7 @@ class Sender:
             slot = self._channel.acquire()
             checksum = self._staging.pack(units[span.first : span.last], slot.payload, header.checksum)
             header, nbytes = msgspec.structs.replace(header, checksum=checksum), span.num_units * unit_nbytes
-            write_meta(Piece(header, span.first * unit_nbytes, nbytes, self._has_cut), slot.meta)
+            write_meta(KVSegment(header, span.first * unit_nbytes, nbytes, self._has_cut), slot.meta)
             self._has_cut = False
             self._channel.send(slot, nbytes)
         return header.nbytes
@@ -187,4 +187,4 @@ class Sender:
 def check_sendable(header: ChunkHeader) -> None:
     """Raise ValueError now, in the caller's thread, if the header would not fit in front of a piece."""
     full = msgspec.structs.replace(header, checksum=0xFFFF_FFFF_FFFF_FFFF)
-    write_meta(Piece(full, header.nbytes, header.nbytes), np.zeros(META_NBYTES, dtype=np.uint8))
+    write_meta(KVSegment(full, header.nbytes, header.nbytes), np.zeros(META_NBYTES, dtype=np.uint8))

@@ -14,11 +14,11 @@ from contracts.ids import BlockId, Epoch
 from contracts.layout import KVLayout
 from kv_transfer.chunks import checksum as integrity
 from kv_transfer.chunks import chunk_plan as plan
-from kv_transfer.chunks.device_pool import DevicePool, Pool, Unpacking
+from kv_transfer.chunks.device_pool import DevicePool, PageScatter, Pool
 from kv_transfer.connection import layout_negotiation as conversion
 from kv_transfer.connection.frames import Terms
 from kv_transfer.transports.base import Channel, DeviceChannel, Ring
-from process.timer_slack import nap_on_time
+from process.timer_slack import set_timer_slack
 
 
 class Staging(Protocol):
@@ -51,7 +51,7 @@ class Staging(Protocol):
         """
         ...
 
-    def unpack(self, payload: Any, units: np.ndarray) -> Unpacking | None:
+    def unpack(self, payload: Any, units: np.ndarray) -> PageScatter | None:
         """The pages hold it on return, or when what is returned is done. Checksums that it has are to be compared, by
         integrity.of_pages, when the chunk is whole.
         """
@@ -118,7 +118,7 @@ class DeviceStaging:
 
     def enter(self) -> None:
         self._pool.enter()
-        nap_on_time()
+        set_timer_slack()
 
     def units(self, pages: Sequence[BlockId]) -> np.ndarray:
         return np.asarray(pages, dtype=np.int32)
@@ -133,7 +133,7 @@ class DeviceStaging:
     def extend(self, checksum: int, payload: Any, nbytes: int) -> int | None:
         return None
 
-    def unpack(self, payload: Any, units: np.ndarray) -> Unpacking:
+    def unpack(self, payload: Any, units: np.ndarray) -> PageScatter:
         return self._pool.unpack(payload, units, self._checks, self._num_parts)
 
 

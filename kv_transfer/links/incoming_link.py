@@ -8,15 +8,26 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from contracts.errors import TandemError, TransferError
-from contracts.handoff import Abort, AbortAck, ChunkHeader, Coming, Commit, Fin, Grant, HandoffMessage, Offer, Pull
+from contracts.handoff import (
+    Abort,
+    AbortAck,
+    ChunkHeader,
+    Commit,
+    Fin,
+    Grant,
+    HandoffMessage,
+    Offer,
+    PullReady,
+    PullScheduled,
+)
 from kv_transfer.chunks.device_pool import RemotePool
 from kv_transfer.connection import handshake
 from kv_transfer.connection import layout_negotiation as conversion
 from kv_transfer.connection.capabilities import candidates
 from kv_transfer.connection.frames import Hello
 from kv_transfer.connection.handshake_socket import HandshakeSocket
-from kv_transfer.data_path.pull_receiver import Puller
-from kv_transfer.data_path.receiver import Landings, Receiver
+from kv_transfer.data_path.pull_receiver import PullReceiver
+from kv_transfer.data_path.receiver import GrantTable, Receiver
 from kv_transfer.data_path.staging import staging_of
 from kv_transfer.events import ChunkBad, ChunkLanded
 from kv_transfer.links.link import Link, LinkParts
@@ -28,13 +39,13 @@ log = logging.getLogger(__name__)
 
 class IncomingLink(Link):
     outgoing = False
-    hears = (Offer, Coming, Pull, Fin, Abort, AbortAck)
+    hears = (Offer, PullScheduled, PullReady, Fin, Abort, AbortAck)
 
     def __init__(self, parts: LinkParts, hello: Hello) -> None:
-        self.landings = Landings(parts.layout, parts.pool.num_blocks)
-        self._puller: Puller | None = None
+        self.grants = GrantTable(parts.layout, parts.pool.num_blocks)
+        self._pull_receiver: PullReceiver | None = None
         self._is_quiet = self._has_looked = False
-        super().__init__(parts, hello.worker_id, hello.incarnation, self.landings)
+        super().__init__(parts, hello.worker_id, hello.incarnation, self.grants)
 
     def run(self, wire: HandshakeSocket, attached: Callable[[bytes], socket.socket]) -> None:
         """Serve it in the thread that shook hands."""
@@ -43,7 +54,7 @@ class IncomingLink(Link):
 
     def grant(self, grant: Grant) -> None:
         """Ignored if the offer is gone. Raises ValueError if it does not fit the offer or the pool."""
-        if self.landings.grant(grant):
+        if self.grants.grant(grant):
             if isinstance(self._channel, DeviceInbound) and self._is_alone():
                 self._channel.expect(self._is_alone)
             self.send(grant)
@@ -51,8 +62,8 @@ class IncomingLink(Link):
     def commit(self, message: Commit) -> None:
         """The owner has what it needs. Commit was said when token 0 and the last chunk were here, if both came."""
         key = message.request_id, message.epoch
-        is_said = self.landings.is_committed(key)
-        self.landings.end(key)
+        is_said = self.grants.is_committed(key)
+        self.grants.end(key)
         if not is_said:
             self.send(message)
 
@@ -67,11 +78,11 @@ class IncomingLink(Link):
             handshake.reject(wire, error)
             raise
         if isinstance(channel, MappedPool):
-            self._puller = self._puller_of(channel.remote, theirs.checksum)
-            self._serve(wire.sock, theirs, channel, self._puller)
+            self._pull_receiver = self._pull_receiver_of(channel.remote, theirs.checksum)
+            self._serve(wire.sock, theirs, channel, self._pull_receiver)
             return
         receiver = Receiver(
-            self.landings,
+            self.grants,
             staging_of(channel, self.parts.pool, self.parts.ring, receiver=ours, sender=theirs),
             channel,
             self.send,
@@ -81,15 +92,15 @@ class IncomingLink(Link):
         )
         self._serve(wire.sock, theirs, channel, receiver)
 
-    def _puller_of(self, remote: RemotePool, checks: bool) -> Puller:
-        facts = self.landings, self.parts.layout, remote, checks, self._is_left
-        return Puller(*facts, self.send, self._on_fetched, self._on_bad, self._on_drained)
+    def _pull_receiver_of(self, remote: RemotePool, checks: bool) -> PullReceiver:
+        facts = self.grants, self.parts.layout, remote, checks, self._is_left
+        return PullReceiver(*facts, self.send, self._on_fetched, self._on_bad, self._on_drained)
 
     def _is_left(self) -> bool:
         return self._control is not None and self._control.is_closed_there
 
-    def _patience_s(self) -> float:
-        if self._puller is None:
+    def _poll_timeout_s(self) -> float:
+        if self._pull_receiver is None:
             return math.inf
         if self._is_quiet and not self._has_looked:
             self._has_looked = True
@@ -98,30 +109,30 @@ class IncomingLink(Link):
             self._is_quiet = self._has_looked = False
             self.parts.wake()
         with self._pulling():
-            patience_s = self._puller.tend()
+            patience_s = self._pull_receiver.tend()
             if not self._is_alone():
                 return patience_s
-            self._puller.look_ahead()
-            self._puller.stay_awake()
+            self._pull_receiver.look_ahead()
+            self._pull_receiver.stay_awake()
         self.parts.keep_warm()
         return 0.0
 
     def _is_alone(self) -> bool:
         """A thread that does not sleep is in nobody's way."""
-        return self.landings.is_alone and not self.parts.is_busy()
+        return self.grants.is_alone and not self.parts.is_busy()
 
     def _on_message(self, message: HandoffMessage) -> None:
         """A chunk to fetch is no news to the owner: that it has landed is."""
-        if not isinstance(message, Coming | Pull):
+        if not isinstance(message, PullScheduled | PullReady):
             super()._on_message(message)
-        elif self._puller is None:
+        elif self._pull_receiver is None:
             raise ValueError(f"prefill wants a chunk to be fetched over {self.transport}")
         else:
             with self._pulling():
-                if isinstance(message, Pull):
-                    self._puller.put(message)
+                if isinstance(message, PullReady):
+                    self._pull_receiver.put(message)
                 else:
-                    self._puller.coming(message)
+                    self._pull_receiver.on_pull_scheduled(message)
 
     @contextmanager
     def _pulling(self) -> Iterator[None]:
@@ -133,8 +144,8 @@ class IncomingLink(Link):
 
     def _note(self, message: HandoffMessage) -> None:
         if isinstance(message, Offer):
-            self.landings.offered(message)
-        elif isinstance(message, Fin) and (commit := self.landings.finished(message)):
+            self.grants.offered(message)
+        elif isinstance(message, Fin) and (commit := self.grants.finished(message)):
             self.send(commit)
 
     def _on_landed(self, header: ChunkHeader) -> None:

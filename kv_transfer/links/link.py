@@ -24,8 +24,8 @@ from kv_transfer.connection.frames import Terms
 from kv_transfer.connection.handshake import Identity
 from kv_transfer.connection.handshake_socket import FRAME_MAX_NBYTES, shut
 from kv_transfer.data_path.sender import Key
-from kv_transfer.events import Drained, LinkStats, Message, TransferEvent
-from kv_transfer.links.path_health import Paths
+from kv_transfer.events import Drained, LinkStats, MessageReceived, TransferEvent
+from kv_transfer.links.path_health import PathHealth
 from kv_transfer.settings import TransferSettings
 from kv_transfer.transports.base import Channel, Ring
 from kv_transfer.transports.registry import Transports
@@ -59,10 +59,10 @@ class LinkParts:
     note: Callable[[TransferEvent], None]
     wake: Callable[[], None]
     is_busy: Callable[[], bool]
-    paths: Paths
+    paths: PathHealth
     keep_warm: Callable[[], object]
     on_proved: Callable[["Link"], None]
-    on_lost: Callable[["Link", events.PeerLost], None]
+    on_lost: Callable[["Link", events.PeerDisconnected], None]
 
     @property
     def ring(self) -> Ring:
@@ -147,7 +147,7 @@ class Link(ABC):
         self._control.send(message)
 
     def fail(self, error: str, code: str = "peer_lost") -> None:
-        """From any thread: end the link. PeerLost follows when it is fenced."""
+        """From any thread: end the link. PeerDisconnected follows when it is fenced."""
         with self._lock:
             if self._control is not None:
                 # The control connection may have ended first, and have taken the data channel with it.
@@ -193,7 +193,7 @@ class Link(ABC):
         """Of finished handoffs; 0.0 while unknown."""
         return 0.0
 
-    def _patience_s(self) -> float:
+    def _poll_timeout_s(self) -> float:
         """How long the link's thread may sleep at most. 0: the next message is worth a processor that waits for it."""
         return math.inf
 
@@ -245,7 +245,7 @@ class Link(ABC):
     def _go_up(self, sock: socket.socket, theirs: Terms) -> ControlConnection:
         settings = self.parts.settings
         limit = FRAME_MAX_NBYTES + GRANT_PAGE_NBYTES * theirs.num_blocks
-        control = ControlConnection(sock, settings.heartbeat_s, settings.silence_s, limit, self._patience_s)
+        control = ControlConnection(sock, settings.heartbeat_s, settings.silence_s, limit, self._poll_timeout_s)
         with self._lock:
             if self._failure is not None:
                 control.stop(self._failure[0])
@@ -278,7 +278,7 @@ class Link(ABC):
         error, code = self._failure or ("closed", "peer_lost")
         fenced = self._channel is None or self._fenced
         log.log(logging.INFO if code == "closed" else logging.WARNING, "KV link %s is lost: %s", self._name, error)
-        self.parts.on_lost(self, events.PeerLost(self.peer_id, self.incarnation, error, fenced, code))
+        self.parts.on_lost(self, events.PeerDisconnected(self.peer_id, self.incarnation, error, fenced, code))
         self.gone.set()
 
     @property
@@ -289,7 +289,7 @@ class Link(ABC):
         if not isinstance(message, self.hears):
             raise ValueError(f"{'decode' if self.outgoing else 'prefill'} sent {type(message).__name__}")
         self._note(message)
-        self.parts.emit(Message(self.peer_id, message))  # type: ignore[arg-type]
+        self.parts.emit(MessageReceived(self.peer_id, message))  # type: ignore[arg-type]
         if isinstance(message, Abort):
             key = message.request_id, message.epoch
             self._acks.add(key)

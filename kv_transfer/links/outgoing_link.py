@@ -19,7 +19,7 @@ from contracts.handoff import (
     Grant,
     HandoffMessage,
     Offer,
-    Pull,
+    PullReady,
     Refuse,
     Wait,
 )
@@ -32,7 +32,7 @@ from kv_transfer.connection import handshake
 from kv_transfer.connection import layout_negotiation as conversion
 from kv_transfer.connection.capabilities import candidates
 from kv_transfer.connection.handshake_socket import Deadline, HandshakeSocket
-from kv_transfer.data_path.pull_receiver import Announcer
+from kv_transfer.data_path.pull_receiver import PullSender
 from kv_transfer.data_path.sender import ChunkJob, FinJob, Key, Sender, SendQueue, check_sendable
 from kv_transfer.data_path.staging import sender_staging
 from kv_transfer.links.handoff_rate import HandoffRate
@@ -50,7 +50,7 @@ class OutgoingLink(Link):
 
     def __init__(self, parts: LinkParts, peer: WorkerRef, was_asked: bool) -> None:
         self.queue, self._peer, self._rate = SendQueue(), peer, HandoffRate()
-        self._announcer: Announcer | None = None
+        self._pull_sender: PullSender | None = None
         self.was_asked = was_asked  # a request needed it; under the node's lock
         self._num_parts = parts.layout.tp_size
         self._other_layout: KVLayout | None = None
@@ -62,7 +62,7 @@ class OutgoingLink(Link):
     @property
     def is_fetched(self) -> bool:
         """The link is up, and decode fetches what it is told of."""
-        return self._announcer is not None
+        return self._pull_sender is not None
 
     def start(self) -> None:
         """Connects in a thread of its own. Without one it is lost as any other."""
@@ -76,8 +76,8 @@ class OutgoingLink(Link):
         key = offer.request_id, offer.epoch
         self.queue.begin(key)
         self._rate.begin(key)
-        if self._announcer is not None:
-            self._announcer.begin(key, offer.num_tokens)
+        if self._pull_sender is not None:
+            self._pull_sender.begin(key, offer.num_tokens)
         self.send(offer)
 
     def send_chunk(self, header: ChunkHeader, pages: Sequence[BlockId], checksums: np.ndarray | None) -> None:
@@ -91,36 +91,38 @@ class OutgoingLink(Link):
         except TransferError as error:
             self.fail(str(error), error.code)
             return
-        if self._announcer is not None:
-            self._announcer.put(Pull.of(header, list(pages)))
+        if self._pull_sender is not None:
+            self._pull_sender.put(PullReady.of(header, list(pages)))
         else:
             check_sendable(header)
             self.queue.put(ChunkJob(header, list(pages)))
 
-    def coming(self, key: Key, first_token: int, num_tokens: int, pages: Sequence[BlockId], early_planes: int) -> None:
+    def chunk_scheduled(
+        self, key: Key, first_token: int, num_tokens: int, pages: Sequence[BlockId], early_planes: int
+    ) -> None:
         """This chunk is about to be computed. Nothing to say where it is sent."""
-        if self._announcer is not None:
-            self._announcer.coming(key, first_token, num_tokens, list(pages), early_planes)
+        if self._pull_sender is not None:
+            self._pull_sender.chunk_scheduled(key, first_token, num_tokens, list(pages), early_planes)
 
-    def launched(self, is_all: bool) -> None:
+    def chunks_launched(self, is_all: bool) -> None:
         """See node.TransferNode."""
-        if self._announcer is not None:
-            self._announcer.launched(is_all)
+        if self._pull_sender is not None:
+            self._pull_sender.chunks_launched(is_all)
 
     def finish(self, fin: Fin) -> None:
         """Goes after the chunks that were sent before."""
-        if self._announcer is not None:
-            self._announcer.put(fin)
+        if self._pull_sender is not None:
+            self._pull_sender.put(fin)
         else:
             self.queue.put(FinJob(fin))
 
     def end(self, key: Key) -> None:
         """What decode may be reading is drained when decode says so: by AbortAck, or by an Abort of its own."""
         self._rate.dropped(key)
-        if self._announcer is None:
+        if self._pull_sender is None:
             super().end(key)
-        elif self._announcer.end(key) or key in self._acks:
-            self._announcer.read(key)
+        elif self._pull_sender.end(key) or key in self._acks:
+            self._pull_sender.read(key)
             self._on_drained(key)
 
     @property
@@ -143,8 +145,8 @@ class OutgoingLink(Link):
         if isinstance(channel, SharedPool):
             # Decode looks for our end before it takes a copy for good: it must see it with its socket full, too.
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, AT_ONCE)
-            self._announcer = Announcer(self.queue, channel.mark, self.send, self._rate.told)
-            self._serve(sock, theirs, channel, self._announcer)
+            self._pull_sender = PullSender(self.queue, channel.mark, self.send, self._rate.told)
+            self._serve(sock, theirs, channel, self._pull_sender)
             return
         sender = Sender(
             self.queue,
@@ -185,8 +187,8 @@ class OutgoingLink(Link):
 
     def _note(self, message: HandoffMessage) -> None:
         key = message.request_id, message.epoch
-        if self._announcer is not None:
-            self._note_read(self._announcer, message, key)
+        if self._pull_sender is not None:
+            self._note_read(self._pull_sender, message, key)
         if isinstance(message, Commit):
             self._rate.committed(key, time.perf_counter())
             self.parts.paths.worked(self.incarnation)
@@ -197,7 +199,7 @@ class OutgoingLink(Link):
         if isinstance(message, Refuse | Commit):
             self.queue.forget(key)
 
-    def _note_read(self, announcer: Announcer, message: HandoffMessage, key: Key) -> None:
+    def _note_read(self, announcer: PullSender, message: HandoffMessage, key: Key) -> None:
         if isinstance(message, Grant):
             announcer.granted(key)
         elif isinstance(message, Refuse):

@@ -17,7 +17,7 @@ class _Failure:
     span_s: float
 
 
-class Paths:
+class PathHealth:
     """Told by links, asked by the core; any thread may do either. `clock`: monotonic seconds.
 
     Peers are told apart by incarnation: a worker that came back deserves another try.

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from kv_transfer.chunks.device_pool import DevicePool, Unpacking
+from kv_transfer.chunks.device_pool import DevicePool, PageScatter
 from kv_transfer.chunks.segment import META_NBYTES
 
 
@@ -58,7 +58,7 @@ class Taking:
     of the messages; it raises what a Take raises.
     """
 
-    unpacking: Unpacking
+    unpacking: PageScatter
     finish: Callable[[], None]
 
 
@@ -136,7 +136,7 @@ class Inbound(Channel, Protocol):
         ...
 
 
-class Opening(Protocol):
+class ChannelOffer(Protocol):
     """A channel that the sender's end has proposed."""
 
     @property
@@ -163,7 +163,7 @@ class Transport(Protocol):
     @property
     def name(self) -> str: ...
 
-    def open(self, session: bytes, ring: Ring, connect: Callable[[], socket]) -> Opening: ...
+    def open(self, session: bytes, ring: Ring, connect: Callable[[], socket]) -> ChannelOffer: ...
 
     def accept(
         self, session: bytes, ring: Ring, params: bytes, attached: Callable[[], socket]

@@ -8,7 +8,7 @@ from socket import socket
 import numpy as np
 
 from contracts.errors import PeerLost, TransferError
-from kv_transfer.transports.base import Inbound, Opening, Outbound, Ring, Slot, Take
+from kv_transfer.transports.base import ChannelOffer, Inbound, Outbound, Ring, Slot, Take
 
 # One process is exactly how far a loopback reaches, so the meeting place of its two ends is the module.
 _rings: dict[bytes, "MemoryRing"] = {}
@@ -17,8 +17,8 @@ _rings: dict[bytes, "MemoryRing"] = {}
 class LoopbackTransport:
     name = "loopback"
 
-    def open(self, session: bytes, ring: Ring, connect: Callable[[], socket]) -> Opening:
-        return _Opening(session, MemoryRing(ring))
+    def open(self, session: bytes, ring: Ring, connect: Callable[[], socket]) -> ChannelOffer:
+        return _LoopbackOffer(session, MemoryRing(ring))
 
     def accept(
         self, session: bytes, ring: Ring, params: bytes, attached: Callable[[], socket]
@@ -63,7 +63,7 @@ class MemoryRing:
             self.changed.notify_all()
 
 
-class _Opening:
+class _LoopbackOffer:
     params = b""
 
     def __init__(self, session: bytes, memory: MemoryRing) -> None:

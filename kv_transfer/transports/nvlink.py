@@ -11,11 +11,11 @@ from socket import socket
 import msgspec
 
 from contracts.errors import TransferError
-from kv_transfer.chunks.device_pool import DevicePool, Mark, RemotePool
+from kv_transfer.chunks.device_pool import DevicePool, DeviceSemaphore, RemotePool
 from kv_transfer.transports.base import Ring
 
 
-class Sharing(msgspec.Struct, frozen=True):
+class NvlinkPoolExport(msgspec.Struct, frozen=True):
     """What the sender tells of itself: see device.DevicePool."""
 
     pool: bytes
@@ -41,7 +41,7 @@ class NvlinkTransport:
         the two devices.
         """
         try:
-            sharing = msgspec.msgpack.decode(params, type=Sharing)
+            sharing = msgspec.msgpack.decode(params, type=NvlinkPoolExport)
         except msgspec.DecodeError as error:
             raise TransferError(f"the peer does not say what it shares: {error}") from error
         return MappedPool(self._pool.attach(sharing.pool, sharing.mark)), b""
@@ -55,9 +55,9 @@ class SharedPool:
 
     detail = "read by the peer"
 
-    def __init__(self, pool: bytes, mark: Mark | None) -> None:
+    def __init__(self, pool: bytes, mark: DeviceSemaphore | None) -> None:
         self.mark = mark
-        self.params = msgspec.msgpack.encode(Sharing(pool, mark.shared if mark is not None else b""))
+        self.params = msgspec.msgpack.encode(NvlinkPoolExport(pool, mark.shared if mark is not None else b""))
 
     def finish(self, answer: bytes) -> "SharedPool":
         return self
@@ -84,7 +84,7 @@ class MappedPool:
 
     def interrupt(self) -> None:
         """Copies that are under way end by themselves, within milliseconds; what waits for a mark is told not to."""
-        self.remote.hurry()
+        self.remote.expire()
 
     def close(self) -> None:
         self.remote.close()

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import numpy as np
 
 from contracts.errors import PeerLost, TransferError
-from kv_transfer.transports.base import Inbound, Opening, Outbound, Ring, Slot, Take
+from kv_transfer.transports.base import ChannelOffer, Inbound, Outbound, Ring, Slot, Take
 
 SHM_DIR = Path("/dev/shm")
 # A peer that could shrink the memory could kill us with SIGBUS.
@@ -29,8 +29,8 @@ SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 class ShmTransport:
     name = "shm"
 
-    def open(self, session: bytes, ring: Ring, connect: Callable[[], socket.socket]) -> Opening:
-        return _Opening(_path(session), ring)
+    def open(self, session: bytes, ring: Ring, connect: Callable[[], socket.socket]) -> ChannelOffer:
+        return _ShmOffer(_path(session), ring)
 
     def accept(
         self, session: bytes, ring: Ring, params: bytes, attached: Callable[[], socket.socket]
@@ -57,7 +57,7 @@ class Shared(NamedTuple):
     free: int
 
 
-class _Opening:
+class _ShmOffer:
     params = b""
 
     def __init__(self, path: Path, ring: Ring) -> None:

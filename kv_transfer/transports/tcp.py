@@ -7,7 +7,7 @@ import numpy as np
 
 from contracts.errors import PeerLost
 from kv_transfer.chunks.segment import META_NBYTES, read_meta
-from kv_transfer.transports.base import Inbound, Opening, Outbound, Ring, Slot, Take
+from kv_transfer.transports.base import ChannelOffer, Inbound, Outbound, Ring, Slot, Take
 
 # The kernel's buffer is what overlaps sending with packing, so it should hold a few messages.
 SOCKET_BUFFER_NBYTES = 4 << 20
@@ -16,8 +16,8 @@ SOCKET_BUFFER_NBYTES = 4 << 20
 class TcpTransport:
     name = "tcp"
 
-    def open(self, session: bytes, ring: Ring, connect: Callable[[], socket.socket]) -> Opening:
-        return _Opening(connect(), ring)
+    def open(self, session: bytes, ring: Ring, connect: Callable[[], socket.socket]) -> ChannelOffer:
+        return _TcpOffer(connect(), ring)
 
     def accept(
         self, session: bytes, ring: Ring, params: bytes, attached: Callable[[], socket.socket]
@@ -28,7 +28,7 @@ class TcpTransport:
         pass
 
 
-class _Opening:
+class _TcpOffer:
     params = b""
 
     def __init__(self, sock: socket.socket, ring: Ring) -> None:

@@ -36,7 +36,7 @@ import ucxx._lib.libucxx as ucx
 
 from contracts.errors import PeerLost, TransferError
 from kv_transfer.chunks.segment import META_NBYTES
-from kv_transfer.transports.base import Inbound, Opening, Outbound, Ring, Slot, Take
+from kv_transfer.transports.base import ChannelOffer, Inbound, Outbound, Ring, Slot, Take
 from kv_transfer.transports.ucx_endpoint import endpoint_lanes
 from kv_transfer.transports.ucx_messages import Operation, Receiving, flush, send
 
@@ -56,13 +56,13 @@ class UcxTransport:
 
     name = "ucx"
 
-    def open(self, session: bytes, ring: Ring, connect: Callable[[], socket]) -> Opening:
-        return _Opening(ring)
+    def open(self, session: bytes, ring: Ring, connect: Callable[[], socket]) -> ChannelOffer:
+        return _UcxOffer(ring)
 
     def accept(
         self, session: bytes, ring: Ring, params: bytes, attached: Callable[[], socket]
     ) -> tuple[Inbound, bytes]:
-        engine = Engine(ring, _config(ring))
+        engine = UcxWorker(ring, _config(ring))
         engine.connect(params)
         return UcxInbound(engine), engine.address
 
@@ -70,9 +70,9 @@ class UcxTransport:
         pass
 
 
-class _Opening:
+class _UcxOffer:
     def __init__(self, ring: Ring) -> None:
-        self._engine = Engine(ring, _config(ring))
+        self._engine = UcxWorker(ring, _config(ring))
         self.params = self._engine.address
 
     def finish(self, answer: bytes) -> Outbound:
@@ -83,7 +83,7 @@ class _Opening:
         self._engine.close()
 
 
-class Engine:
+class UcxWorker:
     """A worker with one endpoint. All methods but `interrupt` are for one thread at a time. `config`: as UCX names
     its settings, without "UCX_".
     """
@@ -176,7 +176,7 @@ class Engine:
 
 
 class UcxChannel:
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: UcxWorker) -> None:
         self._engine = engine
         self._detail = f"UCX {'.'.join(map(str, ucx.get_ucx_version()))}, {engine.lanes}"
 
@@ -194,7 +194,7 @@ class UcxChannel:
 class Sending:
     """Slots that messages leave from. UCX lets go of them in the order in which they left."""
 
-    def __init__(self, engine: Engine, slots: Iterable[Slot]) -> None:
+    def __init__(self, engine: UcxWorker, slots: Iterable[Slot]) -> None:
         self._engine = engine
         self._unused, self._under_way = deque(slots), deque[Slot]()
 
@@ -231,7 +231,7 @@ class Sending:
 
 
 class UcxOutbound(UcxChannel):
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: UcxWorker) -> None:
         super().__init__(engine)
         slots = [Slot(i, np.zeros(engine.ring.stride, dtype=np.uint8)) for i in range(engine.ring.num_slots)]
         self._sending, self._is_joined = Sending(engine, slots), False
@@ -263,7 +263,7 @@ class UcxInbound(UcxChannel):
     comes while one is being fetched, waits its turn in memory of ours.
     """
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: UcxWorker) -> None:
         super().__init__(engine)
         self._take: Take | None = None
         self._num_taken = 0
@@ -321,7 +321,7 @@ class UcxInbound(UcxChannel):
 
 
 # Engines whose memory UCX did not give back: they must outlive everything.
-_abandoned: list[Engine] = []
+_abandoned: list[UcxWorker] = []
 
 
 def _config(ring: Ring) -> Mapping[str, str]:

@@ -27,10 +27,10 @@ from contracts.errors import PeerLost, TransferError
 from kv_transfer.chunks.device_pool import Buffer, DevicePool
 from kv_transfer.chunks.segment import META_NBYTES, read_meta
 from kv_transfer.transports.base import (
+    ChannelOffer,
     DeviceChannel,
     DeviceInbound,
     Inbound,
-    Opening,
     Outbound,
     Ring,
     Slot,
@@ -38,7 +38,7 @@ from kv_transfer.transports.base import (
     Taking,
 )
 from kv_transfer.transports.staging_budget import NUM_SLOTS, SLOT_NBYTES, Allowance
-from kv_transfer.transports.ucx import CONFIG, Engine, Sending, UcxChannel
+from kv_transfer.transports.ucx import CONFIG, Sending, UcxChannel, UcxWorker
 from kv_transfer.transports.ucx_messages import Offered, Offering, Operation, fetch_into, send_from
 
 log = logging.getLogger(__name__)
@@ -69,7 +69,7 @@ class Slots:
         pool.enter()
         try:
             for _ in range(NUM_SLOTS):
-                self.buffers.append(pool.lend(self.slot_nbytes))
+                self.buffers.append(pool.allocate(self.slot_nbytes))
         except TransferError:
             self.free()
             raise
@@ -78,7 +78,7 @@ class Slots:
         """Nothing touches them any more."""
         self.pool.enter()
         for buffer in self.buffers:
-            self.pool.take_back(buffer)
+            self.pool.free(buffer)
         self._allowance.give_back(self.slot_nbytes)
 
 
@@ -134,9 +134,9 @@ class UcxDeviceTransport:
     def __init__(self, pool: DevicePool) -> None:
         self._arena = Arena(pool, Allowance())
 
-    def open(self, session: bytes, ring: Ring, connect: Callable[[], socket]) -> Opening:
+    def open(self, session: bytes, ring: Ring, connect: Callable[[], socket]) -> ChannelOffer:
         """Raises TransferError if UCX does not start, or the device has no memory for staging."""
-        return _Opening(*self._start(ring, SLOT_NBYTES))
+        return _UcxDeviceOffer(*self._start(ring, SLOT_NBYTES))
 
     def accept(
         self, session: bytes, ring: Ring, params: bytes, attached: Callable[[], socket]
@@ -155,8 +155,8 @@ class UcxDeviceTransport:
     def close(self) -> None:
         self._arena.close()
 
-    def _start(self, ring: Ring, most_nbytes: int) -> "tuple[DeviceEngine, Lease]":
-        engine = DeviceEngine(ring)
+    def _start(self, ring: Ring, most_nbytes: int) -> "tuple[UcxDeviceWorker, Lease]":
+        engine = UcxDeviceWorker(ring)
         try:
             return engine, Lease(self._arena, most_nbytes)
         except TransferError:
@@ -164,8 +164,8 @@ class UcxDeviceTransport:
             raise
 
 
-class _Opening:
-    def __init__(self, engine: "DeviceEngine", lease: Lease) -> None:
+class _UcxDeviceOffer:
+    def __init__(self, engine: "UcxDeviceWorker", lease: Lease) -> None:
         self._engine, self._lease = engine, lease
         self.params = msgspec.msgpack.encode(Proposal(engine.address, lease.slot_nbytes))
 
@@ -194,7 +194,7 @@ def _read(params: bytes) -> Proposal:
     return said
 
 
-class DeviceEngine(Engine):
+class UcxDeviceWorker(UcxWorker):
     """Sleeps in epoll while nothing is under way or due. `is_due`: its user's to set."""
 
     def __init__(self, ring: Ring) -> None:
@@ -202,7 +202,7 @@ class DeviceEngine(Engine):
         self.is_due, self._moved_s = _never, 0.0
 
     def moved(self) -> None:
-        """As Engine's: the next message may be there, or done, soon."""
+        """As UcxWorker's: the next message may be there, or done, soon."""
         self._moved_s = time.monotonic()
 
     def sleep(self, deadline: float | None) -> None:
@@ -227,9 +227,9 @@ class DeviceSlot(Slot):
 
 
 class _DeviceChannel(UcxChannel, DeviceChannel):
-    _engine: DeviceEngine
+    _engine: UcxDeviceWorker
 
-    def __init__(self, engine: DeviceEngine, lease: Lease) -> None:
+    def __init__(self, engine: UcxDeviceWorker, lease: Lease) -> None:
         super().__init__(engine)
         self.pool, self.slot_nbytes, self._lease = lease.pool, lease.slot_nbytes, lease
         self._memory_type = _MEMORY_TYPES[lease.pool.kind]
@@ -245,7 +245,7 @@ class _DeviceChannel(UcxChannel, DeviceChannel):
 class UcxDeviceOutbound(_DeviceChannel):
     """Tried out when made: raises TransferError, with everything given back, if the way does not work."""
 
-    def __init__(self, engine: DeviceEngine, lease: Lease, most_nbytes: int) -> None:
+    def __init__(self, engine: UcxDeviceWorker, lease: Lease, most_nbytes: int) -> None:
         super().__init__(engine, lease)
         self.slot_nbytes = min(lease.slot_nbytes, most_nbytes)
         metas = [np.zeros(META_NBYTES, dtype=np.uint8) for _ in lease.buffers]
@@ -298,7 +298,7 @@ class UcxDeviceOutbound(_DeviceChannel):
 class UcxDeviceInbound(_DeviceChannel, DeviceInbound):
     """Messages wait with UCX until there is a slot to fetch them into."""
 
-    def __init__(self, engine: DeviceEngine, lease: Lease) -> None:
+    def __init__(self, engine: UcxDeviceWorker, lease: Lease) -> None:
         super().__init__(engine, lease)
         self._unused, self._is_told = deque(lease.buffers), False
         self._taken: deque[tuple[Buffer, Taking]] = deque()

@@ -16,9 +16,19 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from bench.load.client import QUIET_S, VOCABULARY, Answer, session
-from bench.load.generator import KeyWanted, Lengths, Measured, Point, Server, first_model, measure, rows_of, version_of
-from bench.report.result import Row, write_result
+from bench.load.client import QUIET_S, VOCABULARY, StreamResult, session
+from bench.load.generator import (
+    KeyWanted,
+    Lengths,
+    Measured,
+    Point,
+    TargetServer,
+    first_model,
+    measure,
+    rows_of,
+    version_of,
+)
+from bench.report.result import ResultRow, write_result
 from contracts.errors import ConfigError, Unavailable
 from tandem.commands import target
 
@@ -175,7 +185,7 @@ class Sweep:
             card = {"id": options.model} if options.model else await first_model(http, self._url)
             points = list(points_of(options))
             require_context(card, points)
-            server = Server(self._url, card["id"], options.vocabulary, options.timeout)
+            server = TargetServer(self._url, card["id"], options.vocabulary, options.timeout)
             self.config = {
                 "url": self._url,
                 "server_version": await version_of(http, self._url),
@@ -210,7 +220,7 @@ def require_context(card: Mapping, points: Sequence[Point]) -> None:
 
 
 @contextmanager
-def following(point: Point) -> Iterator[Callable[[Answer], None]]:
+def following(point: Point) -> Iterator[Callable[[StreamResult], None]]:
     """A bar on a terminal, a line at the end elsewhere; on standard error, for the table is the result."""
     console = Console(stderr=True, highlight=False)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
@@ -218,7 +228,7 @@ def following(point: Point) -> Iterator[Callable[[Answer], None]]:
     with Progress(*columns, console=console, refresh_per_second=2, disable=not console.is_terminal) as progress:
         task = progress.add_task(f"{point}: warming up", total=point.num_requests)
 
-        def tell(answer: Answer) -> None:
+        def tell(answer: StreamResult) -> None:
             counts["done"] += 1
             counts["failed"] += bool(answer.reason)
             failed = f", {counts['failed']} failed" if counts["failed"] else ""
@@ -229,7 +239,7 @@ def following(point: Point) -> Iterator[Callable[[Answer], None]]:
         console.print(f"{point}: {counts['done']} requests, {counts['failed']} failed", soft_wrap=True)
 
 
-def show(measured: Sequence[Measured], rows: Sequence[Row]) -> None:
+def show(measured: Sequence[Measured], rows: Sequence[ResultRow]) -> None:
     """A column for each point, a table for each pair of lengths; as narrow as a terminal of 80."""
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 120)
     for each, group in groupby(measured, key=lambda one: one.point.lengths):
@@ -242,7 +252,7 @@ def show(measured: Sequence[Measured], rows: Sequence[Row]) -> None:
             console.print(f"{one.point}: {count} x {reason}: {first}", markup=False, soft_wrap=True)
 
 
-def table(title: str, points: Sequence[Measured], rows: Sequence[Row]) -> Table:
+def table(title: str, points: Sequence[Measured], rows: Sequence[ResultRow]) -> Table:
     """Its lines are the figures that any of the points has."""
     loads = [(str(one.point.lengths), one.point.users or one.point.rate) for one in points]
     values: dict[tuple[str, str], dict[object, float]] = {}
@@ -269,7 +279,7 @@ def figure(value: float | None) -> str:
     )
 
 
-def save(folder: Path, sweep: Sweep, rows: Sequence[Row], with_plots: bool) -> list[Path]:
+def save(folder: Path, sweep: Sweep, rows: Sequence[ResultRow], with_plots: bool) -> list[Path]:
     """The files that were written."""
     file = write_result(folder / "result.json", "serve", rows, sweep.config)
     if not with_plots:

@@ -21,7 +21,7 @@ Samples = dict[str, float]
 
 
 @dataclass(frozen=True)
-class Link:
+class LinkView:
     """An outgoing end of a handoff link; `transport` is the one really taken."""
 
     peer: str
@@ -39,7 +39,7 @@ class Page:
 
     sums: Samples = field(default_factory=dict)
     states: Samples = field(default_factory=dict)
-    links: tuple[Link, ...] = ()
+    links: tuple[LinkView, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ def _read(url: str) -> Page:
 def parse(text: str) -> Page:
     sums: Samples = {}
     states: Samples = {}
-    links: list[Link] = []
+    links: list[LinkView] = []
     for sample in (sample for family in text_string_to_metric_families(text) for sample in family.samples):
         name, labels, value = sample.name, sample.labels, sample.value
         sums[name] = sums.get(name, 0.0) + value
@@ -108,5 +108,5 @@ def parse(text: str) -> Page:
         elif name == STATES:
             states[labels["state"]] = value
         elif name == SENT and labels.get("direction") == "out":
-            links.append(Link(labels["peer"], labels["transport"], labels["state"], value))
+            links.append(LinkView(labels["peer"], labels["transport"], labels["state"], value))
     return Page(sums, states, tuple(links))

@@ -19,7 +19,7 @@ from process.local_http import open_local
 from process.sockets import http_url
 from tandem.commands.ps import identify
 from tandem.commands.target import key_headers
-from tandem.local.child import Child
+from tandem.local.child import ChildProcess
 from tandem.local.console_output import plain
 from tandem.local.ports import claim_port
 from tandem.local.preflight import preflight, read_up_settings, unread
@@ -67,7 +67,7 @@ def run(settings: UpSettings, port: int, environ: Mapping[str, str], inbox: Sign
     secret = settings.secret.get_secret_value() or secrets.token_hex(32)
     with RunDir(state_home(environ), port) as run_dir:
         specs = plan_system(settings, run_dir, port, secret, environ, redis_program(settings))
-        children = [Child(spec, run_dir.logs / f"{spec.name}.log", ROOT) for spec in specs]
+        children = [ChildProcess(spec, run_dir.logs / f"{spec.name}.log", ROOT) for spec in specs]
         supervisor = Supervisor(children, inbox, console, lambda: write_state(run_dir, port, children))
         try:
             began_s = time.monotonic()
@@ -90,7 +90,7 @@ def redis_program(settings: UpSettings) -> str:
     return ""
 
 
-def write_state(run_dir: RunDir, port: int, children: Sequence[Child]) -> None:
+def write_state(run_dir: RunDir, port: int, children: Sequence[ChildProcess]) -> None:
     """What `tandem ps` shows."""
     processes = [
         {

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
 
-from process.parent_death import leashed
+from process.parent_death import die_with_parent
 from process.supervision import describe_exit
 
 TAIL_NBYTES = 8192
@@ -45,20 +45,20 @@ class ProcessSpec:
         return self.stage if self.begins is None else self.begins
 
 
-class State(StrEnum):
+class ChildState(StrEnum):
     WAITING = "waiting"
     STARTING = "starting"
     READY = "ready"
     DEAD = "dead"
 
 
-class Child:
+class ChildProcess:
     """A process in its own session, with all output in one log file. Not thread-safe."""
 
     def __init__(self, spec: ProcessSpec, log: Path, cwd: Path) -> None:
         self.spec = spec
         self.log = log
-        self.state = State.WAITING
+        self.state = ChildState.WAITING
         self.exit_code: int | None = None
         self.facts: dict = {}
         self._cwd = cwd
@@ -76,12 +76,12 @@ class Child:
 
     @property
     def is_running(self) -> bool:
-        return self.state in (State.STARTING, State.READY)
+        return self.state in (ChildState.STARTING, ChildState.READY)
 
     @property
     def startup_s(self) -> float:
         """Seconds from start to ready, or to now."""
-        if self.state is State.WAITING:
+        if self.state is ChildState.WAITING:
             return 0.0
         return (self._ready_s or time.monotonic()) - self._started_s
 
@@ -93,14 +93,14 @@ class Child:
     @property
     def is_due(self) -> bool:
         """To be started again."""
-        return self.state is State.DEAD and time.monotonic() >= self._died_s + self.pause_s
+        return self.state is ChildState.DEAD and time.monotonic() >= self._died_s + self.pause_s
 
     def start(self) -> None:
         """For the first time, or again after a death."""
         # A process group of its own: a Ctrl-C at the terminal reaches the supervisor alone, which ends all in order.
         with self.log.open("ab") as log:
             self._process = subprocess.Popen(
-                leashed(self.spec.argv),
+                die_with_parent(self.spec.argv),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
@@ -110,7 +110,7 @@ class Child:
             )
         self._started_s, self._ready_s = time.monotonic(), 0.0
         self.facts = {}
-        self.state = State.STARTING
+        self.state = ChildState.STARTING
 
     def refresh(self) -> bool:
         """Look whether it died or became ready. True if that is news."""
@@ -119,13 +119,13 @@ class Child:
         if self._has_exited():
             self._reap()
             return True
-        if self.state is State.READY or (facts := self.spec.is_ready()) is None:
+        if self.state is ChildState.READY or (facts := self.spec.is_ready()) is None:
             return False
         if facts.get("pid", self.pid) != self.pid:  # of a former life, whose end was too sudden to take it back
             return False
         self.facts = facts
         self._ready_s = time.monotonic()
-        self.state = State.READY
+        self.state = ChildState.READY
         return True
 
     def ask_to_stop(self) -> None:
@@ -165,7 +165,7 @@ class Child:
         if self._process.returncode is None:
             self._kill_group()  # what it may have left behind, an engine core say
         self.exit_code = self._process.wait()
-        self.state = State.DEAD
+        self.state = ChildState.DEAD
         self._died_s = time.monotonic()
         is_long = self._ready_s and self._died_s - self._ready_s >= LONG_LIFE_S
         self._num_short_lives = 0 if is_long else self._num_short_lives + 1

@@ -7,19 +7,19 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from tandem.local.child import Child, State
+from tandem.local.child import ChildProcess, ChildState
 
-COLORS = {State.WAITING: "dim", State.STARTING: "yellow", State.READY: "green", State.DEAD: "red"}
+COLORS = {ChildState.WAITING: "dim", ChildState.STARTING: "yellow", ChildState.READY: "green", ChildState.DEAD: "red"}
 
 
 class Progress:
     """Shows children come up. On a terminal a table redrawn by `update()` (no thread); else one line per change."""
 
-    def __init__(self, console: Console, children: Sequence[Child]) -> None:
+    def __init__(self, console: Console, children: Sequence[ChildProcess]) -> None:
         self._console = console
         self._children = children
         self._live: Live | None = None
-        self._shown: dict[str, State] = {}
+        self._shown: dict[str, ChildState] = {}
 
     def __enter__(self) -> "Progress":
         if self._console.is_terminal:
@@ -41,19 +41,19 @@ class Progress:
                 self._shown[child.name] = child.state
                 self._say(child)
 
-    def _say(self, child: Child) -> None:
+    def _say(self, child: ChildProcess) -> None:
         match child.state:
-            case State.STARTING:
+            case ChildState.STARTING:
                 plain(self._console, f"{child.name}: starting")
-            case State.READY:
+            case ChildState.READY:
                 plain(self._console, f"{child.name}: ready after {child.startup_s:.1f} s")
 
     def _table(self) -> Table:
         table = Table.grid(padding=(0, 2))
         for child in self._children:
             state = Text(child.state.value, style=COLORS[child.state])
-            seconds = f"{child.startup_s:.1f} s" if child.state is not State.WAITING else ""
-            doing = child.last_lines(1) if child.state is State.STARTING else []
+            seconds = f"{child.startup_s:.1f} s" if child.state is not ChildState.WAITING else ""
+            doing = child.last_lines(1) if child.state is ChildState.STARTING else []
             table.add_row(child.name, state, seconds, Text("".join(doing)[-80:], style="dim", no_wrap=True))
         return table
 

@@ -7,7 +7,7 @@ from itertools import groupby
 from rich.console import Console
 
 from contracts.errors import ConfigError
-from tandem.local.child import Child, State
+from tandem.local.child import ChildProcess, ChildState
 from tandem.local.console_output import Progress, plain
 from tandem.local.signals import SignalInbox
 
@@ -32,7 +32,7 @@ class Supervisor:
     """
 
     def __init__(
-        self, children: Sequence[Child], inbox: SignalInbox, console: Console, on_change: Callable[[], None]
+        self, children: Sequence[ChildProcess], inbox: SignalInbox, console: Console, on_change: Callable[[], None]
     ) -> None:
         self._children = children
         self._inbox = inbox
@@ -45,7 +45,7 @@ class Supervisor:
         with Progress(self._console, self._children) as progress:
             for number, stage in groupby(sorted(self._children, key=_stage), key=_stage):
                 for child in self._children:
-                    if child.state is State.WAITING and child.spec.first_stage <= number:
+                    if child.state is ChildState.WAITING and child.spec.first_stage <= number:
                         child.start()
                 self._await_stage(list(stage), progress, deadline_s)
 
@@ -65,7 +65,7 @@ class Supervisor:
             self._start_again()
             self._inbox.wait(WATCH_PERIOD_S)
             for child in self._changed():
-                if child.state is State.READY:
+                if child.state is ChildState.READY:
                     plain(self._console, f"{child.name} is ready again after {child.startup_s:.1f} s")
                     continue
                 self._tell_death(child)
@@ -82,14 +82,14 @@ class Supervisor:
             child.kill()
         self._on_change()
 
-    def _await_stage(self, stage: list[Child], progress: Progress, deadline_s: float) -> None:
+    def _await_stage(self, stage: list[ChildProcess], progress: Progress, deadline_s: float) -> None:
         self._on_change()
-        while any(child.state is not State.READY for child in stage):
+        while any(child.state is not ChildState.READY for child in stage):
             progress.update()
             self._wait(POLL_PERIOD_S)
             if self._changed():
                 self._require_alive()
-            late = [child for child in stage if child.state is not State.READY]
+            late = [child for child in stage if child.state is not ChildState.READY]
             if late and time.monotonic() > deadline_s:
                 raise ConfigError(f"{late[0].name} is not ready after {late[0].startup_s:.0f} s; see {late[0].log}")
         progress.update()
@@ -99,7 +99,7 @@ class Supervisor:
         if self._inbox.num_stops:
             raise StopRequested
 
-    def _changed(self) -> list[Child]:
+    def _changed(self) -> list[ChildProcess]:
         """Children that died or became ready since the last look."""
         changed = [child for child in self._children if child.refresh()]
         if changed:
@@ -114,18 +114,18 @@ class Supervisor:
             self._on_change()
 
     def _require_alive(self) -> None:
-        dead = [child for child in self._children if child.state is State.DEAD]
+        dead = [child for child in self._children if child.state is ChildState.DEAD]
         if dead:
             raise ConfigError(explain_failed_start(dead[0]))
 
-    def _tell_death(self, child: Child) -> None:
+    def _tell_death(self, child: ChildProcess) -> None:
         plain(self._console, f"{child.name} {child.describe_exit()}; the end of {child.log}:")
         for line in child.last_lines(NUM_LAST_LINES):
             plain(self._console, f"    {line}")
         if not child.spec.is_vital:
             plain(self._console, f"{child.name} starts again" + (f" in {child.pause_s:.0f} s" if child.pause_s else ""))
 
-    def _stop_stage(self, stage: list[Child], num_stops: int) -> None:
+    def _stop_stage(self, stage: list[ChildProcess], num_stops: int) -> None:
         """Ask all of them at once, wait, then kill. A further request to stop ends the waiting."""
         for child in stage:
             child.ask_to_stop()
@@ -139,7 +139,7 @@ class Supervisor:
             child.kill()
 
 
-def explain_failed_start(child: Child) -> str:
+def explain_failed_start(child: ChildProcess) -> str:
     """What the process said for people (from its last `tandem NAME: ...` on), else the end of its log."""
     lines = child.last_lines(NUM_LAST_LINES)
     spoken = max((index for index, line in enumerate(lines) if line.startswith("tandem ")), default=None)
@@ -151,5 +151,5 @@ def explain_failed_start(child: Child) -> str:
     return f"{child.name} {child.describe_exit()} while starting; the end of {child.log}:{said}"
 
 
-def _stage(child: Child) -> int:
+def _stage(child: ChildProcess) -> int:
     return child.spec.stage

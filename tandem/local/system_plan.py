@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from urllib.parse import quote
 
 from contracts.errors import ConfigError
-from contracts.node import Role
+from contracts.node import WorkerRole
 from coordinator.store.local_server import answers, hide_password
 from tandem.local.child import ProcessSpec, ready_file
 from tandem.local.gpu_assignment import worker_devices
@@ -76,7 +76,11 @@ def gateway_spec(settings: UpSettings, run_dir: RunDir, port: int, env: Mapping[
 
 
 def worker_specs(settings: UpSettings, run_dir: RunDir, env: Mapping[str, str]) -> list[ProcessSpec]:
-    counts = {Role.PREFILL: settings.prefill, Role.DECODE: settings.decode, Role.MIXED: settings.mixed}
+    counts = {
+        WorkerRole.PREFILL: settings.prefill,
+        WorkerRole.DECODE: settings.decode,
+        WorkerRole.MIXED: settings.mixed,
+    }
     names = [(role, f"{role}-{index}") for role, count in counts.items() for index in range(count)]
     devices = worker_devices(settings, len(names))
     return [
@@ -85,7 +89,7 @@ def worker_specs(settings: UpSettings, run_dir: RunDir, env: Mapping[str, str]) 
 
 
 def _worker(
-    settings: UpSettings, role: Role, name: str, device: str, run_dir: RunDir, env: Mapping[str, str]
+    settings: UpSettings, role: WorkerRole, name: str, device: str, run_dir: RunDir, env: Mapping[str, str]
 ) -> ProcessSpec:
     options = ("--worker-id", name, "--dtype", settings.dtype, "--transfer", settings.transfer)
     options += () if device == "cpu" else ("--device", device)

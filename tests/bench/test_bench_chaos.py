@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.load.client import Answer
+from bench.load.client import StreamResult
 from bench.serving import chaos
 from bench.system.services import Services
 from tests.e2e.tiny import save_tiny
@@ -15,20 +15,20 @@ from tests.e2e.tiny import save_tiny
 @pytest.mark.parametrize(
     ("answer", "has_left", "fault"),
     [
-        (Answer(text="abc"), False, ""),
-        (Answer(text="ab"), True, ""),
-        (Answer(text="a\ufffd"), True, ""),  # half a character, shown as it was when the client left
-        (Answer(text="ab", reason="connection lost"), False, ""),
-        (Answer(reason="HTTP 503", error="503 lost"), False, ""),
-        (Answer(text="ab"), False, "wrong answer"),
-        (Answer(text="abx"), True, "wrong answer"),
-        (Answer(text="abx", reason="error in the stream"), False, "wrong answer"),
-        (Answer(text="abc", reason="no finish_reason"), False, "an end without words"),
-        (Answer(reason="silent"), False, "an end without words"),
+        (StreamResult(text="abc"), False, ""),
+        (StreamResult(text="ab"), True, ""),
+        (StreamResult(text="a\ufffd"), True, ""),  # half a character, shown as it was when the client left
+        (StreamResult(text="ab", reason="connection lost"), False, ""),
+        (StreamResult(reason="HTTP 503", error="503 lost"), False, ""),
+        (StreamResult(text="ab"), False, "wrong answer"),
+        (StreamResult(text="abx"), True, "wrong answer"),
+        (StreamResult(text="abx", reason="error in the stream"), False, "wrong answer"),
+        (StreamResult(text="abc", reason="no finish_reason"), False, "an end without words"),
+        (StreamResult(reason="silent"), False, "an end without words"),
     ],
 )
 def test_what_an_answer_must_never_be(answer, has_left, fault):
-    toll = chaos.Toll()
+    toll = chaos.FaultReport()
     toll.count(answer, "abc", has_left)
     assert dict(toll.faults) == ({fault: 1} if fault else {})
     assert sum(toll.answers.values()) == 1

@@ -5,13 +5,13 @@ import random
 
 import pytest
 
-from bench.load.client import VOCABULARY, Answer, ask, body_of, random_prompt, session
+from bench.load.client import VOCABULARY, StreamResult, ask, body_of, random_prompt, session
 from tests.bench.completions import Server, served
 
 QUIET_S = 1.0
 
 
-async def asked(server: Server, max_tokens: int = 5, leave_after: int | None = None) -> Answer:
+async def asked(server: Server, max_tokens: int = 5, leave_after: int | None = None) -> StreamResult:
     async with asyncio.timeout(60), session(total_s=None) as http:
         return await ask(http, server.url, body_of("m", [1, 2], max_tokens), max_tokens, leave_after, QUIET_S)
 

@@ -35,8 +35,8 @@ def test_the_first_step_is_launched_once_and_when_all_of_it_is(tmp_path: Path):
     side, stamps = Ring().sides[D], Stamps()
     core = StampedCore(stamps, D, side.engine, side.node, side.roles, side.ledger, side.link)
     core.started(Started(RequestId("r.1"), 0))
-    core.launched(is_all=False)
+    core.chunks_launched(is_all=False)
     assert told(stamps, tmp_path) == [("started", "r")]
-    core.launched(is_all=True)
-    core.launched(is_all=True)
+    core.chunks_launched(is_all=True)
+    core.chunks_launched(is_all=True)
     assert told(stamps, tmp_path) == [("started", "r"), ("launched", "r")]

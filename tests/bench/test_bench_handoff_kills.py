@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from bench.handoff.core import PageSums
-from bench.handoff.kills import Toll, lacking, others, pages_row, read_sums, rows_of, wrong_pages
+from bench.handoff.kills import KillReport, lacking, others, pages_row, read_sums, rows_of, wrong_pages
 
 WANTED = {0: 30, 1: 10, 2: 20}
 
@@ -57,7 +57,7 @@ def test_a_token_that_differs_is_named():
 
 
 def test_an_answer_that_was_cut_short_is_compared_as_far_as_it_came():
-    toll = Toll("prefill")
+    toll = KillReport("prefill")
     toll.answer("struck", {0: 30}, WANTED)
     toll.answer("struck", {1: 10}, WANTED, is_in_order=False)
     toll.answer("new peer", {0: 30, 1: 99, 2: 98}, WANTED)
@@ -89,9 +89,9 @@ def test_a_line_that_a_killed_core_did_not_end_counts_for_nothing(tmp_path):
 
 
 def test_pairs_that_lost_the_same_side_are_counted_together():
-    total = Toll("decode")
+    total = KillReport("decode")
     for found in (WANTED, {0: 31}):
-        toll = Toll("decode", num_kills=1, num_good=1)
+        toll = KillReport("decode", num_kills=1, num_good=1)
         toll.answer("new peer", found, WANTED)
         total.add(toll)
     survived, _, *answers = rows_of(total, {})

@@ -6,12 +6,12 @@ from collections import Counter
 
 import pytest
 
-from bench.load.client import Answer, session
+from bench.load.client import StreamResult, session
 from bench.load.generator import (
     Lengths,
     Measured,
     Point,
-    Server,
+    TargetServer,
     first_model,
     interactivity,
     measure,
@@ -29,7 +29,7 @@ SHORT = Lengths(8, 4)
 async def measured(url: str, point: Point, seed: int = 0) -> Measured:
     found, told = Measured(point), []
     async with asyncio.timeout(60), session(total_s=None) as http:
-        await measure(http, Server(url, "m", quiet_s=1.0), found, seed, told.append)
+        await measure(http, TargetServer(url, "m", quiet_s=1.0), found, seed, told.append)
     assert told == found.answers
     return found
 
@@ -50,12 +50,12 @@ async def test_prompts_are_written_and_garbage_is_collected_before_the_first_is_
     monkeypatch.setattr("bench.load.generator.random_prompt", lambda *args: order.append("prompt") or [1] * 8)
     monkeypatch.setattr("bench.load.generator.ask", lambda *args, **kinds: answered())
 
-    async def answered() -> Answer:
+    async def answered() -> StreamResult:
         order.append("kept" if gc.get_freeze_count() else "looked at")
-        return Answer(num_tokens=4)
+        return StreamResult(num_tokens=4)
 
     async with session(total_s=None) as http:
-        await measure(http, Server("", "m"), Measured(Point(SHORT, 3, None, 3)), 0, lambda answer: None)
+        await measure(http, TargetServer("", "m"), Measured(Point(SHORT, 3, None, 3)), 0, lambda answer: None)
     assert order == [*["prompt"] * 3, *["prompt"] * 3, *["looked at"] * 3, *["kept"] * 3]
     assert gc.get_freeze_count() == 0
 
@@ -91,7 +91,7 @@ async def test_replicas_take_turns_and_each_is_warmed_up():
     async with served("good") as one, served("good") as other:
         found = Measured(Point(SHORT, 1, None, 6))
         async with session(total_s=None) as http:
-            await measure(http, Server(one.url, "m", replicas=(other.url,)), found, 0, lambda answer: None)
+            await measure(http, TargetServer(one.url, "m", replicas=(other.url,)), found, 0, lambda answer: None)
     assert len(found.good) == 6
     assert len(one.bodies) == len(other.bodies) == 3 + 1
 
@@ -117,15 +117,15 @@ async def test_what_was_measured_before_a_cancel_is_there():
     async with served("good", "good", "good", "hanging") as server:
         found = Measured(Point(SHORT, 1, None, 50))
         async with session(total_s=None) as http:
-            measuring = asyncio.create_task(measure(http, Server(server.url, "m"), found, 0, lambda answer: None))
+            measuring = asyncio.create_task(measure(http, TargetServer(server.url, "m"), found, 0, lambda answer: None))
             await async_until(lambda: len(server.bodies) >= 4)
             measuring.cancel()
             await asyncio.gather(measuring, return_exceptions=True)
     assert len(found.good) == 2 and found.wall_s > 0
 
 
-def answer(ttft_s: float, *gaps_s: float, reason: str = "") -> Answer:
-    return Answer(ttft_s, list(gaps_s), ttft_s + sum(gaps_s), len(gaps_s) + 1, reason)
+def answer(ttft_s: float, *gaps_s: float, reason: str = "") -> StreamResult:
+    return StreamResult(ttft_s, list(gaps_s), ttft_s + sum(gaps_s), len(gaps_s) + 1, reason)
 
 
 def test_the_figures_of_answers_made_up_by_hand():

@@ -4,13 +4,13 @@ from pathlib import Path
 
 import pytest
 
-from bench.load.client import Answer
+from bench.load.client import StreamResult
 from bench.load.generator import Lengths, Measured, Point
 from bench.load.plots import frontier, pareto, plot, spread
 
 
 def measured(users: int, gap_s: float, num_in: int = 1024) -> Measured:
-    answers = [Answer(0.1 * (1 + i), [gap_s, gap_s], 0.1 * (1 + i) + 2 * gap_s, 3) for i in range(4)]
+    answers = [StreamResult(0.1 * (1 + i), [gap_s, gap_s], 0.1 * (1 + i) + 2 * gap_s, 3) for i in range(4)]
     return Measured(Point(Lengths(num_in, 3), users, None, 4), answers, wall_s=4 / users)
 
 
@@ -39,7 +39,7 @@ def test_a_spread_ends_at_all_of_them():
 
 
 def test_all_plots_are_pictures_even_of_nothing(tmp_path: Path):
-    failed = Measured(Point(Lengths(8, 3), 1, None, 1), [Answer(reason="silent")], wall_s=1.0)
+    failed = Measured(Point(Lengths(8, 3), 1, None, 1), [StreamResult(reason="silent")], wall_s=1.0)
     for some in ([measured(1, 0.01), failed], []):
         files = plot(tmp_path, some, 0)
         assert [file.name for file in files] == ["ttft.png", "itl.png", "pareto.png"]

@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 
 from bench.engine import plots as engine_plots
 from bench.handoff import plots as handoff_plots
-from bench.load.client import Answer
+from bench.load.client import StreamResult
 from bench.report.plots import log_ticks
 from bench.serving.loads import LOADS
 from bench.serving.plots import tails
@@ -90,7 +90,7 @@ def test_a_scale_has_numbers_however_short_it_is(low: float, high: float, some: 
 
 
 def test_every_panel_of_a_serving_plot_has_numbers():
-    answers = [Answer(0.02 + 0.0001 * i, [0.003], 0.03, 2) for i in range(9)]
+    answers = [StreamResult(0.02 + 0.0001 * i, [0.003], 0.03, 2) for i in range(9)]
     drawn = {load.name: {"pair": answers} for load in LOADS}
     figure = tails("ms", LOADS, drawn, lambda some: [gap * 1e3 for one in some for gap in one.gaps_s])
     for axes in figure.axes:

@@ -8,11 +8,11 @@ import sys
 import pytest
 
 from bench.report import result
-from bench.report.result import Row, config_digest, hardware, page, write_result
+from bench.report.result import ResultRow, config_digest, hardware, page, write_result
 
 ROWS = [
-    Row("copy", 30.0, "GB/s", {"tokens": 128}, limit=40.0, peer="memcpy", peer_value=20.0),
-    Row("plain", 1.5, "ms"),
+    ResultRow("copy", 30.0, "GB/s", {"tokens": 128}, limit=40.0, peer="memcpy", peer_value=20.0),
+    ResultRow("plain", 1.5, "ms"),
 ]
 CONFIG = {"model": "tiny", "rounds": 3}
 
@@ -53,7 +53,7 @@ def test_the_page_stands_beside_it_and_shows_limit_and_peer(written):
 
 
 def test_a_time_that_is_twice_the_least_reaches_half_of_its_limit(tmp_path):
-    rows = [Row("step", 4.0, "ms", limit=2.0), Row("ended well", 0, "answers", limit=2)]
+    rows = [ResultRow("step", 4.0, "ms", limit=2.0), ResultRow("ended well", 0, "answers", limit=2)]
     text = write_result(tmp_path / "run.json", "demo", rows, {}).with_suffix(".md").read_text()
     assert "| step |  | 4 ms | 50% of 2 |" in text and "| ended well |  | 0 answers | 0% of 2 |" in text
 

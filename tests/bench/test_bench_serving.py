@@ -4,13 +4,13 @@ import random
 
 import pytest
 
-from bench.load.client import Answer
+from bench.load.client import StreamResult
 from bench.serving.cpu_pair import decode_rate, rate_rows, rows_of
-from bench.serving.soak import Draw, summarize
+from bench.serving.soak import SoakRequest, summarize
 
 
-def answer(ttft_s: float, *gaps_s: float) -> Answer:
-    return Answer(ttft_s, list(gaps_s), ttft_s + sum(gaps_s), len(gaps_s) + 1)
+def answer(ttft_s: float, *gaps_s: float) -> StreamResult:
+    return StreamResult(ttft_s, list(gaps_s), ttft_s + sum(gaps_s), len(gaps_s) + 1)
 
 
 def test_the_rate_of_one_stream_leaves_token_0_out():
@@ -25,11 +25,11 @@ def test_the_rate_of_many_starts_when_the_last_has_its_token_0():
 
 def test_a_failed_stream_spoils_the_rate():
     with pytest.raises(RuntimeError, match="the worker died"):
-        decode_rate([answer(1.0, 1.0), Answer(error="the worker died")])
+        decode_rate([answer(1.0, 1.0), StreamResult(error="the worker died")])
 
 
 def test_a_soaks_lengths_reach_from_the_least_to_the_longest_by_octaves():
-    draw = Draw(random.Random(0), prompt=16_384, answer=64)
+    draw = SoakRequest(random.Random(0), prompt=16_384, answer=64)
     prompts = [len(draw.prompt_ids()) for _ in range(400)]
     assert min(prompts) >= 4 and max(prompts) <= 16_384
     assert sum(length < 256 for length in prompts) == pytest.approx(200, abs=40)  # 6 octaves of 12

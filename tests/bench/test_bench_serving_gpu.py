@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from bench.load.client import Answer
+from bench.load.client import StreamResult
 from bench.load.generator import Measured
 from bench.models.model_folder import TINY, write_folder
 from bench.serving import gpu as serving_gpu
@@ -19,8 +19,8 @@ from bench.system.resource_usage import mean_rows, pids, samples_of, stages_of, 
 LOAD = next(load for load in LOADS if load.name == "8k-8")
 
 
-def answer(ttft_s: float, *gaps_s: float) -> Answer:
-    return Answer(ttft_s, list(gaps_s), ttft_s + sum(gaps_s), len(gaps_s) + 1)
+def answer(ttft_s: float, *gaps_s: float) -> StreamResult:
+    return StreamResult(ttft_s, list(gaps_s), ttft_s + sum(gaps_s), len(gaps_s) + 1)
 
 
 def test_an_answer_is_good_by_its_first_token_and_its_mean_gap():
@@ -31,7 +31,7 @@ def test_an_answer_is_good_by_its_first_token_and_its_mean_gap():
 
 
 def test_goodput_counts_the_failed_and_the_late():
-    answers = [answer(0.1, 0.003, 0.030), answer(0.1, 0.003), answer(0.9, 0.003), Answer(reason="silent")]
+    answers = [answer(0.1, 0.003, 0.030), answer(0.1, 0.003), answer(0.9, 0.003), StreamResult(reason="silent")]
     rows = {row.name: row for row in load_rows("pair", LOAD, Measured(LOAD.point, answers, wall_s=2.0))}
     assert rows["within the objective"].value == 0.25
     assert rows["goodput"].value == 0.5
@@ -43,7 +43,7 @@ def test_goodput_counts_the_failed_and_the_late():
 
 
 def test_nothing_answered_is_rows_without_figures():
-    rows = load_rows("pair", LOAD, Measured(LOAD.point, [Answer(reason="silent")], wall_s=2.0))
+    rows = load_rows("pair", LOAD, Measured(LOAD.point, [StreamResult(reason="silent")], wall_s=2.0))
     assert {row.name: row.value for row in rows} == {"requests": 1, "failed": 1, "failed: silent": 1}
 
 

@@ -9,14 +9,14 @@ from bench.kernels.all_reduce import least_us
 from bench.kernels.torch_compile import norm_quant, plain_mlp, rope_arguments, rope_write, silu_quant
 from kernels import catalog
 from kernels.caps import Caps
-from kernels.cases import Call, Case, norm_case, relative_error, rope_case, silu_case, weights
+from kernels.cases import KernelCall, KernelCase, norm_case, relative_error, rope_case, silu_case, weights
 from kernels.registry import Registry
 from kernels.specs import NormSpec, RopeSpec, SiluSpec
 
 REGISTRY = Registry(catalog.IMPLS, Caps("cpu"))
 
 
-def by_reference(case: Case, call: Call) -> Call:
+def by_reference(case: KernelCase, call: KernelCall) -> KernelCall:
     own = call.copy()
     own.run(REGISTRY.get(case.op, case.spec))
     return own

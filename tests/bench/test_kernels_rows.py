@@ -6,7 +6,7 @@ import pytest
 
 from bench.kernels import decode_step as bench
 from bench.kernels import docs_page as page
-from bench.kernels.figure import Row, show
+from bench.kernels.figure import Figure, show
 from kernels import cases as c
 from kernels import specs as s
 
@@ -68,6 +68,6 @@ def test_the_page_has_a_table_and_a_plot_for_each_operation(tmp_path, monkeypatc
 
 
 def test_a_row_prints_its_fraction_and_its_peer(capsys):
-    row = show(Row("sample", dict(batch=8), 3.0, "us", 0.5, "torch", 9.0, dict(error=0.1)))
+    row = show(Figure("sample", dict(batch=8), 3.0, "us", 0.5, "torch", 9.0, dict(error=0.1)))
     assert " ".join(capsys.readouterr().out.split()) == "sample batch=8 3 us 50% of limit | torch 9 {'error': 0.1}"
     assert row.value == 3.0

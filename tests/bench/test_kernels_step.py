@@ -10,7 +10,7 @@ from bench.kernels import decode_step as bench
 from kernels import catalog
 from kernels.caps import Caps
 from kernels.cases import relative_error
-from kernels.decode_plan import DecodePlan, decode_plan
+from kernels.decode_plan import DecodeGemmPlan, decode_plan
 from kernels.registry import Registry
 
 SIZES = dict(HIDDEN=256, INTER=256, Q_HEADS=2, KV_HEADS=1, DIM=128, VOCAB=96, QKV=512, DEVICE="cpu")
@@ -36,7 +36,7 @@ def step():
             patch.setattr(bench, name, value)
         patch.setattr(bench, "SHAPES", SHAPES)
         yield bench.Step(
-            bench.Model(2), Reference(catalog.IMPLS, Caps("cpu")), 33, context=70, plan=DecodePlan(2, 2, 2)
+            bench.Model(2), Reference(catalog.IMPLS, Caps("cpu")), 33, context=70, plan=DecodeGemmPlan(2, 2, 2)
         )
 
 

@@ -22,7 +22,7 @@ from checkpoint.huggingface.folder import model_config
 from checkpoint.huggingface.safetensors_index import tensor_files
 from checkpoint.quantization import Scheme
 from contracts.errors import ConfigError
-from models.config import Experts, RopeScaling, Tuning, YarnScaling
+from models.config import AttentionTemperature, Experts, RopeScaling, YarnScaling
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
@@ -534,13 +534,17 @@ def test_a_gpt_oss_that_would_give_wrong_text_is_refused(changes, words):
 def test_llama4_is_read_whole():
     config = model_config(LLAMA4, "here")
     assert config.experts == Experts(8, 1, 16, True, (0, 2), as_llama4=True) and config.intermediate_size == 32
-    assert (config.segment, config.windowed_layers, config.unturned_layers) == (8192, (0, 1, 2), (3,))
-    assert config.tuning == Tuning(8192.0, 0.1) and not config.plain_qk_norm and not config.qk_norm
+    assert (config.segment, config.windowed_layers, config.no_rope_layers) == (8192, (0, 1, 2), (3,))
+    assert (
+        config.attention_temperature == AttentionTemperature(8192.0, 0.1)
+        and not config.plain_qk_norm
+        and not config.qk_norm
+    )
     whole = {"attention_chunk_size": None, "use_qk_norm": True, "attn_temperature_tuning": False, "moe_layers": [0, 1]}
     config = model_config({**LLAMA4, **whole, "no_rope_layers": [1, 0, 1, 0]}, "here")
     assert config.experts_of(2) is None and config.experts_of(1) is not None
-    assert (config.segment, config.windowed_layers, config.unturned_layers) == (0, (), (1, 3))
-    assert config.tuning is None and config.plain_qk_norm
+    assert (config.segment, config.windowed_layers, config.no_rope_layers) == (0, (), (1, 3))
+    assert config.attention_temperature is None and config.plain_qk_norm
     unsaid = {key: value for key, value in LLAMA4.items() if key != "attention_chunk_size"}
     assert model_config(unsaid, "here").segment == 8192
 

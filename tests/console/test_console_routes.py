@@ -18,7 +18,7 @@ from contracts.ids import WorkerId
 from contracts.node import NodeInfo
 from coordinator.memory_store import MemoryStore
 from coordinator.store.store import WorkerView
-from gateway.console.routes import FILES, Accounts, Looks
+from gateway.console.routes import FILES, Looks, RequestLog
 from tests.nodes import node_info
 
 FOLDER = resources.files("gateway.console")
@@ -27,7 +27,7 @@ DISPATCH: Any = SimpleNamespace(num_inflight=0, workers=SimpleNamespace(nodes=[]
 
 
 def looks(store: Any) -> Looks:
-    return Looks(DISPATCH, store, Accounts())
+    return Looks(DISPATCH, store, RequestLog())
 
 
 def test_every_file_is_served():
@@ -85,7 +85,7 @@ async def test_pages_that_ask_at_once_share_one_look():
 
 
 def test_accounts_keep_the_last_placed_requests_only():
-    accounts = Accounts()
+    accounts = RequestLog()
     for number in range(40):
         accounts.handle(_record({"id": str(number), "stages_s": {}}))
     accounts.handle(_record({"id": "refused", "status": 400}))

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from contracts.errors import LayoutMismatch, TandemError, by_code
 from contracts.hashing import chain_hashes, salted
 from contracts.layout import KVLayout
-from contracts.node import Ways
+from contracts.node import TransferCapabilities
 from tests.nodes import node_info, ways
 
 TOKENS = st.lists(st.integers(0, 2**31 - 1), max_size=60)
@@ -65,17 +65,19 @@ def test_sizes_follow_from_the_layout():
 
 def test_a_worker_takes_the_layouts_it_says():
     source, sink = node_info(layout_id="a"), node_info(layout_id="b", ways=ways("b", "a"))
-    assert sink.can_take(source) and source.can_take(source) and not source.can_take(sink)
+    assert sink.can_receive_from(source) and source.can_receive_from(source) and not source.can_receive_from(sink)
 
 
 def test_a_worker_takes_kv_by_the_ways_it_says_of_that_layout_and_memory():
-    sink = node_info(ways=Ways(memory="cuda", sends=["tcp"], takes={"l": ["ucx", "tcp"], "wide": ["ucx"]}))
-    assert sink.can_take(node_info(ways=ways(by="shm@a ucx", memory="cuda")))
-    assert sink.can_take(node_info(layout_id="wide", ways=ways(by="ucx", memory="cuda")))
-    assert not sink.can_take(node_info(ways=ways(by="shm@a", memory="cuda")))
-    assert not sink.can_take(node_info(layout_id="wide", ways=ways(by="tcp", memory="cuda")))
-    assert not sink.can_take(node_info(ways=ways(by="ucx tcp", memory="host")))
-    assert not sink.can_take(node_info(ways=ways(by="", memory="cuda")))
+    sink = node_info(
+        ways=TransferCapabilities(memory="cuda", sends=["tcp"], takes={"l": ["ucx", "tcp"], "wide": ["ucx"]})
+    )
+    assert sink.can_receive_from(node_info(ways=ways(by="shm@a ucx", memory="cuda")))
+    assert sink.can_receive_from(node_info(layout_id="wide", ways=ways(by="ucx", memory="cuda")))
+    assert not sink.can_receive_from(node_info(ways=ways(by="shm@a", memory="cuda")))
+    assert not sink.can_receive_from(node_info(layout_id="wide", ways=ways(by="tcp", memory="cuda")))
+    assert not sink.can_receive_from(node_info(ways=ways(by="ucx tcp", memory="host")))
+    assert not sink.can_receive_from(node_info(ways=ways(by="", memory="cuda")))
 
 
 @pytest.mark.parametrize("change", [{"model": "n"}, {"block_size": 32}, {"dtype": "bfloat16"}, {"num_kv_heads": 2}])

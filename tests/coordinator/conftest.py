@@ -62,9 +62,9 @@ async def mortal_store(request: pytest.FixtureRequest) -> AsyncIterator[Store]:
 
 async def opened_store(request: pytest.FixtureRequest, alive_s: float) -> AsyncIterator[Store]:
     if request.param == "memory":
-        yield MemoryStore(alive_s=alive_s, corpse_kept_s=1.0)
+        yield MemoryStore(alive_s=alive_s, stale_record_kept_s=1.0)
         return
     server: RedisServer = request.getfixturevalue(request.param)
-    opened = RedisStore(server.url, fresh_pool(), alive_s=alive_s, corpse_kept_s=1.0)
+    opened = RedisStore(server.url, fresh_pool(), alive_s=alive_s, stale_record_kept_s=1.0)
     yield opened
     await opened.close()

@@ -6,7 +6,7 @@ import pytest
 
 from contracts.hashing import chain_hashes
 from contracts.ids import Epoch, GatewayId, Incarnation, RequestId, WorkerId
-from contracts.node import NodeInfo, NodeLoad, Role
+from contracts.node import NodeInfo, NodeLoad, WorkerRole
 from coordinator.store.store import AFFINITY_BLOCK, AFFINITY_BLOCKS, PlaceRequest, Reaped, Store, WorkerView
 from tests.nodes import ways
 
@@ -37,7 +37,7 @@ def fresh_pool() -> str:
     return f"test-{secrets.token_hex(6)}"
 
 
-def node(name: str, role: Role, *, incarnation: str = "a", capacity: int = 10_000, **options) -> NodeInfo:
+def node(name: str, role: WorkerRole, *, incarnation: str = "a", capacity: int = 10_000, **options) -> NodeInfo:
     facts = {"layout_id": "l", "max_model_len": 8192, "ways": ways("l")} | options
     return NodeInfo(
         worker_id=WorkerId(name),
@@ -61,7 +61,7 @@ async def join(store: Store, *infos: NodeInfo) -> None:
 
 async def pair(store: Store, **options) -> None:
     """p0 and d0."""
-    await join(store, node("p0", Role.PREFILL, **options), node("d0", Role.DECODE, **options))
+    await join(store, node("p0", WorkerRole.PREFILL, **options), node("d0", WorkerRole.DECODE, **options))
 
 
 def ask(name: str, num_tokens: int = 100, max_tokens: int = 50, epoch: int = 1, **options) -> PlaceRequest:

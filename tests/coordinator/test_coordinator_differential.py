@@ -8,12 +8,12 @@ from hypothesis import strategies as st
 
 from contracts.errors import TandemError
 from contracts.ids import Epoch, GatewayId, Incarnation, RequestId, WorkerId
-from contracts.node import NodeLoad, Role, Ways
+from contracts.node import NodeLoad, TransferCapabilities, WorkerRole
 from coordinator.memory_store import MemoryStore
-from coordinator.request_states import ENDS, State
+from coordinator.request_states import ENDS, RequestState
 from coordinator.store.local_server import RedisServer
 from coordinator.store.redis_store import RedisStore
-from coordinator.store.store import Move, Store
+from coordinator.store.store import StateTransition, Store
 from tests.coordinator.coordinator_rig import answers, ask, credits, fresh_pool, node, prefixes
 from tests.nodes import ways
 
@@ -45,11 +45,11 @@ class Call:
 async def _join(
     store: Store,
     name: str,
-    role: Role,
+    role: WorkerRole,
     incarnation: str,
     capacity: int,
     layout: str,
-    ways: Ways,
+    ways: TransferCapabilities,
     longest: int,
     again: bool,
 ):
@@ -70,11 +70,11 @@ async def _place(store: Store, name: str, epoch: int, prompt: list[int], max_tok
     return await store.place(ask(name, len(prompt), max_tokens, epoch, **options))
 
 
-async def _advance(store: Store, moves: list[tuple[str, int, State]]):
-    return await store.advance([Move(RequestId(name), Epoch(epoch), to) for name, epoch, to in moves])
+async def _advance(store: Store, moves: list[tuple[str, int, RequestState]]):
+    return await store.advance([StateTransition(RequestId(name), Epoch(epoch), to) for name, epoch, to in moves])
 
 
-async def _finish(store: Store, name: str, epoch: int, state: State):
+async def _finish(store: Store, name: str, epoch: int, state: RequestState):
     return await store.finish(RequestId(name), Epoch(epoch), state)
 
 
@@ -107,7 +107,7 @@ loads = st.builds(
 )
 joins = st.tuples(
     names,
-    st.sampled_from(Role),
+    st.sampled_from(WorkerRole),
     incarnations,
     st.sampled_from([1000, 5000, 20_000]),
     st.sampled_from(["l", "l", "l", "m"]),
@@ -123,7 +123,7 @@ places = st.tuples(
     st.lists(names, max_size=2),
     gateways,
 )
-moves = st.lists(st.tuples(st.sampled_from(REQUESTS), EPOCHS, st.sampled_from(State)), max_size=4)
+moves = st.lists(st.tuples(st.sampled_from(REQUESTS), EPOCHS, st.sampled_from(RequestState)), max_size=4)
 ends = st.tuples(st.sampled_from(REQUESTS), EPOCHS, st.sampled_from(sorted(ENDS)))
 
 

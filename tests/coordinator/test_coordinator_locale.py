@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from contracts.node import Role
+from contracts.node import WorkerRole
 from coordinator.memory_store import MemoryStore
 from coordinator.store.local_server import RedisServer
 from coordinator.store.redis_store import RedisStore
@@ -38,7 +38,7 @@ def german_server(
 
 async def ties(store: Store) -> tuple[list[str], list[str]]:
     """The order in which workers that cost the same are listed, and in which they are chosen."""
-    await join(store, *(node(name, Role.MIXED) for name in IDS))
+    await join(store, *(node(name, WorkerRole.MIXED) for name in IDS))
     chosen: list[str] = []
     for name in IDS:
         route = await store.place(ask(name, exclude=tuple(chosen)))

@@ -15,14 +15,14 @@ from redis.asyncio import Redis
 
 from contracts.errors import ConfigError, Overloaded, RegistryError, TandemError, Unavailable
 from contracts.ids import Epoch, Incarnation, RequestId, WorkerId
-from contracts.node import Role
+from contracts.node import WorkerRole
 from coordinator.memory_store import MemoryStore
 from coordinator.placement.policy import OVERCOMMIT, max_prefixes
-from coordinator.request_states import State
+from coordinator.request_states import RequestState
 from coordinator.store.connect import connect
 from coordinator.store.local_server import RedisServer
 from coordinator.store.redis_store import RedisStore
-from coordinator.store.store import AFFINITY_BLOCK, AFFINITY_TTL_S, Move, Store
+from coordinator.store.store import AFFINITY_BLOCK, AFFINITY_TTL_S, StateTransition, Store
 from tests.coordinator.coordinator_rig import (
     ALIVE_LOAD,
     ask,
@@ -73,7 +73,7 @@ async def test_a_worker_that_joined_by_the_release_before_is_placed_on(any_serve
             assert await redis.hdel(f"tandem:{{{pool}}}:node:{name}", "answers") == 1
     assert [worker.num_answers for worker in await store.workers()] == [0, 0]
     assert (await store.place(ask("r"))).decode.worker_id == "d0"
-    await store.advance([Move(RequestId("r"), Epoch(1), State.COMMITTED)])
+    await store.advance([StateTransition(RequestId("r"), Epoch(1), RequestState.COMMITTED)])
     assert sum(worker.num_answers for worker in await store.workers()) == 1
     await store.close()
 
@@ -114,7 +114,7 @@ async def test_a_prefix_that_nobody_asked_for_lately_counts_no_more(any_server: 
 async def test_who_died_is_remembered_for_a_while_and_takes_nothing_meanwhile(any_server: RedisServer):
     """Though its sign of life be there: it has to join again, with nothing in its hands."""
     pool, kept_s = fresh_pool(), 60.0
-    store = RedisStore(any_server.url, pool, corpse_kept_s=kept_s)
+    store = RedisStore(any_server.url, pool, stale_record_kept_s=kept_s)
     await pair(store)
     node_key = f"tandem:{{{pool}}}:node:d0"
     async with Redis.from_url(any_server.url) as redis:
@@ -357,7 +357,7 @@ async def test_what_has_ended_leaves_nothing_for_ever(redis_store: RedisStore, a
     keys = await keys_of(any_server, redis_store)
     lasting = {name for name, ttl_ms in keys.items() if ttl_ms == -1}
     assert lasting == {"nodes", "node:p0", "node:d0", "states", "counters", "terms"}
-    await redis_store.join(node("p0", Role.PREFILL, incarnation="b"))
+    await redis_store.join(node("p0", WorkerRole.PREFILL, incarnation="b"))
     for name, incarnation in (("p0", "b"), ("d0", "a")):
         await redis_store.leave(WorkerId(name), Incarnation(incarnation))
     keys = await keys_of(any_server, redis_store)
@@ -379,13 +379,19 @@ async def test_prefixes_are_bounded(redis_store: RedisStore, any_server: RedisSe
 async def test_long_batches_are_told_in_parts(redis_store: RedisStore):
     await pair(redis_store)
     await redis_store.place(ask("r"))
-    moves = [Move(RequestId("r"), Epoch(1), State.QUEUED)] * 2500
+    moves = [StateTransition(RequestId("r"), Epoch(1), RequestState.QUEUED)] * 2500
     assert (await redis_store.advance(moves)).count(True) == 1
     assert (await redis_store.counts()).late == 2499
 
 
 STEPS = ("place", "again", "advance", "finish", "reap", "leave", "join", "supersede")
-WORKERS = {"p0": Role.PREFILL, "p1": Role.PREFILL, "d0": Role.DECODE, "d1": Role.DECODE, "m0": Role.MIXED}
+WORKERS = {
+    "p0": WorkerRole.PREFILL,
+    "p1": WorkerRole.PREFILL,
+    "d0": WorkerRole.DECODE,
+    "d1": WorkerRole.DECODE,
+    "m0": WorkerRole.MIXED,
+}
 
 
 class Life:
@@ -418,7 +424,7 @@ class Life:
                 self.epochs[request] += 1
                 await self.place(request)
             case "advance" if self.epochs:
-                states = self.random.choices(list(State), k=3)
+                states = self.random.choices(list(RequestState), k=3)
                 await self.store.advance([self.move(self.request(), state) for state in states])
             case "finish" if self.epochs:
                 request = self.request()
@@ -436,8 +442,8 @@ class Life:
     def request(self) -> str:
         return self.random.choice(list(self.epochs))
 
-    def move(self, request: str, state: State) -> Move:
-        return Move(RequestId(request), Epoch(self.epochs[request]), state)
+    def move(self, request: str, state: RequestState) -> StateTransition:
+        return StateTransition(RequestId(request), Epoch(self.epochs[request]), state)
 
     async def join(self, name: str) -> None:
         await join(self.store, node(name, WORKERS[name], incarnation=str(self.incarnations[name])))

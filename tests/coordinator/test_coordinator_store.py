@@ -7,9 +7,9 @@ from msgspec import structs
 
 from contracts.errors import Overloaded, RequestError, Unavailable
 from contracts.ids import Epoch, GatewayId, Incarnation, RequestId, WorkerId
-from contracts.node import NodeLoad, Role
-from coordinator.request_states import State
-from coordinator.store.store import AFFINITY_BLOCK, Lead, Move, Store
+from contracts.node import NodeLoad, WorkerRole
+from coordinator.request_states import RequestState
+from coordinator.store.store import AFFINITY_BLOCK, Lead, StateTransition, Store
 from tests.coordinator.coordinator_rig import (
     ALIVE_LOAD,
     BREAK_EVEN_RATE,
@@ -34,13 +34,13 @@ A, B = Incarnation("a"), Incarnation("b")
 ONE = Epoch(1)
 
 
-def moves(name: str, *states: State, epoch: int = 1) -> list[Move]:
-    return [Move(RequestId(name), Epoch(epoch), state) for state in states]
+def moves(name: str, *states: RequestState, epoch: int = 1) -> list[StateTransition]:
+    return [StateTransition(RequestId(name), Epoch(epoch), state) for state in states]
 
 
 class TestRegistry:
     async def test_workers_are_listed_by_id(self, store: Store):
-        await join(store, node("w1", Role.DECODE), node("w0", Role.PREFILL))
+        await join(store, node("w1", WorkerRole.DECODE), node("w0", WorkerRole.PREFILL))
         assert [node.info.worker_id for node in await store.nodes()] == ["w0", "w1"]
         assert all(node.alive for node in await store.nodes())
 
@@ -63,7 +63,7 @@ class TestRegistry:
     async def test_a_new_incarnation_supersedes(self, store: Store):
         await pair(store)
         await store.place(ask("r"))
-        await store.join(node("d0", Role.DECODE, incarnation="b"))
+        await store.join(node("d0", WorkerRole.DECODE, incarnation="b"))
         assert (await view(store, "d0")).reserved_tokens == 0
         assert not await store.heartbeat(WorkerId("d0"), A, ALIVE_LOAD)
         assert await store.heartbeat(WorkerId("d0"), B, ALIVE_LOAD)
@@ -71,29 +71,29 @@ class TestRegistry:
         await assert_idle(store)
 
     async def test_one_that_slept_until_it_was_forgotten_does_not_take_its_successors_place(self, store: Store):
-        await store.join(node("w", Role.MIXED, incarnation="b"))
+        await store.join(node("w", WorkerRole.MIXED, incarnation="b"))
         with pytest.raises(Unavailable, match="newer process"):
-            await store.join(node("w", Role.MIXED, incarnation="a"), again=True)
+            await store.join(node("w", WorkerRole.MIXED, incarnation="a"), again=True)
         assert await store.heartbeat(WorkerId("w"), B, ALIVE_LOAD)
         await store.leave(WorkerId("w"), B)
-        await store.join(node("w", Role.MIXED, incarnation="a"), again=True)
+        await store.join(node("w", WorkerRole.MIXED, incarnation="a"), again=True)
         assert await store.heartbeat(WorkerId("w"), A, ALIVE_LOAD)
 
     async def test_the_superseded_come_back_when_their_successor_has_left(self, store: Store):
         await pair(store)
-        assert await store.join(node("d0", Role.DECODE, incarnation="b"))
+        assert await store.join(node("d0", WorkerRole.DECODE, incarnation="b"))
         with pytest.raises(Unavailable, match="newer process"):
-            await store.join(node("d0", Role.DECODE), again=True)
+            await store.join(node("d0", WorkerRole.DECODE), again=True)
         assert (await view(store, "d0")).node.info.incarnation == B
         await store.leave(WorkerId("d0"), B)
-        assert not await store.join(node("d0", Role.DECODE), again=True)
+        assert not await store.join(node("d0", WorkerRole.DECODE), again=True)
         assert await store.heartbeat(WorkerId("d0"), A, ALIVE_LOAD)
 
     async def test_a_join_that_comes_twice_changes_nothing(self, store: Store):
         await pair(store)
         await store.place(ask("r", prefix_hashes=[b"x" * 16]))
         before = await store.workers()
-        for name, role in (("p0", Role.PREFILL), ("d0", Role.DECODE)):
+        for name, role in (("p0", WorkerRole.PREFILL), ("d0", WorkerRole.DECODE)):
             assert not await store.join(node(name, role))
         assert await store.workers() == before
 
@@ -101,7 +101,7 @@ class TestRegistry:
         await pair(store)
         await store.place(ask("r"))
         await store.leave(WorkerId("d0"), A)
-        await store.join(node("d0", Role.DECODE))
+        await store.join(node("d0", WorkerRole.DECODE))
         await store.place(ask("s", 200, 50))
         assert await store.finish(RequestId("r"), ONE)
         assert (await view(store, "d0")).reserved_tokens == 250
@@ -112,13 +112,13 @@ class TestPlacing:
         await pair(store)
         route = await store.place(ask("r"))
         assert (route.request_id, route.epoch) == ("r", 1)
-        assert route.prefill == node("p0", Role.PREFILL).ref
-        assert route.decode == node("d0", Role.DECODE).ref
+        assert route.prefill == node("p0", WorkerRole.PREFILL).ref
+        assert route.decode == node("d0", WorkerRole.DECODE).ref
 
     async def test_of_decodes_that_cost_the_same_one_of_prefills_layout_is_taken(self, store: Store):
-        other = node("d0", Role.DECODE, layout_id="m", ways=ways("l", "m"))
-        alike = node("d1", Role.DECODE, layout_id="l", ways=ways("l"))
-        await join(store, node("p0", Role.PREFILL, layout_id="l"), other, alike)
+        other = node("d0", WorkerRole.DECODE, layout_id="m", ways=ways("l", "m"))
+        alike = node("d1", WorkerRole.DECODE, layout_id="l", ways=ways("l"))
+        await join(store, node("p0", WorkerRole.PREFILL, layout_id="l"), other, alike)
         assert (await store.place(ask("r"))).decode.worker_id == "d1"
 
     async def test_an_idle_worker_is_never_full(self, store: Store):
@@ -144,7 +144,7 @@ class TestPlacing:
 
     async def test_a_burst_spreads_without_a_heartbeat(self, store: Store):
         await pair(store)
-        await store.join(node("d1", Role.DECODE))
+        await store.join(node("d1", WorkerRole.DECODE))
         routes = await asyncio.gather(*(store.place(ask(f"r{index}")) for index in range(10)))
         assert sorted(route.decode.worker_id for route in routes) == ["d0"] * 5 + ["d1"] * 5
 
@@ -156,38 +156,38 @@ class TestPlacing:
     async def test_no_worker_is_said_in_words(self, store: Store):
         with pytest.raises(Unavailable, match="no live prefill worker"):
             await store.place(ask("r"))
-        await store.join(node("p0", Role.PREFILL))
+        await store.join(node("p0", WorkerRole.PREFILL))
         with pytest.raises(Unavailable, match="no live decode worker"):
             await store.place(ask("r"))
         assert (await store.counts()).unavailable == 2
 
     async def test_who_can_not_exchange_kv_is_no_pair(self, store: Store):
-        await join(store, node("p0", Role.PREFILL, ways=ways("l", by="shm@a")), node("d0", Role.DECODE))
-        await store.join(node("p1", Role.PREFILL, ways=ways("l", by="tcp", memory="cuda")))
+        await join(store, node("p0", WorkerRole.PREFILL, ways=ways("l", by="shm@a")), node("d0", WorkerRole.DECODE))
+        await store.join(node("p1", WorkerRole.PREFILL, ways=ways("l", by="tcp", memory="cuda")))
         with pytest.raises(Unavailable, match="can take the KV"):
             await store.place(ask("r"))
-        await store.join(node("p2", Role.PREFILL, ways=ways("l", by="shm@a ucx tcp")))
+        await store.join(node("p2", WorkerRole.PREFILL, ways=ways("l", by="shm@a ucx tcp")))
         assert [(await store.place(ask(f"r{i}"))).prefill.worker_id for i in range(3)] == ["p2"] * 3
         assert (await store.counts()).unavailable == 1
 
     async def test_a_transport_that_stays_on_a_host_is_another_on_each(self, store: Store):
-        await join(store, node("p0", Role.PREFILL, ways=ways("l", by="shm@a")))
-        await join(store, node("d0", Role.DECODE, ways=ways("l", by="shm@ab")))
+        await join(store, node("p0", WorkerRole.PREFILL, ways=ways("l", by="shm@a")))
+        await join(store, node("d0", WorkerRole.DECODE, ways=ways("l", by="shm@ab")))
         with pytest.raises(Unavailable, match="can take the KV"):
             await store.place(ask("r"))
-        await store.join(node("d1", Role.DECODE, ways=ways("l", by="shm@a")))
+        await store.join(node("d1", WorkerRole.DECODE, ways=ways("l", by="shm@a")))
         assert (await store.place(ask("r"))).decode.worker_id == "d1"
 
     async def test_a_worker_without_any_way_serves_alone(self, store: Store):
-        await store.join(node("m0", Role.MIXED, ways=ways("l", by="")))
+        await store.join(node("m0", WorkerRole.MIXED, ways=ways("l", by="")))
         assert (await store.place(ask("r"))).is_local
 
     async def test_idle_workers_that_meet_nobody_hide_nothing(self, store: Store):
         """Neither a pair that is not among the cheapest, nor that all who meet are full."""
         shm = ways("l", by="shm@a")
-        await join(store, *(node(f"p{i}", Role.PREFILL, ways=shm) for i in range(9)))
-        await join(store, *(node(f"d{i}", Role.DECODE) for i in range(9)))
-        await join(store, node("p9", Role.PREFILL), node("d9", Role.DECODE, ways=shm))
+        await join(store, *(node(f"p{i}", WorkerRole.PREFILL, ways=shm) for i in range(9)))
+        await join(store, *(node(f"d{i}", WorkerRole.DECODE) for i in range(9)))
+        await join(store, node("p9", WorkerRole.PREFILL), node("d9", WorkerRole.DECODE, ways=shm))
         for name in ("p9", "d9"):
             busy = NodeLoad(queue_tokens=500, num_running=1, free_tokens=10, prefill_rate=1000.0)
             await store.heartbeat(WorkerId(name), A, busy)
@@ -201,7 +201,7 @@ class TestPlacing:
 
     async def test_an_idle_decode_worker_that_meets_nobody_has_no_room(self, store: Store):
         await pair(store, capacity=1000)
-        await store.join(node("d1", Role.DECODE, ways=ways("l", by="shm@a")))
+        await store.join(node("d1", WorkerRole.DECODE, ways=ways("l", by="shm@a")))
         for index in range(6):
             await store.place(ask(f"r{index}", 400, 200))
         with pytest.raises(Overloaded, match="decode"):
@@ -233,19 +233,19 @@ class TestPlacing:
 
     async def test_what_a_worker_holds_beyond_its_credits_counts(self, store: Store):
         await pair(store)
-        await store.join(node("d1", Role.DECODE))
+        await store.join(node("d1", WorkerRole.DECODE))
         await store.heartbeat(WorkerId("d0"), A, NodeLoad(num_running=3, free_tokens=100))
         assert (await store.place(ask("r", 500))).decode.worker_id == "d1"
 
     async def test_a_queue_from_before_the_store_was_lost_counts(self, store: Store):
         await pair(store)
-        await store.join(node("p1", Role.PREFILL))
+        await store.join(node("p1", WorkerRole.PREFILL))
         await store.heartbeat(WorkerId("p0"), A, NodeLoad(queue_tokens=5000))
         assert (await store.place(ask("r"))).prefill.worker_id == "p1"
 
     async def test_a_conversation_goes_where_its_prefix_is(self, store: Store):
         await pair(store)
-        await store.join(node("p1", Role.PREFILL))
+        await store.join(node("p1", WorkerRole.PREFILL))
         prompt = list(range(640))
         first = await store.place(ask("r", 640, prefix_hashes=prefixes(prompt)))
         await store.finish(RequestId("r"), ONE)
@@ -266,7 +266,7 @@ class TestPlacing:
         await pair(store)
         hashes = prefixes(list(range(640)))
         await store.place(ask("r", 640, prefix_hashes=hashes))
-        await store.join(node("p0", Role.PREFILL, incarnation="b"))
+        await store.join(node("p0", WorkerRole.PREFILL, incarnation="b"))
         await store.place(ask("s", 640, prefix_hashes=hashes))
         assert (await view(store, "p0")).pending_tokens == 640
 
@@ -274,7 +274,7 @@ class TestPlacing:
 class TestPlacingAgain:
     async def test_a_refuser_is_passed_over(self, store: Store):
         await pair(store)
-        await store.join(node("d1", Role.DECODE))
+        await store.join(node("d1", WorkerRole.DECODE))
         first = await store.place(ask("r"))
         second = await store.place(ask("r", epoch=2, exclude=(first.decode.worker_id,)))
         assert second.epoch == 2
@@ -286,7 +286,7 @@ class TestPlacingAgain:
         await pair(store)
         await store.place(ask("r"))
         await store.place(ask("r", epoch=2))
-        assert await store.advance(moves("r", State.QUEUED)) == [False]
+        assert await store.advance(moves("r", RequestState.QUEUED)) == [False]
         assert not await store.finish(RequestId("r"), ONE)
         assert await store.finish(RequestId("r"), Epoch(2))
         assert (await store.counts()).stale == 2
@@ -304,7 +304,7 @@ class TestPlacingAgain:
         with pytest.raises(Unavailable):
             await store.place(ask("r", epoch=2, exclude=(WorkerId("d0"),)))
         assert set((await credits(store)).values()) == {(0, 0, 0, 0)}
-        assert await store.finish(RequestId("r"), ONE, State.FAILED)
+        assert await store.finish(RequestId("r"), ONE, RequestState.FAILED)
         await assert_idle(store)
 
     @pytest.mark.parametrize("epoch", [1, 2])
@@ -316,8 +316,8 @@ class TestPlacingAgain:
             await store.place(ask("r", epoch=epoch))
         await assert_idle(store)
 
-    @pytest.mark.parametrize(("name", "role"), [("p0", Role.PREFILL), ("d0", Role.DECODE)])
-    async def test_a_place_at_a_worker_that_joined_anew_is_none(self, store: Store, name: str, role: Role):
+    @pytest.mark.parametrize(("name", "role"), [("p0", WorkerRole.PREFILL), ("d0", WorkerRole.DECODE)])
+    async def test_a_place_at_a_worker_that_joined_anew_is_none(self, store: Store, name: str, role: WorkerRole):
         """Placing again tells where the request is, and that process has never heard of it."""
         await pair(store)
         route = await store.place(ask("r"))
@@ -337,11 +337,11 @@ class TestStates:
     async def test_the_prompts_credit_ends_with_the_handoff(self, store: Store):
         await pair(store)
         await store.place(ask("r"))
-        told = moves("r", State.QUEUED, State.RESERVING, State.TRANSFERRING)
+        told = moves("r", RequestState.QUEUED, RequestState.RESERVING, RequestState.TRANSFERRING)
         assert await store.advance(told) == [True] * 3
         assert (await view(store, "p0")).pending_tokens == 100
         assert await answers(store) == {"p0": 0, "d0": 0}
-        assert await store.advance(moves("r", State.COMMITTED)) == [True]
+        assert await store.advance(moves("r", RequestState.COMMITTED)) == [True]
         assert await credits(store) == {"p0": (0, 0, 0, 0), "d0": (0, 0, 150, 1)}
         assert await answers(store) == {"p0": 0, "d0": 1}
         assert (await store.counts()).states == {"COMMITTED": 1}
@@ -349,46 +349,46 @@ class TestStates:
     async def test_decoding_where_it_was_computed_moves_the_credit(self, store: Store):
         await pair(store)
         await store.place(ask("r"))
-        assert await store.advance(moves("r", State.HELD, State.LOCAL_DECODE)) == [True, True]
+        assert await store.advance(moves("r", RequestState.HELD, RequestState.LOCAL_DECODE)) == [True, True]
         assert await credits(store) == {"p0": (0, 0, 150, 1), "d0": (0, 0, 0, 0)}
         assert await answers(store) == {"p0": 1, "d0": 0}
         await store.finish(RequestId("r"), ONE)
         await assert_idle(store)
 
     async def test_a_local_route_keeps_its_credit(self, store: Store):
-        await store.join(node("m0", Role.MIXED))
+        await store.join(node("m0", WorkerRole.MIXED))
         assert (await store.place(ask("r"))).is_local
-        assert await store.advance(moves("r", State.QUEUED, State.LOCAL_DECODE)) == [True, True]
+        assert await store.advance(moves("r", RequestState.QUEUED, RequestState.LOCAL_DECODE)) == [True, True]
         assert await credits(store) == {"m0": (0, 0, 150, 1)}
         assert await answers(store) == {"m0": 1}
 
     async def test_decoding_where_it_was_computed_leaves_the_count_of_other_answers(self, store: Store):
         await pair(store)
         await store.place(ask("r"))
-        await store.advance(moves("r", State.COMMITTED))
+        await store.advance(moves("r", RequestState.COMMITTED))
         for name in ("s", "t"):
             await store.place(ask(name))
-        assert await store.advance(moves("s", State.HELD, State.LOCAL_DECODE)) == [True, True]
+        assert await store.advance(moves("s", RequestState.HELD, RequestState.LOCAL_DECODE)) == [True, True]
         assert await answers(store) == {"p0": 1, "d0": 1}
 
     async def test_an_answer_of_a_former_term_is_not_counted(self, store: Store):
         await pair(store)
         await store.place(ask("r"))
-        await join(store, node("d0", Role.DECODE, incarnation="b"))
+        await join(store, node("d0", WorkerRole.DECODE, incarnation="b"))
         await store.place(ask("s"))
-        assert await store.advance(moves("r", State.COMMITTED)) == [True]
+        assert await store.advance(moves("r", RequestState.COMMITTED)) == [True]
         assert await answers(store) == {"p0": 0, "d0": 0}
 
     async def test_nobody_but_place_begins_an_attempt(self, store: Store):
         await pair(store)
         await store.place(ask("r"))
-        await store.advance(moves("r", State.QUEUED))
-        assert await store.advance(moves("r", State.PLACED)) == [False]
+        await store.advance(moves("r", RequestState.QUEUED))
+        assert await store.advance(moves("r", RequestState.PLACED)) == [False]
         assert (await store.counts()).illegal == 1
 
     async def test_a_prompt_spares_answers_but_not_those_that_wait_for_theirs(self, store: Store):
         """A prompt takes a second here, half of it from each answer beside it."""
-        await join(store, node("m0", Role.MIXED), node("p0", Role.PREFILL))
+        await join(store, node("m0", WorkerRole.MIXED), node("p0", WorkerRole.PREFILL))
         for name in ("m0", "p0"):
             await store.heartbeat(WorkerId(name), A, NodeLoad(prefill_rate=1000.0, prompt_tokens_per_mixed_step=512))
 
@@ -397,7 +397,9 @@ class TestStates:
 
         assert await place("a", "b", "c") == ["m0", "p0", "m0"]
         for name in "abc":
-            await store.advance(moves(name, State.QUEUED, State.LOCAL_DECODE if name != "b" else State.COMMITTED))
+            await store.advance(
+                moves(name, RequestState.QUEUED, RequestState.LOCAL_DECODE if name != "b" else RequestState.COMMITTED)
+            )
         assert await answers(store) == {"m0": 3, "p0": 0}
         assert await place("d", "e", "f") == ["p0", "p0", "m0"]
         for name in "abcdef":
@@ -408,11 +410,11 @@ class TestStates:
     async def test_short_prompts_stay_where_they_are_answered_and_long_ones_move(
         self, store: Store, num_answers, transfer_rate, pending_tokens, longest, shortest
     ):
-        await join(store, node("m0", Role.MIXED))
+        await join(store, node("m0", WorkerRole.MIXED))
         for index in range(num_answers):
             await store.place(ask(f"running-{index}", 1, 2))
-            await store.advance(moves(f"running-{index}", State.QUEUED, State.LOCAL_DECODE))
-        await join(store, node("p0", Role.PREFILL))
+            await store.advance(moves(f"running-{index}", RequestState.QUEUED, RequestState.LOCAL_DECODE))
+        await join(store, node("p0", WorkerRole.PREFILL))
         loads = {
             "m0": NodeLoad(prefill_rate=BREAK_EVEN_RATE, prompt_tokens_per_mixed_step=BREAK_EVEN_STEP - num_answers)
         }
@@ -429,23 +431,23 @@ class TestStates:
     async def test_overtaken_reports_are_late_not_illegal(self, store: Store):
         await pair(store)
         await store.place(ask("r"))
-        assert await store.advance(moves("r", State.COMMITTED)) == [True]
-        assert await store.advance(moves("r", State.QUEUED, State.RESERVING)) == [False, False]
+        assert await store.advance(moves("r", RequestState.COMMITTED)) == [True]
+        assert await store.advance(moves("r", RequestState.QUEUED, RequestState.RESERVING)) == [False, False]
         counts = await store.counts()
         assert (counts.late, counts.illegal) == (2, 0)
 
     async def test_illegal_moves_are_refused_and_counted(self, store: Store):
         await pair(store)
         await store.place(ask("r"))
-        await store.advance(moves("r", State.COMMITTED))
-        assert await store.advance(moves("r", State.LOCAL_DECODE)) == [False]
-        assert await store.advance(moves("r", State.PLACED, epoch=2)) == [False]
-        assert await store.advance(moves("r", State.FINISHED, epoch=7)) == [False]
+        await store.advance(moves("r", RequestState.COMMITTED))
+        assert await store.advance(moves("r", RequestState.LOCAL_DECODE)) == [False]
+        assert await store.advance(moves("r", RequestState.PLACED, epoch=2)) == [False]
+        assert await store.advance(moves("r", RequestState.FINISHED, epoch=7)) == [False]
         counts = await store.counts()
         assert (counts.illegal, counts.states) == (3, {"COMMITTED": 1})
 
     async def test_unknown_requests_are_counted(self, store: Store):
-        assert await store.advance(moves("nobody", State.QUEUED)) == [False]
+        assert await store.advance(moves("nobody", RequestState.QUEUED)) == [False]
         assert not await store.finish(RequestId("nobody"), ONE)
         assert (await store.counts()).unknown == 2
 
@@ -455,14 +457,14 @@ class TestStates:
     async def test_a_request_ends_once(self, store: Store):
         await pair(store)
         await store.place(ask("r"))
-        assert await store.finish(RequestId("r"), ONE, State.CANCELLED)
-        assert await store.finish(RequestId("r"), ONE, State.FINISHED)
+        assert await store.finish(RequestId("r"), ONE, RequestState.CANCELLED)
+        assert await store.finish(RequestId("r"), ONE, RequestState.FINISHED)
         assert (await store.counts()).ended == {"CANCELLED": 1}
         await assert_idle(store)
 
     async def test_it_ends_in_an_end(self, store: Store):
         with pytest.raises(ValueError, match="QUEUED"):
-            await store.finish(RequestId("r"), ONE, State.QUEUED)
+            await store.finish(RequestId("r"), ONE, RequestState.QUEUED)
 
 
 class TestLeases:
@@ -481,7 +483,7 @@ class TestLeases:
         await pair(store)
         for name in ("r", "s"):
             await store.place(ask(name, lease_s=0.0))
-            await store.advance(moves(name, State.COMMITTED))
+            await store.advance(moves(name, RequestState.COMMITTED))
         assert await store.renew([RequestId("r"), RequestId("unknown")], 10.0) == 1
         assert [r.request_id for r in await reap(store)] == ["s"]
         assert (await view(store, "d0")).num_decodes == 1
@@ -605,7 +607,11 @@ class TestTransferRates:
     """What workers measure of their links decides between workers that are equal otherwise."""
 
     async def chosen(self, store: Store, *rates: float) -> str:
-        await join(store, *(node(f"p{index}", Role.PREFILL) for index in range(len(rates))), node("d0", Role.DECODE))
+        await join(
+            store,
+            *(node(f"p{index}", WorkerRole.PREFILL) for index in range(len(rates))),
+            node("d0", WorkerRole.DECODE),
+        )
         for index, rate in enumerate(rates):
             load = NodeLoad(prefill_rate=1000.0, decode_rate=100.0, transfer_rate=rate)
             assert await store.heartbeat(WorkerId(f"p{index}"), A, load)
@@ -625,13 +631,15 @@ class TestTransferRates:
         assert await self.chosen(store, rate, 200.0) == "p0"
 
     async def test_a_path_that_failed_is_passed_over_until_its_worker_comes_back_anew(self, store: Store):
-        await join(store, node("p0", Role.PREFILL), *(node(d, Role.DECODE, incarnation=d) for d in ("d0", "d1")))
+        await join(
+            store, node("p0", WorkerRole.PREFILL), *(node(d, WorkerRole.DECODE, incarnation=d) for d in ("d0", "d1"))
+        )
         cut_off = NodeLoad(prefill_rate=1000.0, decode_rate=100.0, bad_paths=(Incarnation("d"), Incarnation("d0")))
         assert await store.heartbeat(WorkerId("p0"), A, cut_off)
         assert (await store.place(ask("r"))).decode.worker_id == "d1"
-        await join(store, node("d0", Role.DECODE, incarnation="new"))
+        await join(store, node("d0", WorkerRole.DECODE, incarnation="new"))
         assert (await store.place(ask("s"))).decode.worker_id == "d0"
 
     async def test_a_mixed_worker_wins_over_a_slow_link(self, store: Store):
-        await join(store, node("m0", Role.MIXED))
+        await join(store, node("m0", WorkerRole.MIXED))
         assert await self.chosen(store, 10.0) == "m0"

@@ -8,7 +8,7 @@ from contracts.events import Failed, Finished, FinishReason, Prefilled, Token, T
 from contracts.ids import Epoch, GatewayId, Incarnation, RequestId, WorkerId
 from contracts.request import Job, Route, WorkerRef
 from contracts.sampling import SamplingParams
-from worker.core.attempt_table import MAX_CANCELLED, Ledger, attempt_key
+from worker.core.attempt_table import MAX_CANCELLED, AttemptTable, attempt_key
 
 REF = WorkerRef(WorkerId("w"), Incarnation("1"), "http://w", "w:1")
 
@@ -18,14 +18,14 @@ def job(name: str = "r", epoch: int = 1, gateway: str = "g", timeout_s: float = 
     return Job(route, GatewayId(gateway), [1, 2], SamplingParams(max_tokens=2, seed=0), timeout_s)
 
 
-def opened(ledger: Ledger, *args, now: float = 0.0, **kwargs):
+def opened(ledger: AttemptTable, *args, now: float = 0.0, **kwargs):
     live = ledger.open(job(*args, **kwargs), now)
     assert live is not None
     return live
 
 
 def test_a_request_is_known_until_its_end_and_not_after():
-    ledger = Ledger()
+    ledger = AttemptTable()
     live = opened(ledger)
     assert ledger.get(RequestId("r")) is live and ledger.of(live.key) is live and len(ledger) == 1
     ledger.finish(live, 2, FinishReason.STOP)
@@ -33,14 +33,14 @@ def test_a_request_is_known_until_its_end_and_not_after():
 
 
 def test_the_same_job_twice_is_taken_once():
-    ledger = Ledger()
+    ledger = AttemptTable()
     opened(ledger)
     assert ledger.open(job(), 1.0) is None
     assert ledger.num_stale == 1
 
 
 def test_a_job_behind_its_cancel_is_not_taken_and_the_next_attempt_is():
-    ledger = Ledger()
+    ledger = AttemptTable()
     for epoch in (2, 1):  # the later one, however they come
         ledger.cancelled(RequestId("r"), Epoch(epoch))
     assert [ledger.open(job(epoch=epoch), 0.0) for epoch in (1, 2)] == [None, None]
@@ -49,7 +49,7 @@ def test_a_job_behind_its_cancel_is_not_taken_and_the_next_attempt_is():
 
 
 def test_cancels_of_what_never_came_do_not_pile_up():
-    ledger = Ledger()
+    ledger = AttemptTable()
     for number in range(MAX_CANCELLED + 1):
         ledger.cancelled(RequestId(f"{number}"), Epoch(1))
     assert opened(ledger, "0")
@@ -57,14 +57,14 @@ def test_cancels_of_what_never_came_do_not_pile_up():
 
 
 def test_another_epoch_is_not_this_request():
-    ledger = Ledger()
+    ledger = AttemptTable()
     live = opened(ledger, epoch=2)
     assert ledger.of(attempt_key(RequestId("r"), Epoch(1))) is None
     assert ledger.of(attempt_key(RequestId("r"), Epoch(2))) is live
 
 
 def test_events_come_out_in_order_by_gateway_and_once():
-    ledger = Ledger()
+    ledger = AttemptTable()
     one, other = opened(ledger, "a"), opened(ledger, "b", gateway="h")
     one.stage("queue", 1.0)
     one.stage("prefill", 3.0)
@@ -86,7 +86,7 @@ def test_events_come_out_in_order_by_gateway_and_once():
 
 
 def test_who_did_not_compute_the_prompt_tells_with_its_first_token_how_it_came_to_it():
-    ledger = Ledger()
+    ledger = AttemptTable()
     decode = opened(ledger, "a")
     decode.stage("expect", 1.0)
     decode.stage("land", 3.0)
@@ -98,21 +98,21 @@ def test_who_did_not_compute_the_prompt_tells_with_its_first_token_how_it_came_t
 
 
 def test_a_failure_says_its_code_and_words():
-    ledger = Ledger()
+    ledger = AttemptTable()
     ledger.fail(opened(ledger), Unavailable("the cable is out"))
     (event,) = ledger.take()[0][GatewayId("g")]
     assert isinstance(event, Failed) and (event.code, event.message) == ("unavailable", "the cable is out")
 
 
 def test_who_leaves_says_nothing():
-    ledger = Ledger()
+    ledger = AttemptTable()
     ledger.leave(opened(ledger))
     assert ledger.take() == ({}, []) and len(ledger) == 0
 
 
 @given(st.lists(st.floats(0.1, 100.0), max_size=12), st.floats(0.0, 120.0))
 def test_overdue_are_exactly_those_past_their_deadline(timeouts, now):
-    ledger = Ledger()
+    ledger = AttemptTable()
     for number, timeout_s in enumerate(timeouts):
         opened(ledger, f"r{number}", timeout_s=timeout_s)
     overdue = {live.job.request_id for live in ledger.overdue(now)}

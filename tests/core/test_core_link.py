@@ -7,7 +7,7 @@ import pytest
 
 from contracts.codec import FrameReader, decoder, frame
 from contracts.ids import GatewayId
-from worker.core.front_link import FrontGone, FrontLink
+from worker.core.front_link import FrontDisconnected, FrontLink
 from worker.messages import GatewayGone, Loading, Stop, ToFront
 
 
@@ -52,7 +52,7 @@ def test_what_the_core_sends_reaches_the_front(ends):
 def test_a_front_that_closes_ends_the_core(ends):
     front, link = ends
     front.close()
-    with pytest.raises(FrontGone):
+    with pytest.raises(FrontDisconnected):
         link.receive(0.5)
-    with pytest.raises(FrontGone):
+    with pytest.raises(FrontDisconnected):
         link.send(Loading("load", 1, 2))

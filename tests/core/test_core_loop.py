@@ -8,15 +8,15 @@ import pytest
 from contracts.events import Failed, Finished, Prefilled, Tokens
 from contracts.ids import Epoch, GatewayId, Incarnation, RequestId, WorkerId
 from contracts.request import Cancel, Job
-from engine.messages import EngineFailure, StepOutput, Watcher
-from gateway.generation.time_account import exposed_s
+from engine.messages import EngineFailure, StepObserver, StepOutput
+from gateway.generation.time_account import non_overlapped_transfer_s
 from tests.nodes import node_info
 from tests.path.ring import D, P, Ring, answer
 from worker.core.attempt_table import attempt_key
 from worker.core.engine_core import ALERT_WAIT_S, IDLE_WAIT_S, REHEARSAL_S
-from worker.core.front_link import FrontGone
+from worker.core.front_link import FrontDisconnected
 from worker.core.status import STATUS_PERIOD_S
-from worker.messages import CoreFrame, GatewayGone, Peers, Stop, Work
+from worker.messages import CoreFrame, GatewayGone, KnownPeers, Stop, Work
 
 R = RequestId("r")
 
@@ -213,10 +213,10 @@ def test_a_front_that_is_gone_ends_the_loop():
     ring = Ring()
 
     def gone(timeout_s: float) -> list:
-        raise FrontGone
+        raise FrontDisconnected
 
     ring.sides[P].link.receive = gone  # type: ignore[method-assign]
-    with pytest.raises(FrontGone):
+    with pytest.raises(FrontDisconnected):
         ring.sides[P].core.run()
 
 
@@ -271,7 +271,7 @@ def test_what_the_engine_could_not_compute_ends_at_decode_too(monkeypatch: pytes
     ring.settle(1)
     engine = ring.sides[P].engine
 
-    def fail(watcher: Watcher) -> StepOutput:
+    def fail(watcher: StepObserver) -> StepOutput:
         engine.release(key)
         return StepOutput(failed=(EngineFailure(key, "internal", "the device failed"),))
 
@@ -344,7 +344,7 @@ def test_both_accounts_begin_when_the_job_came_not_when_a_core_had_the_time():
     (end,) = ring.ends(R)
     assert prefilled.stages_s["queue"] > 5.0
     told = end.stages_s | {f"prefill_{stage}": span_s for stage, span_s in prefilled.stages_s.items()}
-    felt_s = exposed_s(told)
+    felt_s = non_overlapped_transfer_s(told)
     assert felt_s is not None and felt_s < 1.0
 
 
@@ -379,6 +379,6 @@ def test_placement_is_told_a_rate_once_a_step_was_full():
 
 def test_whom_the_front_names_is_met():
     side = Ring().sides[P]
-    side.link.inbox.append(Peers([node_info().ref]))
+    side.link.inbox.append(KnownPeers([node_info().ref]))
     side.core.turn()
     assert side.node.met == [node_info().ref]

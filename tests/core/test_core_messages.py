@@ -16,9 +16,9 @@ from worker.messages import (
     CoreReady,
     CoreStatus,
     GatewayGone,
+    KnownPeers,
     LinkStatus,
     Loading,
-    Peers,
     Start,
     Stop,
     ToCore,
@@ -37,7 +37,13 @@ STATUS = CoreStatus(
     links=[LinkStatus("d", True, "ucx", "tcp/lo", "open", {"nbytes": 5.0})],
     is_clean=False,
 )
-INWARD = [Start(b"{}", "w", "i"), Work([Cancel(R, E, "why")], 1.0), GatewayGone(G), Peers([node_info().ref]), Stop()]
+INWARD = [
+    Start(b"{}", "w", "i"),
+    Work([Cancel(R, E, "why")], 1.0),
+    GatewayGone(G),
+    KnownPeers([node_info().ref]),
+    Stop(),
+]
 OUTWARD = [
     Loading("weights", 3, 10),
     CoreFailed("no such model"),

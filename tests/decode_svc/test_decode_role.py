@@ -12,9 +12,9 @@ from contracts.handoff import Abort, ChunkHeader, Fin, Offer
 from contracts.ids import Epoch, GatewayId, Incarnation, RequestId
 from decode_svc.role import EARLY_OFFER_S, DecodeRole
 from engine.messages import StepOutput
-from kv_transfer.events import ChunkBad, ChunkLanded, Drained, Message, PeerLost
+from kv_transfer.events import ChunkBad, ChunkLanded, Drained, MessageReceived, PeerDisconnected
 from tests.path.scripted import D, P, Remembering, ScriptedEngine, first_token, opened
-from worker.core.attempt_table import Ledger
+from worker.core.attempt_table import AttemptTable
 
 E = Epoch(1)
 ENDED = StepOutput((), (), (), ("something ended",), (), 0, 0)
@@ -25,7 +25,7 @@ class Side:
         self.engine, self.node, self.ledger = (
             ScriptedEngine(free=free, skip_tokens=skip_tokens),
             Remembering(),
-            Ledger(),
+            AttemptTable(),
         )
         self.role = DecodeRole(D, self.engine, self.node, self.ledger)
 
@@ -33,7 +33,7 @@ class Side:
         return opened(self.ledger, self.role, name, num_tokens, priority=priority)
 
     def hear(self, message, now: float = 1.0) -> None:
-        self.role.on_transfer(Message(P, message), now)
+        self.role.on_transfer(MessageReceived(P, message), now)
 
     def offer(self, name: str, num_tokens: int, now: float = 1.0) -> None:
         self.hear(Offer(RequestId(name), E, num_tokens, self.engine.layout.layout_id), now)
@@ -157,7 +157,7 @@ def test_it_commits_when_all_is_there_wherever_fin_comes(order):
     ((_, commit),) = side.node.told("commit")
     assert (commit.num_chunks, commit.nbytes) == (3, 20)
     assert side.engine.told("adopt") == [(live.key, first_token())]
-    assert side.engine.told("writer_ended") == [(live.key,)]
+    assert side.engine.told("incoming_writer_ended") == [(live.key,)]
     assert side.role.is_idle() and side.failures() == []
 
 
@@ -215,10 +215,10 @@ def test_a_page_is_free_when_request_and_writer_have_both_let_go():
     side.offer("r", 8)
     side.role.drop(live, "the client left", 2.0)
     assert side.engine.told("release") == [(live.key,)]
-    assert side.engine.told("writer_ended") == []
+    assert side.engine.told("incoming_writer_ended") == []
     side.role.on_transfer(Drained(RequestId("r"), E), 2.0)
     side.role.on_transfer(Drained(RequestId("r"), E), 2.0)
-    assert side.engine.told("writer_ended") == [(live.key,)] and side.role.is_idle()
+    assert side.engine.told("incoming_writer_ended") == [(live.key,)] and side.role.is_idle()
 
 
 def test_an_offer_that_does_not_fit_its_job_is_corrupt():
@@ -231,7 +231,7 @@ def test_an_offer_that_does_not_fit_its_job_is_corrupt():
 def test_an_offer_of_a_stranger_is_corrupt():
     side = Side()
     side.begin("r", 8)
-    side.role.on_transfer(Message("someone", Offer(RequestId("r"), E, 8, side.engine.layout.layout_id)), 1.0)
+    side.role.on_transfer(MessageReceived("someone", Offer(RequestId("r"), E, 8, side.engine.layout.layout_id)), 1.0)
     assert side.failures() == ["corrupt"] and side.granted() == []
 
 
@@ -252,9 +252,9 @@ def test_an_early_offer_goes_with_its_peer():
     """Granted later, its pages would wait for chunks that nobody sends, until the job's deadline."""
     side = Side()
     side.offer("r", 8)
-    side.role.on_transfer(PeerLost("someone", Incarnation("1"), "gone", True), 2.0)
+    side.role.on_transfer(PeerDisconnected("someone", Incarnation("1"), "gone", True), 2.0)
     assert not side.role.is_idle()
-    side.role.on_transfer(PeerLost(P, Incarnation("1"), "gone", True), 2.0)
+    side.role.on_transfer(PeerDisconnected(P, Incarnation("1"), "gone", True), 2.0)
     assert side.role.is_idle()
     ((_, refuse),) = side.node.told("refuse")  # heard by nobody, or by a successor whose offer it was
     assert refuse.request_id == "r" and refuse.reason.endswith("gone")
@@ -335,6 +335,6 @@ def test_only_the_loss_of_the_very_writer_frees_what_it_may_write(incarnation, i
     side.begin("r", 20)
     side.offer("r", 20)
     side.hear(Abort(RequestId("r"), E, "cancelled", "why"))
-    assert side.engine.told("writer_ended") == []
-    side.role.on_transfer(PeerLost(P, Incarnation(incarnation), "gone", True), 2.0)
-    assert len(side.engine.told("writer_ended")) == is_freed
+    assert side.engine.told("incoming_writer_ended") == []
+    side.role.on_transfer(PeerDisconnected(P, Incarnation(incarnation), "gone", True), 2.0)
+    assert len(side.engine.told("incoming_writer_ended")) == is_freed

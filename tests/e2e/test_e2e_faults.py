@@ -10,7 +10,7 @@ import httpx
 import openai
 import pytest
 
-from bench.load.client import Answer, ask, body_of, session
+from bench.load.client import StreamResult, ask, body_of, session
 from bench.system.local_system import System, get_json, running
 from tests.e2e.tiny import save_tiny
 from tests.waiting import is_gone, until
@@ -56,7 +56,7 @@ def test_an_answer_outlives_the_worker_that_had_it(tiny, role, count):
     `[7] * 40` has a tie of 1.1e-5, which fell either way.
     """
 
-    async def lose(system: System) -> tuple[Answer, Answer, dict]:
+    async def lose(system: System) -> tuple[StreamResult, StreamResult, dict]:
         async with session() as http:
             request = (http, system.url, body_of(system.model(), [8] * 40, 1900), 1900)
             undisturbed = await ask(*request)

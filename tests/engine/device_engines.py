@@ -14,15 +14,15 @@ from contracts.events import Token
 from contracts.ids import RequestId
 from contracts.sampling import SamplingParams
 from engine.backend import Runner
-from engine.cuda.graphs.last_layer_graphs import Endings
-from engine.cuda.graphs.mixed_batch_attention import DecodesBeside
-from engine.cuda.graphs.prefill_graphs import Chunks
-from engine.cuda.kv.peer_pool import RemotePages
+from engine.cuda.graphs.last_layer_graphs import LastLayerGraphs
+from engine.cuda.graphs.mixed_batch_attention import MixedBatchAttention
+from engine.cuda.graphs.prefill_graphs import PrefillGraphs
+from engine.cuda.kv.peer_pool import PeerPool
 from engine.cuda.loader import load_device_engine
 from engine.cuda.runner import DeviceRunner
 from engine.cuda.runtime.graph_capture import Launch
 from engine.engine import Engine
-from engine.scheduler.batch import Piece
+from engine.scheduler.batch import ScheduledChunk
 from engine.sequence import Sequence
 from tests.engine.driving import drain, greedy, request, settings, tokens_of
 
@@ -56,11 +56,13 @@ def logits_of(engine: Engine, prompts: SequenceOf[list[int]], num_decoded: int =
         sequence = Sequence(RequestId(str(row)), prompt, greedy())
         sequence.blocks.extend(range(4 * row, 4 * row + 4))
         sequences.append(sequence)
-    steps = [engine.runner.forward_undrawn([Piece(s, 0, s.num_prompt) for s in sequences]).logits]
+    steps = [engine.runner.forward_without_sampling([ScheduledChunk(s, 0, s.num_prompt) for s in sequences]).logits]
     for token in range(num_decoded):
         for sequence in sequences:
             sequence.tokens.append(token)
-        steps.append(engine.runner.forward_undrawn([Piece(s, len(s.tokens) - 1, 1) for s in sequences]).logits)
+        steps.append(
+            engine.runner.forward_without_sampling([ScheduledChunk(s, len(s.tokens) - 1, 1) for s in sequences]).logits
+        )
     return torch.stack(steps)
 
 
@@ -73,32 +75,32 @@ def logits_beside_a_prompt(runner: Runner, prompts: SequenceOf[list[int]]) -> tu
     ]
     for row, sequence in enumerate([*answering, prompt]):
         sequence.blocks.extend(range(8 * row, 8 * row + 8))
-    whole, chunk = Piece(prompt, 0, prompt.num_prompt), Piece(prompt, 0, 64)
-    runner.forward_undrawn([Piece(sequence, 0, sequence.num_prompt) for sequence in answering])
+    whole, chunk = ScheduledChunk(prompt, 0, prompt.num_prompt), ScheduledChunk(prompt, 0, 64)
+    runner.forward_without_sampling([ScheduledChunk(sequence, 0, sequence.num_prompt) for sequence in answering])
     for sequence in answering:
         sequence.tokens.append(7)
-    decodes = [Piece(sequence, sequence.num_prompt, 1) for sequence in answering]
-    alone = [runner.forward_undrawn(pieces).logits for pieces in (decodes, [whole], decodes)]
-    beside = [runner.forward_undrawn([*decodes, piece]).logits for piece in (whole, chunk)]
+    decodes = [ScheduledChunk(sequence, sequence.num_prompt, 1) for sequence in answering]
+    alone = [runner.forward_without_sampling(pieces).logits for pieces in (decodes, [whole], decodes)]
+    beside = [runner.forward_without_sampling([*decodes, piece]).logits for piece in (whole, chunk)]
     return torch.cat(alone), torch.cat(beside)
 
 
-def chunks_of(engine: Engine) -> Chunks:
+def chunks_of(engine: Engine) -> PrefillGraphs:
     assert isinstance(engine.runner, DeviceRunner)
     return engine.runner.launcher.chunks
 
 
-def beside_of(engine: Engine) -> DecodesBeside:
+def beside_of(engine: Engine) -> MixedBatchAttention:
     assert isinstance(engine.runner, DeviceRunner)
-    return engine.runner.launcher.beside
+    return engine.runner.launcher.mixed_batch
 
 
-def endings_of(engine: Engine) -> Endings:
+def endings_of(engine: Engine) -> LastLayerGraphs:
     assert isinstance(engine.runner, DeviceRunner)
     return engine.runner.launcher.endings
 
 
-def noted_launches_of(holder: Chunks | DecodesBeside | Endings) -> list[Launch]:
+def noted_launches_of(holder: PrefillGraphs | MixedBatchAttention | LastLayerGraphs) -> list[Launch]:
     """Holds launches that run eagerly, and are put here when they do."""
     launched: list[Launch] = []
 
@@ -150,7 +152,7 @@ def prefilled(
 
 def landed(
     target: Engine,
-    remote: RemotePages,
+    remote: PeerPool,
     told: Prefilled,
     name: str,
     prompt: SequenceOf[int],
@@ -171,10 +173,10 @@ def landed(
 
 def adopted(target: Engine, told: Prefilled, name: str) -> None:
     target.adopt(RequestId(name), told.first)
-    target.writer_ended(RequestId(name))
+    target.incoming_writer_ended(RequestId(name))
 
 
-def taken_over(target: Engine, remote: RemotePages, told: Prefilled, name: str, prompt: SequenceOf[int]) -> list[int]:
+def taken_over(target: Engine, remote: PeerPool, told: Prefilled, name: str, prompt: SequenceOf[int]) -> list[int]:
     """The answer to it, token 0 included."""
     landed(target, remote, told, name, prompt)
     adopted(target, told, name)

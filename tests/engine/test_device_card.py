@@ -105,11 +105,11 @@ def test_a_captured_step_gives_the_bits_of_an_eager_one(stepped, dtype):
         for is_greedy in (True, False):
             key = steps.key(num_rows, 300, is_greedy)
             steps._step(key.num_rows, key.max_len)()
-            eager, drawn = state.logits.clone(), state.drawn.clone()
+            eager, drawn = state.logits.clone(), state.sampled.clone()
             for _ in range(3):
                 state.logits.zero_()
-                state.drawn.copy_(drawn)  # a step reads the tokens of the one before, and writes its own there
-                steps.draw(key)
+                state.sampled.copy_(drawn)  # a step reads the tokens of the one before, and writes its own there
+                steps.sample(key)
                 assert torch.equal(state.logits[: key.num_rows], eager[: key.num_rows])
 
 

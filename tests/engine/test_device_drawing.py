@@ -10,9 +10,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from contracts.ids import RequestId
 from contracts.sampling import SamplingParams
-from engine.cuda.device_sampler import DeviceSampler, Drawer
+from engine.cuda.device_sampler import DeviceSampler, SamplingKernel
 from engine.cuda.loader import LOGIT_NBYTES
-from engine.sampling.logits_processors import Adjustment, Wishes
+from engine.sampling.logits_processors import LogitsAdjustment, LogitsProcessorState
 from engine.sampling.sampler import Sampler
 from engine.sequence import Sequence
 from kernels import catalog
@@ -23,7 +23,7 @@ COUNT = 400
 
 
 def samplers():
-    drawer = Drawer(catalog.registry(Caps("cpu")), len(SHARES), COUNT, torch.device("cpu"))
+    drawer = SamplingKernel(catalog.registry(Caps("cpu")), len(SHARES), COUNT, torch.device("cpu"))
     return [Sampler([]), DeviceSampler([], drawer)]
 
 
@@ -93,9 +93,12 @@ def test_the_cache_leaves_what_a_full_batch_of_adjusted_logits_takes():
     params = SamplingParams(
         max_tokens=1, seed=0, logit_bias={0: 1.0}, repetition_penalty=1.5, bad_words=((1,),), allowed_token_ids=(0, 1)
     )
-    wishes = {row: (Wishes(params, vocab, []), Sequence(RequestId(str(row)), [0], params)) for row in range(rows)}
+    wishes = {
+        row: (LogitsProcessorState(params, vocab, []), Sequence(RequestId(str(row)), [0], params))
+        for row in range(rows)
+    }
     guided = {row: np.full(vocab // 8, 255, np.uint8) for row in range(rows)}
-    adjustment = Adjustment.of(wishes, guided, vocab)
+    adjustment = LogitsAdjustment.of(wishes, guided, vocab)
     with _Peak() as peak:
         logits = torch.empty(rows, vocab, device="meta")
         adjustment.of_logits(logits, lambda arrays: [torch.from_numpy(array).to("meta") for array in arrays])

@@ -18,8 +18,8 @@ from contracts.errors import ConfigError
 from contracts.events import Token
 from contracts.ids import RequestId
 from contracts.sampling import SamplingParams
-from engine.backend import unheard
-from engine.cuda.device_sampler import DeviceDrawn, Likeliest
+from engine.backend import ignore_progress
+from engine.cuda.device_sampler import DevicePendingTokens, TopLogprobs
 from engine.cuda.inputs.decode_state import DecodeState
 from engine.cuda.inputs.sampling_columns import columns, draw_keys
 from engine.cuda.launcher import Launcher
@@ -34,7 +34,7 @@ from engine.cuda.runtime.bindings import OUT_OF_MEMORY
 from engine.cuda.runtime.shared_memory import HostMemory, cuda_allocated
 from engine.loader import load_engine
 from engine.model_loader.checkpoint_weights import open_weights
-from engine.scheduler.batch import Piece
+from engine.scheduler.batch import ScheduledChunk
 from engine.scheduler.launch_pacer import WAKING_S
 from engine.sequence import Sequence
 from kernels import catalog
@@ -199,13 +199,13 @@ def test_answers_and_the_prompts_beside_them_read_the_weights_once(folder, monke
         lambda model, rows, *args: (passes.append(rows), compute(model, rows, *args))[1],
     )
     monkeypatch.setattr(launcher.steps, "compute", lambda key: pytest.fail("a step beside the pass"))
-    monkeypatch.setattr(launcher.steps, "draw", lambda key: pytest.fail("a step beside the pass"))
+    monkeypatch.setattr(launcher.steps, "sample", lambda key: pytest.fail("a step beside the pass"))
     answering = Sequence(RequestId("a"), PROMPTS[0], greedy())
     answering.tokens.append(7)
     prompt = Sequence(RequestId("b"), PROMPTS[1], greedy())
     answering.blocks.append(0)
     prompt.blocks.append(1)
-    drawn = runner.forward([Piece(answering, 9, 1), Piece(prompt, 0, 64)]).drawn
+    drawn = runner.forward([ScheduledChunk(answering, 9, 1), ScheduledChunk(prompt, 0, 64)]).pending_tokens
     assert drawn is not None and len(drawn.wait()) == 2
     assert [(len(rows.token_ids), int(rows.num_decodes)) for rows in passes] == [(65, 1)]
 
@@ -379,7 +379,7 @@ def test_a_batch_of_adjusted_logits_is_launched_before_the_tokens_of_the_last_ar
     ahead = []
     while engine.has_work():
         engine.step()
-        ahead.append(engine._flight is not None)
+        ahead.append(engine._in_flight is not None)
     assert ahead == [True] * 7 + [False]
 
 
@@ -387,7 +387,7 @@ def test_a_batch_of_adjusted_logits_is_launched_before_the_tokens_of_the_last_ar
 def test_tokens_of_answers_do_not_wait_until_a_long_batch_is_launched(folder, monkeypatch, quick, waits):
     """One of 8192 rows took the host 16 to 35 ms to launch, beside answers that had a token every 3 (H200)."""
     engine = device_engine(folder, max_batched_tokens=256, max_mixed_tokens=256)
-    monkeypatch.setattr(DeviceRunner, "quick_rows", property(lambda _: quick))
+    monkeypatch.setattr(DeviceRunner, "max_graph_rows", property(lambda _: quick))
     engine.submit(request("answer", PROMPTS[0], greedy(12)))
     for _ in range(3):
         engine.step()
@@ -396,7 +396,7 @@ def test_tokens_of_answers_do_not_wait_until_a_long_batch_is_launched(folder, mo
 
     def launched(pieces, *told):
         if sum(piece.num_tokens for piece in pieces) > 64:
-            unlanded.append(engine._num_launched - 1 - engine._num_landed)
+            unlanded.append(engine._num_launched - 1 - engine._num_completed)
         return forward(pieces, *told)
 
     monkeypatch.setattr(engine.runner, "forward", launched)
@@ -408,7 +408,7 @@ def test_tokens_of_answers_do_not_wait_until_a_long_batch_is_launched(folder, mo
 def test_a_step_may_wait_as_long_as_the_device_has_work(folder, monkeypatch):
     engine, now_s, is_done = device_engine(folder), [0.0], [False]
     monkeypatch.setattr(engine, "_clock", lambda: now_s[0])
-    monkeypatch.setattr(DeviceDrawn, "is_done", property(lambda _: is_done[0]))
+    monkeypatch.setattr(DevicePendingTokens, "is_done", property(lambda _: is_done[0]))
     engine.submit(request("0", PROMPTS[0], greedy(12)))
     slack_s = []
     while engine.has_work():
@@ -445,7 +445,7 @@ def test_what_adjusts_some_answers_of_a_batch_changes_no_other(folder):
 def test_tokens_that_can_not_be_drawn_together_are_drawn_one_by_one(folder, monkeypatch):
     """And the next batch goes on from them."""
     expected = answers(device_engine(folder), PROMPTS, ADJUSTED[0])
-    engine, draw, refused = device_engine(folder), DeviceRunner.draw, []
+    engine, draw, refused = device_engine(folder), DeviceRunner.sample, []
 
     def refuse(runner, sequences, *rest):
         refused.append(len(sequences))
@@ -453,7 +453,7 @@ def test_tokens_that_can_not_be_drawn_together_are_drawn_one_by_one(folder, monk
             raise RuntimeError("out of memory")
         return draw(runner, sequences, *rest)
 
-    monkeypatch.setattr(DeviceRunner, "draw", refuse)
+    monkeypatch.setattr(DeviceRunner, "sample", refuse)
     assert answers(engine, PROMPTS, ADJUSTED[0]) == expected
     assert len(refused) == 24
 
@@ -601,7 +601,7 @@ def test_a_batch_that_fails_is_computed_piece_by_piece(folder):
     engine, expected = device_engine(folder), answers(device_engine(folder), PROMPTS, greedy(6))
     forward = engine.runner.forward
 
-    def refuse_decodes(pieces, written=unheard):
+    def refuse_decodes(pieces, written=ignore_progress):
         if pieces[0].is_decode:
             raise RuntimeError("no decodes")
         return forward(pieces, written)
@@ -672,7 +672,7 @@ def test_a_batch_that_fails_behind_its_draw_changes_no_token(folder, monkeypatch
     if part == "prompts":
         monkeypatch.setattr(engine.runner.launcher, "_with_prompts", fail_once(engine.runner.launcher._with_prompts))
     else:
-        monkeypatch.setattr("engine.cuda.runner.Likeliest.of", fail_once(Likeliest.of))
+        monkeypatch.setattr("engine.cuda.runner.TopLogprobs.of", fail_once(TopLogprobs.of))
     engine.submit(request("2", PROMPTS[2], params))
     outputs += drain(engine)
     assert [tokens_of(outputs, str(index)) for index in range(3)] == expected
@@ -725,7 +725,7 @@ def test_an_adopted_answer_has_the_place_that_was_reserved(folder):
     engine.submit(request("late", PROMPTS[2], greedy(4)))
     outputs = [engine.step(), engine.step()]
     engine.adopt(RequestId("adopted"), Token(0, 5))
-    engine.writer_ended(RequestId("adopted"))
+    engine.incoming_writer_ended(RequestId("adopted"))
     outputs += drain(engine)
     assert [len(tokens_of(outputs, name)) for name in ("first", "adopted", "late")] == [19, 7, 4]
 
@@ -787,7 +787,7 @@ def test_the_cache_leaves_what_captured_graphs_will_take(folder, monkeypatch):
     free_of_gpu(monkeypatch, 2500 << 20)
 
     def capacity(captured_mib: int) -> int:
-        monkeypatch.setattr("engine.cuda.loader.Builder._captured_nbytes", lambda *_: captured_mib << 20)
+        monkeypatch.setattr("engine.cuda.loader.DeviceBackendBuilder._captured_nbytes", lambda *_: captured_mib << 20)
         return device_engine(folder, kv_cache_nbytes=None).capacity_tokens
 
     assert capacity(0) == capacity(400) > 2 * capacity(1800) > 0
@@ -814,11 +814,11 @@ def test_the_cache_leaves_what_the_rooms_of_steps_will_take(folder, monkeypatch)
     """They are made behind the cache, as what is captured is. Of 1024 sequences of 8B they took half a GB."""
     free_of_gpu(monkeypatch, 2500 << 20)
     monkeypatch.setattr("engine.cuda.loader.require_kernels", lambda *_: None)
-    monkeypatch.setattr("engine.cuda.loader.Builder._captures", True)
-    monkeypatch.setattr("engine.cuda.loader.Builder._compile", lambda *_: None)
+    monkeypatch.setattr("engine.cuda.loader.DeviceBackendBuilder._captures", True)
+    monkeypatch.setattr("engine.cuda.loader.DeviceBackendBuilder._compile", lambda *_: None)
     monkeypatch.setattr(Launcher, "capture", lambda _: None)
     monkeypatch.setattr(Launcher, "expected_nbytes", lambda _: 600 << 20)
-    monkeypatch.setattr("engine.cuda.graphs.prefill_graphs.Chunks.leave_out_slow", lambda *_: None)
+    monkeypatch.setattr("engine.cuda.graphs.prefill_graphs.PrefillGraphs.leave_out_slow", lambda *_: None)
 
     def capacity(rooms_mib: int) -> int:
         left = iter([4000 << 20, 4000 - rooms_mib << 20, 2500 << 20])
@@ -909,10 +909,12 @@ def test_a_gpu_that_is_full_when_launches_are_captured_is_told_in_the_same_words
     def failing(words: str) -> None:
         raise RuntimeError(words)
 
-    monkeypatch.setattr("engine.cuda.loader.Builder._share", lambda *_: failing(words))
+    monkeypatch.setattr("engine.cuda.loader.DeviceBackendBuilder._share", lambda *_: failing(words))
     with pytest.raises(ConfigError, match=r"do not fit on the GPU \(.*out of memory.*\): .*tensor_parallel"):
         device_engine(folder)
-    monkeypatch.setattr("engine.cuda.loader.Builder._share", lambda *_: failing("CUDA error: invalid argument"))
+    monkeypatch.setattr(
+        "engine.cuda.loader.DeviceBackendBuilder._share", lambda *_: failing("CUDA error: invalid argument")
+    )
     with pytest.raises(RuntimeError, match=r"^CUDA error: invalid argument$"):
         device_engine(folder)
 

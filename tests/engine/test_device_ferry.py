@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from engine.cuda.runtime.pinned_copy import Ferry
+from engine.cuda.runtime.pinned_copy import PinnedCopier
 
 TENSORS = [
     torch.randn(7, 33),
@@ -24,7 +24,7 @@ ON_GPU = pytest.param(
 @pytest.mark.parametrize("device", ["cpu", ON_GPU])
 @pytest.mark.parametrize("piece_nbytes", [7, 100, 1 << 20])
 def test_what_is_carried_arrives_whatever_its_type_and_length(piece_nbytes, device):
-    ferry = Ferry(torch.device(device), piece_nbytes)
+    ferry = PinnedCopier(torch.device(device), piece_nbytes)
     all_carried = [ferry.carry(tensor) for tensor in TENSORS * 2]  # a piece is filled again while others are read
     for tensor, there in zip(TENSORS * 2, all_carried, strict=True):
         carried = there.cpu() if device == "cuda" else there

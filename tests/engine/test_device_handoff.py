@@ -16,16 +16,16 @@ import torch
 from contracts.errors import ConfigError, OutOfBlocks, TransferError
 from contracts.layout import KVLayout
 from engine.cuda import runner
-from engine.cuda.kv.checksums import Checksums
-from engine.cuda.kv.deferred_copies import Lanes, WaitingPull
+from engine.cuda.kv.checksums import DeviceChecksums
+from engine.cuda.kv.deferred_copies import CopyStreams, StreamDeferredCopy
 from engine.cuda.kv.kv_cache import DeviceCache
-from engine.cuda.kv.peer_pool import RemotePages
+from engine.cuda.kv.peer_pool import PeerPool
 from engine.cuda.kv.staging import recordable
-from engine.cuda.kv.transfer_pool import DevicePages
-from engine.cuda.loader import Builder, _whole
+from engine.cuda.kv.transfer_pool import DeviceTransferPool
+from engine.cuda.loader import DeviceBackendBuilder, _whole
 from engine.cuda.runtime.shared_memory import HostMapping, attach
 from engine.engine import Engine
-from engine.messages import ChunkComing, Watcher
+from engine.messages import ChunkScheduled, StepObserver
 from engine.model_loader.tensor_parallel_shards import Shard
 from kernels import catalog
 from kernels.caps import Caps
@@ -78,7 +78,7 @@ def handing(folder):
 
 def given_up(target, name):
     target.release(name)
-    target.writer_ended(name)
+    target.incoming_writer_ended(name)
 
 
 def expected_of(folder, prompt, sampling):
@@ -96,10 +96,10 @@ def test_a_prepared_first_step_lacks_only_its_token(folder, handing, length, mon
     for name in ("decode_rows", "block_tables"):
         monkeypatch.setattr(runner, name, lambda *args, name=name: worked_out.append(name))
     adopted(target, told, "a")
-    flight = target._launch(Watcher())
+    flight = target._launch(StepObserver())
     assert worked_out == []
     monkeypatch.undo()
-    target._flight = flight
+    target._in_flight = flight
     outputs = drain(target)
     assert [told.first.token_id, *tokens_of(outputs, "a")] == expected_of(folder, prompt, greedy(8))
 
@@ -154,7 +154,7 @@ def test_what_can_not_be_rehearsed_is_left_alone(folder, handing, monkeypatch):
 
 
 def test_a_watcher_hears_of_each_batch_that_nothing_is_left_but_to_wait_for_it(folder):
-    class Waiting(Watcher):
+    class Waiting(StepObserver):
         def __init__(self) -> None:
             self.heard: list[bool] = []
 
@@ -327,7 +327,7 @@ def test_a_mark_that_was_set_in_the_peers_place_is_not_waited_for(folder):
     remote = target.attach(source.share(), mark.shared)
     assert remote.pull_later([1], [2], True, 1, 4) is not None
     remote._last_mark = 4
-    remote.hurry()
+    remote.expire()
     assert remote.pull_later([1], [2], True, 1, 4) is None
     assert remote.pull_later([1], [2], True, 1, 6) is not None
     remote.close()
@@ -353,7 +353,9 @@ def test_memory_of_checksums_is_given_back_by_those_that_nobody_reads_too(folder
     assert remote._ready == []
     for sums in taken:
         done = SimpleNamespace(query=lambda: True, synchronize=lambda: None)
-        pull = WaitingPull(early, 8, [done, done], sums, lambda each: (returned.append(each), remote._is_read(each)))
+        pull = StreamDeferredCopy(
+            early, 8, [done, done], sums, lambda each: (returned.append(each), remote._is_read(each))
+        )
         pull.drop() if len(returned) % 2 else pull.wait()
         pull.drop()
     assert returned == taken == remote._ready
@@ -391,7 +393,7 @@ class Remote:
 def test_no_lane_is_taken_from_one_who_launches_or_waits(monkeypatch):
     monkeypatch.setattr("engine.cuda.kv.deferred_copies._NUM_LANES", 1)
     monkeypatch.setattr("torch.cuda.Stream", Stream)
-    lanes, one, two = Lanes(None), Remote(), Remote()
+    lanes, one, two = CopyStreams(None), Remote(), Remote()
     taken: list[Stream | None] = []
 
     def take() -> None:
@@ -421,16 +423,16 @@ def test_planes_end_with_a_page_of_the_devices_memory(wanted, page_nbytes, got):
     assert (got + 1) * page_nbytes < 1 << 31
 
 
-class Noting(Watcher):
+class Noting(StepObserver):
     """What is said of a batch, in order, and how many of its planes are there by then."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine, self.said = engine, []
 
-    def coming(self, chunk: ChunkComing) -> None:
+    def chunk_scheduled(self, chunk: ChunkScheduled) -> None:
         self.said.append(chunk)
 
-    def launched(self, is_all: bool) -> None:
+    def chunks_launched(self, is_all: bool) -> None:
         pages = self.engine.transfer_pool
         planes = pages.memory.tensor.view(pages.num_planes, pages.num_blocks + 1, -1)
         self.said.append((is_all, int((planes[:, :-1] != 0).any(-1).any(-1).sum())))
@@ -440,7 +442,7 @@ def test_what_is_coming_is_what_is_done_and_its_early_planes_come_before(folder)
     engine = device_engine(folder, max_batched_tokens=128)
     engine.submit(request("a", PROMPTS[3], greedy(2), handoff=True))
     engine.submit(request("b", PROMPTS[0], greedy(2)))
-    watcher, chunks, drawer = Noting(engine), [], engine.runner.launcher._drawer
+    watcher, chunks, drawer = Noting(engine), [], engine.runner.launcher._sampling_kernel
     draw = drawer.into
 
     def noting(*inputs) -> None:
@@ -450,7 +452,7 @@ def test_what_is_coming_is_what_is_done_and_its_early_planes_come_before(folder)
     drawer.into = noting
     while engine.has_work():
         chunks += engine.step(watcher).chunks
-    coming = [said for said in watcher.said if isinstance(said, ChunkComing)]
+    coming = [said for said in watcher.said if isinstance(said, ChunkScheduled)]
     assert [(c.request_id, c.first_token, c.num_tokens, c.blocks) for c in coming] == [
         (c.request_id, c.first_token, c.num_tokens, c.blocks) for c in chunks
     ]
@@ -503,9 +505,11 @@ def copies_of(cache: DeviceCache) -> list[torch.Tensor]:
 def recorded(monkeypatch):
     """Pools whose launches are recorded and see the host's words as they are then, as on a GPU."""
     monkeypatch.setattr("engine.cuda.kv.staging.Recording", Again)
-    monkeypatch.setattr(Checksums, "_memory", lambda _, count, device: [torch.zeros(count, dtype=torch.int32)] * 2)
+    monkeypatch.setattr(
+        DeviceChecksums, "_memory", lambda _, count, device: [torch.zeros(count, dtype=torch.int32)] * 2
+    )
 
-    def record(pool: DevicePages, num_parts: int) -> None:
+    def record(pool: DeviceTransferPool, num_parts: int) -> None:
         for count in (pool.num_shards, num_parts):
             pool.cut_into(count).packer._recorded_whats = ("pack", "unpack and sum", "narrow")
 
@@ -521,7 +525,7 @@ def test_what_is_packed_by_one_group_is_unpacked_by_another(sizes, num_copies, r
     for pool in (ours, theirs):
         pool.agreed(num_parts, sends=True)
         recorded(pool, num_parts)
-    packed, came = (pool.lend(20 * LAYOUT.block_nbytes) for pool in (ours, theirs))
+    packed, came = (pool.allocate(20 * LAYOUT.block_nbytes) for pool in (ours, theirs))
     for count in (3, 8, 20):
         pages = np.arange(count, dtype=np.int32) * 2
         sums = ours.in_parts(ours.checksums(pages.tolist()).wait(), pages.tolist(), num_parts)
@@ -539,7 +543,10 @@ def test_what_is_rounded_by_one_group_is_unpacked_by_another(sizes, num_copies, 
     recorded(ours, num_parts)
     recorded(theirs, num_parts)
     scales = [0.5 + plane for plane in range(LAYOUT.num_planes)]
-    narrowing, (packed, came) = ours.narrowing(scales), (pool.lend(20 * NARROW.block_nbytes) for pool in (ours, theirs))
+    narrowing, (packed, came) = (
+        ours.narrowing(scales),
+        (pool.allocate(20 * NARROW.block_nbytes) for pool in (ours, theirs)),
+    )
     for count in (3, 8, 20):
         pages = np.arange(count, dtype=np.int32)
         sums = ours.narrow(pages, packed, narrowing, num_parts)
@@ -571,7 +578,7 @@ def test_a_handed_over_answer_is_the_same_by_way_of_a_group(folder):
     assert remote.detail.startswith("pulled from 2 shards into 1")
     remote.close()
     target.adopt("a", first)
-    target.writer_ended("a")
+    target.incoming_writer_ended("a")
     assert [first.token_id, *tokens_of(drain(target), "a")] == tokens_of(drain(alone), "a")
 
 
@@ -602,7 +609,7 @@ def test_what_was_mapped_is_not_after_it_turned_out_to_be_of_no_use(mapped, monk
         assert len(mapped) == before + 2
         raise TransferError("no way between the two")
 
-    monkeypatch.setattr(RemotePages, "_probe", fails)
+    monkeypatch.setattr(PeerPool, "_probe", fails)
     with pytest.raises(TransferError, match="no way"):
         target.transfer_pool.attach(source.transfer_pool.share())
     assert len(mapped) == before
@@ -611,9 +618,9 @@ def test_what_was_mapped_is_not_after_it_turned_out_to_be_of_no_use(mapped, monk
 def test_a_group_of_which_one_is_out_of_reach_is_refused_and_maps_nobody(mapped):
     layout = msgspec.structs.replace(LAYOUT, tp_size=3, num_kv_heads=6)
     caches = [DeviceCache(layout, NUM_BLOCKS, torch.bfloat16, torch.device("cpu")) for _ in range(2)]
-    builder = Builder.__new__(Builder)
+    builder = DeviceBackendBuilder.__new__(DeviceBackendBuilder)
     builder._registry, told = catalog.registry(Caps("cpu")), [b"", caches[1].export(), b"/proc/self/fd/none"]
-    builder._team = SimpleNamespace(shard=Shard(0, 3), exchange=lambda name, said: told)
+    builder._group = SimpleNamespace(shard=Shard(0, 3), exchange=lambda name, said: told)
     with pytest.raises(ConfigError, match="tensor_parallel is 3, and its GPUs can't reach each other's memory"):
         builder._share(caches[0])
     assert mapped == []
@@ -643,7 +650,7 @@ def test_parts_of_sums_begin_where_a_kernel_expects_them():
     """Also of a model whose planes are no multiple of four: Triton would compile anew for a chunk of so many pages."""
     operations = [[lambda pages, sums, part=part: sums.fill_(part) for part in range(3)]]
     for count in (1, 2, 3):
-        sums = Checksums(operations, 6, count, torch.device("cpu"))
+        sums = DeviceChecksums(operations, 6, count, torch.device("cpu"))
         assert [each.data_ptr() % 16 for each in sums.sums] == [0, 0, 0]
         sums.launch(range(count))
         numbers = np.arange(6 * count, dtype=np.uint32).reshape(count, 6) * np.uint32(STRIDE)

@@ -21,7 +21,7 @@ from engine.cuda.inputs.batch_inputs import (
 from engine.cuda.inputs.decode_state import DecodeState, Word, pack
 from engine.cuda.inputs.sampling_columns import columns, draw_keys, is_greedy
 from engine.cuda.runtime.upload import upload_all
-from engine.scheduler.batch import Piece
+from engine.scheduler.batch import ScheduledChunk
 from engine.sequence import Sequence
 
 SIZE, SPARE = 64, 99
@@ -37,7 +37,7 @@ def sequence(name, num_prompt, num_generated=0, blocks=(), **sampling):
 
 def decode(name, num_prompt, num_generated, blocks, **sampling):
     made = sequence(name, num_prompt, num_generated, blocks, **sampling)
-    return Piece(made, len(made.tokens) - 1, 1)
+    return ScheduledChunk(made, len(made.tokens) - 1, 1)
 
 
 @pytest.mark.parametrize("largest", [1, 64, 70, 512, 2048, 2079, 8192])
@@ -65,15 +65,15 @@ def test_context_buckets_end_at_the_longest():
 
 
 def test_decodes_come_first_and_end_at_the_first_that_is_none():
-    pieces = [decode("a", 5, 1, [0]), decode("b", 5, 3, [1]), Piece(sequence("c", 9, 0, [2]), 0, 9)]
+    pieces = [decode("a", 5, 1, [0]), decode("b", 5, 3, [1]), ScheduledChunk(sequence("c", 9, 0, [2]), 0, 9)]
     assert num_decodes(pieces) == 2
     assert num_decodes(pieces[2:]) == 0
-    recomputed = Piece(sequence("d", 5, 3, [3]), 5, 1)  # an answer's token, but not its newest
+    recomputed = ScheduledChunk(sequence("d", 5, 3, [3]), 5, 1)  # an answer's token, but not its newest
     assert num_decodes([recomputed]) == 0
 
 
 def test_rows_of_prompts_lie_where_their_blocks_are():
-    pieces = [Piece(sequence("a", 70, 0, [7, 3]), 60, 10), Piece(sequence("b", 90, 0, [5, 4]), 0, 64)]
+    pieces = [ScheduledChunk(sequence("a", 70, 0, [7, 3]), 60, 10), ScheduledChunk(sequence("b", 90, 0, [5, 4]), 0, 64)]
     rows = prompt_rows(pieces, SIZE)
     assert rows.queries.counts.tolist() == [10, 64]
     assert rows.positions.tolist() == [*range(60, 70), *range(64)]
@@ -102,11 +102,11 @@ def test_what_is_packed_is_what_the_device_reads():
     pieces[1].sequence.num_pending = 1
     sequences = [piece.sequence for piece in pieces]
     state = DecodeState(5, 2, 10, torch.device("cpu"))
-    state.drawn.copy_(torch.arange(70, 75))
+    state.sampled.copy_(torch.arange(70, 75))
     rows = decode_rows(pieces, {RequestId("b"): 3}, 5, 4, SIZE, SPARE)
     state.put(pack(rows, columns(sequences), 5))
     assert state.gather_tokens(2).tolist() == [501, 73]
-    assert state.drawn.tolist() == [70, 71, 72, 73, 74]
+    assert state.sampled.tolist() == [70, 71, 72, 73, 74]
     assert state.lengths.tolist() == [65, 11, 1, 1, 0]
     assert state.positions[:4].tolist() == [64, 10, 0, 0]
     assert state.slots[:2].tolist() == [128, 394]
@@ -137,7 +137,7 @@ def test_a_batch_is_greedy_if_all_of_it_is():
 def test_prompts_in_segments_are_sequences_that_begin_with_a_segments_page():
     """Tokens 100 to 300 of one sequence, the first 128 of another, in segments of 128."""
     first = sequence("a", 300, 0, [10, 11, 12, 13, 14])
-    rows = prompt_rows([Piece(first, 100, 200), Piece(sequence("b", 128, 0, [20, 21]), 0, 128)], SIZE)
+    rows = prompt_rows([ScheduledChunk(first, 100, 200), ScheduledChunk(sequence("b", 128, 0, [20, 21]), 0, 128)], SIZE)
     by = in_segments(rows.queries, 128, SIZE)
     assert by.tables[:, 0].tolist() == [10, 12, 14, 20] and by.tables[1].tolist() == [12, 13]
     assert by.lengths.tolist() == [128, 128, 44, 128]
@@ -161,9 +161,9 @@ def test_what_goes_to_the_device_together_lies_there_as_if_it_had_gone_alone():
 def test_tails_are_queries_of_their_own_behind_the_same_contexts():
     """Of one piece the last row is wanted, of one none, of one all but the first three."""
     pieces = [
-        Piece(sequence("a", 300, 0, [10, 11, 12, 13, 14]), 100, 200),
-        Piece(sequence("b", 200, 0, [20, 21, 22, 23]), 0, 64),
-        Piece(sequence("c", 70, 0, [30, 31]), 64, 6),
+        ScheduledChunk(sequence("a", 300, 0, [10, 11, 12, 13, 14]), 100, 200),
+        ScheduledChunk(sequence("b", 200, 0, [20, 21, 22, 23]), 0, 64),
+        ScheduledChunk(sequence("c", 70, 0, [30, 31]), 64, 6),
     ]
     queries = prompt_rows(pieces, SIZE).queries
     left, tails = tails_of(queries, np.array([199, 269, 267, 268]))

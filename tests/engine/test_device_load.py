@@ -10,9 +10,9 @@ import torch
 from checkpoint import open_checkpoint
 from contracts.errors import ConfigError
 from engine.cuda.kv.kv_cache import DeviceCache
-from engine.cuda.loader import Builder, load_device_engine
+from engine.cuda.loader import DeviceBackendBuilder, load_device_engine
 from engine.cuda.model.number_formats import DEVICE_FORMATS
-from engine.cuda.model.weights import LayerWeights, load_device_weights, shortened
+from engine.cuda.model.weights import DeviceLayerWeights, load_device_weights, shortened
 from engine.loader import load_engine
 from engine.model_loader.checkpoint_weights import open_weights
 from tests.engine.device_engines import FUSIBLE, tensors_of
@@ -66,8 +66,8 @@ def test_each_kernel_that_is_compiled_is_told_of(tmp_path, monkeypatch):
     save_tiny(tmp_path, "llama", **FUSIBLE)
     seen: list[tuple[str, int, int]] = []
     monkeypatch.setattr("kernels.compiling.compiled_ahead", compiled_ahead)
-    monkeypatch.setattr(Builder, "_captures", True)
-    monkeypatch.setattr(Builder, "_calibrate", stop)
+    monkeypatch.setattr(DeviceBackendBuilder, "_captures", True)
+    monkeypatch.setattr(DeviceBackendBuilder, "_calibrate", stop)
     chosen = settings(model=str(tmp_path), dtype="bfloat16")
     with noted_launches(), pytest.raises(ConfigError, match="compiled"):
         load_device_engine(chosen, open_checkpoint(str(tmp_path)), lambda *step: seen.append(step), device=CPU)
@@ -95,8 +95,8 @@ def test_what_was_written_while_kernels_were_loaded_is_gone_when_scales_are_look
     monkeypatch.setattr("kernels.compiling.compiled_ahead", lambda *_, **__: nullcontext())
     monkeypatch.setattr("engine.cuda.loader.require_kernels", lambda *_: None)
     monkeypatch.setattr(DeviceCache, "clear", clear_noted)
-    monkeypatch.setattr(Builder, "_captures", True)
-    monkeypatch.setattr(Builder, "_calibrate", stop)
+    monkeypatch.setattr(DeviceBackendBuilder, "_captures", True)
+    monkeypatch.setattr(DeviceBackendBuilder, "_calibrate", stop)
     with pytest.raises(ConfigError, match="loaded"):
         load_device_engine(
             settings(model=str(tmp_path), dtype="bfloat16"), open_checkpoint(str(tmp_path)), print, device=CPU
@@ -129,7 +129,7 @@ class Layer:
 def test_a_few_layers_stand_for_all(kinds, kept):
     """Every neighbourhood is among them, and none that is not in the model."""
     layers = [Layer(kind, float(number), torch.full((2,), number)) for number, kind in enumerate(kinds)]
-    few = shortened(cast(list[LayerWeights], layers))
+    few = shortened(cast(list[DeviceLayerWeights], layers))
     assert "".join(layer.kind for layer in cast(list[Layer], few)) == kept
     assert few[0] is layers[0] and few[-1] is layers[-1]
 
@@ -168,7 +168,7 @@ def test_files_are_read_to_the_device_that_is_asked_for(is_named, tmp_path, monk
         asked.append(device)
         raise ConfigError("asked")
 
-    monkeypatch.setattr("engine.model_loader.checkpoint_weights.Ferry", NotedFerry)
+    monkeypatch.setattr("engine.model_loader.checkpoint_weights.PinnedCopier", NotedFerry)
     monkeypatch.setattr("engine.cuda.loader.load_device_weights", load)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)

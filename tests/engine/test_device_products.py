@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from engine.cuda.model.linear import Products, RowBuffer, Scaled, rounding
+from engine.cuda.model.linear import QuantizedLinear, RowBuffer, Scaled, rounding
 from engine.cuda.model.weights import Matrix
 from kernels import catalog
 from kernels.caps import Caps
@@ -19,7 +19,7 @@ def test_few_rows_are_multiplied_in_parts_and_many_without_scales(count, adds):
     n, k = 192, 2112
     rows, weight, row_scale, scale = gemm_operands(GemmSpec(n, k), count, "cpu")
     matrix, x = Matrix(weight, scale), Scaled(rows, row_scale)
-    products = Products(catalog.registry(Caps("cpu")), [matrix], 65, torch.device("cpu"))
+    products = QuantizedLinear(catalog.registry(Caps("cpu")), [matrix], 65, torch.device("cpu"))
     whole, room = (torch.full((count, n), torch.nan) for _ in range(2))
     products(matrix, x, whole)
     found = products.unfinished(matrix, x, room, adds)
@@ -36,7 +36,10 @@ def test_few_rows_beside_blocks_come_rounded_and_many_are_rounded_here(count, qu
     n, k, registry, device = 192, 2176, catalog.registry(Caps("cpu")), torch.device("cpu")
     _, weight, _, scale = gemm_operands(GemmSpec(n, k, "block128"), 1, "cpu")
     matrix, plain = Matrix(weight, scale), torch.randn(count, k)
-    products, room = Products(registry, [matrix], 132, device), RowBuffer([matrix], 132, k, torch.float32, device)
+    products, room = (
+        QuantizedLinear(registry, [matrix], 132, device),
+        RowBuffer([matrix], 132, k, torch.float32, device),
+    )
     assert rounding(matrix, count) == quant
     x = room.of(matrix, count)
     if quant == "none":
@@ -57,7 +60,7 @@ def test_few_rows_beside_blocks_come_rounded_and_many_are_rounded_here(count, qu
 def test_a_product_of_few_columns_is_whole(adds):
     n, k = 192, 640
     rows, weight, row_scale, scale = gemm_operands(GemmSpec(n, k), 3, "cpu")
-    products = Products(catalog.registry(Caps("cpu")), [Matrix(weight, scale)], 3, torch.device("cpu"))
+    products = QuantizedLinear(catalog.registry(Caps("cpu")), [Matrix(weight, scale)], 3, torch.device("cpu"))
     room = torch.full((3, n), torch.nan)
     found = products.unfinished(Matrix(weight, scale), Scaled(rows, row_scale), room, adds)
     assert (found.parts, found.deferred) == (1, False) and found.out is room and room.isfinite().all()
@@ -70,7 +73,7 @@ def test_few_rows_are_multiplied_in_parts_by_int4(count, adds):
     codes, scale, zero = torch.randint(0, 16, (n, k)), torch.rand(n, 1) + 0.1, torch.randint(0, 16, (n, 1))
     matrix, rows = Matrix(*tile_int4(codes, scale, zero)), torch.randn(count, k)
     assert (matrix.recipe, matrix.shape) == ("int4", (n, k))
-    products = Products(catalog.registry(Caps("cpu")), [matrix], 129, torch.device("cpu"))
+    products = QuantizedLinear(catalog.registry(Caps("cpu")), [matrix], 129, torch.device("cpu"))
     found = products.unfinished(matrix, Scaled(rows, rows), torch.full((count, n), torch.nan), adds)
     assert found.parts == (4 if count <= 128 and adds else 1) and not found.deferred
     total = found.out.view(found.parts, count, n).sum(0)

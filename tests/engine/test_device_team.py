@@ -338,7 +338,9 @@ def test_a_start_that_fails_waits_for_no_follower(tmp_path, monkeypatch, others)
     """It waits for a sum, and NCCL would wait for it to leave."""
     save_tiny(tmp_path, "llama")
     monkeypatch.setattr("engine.cuda.loader.compute_prompt", _raise)
-    monkeypatch.setattr("engine.cuda.runtime.process_group.GpuTeam.close", lambda _: threading.Event().wait())
+    monkeypatch.setattr(
+        "engine.cuda.runtime.process_group.DistributedProcessGroup.close", lambda _: threading.Event().wait()
+    )
     with pytest.raises(ConfigError, match="none left"), engine_on(torch.device("cpu"), tmp_path, 2):
         pass
     assert set(_children(os.getpid())) <= others
@@ -351,7 +353,7 @@ def test_a_gpu_that_is_full_before_its_team_has_met_is_told_in_words(tmp_path, m
         raise RuntimeError("NCCL error in: NCCLUtils.hpp:94, unhandled cuda error. Cuda failure 2 'out of memory'")
 
     save_tiny(tmp_path, "llama")
-    monkeypatch.setattr("engine.cuda.tensor_parallel.GpuTeam", full)
+    monkeypatch.setattr("engine.cuda.tensor_parallel.DistributedProcessGroup", full)
     others, words = set(_children(os.getpid())), r"do not fit on the GPU .*out of memory.*: free the GPU"
     with pytest.raises(ConfigError, match=words), engine_on(torch.device("cpu"), tmp_path, 2):
         pass
@@ -366,7 +368,9 @@ def test_a_team_that_does_not_part_is_ended(tmp_path, monkeypatch, others):
     save_tiny(tmp_path, "llama")
     with engine_on(torch.device("cpu"), tmp_path, 2):
         (follower,) = set(_children(os.getpid())) - others
-        monkeypatch.setattr("engine.cuda.runtime.process_group.GpuTeam.close", lambda _: threading.Event().wait())
+        monkeypatch.setattr(
+            "engine.cuda.runtime.process_group.DistributedProcessGroup.close", lambda _: threading.Event().wait()
+        )
         monkeypatch.setattr("engine.cuda.tensor_parallel._END_TIMEOUT_S", 0.2)
         os.kill(follower, signal.SIGSTOP)  # it hears no goodbye
     assert set(_children(os.getpid())) <= others

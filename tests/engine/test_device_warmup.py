@@ -10,7 +10,7 @@ from contracts.errors import ConfigError
 from contracts.layout import KVLayout
 from contracts.sampling import SamplingParams
 from engine.cuda.kv.kv_cache import DeviceCache
-from engine.cuda.loader import Builder
+from engine.cuda.loader import DeviceBackendBuilder
 from engine.cuda.model.calibration import Scales
 from engine.cuda.runner import DeviceRunner
 from engine.cuda.warmup import WarmUp, row_counts
@@ -99,7 +99,7 @@ def handed_over(pool, part_counts):
     """Chunks and messages of several lengths, to peers and from them."""
     for num_parts in part_counts:
         pool.agreed(num_parts, sends=True)
-        buffer = pool.lend(7 * pool.block_nbytes)
+        buffer = pool.allocate(7 * pool.block_nbytes)
         for count in (1, 2, 3, 5, 7):
             pages = np.arange(count, dtype=np.int32)
             pool.pack(pages, buffer, num_parts)
@@ -164,8 +164,8 @@ def loaded_and_captured(folder, dtype, monkeypatch):
         raise ConfigError("captured")
 
     monkeypatch.setattr("kernels.compiling.compiled_ahead", compiled_ahead)
-    monkeypatch.setattr(Builder, "_captures", True)
-    monkeypatch.setattr(Builder, "_calibrate", run_whole)
+    monkeypatch.setattr(DeviceBackendBuilder, "_captures", True)
+    monkeypatch.setattr(DeviceBackendBuilder, "_calibrate", run_whole)
     with noted_launches() as launches, pytest.raises(ConfigError, match="captured"):
         engine_of(folder, dtype)
     return loaded, launches.kinds

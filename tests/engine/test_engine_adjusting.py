@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from contracts.ids import RequestId
 from contracts.sampling import SamplingParams
-from engine.sampling.logits_processors import Seen
+from engine.sampling.logits_processors import TokenCounts
 from engine.sampling.sampler import Sampler
 from engine.sequence import Sequence
 
@@ -86,7 +86,7 @@ def test_a_batch_gets_what_each_row_wants(asked, seed):
 @given(tokens, st.lists(tokens, max_size=5), st.booleans())
 def test_tokens_are_counted_once_each_however_many_come_at_a_time(prompt, pieces, with_prompt):
     told, start = list(prompt), len(prompt)
-    seen = Seen(array("i", told), 0 if with_prompt else start, start, 1.0, 0.5)
+    seen = TokenCounts(array("i", told), 0 if with_prompt else start, start, 1.0, 0.5)
     for piece in pieces:
         told += piece
         seen.follow(array("i", told))

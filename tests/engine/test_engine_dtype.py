@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from engine.loader import _fastest
-from engine.model_loader.checkpoint_weights import Cut
+from engine.model_loader.checkpoint_weights import TensorSlice
 from kernels.cpu.isa import CpuIsa
 
 
@@ -17,7 +17,7 @@ class Source:
         steps = torch.arange(32).remainder(16).float().repeat(16, 1)
         self._weight = steps if is_int4 else torch.randn(16, 32)
 
-    def tensor(self, name: str, cut: Cut | None = None) -> torch.Tensor:
+    def tensor(self, name: str, cut: TensorSlice | None = None) -> torch.Tensor:
         return self._weight
 
 

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from bench.models.transformers_oracle import greedy as oracle_greedy
 from engine.cpu.linear import FORMATS
 from engine.cpu.mlp import GatedMlp
-from engine.cpu.moe import Mixture
+from engine.cpu.moe import CpuMoE
 from engine.loader import load_engine
 from models.config import Experts
 from tests.engine.driving import answers, greedy, needs_bfloat16, random_prompts, scored, settings
@@ -35,11 +35,11 @@ def random_weights() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return router, gate_up, down
 
 
-def mixture(config: Experts, dtype: str) -> Mixture:
+def mixture(config: Experts, dtype: str) -> CpuMoE:
     router, gate_up, down = random_weights()
     made = FORMATS[dtype]
     experts = [GatedMlp(made.pack(first), made.pack(second)) for first, second in zip(gate_up, down, strict=True)]
-    return Mixture(config, made.router(router, None), experts)
+    return CpuMoE(config, made.router(router, None), experts)
 
 
 @pytest.mark.parametrize("renormalize", [False, True])

@@ -128,7 +128,7 @@ def test_decode_goes_on_where_token_0_stopped(engine, tokenizer):
     reservation = engine.reserve(request("decode", prompt, params))
     copy_pages(engine, "prefill", [int(block) for block in reservation.blocks])
     engine.adopt(reservation.request_id, Token(0, token_0))
-    engine.writer_ended(reservation.request_id)
+    engine.incoming_writer_ended(reservation.request_id)
     engine.release(request("prefill", prompt, params).request_id)
     assert [token_0, *tokens_of(drain(engine), "decode")] == expected
 
@@ -223,7 +223,7 @@ def test_no_answer_waits_while_a_grammar_that_came_from_elsewhere_is_compiled(en
     reservation = engine.reserve(request("guided", prompt, params))
     quote = tokenizer.encode('"').ids[0]
     engine.adopt(reservation.request_id, Token(0, quote))
-    engine.writer_ended(reservation.request_id)
+    engine.incoming_writer_ended(reservation.request_id)
     with pytest.raises(KeyError):
         engine.adopt(reservation.request_id, Token(0, quote))
     engine.submit(request("plain", prompt, greedy(8)))
@@ -263,7 +263,7 @@ def test_a_grammar_needs_no_thread_that_is_yet_to_be_started(tokenizer, monkeypa
     reservation = engine.reserve(request("foreign", prompt, greedy(40, grammar=grammars["small"], ignore_eos=False)))
     quote = tokenizer.encode('"').ids[0]
     engine.adopt(reservation.request_id, Token(0, quote))
-    engine.writer_ended(reservation.request_id)
+    engine.incoming_writer_ended(reservation.request_id)
     outputs: list[StepOutput] = []
     until_done(engine, outputs)
     texts = {name: tokenizer.decode(tokens_of(outputs, name)) for name in grammars}

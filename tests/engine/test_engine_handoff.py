@@ -13,7 +13,7 @@ from contracts.errors import OutOfBlocks, RequestError
 from contracts.events import Token
 from engine.engine import Engine
 from engine.loader import load_engine
-from engine.messages import Watcher
+from engine.messages import StepObserver
 from tests.engine.driving import drain, greedy, random_prompts, request, settings, tokens_of
 from tests.engine.tiny_models import VOCAB, save_tiny
 
@@ -56,13 +56,13 @@ def hand_over(source, target, name, prompt, sampling):
     reservation = target.reserve(request(name, prompt, sampling))
     land(source, target, chunks, reservation)
     target.adopt(name, first[0])
-    target.writer_ended(name)
+    target.incoming_writer_ended(name)
     source.release(name)
     return reservation, [first[0].token_id, *tokens_of(drain(target), name)]
 
 
 def test_a_processor_that_computes_in_the_call_is_not_waited_for(pair: Pair):
-    class Watching(Watcher):
+    class Watching(StepObserver):
         def waiting(self, is_done) -> None:
             raise AssertionError("nothing else is to be done meanwhile")
 
@@ -111,7 +111,7 @@ def test_a_prompt_from_elsewhere_enters_the_prefix_cache_by_and_by_and_all_of_it
     chunks, first = prefill(source, "a", PROMPTS[3], greedy(4))
     land(source, target, chunks, target.reserve(request("a", PROMPTS[3], greedy(4))))
     target.adopt("a", first[0])
-    target.writer_ended("a")
+    target.incoming_writer_ended("a")
     found = []
     while target.has_work():
         target.step()
@@ -130,7 +130,7 @@ def test_a_prefix_is_shared_by_requests_of_one_salt_only(pair: Pair):
         first = next(sampled.token for output in drain(pair[0]) for sampled in output.sampled)
         reserved = pair[1].reserve(asked)
         pair[1].adopt(asked.request_id, first)
-        pair[1].writer_ended(asked.request_id)
+        pair[1].incoming_writer_ended(asked.request_id)
         drain(pair[1])
         hits.append((pair[0].stats().prefix_hit_tokens - before, reserved.skip_tokens))
         pair[0].release(asked.request_id)
@@ -179,7 +179,7 @@ def test_a_token_0_that_no_such_model_draws_is_refused(pair: Pair, token_id: int
     with pytest.raises(RequestError, match=f"token 0 from prefill is {token_id}, outside of 0 to 319"):
         engine.adopt(asked.request_id, Token(0, token_id))
     engine.release(asked.request_id)
-    engine.writer_ended(asked.request_id)
+    engine.incoming_writer_ended(asked.request_id)
     engine.check()
 
 
@@ -193,8 +193,8 @@ def test_pages_stay_taken_until_the_writer_has_ended(pair: Pair):
     engine.check()
     with pytest.raises(RequestError, match="is here already"):  # or the writer's hold would be forgotten
         engine.reserve(request("a", PROMPTS[0], greedy()))
-    engine.writer_ended("a")
-    engine.writer_ended("a")
+    engine.incoming_writer_ended("a")
+    engine.incoming_writer_ended("a")
     assert engine.stats().free_tokens == free
     engine.check()
 
@@ -203,7 +203,7 @@ def test_generations_tell_a_page_of_now_from_one_of_then(pair: Pair):
     engine = pair[1]
     first = engine.reserve(request("a", PROMPTS[0], greedy()))
     engine.release("a")
-    engine.writer_ended("a")
+    engine.incoming_writer_ended("a")
     second = engine.reserve(request("b", PROMPTS[0], greedy()))
     assert second.blocks == first.blocks and second.generations != first.generations
 
@@ -269,7 +269,7 @@ def test_what_found_no_pages_looks_again_when_there_may_be_more(folder, monkeypa
     assert is_refused() and is_refused() and len(looked) == 1
     engine.release("a")
     assert is_refused() and len(looked) == 1, "the pages are the writer's still"
-    engine.writer_ended("a")
+    engine.incoming_writer_ended("a")
     assert not is_refused() and len(looked) == 2
     engine.check()
 
@@ -318,7 +318,7 @@ def test_a_prompt_has_its_turn_before_handoffs_that_are_offered_later(folder, la
             except OutOfBlocks:
                 return
             engine.adopt(name, Token(0, 5))
-            engine.writer_ended(name)
+            engine.incoming_writer_ended(name)
 
     hand_in()
     engine.submit(replace(request("local", prompts[0], greedy(3)), priority=priority))
@@ -343,7 +343,7 @@ def test_a_handoff_has_its_turn_before_prompts_that_come_later(folder):
             except OutOfBlocks:
                 return
             engine.adopt("long", Token(0, 5))
-            engine.writer_ended("long")
+            engine.incoming_writer_ended("long")
 
     assert steps_until(engine, "long", come_in) < 12
 
@@ -405,7 +405,7 @@ def test_a_prompt_from_elsewhere_that_is_preempted_at_once_is_found_again(folder
     engine.step()
     engine.step()
     engine.reserve(request("landed", landed, greedy(4)))
-    engine.writer_ended("landed")
+    engine.incoming_writer_ended("landed")
     engine.adopt("landed", Token(0, 5))
     outputs = drain(engine)
     assert engine.stats().num_preemptions == 1

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from bench.models.transformers_oracle import greedy as oracle_greedy
 from contracts.errors import ConfigError
 from engine.loader import load_engine
-from engine.model.chunked_attention import Stretches, cut
+from engine.model.chunked_attention import AttentionChunks, cut
 from tests.engine.driving import answers, greedy, random_prompts, scored, settings
 from tests.engine.tiny_models import LLAMA3_ROPE, VOCAB, as_multimodal, change_config, save_tiny
 
@@ -84,7 +84,7 @@ def test_rows_cut_into_segments_find_the_tokens_of_theirs(pieces, num_steps):
     width = -(-int((starts + counts).max()) // block_size)
     tables = np.arange(len(pieces) * width).reshape(len(pieces), width)  # block b of piece p is p * width + b
     answers = np.arange(len(pieces)) % 2 == 0
-    by = cut(Stretches(tables, starts, counts, answers), segment, block_size)
+    by = cut(AttentionChunks(tables, starts, counts, answers), segment, block_size)
     owners = by.tables[:, 0] // width
     found = [
         [owner, *seen(by.tables[at], by.starts[at] + row, block_size, owner * width)]

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from checkpoint.huggingface.folder import model_config
-from engine.cpu.decoder import Decoder, DecoderWeights, LayerWeights
+from engine.cpu.decoder import CpuLayerWeights, Decoder, DecoderWeights
 from engine.cpu.linear import FORMATS, PhasedLinear
-from engine.cpu.mlp import _PART_ROWS, ClampedMlp, GatedMlp, Mlp
-from engine.cpu.moe import Mixture
+from engine.cpu.mlp import _PART_ROWS, ClampedMlp, CpuMlp, GatedMlp
+from engine.cpu.moe import CpuMoE
 from models.config import Experts
 
 NUM_ROWS, INNER = 23, 8192  # a thread's share ends within a vector
@@ -77,23 +77,23 @@ TINY = model_config(
 )
 
 
-def two_formats() -> Mlp:
+def two_formats() -> CpuMlp:
     pack = FORMATS["int4"].pack
     return GatedMlp(pack(on_int4_grid(128, HIDDEN)), pack(on_int4_grid(HIDDEN, 64)))
 
 
-def one_format_beside_two() -> Mlp:
+def one_format_beside_two() -> CpuMlp:
     pack = FORMATS["int4"].pack
     plain = GatedMlp(pack(random(128, HIDDEN)), pack(random(HIDDEN, 64)))
     router = FORMATS["int4"].router(random(2, HIDDEN), None)
-    return Mixture(Experts(2, 2, 64, True), router, [plain, two_formats()])
+    return CpuMoE(Experts(2, 2, 64, True), router, [plain, two_formats()])
 
 
 @pytest.mark.parametrize("mlp", [two_formats, one_format_beside_two])
 def test_rows_of_prompts_and_of_answers_keep_their_bits_beside_each_other(mlp):
     """Where attention's last product has one format and what follows has two, as int4 finds them tensor by tensor."""
     linear = FORMATS["int4"].pack(random(HIDDEN, HIDDEN))
-    layer = LayerWeights(None, linear, linear, None, mlp())
+    layer = CpuLayerWeights(None, linear, linear, None, mlp())
     assert linear.is_uniform and not layer.mlp.is_uniform
     decoder = Decoder(TINY, DecoderWeights(random(3, HIDDEN), (layer,), None, linear._answer), 64)
     x, mixed = random(11, HIDDEN), random(11, HIDDEN).flip(0)

@@ -91,7 +91,7 @@ def test_the_context_bounds_an_answer():
 
 
 def test_a_request_whose_token_can_not_be_drawn_fails_alone(engine, prompts, monkeypatch):
-    wishes_of = Sampler._wishes_of
+    wishes_of = Sampler._processor_state
 
     def refuse(sampler, sequence, vocab):
         if sequence.request_id == "bad":
@@ -100,7 +100,7 @@ def test_a_request_whose_token_can_not_be_drawn_fails_alone(engine, prompts, mon
 
     plain, biased = greedy(6), greedy(6, logit_bias={5: 2.0})
     expected = [*answers(engine, prompts[:1], plain), *answers(engine, prompts[1:2], biased)]
-    monkeypatch.setattr(Sampler, "_wishes_of", refuse)
+    monkeypatch.setattr(Sampler, "_processor_state", refuse)
     for name, prompt, sampling in (("a", prompts[0], plain), ("bad", [7, 7], biased), ("b", prompts[1], biased)):
         engine.submit(request(name, prompt, sampling))
     outputs = drain(engine)

@@ -128,7 +128,7 @@ def test_it_is_handed_over_like_a_prompt(folder, cut: int):
             into = reservation.blocks[start // size :][: len(pages)]
             target.pool_bytes[:, into] = source.pool_bytes[:, pages]
     target.adopt("again", first)
-    target.writer_ended("again")
+    target.incoming_writer_ended("again")
     source.release("again")
     assert [first.token_id, *tokens_of(drain(target), "again")] == answer[cut:]
 

@@ -9,14 +9,14 @@ from hypothesis import strategies as st
 from contracts.ids import RequestId
 from engine.cache.block_pool import BlockPool
 from engine.scheduler.batch import Batch
-from engine.scheduler.scheduler import Limits, Scheduler
+from engine.scheduler.scheduler import Scheduler, SchedulerLimits
 from engine.sequence import Sequence, Status
 from tests.engine.driving import greedy
 
 SIZE = 4
 
 
-LIMITS = Limits(max_num_seqs=4, max_batched_tokens=16, max_mixed_tokens=16)
+LIMITS = SchedulerLimits(max_num_seqs=4, max_batched_tokens=16, max_mixed_tokens=16)
 
 
 @dataclass
@@ -24,7 +24,7 @@ class FakeEngine:
     """The scheduler's other half without a model: every piece computes, every sample is token 1."""
 
     num_blocks: int = 32
-    limits: Limits = LIMITS
+    limits: SchedulerLimits = LIMITS
     batches: list[Batch] = field(default_factory=list)
     num_finished: int = 0
 
@@ -44,7 +44,7 @@ class FakeEngine:
     def step(self) -> Batch:
         batch = self.scheduler.schedule()
         self.batches.append(batch)
-        for piece in batch.pieces:
+        for piece in batch.chunks:
             self._compute(piece.sequence, piece.end)
         self.pool.check()
         return batch
@@ -70,11 +70,11 @@ class FakeEngine:
 
 
 def shape(batch: Batch) -> list[tuple[str, int, int]]:
-    return [(piece.sequence.request_id, piece.first_token, piece.num_tokens) for piece in batch.pieces]
+    return [(piece.sequence.request_id, piece.first_token, piece.num_tokens) for piece in batch.chunks]
 
 
 def test_a_long_prompt_is_cut_where_the_budget_ends():
-    engine = FakeEngine(limits=Limits(max_num_seqs=4, max_batched_tokens=15, max_mixed_tokens=15))
+    engine = FakeEngine(limits=SchedulerLimits(max_num_seqs=4, max_batched_tokens=15, max_mixed_tokens=15))
     engine.add(38)
     assert [shape(engine.step()) for _ in range(3)] == [[("100-38", 0, 15)], [("100-38", 15, 15)], [("100-38", 30, 8)]]
 
@@ -86,11 +86,11 @@ def test_decodes_run_in_every_step_while_a_prompt_is_prefilled():
     engine.add(40, first=500)
     for _ in range(3):
         assert shape(engine.step())[0][2] == 1
-        assert sum(piece.num_tokens for piece in engine.batches[-1].pieces) <= 16
+        assert sum(piece.num_tokens for piece in engine.batches[-1].chunks) <= 16
 
 
 def test_beside_answers_prompts_are_cut_shorter():
-    engine = FakeEngine(limits=Limits(max_num_seqs=4, max_batched_tokens=16, max_mixed_tokens=6))
+    engine = FakeEngine(limits=SchedulerLimits(max_num_seqs=4, max_batched_tokens=16, max_mixed_tokens=6))
     engine.add(3, max_tokens=3)
     engine.step()
     engine.add(38, first=500)
@@ -101,38 +101,38 @@ def test_beside_answers_prompts_are_cut_shorter():
 
 def test_only_what_is_handed_over_is_cut_at_blocks():
     for handoff, sizes in ((False, [5, 5, 5]), (True, [4, 4, 4])):
-        engine = FakeEngine(limits=Limits(max_num_seqs=4, max_batched_tokens=16, max_mixed_tokens=6))
+        engine = FakeEngine(limits=SchedulerLimits(max_num_seqs=4, max_batched_tokens=16, max_mixed_tokens=6))
         engine.add(3, max_tokens=9)
         engine.step()
         engine.add(38, first=500).handoff = handoff
-        assert [engine.step().pieces[-1].num_tokens for _ in sizes] == sizes
+        assert [engine.step().chunks[-1].num_tokens for _ in sizes] == sizes
 
 
-def answering(count: int, limits: Limits) -> FakeEngine:
+def answering(count: int, limits: SchedulerLimits) -> FakeEngine:
     engine = FakeEngine(500, limits)
     for index in range(count):
         engine.add(3, max_tokens=30, first=100 * index)
     for _ in range(10):
         engine.step()
-    assert [piece.is_decode for piece in engine.step().pieces] == [True] * count
+    assert [piece.is_decode for piece in engine.step().chunks] == [True] * count
     return engine
 
 
 @pytest.mark.parametrize(("mixed", "room"), [(4, SIZE), (20, 15), (24, 19), (6, SIZE)])
 def test_beside_any_number_of_answers_there_is_room_for_a_block_of_a_prompt(mixed, room):
-    engine = answering(5, Limits(max_num_seqs=9, max_batched_tokens=40, max_mixed_tokens=mixed))
+    engine = answering(5, SchedulerLimits(max_num_seqs=9, max_batched_tokens=40, max_mixed_tokens=mixed))
     engine.add(38, first=700)
     assert shape(engine.step())[-1] == ("700-38", 0, room)
 
 
 def test_a_quarter_of_a_step_is_the_prompts_whatever_the_number_of_answers():
-    engine = answering(20, Limits(max_num_seqs=30, max_batched_tokens=60, max_mixed_tokens=24))
+    engine = answering(20, SchedulerLimits(max_num_seqs=30, max_batched_tokens=60, max_mixed_tokens=24))
     engine.add(38, first=7000)
     assert shape(engine.step())[-1] == ("7000-38", 0, 6)
 
 
 def test_what_is_handed_over_takes_no_blocks_while_there_is_no_room_for_one_of_it(monkeypatch):
-    engine = FakeEngine(limits=Limits(max_num_seqs=4, max_batched_tokens=18, max_mixed_tokens=18))
+    engine = FakeEngine(limits=SchedulerLimits(max_num_seqs=4, max_batched_tokens=18, max_mixed_tokens=18))
     engine.add(15)
     engine.add(40, first=500).handoff = True
     looked, find = [], engine.pool.find
@@ -142,7 +142,7 @@ def test_what_is_handed_over_takes_no_blocks_while_there_is_no_room_for_one_of_i
 
 
 def test_an_answer_that_is_expected_counts_as_one_that_runs():
-    engine = FakeEngine(limits=Limits(max_num_seqs=4, max_batched_tokens=16, max_mixed_tokens=8))
+    engine = FakeEngine(limits=SchedulerLimits(max_num_seqs=4, max_batched_tokens=16, max_mixed_tokens=8))
     engine.add(38)
     assert shape(engine.scheduler.schedule(num_reserved=1)) == [("100-38", 0, 8)]
 
@@ -156,7 +156,7 @@ def test_no_more_run_at_once_than_there_are_places():
         sequence.tokens.append(1)
         engine.scheduler.resume(sequence)
     while engine.scheduler.has_work:
-        assert len(engine.step().pieces) <= 4
+        assert len(engine.step().chunks) <= 4
     assert engine.num_finished == 6
 
 
@@ -164,7 +164,7 @@ def test_a_reserved_place_is_given_to_nobody():
     engine = FakeEngine()
     for index in range(4):
         engine.add(5, first=100 * index)
-    assert len(engine.scheduler.schedule(num_reserved=1).pieces) == 3
+    assert len(engine.scheduler.schedule(num_reserved=1).chunks) == 3
 
 
 def recomputed(engine: FakeEngine, name: int, num_prompt: int, length: int, num_computed: int) -> Sequence:
@@ -178,7 +178,7 @@ def recomputed(engine: FakeEngine, name: int, num_prompt: int, length: int, num_
 
 
 def test_prompts_are_cut_shorter_beside_an_answer_that_is_computed_again():
-    limits = Limits(max_num_seqs=4, max_batched_tokens=16, max_mixed_tokens=6)
+    limits = SchedulerLimits(max_num_seqs=4, max_batched_tokens=16, max_mixed_tokens=6)
     for length, left in ((15, 3), (13, 5), (19, 0)):
         engine = FakeEngine(limits=limits)
         recomputed(engine, 1, num_prompt=9, length=length, num_computed=12)
@@ -187,7 +187,7 @@ def test_prompts_are_cut_shorter_beside_an_answer_that_is_computed_again():
 
 
 def test_an_answer_that_is_computed_again_waits_for_longer_prompts_that_are_more_urgent():
-    limits = Limits(max_num_seqs=4, max_batched_tokens=16, max_mixed_tokens=6)
+    limits = SchedulerLimits(max_num_seqs=4, max_batched_tokens=16, max_mixed_tokens=6)
     engine = FakeEngine(limits=limits)
     engine.add(9, first=500, max_tokens=1)
     engine.add(9, first=700, max_tokens=1)
@@ -197,7 +197,7 @@ def test_an_answer_that_is_computed_again_waits_for_longer_prompts_that_are_more
 
 
 def test_what_waits_for_longer_prompts_holds_no_blocks_meanwhile():
-    engine = FakeEngine(limits=Limits(max_num_seqs=4, max_batched_tokens=16, max_mixed_tokens=6))
+    engine = FakeEngine(limits=SchedulerLimits(max_num_seqs=4, max_batched_tokens=16, max_mixed_tokens=6))
     engine.add(9, max_tokens=5)
     while engine.num_finished == 0:
         engine.step()
@@ -256,7 +256,7 @@ def test_what_found_no_room_looks_again_when_one_that_does_not_run_gives_its_blo
     engine.step()
     engine.scheduler.remove(held)
     late = engine.add(24, first=500)
-    assert engine.step().pieces == () and engine.scheduler.waiting == [late]
+    assert engine.step().chunks == () and engine.scheduler.waiting == [late]
     engine.pool.release(held.blocks)
     assert shape(engine.step()) == [("500-24", 0, 16)]
 
@@ -269,14 +269,14 @@ def test_arrival_order_is_served_and_slots_are_bounded():
 
 
 def test_the_lowest_priority_is_served_first_and_equals_in_order_of_arrival():
-    engine = FakeEngine(limits=Limits(max_num_seqs=1, max_batched_tokens=16, max_mixed_tokens=16))
+    engine = FakeEngine(limits=SchedulerLimits(max_num_seqs=1, max_batched_tokens=16, max_mixed_tokens=16))
     for first, priority in ((100, 5), (200, 0), (300, -(2**63)), (400, 5), (500, 0), (600, 2**63 - 1)):
         engine.add(2, max_tokens=1, first=first, priority=priority)
     assert [shape(engine.step())[0][0] for _ in range(6)] == ["300-2", "200-2", "500-2", "100-2", "400-2", "600-2"]
 
 
 def test_an_urgent_newcomer_overtakes_who_waits_and_nobody_who_runs():
-    engine = FakeEngine(limits=Limits(max_num_seqs=2, max_batched_tokens=16, max_mixed_tokens=16))
+    engine = FakeEngine(limits=SchedulerLimits(max_num_seqs=2, max_batched_tokens=16, max_mixed_tokens=16))
     for first in (100, 200, 300):
         engine.add(2, max_tokens=3, first=first)
     engine.step()
@@ -366,7 +366,7 @@ def test_recomputed_tokens_of_prompt_and_answer_are_separate_pieces():
     young = engine.add(10, max_tokens=12, first=500)
     while engine.num_finished < 2:
         engine.step()
-    pieces = [piece for batch in engine.batches for piece in batch.pieces if piece.sequence is young]
+    pieces = [piece for batch in engine.batches for piece in batch.chunks if piece.sequence is young]
     assert all(piece.end <= 10 or piece.first_token >= 10 for piece in pieces)
 
 
@@ -383,7 +383,7 @@ requests = st.lists(REQUEST, min_size=1, max_size=12)
     arrivals=st.randoms(),
 )
 def test_every_sequence_ends_within_the_limits(requests, num_blocks, budget, mixed, arrivals):
-    limits = Limits(max_num_seqs=4, max_batched_tokens=budget, max_mixed_tokens=mixed)
+    limits = SchedulerLimits(max_num_seqs=4, max_batched_tokens=budget, max_mixed_tokens=mixed)
     engine = FakeEngine(num_blocks, limits)
     todo = list(requests)
     for _ in range(3000):
@@ -391,15 +391,15 @@ def test_every_sequence_ends_within_the_limits(requests, num_blocks, budget, mix
             length, max_tokens, family, priority = todo.pop()
             engine.add(length, max_tokens, first=1000 * family, priority=priority)
         batch = engine.step()
-        names = [id(piece.sequence) for piece in batch.pieces]
+        names = [id(piece.sequence) for piece in batch.chunks]
         assert len(names) == len(set(names)) <= 4
-        phases = [(not piece.is_answer, not piece.is_decode) for piece in batch.pieces]
+        phases = [(not piece.is_answer, not piece.is_decode) for piece in batch.chunks]
         assert phases == sorted(phases)
-        assert sum(piece.num_tokens for piece in batch.pieces) <= budget
-        if any(piece.is_answer for piece in batch.pieces):
-            assert sum(piece.num_tokens for piece in batch.pieces if not piece.is_answer) <= max(mixed, SIZE)
-        if num_decodes := sum(piece.is_decode for piece in batch.pieces):
-            assert sum(piece.num_tokens for piece in batch.pieces) <= max(mixed, num_decodes + max(SIZE, mixed // 4))
+        assert sum(piece.num_tokens for piece in batch.chunks) <= budget
+        if any(piece.is_answer for piece in batch.chunks):
+            assert sum(piece.num_tokens for piece in batch.chunks if not piece.is_answer) <= max(mixed, SIZE)
+        if num_decodes := sum(piece.is_decode for piece in batch.chunks):
+            assert sum(piece.num_tokens for piece in batch.chunks) <= max(mixed, num_decodes + max(SIZE, mixed // 4))
         if not todo and not engine.scheduler.has_work:
             break
     assert engine.num_finished == len(requests)

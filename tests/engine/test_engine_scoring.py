@@ -14,7 +14,7 @@ from engine.engine import Engine
 from engine.loader import load_engine
 from engine.messages import StepOutput
 from engine.sampling.prompt_logprobs import ROWS, spans
-from engine.scheduler.batch import Piece
+from engine.scheduler.batch import ScheduledChunk
 from engine.sequence import Sequence
 from tests.engine.driving import drain, greedy, random_prompts, request, settings, tokens_of
 from tests.engine.tiny_models import VOCAB, save_tiny
@@ -127,7 +127,7 @@ def test_neighbours_of_a_scored_prompt_get_the_same_numbers(model):
 def test_the_parts_cover_the_prompt_once_and_are_small(num_prompt: int, cuts: list[int], is_asked: bool):
     sequence = Sequence(RequestId("r"), range(num_prompt), greedy(4, prompt_logprobs=0 if is_asked else None))
     edges = sorted({min(num_prompt, sum(cuts[:index])) for index in range(len(cuts) + 1)} | {num_prompt})
-    pieces = [Piece(sequence, first, end - first) for first, end in pairwise(edges)]
+    pieces = [ScheduledChunk(sequence, first, end - first) for first, end in pairwise(edges)]
     found = spans(pieces)
     assert [target for span in found for target in span.targets] == list(range(1, num_prompt if is_asked else 1))
     for span in found:

@@ -14,7 +14,7 @@ from engine.cpu.kv_cache import KVCache
 from engine.loader import load_engine
 from engine.model.logit_rows import tail_rows, tails
 from engine.sampling.prompt_logprobs import spans
-from engine.scheduler.batch import Piece
+from engine.scheduler.batch import ScheduledChunk
 from engine.sequence import Sequence
 from kernels.registry import Registry
 from tests.engine.device_engines import device_engine
@@ -72,7 +72,7 @@ def mixed_batch(size):
         sequence.blocks.extend(range(first_block, first_block + num_blocks))
         first_block += num_blocks
         sequence.num_scored = min(computed + 1, num_prompt) if is_scored else num_prompt
-        pieces.append(Piece(sequence, computed, count))
+        pieces.append(ScheduledChunk(sequence, computed, count))
     return pieces
 
 
@@ -83,14 +83,14 @@ def computed_before(engine):
         prompt, length = piece.sequence.num_prompt, piece.first_token
         for low, high in ((0, min(length, prompt)), (prompt, length)):
             if high > low:
-                engine.runner.forward_undrawn([Piece(piece.sequence, low, high - low)])
+                engine.runner.forward_without_sampling([ScheduledChunk(piece.sequence, low, high - low)])
     return pieces
 
 
 def test_rows_of_a_mixed_batch_are_what_they_are_alone(engine):
     pieces = computed_before(engine)
-    together = engine.runner.forward_undrawn(pieces)
-    alone = [engine.runner.forward_undrawn([piece]) for piece in pieces]
+    together = engine.runner.forward_without_sampling(pieces)
+    alone = [engine.runner.forward_without_sampling([piece]) for piece in pieces]
     logits = torch.cat([computed.logits for computed in alone])
     assert together.logits.shape[0] == sum(piece.samples for piece in pieces) == 6
     assert torch.allclose(together.logits, logits, atol=1e-4, rtol=1e-4)
@@ -112,14 +112,16 @@ def test_attention_of_tails_has_the_bits_of_attention_of_all_rows(limit, dtype):
     cache = KVCache(KVLayout(model="m", num_layers=1, num_kv_heads=2, head_dim=32, block_size=16, dtype=dtype), 80)
     cache.pages(0).normal_()
     inputs = prepare(pieces, spans(pieces), heads, cache)
-    assert inputs.tails is not None
-    assert inputs.tails.rows.tolist() == tail_rows(np.array([s[3] for s in SHAPES]), np.array(WANTED)).tolist()
+    assert inputs.logit_rows is not None
+    assert inputs.logit_rows.rows.tolist() == tail_rows(np.array([s[3] for s in SHAPES]), np.array(WANTED)).tolist()
     q = torch.randn(len(inputs.token_ids_M), 6, 32).to(cache.dtype)
     for has_window in (True, False):
         sinks = torch.randn(2, 3) if limit else None
         whole = attend(q, cache.pages(0), inputs.attention.of(has_window), heads, sinks)
-        ends = attend(q[inputs.tails.rows], cache.pages(0), inputs.tails.attention.of(has_window), heads, sinks)
-        assert torch.equal(ends, whole[inputs.tails.rows])
+        ends = attend(
+            q[inputs.logit_rows.rows], cache.pages(0), inputs.logit_rows.attention.of(has_window), heads, sinks
+        )
+        assert torch.equal(ends, whole[inputs.logit_rows.rows])
 
 
 def test_rows_that_nobody_wants_go_no_further_than_the_last_k_and_v(folder, monkeypatch):
@@ -127,10 +129,10 @@ def test_rows_that_nobody_wants_go_no_further_than_the_last_k_and_v(folder, monk
     engine, noted = load_engine(settings(model=str(folder))), []
     pieces = computed_before(engine)
     monkeypatch.setattr("engine.cpu.decoder.attend", lambda q, *rest: noted.append(len(q)) or attend(q, *rest))
-    engine.runner.forward_undrawn(pieces)
+    engine.runner.forward_without_sampling(pieces)
     assert noted == [sum(count for *_, count, _ in SHAPES)] * (engine.layout.num_layers - 1) + [sum(WANTED)]
     noted.clear()
-    assert engine.runner.forward_undrawn([pieces[4]]).logits.shape == (0, VOCAB)
+    assert engine.runner.forward_without_sampling([pieces[4]]).logits.shape == (0, VOCAB)
     assert noted == [64] * (engine.layout.num_layers - 1) + [0]
 
 
@@ -151,9 +153,9 @@ def test_rows_that_nobody_wants_go_no_further_than_the_last_k_and_v_on_a_device(
     engine = device_engine(folder)
     pieces = computed_before(engine)[3:]  # no decodes, which go by themselves
     noted.clear()
-    engine.runner.forward_undrawn(pieces)
+    engine.runner.forward_without_sampling(pieces)
     whole = [("attn_prefill", sum(count for *_, count, _ in SHAPES[3:]))] * (engine.layout.num_layers - 1)
     assert noted == [*whole, ("attn_decode", 4), ("attn_prefill", 90 + 64)]
     noted.clear()
-    assert engine.runner.forward_undrawn([pieces[1]]).logits.shape == (0, VOCAB)
+    assert engine.runner.forward_without_sampling([pieces[1]]).logits.shape == (0, VOCAB)
     assert noted == [("attn_prefill", 64)] * (engine.layout.num_layers - 1)

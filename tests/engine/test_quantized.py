@@ -12,7 +12,7 @@ from checkpoint.quantization import read_quantization
 from contracts.errors import ConfigError
 from engine.cuda.model.format_choice import kept_as, resolve_device_dtype
 from engine.cuda.model.fused_decode import FusedDecode
-from engine.cuda.model.linear import Products, Scaled
+from engine.cuda.model.linear import QuantizedLinear, Scaled
 from engine.cuda.model.weights import Matrix, keep
 from engine.cuda.runner import DeviceRunner
 from engine.loader import load_engine
@@ -117,7 +117,7 @@ def test_block_products_are_split_where_cublas_wants_rows_by_fours(count):
                 asked.append(spec)
             return super().get(op, spec)
 
-    products = Products(Asked(catalog.IMPLS, Caps("cpu")), [matrix], 130, torch.device("cpu"))
+    products = QuantizedLinear(Asked(catalog.IMPLS, Caps("cpu")), [matrix], 130, torch.device("cpu"))
     rows, out = torch.randn(count, 384), torch.full((count, 256), torch.nan)
     products(matrix, Scaled(rows, rows), out)
     assert relative_error(out, rows @ dense.t()) < 0.04

@@ -16,20 +16,20 @@ from tokenizers import Tokenizer
 from checkpoint import Checkpoint
 from contracts.errors import Overloaded, Unavailable
 from contracts.ids import Epoch, GatewayId, RequestId, WorkerId
-from contracts.node import Node, Role
+from contracts.node import Node, WorkerRole
 from contracts.request import Route
-from coordinator.request_states import State
+from coordinator.request_states import RequestState
 from coordinator.store.store import Store
-from gateway.dispatch.dispatcher import Dispatch
+from gateway.dispatch.dispatcher import Dispatcher
 from gateway.dispatch.placement import StorePlacement
 from gateway.fake_worker import FakeWorker
-from gateway.http.app import Front, make_app
+from gateway.http.app import AppContext, make_app
 from gateway.http.server import Protocol
 from gateway.observability.metrics import Metrics
 from gateway.prompting.chat_template import Prompting
 from gateway.settings import GatewaySettings
 from process.sockets import listen
-from service.server import Server
+from service.server import UvicornServer
 from tests.waiting import async_until
 
 SECRET = "s"
@@ -45,7 +45,7 @@ class ListStore:
     room: int | None = None
     placed: list[tuple[RequestId, Epoch]] = field(default_factory=list)
     finished: list[tuple[RequestId, Epoch]] = field(default_factory=list)
-    ends: list[State] = field(default_factory=list)
+    ends: list[RequestState] = field(default_factory=list)
     renewed: set[RequestId] = field(default_factory=set)
     dead: set[WorkerId] = field(default_factory=set)
 
@@ -65,15 +65,15 @@ class ListStore:
         if self.overloaded or (self.room is not None and num_there >= self.room):
             raise Overloaded("full", retry_after_s=3)
         self.placed.append((request_id, epoch))
-        return Route(request_id, epoch, self._pick(Role.PREFILL, exclude), self._pick(Role.DECODE, exclude))
+        return Route(request_id, epoch, self._pick(WorkerRole.PREFILL, exclude), self._pick(WorkerRole.DECODE, exclude))
 
-    def _pick(self, role: Role, exclude: Sequence[WorkerId]):
-        fit = [w for w in self.workers if w.role in (role, Role.MIXED) and w.worker_id not in exclude]
+    def _pick(self, role: WorkerRole, exclude: Sequence[WorkerId]):
+        fit = [w for w in self.workers if w.role in (role, WorkerRole.MIXED) and w.worker_id not in exclude]
         if not fit:
             raise Unavailable(f"no {role} worker")
         return fit[0].node.info.ref
 
-    async def finish(self, request_id: RequestId, epoch: Epoch, end: State) -> None:
+    async def finish(self, request_id: RequestId, epoch: Epoch, end: RequestState) -> None:
         self.finished.append((request_id, epoch))
         self.ends.append(end)
 
@@ -87,10 +87,10 @@ class ListStore:
 @dataclass
 class Rig:
     url: str
-    front: Front
+    front: AppContext
     store: Any
     workers: Sequence[FakeWorker]
-    server: Server
+    server: UvicornServer
 
     def client(self) -> httpx.AsyncClient:
         return httpx.AsyncClient(base_url=self.url, timeout=60)
@@ -112,7 +112,7 @@ class Rig:
 
 
 def pair(**options) -> list[FakeWorker]:
-    roles = {"p0": Role.PREFILL, "d0": Role.DECODE}
+    roles = {"p0": WorkerRole.PREFILL, "d0": WorkerRole.DECODE}
     return [FakeWorker(WorkerId(name), role, SECRET, **options) for name, role in roles.items()]
 
 
@@ -138,10 +138,10 @@ async def _running(checkpoint: Checkpoint, workers: Sequence[FakeWorker], store,
         await worker.start()
         if join is not None:
             await join(worker.node.info)
-    dispatch = Dispatch(store, GATEWAY, SECRET, checkpoint.name)
+    dispatch = Dispatcher(store, GATEWAY, SECRET, checkpoint.name)
     given = GatewaySettings(secret=SECRET, **settings)  # type: ignore[arg-type]
     checkpoint = replace(checkpoint, build_tokenizer=partial(_shared_tokenizer, checkpoint.build_tokenizer))
-    front = Front(
+    front = AppContext(
         given,
         checkpoint,
         Prompting(checkpoint, given.tool_parser),
@@ -153,7 +153,7 @@ async def _running(checkpoint: Checkpoint, workers: Sequence[FakeWorker], store,
     )
     listener = listen("127.0.0.1", 0)
     config = uvicorn.Config(make_app(front), http=Protocol, log_level="warning", timeout_graceful_shutdown=1)
-    server = Server(config)
+    server = UvicornServer(config)
     await dispatch.start()
     serving = asyncio.create_task(server.serve(sockets=[listener]))
     rig = Rig(f"http://127.0.0.1:{listener.getsockname()[1]}", front, store, workers, server)

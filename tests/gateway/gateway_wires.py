@@ -4,11 +4,11 @@ import asyncio
 from dataclasses import dataclass, field
 
 from contracts.ids import Incarnation, WorkerId
-from contracts.node import NodeInfo, NodeLoad, Role
+from contracts.node import NodeInfo, NodeLoad, WorkerRole
 from contracts.request import Cancel, Job, WorkerRef
 from contracts.sampling import SamplingParams
 from coordinator.store.store import Store
-from gateway.prompting.pipeline import Ask
+from gateway.prompting.pipeline import GenerationRequest
 from tests.nodes import ways
 
 PROMPT = [5, 6, 7]
@@ -37,20 +37,20 @@ class Wires:
         """Nothing to stop."""
 
 
-async def join(store: Store, workers: dict[str, Role]) -> None:
+async def join(store: Store, workers: dict[str, WorkerRole]) -> None:
     """All of them can exchange KV with each other."""
     for name, role in workers.items():
         await store.join(_info(name, role))
         await store.heartbeat(WorkerId(name), Incarnation("1"), NodeLoad(free_tokens=1 << 20))
 
 
-def ask(total: int) -> Ask:
+def ask(total: int) -> GenerationRequest:
     """For an answer of `total` tokens to PROMPT."""
     sampling = SamplingParams(max_tokens=total, seed=1, logprobs=0)
-    return Ask(0, 0, PROMPT, sampling, (), False, False)
+    return GenerationRequest(0, 0, PROMPT, sampling, (), False, False)
 
 
-def _info(name: str, role: Role) -> NodeInfo:
+def _info(name: str, role: WorkerRole) -> NodeInfo:
     return NodeInfo(
         worker_id=WorkerId(name),
         incarnation=Incarnation("1"),

@@ -13,9 +13,9 @@ from checkpoint.gguf.tokenizer import build_tokenizer
 from contracts.events import Finished, FinishReason, Token, Tokens
 from contracts.ids import Epoch, RequestId
 from contracts.sampling import SamplingParams
-from gateway.generation.generation_state import Answer, Piece
+from gateway.generation.generation_state import GenerationState, OutputDelta
 from gateway.prompting.chat_template import Prompting
-from gateway.prompting.pipeline import Ask
+from gateway.prompting.pipeline import GenerationRequest
 from tests.gateway.gateway_rig import gateway, pair
 
 FOX = "The quick brown fox jumps over the lazy dog."
@@ -52,13 +52,13 @@ def joined(bodies: list[dict]) -> str:
 
 def feed(prompting: Prompting, ids: list[int], stops: tuple[str, ...] = (), include: bool = False, **sampling):
     params = SamplingParams(max_tokens=len(ids), seed=1, **sampling)
-    answer = Answer(Ask(0, 0, [1], params, stops, include, True), prompting, (2,))
+    answer = GenerationState(GenerationRequest(0, 0, [1], params, stops, include, True), prompting, (2,))
     events = [Tokens(R, Epoch(1), [Token(index, token_id, -0.5, [])]) for index, token_id in enumerate(ids)]
     pieces = [answer.feed(event) for event in [*events, Finished(R, Epoch(1), len(ids), FinishReason.LENGTH, {})]]
     return [piece for piece in pieces if piece is not None]
 
 
-def text_of(pieces: list[Piece]) -> str:
+def text_of(pieces: list[OutputDelta]) -> str:
     return "".join(piece.text for piece in pieces)
 
 
@@ -82,7 +82,7 @@ def test_no_piece_splits_a_character_or_leaks_a_stop(prompting, tokenizer, text,
 )
 def test_a_stop_token_is_told_unless_it_ends_every_text(prompting, last, sampling, stop_reason):
     params = SamplingParams(max_tokens=3, seed=1, stop_token_ids=(7, 2), **sampling)
-    answer = Answer(Ask(0, 0, [1], params, (), False, True), prompting, (2,))
+    answer = GenerationState(GenerationRequest(0, 0, [1], params, (), False, True), prompting, (2,))
     answer.feed(Tokens(R, Epoch(1), [Token(0, 5, None, None), Token(1, last, None, None)]))
     end = answer.feed(Finished(R, Epoch(1), 2, FinishReason.STOP, {}))
     assert end is not None and end.stop_reason == stop_reason

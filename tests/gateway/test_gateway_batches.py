@@ -15,7 +15,7 @@ from contracts.sampling import SamplingParams
 from gateway.api.openai.schema import CompletionRequest
 from gateway.dispatch.worker_pool import MAX_POST_NBYTES
 from gateway.prompting.chat_template import LONG_CHARS, Prompting
-from gateway.prompting.pipeline import ask_completion
+from gateway.prompting.pipeline import prepare_completion
 from tests.gateway.gateway_rig import GATEWAY
 from worker.front.app import MAX_BODY_NBYTES
 
@@ -121,7 +121,7 @@ async def test_the_event_loop_turns_while_tokens_are_made_text(rig, client, endp
             await client.post(endpoint, json={"tokens": [7] * 300_000})
         else:
             echoed = CompletionRequest(prompt=[[7] * 2000] * 150, echo=True)
-            await ask_completion(echoed, rig.front.prompting, rig.front.limits)
+            await prepare_completion(echoed, rig.front.prompting, rig.front.limits)
 
     assert max([await turns_beside(ask(), watched) for _ in range(4)]) > 3
 

@@ -16,7 +16,7 @@ from contracts.errors import RegistryError, Unavailable
 from contracts.events import Failed, Token, Tokens
 from contracts.ids import Epoch, Incarnation, RequestId, WorkerId
 from contracts.layout import KVLayout
-from contracts.node import Node, NodeLoad, Role
+from contracts.node import Node, NodeLoad, WorkerRole
 from contracts.request import Cancel, Job, Route, WorkerRef
 from coordinator.memory_store import MemoryStore
 from coordinator.store.store import PlaceRequest
@@ -26,7 +26,7 @@ from tests.gateway.gateway_rig import GATEWAY, SECRET, Rig, coordinated, gateway
 from tests.nodes import ways
 
 ASK = {"prompt": "one two three", "max_tokens": 500}
-SPARE = {"p1": Role.PREFILL, "d1": Role.DECODE}
+SPARE = {"p1": WorkerRole.PREFILL, "d1": WorkerRole.DECODE}
 
 
 async def test_a_client_that_leaves_frees_both(checkpoint):
@@ -170,7 +170,7 @@ def _decoders(rig: Rig) -> list[WorkerId | None]:
 
 async def test_prefill_lost_before_its_token_was_heard_is_replaced_though_decode_has_all(checkpoint, monkeypatch):
     prefill, decode = workers = pair()
-    workers.append(FakeWorker(WorkerId("p1"), Role.PREFILL, SECRET))
+    workers.append(FakeWorker(WorkerId("p1"), WorkerRole.PREFILL, SECRET))
     monkeypatch.setattr(prefill, "_answer", lambda job: asyncio.sleep(3600))
     async with gateway(checkpoint, workers) as rig, rig.client() as client:
         asking = asyncio.create_task(client.post("/v1/completions", json=ASK | {"max_tokens": 3}))
@@ -183,7 +183,7 @@ async def test_prefill_lost_before_its_token_was_heard_is_replaced_though_decode
 
 async def test_who_decoded_at_the_former_place_does_not_count_at_the_next(checkpoint, monkeypatch):
     prefill, decode = workers = pair(period_s=3600.0)
-    other = FakeWorker(WorkerId("d1"), Role.DECODE, SECRET, period_s=3600.0)
+    other = FakeWorker(WorkerId("d1"), WorkerRole.DECODE, SECRET, period_s=3600.0)
     workers.append(other)
     answer = prefill._answer
     monkeypatch.setattr(prefill, "_answer", lambda job: answer(job) if job.epoch == 2 else asyncio.sleep(3600))
@@ -259,7 +259,7 @@ async def test_tokens_of_what_has_ended_here_are_cancelled_once_more(checkpoint)
 
 
 async def test_a_refused_job_is_placed_once_more_without_the_refuser(checkpoint):
-    workers = [FakeWorker(WorkerId(f"m{i}"), Role.MIXED, SECRET, refuse=503 * (i == 0)) for i in range(2)]
+    workers = [FakeWorker(WorkerId(f"m{i}"), WorkerRole.MIXED, SECRET, refuse=503 * (i == 0)) for i in range(2)]
     async with gateway(checkpoint, workers) as rig, rig.client() as client:
         reply = await client.post("/v1/completions", json=ASK | {"max_tokens": 3})
         assert reply.status_code == 200
@@ -278,7 +278,7 @@ async def test_the_deadline_answers_504(checkpoint):
 @pytest.mark.parametrize("lost", ["m0", "m1"])
 async def test_before_the_first_token_a_request_outlives_a_worker(checkpoint, monkeypatch, lost):
     """m0 takes the job and says nothing; then it dies, or m1, which has nothing to do with it."""
-    workers = [FakeWorker(WorkerId(name), Role.MIXED, SECRET) for name in ("m0", "m1")]
+    workers = [FakeWorker(WorkerId(name), WorkerRole.MIXED, SECRET) for name in ("m0", "m1")]
     monkeypatch.setattr(workers[0], "_answer", lambda job: asyncio.sleep(3600))
     async with gateway(checkpoint, workers) as rig, rig.client() as client:
         asking = asyncio.create_task(client.post("/v1/completions", json=ASK | {"max_tokens": 3}))
@@ -361,7 +361,7 @@ async def test_a_worker_that_is_gone_and_does_not_answer_keeps_nobody_from_looki
         asking = asyncio.create_task(client.post("/v1/completions", json=ASK | {"max_tokens": 3}))
         await rig.until(lambda: link._posting)
         again = _started_again(checkpoint)
-        spare = FakeWorker(WorkerId("p1"), Role.PREFILL, SECRET, model=checkpoint.name)
+        spare = FakeWorker(WorkerId("p1"), WorkerRole.PREFILL, SECRET, model=checkpoint.name)
         await asyncio.gather(again.start(), spare.start())
         rig.store.workers = [again, spare, workers[1]]
         await rig.until(lambda: looking.ref(WorkerId("p0")) == again.node.info.ref)
@@ -402,7 +402,7 @@ async def test_a_look_at_the_registry_that_another_has_overtaken_changes_nothing
 
 def _started_again(checkpoint) -> FakeWorker:
     """The prefill worker of a pair, under its name."""
-    return FakeWorker(WorkerId("p0"), Role.PREFILL, SECRET, incarnation=Incarnation("2"), model=checkpoint.name)
+    return FakeWorker(WorkerId("p0"), WorkerRole.PREFILL, SECRET, incarnation=Incarnation("2"), model=checkpoint.name)
 
 
 def _look_no_more(rig: Rig) -> None:
@@ -421,7 +421,7 @@ async def test_where_the_registry_is_is_not_told_when_a_worker_is_looked_for_the
     workers = pair()
     async with gateway(checkpoint, workers) as rig, rig.client() as client:
         _look_no_more(rig)
-        rig.store.workers = [FakeWorker(WorkerId("p1"), Role.PREFILL, SECRET), workers[1]]
+        rig.store.workers = [FakeWorker(WorkerId("p1"), WorkerRole.PREFILL, SECRET), workers[1]]
         monkeypatch.setattr(rig.store, "nodes", silent)
         reply = await client.post("/v1/completions", json=ASK)
         assert (reply.status_code, reply.json()["error"]["message"]) == (503, "the worker is not connected")
@@ -429,7 +429,7 @@ async def test_where_the_registry_is_is_not_told_when_a_worker_is_looked_for_the
 
 async def test_a_job_that_comes_after_its_request_went_elsewhere_is_cancelled(checkpoint, monkeypatch):
     """Its cancel came before it."""
-    workers = [*pair(period_s=0.02), FakeWorker(WorkerId("d1"), Role.DECODE, SECRET)]
+    workers = [*pair(period_s=0.02), FakeWorker(WorkerId("d1"), WorkerRole.DECODE, SECRET)]
     for silent in workers[:2]:  # or what they tell of it would have them cancelled, too
         monkeypatch.setattr(silent, "_answer", lambda job: asyncio.sleep(3600))
     held = asyncio.Event()
@@ -573,7 +573,7 @@ async def test_while_nobody_could_answer_the_registry_is_looked_at_more_often(ch
     monkeypatch.setattr("gateway.dispatch.worker_pool.POLL_PERIOD_S", 3600.0)
     workers: list[FakeWorker] = []
     async with gateway(checkpoint, workers) as rig:
-        late = FakeWorker(WorkerId("m0"), Role.MIXED, SECRET, model=checkpoint.name)
+        late = FakeWorker(WorkerId("m0"), WorkerRole.MIXED, SECRET, model=checkpoint.name)
         await late.start()
         workers.append(late)
         await rig.until(rig.front.dispatch.workers.can_serve)
@@ -614,7 +614,7 @@ async def test_what_is_missing_is_said(checkpoint, there, words):
 async def test_a_worker_of_another_model_is_passed_over_and_named(checkpoint):
     workers = pair()
     async with gateway(checkpoint, workers) as rig, rig.client() as client:
-        strangers = [FakeWorker(WorkerId(name), Role.MIXED, SECRET, model="another") for name in ("x0", "x1")]
+        strangers = [FakeWorker(WorkerId(name), WorkerRole.MIXED, SECRET, model="another") for name in ("x0", "x1")]
         rig.store.workers = [*strangers, *workers]
         await rig.until(lambda: rig.front.dispatch.workers.troubles)
         words = f"it serves another, this gateway speaks for {checkpoint.name}: name the same model for both"
@@ -681,7 +681,7 @@ async def test_a_fault_of_ours_ends_the_answer_and_is_counted_once(checkpoint, m
             raise LookupError("of ours")
         return {"index": piece.index, "text": piece.text, "logprobs": None, "finish_reason": piece.finish}
 
-    monkeypatch.setattr("gateway.api.response_formatter.TextReplies._choice", choice)
+    monkeypatch.setattr("gateway.api.response_formatter.CompletionFormatter._choice", choice)
     async with gateway(checkpoint, pair(period_s=0.005)) as rig, rig.client() as client:
         reply = await client.post("/v1/completions", json=ASK | {"max_tokens": 9, "stream": stream})
         *_, error, done = [reply.text, ""] if not stream else reply.text.removesuffix("\n\n").split("\n\n")

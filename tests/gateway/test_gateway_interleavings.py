@@ -16,21 +16,21 @@ from hypothesis import strategies as st
 from contracts.errors import Overloaded, TandemError, Unavailable
 from contracts.events import Event, Failed, Finished, FinishReason, Prefilled, Token, Tokens
 from contracts.ids import GatewayId, Incarnation, RequestId, WorkerId
-from contracts.node import Role
+from contracts.node import WorkerRole
 from contracts.request import Job, Route
 from coordinator.memory_store import MemoryStore
 from coordinator.store.store import PlaceRequest
-from gateway.dispatch.dispatcher import Dispatch
+from gateway.dispatch.dispatcher import Dispatcher
 from gateway.dispatch.inflight import MAX_REPLAYS
 from gateway.dispatch.placement import StorePlacement
-from gateway.generation.generation_state import Answer, Piece
+from gateway.generation.generation_state import GenerationState, OutputDelta
 from gateway.prompting.chat_template import Prompting
 from tests.coordinator.coordinator_rig import reap
 from tests.gateway.gateway_wires import PROMPT, Wires, ask, join
 
 pytestmark = pytest.mark.usefixtures("at_once")
 
-WORKERS = {"p0": Role.PREFILL, "d0": Role.DECODE, "m0": Role.MIXED, "m1": Role.MIXED}
+WORKERS = {"p0": WorkerRole.PREFILL, "d0": WorkerRole.DECODE, "m0": WorkerRole.MIXED, "m1": WorkerRole.MIXED}
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +45,7 @@ def token_id(epoch: int, index: int) -> int:
 
 @dataclass
 class Client:
-    pieces: list[Piece] = field(default_factory=list)
+    pieces: list[OutputDelta] = field(default_factory=list)
     left_after: int | None = None
     error: TandemError | None = None
 
@@ -84,7 +84,7 @@ class Storm:
         self.random, self.prompting = random, prompting
         self.now_s = 0.0
         self.store, self.wires = FlakyStore(random, lambda: self.now_s), Wires()
-        self.dispatch = Dispatch(StorePlacement(self.store, GatewayId("g")), GatewayId("g"), "s", "m")
+        self.dispatch = Dispatcher(StorePlacement(self.store, GatewayId("g")), GatewayId("g"), "s", "m")
         self.dispatch.workers = self.wires  # type: ignore[assignment]
         self.clients: dict[RequestId, Client] = {}
         self.events: list[tuple[WorkerId, Event]] = []
@@ -102,10 +102,10 @@ class Storm:
     def _begin(self) -> None:
         request_id = RequestId(f"r{len(self.clients)}")
         client = self.clients[request_id] = Client()
-        answer = Answer(ask(self.totals[request_id]), self.prompting, ())
+        answer = GenerationState(ask(self.totals[request_id]), self.prompting, ())
         self.dispatch._spawn(self._place(request_id, answer, client))
 
-    async def _place(self, request_id: RequestId, answer: Answer, client: Client) -> None:
+    async def _place(self, request_id: RequestId, answer: GenerationState, client: Client) -> None:
         try:
             await self.dispatch.begin(request_id, answer, client.pieces.append, time.monotonic() + 60)
         except TandemError as error:

@@ -9,7 +9,7 @@ from contracts.errors import RequestError
 from gateway.api.openai.responses_input import to_chat
 from gateway.api.openai.schema import CompletionRequest, ResponsesRequest, parse
 from gateway.prompting.chat_template import LONG_CHARS, Prompting
-from gateway.prompting.pipeline import Limits, ask_completion
+from gateway.prompting.pipeline import ServingLimits, prepare_completion
 
 CALL = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
 
@@ -85,13 +85,13 @@ async def test_bad_words_that_are_long_together_are_tokenized_beside_the_event_l
 )
 async def test_what_many_answers_carry_together_is_limited(checkpoint, wishes, param):
     """Of one body of 6 MB each of 128 jobs had a copy: no worker held its place in the registry while it read them."""
-    prompting, limits = Prompting(checkpoint), Limits(2048, (2,), 1024)
+    prompting, limits = Prompting(checkpoint), ServingLimits(2048, (2,), 1024)
     request = parse(msgspec.json.encode({"prompt": "hi", **wishes}), CompletionRequest)
     with pytest.raises(RequestError, match="bytes together; ask for fewer at once") as refused:
-        await ask_completion(request, prompting, limits)
+        await prepare_completion(request, prompting, limits)
     assert refused.value.param == param
     few = msgspec.structs.replace(request, n=1, prompt="hi")
-    assert len(await ask_completion(few, prompting, limits)) == 1
+    assert len(await prepare_completion(few, prompting, limits)) == 1
 
 
 async def test_a_token_that_is_allowed_twice_is_told_once(rig, client):

@@ -7,7 +7,7 @@ import logging
 import pytest
 
 from contracts.errors import Overloaded, Unavailable
-from gateway.admission.limits import Bodies
+from gateway.admission.limits import BodyMemoryLimit
 from gateway.error_codes import NOT_OURS
 from gateway.http import server as gateway_server
 from gateway.http.app import make_app
@@ -272,7 +272,7 @@ async def test_an_answer_outlives_the_idleness_before_it(checkpoint):
 
 async def test_bodies_that_do_not_end_leave_room_for_small_ones_and_no_more(rig, client):
     """250 bodies of 8 MB, none of them whole, were the 2 GB that compose.yaml gives a gateway."""
-    rig.front.bodies = Bodies(100_000)
+    rig.front.bodies = BodyMemoryLimit(100_000)
     large = ASK | {"user": "u" * 150_000}
     host, port = rig.url.removeprefix("http://").split(":")
     _, writer = await asyncio.open_connection(host, int(port))

@@ -4,8 +4,8 @@ import pytest
 
 from contracts.ids import WorkerId
 from contracts.layout import KVLayout
-from contracts.node import NodeInfo, Role, Ways
-from gateway.dispatch.compatibility import misfits
+from contracts.node import NodeInfo, TransferCapabilities, WorkerRole
+from gateway.dispatch.compatibility import incompatible_workers
 from tests.nodes import node_info, ways
 
 TO_AUTO = ": leave --transfer at auto for both"
@@ -20,12 +20,12 @@ WIDE, NARROW = layout("bfloat16"), layout("float8_e4m3fn")
 
 def worker(name: str, by: str = "tcp", memory: str = "host", **changes) -> NodeInfo:
     """Its role is in the first letter of its name."""
-    role = {"p": Role.PREFILL, "d": Role.DECODE, "m": Role.MIXED}[name[0]]
+    role = {"p": WorkerRole.PREFILL, "d": WorkerRole.DECODE, "m": WorkerRole.MIXED}[name[0]]
     return node_info(worker_id=WorkerId(name), role=role, **({"ways": ways("l", by=by, memory=memory)} | changes))
 
 
 def of(layout: KVLayout, takes: dict[str, list[str]], sends: str) -> dict:
-    said = Ways(memory="cuda", sends=sends.split(), takes=takes)
+    said = TransferCapabilities(memory="cuda", sends=sends.split(), takes=takes)
     return {"layout": layout, "layout_id": layout.layout_id, "ways": said}
 
 
@@ -55,21 +55,29 @@ def of(layout: KVLayout, takes: dict[str, list[str]], sends: str) -> dict:
     ],
 )
 def test_what_keeps_a_pair_apart_is_said_at_decode(source: NodeInfo, sink: NodeInfo, difference: str) -> None:
-    assert misfits([source, sink], "m") == {"d": f"it can't take the KV of p: {difference}"}
+    assert incompatible_workers([source, sink], "m") == {"d": f"it can't take the KV of p: {difference}"}
 
 
 def test_who_has_one_partner_is_no_misfit_and_an_idle_prefill_is_named() -> None:
     infos = [worker("p0", "tcp"), worker("p1", "shm@a ucx"), worker("d0", "shm@a")]
     words = f"d0 can't take its KV: transfer is tcp here, shm there{TO_AUTO}"
-    assert misfits(infos, "m") == {"p0": words}
-    assert misfits(infos[1:], "m") == {}
+    assert incompatible_workers(infos, "m") == {"p0": words}
+    assert incompatible_workers(infos[1:], "m") == {}
 
 
 def test_who_is_alone_or_both_is_no_misfit() -> None:
-    assert misfits([worker("p")], "m") == misfits([worker("d")], "m") == misfits([worker("m0", "")], "m") == {}
-    assert list(misfits([worker("m0", "tcp"), worker("p", "shm@a"), worker("d", "shm@b")], "m")) == ["d", "p"]
+    assert (
+        incompatible_workers([worker("p")], "m")
+        == incompatible_workers([worker("d")], "m")
+        == incompatible_workers([worker("m0", "")], "m")
+        == {}
+    )
+    assert list(incompatible_workers([worker("m0", "tcp"), worker("p", "shm@a"), worker("d", "shm@b")], "m")) == [
+        "d",
+        "p",
+    ]
 
 
 def test_another_model_is_named_and_is_nobodys_partner() -> None:
-    words = misfits([worker("p", model="x"), worker("d")], "m")
+    words = incompatible_workers([worker("p", model="x"), worker("d")], "m")
     assert words == {"p": "it serves x, this gateway speaks for m: name the same model for both"}

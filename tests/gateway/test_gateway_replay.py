@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from contracts.errors import Overloaded, RequestError, Unavailable
 from contracts.events import Event, Failed, Finished, FinishReason, Prefilled
 from contracts.ids import Epoch, RequestId, WorkerId
-from contracts.node import Role
+from contracts.node import WorkerRole
 from contracts.request import Job, Route
 from coordinator.memory_store import MemoryStore
 from coordinator.store.store import PlaceRequest
@@ -22,7 +22,7 @@ ASK = {"prompt": "one two three 😀 four five", "max_tokens": 60, "stream": Tru
 PACE_S = 0.01
 
 
-def spare(name: str, role: Role, **options) -> FakeWorker:
+def spare(name: str, role: WorkerRole, **options) -> FakeWorker:
     return FakeWorker(WorkerId(name), role, SECRET, period_s=PACE_S, **options)
 
 
@@ -44,9 +44,9 @@ async def whole(client: httpx.AsyncClient, ask: dict) -> dict:
 )
 async def test_an_answer_goes_on_behind_what_was_shown(checkpoint, system, loss):
     workers = (
-        [*pair(period_s=PACE_S), spare("d1", Role.DECODE)]
+        [*pair(period_s=PACE_S), spare("d1", WorkerRole.DECODE)]
         if system == "pair"
-        else [spare(name, Role.MIXED) for name in ("m0", "m1")]
+        else [spare(name, WorkerRole.MIXED) for name in ("m0", "m1")]
     )
     lost = workers[1] if system == "pair" else workers[0]
     async with gateway(checkpoint, workers) as rig, rig.client() as client:
@@ -87,7 +87,7 @@ async def test_a_pair_that_lost_its_only_decode_worker_waits_for_it(checkpoint):
         await rig.until(lambda: rig.front.dispatch.num_answering == 1)
         await workers[1].stop()
         await rig.until(lambda: rig.front.dispatch.num_replays == 1)
-        again = spare("d0", Role.DECODE, incarnation="2", model=checkpoint.name)
+        again = spare("d0", WorkerRole.DECODE, incarnation="2", model=checkpoint.name)
         await again.start()
         try:
             workers[1] = again
@@ -99,7 +99,7 @@ async def test_a_pair_that_lost_its_only_decode_worker_waits_for_it(checkpoint):
 
 async def test_an_answer_that_loses_three_workers_is_given_up(checkpoint):
     """What it asks for may be what ends them."""
-    workers = [spare(f"m{i}", Role.MIXED) for i in range(4)]
+    workers = [spare(f"m{i}", WorkerRole.MIXED) for i in range(4)]
     async with gateway(checkpoint, workers) as rig, rig.client() as client:
         asking = asyncio.create_task(client.post("/v1/completions", json=ASK | {"stream": False, "max_tokens": 500}))
         for worker in workers[:3]:
@@ -127,7 +127,7 @@ def _num_new(rig: Rig) -> int:
 @pytest.mark.parametrize(("extra", "reason"), [({}, "length"), ({"stop_token_ids": [5]}, "stop")])
 async def test_an_answer_that_came_whole_is_not_asked_for_again(checkpoint, monkeypatch, extra, reason, told):
     """Who was to say that it has ended was lost, or spoke of more."""
-    worker, other = workers = [spare(name, Role.MIXED, script=[9, 8, 7, 5]) for name in ("m0", "m1")]
+    worker, other = workers = [spare(name, WorkerRole.MIXED, script=[9, 8, 7, 5]) for name in ("m0", "m1")]
     monkeypatch.setattr(worker, "_end", lambda job: replace(told, request_id=job.request_id))
     async with gateway(checkpoint, workers) as rig, rig.client() as client:
         ask = ASK | {"stream": False, "max_tokens": 9 if extra else 4} | extra
@@ -140,7 +140,7 @@ async def test_an_answer_that_came_whole_is_not_asked_for_again(checkpoint, monk
 
 
 async def test_the_logprobs_of_a_prompt_are_told_once(checkpoint):
-    workers = [spare(name, Role.MIXED) for name in ("m0", "m1")]
+    workers = [spare(name, WorkerRole.MIXED) for name in ("m0", "m1")]
     async with gateway(checkpoint, workers) as rig, rig.client() as client:
         ask = ASK | {"stream": False, "prompt_logprobs": 1}
         expected = await whole(client, ask)
@@ -183,8 +183,8 @@ async def test_no_seam_is_seen_wherever_it_is(checkpoint, monkeypatch, name):
     monkeypatch.setattr("gateway.dispatch.worker_pool.RECONNECT_S", 0.01)
     monkeypatch.setattr("gateway.dispatch.dispatcher.REPLAY_PERIOD_S", 0.01)
     script = [9, 8, 7, 5, 8] if name == "an end" else ()
-    dying = DyingWorker(WorkerId("m0"), Role.MIXED, SECRET, script=script)
-    workers = [dying, spare("m1", Role.MIXED, script=script)]
+    dying = DyingWorker(WorkerId("m0"), WorkerRole.MIXED, SECRET, script=script)
+    workers = [dying, spare("m1", WorkerRole.MIXED, script=script)]
     workers[1].period_s = 0.0
     async with gateway(checkpoint, workers) as rig, rig.client() as client:
         ask = {"prompt": ASK["prompt"], "max_tokens": 12, "seed": 1} | SEAMS[name]
@@ -198,7 +198,7 @@ async def test_no_seam_is_seen_wherever_it_is(checkpoint, monkeypatch, name):
 
 
 async def test_the_pause_is_accounted_for(checkpoint):
-    workers = [spare(name, Role.MIXED) for name in ("m0", "m1")]
+    workers = [spare(name, WorkerRole.MIXED) for name in ("m0", "m1")]
     async with gateway(checkpoint, workers) as rig, rig.client() as client:
         asking = asyncio.create_task(whole(client, ASK))
         await rig.until(lambda: _num_new(rig) > 3)
@@ -222,7 +222,7 @@ async def _deaf(rig: Rig, worker: FakeWorker) -> None:
 
 @pytest.mark.parametrize("is_begun", [True, False])
 async def test_who_does_not_speak_is_passed_over_from_the_start(checkpoint, monkeypatch, is_begun):
-    workers = [spare(f"m{i}", Role.MIXED) for i in range(3)]
+    workers = [spare(f"m{i}", WorkerRole.MIXED) for i in range(3)]
     if not is_begun:
         monkeypatch.setattr(workers[0], "_answer", lambda job: asyncio.sleep(3600))
     async with gateway(checkpoint, workers) as rig, rig.client() as client:
@@ -237,7 +237,7 @@ async def test_who_does_not_speak_is_passed_over_from_the_start(checkpoint, monk
 
 async def test_nothing_new_is_placed_on_who_does_not_speak(checkpoint):
     """The registry lists a worker that this gateway can't reach, for as long as that lasts."""
-    workers = [spare(name, Role.MIXED) for name in ("m0", "m1")]
+    workers = [spare(name, WorkerRole.MIXED) for name in ("m0", "m1")]
     async with gateway(checkpoint, workers) as rig, rig.client() as client:
         await _deaf(rig, workers[0])
         await whole(client, ASK)
@@ -246,7 +246,7 @@ async def test_nothing_new_is_placed_on_who_does_not_speak(checkpoint):
 
 async def test_where_nobody_speaks_what_was_not_begun_is_sent_nevertheless(checkpoint, monkeypatch):
     """The gateway itself was deaf for a moment, and all were lost to it."""
-    workers = [spare(name, Role.MIXED) for name in ("m0", "m1")]
+    workers = [spare(name, WorkerRole.MIXED) for name in ("m0", "m1")]
     monkeypatch.setattr(workers[0], "_answer", lambda job: asyncio.sleep(3600))
     async with gateway(checkpoint, workers) as rig, rig.client() as client:
         asking = asyncio.create_task(whole(client, ASK))
@@ -258,7 +258,7 @@ async def test_where_nobody_speaks_what_was_not_begun_is_sent_nevertheless(check
 
 async def test_a_placement_whose_answer_was_lost_is_not_taken_for_the_next(checkpoint, monkeypatch):
     """Who was chosen by it has died since; the store would say the same again to the same attempt."""
-    store, workers = MemoryStore(alive_s=600.0), [spare(f"m{i}", Role.MIXED) for i in range(3)]
+    store, workers = MemoryStore(alive_s=600.0), [spare(f"m{i}", WorkerRole.MIXED) for i in range(3)]
     async with coordinated(checkpoint, workers, store) as rig, rig.client() as client:
         expected = await whole(client, ASK)
         asking = asyncio.create_task(whole(client, ASK))
@@ -288,7 +288,7 @@ async def test_a_placement_whose_answer_was_lost_is_not_taken_for_the_next(check
 )
 async def test_a_place_is_waited_for_whatever_is_missing(checkpoint, monkeypatch, reason):
     """The one that is large enough may be the one that was lost."""
-    workers = [spare(name, Role.MIXED) for name in ("m0", "m1")]
+    workers = [spare(name, WorkerRole.MIXED) for name in ("m0", "m1")]
     async with gateway(checkpoint, workers) as rig, rig.client() as client:
         asking = asyncio.create_task(whole(client, ASK))
         await rig.until(lambda: _num_new(rig) > 3)
@@ -308,7 +308,7 @@ async def test_a_place_is_waited_for_whatever_is_missing(checkpoint, monkeypatch
 
 async def test_who_speaks_again_is_told_that_the_answer_went_on_elsewhere(checkpoint):
     """The cancel that was sent when it was lost did not reach it."""
-    workers = [spare(name, Role.MIXED) for name in ("m0", "m1")]
+    workers = [spare(name, WorkerRole.MIXED) for name in ("m0", "m1")]
     lost = workers[0]
     async with gateway(checkpoint, workers) as rig, rig.client() as client:
         asking = asyncio.create_task(whole(client, ASK | {"max_tokens": 400}))
@@ -338,7 +338,7 @@ async def test_a_worker_that_does_not_know_of_replays_spoils_no_answer(
 ):
     """It goes on where they are known, or ends with words."""
     names = ("m0", "m1", "m2") if old == "m1" else ("p0", "d0", "p1", "d1", "p2", "d2")
-    roles = {"p": Role.PREFILL, "d": Role.DECODE, "m": Role.MIXED}
+    roles = {"p": WorkerRole.PREFILL, "d": WorkerRole.DECODE, "m": WorkerRole.MIXED}
     workers = {
         name: spare(name, roles[name[0]], script=range(100, 110)) for name in names if has_newer or "2" not in name
     }

@@ -11,19 +11,19 @@ from hypothesis import strategies as st
 from contracts.errors import Overloaded, TandemError, Unavailable
 from contracts.events import Event, Failed, Prefilled, Token, Tokens
 from contracts.ids import GatewayId, Incarnation, RequestId, WorkerId
-from contracts.node import Role
+from contracts.node import WorkerRole
 from contracts.request import Cancel, Job
 from coordinator.memory_store import MemoryStore
-from gateway.dispatch.dispatcher import Dispatch
-from gateway.dispatch.inflight import MAX_ATTEMPTS, MAX_REPLAYS, Live
+from gateway.dispatch.dispatcher import Dispatcher
+from gateway.dispatch.inflight import MAX_ATTEMPTS, MAX_REPLAYS, InflightRequest
 from gateway.dispatch.placement import StorePlacement
-from gateway.generation.generation_state import Answer, Piece
+from gateway.generation.generation_state import GenerationState, OutputDelta
 from gateway.prompting.chat_template import Prompting
 from tests.gateway.gateway_wires import Wires, ask, join
 
 pytestmark = pytest.mark.usefixtures("at_once")
 
-MIXED = {f"m{i}": Role.MIXED for i in range(3)}
+MIXED = {f"m{i}": WorkerRole.MIXED for i in range(3)}
 
 
 @pytest.fixture(scope="module")
@@ -34,11 +34,11 @@ def prompting(checkpoint):
 class Table:
     """One answer of a thousand tokens, and who has it now. `num_lost`: what should have been counted."""
 
-    def __init__(self, prompting: Prompting, workers: dict[str, Role]) -> None:
+    def __init__(self, prompting: Prompting, workers: dict[str, WorkerRole]) -> None:
         self.store, self.wires, self.workers = MemoryStore(alive_s=math.inf), Wires(), workers
-        self.dispatch = Dispatch(StorePlacement(self.store, GatewayId("g")), GatewayId("g"), "s", "m")
+        self.dispatch = Dispatcher(StorePlacement(self.store, GatewayId("g")), GatewayId("g"), "s", "m")
         self.dispatch.workers = self.wires  # type: ignore[assignment]
-        self.answer, self.pieces = Answer(ask(1000), prompting, ()), list[Piece]()
+        self.answer, self.pieces = GenerationState(ask(1000), prompting, ()), list[OutputDelta]()
         self.num_attempts, self.num_lost, self.num_told, self.has_begun = 1, 0, 0, False
 
     async def begin(self) -> None:
@@ -48,7 +48,7 @@ class Table:
         await self.settle()
 
     @property
-    def live(self) -> Live:
+    def live(self) -> InflightRequest:
         return self.dispatch._live[RequestId("r")]
 
     @property
@@ -215,7 +215,7 @@ def test_an_attempt_that_is_lost_before_it_got_ahead_gives_the_next_no_more_time
 )
 def test_a_pair_that_is_lost_counts_once_and_the_others_take_it(prompting, order, has_decoded):
     """One after the other, or one, and the other says so."""
-    roles = {"p0": Role.PREFILL, "d0": Role.DECODE, "p1": Role.PREFILL, "d1": Role.DECODE}
+    roles = {"p0": WorkerRole.PREFILL, "d0": WorkerRole.DECODE, "p1": WorkerRole.PREFILL, "d1": WorkerRole.DECODE}
     asyncio.run(_lose_pair(Table(prompting, roles), order, has_decoded))
 
 

@@ -7,9 +7,9 @@ import openai
 import pytest
 
 from contracts.sampling import SamplingParams
-from gateway.api.openai.responses import ResponseReplies
+from gateway.api.openai.responses import ResponsesFormatter
 from gateway.api.openai.schema import ResponsesRequest
-from gateway.generation.output_parser import reading_of
+from gateway.generation.output_parser import parser_spec
 from gateway.tool_calling.tool_choice import Calling, FlatTool
 from tests.gateway.gateway_rig import gateway, pair
 
@@ -64,8 +64,8 @@ def test_what_a_request_brings_is_not_kept_as_objects_while_it_is_answered(rig):
     """8 MB of JSON were 180 MB of them, of each request."""
     notes, schema = Notes(a=[]), Notes(type="object")
     request = ResponsesRequest(input="hi", metadata=notes, tools=[FlatTool("f", None, schema, type="function")])
-    reading = reading_of(rig.front.prompting, "", Calling({0: FlatTool("f", None, schema, type="function")}))
-    replies = ResponseReplies("i", "m", 0, request, SamplingParams(max_tokens=1, seed=0), reading)
+    reading = parser_spec(rig.front.prompting, "", Calling({0: FlatTool("f", None, schema, type="function")}))
+    replies = ResponsesFormatter("i", "m", 0, request, SamplingParams(max_tokens=1, seed=0), reading)
     ends = [weakref.ref(notes), weakref.ref(schema)]
     del request, notes, schema
     gc.collect()

@@ -16,11 +16,11 @@ from contracts.ids import Epoch, RequestId
 from contracts.sampling import SamplingParams
 from coordinator.store.store import AFFINITY_BLOCK
 from gateway.api.openai.vllm_extensions import add_details
-from gateway.api.response_formatter import TextReplies
+from gateway.api.response_formatter import CompletionFormatter
 from gateway.dispatch.placement import StorePlacement
-from gateway.generation.generation_state import Answer, Piece, Shown
+from gateway.generation.generation_state import GenerationState, OutputDelta, ShownToken
 from gateway.prompting.chat_template import Prompting
-from gateway.prompting.pipeline import Ask
+from gateway.prompting.pipeline import GenerationRequest
 from tests.gateway.gateway_rig import gateway, pair
 
 FOX = "The quick brown 日本 fox"
@@ -105,17 +105,19 @@ async def test_an_echo_shows_as_many_alternatives_as_it_asked_for(client, rig):
 
 def test_a_completion_tells_the_token_beside_the_likeliest_and_the_likeliest_of_those_spelled_alike(checkpoint):
     prompting = Prompting(checkpoint)
-    replies = TextReplies("r", "m", 0, True, prompting.token_text)
+    replies = CompletionFormatter("r", "m", 0, True, prompting.token_text)
     first, second = prompting.tokenizer.encode("日").ids[:2]  # neither is a character by itself
     likeliest = [(first, -0.1), (second, -6.0)]
-    shown = [Shown(Token(0, first, -0.1, likeliest), 0), Shown(Token(1, 5, float("-inf"), likeliest), 0)]
-    told = replies.choice([Piece(0, shown=tuple(shown), finish=FinishReason.STOP)])["logprobs"]["top_logprobs"]
+    shown = [ShownToken(Token(0, first, -0.1, likeliest), 0), ShownToken(Token(1, 5, float("-inf"), likeliest), 0)]
+    told = replies.choice([OutputDelta(0, shown=tuple(shown), finish=FinishReason.STOP)])["logprobs"]["top_logprobs"]
     assert told == [{"\ufffd": -0.1}, {"\ufffd": -0.1, prompting.token_text(5): -9999.0}]
 
 
 def test_the_tokens_own_comes_once_beside_the_likeliest(checkpoint):
     sampling = SamplingParams(max_tokens=1, seed=1, prompt_logprobs=2)
-    answer = Answer(Ask(0, 0, [5, 6, 7], sampling, (), False, True, prompt_logprobs=2), Prompting(checkpoint), (2,))
+    answer = GenerationState(
+        GenerationRequest(0, 0, [5, 6, 7], sampling, (), False, True, prompt_logprobs=2), Prompting(checkpoint), (2,)
+    )
     tokens = [PromptToken(6, -3.0, 9, [(8, -0.1), (9, -2.0)]), PromptToken(7, float("-inf"), 2, [(8, -0.1), (7, -4.0)])]
     answer.feed(PromptScored(RequestId("r"), Epoch(1), 1, tokens))
     body = {"object": "text_completion", "choices": [{}]}
@@ -137,7 +139,7 @@ async def test_a_prompt_that_is_scored_in_part_is_a_failure(client, rig, monkeyp
 
 def test_a_new_attempt_begins_without_the_scores_of_the_old(checkpoint):
     sampling = SamplingParams(max_tokens=1, seed=1, prompt_logprobs=0)
-    answer = Answer(Ask(0, 0, [5, 6], sampling, (), False, True), Prompting(checkpoint), (2,))
+    answer = GenerationState(GenerationRequest(0, 0, [5, 6], sampling, (), False, True), Prompting(checkpoint), (2,))
     for epoch in (Epoch(1), Epoch(2)):
         if epoch > 1:
             answer.restart(epoch)

@@ -15,7 +15,7 @@ from aiohttp import web
 from contracts.codec import frame
 from contracts.events import EventFrame, Failed, Token, Tokens
 from contracts.ids import GatewayId, Incarnation, WorkerId
-from contracts.node import Role
+from contracts.node import WorkerRole
 from contracts.request import Cancel, Job
 from coordinator.memory_store import MemoryStore
 from gateway.dispatch import dispatcher as gateway_dispatch
@@ -96,7 +96,13 @@ class FaultyWorker(FakeWorker):
 
 
 def workers(random: Random) -> list[FaultyWorker]:
-    roles = [("p0", Role.PREFILL), ("p1", Role.PREFILL), ("d0", Role.DECODE), ("d1", Role.DECODE), ("m0", Role.MIXED)]
+    roles = [
+        ("p0", WorkerRole.PREFILL),
+        ("p1", WorkerRole.PREFILL),
+        ("d0", WorkerRole.DECODE),
+        ("d1", WorkerRole.DECODE),
+        ("m0", WorkerRole.MIXED),
+    ]
     made = [FaultyWorker(WorkerId(name), role, SECRET, period_s=0.001) for name, role in roles]
     for worker in made:
         worker.random = random

@@ -14,8 +14,8 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import SpanKind, StatusCode
 
-from gateway.generation.generation_state import Stint
-from gateway.generation.time_account import decode_s, exposed_s, stages
+from gateway.generation.generation_state import AttemptSpan
+from gateway.generation.time_account import decode_s, non_overlapped_transfer_s, stage_seconds
 from gateway.observability.tracing import Tracing, is_configured, laid_out, open_tracing
 from tests.gateway.gateway_rig import gateway, pair
 
@@ -85,7 +85,7 @@ async def test_an_error_of_ours_is_one_in_the_trace(rig, exporter) -> None:
 
 
 def test_stages_are_laid_back_from_what_the_gateway_heard() -> None:
-    answer = SimpleNamespace(stages_s=HANDED, stints=[Stint({"prefill": "p", "decode": "d"}, 10.0, 13.0)])
+    answer = SimpleNamespace(stages_s=HANDED, stints=[AttemptSpan({"prefill": "p", "decode": "d"}, 10.0, 13.0)])
     spans = laid_out(answer)  # type: ignore[arg-type]
     assert [(stage, worker) for stage, worker, _, _ in spans] == [
         ("queue", "p"),
@@ -96,12 +96,15 @@ def test_stages_are_laid_back_from_what_the_gateway_heard() -> None:
         ("decode", "d"),
     ]
     assert [end for _, _, _, end in spans] == pytest.approx([9.6, 10.0, 10.49, 10.99, 11.0, 13.0])
-    assert laid_out(SimpleNamespace(stages_s={}, stints=[])) == []  # type: ignore[arg-type]
+    assert laid_out(SimpleNamespace(stages_s={}, spans=[])) == []  # type: ignore[arg-type]
 
 
 def test_a_worker_that_came_in_for_a_lost_one_is_laid_behind_it() -> None:
-    stints = [Stint({"prefill": "p", "decode": "d"}, 10.0, 13.0), Stint({"prefill": "p", "decode": "e"}, 14.5, 15.0)]
-    answer = SimpleNamespace(stages_s=HANDED | {"replay": 1.5, "decode": 3.29}, stints=stints)
+    stints = [
+        AttemptSpan({"prefill": "p", "decode": "d"}, 10.0, 13.0),
+        AttemptSpan({"prefill": "p", "decode": "e"}, 14.5, 15.0),
+    ]
+    answer = SimpleNamespace(stages_s=HANDED | {"replay": 1.5, "decode": 3.29}, spans=stints)
     behind = laid_out(answer)[-3:]  # type: ignore[arg-type]
     assert [(stage, worker) for stage, worker, _, _ in behind] == [("decode", "d"), ("replay", "e"), ("decode", "e")]
     ends = [at_s for _, _, begin_s, end_s in behind for at_s in (begin_s, end_s)]
@@ -120,15 +123,22 @@ async def test_a_request_that_is_refused_is_in_the_callers_trace(rig, exporter) 
 
 
 def test_a_request_that_stayed_on_one_worker_has_its_stages_once() -> None:
-    assert stages(LOCAL) == {"queue": 0.1, "prefill": 0.4, "decode": 2.0}
-    assert stages(HANDED) == {"queue": 0.1, "prefill": 0.4, "expect": 0.2, "land": 0.5, "join": 0.01, "decode": 2.0}
-    assert stages({}) == {}
+    assert stage_seconds(LOCAL) == {"queue": 0.1, "prefill": 0.4, "decode": 2.0}
+    assert stage_seconds(HANDED) == {
+        "queue": 0.1,
+        "prefill": 0.4,
+        "expect": 0.2,
+        "land": 0.5,
+        "join": 0.01,
+        "decode": 2.0,
+    }
+    assert stage_seconds({}) == {}
 
 
 def test_a_handoff_is_felt_from_token_0_on() -> None:
-    assert exposed_s(HANDED) == pytest.approx(0.2)
-    assert exposed_s(HANDED | {"land": 0.1}) == 0.0
-    assert exposed_s(LOCAL) is None and exposed_s({}) is None
+    assert non_overlapped_transfer_s(HANDED) == pytest.approx(0.2)
+    assert non_overlapped_transfer_s(HANDED | {"land": 0.1}) == 0.0
+    assert non_overlapped_transfer_s(LOCAL) is None and non_overlapped_transfer_s({}) is None
 
 
 @pytest.mark.parametrize(
@@ -155,7 +165,7 @@ def test_without_the_extra_the_log_says_what_to_install(monkeypatch, caplog) -> 
 
 def record_one(tracing: Tracing) -> None:
     facts = {"status": 200, "code": "ok", "prompt_tokens": 1, "completion_tokens": 1}
-    answer = SimpleNamespace(stages_s={}, stints=[])
+    answer = SimpleNamespace(stages_s={}, spans=[])
     tracing.begin("/v1/completions", {}).end(answer, facts, 0.0, 1.0)  # type: ignore[arg-type]
 
 

@@ -13,10 +13,10 @@ from llguidance import LLMatcher, LLTokenizer
 from checkpoint import open_checkpoint
 from contracts.errors import RequestError
 from gateway.api.openai.schema import CompletionRequest
-from gateway.grammar.compile_sandbox import Trials
+from gateway.grammar.compile_sandbox import CompileSandbox
 from gateway.grammar.string_formats import KNOWN
 from gateway.grammar.structured_outputs import MAX_GRAMMAR_CHARS, ResponseFormat, StructuredOutputs, grammar_of
-from gateway.prompting.answer_grammar import Before, answer_grammar
+from gateway.prompting.answer_grammar import AnswerPrefix, answer_grammar
 from gateway.prompting.chat_template import Prompting
 
 POINT = {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"], "additionalProperties": False}
@@ -62,7 +62,7 @@ def ask():
 
     def tried(**fields) -> str:
         request = msgspec.convert({"prompt": "", **fields}, CompletionRequest)
-        return asyncio.run(answer_grammar(request, prompting, None, Before()))
+        return asyncio.run(answer_grammar(request, prompting, None, AnswerPrefix()))
 
     return tried
 
@@ -180,7 +180,7 @@ def test_no_option_is_advised_that_no_client_has(ask):
 
 def test_what_compiles_is_tried_once(ask, monkeypatch):
     asked = []
-    monkeypatch.setattr(Trials, "_tried", lambda _, question: asked.append(question) or "")
+    monkeypatch.setattr(CompileSandbox, "_tried", lambda _, question: asked.append(question) or "")
     assert ask(structured_outputs={"regex": "[q-t]{3}"}) == from_outputs(regex="[q-t]{3}")
     assert len(asked) == 1
 

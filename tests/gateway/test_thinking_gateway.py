@@ -12,7 +12,7 @@ from llguidance import LLMatcher, LLTokenizer
 
 from checkpoint import Checkpoint
 from contracts.ids import WorkerId
-from contracts.node import Role
+from contracts.node import WorkerRole
 from gateway.api.openapi import ChatReply, ResponseReply
 from gateway.fake_worker import FakeWorker
 from gateway.reasoning.harmony import Harmony
@@ -184,7 +184,7 @@ async def test_a_call_after_reasoning_is_a_call(request, model, text):
 @pytest.mark.parametrize(("model", "text"), [CALLS[0], CALLS[-1]])
 async def test_an_answer_whose_worker_dies_in_thought_or_in_a_call_goes_on_there(request, model, text, name):
     checkpoint = request.getfixturevalue(model)
-    workers = [*pair(period_s=0.01), FakeWorker(WorkerId("d1"), Role.DECODE, SECRET, period_s=0.01)]
+    workers = [*pair(period_s=0.01), FakeWorker(WorkerId("d1"), WorkerRole.DECODE, SECRET, period_s=0.01)]
     async with saying(checkpoint, text, workers=workers) as (rig, client):
         ask = {"model": rig.front.model, "messages": SAY, "tools": TOOLS, "stream": True}
         ask |= {"stream_options": {"include_usage": True}}

@@ -9,12 +9,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gateway.reasoning.harmony import MAX_HEADER_CHARS, Harmony, HarmonyReader
-from gateway.reasoning.reasoning_format import Reader, ThinkingForm
+from gateway.reasoning.harmony import MAX_HEADER_CHARS, Harmony, HarmonyParser
+from gateway.reasoning.reasoning_format import ReasoningFormat, ReasoningParser
 from gateway.reasoning.registry import thinking_of
 from gateway.reasoning.tags import MAX_SPACE_CHARS, Tags
 from gateway.tool_calling import hermes
-from gateway.tool_calling.events import Argued, Broken, Called, Closed, Event, Said, Thought
+from gateway.tool_calling.events import (
+    ContentDelta,
+    MalformedToolCall,
+    OutputEvent,
+    ReasoningDelta,
+    ToolCallArguments,
+    ToolCallFinished,
+    ToolCallStarted,
+)
 from gateway.tool_calling.tool_parser import CallParser
 
 THINK, MISTRAL, HARMONY = Tags("<think>", "</think>"), Tags("[THINK]", "[/THINK]"), Harmony()
@@ -30,7 +38,7 @@ MANY = "\n" * (MAX_SPACE_CHARS + 30)
 LONG = "<|channel|>" + "x" * MAX_HEADER_CHARS
 
 # form, what the prompt has begun, text, thought, said, calls
-EXAMPLES: list[tuple[ThinkingForm, str, str, str, str, list[tuple[str, str]]]] = [
+EXAMPLES: list[tuple[ReasoningFormat, str, str, str, str, list[tuple[str, str]]]] = [
     (THINK, "", "<think>\nHm.\n\nYes.\n</think>\n\nHello", "Hm.\n\nYes.", "Hello", []),
     (THINK, "", "<think>Hm.</think>Hello", "Hm.", "Hello", []),
     (THINK, "", "\n <think>\n\n</think>\n\nHello", "", "Hello", []),
@@ -85,15 +93,15 @@ EXAMPLES: list[tuple[ThinkingForm, str, str, str, str, list[tuple[str, str]]]] =
 ]
 
 
-def fed(reader: Reader, text: str) -> list[Event]:
+def fed(reader: ReasoningParser, text: str) -> list[OutputEvent]:
     """As a gateway feeds it: in harmony a marker is a token, and each comes by itself."""
-    if not isinstance(reader, HarmonyReader):
+    if not isinstance(reader, HarmonyParser):
         return reader.feed(text)
     parts = re.split(f"({MARKERS})", text)
     return [event for at, part in enumerate(parts) for event in (reader.mark if at % 2 else reader.feed)(part)]
 
 
-def pieces(form: ThinkingForm, text: str, cuts: Iterable[int]) -> list[str]:
+def pieces(form: ReasoningFormat, text: str, cuts: Iterable[int]) -> list[str]:
     """Cut there, but in no marker of harmony: each is a token."""
     if isinstance(form, Harmony):
         inside = {at for mark in re.finditer(MARKERS, text) for at in range(mark.start() + 1, mark.end())}
@@ -105,34 +113,35 @@ def calls_parser() -> CallParser:
     return hermes.FORM.parser({"get_weather", "f"})
 
 
-def read(form: ThinkingForm, begun: str, pieces: list[str]) -> list[Event]:
+def read(form: ReasoningFormat, begun: str, pieces: list[str]) -> list[OutputEvent]:
     reader = form.reader(begun, calls_parser())
     return [event for piece in pieces for event in fed(reader, piece)] + reader.finish(is_cut=False)
 
 
-def outcome(events: list[Event]) -> tuple[str, str, list[tuple[str, str]]]:
+def outcome(events: list[OutputEvent]) -> tuple[str, str, list[tuple[str, str]]]:
     """What is thought, what is said, and the complete calls."""
-    names = {event.index: event.name for event in events if isinstance(event, Called)}
+    names = {event.index: event.name for event in events if isinstance(event, ToolCallStarted)}
     arguments = {
-        index: "".join(e.text for e in events if isinstance(e, Argued) and e.index == index) for index in names
+        index: "".join(e.text for e in events if isinstance(e, ToolCallArguments) and e.index == index)
+        for index in names
     }
-    calls = [(names[event.index], arguments[event.index]) for event in events if isinstance(event, Closed)]
-    thought = "".join(event.parted for event in events if isinstance(event, Thought))
-    told = [event for event in events if isinstance(event, Said | Broken)]
-    return thought, "".join(event.parted if isinstance(event, Said) else event.text for event in told), calls
+    calls = [(names[event.index], arguments[event.index]) for event in events if isinstance(event, ToolCallFinished)]
+    thought = "".join(event.parted for event in events if isinstance(event, ReasoningDelta))
+    told = [event for event in events if isinstance(event, ContentDelta | MalformedToolCall)]
+    return thought, "".join(event.parted if isinstance(event, ContentDelta) else event.text for event in told), calls
 
 
-def merged(events: list[Event]) -> list[Event]:
+def merged(events: list[OutputEvent]) -> list[OutputEvent]:
     """Without the marks of where the text was cut."""
-    whole: list[Event] = []
+    whole: list[OutputEvent] = []
     for event in events:
         last = whole[-1] if whole else None
-        if isinstance(event, Argued) and isinstance(last, Argued) and last.index == event.index:
-            whole[-1] = Argued(event.index, last.text + event.text)
-        elif isinstance(event, Said) and isinstance(last, Said) and not event.parting:
-            whole[-1] = Said(last.text + event.text, last.parting)
-        elif isinstance(event, Thought) and isinstance(last, Thought) and not event.parting:
-            whole[-1] = Thought(last.text + event.text, last.parting)
+        if isinstance(event, ToolCallArguments) and isinstance(last, ToolCallArguments) and last.index == event.index:
+            whole[-1] = ToolCallArguments(event.index, last.text + event.text)
+        elif isinstance(event, ContentDelta) and isinstance(last, ContentDelta) and not event.parting:
+            whole[-1] = ContentDelta(last.text + event.text, last.parting)
+        elif isinstance(event, ReasoningDelta) and isinstance(last, ReasoningDelta) and not event.parting:
+            whole[-1] = ReasoningDelta(last.text + event.text, last.parting)
         else:
             whole.append(event)
     return whole
@@ -178,7 +187,7 @@ def test_any_text_is_read_the_same_in_any_pieces(cut, how):
 def test_what_can_be_no_marker_is_not_held_back(text):
     """But for newlines, which may be those before the end of thought."""
     reader = THINK.reader("<think>", None)
-    told = "".join(event.text for event in reader.feed("a" + text) if isinstance(event, Thought))
+    told = "".join(event.text for event in reader.feed("a" + text) if isinstance(event, ReasoningDelta))
     if "</think>" not in text:
         assert "</think>".startswith(("a" + text).removeprefix(told).lstrip("\n"))
 
@@ -187,7 +196,7 @@ def test_what_can_be_no_marker_is_not_held_back(text):
 @settings(max_examples=500)
 def test_text_is_no_marker_of_harmony_though_it_reads_like_one(text):
     reader = HARMONY.reader("", None)
-    told = "".join(event.text for event in fed(reader, FINAL) + reader.feed(text) if isinstance(event, Said))
+    told = "".join(event.text for event in fed(reader, FINAL) + reader.feed(text) if isinstance(event, ContentDelta))
     assert told == text, "nothing is held back: only a token ends a message"
 
 
@@ -196,7 +205,10 @@ def test_a_model_that_goes_on_with_white_space_is_not_held_back_for_ever(begun):
     """Else each token would cost as much as all before it."""
     reader = THINK.reader(begun, None)
     events = [event for text in ["a" if begun else " ", *"\n" * 1000] for event in reader.feed(text)]
-    assert len("".join(event.text for event in events if isinstance(event, Said | Thought))) >= 1001 - MAX_SPACE_CHARS
+    assert (
+        len("".join(event.text for event in events if isinstance(event, ContentDelta | ReasoningDelta)))
+        >= 1001 - MAX_SPACE_CHARS
+    )
 
 
 def test_without_tools_a_call_is_thought_and_no_answer():
@@ -214,7 +226,7 @@ def test_what_is_cut_off_before_it_begins_says_nothing(text):
 def test_arguments_come_as_they_are_written():
     reader = HARMONY.reader("", calls_parser())
     events = [event for piece in pieces(HARMONY, CALL, range(len(CALL))) for event in fed(reader, piece)]
-    assert events == [Called(0, "get_weather"), *(Argued(0, character) for character in PARIS)]
+    assert events == [ToolCallStarted(0, "get_weather"), *(ToolCallArguments(0, character) for character in PARIS)]
 
 
 @pytest.mark.parametrize(

@@ -13,15 +13,15 @@ from hypothesis import strategies as st
 from checkpoint import open_checkpoint
 from contracts.events import Event, Finished, FinishReason, Prefilled, Token, Tokens
 from contracts.ids import Epoch, RequestId
-from gateway.api.openai.responses import ResponseReplies
+from gateway.api.openai.responses import ResponsesFormatter
 from gateway.api.openai.responses_input import to_chat
 from gateway.api.openai.schema import ChatRequest, ResponsesRequest, parse
-from gateway.api.response_formatter import ChatReplies, Usage
-from gateway.generation.generation_state import Answer, Piece
-from gateway.generation.output_parser import Reading, reading_of
+from gateway.api.response_formatter import ChatFormatter, Usage
+from gateway.generation.generation_state import GenerationState, OutputDelta
+from gateway.generation.output_parser import OutputParserSpec, parser_spec
 from gateway.prompting.chat_template import Prompting
-from gateway.prompting.pipeline import Ask, Limits, ask_chat
-from gateway.read_replies import ReadReplies
+from gateway.prompting.pipeline import GenerationRequest, ServingLimits, prepare_chat
+from gateway.read_replies import ParsedChatFormatter
 from gateway.reasoning.harmony import Harmony
 from gateway.tool_calling.tool_choice import calling_of
 from tests.gateway.sayings import SAY, with_specials
@@ -71,10 +71,10 @@ def prompting(form: str) -> Prompting:
 
 
 @functools.cache
-def asked(form: str, body: str) -> tuple[ChatRequest, Ask, Reading]:
+def asked(form: str, body: str) -> tuple[ChatRequest, GenerationRequest, OutputParserSpec]:
     request = parse(body.encode(), ChatRequest)
-    ask, *_ = asyncio.run(ask_chat(request, prompting(form), Limits(4096, (0,), 8)))
-    reading = reading_of(
+    ask, *_ = asyncio.run(prepare_chat(request, prompting(form), ServingLimits(4096, (0,), 8)))
+    reading = parser_spec(
         prompting(form), ask.begun, calling_of(request.tools, request.tool_choice, request.parallel_tool_calls)
     )
     assert reading is not None
@@ -88,11 +88,11 @@ def tokens(form: str, bits: Sequence[str]) -> list[int]:
 
 
 def told(
-    form: str, ask: Ask, ids: list[int], is_cut: bool, sizes: Sequence[int] = (), lost_at: int = -1
-) -> list[Piece]:
+    form: str, ask: GenerationRequest, ids: list[int], is_cut: bool, sizes: Sequence[int] = (), lost_at: int = -1
+) -> list[OutputDelta]:
     """By a worker that sends `sizes` tokens at a time, then one; at `lost_at` another one takes over."""
-    answer, request_id = Answer(ask, prompting(form), (0,)), RequestId("r")
-    pieces: list[Piece | None] = []
+    answer, request_id = GenerationState(ask, prompting(form), (0,)), RequestId("r")
+    pieces: list[OutputDelta | None] = []
 
     def tell(event: Event) -> None:
         pieces.append(answer.feed(event))
@@ -114,10 +114,10 @@ def told(
     return [piece for piece in pieces if piece is not None]
 
 
-def replies_of(form: str, request: ChatRequest, reading: Reading) -> ReadReplies:
+def replies_of(form: str, request: ChatRequest, reading: OutputParserSpec) -> ParsedChatFormatter:
     own = prompting(form)
-    chat = ChatReplies("i", "m", 0, own, bool(request.logprobs), own.token_text)
-    return ReadReplies(chat, reading, request.include_reasoning is not False)
+    chat = ChatFormatter("i", "m", 0, own, bool(request.logprobs), own.token_text)
+    return ParsedChatFormatter(chat, reading, request.include_reasoning is not False)
 
 
 def called(chunks: Sequence[dict[str, Any]]) -> list[dict[str, str]]:
@@ -170,10 +170,10 @@ def test_a_stream_adds_up_to_the_whole(form, fields, bits, sizes, cut, lost_at):
 def test_the_events_of_a_response_come_in_order_and_add_up_to_it(form, bits, cut, fields):
     request = parse(json.dumps({"input": "a"} | fields).encode(), ResponsesRequest)
     chat = to_chat(request)
-    [ask] = asyncio.run(ask_chat(chat, prompting(form), Limits(4096, (0,), 8)))
-    reading = reading_of(prompting(form), ask.begun, calling_of(chat.tools, None, chat.parallel_tool_calls))
+    [ask] = asyncio.run(prepare_chat(chat, prompting(form), ServingLimits(4096, (0,), 8)))
+    reading = parser_spec(prompting(form), ask.begun, calling_of(chat.tools, None, chat.parallel_tool_calls))
     pieces = told(form, ask, tokens(form, bits)[:cut], cut is not None)
-    streamed, whole = (ResponseReplies("i", "m", 0, request, ask.sampling, reading) for _ in range(2))
+    streamed, whole = (ResponsesFormatter("i", "m", 0, request, ask.sampling, reading) for _ in range(2))
     usage = Usage(1, len(pieces), 0)
     events = [*streamed.opening(0), *(event for piece in pieces for event in streamed.chunk(piece))]
     events += streamed.closing(usage, False)

@@ -13,11 +13,11 @@ from llguidance import LLMatcher, LLTokenizer
 from checkpoint import open_checkpoint
 from contracts.errors import RequestError
 from gateway.api.openai.schema import CompletionRequest
-from gateway.prompting.answer_grammar import Before, answer_grammar
+from gateway.prompting.answer_grammar import AnswerPrefix, answer_grammar
 from gateway.prompting.chat_template import Prompting
 from gateway.tool_calling import hermes, llama3_json, mistral, smollm2
 from gateway.tool_calling.call_grammar import calls_grammar
-from gateway.tool_calling.events import Argued, Closed
+from gateway.tool_calling.events import ToolCallArguments, ToolCallFinished
 from gateway.tool_calling.tool_choice import Calling, Tool, ToolChoice, calling_of, schema_of
 
 WEATHER = {
@@ -79,7 +79,7 @@ def ask(checkpoint):
 
     def tried(wanted: Calling, **fields) -> str:
         request = msgspec.convert({"prompt": "", **fields}, CompletionRequest)
-        return asyncio.run(answer_grammar(request, prompting, wanted, Before()))
+        return asyncio.run(answer_grammar(request, prompting, wanted, AnswerPrefix()))
 
     return tried
 
@@ -169,8 +169,8 @@ def test_what_the_grammar_makes_is_read_as_a_valid_call(checkpoint, form):
         ids.append(mask.bit_length() - 1)
         assert matcher.consume_token(ids[-1]) and len(ids) < 300
     events = form.parser({"get_weather"}).feed(tokenizer.decode(ids))
-    assert [type(event) for event in events][-1] is Closed
-    arguments = json.loads("".join(event.text for event in events if isinstance(event, Argued)))
+    assert [type(event) for event in events][-1] is ToolCallFinished
+    arguments = json.loads("".join(event.text for event in events if isinstance(event, ToolCallArguments)))
     validate(arguments, schema_of(wanted.functions[0]))
 
 

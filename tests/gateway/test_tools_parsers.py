@@ -8,9 +8,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gateway.tool_calling import hermes, llama3_json, mistral, smollm2
-from gateway.tool_calling.events import Argued, Broken, Called, Closed, Event, Said
+from gateway.tool_calling.events import (
+    ContentDelta,
+    MalformedToolCall,
+    OutputEvent,
+    ToolCallArguments,
+    ToolCallFinished,
+    ToolCallStarted,
+)
 from gateway.tool_calling.registry import form_of
-from gateway.tool_calling.tool_format import Form
+from gateway.tool_calling.tool_format import ToolFormat
 
 KNOWN = {"get_weather", "now", "f"}
 PARIS = '{"city": "Paris"}'
@@ -23,7 +30,7 @@ TYPED = f'{{"type": "function", {LLAMA[1:]}'
 CALLS = [("get_weather", PARIS)]
 TWO = [*CALLS, ("now", "{}")]
 
-EXAMPLES: list[tuple[Form, str, str, list[tuple[str, str]]]] = [
+EXAMPLES: list[tuple[ToolFormat, str, str, list[tuple[str, str]]]] = [
     # what the families write
     (hermes.FORM, TAGGED, "", CALLS),
     (hermes.FORM, f"{TAGGED}\n<tool_call>\n{NOW}\n</tool_call>", "", TWO),
@@ -106,30 +113,31 @@ EXAMPLES: list[tuple[Form, str, str, list[tuple[str, str]]]] = [
 ]
 
 
-def read(form: Form, pieces: list[str]) -> list[Event]:
+def read(form: ToolFormat, pieces: list[str]) -> list[OutputEvent]:
     parser = form.parser(KNOWN)
     return [event for piece in pieces for event in parser.feed(piece)] + parser.finish()
 
 
-def outcome(events: list[Event]) -> tuple[str, list[tuple[str, str]]]:
+def outcome(events: list[OutputEvent]) -> tuple[str, list[tuple[str, str]]]:
     """What is said, and the complete calls."""
-    names = {event.index: event.name for event in events if isinstance(event, Called)}
+    names = {event.index: event.name for event in events if isinstance(event, ToolCallStarted)}
     arguments = {
-        index: "".join(e.text for e in events if isinstance(e, Argued) and e.index == index) for index in names
+        index: "".join(e.text for e in events if isinstance(e, ToolCallArguments) and e.index == index)
+        for index in names
     }
-    calls = [(names[e.index], arguments[e.index]) for e in events if isinstance(e, Closed)]
-    return "".join(e.text for e in events if isinstance(e, Said | Broken)), calls
+    calls = [(names[e.index], arguments[e.index]) for e in events if isinstance(e, ToolCallFinished)]
+    return "".join(e.text for e in events if isinstance(e, ContentDelta | MalformedToolCall)), calls
 
 
-def merged(events: list[Event]) -> list[Event]:
+def merged(events: list[OutputEvent]) -> list[OutputEvent]:
     """Without the marks of where the text was cut."""
-    whole: list[Event] = []
+    whole: list[OutputEvent] = []
     for event in events:
         last = whole[-1] if whole else None
-        if isinstance(event, Said) and isinstance(last, Said):
-            whole[-1] = Said(last.text + event.text)
-        elif isinstance(event, Argued) and isinstance(last, Argued) and last.index == event.index:
-            whole[-1] = Argued(event.index, last.text + event.text)
+        if isinstance(event, ContentDelta) and isinstance(last, ContentDelta):
+            whole[-1] = ContentDelta(last.text + event.text)
+        elif isinstance(event, ToolCallArguments) and isinstance(last, ToolCallArguments) and last.index == event.index:
+            whole[-1] = ToolCallArguments(event.index, last.text + event.text)
         else:
             whole.append(event)
     return whole
@@ -177,7 +185,7 @@ def test_any_text_is_read_the_same_in_any_pieces(cut, form):
 def test_what_can_be_no_marker_is_not_held_back(text):
     """Of a text without white space at its beginning, at most a part of a marker is."""
     parser = hermes.FORM.parser(KNOWN)
-    said = "".join(event.text for event in parser.feed("a" + text) if isinstance(event, Said))
+    said = "".join(event.text for event in parser.feed("a" + text) if isinstance(event, ContentDelta))
     if "<tool_call>" not in text:
         held = ("a" + text).removeprefix(said)
         assert "<tool_call>".startswith(held)
@@ -186,9 +194,9 @@ def test_what_can_be_no_marker_is_not_held_back(text):
 def test_arguments_come_as_they_are_written():
     parser = hermes.FORM.parser(KNOWN)
     events = [parser.feed(character) for character in TAGGED]
-    first = next(index for index, now in enumerate(events) if any(isinstance(event, Called) for event in now))
+    first = next(index for index, now in enumerate(events) if any(isinstance(event, ToolCallStarted) for event in now))
     assert TAGGED[: first + 1].endswith('"arguments": {')
-    assert [event.text for now in events for event in now if isinstance(event, Argued)] == list(PARIS)
+    assert [event.text for now in events for event in now if isinstance(event, ToolCallArguments)] == list(PARIS)
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,8 @@ from kernels import cases as c
 from kernels import catalog
 from kernels import specs as s
 from kernels.caps import Caps
-from kernels.plans import Plans
-from kernels.selfcheck import Verdict, judge, reference
+from kernels.plans import TunedPlans
+from kernels.selfcheck import SelfCheckResult, check_case, reference
 from tests.kernels.interpreter import patch
 
 BULK, MANY = s.AttnSpec(8, 2, 32, page=64), s.AttnSpec(8, 2, 32, page=16)
@@ -43,7 +43,7 @@ TUNED = {
 INTERPRETED = ("triton", "triton_skinny")
 
 
-def suite() -> list[c.Case]:
+def suite() -> list[c.KernelCase]:
     return [
         c.norm_case(s.NormSpec(300), 5),
         c.norm_case(s.NormSpec(128, parts=3), 4),
@@ -191,14 +191,14 @@ def main() -> None:
     patch()
     torch.set_num_threads(1)
     torch.manual_seed(int(sys.argv[1]) if len(sys.argv) > 1 else 0)
-    registry = catalog.registry(Caps("cuda", 120, "interpreter", 32, triton=(3, 7)), plans=Plans(TUNED))
-    verdicts: list[Verdict] = []
+    registry = catalog.registry(Caps("cuda", 120, "interpreter", 32, triton=(3, 7)), plans=TunedPlans(TUNED))
+    verdicts: list[SelfCheckResult] = []
     for case in suite():
         call = case.make("cpu")
         want = call.copy()
         want.run(reference(registry, case).load(case.spec, registry.plans, registry.caps))
         candidates = [impl for impl in registry.candidates(case.op, case.spec) if impl.name in INTERPRETED]
-        verdicts += [judge(registry, case, impl, call, want, timed=False) for impl in candidates]
+        verdicts += [check_case(registry, case, impl, call, want, timed=False) for impl in candidates]
     sys.stdout.write(json.dumps([{**asdict(v), "ok": v.ok} for v in verdicts]))
 
 

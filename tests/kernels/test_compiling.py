@@ -149,7 +149,7 @@ def test_what_is_in_the_cache_needs_no_other_process(compiled, compiled_here, mo
         norm(64)
     assert compiled_here == ["norm_kernel"]
     monkeypatch.setattr(norm_kernel, "device_caches", type(norm_kernel.device_caches)(norm_kernel.create_binder))
-    monkeypatch.setattr("kernels.compiling._Server._tell", None)
+    monkeypatch.setattr("kernels.compiling.CompileServerClient._tell", None)
     with compiled_ahead(in_processes=True):
         norm(64)
     assert (compiled, compiled_here) == (["norm_kernel"] * 2, ["norm_kernel"])

@@ -11,7 +11,7 @@ from kernels import cases as c
 from kernels import catalog
 from kernels import specs as s
 from kernels.caps import Caps
-from kernels.peers import Peers
+from kernels.peers import SymmetricMemory
 
 REGISTRY = catalog.registry(Caps("cpu"))
 E4M3 = torch.float8_e4m3fn
@@ -213,6 +213,6 @@ def test_every_rank_gets_the_same_bits():
     start, weight, results = torch.randn(5, 64).bfloat16(), torch.ones(64).bfloat16(), []
     for rank in range(4):
         residual, out, scale = start.clone(), torch.empty(5, 64, dtype=E4M3), torch.empty(5)
-        run("all_reduce_norm", spec, Peers.arrived(rank, buffers), residual, weight, 1e-5, out, scale)
+        run("all_reduce_norm", spec, SymmetricMemory.arrived(rank, buffers), residual, weight, 1e-5, out, scale)
         results.append((residual, out.view(torch.uint8), scale))
     assert all(torch.equal(a, b) for other in results[1:] for a, b in zip(results[0], other, strict=True))

@@ -117,7 +117,7 @@ def test_the_same_seed_and_position_draw_the_same_token_whatever_the_batch():
     *columns, tokens, _, workspace = call.args
     for b in range(8):
         token = torch.full((1,), -1)
-        one = c.Call((*(column[b : b + 1] for column in columns), token, torch.empty(1), workspace))
+        one = c.KernelCall((*(column[b : b + 1] for column in columns), token, torch.empty(1), workspace))
         one.run(lambda *a, **k: sampling.sample(spec, *a, **k))
         assert token.item() == tokens[b].item()
 

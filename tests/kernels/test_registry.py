@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from kernels import catalog
 from kernels.caps import Caps, detect, missing
-from kernels.plans import Plans, PlanTable, cache_path, digest, load, save
+from kernels.plans import PlanTable, TunedPlans, cache_path, digest, load, save
 from kernels.registry import Impl, NoImplementation, Registry, parse_override
 from kernels.specs import (
     AttnSpec,
@@ -265,18 +265,20 @@ def test_a_plan_is_of_the_smallest_bucket_that_holds(rows, tokens):
 def test_the_tuned_cache_survives_damage_and_is_keyed_by_the_machine(tmp_path):
     path = cache_path(tmp_path, MACHINES["h200"])
     assert path != cache_path(tmp_path, MACHINES["rtx"])
-    plans = Plans({"gemm_fp8|x": {8: {"bw": 64}}})
+    plans = TunedPlans({"gemm_fp8|x": {8: {"bw": 64}}})
     save(path, plans)
     assert load(path) == plans and digest(load(path)) == digest(plans)
     assert load(path).table("gemm_fp8", "x", 90).pick(5, {}) == {"bw": 64}
     path.write_text("{ damaged")
-    assert load(path) == Plans()
+    assert load(path) == TunedPlans()
 
 
 def test_tuned_plans_overlay_the_shipped_defaults():
     key = SKINNY.key()
-    assert Plans().table("gemm_fp8/hopper", key, 90).pick(8, {})["stages"] == 5
+    assert TunedPlans().table("gemm_fp8/hopper", key, 90).pick(8, {})["stages"] == 5
     assert (
-        Plans({f"gemm_fp8/hopper|{key}": {8: {"stages": 9}}}).table("gemm_fp8/hopper", key, 90).pick(8, {})["stages"]
+        TunedPlans({f"gemm_fp8/hopper|{key}": {8: {"stages": 9}}})
+        .table("gemm_fp8/hopper", key, 90)
+        .pick(8, {})["stages"]
         == 9
     )

@@ -7,9 +7,9 @@ import torch
 
 from kernels import catalog
 from kernels.caps import Caps, detect
-from kernels.cases import Call, norm_case, relative_error
+from kernels.cases import KernelCall, norm_case, relative_error
 from kernels.registry import Impl, Registry
-from kernels.selfcheck import Verdict, check, fraction, main, same_bits, table, why
+from kernels.selfcheck import SelfCheckResult, check, fraction, main, same_bits, table, why
 from kernels.specs import NormSpec
 from kernels.standard import cases
 from tests.kernels.broken import forgets_a_row, off_by_a_little, raises
@@ -45,7 +45,7 @@ def test_what_an_implementation_states_to_round_is_allowed_it_and_no_other():
 
 
 def test_a_graph_that_differs_from_the_eager_call_is_a_failure():
-    good = Verdict("op", "case", "impl", 0.0, 1e-3, replay=True)
+    good = SelfCheckResult("op", "case", "impl", 0.0, 1e-3, replay=True)
     bad = replace(good, replay=False)
     assert good.ok and not bad.ok
     assert "a replayed graph and the eager call differ on case" in why(bad)
@@ -54,13 +54,13 @@ def test_a_graph_that_differs_from_the_eager_call_is_a_failure():
 
 def test_bits_are_compared_and_not_values():
     nan, zero = torch.tensor([float("nan")]), torch.tensor([0.0])
-    assert same_bits(Call((), outputs={"x": nan}), Call((), outputs={"x": nan.clone()}))
-    assert not same_bits(Call((), outputs={"x": zero}), Call((), outputs={"x": -zero}))
+    assert same_bits(KernelCall((), outputs={"x": nan}), KernelCall((), outputs={"x": nan.clone()}))
+    assert not same_bits(KernelCall((), outputs={"x": zero}), KernelCall((), outputs={"x": -zero}))
 
 
 def test_a_copy_of_a_call_keeps_its_aliases_and_shares_nothing():
     x = torch.zeros(3)
-    call = Call((x, 5), dict(out=x), {"out": x}, batch=(x, [1]))
+    call = KernelCall((x, 5), dict(out=x), {"out": x}, batch=(x, [1]))
     other = call.copy()
     assert other.args[0] is other.kwargs["out"] is other.outputs["out"] is other.batch[0]
     other.args[0].fill_(1)
@@ -70,7 +70,7 @@ def test_a_copy_of_a_call_keeps_its_aliases_and_shares_nothing():
 def test_poison_marks_every_kind_of_output():
     kinds = {dtype: torch.zeros(2, dtype=dtype) for dtype in (torch.float32, torch.bfloat16, torch.int32, torch.uint8)}
     kinds[torch.float8_e4m3fn] = torch.zeros(2).to(torch.float8_e4m3fn)
-    Call((), outputs={str(d): t for d, t in kinds.items()}).poison()
+    KernelCall((), outputs={str(d): t for d, t in kinds.items()}).poison()
     assert all(t.float().isnan().all() or (t.float() != 0).all() for t in kinds.values())
 
 

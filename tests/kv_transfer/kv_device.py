@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from contracts.layout import KVLayout
-from engine.cuda.kv.transfer_pool import DevicePages
+from engine.cuda.kv.transfer_pool import DeviceTransferPool
 from engine.cuda.runtime.shared_memory import HostMemory, allocate
 from kernels import catalog
 from kernels.caps import Caps, detect
@@ -18,7 +18,7 @@ DEVICE = torch.device(os.environ.get("KV_TEST_DEVICE", "cpu"))
 DECODE_DEVICE = torch.device(os.environ.get("KV_TEST_DECODE_DEVICE", str(DEVICE)))
 
 
-def device_pool(name: str, pages: np.ndarray, layout: KVLayout) -> DevicePages:
+def device_pool(name: str, pages: np.ndarray, layout: KVLayout) -> DeviceTransferPool:
     """Of the worker `name`, holding these `[num_planes, num_blocks, bytes of a page in all shards]`."""
     torch.set_num_threads(1)
     side = "DECODE" if name.startswith("decode") else "PREFILL"
@@ -34,7 +34,7 @@ def device_pool(name: str, pages: np.ndarray, layout: KVLayout) -> DevicePages:
     return pool
 
 
-class GroupPages(DevicePages):
+class GroupPages(DeviceTransferPool):
     """With the memories of its followers, which live in this process too."""
 
     def __init__(
@@ -46,13 +46,13 @@ class GroupPages(DevicePages):
         super().__init__(self.memories[0], layout, num_blocks, registry, followers=followers)
 
 
-def host_view(pool: DevicePages) -> np.ndarray:
+def host_view(pool: DeviceTransferPool) -> np.ndarray:
     """Its whole pages without the spare ones; on a GPU, or of several shards, a copy."""
     parts = [shard[:, : pool.num_blocks].cpu().numpy() for shard in pool._shards]
     return parts[0] if len(parts) == 1 else np.concatenate(parts, axis=2)
 
 
-def close_pool(pool: DevicePages) -> None:
+def close_pool(pool: DeviceTransferPool) -> None:
     for memory in pool.memories if isinstance(pool, GroupPages) else [pool.memory]:
         if isinstance(memory, HostMemory):
             memory.close()

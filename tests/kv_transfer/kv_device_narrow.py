@@ -20,7 +20,7 @@ from kernels import catalog
 from kernels.caps import Caps, detect
 from kernels.registry import Registry
 from kernels.specs import KVDtype, RopeSpec
-from kv_transfer.events import ChunkBad, ChunkLanded, PeerLost
+from kv_transfer.events import ChunkBad, ChunkLanded, PeerDisconnected
 from kv_transfer.transports import ucx_device
 from tests.kv_transfer import kv_device
 from tests.kv_transfer.kv_pair import Peer, offer_and_grant, send
@@ -118,7 +118,7 @@ def refusal(peers) -> str:
     """The field that these two do not agree on."""
     prefill, decode = peers
     prefill.node.offer(decode.ref, Offer(RequestId("r"), Epoch(1), NUM_TOKENS, prefill.layout.layout_id))
-    error = prefill.wait(PeerLost).error
+    error = prefill.wait(PeerDisconnected).error
     for peer in (prefill, decode):
         peer.close()
     return error.partition("do not match in '")[2].partition("'")[0]

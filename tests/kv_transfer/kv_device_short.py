@@ -75,7 +75,7 @@ def detour(prefill: Peer, decode: Peer) -> None:
 def count(peer: Peer, most: int = 99) -> None:
     pool = peer.device
     assert pool is not None
-    lend, take_back = pool.lend, pool.take_back
+    lend, take_back = pool.allocate, pool.free
     peer.num_lent = 0  # type: ignore[attr-defined]
 
     def lend_some(nbytes: int):
@@ -88,7 +88,7 @@ def count(peer: Peer, most: int = 99) -> None:
         peer.num_lent -= 1  # type: ignore[attr-defined]
         take_back(buffer)
 
-    pool.lend, pool.take_back = lend_some, take_one_back  # type: ignore[method-assign]
+    pool.allocate, pool.free = lend_some, take_one_back  # type: ignore[method-assign]
 
 
 if __name__ == "__main__":

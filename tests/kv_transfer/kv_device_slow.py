@@ -9,9 +9,9 @@ import numpy as np
 
 from contracts.handoff import Abort, Commit, Offer
 from contracts.ids import Epoch, RequestId
-from kv_transfer.chunks.device_pool import Unpacking
+from kv_transfer.chunks.device_pool import PageScatter
 from kv_transfer.data_path import receiver as receiving
-from kv_transfer.events import ChunkLanded, Drained, PeerLost
+from kv_transfer.events import ChunkLanded, Drained, PeerDisconnected
 from kv_transfer.transports import ucx_device
 from tests.kv_transfer.kv_pair import LAYOUT, Peer, fin, offer_and_grant, pages_equal, send
 
@@ -21,7 +21,7 @@ PAGES, GRANTED = list(range(1, 41)), list(range(20, 60))
 class Slow:
     """`unpacking` is not done before `is_time` says so, unless somebody waits."""
 
-    def __init__(self, unpacking: Unpacking, is_time: Callable[[], bool], waited: list["Slow"]) -> None:
+    def __init__(self, unpacking: PageScatter, is_time: Callable[[], bool], waited: list["Slow"]) -> None:
         self._unpacking, self._is_time, self._waited = unpacking, is_time, waited
 
     @property
@@ -51,15 +51,15 @@ class SlowPool:
 
 def times_asleep() -> int:
     """How often whoever waits for a message went to sleep, in a moment in which none comes."""
-    sleep, calls = ucx_device.DeviceEngine.sleep, []
+    sleep, calls = ucx_device.UcxDeviceWorker.sleep, []
 
-    def counted(self: ucx_device.DeviceEngine, deadline: float | None) -> None:
+    def counted(self: ucx_device.UcxDeviceWorker, deadline: float | None) -> None:
         calls.append(self)
         sleep(self, deadline)
 
-    ucx_device.DeviceEngine.sleep = counted  # type: ignore[method-assign]
+    ucx_device.UcxDeviceWorker.sleep = counted  # type: ignore[method-assign]
     time.sleep(0.3)
-    ucx_device.DeviceEngine.sleep = sleep  # type: ignore[method-assign]
+    ucx_device.UcxDeviceWorker.sleep = sleep  # type: ignore[method-assign]
     return len(calls)
 
 
@@ -97,7 +97,7 @@ def main() -> None:
     while len(slow.begun) < 5:
         decode.woken.wait(0.01)
     prefill.close()
-    lost = decode.wait(PeerLost)
+    lost = decode.wait(PeerDisconnected)
     print("fenced behind it" if lost.fenced and slow.waited[-1] is slow.begun[-1] else "fenced too early")
     decode.close()
 

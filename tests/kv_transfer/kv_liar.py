@@ -7,7 +7,7 @@ import msgspec
 import numpy as np
 
 from kv_transfer.chunks import chunk_plan as plan
-from kv_transfer.chunks.segment import META_NBYTES, Piece, write_meta
+from kv_transfer.chunks.segment import META_NBYTES, KVSegment, write_meta
 from kv_transfer.data_path.sender import ChunkJob, Sender
 from tests.kv_transfer.kv_owner import CHUNK_TOKENS, MESSAGE_NBYTES
 
@@ -16,7 +16,7 @@ from tests.kv_transfer.kv_owner import CHUNK_TOKENS, MESSAGE_NBYTES
 class Said:
     """One message: its words, None for noise, and its bytes."""
 
-    piece: Piece | None
+    piece: KVSegment | None
     data: np.ndarray
 
 
@@ -40,7 +40,7 @@ def _honest_words(sender: Sender, job: ChunkJob) -> list[Said]:
         data = np.empty(span.num_units * page_nbytes, dtype=np.uint8)
         checksum = staging.pack(units[span.first : span.last], data, checksum)
         header = msgspec.structs.replace(job.header, checksum=checksum)
-        words.append(Said(Piece(header, span.first * page_nbytes, len(data)), data))
+        words.append(Said(KVSegment(header, span.first * page_nbytes, len(data)), data))
     return words
 
 

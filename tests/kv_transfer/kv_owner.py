@@ -12,7 +12,7 @@ from contracts.ids import BlockId, Epoch, RequestId, WorkerId
 from contracts.layout import KVLayout
 from contracts.request import WorkerRef
 from engine.cache.block_pool import BlockPool
-from kv_transfer.events import ChunkLanded, Drained, LinkStats, Message, PeerLost, TransferEvent
+from kv_transfer.events import ChunkLanded, Drained, LinkStats, MessageReceived, PeerDisconnected, TransferEvent
 from tests.kv_transfer.kv_pair import Peer, fin
 
 LAYOUT = KVLayout(model="fault", num_layers=4, num_kv_heads=2, head_dim=64, block_size=16, dtype="float32")
@@ -95,15 +95,15 @@ class Owner(Peer):
         """Answer the offer of this attempt, seen already or to come: Grant, or Wait if there are no blocks."""
         return self.grant_to(self.offered(request_id, epoch))
 
-    def offered(self, request_id: str, epoch: int = 1) -> Message:
+    def offered(self, request_id: str, epoch: int = 1) -> MessageReceived:
         key = key_of(request_id, epoch)
 
-        def fits(event: Message) -> bool:
+        def fits(event: MessageReceived) -> bool:
             return isinstance(event.message, Offer) and (event.message.request_id, event.message.epoch) == key
 
-        return self.wait(Message, fits)
+        return self.wait(MessageReceived, fits)
 
-    def grant_to(self, event: Message) -> bool:
+    def grant_to(self, event: MessageReceived) -> bool:
         offer = event.message
         assert isinstance(offer, Offer)
         key = offer.request_id, offer.epoch
@@ -121,16 +121,18 @@ class Owner(Peer):
         self.node.commit(self.held[key][0], Commit(*key, num_chunks, num_chunks * CHUNK_NBYTES))
         self._release(key)
 
-    def refuse(self, event: Message) -> None:
+    def refuse(self, event: MessageReceived) -> None:
         assert isinstance(event.message, Offer)
         key = event.message.request_id, event.message.epoch
         self.node.refuse(event.peer_id, Refuse(*key, "overloaded", "a test says so"))
 
     def _settle(self, event: TransferEvent) -> None:
         match event:
-            case Message(message=Commit(request_id, epoch) | Refuse(request_id, epoch)) | Drained(request_id, epoch):
+            case MessageReceived(message=Commit(request_id, epoch) | Refuse(request_id, epoch)) | Drained(
+                request_id, epoch
+            ):
                 self._release((request_id, epoch))
-            case PeerLost(peer_id=peer_id, fenced=True):
+            case PeerDisconnected(peer_id=peer_id, fenced=True):
                 for key in [key for key, (holder, _) in self.held.items() if holder == peer_id]:
                     self._release(key)
 

@@ -13,7 +13,7 @@ from contracts.handoff import Fin, Grant, Offer
 from contracts.ids import BlockId, Epoch, Incarnation, RequestId, WorkerId
 from contracts.layout import KVLayout
 from contracts.request import WorkerRef
-from kv_transfer.events import Message, TransferEvent
+from kv_transfer.events import MessageReceived, TransferEvent
 from kv_transfer.node import TransferNode
 from kv_transfer.settings import TransferSettings
 from tests.kv_transfer.kv_pool import PoolOwner
@@ -84,10 +84,10 @@ class Peer(PoolOwner):
             self.woken.wait(0.02)
 
     def message(self, kind: type[Kind], request_id: str) -> Kind:
-        def fits(event: Message) -> bool:
+        def fits(event: MessageReceived) -> bool:
             return isinstance(event.message, kind) and event.message.request_id == request_id
 
-        message: Any = self.wait(Message, fits).message
+        message: Any = self.wait(MessageReceived, fits).message
         return message
 
 

@@ -17,7 +17,7 @@ from contracts.handoff import Commit, Grant, Offer
 from contracts.ids import BlockId, Epoch, Incarnation, RequestId, WorkerId
 from contracts.layout import KVLayout
 from contracts.request import WorkerRef
-from kv_transfer.events import ChunkLanded, Message
+from kv_transfer.events import ChunkLanded, MessageReceived
 from kv_transfer.node import TransferNode
 from kv_transfer.settings import TransferSettings
 from tests.kv_transfer.kv_pool import PoolOwner
@@ -63,13 +63,13 @@ def offer(worker: Worker, peer: WorkerRef, number: int) -> None:
 
 def promise(worker: Worker, peer_id: WorkerId, grant: Grant) -> None:
     early_planes = LAYOUT.num_planes - 2
-    worker.node.coming(peer_id, grant.request_id, grant.epoch, 0, NUM_TOKENS, GRANTED, early_planes)
+    worker.node.chunk_scheduled(peer_id, grant.request_id, grant.epoch, 0, NUM_TOKENS, GRANTED, early_planes)
 
 
 def send_all(worker: Worker, peer_id: WorkerId, grant: Grant) -> None:
     promise(worker, peer_id, grant)
-    worker.node.launched(is_all=False)
-    worker.node.launched(is_all=True)
+    worker.node.chunks_launched(is_all=False)
+    worker.node.chunks_launched(is_all=True)
     sums = worker.device.checksums(GRANTED).wait() if worker.device is not None else None
     worker.node.send_chunk(peer_id, grant.request_id, grant.epoch, 0, 0, NUM_TOKENS, GRANTED, sums)
 
@@ -90,7 +90,7 @@ def serve_promises(worker: Worker, peer: WorkerRef) -> None:
     for grant in _messages(worker, Grant):
         assert isinstance(grant, Grant)
         promise(worker, peer.worker_id, grant)
-        worker.node.launched(is_all=False)
+        worker.node.chunks_launched(is_all=False)
         _say("moving")
 
 
@@ -103,7 +103,7 @@ def serve_decode(worker: Worker) -> None:
 
 def answer_as_decode(worker: Worker, event: object) -> None:
     match event:
-        case Message(peer_id, Offer(request_id, epoch)):
+        case MessageReceived(peer_id, Offer(request_id, epoch)):
             worker.node.grant(peer_id, Grant(request_id, epoch, GRANTED, 0))
         case ChunkLanded(peer_id, header, _):
             worker.node.commit(peer_id, Commit(header.request_id, header.epoch, 1, header.nbytes))
@@ -112,7 +112,7 @@ def answer_as_decode(worker: Worker, event: object) -> None:
 def _messages(worker: Worker, kinds: type | object):
     said = False
     for event in worker.events():
-        if isinstance(event, Message) and isinstance(event.message, kinds):  # type: ignore[arg-type]
+        if isinstance(event, MessageReceived) and isinstance(event.message, kinds):  # type: ignore[arg-type]
             said = said or (isinstance(event.message, Commit) and _say("moving"))
             yield event.message
 

@@ -12,7 +12,7 @@ import pytest
 from contracts.errors import PeerLost, TransferError
 from contracts.handoff import ChunkHeader
 from contracts.ids import Epoch, RequestId
-from kv_transfer.chunks.segment import Piece, read_meta, write_meta
+from kv_transfer.chunks.segment import KVSegment, read_meta, write_meta
 from kv_transfer.transports.base import Inbound, Outbound, Ring, Slot
 from kv_transfer.transports.registry import Transports
 from tests.kv_transfer.conftest import STAGED
@@ -38,7 +38,7 @@ class Ends:
     def send(self, number: int, data: np.ndarray) -> None:
         slot = self.out.acquire()
         header = ChunkHeader(RequestId("r"), Epoch(1), number, 0, 1, "id", len(data), number)
-        write_meta(Piece(header, 0, len(data)), slot.meta)
+        write_meta(KVSegment(header, 0, len(data)), slot.meta)
         slot.payload[: len(data)] = data
         self.out.send(slot, len(data))
 

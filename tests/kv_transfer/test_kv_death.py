@@ -13,7 +13,7 @@ import pytest
 from contracts.handoff import Abort, Commit, Grant
 from contracts.ids import Epoch, Incarnation, RequestId, WorkerId
 from contracts.request import WorkerRef
-from kv_transfer.events import ChunkLanded, Drained, Message, PeerLost, TransferEvent
+from kv_transfer.events import ChunkLanded, Drained, MessageReceived, PeerDisconnected, TransferEvent
 from tests.kv_transfer.conftest import TRANSPORTS
 from tests.kv_transfer.kv_worker import NUM_GUARDED, Worker, answer_as_decode, make_pool, offer, send_all
 
@@ -55,7 +55,9 @@ def _line(process: subprocess.Popen) -> str:
     return process.stdout.readline().strip()
 
 
-def _until_lost(worker: Worker, struck: threading.Event, on_event: Callable[[TransferEvent], object]) -> PeerLost:
+def _until_lost(
+    worker: Worker, struck: threading.Event, on_event: Callable[[TransferEvent], object]
+) -> PeerDisconnected:
     """The loss has 10 s from the strike on; before it, a busy host may take long to start a process and load UCX."""
     deadline = time.monotonic() + 50
     while time.monotonic() < deadline:
@@ -65,7 +67,7 @@ def _until_lost(worker: Worker, struck: threading.Event, on_event: Callable[[Tra
         worker.woken.wait(0.1)
         worker.woken.clear()
         for event in worker.node.poll():
-            if isinstance(event, PeerLost):
+            if isinstance(event, PeerDisconnected):
                 return event
             on_event(event)
     raise AssertionError("the loss of the peer was not noticed")
@@ -103,9 +105,9 @@ def _send_without_end(worker: Worker, peer: WorkerRef) -> Callable[[TransferEven
 
     def on_event(event: TransferEvent) -> None:
         match event:
-            case Message(message=Grant() as grant):
+            case MessageReceived(message=Grant() as grant):
                 send_all(worker, peer.worker_id, grant)
-            case Message(message=Commit()):
+            case MessageReceived(message=Commit()):
                 offer(worker, peer, next(numbers))
 
     return on_event
@@ -158,7 +160,7 @@ def test_a_promise_that_is_never_kept_is_drained(survivor: Worker, spawn: Spawn)
     _line(prefill)
     moving = threading.Thread(target=_line, args=(prefill,))
     moving.start()
-    _until(survivor, Message)
+    _until(survivor, MessageReceived)
     moving.join()
     time.sleep(0.1)
     survivor.node.abort(WorkerId("promising"), Abort(RequestId("r0"), Epoch(1), "cancelled", "a test says so"))

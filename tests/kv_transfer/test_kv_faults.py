@@ -11,7 +11,7 @@ import pytest
 from contracts.handoff import Abort, AbortAck, Commit, Fin, Grant, Offer, Refuse, Wait
 from contracts.ids import Incarnation
 from contracts.request import WorkerRef
-from kv_transfer.events import ChunkBad, ChunkLanded, Drained, PeerLost
+from kv_transfer.events import ChunkBad, ChunkLanded, Drained, PeerDisconnected
 from tests.kv_transfer.conftest import STAGED, TRANSPORTS, nothing_left
 from tests.kv_transfer.kv_liar import CRIMES
 from tests.kv_transfer.kv_owner import CHUNK_BLOCKS, CHUNK_TOKENS, NUM_BLOCKS, Owner, key_of
@@ -88,7 +88,7 @@ def test_prefill_goes_between_two_chunks(local: Callable, remote: Callable, sign
     decode, prefill = local("decode", **BRIEF), remote("prefill", **BRIEF)
     _begin(prefill, decode)
     prefill.send_signal(signum)
-    lost = decode.wait(PeerLost, timeout_s=LOST_S)
+    lost = decode.wait(PeerDisconnected, timeout_s=LOST_S)
     assert (lost.peer_id, lost.fenced) == ("prefill", True)
     assert decode.is_clean() and not decode.stats()
 
@@ -98,14 +98,14 @@ def test_a_stopped_prefill_that_wakes_writes_to_no_page_that_was_used_again(loca
     decode, prefill, other = local("decode", **BRIEF), remote("prefill", **BRIEF), local("other", **BRIEF)
     _begin(prefill, decode)
     prefill.send_signal(signal.SIGSTOP)
-    decode.wait(PeerLost, timeout_s=LOST_S)
+    decode.wait(PeerDisconnected, timeout_s=LOST_S)
     other.offer(decode.ref, "next", num_chunks=4)
     assert decode.grant("next") and len(decode.held[key_of("next")][1]) == NUM_BLOCKS
     other.message(Grant, "next")
     before = decode.pool.copy()
     prefill.send_signal(signal.SIGCONT)
     prefill.send("r", 1)
-    prefill.wait(PeerLost)
+    prefill.wait(PeerDisconnected)
     assert np.array_equal(decode.pool, before)
     for index in range(4):
         other.send("next", index)
@@ -138,11 +138,11 @@ def test_a_stopped_decode_that_wakes_takes_nothing_from_pages_that_were_used_aga
     for number in range(num_others):
         other = key_of(f"{number}".rjust(1000))
         prefill.node.offer(decode.ref, Offer(*other, CHUNK_TOKENS, prefill.layout.layout_id))
-    prefill.wait(PeerLost, timeout_s=LOST_S)
+    prefill.wait(PeerDisconnected, timeout_s=LOST_S)
     assert prefill.is_clean()
     prefill.pool[:, blocks] ^= 0xFF
     decode.send_signal(signal.SIGCONT)
-    decode.wait(PeerLost)
+    decode.wait(PeerDisconnected)
     into = [pages[first : first + CHUNK_BLOCKS] for first in (0, CHUNK_BLOCKS)]
     assert [index for index in decode.landed() if decode.digest_at(into[index]) != sent[index]] == []
     assert decode.is_clean()
@@ -154,7 +154,7 @@ def test_decode_goes_before_its_grant(local: Callable, remote: Callable, signum:
     prefill.offer(decode.ref, "r")
     decode.offered("r")
     decode.send_signal(signum)
-    lost = prefill.wait(PeerLost, timeout_s=LOST_S)
+    lost = prefill.wait(PeerDisconnected, timeout_s=LOST_S)
     assert (lost.peer_id, lost.incarnation, lost.fenced) == ("decode", decode.ref.incarnation, True)
     assert prefill.is_clean() and not prefill.stats()
 
@@ -166,7 +166,7 @@ def test_decode_goes_between_two_chunks(local: Callable, remote: Callable, signu
     _begin(prefill, decode)
     decode.send_signal(signum)
     prefill.send("r", 1)
-    assert prefill.wait(PeerLost, timeout_s=LOST_S).fenced
+    assert prefill.wait(PeerDisconnected, timeout_s=LOST_S).fenced
     assert prefill.is_clean() and np.array_equal(prefill.pool, before)
 
 
@@ -175,10 +175,10 @@ def test_a_grant_that_crosses_the_loss_of_its_peer_is_given_back(local: Callable
     prefill.offer(decode.ref, "r")
     offered = decode.offered("r")
     prefill.end()
-    while decode.stats():  # the link is gone; PeerLost lies unread
+    while decode.stats():  # the link is gone; PeerDisconnected lies unread
         decode.woken.wait(0.02)
     assert decode.grant_to(offered) and decode.held
-    decode.wait(PeerLost, timeout_s=LOST_S)
+    decode.wait(PeerDisconnected, timeout_s=LOST_S)
     assert decode.is_clean()
 
 
@@ -188,7 +188,7 @@ def test_a_worker_that_comes_back_under_its_name_is_another(local: Callable, rem
     first.end()
     again = remote("prefill")
     _hand_off(again, decode, "r", epoch=2)
-    assert decode.wait(PeerLost, timeout_s=LOST_S).incarnation == first.ref.incarnation
+    assert decode.wait(PeerDisconnected, timeout_s=LOST_S).incarnation == first.ref.incarnation
     assert decode.is_clean() and again.is_clean()
 
 
@@ -196,7 +196,7 @@ def test_a_former_incarnation_is_not_offered_anything(local: Callable, remote: C
     prefill, decode = local("prefill"), remote("decode")
     before = WorkerRef(decode.ref.worker_id, Incarnation("before"), "", decode.ref.transfer)
     prefill.offer(before, "r")
-    lost = prefill.wait(PeerLost)
+    lost = prefill.wait(PeerDisconnected)
     assert lost.incarnation == "before" and "now served by decode" in lost.error
     _hand_off(prefill, decode, "s")
     assert prefill.is_clean() and decode.is_clean()
@@ -269,7 +269,7 @@ def test_closing_in_mid_transfer_gives_the_peer_its_pages_back(local: Callable, 
     decode.close()
     after = decode.pool.copy()
     prefill.send("r", 1)
-    assert prefill.wait(PeerLost).fenced and prefill.is_clean()
+    assert prefill.wait(PeerDisconnected).fenced and prefill.is_clean()
     assert np.array_equal(decode.pool, after)
 
 
@@ -284,7 +284,7 @@ def test_a_stranger_gets_no_page(local: Callable, remote: Callable, settings: di
     decode, stranger = local("decode"), remote("stranger", **settings)
     before = decode.pool.copy()
     stranger.offer(decode.ref, "r")
-    lost = stranger.wait(PeerLost)
+    lost = stranger.wait(PeerDisconnected)
     found = words in lost.error or lost.error.startswith("memory: ")  # which is looked at before the transports
     assert (lost.code, lost.fenced) == (code, True) and found
     assert stranger.is_clean() and decode.is_clean() and np.array_equal(decode.pool, before)
@@ -351,8 +351,8 @@ def test_noise_for_words_ends_the_link_at_both_ends(local: Callable, remote: Cal
     before = decode.pool.copy()
     prefill.lie_once("noise for words")
     prefill.send("r", 1)
-    lost = decode.wait(PeerLost)
+    lost = decode.wait(PeerDisconnected)
     assert lost.fenced and ("unreadable" in lost.error or "message of" in lost.error)
-    assert prefill.wait(PeerLost).fenced
+    assert prefill.wait(PeerDisconnected).fenced
     assert np.array_equal(decode.pool, before)
     assert prefill.is_clean() and decode.is_clean()

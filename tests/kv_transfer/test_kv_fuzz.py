@@ -15,7 +15,7 @@ from contracts import codec
 from contracts.handoff import Abort
 from contracts.ids import Epoch, RequestId
 from kv_transfer.connection.control_connection import ControlConnection
-from kv_transfer.events import ChunkLanded, Drained, PeerLost
+from kv_transfer.events import ChunkLanded, Drained, PeerDisconnected
 from tests.kv_transfer.kv_pair import Peer, offer_and_grant, pages_equal, send
 
 Make = Callable[..., Peer]
@@ -128,9 +128,9 @@ def test_noise_in_a_session_fences_both_ends(make_peer: Make, liar: str, noise: 
     (link,) = from_one.node._all_links()
     assert link._sock is not None
     link._sock.sendall(noise)
-    lost = to_one.wait(PeerLost)
+    lost = to_one.wait(PeerDisconnected)
     assert lost.fenced and "does not keep to the protocol" in lost.error
-    assert from_one.wait(PeerLost).fenced
+    assert from_one.wait(PeerDisconnected).fenced
     before = decode.pool.copy()
     send(prefill, decode, "r", 0, 0, 64, list(range(16, 32)))
     offer_and_grant(prefill, decode, "next", 4, [60])

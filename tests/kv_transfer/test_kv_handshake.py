@@ -14,16 +14,16 @@ from contracts.ids import Epoch, Incarnation, RequestId, WorkerId
 from kv_transfer.connection.capabilities import candidates
 from kv_transfer.connection.frames import PROTOCOL, Attach, Hello, Proof, Rejected, Terms
 from kv_transfer.connection.listener import MAX_HANDSHAKES
-from kv_transfer.events import ChunkLanded, PeerLost
+from kv_transfer.events import ChunkLanded, PeerDisconnected
 from tests.kv_transfer.kv_pair import DEADLINE_S, LAYOUT, Peer, offer_and_grant, send
 
 Make = Callable[..., Peer]
 
 
-def _lost_after_offer(prefill: Peer, decode: Peer) -> PeerLost:
+def _lost_after_offer(prefill: Peer, decode: Peer) -> PeerDisconnected:
     offer = Offer(RequestId("r"), Epoch(1), 8, prefill.layout.layout_id)
     prefill.node.offer(decode.ref, offer)
-    return prefill.wait(PeerLost)
+    return prefill.wait(PeerDisconnected)
 
 
 def _still_serves(make_peer: Make, decode: Peer) -> None:
@@ -60,7 +60,7 @@ def test_layouts_that_differ_are_refused_by_field_on_both_ends(
     prefill, decode = make_peer("prefill", layout=other), make_peer("decode")
     lost = _lost_after_offer(prefill, decode)
     assert lost.code == "layout_mismatch" and f"'{field}'" in lost.error
-    assert decode.wait(PeerLost).code == "layout_mismatch"
+    assert decode.wait(PeerDisconnected).code == "layout_mismatch"
     assert caplog.text.count(f"do not match in '{field}'") >= 2
 
 

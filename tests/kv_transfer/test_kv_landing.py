@@ -16,9 +16,9 @@ from contracts.ids import BlockId, Epoch, RequestId
 from kv_transfer.chunks import checksum as integrity
 from kv_transfer.chunks import chunk_plan as plan
 from kv_transfer.chunks.page_pool import PagePool
-from kv_transfer.chunks.segment import Piece, read_meta, write_meta
-from kv_transfer.data_path.grant import Landing
-from kv_transfer.data_path.receiver import Landings, Receiver
+from kv_transfer.chunks.segment import KVSegment, read_meta, write_meta
+from kv_transfer.data_path.grant import GrantedPages
+from kv_transfer.data_path.receiver import GrantTable, Receiver
 from kv_transfer.data_path.sender import ChunkJob, FinJob, Sender, SendQueue
 from kv_transfer.data_path.staging import HostStaging
 from kv_transfer.transports.base import Ring, Slot, Take, Taking
@@ -35,8 +35,8 @@ def _header(**changes: object) -> ChunkHeader:
     return msgspec.structs.replace(header, **changes)
 
 
-def _landing() -> Landing:
-    return Landing(OFFER, GRANT, LAYOUT, NUM_BLOCKS)
+def _landing() -> GrantedPages:
+    return GrantedPages(OFFER, GRANT, LAYOUT, NUM_BLOCKS)
 
 
 def test_a_chunk_as_granted_may_land_on_its_pages() -> None:
@@ -66,7 +66,7 @@ def test_a_header_that_differs_is_told_why(changes: dict) -> None:
 
 def test_a_chunk_lands_once_under_any_index() -> None:
     landing = _landing()
-    landing.landed(_header())
+    landing.chunk_received(_header())
     assert landing.check(_header())
     assert landing.check(_header(index=7))
     assert landing.check(_header(index=7, first_token=16)) is None
@@ -90,11 +90,11 @@ def test_no_header_ever_reaches_a_page_that_was_not_granted(first: int, num_toke
 )
 def test_a_grant_that_does_not_fit_is_refused(pages: list[int], skip: int) -> None:
     with pytest.raises(ValueError):
-        Landing(OFFER, Grant(OFFER.request_id, OFFER.epoch, pages, skip), LAYOUT, NUM_BLOCKS)  # type: ignore[arg-type]
+        GrantedPages(OFFER, Grant(OFFER.request_id, OFFER.epoch, pages, skip), LAYOUT, NUM_BLOCKS)  # type: ignore[arg-type]
 
 
 def test_a_page_lands_for_one_attempt_at_a_time() -> None:
-    landings = Landings(LAYOUT, NUM_BLOCKS)
+    landings = GrantTable(LAYOUT, NUM_BLOCKS)
     landings.offered(OFFER)
     landings.offered(Offer(RequestId("s"), Epoch(1), 4, LAYOUT.layout_id))
     assert landings.grant(GRANT)
@@ -106,7 +106,7 @@ def test_a_page_lands_for_one_attempt_at_a_time() -> None:
 
 def test_a_second_offer_of_an_attempt_changes_nothing() -> None:
     """A grant that fits the first would not fit the second: a ValueError in the loop of decode's core."""
-    landings = Landings(LAYOUT, NUM_BLOCKS)
+    landings = GrantTable(LAYOUT, NUM_BLOCKS)
     landings.offered(OFFER)
     landings.offered(msgspec.structs.replace(OFFER, num_tokens=8))
     assert landings.grant(GRANT)
@@ -118,7 +118,7 @@ class Script:
     detail = "script"
 
     def __init__(
-        self, messages: list[tuple[Piece, np.ndarray]], before: Callable[[int], None], num_late: int = 0
+        self, messages: list[tuple[KVSegment, np.ndarray]], before: Callable[[int], None], num_late: int = 0
     ) -> None:
         self._messages, self._before, self._next, self._num_late = messages, before, 0, num_late
         self._takings: list[Taking] = []
@@ -166,7 +166,7 @@ class Stage:
     def __init__(self, num_late: int = 0) -> None:
         self.staging, self.num_late = (LateStaging if num_late else HostStaging), num_late
         self.pool = np.zeros((LAYOUT.num_planes, NUM_BLOCKS, LAYOUT.page_nbytes), dtype=np.uint8)
-        self.landings = Landings(LAYOUT, NUM_BLOCKS)
+        self.landings = GrantTable(LAYOUT, NUM_BLOCKS)
         self.landings.offered(OFFER)
         self.landings.grant(GRANT)
         self.committed: list[Commit] = []
@@ -176,7 +176,7 @@ class Stage:
 
     def play(
         self,
-        messages: list[tuple[Piece, np.ndarray]],
+        messages: list[tuple[KVSegment, np.ndarray]],
         before: Callable[[int], None] = lambda i: None,
         checks: bool = True,
     ) -> Receiver:
@@ -200,7 +200,7 @@ class Stage:
 
 def _messages(
     header: ChunkHeader, value: int = 7, slot_nbytes: int = RING.slot_nbytes
-) -> list[tuple[Piece, np.ndarray]]:
+) -> list[tuple[KVSegment, np.ndarray]]:
     """The chunk as an honest sender cuts it, every byte the same."""
     data = np.full(header.nbytes, value, dtype=np.uint8)
     checksum, messages = integrity.seed(header.epoch), []
@@ -208,7 +208,7 @@ def _messages(
         part = data[offset : offset + slot_nbytes]
         checksum = integrity.extend(checksum, part)
         said = msgspec.structs.replace(header, checksum=checksum)
-        messages.append((Piece(said, offset, len(part)), part))
+        messages.append((KVSegment(said, offset, len(part)), part))
     return messages
 
 
@@ -305,7 +305,7 @@ def test_a_message_of_another_size_than_it_can_have_is_bad(sizes: list[int]) -> 
     payload, checksum = np.full(RING.slot_nbytes, 7, dtype=np.uint8), integrity.seed(header.epoch)
     for nbytes in (size * LAYOUT.page_nbytes for size in sizes):
         checksum = integrity.extend(checksum, payload[:nbytes])
-        messages.append((Piece(msgspec.structs.replace(header, checksum=checksum), offset, nbytes), payload))
+        messages.append((KVSegment(msgspec.structs.replace(header, checksum=checksum), offset, nbytes), payload))
         offset += nbytes
     stage.play(messages)
     (reason,) = stage.bad
@@ -352,7 +352,7 @@ def test_an_attempt_that_ends_on_the_way_is_written_no_further() -> None:
 
 def test_a_name_that_is_used_again_owes_nothing_to_who_had_it() -> None:
     """And nothing of an attempt is kept for ever: neither a Fin that came behind its end, nor that it was drained."""
-    landings, key = Landings(LAYOUT, NUM_BLOCKS), (OFFER.request_id, OFFER.epoch)
+    landings, key = GrantTable(LAYOUT, NUM_BLOCKS), (OFFER.request_id, OFFER.epoch)
     fin, all_of_it = Fin(*key, 1, Token(0, 7), 4), _header(num_tokens=26, nbytes=7 * LAYOUT.block_nbytes)
     for said in (fin, None):
         landings.offered(OFFER)
@@ -364,11 +364,11 @@ def test_a_name_that_is_used_again_owes_nothing_to_who_had_it() -> None:
             assert landings.leave(key), "it is drained now"
             landings.finished(said)
     assert not landings.leave(key)
-    assert landings.landed(all_of_it) is None and not landings.is_committed(key), "token 0 has not come"
+    assert landings.chunk_received(all_of_it) is None and not landings.is_committed(key), "token 0 has not come"
     assert landings.finished(fin) is not None
     landings.end(key)
     assert not landings.is_committed(key), "or the next one's Commit would be taken for said"
-    assert landings.landed(all_of_it) is None, "it may end between its last write and the word of it"
+    assert landings.chunk_received(all_of_it) is None, "it may end between its last write and the word of it"
 
 
 class Tape:

@@ -24,7 +24,7 @@ from contracts.request import WorkerRef
 from kv_transfer.connection import handshake
 from kv_transfer.connection.control_connection import ControlConnection
 from kv_transfer.data_path.staging import HostStaging
-from kv_transfer.events import ChunkBad, ChunkLanded, Drained, Message, PeerLost, TransferEvent
+from kv_transfer.events import ChunkBad, ChunkLanded, Drained, MessageReceived, PeerDisconnected, TransferEvent
 from kv_transfer.links.incoming_link import IncomingLink
 from kv_transfer.links.link import Link
 from kv_transfer.links.outgoing_link import OutgoingLink
@@ -126,8 +126,8 @@ def test_both_ways_between_two_nodes(pair: tuple[Peer, Peer]) -> None:
     one.wait(ChunkLanded)
     assert pages_equal(one, [1, 2], two, [10, 11]) and pages_equal(two, [3, 4], one, [20, 21])
     two.node.close()
-    assert one.wait(PeerLost).fenced
-    assert not any(isinstance(event, PeerLost) for event in one.node.poll())
+    assert one.wait(PeerDisconnected).fenced
+    assert not any(isinstance(event, PeerDisconnected) for event in one.node.poll())
 
 
 def _before(decode: Peer, address: str = "") -> WorkerRef:
@@ -140,11 +140,11 @@ def test_who_looks_for_a_former_incarnation_is_no_loss_to_this_one(pair: tuple[P
     for number in range(5):
         offer = Offer(RequestId(f"r{number}"), Epoch(1), 8, prefill.layout.layout_id)
         prefill.node.offer(_before(decode), offer)
-        assert "now served by" in prefill.wait(PeerLost).error
+        assert "now served by" in prefill.wait(PeerDisconnected).error
     offer_and_grant(prefill, decode, "s", 8, [1, 2])
     send(prefill, decode, "s", 0, 0, 8, [3, 4])
     decode.wait(ChunkLanded)
-    assert not any(isinstance(event, PeerLost) for event in decode.seen)
+    assert not any(isinstance(event, PeerDisconnected) for event in decode.seen)
 
 
 def test_an_offer_to_a_former_incarnation_is_lost_alone(pair: tuple[Peer, Peer]) -> None:
@@ -152,13 +152,13 @@ def test_an_offer_to_a_former_incarnation_is_lost_alone(pair: tuple[Peer, Peer])
     prefill, decode = pair
     offer_and_grant(prefill, decode, "r", 8, [1, 2])
     prefill.node.offer(_before(decode), Offer(RequestId("late"), Epoch(1), 8, prefill.layout.layout_id))
-    lost = prefill.wait(PeerLost)
+    lost = prefill.wait(PeerDisconnected)
     assert lost.incarnation == "before" and "now served by" in lost.error and lost.fenced
     assert not prefill.node.knows(decode.name, RequestId("late"), Epoch(1))
     send(prefill, decode, "r", 0, 0, 8, [3, 4])
     decode.wait(ChunkLanded)
     assert pages_equal(prefill, [3, 4], decode, [1, 2])
-    assert not any(isinstance(event, PeerLost) for event in [*prefill.seen, *prefill.poll(), *decode.seen])
+    assert not any(isinstance(event, PeerDisconnected) for event in [*prefill.seen, *prefill.poll(), *decode.seen])
 
 
 def test_offers_to_a_former_incarnation_whose_address_is_silent_wait_together(make_peer: Make) -> None:
@@ -194,7 +194,7 @@ def test_a_link_to_a_former_incarnation_goes_when_the_next_has_proved_itself(mak
     send(prefill, old, "r", 0, 0, 8, [3, 4])
     old.wait(ChunkLanded)
     may_greet.set()
-    lost = prefill.wait(PeerLost)
+    lost = prefill.wait(PeerDisconnected)
     assert (lost.incarnation, lost.error) == (old.incarnation, "replaced by a new connection")
     new.message(Offer, "s")
     new.node.grant(prefill.name, Grant(RequestId("s"), Epoch(1), [BlockId(1), BlockId(2)], 0))
@@ -215,9 +215,9 @@ def test_a_message_that_trips_us_up_ends_its_link_fenced(pair: tuple[Peer, Peer]
 
     monkeypatch.setattr(Link, "_on_message", trip)
     prefill.node.finish(decode.name, fin("r", 0))
-    lost = decode.wait(PeerLost)
+    lost = decode.wait(PeerDisconnected)
     assert (lost.fenced, lost.error) == (True, "LookupError: a fault of ours")
-    assert prefill.wait(PeerLost).fenced
+    assert prefill.wait(PeerDisconnected).fenced
     caplog.clear()  # its record of the exception holds the frames, and the memory in them
 
 
@@ -228,14 +228,14 @@ def test_a_loss_is_fenced_only_if_both_ways_are(pair: tuple[Peer, Peer]) -> None
     offer_and_grant(two, one, "b", 8, [20, 21])
     heard, on_lost = [], one.node._on_lost
 
-    def first_unfenced(link: Link, event: PeerLost) -> None:
+    def first_unfenced(link: Link, event: PeerDisconnected) -> None:
         heard.append(event)
         on_lost(link, replace(event, fenced=len(heard) > 1))
 
     for link in one.node._links.values():
         link.parts = replace(link.parts, on_lost=first_unfenced)
     two.node.close()
-    assert not one.wait(PeerLost).fenced
+    assert not one.wait(PeerDisconnected).fenced
     assert len(heard) == 2
 
 
@@ -248,7 +248,7 @@ def test_a_new_link_is_made_behind_the_news_of_the_loss_of_the_former(make_peer:
     offering = threading.Thread(target=prefill.node.offer, args=(decode.ref, offer))
 
     def late(event: TransferEvent) -> None:
-        if isinstance(event, PeerLost):
+        if isinstance(event, PeerDisconnected):
             offering.start()
             offering.join(0.2)
             num_links.append(len(prefill.node._links))
@@ -256,7 +256,7 @@ def test_a_new_link_is_made_behind_the_news_of_the_loss_of_the_former(make_peer:
 
     monkeypatch.setattr(prefill.node, "_note", late)
     prefill.node._links[decode.name, True].fail("a test says so")
-    prefill.wait(PeerLost)
+    prefill.wait(PeerDisconnected)
     assert num_links == [0]
     offering.join()
     decode.message(Offer, "s")
@@ -290,11 +290,11 @@ def test_a_new_link_waits_for_all_that_fails_with_the_former(make_peer: Make, mo
     key = RequestId("c"), Epoch(1)
     with _held_fence(one.node._links[two.name, True], monkeypatch):
         two.node._links[one.name, True].fail("a test says so")
-        two.wait(PeerLost)
+        two.wait(PeerDisconnected)
         two.node.offer(one.ref, Offer(*key, 8, two.layout.layout_id))
         with pytest.raises(AssertionError):
-            one.wait(Message, lambda heard: heard.message.request_id == "c", timeout_s=0.2)
-    one.wait(PeerLost)
+            one.wait(MessageReceived, lambda heard: heard.message.request_id == "c", timeout_s=0.2)
+    one.wait(PeerDisconnected)
     one.message(Offer, "c")
     assert one.node.knows(two.name, *key)
     one.node.grant(two.name, Grant(*key, [BlockId(1), BlockId(2)], 0))
@@ -317,7 +317,7 @@ def test_a_link_that_fails_while_it_dials_waits_for_no_greeting(make_peer: Make,
         (link,) = prefill.node._all_links()
         link.fail("a test says so")
         may_dial.set()
-        assert prefill.wait(PeerLost).error == "a test says so"
+        assert prefill.wait(PeerDisconnected).error == "a test says so"
 
 
 def test_whoever_hears_of_an_offer_can_grant_it(make_peer: Make) -> None:
@@ -341,7 +341,7 @@ def test_whoever_waits_for_the_end_of_a_link_finds_its_loss_told(make_peer: Make
     offer_and_grant(prefill, decode, "r", 8, [1, 2])
     link, on_lost, are_gone = prefill.node._links[decode.name, True], prefill.node._on_lost, []
 
-    def lost(link: Link, event: PeerLost) -> None:
+    def lost(link: Link, event: PeerDisconnected) -> None:
         on_lost(link, event)
         are_gone.append(link.gone.is_set())
 
@@ -361,8 +361,10 @@ def test_what_is_the_other_sides_to_say_ends_the_link(make_peer: Make, speaker: 
     else:
         decode.node._links[prefill.name, False].send(fin("r", 0))
         hearer, word = prefill, "decode sent Fin"
-    assert word in hearer.wait(PeerLost).error
-    assert not any(isinstance(event, Message) and isinstance(event.message, Commit | Fin) for event in hearer.seen)
+    assert word in hearer.wait(PeerDisconnected).error
+    assert not any(
+        isinstance(event, MessageReceived) and isinstance(event.message, Commit | Fin) for event in hearer.seen
+    )
 
 
 def test_a_link_that_fails_before_its_thread_has_the_socket_does_not_go_up(make_peer: Make, monkeypatch) -> None:
@@ -376,8 +378,8 @@ def test_a_link_that_fails_before_its_thread_has_the_socket_does_not_go_up(make_
 
     monkeypatch.setattr(IncomingLink, "run", late)
     prefill.node.offer(decode.ref, Offer(RequestId("r"), Epoch(1), 8, prefill.layout.layout_id))
-    assert decode.wait(PeerLost).error == "a test says so"
-    prefill.wait(PeerLost)
+    assert decode.wait(PeerDisconnected).error == "a test says so"
+    prefill.wait(PeerDisconnected)
 
 
 def test_a_handshake_with_a_peer_that_says_nothing_ends_with_the_link(make_peer: Make, monkeypatch) -> None:
@@ -396,10 +398,10 @@ def test_a_handshake_with_a_peer_that_says_nothing_ends_with_the_link(make_peer:
     prefill, decode = make_peer("prefill"), make_peer("decode", handshake_timeout_s=10 * DEADLINE_S)
     prefill.node.meet([decode.ref])
     try:
-        assert decode.wait(PeerLost).error == "a test says so"
+        assert decode.wait(PeerDisconnected).error == "a test says so"
     finally:
         silent.set()
-    prefill.wait(PeerLost)
+    prefill.wait(PeerDisconnected)
 
 
 def lack_threads(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
@@ -431,7 +433,7 @@ def test_a_link_for_which_something_is_lacking_holds_no_page_and_no_channel(
     else:
         monkeypatch.setattr(ControlConnection, "__init__", without)
     prefill.node.offer(decode.ref, Offer(RequestId("r"), Epoch(1), 8, prefill.layout.layout_id))
-    assert prefill.wait(PeerLost).fenced and decode.wait(PeerLost).fenced
+    assert prefill.wait(PeerDisconnected).fenced and decode.wait(PeerDisconnected).fenced
     assert not prefill.node.stats() and not decode.node.stats()
 
 
@@ -442,7 +444,7 @@ def test_a_connection_for_which_no_thread_is_left_is_lost_and_the_next_is_made(
     prefill, decode = make_peer("prefill"), make_peer("decode")
     lack_threads(monkeypatch, name)
     prefill.node.offer(decode.ref, Offer(RequestId("r"), Epoch(1), 8, prefill.layout.layout_id))
-    prefill.wait(PeerLost)
+    prefill.wait(PeerDisconnected)
     offer_and_grant(prefill, decode, "s", 8, [1, 2])
 
 
@@ -467,8 +469,8 @@ def test_pages_that_a_stuck_thread_may_write_are_in_use_until_the_loss_is_told(m
         incoming.fail("a test says so")
         assert incoming.gone.wait(30)
         two.node.abort(one.name, _abort("a"))
-        assert not any(isinstance(event, Drained | PeerLost) for event in [*two.seen, *two.node.poll()])
-    assert not two.wait(PeerLost).fenced
+        assert not any(isinstance(event, Drained | PeerDisconnected) for event in [*two.seen, *two.node.poll()])
+    assert not two.wait(PeerDisconnected).fenced
     may_write.set()
     assert two.wait(Drained).request_id == "a"
 
@@ -498,7 +500,7 @@ def test_a_process_that_was_stopped_while_it_fenced_has_no_thread_that_is_stuck(
     send(one, two, "a", 0, 0, 8, [3, 4])
     assert writes.wait(30)
     two.node._links[one.name, False].fail("a test says so")
-    assert two.wait(PeerLost).fenced
+    assert two.wait(PeerDisconnected).fenced
 
 
 def test_two_prefills_into_one_decode(make_peer: Make, transport: str) -> None:
@@ -691,8 +693,8 @@ def test_a_restarted_peer_is_another_peer(make_peer: Make, transport: str) -> No
     old, new = (make_peer("prefill", transport=transport) for _ in range(2))
     offer_and_grant(old, decode, "r", 8, [1, 2])
     offer_and_grant(new, decode, "s", 8, [1, 2])
-    assert decode.wait(PeerLost).incarnation == old.incarnation
-    assert old.wait(PeerLost).peer_id == "decode"
+    assert decode.wait(PeerDisconnected).incarnation == old.incarnation
+    assert old.wait(PeerDisconnected).peer_id == "decode"
     send(new, decode, "s", 0, 0, 8, [3, 4])
     decode.wait(ChunkLanded)
     assert pages_equal(new, [3, 4], decode, [1, 2])
@@ -702,7 +704,7 @@ def test_offers_to_a_former_incarnation_are_lost(make_peer: Make) -> None:
     prefill, decode = make_peer("prefill"), make_peer("decode")
     gone = WorkerRef(decode.name, "gone", "", decode.node.address)  # type: ignore[arg-type]
     prefill.node.offer(gone, Offer(RequestId("r"), Epoch(1), 8, prefill.layout.layout_id))
-    lost = prefill.wait(PeerLost)
+    lost = prefill.wait(PeerDisconnected)
     assert lost.incarnation == "gone" and "now served by" in lost.error
 
 
@@ -730,7 +732,7 @@ def test_offers_that_keep_coming_do_not_put_off_the_news_of_a_loss(make_peer: Ma
             if not (others := prefill.node._all_links()):
                 break
             (link,) = others
-        assert prefill.wait(PeerLost).error == "silent for 3 s"
+        assert prefill.wait(PeerDisconnected).error == "silent for 3 s"
     finally:
         may_dial.release(10)
 
@@ -739,7 +741,7 @@ def test_nobody_at_the_address(make_peer: Make) -> None:
     prefill = make_peer("prefill")
     nobody = WorkerRef("decode", "x", "", "127.0.0.1:1")  # type: ignore[arg-type]
     prefill.node.offer(nobody, Offer(RequestId("r"), Epoch(1), 8, prefill.layout.layout_id))
-    assert "can't connect to decode at 127.0.0.1:1" in prefill.wait(PeerLost).error
+    assert "can't connect to decode at 127.0.0.1:1" in prefill.wait(PeerDisconnected).error
     assert prefill.node.bad_paths == ("x",)
 
 
@@ -788,7 +790,7 @@ def test_closing_while_chunks_are_queued_ends_at_once(pair: tuple[Peer, Peer]) -
     for index in range(64):
         send(prefill, decode, "r", index, index * 4, 4, [index])
     prefill.node.close()
-    assert decode.wait(PeerLost).fenced
+    assert decode.wait(PeerDisconnected).fenced
     assert not prefill.node.stats() and not decode.node.stats()
 
 
@@ -833,7 +835,7 @@ def test_who_cannot_be_met_is_a_bad_path_and_left_alone_for_a_while(make_peer: M
     prefill = make_peer("prefill")
     nobody = WorkerRef("decode", "x", "", "127.0.0.1:1")  # type: ignore[arg-type]
     prefill.node.meet([nobody])
-    assert "can't connect to decode" in prefill.wait(PeerLost).error
+    assert "can't connect to decode" in prefill.wait(PeerDisconnected).error
     assert prefill.node.bad_paths == ("x",)
     prefill.node.meet([nobody])
     assert prefill.node.stats() == []
@@ -850,12 +852,12 @@ def test_a_link_that_no_request_needed_fails_without_consequence(
     monkeypatch.setattr(OutgoingLink, "offer", lambda link, message: link.gone.wait() and offer(link, message))
     nobody = WorkerRef("decode", "x", "", "127.0.0.1:1")  # type: ignore[arg-type]
     prefill.node.meet([nobody])
-    prefill.wait(PeerLost)
+    prefill.wait(PeerDisconnected)
     if is_asked:
         prefill.node.offer(nobody, Offer(RequestId("r"), Epoch(1), 8, prefill.layout.layout_id))
     else:
         prefill.node.meet([nobody])
-    prefill.wait(PeerLost)
+    prefill.wait(PeerDisconnected)
     assert told == expected
 
 
@@ -873,5 +875,5 @@ def test_a_link_that_fails_as_a_request_takes_it_was_asked_for(make_peer: Make, 
 
     monkeypatch.setattr(OutgoingLink, "offer", lost)
     prefill.node.offer(decode.ref, Offer(RequestId("r"), Epoch(1), 8, prefill.layout.layout_id))
-    prefill.wait(PeerLost)
+    prefill.wait(PeerDisconnected)
     assert told == [True]

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from contracts.errors import TransferError
-from contracts.handoff import Abort, AbortAck, ChunkHeader, Commit, Offer, Pull
+from contracts.handoff import Abort, AbortAck, ChunkHeader, Commit, Offer, PullReady
 from contracts.ids import BlockId, Epoch, RequestId, WorkerId
-from kv_transfer.events import ChunkBad, ChunkLanded, Drained, Message, PeerLost
+from kv_transfer.events import ChunkBad, ChunkLanded, Drained, MessageReceived, PeerDisconnected
 from tests.kv_transfer.kv_device import DEVICE
 from tests.kv_transfer.kv_pair import LAYOUT, Peer, offer_and_grant, pages_equal, send
 
@@ -29,14 +29,14 @@ def pair(make_peer: Make) -> tuple[Peer, Peer]:
 
 
 def say(prefill: Peer, decode: Peer, **changes: object) -> None:
-    """A Pull of both blocks that is not as it should be."""
+    """A PullReady of both blocks that is not as it should be."""
     facts = {"index": 0, "first_token": 0, "num_tokens": 8, "layout_id": LAYOUT.layout_id} | changes
     pages = facts.pop("pages", [BlockId(1), BlockId(2)])
     checksum = facts.pop("checksum", 0)
     header = ChunkHeader(RequestId("r"), Epoch(1), nbytes=2 * LAYOUT.block_nbytes, checksum=checksum, **facts)  # type: ignore[arg-type]
     link = prefill.node._find_outgoing(decode.name)
     assert link is not None
-    link.send(Pull.of(header, pages))  # type: ignore[arg-type]
+    link.send(PullReady.of(header, pages))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -68,7 +68,9 @@ def test_prefill_keeps_what_it_told_of_until_decode_has_let_go(pair: tuple[Peer,
     decode.wait(ChunkLanded)
     prefill.node.abort(decode.name, Abort(RequestId("r"), Epoch(1), "cancelled", "a test says so"))
     drained = prefill.wait(Drained)
-    acks = [event for event in prefill.seen if isinstance(event, Message) and isinstance(event.message, AbortAck)]
+    acks = [
+        event for event in prefill.seen if isinstance(event, MessageReceived) and isinstance(event.message, AbortAck)
+    ]
     assert drained.request_id == "r"
     assert acks or prefill.message(AbortAck, "r")
     decode.wait(Drained)
@@ -136,8 +138,8 @@ def test_an_abort_of_decode_ends_it_for_prefill(pair: tuple[Peer, Peer]) -> None
         peer.wait(Drained)
     decode.message(AbortAck, "r")
     link = prefill.node._find_outgoing(decode.name)
-    assert link is not None and link._announcer is not None
-    assert not link._announcer.read((RequestId("r"), Epoch(1))), "what was told of is not kept for ever"
+    assert link is not None and link._pull_sender is not None
+    assert not link._pull_sender.read((RequestId("r"), Epoch(1))), "what was told of is not kept for ever"
 
 
 def test_once_decode_has_told_of_its_abort_no_chunk_lands(pair: tuple[Peer, Peer], monkeypatch) -> None:
@@ -165,13 +167,13 @@ def test_a_pull_over_a_link_of_messages_ends_it(make_peer: Make) -> None:
     prefill, decode = (make_peer(name, transport="tcp") for name in ("prefill", "decode-1"))
     offer_and_grant(prefill, decode, "r", 8, [5, 9])
     say(prefill, decode)
-    assert "over tcp" in decode.wait(PeerLost).error
+    assert "over tcp" in decode.wait(PeerDisconnected).error
 
 
 def test_host_and_device_do_not_meet(make_peer: Make) -> None:
     prefill, decode = make_peer("prefill", transport="nvlink"), make_peer("decode-1", transport="auto")
     prefill.node.offer(decode.ref, Offer(RequestId("r"), Epoch(1), 8, LAYOUT.layout_id))
-    lost = prefill.wait(PeerLost)
+    lost = prefill.wait(PeerDisconnected)
     assert lost.code == "config" and lost.error.startswith("memory: ")
 
 
@@ -196,14 +198,14 @@ def test_a_pool_that_cannot_be_mapped_leaves_the_next_transport(make_peer: Make,
 
 def land_what_was_coming(prefill: Peer, decode: Peer) -> Any:
     """Returns the mark that decode has of prefill."""
-    prefill.node.coming(decode.name, RequestId("r"), Epoch(1), 0, 8, [BlockId(1), BlockId(2)], 5)
-    prefill.node.launched(is_all=True)
+    prefill.node.chunk_scheduled(decode.name, RequestId("r"), Epoch(1), 0, 8, [BlockId(1), BlockId(2)], 5)
+    prefill.node.chunks_launched(is_all=True)
     send(prefill, decode, "r", 0, 0, 8, [1, 2])
     decode.wait(ChunkLanded)
     assert pages_equal(prefill, [1, 2], decode, [5, 9])
     link = decode.node._find_incoming(prefill.name)
-    assert link is not None and link._puller is not None
-    return link._puller._remote._mark  # type: ignore[attr-defined]
+    assert link is not None and link._pull_receiver is not None
+    return link._pull_receiver._remote._mark  # type: ignore[attr-defined]
 
 
 def test_what_was_coming_lands_when_it_is_told(pair: tuple[Peer, Peer]) -> None:
@@ -220,7 +222,7 @@ def test_nothing_is_told_ahead_where_prefill_can_set_no_mark(make_peer: Make, mo
 
 def test_what_was_coming_and_is_never_computed_is_drained(pair: tuple[Peer, Peer]) -> None:
     prefill, decode = pair
-    prefill.node.coming(decode.name, RequestId("r"), Epoch(1), 0, 8, [BlockId(1), BlockId(2)], 5)
+    prefill.node.chunk_scheduled(decode.name, RequestId("r"), Epoch(1), 0, 8, [BlockId(1), BlockId(2)], 5)
     prefill.node.abort(decode.name, Abort(RequestId("r"), Epoch(1), "cancelled", "a test says so"))
     for peer in pair:
         peer.wait(Drained)

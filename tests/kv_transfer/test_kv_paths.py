@@ -3,7 +3,7 @@
 import pytest
 
 from contracts.ids import Incarnation
-from kv_transfer.links.path_health import FIRST_S, MAX_S, Paths
+from kv_transfer.links.path_health import FIRST_S, MAX_S, PathHealth
 
 A, B = Incarnation("a"), Incarnation("b")
 
@@ -21,8 +21,8 @@ def clock() -> Clock:
 
 
 @pytest.fixture
-def paths(clock: Clock) -> Paths:
-    return Paths(clock)
+def paths(clock: Clock) -> PathHealth:
+    return PathHealth(clock)
 
 
 def test_a_failure_counts_for_a_while_and_only_there(clock, paths):

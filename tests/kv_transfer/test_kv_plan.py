@@ -9,7 +9,7 @@ from contracts.ids import Epoch, RequestId
 from kv_transfer.chunks import checksum as integrity
 from kv_transfer.chunks import chunk_plan as plan
 from kv_transfer.chunks.page_pool import PagePool
-from kv_transfer.chunks.segment import META_NBYTES, Piece, read_meta, write_meta
+from kv_transfer.chunks.segment import META_NBYTES, KVSegment, read_meta, write_meta
 from kv_transfer.settings import TransferSettings
 from tests.kv_transfer.kv_pair import LAYOUT
 
@@ -64,8 +64,8 @@ def test_the_checksum_sees_messages_swapped() -> None:
     assert integrity.extend(integrity.extend(seed, one), two) != integrity.extend(integrity.extend(seed, two), one)
 
 
-def _piece(request_id: str) -> Piece:
-    return Piece(ChunkHeader(RequestId(request_id), Epoch(1), 0, 0, 4, "id", 100, 2**64 - 1), 0, 100)
+def _piece(request_id: str) -> KVSegment:
+    return KVSegment(ChunkHeader(RequestId(request_id), Epoch(1), 0, 0, 4, "id", 100, 2**64 - 1), 0, 100)
 
 
 def test_the_words_before_a_piece_come_back() -> None:

@@ -10,13 +10,13 @@ import pytest
 
 from contracts.errors import TransferError
 from contracts.events import Token
-from contracts.handoff import ChunkHeader, Coming, Fin, Grant, Offer, Pull
+from contracts.handoff import ChunkHeader, Fin, Grant, Offer, PullReady, PullScheduled
 from contracts.ids import BlockId, Epoch, RequestId
 from kv_transfer.chunks import checksum as integrity
 from kv_transfer.data_path import pull_receiver as pulling
 from kv_transfer.data_path import receiver as receiving
-from kv_transfer.data_path.pull_receiver import Announcer, Puller
-from kv_transfer.data_path.receiver import Landings
+from kv_transfer.data_path.pull_receiver import PullReceiver, PullSender
+from kv_transfer.data_path.receiver import GrantTable
 from kv_transfer.data_path.sender import SendQueue
 from kv_transfer.links.handoff_rate import HandoffRate
 from tests.kv_transfer.kv_pair import LAYOUT
@@ -63,7 +63,7 @@ class Remote:
         self.waiting.append(Waiting(list(into), mark, self.sums(len(into)) if checks else None))
         return self.waiting[-1]
 
-    def hurry(self) -> None:
+    def expire(self) -> None:
         for waiting in self.waiting:
             waiting.is_void = waiting.is_void or not waiting.is_done
 
@@ -82,25 +82,25 @@ def header(index: int) -> ChunkHeader:
     return ChunkHeader(*KEY, index, 4 * index, 4, LAYOUT.layout_id, LAYOUT.block_nbytes, 0)
 
 
-def pull(index: int) -> Pull:
-    return Pull.of(header(index), [BlockId(10 + index)])
+def pull(index: int) -> PullReady:
+    return PullReady.of(header(index), [BlockId(10 + index)])
 
 
-def coming(first_token: int, num_tokens: int, pages: list[int], mark: int = 1) -> Coming:
-    return Coming(*KEY, first_token, num_tokens, [BlockId(page) for page in pages], 5, mark)
+def coming(first_token: int, num_tokens: int, pages: list[int], mark: int = 1) -> PullScheduled:
+    return PullScheduled(*KEY, first_token, num_tokens, [BlockId(page) for page in pages], 5, mark)
 
 
 class Decode:
     """Granted were pages 5 and 9, for the 8 tokens from `skip` on."""
 
     def __init__(self, checks: bool = False, skip: int = 0) -> None:
-        self.landings, self.remote, self.said = Landings(LAYOUT, 64), Remote(), []
+        self.landings, self.remote, self.said = GrantTable(LAYOUT, 64), Remote(), []
         self.landings.offered(Offer(*KEY, skip + 8, LAYOUT.layout_id))
         self.landings.grant(Grant(*KEY, [BlockId(5), BlockId(9)], skip))
         note = self.said.append
         self.is_left = False
         bad, facts = (lambda *bad: note(bad)), (LAYOUT, self.remote, checks, lambda: self.is_left)
-        self.puller = Puller(self.landings, *facts, note, note, bad, note)
+        self.puller = PullReceiver(self.landings, *facts, note, note, bad, note)
 
     @property
     def kinds(self) -> list[str]:
@@ -153,7 +153,7 @@ def test_a_link_was_busy_while_a_chunk_that_was_told_of_was_fetched(monkeypatch)
 
 def test_of_an_early_one_the_devices_time_counts_and_not_what_was_waited_for_here(monkeypatch):
     clock, decode = Passing(monkeypatch), Decode(checks=True)
-    decode.puller.coming(coming(0, 4, [10]))
+    decode.puller.on_pull_scheduled(coming(0, 4, [10]))
     (early,) = decode.remote.waiting
     early.busy_s, early.on_wait = 0.2, lambda: clock.passes(0.01)
     clock.passes(5.0)  # until it is computed
@@ -163,7 +163,7 @@ def test_of_an_early_one_the_devices_time_counts_and_not_what_was_waited_for_her
 
 def test_one_that_did_not_wait_to_the_end_counts_as_it_is_fetched_anew(monkeypatch):
     clock, decode = Passing(monkeypatch), Decode()
-    decode.puller.coming(coming(0, 4, [10]))
+    decode.puller.on_pull_scheduled(coming(0, 4, [10]))
     (early,) = decode.remote.waiting
     early.is_void, early.busy_s = True, 7.0
     decode.remote.pull = lambda *_: clock.passes(0.3)  # type: ignore[method-assign]
@@ -199,7 +199,7 @@ def test_after_a_launch_that_failed_nothing_is_called_drained():
     with pytest.raises(TransferError):
         told.puller.put(pull(0))
     with pytest.raises(TransferError):
-        early.puller.coming(coming(0, 4, [10]))
+        early.puller.on_pull_scheduled(coming(0, 4, [10]))
     for decode in (told, early):
         assert not decode.landings.end(KEY) and decode.puller.tend() == math.inf
         assert decode.said == [] and decode.landings.knows(KEY)
@@ -232,7 +232,7 @@ def test_one_handoff_alone_keeps_the_thread_awake_for_a_while(monkeypatch: pytes
 
 def test_what_has_come_before_it_is_told_of_is_read_once_and_then_only_compared():
     decode, waits = Decode(checks=True), []
-    decode.puller.coming(coming(0, 4, [10]))
+    decode.puller.on_pull_scheduled(coming(0, 4, [10]))
     (early,) = decode.remote.waiting
     early.on_wait = lambda: waits.append(early.is_done)
     decode.puller.look_ahead()
@@ -245,14 +245,14 @@ def test_what_has_come_before_it_is_told_of_is_read_once_and_then_only_compared(
     assert waits == [True]
     checksum = integrity.of_pages(KEY[1], Remote().sums(1))
     told = ChunkHeader(*KEY, 0, 0, 4, LAYOUT.layout_id, LAYOUT.block_nbytes, checksum)
-    decode.puller.put(Pull.of(told, [BlockId(10)]))
+    decode.puller.put(PullReady.of(told, [BlockId(10)]))
     assert waits == [True] and decode.kinds == ["ChunkHeader"]
 
 
 def read_ahead() -> tuple[Decode, Waiting]:
     """A chunk that has come and was read before it is told of."""
     decode = Decode(checks=True)
-    decode.puller.coming(coming(0, 4, [10]))
+    decode.puller.on_pull_scheduled(coming(0, 4, [10]))
     (early,) = decode.remote.waiting
     early.is_due = early.is_done = True
     decode.puller.look_ahead()
@@ -261,7 +261,7 @@ def read_ahead() -> tuple[Decode, Waiting]:
 
 def test_what_was_read_ahead_counts_only_if_it_is_what_is_told():
     decode, _ = read_ahead()
-    decode.puller.put(Pull.of(header(0), [BlockId(12)]))
+    decode.puller.put(PullReady.of(header(0), [BlockId(12)]))
     assert decode.remote.asked == [([12], [5])] and decode.said[0][1] == "checksum differs"
 
 
@@ -273,7 +273,7 @@ def test_rehearsals_come_now_and_then_and_not_after_a_pull():
     decode.puller._next_rehearsal_s = 0.0
     decode.puller.put(pull(0))
     decode.puller.stay_awake()
-    decode.puller.coming(coming(4, 4, [11]))
+    decode.puller.on_pull_scheduled(coming(4, 4, [11]))
     decode.puller._next_rehearsal_s = 0.0
     decode.puller.stay_awake()
     assert decode.remote.num_rehearsals == 1
@@ -281,7 +281,7 @@ def test_rehearsals_come_now_and_then_and_not_after_a_pull():
 
 def test_a_told_attempt_is_being_read_until_decode_says_otherwise():
     attempts, said = SendQueue(), []
-    announcer = Announcer(attempts, None, said.append, lambda *sent: None)
+    announcer = PullSender(attempts, None, said.append, lambda *sent: None)
     announcer.put(pull(0))
     assert not said, "nobody has begun this attempt"
     attempts.begin(KEY)
@@ -300,11 +300,11 @@ def test_an_attempt_that_ends_while_a_chunk_is_told_is_timed_no_more():
     """The link's thread hears decode's Abort while the core's says the chunk."""
     attempts, rate = SendQueue(), HandoffRate()
 
-    def said_behind_the_end(message: Coming | Pull | Fin) -> None:
+    def said_behind_the_end(message: PullScheduled | PullReady | Fin) -> None:
         announcer.end(KEY)
         rate.dropped(KEY)
 
-    announcer = Announcer(attempts, None, said_behind_the_end, rate.told)
+    announcer = PullSender(attempts, None, said_behind_the_end, rate.told)
     attempts.begin(KEY)
     rate.begin(KEY)
     announcer.put(pull(0))
@@ -314,8 +314,8 @@ def test_an_attempt_that_ends_while_a_chunk_is_told_is_timed_no_more():
 def test_a_chunk_that_was_coming_is_not_fetched_again():
     decode = Decode()
     decode.landings.finished(FIN)
-    decode.puller.coming(coming(0, 4, [10], mark=3))
-    decode.puller.coming(coming(4, 4, [11], mark=4))
+    decode.puller.on_pull_scheduled(coming(0, 4, [10], mark=3))
+    decode.puller.on_pull_scheduled(coming(4, 4, [11], mark=4))
     assert [(waiting.into, waiting.mark) for waiting in decode.remote.waiting] == [([5], 3), ([9], 4)]
     for index in range(2):
         decode.puller.put(pull(index))
@@ -325,8 +325,8 @@ def test_a_chunk_that_was_coming_is_not_fetched_again():
 
 def test_of_a_chunk_that_is_coming_only_what_was_granted_is_fetched():
     decode = Decode(skip=4)
-    decode.puller.coming(coming(0, 4, [1], mark=1))
-    decode.puller.coming(coming(0, 12, [1, 10, 11], mark=1))
+    decode.puller.on_pull_scheduled(coming(0, 4, [1], mark=1))
+    decode.puller.on_pull_scheduled(coming(0, 12, [1, 10, 11], mark=1))
     assert [waiting.into for waiting in decode.remote.waiting] == [[5, 9]]
 
 
@@ -334,27 +334,27 @@ def test_of_a_chunk_that_is_coming_only_what_was_granted_is_fetched():
     "wrong",
     [coming(2, 4, [10]), coming(0, 4, [10, 11]), coming(0, 4, [64]), coming(8, 4, [10]), coming(0, 6, [10, 11])],
 )
-def test_what_can_not_come_is_no_fault(wrong: Coming):
+def test_what_can_not_come_is_no_fault(wrong: PullScheduled):
     decode = Decode()
-    decode.puller.coming(wrong)
+    decode.puller.on_pull_scheduled(wrong)
     assert decode.remote.waiting == [] and decode.said == [] and decode.puller.num_bad == 0
 
 
 def test_where_nothing_can_wait_chunks_are_fetched_when_they_are_told():
     decode = Decode()
     decode.remote.marks = False
-    decode.puller.coming(coming(0, 4, [10]))
+    decode.puller.on_pull_scheduled(coming(0, 4, [10]))
     decode.puller.put(pull(0))
     assert decode.remote.asked == [([10], [5])] and decode.landings.end(KEY)
 
 
 def test_the_checksum_of_what_came_early_counts():
     good, bad = (
-        Pull.of(ChunkHeader(*KEY, 0, 0, 4, LAYOUT.layout_id, LAYOUT.block_nbytes, checksum), [BlockId(10)])
+        PullReady.of(ChunkHeader(*KEY, 0, 0, 4, LAYOUT.layout_id, LAYOUT.block_nbytes, checksum), [BlockId(10)])
         for checksum in (integrity.of_pages(KEY[1], Remote().sums(1)), 1)
     )
     decode = Decode(checks=True)
-    decode.puller.coming(coming(0, 4, [10]))
+    decode.puller.on_pull_scheduled(coming(0, 4, [10]))
     decode.puller.put(bad)
     assert decode.said[0][1] == "checksum differs"
     decode.puller.put(good)
@@ -363,15 +363,15 @@ def test_the_checksum_of_what_came_early_counts():
 
 def test_what_came_too_early_is_fetched_again():
     decode = Decode()
-    decode.puller.coming(coming(0, 4, [10]))
-    decode.remote.hurry()
+    decode.puller.on_pull_scheduled(coming(0, 4, [10]))
+    decode.remote.expire()
     decode.puller.put(pull(0))
     assert decode.remote.asked == [([10], [5])] and decode.kinds == ["ChunkHeader"]
 
 
 def test_what_was_said_otherwise_is_waited_for_and_fetched_as_it_was_told():
     decode = Decode()
-    decode.puller.coming(coming(0, 8, [10, 11]))
+    decode.puller.on_pull_scheduled(coming(0, 8, [10, 11]))
     decode.puller.put(pull(0))
     assert decode.remote.waiting[0].is_done and decode.remote.waiting[0].is_void
     assert decode.remote.asked == [([10], [5])]
@@ -390,8 +390,8 @@ def test_no_commit_while_anything_may_write():
 
 def test_an_attempt_that_ends_is_drained_when_nothing_waits_for_its_mark():
     decode = Decode()
-    decode.puller.coming(coming(0, 4, [10], mark=1))
-    decode.puller.coming(coming(4, 4, [11], mark=2))
+    decode.puller.on_pull_scheduled(coming(0, 4, [10], mark=1))
+    decode.puller.on_pull_scheduled(coming(4, 4, [11], mark=2))
     assert not decode.landings.end(KEY) and decode.landings.knows(KEY)
     first, second = decode.remote.waiting
     first.is_done = True
@@ -412,7 +412,7 @@ def test_what_was_read_ahead_of_an_attempt_that_ends_is_only_forgotten():
 
 def test_what_ends_while_it_is_fetched_and_another_chunk_is_coming_does_not_land():
     decode = Decode()
-    decode.puller.coming(coming(4, 4, [11]))
+    decode.puller.on_pull_scheduled(coming(4, 4, [11]))
     decode.remote.pull = lambda *asked: decode.landings.end(KEY)  # type: ignore[method-assign]
     decode.puller.put(pull(0))
     assert decode.said == [] and decode.puller.num_chunks == 0
@@ -420,8 +420,8 @@ def test_what_ends_while_it_is_fetched_and_another_chunk_is_coming_does_not_land
 
 def test_a_chunk_that_is_coming_twice_is_launched_once():
     decode = Decode()
-    decode.puller.coming(coming(0, 4, [10]))
-    decode.puller.coming(coming(0, 8, [10, 11]))
+    decode.puller.on_pull_scheduled(coming(0, 4, [10]))
+    decode.puller.on_pull_scheduled(coming(0, 8, [10, 11]))
     assert [waiting.into for waiting in decode.remote.waiting] == [[5]]
 
 
@@ -429,17 +429,17 @@ def test_no_more_than_so_many_wait_for_their_marks(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(pulling, "MAX_EARLY", 1)
     decode = Decode()
     for index in range(2):
-        decode.puller.coming(coming(4 * index, 4, [10 + index]))
+        decode.puller.on_pull_scheduled(coming(4 * index, 4, [10 + index]))
     assert len(decode.remote.waiting) == 1
 
 
 def test_what_is_done_and_not_told_of_hurries_nobody(monkeypatch: pytest.MonkeyPatch):
     decode, now = Decode(), [0.0]
     monkeypatch.setattr(pulling.time, "monotonic", lambda: now[0])
-    decode.puller.coming(coming(0, 4, [10]))
+    decode.puller.on_pull_scheduled(coming(0, 4, [10]))
     decode.remote.waiting[0].is_done = True
     now[0] = pulling.LATE_S * 1.1
-    decode.puller.coming(coming(4, 4, [11]))
+    decode.puller.on_pull_scheduled(coming(4, 4, [11]))
     decode.puller.tend()
     assert not decode.remote.waiting[1].is_void
 
@@ -447,7 +447,7 @@ def test_what_is_done_and_not_told_of_hurries_nobody(monkeypatch: pytest.MonkeyP
 def test_what_waits_too_long_waits_no_more(monkeypatch: pytest.MonkeyPatch):
     decode, now = Decode(), [0.0]
     monkeypatch.setattr(pulling.time, "monotonic", lambda: now[0])
-    decode.puller.coming(coming(0, 4, [10]))
+    decode.puller.on_pull_scheduled(coming(0, 4, [10]))
     assert decode.puller.tend() == pulling.WATCHING_S
     now[0] = pulling.LATE_S / 2
     decode.puller.tend()
@@ -467,55 +467,57 @@ class Counter:
 
 def test_what_is_coming_is_said_once_the_pages_are_granted_and_marked_once_it_is_launched():
     attempts, said, mark = SendQueue(), [], Counter()
-    announcer = Announcer(attempts, mark, said.append, lambda *sent: None)
-    announcer.coming(KEY, 0, 4, [BlockId(10)], 5)
-    announcer.launched(is_all=True)
+    announcer = PullSender(attempts, mark, said.append, lambda *sent: None)
+    announcer.chunk_scheduled(KEY, 0, 4, [BlockId(10)], 5)
+    announcer.chunks_launched(is_all=True)
     assert said == [] and mark.values == [], "nobody has begun this attempt"
     attempts.begin(KEY)
-    announcer.coming(KEY, 0, 4, [BlockId(10)], 5)
+    announcer.chunk_scheduled(KEY, 0, 4, [BlockId(10)], 5)
     assert said == []
     announcer.granted(KEY)
     assert said == [coming(0, 4, [10], mark=2)] and mark.values == []
-    announcer.launched(is_all=False)
-    announcer.launched(is_all=True)
-    announcer.launched(is_all=True)
-    announcer.coming(KEY, 4, 4, [BlockId(11)], 5)
+    announcer.chunks_launched(is_all=False)
+    announcer.chunks_launched(is_all=True)
+    announcer.chunks_launched(is_all=True)
+    announcer.chunk_scheduled(KEY, 4, 4, [BlockId(11)], 5)
     assert said[1:] == [coming(4, 4, [11], mark=4)]
-    announcer.launched(is_all=True)
+    announcer.chunks_launched(is_all=True)
     assert mark.values == [1, 2, 4]
     assert not announcer.end(KEY), "decode may be reading"
-    announcer.coming(KEY, 4, 4, [BlockId(11)], 5)
+    announcer.chunk_scheduled(KEY, 4, 4, [BlockId(11)], 5)
     assert len(said) == 2
 
 
 def test_what_is_coming_is_forgotten_with_its_attempt():
     attempts, said = SendQueue(), []
-    announcer = Announcer(attempts, Counter(), said.append, lambda *sent: None)
+    announcer = PullSender(attempts, Counter(), said.append, lambda *sent: None)
     attempts.begin(KEY)
-    announcer.coming(KEY, 0, 4, [BlockId(10)], 5)
+    announcer.chunk_scheduled(KEY, 0, 4, [BlockId(10)], 5)
     assert announcer.end(KEY), "decode was told of nothing"
     announcer.granted(KEY)
     assert said == [] and not announcer._granted
 
 
-def long_pull(first: int, num_tokens: int) -> Pull:
-    return Pull(*KEY, first // 4, first, num_tokens, LAYOUT.layout_id, num_tokens // 4 * LAYOUT.block_nbytes, 0, [])
+def long_pull(first: int, num_tokens: int) -> PullReady:
+    return PullReady(
+        *KEY, first // 4, first, num_tokens, LAYOUT.layout_id, num_tokens // 4 * LAYOUT.block_nbytes, 0, []
+    )
 
 
 def told_behind(num_tokens: int, chunk: int, marks: bool = True) -> list[tuple[int, int]]:
     """Of a prompt computed in such chunks: behind which token decode is told of the tokens up to which."""
     attempts, said, told = SendQueue(), [], []
-    announcer = Announcer(attempts, Counter() if marks else None, said.append, lambda *sent: None)
+    announcer = PullSender(attempts, Counter() if marks else None, said.append, lambda *sent: None)
     attempts.begin(KEY)
     announcer.begin(KEY, num_tokens)
     announcer.granted(KEY)
     for first in range(0, num_tokens, chunk):
         size = min(chunk, num_tokens - first)
-        announcer.coming(KEY, first, size, [], 5)
-        announcer.launched(is_all=True)
+        announcer.chunk_scheduled(KEY, first, size, [], 5)
+        announcer.chunks_launched(is_all=True)
         announcer.put(long_pull(first, size))
-        pulls = [message for message in said if isinstance(message, Pull)]
-        comings = [message for message in said if isinstance(message, Coming)]
+        pulls = [message for message in said if isinstance(message, PullReady)]
+        comings = [message for message in said if isinstance(message, PullScheduled)]
         if pulls:
             told.append((first + size, pulls[-1].first_token + pulls[-1].num_tokens))
             assert [message.first_token for message in pulls] == sorted(message.first_token for message in pulls)
@@ -546,7 +548,7 @@ def test_what_is_left_to_be_computed_behind_a_burst_hides_its_copies(num_tokens:
 
 def test_what_waits_for_its_burst_goes_with_token_0_and_ends_with_its_attempt():
     attempts, said = SendQueue(), []
-    announcer = Announcer(attempts, None, said.append, lambda *sent: None)
+    announcer = PullSender(attempts, None, said.append, lambda *sent: None)
     attempts.begin(KEY)
     announcer.begin(KEY, 400)
     announcer.put(long_pull(0, 4))

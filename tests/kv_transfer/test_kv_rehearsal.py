@@ -52,11 +52,15 @@ def test_each_comes_to_commit_and_leaves_nothing(layout: KVLayout):
     for _ in range(3):
         rehearsed.run()
     prefill, decode, key = rehearsed._prefill, rehearsed._decode, rehearsal._KEY
-    assert prefill._announcer is not None and decode._puller is not None
-    assert (prefill._announcer.num_chunks, decode._puller.num_chunks, decode._puller.num_bad) == (3, 3, 0)
-    assert not prefill.knows(key) and not decode.knows(key) and not decode.landings.is_committed(key)
-    assert prefill._announcer.end(key), "decode reads nothing of it"
-    assert decode._puller.tend() == math.inf, "no copy waits"
+    assert prefill._pull_sender is not None and decode._pull_receiver is not None
+    assert (prefill._pull_sender.num_chunks, decode._pull_receiver.num_chunks, decode._pull_receiver.num_bad) == (
+        3,
+        3,
+        0,
+    )
+    assert not prefill.knows(key) and not decode.knows(key) and not decode.grants.is_committed(key)
+    assert prefill._pull_sender.end(key), "decode reads nothing of it"
+    assert decode._pull_receiver.tend() == math.inf, "no copy waits"
 
 
 def test_it_goes_the_way_of_what_is_announced_marked_and_read_ahead(monkeypatch: pytest.MonkeyPatch):
@@ -66,7 +70,7 @@ def test_it_goes_the_way_of_what_is_announced_marked_and_read_ahead(monkeypatch:
         noted = lambda self, *args, do=do, name=name: (heard.append(name), do(self, *args))[1]  # noqa: E731
         monkeypatch.setattr(kind, name, noted)
     rehearsed = Rehearsal(parts())
-    puller = rehearsed._decode._puller
+    puller = rehearsed._decode._pull_receiver
     assert puller is not None
     put = puller.put
     monkeypatch.setattr(puller, "put", lambda pull: (heard.append("put"), put(pull)))
@@ -76,7 +80,7 @@ def test_it_goes_the_way_of_what_is_announced_marked_and_read_ahead(monkeypatch:
 
 def test_the_first_that_goes_wrong_is_the_last_and_nobodys_loss(clock, monkeypatch: pytest.MonkeyPatch, caplog):
     rehearsed = Rehearsal(parts())
-    monkeypatch.setattr(rehearsed._decode.landings, "finished", lambda fin: None)
+    monkeypatch.setattr(rehearsed._decode.grants, "finished", lambda fin: None)
     assert not rehearsed.keep_warm()
     assert "did not commit" in caplog.text
     clock.now += 3600.0
@@ -91,7 +95,7 @@ def test_it_is_due_once_a_while_and_one_thread_is_enough(clock):
     with rehearsed._lock:
         assert not rehearsed.keep_warm(), "another thread is at it"
     assert rehearsed.keep_warm()
-    puller = rehearsed._decode._puller
+    puller = rehearsed._decode._pull_receiver
     assert puller is not None and puller.num_chunks == 2
 
 
@@ -109,24 +113,24 @@ def test_who_waits_for_a_lone_handoff_without_sleep_rehearses_unless_the_owner_c
         parts(keep_warm=lambda: warmed.append(None), is_busy=lambda: is_busy),
         Hello(PROTOCOL, WorkerId("p"), Incarnation("1"), "prefill", b""),
     )
-    link._puller = link._puller_of(rehearsal._Nowhere(LAYOUT.num_planes), checks=True)
+    link._pull_receiver = link._pull_receiver_of(rehearsal._Nowhere(LAYOUT.num_planes), checks=True)
     is_busy = False
-    assert link._patience_s() == math.inf and not warmed, "no handoff is under way"
-    link.landings.offered(Offer(*KEY, 4, LAYOUT.layout_id))
-    link.landings.grant(Grant(*KEY, [BlockId(3)], 0))
-    assert link._patience_s() == 0.0 and len(warmed) == 1
+    assert link._poll_timeout_s() == math.inf and not warmed, "no handoff is under way"
+    link.grants.offered(Offer(*KEY, 4, LAYOUT.layout_id))
+    link.grants.grant(Grant(*KEY, [BlockId(3)], 0))
+    assert link._poll_timeout_s() == 0.0 and len(warmed) == 1
     is_busy = True
-    assert link._patience_s() == math.inf and len(warmed) == 1
+    assert link._poll_timeout_s() == math.inf and len(warmed) == 1
 
 
 def test_an_owner_that_rests_is_not_busy_whatever_it_launched_a_moment_ago():
     node = TransferNode(
         TransferSettings(secret=SECRET), WorkerId("w"), Incarnation("1"), LAYOUT, make_pool(), lambda: None
     )
-    node.launched(is_all=True)
+    node.chunks_launched(is_all=True)
     assert node._parts.is_busy()
     node.rested()
     assert not node._parts.is_busy()
-    node.launched(is_all=True)
+    node.chunks_launched(is_all=True)
     assert node._parts.is_busy()
     node.close()

@@ -14,14 +14,14 @@ from contracts.errors import TransferError
 from contracts.handoff import Commit, Offer
 from contracts.ids import BlockId, Epoch, RequestId
 from contracts.layout import KVLayout
-from contracts.node import Ways
+from contracts.node import TransferCapabilities
 from engine.cuda.kv.head_partition import spans
-from engine.cuda.kv.resharding import Cut
+from engine.cuda.kv.resharding import Resharding
 from engine.cuda.runtime.shared_memory import HostMapping
 from kv_transfer.chunks.page_pool import PagePool
 from kv_transfer.connection import layout_negotiation as conversion
 from kv_transfer.connection.frames import Terms
-from kv_transfer.events import ChunkBad, ChunkLanded, PeerLost
+from kv_transfer.events import ChunkBad, ChunkLanded, PeerDisconnected
 from kv_transfer.node import TransferNode
 from kv_transfer.settings import TransferSettings
 from tests.kv_transfer.kv_device import DEVICE
@@ -183,8 +183,8 @@ def test_a_copy_that_came_wrong_is_found(copied: None, make_pair, monkeypatch: p
 def test_what_was_coming_lands_in_every_shard(make_pair, sizes: tuple[int, int]) -> None:
     prefill, decode = make_pair(sizes, "nvlink")
     offer_and_grant(prefill, decode, "r", 8, [5, 9])
-    prefill.node.coming(decode.name, RequestId("r"), Epoch(1), 0, 8, [BlockId(1), BlockId(2)], 3)
-    prefill.node.launched(is_all=True)
+    prefill.node.chunk_scheduled(decode.name, RequestId("r"), Epoch(1), 0, 8, [BlockId(1), BlockId(2)], 3)
+    prefill.node.chunks_launched(is_all=True)
     send(prefill, decode, "r", 0, 0, 8, [1, 2])
     decode.wait(ChunkLanded)
     assert pages_equal(prefill, [1, 2], decode, [5, 9])
@@ -199,7 +199,7 @@ def test_shards_that_do_not_divide_are_refused_by_name(make_peer: Make, sizes: t
         for name, size in zip(("prefill", "decode"), sizes, strict=True)
     )
     prefill.node.offer(decode.ref, Offer(RequestId("r"), Epoch(1), 8, prefill.layout.layout_id))
-    lost = prefill.wait(PeerLost)
+    lost = prefill.wait(PeerDisconnected)
     assert lost.code == "layout_mismatch" and "'tp_size'" in lost.error
 
 
@@ -232,7 +232,7 @@ def test_pages_may_be_wanted_in_as_many_parts_as_any_peer_has_shards(
 def test_nothing_is_compiled_in_a_handshake(make_pair, sizes: tuple[int, int], monkeypatch) -> None:
     """It has a limit that a compiler may pass."""
     warmed: list[int] = []
-    monkeypatch.setattr(Cut, "warm_up", lambda cut: warmed.append(len(cut.parts)))
+    monkeypatch.setattr(Resharding, "warm_up", lambda cut: warmed.append(len(cut.parts)))
     prefill, decode = make_pair(sizes, "nvlink")
     own = [size for size in (1, 2, 4) for each in sizes if size > each]
     assert sorted(warmed) == sorted(own), "but of one's own, which the engine has warmed up"
@@ -270,7 +270,7 @@ def terms(layout: KVLayout, memory: str = "cuda", scales=(), available: str = "u
 def test_what_a_worker_says_it_takes(receiver: Terms, taken: list[KVLayout] | None) -> None:
     own = receiver.layout
     expected = taken or [own, msgspec.structs.replace(own, tp_size=1)]
-    assert conversion.takes(receiver) == expected
+    assert conversion.receivable_layouts(receiver) == expected
 
 
 def test_a_node_says_what_it_takes_and_how(make_pair) -> None:
@@ -280,7 +280,7 @@ def test_a_node_says_what_it_takes_and_how(make_pair) -> None:
     pages = np.zeros((LAYOUT.num_planes, 4, LAYOUT.page_nbytes), dtype=np.uint8)
     settings = TransferSettings(secret=b"s", transport="tcp")
     node = TransferNode(settings, decode.name, decode.incarnation, LAYOUT, pages, lambda: None)
-    assert node.ways == Ways(memory="host", sends=["tcp"], takes={LAYOUT.layout_id: ["tcp"]})
+    assert node.ways == TransferCapabilities(memory="host", sends=["tcp"], takes={LAYOUT.layout_id: ["tcp"]})
     node.close()
 
 

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from contracts.errors import ConfigError
 from contracts.layout import KVLayout
-from contracts.node import NodeInfo, Ways
+from contracts.node import NodeInfo, TransferCapabilities
 from kv_transfer.connection import layout_negotiation as conversion
 from kv_transfer.connection.capabilities import candidates, ways_of
 from kv_transfer.connection.frames import Terms
@@ -57,18 +57,18 @@ ends = st.builds(
 
 @given(ends, ends)
 def test_on_one_host_two_are_a_pair_just_if_their_handshake_finds_a_transport(sender: Terms, receiver: Terms) -> None:
-    assert node(receiver).can_take(node(sender)) == bool(handshake_finds(sender, receiver))
+    assert node(receiver).can_receive_from(node(sender)) == bool(handshake_finds(sender, receiver))
 
 
 @given(ends, ends)
 def test_on_two_hosts_those_that_do_not_leave_one_do_not_count(sender: Terms, receiver: Terms) -> None:
     far = msgspec.structs.replace(receiver, boot_id="b")
     left = set(handshake_finds(sender, far)) - {"nvlink", "shm"}
-    assert node(far).can_take(node(sender)) == bool(left)
+    assert node(far).can_receive_from(node(sender)) == bool(left)
 
 
 def test_ways_are_said_best_first_and_with_the_host_where_they_stay_on_it() -> None:
-    assert ways_of(terms(memory="host", available="tcp ucx loopback shm")) == Ways(
+    assert ways_of(terms(memory="host", available="tcp ucx loopback shm")) == TransferCapabilities(
         memory="host", sends=["shm@a", "ucx", "tcp"], takes={LAYOUT.layout_id: ["shm@a", "ucx", "tcp"]}
     )
     assert ways_of(terms(available="tcp ucx shm nvlink")).sends == ["nvlink@a", "ucx", "shm@a", "tcp"]

@@ -10,7 +10,7 @@ from contracts.ids import Incarnation, WorkerId
 from coordinator.metrics import RedisTimes
 from coordinator.metrics import render as coordinator_text
 from coordinator.store.store import Counts
-from gateway.dispatch.dispatcher import Dispatch
+from gateway.dispatch.dispatcher import Dispatcher
 from gateway.observability.metrics import Metrics
 from kv_transfer.events import LinkStats
 from tests.gateway.gateway_rig import GATEWAY, ListStore
@@ -34,7 +34,7 @@ def samples() -> set[str]:
 
 
 def texts() -> Iterator[bytes]:
-    yield Metrics(Dispatch(ListStore([]), GATEWAY, "s", "m"), "m", "0").text()
+    yield Metrics(Dispatcher(ListStore([]), GATEWAY, "s", "m"), "m", "0").text()
     yield coordinator_text([], Counts(), True, RedisTimes())
     for side in Ring().sides.values():
         yield _worker(side)

@@ -16,7 +16,7 @@ from shutil import which
 import aiohttp
 import yaml
 
-from process.parent_death import leashed
+from process.parent_death import die_with_parent
 from process.sockets import free_port
 from tests.observability.queries import FOLDER, RULES, Query
 from tests.waiting import until
@@ -59,7 +59,10 @@ def prometheus(urls: Mapping[str, Sequence[str]], folder: Path) -> Iterator[Prom
     (folder / "prometheus.yml").write_text(yaml.safe_dump(_configuration(urls)))
     options = [f"--config.file={folder}/prometheus.yml", f"--storage.tsdb.path={folder}/data"]
     command = [which("prometheus") or "", *options, f"--web.listen-address=127.0.0.1:{port}"]
-    with (folder / "log").open("w") as log, subprocess.Popen(leashed(command), stdout=log, stderr=log) as process:
+    with (
+        (folder / "log").open("w") as log,
+        subprocess.Popen(die_with_parent(command), stdout=log, stderr=log) as process,
+    ):
         try:
             found = Prometheus(f"http://127.0.0.1:{port}")
             until(found.is_up, DEADLINE_S, lambda: (folder / "log").read_text(), period_s=0.5)

@@ -15,7 +15,7 @@ import torch
 from checkpoint import open_checkpoint
 from contracts.events import Failed, Finished, Tokens
 from contracts.ids import Epoch, GatewayId, Incarnation, RequestId, WorkerId
-from contracts.node import Role
+from contracts.node import WorkerRole
 from contracts.request import Job, Route, WorkerRef
 from contracts.sampling import SamplingParams
 from decode_svc import core as decode
@@ -26,8 +26,8 @@ from engine.settings import EngineSettings
 from kv_transfer.node import TransferNode
 from mixed_svc import core as mixed
 from prefill_svc import core as prefill
-from worker.core.attempt_table import Ledger
-from worker.core.engine_core import Core
+from worker.core.attempt_table import AttemptTable
+from worker.core.engine_core import EngineCore
 from worker.core.main import engine_settings, transfer_settings
 from worker.messages import CoreFrame, ToCore, ToFront, Work
 from worker.settings import WorkerSettings
@@ -64,12 +64,12 @@ class Worker:
     """`device_dtype`: its engine is the GPU's adapter on the reference kernels. `changes`: of its settings."""
 
     def __init__(
-        self, role: Role, model: str, transfer: str, secret: str, device_dtype: str = "", **changes: Any
+        self, role: WorkerRole, model: str, transfer: str, secret: str, device_dtype: str = "", **changes: Any
     ) -> None:
         given = {"role": role, "model": model, "transfer": transfer, "secret": secret, **changes}
         settings = WorkerSettings(**{**SETTINGS, **given})
         me, incarnation = WorkerId(settings.worker_id or role.value), Incarnation(secrets.token_hex(4))
-        self.front, ledger = Front(), Ledger()
+        self.front, ledger = Front(), AttemptTable()
         wanted = engine_settings(settings)
         self.engine = _device_engine(wanted, device_dtype) if device_dtype else load_engine(wanted)
         pool = self.engine.transfer_pool
@@ -78,7 +78,7 @@ class Worker:
         )
         self.node.start()
         self.roles = ROLES[settings.role](settings, me, self.engine, self.node, ledger)
-        self.core = Core(me, self.engine, self.node, self.roles, ledger, self.front)  # type: ignore[arg-type]
+        self.core = EngineCore(me, self.engine, self.node, self.roles, ledger, self.front)  # type: ignore[arg-type]
         self.ref = WorkerRef(me, incarnation, "", self.node.address)
 
     def counters(self) -> dict[str, float]:
@@ -97,8 +97,8 @@ def _device_engine(settings: EngineSettings, dtype: str) -> Engine:
 class Cores:
     def __init__(self, model: str, transfer: str, device_dtypes: tuple[str, str] = ("", "")) -> None:
         secret = secrets.token_hex(8)
-        self.prefill = Worker(Role.PREFILL, model, transfer, secret, device_dtypes[0])
-        self.decode = Worker(Role.DECODE, model, transfer, secret, device_dtypes[1])
+        self.prefill = Worker(WorkerRole.PREFILL, model, transfer, secret, device_dtypes[0])
+        self.decode = Worker(WorkerRole.DECODE, model, transfer, secret, device_dtypes[1])
         self._num_asked = 0
 
     def __enter__(self) -> "Cores":

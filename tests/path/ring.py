@@ -9,14 +9,14 @@ from contracts.events import Failed, Finished, Tokens
 from contracts.ids import Epoch, GatewayId, RequestId, WorkerId
 from contracts.request import Cancel, Job, Route
 from contracts.sampling import SamplingParams
-from coordinator.request_states import State, Verdict, judge
+from coordinator.request_states import RequestState, TransitionCheck, check_transition
 from decode_svc.role import DecodeRole
 from prefill_svc.role import PrefillRole
 from tests.path.twins import FakeEngine, FakeLink, FakeNetwork, FakeNode, expected_token, worker_ref
-from worker.core.attempt_table import Ledger
-from worker.core.engine_core import Core
+from worker.core.attempt_table import AttemptTable
+from worker.core.engine_core import EngineCore
 from worker.core.local_role import LocalRole
-from worker.core.role import Role
+from worker.core.role import RoleHandler
 from worker.messages import CoreFrame, Work
 
 GATEWAY = GatewayId("g")
@@ -25,12 +25,12 @@ P, D = WorkerId("p"), WorkerId("d")
 
 @dataclass
 class Side:
-    core: Core
+    core: EngineCore
     engine: FakeEngine
     node: FakeNode
     link: FakeLink
-    roles: list[Role]
-    ledger: Ledger
+    roles: list[RoleHandler]
+    ledger: AttemptTable
 
 
 @dataclass
@@ -47,10 +47,12 @@ class Ring:
         self.sides = {name: self._side(name) for name in (P, D)}
 
     def _side(self, name: WorkerId) -> Side:
-        engine, node, ledger, link = FakeEngine(self.capacity), FakeNode(name, self.network), Ledger(), FakeLink()
+        engine, node, ledger, link = FakeEngine(self.capacity), FakeNode(name, self.network), AttemptTable(), FakeLink()
         role = PrefillRole(name, engine, node, ledger, 5.0) if name == P else DecodeRole(name, engine, node, ledger)
         roles = [LocalRole(engine, ledger), role]
-        return Side(Core(name, engine, node, roles, ledger, link, self.clock.read), engine, node, link, roles, ledger)
+        return Side(
+            EngineCore(name, engine, node, roles, ledger, link, self.clock.read), engine, node, link, roles, ledger
+        )
 
     def job(self, name: str, prompt: list[int], max_tokens: int, epoch: int = 1, timeout_s: float = 60.0) -> Job:
         route = Route(RequestId(name), Epoch(epoch), worker_ref(P), worker_ref(D))
@@ -98,15 +100,15 @@ class Ring:
         heard = [event for _, event in self.events if event.request_id == name and isinstance(event, Tokens)]
         return [(token.index, token.token_id) for event in heard for token in event.tokens]
 
-    def verdicts(self) -> set[Verdict]:
+    def verdicts(self) -> set[TransitionCheck]:
         """Of all that was told to the registry, in the order told, each attempt for itself."""
-        at: dict[tuple[RequestId, Epoch], State] = {}
-        found: set[Verdict] = set()
+        at: dict[tuple[RequestId, Epoch], RequestState] = {}
+        found: set[TransitionCheck] = set()
         for _, request_id, epoch, name in self.moves:
-            before = at.get((request_id, epoch), State.PLACED)
-            found.add(verdict := judge(before, State(name)))
-            if verdict is Verdict.LEGAL:
-                at[request_id, epoch] = State(name)
+            before = at.get((request_id, epoch), RequestState.PLACED)
+            found.add(verdict := check_transition(before, RequestState(name)))
+            if verdict is TransitionCheck.LEGAL:
+                at[request_id, epoch] = RequestState(name)
         return found
 
     def assert_clean(self) -> None:

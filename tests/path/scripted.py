@@ -11,7 +11,7 @@ from contracts.request import Job, Route
 from contracts.sampling import SamplingParams
 from engine.messages import EngineRequest, Reservation, StepOutput
 from tests.path.twins import LAYOUT, worker_ref
-from worker.core.attempt_table import Ledger, Live
+from worker.core.attempt_table import Attempt, AttemptTable
 
 P, D = WorkerId("p"), WorkerId("d")
 NOTHING = StepOutput((), (), (), (), (), 0, 0)
@@ -66,7 +66,7 @@ def make_job(name: str, num_tokens: int, epoch: int = 1, priority: int = 0) -> J
     return Job(route, GatewayId("g"), list(range(num_tokens)), sampling, 60.0, priority)
 
 
-def opened(ledger: Ledger, role: Any, name: str, num_tokens: int, now: float = 0.0, priority: int = 0) -> Live:
+def opened(ledger: AttemptTable, role: Any, name: str, num_tokens: int, now: float = 0.0, priority: int = 0) -> Attempt:
     """A job that the ledger took and the role began."""
     live = ledger.open(make_job(name, num_tokens, priority=priority), now)
     assert live is not None

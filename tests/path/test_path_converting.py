@@ -3,7 +3,7 @@
 import random
 
 from contracts.ids import GatewayId, RequestId
-from contracts.node import NodeInfo, Role
+from contracts.node import NodeInfo, WorkerRole
 from contracts.sampling import SamplingParams
 from coordinator.memory_store import MemoryStore
 from coordinator.store.store import PlaceRequest
@@ -16,7 +16,7 @@ PROMPTS = [random.Random(i).choices(range(2, 256), k=5 + 90 * i) for i in range(
 SAMPLING = SamplingParams(max_tokens=6, seed=0, temperature=0.0, ignore_eos=True)
 
 
-def info(worker: Worker, role: Role) -> NodeInfo:
+def info(worker: Worker, role: WorkerRole) -> NodeInfo:
     return node_info(
         worker_id=worker.ref.worker_id,
         incarnation=worker.ref.incarnation,
@@ -33,7 +33,7 @@ async def test_a_bf16_prefill_and_an_e4m3_decode_are_placed_and_answer(tmp_path)
     tiny_models.save_tiny(tmp_path, "llama", **FUSIBLE, head_dim=32)
     with Cores(str(tmp_path), "ucx", ("bfloat16", "float8")) as pair:
         store = MemoryStore()
-        for worker, role in ((pair.prefill, Role.PREFILL), (pair.decode, Role.DECODE)):
+        for worker, role in ((pair.prefill, WorkerRole.PREFILL), (pair.decode, WorkerRole.DECODE)):
             await store.join(info(worker, role))
         asked = PlaceRequest(
             request_id=RequestId("r"), gateway_id=GatewayId("g"), num_tokens=10, max_tokens=6, lease_s=1.0

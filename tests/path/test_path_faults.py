@@ -7,7 +7,7 @@ from contracts.events import Failed, Finished, Token, Tokens
 from contracts.handoff import ChunkHeader, Commit, Fin, Grant, Offer, Refuse, Wait
 from contracts.ids import Epoch, RequestId
 from contracts.request import Cancel, Job
-from coordinator.request_states import Verdict
+from coordinator.request_states import TransitionCheck
 from tests.path.ring import GATEWAY, D, P, Ring, answer
 from worker.messages import GatewayGone
 
@@ -87,7 +87,7 @@ def test_the_states_told_are_legal_moves_in_order(stage: str) -> None:
     ring, _ = arrive(stage)
     ring.settle()
     assert states(ring) == ["QUEUED", "RESERVING", "TRANSFERRING", "COMMITTED"]
-    assert ring.verdicts() == {Verdict.LEGAL}
+    assert ring.verdicts() == {TransitionCheck.LEGAL}
 
 
 @pytest.mark.parametrize(
@@ -307,7 +307,7 @@ def test_decode_without_pages_is_told_and_the_answer_goes_on_at_prefill() -> Non
     ring.both(ring.job(R, PROMPT, NUM_TOKENS))
     ring.settle(400)
     assert states(ring) == ["QUEUED", "RESERVING", "HELD", "LOCAL_DECODE"]
-    assert codes(ring) == ["finished"] and ring.verdicts() == {Verdict.LEGAL}
+    assert codes(ring) == ["finished"] and ring.verdicts() == {TransitionCheck.LEGAL}
     ring.assert_clean()
 
 

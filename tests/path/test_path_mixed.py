@@ -10,7 +10,7 @@ import pytest
 
 from contracts.events import Event, Failed, Finished, Tokens
 from contracts.ids import Epoch, RequestId
-from contracts.node import Role
+from contracts.node import WorkerRole
 from contracts.request import Job, Route
 from engine.loader import load_engine
 from tests.e2e.tiny import VOCAB, save_tiny
@@ -27,7 +27,7 @@ NUM_REQUESTS, NUM_TOKENS = 12, 80
 class Mixed:
     def __init__(self, model: str) -> None:
         secret = secrets.token_hex(8)
-        self.workers = [Worker(Role.MIXED, model, "tcp", secret, worker_id=name, **SMALL) for name in ("a", "b")]
+        self.workers = [Worker(WorkerRole.MIXED, model, "tcp", secret, worker_id=name, **SMALL) for name in ("a", "b")]
         self.events: list[Event] = []
 
     def turn_until(self, is_so: Callable[[], bool]) -> None:

@@ -7,7 +7,7 @@ from contracts.events import Failed, Finished, Tokens
 from contracts.ids import Epoch, RequestId
 from contracts.request import Cancel, Job, Route
 from contracts.sampling import SamplingParams
-from coordinator.request_states import Verdict
+from coordinator.request_states import TransitionCheck
 from tests.path.ring import GATEWAY, D, P, Ring, answer
 from tests.path.twins import worker_ref
 
@@ -151,7 +151,7 @@ def test_whatever_happens_every_request_ends_at_most_once_per_worker_and_nothing
             was_cut = True
             ring.network.cut(P, D)
     ring.settle(600)
-    assert Verdict.ILLEGAL not in ring.verdicts()
+    assert TransitionCheck.ILLEGAL not in ring.verdicts()
     for number in posted:
         heard, ends = ring.tokens(f"r{number}"), ring.ends(f"r{number}")
         assert heard == answer(prompts[number], len(heard))

@@ -26,10 +26,10 @@ from engine.messages import (
     Reservation,
     Sampled,
     Started,
+    StepObserver,
     StepOutput,
-    Watcher,
 )
-from kv_transfer.events import ChunkBad, ChunkLanded, Drained, Message, PeerLost, TransferEvent
+from kv_transfer.events import ChunkBad, ChunkLanded, Drained, MessageReceived, PeerDisconnected, TransferEvent
 
 LAYOUT = KVLayout(model="fake", num_layers=1, num_kv_heads=1, head_dim=1, block_size=4, dtype="float32")
 
@@ -114,7 +114,7 @@ class FakeEngine:
         assert first.token_id == expected_token(sequence.prompt, 0)
         sequence.state, sequence.num_out = "decoding", 1
 
-    def writer_ended(self, request_id: RequestId) -> None:
+    def incoming_writer_ended(self, request_id: RequestId) -> None:
         del self.writers[request_id]
 
     def release(self, request_id: RequestId) -> None:
@@ -127,7 +127,7 @@ class FakeEngine:
     def has_work(self) -> bool:
         return any(s.state in ("waiting", "decoding", "preempted") for s in self.sequences.values())
 
-    def step(self, watcher: Watcher) -> StepOutput:
+    def step(self, watcher: StepObserver) -> StepOutput:
         started, chunks, sampled, ended = [], [], [], []
         num_prefill = 0
         for key, sequence in list(self.sequences.items()):
@@ -270,10 +270,12 @@ class FakeNode:
         header = ChunkHeader(request_id, epoch, index, first_token, num_tokens, LAYOUT.layout_id, num_tokens, 0)
         self._network.send(self.me, peer_id, header)
 
-    def coming(self, peer_id: WorkerId, request_id, epoch, first_token, num_tokens, src_pages, early_planes) -> None:
+    def chunk_scheduled(
+        self, peer_id: WorkerId, request_id, epoch, first_token, num_tokens, src_pages, early_planes
+    ) -> None:
         """A hint."""
 
-    def launched(self, is_all: bool) -> None:
+    def chunks_launched(self, is_all: bool) -> None:
         """Nothing waits for it."""
 
     def is_fetched_by(self, peer_id: WorkerId) -> bool:
@@ -315,7 +317,7 @@ class FakeNode:
         if isinstance(message, ChunkBad):
             self._events.append(message)
             return
-        self._events.append(Message(source, message))  # type: ignore[arg-type]
+        self._events.append(MessageReceived(source, message))  # type: ignore[arg-type]
         if isinstance(message, Abort):
             self._network.send(self.me, source, AbortAck(message.request_id, message.epoch))
             self._drain(message)
@@ -332,7 +334,7 @@ class FakeNode:
         self._undrained.clear()
 
     def lose(self, peer_id: WorkerId, fenced: bool = True) -> None:
-        self._events.append(PeerLost(peer_id, Incarnation("1"), "cut by the test", fenced))
+        self._events.append(PeerDisconnected(peer_id, Incarnation("1"), "cut by the test", fenced))
 
     def stats(self) -> list:
         return []

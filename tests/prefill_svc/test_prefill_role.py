@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from contracts.events import Failed, FinishReason
 from contracts.handoff import Abort, Commit, Grant, Wait
 from contracts.ids import BlockId, Epoch, Incarnation, RequestId
-from engine.messages import ChunkComing, ChunkDone, Ended, Sampled, StepOutput
-from kv_transfer.events import Drained, Message, PeerLost
+from engine.messages import ChunkDone, ChunkScheduled, Ended, Sampled, StepOutput
+from kv_transfer.events import Drained, MessageReceived, PeerDisconnected
 from prefill_svc.role import PrefillRole
 from tests.path.scripted import NOTHING, D, P, Remembering, ScriptedEngine, first_token, opened
-from worker.core.attempt_table import Ledger
+from worker.core.attempt_table import AttemptTable
 
 R, E = RequestId("r"), Epoch(1)
 BLOCK = 4
@@ -27,7 +27,7 @@ class Side:
     """One request of `num_tokens`, offered."""
 
     def __init__(self, num_tokens: int) -> None:
-        self.engine, self.node, self.ledger = ScriptedEngine(), Remembering(), Ledger()
+        self.engine, self.node, self.ledger = ScriptedEngine(), Remembering(), AttemptTable()
         self.role = PrefillRole(P, self.engine, self.node, self.ledger, grant_timeout_s=5.0)
         self.live = opened(self.ledger, self.role, R, num_tokens)
         self.role.on_started(self.live, 0.0)
@@ -37,7 +37,7 @@ class Side:
         self.role.on_step(StepOutput((), (chunk,), sampled, (), (), 0, 0), 1.0)
 
     def hear(self, message) -> None:
-        self.role.on_transfer(Message(D, message), 1.0)
+        self.role.on_transfer(MessageReceived(D, message), 1.0)
 
     def grant(self, skip_tokens: int, num_tokens: int) -> None:
         pages = [BlockId(900 + number) for number in range(-(-(num_tokens - skip_tokens) // BLOCK))]
@@ -142,7 +142,7 @@ def test_pages_that_decode_gave_up_are_kept_until_nobody_reads_them():
 
 
 def test_one_that_was_never_offered_is_freed_at_once():
-    engine, node, ledger = ScriptedEngine(), Remembering(), Ledger()
+    engine, node, ledger = ScriptedEngine(), Remembering(), AttemptTable()
     role = PrefillRole(P, engine, node, ledger)
     live = opened(ledger, role, R, 8)
     role.drop(live, "the client left", 0.0)
@@ -156,7 +156,7 @@ def test_the_loss_of_a_former_link_ends_nothing_that_a_new_one_has(is_dropped):
     if is_dropped:
         side.role.drop(side.live, "the client left", 2.0)
     side.node.under_way.add((D, R, E))
-    lost = PeerLost(D, Incarnation("1"), "gone", True)
+    lost = PeerDisconnected(D, Incarnation("1"), "gone", True)
     side.role.on_transfer(lost, 2.0)
     assert side.engine.told("release") == [] and side.ledger.take()[0] == {}
     side.node.under_way.clear()
@@ -169,16 +169,16 @@ def test_only_the_loss_of_the_very_reader_frees_what_it_may_read(incarnation, is
     side = Side(8)
     side.grant(0, 8)
     side.hear(Abort(R, E, "cancelled", "the client left"))
-    side.role.on_transfer(PeerLost(D, Incarnation(incarnation), "gone", True), 2.0)
+    side.role.on_transfer(PeerDisconnected(D, Incarnation(incarnation), "gone", True), 2.0)
     assert len(side.engine.told("release")) == is_freed
 
 
 def test_what_was_not_offered_yet_outlives_the_loss_of_the_link():
     """Its offer makes another one."""
-    engine, node, ledger = ScriptedEngine(), Remembering(), Ledger()
+    engine, node, ledger = ScriptedEngine(), Remembering(), AttemptTable()
     role = PrefillRole(P, engine, node, ledger)
     live = opened(ledger, role, R, 8)
-    role.on_transfer(PeerLost(D, Incarnation("1"), "gone", True), 1.0)
+    role.on_transfer(PeerDisconnected(D, Incarnation("1"), "gone", True), 1.0)
     assert ledger.take()[0] == {} and engine.told("release") == []
     role.on_started(live, 2.0)
     assert [name for name, _ in node.calls if name != "knows"] == ["offer"]
@@ -265,12 +265,12 @@ def test_a_step_without_news_says_nothing():
 
 
 def test_what_is_coming_is_told_of_an_attempt_that_was_offered():
-    engine, node, ledger = ScriptedEngine(), Remembering(), Ledger()
+    engine, node, ledger = ScriptedEngine(), Remembering(), AttemptTable()
     role = PrefillRole(P, engine, node, ledger)
     live = opened(ledger, role, R, 8)
-    chunk = ChunkComing(live.key, 0, 8, [BlockId(3), BlockId(4)], 5)
-    role.on_coming(live, chunk)
-    assert node.told("coming") == []
+    chunk = ChunkScheduled(live.key, 0, 8, [BlockId(3), BlockId(4)], 5)
+    role.on_chunk_scheduled(live, chunk)
+    assert node.told("chunk_scheduled") == []
     role.on_started(live, 0.0)
-    role.on_coming(live, chunk)
-    assert node.told("coming") == [(D, R, E, 0, 8, [BlockId(3), BlockId(4)], 5)]
+    role.on_chunk_scheduled(live, chunk)
+    assert node.told("chunk_scheduled") == [(D, R, E, 0, 8, [BlockId(3), BlockId(4)], 5)]

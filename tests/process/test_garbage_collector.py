@@ -6,15 +6,15 @@ from collections.abc import Iterator
 import pytest
 
 from process import garbage_collector as collector
-from process.garbage_collector import Collections, settle
+from process.garbage_collector import GcMetrics, freeze_startup_objects
 
 
 @pytest.fixture
-def collections(monkeypatch: pytest.MonkeyPatch) -> Iterator[Collections]:
+def collections(monkeypatch: pytest.MonkeyPatch) -> Iterator[GcMetrics]:
     """Those of a process that has just settled, which this one is not afterwards."""
-    found = Collections()
+    found = GcMetrics()
     monkeypatch.setattr(collector, "COLLECTIONS", found)
-    settle()
+    freeze_startup_objects()
     yield found
     gc.callbacks.remove(found)
     gc.unfreeze()
@@ -41,7 +41,7 @@ def test_each_look_is_counted_and_the_longest_kept(collections):
 
 
 def test_each_look_is_counted_once_by_who_settles_again(collections):
-    settle()
+    freeze_startup_objects()
     num = collections.num
     gc.collect()
     assert collections.num == num + 1

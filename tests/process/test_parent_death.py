@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from process.parent_death import leashed
+from process.parent_death import die_with_parent
 from tests.waiting import is_gone, until
 
 ROOT = Path(__file__).parents[2]
@@ -24,7 +24,7 @@ DEADLINE_S = 30.0
 
 def test_the_pid_is_the_programs_own():
     code = "import os; print(os.getpid())"
-    with subprocess.Popen(leashed([sys.executable, "-c", code]), stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(die_with_parent([sys.executable, "-c", code]), stdout=subprocess.PIPE, text=True) as process:
         said, _ = process.communicate(timeout=DEADLINE_S)
     assert int(said) == process.pid
 
@@ -40,13 +40,13 @@ def test_it_dies_with_its_parent(number: signal.Signals):
 
 
 def test_whoever_comes_too_late_for_its_parent_does_not_start():
-    command = [*leashed([])[:3], str(os.getppid()), "sleep", "300"]
+    command = [*die_with_parent([])[:3], str(os.getppid()), "sleep", "300"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S)
     assert (done.returncode, done.stderr) == (1, "the parent is gone\n")
 
 
 @pytest.mark.parametrize("program", ["/nowhere/at/all", "/etc/passwd"])
 def test_a_program_that_cannot_be_run_is_one_line(program: str):
-    done = subprocess.run(leashed([program]), capture_output=True, text=True, timeout=DEADLINE_S)
+    done = subprocess.run(die_with_parent([program]), capture_output=True, text=True, timeout=DEADLINE_S)
     assert done.returncode == 1
     assert done.stderr.startswith(f"{program} can't be run: ") and done.stderr.count("\n") == 1

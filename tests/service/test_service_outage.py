@@ -2,13 +2,13 @@
 
 import logging
 
-from service.outage_log import Outage
+from service.outage_log import OutageLog
 
 log = logging.getLogger("outage")
 
 
 def test_its_begin_and_its_end_are_said_once_each(caplog):
-    outage = Outage(log, "it is there again")
+    outage = OutageLog(log, "it is there again")
     outage.worked()
     for attempt in ("first", "second"):
         outage.failed(f"it is gone, says the {attempt}")
@@ -21,7 +21,7 @@ def test_its_begin_and_its_end_are_said_once_each(caplog):
 
 
 def test_what_fails_in_another_way_is_said_though_nothing_worked_between(caplog):
-    outage = Outage(log, "it is there again")
+    outage = OutageLog(log, "it is there again")
     for words, kind in (
         ("it is gone", ""),
         ("it is read-only", "refuses"),
@@ -34,7 +34,7 @@ def test_what_fails_in_another_way_is_said_though_nothing_worked_between(caplog)
 
 
 def test_an_end_that_is_no_news_is_not_said(caplog):
-    outage = Outage(log)
+    outage = OutageLog(log)
     outage.failed("it is gone")
     outage.worked()
     assert not outage.is_on and len(caplog.records) == 1

@@ -11,7 +11,7 @@ from pathlib import Path
 from rich.console import Console
 
 from contracts.errors import ConfigError
-from tandem.local.child import Child, ProcessSpec, ready_file
+from tandem.local.child import ChildProcess, ProcessSpec, ready_file
 from tandem.local.console_output import plain
 from tandem.local.signals import SignalInbox
 from tandem.local.supervisor import StopRequested, Supervisor, VitalDeath
@@ -37,7 +37,7 @@ def main() -> int:
             supervisor.stop()
 
 
-def make_child(folder: Path, entry: dict) -> Child:
+def make_child(folder: Path, entry: dict) -> ChildProcess:
     ready = folder / f"{entry['name']}.json"
     own = ["--ready-file", str(ready), "--pids", str(folder / "pids")]
     spec = ProcessSpec(
@@ -51,7 +51,7 @@ def make_child(folder: Path, entry: dict) -> Child:
         stop_timeout_s=entry.get("stop_timeout_s", 5.0),
         begins=entry.get("begins"),
     )
-    return Child(spec, folder / f"{entry['name']}.log", folder)
+    return ChildProcess(spec, folder / f"{entry['name']}.log", folder)
 
 
 if __name__ == "__main__":

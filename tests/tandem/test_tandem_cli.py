@@ -260,7 +260,7 @@ def test_a_page_of_metrics() -> None:
     assert (page.sums["tandem_gateway_requests_total"], page.sums["errors"]) == (21.0, 2.0)
     assert page.sums["tandem_link_nbytes_total"] == 30.0  # over all labels
     assert page.states == {"TRANSFERRING": 2.0, "COMMITTED": 1.0}
-    assert page.links == (look.Link("a", "shm", "up", 10.0),)  # who sends tells of it
+    assert page.links == (look.LinkView("a", "shm", "up", 10.0),)  # who sends tells of it
 
 
 def test_rates_and_means_of_an_interval() -> None:

@@ -8,27 +8,27 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from tandem.local.child import Child, ProcessSpec, State
+from tandem.local.child import ChildProcess, ChildState, ProcessSpec
 from tandem.local.console_output import Progress, plain
 from tests.waiting import until
 
 
 @pytest.fixture
-def child(tmp_path: Path) -> Child:
+def child(tmp_path: Path) -> ChildProcess:
     """One that has not been started; ready as soon as it has."""
     argv = (sys.executable, "-c", "print('loading weights', flush=True); input()")
     spec = ProcessSpec("prefill-0", "prefill", 0, argv, is_ready=lambda: {}, env=dict(os.environ))
-    return Child(spec, tmp_path / "prefill-0.log", tmp_path)
+    return ChildProcess(spec, tmp_path / "prefill-0.log", tmp_path)
 
 
-def test_a_pipe_gets_one_line_per_change(child: Child) -> None:
+def test_a_pipe_gets_one_line_per_change(child: ChildProcess) -> None:
     console = Console(file=io.StringIO())
     with Progress(console, [child]) as progress:
         progress.update()
-        child.state = State.STARTING
+        child.state = ChildState.STARTING
         progress.update()
         progress.update()
-        child.state = State.READY
+        child.state = ChildState.READY
         progress.update()
     assert isinstance(console.file, io.StringIO)
     starting, ready = console.file.getvalue().splitlines()
@@ -36,11 +36,11 @@ def test_a_pipe_gets_one_line_per_change(child: Child) -> None:
     assert ready.startswith("prefill-0: ready after ")
 
 
-def test_a_terminal_gets_a_table_with_the_last_words(child: Child) -> None:
+def test_a_terminal_gets_a_table_with_the_last_words(child: ChildProcess) -> None:
     console = Console(file=io.StringIO(), force_terminal=True, width=100)
     child.log.write_text("old\nweights 3/10 [markup]\n")
     with Progress(console, [child]) as progress:
-        child.state = State.STARTING
+        child.state = ChildState.STARTING
         progress.update()
     assert isinstance(console.file, io.StringIO)
     assert "weights 3/10 [markup]" in console.file.getvalue()
@@ -54,14 +54,14 @@ def test_what_can_be_pasted_is_not_wrapped() -> None:
     assert console.file.getvalue() == f"{line}\n"
 
 
-def test_last_lines_of_a_long_log(child: Child) -> None:
+def test_last_lines_of_a_long_log(child: ChildProcess) -> None:
     child.log.write_text("".join(f"line {number}\n\n" for number in range(10_000)))
     assert child.last_lines(2) == ["line 9998", "line 9999"]
 
 
-def test_a_child_that_ends_by_itself_is_noticed_once(child: Child) -> None:
+def test_a_child_that_ends_by_itself_is_noticed_once(child: ChildProcess) -> None:
     child.start()  # its standard input is empty: it fails
-    until(lambda: child.refresh() and child.state is State.DEAD)
+    until(lambda: child.refresh() and child.state is ChildState.DEAD)
     assert child.exit_code == 1
     assert child.describe_exit() == "ended with code 1"
     assert not child.refresh()

@@ -15,7 +15,7 @@ import pytest
 from rich.console import Console
 
 from contracts.errors import ConfigError
-from tandem.local.child import Child, ProcessSpec, State, ready_file
+from tandem.local.child import ChildProcess, ChildState, ProcessSpec, ready_file
 from tandem.local.signals import SignalInbox
 from tandem.local.supervisor import Supervisor
 from tests.waiting import is_gone, until
@@ -177,7 +177,7 @@ def test_children_die_with_a_killed_supervisor(supervise: Callable[[list[dict]],
 def test_who_is_ready_when_time_is_over_is_not_late(tmp_path: Path, is_ready: bool) -> None:
     argv = ("sleep", "300")
     spec = ProcessSpec("one", "fake", 0, argv, lambda: {} if is_ready else None, os.environ, stop_timeout_s=0.0)
-    child = Child(spec, tmp_path / "log", tmp_path)
+    child = ChildProcess(spec, tmp_path / "log", tmp_path)
     with SignalInbox() as inbox:
         supervisor = Supervisor([child], inbox, Console(quiet=True), lambda: None)
         try:
@@ -251,18 +251,18 @@ def test_who_dies_is_started_again(supervise: Callable[[list[dict]], Run]) -> No
 
 def test_who_dies_young_again_and_again_is_waited_for_longer(tmp_path: Path) -> None:
     spec = ProcessSpec(name="bad", role="fake", stage=0, argv=(sys.executable, "-c", "0"), is_ready=lambda: None)
-    child = Child(spec, tmp_path / "bad.log", tmp_path)
+    child = ChildProcess(spec, tmp_path / "bad.log", tmp_path)
     pauses = []
     for _ in range(7):
         _live(child)
         pauses.append(child.pause_s)
     assert pauses == [0.0, 2.0, 5.0, 15.0, 30.0, 30.0, 30.0]
-    assert child.state is State.DEAD and not child.is_due
+    assert child.state is ChildState.DEAD and not child.is_due
 
 
 def test_a_long_life_makes_earlier_deaths_good(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     spec = ProcessSpec(name="bad", role="fake", stage=0, argv=("sleep", "0.2"), is_ready=dict)
-    child = Child(spec, tmp_path / "bad.log", tmp_path)
+    child = ChildProcess(spec, tmp_path / "bad.log", tmp_path)
     for _ in range(3):
         _live(child)
     assert child.pause_s == 5.0
@@ -271,13 +271,13 @@ def test_a_long_life_makes_earlier_deaths_good(tmp_path: Path, monkeypatch: pyte
     assert child.pause_s == 0.0 and child.is_due
 
 
-def _live(child: Child) -> None:
+def _live(child: ChildProcess) -> None:
     """From a start to the death."""
     child.start()
 
     def is_dead() -> bool:
         child.refresh()
-        return child.state is State.DEAD
+        return child.state is ChildState.DEAD
 
     until(is_dead, DEADLINE_S)
 

@@ -2,7 +2,7 @@
 
 from contracts.node import NodeLoad
 from tests.nodes import node_info
-from worker.front.app import FrontState
+from worker.front.app import WorkerState
 from worker.front.event_streams import EventStreams
 from worker.messages import CoreStatus, LinkStatus
 
@@ -15,10 +15,10 @@ class RememberingCore:
         self.sent.append(message)
 
 
-def make_state() -> FrontState:
+def make_state() -> WorkerState:
     info = node_info()
     streams = EventStreams(info.worker_id, info.incarnation)
-    return FrontState(info, "s3cret", RememberingCore(), streams, 10.0, "digest")  # type: ignore[arg-type]
+    return WorkerState(info, "s3cret", RememberingCore(), streams, 10.0, "digest")  # type: ignore[arg-type]
 
 
 def make_status(num_turns: int) -> CoreStatus:

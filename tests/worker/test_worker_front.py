@@ -12,7 +12,7 @@ from contracts.request import Cancel, Job, Route
 from contracts.sampling import SamplingParams
 from tests.worker.fronts import make_state, make_status
 from worker.front import app as front
-from worker.front.app import MAX_BODY_NBYTES, FrontState, make_app
+from worker.front.app import MAX_BODY_NBYTES, WorkerState, make_app
 
 AUTH = {"authorization": "Bearer s3cret"}
 
@@ -24,7 +24,7 @@ def make_job(gateway: str = "g") -> Job:
 
 
 @pytest.fixture
-def state() -> FrontState:
+def state() -> WorkerState:
     return make_state()
 
 
@@ -35,7 +35,7 @@ async def client(state):
         yield client
 
 
-async def listen(state: FrontState):
+async def listen(state: WorkerState):
     listener = state.streams.listen(GatewayId("g"))
     await anext(listener)
     return listener

@@ -9,17 +9,17 @@ import pytest
 
 from contracts.errors import RegistryError, Unavailable
 from contracts.ids import Epoch, Incarnation, RequestId, WorkerId
-from contracts.node import Node, NodeInfo, NodeLoad, Role
+from contracts.node import Node, NodeInfo, NodeLoad, WorkerRole
 from coordinator.memory_store import MemoryStore
-from coordinator.request_states import State
-from coordinator.store.store import Move
+from coordinator.request_states import RequestState
+from coordinator.store.store import StateTransition
 from kv_transfer.settings import TransferSettings
 from process.sockets import listen
 from tests.nodes import node_info
 from tests.waiting import async_until
 from tests.worker.fronts import RememberingCore, make_state, make_status
 from worker.front import membership
-from worker.front.app import FrontState
+from worker.front.app import WorkerState
 from worker.front.membership import MAX_POOL, Membership, takers
 from worker.front.serve import _serve
 from worker.messages import CoreFrame, ToFront
@@ -38,14 +38,14 @@ class MovesStore(MemoryStore):
     def __init__(self) -> None:
         super().__init__()
         self.is_there, self.num_refused = True, 0
-        self.told: list[Move] = []
+        self.told: list[StateTransition] = []
 
     async def heartbeat(self, worker_id: WorkerId, incarnation: Incarnation, load: NodeLoad) -> bool:
         if not self.is_there:
             raise Unavailable("Redis does not answer")
         return await super().heartbeat(worker_id, incarnation, load)
 
-    async def advance(self, moves: Sequence[Move]) -> list[bool]:
+    async def advance(self, moves: Sequence[StateTransition]) -> list[bool]:
         if not self.is_there:
             self.num_refused += 1
             raise Unavailable("Redis does not answer")
@@ -53,8 +53,8 @@ class MovesStore(MemoryStore):
         return [True] * len(moves)
 
 
-def move(number: int) -> Move:
-    return Move(RequestId(f"r{number}"), Epoch(1), State.TRANSFERRING)
+def move(number: int) -> StateTransition:
+    return StateTransition(RequestId(f"r{number}"), Epoch(1), RequestState.TRANSFERRING)
 
 
 class LateStore(MemoryStore):
@@ -234,7 +234,9 @@ async def test_moves_are_told_again_in_order_when_the_registry_is_back(
     assert len([record for record in caplog.records if "not told" in record.message]) == 1
 
 
-def listed(name: str, role: Role = Role.DECODE, load: NodeLoad | None = None, alive: bool = True, **changes) -> Node:
+def listed(
+    name: str, role: WorkerRole = WorkerRole.DECODE, load: NodeLoad | None = None, alive: bool = True, **changes
+) -> Node:
     return Node(info=node_info(worker_id=WorkerId(name), role=role, **changes), load=load or NodeLoad(), alive=alive)
 
 
@@ -242,8 +244,8 @@ def test_whoever_may_take_what_is_computed_here_is_met():
     me = node_info(worker_id=WorkerId("me"))
     nodes = [
         listed("decode"),
-        listed("mixed", Role.MIXED),
-        listed("prefill", Role.PREFILL),
+        listed("mixed", WorkerRole.MIXED),
+        listed("prefill", WorkerRole.PREFILL),
         listed("dead", alive=False),
         listed("draining", load=NodeLoad(draining=True)),
         listed("of another layout", layout_id="other"),
@@ -254,13 +256,13 @@ def test_whoever_may_take_what_is_computed_here_is_met():
 def test_in_a_large_pool_nobody_is_met_beforehand():
     """Else the links of all prefill workers would be more than a decode worker takes."""
     me = node_info(worker_id=WorkerId("me"))
-    nodes = [listed(f"prefill-{number}", Role.PREFILL) for number in range(MAX_POOL - 1)]
+    nodes = [listed(f"prefill-{number}", WorkerRole.PREFILL) for number in range(MAX_POOL - 1)]
     assert len(takers(me, [*nodes, listed("decode"), listed("dead", alive=False)])) == 1
     assert takers(me, [*nodes, listed("decode"), listed("decode-1")]) == []
     assert TransferSettings(secret=b"s").max_peers > MAX_POOL
 
 
-def told_of(state: FrontState) -> list[set[str]]:
+def told_of(state: WorkerState) -> list[set[str]]:
     """Whom its core was told to meet, each time."""
     return [{ref.worker_id for ref in message.workers} for message in state.core.sent]  # type: ignore[attr-defined]
 
@@ -328,8 +330,8 @@ async def test_a_list_of_workers_that_cannot_be_had_does_not_take_a_worker_out(m
     assert state.joined and told_of(state) == []
 
 
-@pytest.mark.parametrize("role", [Role.DECODE, Role.MIXED])
-async def test_others_meet_nobody_beforehand(role: Role):
+@pytest.mark.parametrize("role", [WorkerRole.DECODE, WorkerRole.MIXED])
+async def test_others_meet_nobody_beforehand(role: WorkerRole):
     store, state = MemoryStore(), make_state()
     state.info = msgspec.structs.replace(state.info, role=role)
     await store.join(listed("d1").info)

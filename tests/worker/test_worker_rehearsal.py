@@ -38,7 +38,7 @@ def test_the_core_of_a_worker_keeps_warm(monkeypatch: pytest.MonkeyPatch):
             raise Stopped
 
     ran: list[Rehearsal] = []
-    monkeypatch.setattr(core_main, "Core", StoppedCore)
+    monkeypatch.setattr(core_main, "EngineCore", StoppedCore)
     engine = SimpleNamespace(layout=LAYOUT, transfer_pool=make_pool(), close=lambda: None)
     settings = WorkerSettings.model_validate({"role": "prefill", "secret": "s"})
     link = cast(FrontLink, SimpleNamespace(ring=lambda: None))

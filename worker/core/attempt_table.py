@@ -14,7 +14,7 @@ from contracts.request import Job
 from engine.messages import EngineRequest
 
 if TYPE_CHECKING:
-    from worker.core.role import Role
+    from worker.core.role import RoleHandler
 
 log = logging.getLogger(__name__)
 
@@ -27,7 +27,7 @@ def attempt_key(request_id: RequestId, epoch: Epoch) -> RequestId:
 
 
 @dataclass
-class Live:
+class Attempt:
     """An attempt between acceptance and end. `stages_s` is its time account on this worker, stage -> seconds;
     `has_told` that the gateway knows it up to the first token.
     """
@@ -35,7 +35,7 @@ class Live:
     job: Job
     deadline_s: float
     mark_s: float
-    role: Role | None = None
+    role: RoleHandler | None = None
     cached_tokens: int = 0
     stages_s: dict[str, float] = field(default_factory=dict)
     has_told: bool = False
@@ -61,7 +61,7 @@ class Live:
 
 
 @dataclass(frozen=True)
-class Move:
+class StateReport:
     """A request came to `state` of the coordinator's table. Told to the coordinator off the token path."""
 
     request_id: RequestId
@@ -69,28 +69,28 @@ class Move:
     state: str
 
 
-class Ledger:
+class AttemptTable:
     """Owns every accepted request until its end. A request leaves by finish, fail, or leave; after that it is unknown.
 
     Events pile up until `take()`, once a step. Not thread-safe: it belongs to the core's loop.
     """
 
     def __init__(self) -> None:
-        self._live: dict[RequestId, Live] = {}
-        self._by_key: dict[RequestId, Live] = {}
+        self._live: dict[RequestId, Attempt] = {}
+        self._by_key: dict[RequestId, Attempt] = {}
         self._events: dict[GatewayId, list[Event]] = {}
-        self._moves: list[Move] = []
+        self._moves: list[StateReport] = []
         self._cancelled: dict[RequestId, Epoch] = {}  # though unknown; the oldest first
         self.num_stale = 0
 
-    def open(self, job: Job, now: float) -> Live | None:
+    def open(self, job: Job, now: float) -> Attempt | None:
         """Accept a job. None if it is a duplicate or older than what is known: the newer attempt goes on. None, too, if
         its cancel has overtaken it.
         """
         if job.request_id in self._live or job.epoch <= self._cancelled.get(job.request_id, 0):
             self.num_stale += 1
             return None
-        live = Live(job, deadline_s=now + job.timeout_s, mark_s=now)
+        live = Attempt(job, deadline_s=now + job.timeout_s, mark_s=now)
         self._live[job.request_id] = self._by_key[live.key] = live
         return live
 
@@ -103,58 +103,58 @@ class Ledger:
         if len(self._cancelled) > MAX_CANCELLED:
             del self._cancelled[next(iter(self._cancelled))]
 
-    def get(self, request_id: RequestId) -> Live | None:
+    def get(self, request_id: RequestId) -> Attempt | None:
         return self._live.get(request_id)
 
-    def of(self, key: RequestId) -> Live | None:
+    def of(self, key: RequestId) -> Attempt | None:
         """The live request that the engine calls `key`."""
         return self._by_key.get(key)
 
-    def __iter__(self) -> Iterator[Live]:
+    def __iter__(self) -> Iterator[Attempt]:
         return iter(list(self._live.values()))
 
     def __len__(self) -> int:
         return len(self._live)
 
-    def overdue(self, now: float) -> list[Live]:
+    def overdue(self, now: float) -> list[Attempt]:
         return [live for live in self._live.values() if live.deadline_s <= now]
 
-    def scored(self, live: Live, first_index: int, tokens: list[PromptToken]) -> None:
+    def scored(self, live: Attempt, first_index: int, tokens: list[PromptToken]) -> None:
         self._emit(live, PromptScored(live.job.request_id, live.job.epoch, first_index, tokens))
 
-    def prefilled(self, live: Live) -> None:
+    def prefilled(self, live: Attempt) -> None:
         job, live.has_told = live.job, True
         self._emit(live, Prefilled(job.request_id, job.epoch, live.cached_tokens, dict(live.stages_s)))
 
-    def token(self, live: Live, token: Token) -> None:
+    def token(self, live: Attempt, token: Token) -> None:
         told = {} if live.has_told else dict(live.stages_s)
         live.has_told = True
         self._emit(live, Tokens(live.job.request_id, live.job.epoch, [token], told))
 
-    def finish(self, live: Live, num_tokens: int, reason: FinishReason) -> None:
+    def finish(self, live: Attempt, num_tokens: int, reason: FinishReason) -> None:
         job = live.job
         self._emit(live, Finished(job.request_id, job.epoch, num_tokens, reason, dict(live.stages_s)))
         self.leave(live)
 
-    def fail(self, live: Live, error: TandemError) -> None:
+    def fail(self, live: Attempt, error: TandemError) -> None:
         job = live.job
         log.warning("request %s epoch %d failed: %s: %s", job.request_id, job.epoch, error.code, error)
         self._emit(live, Failed(job.request_id, job.epoch, error.code, str(error)))
         self.leave(live)
 
-    def leave(self, live: Live) -> None:
+    def leave(self, live: Attempt) -> None:
         """Forget a request whose end is somebody else's to tell (handed over, cancelled, aborted by the peer)."""
         self._live.pop(live.job.request_id, None)
         self._by_key.pop(live.key, None)
 
-    def move(self, live: Live, state: str) -> None:
-        self._moves.append(Move(live.job.request_id, live.job.epoch, state))
+    def move(self, live: Attempt, state: str) -> None:
+        self._moves.append(StateReport(live.job.request_id, live.job.epoch, state))
 
-    def take(self) -> tuple[dict[GatewayId, list[Event]], list[Move]]:
+    def take(self) -> tuple[dict[GatewayId, list[Event]], list[StateReport]]:
         """All events since the last call, by gateway and in order, and the moves."""
         taken = self._events, self._moves
         self._events, self._moves = {}, []
         return taken
 
-    def _emit(self, live: Live, event: Event) -> None:
+    def _emit(self, live: Attempt, event: Event) -> None:
         self._events.setdefault(live.job.gateway_id, []).append(event)

@@ -8,13 +8,13 @@ from contracts.errors import DeadlineExceeded, RequestError, TandemError, by_cod
 from contracts.ids import WorkerId
 from contracts.request import Cancel, Job
 from engine.engine import Engine
-from engine.messages import ChunkComing, Started, StepOutput, Watcher
+from engine.messages import ChunkScheduled, Started, StepObserver, StepOutput
 from kv_transfer.node import TransferNode
-from worker.core.attempt_table import Ledger, Live
+from worker.core.attempt_table import Attempt, AttemptTable
 from worker.core.front_link import FrontLink
-from worker.core.role import Role
+from worker.core.role import RoleHandler
 from worker.core.status import StatusReporter
-from worker.messages import CoreFrame, GatewayGone, Peers, Stop, ToCore, Work
+from worker.messages import CoreFrame, GatewayGone, KnownPeers, Stop, ToCore, Work
 
 log = logging.getLogger(__name__)
 
@@ -26,7 +26,7 @@ REHEARSAL_S = 0.004
 TICK_S = 0.02
 
 
-class Core(Watcher):
+class EngineCore(StepObserver):
     """One engine, one transfer node, the roles.
 
     Single-threaded: whatever comes from other threads comes through `link`. `keep_warm`: see prefill_svc.warm_path;
@@ -38,8 +38,8 @@ class Core(Watcher):
         me: WorkerId,
         engine: Engine,
         node: TransferNode,
-        roles: Sequence[Role],
-        ledger: Ledger,
+        roles: Sequence[RoleHandler],
+        ledger: AttemptTable,
         link: FrontLink,
         clock: Callable[[], float] = time.monotonic,
         keep_warm: Callable[[], None] = lambda: None,
@@ -56,33 +56,33 @@ class Core(Watcher):
         self._next_tick_s = self._next_rehearsal_s = 0.0
 
     def run(self) -> None:
-        """Until the front says stop. Raises FrontGone when the front is gone."""
+        """Until the front says stop. Raises FrontDisconnected when the front is gone."""
         while not self._stopping:
             self.turn()
 
     def turn(self) -> None:
-        for message in self._link.receive(self._patience_s()):
+        for message in self._link.receive(self._poll_timeout_s()):
             self._on_message(message)
         self._on_transfer()
         self._on_time()
-        if self._engine.has_work() and not self._leisure_s():
+        if self._engine.has_work() and not self._launch_slack_s():
             self._step()
         self._send()
         if not self._engine.has_work():
-            self._rest()
+            self._on_idle()
 
-    def _patience_s(self) -> float:
+    def _poll_timeout_s(self) -> float:
         if self._engine.has_work():
-            return IDLE_WAIT_S if self._is_stuck else self._leisure_s()
+            return IDLE_WAIT_S if self._is_stuck else self._launch_slack_s()
         return ALERT_WAIT_S if self._engine.has_reserved else IDLE_WAIT_S
 
-    def _rest(self) -> None:
+    def _on_idle(self) -> None:
         self._node.rested()
         if self._engine.has_reserved and self._clock() >= self._next_rehearsal_s:
             self._engine.rehearse()
             self._next_rehearsal_s = self._clock() + REHEARSAL_S
 
-    def _leisure_s(self) -> float:
+    def _launch_slack_s(self) -> float:
         """Whoever is handed over here may come yet, for the next batch."""
         return self._engine.slack_s if self._engine.has_reserved else 0.0
 
@@ -104,7 +104,7 @@ class Core(Watcher):
                 for live in self._ledger:
                     if live.job.gateway_id == gateway_id:
                         self._drop(live, "its gateway is gone")
-            case Peers(workers):
+            case KnownPeers(workers):
                 self._node.meet(workers)
             case Stop():
                 self._stopping = True
@@ -122,9 +122,9 @@ class Core(Watcher):
         except TandemError as error:
             self._fail(live, error)
 
-    def _role(self, job: Job) -> Role:
+    def _role(self, job: Job) -> RoleHandler:
         for role in self._roles:
-            if role.takes(job):
+            if role.accepts(job):
                 return role
         raise RequestError(f"worker {self._me} has no role in the route of request {job.request_id}")
 
@@ -162,13 +162,13 @@ class Core(Watcher):
         live.cached_tokens = started.cached_tokens
         live.role.on_started(live, now)
 
-    def coming(self, chunk: ChunkComing) -> None:
+    def chunk_scheduled(self, chunk: ChunkScheduled) -> None:
         live = self._ledger.of(chunk.request_id)
         if live is not None and live.role is not None:
-            live.role.on_coming(live, chunk)
+            live.role.on_chunk_scheduled(live, chunk)
 
-    def launched(self, is_all: bool) -> None:
-        self._node.launched(is_all)
+    def chunks_launched(self, is_all: bool) -> None:
+        self._node.chunks_launched(is_all)
 
     def waiting(self, is_done: Callable[[], bool]) -> None:
         """A lone prompt that is to be handed over finds its way warm. Under load it is anyway."""
@@ -207,12 +207,12 @@ class Core(Watcher):
             if live is not None:
                 self._fail(live, by_code(failed.code, failed.message))
 
-    def _fail(self, live: Live, error: TandemError) -> None:
+    def _fail(self, live: Attempt, error: TandemError) -> None:
         if live.role is not None:
             live.role.drop(live, f"{error.code}: {error}", self._clock())
         self._ledger.fail(live, error)
 
-    def _drop(self, live: Live, reason: str) -> None:
+    def _drop(self, live: Attempt, reason: str) -> None:
         log.info("request %s epoch %d dropped: %s", live.job.request_id, live.job.epoch, reason)
         if live.role is not None:
             live.role.drop(live, reason, self._clock())

@@ -10,7 +10,7 @@ from worker.messages import ToCore, ToFront
 RECEIVE_NBYTES = 1 << 20
 
 
-class FrontGone(Exception):
+class FrontDisconnected(Exception):
     """The front closed its end: there is nobody left to serve."""
 
 
@@ -35,7 +35,7 @@ class FrontLink:
     def receive(self, timeout_s: float) -> list[ToCore]:
         """Messages that have arrived, after waiting at most `timeout_s` for the first message or ring.
 
-        Raises FrontGone.
+        Raises FrontDisconnected.
         """
         messages: list[ToCore] = []
         for key, _ in self._selector.select(timeout_s):
@@ -49,7 +49,7 @@ class FrontLink:
         try:
             self._sock.sendall(frame(message))
         except (BrokenPipeError, ConnectionResetError) as error:
-            raise FrontGone from error
+            raise FrontDisconnected from error
 
     def close(self) -> None:
         self._selector.close()
@@ -59,5 +59,5 @@ class FrontLink:
     def _read(self) -> list[ToCore]:
         data = self._sock.recv(RECEIVE_NBYTES)
         if not data:
-            raise FrontGone
+            raise FrontDisconnected
         return [self._decoder.decode(payload) for payload in self._reader.feed(data)]

@@ -2,34 +2,34 @@
 
 from contracts.request import Job
 from engine.engine import Engine
-from engine.messages import ChunkComing, StepOutput
+from engine.messages import ChunkScheduled, StepOutput
 from kv_transfer.events import TransferEvent
-from worker.core.attempt_table import Ledger, Live
+from worker.core.attempt_table import Attempt, AttemptTable
 
 
 class LocalRole:
     """Part of every core, so that any worker can serve a request alone; a mixed worker does little else."""
 
-    def __init__(self, engine: Engine, ledger: Ledger) -> None:
+    def __init__(self, engine: Engine, ledger: AttemptTable) -> None:
         self._engine = engine
         self._ledger = ledger
         self._num_requests = 0
 
-    def takes(self, job: Job) -> bool:
+    def accepts(self, job: Job) -> bool:
         return job.route.is_local
 
-    def start(self, live: Live, now: float) -> None:
+    def start(self, live: Attempt, now: float) -> None:
         self._engine.submit(live.request())
         self._num_requests += 1
         self._ledger.move(live, "QUEUED")
 
-    def drop(self, live: Live, reason: str, now: float) -> None:
+    def drop(self, live: Attempt, reason: str, now: float) -> None:
         self._engine.release(live.key)
 
-    def on_started(self, live: Live, now: float) -> None:
+    def on_started(self, live: Attempt, now: float) -> None:
         """Nobody to tell: the pages are already where they are needed."""
 
-    def on_coming(self, live: Live, chunk: ChunkComing) -> None:
+    def on_chunk_scheduled(self, live: Attempt, chunk: ChunkScheduled) -> None:
         """Nothing is handed over."""
 
     def on_step(self, output: StepOutput, now: float) -> None:

@@ -17,18 +17,18 @@ from engine.settings import EngineSettings
 from kv_transfer.node import TransferNode
 from kv_transfer.settings import TransferSettings
 from kv_transfer.transports.registry import device_staging_nbytes
-from process.garbage_collector import settle
-from worker.core.attempt_table import Ledger
-from worker.core.engine_core import Core
-from worker.core.front_link import FrontGone, FrontLink
-from worker.core.role import Role
+from process.garbage_collector import freeze_startup_objects
+from worker.core.attempt_table import AttemptTable
+from worker.core.engine_core import EngineCore
+from worker.core.front_link import FrontDisconnected, FrontLink
+from worker.core.role import RoleHandler
 from worker.messages import CoreFailed, CoreReady, Loading, Start, Stop
 from worker.settings import WorkerSettings
 
 log = logging.getLogger(__name__)
 
 START_TIMEOUT_S = 10.0
-MakeRoles = Callable[[WorkerSettings, WorkerId, Engine, TransferNode, Ledger], list[Role]]
+MakeRoles = Callable[[WorkerSettings, WorkerId, Engine, TransferNode, AttemptTable], list[RoleHandler]]
 MakeKeeper = Callable[[TransferNode, KVLayout], Callable[[], None]]
 SWITCH_S = 0.0002
 """A thread that has heard from a peer gets the interpreter this soon, in the middle of the engine's Python."""
@@ -42,7 +42,7 @@ def run(make_roles: MakeRoles, make_keeper: MakeKeeper) -> None:
     link = FrontLink(socket.socket(fileno=int(sys.argv[1])))
     try:
         _serve(link, make_roles, make_keeper)
-    except FrontGone:
+    except FrontDisconnected:
         sys.exit(0)
     except Exception as error:
         if isinstance(error, ConfigError):
@@ -71,7 +71,7 @@ def serve(
     make_roles: MakeRoles,
     make_keeper: MakeKeeper,
 ) -> None:
-    """Until the front says stop. Raises FrontGone when the front is gone."""
+    """Until the front says stop. Raises FrontDisconnected when the front is gone."""
     me, incarnation = WorkerId(start.worker_id), Incarnation(start.incarnation)
     with closing(engine):
         node = TransferNode(
@@ -79,10 +79,10 @@ def serve(
         )
         node.start()
         with closing(node):
-            ledger = Ledger()
+            ledger = AttemptTable()
             roles, keep_warm = make_roles(settings, me, engine, node, ledger), make_keeper(node, engine.layout)
-            core = Core(me, engine, node, roles, ledger, link, keep_warm=keep_warm)
-            settle()
+            core = EngineCore(me, engine, node, roles, ledger, link, keep_warm=keep_warm)
+            freeze_startup_objects()
             link.send(ready_of(engine, node))
             core.run()
 
@@ -97,13 +97,13 @@ def transfer_keeper(node: TransferNode, layout: KVLayout) -> Callable[[], None]:
 
 
 def _first_message(link: FrontLink) -> Start:
-    """Raises FrontGone if none comes, or a Stop right behind it: a front that finds no registry says so within the
-    seconds in which torch is imported here.
+    """Raises FrontDisconnected if none comes, or a Stop right behind it: a front that finds no registry says so within
+    the seconds in which torch is imported here.
     """
     match link.receive(START_TIMEOUT_S):
         case [Start() as start, *others] if Stop() not in others:
             return start
-    raise FrontGone
+    raise FrontDisconnected
 
 
 def engine_settings(settings: WorkerSettings) -> EngineSettings:

@@ -3,31 +3,31 @@
 from typing import Protocol
 
 from contracts.request import Job
-from engine.messages import ChunkComing, StepOutput
+from engine.messages import ChunkScheduled, StepOutput
 from kv_transfer.events import TransferEvent
-from worker.core.attempt_table import Live
+from worker.core.attempt_table import Attempt
 
 
-class Role(Protocol):
+class RoleHandler(Protocol):
     """One way of serving jobs. Every method runs on the core's loop and returns at once; `now` is monotonic seconds."""
 
-    def takes(self, job: Job) -> bool:
+    def accepts(self, job: Job) -> bool:
         """Whether this role serves the job."""
         ...
 
-    def start(self, live: Live, now: float) -> None:
+    def start(self, live: Attempt, now: float) -> None:
         """Begin an accepted job. Raises a TandemError to refuse it."""
         ...
 
-    def drop(self, live: Live, reason: str, now: float) -> None:
+    def drop(self, live: Attempt, reason: str, now: float) -> None:
         """Free what the request holds here; its end is told elsewhere."""
         ...
 
-    def on_started(self, live: Live, now: float) -> None:
+    def on_started(self, live: Attempt, now: float) -> None:
         """The scheduler picked the request; its first chunk is about to be computed."""
         ...
 
-    def on_coming(self, live: Live, chunk: ChunkComing) -> None:
+    def on_chunk_scheduled(self, live: Attempt, chunk: ChunkScheduled) -> None:
         """A chunk of the request's handoff is about to be computed."""
         ...
 

@@ -9,8 +9,8 @@ from engine.scheduler.batch import prompt_tokens_per_mixed_step
 from kv_transfer.events import LinkStats
 from kv_transfer.node import TransferNode
 from process.garbage_collector import COLLECTIONS
-from worker.core.attempt_table import Ledger
-from worker.core.role import Role
+from worker.core.attempt_table import AttemptTable
+from worker.core.role import RoleHandler
 from worker.messages import CoreStatus, LinkStatus
 
 STATUS_PERIOD_S = 0.1
@@ -49,7 +49,7 @@ class Rate:
 class StatusReporter:
     """Counts turns and steps; makes a CoreStatus when one is due."""
 
-    def __init__(self, engine: Engine, node: TransferNode, ledger: Ledger, roles: Sequence[Role]) -> None:
+    def __init__(self, engine: Engine, node: TransferNode, ledger: AttemptTable, roles: Sequence[RoleHandler]) -> None:
         self._engine = engine
         self._node = node
         self._ledger = ledger

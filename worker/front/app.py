@@ -16,7 +16,7 @@ from contracts.ids import GatewayId
 from contracts.node import NodeInfo, NodeLoad
 from contracts.request import Cancel, Job, JobMessage
 from service.request_body import read_body
-from service.shared_secret import refusal, stranger
+from service.shared_secret import refusal, refuse_without_secret
 from worker.front.core_process import CoreProcess
 from worker.front.event_streams import EventStreams
 from worker.front.metrics import render
@@ -28,7 +28,7 @@ MAX_BODY_NBYTES = 32 << 20
 
 
 @dataclass
-class FrontState:
+class WorkerState:
     """What the front knows. `status` is the core's latest word, `status_s` (monotonic) when one told of a new turn.
     `due_s`: by when the front itself is to go on, see `goes_on`. `started_at_s` is of the wall's clock.
     """
@@ -81,7 +81,7 @@ class FrontState:
         """How long the core has made no turn. Not beyond when the front was to go on: others may ask before it does."""
         return min(time.monotonic(), self.due_s) - self.status_s
 
-    def sickness(self) -> str | None:
+    def health_error(self) -> str | None:
         """Why this worker is not healthy, or None."""
         if not self.core_alive:
             return "the engine core has died"
@@ -90,14 +90,14 @@ class FrontState:
         return None
 
 
-def make_app(state: FrontState) -> FastAPI:
+def make_app(state: WorkerState) -> FastAPI:
     app = FastAPI(title="Tandem worker", docs_url=None, redoc_url=None)
     _add_work(app, state)
     _add_views(app, state)
     return app
 
 
-def _add_work(app: FastAPI, state: FrontState) -> None:
+def _add_work(app: FastAPI, state: WorkerState) -> None:
     """What gateways and operators call; all of it needs the secret."""
     jobs_decoder = decoder(list[JobMessage])
 
@@ -140,20 +140,20 @@ def _add_work(app: FastAPI, state: FrontState) -> None:
         return Response(status_code=202)
 
 
-def _add_views(app: FastAPI, state: FrontState) -> None:
+def _add_views(app: FastAPI, state: WorkerState) -> None:
     """What anyone may look at."""
 
     @app.get("/health")
     async def health() -> JSONResponse:
         """200 while the core's loop turns, else 503 with the reason."""
-        sickness = state.sickness()
+        sickness = state.health_error()
         return JSONResponse(_report(state) | {"status": sickness or "ok"}, status_code=503 if sickness else 200)
 
     @app.get("/ready")
     async def ready() -> JSONResponse:
         """200 once this worker is in the registry and may be given work."""
         words = (
-            state.sickness()
+            state.health_error()
             or (None if state.joined else "not in the registry")
             or ("draining" if state.draining else None)
         )
@@ -162,24 +162,24 @@ def _add_views(app: FastAPI, state: FrontState) -> None:
     @app.get("/metrics")
     async def metrics() -> Response:
         taken = {"jobs": state.num_jobs, "cancels": state.num_cancels}
-        text = render(state.info, state.status, not state.sickness(), taken, state.started_at_s)
+        text = render(state.info, state.status, not state.health_error(), taken, state.started_at_s)
         return Response(text, media_type="text/plain; version=0.0.4")
 
 
-async def _stream(state: FrontState, gateway_id: GatewayId) -> AsyncIterator[bytes]:
+async def _stream(state: WorkerState, gateway_id: GatewayId) -> AsyncIterator[bytes]:
     async for data in state.streams.listen(gateway_id):
         yield data
 
 
-def _refused(request: Request, state: FrontState) -> JSONResponse | None:
-    if strange := stranger(request, state.secret):
+def _refused(request: Request, state: WorkerState) -> JSONResponse | None:
+    if strange := refuse_without_secret(request, state.secret):
         return strange
-    if sickness := state.sickness():
+    if sickness := state.health_error():
         return refusal(503, "unavailable", sickness)
     return None
 
 
-def _no_taker(state: FrontState, messages: list[JobMessage]) -> JSONResponse | None:
+def _no_taker(state: WorkerState, messages: list[JobMessage]) -> JSONResponse | None:
     """Why the jobs among them are not taken, or None."""
     gateways = {m.gateway_id for m in messages if isinstance(m, Job)}
     if unheard := sorted(gateway_id for gateway_id in gateways if not state.streams.has(gateway_id)):
@@ -189,7 +189,7 @@ def _no_taker(state: FrontState, messages: list[JobMessage]) -> JSONResponse | N
     return None
 
 
-def _report(state: FrontState) -> dict[str, object]:
+def _report(state: WorkerState) -> dict[str, object]:
     info = state.info
     return {
         "worker_id": info.worker_id,

@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator
 
 from contracts.codec import FrameReader, decoder, frame
 from contracts.errors import ConfigError
-from process.parent_death import leashed
+from process.parent_death import die_with_parent
 from process.supervision import describe_exit
 from worker.messages import CoreFailed, CoreReady, Loading, Start, Stop, ToCore, ToFront
 
@@ -43,7 +43,7 @@ class CoreProcess:
     async def start(self) -> None:
         ours, theirs = socket.socketpair()
         with theirs:
-            command = leashed([sys.executable, "-m", self._module, str(theirs.fileno())])
+            command = die_with_parent([sys.executable, "-m", self._module, str(theirs.fileno())])
             self._process = subprocess.Popen(
                 command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, env=THREADS | os.environ
             )

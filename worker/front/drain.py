@@ -3,7 +3,7 @@
 import asyncio
 import logging
 
-from worker.front.app import FrontState
+from worker.front.app import WorkerState
 from worker.front.membership import Membership
 
 log = logging.getLogger(__name__)
@@ -11,7 +11,7 @@ log = logging.getLogger(__name__)
 POLL_S = 0.02
 
 
-async def drain(state: FrontState, membership: Membership, timeout_s: float) -> None:
+async def drain(state: WorkerState, membership: Membership, timeout_s: float) -> None:
     """Return when nothing runs, when the core is dead or hangs, or when `timeout_s` is over."""
     state.draining = True
     log.info("draining: no new work; another signal ends what runs at once")
@@ -20,13 +20,13 @@ async def drain(state: FrontState, membership: Membership, timeout_s: float) -> 
             await membership.beat_once()
             await _next_status(state)
             await _next_status(state)  # this one was made after the core had read all that was sent before
-            while state.num_requests and not state.sickness():
+            while state.num_requests and not state.health_error():
                 await asyncio.sleep(POLL_S)
     except TimeoutError:
         log.warning("%d requests were still running after %.0f s", state.num_requests, timeout_s)
 
 
-async def _next_status(state: FrontState) -> None:
+async def _next_status(state: WorkerState) -> None:
     before = state.num_turns
-    while state.num_turns == before and not state.sickness():
+    while state.num_turns == before and not state.health_error():
         await asyncio.sleep(POLL_S)

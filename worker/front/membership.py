@@ -10,14 +10,14 @@ from functools import partial
 
 from contracts.errors import Unavailable
 from contracts.ids import Epoch, RequestId
-from contracts.node import Node, NodeInfo, Role
+from contracts.node import Node, NodeInfo, WorkerRole
 from contracts.request import WorkerRef
-from coordinator.request_states import State
+from coordinator.request_states import RequestState
 from coordinator.store.connect import patiently
-from coordinator.store.store import Move, Store
-from service.outage_log import Outage
-from worker.front.app import FrontState
-from worker.messages import Peers
+from coordinator.store.store import StateTransition, Store
+from service.outage_log import OutageLog
+from worker.front.app import WorkerState
+from worker.messages import KnownPeers
 
 log = logging.getLogger(__name__)
 
@@ -35,13 +35,13 @@ end two threads and its staging, and a worker takes kv_transfer.settings.max_pee
 class Membership:
     """Keeps trying while Redis is away: losing it stops neither the engine nor handoffs in flight."""
 
-    def __init__(self, store: Store, state: FrontState) -> None:
+    def __init__(self, store: Store, state: WorkerState) -> None:
         self._store = store
         self._state = state
-        self._outage = Outage(log, "in the registry again")
-        self._absence = Outage(log)
+        self._outage = OutageLog(log, "in the registry again")
+        self._absence = OutageLog(log)
         self._peers: list[WorkerRef] = []
-        self._moves: list[Move] = []
+        self._moves: list[StateTransition] = []
         self._tasks: list[asyncio.Task[None]] = []
         self._beating = asyncio.Lock()
 
@@ -55,10 +55,10 @@ class Membership:
                 info.worker_id,
             )
         self._state.joined = True
-        looks = [self._look] if self._state.info.role is Role.PREFILL else []
+        looks = [self._look] if self._state.info.role is WorkerRole.PREFILL else []
         self._tasks = [asyncio.create_task(do()) for do in (self._beat, self._tell, *looks)]
 
-    def moved(self, moves: list[Move]) -> None:
+    def moved(self, moves: list[StateTransition]) -> None:
         self._moves += moves
         del self._moves[:-MAX_MOVES]
 
@@ -67,13 +67,13 @@ class Membership:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         with contextlib.suppress(Unavailable):  # then the lease ends it
-            info, is_dead = self._state.info, self._state.sickness() is not None
+            info, is_dead = self._state.info, self._state.health_error() is not None
             await self._store.leave(info.worker_id, info.incarnation, is_dead)
 
     async def _beat(self) -> None:
         while True:
             await asyncio.sleep(BEAT_PERIOD_S)
-            if self._state.sickness():
+            if self._state.health_error():
                 continue  # no sign of life from a worker that can't work
             await self.beat_once()
 
@@ -92,7 +92,7 @@ class Membership:
                 self._absence.failed("the registry does not know this worker any more; joining again")
                 await self._store.join(info, again=True)
                 await self._store.heartbeat(info.worker_id, info.incarnation, load)  # it joins as an idle one
-            await self._meet()
+            await self._update_peers()
         except Unavailable as error:
             self._outage.failed(f"not in the registry: {error}", error.what)
             self._state.joined = False
@@ -103,20 +103,20 @@ class Membership:
 
     async def _look(self) -> None:
         for _ in range(MAX_LOOKS):
-            await self._meet()
+            await self._update_peers()
             if self._peers:
                 break
             await asyncio.sleep(LOOK_PERIOD_S)
 
-    async def _meet(self) -> None:
+    async def _update_peers(self) -> None:
         """Again with each beat: who joined since, and whoever was lost and lives."""
-        if self._state.info.role is Role.PREFILL:
+        if self._state.info.role is WorkerRole.PREFILL:
             with contextlib.suppress(Unavailable):  # the beat says so, and this can wait
                 self._peers = takers(self._state.info, await self._store.nodes())
-                self._state.core.send(Peers(self._peers))
+                self._state.core.send(KnownPeers(self._peers))
 
     async def _tell(self) -> None:
-        outage = Outage(log)
+        outage = OutageLog(log)
         while True:
             await asyncio.sleep(MOVES_PERIOD_S)
             if self._moves:
@@ -137,9 +137,9 @@ def takers(me: NodeInfo, nodes: Sequence[Node]) -> list[WorkerRef]:
     alive = [node for node in nodes if node.alive]
     if len(alive) > MAX_POOL:
         return []
-    found = [n.info for n in alive if not n.load.draining and n.info.role is not Role.PREFILL]
-    return [info.ref for info in found if info.can_take(me)]
+    found = [n.info for n in alive if not n.load.draining and n.info.role is not WorkerRole.PREFILL]
+    return [info.ref for info in found if info.can_receive_from(me)]
 
 
-def to_moves(moves: list[tuple[RequestId, Epoch, str]]) -> list[Move]:
-    return [Move(request_id, epoch, State(name)) for request_id, epoch, name in moves]
+def to_moves(moves: list[tuple[RequestId, Epoch, str]]) -> list[StateTransition]:
+    return [StateTransition(request_id, epoch, RequestState(name)) for request_id, epoch, name in moves]

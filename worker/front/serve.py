@@ -8,16 +8,16 @@ import socket
 
 from contracts.errors import ConfigError, Unavailable
 from contracts.ids import Incarnation, WorkerId
-from contracts.node import NodeInfo, Role
+from contracts.node import NodeInfo, WorkerRole
 from coordinator.store.connect import connect, patiently
 from coordinator.store.store import Store
-from process.garbage_collector import settle
+from process.garbage_collector import freeze_startup_objects
 from process.sockets import http_url
 from process.supervision import write_ready_file
 from service.server import serving
 from service.settings import flag_and_variable
 from service.version import release
-from worker.front.app import FrontState, make_app
+from worker.front.app import WorkerState, make_app
 from worker.front.core_process import CoreProcess
 from worker.front.drain import drain
 from worker.front.event_streams import EventStreams
@@ -47,7 +47,7 @@ async def serve(
         info = _node_info(settings, worker_id, incarnation, listener, core, ready)
         streams = EventStreams(worker_id, incarnation)
         secret = settings.secret.get_secret_value()
-        state = FrontState(info, secret, core, streams, settings.hang_timeout_s, _digest(settings))
+        state = WorkerState(info, secret, core, streams, settings.hang_timeout_s, _digest(settings))
         return await _serve(settings, state, store, listener)
     finally:
         await store.close()
@@ -61,7 +61,7 @@ async def _require_redis(store: Store) -> None:
         raise ConfigError(f"{error} (redis_url, set by {flag_and_variable('redis_url')})") from error
 
 
-async def _serve(settings: WorkerSettings, state: FrontState, store: Store, listener: socket.socket) -> int:
+async def _serve(settings: WorkerSettings, state: WorkerState, store: Store, listener: socket.socket) -> int:
     """In the registry from here until cancelled (0) or until the core dies (3)."""
     membership = Membership(store, state)
     minding = asyncio.create_task(_mind(state))
@@ -71,7 +71,7 @@ async def _serve(settings: WorkerSettings, state: FrontState, store: Store, list
             pumping = asyncio.create_task(_pump(state, membership))
             try:
                 await membership.start()
-                settle()
+                freeze_startup_objects()
                 _announce(settings, state.info)
                 return await _work(state, membership, pumping, settings.drain_timeout_s)
             finally:
@@ -84,7 +84,7 @@ async def _serve(settings: WorkerSettings, state: FrontState, store: Store, list
             settings.ready_file.unlink(missing_ok=True)
 
 
-async def _work(state: FrontState, membership: Membership, pumping: asyncio.Task[None], drain_timeout_s: float) -> int:
+async def _work(state: WorkerState, membership: Membership, pumping: asyncio.Task[None], drain_timeout_s: float) -> int:
     """Until the core dies, or until cancelled and drained; cancelled twice, at once."""
     try:
         await asyncio.shield(pumping)
@@ -94,7 +94,7 @@ async def _work(state: FrontState, membership: Membership, pumping: asyncio.Task
         raise
 
 
-async def _pump(state: FrontState, membership: Membership) -> None:
+async def _pump(state: WorkerState, membership: Membership) -> None:
     """Core frames to event streams, until the core ends."""
     async for message in state.core.frames():
         if isinstance(message, CoreFrame):
@@ -109,7 +109,7 @@ async def _pump(state: FrontState, membership: Membership) -> None:
     log.error("the engine core %s; this worker can't go on", await state.core.describe_end())
 
 
-async def _mind(state: FrontState) -> None:
+async def _mind(state: WorkerState) -> None:
     """A core that hangs is as good as dead to the gateways: their streams end, and with them the requests. One that
     goes on hanging is killed: whoever supervises this worker starts it again. What gateways left behind ends too.
     """
@@ -118,7 +118,7 @@ async def _mind(state: FrontState) -> None:
         await asyncio.sleep(MIND_PERIOD_S)
         # A container that is paused, or a virtual machine, is so with both: the core has had no time to turn, either.
         state.goes_on(MIND_PERIOD_S)
-        if state.sickness():
+        if state.health_error():
             state.streams.close()
         if state.core_alive and state.silent_s > HANGS_UNTIL_KILLED * state.hang_timeout_s:
             log.error("the engine core has made no turn for %.0f s and is killed", state.silent_s)
@@ -138,7 +138,7 @@ def _node_info(
     return NodeInfo(
         worker_id=worker_id,
         incarnation=incarnation,
-        role=Role(settings.role),
+        role=WorkerRole(settings.role),
         url=http_url(settings.advertised_host, listener.getsockname()[1]),
         transfer=ready.transfer,
         model=ready.model,

@@ -8,7 +8,7 @@ from itertools import product
 
 import torch
 
-from engine.cuda.device_sampler import Drawer
+from engine.cuda.device_sampler import SamplingKernel
 from engine.cuda.inputs.batch_inputs import batch_buckets, bucket_for, context_buckets
 from engine.cuda.inputs.decode_state import DecodeState
 from engine.cuda.runtime.graph_capture import Launch, Record
@@ -24,13 +24,13 @@ class StepKey:
     greedy: bool
 
 
-class DecodeSteps:
+class DecodeGraphs:
     """A draw is held by itself, since adjusted logits are not the step's: one more launch, which the GPU waits for some
     microseconds.
     """
 
-    def __init__(self, make: MakeStep, drawer: Drawer, state: DecodeState, max_model_len: int) -> None:
-        self._make, self._drawer, self._state = make, drawer, state
+    def __init__(self, make: MakeStep, drawer: SamplingKernel, state: DecodeState, max_model_len: int) -> None:
+        self._make, self._sampling_kernel, self._state = make, drawer, state
         self._batches, self._contexts = batch_buckets(state.max_rows), context_buckets(max_model_len)
         self._computes: dict[tuple[int, int], Launch] = {}
         self._held: dict[tuple[int, int], Launch] = {}
@@ -60,14 +60,14 @@ class DecodeSteps:
     def _hold_draws(self, record: Record, rows: int) -> None:
         for greedy in (True, False):
             if (rows, greedy) not in self._draws:
-                self._draws[rows, greedy] = record(partial(self._draw, rows, greedy))
+                self._draws[rows, greedy] = record(partial(self._sample, rows, greedy))
 
     def release(self) -> None:
         self._held.clear()
         self._draws.clear()
 
     @torch.inference_mode()
-    def draw(self, key: StepKey) -> None:
+    def sample(self, key: StepKey) -> None:
         """Logits and tokens of the first `key.num_rows` rows."""
         self.compute(key)
         self.draw_from(key.num_rows, key.greedy)
@@ -76,7 +76,7 @@ class DecodeSteps:
     def draw_from(self, num_rows: int, greedy: bool) -> None:
         """Tokens of the first rows, padded, from the state's logits."""
         kind = bucket_for(self._batches, num_rows), greedy
-        (self._draws.get(kind) or partial(self._draw, *kind))()
+        (self._draws.get(kind) or partial(self._sample, *kind))()
 
     @torch.inference_mode()
     def compute(self, key: StepKey) -> None:
@@ -84,8 +84,8 @@ class DecodeSteps:
         size = key.num_rows, key.max_len
         (self._held.get(size) or self._step(*size))()
 
-    def _draw(self, rows: int, greedy: bool) -> None:
-        self._drawer.into(self._state, self._state.logits[:rows], greedy)
+    def _sample(self, rows: int, greedy: bool) -> None:
+        self._sampling_kernel.into(self._state, self._state.logits[:rows], greedy)
 
     def _step(self, rows: int, max_len: int) -> Launch:
         size = (rows, max_len)

@@ -19,7 +19,7 @@ from engine.cuda.runtime.graph_capture import Launch, Record
 from engine.cuda.runtime.upload import copy_all
 
 
-class Endings:
+class LastLayerGraphs:
     """Padded by rows of one token. Launched as for the longest contexts: one layer gains little by less."""
 
     def __init__(

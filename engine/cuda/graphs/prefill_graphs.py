@@ -11,7 +11,7 @@ from functools import partial
 
 import torch
 
-from engine.cuda.graphs.prefill_rows import PassRows
+from engine.cuda.graphs.prefill_rows import PrefillRows
 from engine.cuda.inputs.batch_inputs import bucket_for, chunk_buckets
 from engine.cuda.kv.kv_cache import DeviceCache
 from engine.cuda.model.transformer import Advance, Transformer
@@ -20,10 +20,10 @@ from engine.cuda.runtime.graph_capture import Launch, Record
 _SLOWER = 1.05  # beyond what times differ by themselves
 
 
-class Chunks:
+class PrefillGraphs:
     """Of `rows`, at most `max_rows` of a batch. Nothing is held for more than what keeps the device busy anyway."""
 
-    def __init__(self, model: Transformer, cache: DeviceCache, rows: PassRows, max_rows: int) -> None:
+    def __init__(self, model: Transformer, cache: DeviceCache, rows: PrefillRows, max_rows: int) -> None:
         self._model, self._cache, self._rows = model, cache, rows
         self._buckets = chunk_buckets(max_rows)
         self._held: dict[int, list[Launch]] = {}

@@ -8,7 +8,7 @@ from engine.cuda.model.transformer import Rows
 from engine.cuda.runtime.upload import copy_all
 
 
-class PassRows:
+class PrefillRows:
     """Room for `max_rows`."""
 
     def __init__(self, max_rows: int, device: torch.device) -> None:

@@ -9,9 +9,9 @@ from itertools import takewhile
 import numpy as np
 
 from contracts.ids import RequestId
-from engine.model.chunked_attention import Stretches, cut
+from engine.model.chunked_attention import AttentionChunks, cut
 from engine.model.logit_rows import tail_rows, tails
-from engine.scheduler.batch import Piece
+from engine.scheduler.batch import ScheduledChunk
 
 _MAX_CHUNK_ROWS = 2048  # a step's budget where nothing else is said
 
@@ -54,12 +54,12 @@ class PromptRows:
         return self.queries.q_starts[1:][self.sampling] - 1
 
 
-def num_decodes(pieces: SequenceOf[Piece]) -> int:
+def num_decodes(pieces: SequenceOf[ScheduledChunk]) -> int:
     """How many of the first pieces are one newest token each, as Batch orders them."""
     return sum(1 for _ in takewhile(lambda piece: piece.is_decode and piece.samples, pieces))
 
 
-def prompt_rows(pieces: SequenceOf[Piece], block_size: int) -> PromptRows:
+def prompt_rows(pieces: SequenceOf[ScheduledChunk], block_size: int) -> PromptRows:
     starts = np.array([piece.first_token for piece in pieces])
     counts = np.array([piece.num_tokens for piece in pieces])
     samples = np.array([piece.samples for piece in pieces])
@@ -80,7 +80,9 @@ def prompt_rows(pieces: SequenceOf[Piece], block_size: int) -> PromptRows:
 def in_segments(queries: Queries, segment: int, block_size: int) -> Queries:
     """The same rows for attention in segments: a sequence is one segment of a prompt."""
     counts = queries.counts
-    whole = Stretches(queries.tables, queries.lengths - counts, counts, np.zeros(len(counts), bool))  # no matter whose
+    whole = AttentionChunks(
+        queries.tables, queries.lengths - counts, counts, np.zeros(len(counts), bool)
+    )  # no matter whose
     by = cut(whole, segment, block_size)
     return Queries.of(by.tables, by.starts + by.counts, by.counts)
 
@@ -99,7 +101,7 @@ def _starts(counts: np.ndarray) -> np.ndarray:
     return np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
 
 
-def block_tables(pieces: SequenceOf[Piece], num_rows: int, width: int, spare: int) -> np.ndarray:
+def block_tables(pieces: SequenceOf[ScheduledChunk], num_rows: int, width: int, spare: int) -> np.ndarray:
     """`[num_rows, width]` int32; `spare` where a sequence, or the batch, is shorter."""
     tables = np.full((num_rows, width), spare, np.int32)
     for row, piece in zip(tables, pieces, strict=False):
@@ -123,7 +125,7 @@ class DecodeRows:
 
 
 def decode_rows(
-    pieces: SequenceOf[Piece],
+    pieces: SequenceOf[ScheduledChunk],
     pending: Mapping[RequestId, int],
     num_drawn: int,
     bucket: int,

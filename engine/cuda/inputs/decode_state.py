@@ -81,7 +81,7 @@ class DecodeState:
         self.tables = torch.zeros((max_rows, max_blocks), dtype=torch.int32, device=device)
         self.logits = torch.zeros((max_rows, vocab), device=device)
         self.token_ids = torch.zeros(max_rows, dtype=torch.int64, device=device)
-        self.drawn = self._column(Word.DRAWN, torch.int64)
+        self.sampled = self._column(Word.DRAWN, torch.int64)
         self.logprobs = torch.zeros(max_rows, device=device)
         self.slots = self._column(Word.SLOTS, torch.int64)
         self.lengths = self._column(Word.LENGTHS, torch.int32)

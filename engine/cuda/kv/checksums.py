@@ -20,7 +20,7 @@ BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128)
 _ALIGNED_UNITS = 4
 
 
-class Checksums:
+class DeviceChecksums:
     """`[pages, parts * planes]` on their way to the host, of at most `max_pages`. `operations`: one for each part, of
     each copy of the pages.
 
@@ -120,10 +120,10 @@ class Checksums:
         return by_page[0] if len(by_page) == 1 else np.concatenate(by_page, axis=1)
 
 
-class Summings:
+class PendingChecksums:
     """The same pages summed in several ways, one behind the other."""
 
-    def __init__(self, summings: SequenceOf[Checksums]) -> None:
+    def __init__(self, summings: SequenceOf[DeviceChecksums]) -> None:
         self._summings = summings
 
     def wait(self) -> np.ndarray:
@@ -141,7 +141,7 @@ class Verifier:
         self, operations: SequenceOf[SequenceOf[Sum]], num_planes: int, spare: int, device: torch.device
     ) -> None:
         self._operations, self._num_planes, self._spare, self._device = operations, num_planes, spare, device
-        self._checksums = Checksums(operations, num_planes, BUCKETS[-1], device)
+        self._checksums = DeviceChecksums(operations, num_planes, BUCKETS[-1], device)
         self._recordings: dict[int, Recording] = {}
         self._lock = threading.Lock()
 
@@ -161,7 +161,7 @@ class Verifier:
         """`[pages, parts * planes]`, after what the current stream holds. From any thread."""
         bucket = next((size for size in BUCKETS if size >= len(pages)), 0)
         if bucket not in self._recordings:
-            checksums = Checksums(self._operations, self._num_planes, len(pages), self._device)
+            checksums = DeviceChecksums(self._operations, self._num_planes, len(pages), self._device)
             checksums.launch(pages)
             return checksums.wait()
         with self._lock:

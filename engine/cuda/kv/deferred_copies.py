@@ -10,21 +10,21 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from engine.cuda.kv.checksums import Checksums
-from engine.cuda.runtime.shared_memory import RemoteMark
+from engine.cuda.kv.checksums import DeviceChecksums
+from engine.cuda.runtime.shared_memory import PeerSemaphore
 
 RELEASE_S = 0.0005
 _NUM_LANES = 2
 
 
-class WaitingPeer(Protocol):
+class AwaitedPool(Protocol):
     """A peer's pool, whose mark is waited for."""
 
     @property
     def is_waiting(self) -> bool: ...
 
 
-class Lanes:
+class CopyStreams:
     """Streams that may wait for a peer's mark, each for one peer at a time. Two: while four waited, nothing else that
     this process gave its GPU went on (H200).
 
@@ -33,18 +33,18 @@ class Lanes:
 
     def __init__(self, device: torch.device) -> None:
         self._free = [torch.cuda.Stream(device, priority=-1) for _ in range(_NUM_LANES)]
-        self._taken: dict[WaitingPeer, torch.cuda.Stream] = {}
+        self._taken: dict[AwaitedPool, torch.cuda.Stream] = {}
         self._lock = threading.Lock()
 
     @contextmanager
-    def lent(self, remote: WaitingPeer) -> Iterator[torch.cuda.Stream | None]:
+    def lent(self, remote: AwaitedPool) -> Iterator[torch.cuda.Stream | None]:
         """None if all have others that wait. Whoever launches does so within: a lane on which something is being
         launched looks idle to others.
         """
         with self._lock:
             yield self._of(remote)
 
-    def _of(self, remote: WaitingPeer) -> torch.cuda.Stream | None:
+    def _of(self, remote: AwaitedPool) -> torch.cuda.Stream | None:
         if remote in self._taken:
             return self._taken[remote]
         for other in [other for other in self._taken if not other.is_waiting]:
@@ -54,7 +54,7 @@ class Lanes:
         self._taken[remote] = self._free.pop()
         return self._taken[remote]
 
-    def give_back(self, remote: WaitingPeer) -> bool:
+    def give_back(self, remote: AwaitedPool) -> bool:
         """False while something is on it."""
         with self._lock:
             if remote in self._taken:
@@ -64,7 +64,7 @@ class Lanes:
             return True
 
 
-class WaitingPull:
+class StreamDeferredCopy:
     """Launched on a stream that waits for the peer's mark. The peer may be gone, or hang: the mark is ours to set.
 
     `stamps`: begin and end of each part, recorded on the stream. `is_read` hears of `sums` when nobody needs them.
@@ -72,11 +72,11 @@ class WaitingPull:
 
     def __init__(
         self,
-        mark: RemoteMark,
+        mark: PeerSemaphore,
         value: int,
         stamps: SequenceOf[torch.cuda.Event],
-        sums: Checksums | None,
-        is_read: Callable[[Checksums], None],
+        sums: DeviceChecksums | None,
+        is_read: Callable[[DeviceChecksums], None],
     ) -> None:
         self._mark, self._value, self._stamps, self._sums, self._is_read = mark, value, stamps, sums, is_read
         self._done = stamps[-1]
@@ -111,7 +111,7 @@ class WaitingPull:
             self._is_read(sums)
 
 
-class LazyPull:
+class HostDeferredCopy:
     """Where no stream can wait: copied when it is asked for."""
 
     is_void, is_done, is_due = False, True, False
@@ -130,7 +130,7 @@ class LazyPull:
         """It takes nothing."""
 
 
-Later = WaitingPull | LazyPull
+DeviceCopy = StreamDeferredCopy | HostDeferredCopy
 
 
 def stamp() -> torch.cuda.Event:

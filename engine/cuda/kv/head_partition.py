@@ -15,7 +15,7 @@ from engine.cuda.runtime.shared_memory import Grid
 
 
 @dataclass(frozen=True)
-class Part:
+class HeadPart:
     """`width` bytes from `offset` on of each page of a shard's `planes` `[num_planes, num_blocks + 1, page_nbytes]`."""
 
     planes: Tensor
@@ -51,7 +51,7 @@ def spans(num_shards: int, page_nbytes: int, num_parts: int) -> list[tuple[int, 
     return [(shard, index * width, width) for shard in range(num_shards) for index in range(each)]
 
 
-def cut(shards: Sequence[Tensor], num_parts: int) -> list[Part]:
+def cut(shards: Sequence[Tensor], num_parts: int) -> list[HeadPart]:
     """`shards`: the planes of each. Raises TransferError as `spans`."""
     found = spans(len(shards), shards[0].shape[2], num_parts)
-    return [Part(shards[shard], offset, width) for shard, offset, width in found]
+    return [HeadPart(shards[shard], offset, width) for shard, offset, width in found]

@@ -12,8 +12,8 @@ from torch import Tensor
 from contracts.errors import ConfigError
 from contracts.ids import BlockId
 from contracts.layout import KVLayout
-from engine.cuda.kv.checksums import Checksums, Summings
-from engine.cuda.kv.transfer_pool import DevicePages
+from engine.cuda.kv.checksums import DeviceChecksums, PendingChecksums
+from engine.cuda.kv.transfer_pool import DeviceTransferPool
 from engine.cuda.runtime.shared_memory import allocate
 from kernels.registry import Registry
 
@@ -65,7 +65,7 @@ class DeviceCache:
             for index, ((k_scale, v_scale), offset) in enumerate(zip(chosen.tolist(), offsets, strict=True))
         ]
         self._is_smooth = k_offsets is not None
-        self._pages: DevicePages | None = None
+        self._pages: DeviceTransferPool | None = None
 
     def clear(self) -> None:
         """As it was made."""
@@ -84,11 +84,11 @@ class DeviceCache:
         # Smooth keys are more than rounded: no peer's bf16 pages become such by the way.
         can_round = self._planes.dtype is torch.float8_e4m3fn and not self._is_smooth
         scales = [scale for layer in self._layers for scale in (layer.k_scale, layer.v_scale)] if can_round else []
-        self._pages = DevicePages(self._memory, self.layout, self.num_blocks, registry, scales, followers)
+        self._pages = DeviceTransferPool(self._memory, self.layout, self.num_blocks, registry, scales, followers)
         self._pages.warm_up()
 
     @property
-    def transfer_pool(self) -> DevicePages:
+    def transfer_pool(self) -> DeviceTransferPool:
         assert self._pages is not None, "a cache that warms up is handed over to nobody"
         return self._pages
 
@@ -101,7 +101,7 @@ class DeviceCache:
         if self._pages is not None:
             self._pages.written()
 
-    def checksums(self, blocks: Sequence[BlockId]) -> Checksums | Summings | None:
+    def checksums(self, blocks: Sequence[BlockId]) -> DeviceChecksums | PendingChecksums | None:
         return self._pages.checksums_aside(blocks) if self._pages is not None and self._pages.checks else None
 
     def layer(self, index: int) -> LayerCache:

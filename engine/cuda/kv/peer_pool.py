@@ -13,11 +13,18 @@ import torch
 from torch import Tensor
 
 from contracts.errors import TransferError
-from engine.cuda.kv.checksums import BUCKETS, Checksums
-from engine.cuda.kv.deferred_copies import RELEASE_S, Lanes, Later, LazyPull, WaitingPull, stamp
-from engine.cuda.kv.head_partition import Part, grid, spans
-from engine.cuda.kv.resharding import Cut
-from engine.cuda.runtime.shared_memory import Grid, Mapping, RemoteMark, attach, synchronize
+from engine.cuda.kv.checksums import BUCKETS, DeviceChecksums
+from engine.cuda.kv.deferred_copies import (
+    RELEASE_S,
+    CopyStreams,
+    DeviceCopy,
+    HostDeferredCopy,
+    StreamDeferredCopy,
+    stamp,
+)
+from engine.cuda.kv.head_partition import HeadPart, grid, spans
+from engine.cuda.kv.resharding import Resharding
+from engine.cuda.runtime.shared_memory import Grid, Mapping, PeerSemaphore, attach, synchronize
 from engine.cuda.runtime.topology import joined_by
 
 _NUM_PROBES = 16
@@ -28,7 +35,7 @@ Way = tuple[Mapping, Grid, Tensor, Grid]
 """From a peer's memory to one of ours: a part of each page."""
 
 
-class Sharing(msgspec.Struct, frozen=True):
+class PoolExport(msgspec.Struct, frozen=True):
     """A pool in words: `memories` open its shards, one of each, `device` is the name of the first one's GPU,
     `num_pages` those of one plane, `page_nbytes` of one shard.
     """
@@ -40,14 +47,14 @@ class Sharing(msgspec.Struct, frozen=True):
     page_nbytes: int
 
 
-class OurPages(Protocol):
-    """The pool that pages are pulled into: engine.cuda.kv.transfer_pool.DevicePages."""
+class LocalPool(Protocol):
+    """The pool that pages are pulled into: engine.cuda.kv.transfer_pool.DeviceTransferPool."""
 
     device: torch.device
     num_planes: int
     num_blocks: int
     block_nbytes: int
-    lanes: Lanes | None
+    copy_streams: CopyStreams | None
 
     @property
     def num_shards(self) -> int: ...
@@ -58,35 +65,35 @@ class OurPages(Protocol):
     @property
     def shape(self) -> tuple[int, int, int]: ...
 
-    def cut_into(self, num_parts: int) -> Cut: ...
+    def cut_into(self, num_parts: int) -> Resharding: ...
 
 
-class RemotePages:
+class PeerPool:
     """A peer's pool, mapped here. One thread pulls at a time."""
 
-    def __init__(self, ours: OurPages, sharing: Sharing, mark: bytes) -> None:
+    def __init__(self, ours: LocalPool, sharing: PoolExport, mark: bytes) -> None:
         self._ours, self.num_pages = ours, sharing.num_pages
-        self._cut = _common_cut(ours, sharing)
+        self._resharding = _common_resharding(ours, sharing)
         # Of high priority: the checksums come before what decode has launched.
         self._stream = torch.cuda.Stream(ours.device, priority=-1) if ours.device.type == "cuda" else None
         self._thread = 0
-        self._mark: RemoteMark | None = None
-        self._waiting: list[WaitingPull] = []
-        self._ready: list[Checksums] = []
-        self._last_mark = self._hurried_to = 0
+        self._mark: PeerSemaphore | None = None
+        self._waiting: list[StreamDeferredCopy] = []
+        self._ready: list[DeviceChecksums] = []
+        self._last_mark = self._expired_to = 0
         self._mappings = attach_all(sharing.memories, ours.device)
         try:
-            self._ways = [way for parts in self._cut.copies for way in _ways(self._mappings, sharing, parts)]
+            self._ways = [way for parts in self._resharding.copies for way in _ways(self._mappings, sharing, parts)]
             self.detail = self._open(sharing, mark)
         except TransferError:
             self.close()
             raise
 
-    def _open(self, sharing: Sharing, mark: bytes) -> str:
+    def _open(self, sharing: PoolExport, mark: bytes) -> str:
         """Returns `detail`."""
         self._mark = self._open_mark(mark) if mark else None
         num_ready = _NUM_READY if self._mark else 0
-        self._ready += [self._cut.checksums_of_landed(BUCKETS[-1]) for _ in range(num_ready)]
+        self._ready += [self._resharding.checksums_of_landed(BUCKETS[-1]) for _ in range(num_ready)]
         where = way_between(sharing.device, device_name(self._ours.device))
         if len(self._ways) > 1:
             where = f"from {len(sharing.memories)} shards into {self._ours.num_shards}"
@@ -102,7 +109,7 @@ class RemotePages:
         self._take_stream()
         self._copy(pages, into, range(self._ours.num_planes))
         if checks:
-            return self._cut.verifier.sums(into)
+            return self._resharding.verifier.sums(into)
         if self._stream is not None:
             synchronize(self._stream.cuda_stream)
         return None
@@ -114,16 +121,16 @@ class RemotePages:
 
     def pull_later(
         self, pages: SequenceOf[int], into: SequenceOf[int], checks: bool, early_planes: int, mark: int
-    ) -> Later | None:
+    ) -> DeviceCopy | None:
         """Launch what waits for the peer's mark. None if there is no mark to wait for, if the mark says no more that
         the peer has computed it, or if a later one is waited for, behind which it would come. Raises TransferError.
         """
-        if self._mark is None or 0 < mark <= self._hurried_to or 0 < mark < self._last_mark:
+        if self._mark is None or 0 < mark <= self._expired_to or 0 < mark < self._last_mark:
             return None
-        if self._ours.lanes is None:
+        if self._ours.copy_streams is None:
             self._last_mark = max(self._last_mark, mark)
-            return LazyPull(partial(self.pull, pages, into, checks))
-        with self._ours.lanes.lent(self) as lane:
+            return HostDeferredCopy(partial(self.pull, pages, into, checks))
+        with self._ours.copy_streams.lent(self) as lane:
             if lane is None:
                 return None
             try:
@@ -140,7 +147,7 @@ class RemotePages:
         checks: bool,
         early_planes: int,
         mark: int,
-    ) -> WaitingPull:
+    ) -> StreamDeferredCopy:
         assert self._mark is not None
         self._last_mark = max(self._last_mark, mark)
         sums, planes = self._checksums(len(into)) if checks else None, range(self._ours.num_planes)
@@ -159,7 +166,7 @@ class RemotePages:
             if sums is not None:
                 sums.go()
             stamps[-1] = stamp()
-        later = WaitingPull(self._mark, mark, stamps, sums, self._is_read)
+        later = StreamDeferredCopy(self._mark, mark, stamps, sums, self._is_read)
         self._waiting = [other for other in self._waiting if not other.is_done] + [later]
         return later
 
@@ -167,23 +174,23 @@ class RemotePages:
         for mapping, source, target, target_grid in self._ways:
             mapping.copy_pages(source, pages, target, target_grid, into, planes)
 
-    def _checksums(self, num_pages: int) -> Checksums:
+    def _checksums(self, num_pages: int) -> DeviceChecksums:
         """Of the least that is there for so many."""
         fitting = [each for each in self._ready if each.max_pages >= num_pages]
         if not fitting:
             max_pages = max(BUCKETS[-1], 1 << (num_pages - 1).bit_length())
-            return self._cut.checksums_of_landed(max_pages)
+            return self._resharding.checksums_of_landed(max_pages)
         least = min(fitting, key=lambda each: each.max_pages)
         self._ready.remove(least)
         return least
 
-    def _is_read(self, sums: Checksums) -> None:
+    def _is_read(self, sums: DeviceChecksums) -> None:
         """Its memory can serve the next. It is kept as long as the link is: giving it back would wait for all streams,
         those that wait for marks too.
         """
         self._ready.append(sums)
 
-    def hurry(self) -> None:
+    def expire(self) -> None:
         """Nothing waits for a mark any more: what did is void, and done soon."""
         for pull in self._waiting:
             pull.is_void = pull.is_void or not pull.is_done
@@ -191,7 +198,7 @@ class RemotePages:
 
     def _raise_to(self, mark: int) -> None:
         """In the peer's place: up to here the mark tells nothing of what is computed."""
-        self._hurried_to = max(self._hurried_to, mark)
+        self._expired_to = max(self._expired_to, mark)
         if self._mark is not None:
             self._mark.raise_to(mark)
 
@@ -202,14 +209,14 @@ class RemotePages:
     def rehearse(self) -> None:
         """The next pull finds the caches as it needs them."""
         self._take_stream()
-        self._cut.verifier.sums([self._ours.num_blocks])
+        self._resharding.verifier.sums([self._ours.num_blocks])
 
     def close(self) -> None:
-        """WaitingPeer for what was launched. Idempotent."""
-        self.hurry()
-        while self._ours.lanes is not None and not self._ours.lanes.give_back(self):
+        """AwaitedPool for what was launched. Idempotent."""
+        self.expire()
+        while self._ours.copy_streams is not None and not self._ours.copy_streams.give_back(self):
             time.sleep(RELEASE_S)
-            self.hurry()  # again: a mark that the peer had launched before may have come behind ours
+            self.expire()  # again: a mark that the peer had launched before may have come behind ours
         if self._stream is not None:
             self._stream.synchronize()
         for mapping in self._mappings:
@@ -217,9 +224,9 @@ class RemotePages:
         if self._mark is not None:
             self._mark.close()
 
-    def _open_mark(self, shared: bytes) -> RemoteMark | None:
+    def _open_mark(self, shared: bytes) -> PeerSemaphore | None:
         try:
-            return RemoteMark(shared, self._ours.device)
+            return PeerSemaphore(shared, self._ours.device)
         except TransferError as error:
             _log.warning("chunks are pulled after they are told of, not before: %s", error)
             return None
@@ -239,7 +246,7 @@ class RemotePages:
         return _NUM_PROBES * self._ours.block_nbytes / min(took_s)
 
 
-def _common_cut(ours: OurPages, sharing: Sharing) -> Cut:
+def _common_resharding(ours: LocalPool, sharing: PoolExport) -> Resharding:
     """As fine as the finer of the two. Raises TransferError if there is none."""
     num_parts = max(len(sharing.memories), ours.num_shards)
     theirs, our_shape = (sharing.num_planes, len(sharing.memories), sharing.page_nbytes), ours.shape
@@ -261,7 +268,7 @@ def attach_all(memories: SequenceOf[bytes], device: torch.device) -> list[Mappin
     return mappings
 
 
-def _ways(mappings: SequenceOf[Mapping], sharing: Sharing, parts: SequenceOf[Part]) -> list[Way]:
+def _ways(mappings: SequenceOf[Mapping], sharing: PoolExport, parts: SequenceOf[HeadPart]) -> list[Way]:
     """Of each part, from the peer's shard to ours."""
     ways = []
     for part, (shard, offset, width) in zip(parts, spans(len(mappings), sharing.page_nbytes, len(parts)), strict=True):

@@ -5,14 +5,14 @@ from functools import partial
 
 from torch import Tensor
 
-from engine.cuda.kv.checksums import Checksums, Verifier
+from engine.cuda.kv.checksums import DeviceChecksums, Verifier
 from engine.cuda.kv.head_partition import cut
 from engine.cuda.kv.staging import Packer
 from kernels.registry import Registry
 from kernels.specs import MoveSpec
 
 
-class Cut:
+class Resharding:
     """`copies`: of the cache, of which all are written and the first is read; `[num_planes, num_blocks + 1,
     page_nbytes]` each shard of them, in so many parts. `narrows`: see staging.Packer.
 
@@ -31,13 +31,13 @@ class Cut:
         self.verifier = Verifier(self._sums, self._num_planes, num_pages - 1, self._device)
         self.packer = Packer(self.copies, self._sums, registry, narrows)
 
-    def checksums_of(self, max_pages: int) -> Checksums:
+    def checksums_of(self, max_pages: int) -> DeviceChecksums:
         """Of pages that will be named, as they are read."""
-        return Checksums(self._sums[:1], self._num_planes, max_pages, self._device)
+        return DeviceChecksums(self._sums[:1], self._num_planes, max_pages, self._device)
 
-    def checksums_of_landed(self, max_pages: int) -> Checksums:
+    def checksums_of_landed(self, max_pages: int) -> DeviceChecksums:
         """Of pages that will be named, in all copies."""
-        return Checksums(self._sums, self._num_planes, max_pages, self._device, is_mapped=True)
+        return DeviceChecksums(self._sums, self._num_planes, max_pages, self._device, is_mapped=True)
 
     def run_all(self) -> None:
         """The kernels of checksums and of packing, each one for all numbers of pages: to compile and to load them."""

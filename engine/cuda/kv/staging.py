@@ -14,20 +14,20 @@ import torch
 from torch import Tensor
 
 from contracts.errors import ConfigError, TransferError
-from engine.cuda.kv.checksums import BUCKETS, Checksums, Op, Sum
-from engine.cuda.kv.head_partition import Part
+from engine.cuda.kv.checksums import BUCKETS, DeviceChecksums, Op, Sum
+from engine.cuda.kv.head_partition import HeadPart
 from engine.cuda.runtime.shared_memory import Memory, Recording, allocate, synchronize
 from kernels.registry import Registry
 from kernels.specs import MoveSpec
 
 
 @dataclass
-class Kit:
+class StagingOperations:
     """What goes with a buffer for one way of cutting pages: `checksums` of those that it can hold, which tell the
     device which pages these are, and recorded launches, by the number of pages.
     """
 
-    checksums: Checksums
+    checksums: DeviceChecksums
     recordings: dict[str, dict[int, Recording]] = field(default_factory=dict)
 
 
@@ -44,7 +44,7 @@ class StagingBuffer:
             self._memory: Memory | None = allocate(nbytes, device)
         except ConfigError as error:
             raise TransferError(f"no memory for staging: {error}") from error
-        self.tensor, self.kits = self._memory.tensor, dict[int, Kit]()
+        self.tensor, self.operations = self._memory.tensor, dict[int, StagingOperations]()
         # Of high priority: these few copies come before what the engine has launched.
         self._stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
         self.inv_scales: Tensor | None = None
@@ -63,7 +63,7 @@ class StagingBuffer:
 
     def free(self) -> None:
         """Nothing touches it any more. Idempotent."""
-        self.kits.clear()
+        self.operations.clear()
         self._memory, self.tensor = None, self.tensor.new_empty(0)
 
     def put(self, data: np.ndarray) -> None:
@@ -89,10 +89,10 @@ class StagingBuffer:
             synchronize(self.stream)
 
 
-class Unpacking:
-    """kv_transfer.chunks.device_pool.Unpacking. `checksums`: those of the pages, if they were asked for."""
+class StagedPageScatter:
+    """kv_transfer.chunks.device_pool.PageScatter. `checksums`: those of the pages, if they were asked for."""
 
-    def __init__(self, buffer: StagingBuffer, checksums: Checksums | None) -> None:
+    def __init__(self, buffer: StagingBuffer, checksums: DeviceChecksums | None) -> None:
         self._buffer, self._checksums = buffer, checksums
 
     @property
@@ -112,7 +112,7 @@ class Packer:
     """
 
     def __init__(
-        self, copies: Sequence[Sequence[Part]], sums: Sequence[Sequence[Sum]], registry: Registry, narrows: bool
+        self, copies: Sequence[Sequence[HeadPart]], sums: Sequence[Sequence[Sum]], registry: Registry, narrows: bool
     ) -> None:
         self._copies, self._sums, self._registry, self._narrows = copies, sums, registry, narrows
         parts = self._parts = copies[0]
@@ -124,7 +124,7 @@ class Packer:
         self._recorded_whats = recordable(registry, self._spec, narrows) if planes.is_cuda else ()
         self._no_verdict = torch.zeros(1, dtype=torch.int32, device=planes.device)
 
-    def lend(self, nbytes: int) -> StagingBuffer:
+    def allocate(self, nbytes: int) -> StagingBuffer:
         buffer = StagingBuffer(nbytes, self._device)
         for what in ("pack", "unpack and sum"):
             self._recorded(what, buffer)
@@ -134,9 +134,9 @@ class Packer:
         self._start("pack", pages, into)
         into.wait()
 
-    def unpack(self, buffer: StagingBuffer, pages: np.ndarray, checks: bool) -> Unpacking:
+    def unpack(self, buffer: StagingBuffer, pages: np.ndarray, checks: bool) -> StagedPageScatter:
         self._start("unpack and sum" if checks else "unpack", pages, buffer)
-        return Unpacking(buffer, self._kit(buffer).checksums if checks else None)
+        return StagedPageScatter(buffer, self._kit(buffer).checksums if checks else None)
 
     def narrow(self, pages: np.ndarray, into: StagingBuffer, inv_scales: Tensor) -> np.ndarray:
         """As `pack`, times `inv_scales` and rounded to e4m3. Returns the checksums of what was packed,
@@ -161,13 +161,13 @@ class Packer:
         buffer.wait()
         buffer.free()
 
-    def _kit(self, buffer: StagingBuffer) -> Kit:
+    def _kit(self, buffer: StagingBuffer) -> StagingOperations:
         """A buffer serves one link after the other, which may cut pages otherwise."""
-        if kit := buffer.kits.get(len(self._parts)):
+        if kit := buffer.operations.get(len(self._parts)):
             return kit
         max_pages = max(len(buffer) // self._narrow_nbytes, 1)
-        checksums = Checksums(self._sums, self._num_planes, max_pages, self._device, is_mapped=True)
-        kit = buffer.kits[len(self._parts)] = Kit(checksums)
+        checksums = DeviceChecksums(self._sums, self._num_planes, max_pages, self._device, is_mapped=True)
+        kit = buffer.operations[len(self._parts)] = StagingOperations(checksums)
         return kit
 
     def _start(self, what: str, pages: np.ndarray, buffer: StagingBuffer) -> None:

@@ -20,19 +20,19 @@ from torch import Tensor
 
 from contracts.errors import TransferError
 from contracts.layout import KVLayout
-from engine.cuda.kv.checksums import Checksums, Summings
-from engine.cuda.kv.deferred_copies import Lanes
-from engine.cuda.kv.head_partition import Part
-from engine.cuda.kv.peer_pool import RemotePages, Sharing, attach_all, device_name
-from engine.cuda.kv.resharding import Cut
-from engine.cuda.kv.staging import StagingBuffer, Unpacking
-from engine.cuda.runtime.shared_memory import Mark, Marks, Memory
+from engine.cuda.kv.checksums import DeviceChecksums, PendingChecksums
+from engine.cuda.kv.deferred_copies import CopyStreams
+from engine.cuda.kv.head_partition import HeadPart
+from engine.cuda.kv.peer_pool import PeerPool, PoolExport, attach_all, device_name
+from engine.cuda.kv.resharding import Resharding
+from engine.cuda.kv.staging import StagedPageScatter, StagingBuffer
+from engine.cuda.runtime.shared_memory import Memory, StreamSemaphore, StreamSemaphores
 from kernels.registry import Registry
 
 _log = logging.getLogger(__name__)
 
 
-class DevicePages:
+class DeviceTransferPool:
     """kv_transfer.chunks.device_pool.DevicePool over the memories of a group of workers, `[num_planes, num_blocks + 1,
     page_nbytes]` each: ours, and those of our followers, of whom these are the words of Memory.share, in the order of
     the heads. Where there are more of them than shards, neighbours hold the same one: the first of them is what peers
@@ -54,7 +54,7 @@ class DevicePages:
     ) -> None:
         num_copies, rest = divmod(1 + len(followers), layout.tp_size)
         assert rest == 0, f"{layout.tp_size} shards, {len(followers)} followers"
-        self.memory, self.scales, self._followers = memory, list(scales), list(followers)
+        self.memory, self.scales, self._ranks = memory, list(scales), list(followers)
         self.num_planes, self.num_blocks, self.page_nbytes = layout.num_planes, num_blocks, layout.page_nbytes
         self.block_nbytes = layout.block_nbytes
         self.device = memory.tensor.device
@@ -69,12 +69,12 @@ class DevicePages:
         self._copies = [held[first::num_copies] for first in range(num_copies)]
         self._shards = self._copies[0]
         self._registry, self._narrows = registry, layout.dtype == "bfloat16"
-        self._cuts: dict[int, Cut] = {}
+        self._reshardings: dict[int, Resharding] = {}
         self._summed = [self.num_shards]  # the numbers of parts that chunks are summed up in; only ever longer
         self._lock = threading.Lock()
         self._own = self.cut_into(self.num_shards, warms=False)
-        self.lanes = Lanes(self.device) if self.device.type == "cuda" else None
-        self._marks: Marks | None = None
+        self.copy_streams = CopyStreams(self.device) if self.device.type == "cuda" else None
+        self._marks: StreamSemaphores | None = None
 
     @property
     def kind(self) -> str:
@@ -100,22 +100,22 @@ class DevicePages:
         anything else launches kernels of ours. Raises TransferError as `cut_into`.
         """
         start = time.perf_counter()
-        fresh = {count: self._cut(count) for count in part_counts if count not in self._cuts}
+        fresh = {count: self._resharding(count) for count in part_counts if count not in self._reshardings}
         self._warm_up(list(fresh.values()))
-        self._cuts |= fresh
+        self._reshardings |= fresh
         if fresh:
             _log.info("pages in %s parts: ready in %.1f s", ", ".join(map(str, fresh)), time.perf_counter() - start)
 
-    def cut_into(self, num_parts: int, warms: bool = True) -> Cut:
+    def cut_into(self, num_parts: int, warms: bool = True) -> Resharding:
         """Compiles what is needed for it, if that was not expected. Raises TransferError if it can't be cut so."""
         with self._lock:
-            if num_parts not in self._cuts:
-                fresh = self._cut(num_parts)
+            if num_parts not in self._reshardings:
+                fresh = self._resharding(num_parts)
                 if warms:
                     self.enter()
                     fresh.warm_up()
-                self._cuts[num_parts] = fresh
-            return self._cuts[num_parts]
+                self._reshardings[num_parts] = fresh
+            return self._reshardings[num_parts]
 
     def agreed(self, num_parts: int, sends: bool) -> None:
         """Pages go to a peer, or come from one, in so many parts."""
@@ -126,16 +126,16 @@ class DevicePages:
 
     def share(self) -> bytes:
         """Raises TransferError where the device does not let others in."""
-        memories = [self.memory.share(), *self._followers][:: self.num_copies]
+        memories = [self.memory.share(), *self._ranks][:: self.num_copies]
         num_pages = self.num_blocks + 1
-        sharing = Sharing(memories, device_name(self.device), self.num_planes, num_pages, self.page_nbytes)
+        sharing = PoolExport(memories, device_name(self.device), self.num_planes, num_pages, self.page_nbytes)
         return msgspec.msgpack.encode(sharing)
 
-    def mark(self) -> Mark | None:
+    def mark(self) -> StreamSemaphore | None:
         """One of its own for each peer."""
         try:
             with self._lock:
-                self._marks = self._marks or Marks(self.device)
+                self._marks = self._marks or StreamSemaphores(self.device)
                 return self._marks.next()
         except TransferError as error:
             _log.warning("chunks are told of after they are computed, not before: %s", error)
@@ -150,28 +150,30 @@ class DevicePages:
         for mapping in self._mappings:
             mapping.close()
 
-    def attach(self, shared: bytes, mark: bytes = b"") -> RemotePages:
+    def attach(self, shared: bytes, mark: bytes = b"") -> PeerPool:
         """A peer's pool, from what its `share` said. Raises TransferError if it can't be read from here."""
         try:
-            sharing = msgspec.msgpack.decode(shared, type=Sharing)
+            sharing = msgspec.msgpack.decode(shared, type=PoolExport)
         except msgspec.DecodeError as error:
             raise TransferError(f"the peer does not say where its pages are: {error}") from error
-        return RemotePages(self, sharing, mark)
+        return PeerPool(self, sharing, mark)
 
-    def checksums(self, pages: SequenceOf[int]) -> Checksums | Summings:
+    def checksums(self, pages: SequenceOf[int]) -> DeviceChecksums | PendingChecksums:
         """Launched on the current stream, behind what writes these pages. By shard; where a peer's shards are finer, by
         those too.
         """
         if len(self._summed) == 1:
             return self._launched(self._own, pages)
-        return Summings([self._launched(self._cuts[num_parts], pages) for num_parts in list(self._summed)])
+        return PendingChecksums(
+            [self._launched(self._reshardings[num_parts], pages) for num_parts in list(self._summed)]
+        )
 
     def written(self) -> None:
         """What `checksums_aside` is asked for next is written by what the current stream holds."""
         if self._written is not None:
             self._written.record()
 
-    def checksums_aside(self, pages: SequenceOf[int]) -> Checksums | Summings:
+    def checksums_aside(self, pages: SequenceOf[int]) -> DeviceChecksums | PendingChecksums:
         """Behind what `written` was said of, beside what the current stream was given since."""
         if self._summing is None or self._written is None:
             return self.checksums(pages)
@@ -190,24 +192,24 @@ class DevicePages:
         if sums.shape[1] >= last:
             return sums[:, first:last]
         with self._aside():
-            return self._launched(self._cuts[num_parts], pages).wait()
+            return self._launched(self._reshardings[num_parts], pages).wait()
 
     def enter(self) -> None:
         """The calling thread works with this device from now on."""
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
 
-    def lend(self, nbytes: int) -> StagingBuffer:
-        return self._own.packer.lend(nbytes)
+    def allocate(self, nbytes: int) -> StagingBuffer:
+        return self._own.packer.allocate(nbytes)
 
-    def take_back(self, buffer: StagingBuffer) -> None:
+    def free(self, buffer: StagingBuffer) -> None:
         buffer.free()
 
     def pack(self, pages: np.ndarray, into: StagingBuffer, num_parts: int) -> None:
         """Copy `pages` to its start, each in its parts, all planes of each part in turn; they are there on return."""
         self.cut_into(num_parts).packer.pack(pages, into)
 
-    def unpack(self, buffer: StagingBuffer, pages: np.ndarray, checks: bool, num_parts: int) -> Unpacking:
+    def unpack(self, buffer: StagingBuffer, pages: np.ndarray, checks: bool, num_parts: int) -> StagedPageScatter:
         """The other way round, launched on return; with checksums of `pages` if `checks`."""
         return self.cut_into(num_parts).packer.unpack(buffer, pages, checks)
 
@@ -246,10 +248,10 @@ class DevicePages:
             if self.device.type == "cuda":
                 torch.cuda.current_stream().synchronize()
 
-    def _cut(self, num_parts: int) -> Cut:
-        return Cut(self._copies, num_parts, self._registry, self._narrows)
+    def _resharding(self, num_parts: int) -> Resharding:
+        return Resharding(self._copies, num_parts, self._registry, self._narrows)
 
-    def _warm_up(self, cuts: SequenceOf[Cut]) -> None:
+    def _warm_up(self, cuts: SequenceOf[Resharding]) -> None:
         self.enter()
         if self.device.type == "cuda":
             from kernels.compiling import compiled_ahead  # imports Triton, which a CPU does without
@@ -260,12 +262,12 @@ class DevicePages:
         for each in cuts:
             each.warm_up()
 
-    def _launched(self, cut: Cut, pages: SequenceOf[int]) -> Checksums:
+    def _launched(self, cut: Resharding, pages: SequenceOf[int]) -> DeviceChecksums:
         sums = cut.checksums_of(len(pages))
         sums.launch(pages)
         return sums
 
-    def _by_part(self, rows: np.ndarray, parts: SequenceOf[Part]) -> Iterator[tuple[Part, Tensor, slice]]:
+    def _by_part(self, rows: np.ndarray, parts: SequenceOf[HeadPart]) -> Iterator[tuple[HeadPart, Tensor, slice]]:
         """Each part that is among `rows`, which of its rows, and where among all: they come part by part. Each plane
         has a page more than blocks.
         """

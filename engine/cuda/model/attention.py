@@ -10,8 +10,8 @@ from torch import Tensor
 
 from engine.cuda.inputs.batch_inputs import Queries, in_segments
 from engine.cuda.kv.kv_cache import LayerCache
-from engine.cuda.model.transformer import Asked, Attend
-from engine.cuda.model.weights import Sight
+from engine.cuda.model.transformer import Attend, QueryRows
+from engine.cuda.model.weights import AttentionWindow
 from engine.cuda.runtime.upload import upload_all
 from kernels.registry import Registry
 from kernels.specs import AttnSpec, KVDtype
@@ -29,7 +29,7 @@ _TILE, _MAX_FEW_TILES = 128, 66
 
 
 @dataclass(frozen=True)
-class _Prefill:
+class _PrefillAttention:
     """An implementation of prefill attention for some layers, and what it wants of a batch before the first of them:
     kernels.registry.Registry.preparer.
     """
@@ -74,7 +74,9 @@ class DeviceAttention:
         self._few = {}
         for impl in registry.candidates("attn_prefill", specs[0]):
             if impl.name == best[0].for_few:
-                self._few[0] = _Prefill(impl.load(specs[0], registry.plans, registry.caps), impl.preparer(specs[0]))
+                self._few[0] = _PrefillAttention(
+                    impl.load(specs[0], registry.plans, registry.caps), impl.preparer(specs[0])
+                )
         self._decodes = {window: registry.get("attn_decode", spec) for window, spec in specs.items()}
         # The copies, or FlashInfer's e4m3 queries, which are more bytes where many heads share a key.
         token_nbytes = max(4 * config.num_kv_heads, config.num_heads) * config.head_dim
@@ -104,7 +106,7 @@ class DeviceAttention:
         prepared = {window: prefill.prepare(tables, counts, totals) for window, prefill in prefills.items()}
         max_q, max_kv = max(counts), max(totals)
 
-        def attend(asked: Asked, cache: LayerCache, out: Tensor, sight: Sight) -> None:
+        def attend(asked: QueryRows, cache: LayerCache, out: Tensor, sight: AttentionWindow) -> None:
             prefills[sight.window].attend(
                 asked.of_prompts, cache.keys, cache.values, tables, lengths, q_starts, kv_starts, out,
                 self._prefill_space, max_q=max_q, max_kv=max_kv, sm_scale=self._scale, prepared=prepared[sight.window],
@@ -126,7 +128,7 @@ class DeviceAttention:
         return _by_sight(whole, cut)
 
     def _of_decodes(self, tables: Tensor, lengths: Tensor, max_len: int) -> Attend:
-        def attend(asked: Asked, cache: LayerCache, out: Tensor, sight: Sight) -> None:
+        def attend(asked: QueryRows, cache: LayerCache, out: Tensor, sight: AttentionWindow) -> None:
             self._decodes[sight.window](
                 asked.plain, cache.keys, cache.values, tables, lengths, out, self._decode_space, sm_scale=self._scale,
                 max_len=max_len, k_scale=cache.k_scale, v_scale=cache.v_scale, sinks=sight.sinks,
@@ -149,14 +151,14 @@ def are_few(counts: np.ndarray, lengths: np.ndarray, num_heads: int) -> bool:
     return most <= MAX_FEW and num_tiles <= _MAX_FEW_TILES and int(lengths.max()) >= least_keys
 
 
-def _prefill(registry: Registry, spec: AttnSpec) -> _Prefill:
-    return _Prefill(registry.get("attn_prefill", spec), registry.preparer("attn_prefill", spec))
+def _prefill(registry: Registry, spec: AttnSpec) -> _PrefillAttention:
+    return _PrefillAttention(registry.get("attn_prefill", spec), registry.preparer("attn_prefill", spec))
 
 
 def in_two(decodes: Attend, count: int, prompts: Attend) -> Attend:
     """Of `count` rows of decodes, which know their own and write some beyond, and of prompts in those behind."""
 
-    def attend(asked: Asked, cache: LayerCache, out: Tensor, sight: Sight) -> None:
+    def attend(asked: QueryRows, cache: LayerCache, out: Tensor, sight: AttentionWindow) -> None:
         decodes(asked, cache, out, sight)
         prompts(asked[count:], cache, out[count:], sight)
 
@@ -164,7 +166,7 @@ def in_two(decodes: Attend, count: int, prompts: Attend) -> Attend:
 
 
 def _by_sight(whole: Attend, cut: Attend) -> Attend:
-    def attend(asked: Asked, cache: LayerCache, out: Tensor, sight: Sight) -> None:
+    def attend(asked: QueryRows, cache: LayerCache, out: Tensor, sight: AttentionWindow) -> None:
         (cut if sight.in_segments else whole)(asked, cache, out, sight)
 
     return attend

@@ -13,10 +13,10 @@ from contracts.sampling import SamplingParams
 from engine.cuda.inputs.batch_inputs import prompt_rows
 from engine.cuda.kv.kv_cache import DeviceCache
 from engine.cuda.model.attention import DeviceAttention
-from engine.cuda.model.transformer import Rows, Transformer, behind_sinks
+from engine.cuda.model.transformer import Rows, Transformer, without_sinks
 from engine.cuda.model.weights import MIN_SCALE
 from engine.cuda.runtime.upload import upload_all
-from engine.scheduler.batch import Piece
+from engine.scheduler.batch import ScheduledChunk
 from engine.sequence import Sequence
 from kernels.reference.quant import E4M3_MAX
 
@@ -50,7 +50,7 @@ def compute_prompt(model: Transformer, attention: DeviceAttention, cache: Device
     """Computes them as one prompt, from the cache's first block on."""
     sequence = Sequence(RequestId("calibration"), token_ids, SamplingParams(max_tokens=1, seed=0))
     sequence.blocks.extend(range(cache.layout.num_blocks(len(token_ids))))
-    rows = prompt_rows([Piece(sequence, 0, len(token_ids))], cache.layout.block_size)
+    rows = prompt_rows([ScheduledChunk(sequence, 0, len(token_ids))], cache.layout.block_size)
     columns = rows.token_ids, rows.positions, rows.slots, np.zeros(1, np.int32)
     ids, positions, slots, no_decodes = upload_all(columns, cache.device)
     model.head(model(Rows(ids, positions, slots, no_decodes), cache, attention.of_prompts(rows.queries))[-1:])
@@ -98,7 +98,7 @@ def _offsets(keys: Tensor) -> Tensor:
     """`keys` `[layers, tokens, kv_heads, head_dim]`: about what all keys of a head share (as SageAttention takes their
     mean away: Zhang et al. 2024), on the grid of e4m3, so that sums of another order seldom give another one.
     """
-    shared = _FIRST_SHARE * keys[:, 0] + (1 - _FIRST_SHARE) * behind_sinks(keys, 1).mean(1)
+    shared = _FIRST_SHARE * keys[:, 0] + (1 - _FIRST_SHARE) * without_sinks(keys, 1).mean(1)
     return shared.to(torch.float8_e4m3fn).float()
 
 

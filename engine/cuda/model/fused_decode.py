@@ -19,10 +19,10 @@ from engine.cuda.model.attention import decode_workspace
 from engine.cuda.model.format_choice import has_fused_step
 from engine.cuda.model.linear import unrounded
 from engine.cuda.model.number_formats import E4M3, DeviceFormat
-from engine.cuda.model.weights import DeviceWeights, LayerWeights, Matrix
+from engine.cuda.model.weights import DeviceLayerWeights, DeviceWeights, Matrix
 from engine.cuda.runtime.graph_capture import Launch
-from engine.cuda.runtime.process_group import ALONE, Team
-from kernels.decode_plan import DecodePlan, decode_plan
+from engine.cuda.runtime.process_group import SINGLE_PROCESS, ProcessGroup
+from kernels.decode_plan import DecodeGemmPlan, decode_plan
 from kernels.registry import Registry
 from kernels.specs import FusedAttnSpec, GateUpSpec, GemmSpec, NormSpec, SiluSpec
 from models.config import ModelConfig
@@ -49,9 +49,9 @@ class FusedDecode:
         cache: DeviceCache,
         state: DecodeState,
         scales: Tensor,
-        team: Team = ALONE,
+        team: ProcessGroup = SINGLE_PROCESS,
     ) -> None:
-        self.team = team
+        self.group = team
         self.config, self.weights, self.registry, self.cache, self.state = config, weights, registry, cache, state
         # One copy a row, as the row-wise product reads them.
         self.scales = scales[:, :, None].expand(-1, -1, state.max_rows).contiguous()
@@ -91,7 +91,7 @@ class FusedStep:
 
     def __init__(self, shared: FusedDecode, rows: int, max_len: int) -> None:
         self._shared, self._rows = shared, rows
-        plan, self._is_alone = decode_plan(rows), shared.team.shard.size == 1
+        plan, self._is_alone = decode_plan(rows), shared.group.shard.size == 1
         # A sum over a team wants whole and finished products.
         self._plan = plan if self._is_alone else replace(plan, o_parts=1, down_parts=1)
         self._residual, self._normed = shared.residual[:rows], shared.normed[:rows]
@@ -161,7 +161,7 @@ class FusedStep:
         knows = "pdl" in inspect.signature(bound).parameters
         return partial(bound, pdl=self._plan.pdl) if knows and not self._plan.pdl else bound
 
-    def _gemm_spec(self, name: str, plan: DecodePlan, n: int, k: int) -> GemmSpec:
+    def _gemm_spec(self, name: str, plan: DecodeGemmPlan, n: int, k: int) -> GemmSpec:
         if plan.deferred:
             return GemmSpec(n, k, deferred=self._defers(name))
         return GemmSpec(n, k, parts=plan.parts(name), skinny=True)
@@ -170,7 +170,7 @@ class FusedStep:
         layer = self._shared.weights.layers[0]
         return {"qkv": layer.qkv, "o": layer.output, "down": layer.down}
 
-    def _attention(self, index: int, layer: LayerWeights, mixed_scale: Tensor) -> None:
+    def _attention(self, index: int, layer: DeviceLayerWeights, mixed_scale: Tensor) -> None:
         cache = self._shared.cache.layer(index)
         self._product("qkv", layer.qkv, self._x, self._x_scale)
         self._attend(
@@ -180,7 +180,7 @@ class FusedStep:
             k_gain=layer.k_gain, **self._applied("qkv", layer.qkv, self._x_scale),
         )  # fmt: skip
 
-    def _mlp(self, layer: LayerWeights, middle_scale: Tensor) -> None:
+    def _mlp(self, layer: DeviceLayerWeights, middle_scale: Tensor) -> None:
         matrix = layer.gate_up
         if self._plan.fused_gate_up:
             self._gate_up(self._x, matrix.weight, self._x_scale, matrix.scale, self._middle, middle_scale)
@@ -202,12 +202,12 @@ class FusedStep:
             columns = self._residual.new_empty(self._rows, len(head.weight))
             self._head_gemm(out, head.weight, self._x_scale, head.scale, columns)
         if columns is not logits:
-            logits.copy_(self._shared.team.gather(columns))
+            logits.copy_(self._shared.group.gather(columns))
 
     def _product(self, name: str, matrix: Matrix, x: Tensor, x_scale: Tensor) -> None:
         self._gemms[name](x, matrix.weight, x_scale[: self._rows], matrix.scale, self._products[name])
         if name != "qkv":
-            self._shared.team.add(self._products[name])
+            self._shared.group.add(self._products[name])
 
     def _norm_inputs(self, name: str, gain: Tensor) -> tuple[Any, ...]:
         eps = self._shared.config.norm_eps

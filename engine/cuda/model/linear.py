@@ -30,7 +30,7 @@ class Scaled:
 
 
 @dataclass(frozen=True)
-class Unfinished:
+class SplitKPartials:
     """A product that its reader finishes: `out` `[T, n]`, or float32 `[parts, T, n]` to be added up; without its scales
     if `deferred`.
     """
@@ -80,7 +80,7 @@ class RowBuffer:
         return Scaled((self._rounded if quant == "token" else self._plain)[:count], self.scale[:count])
 
 
-class Products:
+class QuantizedLinear:
     """`max_rows`: the most rows of one call; what is rounded for blocks, and scratch memory, is allocated here."""
 
     def __init__(self, registry: Registry, matrices: Sequence[Matrix], max_rows: int, device: torch.device) -> None:
@@ -95,7 +95,7 @@ class Products:
         numel = max((_parts_numel(matrix, max_rows) for matrix in matrices), default=0)
         self._parts = torch.empty(numel, device=device)
 
-    def unfinished(self, matrix: Matrix, x: Scaled, out: Tensor, adds: bool = True) -> Unfinished:
+    def unfinished(self, matrix: Matrix, x: Scaled, out: Tensor, adds: bool = True) -> SplitKPartials:
         """Without the bias, for a reader that applies scales, and adds up parts if `adds`. `out` `[T, n]`: room for
         what is in one part; parts are overwritten by the next product in parts.
         """
@@ -104,16 +104,16 @@ class Products:
         if parts is None or (parts > 1 and not adds):
             if matrix.recipe == "row":
                 self._scaled_product(GemmSpec(n, k, deferred=True), matrix, x, out)
-                return Unfinished(out, deferred=True)
+                return SplitKPartials(out, deferred=True)
             self(matrix, x, out)
-            return Unfinished(out)
+            return SplitKPartials(out)
         if parts > 1:
             out = self._parts[: parts * out.numel()].view(parts, *out.shape)
         if matrix.recipe in ("row", "block128"):
             self._scaled_product(GemmSpec(n, k, matrix.recipe, parts=parts, skinny=True), matrix, x, out)
         else:
             self._int4(matrix, x, out, parts)
-        return Unfinished(out, parts)
+        return SplitKPartials(out, parts)
 
     def __call__(self, matrix: Matrix, x: Scaled, out: Tensor) -> None:
         """`out` `[T, n]`, without the bias."""
@@ -166,7 +166,7 @@ def unrounded(rows: Tensor, weight: Tensor, out: Tensor) -> None:
 
 
 def _parts_numel(matrix: Matrix, max_rows: int) -> int:
-    """Room for what `Products.unfinished` leaves in parts."""
+    """Room for what `QuantizedLinear.unfinished` leaves in parts."""
     counts = range(1, min(max_rows, SKINNY_ROWS) + 1)
     in_parts = ((_parts_of(matrix, count) or 1, count) for count in counts)
     return max((parts * count * matrix.shape[0] for parts, count in in_parts if parts > 1), default=0)

@@ -50,7 +50,7 @@ def expert_spec(config: ModelConfig, number_format: DeviceFormat) -> MoESpec:
     )
 
 
-class Mixture:
+class DeviceMoE:
     """What the mixtures of all layers share: operations, and room for `max_rows` rows."""
 
     def __init__(

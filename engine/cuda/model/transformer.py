@@ -15,13 +15,13 @@ from functools import cache, partial
 import torch
 from torch import Tensor
 
-from engine.backend import Written, unheard
+from engine.backend import Written, ignore_progress
 from engine.cuda.kv.kv_cache import DeviceCache, LayerCache
-from engine.cuda.model.linear import Products, RowBuffer, Scaled, Unfinished, rounding, unrounded
-from engine.cuda.model.moe import ExpertWeights, Mixture
+from engine.cuda.model.linear import QuantizedLinear, RowBuffer, Scaled, SplitKPartials, rounding, unrounded
+from engine.cuda.model.moe import DeviceMoE, ExpertWeights
 from engine.cuda.model.number_formats import E4M3, DeviceFormat
-from engine.cuda.model.weights import DeviceWeights, LayerWeights, Matrix, MlpWeights, Sight
-from engine.cuda.runtime.process_group import ALONE, Team
+from engine.cuda.model.weights import AttentionWindow, DeviceLayerWeights, DeviceWeights, Matrix, MlpWeights
+from engine.cuda.runtime.process_group import SINGLE_PROCESS, ProcessGroup
 from kernels.reference.quant import to_e4m3
 from kernels.registry import Registry
 from kernels.specs import NormSpec, Quant, QuantSpec, RopeSpec, SiluSpec
@@ -33,14 +33,14 @@ sinks). No answer has such a token.
 """
 
 
-def behind_sinks(x: Tensor, dim: int = 0) -> Tensor:
+def without_sinks(x: Tensor, dim: int = 0) -> Tensor:
     """Without what is of them, along `dim`, unless the text has no other tokens."""
     first = SINKS if x.shape[dim] > SINKS else 0
     return x.narrow(dim, first, x.shape[dim] - first)
 
 
 @dataclass(frozen=True)
-class Asked:
+class QueryRows:
     """Queries `[T, heads, D]`: `plain` as attention of decodes reads them, `of_prompts` as that of prompts does. A row
     has what its own attention reads.
     """
@@ -48,11 +48,11 @@ class Asked:
     plain: Tensor
     of_prompts: Tensor
 
-    def __getitem__(self, rows: slice) -> "Asked":
-        return Asked(self.plain[rows], self.of_prompts[rows])
+    def __getitem__(self, rows: slice) -> "QueryRows":
+        return QueryRows(self.plain[rows], self.of_prompts[rows])
 
 
-Attend = Callable[[Asked, LayerCache, Tensor, Sight], None]
+Attend = Callable[[QueryRows, LayerCache, Tensor, AttentionWindow], None]
 """(queries, cache of one layer, out `[T, heads, D]`, what a layer's rows see): attention of the rows over their own
 sequences.
 """
@@ -75,7 +75,7 @@ class Rows:
 
 
 @dataclass(frozen=True)
-class _Turns:
+class _RotaryTable:
     """How rope turns a layer's rows, as at `positions` `[T]`; and what q is then multiplied by, `[T]` float32."""
 
     positions: Tensor
@@ -98,13 +98,13 @@ class Transformer:
         registry: Registry,
         block_size: int,
         max_rows: int,
-        team: Team = ALONE,
+        team: ProcessGroup = SINGLE_PROCESS,
         is_smooth: bool = False,
         rounds_queries: bool = False,
     ) -> None:
-        self._team, self.is_smooth = team, is_smooth
+        self._group, self.is_smooth = team, is_smooth
         # Tunings multiply a query once it is turned, on any layer of such a model.
-        self._rounds_queries = rounds_queries and weights.tunings is None
+        self._rounds_queries = rounds_queries and weights.attention_temperatures is None
         self._config, self._weights, self._format, self._registry = config, weights, number_format, registry
         self._block_size = block_size
         self.peaks: Tensor | None = None
@@ -120,7 +120,7 @@ class Transformer:
         self.fill(rows, cache, attend)
         count = len(rows.token_ids)
         queries = self._q[:count]
-        return self._finish(self._residual[:count], Asked(queries, queries), cache, attend)
+        return self._finish(self._residual[:count], QueryRows(queries, queries), cache, attend)
 
     @torch.inference_mode()
     def fill(
@@ -128,7 +128,7 @@ class Transformer:
         rows: Rows,
         cache: DeviceCache,
         attend: Attend,
-        written: Written = unheard,
+        written: Written = ignore_progress,
         advance: Advance | None = None,
     ) -> None:
         """Writes K and V of all rows, for `finish` of some. Calls `written` when the first `early_layers` have theirs,
@@ -139,13 +139,13 @@ class Transformer:
         for index in range(self.num_layers):
             advance(index)
             # A team has met behind what the layers before have written.
-            if self._team.shard.size > 1 and index == self.early_layers > 0:
+            if self._group.shard.size > 1 and index == self.early_layers > 0:
                 written(False)
-            if self._team.shard.size == 1 and index == last:
+            if self._group.shard.size == 1 and index == last:
                 written(True)
             if index < last:
                 self.attend(count, cache, index, attend)
-            if self._team.shard.size == 1 and index == self.early_layers - 1:
+            if self._group.shard.size == 1 and index == self.early_layers - 1:
                 written(False)
 
     @torch.inference_mode()
@@ -155,7 +155,7 @@ class Transformer:
         final norm, for `head`.
         """
         queries = self._q.index_select(0, rows)
-        asked = Asked(queries, to_e4m3(queries) if as_prompts and self._rounds_queries else queries)
+        asked = QueryRows(queries, to_e4m3(queries) if as_prompts and self._rounds_queries else queries)
         return self._finish(self._residual.index_select(0, rows), asked, cache, attend)
 
     def finish_nbytes(self, num_rows: int) -> int:
@@ -169,7 +169,7 @@ class Transformer:
 
     def meet(self) -> None:
         """In place of a `finish`, which a team does not go without."""
-        self._team.meet()
+        self._group.meet()
 
     @torch.inference_mode()
     def advance(self, rows: Rows, cache: DeviceCache, index: int) -> None:
@@ -191,18 +191,18 @@ class Transformer:
         """Attention of the first rows in a layer before the last."""
         attend(self._asked(count), cache.layer(index), self._mixed[:count], self._weights.layers[index].sight)
 
-    def _finish(self, residual: Tensor, asked: Asked, cache: DeviceCache, attend: Attend) -> Tensor:
+    def _finish(self, residual: Tensor, asked: QueryRows, cache: DeviceCache, attend: Attend) -> Tensor:
         last, mixed, out = self.num_layers - 1, self._mixed[: len(residual)], torch.empty_like(residual)
         attend(asked, cache.layer(last), mixed, self._weights.layers[last].sight)
         into = Scaled(out, self._x.scale)
         self._leave(last, mixed.view(len(residual), -1), residual, self._weights.final_gain, into, "none")
         return out
 
-    def _asked(self, count: int) -> Asked:
+    def _asked(self, count: int) -> QueryRows:
         plain = self._q[:count]
-        return Asked(plain, self._rounded_q[:count] if self._rounds_queries else plain)
+        return QueryRows(plain, self._rounded_q[:count] if self._rounds_queries else plain)
 
-    def _embed(self, layer: LayerWeights, token_ids: Tensor, residual: Tensor, x: Scaled) -> None:
+    def _embed(self, layer: DeviceLayerWeights, token_ids: Tensor, residual: Tensor, x: Scaled) -> None:
         config, quant = self._config, rounding(layer.qkv, len(residual))
         embed = self._get("add_rmsnorm_quant", NormSpec(config.hidden_size, quant, embed=True))
         embed(self._weights.embedding, residual, layer.attention_gain, config.norm_eps, x.rows, x.scale, ids=token_ids)
@@ -214,7 +214,7 @@ class Transformer:
         self._note(index, 0, read)
         if isinstance(layer.mlp, ExpertWeights):
             total = self._experts(layer, layer.mlp, read, residual)
-            self._team.add(total)
+            self._group.add(total)
             norm = self._get("add_rmsnorm_quant", NormSpec(config.hidden_size, quant))
             norm(total, residual, gain, config.norm_eps, out.rows, out.scale)
         else:
@@ -225,7 +225,7 @@ class Transformer:
     def _note(self, layer: int, which: int, rounded: Scaled) -> None:
         has_token_scales = rounded.rows.dtype == E4M3 and rounded.scale.dim() == 1  # else no step wants the peaks
         if self.peaks is not None and has_token_scales:
-            self.peaks[layer, which] = behind_sinks(rounded.scale).amax()
+            self.peaks[layer, which] = without_sinks(rounded.scale).amax()
 
     @torch.inference_mode()
     def head(self, x: Tensor) -> Tensor:
@@ -239,7 +239,7 @@ class Transformer:
             unrounded(x, head.weight, logits)
         else:
             self._products(head, self._rounded(x) if head.recipe == "row" else Scaled(x, x), logits)
-        return self._team.gather(logits)
+        return self._group.gather(logits)
 
     def _rounded(self, x: Tensor) -> Scaled:
         rounded = Scaled(torch.empty(x.shape, dtype=E4M3, device=x.device), torch.empty(len(x), device=x.device))
@@ -273,23 +273,23 @@ class Transformer:
         self._read = buffer([layer.output for layer in layers], q_width, None)  # plain ones are read where they are
         self._middle = buffer([layer.down for layer in dense], inner)
         matrices = [self._weights.head, *(matrix for layer in layers for matrix in layer.matrices())]
-        self._products = Products(self._registry, matrices, max_rows, device)
+        self._products = QuantizedLinear(self._registry, matrices, max_rows, device)
         if config.experts is not None:
             self._plain = empty(hidden)
-            self._mixture = Mixture(config, self._format, self._registry, max_rows, device)
+            self._mixture = DeviceMoE(config, self._format, self._registry, max_rows, device)
         if shared and config.experts is not None:
             self._shared_gate_up = empty(2 * config.experts.intermediate_size)
             self._shared_middle = buffer([mlp.down for mlp in shared], config.experts.intermediate_size)
 
-    def _still(self, positions: Tensor) -> _Turns:
+    def _no_rope(self, positions: Tensor) -> _RotaryTable:
         """At position 0 rope turns nothing."""
-        tunings = self._weights.tunings
+        tunings = self._weights.attention_temperatures
         scales = None if tunings is None else tunings.index_select(0, positions)
-        return _Turns(torch.zeros_like(positions), scales)
+        return _RotaryTable(torch.zeros_like(positions), scales)
 
-    def _project(self, layer: LayerWeights, x: Scaled, rows: Rows, num_plain: Tensor, cache: LayerCache) -> None:
+    def _project(self, layer: DeviceLayerWeights, x: Scaled, rows: Rows, num_plain: Tensor, cache: LayerCache) -> None:
         """Queries of the rows, of the first `num_plain` as they are; their K and V go into the cache."""
-        turns = _Turns(rows.positions) if layer.is_turned else self._still(rows.positions)
+        turns = _RotaryTable(rows.positions) if layer.is_rotated else self._no_rope(rows.positions)
         config, count = self._config, len(x.rows)
         qkv, asked = self._qkv[:count], self._asked(count)
         product = self._products.unfinished(layer.qkv, x, qkv)
@@ -302,7 +302,7 @@ class Transformer:
         if turns.scales is not None:
             asked.plain.mul_(turns.scales[:, None, None])
 
-    def _rope_spec(self, layer: LayerWeights, product: Unfinished) -> RopeSpec:
+    def _rope_spec(self, layer: DeviceLayerWeights, product: SplitKPartials) -> RopeSpec:
         config = self._config
         return RopeSpec(
             config.num_heads,
@@ -327,7 +327,7 @@ class Transformer:
         self._get("quant_fp8", QuantSpec(rows.shape[1], quant))(rows, read.rows, read.scale)
         return read
 
-    def _experts(self, layer: LayerWeights, experts: ExpertWeights, mixed: Scaled, residual: Tensor) -> Tensor:
+    def _experts(self, layer: DeviceLayerWeights, experts: ExpertWeights, mixed: Scaled, residual: Tensor) -> Tensor:
         """Adds attention to the residual; what the experts give, `[T, H]`."""
         x = Scaled(self._plain[: len(residual)], mixed.scale)
         self._add_norm(layer.output, mixed, residual, layer.mlp_gain, x, "none")
@@ -345,7 +345,7 @@ class Transformer:
         self._products(mlp.down, middle, x)
         return x
 
-    def _mlp(self, layer: LayerWeights, mixed: Scaled, residual: Tensor) -> Scaled:
+    def _mlp(self, layer: DeviceLayerWeights, mixed: Scaled, residual: Tensor) -> Scaled:
         """Adds attention to the residual; the MLP up to its middle, `[T, I]`."""
         count = len(residual)
         x, middle = self._x.of(layer.gate_up, count), self._middle.of(layer.down, count)
@@ -367,16 +367,16 @@ class Transformer:
             product.out, residual, gain, config.norm_eps, out.rows, out.scale, **_left(matrix, x, product)
         )
 
-    def _summed(self, matrix: Matrix, x: Scaled, total: Tensor) -> Unfinished:
+    def _summed(self, matrix: Matrix, x: Scaled, total: Tensor) -> SplitKPartials:
         """x @ matrix over all of the team, which sums whole products with their scales, and no bias in them."""
-        if self._team.shard.size == 1:
+        if self._group.shard.size == 1:
             return self._products.unfinished(matrix, x, total)
         self._products(matrix, x, total)
-        self._team.add(total)
-        return Unfinished(total)
+        self._group.add(total)
+        return SplitKPartials(total)
 
 
-def _left(matrix: Matrix, x: Scaled, product: Unfinished) -> dict[str, Tensor]:
+def _left(matrix: Matrix, x: Scaled, product: SplitKPartials) -> dict[str, Tensor]:
     """What is left to whoever reads a product: its bias, and its scales if it is deferred."""
     bias = {} if matrix.bias is None else {"bias": matrix.bias}
     if not product.deferred or matrix.scale is None:

@@ -17,7 +17,7 @@ from contracts.errors import ConfigError
 from engine.cuda.model.format_choice import INT4_GROUP, rounds_sparingly
 from engine.cuda.model.moe import ExpertWeights
 from engine.cuda.model.number_formats import DeviceFormat
-from engine.model.rotary_embedding import rope_frequencies, tunings
+from engine.model.rotary_embedding import attention_temperatures, rope_frequencies
 from engine.model_loader.checkpoint_weights import WeightSource
 from engine.model_loader.decoder_tensors import ExpertMatrix, ModelTensors, Mxfp4, layer_prefix, widened
 from engine.model_loader.quantized_matrices import Fp8Matrix, Int4Matrix, StoredMatrix, joined
@@ -76,7 +76,7 @@ class Matrix:
 
 
 @dataclass(frozen=True)
-class Sight:
+class AttentionWindow:
     """What the tokens of a layer see: the newest `window` tokens or, with 0, all, or all of their segment; and a logit
     for each head, `[heads]` float32, of a sink that no token owns.
     """
@@ -93,7 +93,7 @@ class MlpWeights:
 
 
 @dataclass(frozen=True)
-class LayerWeights:
+class DeviceLayerWeights:
     """`gate_up` and `down` are those of a layer without experts; `shared` is one that all tokens go through beside
     theirs. `is_turned`: by rope.
     """
@@ -105,9 +105,9 @@ class LayerWeights:
     mlp: MlpWeights | ExpertWeights
     q_gain: Tensor | None
     k_gain: Tensor | None
-    sight: Sight
+    sight: AttentionWindow
     shared: MlpWeights | None = None
-    is_turned: bool = True
+    is_rotated: bool = True
 
     def matrices(self) -> tuple[Matrix, ...]:
         """All but those of experts."""
@@ -136,12 +136,12 @@ class DeviceWeights:
     """
 
     embedding: Tensor
-    layers: tuple[LayerWeights, ...]
+    layers: tuple[DeviceLayerWeights, ...]
     final_gain: Tensor
     head: Matrix
     cos_sin: Tensor
     kv_scales: Tensor | None = None
-    tunings: Tensor | None = None
+    attention_temperatures: Tensor | None = None
 
     def input_scales(self) -> Tensor | None:
         """`[layers, 2]`: those of attention's output and of the MLP's middle, if the checkpoint brings all."""
@@ -165,7 +165,7 @@ def load_device_weights(
     """`config` and `source` are those of the `shard`. Raises ConfigError for a tensor that is missing or has another
     shape than the configuration says.
     """
-    loader = _Loader(config, source, number_format, device, shard)
+    loader = _DeviceWeightLoader(config, source, number_format, device, shard)
     layers = []
     for index in range(config.num_layers):
         progress("load", index, config.num_layers)
@@ -174,12 +174,12 @@ def load_device_weights(
     turns = rope_frequencies(config, max_model_len)
     cos_sin = torch.cat([turns.real, turns.imag], 1).contiguous().to(device)
     progress("load", config.num_layers, config.num_layers)
-    scales = tunings(config, max_model_len)
+    scales = attention_temperatures(config, max_model_len)
     scales = None if scales is None else scales.to(device)
     return DeviceWeights(embedding, tuple(layers), final_gain, head, cos_sin, loader.kv_scales(), scales)
 
 
-def shortened(layers: Sequence[LayerWeights]) -> Sequence[LayerWeights]:
+def shortened(layers: Sequence[DeviceLayerWeights]) -> Sequence[DeviceLayerWeights]:
     """The fewest of the first ones and the last that launch every kernel that all do. What a layer launches depends on
     its kind and on the next one's, and on whether it is the first or the last one.
     """
@@ -277,7 +277,7 @@ def _stacked(matrices: Sequence[Matrix]) -> tuple[Tensor, Tensor]:
     return weight, torch.stack(scales) if scales else weight.new_empty(len(weight), 0, dtype=torch.float32)
 
 
-class _Loader:
+class _DeviceWeightLoader:
     def __init__(
         self,
         config: ModelConfig,
@@ -295,9 +295,9 @@ class _Loader:
         if number_format.is_fp8 and (found is None or found.is_int4):
             self._round = quantize_finely if rounds_sparingly(config) else quantize_rows
 
-    def layer(self, index: int) -> LayerWeights:
+    def layer(self, index: int) -> DeviceLayerWeights:
         tensors, prefix = self._tensors, layer_prefix(index)
-        return LayerWeights(
+        return DeviceLayerWeights(
             attention_gain=self._rows(tensors.gain(prefix + "input_layernorm")),
             qkv=self._matrix(prefix, "qkv", self._round, self._optional(tensors.qkv_bias(prefix))),
             output=self._matrix(prefix, "output", self._round, self._optional(tensors.output_bias(prefix))),
@@ -307,14 +307,14 @@ class _Loader:
             k_gain=self._optional(tensors.head_gain(index, "k")),
             sight=self._sight(index),
             shared=self._shared(index),
-            is_turned=index not in self._config.unturned_layers,
+            is_rotated=index not in self._config.no_rope_layers,
         )
 
-    def _sight(self, index: int) -> Sight:
+    def _sight(self, index: int) -> AttentionWindow:
         sinks = self._tensors.sinks(layer_prefix(index))
         is_windowed = index in self._config.windowed_layers
         window, in_segments = (self._config.window, self._config.segment > 0) if is_windowed else (0, False)
-        return Sight(window, None if sinks is None else sinks.to(self._device).float(), in_segments)
+        return AttentionWindow(window, None if sinks is None else sinks.to(self._device).float(), in_segments)
 
     def _shared(self, index: int) -> MlpWeights | None:
         experts = self._config.experts_of(index)

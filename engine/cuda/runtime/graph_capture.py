@@ -17,7 +17,7 @@ _SAMPLED = 6
 _PAGE_NBYTES = 2 << 20
 
 
-class Holder(Protocol):
+class GraphSet(Protocol):
     """Launches by size."""
 
     @property
@@ -62,7 +62,7 @@ def free_nbytes() -> int:
 
 
 def expected_nbytes(
-    holders: SequenceOf[Holder],
+    holders: SequenceOf[GraphSet],
     capturing: Callable[[], AbstractContextManager[Record]],
     free_nbytes: Callable[[], int],
 ) -> int:

@@ -15,7 +15,7 @@ _HOST = "127.0.0.1"
 _TIMEOUT = timedelta(minutes=15)
 
 
-class Team:
+class ProcessGroup:
     """All members make the same calls in the same order. This one is a team of one, which calls nobody."""
 
     shard = WHOLE
@@ -47,10 +47,10 @@ class Team:
         """Nothing of theirs is under way."""
 
 
-ALONE = Team()
+SINGLE_PROCESS = ProcessGroup()
 
 
-class GpuTeam(Team):
+class DistributedProcessGroup(ProcessGroup):
     """A process for each member; one team a process."""
 
     def __init__(self, shard: Shard, store: TCPStore, device: torch.device) -> None:

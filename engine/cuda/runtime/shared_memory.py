@@ -279,7 +279,7 @@ class Recording:
             runtime().cudaGraphExecDestroy(self._exec)
 
 
-class Marks:
+class StreamSemaphores:
     """Numbers in the host's memory, one for each peer, that the device sets: what a peer waits for, by its own device.
 
     A peer may write its number too, to let its device go on when we are gone. So none is given to two peers.
@@ -292,20 +292,20 @@ class Marks:
         if self._is_cuda:
             _register(self._words.ctypes.data, device)
 
-    def next(self) -> "Mark | None":
+    def next(self) -> "StreamSemaphore | None":
         """None if all are given."""
         if self._num_given == len(self._words):
             return None
         index, self._num_given = self._num_given, self._num_given + 1
         shared = _MARK.pack(os.getpid(), self._memory.fileno(), index)
-        return Mark(self._words[index : index + 1], shared, self._is_cuda)
+        return StreamSemaphore(self._words[index : index + 1], shared, self._is_cuda)
 
     def close(self) -> None:
         self._memory.close()
 
 
-class Mark:
-    """kv_transfer.chunks.device_pool.Mark."""
+class StreamSemaphore:
+    """kv_transfer.chunks.device_pool.DeviceSemaphore."""
 
     def __init__(self, word: np.ndarray, shared: bytes, is_cuda: bool) -> None:
         self._word, self.shared, self._is_cuda = word, shared, is_cuda
@@ -319,7 +319,7 @@ class Mark:
             raise TransferError(f"a mark can't be set: error {status} of the driver")
 
 
-class RemoteMark:
+class PeerSemaphore:
     """A peer's, mapped here."""
 
     def __init__(self, shared: bytes, device: torch.device) -> None:

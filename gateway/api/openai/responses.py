@@ -8,16 +8,24 @@ import msgspec
 from contracts.errors import TandemError
 from contracts.events import FinishReason
 from contracts.sampling import SamplingParams
-from gateway.api.openai.responses_items import Body, Call, Item, Words
+from gateway.api.openai.responses_items import Body, FunctionCallItem, MessageItem, OutputItem
 from gateway.api.openai.schema import ResponsesRequest
 from gateway.api.response_formatter import Usage, error_of
-from gateway.generation.generation_state import Piece
-from gateway.generation.output_parser import Reading
-from gateway.tool_calling.events import Argued, Broken, Called, Closed, Event, Said, Thought
+from gateway.generation.generation_state import OutputDelta
+from gateway.generation.output_parser import OutputParserSpec
+from gateway.tool_calling.events import (
+    ContentDelta,
+    MalformedToolCall,
+    OutputEvent,
+    ReasoningDelta,
+    ToolCallArguments,
+    ToolCallFinished,
+    ToolCallStarted,
+)
 
 
 @dataclass
-class ResponseReplies:
+class ResponsesFormatter:
     """Bodies and events of one response; owned by the one who writes it, because its events are numbered.
 
     `sampling`: of the answer. `reading`: how it is read; None if all of it is said.
@@ -28,9 +36,9 @@ class ResponseReplies:
     created: int
     request: InitVar[ResponsesRequest]
     sampling: SamplingParams
-    reading: Reading | None = None
+    reading: OutputParserSpec | None = None
     ending: bytes = b""
-    _items: list[Item] = field(default_factory=list)
+    _items: list[OutputItem] = field(default_factory=list)
     _finish: str = FinishReason.STOP
     _num_events: int = 0
 
@@ -51,10 +59,10 @@ class ResponseReplies:
             {"type": "response.in_progress", "response": started},
         ]
 
-    def chunk(self, piece: Piece) -> list[Body]:
+    def chunk(self, piece: OutputDelta) -> list[Body]:
         return [body for event in self._events(piece) for body in self._told(event)]
 
-    def choice(self, pieces: Sequence[Piece]) -> Body:
+    def choice(self, pieces: Sequence[OutputDelta]) -> Body:
         events = [event for piece in pieces for event in self._events(piece)]
         for event in _said_if_broken(events):
             self._told(event)
@@ -81,39 +89,41 @@ class ResponseReplies:
     def _status(self) -> str:
         return "incomplete" if self._finish == FinishReason.LENGTH else "completed"
 
-    def _events(self, piece: Piece) -> list[Event]:
+    def _events(self, piece: OutputDelta) -> list[OutputEvent]:
         self._finish = piece.finish or self._finish
-        return [Said(piece.text)] if self._read is None else self._read.feed(piece)
+        return [ContentDelta(piece.text)] if self._read is None else self._read.feed(piece)
 
-    def _told(self, event: Event) -> list[Body]:
-        if isinstance(event, Thought | Said):
+    def _told(self, event: OutputEvent) -> list[Body]:
+        if isinstance(event, ReasoningDelta | ContentDelta):
             return self._more(event) if event.text else []
         if self.reading is None or not self.reading.is_wanted(event.index):
-            return self._more(Said(event.text)) if isinstance(event, Broken) else []
+            return self._more(ContentDelta(event.text)) if isinstance(event, MalformedToolCall) else []
         match event:
-            case Called():
+            case ToolCallStarted():
                 assert self.reading.form is not None, "nothing is read as a call without a form"
                 index = len(self._items)
-                return self._begin(Call(f"fc_{self.id}_{index}", index, self.reading.form.new_id(), event.name))
-            case Argued():
+                return self._begin(
+                    FunctionCallItem(f"fc_{self.id}_{index}", index, self.reading.form.new_id(), event.name)
+                )
+            case ToolCallArguments():
                 return [self._items[-1].delta(event.text)]
-            case Closed():
+            case ToolCallFinished():
                 return self._close("completed")
-            case Broken():  # in a stream: what came of it was told, and is none
+            case MalformedToolCall():  # in a stream: what came of it was told, and is none
                 return self._close("incomplete")
 
-    def _more(self, event: Thought | Said) -> list[Body]:
-        is_thought, last = isinstance(event, Thought), self._items[-1] if self._items else None
-        goes_on = isinstance(last, Words) and last.is_thought == is_thought and not event.parting
+    def _more(self, event: ReasoningDelta | ContentDelta) -> list[Body]:
+        is_thought, last = isinstance(event, ReasoningDelta), self._items[-1] if self._items else None
+        goes_on = isinstance(last, MessageItem) and last.is_thought == is_thought and not event.parting
         begun = [] if goes_on else self._begin(self._words(is_thought))
         return [*begun, self._items[-1].delta(event.text)]
 
-    def _words(self, is_thought: bool) -> Words:
+    def _words(self, is_thought: bool) -> MessageItem:
         index = len(self._items)
         name = f"{'rs' if is_thought else 'msg'}_{self.id}"
-        return Words(name if index < 2 else f"{name}_{index}", index, is_thought)
+        return MessageItem(name if index < 2 else f"{name}_{index}", index, is_thought)
 
-    def _begin(self, item: Item) -> list[Body]:
+    def _begin(self, item: OutputItem) -> list[Body]:
         closed = self._close("completed")
         self._items.append(item)
         return [*closed, *item.added()]
@@ -163,13 +173,13 @@ def _asked(request: ResponsesRequest) -> Body:
     }
 
 
-def _said_if_broken(events: Sequence[Event]) -> Iterator[Event]:
+def _said_if_broken(events: Sequence[OutputEvent]) -> Iterator[OutputEvent]:
     """Of a whole answer: what began as a call and is none, or was cut off, is said."""
-    broken = {event.index for event in events if isinstance(event, Broken)}
+    broken = {event.index for event in events if isinstance(event, MalformedToolCall)}
     for event in events:
-        if isinstance(event, Broken):
-            yield Said(event.text)
-        elif not (isinstance(event, Called | Argued) and event.index in broken):
+        if isinstance(event, MalformedToolCall):
+            yield ContentDelta(event.text)
+        elif not (isinstance(event, ToolCallStarted | ToolCallArguments) and event.index in broken):
             yield event
 
 

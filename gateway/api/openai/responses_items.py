@@ -7,7 +7,7 @@ Body = dict[str, Any]
 
 
 @dataclass
-class Item:
+class OutputItem:
     """`index`: its place in the output. `texts`: what has come of it."""
 
     id: str
@@ -43,7 +43,7 @@ class Item:
 
 
 @dataclass
-class Words(Item):
+class MessageItem(OutputItem):
     """A message, or the reasoning before it."""
 
     is_thought: bool
@@ -85,7 +85,7 @@ class Words(Item):
 
 
 @dataclass
-class Call(Item):
+class FunctionCallItem(OutputItem):
     """Of a function. `call_id`: by which the client tells its result."""
 
     call_id: str

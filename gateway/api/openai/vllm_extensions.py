@@ -5,15 +5,15 @@ from typing import Any
 
 from contracts.events import PromptToken
 from gateway.api.response_formatter import finite
-from gateway.generation.generation_state import Answer, Piece
+from gateway.generation.generation_state import GenerationState, OutputDelta
 from gateway.prompting.chat_template import Prompting
 
 
-def add_details(body: dict[str, Any], answers: Sequence[Answer]) -> None:
+def add_details(body: dict[str, Any], answers: Sequence[GenerationState]) -> None:
     """To a whole reply. What is of the prompt is on each choice, but in a chat, which has one prompt, on the reply."""
     is_chat = body["object"] == "chat.completion"
     for choice, answer in zip(body["choices"], answers, strict=True):
-        if answer.ask.returns_token_ids:
+        if answer.request.returns_token_ids:
             choice["token_ids"] = answer.token_ids
         (body if is_chat else choice).update(_of_prompt(answer))
 
@@ -21,21 +21,21 @@ def add_details(body: dict[str, Any], answers: Sequence[Answer]) -> None:
 class StreamedTokenIds:
     """The token ids of a stream: those of the prompt in the first chunk of a choice, then what each chunk adds."""
 
-    def __init__(self, answers: Sequence[Answer]) -> None:
+    def __init__(self, answers: Sequence[GenerationState]) -> None:
         self._answers = answers
         self._num_told: dict[int, int] = {}
 
-    def add(self, body: dict[str, Any], piece: Piece) -> None:
+    def add(self, body: dict[str, Any], piece: OutputDelta) -> None:
         """To the chunk that is made of `piece`, and perhaps of some before it that had nothing to show."""
         answer, (choice,) = self._answers[piece.index], body["choices"]
         if piece.index not in self._num_told:
-            (body if "delta" in choice else choice)["prompt_token_ids"] = answer.ask.token_ids
+            (body if "delta" in choice else choice)["prompt_token_ids"] = answer.request.token_ids
         choice["token_ids"] = answer.token_ids[self._num_told.get(piece.index, 0) : piece.num_tokens]
         self._num_told[piece.index] = piece.num_tokens
 
 
-def _of_prompt(answer: Answer) -> dict[str, Any]:
-    ask, details = answer.ask, {}
+def _of_prompt(answer: GenerationState) -> dict[str, Any]:
+    ask, details = answer.request, {}
     if ask.returns_token_ids:
         details["prompt_token_ids"] = ask.token_ids
     if (count := ask.prompt_logprobs) is not None:
