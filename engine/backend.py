@@ -33,8 +33,8 @@ class PendingTokens(Protocol):
 
 @dataclass(frozen=True)
 class Computed:
-    """`logits` `[number of chunks that sample, vocab]` float32, of no meaning where `pending_tokens` is there; `scored`: of
-    the prompts that asked for it, to be told once the batch is computed.
+    """`logits` `[number of chunks that sample, vocab]` float32, of no meaning where `pending_tokens` is there. `scored`
+    are of the prompts that asked for it, to be sent once the batch is computed.
     """
 
     logits: torch.Tensor

@@ -88,7 +88,8 @@ class Candidate:
     """A live worker that takes work. Tokens include credits taken since its last heartbeat; rates are 0 while unknown.
 
     `num_answers`: of `num_decodes`, those whose prompts are computed. `cached_tokens`: of this prompt's prefix, served
-    here before. `send_words`, `receive_words`: as of NodeInfo. `prompt_tokens_per_mixed_step`, `bad_paths`: as of NodeLoad.
+    here before. `send_words`, `receive_words`: as of NodeInfo. `prompt_tokens_per_mixed_step`, `bad_paths`: as of
+    NodeLoad.
     """
 
     worker_id: WorkerId
