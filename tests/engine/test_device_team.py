@@ -294,10 +294,10 @@ def test_a_batch_that_one_could_not_launch_is_the_last(tmp_path, error):
 
 _NOT_LAUNCHED = """
 import contextlib, threading, contracts.errors
-from engine.cuda.runtime.process_group import GpuTeam
+from engine.cuda.runtime.process_group import DistributedProcessGroup
 def launch(*_):
     raise {error}("none left")
-GpuTeam.close = lambda _: threading.Event().wait()
+DistributedProcessGroup.close = lambda _: threading.Event().wait()
 engine.cpu.runner.launcher.launch = launch
 with contextlib.closing(engine):
     engine.step()

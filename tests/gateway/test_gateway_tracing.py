@@ -85,7 +85,7 @@ async def test_an_error_of_ours_is_one_in_the_trace(rig, exporter) -> None:
 
 
 def test_stages_are_laid_back_from_what_the_gateway_heard() -> None:
-    answer = SimpleNamespace(stages_s=HANDED, stints=[AttemptSpan({"prefill": "p", "decode": "d"}, 10.0, 13.0)])
+    answer = SimpleNamespace(stages_s=HANDED, spans=[AttemptSpan({"prefill": "p", "decode": "d"}, 10.0, 13.0)])
     spans = laid_out(answer)  # type: ignore[arg-type]
     assert [(stage, worker) for stage, worker, _, _ in spans] == [
         ("queue", "p"),

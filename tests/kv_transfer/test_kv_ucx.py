@@ -115,14 +115,14 @@ def test_ucx_names_the_lanes_it_uses() -> None:
 
 IDLE = """
 import time
-from kv_transfer.transports.ucx import Engine
+from kv_transfer.transports.ucx import UcxWorker
 from tests.kv_transfer.kv_pair import Peer
 from tests.waiting import until
-sleeps, sleep = [], Engine.sleep
+sleeps, sleep = [], UcxWorker.sleep
 def counted(engine, deadline):
     sleeps.append(engine)
     sleep(engine, deadline)
-Engine.sleep = counted
+UcxWorker.sleep = counted
 pairs = [(Peer(f"p{number}", transport="ucx"), Peer(f"d{number}", transport="ucx")) for number in range(8)]
 for prefill, decode in pairs:
     prefill.node.meet([decode.ref])

@@ -14,8 +14,8 @@ from tests.waiting import is_gone, until
 ROOT = Path(__file__).parents[2]
 PARENT = """
 import subprocess, sys, time
-from process.parent_death import leashed
-child = subprocess.Popen(leashed(["sleep", "300"]))
+from process.parent_death import die_with_parent
+child = subprocess.Popen(die_with_parent(["sleep", "300"]))
 print(child.pid, flush=True)
 time.sleep(300)
 """
