@@ -298,7 +298,7 @@ from engine.cuda.runtime.process_group import DistributedProcessGroup
 def launch(*_):
     raise {error}("none left")
 DistributedProcessGroup.close = lambda _: threading.Event().wait()
-engine.cpu.runner.launcher.launch = launch
+engine.runner.launcher.launch = launch
 with contextlib.closing(engine):
     engine.step()
     engine.step()
