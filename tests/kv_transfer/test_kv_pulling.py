@@ -287,7 +287,7 @@ def test_a_told_attempt_is_being_read_until_decode_says_otherwise():
     attempts.begin(KEY)
     announcer.put(pull(0))
     announcer.put(FIN)
-    assert [type(message).__name__ for message in said] == ["Pull", "Fin"]
+    assert [type(message).__name__ for message in said] == ["PullReady", "Fin"]
     assert not announcer.end(KEY), "decode may be reading"
     announcer.put(pull(1))
     assert len(said) == 2
@@ -554,7 +554,7 @@ def test_what_waits_for_its_burst_goes_with_token_0_and_ends_with_its_attempt():
     announcer.put(long_pull(0, 4))
     assert said == [] and announcer.num_chunks == 0
     announcer.put(FIN)
-    assert [type(message).__name__ for message in said] == ["Pull", "Fin"] and announcer.num_chunks == 1
+    assert [type(message).__name__ for message in said] == ["PullReady", "Fin"] and announcer.num_chunks == 1
     assert not announcer.end(KEY), "decode may be reading"
     attempts.begin(KEY)
     announcer.read(KEY)
