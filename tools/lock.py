@@ -20,6 +20,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 OUT = ROOT / "requirements"
 HEADER = "# Made by `make lock` from pyproject.toml. Install with `pip install --no-deps --require-hashes -r`.\n"
+DEMO = ("--group", "pyproject.toml:demo")
 CUDA = [
     "cuda-toolkit",
     "nvidia-cudnn-cu13",
@@ -34,9 +35,9 @@ Entries = dict[str, list[str]]
 
 
 def main() -> None:
-    everything = compile_extras("--all-extras", "--generate-hashes")
-    run = compile_extras()
-    lean = compile_extras(override=[f"{name}; sys_platform == 'never'" for name in CUDA])
+    everything = compile_extras("--all-extras", *DEMO, "--generate-hashes")
+    run = compile_extras(*DEMO)
+    lean = compile_extras(*DEMO, override=[f"{name}; sys_platform == 'never'" for name in CUDA])
     torch = (run.keys() - lean.keys()) | {"torch"}
     extras = {name: compile_extras("--extra", name).keys() - run.keys() for name in ("gpu", "otel", "dev")}
     groups = {"run": run.keys() - torch, "torch": torch, **extras}
