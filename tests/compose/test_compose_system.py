@@ -24,7 +24,7 @@ BACK_S = 120.0
 
 @pytest.fixture(scope="module")
 def system() -> Iterator[Composed]:
-    composed = Composed(os.environ.get("TANDEM_TEST_PROJECT") or f"tandem-test-{os.getpid()}")
+    composed = Composed(os.environ.get("COMPOSE_TEST_PROJECT") or f"tandem-test-{os.getpid()}")
     try:
         composed.build()
         composed.up()

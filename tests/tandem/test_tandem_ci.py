@@ -16,7 +16,7 @@ SCRIPT = Path(__file__).parents[2] / ".ci" / "run"
 DEADLINE_S = 60.0
 SECTIONS = ("install", "check", "test", "docs", "images", "test-compose")
 PROGRAM = """#!/usr/bin/env bash
-echo "{name} $* ${{TANDEM_TEST_PROJECT:-}}" >>"{calls}"
+echo "{name} $* ${{COMPOSE_TEST_PROJECT:-}}" >>"{calls}"
 {body}
 """
 
