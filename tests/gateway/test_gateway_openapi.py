@@ -1,10 +1,15 @@
 """/openapi.json says what really comes: each reply has exactly the described shape, each error the one error shape."""
 
+import json
+import os
+from pathlib import Path
+
 import msgspec
 
 from gateway.api import openapi
 from gateway.api.openapi import ErrorReply
 
+SNAPSHOT = Path(__file__).with_name("openapi.json")
 SAY = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 3}
 ASK = {"prompt": "one two", "max_tokens": 3}
 REPLIES = [
@@ -92,3 +97,15 @@ async def test_the_described_bodies_name_each_field(client):
     assert body["required"] == ["prompt"]
     assert body["properties"]["temperature"]["anyOf"][0] == {"type": "number", "minimum": 0, "maximum": 2}
     assert "text/event-stream" in described["responses"]["200"]["content"]
+
+
+async def test_the_document_is_the_one_that_is_written_down(client):
+    """Whatever changes what clients may send or get shows in a diff of openapi.json.
+
+    `TANDEM_WRITE_OPENAPI=1 make test ARGS=tests/gateway/test_gateway_openapi.py` writes it anew.
+    """
+    document = (await client.get("/openapi.json")).text
+    text = json.dumps(json.loads(document), indent=1, ensure_ascii=False) + "\n"
+    if "TANDEM_WRITE_OPENAPI" in os.environ:
+        SNAPSHOT.write_text(text)
+    assert SNAPSHOT.read_text() == text
