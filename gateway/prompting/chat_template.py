@@ -26,9 +26,9 @@ from gateway.json_decoding import words_of
 from gateway.reasoning.registry import thinking_of
 from gateway.tokenization.detokenizer import Detokenizer
 from gateway.tokenization.token_bytes import REPLACEMENT, raw_bytes
+from gateway.tool_calling.made_arguments import arguments_of, is_text
 from gateway.tool_calling.registry import ParserName, form_of, knows_tools
 from gateway.tool_calling.tool_choice import MadeCall, Tool, described
-from gateway.tool_calling.tool_parser import object_of
 from gateway.tool_calling.tool_prompt import plain_messages
 from process.deep_stack_threads import DeepThreads
 
@@ -293,21 +293,12 @@ def _plain(index: int, message: Message, joint: str) -> dict[str, Any]:
 
 
 def _made(call: MadeCall, param: str) -> dict[str, Any]:
-    """As chat templates know calls: with arguments that are an object."""
+    """Return the call as chat templates know one: with arguments that are an object."""
     given, at = call.function.arguments, f"{param}.function.arguments"
-    arguments = object_of(given or "{}") if isinstance(given, str) else given
-    if arguments is None or not _is_text(arguments):
-        raise RequestError(f"{at} must be a JSON object, written as a string", at)
+    arguments = arguments_of(given) if isinstance(given, str) else given
+    if not is_text(arguments):
+        raise RequestError(f"{at} has half of a surrogate pair in it, which is no text", at)
     return {"id": call.id, "type": call.type, "function": {"name": call.function.name, "arguments": arguments}}
-
-
-def _is_text(value: Any) -> bool:
-    """Not so if half of a surrogate pair is in it, which JSON can spell and no tokenizer takes."""
-    try:
-        json.dumps(value, ensure_ascii=False).encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def _marked(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

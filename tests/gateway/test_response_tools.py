@@ -189,6 +189,18 @@ async def test_an_agent_goes_round_with_what_came(checkpoint):
         assert "<tool_response>\nsunny\n</tool_response>" in shown
 
 
+async def test_a_call_that_was_cut_off_is_taken_back(checkpoint, tokenizer):
+    ids = tokenizer.encode(CALL).ids
+    cut = next(count for count in range(len(ids)) if '"Par' in tokenizer.decode(ids[:count]))
+    [item] = (await streamed(checkpoint, CALL, max_output_tokens=cut))[-1].response.output
+    said: Any = [{"role": "user", "content": "weather?"}, item.model_dump()]
+    said.append({"type": "function_call_output", "call_id": item.call_id, "output": "it was cut off"})
+    async with saying(checkpoint, "hi") as (rig, client):
+        await client.responses.create(model=rig.front.model, input=said)
+        shown = rig.front.prompting.tokenizer.decode(rig.workers[0].jobs[0].token_ids, skip_special_tokens=False)
+    assert '{"name": "get_weather", "arguments": {"city": "Par' in shown and "it was cut off" in shown
+
+
 async def test_what_was_thought_comes_before_the_call(checkpoint):
     harmony = with_specials(checkpoint, CHANNELS, Harmony.markers)
     call = f"<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>{PARIS}<|call|>"

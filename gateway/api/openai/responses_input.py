@@ -11,7 +11,6 @@ from gateway.api.openai.schema import ChatRequest, Message, ResponsesRequest, Re
 from gateway.grammar.structured_outputs import JsonSchema, ResponseFormat
 from gateway.json_decoding import converted, words_of
 from gateway.tool_calling.tool_choice import FunctionChoice, MadeCall, MadeFunction, NamedChoice, ToolChoice
-from gateway.tool_calling.tool_parser import object_of
 
 _PARTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
 _ITEMS = ("message", "reasoning", "function_call", "function_call_output")
@@ -120,9 +119,6 @@ def _messages(items: Sequence[dict[str, Any]]) -> list[Message]:
 def _message(item: dict[str, Any], kind: str, at: str) -> Message:
     if kind == "function_call":
         call = converted(item, GivenCall, at)
-        if object_of(call.arguments or "{}") is None:
-            why = f"{at}.arguments must be a JSON object, written as a string"
-            raise RequestError(why, f"{at}.arguments")
         made = MadeCall(MadeFunction(call.name, call.arguments), call.call_id)
         return Message(role="assistant", tool_calls=[made])
     if kind == "function_call_output":
