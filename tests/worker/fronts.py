@@ -1,6 +1,7 @@
 """A worker's HTTP face before a core that only remembers what it was sent. Not a test."""
 
 from contracts.node import NodeLoad
+from process.thread_times import ThreadTimes
 from tests.nodes import node_info
 from worker.front.app import WorkerState
 from worker.front.event_streams import EventStreams
@@ -10,6 +11,10 @@ from worker.messages import CoreStatus, LinkStatus
 class RememberingCore:
     def __init__(self) -> None:
         self.sent: list = []
+        self.threads = ThreadTimes({1: 0.0}, is_runnable=False)
+
+    def look_at_threads(self) -> ThreadTimes:
+        return self.threads
 
     def send(self, message: object) -> None:
         self.sent.append(message)

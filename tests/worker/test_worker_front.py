@@ -10,6 +10,7 @@ from contracts.codec import encode
 from contracts.ids import Epoch, GatewayId, RequestId
 from contracts.request import Cancel, Job, Route
 from contracts.sampling import SamplingParams
+from process.thread_times import ThreadTimes
 from tests.worker.fronts import make_state, make_status
 from worker.front import app as front
 from worker.front.app import MAX_BODY_NBYTES, WorkerState, make_app
@@ -133,6 +134,28 @@ async def test_a_worker_that_was_paused_takes_what_came_meanwhile(state, client,
     state.goes_on(1.0)
     assert state.silent_s == 1.0  # those that the front saw
     await listener.aclose()
+
+
+def test_a_core_that_gets_no_cpu_is_not_silent(state, monkeypatch):
+    clock = SimpleNamespace(now=100.0)
+    monkeypatch.setattr(front, "time", SimpleNamespace(monotonic=lambda: clock.now))
+    state.on_status(make_status(1))
+    state.goes_on(1.0)
+    looks = [
+        (0.0, True, 1.0),  # the first tells nothing yet
+        (0.0, True, 2.0),
+        (0.25, True, 2.25),
+        (1.25, True, 3.25),  # it ran all the time: it loops
+        (1.25, False, 4.25),  # it sleeps: it waits for what does not come
+        (1.25, True, 4.25),
+    ]
+    for cpu_s, is_runnable, silent_s in looks:
+        clock.now += 1.0
+        state.core.threads = ThreadTimes({1: cpu_s}, is_runnable)
+        state.goes_on(1.0)
+        assert state.silent_s == silent_s
+    state.on_status(make_status(2))
+    assert state.silent_s == 0.0
 
 
 async def test_a_dead_core_turns_everything_to_503(state, client):

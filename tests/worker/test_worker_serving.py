@@ -1,5 +1,6 @@
 """A real worker at work: what a gateway hears of its requests, what its metrics say, how it fails and how it leaves."""
 
+import asyncio
 import os
 import signal
 import time
@@ -14,7 +15,7 @@ from contracts.request import Cancel
 from coordinator.store.local_server import RedisServer
 from tests.e2e.tiny import save_tiny
 from tests.waiting import is_gone, until
-from tests.worker.worker_rig import Gateway, RunningWorker, connected, running_worker
+from tests.worker.worker_rig import Gateway, RunningWorker, connected, running_worker, starved
 
 R = RequestId("r")
 LONG = 1900  # tokens: more than any test waits for
@@ -193,6 +194,23 @@ def test_a_worker_that_was_paused_goes_on(model: str, tmp_path: Path) -> None:
         until(lambda: worker.status_of("/health")[0] in (200, 503))  # the front has had its turn, the core has not
         os.kill(worker.core_pid, signal.SIGCONT)
         until(lambda: worker.status_of("/health") == (200, "ok"))
+        assert "is killed" not in worker.log.read_text()
+
+
+async def test_a_core_that_gets_no_cpu_is_not_killed_for_it(model: str, tmp_path: Path) -> None:
+    """As on a host that stands still: one turn takes longer than a core may hang, and this one is well."""
+
+    async def body(gateway: Gateway) -> None:
+        await gateway.post(gateway.job("r", max_tokens=LONG))
+        await gateway.until(lambda: any(isinstance(event, Tokens) for event in gateway.events))
+        with starved(worker.core_pid):
+            await asyncio.sleep(20.0)
+        await gateway.until(lambda: gateway.ends("r"))
+        assert isinstance(gateway.ends("r")[0], Finished)
+
+    with running_worker(tmp_path, model, "--hang-timeout-s", "3") as worker:
+        until(worker.core)
+        await connected(worker, body)
         assert "is killed" not in worker.log.read_text()
 
 

@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -133,3 +133,27 @@ async def connected(worker: RunningWorker, body) -> None:
         finally:
             listening.cancel()
             await asyncio.gather(listening, return_exceptions=True)
+
+
+@contextmanager
+def starved(pid: int) -> Iterator[None]:
+    """All threads of this process get what busy programs on one CPU leave over: less than a thousandth of it."""
+    cpu = max(os.sched_getaffinity(0))
+    threads = [int(task.name) for task in Path(f"/proc/{pid}/task").iterdir()]
+    busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(16)]
+    before = os.sched_getaffinity(pid)
+    try:
+        for each in busy:
+            os.sched_setaffinity(each.pid, {cpu})
+        for thread in threads:
+            os.sched_setaffinity(thread, {cpu})
+            os.sched_setscheduler(thread, os.SCHED_IDLE, os.sched_param(0))
+        yield
+    finally:
+        for each in busy:
+            each.kill()
+            each.wait()
+        for thread in threads:
+            with suppress(ProcessLookupError, PermissionError):
+                os.sched_setaffinity(thread, before)
+                os.sched_setscheduler(thread, os.SCHED_OTHER, os.sched_param(0))

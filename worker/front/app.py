@@ -15,6 +15,7 @@ from contracts.errors import RequestError
 from contracts.ids import GatewayId
 from contracts.node import NodeInfo, NodeLoad
 from contracts.request import Cancel, Job, JobMessage
+from process.thread_times import ThreadTimes, usable_s
 from service.request_body import read_body
 from service.shared_secret import refusal, refuse_without_secret
 from worker.front.core_process import CoreProcess
@@ -29,8 +30,11 @@ MAX_BODY_NBYTES = 32 << 20
 
 @dataclass
 class WorkerState:
-    """What the front knows. `status` is the core's latest word, `status_s` (monotonic) when one told of a new turn.
-    `due_s`: by when the front itself is to go on, see `goes_on`. `started_at_s` is of the wall's clock.
+    """What the front knows of itself and its core.
+
+    `status` is the core's latest report, `status_s` (monotonic) when one told of a new turn, and see `goes_on`.
+    `due_s`: by when the front itself is to go on. `threads`: the core's, if it was silent at the last look.
+    `started_at_s` is of the wall's clock.
     """
 
     info: NodeInfo
@@ -42,6 +46,7 @@ class WorkerState:
     status: CoreStatus | None = None
     status_s: float = field(default_factory=time.monotonic)
     due_s: float = math.inf
+    threads: ThreadTimes | None = None
     joined: bool = False
     draining: bool = False
     core_alive: bool = True
@@ -71,10 +76,25 @@ class WorkerState:
         self.status = status
 
     def goes_on(self, period_s: float) -> None:
-        """The front itself does, and will again within `period_s`: how long it stood still says nothing of the core."""
+        """Leave out of the core's silence what it could not use; to be called again within `period_s`.
+
+        That is the time for which this front stood still itself, as in a machine that was paused, and the time in which
+        a busy host kept the CPUs from the core's threads.
+        """
         now = time.monotonic()
-        self.status_s = min(self.status_s + max(0.0, now - self.due_s), now)
+        span_s = max(0.0, now - self.due_s + period_s)
+        lost_s = max(0.0, span_s - period_s, span_s - self._usable_s(now, span_s))
+        self.status_s = min(self.status_s + lost_s, now)
         self.due_s = now + period_s
+
+    def _usable_s(self, now: float, span_s: float) -> float:
+        """Return how much of the time since the last look a silent core could use; a core that turns is not asked."""
+        before, self.threads = self.threads, None
+        if now - self.status_s > span_s:
+            self.threads = self.core.look_at_threads()
+            if before is not None:
+                return usable_s(before, self.threads, span_s)
+        return span_s
 
     @property
     def silent_s(self) -> float:

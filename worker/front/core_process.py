@@ -13,6 +13,7 @@ from contracts.codec import FrameReader, decoder, frame
 from contracts.errors import ConfigError
 from process.parent_death import die_with_parent
 from process.supervision import describe_exit
+from process.thread_times import ThreadTimes, look_at_threads
 from worker.messages import CoreFailed, CoreReady, Loading, Start, Stop, ToCore, ToFront
 
 log = logging.getLogger(__name__)
@@ -39,6 +40,10 @@ class CoreProcess:
     @property
     def pid(self) -> int:
         return self._process.pid
+
+    def look_at_threads(self) -> ThreadTimes:
+        """Return what its threads have used so far, and whether one could run now."""
+        return look_at_threads(self.pid)
 
     async def start(self) -> None:
         ours, theirs = socket.socketpair()
