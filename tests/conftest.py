@@ -1,5 +1,5 @@
 """Threads that wait must not spin here: tests run beside the processes they started, on few cores.
-Inputs are the same in every run, so that a failure comes again; `TANDEM_TEST_SEED=7 make test` takes other ones."""
+Inputs are the same in every run, so that a failure comes again; `TEST_SEED=7 make test` takes other ones."""
 
 import os
 import random
@@ -17,7 +17,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # read when torch is first 
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 
-SEED = os.environ.get("TANDEM_TEST_SEED", "")
+SEED = os.environ.get("TEST_SEED", "")
 # No test is of time: a slow machine is no failure.
 PATIENT = {"deadline": None, "suppress_health_check": [hypothesis.HealthCheck.too_slow]}
 hypothesis.settings.register_profile("tandem", derandomize=not SEED, **PATIENT)

@@ -30,6 +30,7 @@ from coordinator.store.local_server import RedisServer, find_bundled, find_serve
 from coordinator.store.redis_store import RedisStore
 from coordinator.store.store import Lead, Reaped, Store
 from tests.coordinator.coordinator_rig import ALIVE_LOAD, ask, fresh_pool, pair
+from tests.environment import plain_environment
 from tests.waiting import async_until, is_gone, until
 
 ROOT = Path(__file__).parents[2]
@@ -246,7 +247,7 @@ def run(*options: str, before: Callable[[], None] | None = None, **env: str) -> 
     return subprocess.Popen(
         [sys.executable, "-m", "coordinator", *options],
         cwd=ROOT,
-        env=os.environ | env,
+        env=plain_environment() | env,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

@@ -22,8 +22,8 @@ def child(*arguments):
 
 
 def test_every_kernel_agrees_with_the_reference():
-    """On the same random inputs in every run; `TANDEM_TEST_SEED` takes other ones."""
-    verdicts = child("tests.kernels.interpreted", str(zlib.crc32(os.environ.get("TANDEM_TEST_SEED", "").encode())))
+    """On the same random inputs in every run; `TEST_SEED` takes other ones."""
+    verdicts = child("tests.kernels.interpreted", str(zlib.crc32(os.environ.get("TEST_SEED", "").encode())))
     bad = [
         f"{v['op']}/{v['impl']} [{v['case']}]: error {v['error']:.2e} of {v['tolerance']}, {v['failure']}"
         for v in verdicts

@@ -12,6 +12,7 @@ import pytest
 from bench.system.local_system import get_json
 from contracts.codec import frame
 from tests.e2e.tiny import save_tiny
+from tests.environment import plain_environment
 from tests.waiting import is_gone, until
 from tests.worker.worker_rig import DEADLINE_S, running_worker
 from worker.messages import Start, Stop
@@ -24,7 +25,7 @@ def model(tmp_path_factory) -> str:
 
 def start(*flags: str, secret: str = "s") -> subprocess.Popen:
     command = [sys.executable, "-m", "tandem", "worker", "--redis-url", "memory://", *flags]
-    env = os.environ | {"TANDEM_SECRET": secret, "TANDEM_NUM_THREADS": "1", "TANDEM_KV_CACHE_MIB": "16"}
+    env = plain_environment() | {"TANDEM_SECRET": secret, "TANDEM_NUM_THREADS": "1", "TANDEM_KV_CACHE_MIB": "16"}
     return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 

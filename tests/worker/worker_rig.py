@@ -19,6 +19,7 @@ from contracts.events import Event, EventFrame, Failed, Finished
 from contracts.ids import Epoch, GatewayId, RequestId, WorkerId
 from contracts.request import Cancel, Job, Route, WorkerRef
 from contracts.sampling import SamplingParams
+from tests.environment import plain_environment
 from tests.waiting import async_until, until
 
 ROOT = Path(__file__).parents[2]
@@ -71,7 +72,7 @@ def running_worker(folder: Path, model: str, *flags: str, **environment: str) ->
     settings = {"TANDEM_SECRET": "s", "TANDEM_NUM_THREADS": "1", "TANDEM_KV_CACHE_MIB": "16"}
     with log.open("wb") as output:
         process = subprocess.Popen(
-            command, env=os.environ | settings | environment, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT
+            command, env=plain_environment() | settings | environment, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT
         )
     try:
         until(lambda: ready.exists() or process.poll() is not None)
