@@ -13,10 +13,13 @@ Kind = TypeVar("Kind", bound=msgspec.Struct)
 
 
 def converted(fields: dict[str, Any], kind: type[Kind], at: str = "") -> Kind:
-    """`at`: where in the request they are. Raises RequestError naming the field."""
+    """Return `fields` as a `kind`. Numbers and booleans may be in quotes, as with vLLM: low-code tools send them so.
+
+    `at`: where in the request they are. Raises RequestError naming the field.
+    """
     fields = fields | {name: whole(fields[name]) for name in _whole_fields(kind) if name in fields}
     try:
-        return msgspec.convert(fields, kind)
+        return msgspec.convert(fields, kind, strict=False)
     except msgspec.ValidationError as error:
         message, path = _parts(str(error))
         place = (at + _with_key(path, fields, kind)).removeprefix(".")
@@ -83,7 +86,7 @@ def _wrong_key(given: dict[str, Any], kind: Any) -> str:
     while len(left) > 1:
         half = left[: len(left) // 2]
         try:
-            msgspec.convert(dict(half), kind)
+            msgspec.convert(dict(half), kind, strict=False)
         except msgspec.ValidationError:
             left = half
         else:

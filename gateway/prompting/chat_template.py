@@ -230,15 +230,14 @@ class Prompting:
         return self.thinking.remembered(plain, thought)
 
     def _effort(self, effort: str | None, given: Mapping[str, Any], asked: set[str]) -> dict[str, Any]:
-        """For the template. As with vLLM, any effort but none switches thinking on where it can be switched."""
+        """Return what the template is told: any effort but none switches thinking on where it can be switched. A model
+        that does not think is told nothing, as with vLLM: clients with one setting for all models send it to all.
+        """
         if effort is None:
             return {}
         names = {"reasoning_effort": effort}
         if "enable_thinking" not in given:
             names |= {"enable_thinking": effort != "none"}
-        if not asked & {"reasoning_effort", "enable_thinking"}:
-            why = "this model's chat template knows no 'reasoning_effort'; leave it out"
-            raise RequestError(why, "reasoning_effort")
         known = self.thinking.efforts if self.thinking is not None else ()
         if known and effort not in known:
             why = f"this model knows no 'reasoning_effort' of {effort}, only {', '.join(known)}"

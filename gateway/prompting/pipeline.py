@@ -19,6 +19,8 @@ from gateway.tool_calling.tool_choice import Calling, calling_of
 
 DEFAULT_COMPLETION_TOKENS = 16
 MAX_PROMPTS = 256
+MAX_LOGIT_BIAS = 100.0
+"""More counts as this much, as with vLLM."""
 MAX_SAMPLING_NBYTES = 32 << 20
 """Of all answers of a request together."""
 
@@ -133,6 +135,10 @@ def _completion_tokens(num_prompt: int, wanted: int | None, limits: ServingLimit
 
 
 def _max_tokens(num_prompt: int, wanted: int | None, limits: ServingLimits, param: str, prompt_param: str) -> int:
+    """Return how long the answer may get: what is wanted, as far as the prompt leaves room for it, as vLLM does.
+
+    Raises RequestError where the prompt leaves none, or where no prompt would leave what is wanted.
+    """
     room = limits.max_model_len - num_prompt
     if num_prompt == 0:
         raise RequestError("the prompt has no tokens", prompt_param)
@@ -141,12 +147,9 @@ def _max_tokens(num_prompt: int, wanted: int | None, limits: ServingLimits, para
             f"{_longest(limits)}; the prompt has {num_prompt}, which leaves no room for an answer",
             prompt_param,
         )
-    if wanted is not None and wanted > room:
-        raise RequestError(
-            f"{_longest(limits)}; the prompt has {num_prompt} and {param} is {wanted}, together {num_prompt + wanted}",
-            param,
-        )
-    return wanted or room
+    if wanted is not None and wanted > limits.max_model_len:
+        raise RequestError(f"{_longest(limits)}; {param} is {wanted}", param)
+    return min(wanted or room, room)
 
 
 def _longest(limits: ServingLimits) -> str:
@@ -351,6 +354,6 @@ def _logit_bias(given: dict[str, float], prompting: Prompting) -> dict[int, floa
     wrong = next((key for key in given if not (key.isascii() and key.isdigit() and len(key) < 10)), None)
     if wrong is not None:
         raise RequestError(f"logit_bias: {wrong!r} is not a token id", "logit_bias")
-    bias = {int(key): value for key, value in given.items()}
+    bias = {int(key): min(max(value, -MAX_LOGIT_BIAS), MAX_LOGIT_BIAS) for key, value in given.items()}
     prompting.require_known(list(bias), "logit_bias")
     return bias

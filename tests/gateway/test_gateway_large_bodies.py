@@ -41,7 +41,7 @@ def test_the_one_wrong_bias_among_many_is_found_by_halves(monkeypatch, wrong):
         return convert(*args, **options)
 
     monkeypatch.setattr(msgspec, "convert", counted)
-    bias = {str(token): 1000 if token == wrong else 1 for token in range(1000)}
+    bias = {str(token): "x" if token == wrong else "1" for token in range(1000)}
     with pytest.raises(RequestError) as refused:
         parse(msgspec.json.encode({"prompt": "hi", "logit_bias": bias}), CompletionRequest)
     assert refused.value.param == f"logit_bias.{wrong}" and num_tries < 20

@@ -82,9 +82,8 @@ EFFECTS: dict[str, dict[str, Any]] = {
 VALUES: dict[str, Any] = {
     "suffix": "x",
     "best_of": 2,
-    "function_call": "auto",
+    "function_call": {"name": "look"},
 }
-VALUES |= {"length_penalty": 2.0, "spaces_between_special_tokens": False}
 
 
 def starting(checkpoint: Checkpoint) -> Checkpoint:

@@ -167,7 +167,6 @@ async def test_a_lost_worker_is_an_error_event(rig, client):
         ({"input": "a", "max_output_tokens": 0}, "max_output_tokens"),
         ({"input": "a", "max_output_tokens": 10**6}, "max_output_tokens"),
         ({"input": "a " * 5000}, "input"),
-        ({"input": "a", "reasoning": {"effort": "low"}}, "reasoning.effort"),
     ],
 )
 async def test_what_it_cannot_do_is_named(rig, fields, param):

@@ -316,12 +316,19 @@ async def test_effort_goes_to_the_template(harmony, hybrid):
         assert await prompt(rig, client, **both) == off
 
 
-async def test_effort_is_refused_where_nothing_takes_it(checkpoint, always, harmony):
+async def test_effort_changes_nothing_where_nothing_takes_it(checkpoint, always, harmony):
     own = replace(always, chat_template="{% set enable_thinking = true %}{{ enable_thinking }}" + ALWAYS)
     for model in (checkpoint, always, own):
         async with saying(model, "x") as (rig, _), rig.client() as http:
-            reply = await http.post("/v1/chat/completions", json={"messages": SAY, "reasoning_effort": "low"})
-            assert (reply.status_code, reply.json()["error"]["param"]) == (400, "reasoning_effort")
+            for path, body, effort in (
+                ("/v1/chat/completions", {"messages": SAY}, {"reasoning_effort": "low"}),
+                ("/v1/responses", {"input": SAY}, {"reasoning": {"effort": "low"}}),
+            ):
+                rig.workers[0].jobs.clear()
+                replies = [await http.post(path, json=body | fields) for fields in ({}, effort)]
+                assert [reply.status_code for reply in replies] == [200, 200]
+                plain, low = rig.workers[0].jobs
+                assert plain.token_ids == low.token_ids
     async with saying(harmony, "x") as (rig, _), rig.client() as http:
         for path, body in (("/v1/completions", {"prompt": "a"}), ("/v1/chat/completions", {"messages": SAY})):
             reply = await http.post(path, json=body | {"reasoning_effort": "huge"})

@@ -2,6 +2,7 @@
 
 import json
 import math
+import sys
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
@@ -28,6 +29,8 @@ Count = Annotated[int, Meta(ge=1, le=2**31 - 1)]
 RequestId = Annotated[
     str, Meta(pattern=r"^[A-Za-z0-9._:-]{1,128}$", description="letters, digits, . _ : and -, 1 to 128 of them")
 ]
+Finite = Annotated[float, Meta(ge=-sys.float_info.max, le=sys.float_info.max)]
+"""No infinity and no NaN, either of which may stand in quotes."""
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
 NumLogprobs = Annotated[int, Meta(ge=0, le=20)]
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
@@ -50,9 +53,9 @@ class Common(msgspec.Struct, frozen=True, kw_only=True):
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
     repetition_penalty: Annotated[float, Meta(gt=0, le=100)] | None = None
-    logit_bias: dict[str, Annotated[float, Meta(ge=-100, le=100)]] | None = None
+    logit_bias: dict[str, Finite] | None = None
     seed: Int64 | None = None
-    n: Annotated[int, Meta(ge=1, le=128)] | None = None
+    n: Count | None = None
     stop: Stop | None = None
     stop_token_ids: Annotated[list[TokenId], Meta(max_length=256)] | None = None
     include_stop_str_in_output: bool | None = None
