@@ -36,17 +36,24 @@ class Tags:
         return (self.opening, self.closing)
 
     def begun(self, prompt: str, final: str) -> str:
-        """The opening tag, the closing one at the prompt's end, or nothing. What a user says of tags opens nothing."""
+        """Return the tag that the prompt ends with, the first character of an answer that goes on, or nothing.
+
+        What a user says of tags opens nothing.
+        """
         before = prompt.removesuffix(final).rstrip().removesuffix(self.inner).rstrip()
         is_open = before.endswith(self.opening) and self.closing not in final
         if is_open or final.rfind(self.opening) > final.rfind(self.closing):
             return self.opening
+        if said := final.rpartition(self.closing)[2].strip():
+            return said[:1]
         return self.closing if prompt.rstrip().endswith(self.closing) else ""
 
     def reader(self, begun: str, calls: CallParser | None) -> "TagsParser":
         return TagsParser(self, begun, calls)
 
     def before_grammar(self, begun: str, token_ids: Mapping[str, int], is_headed: bool) -> Sequence[str]:
+        if begun not in ("", self.opening):  # the thought is over, and there is but one
+            return []
         opening, closing = terms(self.opening, token_ids), terms(self.closing, token_ids)
         return [
             f"start: {'thought' if begun == self.opening else f'({opening} thought)?'} @{GRAMMAR}",
@@ -65,9 +72,9 @@ class TagsParser(StepParser):
     """A ReasoningParser. Thought is what comes first, between the tags; newlines at the tags belong to neither side."""
 
     def __init__(self, tags: Tags, begun: str, calls: CallParser | None) -> None:
-        super().__init__(self._thinking if begun == tags.opening else self._start)
+        first = {"": self._start, tags.opening: self._thinking, tags.closing: self._gap}
+        super().__init__(first.get(begun, self._answer))
         self._tags = tags
-        self._is_behind = begun == tags.closing
         self._calls = calls
         self._has_thought = False
 
@@ -91,7 +98,7 @@ class TagsParser(StepParser):
         begun = self._text.lstrip(SPACE)
         is_far = len(self._text) - len(begun) > MAX_SPACE_CHARS
         if is_far or not (begun.startswith(self._tags.opening) or self._tags.opening.startswith(begun)):
-            self._step = self._gap if self._is_behind else self._answer
+            self._step = self._answer
         elif begun.startswith(self._tags.opening):
             self._text, self._step = begun.removeprefix(self._tags.opening), self._thinking
         else:

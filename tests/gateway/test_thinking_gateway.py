@@ -468,6 +468,33 @@ async def test_nothing_comes_before_a_grammar_where_an_answer_goes_on(harmony):
     assert accepts(harmony, given, PARIS) and not accepts(harmony, given, FINAL + PARIS)
 
 
+WITHOUT_THOUGHT: list[dict[str, Any]] = [
+    {"reasoning_effort": "none"},
+    {"extra_body": {"chat_template_kwargs": {"enable_thinking": False}}},
+    {
+        "messages": [*SAY, {"role": "assistant", "content": "City: "}],
+        "extra_body": {"continue_final_message": True, "add_generation_prompt": False},
+    },
+]
+
+
+@pytest.mark.parametrize("tags", [("<think>", "</think>"), ("[THINK]", "[/THINK]"), ("<seed:think>", "</seed:think>")])
+@pytest.mark.parametrize("is_special", [False, True])
+@pytest.mark.parametrize("off", WITHOUT_THOUGHT)
+async def test_a_grammar_holds_from_the_first_token_where_the_thought_is_over(checkpoint, tags, is_special, off):
+    opening, closing = tags
+    template = HYBRID.replace("<think>", opening).replace("</think>", closing)
+    model = with_specials(checkpoint, template, tags if is_special else ())
+    thought = f"{opening}\nHm.\n{closing}\n\n"
+    given = await grammar(model, response_format=CITY, **off)
+    assert accepts(model, given, PARIS) and not accepts(model, given, thought + PARIS)
+    required = await grammar(model, tools=TOOLS, tool_choice="required", **off)
+    call = TAGGED_CALL.replace('":"', '": "')
+    assert accepts(model, required, call) and not accepts(model, required, thought + call)
+    message = (await whole(model, thought + SAID, **off))["choices"][0]["message"]
+    assert (message["reasoning"], message["content"].endswith(thought + SAID)) == (None, True)
+
+
 async def test_completions_have_a_grammar_from_their_first_token(hybrid):
     async with saying(hybrid, "x") as (rig, client):
         await client.completions.create(model=rig.front.model, prompt="a", extra_body={"response_format": CITY})
