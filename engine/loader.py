@@ -8,7 +8,7 @@ import torch
 from checkpoint import Progress, open_checkpoint
 from contracts.errors import ConfigError
 from engine.backend import Backend
-from engine.cache.sizing import blocks_in, kv_layout, model_len, require_budgets
+from engine.cache.sizing import blocks_in, cache_nbytes, kv_layout, model_len, require_budgets
 from engine.cpu.decoder import Decoder
 from engine.cpu.kv_cache import KVCache
 from engine.cpu.linear import FORMATS, int4_grid
@@ -26,10 +26,6 @@ from process.memory_limit import available_nbytes
 _log = logging.getLogger(__name__)
 
 _MOST_BLOCK = 64  # attention's parts and tiles are multiples of it
-# The cache takes this share of the memory that is available at start, within these bounds, unless the settings say
-# otherwise.
-_MEMORY_SHARE = 0.15
-_MIN_CACHE_NBYTES, _MAX_CACHE_NBYTES = 256 << 20, 2 << 30
 
 
 def load_engine(settings: EngineSettings, progress: Progress | None = None) -> Engine:
@@ -50,13 +46,16 @@ def load_engine(settings: EngineSettings, progress: Progress | None = None) -> E
     settings = replace(settings, dtype=resolve_dtype(settings, source))
     number_format = FORMATS[settings.dtype]
     layout = kv_layout(checkpoint, settings.block_size, number_format.kv_dtype)
-    num_blocks = blocks_in(_cache_nbytes(settings), layout)
+    num_blocks = blocks_in(cache_nbytes(settings, layout, available_nbytes()), layout)
     max_model_len = model_len(checkpoint, settings, num_blocks * layout.block_size)
     weights = load_weights(checkpoint.config, source, number_format, report)
     model = Decoder(checkpoint.config, weights, max_model_len)
     cache = KVCache(layout, num_blocks)
+    _log.info("%s ready: %s, context of %d tokens", checkpoint.name, settings.dtype, max_model_len)
     _log.info(
-        "%s ready: %s, context of %d tokens, %d KV blocks", checkpoint.name, settings.dtype, max_model_len, num_blocks
+        "the KV cache holds %d tokens in %d MiB; TANDEM_KV_CACHE_MIB makes it larger or smaller",
+        num_blocks * layout.block_size,
+        num_blocks * layout.block_nbytes >> 20,
     )
     # Where prompts and answers are computed in different formats, an answer's KV is not what a prompt's would be.
     caches_answers = number_format.is_uniform
@@ -143,21 +142,6 @@ def _fastest(isa: CpuIsa, has_fbgemm: bool, source: WeightSource) -> str:
 def _is_int4(source: WeightSource) -> bool:
     """Judged by a matrix that all families have; linear.pack_int4_if_exact then looks at each."""
     return int4_grid(source.tensor("model.layers.0.self_attn.o_proj.weight")) is not None
-
-
-def _cache_nbytes(settings: EngineSettings) -> int:
-    """Raises ConfigError for more than there is: to touch it all would end this process, or another."""
-    available = available_nbytes()
-    wanted = settings.kv_cache_nbytes
-    if wanted is not None:
-        if wanted > available:
-            raise ConfigError(
-                f"kv_cache_nbytes is {wanted}; {available} are available: lower it, a worker's kv_cache_mib, "
-                "TANDEM_KV_CACHE_MIB"
-            )
-        return wanted
-    share = int(available * _MEMORY_SHARE)
-    return min(max(share, _MIN_CACHE_NBYTES), _MAX_CACHE_NBYTES)
 
 
 def _silent(stage: str, done: int, total: int) -> None:

@@ -6,13 +6,16 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class EngineSettings:
-    """`model`: see checkpoint.open_checkpoint. `dtype`: "auto" or one of engine.cpu.linear.FORMATS.
+    """The model, the device and the limits of one engine.
 
-    None leaves a value to the engine: `kv_cache_nbytes` a share of the free memory, `max_model_len` the model's own
-    (both bounded by the cache), `num_threads` torch's default. `max_batched_tokens` is the token budget of one step,
-    `max_mixed_tokens` that of one with answers, None the same (scheduler.Limits). What was found out about the CPU is
-    remembered in `cache_dir`. A cache on a GPU that takes what is free leaves `spare_nbytes` to others.
-    `tensor_parallel` GPUs, `device` the first of them, share the model.
+    `model`: see checkpoint.open_checkpoint. `dtype`: "auto" or one of engine.cpu.linear.FORMATS.
+
+    None leaves a value to the engine: `kv_cache_nbytes` what a trial needs (cache.sizing), on a GPU what is free;
+    `max_model_len` the model's own, as far as the cache holds it; `num_threads` torch's default. `max_batched_tokens`
+    is the token budget of one step, `max_mixed_tokens` that of one with answers, None the same
+    (scheduler.SchedulerLimits). What was found out about the CPU is remembered in `cache_dir`. A cache on a GPU that
+    takes what is free leaves `spare_nbytes` to others. `tensor_parallel` GPUs, `device` the first of them, share the
+    model.
     """
 
     model: str = ""

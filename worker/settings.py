@@ -50,7 +50,9 @@ class WorkerSettings(BaseSettings):
         None, description="written (JSON: pid, core_pid, url, role, id) once the worker serves"
     )
     block_size: int = Field(16, ge=1, description="tokens in a KV block")
-    kv_cache_mib: int = Field(0, ge=0, description="memory for the KV cache, of each GPU; 0: found from what is free")
+    kv_cache_mib: int = Field(
+        0, ge=0, description="memory for the KV cache, of each GPU; 0: for 16384 tokens, on a GPU all that is free"
+    )
     max_model_len: int = Field(0, ge=0, description="longest prompt plus answer, in tokens; 0: the model's")
     max_num_seqs: int = Field(0, ge=0, description="most sequences in one step; 0: 64, on a GPU 256")
     max_batched_tokens: int = Field(0, ge=0, description="token budget of one step; 0: 512, on a GPU 2048")

@@ -1,4 +1,4 @@
-"""How much context and how many KV blocks an engine has."""
+"""The arithmetic of an engine's memory: how much context, how many KV blocks."""
 
 import hashlib
 import logging
@@ -13,13 +13,20 @@ from engine.settings import EngineSettings
 from models.config import ModelConfig
 
 MIN_BLOCKS = 2
-"""Of a cache that an engine starts with."""
+"""The fewest blocks of a cache that an engine starts with."""
+DEFAULT_TOKENS = 16384
+"""The tokens that a cache in host memory holds where no setting sizes it: what a trial needs."""
+_MEMORY_SHARE = 0.15
+_MIN_NBYTES, _MAX_NBYTES = 256 << 20, 2 << 30
+"""Such a cache takes at most this share of the memory that is available at start, the share within these bounds."""
 _SETTING = "kv_cache_mib, TANDEM_KV_CACHE_MIB"
 _log = logging.getLogger(__name__)
 
 
 def kv_layout(checkpoint: Checkpoint, block_size: int, dtype: str, rotary: str = "") -> KVLayout:
-    """`rotary`: set where the two parts of a rotary pair lie otherwise than side by side."""
+    """Return how KV lies in pages. `rotary`: set where the two parts of a rotary pair lie otherwise than side by
+    side.
+    """
     config = checkpoint.config
     return KVLayout(
         model=f"{_fingerprint(config)}-{weights_fingerprint(checkpoint.path)}{rotary}",
@@ -36,7 +43,7 @@ def _fingerprint(config: ModelConfig) -> str:
 
 
 def blocks_in(nbytes: int, layout: KVLayout) -> int:
-    """Where each shard has `nbytes`. Raises ConfigError for fewer than MIN_BLOCKS."""
+    """Return how many blocks fit where each shard has `nbytes`. Raises ConfigError for fewer than MIN_BLOCKS."""
     if nbytes < MIN_BLOCKS * layout.shard_nbytes:
         raise ConfigError(
             f"kv_cache_nbytes is {nbytes}; one block of {layout.block_size} tokens takes {layout.shard_nbytes}: "
@@ -45,8 +52,26 @@ def blocks_in(nbytes: int, layout: KVLayout) -> int:
     return nbytes // layout.shard_nbytes
 
 
+def cache_nbytes(settings: EngineSettings, layout: KVLayout, available_nbytes: int) -> int:
+    """Return the size of a cache in host memory: what settings say, or DEFAULT_TOKENS or one context of a
+    `max_model_len` that is set, as far as a share of the memory holds them.
+
+    Raises ConfigError for more than is available: to touch it all would end this process, or another.
+    """
+    wanted = settings.kv_cache_nbytes
+    if wanted is None:
+        num_blocks = layout.num_blocks(max(DEFAULT_TOKENS, settings.max_model_len or 0))
+        share = min(max(int(available_nbytes * _MEMORY_SHARE), _MIN_NBYTES), _MAX_NBYTES)
+        return min(num_blocks * layout.block_nbytes, share)
+    if wanted > available_nbytes:
+        raise ConfigError(
+            f"kv_cache_nbytes is {wanted}; {available_nbytes} are available: lower it, a worker's {_SETTING}"
+        )
+    return wanted
+
+
 def wanted_model_len(checkpoint: Checkpoint, settings: EngineSettings) -> int:
-    """The context that settings or model ask for. Raises ConfigError for more than the model has."""
+    """Return the context that settings or model ask for. Raises ConfigError for more than the model has."""
     longest = checkpoint.config.max_model_len
     wanted = settings.max_model_len or longest
     if wanted > longest:
@@ -55,7 +80,9 @@ def wanted_model_len(checkpoint: Checkpoint, settings: EngineSettings) -> int:
 
 
 def model_len(checkpoint: Checkpoint, settings: EngineSettings, capacity_tokens: int) -> int:
-    """The context that fits, with a warning if it is not the model's. Raises ConfigError if settings ask for more."""
+    """Return the context that fits, with a warning if it is not the model's. Raises ConfigError if settings ask for
+    more.
+    """
     wanted = wanted_model_len(checkpoint, settings)
     if settings.max_model_len and wanted > capacity_tokens:
         raise ConfigError(
