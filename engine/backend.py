@@ -118,12 +118,17 @@ class Pages(Protocol):
 
 @dataclass(frozen=True)
 class Backend:
-    """`caches_answers`: an answer's KV is to the bit what a prompt's would be, so later prompts may share it. `close`
-    ends the processes that compute with this one.
+    """A loaded model on its device.
+
+    `dtype`: the number format that `auto` became. `max_model_len`: the longest context in tokens, which the cache
+    holds. `caches_decoded_kv`: an answer's KV is to the bit what a prompt's would be, so later prompts may share it.
+    `close` ends the processes that compute with this one.
     """
 
     cache: Pages
     runner: Runner
     sampler: Sampler
+    dtype: str
+    max_model_len: int
     caches_decoded_kv: bool
     close: Callable[[], None] = ignore

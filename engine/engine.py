@@ -71,14 +71,13 @@ class Engine:
         settings: EngineSettings,
         checkpoint: Checkpoint,
         backend: Backend,
-        max_model_len: int,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         cache = backend.cache
         self.checkpoint = checkpoint
-        self.dtype = settings.dtype
+        self.dtype = backend.dtype
         self.layout: KVLayout = cache.layout
-        self.max_model_len = max_model_len
+        self.max_model_len = backend.max_model_len
         budget = settings.max_batched_tokens
         self.max_mixed_tokens = min(settings.max_mixed_tokens or budget, budget)
         self.capacity_tokens = cache.num_blocks * cache.layout.block_size

@@ -27,8 +27,8 @@ from bench.report.hardware_limits import FP8_ROW_RATE, READ_RATE
 from bench.report.result import ResultRow, share_of_limit, write_result
 from contracts.ids import RequestId
 from contracts.sampling import SamplingParams
-from engine.cuda.loader import load_device_engine
 from engine.engine import Engine
+from engine.loader import load_device_engine
 from engine.messages import EngineRequest
 from engine.settings import EngineSettings
 from kernels import caps, catalog

@@ -28,8 +28,8 @@ from bench.engine.gpu import NUM_STEPS, PROMPT, answering, host_ms, idle_share, 
 from bench.models.random_model import SHAPES, byte_tokenizer, open_random
 from bench.report.result import ResultRow, write_result
 from contracts.sampling import SamplingParams
-from engine.cuda.loader import load_device_engine
 from engine.engine import Engine
+from engine.loader import load_device_engine
 from engine.settings import EngineSettings
 from kernels import caps
 

@@ -85,8 +85,9 @@ def engines(chunks: list[int]) -> Iterator[tuple[Engine, int]]:
     )
     sampler = DeviceSampler(checkpoint.eos_token_ids, drawer)
     for chunk in chunks:
-        backend = Backend(launcher.cache, DeviceRunner(launcher, sampler), sampler, False, lambda: None)
-        engine = Engine(replace(settings, max_mixed_tokens=chunk), checkpoint, backend, max_model_len)
+        runner = DeviceRunner(launcher, sampler)
+        backend = Backend(launcher.cache, runner, sampler, settings.dtype, max_model_len, caches_decoded_kv=False)
+        engine = Engine(replace(settings, max_mixed_tokens=chunk), checkpoint, backend)
         with settled(engine):
             yield engine, chunk
 

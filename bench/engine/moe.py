@@ -31,8 +31,8 @@ from engine.cpu.kv_cache import KVCache
 from engine.cpu.linear import FORMATS
 from engine.cpu.runner import CpuRunner
 from engine.cpu.weights import load_weights
-from engine.cuda.loader import load_device_engine
 from engine.engine import Engine
+from engine.loader import load_device_engine
 from engine.messages import EngineRequest
 from engine.model_loader.checkpoint_weights import TensorSlice
 from engine.sampling.sampler import Sampler
@@ -114,8 +114,8 @@ def cpu_engine(settings: EngineSettings, config: ModelConfig, source: KeptWeight
     layout = kv_layout(checkpoint, settings.block_size, made.kv_dtype)
     cache = KVCache(layout, (settings.kv_cache_nbytes or 0) // layout.block_nbytes)
     model = Decoder(config, load_weights(config, source, made, lambda *_: None), config.max_model_len)
-    backend = Backend(cache, CpuRunner(model, cache), Sampler(()), True)
-    return Engine(settings, checkpoint, backend, config.max_model_len)
+    backend = Backend(cache, CpuRunner(model, cache), Sampler(()), settings.dtype, config.max_model_len, True)
+    return Engine(settings, checkpoint, backend)
 
 
 def told(engine: Engine) -> tuple[list[list[int]], list[float]]:

@@ -25,8 +25,8 @@ from contracts.handoff import Commit, Fin, Grant, HandoffMessage, Offer, PullRea
 from contracts.ids import BlockId, Epoch, Incarnation, RequestId, WorkerId
 from contracts.node import WorkerRole
 from contracts.request import WorkerRef
-from engine.cuda.loader import load_device_engine
 from engine.engine import Engine
+from engine.loader import load_device_engine
 from engine.messages import Started, StepObserver, StepOutput
 from engine.settings import EngineSettings
 from kv_transfer.events import ChunkLanded, TransferEvent

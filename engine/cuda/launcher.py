@@ -1,5 +1,5 @@
-"""What a batch is for a device: arrays that the host has worked out, and their launches. In a team every member
-launches the same; the first one's host works it out for all.
+"""The launches of a batch, whose arrays the host has worked out. In a team every member launches the same; the first
+one's host works it out for all.
 """
 
 from collections import deque
@@ -14,12 +14,12 @@ from torch import Tensor
 
 from engine.backend import Written, ignore_progress
 from engine.cuda.device_sampler import SamplingKernel
-from engine.cuda.graphs.decode_graphs import DecodeGraphs, StepKey
+from engine.cuda.graphs.decode_graphs import DecodeGraphs
 from engine.cuda.graphs.last_layer_graphs import LastLayerGraphs
 from engine.cuda.graphs.mixed_batch_attention import MixedBatchAttention
 from engine.cuda.graphs.prefill_graphs import PrefillGraphs
 from engine.cuda.graphs.prefill_rows import PrefillRows
-from engine.cuda.inputs.batch_inputs import PromptRows, Queries, tails_of
+from engine.cuda.inputs.batch_inputs import DeviceBatch, PromptRows, Queries, SampleBatch, StepKey, tails_of
 from engine.cuda.inputs.decode_state import DecodeState
 from engine.cuda.kv.kv_cache import DeviceCache, LayerCache
 from engine.cuda.model.attention import DeviceAttention, in_two
@@ -37,33 +37,6 @@ def unscored(logits: Iterable[Tensor]) -> tuple[Scores, ...]:
     """A Score that says nothing of them."""
     deque(logits, maxlen=0)
     return ()
-
-
-@dataclass(frozen=True)
-class DeviceBatch:
-    """`words`: state.pack's. `key`: how decodes are padded, of which `num_decodes` rows are somebody's; `tables` of
-    blocks if they changed. `scored`: rows of the prompts whose logits are wanted too, a few at a time. `draws`: tokens.
-    """
-
-    words: np.ndarray
-    num_decodes: int
-    key: StepKey | None
-    tables: np.ndarray | None
-    prompts: PromptRows | None
-    scored: SequenceOf[np.ndarray]
-    draws: bool
-    greedy: bool
-
-
-@dataclass(frozen=True)
-class SampleBatch:
-    """Of the batch that was launched last, without drawing: its first `num_rows`. `words`: state.pack's, if the batch's
-    own have not brought their parameters.
-    """
-
-    words: np.ndarray | None
-    num_rows: int
-    greedy: bool
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,6 @@
-"""From a checkpoint to an engine on a GPU: weights, warm-up, a cache of what memory is left, decode steps captured."""
+"""The loader of a model on a GPU: weights, warm-up, a cache of what memory is left, decode steps captured."""
 
 import logging
-import math
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -24,31 +23,30 @@ from engine.cuda.graphs.mixed_batch_attention import MixedBatchAttention
 from engine.cuda.graphs.prefill_graphs import PrefillGraphs
 from engine.cuda.graphs.prefill_rows import PrefillRows
 from engine.cuda.inputs.decode_state import DecodeState
-from engine.cuda.kv.kv_cache import DeviceCache
+from engine.cuda.kv.kv_cache import DeviceCache, whole_blocks
 from engine.cuda.launcher import Launcher
 from engine.cuda.model.attention import DeviceAttention, attention_specs
 from engine.cuda.model.calibration import TEXT, Scales, calibrate, compute_prompt
 from engine.cuda.model.format_choice import resolve_device_dtype, smooths_keys
 from engine.cuda.model.fused_decode import FusedDecode, is_fusible
 from engine.cuda.model.number_formats import DEVICE_FORMATS, DeviceFormat
+from engine.cuda.model.required_kernels import require_kernels
 from engine.cuda.model.transformer import Rows, Transformer
 from engine.cuda.model.weights import DeviceWeights, load_device_weights, shortened
 from engine.cuda.runner import DeviceRunner
-from engine.cuda.runtime.bindings import MAX_PITCH_NBYTES
+from engine.cuda.runtime.full_gpu import SMALLER, TOO_LARGE, advising, full_in_words
 from engine.cuda.runtime.graph_capture import Launch, free_nbytes
+from engine.cuda.runtime.pinned_copy import PinnedCopier
 from engine.cuda.runtime.process_group import SINGLE_PROCESS, ProcessGroup
 from engine.cuda.tensor_parallel import TensorParallelGroup
 from engine.cuda.warmup import WarmUp
-from engine.engine import Engine
 from engine.model_loader.checkpoint_weights import WeightSource, open_weights
 from engine.model_loader.tensor_parallel_shards import Shard, ShardedWeights, kv_shard, shard_config
 from engine.sampling.prompt_logprobs import ROWS
 from engine.settings import EngineSettings
 from kernels import caps, catalog
 from kernels.registry import Registry
-from kernels.specs import AttnSpec, RopeSpec
 from kernels.timing import eager_us
-from models.config import ModelConfig
 
 _log = logging.getLogger(__name__)
 
@@ -58,44 +56,40 @@ _MIN_BLOCK_SIZE = 64
 _SPARE_NBYTES, _LEAST_SPARE_NBYTES = 1 << 29, 1 << 30
 LOGIT_NBYTES = 18
 """For each logit: a batch that is drawn from adjusted ones has them four times in float32, and a mask."""
-_MEMORY_PAGE_NBYTES = 2 << 20
-_TOO_LARGE = "the model and a full batch do not fit on the GPU"
-_SMALLER = (
-    "free the GPU, use a smaller model or dtype, lower max_num_seqs or max_batched_tokens, or share it among more GPUs "
-    "by tensor_parallel"
-)
 
 OpenModel = Callable[[str, torch.device], tuple[Checkpoint, WeightSource]]
 """(EngineSettings.model, device) -> what is loaded, in any process."""
 
 
 def open_model(model: str, device: torch.device) -> tuple[Checkpoint, WeightSource]:
-    """The checkpoint's own weights."""
+    """Return a checkpoint and its own weights, which go to the device."""
     checkpoint = open_checkpoint(model)
-    return checkpoint, open_weights(checkpoint, device)
+    return checkpoint, open_weights(checkpoint, PinnedCopier(device).carry)
 
 
-def load_device_engine(
+def load_device_backend(
     settings: EngineSettings,
     checkpoint: Checkpoint,
     progress: Progress,
     source: WeightSource | None = None,
     device: torch.device | None = None,
     reopen: OpenModel = open_model,
-) -> Engine:
-    """`source`: weights from elsewhere than the checkpoint's files, and `reopen` how the processes of other GPUs come
+) -> Backend:
+    """Return the model, ready to run.
+
+    `source`: weights from elsewhere than the checkpoint's files, and `reopen` how the processes of other GPUs come
     by them; `device`: "cpu" runs the reference kernels.
 
     Raises ConfigError, which says what to do.
     """
     device = device or torch.device("cuda")
-    source = source or open_weights(checkpoint, device)
+    source = source or open_weights(checkpoint, PinnedCopier(device).carry)
     if settings.tensor_parallel == 1:
         return DeviceBackendBuilder(settings, checkpoint, source, device).build(progress)
     shard_config(checkpoint.config, Shard(0, settings.tensor_parallel))
     followers = TensorParallelGroup.start(settings, device, reopen)
     try:
-        with _full_in_words():
+        with full_in_words():
             team = followers.join(device)
         return DeviceBackendBuilder(settings, checkpoint, source, device, team).build(progress, followers)
     except BaseException:
@@ -104,7 +98,7 @@ def load_device_engine(
 
 
 class DeviceBackendBuilder:
-    """One process's part of an engine. All of a team do the same, up to what its first member keeps for itself."""
+    """One process's part of a backend. All of a team do the same, up to what its first member keeps for itself."""
 
     def __init__(
         self,
@@ -127,7 +121,7 @@ class DeviceBackendBuilder:
         require_budgets(settings, self._block_size)
         self._max_rows = max(settings.max_batched_tokens, settings.max_num_seqs)
 
-    def build(self, progress: Progress, followers: TensorParallelGroup | None = None) -> Engine:
+    def build(self, progress: Progress, followers: TensorParallelGroup | None = None) -> Backend:
         launcher, max_model_len = self.prepare(progress)
         runner = DeviceRunner(launcher, self._sampler, followers.broadcast if followers else nullcontext)
 
@@ -137,12 +131,11 @@ class DeviceBackendBuilder:
                 followers.close()
 
         # Prompts and answers are computed by different kernels, which round differently.
-        backend = Backend(launcher.cache, runner, self._sampler, False, close)
-        return Engine(self._settings, self._checkpoint, backend, max_model_len)
+        return Backend(launcher.cache, runner, self._sampler, self._settings.dtype, max_model_len, False, close)
 
     def prepare(self, progress: Progress) -> tuple[Launcher, int]:
         """What a batch needs, ready for the first one; the longest context."""
-        with _full_in_words():
+        with full_in_words():
             return self._prepare(progress)
 
     @torch.inference_mode()
@@ -152,7 +145,7 @@ class DeviceBackendBuilder:
         layout = msgspec.structs.replace(layout, tp_size=kv_shard(self._checkpoint.config, self._group.shard).size)
         self._load(layout, progress)
         with self._stage("compile", progress):
-            with _advising(_TOO_LARGE, _SMALLER):
+            with advising(TOO_LARGE, SMALLER):
                 scratch = self._cache(layout, layout.num_blocks(self._longest_prompt))
             if self._captures:
                 self._compile(scratch, progress)
@@ -161,9 +154,9 @@ class DeviceBackendBuilder:
         captured = self._captured_nbytes(scratch, scales)
         del scratch
         nbytes = self._cache_nbytes(layout, captured)
-        num_blocks = self._group.smallest(_whole(blocks_in(nbytes, layout), layout.page_nbytes))
+        num_blocks = self._group.smallest(whole_blocks(blocks_in(nbytes, layout), layout.page_nbytes))
         max_model_len = model_len(self._checkpoint, settings, num_blocks * layout.block_size)
-        with _advising("the KV cache does not fit on the GPU", "lower kv_cache_mib, or free the GPU"):
+        with advising("the KV cache does not fit on the GPU", "lower kv_cache_mib, or free the GPU"):
             cache = self._cache(layout, num_blocks, scales)
         launcher = self._launcher(self._model, self._weights, cache, scales, max_model_len)
         with self._stage("capture", progress):
@@ -370,7 +363,7 @@ class DeviceBackendBuilder:
         if free - kept < MIN_BLOCKS * layout.shard_nbytes:
             raise ConfigError(
                 f"{free / 2**30:.2f} GiB of the GPU's memory are free beside the model, of which {kept / 2**30:.2f} "
-                f"are for other things than the KV cache, and nothing is left for that: {_SMALLER}"
+                f"are for other things than the KV cache, and nothing is left for that: {SMALLER}"
             )
         return free - kept
 
@@ -382,46 +375,3 @@ class DeviceBackendBuilder:
         row_nbytes = LOGIT_NBYTES * self._config.vocab_size
         scored_nbytes = ROWS * row_nbytes + self._model.finish_nbytes(self._max_rows)
         return max(self._settings.max_num_seqs * row_nbytes, scored_nbytes)
-
-
-@contextmanager
-def _full_in_words() -> Iterator[None]:
-    """An error for a GPU that is full becomes a ConfigError: torch's, or CUDA's, Triton's or NCCL's by its words."""
-    try:
-        yield
-    except RuntimeError as error:
-        if not isinstance(error, torch.OutOfMemoryError) and "out of memory" not in str(error).lower():
-            raise
-        words, _, _ = str(error).partition(" Including ")
-        raise ConfigError(f"{_TOO_LARGE} ({words}): {_SMALLER}") from error
-
-
-@contextmanager
-def _advising(what: str, advice: str) -> Iterator[None]:
-    try:
-        yield
-    except ConfigError as error:
-        raise ConfigError(f"{what} ({error}): {advice}") from error
-
-
-def require_kernels(registry: Registry, config: ModelConfig, number_format: DeviceFormat, block_size: int) -> None:
-    """Raises ConfigError where attention or rope fall back on the reference, which no graph can hold. FlashInfer may
-    attend where nothing of ours does, and it has no rope that appends.
-    """
-    layout = config.num_heads, config.num_kv_heads, config.head_dim, block_size, number_format.kv
-    attention = AttnSpec(*layout)
-    for op, spec in (("attn_decode", attention), ("attn_prefill", attention), ("rope_append", RopeSpec(*layout))):
-        choice = registry.resolve(op, spec)
-        if choice.impl.name == "reference":
-            reasons = "; ".join(f"{name}: {reason}" for name, reason in choice.rejected)
-            words = f"head_dim is {config.head_dim}, and no attention kernel runs ({reasons})"
-            raise ConfigError(f"{words}: use dtype float32")
-
-
-def _whole(num_blocks: int, page_nbytes: int) -> int:
-    """At most so many that, with the spare one, a plane's pages end where a page of the GPU's memory does, and that a
-    copy's pitch allows. Pulled from planes that end elsewhere, 512 MiB came at 265 GB/s, not at 273 to 287 (two H200).
-    """
-    num_pages = min(num_blocks + 1, MAX_PITCH_NBYTES // page_nbytes)
-    step = _MEMORY_PAGE_NBYTES // math.gcd(_MEMORY_PAGE_NBYTES, page_nbytes)
-    return (num_pages // step * step if num_pages >= 16 * step else num_pages) - 1

@@ -12,7 +12,8 @@ from typing import NoReturn
 import torch
 
 from contracts.errors import TandemError
-from engine.cuda.launcher import Launcher, SampleBatch, unscored
+from engine.cuda.inputs.batch_inputs import SampleBatch
+from engine.cuda.launcher import Launcher, unscored
 from engine.cuda.loader import DeviceBackendBuilder
 from engine.cuda.runtime.process_group import DistributedProcessGroup, open_store
 from engine.cuda.tensor_parallel import RankFailure, RankStart, end_at_once

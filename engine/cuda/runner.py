@@ -13,11 +13,19 @@ import torch
 from contracts.ids import RequestId
 from engine.backend import Computed, Written, ignore_progress
 from engine.cuda.device_sampler import DevicePendingTokens, DeviceSampler, TopLogprobs, to_host
-from engine.cuda.graphs.decode_graphs import StepKey
-from engine.cuda.inputs.batch_inputs import DecodeRows, block_tables, decode_rows, num_decodes, prompt_rows
+from engine.cuda.inputs.batch_inputs import (
+    DecodeRows,
+    DeviceBatch,
+    SampleBatch,
+    StepKey,
+    block_tables,
+    decode_rows,
+    num_decodes,
+    prompt_rows,
+)
 from engine.cuda.inputs.decode_state import give, pack
 from engine.cuda.inputs.sampling_columns import columns, is_greedy
-from engine.cuda.launcher import DeviceBatch, Launcher, SampleBatch, unscored
+from engine.cuda.launcher import Launcher, unscored
 from engine.sampling.prompt_logprobs import ROWS, score, spans
 from engine.scheduler.batch import ScheduledChunk
 from engine.sequence import Sequence

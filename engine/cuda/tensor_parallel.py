@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 import torch
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
-from engine.cuda.launcher import DeviceBatch, SampleBatch
+from engine.cuda.inputs.batch_inputs import DeviceBatch, SampleBatch
 from engine.cuda.runtime.process_group import DistributedProcessGroup, ProcessGroup, hold_store
 from engine.model_loader.tensor_parallel_shards import Shard
 from engine.settings import EngineSettings

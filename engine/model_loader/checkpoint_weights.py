@@ -2,7 +2,7 @@
 
 import logging
 import re
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -17,11 +17,12 @@ from checkpoint.gguf.file import GgufFile
 from checkpoint.huggingface.safetensors_index import tensor_files
 from checkpoint.quantization import Quantization
 from contracts.errors import ConfigError
-from engine.cuda.runtime.pinned_copy import PinnedCopier
 from engine.model_loader.quantized_matrices import Quantized, QuantizedMatrices
 
 _log = logging.getLogger(__name__)
 
+ToDevice = Callable[[torch.Tensor], torch.Tensor]
+"""Copies a tensor of a mapped file to where the model runs. The tensor may go when this returns."""
 _LLAMA4 = "llama4"
 _VISION = ("vision_model.", "multi_modal_projector.")
 _LAYER, _GGUF_LAYER = re.compile(r"model\.layers\.(\d+)\."), re.compile(r"blk\.(\d+)\.")
@@ -45,8 +46,8 @@ _GGUF_NAMES = {
 
 @dataclass(frozen=True)
 class TensorSlice:
-    """Part `index` of `count` along `dim`; of `num_groups` that lie there one after the other, the same part of each. A
-    group is `num_pieces` long, none of which is cut, whatever their length; 0: one for each part.
+    """The part `index` of `count` along `dim`; of `num_groups` that lie there one after the other, the same part of
+    each. A group is `num_pieces` long, none of which is cut, whatever their length; 0: one for each part.
     """
 
     dim: int
@@ -56,12 +57,12 @@ class TensorSlice:
     num_pieces: int = 0
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A copy, so that the rest can be freed."""
+        """Return a copy of the slice, so that the rest can be freed."""
         parts = [tensor.narrow(self.dim, part.start, len(part)) for part in self.parts(tensor.shape[self.dim])]
         return torch.cat(parts, self.dim) if len(parts) > 1 else parts[0].clone(memory_format=torch.contiguous_format)
 
     def parts(self, length: int) -> list[range]:
-        """Of a dimension of `length`, which must be a multiple."""
+        """Return the slice's ranges of a dimension of `length`, which must be a multiple."""
         num_pieces = self.num_pieces or self.count
         size = length // (num_pieces * self.num_groups)
         assert size * num_pieces * self.num_groups == length, f"{length} is not cut into whole pieces by {self}"
@@ -74,7 +75,9 @@ class TensorSlice:
 
 
 class WeightSource(Protocol):
-    """`interleaved`: rows of q and k are stored with the two parts of a rotary pair side by side. `quantized`: the
+    """The tensors of a model, by name.
+
+    `interleaved`: rows of q and k are stored with the two parts of a rotary pair side by side. `quantized`: the
     matrices that a checkpoint holds so, as they are stored; None if it has no such.
     """
 
@@ -84,25 +87,29 @@ class WeightSource(Protocol):
     def quantized(self) -> Quantized | None: ...
 
     def tensor(self, name: str, cut: TensorSlice | None = None) -> torch.Tensor:
-        """float32, contiguous, unless opened for a device; widened if quantized, bytes as they are; all of it, or a
-        part. Raises ConfigError if the checkpoint lacks it.
+        """Return float32, contiguous, unless opened for a device; widened if quantized, bytes as they are; all of it,
+        or a part. Raises ConfigError if the checkpoint lacks it.
         """
         ...
 
 
-def open_weights(checkpoint: Checkpoint, device: torch.device | None = None) -> WeightSource:
-    """`device`: safetensors go there, in the type that they have in their file."""
+def open_weights(checkpoint: Checkpoint, to_device: ToDevice | None = None) -> WeightSource:
+    """Return the tensors of a checkpoint. Safetensors go through `to_device` in the type that they have in their file,
+    else become float32.
+
+    Raises ConfigError for weights of another number of layers than their configuration says.
+    """
     if checkpoint.format is WeightFormat.GGUF:
         source = GgufWeights(checkpoint)
     else:
         is_llama4 = checkpoint.config.family == _LLAMA4
-        source = SafetensorsWeights(checkpoint.path, device, checkpoint.quantization, is_llama4)
+        source = SafetensorsWeights(checkpoint.path, to_device, checkpoint.quantization, is_llama4)
     _require_layers(source.layers, checkpoint)
     return source
 
 
 def _require_layers(found: Collection[int], checkpoint: Checkpoint) -> None:
-    """Before any is loaded. A model without its last layers would answer, and wrongly."""
+    """Raise ConfigError before anything is loaded: a model without its last layers would answer, and wrongly."""
     stated = checkpoint.config.num_layers
     if found and max(found) + 1 != stated:
         raise ConfigError(
@@ -112,17 +119,19 @@ def _require_layers(found: Collection[int], checkpoint: Checkpoint) -> None:
 
 
 class SafetensorsWeights:
-    """Those of a Llama 4 are named as other families' are; what belongs to its vision tower is left."""
+    """The tensors of a folder of safetensors.
+
+    Those of a Llama 4 are named as other families' are; what belongs to its vision tower is left.
+    """
 
     def __init__(
         self,
         folder: Path,
-        device: torch.device | None = None,
+        to_device: ToDevice | None = None,
         quantization: Quantization | None = None,
         is_llama4: bool = False,
     ) -> None:
-        self._folder, self._device, self.interleaved = folder, device, is_llama4
-        self._copier = None if device is None else PinnedCopier(device)
+        self._folder, self._to_device, self.interleaved = folder, to_device, is_llama4
         self._files = tensor_files(folder)
         self._stored = llama4_names(self._files) if is_llama4 else {name: name for name in self._files}
         self.quantized = None if quantization is None else QuantizedMatrices(quantization, self._find, self._module)
@@ -131,11 +140,11 @@ class SafetensorsWeights:
         module, _, kind = name.rpartition(".")
         matrix = self.quantized.matrix(module) if self.quantized is not None and kind == "weight" else None
         tensor = self._plain(name, cut) if matrix is None else _cut(matrix.dense(), cut)
-        return tensor.float().contiguous() if self._device is None and tensor.is_floating_point() else tensor
+        return tensor.float().contiguous() if self._to_device is None and tensor.is_floating_point() else tensor
 
     @property
     def layers(self) -> set[int]:
-        """Of which there are tensors."""
+        """The layers of which there are tensors."""
         return {int(match[1]) for name in self._stored if (match := _LAYER.match(name))}
 
     def _plain(self, name: str, cut: TensorSlice | None) -> torch.Tensor:
@@ -152,7 +161,7 @@ class SafetensorsWeights:
         return self._read(name) if name in self._stored else None
 
     def _module(self, name: str) -> str:
-        """As the file has it; the tensor itself, of all experts in one."""
+        """Return a module's name as the file has it; the tensor itself, of all experts in one."""
         return self._stored.get(f"{name}.weight", self._stored.get(name, name)).removesuffix(".weight")
 
     def _read(self, name: str, cut: TensorSlice | None = None) -> torch.Tensor:
@@ -162,7 +171,7 @@ class SafetensorsWeights:
             with safe_open(self._file(name), framework="pt") as file:
                 stored = self._stored[name]
                 tensor = file.get_tensor(stored) if cut is None else _part(file.get_slice(stored), cut)
-                return tensor if self._copier is None else self._copier.carry(tensor)
+                return tensor if self._to_device is None else self._to_device(tensor)
         except (SafetensorError, OSError) as error:
             raise ConfigError(f"cannot read '{name}' from {self._file(name)}: {error}") from error
 
@@ -171,7 +180,10 @@ class SafetensorsWeights:
 
 
 class GgufWeights:
-    """llama.cpp's converter permutes the rows of q and k in Llama and Mistral files, and in no others."""
+    """The tensors of a GGUF file.
+
+    llama.cpp's converter permutes the rows of q and k in Llama and Mistral files, and in no others.
+    """
 
     quantized = None  # its formats are widened as they are read
 
@@ -181,7 +193,7 @@ class GgufWeights:
 
     @property
     def layers(self) -> set[int]:
-        """Of which there are tensors."""
+        """The layers of which there are tensors."""
         return {int(match[1]) for name in self._file.tensors if (match := _GGUF_LAYER.match(name))}
 
     def tensor(self, name: str, cut: TensorSlice | None = None) -> torch.Tensor:
@@ -201,14 +213,14 @@ def _cut(tensor: torch.Tensor, cut: TensorSlice | None) -> torch.Tensor:
 
 
 def _part(stored: Any, cut: TensorSlice) -> torch.Tensor:
-    """Read alone, of safetensors' slice of a file."""
+    """Read only the cut of safetensors' slice of a file."""
     parts = cut.parts(stored.get_shape()[cut.dim])
     wanted = [stored[(*[slice(None)] * cut.dim, slice(part.start, part.stop))] for part in parts]
     return torch.cat(wanted, cut.dim) if len(wanted) > 1 else wanted[0]
 
 
 def llama4_names(stored: Collection[str]) -> dict[str, str]:
-    """As other families name them -> as they are stored: `model.layers.1.mlp.down_proj.weight` ->
+    """Return names as other families have them -> as they are stored: `model.layers.1.mlp.down_proj.weight` ->
     `language_model.model.layers.1.feed_forward.down_proj.weight`. Without what belongs to images.
     """
     text = [name for name in stored if not name.startswith(_VISION)]
@@ -219,7 +231,7 @@ def llama4_names(stored: Collection[str]) -> dict[str, str]:
 
 
 def gguf_name(name: str) -> str:
-    """`model.layers.3.self_attn.q_proj.weight` -> `blk.3.attn_q.weight`."""
+    """Return `blk.3.attn_q.weight` for `model.layers.3.self_attn.q_proj.weight`."""
     stem, _, kind = name.rpartition(".")
     layer = re.fullmatch(r"model\.layers\.(\d+)\.(.+)", stem)
     return f"blk.{layer[1]}.{_GGUF_NAMES[layer[2]]}.{kind}" if layer else f"{_GGUF_NAMES[stem]}.{kind}"

@@ -104,7 +104,8 @@ def _versions(options: argparse.Namespace) -> Iterator[tuple[str, Level]]:
 
 def _cpu(options: argparse.Namespace) -> Iterator[tuple[str, Level]]:
     # Here and in _gpu: torch takes seconds to import, and the findings before it should not wait.
-    from engine.loader import open_weights, resolve_dtype
+    from engine.cpu.format_choice import resolve_dtype
+    from engine.model_loader.checkpoint_weights import open_weights
     from engine.settings import EngineSettings
     from kernels.cpu.isa import apply_isa, is_bfloat16_fast, probe_isa
 

@@ -8,7 +8,7 @@ from msgspec import structs
 from bench.engine.logits_processors import PLAIN, cases, word_tokenizer
 from bench.models.model_folder import TINY
 from bench.models.random_model import RandomWeights, random_checkpoint
-from engine.cuda.loader import load_device_engine
+from engine.loader import load_device_engine
 from engine.settings import EngineSettings
 from tests.engine.driving import answers
 

@@ -8,7 +8,7 @@ import torch
 from bench.engine.gpu import submit
 from bench.engine.moe import SMALL, agreed, agreement_rows, flops_per_token, limit_ms, tokens_seen
 from bench.models.random_model import GPT_OSS_20B, LLAMA4_MAVERICK, QWEN3_30B_A3B, RandomWeights, random_checkpoint
-from engine.cuda.loader import load_device_engine
+from engine.loader import load_device_engine
 from engine.settings import EngineSettings
 from models.config import Experts
 

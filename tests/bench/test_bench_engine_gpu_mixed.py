@@ -5,7 +5,7 @@ import torch
 from bench.engine import mixed_batches as engine_gpu_mixed
 from bench.models.model_folder import TINY
 from bench.models.random_model import RandomWeights, random_checkpoint
-from engine.cuda.loader import load_device_engine
+from engine.loader import load_device_engine
 from engine.settings import EngineSettings
 
 

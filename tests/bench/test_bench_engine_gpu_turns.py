@@ -6,7 +6,7 @@ from bench.engine.chat_turns import NUM_TURNS, first_token_ms, measure
 from bench.engine.gpu import random_requests
 from bench.models.model_folder import TINY
 from bench.models.random_model import RandomWeights, random_checkpoint
-from engine.cuda.loader import load_device_engine
+from engine.loader import load_device_engine
 from engine.settings import EngineSettings
 
 

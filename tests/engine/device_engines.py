@@ -18,10 +18,10 @@ from engine.cuda.graphs.last_layer_graphs import LastLayerGraphs
 from engine.cuda.graphs.mixed_batch_attention import MixedBatchAttention
 from engine.cuda.graphs.prefill_graphs import PrefillGraphs
 from engine.cuda.kv.peer_pool import PeerPool
-from engine.cuda.loader import load_device_engine
 from engine.cuda.runner import DeviceRunner
 from engine.cuda.runtime.graph_capture import Launch
 from engine.engine import Engine
+from engine.loader import load_device_engine
 from engine.scheduler.batch import ScheduledChunk
 from engine.sequence import Sequence
 from tests.engine.driving import drain, greedy, request, settings, tokens_of

@@ -23,11 +23,11 @@ from engine.cuda.device_sampler import DevicePendingTokens, TopLogprobs
 from engine.cuda.inputs.decode_state import DecodeState
 from engine.cuda.inputs.sampling_columns import columns, draw_keys
 from engine.cuda.launcher import Launcher
-from engine.cuda.loader import require_kernels
 from engine.cuda.model.attention import DeviceAttention, are_few
 from engine.cuda.model.format_choice import smooths_keys
 from engine.cuda.model.fused_decode import is_fusible
 from engine.cuda.model.number_formats import DEVICE_FORMATS
+from engine.cuda.model.required_kernels import require_kernels
 from engine.cuda.model.weights import load_device_weights, quantize_finely, quantize_rows
 from engine.cuda.runner import DeviceRunner
 from engine.cuda.runtime.bindings import OUT_OF_MEMORY

@@ -18,6 +18,7 @@ from engine.cuda.model.format_choice import DEVICE_DTYPES, kept_as
 from engine.cuda.model.memory_footprint import least_weights_nbytes
 from engine.cuda.model.number_formats import DEVICE_FORMATS
 from engine.cuda.model.weights import load_device_weights
+from engine.cuda.runtime.pinned_copy import PinnedCopier
 from engine.model_loader.checkpoint_weights import open_weights
 from engine.model_loader.tensor_parallel_shards import Shard, ShardedWeights, shard_config
 from tests.engine.device_engines import tensors_of
@@ -31,7 +32,7 @@ GIB = 2**30
 def held_nbytes(folder, dtype: str, num_gpus: int) -> int:
     """Of the tensors that a load makes, of the fullest GPU's; what rope turns by is not of the weights."""
     checkpoint, device = open_checkpoint(str(folder)), torch.device("cpu")
-    source, found = open_weights(checkpoint, device), []
+    source, found = open_weights(checkpoint, PinnedCopier(device).carry), []
     for rank in range(num_gpus):
         shard = Shard(rank, num_gpus)
         part = source if num_gpus == 1 else ShardedWeights(source, checkpoint.config, shard)

@@ -18,11 +18,11 @@ from contracts.layout import KVLayout
 from engine.cuda import runner
 from engine.cuda.kv.checksums import DeviceChecksums
 from engine.cuda.kv.deferred_copies import CopyStreams, StreamDeferredCopy
-from engine.cuda.kv.kv_cache import DeviceCache
+from engine.cuda.kv.kv_cache import DeviceCache, whole_blocks
 from engine.cuda.kv.peer_pool import PeerPool
 from engine.cuda.kv.staging import recordable
 from engine.cuda.kv.transfer_pool import DeviceTransferPool
-from engine.cuda.loader import DeviceBackendBuilder, _whole
+from engine.cuda.loader import DeviceBackendBuilder
 from engine.cuda.runtime.shared_memory import HostMapping, attach
 from engine.engine import Engine
 from engine.messages import ChunkScheduled, StepObserver
@@ -419,7 +419,7 @@ def test_no_lane_is_taken_from_one_who_launches_or_waits(monkeypatch):
     [(100, 65536, 100), (2048, 65536, 2047), (8192, 65536, 8191), (1 << 20, 65536, 32735)],
 )
 def test_planes_end_with_a_page_of_the_devices_memory(wanted, page_nbytes, got):
-    assert _whole(wanted, page_nbytes) == got
+    assert whole_blocks(wanted, page_nbytes) == got
     assert (got + 1) * page_nbytes < 1 << 31
 
 

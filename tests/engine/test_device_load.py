@@ -10,10 +10,11 @@ import torch
 from checkpoint import open_checkpoint
 from contracts.errors import ConfigError
 from engine.cuda.kv.kv_cache import DeviceCache
-from engine.cuda.loader import DeviceBackendBuilder, load_device_engine
+from engine.cuda.loader import DeviceBackendBuilder
 from engine.cuda.model.number_formats import DEVICE_FORMATS
 from engine.cuda.model.weights import DeviceLayerWeights, load_device_weights, shortened
-from engine.loader import load_engine
+from engine.cuda.runtime.pinned_copy import PinnedCopier
+from engine.loader import load_device_engine, load_engine
 from engine.model_loader.checkpoint_weights import open_weights
 from tests.engine.device_engines import FUSIBLE, tensors_of
 from tests.engine.driving import settings
@@ -38,7 +39,7 @@ def test_a_layer_is_told_of_when_it_is_there(tmp_path, monkeypatch):
     """And all of them once the ends are there, too."""
     save_tiny(tmp_path, "llama")
     checkpoint, read = open_checkpoint(str(tmp_path)), []
-    source = open_weights(checkpoint, CPU)
+    source = open_weights(checkpoint, PinnedCopier(CPU).carry)
     whole = source.tensor
     monkeypatch.setattr(source, "tensor", lambda name, *cut: read.append(name) or whole(name, *cut))
     seen = []
@@ -168,7 +169,7 @@ def test_files_are_read_to_the_device_that_is_asked_for(is_named, tmp_path, monk
         asked.append(device)
         raise ConfigError("asked")
 
-    monkeypatch.setattr("engine.model_loader.checkpoint_weights.PinnedCopier", NotedFerry)
+    monkeypatch.setattr("engine.cuda.loader.PinnedCopier", NotedFerry)
     monkeypatch.setattr("engine.cuda.loader.load_device_weights", load)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)

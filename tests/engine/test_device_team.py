@@ -20,10 +20,11 @@ from bench.models.random_model import GPT_OSS_20B
 from checkpoint import open_checkpoint
 from contracts.errors import ConfigError
 from contracts.ids import RequestId
-from engine.cuda.loader import load_device_engine
 from engine.cuda.model.format_choice import has_fused_step
+from engine.cuda.runtime.pinned_copy import PinnedCopier
 from engine.cuda.runtime.process_group import hold_store, open_store
 from engine.engine import Engine
+from engine.loader import load_device_engine
 from engine.model_loader.checkpoint_weights import open_weights
 from engine.model_loader.tensor_parallel_shards import Shard, ShardedWeights, shard_config
 from models.config import Experts
@@ -201,7 +202,7 @@ def test_kv_heads_are_cut_or_copied_but_not_both(tmp_path):
 def test_parts_of_a_quantized_matrix_are_parts_of_what_it_stands_for(tmp_path, name):
     save_quantized(tmp_path, LAYOUTS[name], hidden_size=512, intermediate_size=1024, num_attention_heads=16)
     checkpoint = open_checkpoint(str(tmp_path))
-    source = open_weights(checkpoint, torch.device("cpu"))
+    source = open_weights(checkpoint, PinnedCopier(torch.device("cpu")).carry)
     parts = [ShardedWeights(source, checkpoint.config, Shard(rank, 2)) for rank in range(2)]
     for module, dim in (("self_attn.q_proj", 0), ("self_attn.o_proj", 1), ("mlp.up_proj", 0), ("mlp.down_proj", 1)):
         module = f"model.layers.1.{module}"
@@ -215,7 +216,7 @@ def test_parts_of_a_quantized_matrix_are_parts_of_what_it_stands_for(tmp_path, n
 def test_a_kv_head_of_a_quantized_matrix_is_whole_on_each_gpu_that_holds_it(tmp_path, name):
     save_quantized(tmp_path, LAYOUTS[name], hidden_size=512, num_attention_heads=4, num_key_value_heads=2, head_dim=128)
     checkpoint = open_checkpoint(str(tmp_path))
-    source = open_weights(checkpoint, torch.device("cpu"))
+    source = open_weights(checkpoint, PinnedCopier(torch.device("cpu")).carry)
     parts = [ShardedWeights(source, checkpoint.config, Shard(rank, 4)) for rank in range(4)]
     for module in ("model.layers.1.self_attn.k_proj", "model.layers.1.self_attn.v_proj"):
         heads = source.tensor(f"{module}.weight").chunk(2)
@@ -229,7 +230,9 @@ def test_a_scale_that_two_kv_heads_share_is_refused_by_the_number_of_gpus(tmp_pa
     shape = {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 64}
     save_quantized(tmp_path, LAYOUTS["deepseek"], "llama3", ("lm_head",), hidden_size=1024, **shape)
     checkpoint = open_checkpoint(str(tmp_path))
-    part = ShardedWeights(open_weights(checkpoint, torch.device("cpu")), checkpoint.config, Shard(0, 4))
+    part = ShardedWeights(
+        open_weights(checkpoint, PinnedCopier(torch.device("cpu")).carry), checkpoint.config, Shard(0, 4)
+    )
     assert part.quantized and part.quantized.matrix("model.layers.0.self_attn.q_proj")
     with pytest.raises(ConfigError, match=r"tensor_parallel is 4; '.*k_proj' is \[128, 1024\]"):
         part.quantized.matrix("model.layers.0.self_attn.k_proj")
@@ -240,7 +243,7 @@ STARTED = """
     from pathlib import Path
     from tests.engine.driving import greedy, request, settings
     from checkpoint import open_checkpoint
-    from engine.cuda.loader import load_device_engine
+    from engine.loader import load_device_engine
 
     chosen = settings(model={folder!r}, dtype="float32", tensor_parallel=2, **{changes!r})
     engine = load_device_engine(chosen, open_checkpoint(chosen.model), lambda *_: None, device=torch.device("cpu"))

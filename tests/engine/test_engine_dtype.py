@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from engine.loader import _fastest
+from engine.cpu.format_choice import _fastest
 from engine.model_loader.checkpoint_weights import TensorSlice
 from kernels.cpu.isa import CpuIsa
 
@@ -35,5 +35,5 @@ class Source:
 )
 def test_auto_takes_what_is_fast_here(monkeypatch, is_fast, has_fbgemm, capability, is_int4, dtype):
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
-    monkeypatch.setattr("engine.loader.is_bfloat16_fast", lambda isa: is_fast)
+    monkeypatch.setattr("engine.cpu.format_choice.is_bfloat16_fast", lambda isa: is_fast)
     assert _fastest(CpuIsa(None, True), has_fbgemm, Source(is_int4)) == dtype

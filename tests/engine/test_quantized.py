@@ -15,6 +15,7 @@ from engine.cuda.model.fused_decode import FusedDecode
 from engine.cuda.model.linear import QuantizedLinear, Scaled
 from engine.cuda.model.weights import Matrix, keep
 from engine.cuda.runner import DeviceRunner
+from engine.cuda.runtime.pinned_copy import PinnedCopier
 from engine.loader import load_engine
 from engine.model_loader.checkpoint_weights import open_weights
 from engine.model_loader.decoder_tensors import ModelTensors, layer_prefix
@@ -97,7 +98,9 @@ def widened(matrix: Matrix) -> torch.Tensor:
 def test_what_the_kernels_read_stands_for_the_same_matrix(stored):
     name, folder, _ = stored
     checkpoint = open_checkpoint(str(folder))
-    tensors = ModelTensors(checkpoint.config, open_weights(checkpoint, torch.device("cpu")), interleaved=False)
+    tensors = ModelTensors(
+        checkpoint.config, open_weights(checkpoint, PinnedCopier(torch.device("cpu")).carry), interleaved=False
+    )
     for layer in range(0 if name in WIDENED else 3):
         prefix = layer_prefix(layer)
         for part in ("qkv", "output", "gate_up", "down"):

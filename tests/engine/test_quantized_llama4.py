@@ -9,6 +9,7 @@ from contracts.errors import ConfigError
 from engine.cuda.model.moe import ExpertWeights
 from engine.cuda.model.number_formats import DEVICE_FORMATS
 from engine.cuda.model.weights import keep, load_device_weights
+from engine.cuda.runtime.pinned_copy import PinnedCopier
 from engine.loader import load_engine
 from engine.model_loader.checkpoint_weights import open_weights
 from engine.model_loader.decoder_tensors import ModelTensors, layer_prefix, widened
@@ -44,7 +45,7 @@ def test_greedy_answers_equal_those_of_the_widened_model(stored, device):
 def test_what_a_gpu_reads_stands_for_the_same_matrices(stored, nothing_rounds):
     """Turned rows of q and k with their scales, and experts, among them."""
     checkpoint = open_checkpoint(str(stored[0]))
-    source = open_weights(checkpoint, torch.device("cpu"))
+    source = open_weights(checkpoint, PinnedCopier(torch.device("cpu")).carry)
     config, silent = checkpoint.config, lambda *_: None
     weights = load_device_weights(config, source, DEVICE_FORMATS["float8"], 64, torch.device("cpu"), silent)
     tensors = ModelTensors(config, source, interleaved=False)
@@ -144,7 +145,7 @@ def test_the_configuration_names_modules_as_the_file_does(tmp_path):
 def test_parts_of_experts_are_parts_of_what_they_stand_for(stored):
     """On two GPUs: a slice of each gate, of each up, and of the columns of down."""
     checkpoint = open_checkpoint(str(stored[0]))
-    source = open_weights(checkpoint, torch.device("cpu"))
+    source = open_weights(checkpoint, PinnedCopier(torch.device("cpu")).carry)
     whole = ModelTensors(checkpoint.config, source, interleaved=False)
     shards = [Shard(rank, 2) for rank in range(2)]
     parts = [

@@ -19,9 +19,8 @@ from contracts.node import WorkerRole
 from contracts.request import Job, Route, WorkerRef
 from contracts.sampling import SamplingParams
 from decode_svc import core as decode
-from engine.cuda.loader import load_device_engine
 from engine.engine import Engine
-from engine.loader import load_engine
+from engine.loader import load_device_engine, load_engine
 from engine.settings import EngineSettings
 from kv_transfer.node import TransferNode
 from mixed_svc import core as mixed

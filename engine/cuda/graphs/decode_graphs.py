@@ -2,26 +2,18 @@
 
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass
 from functools import partial
 from itertools import product
 
 import torch
 
 from engine.cuda.device_sampler import SamplingKernel
-from engine.cuda.inputs.batch_inputs import batch_buckets, bucket_for, context_buckets
+from engine.cuda.inputs.batch_inputs import StepKey, batch_buckets, bucket_for, context_buckets
 from engine.cuda.inputs.decode_state import DecodeState
 from engine.cuda.runtime.graph_capture import Launch, Record
 
 MakeStep = Callable[[int, int], Launch]
 """(rows, longest context) -> what writes the logits of the first rows."""
-
-
-@dataclass(frozen=True)
-class StepKey:
-    num_rows: int
-    max_len: int
-    greedy: bool
 
 
 class DecodeGraphs:

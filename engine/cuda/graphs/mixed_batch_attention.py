@@ -7,8 +7,7 @@ from functools import partial
 
 import torch
 
-from engine.cuda.graphs.decode_graphs import StepKey
-from engine.cuda.inputs.batch_inputs import batch_buckets
+from engine.cuda.inputs.batch_inputs import StepKey, batch_buckets
 from engine.cuda.inputs.decode_state import DecodeState
 from engine.cuda.kv.kv_cache import DeviceCache
 from engine.cuda.model.attention import DeviceAttention

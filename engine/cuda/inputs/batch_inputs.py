@@ -54,6 +54,44 @@ class PromptRows:
         return self.queries.q_starts[1:][self.sampling] - 1
 
 
+@dataclass(frozen=True)
+class StepKey:
+    """The buckets of rows and of context that a decode step is padded to, and whether all of it is greedy."""
+
+    num_rows: int
+    max_len: int
+    greedy: bool
+
+
+@dataclass(frozen=True)
+class DeviceBatch:
+    """A batch as arrays, of which every process of a team launches the same.
+
+    `words`: state.pack's. `key`: how decodes are padded, of which `num_decodes` rows are somebody's; `tables` of
+    blocks if they changed. `scored`: rows of the prompts whose logits are wanted too, a few at a time. `draws`: tokens.
+    """
+
+    words: np.ndarray
+    num_decodes: int
+    key: StepKey | None
+    tables: np.ndarray | None
+    prompts: PromptRows | None
+    scored: SequenceOf[np.ndarray]
+    draws: bool
+    greedy: bool
+
+
+@dataclass(frozen=True)
+class SampleBatch:
+    """The tokens that are to be drawn of the batch launched last: of its first `num_rows`. `words`: state.pack's, if
+    the batch's own have not brought their parameters.
+    """
+
+    words: np.ndarray | None
+    num_rows: int
+    greedy: bool
+
+
 def num_decodes(pieces: SequenceOf[ScheduledChunk]) -> int:
     """How many of the first pieces are one newest token each, as Batch orders them."""
     return sum(1 for _ in takewhile(lambda piece: piece.is_decode and piece.samples, pieces))

@@ -1,0 +1,47 @@
+"""The loader of a model on the CPU: number format, cache, weights."""
+
+import logging
+
+import torch
+
+from checkpoint import Checkpoint, Progress
+from engine.backend import Backend
+from engine.cache.sizing import blocks_in, cache_nbytes, kv_layout, model_len
+from engine.cpu.decoder import Decoder
+from engine.cpu.format_choice import resolve_dtype
+from engine.cpu.kv_cache import KVCache
+from engine.cpu.linear import FORMATS
+from engine.cpu.runner import CpuRunner
+from engine.cpu.weights import load_weights
+from engine.model_loader.checkpoint_weights import open_weights
+from engine.sampling.sampler import Sampler
+from engine.settings import EngineSettings
+from process.memory_limit import available_nbytes
+
+_log = logging.getLogger(__name__)
+
+
+def load_cpu_backend(settings: EngineSettings, checkpoint: Checkpoint, progress: Progress) -> Backend:
+    """Return the model, ready to run. Raises ConfigError, which says what to do."""
+    if settings.num_threads:
+        torch.set_num_threads(settings.num_threads)
+    progress("probe", 0, 1)
+    source = open_weights(checkpoint)
+    dtype = resolve_dtype(settings, source)
+    number_format = FORMATS[dtype]
+    layout = kv_layout(checkpoint, settings.block_size, number_format.kv_dtype)
+    num_blocks = blocks_in(cache_nbytes(settings, layout, available_nbytes()), layout)
+    max_model_len = model_len(checkpoint, settings, num_blocks * layout.block_size)
+    weights = load_weights(checkpoint.config, source, number_format, progress)
+    model = Decoder(checkpoint.config, weights, max_model_len)
+    cache = KVCache(layout, num_blocks)
+    _log.info("%s ready: %s, context of %d tokens", checkpoint.name, dtype, max_model_len)
+    _log.info(
+        "the KV cache holds %d tokens in %d MiB; TANDEM_KV_CACHE_MIB makes it larger or smaller",
+        num_blocks * layout.block_size,
+        num_blocks * layout.block_nbytes >> 20,
+    )
+    # Where prompts and answers are computed in different formats, an answer's KV is not what a prompt's would be.
+    caches_decoded_kv = number_format.is_uniform
+    sampler = Sampler(checkpoint.eos_token_ids)
+    return Backend(cache, CpuRunner(model, cache), sampler, dtype, max_model_len, caches_decoded_kv)
