@@ -156,7 +156,7 @@ def test_captured_attention_of_answers_beside_a_prompt_gives_the_bits_of_an_eage
 )
 def test_running_ahead_changes_no_token(fusible, dtype, params, monkeypatch):
     ahead = answers(engine_of(fusible, dtype), PROMPTS, params)
-    monkeypatch.setattr("engine.engine.Engine._may_run_ahead", lambda *_: False)
+    monkeypatch.setattr("engine.step_pipeline.StepPipeline._may_run_ahead", lambda *_: False)
     assert answers(engine_of(fusible, dtype), PROMPTS, params) == ahead
 
 

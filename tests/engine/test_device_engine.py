@@ -351,7 +351,7 @@ def test_the_fused_step_computes_what_the_plain_one_does(tmp_path, monkeypatch, 
 @pytest.mark.parametrize("dtype", ["float32", "float8"])
 def test_running_ahead_changes_no_token(folder, dtype, params, monkeypatch):
     ahead = answers(device_engine(folder, dtype), PROMPTS, params)
-    monkeypatch.setattr("engine.engine.Engine._may_run_ahead", lambda *_: False)
+    monkeypatch.setattr("engine.step_pipeline.StepPipeline._may_run_ahead", lambda *_: False)
     assert answers(device_engine(folder, dtype), PROMPTS, params) == ahead
 
 
@@ -379,7 +379,7 @@ def test_a_batch_of_adjusted_logits_is_launched_before_the_tokens_of_the_last_ar
     ahead = []
     while engine.has_work():
         engine.step()
-        ahead.append(engine._in_flight is not None)
+        ahead.append(engine.pipeline.in_flight is not None)
     assert ahead == [True] * 7 + [False]
 
 
@@ -396,7 +396,7 @@ def test_tokens_of_answers_do_not_wait_until_a_long_batch_is_launched(folder, mo
 
     def launched(pieces, *told):
         if sum(piece.num_tokens for piece in pieces) > 64:
-            unlanded.append(engine._num_launched - 1 - engine._num_completed)
+            unlanded.append(engine.deferred.num_in_flight - 1)
         return forward(pieces, *told)
 
     monkeypatch.setattr(engine.runner, "forward", launched)
@@ -407,7 +407,7 @@ def test_tokens_of_answers_do_not_wait_until_a_long_batch_is_launched(folder, mo
 
 def test_a_step_may_wait_as_long_as_the_device_has_work(folder, monkeypatch):
     engine, now_s, is_done = device_engine(folder), [0.0], [False]
-    monkeypatch.setattr(engine, "_clock", lambda: now_s[0])
+    monkeypatch.setattr(engine.pipeline, "_clock", lambda: now_s[0])
     monkeypatch.setattr(DevicePendingTokens, "is_done", property(lambda _: is_done[0]))
     engine.submit(request("0", PROMPTS[0], greedy(12)))
     slack_s = []
@@ -424,7 +424,7 @@ def test_a_step_may_wait_as_long_as_the_device_has_work(folder, monkeypatch):
 
 def test_a_step_whose_draw_is_the_hosts_to_launch_does_not_wait(folder, monkeypatch):
     engine, now_s = device_engine(folder), [0.0]
-    monkeypatch.setattr(engine, "_clock", lambda: now_s[0])
+    monkeypatch.setattr(engine.pipeline, "_clock", lambda: now_s[0])
     engine.submit(request("0", PROMPTS[0], structs.replace(ADJUSTED[0], max_tokens=8)))
     while engine.has_work():
         engine.step()
@@ -694,7 +694,7 @@ def test_an_undrawn_batch_that_nobody_wants_is_waited_for(folder, monkeypatch):
 
 def test_a_grammar_is_forgotten_if_its_request_went_before_its_first_mask(folder, monkeypatch):
     engine = device_engine(folder, max_batched_tokens=64)
-    grammars, gone = engine._grammars, threading.Event()
+    grammars, gone = engine.grammars, threading.Event()
     masks = grammars._masks
     monkeypatch.setattr(grammars, "_masks", lambda sequences: (gone.wait(60), masks(sequences))[1])
     engine.submit(request("gone", PROMPTS[2], greedy(8, grammar=LLMatcher.grammar_from_regex("[a-f]+"))))
@@ -928,7 +928,7 @@ def test_a_draw_is_that_of_its_distribution(folder):
     engine = device_engine(folder)
     logits = logits_of(engine, PROMPTS[:1], 0)[0, 0]
     counts = np.zeros(VOCAB)
-    sampler = engine._sampler
+    sampler = engine.sampler
     for first in range(0, 4000, 500):
         rows = [
             Sequence(RequestId(str(seed)), PROMPTS[0], SamplingParams(max_tokens=1, seed=seed // 2, choice=seed % 2))

@@ -96,10 +96,10 @@ def test_a_prepared_first_step_lacks_only_its_token(folder, handing, length, mon
     for name in ("decode_rows", "block_tables"):
         monkeypatch.setattr(runner, name, lambda *args, name=name: worked_out.append(name))
     adopted(target, told, "a")
-    flight = target._launch(StepObserver())
+    flight = target.pipeline.launch(StepObserver())
     assert worked_out == []
     monkeypatch.undo()
-    target._in_flight = flight
+    target.pipeline.in_flight = flight
     outputs = drain(target)
     assert [told.first.token_id, *tokens_of(outputs, "a")] == expected_of(folder, prompt, greedy(8))
 

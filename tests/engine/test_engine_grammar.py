@@ -134,7 +134,7 @@ def test_decode_goes_on_where_token_0_stopped(engine, tokenizer):
 
 
 def copy_pages(engine: Engine, name: str, blocks: list[int]) -> None:
-    held = list(engine._sequences[request(name, [1], greedy()).request_id].blocks)
+    held = list(engine.sequences[request(name, [1], greedy()).request_id].blocks)
     engine.pool_bytes[:, blocks] = engine.pool_bytes[:, held[: len(blocks)]]
 
 
@@ -152,7 +152,7 @@ def test_a_grammar_that_does_not_compile_fails_its_request_alone(engine, tokeniz
 
 def test_nothing_is_kept_of_a_request_that_is_gone(engine, tokenizer):
     ask(engine, tokenizer, regex("a+b"))
-    assert not engine._grammars._open
+    assert not engine.grammars._open
 
 
 def test_a_schema_that_refers_and_refers_does_not_end_the_engine(engine, tokenizer):
@@ -213,7 +213,7 @@ def test_a_request_may_go_while_its_grammar_is_compiled(engine, tokenizer, held_
     engine.step()
     engine.release(RequestId("gone"))
     held_up.set()
-    assert not engine.has_work() and not engine._grammars._open
+    assert not engine.has_work() and not engine.grammars._open
     engine.check()
 
 
@@ -269,4 +269,4 @@ def test_a_grammar_needs_no_thread_that_is_yet_to_be_started(tokenizer, monkeypa
     texts = {name: tokenizer.decode(tokens_of(outputs, name)) for name in grammars}
     texts["foreign"] = tokenizer.decode([quote, *tokens_of(outputs, "foreign")])
     assert all(json.loads(text).endswith("is one of many lone values") for text in texts.values())
-    assert len(tokens_of(outputs, "plain")) == 8 and not engine._grammars._open
+    assert len(tokens_of(outputs, "plain")) == 8 and not engine.grammars._open

@@ -106,7 +106,7 @@ def test_the_decode_side_skips_what_it_has(pair: Pair):
 
 
 def test_a_prompt_from_elsewhere_enters_the_prefix_cache_by_and_by_and_all_of_it_at_the_end(pair: Pair, monkeypatch):
-    monkeypatch.setattr("engine.engine.MAX_LATE_BLOCKS", 2)
+    monkeypatch.setattr("engine.cache.prefix_cache.MAX_LATE_BLOCKS", 2)
     source, target = pair
     chunks, first = prefill(source, "a", PROMPTS[3], greedy(4))
     land(source, target, chunks, target.reserve(request("a", PROMPTS[3], greedy(4))))
@@ -254,8 +254,8 @@ def test_what_found_no_pages_looks_again_when_there_may_be_more(folder, monkeypa
     engine = load_engine(
         settings(model=folder, kv_cache_nbytes=14 * load_engine(settings(model=folder)).layout.block_nbytes)
     )
-    looked, find = [], engine._pool.find
-    monkeypatch.setattr(engine._pool, "find", lambda *asked: looked.append(1) or find(*asked))
+    looked, find = [], engine.pool.find
+    monkeypatch.setattr(engine.pool, "find", lambda *asked: looked.append(1) or find(*asked))
     engine.reserve(request("a", PROMPTS[3], greedy()))
     looked.clear()
 
@@ -375,7 +375,7 @@ def test_an_offer_waits_for_preempted_prompts_that_come_before_it(folder):
         with pytest.raises(OutOfBlocks, match="preempted requests come first"):
             engine.reserve(later)
     assert engine.reserve(replace(offer, priority=1), early).blocks
-    assert engine._sequences[offer.request_id].urgency == (1, early)
+    assert engine.sequences[offer.request_id].urgency == (1, early)
 
 
 @pytest.mark.parametrize("is_offer_first", [False, True])

@@ -91,7 +91,7 @@ def test_it_may_wait_be_preempted_and_run_beside_others(make):
         engine.submit(request(f"other {index}", prompt, greedy(30)))
     engine.step()
     engine.submit(rest_of(answer, 11, sampling))
-    assert not engine._scheduler.has_preempted_before((9, 9))
+    assert not engine.scheduler.has_preempted_before((9, 9))
     assert tokens_of(drain(engine), "again") == answer[11:]
 
 

@@ -1,0 +1,39 @@
+"""The way of computed blocks into the prefix cache."""
+
+from engine.cache.block_pool import BlockPool
+from engine.sequence import Sequence
+
+MAX_LATE_BLOCKS = 16
+"""So many blocks of a prompt that came from elsewhere enter the prefix cache in a step: all of a long prompt at once
+would keep the tokens of the step before for a millisecond. What is left when the answer ends, or gives its blocks back
+to be computed again, enters then.
+"""
+
+
+class PrefixCache:
+    """The full blocks of sequences, findable in the pool once they are computed. `caches_decoded_kv`: those of answers
+    as well, see engine.backend.Backend.
+    """
+
+    def __init__(self, pool: BlockPool, caches_decoded_kv: bool) -> None:
+        self._pool, self._caches_decoded_kv = pool, caches_decoded_kv
+
+    def insert_all(self, sequence: Sequence) -> None:
+        self._insert(sequence, len(sequence.blocks))
+
+    def insert_some(self, sequence: Sequence) -> None:
+        """Enter MAX_LATE_BLOCKS at most."""
+        self._insert(sequence, MAX_LATE_BLOCKS)
+
+    def _insert(self, sequence: Sequence, max_blocks: int) -> None:
+        size = self._pool.block_size
+        num_known = len(sequence.tokens) - sequence.num_pending if self._caches_decoded_kv else sequence.num_prompt
+        num_full = min(sequence.num_computed, num_known) // size
+        if num_full <= sequence.num_inserted_blocks:
+            return
+        num_full = min(num_full, sequence.num_inserted_blocks + max_blocks)
+        digests = sequence.extend_digests(size, num_full)
+        for index in range(sequence.num_inserted_blocks, num_full):
+            token_ids = sequence.tokens[index * size : (index + 1) * size]
+            self._pool.insert(sequence.blocks[index], digests[index], token_ids)
+        sequence.num_inserted_blocks = num_full

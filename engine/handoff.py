@@ -1,0 +1,143 @@
+"""The handoff, as an engine sees it: pages reserved for KV that arrives, answers adopted or kept."""
+
+import logging
+from collections.abc import Callable
+
+from contracts.errors import OutOfBlocks, RequestError
+from contracts.events import Token
+from contracts.ids import BlockId, RequestId
+from engine.backend import Runner
+from engine.cache.block_pool import BlockPool
+from engine.intake import Intake
+from engine.messages import EngineRequest, Reservation
+from engine.request_release import RequestRelease
+from engine.sampling.grammar_masks import Grammars
+from engine.scheduler.batch import ScheduledChunk
+from engine.scheduler.scheduler import PendingReservation, Scheduler
+from engine.sequence import Sequence, Status
+from engine.sequence_table import SequenceTable
+from engine.stop_check import StopCheck
+
+_log = logging.getLogger(__name__)
+
+
+class Handoff:
+    """Both sides of a handoff; see engine.engine. `has_work`: whether a step would compute something."""
+
+    def __init__(
+        self,
+        table: SequenceTable,
+        scheduler: Scheduler,
+        pool: BlockPool,
+        intake: Intake,
+        grammars: Grammars,
+        requests: RequestRelease,
+        stop_check: StopCheck,
+        runner: Runner,
+        vocab_size: int,
+        max_num_seqs: int,
+        has_work: Callable[[], bool],
+    ) -> None:
+        self._table, self._scheduler, self._pool, self._intake = table, scheduler, pool, intake
+        self._grammars, self._requests, self._stop_check, self._runner = grammars, requests, stop_check, runner
+        self._vocab_size, self._max_num_seqs, self._has_work = vocab_size, max_num_seqs, has_work
+        self._refused: tuple[RequestId, int, int] | None = None
+        self._why_refused = ""
+        self._prepared: Sequence | None = None
+
+    def reserve(self, request: EngineRequest, arrival: int | None = None) -> Reservation:
+        """See Engine.reserve."""
+        urgency = request.priority, self._scheduler.next_arrival() if arrival is None else arrival
+        try:
+            sequence = self._with_pages(request, urgency)
+        except OutOfBlocks:
+            num_blocks = self._num_blocks(len(request.token_ids) + 1)
+            self._scheduler.claim = PendingReservation(request.request_id, urgency, num_blocks)
+            raise
+        self._scheduler.claim = None
+        blocks = [BlockId(block) for block in sequence.blocks[: self._num_blocks(sequence.num_prompt)]]
+        incoming = blocks[sequence.num_inserted_blocks :]
+        self._pool.retain(incoming)
+        sequence.status, sequence.arrival = Status.RESERVED, urgency[1]
+        self._table.add(sequence)
+        self._grammars.open(sequence)
+        self._table.incoming_writers[request.request_id] = incoming
+        generations = [self._pool.generations[block] for block in blocks]
+        return Reservation(request.request_id, blocks, generations, sequence.num_computed)
+
+    def prepare(self, request_id: RequestId) -> None:
+        """See Engine.prepare."""
+        sequence = self._table[request_id]
+        if not self._has_work() and self._table.count(Status.RESERVED) == 1:
+            sequence.tokens.append(0)
+            try:
+                self._runner.prepare(ScheduledChunk(sequence, sequence.num_prompt, 1))
+                self._prepared = sequence
+            except RuntimeError:  # the step itself may fail as well, for this request alone
+                self._prepared = None
+                _log.exception("the first step of request %s can't be prepared", request_id)
+            finally:
+                sequence.tokens.pop()
+
+    def rehearse(self) -> None:
+        """See Engine.rehearse."""
+        if self._prepared is not None and self._table.is_present(self._prepared):
+            self.prepare(self._prepared.request_id)
+
+    def adopt(self, request_id: RequestId, first: Token) -> None:
+        """See Engine.adopt."""
+        sequence = self._table[request_id]
+        if sequence.status is not Status.RESERVED or sequence in self._intake.compiling:
+            raise KeyError(f"{request_id} is {sequence.status}, not reserved")
+        if not 0 <= first.token_id < self._vocab_size:
+            raise RequestError(f"token 0 from prefill is {first.token_id}, outside of 0 to {self._vocab_size - 1}")
+        sequence.tokens.append(first.token_id)
+        sequence.num_computed = sequence.num_prompt  # its first step enters them into the prefix cache
+        self._intake.once_compiled(sequence, self._scheduler.resume)
+
+    def incoming_writer_ended(self, request_id: RequestId) -> None:
+        """See Engine.incoming_writer_ended."""
+        self._pool.release(self._table.incoming_writers.pop(request_id, []))
+
+    def keep_local(self, request_id: RequestId) -> None:
+        """See Engine.keep_local."""
+        sequence = self._table.get(request_id)
+        if sequence is None or not sequence.handoff:
+            return
+        sequence.handoff = False
+        if sequence.status is Status.HELD:
+            if self._stop_check.reason(sequence) is not None:
+                self._requests.release(request_id)
+            else:
+                self._scheduler.resume(sequence)
+
+    def _with_pages(self, request: EngineRequest, urgency: tuple[int, int]) -> Sequence:
+        """Return a sequence that has its pages. Raises OutOfBlocks."""
+        num_spare = self._room_left(urgency)
+        tried = request.request_id, self._pool.num_gains, num_spare
+        if tried == self._refused:  # a caller tries again and again, beside the steps of others
+            raise OutOfBlocks(self._why_refused)
+        sequence = self._intake.sequence_of(request)
+        sequence.num_scored = sequence.num_prompt  # by whoever computes it
+        # Token 0's KV is the first that is computed here.
+        if not self._scheduler.take_blocks(sequence, sequence.num_prompt + 1, num_spare):
+            self._refused = tried
+            wanted, pool = self._num_blocks(sequence.num_prompt + 1), self._pool
+            left = f", {num_spare} of them left to who waits before" if num_spare else ""
+            self._why_refused = f"{wanted} KV blocks wanted, {pool.num_available} of {pool.num_blocks} available{left}"
+            raise OutOfBlocks(self._why_refused)
+        return sequence
+
+    def _room_left(self, urgency: tuple[int, int]) -> int:
+        """Return the blocks that are left to those that come before. Raises OutOfBlocks if there is no place."""
+        num_reserved = self._table.count(Status.RESERVED)
+        num_places, num_spare = self._scheduler.room_before(urgency, num_reserved)
+        if len(self._scheduler.running) + num_reserved + num_places >= self._max_num_seqs:
+            raise OutOfBlocks(f"all {self._max_num_seqs} sequence slots are taken, by who runs or waits before")
+        if self._scheduler.has_preempted_before(urgency):
+            # Else a busy pair hands in prompts faster than it finds room to go on.
+            raise OutOfBlocks("preempted requests come first")
+        return num_spare
+
+    def _num_blocks(self, num_tokens: int) -> int:
+        return -(-num_tokens // self._pool.block_size)

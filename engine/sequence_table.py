@@ -1,0 +1,49 @@
+"""The requests that an engine knows, by id."""
+
+from collections import Counter
+from collections.abc import Iterator
+
+from contracts.ids import BlockId, RequestId
+from engine.sequence import Sequence, Status
+
+
+class SequenceTable:
+    """The sequences of the requests that are here. `incoming_writers[request]`: the blocks that a transfer may still
+    write to; it holds them beside the request, and longer if the request goes first.
+    """
+
+    def __init__(self) -> None:
+        self._sequences: dict[RequestId, Sequence] = {}
+        self.incoming_writers: dict[RequestId, list[BlockId]] = {}
+
+    def __getitem__(self, request_id: RequestId) -> Sequence:
+        return self._sequences[request_id]
+
+    def __iter__(self) -> Iterator[Sequence]:
+        return iter(self._sequences.values())
+
+    def add(self, sequence: Sequence) -> None:
+        self._sequences[sequence.request_id] = sequence
+
+    def get(self, request_id: RequestId) -> Sequence | None:
+        return self._sequences.get(request_id)
+
+    def pop(self, request_id: RequestId) -> Sequence | None:
+        return self._sequences.pop(request_id, None)
+
+    def knows(self, request_id: RequestId) -> bool:
+        """Return whether a request of this id would be mistaken for another."""
+        return request_id in self._sequences or request_id in self.incoming_writers
+
+    def is_present(self, sequence: Sequence) -> bool:
+        """Return whether it has neither ended nor been released since its batch was launched."""
+        return self._sequences.get(sequence.request_id) is sequence
+
+    def count(self, status: Status) -> int:
+        return sum(sequence.status is status for sequence in self._sequences.values())
+
+    def holds(self) -> Counter[int]:
+        """Return how often each block is held by sequences and writers."""
+        holds = Counter(block for sequence in self for block in sequence.blocks)
+        holds.update(block for blocks in self.incoming_writers.values() for block in blocks)
+        return holds

@@ -1,0 +1,54 @@
+"""The figures of an engine."""
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from engine.cache.block_pool import BlockPool
+from engine.messages import EngineStats
+from engine.scheduler.batch import prompt_tokens_per_mixed_step
+from engine.scheduler.scheduler import Scheduler
+from engine.sequence import Sequence, Status
+from engine.sequence_table import SequenceTable
+
+
+@dataclass
+class StepCounters:
+    """The steps since the start and their tokens."""
+
+    num_steps: int = 0
+    num_prefill_tokens: int = 0
+    num_decode_tokens: int = 0
+
+    def add(self, num_prefill: int, num_decode: int) -> None:
+        self.num_steps += 1
+        self.num_prefill_tokens += num_prefill
+        self.num_decode_tokens += num_decode
+
+
+def engine_stats(
+    table: SequenceTable,
+    scheduler: Scheduler,
+    compiling: Collection[Sequence],
+    pool: BlockPool,
+    counters: StepCounters,
+    max_mixed_tokens: int,
+) -> EngineStats:
+    """Return how an engine stands now. `compiling`: the sequences that wait for their grammars."""
+    queued = (*scheduler.waiting, *scheduler.running, *compiling)
+    num_answers = sum(sequence.is_decoding for sequence in scheduler.running)
+    return EngineStats(
+        num_running=len(scheduler.running),
+        num_waiting=len(scheduler.waiting) + len(compiling),
+        num_held=table.count(Status.HELD),
+        num_reserved=table.count(Status.RESERVED),
+        queue_tokens=sum(len(s.tokens) - s.num_computed for s in queued),
+        free_tokens=pool.num_available * pool.block_size,
+        prompt_tokens_per_mixed_step=prompt_tokens_per_mixed_step(max_mixed_tokens, num_answers),
+        num_cached_blocks=pool.num_cached,
+        num_steps=counters.num_steps,
+        prefix_query_tokens=scheduler.num_prefix_queries,
+        prefix_hit_tokens=scheduler.num_prefix_hits,
+        num_preemptions=scheduler.num_preemptions,
+        num_prefill_tokens=counters.num_prefill_tokens,
+        num_decode_tokens=counters.num_decode_tokens,
+    )
