@@ -1,6 +1,7 @@
-"""What `tandem up` says on the terminal: a live table on a real one, a line per event elsewhere."""
+"""The output of `tandem up`: a live table on a terminal, a line per event elsewhere."""
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 
 from rich.console import Console
 from rich.live import Live
@@ -12,14 +13,24 @@ from tandem.local.child import ChildProcess, ChildState
 COLORS = {ChildState.WAITING: "dim", ChildState.STARTING: "yellow", ChildState.READY: "green", ChildState.DEAD: "red"}
 
 
-class Progress:
-    """Shows children come up. On a terminal a table redrawn by `update()` (no thread); else one line per change."""
+WORDS_PERIOD_S = 5.0
+"""How often a child that is still starting is heard where there is no terminal."""
 
-    def __init__(self, console: Console, children: Sequence[ChildProcess]) -> None:
+
+class Progress:
+    """The view of children that come up. On a terminal a table redrawn by `update()` (no thread); else one line per
+    change, and the newest words of a child that takes long, WORDS_PERIOD_S after its last line or later.
+    """
+
+    def __init__(
+        self, console: Console, children: Sequence[ChildProcess], clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._console = console
         self._children = children
         self._live: Live | None = None
         self._shown: dict[str, ChildState] = {}
+        self._clock = clock
+        self._words: dict[str, tuple[float, list[str]]] = {}
 
     def __enter__(self) -> "Progress":
         if self._console.is_terminal:
@@ -39,11 +50,24 @@ class Progress:
         for child in self._children:
             if self._shown.get(child.name) is not child.state:
                 self._shown[child.name] = child.state
-                self._say(child)
+                self._report(child)
+            elif child.state is ChildState.STARTING:
+                self._report_words(child)
 
-    def _say(self, child: ChildProcess) -> None:
+    def _report_words(self, child: ChildProcess) -> None:
+        """Print the last line of its log, if that is another than before."""
+        reported_s, words = self._words[child.name]
+        if self._clock() - reported_s < WORDS_PERIOD_S:
+            return
+        last = child.last_lines(1)
+        if last != words:
+            plain(self._console, f"{child.name}: {''.join(last)}")
+        self._words[child.name] = self._clock(), last
+
+    def _report(self, child: ChildProcess) -> None:
         match child.state:
             case ChildState.STARTING:
+                self._words[child.name] = self._clock(), []
                 plain(self._console, f"{child.name}: starting")
             case ChildState.READY:
                 plain(self._console, f"{child.name}: ready after {child.startup_s:.1f} s")

@@ -89,13 +89,13 @@ def test_means_and_work_are_those_of_the_load_alone():
 
 def test_a_start_is_told_by_the_engines_last_line():
     log = (
-        "12:00 worker INFO worker.front.core_process: load 32/32\n"
+        "12:00 worker INFO worker.front.core_process: starting, load: 32 of 32 (100 %)\n"
         "12:01 core INFO engine.cuda.loader: llama-8b ready: float8 on NVIDIA H200, context of 131072 tokens, 32575 KV "
         "blocks; weights 5.1 s, compile 18.3 s, warm up 0.7 s\n"
         "12:02 worker INFO worker.main: prefill-0 serves llama-8b at http://127.0.0.1:1\n"
     )
     assert stages_of(log) == {"weights": 5.1, "compile": 18.3, "warm up": 0.7}
-    assert stages_of("12:00 worker INFO worker.front.core_process: load 32/32\n") == {}
+    assert stages_of("12:00 worker INFO worker.front.core_process: starting, load: 32 of 32 (100 %)\n") == {}
 
 
 def test_a_worker_has_two_processes():

@@ -36,6 +36,23 @@ def test_a_pipe_gets_one_line_per_change(child: ChildProcess) -> None:
     assert ready.startswith("prefill-0: ready after ")
 
 
+def test_a_pipe_gets_the_newest_words_of_a_child_that_takes_long(child: ChildProcess) -> None:
+    console, now_s = Console(file=io.StringIO()), [0.0]
+    with Progress(console, [child], lambda: now_s[0]) as progress:
+        child.state = ChildState.STARTING
+        for at_s, words in ((0, "old"), (1, "load: 1 of 10"), (5, "load: 2 of 10"), (9, "load: 3"), (11, "load: 4"),
+                            (17, "load: 4")):  # fmt: skip
+            now_s[0] = at_s
+            child.log.write_text(f"{words}\n")
+            progress.update()
+    assert isinstance(console.file, io.StringIO)
+    assert console.file.getvalue().splitlines() == [
+        "prefill-0: starting",
+        "prefill-0: load: 2 of 10",
+        "prefill-0: load: 4",
+    ]
+
+
 def test_a_terminal_gets_a_table_with_the_last_words(child: ChildProcess) -> None:
     console = Console(file=io.StringIO(), force_terminal=True, width=100)
     child.log.write_text("old\nweights 3/10 [markup]\n")

@@ -7,6 +7,7 @@ import os
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import AsyncIterator
 
 from contracts.codec import FrameReader, decoder, frame
@@ -14,6 +15,7 @@ from contracts.errors import ConfigError
 from process.parent_death import die_with_parent
 from process.supervision import describe_exit
 from process.thread_times import ThreadTimes, look_at_threads
+from worker.front.progress_log import ProgressLog
 from worker.messages import CoreFailed, CoreReady, Loading, Start, Stop, ToCore, ToFront
 
 log = logging.getLogger(__name__)
@@ -60,6 +62,7 @@ class CoreProcess:
 
         Raises ConfigError with the core's own words if it can't start.
         """
+        progress = ProgressLog()
         async for message in self.frames():
             match message:
                 case CoreReady():
@@ -67,7 +70,8 @@ class CoreProcess:
                 case CoreFailed(words):
                     raise ConfigError(words)
                 case Loading(stage, done, total):
-                    log.info("%s %d/%d", stage, done, total)
+                    if line := progress.line(stage, done, total, time.monotonic()):
+                        log.info("starting, %s", line)
         raise ConfigError(f"the engine core {describe_exit(await self._exit_code())} while starting; see the log above")
 
     async def frames(self) -> AsyncIterator[ToFront]:
