@@ -15,11 +15,12 @@ STATUS = {
     "draining": 503,
     "out_of_blocks": 503,
     "transfer_failed": 503,
+    "corrupt": 503,
     "deadline_exceeded": 504,
 }
 """By an error's code; of any other, 500."""
 
-KNOWN = ("ok", "disconnected", *STATUS, "corrupt", "internal")
+KNOWN = ("ok", "disconnected", *STATUS, "internal")
 """Ends that requests come to; any other is a fault of ours."""
 
 NOT_OURS = frozenset({"ok", "disconnected", *(code for code, status in STATUS.items() if status < 500)})

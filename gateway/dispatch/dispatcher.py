@@ -149,7 +149,7 @@ class Dispatcher:
         if (reason := live.answer.known_end) is not None:
             return self._finish_unheard(live, reason)
         is_replay = live.count_replay(is_lost, time.monotonic() + REPLAY_WAIT_S)
-        if not live.may_move:
+        if not live.may_move and not live.may_retry(self._lives):
             return self._fail(live, error)
         self.num_replays += is_replay
         live.num_attempts += 1
@@ -179,7 +179,8 @@ class Dispatcher:
             live.is_moving = False
 
     async def _place_found(self, live: InflightRequest) -> Route:
-        """What was shown in part waits for one, and then takes those, too, who were lost and are there again.
+        """What was shown in part waits for one, and then takes those, too, who were lost and are there again; what was
+        not, takes those again whom a handoff did not reach.
 
         Every try is an attempt: a place that was given, and the answer lost, is not the next one's.
         """
@@ -189,13 +190,17 @@ class Dispatcher:
             try:
                 return await self._placed(live.request_id, sequencer.epoch, live.answer, exclude)
             except TandemError:  # who takes as many tokens may be the one that is to come again
-                if not live.is_begun or not live.may_move:
+                if not (live.may_move if live.is_begun else live.may_retry(self._lives)):
                     raise
             live.refusers.clear()
             sequencer.epoch = Epoch(sequencer.epoch + 1)
             await asyncio.sleep(REPLAY_PERIOD_S)
             if live.end is not None:
                 raise Unavailable("it ended while it had no place")
+
+    def _lives(self, ref: WorkerRef) -> bool:
+        """Return whether this worker is the one that it was, and not its successor."""
+        return self.workers.ref(ref.worker_id) == ref
 
     def _excluded(self, is_begun: bool) -> list[WorkerId]:
         """Who is not to be asked. If nobody speaks, the gateway itself was deaf: what was not begun goes to them."""
@@ -214,6 +219,7 @@ class Dispatcher:
         is_current = event.epoch == epoch
         if is_current and (faults := live.faults(worker_id, event)):
             if not live.is_moving:
+                live.note_handoff_fault(faults)
                 self._send_elsewhere(live, faults)
             return
         first_index = live.answer.sequencer.first_index

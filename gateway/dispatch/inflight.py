@@ -1,7 +1,7 @@
 """An answer in progress, as the dispatch knows it: where it runs, and whether it may run elsewhere."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from msgspec.structs import replace
@@ -18,7 +18,10 @@ MAX_ATTEMPTS = 2
 MAX_REPLAYS = 2
 """Of an answer that was shown in part: a request that kills its workers does not meet them all."""
 HANDOFF_FAULTS = frozenset(error.code for error in (TransferError, PeerLost, Corrupt, Unavailable))
-"""Of two workers that can't do it together; each may do it with another."""
+"""Of two workers that can't do it together; each may do it with another, or both later."""
+HANDOFF_RETRY_S = 10.0
+"""How long a request whose handoff failed may come back to the same two while both live: a link that was reset, or
+whose network was away, is made anew within a second of its return."""
 
 OnDelta = Callable[[OutputDelta], None]
 
@@ -30,7 +33,8 @@ class InflightRequest:
     `decoder`: who told a token after the first of this attempt. Once that came, too, nobody else is needed any more.
     `is_orphaned`: prefill was lost after its token; decode has it all, or the answer goes on elsewhere.
     `num_replays`: attempts that were lost, or left, behind which it goes on. `give_up_s`: until when it looks for the
-    next place; later once it got ahead there.
+    next place; later once it got ahead there. `unreached`: whom handoffs of it did not reach, though they may live;
+    `retry_until_s`: until when they may be asked again.
     """
 
     request_id: RequestId
@@ -42,6 +46,8 @@ class InflightRequest:
     num_replays: int = 0
     give_up_s: float = 0.0
     refusers: list[WorkerId] = field(default_factory=list)
+    unreached: list[WorkerRef] = field(default_factory=list)
+    retry_until_s: float = 0.0
     is_moving: bool = False
     decoder: WorkerId | None = None
     is_orphaned: bool = False
@@ -61,6 +67,21 @@ class InflightRequest:
         if self.is_begun:
             return self.num_replays <= MAX_REPLAYS and time.monotonic() < self.give_up_s
         return self.num_attempts < MAX_ATTEMPTS
+
+    def may_retry(self, is_alive: Callable[[WorkerRef], bool]) -> bool:
+        """Return whether nothing was shown yet, and only links failed, whose workers live and may be asked again.
+
+        A request that kills who takes its pages does not come back to their successors.
+        """
+        is_early = not self.is_begun and time.monotonic() < self.retry_until_s
+        return is_early and all(is_alive(ref) for ref in self.unreached)
+
+    def note_handoff_fault(self, faults: Mapping[WorkerId, TandemError]) -> None:
+        """Remember whom the handoff did not reach; the first one begins the time for trying again."""
+        codes = {error.code for error in faults.values()}
+        if codes and codes <= HANDOFF_FAULTS:
+            self.unreached += [ref for ref in self.workers if ref.worker_id in faults]
+            self.retry_until_s = self.retry_until_s or min(self.deadline_s, time.monotonic() + HANDOFF_RETRY_S)
 
     def count_replay(self, is_lost: bool, give_up_s: float) -> bool:
         """Whether leaving this attempt is one: a refusal, of which nothing came, is part of the search for a place."""

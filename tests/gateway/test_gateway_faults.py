@@ -20,6 +20,7 @@ from contracts.node import Node, NodeLoad, WorkerRole
 from contracts.request import Cancel, Job, Route, WorkerRef
 from coordinator.memory_store import MemoryStore
 from coordinator.store.store import PlaceRequest
+from gateway.dispatch import inflight
 from gateway.fake_worker import FakeWorker
 from gateway.tokenization.detokenizer import Detokenizer
 from tests.gateway.gateway_rig import GATEWAY, SECRET, Rig, coordinated, gateway, pair
@@ -299,6 +300,7 @@ async def test_before_the_first_token_a_request_outlives_a_worker(checkpoint, mo
 @pytest.mark.parametrize("teller", ["p0", "d0"])
 async def test_a_handoff_that_fails_before_the_first_token_is_made_with_another(checkpoint, monkeypatch, teller):
     """Each of the two tells of the other, one twice: it counts once."""
+    monkeypatch.setattr(inflight, "HANDOFF_RETRY_S", 0.0)
     workers = pair() + [FakeWorker(WorkerId(name), role, SECRET) for name, role in SPARE.items()]
     for worker in workers:
         monkeypatch.setattr(worker, "_answer", lambda job: asyncio.sleep(3600))
@@ -319,6 +321,42 @@ async def test_a_handoff_that_fails_before_the_first_token_is_made_with_another(
 def _fail(worker: FakeWorker, code: str) -> None:
     job = worker.jobs[-1]
     worker.publish(GATEWAY, [Failed(job.request_id, job.epoch, code, "connection refused")])
+
+
+@pytest.mark.parametrize("code", ["peer_lost", "corrupt"])
+async def test_the_only_peer_is_tried_again_while_it_lives(checkpoint, monkeypatch, code):
+    """A link that was reset is made anew; prefill tells of each try until then."""
+    workers = pair()
+    answer, silent = workers[0]._answer, lambda job: asyncio.sleep(3600)
+    monkeypatch.setattr(workers[0], "_answer", silent)
+    async with gateway(checkpoint, workers) as rig, rig.client() as client:
+        asking = asyncio.create_task(client.post("/v1/completions", json=ASK | {"max_tokens": 3}))
+        for num_tries in (1, 2, 3):
+            await rig.until(lambda num_tries=num_tries: len(workers[0].jobs) == len(workers[1].jobs) == num_tries)
+            if num_tries == 3:
+                monkeypatch.setattr(workers[0], "_answer", answer)
+            _fail(workers[num_tries % 2], code)
+        assert (await asking).status_code == 200
+        assert len(workers[0].jobs) == len(workers[1].jobs) == 4
+        await rig.until(rig.is_idle)
+
+
+async def test_kv_that_arrives_broken_whenever_it_is_tried_is_no_fault_of_the_gateway(checkpoint, monkeypatch):
+    monkeypatch.setattr(inflight, "HANDOFF_RETRY_S", 0.5)
+    workers = pair()
+    monkeypatch.setattr(workers[0], "_answer", lambda job: asyncio.sleep(3600))
+    async with gateway(checkpoint, workers) as rig, rig.client() as client:
+        asking = asyncio.create_task(client.post("/v1/completions", json=ASK))
+        num_failed = 0
+        while not asking.done():
+            if len(workers[0].jobs) == len(workers[1].jobs) > num_failed:
+                num_failed += 1
+                _fail(workers[1], "corrupt")
+            await asyncio.sleep(0.01)
+        reply = await asking
+        assert reply.status_code == 503 and num_failed >= 2
+        assert "connection refused" in reply.text
+        await rig.until(rig.is_idle)
 
 
 @pytest.mark.parametrize("max_tokens", [1, 2])
@@ -454,6 +492,7 @@ async def test_a_job_that_comes_after_its_request_went_elsewhere_is_cancelled(ch
 
 @pytest.mark.parametrize("code", ["peer_lost", "internal"])
 async def test_a_pair_without_another_fails_with_its_own_words(checkpoint, monkeypatch, code):
+    monkeypatch.setattr(inflight, "HANDOFF_RETRY_S", 0.0)
     workers = pair()
     monkeypatch.setattr(workers[0], "_answer", lambda job: asyncio.sleep(3600))
     async with gateway(checkpoint, workers) as rig, rig.client() as client:
