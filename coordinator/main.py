@@ -7,6 +7,7 @@ from coordinator.service import make_app
 from coordinator.settings import CoordinatorSettings
 from coordinator.store.connect import connect, patiently
 from process.garbage_collector import freeze_startup_objects
+from process.ready_file import ReadyFile
 from process.sockets import listen
 from service.run import run_service
 from service.server import announce, serving
@@ -21,16 +22,15 @@ async def _run(settings: CoordinatorSettings) -> int:
     """Serve until cancelled. Raises TandemError if it can't start."""
     times = RedisTimes()
     store = connect(settings.redis_url, settings.pool, times.observe)
-    listener = listen(settings.host, settings.port)
+    listener, ready_file = listen(settings.host, settings.port), ReadyFile(settings.ready_file)
     try:
         await patiently(store.ping)
         async with serving(make_app(store, settings.secret.get_secret_value(), times), listener) as task:
             freeze_startup_objects()
-            announce(settings.host, listener, settings.ready_file)
+            announce(settings.host, listener, ready_file)
             await asyncio.wait({task})  # not `await task`: a signal must not cancel it before it has closed
         return 0
     finally:
-        if settings.ready_file is not None:
-            settings.ready_file.unlink(missing_ok=True)
+        ready_file.remove()
         listener.close()
         await store.close()

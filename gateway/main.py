@@ -21,6 +21,7 @@ from gateway.observability.tracing import open_tracing
 from gateway.prompting.chat_template import Prompting
 from gateway.settings import GatewaySettings
 from process.garbage_collector import freeze_startup_objects
+from process.ready_file import ReadyFile
 from process.sockets import listen
 from service.run import run_service
 from service.server import UvicornServer, announce
@@ -59,12 +60,12 @@ async def _serve(front: AppContext, store: Store, listener: socket.socket) -> in
     app = make_app(front)
     add_console(app, front.dispatch, store)
     server = UvicornServer(http_config(app))
-    serving = None
+    serving, ready_file = None, ReadyFile(front.settings.ready_file)
     try:
         await front.dispatch.start()
         serving = asyncio.create_task(server.serve(sockets=[listener]))
         freeze_startup_objects()
-        announce(front.settings.host, listener, front.settings.ready_file)
+        announce(front.settings.host, listener, ready_file)
         await asyncio.wait({serving})  # not `await serving`: a signal must not cancel it before it has closed
         return 0
     finally:
@@ -75,5 +76,4 @@ async def _serve(front: AppContext, store: Store, listener: socket.socket) -> in
         front.prompting.close()
         if front.tracing is not None:
             await asyncio.to_thread(front.tracing.close)
-        if front.settings.ready_file is not None:
-            front.settings.ready_file.unlink(missing_ok=True)
+        ready_file.remove()

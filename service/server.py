@@ -6,13 +6,12 @@ import os
 import socket
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
-from pathlib import Path
 
 import uvicorn
 from fastapi import FastAPI
 
+from process.ready_file import ReadyFile
 from process.sockets import http_url
-from process.supervision import write_ready_file
 from service.http_protocol import LimitedProtocol
 
 log = logging.getLogger(__name__)
@@ -52,8 +51,8 @@ async def serving(app: FastAPI, listener: socket.socket) -> AsyncIterator[asynci
         await asyncio.wait({task}, timeout=CLOSE_TIMEOUT_S)
 
 
-def announce(host: str, listener: socket.socket, ready_file: Path | None) -> None:
-    """To the log, and to whoever waits for `ready_file`: from now on requests are answered."""
+def announce(host: str, listener: socket.socket, ready_file: ReadyFile) -> None:
+    """Tell the log, and whoever waits for `ready_file`, that from now on requests are answered."""
     url = http_url(host, listener.getsockname()[1])
     log.info("serving at %s", url)
-    write_ready_file(ready_file, {"pid": os.getpid(), "url": url})
+    ready_file.write({"pid": os.getpid(), "url": url})

@@ -68,7 +68,7 @@ def run(settings: UpSettings, port: int, environ: Mapping[str, str], inbox: Sign
     with RunDir(state_home(environ), port) as run_dir:
         specs = plan_system(settings, run_dir, port, secret, environ, redis_program(settings))
         children = [ChildProcess(spec, run_dir.logs / f"{spec.name}.log", ROOT) for spec in specs]
-        supervisor = Supervisor(children, inbox, console, lambda: write_state(run_dir, port, children))
+        supervisor = Supervisor(children, inbox, console, StateFile(run_dir, port, children, console).write)
         try:
             began_s = time.monotonic()
             supervisor.start(settings.start_timeout_s)
@@ -90,21 +90,38 @@ def redis_program(settings: UpSettings) -> str:
     return ""
 
 
-def write_state(run_dir: RunDir, port: int, children: Sequence[ChildProcess]) -> None:
-    """What `tandem ps` shows."""
-    processes = [
-        {
-            "role": child.spec.role,
-            "id": child.facts.get("id", child.name),
-            "pid": child.pid,
-            "core_pid": child.facts.get("core_pid"),
-            "url": child.facts.get("url"),
-            "state": child.state,
-            "log": str(child.log),
-        }
-        for child in children
-    ]
-    run_dir.write_state({"port": port, "supervisor": identify(os.getpid()), "processes": processes})
+class StateFile:
+    """What `tandem ps` shows of the processes; on a disk that takes nothing more it falls behind, and they go on."""
+
+    def __init__(self, run_dir: RunDir, port: int, children: Sequence[ChildProcess], console: Console) -> None:
+        self._run_dir, self._port, self._children, self._console = run_dir, port, children, console
+        self._is_behind = False
+
+    def write(self) -> None:
+        """Bring it up to date; of several failures the first is told."""
+        processes = [process_row(child) for child in self._children]
+        state = {"port": self._port, "supervisor": identify(os.getpid()), "processes": processes}
+        try:
+            self._run_dir.write_state(state)
+            self._is_behind = False
+        except OSError as error:
+            if not self._is_behind:
+                what = f"can't write {self._run_dir.state_file}: {error.strerror}"
+                plain(self._console, f"{what}; the system goes on, and `tandem ps` shows what was before")
+            self._is_behind = True
+
+
+def process_row(child: ChildProcess) -> dict[str, object]:
+    """Return what `tandem ps` shows of one process."""
+    return {
+        "role": child.spec.role,
+        "id": child.facts.get("id", child.name),
+        "pid": child.pid,
+        "core_pid": child.facts.get("core_pid"),
+        "url": child.facts.get("url"),
+        "state": child.state,
+        "log": str(child.log),
+    }
 
 
 def answers(url: str) -> bool:

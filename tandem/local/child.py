@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
+from typing import BinaryIO
 
 from process.parent_death import die_with_parent
 from process.supervision import describe_exit
@@ -98,7 +99,7 @@ class ChildProcess:
     def start(self) -> None:
         """For the first time, or again after a death."""
         # A process group of its own: a Ctrl-C at the terminal reaches the supervisor alone, which ends all in order.
-        with self.log.open("ab") as log:
+        with _open_log(self.log) as log:
             self._process = subprocess.Popen(
                 die_with_parent(self.spec.argv),
                 stdin=subprocess.DEVNULL,
@@ -174,6 +175,14 @@ class ChildProcess:
         assert self._process is not None
         with contextlib.suppress(ProcessLookupError):  # seen for a zombie that is alone in its group: nobody to kill
             os.killpg(self._process.pid, signal.SIGKILL)
+
+
+def _open_log(path: Path) -> BinaryIO:
+    """Return its file; on a disk too full for another one, nothing is kept of what the process says."""
+    try:
+        return path.open("ab")
+    except OSError:
+        return open(os.devnull, "ab")
 
 
 def ready_file(path: Path) -> Callable[[], dict | None]:

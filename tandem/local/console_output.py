@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 
 from rich.console import Console
 from rich.live import Live
@@ -84,4 +85,5 @@ class Progress:
 
 def plain(console: Console, words: str) -> None:
     """One line as it is: no markup, no wrapping, no colours, so that what it says can be copied."""
-    console.print(words, markup=False, highlight=False, soft_wrap=True)
+    with suppress(OSError):  # a file on a full disk misses it; the system goes on
+        console.print(words, markup=False, highlight=False, soft_wrap=True)

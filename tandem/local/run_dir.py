@@ -43,24 +43,35 @@ class RunDir:
         except BlockingIOError as error:
             os.close(self._lock)
             raise _taken(self.path) from error
-        for folder in (self.logs, self.ready):
-            shutil.rmtree(folder, ignore_errors=True)
-            folder.mkdir()
-        self.state_file.unlink(missing_ok=True)
+        try:
+            self._clear()
+        except OSError as error:
+            os.close(self._lock)
+            raise ConfigError(f"can't write to {self.path}: {error.strerror}; set XDG_STATE_HOME") from error
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.state_file.unlink(missing_ok=True)
+        with suppress(OSError):
+            self.state_file.unlink(missing_ok=True)
         shutil.rmtree(self.ready, ignore_errors=True)
         os.close(self._lock)
 
+    def _clear(self) -> None:
+        for folder in (self.logs, self.ready):
+            shutil.rmtree(folder, ignore_errors=True)
+            folder.mkdir()
+        self.state_file.unlink(missing_ok=True)
+
     def write_state(self, state: dict) -> None:
-        """In one step: a reader never sees half of it."""
+        """Write it in one step: a reader never sees half of it. Raises OSError, and leaves what was there before."""
         draft = self.state_file.with_suffix(".draft")
-        draft.write_text(json.dumps(state, indent=1))
-        draft.replace(self.state_file)
+        try:
+            draft.write_text(json.dumps(state, indent=1))
+            draft.replace(self.state_file)
+        finally:
+            draft.unlink(missing_ok=True)
 
 
 def require_free(home: Path, port: int) -> None:

@@ -10,8 +10,9 @@ from urllib.parse import urlsplit
 import pytest
 
 from contracts.errors import ConfigError
+from process.ready_file import ReadyFile
 from process.sockets import free_port, http_url, listen
-from process.supervision import describe_exit, write_ready_file
+from process.supervision import describe_exit
 
 
 def test_a_free_port_is_found_and_taken():
@@ -96,7 +97,7 @@ def test_a_ready_file_is_whole_whenever_it_is_seen(tmp_path: Path):
 
     def rewrite() -> None:
         while not stop.is_set():
-            write_ready_file(path, facts)
+            ReadyFile(path).write(facts)
 
     writer = threading.Thread(target=rewrite)
     writer.start()
@@ -113,14 +114,14 @@ def test_a_ready_file_is_whole_whenever_it_is_seen(tmp_path: Path):
 
 def test_no_path_means_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
-    write_ready_file(None, {"pid": os.getpid()})
+    ReadyFile(None).write({"pid": os.getpid()})
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_ready_file_that_cannot_be_written_names_itself(tmp_path: Path):
     path = tmp_path / "missing" / "ready.json"
     with pytest.raises(ConfigError, match=f"can't write ready_file {path}"):
-        write_ready_file(path, {})
+        ReadyFile(path).write({})
 
 
 def test_what_is_written_to_an_accepted_connection_is_sent_at_once():

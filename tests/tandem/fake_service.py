@@ -1,13 +1,14 @@
 """A small program that behaves as a service does, or misbehaves as it is told. Not a test."""
 
 import argparse
-import json
 import os
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
+
+from process.ready_file import ReadyFile
 
 
 def main() -> None:
@@ -40,10 +41,7 @@ def start_core(pids: Path) -> subprocess.Popen:
 
 
 def announce(ready_file: Path, core: subprocess.Popen | None) -> None:
-    facts = {"pid": os.getpid(), "core_pid": core.pid if core else None, "url": None}
-    draft = ready_file.with_suffix(".draft")
-    draft.write_text(json.dumps(facts))
-    draft.replace(ready_file)
+    ReadyFile(ready_file).write({"pid": os.getpid(), "core_pid": core.pid if core else None, "url": None})
 
 
 if __name__ == "__main__":

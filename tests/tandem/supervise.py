@@ -1,5 +1,7 @@
 """A supervisor in a process of its own, over fake services: `supervise.py FOLDER JSON`. Not a test.
 
+FOLDER/disk, if there, holds its state, the logs and the ready files; else FOLDER does.
+
 JSON: a list of {name, stage, options, is_vital, begins}. Exits as `tandem up` does.
 """
 
@@ -11,8 +13,10 @@ from pathlib import Path
 from rich.console import Console
 
 from contracts.errors import ConfigError
+from tandem.commands.up import StateFile
 from tandem.local.child import ChildProcess, ProcessSpec, ready_file
 from tandem.local.console_output import plain
+from tandem.local.run_dir import RunDir
 from tandem.local.signals import SignalInbox
 from tandem.local.supervisor import StopRequested, Supervisor, VitalDeath
 
@@ -22,9 +26,10 @@ START_TIMEOUT_S = 20.0
 
 def main() -> int:
     folder, console = Path(sys.argv[1]), Console()
-    children = [make_child(folder, entry) for entry in json.loads(sys.argv[2])]
-    with SignalInbox() as inbox:
-        supervisor = Supervisor(children, inbox, console, lambda: None)
+    disk = folder / "disk" if (folder / "disk").exists() else folder
+    children = [make_child(folder, disk, entry) for entry in json.loads(sys.argv[2])]
+    with SignalInbox() as inbox, RunDir(disk / "state", 0) as run_dir:
+        supervisor = Supervisor(children, inbox, console, StateFile(run_dir, 0, children, console).write)
         try:
             supervisor.start(START_TIMEOUT_S)
             plain(console, "UP")
@@ -37,8 +42,8 @@ def main() -> int:
             supervisor.stop()
 
 
-def make_child(folder: Path, entry: dict) -> ChildProcess:
-    ready = folder / f"{entry['name']}.json"
+def make_child(folder: Path, disk: Path, entry: dict) -> ChildProcess:
+    ready = disk / f"{entry['name']}.json"
     own = ["--ready-file", str(ready), "--pids", str(folder / "pids")]
     spec = ProcessSpec(
         name=entry["name"],
@@ -51,7 +56,7 @@ def make_child(folder: Path, entry: dict) -> ChildProcess:
         stop_timeout_s=entry.get("stop_timeout_s", 5.0),
         begins=entry.get("begins"),
     )
-    return ChildProcess(spec, folder / f"{entry['name']}.log", folder)
+    return ChildProcess(spec, disk / f"{entry['name']}.log", folder)
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ from contracts.errors import ConfigError
 from tandem.local.child import ChildProcess, ChildState, ProcessSpec, ready_file
 from tandem.local.signals import SignalInbox
 from tandem.local.supervisor import Supervisor
+from tests.full_disk import small_disk
 from tests.waiting import is_gone, until
 
 SUPERVISE = Path(__file__).with_name("supervise.py")
@@ -126,6 +127,25 @@ def test_a_signal_while_starting_ends_all(
     assert run.end() == 0
     assert "StopRequested" in run.output
     run.wait_until(run.nobody_left)
+
+
+def test_a_full_disk_ends_nothing(tmp_path: Path, supervise: Callable[..., Run]) -> None:
+    """State, logs and ready files are on it, and then a service dies."""
+    with small_disk(tmp_path / "disk") as disk:
+        run = supervise([service("only", 0), service("vital", 0, is_vital=True)])
+        run.wait_up()
+        disk.fill()
+        first = json.loads((disk.folder / "only.json").read_text())["pid"]
+        os.kill(first, signal.SIGKILL)
+        run.wait_until(lambda: len(run.pids) == 3)
+        run.wait_until(lambda: "No space left" in run.output)
+        assert "only is ready again" not in run.output
+        disk.clear()
+        run.wait_until(lambda: "only is ready again" in run.output)
+        run.process.send_signal(signal.SIGTERM)
+        assert run.end() == 0
+        assert run.output.count("No space left") == 1
+        run.wait_until(run.nobody_left)
 
 
 def test_a_hangup_that_nohup_ignores_ends_nothing(supervise: Callable[..., Run]) -> None:

@@ -12,8 +12,8 @@ from contracts.node import NodeInfo, WorkerRole
 from coordinator.store.connect import connect, patiently
 from coordinator.store.store import Store
 from process.garbage_collector import freeze_startup_objects
+from process.ready_file import ReadyFile
 from process.sockets import http_url
-from process.supervision import write_ready_file
 from service.server import serving
 from service.settings import flag_and_variable
 from service.version import release
@@ -64,6 +64,7 @@ async def _require_redis(store: Store) -> None:
 async def _serve(settings: WorkerSettings, state: WorkerState, store: Store, listener: socket.socket) -> int:
     """In the registry from here until cancelled (0) or until the core dies (3)."""
     membership = Membership(store, state)
+    ready_file = ReadyFile(settings.ready_file)
     minding = asyncio.create_task(_mind(state))
     try:
         async with serving(make_app(state), listener):
@@ -72,7 +73,7 @@ async def _serve(settings: WorkerSettings, state: WorkerState, store: Store, lis
             try:
                 await membership.start()
                 freeze_startup_objects()
-                _announce(settings, state.info)
+                _announce(ready_file, state.info)
                 return await _work(state, membership, pumping, settings.drain_timeout_s)
             finally:
                 pumping.cancel()
@@ -80,8 +81,7 @@ async def _serve(settings: WorkerSettings, state: WorkerState, store: Store, lis
                 state.streams.close()
     finally:
         minding.cancel()
-        if settings.ready_file is not None:
-            settings.ready_file.unlink(missing_ok=True)
+        ready_file.remove()
 
 
 async def _work(state: WorkerState, membership: Membership, pumping: asyncio.Task[None], drain_timeout_s: float) -> int:
@@ -153,10 +153,10 @@ def _node_info(
     )
 
 
-def _announce(settings: WorkerSettings, info: NodeInfo) -> None:
+def _announce(ready_file: ReadyFile, info: NodeInfo) -> None:
     log.info("%s serves %s at %s, KV at %s", info.worker_id, info.model, info.url, info.transfer)
     facts = {"pid": info.pid, "core_pid": info.core_pid, "url": info.url, "role": info.role, "id": info.worker_id}
-    write_ready_file(settings.ready_file, facts)
+    ready_file.write(facts)
 
 
 def _digest(settings: WorkerSettings) -> str:
