@@ -28,7 +28,7 @@ _ME, _PEER = (WorkerRef(WorkerId(name), Incarnation(name), "", "") for name in (
 _PAGES = [BlockId(0)]
 
 
-class Rehearsal:
+class EngineCoreRehearsal:
     """Prefill's side: a prompt of one block is computed in one step and handed over."""
 
     def __init__(self, layout: KVLayout) -> None:
@@ -51,7 +51,7 @@ class Rehearsal:
 
 def keeper(node: TransferNode, layout: KVLayout) -> Callable[[], None]:
     """What engine_core.EngineCore takes: both rehearsals, as often as the transfer's is due."""
-    rehearsal = Rehearsal(layout)
+    rehearsal = EngineCoreRehearsal(layout)
 
     def keep_warm() -> None:
         if node.keep_warm():

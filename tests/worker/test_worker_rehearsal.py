@@ -9,7 +9,7 @@ import pytest
 from engine.engine import Engine
 from kv_transfer.node import TransferNode
 from prefill_svc.core import make_roles
-from prefill_svc.warm_path import Rehearsal, keeper
+from prefill_svc.warm_path import EngineCoreRehearsal, keeper
 from tests.kv_transfer.kv_worker import LAYOUT, make_pool
 from worker.core import main as core_main
 from worker.core.front_link import FrontLink
@@ -18,7 +18,7 @@ from worker.settings import WorkerSettings
 
 
 def test_each_is_handed_over_and_forgotten():
-    rehearsal = Rehearsal(LAYOUT)
+    rehearsal = EngineCoreRehearsal(LAYOUT)
     assert [rehearsal.run() for _ in range(3)] == [1, 2, 3]
     core = rehearsal._core
     assert len(core._ledger) == 0 and core._ledger.num_stale == 0
@@ -33,11 +33,11 @@ def test_the_core_of_a_worker_keeps_warm(monkeypatch: pytest.MonkeyPatch):
 
     class StoppedCore:
         def __init__(self, *parts: object, keep_warm: Callable[[], None]) -> None:
-            monkeypatch.setattr(Rehearsal, "run", lambda self: ran.append(self))
+            monkeypatch.setattr(EngineCoreRehearsal, "run", lambda self: ran.append(self))
             keep_warm()
             raise Stopped
 
-    ran: list[Rehearsal] = []
+    ran: list[EngineCoreRehearsal] = []
     monkeypatch.setattr(core_main, "EngineCore", StoppedCore)
     engine = SimpleNamespace(layout=LAYOUT, transfer_pool=make_pool(), close=lambda: None)
     settings = WorkerSettings.model_validate({"role": "prefill", "secret": "s"})
@@ -49,7 +49,7 @@ def test_the_core_of_a_worker_keeps_warm(monkeypatch: pytest.MonkeyPatch):
 
 def test_it_goes_with_those_of_the_transfer(monkeypatch):
     ran, due = [], iter([True, False, True])
-    monkeypatch.setattr(Rehearsal, "run", lambda self: ran.append(self))
+    monkeypatch.setattr(EngineCoreRehearsal, "run", lambda self: ran.append(self))
     keep_warm = keeper(cast(TransferNode, SimpleNamespace(keep_warm=lambda: next(due))), LAYOUT)
     for _ in range(3):
         keep_warm()
