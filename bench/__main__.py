@@ -1,5 +1,6 @@
-"""All benchmarks that need no GPU, one after the other, or those that are named; `python -m MODULE --help` has the
-options of one.
+"""The command that runs benchmarks one after the other.
+
+Without names it runs all that need no GPU; `python -m MODULE --help` shows the options of one.
 """
 
 import argparse
@@ -18,11 +19,11 @@ ALL = {
     "soak": "bench.serving.soak",
     "chaos": "bench.serving.chaos",
 }
-"""Name -> module, in the order in which all of them run."""
+"""Name of a benchmark -> its module, in the order in which all of them run."""
 
 
 def main(arguments: list[str]) -> int:
-    """Each in a process of its own, so that none inherits another's threads and caches. The first failure ends it."""
+    """Run each benchmark in a process of its own, so that none inherits threads or caches; stop at a failure."""
     parser = argparse.ArgumentParser("python -m bench", description=__doc__)
     parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(ALL))
     names = parser.parse_args(arguments).names

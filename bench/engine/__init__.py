@@ -1,1 +1,1 @@
-"""The engine alone, on a CPU and on a GPU, beside its peers."""
+"""The benchmarks of the engine alone, on a CPU and on a GPU, beside its peers."""

@@ -1,9 +1,10 @@
-"""How near the engine's answers are to float32: `python -m bench.engine.agreement [--dtype float32] [--prompts 64]
-[--tokens 64]`.
+"""The benchmark of how near the engine's answers are to float32.
 
-float32: greedy answers equal to transformers on the same weights. Every format: teacher-forced argmax agreement and KL
-divergence against transformers in float32, the same answers from run to run, alone and in a batch, with chunks and
-prefix hits.
+`python -m bench.engine.agreement [--dtype float32] [--prompts 64] [--tokens 64]`
+
+For float32 it counts greedy answers that equal those of transformers on the same weights. For every format it measures
+teacher-forced argmax agreement and KL divergence against transformers in float32, and whether answers stay the same
+from run to run, alone and in a batch, with chunks and with prefix hits.
 """
 
 import argparse
@@ -44,7 +45,7 @@ NUM_ALONE, NUM_FORCED = 16, 16
 
 @dataclass(frozen=True)
 class Gold:
-    """One prompt, its greedy float32 answer, and the float32 logits that led to it, `[tokens, vocab]`."""
+    """The greedy float32 answer to one prompt, and the logits that led to it, `[tokens, vocab]`."""
 
     prompt: list[int]
     answer: list[int]
@@ -116,7 +117,7 @@ def _share(ours: list[list[int]], theirs: list[list[int]]) -> float:
 
 
 def answers(engine: Engine, golds: SequenceOf[Gold]) -> list[list[int]]:
-    """Greedy answers of all prompts, submitted at once."""
+    """Return the greedy answers to all prompts, submitted at once."""
     sampling = SamplingParams(max_tokens=len(golds[0].answer), seed=0, temperature=0.0, ignore_eos=True)
     found: dict[str, list[int]] = {str(index): [] for index in range(len(golds))}
     for name, gold in zip(found, golds, strict=True):
@@ -129,13 +130,16 @@ def answers(engine: Engine, golds: SequenceOf[Gold]) -> list[list[int]]:
 
 
 def teacher_forced(engine: Engine, golds: SequenceOf[Gold]) -> tuple[float, float]:
-    """Share of equal argmaxes and mean KL divergence along the float32 answers. Writes over the engine's cache."""
+    """Return the share of equal argmaxes and the mean KL divergence in nats along the float32 answers.
+
+    It writes over the engine's cache.
+    """
     equal, divergence, count = 0, 0.0, 0
     for first in range(0, len(golds), NUM_FORCED):
         group = golds[first : first + NUM_FORCED]
         for gold, ours in zip(group, forced_logits(engine, group), strict=True):
             equal += int((ours.argmax(-1) == gold.logits.argmax(-1)).sum())
-            # In float64: of equal logits float32 leaves 1e-8 of rounding, of either sign.
+            # In float64, since float32 would leave a rounding error of 1e-8, of either sign, between equal logits.
             expected, found = gold.logits.double().log_softmax(-1), ours.double().log_softmax(-1)
             divergence += float((expected.exp() * (expected - found)).sum())
             count += len(gold.answer)
@@ -143,8 +147,9 @@ def teacher_forced(engine: Engine, golds: SequenceOf[Gold]) -> tuple[float, floa
 
 
 def forced_logits(engine: Engine, golds: SequenceOf[Gold]) -> list[torch.Tensor]:
-    """Logits along given answers of one length, computed as serving computes them: each prompt at once, the answers
-    token by token in one batch.
+    """Return the logits along given answers of one length, computed as in serving.
+
+    Each prompt is computed at once, the answers token by token in one batch.
     """
     sequences, used = [], 0
     for gold in golds:

@@ -1,9 +1,10 @@
-"""The first turn of a conversation on a GPU, and the next: `python -m bench.engine.chat_turns [--out FILE]
-[--cached 0 2048 8192 32768] [--new 64 128 256 512 1024 2048]`.
+"""The benchmark of the first and the next turn of a conversation on a GPU.
 
-Llama-8B's shape, random weights, FP8; a prompt of which all but the new tokens are in the prefix cache, alone, from
-Engine.submit to its token on the host. The limit is the longer of two times: to read weights, head and the cached KV
-once, and to multiply the new rows at the rate of FP8 products.
+`python -m bench.engine.chat_turns [--out FILE] [--cached 0 2048 8192 32768] [--new 64 128 256 512 1024 2048]`
+
+The model has Llama-8B's shape and random weights in FP8. One request runs alone; all but the new tokens of its prompt
+are in the prefix cache. The time runs from Engine.submit until the first token is on the host. The limit is the longer
+of two times: to read weights, head and the cached KV once, and to multiply the new rows at the rate of FP8 products.
 """
 
 import argparse
@@ -48,7 +49,10 @@ def main() -> None:
 
 
 def measure(engine: Engine, earlier: EngineRequest, new: int) -> ResultRow:
-    """Each turn says something else, so that no more than the earlier ones is cached."""
+    """Return the median time to the first token of a turn of `new` tokens after the cached ones.
+
+    The new tokens of each repetition differ, so that only the earlier turns are found in the cache.
+    """
     gc.collect()
     config, cached = engine.checkpoint.config, len(earlier.token_ids)
     rng, times = np.random.default_rng(new), []
@@ -56,7 +60,7 @@ def measure(engine: Engine, earlier: EngineRequest, new: int) -> ResultRow:
         said = rng.integers(0, config.vocab_size, new).tolist()
         turn = replace(earlier, request_id=f"{cached}-{new}-{number}", token_ids=[*earlier.token_ids, *said])
         times.append(first_token_ms(engine, turn))
-    multiplied = new * flops_per_token(config, 2 * cached + new) / FP8_ROW_RATE * 1e3  # each sees all that is cached
+    multiplied = new * flops_per_token(config, 2 * cached + new) / FP8_ROW_RATE * 1e3  # each row sees all cached
     limit = max(limit_ms(config, 1, cached + new, "float8"), multiplied)
     return ResultRow("engine_turn", statistics.median(times), "ms", {"cached": cached, "new": new}, limit)
 

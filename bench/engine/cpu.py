@@ -1,9 +1,10 @@
-"""The engine beside transformers, interleaved in one run: `python -m bench.engine.cpu [--dtype auto] [--rounds 5]
-[--out FILE]`.
+"""The benchmark of the engine on a CPU beside transformers, interleaved in one run.
 
-Every figure of ours goes through Engine.submit and Engine.step with sampling. The peer is transformers in bfloat16
-on the same weights, with oneDNN capped where its bfloat16 would crash. The limit of decode is the time to read
-every weight once.
+`python -m bench.engine.cpu [--dtype auto] [--rounds 5] [--out FILE]`
+
+Our figures go through Engine.submit and Engine.step, sampling included. The peer is transformers in bfloat16 on the
+same weights, with oneDNN restricted to instruction sets with which its bfloat16 does not crash. The limit of decode is
+the time to read every weight once.
 """
 
 import argparse
@@ -41,7 +42,7 @@ from kernels.cpu.isa import apply_isa, probe_isa
 NUM_DECODED, NUM_STREAMS, NUM_PROMPT = 48, 16, 1024
 _PEER = "transformers bfloat16, one stream"
 _NBYTES_READ = 270 << 20
-# Of a weight; int4 has a scale and an offset in bfloat16 for each group.
+# Bytes per weight. Each group of int4 weights also has a scale and an offset in bfloat16.
 _NBYTES: dict[Pack, float] = {
     Float32Linear: 4,
     Float16Linear: 2,
@@ -81,7 +82,7 @@ def _arguments() -> argparse.Namespace:
 
 
 def measure(engine: Engine, peer: PreTrainedModel, rounds: int) -> dict[str, float]:
-    """Medians over interleaved rounds, after one that warms up. Rates in tokens/s, `read` in bytes/s."""
+    """Return medians over interleaved rounds after a warm-up round: tokens/s, and bytes/s for `read`."""
     runs: dict[str, Callable[[], float]] = {
         "peer decode": lambda: peer_decode(peer),
         "decode": lambda: decode(engine, 1),
@@ -101,7 +102,7 @@ def measure(engine: Engine, peer: PreTrainedModel, rounds: int) -> dict[str, flo
 
 
 def decode(engine: Engine, num_streams: int) -> float:
-    """Tokens per second of `num_streams` answers at a time, after 64 tokens of prompt each."""
+    """Return the tokens per second of `num_streams` answers at a time, each after a prompt of 64 tokens."""
     submit(engine, [64] * num_streams, NUM_DECODED + 1)
     while engine.stats().num_waiting or engine.stats().queue_tokens > num_streams:
         engine.step()
@@ -151,7 +152,7 @@ def _random_ids(model: PreTrainedModel, count: int) -> torch.Tensor:
 
 
 def read_bandwidth() -> float:
-    """Bytes per second of summing about as many bytes as a step reads."""
+    """Return the bytes per second at which about as many bytes as a decode step reads are summed."""
     data = torch.ones(_NBYTES_READ // 4)
     times = []
     for _ in range(3):
@@ -162,8 +163,10 @@ def read_bandwidth() -> float:
 
 
 def weight_nbytes(engine: Engine) -> int:
-    """Bytes of weights that one decode step reads: each matrix once, as the rows of answers have it, the embedding
-    table only as the head. In int4 all matrices are taken to be so, as those of the default model are.
+    """Return the bytes of weights that one decode step reads.
+
+    Each matrix is read once in the format that decode uses, and the embedding table only as the output head. For int4
+    all matrices are assumed to be quantized, which holds for the default model.
     """
     config, number_format = engine.checkpoint.config, FORMATS[engine.dtype]
     width = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim

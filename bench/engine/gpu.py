@@ -1,10 +1,12 @@
-"""The engine on a GPU or on several, a dense model's shape and random weights: `python -m bench.engine.gpu [--out FILE]
-[--dtypes float8 float8-head] [--model qwen3-8b] [--stored fp8-blocks gptq] [--tensor-parallel 2] [--prompt 8064]`.
+"""The benchmark of the engine on one GPU or several, with random weights in a dense model's shape.
 
-Every figure goes through Engine.submit and Engine.step: scheduler, block pool, input preparation, sampling (greedy),
-tokens on the host. A decode step's limit is the time to read weights, head and KV once at the rate that an H200 reads;
-a prefill's is its products and attention at the rate that an H200 reaches with FP8 rows of one scale each, half of it
-in bf16 (hardware_limits); of several GPUs each has its part to read and to multiply.
+`python -m bench.engine.gpu [--out FILE] [--dtypes float8 float8-head] [--model qwen3-8b] [--stored fp8-blocks gptq]
+[--tensor-parallel 2] [--prompt 8064]`
+
+All figures go through Engine.submit and Engine.step: scheduler, block pool, input preparation, greedy sampling, and
+tokens on the host. The limit of a decode step is the time to read weights, head and KV once at the bandwidth of an
+H200. The limit of a prefill is its matrix products and attention at the rate that an H200 reaches with FP8 rows of one
+scale each, or half of it in bf16 (bench.report.hardware_limits). Several GPUs share what is read and multiplied.
 """
 
 import argparse
@@ -37,7 +39,7 @@ from kernels.timing import eager_us
 from models.config import ModelConfig
 from process.garbage_collector import COLLECTIONS, freeze_startup_objects
 
-WEIGHT_NBYTES = {"gptq": (64 + 4) / 128, "awq": (64 + 4) / 128}  # codes of 128 columns, and a word for scale and zero
+WEIGHT_NBYTES = {"gptq": (64 + 4) / 128, "awq": (64 + 4) / 128}  # codes of 128 columns, then scale and zero point
 BATCHES = (1, 8, 32, 64, 128, 256)
 PREFILLS = ((1, 8192), (32, 1024))  # prompts, tokens of each
 PROMPT, NUM_WARM, NUM_STEPS = 992, 8, 48  # contexts around 1024
@@ -53,9 +55,9 @@ def main() -> None:
     parser.add_argument("--dtypes", nargs="+", default=["float8", "float8-head"])
     parser.add_argument("--batches", nargs="+", type=int, default=list(BATCHES))
     parser.add_argument("--model", choices=SHAPES, default="llama-8b")
-    parser.add_argument("--stored", nargs="+", choices=STORED, help="instead of dtypes: as these checkpoints are kept")
+    parser.add_argument("--stored", nargs="+", choices=STORED, help="instead of --dtypes: as checkpoints store it")
     parser.add_argument("--tensor-parallel", type=int, default=1)
-    parser.add_argument("--prompt", type=int, default=PROMPT, help="tokens that a decode step's sequences began with")
+    parser.add_argument("--prompt", type=int, default=PROMPT, help="tokens in the prompts of the sequences that decode")
     args = parser.parse_args()
     models = [(args.model, dtype, dtype == args.dtypes[0]) for dtype in args.dtypes]
     if args.stored:
@@ -112,8 +114,10 @@ def load(dtype: str, model: str = "llama-8b", **changes: Any) -> Engine:
 
 @contextmanager
 def settled(engine: Engine) -> Iterator[None]:
-    """As in an engine core, nothing that loading has left is looked through while it computes: a collection of all that
-    takes 0.2 s. Afterwards the engine can be collected.
+    """Exempt what loading left behind from garbage collection while the block runs.
+
+    An engine core does the same, since a full collection takes 0.2 s. After the block the engine is closed and can be
+    collected.
     """
     freeze_startup_objects()
     with closing(engine):
@@ -122,7 +126,7 @@ def settled(engine: Engine) -> Iterator[None]:
 
 
 def decode_rows(engine: Engine, dtype: str, num_gpus: int, batch: int, prompt: int = PROMPT) -> list[ResultRow]:
-    gc.collect()  # what a profile leaves takes 0.08 s to look through
+    gc.collect()  # collecting what a profile leaves behind takes 0.08 s
     requests = random_requests(engine, [prompt] * batch, MOST_TOKENS)
     with answering(engine, requests) as num_sampled:
         collecting, stamps = COLLECTIONS.seconds, [time.perf_counter()]
@@ -140,7 +144,7 @@ def decode_rows(engine: Engine, dtype: str, num_gpus: int, batch: int, prompt: i
     slowest = max(late - early for early, late in pairwise(stamps)) * 1e3
     rows.append(ResultRow("engine_decode_step_slowest", slowest, "ms", params))
     rows.append(ResultRow("engine_collector", collecting * 1e3, "ms", params))
-    if num_gpus == 1:  # a graph of several GPUs is not replayed by one process
+    if num_gpus == 1:  # one process cannot replay the graphs of several GPUs
         held = engine.runner.launcher.steps.held(batch, context)  # type: ignore[attr-defined]
         alone = eager_us(held, count=10, groups=5) / 1e3
         rows.append(ResultRow("engine_graph_replay", alone, "ms", params, limit))
@@ -152,13 +156,14 @@ def decode_rows(engine: Engine, dtype: str, num_gpus: int, batch: int, prompt: i
 
 @contextmanager
 def answering(engine: Engine, requests: Sequence[EngineRequest]) -> Iterator[int]:
-    """Within, all of them are being answered, and have been for `NUM_WARM` steps; yields how many tokens they all had
-    before those.
+    """Keep all requests being answered while the block runs, after `NUM_WARM` decode steps.
+
+    Yields how many tokens they had in all before those steps.
     """
     for request in requests:
         engine.submit(request)
     sampled: Counter[str] = Counter()
-    while len(sampled) < len(requests):  # prompts go a few at a time, so the first answers get ahead
+    while len(sampled) < len(requests):  # a few prompts are computed at a time, so the first answers are ahead
         sampled.update(told.request_id for told in engine.step().sampled)
     for _ in range(NUM_WARM):
         engine.step()
@@ -170,7 +175,7 @@ def answering(engine: Engine, requests: Sequence[EngineRequest]) -> Iterator[int
 
 
 def host_ms(engine: Engine, num_steps: int = 16) -> float:
-    """What the host does in a step beside waiting for tokens."""
+    """Return the milliseconds that the host works in a step, not counting its waits for tokens."""
     waits: list[float] = []
     wait = torch.cuda.Event.synchronize
 
@@ -191,7 +196,7 @@ def host_ms(engine: Engine, num_steps: int = 16) -> float:
 
 
 def idle_share(engine: Engine, num_steps: int = 12) -> float:
-    """Of the time between the first and the last thing the GPU did in some steps, how much it did nothing."""
+    """Return the share of time, between its first and last activity in some steps, that the GPU is idle."""
     activities = [torch.profiler.ProfilerActivity.CUDA]
     with torch.profiler.profile(activities=activities) as profile:
         for _ in range(num_steps):
@@ -210,8 +215,9 @@ def idle_share(engine: Engine, num_steps: int = 12) -> float:
 
 
 def prefill_rate(engine: Engine, num: int, length: int, num_runs: int) -> float:
-    """Tokens a second, from submitting the prompts to their first tokens on the host; the median of all runs but the
-    first.
+    """Return the median tokens per second of all runs but the first.
+
+    A run lasts from submitting the prompts until their first tokens are on the host.
     """
     rates = []
     for _ in range(num_runs):
@@ -242,7 +248,10 @@ def submit(engine: Engine, lengths: Sequence[int], max_tokens: int) -> list[Requ
 
 
 def random_requests(engine: Engine, lengths: Sequence[int], max_tokens: int) -> list[EngineRequest]:
-    """Made before the clock starts: drawing 8192 tokens' ids, as a list, is no work of an engine's."""
+    """Return requests with random prompts of these lengths.
+
+    They are made before the clock starts, because drawing 8192 token ids as a list is not the engine's work.
+    """
     rng = np.random.default_rng(0)
     sampling = SamplingParams(max_tokens=max_tokens, seed=0, temperature=0.0, ignore_eos=True)
     vocab = engine.checkpoint.config.vocab_size
@@ -266,25 +275,25 @@ def limit_ms(config: ModelConfig, batch: int, context: int, dtype: str) -> float
 
 
 def is_fp8(dtype: str) -> bool:
-    """Else bf16: a number takes two bytes, and products go at half the rate."""
+    """Return whether numbers take one byte; otherwise they are bf16, with products at half the rate."""
     return dtype.startswith(("float8", "fp8"))
 
 
 def flops_per_token(config: ModelConfig, length: int) -> float:
-    """Of a causal prompt: products, and attention over half of it on average."""
+    """Return the mean FLOPs per token of a causal prompt, whose attention covers half of it on average."""
     attention = 4 * config.num_heads * config.head_dim * length / 2
     return config.num_layers * (2 * layer_weights(config) + attention)
 
 
 def shown(row: ResultRow) -> ResultRow:
-    """Logged as it comes, so that a run that is cut short still says something."""
+    """Log a row at once, so that a run that is cut short still leaves figures, and return it."""
     share = f" ({share_of_limit(row.value, row.limit, row.unit):.0%} of the limit)" if row.limit else ""
     _log.info("%s %s %.4g %s%s", row.name, dict(row.params), row.value, row.unit, share)
     return row
 
 
 def silent(stage: str, done: int, total: int) -> None:
-    """Progress that nobody watches."""
+    """Ignore the progress of loading."""
 
 
 if __name__ == "__main__":

@@ -1,8 +1,10 @@
-"""How much a GPU's answers depend on the batch and on the number format: `python -m bench.engine.gpu_agreement MODEL`.
+"""The benchmark of how much answers on a GPU depend on the batch and on the number format.
 
-Greedy answers of a real model, alone and all at once, by format, beside transformers on the same weights and card; how
-near to each other the two tokens are where answers part, as transformers' float32 sees it; and the perplexity of a
-text, the topics of Python's own help.
+`python -m bench.engine.gpu_agreement MODEL`
+
+It compares greedy answers of a real model, alone and all at once, in each format, with transformers on the same weights
+and card. Where two answers part, it measures how close the two tokens are for transformers in float32. It also measures
+the perplexity of a text, the help topics that Python ships.
 """
 
 import argparse
@@ -91,7 +93,7 @@ def engine_answers(engine: Engine, prompts: list[list[int]]) -> list[list[int]]:
 
 
 def logprobs(engine: Engine, token_ids: list[int]) -> list[float]:
-    """Of the tokens of chunks of `CHUNK`, each by itself."""
+    """Return the log-probabilities of a text, cut into chunks of `CHUNK` tokens that are scored separately."""
     sampling = SamplingParams(max_tokens=1, seed=0, temperature=0.0, prompt_logprobs=0)
     for first in range(0, len(token_ids), CHUNK):
         engine.submit(EngineRequest(RequestId(f"chunk {first}"), token_ids[first : first + CHUNK], sampling))
@@ -103,7 +105,10 @@ def logprobs(engine: Engine, token_ids: list[int]) -> list[float]:
 
 
 def perplexities(scores: dict[str, list[float]]) -> list[ResultRow]:
-    """That of the last format, and how much it is above each one before, with the standard error of that."""
+    """Return the perplexity of the last format and its excess over each earlier one.
+
+    The excess is in per cent, with its standard error.
+    """
     *others, dtype = scores
     rows = [ResultRow("perplexity", math.exp(-statistics.fmean(scores[dtype])), "", {"dtype": dtype})]
     for other in others:
@@ -115,7 +120,10 @@ def perplexities(scores: dict[str, list[float]]) -> list[ResultRow]:
 
 
 def transformers_ways(model: PreTrainedModel, prompts: list[list[int]]) -> dict[str, list[list[int]]]:
-    """Its answers as it comes, and with its other attention: how far a format goes together with itself."""
+    """Return the answers of transformers with its default attention and with eager attention.
+
+    They show how far a format agrees with itself.
+    """
     answers = {"transformers bfloat16": transformers_answers(model, prompts)}
     model.set_attn_implementation("eager")
     return {**answers, "transformers bfloat16, eager attention": transformers_answers(model, prompts)}
@@ -136,7 +144,7 @@ def transformers_answers(model: torch.nn.Module, prompts: list[list[int]]) -> li
 
 
 def agreement(dtype: str, one: Sequence[list[int]], name: str, other: Sequence[list[int]]) -> list[ResultRow]:
-    """Identical answers, and how many tokens go by before the first difference."""
+    """Return how many answers are identical, and how many tokens precede the first difference."""
     same = sum(a == b for a, b in zip(one, other, strict=True))
     until = [agreed(a, b) for a, b in zip(one, other, strict=True)]
     params = {"dtype": dtype, "beside": name}
@@ -155,8 +163,9 @@ def parting_rows(
     name: str,
     others: Sequence[list[int]],
 ) -> list[ResultRow]:
-    """By how many nats `model` has one of the two tokens likelier than the other where answers part: of those that do,
-    the median and the largest. A rounding tips only what is nearly level.
+    """Return how many nats apart `model` sees the two tokens where answers part, median and largest.
+
+    Rounding should only reverse tokens that are nearly equally likely.
     """
     apart, device = [], next(model.parameters()).device
     for prompt, one, other in zip(prompts, answers, others, strict=True):

@@ -1,9 +1,10 @@
-"""Decode steps on a GPU of answers that are drawn at random, or whose logits are adjusted first:
-`python -m bench.engine.logits_processors [--out FILE] [--batches 1 64]`.
+"""The benchmark of decode steps on a GPU that sample, or that process their logits first.
 
-Llama-8B's shape, random weights, FP8; everything through Engine.submit and Engine.step. What penalties, biases, banned
-words and grammars cost beside the same batch without them, how long the GPU had nothing to do, and the longest step.
-The tokenizer has as many tokens as the model: all bytes, then words of up to four letters.
+`python -m bench.engine.logits_processors [--out FILE] [--batches 1 64]`
+
+The model has Llama-8B's shape and random weights in FP8; all goes through Engine.submit and Engine.step. The rows show
+what penalties, biases, banned words and grammars cost beside the same batch without them, how long the GPU was idle,
+and the longest step. The tokenizer has as many tokens as the model: all bytes, then words of up to four letters.
 """
 
 import argparse
@@ -39,7 +40,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class AdjustedCase:
-    """`adjusted`: what so many rows of a batch ask for (None: all of them); the others ask for nothing."""
+    """A batch in which `num_rows` rows (None: all) use the parameters `adjusted`, and the others none."""
 
     name: str
     adjusted: SamplingParams
@@ -111,7 +112,7 @@ def load(settings: EngineSettings) -> Engine:
 
 
 def word_tokenizer(size: int) -> Tokenizer:
-    """Bytes, then the first words by length and alphabet."""
+    """Return a tokenizer of all bytes and then the first words by length and alphabet."""
     return byte_tokenizer(islice(_words(), size - 256))
 
 
@@ -121,7 +122,7 @@ def _words() -> Iterator[str]:
 
 
 def measure(engine: Engine, case: AdjustedCase, batch: int) -> list[ResultRow]:
-    """Median and largest time between steps, and the share of them in which the GPU did nothing."""
+    """Return the median and the longest time of a step, the share in which the GPU is idle, and the host's work."""
     gc.collect()
     asked = [case.adjusted if case.num_rows is None or row < case.num_rows else PLAIN for row in range(batch)]
     made = random_requests(engine, [PROMPT] * batch, 1)

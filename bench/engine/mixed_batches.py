@@ -1,10 +1,11 @@
-"""A prompt computed beside answers on a GPU: `python -m bench.engine.mixed_batches [--out FILE] [--answers 4 64]
-[--chunks 256 512 1024 2048]`.
+"""The benchmark of a prompt that is computed beside answers on a GPU.
 
-Llama-8B's shape, random weights, FP8; everything through Engine.submit and Engine.step. How far the answers' tokens are
-apart while a prompt is computed beside them, so many tokens a step with theirs, and how fast it is computed. A step's
-limit is the longer of two times: to read weights, head and KV once, and to multiply at the rate of FP8 products. The
-same of prompts whose own log-probabilities are asked for (`prompt_logprobs`).
+`python -m bench.engine.mixed_batches [--out FILE] [--answers 4 64] [--chunks 256 512 1024 2048]`
+
+The model has Llama-8B's shape and random weights in FP8; all goes through Engine.submit and Engine.step. The rows show
+how far apart the answers' tokens are while a prompt is computed beside them in chunks, and how fast the prompt is
+computed. The limit of a step is the longer of two times: to read weights, head and KV once, and to multiply at the rate
+of FP8 products. The same is measured for prompts whose log-probabilities are asked for (`prompt_logprobs`).
 """
 
 import argparse
@@ -48,7 +49,7 @@ LENGTH, NUM_PROMPTS = 8192, 3
 
 @dataclass(frozen=True)
 class MixedStepTimes:
-    """`gaps_ms`: between steps that gave answers their tokens. `prompt_s`: until its own first one."""
+    """The gaps between steps that gave answers tokens, and the time until the prompt's first token."""
 
     gaps_ms: list[float]
     prompt_s: float
@@ -60,7 +61,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=None)
     parser.add_argument("--answers", nargs="+", type=int, default=list(ANSWERS), help="how many are running")
     parser.add_argument(
-        "--chunks", nargs="+", type=int, default=list(CHUNKS), help="tokens a step, one of each answer among them"
+        "--chunks", nargs="+", type=int, default=list(CHUNKS), help="tokens in a step, those of the answers included"
     )
     args = parser.parse_args()
     rows: list[ResultRow] = []
@@ -72,7 +73,7 @@ def main() -> None:
 
 
 def engines(chunks: list[int]) -> Iterator[tuple[Engine, int]]:
-    """One for each bound, on the same weights and captured steps."""
+    """Yield an engine for each chunk size, all on the same weights and captured graphs."""
     device = torch.device("cuda:0")
     settings = EngineSettings(
         model="llama-8b", dtype="float8", max_num_seqs=256, max_batched_tokens=2048, max_model_len=LENGTH + 64,
@@ -113,7 +114,7 @@ def measure(engine: Engine, chunk: int, num_answers: int) -> list[ResultRow]:
 
 
 def time_mixed_steps(engine: Engine, **asked: int) -> MixedStepTimes:
-    """One prompt, and what the steps give meanwhile. `asked`: changes to its SamplingParams."""
+    """Compute one prompt and time the steps meanwhile; `asked` changes its SamplingParams."""
     (prompt,) = random_requests(engine, [LENGTH], 1)
     prompt = replace(prompt, sampling=structs.replace(prompt.sampling, **asked))
     begin = time.perf_counter()
@@ -125,12 +126,15 @@ def time_mixed_steps(engine: Engine, **asked: int) -> MixedStepTimes:
             stamps.append(time.perf_counter())
         if prompt.request_id in told:
             break
-    # The first are of steps that were under way before.
+    # The first gaps belong to steps that were under way before.
     return MixedStepTimes([(late - early) * 1e3 for early, late in pairwise(stamps[2:])], stamps[-1] - begin)
 
 
 def host_of_prompt(engine: Engine, num_steps: int = 3) -> float:
-    """What the host does in a step with a chunk, beside waiting for tokens. The prompt ends with the answers."""
+    """Return the milliseconds that the host works in a step with a chunk, not counting waits for tokens.
+
+    The prompt ends when the answers do.
+    """
     (prompt,) = random_requests(engine, [LENGTH], 1)
     engine.submit(prompt)
     engine.step()
@@ -138,7 +142,7 @@ def host_of_prompt(engine: Engine, num_steps: int = 3) -> float:
 
 
 def step_limit_ms(engine: Engine, chunk: int, num_answers: int) -> float:
-    """Of a step in the middle of the prompt."""
+    """Return the limit in milliseconds of a step in the middle of the prompt."""
     config = engine.checkpoint.config
     read = limit_ms(config, num_answers, PROMPT, "float8")
     flops = (chunk - num_answers) * flops_per_token(config, LENGTH) + num_answers * flops_per_token(config, PROMPT)

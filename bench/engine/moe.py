@@ -1,10 +1,12 @@
-"""Mixtures of experts on a GPU: `python -m bench.engine.moe [--out FILE] [--layers N]`.
+"""The benchmark of mixtures of experts on a GPU.
 
-First a small model's random weights: its tokens and log-probabilities beside those of the CPU engine in float32. Then
-the shapes of Qwen3-30B-A3B, gpt-oss-20B and Llama 4 Maverick, cut to a few layers and the whole head: decode beside the
-time to read once what a step touches (the experts that tokens choose by chance), prefill beside its FLOPs at the rate
-that FP8 products reach. Contexts are of about 1016 tokens and prompts of 1024: Llama 4's attention in segments of 8192
-takes no part.
+`python -m bench.engine.moe [--out FILE] [--layers N]`
+
+First a small model with random weights: its tokens and log-probabilities beside those of the CPU engine in float32.
+Then the shapes of Qwen3-30B-A3B, gpt-oss-20B and Llama 4 Maverick, cut to a few layers, with the whole head. Decode
+stands beside the time to read once what a step touches, with experts chosen at random, and prefill beside its FLOPs at
+the rate of FP8 products. Contexts have about 1016 tokens and prompts 1024, so Llama 4's attention in segments of 8192
+plays no part.
 """
 
 import argparse
@@ -75,7 +77,7 @@ def main() -> None:
 
 
 class KeptWeights:
-    """Random weights that are the same for whoever asks again."""
+    """The random weights of a model, which stay the same when they are read again."""
 
     interleaved, quantized = False, None
 
@@ -90,8 +92,10 @@ class KeptWeights:
 
 
 def agreement_rows(device: torch.device, config: ModelConfig = SMALL) -> list[ResultRow]:
-    """Of each number format with the CPU's float32: how many tokens before the first other one, and how far the
-    log-probabilities of the prompts' own tokens are away.
+    """Compare each number format on the GPU with the CPU's float32.
+
+    The rows have the share of tokens before the first difference, and the distance of the log-probabilities of the
+    prompts' own tokens.
     """
     source = KeptWeights(config)
     settings = EngineSettings(dtype="float32", kv_cache_nbytes=256 << 20, max_num_seqs=8, max_batched_tokens=512)
@@ -119,7 +123,7 @@ def cpu_engine(settings: EngineSettings, config: ModelConfig, source: KeptWeight
 
 
 def told(engine: Engine) -> tuple[list[list[int]], list[float]]:
-    """Greedy answers to random prompts, and the log-probabilities of the prompts' own tokens."""
+    """Return greedy answers to random prompts, and the log-probabilities of the prompts' own tokens."""
     rng = np.random.default_rng(0)
     sampling = SamplingParams(max_tokens=NUM_TOKENS, seed=0, temperature=0.0, ignore_eos=True, prompt_logprobs=0)
     tokens: dict[str, list[int]] = {}
@@ -139,7 +143,7 @@ def told(engine: Engine) -> tuple[list[list[int]], list[float]]:
 
 
 def agreed(one: Sequence[int], other: Sequence[int]) -> int:
-    """Tokens before the first that differs."""
+    """Return how many tokens precede the first difference."""
     return next((at for at, pair in enumerate(zip(one, other, strict=True)) if pair[0] != pair[1]), len(one))
 
 
@@ -184,7 +188,11 @@ def prefill_row(engine: Engine, about: dict[str, str]) -> ResultRow:
 
 
 def limit_ms(config: ModelConfig, batch: int, context: int, nbytes: int) -> float:
-    """`nbytes`: of a weight or of a number of the KV cache; router and head are bf16, MXFP4 is 17 bytes for 32."""
+    """Return the milliseconds that reading what one decode step touches takes.
+
+    `nbytes` is the size of a weight and of a number in the KV cache. Router and head are bf16; MXFP4 takes 17 bytes for
+    32 weights.
+    """
     experts = experts_of(config)
     touched = experts.count * (1 - (1 - experts.top_k / experts.count) ** batch)
     chosen = (17 / 32 if experts.is_mxfp4 else nbytes) * touched * expert_weights(config)
@@ -195,15 +203,16 @@ def limit_ms(config: ModelConfig, batch: int, context: int, nbytes: int) -> floa
 
 
 def tokens_seen(config: ModelConfig, context: int) -> int:
-    """By the newest token, in all layers together."""
+    """Return how many tokens the newest token attends to, summed over all layers."""
     windowed = sum(layer in config.windowed_layers for layer in range(config.num_layers))
     seen = min(context, (context - 1) % config.segment + 1 if config.segment else config.window)
     return (config.num_layers - windowed) * context + windowed * seen
 
 
 def flops_per_token(config: ModelConfig, length: int) -> float:
-    """Of a causal prompt: products of the experts that are chosen, and attention over half of it on average, or over
-    the window.
+    """Return the mean FLOPs per token of a causal prompt.
+
+    They are the products of the chosen experts, and attention over half of the prompt on average, or over the window.
     """
     experts = experts_of(config)
     mixed = experts.top_k * expert_weights(config) + experts.count * config.hidden_size
@@ -213,7 +222,10 @@ def flops_per_token(config: ModelConfig, length: int) -> float:
 
 
 def always_multiplied(config: ModelConfig) -> int:
-    """Weights of all layers that every token is multiplied by: attention's, dense layers', those of a shared expert."""
+    """Return how many weights every token is multiplied by.
+
+    They are those of attention, of dense layers and of a shared expert, in all layers.
+    """
     dense = (config.num_layers - num_mixed(config)) * 3 * config.hidden_size * config.intermediate_size
     shared = num_mixed(config) * expert_weights(config) if experts_of(config).as_llama4 else 0
     return config.num_layers * attention_weights(config) + dense + shared

@@ -1,6 +1,8 @@
-"""The picture of a result file of bench.engine.gpu: decode steps by batch beside the byte limit and vLLM, and prompts.
+"""The figure of a result file of bench.engine.gpu.
 
-python -m bench.engine.plots bench/results/FILE.json --out docs/images/engine-gpu.png
+It shows decode steps by batch beside the byte limit and vLLM, and prompts.
+
+    python -m bench.engine.plots bench/results/FILE.json --out docs/images/engine-gpu.png
 """
 
 from collections.abc import Sequence
@@ -28,7 +30,7 @@ def engine(result: Json) -> Figure:
 
 
 def steps(axes: Axes, rows: Sequence[Json]) -> None:
-    """Each format has a line, and its limit one of dashes; shares are the first one's."""
+    """Draw a line for each format and a dashed one for its limit; the shares printed are of the first format."""
     title = "Decode step, and its share of the byte limit"
     if not rows:
         return nothing(axes, title)
@@ -51,7 +53,7 @@ def steps(axes: Axes, rows: Sequence[Json]) -> None:
 
 
 def prefills(axes: Axes, rows: Sequence[Json]) -> None:
-    """Bars of three: ours, the limit, the peer."""
+    """Draw three bars for each kind of prompt: ours, the limit, the peer."""
     if not rows:
         return nothing(axes, "Prompts")
     labels = [f"{row['params']['prompts']} x {row['params']['length']}\n{row['params']['dtype']}" for row in rows]

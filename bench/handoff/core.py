@@ -1,7 +1,8 @@
-"""An engine core as a worker runs it, on a model of random weights, for measuring: `python -m bench.handoff.core FD`.
+"""The engine core that the handoff benchmarks start, with random weights and time stamps.
 
-FD is the front's end, as for worker.core.main; the settings in its first frame are a `CoreSpec`. When told to stop it
-leaves the times of what it did in a file, by the monotonic clock that all processes of a host share.
+`python -m bench.handoff.core FD`, where FD is the front's end of a socket pair as for worker.core.main. The settings in
+its first frame are a `CoreSpec`. When it is told to stop, it writes its time stamps to a file, on the monotonic clock
+that all processes of a host share.
 """
 
 import json
@@ -47,8 +48,10 @@ SECRET = b"a secret of measurements"
 
 
 class CoreSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """What a core runs. `num_layers`: fewer than Llama-8B's start sooner; `stamps`: where its times go; `sums`: the
-    folder for the checksums of pages that are handed over.
+    """The settings of one core.
+
+    A model with fewer than Llama-8B's `num_layers` starts sooner. `stamps` is the file for its time stamps; `sums` is
+    the folder for the checksums of pages that are handed over.
     """
 
     device: str
@@ -66,7 +69,7 @@ class CoreSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Stamps:
-    """(what, request, seconds), in order."""
+    """The events of a core as (event, request, seconds), in order."""
 
     def __init__(self) -> None:
         self._rows: list[tuple[str, str, float]] = []
@@ -79,10 +82,10 @@ class Stamps:
 
 
 class PageSums:
-    """What the pages of a prompt held where it was computed, and what those that it was handed over to hold when its
-    answer ends.
+    """The checksums of a prompt's pages, where it was computed and where it was handed over to.
 
-    JSON by line, (request, "computed" or "kept", `[pages, planes]`), written at once: the process may be killed.
+    The former are taken when a chunk has been computed, the latter when the answer ends. Each line of the file is JSON:
+    (request, "computed" or "kept", `[pages, planes]`). It is written at once, because the process may be killed.
     """
 
     def __init__(self, path: Path, engine: Engine) -> None:
@@ -97,7 +100,7 @@ class PageSums:
         self._num_tokens[request_id] += num_tokens
 
     def told(self, request_id: str) -> None:
-        """Of the pages that the prompt fills: decode writes behind its end."""
+        """Write the sums of the pages that the prompt fills; decode writes into the page behind its end."""
         num_full = self._num_tokens.pop(request_id) // self._block_size
         self._put(request_id, "computed", self._computed.pop(request_id)[:num_full])
 
@@ -105,7 +108,7 @@ class PageSums:
         self._granted[request_id] = pages
 
     def ended(self, request_id: str) -> None:
-        """Before anybody else writes to the pages."""
+        """Write the sums of the granted pages before anybody else writes to them."""
         if pages := self._granted.pop(request_id, None):
             self._put(request_id, "kept", self._pool.checksums(pages).wait().tolist())
 
@@ -174,7 +177,7 @@ class StampedNode(TransferNode):
 
 
 class StampedCore(EngineCore):
-    """`parts` and `others`: as EngineCore's."""
+    """An engine core that stamps its events; `parts` and `others` are the arguments of EngineCore."""
 
     def __init__(self, stamps: Stamps, *parts: Any, **others: Any) -> None:
         super().__init__(*parts, **others)
@@ -193,7 +196,7 @@ class StampedCore(EngineCore):
             self._put_all("launched", self._starting)
 
     def _publish(self, output: StepOutput) -> None:
-        """Of decode's tokens only the first is worth a stamp."""
+        """Stamp the first of decode's tokens; the others are not needed."""
         for chunk in output.chunks:
             self._stamps.put("computed", _name(chunk.request_id))
         for sampled in output.sampled:
@@ -247,7 +250,7 @@ def load(spec: CoreSpec) -> Engine:
 
 
 def serve(link: FrontLink, start: Start, spec: CoreSpec, engine: Engine) -> None:
-    """As worker.core.main does, with stamps."""
+    """Run the core as worker.core.main does, with stamps."""
     me, stamps, ledger = WorkerId(start.worker_id), Stamps(), AttemptTable()
     settings = TransferSettings(secret=SECRET, transport=spec.transfer, checksum=spec.checksum)
     node = StampedNode(settings, me, Incarnation(start.incarnation), engine.layout, engine.transfer_pool, link.ring)
@@ -270,7 +273,7 @@ def serve(link: FrontLink, start: Start, spec: CoreSpec, engine: Engine) -> None
 
 
 def sum_what_ends(engine: Engine, sums: PageSums) -> None:
-    """In each step: what it lets go of is granted anew by what follows."""
+    """Take checksums within each step, before pages that it frees are granted again."""
     step = engine.step
 
     def summed(watcher: StepObserver) -> StepOutput:
@@ -283,7 +286,7 @@ def sum_what_ends(engine: Engine, sums: PageSums) -> None:
 
 
 def _silent(stage: str, done: int, total: int) -> None:
-    """Progress that nobody watches."""
+    """Ignore the progress of loading."""
 
 
 if __name__ == "__main__":

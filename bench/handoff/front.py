@@ -1,4 +1,4 @@
-"""The front of bench.handoff.core: starts cores, gives them jobs, and keeps when each token came."""
+"""The front of bench.handoff.core: it starts cores, gives them jobs, and keeps when each token came."""
 
 import socket
 import subprocess
@@ -28,7 +28,7 @@ _requests = count(1)
 
 
 class Heard(NamedTuple):
-    """A token: when it came, from which worker."""
+    """A token, when it came (monotonic seconds), and from which worker."""
 
     at: float
     worker: str
@@ -36,10 +36,10 @@ class Heard(NamedTuple):
 
 
 class Answers:
-    """Of all requests: the tokens by index, and the end.
+    """The tokens of all requests by index, and how each request ended.
 
-    Each core is heard by a thread of its own: decode's first token and its end may be heard before prefill's token 0,
-    and without it if prefill is killed.
+    A thread of its own reads from each core. So decode's first token and its end may come before prefill's token 0, and
+    without it if prefill is killed.
     """
 
     def __init__(self) -> None:
@@ -59,19 +59,19 @@ class Answers:
             self.ends[event.request_id] = f"{event.code}: {event.message}"
 
     def wait(self, request_ids: Sequence[str], timeout_s: float) -> None:
-        """Raises TimeoutError if one of them has no end by then, or not all tokens before it."""
+        """Wait until all requests have ended with all their tokens; raise TimeoutError if one has not."""
         with self.changed:
             if not self.changed.wait_for(lambda: all(self._is_whole(name) for name in request_ids), timeout_s):
                 missing = [name for name in request_ids if not self._is_whole(name)]
                 raise TimeoutError(f"no end in {timeout_s:.0f} s for {missing[:5]} of {len(request_ids)}")
 
     def ids(self, request_id: str) -> dict[int, int]:
-        """By index: a token that is lacking moves none of the others."""
+        """Return the token ids by index, so that a missing token does not shift the others."""
         with self.changed:
             return {index: heard.token_id for index, heard in self.tokens[request_id].items()}
 
     def times(self, request_id: str) -> list[float]:
-        """In the order of the tokens."""
+        """Return when the tokens came, in the order of their indices."""
         with self.changed:
             return [heard.at for _, heard in sorted(self.tokens[request_id].items())]
 
@@ -84,7 +84,7 @@ class Answers:
 
 
 class CoreHandle:
-    """One core's process."""
+    """The process of one core, with the socket to it and the thread that reads from it."""
 
     def __init__(self, name: str, spec: CoreSpec, answers: Answers) -> None:
         self.name, self._answers = name, answers
@@ -111,7 +111,7 @@ class CoreHandle:
         self._sock.sendall(frame(message))
 
     def stop(self) -> None:
-        """Its stamps are written when this returns."""
+        """Stop the core; its stamps have been written when this returns."""
         self.send(Stop())
         self.process.wait(30)
         self._thread.join(5)
@@ -147,7 +147,7 @@ class CoreHandle:
 
 
 def meet(prefill: CoreHandle, decode: CoreHandle) -> None:
-    """As a front does once both are in the registry. Raises TimeoutError if no link is up in time."""
+    """Introduce the cores as a front does once both are registered; raise TimeoutError if no link comes up."""
     prefill.send(KnownPeers([decode.ref]))
     deadline = time.monotonic() + MEET_TIMEOUT_S
     while not any(link.state == "up" for link in (prefill.status.links if prefill.status else ())):
@@ -159,7 +159,7 @@ def meet(prefill: CoreHandle, decode: CoreHandle) -> None:
 def ask(
     prefill: CoreHandle, decode: CoreHandle, token_ids: list[int], num_tokens: int, timeout_s: float = 60.0
 ) -> tuple[str, float]:
-    """Post a job to both as a gateway does. Returns its name and when."""
+    """Post a job to both cores as a gateway does; return the name of the request and when it was posted."""
     name = f"r{next(_requests)}"
     route = Route(RequestId(name), Epoch(1), prefill.ref, decode.ref)
     sampling = SamplingParams(max_tokens=num_tokens, seed=0, temperature=0.0, ignore_eos=True)

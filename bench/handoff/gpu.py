@@ -1,18 +1,20 @@
-"""The handoff between two GPUs: `python -m bench.handoff.gpu [raw] [convert] [reshard] [idle] [load] [kill]`.
+"""The benchmark of the handoff between two GPUs.
 
-raw    scattered pages to scattered pages between two processes, by kv_transfer's own nvlink adapter; by two nodes with
-       `--transfer ucx`, see bench.handoff.staged
-convert  the latter from a bf16 cache to an e4m3 one
-reshard  by two nodes with `--transfer nvlink` or ucx, between pools in one and in two shards; the second shard is in
-       the memory of the other side's GPU
-idle   a pair of engine cores, one request at a time: from the last chunk computed to Commit, TTFT beside a colocated
-       worker's, token 0 to token 1; and whether the pair's tokens are those of one worker
-load   the same while decode steps a batch and prefill computes without a pause
-kill   SIGKILL of either side in mid-transfer, again and again: see bench.handoff.kills
+`python -m bench.handoff.gpu [raw] [convert] [reshard] [idle] [load] [kill]`
 
-Llama-8B's shape with random weights; jobs go to the cores as a worker's front gives them, without HTTP and gateway.
-The adder begins when prefill's host learns that the last chunk has been computed, and ends when decode has told prefill
-of its Commit.
+    raw      scattered pages to scattered pages between two processes, by kv_transfer's nvlink transport; with
+             `--transfer ucx` between two nodes, see bench.handoff.staged
+    convert  between two nodes, from a bf16 cache to an e4m3 one
+    reshard  between two nodes, by nvlink or ucx, between pools of one and of two shards; the second shard is in the
+             memory of the other side's GPU
+    idle     a pair of engine cores, one request at a time: from the last chunk computed to Commit, TTFT beside a
+             colocated worker's, token 0 to token 1, and whether the pair's tokens equal those of one worker
+    load     the same while decode steps a batch and prefill computes without a pause
+    kill     SIGKILL of either side in mid-transfer, again and again: see bench.handoff.kills
+
+The model has Llama-8B's shape and random weights. Cores get their jobs as from a worker's front, without HTTP and
+gateway. The added time of a handoff begins when prefill's host learns that the last chunk has been computed, and ends
+when decode has sent its Commit.
 """
 
 import argparse
@@ -73,7 +75,7 @@ def main() -> None:
 
 
 def measured(args: argparse.Namespace) -> Iterator[list[ResultRow]]:
-    """Part by part: one that fails takes none of those before it along."""
+    """Yield the rows part by part, so that a part that fails does not lose those before it."""
     if "raw" in args.parts:
         nodes = args.transfer not in ("auto", "nvlink")
         yield [shown(row) for row in staged(args.devices, args.transfer)] if nodes else raw(args.devices)
@@ -97,7 +99,7 @@ def shown(row: ResultRow) -> ResultRow:
 
 
 def raw(devices: Sequence[str]) -> list[ResultRow]:
-    """Pull by a second process, checked byte by byte."""
+    """Pull pages from a second process, and check them byte by byte."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     source = context.Process(target=_source, args=(devices[0], theirs), daemon=True)
@@ -152,7 +154,7 @@ def _spec(args: argparse.Namespace, device: str) -> CoreSpec:
 
 @contextmanager
 def pair(args: argparse.Namespace, folder: Path, **changes: Any) -> Iterator[tuple[CoreHandle, CoreHandle, Answers]]:
-    """prefill and decode, killed afterwards unless stopped before."""
+    """Run a prefill and a decode core while the block runs; kill those that were not stopped."""
     answers = Answers()
     base = _spec(args, "")
     cores = []
@@ -173,7 +175,7 @@ def measure_pair(args: argparse.Namespace) -> list[ResultRow]:
     rows: list[ResultRow] = []
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        gc.disable()  # among all tokens it has heard the collector looked for 54 ms, and nobody heard any meanwhile
+        gc.disable()  # collecting among all received tokens took 54 ms, in which no token was received
         began = time.perf_counter()
         with pair(args, folder) as (prefill, decode, answers):
             rows.append(shown(ResultRow("handoff_pair_start", time.perf_counter() - began, "s")))
@@ -194,8 +196,9 @@ def measure_pair(args: argparse.Namespace) -> list[ResultRow]:
 def idle(
     prefill: CoreHandle, decode: CoreHandle, answers: Answers, repeats: int, asked: dict[str, list[str]]
 ) -> list[ResultRow]:
-    """One at a time: by the pair, and the same prompt by prefill's worker alone, either one first in turn: what decodes
-    alone leaves prefill's GPU warmer, and so slower, than what the pair decodes elsewhere.
+    """Measure one request at a time: by the pair, and the same prompt by prefill's worker alone.
+
+    They take turns at being first, because decoding on prefill's GPU leaves it warmer, and so slower, than a pair does.
     """
     rng, rows = np.random.default_rng(0), []
     for length in (128, 1024, 8192):
@@ -216,7 +219,7 @@ def idle(
                 names.append(name["pair"])
                 gaps.append(times[1] - times[0])
                 steps += np.diff(times[1:]).tolist()
-        if not rows:  # the very first handoff of the pair
+        if not rows:  # the first handoff of the pair
             rows.append(shown(ResultRow("handoff_ttft_first", ttft["pair"][0] * 1e3, "ms", {"length": length})))
         params = {"length": length, "repeats": repeats}
         for who, seconds in ttft.items():
@@ -232,8 +235,10 @@ def idle(
 def loaded(
     prefill: CoreHandle, decode: CoreHandle, answers: Answers, asked: dict[str, list[str]], seconds: float
 ) -> list[ResultRow]:
-    """32 answers run on decode all the while; prompts of 8192 and 1024 go through the pair, always two under way. Spans
-    without them take turns with these: a step becomes longer as its answers do.
+    """Measure handoffs while 32 answers run on decode.
+
+    Two prompts of 8192 or 1024 tokens are always on their way through the pair. Spans with and without them alternate,
+    because steps become longer as the answers do.
     """
     rng, rows = np.random.default_rng(1), []
     for length in (8192, 1024):
@@ -267,7 +272,7 @@ def loaded(
 
 @contextmanager
 def stepping(answers: Answers, batch: Sequence[str], steps: list[float]) -> Iterator[None]:
-    """Within, the times between the tokens of each are collected."""
+    """Collect the times between tokens of each request in `batch` while the block runs."""
     marks = {name: len(answers.tokens[name]) for name in batch}
     yield
     steps += [step for name in batch for step in np.diff(answers.times(name)[marks[name] :])]
@@ -276,7 +281,7 @@ def stepping(answers: Answers, batch: Sequence[str], steps: list[float]) -> Iter
 def handed_over(
     prefill: CoreHandle, decode: CoreHandle, answers: Answers, rng: np.random.Generator, length: int
 ) -> list[str]:
-    """For a while, always two. Returns all of them, whose answers may go on."""
+    """Keep two prompts on their way for `SPAN_S`; return all requests, whose answers may still run."""
     names: list[str] = []
     waiting: list[str] = []
     end = time.perf_counter() + SPAN_S
@@ -290,7 +295,7 @@ def handed_over(
 
 
 def read_stamps(folder: Path) -> dict[tuple[str, str], float]:
-    """(side and what, request) -> the last time of it."""
+    """Return ("side event", request) -> the last time of that event."""
     found = {}
     for side in ("prefill", "decode"):
         for what, request_id, at in json.loads((folder / f"{side}.json").read_text()):
@@ -299,12 +304,12 @@ def read_stamps(folder: Path) -> dict[tuple[str, str], float]:
 
 
 def adders(what: str, names: Sequence[str], stamps: dict[tuple[str, str], float]) -> list[ResultRow]:
-    """From the last chunk computed on, by stage; of the handoffs that were committed."""
+    """Return the time of each stage after the last chunk was computed, for the handoffs that were committed."""
     rows = []
     done = [name for name in names if ("decode adopted", name) in stamps]
     for stage in STAGES:
         times = [stamps[stage, name] - stamps["prefill computed", name] for name in done if (stage, name) in stamps]
-        if not times:  # without marks nothing is queued
+        if not times:  # nothing is queued when the transport has no semaphores
             continue
         params = {"at": what, "handoffs": len(done), "p99": _p99(times), "slowest": _worst(times)}
         rows.append(shown(ResultRow(f"handoff_{stage.replace(' ', '_')}", _ms(times), "ms", params)))

@@ -1,10 +1,9 @@
-"""SIGKILL of either side of a pair in the middle of handoffs, again and again: what the survivor answers, alone and
-with a new peer, and what its pages hold.
+"""The benchmark that kills either side of a pair in the middle of handoffs, again and again.
 
-Three things are told apart. Pages: what prefill computed, and what decode holds when the answer ends. Tokens that are
-lacking: a killed prefill may take token 0 with it. Tokens that are others than those of the same prompt alone: in bf16
-and FP8 an answer depends on what is computed beside it, in float32 it does not; answers of an undisturbed pair say how
-often.
+It checks what the survivor answers, alone and with a new peer, and what its pages hold. Three kinds of difference are
+told apart. Pages: those that prefill computed against those that decode holds when the answer ends. Missing tokens: a
+killed prefill may take token 0 with it. Differing tokens: in bf16 and FP8 an answer depends on what is computed beside
+it, in float32 it does not; answers of an undisturbed pair show how often that happens.
 """
 
 import json
@@ -51,7 +50,10 @@ def wrong_pages(computed: Sums, kept: Sums) -> list[int]:
 
 @dataclass
 class KillReport:
-    """`faults`: of the transfer or of the survivor; `others`: answers that rounding may explain."""
+    """The outcome of the kills of one side.
+
+    `faults` are of the transfer or of the survivor; `others` are answers that differ, which rounding may explain.
+    """
 
     victim: str
     num_kills: int = 0
@@ -65,7 +67,7 @@ class KillReport:
     others: list[str] = field(default_factory=list)
 
     def answer(self, when: str, found: Mapping[int, int], wanted: Mapping[int, int], is_in_order: bool = True) -> None:
-        """Compared as far as it has come. `is_in_order`: its tokens were heard so."""
+        """Compare an answer as far as it came; `is_in_order` says whether its tokens came in order."""
         differing, missing = others(found, wanted), lacking(found, max(found, default=-1) + 1)
         self.answers[when] += 1
         self.lacking[when] += bool(missing)
@@ -75,14 +77,17 @@ class KillReport:
             self.others.append(f"{when}: from token {differing[0]} on, {len(differing)} of {len(found)}")
 
     def add(self, other: "KillReport") -> None:
-        """Of another pair that lost the same side."""
+        """Add the report of another pair that lost the same side."""
         for name, value in vars(other).items():
             if name != "victim":
                 setattr(self, name, getattr(self, name) + value)
 
 
 def kills(base: CoreSpec, devices: Sequence[str], seconds: float, num_lanes: int) -> list[ResultRow]:
-    """As many as there is time for once all have started; `num_lanes` pairs at once for each side."""
+    """Kill one side again and again for `seconds` after all cores have started.
+
+    `num_lanes` pairs run at once for each side that is killed.
+    """
     with tempfile.TemporaryDirectory() as name, ThreadPoolExecutor(len(SIDES) * num_lanes) as pool:
         folders = {victim: Path(name) / victim for victim in SIDES}
         lanes: list[Future[KillReport]] = []
@@ -114,7 +119,7 @@ def rows_of(toll: KillReport, sums: Mapping[tuple[str, str], Sums]) -> list[Resu
 
 
 def pages_row(victim: Mapping[str, str], sums: Mapping[tuple[str, str], Sums]) -> ResultRow:
-    """Of the handoffs whose answers decode has ended."""
+    """Return how many handoffs, of those whose answers decode has ended, have the right pages."""
     kept = {name: sums for (name, what), sums in sums.items() if what == "kept"}
     wrong = {name: wrong_pages(sums[name, "computed"], kept[name]) for name in kept}
     num_pages = sum(len(sums[name, "computed"]) for name in kept)
@@ -125,7 +130,10 @@ def pages_row(victim: Mapping[str, str], sums: Mapping[tuple[str, str], Sums]) -
 
 
 def read_sums(folder: Path) -> dict[tuple[str, str], Sums]:
-    """(request, "computed" or "kept") -> those of its pages; not what a core was writing when it was killed."""
+    """Return (request, "computed" or "kept") -> the checksums of its pages.
+
+    The last line of a file is left out, since a core may have been killed while writing it.
+    """
     found = {}
     for file in folder.iterdir():
         *lines, _ = file.read_text().split("\n")
@@ -136,7 +144,10 @@ def read_sums(folder: Path) -> dict[tuple[str, str], Sums]:
 
 
 def kill_rounds(specs: Mapping[str, CoreSpec], victim: str, lane: int, seconds: float) -> KillReport:
-    """Each round: a pair of small models, prompts in flight, one side killed; then a new one in its place."""
+    """Run rounds with a pair of small models: prompts in flight, one side killed, a new one in its place.
+
+    Return the report of all rounds.
+    """
     rng, answers = np.random.default_rng(lane), Answers()
     cores = {name: CoreHandle(name, spec, answers) for name, spec in specs.items()}
     spare = CoreHandle(victim, specs[victim], answers)
@@ -158,7 +169,10 @@ def kill_rounds(specs: Mapping[str, CoreSpec], victim: str, lane: int, seconds: 
 
 
 class Rounds:
-    """Of one pair. `span_s`: from the prompts until decode has given a token of each."""
+    """The rounds of one pair.
+
+    `span_s` is the time from posting the prompts until decode has given a token of each.
+    """
 
     def __init__(
         self, cores: dict[str, CoreHandle], answers: Answers, prompts: Sequence[list[int]], toll: KillReport
@@ -168,7 +182,7 @@ class Rounds:
         self.toll, self.span_s = toll, 0.0
 
     def begin(self) -> None:
-        """What each prompt's answer is, alone in a batch of one worker; and by the pair, whom nobody disturbs."""
+        """Find the right answer to each prompt, by one worker alone, then run the pair undisturbed."""
         self._expected = [self._alone(self._cores["prefill"], ids) for ids in self._prompts]
         spans = []
         for _ in range(NUM_UNDISTURBED):
@@ -178,7 +192,7 @@ class Rounds:
         self.span_s = statistics.median(spans)
 
     def strike(self, spare: CoreHandle, after_s: float) -> None:
-        """Between the first chunk and the last Commit."""
+        """Kill one side `after_s` after the prompts were posted, between the first chunk and the last Commit."""
         victim = self.toll.victim
         survivor = self._cores["decode" if victim == "prefill" else "prefill"]
         num_faults = len(self.toll.faults)
@@ -199,7 +213,7 @@ class Rounds:
         _log.info("%s killed after %.3f s of %.3f: %s", victim, after_s, self.span_s, self.toll.faults[num_faults:])
 
     def _without_peer(self, survivor: CoreHandle, struck: Sequence[str]) -> None:
-        """What the survivor serves alone is right, while it notices the loss and afterwards."""
+        """Check what the survivor serves alone, while it notices the loss and afterwards."""
         for ids, wanted in zip(self._prompts[:2], self._expected[:2], strict=True):
             self.toll.answer("survivor alone", self._alone(survivor, ids), wanted)
         for name in struck:
@@ -213,7 +227,7 @@ class Rounds:
         return names
 
     def _judge(self, when: str, names: Sequence[str]) -> None:
-        """Those of which there is something."""
+        """Compare those answers of which there is at least one token."""
         for name, wanted in zip(names, self._expected, strict=True):
             if found := self._answers.ids(name):
                 self.toll.answer(when, found, wanted, self._answers.is_heard_in_order(name))

@@ -1,7 +1,8 @@
-"""The picture of a result file of bench.handoff.gpu, as far as its rows go: the parts of a handoff, first tokens, the
-gap behind token 0, and what scattered pages move at.
+"""The figure of a result file of bench.handoff.gpu, as far as its rows go.
 
-python -m bench.handoff.plots bench/results/FILE.json --out docs/images/handoff-gpu.png
+It shows the parts of a handoff, first tokens, the gap after token 0, and the bandwidth of scattered pages.
+
+    python -m bench.handoff.plots bench/results/FILE.json --out docs/images/handoff-gpu.png
 """
 
 from collections.abc import Sequence
@@ -18,7 +19,7 @@ PARTS = {
     "handoff_decode_landed": ("pages are there, checksums right", OURS),
     "handoff_decode_commit": ("Commit", "#1a365d"),
 }
-"""What ends each part, in order."""
+"""The stages that end each part of a handoff, in order, with label and colour."""
 AIM = "#c53030"
 AIMS_MS = {"idle": 0.5, "load": 1.0}
 GAP_AIM_MS = 1.0
@@ -29,7 +30,7 @@ def main() -> None:
 
 
 def handoff(result: Json) -> Figure:
-    """Aims are those of `nvlink`, which `auto` takes first."""
+    """Draw the four plots; the aims are those for `nvlink`, the first choice of `auto`."""
     rows, has_aims = result["rows"], result["config"].get("transfer", "auto") in ("auto", "nvlink")
     figure = Figure(figsize=SIZE, layout="constrained")
     (above_left, above_right), (left, right) = figure.subplots(2, 2)
@@ -41,7 +42,7 @@ def handoff(result: Json) -> Figure:
 
 
 def parts(axes: Axes, rows: Sequence[Json], has_aims: bool) -> None:
-    """Medians are counted from one moment, so a part is what a later one has more than the one before."""
+    """Draw the parts of a handoff as differences of medians, which are all counted from one moment."""
     title, commits = "From the last chunk computed to Commit, medians", _named(rows, "handoff_decode_commit")
     if not commits:
         return nothing(axes, title)
@@ -80,7 +81,7 @@ def first_tokens(axes: Axes, rows: Sequence[Json]) -> None:
 
 
 def gaps(axes: Axes, rows: Sequence[Json], has_aims: bool) -> None:
-    """A decode step of the same answers, and what token 1 comes later than that."""
+    """Draw a decode step of the same answers, and how much later token 1 comes than that."""
     steps = {f"idle {length}": ms for length, ms in _by_length(rows, "handoff_decode_step").items()}
     steps |= {f"load {length}": ms for length, ms in _by_length(rows, "handoff_step_beside_handoffs").items()}
     found = {_place(row): row["value"] for row in _named(rows, "handoff_token_gap") if _place(row) in steps}
@@ -99,7 +100,7 @@ def gaps(axes: Axes, rows: Sequence[Json], has_aims: bool) -> None:
 
 
 def bandwidth(axes: Axes, rows: Sequence[Json]) -> None:
-    """Of one copy after the other, by its size; of a file of `raw` by nvlink."""
+    """Draw the bandwidth of one copy after the other by size, from the rows of `raw` over nvlink."""
     title, pulls = "Scattered pages from GPU to GPU", _named(rows, "handoff_pull")
     if not pulls:
         return nothing(axes, title)
@@ -124,7 +125,7 @@ def _by_length(rows: Sequence[Json], name: str) -> dict[int, float]:
 
 
 def _place(row: Json) -> str:
-    """As stages have it in `at`: only gaps beside others have a batch."""
+    """Return the name of the load, as `at` has it in the stages: only gaps under load have a batch."""
     return f"{'load' if 'batch' in row['params'] else 'idle'} {row['params']['length']}"
 
 

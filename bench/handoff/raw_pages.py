@@ -1,4 +1,4 @@
-"""A pool of Llama-8B's shape for the raw parts of bench.handoff.gpu, and a pattern in it that both sides know."""
+"""The pools and the patterns in them for the raw parts of bench.handoff.gpu."""
 
 from collections.abc import Sequence
 
@@ -16,12 +16,12 @@ LAYOUT = KVLayout(
     model="raw", num_layers=32, num_kv_heads=8, head_dim=128, block_size=64, dtype="float8_e4m3fn", scales="none"
 )
 WIDE = msgspec.structs.replace(LAYOUT, dtype="bfloat16")
-"""Of a prefill whose peer has LAYOUT."""
+"""The layout of a prefill in bf16 whose peer has LAYOUT."""
 RAW_BLOCKS = 2047
 
 
 def raw_pool(device: str, layout: KVLayout = LAYOUT, followers: Sequence[bytes] = ()) -> DeviceTransferPool:
-    """Of e4m3 it has scales that differ by plane."""
+    """Return a pool of this layout; an e4m3 one has scales that differ by plane."""
     where = torch.device(device)
     memory = raw_memory(where, layout)
     scales = [0.01 + 0.003 * plane for plane in range(layout.num_planes)] if layout.dtype == LAYOUT.dtype else []
@@ -31,14 +31,14 @@ def raw_pool(device: str, layout: KVLayout = LAYOUT, followers: Sequence[bytes] 
 
 
 def raw_memory(device: torch.device, layout: KVLayout) -> Memory:
-    """Of one shard."""
+    """Allocate the memory of one shard."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
     return allocate(layout.shard_nbytes * (RAW_BLOCKS + 1), device)
 
 
 def fill(pool: DeviceTransferPool) -> None:
-    """A pattern that both sides know: each word of a whole page tells which one it is."""
+    """Fill the pool with a pattern that both sides know: each word of a page tells which one it is."""
     for number, shard in enumerate(pool._shards):
         words = shard.view(torch.int32)
         width = words.shape[2]
@@ -56,7 +56,7 @@ def _pattern(places: torch.Tensor) -> torch.Tensor:
 
 
 def fill_values(pool: DeviceTransferPool) -> None:
-    """The same in bf16, of numbers that rounding changes."""
+    """Fill a bf16 pool with a pattern of numbers that rounding changes."""
     for plane in range(pool.num_planes):
         width = pool.num_shards * pool.page_nbytes // 2
         values = _values(plane, torch.arange(RAW_BLOCKS, device=pool.device), width).view(torch.uint8)
@@ -65,7 +65,7 @@ def fill_values(pool: DeviceTransferPool) -> None:
 
 
 def holds_rounded(pool: DeviceTransferPool, pages: Sequence[int], into: Sequence[int]) -> bool:
-    """Whether `fill_values` of `pages` is in `into`, rounded by this pool's scales."""
+    """Return whether `into` has what `fill_values` wrote to `pages`, rounded by this pool's scales."""
     for plane, scale in enumerate(pool.scales):
         values = _values(plane, torch.tensor(pages, device=pool.device), pool.num_shards * pool.page_nbytes)
         found = torch.cat([shard[plane, list(into)] for shard in pool._shards], dim=1)
@@ -80,7 +80,7 @@ def _values(plane: int, pages: torch.Tensor, width: int) -> torch.Tensor:
 
 
 def holds(pool: DeviceTransferPool, pages: Sequence[int], into: Sequence[int]) -> bool:
-    """Whether the peer's pattern of `pages` is in `into`."""
+    """Return whether `into` has the pattern that the peer wrote to `pages`."""
     shards = [shard.view(torch.int32) for shard in pool._shards]
     width = sum(shard.shape[2] for shard in shards)
     inner = torch.arange(width, dtype=torch.int64, device=pool.device)

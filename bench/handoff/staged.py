@@ -1,5 +1,7 @@
-"""Scattered pages to scattered pages through two transfer nodes, each in a process with a GPU: what a staged transport
-gives, from the first chunk told of until decode has found the last page right; and until prefill has heard of Commit.
+"""The part of bench.handoff.gpu that moves scattered pages through two transfer nodes.
+
+Each node is in a process with a GPU. The time of a staged transport runs from the first chunk announced until decode
+has found the last page right; the time until prefill has received Commit is given too.
 """
 
 import multiprocessing
@@ -40,7 +42,7 @@ from worker.core.main import SWITCH_S
 
 NUM_TURNS, NUM_WARM = 20, 3
 SIZES = (16, 32, 128, 512)
-"""In pages. The largest only where it takes milliseconds: not through the host's memory."""
+"""Sizes in pages. The largest is left out for transports through the host's memory, which take too long for it."""
 CHUNK_PAGES = 32
 PREFILL, DECODE = WorkerId("prefill"), WorkerId("decode")
 TIMEOUT_S = 60.0
@@ -49,9 +51,11 @@ TIMEOUT_S = 60.0
 def staged(
     devices: Sequence[str], transport: str, layout: KVLayout = LAYOUT, sizes: tuple[int, int] = (1, 1)
 ) -> list[ResultRow]:
-    """By `transport`, from prefill's `layout` to LAYOUT; pages of the last turn are compared byte by byte, all by their
-    checksums. Then what of prefill's GPU the link had taken, and what closing it gave back; decode lives meanwhile.
-    `sizes`: in how many shards the pages lie at each end, the second one in the memory of the other end's GPU.
+    """Measure `transport` from prefill's `layout` to LAYOUT.
+
+    Pages of the last turn are compared byte by byte, all pages by their checksums. The last row says what the link took
+    of the memory of prefill's GPU, and what closing it gave back while decode lives on. `sizes` are the numbers of
+    shards at each end; the second shard is in the memory of the other end's GPU.
     """
     layout, theirs_is = (
         msgspec.structs.replace(one, tp_size=size) for one, size in zip((layout, LAYOUT), sizes, strict=True)
@@ -70,7 +74,10 @@ def staged(
 
 @contextmanager
 def shard_of(device: str, layout: KVLayout) -> Iterator[list[bytes]]:
-    """What the follower of a group of two shares, of a process that lives meanwhile; nothing of a group of one."""
+    """Yield what the follower of a group of two shares, from a process that lives while the block runs.
+
+    A group of one has no follower.
+    """
     if layout.tp_size == 1:
         yield []
         return
@@ -111,7 +118,7 @@ def _prefill(
 def node_of(
     name: WorkerId, device: str, transport: str, layout: KVLayout, followers: Sequence[bytes]
 ) -> Iterator[tuple[TransferNode, DeviceTransferPool, Callable[[], Iterator[Any]]]]:
-    """With its pool, and what waits for its events."""
+    """Yield a node, its pool, and a function that waits for its events."""
     sys.setswitchinterval(SWITCH_S)
     pool, woken = raw_pool(device, layout, followers), threading.Event()
     settings = TransferSettings(secret=SECRET, transport=transport)
@@ -134,6 +141,8 @@ def node_of(
 
 
 class Prefill:
+    """The prefill end of the link, which hands over pages that it has."""
+
     def __init__(
         self, node: TransferNode, pool: DeviceTransferPool, events: Callable[[], Iterator[Any]], peer: WorkerRef
     ) -> None:
@@ -142,7 +151,10 @@ class Prefill:
         self._num_handoffs = 0
 
     def hand_over(self, pages: Sequence[int]) -> tuple[float, float]:
-        """Returns when it began and ended. The checksums are there before, as they are where pages are computed."""
+        """Hand over the pages; return when it began and ended.
+
+        The checksums are taken before, as they are in an engine while pages are computed.
+        """
         self._num_handoffs += 1
         key = RequestId(f"r{self._num_handoffs}"), Epoch(1)
         blocks = [BlockId(page) for page in pages]
@@ -183,7 +195,7 @@ def _row(prefill: Prefill, num_pages: int, decode: Any, layout: KVLayout, sizes:
 
 
 def _decode(device: str, transport: str, layout: KVLayout, followers: Sequence[bytes], pipe: Any) -> None:
-    """Grants what is offered, commits what has landed, and compares on demand."""
+    """Grant what is offered, commit what has landed, and compare pages on demand."""
     with node_of(DECODE, device, transport, layout, followers) as (node, pool, events):
         rng, into, missing = random.Random(0), [], 0
         granted: list[list[BlockId]] = [[]]
@@ -198,7 +210,7 @@ def _decode(device: str, transport: str, layout: KVLayout, followers: Sequence[b
                 case ChunkLanded(peer_id, header):
                     missing -= header.num_tokens
                     if not missing:
-                        here = time.perf_counter()  # one clock for all processes of a host
+                        here = time.perf_counter()  # all processes of a host share this clock
                         granted[0] = into
                         num_chunks, nbytes = header.index + 1, len(into) * LAYOUT.block_nbytes
                         node.commit(peer_id, Commit(header.request_id, header.epoch, num_chunks, nbytes))

@@ -1,4 +1,4 @@
-"""Every operation beside its peers, each figure with its fraction of the card's limit.
+"""The benchmark of every operation beside its peers, with fractions of the card's limit.
 
 python -m bench.kernels [SECTION ...] [--out FILE]
 """
@@ -17,7 +17,7 @@ from bench.kernels.figure import Figure
 from kernels import caps as capabilities
 from kernels import catalog, plans
 
-# section: "module:function", run in this order
+# Section -> "module:function", in the order in which they run
 SECTIONS = {
     "decode_step": "bench.kernels.decode_step_rows:rows",
     "attention": "bench.kernels.operations:attention",
@@ -70,7 +70,7 @@ def write(path: Path, rows: list[Figure], caps: capabilities.Caps, sections: lis
 
 
 def commit() -> str:
-    """The commit of the tree, or nothing where the tree is not a repository."""
+    """Return the commit of the tree, or an empty text outside of a repository."""
     done = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
     return done.stdout.strip()
 

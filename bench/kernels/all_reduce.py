@@ -1,10 +1,10 @@
 # pyright: reportOptionalMemberAccess=false
-"""All-reduce with residual, norm and quantization on the GPUs of one host, beside NCCL and the separate norm, and
-beside torch's one-shot all-reduce with the rest by torch.compile.
+"""The benchmark of all-reduce fused with residual, norm and quantization on the GPUs of one host.
 
     torchrun --nproc-per-node 2 -m bench.kernels.all_reduce --out FILE
 
-NVLink multicast is not used. Peers' buffers are mapped through torch's symmetric memory.
+The peers are NCCL followed by a separate norm, and torch's one-shot all-reduce with the rest by torch.compile. NVLink
+multicast is not used. The peers' buffers are mapped through torch's symmetric memory.
 """
 
 import argparse
@@ -34,13 +34,16 @@ TOKENS = (1, 4, 16, 64, 256, 1024)  # 8 kB to 8 MB of bf16
 
 
 def group(rank: int, world: int, tokens: int) -> SymmetricMemory:
-    """This rank's symmetric buffer and flags, and those of its peers as mapped here."""
+    """Return this rank's symmetric buffer and flags, and those of its peers as mapped here."""
     buffers = shared(rank, world, (tokens, HIDDEN), torch.bfloat16)
     return SymmetricMemory.of(rank, buffers, shared(rank, world, (MAX_CTAS, world), torch.int32))
 
 
 def shared(rank: int, world: int, shape: tuple[int, int], dtype: torch.dtype) -> tuple[Tensor, ...]:
-    """One tensor a rank, zeros at first. This rank's is the allocation itself, which keeps it alive."""
+    """Return a tensor of zeros for each rank.
+
+    This rank's is the allocation itself, which keeps it alive.
+    """
     own = symmetric.empty(shape, dtype=dtype, device=torch.device("cuda", torch.cuda.current_device())).zero_()
     handle = symmetric.rendezvous(own, dist.group.WORLD)  # type: ignore[arg-type]
     return tuple(own if peer == rank else handle.get_buffer(peer, shape, dtype) for peer in range(world))
@@ -62,7 +65,7 @@ def main() -> None:
 
 
 def size_row(registry: Registry, peers: SymmetricMemory, tokens: int) -> Figure:
-    """Correct first, then timed: one graph of ten launches each way."""
+    """Check the result for this many tokens, then time a graph of ten launches each way."""
     x = torch.randn(tokens, HIDDEN, device="cuda").bfloat16()
     start = torch.randn(tokens, HIDDEN, device="cuda", generator=torch.Generator("cuda").manual_seed(1)).bfloat16()
     weight = torch.ones(HIDDEN, device="cuda", dtype=torch.bfloat16)
@@ -97,7 +100,7 @@ def size_row(registry: Registry, peers: SymmetricMemory, tokens: int) -> Figure:
 
 
 def least_us(tokens: int, world: int) -> float:
-    """To read the other ranks' bf16 rows over NVLink once."""
+    """Return the microseconds that reading the other ranks' bf16 rows over NVLink once takes."""
     return tokens * HIDDEN * 2 * (world - 1) / NVLINK * 1e6
 
 

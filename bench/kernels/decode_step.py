@@ -1,4 +1,4 @@
-"""A whole decode step of Llama-8B from the library's operations, in one CUDA graph, without a scheduler."""
+"""A decode step of Llama-8B from the library's operations, in one CUDA graph, without a scheduler."""
 
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -26,7 +26,7 @@ DEVICE = "cuda"
 
 @dataclass
 class Linear:
-    """e4m3 weights [n, k] with one scale per row."""
+    """The e4m3 weights `[n, k]` of a linear layer, with one scale per row."""
 
     weight: Tensor
     scale: Tensor
@@ -43,7 +43,7 @@ class Layer:
     linears: dict[str, Linear]
     norm_attn: Tensor
     norm_mlp: Tensor
-    # static scales of the attention output and of the MLP's middle, one copy a token as the row-wise product reads them
+    # Static scales of the attention output and of the MLP's middle. The row-wise product reads one copy per token.
     scale_o: Tensor = field(default_factory=lambda: torch.full((256,), 0.01, device=DEVICE))
     scale_mid: Tensor = field(default_factory=lambda: torch.full((256,), 0.01, device=DEVICE))
 
@@ -54,7 +54,7 @@ class Layer:
 
 
 class Model:
-    """Random weights of `num_layers` layers, embedding, head and rotary table."""
+    """The random weights of `num_layers` layers, with embedding, head and rotary table."""
 
     def __init__(self, num_layers: int = NUM_LAYERS):
         torch.manual_seed(0)
@@ -70,22 +70,22 @@ class Model:
 
 @dataclass(frozen=True)
 class Tricks:
-    """Each choice of the step that can be switched off alone."""
+    """The choices of a step, each of which can be switched off alone."""
 
     pdl: bool = True
-    ahead: bool = True  # weights on their way before the dependency wait
-    early: bool = True  # dependents triggered at kernel start
+    ahead: bool = True  # weights are prefetched before the dependency wait
+    early: bool = True  # dependents are triggered at kernel start
     fused_norm: bool = True
     fused_silu: bool = True
-    fused_attention: bool = True  # rope, append and quantization inside
-    group_scales: bool = False  # attention output and MLP middle: a scale per 128 columns, found on the way
-    static_norm: bool = False  # the norm rounds by a given scale
+    fused_attention: bool = True  # includes rope, append and quantization
+    group_scales: bool = False  # dynamic scales per 128 columns of o and middle
+    static_norm: bool = False  # the norm quantizes by a given scale
     norm_warps: int = 0
     bf16_head: bool = False
 
 
 class Step:
-    """Buffers and bound operations of one batch size; `run` is one decode step."""
+    """The buffers and bound operations of one batch size; `run` is one decode step."""
 
     def __init__(
         self,
@@ -107,7 +107,7 @@ class Step:
     def with_tricks(
         self, registry: Registry | None = None, plan: DecodeGemmPlan | None = None, **changes: Any
     ) -> "Step":
-        """The same cache and inputs under other choices."""
+        """Return a step on the same cache and inputs with other choices."""
         other = object.__new__(Step)
         other.__dict__.update(self.__dict__)
         other.tricks, other.registry = replace(self.tricks, **changes), registry or self.registry
@@ -166,7 +166,7 @@ class Step:
         return "group" if self.tricks.group_scales else "tensor"
 
     def _own(self, op: Any) -> Any:
-        """Switches of our own products; an implementation that has only `pdl` takes only that."""
+        """Bind the switches of our own products; those outside of `hopper` take only `pdl`."""
         if "hopper" in op.func.__module__:
             return partial(op, pdl=self.pdl, early=self.tricks.early, ahead=self.tricks.ahead)
         return partial(op, pdl=self.pdl)
@@ -175,7 +175,7 @@ class Step:
         batch, pages = self.batch, -(-context // PAGE)
         total = batch * pages + 1
         shape = (2 * len(self.model.layers), total, KV_HEADS, PAGE, DIM)
-        self.cache = torch.empty(shape, device=DEVICE, dtype=E4M3)  # one allocation, one stride between planes
+        self.cache = torch.empty(shape, device=DEVICE, dtype=E4M3)  # one allocation has one stride between planes
         for plane in self.cache:
             plane.copy_(torch.randn(shape[1:], device=DEVICE, dtype=BF16).to(E4M3))
         order = torch.randperm(total - 1, device=DEVICE)[: batch * pages]
@@ -208,7 +208,7 @@ class Step:
             self.partial[name] = empty(parts, batch, SHAPES[name][0], dtype=torch.float32 if parts > 1 else BF16)
 
     def _last_slots(self) -> Tensor:
-        """Where each sequence's newest token lies in the cache."""
+        """Return the slot of each sequence's newest token in the cache."""
         last = self.seq_lens.long() - 1
         page = self.block_table.gather(1, (last // PAGE)[:, None]).squeeze(1).long()
         return page * PAGE + last % PAGE
@@ -272,14 +272,14 @@ class Step:
 
 
 def floor_ms(batch: int) -> float:
-    """Bytes a step must read at the measured read rate: FP8 weights and head once, FP8 KV once."""
+    """Return the milliseconds to read what a step must: FP8 weights and head once, FP8 KV once."""
     weights = NUM_LAYERS * sum(n * k for n, k in SHAPES.values()) + VOCAB * HIDDEN
     cache = NUM_LAYERS * 2 * KV_HEADS * DIM * CONTEXT * batch
     return (weights + cache) / READ_RATE * 1e3
 
 
 def check_replay(step: Step) -> bool:
-    """Eager, graph and repeated replay give the same bits."""
+    """Return whether eager execution, the graph and repeated replays give the same bits."""
     step.run()
     torch.cuda.synchronize()
     eager = step.logits.clone()
@@ -298,7 +298,7 @@ def measure(step: Step) -> float:
 
 
 def variants(step: Step, registry: Registry) -> dict[str, Step]:
-    """Each trick alone, off."""
+    """Return a step for each choice, with only that choice changed."""
     batch, change = step.batch, step.with_tricks
     rows = {
         "bf16_head": change(bf16_head=True),

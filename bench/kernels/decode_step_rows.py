@@ -1,4 +1,4 @@
-"""The decode step at each batch size, and what each of its choices is worth."""
+"""The rows of the decode step at each batch size, and of what each of its choices is worth."""
 
 import torch
 

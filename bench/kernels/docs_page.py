@@ -1,9 +1,9 @@
-"""Make a page with a table and a plot for each operation from result files of bench.kernels, the oldest first.
+"""The command that makes a page of tables and plots from result files of bench.kernels.
 
     python -m bench.kernels.docs_page bench/results/A.json bench/results/B.json --out build/kernels
 
-A later row takes the place of an earlier one with the same name and parameters; a file may name tables it `replaces`
-whole.
+The oldest file comes first. A later row takes the place of an earlier one with the same name and parameters; a file may
+name tables that it `replaces` as a whole.
 """
 
 import argparse
@@ -49,7 +49,7 @@ def main() -> None:
 
 
 def merged(documents: list[Json]) -> dict[str, list[Json]]:
-    """Rows by table; what is later wins."""
+    """Return the rows by table; a later row replaces an earlier one."""
     found: dict[tuple[str, str], Json] = {}
     for document in documents:
         replaced = document.get("replaces", [])
@@ -102,7 +102,7 @@ def table_row(values: list[str]) -> str:
 
 
 def plot(name: str, rows: list[Json], folder: Path) -> None:
-    """One bar a row, the peer's beside it; time on a log axis."""
+    """Draw one bar for each row with the peer's beside it, on a logarithmic axis."""
     labels = [" ".join(str(v) for v in row["params"].values()) for row in rows]
     figure, axes = plt.subplots(figsize=(8, 1.2 + 0.19 * len(rows)))
     place = range(len(rows))

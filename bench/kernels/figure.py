@@ -1,4 +1,4 @@
-"""One figure of a result file."""
+"""The figures of the kernel benchmark."""
 
 import sys
 from dataclasses import dataclass, field
@@ -7,7 +7,11 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Figure:
-    """limit: fraction of the byte or FLOP limit that the value reaches; peer: the other way of doing the same work."""
+    """One figure of a result file.
+
+    `limit` is the fraction of the byte or FLOP limit that the value reaches; `peer` is another way of doing the same
+    work.
+    """
 
     name: str
     params: dict[str, Any]
@@ -20,7 +24,7 @@ class Figure:
 
 
 def show(row: Figure) -> Figure:
-    """Print a row as it comes, so that a run that is cut short still says something."""
+    """Print a row at once, so that a run that is cut short still leaves figures, and return it."""
     params = " ".join(f"{k}={v}" for k, v in row.params.items())
     limit = "" if row.limit is None else f"  {row.limit:.0%} of limit"
     peer = "" if row.peer is None else f"  | {row.peer} {row.peer_value:.4g}"

@@ -1,4 +1,7 @@
-"""KV pack, unpack, verify and checksums alone, of a Llama-8B FP8 cache: random pages, by chunk size and by CTAs."""
+"""The benchmark of KV pack, unpack, verify and checksums alone.
+
+The pages are random ones of a Llama-8B FP8 cache; the rows vary chunk size and number of CTAs.
+"""
 
 from functools import partial
 
@@ -51,7 +54,7 @@ def shape_rows(registry: Registry, case: KernelCase, tokens: int, limit: float) 
 
 
 def reordered(call: KernelCall) -> KernelCall:
-    """The same caches with other random pages: nothing of the last call is in L2."""
+    """Return the call on the same caches with other random pages, so that L2 holds nothing of the last call."""
     where = 1 if call.outputs else 2 if len(call.args) == 5 else 1
     pool = next(t for t in call.args if t is not None and t.dim() == 3).shape[1]
     args = list(call.args)

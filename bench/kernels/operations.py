@@ -1,4 +1,4 @@
-"""Each operation by itself, beside its peers."""
+"""The benchmark of each operation by itself, beside its peers."""
 
 from collections.abc import Callable
 from functools import partial
@@ -37,7 +37,7 @@ def floor_us(case: KernelCase, rate: float = FP8_TENSOR_RATE) -> float:
 
 
 def fresh_calls(case: KernelCase, most: int = 12) -> list[KernelCall]:
-    """Copies of the work on different operands, so that L2 holds none of them by the time it comes round again."""
+    """Return copies of the work on different operands, enough that L2 has lost one before it is used again."""
     count = max(2, min(most, int(L2_NBYTES // max(case.nbytes, 1)))) if case.nbytes else 1
     return [case.make("cuda") for _ in range(count)]
 
@@ -49,7 +49,7 @@ def measure(registry: Registry, case: KernelCase, calls: list[KernelCall], impl:
 
 
 def error(registry: Registry, case: KernelCase, call: KernelCall, run: Callable[[KernelCall], Any]) -> float:
-    """Relative error of the first output against the reference on the same inputs."""
+    """Return the relative error of the first output against the reference on the same inputs."""
     want, got = call.copy(), call.copy()
     want.run(reference(registry, case).load(case.spec, registry.plans, registry.caps))
     got.poison()
@@ -102,7 +102,7 @@ def prefill(registry: Registry) -> list[Figure]:
 
 
 def prefill_row(registry: Registry, case: KernelCase, params: dict[str, Any]) -> Figure:
-    """The chosen implementation, ours beside it, and what others do."""
+    """Time the chosen implementation, our other ones and the peers."""
     call, chosen = case.make("cuda"), registry.resolve(case.op, case.spec).impl
     ops = {
         i.name: bind(registry, i, case, call) for i in registry.candidates(case.op, case.spec) if i.name != "reference"
@@ -121,7 +121,10 @@ def prefill_row(registry: Registry, case: KernelCase, params: dict[str, Any]) ->
 
 
 def prefill_error(registry: Registry, case: KernelCase) -> float:
-    """Of the chosen implementation, on 512 tokens after 1536: the reference holds all scores in memory."""
+    """Return the error of the chosen implementation, on 512 tokens after 1536.
+
+    The prompt is short because the reference holds all scores in memory.
+    """
     assert isinstance(case.spec, AttnSpec)
     small = prefill_case(case.spec, [(512, 2048)], workspace_mb=64)
     call = small.make("cuda")
@@ -142,7 +145,7 @@ LLAMA = {"qkv": (6144, 4096), "o": (4096, 4096), "down": (4096, 14336)}
 
 
 def skinny(registry: Registry) -> list[Figure]:
-    """Norm and product together, as a decode step runs them; 2 to 12 weights in turn."""
+    """Time norm and product together, as a decode step runs them, on 2 to 12 weights in turn."""
     rows = []
     for tokens in (1, 8, 32, 64):
         for name, (n, k) in LLAMA.items():
@@ -182,8 +185,11 @@ def norm_and(registry: Registry, case: KernelCase, name: str, tokens: int, peer:
 
 
 def chained(normed: KernelCall, call: KernelCall) -> KernelCall:
-    """The product reads what the norm wrote, and writes what the norm will read, where the shapes are the same: in a
-    step these lie in L2, and buffers of their own would not."""
+    """Return the product's call so that it shares buffers with the norm, if the shapes agree.
+
+    It reads what the norm wrote, and writes what the norm will read. In a step these lie in L2, and separate buffers
+    would not.
+    """
     args, (x, *_, normed_out, normed_scale) = list(call.args), normed.args
     if args[0].shape == normed_out.shape:
         args[0], args[2] = normed_out, normed_scale
@@ -278,7 +284,7 @@ def experts(registry: Registry) -> list[Figure]:
 
 
 def rerouted(spec: MoESpec, call: KernelCall) -> KernelCall:
-    """The same weights with other experts chosen: L2 does not hold the last call's."""
+    """Return the call with other experts chosen on the same weights, so that L2 does not hold the last call's."""
     args = list(call.args)
     args[3] = torch.rand(len(args[0]), spec.experts, device="cuda").topk(spec.top_k).indices.to(torch.int32)
     return KernelCall(tuple(args), call.kwargs)

@@ -1,5 +1,5 @@
 # pyright: reportMissingImports=false, reportOptionalMemberAccess=false, reportPrivateImportUsage=false
-"""The other ways of doing the same work: FlashInfer, torch, and the naive composition."""
+"""The peers of our kernels: FlashInfer, torch, and compositions of single torch operations."""
 
 from collections.abc import Callable
 from functools import partial
@@ -25,7 +25,7 @@ E4M3, BF16 = torch.float8_e4m3fn, torch.bfloat16
 def decode(
     registry: Registry, case: KernelCase, calls: list[KernelCall]
 ) -> tuple[str | None, float | None, dict[str, Any]]:
-    """FlashInfer's decode call on the same cache, with its error against ours."""
+    """Time FlashInfer's decode attention on the same cache, and compare it with ours."""
     impl = next((i for i in registry.candidates(case.op, case.spec) if i.name == "flashinfer"), None)
     if impl is None:
         return None, None, {}
@@ -38,8 +38,11 @@ def decode(
 
 
 def prefill(registry: Registry, case: KernelCase, call: KernelCall) -> dict[str, float]:
-    """FlashInfer's fa2 and fa3, planned once, and torch's attention on bf16 keys. fa3 wants e4m3 queries for an e4m3
-    cache: once with the rounding that a caller who has bf16 must add, and once as if they came rounded."""
+    """Time FlashInfer's fa2 and fa3, planned once, and torch's attention on bf16 keys.
+
+    For an e4m3 cache fa3 takes e4m3 queries. It is timed once with the rounding that a caller with bf16 queries must
+    add, and once with queries that are rounded already.
+    """
     spec = case.spec
     assert isinstance(spec, AttnSpec)
     result = sdpa(spec, call)
@@ -73,7 +76,10 @@ def planned(backend: str, dtype: torch.dtype, spec: AttnSpec, call: KernelCall) 
 
 
 def sdpa(spec: AttnSpec, call: KernelCall) -> dict[str, float]:
-    """Only where the chunk is the whole sequence: torch has no causal mask aligned to the end in its fast kernels."""
+    """Time torch's attention if the chunk is the whole sequence, else return nothing.
+
+    Its fast kernels have no causal mask aligned to the end.
+    """
     q, lens = call.args[0], call.args[4]
     if spec.sinks or q.shape[0] != int(lens[0]):
         return {}
@@ -87,7 +93,7 @@ def sdpa(spec: AttnSpec, call: KernelCall) -> dict[str, float]:
 
 
 def scaled_mm(case: KernelCase, tokens: int) -> Callable[[KernelCall], Any]:
-    """Row-wise _scaled_mm of the same operands; the gate_up comparison lacks SiLU and quantization."""
+    """Return a row-wise _scaled_mm of the same operands; for gate_up it lacks SiLU and quantization."""
 
     def run(call: KernelCall) -> None:
         a, w, a_scale, w_scale = call.args[:4]
@@ -99,7 +105,7 @@ def scaled_mm(case: KernelCase, tokens: int) -> Callable[[KernelCall], Any]:
 
 
 def bf16_mm(case: KernelCase, tokens: int) -> float:
-    """A bf16 product of the same shape, weights in turn."""
+    """Time a bf16 product of the same shape, on several weights in turn."""
     n, k = case.spec.n, case.spec.k  # type: ignore[attr-defined]
     x = torch.randn(tokens, k, device="cuda", dtype=BF16)
     ws = [torch.randn(n, k, device="cuda", dtype=BF16) for _ in range(4)]
@@ -107,7 +113,7 @@ def bf16_mm(case: KernelCase, tokens: int) -> float:
 
 
 def naive_moe(case: KernelCase, call: KernelCall) -> float:
-    """Experts one after another in bf16, routed on the host: what a plain model does."""
+    """Time the experts one after another in bf16, routed on the host, as a plain model computes them."""
     spec = case.spec
     assert isinstance(spec, MoESpec)
     x, _, weights, ids, w1, _, w2, *_ = call.args
@@ -136,7 +142,7 @@ def torch_sample(call: KernelCall) -> float:
 
 
 def composition(case: KernelCase, calls: list[KernelCall]) -> float:
-    """The same work in single torch operations."""
+    """Time the same work in single torch operations."""
     if isinstance(case.spec, NormSpec):
         return call_us([partial(naive_norm, call) for call in calls])
     return call_us([partial(naive_silu, call) for call in calls])

@@ -1,8 +1,9 @@
 # pyright: reportPrivateImportUsage=false
-"""torch.compile's fusions beside the hand-made ones: what surrounds a product or attention, and an MLP whole.
+"""The benchmark of torch.compile's fusions beside the hand-made ones.
 
-Both sides run in CUDA graphs and round alike: FP8 with one scale a row, float32 in between. `autotuned`: Inductor also
-chose among its own kernels for the products, into whose ends it may fuse.
+It covers what surrounds a product or attention, and a whole MLP. Both sides run in CUDA graphs and round alike: FP8
+with one scale per row, float32 in between. In `autotuned`, Inductor may also choose its own kernels for the products
+and fuse into their epilogues.
 """
 
 from collections.abc import Callable
@@ -38,7 +39,7 @@ from kernels.timing import call_us
 EPS = 1e-5
 HIDDEN, INTER = 4096, 14336
 FUSED_TOKENS = 64
-MIDDLE_PEAK = 120.0  # of these random operands
+MIDDLE_PEAK = 120.0  # the largest value in the middle for these random operands
 
 
 def rows(registry: Registry) -> list[Figure]:
@@ -68,7 +69,7 @@ def silu_quant(x: Tensor) -> tuple[Tensor, Tensor]:
 def rope_write(
     qkv: Tensor, positions: Tensor, slots: Tensor, cos_sin: Tensor, k_cache: Tensor, v_cache: Tensor
 ) -> Tensor:
-    """q, rotated; k and v go into their pages."""
+    """Return the rotated q, and write k and v into their pages."""
     kv_heads, page, dim = k_cache.shape[1:]
     heads = qkv.float().view(len(qkv), -1, dim)
     q, k, v = heads.split((heads.shape[1] - 2 * kv_heads, kv_heads, kv_heads), 1)
@@ -89,7 +90,7 @@ def compiled(run: Callable[..., Any], mode: str = "default") -> Callable[..., An
 
 
 def around(registry: Registry, tokens: int) -> list[Figure]:
-    """What stands between two products: three operations, each on different operands in turn."""
+    """Time the three operations between products, each on different operands in turn."""
     norm, silu = norm_case(NormSpec(HIDDEN), tokens), silu_case(SiluSpec(INTER, "token"), tokens)
     rope = rope_case(RopeSpec(32, 8, 128), tokens)
     return [
@@ -117,7 +118,10 @@ def beside(
 
 
 def attention(registry: Registry, tokens: int) -> Figure:
-    """A prompt's attention, then its output in e4m3. torch has no paged e4m3 cache: it reads plain bf16 keys."""
+    """Time a prompt's attention and the quantization of its output to e4m3.
+
+    torch has no paged e4m3 cache, so it reads plain bf16 keys.
+    """
     case = prefill_case(AttnSpec(32, 8, 128), [(tokens, tokens)], workspace_mb=512)
     call, rounded = case.make("cuda"), quant_case(QuantSpec(HIDDEN, "token"), tokens)
     op = bind(registry, registry.resolve(case.op, case.spec).impl, case, call)
@@ -142,7 +146,7 @@ def attention(registry: Registry, tokens: int) -> Figure:
 
 
 def mlp(registry: Registry, tokens: int, mode: str) -> Figure:
-    """Residual and norm, gate and up, SiLU, down; four layers' weights in turn."""
+    """Time residual and norm, gate and up, SiLU, and down, with the weights of four layers in turn."""
     works = [CompiledMlp(registry, tokens) for _ in range(4)]
     run = compiled(plain_mlp, mode)
     truth, _ = run(*(argument.clone() for argument in works[0].arguments))
@@ -162,8 +166,9 @@ def plain_mlp(
 
 
 class CompiledMlp:
-    """One layer's, on operands of its own, as the engine puts it together at this many tokens: up to 64 with SiLU in
-    the product's end and a static scale behind it, beyond as four operations.
+    """One layer's MLP on operands of its own, put together as the engine does at this many tokens.
+
+    Up to 64 tokens SiLU is fused into the product, with a static scale after it; beyond that there are four operations.
     """
 
     def __init__(self, registry: Registry, tokens: int) -> None:

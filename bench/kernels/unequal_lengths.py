@@ -1,7 +1,10 @@
-"""Decode attention of unequal lengths, Llama-8B's shape, e4m3 cache: `python -m bench.kernels.unequal_lengths`.
+"""The benchmark of decode attention over sequences of unequal lengths.
 
-The fused step (`attn_decode_fused`) with slices shared out by length, beside as many slices for each sequence. The
-limit is the time to read all keys and values once at the rate that an H200 reads.
+`python -m bench.kernels.unequal_lengths`
+
+The shape is Llama-8B's, with an e4m3 cache. The fused step (`attn_decode_fused`) with slices shared out by length
+stands beside the same number of slices for each sequence. The limit is the time to read all keys and values once at the
+bandwidth of an H200.
 """
 
 import argparse
@@ -44,9 +47,9 @@ def main() -> None:
 
 
 def lengths_row(run: Callable, name: str, lengths: Sequence[int]) -> ResultRow:
-    """In a batch as the engine pads it, launched as for the contexts that the engine would say."""
+    """Time a batch that is padded and launched as the engine would."""
     batch = bucket_for(batch_buckets(256), len(lengths))
-    calls = [padded(lengths, batch) for _ in range(3)]  # so that L2 does not help
+    calls = [padded(lengths, batch) for _ in range(3)]  # several, so that L2 does not help
     shared, times = attn_decode.shared_plan, {}
     for kind, plan in (("shared out", shared), ("alike", lambda *asked: None)):
         attn_decode.shared_plan = plan

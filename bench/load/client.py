@@ -1,4 +1,4 @@
-"""A streaming client that only takes times: when each token of one answer arrived, and what went wrong if it did."""
+"""The streaming client of the load generator, which records when each token came and what went wrong."""
 
 import asyncio
 import json
@@ -16,19 +16,19 @@ QUIET_S = 120.0
 GREEDY: Mapping[str, float] = {"temperature": 0}
 MAX_SAID = 200
 _JSON = {"content-type": "application/json"}
-_STREAMS = ("text/event-stream", "application/json")  # the latter is what vLLM's toy proxy of a pair calls a stream
+_STREAMS = ("text/event-stream", "application/json")  # vLLM's toy proxy of a pair sends the latter
 SPARE_EVENTS = 8
-"""What a stream may have above one event a token: some servers open or close it with an empty one."""
+"""The events that a stream may have beyond one per token: some servers open or close it with an empty one."""
 
 
 @dataclass
 class StreamResult:
-    """Seconds from the request's start (`ttft_s`) and between events with tokens (`gaps_s`), however many or few
-    characters an event has: a server may put several tokens into one.
+    """The outcome of one streamed answer.
 
-    `num_tokens` is what the server's `usage` says, else the number of those events. `reason`: why it did not end well,
-    in words that can be counted; `error`: the same with what the server said. Both are empty if it did. `text`: what
-    came of it. `refusal`: the status of HTTP by which the server refused; 0 if it did not.
+    `ttft_s` counts from the request's start, `gaps_s` are the times between events with tokens; a server may put
+    several tokens into one event. `num_tokens` is what the server's `usage` says, or without it the number of those
+    events. `reason` says in words that can be counted why the answer did not end well, `error` the same with the
+    server's words; both are empty if it did. `refusal` is the HTTP status by which the server refused, or 0.
     """
 
     ttft_s: float = 0.0
@@ -42,7 +42,7 @@ class StreamResult:
 
 
 class BrokenStream(Exception):
-    """The answer did not end well: a reason to count, what was seen, and the status of a refusal."""
+    """An answer that did not end well: a reason to count, what was seen, and the status of a refusal."""
 
     def __init__(self, reason: str, seen: object = "", refusal: int = 0) -> None:
         super().__init__(reason, seen)
@@ -50,12 +50,12 @@ class BrokenStream(Exception):
 
 
 def random_prompt(num_tokens: int, rng: random.Random, vocabulary: int = VOCABULARY) -> list[int]:
-    """Token ids, so that no prefix cache can help and no tokenizer is measured."""
+    """Return random token ids, so that no prefix cache helps and no tokenizer is measured."""
     return rng.choices(range(min(10, vocabulary - 1), vocabulary), k=num_tokens)
 
 
 def body_of(model: str, prompt: list[int], max_tokens: int, sampling: Mapping[str, float] = GREEDY) -> bytes:
-    """One completion of exactly `max_tokens`, streamed."""
+    """Return the body of a streamed completion of exactly `max_tokens`."""
     return json.dumps(
         {
             "model": model,
@@ -77,9 +77,9 @@ async def ask(
     leave_after: int | None = None,
     quiet_s: float = QUIET_S,
 ) -> StreamResult:
-    """Stream the completion `body_of` asks for. Whatever the server does is in the answer, and it ends.
+    """Stream the completion that `body_of` asks for; it always ends, and any fault is in the result.
 
-    `leave_after`: hang up after so many tokens. `quiet_s`: give up when no token came for so long.
+    `leave_after`: hang up after this many tokens. `quiet_s`: give up when no token came for this long.
     """
     answer, start = StreamResult(), time.perf_counter()
     try:
@@ -99,14 +99,14 @@ async def ask(
 
 FAILURES: dict[type[Exception], str] = {
     aiohttp.ClientConnectorError: "no connection",
-    aiohttp.ClientResponseError: "garbage",  # no HTTP
-    HttpProcessingError: "garbage",  # a line without an end
+    aiohttp.ClientResponseError: "garbage",  # the reply is not HTTP
+    HttpProcessingError: "garbage",  # a line does not end
     aiohttp.ClientError: "connection lost",
     OSError: "connection lost",
-    ValueError: "garbage",  # no JSON, no UTF-8
+    ValueError: "garbage",  # an event is not JSON or not UTF-8
     RecursionError: "garbage",
 }
-"""The first that fits, since some are kinds of others."""
+"""The reason for each exception; the first that fits counts, since some are subclasses of others."""
 
 
 async def _stream(http: aiohttp.ClientSession, url: str, body: bytes, taker: "_StreamTimer", quiet_s: float) -> None:
@@ -128,7 +128,7 @@ async def _stream(http: aiohttp.ClientSession, url: str, body: bytes, taker: "_S
 
 
 class _StreamTimer:
-    """Gives the events of one stream their times. Raises BrokenStream for what no good stream has."""
+    """The clock of one stream's events; it raises BrokenStream for what no good stream has."""
 
     def __init__(self, answer: StreamResult, start: float, max_tokens: int, leave_after: int | None) -> None:
         self._answer, self._last = answer, start
@@ -141,7 +141,10 @@ class _StreamTimer:
         return self._leave_after is not None and self._answer.num_tokens >= self._leave_after
 
     def take(self, event: object) -> bool:
-        """Whether it counts as a token. One that ends the answer and has no text does not, if others came before."""
+        """Return whether the event counts as a token.
+
+        One that ends the answer and has no text does not, if others came before.
+        """
         now, answer, choices = time.perf_counter(), self._answer, self._choices(event)
         self._is_finished = self._is_finished or any(choice.get("finish_reason") for choice in choices)
         answer.text += "".join(choice.get("text") or "" for choice in choices)
@@ -178,7 +181,10 @@ class _StreamTimer:
 
 
 def session(total_s: float | None = 600.0, headers: Mapping[str, str] | None = None) -> aiohttp.ClientSession:
-    """Any number of connections. `total_s`: the longest that a request may take; None where `ask` is what gives up."""
+    """Return an HTTP session with any number of connections.
+
+    `total_s` is the longest that a request may take; None where `ask` gives up by itself.
+    """
     return aiohttp.ClientSession(
         connector=aiohttp.TCPConnector(limit=0),
         timeout=aiohttp.ClientTimeout(total=total_s),

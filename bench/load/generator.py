@@ -1,4 +1,7 @@
-"""Load on an OpenAI-compatible server: so many users at once, or arrivals at a rate; what came of every request."""
+"""The load on an OpenAI-compatible server, and what became of every request.
+
+It comes from a number of users at once, or as arrivals at a rate.
+"""
 
 import asyncio
 import gc
@@ -22,12 +25,12 @@ PERCENTILES = (50, 90, 99)
 
 
 class KeyWanted(Unavailable):
-    """The server answers 401: it was shown no key, or none that it knows."""
+    """The server answers 401: it was given no API key, or none that it knows."""
 
 
 @dataclass(frozen=True)
 class Lengths:
-    """Tokens of each prompt and of each answer. As text `1k/8k`, k being 1024."""
+    """The tokens of each prompt and of each answer. As text `1k/8k`, where k is 1024."""
 
     num_in: int
     num_out: int
@@ -38,7 +41,9 @@ class Lengths:
 
 @dataclass(frozen=True)
 class Point:
-    """One load. Closed loop: `users`, each with its next request as soon as the last is answered. Open loop: `rate`
+    """One load.
+
+    Closed loop: `users`, each of whom sends the next request as soon as the last is answered. Open loop: `rate`
     requests a second with exponential gaps (Poisson), answered or not. One of the two is None.
     """
 
@@ -63,8 +68,10 @@ class Point:
 
 @dataclass(frozen=True)
 class TargetServer:
-    """Who is asked, and how: `vocabulary` bounds the ids of a prompt, `quiet_s` how long an answer may be silent.
-    `replicas`: where else the same model is served; requests take turns.
+    """The server under load.
+
+    `vocabulary` bounds the token ids of a prompt, `quiet_s` is how long an answer may be silent, and `replicas` are
+    further URLs of the same model, which requests take in turn.
     """
 
     url: str
@@ -92,7 +99,7 @@ class Measured:
 
     @property
     def reasons(self) -> Counter[str]:
-        """Of the others, by how often."""
+        """Count the answers that did not end well, by reason."""
         return Counter(answer.reason for answer in self.answers if answer.reason)
 
 
@@ -103,10 +110,11 @@ async def measure(
     seed: int,
     tell: Callable[[StreamResult], None],
 ) -> None:
-    """Fills `measured`, so that what there is when this is cancelled is there. `tell` is called with each answer.
+    """Put the point's load on the server and fill `measured`.
 
-    The same seed sends the same prompts at the same times, whatever was measured before. Raises Unavailable if none of
-    the requests to warm up, which are not counted, is answered.
+    It keeps what it has when this is cancelled. `tell` is called with each answer. The same seed sends the same prompts
+    at the same times, whatever was measured before. Warm-up requests are not counted; Unavailable is raised if none of
+    them is answered.
     """
     point = measured.point
     lengths = point.lengths
@@ -119,7 +127,7 @@ async def measure(
         url = server.urls[number % len(server.urls)]
         return ask(http, url, body, max_tokens, quiet_s=server.quiet_s)
 
-    # All before the first is sent: to draw and write a prompt of 8192 takes 2 ms, in which no token of others is seen.
+    # All are made before the first is sent: making a prompt of 8192 takes 2 ms, in which no token would be read.
     bodies = [body(number, lengths.num_out) for number in range(point.num_requests)]
 
     async def counted(number: int) -> None:
@@ -140,8 +148,9 @@ async def measure(
 
 @contextmanager
 def _unseen() -> Iterator[None]:
-    """The garbage collector does not look at what this process has imported, torch mostly. Else no token is seen while
-    it does, for 20 to 30 ms.
+    """Exempt what this process has imported, torch mostly, from garbage collection while the block runs.
+
+    A collection of all that would delay every token by 20 to 30 ms.
     """
     freeze_startup_objects()
     try:
@@ -180,7 +189,10 @@ async def _open(rate: float, point: Point, one: Callable[[int], Coroutine], seed
 
 
 def rows_of(measured: Measured, num_gpus: int) -> list[ResultRow]:
-    """The figures of a point; those that need an answer are left out without one. `num_gpus` 0: nobody said."""
+    """Return the figures of a point; without an answer those that need one are left out.
+
+    `num_gpus` is 0 if it is not known.
+    """
     point, good = measured.point, measured.good
     load = {"rate": point.rate} if point.users is None else {"users": point.users}
     params = {"lengths": str(point.lengths)} | load
@@ -209,13 +221,16 @@ def rows_of(measured: Measured, num_gpus: int) -> list[ResultRow]:
 
 
 def throughput(measured: Measured) -> float:
-    """Tokens of prompts and answers a second."""
+    """Return the tokens of prompts and answers per second."""
     num_tokens = sum(measured.point.lengths.num_in + answer.num_tokens for answer in measured.good)
     return num_tokens / measured.wall_s
 
 
 def interactivity(answers: Sequence[StreamResult]) -> float | None:
-    """Tokens a second that the median user sees after the first: 1 / median of the answers' time per output token."""
+    """Return the tokens per second that the median user sees after the first.
+
+    It is 1 / the median of the answers' time per output token.
+    """
     times_s = [(a.total_s - a.ttft_s) / (a.num_tokens - 1) for a in answers if a.num_tokens > 1]
     return 1 / statistics.median(times_s) if times_s else None
 
@@ -225,12 +240,12 @@ def _percentiles(name: str, values: list[float], unit: str, params: dict) -> lis
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """The value that `share` percent of `values` lie below, always one of them."""
+    """Return the value that `share` per cent of `values` lie below; it is always one of them."""
     return sorted(values)[min(len(values) - 1, int(share / 100 * len(values)))]
 
 
 async def first_model(http: aiohttp.ClientSession, url: str) -> dict:
-    """What the server lists first at /v1/models. Raises Unavailable."""
+    """Return what the server lists first at /v1/models; raise Unavailable if it lists nothing."""
     card = await _get(http, f"{url}/v1/models")
     models = card.get("data") if isinstance(card, dict) else None
     if not isinstance(models, list) or not models or not isinstance(models[0], dict) or "id" not in models[0]:
@@ -239,7 +254,7 @@ async def first_model(http: aiohttp.ClientSession, url: str) -> dict:
 
 
 async def version_of(http: aiohttp.ClientSession, url: str) -> str:
-    """What the server says at /version, as Tandem and vLLM do; empty for one that does not."""
+    """Return what the server says at /version, as Tandem and vLLM do, or an empty text."""
     try:
         said = await _get(http, f"{url}/version")
     except Unavailable:
@@ -261,10 +276,10 @@ async def _get(http: aiohttp.ClientSession, url: str) -> object:
 
 
 def _kind_of(refusal: int) -> type[Unavailable]:
-    """By the status of HTTP."""
+    """Return the error for an HTTP status."""
     return KeyWanted if refusal == 401 else Unavailable
 
 
 def _reason(error: Exception) -> str:
-    """In one line: time-outs have no words of their own."""
+    """Return the error in one line; time-outs have no text of their own."""
     return f"{str(error)[:200] or type(error).__name__}"

@@ -1,4 +1,4 @@
-"""Plots of a load sweep: how TTFT and ITL are spread, and throughput against interactivity."""
+"""The plots of a load sweep: the distribution of TTFT and ITL, and throughput against interactivity."""
 
 from collections import defaultdict
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ DPI = 120
 
 
 def plot(folder: Path, measured: Sequence[Measured], num_gpus: int) -> list[Path]:
-    """Writes ttft.png, itl.png and pareto.png as far as there is something to draw; returns their paths."""
+    """Write ttft.png, itl.png and pareto.png as far as there is something to draw; return their paths."""
     answered = [one for one in measured if one.good]
     ttfts = {str(one.point): [answer.ttft_s * 1e3 for answer in one.good] for one in answered}
     itls = {str(one.point): [gap_s * 1e3 for answer in one.good for gap_s in answer.gaps_s] for one in answered}
@@ -30,7 +30,7 @@ def plot(folder: Path, measured: Sequence[Measured], num_gpus: int) -> list[Path
 
 
 def spread(label: str, samples: dict[str, list[float]]) -> Figure:
-    """For each point which share of its samples is below what value."""
+    """Draw for each point the share of its samples below each value."""
     figure, axes = _figure(label, "share of all, %")
     for name, values in samples.items():
         shares = [100 * (i + 1) / len(values) for i in range(len(values))]
@@ -45,7 +45,7 @@ def spread(label: str, samples: dict[str, list[float]]) -> Figure:
 
 
 def pareto(measured: Sequence[Measured], num_gpus: int) -> Figure:
-    """In InferenceMAX's form: a line for each pair of lengths through the points that no other one beats."""
+    """Draw a line for each pair of lengths through the points that no other beats, as InferenceMAX does."""
     where = "GPU" if num_gpus else "server"
     figure, axes = _figure("interactivity, tokens/s/user", f"input and output tokens/s per {where}")
     lines: dict[str, list[tuple[float, float, str]]] = defaultdict(list)
@@ -73,7 +73,7 @@ def _draw_line(axes: Axes, name: str, points: list[tuple[float, float, str]]) ->
 
 
 def frontier(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Those that no other one equals or passes in both, the fastest for one user last."""
+    """Return the points that no other equals or passes in both, the fastest for one user last."""
     best: list[tuple[float, float]] = []
     for x, y in sorted(set(points), reverse=True):
         if not best or y > best[-1][1]:

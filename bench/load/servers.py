@@ -1,4 +1,4 @@
-"""Servers that run already and speak OpenAI's API, Tandem or another, by names to measure them under."""
+"""The servers that already run and speak OpenAI's API, Tandem or another, under names for the results."""
 
 import argparse
 from dataclasses import dataclass
@@ -11,14 +11,14 @@ from contracts.errors import Unavailable
 
 @dataclass(frozen=True)
 class Named:
-    """Several `urls` are replicas of one model, which take turns."""
+    """A server with the name it is measured under; several `urls` are replicas of one model, which take turns."""
 
     name: str
     urls: tuple[str, ...]
 
 
 def named(text: str) -> Named:
-    """Of `NAME=URL` or `NAME=URL,URL`."""
+    """Parse `NAME=URL` or `NAME=URL,URL`."""
     name, _, urls = text.partition("=")
     found = tuple(url.rstrip("/") for url in urls.split(","))
     if not name or not all(url.startswith(("http://", "https://")) for url in found):
@@ -28,7 +28,7 @@ def named(text: str) -> Named:
 
 @dataclass(frozen=True)
 class Found:
-    """A server, and what it says of itself; `version` is empty if it says none."""
+    """A server and what it says of itself; `version` is empty if it says none."""
 
     urls: tuple[str, ...]
     model: str
@@ -40,8 +40,10 @@ class Found:
 
 
 async def found_at(http: aiohttp.ClientSession, urls: tuple[str, ...], model: str) -> Found:
-    """`model`: what the server calls it; if empty, what it lists first. Raises Unavailable, for replicas that list
-    different ones, too.
+    """Return the server at these URLs.
+
+    `model` is what the server calls the model; if it is empty, the first that the server lists. Unavailable is raised
+    if it lists none, or if replicas list different ones.
     """
     try:
         listed = {url: model or (await first_model(http, url))["id"] for url in urls}
