@@ -4,7 +4,7 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from io import BytesIO
 
@@ -38,6 +38,7 @@ BLIND_S = 3.0
 
 OnEvent = Callable[[WorkerId, Event], None]
 OnLost = Callable[[WorkerId, Incarnation, str], None]
+HasLeft = Callable[[WorkerId], Awaitable[bool]]
 Outbox = list[tuple[JobMessage, asyncio.Future[None]]]
 
 
@@ -176,7 +177,16 @@ class WorkerPool:
 
     def _open(self, node: Node) -> "WorkerLink":
         assert self._session is not None
-        return WorkerLink(node.info, self._gateway_id, self._session, self._on_event, self._on_lost)
+        return WorkerLink(node.info, self._gateway_id, self._session, self._on_event, self._on_lost, self._has_left)
+
+    async def _has_left(self, worker_id: WorkerId) -> bool:
+        """Return whether a worker whose stream ended has left in order, by the registry as it is now: it drains, or is
+        no longer listed.
+        """
+        with suppress(Unavailable):
+            await self._poll()
+            return worker_id not in self._listed or self._drains(worker_id)
+        return False
 
 
 class WorkerLink:
@@ -189,10 +199,11 @@ class WorkerLink:
         session: aiohttp.ClientSession,
         on_event: OnEvent,
         on_lost: OnLost,
+        has_left: HasLeft,
     ) -> None:
         self.info, self.trouble = info, ""
         self._gateway_id, self._session = gateway_id, session
-        self._on_event, self._on_lost = on_event, on_lost
+        self._on_event, self._on_lost, self._has_left = on_event, on_lost, has_left
         self._decoder = decoder(EventFrame)
         self._opened = asyncio.Event()
         self._num_frames = 0
@@ -220,7 +231,8 @@ class WorkerLink:
         self._task.cancel()
         await asyncio.gather(self._task, return_exceptions=True)
         await asyncio.gather(*self._posting, return_exceptions=True)
-        self._lost(reason)
+        if self._lost(reason):
+            log.info("worker %s is not connected: %s", self.info.worker_id, reason)
 
     async def _run(self) -> None:
         while True:
@@ -232,7 +244,8 @@ class WorkerLink:
             except Exception as error:  # of ours: without this task every answer of this worker would wait for ever
                 log.exception("events of %s", self.info.worker_id)
                 reason = f"its events were not understood: {type(error).__name__}"
-            self._lost(reason)
+            if self._lost(reason) and not await self._has_left(self.info.worker_id):
+                log.warning("worker %s is not connected: %s", self.info.worker_id, reason)
             await asyncio.sleep(RECONNECT_S)
 
     async def _listen_until_silent(self) -> None:
@@ -278,12 +291,12 @@ class WorkerLink:
         for event in frame.events:
             self._on_event(self.info.worker_id, event)
 
-    def _lost(self, reason: str) -> None:
+    def _lost(self, reason: str) -> bool:
+        """Tell of the loss. Returns whether its reason is news: it is logged once, not at each attempt."""
         self._opened.clear()
-        if reason != self.trouble:  # said once, not at each attempt
-            log.warning("worker %s is not connected: %s", self.info.worker_id, reason)
-        self.trouble = reason
+        is_news, self.trouble = reason != self.trouble, reason
         self._on_lost(self.info.worker_id, self.info.incarnation, reason)
+        return is_news
 
     async def _post(self) -> None:
         with suppress(TimeoutError):

@@ -16,6 +16,7 @@ from kv_transfer.connection.frames import HANDOFF
 
 RECEIVE_NBYTES = 1 << 18
 MAX_UNSENT_NBYTES = 64 << 20
+PEER_CLOSED = "the peer closed the control connection"
 HEARTBEAT = (0).to_bytes(codec.HEADER_NBYTES, "little")
 
 
@@ -117,7 +118,7 @@ class ControlConnection:
             self.stop(f"the control connection failed: {error}")
             return False
         if not data:
-            self.stop("the peer closed the control connection")
+            self.stop(PEER_CLOSED)
             return False
         self._dispatch(data, on_message)
         return True

@@ -42,6 +42,12 @@ class GrantTable:
         with self._lock:
             self._offers.setdefault((offer.request_id, offer.epoch), offer)
 
+    @property
+    def num_alive(self) -> int:
+        """How many attempts are offered and not over."""
+        with self._lock:
+            return len(self._offers)
+
     def knows(self, key: Key) -> bool:
         """Offered, or over while a page of it is still being written."""
         with self._lock:

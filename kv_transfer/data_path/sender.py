@@ -58,6 +58,12 @@ class SendQueue:
         with self._changed:
             self._alive.add(key)
 
+    @property
+    def num_alive(self) -> int:
+        """How many attempts have begun and are not over."""
+        with self._changed:
+            return len(self._alive)
+
     def knows(self, key: Key) -> bool:
         """Alive, or over while a page of it is still being read."""
         with self._changed:

@@ -19,7 +19,7 @@ from contracts.ids import Incarnation, WorkerId
 from contracts.layout import KVLayout
 from kv_transfer import events
 from kv_transfer.chunks.device_pool import Pool
-from kv_transfer.connection.control_connection import ControlConnection
+from kv_transfer.connection.control_connection import PEER_CLOSED, ControlConnection
 from kv_transfer.connection.frames import Terms
 from kv_transfer.connection.handshake import Identity
 from kv_transfer.connection.handshake_socket import FRAME_MAX_NBYTES, shut
@@ -88,6 +88,9 @@ class LinkParts:
 
 class Attempts(Protocol):
     """The attempts that are alive at one end."""
+
+    @property
+    def num_alive(self) -> int: ...
 
     def knows(self, key: Key) -> bool:
         """Alive, or over while a page of it is still in use."""
@@ -277,7 +280,9 @@ class Link(ABC):
         self.state = "lost"
         error, code = self._failure or ("closed", "peer_lost")
         fenced = self._channel is None or self._fenced
-        log.log(logging.INFO if code == "closed" else logging.WARNING, "KV link %s is lost: %s", self._name, error)
+        # A peer that stops in order has finished its handoffs first.
+        is_orderly = code == "closed" or (error == PEER_CLOSED and not self._attempts.num_alive)
+        log.log(logging.INFO if is_orderly else logging.WARNING, "KV link %s is lost: %s", self._name, error)
         self.parts.on_lost(self, events.PeerDisconnected(self.peer_id, self.incarnation, error, fenced, code))
         self.gone.set()
 

@@ -540,10 +540,28 @@ async def test_while_the_registry_does_not_answer_it_is_not_ready(checkpoint, mo
 
 async def test_a_gateway_that_stops_says_nothing_of_the_registry(checkpoint, caplog):
     """It lists the workers as before; who reads that it does not looks for a fault where none is."""
+    caplog.set_level("INFO", "gateway.dispatch.worker_pool")
     async with coordinated(checkpoint, pair(), MemoryStore(alive_s=600.0)) as rig:
         await rig.until(rig.front.dispatch.workers.can_serve)
-    said = [record.message for record in caplog.records if record.name == "gateway.dispatch.worker_pool"]
+    records = [record for record in caplog.records if record.name == "gateway.dispatch.worker_pool"]
+    assert {record.levelname for record in records} == {"INFO"}
+    said = [record.message for record in records]
     assert sorted(said) == [f"worker {name} is not connected: this gateway stops" for name in ("d0", "p0")]
+
+
+@pytest.mark.parametrize("is_orderly", [True, False])
+async def test_a_worker_that_leaves_in_order_is_no_warning(checkpoint, caplog, is_orderly):
+    """It is out of the registry before its stream ends; one that dies is not."""
+    caplog.set_level("INFO", "gateway.dispatch.worker_pool")
+    async with gateway(checkpoint, pair()) as rig:
+        await rig.until(rig.front.dispatch.workers.can_serve)
+        _look_no_more(rig)
+        if is_orderly:
+            rig.store.dead.add(rig.workers[1].worker_id)
+        await rig.workers[1].stop()
+        await rig.until(lambda: any("d0 is not connected" in record.message for record in caplog.records))
+        levels = {record.levelname for record in caplog.records if "d0" in record.message}
+        assert levels == ({"INFO"} if is_orderly else {"WARNING"})
 
 
 async def test_leases_that_are_not_renewed_are_said_once_for_each_reason(checkpoint, monkeypatch, caplog):

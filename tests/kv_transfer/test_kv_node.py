@@ -205,6 +205,25 @@ def test_a_link_to_a_former_incarnation_goes_when_the_next_has_proved_itself(mak
     assert [link.incarnation for link in prefill.node.stats()] == [new.incarnation]
 
 
+@pytest.mark.parametrize("is_idle", [True, False])
+def test_a_peer_that_stops_in_order_is_no_warning(pair: tuple[Peer, Peer], caplog, is_idle: bool) -> None:
+    """It finishes its handoffs before it stops; one that leaves in the middle is a loss."""
+    prefill, decode = pair
+    offer_and_grant(prefill, decode, "r", 8, [5, 6])
+    if is_idle:
+        send(prefill, decode, "r", 0, 0, 8, [3, 4])
+        prefill.node.finish(decode.name, fin("r", 1))
+        decode.wait(ChunkLanded)
+        decode.message(Fin, "r")
+        decode.node.commit(prefill.name, Commit(RequestId("r"), Epoch(1), 1, 0))
+        prefill.message(Commit, "r")
+    caplog.set_level(logging.INFO, "kv_transfer.links.link")
+    decode.node.close()
+    prefill.wait(PeerDisconnected)
+    (line,) = [record for record in caplog.records if "to decode-1 is lost" in record.message]
+    assert line.levelname == ("INFO" if is_idle else "WARNING")
+
+
 def test_a_message_that_trips_us_up_ends_its_link_fenced(pair: tuple[Peer, Peer], monkeypatch, caplog) -> None:
     """A fault of ours; without the fence its pages would stay out of use, and its threads."""
     prefill, decode = pair
