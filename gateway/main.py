@@ -14,7 +14,8 @@ from coordinator.store.store import Store
 from gateway.console.routes import add_console
 from gateway.dispatch.dispatcher import Dispatcher
 from gateway.dispatch.placement import StorePlacement
-from gateway.http.app import AppContext, make_app
+from gateway.http.app import make_app
+from gateway.http.context import AppContext
 from gateway.http.server import http_config
 from gateway.observability.metrics import Metrics
 from gateway.observability.tracing import open_tracing

@@ -6,7 +6,7 @@ from typing import Any
 import uvicorn
 from fastapi import FastAPI
 
-from gateway.api.response_formatter import error_body
+from gateway.api.error_body import error_body
 from service.http_protocol import LimitedProtocol
 
 KEEP_ALIVE_S = 75

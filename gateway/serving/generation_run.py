@@ -1,4 +1,4 @@
-"""One request of a client, from its answers' placement to the last byte: whole or as server-sent events."""
+"""A client's request while it runs: its answers, from their placement to their last token."""
 
 import asyncio
 import json
@@ -9,26 +9,20 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
-import msgspec
-from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
-
 from contracts.errors import DeadlineExceeded, Overloaded, TandemError, Unavailable
 from contracts.ids import RequestId
 from coordinator.request_states import RequestState
 from gateway.admission.limits import ConcurrencyLimit
-from gateway.api.openai.vllm_extensions import StreamedTokenIds, add_details
-from gateway.api.response_formatter import OUR_FAULT, ResponseFormatter, Usage, error_of, retry_headers
+from gateway.api.error_body import error_of
+from gateway.api.response_formatter import ResponseFormatter
 from gateway.dispatch.dispatcher import REPLAY_WAIT_S, Dispatcher
 from gateway.generation.generation_state import GenerationState, OutputDelta
+from gateway.generation.usage import Usage
 from gateway.observability.metrics import Metrics
 from gateway.observability.tracing import Trace
-from gateway.serving.disconnect import wait_for_disconnect
 
 log = logging.getLogger("gateway.requests")
-faults = logging.getLogger(__name__)
 
-WRITE_GRACE_S = 5.0
 PLACE_PERIOD_S = 0.5
 MAX_UNREAD_PIECES = 16_384
 
@@ -220,110 +214,6 @@ class GenerationRun:
         log.info("%s", json.dumps(facts))
         if self.trace is not None:
             self.trace.end(self.answers[0], facts, self.started_s - self.receive_s, now)
-
-
-class GenerationResponse(Response):
-    """Writes the answer and watches the client meanwhile: a client that leaves frees both workers at once."""
-
-    def __init__(self, serving: GenerationRun) -> None:
-        super().__init__(headers={"x-request-id": serving.echo_id or serving.id})
-        self._serving = serving
-        self._token_ids = StreamedTokenIds(serving.answers)
-        self._has_started = False
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        writing = asyncio.ensure_future(self._write(send))
-        leaving = asyncio.ensure_future(wait_for_disconnect(receive))
-        error, has_left = None, True
-        try:
-            limit_s = self._serving.timeout_s + WRITE_GRACE_S  # a client that does not read ends, too
-            await asyncio.wait({writing, leaving}, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
-            has_left = not writing.done()
-            if not has_left:
-                error = writing.result()
-        finally:
-            for task in (writing, leaving):
-                task.cancel()
-            await asyncio.gather(writing, leaving, return_exceptions=True)
-            self._serving.close(error, has_left)
-
-    async def _write(self, send: Send) -> TandemError | None:
-        """Returns the error that ended the answer: an HTTP error before the first piece, an event after it."""
-        try:
-            await self._serving.place()
-            await (self._write_stream(send) if self._serving.style.stream else self._write_whole(send))
-            return None
-        except TandemError as failure:
-            error = failure
-        except Exception:  # of ours; the client is owed an end all the same
-            faults.exception("request %s", self._serving.id)
-            error = TandemError(OUR_FAULT)
-        if self._has_started:
-            await _body(send, self._closing(error), more=False)
-        else:
-            await self._send_error(send, error)
-        return error
-
-    async def _write_whole(self, send: Send) -> None:
-        serving = self._serving
-        told: list[list[OutputDelta]] = [[] for _ in serving.answers]
-        while pieces := await serving.deltas():
-            for piece in pieces:
-                told[piece.index].append(piece)
-        choices = list(map(serving.replies.choice, told))
-        body = serving.replies.whole(choices, serving.usage())
-        if serving.has_details:
-            add_details(body, serving.answers)
-        await self._send_json(send, 200, msgspec.json.encode(body))
-
-    async def _write_stream(self, send: Send) -> None:
-        serving = self._serving
-        pieces = await serving.deltas()
-        headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
-        await self._start(send, 200, headers)
-        bodies = [body for i in range(len(serving.answers)) for body in serving.replies.opening(i)]
-        opening = b"".join(self._event(body) for body in bodies)
-        while pieces:
-            if data := opening + b"".join(self._chunk(piece) for piece in pieces):
-                await _body(send, data, more=True)
-            opening = b""
-            pieces = await serving.deltas()
-        await _body(send, self._closing(None), more=False)
-
-    def _chunk(self, piece: OutputDelta) -> bytes:
-        bodies = self._serving.replies.chunk(piece)
-        if bodies and self._serving.has_details:
-            self._token_ids.add(bodies[0], piece)
-        return b"".join(map(self._event, bodies))
-
-    def _event(self, body: dict) -> bytes:
-        if self._serving.style.continuous_usage:
-            body["usage"] = self._serving.usage().body()
-        return self._serving.replies.encode(body)
-
-    def _closing(self, error: TandemError | None) -> bytes:
-        serving, replies = self._serving, self._serving.replies
-        bodies = [replies.failure(error)] if error else replies.closing(serving.usage(), serving.style.include_usage)
-        return b"".join(map(replies.encode, bodies)) + replies.ending
-
-    async def _send_error(self, send: Send, error: TandemError) -> None:
-        status, body = error_of(error)
-        retry = [(name.lower().encode(), value.encode()) for name, value in retry_headers(error).items()]
-        await self._send_json(send, status, msgspec.json.encode(body), retry)
-
-    async def _send_json(self, send: Send, status: int, body: bytes, more: Sequence[tuple[bytes, bytes]] = ()) -> None:
-        length = (b"content-length", str(len(body)).encode())
-        await self._start(send, status, [(b"content-type", b"application/json"), length, *more])
-        await _body(send, body, more=False)
-
-    async def _start(self, send: Send, status: int, headers: list[tuple[bytes, bytes]]) -> None:
-        self._has_started = True
-        headers = [*headers, (b"x-request-id", (self._serving.echo_id or self._serving.id).encode())]
-        await send({"type": "http.response.start", "status": status, "headers": headers})
-
-
-async def _body(send: Send, data: bytes, more: bool) -> None:
-    await send({"type": "http.response.body", "body": data, "more_body": more})
 
 
 def _usage(answers: Sequence[GenerationState]) -> Usage:

@@ -116,9 +116,12 @@ def _curl(words: list[str]) -> None:
     """Paths only: of the services, as their code spells them."""
     urls = [word for word in words if word.startswith("http://")]
     assert urls
-    sources = [
-        (ROOT / file).read_text() for file in ("gateway/http/app.py", "worker/front/app.py", "coordinator/service.py")
+    files = [
+        *(ROOT / "gateway/http/routes").glob("*.py"),
+        ROOT / "worker/front/app.py",
+        ROOT / "coordinator/service.py",
     ]
+    sources = [file.read_text() for file in files]
     for url in urls:
         assert any(f'"{urlsplit(url).path}"' in source for source in sources), f"no endpoint {url}"
 

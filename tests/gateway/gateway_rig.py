@@ -23,7 +23,8 @@ from coordinator.store.store import Store
 from gateway.dispatch.dispatcher import Dispatcher
 from gateway.dispatch.placement import StorePlacement
 from gateway.fake_worker import FakeWorker
-from gateway.http.app import AppContext, make_app
+from gateway.http.app import make_app
+from gateway.http.context import AppContext
 from gateway.http.server import Protocol
 from gateway.observability.metrics import Metrics
 from gateway.prompting.chat_template import Prompting

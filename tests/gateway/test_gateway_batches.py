@@ -13,7 +13,7 @@ from contracts.ids import Epoch, RequestId
 from contracts.request import Cancel, Job, Route
 from contracts.sampling import SamplingParams
 from gateway.api.openai.schema import CompletionRequest
-from gateway.dispatch.worker_pool import MAX_POST_NBYTES
+from gateway.dispatch.worker_link import MAX_POST_NBYTES
 from gateway.prompting.chat_template import LONG_CHARS, Prompting
 from gateway.prompting.pipeline import prepare_completion
 from tests.gateway.gateway_rig import GATEWAY

@@ -203,7 +203,7 @@ async def test_who_decoded_at_the_former_place_does_not_count_at_the_next(checkp
 
 async def test_a_gateway_that_was_paused_loses_no_worker(checkpoint, monkeypatch):
     """What its workers said meanwhile is read before their silence is judged."""
-    monkeypatch.setattr("gateway.dispatch.worker_pool.HEARTBEAT_TIMEOUT_S", 0.6)
+    monkeypatch.setattr("gateway.dispatch.worker_link.HEARTBEAT_TIMEOUT_S", 0.6)
     monkeypatch.setattr("gateway.fake_worker.HEARTBEAT_S", 0.1)
     async with gateway(checkpoint, pair(period_s=0.02)) as rig, rig.client() as client:
         asking = asyncio.create_task(client.post("/v1/completions", json=ASK | {"max_tokens": 40}))
@@ -540,10 +540,10 @@ async def test_while_the_registry_does_not_answer_it_is_not_ready(checkpoint, mo
 
 async def test_a_gateway_that_stops_says_nothing_of_the_registry(checkpoint, caplog):
     """It lists the workers as before; who reads that it does not looks for a fault where none is."""
-    caplog.set_level("INFO", "gateway.dispatch.worker_pool")
+    caplog.set_level("INFO", "gateway.dispatch.worker_link")
     async with coordinated(checkpoint, pair(), MemoryStore(alive_s=600.0)) as rig:
         await rig.until(rig.front.dispatch.workers.can_serve)
-    records = [record for record in caplog.records if record.name == "gateway.dispatch.worker_pool"]
+    records = [record for record in caplog.records if record.name == "gateway.dispatch.worker_link"]
     assert {record.levelname for record in records} == {"INFO"}
     said = [record.message for record in records]
     assert sorted(said) == [f"worker {name} is not connected: this gateway stops" for name in ("d0", "p0")]
@@ -552,7 +552,7 @@ async def test_a_gateway_that_stops_says_nothing_of_the_registry(checkpoint, cap
 @pytest.mark.parametrize("is_orderly", [True, False])
 async def test_a_worker_that_leaves_in_order_is_no_warning(checkpoint, caplog, is_orderly):
     """It is out of the registry before its stream ends; one that dies is not."""
-    caplog.set_level("INFO", "gateway.dispatch.worker_pool")
+    caplog.set_level("INFO", "gateway.dispatch.worker_link")
     async with gateway(checkpoint, pair()) as rig:
         await rig.until(rig.front.dispatch.workers.can_serve)
         _look_no_more(rig)
@@ -738,7 +738,7 @@ async def test_a_fault_of_ours_ends_the_answer_and_is_counted_once(checkpoint, m
             raise LookupError("of ours")
         return {"index": piece.index, "text": piece.text, "logprobs": None, "finish_reason": piece.finish}
 
-    monkeypatch.setattr("gateway.api.response_formatter.CompletionFormatter._choice", choice)
+    monkeypatch.setattr("gateway.api.openai.completions.CompletionFormatter._choice", choice)
     async with gateway(checkpoint, pair(period_s=0.005)) as rig, rig.client() as client:
         reply = await client.post("/v1/completions", json=ASK | {"max_tokens": 9, "stream": stream})
         *_, error, done = [reply.text, ""] if not stream else reply.text.removesuffix("\n\n").split("\n\n")

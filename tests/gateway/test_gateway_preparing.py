@@ -137,7 +137,7 @@ async def test_a_choice_that_waits_for_a_place_does_not_wait_for_ever(checkpoint
 
 async def test_a_worker_that_does_not_speak_to_us_gets_cancels_and_no_job(rig, monkeypatch):
     """It may not have missed the former stream, and would answer into that one."""
-    monkeypatch.setattr("gateway.dispatch.worker_pool.CONNECT_TIMEOUT_S", 0.01)
+    monkeypatch.setattr("gateway.dispatch.worker_link.CONNECT_TIMEOUT_S", 0.01)
     worker, workers = rig.workers[0], rig.front.dispatch.workers
     ref = worker.node.info.ref
     job = Job(Route(RequestId("r"), Epoch(1), ref, ref), GATEWAY, [1], SamplingParams(max_tokens=1, seed=0), 10.0)

@@ -180,7 +180,7 @@ SEAMS: dict[str, dict] = {
 
 @pytest.mark.parametrize("name", SEAMS)
 async def test_no_seam_is_seen_wherever_it_is(checkpoint, monkeypatch, name):
-    monkeypatch.setattr("gateway.dispatch.worker_pool.RECONNECT_S", 0.01)
+    monkeypatch.setattr("gateway.dispatch.worker_link.RECONNECT_S", 0.01)
     monkeypatch.setattr("gateway.dispatch.dispatcher.REPLAY_PERIOD_S", 0.01)
     script = [9, 8, 7, 5, 8] if name == "an end" else ()
     dying = DyingWorker(WorkerId("m0"), WorkerRole.MIXED, SECRET, script=script)

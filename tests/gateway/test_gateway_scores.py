@@ -15,8 +15,8 @@ from contracts.events import FinishReason, Prefilled, PromptScored, PromptToken,
 from contracts.ids import Epoch, RequestId
 from contracts.sampling import SamplingParams
 from coordinator.store.store import AFFINITY_BLOCK
+from gateway.api.openai.completions import CompletionFormatter
 from gateway.api.openai.vllm_extensions import add_details
-from gateway.api.response_formatter import CompletionFormatter
 from gateway.dispatch.placement import StorePlacement
 from gateway.generation.generation_state import GenerationState, OutputDelta, ShownToken
 from gateway.prompting.chat_template import Prompting

@@ -13,15 +13,15 @@ from hypothesis import strategies as st
 from checkpoint import open_checkpoint
 from contracts.events import Event, Finished, FinishReason, Prefilled, Token, Tokens
 from contracts.ids import Epoch, RequestId
+from gateway.api.openai.chat import ChatFormatter, ParsedChatFormatter
 from gateway.api.openai.responses import ResponsesFormatter
 from gateway.api.openai.responses_input import to_chat
 from gateway.api.openai.schema import ChatRequest, ResponsesRequest, parse
-from gateway.api.response_formatter import ChatFormatter, Usage
 from gateway.generation.generation_state import GenerationState, OutputDelta
 from gateway.generation.output_parser import OutputParserSpec, parser_spec
+from gateway.generation.usage import Usage
 from gateway.prompting.chat_template import Prompting
 from gateway.prompting.pipeline import GenerationRequest, ServingLimits, prepare_chat
-from gateway.read_replies import ParsedChatFormatter
 from gateway.reasoning.harmony import Harmony
 from gateway.tool_calling.tool_choice import calling_of
 from tests.gateway.sayings import SAY, with_specials

@@ -8,11 +8,12 @@ import msgspec
 from contracts.errors import TandemError
 from contracts.events import FinishReason
 from contracts.sampling import SamplingParams
+from gateway.api.error_body import error_of
 from gateway.api.openai.responses_items import Body, FunctionCallItem, MessageItem, OutputItem
 from gateway.api.openai.schema import ResponsesRequest
-from gateway.api.response_formatter import Usage, error_of
 from gateway.generation.generation_state import OutputDelta
 from gateway.generation.output_parser import OutputParserSpec
+from gateway.generation.usage import Usage
 from gateway.tool_calling.events import (
     ContentDelta,
     MalformedToolCall,

@@ -1,4 +1,4 @@
-"""Chat's bodies where an answer is more than its text: where it thinks aloud, or may call tools."""
+"""Chat's bodies, whole and in chunks."""
 
 from collections import defaultdict
 from collections.abc import Sequence
@@ -7,9 +7,11 @@ from typing import Any
 
 from contracts.errors import TandemError
 from contracts.events import FinishReason
-from gateway.api.response_formatter import ChatFormatter, Usage, joined
-from gateway.generation.generation_state import OutputDelta
+from gateway.api.response_formatter import Spelling, StreamedFormatter, ending_of, finite, joined
+from gateway.generation.generation_state import OutputDelta, ShownToken
 from gateway.generation.output_parser import OutputParser, OutputParserSpec
+from gateway.generation.usage import Usage
+from gateway.prompting.chat_template import Prompting
 from gateway.tool_calling.events import (
     ContentDelta,
     MalformedToolCall,
@@ -19,6 +21,76 @@ from gateway.tool_calling.events import (
     ToolCallFinished,
     ToolCallStarted,
 )
+
+
+@dataclass(frozen=True)
+class ChatFormatter(StreamedFormatter):
+    """`id` is the response's; `created` seconds since the epoch; `spelling`: of tokens in log-probabilities."""
+
+    id: str
+    model: str
+    created: int
+    prompting: Prompting
+    has_logprobs: bool
+    spelling: Spelling
+
+    def opening(self, index: int) -> list[dict[str, Any]]:
+        return [self.delta(index, {"role": "assistant", "content": ""}, (), None)]
+
+    def chunk(self, piece: OutputDelta) -> list[dict[str, Any]]:
+        delta = {"content": piece.text} if piece.text or piece.finish is None else {}
+        return [self.delta(piece.index, delta, piece.shown, piece.finish, piece.stop_reason)]
+
+    def choice(self, pieces: Sequence[OutputDelta]) -> dict[str, Any]:
+        whole = joined(pieces)
+        message = {"role": "assistant", "content": whole.text, "refusal": None}
+        return self.message(whole.index, message, whole.shown, whole.finish, whole.stop_reason)
+
+    def whole(self, choices: list[dict[str, Any]], usage: Usage) -> dict[str, Any]:
+        return self._head("chat.completion") | {"choices": choices, "usage": usage.body()}
+
+    def closing(self, usage: Usage, include_usage: bool) -> list[dict[str, Any]]:
+        return [self._head("chat.completion.chunk") | {"choices": [], "usage": usage.body()}] if include_usage else []
+
+    def delta(
+        self,
+        index: int,
+        delta: dict[str, Any],
+        shown: Sequence[ShownToken],
+        finish: str | None,
+        stop_reason: str | int | None = None,
+    ) -> dict[str, Any]:
+        """A chunk that adds `delta` to the message."""
+        choice = {"index": index, "delta": delta, "logprobs": self._logprobs(shown), **ending_of(finish, stop_reason)}
+        return self._head("chat.completion.chunk") | {"choices": [choice]}
+
+    def message(
+        self,
+        index: int,
+        message: dict[str, Any],
+        shown: Sequence[ShownToken],
+        finish: str | None,
+        stop_reason: str | int | None,
+    ) -> dict[str, Any]:
+        """A choice whose message is `message`."""
+        return {"index": index, "message": message, "logprobs": self._logprobs(shown), **ending_of(finish, stop_reason)}
+
+    def _head(self, kind: str) -> dict[str, Any]:
+        return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
+
+    def _logprobs(self, shown: Sequence[ShownToken]) -> dict[str, Any] | None:
+        if not self.has_logprobs:
+            return None
+        return {"content": [self._content(item) for item in shown], "refusal": None}
+
+    def _content(self, shown: ShownToken) -> dict[str, Any]:
+        token = shown.token
+        alternatives = [self._entry(token_id, logprob) for token_id, logprob in token.top_logprobs or ()]
+        return self._entry(token.token_id, token.logprob or 0.0) | {"top_logprobs": alternatives}
+
+    def _entry(self, token_id: int, logprob: float) -> dict[str, Any]:
+        raw = self.prompting.token_bytes(token_id)
+        return {"token": self.spelling(token_id), "logprob": finite(logprob), "bytes": list(raw)}
 
 
 @dataclass

@@ -1,0 +1,63 @@
+"""What the endpoints of one gateway share."""
+
+from dataclasses import dataclass
+from typing import Annotated
+
+from fastapi import Depends, Request
+
+from checkpoint import Checkpoint
+from contracts.errors import NotFound
+from gateway.admission.limits import BodyMemoryLimit, ConcurrencyLimit
+from gateway.api.openai.schema import Detailed
+from gateway.api.response_formatter import Spelling, spell_id
+from gateway.dispatch.dispatcher import Dispatcher
+from gateway.observability.metrics import Metrics
+from gateway.observability.tracing import Tracing
+from gateway.prompting.chat_template import Prompting
+from gateway.prompting.pipeline import ServingLimits
+from gateway.settings import GatewaySettings
+
+MAX_WHOLE_BODIES = 64
+"""So many of the longest that are allowed may be on their way at once: half a GiB of them."""
+
+
+@dataclass
+class AppContext:
+    """The parts of a gateway that its endpoints use, and what it may take at once."""
+
+    settings: GatewaySettings
+    checkpoint: Checkpoint
+    prompting: Prompting
+    dispatch: Dispatcher
+    metrics: Metrics
+    model: str
+    version: str
+    created: int
+    tracing: Tracing | None = None
+
+    def __post_init__(self) -> None:
+        self.admission = ConcurrencyLimit(self.settings.max_inflight)
+        self.bodies = BodyMemoryLimit(MAX_WHOLE_BODIES * self.settings.max_body_nbytes)
+
+    @property
+    def limits(self) -> ServingLimits:
+        own = self.checkpoint.config.max_model_len
+        max_model_len, max_answers = self.dispatch.workers.max_model_len(own), self.settings.max_inflight
+        return ServingLimits(max_model_len, tuple(self.checkpoint.eos_token_ids), max_answers)
+
+    def spelling(self, asked: Detailed) -> Spelling:
+        """Return how tokens are named in this request's log-probabilities."""
+        return spell_id if asked.return_tokens_as_token_ids else self.prompting.token_text
+
+    def require_model(self, name: str | None) -> None:
+        """Raise NotFound unless `name` is the model that is served."""
+        if name is not None and name != self.model:
+            raise NotFound(f"the model '{name[:200]}' does not exist; this server has '{self.model}'", "model")
+
+
+def app_context(request: Request) -> AppContext:
+    """Return the context of the application that `request` came to."""
+    return request.app.state.context
+
+
+Context = Annotated[AppContext, Depends(app_context)]

@@ -1,0 +1,41 @@
+"""From a prepared request to the response that runs and writes it."""
+
+from fastapi import Request, Response
+
+from gateway.api.openai.schema import Common
+from gateway.api.response_formatter import ResponseFormatter
+from gateway.generation.generation_state import GenerationState
+from gateway.http.context import AppContext
+from gateway.http.request_ids import given_id
+from gateway.http.streaming_response import GenerationResponse
+from gateway.prompting.pipeline import GenerationRequest
+from gateway.serving.generation_run import GenerationRun, Style
+
+
+def start_generation(
+    request: Request, asked: Common, asks: list[GenerationRequest], replies: ResponseFormatter
+) -> Response:
+    """Return the response that places `asks` and writes their answers."""
+    context: AppContext = request.app.state.context
+    eos = context.limits.eos_token_ids
+    serving = GenerationRun(
+        id=replies.id,
+        answers=[GenerationState(ask, context.prompting, eos) for ask in asks],
+        replies=replies,
+        style=_style(asked),
+        dispatch=context.dispatch,
+        admission=context.admission,
+        metrics=context.metrics,
+        timeout_s=context.settings.request_timeout_s,
+        started_s=request.state.started_s,
+        receive_s=request.state.started_s - request.state.came_s,
+        echo_id=given_id(request),
+        trace=context.tracing and context.tracing.begin(request.url.path, request.headers),
+    )
+    return GenerationResponse(serving)
+
+
+def _style(asked: Common) -> Style:
+    options = asked.stream_options
+    include = bool(options and options.include_usage)
+    return Style(bool(asked.stream), include, include and bool(options and options.continuous_usage_stats))

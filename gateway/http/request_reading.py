@@ -1,0 +1,63 @@
+"""The body of a request, read as the type that its endpoint takes."""
+
+import asyncio
+import time
+from typing import Annotated, Any
+
+from fastapi import Depends, Request
+
+from contracts.errors import RequestError
+from gateway.api.openai.schema import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    ResponsesRequest,
+    TokenizeRequest,
+    parse,
+)
+from gateway.http.context import AppContext
+from service.request_body import read_body
+
+BODY_TIMEOUT_S = 30.0
+
+
+class BodyOf:
+    """A dependency of a route: the request's body as a `kind`."""
+
+    def __init__(self, kind: type) -> None:
+        self._kind = kind
+
+    async def __call__(self, request: Request) -> Any:
+        """Return the body. A request's time begins when it is here; that it was on its way is a stage of its own.
+
+        Raises RequestError, NotFound and Overloaded.
+        """
+        context: AppContext = request.app.state.context
+        request.state.came_s = time.monotonic()
+        _require_plain(request.headers.get("content-encoding", "identity"))
+        with context.bodies.arriving() as grown:
+            try:
+                async with asyncio.timeout(BODY_TIMEOUT_S):
+                    body = await read_body(request, context.settings.max_body_nbytes, grown)
+            except TimeoutError as error:
+                request.state.is_body_late = True
+                raise RequestError(f"the body did not arrive within {BODY_TIMEOUT_S:.0f} s") from error
+            request.state.started_s = time.monotonic()
+            asked = parse(body, self._kind)
+        request.state.request_id = getattr(asked, "request_id", None)
+        context.require_model(asked.model)
+        return asked
+
+
+ChatBody = Annotated[ChatRequest, Depends(BodyOf(ChatRequest))]
+CompletionBody = Annotated[CompletionRequest, Depends(BodyOf(CompletionRequest))]
+ResponsesBody = Annotated[ResponsesRequest, Depends(BodyOf(ResponsesRequest))]
+TokenizeBody = Annotated[TokenizeRequest, Depends(BodyOf(TokenizeRequest))]
+DetokenizeBody = Annotated[DetokenizeRequest, Depends(BodyOf(DetokenizeRequest))]
+
+
+def _require_plain(encoding: str) -> None:
+    if encoding.strip().lower() not in ("", "identity"):
+        error = RequestError(f"the body has Content-Encoding '{encoding[:200]}'; send it as plain JSON")
+        error.code = "unsupported_encoding"
+        raise error

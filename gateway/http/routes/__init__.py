@@ -1,0 +1,1 @@
+"""The endpoints, each subject as a router of its own."""
