@@ -44,13 +44,14 @@ async def run(settings: GatewaySettings, store: Store) -> int:
         gateway_id = GatewayId(f"gateway-{socket.gethostname()}-{secrets.token_hex(4)}")
         secret = settings.secret.get_secret_value()
         dispatch = Dispatcher(StorePlacement(store, gateway_id), gateway_id, secret, checkpoint.name)
-        model, version = settings.served_model_name or checkpoint.name, release()
+        [model, *aliases], version = settings.model_names or [checkpoint.name], release()
         metrics = Metrics(dispatch, model, version)
         tracing = open_tracing(os.environ, model, version)
         if checkpoint.advice != Advice():
             log.info("where a request does not say, generation_config.json does: %s", checkpoint.advice)
         created, prompting = int(time.time()), Prompting(checkpoint, settings.tool_parser)
-        front = AppContext(settings, checkpoint, prompting, dispatch, metrics, model, version, created, tracing)
+        parts = (settings, checkpoint, prompting, dispatch, metrics, model, version, created, tracing)
+        front = AppContext(*parts, aliases=tuple(aliases))
         return await _serve(front, store, listener)
     finally:
         listener.close()

@@ -25,7 +25,7 @@ class GatewaySettings(BaseSettings):
     host: str = Field("127.0.0.1", min_length=1, description="address to listen on")
     port: int = Field(8000, ge=0, le=65535, description="port to listen on; 0: a free one")
     model: str = Field("", description="Hugging Face folder, hub id or GGUF file; empty: SmolLM2-135M-Instruct")
-    served_model_name: str = Field("", description="the id that clients name; empty: the model's own name")
+    served_model_name: str = Field("", description="ids for clients, with commas; empty: the model's own name")
     tool_parser: ParserName = Field("auto", description="how the model writes tool calls; auto: by its chat template")
     redis_url: str = Field("redis://127.0.0.1:6379/0", description="where the coordinator's state lives")
     pool: str = Field("default", description="workers and gateways of one pool serve one model together")
@@ -37,3 +37,8 @@ class GatewaySettings(BaseSettings):
     max_body_nbytes: int = Field(8 << 20, ge=1024, description="longest request body; longer ones get 413")
     ready_file: Path | None = Field(None, description="written (JSON: pid, url) once the gateway listens")
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="how much to say")
+
+    @property
+    def model_names(self) -> list[str]:
+        """Return the ids that clients may name, the one that answers carry first; none if the model has its own."""
+        return [name for name in map(str.strip, self.served_model_name.split(",")) if name]

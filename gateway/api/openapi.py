@@ -96,6 +96,7 @@ class ChatReply(msgspec.Struct):
     model: str
     choices: list[ChatChoice]
     usage: UsageReply
+    system_fingerprint: str
     prompt_logprobs: PromptLogprobs | msgspec.UnsetType = msgspec.UNSET
     prompt_token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
 
@@ -125,13 +126,14 @@ class TextReply(msgspec.Struct):
     model: str
     choices: list[TextChoice]
     usage: UsageReply
+    system_fingerprint: str
 
 
 class OutputText(msgspec.Struct):
     type: Literal["output_text"]
     text: str
     annotations: list[Any]
-    logprobs: list[Any]
+    logprobs: list[ChatTokenLogprob]
 
 
 class OutputMessage(msgspec.Struct, tag_field="type", tag="message"):
@@ -161,6 +163,14 @@ class OutputCall(msgspec.Struct, tag_field="type", tag="function_call"):
     arguments: str
 
 
+class OutputCustomCall(msgspec.Struct, tag_field="type", tag="custom_tool_call"):
+    id: str
+    status: str
+    call_id: str
+    name: str
+    input: str
+
+
 class ResponseUsage(msgspec.Struct):
     input_tokens: int
     input_tokens_details: PromptTokensDetails
@@ -176,7 +186,7 @@ class ResponseReply(msgspec.Struct):
     status: Literal["completed", "incomplete"]
     incomplete_details: dict[str, str] | None
     model: str
-    output: list[OutputReasoning | OutputMessage | OutputCall]
+    output: list[OutputReasoning | OutputMessage | OutputCall | OutputCustomCall]
     usage: ResponseUsage
 
 

@@ -1,15 +1,16 @@
 """How an answer becomes bodies: the interface, and what its makers share."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import msgspec
 
 from contracts.errors import TandemError
 from gateway.api.error_body import error_of
-from gateway.generation.generation_state import OutputDelta
+from gateway.generation.generation_state import OutputDelta, ShownToken
 from gateway.generation.usage import Usage
+from gateway.prompting.chat_template import Prompting
 
 
 class ResponseFormatter(Protocol):
@@ -59,6 +60,23 @@ def finite(logprob: float) -> float:
 def spell_id(token_id: int) -> str:
     """As vLLM names tokens for those who can't tell them apart by text."""
     return f"token_id:{token_id}"
+
+
+@dataclass(frozen=True)
+class LogprobEntries:
+    """How a chat or a response tells the log-probability of a token, and of the likeliest in its place."""
+
+    prompting: Prompting
+    spelling: Spelling
+
+    def content(self, shown: ShownToken) -> dict[str, Any]:
+        token = shown.token
+        alternatives = [self._entry(token_id, logprob) for token_id, logprob in token.top_logprobs or ()]
+        return self._entry(token.token_id, token.logprob or 0.0) | {"top_logprobs": alternatives}
+
+    def _entry(self, token_id: int, logprob: float) -> dict[str, Any]:
+        raw = self.prompting.token_bytes(token_id)
+        return {"token": self.spelling(token_id), "logprob": finite(logprob), "bytes": list(raw)}
 
 
 def joined(pieces: Sequence[OutputDelta]) -> OutputDelta:

@@ -15,8 +15,10 @@ def make_app(context: AppContext) -> FastAPI:
     app.state.context = context
     _add_access(app, context)
     add_error_handlers(app)
-    for subject in (generation, responses, tokenize, models, health):
-        app.include_router(subject.router)
+    routers = [subject.router for subject in (generation, responses, tokenize, models, health)]
+    for router in routers:
+        app.include_router(router)
+    app.state.routes = [route for router in routers for route in router.routes]
     return app
 
 

@@ -23,7 +23,10 @@ MAX_WHOLE_BODIES = 64
 
 @dataclass
 class AppContext:
-    """The parts of a gateway that its endpoints use, and what it may take at once."""
+    """The parts of a gateway that its endpoints use, and what it may take at once.
+
+    `model`: the name that answers carry; clients may name one of `aliases`, too.
+    """
 
     settings: GatewaySettings
     checkpoint: Checkpoint
@@ -34,6 +37,7 @@ class AppContext:
     version: str
     created: int
     tracing: Tracing | None = None
+    aliases: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         self.admission = ConcurrencyLimit(self.settings.max_inflight)
@@ -45,13 +49,21 @@ class AppContext:
         max_model_len, max_answers = self.dispatch.workers.max_model_len(own), self.settings.max_inflight
         return ServingLimits(max_model_len, tuple(self.checkpoint.eos_token_ids), max_answers)
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        return (self.model, *self.aliases)
+
+    @property
+    def fingerprint(self) -> str:
+        return f"tandem-{self.version}"
+
     def spelling(self, asked: Detailed) -> Spelling:
         """Return how tokens are named in this request's log-probabilities."""
         return spell_id if asked.return_tokens_as_token_ids else self.prompting.token_text
 
     def require_model(self, name: str | None) -> None:
-        """Raise NotFound unless `name` is the model that is served."""
-        if name is not None and name != self.model:
+        """Raise NotFound unless `name` is one of the model's; no name at all, or an empty one, means that model."""
+        if name and name not in self.names:
             raise NotFound(f"the model '{name[:200]}' does not exist; this server has '{self.model}'", "model")
 
 

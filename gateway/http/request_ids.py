@@ -20,8 +20,5 @@ def log_id(request: Request) -> str:
 
 
 def response_id(request: Request, prefix: str) -> str:
-    """Return the client's own id, made unique: two requests may carry the same one, and the workers tell requests by
-    it.
-    """
-    given, unique = given_id(request), secrets.token_hex(8)
-    return f"{prefix}-{given}-{unique}" if given else f"{prefix}-{unique}"
+    """Return the id of a response: the client's own behind `prefix`, as with vLLM, or one that is drawn."""
+    return f"{prefix}-{log_id(request)}"

@@ -79,14 +79,20 @@ class GenerationResponse(Response):
         pieces = await serving.deltas()
         headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
         await self._start(send, 200, headers)
-        bodies = [body for i in range(len(serving.answers)) for body in serving.replies.opening(i)]
-        opening = b"".join(self._event(body) for body in bodies)
+        opening = b"".join(self._event(body) for index in range(len(serving.answers)) for body in self._opening(index))
         while pieces:
             if data := opening + b"".join(self._chunk(piece) for piece in pieces):
                 await _body(send, data, more=True)
             opening = b""
             pieces = await serving.deltas()
         await _body(send, self._closing(None), more=False)
+
+    def _opening(self, index: int) -> list[dict]:
+        bodies = self._serving.replies.opening(index)
+        if self._serving.has_details:
+            for body in bodies:
+                self._token_ids.open(body, index)
+        return bodies
 
     def _chunk(self, piece: OutputDelta) -> bytes:
         bodies = self._serving.replies.chunk(piece)

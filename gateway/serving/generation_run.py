@@ -3,6 +3,7 @@
 import asyncio
 import json
 import logging
+import secrets
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -60,7 +61,9 @@ class GenerationRun:
         self._is_too_slow = self._is_placed = False
         self._num_admitted = self._num_begun = 0
         self._open = len(self.answers)
-        self._ids = [RequestId(self.id if len(self.answers) == 1 else f"{self.id}-{i}") for i in range(self._open)]
+        # The client may give the same id to two requests, and workers tell requests by theirs.
+        self._unique_id = f"{self.id}-{secrets.token_hex(8)}" if self.echo_id else self.id
+        self._ids = [_answer_id(self._unique_id, at, self._open) for at in range(self._open)]
         self._deadline_s = self.started_s + self.timeout_s
         self._stages_s = {"receive": self.receive_s}
 
@@ -198,6 +201,7 @@ class GenerationRun:
             metrics.account(answer.stages_s)
         facts = {
             "id": self.id,
+            "request_id": self._unique_id,
             "status": status,
             "code": code,
             "prompt_tokens": usage.prompt_tokens,
@@ -214,6 +218,10 @@ class GenerationRun:
         log.info("%s", json.dumps(facts))
         if self.trace is not None:
             self.trace.end(self.answers[0], facts, self.started_s - self.receive_s, now)
+
+
+def _answer_id(request_id: str, at: int, count: int) -> RequestId:
+    return RequestId(request_id if count == 1 else f"{request_id}-{at}")
 
 
 def _usage(answers: Sequence[GenerationState]) -> Usage:

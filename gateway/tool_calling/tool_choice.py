@@ -30,7 +30,7 @@ class Tool(msgspec.Struct, frozen=True):
 
 
 class FlatTool(Function, frozen=True, kw_only=True, omit_defaults=False):
-    """A tool as the Responses API has it."""
+    """A function as the Responses API has it."""
 
     type: Literal["function"]
 
@@ -42,16 +42,55 @@ class FunctionChoice(msgspec.Struct, frozen=True):
     name: str
 
 
-class FlatChoice(msgspec.Struct, frozen=True):
-    """A function that is to be called, as the Responses API names it."""
+class CustomTool(msgspec.Struct, frozen=True, kw_only=True):
+    """A tool of the Responses API that takes free text. `format`: what the text must look like, told in words."""
 
-    type: Literal["function"]
-    name: str
+    type: Literal["custom"]
+    name: FunctionName
+    description: str | None = None
+    format: dict[str, Any] | None = None
+
+    def nested(self) -> Tool:
+        """Return it as a function of one text: so chat templates and grammars know tools."""
+        words = [self.description or "", _rules(self.format or {})]
+        return Tool("function", Function(self.name, "\n".join(filter(None, words)) or None, CUSTOM_PARAMETERS))
 
 
-class NamedChoice(msgspec.Struct, frozen=True):
-    type: Literal["function"]
-    function: FunctionChoice
+def _rules(form: dict[str, Any]) -> str:
+    is_grammar = form.get("type") == "grammar"
+    return f"The input follows this grammar ({form.get('syntax')}):\n{form.get('definition')}" if is_grammar else ""
+
+
+CUSTOM_PARAMETERS: dict[str, Any] = {
+    "type": "object",
+    "properties": {"input": {"type": "string"}},
+    "required": ["input"],
+    "additionalProperties": False,
+}
+
+
+class FlatChoice(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A tool that is to be called, or those that may be, as the Responses API names them."""
+
+    type: Literal["function", "custom", "allowed_tools"]
+    name: str | None = None
+    mode: Literal["auto", "required"] | None = None
+    tools: list[dict[str, Any]] | None = None
+
+
+class AllowedTools(msgspec.Struct, frozen=True):
+    """`tools`: as they are named in a choice, `{"type": "function", "function": {"name": ...}}`."""
+
+    mode: Literal["auto", "required"]
+    tools: list[dict[str, Any]]
+
+
+class NamedChoice(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A function that is to be called, or those that may be."""
+
+    type: Literal["function", "allowed_tools"]
+    function: FunctionChoice | None = None
+    allowed_tools: AllowedTools | None = None
 
 
 ToolChoice = Literal["none", "auto", "required"] | NamedChoice
@@ -73,7 +112,9 @@ class MadeCall(msgspec.Struct, frozen=True):
 
 
 Tools = Annotated[list[Tool], Meta(max_length=1024)]
-FlatTools = Annotated[list[FlatTool], Meta(max_length=1024)]
+FlatTools = Annotated[
+    list[dict[str, Any]], Meta(max_length=1024, description="of type function or custom; others are skipped")
+]
 FlatToolChoice = Literal["none", "auto", "required"] | FlatChoice
 MadeCalls = Annotated[list[MadeCall], Meta(max_length=1024)]
 
@@ -87,6 +128,36 @@ class Calling:
     in_parallel: bool = True
 
 
+def narrowed(
+    tools: Sequence[Tool] | None, choice: ToolChoice | None
+) -> tuple[Sequence[Tool] | None, ToolChoice | None]:
+    """Return the tools that `choice` allows, and the choice among them. Raises RequestError, naming the field.
+
+    The model sees the allowed ones only: it does not hear of what it is not to call.
+    """
+    if not isinstance(choice, NamedChoice):
+        return tools, choice
+    part = choice.function if choice.type == "function" else choice.allowed_tools
+    if part is None:
+        raise RequestError(f"'tool_choice' of type '{choice.type}' needs '{choice.type}'", f"tool_choice.{choice.type}")
+    if isinstance(part, FunctionChoice):
+        return tools, choice
+    names = {tool.function.name for tool in tools or ()}
+    allowed = [_allowed_name(entry, f"tool_choice.allowed_tools.tools[{at}]") for at, entry in enumerate(part.tools)]
+    if unknown := next((name for name in allowed if name not in names), None):
+        why = f"'tool_choice' allows '{unknown[:64]}', which is none of the tools"
+        raise RequestError(why, "tool_choice.allowed_tools.tools")
+    return [tool for tool in tools or () if tool.function.name in allowed], part.mode
+
+
+def _allowed_name(entry: dict[str, Any], param: str) -> str:
+    function = entry.get("function", entry)
+    name = function.get("name") if isinstance(function, dict) else None
+    if not isinstance(name, str) or not name:
+        raise RequestError(f"{param} names no function", param)
+    return name
+
+
 def calling_of(tools: Sequence[Tool] | None, choice: ToolChoice | None, in_parallel: bool | None) -> Calling | None:
     """None: the answer is not to call. Raises RequestError, naming the field."""
     functions = {index: tool.function for index, tool in enumerate(tools or ())}
@@ -95,7 +166,7 @@ def calling_of(tools: Sequence[Tool] | None, choice: ToolChoice | None, in_paral
         raise RequestError("'tool_choice' needs 'tools'", "tool_choice")
     if not functions or choice == "none":
         return None
-    if isinstance(choice, NamedChoice):
+    if isinstance(choice, NamedChoice) and choice.function is not None:
         return Calling(_named(functions, choice.function.name), must=True, in_parallel=False)
     return Calling(functions, must=choice == "required", in_parallel=in_parallel is not False)
 

@@ -39,6 +39,11 @@ def deep(levels: int) -> Any:
     return value
 
 
+def allowed(*tools: Any) -> dict[str, Any]:
+    return {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": list(tools)}}
+
+
+NOW = {"type": "function", "function": {"name": "now"}}
 NOT_JSON = [b"", b"{", b"null", b"[]", b'"a"', b"{'prompt': 'a'}", b"\x00" * 10, b"\xff\xfe", b'{"prompt": "\xc3\x28"}']
 NOT_JSON += [b'{"prompt": "a", "temperature": NaN}', b'{"prompt": "a", "temperature": Infinity}', b"[" * 100_000]
 NOT_JSON += [b'{"a":' * 50_000, b'{"prompt": "\\ud83d"}', b'{"prompt": ["\\ude00"]}', b'{"prompt": "a"} {}', b"<xml/>"]
@@ -170,6 +175,10 @@ NAMED: list[tuple[tuple[str, bytes], str | None]] = [
     (text(allowed_token_ids=[1 << 30]), "allowed_token_ids"),
     (text(bad_words=[""]), "bad_words[0]"),
     (chat(tool_choice="required"), "tool_choice"),
+    (chat(tools=[NOW], tool_choice={"type": "function"}), "tool_choice.function"),
+    (chat(tools=[NOW], tool_choice={"type": "allowed_tools"}), "tool_choice.allowed_tools"),
+    (chat(tools=[NOW], tool_choice=allowed({"name": "x"})), "tool_choice.allowed_tools.tools"),
+    (chat(tools=[NOW], tool_choice=allowed({})), "tool_choice.allowed_tools.tools[0]"),
     # conversations
     ((CHAT, b'{"max_tokens": 2}'), "messages"),
     (chat(messages=[]), "messages"),
@@ -204,6 +213,7 @@ NAMED: list[tuple[tuple[str, bytes], str | None]] = [
 ROLES = "'system', 'developer', 'user', 'assistant', 'tool'"
 FORMATS = "'text', 'json_object', 'json_schema'"
 CHOICES = "'none', 'auto', 'required', an object"
+NAMED_CHOICES = "'function', 'custom', 'allowed_tools'"
 TOLD: list[tuple[type[msgspec.Struct], dict[str, Any], str]] = [
     (ChatRequest, {"tool_choice": "sometimes"}, f"tool_choice: * 'sometimes'; allowed: {CHOICES}"),
     (ChatRequest, {"response_format": {"type": "xml"}}, f"response_format.type: * 'xml'; allowed: {FORMATS}"),
@@ -223,14 +233,9 @@ TOLD: list[tuple[type[msgspec.Struct], dict[str, Any], str]] = [
         {"tools": [{"type": "function", "function": {"name": "mcp.tool"}}]},
         "tools[0].function.name: Expected letters, digits, _ and -, 1 to 64 of them",
     ),
-    (
-        ResponsesRequest,
-        {"tools": [{"type": "function", "name": "mcp.tool"}]},
-        "tools[0].name: Expected letters, digits, _ and -, 1 to 64 of them",
-    ),
     (ChatRequest, {"request_id": "a b"}, "request_id: Expected letters, digits, . _ : and -, 1 to 128 of them"),
     (ResponsesRequest, {"text": {"format": {"type": "xml"}}}, f"text.format.type: * 'xml'; allowed: {FORMATS}"),
-    (ResponsesRequest, {"tool_choice": {"type": "custom"}}, "tool_choice.type: * 'custom'; allowed: 'function'"),
+    (ResponsesRequest, {"tool_choice": {"type": "mcp"}}, f"tool_choice.type: * 'mcp'; allowed: {NAMED_CHOICES}"),
 ]
 """What is told of a field; * stands for msgspec's own words."""
 
@@ -317,6 +322,7 @@ async def test_what_does_not_exist_is_404(checkpoint):
         assert error["param"] is None and "'/v1/nothing' does not exist" in error["message"]
         assert "'/nowhere' does not exist" in (await client.get("/nowhere?a=b")).json()["error"]["message"]
         assert (await client.get("/v1/models/nope")).json()["error"]["param"] == "model"
+        assert (await client.post(TEXT, json={"prompt": "hi", "max_tokens": 2, "model": ""})).status_code == 200
         assert (await refusal(client, "/v1/models", b"{}", 405))["param"] is None
 
 

@@ -53,7 +53,7 @@ async def test_tokens_are_told_without_a_look_at_each(rig, client, monkeypatch):
     monkeypatch.setattr("fastapi.routing.jsonable_encoder", lambda body, **_: looked_at.append(body) or body)
     asked = {"prompt": "one two one", "return_token_strs": True}
     told = (await client.post("/tokenize", json=asked)).json()
-    assert told["token_strs"] == ["one", " two", " one"] and told["count"] == len(told["tokens"]) == 3
+    assert told["token_strs"] == ["one", "Ġtwo", "Ġone"] and told["count"] == len(told["tokens"]) == 3
     reply = await client.post("/detokenize", json={"tokens": told["tokens"]})
     assert reply.json() == {"prompt": "one two one"} and reply.headers["content-type"] == "application/json"
     assert not looked_at

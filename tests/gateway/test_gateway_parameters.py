@@ -105,7 +105,7 @@ async def seen(rig: Rig, client: httpx.AsyncClient, path: str, fields: dict[str,
     own = {"prompt": "one two three"} if path == "/v1/completions" else {"messages": SAY}
     reply = await client.post(path, json=own | {"max_tokens": 5, "seed": 7} | fields)
     assert reply.status_code == 200, reply.text
-    text = re.sub(r'"(id|created)":("[^"]*"|\d+)', "", reply.text)
+    text = re.sub(r'"(id|created|system_fingerprint)":("[^"]*"|\d+)', "", reply.text)
     jobs = [
         (job.token_ids, msgspec.to_builtins(job.sampling), job.priority, job.cache_salt) for job in rig.workers[0].jobs
     ]

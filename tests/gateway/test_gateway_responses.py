@@ -15,6 +15,7 @@ from tests.gateway.gateway_rig import gateway, pair
 
 TOOL = {"type": "function", "name": "f"}
 WRONG = {"parameters": {"type": "object", "properties": {"x": {"type": "no"}}}}
+ALLOWED = {"type": "allowed_tools", "mode": "auto"}
 JSON = {"text": {"format": {"type": "json_object"}}}
 
 
@@ -63,11 +64,12 @@ class Notes(dict):
 def test_what_a_request_brings_is_not_kept_as_objects_while_it_is_answered(rig):
     """8 MB of JSON were 180 MB of them, of each request."""
     notes, schema = Notes(a=[]), Notes(type="object")
-    request = ResponsesRequest(input="hi", metadata=notes, tools=[FlatTool("f", None, schema, type="function")])
+    tool = {"type": "function", "name": "f", "parameters": schema}
+    request = ResponsesRequest(input="hi", metadata=notes, tools=[tool])
     reading = parser_spec(rig.front.prompting, "", Calling({0: FlatTool("f", None, schema, type="function")}))
     replies = ResponsesFormatter("i", "m", 0, request, SamplingParams(max_tokens=1, seed=0), reading)
     ends = [weakref.ref(notes), weakref.ref(schema)]
-    del request, notes, schema
+    del request, notes, schema, tool
     gc.collect()
     assert [end() for end in ends] == [None, None]
     assert b'"metadata":{"a":[]}' in replies.encode(replies.opening(0)[0])
@@ -99,6 +101,30 @@ async def test_a_stream_has_every_event_in_order(rig, client):
     assert [event.sequence_number for event in events] == list(range(len(events)))
     text = "".join(event.delta for event in events if event.type == "response.output_text.delta")
     assert text == events[-1].response.output_text == events[-4].text
+
+
+async def test_log_probabilities_are_told_if_included(rig, client):
+    ask = {"model": rig.front.model, "input": "one two three", "max_output_tokens": 4, "top_logprobs": 2}
+    assert (await client.responses.create(**ask)).output[0].content[0].logprobs == []
+    ask["include"] = ["message.output_text.logprobs", "reasoning.encrypted_content"]
+    whole = await client.responses.create(**ask)
+    told = whole.output[0].content[0].logprobs
+    shown = "".join(entry.token for entry in told).replace("<|im_start|>", "")
+    assert shown == whole.output_text and len(told) == 4
+    assert all(len(entry.top_logprobs) == 2 and bytes(entry.bytes).decode() == entry.token for entry in told)
+    assert whole.top_logprobs == 2
+    events = [event async for event in await client.responses.create(**ask, stream=True)]
+    deltas = [event for event in events if event.type == "response.output_text.delta"]
+    assert [entry.token for event in deltas for entry in event.logprobs] == [entry.token for entry in told]
+    assert [entry.token for entry in events[-1].response.output[0].content[0].logprobs] == [e.token for e in told]
+
+
+async def test_a_long_input_is_cut_if_asked_and_what_limits_others_tools_changes_nothing(rig, client):
+    ask = {"model": rig.front.model, "input": "one " * 3000, "max_output_tokens": 4}
+    with pytest.raises(openai.BadRequestError, match="maximum context length"):
+        await client.responses.create(**ask)
+    reply = await client.responses.create(**ask, truncation="auto", max_tool_calls=3)
+    assert (reply.truncation, reply.max_tool_calls, reply.usage.input_tokens) == ("auto", 3, 2044)
 
 
 async def test_a_lost_worker_is_an_error_event(rig, client):
@@ -133,7 +159,12 @@ async def test_a_lost_worker_is_an_error_event(rig, client):
         ({"input": "a", "previous_response_id": "resp_1"}, "previous_response_id"),
         ({"input": "a", "background": True}, "background"),
         ({"input": "a", "n": 2}, "n"),
-        ({"input": "a", "tools": [{"type": "web_search"}]}, "tools[0].type"),
+        ({"input": "a", "tools": [{"type": "web_search"}], "tool_choice": "required"}, "tool_choice"),
+        ({"input": "a", "tools": [TOOL], "tool_choice": {"type": "web_search"}}, "tool_choice.type"),
+        ({"input": "a", "tools": [TOOL], "tool_choice": ALLOWED | {"tools": [{"name": "g"}]}}, "tool_choice.tools"),
+        ({"input": "a", "tools": [TOOL], "tool_choice": ALLOWED | {"tools": [{}]}}, "tool_choice.tools[0]"),
+        ({"input": "a", "tools": [{"type": "custom"}]}, "tools[0].name"),
+        ({"input": [{"type": "custom_tool_call", "call_id": "a", "name": "f"}]}, "input[0].input"),
         ({"input": "a", "tools": [{"name": "f"}]}, "tools[0].type"),
         ({"input": "a", "tools": [{"type": "function", "function": {"name": "f"}}]}, "tools[0].name"),
         ({"input": "a", "tools": [TOOL | {"name": "two words"}]}, "tools[0].name"),
@@ -145,10 +176,10 @@ async def test_a_lost_worker_is_an_error_event(rig, client):
         ({"input": "a", "tools": [TOOL], "tool_choice": {"type": "function", "name": "g"}}, "tool_choice.name"),
         ({"input": "a", "tool_choice": "required"}, "tool_choice"),
         ({"input": "a", "tools": [TOOL], "tool_choice": "required"} | JSON, "text.format"),
-        ({"input": "a", "max_tool_calls": 3}, "max_tool_calls"),
+        ({"input": "a", "max_tool_calls": 0}, "max_tool_calls"),
         ({"input": "a", "logprobs": True}, "logprobs"),
-        ({"input": "a", "top_logprobs": 2}, "top_logprobs"),
-        ({"input": "a", "include": ["file_search_call.results"]}, "include"),
+        ({"input": "a", "top_logprobs": 21}, "top_logprobs"),
+        ({"input": "a", "include": ["everything"]}, "include[0]"),
         ({"input": "a", "text": {"format": {"type": "xml"}}}, "text.format.type"),
         ({"input": "a", "text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format.schema"),
         (
@@ -162,7 +193,7 @@ async def test_a_lost_worker_is_an_error_event(rig, client):
         ({"input": "a", "response_format": {"type": "json_object"}} | JSON, "response_format"),
         ({"input": "a", "structured_outputs": {"regex": "a"}} | JSON, "structured_outputs"),
         ({"input": "a", "response_format": {"type": "json_schema"}}, "response_format.json_schema"),
-        ({"input": "a", "truncation": "auto"}, "truncation"),
+        ({"input": "a", "truncation": "middle"}, "truncation"),
         ({"input": "a", "metadata": "notes"}, "metadata"),
         ({"input": "a", "max_output_tokens": 0}, "max_output_tokens"),
         ({"input": "a", "max_output_tokens": 10**6}, "max_output_tokens"),

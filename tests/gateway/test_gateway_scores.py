@@ -164,7 +164,8 @@ async def test_token_ids_of_a_chat(client, rig):
     assert (whole["prompt_token_ids"], whole["choices"][0]["token_ids"]) == (prompt, prompt[:3])
     bodies = await chunks(client, chat, return_token_ids=True)
     assert [i for body in bodies for choice in body["choices"] for i in choice.get("token_ids", [])] == prompt[:3]
-    assert [body["prompt_token_ids"] for body in bodies if "prompt_token_ids" in body] == [prompt]
+    assert [body.get("prompt_token_ids") for body in bodies] == [prompt, *[None] * (len(bodies) - 1)]
+    assert bodies[0]["choices"][0]["delta"]["role"] == "assistant"
 
 
 async def test_tokens_are_named_by_their_ids_if_asked(client, tokenizer):

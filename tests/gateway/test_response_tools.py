@@ -249,3 +249,55 @@ async def test_plain_text_needs_no_grammar(checkpoint, text):
     async with saying(checkpoint, "hi") as (rig, client):
         reply = await client.responses.create(model=rig.front.model, input="a", text=text)
         assert reply.output_text == "hi" and rig.workers[0].jobs[0].sampling.grammar == ""
+
+
+PATCH = {"type": "custom", "name": "apply_patch", "description": "changes files"}
+GRAMMAR = {"type": "grammar", "syntax": "lark", "definition": "start: /x+/"}
+PATCHED = '<tool_call>[{"name": "apply_patch", "arguments": {"input": "a \\"b\\"\\n"}}]</tool_call>'
+
+
+async def test_a_custom_tool_takes_text_and_is_taken_back(checkpoint):
+    async with saying(checkpoint, f"Look: {PATCHED}") as (rig, client):
+        ask: Any = {"model": rig.front.model, "tools": [PATCH | {"format": GRAMMAR}, TOOLS[1]]}
+        reply: Any = await client.responses.create(input="change it", **ask)
+        call = reply.output[1]
+        assert (call.type, call.name, call.input) == ("custom_tool_call", "apply_patch", 'a "b"\n')
+        assert [tool.type for tool in reply.tools] == ["custom", "function"]
+        events = [event async for event in await client.responses.create(input="a", stream=True, **ask)]
+        told = [event for event in events if event.type.startswith("response.custom_tool_call_input")]
+        assert [event.type.rpartition(".")[2] for event in told] == ["delta", "done"]
+        assert told[0].delta == told[1].input == events[-1].response.output[1].input == call.input
+        said: Any = [{"role": "user", "content": "change it"}, *(item.model_dump() for item in reply.output)]
+        said.append({"type": "custom_tool_call_output", "call_id": call.call_id, "output": "done"})
+        rig.workers[0].jobs.clear()
+        await client.responses.create(input=said, **ask)
+        shown = rig.front.prompting.tokenizer.decode(rig.workers[0].jobs[0].token_ids, skip_special_tokens=False)
+        assert "start: /x+/" in shown and f"Look: \n{PATCHED}<|im_end|>" in shown
+        assert "<tool_response>\ndone\n</tool_response>" in shown
+
+
+async def test_tools_that_run_elsewhere_are_skipped_with_a_word(checkpoint, caplog):
+    caplog.set_level("INFO", logger="gateway.http.routes.responses")
+    async with saying(checkpoint, CALL) as (rig, client):
+        others: Any = [{"type": "web_search"}, WEATHER, {"type": "mcp", "server_label": "x"}]
+        reply = await client.responses.create(model=rig.front.model, input="weather?", tools=others)
+        assert calls(reply) == [("get_weather", PARIS)] and [tool.type for tool in reply.tools] == ["function"]
+        assert any("web_search, mcp" in record.message for record in caplog.records)
+        alone = await client.responses.create(model=rig.front.model, input="weather?", tools=others[:1])
+        assert alone.tools == [] and alone.output_text == CALL
+
+
+@pytest.mark.parametrize("mode", ["auto", "required"])
+async def test_only_allowed_tools_are_shown(checkpoint, mode):
+    names = [{"type": "function", "name": "now"}]
+    async with saying(checkpoint, '<tool_call>[{"name": "now", "arguments": {}}]</tool_call>') as (rig, client):
+        ask: Any = {"model": rig.front.model, "tools": TOOLS, "max_output_tokens": 40}
+        choice: Any = {"type": "allowed_tools", "mode": mode, "tools": names}
+        reply: Any = await client.responses.create(input="weather?", tool_choice=choice, **ask)
+        assert calls(reply) == [("now", "{}")] and reply.tool_choice.mode == mode
+        nested: Any = {"mode": mode, "tools": [{"type": "function", "function": {"name": "now"}}]}
+        for tools, own in ((NESTED, {"type": "allowed_tools", "allowed_tools": nested}), (NESTED[1:], mode)):
+            given: Any = {"tools": tools, "tool_choice": own, "max_tokens": 40}
+            await client.chat.completions.create(model=rig.front.model, messages=SAY, **given)
+        jobs = [(job.token_ids, job.sampling.grammar) for job in rig.workers[0].jobs]
+        assert jobs[0] == jobs[1] == jobs[2] and bool(jobs[0][1]) == (mode == "required")

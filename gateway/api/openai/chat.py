@@ -7,7 +7,7 @@ from typing import Any
 
 from contracts.errors import TandemError
 from contracts.events import FinishReason
-from gateway.api.response_formatter import Spelling, StreamedFormatter, ending_of, finite, joined
+from gateway.api.response_formatter import LogprobEntries, Spelling, StreamedFormatter, ending_of, joined
 from gateway.generation.generation_state import OutputDelta, ShownToken
 from gateway.generation.output_parser import OutputParser, OutputParserSpec
 from gateway.generation.usage import Usage
@@ -25,7 +25,9 @@ from gateway.tool_calling.events import (
 
 @dataclass(frozen=True)
 class ChatFormatter(StreamedFormatter):
-    """`id` is the response's; `created` seconds since the epoch; `spelling`: of tokens in log-probabilities."""
+    """`id` is the response's; `created` seconds since the epoch; `spelling`: of tokens in log-probabilities;
+    `fingerprint`: of the system that answers, told where an answer ends, as with vLLM.
+    """
 
     id: str
     model: str
@@ -33,6 +35,7 @@ class ChatFormatter(StreamedFormatter):
     prompting: Prompting
     has_logprobs: bool
     spelling: Spelling
+    fingerprint: str = ""
 
     def opening(self, index: int) -> list[dict[str, Any]]:
         return [self.delta(index, {"role": "assistant", "content": ""}, (), None)]
@@ -47,10 +50,10 @@ class ChatFormatter(StreamedFormatter):
         return self.message(whole.index, message, whole.shown, whole.finish, whole.stop_reason)
 
     def whole(self, choices: list[dict[str, Any]], usage: Usage) -> dict[str, Any]:
-        return self._head("chat.completion") | {"choices": choices, "usage": usage.body()}
+        return self._last("chat.completion") | {"choices": choices, "usage": usage.body()}
 
     def closing(self, usage: Usage, include_usage: bool) -> list[dict[str, Any]]:
-        return [self._head("chat.completion.chunk") | {"choices": [], "usage": usage.body()}] if include_usage else []
+        return [self._last("chat.completion.chunk") | {"choices": [], "usage": usage.body()}] if include_usage else []
 
     def delta(
         self,
@@ -62,7 +65,8 @@ class ChatFormatter(StreamedFormatter):
     ) -> dict[str, Any]:
         """A chunk that adds `delta` to the message."""
         choice = {"index": index, "delta": delta, "logprobs": self._logprobs(shown), **ending_of(finish, stop_reason)}
-        return self._head("chat.completion.chunk") | {"choices": [choice]}
+        head = self._head if finish is None else self._last
+        return head("chat.completion.chunk") | {"choices": [choice]}
 
     def message(
         self,
@@ -78,19 +82,14 @@ class ChatFormatter(StreamedFormatter):
     def _head(self, kind: str) -> dict[str, Any]:
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
 
+    def _last(self, kind: str) -> dict[str, Any]:
+        return self._head(kind) | {"system_fingerprint": self.fingerprint}
+
     def _logprobs(self, shown: Sequence[ShownToken]) -> dict[str, Any] | None:
         if not self.has_logprobs:
             return None
-        return {"content": [self._content(item) for item in shown], "refusal": None}
-
-    def _content(self, shown: ShownToken) -> dict[str, Any]:
-        token = shown.token
-        alternatives = [self._entry(token_id, logprob) for token_id, logprob in token.top_logprobs or ()]
-        return self._entry(token.token_id, token.logprob or 0.0) | {"top_logprobs": alternatives}
-
-    def _entry(self, token_id: int, logprob: float) -> dict[str, Any]:
-        raw = self.prompting.token_bytes(token_id)
-        return {"token": self.spelling(token_id), "logprob": finite(logprob), "bytes": list(raw)}
+        entries = LogprobEntries(self.prompting, self.spelling)
+        return {"content": [entries.content(item) for item in shown], "refusal": None}
 
 
 @dataclass

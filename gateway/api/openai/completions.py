@@ -19,18 +19,20 @@ class CompletionFormatter(StreamedFormatter):
     created: int
     has_logprobs: bool
     spelling: Spelling
+    fingerprint: str = ""
 
     def opening(self, index: int) -> list[dict[str, Any]]:
         return []
 
     def chunk(self, piece: OutputDelta) -> list[dict[str, Any]]:
-        return [self._head() | {"choices": [self._choice(piece)]}]
+        head = self._head() if piece.finish is None else self._last()
+        return [head | {"choices": [self._choice(piece)]}]
 
     def choice(self, pieces: Sequence[OutputDelta]) -> dict[str, Any]:
         return self._choice(joined(pieces))
 
     def whole(self, choices: list[dict[str, Any]], usage: Usage) -> dict[str, Any]:
-        return self._head() | {"choices": choices, "usage": usage.body()}
+        return self._last() | {"choices": choices, "usage": usage.body()}
 
     def closing(self, usage: Usage, include_usage: bool) -> list[dict[str, Any]]:
         return [self.whole([], usage)] if include_usage else []
@@ -42,6 +44,9 @@ class CompletionFormatter(StreamedFormatter):
 
     def _head(self) -> dict[str, Any]:
         return {"id": self.id, "object": "text_completion", "created": self.created, "model": self.model}
+
+    def _last(self) -> dict[str, Any]:
+        return self._head() | {"system_fingerprint": self.fingerprint}
 
     def _logprobs(self, shown: Sequence[ShownToken]) -> dict[str, Any] | None:
         if not self.has_logprobs:

@@ -9,9 +9,11 @@ from contracts.errors import TandemError
 from contracts.events import FinishReason
 from contracts.sampling import SamplingParams
 from gateway.api.error_body import error_of
-from gateway.api.openai.responses_items import Body, FunctionCallItem, MessageItem, OutputItem
+from gateway.api.openai.responses_input import honoured_tools
+from gateway.api.openai.responses_items import Body, CustomCallItem, FunctionCallItem, MessageItem, OutputItem
 from gateway.api.openai.schema import ResponsesRequest
-from gateway.generation.generation_state import OutputDelta
+from gateway.api.response_formatter import LogprobEntries
+from gateway.generation.generation_state import OutputDelta, ShownToken
 from gateway.generation.output_parser import OutputParserSpec
 from gateway.generation.usage import Usage
 from gateway.tool_calling.events import (
@@ -23,13 +25,15 @@ from gateway.tool_calling.events import (
     ToolCallFinished,
     ToolCallStarted,
 )
+from gateway.tool_calling.tool_choice import CustomTool
 
 
 @dataclass
 class ResponsesFormatter:
     """Bodies and events of one response; owned by the one who writes it, because its events are numbered.
 
-    `sampling`: of the answer. `reading`: how it is read; None if all of it is said.
+    `sampling`: of the answer. `reading`: how it is read; None if all of it is said. `entries`: how log-probabilities
+    are told; None if the client does not want them.
     """
 
     id: str
@@ -38,13 +42,18 @@ class ResponsesFormatter:
     request: InitVar[ResponsesRequest]
     sampling: SamplingParams
     reading: OutputParserSpec | None = None
+    entries: LogprobEntries | None = None
     ending: bytes = b""
     _items: list[OutputItem] = field(default_factory=list)
     _finish: str = FinishReason.STOP
     _num_events: int = 0
+    _untold: list[ShownToken] = field(default_factory=list)
 
     def __post_init__(self, request: ResponsesRequest) -> None:
-        self._asked = {name: msgspec.Raw(msgspec.json.encode(value)) for name, value in _asked(request).items()}
+        tools = honoured_tools(request)
+        self._custom = frozenset(tool.name for tool in tools if isinstance(tool, CustomTool))
+        asked = _asked(request) | {"tools": tools}
+        self._asked = {name: msgspec.Raw(msgspec.json.encode(value)) for name, value in asked.items()}
         self._read = None if self.reading is None else self.reading.begin()
 
     @property
@@ -92,6 +101,7 @@ class ResponsesFormatter:
 
     def _events(self, piece: OutputDelta) -> list[OutputEvent]:
         self._finish = piece.finish or self._finish
+        self._untold += piece.shown
         return [ContentDelta(piece.text)] if self._read is None else self._read.feed(piece)
 
     def _told(self, event: OutputEvent) -> list[Body]:
@@ -102,12 +112,9 @@ class ResponsesFormatter:
         match event:
             case ToolCallStarted():
                 assert self.reading.form is not None, "nothing is read as a call without a form"
-                index = len(self._items)
-                return self._begin(
-                    FunctionCallItem(f"fc_{self.id}_{index}", index, self.reading.form.new_id(), event.name)
-                )
+                return self._begin(self._call(event.name, self.reading.form.new_id()))
             case ToolCallArguments():
-                return [self._items[-1].delta(event.text)]
+                return [told] if (told := self._items[-1].delta(event.text)) else []
             case ToolCallFinished():
                 return self._close("completed")
             case MalformedToolCall():  # in a stream: what came of it was told, and is none
@@ -117,7 +124,20 @@ class ResponsesFormatter:
         is_thought, last = isinstance(event, ReasoningDelta), self._items[-1] if self._items else None
         goes_on = isinstance(last, MessageItem) and last.is_thought == is_thought and not event.parting
         begun = [] if goes_on else self._begin(self._words(is_thought))
-        return [*begun, self._items[-1].delta(event.text)]
+        message = self._items[-1]
+        assert isinstance(message, MessageItem)
+        return [*begun, message.delta(event.text, self._logprobs(is_thought))]
+
+    def _logprobs(self, is_thought: bool) -> list[Body]:
+        """Return those of the tokens since the last words; a message has its own alone, not those of reasoning."""
+        tokens, self._untold = self._untold, []
+        return [] if is_thought or self.entries is None else list(map(self.entries.content, tokens))
+
+    def _call(self, name: str, call_id: str) -> OutputItem:
+        self._untold.clear()
+        index = len(self._items)
+        kind, prefix = (CustomCallItem, "ctc") if name in self._custom else (FunctionCallItem, "fc")
+        return kind(f"{prefix}_{self.id}_{index}", index, call_id, name)
 
     def _words(self, is_thought: bool) -> MessageItem:
         index = len(self._items)
@@ -136,6 +156,8 @@ class ResponsesFormatter:
     def _end(self) -> list[Body]:
         """An answer without a word is an empty message."""
         begun = [] if self._items else self._begin(self._words(is_thought=False))
+        if isinstance(last := self._items[-1], MessageItem) and last.is_open:
+            last.logprobs += self._logprobs(last.is_thought)
         return [*begun, *self._close(self._status)]
 
     def _body(self, status: str, usage: Usage | None) -> Body:
@@ -152,7 +174,6 @@ class ResponsesFormatter:
             "store": False,
             "temperature": self.sampling.temperature,
             "top_p": self.sampling.top_p,
-            "truncation": "disabled",
             "usage": None if usage is None else _usage(usage),
             **self._asked,
         }
@@ -170,7 +191,9 @@ def _asked(request: ResponsesRequest) -> Body:
         "reasoning": {"effort": request.reasoning and request.reasoning.effort, "summary": None},
         "text": {"format": (request.text and request.text.format) or {"type": "text"}},
         "tool_choice": request.tool_choice or "auto",
-        "tools": request.tools or [],
+        "truncation": request.truncation or "disabled",
+        "max_tool_calls": request.max_tool_calls,
+        "top_logprobs": request.top_logprobs or 0,
     }
 
 

@@ -10,11 +10,24 @@ from contracts.errors import RequestError
 from gateway.api.openai.schema import ChatRequest, Message, ResponsesRequest, ResponseText
 from gateway.grammar.structured_outputs import JsonSchema, ResponseFormat
 from gateway.json_decoding import converted, words_of
-from gateway.tool_calling.tool_choice import FunctionChoice, MadeCall, MadeFunction, NamedChoice, ToolChoice
+from gateway.tool_calling.tool_choice import (
+    AllowedTools,
+    CustomTool,
+    FlatTool,
+    FunctionChoice,
+    MadeCall,
+    MadeFunction,
+    NamedChoice,
+    ToolChoice,
+    narrowed,
+)
 
 _PARTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
-_ITEMS = ("message", "reasoning", "function_call", "function_call_output")
-_NAMES = {"reasoning_effort": "reasoning.effort", ".function.": "."}
+_CALLS = ("function_call", "custom_tool_call")
+_RESULTS = ("function_call_output", "custom_tool_call_output")
+_ITEMS = ("message", "reasoning", *_CALLS, *_RESULTS)
+_TOOLS: dict[Any, type[FlatTool] | type[CustomTool]] = {"function": FlatTool, "custom": CustomTool}
+_NAMES = {"reasoning_effort": "reasoning.effort", ".function.": ".", ".allowed_tools.": "."}
 """What a conversation calls its fields -> what they are called here."""
 _NAMES_OF_FORMAT = {"response_format.json_schema": "text.format", "response_format": "text.format"}
 CallId = Annotated[str, Meta(min_length=1)]
@@ -28,8 +41,16 @@ class GivenCall(msgspec.Struct, frozen=True):
     arguments: str
 
 
+class GivenCustomCall(msgspec.Struct, frozen=True):
+    """An item of type `custom_tool_call`."""
+
+    call_id: CallId
+    name: str
+    input: str
+
+
 class GivenResult(msgspec.Struct, frozen=True):
-    """An item of type `function_call_output`."""
+    """An item of type `function_call_output` or `custom_tool_call_output`."""
 
     call_id: CallId
     output: str | list[dict[str, Any]]
@@ -45,17 +66,41 @@ def to_chat(request: ResponsesRequest) -> ChatRequest:
         raise RequestError("'input' is empty", "input")
     system = [] if request.instructions is None else [Message(role="system", content=request.instructions)]
     effort = None if request.reasoning is None else request.reasoning.effort
+    offered = None if request.tools is None else [tool.nested() for tool in honoured_tools(request)]
+    tools, choice = narrowed(offered, _choice(request))
     return ChatRequest(
         **shared
         | {
             "messages": [*system, *said],
             "max_completion_tokens": request.max_output_tokens,
             "reasoning_effort": effort,
-            "tools": None if request.tools is None else [tool.nested() for tool in request.tools],
-            "tool_choice": _choice(request),
+            "tools": tools,
+            "tool_choice": choice,
+            "logprobs": request.wants_logprobs,
+            "top_logprobs": request.top_logprobs if request.wants_logprobs else None,
+            "truncate_prompt_tokens": _truncation(request),
             "response_format": _format(request.text, request.response_format),
         }
     )
+
+
+def honoured_tools(request: ResponsesRequest) -> list[FlatTool | CustomTool]:
+    """Return those that a model here can call. Others (web_search, mcp, ...) run at OpenAI: the client goes on without
+    them, and finds on the response which there were. Raises RequestError.
+    """
+    honoured: list[FlatTool | CustomTool] = []
+    for at, tool in enumerate(request.tools or ()):
+        if not isinstance(given := tool.get("type"), str):
+            raise RequestError(f"tools[{at}] needs 'type', a string", f"tools[{at}].type")
+        if (kind := _TOOLS.get(given)) is not None:
+            honoured.append(converted(tool, kind, f"tools[{at}]"))
+    return honoured
+
+
+def skipped_tools(request: ResponsesRequest) -> list[str]:
+    """Return the types of those that are not honoured, each once."""
+    types = (str(tool.get("type"))[:64] for tool in request.tools or ())
+    return [kind for kind in dict.fromkeys(types) if kind not in _TOOLS]
 
 
 def named(error: RequestError, request: ResponsesRequest) -> RequestError:
@@ -72,9 +117,20 @@ def named(error: RequestError, request: ResponsesRequest) -> RequestError:
 
 def _choice(request: ResponsesRequest) -> ToolChoice | None:
     choice = request.tool_choice
-    return (
-        choice if choice is None or isinstance(choice, str) else NamedChoice(choice.type, FunctionChoice(choice.name))
-    )
+    if choice is None or isinstance(choice, str):
+        return choice
+    if choice.type == "allowed_tools":
+        tools = [tool for tool in choice.tools or () if tool.get("type", "function") in _TOOLS]
+        return NamedChoice("allowed_tools", allowed_tools=AllowedTools(choice.mode or "auto", tools))
+    if choice.name is None:
+        raise RequestError(f"'tool_choice' of type '{choice.type}' needs 'name'", "tool_choice.name")
+    return NamedChoice("function", FunctionChoice(choice.name))
+
+
+def _truncation(request: ResponsesRequest) -> int | None:
+    """Return the most tokens of the prompt; -1, as with vLLM, for as many as leave room for the answer."""
+    is_auto = request.truncation == "auto" and request.truncate_prompt_tokens is None
+    return -1 if is_auto else request.truncate_prompt_tokens
 
 
 def _format(text: ResponseText | None, other: ResponseFormat | None) -> ResponseFormat | None:
@@ -105,7 +161,7 @@ def _messages(items: Sequence[dict[str, Any]]) -> list[Message]:
             thoughts.append(_reasoning_of(item, at))
             continue
         message = _message(item, kind, at)
-        if kind == "function_call" and messages and messages[-1].role == "assistant" and not thoughts:
+        if kind in _CALLS and messages and messages[-1].role == "assistant" and not thoughts:
             of_last = calls.setdefault(len(messages) - 1, list(messages[-1].tool_calls or ()))
             of_last += message.tool_calls or ()
             continue
@@ -121,7 +177,11 @@ def _message(item: dict[str, Any], kind: str, at: str) -> Message:
         call = converted(item, GivenCall, at)
         made = MadeCall(MadeFunction(call.name, call.arguments), call.call_id)
         return Message(role="assistant", tool_calls=[made])
-    if kind == "function_call_output":
+    if kind == "custom_tool_call":
+        given = converted(item, GivenCustomCall, at)
+        text = msgspec.json.encode({"input": given.input}).decode()
+        return Message(role="assistant", tool_calls=[MadeCall(MadeFunction(given.name, text), given.call_id)])
+    if kind in _RESULTS:
         result = converted(item, GivenResult, at)
         return Message(role="tool", tool_call_id=result.call_id, content=_content(result.output, f"{at}.output"))
     content = _content(item.get("content"), f"{at}.content")

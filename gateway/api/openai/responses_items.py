@@ -1,7 +1,10 @@
 """Items of a response's output, and the events that tell how they come."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
+
+from gateway.tool_calling.tool_parser import object_of
 
 Body = dict[str, Any]
 
@@ -44,9 +47,10 @@ class OutputItem:
 
 @dataclass
 class MessageItem(OutputItem):
-    """A message, or the reasoning before it."""
+    """A message, or the reasoning before it. `logprobs`: of its tokens, if the client wants them."""
 
     is_thought: bool
+    logprobs: list[Body] = field(default_factory=list, init=False)
 
     @property
     def place(self) -> Body:
@@ -59,12 +63,13 @@ class MessageItem(OutputItem):
     def added(self) -> list[Body]:
         return [*super().added(), {"type": "response.content_part.added", "part": self._part, **self.place}]
 
-    def delta(self, text: str) -> Body:
-        return {"type": f"{self._kind}.delta", **super().delta(text), **self._logprobs}
+    def delta(self, text: str, logprobs: Sequence[Body] = ()) -> Body:
+        self.logprobs += logprobs
+        return {"type": f"{self._kind}.delta", **super().delta(text), **self._told(logprobs)}
 
     def done(self, status: str) -> list[Body]:
         return [
-            {"type": f"{self._kind}.done", "text": self.text, **self._logprobs, **self.place},
+            {"type": f"{self._kind}.done", "text": self.text, **self._told(self.logprobs), **self.place},
             {"type": "response.content_part.done", "part": self._part, **self.place},
             *super().done(status),
         ]
@@ -73,20 +78,19 @@ class MessageItem(OutputItem):
     def _part(self) -> Body:
         if self.is_thought:
             return {"type": "reasoning_text", "text": self.text}
-        return {"type": "output_text", "text": self.text, "annotations": [], "logprobs": []}
+        return {"type": "output_text", "text": self.text, "annotations": [], "logprobs": self.logprobs}
 
     @property
     def _kind(self) -> str:
         return "response.reasoning_text" if self.is_thought else "response.output_text"
 
-    @property
-    def _logprobs(self) -> Body:
-        return {} if self.is_thought else {"logprobs": []}
+    def _told(self, logprobs: Sequence[Body]) -> Body:
+        return {} if self.is_thought else {"logprobs": list(logprobs)}
 
 
 @dataclass
 class FunctionCallItem(OutputItem):
-    """Of a function. `call_id`: by which the client tells its result."""
+    """A call of a function. `call_id`: by which the client tells its result."""
 
     call_id: str
     name: str
@@ -101,3 +105,35 @@ class FunctionCallItem(OutputItem):
     def done(self, status: str) -> list[Body]:
         told = {"type": "response.function_call_arguments.done", "name": self.name, "arguments": self.text}
         return [told | self.place, *super().done(status)]
+
+
+@dataclass
+class CustomCallItem(OutputItem):
+    """A call of a tool that takes free text, which the model writes as the one argument of a function: `texts` is JSON,
+    and is told as text once it is whole.
+    """
+
+    call_id: str
+    name: str
+
+    @property
+    def input(self) -> str:
+        arguments = object_of(self.text) or {}
+        given = arguments.get("input")
+        return given if isinstance(given, str) else self.text
+
+    def body(self) -> Body:
+        told = "" if self.is_open else self.input
+        return super().body() | {"type": "custom_tool_call", "call_id": self.call_id, "name": self.name, "input": told}
+
+    def delta(self, text: str) -> Body:
+        self.texts.append(text)
+        return {}
+
+    def done(self, status: str) -> list[Body]:
+        kind = "response.custom_tool_call_input"
+        told = [
+            {"type": f"{kind}.delta", "delta": self.input, **self.place},
+            {"type": f"{kind}.done", "input": self.input, **self.place},
+        ]
+        return [*told, *super().done(status)]

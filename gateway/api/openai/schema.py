@@ -148,8 +148,24 @@ class ResponseText(msgspec.Struct, frozen=True):
     verbosity: str | None = None
 
 
+LOGPROBS = "message.output_text.logprobs"
+Included = Literal[
+    "message.output_text.logprobs",
+    "reasoning.encrypted_content",
+    "file_search_call.results",
+    "web_search_call.results",
+    "web_search_call.action.sources",
+    "message.input_image.image_url",
+    "computer_call_output.output.image_url",
+    "code_interpreter_call.outputs",
+]
+"""What more a response may tell. But for the first it is of items that never come here, or that come whole anyway."""
+
+
 class ResponsesRequest(Common, frozen=True, kw_only=True):
-    """`metadata`: the caller's notes, which come back on the response."""
+    """`metadata`: the caller's notes, which come back on the response. `max_tool_calls` limits calls of OpenAI's own
+    tools, of which there are none here.
+    """
 
     input: str | Annotated[list[dict[str, Any]], Meta(max_length=65536)]
     instructions: str | None = None
@@ -160,6 +176,14 @@ class ResponsesRequest(Common, frozen=True, kw_only=True):
     tool_choice: FlatToolChoice | None = None
     parallel_tool_calls: bool | None = None
     metadata: dict[str, Any] | None = None
+    include: list[Included] | None = None
+    top_logprobs: NumLogprobs | None = None
+    truncation: Literal["auto", "disabled"] | None = None
+    max_tool_calls: Count | None = None
+
+    @property
+    def wants_logprobs(self) -> bool:
+        return LOGPROBS in (self.include or ())
 
 
 class TokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):

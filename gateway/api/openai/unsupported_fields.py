@@ -72,17 +72,13 @@ REFUSED_OF_RESPONSES: Mapping[str, tuple[Any, ...]] = {
     **_THOUGHT,
     "background": (False,),
     "conversation": (),
-    "include": ([], ["reasoning.encrypted_content"]),  # the reasoning itself comes
     "logprobs": (False,),
-    "max_tool_calls": (),
     "n": (1,),
-    "previous_response_id": (),
+    "previous_response_id": ("",),
     "prompt": (),
     "prompt_logprobs": (),
     "return_token_ids": (False,),
     "return_tokens_as_token_ids": (False,),
-    "top_logprobs": (0,),
-    "truncation": ("disabled",),
 }
 """The same for /v1/responses, besides."""
 

@@ -19,11 +19,18 @@ def add_details(body: dict[str, Any], answers: Sequence[GenerationState]) -> Non
 
 
 class StreamedTokenIds:
-    """The token ids of a stream: those of the prompt in the first chunk of a choice, then what each chunk adds."""
+    """The token ids of a stream: those of the prompt in the first chunk of a choice, which in a chat is that of the
+    role, then what each chunk adds.
+    """
 
     def __init__(self, answers: Sequence[GenerationState]) -> None:
         self._answers = answers
         self._num_told: dict[int, int] = {}
+
+    def open(self, body: dict[str, Any], index: int) -> None:
+        """Add the prompt's token ids to the chunk that opens choice `index` of a chat."""
+        body["prompt_token_ids"] = self._answers[index].request.token_ids
+        self._num_told[index] = 0
 
     def add(self, body: dict[str, Any], piece: OutputDelta) -> None:
         """To the chunk that is made of `piece`, and perhaps of some before it that had nothing to show."""

@@ -2,6 +2,7 @@
 
 import time
 
+import msgspec
 from fastapi import APIRouter, Request, Response
 
 from gateway.api.openai.chat import ChatFormatter, ParsedChatFormatter
@@ -15,7 +16,7 @@ from gateway.http.request_ids import response_id
 from gateway.http.request_reading import ChatBody, CompletionBody
 from gateway.prompting.pipeline import prepare_chat, prepare_completion
 from gateway.serving.disconnect import run_until_disconnect
-from gateway.tool_calling.tool_choice import calling_of
+from gateway.tool_calling.tool_choice import calling_of, narrowed
 
 router = APIRouter()
 
@@ -29,10 +30,13 @@ router = APIRouter()
 async def chat_completions(request: Request, asked: ChatBody) -> Response:
     """Answers to a conversation, whole or streamed."""
     context: AppContext = request.app.state.context
+    tools, choice = narrowed(asked.tools, asked.tool_choice)
+    if choice is not asked.tool_choice:
+        asked = msgspec.structs.replace(asked, tools=tools, tool_choice=choice)
     preparing = prepare_chat(asked, context.prompting, context.limits)
     asks = await run_until_disconnect(request, context.settings.request_timeout_s, preparing)
     head = (response_id(request, "chatcmpl"), context.model, int(time.time()), context.prompting)
-    replies = ChatFormatter(*head, bool(asked.logprobs), context.spelling(asked))
+    replies = ChatFormatter(*head, bool(asked.logprobs), context.spelling(asked), context.fingerprint)
     calling = calling_of(asked.tools, asked.tool_choice, asked.parallel_tool_calls)
     if (reading := parser_spec(context.prompting, asks[0].begun, calling)) is not None:
         replies = ParsedChatFormatter(replies, reading, asked.include_reasoning is not False)
@@ -51,5 +55,5 @@ async def completions(request: Request, asked: CompletionBody) -> Response:
     preparing = prepare_completion(asked, context.prompting, context.limits)
     asks = await run_until_disconnect(request, context.settings.request_timeout_s, preparing)
     head = (response_id(request, "cmpl"), context.model, int(time.time()))
-    replies = CompletionFormatter(*head, asked.logprobs is not None, context.spelling(asked))
+    replies = CompletionFormatter(*head, asked.logprobs is not None, context.spelling(asked), context.fingerprint)
     return start_generation(request, asked, asks, replies)

@@ -13,20 +13,20 @@ router = APIRouter(route_class=HeadAnsweringRoute)
 
 @router.get("/v1/models", responses=returns(ModelList), response_model=None)
 async def models(context: Context) -> dict[str, Any]:
-    """The one model."""
-    return {"object": "list", "data": [_card(context)]}
+    """The one model, under each of its names."""
+    return {"object": "list", "data": [_card(context, name) for name in context.names]}
 
 
 @router.get("/v1/models/{model:path}", responses=returns(ModelCard), response_model=None)
 async def model(model: str, context: Context) -> dict[str, Any]:
     """One model by its id."""
     context.require_model(model)
-    return _card(context)
+    return _card(context, model)
 
 
-def _card(context: AppContext) -> dict[str, Any]:
+def _card(context: AppContext, name: str) -> dict[str, Any]:
     return {
-        "id": context.model,
+        "id": name,
         "object": "model",
         "created": context.created,
         "owned_by": "tandem",

@@ -29,7 +29,7 @@ async def tokenize(request: Request, asked: TokenizeBody) -> Response:
     [ids] = await run_until_disconnect(request, timeout_s, prompting.encode([text], special))
     reply = {"count": len(ids), "max_model_len": context.limits.max_model_len, "tokens": ids, "token_strs": None}
     if asked.return_token_strs:
-        texts = {token_id: prompting.token_text(token_id) for token_id in set(ids)}
+        texts = {token_id: prompting.tokenizer.id_to_token(token_id) or "" for token_id in set(ids)}
         reply["token_strs"] = list(map(texts.__getitem__, ids))
     return _json(reply)
 
