@@ -17,6 +17,7 @@ from gateway.dispatch.placement import StorePlacement
 from gateway.http.app import make_app
 from gateway.http.context import AppContext
 from gateway.http.server import http_config
+from gateway.model_overrides import overridden
 from gateway.observability.metrics import Metrics
 from gateway.observability.tracing import open_tracing
 from gateway.prompting.chat_template import Prompting
@@ -40,7 +41,7 @@ async def run(settings: GatewaySettings, store: Store) -> int:
     """Serve until cancelled. Raises TandemError if it can't start."""
     listener = listen(settings.host, settings.port, backlog=2048)
     try:
-        checkpoint = await asyncio.to_thread(open_checkpoint, settings.model)
+        checkpoint = overridden(await asyncio.to_thread(open_checkpoint, settings.model), settings)
         gateway_id = GatewayId(f"gateway-{socket.gethostname()}-{secrets.token_hex(4)}")
         secret = settings.secret.get_secret_value()
         dispatch = Dispatcher(StorePlacement(store, gateway_id), gateway_id, secret, checkpoint.name)
@@ -48,7 +49,7 @@ async def run(settings: GatewaySettings, store: Store) -> int:
         metrics = Metrics(dispatch, model, version)
         tracing = open_tracing(os.environ, model, version)
         if checkpoint.advice != Advice():
-            log.info("where a request does not say, generation_config.json does: %s", checkpoint.advice)
+            log.info("where a request does not say, the model's advice or the settings do: %s", checkpoint.advice)
         created, prompting = int(time.time()), Prompting(checkpoint, settings.tool_parser)
         parts = (settings, checkpoint, prompting, dispatch, metrics, model, version, created, tracing)
         front = AppContext(*parts, aliases=tuple(aliases))

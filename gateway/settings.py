@@ -1,7 +1,7 @@
 """A gateway's settings: command line, environment (`TANDEM_*`), defaults; in that order."""
 
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field, SecretStr
 from pydantic_settings import BaseSettings, SettingsConfigDict
@@ -26,12 +26,17 @@ class GatewaySettings(BaseSettings):
     port: int = Field(8000, ge=0, le=65535, description="port to listen on; 0: a free one")
     model: str = Field("", description="Hugging Face folder, hub id or GGUF file; empty: SmolLM2-135M-Instruct")
     served_model_name: str = Field("", description="ids for clients, with commas; empty: the model's own name")
+    chat_template: str = Field("", description="a Jinja file, or the template itself; empty: the model's own")
+    default_chat_template_kwargs: dict[str, Any] = Field({}, description="JSON: names for every chat template")
+    generation_config: str = Field("auto", description="auto: the model's own; vllm: none; or a folder that has one")
+    override_generation_config: dict[str, Any] = Field({}, description="JSON: temperature, top_p, ... by default")
     tool_parser: ParserName = Field("auto", description="how the model writes tool calls; auto: by its chat template")
     redis_url: str = Field("redis://127.0.0.1:6379/0", description="where the coordinator's state lives")
     pool: str = Field("default", description="workers and gateways of one pool serve one model together")
     secret: SecretStr = Field(SecretStr(""), description="shared by all services of a pool (better by environment)")
     api_key: SecretStr = Field(SecretStr(""), description="what clients must show, or several with commas; empty: none")
     cors_origins: str = Field("", description="sites whose pages may call, with commas; * for all; empty: none")
+    root_path: str = Field("", description="path under which a proxy offers this gateway")
     request_timeout_s: float = Field(600.0, gt=0, description="every accepted request ends within this time")
     max_inflight: int = Field(1024, ge=1, description="most answers in progress; more get 429")
     max_body_nbytes: int = Field(8 << 20, ge=1024, description="longest request body; longer ones get 413")

@@ -30,12 +30,18 @@ and that before the default. A wrong value ends the start with a line that names
 allowed. `auto` is resolved once, at start.
 
 `tandem up` keeps the variables of its own table to itself and hands all others on to the services that it starts:
-`TANDEM_KV_CACHE_MIB=4096 tandem up` sets it for every worker. Their pool, roles, ids and ready files it names itself. A
-variable that begins with `TANDEM_` and that no service reads is reported at start, by `tandem worker`, too.
-Secrets belong in the environment: command lines are readable by every user of a machine. Traces are set by
-OpenTelemetry's own variables ([Operations](operations.md)).
+`TANDEM_KV_CACHE_MIB=4096 tandem up` sets it for every worker, and so does `tandem up --kv-cache-mib 4096`. Their pool,
+roles, ids and ready files it names itself. A variable that begins with `TANDEM_` and that no service reads is reported
+at start, by `tandem worker`, too. Secrets belong in the environment: command lines are readable by every user of a
+machine. Traces are set by OpenTelemetry's own variables ([Operations](operations.md)).
 """
-TYPES = {"integer": "a whole number", "number": "a number", "string": "", "boolean": "`true` or `false`"}
+TYPES = {
+    "integer": "a whole number",
+    "number": "a number",
+    "string": "",
+    "boolean": "`true` or `false`",
+    "object": "a JSON object",
+}
 BOUNDS = {"minimum": "from", "exclusiveMinimum": "above", "maximum": "to"}
 
 

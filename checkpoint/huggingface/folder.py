@@ -68,7 +68,7 @@ def open_folder(path: Path, name: str | None = None) -> Checkpoint:
         build_tokenizer=partial(_load_tokenizer, path / "tokenizer.json", tokenizer_config),
         quantization=_quantization(model, config, path),
         tool_template=templates.get("tool_use"),
-        advice=_advice(generation, str(path / "generation_config.json")),
+        advice=advice_of(generation, str(path / "generation_config.json")),
     )
 
 
@@ -360,8 +360,11 @@ def _token(value: Any) -> str | None:
     return (value.get("content") if isinstance(value, dict) else value) or None
 
 
-def _advice(generation: dict[str, Any], source: str) -> Advice:
-    """As vLLM takes it: `do_sample` is not looked at, which would make every answer of most models greedy."""
+def advice_of(generation: dict[str, Any], source: str) -> Advice:
+    """Return what a generation_config.json advises; `source` names it in errors. Raises ConfigError.
+
+    As with vLLM `do_sample` is not looked at, which would make every answer of most models greedy.
+    """
     stated = {name: generation[name] for name in _ADVISED if generation.get(name) is not None}
     for name, value in stated.items():
         least, most = _ADVISED[name]

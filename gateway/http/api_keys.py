@@ -1,4 +1,4 @@
-"""API keys: who may ask."""
+"""API keys: which clients may ask."""
 
 import hmac
 from collections.abc import Callable
@@ -14,7 +14,8 @@ OPEN_PATHS = frozenset({"/health", "/ready", "/ping", "/metrics", "/version", *F
 
 
 class ApiKeyMiddleware:
-    """Lets through who shows `Authorization: Bearer KEY` with one of the keys, and what watches over the service.
+    """A door for clients that show `Authorization: Bearer KEY` with one of the keys, and for what watches the service.
+
     `refuse` makes the response for the others, with the words that it is given.
     """
 
@@ -23,7 +24,7 @@ class ApiKeyMiddleware:
         self._keys = [key.encode() for key in map(str.strip, keys.split(",")) if key]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"] in OPEN_PATHS or self._knows(Headers(scope=scope)):
+        if scope["type"] != "http" or _is_open(scope) or self._knows(Headers(scope=scope)):
             return await self._app(scope, receive, send)
         response = self._refuse(Request(scope), "a valid API key is needed: Authorization: Bearer KEY")
         await response(scope, receive, send)
@@ -33,3 +34,8 @@ class ApiKeyMiddleware:
         shown = given.strip().encode("latin-1")
         matches = [hmac.compare_digest(shown, key) for key in self._keys]  # all of them: how long tells nothing
         return any(matches) and scheme.lower() == "bearer"
+
+
+def _is_open(scope: Scope) -> bool:
+    """A proxy may leave its own path in front."""
+    return scope["path"].removeprefix(scope.get("root_path", "")) in OPEN_PATHS

@@ -11,7 +11,8 @@ from gateway.http.routes import generation, health, models, responses, tokenize
 
 def make_app(context: AppContext) -> FastAPI:
     """Return the application that serves `context`."""
-    app = FastAPI(title="Tandem", version=context.version, docs_url=None, redoc_url=None)
+    app = FastAPI(title="Tandem", version=context.version, redoc_url=None)
+    app.root_path = context.settings.root_path  # as a server's, it would be put in front of paths that have it
     app.state.context = context
     _add_access(app, context)
     add_error_handlers(app)

@@ -4,6 +4,7 @@ import asyncio
 import time
 from typing import Annotated, Any
 
+import msgspec
 from fastapi import Depends, Request
 
 from contracts.errors import RequestError
@@ -46,7 +47,7 @@ class BodyOf:
             asked = parse(body, self._kind)
         request.state.request_id = getattr(asked, "request_id", None)
         context.require_model(asked.model)
-        return asked
+        return _with_names(asked, context.settings.default_chat_template_kwargs)
 
 
 ChatBody = Annotated[ChatRequest, Depends(BodyOf(ChatRequest))]
@@ -54,6 +55,13 @@ CompletionBody = Annotated[CompletionRequest, Depends(BodyOf(CompletionRequest))
 ResponsesBody = Annotated[ResponsesRequest, Depends(BodyOf(ResponsesRequest))]
 TokenizeBody = Annotated[TokenizeRequest, Depends(BodyOf(TokenizeRequest))]
 DetokenizeBody = Annotated[DetokenizeRequest, Depends(BodyOf(DetokenizeRequest))]
+
+
+def _with_names(asked: Any, defaults: dict[str, Any]) -> Any:
+    """Return `asked` with the names that every chat template is to have, where it takes such and has no other."""
+    if not defaults or not hasattr(asked, "chat_template_kwargs"):
+        return asked
+    return msgspec.structs.replace(asked, chat_template_kwargs=defaults | (asked.chat_template_kwargs or {}))
 
 
 def _require_plain(encoding: str) -> None:

@@ -22,12 +22,13 @@ from tandem.commands.target import key_headers
 from tandem.local.child import ChildProcess
 from tandem.local.console_output import plain
 from tandem.local.ports import claim_port
-from tandem.local.preflight import preflight, read_up_settings, unread
+from tandem.local.preflight import handed_on, preflight, read_up_settings, unread
 from tandem.local.run_dir import RunDir, require_free, state_home
 from tandem.local.settings import UpSettings
 from tandem.local.signals import SignalInbox
 from tandem.local.supervisor import StopRequested, Supervisor, VitalDeath
 from tandem.local.system_plan import plan_system, require_redis
+from tandem.local.vllm_options import translated
 
 ROOT = Path(__file__).resolve().parents[2]
 STOPPED, CANT_START, VITAL_DIED = 0, 1, 3
@@ -39,7 +40,13 @@ def main(argv: Sequence[str], environ: Mapping[str, str]) -> int:
     for line in unread(environ):
         print(f"tandem up: {line}", file=sys.stderr)
     try:
-        settings = read_up_settings(argv)
+        words, notes = translated(argv)
+        own, handed = handed_on(words)
+        for line in notes:
+            print(f"tandem up: {line}", file=sys.stderr)
+        os.environ.update(handed)  # where the services' settings are checked, and what their processes get
+        environ = {**environ, **handed}
+        settings = read_up_settings(own)
         require_free(state_home(environ), settings.port)  # first: of whoever holds the port it knows the name
         port = claim_port(settings.host, settings.port)
         preflight(settings)

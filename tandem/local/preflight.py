@@ -20,6 +20,7 @@ from worker.settings import WorkerSettings
 SERVICES = (CoordinatorSettings, WorkerSettings, GatewaySettings)
 MAKE_VARIABLES = ("MODEL", "PORT", "PREFILL", "DECODE", "MIXED", "DEVICE", "TRANSFER", "DTYPE", "REDIS_URL")
 """What the Makefile hands on."""
+SECRETS = {"--api-key"}
 MADE_BY_UP = {"pool", "ready_file", "role", "worker_id"}
 """Settings of services that it chooses itself, whatever the environment says."""
 OF_COMPOSE = (
@@ -29,11 +30,32 @@ OF_COMPOSE = (
 """Read by the compose files alone."""
 
 
+def handed_on(argv: Sequence[str]) -> tuple[list[str], dict[str, str]]:
+    """Return the options of `tandem up` itself, and as variables those of its services.
+
+    An option may have several values, as vLLM's --served-model-name has. Raises ConfigError for a secret: every user
+    of the machine can read a command line.
+    """
+    services, own, variables, words = _of_services(), [], {}, list(argv)
+    while words:
+        word = words.pop(0)
+        flag, equals, value = word.partition("=")
+        if flag not in services:
+            own.append(word)
+            continue
+        if flag in SECRETS:
+            raise ConfigError(f"{flag} is a secret, which others could read here: set {variable(services[flag])}")
+        given = [value] if equals else []
+        while words and not equals and not words[0].startswith("--"):
+            given.append(words.pop(0))
+        if not given:
+            raise ConfigError(f"{flag} needs a value")
+        variables[variable(services[flag])] = ",".join(given)
+    return own, variables
+
+
 def read_up_settings(argv: Sequence[str]) -> UpSettings:
-    """Raises ConfigError with a line that names every wrong setting."""
-    if misplaced := _of_services(argv):
-        told = (f"{flag} is a setting of the services: set {variable(name)}" for flag, name in misplaced.items())
-        raise ConfigError(f"{'; '.join(told)}; `tandem up` hands it on")
+    """Return the settings of `tandem up`. Raises ConfigError with a line that names every wrong one."""
     settings = fit_devices(read_settings(UpSettings, argv, _places), os.environ)
     if not settings.is_complete:
         raise ConfigError("nobody could answer: set PREFILL and DECODE to 1 or more, or MIXED")
@@ -62,12 +84,10 @@ def unread(names: Iterable[str]) -> list[str]:
     return [f"{name} is no setting{_meant(name.upper(), settings)}" for name in unknown]
 
 
-def _of_services(argv: Sequence[str]) -> dict[str, str]:
-    """Options that `tandem up` has not and a service has, with the setting's name."""
+def _of_services() -> dict[str, str]:
+    """Return the options that `tandem up` has not and a service has, with the setting's name."""
     names = {name for kind in SERVICES for name in kind.model_fields} - UpSettings.model_fields.keys() - MADE_BY_UP
-    flags = {f"--{name.replace('_', '-')}": name for name in sorted(names)}
-    given = [word.partition("=")[0] for word in argv]
-    return {flag: flags[flag] for flag in given if flag in flags}
+    return {f"--{name.replace('_', '-')}": name for name in sorted(names)}
 
 
 def _meant(name: str, known: Iterable[str]) -> str:

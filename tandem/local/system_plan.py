@@ -19,6 +19,8 @@ REDIS, SERVICES, GATEWAY = range(3)
 workers: of 23.1 s that two of them on H200 took to be ready, 2.2 were the gateway's own start.
 """
 PING_TIMEOUT_S = 1.0
+PATHS = ("TANDEM_CHAT_TEMPLATE", "TANDEM_GENERATION_CONFIG")
+"""Variables that may name a file: services run from another folder, so one that exists is made absolute."""
 MAX_SOCKET_NBYTES = 107
 """Of a path, as sockaddr_un has room for on Linux."""
 
@@ -46,6 +48,7 @@ def child_environment(environ: Mapping[str, str], redis_url: str, pool: str, sec
     """
     ours = {f"TANDEM_{name}".upper() for name in UpSettings.model_fields}
     kept = {name: value for name, value in environ.items() if name.upper() not in ours}
+    kept |= {name: os.path.abspath(kept[name]) for name in PATHS if os.path.exists(kept.get(name, ""))}
     return kept | {"TANDEM_REDIS_URL": redis_url, "TANDEM_POOL": pool, "TANDEM_SECRET": secret, "PYTHONUNBUFFERED": "1"}
 
 

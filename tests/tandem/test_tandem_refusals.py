@@ -13,8 +13,10 @@ from typing import get_args
 import pytest
 
 from tandem.commands import up
-from tandem.local.preflight import MAKE_VARIABLES, OF_COMPOSE, unread
+from tandem.local.preflight import MAKE_VARIABLES, OF_COMPOSE, SERVICES, handed_on, unread
 from tandem.local.run_dir import RunDir
+from tandem.local.settings import UpSettings
+from tandem.local.vllm_options import ALWAYS, OTHERWISE, SAME, translated
 from tests.docs.lookup import compose_variables
 from tests.e2e.tiny import save_tiny
 from tests.environment import plain_environment
@@ -158,22 +160,43 @@ def test_an_empty_host_is_not_every_address(refused: Callable[..., str]) -> None
 
 
 @pytest.mark.parametrize(
-    ("flags", "names"),
+    ("flags", "words"),
     [
-        (("--max-model-len", "512"), ["max-model-len"]),
-        (("--prefill", "2", "--served-model-name=m"), ["served-model-name"]),
-        (("--api-key", "k", "--log-level", "debug"), ["api-key", "log-level"]),
+        (("--max-model-len", "-5"), "max_model_len is '-5': it must be greater than or equal to 0"),
+        (
+            ("--prefill", "2", "--log-level=loud"),
+            "log_level is 'loud': it must be 'debug', 'info', 'warning' or 'error'",
+        ),
+        (("--api-key", "k"), "--api-key is a secret, which others could read here: set TANDEM_API_KEY"),
+        (("--max-num-seqs",), "--max-num-seqs needs a value"),
+        (("--override-generation-config", "{"), "override_generation_config"),
+        (("--gpu-memory-utilization", "0.9"), "--gpu-memory-utilization is an option of vLLM's: the KV cache takes"),
+        (("--enable-lora",), "--enable-lora is an option of vLLM's: adapters are not served"),
+        (("--model", "x", "-pp=2"), "-pp is an option of vLLM's: a model is split by --tensor-parallel alone"),
     ],
 )
-def test_a_setting_of_the_services_is_told_by_its_variable(
-    refused: Callable[..., str], flags: tuple[str, ...], names: list[str]
+def test_an_option_of_the_services_or_of_vllm_is_refused_in_words(
+    refused: Callable[..., str], flags: tuple[str, ...], words: str
 ) -> None:
-    variables = (f"TANDEM_{name.replace('-', '_').upper()}" for name in names)
-    told = [
-        f"--{name} is a setting of the services: set {variable}; "
-        for name, variable in zip(names, variables, strict=True)
-    ]
-    assert refused(*flags) == f"{''.join(told)}`tandem up` hands it on"
+    assert words in refused(*flags)
+
+
+def test_a_command_line_of_vllm_is_understood() -> None:
+    line = "Qwen/Qwen3-0.6B -tp 2 --dtype half --served-model-name a b --max-num-batched-tokens=64 --port 0"
+    line += " --enable-prefix-caching --reasoning-parser qwen3 --tool-call-parser hermes"
+    words, notes = translated(line.split())
+    own, handed = handed_on(words)
+    assert own == ["--model", "Qwen/Qwen3-0.6B", "--tensor-parallel", "2", "--dtype", "float16", "--port", "0"]
+    names = {"TANDEM_SERVED_MODEL_NAME": "a,b", "TANDEM_MAX_BATCHED_TOKENS": "64", "TANDEM_TOOL_PARSER": "hermes"}
+    assert handed == names
+    assert [note.split()[0] for note in notes] == ["--enable-prefix-caching", "--reasoning-parser"]
+
+
+@pytest.mark.parametrize("name", sorted({*ALWAYS, *OTHERWISE, *SAME}))
+def test_no_name_of_vllm_is_one_of_ours(name: str) -> None:
+    """Else it would be taken for ours in one place and be refused in another."""
+    ours = {f"--{field.replace('_', '-')}" for kind in (UpSettings, *SERVICES) for field in kind.model_fields}
+    assert name not in ours and (name not in SAME or SAME[name] in ours)
 
 
 @pytest.mark.parametrize("flag", ["--role", "--worker-id", "--pool", "--no-such-thing"])

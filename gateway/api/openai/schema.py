@@ -180,6 +180,7 @@ class ResponsesRequest(Common, frozen=True, kw_only=True):
     top_logprobs: NumLogprobs | None = None
     truncation: Literal["auto", "disabled"] | None = None
     max_tool_calls: Count | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
 
     @property
     def wants_logprobs(self) -> bool:

@@ -1,0 +1,76 @@
+"""The options of `vllm serve`, as people type them, in the words of `tandem up`."""
+
+from collections.abc import Sequence
+
+from contracts.errors import ConfigError
+
+SAME = {
+    "-tp": "--tensor-parallel",
+    "--tensor-parallel-size": "--tensor-parallel",
+    "--max-num-batched-tokens": "--max-batched-tokens",
+    "--tool-call-parser": "--tool-parser",
+}
+"""vLLM's name -> ours."""
+
+DTYPES = {"half": "float16", "float": "float32"}
+
+ALWAYS = {
+    "--enable-auto-tool-choice": 0,
+    "--enable-prefix-caching": 0,
+    "--enable-chunked-prefill": 0,
+    "--enable-prompt-tokens-details": 0,
+    "--enable-request-id-headers": 0,
+    "--enable-server-load-tracking": 0,
+    "--disable-log-requests": 0,
+    "--reasoning-parser": 1,
+    "--scheduling-policy": 1,
+}
+"""What is so here without an option -> how many words follow it."""
+
+OTHERWISE = {
+    "--gpu-memory-utilization": "the KV cache takes what is free; TANDEM_KV_CACHE_MIB sets its size",
+    "--kv-cache-memory-bytes": "TANDEM_KV_CACHE_MIB sets the size of the KV cache",
+    "--kv-cache-dtype": "the KV cache is as --dtype has the rest",
+    "--data-parallel-size": "--prefill, --decode and --mixed say how many workers there are",
+    "-dp": "--prefill, --decode and --mixed say how many workers there are",
+    "--pipeline-parallel-size": "a model is split by --tensor-parallel alone",
+    "-pp": "a model is split by --tensor-parallel alone",
+    "--quantization": "a quantized checkpoint says so itself; --dtype quantizes others",
+    "-q": "a quantized checkpoint says so itself; --dtype quantizes others",
+    "--allowed-origins": "TANDEM_CORS_ORIGINS names the sites, with commas",
+    "--trust-remote-code": "no code of a model's folder is run",
+    "--enable-lora": "adapters are not served",
+    "--lora-modules": "adapters are not served",
+    "--speculative-config": "there is no speculative decoding",
+    "--ssl-keyfile": "let a proxy end TLS",
+    "--ssl-certfile": "let a proxy end TLS",
+    "--uds": "the gateway listens on TCP: --host and --port",
+    "--config": "every setting is an environment variable: TANDEM_<NAME>",
+    "--enforce-eager": "there is no such choice; leave it out",
+    "--seed": "each request may bring its `seed`",
+    "--max-num-queued-reqs": "TANDEM_MAX_INFLIGHT limits the answers in progress",
+}
+"""What has another way here, or none -> the words for it."""
+
+
+def translated(argv: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Return the command line in our words, and a line for each option that changes nothing.
+
+    A model may be named first, without `--model`. Raises ConfigError on an option that has no place here.
+    """
+    words, notes, told = list(argv), [], []
+    if words and not words[0].startswith("-"):
+        words[:1] = ["--model", words[0]]
+    while words:
+        word = words.pop(0)
+        flag, equals, value = word.partition("=")
+        if flag in OTHERWISE:
+            raise ConfigError(f"{flag} is an option of vLLM's: {OTHERWISE[flag]}")
+        if flag in ALWAYS:
+            del words[: 0 if equals else ALWAYS[flag]]
+            notes.append(f"{flag} changes nothing: it is so without it")
+            continue
+        told.append(SAME.get(flag, flag) + equals + value)
+        if flag == "--dtype" and words:
+            words[0] = DTYPES.get(words[0], words[0])
+    return told, notes
