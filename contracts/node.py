@@ -70,11 +70,17 @@ class NodeInfo(msgspec.Struct, frozen=True, kw_only=True):
         return WorkerRef(self.worker_id, self.incarnation, self.url, self.transfer)
 
 
+STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+"""Bounds of a histogram of the tokens of an engine step: those of vLLM's."""
+
+
 class NodeLoad(msgspec.Struct, frozen=True, kw_only=True):
     """What a worker states with each heartbeat. Rates are measured online, in tokens a second; 0.0 while unknown.
 
     `prompt_tokens_per_mixed_step`: the most tokens of prompts in a step that goes on with the answers of now, too.
-    `bad_paths`: decode workers that its handoffs do not reach lately.
+    `bad_paths`: decode workers that its handoffs do not reach lately. `num_preemptions`, `num_step_tokens`: since its
+    start; `steps`: how many had at most so many tokens as the bound of STEP_TOKENS says, and more than the one before;
+    the last counts those above all bounds.
     """
 
     num_running: int = 0
@@ -87,6 +93,9 @@ class NodeLoad(msgspec.Struct, frozen=True, kw_only=True):
     transfer_rate: float = 0.0
     draining: bool = False
     bad_paths: tuple[Incarnation, ...] = ()
+    num_preemptions: int = 0
+    num_step_tokens: int = 0
+    steps: tuple[int, ...] = ()
 
 
 class Node(msgspec.Struct, frozen=True, kw_only=True):

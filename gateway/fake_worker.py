@@ -50,6 +50,7 @@ class FakeWorker:
     max_model_len: int = 2048
     cached_tokens: int = 0
     script: Sequence[int] = ()
+    load: NodeLoad = field(default_factory=NodeLoad)
     jobs: list[Job] = field(default_factory=list)
     cancels: list[Cancel] = field(default_factory=list)
 
@@ -115,7 +116,7 @@ class FakeWorker:
             ways=self.ways or TransferCapabilities(memory="host", sends=["tcp"], takes={layout_id: ["tcp"]}),
             layout=self.layout,
         )
-        return Node(info=info, load=NodeLoad(), alive=True)
+        return Node(info=info, load=self.load, alive=True)
 
     async def _jobs(self, request: web.Request) -> web.Response:
         if not self._knows(request):

@@ -46,7 +46,7 @@ async def run(settings: GatewaySettings, store: Store) -> int:
         secret = settings.secret.get_secret_value()
         dispatch = Dispatcher(StorePlacement(store, gateway_id), gateway_id, secret, checkpoint.name)
         [model, *aliases], version = settings.model_names or [checkpoint.name], release()
-        metrics = Metrics(dispatch, model, version)
+        metrics = Metrics(dispatch, model, version, checkpoint.config.max_model_len)
         tracing = open_tracing(os.environ, model, version)
         if checkpoint.advice != Advice():
             log.info("where a request does not say, the model's advice or the settings do: %s", checkpoint.advice)

@@ -70,6 +70,12 @@ class WorkerPool:
         return [link.info for worker_id, link in self._links.items() if link.is_open and worker_id in self._listed]
 
     @property
+    def loads(self) -> list[tuple[NodeInfo, NodeLoad]]:
+        """Workers that are listed, with what each last told the registry."""
+        listed = self._listed
+        return [(link.info, listed[name]) for name, link in self._links.items() if name in listed]
+
+    @property
     def silent(self) -> list[WorkerId]:
         """Workers of our model that are known and do not speak to us now."""
         return [worker_id for worker_id, link in self._links.items() if not link.is_open]

@@ -6,6 +6,7 @@ from fastapi.middleware.cors import CORSMiddleware
 from gateway.http.api_keys import ApiKeyMiddleware
 from gateway.http.context import AppContext
 from gateway.http.error_handlers import add_error_handlers, unauthorized
+from gateway.http.request_counts import RequestCountMiddleware
 from gateway.http.routes import generation, health, models, responses, tokenize
 
 
@@ -15,6 +16,7 @@ def make_app(context: AppContext) -> FastAPI:
     app.root_path = context.settings.root_path  # as a server's, it would be put in front of paths that have it
     app.state.context = context
     _add_access(app, context)
+    app.add_middleware(RequestCountMiddleware, requests=context.metrics.http_requests)
     add_error_handlers(app)
     routers = [subject.router for subject in (generation, responses, tokenize, models, health)]
     for router in routers:

@@ -10,6 +10,7 @@ from gateway.dispatch.dispatcher import Dispatcher
 from gateway.error_codes import KNOWN
 from gateway.generation.time_account import non_overlapped_transfer_s, stage_seconds
 from gateway.observability.vllm_metrics import VllmMetrics
+from gateway.observability.worker_metrics import WorkerMetrics
 from process.garbage_collector import COLLECTIONS
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
@@ -17,9 +18,9 @@ _SHORT_SECONDS = (0.0005, 0.001, 0.002, *_SECONDS)
 
 
 class Metrics:
-    """Times in seconds."""
+    """The counts, gauges and histograms of one gateway. Times are in seconds."""
 
-    def __init__(self, dispatch: Dispatcher, model: str, version: str) -> None:
+    def __init__(self, dispatch: Dispatcher, model: str, version: str, max_model_len: int = 100_000) -> None:
         registry = self._registry = CollectorRegistry()
         self.requests = Counter("tandem_gateway_requests", "requests by outcome", ["code"], registry=registry)
         for code in KNOWN:  # from 0 on: no rate sees a count that begins with its first request
@@ -37,7 +38,10 @@ class Metrics:
         inflight = Gauge("tandem_gateway_inflight", "answers in progress", registry=registry)
         inflight.set_function(lambda: dispatch.num_inflight)
         registry.register(_Counts(dispatch))
-        self.vllm = VllmMetrics(registry, dispatch, model)
+        registry.register(WorkerMetrics(dispatch, model))
+        self.vllm = VllmMetrics(registry, dispatch, model, max_model_len)
+        labels = ("handler", "method", "status")
+        self.http_requests = Counter("http_requests", "HTTP requests by status class", labels, registry=registry)
 
     def account(self, told: Mapping[str, float]) -> None:
         """Of one answer: what its workers told of its time, `Answer.stages_s`."""

@@ -8,8 +8,22 @@ from gateway.dispatch.dispatcher import Dispatcher
 from gateway.generation.generation_state import GenerationState
 from gateway.generation.usage import Usage
 
-_SECONDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640)
-_COUNTS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000)
+_FIRST_TOKEN = (
+    0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0,
+    640.0, 2560.0,
+)  # fmt: skip
+_PER_TOKEN = (
+    0.001, 0.0025, 0.005, 0.0075,
+    0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0,
+)  # fmt: skip
+"""vLLM's, which begin at 0.01, and four finer ones: most gaps here are shorter than that."""
+_LATENCY = (
+    0.01, 0.025, 0.05, 0.1, 0.2,
+    0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0, 480.0, 960.0,
+    1920.0, 7680.0,
+)  # fmt: skip
+"""vLLM's, which begin at 0.3, and five finer ones."""
+_ANSWERS = (1, 2, 5, 10, 20)
 _LABELS = ("model_name", "engine")
 
 COUNTERS = {
@@ -41,16 +55,23 @@ LENGTHS = {
 }
 
 
+SOURCES = ("local_compute", "local_cache_hit", "external_kv_transfer")
+
+
 class VllmMetrics:
-    def __init__(self, registry: CollectorRegistry, dispatch: Dispatcher, model: str) -> None:
+    """The families of vLLM that a gateway knows by itself."""
+
+    def __init__(self, registry: CollectorRegistry, dispatch: Dispatcher, model: str, max_model_len: int) -> None:
         own = {"registry": registry, "labelnames": _LABELS}
         labels = (model, "0")
         self._counters = {name: Counter(f"vllm:{name}", text, **own).labels(*labels) for name, text in COUNTERS.items()}
         self._histograms = {
-            name: Histogram(f"vllm:{name}", text, buckets=buckets, **own).labels(*labels)
-            for names, buckets in ((TIMES, _SECONDS), (LENGTHS, _COUNTS))
-            for name, text in names.items()
+            name: Histogram(f"vllm:{name}", text, buckets=_buckets(name, max_model_len), **own).labels(*labels)
+            for name, text in (TIMES | LENGTHS).items()
         }
+        words = "prompt tokens as each worker got them"
+        sources = Counter("vllm:prompt_tokens_by_source", words, (*_LABELS, "source"), registry=registry)
+        self._sources = {source: sources.labels(*labels, source) for source in SOURCES}
         success = Counter("vllm:request_success", "ended answers", (*_LABELS, "finished_reason"), registry=registry)
         self._ended = {why: success.labels(*labels, why) for why in ("stop", "length", "abort", "error")}
         for name, count in _gauges(dispatch).items():
@@ -72,11 +93,38 @@ class VllmMetrics:
         counts = (work.prompt_tokens, work.completion_tokens, work.cached_tokens, *prefix_cache, *prefix_cache)
         for counter, value in zip(self._counters.values(), counts, strict=True):
             counter.inc(value)
+        handed_over = _prompt_tokens([answer for answer in answers if _was_handed_over(answer)])
+        computed = work.prompt_tokens - work.cached_tokens
+        for source, tokens in zip(SOURCES, (computed, work.cached_tokens, handed_over), strict=True):
+            self._sources[source].inc(tokens)
         for answer in answers:
             self._ended[answer.finish or ("error" if is_error else "abort")].inc()
         for name, values in _observed(answers, usage, started_s, now).items():
             for value in values:
                 self._histograms[name].observe(value)
+
+
+def _buckets(name: str, max_model_len: int) -> Sequence[float]:
+    if name == "time_to_first_token_seconds":
+        return _FIRST_TOKEN
+    if name in TIMES:
+        return _PER_TOKEN if "token" in name else _LATENCY
+    return _ANSWERS if name == "request_params_n" else _one_two_five(max_model_len)
+
+
+def _one_two_five(most: int) -> list[int]:
+    """Return 1, 2, 5, 10, ... up to `most`."""
+    scales = (10**power for power in range(len(str(most))))
+    return [digit * scale for scale in scales for digit in (1, 2, 5) if digit * scale <= most]
+
+
+def _was_handed_over(answer: GenerationState) -> bool:
+    """Its prompt's KV went from one worker to another, once its first token was there."""
+    return answer.num_tokens > 0 and len({*answer.servers.values()}) > 1
+
+
+def _prompt_tokens(answers: Sequence[GenerationState]) -> int:
+    return sum(len(answer.request.token_ids) for answer in answers)
 
 
 def _gauges(dispatch: Dispatcher):

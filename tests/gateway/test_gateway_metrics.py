@@ -97,7 +97,8 @@ async def test_a_prompt_that_no_worker_took_was_not_computed(client, rig):
 
 async def test_those_that_run_are_told_from_those_that_wait(client, rig):
     async with client.stream("POST", "/v1/completions", json=ASK | {"max_tokens": 400, "stream": True}) as reply:
-        await anext(reply.aiter_lines())
+        lines = reply.aiter_lines()  # kept: one that is let go closes the answer
+        await anext(lines)
         got = await samples(client)
         assert (got["vllm:num_requests_running", ""], got["vllm:num_requests_waiting", ""]) == (1, 0)
     await rig.until(rig.is_idle)

@@ -31,7 +31,7 @@ def test_the_dashboard_asks_under_both_sets_of_names() -> None:
 
 
 def test_the_page_names_every_metric_and_no_other(samples: set[str]) -> None:
-    page = set(re.findall(r"`((?:tandem_|vllm:)[a-z0-9_]+)`", OPERATIONS))
+    page = set(re.findall(r"`((?:tandem_|vllm:|http_)[a-z0-9_]+)`", OPERATIONS))
     assert page == exposition.families().keys()
 
 

@@ -1,8 +1,9 @@
 """A picture of the core for its front: load for placement, counters for metrics, proof of life for health."""
 
+from bisect import bisect_left
 from collections.abc import Sequence
 
-from contracts.node import NodeLoad
+from contracts.node import STEP_TOKENS, NodeLoad
 from engine.engine import Engine
 from engine.messages import EngineStats
 from engine.scheduler.batch import prompt_tokens_per_mixed_step
@@ -56,6 +57,8 @@ class StatusReporter:
         self._roles = roles
         self._num_turns = 0
         self._num_steps = 0
+        self._num_step_tokens = 0
+        self._steps = [0] * (len(STEP_TOKENS) + 1)
         self._due_s = 0.0
         self._checked: EngineStats | None = None
         self._prefill = Rate()
@@ -67,6 +70,9 @@ class StatusReporter:
         A mixed step counts for both rates with its whole span: what a newcomer would see.
         """
         self._num_steps += 1
+        num_tokens = num_prefill_tokens + num_decode_tokens
+        self._num_step_tokens += num_tokens
+        self._steps[bisect_left(STEP_TOKENS, num_tokens)] += 1
         most = prompt_tokens_per_mixed_step(self._engine.max_mixed_tokens, num_decode_tokens)
         self._prefill.add(num_prefill_tokens, span_s, min(FULL_TOKENS, most // 2))
         self._decode.add(num_decode_tokens, span_s)
@@ -117,6 +123,9 @@ class StatusReporter:
             decode_rate=self._decode.value,
             transfer_rate=self._transfer_rate(),
             bad_paths=self._node.bad_paths,
+            num_preemptions=stats.num_preemptions,
+            num_step_tokens=self._num_step_tokens,
+            steps=tuple(self._steps),
         )
 
     def _transfer_rate(self) -> float:
