@@ -9,6 +9,7 @@ from prometheus_client.registry import Collector
 
 from coordinator.request_states import ENDS, LIVE
 from coordinator.store.store import Counts, WorkerView
+from process.listener import PAUSES
 
 CREDITS = ("pending_tokens", "num_prefills", "reserved_tokens", "num_decodes")
 BUCKETS_S = (0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1.0)
@@ -54,6 +55,8 @@ class StateCollector(Collector):
     def collect(self) -> Iterator[Metric]:
         yield _gauge("redis_up", "1 while Redis answers and takes writes", {(): float(self._counts is not None)})
         yield _gauge("leader", "1 if this process reaps", {(): float(self._is_leader)})
+        words = "times that new connections waited for file descriptors"
+        yield CounterMetricFamily("tandem_coordinator_accept_pauses", words, PAUSES.num)
         if self._counts is not None:
             yield from self._of_workers()
             yield from self._of_requests(self._counts)

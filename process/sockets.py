@@ -6,18 +6,19 @@ import random
 import socket
 
 from contracts.errors import ConfigError
+from process.listener import PausingListener
 
 _SERVER_PORTS = 10_000, 32_768
 """Linux gives connections 32768 and above."""
 
 
-def listen(host: str, port: int, backlog: int = 128, silence_s: float = 0.0) -> socket.socket:
-    """A listening TCP socket; port 0 takes a free one. Raises ConfigError naming both.
+def listen(host: str, port: int, backlog: int = 128, silence_s: float = 0.0) -> PausingListener:
+    """Return a listening TCP socket; port 0 takes a free one. Raises ConfigError naming both.
 
     `silence_s`: a peer that takes nothing of what is sent for so long is gone, where the platform has that option; 0.0
     leaves it to the system's retries, which go on for a quarter of an hour.
     """
-    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    listener = PausingListener(socket.AF_INET6 if ":" in host else socket.AF_INET)
     # Inherited by what it accepts. asyncio turns Nagle off only where the protocol number is spelled out; else a token
     # waits 40 ms for the acknowledgement of the one before.
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

@@ -6,10 +6,12 @@ import os
 import socket
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
+from typing import Any
 
 import uvicorn
 from fastapi import FastAPI
 
+from process.listener import is_accept_pause
 from process.ready_file import ReadyFile
 from process.sockets import http_url
 from service.http_protocol import LimitedProtocol
@@ -24,11 +26,23 @@ A job that is posted in the moment when the server closes gets no answer, and it
 
 
 class UvicornServer(uvicorn.Server):
-    """uvicorn without its signal handlers: theirs would end the process before it has put its things away."""
+    """A server of uvicorn's without its signal handlers: they would end the process before it has put its things away.
+
+    That it pauses to accept while descriptors are short is in the log once a minute, not as a traceback each time.
+    """
+
+    async def serve(self, sockets: list[socket.socket] | None = None) -> None:
+        asyncio.get_running_loop().set_exception_handler(_handle)
+        await super().serve(sockets)
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
+
+
+def _handle(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    if not is_accept_pause(context):
+        loop.default_exception_handler(context)
 
 
 @asynccontextmanager

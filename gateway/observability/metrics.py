@@ -12,6 +12,7 @@ from gateway.generation.time_account import non_overlapped_transfer_s, stage_sec
 from gateway.observability.vllm_metrics import VllmMetrics
 from gateway.observability.worker_metrics import WorkerMetrics
 from process.garbage_collector import COLLECTIONS
+from process.listener import PAUSES
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 _SHORT_SECONDS = (0.0005, 0.001, 0.002, *_SECONDS)
@@ -66,5 +67,7 @@ class _Counts(Collector):
             yield CounterMetricFamily(f"tandem_gateway_{name}", f"{name} since the start", value=count)
         for name, value in (("collections", COLLECTIONS.num), ("collection_seconds", COLLECTIONS.seconds)):
             yield CounterMetricFamily(f"tandem_gateway_{name}", "of the garbage collector", value=value)
+        words = "times that new connections waited for file descriptors"
+        yield CounterMetricFamily("tandem_gateway_accept_pauses", words, value=PAUSES.num)
         longest = "the garbage collector's longest"
         yield GaugeMetricFamily("tandem_gateway_longest_collection_seconds", longest, value=COLLECTIONS.longest_s)

@@ -7,6 +7,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from contracts.node import NodeInfo
+from process.listener import PAUSES
 from worker.messages import CoreStatus, LinkStatus
 
 
@@ -30,6 +31,7 @@ class StatusCollector(Collector):
         # No labels: it is the next process at the same address that changes it, whose worker id may be another.
         words = "when this worker was ready, in seconds since 1970"
         yield GaugeMetricFamily("tandem_worker_start_time_seconds", words, self._started_at_s)
+        yield _counter("accept_pauses", "times that new connections waited for file descriptors", PAUSES.num)
         for name, count in self._taken.items():
             yield _counter(f"{name}_taken", f"{name} that came over HTTP", count)
         if self._status is None:
