@@ -50,7 +50,8 @@ class Handoff:
         urgency = request.priority, self._scheduler.next_arrival() if arrival is None else arrival
         try:
             sequence = self._with_pages(request, urgency)
-        except OutOfBlocks:
+        except OutOfBlocks as error:
+            _log.debug("request %s finds no room for its KV yet: %s", request.request_id, error)
             num_blocks = self._num_blocks(len(request.token_ids) + 1)
             self._scheduler.claim = PendingReservation(request.request_id, urgency, num_blocks)
             raise
@@ -62,6 +63,10 @@ class Handoff:
         self._table.add(sequence)
         self._grammars.open(sequence)
         self._table.incoming_writers[request.request_id] = incoming
+        _log.debug(
+            "request %s has %d KV blocks reserved, %d of its %d prompt tokens are cached",
+            request.request_id, len(blocks), sequence.num_computed, sequence.num_prompt,
+        )  # fmt: skip
         generations = [self._pool.generations[block] for block in blocks]
         return Reservation(request.request_id, blocks, generations, sequence.num_computed)
 
@@ -91,6 +96,7 @@ class Handoff:
             raise KeyError(f"{request_id} is {sequence.status}, not reserved")
         if not 0 <= first.token_id < self._vocab_size:
             raise RequestError(f"token 0 from prefill is {first.token_id}, outside of 0 to {self._vocab_size - 1}")
+        _log.debug("request %s goes on here after token 0, its KV is complete", request_id)
         sequence.tokens.append(first.token_id)
         sequence.num_computed = sequence.num_prompt  # its first step enters them into the prefix cache
         self._intake.once_compiled(sequence, self._scheduler.resume)
@@ -104,6 +110,7 @@ class Handoff:
         sequence = self._table.get(request_id)
         if sequence is None or not sequence.handoff:
             return
+        _log.debug("request %s is not handed over: it goes on here, after %d tokens", request_id, len(sequence.tokens))
         sequence.handoff = False
         if sequence.status is Status.HELD:
             if self._stop_check.reason(sequence) is not None:

@@ -1,5 +1,7 @@
 """The end of a request: everything that it holds is let go."""
 
+import logging
+
 from contracts.errors import TandemError
 from contracts.ids import RequestId
 from engine.cache.deferred_release import DeferredRelease
@@ -10,6 +12,8 @@ from engine.sampling.grammar_masks import Grammars
 from engine.scheduler.scheduler import Scheduler
 from engine.sequence import Sequence
 from engine.sequence_table import SequenceTable
+
+_log = logging.getLogger(__name__)
 
 
 class RequestRelease:
@@ -33,6 +37,10 @@ class RequestRelease:
         sequence = self._table.pop(request_id)
         if sequence is None:
             return
+        _log.debug(
+            "request %s is over here, after %d tokens of its answer: %d KV blocks are let go",
+            request_id, sequence.num_generated, len(sequence.blocks),
+        )  # fmt: skip
         if not self._intake.drop(sequence):
             self._scheduler.remove(sequence)
         if sequence.has_grown and sequence.started:

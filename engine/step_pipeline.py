@@ -1,5 +1,6 @@
 """The pipeline of steps: a batch is launched while the one before it is computed, and completed when that is done."""
 
+import logging
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from itertools import accumulate
@@ -13,7 +14,7 @@ from engine.intake import Intake
 from engine.messages import Ended, Sampled, Started, StepObserver, StepOutput
 from engine.request_release import RequestRelease
 from engine.sampling.grammar_masks import Grammars
-from engine.scheduler.batch import ScheduledChunk
+from engine.scheduler.batch import Batch, ScheduledChunk
 from engine.scheduler.launch_pacer import LaunchPacer, kind_of
 from engine.scheduler.scheduler import Scheduler
 from engine.sequence import Sequence, Status
@@ -21,6 +22,8 @@ from engine.sequence_table import SequenceTable
 from engine.stats import StepCounters
 from engine.stop_check import StopCheck
 from engine.token_draws import TokenDraws
+
+_log = logging.getLogger(__name__)
 
 
 class StepPipeline:
@@ -92,6 +95,8 @@ class StepPipeline:
         started = tuple(Started(s.request_id, s.num_computed) for s in batch.started)
         for start in started:
             observer.started(start)
+        if _log.isEnabledFor(logging.DEBUG):
+            self._log_batch(batch)
         wanted = [chunk.sequence for chunk in batch.chunks if chunk.samples]
         masks = None if any(s.num_pending for s in wanted) else self._grammars.begin(wanted)
         chunks, computed, failed = self._forward_pass.run(batch.chunks, observer)
@@ -99,6 +104,20 @@ class StepPipeline:
         sampling = [chunk.sequence for chunk in chunks if chunk.samples]
         self._pacer.record_launch(self._clock() - began_s)
         return InFlightBatch(started, chunks, done, computed, failed, masks, sampling, kind_of(chunks), began_s)
+
+    def _log_batch(self, batch: Batch) -> None:
+        """Log what this step computes, and of requests that begin how much the prefix cache had."""
+        for sequence in batch.started:
+            _log.debug(
+                "request %s begins: %d of its %d prompt tokens are cached",
+                sequence.request_id, sequence.num_computed, sequence.num_prompt,
+            )  # fmt: skip
+        num_decode = sum(chunk.is_decode for chunk in batch.chunks)
+        _log.debug(
+            "a step of %d answers and %d tokens of prompts; %d requests wait, %d of %d KV blocks are free",
+            num_decode, sum(chunk.num_tokens for chunk in batch.chunks) - num_decode, self._intake.num_waiting,
+            self._pool.num_available, self._pool.num_blocks,
+        )  # fmt: skip
 
     def _may_run_ahead(self, batch: InFlightBatch) -> bool:
         """Return whether nothing of the next batch depends on which tokens this one draws. Each running sequence may

@@ -4,6 +4,7 @@ Decodes come first and prefill chunks fill what is left of the budget, so a long
 (Sarathi-Serve, Agrawal et al., OSDI 2024).
 """
 
+import logging
 from array import array
 from bisect import insort
 from collections.abc import Callable
@@ -14,6 +15,8 @@ from contracts.ids import RequestId
 from engine.cache.block_pool import BlockPool
 from engine.scheduler.batch import Batch, ScheduledChunk, prompt_tokens_per_mixed_step
 from engine.sequence import Sequence, Status
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -178,6 +181,10 @@ class Scheduler:
         sequence.status = Status.WAITING
         insort(self.waiting, sequence, key=_URGENCY)
         self.num_preemptions += 1
+        _log.debug(
+            "request %s is preempted: its %d tokens are computed again once there are KV blocks",
+            sequence.request_id, len(sequence.tokens),
+        )  # fmt: skip
 
     def _chunks(self, sequences: list[Sequence], budget: "_Budget") -> list[ScheduledChunk]:
         pieces = []

@@ -122,7 +122,12 @@ class Dispatcher:
     ) -> Route:
         left = answer.request.sampling.max_tokens - answer.num_tokens
         salt = answer.request.cache_salt
-        return await self._store.place(request_id, epoch, answer.all_token_ids, left, exclude, salt)
+        route = await self._store.place(request_id, epoch, answer.all_token_ids, left, exclude, salt)
+        log.debug(
+            "%s is placed: prompt of %d tokens on %s, answer on %s (attempt %d)",
+            request_id, len(answer.all_token_ids), route.prefill.worker_id, route.decode.worker_id, route.epoch,
+        )  # fmt: skip
+        return route
 
     async def _send(self, live: InflightRequest) -> None:
         """To prefill and decode at once."""
