@@ -1,8 +1,9 @@
-"""Tile sizes by operation, shape and token count: shipped defaults per architecture, overlaid by a tuned cache file."""
+"""Tile sizes by operation, shape and token count: shipped defaults per architecture, overlaid by a tuned file."""
 
 import hashlib
 import json
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,6 +13,7 @@ from kernels.caps import Caps
 
 Plan = dict[str, Any]
 HERE = Path(__file__).parent
+_AGAIN = "the shipped plans are taken; run python -m kernels.tune again, or remove it"
 
 
 class PlanTable:
@@ -51,31 +53,58 @@ def defaults(cc: int) -> dict[str, dict[int, Plan]]:
     return _parse(json.loads(path.read_text())) if path.exists() else {}
 
 
+class TuningRefused(ValueError):
+    """A file of tuned plans that is damaged, or was made for another card or other versions. Its words say which."""
+
+
 def cache_path(root: Path, caps: Caps) -> Path:
-    """One file per card, versions and kernel source, so that a plan never outlives what it was tuned on."""
-    facts = [caps.name, caps.cc, caps.sm_count, caps.torch, caps.triton, caps.flashinfer, source_hash()]
-    return root / f"{hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]}.json"
+    """Return the file of this kind of card."""
+    return root / f"{re.sub(r'[^a-z0-9]+', '-', caps.name.lower()).strip('-')}.json"
 
 
-def load(path: Path) -> TunedPlans:
-    """Read a tuned cache; a missing or damaged file is a miss, never an error."""
-    try:
-        return TunedPlans(_parse(json.loads(path.read_text())))
-    except (OSError, ValueError, AttributeError):
+def load(path: Path, caps: Caps) -> TunedPlans:
+    """Read what was tuned for this card and these versions; nothing, if nothing was. Raises TuningRefused."""
+    if not path.exists():
         return TunedPlans()
+    try:
+        found = json.loads(path.read_text())
+        made_for, plans = dict(found["made_for"]), decode(json.dumps(found["plans"]))
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        raise TuningRefused(f"{path} is damaged ({error}): {_AGAIN}") from error
+    for name, value in _facts(caps).items():
+        if made_for.get(name) != value:
+            raise TuningRefused(f"{path} was tuned for {name} {made_for.get(name)}, and here it is {value}: {_AGAIN}")
+    return plans
 
 
-def save(path: Path, plans: TunedPlans) -> None:
+def save(path: Path, plans: TunedPlans, caps: Caps) -> None:
     """Write atomically: readers see the old file or the new one."""
     path.parent.mkdir(parents=True, exist_ok=True)
     scratch = path.with_suffix(f".{os.getpid()}.tmp")
-    scratch.write_text(json.dumps(plans.tuned, indent=1, sort_keys=True))
+    document = {"made_for": _facts(caps), "plans": plans.tuned}
+    scratch.write_text(json.dumps(document, indent=1, sort_keys=True))
     os.replace(scratch, path)
 
 
-def digest(plans: TunedPlans) -> str:
-    """Equal on two ranks exactly when they would launch the same tiles."""
-    return hashlib.sha256(json.dumps(plans.tuned, sort_keys=True).encode()).hexdigest()[:16]
+def encode(plans: TunedPlans) -> str:
+    return json.dumps(plans.tuned, sort_keys=True)
+
+
+def decode(text: str) -> TunedPlans:
+    """Return what `encode` wrote. Raises ValueError, TypeError or AttributeError for anything else."""
+    return TunedPlans(_parse(json.loads(text)))
+
+
+def _facts(caps: Caps) -> dict[str, str]:
+    """Return what a plan must not outlive: the card, the versions, and the kernels' source."""
+    versions = {"torch": caps.torch, "triton": caps.triton, "flashinfer": caps.flashinfer}
+    return {
+        "card": caps.name,
+        "compute capability": str(caps.cc),
+        "number of multiprocessors": str(caps.sm_count),
+        **{name: ".".join(map(str, found or ())) or "none" for name, found in versions.items()},
+        "kernels": source_hash(),
+    }
 
 
 def source_hash() -> str:

@@ -1,8 +1,8 @@
-"""Find tile sizes for this card and write them to the plan cache. Offline only: nothing here runs while serving.
+"""The tuner: finds tile sizes for this card and writes them to a file that workers read when they start.
 
     python -m kernels.tune [--op NAME] [--cache DIR]
 
-Under tensor parallelism rank 0 tunes and the others read its file; `kernels.plans.digest` lets them compare.
+Offline only: nothing here runs while serving. Of a worker on several GPUs the first one's process reads for all.
 """
 
 import argparse
@@ -30,7 +30,7 @@ from kernels.cases import (
     prefill_case,
     w4_case,
 )
-from kernels.plans import Plan, PlanTable, TunedPlans, cache_path, load, save
+from kernels.plans import Plan, PlanTable, TunedPlans, TuningRefused, cache_path, load, save
 from kernels.registry import Impl, Registry
 from kernels.selfcheck import reference
 from kernels.specs import AttnSpec, FusedAttnSpec, GateUpSpec, GemmSpec, MoESpec, W4Spec
@@ -42,7 +42,7 @@ L2_NBYTES = 200 << 20  # operands in turn exceed this, so that no call finds its
 
 @dataclass(frozen=True)
 class TuningJob:
-    """One case to tune for one bucket of token counts. reach: the case is also checked against the reference."""
+    """A case to tune for one bucket of token counts, and the plans to try."""
 
     case: KernelCase
     bucket: int
@@ -51,7 +51,7 @@ class TuningJob:
 
 
 def grid(**axes: Iterable[int]) -> tuple[Plan, ...]:
-    """Every combination of the axes."""
+    """Return every combination of the axes."""
     plans: list[Plan] = [{}]
     for name, values in axes.items():
         plans = [{**plan, name: value} for plan in plans for value in values]
@@ -59,7 +59,7 @@ def grid(**axes: Iterable[int]) -> tuple[Plan, ...]:
 
 
 def jobs() -> list[TuningJob]:
-    """Llama-8B, gpt-oss-20B, Qwen3-30B-A3B and Maverick shapes."""
+    """Return what is tuned: Llama-8B, gpt-oss-20B, Qwen3-30B-A3B and Maverick shapes."""
     return [*decode_jobs(), *prefill_jobs(), *weight_jobs(), *expert_jobs()]
 
 
@@ -144,7 +144,7 @@ def expert_jobs() -> list[TuningJob]:
 
 
 def tune(registry: Registry, job: TuningJob, report: Callable[[str], object]) -> Plan | None:
-    """The fastest plan that agrees with the reference, or None when none does."""
+    """Return the fastest plan that agrees with the reference, or None when none does."""
     case = job.case
     impl = next(impl for impl in registry.of(case.op) if impl.name == job.impl)
     calls = [case.make("cuda")]
@@ -163,7 +163,7 @@ def tune(registry: Registry, job: TuningJob, report: Callable[[str], object]) ->
 def judge(
     registry: Registry, impl: Impl, case: KernelCase, plan: Plan, calls: list[KernelCall], want: KernelCall
 ) -> float | None:
-    """Microseconds of a plan, or None where it does not fit the chip or is wrong."""
+    """Return the microseconds of a plan, or None where it does not fit the chip or is wrong."""
     if plan == SORTED_ROWS and not registry.caps.hopper:
         return None
     op = partial(
@@ -192,15 +192,24 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     registry = catalog.registry(caps)
     path = cache_path(args.cache, caps)
-    rows = {name: dict(buckets) for name, buckets in load(path).tuned.items()}
+    rows = {name: dict(buckets) for name, buckets in _found_before(path, caps).tuned.items()}
     for job in (job for job in jobs() if args.op in (None, job.case.op)):
         plan = tune(registry, job, lambda line: sys.stdout.write(line + "\n"))
         if plan is not None:
             rows.setdefault(f"{job.case.op}/{job.impl}|{job.case.spec.key()}", {})[job.bucket] = plan
-        save(path, TunedPlans(rows))
+        save(path, TunedPlans(rows), caps)
         torch.cuda.empty_cache()
     sys.stdout.write(f"written to {path}\n")
     return 0
+
+
+def _found_before(path: Path, caps: capabilities.Caps) -> TunedPlans:
+    """Return what the file has, unless it is of another card or of other versions."""
+    try:
+        return load(path, caps)
+    except TuningRefused as refused:
+        sys.stderr.write(f"{refused}\n")
+        return TunedPlans()
 
 
 if __name__ == "__main__":

@@ -32,6 +32,7 @@ from engine.cuda.model.fused_decode import FusedDecode, is_fusible
 from engine.cuda.model.number_formats import DEVICE_FORMATS, DeviceFormat
 from engine.cuda.model.required_kernels import require_kernels
 from engine.cuda.model.transformer import Rows, Transformer
+from engine.cuda.model.tuned_plans import agreed_plans
 from engine.cuda.model.weights import DeviceWeights, load_device_weights, shortened
 from engine.cuda.runner import DeviceRunner
 from engine.cuda.runtime.full_gpu import SMALLER, TOO_LARGE, advising, full_in_words
@@ -115,7 +116,7 @@ class DeviceBackendBuilder:
         self._checkpoint, self._group, self._device = checkpoint, team, device
         self._config = shard_config(checkpoint.config, team.shard)
         self._source = source if team is SINGLE_PROCESS else ShardedWeights(source, checkpoint.config, team.shard)
-        self._registry: Registry = catalog.registry(found)
+        self._registry: Registry = catalog.registry(found, plans=agreed_plans(settings.cache_dir, found, team))
         self._format: DeviceFormat = DEVICE_FORMATS[self._settings.dtype]
         self._block_size = max(settings.block_size, _MIN_BLOCK_SIZE)
         require_budgets(settings, self._block_size)

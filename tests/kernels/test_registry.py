@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from kernels import catalog
 from kernels.caps import Caps, detect, missing
-from kernels.plans import PlanTable, TunedPlans, cache_path, digest, load, save
+from kernels.plans import PlanTable, TunedPlans, TuningRefused, cache_path, decode, encode, load, save
 from kernels.registry import Impl, NoImplementation, Registry, parse_override
 from kernels.specs import (
     AttnSpec,
@@ -262,15 +262,26 @@ def test_a_plan_is_of_the_smallest_bucket_that_holds(rows, tokens):
     assert picked == (min(holding) if holding else max(rows) if rows else None)
 
 
-def test_the_tuned_cache_survives_damage_and_is_keyed_by_the_machine(tmp_path):
-    path = cache_path(tmp_path, MACHINES["h200"])
+def test_tuned_plans_are_read_as_they_were_written(tmp_path):
+    card = MACHINES["h200"]
+    path = cache_path(tmp_path, card)
     assert path != cache_path(tmp_path, MACHINES["rtx"])
+    assert load(path, card) == TunedPlans(), "nothing was tuned"
     plans = TunedPlans({"gemm_fp8|x": {8: {"bw": 64}}})
-    save(path, plans)
-    assert load(path) == plans and digest(load(path)) == digest(plans)
-    assert load(path).table("gemm_fp8", "x", 90).pick(5, {}) == {"bw": 64}
-    path.write_text("{ damaged")
-    assert load(path) == TunedPlans()
+    save(path, plans, card)
+    assert load(path, card) == plans == decode(encode(plans))
+    assert load(path, card).table("gemm_fp8", "x", 90).pick(5, {}) == {"bw": 64}
+
+
+@pytest.mark.parametrize(
+    "text", ["{ damaged", "[]", "{}", '{"made_for": 1, "plans": {}}', '{"made_for": {}, "plans": {"a": 1}}',
+             '{"made_for": {}, "plans": {"a": {"x": {}}}}'],
+)  # fmt: skip
+def test_a_damaged_file_of_plans_is_refused_in_words(tmp_path, text):
+    path = cache_path(tmp_path, MACHINES["h200"])
+    path.write_text(text)
+    with pytest.raises(TuningRefused, match=r"is damaged .* run python -m kernels.tune again"):
+        load(path, MACHINES["h200"])
 
 
 def test_tuned_plans_overlay_the_shipped_defaults():

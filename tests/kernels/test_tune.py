@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from kernels import tune
 from kernels.caps import Caps
 from kernels.decode_plan import int4_parts
-from kernels.plans import cache_path, defaults, source_hash
+from kernels.plans import TunedPlans, TuningRefused, cache_path, defaults, load, save
 from kernels.registry import Impl, Registry
 from kernels.specs import AttnSpec, FusedAttnSpec, GateUpSpec, GemmSpec, MoESpec, W4Spec, W8Spec
 from kernels.triton import attn_decode, attn_prefill, attn_stream, gemm_hopper, gemm_w4, gemm_w8, moe
@@ -41,20 +41,28 @@ def test_every_job_names_a_tunable_implementation():
 
 
 @pytest.mark.parametrize(
-    "change",
-    [dict(name="NVIDIA H100"), dict(cc=100), dict(sm_count=114), dict(torch=(2, 12, 0)), dict(triton=None),
-     dict(flashinfer=None)],
+    ("change", "words"),
+    [(dict(name="NVIDIA H100"), "card NVIDIA H200, and here it is NVIDIA H100"),
+     (dict(cc=100), "compute capability 90, and here it is 100"),
+     (dict(sm_count=114), "number of multiprocessors 132, and here it is 114"),
+     (dict(torch=(2, 12, 0)), r"torch 2\.11\.0, and here it is 2\.12\.0"), (dict(triton=None), "triton 3.6.0, .* none"),
+     (dict(flashinfer=None), "flashinfer 0.6.13, .* none")],
 )  # fmt: skip
-def test_a_cache_belongs_to_one_card_and_its_versions(tmp_path, change):
-    assert cache_path(tmp_path, H200) != cache_path(tmp_path, replace(H200, **change))
-    assert cache_path(tmp_path, H200) == cache_path(tmp_path, replace(H200))
+def test_plans_belong_to_one_card_and_its_versions(tmp_path, change, words):
+    path = tmp_path / "plans.json"
+    save(path, TunedPlans({"op|x": {8: {}}}), H200)
+    assert load(path, replace(H200)).tuned
+    with pytest.raises(TuningRefused, match=f"plans.json was tuned for {words}: .* run python -m kernels.tune again"):
+        load(path, replace(H200, **change))
 
 
-def test_a_cache_does_not_outlive_the_kernels_it_was_tuned_for(tmp_path, monkeypatch):
-    before = cache_path(tmp_path, H200)
+def test_plans_do_not_outlive_the_kernels_that_they_were_tuned_for(tmp_path, monkeypatch):
+    path = cache_path(tmp_path, H200)
+    save(path, TunedPlans({"op|x": {8: {}}}), H200)
     (tmp_path / "kernel.py").write_text("changed")
     monkeypatch.setattr("kernels.plans.HERE", tmp_path)
-    assert cache_path(tmp_path, H200) != before and source_hash() != ""
+    with pytest.raises(TuningRefused, match="was tuned for kernels "):
+        load(path, H200)
 
 
 def test_architectures_without_plans_of_their_own_have_none():
