@@ -17,11 +17,39 @@ Pack = Callable[[torch.Tensor, torch.Tensor | None], Linear]
 
 
 class Float32Linear:
+    """float32 weights and arithmetic. A row's result does not depend, to the bit, on the number of rows, which are
+    padded to a multiple of float32_multiple().
+    """
+
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         self._weight, self._bias = weight, bias
+        self._multiple = float32_multiple(torch.get_num_threads())
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return F.linear(x.float(), self._weight, self._bias)
+        num_missing = -len(x) % self._multiple
+        if num_missing == 0:
+            return F.linear(x.float(), self._weight, self._bias)
+        return F.linear(F.pad(x.float(), (0, 0, 0, num_missing)), self._weight, self._bias)[: len(x)]
+
+
+@cache
+def float32_multiple(num_threads: int) -> int:
+    """Return a number of rows whose multiples MKL computes alike; found by trying, with the threads that torch has now.
+
+    A lone row is summed in another order than several, and so are the three and fewer that its kernel of four rows
+    leaves over: 4 is sound.
+    """
+    x, weight = cancelling_operands(_TRIED_ROWS, 576, 64)
+    y = F.linear(x, weight)
+    return _sound_multiple(lambda count: torch.equal(F.linear(x[:count], weight), y[:count]))
+
+
+def _sound_multiple(is_alike: Callable[[int], bool]) -> int:
+    """Return the first of _TRIED_MULTIPLES whose multiples are all alike, else 1."""
+    for multiple in _TRIED_MULTIPLES:
+        if all(is_alike(count) for count in range(multiple, _TRIED_ROWS, multiple)):
+            return multiple
+    return 1
 
 
 class Float16Linear:
@@ -43,7 +71,7 @@ class Float16Linear:
 
 @cache
 def float16_multiple() -> int:
-    """A number of rows whose multiples fbgemm computes alike; found by trying.
+    """Return a number of rows whose multiples fbgemm computes alike; found by trying.
 
     It divides rows into groups. With AVX2 groups hold up to six, and those of one or two, which are what is left of
     most numbers, are summed in another order than larger ones: 3 is sound there.
@@ -52,12 +80,7 @@ def float16_multiple() -> int:
     x, weight = torch.randn(_TRIED_ROWS, 576, generator=generator), torch.randn(32, 576, generator=generator)
     packed = torch.ops.quantized.linear_prepack_fp16(weight, None)
     y = torch.ops.quantized.linear_dynamic_fp16(x, packed)
-
-    def is_sound(multiple: int) -> bool:
-        counts = range(multiple, _TRIED_ROWS, multiple)
-        return all(torch.equal(torch.ops.quantized.linear_dynamic_fp16(x[:n], packed), y[:n]) for n in counts)
-
-    return next((multiple for multiple in _TRIED_MULTIPLES if is_sound(multiple)), 1)
+    return _sound_multiple(lambda n: torch.equal(torch.ops.quantized.linear_dynamic_fp16(x[:n], packed), y[:n]))
 
 
 class BFloat16Linear:
@@ -94,36 +117,36 @@ def _multiply_bfloat16(x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor
 
 @cache
 def bfloat16_sizes(num_in: int, num_out: int, like: int, num_threads: int) -> tuple[int, ...]:
-    """The numbers of rows, of powers of two up to 512, for which oneDNN sums each row as it does for `like`; found by
-    trying, with the number of threads that torch has now.
+    """Return the numbers of rows, of powers of two up to 512, for which oneDNN sums each row as it does for `like`;
+    found by trying, with the number of threads that torch has now.
 
     With AMX it has several kernels, with orders of sums of their own, and takes one by the number of rows, the shape
     and the number of threads: at 576 by 3072 one for up to 32 rows, another for 64 to 512. Without AMX all are alike
     but a lone row, which is why 1 is no size.
     """
-    x, weight = _cancelling(num_in, num_out)
+    x, weight = (operand.bfloat16() for operand in cancelling_operands(_SIZES[-1], num_in, num_out))
     packed = torch.ops.mkldnn._reorder_linear_weight(weight, None)
     expected = torch.cat([_multiply_bfloat16(part, packed) for part in x.split(like)])
     return tuple(size for size in _SIZES if torch.equal(_multiply_bfloat16(x[:size], packed), expected[:size]))
 
 
-def _cancelling(num_in: int, num_out: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows and weights whose products are 0 but for rounding, so that another order of sums shows in most of them; in
-    other products one in 30 000 tells.
+def cancelling_operands(num_rows: int, num_in: int, num_out: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return rows and weights whose products are 0 but for rounding, so that another order of sums shows in most of
+    them; in other products one in 30 000 tells.
     """
     generator = torch.Generator().manual_seed(0)
-    half = torch.randn(_SIZES[-1], num_in // 2, generator=generator)
+    half = torch.randn(num_rows, num_in // 2, generator=generator)
     weights = torch.randn(64, num_in // 2, generator=generator)
     order = torch.randperm(num_in // 2 * 2, generator=generator)
     x, weight = torch.cat([half, -half], 1)[:, order], torch.cat([weights, weights], 1)[:, order]
     odd = num_in % 2
-    few = F.pad(weight, (0, odd)).bfloat16()
-    return F.pad(x, (0, odd)).bfloat16(), few.repeat(-(-num_out // len(few)), 1)[:num_out]
+    few = F.pad(weight, (0, odd))
+    return F.pad(x, (0, odd)), few.repeat(-(-num_out // len(few)), 1)[:num_out]
 
 
 def part_sizes(num_rows: int, sizes: Sequence[int]) -> list[int]:
-    """How `num_rows` are cut: into parts as large as can be, and a last one that may have room for more. Never into
-    none.
+    """Return how `num_rows` are cut: into parts as large as can be, and a last one that may have room for more. Never
+    into none.
     """
     parts, rest = [], num_rows
     for size in reversed(sizes):
@@ -188,7 +211,9 @@ class Int4Grid:
 
 
 def int4_grid(weight: torch.Tensor) -> Int4Grid | None:
-    """None if the grid loses something: codes times scale plus least must give the weights, to float32's rounding."""
+    """Return the grid of a matrix, or None if it loses something: codes times scale plus least must give the weights,
+    to float32's rounding.
+    """
     if weight.shape[1] % Int4Linear.GROUP or len(weight) % 16:
         return None
     groups = weight.view(len(weight), -1, Int4Linear.GROUP)
@@ -201,13 +226,13 @@ def int4_grid(weight: torch.Tensor) -> Int4Grid | None:
 
 
 def pack_int4_if_exact(weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
-    """float16 for a tensor that int4 would change, as GGUF files have among the others."""
+    """Return float16 for a tensor that int4 would change, as GGUF files have among the others."""
     grid = int4_grid(weight)
     return Float16Linear(weight, bias) if grid is None else Int4Linear(grid, bias)
 
 
 class PhasedLinear:
-    """One format for rows of prompts, which are many, another for rows of answers, which are few.
+    """A format for rows of prompts, which are many, and another for rows of answers, which are few.
 
     Which one a row takes depends on its place in its own sequence alone, never on the batch. Answer rows come first.
     """
@@ -226,8 +251,8 @@ class PhasedLinear:
 
 @dataclass(frozen=True)
 class NumberFormat:
-    """How weights are held for the rows of prompts and of answers, and how KV is. `router`: of a mixture of experts,
-    small and apt to choose others if it is rounded. `folds`: norm gains may be folded in.
+    """The way in which weights are held for the rows of prompts and of answers, and KV. `router`: of a mixture of
+    experts, small and apt to choose others if it is rounded. `folds`: norm gains may be folded in.
     """
 
     prompt: Pack

@@ -1,0 +1,44 @@
+"""What else is in a batch changes no answer on the CPU: tokens and log-probabilities are the same to the bit."""
+
+import numpy as np
+import pytest
+
+from contracts.sampling import SamplingParams
+from engine.engine import Engine
+from engine.loader import load_engine
+from engine.messages import StepOutput
+from tests.e2e.tiny import VOCAB, save_tiny
+from tests.engine.driving import drain, needs_bfloat16, request, settings
+
+NUM_REQUESTS, NUM_TOKENS = 12, 24
+DTYPES = ["float32", "float16", "int8", *(pytest.param(d, marks=needs_bfloat16) for d in ("bfloat16", "mixed16"))]
+
+
+def told(outputs: list[StepOutput], name: str) -> list[tuple[int, float | None]]:
+    return [(s.token.token_id, s.token.logprob) for out in outputs for s in out.sampled if s.request_id == name]
+
+
+def submit(engine: Engine, prompt: list[int], index: int) -> None:
+    """A seeded draw at temperature 1: of a random model, whose tokens are all but equally likely."""
+    sampling = SamplingParams(max_tokens=NUM_TOKENS, seed=index, temperature=1.0, ignore_eos=True, logprobs=0)
+    engine.submit(request(str(index), prompt, sampling))
+
+
+@pytest.mark.parametrize("num_threads", [1, 2])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_seeded_answer_is_the_same_alone_and_in_any_batch(tmp_path, dtype, num_threads):
+    chosen = settings(model=str(save_tiny(tmp_path)), dtype=dtype, num_threads=num_threads, cache_dir=tmp_path)
+    engine = load_engine(chosen)
+    rng = np.random.default_rng(0)
+    prompts = [rng.integers(0, VOCAB - 1, size=int(size)).tolist() for size in rng.integers(2, 150, NUM_REQUESTS)]
+    alone = []
+    for index, prompt in enumerate(prompts):
+        submit(engine, prompt, index)
+        alone.append(told(drain(engine), str(index)))
+    outputs = []
+    for index, prompt in enumerate(prompts):  # batches of all sizes, prompts beside answers
+        submit(engine, prompt, index)
+        outputs += [engine.step(), engine.step()]
+    outputs += drain(engine)
+    assert [told(outputs, str(index)) for index in range(NUM_REQUESTS)] == alone
+    assert all(len(answer) == NUM_TOKENS for answer in alone)
