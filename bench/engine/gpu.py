@@ -198,7 +198,7 @@ def host_ms(engine: Engine, num_steps: int = 16) -> float:
 def idle_share(engine: Engine, num_steps: int = 12) -> float:
     """Return the share of time, between its first and last activity in some steps, that the GPU is idle."""
     activities = [torch.profiler.ProfilerActivity.CUDA]
-    with torch.profiler.profile(activities=activities) as profile:
+    with torch.profiler.profile(activities=activities, acc_events=True) as profile:  # else it warns of a second cycle
         for _ in range(num_steps):
             engine.step()
         torch.cuda.synchronize()
