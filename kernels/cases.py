@@ -12,12 +12,10 @@ import torch
 from torch import Tensor
 
 from kernels.layouts import tile_int4, tile_mxfp4
-from kernels.peers import SymmetricMemory
 from kernels.reference.move import checksums
-from kernels.reference.quant import quantize_mxfp4, quantize_nvfp4, to_e4m3, token_scale
+from kernels.reference.quant import quantize_mxfp4, to_e4m3, token_scale
 from kernels.specs import (
     AttnSpec,
-    FP4Spec,
     FusedAttnSpec,
     GateUpSpec,
     GemmSpec,
@@ -28,7 +26,6 @@ from kernels.specs import (
     NormSpec,
     Quant,
     QuantSpec,
-    ReduceSpec,
     RopeSpec,
     SampleSpec,
     SiluSpec,
@@ -146,22 +143,6 @@ def norm_case(spec: NormSpec, tokens: int, spread: float = 1.0) -> KernelCase:
         return KernelCall((table if spec.embed else x, residual, weight, 1e-5, out, scale), kwargs, outputs, updated)
 
     return KernelCase("add_rmsnorm_quant", spec, make, 1e-2, tokens * spec.hidden * (2 * spec.parts + 5))
-
-
-def reduce_case(spec: ReduceSpec, tokens: int) -> KernelCase:
-    """Rank 0 of `world`, the others' buffers on the same device and their arrival taken for granted."""
-
-    def make(device: str) -> KernelCall:
-        buffers = tuple(torch.randn(tokens + 1, spec.hidden, device=device).to(BF16) for _ in range(spec.world))
-        residual = torch.randn(tokens, spec.hidden, device=device).to(BF16)
-        weight = (torch.rand(spec.hidden, device=device) + 0.5).to(BF16)
-        out = torch.empty(tokens, spec.hidden, device=device, dtype=BF16 if spec.quant == "none" else E4M3)
-        scale = torch.full((tokens,), 0.03, device=device)
-        outputs = _rounded(spec.quant, out, scale)
-        args = (SymmetricMemory.arrived(0, buffers), residual, weight, 1e-5, out, scale)
-        return KernelCall(args, {}, outputs, {"residual": residual})
-
-    return KernelCase("all_reduce_norm", spec, make, 1e-2, tokens * spec.hidden * (2 * spec.world + 5))
 
 
 def quant_case(spec: QuantSpec, tokens: int, spread: float = 1.0) -> KernelCase:
@@ -436,19 +417,8 @@ def widening_scratch_nbytes(spec: W4Spec | W8Spec, tokens: int) -> int:
     return (64 << 10) + max(2 * spec.n * spec.k, 32 * tokens * spec.n)
 
 
-def fp4_case(spec: FP4Spec, tokens: int) -> KernelCase:
-    def make(device: str) -> KernelCall:
-        pack = quantize_nvfp4 if spec.format == "nvfp4" else quantize_mxfp4
-        a, a_scale = pack(torch.randn(tokens, spec.k, device=device))
-        w, w_scale = pack(torch.randn(spec.n, spec.k, device=device))
-        out = torch.empty(tokens, spec.n, device=device, dtype=BF16)
-        return KernelCall((a, w, a_scale, w_scale, out), dict(alpha=0.5), {"out": out})
-
-    return KernelCase("gemm_fp4", spec, make, 1e-2, spec.n * spec.k / 2, 2 * tokens * spec.n * spec.k)
-
-
 def move_case(op: str, spec: MoveSpec, num_pages: int, pool_pages: int, offset: int = 0, parts: int = 1) -> KernelCase:
-    """op: kv_pack, kv_unpack, kv_verify or kv_sums. The cache is [planes, pages, page]; with an offset a page is two
+    """op: kv_pack, kv_unpack or kv_sums. The cache is [planes, pages, page]; with an offset a page is two
     units. The buffer is for so many `parts` of each page, of which this is the last.
     """
     page = spec.unit_nbytes * (2 if offset else 1)
@@ -472,18 +442,11 @@ def move_case(op: str, spec: MoveSpec, num_pages: int, pool_pages: int, offset: 
             return KernelCall((cache, pages, buffer, sums), common | dict(inv_scales=inv_scales), outputs)
         if op == "kv_sums":
             return KernelCall((cache, pages, sums), common, {"sums": sums})
-        source = (
-            buffer.contiguous()
-            if op == "kv_unpack"
-            else cache[:, pages.long(), offset : offset + spec.unit_nbytes].transpose(0, 1).contiguous()
-        )
-        sums.copy_(checksums(spec, source, num_pages, 77))
-        if op == "kv_unpack":
-            return KernelCall((buffer, cache, pages, sums, bad), common, {}, {"cache": cache, "bad": bad})
-        return KernelCall((cache, pages, sums, bad), common, {}, {"bad": bad})
+        sums.copy_(checksums(spec, buffer.contiguous(), num_pages, 77))
+        return KernelCall((buffer, cache, pages, sums, bad), common, {}, {"cache": cache, "bad": bad})
 
     moved = num_pages * spec.planes * spec.unit_nbytes
-    nbytes = moved * (1 if op in ("kv_verify", "kv_sums") else 3 if spec.convert else 2)
+    nbytes = moved * (1 if op == "kv_sums" else 3 if spec.convert else 2)
     return KernelCase(op, spec, make, 0.0, nbytes)
 
 
@@ -578,13 +541,3 @@ def no_choice_case(spec: SampleSpec) -> KernelCase:
         return replace(call, outputs={"tokens": tokens})
 
     return replace(made, make=make, tolerance=0.0)
-
-
-def penalize_case(spec: SampleSpec, rows: int) -> KernelCase:
-    def make(device: str) -> KernelCall:
-        logits = torch.randn(rows, spec.vocab, device=device)
-        counts = torch.randint(-2, 3, (rows, spec.vocab), device=device, dtype=I32).clamp(min=0)
-        rates = [torch.rand(rows, device=device) + offset for offset in (0.0, 0.0, 1.0)]
-        return KernelCall((logits, counts, *rates), {}, {}, {"logits": logits})
-
-    return KernelCase("penalize", spec, make, 1e-6, rows * spec.vocab * 12)

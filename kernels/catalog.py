@@ -7,7 +7,6 @@ from kernels.caps import Caps
 from kernels.registry import Impl, Registry, Supports
 from kernels.specs import (
     AttnSpec,
-    FP4Spec,
     FusedAttnSpec,
     GateUpSpec,
     GemmSpec,
@@ -16,7 +15,6 @@ from kernels.specs import (
     MoveSpec,
     NormSpec,
     QuantSpec,
-    ReduceSpec,
     SiluSpec,
     W4Spec,
 )
@@ -64,10 +62,6 @@ def hopper(caps: Caps, spec: Any) -> str | None:
 
 def tcgen05(caps: Caps, spec: Any) -> str | None:
     return None if caps.cc in (100, 103) else "uses tcgen05, which only compute capability 10.x has"
-
-
-def block_scaled(caps: Caps, spec: Any) -> str | None:
-    return None if caps.cc >= 100 else "needs the block-scaled matrix units of compute capability 10.0 and above"
 
 
 def skinny_rows(caps: Caps, spec: GemmSpec) -> str | None:
@@ -145,18 +139,8 @@ def w4_tiles(caps: Caps, spec: W4Spec) -> str | None:
     return None if spec.n % 64 == 0 and spec.k % 128 == 0 else "wants n in steps of 64 and k in steps of 128"
 
 
-def fp4_tiles(caps: Caps, spec: FP4Spec) -> str | None:
-    return None if spec.n % 128 == 0 and spec.k % 256 == 0 else "wants n in steps of 128 and k in steps of 256"
-
-
 def move_blocks(caps: Caps, spec: MoveSpec) -> str | None:
     return None if spec.unit_nbytes % 4096 == 0 else "wants units in steps of 4096 bytes"
-
-
-def one_host(caps: Caps, spec: ReduceSpec) -> str | None:
-    if not 1 <= spec.world <= 8:
-        return "reads every peer's memory: wants world of 1 to 8, the GPUs of one host"
-    return None if spec.quant != "group" and spec.hidden <= 16384 else "wants hidden up to 16384 and no group scales"
 
 
 def expert_tiles(caps: Caps, spec: MoESpec) -> str | None:
@@ -212,12 +196,12 @@ def reference(op: str, module: str) -> Impl:
 REFERENCE = [
     reference(op, module)
     for module, names in {
-        "elementwise": ("add_rmsnorm_quant", "all_reduce_norm", "quant_fp8", "silu_mul_quant", "rope_append", "argmax"),
+        "elementwise": ("add_rmsnorm_quant", "quant_fp8", "silu_mul_quant", "rope_append", "argmax"),
         "attention": ("attn_decode", "attn_decode_fused", "attn_prefill", "mla_attention"),
         "moe": ("moe_route", "moe_experts"),
-        "sampling": ("sample", "penalize"),
-        "move": ("kv_pack", "kv_unpack", "kv_verify", "kv_sums"),
-        "gemm": ("gemm_fp8", "gemm_gate_up", "gemm_w4", "gemm_w8", "gemm_fp4"),
+        "sampling": ("sample",),
+        "move": ("kv_pack", "kv_unpack", "kv_sums"),
+        "gemm": ("gemm_fp8", "gemm_gate_up", "gemm_w4", "gemm_w8"),
     }.items()
     for op in names
 ]
@@ -298,7 +282,6 @@ OURS = [
         all_of(flashinfer, flashinfer_norm),
         "kernels.flashinfer:add_rmsnorm_quant",
     ),
-    Impl("all_reduce_norm", "triton", 20, all_of(triton, one_host), "kernels.triton.all_reduce:all_reduce_norm"),
     Impl("attn_prefill", "triton", 20, all_of(triton, pow2_heads, half_only), f"{PREFILL}:attn_prefill", tunable=True),
     Impl(
         "mla_attention", "triton", 20, all_of(triton, pow2_heads, half_only), f"{PREFILL}:mla_attention", tunable=True
@@ -306,21 +289,11 @@ OURS = [
     Impl("moe_route", "triton", 20, triton, "kernels.triton.moe:moe_route"),
     Impl("moe_experts", "triton", 20, all_of(triton, expert_tiles), "kernels.triton.moe:moe_experts", tunable=True),
     Impl("sample", "triton", 20, triton, "kernels.triton.sampling:sample"),
-    Impl("penalize", "triton", 20, triton, "kernels.triton.sampling:penalize"),
     Impl("kv_pack", "triton", 20, all_of(triton, move_blocks), f"{MOVE}:kv_pack"),
     Impl("kv_unpack", "triton", 20, all_of(triton, move_blocks), f"{MOVE}:kv_unpack"),
-    Impl("kv_verify", "triton", 20, all_of(triton, move_blocks), f"{MOVE}:kv_verify"),
     Impl("kv_sums", "triton", 20, all_of(triton, move_blocks), f"{MOVE}:kv_sums"),
     Impl("gemm_w4", "triton", 20, all_of(triton, w4_tiles), "kernels.triton.gemm_w4:gemm_w4", tunable=True),
     Impl("gemm_w8", "triton", 20, triton, "kernels.triton.gemm_w8:gemm_w8", tunable=True),
-    Impl(
-        "gemm_fp4",
-        "triton",
-        20,
-        all_of(triton, block_scaled, fp4_tiles),
-        "kernels.triton.gemm_w4:gemm_fp4",
-        tunable=True,
-    ),
     Impl("gemm_gate_up", "triton", 20, all_of(triton, gate_up_rows), f"{PORTABLE}:gemm_gate_up", tunable=True),
 ]
 

@@ -170,15 +170,6 @@ class W8Spec(KernelSpec):
 
 
 @dataclass(frozen=True)
-class FP4Spec(KernelSpec):
-    """Both operands e2m1: NVFP4 (e4m3 scale per 16) or MXFP4 (power-of-two scale per 32)."""
-
-    n: int
-    k: int
-    format: Literal["nvfp4", "mxfp4"] = "nvfp4"
-
-
-@dataclass(frozen=True)
 class MoESpec(KernelSpec):
     """A mixture-of-experts layer: experts of [2 * inter, hidden] and [hidden, inter].
 
@@ -205,15 +196,6 @@ class SampleSpec(KernelSpec):
 
     vocab: int
     penalties: bool = False
-
-
-@dataclass(frozen=True)
-class ReduceSpec(KernelSpec):
-    """Sum over ranks, then residual, norm and quantization."""
-
-    hidden: int
-    world: int
-    quant: Quant = "token"
 
 
 @dataclass(frozen=True)

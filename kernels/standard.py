@@ -16,10 +16,8 @@ from kernels.cases import (
     move_case,
     no_choice_case,
     norm_case,
-    penalize_case,
     prefill_case,
     quant_case,
-    reduce_case,
     rope_case,
     route_case,
     sample_case,
@@ -37,7 +35,6 @@ from kernels.specs import (
     MoveSpec,
     NormSpec,
     QuantSpec,
-    ReduceSpec,
     RopeSpec,
     SampleSpec,
     SiluSpec,
@@ -67,8 +64,6 @@ def decode_cases() -> list[KernelCase]:
         norm_case(NormSpec(2880, "token", biased=True), 300),
         norm_case(NormSpec(4096, "group", parts=2), 8),
         norm_case(NormSpec(5120, "group", embed=True), 65),
-        reduce_case(ReduceSpec(4096, 2), 70),
-        reduce_case(ReduceSpec(2880, 4, "none"), 3),
         quant_case(QuantSpec(14336), 17),
         quant_case(QuantSpec(14336, "group"), 17),
         silu_case(SiluSpec(14336), 65),
@@ -178,7 +173,6 @@ def expert_cases() -> list[KernelCase]:
         sample_case(SampleSpec(128256), 16),
         sample_case(SampleSpec(32000), 16, torch.bfloat16),
         no_choice_case(SampleSpec(12000)),
-        penalize_case(SampleSpec(128256), 3),
     ]
 
 
@@ -193,7 +187,6 @@ def move_cases() -> list[KernelCase]:
         move_case("kv_unpack", checked, 16, 64),
         move_case("kv_unpack", MoveSpec(64, 32768), 5, 64, offset=32768),
         move_case("kv_unpack", MoveSpec(64, 32768), 5, 64, offset=32768, parts=2),
-        move_case("kv_verify", checked, 16, 64),
         move_case("kv_sums", checked, 16, 64),
     ]
 

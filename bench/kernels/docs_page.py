@@ -31,8 +31,7 @@ TITLES = {
     "sample": "Sampling",
     "elementwise": "Norm, SiLU, quantization",
     "compiled": "Fused by hand, and by torch.compile",
-    "kv_move": "KV pack, unpack, verify and checksums",
-    "all_reduce": "All-reduce, residual, norm and quantization on two GPUs",
+    "kv_move": "KV pack, unpack and checksums",
 }
 
 

@@ -25,7 +25,6 @@ def rows(registry: Registry) -> list[Figure]:
         ("kv_unpack", False, False),
         ("kv_pack", True, False),
         ("kv_unpack", True, False),
-        ("kv_verify", True, False),
         ("kv_sums", True, False),
         ("kv_pack", False, True),
         ("kv_pack", True, True),

@@ -1,12 +1,11 @@
-"""Norm, all-reduce, quantization, SiLU, RoPE and greedy choice."""
+"""Norm, quantization, SiLU, RoPE and greedy choice."""
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.peers import SymmetricMemory
 from kernels.reference.quant import quantize, to_e4m3
-from kernels.specs import NormSpec, QuantSpec, ReduceSpec, RopeSpec, SiluSpec
+from kernels.specs import NormSpec, QuantSpec, RopeSpec, SiluSpec
 
 
 def add_rmsnorm_quant(
@@ -28,17 +27,6 @@ def add_rmsnorm_quant(
 
 def rms_norm(value: Tensor, weight: Tensor, eps: float) -> Tensor:
     return value * torch.rsqrt(value.pow(2).mean(-1, keepdim=True) + eps) * weight.float()
-
-
-def all_reduce_norm(
-    spec: ReduceSpec, peers: SymmetricMemory, residual: Tensor, weight: Tensor, eps: float, out: Tensor, scale: Tensor
-) -> None:
-    """Adds in rank order, so that every rank gets the same bits; the residual is updated in place."""
-    total = residual.float()
-    for buffer in peers.buffers:
-        total = total + buffer[: out.shape[0]].float()
-    residual.copy_(total)
-    quantize(rms_norm(residual.float(), weight, eps), spec.quant, out, scale)
 
 
 def quant_fp8(spec: QuantSpec, x: Tensor, out: Tensor, scale: Tensor) -> None:

@@ -8,12 +8,10 @@ from kernels.layouts import untile_int4
 from kernels.reference.quant import (
     dequantize_blocks,
     dequantize_groups,
-    dequantize_mxfp4,
-    dequantize_nvfp4,
     dequantize_rows,
     quantize,
 )
-from kernels.specs import FP4Spec, GateUpSpec, GemmSpec, W4Spec, W8Spec
+from kernels.specs import GateUpSpec, GemmSpec, W4Spec, W8Spec
 
 
 def gemm_fp8(spec: GemmSpec, a: Tensor, w: Tensor, a_scale: Tensor, w_scale: Tensor, out: Tensor) -> None:
@@ -60,10 +58,3 @@ def dequantize_w4(w: Tensor, factors: Tensor) -> Tensor:
 def gemm_w8(spec: W8Spec, a: Tensor, w: Tensor, scale: Tensor, out: Tensor, workspace: Tensor) -> None:
     dequantize = {"row": dequantize_rows, "group32": dequantize_groups, "block128": dequantize_blocks}[spec.recipe]
     out.copy_(a.float() @ dequantize(w, scale).t())
-
-
-def gemm_fp4(
-    spec: FP4Spec, a: Tensor, w: Tensor, a_scale: Tensor, w_scale: Tensor, out: Tensor, *, alpha: float = 1.0
-) -> None:
-    dequantize = dequantize_nvfp4 if spec.format == "nvfp4" else dequantize_mxfp4
-    out.copy_(dequantize(a, a_scale) @ dequantize(w, w_scale).t() * alpha)

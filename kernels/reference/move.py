@@ -38,22 +38,6 @@ def kv_unpack(
             bad.fill_(1)
 
 
-def kv_verify(
-    spec: MoveSpec,
-    cache: Tensor,
-    pages: Tensor,
-    sums: Tensor,
-    bad: Tensor,
-    *,
-    seed: int = 0,
-    offset: int = 0,
-    ctas: int = 0,
-) -> None:
-    units = cache[:, pages.long(), offset : offset + spec.unit_nbytes].transpose(0, 1).contiguous()
-    if not torch.equal(sums, checksums(spec, units, len(pages), seed)):
-        bad.fill_(1)
-
-
 def kv_sums(
     spec: MoveSpec, cache: Tensor, pages: Tensor, sums: Tensor, *, seed: int = 0, offset: int = 0, ctas: int = 0
 ) -> None:

@@ -85,24 +85,7 @@ def quantize_mxfp4(w: Tensor) -> tuple[Tensor, Tensor]:
     return packed, (exponent + 127).clamp(0, 254).to(torch.uint8)
 
 
-def dequantize_mxfp4(packed: Tensor, exponent: Tensor) -> Tensor:
-    return mxfp4_values(codes_of_pairs(packed), exponent)
-
-
 def mxfp4_values(codes: Tensor, exponent: Tensor) -> Tensor:
     """[n, k] codes 0..15, an exponent byte for 32 of them, to their values."""
     values = e2m1_values(codes.long()).unflatten(-1, (-1, 32))
     return (values * torch.exp2(exponent.float() - 127)[..., None]).flatten(-2)
-
-
-def quantize_nvfp4(w: Tensor) -> tuple[Tensor, Tensor]:
-    """Rows in groups of 16: packed e2m1 and an e4m3 scale per group (amax / 6)."""
-    groups = w.float().view(w.shape[0], -1, 16)
-    scale = to_e4m3(groups.abs().amax(-1).clamp(min=2.0**-6) / 6.0)
-    packed = pack_e2m1(groups / scale.float()[..., None]).view(w.shape[0], -1)
-    return packed, scale
-
-
-def dequantize_nvfp4(packed: Tensor, scale: Tensor) -> Tensor:
-    values = unpack_e2m1(packed).view(packed.shape[0], -1, 16)
-    return (values * scale.float()[..., None]).view(packed.shape[0], -1)

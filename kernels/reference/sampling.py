@@ -69,12 +69,3 @@ def keep(scaled: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
     within_p = (before < top_p[:, None]) | (top_p[:, None] >= 1)  # before the least likely the sum may be rounded to 1
     last = (within_p & (order >= floor)).sum(-1).clamp(min=1)
     return scaled >= torch.maximum(floor, order.gather(1, last[:, None] - 1))
-
-
-def penalize(
-    spec: SampleSpec, logits: Tensor, counts: Tensor, presence: Tensor, frequency: Tensor, repetition: Tensor
-) -> None:
-    """In place, before sampling. counts [batch, vocab]: how often each token was produced so far."""
-    x, seen = logits.float(), counts > 0
-    x = torch.where(seen, torch.where(x > 0, x / repetition[:, None], x * repetition[:, None]), x)
-    logits.copy_(x - frequency[:, None] * counts - presence[:, None] * seen)

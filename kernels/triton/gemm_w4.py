@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.plans import EMPTY, Plan, PlanTable
-from kernels.specs import FP4Spec, W4Spec
+from kernels.specs import W4Spec
 from kernels.triton.common import INTERPRETED, PDL, ask, beside, pdl_launch, pdl_start, pdl_wait
 from kernels.workspace import COUNTERS_NBYTES, WIDEN_INT4_TOKENS
 
@@ -126,32 +126,6 @@ def widen_w4_kernel(w_ptr, factor_ptr, out_ptr, K: tl.constexpr):
     tl.store(at, wide.to(tl.bfloat16))
 
 
-@triton.jit(do_not_specialize=["M"])
-def gemm_fp4_kernel(
-    a_ptr, w_ptr, out_ptr, a_scale_ptr, w_scale_ptr, alpha, M,
-    N: tl.constexpr, K: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, VEC: tl.constexpr,
-    STAGES: tl.constexpr,
-):  # fmt: skip
-    """Both sides packed e2m1, pairs along k. VEC 16: e4m3 scales (NVFP4); 32: power-of-two exponents (MXFP4)."""
-    rm = tl.program_id(0) * BM + tl.arange(0, BM)
-    rn = tl.program_id(1) * BN + tl.arange(0, BN)
-    byte = tl.arange(0, BK // 2)
-    group = tl.arange(0, BK // VEC)
-    acc = tl.zeros([BM, BN], tl.float32)
-    a_at = a_ptr + (rm % M)[:, None].to(tl.int64) * (K // 2) + byte[None, :]
-    w_at = w_ptr + rn[:, None].to(tl.int64) * (K // 2) + byte[None, :]
-    a_scale_at = a_scale_ptr + (rm % M)[:, None].to(tl.int64) * (K // VEC) + group[None, :]
-    w_scale_at = w_scale_ptr + rn[:, None].to(tl.int64) * (K // VEC) + group[None, :]
-    for k in tl.range(0, K, BK, num_stages=STAGES):
-        a = tl.load(a_at + k // 2)
-        w = tl.load(w_at + k // 2)
-        a_scale = tl.load(a_scale_at + k // VEC)
-        w_scale = tl.load(w_scale_at + k // VEC)
-        acc = tl.dot_scaled(a, a_scale, "e2m1", w.T, w_scale, "e2m1", acc)
-    at = out_ptr + rm[:, None].to(tl.int64) * N + rn[None, :]
-    tl.store(at, (acc * alpha).to(out_ptr.dtype.element_ty), mask=(rm < M)[:, None])
-
-
 def gemm_w4(
     spec: W4Spec, a: Tensor, w: Tensor, factors: Tensor, out: Tensor, workspace: Tensor,
     *, plans: PlanTable = EMPTY, pdl: bool = PDL,
@@ -179,15 +153,3 @@ def w4_plan(spec: W4Spec, tokens: int, cc: int = 90, sm_count: int = 132) -> Pla
     is_crowded = bx == 64 or spec.n // 64 * spec.parts > 2 * sm_count
     stages = 2 if bx == 64 and cc == 120 else 3 if is_crowded else 4
     return dict(bx=bx, bw=64, stages=stages, warps=4, ahead=2 if cc == 90 else 0)
-
-
-def gemm_fp4(
-    spec: FP4Spec, a: Tensor, w: Tensor, a_scale: Tensor, w_scale: Tensor, out: Tensor,
-    *, alpha: float = 1.0, plans: PlanTable = EMPTY,
-) -> None:  # fmt: skip
-    tokens = a.shape[0]
-    plan = plans.pick(tokens, dict(bm=128, bn=128, bk=256, stages=2, warps=8 if plans.cc == 120 else 4))
-    gemm_fp4_kernel[(triton.cdiv(tokens, plan["bm"]), spec.n // plan["bn"])](
-        a, w, out, a_scale, w_scale, alpha, tokens, N=spec.n, K=spec.k, BM=plan["bm"], BN=plan["bn"], BK=plan["bk"],
-        VEC=16 if spec.format == "nvfp4" else 32, STAGES=plan["stages"], num_warps=plan["warps"],
-    )  # fmt: skip

@@ -118,20 +118,6 @@ def kv_unpack(
     launch(spec, cache, buffer, pages, sums, bad, 1, 2 if spec.checksum else 0, seed, offset, ctas)
 
 
-def kv_verify(
-    spec: MoveSpec,
-    cache: Tensor,
-    pages: Tensor,
-    sums: Tensor,
-    bad: Tensor,
-    *,
-    seed: int = 0,
-    offset: int = 0,
-    ctas: int = 264,
-) -> None:
-    launch(spec, cache, sums, pages, sums, bad, 2, 2, seed, offset, ctas)
-
-
 def kv_sums(
     spec: MoveSpec, cache: Tensor, pages: Tensor, sums: Tensor, *, seed: int = 0, offset: int = 0, ctas: int = 264
 ) -> None:

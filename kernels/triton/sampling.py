@@ -343,21 +343,6 @@ def settle_kernel(
     tl.store(logprob_ptr + row, tl.load(x_ptr + token).to(tl.float32) - top - tl.log(total))
 
 
-@triton.jit
-def penalize_kernel(
-    x_ptr, count_ptr, presence_ptr, frequency_ptr, repetition_ptr, V: tl.constexpr, BLOCK: tl.constexpr
-):
-    row = tl.program_id(0).to(tl.int64)
-    col = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    mask = col < V
-    count = tl.load(count_ptr + row * V + col, mask=mask, other=0)
-    x = tl.load(x_ptr + row * V + col, mask=mask, other=0.0).to(tl.float32)
-    repetition = tl.load(repetition_ptr + row)
-    x = tl.where(count > 0, tl.where(x > 0, x / repetition, x * repetition), x)
-    x = x - tl.load(frequency_ptr + row) * count.to(tl.float32) - tl.where(count > 0, tl.load(presence_ptr + row), 0.0)
-    tl.store(x_ptr + row * V + col, x.to(x_ptr.dtype.element_ty), mask=mask)
-
-
 def sample(
     spec: SampleSpec, logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, seeds: Tensor,
     positions: Tensor, tokens: Tensor, logprobs: Tensor, workspace: Tensor, *, pdl: bool = PDL,
@@ -377,10 +362,3 @@ def sample(
     # the key of a bf16 has 16 bits, two of them a pass; fp32 has twice as many
     passes = 8 if logits.element_size() == 2 else 16
     settle_kernel[(rows,)](*asked, tokens, logprobs, **shape, PASSES=passes, num_warps=16, **launch)
-
-
-def penalize(
-    spec: SampleSpec, logits: Tensor, counts: Tensor, presence: Tensor, frequency: Tensor, repetition: Tensor
-) -> None:
-    grid = (logits.shape[0], triton.cdiv(spec.vocab, 4096))
-    penalize_kernel[grid](logits, counts, presence, frequency, repetition, V=spec.vocab, BLOCK=4096, num_warps=8)

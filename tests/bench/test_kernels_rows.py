@@ -26,7 +26,6 @@ from kernels import specs as s
         (c.experts_case(s.MoESpec(8, 2, 64, 32, weights="mxfp4"), 99), 8 * 3 * 32 * 64 * 17 / 32, 6 * 198 * 32 * 64),
         (c.mla_case(s.MLASpec(4), [(1, 10), (2, 5)]), 15 * 576 * 2, 0),
         (c.move_case("kv_pack", s.MoveSpec(2, 4096), 3, 8), 2 * 3 * 2 * 4096, 0),
-        (c.move_case("kv_verify", s.MoveSpec(2, 4096), 3, 8), 3 * 2 * 4096, 0),
         (c.sample_case(s.SampleSpec(100), 3), 3 * 100 * 4, 0),
     ],
     ids=lambda value: getattr(value, "op", ""),

@@ -5,7 +5,6 @@ from typing import Any
 
 from kernels import specs
 from kernels.triton import (
-    all_reduce,
     attn_decode,
     attn_prefill,
     attn_stream,
@@ -177,11 +176,6 @@ parts_types = pointers(bf16="out", fp32="state sink lse", i32="len start") | sca
 mla_types = pointers(bf16="q c out", i32="table len start") | scalars(fp32="qk_scale scale", i32="max_pages")
 w8_types = pointers(fp8="w", bf16="x out", fp32="scale part", i32="counter") | scalars(i32="M")
 w4_types = {"w_ptr": "*i16"} | pointers(i32="factor", bf16="x out") | scalars(i32="M")
-fp4_types = (
-    pointers(u8="a w", bf16="out")
-    | {"a_scale_ptr": "*fp8e4nv", "w_scale_ptr": "*fp8e4nv"}
-    | scalars(fp32="alpha", i32="M")
-)
 move_types = pointers(i32="src dst page sum bad") | scalars(i32="units offset seed", i64="stride_plane stride_page")
 convert_types = pointers(i64="src", i32="dst page sum", fp32="inv") | scalars(
     i32="units offset seed", i64="stride_plane stride_page"
@@ -292,14 +286,6 @@ def expert_mx(name: str, first: bool, bx: int, archs: tuple[int, ...] = (90, 100
         name, moe_mx.expert_mx_kernel, types, constants, aligned(types), dict(num_warps=plan["warps"], **LAUNCH),
         {90: (r"wgmma\.mma_async", *packed), 100: packed, 103: packed, 120: packed}, archs,
     )  # fmt: skip
-
-
-def fp4(name: str, vec: int, warps: int, archs: tuple[int, ...]) -> Case:
-    types = fp4_types if vec == 16 else {**fp4_types, "a_scale_ptr": "*u8", "w_scale_ptr": "*u8"}
-    constants = dict(N=4096, K=4096, BM=128, BN=128, BK=256, VEC=vec, STAGES=2)
-    blackwell = (r"tcgen05\.mma.*block_scale",)
-    expect = {100: blackwell, 103: blackwell, 120: (r"mma\.sync.*(mxf4|block_scale)",)}
-    return Case(name, gemm_w4.gemm_fp4_kernel, types, constants, aligned(types), dict(num_warps=warps), expect, archs)
 
 
 def w4(name: str, tokens: int, parts: int, cc: int, n: int = 4096, k: int = 4096) -> Case:
@@ -508,10 +494,6 @@ CASES = [
     widen_w8("widen_w8", STEP=128, SPAN=128),
     widen_w8("widen_w8_group", STEP=32, SPAN=1),
     widen_w8("widen_w8_row", STEP=128, SPAN=0),
-    fp4("nvfp4", 16, 4, (100, 103)),
-    fp4("mxfp4", 32, 4, (100, 103)),
-    fp4("nvfp4_120", 16, 8, (120,)),
-    fp4("mxfp4_120", 32, 8, (120,)),
     Case("move_pack", move.move_kernel, move_types, dict(PLANES=64, ROW=64, WORDS=16384, BLOCK=8192, MODE=0, SUM=1), aligned(move_types, "stride_plane", "stride_page"), dict(num_warps=16)),
     Case("move_unpack", move.move_kernel, move_types, dict(PLANES=64, ROW=64, WORDS=16384, BLOCK=8192, MODE=1, SUM=2), aligned(move_types, "stride_plane", "stride_page"), dict(num_warps=16)),
     Case("move_pack_part", move.move_kernel, move_types, dict(PLANES=64, ROW=128, WORDS=8192, BLOCK=8192, MODE=0, SUM=1), aligned(move_types, "stride_plane", "stride_page"), dict(num_warps=16)),
@@ -541,12 +523,10 @@ CASES = [
     expert_mx("moe_mx_first_128", True, 128, (90, 100, 103), bw=128),
     expert_mx("moe_mx_second_128", False, 128, (90, 100, 103), bw=128),
     Case("moe_combine", moe.combine_kernel, pointers(bf16="y out", fp32="weight") | scalars(i32="total"), dict(N=2048, TOP_K=8, PARTS=1, BLOCK=1024, PDL=True), (), dict(num_warps=4, **LAUNCH), everywhere(PDL)),
-    Case("all_reduce", all_reduce.reduce_norm_kernel, pointers(bf16="residual weight", fp8="out", fp32="scale", i32="epoch") | {"buffer_ptrs": "*i64", "flag_ptrs": "*i64"} | scalars(fp32="eps", i32="rank tokens"), dict(N=4096, BLOCK=4096, WORLD=2, QUANT=1), ("residual_ptr", "weight_ptr", "out_ptr"), dict(num_warps=16), everywhere(CVT, (r"sys\.acquire", r"sys\.release"))),
     Case("sample_peaks", sampling.peaks_kernel, pointers(fp32="x room", i32="top_k"), dict(V=128256, BLOCKS=32, EACH=1, ROOM=9696, PDL=True), ("x_ptr", "room_ptr"), dict(num_warps=8, **LAUNCH), everywhere(PDL)),
     Case("sample_round", sampling.round_kernel, sample_types, sample_shape | dict(ROUND=0, EACH=1), ("x_ptr", "room_ptr"), dict(num_warps=8, **LAUNCH), everywhere(PDL)),
     Case("sample_round_again", sampling.round_kernel, sample_types, sample_shape | dict(ROUND=2, EACH=4), ("x_ptr", "room_ptr"), dict(num_warps=8, **LAUNCH), everywhere(PDL)),
     Case("sample_settle", sampling.settle_kernel, sample_types | pointers(fp32="logprob", i64="token"), sample_shape | dict(PASSES=16), ("x_ptr", "room_ptr"), dict(num_warps=16, **LAUNCH), everywhere(PDL)),
-    Case("penalize", sampling.penalize_kernel, pointers(bf16="x", i32="count", fp32="presence frequency repetition"), dict(V=128256, BLOCK=4096), (), dict(num_warps=8)),
     wide("gemm_row", 1, 128, 3, 8),
     wide("gemm_block128", 2, 128, 3, 8),
 ]  # fmt: skip

@@ -56,9 +56,6 @@ def suite() -> list[c.KernelCase]:
         c.norm_case(s.NormSpec(384, "group", parts=2), 5),
         c.norm_case(s.NormSpec(128, "group", deferred=True, biased=True), 3, spread=1e4),
         c.norm_case(s.NormSpec(2944, "group", embed=True), 2, spread=1e-9),
-        c.reduce_case(s.ReduceSpec(100, 3), 5),
-        c.reduce_case(s.ReduceSpec(64, 1, "none"), 70),
-        c.reduce_case(s.ReduceSpec(96, 2, "tensor"), 3),
         c.quant_case(s.QuantSpec(200), 3, spread=1e-9),
         c.quant_case(s.QuantSpec(200, "tensor"), 3, spread=1e5),
         c.quant_case(s.QuantSpec(640, "group"), 3),
@@ -144,7 +141,6 @@ def suite() -> list[c.KernelCase]:
         c.move_case("kv_unpack", s.MoveSpec(4, 8192, checksum=True), 3, 8),
         c.move_case("kv_unpack", s.MoveSpec(4, 4096), 3, 8, offset=4096),
         c.move_case("kv_unpack", s.MoveSpec(4, 4096, checksum=True), 3, 8, offset=4096, parts=2),
-        c.move_case("kv_verify", s.MoveSpec(2, 12288, checksum=True), 3, 8),
         c.move_case("kv_sums", s.MoveSpec(2, 12288, checksum=True), 3, 8),
         c.w4_case(s.W4Spec(64, 512), 1, symmetric=True),
         c.w4_case(s.W4Spec(128, 640), 7),
@@ -183,7 +179,6 @@ def suite() -> list[c.KernelCase]:
         c.sample_case(s.SampleSpec(333), 16, torch.bfloat16),
         c.sample_case(s.SampleSpec(100100), 2),
         c.no_choice_case(s.SampleSpec(9000)),
-        c.penalize_case(s.SampleSpec(500), 3),
     ]
 
 

@@ -13,7 +13,6 @@ import pytest
 import torch
 
 from kernels import caps
-from kernels.peers import MAX_CTAS, SymmetricMemory
 
 FULL: dict[str, Any] = dict(torch=(2, 11, 0), triton=(3, 6, 0), flashinfer=(0, 6, 13), flashinfer_jit=True)
 
@@ -112,11 +111,3 @@ def test_a_module_without_metadata_is_there_in_no_version(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
     monkeypatch.setattr(importlib.metadata, "version", absent)
     assert caps._version("anything") == ()
-
-
-def test_peers_know_each_others_addresses():
-    buffers = tuple(torch.zeros(2, 4).bfloat16() for _ in range(3))
-    peers = SymmetricMemory.arrived(1, buffers)
-    assert peers.buffer_ptrs.tolist() == [b.data_ptr() for b in buffers]
-    assert peers.flag_ptrs.tolist() == [f.data_ptr() for f in peers.flags]
-    assert peers.flags[0].shape == (MAX_CTAS, 3) and (peers.epoch == 0).all()

@@ -16,14 +16,12 @@ from kernels.plans import PlanTable, TunedPlans, TuningRefused, cache_path, deco
 from kernels.registry import Impl, NoImplementation, Registry, parse_override
 from kernels.specs import (
     AttnSpec,
-    FP4Spec,
     FusedAttnSpec,
     GateUpSpec,
     GemmSpec,
     MoESpec,
     MoveSpec,
     NormSpec,
-    ReduceSpec,
     W4Spec,
     W8Spec,
 )
@@ -52,7 +50,6 @@ SKINNY = GemmSpec(6144, 4096, parts=2, skinny=True)
         ("gemm_fp8", GemmSpec(4096, 4096, "block128"), "ada:reference h200:torch b200:triton rtx:triton"),
         ("gemm_gate_up", GateUpSpec(28672, 4096), "h200:hopper b200:blackwell rtx:triton"),
         ("gemm_gate_up", GateUpSpec(28672, 4096, "token"), "h200:reference rtx:reference"),
-        ("gemm_fp4", FP4Spec(4096, 4096), "cpu:reference h200:reference b200:triton b300:triton rtx:triton"),
         ("gemm_w4", W4Spec(4096, 4096), "cpu:reference h200:triton rtx:triton"),
         ("gemm_w8", W8Spec(960, 576), "cpu:reference ada:reference h200:triton b200:triton rtx:triton"),
         ("add_rmsnorm_quant", NormSpec(4096), "cpu:reference ada:reference h200:triton"),
@@ -89,11 +86,8 @@ def test_each_machine_gets_what_it_can_run(op, spec, expected):
         ("gemm_fp8", GemmSpec(4096, 4096, "group", skinny=True), "blackwell", "b200", "rescales at the end only"),
         ("gemm_w4", W4Spec(100, 4096), "triton", "h200", "n in steps of 64"),
         ("gemm_w4", W4Spec(64, 192), "triton", "h200", "k in steps of 128"),
-        ("gemm_fp4", FP4Spec(4096, 4096), "triton", "h200", "block-scaled"),
         ("moe_experts", MoESpec(8, 2, 100, 64), "triton", "h200", "hidden and inter in steps of 64"),
         ("kv_pack", MoveSpec(2, 1000), "triton", "h200", "units in steps of 4096 bytes"),
-        ("all_reduce_norm", ReduceSpec(4096, 16), "triton", "h200", "world of 1 to 8"),
-        ("all_reduce_norm", ReduceSpec(32768, 2), "triton", "h200", "hidden up to 16384"),
         ("add_rmsnorm_quant", NormSpec(4096, "token"), "flashinfer", "h200", "one static scale"),
         ("add_rmsnorm_quant", NormSpec(4096, "tensor", biased=True), "flashinfer", "h200", "one addend"),
     ],
@@ -183,15 +177,6 @@ def test_an_implementation_is_built_before_it_is_taken(monkeypatch):
     monkeypatch.setitem(sys.modules, "kernels.flashinfer", SimpleNamespace(fa3_module=built.append))
     assert catalog.registry(MACHINES["h200"]).built("attn_prefill", LLAMA).name == "fa3"
     assert built == [LLAMA]
-
-
-def test_all_reduce_is_ours_on_every_gpu_it_was_compiled_for():
-    for machine in ("h200", "b200", "b300", "rtx"):
-        assert catalog.registry(MACHINES[machine]).resolve("all_reduce_norm", ReduceSpec(4096, 2)).impl.name == "triton"
-    for machine in ("cpu", "ada", "bare h200"):
-        assert (
-            catalog.registry(MACHINES[machine]).resolve("all_reduce_norm", ReduceSpec(4096, 2)).impl.name == "reference"
-        )
 
 
 def test_without_triton_a_gpu_falls_back_to_torch_and_the_reference():

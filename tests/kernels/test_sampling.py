@@ -124,18 +124,6 @@ def test_another_position_or_seed_draws_afresh():
     assert len(set(tokens.tolist())) > 50
 
 
-@given(st.floats(0, 2), st.floats(0, 2), st.floats(1, 2))
-@settings(max_examples=30)
-def test_penalties_by_token(presence, frequency, repetition):
-    logits, counts = torch.randn(1, 40), torch.randint(0, 3, (1, 40), dtype=torch.int32)
-    before = logits[0].tolist()
-    rates = [torch.tensor([rate]) for rate in (presence, frequency, repetition)]
-    REGISTRY.get("penalize", s.SampleSpec(40))(logits, counts, *rates)
-    for x, count, got in zip(before, counts[0].tolist(), logits[0].tolist(), strict=True):
-        want = (x / repetition if x > 0 else x * repetition) if count else x
-        assert got == pytest.approx(want - frequency * count - presence * (count > 0), abs=1e-5)
-
-
 def test_every_row_of_the_standard_case_takes_another_way():
     call = c.sample_case(s.SampleSpec(64), 8).make("cpu")
     _, temperature, top_k, top_p, min_p, *_ = call.args
