@@ -33,7 +33,8 @@ from engine.cuda.model.number_formats import DEVICE_FORMATS, DeviceFormat
 from engine.cuda.model.required_kernels import require_kernels
 from engine.cuda.model.transformer import Rows, Transformer
 from engine.cuda.model.tuned_plans import agreed_plans
-from engine.cuda.model.weights import DeviceWeights, load_device_weights, shortened
+from engine.cuda.model.weight_loader import load_device_weights
+from engine.cuda.model.weights import DeviceWeights, shortened
 from engine.cuda.runner import DeviceRunner
 from engine.cuda.runtime.full_gpu import SMALLER, TOO_LARGE, advising, full_in_words
 from engine.cuda.runtime.graph_capture import Launch, free_nbytes

@@ -19,7 +19,7 @@ from bench.engine.gpu import (
 from bench.models.random_model import LLAMA_8B, STORED, RandomWeights, random_checkpoint
 from contracts.sampling import SamplingParams
 from engine.cuda.model.number_formats import DEVICE_FORMATS
-from engine.cuda.model.weights import load_device_weights
+from engine.cuda.model.weight_loader import load_device_weights
 from engine.loader import load_device_engine
 from engine.settings import EngineSettings
 from tests.engine.driving import answers

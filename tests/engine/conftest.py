@@ -21,4 +21,4 @@ def nothing_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object) -> None:
         raise AssertionError("a weight was rounded on load")
 
-    monkeypatch.setattr("engine.cuda.model.weights.quantize_rows", refuse)
+    monkeypatch.setattr("engine.cuda.model.weight_loader.quantize_rows", refuse)

@@ -26,9 +26,10 @@ from engine.cuda.launcher import Launcher
 from engine.cuda.model.attention import DeviceAttention, are_few
 from engine.cuda.model.format_choice import smooths_keys
 from engine.cuda.model.fused_decode import is_fusible
+from engine.cuda.model.matrices import quantize_finely, quantize_rows
 from engine.cuda.model.number_formats import DEVICE_FORMATS
 from engine.cuda.model.required_kernels import require_kernels
-from engine.cuda.model.weights import load_device_weights, quantize_finely, quantize_rows
+from engine.cuda.model.weight_loader import load_device_weights
 from engine.cuda.runner import DeviceRunner
 from engine.cuda.runtime.bindings import OUT_OF_MEMORY
 from engine.cuda.runtime.shared_memory import HostMemory, cuda_allocated
@@ -111,14 +112,14 @@ def test_rounding_sparingly_brings_logits_nearer(tmp_path, monkeypatch):
     save_tiny(tmp_path, "llama")
     expected = logits_of(device_engine(tmp_path, "float32"), PROMPTS)
     sparing = relative_error(logits_of(device_engine(tmp_path, "float8"), PROMPTS), expected)
-    monkeypatch.setattr("engine.cuda.model.weights.rounds_sparingly", lambda _: False)
+    monkeypatch.setattr("engine.cuda.model.weight_loader.rounds_sparingly", lambda _: False)
     rounded = relative_error(logits_of(device_engine(tmp_path, "float8"), PROMPTS), expected)
     assert sparing < 0.9 * rounded
 
 
 @pytest.mark.parametrize("family", ["qwen2", "qwen3_moe", "gpt_oss", "llama4"])
 def test_products_left_unscaled_take_their_bias_and_head_norms_behind(tmp_path, monkeypatch, family):
-    monkeypatch.setattr("engine.cuda.model.weights.rounds_sparingly", lambda _: False)
+    monkeypatch.setattr("engine.cuda.model.weight_loader.rounds_sparingly", lambda _: False)
     asked, get = [], Registry.get
 
     def get_noted(registry, op, spec):
@@ -149,7 +150,7 @@ def test_readers_add_up_the_parts_of_few_rows(tmp_path, monkeypatch, family):
         return get(registry, op, spec)
 
     save_tiny(tmp_path, family, **FUSIBLE)
-    monkeypatch.setattr("engine.cuda.model.weights.rounds_sparingly", lambda _: False)
+    monkeypatch.setattr("engine.cuda.model.weight_loader.rounds_sparingly", lambda _: False)
     monkeypatch.setattr("engine.cuda.loader.is_fusible", lambda *_: False)
     whole = logits_of(device_engine(tmp_path, "float8"), PROMPTS)
     monkeypatch.setattr("engine.cuda.model.linear.skinny_parts", lambda rows, *_, **__: 2 if rows <= 64 else None)

@@ -17,7 +17,7 @@ from checkpoint import open_checkpoint
 from engine.cuda.model.format_choice import DEVICE_DTYPES, kept_as
 from engine.cuda.model.memory_footprint import least_weights_nbytes
 from engine.cuda.model.number_formats import DEVICE_FORMATS
-from engine.cuda.model.weights import load_device_weights
+from engine.cuda.model.weight_loader import load_device_weights
 from engine.cuda.runtime.pinned_copy import PinnedCopier
 from engine.model_loader.checkpoint_weights import open_weights
 from engine.model_loader.tensor_parallel_shards import Shard, ShardedWeights, shard_config

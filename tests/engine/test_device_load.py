@@ -12,7 +12,8 @@ from contracts.errors import ConfigError
 from engine.cuda.kv.kv_cache import DeviceCache
 from engine.cuda.loader import DeviceBackendBuilder
 from engine.cuda.model.number_formats import DEVICE_FORMATS
-from engine.cuda.model.weights import DeviceLayerWeights, load_device_weights, shortened
+from engine.cuda.model.weight_loader import load_device_weights
+from engine.cuda.model.weights import DeviceLayerWeights, shortened
 from engine.cuda.runtime.pinned_copy import PinnedCopier
 from engine.loader import load_device_engine, load_engine
 from engine.model_loader.checkpoint_weights import open_weights

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from engine.cuda.model.linear import QuantizedLinear, RowBuffer, Scaled, rounding
-from engine.cuda.model.weights import Matrix
+from engine.cuda.model.matrices import Matrix
 from kernels import catalog
 from kernels.caps import Caps
 from kernels.cases import gemm_operands, relative_error

@@ -133,7 +133,7 @@ def test_nothing_compiles_while_pages_are_handed_over_to_groups_of_any_size(dtyp
 
 @pytest.mark.parametrize("family", ["gpt_oss", "qwen3_moe"])
 def test_nothing_compiles_behind_products_left_unscaled_with_biases_or_head_norms(family, tmp_path, monkeypatch):
-    monkeypatch.setattr("engine.cuda.model.weights.rounds_sparingly", lambda _: False)
+    monkeypatch.setattr("engine.cuda.model.weight_loader.rounds_sparingly", lambda _: False)
     save_tiny(tmp_path, family, **HEADS)
     assert_nothing_compiles(tmp_path, "float8")
 
@@ -141,7 +141,7 @@ def test_nothing_compiles_behind_products_left_unscaled_with_biases_or_head_norm
 def test_nothing_compiles_where_few_rows_are_multiplied_in_parts(tmp_path, monkeypatch):
     """As of wide matrices."""
     monkeypatch.setattr("engine.cuda.model.linear.skinny_parts", lambda rows, *_, **__: 2 if rows <= 64 else None)
-    monkeypatch.setattr("engine.cuda.model.weights.rounds_sparingly", lambda _: False)
+    monkeypatch.setattr("engine.cuda.model.weight_loader.rounds_sparingly", lambda _: False)
     save_tiny(tmp_path, "qwen3_moe", **HEADS)
     assert_nothing_compiles(tmp_path, "float8")
 

@@ -13,7 +13,7 @@ from contracts.errors import ConfigError
 from engine.cuda.model.format_choice import kept_as, resolve_device_dtype
 from engine.cuda.model.fused_decode import FusedDecode
 from engine.cuda.model.linear import QuantizedLinear, Scaled
-from engine.cuda.model.weights import Matrix, keep
+from engine.cuda.model.matrices import Matrix, keep
 from engine.cuda.runner import DeviceRunner
 from engine.cuda.runtime.pinned_copy import PinnedCopier
 from engine.loader import load_engine
@@ -133,7 +133,7 @@ def test_weights_alone_in_fp8_are_multiplied_by_activations_as_they_are(name, tm
     save_quantized(tmp_path, LAYOUTS[name])
     expected = logits_of(device_engine(tmp_path, "float32"), PROMPTS[:2])
     kept = relative_error(logits_of(device_engine(tmp_path, "float8"), PROMPTS[:2]), expected)
-    monkeypatch.setattr("engine.cuda.model.weights.keep", lambda stored, int4, name, _: keep(stored, int4, name))
+    monkeypatch.setattr("engine.cuda.model.weight_loader.keep", lambda stored, int4, name, _: keep(stored, int4, name))
     rounded = relative_error(logits_of(device_engine(tmp_path, "float8"), PROMPTS[:2]), expected)
     assert kept < 0.8 * rounded
 

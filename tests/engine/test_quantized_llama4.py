@@ -6,9 +6,10 @@ import torch
 from bench.models.transformers_oracle import greedy as oracle_greedy
 from checkpoint import open_checkpoint
 from contracts.errors import ConfigError
+from engine.cuda.model.matrices import keep
 from engine.cuda.model.moe import ExpertWeights
 from engine.cuda.model.number_formats import DEVICE_FORMATS
-from engine.cuda.model.weights import keep, load_device_weights
+from engine.cuda.model.weight_loader import load_device_weights
 from engine.cuda.runtime.pinned_copy import PinnedCopier
 from engine.loader import load_engine
 from engine.model_loader.checkpoint_weights import open_weights

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.cuda.runtime.shared_memory import Recording, copy_async, mapped, synchronize
+from engine.cuda.runtime.launch_recording import Recording, copy_async, mapped, synchronize
 from kernels.reference.move import STRIDE
 
 Sum = Callable[[Tensor, Tensor], None]

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from engine.cuda.kv.checksums import DeviceChecksums
-from engine.cuda.runtime.shared_memory import PeerSemaphore
+from engine.cuda.runtime.semaphores import PeerSemaphore
 
 RELEASE_S = 0.0005
 _NUM_LANES = 2

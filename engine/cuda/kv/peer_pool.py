@@ -24,7 +24,9 @@ from engine.cuda.kv.deferred_copies import (
 )
 from engine.cuda.kv.head_partition import HeadPart, grid, spans
 from engine.cuda.kv.resharding import Resharding
-from engine.cuda.runtime.shared_memory import Grid, Mapping, PeerSemaphore, attach, synchronize
+from engine.cuda.runtime.launch_recording import synchronize
+from engine.cuda.runtime.semaphores import PeerSemaphore
+from engine.cuda.runtime.shared_memory import Grid, Mapping, attach
 from engine.cuda.runtime.topology import joined_by
 
 _NUM_PROBES = 16

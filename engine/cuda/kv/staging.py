@@ -16,7 +16,8 @@ from torch import Tensor
 from contracts.errors import ConfigError, TransferError
 from engine.cuda.kv.checksums import BUCKETS, DeviceChecksums, Op, Sum
 from engine.cuda.kv.head_partition import HeadPart
-from engine.cuda.runtime.shared_memory import Memory, Recording, allocate, synchronize
+from engine.cuda.runtime.launch_recording import Recording, synchronize
+from engine.cuda.runtime.shared_memory import Memory, allocate
 from kernels.registry import Registry
 from kernels.specs import MoveSpec
 

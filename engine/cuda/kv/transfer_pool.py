@@ -26,7 +26,8 @@ from engine.cuda.kv.head_partition import HeadPart
 from engine.cuda.kv.peer_pool import PeerPool, PoolExport, attach_all, device_name
 from engine.cuda.kv.resharding import Resharding
 from engine.cuda.kv.staging import StagedPageScatter, StagingBuffer
-from engine.cuda.runtime.shared_memory import Memory, StreamSemaphore, StreamSemaphores
+from engine.cuda.runtime.semaphores import StreamSemaphore, StreamSemaphores
+from engine.cuda.runtime.shared_memory import Memory
 from kernels.registry import Registry
 
 _log = logging.getLogger(__name__)

@@ -18,8 +18,9 @@ from engine.cuda.kv.kv_cache import DeviceCache
 from engine.cuda.model.attention import decode_workspace
 from engine.cuda.model.format_choice import has_fused_step
 from engine.cuda.model.linear import unrounded
+from engine.cuda.model.matrices import Matrix
 from engine.cuda.model.number_formats import E4M3, DeviceFormat
-from engine.cuda.model.weights import DeviceLayerWeights, DeviceWeights, Matrix
+from engine.cuda.model.weights import DeviceLayerWeights, DeviceWeights
 from engine.cuda.runtime.graph_capture import Launch
 from engine.cuda.runtime.process_group import SINGLE_PROCESS, ProcessGroup
 from kernels.decode_plan import DecodeGemmPlan, decode_plan

@@ -7,8 +7,8 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from engine.cuda.model.matrices import Matrix
 from engine.cuda.model.number_formats import E4M3
-from engine.cuda.model.weights import Matrix
 from kernels.decode_plan import SKINNY_ROWS, int4_parts, skinny_parts
 from kernels.registry import Registry
 from kernels.specs import GemmSpec, Quant, QuantSpec, W4Spec, W8Spec

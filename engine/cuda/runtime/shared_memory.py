@@ -6,8 +6,7 @@ torch's own allocator cuts tensors out of larger blocks; what is exported here i
 import ctypes
 import mmap
 import os
-import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from typing import Protocol
@@ -19,23 +18,17 @@ from torch import Tensor
 from contracts.errors import ConfigError, TransferError
 from engine.cuda.runtime.bindings import (
     ANY_DIRECTION,
-    AT_LEAST,
     HANDLE_NBYTES,
     LAZY_PEER_ACCESS,
     OUT_OF_MEMORY,
-    PORTABLE_AND_MAPPED,
-    THREAD_LOCAL,
     IpcHandle,
     check,
-    driver,
     locked_runtime,
     runtime,
     words_of,
 )
 
-_MARKS_NBYTES = 1 << 16
-_MARK = struct.Struct("<III")  # process, descriptor, index
-_MEMFD = "tandem-pages"
+MEMFD_NAME = "tandem-pages"
 
 
 class Memory(Protocol):
@@ -215,166 +208,11 @@ def runs(pages: SequenceOf[int], target_pages: SequenceOf[int], longest: int) ->
             first = end
 
 
-def mapped(count: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """int32 in the host's memory, and the same memory as the device sees it. Both are to be kept."""
-    words = _MappedWords(count, device)
-    return torch.from_numpy(words.array), torch.as_tensor(words, device=device)
-
-
-class _MappedWords:
-    """Not from torch's allocator: which device a page-locked block belongs to there, the first one to ask decides."""
-
-    def __init__(self, count: int, device: torch.device) -> None:
-        self._pointer = ctypes.c_void_p()
-        with torch.cuda.device(device):
-            status = runtime().cudaHostAlloc(ctypes.byref(self._pointer), 4 * count, PORTABLE_AND_MAPPED)
-        check(status, "the host gives no page-locked memory")
-        self.array = np.ctypeslib.as_array((ctypes.c_int32 * count).from_address(self._pointer.value or 0))
-        self.__cuda_array_interface__ = {
-            "shape": (count,),
-            "typestr": "<i4",
-            "data": (self._pointer.value, False),
-            "version": 2,
-        }
-
-    def __del__(self) -> None:
-        runtime().cudaFreeHost(self._pointer)
-
-
-def copy_async(target: Tensor, source: Tensor, nbytes: int, stream: int) -> None:
-    """The first bytes of one to the other; the host's of the two is page-locked. As few instructions as will do."""
-    status = locked_runtime().cudaMemcpyAsync(target.data_ptr(), source.data_ptr(), nbytes, ANY_DIRECTION, stream)
-    if status:
-        raise TransferError(f"checksums can't be copied: {words_of(status)}")
-
-
-def synchronize(stream: int) -> None:
-    """Wait, without the interpreter's lock, for all that the stream holds. Raises TransferError if something failed."""
-    check(runtime().cudaStreamSynchronize(stream), "the GPU failed")
-
-
-class Recording:
-    """Launches on a stream, to be repeated by one call. torch's own graphs hold the generator of random numbers while
-    they are captured, and other threads draw from it.
-    """
-
-    def __init__(self, launch: Callable[[], None], stream: int) -> None:
-        """`launch` has run before, and allocates nothing. Raises TransferError."""
-        library, graph, self._exec = locked_runtime(), ctypes.c_void_p(), ctypes.c_void_p()
-        check(library.cudaStreamBeginCapture(stream, THREAD_LOCAL), "launches can't be recorded")
-        try:
-            launch()
-        finally:
-            status = library.cudaStreamEndCapture(stream, ctypes.byref(graph))
-        check(status, "launches can't be recorded")
-        status = library.cudaGraphInstantiate(ctypes.byref(self._exec), graph, 0)
-        library.cudaGraphDestroy(graph)
-        check(status, "launches can't be recorded")
-
-    def launch(self, stream: int) -> None:
-        check(locked_runtime().cudaGraphLaunch(self._exec, stream), "what was recorded can't be launched")
-
-    def __del__(self) -> None:
-        if self._exec:
-            runtime().cudaGraphExecDestroy(self._exec)
-
-
-class StreamSemaphores:
-    """Numbers in the host's memory, one for each peer, that the device sets: what a peer waits for, by its own device.
-
-    A peer may write its number too, to let its device go on when we are gone. So none is given to two peers.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._is_cuda, self._num_given = device.type == "cuda", 0
-        self._memory = HostMemory(_MARKS_NBYTES)
-        self._words = self._memory.tensor.view(torch.int32).numpy()
-        if self._is_cuda:
-            _register(self._words.ctypes.data, device)
-
-    def next(self) -> "StreamSemaphore | None":
-        """None if all are given."""
-        if self._num_given == len(self._words):
-            return None
-        index, self._num_given = self._num_given, self._num_given + 1
-        shared = _MARK.pack(os.getpid(), self._memory.fileno(), index)
-        return StreamSemaphore(self._words[index : index + 1], shared, self._is_cuda)
-
-    def close(self) -> None:
-        self._memory.close()
-
-
-class StreamSemaphore:
-    """kv_transfer.chunks.device_pool.DeviceSemaphore."""
-
-    def __init__(self, word: np.ndarray, shared: bytes, is_cuda: bool) -> None:
-        self._word, self.shared, self._is_cuda = word, shared, is_cuda
-
-    def set(self, value: int) -> None:
-        if not self._is_cuda:
-            self._word[0] = value
-            return
-        stream = torch.cuda.current_stream().cuda_stream
-        if status := driver().cuStreamWriteValue32_v2(stream, self._word.ctypes.data, value, 0):
-            raise TransferError(f"a mark can't be set: error {status} of the driver")
-
-
-class PeerSemaphore:
-    """A peer's, mapped here."""
-
-    def __init__(self, shared: bytes, device: torch.device) -> None:
-        try:
-            pid, fd, index = _MARK.unpack(shared)
-            path = f"/proc/{pid}/fd/{fd}"
-            if not os.readlink(path).startswith(f"/memfd:{_MEMFD} "):
-                raise ValueError(f"{path} is none of ours")
-            with open(path, "r+b") as file:
-                words = np.frombuffer(mmap.mmap(file.fileno(), _MARKS_NBYTES), np.int32)
-        except (OSError, ValueError, struct.error) as error:
-            raise TransferError(f"the peer's marks can't be opened: {error}") from error
-        if index >= len(words):
-            raise TransferError(f"mark {index} of {len(words)}")
-        self._words, self._word, self._is_cuda = words, words[index : index + 1], device.type == "cuda"
-        if self._is_cuda:
-            _register(words.ctypes.data, device)
-
-    @property
-    def value(self) -> int:
-        return int(self._word[0])
-
-    def wait(self, value: int) -> None:
-        """Of the device: what is launched on the current stream from now on waits until the mark has come so far."""
-        stream = torch.cuda.current_stream().cuda_stream
-        if status := driver().cuStreamWaitValue32_v2(stream, self._word.ctypes.data, value, AT_LEAST):
-            raise TransferError(f"a mark can't be waited for: error {status} of the driver")
-
-    def raise_to(self, value: int) -> None:
-        """It has come so far, whoever says so."""
-        if self._word[0] < value:
-            self._word[0] = value
-
-    def close(self) -> None:
-        """Nothing may wait for it. Idempotent."""
-        if self._is_cuda:
-            runtime().cudaHostUnregister(ctypes.c_void_p(self._words.ctypes.data))
-            self._is_cuda = False
-
-
-def _register(address: int, device: torch.device) -> None:
-    """Let the device read and write this memory of the host's. Raises TransferError."""
-    with torch.cuda.device(device):
-        torch.cuda.current_stream()
-        status = runtime().cudaHostRegister(ctypes.c_void_p(address), _MARKS_NBYTES, PORTABLE_AND_MAPPED)
-    if status:
-        runtime().cudaGetLastError()
-        raise TransferError(f"the GPU can't reach the host's memory: {words_of(status)}")
-
-
 class HostMemory:
     """The twin: a memfd that the peer finds under this process's descriptors."""
 
     def __init__(self, nbytes: int) -> None:
-        self._fd: int | None = os.memfd_create(_MEMFD, os.MFD_CLOEXEC)
+        self._fd: int | None = os.memfd_create(MEMFD_NAME, os.MFD_CLOEXEC)
         os.ftruncate(self._fd, nbytes)
         self.tensor = torch.from_file(f"/proc/self/fd/{self._fd}", shared=True, size=nbytes, dtype=torch.uint8)
 
