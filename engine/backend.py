@@ -33,7 +33,9 @@ class PendingTokens(Protocol):
 
 @dataclass(frozen=True)
 class Computed:
-    """`logits` `[number of chunks that sample, vocab]` float32, of no meaning where `pending_tokens` is there. `scored`
+    """The results of a forward pass.
+
+    `logits` `[number of chunks that sample, vocab]` float32, of no meaning where `pending_tokens` is there. `scored`
     are of the prompts that asked for it, to be sent once the batch is computed.
     """
 
@@ -55,8 +57,10 @@ def ignore() -> None:
 
 
 class Runner(Protocol):
-    """`early_planes`: so many of the cache's are filled a while before a batch ends; 0 if all come at once.
-    `quick_rows`: a batch of more takes the host several times as long to launch.
+    """The part of a device that computes batches.
+
+    `early_planes`: so many of the cache's are filled a while before a batch ends; 0 if all come at once. `quick_rows`:
+    a batch of more takes the host several times as long to launch.
     """
 
     early_planes: int
@@ -67,9 +71,10 @@ class Runner(Protocol):
         ...
 
     def forward(self, pieces: SequenceOf[ScheduledChunk], written: Written = ignore_progress) -> Computed:
-        """Writes K and V; running it again, as after an error, writes the same. `written` is called when the early
-        planes of prompts have been launched, and may be when all have: what is behind them is not in the cache. Raises
-        RuntimeError.
+        """Writes K and V; running it again, as after an error, writes the same.
+
+        `written` is called when the early planes of prompts have been launched, and may be when all have: what is
+        behind them is not in the cache. Raises RuntimeError.
         """
         ...
 
@@ -80,8 +85,9 @@ class Runner(Protocol):
     def sample(
         self, sequences: SequenceOf[Sequence], logits: torch.Tensor, allowed: Mapping[RequestId, np.ndarray]
     ) -> PendingTokens | None:
-        """Have the device draw what `forward` left undrawn, and wait for nothing; `allowed`: see Sampler.sample. None
-        from a runner whose tokens the host draws.
+        """Have the device draw what `forward` left undrawn, and wait for nothing.
+
+        `allowed`: see Sampler.sample. None from a runner whose tokens the host draws.
         """
         ...
 
@@ -90,16 +96,19 @@ class Runner(Protocol):
         ...
 
     def prepare(self, piece: ScheduledChunk) -> None:
-        """This newest token of an answer, whose id is not known yet, may be the next batch: what else that takes is
-        done now. Nothing is being computed.
+        """Do all of the next batch that does not need its token's id.
+
+        The chunk is the newest token of an answer and may well be that batch. Nothing is being computed.
         """
         ...
 
 
 class Pages(Protocol):
-    """The paged KV cache. `pool_bytes` `[num_planes, num_blocks, page_nbytes]` uint8 is what a transfer reads and
-    writes; raises ConfigError where the host can't see it. `transfer_pool`: what kv_transfer.node takes, `pool_bytes`
-    or a GPU's DeviceTransferPool.
+    """The paged KV cache.
+
+    `pool_bytes` `[num_planes, num_blocks, page_nbytes]` uint8 is what a transfer reads and writes; raises ConfigError
+    where the host can't see it. `transfer_pool`: what kv_transfer.node takes, `pool_bytes` or a GPU's
+    DeviceTransferPool.
     """
 
     layout: KVLayout
@@ -112,7 +121,10 @@ class Pages(Protocol):
     def transfer_pool(self) -> Any: ...
 
     def checksums(self, blocks: SequenceOf[BlockId]) -> PageChecksums | None:
-        """Of blocks whose computation has been launched; None if the transfer makes its own, or is to make none."""
+        """Return those of blocks whose computation has been launched.
+
+        None if the transfer makes its own, or is to make none.
+        """
         ...
 
 

@@ -6,7 +6,10 @@ from contracts.errors import ConfigError
 
 
 def gpu_index(device: str, *others: str) -> int | None:
-    """N of `cuda:N`, None of `cuda`. Raises ConfigError for another name, which says what `others` would do."""
+    """N of `cuda:N`, None of `cuda`.
+
+    Raises ConfigError for another name, which says what `others` would do.
+    """
     found = re.fullmatch(r"cuda(?::([0-9]+))?", device)
     if found is None:
         supported = ", ".join([*others, "cuda"])

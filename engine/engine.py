@@ -101,7 +101,9 @@ class Engine:
         self._intake.submit(request)
 
     def step(self, observer: StepObserver = _UNOBSERVED) -> StepOutput:
-        """Compute one batch. Empty if nothing can run. A request that can't be computed fails alone, in `failed`.
+        """Compute one batch.
+
+        Empty if nothing can run. A request that can't be computed fails alone, in `failed`.
 
         A device that draws tokens by itself is given the next batch before the tokens of this one are known.
         """
@@ -112,8 +114,9 @@ class Engine:
         return self.pipeline.has_work()
 
     def release(self, request_id: RequestId) -> None:
-        """Forget the request, whatever its state. Its blocks become cached or free; a writer's hold stays.
-        Idempotent.
+        """Forget the request, whatever its state.
+
+        Its blocks become cached or free; a writer's hold stays. Idempotent.
         """
         self._requests.release(request_id)
 
@@ -122,8 +125,9 @@ class Engine:
         return self.scheduler.next_arrival()
 
     def reserve(self, request: EngineRequest, arrival: int | None = None) -> Reservation:
-        """Reserve pages for the prompt of a request whose KV will arrive, and for token 0. Incoming blocks are held
-        twice: by request and writer. `arrival`: see `arrive`; None is after all others.
+        """Reserve pages for the prompt of a request whose KV will arrive, and for token 0.
+
+        Incoming blocks are held twice: by request and writer. `arrival`: see `arrive`; None is after all others.
 
         Raises OutOfBlocks if they do not fit now (or all sequence slots are taken), also beside a more urgent or
         earlier prompt that waits; RequestError if they never will. The last that was refused is left room by prompts
@@ -132,14 +136,17 @@ class Engine:
         return self._handoff.reserve(request, arrival)
 
     def prepare(self, request_id: RequestId) -> None:
-        """Prepare a reserved request's first step, as far as it is known before token 0, if it may well be a batch of
-        its own: nothing else runs or is reserved. Raises KeyError for a request that is unknown.
+        """Prepare a reserved request's first step, as far as it is known before token 0.
+
+        Only if it may well be a batch of its own: nothing else runs or is reserved. Raises KeyError for a request that
+        is unknown.
         """
         self._handoff.prepare(request_id)
 
     def rehearse(self) -> None:
-        """Prepare what was prepared once more, if it is still to come: the processor has in its caches then what the
-        step itself will run.
+        """Prepare what was prepared once more, if it is still to come.
+
+        The processor has in its caches then what the step itself will run.
         """
         self._handoff.rehearse()
 
@@ -166,8 +173,9 @@ class Engine:
 
     @property
     def slack_s(self) -> float:
-        """How long `step` may wait and the device has work all the same. A request that is adopted by then is in the
-        next batch already.
+        """How long `step` may wait and the device has work all the same.
+
+        A request that is adopted by then is in the next batch already.
         """
         return self.pipeline.slack_s
 
@@ -186,7 +194,7 @@ class Engine:
         self._close()
 
     def check(self) -> None:
-        """Raise AssertionError, in words, if a block's holds are not those of the sequences and writers that exist."""
+        """Raise AssertionError if a block's holds are not those of the sequences and writers there are."""
         self.pool.check()
         expected = self.sequences.holds()
         expected.update(self.deferred.holds())

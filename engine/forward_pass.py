@@ -26,13 +26,19 @@ class ForwardPass:
         self._runner, self._cache, self._prefix_cache, self._requests = runner, cache, prefix_cache, requests
 
     def run(self, chunks: SequenceOf[ScheduledChunk], observer: StepObserver) -> Ran:
-        """Launch a batch. Chunks that will be handed over are announced before, so that pages can be asked for."""
+        """Launch a batch.
+
+        Chunks that will be handed over are announced before, so that pages can be asked for.
+        """
         for chunk in chunks:
             if chunk.sequence.handoff:
                 first = chunk.sequence.num_announced
                 blocks = self._blocks_between(chunk.sequence, first, chunk.end)
-                place = (first, chunk.end - first, blocks, self._runner.early_planes)
-                observer.chunk_scheduled(ChunkScheduled(chunk.sequence.request_id, *place))
+                observer.chunk_scheduled(
+                    ChunkScheduled(
+                        chunk.sequence.request_id, first, chunk.end - first, blocks, self._runner.early_planes
+                    )
+                )
         try:
             return self._run(chunks, observer)
         finally:

@@ -14,8 +14,10 @@ from engine.sequence import Sequence
 
 @dataclass(frozen=True)
 class InFlightBatch:
-    """`pieces` were launched, `failed` could not be. `sampling`: whose next token this batch says. `masks`: None as
-    long as they can't be worked out, since tokens before are being drawn. `began_s`: when the host began on it.
+    """`pieces` were launched, `failed` could not be.
+
+    `sampling`: whose next token this batch says. `masks`: None as long as they can't be worked out, since tokens before
+    are being drawn. `began_s`: when the host began on it.
     """
 
     started: tuple[Started, ...]

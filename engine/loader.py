@@ -1,4 +1,7 @@
-"""The way from settings to a running engine: find the model, load it on its device, put an engine before it."""
+"""The way from settings to a running engine.
+
+Find the model, load it on its device, put an engine before it.
+"""
 
 from dataclasses import replace
 
@@ -66,8 +69,9 @@ def _require_gpus(settings: EngineSettings) -> None:
 
 
 def resolve_device(device: str) -> str:
-    """Return cpu, or cuda:N; `auto`: the first GPU where there is one. Raises ConfigError for a device that is unknown,
-    or absent.
+    """Return cpu, or cuda:N; `auto`: the first GPU where there is one.
+
+    Raises ConfigError for a device that is unknown, or absent.
     """
     is_named = device not in ("auto", "cpu")
     index = (gpu_index(device, "auto", "cpu") or 0) if is_named else 0

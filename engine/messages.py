@@ -13,9 +13,10 @@ from contracts.sampling import SamplingParams
 
 @dataclass(frozen=True)
 class EngineRequest:
-    """`handoff`: after its first token the sequence stops and keeps its blocks until `release`. Lower `priority`:
-    sooner. Cached prefixes are shared with requests of the same `cache_salt` only. The last `num_answered` of
-    `token_ids` are computed as prompt and count as answer: they were drawn elsewhere.
+    """`handoff`: after its first token the sequence stops and keeps its blocks until `release`.
+
+    Lower `priority`: sooner. Cached prefixes are shared with requests of the same `cache_salt` only. The last
+    `num_answered` of `token_ids` are computed as prompt and count as answer: they were drawn elsewhere.
     """
 
     request_id: RequestId
@@ -29,7 +30,9 @@ class EngineRequest:
 
 @dataclass(frozen=True)
 class Reservation:
-    """Pages for a prompt that is computed elsewhere: `blocks` are those of the whole prompt, cached prefix first.
+    """Pages for a prompt that is computed elsewhere.
+
+    `blocks` are those of the whole prompt, cached prefix first.
 
     `generations` are the blocks' at this moment. `skip_tokens` is the prefix hit, a multiple of the block size.
     """
@@ -42,7 +45,10 @@ class Reservation:
 
 @dataclass(frozen=True)
 class Started:
-    """The scheduler picked the request for the first time. `cached_tokens`: its prefix hit; if adopted, the prompt."""
+    """The scheduler picked the request for the first time.
+
+    `cached_tokens`: its prefix hit; if adopted, the prompt.
+    """
 
     request_id: RequestId
     cached_tokens: int
@@ -52,15 +58,18 @@ class PageChecksums(Protocol):
     """Made where the KV is."""
 
     def wait(self) -> np.ndarray:
-        """`[blocks, planes]` uint32, each of one page alone. They are there a moment after the step that tells of the
-        chunk.
+        """`[blocks, planes]` uint32, each of one page alone.
+
+        They are there a moment after the step that tells of the chunk.
         """
         ...
 
 
 @dataclass(frozen=True)
 class ChunkDone:
-    """KV of tokens `[first_token, first_token + num_tokens)` of a handoff sequence is in `blocks`, just these.
+    """The KV of a chunk is computed.
+
+    That of tokens `[first_token, first_token + num_tokens)` of a handoff sequence is in `blocks`, just these.
 
     Chunks of a prompt come in order and cover it once, cached prefix included; each starts on a block's edge.
     """
@@ -74,8 +83,9 @@ class ChunkDone:
 
 @dataclass(frozen=True)
 class ChunkScheduled:
-    """What a ChunkDone will say once its batch is computed, unless that fails. `early_planes`: so many of a block are
-    computed a while before the others.
+    """What a ChunkDone will say once its batch is computed, unless that fails.
+
+    `early_planes`: so many of a block are computed a while before the others.
     """
 
     request_id: RequestId
@@ -87,7 +97,10 @@ class ChunkScheduled:
 
 @dataclass(frozen=True)
 class Scored:
-    """The prompt's tokens from `first_index` on. Of one request in order and each once, all before its token 0."""
+    """The prompt's tokens from `first_index` on.
+
+    Of one request in order and each once, all before its token 0.
+    """
 
     request_id: RequestId
     first_index: int
@@ -117,8 +130,9 @@ class EngineFailure:
 
 
 class StepObserver:
-    """Hears of a batch while it is made, so that what must be arranged elsewhere can be arranged under the compute.
-    This one does nothing.
+    """The observer of a batch while it is made.
+
+    What must be arranged elsewhere can be arranged under the compute. This one does nothing.
     """
 
     def started(self, started: Started) -> None:
@@ -128,13 +142,15 @@ class StepObserver:
         """This chunk is computed next."""
 
     def chunks_launched(self, is_all: bool) -> None:
-        """What the device is given from now on comes behind the chunks that were coming; unless `is_all`, behind their
-        early planes. May be said again.
+        """What the device is given from now on comes behind the chunks that were coming.
+
+        Unless `is_all`, behind their early planes. May be said again.
         """
 
     def waiting(self, is_done: Callable[[], bool]) -> None:
-        """The device has its work, and nothing is left but to wait until the oldest batch `is_done`. Whoever returns
-        earlier leaves that to the engine.
+        """The device has its work, and nothing is left but to wait until the oldest batch `is_done`.
+
+        Whoever returns earlier leaves that to the engine.
         """
 
 
@@ -155,7 +171,10 @@ class StepOutput:
 
 @dataclass(frozen=True)
 class EngineStats:
-    """`queue_tokens`: prompt tokens not computed yet. Counters count from the start; prefix counters are in tokens."""
+    """`queue_tokens`: prompt tokens not computed yet.
+
+    Counters count from the start; prefix counters are in tokens.
+    """
 
     num_running: int
     num_waiting: int

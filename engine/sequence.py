@@ -19,9 +19,10 @@ class Status(StrEnum):
 
 
 class Sequence:
-    """Mutable, owned by the engine. `tokens` is prompt plus answer; KV exists for the first `num_computed` of them. The
-    first `num_prompt` came with the request, those from `answer_start` on are the answer's: the same number, unless it
-    was begun elsewhere.
+    """Mutable, owned by the engine.
+
+    `tokens` is prompt plus answer; KV exists for the first `num_computed` of them. The first `num_prompt` came with the
+    request, those from `answer_start` on are the answer's: the same number, unless it was begun elsewhere.
 
     Of the prompt's log-probabilities the first `num_scored` are told, or were not asked for.
 
@@ -77,7 +78,10 @@ class Sequence:
 
     @property
     def is_decoding(self) -> bool:
-        """Everything but the newest token is computed, and that token was drawn here, or by who computed the prompt."""
+        """Whether everything but the newest token is computed.
+
+        That token was drawn here, or where the prompt was computed.
+        """
         return self.has_grown and self.num_computed == len(self.tokens) - 1
 
     @property
@@ -91,8 +95,9 @@ class Sequence:
         return self.digests
 
     def each_digest(self, block_size: int, num_blocks: int) -> Iterator[bytes]:
-        """Of the first blocks, which are full, one after the other: a look-up that ends early leaves the rest for when
-        the device computes them.
+        """Yield those of the first blocks, which are full, one after the other.
+
+        A look-up that ends early leaves the rest for when the device computes them.
         """
         for index in range(num_blocks):
             self._digest(block_size, (index + 1) * block_size)

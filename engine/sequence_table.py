@@ -8,8 +8,10 @@ from engine.sequence import Sequence, Status
 
 
 class SequenceTable:
-    """The sequences of the requests that are here. `incoming_writers[request]`: the blocks that a transfer may still
-    write to; it holds them beside the request, and longer if the request goes first.
+    """The sequences of the requests that are here.
+
+    `incoming_writers[request]`: the blocks that a transfer may still write to; it holds them beside the request, and
+    longer if the request goes first.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,7 @@
-"""The pipeline of steps: a batch is launched while the one before it is computed, and completed when that is done."""
+"""The pipeline of steps.
+
+A batch is launched while the one before it is computed, and completed when that is done.
+"""
 
 import logging
 from collections.abc import Callable
@@ -27,8 +30,9 @@ _log = logging.getLogger(__name__)
 
 
 class StepPipeline:
-    """The steps of an engine ("overlap scheduling"): a device that draws tokens by itself is given the next batch
-    before the tokens of this one are known.
+    """The steps of an engine ("overlap scheduling").
+
+    A device that draws tokens by itself is given the next batch before the tokens of this one are known.
     """
 
     def __init__(
@@ -120,16 +124,18 @@ class StepPipeline:
         )  # fmt: skip
 
     def _may_run_ahead(self, batch: InFlightBatch) -> bool:
-        """Return whether nothing of the next batch depends on which tokens this one draws. Each running sequence may
-        need a block: if that took a preemption, a sequence would be computed again whose last token is not known. Nor
-        do tokens of answers wait until a batch is launched that takes the host longer than they take the device.
+        """Return whether nothing of the next batch depends on which tokens this one draws.
+
+        Each running sequence may need a block: if that took a preemption, a sequence would be computed again whose last
+        token is not known. Nor do tokens of answers wait until a batch is launched that takes the host longer than they
+        take the device.
         """
         if batch.computed.pending_tokens is None or self._pool.num_available < len(self._scheduler.running):
             return False
         return not (any(chunk.is_decode for chunk in batch.chunks) and self._may_be_long())
 
     def _may_be_long(self) -> bool:
-        """Return whether the next batch with answers may be long to launch, by the rows of prompts that there are."""
+        """Return whether the next batch with answers may be long to launch, by the rows of prompts."""
         quick = self._runner.max_graph_rows
         if self._max_mixed_tokens <= quick:
             return False
@@ -137,7 +143,10 @@ class StepPipeline:
         return any(num_rows > quick for num_rows in accumulate(len(s.tokens) - s.num_computed for s in prompts))
 
     def _expect(self, batch: InFlightBatch) -> None:
-        """Make each sequence of the batch one token longer. Those that go no further here sit the next batch out."""
+        """Make each sequence of the batch one token longer.
+
+        Those that go no further here sit the next batch out.
+        """
         for sequence in batch.sampling:
             if self._table.is_present(sequence):
                 sequence.tokens.append(0)

@@ -18,7 +18,10 @@ _log = logging.getLogger(__name__)
 
 
 class TokenDraws:
-    """The draws of a batch. A request whose grammar can't go on, or whose parameters can't be met, fails alone."""
+    """The draws of a batch.
+
+    A request whose grammar can't go on, or whose parameters can't be met, fails alone.
+    """
 
     def __init__(
         self,
@@ -37,8 +40,10 @@ class TokenDraws:
         return replace(batch, masks=self._grammars.begin(present))
 
     def begin(self, batch: InFlightBatch) -> InFlightBatch:
-        """Let a device draw from now on; what else that takes (tokens for penalties, masks of grammars) is known. The
-        rows of those that can't have a token are drawn in vain.
+        """Let a device draw from now on.
+
+        What else that takes (tokens for penalties, masks of grammars) is known. The rows of those that can't have a
+        token are drawn in vain.
         """
         if batch.computed.pending_tokens is not None:
             return batch
@@ -56,7 +61,10 @@ class TokenDraws:
         return replace(batch, computed=replace(batch.computed, pending_tokens=drawn))
 
     def collect(self, batch: InFlightBatch) -> tuple[list[Sequence], list[Token], tuple[EngineFailure, ...]]:
-        """Wait for the tokens of the sequences that still want one; and what became of those that can't have one."""
+        """Wait for the tokens of the sequences that still want one.
+
+        And what became of those that can't have one.
+        """
         if batch.computed.pending_tokens is not None:
             drawn = zip(batch.sampling, batch.computed.pending_tokens.wait(), strict=True)
             present = [(sequence, token) for sequence, token in drawn if self._table.is_present(sequence)]

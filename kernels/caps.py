@@ -1,4 +1,7 @@
-"""What this process can run on: the device, its compute capability, and which kernel packages are importable."""
+"""The capabilities of this process.
+
+The device, its compute capability, and which kernel packages are importable.
+"""
 
 import importlib.metadata
 import importlib.util
@@ -84,8 +87,9 @@ def unbuildable(caps: Caps) -> str:
 
 
 def launcher_error() -> str:
-    """Why Triton can't build a kernel's launcher in this process, found by building what is like it; else empty. What
-    it has built once is in its cache.
+    """Why Triton can't build a kernel's launcher in this process, found by building what is like it.
+
+    Else empty. What it has built once is in its cache.
     """
     from triton.runtime.build import compile_module_from_src
 

@@ -41,8 +41,11 @@ PLAIN = {"bf16": BF16, "fp32": FP32}
 
 @dataclass
 class KernelCall:
-    """Arguments of one call. `outputs` names the tensors it writes, `updated` those it reads and writes; `batch` is
-    what an implementation that plans on the host is told."""
+    """Arguments of one call.
+
+    `outputs` names the tensors it writes, `updated` those it reads and writes; `batch` is what an implementation that
+    plans on the host is told.
+    """
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any] = field(default_factory=dict)
@@ -81,7 +84,10 @@ class KernelCall:
 
 @dataclass(frozen=True)
 class KernelCase:
-    """An operation on a shape. tolerance: relative error of every output against the reference on the same inputs."""
+    """An operation on a shape.
+
+    tolerance: relative error of every output against the reference on the same inputs.
+    """
 
     op: str
     spec: KernelSpec
@@ -418,8 +424,10 @@ def widening_scratch_nbytes(spec: W4Spec | W8Spec, tokens: int) -> int:
 
 
 def move_case(op: str, spec: MoveSpec, num_pages: int, pool_pages: int, offset: int = 0, parts: int = 1) -> KernelCase:
-    """op: kv_pack, kv_unpack or kv_sums. The cache is [planes, pages, page]; with an offset a page is two
-    units. The buffer is for so many `parts` of each page, of which this is the last.
+    """op: kv_pack, kv_unpack or kv_sums.
+
+    The cache is [planes, pages, page]; with an offset a page is two units. The buffer is for so many `parts` of each
+    page, of which this is the last.
     """
     page = spec.unit_nbytes * (2 if offset else 1)
 
@@ -500,10 +508,12 @@ ALL_ONES = 149059, 30338
 
 
 def sample_case(spec: SampleSpec, rows: int, dtype: torch.dtype = FP32) -> KernelCase:
-    """Rows take turns among greedy, plain, top-k, top-p, min-p, all together so hot that their order matters, a top-p
-    that leaves out what is drawn first, and a top-k of many. The eleventh and the fourteenth are allowed fewer tokens
-    than top-k. The tenth has a top-p of 0, which is greedy. The second draws the largest random number there is for an
-    unlikely token, if the vocabulary is large.
+    """Return a case in which rows take turns among all ways to be drawn.
+
+    Among greedy, plain, top-k, top-p, min-p, all together so hot that their order matters, a top-p that leaves out what
+    is drawn first, and a top-k of many. The eleventh and the fourteenth are allowed fewer tokens than top-k. The tenth
+    has a top-p of 0, which is greedy. The second draws the largest random number there is for an unlikely token, if the
+    vocabulary is large.
     """
 
     def make(device: str) -> KernelCall:
@@ -530,7 +540,10 @@ def sample_case(spec: SampleSpec, rows: int, dtype: torch.dtype = FP32) -> Kerne
 
 
 def no_choice_case(spec: SampleSpec) -> KernelCase:
-    """Rows of NaN, of -inf, and of one inf beside them, asked in all ways: each ends with a token that there is."""
+    """Return a case with rows of NaN, of -inf, and of one inf beside them, asked in all ways.
+
+    Each ends with a token that there is.
+    """
     made = sample_case(spec, 24)
 
     def make(device: str) -> KernelCall:

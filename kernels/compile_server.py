@@ -29,8 +29,10 @@ _HEAD = struct.Struct("<QQ")  # a job's number, and its length in bytes
 
 
 class JobPickler(pickle.Pickler):
-    """A kernel goes as its name, as a function does, and with what Triton's cache knows it by: that depends on the
-    kernels before it (which of its callees' globals count). Raises pickle.PicklingError for one that is not found.
+    """A kernel goes as its name, as a function does, and with what Triton's cache knows it by.
+
+    That depends on the kernels before it (which of its callees' globals count). Raises pickle.PicklingError for one
+    that is not found.
     """
 
     def reducer_override(self, obj: Any) -> Any:
@@ -49,8 +51,9 @@ def _kernel(module: str, name: str, cache_key: str) -> Any:
 
 
 def frame(number: int, source: Any, target: Any, options: dict[str, Any]) -> bytes:
-    """A job: what triton.compile takes. Raises pickle.PicklingError, TypeError or AttributeError for what has no name
-    that another process could find.
+    """A job: what triton.compile takes.
+
+    Raises pickle.PicklingError, TypeError or AttributeError for what has no name that another process could find.
     """
     job = BytesIO()
     JobPickler(job).dump((source, target, options))
@@ -152,7 +155,10 @@ class CompileServer:
 
 
 def _compile(source: Any, target: Any, options: dict[str, Any]) -> None:
-    """In a fork, which ends. Why a kernel does not compile is found out by whoever asked, in its own process."""
+    """In a fork, which ends.
+
+    Why a kernel does not compile is found out by whoever asked, in its own process.
+    """
     os.close(0)
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)

@@ -1,6 +1,7 @@
 # pyright: reportAttributeAccessIssue=false
-"""All kernels of a run compiled before it, beside each other. Triton by itself compiles each where it is first
-launched, one after the other.
+"""All kernels of a run compiled before it, beside each other.
+
+Triton by itself compiles each where it is first launched, one after the other.
 """
 
 import logging
@@ -36,8 +37,10 @@ def _silent(done: int, total: int) -> None:
 
 @contextmanager
 def compiled_ahead(progress: Callable[[int, int], None] = _silent, in_processes: bool = False) -> Iterator[None]:
-    """Within, a launch of a Triton kernel compiles it in the background and launches nothing; on leaving all are
-    compiled. Other libraries' launches happen, on whatever their inputs hold. From one thread at a time.
+    """Within, a launch of a Triton kernel compiles it in the background and launches nothing.
+
+    On leaving all are compiled. Other libraries' launches happen, on whatever their inputs hold. From one thread at a
+    time.
 
     `progress`: told on leaving, when it is known how many kernels there are, of each that is compiled. `in_processes`:
     those that Triton's cache lacks are compiled by processes, which take three seconds to be there and do not keep each
@@ -67,7 +70,9 @@ def compiled_ahead(progress: Callable[[int, int], None] = _silent, in_processes:
 
 
 class CompileServerClient:
-    """kernels.compile_server, started when a kernel is not in Triton's cache. What it can't do is done here.
+    """kernels.compile_server, started when a kernel is not in Triton's cache.
+
+    What it can't do is done here.
 
     It ends with its input, so with this process, and is not leashed to the thread that happens to start it.
     """
@@ -149,8 +154,9 @@ class CompileServerClient:
 
 @contextmanager
 def parsed_alone() -> Iterator[None]:
-    """Within, threads may compile beside each other: in early releases of Python 3.11 and 3.12 two in `ast.parse` share
-    a count, and fail by it.
+    """Let threads compile beside each other within.
+
+    In early releases of Python 3.11 and 3.12 two in `ast.parse` share a count, and fail by it.
     """
     parse, parsing = JITFunction.parse, Lock()
 

@@ -1,4 +1,7 @@
-"""How a decode layer is put together at each batch size: which products split along k, which defer their scales."""
+"""The plan of a decode layer at each batch size.
+
+Which products split along k, which defer their scales.
+"""
 
 from dataclasses import dataclass
 
@@ -43,7 +46,9 @@ _TOKEN_TILE = 64
 
 
 def skinny_parts(rows: int, n: int, k: int, by_blocks: bool = False) -> int | None:
-    """Parts along k of a product with FP8 weights `[n, k]` outside of the fused step; None: it is cuBLAS's.
+    """Parts along k of a product with FP8 weights `[n, k]` outside of the fused step.
+
+    None: it is cuBLAS's.
 
     Up to 64 rows a product is a read of its weights, which cuBLAS does badly: 2048 x 4096 and its norm take 8.8 us for
     8 rows, ours 5.9, in two parts 4.1, in four 5.0. Of no more than 2048 columns a CTA has all in flight at once, and

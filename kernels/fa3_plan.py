@@ -1,4 +1,6 @@
-"""Which tiles of queries a multiprocessor attends for, and in which order: the plan that FlashInfer's fa3 reads.
+"""The plan that FlashInfer's fa3 reads.
+
+Which tiles of queries a multiprocessor attends for, and in which order.
 
 FlashInfer's own deals tiles out head by head, so that the last ones may be long. Here the longest come first, of as
 many heads at a time as the L2 cache has keys for; what a tile gives does not depend on who computes it, or when. Numpy
@@ -21,8 +23,10 @@ _ALIGNMENT = 4  # numbers
 
 @dataclass(frozen=True)
 class Works:
-    """One row a tile of queries of a head, by multiprocessor, `[W]` each: those of m are from `starts[m]` on. `tile`:
-    its number in its sequence; `kv_start`: its sequence's first place among page numbers; `cost` in any unit.
+    """The tiles of queries of heads, by multiprocessor, `[W]` each.
+
+    Those of m are from `starts[m]` on. `tile`: its number in its sequence; `kv_start`: its sequence's first place among
+    page numbers; `cost` in any unit.
     """
 
     tile: np.ndarray
@@ -36,7 +40,10 @@ class Works:
     starts: np.ndarray
 
     def packed(self) -> tuple[np.ndarray, list[int]]:
-        """int32 numbers, and what fa3 takes as its plan: where columns begin in them, in bytes; that heads differ."""
+        """int32 numbers, and what fa3 takes as its plan: where columns begin in them, in bytes.
+
+        That heads differ.
+        """
         columns = [
             self.tile, self.q_start, self.kv_start, self.q_len, self.kv_len, self.head, self.starts, self.sequence
         ]  # fmt: skip
@@ -84,7 +91,7 @@ def works(spec: AttnSpec, new: Sequence[int], total: Sequence[int], width: int, 
 
 
 def _groups(spec: AttnSpec, num_keys: int) -> int:
-    """Of heads whose tiles are dealt out together, a power of two."""
+    """Return the number of groups of heads whose tiles are dealt out together, a power of two."""
     nbytes, groups = 2 * num_keys * spec.kv_heads * spec.head_dim * (1 if spec.kv == "e4m3" else 2), 1
     while nbytes > groups * _L2_NBYTES and spec.kv_heads % (2 * groups) == 0:
         groups *= 2
@@ -92,8 +99,10 @@ def _groups(spec: AttnSpec, num_keys: int) -> int:
 
 
 def _dealt(cost: np.ndarray, num_sms: int) -> np.ndarray:
-    """Who takes which: dealt out in rounds, every other one backwards, or, where that leaves somebody much more than
-    the others, each to the one with the least so far, which takes 0.15 us each.
+    """Return which multiprocessor takes which tile.
+
+    Dealt out in rounds, every other one backwards, or, where that leaves somebody much more than the others, each to
+    the one with the least so far, which takes 0.15 us each.
     """
     turn, place = np.divmod(np.arange(len(cost)), num_sms)
     sm = np.where(turn % 2 == 0, place, num_sms - 1 - place)

@@ -59,7 +59,7 @@ def attn_prefill(
 
 
 def prefill_module(spec: AttnSpec) -> Any:
-    """Of `attn_prefill`."""
+    """Return FlashInfer's module for `attn_prefill`."""
     return get_trtllm_gen_fmha_module()
 
 
@@ -73,8 +73,9 @@ def fa3_module(spec: AttnSpec) -> Any:
 
 
 class Fa3Plans:
-    """Plans for one spec and one stream, by `kernels.fa3_plan`. Those of lone sequences, as a long prompt's chunks are,
-    may come again, and are kept.
+    """Plans for one spec and one stream, by `kernels.fa3_plan`.
+
+    Those of lone sequences, as a long prompt's chunks are, may come again, and are kept.
     """
 
     def __init__(self, spec: AttnSpec):
@@ -88,7 +89,8 @@ class Fa3Plans:
         """new, total: tokens by sequence."""
         plan = self._kept if len(new) == 1 else self._plan
         width = block_table.shape[1] if len(new) > 1 else 0
-        return Fa3Plan(self, *plan(tuple(new), tuple(total), width), block_table.view(-1))
+        numbers, begins = plan(tuple(new), tuple(total), width)
+        return Fa3Plan(self, numbers, begins, block_table.view(-1))
 
 
 def planned(
@@ -132,8 +134,10 @@ def attn_prefill_fa3(
     k_scale: float = 1.0, v_scale: float = 1.0, sinks: Tensor | None = None, lse: Tensor | None = None,
     prepared: Fa3Plan | None = None,
 ) -> None:  # fmt: skip
-    """fa3 with queries of the cache's type. For an e4m3 cache others are rounded into the workspace with scale 1: e4m3
-    holds magnitudes of 2^-9 to 448, and queries beyond saturate.
+    """fa3 with queries of the cache's type.
+
+    For an e4m3 cache others are rounded into the workspace with scale 1: e4m3 holds magnitudes of 2^-9 to 448, and
+    queries beyond saturate.
 
     Raises ValueError without a plan of this batch, and when the workspace is smaller than the queries (one byte each).
     """

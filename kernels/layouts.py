@@ -89,8 +89,9 @@ def untile_mxfp4(tiles: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def pair_gate_up(rows: Tensor) -> Tensor:
-    """`[..., 2 * inter, x]` of all gates, then all ups, to eight gates and their eight ups in turn: a thread that has
-    one in its registers then has the other.
+    """Put eight gates and their eight ups in turn.
+
+    From `[..., 2 * inter, x]` of all gates, then all ups: a thread that has one in its registers then has the other.
     """
     halves = rows.unflatten(-2, (2, -1, 8))
     return halves.transpose(-4, -3).flatten(-4, -2).contiguous()
@@ -102,7 +103,10 @@ def unpair_gate_up(rows: Tensor) -> Tensor:
 
 
 def gate_up_halves(rows: Tensor, dim: int = -2) -> Tensor:
-    """gpt-oss stores gate and up rows in turn; the kernels want all gates, then all ups. dim: that of the rows."""
+    """gpt-oss stores gate and up rows in turn; the kernels want all gates, then all ups.
+
+    dim: that of the rows.
+    """
     gate, up = rows.unflatten(dim, (-1, 2)).unbind(dim)
     return torch.cat([gate, up], dim).contiguous()
 

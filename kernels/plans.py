@@ -1,4 +1,7 @@
-"""Tile sizes by operation, shape and token count: shipped defaults per architecture, overlaid by a tuned file."""
+"""Tile sizes by operation, shape and token count.
+
+Shipped defaults per architecture, overlaid by a tuned file.
+"""
 
 import hashlib
 import json
@@ -17,8 +20,10 @@ _AGAIN = "the shipped plans are taken; run python -m kernels.tune again, or remo
 
 
 class PlanTable:
-    """Plans of one operation and shape, by the largest token count each is meant for; `cc` serves fallbacks, and
-    `sm_count` what depends on the batch too."""
+    """Plans of one operation and shape, by the largest token count each is meant for.
+
+    `cc` serves fallbacks, and `sm_count` what depends on the batch too.
+    """
 
     def __init__(self, rows: Mapping[int, Plan], cc: int = 0, sm_count: int = 1):
         self.rows = dict(sorted(rows.items()))
@@ -37,7 +42,10 @@ EMPTY = PlanTable({})
 
 @dataclass(frozen=True)
 class TunedPlans:
-    """rows: {"op/implementation|spec key": {bucket: plan}} from the tuned cache; the shipped defaults lie beneath."""
+    """rows: {"op/implementation|spec key": {bucket: plan}} from the tuned cache.
+
+    The shipped defaults lie beneath.
+    """
 
     tuned: Mapping[str, Mapping[int, Plan]] = field(default_factory=dict)
 
@@ -48,13 +56,19 @@ class TunedPlans:
 
 
 def defaults(cc: int) -> dict[str, dict[int, Plan]]:
-    """The plans shipped in the package; Blackwell has none of its own yet, and the code's fallbacks apply there."""
+    """The plans shipped in the package.
+
+    Blackwell has none of its own yet, and the code's fallbacks apply there.
+    """
     path = HERE / "defaults" / f"sm_{cc}.json"
     return _parse(json.loads(path.read_text())) if path.exists() else {}
 
 
 class TuningRefused(ValueError):
-    """A file of tuned plans that is damaged, or was made for another card or other versions. Its words say which."""
+    """A file of tuned plans that is damaged, or was made for another card or other versions.
+
+    Its words say which.
+    """
 
 
 def cache_path(root: Path, caps: Caps) -> Path:

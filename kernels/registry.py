@@ -1,4 +1,7 @@
-"""Which implementation of an operation runs: decided once, at load, from static facts, and explained in words."""
+"""The choice of an operation's implementation.
+
+Decided once, at load, from static facts, and explained in words.
+"""
 
 import importlib
 import logging
@@ -79,7 +82,7 @@ class ImplChoice:
 
 @dataclass
 class Registry:
-    """All implementations, the capabilities of this process, and what an operator or a self-check ruled out.
+    """All implementations, this process's capabilities, and what an operator or a self-check ruled out.
 
     `override` maps an operation to the name of the implementation to use ("attn_decode=triton,gemm_fp8=torch" as text);
     `excluded` holds (operation, name) pairs that failed their self-check.
@@ -97,14 +100,18 @@ class Registry:
         return self.built(op, spec).load(spec, self.plans, self.caps)
 
     def preparer(self, op: str, spec: KernelSpec) -> Callable[..., Any]:
-        """For `attn_prefill`: call it once for all layers that attend for the same rows, outside of graphs, as
-        preparer(block_table, new, total), with the host's counts of rows and of all tokens by sequence; what it returns
-        goes to the op as `prepared=`. One preparer serves one stream."""
+        """Return what plans a batch for `attn_prefill`.
+
+        Call it once for all layers that attend for the same rows, outside of graphs, as preparer(block_table, new,
+        total), with the host's counts of rows and of all tokens by sequence; what it returns goes to the op as
+        `prepared=`. One preparer serves one stream.
+        """
         return self.built(op, spec).preparer(spec)
 
     def built(self, op: str, spec: KernelSpec) -> Impl:
-        """What `resolve` chooses, its kernel built. What can't be built is passed over from now on, and a warning says
-        so. Raises NoImplementation.
+        """What `resolve` chooses, its kernel built.
+
+        What can't be built is passed over from now on, and a warning says so. Raises NoImplementation.
         """
         while (impl := self.resolve(op, spec).impl).build:
             try:

@@ -1,4 +1,6 @@
-"""Run every implementation that could be selected here against the reference, and rule out those that fail.
+"""The self-check: all implementations that could run here against the reference.
+
+Those that fail are ruled out.
 
 python -m kernels.selfcheck [--op NAME] [--json FILE]
 """
@@ -34,7 +36,10 @@ LIMITS = {
 
 @dataclass(frozen=True)
 class SelfCheckResult:
-    """How one implementation did on one case. limit: fraction of the byte or FLOP limit, where the card is known."""
+    """How one implementation did on one case.
+
+    limit: fraction of the byte or FLOP limit, where the card is known.
+    """
 
     op: str
     case: str

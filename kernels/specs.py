@@ -1,4 +1,7 @@
-"""Static descriptions of operations: dtypes, head counts, recipes. Never batch sizes, so selection happens once."""
+"""Static descriptions of operations: dtypes, head counts, recipes.
+
+Never batch sizes, so selection happens once.
+"""
 
 from dataclasses import dataclass, fields
 from typing import Literal
@@ -111,7 +114,10 @@ class RopeSpec(KernelSpec):
 
 @dataclass(frozen=True)
 class MLASpec(KernelSpec):
-    """Multi-head latent attention in its absorbed form: one shared latent (512) and one rope part (64) per token."""
+    """Multi-head latent attention in its absorbed form.
+
+    One shared latent (512) and one rope part (64) per token.
+    """
 
     heads: int
     latent: int = 512
@@ -122,7 +128,10 @@ class MLASpec(KernelSpec):
 
 @dataclass(frozen=True)
 class GemmSpec(KernelSpec):
-    """FP8 x FP8 product, out[M, n] = a[M, k] @ w[n, k]^T with scales. block128 wants M in steps of 4 unless skinny."""
+    """FP8 x FP8 product, out[M, n] = a[M, k] @ w[n, k]^T with scales.
+
+    block128 wants M in steps of 4 unless skinny.
+    """
 
     n: int
     k: int
@@ -139,7 +148,10 @@ class GemmSpec(KernelSpec):
 
 @dataclass(frozen=True)
 class GateUpSpec(KernelSpec):
-    """FP8 gate and up products with silu(gate) * up and quantization in the epilogue; n counts both halves."""
+    """FP8 gate and up products with silu(gate) * up and quantization in the epilogue.
+
+    N counts both halves.
+    """
 
     n: int
     k: int
@@ -162,7 +174,10 @@ class W4Spec(KernelSpec):
 
 @dataclass(frozen=True)
 class W8Spec(KernelSpec):
-    """bf16 activations times e4m3 weights with a scale for each row, each 32 columns of it, or block of 128 x 128."""
+    """bf16 activations times e4m3 weights.
+
+    A scale for each row, each 32 columns of it, or block of 128 x 128.
+    """
 
     n: int
     k: int

@@ -1,4 +1,7 @@
-"""The shapes the self-check runs: one or more of every operation, large enough to mean something on a GPU."""
+"""The shapes the self-check runs.
+
+One or more of every operation, large enough to mean something on a GPU.
+"""
 
 from dataclasses import replace
 

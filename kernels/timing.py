@@ -1,4 +1,7 @@
-"""Timing on a device: CUDA graphs replayed between events, medians, and operands in turn so that L2 does not help."""
+"""Timing on a device.
+
+CUDA graphs replayed between events, medians, and operands in turn so that L2 does not help.
+"""
 
 import statistics
 from collections.abc import Callable, Sequence

@@ -1,5 +1,8 @@
 # pyright: reportPrivateImportUsage=false
-"""Operations that torch itself runs well on the device: FP8 products through cuBLASLt, and a gather-based attention."""
+"""Operations that torch itself runs well on the device.
+
+FP8 products through cuBLASLt, and a gather-based attention.
+"""
 
 import torch
 from torch import Tensor
@@ -10,8 +13,10 @@ ONES: dict[torch.device, Tensor] = {}
 
 
 def gemm_fp8(spec: GemmSpec, a: Tensor, w: Tensor, a_scale: Tensor, w_scale: Tensor, out: Tensor) -> None:
-    """Row-wise, per-tensor or block-128 scales; `deferred` multiplies without scales, which is faster than row-wise.
-    Of block-128 scales tokens come by fours, see specs.GemmSpec.
+    """Row-wise, per-tensor or block-128 scales.
+
+    `deferred` multiplies without scales, which is faster than row-wise. Of block-128 scales tokens come by fours, see
+    specs.GemmSpec.
     """
     out = out.view(a.shape[0], spec.n)
     if spec.deferred:

@@ -1,4 +1,4 @@
-"""The tuner: finds tile sizes for this card and writes them to a file that workers read when they start.
+"""The tuner: it finds tile sizes for this card and writes them to a file that workers read.
 
     python -m kernels.tune [--op NAME] [--cache DIR]
 

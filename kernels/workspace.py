@@ -19,8 +19,9 @@ FULL_TILE = 128
 
 
 def decode_workspace_nbytes(max_batch: int, kv_heads: int, rows: int, head_dim: int) -> int:
-    """Bytes that serve `attn_decode` and `attn_decode_fused` up to `max_batch`, for so many `rows` of queries to a KV
-    head. They must be zeroed once after allocation.
+    """Return the bytes that serve `attn_decode` and `attn_decode_fused` up to `max_batch`.
+
+    For so many `rows` of queries to a KV head. They must be zeroed once after allocation.
     """
     return COUNTERS_NBYTES + max(MAX_STATES, 4 * max_batch * kv_heads) * rows * (head_dim + 2) * 4
 
@@ -43,7 +44,10 @@ def moe_workspace_nbytes(spec: MoESpec, max_tokens: int) -> int:
 
 
 def pads_rows(spec: MoESpec, total: int) -> bool:
-    """Whether so many assignments may be padded to whole tiles for each expert, which then has a quarter on average."""
+    """Return whether so many assignments may be padded to whole tiles for each expert.
+
+    It then has a quarter on average.
+    """
     return spec.weights == "e4m3" and total > FULL_TILE // 4 * spec.experts
 
 
@@ -53,8 +57,9 @@ def sort_chunk(experts: int) -> int:
 
 
 def widening_workspace_nbytes(spec: W4Spec | W8Spec, max_tokens: int) -> int:
-    """Bytes for any number of tokens up to `max_tokens`, the bf16 copy included when they are enough to widen; beside
-    8-bit weights parts along k of a product of few tokens.
+    """Return the bytes for any number of tokens up to `max_tokens`.
+
+    The bf16 copy included when they are enough to widen; beside 8-bit weights parts along k of a product of few tokens.
     """
     widens = max_tokens >= (WIDEN_INT4_TOKENS if isinstance(spec, W4Spec) else WIDEN_TOKENS)
     wide = 2 * spec.n * spec.k if widens else 0

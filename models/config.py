@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 Array = TypeVar("Array", bound=Any)
-"""Of numpy or of torch."""
+"""An array of numpy or of torch."""
 
 
 @dataclass(frozen=True)
@@ -18,9 +18,7 @@ class RopeScaling:
     original_max_position: int
 
     def scaled(self, frequencies: Array) -> Array:
-        """Long wavelengths are stretched by `factor`, short ones kept, those between interpolated (Llama 3.1 model
-        card).
-        """
+        """Stretch long wavelengths by `factor`, keep short ones, interpolate between (Llama 3.1 model card)."""
         wavelengths: Any = 2 * math.pi / frequencies
         low, high = self.low_freq_factor, self.high_freq_factor
         smooth = ((self.original_max_position / wavelengths - low) / (high - low)).clip(0, 1)
@@ -29,9 +27,11 @@ class RopeScaling:
 
 @dataclass(frozen=True)
 class YarnScaling:
-    """YaRN (Peng et al. 2023): frequencies that turn fewer than `beta_slow` times over the original context are divided
-    by `factor`, those above `beta_fast` kept; q and k are both multiplied by `attention_factor`. `truncate`: the bounds
-    between are whole dimensions.
+    """The scaling of YaRN (Peng et al. 2023).
+
+    Frequencies that turn fewer than `beta_slow` times over the original context are divided by `factor`, those above
+    `beta_fast` kept; q and k are both multiplied by `attention_factor`. `truncate`: the bounds between are whole
+    dimensions.
     """
 
     factor: float
@@ -44,8 +44,10 @@ class YarnScaling:
 
 @dataclass(frozen=True)
 class Experts:
-    """A mixture in place of the MLP, but for `dense_layers`: each token goes through `top_k` of `count` experts of
-    `intermediate_size`. `renormalize`: what they are weighed by adds up to 1.
+    """A mixture in place of the MLP, but for `dense_layers`.
+
+    Each token goes through `top_k` of `count` experts of `intermediate_size`. `renormalize`: what they are weighed by
+    adds up to 1.
 
     `as_gpt_oss`: its biases, its clamped SwiGLU, and all experts of a layer in one tensor; `is_mxfp4`: these are so.
     `as_llama4`: a sigmoid of its score multiplies what goes into a token's one expert, and each token goes through a
@@ -64,8 +66,9 @@ class Experts:
 
 @dataclass(frozen=True)
 class AttentionTemperature:
-    """Of attention's temperature over long texts (Nakanishi 2025, as Llama 4 has it): q at `position` is multiplied by
-    1 + `scale` * log(1 + floor((position + 1) / `floor`)).
+    """The growth of attention's temperature over long texts (Nakanishi 2025, as Llama 4 has it).
+
+    Q at `position` is multiplied by 1 + `scale` * log(1 + floor((position + 1) / `floor`)).
     """
 
     floor: float
@@ -74,10 +77,11 @@ class AttentionTemperature:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Shapes and constants of one model. `family` names a file in models/; `max_model_len` is in tokens;
-    `intermediate_size` is that of layers without experts. Tokens of `windowed_layers` see the newest `window` tokens,
-    themselves included, or, where `segment` is there, those that came since its last multiple. `sinks`: each head has a
-    logit that no token owns.
+    """Shapes and constants of one model.
+
+    `family` names a file in models/; `max_model_len` is in tokens; `intermediate_size` is that of layers without
+    experts. Tokens of `windowed_layers` see the newest `window` tokens, themselves included, or, where `segment` is
+    there, those that came since its last multiple. `sinks`: each head has a logit that no token owns.
 
     Rope leaves `unturned_layers` alone, whose q are scaled by `tuning`. `plain_qk_norm`: q and k of the others are
     normalised without gains.

@@ -1,4 +1,7 @@
-"""gpt-oss (OpenAI 2025): a mixture of MXFP4 experts; attention with sinks, in a window in every other layer."""
+"""gpt-oss (OpenAI 2025): a mixture of MXFP4 experts.
+
+Attention with sinks, in a window in every other layer.
+"""
 
 from models.family import Family
 

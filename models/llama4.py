@@ -1,4 +1,7 @@
-"""Llama 4 (Meta 2025), its text part: mixtures with a shared expert, attention in segments, layers without rope."""
+"""Llama 4 (Meta 2025), its text part.
+
+Mixtures with a shared expert, attention in segments, layers without rope.
+"""
 
 from typing import Any
 
@@ -16,7 +19,10 @@ _KINDS = ("chunked_attention", "full_attention")
 
 
 def text_part(config: dict[str, Any], source: str) -> dict[str, Any]:
-    """Of a config.json that has one beside that of a vision tower; any other as it is."""
+    """Return the text part of a config.json that has one beside that of a vision tower.
+
+    Any other as it is.
+    """
     if config.get("architectures") != [_MULTIMODAL]:
         return config
     if not isinstance(config.get("text_config"), dict):
@@ -26,7 +32,10 @@ def text_part(config: dict[str, Any], source: str) -> dict[str, Any]:
 
 
 def llama4_fields(config: dict[str, Any], source: str) -> dict[str, Any]:
-    """Of a ModelConfig. Raises ConfigError for what would give wrong text if it were ignored."""
+    """Return fields of a ModelConfig.
+
+    Raises ConfigError for what would give wrong text if it were ignored.
+    """
     _refuse_other(config, source)
     layers = range(config["num_hidden_layers"])
     turned = config.get("no_rope_layers") or [(layer + 1) % config.get("no_rope_layer_interval", 4) for layer in layers]

@@ -1,4 +1,7 @@
-"""The registry of architectures that the engine can run: one file of this folder each, found by being here."""
+"""The registry of architectures that the engine can run.
+
+One file of this folder each, found by being here.
+"""
 
 import importlib
 import pkgutil
@@ -17,8 +20,10 @@ FAMILIES: dict[str, Family] = {
 
 
 def family_of(architecture: str, source: str) -> Family:
-    """By the name that a config.json or a GGUF file uses; a config.json may only say its model_type, as the families
-    here are called. Raises ConfigError that lists the supported ones.
+    """Return the family by the name that a config.json or a GGUF file uses.
+
+    A config.json may only say its model_type, as the families here are called. Raises ConfigError that lists the
+    supported ones.
     """
     for name, family in FAMILIES.items():
         if architecture in (family.architecture, family.gguf_architecture, name):

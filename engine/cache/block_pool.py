@@ -1,4 +1,7 @@
-"""Reference-counted KV blocks and the prefix cache over them. Plain accounting: it never sees the bytes."""
+"""Reference-counted KV blocks and the prefix cache over them.
+
+Plain accounting: it never sees the bytes.
+"""
 
 from array import array
 from collections import Counter, OrderedDict
@@ -46,7 +49,10 @@ class BlockPool:
         return self.num_blocks - self.num_available
 
     def allocate(self, count: int) -> list[BlockId]:
-        """Blocks held once, contents undefined. Raises OutOfBlocks and takes none if there are fewer than `count`."""
+        """Blocks held once, contents undefined.
+
+        Raises OutOfBlocks and takes none if there are fewer than `count`.
+        """
         if count > self.num_available:
             raise OutOfBlocks(f"{count} KV blocks wanted, {self.num_available} of {self.num_blocks} available")
         return [self._take() for _ in range(count)]
@@ -57,8 +63,9 @@ class BlockPool:
             self._evictable.pop(block, None)
 
     def release(self, blocks: Sequence[int]) -> None:
-        """Drop one hold of each. The last blocks of a sequence become evictable first: a shorter prefix stays
-        useful.
+        """Drop one hold of each.
+
+        The last blocks of a sequence become evictable first: a shorter prefix stays useful.
         """
         for block in reversed(blocks):
             assert self._holds[block] > 0, f"block {block} released more often than held"
@@ -67,8 +74,10 @@ class BlockPool:
                 self._let_go(block)
 
     def find(self, digests: Iterable[bytes], token_ids: Sequence[int]) -> list[BlockId]:
-        """The longest cached prefix, to be retained before anything is allocated. Each block is compared by its token
-        ids too, not by digest alone. No digest behind the first that is not here is asked for.
+        """The longest cached prefix, to be retained before anything is allocated.
+
+        Each block is compared by its token ids too, not by digest alone. No digest behind the first that is not here is
+        asked for.
         """
         matched: list[BlockId] = []
         for index, digest in enumerate(digests):

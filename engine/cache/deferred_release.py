@@ -6,8 +6,9 @@ from engine.cache.block_pool import BlockPool
 
 
 class DeferredRelease:
-    """The blocks that were let go while a batch was being computed, which may still write to them. The next to hold
-    them may be a transfer, which is on no stream of the engine's.
+    """The blocks that were let go while a batch was being computed, which may still write to them.
+
+    The next to hold them may be a transfer, which is on no stream of the engine's.
     """
 
     def __init__(self, pool: BlockPool) -> None:

@@ -11,8 +11,9 @@ to be computed again, enters then.
 
 
 class PrefixCache:
-    """The full blocks of sequences, findable in the pool once they are computed. `caches_decoded_kv`: those of answers
-    as well, see engine.backend.Backend.
+    """The full blocks of sequences, findable in the pool once they are computed.
+
+    `caches_decoded_kv`: those of answers as well, see engine.backend.Backend.
     """
 
     def __init__(self, pool: BlockPool, caches_decoded_kv: bool) -> None:

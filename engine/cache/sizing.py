@@ -24,8 +24,9 @@ _log = logging.getLogger(__name__)
 
 
 def kv_layout(checkpoint: Checkpoint, block_size: int, dtype: str, rotary: str = "") -> KVLayout:
-    """Return how KV lies in pages. `rotary`: set where the two parts of a rotary pair lie otherwise than side by
-    side.
+    """Return how KV lies in pages.
+
+    `rotary`: set where the two parts of a rotary pair lie otherwise than side by side.
     """
     config = checkpoint.config
     return KVLayout(
@@ -43,7 +44,10 @@ def _fingerprint(config: ModelConfig) -> str:
 
 
 def blocks_in(nbytes: int, layout: KVLayout) -> int:
-    """Return how many blocks fit where each shard has `nbytes`. Raises ConfigError for fewer than MIN_BLOCKS."""
+    """Return how many blocks fit where each shard has `nbytes`.
+
+    Raises ConfigError for fewer than MIN_BLOCKS.
+    """
     if nbytes < MIN_BLOCKS * layout.shard_nbytes:
         raise ConfigError(
             f"kv_cache_nbytes is {nbytes}; one block of {layout.block_size} tokens takes {layout.shard_nbytes}: "
@@ -53,8 +57,10 @@ def blocks_in(nbytes: int, layout: KVLayout) -> int:
 
 
 def cache_nbytes(settings: EngineSettings, layout: KVLayout, available_nbytes: int) -> int:
-    """Return the size of a cache in host memory: what settings say, or DEFAULT_TOKENS or one context of a
-    `max_model_len` that is set, as far as a share of the memory holds them.
+    """Return the size of a cache in host memory.
+
+    What settings say, or DEFAULT_TOKENS or one context of a `max_model_len` that is set, as far as a share of the
+    memory holds them.
 
     Raises ConfigError for more than is available: to touch it all would end this process, or another.
     """
@@ -80,8 +86,9 @@ def wanted_model_len(checkpoint: Checkpoint, settings: EngineSettings) -> int:
 
 
 def model_len(checkpoint: Checkpoint, settings: EngineSettings, capacity_tokens: int) -> int:
-    """Return the context that fits, with a warning if it is not the model's. Raises ConfigError if settings ask for
-    more.
+    """Return the context that fits, with a warning if it is not the model's.
+
+    Raises ConfigError if settings ask for more.
     """
     wanted = wanted_model_len(checkpoint, settings)
     if settings.max_model_len and wanted > capacity_tokens:
@@ -98,7 +105,10 @@ def model_len(checkpoint: Checkpoint, settings: EngineSettings, capacity_tokens:
 
 
 def require_budgets(settings: EngineSettings, block_size: int) -> None:
-    """Raises ConfigError for steps without room for a block of a prompt: what is handed over is cut at blocks."""
+    """Raise ConfigError for steps without room for a block of a prompt.
+
+    What is handed over is cut at blocks.
+    """
     for name in ("max_batched_tokens", "max_mixed_tokens"):
         value = getattr(settings, name)
         if value is not None and value < block_size:

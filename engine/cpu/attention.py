@@ -30,9 +30,11 @@ _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
 @dataclass(frozen=True)
 class HeadShape:
-    """`window`: how many of the newest tokens a token sees in the layers that have one, itself included; `segment`: or
-    those since the last multiple of it. `is_biased`: q and k have biases, and so scores that bfloat16 does not tell
-    apart: Qwen2-7B's text is worse by an eighth with such (perplexity 8.0 for 7.1, huggingface/transformers#33317).
+    """`window`: how many of the newest tokens a token sees in the layers that have one, itself included.
+
+    `segment`: or those since the last multiple of it. `is_biased`: q and k have biases, and so scores that bfloat16
+    does not tell apart: Qwen2-7B's text is worse by an eighth with such (perplexity 8.0 for 7.1,
+    huggingface/transformers#33317).
     """
 
     num_heads: int
@@ -55,8 +57,9 @@ class HeadShape:
 
 @dataclass(frozen=True)
 class DecodeAttentionPlan:
-    """One query token a sequence. `pages` gathers `[2, P, K, part, D]`; `part_rows` is None when each sequence has
-    one part.
+    """One query token a sequence.
+
+    `pages` gathers `[2, P, K, part, D]`; `part_rows` is None when each sequence has one part.
     """
 
     num_rows: int
@@ -69,7 +72,10 @@ class DecodeAttentionPlan:
 
 @dataclass(frozen=True)
 class TileBucket:
-    """`num_tiles` tiles with the same context length, the last of whose `mask_RT` columns are the tile's own."""
+    """The tiles of one context length.
+
+    `num_tiles` of them, the last of whose `mask_RT` columns are the tile's own.
+    """
 
     num_tiles: int
     pages: torch.Tensor
@@ -78,9 +84,10 @@ class TileBucket:
 
 @dataclass(frozen=True)
 class TilePlan:
-    """Consecutive rows of the batch as tiles, in the order of the buckets. `queries` says for each row of the tiles
-    which of the batch's `[M * K]` rows of G * D it is (any where the tile has room to spare), `outputs` for each of
-    these rows of the batch where it is in the tiles.
+    """Consecutive rows of the batch as tiles, in the order of the buckets.
+
+    `queries` says for each row of the tiles which of the batch's `[M * K]` rows of G * D it is (any where the tile has
+    room to spare), `outputs` for each of these rows of the batch where it is in the tiles.
 
     `is_answer`: recomputed tokens of an answer, which take the kernel that decode takes.
     """
@@ -104,8 +111,10 @@ def page_index(blocks: np.ndarray, layout: KVLayout, num_blocks: int) -> torch.T
 
 
 def plan_decode(tables: np.ndarray, lengths: np.ndarray, cache: KVCache, window: int = 0) -> DecodeAttentionPlan:
-    """`tables` `[B, n]` block ids (anything valid past the end), `lengths` `[B]` context tokens, the newest
-    included. `window`: how many of them are seen, 0 for all; parts that lie before it are left out.
+    """Return the plan of one query token a sequence.
+
+    `tables` `[B, n]` block ids (anything valid past the end), `lengths` `[B]` context tokens, the newest included.
+    `window`: how many of them are seen, 0 for all; parts that lie before it are left out.
     """
     layout = cache.layout
     pages_per_part = DECODE_PART // layout.block_size
@@ -140,8 +149,9 @@ def _plan_join(num_parts: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
 
 @dataclass(frozen=True)
 class TiledChunks:
-    """Several chunks of tokens `[starts, starts + counts)`; their rows follow each other in the batch from
-    `first_row` on.
+    """Several chunks of tokens `[starts, starts + counts)`.
+
+    Their rows follow each other in the batch from `first_row` on.
     """
 
     tables: np.ndarray
@@ -204,7 +214,7 @@ def _plan_bucket(
 
 
 def _causal_mask(tile: int, heads: HeadShape, first: int, window: int) -> torch.Tensor:
-    """Of the rows of a tile over the context from token `first` on."""
+    """Return the mask of the rows of a tile over the context from token `first` on."""
     positions = tile * heads.tile + torch.arange(heads.tile).repeat_interleave(heads.group)[:, None]
     context = torch.arange(first, (tile + 1) * heads.tile)
     is_hidden = context > positions
@@ -220,8 +230,9 @@ def attend(
     heads: HeadShape,
     sinks_KG: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Attention of every row, of which there may be none, over its own sequence, `[M, H * D]`. `pages` is
-    KVCache.pages of the layer; `sinks_KG` are logits of a token that each head sees and that gives nothing.
+    """Attention of every row, of which there may be none, over its own sequence, `[M, H * D]`.
+
+    `pages` is KVCache.pages of the layer; `sinks_KG` are logits of a token that each head sees and that gives nothing.
     """
     if not len(q_MHD):
         return q_MHD.flatten(1)
@@ -269,7 +280,7 @@ def _sink(out_NKRD: torch.Tensor, lse_NKR: torch.Tensor, sinks_KR: torch.Tensor)
 
 
 def _shares(lse_BSKR: torch.Tensor, sinks_KR: torch.Tensor | None) -> torch.Tensor:
-    """Of each part in the softmax's denominator, to which a sink adds its own.
+    """Return the share of each part in the softmax's denominator, to which a sink adds its own.
 
     Not by a sigmoid: torch computes the last few elements of one with another exponential than the others.
     """
@@ -318,8 +329,10 @@ def _flash_tiles(
 def _multiply(
     q_NKRD: torch.Tensor, k_NKTD: torch.Tensor, v_NKTD: torch.Tensor, mask_RQ: torch.Tensor, out_NKRD: torch.Tensor
 ) -> None:
-    """Attention of scaled queries by matrix products: in bfloat16 1.7 times as fast as the flash kernel, whose products
-    are float32 without AMX. With it that kernel is 3 times as fast as this.
+    """Return attention of scaled queries by matrix products.
+
+    In bfloat16 1.7 times as fast as the flash kernel, whose products are float32 without AMX. With it that kernel is 3
+    times as fast as this.
     """
     q, k, v, out = (x.flatten(0, 1) for x in (q_NKRD, k_NKTD, v_NKTD, out_NKRD))
     scores = torch.bmm(q, k.transpose(1, 2))

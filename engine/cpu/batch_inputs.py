@@ -35,9 +35,10 @@ class LogitRows:
 
 @dataclass(frozen=True)
 class Inputs:
-    """`write_index` `[M * 2 * kv_heads]` rows of KVCache.rows. `tails`: None if all rows go to the end. Of those that
-    do, `sample_rows` are the ones whose logits are wanted at once, `score_rows` those whose logits are wanted part by
-    part.
+    """`write_index` `[M * 2 * kv_heads]` rows of KVCache.rows.
+
+    `tails`: None if all rows go to the end. Of those that do, `sample_rows` are the ones whose logits are wanted at
+    once, `score_rows` those whose logits are wanted part by part.
 
     The first `num_answer_rows` rows belong to answers, as do the first `num_answer_samples` of `sample_rows`.
     """
@@ -89,14 +90,17 @@ def prepare(
 def _tails(
     rows: AttentionChunks, lasts: np.ndarray, left: np.ndarray, num_decodes: int, heads: HeadShape, cache: KVCache
 ) -> LogitRows:
-    """Attention is by the kernel that takes the whole piece: a decode's stays a decode's, and no other becomes one."""
+    """Return what goes past the last layer's K and V.
+
+    Attention is by the kernel that takes the whole piece: a decode's stays a decode's, and no other becomes one.
+    """
     starts, kept = rows.starts + rows.counts - lasts, lasts > 0
     ends = AttentionChunks(rows.tables[kept], starts[kept], lasts[kept], rows.answers[kept])
     return LogitRows(torch.from_numpy(left), _plans(ends, int(kept[:num_decodes].sum()), heads, cache))
 
 
 def _plans(rows: AttentionChunks, num_decodes: int, heads: HeadShape, cache: KVCache) -> AttentionPlans:
-    """Of no rows there are no parts."""
+    """Return the plans of all layers. No rows have no parts."""
     whole = _plan(rows, num_decodes, heads, cache, 0)
     if heads.segment:
         by_segment = cut(rows, heads.segment, cache.layout.block_size)

@@ -1,4 +1,6 @@
-"""The decoder-only transformer that all families share: RMSNorm, rotary attention with grouped KV heads, an MLP.
+"""The decoder-only transformer that all families share.
+
+RMSNorm, rotary attention with grouped KV heads, an MLP.
 
 Rows of q and k are interleaved (real and imaginary part of a rotary pair side by side), so that rope is one complex
 multiplication. Norm gains and sqrt(hidden) are folded into the weights that follow.
@@ -21,8 +23,9 @@ from models.config import ModelConfig
 
 @dataclass(frozen=True)
 class CpuLayerWeights:
-    """Gains are times sqrt(width), or None where folded into the next linear; q and k have theirs only in some
-    families. `is_turned`: by rope.
+    """Gains are times sqrt(width), or None where folded into the next linear.
+
+    Q and k have theirs only in some families. `is_turned`: by rope.
     """
 
     attention_gain: torch.Tensor | None
@@ -52,7 +55,10 @@ class DecoderWeights:
 
 @dataclass(frozen=True)
 class Logits:
-    """`sampled` `[len(sample_rows), vocab]` float32; `scored` computes the parts of `score_rows` as it is read."""
+    """`sampled` `[len(sample_rows), vocab]` float32.
+
+    `scored` computes the parts of `score_rows` as it is read.
+    """
 
     sampled: torch.Tensor
     scored: Iterator[torch.Tensor]
@@ -62,8 +68,15 @@ class Decoder:
     """Computes logits and writes K and V into the paged cache."""
 
     def __init__(self, config: ModelConfig, weights: DecoderWeights, max_model_len: int) -> None:
-        shape = (config.num_heads, config.num_kv_heads, config.head_dim)
-        self.heads = HeadShape(*shape, config.head_dim**-0.5, config.window, config.segment, config.qkv_bias)
+        self.heads = HeadShape(
+            num_heads=config.num_heads,
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            scale=config.head_dim**-0.5,
+            window=config.window,
+            segment=config.segment,
+            is_biased=config.qkv_bias,
+        )
         self._weights = weights
         self._hidden_norm = _Norm(config.hidden_size, config.norm_eps)
         self._head_norm = _Norm(config.head_dim, config.norm_eps)
@@ -104,7 +117,7 @@ class Decoder:
     def _queries(
         self, layer: CpuLayerWeights, x: torch.Tensor, rope: torch.Tensor, inputs: Inputs, cache: KVCache, index: int
     ) -> torch.Tensor:
-        """Of the rows, `[M, H, D]`; their K and V are written."""
+        """Return the rows' queries, `[M, H, D]`, and write their K and V."""
         qkv = layer.qkv(self._hidden_norm(x, layer.attention_gain), inputs.num_answer_rows)
         qkv = self._rotate(layer, qkv.float(), rope).to(cache.dtype)
         q, kv = qkv[:, : self.heads.num_heads], qkv[:, self.heads.num_heads :]
@@ -122,8 +135,9 @@ class Decoder:
         return attend(q, cache.pages(index), attention.of(layer.has_window), self.heads, layer.sinks_KG)
 
     def _mlp(self, layer: CpuLayerWeights, x: torch.Tensor, mixed: torch.Tensor, num_answer_rows: int) -> torch.Tensor:
-        """The rest of a layer after attention. Where formats differ, so does rounding between them: each phase by
-        itself.
+        """The rest of a layer after attention.
+
+        Where formats differ, so does rounding between them: each phase by itself.
         """
         if 0 < num_answer_rows < len(x) and not layer.is_uniform:
             answer = self._mlp(layer, x[:num_answer_rows], mixed[:num_answer_rows], num_answer_rows)
@@ -160,8 +174,9 @@ class Decoder:
 
 
 class _Norm:
-    """RMSNorm without sqrt(width): x / hypot(|x|, sqrt(width * eps)). Three operations, 11 us where F.rms_norm
-    takes 19.
+    """RMSNorm without sqrt(width): x / hypot(|x|, sqrt(width * eps)).
+
+    Three operations, 11 us where F.rms_norm takes 19.
     """
 
     def __init__(self, width: int, eps: float) -> None:

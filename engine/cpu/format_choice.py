@@ -10,8 +10,9 @@ from kernels.cpu.isa import CpuIsa, apply_isa, is_bfloat16_fast, probe_isa
 
 
 def resolve_dtype(settings: EngineSettings, source: WeightSource) -> str:
-    """Return the name of a number format; caps oneDNN first where bfloat16 would crash. Raises ConfigError for an
-    unknown name, and for one that this CPU or these weights can't have.
+    """Return the name of a number format; caps oneDNN first where bfloat16 would crash.
+
+    Raises ConfigError for an unknown name, and for one that this CPU or these weights can't have.
 
     `auto`: float16 weights, twice float32's decode rate and nearly its text; for the rows of prompts bfloat16 where
     this kind of CPU multiplies it much faster. For the rows of answers weights that are int4 in the file stay so if

@@ -12,8 +12,9 @@ TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 class KVCache:
-    """`[num_planes, num_blocks, page]`, plane 2 * layer is K and 2 * layer + 1 is V, page `[kv_heads, block,
-    head_dim]`.
+    """The pages of all layers.
+
+    `[num_planes, num_blocks, page]`, plane 2 * layer is K and 2 * layer + 1 is V, page `[kv_heads, block, head_dim]`.
     """
 
     def __init__(self, layout: KVLayout, num_blocks: int) -> None:
@@ -40,8 +41,9 @@ class KVCache:
         """The transfer makes its own, of what it copies anyway."""
 
     def rows(self, layer: int) -> torch.Tensor:
-        """K and V of a layer as `[2 * num_blocks * kv_heads * block, head_dim]`: where one head of one token is
-        written.
+        """Return K and V of a layer by rows.
+
+        `[2 * num_blocks * kv_heads * block, head_dim]`: where one head of one token is written.
         """
         return self._data[layer].view(-1, self.layout.head_dim)
 

@@ -17,8 +17,10 @@ Pack = Callable[[torch.Tensor, torch.Tensor | None], Linear]
 
 
 class Float32Linear:
-    """float32 weights and arithmetic. A row's result does not depend, to the bit, on the number of rows, which are
-    padded to a multiple of float32_multiple().
+    """float32 weights and arithmetic.
+
+    A row's result does not depend, to the bit, on the number of rows, which are padded to a multiple of
+    float32_multiple().
     """
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
@@ -34,7 +36,9 @@ class Float32Linear:
 
 @cache
 def float32_multiple(num_threads: int) -> int:
-    """Return a number of rows whose multiples MKL computes alike; found by trying, with the threads that torch has now.
+    """Return a number of rows whose multiples MKL computes alike.
+
+    Found by trying, with the threads that torch has now.
 
     A lone row is summed in another order than several, and so are the three and fewer that its kernel of four rows
     leaves over: 4 is sound.
@@ -53,8 +57,10 @@ def _sound_multiple(is_alike: Callable[[int], bool]) -> int:
 
 
 class Float16Linear:
-    """float16 weights, float32 arithmetic (fbgemm). A row's result does not depend, to the bit, on the number of
-    rows, which are padded to a multiple of float16_multiple().
+    """float16 weights, float32 arithmetic (fbgemm).
+
+    A row's result does not depend, to the bit, on the number of rows, which are padded to a multiple of
+    float16_multiple().
     """
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
@@ -84,8 +90,9 @@ def float16_multiple() -> int:
 
 
 class BFloat16Linear:
-    """bfloat16 weights and rows, float32 sums (oneDNN, weights packed once). Gives bfloat16 rows. One does not depend,
-    to the bit, on the number of rows.
+    """bfloat16 weights and rows, float32 sums (oneDNN, weights packed once).
+
+    Gives bfloat16 rows. One does not depend, to the bit, on the number of rows.
 
     Rows go in parts of few sizes: oneDNN compiles a kernel of about 1 MB for each, and keeps 1024 of them.
     """
@@ -117,8 +124,9 @@ def _multiply_bfloat16(x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor
 
 @cache
 def bfloat16_sizes(num_in: int, num_out: int, like: int, num_threads: int) -> tuple[int, ...]:
-    """Return the numbers of rows, of powers of two up to 512, for which oneDNN sums each row as it does for `like`;
-    found by trying, with the number of threads that torch has now.
+    """Return the numbers of rows for which oneDNN sums each row as it does for `like`.
+
+    They are of the powers of two up to 512, and found by trying, with the number of threads that torch has now.
 
     With AMX it has several kernels, with orders of sums of their own, and takes one by the number of rows, the shape
     and the number of threads: at 576 by 3072 one for up to 32 rows, another for 64 to 512. Without AMX all are alike
@@ -131,8 +139,9 @@ def bfloat16_sizes(num_in: int, num_out: int, like: int, num_threads: int) -> tu
 
 
 def cancelling_operands(num_rows: int, num_in: int, num_out: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return rows and weights whose products are 0 but for rounding, so that another order of sums shows in most of
-    them; in other products one in 30 000 tells.
+    """Return rows and weights whose products are 0 but for rounding.
+
+    Another order of sums shows in most of them; in other products one in 30 000 tells.
     """
     generator = torch.Generator().manual_seed(0)
     half = torch.randn(num_rows, num_in // 2, generator=generator)
@@ -145,8 +154,9 @@ def cancelling_operands(num_rows: int, num_in: int, num_out: int) -> tuple[torch
 
 
 def part_sizes(num_rows: int, sizes: Sequence[int]) -> list[int]:
-    """Return how `num_rows` are cut: into parts as large as can be, and a last one that may have room for more. Never
-    into none.
+    """Return how `num_rows` are cut.
+
+    Into parts as large as can be, and a last one that may have room for more. Never into none.
     """
     parts, rest = [], num_rows
     for size in reversed(sizes):
@@ -179,8 +189,9 @@ class Int8Linear:
 
 
 class Int4Linear:
-    """int4 weights, each group of 32 with a scale and an offset, bfloat16 rows (torch's weight-only kernel). Gives
-    bfloat16 rows; one does not depend, to the bit, on the number of rows.
+    """int4 weights, a scale and an offset for each 32, bfloat16 rows (torch's weight-only kernel).
+
+    Gives bfloat16 rows; one does not depend, to the bit, on the number of rows.
 
     Only for weights that lie on such a grid already, as those of a GGUF file in Q4_1 do: see int4_grid.
     """
@@ -201,8 +212,9 @@ class Int4Linear:
 
 @dataclass(frozen=True)
 class Int4Grid:
-    """16 even steps from the least to the greatest of each 32 weights of a row: codes `[out, in]`, float32; scales and
-    least values `[out, in / 32]`.
+    """16 even steps from the least to the greatest of each 32 weights of a row.
+
+    Codes `[out, in]`, float32; scales and least values `[out, in / 32]`.
     """
 
     codes: torch.Tensor
@@ -211,8 +223,9 @@ class Int4Grid:
 
 
 def int4_grid(weight: torch.Tensor) -> Int4Grid | None:
-    """Return the grid of a matrix, or None if it loses something: codes times scale plus least must give the weights,
-    to float32's rounding.
+    """Return the grid of a matrix, or None if it loses something.
+
+    Codes times scale plus least must give the weights, to float32's rounding.
     """
     if weight.shape[1] % Int4Linear.GROUP or len(weight) % 16:
         return None
@@ -251,8 +264,10 @@ class PhasedLinear:
 
 @dataclass(frozen=True)
 class NumberFormat:
-    """The way in which weights are held for the rows of prompts and of answers, and KV. `router`: of a mixture of
-    experts, small and apt to choose others if it is rounded. `folds`: norm gains may be folded in.
+    """The way in which weights are held for the rows of prompts and of answers, and KV.
+
+    `router`: of a mixture of experts, small and apt to choose others if it is rounded. `folds`: norm gains may be
+    folded in.
     """
 
     prompt: Pack

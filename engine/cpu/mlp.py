@@ -19,7 +19,10 @@ class CpuMlp(Protocol):
         ...
 
     def __call__(self, x: torch.Tensor, num_answer_rows: int) -> torch.Tensor:
-        """`[M, H]` -> `[M, H]`. Where formats differ, either all rows or none belong to answers: `num_answer_rows`."""
+        """`[M, H]` -> `[M, H]`.
+
+        Where formats differ, either all rows or none belong to answers: `num_answer_rows`.
+        """
         ...
 
 

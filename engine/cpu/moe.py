@@ -1,4 +1,6 @@
-"""A mixture of experts on the CPU: each row goes through the few that its router scores highest (Shazeer et al. 2017).
+"""A mixture of experts on the CPU.
+
+Each row goes through the few that its router scores highest (Shazeer et al. 2017).
 
 A row's result does not depend, to the bit, on the rows beside it where a linear layer's does not: experts see rows
 padded as linear layers pad them, and what they give is added up in the order of a row's own choices.
@@ -33,8 +35,10 @@ class CpuMoE:
 
 
 class CpuSharedExpertMoE:
-    """Llama 4's: a row goes through a shared expert and, times a sigmoid of its score, through the one of the others
-    that the router scores highest.
+    """The mixture of Llama 4.
+
+    A row goes through a shared expert and, times a sigmoid of its score, through the one of the others that the router
+    scores highest.
     """
 
     def __init__(self, router: Linear, experts: Sequence[CpuMlp], shared: CpuMlp) -> None:

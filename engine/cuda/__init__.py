@@ -1,1 +1,1 @@
-"""The engine's adapter for a GPU: the same scheduler, block pool and Engine over the kernel library's operations."""
+"""The backend of an NVIDIA GPU, over the operations of the kernel library."""

@@ -74,7 +74,10 @@ class TopLogprobs:
 
     @classmethod
     def of(cls, sequences: SequenceOf[Sequence], logits: Tensor, tokens: Tensor) -> "TopLogprobs | None":
-        """Of the rows that ask for them; their copies to the host are under way. None if no row does."""
+        """Return those of the rows that ask for them; their copies to the host are under way.
+
+        None if no row does.
+        """
         rows = [row for row, sequence in enumerate(sequences) if sequence.sampling.logprobs is not None]
         if not rows:
             return None
@@ -121,7 +124,10 @@ class DevicePendingTokens:
 
 
 class DeviceSampler(Sampler):
-    """For batches in which a sequence has its logits adjusted first: the host says how, the device does it."""
+    """The sampler of batches in which a sequence has its logits adjusted first.
+
+    The host says how, the device does it.
+    """
 
     def __init__(self, eos_token_ids: SequenceOf[int], drawer: SamplingKernel) -> None:
         super().__init__(eos_token_ids)

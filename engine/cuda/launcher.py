@@ -1,5 +1,6 @@
-"""The launches of a batch, whose arrays the host has worked out. In a team every member launches the same; the first
-one's host works it out for all.
+"""The launches of a batch, whose arrays the host has worked out.
+
+In a team every member launches the same; the first one's host works it out for all.
 """
 
 from collections import deque
@@ -23,7 +24,8 @@ from engine.cuda.inputs.batch_inputs import DeviceBatch, PromptRows, Queries, Sa
 from engine.cuda.inputs.decode_state import DecodeState
 from engine.cuda.kv.kv_cache import DeviceCache, LayerCache
 from engine.cuda.model.attention import DeviceAttention, in_two
-from engine.cuda.model.transformer import Attend, QueryRows, Transformer
+from engine.cuda.model.pass_rows import Attend, QueryRows
+from engine.cuda.model.transformer import Transformer
 from engine.cuda.model.weights import AttentionWindow
 from engine.cuda.runtime.graph_capture import GraphSet, Launch, capturing, expected_nbytes, free_nbytes
 from engine.cuda.runtime.upload import upload_all
@@ -54,7 +56,10 @@ def _run(launch: Launch) -> Launch:
 
 
 class Launcher:
-    """`steps`, `chunks`, `beside` and `endings` hold graphs once `capture` is called, before the first batch."""
+    """The launches of all batches.
+
+    `steps`, `chunks`, `beside` and `endings` hold graphs once `capture` is called, before the first batch.
+    """
 
     def __init__(
         self,
@@ -102,8 +107,10 @@ class Launcher:
 
     @torch.inference_mode()
     def launch(self, batch: DeviceBatch, score: Score, written: Written = ignore_progress) -> Launched:
-        """Decodes as a step. Beside prompts they are rows of the same pass: all weights are read once for both.
-        `written`: see engine.cpu.runner.Runner.
+        """Decodes as a step.
+
+        Beside prompts they are rows of the same pass: all weights are read once for both. `written`: see
+        engine.cpu.runner.Runner.
         """
         if batch.prompts is not None:
             return self._with_prompts(batch, batch.prompts, score, written)
@@ -129,8 +136,9 @@ class Launcher:
             self.state.put_tables(batch.tables)
 
     def _with_prompts(self, batch: DeviceBatch, prompts: PromptRows, score: Score, written: Written) -> Launched:
-        """The first rows are of decodes. What is not asked before the end is told once all before it is launched: the
-        device has work by then.
+        """The first rows are of decodes.
+
+        What is not asked before the end is told once all before it is launched: the device has work by then.
         """
         count = batch.num_decodes
         if count:
@@ -168,7 +176,10 @@ class Launcher:
         yield from (self.model.head(x.index_select(0, index)).float() for index in places)
 
     def _attend(self, key: StepKey | None, count: int, queries: Queries) -> Attend:
-        """That of prompts is planned when it is first asked for: the device computes what is before it meanwhile."""
+        """Return the attention of a pass.
+
+        That of prompts is planned when it is first asked for: the device computes what is before it meanwhile.
+        """
         planned = cache(partial(self._attention.of_prompts, queries))
 
         def prompts(asked: QueryRows, layer: LayerCache, out: Tensor, sight: AttentionWindow) -> None:

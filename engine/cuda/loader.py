@@ -1,4 +1,7 @@
-"""The loader of a model on a GPU: weights, warm-up, a cache of what memory is left, decode steps captured."""
+"""The loader of a model on a GPU.
+
+Weights, warm-up, a cache of what memory is left, decode steps captured.
+"""
 
 import logging
 import time
@@ -30,8 +33,9 @@ from engine.cuda.model.calibration import TEXT, Scales, calibrate, compute_promp
 from engine.cuda.model.format_choice import resolve_device_dtype, smooths_keys
 from engine.cuda.model.fused_decode import FusedDecode, is_fusible
 from engine.cuda.model.number_formats import DEVICE_FORMATS, DeviceFormat
+from engine.cuda.model.pass_rows import Rows
 from engine.cuda.model.required_kernels import require_kernels
-from engine.cuda.model.transformer import Rows, Transformer
+from engine.cuda.model.transformer import Transformer
 from engine.cuda.model.tuned_plans import agreed_plans
 from engine.cuda.model.weight_loader import load_device_weights
 from engine.cuda.model.weights import DeviceWeights, shortened
@@ -100,7 +104,10 @@ def load_device_backend(
 
 
 class DeviceBackendBuilder:
-    """One process's part of a backend. All of a team do the same, up to what its first member keeps for itself."""
+    """One process's part of a backend.
+
+    All of a team do the same, up to what its first member keeps for itself.
+    """
 
     def __init__(
         self,
@@ -239,8 +246,9 @@ class DeviceBackendBuilder:
 
     @contextmanager
     def _importing_kernels(self) -> Iterator[None]:
-        """Prompts' attention, which DeviceAttention asks for again: FlashInfer takes 1.2 s to import, and meanwhile
-        weights can be read.
+        """Import prompts' attention meanwhile, which DeviceAttention asks for again.
+
+        FlashInfer takes 1.2 s to import, and meanwhile weights can be read.
         """
         use_device = None
         if self._device.type == "cuda":  # a thread begins with the first GPU
@@ -252,9 +260,10 @@ class DeviceBackendBuilder:
             yield
 
     def _longest_possible(self, layout: KVLayout) -> int:
-        """No context is longer, nor a full prompt. Llama 4 Scout has ten million positions, and four GPUs of 80 GiB
-        have KV of 3.5 million: what rope turns all of them by takes 5 GiB of each GPU, and twice that of the host at
-        start.
+        """No context is longer, nor a full prompt.
+
+        Llama 4 Scout has ten million positions, and four GPUs of 80 GiB have KV of 3.5 million: what rope turns all of
+        them by takes 5 GiB of each GPU, and twice that of the host at start.
         """
         nbytes = self._settings.kv_cache_nbytes or torch.cuda.mem_get_info()[1]
         most = self._group.smallest(blocks_in(nbytes, layout)) * layout.block_size
@@ -266,8 +275,9 @@ class DeviceBackendBuilder:
         return self._device.type == "cuda" and self._format.kv != "fp32"
 
     def _compile(self, cache: DeviceCache, progress: Progress) -> None:
-        """Compiles what decode steps and warm-up will launch, and loads what will be captured; `progress` is told of
-        each kernel.
+        """Compiles what decode steps and warm-up will launch, and loads what will be captured.
+
+        `progress` is told of each kernel.
         """
         from kernels.compiling import compiled_ahead  # imports Triton, which a CPU does without
 
@@ -288,8 +298,9 @@ class DeviceBackendBuilder:
         return WarmUp(cache.layout, cache.num_blocks, self._max_rows, self._settings.max_num_seqs, max_model_len)
 
     def _calibrate(self, cache: DeviceCache) -> Scales | None:
-        """Finds out what a full batch takes; the scales of e4m3 where they are fixed, those that the checkpoint brings
-        before those that are found.
+        """Finds out what a full batch takes.
+
+        The scales of e4m3 where they are fixed, those that the checkpoint brings before those that are found.
         """
         model, attention, longest = self._model, self._attention, self._longest_prompt
         scales = None
@@ -344,8 +355,10 @@ class DeviceBackendBuilder:
         return make
 
     def _captured_nbytes(self, scratch: DeviceCache, scales: Scales | None) -> int:
-        """What a launcher will take of the memory that is left: the rooms of its steps, which for 1024 sequences of
-        Llama-8B's shape are half a GiB, and all that is captured. 80 layers shared by two GPUs took 2.6 GiB.
+        """Return what a launcher will take of the memory that is left.
+
+        The rooms of its steps, which for 1024 sequences of Llama-8B's shape are half a GiB, and all that is captured.
+        80 layers shared by two GPUs took 2.6 GiB.
         """
         if not self._captures or self._settings.kv_cache_nbytes is not None:
             return 0
@@ -371,8 +384,10 @@ class DeviceBackendBuilder:
 
     @property
     def _logits_nbytes(self) -> int:
-        """What lies beside the cache at the end of a step: logits that are drawn from, or the rows of prompts that are
-        all scored, a few at a time. A team whose first member has no room for these ends.
+        """The bytes that lie beside the cache at the end of a step.
+
+        Logits that are drawn from, or the rows of prompts that are all scored, a few at a time. A team whose first
+        member has no room for these ends.
         """
         row_nbytes = LOGIT_NBYTES * self._config.vocab_size
         scored_nbytes = ROWS * row_nbytes + self._model.finish_nbytes(self._max_rows)

@@ -1,5 +1,6 @@
-"""The process of one GPU of a team but the first: launches what the first one's tells it. Started by
-engine.cuda.tensor_parallel, with its end of a pipe as its only argument.
+"""The process of one GPU of a team but the first: launches what the first one's tells it.
+
+Started by engine.cuda.tensor_parallel, with its end of a pipe as its only argument.
 """
 
 import logging

@@ -1,4 +1,7 @@
-"""Runs a batch on the device: decodes as a step of their bucket, or as rows of the pass of the prompts beside them."""
+"""The runner of batches on a GPU.
+
+Decodes run as a step of their bucket, or as rows of the pass of the prompts beside them.
+"""
 
 from array import array
 from collections.abc import Callable, Iterator, Mapping
@@ -33,7 +36,10 @@ from engine.sequence import Sequence
 
 @dataclass(frozen=True)
 class Prepared:
-    """A batch of one sequence's newest token. `words`: state.pack's, in page-locked memory, with another token."""
+    """A batch of one sequence's newest token.
+
+    `words`: state.pack's, in page-locked memory, with another token.
+    """
 
     sequence: Sequence
     blocks: "array[int]"
@@ -50,8 +56,10 @@ Tell = Callable[[DeviceBatch | SampleBatch], AbstractContextManager[object]]
 
 
 class DeviceRunner:
-    """Draws the tokens too: as part of a batch, or by `draw` where a sequence has its logits adjusted first, which may
-    take tokens that are still being drawn.
+    """The runner that draws the tokens too.
+
+    As part of a batch, or by `draw` where a sequence has its logits adjusted first, which may take tokens that are
+    still being drawn.
     """
 
     def __init__(self, launcher: Launcher, sampler: DeviceSampler, tell: Tell = nullcontext) -> None:
@@ -102,9 +110,10 @@ class DeviceRunner:
             torch.cuda.current_stream(self.launcher.state.device).synchronize()
 
     def prepare(self, piece: ScheduledChunk) -> None:
-        """The device is told the tables now, and the words are there but for the token. They are kept until the next
-        call, when nothing is being computed. Said again of the same piece, its copy may still read the words when the
-        step's token is written there; the step's own copy follows it.
+        """The device is told the tables now, and the words are there but for the token.
+
+        They are kept until the next call, when nothing is being computed. Said again of the same piece, its copy may
+        still read the words when the step's token is written there; the step's own copy follows it.
         """
         sequence = piece.sequence
         batch = self._batch([piece], (), [sequence], (), draws=True)

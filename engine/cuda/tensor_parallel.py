@@ -1,4 +1,6 @@
-"""The processes of a team that its first member's process started: it tells them each batch, they launch the same.
+"""The processes of a team that its first member's process started.
+
+It tells them each batch, they launch the same.
 
 A member that is gone would leave the others waiting on their GPUs for good, so a team lives and dies together: when a
 follower ends, the first one's process ends too, as a worker does whose core has died; a follower's ends with it
@@ -79,8 +81,9 @@ class TensorParallelGroup:
 
     @contextmanager
     def broadcast(self, batch: DeviceBatch | SampleBatch) -> Iterator[None]:
-        """Within, the first one launches what all were told. If it can't, sums would be of different batches from now
-        on: this process ends.
+        """Within, the first one launches what all were told.
+
+        If it can't, sums would be of different batches from now on: this process ends.
         """
         try:
             self._tell(batch)
@@ -96,8 +99,10 @@ class TensorParallelGroup:
             self._end(_END_TIMEOUT_S if self._part() else 0.0)
 
     def abandon(self) -> None:
-        """As `close`, in the middle of something: they may wait on their GPUs for this process's, which goes no
-        further. Nor may NCCL be asked for its end, which waits for theirs.
+        """Close in the middle of something.
+
+        They may wait on their GPUs for this process's, which goes no further. Nor may NCCL be asked for its end, which
+        waits for theirs.
         """
         self._is_closed = True
         self._end(0.0)

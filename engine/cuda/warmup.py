@@ -1,4 +1,7 @@
-"""A batch of each class before the first request, so that none of a request's compiles a kernel, or loads one."""
+"""A batch of each class before the first request.
+
+So none of a request's compiles a kernel, or loads one.
+"""
 
 from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as SequenceOf
@@ -22,8 +25,9 @@ _MAX_SCORED = 512
 
 
 class WarmUp:
-    """`max_rows` of a batch; `max_len` of a sequence, in tokens; `num_blocks` of the cache are there to be written,
-    again and again by a sequence of more.
+    """`max_rows` of a batch; `max_len` of a sequence, in tokens.
+
+    `num_blocks` of the cache are there to be written, again and again by a sequence of more.
     """
 
     def __init__(self, layout: KVLayout, num_blocks: int, max_rows: int, max_num_seqs: int, max_len: int) -> None:
@@ -32,9 +36,10 @@ class WarmUp:
         self._max_len, self._num_blocks = max_len, num_blocks
 
     def run(self, runner: DeviceRunner) -> None:
-        """One row behind a long prompt, whose keys are shared out among CTAs if any batch's are, and more; rows in a
-        few long prompts; an answer beside a prompt; rows that are scored; then as many prompts as rows, which are drawn
-        in every way there is, of adjusted logits too.
+        """One row behind a long prompt, whose keys are shared out among CTAs if any batch's are, and more.
+
+        Rows in a few long prompts; an answer beside a prompt; rows that are scored; then as many prompts as rows, which
+        are drawn in every way there is, of adjusted logits too.
         """
         self._last_rows(runner, self._max_len, 1)
         for count in row_counts(min(self._max_rows, MAX_FEW, self._max_len)):
@@ -74,8 +79,10 @@ class WarmUp:
 
 
 def row_counts(largest: int) -> list[int]:
-    """One count of each class, the largest first. How rows are computed changes at powers of two and nowhere else: of
-    some the power itself belongs to what is below, of some to what is above. One of two neighbours is not by fours.
+    """One count of each class, the largest first.
+
+    How rows are computed changes at powers of two and nowhere else: of some the power itself belongs to what is below,
+    of some to what is above. One of two neighbours is not by fours.
     """
     powers = [1 << bit for bit in range(largest.bit_length())]
     counts = {count for power in powers for count in (power - 1, power)} | {largest - 1, largest}

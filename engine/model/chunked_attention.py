@@ -1,4 +1,6 @@
-"""Attention in segments: a token sees those that came since the last multiple of a length, itself included (Llama 4).
+"""Attention in segments.
+
+A token sees those that came since the last multiple of a length, itself included (Llama 4).
 
 What a batch has of a segment is computed as a sequence of its own, whose first page is the segment's.
 """
@@ -10,8 +12,10 @@ import numpy as np
 
 @dataclass(frozen=True)
 class AttentionChunks:
-    """Consecutive rows of a batch, `counts` `[N]` tokens from `starts` `[N]` on of sequences whose blocks are in
-    `tables` `[N, pages]`; `answers` `[N]`: which are tokens of answers. Those come first.
+    """Consecutive rows of a batch.
+
+    `counts` `[N]` tokens from `starts` `[N]` on of sequences whose blocks are in `tables` `[N, pages]`; `answers`
+    `[N]`: which are tokens of answers. Those come first.
     """
 
     tables: np.ndarray

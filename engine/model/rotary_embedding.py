@@ -1,5 +1,6 @@
-"""Rotary position embedding as complex rotations (Su et al. 2021), with Llama 3's frequency scaling, or YaRN's; and
-what layers without it do to q.
+"""Rotary position embedding as complex rotations (Su et al. 2021).
+
+With Llama 3's frequency scaling, or YaRN's; and what layers without it do to q.
 """
 
 import math
@@ -10,8 +11,10 @@ from models.config import ModelConfig, YarnScaling
 
 
 def rope_frequencies(config: ModelConfig, num_positions: int) -> torch.Tensor:
-    """`[num_positions, head_dim / 2]` complex64: the rotation of each pair at each position, computed in float64;
-    with YaRN it stretches too, by the attention factor.
+    """Return the rotation of each pair at each position.
+
+    `[num_positions, head_dim / 2]` complex64: the rotation of each pair at each position, computed in float64; with
+    YaRN it stretches too, by the attention factor.
     """
     exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float64) / config.head_dim
     inverse = config.rope_theta**-exponents
@@ -26,7 +29,10 @@ def rope_frequencies(config: ModelConfig, num_positions: int) -> torch.Tensor:
 
 
 def attention_temperatures(config: ModelConfig, num_positions: int) -> torch.Tensor | None:
-    """`[num_positions]` float32: what q is multiplied by in unturned layers. None where that is 1 everywhere."""
+    """`[num_positions]` float32: what q is multiplied by in unturned layers.
+
+    None where that is 1 everywhere.
+    """
     if config.attention_temperature is None:
         return None
     positions = torch.arange(num_positions).float()
@@ -38,7 +44,7 @@ def attention_temperatures(config: ModelConfig, num_positions: int) -> torch.Ten
 
 
 def _scale_yarn(inverse: torch.Tensor, config: ModelConfig) -> torch.Tensor:
-    """Dimensions up to `low` are kept, from `high` on divided, between them interpolated (Peng et al. 2023, 3.2)."""
+    """Keep dimensions up to `low`, divide from `high` on, interpolate between (Peng et al. 2023, 3.2)."""
     scaling = config.rope_scaling
     assert isinstance(scaling, YarnScaling)
 

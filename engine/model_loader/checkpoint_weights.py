@@ -46,8 +46,10 @@ _GGUF_NAMES = {
 
 @dataclass(frozen=True)
 class TensorSlice:
-    """The part `index` of `count` along `dim`; of `num_groups` that lie there one after the other, the same part of
-    each. A group is `num_pieces` long, none of which is cut, whatever their length; 0: one for each part.
+    """The part `index` of `count` along `dim`.
+
+    Of `num_groups` that lie there one after the other, the same part of each. A group is `num_pieces` long, none of
+    which is cut, whatever their length; 0: one for each part.
     """
 
     dim: int
@@ -87,15 +89,17 @@ class WeightSource(Protocol):
     def quantized(self) -> Quantized | None: ...
 
     def tensor(self, name: str, cut: TensorSlice | None = None) -> torch.Tensor:
-        """Return float32, contiguous, unless opened for a device; widened if quantized, bytes as they are; all of it,
-        or a part. Raises ConfigError if the checkpoint lacks it.
+        """Return float32, contiguous, unless opened for a device.
+
+        Widened if quantized, bytes as they are; all of it, or a part. Raises ConfigError if the checkpoint lacks it.
         """
         ...
 
 
 def open_weights(checkpoint: Checkpoint, to_device: ToDevice | None = None) -> WeightSource:
-    """Return the tensors of a checkpoint. Safetensors go through `to_device` in the type that they have in their file,
-    else become float32.
+    """Return the tensors of a checkpoint.
+
+    Safetensors go through `to_device` in the type that they have in their file, else become float32.
 
     Raises ConfigError for weights of another number of layers than their configuration says.
     """
@@ -109,7 +113,10 @@ def open_weights(checkpoint: Checkpoint, to_device: ToDevice | None = None) -> W
 
 
 def _require_layers(found: Collection[int], checkpoint: Checkpoint) -> None:
-    """Raise ConfigError before anything is loaded: a model without its last layers would answer, and wrongly."""
+    """Raise ConfigError before anything is loaded.
+
+    A model without its last layers would answer, and wrongly.
+    """
     stated = checkpoint.config.num_layers
     if found and max(found) + 1 != stated:
         raise ConfigError(
@@ -220,8 +227,10 @@ def _part(stored: Any, cut: TensorSlice) -> torch.Tensor:
 
 
 def llama4_names(stored: Collection[str]) -> dict[str, str]:
-    """Return names as other families have them -> as they are stored: `model.layers.1.mlp.down_proj.weight` ->
-    `language_model.model.layers.1.feed_forward.down_proj.weight`. Without what belongs to images.
+    """Return names as other families have them -> as they are stored.
+
+    `model.layers.1.mlp.down_proj.weight` -> `language_model.model.layers.1.feed_forward.down_proj.weight`. Without what
+    belongs to images.
     """
     text = [name for name in stored if not name.startswith(_VISION)]
     num_left = len(stored) - len(text)

@@ -1,4 +1,7 @@
-"""The tensors of a decoder in a checkpoint, by their part in it: fused, and of the shapes that its config.json says."""
+"""The tensors of a decoder in a checkpoint, by their part in it.
+
+Fused, and of the shapes that its config.json says.
+"""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -31,8 +34,9 @@ ExpertMatrix = torch.Tensor | Fp8Matrix
 
 @dataclass(frozen=True)
 class Expert:
-    """Gate and up as one matrix, and down, `[n, k]` each: as they are stored if they are FP8 with scales by row, else
-    widened; biases as gpt-oss has them, or none.
+    """The matrices of an expert, gate and up as one, and down, `[n, k]` each.
+
+    As they are stored if they are FP8 with scales by row, else widened; biases as gpt-oss has them, or none.
     """
 
     gate_up: ExpertMatrix
@@ -43,8 +47,10 @@ class Expert:
 
 @dataclass(frozen=True)
 class Mxfp4:
-    """Several matrices (Open Compute Project 2023): `values` `[count, n, k / 32, 16]`, two e2m1 a byte, the low nibble
-    first; `scales` `[count, n, k / 32]`, exponents of two, 127 more than they are.
+    """Several matrices (Open Compute Project 2023).
+
+    `values` `[count, n, k / 32, 16]`, two e2m1 a byte, the low nibble first; `scales` `[count, n, k / 32]`, exponents
+    of two, 127 more than they are.
     """
 
     values: torch.Tensor
@@ -56,8 +62,10 @@ class Mxfp4:
 
 
 class ModelTensors:
-    """`prefix` is that of a layer, see `layer_prefix`. `interleaved`: how rows of q and k are wanted, the parts of a
-    rotary pair side by side, or in halves. `num_head_rows`: of the output head, if not one for each token.
+    """`prefix` is that of a layer, see `layer_prefix`.
+
+    `interleaved`: how rows of q and k are wanted, the parts of a rotary pair side by side, or in halves.
+    `num_head_rows`: of the output head, if not one for each token.
 
     All methods raise ConfigError for a tensor that is missing or has another shape than the configuration says.
     """
@@ -111,7 +119,7 @@ class ModelTensors:
         return None if k is None or v is None else (k, v)
 
     def gain(self, name: str) -> torch.Tensor:
-        """Of a norm over the hidden size."""
+        """Return the gain of a norm over the hidden size."""
         return self._tensor(f"{name}.weight", self._config.hidden_size)
 
     def qkv_bias(self, prefix: str) -> torch.Tensor | None:
@@ -120,7 +128,7 @@ class ModelTensors:
         return torch.cat([self._bias(prefix, module) for module in PARTS["qkv"]])
 
     def head_gain(self, index: int, name: str) -> torch.Tensor | None:
-        """Of the norm over each head of a layer's q or k, if there is one."""
+        """Return the gain of the norm over each head of a layer's q or k, if there is one."""
         if self._config.plain_qk_norm and index not in self._config.no_rope_layers:
             return torch.ones(self._config.head_dim)
         if not self._config.qk_norm:
@@ -130,7 +138,7 @@ class ModelTensors:
         )
 
     def router(self, prefix: str) -> torch.Tensor:
-        """Of a layer with experts: what scores them, one row each."""
+        """Return what scores the experts of a layer, one row each."""
         module = "router" if self._experts.as_gpt_oss or self._experts.as_llama4 else "gate"
         return self._tensor(f"{prefix}mlp.{module}.weight", self._experts.count, self._config.hidden_size)
 
@@ -164,14 +172,17 @@ class ModelTensors:
         return joined(stored)
 
     def _stored_rows(self, modules: Sequence[str]) -> list[Fp8Matrix]:
-        """Of those that are FP8 with scales by row."""
+        """Return the rows of those that are FP8 with scales by row."""
         quantized = self._source.quantized
         if quantized is None or quantized.quantization.scheme is not Scheme.FP8_ROWS:
             return []
         return [matrix for module in modules if isinstance(matrix := quantized.matrix(module), Fp8Matrix)]
 
     def _stacked_experts(self, prefix: str) -> Iterator[Expert]:
-        """gpt-oss has gate and up in turn, row by row, all experts in one tensor, transposed unless it is MXFP4."""
+        """Yield the experts of gpt-oss.
+
+        It has gate and up in turn, row by row, all experts in one tensor, transposed unless it is MXFP4.
+        """
         count, hidden, inner = self._experts.count, self._config.hidden_size, self._experts.intermediate_size
         gate_up_biases, down_biases = self.expert_biases(prefix)
         assert gate_up_biases is not None and down_biases is not None
@@ -181,8 +192,7 @@ class ModelTensors:
             stem = prefix + "mlp.experts."
             gate_ups = gate_up_halves(self._tensor(stem + "gate_up_proj", count, hidden, 2 * inner).transpose(1, 2))
             downs = self._tensor(stem + "down_proj", count, inner, hidden).transpose(1, 2).contiguous()
-        for parts in zip(gate_ups, downs, gate_up_biases, down_biases, strict=True):
-            yield Expert(*parts)
+        yield from map(Expert, gate_ups, downs, gate_up_biases, down_biases)
 
     def _transposed_experts(self, prefix: str) -> Iterator[Expert]:
         """Llama 4 has all experts in one tensor, transposed, gate before up."""
@@ -200,7 +210,10 @@ class ModelTensors:
         return map(stored.matrix, range(count))
 
     def expert_biases(self, prefix: str) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Of gate and up, `[experts, 2 * inner]`, and of down, `[experts, hidden]`, if there are such."""
+        """Return the biases of gate and up, and of down, if there are such.
+
+        `[experts, 2 * inner]` and `[experts, hidden]`.
+        """
         if not self._experts.as_gpt_oss:
             return None, None
         count, hidden, inner = self._experts.count, self._config.hidden_size, self._experts.intermediate_size
@@ -211,15 +224,15 @@ class ModelTensors:
         """Gate and up as one matrix, and down, of all experts."""
         hidden, inner = self._config.hidden_size, self._experts.intermediate_size
         gate_up = self._mxfp4(prefix + "mlp.experts.gate_up_proj", 2 * inner, hidden)
-        halves = (gate_up_halves(gate_up.values, -3), gate_up_halves(gate_up.scales))
-        return Mxfp4(*halves), self._mxfp4(prefix + "mlp.experts.down_proj", hidden, inner)
+        halved = Mxfp4(gate_up_halves(gate_up.values, -3), gate_up_halves(gate_up.scales))
+        return halved, self._mxfp4(prefix + "mlp.experts.down_proj", hidden, inner)
 
     def _mxfp4(self, name: str, rows: int, columns: int) -> Mxfp4:
         shape = (self._experts.count, rows, columns // 32)
         return Mxfp4(self._tensor(name + "_blocks", *shape, 16), self._tensor(name + "_scales", *shape))
 
     def output_bias(self, prefix: str) -> torch.Tensor | None:
-        """Of attention's output."""
+        """Return the bias of attention's output."""
         if not self._config.output_bias:
             return None
         return self._tensor(prefix + "self_attn.o_proj.bias", self._config.hidden_size)

@@ -52,7 +52,10 @@ class Fp8Matrix:
 
 @dataclass(frozen=True)
 class Fp8Experts:
-    """A matrix of each expert, transposed: `weight` `[experts, k, n]` e4m3, float32 `scale` `[experts, n]`."""
+    """A matrix of each expert, transposed.
+
+    `weight` `[experts, k, n]` e4m3, float32 `scale` `[experts, n]`.
+    """
 
     weight: Tensor
     scale: Tensor
@@ -113,7 +116,9 @@ class Quantized(Protocol):
         ...
 
     def experts(self, name: str) -> Fp8Experts | None:
-        """The tensor `name` of all experts; None if the configuration leaves it out, or its scales are not there.
+        """The tensor `name` of all experts.
+
+        None if the configuration leaves it out, or its scales are not there.
 
         Scales are one for all, or one for each expert, or for each row of each: `[experts, n]` with a 1 anywhere.
         Raises ConfigError as `matrix` does.
@@ -126,8 +131,9 @@ class Quantized(Protocol):
 
 
 class QuantizedMatrices:
-    """`find` gives a tensor of the checkpoint as it is in its file, or None; `stored_name` what the file and the
-    configuration call a module.
+    """`find` gives a tensor of the checkpoint as it is in its file, or None.
+
+    `stored_name` what the file and the configuration call a module.
     """
 
     def __init__(
@@ -174,7 +180,7 @@ class QuantizedMatrices:
         return weight
 
     def _shaped(self, module: str, scale: Tensor, shape: torch.Size) -> Tensor:
-        """By row if that is the scheme, one for all rows included."""
+        """Return scales by row if that is the scheme, one for all rows included."""
         n, k = shape
         if self.quantization.scheme is Scheme.FP8_BLOCKS and scale.shape == (-(-n // 128), -(-k // 128)):
             return scale

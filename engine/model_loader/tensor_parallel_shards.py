@@ -1,6 +1,8 @@
-"""What each GPU of a tensor-parallel group holds: heads of attention, a slice of each MLP's middle, rows of the output
-head (Shoeybi et al. 2019, Megatron-LM). A model's code knows nothing of it: it is given a smaller configuration and a
-checkpoint of smaller tensors, and adds up what the group's members computed where those meet in the hidden size.
+"""The part of a model that each GPU of a tensor-parallel group holds.
+
+Heads of attention, a slice of each MLP's middle, rows of the output head (Shoeybi et al. 2019, Megatron-LM). A model's
+code knows nothing of it: it is given a smaller configuration and a checkpoint of smaller tensors, and adds up what the
+group's members computed where those meet in the hidden size.
 
 Where there are more GPUs than KV heads, neighbours hold the same one: that of their query heads.
 """
@@ -49,14 +51,18 @@ WHOLE = Shard()
 
 
 def kv_shard(config: ModelConfig, shard: Shard) -> Shard:
-    """Which part of the KV heads it holds, and of how many: fewer than GPUs where several hold the same head."""
+    """Return which part of the KV heads it holds, and of how many.
+
+    Fewer than GPUs where several hold the same head.
+    """
     size = min(shard.size, config.num_kv_heads)
     return Shard(shard.rank * size // shard.size, size)
 
 
 def shard_config(config: ModelConfig, shard: Shard) -> ModelConfig:
-    """The model that one of the group computes; its vocabulary is the whole one. Raises ConfigError for what can't be
-    shared equally, or as good as that.
+    """The model that one of the group computes; its vocabulary is the whole one.
+
+    Raises ConfigError for what can't be shared equally, or as good as that.
     """
     if shard.size == 1:
         return config
@@ -89,7 +95,10 @@ def shard_config(config: ModelConfig, shard: Shard) -> ModelConfig:
 
 
 def _require_tiles(num_columns: int, num_gpus: int) -> None:
-    """Of MXFP4, which the kernels read in whole ones; nor is one of its scales, for 32 columns, cut."""
+    """Raise ConfigError where a tile of MXFP4 would be cut, which the kernels read whole.
+
+    Or a scale, for 32 columns.
+    """
     if num_columns % _EXPERT_STEP or num_columns < num_gpus * _EXPERT_STEP:
         raise ConfigError(
             f"tensor_parallel is {num_gpus}; this model has {num_columns} columns in an MXFP4 expert: set a number "
@@ -98,7 +107,10 @@ def _require_tiles(num_columns: int, num_gpus: int) -> None:
 
 
 class ShardedWeights:
-    """One part of a checkpoint, as a checkpoint of its own: engine.model_loader.checkpoint_weights.WeightSource."""
+    """One part of a checkpoint, as a checkpoint of its own.
+
+    It is an engine.model_loader.checkpoint_weights.WeightSource.
+    """
 
     def __init__(self, source: WeightSource, config: ModelConfig, shard: Shard) -> None:
         self._source, self._cuts, self.interleaved = source, _TensorSlices(config, shard), source.interleaved
@@ -145,8 +157,10 @@ class ShardedMatrices:
 
 
 class _TensorSlices:
-    """Where each tensor is cut. `num_pieces` of an expert's middle that are not cut, which some then have one more of
-    than others; 0 if it is cut equally.
+    """The cuts of each tensor.
+
+    `num_pieces` of an expert's middle that are not cut, which some then have one more of than others; 0 if it is cut
+    equally.
     """
 
     def __init__(self, config: ModelConfig, shard: Shard) -> None:

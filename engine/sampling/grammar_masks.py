@@ -1,4 +1,4 @@
-"""Structured output: which tokens a request's grammar allows next, worked out on threads beside the forward pass.
+"""The tokens that a request's grammar allows next, found on threads beside the forward pass.
 
 A grammar's state is a function of the answer's tokens alone, so nothing of it crosses in a handoff: decode reads the
 grammar out of the request's SamplingParams and lets it consume token 0.
@@ -35,7 +35,10 @@ their size does not tell, and no step waits for them.
 
 @dataclass
 class Grammar:
-    """One request's, `num_consumed` tokens of the answer into its text. `compiled` raises ValueError if it can't be."""
+    """One request's, `num_consumed` tokens of the answer into its text.
+
+    `compiled` raises ValueError if it can't be.
+    """
 
     compiled: Future[LLMatcher]
     num_consumed: int = 0
@@ -43,8 +46,9 @@ class Grammar:
 
 @dataclass(frozen=True)
 class Masks:
-    """`allowed[request]`: a bit for each token of the tokenizer, uint8, the lowest first; or in `errors[request]` why
-    the grammar can't go on.
+    """`allowed[request]`: a bit for each token of the tokenizer, uint8, the lowest first.
+
+    Or in `errors[request]` why the grammar can't go on.
     """
 
     allowed: dict[RequestId, np.ndarray] = field(default_factory=dict)
@@ -56,8 +60,10 @@ _NO_MASKS.set_result(Masks())
 
 
 class Grammars:
-    """The grammars of an engine's requests. Calls from the engine's thread; the work is done on others, all masks of a
-    batch by one of them, which has Rust's help: Python's own threads would wait for the interpreter.
+    """The grammars of an engine's requests.
+
+    Calls from the engine's thread; the work is done on others, all masks of a batch by one of them, which has Rust's
+    help: Python's own threads would wait for the interpreter.
     """
 
     def __init__(self, checkpoint: Checkpoint) -> None:
@@ -70,7 +76,10 @@ class Grammars:
         self._tokens = self._compilers.submit(lambda: Vocabulary.of(checkpoint).tokens())
 
     def open(self, sequence: Sequence, patience_s: float = 0.0) -> None:
-        """Its grammar, if it has one, is compiled from now on. A small one is waited for, but not behind another."""
+        """Its grammar, if it has one, is compiled from now on.
+
+        A small one is waited for, but not behind another.
+        """
         grammar = sequence.sampling.grammar
         if grammar:
             is_large = len(grammar) >= LARGE

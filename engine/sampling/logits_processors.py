@@ -1,5 +1,6 @@
-"""Logits as requests want them changed before a token is drawn, for any device: the host works out which of a batch's
-logits change and how, then a few operations of torch do it where the logits are.
+"""Logits as requests want them changed before a token is drawn, for any device.
+
+The host works out which of a batch's logits change and how, then a few operations of torch do it where the logits are.
 
 The order is that of vLLM and of OpenAI's documentation: logit_bias, penalties, min_tokens, bad_words, allowed tokens,
 grammar.
@@ -32,9 +33,10 @@ def on_host(arrays: SequenceOf[np.ndarray]) -> list[Tensor]:
 
 
 class TokenCounts:
-    """The tokens of a sequence from `first` on, each once: `ids` `[n]` int64, and in `amounts` `[n]` float32 what
-    penalties take off a logit for what the answer has of it. A token is counted once, whenever `follow` meets it: a
-    step has one, a prompt thousands.
+    """The tokens of a sequence from `first` on, each once.
+
+    `ids` `[n]` int64, and in `amounts` `[n]` float32 what penalties take off a logit for what the answer has of it. A
+    token is counted once, whenever `follow` meets it: a step has one, a prompt thousands.
     """
 
     def __init__(self, tokens: "array[int]", first: int, answer_start: int, presence: float, frequency: float) -> None:
@@ -125,9 +127,10 @@ def _bits(token_ids: SequenceOf[int], vocab: int) -> np.ndarray:
 
 @dataclass(frozen=True)
 class LogitsAdjustment:
-    """A batch's, as arrays that go to the device together; empty where nobody wants that. `biases` and `penalties` are
-    (places, values) and (places, factors, amounts), a place row * vocab + token; of `allowed` and `guided`, which are
-    (rows, bits), the bits say what these rows may be, the lowest first.
+    """A batch's, as arrays that go to the device together; empty where nobody wants that.
+
+    `biases` and `penalties` are (places, values) and (places, factors, amounts), a place row * vocab + token; of
+    `allowed` and `guided`, which are (rows, bits), the bits say what these rows may be, the lowest first.
     """
 
     biases: tuple[np.ndarray, ...]
@@ -140,7 +143,7 @@ class LogitsAdjustment:
     def of(
         cls, wishes: Mapping[int, tuple[LogitsProcessorState, Sequence]], guided: Mapping[int, np.ndarray], vocab: int
     ) -> "LogitsAdjustment":
-        """By row."""
+        """Return the adjustments by row."""
         biased = {row: w for row, (w, _) in wishes.items() if len(w.biased)}
         penalized = {row: (w.repetition, w.seen(sequence)) for row, (w, sequence) in wishes.items() if w.penalizes}
         penalized = {row: (factor, seen) for row, (factor, seen) in penalized.items() if len(seen.ids)}
@@ -201,8 +204,9 @@ def _masks(by_row: Mapping[int, np.ndarray], vocab: int) -> tuple[np.ndarray, ..
 
 
 def _only(adjusted_BV: Tensor, plain_BV: Tensor, rows: Tensor, bits: Tensor, may_be_none: bool) -> Tensor:
-    """Of these rows nothing but what is allowed. Where other wishes (min_tokens, bad words) leave none of that, it
-    wins.
+    """Leave these rows nothing but what is allowed.
+
+    Where other wishes (min_tokens, bad words) leave none of that, it wins.
     """
     others = ~_unpacked(bits, adjusted_BV.shape[1])
     left = adjusted_BV.index_select(0, rows).masked_fill_(others, -torch.inf)

@@ -1,4 +1,7 @@
-"""Random numbers as a pure function of what is drawn: Philox 4x32-10 (Salmon et al., SC 2011), vectorised."""
+"""Random numbers as a pure function of what is drawn.
+
+Philox 4x32-10 (Salmon et al., SC 2011), vectorised.
+"""
 
 import numpy as np
 

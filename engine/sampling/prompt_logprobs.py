@@ -1,4 +1,4 @@
-"""What the model says of a prompt's own tokens: log-probability, rank, and the likeliest in their place.
+"""The log-probabilities and ranks of a prompt's own tokens, and the likeliest in their place.
 
 A prompt is scored chunk by chunk as it is computed, and a chunk a few rows at a time: the logits of a whole prompt are
 gigabytes (8192 tokens times a vocabulary of 152k, float32: 5 GB), those of `ROWS` rows 39 MB.
@@ -43,7 +43,10 @@ class PromptLogprobSpan:
 
 
 def spans(pieces: SequenceOf[ScheduledChunk]) -> list[PromptLogprobSpan]:
-    """What is to be scored in a batch of `pieces`: each token of a prompt once, though it may be computed again."""
+    """Return what is to be scored in a batch of `pieces`.
+
+    Each token of a prompt once, though it may be computed again.
+    """
     found, row = [], 0
     for piece in pieces:
         targets = _targets(piece)

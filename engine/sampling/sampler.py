@@ -1,4 +1,6 @@
-"""The next token of each sequence: adjusted logits, filtered probabilities, one counter-based random number.
+"""The next token of each sequence.
+
+Adjusted logits, filtered probabilities, one counter-based random number.
 
 The order is that of vLLM and of OpenAI's documentation: that of logits_processors; temperature; min_p, top_k, top_p.
 """
@@ -39,8 +41,9 @@ class Sampler:
         logits_BV: torch.Tensor,
         allowed: Mapping[RequestId, np.ndarray] | None = None,
     ) -> list[Token]:
-        """One token a row of `logits_BV` (float32, not modified). `allowed`: a bit a token for those with a grammar,
-        engine.sampling.grammar_masks.Masks.
+        """One token a row of `logits_BV` (float32, not modified).
+
+        `allowed`: a bit a token for those with a grammar, engine.sampling.grammar_masks.Masks.
         """
         adjusted = self.adjusted(sequences, logits_BV, allowed or {})
         # numpy's argmax, the first of equals as torch's, takes 0.1 ms for 16 rows of 49152 where torch's takes 0.7.
@@ -53,8 +56,9 @@ class Sampler:
     def sample_each(
         self, sequences: SequenceOf[Sequence], logits_BV: torch.Tensor, allowed: Mapping[RequestId, np.ndarray]
     ) -> list[Token | str]:
-        """If the rows fail together, each is drawn alone: what one request asks for ends no other. In place of the
-        token of one that fails, why.
+        """If the rows fail together, each is drawn alone: what one request asks for ends no other.
+
+        In place of the token of one that fails, why.
         """
         try:
             return list(self.sample(sequences, logits_BV, allowed))
@@ -90,7 +94,10 @@ class Sampler:
     def adjusted(
         self, sequences: SequenceOf[Sequence], logits_BV: torch.Tensor, allowed: Mapping[RequestId, np.ndarray]
     ) -> torch.Tensor:
-        """Float32 logits as the sequences want them; the same ones if none wants anything. `allowed`: see `sample`."""
+        """Float32 logits as the sequences want them; the same ones if none wants anything.
+
+        `allowed`: see `sample`.
+        """
         rows = {row: sequence for row, sequence in enumerate(sequences) if self.adjusts(sequence)}
         if not rows:
             return logits_BV
@@ -107,7 +114,7 @@ class Sampler:
         return self._processor_states[sequence]
 
     def put(self, arrays: SequenceOf[np.ndarray]) -> SequenceOf[torch.Tensor]:
-        """Where logits are."""
+        """Return it on the device where logits are."""
         return on_host(arrays)
 
 
@@ -122,8 +129,9 @@ def sample_tokens(sequences: SequenceOf[Sequence], logits_BV: torch.Tensor) -> t
 
 
 def _points(sequences: SequenceOf[Sequence]) -> np.ndarray:
-    """The draw is keyed by the absolute position of the token, so a replay from a longer prompt draws the same
-    number.
+    """Return the positions that key the draws.
+
+    It is the absolute position of the token, so a replay from a longer prompt draws the same number.
     """
     mask = (1 << 64) - 1
     seeds = np.array([sequence.sampling.seed & mask for sequence in sequences], np.uint64)
@@ -154,7 +162,9 @@ def _top_k(params: SamplingParams) -> int:
 
 
 def _thresholds(logits_BV: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, width: int) -> torch.Tensor:
-    """The smallest logit that stays, `[B, 1]`. Tokens that tie with it stay too, so that order can't matter.
+    """The smallest logit that stays, `[B, 1]`.
+
+    Tokens that tie with it stay too, so that order can't matter.
 
     Looks at the `width` likeliest tokens, and at all of them only where those do not decide.
     """

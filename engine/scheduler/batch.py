@@ -27,8 +27,9 @@ class ScheduledChunk:
 
     @property
     def is_answer(self) -> bool:
-        """Tokens of the answer: one in decode, several when a preempted sequence is computed again. Never mixed
-        with prompt.
+        """Tokens of the answer: one in decode, several when a preempted sequence is computed again.
+
+        Never mixed with prompt.
         """
         return self.first_token >= self.sequence.num_prompt
 
@@ -44,7 +45,10 @@ class ScheduledChunk:
 
 @dataclass(frozen=True)
 class Batch:
-    """Decodes first, then recomputed answers, then prompts. `started`: sequences scheduled for the first time."""
+    """Decodes first, then recomputed answers, then prompts.
+
+    `started`: sequences scheduled for the first time.
+    """
 
     chunks: tuple[ScheduledChunk, ...]
     started: tuple[Sequence, ...]

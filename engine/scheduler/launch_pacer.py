@@ -1,4 +1,6 @@
-"""Until when the next batch may be launched: the device is to have it before it is done with what it has.
+"""The time until which the next batch may be launched.
+
+The device is to have it before it is done with what it has.
 
 One that is launched at once leaves out whoever is handed over in the meantime: they wait for the batch that runs, for
 that one, and for a third.
@@ -37,9 +39,11 @@ class LaunchPacer:
         self._launches.append(span_s)
 
     def record_completion(self, kind: Kind, began_s: float, now_s: float, was_late: bool = False) -> float:
-        """A batch that was begun on then is computed now. Returns how long that took, behind the one before it.
-        `was_late`: it was computed before anybody looked, so what is known of its kind is too long. It is forgotten:
-        else a batch that was slow once would make those behind it wait as long, and each of them would say so again.
+        """A batch that was begun on then is computed now.
+
+        Returns how long that took, behind the one before it. `was_late`: it was computed before anybody looked, so what
+        is known of its kind is too long. It is forgotten: else a batch that was slow once would make those behind it
+        wait as long, and each of them would say so again.
         """
         span_s, self._completed_s = now_s - max(began_s, self._completed_s), now_s
         if was_late:
@@ -49,9 +53,10 @@ class LaunchPacer:
         return span_s
 
     def due_s(self, kind: Kind, began_s: float) -> float:
-        """When to begin on the batch behind the one that is being computed; past if it is not known how long that
-        takes. The shortest of the last ones of its kind counts: what is launched too early costs less than a device
-        that waits.
+        """When to begin on the batch behind the one that is being computed.
+
+        Past if it is not known how long that takes. The shortest of the last ones of its kind counts: what is launched
+        too early costs less than a device that waits.
         """
         spans = self._spans.get(kind)
         if not spans:

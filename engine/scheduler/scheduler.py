@@ -1,4 +1,6 @@
-"""Which tokens run in the next step: continuous batching, chunked prefill under a token budget, no torch and no clock.
+"""The choice of the tokens that run in the next step.
+
+Continuous batching, chunked prefill under a token budget, no torch and no clock.
 
 Decodes come first and prefill chunks fill what is left of the budget, so a long prompt never stalls a running answer
 (Sarathi-Serve, Agrawal et al., OSDI 2024).
@@ -22,6 +24,7 @@ _log = logging.getLogger(__name__)
 @dataclass(frozen=True)
 class SchedulerLimits:
     """`max_num_seqs`: of one step; what runs beyond that, since it was kept local, waits for its turn.
+
     `max_batched_tokens`: budget of one step, a block at least. Decodes always run; prompts have what is left, and wait
     for an answer's end where nothing is. Beside answers it is `max_mixed_tokens`, a block at least, since prompts
     lengthen their gaps; theirs are among these, but a quarter is the prompts' whatever the number of answers.
@@ -42,8 +45,10 @@ class PendingReservation:
 
 
 class Scheduler:
-    """By priority, and within one first come, first served: who waits longest is not promised a turn while more urgent
-    ones keep coming. When blocks run out, the least urgent sequence gives its own back and is computed again later.
+    """The order of requests: by priority, and within one first come, first served.
+
+    The one that waits longest is not promised a turn while more urgent ones keep coming. When blocks run out, the least
+    urgent sequence gives its own back and is computed again later.
 
     Offers from elsewhere wait in another queue, whose first has the `claim`. The first of each queue leaves that of the
     other, if it comes before, room to begin: neither queue starves, and of two that wait only one waits for the other.
@@ -77,8 +82,10 @@ class Scheduler:
         return self._next_arrival - 1
 
     def room_before(self, urgency: tuple[int, int], num_reserved: int) -> tuple[int, int]:
-        """Places and blocks that an offer leaves to the first who waits, so that the next step finds it room: beside
-        the offer and all that run or may run by then, which grow by up to a block in that step and are left another.
+        """Return the places and blocks that an offer leaves to the first that waits.
+
+        So the next step finds it room: beside the offer and all that run or may run by then, which grow by up to a
+        block in that step and are left another.
 
         Nothing to one that is to be handed over: two workers whose prompts wait for each other's pages would not go on.
         """
@@ -112,8 +119,9 @@ class Scheduler:
             self.waiting.remove(sequence)
 
     def take_blocks(self, sequence: Sequence, num_tokens: int, num_spare: int) -> bool:
-        """Give `sequence` blocks for so many tokens, the cached ones of its prompt first: those are computed. False,
-        and nothing changes, if fewer than `num_spare` were left to others.
+        """Give `sequence` blocks for so many tokens, the cached ones of its prompt first: those are computed.
+
+        False, and nothing changes, if fewer than `num_spare` were left to others.
 
         At least its last token is computed, and all of a prompt that is to be scored: a cached block has no logits.
         """
@@ -131,9 +139,10 @@ class Scheduler:
         return True
 
     def schedule(self, num_reserved: int = 0) -> Batch:
-        """The next step. Takes the blocks that it needs, preempting if it must; empty if nothing can run.
-        `num_reserved`: answers that are expected from elsewhere. They would wait for the step's end like those that
-        run, and a place is theirs.
+        """The next step.
+
+        Takes the blocks that it needs, preempting if it must; empty if nothing can run. `num_reserved`: answers that
+        are expected from elsewhere. They would wait for the step's end like those that run, and a place is theirs.
         """
         pieces = self._decodes()
         budget = _Budget(self._limits, len(pieces), num_reserved, self._pool.block_size)
@@ -157,7 +166,10 @@ class Scheduler:
         return pieces
 
     def _make_room(self, sequence: Sequence) -> bool:
-        """One more token fits into the sequence's blocks, after preempting less urgent ones (or itself: then False)."""
+        """Make room for one more token of the sequence.
+
+        Preempts less urgent ones, or itself: then returns False.
+        """
         missing = self._num_blocks(len(sequence.tokens)) - len(sequence.blocks)
         while missing > self._pool.num_available:
             victim = self._least_urgent(sequence)
@@ -196,7 +208,7 @@ class Scheduler:
         return pieces
 
     def _chunk(self, sequence: Sequence, budget: int) -> ScheduledChunk | None:
-        """As much of the prompt (or, after a preemption, of the answer) as the budget allows.
+        """Return as much of the prompt (or, after a preemption, of the answer) as the budget allows.
 
         A chunk of what is handed over ends on a block's edge, unless it is the last: no block is sent half full.
         """
@@ -235,15 +247,19 @@ class Scheduler:
         return (1, claim.num_blocks) if self._may_begin(claim.num_blocks, num_reserved) else (0, 0)
 
     def _may_begin(self, num_blocks: int, num_reserved: int) -> bool:
-        """Blocks that no running sequence will set free are held, or being read by a peer: to leave room for who waits
-        for those would keep an idle worker idle.
+        """Return whether a request of so many blocks can be waited for.
+
+        Blocks that no running sequence will set free are held, or being read by a peer: to leave room for who waits for
+        those would keep an idle worker idle.
         """
         return bool(self.running or num_reserved) or num_blocks <= self._pool.num_available
 
     def _finds_room(self, sequence: Sequence, num_reserved: int) -> bool:
-        """Blocks for the whole prompt. Leaves one block for each running sequence to grow into, and its claim to an
-        offer that comes before. What found none looks again when there may be more: each step of the others would wait
-        for a look-up of all of a long prompt.
+        """Blocks for the whole prompt.
+
+        Leaves one block for each running sequence to grow into, and its claim to an offer that comes before. What found
+        none looks again when there may be more: each step of the others would wait for a look-up of all of a long
+        prompt.
         """
         num_places, num_claimed = self._claimed_before(sequence, num_reserved)
         if len(self.running) + num_reserved + num_places >= self._limits.max_num_seqs:
@@ -278,7 +294,10 @@ class _Budget:
         return min(self._alone, self._beside_answers) if self._has_answers else self._alone
 
     def take(self, piece: ScheduledChunk) -> bool:
-        """False if it has to wait: an answer that is computed again, beside more of prompts than answers allow."""
+        """Take a chunk, or return False if it has to wait.
+
+        That is an answer that is computed again, beside more of prompts than answers allow.
+        """
         if piece.is_answer and not self._has_answers:
             if self._beside_answers <= 0:
                 return False

@@ -21,7 +21,9 @@ _PROBE_TIMEOUT_S = 60.0
 
 @dataclass(frozen=True)
 class CpuIsa:
-    """`onednn_cap`: the value of ONEDNN_MAX_CPU_ISA under which bfloat16 matmuls survive; None if they do without.
+    """`onednn_cap`: the value of ONEDNN_MAX_CPU_ISA under which bfloat16 matmuls survive.
+
+    None if they do without.
 
     `has_bfloat16`: whether they can run at all.
     """
@@ -31,7 +33,10 @@ class CpuIsa:
 
 
 def probe_isa(cache_dir: Path) -> CpuIsa:
-    """The answer for this CPU and this torch, from `cache_dir` if it is there. The first call takes a few seconds."""
+    """The answer for this CPU and this torch, from `cache_dir` if it is there.
+
+    The first call takes a few seconds.
+    """
     file = cache_dir / f"isa-{_machine_key()}.json"
     known = _read(file)
     if known is not None:
@@ -43,7 +48,10 @@ def probe_isa(cache_dir: Path) -> CpuIsa:
 
 
 def apply_isa(isa: CpuIsa) -> None:
-    """Cap oneDNN in this process. Must come before its first matmul; the environment is the only way to tell oneDNN."""
+    """Cap oneDNN in this process.
+
+    Must come before its first matmul; the environment is the only way to tell oneDNN.
+    """
     if isa.onednn_cap and isa.onednn_cap != os.environ.get(ONEDNN_VARIABLE):
         _log.warning("bfloat16 matmuls crash on this machine's AMX: capping oneDNN at %s", isa.onednn_cap)
         os.environ[ONEDNN_VARIABLE] = isa.onednn_cap
@@ -56,7 +64,9 @@ def has_amx() -> bool:
 
 
 def is_bfloat16_fast(isa: CpuIsa) -> bool:
-    """Whether bfloat16 matmuls of many rows are worth having beside float16 weights, once `isa` is applied.
+    """Return whether bfloat16 matmuls of many rows are worth having beside float16 weights.
+
+    `isa` is applied already.
 
     Judged by the kind of the CPU, never by a clock: both ends of a handoff must come to the same answer, and on a busy
     machine two of them measured two. Rates over float16's: 8 on a Xeon with AMX, 0.6 on the same without it, 2.0 to 2.3
@@ -73,7 +83,10 @@ def _cpu(*fields: str) -> str:
 
 
 def _machine_key() -> str:
-    """Of the CPU, torch, and the cap that the operator has set: what is found under one says nothing of another."""
+    """Return a key of the CPU, torch, and the cap that the operator has set.
+
+    What is found under one says nothing of another.
+    """
     described = _cpu("model name", "flags", "Features")
     cap = os.environ.get(ONEDNN_VARIABLE, "")
     facts = f"{described}{platform.machine()}{torch.__version__}{cap}"

@@ -17,7 +17,10 @@ def gather(cache: Tensor, pages: Tensor, length: int) -> Tensor:
 def attend(
     q_THD: Tensor, k_HND: Tensor, v_HND: Tensor, scale: float, window: int, sinks: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Causal attention of the last T tokens of a sequence of N; also the log-sum-exp of each row, sink included."""
+    """Causal attention of the last T tokens of a sequence of N.
+
+    Also the log-sum-exp of each row, sink included.
+    """
     tokens, heads, _ = q_THD.shape
     length = k_HND.shape[1]
     k, v = (t.repeat_interleave(heads // t.shape[0], 0) for t in (k_HND, v_HND))

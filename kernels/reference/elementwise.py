@@ -78,8 +78,9 @@ def rope_append(
     q_gain: Tensor | None = None, k_gain: Tensor | None = None, eps: float = 0.0, q_plain: Tensor | None = None,
     num_plain: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """`bias` `[width]` of qkv, where the spec is biased; gains `[head_dim]` and `eps` where it is normed; `q_plain`, as
-    q, and `num_plain` `[1]` int32 where it is rounded.
+    """`bias` `[width]` of qkv, where the spec is biased.
+
+    Gains `[head_dim]` and `eps` where it is normed; `q_plain`, as q, and `num_plain` `[1]` int32 where it is rounded.
     """
     value = sum_parts(qkv, spec.parts)
     if token_scale is not None and channel_scale is not None:

@@ -13,8 +13,9 @@ from kernels.workspace import group_width
 
 
 def moe_route(spec: MoESpec, logits: Tensor, weights: Tensor, ids: Tensor, *, bias: Tensor | None = None) -> None:
-    """The top_k experts of each token, the lower index first among equals, and their weights; bias [experts] is added
-    to the logits first.
+    """The top_k experts of each token, the lower index first among equals, and their weights.
+
+    Bias [experts] is added to the logits first.
     """
     logits = logits.float() if bias is None else logits.float() + bias.float()
     order = torch.sort(logits, dim=-1, descending=True, stable=True)
@@ -32,8 +33,9 @@ def moe_experts(
     spec: MoESpec, x: Tensor, x_scale: Tensor, weights: Tensor, ids: Tensor, w1: Tensor, w1_scale: Tensor, w2: Tensor,
     w2_scale: Tensor, out: Tensor, workspace: Tensor, *, b1: Tensor | None = None, b2: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """b1 [experts, 2 * inter] and b2 [experts, hidden] are added to the products; scales are read where the weights
-    have them, x_scale with e4m3 tokens.
+    """b1 [experts, 2 * inter] and b2 [experts, hidden] are added to the products.
+
+    Scales are read where the weights have them, x_scale with e4m3 tokens.
     """
     hidden = x.float() * x_scale[:, None] if spec.weights == "e4m3" else x.float()
     total = torch.zeros(x.shape[0], spec.hidden, device=x.device)
@@ -59,7 +61,10 @@ def dense(spec: MoESpec, w: Tensor, scale: Tensor) -> Tensor:
 
 
 def round_middle(spec: MoESpec, y: Tensor) -> Tensor:
-    """The middle as the second product reads it: e4m3 by groups, like plain weights, or bf16 beside 4-bit ones."""
+    """The middle as the second product reads it.
+
+    E4m3 by groups, like plain weights, or bf16 beside 4-bit ones.
+    """
     if spec.weights == "e4m3":
         return round_groups(y, group_width(spec))
     return y if spec.weights == "fp32" else y.bfloat16().float()

@@ -46,7 +46,9 @@ def kv_sums(
 
 
 def checksums(spec: MoveSpec, buffer: Tensor, num_pages: int, seed: int) -> Tensor:
-    """A polynomial over the 32-bit words of each unit with odd factors, xor the seed and the unit's number.
+    """Return a checksum of each unit.
+
+    A polynomial over the 32-bit words of each unit with odd factors, xor the seed and the unit's number.
 
     Words are taken in columns of check_block(): h = sum_i (2i + 1) * sum_j word[j, i] * FACTOR^(last - j), modulo 2^32.
     Every factor is odd, so one changed word always shows; the seed carries the epoch of the transfer.

@@ -10,7 +10,10 @@ E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
 def to_e4m3(x: Tensor) -> Tensor:
-    """Round to nearest even and saturate. The clamp is needed: torch 2.11 casts what lies beyond 464 to NaN."""
+    """Round to nearest even and saturate.
+
+    The clamp is needed: torch 2.11 casts what lies beyond 464 to NaN.
+    """
     return x.float().clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
 
 
@@ -20,8 +23,9 @@ def token_scale(x: Tensor) -> Tensor:
 
 
 def quantize(y: Tensor, quant: str, out: Tensor, scale: Tensor) -> None:
-    """Write y to out as e4m3 (or in out's own type); "token" and "group" also write their scales, "group" as
-    [groups of 128 columns, tokens].
+    """Write y to out as e4m3, or in out's own type.
+
+    "token" and "group" also write their scales, "group" as [groups of 128 columns, tokens].
     """
     if quant == "none":
         out.copy_(y.view_as(out))
@@ -78,7 +82,10 @@ def pack_e2m1(x: Tensor) -> Tensor:
 
 
 def quantize_mxfp4(w: Tensor) -> tuple[Tensor, Tensor]:
-    """Rows in groups of 32: packed e2m1 and a biased power-of-two exponent per group, floor(log2(amax)) - 2."""
+    """Return rows in groups of 32.
+
+    Packed e2m1 and a biased power-of-two exponent per group, floor(log2(amax)) - 2.
+    """
     groups = w.float().view(w.shape[0], -1, 32)
     exponent = torch.floor(torch.log2(groups.abs().amax(-1).clamp(min=2.0**-120))) - 2
     packed = pack_e2m1(groups / torch.exp2(exponent)[..., None]).view(w.shape[0], -1)

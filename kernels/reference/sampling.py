@@ -1,4 +1,7 @@
-"""Sampling with counter-based random numbers: the same (seed, position) draws the same token on any machine."""
+"""Sampling with counter-based random numbers.
+
+The same (seed, position) draws the same token on any machine.
+"""
 
 import torch
 from torch import Tensor
@@ -10,7 +13,10 @@ ROUND_A, ROUND_B, KEY_A, KEY_B = 0xD2511F53, 0xCD9E8D57, 0x9E3779B9, 0xBB67AE85
 
 
 def philox(seed: Tensor, low: Tensor, high: Tensor) -> Tensor:
-    """Philox4x32-10 with counter (low, high, 0, 0), as 64-bit integers `[..., 4]` (Salmon et al., SC 2011)."""
+    """Return Philox4x32-10's words.
+
+    With counter (low, high, 0, 0), as 64-bit integers `[..., 4]` (Salmon et al., SC 2011).
+    """
     c0, c1 = low & MASK, high & MASK
     c2, c3 = torch.zeros_like(c0), torch.zeros_like(c0)
     k0, k1 = seed & MASK, (seed >> 32) & MASK
@@ -31,7 +37,9 @@ def multiply(factor: int, x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def gumbel(seeds: Tensor, positions: Tensor, vocab: int) -> Tensor:
-    """Standard Gumbel noise from -2.8 to 22.9. Of a counter (token // 4, position) four tokens have a word each.
+    """Standard Gumbel noise from -2.8 to 22.9.
+
+    Of a counter (token // 4, position) four tokens have a word each.
 
     -log(-log(1 - share)): the share is small where the noise is large, and float32 is fine there. Near 1 it is not: of
     numbers from 23 bits the noise ended at 16.6, and the largest of 24 was rounded to 1, whose noise is infinite.
@@ -58,7 +66,10 @@ def sample(
 
 
 def keep(scaled: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
-    """Which tokens stay: min-p and top-k, then top-p on what they leave. Tokens that tie with the last one stay too."""
+    """Which tokens stay: min-p and top-k, then top-p on what they leave.
+
+    Tokens that tie with the last one stay too.
+    """
     vocab = scaled.shape[-1]
     order = scaled.sort(-1, descending=True).values
     count = torch.where((top_k > 0) & (top_k < vocab), top_k, vocab).long()

@@ -1,7 +1,9 @@
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportArgumentType=false, reportIndexIssue=false
 # pyright: reportOperatorIssue=false, reportAttributeAccessIssue=false, reportOptionalMemberAccess=false, reportReturnType=false
 # pyright: reportAssignmentType=false
-"""Paged decode attention, split along the sequence; the last slice to finish merges through scratch in global memory.
+"""Paged decode attention, split along the sequence.
+
+The last slice to finish merges through scratch in global memory.
 
 Two entry points share the loop: `attn_decode` takes q and any of window, sinks, several query tokens, LSE out, and
 hands the common case to `attn_stream`; `attn_decode_fused` takes the qkv product and does rope, append, attention and
@@ -93,9 +95,11 @@ def attend(
     D: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr, MASK: tl.constexpr,
     WINDOW: tl.constexpr,
 ):  # fmt: skip
-    """Online softmax over the keys lo..hi of one KV head. Rows of q are (query, head) pairs; q carries the softmax
-    scale times log2(e). limit: the last key each row may see. MASK: 0 none, hi - lo is whole blocks and all are seen;
-    1 only the end at hi; 2 also limit and WINDOW."""
+    """Online softmax over the keys lo..hi of one KV head.
+
+    Rows of q are (query, head) pairs; q carries the softmax scale times log2(e). limit: the last key each row may see.
+    MASK: 0 none, hi - lo is whole blocks and all are seen; 1 only the end at hi; 2 also limit and WINDOW.
+    """
     d = tl.arange(0, D)
     for start in tl.range(lo, hi, BLOCK, num_stages=STAGES):
         n = start + tl.arange(0, BLOCK)
@@ -138,9 +142,11 @@ def attend_pages(
     HKV: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
-    """`attend` over whole pages lo..hi of a cache seen as rows: BLOCK keys of a head are one box of the bulk copy
-    engine, so that a single warp keeps several in flight. page: the table's entry for lo, which the caller reads
-    early."""
+    """Attend over whole pages lo..hi of a cache seen as rows.
+
+    BLOCK keys of a head are one box of the bulk copy engine, so that a single warp keeps several in flight. page: the
+    table's entry for lo, which the caller reads early.
+    """
     acc_even, acc_odd = apart(acc, ROWS, D)
     for start in tl.range(lo, hi, BLOCK, num_stages=STAGES):
         at = (page * HKV + head) * PAGE + start % PAGE
@@ -164,7 +170,9 @@ def merge_slices(
     ROWS: tl.constexpr, LIVE: tl.constexpr, PAD: tl.constexpr, D: tl.constexpr, GROUP: tl.constexpr,
     CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Publish this slice's state; the last slice to arrive returns (true, the merged state, PAD rows high).
+    """Publish this slice's state.
+
+    The last slice to arrive returns (true, the merged state, PAD rows high).
 
     Beyond GROUP slices in two levels: the last of each group merges its own, and puts the result where its first was;
     the last of all groups merges these. One CTA that merged 64 slices alone took 6 of 76 us at 1 x 128k (H200).
@@ -288,8 +296,10 @@ def attn_fused_kernel(
     NORMED: tl.constexpr, PAD: tl.constexpr, GROUP: tl.constexpr, CHUNK: tl.constexpr, BULK: tl.constexpr,
     PAIRS: tl.constexpr, PDL: tl.constexpr, MOST: tl.constexpr, LEAST: tl.constexpr, SEQS: tl.constexpr,
 ):  # fmt: skip
-    """MOST 0: each sequence has SLICES; else all have them together, see `turn`. CTAs without any come last then: among
-    the others they would leave some multiprocessors a CTA more than others, which cost a third of 16 x 8k.
+    """MOST 0: each sequence has SLICES; else all have them together, see `turn`.
+
+    CTAs without any come last then: among the others they would leave some multiprocessors a CTA more than others,
+    which cost a third of 16 x 8k.
     """
     if MOST == 0:
         slice_id, head, seq = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -399,7 +409,10 @@ def store_quantized(
     den, acc, out_ptr, out_scale_ptr, v_scale, seq, head, num_tokens,
     HQ: tl.constexpr, G: tl.constexpr, D: tl.constexpr, HEIGHT: tl.constexpr, QUANT: tl.constexpr,
 ):  # fmt: skip
-    """Normalize, round and write G heads of one token. QUANT 0: bf16; 2: by the given scale; 3: a scale per head."""
+    """Normalize, round and write G heads of one token.
+
+    QUANT 0: bf16; 2: by the given scale; 3: a scale per head.
+    """
     row = tl.arange(0, HEIGHT)
     d = tl.arange(0, D)
     live = row < G
@@ -476,7 +489,10 @@ def attn_decode_fused(
 
 
 def choose(plans: PlanTable, batch: int, max_len: int, spec: AttnSpec | FusedAttnSpec) -> Plan:
-    """Tables are tuned near a context of 1k, where fixed costs matter; beyond it the rule for long contexts holds."""
+    """Tables are tuned near a context of 1k, where fixed costs matter.
+
+    Beyond it the rule for long contexts holds.
+    """
     rule = slice_plan(batch * spec.kv_heads, max_len, spec)
     return plans.pick(batch, rule) if max_len <= 2048 else rule
 
@@ -487,8 +503,10 @@ def by_pairs(plan: Plan) -> bool:
 
 
 def boxes(k_cache: Tensor, v_cache: Tensor, block: int, bulk: bool) -> tuple[Any, Any]:
-    """The caches as rows of head_dim for the bulk copy engine: a box is `block` keys of one head. Values go by pairs of
-    e4m3, see split_pairs."""
+    """The caches as rows of head_dim for the bulk copy engine: a box is `block` keys of one head.
+
+    Values go by pairs of e4m3, see split_pairs.
+    """
     if not bulk:
         return k_cache, v_cache
     return key_boxes(k_cache, block), key_boxes(v_cache.view(torch.int16), block)
@@ -505,7 +523,9 @@ def query_rows(spec: AttnSpec) -> int:
 
 
 def slice_plan(pairs: int, max_len: int, spec: AttnSpec | FusedAttnSpec) -> Plan:
-    """How many slices a sequence and KV head is cut into, and how each is read (tuned on H200; docs/design/kernels.md).
+    """Return how many slices a sequence and KV head is cut into, and how each is read.
+
+    Tuned on H200.
 
     `pairs`: of a sequence and a KV head.
     """
@@ -527,8 +547,10 @@ def slice_plan(pairs: int, max_len: int, spec: AttnSpec | FusedAttnSpec) -> Plan
 
 
 def shared_plan(pairs: int, max_len: int, spec: FusedAttnSpec) -> Plan | None:
-    """For long contexts the slices that just fill the card, two a sequence or more, shared out by length (`turn`) and
-    read as e4m3_plan has it: one context of 16k among 15 of 1k takes 23 us, with as many slices each 78 (fused, H200).
+    """Return the plan of slices that sequences share, for long contexts.
+
+    The slices that just fill the card, two a sequence or more, shared out by length (`turn`) and read as e4m3_plan has
+    it: one context of 16k among 15 of 1k takes 23 us, with as many slices each 78 (fused, H200).
 
     None where each sequence has as many. With 64 at most, which is what merges in two levels of eight, few pairs would
     not fill the card. Up to four sequences 3 of 20 to 28 us are left: with shared slices a pair's gaps had a longer
@@ -542,7 +564,7 @@ def shared_plan(pairs: int, max_len: int, spec: FusedAttnSpec) -> Plan | None:
 
 
 def e4m3_plan(pairs: int, max_len: int, spec: AttnSpec | FusedAttnSpec) -> Plan:
-    """Of all keys of an e4m3 cache, at most 16 queries a pair.
+    """Return the plan for all keys of an e4m3 cache, at most 16 queries a pair.
 
     Long contexts: CTAs of one warp by bulk copies, eight to each of 132 multiprocessors, which hide each other's waits.
     Two buffers of 32 keys: with more, fewer CTAs would fit. The dependent launch is triggered after the loop: before
@@ -569,7 +591,10 @@ def count_blocks(num_keys: int, page: int) -> int:
 
 
 def merge_plan(slices: int, live: int, head_dim: int, warps: int) -> dict[str, int]:
-    """Slices to a group of the first level, the height of a merged state, and how many states fit in the registers."""
+    """Return how slices are merged.
+
+    Slices to a group of the first level, the height of a merged state, and how many states fit in the registers.
+    """
     pad = triton.next_power_of_2(live)
     group = max(2, triton.next_power_of_2(slices)) if slices <= 16 else 8 if slices <= 64 else 16
     return dict(GROUP=group, PAD=pad, CHUNK=max(1, min(group, 4096 * warps // (pad * head_dim))))
@@ -583,7 +608,10 @@ def num_counted(slices: int, merge: dict[str, int]) -> int:
 def split_workspace(
     workspace: Tensor, num_states: int, num_counters: int, rows: int, head_dim: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Counters first, at a place that no plan moves, since they must stay zero between launches of different plans."""
+    """Return the parts of the workspace.
+
+    Counters first, at a place that no plan moves, since they must stay zero between launches of different plans.
+    """
     counter, rest = workspace[:COUNTERS_NBYTES].view(torch.int32), workspace[COUNTERS_NBYTES:].view(torch.float32)
     split = num_states * rows * head_dim
     end = split + num_states * rows * 2

@@ -1,7 +1,10 @@
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportArgumentType=false, reportIndexIssue=false
 # pyright: reportOperatorIssue=false, reportAttributeAccessIssue=false, reportOptionalMemberAccess=false, reportReturnType=false
 # pyright: reportAssignmentType=false
-"""Paged prefill attention: chunks of several sequences against their cached prefix, the new tokens already appended."""
+"""Paged prefill attention.
+
+Chunks of several sequences against their cached prefix, the new tokens already appended.
+"""
 
 import torch
 import triton
@@ -25,7 +28,10 @@ def attn_prefill_kernel(
     BLOCK: tl.constexpr, STAGES: tl.constexpr, WINDOW: tl.constexpr, SINKS: tl.constexpr, LSE: tl.constexpr,
     HALF: tl.constexpr,
 ):  # fmt: skip
-    """The rows of a tile are PACK neighbouring heads of each of BM / PACK queries, so that those share the keys."""
+    """Attend for one tile of queries.
+
+    The rows of a tile are PACK neighbouring heads of each of BM / PACK queries, so that those share the keys.
+    """
     QUERIES: tl.constexpr = BM // PACK
     seq = tl.program_id(2) // parts
     part = tl.program_id(2) % parts
@@ -77,7 +83,10 @@ def widen_kernel(
     k_ptr, v_ptr, table_ptr, len_ptr, k_out_ptr, v_out_ptr, stride_page, max_pages, max_rows,
     HKV: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr,
 ):  # fmt: skip
-    """e4m3 pages to contiguous fp16 [sequence, head, max_rows, D]: exact, and once instead of in every tile."""
+    """Widen the keys and values of sequences.
+
+    e4m3 pages to contiguous fp16 [sequence, head, max_rows, D]: exact, and once instead of in every tile.
+    """
     page = tl.program_id(0)
     head = tl.program_id(1)
     seq = tl.program_id(2)
@@ -94,7 +103,10 @@ def widen_kernel(
 def attend_rows(
     m, den, acc, q, k_desc, v_desc, base, lo, hi, limit, BLOCK: tl.constexpr, STAGES: tl.constexpr, MASK: tl.constexpr
 ):
-    """Online softmax over contiguous rows lo..hi from `base` on. MASK: hide what lies beyond each row's limit."""
+    """Online softmax over contiguous rows lo..hi from `base` on.
+
+    MASK: hide what lies beyond each row's limit.
+    """
     for start in tl.range(lo, hi, BLOCK, num_stages=STAGES):
         k = k_desc.load([base + start, 0])
         v = v_desc.load([base + start, 0])
@@ -118,7 +130,10 @@ def attn_rows_kernel(
     HQ: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, BM: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
     SINKS: tl.constexpr, LSE: tl.constexpr,
 ):  # fmt: skip
-    """Prefill over the widened rows; heads of a group and neighbouring tiles run together and share keys in L2."""
+    """Prefill over the widened rows.
+
+    Heads of a group and neighbouring tiles run together and share keys in L2.
+    """
     head = tl.program_id(0)
     tile = tl.num_programs(1) - 1 - tl.program_id(1)  # the tiles with the most keys first
     seq = tl.program_id(2)
@@ -152,7 +167,10 @@ def attn_rows_parts_kernel(
     HQ: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, BM: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
     SINKS: tl.constexpr, LSE: tl.constexpr,
 ):  # fmt: skip
-    """The same where there may be several parts. As one kernel the two took 3.5 % longer for 8192 tokens (H200)."""
+    """The same where there may be several parts.
+
+    As one kernel the two took 3.5 % longer for 8192 tokens (H200).
+    """
     head = tl.program_id(0)
     tile = tl.num_programs(1) - 1 - tl.program_id(1)
     seq = tl.program_id(2) // parts
@@ -286,7 +304,10 @@ def prefill_widened(
     q_starts: Tensor, sinks: Tensor, out: Tensor, lse: Tensor, max_q: int, max_kv: int, qk_scale: float,
     v_scale: float, sms: int, scratch: Tensor, copies: Tensor, rows: int,
 ) -> Parts:  # fmt: skip
-    """`copies`: for fp16 keys and values of `rows` rows a sequence. Pays where several query tiles read the same."""
+    """`copies`: for fp16 keys and values of `rows` rows a sequence.
+
+    Pays where several query tiles read the same.
+    """
     batch, dim, heads, bm, block = seq_lens.shape[0], spec.head_dim, spec.kv_heads, plan["bm"], plan["block"]
     half = batch * heads * rows
     k, v = copies.view(2, half, dim)
@@ -312,7 +333,9 @@ def prefill_widened(
 
 
 def prefill_plan(spec: AttnSpec, max_q: int, cc: int) -> Plan:
-    """On sm_120 the accumulator lives in plain mma registers: 128 rows spill, and shared memory is half as large.
+    """Return the tiles of prefill attention.
+
+    On sm_120 the accumulator lives in plain mma registers: 128 rows spill, and shared memory is half as large.
 
     pack: query heads to a tile, all of a KV head's, where its queries don't fill one, or a window makes large tiles
     read keys that most of their rows don't see. Packed tiles of 8192 bf16 rows took 5 % longer (H200).

@@ -1,7 +1,10 @@
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportArgumentType=false, reportIndexIssue=false
 # pyright: reportOperatorIssue=false, reportAttributeAccessIssue=false, reportOptionalMemberAccess=false, reportReturnType=false
 # pyright: reportAssignmentType=false
-"""The state of an online softmax over paged keys: running max, sum, weighted values; shared by the decode kernels."""
+"""The state of an online softmax over paged keys.
+
+Running max, sum, weighted values; shared by the decode kernels.
+"""
 
 import triton
 import triton.language as tl
@@ -11,8 +14,10 @@ from kernels.triton.common import INTERPRETED, LN2, LOG2E
 
 @triton.jit
 def share(slice_id, first, length, BLOCK: tl.constexpr, slices):
-    """The keys lo..hi of one slice: whole blocks, shared out evenly. The slice with the last key has lo < length == hi;
-    where there are fewer blocks than slices, some have lo >= hi."""
+    """The keys lo..hi of one slice: whole blocks, shared out evenly.
+
+    The slice with the last key has lo < length == hi; where there are fewer blocks than slices, some have lo >= hi.
+    """
     blocks = tl.cdiv(length - first, BLOCK)
     lo = first + tl.cdiv(slice_id * blocks, slices) * BLOCK
     return lo, tl.minimum(first + tl.cdiv((slice_id + 1) * blocks, slices) * BLOCK, length)
@@ -20,10 +25,12 @@ def share(slice_id, first, length, BLOCK: tl.constexpr, slices):
 
 @triton.jit
 def turn(place, len_ptr, num_seqs, SLICES: tl.constexpr, MOST: tl.constexpr, LEAST: tl.constexpr, SEQS: tl.constexpr):
-    """What the CTA at `place` reads where sequences have SLICES together, of about as many keys each: the sequence,
-    which of its slices, how many it has, and the place of the first. Each has one at least and MOST at most, none of
-    less than LEAST keys but for its end. Behind the last place, which is SLICES at most, the sequence is num_seqs or
-    more. num_seqs <= SLICES; SEQS: a power of 2 from num_seqs on.
+    """Return what the CTA at `place` reads.
+
+    Sequences have SLICES together, of about as many keys each: the sequence, which of its slices, how many it has, and
+    the place of the first. Each has one at least and MOST at most, none of less than LEAST keys but for its end. Behind
+    the last place, which is SLICES at most, the sequence is num_seqs or more. num_seqs <= SLICES; SEQS: a power of 2
+    from num_seqs on.
     """
     j = tl.arange(0, SEQS)
     lengths = tl.load(len_ptr + j, mask=j < num_seqs, other=0)
@@ -77,7 +84,10 @@ def split_pairs(v16):
 
 @triton.jit
 def finish(m, den, acc, sink_ptr, q_head, live, SINKS: tl.constexpr):
-    """Add the sinks (a logit per head that takes weight and gives no value) and normalize; also returns the LSE."""
+    """Add the sinks (a logit per head that takes weight and gives no value) and normalize.
+
+    Also returns the LSE.
+    """
     if SINKS:
         sink = tl.load(sink_ptr + q_head, mask=live, other=0.0).to(tl.float32) * LOG2E
         m_new = tl.maximum(m, sink)
@@ -103,8 +113,11 @@ def merge_states(
     ROWS: tl.constexpr, LIVE: tl.constexpr, PAD: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr,
     CHUNK: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
-    """`count` published states (at most WIDTH), each STEP behind the one before, as one, PAD rows high. CHUNK of them
-    are loaded at once, as many as the registers hold: what a merge costs is the number of times it waits for memory."""
+    """`count` published states (at most WIDTH), each STEP behind the one before, as one, PAD rows high.
+
+    CHUNK of them are loaded at once, as many as the registers hold: what a merge costs is the number of times it waits
+    for memory.
+    """
     r = tl.arange(0, PAD)
     d = tl.arange(0, D)
     j = tl.arange(0, WIDTH)

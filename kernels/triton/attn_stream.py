@@ -1,7 +1,9 @@
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportArgumentType=false, reportIndexIssue=false
 # pyright: reportOperatorIssue=false, reportAttributeAccessIssue=false, reportOptionalMemberAccess=false, reportReturnType=false
 # pyright: reportAssignmentType=false
-"""Paged decode attention as a stream of e4m3 pages: one query token, at most eight heads a KV head, no window.
+"""Paged decode attention as a stream of e4m3 pages.
+
+One query token, at most eight heads a KV head, no window.
 
 A CTA of one warp reads one slice of one sequence and KV head. Its first bulk copies are on their way before the
 dependency wait, since keys and values of earlier tokens are constant within a step; and a multiprocessor holds so many
@@ -40,8 +42,10 @@ def drop(ptr, there):
 
 @triton.jit
 def take(m, den, acc_even, acc_odd, k, v16, q, live):
-    """One block of keys into the state. k [keys, D] e4m3, v16 [keys, D / 2] pairs of e4m3, q [D, ROWS] fp16,
-    live [keys]. The state has a query a column, and the even and the odd values apart.
+    """One block of keys into the state.
+
+    k [keys, D] e4m3, v16 [keys, D / 2] pairs of e4m3, q [D, ROWS] fp16, live [keys]. The state has a query a column,
+    and the even and the odd values apart.
 
     Keys are the rows of the product: queries as its rows would fill eight of sixteen.
     """
@@ -134,10 +138,12 @@ def attn_merge_kernel(
     HQ: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, PART: tl.constexpr, SLICES: tl.constexpr,
     WIDTH: tl.constexpr, SINKS: tl.constexpr, LSE: tl.constexpr, LINES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """PART columns of one query head: the states of its SLICES slices as one, normalized. WIDTH: SLICES or more.
-    LINES: each part of a state is so many whole lines of L2, to be discarded; 0: keep them.
+    """PART columns of one query head: the states of its SLICES slices as one, normalized.
 
-    One warp and next to no shared memory, so that it fits beside the CTAs that stream."""
+    WIDTH: SLICES or more. LINES: each part of a state is so many whole lines of L2, to be discarded; 0: keep them.
+
+    One warp and next to no shared memory, so that it fits beside the CTAs that stream.
+    """
     G: tl.constexpr = HQ // HKV
     row = tl.program_id(0) // (D // PART)
     part = tl.program_id(0) % (D // PART)
@@ -180,7 +186,9 @@ def streams(spec: AttnSpec) -> bool:
 
 
 def stream_plan(pairs: int, max_len: int, spec: AttnSpec) -> Plan:
-    """Eight CTAs on each of 132 multiprocessors where the context allows; two slices of a context cost more than one.
+    """Eight CTAs on each of 132 multiprocessors where the context allows.
+
+    Two slices of a context cost more than one.
 
     Two buffers of 32 keys: with more in flight memory gets slower, by 3 % at 24 KiB a CTA (16 x 16k, H200).
     """
@@ -207,7 +215,10 @@ def stream(
     block_table: Tensor, seq_lens: Tensor, out: Tensor, sinks: Tensor, lse: Tensor, mid: Tensor, ml: Tensor,
     qk_scale: float, v_scale: float, pdl: bool,
 ) -> None:  # fmt: skip
-    """attn_decode by such a plan. boxes: both caches as `attn_decode.boxes` gives them; mid, ml: for the states."""
+    """attn_decode by such a plan.
+
+    boxes: both caches as `attn_decode.boxes` gives them; mid, ml: for the states.
+    """
     batch, slices, heads, dim = seq_lens.shape[0], plan["slices"], spec.kv_heads, spec.head_dim
     shape = dict(HQ=spec.q_heads, HKV=heads, D=dim, SLICES=slices, SINKS=spec.sinks, LSE=spec.lse, PDL=pdl)
     attn_stream_kernel[(slices, heads, batch)](
@@ -226,5 +237,8 @@ def stream(
 
 
 def merge_part(slices: int, head_dim: int) -> int:
-    """Columns a CTA merges: 4096 values or fewer, so that a warp's registers hold them, but whole lines of L2."""
+    """Return how many columns a CTA merges.
+
+    4096 values or fewer, so that a warp's registers hold them, but whole lines of L2.
+    """
     return min(head_dim, max(LINE.value, 4096 // triton.next_power_of_2(slices)))

@@ -1,8 +1,9 @@
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportArgumentType=false, reportIndexIssue=false
 # pyright: reportOperatorIssue=false, reportAttributeAccessIssue=false, reportOptionalMemberAccess=false, reportReturnType=false
 # pyright: reportAssignmentType=false
-"""What kernels here share: programmatic dependent launch, fetches ahead, the rounding to e4m3, the end of a product in
-parts.
+"""The parts that kernels share.
+
+Programmatic dependent launch, fetches ahead, the rounding to e4m3, the end of a product in parts.
 
 Kernels do not specialize the counts that differ from batch to batch, of rows (num_tokens, M, total) and of pages: one
 for 1, one for multiples of 16 and one for the rest would be compiled, some of them in the middle of serving.
@@ -87,8 +88,10 @@ def pdl_launch(pdl: bool) -> dict[str, bool]:
 
 @triton.jit
 def store_part(acc, out_ptr, part_ptr, counter_ptr, at, mask, M, N: tl.constexpr, PARTS: tl.constexpr):
-    """A tile of the product at `at`, or one of the PARTS of it along k (axis 2 of the grid): the last part to arrive
-    adds all in order, and the sum is the same whoever it is."""
+    """A tile of the product at `at`, or one of the PARTS of it along k (axis 2 of the grid).
+
+    The last part to arrive adds all in order, and the sum is the same whoever it is.
+    """
     if PARTS == 1:
         tl.store(out_ptr + at, acc.to(out_ptr.dtype.element_ty), mask=mask)
     else:

@@ -1,7 +1,9 @@
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportArgumentType=false, reportIndexIssue=false
 # pyright: reportOperatorIssue=false, reportAttributeAccessIssue=false, reportOptionalMemberAccess=false, reportReturnType=false
 # pyright: reportAssignmentType=false
-"""The Hopper products' twin for compute capability 10.x: the same order of loads, with tcgen05 and tensor memory.
+"""The Hopper products' twin for compute capability 10.x.
+
+The same order of loads, with tcgen05 and tensor memory.
 
 128 weight rows are the MMA's M, tokens its N; the accumulator lives in tensor memory. Compiled and checked for its
 instructions on every build; it has not run on a Blackwell card, so `kernels.selfcheck` decides there.
@@ -33,8 +35,9 @@ def skinny_tcgen05_kernel(
     w_desc, x_desc, out_ptr, w_scale_ptr, x_scale_ptr, M, N: gl.constexpr, BX: gl.constexpr,
     BK: gl.constexpr, SHARE: gl.constexpr, STAGES: gl.constexpr, PDL: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
-    """out[part, M, N] = (x[M, K] * x_scale[M]) @ (w[N, K] * w_scale[N])^T over SHARE columns; what lies past K is
-    copied as zeros.
+    """out[part, M, N] = (x[M, K] * x_scale[M]) @ (w[N, K] * w_scale[N])^T over SHARE columns.
+
+    What lies past K is copied as zeros.
     """
     row = gl.program_id(1) * BW
     token = gl.program_id(0) * BX
@@ -92,7 +95,10 @@ def gate_up_tcgen05_kernel(
     BX: gl.constexpr,
     BK: gl.constexpr, STAGES: gl.constexpr, QUANT: gl.constexpr, PDL: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
-    """Rows n and N/2 + n of w are gate and up; out[M, N/2] = quantize(silu(gate) * up). QUANT as on Hopper."""
+    """Rows n and N/2 + n of w are gate and up; out[M, N/2] = quantize(silu(gate) * up).
+
+    QUANT as on Hopper.
+    """
     tile = gl.program_id(1)
     row = tile * BW
     token = gl.program_id(0) * BX

@@ -1,7 +1,9 @@
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportArgumentType=false, reportIndexIssue=false
 # pyright: reportOperatorIssue=false, reportAttributeAccessIssue=false, reportOptionalMemberAccess=false, reportReturnType=false
 # pyright: reportAssignmentType=false
-"""Skinny FP8 GEMM for Hopper in Gluon: weights are the MMA's M side, on their way before the dependency wait.
+"""Skinny FP8 GEMM for Hopper in Gluon.
+
+Weights are the MMA's M side, on their way before the dependency wait.
 
 A decode GEMM is a read of its weights. Weights do not depend on the previous kernel, so a programmatic dependent launch
 lets their first stages be fetched while that kernel still runs: 0.28 ms of a 2.1 ms step on H200
@@ -39,8 +41,11 @@ def depend_wait(PDL: gl.constexpr):
 
 @gluon.jit
 def warm_descriptor(x_desc, x_smem, token, K: gl.constexpr, BX: gl.constexpr, BK: gl.constexpr):
-    """Load a box that lies outside of x: nothing is read, but the descriptor is at hand once the wait is over. It took
-    12 us off a decode step of one token (H200)."""
+    """Load a box that lies outside of x.
+
+    Nothing is read, but the descriptor is at hand once the wait is over. It took 12 us off a decode step of one token
+    (H200).
+    """
     done = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     mbarrier.init(done, count=1)
     mbarrier.expect(done, BX * BK)
@@ -52,7 +57,10 @@ def warm_descriptor(x_desc, x_smem, token, K: gl.constexpr, BX: gl.constexpr, BK
 def load_block_scales(
     w_scale_ptr, row, first, K: gl.constexpr, SHARE: gl.constexpr, ROOM: gl.constexpr, layout: gl.constexpr
 ):
-    """Those of the blocks beside a tile of weights, [ROOM], from column `first` on, a part's share of them."""
+    """Load the scales of blocks.
+
+    Those of the blocks beside a tile of weights, [ROOM], from column `first` on, a part's share of them.
+    """
     group = gl.arange(0, ROOM, layout=gl.SliceLayout(1, layout))
     within = (group < SHARE // 128) & (first // 128 + group < K // 128)
     return gl.load(w_scale_ptr + row // 128 * (K // 128) + first // 128 + group, mask=within, other=0.0)
@@ -63,8 +71,11 @@ def keep_scales(
     x_scale_ptr, w_scale, token, first, M, K: gl.constexpr, SHARE: gl.constexpr, BX: gl.constexpr, ROOM: gl.constexpr,
     BLOCKS: gl.constexpr, layout: gl.constexpr,
 ):  # fmt: skip
-    """The scales of a tile of tokens, [ROOM, BX], times those of the blocks: all at once into shared memory, since each
-    step would wait for its own. A last step may take columns of the next part, which count for nothing here."""
+    """The scales of a tile of tokens, [ROOM, BX], times those of the blocks.
+
+    All at once into shared memory, since each step would wait for its own. A last step may take columns of the next
+    part, which count for nothing here.
+    """
     group = gl.arange(0, ROOM, layout=gl.SliceLayout(1, layout))
     within = (group < SHARE // 128) & (first // 128 + group < K // 128)
     column = token + gl.arange(0, BX, layout=gl.SliceLayout(0, layout))
@@ -82,7 +93,10 @@ def store_tokens(
     out_ptr, value, row, token, M, stride,
     BW: gl.constexpr, BX: gl.constexpr, layout: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
-    """Write a [weight rows, tokens] tile to [tokens, stride]; wide tiles in a layout that writes 16 bytes a thread."""
+    """Write a [weight rows, tokens] tile to [tokens, stride].
+
+    Wide tiles in a layout that writes 16 bytes a thread.
+    """
     if BX > 32:
         flat: gl.constexpr = gl.BlockedLayout([8, 1], [8, 4], [1, num_warps], [0, 1])
     else:
@@ -99,8 +113,9 @@ def skinny_gemm_kernel(
     BX: gl.constexpr, BK: gl.constexpr, SHARE: gl.constexpr, STAGES: gl.constexpr, ROOM: gl.constexpr,
     BLOCKS: gl.constexpr, PDL: gl.constexpr, EARLY: gl.constexpr, AHEAD: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
-    """out[part, M, N] = (x[M, K] * x_scale) @ (w[N, K] * w_scale)^T over SHARE columns; what lies past K is copied
-    as zeros.
+    """out[part, M, N] = (x[M, K] * x_scale) @ (w[N, K] * w_scale)^T over SHARE columns.
+
+    What lies past K is copied as zeros.
 
     ROOM 0: x_scale is [M]. Else [K / 128, M], one scale per token and 128 columns, of which a step takes two (BK is
     256), and ROOM, a power of two, is no less than what all steps take; BLOCKS: w_scale is [N / 128, K / 128] then,
@@ -300,7 +315,9 @@ def gemm_gate_up(
 
 
 def default_plan(tokens: int, dual: bool = False, is_crowded: bool = False) -> Plan:
-    """Tiles that fit in 227 KiB for any shape; the shipped table has better ones for the shapes that were measured.
+    """Tiles that fit in 227 KiB for any shape.
+
+    The shipped table has better ones for the shapes that were measured.
 
     `is_crowded`: there are more CTAs than multiprocessors, which then have room for two: 5120 x 2880 in two parts takes
     8.3 us for 64 tokens with six stages of 16 KiB, and 12.3 with eight (with rope); 24576 x 4096 with SiLU takes off
@@ -313,8 +330,10 @@ def default_plan(tokens: int, dual: bool = False, is_crowded: bool = False) -> P
 
 
 def fit(plan: Plan, share: int) -> Plan:
-    """Shrink the step along K until it divides the columns of a part. Stages beyond the steps would hold shared memory
-    that other CTAs can use."""
+    """Shrink the step along K until it divides the columns of a part.
+
+    Stages beyond the steps would hold shared memory that other CTAs can use.
+    """
     bk = plan["bk"]
     while share % bk:
         bk //= 2
@@ -322,8 +341,10 @@ def fit(plan: Plan, share: int) -> Plan:
 
 
 def grouped_plan(tokens: int, spec: GemmSpec, is_crowded: bool) -> Plan:
-    """For scales that differ along K: a step takes 256 columns, and stages the room that the scales leave. Two CTAs of
-    110 KiB share a multiprocessor."""
+    """For scales that differ along K: a step takes 256 columns, and stages the room that the scales leave.
+
+    Two CTAs of 110 KiB share a multiprocessor.
+    """
     bx = min(64, max(8, triton.next_power_of_2(tokens)))
     room_nbytes = ((110 if is_crowded else 200) << 10) - scale_room(spec) * bx * 4
     stages = min(8, max(2, room_nbytes // ((64 + bx) * 256)), triton.cdiv(spec.share, 256))

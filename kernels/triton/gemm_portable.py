@@ -1,7 +1,10 @@
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportArgumentType=false, reportIndexIssue=false
 # pyright: reportOperatorIssue=false, reportAttributeAccessIssue=false, reportOptionalMemberAccess=false, reportReturnType=false
 # pyright: reportAssignmentType=false
-"""FP8 GEMM in plain Triton, for every architecture: swap-AB tiles for few tokens, ordinary tiles for many."""
+"""FP8 GEMM in plain Triton, for every architecture.
+
+Swap-AB tiles for few tokens, ordinary tiles for many.
+"""
 
 import triton
 import triton.language as tl
@@ -19,7 +22,9 @@ def swapped_gemm_kernel(
     MASK: tl.constexpr, STAGES: tl.constexpr, DUAL: tl.constexpr, QUANT: tl.constexpr, GROUP: tl.constexpr,
     BLOCKS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Weights as the M side, so that 16 tokens suffice for wgmma and tcgen05. DUAL: silu(gate) * up, then QUANT.
+    """Weights as the M side, so that 16 tokens suffice for wgmma and tcgen05.
+
+    DUAL: silu(gate) * up, then QUANT.
 
     A part takes SHARE columns; MASK: some of all parts' lie past K. GROUP: x_scale is [K / BK, M], otherwise [M];
     BLOCKS: w_scale is [N / 128, K / BK] then, otherwise [N].
@@ -83,7 +88,10 @@ def gemm_kernel(
     N: tl.constexpr, K: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP_M: tl.constexpr,
     RECIPE: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """RECIPE 0: one scale each; 1: per token and per row; 2: 1 x 128 scales of a as [K / 128, M], 128 x 128 of w."""
+    """Multiply a tile.
+
+    RECIPE 0: one scale each; 1: per token and per row; 2: 1 x 128 scales of a as [K / 128, M], 128 x 128 of w.
+    """
     tile = tl.program_id(0)
     tiles_n = tl.cdiv(N, BN)
     tiles_m = tl.cdiv(M, BM)
@@ -177,7 +185,10 @@ def wide_plan(tokens: int, spec: GemmSpec) -> Plan:
 
 
 def fit(plan: Plan, share: int, group: bool = False) -> Plan:
-    """Shrink the step along K until it divides the part's share; scales that differ along K need steps of 128."""
+    """Shrink the step along K until it divides the part's share.
+
+    Scales that differ along K need steps of 128.
+    """
     bk = 128 if group else plan["bk"]
     while share % bk:
         bk //= 2

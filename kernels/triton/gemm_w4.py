@@ -32,7 +32,10 @@ sub.bf16x2 $0, $0, $5; sub.bf16x2 $1, $1, $5; sub.bf16x2 $2, $2, $5; sub.bf16x2 
 
 @triton.jit
 def widened(words, factor):
-    """A tile of words [n, 32] as they are stored, and its rows' factors [n], to code - zero, bf16 [n, 128]."""
+    """Widen a tile of words to bf16.
+
+    Words [n, 32] as they are stored, and its rows' factors [n], to code - zero, bf16 [n, 128].
+    """
     zero = ((factor & 15) | 0x4300).to(tl.int16).to(tl.bfloat16, bitcast=True)
     zero = tl.broadcast_to(zero[:, None], words.shape)
     words = tl.reshape(tl.permute(tl.reshape(words, (words.shape[0], 4, 4, 2)), (0, 2, 1, 3)), words.shape)
@@ -65,8 +68,11 @@ def gemm_w4_kernel(
     N: tl.constexpr, K: tl.constexpr, BW: tl.constexpr, BX: tl.constexpr, PARTS: tl.constexpr, STAGES: tl.constexpr,
     AHEAD: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Weights as the M side, two tiles along k a step. PARTS > 1 splits k: out [PARTS, M, N] is for the reader to add
-    up. AHEAD: steps whose weights are fetched into L2 before the wait, since no kernel writes them."""
+    """Weights as the M side, two tiles along k a step.
+
+    PARTS > 1 splits k: out [PARTS, M, N] is for the reader to add up. AHEAD: steps whose weights are fetched into L2
+    before the wait, since no kernel writes them.
+    """
     BLOCKS: tl.constexpr = K // 128
     STEPS: tl.constexpr = (BLOCKS + 1) // 2
     PER: tl.constexpr = (STEPS + PARTS - 1) // PARTS
@@ -115,7 +121,10 @@ def fetch_ahead(
 
 @triton.jit
 def widen_w4_kernel(w_ptr, factor_ptr, out_ptr, K: tl.constexpr):
-    """A tile of the weights as bf16 [n, k]: with many tokens that costs less than widening it in every token tile."""
+    """A tile of the weights as bf16 [n, k].
+
+    With many tokens that costs less than widening it in every token tile.
+    """
     BLOCKS: tl.constexpr = K // 128
     strip, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     row = tl.arange(0, 64)
@@ -130,9 +139,11 @@ def gemm_w4(
     spec: W4Spec, a: Tensor, w: Tensor, factors: Tensor, out: Tensor, workspace: Tensor,
     *, plans: PlanTable = EMPTY, pdl: bool = PDL,
 ) -> None:  # fmt: skip
-    """`w` and `factors` are those of kernels.layouts.tile_int4. The workspace serves a whole product from
-    WIDEN_INT4_TOKENS on where, behind the counters of other products, it has 2 n k bytes: a bf16 copy of the weights
-    for cuBLAS."""
+    """`w` and `factors` are those of kernels.layouts.tile_int4.
+
+    The workspace serves a whole product from WIDEN_INT4_TOKENS on where, behind the counters of other products, it has
+    2 n k bytes: a bf16 copy of the weights for cuBLAS.
+    """
     tokens, rest = a.shape[0], workspace[COUNTERS_NBYTES:]
     if spec.parts == 1 and tokens >= WIDEN_INT4_TOKENS and rest.numel() >= 2 * spec.n * spec.k:
         wide = rest[: 2 * spec.n * spec.k].view(torch.bfloat16).view(spec.n, spec.k)
@@ -147,8 +158,11 @@ def gemm_w4(
 
 
 def w4_plan(spec: W4Spec, tokens: int, cc: int = 90, sm_count: int = 132) -> Plan:
-    """Tiles of 128 rows lose nearly everywhere, for there are fewer: 4096 x 4096 in two parts takes 10.2 us for 32
-    tokens by such, 7.5 by tiles of 64. What is fetched ahead is 2 % of a whole step of one token (H200)."""
+    """Return the tiles of a product.
+
+    Tiles of 128 rows lose nearly everywhere, for there are fewer: 4096 x 4096 in two parts takes 10.2 us for 32 tokens
+    by such, 7.5 by tiles of 64. What is fetched ahead is 2 % of a whole step of one token (H200).
+    """
     bx = 16 if tokens <= 16 else 32 if tokens <= 32 else 64
     is_crowded = bx == 64 or spec.n // 64 * spec.parts > 2 * sm_count
     stages = 2 if bx == 64 and cc == 120 else 3 if is_crowded else 4

@@ -66,7 +66,10 @@ def widen_w8_kernel(
     w_ptr, out_ptr, scale_ptr, N: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr, STEP: tl.constexpr,
     SPAN: tl.constexpr,
 ):  # fmt: skip
-    """The weights as bf16 [n, k], scaled: with many tokens that costs less than widening them in every token tile."""
+    """The weights as bf16 [n, k], scaled.
+
+    With many tokens that costs less than widening them in every token tile.
+    """
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     k = tl.program_id(1) * STEP
     columns = k + tl.arange(0, STEP)
@@ -84,8 +87,11 @@ def widen_w8_kernel(
 def gemm_w8(
     spec: W8Spec, a: Tensor, w: Tensor, scale: Tensor, out: Tensor, workspace: Tensor, *, plans: PlanTable = EMPTY
 ) -> None:
-    """The workspace starts as zeros. It serves split-K and, from WIDEN_TOKENS on and where 2 n k bytes are left behind
-    its counters, a bf16 copy of the weights for cuBLAS."""
+    """The workspace starts as zeros.
+
+    It serves split-K and, from WIDEN_TOKENS on and where 2 n k bytes are left behind its counters, a bf16 copy of the
+    weights for cuBLAS.
+    """
     tokens = a.shape[0]
     counter, rest = workspace[:COUNTERS_NBYTES].view(torch.int32), workspace[COUNTERS_NBYTES:]
     step, span = STEPS[spec.recipe]
@@ -108,8 +114,10 @@ def gemm_w8(
 
 
 def w8_plan(spec: W8Spec, tokens: int) -> Plan:
-    """Parts along k until some 500 CTAs read weights, four on each multiprocessor of an H200. 8 warps hold a wide
-    tile's two accumulators."""
+    """Parts along k until some 500 CTAs read weights, four on each multiprocessor of an H200.
+
+    8 warps hold a wide tile's two accumulators.
+    """
     bx = min(128, max(16, triton.next_power_of_2(tokens)))
     tiles = triton.cdiv(spec.n, 64) * triton.cdiv(tokens, bx)
     fit = next((p for p in (8, 4, 2) if p * tiles <= 512 and p * 512 <= spec.k), 1)

@@ -66,9 +66,11 @@ def expert_gemm_kernel(
     STAGES: tl.constexpr, FIRST: tl.constexpr, OAI: tl.constexpr, BIAS: tl.constexpr, FP8: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """Weights as the M side. FIRST: rows of x are tokens, out is the activated middle in e4m3 with group scales;
-    otherwise rows are assignments with group scales [K / BK, total], and out is bf16. Without FP8 everything is bf16
-    and nothing has scales."""
+    """Weights as the M side.
+
+    FIRST: rows of x are tokens, out is the activated middle in e4m3 with group scales; otherwise rows are assignments
+    with group scales [K / BK, total], and out is bf16. Without FP8 everything is bf16 and nothing has scales.
+    """
     tile = tl.program_id(1)
     rows = tl.program_id(0) * BW + tl.arange(0, BW)
     inside = rows < (N // 2 if FIRST else N)
@@ -227,8 +229,9 @@ def bf16_products(
 
 
 def expert_plan(spec: MoESpec, tokens: int, cc: int) -> Plan:
-    """A tile holds about as many rows as an expert gets of the next power of two tokens: what depends on their number
-    changes there and nowhere else. Two accumulators of 128 x 128 spill on sm_120.
+    """A tile holds about as many rows as an expert gets of the next power of two tokens.
+
+    What depends on their number changes there and nowhere else. Two accumulators of 128 x 128 spill on sm_120.
     """
     share = triton.next_power_of_2(max(1, triton.next_power_of_2(tokens) * spec.top_k // spec.experts))
     if spec.weights == "mxfp4":
@@ -242,7 +245,10 @@ def expert_plan(spec: MoESpec, tokens: int, cc: int) -> Plan:
 
 
 def can_sort_rows(spec: MoESpec) -> bool:
-    """Whether kernels.triton.moe_hopper has this layer's products: three steps of 128 columns are under way there."""
+    """Return whether kernels.triton.moe_hopper has this layer's products.
+
+    Three steps of 128 columns are under way there.
+    """
     is_wide = group_width(spec) == 128 and spec.hidden % 256 == 0 and min(spec.hidden, spec.inter) >= 3 * 128
     return is_wide and spec.activation == "silu" and not spec.bias
 
@@ -250,9 +256,11 @@ def can_sort_rows(spec: MoESpec) -> bool:
 def carve(
     spec: MoESpec, workspace: Tensor, total: int, max_tiles: int, bx: int, parts: int = 1, sorts_rows: bool = False
 ) -> list[Tensor]:
-    """The middle and its scales, the rows before the sum, counts, sorted assignments, the expert of each tile and how
-    many tiles have one. `sorts_rows`: and the rows as they are sorted, and their scales; so is the middle then, sorted
-    and padded.
+    """Return the parts of the workspace.
+
+    The middle and its scales, the rows before the sum, counts, sorted assignments, the expert of each tile and how many
+    tiles have one. `sorts_rows`: and the rows as they are sorted, and their scales; so is the middle then, sorted and
+    padded.
     """
     rows = max_tiles * bx if sorts_rows else total
     shapes = [

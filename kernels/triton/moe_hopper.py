@@ -1,7 +1,7 @@
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportArgumentType=false, reportIndexIssue=false
 # pyright: reportOperatorIssue=false, reportAttributeAccessIssue=false, reportOptionalMemberAccess=false, reportReturnType=false
 # pyright: reportAssignmentType=false
-"""FP8 products of experts that have many rows each and no bias, with SiLU between, for Hopper in Gluon.
+"""FP8 products of experts of many rows and no bias, with SiLU between, for Hopper in Gluon.
 
 Rows are copied as they are sorted by expert, padded to whole tiles, so that the copy engine brings both sides of a
 product. As many CTAs as there are multiprocessors go through the tiles; what a CTA reads next is on its way while it
@@ -55,8 +55,11 @@ def gather_kernel(
 
 @gluon.jit
 def place(item, tile_ptr, num_tiles, num_items, COLUMNS: gl.constexpr):
-    """Tile of rows, tile of columns, and expert of an item. The columns of BAND tiles are gone through before the next
-    band's, so that an expert's weights are read from memory about once."""
+    """Tile of rows, tile of columns, and expert of an item.
+
+    The columns of BAND tiles are gone through before the next band's, so that an expert's weights are read from memory
+    about once.
+    """
     band = item // (BAND * COLUMNS)
     within = item % (BAND * COLUMNS)
     height = gl.maximum(gl.minimum(num_tiles - band * BAND, BAND), 1)
@@ -115,9 +118,12 @@ def expert_tiles_kernel(
     N: gl.constexpr, K: gl.constexpr, STAGES: gl.constexpr, FIRST: gl.constexpr,
     PDL: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
-    """x lies as its rows are sorted. FIRST: rows n and N / 2 + n of w are gate and up, out is the activated middle in
-    e4m3, sorted too, with scales [N / 2 / 128, rows]. Otherwise x is that middle, and rows of out are assignments. How
-    many tiles experts have is at tile_ptr + max_tiles."""
+    """x lies as its rows are sorted.
+
+    FIRST: rows n and N / 2 + n of w are gate and up, out is the activated middle in e4m3, sorted too, with scales [N /
+    2 / 128, rows]. Otherwise x is that middle, and rows of out are assignments. How many tiles experts have is at
+    tile_ptr + max_tiles.
+    """
     WIDTH: gl.constexpr = TILE if FIRST else 2 * TILE
     APART: gl.constexpr = N // 2 if FIRST else TILE
     COLUMNS: gl.constexpr = (N // 2 if FIRST else N) // WIDTH
@@ -198,7 +204,10 @@ def products(
     spec: MoESpec, plan: Plan, grid: tuple[int], x: Tensor, x_scale: Tensor, first: Weights, second: Weights,
     room: Sequence[Tensor], pdl: bool,
 ) -> None:  # fmt: skip
-    """`room`: kernels.triton.moe.carve's with `sorts_rows`, assignments sorted; its rows before the sum are written."""
+    """`room`: kernels.triton.moe.carve's with `sorts_rows`, assignments sorted.
+
+    Its rows before the sum are written.
+    """
     middle, group_scale, y, _, order, tiles, copy, copy_scale = room
     total, max_tiles = len(x) * spec.top_k, tiles.numel() - 1
     middle, copy = middle.view(-1, spec.inter), copy.view(-1, spec.hidden)
@@ -229,5 +238,5 @@ def gather(
 
 
 def box(matrix: Tensor) -> TensorDescriptor:
-    """Of tiles of rows, those of all experts one after the other."""
+    """Return a descriptor of tiles of rows, those of all experts one after the other."""
     return descriptor(matrix.view(-1, matrix.shape[-1]), FULL_TILE, FULL_TILE)

@@ -65,9 +65,11 @@ def expert_mx_kernel(
     N: tl.constexpr, K: tl.constexpr, TOP_K: tl.constexpr, BW: tl.constexpr, BX: tl.constexpr, PARTS: tl.constexpr,
     STAGES: tl.constexpr, FIRST: tl.constexpr, OAI: tl.constexpr, BIAS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Weights as the M side, two tiles along k a step. FIRST: rows of x are tokens, those of the weights eight gates
-    and eight ups in turn, and out is the activated middle. Otherwise rows are assignments, and PARTS > 1 splits k: out
-    [PARTS, total, N] is for the reader to add up."""
+    """Weights as the M side, two tiles along k a step.
+
+    FIRST: rows of x are tokens, those of the weights eight gates and eight ups in turn, and out is the activated
+    middle. Otherwise rows are assignments, and PARTS > 1 splits k: out [PARTS, total, N] is for the reader to add up.
+    """
     BLOCKS: tl.constexpr = K // 64
     STEPS: tl.constexpr = (BLOCKS + 1) // 2
     tile = tl.program_id(1)
@@ -139,8 +141,9 @@ def mx_products(
 
 
 def mx_plan(share: int, cc: int) -> Plan:
-    """share: rows that an expert gets, about. Few split the second product along k: it has half the first one's tiles.
-    128 x 128 in four warps spill on sm_120.
+    """share: rows that an expert gets, about.
+
+    Few split the second product along k: it has half the first one's tiles. 128 x 128 in four warps spill on sm_120.
 
     gpt-oss-20B's experts at 1, 16, 256 and 4096 tokens take 45, 153, 298 and 1703 us (H200). Of some ten other plans at
     each of six counts of tokens none was faster by more than 3 %.

@@ -25,8 +25,11 @@ def sort_kernel(
     id_ptr, sorted_ptr, tile_ptr, total, max_tiles,
     E: tl.constexpr, PAD_E: tl.constexpr, BX: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """At most BLOCK assignments, one CTA an expert: those of each in order, from its first row on, padded to whole
-    tiles of BX. The CTA after the last expert says what is said of tiles."""
+    """Sort at most BLOCK assignments, one CTA an expert.
+
+    Those of each in order, from its first row on, padded to whole tiles of BX. The CTA after the last expert says what
+    is said of tiles.
+    """
     expert = tl.program_id(0)
     e = tl.arange(0, PAD_E)
     i = tl.arange(0, BLOCK)
@@ -44,8 +47,10 @@ def pad_expert(
     expert, count, sorted_ptr, tile_ptr, total, max_tiles,
     E: tl.constexpr, PAD_E: tl.constexpr, BX: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Says whose an expert's tiles are and which of their rows are nobody's; as expert E, which tiles nobody has, and
-    behind them how many somebody has. Returns the expert's first row."""
+    """Says whose an expert's tiles are and which of their rows are nobody's.
+
+    As expert E, which tiles nobody has, and behind them how many somebody has. Returns the expert's first row.
+    """
     e = tl.arange(0, PAD_E)
     i = tl.arange(0, BLOCK)
     tiles = (count + BX - 1) // BX
@@ -83,7 +88,10 @@ def scan_kernel(
     count_ptr, first_ptr, sorted_ptr, tile_ptr, total, max_tiles, chunks,
     E: tl.constexpr, PAD_E: tl.constexpr, BX: tl.constexpr, ROWS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Where each chunk's first assignment to an expert belongs, [chunks, E]; and what sort_kernel says of tiles."""
+    """Find where each chunk's first assignment to an expert belongs, [chunks, E].
+
+    And what sort_kernel says of tiles.
+    """
     expert = tl.program_id(0)
     e = tl.arange(0, PAD_E)
     count = tl.zeros([PAD_E], tl.int32)
@@ -123,8 +131,9 @@ def sort_by_expert(
     spec: MoESpec, ids: Tensor, count: Tensor, order: Tensor, tiles: Tensor, total: int, max_tiles: int, bx: int,
     pdl: bool,
 ) -> None:  # fmt: skip
-    """tiles `[max_tiles + 1]`: the expert of each, or -1, and behind them how many have one. count: two numbers for
-    each expert and chunk (kernels.workspace.sort_chunk).
+    """tiles `[max_tiles + 1]`: the expert of each, or -1, and behind them how many have one.
+
+    count: two numbers for each expert and chunk (kernels.workspace.sort_chunk).
     """
     block = triton.next_power_of_2(triton.next_power_of_2(total // spec.top_k) * spec.top_k)  # as the plan changes
     pad, chunk = triton.next_power_of_2(spec.experts), sort_chunk(spec.experts)

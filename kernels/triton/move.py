@@ -24,7 +24,7 @@ STRIDE = tl.constexpr(40503)
 
 @triton.jit
 def place(unit, PLANES: tl.constexpr, ROW: tl.constexpr):
-    """Of a unit in the buffer."""
+    """Return where a unit lies in the buffer."""
     if ROW == PLANES:
         return unit
     return unit // PLANES * ROW + unit % PLANES
@@ -36,9 +36,11 @@ def move_kernel(
     PLANES: tl.constexpr, ROW: tl.constexpr, WORDS: tl.constexpr, BLOCK: tl.constexpr, MODE: tl.constexpr,
     SUM: tl.constexpr,
 ):  # fmt: skip
-    """Over units (page u // PLANES, plane u % PLANES); the buffer has ROW units for a page, those of other launches
-    behind ours. MODE 0: pages to buffer; 1: buffer to pages; 2: only read pages; 3: only read the buffer.
-    SUM: 1 write the unit's checksum, 2 compare it and set bad."""
+    """Over units (page u // PLANES, plane u % PLANES).
+
+    The buffer has ROW units for a page, those of other launches behind ours. MODE 0: pages to buffer; 1: buffer to
+    pages; 2: only read pages; 3: only read the buffer. SUM: 1 write the unit's checksum, 2 compare it and set bad.
+    """
     i = tl.arange(0, BLOCK)
     wide = tl.zeros([], tl.int64)  # offsets into a cache pass 2^31
     for unit in tl.range(tl.program_id(0), units, tl.num_programs(0)):
@@ -74,8 +76,11 @@ def convert_kernel(
     src_ptr, dst_ptr, page_ptr, sum_ptr, units, stride_plane, stride_page, offset, inv_ptr, seed,
     PLANES: tl.constexpr, ROW: tl.constexpr, WORDS: tl.constexpr, BLOCK: tl.constexpr, SUM: tl.constexpr,
 ):  # fmt: skip
-    """bf16 pages, read four elements at a time as int64, to the 32-bit words of an e4m3 buffer, with their checksum;
-    each plane's by its own inverse scale."""
+    """Round pages to e4m3 on their way to the buffer.
+
+    bf16 pages, read four elements at a time as int64, to the 32-bit words of an e4m3 buffer, with their checksum; each
+    plane's by its own inverse scale.
+    """
     i = tl.arange(0, BLOCK)
     wide = tl.zeros([], tl.int64)  # offsets into a cache pass 2^31
     for unit in tl.range(tl.program_id(0), units, tl.num_programs(0)):

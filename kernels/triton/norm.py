@@ -1,7 +1,10 @@
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportArgumentType=false, reportIndexIssue=false
 # pyright: reportOperatorIssue=false, reportAttributeAccessIssue=false, reportOptionalMemberAccess=false, reportReturnType=false
 # pyright: reportAssignmentType=false
-"""RMSNorm with residual, split-K sum, deferred scales and quantization in one launch; quantization; SiLU."""
+"""RMSNorm with residual, split-K sum, deferred scales and quantization in one launch.
+
+Quantization; SiLU.
+"""
 
 import torch
 import triton
@@ -115,7 +118,10 @@ def silu_kernel(
     N: tl.constexpr, BLOCK: tl.constexpr, PIECES: tl.constexpr, DEFERRED: tl.constexpr, QUANT: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """A program takes PIECES times BLOCK columns: where each row has a scale of its own the row, kept in registers."""
+    """A program takes PIECES times BLOCK columns.
+
+    Where each row has a scale of its own the row, kept in registers.
+    """
     row = tl.program_id(0).to(tl.int64)
     first = tl.program_id(1) * PIECES * BLOCK + tl.arange(0, BLOCK)
     pdl_start(PDL)
@@ -148,8 +154,11 @@ def silu_kernel(
 
 @triton.jit
 def gated(x_ptr, channel_scale_ptr, col, factor, N: tl.constexpr, MASK: tl.constexpr, DEFERRED: tl.constexpr):
-    """silu(gate) * up over the square of the token's factor, which is applied once, with the scale: 18 instructions an
-    element, and 35 with divisions and factors one by one (machine code for Hopper)."""
+    """Return silu(gate) * up over the square of the token's factor.
+
+    That is applied once, with the scale: 18 instructions an element, and 35 with divisions and factors one by one
+    (machine code for Hopper).
+    """
     mask = col < N if MASK else None
     gate = tl.load(x_ptr + col, mask=mask).to(tl.float32)
     up = tl.load(x_ptr + N + col, mask=mask).to(tl.float32)

@@ -1,7 +1,9 @@
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportArgumentType=false, reportIndexIssue=false
 # pyright: reportOperatorIssue=false, reportAttributeAccessIssue=false, reportOptionalMemberAccess=false, reportReturnType=false
 # pyright: reportAssignmentType=false
-"""Prefill attention in parts: the keys of a tile of queries shared out among several CTAs, whose states are merged.
+"""Prefill attention in parts.
+
+The keys of a tile of queries shared out among several CTAs, whose states are merged.
 
 Part p of every sequence is its keys p * span to (p + 1) * span, whatever its length: a CTA whose part its tile does not
 see returns at once, and a row has as many states as parts it sees. `span` and the number of parts are plain numbers to
@@ -32,7 +34,7 @@ class Parts:
 
 
 def state_nbytes(spec: AttnSpec, num_rows: int) -> int:
-    """Of what one part of the keys leaves of these rows."""
+    """Return the size of what one part of the keys leaves of these rows."""
     return 4 * num_rows * spec.q_heads * (spec.head_dim + 2)
 
 
@@ -40,8 +42,10 @@ def share_keys(
     spec: AttnSpec, num_rows: int, max_q: int, max_kv: int, batch: int, bm: int, pack: int, block: int, sms: int,
     scratch: Tensor,
 ) -> Parts:  # fmt: skip
-    """For tiles of `bm` rows, `pack` heads of each of their queries; no more parts than `scratch` has room for.
-    `sms`: multiprocessors."""
+    """For tiles of `bm` rows, `pack` heads of each of their queries.
+
+    No more parts than `scratch` has room for. `sms`: multiprocessors.
+    """
     queries, blocks = bm // pack, triton.cdiv(max_kv, block)
     states = scratch[: scratch.numel() // 16 * 16].view(torch.float32)
     room = 4 * states.numel() // state_nbytes(spec, num_rows)
@@ -52,7 +56,11 @@ def share_keys(
 
 
 def num_parts(tiles: int, keys: int, slots: int) -> int:
-    """With which the last CTA ends soonest, where `slots` of them run at a time: 1, or what fills one to four waves."""
+    """Return the number of parts.
+
+    The one with which the last CTA ends soonest, where `slots` of them run at a time: 1, or what fills one to four
+    waves.
+    """
 
     def cost(parts: int) -> float:
         return triton.cdiv(tiles * parts, slots) * (keys / parts + START + (MERGE if parts > 1 else 0))
@@ -62,7 +70,10 @@ def num_parts(tiles: int, keys: int, slots: int) -> int:
 
 @triton.jit
 def publish_rows(state_ptr, states, at, m, den, acc, there, D: tl.constexpr):
-    """Write states where the merge finds them: the values of all `states` first, then their maxima, then their sums."""
+    """Write states where the merge finds them.
+
+    The values of all `states` first, then their maxima, then their sums.
+    """
     d = tl.arange(0, D)
     tl.store(state_ptr + at[:, None] * D + d[None, :], acc, mask=there[:, None])
     tl.store(state_ptr + states * D + at, m, mask=there)

@@ -1,8 +1,9 @@
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportArgumentType=false, reportIndexIssue=false
 # pyright: reportOperatorIssue=false, reportAttributeAccessIssue=false, reportOptionalMemberAccess=false, reportReturnType=false
 # pyright: reportAssignmentType=false
-"""What comes between the qkv product and attention, in one launch: bias, norm of each head of q and k, RoPE,
-quantization of k and v, and their write into the paged cache.
+"""All between the qkv product and attention, in one launch.
+
+Bias, norm of each head of q and k, RoPE, quantization of k and v, and their write into the paged cache.
 """
 
 import triton
@@ -88,14 +89,14 @@ def rope_append_kernel(
 
 @triton.jit
 def store_halves(at, first, second, H: tl.constexpr, mask):
-    """Of heads, H columns each."""
+    """Store both halves of heads, H columns each."""
     tl.store(at, first.to(at.dtype.element_ty), mask=mask)
     tl.store(at + H, second.to(at.dtype.element_ty), mask=mask)
 
 
 @triton.jit
 def gains(q_gain_ptr, k_gain_ptr, h, is_q):
-    """Of the norm, [heads, columns h]; v's are not used."""
+    """Return the norm's gains, [heads, columns h]; v's are not used."""
     q_gain = tl.load(q_gain_ptr + h).to(tl.float32)[None, :]
     k_gain = tl.load(k_gain_ptr + h).to(tl.float32)[None, :]
     return tl.where(is_q, q_gain, k_gain)
@@ -103,7 +104,10 @@ def gains(q_gain_ptr, k_gain_ptr, h, is_q):
 
 @triton.jit
 def signs(N: tl.constexpr):
-    """Sylvester's matrix [N, N], N up to 256: minus where the numbers of row and column share an odd count of bits."""
+    """Return the signs of Sylvester's matrix [N, N], N up to 256.
+
+    Minus where the numbers of row and column share an odd count of bits.
+    """
     n = tl.arange(0, N)
     shared = n[:, None] & n[None, :]
     shared ^= shared >> 4

@@ -40,8 +40,10 @@ TOP, TOTAL, COUNT, MASS, BEST, TOKEN = (tl.constexpr(section) for section in ran
 
 @triton.jit
 def key_to_float(key):
-    """The fp32 whose place in the order of all fp32 is `key`; keys are unsigned and grow with the number. Before -inf
-    there are NaNs only: -inf for them."""
+    """The fp32 whose place in the order of all fp32 is `key`; keys are unsigned and grow with the number.
+
+    Before -inf there are NaNs only: -inf for them.
+    """
     bits = (tl.maximum(key, 0x007FFFFF) - 2147483648).to(tl.int32)
     return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
@@ -58,8 +60,11 @@ def search(
     x_ptr, floor, top, inv_temperature, want, BY_MASS: tl.constexpr, N: tl.constexpr, WIDTH: tl.constexpr,
     PASSES: tl.constexpr,
 ):  # fmt: skip
-    """The largest t such that of N logits those >= max(t, floor) are `want` or more, counted or weighed by
-    exp((x - top) / temperature). Two bits of t's key a pass, by three thresholds at once; ties with the last stay."""
+    """Return the threshold by which rows are cut.
+
+    The largest t such that of N logits those >= max(t, floor) are `want` or more, counted or weighed by exp((x - top) /
+    temperature). Two bits of t's key a pass, by three thresholds at once; ties with the last stay.
+    """
     i = tl.arange(0, WIDTH)
     base = tl.zeros([], tl.int64)
     for digit in range(PASSES):
@@ -96,7 +101,10 @@ def exponential_noise(bits):
 
 @triton.jit
 def waits_from(start, seed, position):
-    """Of BLOCK tokens: the four words of a counter are those of four tokens that follow each other."""
+    """Return the noise of BLOCK tokens.
+
+    The four words of a counter are those of four tokens that follow each other.
+    """
     a, b, c, d = tl.philox(seed, start // 4 + tl.arange(0, BLOCK // 4), position, 0, 0)
     return exponential_noise(tl.reshape(tl.join(tl.join(a, c), tl.join(b, d)), [BLOCK]))
 
@@ -129,14 +137,20 @@ def mass_of(room_ptr, round, BLOCKS: tl.constexpr, PADDED: tl.constexpr):
 
 @triton.jit
 def wanted(top_p, mass):
-    """What is above a token that stays is less than this. Above the likeliest there is nothing: it stays at 0, too, and
-    in a row without any mass, where all would wait for another token else."""
+    """What is above a token that stays is less than this.
+
+    Above the likeliest there is nothing: it stays at 0, too, and in a row without any mass, where all would wait for
+    another token else.
+    """
     return tl.maximum(tl.maximum(top_p, 1e-30) * mass, 1e-30)
 
 
 @triton.jit
 def asked(temperature_ptr, top_k_ptr, V: tl.constexpr):
-    """Of a row: whether it is drawn at random, 1 / temperature, top-k, and whether that leaves any token out."""
+    """Return how a row is to be drawn.
+
+    Whether it is drawn at random, 1 / temperature, top-k, and whether that leaves any token out.
+    """
     temperature, top_k = tl.load(temperature_ptr), tl.load(top_k_ptr)
     random = temperature > 0
     return random, 1.0 / tl.where(random, temperature, 1.0), top_k, (top_k > 0) & (top_k < V) & random
@@ -176,9 +190,10 @@ def round_kernel(
     V: tl.constexpr, BLOCKS: tl.constexpr, PADDED: tl.constexpr, ROOM: tl.constexpr, EACH: tl.constexpr,
     ROUND: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Of each block's tokens that may be drawn: their mass and the one with the best score. In the first
-    round all that min-p leaves, and that may be among the top-k, which are copied together; later what is above the
-    token of the round before, if that one is outside top-p.
+    """Find, of each block's tokens that may be drawn, their mass and the one with the best score.
+
+    In the first round all that min-p leaves, and that may be among the top-k, which are copied together; later what is
+    above the token of the round before, if that one is outside top-p.
     """
     row = tl.program_id(0).to(tl.int64)
     pdl_start(PDL)
@@ -225,7 +240,10 @@ def round_kernel(
 
 @triton.jit
 def copied(x, token, inside, room_ptr, index_ptr, block, BLOCKS: tl.constexpr):
-    """How many of a block are `inside`; the first of them are stored with their tokens, as many as there are slots."""
+    """How many of a block are `inside`.
+
+    The first of them are stored with their tokens, as many as there are slots.
+    """
     slot = tl.cumsum(inside.to(tl.int32), 0) - 1
     into = (SECTIONS + GROUPS) * BLOCKS + block * SLOTS + slot
     fits = inside & (slot < SLOTS)
@@ -236,7 +254,7 @@ def copied(x, token, inside, room_ptr, index_ptr, block, BLOCKS: tl.constexpr):
 
 @triton.jit
 def drawn(x, inside, top, inv_temperature, random, start, seed, position):
-    """Of a block: the mass of what is `inside`, and the best score of it with its token."""
+    """Return of a block the mass of what is `inside`, and the best score of it with its token."""
     weight = tl.where(inside, tl.exp((x - top) * inv_temperature), 0.0)
     score = x
     if random:
@@ -265,7 +283,10 @@ def draw(
     x_ptr, token_ptr, floor, top, inv_temperature, top_k, top_p, seed, position, LISTED: tl.constexpr, N: tl.constexpr,
     V: tl.constexpr, PASSES: tl.constexpr,
 ):  # fmt: skip
-    """By the thresholds of top-k and top-p, from N logits: all of a row, or those `LISTED` with their tokens."""
+    """Draw by the thresholds of top-k and top-p, from N logits.
+
+    All of a row, or those `LISTED` with their tokens.
+    """
     least = search(x_ptr, float("-inf"), top, inv_temperature, top_k.to(tl.float32), False, N, BLOCK, PASSES)
     keep = tl.maximum(floor, least)
     i = tl.arange(0, BLOCK)

@@ -42,6 +42,7 @@ def test_a_handoff_is_followed(engine, caplog):
     engine.reserve(request("a", PROMPT, greedy(3)))
     with pytest.raises(OutOfBlocks):
         engine.reserve(request("b", PROMPT * 2, greedy(3)))
+    engine.release(RequestId("b"))
     engine.incoming_writer_ended(RequestId("a"))
     engine.adopt(RequestId("a"), Token(0, 7))
     drain(engine)

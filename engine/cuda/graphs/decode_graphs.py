@@ -1,4 +1,7 @@
-"""Decode steps by batch and context, and the draws behind them: computed op by op, or captured once and replayed."""
+"""Decode steps by batch and context, and the draws behind them.
+
+Computed op by op, or captured once and replayed.
+"""
 
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
@@ -17,8 +20,9 @@ MakeStep = Callable[[int, int], Launch]
 
 
 class DecodeGraphs:
-    """A draw is held by itself, since adjusted logits are not the step's: one more launch, which the GPU waits for some
-    microseconds.
+    """A draw is held by itself, since adjusted logits are not the step's.
+
+    One more launch, which the GPU waits for some microseconds.
     """
 
     def __init__(self, make: MakeStep, drawer: SamplingKernel, state: DecodeState, max_model_len: int) -> None:

@@ -1,6 +1,8 @@
-"""What follows the last K and V of a pass, of the newest token of each sequence whose logits are wanted: attention of
-the last layer, as of decodes, the rest of it, and the head. Captured by batch: launched one by one it took the host 2.4
-ms, all that a chunk of 64 rows takes the device.
+"""The rest of a pass behind its last K and V.
+
+For the newest token of each sequence whose logits are wanted: attention of the last layer, as of decodes, the rest of
+it, and the head. Captured by batch: launched one by one it took the host 2.4 ms, all that a chunk of 64 rows takes the
+device.
 """
 
 from collections.abc import Sequence as SequenceOf
@@ -55,7 +57,10 @@ class LastLayerGraphs:
 
     @torch.inference_mode()
     def compute(self, prompts: PromptRows, num_decodes: int) -> Tensor:
-        """Logits of the pass's decodes, whose contexts `state` has, and of the prompts that sample: in `state`."""
+        """Return the logits that a pass samples from.
+
+        Those of the pass's decodes, whose contexts `state` has, and of the prompts that sample: in `state`.
+        """
         count = num_decodes + len(prompts.sampling)
         bucket = bucket_for(self._buckets, count)
         self._put(prompts, num_decodes, count, bucket)

@@ -1,5 +1,7 @@
-"""Attention of the decodes beside prompts, captured layer by layer: launched one by one it took the host 4 ms of a
-step, as long as the device takes for a chunk of 128 rows with all that it does there.
+"""Attention of the decodes beside prompts, captured layer by layer.
+
+Launched one by one it took the host 4 ms of a step, as long as the device takes for a chunk of 128 rows with all that
+it does there.
 """
 
 from collections.abc import Sequence as SequenceOf
@@ -11,14 +13,17 @@ from engine.cuda.inputs.batch_inputs import StepKey, batch_buckets
 from engine.cuda.inputs.decode_state import DecodeState
 from engine.cuda.kv.kv_cache import DeviceCache
 from engine.cuda.model.attention import DeviceAttention
-from engine.cuda.model.transformer import Attend, Transformer
+from engine.cuda.model.pass_rows import Attend
+from engine.cuda.model.transformer import Transformer
 from engine.cuda.runtime.graph_capture import Launch, Record
 
 
 class MixedBatchAttention:
-    """By batch, padded: what it writes to rows behind its own is overwritten by the prompts' attention. Launched as for
-    the longest contexts: what is tuned for shorter ones would take 0.1 to 0.4 ms off a gap of 17, and took two seconds
-    of each start to capture (H200).
+    """The attention of answers in a pass with prompts, by batch, padded.
+
+    What it writes to rows behind its own is overwritten by the prompts' attention. Launched as for the longest
+    contexts: what is tuned for shorter ones would take 0.1 to 0.4 ms off a gap of 17, and took two seconds of each
+    start to capture (H200).
     """
 
     def __init__(
@@ -40,7 +45,10 @@ class MixedBatchAttention:
 
     @torch.inference_mode()
     def hold(self, record: Record, sizes: SequenceOf[int]) -> None:
-        """On sequences of one token. Attention in segments, whose tables each step cuts anew, is launched, not held."""
+        """On sequences of one token.
+
+        Attention in segments, whose tables each step cuts anew, is launched, not held.
+        """
         self._state.lengths.fill_(1)
         for rows in sizes:
             launches = self._launches(rows)
@@ -54,8 +62,9 @@ class MixedBatchAttention:
         self._held.clear()
 
     def attend(self, key: StepKey) -> Attend:
-        """Of the first rows of a pass, where they are, up to the last layer's K and V. To be called before the
-        attention of the rows behind them.
+        """Return the attention of the first rows of a pass, where they are, up to the last layer's K and V.
+
+        To be called before the attention of the rows behind them.
         """
         rows = key.num_rows
         held = self._held.get(rows)

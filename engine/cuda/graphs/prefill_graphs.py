@@ -1,4 +1,6 @@
-"""Chunks of prompts: what lies between the attentions of two layers, captured once for a few numbers of rows.
+"""Chunks of prompts, captured.
+
+What lies between the attentions of two layers, captured once for a few numbers of rows.
 
 Launched one by one, a chunk of an 8B model took 15 ms of the host, which is more than 1024 rows take of an H200.
 Attention stays outside: how it is launched depends on the lengths of the sequences, and not only on the rows.
@@ -14,14 +16,18 @@ import torch
 from engine.cuda.graphs.prefill_rows import PrefillRows
 from engine.cuda.inputs.batch_inputs import bucket_for, chunk_buckets
 from engine.cuda.kv.kv_cache import DeviceCache
-from engine.cuda.model.transformer import Advance, Transformer
+from engine.cuda.model.pass_rows import Advance
+from engine.cuda.model.transformer import Transformer
 from engine.cuda.runtime.graph_capture import Launch, Record
 
 _SLOWER = 1.05  # beyond what times differ by themselves
 
 
 class PrefillGraphs:
-    """Of `rows`, at most `max_rows` of a batch. Nothing is held for more than what keeps the device busy anyway."""
+    """The layers of a prompt's chunk, captured for `rows`, at most `max_rows` of a batch.
+
+    Nothing is held for more than what keeps the device busy anyway.
+    """
 
     def __init__(self, model: Transformer, cache: DeviceCache, rows: PrefillRows, max_rows: int) -> None:
         self._model, self._cache, self._rows = model, cache, rows
@@ -46,8 +52,10 @@ class PrefillGraphs:
             self._held[bucket] = [record(partial(self._model.advance, rows, self._cache, index)) for index in layers]
 
     def leave_out_slow(self, time: Callable[[Launch], float]) -> None:
-        """Rows are padded further where that is faster: cuBLAS takes 141 us for 448 rows of 28672 x 4096 and 85 for 512
-        (H200). `time`: what a launch takes, in any unit.
+        """Pad rows further where that is faster.
+
+        CuBLAS takes 141 us for 448 rows of 28672 x 4096 and 85 for 512 (H200). `time`: what a launch takes, in any
+        unit.
         """
         fastest = math.inf
         for bucket in reversed(self._buckets):

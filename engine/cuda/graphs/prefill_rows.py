@@ -1,10 +1,10 @@
-"""The rows of a pass of prompts, and of the answers beside them, at addresses that captured chunks keep."""
+"""The rows of a pass of prompts and of answers, at addresses that captured chunks keep."""
 
 import torch
 
 from engine.cuda.inputs.batch_inputs import PromptRows
 from engine.cuda.inputs.decode_state import DecodeState
-from engine.cuda.model.transformer import Rows
+from engine.cuda.model.pass_rows import Rows
 from engine.cuda.runtime.upload import copy_all
 
 
@@ -17,7 +17,7 @@ class PrefillRows:
         self._num_decodes = torch.zeros(1, dtype=torch.int32, device=device)
 
     def first(self, count: int) -> Rows:
-        """As many, whatever they are."""
+        """Return so many rows, whatever they are."""
         return Rows(self._token_ids[:count], self._positions[:count], self._slots[:count], self._num_decodes)
 
     def put(self, prompts: PromptRows, state: DecodeState, num_decodes: int) -> Rows:

@@ -18,8 +18,9 @@ _MAX_CHUNK_ROWS = 2048  # a step's budget where nothing else is said
 
 @dataclass(frozen=True)
 class Queries:
-    """Consecutive rows by sequence, the newest of each: `tables` `[N, longest]`, `lengths` `[N]` with context,
-    `q_starts` and `kv_starts` `[N + 1]`.
+    """Consecutive rows by sequence, the newest of each.
+
+    `tables` `[N, longest]`, `lengths` `[N]` with context, `q_starts` and `kv_starts` `[N + 1]`.
     """
 
     tables: np.ndarray
@@ -39,8 +40,10 @@ class Queries:
 
 @dataclass(frozen=True)
 class PromptRows:
-    """Rows of all pieces, one after the other: `token_ids`, `positions`, `slots` `[T]`: block * size + offset.
-    `sampling`: which pieces sample, from their last row.
+    """The rows of all chunks, one after the other.
+
+    `token_ids`, `positions`, `slots` `[T]`: block * size + offset. `sampling`: which pieces sample, from their last
+    row.
     """
 
     token_ids: np.ndarray
@@ -83,8 +86,9 @@ class DeviceBatch:
 
 @dataclass(frozen=True)
 class SampleBatch:
-    """The tokens that are to be drawn of the batch launched last: of its first `num_rows`. `words`: state.pack's, if
-    the batch's own have not brought their parameters.
+    """The tokens that are to be drawn of the batch launched last: of its first `num_rows`.
+
+    `words`: state.pack's, if the batch's own have not brought their parameters.
     """
 
     words: np.ndarray | None
@@ -126,8 +130,9 @@ def in_segments(queries: Queries, segment: int, block_size: int) -> Queries:
 
 
 def tails_of(queries: Queries, wanted: np.ndarray) -> tuple[np.ndarray, Queries]:
-    """The rows that go past the last layer's K and V for the sake of `wanted`, which are scored, in order; their own
-    queries.
+    """The rows that go past the last layer's K and V for the sake of `wanted`, which are scored, in order.
+
+    Their own queries.
     """
     counts = queries.counts
     lasts = tails(counts, wanted)
@@ -170,7 +175,10 @@ def decode_rows(
     block_size: int,
     spare: int,
 ) -> DecodeRows:
-    """`pending`: rows of tokens that the host does not know; `num_drawn`: how many rows of such there can be."""
+    """`pending`: rows of tokens that the host does not know.
+
+    `num_drawn`: how many rows of such there can be.
+    """
     count = len(pieces)
     lengths = np.ones(bucket, np.int32)
     lengths[:count] = [piece.end for piece in pieces]
@@ -187,14 +195,19 @@ def decode_rows(
 
 
 def batch_buckets(largest: int) -> tuple[int, ...]:
-    """1, 2, 4, 8, then steps of 8 to 64, of 16 to 128, of 32 beyond: a step costs at most a quarter too many rows."""
+    """Return the numbers of rows that decode steps are padded to.
+
+    1, 2, 4, 8, then steps of 8 to 64, of 16 to 128, of 32 beyond: a step costs at most a quarter too many rows.
+    """
     sizes = [1, 2, 4, *range(8, 64, 8), *range(64, 128, 16), *range(128, largest + 32, 32)]
     return (*[size for size in sizes if size < largest], largest)
 
 
 def chunk_buckets(max_rows: int) -> tuple[int, ...]:
-    """Rows of prompts and of answers beside them, up to as many as keep the device busy for longer than the host
-    launches them. Steps of 64: a step that fills a usual budget is padded by none.
+    """Return the numbers of rows that passes of prompts are padded to.
+
+    Up to as many as keep the device busy for longer than the host launches them. Steps of 64: a step that fills a usual
+    budget is padded by none.
     """
     largest = min(max_rows, _MAX_CHUNK_ROWS)
     return (*range(64, largest, 64), largest)

@@ -13,7 +13,10 @@ from engine.cuda.runtime.upload import page_locked
 
 
 class Word(IntEnum):
-    """First 32-bit row of each column; 64-bit ones take two. All but DRAWN come from the host, in one copy a step."""
+    """First 32-bit row of each column; 64-bit ones take two.
+
+    All but DRAWN come from the host, in one copy a step.
+    """
 
     DRAWN = 0
     GIVEN = 2
@@ -33,7 +36,10 @@ NUM_WORDS = 16
 
 
 def pack(decodes: DecodeRows | None, drawn: SamplingColumns, max_rows: int) -> np.ndarray:
-    """`[NUM_WORDS - 2, max_rows]` int32: everything from GIVEN on. Rows that draw are those of decodes, then others."""
+    """`[NUM_WORDS - 2, max_rows]` int32: everything from GIVEN on.
+
+    Rows that draw are those of decodes, then others.
+    """
     words = np.zeros((NUM_WORDS, max_rows), np.int32)
 
     def put(word: Word, values: np.ndarray) -> None:
@@ -107,16 +113,15 @@ class DecodeState:
         return torch.index_select(pool, 0, sources, out=self.token_ids[:count])
 
     def draw_inputs(self, count: int) -> DrawInputs:
-        """Of the first rows."""
-        columns = (
-            (Word.TEMPERATURES, torch.float32),
-            (Word.TOP_KS, torch.int32),
-            (Word.TOP_PS, torch.float32),
-            (Word.MIN_PS, torch.float32),
-            (Word.SEEDS, torch.int64),
-            (Word.DRAW_POSITIONS, torch.int32),
+        """Return what the first rows are drawn by."""
+        return DrawInputs(
+            temperatures=self._column(Word.TEMPERATURES, torch.float32)[:count],
+            top_ks=self._column(Word.TOP_KS, torch.int32)[:count],
+            top_ps=self._column(Word.TOP_PS, torch.float32)[:count],
+            min_ps=self._column(Word.MIN_PS, torch.float32)[:count],
+            seeds=self._column(Word.SEEDS, torch.int64)[:count],
+            positions=self._column(Word.DRAW_POSITIONS, torch.int32)[:count],
         )
-        return DrawInputs(*(self._column(word, dtype)[:count] for word, dtype in columns))
 
     def _column(self, word: Word, dtype: torch.dtype) -> Tensor:
         return self._words[word : word + dtype.itemsize // 4].view(-1).view(dtype)

@@ -13,7 +13,10 @@ _LOW, _HALF = np.uint64(0xFFFFFFFF), np.uint64(32)
 
 @dataclass(frozen=True)
 class SamplingColumns:
-    """`[R]` each. A temperature of 0 is greedy, a top_k of 0 no limit. `positions`: where the drawn tokens belong."""
+    """`[R]` each.
+
+    A temperature of 0 is greedy, a top_k of 0 no limit. `positions`: where the drawn tokens belong.
+    """
 
     temperatures: np.ndarray
     top_ks: np.ndarray
@@ -36,7 +39,10 @@ def columns(sequences: SequenceOf[Sequence]) -> SamplingColumns:
 
 
 def draw_keys(seeds: SequenceOf[int], choices: SequenceOf[int]) -> np.ndarray:
-    """One int64 for each (seed, choice): the operation counts tokens and positions, so the choice goes into the key."""
+    """Return one int64 for each (seed, choice).
+
+    The operation counts tokens and positions, so the choice goes into the key.
+    """
     seed = np.array([value & (1 << 64) - 1 for value in seeds], np.uint64)
     choice = np.array(choices, np.uint64)
     zero = np.zeros_like(choice)
@@ -45,8 +51,9 @@ def draw_keys(seeds: SequenceOf[int], choices: SequenceOf[int]) -> np.ndarray:
 
 
 def _keys(sequences: SequenceOf[Sequence]) -> np.ndarray:
-    """Made once for a sequence: a tenth of a millisecond, which its first step would wait for. A greedy row needs
-    none.
+    """Made once for a sequence: a tenth of a millisecond, which its first step would wait for.
+
+    A greedy row needs none.
     """
     new = [s for s in sequences if s.draw_key is None and not s.sampling.is_greedy]
     if new:

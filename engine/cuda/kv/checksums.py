@@ -1,4 +1,7 @@
-"""Checksums of pages where they lie: of a chunk behind the launches that compute it, and of one that has just come."""
+"""Checksums of pages where they lie.
+
+Of a chunk behind the launches that compute it, and of one that has just come.
+"""
 
 import threading
 from collections.abc import Callable
@@ -21,8 +24,9 @@ _ALIGNED_UNITS = 4
 
 
 class DeviceChecksums:
-    """`[pages, parts * planes]` on their way to the host, of at most `max_pages`. `operations`: one for each part, of
-    each copy of the pages.
+    """`[pages, parts * planes]` on their way to the host, of at most `max_pages`.
+
+    `operations`: one for each part, of each copy of the pages.
 
     `is_mapped`: the device reads and writes the host's memory, by no copy. A copy may hold up another stream's, and 16
     pages take 20 us longer without (H200).
@@ -100,8 +104,9 @@ class DeviceChecksums:
             operation(self.pages[:count], sums[: count * self._num_planes])
 
     def read(self) -> np.ndarray:
-        """What has come to the host, each of its page alone. Where copies differ, a sum that none of them has: it is
-        not what any page should be.
+        """What has come to the host, each of its page alone.
+
+        Where copies differ, a sum that none of them has: it is not what any page should be.
         """
         first, *others = (self._read(number) for number in range(self._num_copies))
         if not others:
@@ -132,9 +137,10 @@ class PendingChecksums:
 
 
 class Verifier:
-    """Checksums of pages that have just landed, soon: where a processor slept, launching the operation took half a
-    millisecond (H200); recorded, it is one call. Numbers of pages between the buckets are filled up with the
-    `spare` one.
+    """The checksums of pages that have just arrived, soon.
+
+    Where a processor slept, launching the operation took half a millisecond (H200); recorded, it is one call. Numbers
+    of pages between the buckets are filled up with the `spare` one.
     """
 
     def __init__(
@@ -147,7 +153,7 @@ class Verifier:
 
     @torch.inference_mode()
     def capture(self) -> None:
-        """Of operations that are kernels of ours, compiled already."""
+        """Record operations that are kernels of ours, compiled already."""
         stream = torch.cuda.Stream(self._device)
         with torch.cuda.stream(stream):
             self._checksums.pages.fill_(self._spare)

@@ -1,4 +1,7 @@
-"""Copies that were launched before there is anything to copy: their streams, what waits for them, and how they end."""
+"""Copies that were launched before there is anything to copy.
+
+Their streams, what waits for them, and how they end.
+"""
 
 import threading
 import time
@@ -25,8 +28,9 @@ class AwaitedPool(Protocol):
 
 
 class CopyStreams:
-    """Streams that may wait for a peer's mark, each for one peer at a time. Two: while four waited, nothing else that
-    this process gave its GPU went on (H200).
+    """Streams that may wait for a peer's mark, each for one peer at a time.
+
+    Two: while four waited, nothing else that this process gave its GPU went on (H200).
 
     Of high priority: the checksums come before what decode has launched.
     """
@@ -38,8 +42,9 @@ class CopyStreams:
 
     @contextmanager
     def lent(self, remote: AwaitedPool) -> Iterator[torch.cuda.Stream | None]:
-        """None if all have others that wait. Whoever launches does so within: a lane on which something is being
-        launched looks idle to others.
+        """None if all have others that wait.
+
+        Whoever launches does so within: a lane on which something is being launched looks idle to others.
         """
         with self._lock:
             yield self._of(remote)
@@ -65,7 +70,9 @@ class CopyStreams:
 
 
 class StreamDeferredCopy:
-    """Launched on a stream that waits for the peer's mark. The peer may be gone, or hang: the mark is ours to set.
+    """Launched on a stream that waits for the peer's mark.
+
+    The peer may be gone, or hang: the mark is ours to set.
 
     `stamps`: begin and end of each part, recorded on the stream. `is_read` hears of `sums` when nobody needs them.
     """
@@ -112,7 +119,7 @@ class StreamDeferredCopy:
 
 
 class HostDeferredCopy:
-    """Where no stream can wait: copied when it is asked for."""
+    """The copy where no stream can wait: made when it is asked for."""
 
     is_void, is_done, is_due = False, True, False
 

@@ -1,5 +1,6 @@
-"""The cache cut by KV heads, as finely as the finer of two groups of workers has it in shards: what is summed, packed
-and copied then is a part of a page.
+"""The cache cut by KV heads, as finely as the finer of two groups of workers has it in shards.
+
+What is summed, packed and copied then is a part of a page.
 
 A page is `[kv_heads, block, head_dim]`, so the heads of a finer shard are contiguous in it, and the parts are of one
 width whichever side they are seen from.
@@ -16,7 +17,10 @@ from engine.cuda.runtime.shared_memory import Grid
 
 @dataclass(frozen=True)
 class HeadPart:
-    """`width` bytes from `offset` on of each page of a shard's `planes` `[num_planes, num_blocks + 1, page_nbytes]`."""
+    """A part of the heads in the pages of one shard.
+
+    `width` bytes from `offset` on of each page of a shard's `planes` `[num_planes, num_blocks + 1, page_nbytes]`.
+    """
 
     planes: Tensor
     offset: int
@@ -38,7 +42,9 @@ def grid(num_planes: int, num_pages: int, page_nbytes: int, width: int, offset: 
 
 
 def spans(num_shards: int, page_nbytes: int, num_parts: int) -> list[tuple[int, int, int]]:
-    """Of each part, in the order of the heads: the shard it lies in, where in a page, and how many bytes.
+    """Return of each part, in the order of the heads.
+
+    The shard it lies in, where in a page, and how many bytes.
 
     Raises TransferError if shards can't be cut into so many.
     """

@@ -25,8 +25,10 @@ _MEMORY_PAGE_NBYTES = 2 << 20
 
 @dataclass(frozen=True)
 class LayerCache:
-    """`keys`, `values` `[num_blocks + 1, kv_heads, block, head_dim]` of our shard, each to be multiplied by its
-    scale. `k_offset` `[kv_heads, head_dim]`: what smooth keys have lost (kernels.specs.RopeSpec).
+    """The pages of one layer.
+
+    `keys`, `values` `[num_blocks + 1, kv_heads, block, head_dim]` of our shard, each to be multiplied by its scale.
+    `k_offset` `[kv_heads, head_dim]`: what smooth keys have lost (kernels.specs.RopeSpec).
     """
 
     index: int
@@ -38,8 +40,10 @@ class LayerCache:
 
 
 class DeviceCache:
-    """Our shard, `[num_planes, num_blocks + 1, kv_heads, block, head_dim]` in one allocation, plane 2 * layer K,
-    2 * layer + 1 V. `layout` is of the whole group.
+    """The pages of our shard.
+
+    `[num_planes, num_blocks + 1, kv_heads, block, head_dim]` in one allocation, plane 2 * layer K, 2 * layer + 1 V.
+    `layout` is of the whole group.
 
     The last block belongs to nobody: the rows that pad a batch write there. `scales` `[layers, 2]`: those of K and of V
     by layer, on the host; none for 1. `k_offsets` `[layers, kv_heads, head_dim]`: the keys are smooth. Raises
@@ -73,18 +77,21 @@ class DeviceCache:
         self._pages: DeviceTransferPool | None = None
 
     def clear(self) -> None:
-        """As it was made."""
+        """Make it as it was at first."""
         self._planes.view(torch.uint8).zero_()
 
     def export(self) -> bytes:
-        """What the first worker of our group needs to take our shard into its `share`. Raises TransferError where the
-        device does not let others in; the cache must outlive what they do with it.
+        """What the first worker of our group needs to take our shard into its `share`.
+
+        Raises TransferError where the device does not let others in; the cache must outlive what they do with it.
         """
         return self._memory.share()
 
     def share(self, registry: Registry, followers: Sequence[bytes] = ()) -> None:
-        """From now on there is a `transfer_pool`. `followers`: what the other workers of our group said by `export`, in
-        the order of their heads. Raises TransferError if one can't be mapped.
+        """From now on there is a `transfer_pool`.
+
+        `followers`: what the other workers of our group said by `export`, in the order of their heads. Raises
+        TransferError if one can't be mapped.
         """
         # Smooth keys are more than rounded: no peer's bf16 pages become such by the way.
         can_round = self._planes.dtype is torch.float8_e4m3fn and not self._is_smooth
@@ -120,9 +127,10 @@ def _name(scales: Tensor, k_offsets: Tensor | None) -> str:
 
 
 def whole_blocks(num_blocks: int, page_nbytes: int) -> int:
-    """Return at most so many that, with the spare one, a plane's pages end where a page of the GPU's memory does, and
-    that a copy's pitch allows. Pulled from planes that end elsewhere, 512 MiB came at 265 GB/s, not at 273 to 287 (two
-    H200).
+    """Return at most so many blocks that planes end on a page of the GPU's memory.
+
+    With the spare one, a plane's pages end where a page of the GPU's memory does, and that a copy's pitch allows.
+    Pulled from planes that end elsewhere, 512 MiB came at 265 GB/s, not at 273 to 287 (two H200).
     """
     num_pages = min(num_blocks + 1, MAX_PITCH_NBYTES // page_nbytes)
     step = _MEMORY_PAGE_NBYTES // math.gcd(_MEMORY_PAGE_NBYTES, page_nbytes)

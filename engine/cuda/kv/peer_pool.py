@@ -1,4 +1,7 @@
-"""A peer's pool, mapped here: its pages are pulled by the copy engine, once it has computed them or on its mark."""
+"""A peer's pool, mapped here.
+
+Its pages are pulled by the copy engine, once it has computed them or on its mark.
+"""
 
 import logging
 import threading
@@ -38,8 +41,10 @@ Way = tuple[Mapping, Grid, Tensor, Grid]
 
 
 class PoolExport(msgspec.Struct, frozen=True):
-    """A pool in words: `memories` open its shards, one of each, `device` is the name of the first one's GPU,
-    `num_pages` those of one plane, `page_nbytes` of one shard.
+    """A pool in words.
+
+    `memories` open its shards, one of each, `device` is the name of the first one's GPU, `num_pages` those of one
+    plane, `page_nbytes` of one shard.
     """
 
     memories: list[bytes]
@@ -124,8 +129,10 @@ class PeerPool:
     def pull_later(
         self, pages: SequenceOf[int], into: SequenceOf[int], checks: bool, early_planes: int, mark: int
     ) -> DeviceCopy | None:
-        """Launch what waits for the peer's mark. None if there is no mark to wait for, if the mark says no more that
-        the peer has computed it, or if a later one is waited for, behind which it would come. Raises TransferError.
+        """Launch what waits for the peer's mark.
+
+        None if there is no mark to wait for, if the mark says no more that the peer has computed it, or if a later one
+        is waited for, behind which it would come. Raises TransferError.
         """
         if self._mark is None or 0 < mark <= self._expired_to or 0 < mark < self._last_mark:
             return None
@@ -177,7 +184,7 @@ class PeerPool:
             mapping.copy_pages(source, pages, target, target_grid, into, planes)
 
     def _checksums(self, num_pages: int) -> DeviceChecksums:
-        """Of the least that is there for so many."""
+        """Return the checksums' launch of the least size that holds so many."""
         fitting = [each for each in self._ready if each.max_pages >= num_pages]
         if not fitting:
             max_pages = max(BUCKETS[-1], 1 << (num_pages - 1).bit_length())
@@ -187,8 +194,9 @@ class PeerPool:
         return least
 
     def _is_read(self, sums: DeviceChecksums) -> None:
-        """Its memory can serve the next. It is kept as long as the link is: giving it back would wait for all streams,
-        those that wait for marks too.
+        """Its memory can serve the next.
+
+        It is kept as long as the link is: giving it back would wait for all streams, those that wait for marks too.
         """
         self._ready.append(sums)
 
@@ -234,7 +242,10 @@ class PeerPool:
             return None
 
     def _probe(self) -> float:
-        """Bytes a second of the way that is really taken, between the pages that belong to nobody. Opens it, too."""
+        """Bytes a second of the way that is really taken, between the pages that belong to nobody.
+
+        Opens it, too.
+        """
         spare = [self.num_pages - 1] * _NUM_PROBES
         into = [self._ours.num_blocks] * _NUM_PROBES
         took_s = []
@@ -249,7 +260,7 @@ class PeerPool:
 
 
 def _common_resharding(ours: LocalPool, sharing: PoolExport) -> Resharding:
-    """As fine as the finer of the two. Raises TransferError if there is none."""
+    """Return a partition as fine as the finer of the two. Raises TransferError if there is none."""
     num_parts = max(len(sharing.memories), ours.num_shards)
     theirs, our_shape = (sharing.num_planes, len(sharing.memories), sharing.page_nbytes), ours.shape
     if theirs[0] != our_shape[0] or theirs[1] * theirs[2] != our_shape[1] * our_shape[2]:
@@ -271,7 +282,7 @@ def attach_all(memories: SequenceOf[bytes], device: torch.device) -> list[Mappin
 
 
 def _ways(mappings: SequenceOf[Mapping], sharing: PoolExport, parts: SequenceOf[HeadPart]) -> list[Way]:
-    """Of each part, from the peer's shard to ours."""
+    """Return the way of each part, from the peer's shard to ours."""
     ways = []
     for part, (shard, offset, width) in zip(parts, spans(len(mappings), sharing.page_nbytes, len(parts)), strict=True):
         source = grid(sharing.num_planes, sharing.num_pages, sharing.page_nbytes, width, offset)

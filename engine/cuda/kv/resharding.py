@@ -13,8 +13,9 @@ from kernels.specs import MoveSpec
 
 
 class Resharding:
-    """`copies`: of the cache, of which all are written and the first is read; `[num_planes, num_blocks + 1,
-    page_nbytes]` each shard of them, in so many parts. `narrows`: see staging.Packer.
+    """`copies`: of the cache, of which all are written and the first is read.
+
+    `[num_planes, num_blocks + 1, page_nbytes]` each shard of them, in so many parts. `narrows`: see staging.Packer.
 
     Raises TransferError if shards can't be cut so.
     """
@@ -32,15 +33,18 @@ class Resharding:
         self.packer = Packer(self.copies, self._sums, registry, narrows)
 
     def checksums_of(self, max_pages: int) -> DeviceChecksums:
-        """Of pages that will be named, as they are read."""
+        """Return the checksums of pages that will be named, as they are read."""
         return DeviceChecksums(self._sums[:1], self._num_planes, max_pages, self._device)
 
     def checksums_of_landed(self, max_pages: int) -> DeviceChecksums:
-        """Of pages that will be named, in all copies."""
+        """Return the checksums of pages that will be named, in all copies."""
         return DeviceChecksums(self._sums, self._num_planes, max_pages, self._device, is_mapped=True)
 
     def run_all(self) -> None:
-        """The kernels of checksums and of packing, each one for all numbers of pages: to compile and to load them."""
+        """The kernels of checksums and of packing, each one for all numbers of pages.
+
+        To compile and to load them.
+        """
         self.packer.run_all()
         checksums = self.checksums_of(1)
         checksums.launch([0])

@@ -24,8 +24,10 @@ from kernels.specs import MoveSpec
 
 @dataclass
 class StagingOperations:
-    """What goes with a buffer for one way of cutting pages: `checksums` of those that it can hold, which tell the
-    device which pages these are, and recorded launches, by the number of pages.
+    """The operations of a buffer for one way of cutting pages.
+
+    `checksums` of those that it can hold, which tell the device which pages these are, and recorded launches, by the
+    number of pages.
     """
 
     checksums: DeviceChecksums
@@ -34,6 +36,7 @@ class StagingOperations:
 
 class StagingBuffer:
     """A device_pool.Buffer: memory of its own, a stream of its own, and a kit for each number of parts.
+
     `inv_scales` `[planes]`: of what is rounded on its way into it, where recorded launches find them, the same as the
     present `narrowing`.
 
@@ -106,10 +109,12 @@ class StagedPageScatter:
 
 
 class Packer:
-    """Between the pages of the parts of these `copies`, the last page of which is nobody's, and staging, where the
-    parts of a page lie side by side: `[pages, parts, planes, width]`. The first copy is packed, all are unpacked to.
-    Any thread, each with a buffer of its own. `sums`: the operations that sum the parts up, by copy. `narrows`: the
-    values are bf16, and may go to a peer whose cache is e4m3.
+    """The copies between pages and staging.
+
+    The pages are those of the parts of these `copies`, the last page of which is nobody's, and staging, where the parts
+    of a page lie side by side: `[pages, parts, planes, width]`. The first copy is packed, all are unpacked to. Any
+    thread, each with a buffer of its own. `sums`: the operations that sum the parts up, by copy. `narrows`: the values
+    are bf16, and may go to a peer whose cache is e4m3.
     """
 
     def __init__(
@@ -140,8 +145,9 @@ class Packer:
         return StagedPageScatter(buffer, self._kit(buffer).checksums if checks else None)
 
     def narrow(self, pages: np.ndarray, into: StagingBuffer, inv_scales: Tensor) -> np.ndarray:
-        """As `pack`, times `inv_scales` and rounded to e4m3. Returns the checksums of what was packed,
-        `[pages, parts * planes]`.
+        """Pack, times `inv_scales` and rounded to e4m3.
+
+        Returns the checksums of what was packed, `[pages, parts * planes]`.
         """
         if into.narrowing is not inv_scales:
             with into.aside():
@@ -183,8 +189,10 @@ class Packer:
 
     @torch.inference_mode()
     def _recorded(self, what: str, buffer: StagingBuffer) -> dict[int, Recording]:
-        """By the number of pages. Each launch runs once before: what has to be loaded is loaded then. So only what is
-        about to be done anyway is recorded late: a buffer from which pages are to be unpacked holds them already.
+        """Return the launches by the number of pages.
+
+        Each launch runs once before: what has to be loaded is loaded then. So only what is about to be done anyway is
+        recorded late: a buffer from which pages are to be unpacked holds them already.
         """
         recordings = self._kit(buffer).recordings
         if what in recordings or what not in self._recorded_whats:
@@ -239,7 +247,7 @@ class Packer:
             self._narrow(values, pages, packed, ours, **where)
 
     def _packed(self, buffer: StagingBuffer, count: int, block_nbytes: int) -> Sequence[Tensor]:
-        """Where so many pages lie in the buffer, part by part."""
+        """Return where so many pages lie in the buffer, part by part."""
         flat = buffer.tensor[: count * block_nbytes]
         if len(self._parts) == 1:
             return [flat]
@@ -252,8 +260,9 @@ class Packer:
 
 
 def recordable(registry: Registry, spec: MoveSpec, narrows: bool) -> tuple[str, ...]:
-    """What launches kernels of ours alone, which allocate nothing. Parts of a page can be too small for the one that
-    rounds, and not for the others.
+    """What launches kernels of ours alone, which allocate nothing.
+
+    Parts of a page can be too small for the one that rounds, and not for the others.
     """
 
     def is_ours(each: MoveSpec) -> bool:

@@ -1,4 +1,6 @@
-"""The cache as a transfer to another process sees it: pages that the peer's copy engine reads, and their checksums.
+"""The cache as a transfer to another process sees it.
+
+Pages that the peer's copy engine reads, and their checksums.
 
 Two devices meet here, without their hosts. Prefill's stream sets a mark behind a chunk's KV; decode's transfer stream,
 which was given the copies before, waits for it. A chunk's checksums are made on a stream of their own, beside what the
@@ -34,10 +36,12 @@ _log = logging.getLogger(__name__)
 
 
 class DeviceTransferPool:
-    """kv_transfer.chunks.device_pool.DevicePool over the memories of a group of workers, `[num_planes, num_blocks + 1,
-    page_nbytes]` each: ours, and those of our followers, of whom these are the words of Memory.share, in the order of
-    the heads. Where there are more of them than shards, neighbours hold the same one: the first of them is what peers
-    get, and what comes is written to each.
+    """The kv_transfer.chunks.device_pool.DevicePool of a group of workers.
+
+    It lies over the memories of a group of workers, `[num_planes, num_blocks + 1, page_nbytes]` each: ours, and those
+    of our followers, of whom these are the words of Memory.share, in the order of the heads. Where there are more of
+    them than shards, neighbours hold the same one: the first of them is what peers get, and what comes is written to
+    each.
 
     `checks`: chunks that are handed over get checksums. `scales`: what each plane's values were divided by before they
     were rounded to e4m3; none of a cache that is not rounded. All work is done by our device, which reaches the other
@@ -97,8 +101,9 @@ class DeviceTransferPool:
         return self.num_planes, self.num_shards, self.page_nbytes
 
     def expect(self, part_counts: SequenceOf[int]) -> None:
-        """Peers may want pages in so many parts: what that takes is compiled now, and not in their handshakes. Before
-        anything else launches kernels of ours. Raises TransferError as `cut_into`.
+        """Peers may want pages in so many parts: what that takes is compiled now, and not in their handshakes.
+
+        Before anything else launches kernels of ours. Raises TransferError as `cut_into`.
         """
         start = time.perf_counter()
         fresh = {count: self._resharding(count) for count in part_counts if count not in self._reshardings}
@@ -108,7 +113,10 @@ class DeviceTransferPool:
             _log.info("pages in %s parts: ready in %.1f s", ", ".join(map(str, fresh)), time.perf_counter() - start)
 
     def cut_into(self, num_parts: int, warms: bool = True) -> Resharding:
-        """Compiles what is needed for it, if that was not expected. Raises TransferError if it can't be cut so."""
+        """Compiles what is needed for it, if that was not expected.
+
+        Raises TransferError if it can't be cut so.
+        """
         with self._lock:
             if num_parts not in self._reshardings:
                 fresh = self._resharding(num_parts)
@@ -143,7 +151,9 @@ class DeviceTransferPool:
             return None
 
     def close(self) -> None:
-        """Nothing is launched any more: nobody finds the marks from now on, and the followers' memory is unmapped.
+        """Give up the marks and the followers' memory.
+
+        Nothing is launched any more: nobody finds the marks from now on, and the followers' memory is unmapped.
         Idempotent.
         """
         if self._marks is not None:
@@ -160,8 +170,9 @@ class DeviceTransferPool:
         return PeerPool(self, sharing, mark)
 
     def checksums(self, pages: SequenceOf[int]) -> DeviceChecksums | PendingChecksums:
-        """Launched on the current stream, behind what writes these pages. By shard; where a peer's shards are finer, by
-        those too.
+        """Launched on the current stream, behind what writes these pages.
+
+        By shard; where a peer's shards are finer, by those too.
         """
         if len(self._summed) == 1:
             return self._launched(self._own, pages)
@@ -184,8 +195,9 @@ class DeviceTransferPool:
             return self.checksums(pages)
 
     def in_parts(self, sums: np.ndarray, pages: SequenceOf[int], num_parts: int) -> np.ndarray:
-        """Those of what `checksums` gave of `pages` that are by so many parts. What was not known to be wanted when it
-        was launched is summed up now.
+        """Those of what `checksums` gave of `pages` that are by so many parts.
+
+        What was not known to be wanted when it was launched is summed up now.
         """
         ways = list(self._summed)
         first = sum(ways[: ways.index(num_parts)]) * self.num_planes
@@ -207,7 +219,10 @@ class DeviceTransferPool:
         buffer.free()
 
     def pack(self, pages: np.ndarray, into: StagingBuffer, num_parts: int) -> None:
-        """Copy `pages` to its start, each in its parts, all planes of each part in turn; they are there on return."""
+        """Copy `pages` to its start, each in its parts, all planes of each part in turn.
+
+        They are there on return.
+        """
         self.cut_into(num_parts).packer.pack(pages, into)
 
     def unpack(self, buffer: StagingBuffer, pages: np.ndarray, checks: bool, num_parts: int) -> StagedPageScatter:
@@ -215,24 +230,29 @@ class DeviceTransferPool:
         return self.cut_into(num_parts).packer.unpack(buffer, pages, checks)
 
     def narrowing(self, scales: SequenceOf[float]) -> Tensor:
-        """What `narrow` takes, for a peer with these scales. As the kernel that writes e4m3 caches has them: inverted
-        in double precision, then rounded.
+        """What `narrow` takes, for a peer with these scales.
+
+        As the kernel that writes e4m3 caches has them: inverted in double precision, then rounded.
         """
         return torch.tensor([1.0 / scale for scale in scales], dtype=torch.float32, device=self.device)
 
     def narrow(self, pages: np.ndarray, into: StagingBuffer, narrowing: Tensor, num_parts: int) -> np.ndarray:
-        """As `pack`, each plane divided by the peer's scale and rounded to e4m3."""
+        """Pack, each plane divided by the peer's scale and rounded to e4m3."""
         return self.cut_into(num_parts).packer.narrow(pages, into, narrowing)
 
     def warm_up(self) -> None:
-        """Compile the kernels of checksums and of packing, one for all numbers of pages; before anything else launches
-        kernels of ours.
+        """Compile the kernels of checksums and of packing, one for all numbers of pages.
+
+        Before anything else launches kernels of ours.
         """
         self._warm_up([self._own])
 
     @torch.inference_mode()
     def gather(self, rows: np.ndarray, out: np.ndarray, num_parts: int = 1) -> None:
-        """Copy parts of pages into `out` on the host; `rows` as kv_transfer.chunks.chunk_plan.row_ids counts them."""
+        """Copy parts of pages into `out` on the host.
+
+        `rows` as kv_transfer.chunks.chunk_plan.row_ids counts them.
+        """
         parts = self.cut_into(num_parts).parts
         with self._aside():
             for part, index, chosen in self._by_part(rows, parts):
@@ -269,8 +289,9 @@ class DeviceTransferPool:
         return sums
 
     def _by_part(self, rows: np.ndarray, parts: SequenceOf[HeadPart]) -> Iterator[tuple[HeadPart, Tensor, slice]]:
-        """Each part that is among `rows`, which of its rows, and where among all: they come part by part. Each plane
-        has a page more than blocks.
+        """Each part that is among `rows`, which of its rows, and where among all: they come part by part.
+
+        Each plane has a page more than blocks.
         """
         numbers, inner = np.divmod(rows, self.num_planes * self.num_blocks)
         index = inner + inner // self.num_blocks

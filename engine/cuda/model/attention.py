@@ -1,7 +1,7 @@
 """Paged attention over the device's cache: prompts of any lengths in one launch, decodes in another."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from engine.cuda.inputs.batch_inputs import Queries, in_segments
 from engine.cuda.kv.kv_cache import LayerCache
-from engine.cuda.model.transformer import Attend, QueryRows
+from engine.cuda.model.pass_rows import Attend, QueryRows
 from engine.cuda.model.weights import AttentionWindow
 from engine.cuda.runtime.upload import upload_all
 from kernels.registry import Registry
@@ -30,8 +30,9 @@ _TILE, _MAX_FEW_TILES = 128, 66
 
 @dataclass(frozen=True)
 class _PrefillAttention:
-    """An implementation of prefill attention for some layers, and what it wants of a batch before the first of them:
-    kernels.registry.Registry.preparer.
+    """An implementation of prefill attention for some layers.
+
+    And what it wants of a batch before the first of them: kernels.registry.Registry.preparer.
     """
 
     attend: Callable[..., None]
@@ -45,9 +46,9 @@ def decode_workspace(config: ModelConfig, max_num_seqs: int, device: torch.devic
 
 
 def attention_specs(config: ModelConfig, kv: KVDtype, block_size: int) -> dict[int, AttnSpec]:
-    """By window, 0 for all tokens."""
-    heads = config.num_heads, config.num_kv_heads, config.head_dim
-    return {window: AttnSpec(*heads, block_size, kv, window, config.sinks) for window in {0, config.window}}
+    """Return the specs by window, 0 for all tokens."""
+    shared = AttnSpec(config.num_heads, config.num_kv_heads, config.head_dim, block_size, kv, sinks=config.sinks)
+    return {window: replace(shared, window=window) for window in {0, config.window}}
 
 
 class DeviceAttention:
@@ -63,7 +64,10 @@ class DeviceAttention:
         max_num_seqs: int,
         device: torch.device,
     ) -> None:
-        """`max_tokens`: of all the sequences of a batch of prompts, contexts included, that the workspace is for."""
+        """Allocate the workspace.
+
+        `max_tokens`: those of all the sequences of a batch of prompts, contexts included, that the workspace is for.
+        """
         self._scale, self._segment, self._block_size = config.head_dim**-0.5, config.segment, block_size
         self._pages = torch.arange(config.segment // block_size, device=device)
         specs = attention_specs(config, kv, block_size)
@@ -116,8 +120,10 @@ class DeviceAttention:
         return attend
 
     def of_decodes(self, tables: Tensor, lengths: Tensor, max_len: int) -> Attend:
-        """`max_len` chooses how it is launched; any length is computed right where there are no segments, up to
-        `max_len` where there are. Reads `lengths` on the device for these: to be asked anew for each step.
+        """`max_len` chooses how it is launched.
+
+        Any length is computed right where there are no segments, up to `max_len` where there are. Reads `lengths` on
+        the device for these: to be asked anew for each step.
         """
         whole = self._of_decodes(tables, lengths, max_len)
         if not self._segment or max_len <= self._segment:
@@ -138,7 +144,9 @@ class DeviceAttention:
 
 
 def are_few(counts: np.ndarray, lengths: np.ndarray, num_heads: int) -> bool:
-    """Whether rows (`counts` of each sequence, `lengths` with context) have so few tiles, of 128 rows of a head, that
+    """Return whether there are so few rows that sharing out their keys pays.
+
+    Whether rows (`counts` of each sequence, `lengths` with context) have so few tiles, of 128 rows of a head, that
     attention which shares out no keys would leave most of 132 multiprocessors idle, for longer than the host needs for
     the launches of sharing: three a layer, and two up to 64 rows.
 
@@ -156,7 +164,10 @@ def _prefill(registry: Registry, spec: AttnSpec) -> _PrefillAttention:
 
 
 def in_two(decodes: Attend, count: int, prompts: Attend) -> Attend:
-    """Of `count` rows of decodes, which know their own and write some beyond, and of prompts in those behind."""
+    """Return the attention of decodes and of the prompts behind them.
+
+    Of `count` rows of decodes, which know their own and write some beyond, and of prompts in those behind.
+    """
 
     def attend(asked: QueryRows, cache: LayerCache, out: Tensor, sight: AttentionWindow) -> None:
         decodes(asked, cache, out, sight)

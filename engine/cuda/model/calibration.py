@@ -1,5 +1,6 @@
-"""Static scales for a checkpoint that brings none: twice the largest magnitudes over a text is the end of e4m3. And
-what smooth keys lose.
+"""Static scales for a checkpoint that brings none.
+
+Twice the largest magnitudes over a text is the end of e4m3. And what smooth keys lose.
 """
 
 from dataclasses import dataclass, replace
@@ -13,7 +14,8 @@ from contracts.sampling import SamplingParams
 from engine.cuda.inputs.batch_inputs import prompt_rows
 from engine.cuda.kv.kv_cache import DeviceCache
 from engine.cuda.model.attention import DeviceAttention
-from engine.cuda.model.transformer import Rows, Transformer, without_sinks
+from engine.cuda.model.pass_rows import Rows
+from engine.cuda.model.transformer import Transformer, without_sinks
 from engine.cuda.model.weights import MIN_SCALE
 from engine.cuda.runtime.upload import upload_all
 from engine.scheduler.batch import ScheduledChunk
@@ -58,8 +60,10 @@ def compute_prompt(model: Transformer, attention: DeviceAttention, cache: Device
 
 @dataclass(frozen=True)
 class Scales:
-    """`[layers, 2]` each. `activations`: attention's output and the MLP's middle, for the fused step; `kv`, on the
-    host: K and V in the cache. `k_offsets` `[layers, kv_heads, head_dim]`, if keys are smooth.
+    """`[layers, 2]` each.
+
+    `activations`: attention's output and the MLP's middle, for the fused step; `kv`, on the host: K and V in the cache.
+    `k_offsets` `[layers, kv_heads, head_dim]`, if keys are smooth.
     """
 
     activations: Tensor
@@ -95,7 +99,9 @@ def _of_tokens(pages: Tensor, count: int) -> Tensor:
 
 
 def _offsets(keys: Tensor) -> Tensor:
-    """`keys` `[layers, tokens, kv_heads, head_dim]`: about what all keys of a head share (as SageAttention takes their
+    """Return about what all keys of a head share.
+
+    `keys` `[layers, tokens, kv_heads, head_dim]`: about what all keys of a head share (as SageAttention takes their
     mean away: Zhang et al. 2024), on the grid of e4m3, so that sums of another order seldom give another one.
     """
     shared = _FIRST_SHARE * keys[:, 0] + (1 - _FIRST_SHARE) * without_sinks(keys, 1).mean(1)
@@ -103,7 +109,9 @@ def _offsets(keys: Tensor) -> Tensor:
 
 
 def _power(scales: Tensor) -> Tensor:
-    """The next power of two, which costs e4m3 no bit. So workers of other numbers of GPUs, whose sums differ in the
-    last place, have the same scales, unless one is next to a power of two, and pages of one can be read by the other.
+    """The next power of two, which costs e4m3 no bit.
+
+    So workers of other numbers of GPUs, whose sums differ in the last place, have the same scales, unless one is next
+    to a power of two, and pages of one can be read by the other.
     """
     return scales.log2().ceil().exp2()

@@ -1,5 +1,6 @@
-"""Which number format a GPU holds a model in, and which of them keeps what is stored. Imports no torch, so that
-`tandem up` can say before it starts anything what a model takes.
+"""Which number format a GPU holds a model in, and which of them keeps what is stored.
+
+Imports no torch, so that `tandem up` can say before it starts anything what a model takes.
 """
 
 from checkpoint import Checkpoint
@@ -16,9 +17,11 @@ MIN_FP8_HIDDEN = 2048
 
 
 def resolve_device_dtype(dtype: str, checkpoint: Checkpoint, cc: int) -> str:
-    """`cc`: the GPU's compute capability, 90 for 9.0. `auto`: what keeps a quantized checkpoint as it is; for plain
-    weights FP8 where the GPU multiplies it, but for small models; FP8 neither way for models with `_has_large_keys`.
-    Raises ConfigError for an unknown name, and for `int4` of weights that can't be held so.
+    """`cc`: the GPU's compute capability, 90 for 9.0.
+
+    `auto`: what keeps a quantized checkpoint as it is; for plain weights FP8 where the GPU multiplies it, but for small
+    models; FP8 neither way for models with `_has_large_keys`. Raises ConfigError for an unknown name, and for `int4` of
+    weights that can't be held so.
     """
     if dtype != "auto" and dtype not in DEVICE_DTYPES:
         names = ", ".join(DEVICE_DTYPES)
@@ -37,8 +40,9 @@ def resolve_device_dtype(dtype: str, checkpoint: Checkpoint, cc: int) -> str:
 
 
 def _has_large_keys(config: ModelConfig) -> bool:
-    """Qwen2's biases make keys of hundreds, which in e4m3 ruin its text (QwenLM/Qwen3#840,
-    NVIDIA/TensorRT-LLM#4218).
+    """Return whether keys are too large for e4m3.
+
+    Qwen2's biases make keys of hundreds, which in e4m3 ruin its text (QwenLM/Qwen3#840, NVIDIA/TensorRT-LLM#4218).
     """
     return config.qkv_bias and not config.sinks
 
@@ -62,22 +66,26 @@ def has_fused_step(config: ModelConfig) -> bool:
 
 
 def rounds_sparingly(config: ModelConfig) -> bool:
-    """Whether FP8 of a plain checkpoint leaves the activations plain, and the last layer's MLP, which costs more than
-    any other (docs/models.md, "What FP8 costs"). Not where speed matters, nor where the fused step would be lost.
+    """Return whether FP8 of a plain checkpoint leaves activations and the last layer's MLP plain.
+
+    That MLP costs more than any other (docs/models.md, "What FP8 costs"). Not where speed matters, nor where the fused
+    step would be lost.
     """
     return config.hidden_size < MIN_FP8_HIDDEN and not has_fused_step(config)
 
 
 def smooths_keys(config: ModelConfig) -> bool:
-    """Whether keys in e4m3 are smooth (kernels.specs.RopeSpec): those of models that are rounded sparingly, but not
-    beside sinks, which would weigh more or less by it.
+    """Return whether keys in e4m3 are smooth (kernels.specs.RopeSpec).
+
+    Those of models that are rounded sparingly, but not beside sinks, which would weigh more or less by it.
     """
     return rounds_sparingly(config) and not config.sinks and config.head_dim.bit_count() == 1
 
 
 def experts_changed(quantization: Quantization, dtype: str) -> str:
-    """Why quantized experts are not multiplied as they are stored in a format that keeps the other matrices so; empty
-    if they are.
+    """Return why quantized experts are not multiplied as they are stored.
+
+    In a format that keeps the other matrices so; empty if they are.
     """
     if dtype == "int4":
         return "widened to bfloat16: grouped products take no INT4"
@@ -86,8 +94,9 @@ def experts_changed(quantization: Quantization, dtype: str) -> str:
 
 
 def kept_as(checkpoint: Checkpoint) -> tuple[str, str]:
-    """The dtype that multiplies a checkpoint's weights as they are stored; or "bfloat16", to which they are widened on
-    load, and why.
+    """The dtype that multiplies a checkpoint's weights as they are stored.
+
+    Or "bfloat16", to which they are widened on load, and why.
     """
     quantization = checkpoint.quantization
     if quantization is None:

@@ -1,4 +1,6 @@
-"""A decode step of seven launches a layer for FP8 models: docs/design/kernels.md says what makes it fast.
+"""A decode step of seven launches a layer for FP8 models.
+
+Docs/design/kernels.md says what makes it fast.
 
 Attention takes the qkv product and does rope, append, attention and rounding in one launch; SiLU and rounding are the
 epilogue of gate and up; split-K parts and deferred scales are added up and applied by whoever reads a product.
@@ -40,7 +42,10 @@ def is_fusible(config: ModelConfig, number_format: DeviceFormat, weights: Device
 
 
 class FusedDecode:
-    """`scales` `[layers, 2]`: what attention's output and the MLP's middle are divided by before they are rounded."""
+    """A decode step in few launches.
+
+    `scales` `[layers, 2]`: what attention's output and the MLP's middle are divided by before they are rounded.
+    """
 
     def __init__(
         self,
@@ -88,7 +93,10 @@ class FusedDecode:
 
 
 class FusedStep:
-    """One batch size: bound operations and views of the shared buffers. Call it: DecodeState.logits are written."""
+    """One batch size: bound operations and views of the shared buffers.
+
+    Call it: DecodeState.logits are written.
+    """
 
     def __init__(self, shared: FusedDecode, rows: int, max_len: int) -> None:
         self._shared, self._rows = shared, rows
@@ -128,7 +136,6 @@ class FusedStep:
 
     def _bind(self, max_len: int) -> None:
         config, plan = self._shared.config, self._plan
-        heads = (config.num_heads, config.num_kv_heads, config.head_dim)
         hidden, inner, page = config.hidden_size, config.intermediate_size, self._shared.cache.layout.block_size
         self._norm_embedding = self._get("add_rmsnorm_quant", NormSpec(hidden, "token", embed=True))
         self._norms = {
@@ -151,8 +158,9 @@ class FusedStep:
         if head.scale is not None:
             self._head_gemm = self._get("gemm_fp8", GemmSpec(len(head.weight), hidden, skinny=plan.own_head))
         spec = FusedAttnSpec(
-            *heads, page, "tensor", plan.qkv_parts, plan.deferred, biased=config.qkv_bias, normed=config.qk_norm
-        )
+            config.num_heads, config.num_kv_heads, config.head_dim, page, "tensor", plan.qkv_parts, plan.deferred,
+            biased=config.qkv_bias, normed=config.qk_norm,
+        )  # fmt: skip
         attention = self._get("attn_decode_fused", spec)
         self._attend = partial(attention, sm_scale=config.head_dim**-0.5, eps=config.norm_eps, max_len=max_len)
 

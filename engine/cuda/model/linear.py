@@ -21,8 +21,9 @@ _MIN_SPLIT_ROWS = 128
 
 @dataclass(frozen=True)
 class Scaled:
-    """Rows as a product reads them, `rounding` says how: e4m3 with a scale each or one for each 128 columns, or plain,
-    where `scale` is of no use.
+    """Rows as a product reads them.
+
+    `rounding` says how: e4m3 with a scale each or one for each 128 columns, or plain, where `scale` is of no use.
     """
 
     rows: Tensor
@@ -31,8 +32,9 @@ class Scaled:
 
 @dataclass(frozen=True)
 class SplitKPartials:
-    """A product that its reader finishes: `out` `[T, n]`, or float32 `[parts, T, n]` to be added up; without its scales
-    if `deferred`.
+    """A product that its reader finishes.
+
+    `out` `[T, n]`, or float32 `[parts, T, n]` to be added up; without its scales if `deferred`.
     """
 
     out: Tensor
@@ -41,14 +43,20 @@ class SplitKPartials:
 
 
 def rounding(matrix: Matrix, count: int) -> Quant:
-    """How so many rows are left for a product with this matrix. What cuBLAS multiplies by blocks is rounded here."""
+    """How so many rows are left for a product with this matrix.
+
+    What cuBLAS multiplies by blocks is rounded here.
+    """
     if matrix.recipe == "row":
         return "token"
     return "group" if matrix.recipe == "block128" and _parts_of(matrix, count) is not None else "none"
 
 
 def _parts_of(matrix: Matrix, count: int) -> int | None:
-    """Parts along k of a product with so many rows, if its reader adds them up; None: its kernel knows no parts."""
+    """Parts along k of a product with so many rows, if its reader adds them up.
+
+    None: its kernel knows no parts.
+    """
     if matrix.recipe == "int4":
         return int4_parts(count, *matrix.shape)
     if matrix.recipe in ("row", "block128"):
@@ -57,8 +65,9 @@ def _parts_of(matrix: Matrix, count: int) -> int | None:
 
 
 class RowBuffer:
-    """Room for `max_rows` rows that products with these matrices read: each recipe's as it wants them. `plain`: the
-    type of those that are not rounded; None if they need no room.
+    """Room for `max_rows` rows that products with these matrices read: each recipe's as it wants them.
+
+    `plain`: the type of those that are not rounded; None if they need no room.
     """
 
     def __init__(
@@ -81,14 +90,17 @@ class RowBuffer:
 
 
 class QuantizedLinear:
-    """`max_rows`: the most rows of one call; what is rounded for blocks, and scratch memory, is allocated here."""
+    """`max_rows`: the most rows of one call.
+
+    What is rounded for blocks, and scratch memory, is allocated here.
+    """
 
     def __init__(self, registry: Registry, matrices: Sequence[Matrix], max_rows: int, device: torch.device) -> None:
         self._get = cache(registry.get)  # asked at every step, and bound once
         width = max((m.weight.shape[1] for m in matrices if m.recipe == "block128"), default=0)
         self._rounded = torch.empty(max_rows * width, dtype=E4M3, device=device)
         self._scales = torch.empty(max_rows * width // 128, device=device)
-        specs = [W4Spec(*matrix.shape) for matrix in matrices if matrix.recipe == "int4"]
+        specs = [_w4_spec(matrix) for matrix in matrices if matrix.recipe == "int4"]
         specs += [_w8_spec(matrix) for matrix in matrices if matrix.recipe == "w8"]
         nbytes = max((widening_workspace_nbytes(spec, max_rows) for spec in specs), default=0)
         self._workspace = torch.zeros(nbytes, dtype=torch.uint8, device=device)
@@ -96,8 +108,9 @@ class QuantizedLinear:
         self._parts = torch.empty(numel, device=device)
 
     def unfinished(self, matrix: Matrix, x: Scaled, out: Tensor, adds: bool = True) -> SplitKPartials:
-        """Without the bias, for a reader that applies scales, and adds up parts if `adds`. `out` `[T, n]`: room for
-        what is in one part; parts are overwritten by the next product in parts.
+        """Without the bias, for a reader that applies scales, and adds up parts if `adds`.
+
+        `out` `[T, n]`: room for what is in one part; parts are overwritten by the next product in parts.
         """
         (n, k), parts = matrix.shape, _parts_of(matrix, len(x.rows))
         # Whole, what is best in parts loses to cuBLAS with many rows: 4096 x 14336 takes 29.6 us for 64, there 21.3.
@@ -136,7 +149,7 @@ class QuantizedLinear:
         self._get("gemm_fp8", spec)(x.rows, matrix.weight, x.scale, matrix.scale, out)
 
     def _int4(self, matrix: Matrix, x: Scaled, out: Tensor, parts: int = 1) -> None:
-        product = self._get("gemm_w4", W4Spec(*matrix.shape, parts))
+        product = self._get("gemm_w4", _w4_spec(matrix, parts))
         product(x.rows, matrix.weight, matrix.scale, out, self._workspace)
 
     def _plain_rows_by_blocks(self, matrix: Matrix, rows: Tensor, out: Tensor) -> None:
@@ -156,8 +169,10 @@ class QuantizedLinear:
 
 
 def unrounded(rows: Tensor, weight: Tensor, out: Tensor) -> None:
-    """The product with a plain weight `[n, k]` as it was added up: `out` `[T, n]` float32. An output head's ends there:
-    a bf16 of 16 or more knows eighths only, and a text's two likeliest words are often nearer.
+    """The product with a plain weight `[n, k]` as it was added up: `out` `[T, n]` float32.
+
+    An output head's ends there: a bf16 of 16 or more knows eighths only, and a text's two likeliest words are often
+    nearer.
     """
     if rows.is_cuda and rows.dtype != torch.float32:
         torch.mm(rows, weight.t(), out_dtype=torch.float32, out=out)
@@ -170,6 +185,11 @@ def _parts_numel(matrix: Matrix, max_rows: int) -> int:
     counts = range(1, min(max_rows, SKINNY_ROWS) + 1)
     in_parts = ((_parts_of(matrix, count) or 1, count) for count in counts)
     return max((parts * count * matrix.shape[0] for parts, count in in_parts if parts > 1), default=0)
+
+
+def _w4_spec(matrix: Matrix, parts: int = 1) -> W4Spec:
+    n, k = matrix.shape
+    return W4Spec(n, k, parts)
 
 
 def _w8_spec(matrix: Matrix) -> W8Spec:

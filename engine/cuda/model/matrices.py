@@ -67,8 +67,9 @@ def quantize_rows(weight: Tensor) -> Matrix:
 
 
 def quantize_finely(weight: Tensor) -> Matrix:
-    """For rows of activations that stay plain: e4m3 with that scale for each 32 columns of a row, of some that cut off
-    nothing, which leaves the least squared error.
+    """Return e4m3 with a scale for each 32 columns, for rows of activations that stay plain.
+
+    It has that scale for each 32 columns of a row, of some that cut off nothing, which leaves the least squared error.
     """
     n, k = weight.shape
     groups = F.pad(weight, (0, -k % _GROUP)).view(n, -1, _GROUP)
@@ -83,8 +84,10 @@ def quantize_finely(weight: Tensor) -> Matrix:
 
 
 def keep(stored: list[StoredMatrix], int4: bool, name: str, rounds_rows: bool = True) -> Matrix | None:
-    """Stored matrices one below the other, as the kernels read them. None where there are none, or are of the other
-    kind than wanted. Raises ConfigError for shapes that the kernels do not take.
+    """Stored matrices one below the other, as the kernels read them.
+
+    None where there are none, or are of the other kind than wanted. Raises ConfigError for shapes that the kernels do
+    not take.
     """
     floats = [matrix for matrix in stored if isinstance(matrix, Fp8Matrix)]
     codes = [matrix for matrix in stored if isinstance(matrix, Int4Matrix)]
@@ -99,7 +102,10 @@ def keep(stored: list[StoredMatrix], int4: bool, name: str, rounds_rows: bool = 
 
 
 def _require_blocks(matrices: list[Fp8Matrix], name: str, rounds_rows: bool) -> None:
-    """Below each other, blocks must not straddle two matrices; rows of activations are rounded by whole blocks."""
+    """Below each other, blocks must not straddle two matrices.
+
+    Rows of activations are rounded by whole blocks.
+    """
     if any(matrix.shape[0] % BLOCK for matrix in matrices[:-1]) or (rounds_rows and matrices[0].shape[1] % BLOCK):
         columns = ", and columns," if rounds_rows else ""
         _refuse(matrices, name, f"rows of all but the last{columns} in steps of {BLOCK}")

@@ -8,9 +8,10 @@ _MXFP4_NBYTES = 17 / 32  # half a byte, and a byte for each 32
 
 
 def least_weights_nbytes(checkpoint: Checkpoint, dtype: str, num_gpus: int = 1) -> int:
-    """Of the fullest of `num_gpus` that share the model, in a `dtype` of format_choice.DEVICE_DTYPES. It takes no less
-    than this, and some percent more: matrices are counted, as if all of a quantized checkpoint's were so, without
-    scales, norms and biases.
+    """Return the bytes of the weights on the fullest of `num_gpus` that share the model.
+
+    `dtype`: of format_choice.DEVICE_DTYPES. It takes no less than this, and some percent more: matrices are counted, as
+    if all of a quantized checkpoint's were so, without scales, norms and biases.
 
     By the shapes that the configuration says, for those alone are loaded; a file may hold more, such as a vision tower.
     """
@@ -45,7 +46,7 @@ def _num_of_experts(config: ModelConfig) -> int:
 
 
 def _expert_nbytes(config: ModelConfig, dtype: str) -> float:
-    """Of an element: grouped products take no INT4, and MXFP4 stays so beside bf16 rows."""
+    """Return the bytes of an element: grouped products take no INT4, and MXFP4 stays so beside bf16 rows."""
     if config.experts is not None and config.experts.is_mxfp4 and dtype != "float32":
         return _MXFP4_NBYTES
     return _NBYTES["bfloat16" if dtype == "int4" else dtype]

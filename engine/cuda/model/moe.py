@@ -1,4 +1,6 @@
-"""A mixture of experts on a GPU: routed, sorted by expert, multiplied in groups and added up, without the host.
+"""A mixture of experts on a GPU.
+
+Routed, sorted by expert, multiplied in groups and added up, without the host.
 
 Shapes: T rows, K experts of a row, E experts, H hidden size, I an expert's inner size.
 """
@@ -19,8 +21,9 @@ _PLAIN: dict[torch.dtype, ExpertFormat] = {torch.bfloat16: "bf16", torch.float32
 
 @dataclass(frozen=True)
 class ExpertWeights:
-    """`router` `[E, H]` as the activations are, `gate_up` `[E, 2I, H]`, `down` `[E, H, I]`; scales for each row
-    (`[E, 2I]`, `[E, H]`) where the weights are e4m3. MXFP4: words and scales `[E, ...]` of
+    """`router` `[E, H]` as the activations are, `gate_up` `[E, 2I, H]`, `down` `[E, H, I]`.
+
+    Scales for each row (`[E, 2I]`, `[E, H]`) where the weights are e4m3. MXFP4: words and scales `[E, ...]` of
     kernels.layouts.tile_mxfp4, gates and ups paired. Biases `[E]`, `[E, 2I]`, `[E, H]` as the activations are, or none.
     """
 

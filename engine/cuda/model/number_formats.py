@@ -1,4 +1,7 @@
-"""The number formats of a GPU: how weights, output head and KV are held. format_choice says which a model has."""
+"""The number formats of a GPU: how weights, output head and KV are held.
+
+format_choice says which a model has.
+"""
 
 from dataclasses import dataclass
 
@@ -11,7 +14,9 @@ E4M3 = torch.float8_e4m3fn
 
 @dataclass(frozen=True)
 class DeviceFormat:
-    """`weights` and `head` are e4m3 (one scale a row, or as the checkpoint has them), INT4 in bytes (two a byte, from a
+    """The types of a model on a device.
+
+    `weights` and `head` are e4m3 (one scale a row, or as the checkpoint has them), INT4 in bytes (two a byte, from a
     checkpoint that holds them so), or `rows`, the type of the activations between kernels. Beside e4m3 weights rows are
     rounded for a product, but where `rounds_sparingly` or, experts apart, the checkpoint says otherwise.
     """

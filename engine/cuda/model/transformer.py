@@ -1,4 +1,4 @@
-"""The decoder that all families share, over rows of any number of sequences, from the library's operations.
+"""The decoder that all families share, over rows of any sequences, from the library's operations.
 
 Between kernels rows are bf16 (or float32); beside matrices of the recipe "row" they are rounded to e4m3, one scale a
 token, and few rows beside those of "block128" with one for each 128 columns. Products of these are left to the kernel
@@ -8,7 +8,6 @@ is exact, and faster than scaling in cuBLAS. That kernel adds the bias too, and 
 Shapes: T rows, H hidden size, D head size.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial
 
@@ -21,7 +20,8 @@ from engine.cuda.model.linear import QuantizedLinear, RowBuffer, Scaled, SplitKP
 from engine.cuda.model.matrices import Matrix
 from engine.cuda.model.moe import DeviceMoE, ExpertWeights
 from engine.cuda.model.number_formats import E4M3, DeviceFormat
-from engine.cuda.model.weights import AttentionWindow, DeviceLayerWeights, DeviceWeights, MlpWeights
+from engine.cuda.model.pass_rows import Advance, Attend, QueryRows, Rows
+from engine.cuda.model.weights import DeviceLayerWeights, DeviceWeights, MlpWeights
 from engine.cuda.runtime.process_group import SINGLE_PROCESS, ProcessGroup
 from kernels.reference.quant import to_e4m3
 from kernels.registry import Registry
@@ -41,51 +41,21 @@ def without_sinks(x: Tensor, dim: int = 0) -> Tensor:
 
 
 @dataclass(frozen=True)
-class QueryRows:
-    """Queries `[T, heads, D]`: `plain` as attention of decodes reads them, `of_prompts` as that of prompts does. A row
-    has what its own attention reads.
-    """
-
-    plain: Tensor
-    of_prompts: Tensor
-
-    def __getitem__(self, rows: slice) -> "QueryRows":
-        return QueryRows(self.plain[rows], self.of_prompts[rows])
-
-
-Attend = Callable[[QueryRows, LayerCache, Tensor, AttentionWindow], None]
-"""(queries, cache of one layer, out `[T, heads, D]`, what a layer's rows see): attention of the rows over their own
-sequences.
-"""
-
-
-Advance = Callable[[int], None]
-"""Transformer.advance of a layer, for rows that it knows."""
-
-
-@dataclass(frozen=True)
-class Rows:
-    """`token_ids`, `positions`, `slots` `[T]`, the slot -1 for a row that only pads. `num_decodes` `[1]` int32: so many
-    of the first are of decodes, whose attention reads other queries.
-    """
-
-    token_ids: Tensor
-    positions: Tensor
-    slots: Tensor
-    num_decodes: Tensor
-
-
-@dataclass(frozen=True)
 class _RotaryTable:
-    """How rope turns a layer's rows, as at `positions` `[T]`; and what q is then multiplied by, `[T]` float32."""
+    """How rope turns a layer's rows, as at `positions` `[T]`.
+
+    And what q is then multiplied by, `[T]` float32.
+    """
 
     positions: Tensor
     scales: Tensor | None = None
 
 
 class Transformer:
-    """`max_rows`: the most rows of one call; their activations are allocated here, once. `is_smooth`: so are the keys
-    (kernels.specs.RopeSpec), and every cache has offsets. `rounds_queries` of prompts to e4m3.
+    """`max_rows`: the most rows of one call; their activations are allocated here, once.
+
+    `is_smooth`: so are the keys (kernels.specs.RopeSpec), and every cache has offsets. `rounds_queries` of prompts to
+    e4m3.
 
     While `peaks` `[layers, 2]` is there, it takes the largest scales of attention's output and of the MLP's middle, the
     first tokens of a text left out.
@@ -132,9 +102,10 @@ class Transformer:
         written: Written = ignore_progress,
         advance: Advance | None = None,
     ) -> None:
-        """Writes K and V of all rows, for `finish` of some. Calls `written` when the first `early_layers` have theirs,
-        and when all have. A team says nothing of all: they are not there before the end, or before it has met.
-        `advance`: does what the method of that name does.
+        """Writes K and V of all rows, for `finish` of some.
+
+        Calls `written` when the first `early_layers` have theirs, and when all have. A team says nothing of all: they
+        are not there before the end, or before it has met. `advance`: does what the method of that name does.
         """
         count, advance, last = len(rows.token_ids), advance or partial(self.advance, rows, cache), self.num_layers - 1
         for index in range(self.num_layers):
@@ -151,17 +122,20 @@ class Transformer:
 
     @torch.inference_mode()
     def finish(self, rows: Tensor, cache: DeviceCache, attend: Attend, as_prompts: bool = False) -> Tensor:
-        """What follows the last K and V, of the rows `[W]` among those that `fill` was called for: 3 % of a prompt's
-        work, and of its attention. `attend`: how they alone do, as decodes or `as_prompts`. Returns them after the
-        final norm, for `head`.
+        """Return the rows after the final norm, for `head`.
+
+        This is what follows the last K and V, of the rows `[W]` among those that `fill` was called for: 3 % of a
+        prompt's work, and of its attention. `attend`: how they alone do, as decodes or `as_prompts`. Returns them after
+        the final norm, for `head`.
         """
         queries = self._q.index_select(0, rows)
         asked = QueryRows(queries, to_e4m3(queries) if as_prompts and self._rounds_queries else queries)
         return self._finish(self._residual.index_select(0, rows), asked, cache, attend)
 
     def finish_nbytes(self, num_rows: int) -> int:
-        """What `finish` of so many allocates: their queries, twice in float32 while they are rounded, their residual,
-        and what it returns.
+        """Return the bytes that `finish` of so many rows allocates.
+
+        Their queries, twice in float32 while they are rounded, their residual, and what it returns.
         """
         config, plain_nbytes = self._config, self._format.rows.itemsize
         q_width = config.num_heads * config.head_dim
@@ -174,8 +148,9 @@ class Transformer:
 
     @torch.inference_mode()
     def advance(self, rows: Rows, cache: DeviceCache, index: int) -> None:
-        """From what the attention of the layer before left to the queries of this one, its K and V written. All of it
-        is launched the same for as many rows, whatever these are.
+        """From what the attention of the layer before left to the queries of this one, its K and V written.
+
+        All of it is launched the same for as many rows, whatever these are.
         """
         count, layer = len(rows.token_ids), self._weights.layers[index]
         x, residual = self._x.of(layer.qkv, count), self._residual[:count]
@@ -209,7 +184,10 @@ class Transformer:
         embed(self._weights.embedding, residual, layer.attention_gain, config.norm_eps, x.rows, x.scale, ids=token_ids)
 
     def _leave(self, index: int, mixed: Tensor, residual: Tensor, gain: Tensor, out: Scaled, quant: Quant) -> None:
-        """The rest of a layer, from what its attention gave (`[T, heads * D]`); `out`: the norm for what follows."""
+        """The rest of a layer, from what its attention gave (`[T, heads * D]`).
+
+        `out`: the norm for what follows.
+        """
         layer, config = self._weights.layers[index], self._config
         read = self._as_read(layer.output, mixed, self._read)
         self._note(index, 0, read)
@@ -230,7 +208,10 @@ class Transformer:
 
     @torch.inference_mode()
     def head(self, x: Tensor) -> Tensor:
-        """Logits `[W, vocab]` of rows of what a call returns: float32 from a plain head, else as activations are."""
+        """Return the logits `[W, vocab]` of rows of what a call returns.
+
+        Float32 from a plain head, else as activations are.
+        """
         head = self._weights.head
         is_plain = head.recipe == "plain"
         logits = x.new_empty(len(x), head.shape[0], dtype=torch.float32 if is_plain else self._format.rows)

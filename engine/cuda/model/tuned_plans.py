@@ -11,9 +11,10 @@ _log = logging.getLogger(__name__)
 
 
 def agreed_plans(cache_dir: Path, caps: Caps, group: ProcessGroup) -> TunedPlans:
-    """Return the plans that the first process of a group finds, for all of them: processes that cut products up
-    differently would round differently. None are found where the file is of another card or other versions; a warning
-    says so.
+    """Return the plans that the first process of a group finds, for all of them.
+
+    Processes that cut products up differently would round differently. None are found where the file is of another card
+    or other versions; a warning says so.
     """
     found = _found(cache_path(cache_dir / "kernels", caps), caps) if group.shard.rank == 0 else TunedPlans()
     return decode(group.exchange("plans", encode(found).encode())[0].decode())

@@ -1,4 +1,7 @@
-"""The way of weights from a checkpoint to the device: fused, quantized, rotary rows in halves for the kernels."""
+"""The way of weights from a checkpoint to the device.
+
+Fused, quantized, rotary rows in halves for the kernels.
+"""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -30,8 +33,9 @@ def load_device_weights(
     progress: Progress,
     shard: Shard = WHOLE,
 ) -> DeviceWeights:
-    """`config` and `source` are those of the `shard`. Raises ConfigError for a tensor that is missing or has another
-    shape than the configuration says.
+    """`config` and `source` are those of the `shard`.
+
+    Raises ConfigError for a tensor that is missing or has another shape than the configuration says.
     """
     loader = _DeviceWeightLoader(config, source, number_format, device, shard)
     layers = []
@@ -97,8 +101,9 @@ class _DeviceWeightLoader:
         experts = self._config.experts_of(index)
         if experts is None or not experts.as_llama4:
             return None
-        parts = ("shared_gate_up", "shared_down")
-        return MlpWeights(*(self._matrix(layer_prefix(index), part, self._round) for part in parts))
+        prefix = layer_prefix(index)
+        gate_up = self._matrix(prefix, "shared_gate_up", self._round)
+        return MlpWeights(gate_up, self._matrix(prefix, "shared_down", self._round))
 
     def _mlp(self, index: int) -> MlpWeights | ExpertWeights:
         tensors, prefix, experts = self._tensors, layer_prefix(index), self._config.experts_of(index)
@@ -163,7 +168,10 @@ class _DeviceWeightLoader:
         return torch.tensor(whole).clamp(min=MIN_SCALE) if len(whole) == len(scales) else None
 
     def _matrix(self, prefix: str, part: str, round_to: Round | None, bias: Tensor | None = None) -> Matrix:
-        """As it is stored where the format keeps that; else widened, and rounded to e4m3 if it is said how."""
+        """Return it as it is stored where the format keeps that.
+
+        Else widened, and rounded to e4m3 if it is said how.
+        """
         if self._format.is_fp8 or self._format.is_int4:
             stored = self._tensors.stored(prefix, part)
             kept = keep(stored, self._format.is_int4, f"{prefix}{part}", self._rounds_rows)

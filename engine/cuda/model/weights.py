@@ -11,13 +11,16 @@ from engine.cuda.model.matrices import Matrix
 from engine.cuda.model.moe import ExpertWeights
 
 MIN_SCALE = 1e-6
-"""Of what is divided before it is rounded to e4m3: a layer that was all zeros while it was calibrated stays finite."""
+"""The least scale by which values are divided before they are rounded to e4m3: a layer that was all zeros while it was
+calibrated stays finite.
+"""
 
 
 @dataclass(frozen=True)
 class AttentionWindow:
-    """What the tokens of a layer see: the newest `window` tokens or, with 0, all, or all of their segment; and a logit
-    for each head, `[heads]` float32, of a sink that no token owns.
+    """What the tokens of a layer see: the newest `window` tokens or, with 0, all, or all of their segment.
+
+    And a logit for each head, `[heads]` float32, of a sink that no token owns.
     """
 
     window: int = 0
@@ -33,8 +36,9 @@ class MlpWeights:
 
 @dataclass(frozen=True)
 class DeviceLayerWeights:
-    """`gate_up` and `down` are those of a layer without experts; `shared` is one that all tokens go through beside
-    theirs. `is_turned`: by rope.
+    """`gate_up` and `down` are those of a layer without experts.
+
+    `shared` is one that all tokens go through beside theirs. `is_turned`: by rope.
     """
 
     attention_gain: Tensor
@@ -69,9 +73,10 @@ class DeviceLayerWeights:
 
 @dataclass(frozen=True)
 class DeviceWeights:
-    """`cos_sin` `[max_model_len, head_dim]`: cosines, then sines. `kv_scales` `[layers, 2]`, on the host: those of K
-    and V that the checkpoint brings. `tunings` `[max_model_len]`: what q is multiplied by in layers that rope does not
-    turn, if not by 1.
+    """`cos_sin` `[max_model_len, head_dim]`: cosines, then sines.
+
+    `kv_scales` `[layers, 2]`, on the host: those of K and V that the checkpoint brings. `tunings` `[max_model_len]`:
+    what q is multiplied by in layers that rope does not turn, if not by 1.
     """
 
     embedding: Tensor
@@ -93,8 +98,9 @@ class DeviceWeights:
 
 
 def shortened(layers: Sequence[DeviceLayerWeights]) -> Sequence[DeviceLayerWeights]:
-    """The fewest of the first ones and the last that launch every kernel that all do. What a layer launches depends on
-    its kind and on the next one's, and on whether it is the first or the last one.
+    """The fewest of the first ones and the last that launch every kernel that all do.
+
+    What a layer launches depends on its kind and on the next one's, and on whether it is the first or the last one.
     """
     known = dict[Hashable, int]()
     kinds = [known.setdefault(_kind(layer), len(known)) for layer in layers]

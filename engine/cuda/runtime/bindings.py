@@ -1,4 +1,7 @@
-"""CUDA's runtime and driver where torch does not wrap them: functions by ctypes, constants, errors in words."""
+"""CUDA's runtime and driver where torch does not wrap them.
+
+Functions by ctypes, constants, errors in words.
+"""
 
 import ctypes
 from functools import cache
@@ -40,7 +43,10 @@ def runtime() -> Any:
 
 @cache
 def locked_runtime() -> Any:
-    """The same, called without giving up the interpreter's lock: for calls that take less time than getting it back."""
+    """The same, called without giving up the interpreter's lock.
+
+    For calls that take less time than getting it back.
+    """
     return _typed(ctypes.PyDLL(_library()))
 
 

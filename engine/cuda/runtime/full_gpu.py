@@ -16,7 +16,10 @@ SMALLER = (
 
 @contextmanager
 def full_in_words() -> Iterator[None]:
-    """Turn an error for a GPU that is full into a ConfigError: torch's, or CUDA's, Triton's or NCCL's by its words."""
+    """Turn an error for a GPU that is full into a ConfigError.
+
+    Torch's, or CUDA's, Triton's or NCCL's by its words.
+    """
     try:
         yield
     except RuntimeError as error:

@@ -36,8 +36,9 @@ class GraphSet(Protocol):
 
 @contextmanager
 def capturing() -> Iterator[Record]:
-    """On a stream of its own; all graphs that are made within share what they allocate. What must be compiled or loaded
-    for a launch was: it has been launched before.
+    """On a stream of its own; all graphs that are made within share what they allocate.
+
+    What must be compiled or loaded for a launch was: it has been launched before.
     """
     pool = torch.cuda.graph_pool_handle()
 
@@ -56,7 +57,7 @@ def capturing() -> Iterator[Record]:
 
 
 def free_nbytes() -> int:
-    """Of the GPU's memory, when what was launched is done."""
+    """Return how much of the GPU's memory is free when what was launched is done."""
     torch.cuda.synchronize()
     return torch.cuda.mem_get_info()[0]
 
@@ -66,8 +67,9 @@ def expected_nbytes(
     capturing: Callable[[], AbstractContextManager[Record]],
     free_nbytes: Callable[[], int],
 ) -> int:
-    """What all sizes of all holders will take of the device's memory, by what a few of each take; nothing is held
-    afterwards.
+    """What all sizes of all holders will take of the device's memory, by what a few of each take.
+
+    Nothing is held afterwards.
 
     A graph takes 0.1 to 2 MiB of the driver's, as many kernels as it has and whether NCCL's calls are among them, and
     the largest what all share. What was given back is not seen when the next take it: so all is kept to the end.

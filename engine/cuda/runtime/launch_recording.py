@@ -26,7 +26,10 @@ def mapped(count: int, device: torch.device) -> tuple[Tensor, Tensor]:
 
 
 class _MappedWords:
-    """Not from torch's allocator: which device a page-locked block belongs to there, the first one to ask decides."""
+    """Words of the host's memory that a device sees.
+
+    Not from torch's allocator: which device a page-locked block belongs to there, the first one to ask decides.
+    """
 
     def __init__(self, count: int, device: torch.device) -> None:
         self._pointer = ctypes.c_void_p()
@@ -46,20 +49,27 @@ class _MappedWords:
 
 
 def copy_async(target: Tensor, source: Tensor, nbytes: int, stream: int) -> None:
-    """The first bytes of one to the other; the host's of the two is page-locked. As few instructions as will do."""
+    """The first bytes of one to the other; the host's of the two is page-locked.
+
+    As few instructions as will do.
+    """
     status = locked_runtime().cudaMemcpyAsync(target.data_ptr(), source.data_ptr(), nbytes, ANY_DIRECTION, stream)
     if status:
         raise TransferError(f"checksums can't be copied: {words_of(status)}")
 
 
 def synchronize(stream: int) -> None:
-    """Wait, without the interpreter's lock, for all that the stream holds. Raises TransferError if something failed."""
+    """Wait, without the interpreter's lock, for all that the stream holds.
+
+    Raises TransferError if something failed.
+    """
     check(runtime().cudaStreamSynchronize(stream), "the GPU failed")
 
 
 class Recording:
-    """Launches on a stream, to be repeated by one call. torch's own graphs hold the generator of random numbers while
-    they are captured, and other threads draw from it.
+    """Launches on a stream, to be repeated by one call.
+
+    torch's own graphs hold the generator of random numbers while they are captured, and other threads draw from it.
     """
 
     def __init__(self, launch: Callable[[], None], stream: int) -> None:

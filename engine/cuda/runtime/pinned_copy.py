@@ -11,8 +11,9 @@ _PIECE_NBYTES = 16 << 20
 
 
 class PinnedCopier:
-    """Two pieces of page-locked memory: torch's threads fill one while the device reads the other. One thread at a
-    time calls it.
+    """Two pieces of page-locked memory: torch's threads fill one while the device reads the other.
+
+    One thread at a time calls it.
     """
 
     def __init__(self, device: torch.device, piece_nbytes: int = _PIECE_NBYTES) -> None:
@@ -36,7 +37,7 @@ class PinnedCopier:
         self._read = [torch.cuda.Event() for _ in self._chunks] if on_gpu else []
 
     def _copy_chunk(self, source: Tensor, target: Tensor) -> None:
-        """As much as goes into a piece."""
+        """Copy as much as goes into a piece."""
         if self._read:
             self._read[0].synchronize()
         piece = self._chunks[0][: len(source)]

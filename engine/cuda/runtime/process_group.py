@@ -1,4 +1,7 @@
-"""The GPUs that compute one model together, by torch.distributed: NCCL, and gloo for its twin on the CPU."""
+"""The GPUs that compute one model together, by torch.distributed.
+
+NCCL, and gloo for its twin on the CPU.
+"""
 
 import socket
 from datetime import timedelta
@@ -100,7 +103,7 @@ class DistributedProcessGroup(ProcessGroup):
 
 
 def hold_store(size: int) -> TCPStore:
-    """Where members find each other, held by the first one."""
+    """Return the store in which members find each other, held by the first one."""
     # Left to itself it would listen to every network.
     listener = socket.create_server((_HOST, 0))
     port = listener.getsockname()[1]

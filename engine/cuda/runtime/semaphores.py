@@ -23,7 +23,9 @@ _MARK = struct.Struct("<III")  # process, descriptor, index
 
 
 class StreamSemaphores:
-    """Numbers in the host's memory, one for each peer, that the device sets: what a peer waits for, by its own device.
+    """Numbers in the host's memory, one for each peer, that the device sets.
+
+    What a peer waits for, by its own device.
 
     A peer may write its number too, to let its device go on when we are gone. So none is given to two peers.
     """
@@ -86,7 +88,10 @@ class PeerSemaphore:
         return int(self._word[0])
 
     def wait(self, value: int) -> None:
-        """Of the device: what is launched on the current stream from now on waits until the mark has come so far."""
+        """Let the device wait until the mark has come so far.
+
+        What is launched on the current stream from now on comes after.
+        """
         stream = torch.cuda.current_stream().cuda_stream
         if status := driver().cuStreamWaitValue32_v2(stream, self._word.ctypes.data, value, AT_LEAST):
             raise TransferError(f"a mark can't be waited for: error {status} of the driver")

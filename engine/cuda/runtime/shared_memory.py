@@ -1,4 +1,6 @@
-"""Memory that another process may read: a GPU's through CUDA IPC, and its twin, a host's through a memfd.
+"""Memory that another process may read.
+
+A GPU's through CUDA IPC, and its twin, a host's through a memfd.
 
 torch's own allocator cuts tensors out of larger blocks; what is exported here is one allocation of its own.
 """
@@ -43,8 +45,9 @@ class Memory(Protocol):
 
 @dataclass(frozen=True)
 class Grid:
-    """Pages of `page_nbytes` in `height` planes, whose starts are `pitch` bytes apart; of each page, `width` bytes from
-    `offset` on.
+    """Pages of `page_nbytes` in `height` planes, whose starts are `pitch` bytes apart.
+
+    Of each page, `width` bytes from `offset` on.
     """
 
     height: int
@@ -54,7 +57,7 @@ class Grid:
     offset: int = 0
 
     def first(self, page: int, plane: int) -> int:
-        """Where its bytes begin."""
+        """Return where its bytes begin."""
         return plane * self.pitch + page * self.page_nbytes + self.offset
 
 
@@ -74,8 +77,9 @@ class Mapping(Protocol):
         target_pages: SequenceOf[int],
         planes: range,
     ) -> None:
-        """Launch copies of pages, those `planes` of each, on the current stream. Both grids are of one width and
-        height.
+        """Launch copies of pages, those `planes` of each, on the current stream.
+
+        Both grids are of one width and height.
 
         Raises TransferError.
         """
@@ -159,8 +163,9 @@ class CudaMapping:
             raise TransferError(f"the peer's GPU memory can't be opened: {words_of(status)}")
 
     def tensor(self, nbytes: int) -> Tensor:
-        """Named after the device that mapped it, wherever it lies: torch would launch on the other one, in a context of
-        ours there, or copy.
+        """Return it as of the device that mapped it, wherever it lies.
+
+        Torch would launch on the other one, in a context of ours there, or copy.
         """
         assert self._pointer is not None and self._pointer.value is not None
         storage = torch._C._construct_storage_from_data_pointer(self._pointer.value, self._device, nbytes)
@@ -197,7 +202,10 @@ class CudaMapping:
 
 
 def runs(pages: SequenceOf[int], target_pages: SequenceOf[int], longest: int) -> Iterator[tuple[int, int, int]]:
-    """Pages that follow each other on both sides, at most `longest` at a time: the first, its target, how many."""
+    """Yield pages that follow each other on both sides, at most `longest` at a time.
+
+    The first, its target, how many.
+    """
     pairs = sorted(zip(pages, target_pages, strict=True))
     first = 0
     for end in range(1, len(pairs) + 1):

@@ -1,11 +1,16 @@
-"""What joins two GPUs, as the driver's management library tells it: whatever this process is allowed to see of them."""
+"""The link that joins two GPUs, as the driver's management library tells it.
+
+Whatever this process is allowed to see of them.
+"""
 
 import pynvml
 
 
 def joined_by(one: str, other: str) -> str:
-    """Between GPUs of these UUIDs, as `torch.cuda.get_device_properties` has them: "NVLink", "PCIe", or "" where the
-    library is absent, or does not know both.
+    """Return what joins the GPUs of these UUIDs.
+
+    UUIDs as `torch.cuda.get_device_properties` has them: "NVLink", "PCIe", or "" where the library is absent, or does
+    not know both.
     """
     try:
         pynvml.nvmlInit()

@@ -55,8 +55,9 @@ def _unpacked(packed: torch.Tensor, array: np.ndarray, start: int) -> torch.Tens
 
 
 def page_locked(array: np.ndarray, device: torch.device) -> torch.Tensor:
-    """On the host, from where a copy to the device need not wait for all that was launched before. The array itself if
-    it is there, or the device is the CPU.
+    """On the host, from where a copy to the device need not wait for all that was launched before.
+
+    The array itself if it is there, or the device is the CPU.
     """
     tensor = torch.from_numpy(array)
     return tensor if device.type == "cpu" else tensor.pin_memory()
