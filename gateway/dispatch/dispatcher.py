@@ -7,10 +7,11 @@ from collections.abc import Coroutine, Mapping, Sequence
 from typing import Any, TypeVar
 
 from contracts.errors import Overloaded, TandemError, Unavailable
-from contracts.events import Event, Finished, FinishReason, Tokens
+from contracts.events import Event, Failed, Finished, FinishReason, Tokens
 from contracts.ids import Epoch, GatewayId, Incarnation, RequestId, WorkerId
 from contracts.request import Cancel, Route, WorkerRef
 from coordinator.request_states import RequestState
+from gateway.dispatch.client_words import for_clients
 from gateway.dispatch.inflight import InflightRequest, OnDelta
 from gateway.dispatch.placement import Placement
 from gateway.dispatch.worker_pool import WorkerPool
@@ -218,6 +219,9 @@ class Dispatcher:
             self.num_unknown += 1
             self._on_stray(worker_id, event, "unknown at its gateway")
             return
+        if isinstance(event, Failed):
+            log.warning("%s failed on %s: %s: %s", event.request_id, worker_id, event.code, event.message)
+            event = for_clients(event)
         epoch = live.answer.sequencer.epoch
         if event.epoch < epoch:
             self._on_stray(worker_id, event, "placed again")

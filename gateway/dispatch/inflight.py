@@ -96,7 +96,7 @@ class InflightRequest:
         """Without whom it is to go on elsewhere because of this event, and why; empty if it goes on here, or ends."""
         match event:
             case Tokens() if self._miscounts(teller, event):
-                words = f"worker {teller} counts the tokens of the answer otherwise: it is of an older release"
+                words = "a worker counts the tokens of the answer otherwise: it is of an older release"
                 return {teller: by_code(TandemError.code, words)}
             case Failed(code=Overloaded.code) if self.is_begun:
                 return {teller: by_code(event.code, event.message)}
