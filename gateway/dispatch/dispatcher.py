@@ -3,26 +3,35 @@
 import asyncio
 import logging
 import time
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Coroutine, Sequence
 from typing import Any, TypeVar
 
-from contracts.errors import Overloaded, TandemError, Unavailable
-from contracts.events import Event, Failed, Finished, FinishReason, Tokens
+from contracts.errors import TandemError, Unavailable
+from contracts.events import Event, Failed, Tokens
 from contracts.ids import Epoch, GatewayId, Incarnation, RequestId, WorkerId
 from contracts.request import Cancel, Route, WorkerRef
 from coordinator.request_states import RequestState
 from gateway.dispatch.client_words import for_clients
-from gateway.dispatch.inflight import InflightRequest, OnDelta
+from gateway.dispatch.inflight import (
+    Action,
+    AwaitDecode,
+    CancelAttempt,
+    Deliver,
+    Finish,
+    InflightRequest,
+    OnDelta,
+    PlaceAgain,
+    ReturnPlace,
+    SendJobs,
+)
 from gateway.dispatch.placement import Placement
 from gateway.dispatch.worker_pool import WorkerPool
-from gateway.generation.generation_state import GenerationState, OutputDelta
+from gateway.generation.generation_state import GenerationState
 from service.outage_log import OutageLog
 from service.tasks import spawn_into
 
 log = logging.getLogger(__name__)
 
-REPLAY_WAIT_S = 30.0
-"""So long such an answer looks for another place: a worker that died may be there again."""
 REPLAY_PERIOD_S = 0.25
 RENEW_PERIOD_S = 1.0
 COMMIT_GRACE_S, COMMIT_LOOKS = 5.0, 5
@@ -58,7 +67,7 @@ class Dispatcher:
         """Ends what runs, and waits for its cancels to be sent."""
         self._is_stopping = True
         for live in list(self._live.values()):
-            self._fail(live, Unavailable("the gateway shuts down"))
+            self._perform(live, live.fail(Unavailable("the gateway shuts down")))
         if self._renewing is not None:
             self._renewing.cancel()
             await asyncio.gather(self._renewing, return_exceptions=True)
@@ -88,7 +97,7 @@ class Dispatcher:
         if self._is_stopping:  # since it was asked for
             self._spawn(self._finish(request_id, route.epoch, RequestState.FAILED))
             raise Unavailable("the gateway shuts down")
-        live = self._live[request_id] = InflightRequest(request_id, answer, on_piece, deadline_s, route)
+        live = self._live[request_id] = InflightRequest(request_id, answer, on_piece, deadline_s, route, self._lives)
         answer.sequencer.epoch = route.epoch
         self._spawn(self._send(live))
 
@@ -130,76 +139,61 @@ class Dispatcher:
         )  # fmt: skip
         return route
 
+    def _perform(self, live: InflightRequest, actions: Sequence[Action]) -> None:
+        """Do what has become of an answer."""
+        for action in actions:
+            match action:
+                case Deliver(delta):
+                    live.on_delta(delta)
+                case PlaceAgain():
+                    self.num_replays += action.is_replay
+                    self._spawn(self._place_again(live, action))
+                case SendJobs():
+                    self._spawn(self._send(live))
+                case CancelAttempt(workers, cancel):
+                    self._send_cancels(workers, cancel)
+                case AwaitDecode(route):
+                    self._await_decode(live, route, COMMIT_LOOKS)
+                case ReturnPlace(epoch, end):
+                    self._spawn(self._finish(live.request_id, epoch, end))
+                case Finish(reason, end):
+                    self._close(live, reason, end)
+
     async def _send(self, live: InflightRequest) -> None:
-        """To prefill and decode at once."""
-        route, workers, job = live.route, live.workers, live.job(self._gateway_id)
+        """Send its jobs to prefill and decode at once."""
+        route, workers, job = live.route, live.workers, live.job(self._gateway_id, time.monotonic())
         live.answer.servers = {"prefill": route.prefill.worker_id, "decode": route.decode.worker_id}
         sent = await asyncio.gather(*(self.workers.send(ref, job) for ref in workers), return_exceptions=True)
         refusals = {ref.worker_id: error for ref, error in zip(workers, sent, strict=True) if error is not None}
-        if live.end is not None or live.is_moving or live.route is not route:
-            # Its cancels travelled by themselves, and may have overtaken the jobs.
-            self._send_cancels(workers, Cancel(live.request_id, route.epoch, "ended before it began"))
-        elif refusals:
-            await self._place_again(live, refusals, is_lost=False)
+        ours = [error for error in refusals.values() if not isinstance(error, TandemError)]
+        told = {name: error for name, error in refusals.items() if isinstance(error, TandemError)}
+        told |= {name: Unavailable("the job could not be sent") for name in refusals.keys() - told.keys()}
+        self._perform(live, live.on_sent(route, time.monotonic(), told))
+        if ours:
+            raise ours[0]
 
-    async def _place_again(
-        self, live: InflightRequest, faults: Mapping[WorkerId, BaseException], is_lost: bool
-    ) -> None:
-        """Without those who refused it or were lost; behind what was shown of it."""
-        if live.end is not None:
-            return None
-        error = next(iter(faults.values()))
-        if not isinstance(error, TandemError):
-            self._fail(live, Unavailable("the job could not be sent"))
-            raise error
-        if (reason := live.answer.known_end) is not None:
-            return self._finish_unheard(live, reason)
-        is_replay = live.count_replay(is_lost, time.monotonic() + REPLAY_WAIT_S)
-        if not live.may_move and not live.may_retry(self._lives):
-            return self._fail(live, error)
-        self.num_replays += is_replay
-        live.num_attempts += 1
-        live.refusers += faults
+    async def _place_again(self, live: InflightRequest, left: PlaceAgain) -> None:
         try:
-            await self._move(live)
-        except TandemError as again:
-            return self._fail(live, again if isinstance(again, Overloaded) else error)
-        if live.end is None:
-            await self._send(live)
-        else:  # it ended while it had no place; the new one is not needed
-            await self._finish(live.request_id, live.route.epoch, live.end)
-
-    async def _move(self, live: InflightRequest) -> None:
-        """To another place; meanwhile nothing that becomes of the old one counts. Raises as `begin` does."""
-        epoch = live.route.epoch
-        is_replayed_in_vain = live.is_begun and not live.answer.sequencer.has_first
-        live.answer.restart(Epoch(epoch + 1))
-        live.decoder, live.is_orphaned = None, False
-        self._send_cancels(live.workers, Cancel(live.request_id, epoch, "placed again"))
-        live.is_moving = True
-        try:
-            if is_replayed_in_vain:
+            if left.waits:
                 await asyncio.sleep(REPLAY_PERIOD_S)
-            live.route = await self._place_found(live)
-        finally:
-            live.is_moving = False
+            route = await self._place_found(live)
+        except TandemError as error:
+            self._perform(live, live.on_unplaced(error, left.error))
+        else:
+            self._perform(live, live.on_placed(route))
 
     async def _place_found(self, live: InflightRequest) -> Route:
-        """What was shown in part waits for one, and then takes those, too, who were lost and are there again; what was
-        not, takes those again whom a handoff did not reach.
-
-        Every try is an attempt: a place that was given, and the answer lost, is not the next one's.
+        """Return a place. What was shown in part waits for one, and then takes those, too, who were lost and are there
+        again; what was not, takes those again whom a handoff did not reach.
         """
-        sequencer = live.answer.sequencer
         while True:
             exclude = [*live.refusers, *self._excluded(live.is_begun)]
             try:
-                return await self._placed(live.request_id, sequencer.epoch, live.answer, exclude)
+                return await self._placed(live.request_id, live.epoch, live.answer, exclude)
             except TandemError:  # who takes as many tokens may be the one that is to come again
-                if not (live.may_move if live.is_begun else live.may_retry(self._lives)):
+                if not live.may_look_on(time.monotonic()):
                     raise
-            live.refusers.clear()
-            sequencer.epoch = Epoch(sequencer.epoch + 1)
+            live.look_on()
             await asyncio.sleep(REPLAY_PERIOD_S)
             if live.end is not None:
                 raise Unavailable("it ended while it had no place")
@@ -222,41 +216,14 @@ class Dispatcher:
         if isinstance(event, Failed):
             log.warning("%s failed on %s: %s: %s", event.request_id, worker_id, event.code, event.message)
             event = for_clients(event)
-        epoch = live.answer.sequencer.epoch
-        if event.epoch < epoch:
+        if event.epoch < live.epoch:
             self._on_stray(worker_id, event, "placed again")
-        is_current = event.epoch == epoch
-        if is_current and (faults := live.faults(worker_id, event)):
-            if not live.is_moving:
-                live.note_handoff_fault(faults)
-                self._send_elsewhere(live, faults)
-            return
-        first_index = live.answer.sequencer.first_index
-        if is_current and isinstance(event, Tokens) and any(token.index > first_index for token in event.tokens):
-            live.decoder = worker_id
         try:
-            piece = live.answer.feed(event)
+            actions = live.on_event(worker_id, event, time.monotonic())
         except Exception:  # of one answer's tokens; the others of this worker go on
             log.exception("request %s", event.request_id)
-            piece = live.answer.fail(TandemError("the answer's tokens could not be made text"))
-        if piece is not None:
-            self._deliver(live, piece)
-        if is_current and isinstance(event, Finished) and worker_id != live.route.decode.worker_id:
-            # Prefill tells it, too, if their link lives so long.
-            self._send_cancels([live.route.decode], Cancel(live.request_id, event.epoch, "answered without decode"))
-
-    def _send_elsewhere(self, live: InflightRequest, faults: Mapping[WorkerId, TandemError]) -> None:
-        live.is_moving = True  # already: other losses and refusals of this attempt no longer count
-        is_lost = all(error.code != Overloaded.code for error in faults.values())
-        self._spawn(self._place_again(live, faults, is_lost))
-
-    def _finish_unheard(self, live: InflightRequest, reason: FinishReason) -> None:
-        """All of its tokens came; who was to say so was lost, whatever it said before."""
-        sequencer = live.answer.sequencer
-        live.answer.restart(Epoch(sequencer.epoch + 1))
-        piece = live.answer.feed(Finished(live.request_id, sequencer.epoch, sequencer.next_index, reason, {}))
-        if piece is not None:
-            self._deliver(live, piece)
+            actions = live.fail(TandemError("the answer's tokens could not be made text"))
+        self._perform(live, actions)
 
     def _on_stray(self, worker_id: WorkerId, event: Event, reason: str) -> None:
         """Tokens of what has ended here, or went elsewhere, are on their way for a moment, or for ever: a cancel can be
@@ -271,23 +238,11 @@ class Dispatcher:
         if ref := self.workers.ref(worker_id):
             self._spawn(self._send_cancel(ref, Cancel(event.request_id, event.epoch, reason)))
 
-    def _deliver(self, live: InflightRequest, piece: OutputDelta) -> None:
-        if piece.failed is not None:
-            self._close(live, f"failed: {piece.failed.code}", RequestState.FAILED)
-        elif piece.finish is not None:
-            # Ended by the worker: nothing to free there. Ended by a stop string: the workers do not know yet.
-            self._close(live, "" if live.answer.sequencer.ended else "stop string", RequestState.FINISHED)
-        live.on_delta(piece)
-
     def _on_lost(self, worker_id: WorkerId, incarnation: Incarnation, reason: str) -> None:
         lost = [live for live in self._live.values() if live.needs(worker_id, incarnation)]
         self.num_losses += bool(lost)
         for live in lost:
-            if live.may_go_on_without(worker_id):
-                live.is_orphaned = True
-                self._await_decode(live, live.route, COMMIT_LOOKS)
-            else:
-                self._send_elsewhere(live, {worker_id: _lost()})
+            self._perform(live, live.on_lost(worker_id, time.monotonic()))
 
     def _await_decode(self, live: InflightRequest, route: Route, num_looks: int) -> None:
         """Looks are counted, not seconds: a gateway that was paused has not read what decode told meanwhile."""
@@ -298,15 +253,7 @@ class Dispatcher:
             self._move_undecoded(live, route)
 
     def _move_undecoded(self, live: InflightRequest, route: Route) -> None:
-        """A prefill worker that is heard again and decodes by itself may have told tokens that nobody heard."""
-        is_here = live.end is None and live.route is route and not live.is_moving
-        if is_here and live.decoder != route.decode.worker_id:
-            self._send_elsewhere(live, {route.prefill.worker_id: _lost()})
-
-    def _fail(self, live: InflightRequest, error: TandemError) -> None:
-        piece = live.answer.fail(error)
-        if piece is not None:
-            self._deliver(live, piece)
+        self._perform(live, live.on_undecoded(route, time.monotonic()))
 
     def _close(self, live: InflightRequest, reason: str, end: RequestState) -> None:
         """Once per request: out of the table, cancelled where it may still run, and told to the store."""
@@ -352,7 +299,3 @@ class Dispatcher:
     def _spawn(self, coroutine: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         """What `stop` waits for."""
         return spawn_into(self._tasks, coroutine)
-
-
-def _lost() -> Unavailable:
-    return Unavailable("a worker of this request was lost; send it again")

@@ -1,15 +1,18 @@
-"""An answer in progress, as the dispatch knows it: where it runs, and whether it may run elsewhere."""
+"""An answer in progress as a state machine: what becomes of it at each thing that happens, as actions to perform.
 
-import time
+It knows no clock, task or socket: `now` is an argument, in seconds of the monotonic clock. See Dispatcher, which
+performs the actions.
+"""
+
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from msgspec.structs import replace
 
 from contracts.errors import Corrupt, Overloaded, PeerLost, TandemError, TransferError, Unavailable, by_code
-from contracts.events import Event, Failed, Tokens
-from contracts.ids import GatewayId, Incarnation, RequestId, WorkerId
-from contracts.request import Job, Route, WorkerRef
+from contracts.events import Event, Failed, Finished, FinishReason, Tokens
+from contracts.ids import Epoch, GatewayId, Incarnation, RequestId, WorkerId
+from contracts.request import Cancel, Job, Route, WorkerRef
 from coordinator.request_states import RequestState
 from gateway.generation.generation_state import GenerationState, OutputDelta
 
@@ -23,18 +26,79 @@ HANDOFF_RETRY_S = 10.0
 """How long a request whose handoff failed may come back to the same two while both live: a link that was reset, or
 whose network was away, is made anew within a second of its return."""
 
+REPLAY_WAIT_S = 30.0
+"""How long an answer that was shown in part looks for another place: a worker that died may be there again."""
+
 OnDelta = Callable[[OutputDelta], None]
+
+
+@dataclass(frozen=True)
+class Deliver:
+    """Give this to the answer's reader."""
+
+    delta: OutputDelta
+
+
+@dataclass(frozen=True)
+class PlaceAgain:
+    """Look for another place. `error`: why the old one was left, for the client if there is none. `waits`: not at once,
+    since the last place was lost before its first token. `is_replay`: it goes on behind what was shown.
+    """
+
+    error: TandemError
+    waits: bool
+    is_replay: bool
+
+
+@dataclass(frozen=True)
+class SendJobs:
+    """Send the jobs of the current attempt to its workers."""
+
+
+@dataclass(frozen=True)
+class CancelAttempt:
+    """Tell these workers to let go of an attempt."""
+
+    workers: list[WorkerRef]
+    cancel: Cancel
+
+
+@dataclass(frozen=True)
+class AwaitDecode:
+    """See after a while whether decode goes on alone, then ask `on_undecoded`."""
+
+    route: Route
+
+
+@dataclass(frozen=True)
+class ReturnPlace:
+    """Give back a place that is not needed any more."""
+
+    epoch: Epoch
+    end: RequestState
+
+
+@dataclass(frozen=True)
+class Finish:
+    """End the request. `reason`: why its workers are to let go of it; empty if they have."""
+
+    reason: str
+    end: RequestState
+
+
+Action = Deliver | PlaceAgain | SendJobs | CancelAttempt | AwaitDecode | ReturnPlace | Finish
 
 
 @dataclass
 class InflightRequest:
     """An answer in progress: where it runs, and who reads it. `end` once it has ended.
 
-    `decoder`: who told a token after the first of this attempt. Once that came, too, nobody else is needed any more.
+    `lives`: whether a worker is the one that it was, and not its successor. `decoder`: the worker that told a token
+    after the first of this attempt. Once that came, too, no other is needed any more.
     `is_orphaned`: prefill was lost after its token; decode has it all, or the answer goes on elsewhere.
     `num_replays`: attempts that were lost, or left, behind which it goes on. `give_up_s`: until when it looks for the
-    next place; later once it got ahead there. `unreached`: whom handoffs of it did not reach, though they may live;
-    `retry_until_s`: until when they may be asked again.
+    next place; later once it got ahead there. `unreached`: workers that handoffs of it did not reach, though they may
+    live; `retry_until_s`: until when they may be asked again.
     """
 
     request_id: RequestId
@@ -42,6 +106,7 @@ class InflightRequest:
     on_delta: OnDelta
     deadline_s: float
     route: Route
+    lives: Callable[[WorkerRef], bool]
     num_attempts: int = 1
     num_replays: int = 0
     give_up_s: float = 0.0
@@ -55,45 +120,172 @@ class InflightRequest:
 
     @property
     def workers(self) -> list[WorkerRef]:
-        route = self.route
-        return [route.prefill] if route.is_local else [route.prefill, route.decode]
+        return _workers_of(self.route)
 
     @property
     def is_begun(self) -> bool:
         return self.answer.sequencer.has_begun
 
     @property
-    def may_move(self) -> bool:
+    def epoch(self) -> Epoch:
+        return self.answer.sequencer.epoch
+
+    def on_event(self, worker_id: WorkerId, event: Event, now: float) -> list[Action]:
+        """Take what a worker tells of this answer. Raises whatever its tokens can't be read for."""
+        is_current = event.epoch == self.epoch
+        if is_current and (faults := self._faults(worker_id, event)):
+            if self.is_moving:
+                return []
+            self._note_handoff_fault(faults, now)
+            return self._leave(faults, now)
+        first_index = self.answer.sequencer.first_index
+        if is_current and isinstance(event, Tokens) and any(token.index > first_index for token in event.tokens):
+            self.decoder = worker_id
+        actions = self._delivered(self.answer.feed(event))
+        if is_current and isinstance(event, Finished) and worker_id != self.route.decode.worker_id:
+            # Prefill tells it, too, if their link lives so long.
+            cancel = Cancel(self.request_id, event.epoch, "answered without decode")
+            actions.append(CancelAttempt([self.route.decode], cancel))
+        return actions
+
+    def on_lost(self, worker_id: WorkerId, now: float) -> list[Action]:
+        """Go on without a worker that this answer needs (see `needs`), or leave its place."""
+        if self._may_go_on_without(worker_id):
+            self.is_orphaned = True
+            return [AwaitDecode(self.route)]
+        return self._leave({worker_id: _lost()}, now)
+
+    def on_undecoded(self, route: Route, now: float) -> list[Action]:
+        """Leave `route`, whose prefill was lost behind its token, unless decode goes on by now.
+
+        A prefill worker that is heard again and decodes by itself may have told tokens that nobody heard.
+        """
+        is_here = self.end is None and self.route is route and not self.is_moving
+        if not is_here or self.decoder == route.decode.worker_id:
+            return []
+        return self._leave({route.prefill.worker_id: _lost()}, now)
+
+    def on_sent(self, route: Route, now: float, refusals: Mapping[WorkerId, TandemError]) -> list[Action]:
+        """Take what became of the jobs of `route`. Cancels travel by themselves, and may have overtaken them."""
+        if self.end is not None or self.is_moving or self.route is not route:
+            cancel = Cancel(self.request_id, route.epoch, "ended before it began")
+            return [CancelAttempt(_workers_of(route), cancel)]
+        return self.on_refused(refusals, now) if refusals else []
+
+    def on_refused(self, refusals: Mapping[WorkerId, TandemError], now: float) -> list[Action]:
+        """Leave a place whose workers did not take their jobs, of which nothing came."""
+        return self._leave(refusals, now, is_lost=False)
+
+    def on_placed(self, route: Route) -> list[Action]:
+        """Go on at `route`; what ended while it had no place does not need the new one."""
+        self.is_moving, self.route = False, route
+        return [SendJobs()] if self.end is None else [ReturnPlace(route.epoch, self.end)]
+
+    def on_unplaced(self, error: TandemError, left: TandemError) -> list[Action]:
+        """End: there is no place. The client hears of a full pool, or else of why the old place was `left`."""
+        self.is_moving = False
+        return self.fail(error if isinstance(error, Overloaded) else left)
+
+    def may_look_on(self, now: float) -> bool:
+        """Return whether it may ask for a place once more that it did not get."""
+        return self._may_move(now) if self.is_begun else self._may_retry(now)
+
+    def look_on(self) -> None:
+        """Ask anew, those too that refused. Each try is an attempt: a place that was given, and the answer lost, is not
+        the next one's.
+        """
+        self.refusers.clear()
+        self.answer.sequencer.epoch = Epoch(self.epoch + 1)
+
+    def fail(self, error: TandemError) -> list[Action]:
+        """End with `error`, unless it has ended."""
+        return self._delivered(self.answer.fail(error))
+
+    def needs(self, worker_id: WorkerId, incarnation: Incarnation) -> bool:
+        """Return whether this answer ends with that worker: not one whose part is done, nor one it goes on without."""
+        here = any(ref.worker_id == worker_id and ref.incarnation == incarnation for ref in self.workers)
+        is_done = self.decoder not in (None, worker_id) and self.answer.sequencer.has_first
+        is_given_up = self.is_orphaned and worker_id != self.route.decode.worker_id
+        return here and not self.is_moving and not is_done and not is_given_up
+
+    def job(self, gateway_id: GatewayId, now: float) -> Job:
+        """Return the prompt, and what was answered to it: another worker goes on behind that, under the same draws."""
+        ask, sampling = self.answer.request, self.answer.request.sampling
+        if self.is_begun:  # and so the prompt's log-probabilities are here
+            sampling = replace(sampling, prompt_logprobs=None)
+        left_s = max(self.deadline_s - now, 0.001)
+        head = (self.route, gateway_id, self.answer.all_token_ids, sampling, left_s)
+        return Job(*head, ask.priority, ask.cache_salt, self.answer.num_tokens)
+
+    def _leave(self, faults: Mapping[WorkerId, TandemError], now: float, is_lost: bool | None = None) -> list[Action]:
+        """Go on without those that are named, behind what was shown; or end, if it may not go on.
+
+        From here on other losses and refusals of this attempt no longer count. `is_lost`: not just refused.
+        """
+        error = next(iter(faults.values()))
+        if (reason := self.answer.known_end) is not None:
+            return self._finish_unheard(reason)
+        was_lost = all(fault.code != Overloaded.code for fault in faults.values()) if is_lost is None else is_lost
+        is_replay = self._count_replay(was_lost, now)
+        if not self._may_move(now) and not self._may_retry(now):
+            return self.fail(error)
+        self.num_attempts += 1
+        self.refusers += faults
+        left = CancelAttempt(self.workers, Cancel(self.request_id, self.route.epoch, "placed again"))
+        waits = self.is_begun and not self.answer.sequencer.has_first
+        self.answer.restart(Epoch(self.route.epoch + 1))
+        self.decoder, self.is_orphaned, self.is_moving = None, False, True
+        return [left, PlaceAgain(error, waits, is_replay)]
+
+    def _finish_unheard(self, reason: FinishReason) -> list[Action]:
+        """End: all of its tokens came; who was to say so was lost, whatever it said before."""
+        sequencer = self.answer.sequencer
+        self.answer.restart(Epoch(sequencer.epoch + 1))
+        end = Finished(self.request_id, sequencer.epoch, sequencer.next_index, reason, {})
+        return self._delivered(self.answer.feed(end))
+
+    def _delivered(self, delta: OutputDelta | None) -> list[Action]:
+        if delta is None:
+            return []
+        if delta.failed is not None:
+            return [Finish(f"failed: {delta.failed.code}", RequestState.FAILED), Deliver(delta)]
+        if delta.finish is not None:
+            # Ended by the worker: nothing to free there. Ended by a stop string: the workers do not know yet.
+            reason = "" if self.answer.sequencer.ended else "stop string"
+            return [Finish(reason, RequestState.FINISHED), Deliver(delta)]
+        return [Deliver(delta)]
+
+    def _may_move(self, now: float) -> bool:
         if self.is_begun:
-            return self.num_replays <= MAX_REPLAYS and time.monotonic() < self.give_up_s
+            return self.num_replays <= MAX_REPLAYS and now < self.give_up_s
         return self.num_attempts < MAX_ATTEMPTS
 
-    def may_retry(self, is_alive: Callable[[WorkerRef], bool]) -> bool:
+    def _may_retry(self, now: float) -> bool:
         """Return whether nothing was shown yet, and only links failed, whose workers live and may be asked again.
 
         A request that kills who takes its pages does not come back to their successors.
         """
-        is_early = not self.is_begun and time.monotonic() < self.retry_until_s
-        return is_early and all(is_alive(ref) for ref in self.unreached)
+        is_early = not self.is_begun and now < self.retry_until_s
+        return is_early and all(map(self.lives, self.unreached))
 
-    def note_handoff_fault(self, faults: Mapping[WorkerId, TandemError]) -> None:
+    def _note_handoff_fault(self, faults: Mapping[WorkerId, TandemError], now: float) -> None:
         """Remember whom the handoff did not reach; the first one begins the time for trying again."""
         codes = {error.code for error in faults.values()}
         if codes and codes <= HANDOFF_FAULTS:
             self.unreached += [ref for ref in self.workers if ref.worker_id in faults]
-            self.retry_until_s = self.retry_until_s or min(self.deadline_s, time.monotonic() + HANDOFF_RETRY_S)
+            self.retry_until_s = self.retry_until_s or min(self.deadline_s, now + HANDOFF_RETRY_S)
 
-    def count_replay(self, is_lost: bool, give_up_s: float) -> bool:
-        """Whether leaving this attempt is one: a refusal, of which nothing came, is part of the search for a place."""
+    def _count_replay(self, is_lost: bool, now: float) -> bool:
+        """Return whether leaving this attempt is a replay: a refusal, of which nothing came, is part of the search."""
         is_ahead = self.answer.sequencer.has_first or not self.give_up_s
         is_replay = self.is_begun and (is_ahead or is_lost)
         self.num_replays += is_replay
         if is_replay and is_ahead:
-            self.give_up_s = give_up_s
+            self.give_up_s = now + REPLAY_WAIT_S
         return is_replay
 
-    def faults(self, teller: WorkerId, event: Event) -> dict[WorkerId, TandemError]:
-        """Without whom it is to go on elsewhere because of this event, and why; empty if it goes on here, or ends."""
+    def _faults(self, teller: WorkerId, event: Event) -> dict[WorkerId, TandemError]:
+        """Return without whom it is to go on elsewhere because of this event, and why; empty if it stays, or ends."""
         match event:
             case Tokens() if self._miscounts(teller, event):
                 words = "a worker counts the tokens of the answer otherwise: it is of an older release"
@@ -107,30 +299,22 @@ class InflightRequest:
         return {}
 
     def _miscounts(self, teller: WorkerId, event: Tokens) -> bool:
-        """One that does not know of `num_answered` takes the answer so far for prompt. Of two, decode tells none of the
-        attempt's first tokens.
+        """Return whether the teller does not know of `num_answered`, and takes the answer so far for prompt. Of two,
+        decode tells none of the attempt's first tokens.
         """
         first_index = self.answer.sequencer.first_index
         is_second = not self.route.is_local and teller == self.route.decode.worker_id
         return first_index > 0 and any(token.index < first_index + is_second for token in event.tokens)
 
-    def needs(self, worker_id: WorkerId, incarnation: Incarnation) -> bool:
-        """Not one whose part is done, nor one without which it goes on already."""
-        here = any(ref.worker_id == worker_id and ref.incarnation == incarnation for ref in self.workers)
-        is_done = self.decoder not in (None, worker_id) and self.answer.sequencer.has_first
-        is_given_up = self.is_orphaned and worker_id != self.route.decode.worker_id
-        return here and not self.is_moving and not is_done and not is_given_up
-
-    def may_go_on_without(self, worker_id: WorkerId) -> bool:
-        """Prefill has said its token and no other: its KV may all be at decode, which tells if it is not."""
+    def _may_go_on_without(self, worker_id: WorkerId) -> bool:
+        """Return whether prefill has said its token and no other: its KV may all be at decode, which tells if not."""
         has_first = self.answer.sequencer.has_first
         return worker_id != self.route.decode.worker_id and has_first and self.decoder is None
 
-    def job(self, gateway_id: GatewayId) -> Job:
-        """The prompt, and what was answered to it: another worker goes on behind that, under the same draws."""
-        ask, sampling = self.answer.request, self.answer.request.sampling
-        if self.is_begun:  # and so the prompt's log-probabilities are here
-            sampling = replace(sampling, prompt_logprobs=None)
-        left_s = max(self.deadline_s - time.monotonic(), 0.001)
-        head = (self.route, gateway_id, self.answer.all_token_ids, sampling, left_s)
-        return Job(*head, ask.priority, ask.cache_salt, self.answer.num_tokens)
+
+def _workers_of(route: Route) -> list[WorkerRef]:
+    return [route.prefill] if route.is_local else [route.prefill, route.decode]
+
+
+def _lost() -> Unavailable:
+    return Unavailable("a worker of this request was lost; send it again")

@@ -18,8 +18,7 @@ from contracts.ids import GatewayId, Incarnation, WorkerId
 from contracts.node import WorkerRole
 from contracts.request import Cancel, Job
 from coordinator.memory_store import MemoryStore
-from gateway.dispatch import dispatcher as gateway_dispatch
-from gateway.dispatch import worker_link
+from gateway.dispatch import inflight, worker_link
 from gateway.fake_worker import FakeWorker
 from tests.gateway.gateway_rig import SECRET, coordinated
 
@@ -153,7 +152,7 @@ def _streamed(data: bytes, n: int, expected: str) -> str:
 @pytest.mark.parametrize("seed", range(3))
 async def test_a_storm_leaves_true_answers_and_nothing_else(checkpoint, tokenizer, monkeypatch, seed):
     monkeypatch.setattr(worker_link, "CONNECT_TIMEOUT_S", 0.5)
-    monkeypatch.setattr(gateway_dispatch, "REPLAY_WAIT_S", 0.5)
+    monkeypatch.setattr(inflight, "REPLAY_WAIT_S", 0.5)
     random, store = Random(seed), MemoryStore(alive_s=math.inf)
     ids, num_tokens = tokenizer.encode(PROMPT).ids, 20
     expected = tokenizer.decode(list(itertools.islice(itertools.cycle(ids), num_tokens)))
