@@ -1,1 +1,1 @@
-"""HTTP in, server-sent events out: OpenAI's API in front of prefill and decode workers. Imports no torch."""
+"""The gateway: OpenAI's API in front of prefill and decode workers. It imports no torch."""

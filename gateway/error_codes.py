@@ -1,5 +1,6 @@
-"""The words for how requests end, their HTTP status, and whose errors they are. Stands on nothing: `tandem top`, which
-is to start at once, counts by them, too.
+"""The words for how requests end, their HTTP status, and whose errors they are.
+
+It imports nothing: `tandem top`, which is to start at once, counts by them, too.
 """
 
 STATUS = {
@@ -18,7 +19,7 @@ STATUS = {
     "corrupt": 503,
     "deadline_exceeded": 504,
 }
-"""By an error's code; of any other, 500."""
+"""HTTP status by an error's code; any other is 500."""
 
 KNOWN = ("ok", "disconnected", *STATUS, "internal")
 """Ends that requests come to; any other is a fault of ours."""
@@ -32,5 +33,5 @@ def status_of(code: str) -> int:
 
 
 def code_of(status: int) -> str:
-    """Of what is refused before it is looked at; "internal" for a status that nothing here gives."""
+    """Return the code of what is refused before it is looked at; "internal" for a status not here."""
     return next((code for code, own in STATUS.items() if own == status), "internal")

@@ -1,4 +1,4 @@
-"""What came as JSON as one of our types, or an error that names the place and says what is allowed there."""
+"""What came as JSON as one of our types, or an error that names the place and what is allowed."""
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,9 +13,10 @@ Kind = TypeVar("Kind", bound=msgspec.Struct)
 
 
 def converted(fields: dict[str, Any], kind: type[Kind], at: str = "") -> Kind:
-    """Return `fields` as a `kind`. Numbers and booleans may be in quotes, as with vLLM: low-code tools send them so.
+    """Return `fields` as a `kind`. Raises RequestError naming the field.
 
-    `at`: where in the request they are. Raises RequestError naming the field.
+    Numbers and booleans may be in quotes, as with vLLM: low-code tools send them so.
+    `at`: where in the request they are.
     """
     fields = fields | {name: whole(fields[name]) for name in _whole_fields(kind) if name in fields}
     try:
@@ -29,8 +30,9 @@ def converted(fields: dict[str, Any], kind: type[Kind], at: str = "") -> Kind:
 
 
 def whole(value: Any) -> Any:
-    """1.0 as 1, of a list each such item: JSON has one kind of number, and some clients write what is whole with a
-    point. vLLM takes it.
+    """Return 1.0 as 1, of a list each such item.
+
+    JSON has one kind of number, and some clients write what is whole with a point. vLLM takes it.
     """
     if isinstance(value, list):  # of a million token ids, mostly without a Python loop
         return list(map(_whole, value)) if float in set(map(type, value)) else value
@@ -49,8 +51,9 @@ def _whole_fields(kind: type[msgspec.Struct]) -> tuple[str, ...]:
 
 
 def words_of(part: Any, kinds: Mapping[str, str], param: str) -> str:
-    """Of a part of a message. `kinds`: the types that are taken, and the field that has their words; who sends another
-    is told of the first. Raises RequestError naming `param`.
+    """Return the words of a part of a message. Raises RequestError naming `param`.
+
+    `kinds`: the types that are taken, and the field that has their words; the first is named to who sends another.
     """
     kind = part.get("type") if isinstance(part, dict) else part
     field = kinds.get(kind) if isinstance(part, dict) and isinstance(kind, str) else None
@@ -72,7 +75,7 @@ def _missing(message: str) -> str | None:
 
 
 def _with_key(path: str, fields: dict[str, Any], kind: type[msgspec.Struct]) -> str:
-    """msgspec writes [...] for the key of an object that holds many: the first whose value is none that goes there."""
+    """Return the path with the key of the first wrong value, for which msgspec writes [...]."""
     name, dots, rest = path.removeprefix(".").partition("[...]")
     types = [field.type for field in msgspec.structs.fields(kind) if field.encode_name == name]
     if dots and types:
@@ -81,7 +84,7 @@ def _with_key(path: str, fields: dict[str, Any], kind: type[msgspec.Struct]) -> 
 
 
 def _wrong_key(given: dict[str, Any], kind: Any) -> str:
-    """By halves: to convert each of half a million by itself takes seconds. One of them is wrong."""
+    """Return the key of the wrong one, found by halves: each of half a million alone takes seconds."""
     left = list(given.items())
     while len(left) > 1:
         half = left[: len(left) // 2]
@@ -95,7 +98,7 @@ def _wrong_key(given: dict[str, Any], kind: Any) -> str:
 
 
 def _types_at(kind: Any, names: Sequence[str]) -> Iterator[Any]:
-    """What may stand where `names` lead to: a type and all that it is put together from, a literal's words too."""
+    """Yield what may stand where `names` lead to: a type and its parts, a literal's words too."""
     if names and _is_object(kind):
         for field in msgspec.structs.fields(kind):
             if field.encode_name == names[0]:
@@ -112,7 +115,7 @@ def _is_object(kind: Any) -> bool:
 
 
 def _told(message: str, types: Sequence[Any]) -> str:
-    """msgspec's message; with the words that a field takes if it got another, and the pattern of a text in words."""
+    """Return msgspec's message, with the words that a field takes, or the pattern of a text in words."""
     if message.startswith("Expected `str` matching regex"):
         patterns = [kind.description for kind in types if isinstance(kind, msgspec.Meta) and kind.description]
         return f"Expected {patterns[0]}" if patterns else message

@@ -45,5 +45,5 @@ class GatewaySettings(BaseSettings):
 
     @property
     def model_names(self) -> list[str]:
-        """Return the ids that clients may name, the one that answers carry first; none if the model has its own."""
+        """Return the ids that clients may name, the one of answers first; none for the model's own."""
         return [name for name in map(str.strip, self.served_model_name.split(",")) if name]

@@ -40,7 +40,7 @@ class AcceptPauses:
 
 
 PAUSES = AcceptPauses()
-"""Of this process: its listeners share the descriptors."""
+"""The pauses of this process, whose listeners share the descriptors."""
 
 
 class PausingListener(socket.socket):
@@ -49,8 +49,10 @@ class PausingListener(socket.socket):
     _paused_until_s = 0.0
 
     def accept(self) -> tuple[socket.socket, Any]:
-        """Return a connection. Raises BlockingIOError within a pause, and as one begins OSError of EMFILE, for which
-        asyncio stops to look at this socket for a second.
+        """Return a connection.
+
+        Raises BlockingIOError within a pause, and as one begins OSError of EMFILE, for which asyncio stops to look at
+        this socket for a second.
         """
         now = time.monotonic()
         if now < self._paused_until_s:

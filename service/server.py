@@ -26,8 +26,9 @@ A job that is posted in the moment when the server closes gets no answer, and it
 
 
 class UvicornServer(uvicorn.Server):
-    """A server of uvicorn's without its signal handlers: they would end the process before it has put its things away.
+    """A server of uvicorn's without its signal handlers, which end the process too early.
 
+    It has things to put away first.
     That it pauses to accept while descriptors are short is in the log once a minute, not as a traceback each time.
     """
 

@@ -9,7 +9,7 @@ SMALL_NBYTES = 64 << 10
 
 
 class ConcurrencyLimit:
-    """Counts from the moment a place is looked for to the last byte, so that many who wait for one are counted too."""
+    """A limit of the answers in progress, those that wait for a place included."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
@@ -27,8 +27,9 @@ class ConcurrencyLimit:
 
 
 class BodyMemoryLimit:
-    """Counts what is held of bodies that are not whole yet, but for the first SMALL_NBYTES of each: a small request is
-    read whatever large ones others send.
+    """A limit of what is held of bodies that are not whole yet.
+
+    The first SMALL_NBYTES of each are free: a small request is read whatever large ones others send.
     """
 
     def __init__(self, limit_nbytes: int) -> None:

@@ -29,7 +29,10 @@ def error_of(error: TandemError) -> tuple[int, dict[str, Any]]:
 
 
 def retry_headers(error: TandemError) -> dict[str, str]:
-    """When to come again, in whole seconds, for what is refused because of load or of a worker that is gone."""
+    """Return the header that says when to come again, in whole seconds.
+
+    What is refused because of load, or of a worker that is gone, has one.
+    """
     if status_of(error.code) not in (429, 503):
         return {}
     return {"Retry-After": str(max(1, round(getattr(error, "retry_after_s", 1.0))))}

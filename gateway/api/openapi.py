@@ -77,7 +77,7 @@ class PromptLogprob(msgspec.Struct):
 
 
 PromptLogprobs = list[dict[str, PromptLogprob] | None]
-"""By token id; null for the first token, which nothing foretells."""
+"""Entries by token id; null for the first token, which nothing foretells."""
 
 
 class ChatChoice(msgspec.Struct):
@@ -235,7 +235,10 @@ def takes(kind: type) -> dict[str, Any]:
 
 
 def returns(kind: type | None, *, streams: bool = False) -> dict[int | str, dict[str, Any]]:
-    """`responses` of a route that answers with a `kind`, or with no JSON at all; errors have one shape everywhere."""
+    """Return `responses` of a route that answers with a `kind`, or with no JSON at all.
+
+    Errors have one shape everywhere.
+    """
     content = {} if kind is None else {"application/json": {"schema": schema_of(kind)}}
     if streams:
         content["text/event-stream"] = {"schema": {"type": "string"}}

@@ -34,7 +34,7 @@ class ResponseFormatter(Protocol):
         ...
 
     def choice(self, pieces: Sequence[OutputDelta]) -> dict[str, Any]:
-        """Of all pieces of one answer."""
+        """Return the choice that all pieces of one answer make."""
         ...
 
     def whole(self, choices: list[dict[str, Any]], usage: Usage) -> dict[str, Any]: ...
@@ -58,7 +58,7 @@ def finite(logprob: float) -> float:
 
 
 def spell_id(token_id: int) -> str:
-    """As vLLM names tokens for those who can't tell them apart by text."""
+    """Return the name that vLLM gives tokens for clients that can't tell them apart by text."""
     return f"token_id:{token_id}"
 
 
@@ -86,7 +86,7 @@ def joined(pieces: Sequence[OutputDelta]) -> OutputDelta:
 
 
 def ending_of(finish: str | None, stop_reason: str | int | None) -> dict[str, Any]:
-    """Of a choice. What it stopped at is told with its end."""
+    """Return the end of a choice; what it stopped at is told with it."""
     return {"finish_reason": finish} | ({} if finish is None else {"stop_reason": stop_reason})
 
 

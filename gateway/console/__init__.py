@@ -1,1 +1,1 @@
-"""The page at `/`: chat with token timing, a live picture of the system, the time account of a request."""
+"""The page at `/`: a chat, a live picture of the system, and the time account of a request."""

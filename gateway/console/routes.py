@@ -66,7 +66,10 @@ def _add_file(app: FastAPI, path: str, content: bytes, kind: str) -> None:
 
 
 class RequestLog(logging.Handler):
-    """The last lines of the request log: the one account of where a request's time went. No prompt is in it."""
+    """The last lines of the request log, the one account of where a request's time went.
+
+    No prompt is in it.
+    """
 
     def __init__(self) -> None:
         super().__init__(logging.INFO)
@@ -87,7 +90,7 @@ class Looks:
         self._state, self._state_s = b"", -LOOK_PERIOD_S
 
     async def latest(self) -> bytes:
-        """As JSON. Without an answer of the store, `trouble` says so, and there are no workers in it."""
+        """Return the state as JSON. Without an answer of the store `trouble` says so, and has no workers."""
         async with self._looking:
             if time.monotonic() - self._state_s >= LOOK_PERIOD_S:
                 self._state = msgspec.json.encode(await self._look())

@@ -1,4 +1,4 @@
-"""What clients hear of a fault of the workers: what it was and what to do, without addresses, ids or pointers.
+"""What clients hear of a worker's fault: what it was and what to do, without anything internal.
 
 Workers' own words are for the log: they name links, hosts and memory, which clients can't use and need not know.
 """

@@ -7,7 +7,7 @@ from contracts.node import NodeInfo, WorkerRole
 
 
 def incompatible_workers(infos: Sequence[NodeInfo], model: str) -> dict[WorkerId, str]:
-    """Those of another model than `model`, and those of one side that can exchange KV with none of the other."""
+    """Return the workers of another model, and those that can exchange KV with none of the other side."""
     words = {
         info.worker_id: f"it serves {info.model}, this gateway speaks for {model}: name the same model for both"
         for info in infos

@@ -183,8 +183,10 @@ class Dispatcher:
             self._perform(live, live.on_placed(route))
 
     async def _place_found(self, live: InflightRequest) -> Route:
-        """Return a place. What was shown in part waits for one, and then takes those, too, who were lost and are there
-        again; what was not, takes those again whom a handoff did not reach.
+        """Return a place.
+
+        What was shown in part waits for one, and then takes workers, too, that were lost and are there again; what was
+        not, takes those again that a handoff did not reach.
         """
         while True:
             exclude = [*live.refusers, *self._excluded(live.is_begun)]
@@ -203,7 +205,10 @@ class Dispatcher:
         return self.workers.ref(ref.worker_id) == ref
 
     def _excluded(self, is_begun: bool) -> list[WorkerId]:
-        """Who is not to be asked. If nobody speaks, the gateway itself was deaf: what was not begun goes to them."""
+        """Return the workers that are not to be asked.
+
+        If none speaks, the gateway itself was deaf: what was not begun goes to them.
+        """
         silent = self.workers.silent if is_begun or self.workers.can_serve() else []
         return [*self.workers.strange, *silent]
 
@@ -226,8 +231,9 @@ class Dispatcher:
         self._perform(live, actions)
 
     def _on_stray(self, worker_id: WorkerId, event: Event, reason: str) -> None:
-        """Tokens of what has ended here, or went elsewhere, are on their way for a moment, or for ever: a cancel can be
-        lost, or come before its job, or its worker heard nothing. One more, to the worker that still speaks.
+        """Send one more cancel to a worker that still tells tokens of what has ended, or went elsewhere.
+
+        Tokens are on their way for a moment, or for ever: a cancel can be lost, or come before its job.
         """
         key = (worker_id, event.request_id, event.epoch)
         if not isinstance(event, Tokens) or key in self._stale_events or self._is_stopping:

@@ -1,4 +1,4 @@
-"""An answer in progress as a state machine: what becomes of it at each thing that happens, as actions to perform.
+"""An answer in progress as a state machine: what happens goes in, actions to perform come out.
 
 It knows no clock, task or socket: `now` is an argument, in seconds of the monotonic clock. See Dispatcher, which
 performs the actions.
@@ -19,9 +19,9 @@ from gateway.generation.generation_state import GenerationState, OutputDelta
 MAX_ATTEMPTS = 2
 """Before anything was shown."""
 MAX_REPLAYS = 2
-"""Of an answer that was shown in part: a request that kills its workers does not meet them all."""
+"""Attempts after an answer was shown in part: a request that kills its workers does not meet all."""
 HANDOFF_FAULTS = frozenset(error.code for error in (TransferError, PeerLost, Corrupt, Unavailable))
-"""Of two workers that can't do it together; each may do it with another, or both later."""
+"""Faults of two workers that can't do it together; each may do it with another, or both later."""
 HANDOFF_RETRY_S = 10.0
 """How long a request whose handoff failed may come back to the same two while both live: a link that was reset, or
 whose network was away, is made anew within a second of its return."""
@@ -41,8 +41,10 @@ class Deliver:
 
 @dataclass(frozen=True)
 class PlaceAgain:
-    """Look for another place. `error`: why the old one was left, for the client if there is none. `waits`: not at once,
-    since the last place was lost before its first token. `is_replay`: it goes on behind what was shown.
+    """Look for another place.
+
+    `error`: why the old one was left, for the client if there is none. `waits`: not at once, since the last place was
+    lost before its first token. `is_replay`: it goes on behind what was shown.
     """
 
     error: TandemError
@@ -191,8 +193,9 @@ class InflightRequest:
         return self._may_move(now) if self.is_begun else self._may_retry(now)
 
     def look_on(self) -> None:
-        """Ask anew, those too that refused. Each try is an attempt: a place that was given, and the answer lost, is not
-        the next one's.
+        """Ask anew, those too that refused.
+
+        Each try is an attempt: a place that was given, and the answer lost, is not the next one's.
         """
         self.refusers.clear()
         self.answer.sequencer.epoch = Epoch(self.epoch + 1)
@@ -202,20 +205,34 @@ class InflightRequest:
         return self._delivered(self.answer.fail(error))
 
     def needs(self, worker_id: WorkerId, incarnation: Incarnation) -> bool:
-        """Return whether this answer ends with that worker: not one whose part is done, nor one it goes on without."""
+        """Return whether this answer ends with that worker.
+
+        It does not with one whose part is done, nor with one that it goes on without.
+        """
         here = any(ref.worker_id == worker_id and ref.incarnation == incarnation for ref in self.workers)
         is_done = self.decoder not in (None, worker_id) and self.answer.sequencer.has_first
         is_given_up = self.is_orphaned and worker_id != self.route.decode.worker_id
         return here and not self.is_moving and not is_done and not is_given_up
 
     def job(self, gateway_id: GatewayId, now: float) -> Job:
-        """Return the prompt, and what was answered to it: another worker goes on behind that, under the same draws."""
+        """Return the prompt, and what was answered to it.
+
+        Another worker goes on behind that, under the same draws.
+        """
         ask, sampling = self.answer.request, self.answer.request.sampling
         if self.is_begun:  # and so the prompt's log-probabilities are here
             sampling = replace(sampling, prompt_logprobs=None)
         left_s = max(self.deadline_s - now, 0.001)
-        head = (self.route, gateway_id, self.answer.all_token_ids, sampling, left_s)
-        return Job(*head, ask.priority, ask.cache_salt, self.answer.num_tokens)
+        return Job(
+            route=self.route,
+            gateway_id=gateway_id,
+            token_ids=self.answer.all_token_ids,
+            sampling=sampling,
+            timeout_s=left_s,
+            priority=ask.priority,
+            cache_salt=ask.cache_salt,
+            num_answered=self.answer.num_tokens,
+        )
 
     def _leave(self, faults: Mapping[WorkerId, TandemError], now: float, is_lost: bool | None = None) -> list[Action]:
         """Go on without those that are named, behind what was shown; or end, if it may not go on.
@@ -261,7 +278,7 @@ class InflightRequest:
         return self.num_attempts < MAX_ATTEMPTS
 
     def _may_retry(self, now: float) -> bool:
-        """Return whether nothing was shown yet, and only links failed, whose workers live and may be asked again.
+        """Return whether nothing was shown yet and only links failed, whose workers live.
 
         A request that kills who takes its pages does not come back to their successors.
         """
@@ -276,7 +293,10 @@ class InflightRequest:
             self.retry_until_s = self.retry_until_s or min(self.deadline_s, now + HANDOFF_RETRY_S)
 
     def _count_replay(self, is_lost: bool, now: float) -> bool:
-        """Return whether leaving this attempt is a replay: a refusal, of which nothing came, is part of the search."""
+        """Return whether leaving this attempt is a replay.
+
+        A refusal, of which nothing came, is part of the search.
+        """
         is_ahead = self.answer.sequencer.has_first or not self.give_up_s
         is_replay = self.is_begun and (is_ahead or is_lost)
         self.num_replays += is_replay
@@ -285,7 +305,7 @@ class InflightRequest:
         return is_replay
 
     def _faults(self, teller: WorkerId, event: Event) -> dict[WorkerId, TandemError]:
-        """Return without whom it is to go on elsewhere because of this event, and why; empty if it stays, or ends."""
+        """Return without which workers it is to go on elsewhere, and why; none if it stays, or ends."""
         match event:
             case Tokens() if self._miscounts(teller, event):
                 words = "a worker counts the tokens of the answer otherwise: it is of an older release"
@@ -299,15 +319,19 @@ class InflightRequest:
         return {}
 
     def _miscounts(self, teller: WorkerId, event: Tokens) -> bool:
-        """Return whether the teller does not know of `num_answered`, and takes the answer so far for prompt. Of two,
-        decode tells none of the attempt's first tokens.
+        """Return whether the teller takes the answer so far for prompt, as without `num_answered`.
+
+        Of two workers, decode tells none of the attempt's first tokens.
         """
         first_index = self.answer.sequencer.first_index
         is_second = not self.route.is_local and teller == self.route.decode.worker_id
         return first_index > 0 and any(token.index < first_index + is_second for token in event.tokens)
 
     def _may_go_on_without(self, worker_id: WorkerId) -> bool:
-        """Return whether prefill has said its token and no other: its KV may all be at decode, which tells if not."""
+        """Return whether prefill has said its token and no other.
+
+        Its KV may all be at decode then, which tells if it is not.
+        """
         has_first = self.answer.sequencer.has_first
         return worker_id != self.route.decode.worker_id and has_first and self.decoder is None
 

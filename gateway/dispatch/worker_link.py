@@ -24,7 +24,7 @@ HEARTBEAT_TIMEOUT_S, NUM_LOOKS = 3.0, 6
 CONNECT_TIMEOUT_S = 2.0
 POST_TIMEOUT_S = 5.0
 MAX_POST_NBYTES = 8 << 20
-"""Of jobs that travel together. A worker takes 32 MiB at once, and nothing of a longer one, whosever jobs are in it."""
+"""The most bytes of jobs that travel together: a worker takes 32 MiB at once, and nothing of more."""
 RECONNECT_S = 0.2
 
 OnEvent = Callable[[WorkerId, Event], None]

@@ -28,7 +28,9 @@ BLIND_S = 3.0
 
 
 class WorkerPool:
-    """`on_event` gets every event in stream order; `on_lost` is called when a worker's requests can't go on.
+    """The workers that are listed, and a link to each.
+
+    `on_event` gets every event in stream order; `on_lost` is called when a worker's requests can't go on.
 
     Workers of another model than `model` are passed over: their tokens are other words. They are `strange`, and not to
     be chosen by placement, which looks at no model.
@@ -100,7 +102,8 @@ class WorkerPool:
         return not self.lack()
 
     def lack(self) -> str:
-        """What is missing, in words; nothing while there is a worker that is both, or two that can exchange KV.
+        """Return what is missing, in words; nothing while a worker is both, or two can exchange KV.
+
         Placement passes over those that drain, too.
         """
         infos = [info for info in self.nodes if not self._drains(info.worker_id)]
@@ -171,8 +174,9 @@ class WorkerPool:
         return WorkerLink(node.info, self._gateway_id, self._session, self._on_event, self._on_lost, self._has_left)
 
     async def _has_left(self, worker_id: WorkerId) -> bool:
-        """Return whether a worker whose stream ended has left in order, by the registry as it is now: it drains, or is
-        no longer listed.
+        """Return whether a worker whose stream ended has left in order.
+
+        By the registry as it is now it drains, or is no longer listed.
         """
         with suppress(Unavailable):
             await self._poll()

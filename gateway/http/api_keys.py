@@ -14,8 +14,9 @@ OPEN_PATHS = frozenset({"/health", "/ready", "/ping", "/metrics", "/version", *F
 
 
 class ApiKeyMiddleware:
-    """A door for clients that show `Authorization: Bearer KEY` with one of the keys, and for what watches the service.
+    """A door for clients that show one of the keys as `Authorization: Bearer KEY`.
 
+    What watches over the service needs none.
     `refuse` makes the response for the others, with the words that it is given.
     """
 

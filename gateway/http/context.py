@@ -62,7 +62,7 @@ class AppContext:
         return spell_id if asked.return_tokens_as_token_ids else self.prompting.token_text
 
     def require_model(self, name: str | None) -> None:
-        """Raise NotFound unless `name` is one of the model's; no name at all, or an empty one, means that model."""
+        """Raise NotFound unless `name` is one of the model's; none, or an empty one, means that model."""
         if name and name not in self.names:
             raise NotFound(f"the model '{name[:200]}' does not exist; this server has '{self.model}'", "model")
 

@@ -69,7 +69,10 @@ def _refused(
 
 
 def _note_end(request: Request, request_id: str, status: int, code: str, message: str) -> None:
-    """Count and log a request that no answers were begun for. It has a trace if it came to where answers are begun."""
+    """Count and log a request that no answers were begun for.
+
+    It has a trace if it came to where answers are begun.
+    """
     context = request.app.state.context
     context.metrics.requests.labels(code).inc()
     path = request.url.path

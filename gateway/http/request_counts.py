@@ -11,7 +11,7 @@ LEFT = 499
 
 
 class RequestCountMiddleware:
-    """A count of each request that was answered, by the path of its route: clients can't make series of their own."""
+    """A count of requests by the path of their route: clients can't make series of their own."""
 
     def __init__(self, app: ASGIApp, requests: Counter) -> None:
         self._app, self._requests = app, requests

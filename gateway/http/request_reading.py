@@ -29,8 +29,9 @@ class BodyOf:
         self._kind = kind
 
     async def __call__(self, request: Request) -> Any:
-        """Return the body. A request's time begins when it is here; that it was on its way is a stage of its own.
+        """Return the body.
 
+        A request's time begins when it is here; that it was on its way is a stage of its own.
         Raises RequestError, NotFound and Overloaded.
         """
         context: AppContext = request.app.state.context
@@ -58,7 +59,7 @@ DetokenizeBody = Annotated[DetokenizeRequest, Depends(BodyOf(DetokenizeRequest))
 
 
 def _with_names(asked: Any, defaults: dict[str, Any]) -> Any:
-    """Return `asked` with the names that every chat template is to have, where it takes such and has no other."""
+    """Return `asked` with the names for every chat template, where it has no others."""
     if not defaults or not hasattr(asked, "chat_template_kwargs"):
         return asked
     return msgspec.structs.replace(asked, chat_template_kwargs=defaults | (asked.chat_template_kwargs or {}))

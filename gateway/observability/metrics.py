@@ -45,7 +45,7 @@ class Metrics:
         self.http_requests = Counter("http_requests", "HTTP requests by status class", labels, registry=registry)
 
     def account(self, told: Mapping[str, float]) -> None:
-        """Of one answer: what its workers told of its time, `Answer.stages_s`."""
+        """Count what the workers of one answer told of its time."""
         for stage, seconds in stage_seconds(told).items():
             self.stages.labels(stage).observe(seconds)
         if (seconds := non_overlapped_transfer_s(told)) is not None:

@@ -1,4 +1,4 @@
-"""Traces by OpenTelemetry, with the extra `otel`: a span per request, and a child for each stage its workers told of.
+"""Traces by OpenTelemetry, with the extra `otel`: a span per request, a child for each stage.
 
 Spans are made when the request has ended, from the times that were kept anyway: the way of a token does not change.
 """
@@ -40,7 +40,7 @@ CLOSE_TIMEOUT_S = 3.0
 
 
 def open_tracing(environ: Mapping[str, str], model: str, version: str) -> Tracing | None:
-    """By OpenTelemetry's own variables; None if they name no endpoint, or switch it off.
+    """Return tracing by OpenTelemetry's own variables; None if they name no endpoint, or switch it off.
 
     Without the extra the log says so, and the gateway serves without traces.
     """
@@ -87,8 +87,10 @@ class Tracing:
     def record(
         self, trace: Trace, answer: GenerationState | None, facts: Mapping[str, Any], began_s: float, ended_s: float
     ) -> None:
-        """`facts`: those of the request's log line; None was answered to one that was refused. Times are of the
-        monotonic clock; spans have the wall clock's.
+        """End the request's span.
+
+        `facts`: those of its log line; None was answered to one that was refused. Times are of the monotonic clock;
+        spans have the wall clock's.
         """
         from opentelemetry.trace import SpanKind, StatusCode, set_span_in_context
 
@@ -142,8 +144,10 @@ def own(told: Mapping[str, float], began_s: float) -> Laid:
 
 
 def laid_out(answer: GenerationState) -> Laid:
-    """The workers tell durations, for clocks of hosts are not compared: each one's stages are laid so that the last
-    ends when the gateway heard of it. Of workers that came in for a lost one only their tokens are laid.
+    """Lay the stages of each worker so that the last ends when the gateway heard of it.
+
+    Workers tell durations, for clocks of hosts are not compared. Of those that came in for a lost one only their
+    tokens are laid.
     """
     if not (stints := answer.spans):
         return []

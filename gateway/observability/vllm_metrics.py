@@ -1,4 +1,7 @@
-"""The names under which vLLM's dashboards look for what a gateway knows. Times in seconds, lengths in tokens."""
+"""The names under which vLLM's dashboards look for what a gateway knows.
+
+Times are in seconds, lengths in tokens.
+"""
 
 from collections.abc import Iterable, Sequence
 
@@ -86,8 +89,9 @@ class VllmMetrics:
         now: float,
         is_error: bool,
     ) -> None:
-        """A request that had a place and has ended, by whatever end. `work`: what the workers computed of it. Times are
-        of the monotonic clock.
+        """Count a request that had a place and has ended, by whatever end.
+
+        `work`: what the workers computed of it. Times are of the monotonic clock.
         """
         prefix_cache = (work.prompt_tokens, work.cached_tokens)
         counts = (work.prompt_tokens, work.completion_tokens, work.cached_tokens, *prefix_cache, *prefix_cache)

@@ -1,4 +1,4 @@
-"""What workers tell the registry, as metrics of the gateway: together under vLLM's names, and by worker under ours.
+"""What workers tell the registry, as metrics: together under vLLM's names, by worker under ours.
 
 One scrape of the gateway has what dashboards and endpoint pickers want of a server, whatever ports its workers have.
 """
@@ -20,7 +20,7 @@ _LABELS = ("model_name", "engine")
 
 
 class SumOverWorkers:
-    """Counters of workers as one each that never falls: a worker that leaves, or starts anew, takes nothing away."""
+    """Counters of workers as one each, from which one that leaves or starts anew takes nothing away."""
 
     def __init__(self, num_counters: int) -> None:
         self.totals = [0] * num_counters

@@ -20,7 +20,7 @@ async def wait_for_disconnect(receive: Receive) -> None:
 
 
 async def run_until_disconnect(request: Request, timeout_s: float, preparing: Coroutine[Any, Any, Result]) -> Result:
-    """A long prompt or a new grammar takes a while: no longer than the request has, or than its client is there.
+    """Prepare no longer than the request has time, or than its client is there.
 
     Raises what `preparing` raises, DeadlineExceeded, and ClientDisconnect.
     """

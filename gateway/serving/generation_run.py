@@ -73,8 +73,9 @@ class GenerationRun:
         return self.answers[0].request.has_details  # all answers of a request are asked for alike
 
     async def place(self) -> None:
-        """As many answers as have a place, the first at least; the others get theirs as room comes. Raises Overloaded
-        or Unavailable, and then there is none.
+        """Begin as many answers as have a place, the first at least; the others get theirs as room comes.
+
+        Raises Overloaded or Unavailable, and then there is none.
         """
         prepared_s = time.monotonic()
         self.admission.take(len(self.answers))
@@ -128,7 +129,7 @@ class GenerationRun:
         self._count(status, code)
 
     async def _begin(self) -> None:
-        """As many of the others as have a place. Raises Overloaded if none of all has one."""
+        """Begin as many of the others as have a place. Raises Overloaded if none of all has one."""
         while (number := self._num_begun) < len(self.answers):
             try:
                 await self.dispatch.begin(self._ids[number], self.answers[number], self._on_delta, self._deadline_s)
@@ -139,8 +140,10 @@ class GenerationRun:
             self._num_begun += 1
 
     async def _place_others(self) -> None:
-        """What the workers are full of may be this request's own answers: a client that is told to come again finds
-        them as full when it does.
+        """Begin the others as room comes.
+
+        What the workers are full of may be this request's own answers: a client that is told to come again finds them
+        as full when it does.
         """
         seen_s = time.monotonic()  # when there was a registry, and a worker
         try:

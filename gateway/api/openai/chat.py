@@ -25,7 +25,9 @@ from gateway.tool_calling.events import (
 
 @dataclass(frozen=True)
 class ChatFormatter(StreamedFormatter):
-    """`id` is the response's; `created` seconds since the epoch; `spelling`: of tokens in log-probabilities;
+    """The bodies of a chat whose answers are text alone.
+
+    `id` is the response's; `created` seconds since the epoch; `spelling`: of tokens in log-probabilities;
     `fingerprint`: of the system that answers, told where an answer ends, as with vLLM.
     """
 
@@ -94,8 +96,9 @@ class ChatFormatter(StreamedFormatter):
 
 @dataclass
 class ParsedChatFormatter:
-    """As ChatFormatter, with thoughts and calls told from text. Owned by the one who writes it, who feeds each choice
-    in order. `tells_thoughts`: whether the client wants them.
+    """A ChatFormatter that tells thoughts and calls from text.
+
+    Owned by the one who writes it, who feeds each choice in order. `tells_thoughts`: whether the client wants them.
     """
 
     chat: ChatFormatter
@@ -198,7 +201,7 @@ class ParsedChatFormatter:
 
 
 def _reasoning(text: str | None) -> dict[str, str | None]:
-    """By vLLM's name for it, and by the one that it had before, which many clients read."""
+    """Return it by vLLM's name, and by the one that it had before, which many clients read."""
     return {"reasoning": text, "reasoning_content": text}
 
 

@@ -129,7 +129,9 @@ class ResponsesFormatter:
         return [*begun, message.delta(event.text, self._logprobs(is_thought))]
 
     def _logprobs(self, is_thought: bool) -> list[Body]:
-        """Return those of the tokens since the last words; a message has its own alone, not those of reasoning."""
+        """Return those of the tokens since the last words.
+
+        A message has its own alone, not those of reasoning."""
         tokens, self._untold = self._untold, []
         return [] if is_thought or self.entries is None else list(map(self.entries.content, tokens))
 
@@ -180,8 +182,9 @@ class ResponsesFormatter:
 
 
 def _asked(request: ResponsesRequest) -> Body:
-    """What of a request comes back on its response. Kept as JSON: metadata of 8 MB took 180 MB as objects, for as long
-    as the answer took.
+    """Return what of a request comes back on its response.
+
+    It is kept as JSON: metadata of 8 MB took 180 MB as objects, for as long as the answer took.
     """
     return {
         "instructions": request.instructions,
@@ -198,7 +201,7 @@ def _asked(request: ResponsesRequest) -> Body:
 
 
 def _said_if_broken(events: Sequence[OutputEvent]) -> Iterator[OutputEvent]:
-    """Of a whole answer: what began as a call and is none, or was cut off, is said."""
+    """Yield the events of a whole answer, in which a call that broke or was cut off is text."""
     broken = {event.index for event in events if isinstance(event, MalformedToolCall)}
     for event in events:
         if isinstance(event, MalformedToolCall):

@@ -85,8 +85,10 @@ def to_chat(request: ResponsesRequest) -> ChatRequest:
 
 
 def honoured_tools(request: ResponsesRequest) -> list[FlatTool | CustomTool]:
-    """Return those that a model here can call. Others (web_search, mcp, ...) run at OpenAI: the client goes on without
-    them, and finds on the response which there were. Raises RequestError.
+    """Return those that a model here can call. Raises RequestError.
+
+    Others (web_search, mcp, ...) run at OpenAI: the client goes on without them, and finds on the response which
+    there were.
     """
     honoured: list[FlatTool | CustomTool] = []
     for at, tool in enumerate(request.tools or ()):

@@ -109,8 +109,9 @@ class FunctionCallItem(OutputItem):
 
 @dataclass
 class CustomCallItem(OutputItem):
-    """A call of a tool that takes free text, which the model writes as the one argument of a function: `texts` is JSON,
-    and is told as text once it is whole.
+    """A call of a tool that takes free text.
+
+    The model writes it as the one argument of a function: `texts` is JSON, and is told as text once it is whole.
     """
 
     call_id: str

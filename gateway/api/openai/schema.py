@@ -1,4 +1,7 @@
-"""The requests, as JSON: types and ranges. What only a model can judge (vocabulary, context) is checked elsewhere."""
+"""The requests, as JSON: types and ranges.
+
+What only a model can judge (vocabulary, context) is checked elsewhere.
+"""
 
 import json
 import math
@@ -86,7 +89,9 @@ class Detailed(Common, frozen=True, kw_only=True):
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """`reasoning_content` is the older name of `reasoning`, what the assistant thought before it said `content`.
+    """A message of a conversation.
+
+    `reasoning_content` is the older name of `reasoning`, what the assistant thought before it said `content`.
     `function_call`, the older form of `tool_calls`, is refused: without it the conversation would be another one.
     """
 
@@ -163,7 +168,9 @@ Included = Literal[
 
 
 class ResponsesRequest(Common, frozen=True, kw_only=True):
-    """`metadata`: the caller's notes, which come back on the response. `max_tool_calls` limits calls of OpenAI's own
+    """A request of the Responses API.
+
+    `metadata`: the caller's notes, which come back on the response. `max_tool_calls` limits calls of OpenAI's own
     tools, of which there are none here.
     """
 
@@ -209,7 +216,10 @@ _REFUSED_OF = {CompletionRequest: REFUSED_OF_COMPLETIONS, ResponsesRequest: REFU
 
 
 def parse(body: bytes, kind: type[Kind]) -> Kind:
-    """Raises RequestError naming the field. Invalid UTF-8, NaN, deep nesting and lone surrogates are errors too."""
+    """Return `body` as a `kind`. Raises RequestError naming the field.
+
+    Invalid UTF-8, NaN, deep nesting and lone surrogates are errors too.
+    """
     fields = _json_object(body)
     refuse_unhonoured(fields, REFUSED)
     refuse_unhonoured(fields, _REFUSED_OF.get(kind, {}))
@@ -241,8 +251,9 @@ def _out_of_range(body: bytes) -> RequestError:
 
 
 def _too_large(value: Any, at: str = "") -> Iterator[str]:
-    """Where in a request there are numbers that no float holds. Others, of which there may be millions, are passed over
-    where they are.
+    """Yield where in a request there are numbers that no float holds.
+
+    Others, of which there may be millions, are passed over where they are.
     """
     if isinstance(value, dict):
         for name, field in value.items():

@@ -1,4 +1,7 @@
-"""Fields of OpenAI's and vLLM's requests that are not honoured: refused by name, or ignored because harmless."""
+"""Fields of OpenAI's and vLLM's requests that are not honoured.
+
+They are refused by name, or ignored because they are harmless.
+"""
 
 from collections.abc import Mapping
 from typing import Any

@@ -1,4 +1,7 @@
-"""What vLLM tells of an answer besides its text, for those who ask: token ids, and the prompt's log-probabilities."""
+"""What vLLM tells of an answer besides its text, for clients that ask.
+
+These are token ids, and the prompt's log-probabilities.
+"""
 
 from collections.abc import Sequence
 from typing import Any
@@ -10,7 +13,10 @@ from gateway.prompting.chat_template import Prompting
 
 
 def add_details(body: dict[str, Any], answers: Sequence[GenerationState]) -> None:
-    """To a whole reply. What is of the prompt is on each choice, but in a chat, which has one prompt, on the reply."""
+    """Add them to a whole reply.
+
+    What is of the prompt is on each choice, but in a chat, which has one prompt, on the reply.
+    """
     is_chat = body["object"] == "chat.completion"
     for choice, answer in zip(body["choices"], answers, strict=True):
         if answer.request.returns_token_ids:
@@ -19,8 +25,9 @@ def add_details(body: dict[str, Any], answers: Sequence[GenerationState]) -> Non
 
 
 class StreamedTokenIds:
-    """The token ids of a stream: those of the prompt in the first chunk of a choice, which in a chat is that of the
-    role, then what each chunk adds.
+    """The token ids of a stream.
+
+    Those of the prompt are in the first chunk of a choice, which in a chat is that of the role, then what each adds.
     """
 
     def __init__(self, answers: Sequence[GenerationState]) -> None:

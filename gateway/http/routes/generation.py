@@ -35,8 +35,15 @@ async def chat_completions(request: Request, asked: ChatBody) -> Response:
         asked = msgspec.structs.replace(asked, tools=tools, tool_choice=choice)
     preparing = prepare_chat(asked, context.prompting, context.limits)
     asks = await run_until_disconnect(request, context.settings.request_timeout_s, preparing)
-    head = (response_id(request, "chatcmpl"), context.model, int(time.time()), context.prompting)
-    replies = ChatFormatter(*head, bool(asked.logprobs), context.spelling(asked), context.fingerprint)
+    replies = ChatFormatter(
+        id=response_id(request, "chatcmpl"),
+        model=context.model,
+        created=int(time.time()),
+        prompting=context.prompting,
+        has_logprobs=bool(asked.logprobs),
+        spelling=context.spelling(asked),
+        fingerprint=context.fingerprint,
+    )
     calling = calling_of(asked.tools, asked.tool_choice, asked.parallel_tool_calls)
     if (reading := parser_spec(context.prompting, asks[0].begun, calling)) is not None:
         replies = ParsedChatFormatter(replies, reading, asked.include_reasoning is not False)
@@ -54,6 +61,12 @@ async def completions(request: Request, asked: CompletionBody) -> Response:
     context: AppContext = request.app.state.context
     preparing = prepare_completion(asked, context.prompting, context.limits)
     asks = await run_until_disconnect(request, context.settings.request_timeout_s, preparing)
-    head = (response_id(request, "cmpl"), context.model, int(time.time()))
-    replies = CompletionFormatter(*head, asked.logprobs is not None, context.spelling(asked), context.fingerprint)
+    replies = CompletionFormatter(
+        id=response_id(request, "cmpl"),
+        model=context.model,
+        created=int(time.time()),
+        has_logprobs=asked.logprobs is not None,
+        spelling=context.spelling(asked),
+        fingerprint=context.fingerprint,
+    )
     return start_generation(request, asked, asks, replies)
