@@ -19,6 +19,7 @@ from gateway.dispatch.inflight import (
     Deliver,
     Finish,
     InflightRequest,
+    LeavePlace,
     OnDelta,
     PlaceAgain,
     ReturnPlace,
@@ -145,6 +146,8 @@ class Dispatcher:
             match action:
                 case Deliver(delta):
                     live.on_delta(delta)
+                case LeavePlace():
+                    self._spawn(self._leave(live, action))
                 case PlaceAgain():
                     self.num_replays += action.is_replay
                     self._spawn(self._place_again(live, action))
@@ -171,6 +174,10 @@ class Dispatcher:
         self._perform(live, live.on_sent(route, time.monotonic(), told))
         if ours:
             raise ours[0]
+
+    async def _leave(self, live: InflightRequest, place: LeavePlace) -> None:
+        """Let what was read in the same turn be told first."""
+        self._perform(live, live.on_left(place, time.monotonic()))
 
     async def _place_again(self, live: InflightRequest, left: PlaceAgain) -> None:
         try:
@@ -248,7 +255,7 @@ class Dispatcher:
         lost = [live for live in self._live.values() if live.needs(worker_id, incarnation)]
         self.num_losses += bool(lost)
         for live in lost:
-            self._perform(live, live.on_lost(worker_id, time.monotonic()))
+            self._perform(live, live.on_lost(worker_id))
 
     def _await_decode(self, live: InflightRequest, route: Route, num_looks: int) -> None:
         """Looks are counted, not seconds: a gateway that was paused has not read what decode told meanwhile."""
@@ -259,7 +266,7 @@ class Dispatcher:
             self._move_undecoded(live, route)
 
     def _move_undecoded(self, live: InflightRequest, route: Route) -> None:
-        self._perform(live, live.on_undecoded(route, time.monotonic()))
+        self._perform(live, live.on_undecoded(route))
 
     def _close(self, live: InflightRequest, reason: str, end: RequestState) -> None:
         """Once per request: out of the table, cancelled where it may still run, and told to the store."""

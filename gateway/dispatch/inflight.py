@@ -40,6 +40,14 @@ class Deliver:
 
 
 @dataclass(frozen=True)
+class LeavePlace:
+    """Call `on_left` once what came together with these faults is read. `is_lost`: a worker was, not just full."""
+
+    faults: Mapping[WorkerId, TandemError]
+    is_lost: bool
+
+
+@dataclass(frozen=True)
 class PlaceAgain:
     """Look for another place.
 
@@ -88,7 +96,7 @@ class Finish:
     end: RequestState
 
 
-Action = Deliver | PlaceAgain | SendJobs | CancelAttempt | AwaitDecode | ReturnPlace | Finish
+Action = Deliver | LeavePlace | PlaceAgain | SendJobs | CancelAttempt | AwaitDecode | ReturnPlace | Finish
 
 
 @dataclass
@@ -139,7 +147,7 @@ class InflightRequest:
             if self.is_moving:
                 return []
             self._note_handoff_fault(faults, now)
-            return self._leave(faults, now)
+            return self._leave(faults)
         first_index = self.answer.sequencer.first_index
         if is_current and isinstance(event, Tokens) and any(token.index > first_index for token in event.tokens):
             self.decoder = worker_id
@@ -150,14 +158,14 @@ class InflightRequest:
             actions.append(CancelAttempt([self.route.decode], cancel))
         return actions
 
-    def on_lost(self, worker_id: WorkerId, now: float) -> list[Action]:
+    def on_lost(self, worker_id: WorkerId) -> list[Action]:
         """Go on without a worker that this answer needs (see `needs`), or leave its place."""
         if self._may_go_on_without(worker_id):
             self.is_orphaned = True
             return [AwaitDecode(self.route)]
-        return self._leave({worker_id: _lost()}, now)
+        return self._leave({worker_id: _lost()})
 
-    def on_undecoded(self, route: Route, now: float) -> list[Action]:
+    def on_undecoded(self, route: Route) -> list[Action]:
         """Leave `route`, whose prefill was lost behind its token, unless decode goes on by now.
 
         A prefill worker that is heard again and decodes by itself may have told tokens that nobody heard.
@@ -165,7 +173,7 @@ class InflightRequest:
         is_here = self.end is None and self.route is route and not self.is_moving
         if not is_here or self.decoder == route.decode.worker_id:
             return []
-        return self._leave({route.prefill.worker_id: _lost()}, now)
+        return self._leave({route.prefill.worker_id: _lost()})
 
     def on_sent(self, route: Route, now: float, refusals: Mapping[WorkerId, TandemError]) -> list[Action]:
         """Take what became of the jobs of `route`. Cancels travel by themselves, and may have overtaken them."""
@@ -176,7 +184,25 @@ class InflightRequest:
 
     def on_refused(self, refusals: Mapping[WorkerId, TandemError], now: float) -> list[Action]:
         """Leave a place whose workers did not take their jobs, of which nothing came."""
-        return self._leave(refusals, now, is_lost=False)
+        return self.on_left(LeavePlace(refusals, is_lost=False), now)
+
+    def on_left(self, place: LeavePlace, now: float) -> list[Action]:
+        """Go on without those that failed, behind what was shown; or end, if it may not go on."""
+        if self.end is not None:
+            return []
+        if (reason := self.answer.known_end) is not None:
+            return self._finish_unheard(reason)
+        error = next(iter(place.faults.values()))
+        is_replay = self._count_replay(place.is_lost, now)
+        if not self._may_move(now) and not self._may_retry(now):
+            return self.fail(error)
+        self.num_attempts += 1
+        self.refusers += place.faults
+        left = CancelAttempt(self.workers, Cancel(self.request_id, self.route.epoch, "placed again"))
+        waits = self.is_begun and not self.answer.sequencer.has_first
+        self.answer.restart(Epoch(self.route.epoch + 1))
+        self.decoder, self.is_orphaned, self.is_moving = None, False, True
+        return [left, PlaceAgain(error, waits, is_replay)]
 
     def on_placed(self, route: Route) -> list[Action]:
         """Go on at `route`; what ended while it had no place does not need the new one."""
@@ -234,25 +260,10 @@ class InflightRequest:
             num_answered=self.answer.num_tokens,
         )
 
-    def _leave(self, faults: Mapping[WorkerId, TandemError], now: float, is_lost: bool | None = None) -> list[Action]:
-        """Go on without those that are named, behind what was shown; or end, if it may not go on.
-
-        From here on other losses and refusals of this attempt no longer count. `is_lost`: not just refused.
-        """
-        error = next(iter(faults.values()))
-        if (reason := self.answer.known_end) is not None:
-            return self._finish_unheard(reason)
-        was_lost = all(fault.code != Overloaded.code for fault in faults.values()) if is_lost is None else is_lost
-        is_replay = self._count_replay(was_lost, now)
-        if not self._may_move(now) and not self._may_retry(now):
-            return self.fail(error)
-        self.num_attempts += 1
-        self.refusers += faults
-        left = CancelAttempt(self.workers, Cancel(self.request_id, self.route.epoch, "placed again"))
-        waits = self.is_begun and not self.answer.sequencer.has_first
-        self.answer.restart(Epoch(self.route.epoch + 1))
-        self.decoder, self.is_orphaned, self.is_moving = None, False, True
-        return [left, PlaceAgain(error, waits, is_replay)]
+    def _leave(self, faults: Mapping[WorkerId, TandemError]) -> list[Action]:
+        """Leave this attempt, of which other losses and refusals no longer count; what it tells until then does."""
+        self.is_moving = True
+        return [LeavePlace(faults, is_lost=all(fault.code != Overloaded.code for fault in faults.values()))]
 
     def _finish_unheard(self, reason: FinishReason) -> list[Action]:
         """End: all of its tokens came; who was to say so was lost, whatever it said before."""

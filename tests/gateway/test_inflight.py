@@ -18,6 +18,7 @@ from gateway.dispatch.inflight import (
     Deliver,
     Finish,
     InflightRequest,
+    LeavePlace,
     PlaceAgain,
     ReturnPlace,
     SendJobs,
@@ -52,6 +53,7 @@ class Run:
     actions: list[Action] = field(default_factory=list)
     deltas: list[OutputDelta] = field(default_factory=list)
     is_searching: bool = False
+    leaving: list[LeavePlace] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         answer = GenerationState(ask(NUM_TOKENS), self.prompting, ())
@@ -67,6 +69,8 @@ class Run:
                     self.live.end = end
                 case Deliver(delta):
                     self.live.on_delta(delta)
+                case LeavePlace():
+                    self.leaving.append(action)
                 case PlaceAgain():
                     assert not self.is_searching, "one search at a time"
                     self.is_searching = True
@@ -88,10 +92,14 @@ class Run:
 
     def lost(self, at: int, who: int) -> None:
         if self.live.end is None and self.live.needs(self._worker(who), Incarnation("1")):
-            self.perform(self.live.on_lost(self._worker(who), self.now))
+            self.perform(self.live.on_lost(self._worker(who)))
 
     def undecoded(self, at: int, who: int) -> None:
-        self.perform(self.live.on_undecoded(self.live.route, self.now))
+        self.perform(self.live.on_undecoded(self.live.route))
+
+    def left(self, at: int, who: int) -> None:
+        if self.leaving:
+            self.perform(self.live.on_left(self.leaving.pop(0), self.now))
 
     def sent(self, at: int, who: int) -> None:
         refusals: dict[WorkerId, TandemError] = {self._worker(who): [Unavailable("no"), Overloaded("full")][at % 2]}
@@ -126,7 +134,8 @@ class Run:
 
 
 KINDS = ["token"] * 6 + [
-    "prefilled", "finished", "failed", "lost", "undecoded", "sent", "placed", "placed", "unplaced", "later",
+    "left", "left", "left", "prefilled", "finished", "failed", "lost", "undecoded", "sent", "placed", "placed",
+    "unplaced", "later",
 ]  # fmt: skip
 happenings = st.lists(st.tuples(st.sampled_from(KINDS), st.integers(0, 3), st.integers(0, 1)), max_size=40)
 
@@ -137,6 +146,9 @@ def test_whatever_happens_it_ends_once_and_shows_each_token_once(prompting, happ
     run = Run(prompting)
     for kind, at, who in happened:
         getattr(run, kind)(at, who)
+        check(run)
+    if run.leaving:
+        run.left(0, 0)
         check(run)
     if run.live.end is None:
         run.perform(run.live.fail(Unavailable("the gateway shuts down")))
@@ -155,7 +167,8 @@ def check(run: Run) -> None:
     assert len(ends) == len(finishes) == (live.end is not None)
     assert not ends or run.deltas[-1] is ends[0], "nothing follows the end"
     assert live.answer.token_ids == [100 + index for index in range(live.answer.num_tokens)]
-    assert live.is_moving == run.is_searching or live.end is not None
+    assert live.is_moving == (run.is_searching or bool(run.leaving)) or live.end is not None
+    assert len(run.leaving) <= 1
     searches = [action for action in run.actions if isinstance(action, PlaceAgain)]
     left = [action for action in run.actions if isinstance(action, CancelAttempt)]
     assert len(left) >= len(searches), "what is left is cancelled"
@@ -178,6 +191,7 @@ def test_a_job_goes_on_behind_what_was_shown_within_what_time_is_left(prompting)
 def test_what_ended_while_it_had_no_place_gives_the_new_one_back(prompting):
     run = Run(prompting)
     run.lost(0, 0)
+    run.left(0, 0)
     run.perform(run.live.fail(Unavailable("the client left")))
     run.placed(0, 1)
     assert isinstance(run.actions[-1], ReturnPlace) and run.actions[-1].epoch == 2
