@@ -6,7 +6,7 @@ import time
 from collections.abc import Coroutine, Sequence
 from typing import Any, TypeVar
 
-from contracts.errors import TandemError, Unavailable
+from contracts.errors import Overloaded, RequestError, TandemError, Unavailable
 from contracts.events import Event, Failed, Tokens
 from contracts.ids import Epoch, GatewayId, Incarnation, RequestId, WorkerId
 from contracts.request import Cancel, Route, WorkerRef
@@ -226,7 +226,8 @@ class Dispatcher:
             self._on_stray(worker_id, event, "unknown at its gateway")
             return
         if isinstance(event, Failed):
-            log.warning("%s failed on %s: %s: %s", event.request_id, worker_id, event.code, event.message)
+            level = logging.INFO if event.code in (Overloaded.code, RequestError.code) else logging.WARNING
+            log.log(level, "%s failed on %s: %s: %s", event.request_id, worker_id, event.code, event.message)
             event = for_clients(event)
         if event.epoch < live.epoch:
             self._on_stray(worker_id, event, "placed again")

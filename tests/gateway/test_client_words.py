@@ -33,6 +33,7 @@ def _below(kind: type) -> list[type[errors.TandemError]]:
 @pytest.mark.parametrize("stream", [False, True])
 async def test_no_error_shows_what_is_inside(checkpoint, monkeypatch, caplog, code, is_shown, stream):
     """Before and after the first token, whole and streamed, and whoever of the two workers failed."""
+    caplog.set_level("INFO", "gateway.dispatch.dispatcher")
     monkeypatch.setattr("gateway.dispatch.dispatcher.REPLAY_PERIOD_S", 0.0)
     monkeypatch.setattr("gateway.dispatch.inflight.REPLAY_WAIT_S", 0.0)
     monkeypatch.setattr("gateway.dispatch.inflight.MAX_REPLAYS", 0)
