@@ -3,6 +3,7 @@
 import asyncio
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 
 import msgspec
 from starlette.responses import Response
@@ -12,6 +13,7 @@ from contracts.errors import TandemError
 from gateway.api.error_body import OUR_FAULT, error_of, retry_headers
 from gateway.api.openai.vllm_extensions import StreamedTokenIds, add_details
 from gateway.generation.generation_state import OutputDelta
+from gateway.generation.usage import Usage
 from gateway.serving.disconnect import wait_for_disconnect
 from gateway.serving.generation_run import GenerationRun
 
@@ -79,7 +81,9 @@ class GenerationResponse(Response):
         pieces = await serving.deltas()
         headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
         await self._start(send, 200, headers)
-        opening = b"".join(self._event(body) for index in range(len(serving.answers)) for body in self._opening(index))
+        untold = replace(serving.usage(), completion_tokens=0)  # what the first pieces add is told with them
+        bodies = [body for index in range(len(serving.answers)) for body in self._opening(index)]
+        opening = b"".join(self._event(body, untold) for body in bodies)
         while pieces:
             if data := opening + b"".join(self._chunk(piece) for piece in pieces):
                 await _body(send, data, more=True)
@@ -100,9 +104,9 @@ class GenerationResponse(Response):
             self._token_ids.add(bodies[0], piece)
         return b"".join(map(self._event, bodies))
 
-    def _event(self, body: dict) -> bytes:
+    def _event(self, body: dict, usage: Usage | None = None) -> bytes:
         if self._serving.style.continuous_usage:
-            body["usage"] = self._serving.usage().body()
+            body["usage"] = (usage or self._serving.usage()).body()
         return self._serving.replies.encode(body)
 
     def _closing(self, error: TandemError | None) -> bytes:

@@ -205,6 +205,14 @@ async def test_continuous_usage_grows_to_the_total(client):
     assert len(set(counts)) > 1
 
 
+async def test_the_chunk_of_the_role_counts_no_token_yet(client):
+    ask = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 3, "stream": True}
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    text = (await client.post("/v1/chat/completions", json=ask | {"stream_options": options})).text
+    counts = [json.loads(line)["usage"]["completion_tokens"] for line in text.split("data: ")[1:-1]]
+    assert counts[0] == 0 and counts[-1] == 3
+
+
 async def test_cached_tokens_are_those_that_prefill_tells(client, rig, monkeypatch):
     monkeypatch.setattr(rig.workers[0], "cached_tokens", 5)
     assert (await whole(client))["usage"]["prompt_tokens_details"] == {"cached_tokens": 5}
