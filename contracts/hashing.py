@@ -3,7 +3,6 @@
 import hashlib
 from array import array
 from collections.abc import Sequence
-from itertools import islice
 
 
 def salted(salt: str) -> bytes:
@@ -22,8 +21,12 @@ def chain_hashes(
     `previous` continues a chain: the digest of the block before `token_ids`.
     """
     hashes: list[bytes] = []
-    for start in islice(range(0, len(token_ids) - block_size + 1, block_size), limit):
-        block = array("i", token_ids[start : start + block_size]).tobytes()
-        previous = hashlib.blake2b(previous + block, digest_size=16).digest()
+    num_blocks = len(token_ids) // block_size
+    if limit is not None:
+        num_blocks = min(num_blocks, limit)
+    ids = array("i", token_ids[: num_blocks * block_size])
+    data, nbytes = ids.tobytes(), block_size * ids.itemsize
+    for start in range(0, len(data), nbytes):
+        previous = hashlib.blake2b(previous + data[start : start + nbytes], digest_size=16).digest()
         hashes.append(previous)
     return hashes

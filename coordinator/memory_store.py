@@ -5,14 +5,13 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
+from math import inf
 
-from contracts.errors import Overloaded, RequestError, TandemError, Unavailable
 from contracts.ids import Epoch, GatewayId, Incarnation, RequestId, WorkerId
 from contracts.node import Node, NodeInfo, NodeLoad
-from contracts.request import Route
+from contracts.request import WorkerRef
 from coordinator.memory_worker import DECODE, PREFILL, Worker
 from coordinator.placement import policy as placement
-from coordinator.placement.policy import PlacementChoice
 from coordinator.request_states import (
     ENDS,
     HOLDS_DECODE,
@@ -26,9 +25,14 @@ from coordinator.store.store import (
     ALIVE_S,
     ENDED_KEPT_S,
     STALE_RECORD_KEPT_S,
+    Claim,
+    Claimed,
+    ClaimedRoute,
+    ClaimedWorker,
     Counts,
     Lead,
-    PlaceRequest,
+    PoolRow,
+    PoolUpdate,
     Reaped,
     StateTransition,
     WorkerView,
@@ -55,7 +59,7 @@ class Record:
     ended_s: float = 0.0
     is_reaped: bool = False
 
-    def lives(self, request: PlaceRequest) -> bool:
+    def lives(self, request: Claim) -> bool:
         """Its gateway knows better than whoever reaped it: the store was away for longer than a lease."""
         return self.is_reaped and self.gateway_id == request.gateway_id and self.epoch < request.epoch
 
@@ -73,6 +77,8 @@ class MemoryStore:
         self._alive_s, self._stale_record_kept_s, self._clock = alive_s, stale_record_kept_s, clock
         self._workers: dict[WorkerId, Worker] = {}
         self._records: dict[RequestId, Record] = {}
+        self._prefixes: dict[bytes, tuple[bytes, float]] = {}
+        self._num_joins = 0
         self._states: Counter[str] = Counter()
         self._counters: Counter[str] = Counter()
         self._leader: tuple[str, float] = ("", float("-inf"))
@@ -86,7 +92,8 @@ class MemoryStore:
         if own is not None and own.died_s is None:
             own.alive_until_s = now + self._alive_s
         else:
-            self._workers[info.worker_id] = Worker(info, now + self._alive_s)
+            self._num_joins += 1
+            self._workers[info.worker_id] = Worker(info, str(self._num_joins), now + self._alive_s)
         return is_taken
 
     async def heartbeat(self, worker_id: WorkerId, incarnation: Incarnation, load: NodeLoad) -> bool:
@@ -114,20 +121,37 @@ class MemoryStore:
     async def counts(self) -> Counts:
         return to_counts(self._states, self._counters)
 
-    async def place(self, request: PlaceRequest) -> Route:
+    async def pool(self, since_us: int, is_full: bool) -> PoolUpdate:
+        """All of it, each time."""
+        rows = [PoolRow(name, worker.counts, worker.load, worker.info) for name, worker in self._workers.items()]
+        return PoolUpdate(now_us=int(self._clock() * 1e6), rows=rows, is_full=True)
+
+    async def prefix_holders(self, hashes: Sequence[bytes]) -> list[bytes]:
+        now = self._clock()
+        found = (self._prefixes.get(digest, (b"", now)) for digest in hashes)
+        return [holders if now < until_s else b"" for holders, until_s in found]
+
+    async def claim(self, claim: Claim, prefixes: Sequence[tuple[bytes, bytes]] = ()) -> Claimed:
         self._forget()
-        record = self._records.get(request.request_id)
-        if record is not None and record.lives(request):  # it begins anew, and stays counted as it ended
-            del self._records[request.request_id]
+        record = self._records.get(claim.request_id)
+        if record is not None and record.lives(claim):  # it begins anew, and stays counted as it ended
+            del self._records[claim.request_id]
             record = None
         if record is not None:
-            if route := self._repeated(request, record):
-                return route
+            if refs := self._repeated(claim, record):
+                return Claimed(repeated=refs)
             self._drop(record, PREFILL, DECODE)
-        choice = self._choose(request)
-        record = self._records.setdefault(request.request_id, Record(request.gateway_id, request.epoch))
-        self._take(request, record, choice)
-        return _route(request.request_id, record)
+        fresh = [self._fresh(offered) for offered in claim.workers]
+        counts = [worker.counts if worker is not None else None for worker in fresh]
+        costs = [self._cost_s(claim, route, fresh) for route in claim.routes]
+        if min(costs, default=inf) == inf:
+            if claim.refusal:
+                self._counters[claim.refusal] += 1
+            return Claimed(counts=counts)
+        taken = costs.index(min(costs))
+        self._take(claim, claim.routes[taken], fresh)
+        self._remember(claim, claim.routes[taken], fresh, prefixes)
+        return Claimed(route=taken, counts=counts)
 
     async def advance(self, moves: Sequence[StateTransition]) -> list[bool]:
         verdicts = [self._move(move) for move in moves]
@@ -188,47 +212,62 @@ class MemoryStore:
         worker = self._workers.get(worker_id)
         return worker if worker is not None and worker.info.incarnation == incarnation else None
 
-    def _repeated(self, request: PlaceRequest, record: Record) -> Route | None:
+    def _repeated(self, claim: Claim, record: Record) -> tuple[WorkerRef, WorkerRef] | None:
         """The route of a call that came twice; None if this is the next attempt. Raises Unavailable for a stale one."""
         is_over = record.state in ENDS
-        if record.epoch == request.epoch and not is_over and record.gateway_id == request.gateway_id:
+        if record.epoch == claim.epoch and not is_over and record.gateway_id == claim.gateway_id:
             for side, worker in record.workers.items():
                 if self._workers.get(worker.info.worker_id) is not worker or worker.died_s is not None:
                     raise placement.no_worker(side)
-            return _route(request.request_id, record)
-        assert record.state is not None
-        if (
-            record.epoch >= request.epoch
-            or check_transition(record.state, RequestState.PLACED) is not TransitionCheck.LEGAL
-        ):
+            return record.workers[PREFILL].info.ref, record.workers[DECODE].info.ref
+        if record.epoch >= claim.epoch or is_over:
             self._counters["stale"] += 1
-            raise placement.stale(request.request_id, request.epoch)
+            raise placement.stale(claim.request_id, claim.epoch)
         return None
 
-    def _choose(self, request: PlaceRequest) -> PlacementChoice:
-        now, num_tokens = self._clock(), request.num_tokens
-        workers = [self._workers[i] for i in sorted(self._workers) if i not in request.exclude]
-        candidates = [w.candidate(request.prefix_hashes, num_tokens, now) for w in workers if w.takes_work(now)]
-        try:
-            return placement.choose(candidates, num_tokens, placement.decode_need(num_tokens, request.max_tokens))
-        except TandemError as error:
-            self._counters[_counter(error)] += 1
-            raise
+    def _fresh(self, offered: ClaimedWorker) -> Worker | None:
+        """The worker, if it is who was offered."""
+        worker = self._workers.get(offered.worker_id)
+        return worker if worker is not None and worker.counts.term == offered.term else None
 
-    def _take(self, request: PlaceRequest, record: Record, choice: PlacementChoice) -> None:
-        now = self._clock()
-        prefill, decode = (self._workers[side.worker_id] for side in (choice.prefill, choice.decode))
-        need_tokens = placement.decode_need(request.num_tokens, request.max_tokens)
-        record.epoch, record.gateway_id = request.epoch, request.gateway_id
+    def _cost_s(self, claim: Claim, route: ClaimedRoute, fresh: list[Worker | None]) -> float:
+        """Infinite for a route that can't be taken."""
+        now, total = self._clock(), route.base_s
+        for index, cost, is_decode in ((route.prefill, route.prefill_cost, 0), (route.decode, route.decode_cost, 1)):
+            worker, offered = fresh[index], claim.workers[index]
+            if worker is None or now >= worker.alive_until_s or worker.load.draining:
+                return inf
+            counts = worker.counts
+            has_room = counts.reserved_tokens == 0 or counts.reserved_tokens <= offered.max_reserved_tokens
+            if not (has_room if is_decode else counts.pending_tokens <= offered.max_pending_tokens):
+                return inf
+            tokens_over = max(0, counts.reserved_tokens + claim.need_tokens - offered.capacity_tokens)
+            total += cost.seconds(counts.pending_tokens, counts.num_decodes, tokens_over, counts.num_answers)
+        return total
+
+    def _take(self, claim: Claim, route: ClaimedRoute, fresh: list[Worker | None]) -> None:
+        prefill, decode = fresh[route.prefill], fresh[route.decode]
+        assert prefill is not None and decode is not None
+        record = self._records.setdefault(claim.request_id, Record(claim.gateway_id, claim.epoch))
+        record.epoch, record.gateway_id = claim.epoch, claim.gateway_id
         record.workers = {PREFILL: prefill, DECODE: decode}
-        self._hold(record, PREFILL, prefill, choice.uncached_tokens)
-        self._hold(record, DECODE, decode, need_tokens)
+        self._hold(record, PREFILL, prefill, route.uncached_tokens)
+        self._hold(record, DECODE, decode, claim.need_tokens)
         self._enter(record, RequestState.PLACED)
-        record.lease_until_s = now + request.lease_s
-        prefill.remember(request.prefix_hashes, now)
-        if decode is not prefill:
-            decode.remember(request.prefix_hashes, now)
+        record.lease_until_s = self._clock() + claim.lease_ms / 1000
         self._counters["placed"] += 1
+
+    def _remember(
+        self, claim: Claim, route: ClaimedRoute, fresh: list[Worker | None], prefixes: Sequence[tuple[bytes, bytes]]
+    ) -> None:
+        until_s, holders = self._clock() + claim.prefix_kept_ms / 1000, []
+        for index in dict.fromkeys((route.prefill, route.decode)):
+            worker = fresh[index]
+            assert worker is not None
+            worker.num_served_blocks += claim.num_blocks
+            holders.append(f"{worker.term}:{worker.num_served_blocks}:{claim.prefix_tail}".encode())
+        for digest, others in prefixes:
+            self._prefixes[digest] = b" ".join(holders) + others, until_s
 
     def _move(self, move: StateTransition) -> str:
         record = self._records.get(move.request_id)
@@ -301,17 +340,3 @@ def _count_answer(record: Record, by: int) -> None:
     held = record.credits.get(DECODE)
     if held is not None and PREFILL not in record.credits and held.worker.died_s is None:
         held.worker.num_answers += by
-
-
-def _route(request_id: RequestId, record: Record) -> Route:
-    return Route(request_id, record.epoch, record.workers[PREFILL].info.ref, record.workers[DECODE].info.ref)
-
-
-def _counter(error: TandemError) -> str:
-    match error:
-        case Overloaded():
-            return "overloaded"
-        case RequestError():
-            return "too_long"
-    assert isinstance(error, Unavailable)
-    return "unavailable"

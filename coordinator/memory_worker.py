@@ -1,17 +1,15 @@
-"""A worker as the memory twin keeps it: what it said, the credits taken on it, the prefixes it has served."""
+"""A worker as the memory twin keeps it: what it said, and the credits taken on it."""
 
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import islice
 
 from contracts.node import Node, NodeInfo, NodeLoad
 from coordinator.placement import policy as placement
-from coordinator.placement.policy import Candidate
-from coordinator.store.store import AFFINITY_BLOCK, AFFINITY_TTL_S, WorkerView
+from coordinator.store.store import WorkerCounts, WorkerView
 
 PREFILL, DECODE = "prefill", "decode"
 """The sides of a route, and of its credits."""
+FOREVER_MS = 1 << 53
 
 
 @dataclass
@@ -19,6 +17,7 @@ class Worker:
     """One join of a worker, with the credits taken on it."""
 
     info: NodeInfo
+    term: str
     alive_until_s: float
     load: NodeLoad = field(default_factory=NodeLoad)
     died_s: float | None = None
@@ -27,12 +26,17 @@ class Worker:
     num_answers: int = 0
     beyond_pending: int = 0
     beyond_reserved: int = 0
-    prefixes: dict[bytes, float] = field(default_factory=dict)
+    idle_pending: int | None = None
+    num_served_blocks: int = 0
 
     def beat(self, load: NodeLoad, alive_until_s: float) -> None:
         used_tokens = self.info.capacity_tokens - load.free_tokens if placement.is_busy(load) else 0
         self.beyond_pending = max(0, load.queue_tokens - self.tokens[PREFILL])
         self.beyond_reserved = max(0, used_tokens - self.tokens[DECODE])
+        is_idle = placement.is_idle(load) and load.free_tokens >= self.info.capacity_tokens
+        idle_before, self.idle_pending = self.idle_pending, self.tokens[PREFILL] if is_idle else None
+        if idle_before is not None and self.idle_pending is not None:
+            self.beyond_pending = -min(idle_before, self.idle_pending)
         self.load, self.alive_until_s = load, alive_until_s
 
     def die(self, now: float) -> None:
@@ -40,51 +44,18 @@ class Worker:
         self.tokens.clear()
         self.requests.clear()
         self.num_answers = 0
-        self.prefixes.clear()
 
-    def takes_work(self, now: float) -> bool:
-        return self.died_s is None and now < self.alive_until_s and not self.load.draining
-
-    def cached_tokens(self, hashes: Sequence[bytes], num_tokens: int, now: float) -> int:
-        low, high = 0, len(hashes)
-        while low < high:
-            middle = (low + high + 1) // 2
-            served_s = self.prefixes.get(hashes[middle - 1])
-            if served_s is not None and served_s > now - AFFINITY_TTL_S:
-                low = middle
-            else:
-                high = middle - 1
-        return min(low * AFFINITY_BLOCK, num_tokens - 1)
-
-    def remember(self, hashes: Sequence[bytes], now: float) -> None:
-        for prefix in hashes:
-            self.prefixes.pop(prefix, None)
-            self.prefixes[prefix] = now
-        too_many = len(self.prefixes) - placement.max_prefixes(self.info.capacity_tokens)
-        for prefix in list(islice(self.prefixes, max(0, too_many))):
-            del self.prefixes[prefix]
-
-    def candidate(self, hashes: Sequence[bytes], num_tokens: int, now: float) -> Candidate:
-        info, load = self.info, self.load
-        return Candidate(
-            worker_id=info.worker_id,
-            incarnation=info.incarnation,
-            role=info.role,
-            layout_id=info.layout_id,
-            send_words=frozenset(info.send_words),
-            receive_words=frozenset(info.receive_words),
-            max_model_len=info.max_model_len,
-            capacity_tokens=info.capacity_tokens,
-            prompt_tokens_per_mixed_step=load.prompt_tokens_per_mixed_step,
-            pending_tokens=self.tokens[PREFILL] + self.beyond_pending,
+    @property
+    def counts(self) -> WorkerCounts:
+        return WorkerCounts(
+            term=self.term if self.died_s is None else "0",
+            alive_until_ms=int(min(self.alive_until_s * 1000, FOREVER_MS)),
+            is_draining=self.load.draining,
+            pending_tokens=max(0, self.tokens[PREFILL] + self.beyond_pending),
             reserved_tokens=self.tokens[DECODE] + self.beyond_reserved,
             num_decodes=self.requests[DECODE],
             num_answers=self.num_answers,
-            cached_tokens=self.cached_tokens(hashes, num_tokens, now),
-            prefill_rate=placement.sound_rate(load.prefill_rate),
-            decode_rate=placement.sound_rate(load.decode_rate),
-            transfer_rate=placement.sound_rate(load.transfer_rate),
-            bad_paths=frozenset(load.bad_paths),
+            num_served_blocks=self.num_served_blocks,
         )
 
     def view(self, now: float) -> WorkerView:

@@ -106,15 +106,19 @@ def require_end(state: RequestState) -> None:
         raise ValueError(f"a request can't end as {state}; it ends as one of {', '.join(sorted(ENDS))}")
 
 
-def to_lua() -> str:
-    """The table as Lua locals: VERDICT[state][to], HOLDS_PREFILL, HOLDS_DECODE, ENDS."""
+def moves_to_lua() -> str:
+    """Return the table of moves as a Lua local: VERDICT[state][to]."""
     rows = (
         f"{state}={{{','.join(f'{to}={check_transition(state, to).value!r}' for to in RequestState)}}}"
         for state in RequestState
     )
+    return f"local VERDICT = {{{','.join(rows)}}}"
+
+
+def sets_to_lua() -> str:
+    """Return the sets of states as Lua locals: HOLDS_PREFILL, HOLDS_DECODE, ENDS."""
     sets = {"HOLDS_PREFILL": HOLDS_PREFILL, "HOLDS_DECODE": HOLDS_DECODE, "ENDS": ENDS}
-    lines = [f"local VERDICT = {{{','.join(rows)}}}"]
-    return "\n".join([*lines, *(f"local {name} = {{{_flags(states)}}}" for name, states in sets.items())])
+    return "\n".join(f"local {name} = {{{_flags(states)}}}" for name, states in sets.items())
 
 
 def to_markdown() -> str:

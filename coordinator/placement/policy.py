@@ -1,16 +1,20 @@
-"""Which workers serve a request: a cost model in plain arithmetic. lua/place.lua does the same sums in the same order.
+"""The placement policy: which workers could serve a request, and what each choice costs. Plain arithmetic on a view.
 
-Costs are in seconds of time to first token, plus what the newcomer costs the answers already running.
+Costs are in seconds of time to first token, plus what the newcomer costs the answers already running. A cost is linear
+in the counts of the two workers, so that a store can add it up anew by fresher ones: `WorkerCost`.
 """
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Sequence
+from itertools import islice
+
+import msgspec
+from msgspec.structs import replace
 
 from contracts.errors import Overloaded, RequestError, TandemError, Unavailable
 from contracts.ids import Epoch, Incarnation, RequestId, WorkerId
-from contracts.node import NodeLoad, WorkerRole
-from coordinator.store.store import AFFINITY_BLOCK, AFFINITY_BLOCKS, AFFINITY_TTL_S
+from contracts.node import NodeInfo, NodeLoad, WorkerRole
+from coordinator.store.store import WorkerCost
 
 OUTPUT_CREDIT_TOKENS = 256
 """Credit for an answer is at most this. `max_tokens` is a bound that clients leave at its default of thousands, while
@@ -32,8 +36,9 @@ before a worker has measured how long that is.
 PREFILL_RATE = 2000.0
 DECODE_RATE = 200.0
 TRANSFER_RATE = 50_000.0
-"""Tokens a second of a worker that has not measured its own yet: those of a small model on a CPU. Who has not measured
-prefill counts as the fastest of those that have: else the first to serve a long prompt would be given all that follow.
+"""Tokens a second of a worker that has not measured its own yet: those of a small model on a CPU. One that has not
+measured prefill counts as the fastest of those that have: else the first to serve a long prompt would be given all that
+follow.
 """
 
 HANDOFF_S = 0.005
@@ -58,51 +63,36 @@ whose prompts still wait at prefill lose nothing: counted, too, a queue there ma
 worth sparing, and grew.
 """
 
-TOP = 8
-"""Pairs are made from the few cheapest of each side, if any two of these meet."""
+TOP = 6
+"""Pairs are made from the few cheapest of each side, if any two of these can exchange KV."""
+
+NUM_OFFERED = 4
+"""Workers a side whose pairs, twice as many at most, are offered: the store takes the cheapest by its fresh counts."""
 
 MIN_RETRY_S = 1.0
 MAX_RETRY_S = 60.0
 
-CONSTANTS: dict[str, float] = {
-    "AFFINITY_BLOCK": AFFINITY_BLOCK,
-    "AFFINITY_BLOCKS": AFFINITY_BLOCKS,
-    "AFFINITY_TTL_S": AFFINITY_TTL_S,
-    "OVERCOMMIT": OVERCOMMIT,
-    "MAX_PREFILL_WAIT_S": MAX_PREFILL_WAIT_S,
-    "PREFILL_RATE": PREFILL_RATE,
-    "DECODE_RATE": DECODE_RATE,
-    "TRANSFER_RATE": TRANSFER_RATE,
-    "HANDOFF_S": HANDOFF_S,
-    "BAD_PATH_S": BAD_PATH_S,
-    "ITL_S": ITL_S,
-    "STALL_WEIGHT": STALL_WEIGHT,
-    "LONG_GAP_S": LONG_GAP_S,
-    "TOP": TOP,
-}
-"""What the script needs to know."""
 
-
-@dataclass(frozen=True, kw_only=True)
-class Candidate:
+class Candidate(msgspec.Struct, frozen=True, kw_only=True):
     """A live worker that takes work. Tokens include credits taken since its last heartbeat; rates are 0 while unknown.
 
-    `num_answers`: of `num_decodes`, those whose prompts are computed. `cached_tokens`: of this prompt's prefix, served
-    here before. `send_words`, `receive_words`: as of NodeInfo. `prompt_tokens_per_mixed_step`, `bad_paths`: as of
-    NodeLoad.
+    `term`: of its join. `num_answers`: of `num_decodes`, those whose prompts are computed. `cached_tokens`: of this
+    prompt's prefix, served here before. `send_words`, `receive_words`: as of NodeInfo. `prompt_tokens_per_mixed_step`,
+    `bad_paths`: as of NodeLoad.
     """
 
     worker_id: WorkerId
     incarnation: Incarnation
+    term: str = ""
     role: WorkerRole
     layout_id: str
     max_model_len: int
     capacity_tokens: int
     prompt_tokens_per_mixed_step: int
-    pending_tokens: int
-    reserved_tokens: int
-    num_decodes: int
-    num_answers: int
+    pending_tokens: int = 0
+    reserved_tokens: int = 0
+    num_decodes: int = 0
+    num_answers: int = 0
     cached_tokens: int = 0
     send_words: frozenset[str]
     receive_words: frozenset[str]
@@ -111,54 +101,77 @@ class Candidate:
     transfer_rate: float = 0.0
     bad_paths: frozenset[Incarnation] = frozenset()
 
+    @property
+    def max_prompt_tokens(self) -> int:
+        """The longest prompt it takes: one token of answer must fit, too."""
+        return min(self.max_model_len, self.capacity_tokens) - 1
 
-@dataclass(frozen=True)
-class PlacementChoice:
-    """`uncached_tokens`: what the prefill worker has to compute."""
+
+class RouteOffer(msgspec.Struct, frozen=True, kw_only=True):
+    """A route that may be taken. `base_s`: the part of its cost that no count changes; `uncached_tokens`: what the
+    prefill worker has to compute; `cost_s`: all of it, by the counts of the view.
+    """
 
     prefill: Candidate
     decode: Candidate
     uncached_tokens: int
+    base_s: float
+    prefill_cost: WorkerCost
+    decode_cost: WorkerCost
+    cost_s: float
 
 
-def choose(candidates: Sequence[Candidate], num_tokens: int, need_tokens: int) -> PlacementChoice:
-    """The cheapest pair, or one worker as both. `candidates` come sorted by worker id, which breaks ties.
+def choose(
+    candidates: Sequence[Candidate],
+    num_tokens: int,
+    need_tokens: int,
+    *,
+    fastest_rate: float = 0.0,
+    num_offered: int = NUM_OFFERED,
+    top: int = TOP,
+) -> list[RouteOffer]:
+    """Return routes between the cheapest workers, the cheapest first; a route may be one worker as both.
 
-    Raises Unavailable, RequestError or Overloaded.
+    `candidates` come sorted by worker id, which breaks ties. `fastest_rate`: the highest prefill rate that is known,
+    perhaps of a worker that is no candidate; 0 for that of the candidates. Raises Unavailable, RequestError or
+    Overloaded.
     """
     if need_tokens == num_tokens + 1:
-        candidates = [_as_whole(c) for c in candidates if c.role != WorkerRole.DECODE]
-    knows_rate = any(c.prefill_rate for c in candidates)
-    candidates = with_default_rates(candidates)
-    prefills = _fitting([c for c in candidates if c.role != WorkerRole.DECODE], "prefill", num_tokens)
-    decodes = _fitting([c for c in candidates if c.role != WorkerRole.PREFILL], "decode", num_tokens)
-    # Who meets nobody is passed over first: it is always idle, and would hide that the others are full.
-    prefills = [p for p in prefills if any(_can_exchange_kv(p, d) for d in decodes)]
+        candidates = [_as_whole(c) for c in candidates if c.role is not WorkerRole.DECODE]
+    fastest_rate = fastest_rate or max((c.prefill_rate for c in candidates), default=0.0)
+    candidates = with_default_rates(candidates, fastest_rate)
+    prefills = _fitting([c for c in candidates if c.role is not WorkerRole.DECODE], "prefill", num_tokens)
+    decodes = _fitting([c for c in candidates if c.role is not WorkerRole.PREFILL], "decode", num_tokens)
+    # Workers that no other can exchange KV with are passed over first: they idle, and would hide that others are full.
+    prefills = [p for p in prefills if any(can_exchange_kv(p, d) for d in decodes)]
     if not prefills:
         raise no_pair()
-    ready = [p for p in prefills if not knows_rate or p.pending_tokens <= _max_pending(p)]
+    ready = [p for p in prefills if not fastest_rate or p.pending_tokens <= max_pending(p)]
     if not ready:
-        raise overloaded("prefill", min((p.pending_tokens - _max_pending(p)) / p.prefill_rate for p in prefills))
-    decodes = [d for d in decodes if any(_can_exchange_kv(p, d) for p in ready)]
-    roomy = [d for d in decodes if _excess(d, need_tokens) <= 0 or d.reserved_tokens == 0]
+        raise overloaded("prefill", min((p.pending_tokens - max_pending(p)) / p.prefill_rate for p in prefills))
+    decodes = [d for d in decodes if any(can_exchange_kv(p, d) for p in ready)]
+    roomy = [d for d in decodes if d.reserved_tokens <= max_reserved(d, need_tokens) or d.reserved_tokens == 0]
     if not roomy:
-        raise overloaded("decode", min(_excess(d, need_tokens) / d.decode_rate for d in decodes))
+        raise overloaded(
+            "decode", min((d.reserved_tokens - max_reserved(d, need_tokens)) / d.decode_rate for d in decodes)
+        )
     ready = sorted(ready, key=lambda p: _prefill_s(p, num_tokens))
     roomy = sorted(roomy, key=lambda d: _decode_s(d, need_tokens))
-    pairs = _pairs(ready[:TOP], roomy[:TOP]) or _pairs(ready, roomy)
-    # Of pairs that cost the same, one of equal layouts: nothing is converted on the way.
-    costs = [(cost_s(p, d, num_tokens, need_tokens), p.layout_id != d.layout_id) for p, d in pairs]
-    prefill, decode = pairs[costs.index(min(costs))]
-    return PlacementChoice(prefill, decode, num_tokens - prefill.cached_tokens)
+    offers = _offers(ready[:top], roomy[:top], num_tokens, need_tokens) or _offers(
+        ready, roomy, num_tokens, need_tokens
+    )
+    return _first_workers(offers, num_offered)
 
 
-def with_default_rates(candidates: Sequence[Candidate]) -> list[Candidate]:
-    """With a rate in place of each that is unknown."""
-    fastest = max((c.prefill_rate for c in candidates), default=0.0) or PREFILL_RATE
+def with_default_rates(candidates: Iterable[Candidate], fastest_rate: float = 0.0) -> list[Candidate]:
+    """Return the candidates with a rate in place of each that is unknown."""
+    prefill_rate = fastest_rate or PREFILL_RATE
     return [
-        replace(
+        c
+        if c.prefill_rate and c.decode_rate and c.transfer_rate
+        else replace(
             c,
-            prefill_rate=c.prefill_rate or fastest,
+            prefill_rate=c.prefill_rate or prefill_rate,
             decode_rate=c.decode_rate or DECODE_RATE,
             transfer_rate=c.transfer_rate or TRANSFER_RATE,
         )
@@ -166,37 +179,83 @@ def with_default_rates(candidates: Sequence[Candidate]) -> list[Candidate]:
     ]
 
 
-def cost_s(prefill: Candidate, decode: Candidate, num_tokens: int, need_tokens: int) -> float:
-    """Wait and compute, what of the transfer shows, wait on decode; and the delay of others. Of known rates."""
-    compute_s = (num_tokens - prefill.cached_tokens) / prefill.prefill_rate
-    stall_s = _stall_weight(prefill) * compute_s * prefill.num_answers
-    cost = _prefill_s(prefill, num_tokens) + _decode_s(decode, need_tokens) + stall_s
-    if prefill.worker_id == decode.worker_id:
-        return cost
-    transfer_s = (num_tokens - decode.cached_tokens) / prefill.transfer_rate
-    crowding_s = ITL_S * prefill.num_decodes + _stall_weight(decode) * (decode.pending_tokens / decode.prefill_rate)
-    detour_s = BAD_PATH_S if decode.incarnation in prefill.bad_paths else 0.0
-    return cost + (HANDOFF_S + max(0.0, transfer_s - compute_s)) + crowding_s + detour_s
+def offer(prefill: Candidate, decode: Candidate, num_tokens: int, need_tokens: int) -> RouteOffer:
+    """Return a route and its cost: wait and compute, what of the transfer shows, wait on decode, the delay of others.
+
+    Rates must be known.
+    """
+    uncached_tokens = num_tokens - prefill.cached_tokens
+    compute_s = uncached_tokens / prefill.prefill_rate
+    base_s, crowding_s, stall_s = compute_s + ITL_S, 0.0, 0.0
+    if prefill.worker_id != decode.worker_id:
+        transfer_s = (num_tokens - decode.cached_tokens) / prefill.transfer_rate
+        base_s += HANDOFF_S + max(0.0, transfer_s - compute_s)
+        base_s += BAD_PATH_S if decode.incarnation in prefill.bad_paths else 0.0
+        crowding_s, stall_s = ITL_S, _stall_weight(decode) / decode.prefill_rate
+    prefill_cost = WorkerCost(1 / prefill.prefill_rate, crowding_s, 0.0, _stall_weight(prefill) * compute_s)
+    decode_cost = WorkerCost(stall_s, ITL_S, 1 / decode.decode_rate, 0.0)
+    return RouteOffer(
+        prefill=prefill,
+        decode=decode,
+        uncached_tokens=uncached_tokens,
+        base_s=base_s,
+        prefill_cost=prefill_cost,
+        decode_cost=decode_cost,
+        cost_s=base_s + _seconds(prefill_cost, prefill, need_tokens) + _seconds(decode_cost, decode, need_tokens),
+    )
+
+
+def to_candidate(info: NodeInfo, load: NodeLoad) -> Candidate:
+    """Return a worker as placement sees it, without what is placed on it."""
+    return Candidate(
+        worker_id=info.worker_id,
+        incarnation=info.incarnation,
+        role=info.role,
+        layout_id=info.layout_id,
+        send_words=frozenset(info.send_words),
+        receive_words=frozenset(info.receive_words),
+        max_model_len=info.max_model_len,
+        capacity_tokens=info.capacity_tokens,
+        prompt_tokens_per_mixed_step=load.prompt_tokens_per_mixed_step,
+        prefill_rate=sound_rate(load.prefill_rate),
+        decode_rate=sound_rate(load.decode_rate),
+        transfer_rate=sound_rate(load.transfer_rate),
+        bad_paths=frozenset(load.bad_paths),
+    )
+
+
+def can_exchange_kv(prefill: Candidate, decode: Candidate) -> bool:
+    return prefill.worker_id == decode.worker_id or not prefill.send_words.isdisjoint(decode.receive_words)
+
+
+def max_pending(prefill: Candidate) -> float:
+    """Return how many tokens of prompts may wait at a worker that takes one more."""
+    return prefill.prefill_rate * MAX_PREFILL_WAIT_S
+
+
+def max_reserved(decode: Candidate, need_tokens: int) -> float:
+    """Return how much KV may be promised at a worker that takes one more answer; none always may."""
+    return decode.capacity_tokens * OVERCOMMIT - need_tokens
 
 
 def decode_need(num_tokens: int, max_tokens: int) -> int:
-    """KV credit of a request, in tokens."""
+    """Return the KV credit of a request, in tokens."""
     return num_tokens + min(max_tokens, OUTPUT_CREDIT_TOKENS)
 
 
-def max_prefixes(capacity_tokens: int) -> int:
-    """How many prefix blocks of a worker are remembered: what its cache can hold."""
-    return max(AFFINITY_BLOCKS, capacity_tokens // AFFINITY_BLOCK)
-
-
 def sound_rate(rate: float) -> float:
-    """A measured rate, or 0.0 for what can't be one."""
+    """Return a measured rate, or 0.0 for what can't be one."""
     return rate if math.isfinite(rate) and rate > 0 else 0.0
 
 
 def is_busy(load: NodeLoad) -> bool:
-    """Whether `free_tokens` is a measurement: a worker that has not measured yet says 0."""
+    """Return whether `free_tokens` is a measurement: a worker that has not measured yet says 0."""
     return load.num_running > 0
+
+
+def is_idle(load: NodeLoad) -> bool:
+    """Return whether a worker has no prompt and no answer; pages that wait to be handed over are no free tokens."""
+    return not (load.num_running or load.num_waiting or load.queue_tokens)
 
 
 def no_worker(side: str) -> TandemError:
@@ -223,9 +282,21 @@ def overloaded(side: str, wait_s: float) -> Overloaded:
     return Overloaded(f"all {side} workers are full", min(max(wait_s, MIN_RETRY_S), MAX_RETRY_S))
 
 
-def to_lua() -> str:
-    """The constants as Lua locals."""
-    return "\n".join(f"local {name} = {value!r}" for name, value in CONSTANTS.items())
+def prefill_load_s(worker: Candidate, fastest_rate: float) -> float:
+    """Return the wait that a prompt of common length finds at a worker: the order in which workers are looked at."""
+    rate = worker.prefill_rate or fastest_rate or PREFILL_RATE
+    stall_s = ITL_S * worker.num_decodes if worker.role is WorkerRole.MIXED else 0.0
+    return worker.pending_tokens / rate + stall_s
+
+
+def decode_load_s(worker: Candidate) -> float:
+    """Return the wait that an answer of common length finds at a worker."""
+    return _decode_s(worker, OUTPUT_CREDIT_TOKENS)
+
+
+def _seconds(cost: WorkerCost, worker: Candidate, need_tokens: int) -> float:
+    tokens_over = max(0, worker.reserved_tokens + need_tokens - worker.capacity_tokens)
+    return cost.seconds(worker.pending_tokens, worker.num_decodes, tokens_over, worker.num_answers)
 
 
 def _stall_weight(worker: Candidate) -> float:
@@ -233,39 +304,39 @@ def _stall_weight(worker: Candidate) -> float:
     return STALL_WEIGHT * min(1.0, gap_s / LONG_GAP_S)
 
 
-def _can_exchange_kv(prefill: Candidate, decode: Candidate) -> bool:
-    return prefill.worker_id == decode.worker_id or not prefill.send_words.isdisjoint(decode.receive_words)
-
-
 def _as_whole(candidate: Candidate) -> Candidate:
-    """An answer of one token ends where its prompt is computed: its KV would be moved for nothing."""
+    """Return a worker as both sides of an answer of one token, whose KV would be moved for nothing."""
     return replace(candidate, role=WorkerRole.MIXED, send_words=frozenset(), receive_words=frozenset())
-
-
-def _pairs(prefills: list[Candidate], decodes: list[Candidate]) -> list[tuple[Candidate, Candidate]]:
-    return [(p, d) for p in prefills for d in decodes if _can_exchange_kv(p, d)]
 
 
 def _fitting(candidates: list[Candidate], side: str, num_tokens: int) -> list[Candidate]:
     if not candidates:
         raise no_worker(side)
-    fitting = [c for c in candidates if num_tokens <= _longest(c)]
+    fitting = [c for c in candidates if num_tokens <= c.max_prompt_tokens]
     if not fitting:
-        raise too_long(num_tokens, max(_longest(c) for c in candidates))
+        raise too_long(num_tokens, max(c.max_prompt_tokens for c in candidates))
     return fitting
 
 
-def _longest(candidate: Candidate) -> int:
-    """The longest prompt it takes: one token of answer must fit too."""
-    return min(candidate.max_model_len, candidate.capacity_tokens) - 1
+def _offers(prefills: list[Candidate], decodes: list[Candidate], num_tokens: int, need_tokens: int) -> list[RouteOffer]:
+    """Return all their routes, the cheapest first: of routes that cost the same one of equal layouts, where nothing is
+    converted on the way, then that of the shorter queues.
+    """
+    offers = [offer(p, d, num_tokens, need_tokens) for p in prefills for d in decodes if can_exchange_kv(p, d)]
+    return sorted(offers, key=lambda o: (o.cost_s, o.prefill.layout_id != o.decode.layout_id))
 
 
-def _max_pending(prefill: Candidate) -> float:
-    return prefill.prefill_rate * MAX_PREFILL_WAIT_S
-
-
-def _excess(decode: Candidate, need_tokens: int) -> float:
-    return decode.reserved_tokens + need_tokens - decode.capacity_tokens * OVERCOMMIT
+def _first_workers(offers: list[RouteOffer], num_workers: int) -> list[RouteOffer]:
+    """Return the routes between the first so many workers of each side."""
+    prefills: dict[WorkerId, None] = {}
+    decodes: dict[WorkerId, None] = {}
+    for route in offers:
+        if len(prefills) < num_workers:
+            prefills[route.prefill.worker_id] = None
+        if len(decodes) < num_workers:
+            decodes[route.decode.worker_id] = None
+    among = (o for o in offers if o.prefill.worker_id in prefills and o.decode.worker_id in decodes)
+    return list(islice(among, 2 * num_workers))
 
 
 def _prefill_s(prefill: Candidate, num_tokens: int) -> float:
@@ -274,4 +345,4 @@ def _prefill_s(prefill: Candidate, num_tokens: int) -> float:
 
 def _decode_s(decode: Candidate, need_tokens: int) -> float:
     over_tokens = max(0, decode.reserved_tokens + need_tokens - decode.capacity_tokens)
-    return over_tokens / decode.decode_rate + ITL_S * (decode.num_decodes + 1)
+    return over_tokens / (decode.decode_rate or DECODE_RATE) + ITL_S * (decode.num_decodes + 1)

@@ -1,9 +1,8 @@
-"""The Lua scripts: each is the state table, the placement's constants, common.lua and its own file, in that order."""
+"""The Lua scripts: each is the sets of states, common.lua and its own file, in that order."""
 
 from pathlib import Path
 
 from coordinator import request_states as states
-from coordinator.placement import policy as placement
 from coordinator.store.store import ENDED_KEPT_S
 
 FOLDER = Path(__file__).with_name("lua")
@@ -13,7 +12,9 @@ NAMES = (
     "leave",
     "workers",
     "counts",
-    "place",
+    "pool",
+    "prefixes",
+    "claim",
     "advance",
     "finish",
     "renew",
@@ -23,12 +24,14 @@ NAMES = (
 )
 
 
+ALONE = ("prefixes",)
+"""They take nothing of common.lua, which costs each call some microseconds."""
+
+
 def load_scripts() -> dict[str, str]:
-    """Name -> source."""
-    head = "\n".join([
-        states.to_lua(),
-        placement.to_lua(),
-        f"local ENDED_KEPT_MS = {int(ENDED_KEPT_S * 1000)}",
-        (FOLDER / "common.lua").read_text(),
-    ])  # fmt: skip
-    return {name: f"{head}\n{(FOLDER / f'{name}.lua').read_text()}" for name in NAMES}
+    """Return the source of each script by its name."""
+    ended_kept = f"local ENDED_KEPT_MS = {int(ENDED_KEPT_S * 1000)}"
+    head = "\n".join([states.sets_to_lua(), ended_kept, (FOLDER / "common.lua").read_text()])
+    heads = dict.fromkeys(NAMES, head) | dict.fromkeys(ALONE, "")
+    heads["advance"] = f"{states.moves_to_lua()}\n{head}"
+    return {name: f"{heads[name]}\n{(FOLDER / f'{name}.lua').read_text()}" for name in NAMES}

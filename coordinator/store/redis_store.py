@@ -1,12 +1,10 @@
 """The store in Redis 7 or newer, or Valkey: one script, one round trip a call."""
 
 import asyncio
-import logging
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from msgspec import DecodeError
 from redis.asyncio import BlockingConnectionPool, Redis
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
@@ -14,10 +12,9 @@ from redis.commands.core import AsyncScript
 from redis.exceptions import AuthenticationError, ConnectionError, ReadOnlyError, RedisError, TimeoutError
 
 from contracts.codec import decoder, encode
-from contracts.errors import ConfigError, RegistryError, TandemError, Unavailable
+from contracts.errors import ConfigError, RegistryError
 from contracts.ids import Epoch, GatewayId, Incarnation, RequestId, WorkerId
 from contracts.node import Node, NodeInfo, NodeLoad
-from contracts.request import Route
 from coordinator.placement import policy as placement
 from coordinator.request_states import RequestState, require_end
 from coordinator.store.local_server import hide_password
@@ -25,22 +22,28 @@ from coordinator.store.lua_scripts import load_scripts
 from coordinator.store.store import (
     ALIVE_S,
     STALE_RECORD_KEPT_S,
+    Claim,
+    Claimed,
     Counts,
     Lead,
-    PlaceRequest,
+    PoolRow,
+    PoolUpdate,
     Reaped,
     StateTransition,
+    WorkerCounts,
     WorkerView,
     to_counts,
 )
-
-log = logging.getLogger(__name__)
 
 TIMEOUT_S = 0.25
 """Of one exchange with Redis. Each call is repeated once on a fresh connection: all of them are idempotent."""
 CALL_TIMEOUT_S = 4 * TIMEOUT_S
 MAX_CONNECTIONS = 32
 """More calls than this at once wait for one another: Redis runs scripts one at a time anyway."""
+SCHEMA = 2
+"""Of the keys and what they hold. Processes of another one are another pool: a pool's services are of one release."""
+MAX_ROWS = 256
+"""Workers read by one script: a millisecond in which the others wait."""
 MAX_BATCH = 1000
 """Moves or leases in one script: a longer one would keep the others waiting for more than a few milliseconds."""
 
@@ -72,11 +75,10 @@ class RedisStore:
     ) -> None:
         self._redis = _client(url)
         self._where = hide_password(url)
-        self.prefix = f"tandem:{{{pool}}}:"
+        self.prefix = f"tandem:{{{pool}}}:{SCHEMA}:"
         self._alive_ms = int(alive_s * 1000)
         self._stale_record_kept_ms = int(stale_record_kept_s * 1000)
         self._observe = observe
-        self._misread: set[bytes] = set()
         self._scripts: dict[str, AsyncScript] = {
             name: self._redis.register_script(source) for name, source in load_scripts().items()
         }
@@ -97,6 +99,7 @@ class RedisStore:
             load.queue_tokens,
             load.free_tokens,
             int(placement.is_busy(load)),
+            int(placement.is_idle(load)),
         )
         return bool(await self._run("heartbeat", *beat, *fields))
 
@@ -107,36 +110,45 @@ class RedisStore:
         return [worker.node for worker in await self.workers()]
 
     async def workers(self) -> list[WorkerView]:
-        rows = await self._run("workers")
-        views = [self._view(row) for row in rows]
-        self._misread.intersection_update(row[0] for row in rows)
-        return [view for view in views if view is not None]
+        return [_worker_view(row) for row in await self._run("workers")]
 
     async def counts(self) -> Counts:
         states, counters = await self._run("counts")
         return to_counts(_ints(states), _ints(counters))
 
-    async def place(self, request: PlaceRequest) -> Route:
-        need_tokens = placement.decode_need(request.num_tokens, request.max_tokens)
-        answer = await self._run(
-            "place",
-            request.request_id,
-            request.epoch,
-            request.gateway_id,
-            request.num_tokens,
-            need_tokens,
-            int(request.lease_s * 1000),
-            len(request.exclude),
-            *request.exclude,
-            *request.prefix_hashes,
-        )
-        if answer[0] != b"ok":
-            raise _refusal(answer, request)
-        try:
-            prefill, decode = (_info.decode(blob).ref for blob in answer[1:])
-        except DecodeError as error:
-            raise Unavailable(f"a worker of another release is in this pool: {error}") from error
-        return Route(request.request_id, request.epoch, prefill, decode)
+    async def pool(self, since_us: int, is_full: bool) -> PoolUpdate:
+        now_us, rows = 0, {}
+        page_since, behind = since_us, "" if is_full else 0
+        while True:
+            reply = await self._run("pool", since_us if is_full else page_since, MAX_ROWS, int(is_full), behind)
+            now_us = now_us or int(reply[0])
+            rows |= {row[0]: row for row in reply[1]}
+            if len(reply[1]) < MAX_ROWS:
+                return PoolUpdate(now_us=now_us, rows=[_pool_row(row) for row in rows.values()], is_full=is_full)
+            last_id, last_us = reply[1][-1][0], int(float(reply[1][-1][1]))
+            if is_full:
+                behind = last_id
+            else:
+                behind = behind + MAX_ROWS if last_us == page_since else 0
+                page_since = last_us
+
+    async def prefix_holders(self, hashes: Sequence[bytes]) -> list[bytes]:
+        return (await self._run("prefixes", b"".join(hashes))).split(b"\n") if hashes else []
+
+    async def claim(self, claim: Claim, prefixes: Sequence[tuple[bytes, bytes]] = ()) -> Claimed:
+        others = b"".join(others + b"\n" for _, others in prefixes)
+        word, *rest = await self._run("claim", encode(claim), b"".join(digest for digest, _ in prefixes), others)
+        match word:
+            case b"ok":
+                return Claimed(route=rest[1], counts=[_counts(row) for row in rest[0].split(b"\n")])
+            case b"refused":
+                return Claimed(counts=[_counts(row) for row in rest[0].split(b"\n") if claim.workers])
+            case b"again":
+                prefill, decode = (_info.decode(blob).ref for blob in rest)
+                return Claimed(repeated=(prefill, decode))
+            case b"gone":
+                raise placement.no_worker(rest[0].decode())
+        raise placement.stale(claim.request_id, claim.epoch)
 
     async def advance(self, moves: Sequence[StateTransition]) -> list[bool]:
         done: list[bool] = []
@@ -171,16 +183,6 @@ class RedisStore:
 
     async def close(self) -> None:
         await self._redis.aclose()
-
-    def _view(self, row: list[Any]) -> WorkerView | None:
-        """None, said once, for a worker of a release that writes otherwise: the others are not to suffer."""
-        try:
-            return _worker_view(row)
-        except DecodeError as error:
-            if row[0] not in self._misread:
-                self._misread.add(row[0])
-                log.warning("a worker of another release is in this pool, passed over: %s", error)
-            return None
 
     async def _run(self, name: str, *args: Any) -> Any:
         return await self._timed(name, self._scripts[name](keys=[self.prefix], args=args))
@@ -240,11 +242,6 @@ def _joined(info: NodeInfo) -> dict[str, Any]:
     return {
         "incarnation": info.incarnation,
         "info": encode(info),
-        "role": info.role.value,
-        "layout_id": info.layout_id,
-        "sends": " ".join(info.send_words),
-        "takes": " ".join(info.receive_words),
-        "max_model_len": info.max_model_len,
         "capacity": info.capacity_tokens,
         "pending": 0,
         "prefills": 0,
@@ -253,19 +250,12 @@ def _joined(info: NodeInfo) -> dict[str, Any]:
         "answers": 0,
         "beyond_pending": 0,
         "beyond_reserved": 0,
+        "served": 0,
     }
 
 
 def _loaded(load: NodeLoad) -> dict[str, Any]:
-    return {
-        "load": encode(load),
-        "step_tokens": load.prompt_tokens_per_mixed_step,
-        "prefill_rate": repr(placement.sound_rate(load.prefill_rate)),
-        "decode_rate": repr(placement.sound_rate(load.decode_rate)),
-        "transfer_rate": repr(placement.sound_rate(load.transfer_rate)),
-        "draining": int(load.draining),
-        "bad_paths": " ".join(load.bad_paths),
-    }
+    return {"load": encode(load), "draining": int(load.draining)}
 
 
 def _flat(fields: dict[str, Any]) -> list[Any]:
@@ -290,15 +280,26 @@ def _worker_view(row: list[Any]) -> WorkerView:
     )
 
 
-def _refusal(answer: list[Any], request: PlaceRequest) -> TandemError:
-    word, *rest = (item.decode() if isinstance(item, bytes) else item for item in answer)
-    match word:
-        case "overloaded":
-            return placement.overloaded(rest[0], float(rest[1]))
-        case "no_worker":
-            return placement.no_worker(rest[0])
-        case "too_long":
-            return placement.too_long(request.num_tokens, int(rest[0]))
-        case "no_pair":
-            return placement.no_pair()
-    return placement.stale(request.request_id, request.epoch)
+def _pool_row(row: list[Any]) -> PoolRow:
+    worker_id = WorkerId(row[0].decode())
+    if len(row) < 3:
+        return PoolRow(worker_id, None)
+    counts, load, info = row[2:]
+    return PoolRow(worker_id, _counts(counts), _load.decode(load), _info.decode(info) if info else None)
+
+
+def _counts(row: bytes) -> WorkerCounts | None:
+    """As ROW of common.lua has them; None of a worker that is gone."""
+    if not row:
+        return None
+    term, until, draining, pending, beyond_pending, reserved, beyond_reserved, decodes, answers, served = row.split()
+    return WorkerCounts(
+        term=term.decode(),
+        alive_until_ms=int(until),
+        is_draining=draining == b"1",
+        pending_tokens=max(0, int(pending) + int(beyond_pending)),
+        reserved_tokens=int(reserved) + int(beyond_reserved),
+        num_decodes=int(decodes),
+        num_answers=int(answers),
+        num_served_blocks=int(served),
+    )

@@ -8,7 +8,7 @@ import msgspec
 
 from contracts.ids import Epoch, GatewayId, Incarnation, RequestId, WorkerId
 from contracts.node import Node, NodeInfo, NodeLoad
-from contracts.request import Route
+from contracts.request import WorkerRef
 from coordinator.request_states import ENDS, RequestState
 
 ALIVE_S = 3.0
@@ -18,28 +18,111 @@ STALE_RECORD_KEPT_S = 60.0
 ENDED_KEPT_S = 60.0
 """How long an ended request is remembered, so that what workers tell of it late is known to be late."""
 
-AFFINITY_BLOCK = 64
-"""Tokens in a block of the prefix hashes that placement remembers."""
-AFFINITY_BLOCKS = 128
-"""At most so many hashes of a prompt count: enough to tell conversations apart, little enough for one round trip."""
-AFFINITY_TTL_S = 600.0
+
+class WorkerCost(msgspec.Struct, frozen=True, array_like=True):
+    """What a worker's load adds to the cost of a route, in seconds for each unit of it."""
+
+    per_pending_token: float = 0.0
+    per_decode: float = 0.0
+    per_token_over: float = 0.0
+    per_answer: float = 0.0
+
+    def seconds(self, pending_tokens: int, num_decodes: int, tokens_over: int, num_answers: int) -> float:
+        return (
+            self.per_pending_token * pending_tokens
+            + self.per_decode * num_decodes
+            + self.per_token_over * tokens_over
+            + self.per_answer * num_answers
+        )
 
 
-class PlaceRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """A request to place, or (`epoch` > 1) to place again: the former attempt's credits come back in the same step.
+class ClaimedWorker(msgspec.Struct, frozen=True, array_like=True):
+    """A worker of a claim's routes, and what it may have at most to take one more: tokens of prompts to compute, tokens
+    of KV promised (none always may).
+    """
 
-    `prefix_hashes`: contracts.hashing.chain_hashes over blocks of AFFINITY_BLOCK, deepest last, at most
-    AFFINITY_BLOCKS. `lease_s`: unless its gateway renews within it, the request is reaped. `exclude`: who refused.
+    worker_id: WorkerId
+    term: str
+    capacity_tokens: int
+    max_pending_tokens: float
+    max_reserved_tokens: float
+
+
+class ClaimedRoute(msgspec.Struct, frozen=True, array_like=True):
+    """A route between two workers of a claim, by their indices, or one twice. Its cost is `base_s` and what the counts
+    of both add.
+    """
+
+    prefill: int
+    decode: int
+    uncached_tokens: int
+    base_s: float
+    prefill_cost: WorkerCost
+    decode_cost: WorkerCost
+
+
+class Claim(msgspec.Struct, frozen=True, kw_only=True):
+    """A request to place on the cheapest of `routes`, by the store's counts, or (`epoch` > 1) to place again: the
+    former attempt's credits come back in the same step, also where `routes` is empty.
+
+    `lease_ms`: unless its gateway renews within it, the request is reaped. `refusal`: what to count if nothing is
+    taken. `num_blocks`: of the prompt, for a prefix's age; `prefix_tail`: where it ended.
     """
 
     request_id: RequestId
-    epoch: Epoch = Epoch(1)
+    epoch: Epoch
     gateway_id: GatewayId
-    num_tokens: int
-    max_tokens: int
-    lease_s: float
-    prefix_hashes: list[bytes] = []
-    exclude: tuple[WorkerId, ...] = ()
+    need_tokens: int
+    lease_ms: int
+    refusal: str = ""
+    workers: list[ClaimedWorker] = []
+    routes: list[ClaimedRoute] = []
+    num_blocks: int = 0
+    prefix_tail: str = ""
+    prefix_kept_ms: int = 0
+
+
+class WorkerCounts(msgspec.Struct, frozen=True, kw_only=True):
+    """A worker's state as placement reckons with it. Tokens are the credits taken, and what it reports beyond.
+
+    `term`: of its join; "0" once it is known to be dead. `num_served_blocks`: of prompts placed on it since it joined.
+    """
+
+    term: str
+    alive_until_ms: int
+    is_draining: bool
+    pending_tokens: int
+    reserved_tokens: int
+    num_decodes: int
+    num_answers: int
+    num_served_blocks: int
+
+
+class Claimed(msgspec.Struct, frozen=True, kw_only=True):
+    """What became of a claim: the route that was taken, by its index; or `repeated`, of the same claim before; or
+    neither: none could be. `counts`: of the claim's workers, before it; None of one that is gone.
+    """
+
+    route: int | None = None
+    counts: list[WorkerCounts | None] = []
+    repeated: tuple[WorkerRef, WorkerRef] | None = None
+
+
+class PoolRow(msgspec.Struct, frozen=True):
+    """A worker in a pool's update: None for what has not changed; `counts` None for one that is gone."""
+
+    worker_id: WorkerId
+    counts: WorkerCounts | None
+    load: NodeLoad | None = None
+    info: NodeInfo | None = None
+
+
+class PoolUpdate(msgspec.Struct, frozen=True, kw_only=True):
+    """The workers that changed, or (`is_full`) all. `now_us`: the store's time, from which the next one follows."""
+
+    now_us: int
+    rows: list[PoolRow]
+    is_full: bool
 
 
 class StateTransition(msgspec.Struct, frozen=True):
@@ -148,11 +231,21 @@ class Store(Protocol):
         """The nodes with their credits."""
         ...
 
-    async def place(self, request: PlaceRequest) -> Route:
-        """Choose by the placement policy; take the credits and the lease. The same call again gives the same route.
+    async def pool(self, since_us: int, is_full: bool) -> PoolUpdate:
+        """What placement needs to know of the workers: of those that changed `since_us`, or of all. What a worker
+        states once comes with those that joined since.
+        """
+        ...
 
-        Raises Overloaded (no credit now), Unavailable (no live prefill or decode worker; or the request has ended or
-        is past that epoch), RequestError (no worker could ever hold it).
+    async def prefix_holders(self, hashes: Sequence[bytes]) -> list[bytes]:
+        """Who served each prefix, as coordinator.placement.prefixes writes it; nothing for an unknown one."""
+        ...
+
+    async def claim(self, claim: Claim, prefixes: Sequence[tuple[bytes, bytes]] = ()) -> Claimed:
+        """Take the cheapest route: its credits and the lease. The same request and epoch again give the same route.
+        Its workers become the first holders of each of `prefixes`: hash, and those who stay behind them.
+
+        Raises Unavailable if the request has ended or is past that epoch, or a worker of a repeated claim is gone.
         """
         ...
 

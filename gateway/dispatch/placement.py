@@ -9,8 +9,10 @@ from contracts.hashing import chain_hashes, salted
 from contracts.ids import Epoch, GatewayId, RequestId, WorkerId
 from contracts.node import Node
 from contracts.request import Route
+from coordinator.placement.placer import Placer, PlaceRequest
+from coordinator.placement.prefixes import BLOCK_TOKENS, MAX_BLOCKS
 from coordinator.request_states import RequestState
-from coordinator.store.store import AFFINITY_BLOCK, AFFINITY_BLOCKS, PlaceRequest, Store
+from coordinator.store.store import Store
 from service.outage_log import OutageLog
 
 log = logging.getLogger(__name__)
@@ -45,10 +47,11 @@ class StorePlacement:
 
     def __init__(self, store: Store, gateway_id: GatewayId) -> None:
         self._store, self._gateway_id = store, gateway_id
+        self._placer = Placer(store)
         self._outage = OutageLog(log)
 
     async def nodes(self) -> list[Node]:
-        return await self._store.nodes()
+        return await self._placer.nodes()
 
     async def place(
         self,
@@ -66,11 +69,11 @@ class StorePlacement:
             num_tokens=len(token_ids),
             max_tokens=max_tokens,
             lease_s=LEASE_S,
-            prefix_hashes=chain_hashes(token_ids, AFFINITY_BLOCK, AFFINITY_BLOCKS, salted(cache_salt)),
+            prefix_hashes=chain_hashes(token_ids, BLOCK_TOKENS, MAX_BLOCKS, salted(cache_salt)),
             exclude=tuple(exclude),
         )
         try:
-            route = await self._store.place(request)
+            route = await self._placer.place(request)
         except RegistryError as error:
             self._outage.failed(f"requests are not placed: {error}", error.what)
             raise Unavailable(nothing_placed(error.what)) from error
@@ -84,6 +87,7 @@ class StorePlacement:
         await self._store.renew(request_ids, LEASE_S)
 
     async def close(self) -> None:
+        await self._placer.close()
         await self._store.close()
 
 

@@ -7,7 +7,10 @@ import pytest
 from contracts.hashing import chain_hashes
 from contracts.ids import Epoch, GatewayId, Incarnation, RequestId, WorkerId
 from contracts.node import NodeInfo, NodeLoad, WorkerRole
-from coordinator.store.store import AFFINITY_BLOCK, AFFINITY_BLOCKS, PlaceRequest, Reaped, Store, WorkerView
+from contracts.request import Route
+from coordinator.placement.placer import Placer, PlaceRequest
+from coordinator.placement.prefixes import BLOCK_TOKENS, MAX_BLOCKS
+from coordinator.store.store import Reaped, Store, WorkerView
 from tests.nodes import ways
 
 GATEWAY = GatewayId("g0")
@@ -71,8 +74,17 @@ def ask(name: str, num_tokens: int = 100, max_tokens: int = 50, epoch: int = 1, 
     )
 
 
+async def place(store: Store, request: PlaceRequest) -> Route:
+    """By a gateway that has just started: it knows nothing but what it reads now."""
+    placer = Placer(store)
+    try:
+        return await placer.place(request)
+    finally:
+        await placer.close()
+
+
 def prefixes(token_ids: list[int]) -> list[bytes]:
-    return chain_hashes(token_ids, AFFINITY_BLOCK, AFFINITY_BLOCKS)
+    return chain_hashes(token_ids, BLOCK_TOKENS, MAX_BLOCKS)
 
 
 async def view(store: Store, name: str) -> WorkerView:

@@ -1,4 +1,4 @@
-"""The script in Redis and the pure function agree: the same calls to store and twin give the same answers."""
+"""The scripts in Redis and the twin in memory agree: the same calls to store and twin give the same answers."""
 
 import asyncio
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from coordinator.request_states import ENDS, RequestState
 from coordinator.store.local_server import RedisServer
 from coordinator.store.redis_store import RedisStore
 from coordinator.store.store import StateTransition, Store
-from tests.coordinator.coordinator_rig import answers, ask, credits, fresh_pool, node, prefixes
+from tests.coordinator.coordinator_rig import answers, ask, credits, fresh_pool, node, place, prefixes
 from tests.nodes import ways
 
 WORKERS = [f"w{index}" for index in range(5)]
@@ -67,7 +67,7 @@ async def _leave(store: Store, name: str, incarnation: str, is_dead: bool):
 
 async def _place(store: Store, name: str, epoch: int, prompt: list[int], max_tokens: int, exclude: list[str], g: str):
     options = {"exclude": tuple(exclude), "prefix_hashes": prefixes(prompt), "gateway_id": GatewayId(g)}
-    return await store.place(ask(name, len(prompt), max_tokens, epoch, **options))
+    return await place(store, ask(name, len(prompt), max_tokens, epoch, **options))
 
 
 async def _advance(store: Store, moves: list[tuple[str, int, RequestState]]):

@@ -13,7 +13,7 @@ from coordinator.store.local_server import RedisServer
 from coordinator.store.redis_store import RedisStore
 from coordinator.store.store import Store
 from tests.coordinator.conftest import program
-from tests.coordinator.coordinator_rig import ask, fresh_pool, join, node
+from tests.coordinator.coordinator_rig import ask, fresh_pool, join, node, place
 
 LOCALE = "de_DE.UTF-8"  # a < B < ä < Z; by bytes it is B < Z < a < ä
 IDS = ["a", "B", "ä", "Z", "A1", "A-1", "a_1"]
@@ -41,7 +41,7 @@ async def ties(store: Store) -> tuple[list[str], list[str]]:
     await join(store, *(node(name, WorkerRole.MIXED) for name in IDS))
     chosen: list[str] = []
     for name in IDS:
-        route = await store.place(ask(name, exclude=tuple(chosen)))
+        route = await place(store, ask(name, exclude=tuple(chosen)))
         chosen.append(route.decode.worker_id)
     return [found.info.worker_id for found in await store.nodes()], chosen
 

@@ -1,28 +1,41 @@
 """The cost model: who is chosen, who is refused and until when."""
 
-from dataclasses import replace
+from collections.abc import Sequence
 
 import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from contracts.errors import Overloaded, RequestError, TandemError, Unavailable
 from contracts.ids import Incarnation, WorkerId
 from contracts.node import WorkerRole
+from coordinator.placement import policy
 from coordinator.placement.policy import (
     MAX_RETRY_S,
     MIN_RETRY_S,
     OUTPUT_CREDIT_TOKENS,
     OVERCOMMIT,
     Candidate,
-    choose,
-    cost_s,
+    RouteOffer,
     decode_need,
+    offer,
     with_default_rates,
 )
 from tests.coordinator.coordinator_rig import BREAK_EVEN_RATE, BREAK_EVEN_STEP, BREAK_EVENS
 
 NEED = decode_need(1000, 100)
+
+
+def choose(candidates: Sequence[Candidate], num_tokens: int, need_tokens: int) -> RouteOffer:
+    """The cheapest route of all."""
+    return policy.choose(candidates, num_tokens, need_tokens)[0]
+
+
+def cost_s(prefill: Candidate, decode: Candidate, num_tokens: int, need_tokens: int) -> float:
+    return offer(prefill, decode, num_tokens, need_tokens).cost_s
+
+
 RATES = st.one_of(st.just(0.0), st.floats(1.0, 1e5))
 candidates = st.builds(
     Candidate,
@@ -333,7 +346,7 @@ def test_default_max_tokens_do_not_fill_a_small_pool():
 @settings(suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much])
 @given(pools)
 def test_nobody_cheaper_was_passed_over(pool: list[Candidate]):
-    pool = with_default_rates(pool)
+    pool = with_default_rates(pool, max((c.prefill_rate for c in pool), default=0.0))
     try:
         choice = choose(pool, 1000, NEED)
     except TandemError:
@@ -378,6 +391,7 @@ def test_a_choice_or_a_typed_refusal(pool: list[Candidate]):
     except (Unavailable, RequestError):
         pass
     else:
-        assert choice.prefill in with_default_rates(pool) and choice.decode in with_default_rates(pool)
+        known = with_default_rates(pool, max(c.prefill_rate for c in pool))
+        assert choice.prefill in known and choice.decode in known
         assert _meet(choice.prefill, choice.decode)
         assert choice.uncached_tokens == 1000 - choice.prefill.cached_tokens > 0

@@ -17,12 +17,13 @@ from contracts.errors import ConfigError, Overloaded, RegistryError, TandemError
 from contracts.ids import Epoch, Incarnation, RequestId, WorkerId
 from contracts.node import WorkerRole
 from coordinator.memory_store import MemoryStore
-from coordinator.placement.policy import OVERCOMMIT, max_prefixes
+from coordinator.placement.policy import OVERCOMMIT
+from coordinator.placement.prefixes import BLOCK_TOKENS, KEPT_S
 from coordinator.request_states import RequestState
 from coordinator.store.connect import connect
 from coordinator.store.local_server import RedisServer
 from coordinator.store.redis_store import RedisStore
-from coordinator.store.store import AFFINITY_BLOCK, AFFINITY_TTL_S, StateTransition, Store
+from coordinator.store.store import StateTransition, Store
 from tests.coordinator.coordinator_rig import (
     ALIVE_LOAD,
     ask,
@@ -32,6 +33,7 @@ from tests.coordinator.coordinator_rig import (
     join,
     node,
     pair,
+    place,
     prefixes,
     reap,
 )
@@ -40,49 +42,17 @@ from tests.waiting import async_until
 
 async def attempt(store: Store, name: str) -> bool:
     try:
-        await store.place(ask(name, 300, 100))
+        await place(store, ask(name, 300, 100))
     except Overloaded:
         return False
     return True
-
-
-async def test_a_count_of_answers_that_has_drifted_stays_within_bounds_and_ends(any_server: RedisServer):
-    """Services of the release before do not count them, while all of them are restarted in turn."""
-    pool = fresh_pool()
-    store = RedisStore(any_server.url, pool)
-    await pair(store)
-    await store.place(ask("r"))
-    async with Redis.from_url(any_server.url) as redis:
-        for drifted, seen in ((50, 1), (-5, 0), (7, 1)):
-            await redis.hset(f"tandem:{{{pool}}}:node:d0", "answers", drifted)
-            assert [worker.num_answers for worker in await store.workers()] == [seen, 0]
-    assert await store.finish(RequestId("r"), Epoch(1))
-    await assert_idle(store)
-    await store.place(ask("s"))
-    assert [worker.num_answers for worker in await store.workers()] == [0, 0]
-    await store.close()
-
-
-async def test_a_worker_that_joined_by_the_release_before_is_placed_on(any_server: RedisServer):
-    """Gateways may be newer than workers while all of them are restarted in turn."""
-    pool = fresh_pool()
-    store = RedisStore(any_server.url, pool)
-    await pair(store)
-    async with Redis.from_url(any_server.url) as redis:
-        for name in ("p0", "d0"):
-            assert await redis.hdel(f"tandem:{{{pool}}}:node:{name}", "answers") == 1
-    assert [worker.num_answers for worker in await store.workers()] == [0, 0]
-    assert (await store.place(ask("r"))).decode.worker_id == "d0"
-    await store.advance([StateTransition(RequestId("r"), Epoch(1), RequestState.COMMITTED)])
-    assert sum(worker.num_answers for worker in await store.workers()) == 1
-    await store.close()
 
 
 async def test_what_a_newer_release_counts_is_left_out(any_server: RedisServer):
     """One that was rolled back leaves it in Redis."""
     store = RedisStore(any_server.url, fresh_pool())
     await pair(store)
-    await store.place(ask("r"))
+    await place(store, ask("r"))
     async with Redis.from_url(any_server.url) as redis:
         await redis.hincrby(f"{store.prefix}counters", "dodged", 1)
         await redis.hincrby(f"{store.prefix}states", "DREAMING", 1)
@@ -92,22 +62,21 @@ async def test_what_a_newer_release_counts_is_left_out(any_server: RedisServer):
 
 
 async def test_a_prefix_that_nobody_asked_for_lately_counts_no_more(any_server: RedisServer):
-    """Each for itself: that of another prompt keeps the worker's table."""
-    pool = fresh_pool()
-    store = RedisStore(any_server.url, pool)
+    """Each for itself."""
+    store = RedisStore(any_server.url, fresh_pool())
     await pair(store)
-    prompts = {name: prefixes([token] * 2 * AFFINITY_BLOCK) for token, name in enumerate(("old", "young"))}
+    prompts = {name: prefixes([token] * 2 * BLOCK_TOKENS) for token, name in enumerate(("old", "young"))}
     for name, hashes in prompts.items():
-        await store.place(ask(name, 2 * AFFINITY_BLOCK + 10, prefix_hashes=hashes))
+        await place(store, ask(name, 2 * BLOCK_TOKENS + 10, prefix_hashes=hashes))
         await store.finish(RequestId(name), Epoch(1))
     async with Redis.from_url(any_server.url) as redis:
-        table = f"tandem:{{{pool}}}:node:p0:prefixes"
-        for name, more_s in (("old", -1.0), ("young", 30.0)):
-            for row in prompts[name]:
-                assert await redis.zincrby(table, -(AFFINITY_TTL_S - more_s) * 1000, row)
+        for digest in prompts["old"]:
+            key = f"{store.prefix}prefix:".encode() + digest
+            assert KEPT_S - 60 < await redis.ttl(key) <= KEPT_S
+            assert await redis.pexpire(key, 0)
     for name, hashes in prompts.items():
-        await store.place(ask(f"{name} again", 2 * AFFINITY_BLOCK + 10, prefix_hashes=hashes))
-    assert (await credits(store))["p0"][0] == (2 * AFFINITY_BLOCK + 10) + 10
+        await place(store, ask(f"{name} again", 2 * BLOCK_TOKENS + 10, prefix_hashes=hashes))
+    assert (await credits(store))["p0"][0] == (2 * BLOCK_TOKENS + 10) + 10
     await store.close()
 
 
@@ -116,16 +85,17 @@ async def test_who_died_is_remembered_for_a_while_and_takes_nothing_meanwhile(an
     pool, kept_s = fresh_pool(), 60.0
     store = RedisStore(any_server.url, pool, stale_record_kept_s=kept_s)
     await pair(store)
-    node_key = f"tandem:{{{pool}}}:node:d0"
+    node_key = f"{store.prefix}node:d0"
     async with Redis.from_url(any_server.url) as redis:
-        assert await redis.delete(f"{node_key}:alive") == 1
+        await redis.hset(node_key, "until", 0)
+        await redis.zadd(f"{store.prefix}touched", {"d0": 0})
         for _ in range(2):
             await reap(store)
             assert await redis.hget(node_key, "died")
-        await redis.set(f"{node_key}:alive", 1)
+        await redis.hset(node_key, "until", 1 << 50)
         with pytest.raises(Unavailable):
-            await store.place(ask("r"))
-        await redis.delete(f"{node_key}:alive")
+            await place(store, ask("r"))
+        await redis.hset(node_key, "until", 0)
         await redis.hincrby(node_key, "died", -int(kept_s * 1000))
         await reap(store)
         assert not await redis.exists(node_key)
@@ -187,14 +157,14 @@ async def test_a_restarted_server_is_filled_again():
     with RedisServer() as server:
         store = RedisStore(server.url, fresh_pool())
         await pair(store)
-        await store.place(ask("r"))
+        await place(store, ask("r"))
         server.stop()
         with pytest.raises(Unavailable, match="Redis does not answer"):
-            await store.place(ask("s"))
+            await place(store, ask("s"))
         server.start()
         assert not await store.heartbeat(WorkerId("p0"), Incarnation("a"), ALIVE_LOAD)
         await pair(store)
-        assert (await store.place(ask("s"))).prefill.worker_id == "p0"
+        assert (await place(store, ask("s"))).prefill.worker_id == "p0"
         assert not await store.finish(RequestId("r"), Epoch(1))
         assert await store.finish(RequestId("s"), Epoch(1))
         await assert_idle(store)
@@ -213,7 +183,7 @@ async def test_a_server_that_is_a_replica_now_is_left_for_the_one_that_its_name_
                 await client.replicaof("127.0.0.1", latter.port)  # type: ignore[misc]
             assert not await store.heartbeat(WorkerId("p0"), Incarnation("a"), ALIVE_LOAD)  # the latter is empty
             await pair(store)
-            assert (await store.place(ask("r"))).prefill.worker_id == "p0"
+            assert (await place(store, ask("r"))).prefill.worker_id == "p0"
             await store.close()
 
 
@@ -242,34 +212,7 @@ async def test_flushed_scripts_are_loaded_again(redis_store: RedisStore, any_ser
     await pair(redis_store)
     async with Redis.from_url(any_server.url) as client:
         await client.script_flush()
-    assert await redis_store.place(ask("r"))
-
-
-async def test_a_worker_that_writes_otherwise_is_passed_over_and_said_once(
-    redis_store: RedisStore, any_server: RedisServer, caplog: pytest.LogCaptureFixture
-):
-    await pair(redis_store)
-    async with Redis.from_url(any_server.url) as client:
-        await client.hset(f"{redis_store.prefix}node:d0", "info", b"of another release")  # type: ignore[misc]
-    for _ in range(2):
-        assert [node.info.worker_id for node in await redis_store.nodes()] == ["p0"]
-    assert [record.message.partition(":")[0] for record in caplog.records] == [
-        "a worker of another release is in this pool, passed over"
-    ]
-    with pytest.raises(Unavailable, match="another release"):
-        await redis_store.place(ask("r"))
-
-
-async def test_what_was_said_of_a_worker_that_has_gone_is_forgotten(
-    redis_store: RedisStore, any_server: RedisServer, caplog: pytest.LogCaptureFixture
-):
-    """One that starts again and again writes something else each time."""
-    await pair(redis_store)
-    async with Redis.from_url(any_server.url) as client:
-        for info in (b"of its first life", b"of its second", b"of its first life"):
-            await client.hset(f"{redis_store.prefix}node:d0", "info", info)  # type: ignore[misc]
-            await redis_store.nodes()
-    assert len(caplog.records) == 3
+    assert await place(redis_store, ask("r"))
 
 
 async def test_a_hung_server_is_given_up_in_words():
@@ -352,33 +295,22 @@ async def keys_of(server: RedisServer, store: RedisStore) -> dict[str, int]:
 async def test_what_has_ended_leaves_nothing_for_ever(redis_store: RedisStore, any_server: RedisServer):
     await pair(redis_store)
     for index in range(20):
-        await redis_store.place(ask(f"r{index}", prefix_hashes=[bytes([index]) * 16]))
+        await place(redis_store, ask(f"r{index}", prefix_hashes=[bytes([index]) * 16]))
         await redis_store.finish(RequestId(f"r{index}"), Epoch(1))
     keys = await keys_of(any_server, redis_store)
     lasting = {name for name, ttl_ms in keys.items() if ttl_ms == -1}
-    assert lasting == {"nodes", "node:p0", "node:d0", "states", "counters", "terms"}
+    assert lasting == {"nodes", "node:p0", "node:d0", "touched", "states", "counters", "terms"}
     await redis_store.join(node("p0", WorkerRole.PREFILL, incarnation="b"))
     for name, incarnation in (("p0", "b"), ("d0", "a")):
         await redis_store.leave(WorkerId(name), Incarnation(incarnation))
     keys = await keys_of(any_server, redis_store)
-    assert {name for name, ttl_ms in keys.items() if ttl_ms == -1} == {"states", "counters", "terms"}
+    assert {name for name, ttl_ms in keys.items() if ttl_ms == -1} == {"touched", "states", "counters", "terms"}
     assert not {name for name in keys if name.startswith("node:")}
-
-
-async def test_prefixes_are_bounded(redis_store: RedisStore, any_server: RedisServer):
-    capacity = 400 * AFFINITY_BLOCK
-    await pair(redis_store, capacity=capacity)
-    for index in range(10):
-        hashes = [index.to_bytes(8, "big") + depth.to_bytes(8, "big") for depth in range(100)]
-        await redis_store.place(ask(f"r{index}", prefix_hashes=hashes))
-    async with Redis.from_url(any_server.url) as client:
-        for name in ("p0", "d0"):
-            assert await client.zcard(f"{redis_store.prefix}node:{name}:prefixes") == max_prefixes(capacity) == 400
 
 
 async def test_long_batches_are_told_in_parts(redis_store: RedisStore):
     await pair(redis_store)
-    await redis_store.place(ask("r"))
+    await place(redis_store, ask("r"))
     moves = [StateTransition(RequestId("r"), Epoch(1), RequestState.QUEUED)] * 2500
     assert (await redis_store.advance(moves)).count(True) == 1
     assert (await redis_store.counts()).late == 2499
@@ -451,7 +383,7 @@ class Life:
     async def place(self, request: str) -> None:
         lease_s = self.random.choice([0.0, 60.0])
         num_tokens = self.random.randint(1, 3000)
-        await self.store.place(ask(request, num_tokens, 500, self.epochs[request], lease_s=lease_s))
+        await place(self.store, ask(request, num_tokens, 500, self.epochs[request], lease_s=lease_s))
 
 
 async def live(store: Store, seed: int, steps: list[str]) -> None:

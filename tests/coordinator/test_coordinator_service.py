@@ -29,7 +29,7 @@ from coordinator.settings import CoordinatorSettings
 from coordinator.store.local_server import RedisServer, find_bundled, find_server
 from coordinator.store.redis_store import RedisStore
 from coordinator.store.store import Lead, Reaped, Store
-from tests.coordinator.coordinator_rig import ALIVE_LOAD, ask, fresh_pool, pair
+from tests.coordinator.coordinator_rig import ALIVE_LOAD, ask, fresh_pool, pair, place
 from tests.environment import plain_environment
 from tests.waiting import async_until, is_gone, until
 
@@ -69,7 +69,7 @@ def samples(text: str) -> dict[tuple[str, ...], float]:
 async def test_nodes_are_shown_to_those_who_know_the_secret():
     store = MemoryStore()
     await pair(store)
-    await store.place(ask("r"))
+    await place(store, ask("r"))
     async with client(store) as http:
         refused = await http.get("/nodes")
         assert refused.status_code == 401 and "TANDEM_SECRET" in refused.text
@@ -81,8 +81,8 @@ async def test_nodes_are_shown_to_those_who_know_the_secret():
 async def test_metrics_tell_workers_credits_and_states():
     store = MemoryStore()
     await pair(store)
-    await store.place(ask("r"))
-    await store.place(ask("s"))
+    await place(store, ask("r"))
+    await place(store, ask("s"))
     await store.finish(RequestId("s"), Epoch(1))
     async with client(store) as http:
         found = samples((await http.get("/metrics")).text)
@@ -141,7 +141,7 @@ async def _knows(http: httpx.AsyncClient) -> bool:
 async def test_it_reaps_while_it_runs():
     store = MemoryStore()
     await pair(store)
-    await store.place(ask("r", lease_s=0.0))
+    await place(store, ask("r", lease_s=0.0))
 
     async def is_reaped() -> bool:
         return (await store.counts()).reaped == 1
@@ -226,7 +226,7 @@ async def test_when_the_stores_clock_leaps_nobody_is_ended_before_all_had_the_ti
             await one.turn()
 
     await go_on(2 * GRACE_S)
-    await store.place(ask("r"))
+    await place(store, ask("r"))
     there.now += 3600.0
     await one.turn()
     assert await store.renew([RequestId("r")], 10.0) == 1
@@ -347,7 +347,7 @@ async def test_when_the_leader_is_killed_another_reaps(tmp_path: Path, any_serve
         coordinator(tmp_path / "two", any_server.url, pool),
     ):
         first.kill()
-        await store.place(ask("r", lease_s=0.0))
+        await place(store, ask("r", lease_s=0.0))
         await async_until(is_reaped)
     await store.close()
 

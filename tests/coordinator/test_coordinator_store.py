@@ -8,8 +8,9 @@ from msgspec import structs
 from contracts.errors import Overloaded, RequestError, Unavailable
 from contracts.ids import Epoch, GatewayId, Incarnation, RequestId, WorkerId
 from contracts.node import NodeLoad, WorkerRole
+from coordinator.placement.prefixes import BLOCK_TOKENS
 from coordinator.request_states import RequestState
-from coordinator.store.store import AFFINITY_BLOCK, Lead, StateTransition, Store
+from coordinator.store.store import Lead, StateTransition, Store
 from tests.coordinator.coordinator_rig import (
     ALIVE_LOAD,
     BREAK_EVEN_RATE,
@@ -23,6 +24,7 @@ from tests.coordinator.coordinator_rig import (
     join,
     node,
     pair,
+    place,
     prefixes,
     reap,
     view,
@@ -62,7 +64,7 @@ class TestRegistry:
 
     async def test_a_new_incarnation_supersedes(self, store: Store):
         await pair(store)
-        await store.place(ask("r"))
+        await place(store, ask("r"))
         await store.join(node("d0", WorkerRole.DECODE, incarnation="b"))
         assert (await view(store, "d0")).reserved_tokens == 0
         assert not await store.heartbeat(WorkerId("d0"), A, ALIVE_LOAD)
@@ -91,7 +93,7 @@ class TestRegistry:
 
     async def test_a_join_that_comes_twice_changes_nothing(self, store: Store):
         await pair(store)
-        await store.place(ask("r", prefix_hashes=[b"x" * 16]))
+        await place(store, ask("r", prefix_hashes=[b"x" * 16]))
         before = await store.workers()
         for name, role in (("p0", WorkerRole.PREFILL), ("d0", WorkerRole.DECODE)):
             assert not await store.join(node(name, role))
@@ -99,10 +101,10 @@ class TestRegistry:
 
     async def test_joining_anew_owes_nothing(self, store: Store):
         await pair(store)
-        await store.place(ask("r"))
+        await place(store, ask("r"))
         await store.leave(WorkerId("d0"), A)
         await store.join(node("d0", WorkerRole.DECODE))
-        await store.place(ask("s", 200, 50))
+        await place(store, ask("s", 200, 50))
         assert await store.finish(RequestId("r"), ONE)
         assert (await view(store, "d0")).reserved_tokens == 250
 
@@ -110,7 +112,7 @@ class TestRegistry:
 class TestPlacing:
     async def test_a_route_names_both_workers(self, store: Store):
         await pair(store)
-        route = await store.place(ask("r"))
+        route = await place(store, ask("r"))
         assert (route.request_id, route.epoch) == ("r", 1)
         assert route.prefill == node("p0", WorkerRole.PREFILL).ref
         assert route.decode == node("d0", WorkerRole.DECODE).ref
@@ -119,25 +121,25 @@ class TestPlacing:
         other = node("d0", WorkerRole.DECODE, layout_id="m", ways=ways("l", "m"))
         alike = node("d1", WorkerRole.DECODE, layout_id="l", ways=ways("l"))
         await join(store, node("p0", WorkerRole.PREFILL, layout_id="l"), other, alike)
-        assert (await store.place(ask("r"))).decode.worker_id == "d1"
+        assert (await place(store, ask("r"))).decode.worker_id == "d1"
 
     async def test_an_idle_worker_is_never_full(self, store: Store):
         await pair(store, capacity=60)
-        assert (await store.place(ask("r", 50, 5000))).decode.worker_id == "d0", "its credit is five pools"
+        assert (await place(store, ask("r", 50, 5000))).decode.worker_id == "d0", "its credit is five pools"
         with pytest.raises(Overloaded):
-            await store.place(ask("s", 50, 5000))
+            await place(store, ask("s", 50, 5000))
 
     async def test_nobody_is_refused_before_a_worker_has_measured_how_long_prompts_wait(self, store: Store):
         await pair(store, capacity=10_000_000)
         for index in range(9):
-            await store.place(ask(f"r{index}", 8000))
+            await place(store, ask(f"r{index}", 8000))
         await store.heartbeat(WorkerId("p0"), A, NodeLoad(prefill_rate=2000.0, free_tokens=10_000_000))
         with pytest.raises(Overloaded, match="all prefill workers"):
-            await store.place(ask("late", 8000))
+            await place(store, ask("late", 8000))
 
     async def test_credits_are_taken_at_once_and_come_back(self, store: Store):
         await pair(store)
-        await store.place(ask("r", 100, 50))
+        await place(store, ask("r", 100, 50))
         assert await credits(store) == {"p0": (100, 1, 0, 0), "d0": (0, 0, 150, 1)}
         assert await store.finish(RequestId("r"), ONE)
         await assert_idle(store)
@@ -145,42 +147,42 @@ class TestPlacing:
     async def test_a_burst_spreads_without_a_heartbeat(self, store: Store):
         await pair(store)
         await store.join(node("d1", WorkerRole.DECODE))
-        routes = await asyncio.gather(*(store.place(ask(f"r{index}")) for index in range(10)))
+        routes = await asyncio.gather(*(place(store, ask(f"r{index}")) for index in range(10)))
         assert sorted(route.decode.worker_id for route in routes) == ["d0"] * 5 + ["d1"] * 5
 
     async def test_the_same_call_twice_takes_credit_once(self, store: Store):
         await pair(store)
-        assert await store.place(ask("r")) == await store.place(ask("r"))
+        assert await place(store, ask("r")) == await place(store, ask("r"))
         assert (await view(store, "d0")).num_decodes == 1
 
     async def test_no_worker_is_said_in_words(self, store: Store):
         with pytest.raises(Unavailable, match="no live prefill worker"):
-            await store.place(ask("r"))
+            await place(store, ask("r"))
         await store.join(node("p0", WorkerRole.PREFILL))
         with pytest.raises(Unavailable, match="no live decode worker"):
-            await store.place(ask("r"))
+            await place(store, ask("r"))
         assert (await store.counts()).unavailable == 2
 
     async def test_who_can_not_exchange_kv_is_no_pair(self, store: Store):
         await join(store, node("p0", WorkerRole.PREFILL, ways=ways("l", by="shm@a")), node("d0", WorkerRole.DECODE))
         await store.join(node("p1", WorkerRole.PREFILL, ways=ways("l", by="tcp", memory="cuda")))
         with pytest.raises(Unavailable, match="can take the KV"):
-            await store.place(ask("r"))
+            await place(store, ask("r"))
         await store.join(node("p2", WorkerRole.PREFILL, ways=ways("l", by="shm@a ucx tcp")))
-        assert [(await store.place(ask(f"r{i}"))).prefill.worker_id for i in range(3)] == ["p2"] * 3
+        assert [(await place(store, ask(f"r{i}"))).prefill.worker_id for i in range(3)] == ["p2"] * 3
         assert (await store.counts()).unavailable == 1
 
     async def test_a_transport_that_stays_on_a_host_is_another_on_each(self, store: Store):
         await join(store, node("p0", WorkerRole.PREFILL, ways=ways("l", by="shm@a")))
         await join(store, node("d0", WorkerRole.DECODE, ways=ways("l", by="shm@ab")))
         with pytest.raises(Unavailable, match="can take the KV"):
-            await store.place(ask("r"))
+            await place(store, ask("r"))
         await store.join(node("d1", WorkerRole.DECODE, ways=ways("l", by="shm@a")))
-        assert (await store.place(ask("r"))).decode.worker_id == "d1"
+        assert (await place(store, ask("r"))).decode.worker_id == "d1"
 
     async def test_a_worker_without_any_way_serves_alone(self, store: Store):
         await store.join(node("m0", WorkerRole.MIXED, ways=ways("l", by="")))
-        assert (await store.place(ask("r"))).is_local
+        assert (await place(store, ask("r"))).is_local
 
     async def test_idle_workers_that_meet_nobody_hide_nothing(self, store: Store):
         """Neither a pair that is not among the cheapest, nor that all who meet are full."""
@@ -191,83 +193,83 @@ class TestPlacing:
         for name in ("p9", "d9"):
             busy = NodeLoad(queue_tokens=500, num_running=1, free_tokens=10, prefill_rate=1000.0)
             await store.heartbeat(WorkerId(name), A, busy)
-        route = await store.place(ask("r"))
+        route = await place(store, ask("r"))
         assert (route.prefill.worker_id, route.decode.worker_id) == ("p9", "d0")
         await store.leave(WorkerId("d9"), A)
         await store.heartbeat(WorkerId("p9"), A, NodeLoad(queue_tokens=40_000, prefill_rate=1000.0))
         with pytest.raises(Overloaded, match="prefill"):
-            await store.place(ask("s"))
+            await place(store, ask("s"))
         assert (await store.counts()).overloaded == 1
 
     async def test_an_idle_decode_worker_that_meets_nobody_has_no_room(self, store: Store):
         await pair(store, capacity=1000)
         await store.join(node("d1", WorkerRole.DECODE, ways=ways("l", by="shm@a")))
         for index in range(6):
-            await store.place(ask(f"r{index}", 400, 200))
+            await place(store, ask(f"r{index}", 400, 200))
         with pytest.raises(Overloaded, match="decode"):
-            await store.place(ask("s", 400, 200))
+            await place(store, ask("s", 400, 200))
 
     async def test_draining_workers_get_no_work(self, store: Store):
         await pair(store)
         await store.heartbeat(WorkerId("d0"), A, NodeLoad(draining=True))
         with pytest.raises(Unavailable, match="decode"):
-            await store.place(ask("r"))
+            await place(store, ask("r"))
 
     async def test_too_long_is_the_clients_fault(self, store: Store):
         await pair(store)
         with pytest.raises(RequestError, match="no worker takes more than 8191"):
-            await store.place(ask("r", 9000))
+            await place(store, ask("r", 9000))
         assert (await store.counts()).too_long == 1
 
     async def test_a_full_pool_refuses_and_recovers(self, store: Store):
         await pair(store, capacity=1000)
         await store.heartbeat(WorkerId("d0"), A, ALIVE_LOAD)
         for index in range(6):
-            await store.place(ask(f"r{index}", 400, 200))
+            await place(store, ask(f"r{index}", 400, 200))
         with pytest.raises(Overloaded, match="decode") as refused:
-            await store.place(ask("s", 400, 200))
+            await place(store, ask("s", 400, 200))
         assert refused.value.retry_after_s == pytest.approx(2.0)
         await store.finish(RequestId("r0"), ONE)
-        await store.place(ask("s", 400, 200))
+        await place(store, ask("s", 400, 200))
         assert (await store.counts()).overloaded == 1
 
     async def test_what_a_worker_holds_beyond_its_credits_counts(self, store: Store):
         await pair(store)
         await store.join(node("d1", WorkerRole.DECODE))
         await store.heartbeat(WorkerId("d0"), A, NodeLoad(num_running=3, free_tokens=100))
-        assert (await store.place(ask("r", 500))).decode.worker_id == "d1"
+        assert (await place(store, ask("r", 500))).decode.worker_id == "d1"
 
     async def test_a_queue_from_before_the_store_was_lost_counts(self, store: Store):
         await pair(store)
         await store.join(node("p1", WorkerRole.PREFILL))
         await store.heartbeat(WorkerId("p0"), A, NodeLoad(queue_tokens=5000))
-        assert (await store.place(ask("r"))).prefill.worker_id == "p1"
+        assert (await place(store, ask("r"))).prefill.worker_id == "p1"
 
     async def test_a_conversation_goes_where_its_prefix_is(self, store: Store):
         await pair(store)
         await store.join(node("p1", WorkerRole.PREFILL))
         prompt = list(range(640))
-        first = await store.place(ask("r", 640, prefix_hashes=prefixes(prompt)))
+        first = await place(store, ask("r", 640, prefix_hashes=prefixes(prompt)))
         await store.finish(RequestId("r"), ONE)
-        await store.place(ask("other", 10, 1, exclude=(WorkerId("p1"),)))
-        second = await store.place(ask("s", 700, prefix_hashes=prefixes(prompt + [1] * 60)))
+        await place(store, ask("other", 10, 1, exclude=(WorkerId("p1"),)))
+        second = await place(store, ask("s", 700, prefix_hashes=prefixes(prompt + [1] * 60)))
         assert first.prefill == second.prefill
         assert (await view(store, "p0")).pending_tokens == 10 + 60
 
     async def test_of_a_prompt_that_was_served_whole_one_token_is_computed(self, store: Store):
         await pair(store)
-        hashes = prefixes(list(range(10 * AFFINITY_BLOCK)))
+        hashes = prefixes(list(range(10 * BLOCK_TOKENS)))
         for name in ("r", "s"):
             await store.finish(RequestId("r"), ONE)
-            await store.place(ask(name, 10 * AFFINITY_BLOCK, prefix_hashes=hashes))
+            await place(store, ask(name, 10 * BLOCK_TOKENS, prefix_hashes=hashes))
         assert (await view(store, "p0")).pending_tokens == 1
 
     async def test_prefixes_die_with_the_incarnation(self, store: Store):
         await pair(store)
         hashes = prefixes(list(range(640)))
-        await store.place(ask("r", 640, prefix_hashes=hashes))
+        await place(store, ask("r", 640, prefix_hashes=hashes))
         await store.join(node("p0", WorkerRole.PREFILL, incarnation="b"))
-        await store.place(ask("s", 640, prefix_hashes=hashes))
+        await place(store, ask("s", 640, prefix_hashes=hashes))
         assert (await view(store, "p0")).pending_tokens == 640
 
 
@@ -275,8 +277,8 @@ class TestPlacingAgain:
     async def test_a_refuser_is_passed_over(self, store: Store):
         await pair(store)
         await store.join(node("d1", WorkerRole.DECODE))
-        first = await store.place(ask("r"))
-        second = await store.place(ask("r", epoch=2, exclude=(first.decode.worker_id,)))
+        first = await place(store, ask("r"))
+        second = await place(store, ask("r", epoch=2, exclude=(first.decode.worker_id,)))
         assert second.epoch == 2
         assert second.decode.worker_id != first.decode.worker_id
         assert (await credits(store))[first.decode.worker_id] == (0, 0, 0, 0)
@@ -284,8 +286,8 @@ class TestPlacingAgain:
 
     async def test_the_former_attempt_is_over(self, store: Store):
         await pair(store)
-        await store.place(ask("r"))
-        await store.place(ask("r", epoch=2))
+        await place(store, ask("r"))
+        await place(store, ask("r", epoch=2))
         assert await store.advance(moves("r", RequestState.QUEUED)) == [False]
         assert not await store.finish(RequestId("r"), ONE)
         assert await store.finish(RequestId("r"), Epoch(2))
@@ -294,15 +296,15 @@ class TestPlacingAgain:
 
     async def test_it_needs_no_second_credit(self, store: Store):
         await pair(store, capacity=1000)
-        await store.place(ask("r", 900, 50))
-        await store.place(ask("r", 900, 50, epoch=2))
+        await place(store, ask("r", 900, 50))
+        await place(store, ask("r", 900, 50, epoch=2))
         assert (await view(store, "d0")).reserved_tokens == 950
 
     async def test_a_refusal_leaves_no_credit_behind(self, store: Store):
         await pair(store)
-        await store.place(ask("r"))
+        await place(store, ask("r"))
         with pytest.raises(Unavailable):
-            await store.place(ask("r", epoch=2, exclude=(WorkerId("d0"),)))
+            await place(store, ask("r", epoch=2, exclude=(WorkerId("d0"),)))
         assert set((await credits(store)).values()) == {(0, 0, 0, 0)}
         assert await store.finish(RequestId("r"), ONE, RequestState.FAILED)
         await assert_idle(store)
@@ -310,33 +312,33 @@ class TestPlacingAgain:
     @pytest.mark.parametrize("epoch", [1, 2])
     async def test_what_has_ended_is_not_placed_again(self, store: Store, epoch: int):
         await pair(store)
-        await store.place(ask("r"))
+        await place(store, ask("r"))
         await store.finish(RequestId("r"), ONE)
         with pytest.raises(Unavailable, match="has ended"):
-            await store.place(ask("r", epoch=epoch))
+            await place(store, ask("r", epoch=epoch))
         await assert_idle(store)
 
     @pytest.mark.parametrize(("name", "role"), [("p0", WorkerRole.PREFILL), ("d0", WorkerRole.DECODE)])
     async def test_a_place_at_a_worker_that_joined_anew_is_none(self, store: Store, name: str, role: WorkerRole):
         """Placing again tells where the request is, and that process has never heard of it."""
         await pair(store)
-        route = await store.place(ask("r"))
-        assert await store.place(ask("r")) == route
+        route = await place(store, ask("r"))
+        assert await place(store, ask("r")) == route
         await join(store, node(name, role, incarnation="b"))
         with pytest.raises(Unavailable, match=f"no live {role.value} worker"):
-            await store.place(ask("r"))
+            await place(store, ask("r"))
 
     async def test_an_old_epoch_is_refused(self, store: Store):
         await pair(store)
-        await store.place(ask("r", epoch=2))
+        await place(store, ask("r", epoch=2))
         with pytest.raises(Unavailable, match="past attempt 1"):
-            await store.place(ask("r"))
+            await place(store, ask("r"))
 
 
 class TestStates:
     async def test_the_prompts_credit_ends_with_the_handoff(self, store: Store):
         await pair(store)
-        await store.place(ask("r"))
+        await place(store, ask("r"))
         told = moves("r", RequestState.QUEUED, RequestState.RESERVING, RequestState.TRANSFERRING)
         assert await store.advance(told) == [True] * 3
         assert (await view(store, "p0")).pending_tokens == 100
@@ -348,7 +350,7 @@ class TestStates:
 
     async def test_decoding_where_it_was_computed_moves_the_credit(self, store: Store):
         await pair(store)
-        await store.place(ask("r"))
+        await place(store, ask("r"))
         assert await store.advance(moves("r", RequestState.HELD, RequestState.LOCAL_DECODE)) == [True, True]
         assert await credits(store) == {"p0": (0, 0, 150, 1), "d0": (0, 0, 0, 0)}
         assert await answers(store) == {"p0": 1, "d0": 0}
@@ -357,31 +359,31 @@ class TestStates:
 
     async def test_a_local_route_keeps_its_credit(self, store: Store):
         await store.join(node("m0", WorkerRole.MIXED))
-        assert (await store.place(ask("r"))).is_local
+        assert (await place(store, ask("r"))).is_local
         assert await store.advance(moves("r", RequestState.QUEUED, RequestState.LOCAL_DECODE)) == [True, True]
         assert await credits(store) == {"m0": (0, 0, 150, 1)}
         assert await answers(store) == {"m0": 1}
 
     async def test_decoding_where_it_was_computed_leaves_the_count_of_other_answers(self, store: Store):
         await pair(store)
-        await store.place(ask("r"))
+        await place(store, ask("r"))
         await store.advance(moves("r", RequestState.COMMITTED))
         for name in ("s", "t"):
-            await store.place(ask(name))
+            await place(store, ask(name))
         assert await store.advance(moves("s", RequestState.HELD, RequestState.LOCAL_DECODE)) == [True, True]
         assert await answers(store) == {"p0": 1, "d0": 1}
 
     async def test_an_answer_of_a_former_term_is_not_counted(self, store: Store):
         await pair(store)
-        await store.place(ask("r"))
+        await place(store, ask("r"))
         await join(store, node("d0", WorkerRole.DECODE, incarnation="b"))
-        await store.place(ask("s"))
+        await place(store, ask("s"))
         assert await store.advance(moves("r", RequestState.COMMITTED)) == [True]
         assert await answers(store) == {"p0": 0, "d0": 0}
 
     async def test_nobody_but_place_begins_an_attempt(self, store: Store):
         await pair(store)
-        await store.place(ask("r"))
+        await place(store, ask("r"))
         await store.advance(moves("r", RequestState.QUEUED))
         assert await store.advance(moves("r", RequestState.PLACED)) == [False]
         assert (await store.counts()).illegal == 1
@@ -392,16 +394,16 @@ class TestStates:
         for name in ("m0", "p0"):
             await store.heartbeat(WorkerId(name), A, NodeLoad(prefill_rate=1000.0, prompt_tokens_per_mixed_step=512))
 
-        async def place(*names: str) -> list[str]:
-            return [(await store.place(ask(name, 1000))).prefill.worker_id for name in names]
+        async def placed(*names: str) -> list[str]:
+            return [(await place(store, ask(name, 1000))).prefill.worker_id for name in names]
 
-        assert await place("a", "b", "c") == ["m0", "p0", "m0"]
+        assert await placed("a", "b", "c") == ["m0", "p0", "m0"]
         for name in "abc":
             await store.advance(
                 moves(name, RequestState.QUEUED, RequestState.LOCAL_DECODE if name != "b" else RequestState.COMMITTED)
             )
         assert await answers(store) == {"m0": 3, "p0": 0}
-        assert await place("d", "e", "f") == ["p0", "p0", "m0"]
+        assert await placed("d", "e", "f") == ["p0", "p0", "m0"]
         for name in "abcdef":
             assert await store.finish(RequestId(name), ONE)
         await assert_idle(store)
@@ -412,7 +414,7 @@ class TestStates:
     ):
         await join(store, node("m0", WorkerRole.MIXED))
         for index in range(num_answers):
-            await store.place(ask(f"running-{index}", 1, 2))
+            await place(store, ask(f"running-{index}", 1, 2))
             await store.advance(moves(f"running-{index}", RequestState.QUEUED, RequestState.LOCAL_DECODE))
         await join(store, node("p0", WorkerRole.PREFILL))
         loads = {
@@ -423,14 +425,14 @@ class TestStates:
             await store.heartbeat(WorkerId(name), A, load)
         stay, move = (1, longest // 2 + 1, longest), (shortest, 2 * shortest, 8000) if shortest else ()
         for num_tokens in (*stay, *move):
-            route = await store.place(ask(f"r{num_tokens}", num_tokens))
+            route = await place(store, ask(f"r{num_tokens}", num_tokens))
             assert route.prefill.worker_id == ("p0" if num_tokens in move else "m0")
             assert route.decode.worker_id == "m0"
             assert await store.finish(RequestId(f"r{num_tokens}"), ONE)
 
     async def test_overtaken_reports_are_late_not_illegal(self, store: Store):
         await pair(store)
-        await store.place(ask("r"))
+        await place(store, ask("r"))
         assert await store.advance(moves("r", RequestState.COMMITTED)) == [True]
         assert await store.advance(moves("r", RequestState.QUEUED, RequestState.RESERVING)) == [False, False]
         counts = await store.counts()
@@ -438,7 +440,7 @@ class TestStates:
 
     async def test_illegal_moves_are_refused_and_counted(self, store: Store):
         await pair(store)
-        await store.place(ask("r"))
+        await place(store, ask("r"))
         await store.advance(moves("r", RequestState.COMMITTED))
         assert await store.advance(moves("r", RequestState.LOCAL_DECODE)) == [False]
         assert await store.advance(moves("r", RequestState.PLACED, epoch=2)) == [False]
@@ -456,7 +458,7 @@ class TestStates:
 
     async def test_a_request_ends_once(self, store: Store):
         await pair(store)
-        await store.place(ask("r"))
+        await place(store, ask("r"))
         assert await store.finish(RequestId("r"), ONE, RequestState.CANCELLED)
         assert await store.finish(RequestId("r"), ONE, RequestState.FINISHED)
         assert (await store.counts()).ended == {"CANCELLED": 1}
@@ -470,8 +472,8 @@ class TestStates:
 class TestLeases:
     async def test_a_dead_gateways_requests_end(self, store: Store):
         await pair(store)
-        await store.place(ask("r", lease_s=0.0))
-        await store.place(ask("s", gateway_id=GatewayId("g1")))
+        await place(store, ask("r", lease_s=0.0))
+        await place(store, ask("s", gateway_id=GatewayId("g1")))
         reaped = await reap(store)
         assert [(r.request_id, r.epoch, r.gateway_id) for r in reaped] == [("r", 1, GATEWAY)]
         assert (await store.counts()).ended == {"FAILED": 1}
@@ -482,7 +484,7 @@ class TestLeases:
         """Not what it has no longer: the answer to a placement or a call at its end may have got lost."""
         await pair(store)
         for name in ("r", "s"):
-            await store.place(ask(name, lease_s=0.0))
+            await place(store, ask(name, lease_s=0.0))
             await store.advance(moves(name, RequestState.COMMITTED))
         assert await store.renew([RequestId("r"), RequestId("unknown")], 10.0) == 1
         assert [r.request_id for r in await reap(store)] == ["s"]
@@ -491,24 +493,24 @@ class TestLeases:
     async def test_what_was_reaped_and_lives_may_be_placed_again(self, store: Store):
         """The store was away for longer than a lease; the answer was not, and now its worker is lost."""
         await pair(store)
-        await store.place(ask("r", lease_s=0.0))
+        await place(store, ask("r", lease_s=0.0))
         await reap(store)
         with pytest.raises(Unavailable, match="has ended"):
-            await store.place(ask("r"))
+            await place(store, ask("r"))
         with pytest.raises(Unavailable, match="has ended"):
-            await store.place(ask("r", epoch=2, gateway_id=GatewayId("g1")))
-        assert (await store.place(ask("r", epoch=2))).epoch == 2
+            await place(store, ask("r", epoch=2, gateway_id=GatewayId("g1")))
+        assert (await place(store, ask("r", epoch=2))).epoch == 2
         assert (await view(store, "d0")).num_decodes == 1
         assert await store.finish(RequestId("r"), Epoch(2))
         counts = await store.counts()
         assert (counts.states, counts.ended) == ({}, {"FAILED": 1, "FINISHED": 1})
         with pytest.raises(Unavailable, match="has ended"):
-            await store.place(ask("r", epoch=3))
+            await place(store, ask("r", epoch=3))
         await assert_idle(store)
 
     async def test_ended_requests_have_no_lease(self, store: Store):
         await pair(store)
-        await store.place(ask("r"))
+        await place(store, ask("r"))
         await store.finish(RequestId("r"), ONE)
         assert await store.renew([RequestId("r")], 10.0) == 0
         assert await reap(store) == []
@@ -516,7 +518,7 @@ class TestLeases:
     async def test_thousands_are_renewed_in_parts(self, store: Store):
         names = [RequestId(f"r{index}") for index in range(2500)]
         await pair(store)
-        await store.place(ask("r2400", lease_s=0.0))
+        await place(store, ask("r2400", lease_s=0.0))
         assert await store.renew(names, 10.0) == 1
         assert await reap(store) == []
 
@@ -535,13 +537,13 @@ class TestDeath:
     async def test_a_silent_worker_gets_no_work_and_loses_its_credits(self, mortal_store: Store):
         store = mortal_store
         await pair(store)
-        await store.place(ask("r"))
+        await place(store, ask("r"))
 
         await until_buried(store)
         assert set((await credits(store)).values()) == {(0, 0, 0, 0)}
         assert not await store.heartbeat(WorkerId("d0"), A, ALIVE_LOAD)
         with pytest.raises(Unavailable, match="no live"):
-            await store.place(ask("s"))
+            await place(store, ask("s"))
 
     @pytest.mark.parametrize("is_dead", [True, False])
     async def test_one_that_leaves_because_it_is_dead_is_counted_once(self, store: Store, is_dead: bool):
@@ -568,19 +570,19 @@ class TestDeath:
     async def test_one_that_wakes_up_joins_again_and_owes_nothing(self, mortal_store: Store):
         store = mortal_store
         await pair(store)
-        await store.place(ask("r"))
+        await place(store, ask("r"))
 
         await until_buried(store)
         await pair(store)
         assert await store.finish(RequestId("r"), ONE)
         await assert_idle(store)
-        assert (await store.place(ask("s"))).decode.worker_id == "d0"
+        assert (await place(store, ask("s"))).decode.worker_id == "d0"
 
 
 class TestLeading:
     async def test_nobody_but_the_leader_ends_anything(self, store: Store):
         await pair(store)
-        await store.place(ask("r", lease_s=0.0))
+        await place(store, ask("r", lease_s=0.0))
         assert await store.reap("one") == []
         assert await store.lead("one", 10.0)
         assert await store.reap("two") == []
@@ -615,7 +617,7 @@ class TestTransferRates:
         for index, rate in enumerate(rates):
             load = NodeLoad(prefill_rate=1000.0, decode_rate=100.0, transfer_rate=rate)
             assert await store.heartbeat(WorkerId(f"p{index}"), A, load)
-        return (await store.place(ask("r", num_tokens=1000))).prefill.worker_id
+        return (await place(store, ask("r", num_tokens=1000))).prefill.worker_id
 
     async def test_the_faster_link_wins(self, store: Store):
         assert await self.chosen(store, 200.0, 5000.0) == "p1"
@@ -636,9 +638,9 @@ class TestTransferRates:
         )
         cut_off = NodeLoad(prefill_rate=1000.0, decode_rate=100.0, bad_paths=(Incarnation("d"), Incarnation("d0")))
         assert await store.heartbeat(WorkerId("p0"), A, cut_off)
-        assert (await store.place(ask("r"))).decode.worker_id == "d1"
+        assert (await place(store, ask("r"))).decode.worker_id == "d1"
         await join(store, node("d0", WorkerRole.DECODE, incarnation="new"))
-        assert (await store.place(ask("s"))).decode.worker_id == "d0"
+        assert (await place(store, ask("s"))).decode.worker_id == "d0"
 
     async def test_a_mixed_worker_wins_over_a_slow_link(self, store: Store):
         await join(store, node("m0", WorkerRole.MIXED))

@@ -17,9 +17,9 @@ from contracts.events import Failed, Token, Tokens
 from contracts.ids import Epoch, Incarnation, RequestId, WorkerId
 from contracts.layout import KVLayout
 from contracts.node import Node, NodeLoad, WorkerRole
-from contracts.request import Cancel, Job, Route, WorkerRef
+from contracts.request import Cancel, Job, WorkerRef
 from coordinator.memory_store import MemoryStore
-from coordinator.store.store import PlaceRequest
+from coordinator.store.store import Claim, Claimed, PoolUpdate
 from gateway.dispatch import inflight
 from gateway.fake_worker import FakeWorker
 from gateway.tokenization.detokenizer import Detokenizer
@@ -520,17 +520,17 @@ async def test_while_the_registry_does_not_answer_it_is_not_ready(checkpoint, mo
     monkeypatch.setattr("gateway.dispatch.worker_pool.POLL_PERIOD_S", 0.01)
     store = MemoryStore(alive_s=600.0)
     async with coordinated(checkpoint, pair(), store) as rig, rig.client() as client:
-        workers, nodes = rig.front.dispatch.workers, store.nodes
+        workers, pool = rig.front.dispatch.workers, store.pool
         await rig.until(lambda: not workers.is_blind and workers.can_serve())
 
-        async def unavailable() -> list[Node]:
+        async def unavailable(since_us: int, is_full: bool) -> PoolUpdate:
             raise Unavailable("Redis does not answer")
 
-        monkeypatch.setattr(store, "nodes", unavailable)
+        monkeypatch.setattr(store, "pool", unavailable)
         await rig.until(lambda: workers.is_blind)
         reply = await client.get("/ready")
         assert reply.status_code == 503 and "the registry (Redis) does not answer" in reply.text
-        monkeypatch.setattr(store, "nodes", nodes)
+        monkeypatch.setattr(store, "pool", pool)
         await rig.until(lambda: not workers.is_blind)
         assert (await client.get("/ready")).status_code == 200
     assert [record.message for record in caplog.records][:2] == [
@@ -597,17 +597,17 @@ async def test_clients_are_not_told_where_the_registry_is(checkpoint, monkeypatc
     store = MemoryStore(alive_s=600.0)
     async with coordinated(checkpoint, pair(), store) as rig, rig.client() as client:
 
-        async def away(request: PlaceRequest) -> Route:
+        async def away(claim: Claim, prefixes: Sequence[tuple[bytes, bytes]]) -> Claimed:
             raise RegistryError(f"Redis {what} at redis://10.0.0.5", what)
 
-        place = store.place
+        claim = store.claim
         for _ in range(2):
-            monkeypatch.setattr(store, "place", away)
+            monkeypatch.setattr(store, "claim", away)
             for _ in range(2):
                 reply = await client.post("/v1/completions", json=ASK | {"max_tokens": 3})
                 words = f"the registry (Redis) {what}, so nothing new can be placed"
                 assert reply.status_code == 503 and reply.json()["error"]["message"] == words
-            monkeypatch.setattr(store, "place", place)
+            monkeypatch.setattr(store, "claim", claim)
             assert (await client.post("/v1/completions", json=ASK | {"max_tokens": 3})).status_code == 200
     told = [record.message for record in caplog.records if "redis://" in record.message]
     assert told == [f"requests are not placed: Redis {what} at redis://10.0.0.5"] * 2

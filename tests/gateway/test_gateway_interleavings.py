@@ -5,7 +5,7 @@ import asyncio
 import math
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from random import Random
 
@@ -17,9 +17,9 @@ from contracts.errors import Overloaded, TandemError, Unavailable
 from contracts.events import Event, Failed, Finished, FinishReason, Prefilled, Token, Tokens
 from contracts.ids import GatewayId, Incarnation, RequestId, WorkerId
 from contracts.node import WorkerRole
-from contracts.request import Job, Route
+from contracts.request import Job
 from coordinator.memory_store import MemoryStore
-from coordinator.store.store import PlaceRequest
+from coordinator.store.store import Claim, Claimed
 from gateway.dispatch.dispatcher import Dispatcher
 from gateway.dispatch.inflight import MAX_REPLAYS
 from gateway.dispatch.placement import StorePlacement
@@ -65,16 +65,16 @@ class FlakyStore(MemoryStore):
         super().__init__(alive_s=math.inf, clock=clock)
         self._random = random
 
-    async def place(self, request: PlaceRequest) -> Route:
+    async def claim(self, claim: Claim, prefixes: Sequence[tuple[bytes, bytes]] = ()) -> Claimed:
         for _ in range(self._random.randint(0, 3)):
             await asyncio.sleep(0)
-        chance = self._random.random() if request.epoch > 1 else 1.0
+        chance = self._random.random() if claim.epoch > 1 else 1.0
         if chance < 0.15:
             raise Unavailable("Redis is away")
-        route = await super().place(request)
+        claimed = await super().claim(claim, prefixes)
         if chance < 0.3:
             raise Unavailable("Redis went away")
-        return route
+        return claimed
 
 
 class Storm:

@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 
 import httpx
 import pytest
@@ -14,7 +14,7 @@ from contracts.ids import Epoch, RequestId, WorkerId
 from contracts.node import WorkerRole
 from contracts.request import Job, Route
 from coordinator.memory_store import MemoryStore
-from coordinator.store.store import PlaceRequest
+from coordinator.store.store import Claim, Claimed
 from gateway.fake_worker import FakeWorker
 from tests.gateway.gateway_rig import SECRET, Rig, coordinated, gateway, pair
 
@@ -263,18 +263,20 @@ async def test_a_placement_whose_answer_was_lost_is_not_taken_for_the_next(check
         expected = await whole(client, ASK)
         asking = asyncio.create_task(whole(client, ASK))
         await rig.until(lambda: _num_new(rig) > 3)
-        place, asked = store.place, []
+        take, asked = store.claim, []
 
-        async def forgetful(request: PlaceRequest) -> Route:
-            route = await place(request)
-            asked.append(request.epoch)
+        async def forgetful(claim: Claim, prefixes: Sequence[tuple[bytes, bytes]]) -> Claimed:
+            claimed = await take(claim, prefixes)
+            asked.append(claim.epoch)
             if len(asked) == 1:
-                chosen = next(worker for worker in workers if worker.worker_id == route.prefill.worker_id)
+                assert claimed.route is not None
+                taken = claim.workers[claim.routes[claimed.route].prefill].worker_id
+                chosen = next(worker for worker in workers if worker.worker_id == taken)
                 await _deaf(rig, chosen)
                 raise Unavailable("Redis does not answer")
-            return route
+            return claimed
 
-        monkeypatch.setattr(store, "place", forgetful)
+        monkeypatch.setattr(store, "claim", forgetful)
         lost = next(worker for worker in workers if worker.num_running)
         await lost.stop()
         assert (await asking)["choices"] == expected["choices"]

@@ -4,6 +4,7 @@ A fake worker says -0.25, rank 1, of every token of a prompt, and -0.5 of every 
 """
 
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 
 import httpx
@@ -11,10 +12,12 @@ import pytest
 from tokenizers.processors import TemplateProcessing
 
 from checkpoint import Checkpoint
+from contracts.errors import Unavailable
 from contracts.events import FinishReason, Prefilled, PromptScored, PromptToken, Token
-from contracts.ids import Epoch, RequestId
+from contracts.ids import Epoch, GatewayId, RequestId
 from contracts.sampling import SamplingParams
-from coordinator.store.store import AFFINITY_BLOCK
+from coordinator.memory_store import MemoryStore
+from coordinator.placement.prefixes import BLOCK_TOKENS
 from gateway.api.openai.completions import CompletionFormatter
 from gateway.api.openai.vllm_extensions import add_details
 from gateway.dispatch.placement import StorePlacement
@@ -180,20 +183,23 @@ async def test_tokens_are_named_by_their_ids_if_asked(client, tokenizer):
     assert content["token"] == content["top_logprobs"][0]["token"] and content["token"].startswith("token_id:")
 
 
-class Asked:
-    """A store that notes what it is asked to place."""
+class Asked(MemoryStore):
+    """A store that notes whose prefixes are looked up."""
 
     def __init__(self) -> None:
-        self.requests = []
+        super().__init__()
+        self.asked: list[list[bytes]] = []
 
-    async def place(self, request) -> None:
-        self.requests.append(request)
+    async def prefix_holders(self, hashes: Sequence[bytes]) -> list[bytes]:
+        self.asked.append([*hashes])
+        return await super().prefix_holders(hashes)
 
 
 async def test_a_salt_keeps_prompts_apart_in_placement():
     store = Asked()
-    placement = StorePlacement(store, "g")  # type: ignore[arg-type]
+    placement = StorePlacement(store, GatewayId("g"))
     for salt in ("", "a", "b", "a"):
-        await placement.place(RequestId("r"), Epoch(1), [7] * 2 * AFFINITY_BLOCK, 4, (), salt)
-    plain, a, b, again = (request.prefix_hashes for request in store.requests)
+        with pytest.raises(Unavailable):
+            await placement.place(RequestId("r"), Epoch(1), [7] * 2 * BLOCK_TOKENS, 4, (), salt)
+    plain, a, b, again = store.asked
     assert a == again and not {*plain} & {*a} and not {*a} & {*b} and len(plain) == 2

@@ -6,7 +6,7 @@ from contracts.ids import GatewayId, RequestId
 from contracts.node import NodeInfo, WorkerRole
 from contracts.sampling import SamplingParams
 from coordinator.memory_store import MemoryStore
-from coordinator.store.store import PlaceRequest
+from coordinator.placement.placer import Placer, PlaceRequest
 from tests.engine import tiny_models
 from tests.nodes import node_info
 from tests.path.cores import Cores, Worker
@@ -38,7 +38,7 @@ async def test_a_bf16_prefill_and_an_e4m3_decode_are_placed_and_answer(tmp_path)
         asked = PlaceRequest(
             request_id=RequestId("r"), gateway_id=GatewayId("g"), num_tokens=10, max_tokens=6, lease_s=1.0
         )
-        route = await store.place(asked)
+        route = await Placer(store).place(asked)
         assert (route.prefill.worker_id, route.decode.worker_id) == ("prefill", "decode")
         assert pair.prefill.engine.layout.dtype == "bfloat16" and pair.decode.engine.layout.dtype == "float8_e4m3fn"
         answers = pair.answers(PROMPTS, SAMPLING)

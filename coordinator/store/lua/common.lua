@@ -1,31 +1,45 @@
--- Shared by all scripts. KEYS[1] is the pool's key prefix, "tandem:{pool}:"; the braces keep a pool in one hash slot.
+-- Shared by all scripts. KEYS[1] is the pool's key prefix, "tandem:{pool}:VERSION:"; the braces keep a pool in one slot.
 --
 --   nodes             sorted set of worker ids, all with score 0
---   node:ID           hash: info, load, incarnation, term, placement's numbers, credits
---   node:ID:alive     incarnation, expires unless the worker beats
---   node:ID:prefixes  sorted set: prefix hash -> when it was last served here (ms)
+--   node:ID           hash: info, load, incarnation, term, until (ms), draining, credits
+--   touched           sorted set: worker id -> when its hash last changed (us): what a gateway's view has not read yet
+--   prefix:HASH       who served this prefix last, as coordinator.placement.prefixes has it
 --   req:ID            hash: state, epoch, gateway, and who holds its credits
---   leases            sorted set: request id -> when its lease ends (ms, by TIME)
+--   leases            sorted set: request id -> when its lease ends (ms)
 --   states, counters  hashes of counts
---   terms             how often a worker has joined
+--   terms             the newest term
 --   leader            who reaps
 --
--- A term numbers the joins. Credits are returned to the term they were taken from: a worker that joined anew owes nothing.
+-- Times are those of Redis' own clock. A term numbers the joins of a pool. Credits are returned to the term they were
+-- taken from: a worker that joined anew owes nothing.
 
 local PREFIX = KEYS[1]
+local NOW_US = (function()
+  local time = redis.call('TIME')
+  return tonumber(time[1]) * 1000000 + tonumber(time[2])
+end)()
+local NOW_MS = math.floor(NOW_US / 1000)
 
-local function key(...)
-  return PREFIX .. table.concat({...}, ':')
+-- Of a worker's hash, what placement reckons with.
+local ROW = {'term', 'until', 'draining', 'pending', 'beyond_pending', 'reserved', 'beyond_reserved', 'decodes',
+  'answers', 'served'}
+
+-- The client parses one long string sooner than many short ones.
+local function joined(row)
+  return row[1] and table.concat(row, ' ') or ''
 end
 
-local function now_ms()
-  local time = redis.call('TIME')
-  return tonumber(time[1]) * 1000 + math.floor(tonumber(time[2]) / 1000)
+local function key(kind, id)
+  return PREFIX .. kind .. (id or '')
 end
 
 -- In the order of their bytes, as the sorted set keeps them; table.sort would follow the locale of the server.
 local function worker_ids()
   return redis.call('ZRANGE', key('nodes'), 0, -1)
+end
+
+local function touch(worker)
+  redis.call('ZADD', key('touched'), NOW_US, worker)
 end
 
 local function count(name)
@@ -39,29 +53,24 @@ local function read(name)
 end
 
 local function credit(worker, term, tokens_field, count_field, tokens, requests)
-  local node = key('node', worker)
+  local node = key('node:', worker)
   if redis.call('HGET', node, 'term') ~= term then return end
   redis.call('HINCRBY', node, tokens_field, tokens)
   redis.call('HINCRBY', node, count_field, requests)
-end
-
--- Of `decodes`. The release before does not count them: while a pool is half upgraded the count drifts, which must not
--- outlast that.
-local function answers_of(answers, decodes)
-  return math.min(math.max(0, tonumber(answers or 0)), tonumber(decodes))
+  touch(worker)
 end
 
 -- Where it decodes, if its prompt is computed.
 local function count_answer(request, by)
   if request.decode_held ~= '1' or request.prefill_held == '1' then return end
-  local node = key('node', request.decode)
+  local node = key('node:', request.decode)
   if redis.call('HGET', node, 'term') == request.decode_term then redis.call('HINCRBY', node, 'answers', by) end
 end
 
 local function drop_prefill(id, request)
   if request.prefill_held ~= '1' then return end
   credit(request.prefill, request.prefill_term, 'pending', 'prefills', -request.prefill_tokens, -1)
-  redis.call('HSET', key('req', id), 'prefill_held', '0')
+  redis.call('HSET', key('req:', id), 'prefill_held', '0')
   request.prefill_held = '0'
   count_answer(request, 1)
 end
@@ -70,9 +79,7 @@ local function drop_decode(id, request)
   if request.decode_held ~= '1' then return end
   count_answer(request, -1)
   credit(request.decode, request.decode_term, 'reserved', 'decodes', -request.decode_tokens, -1)
-  local node = key('node', request.decode)
-  if redis.call('HGET', node, 'decodes') == '0' then redis.call('HSET', node, 'answers', 0) end
-  redis.call('HSET', key('req', id), 'decode_held', '0')
+  redis.call('HSET', key('req:', id), 'decode_held', '0')
   request.decode_held = '0'
 end
 
@@ -82,20 +89,20 @@ local function decode_at_prefill(id, request)
   drop_decode(id, request)
   request.decode, request.decode_term, request.decode_held = request.prefill, request.prefill_term, '1'
   credit(request.decode, request.decode_term, 'reserved', 'decodes', request.decode_tokens, 1)
-  redis.call('HSET', key('req', id), 'decode', request.decode, 'decode_term', request.decode_term, 'decode_held', '1')
+  redis.call('HSET', key('req:', id), 'decode', request.decode, 'decode_term', request.decode_term, 'decode_held', '1')
 end
 
 -- Enter a state: the caller has found it legal. Credits that the state does not hold go back.
 local function enter(id, request, to, epoch)
   if request.state then redis.call('HINCRBY', key('states'), request.state, -1) end
   redis.call('HINCRBY', key('states'), to, 1)
-  redis.call('HSET', key('req', id), 'state', to, 'epoch', epoch)
+  redis.call('HSET', key('req:', id), 'state', to, 'epoch', epoch)
   if to == 'LOCAL_DECODE' then decode_at_prefill(id, request) end
   if not HOLDS_PREFILL[to] then drop_prefill(id, request) end
   if not HOLDS_DECODE[to] then drop_decode(id, request) end
   if ENDS[to] then
     redis.call('ZREM', key('leases'), id)
-    redis.call('PEXPIRE', key('req', id), ENDED_KEPT_MS)
+    redis.call('PEXPIRE', key('req:', id), ENDED_KEPT_MS)
   end
   request.state, request.epoch = to, epoch
 end

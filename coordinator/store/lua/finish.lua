@@ -1,6 +1,6 @@
 -- ARGV: request id, epoch, terminal state. Returns 1 if the request has ended at this epoch.
 local id, epoch, to = ARGV[1], tonumber(ARGV[2]), ARGV[3]
-local request = read(key('req', id))
+local request = read(key('req:', id))
 if not request.state then
   count('unknown')
   return 0

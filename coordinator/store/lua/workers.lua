@@ -1,11 +1,12 @@
 -- Returns a row per worker: {info, load, alive, pending, prefills, reserved, decodes, answers}.
 local workers = {}
 for _, id in ipairs(worker_ids()) do
-  local row = redis.call('HMGET', key('node', id), 'info', 'load', 'pending', 'prefills', 'reserved', 'decodes',
-    'answers')
+  local row = redis.call('HMGET', key('node:', id), 'info', 'load', 'until', 'pending', 'prefills', 'reserved', 'decodes',
+    'answers', 'died')
   if row[1] then
-    local alive = redis.call('EXISTS', key('node', id, 'alive'))
-    workers[#workers + 1] = {row[1], row[2], alive, row[3], row[4], row[5], row[6], answers_of(row[7], row[6])}
+    row[3] = (not row[9] and tonumber(row[3]) > NOW_MS) and 1 or 0
+    row[9] = nil
+    workers[#workers + 1] = row
   end
 end
 return workers

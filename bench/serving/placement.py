@@ -1,0 +1,226 @@
+"""What a placement costs Redis and a gateway, by the number of workers that are registered and of gateways that place.
+
+python -m bench.serving.placement [--before FOLDER]
+
+`--before`: a checkout of another commit, measured in the same run, in turns with this one:
+`git worktree add FOLDER COMMIT`. Workers are names in a real Redis server, which change once a second as if they beat.
+"""
+
+import argparse
+import asyncio
+import json
+import logging
+import os
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+POOLS = (8, 64, 256, 1000, 4000)
+GATEWAYS = (1, 4)
+PROMPT_TOKENS = 8192
+NUM_PROMPTS = 32
+"""Prompts that come again: as many conversations."""
+NUM_PLACED = 200
+"""Of each gateway."""
+RATE = 25.0
+"""Placements a second of each gateway."""
+CAPACITY_TOKENS = 4_000_000
+
+log = logging.getLogger("bench")
+
+
+def main() -> int:
+    """Measure every pool and number of gateways. Returns the exit code."""
+    options = _arguments()
+    logging.basicConfig(level=logging.WARNING, format="%(message)s")
+    if options.child:
+        print(json.dumps(asyncio.run(CHILDREN[options.child](json.loads(options.given)))), flush=True)
+        return 0
+    from bench.report.result import write_result
+
+    rows = [
+        row
+        for num_workers in options.pools
+        for num_gateways in GATEWAYS
+        for row in _rows(num_workers, num_gateways, options.before)
+    ]
+    config = {"prompt": PROMPT_TOKENS, "prompts": NUM_PROMPTS, "placed": NUM_PLACED, "rate": RATE}
+    write_result(options.out, "placement", rows, config)
+    return 0
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=None, help="result file")
+    parser.add_argument("--before", type=Path, default=None, help="a checkout to measure beside this one")
+    parser.add_argument("--pools", type=int, nargs="+", default=POOLS, help="numbers of workers")
+    parser.add_argument("--child", default="", help=argparse.SUPPRESS)
+    parser.add_argument("--given", default="", help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+def _rows(num_workers: int, num_gateways: int, before: Path | None) -> list[Any]:
+    from bench.report.result import ResultRow
+
+    now = _measured(ROOT, num_workers, num_gateways)
+    then = _measured(before, num_workers, num_gateways) if before is not None else {}
+    peer = f"commit {_commit(before)}" if before is not None else None
+    params = {"workers": num_workers, "gateways": num_gateways}
+    rows = [ResultRow(name, value, "ms", params, None, peer, then.get(name)) for name, value in now.items()]
+    for row in rows:
+        log.warning("%s %s: %.3f ms (before: %s)", row.name, params, row.value, row.peer_value)
+    return rows
+
+
+def _measured(tree: Path, num_workers: int, num_gateways: int) -> dict[str, float]:
+    """Figures of one checkout, with a server of its own."""
+    from coordinator.store.local_server import RedisServer
+
+    with RedisServer() as server:
+        given = {"url": server.url, "num_workers": num_workers}
+        _ended(_child(tree, "workers", given))
+        quiet = [_ended(_child(tree, "gateway", given | {"seed": 0, "reads": False}))]
+        touching = _child(tree, "beats", given)
+        busy = [_child(tree, "gateway", given | {"seed": seed, "reads": True}) for seed in range(num_gateways)]
+        answers = [_ended(gateway) for gateway in busy]
+        touching.terminate()
+        touching.wait()
+    own_s = sorted(second for answer in answers for second in answer["own_s"])
+    reads_us = sum(answer["redis_us"] for answer in answers) / len(answers)
+    return {
+        "Redis' own CPU time of a placement": quiet[0]["redis_us"] / NUM_PLACED / 1e3,
+        "Redis' own CPU time of a placement, with reading the pool": reads_us / num_gateways / NUM_PLACED / 1e3,
+        "a gateway's own CPU time of a placement, p50": statistics.median(own_s) * 1e3,
+        "a gateway's own CPU time of a placement, p99": own_s[int(len(own_s) * 0.99)] * 1e3,
+    }
+
+
+def _child(tree: Path, name: str, given: dict[str, Any]) -> "subprocess.Popen[str]":
+    """A process that runs this file with the packages of that checkout."""
+    command = [sys.executable, "-P", __file__, "--child", name, "--given", json.dumps(given)]
+    environment = os.environ | {"PYTHONPATH": str(tree)}
+    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True, cwd=tree)
+
+
+def _ended(child: "subprocess.Popen[str]") -> dict[str, Any]:
+    output, _ = child.communicate(timeout=600)
+    if child.returncode:
+        raise RuntimeError(f"{child.args} ended with {child.returncode}")
+    return json.loads(output)
+
+
+def _commit(tree: Path) -> str:
+    return subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], cwd=tree, check=True, capture_output=True, text=True
+    ).stdout.strip()
+
+
+async def _register(given: dict[str, Any]) -> None:
+    """Half of the workers compute prompts, half answer; none dies of silence."""
+    from contracts.ids import Incarnation, WorkerId
+    from contracts.node import NodeInfo, NodeLoad, TransferCapabilities, WorkerRole
+    from coordinator.store.redis_store import RedisStore
+
+    store = RedisStore(given["url"], "bench", alive_s=86_400.0)
+    for index in range(given["num_workers"]):
+        info = NodeInfo(
+            worker_id=WorkerId(f"worker-{index}"),
+            incarnation=Incarnation("a"),
+            role=WorkerRole.PREFILL if index % 2 else WorkerRole.DECODE,
+            url=f"http://10.0.{index // 250}.{index % 250}:9000",
+            transfer=f"10.0.{index // 250}.{index % 250}:9001",
+            model="model",
+            layout_id="0123456789abcdef",
+            max_model_len=131_072,
+            capacity_tokens=CAPACITY_TOKENS,
+            version="0",
+            pid=1,
+            core_pid=2,
+            ways=TransferCapabilities(
+                memory="cuda",
+                sends=[f"nvlink@host-{index // 8}", "ucx", "tcp"],
+                takes={"0123456789abcdef": [f"nvlink@host-{index // 8}", "ucx", "tcp"]},
+            ),
+        )
+        load = NodeLoad(
+            prefill_rate=60_000.0 + index % 100 * 100,
+            decode_rate=3000.0,
+            transfer_rate=1e6,
+            free_tokens=CAPACITY_TOKENS,
+            prompt_tokens_per_mixed_step=1024,
+        )
+        await store.join(info)
+        await store.heartbeat(info.worker_id, info.incarnation, load)
+    await store.close()
+
+
+async def _beat(given: dict[str, Any]) -> None:
+    """Mark all workers as changed, a part at a time, each once a second: a checkout that reads no marks reads all."""
+    from redis.asyncio import Redis
+
+    from coordinator.store.redis_store import RedisStore
+
+    prefix = RedisStore(given["url"], "bench").prefix
+    names = [f"worker-{index}" for index in range(given["num_workers"])]
+    async with Redis.from_url(given["url"]) as redis:
+        while True:
+            for part in range(20):
+                now_us = int(time.time() * 1e6)
+                if some := {name: now_us for name in names[part::20]}:
+                    await redis.zadd(f"{prefix}touched", some)  # type: ignore[arg-type]
+                await asyncio.sleep(0.05)
+
+
+async def _place(given: dict[str, Any]) -> dict[str, Any]:
+    """Place, one after another. Not `reads`: nothing but placements is asked of Redis."""
+    from redis.asyncio import Redis
+
+    from contracts.ids import Epoch, GatewayId, RequestId
+    from coordinator.store.redis_store import RedisStore
+    from gateway.dispatch.placement import StorePlacement
+
+    gateway = f"gateway-{given['seed']}-{given['reads']}"
+    store = RedisStore(given["url"], "bench")
+    placement = StorePlacement(store, GatewayId(gateway))
+    prompts = [[(index * 7919 + seed) % 50_000 for index in range(PROMPT_TOKENS)] for seed in range(NUM_PROMPTS)]
+    if not given["reads"]:
+        _read_no_more()
+    for index in range(NUM_PROMPTS):
+        await placement.place(RequestId(f"{gateway}-warm-{index}"), Epoch(1), prompts[index], 256, ())
+    own_s: list[float] = []
+    async with Redis.from_url(given["url"]) as redis:
+        before_us = await _scripts_us(redis)
+        for index in range(NUM_PLACED):
+            began_s, own = time.monotonic(), time.process_time()
+            await placement.place(RequestId(f"{gateway}-{index}"), Epoch(1), prompts[index * 31 % NUM_PROMPTS], 256, ())
+            own_s.append(time.process_time() - own)
+            await asyncio.sleep(max(0.0, began_s + 1 / RATE - time.monotonic()) if given["reads"] else 0.0)
+        used_us = await _scripts_us(redis) - before_us
+    await placement.close()
+    return {"own_s": own_s, "redis_us": used_us}
+
+
+def _read_no_more() -> None:
+    """Let a checkout that keeps a view keep the one that it has."""
+    try:
+        from coordinator.placement import placer
+    except ImportError:
+        return
+    placer.CHANGES_PERIOD_S = placer.MAX_AGE_S = 1e9
+
+
+async def _scripts_us(redis: Any) -> float:
+    """CPU time of all scripts since the server started."""
+    stats: dict[str, dict[str, float]] = await redis.info("commandstats")
+    return sum(stats[name]["usec"] for name in ("cmdstat_evalsha", "cmdstat_eval") if name in stats)
+
+
+CHILDREN = {"workers": _register, "beats": _beat, "gateway": _place}
+
+
+if __name__ == "__main__":
+    sys.exit(main())

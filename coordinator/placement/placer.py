@@ -1,0 +1,196 @@
+"""The placer of a gateway: its view of the pool, kept fresh enough, the policy's choice, and the store's word on it."""
+
+import asyncio
+import math
+import time
+from collections.abc import Callable, Sequence
+
+import msgspec
+
+from contracts.errors import Overloaded, RequestError, TandemError, Unavailable
+from contracts.ids import Epoch, GatewayId, RequestId, WorkerId
+from contracts.node import Node
+from contracts.request import Route
+from coordinator.placement import policy, prefixes
+from coordinator.placement.policy import Candidate, RouteOffer
+from coordinator.placement.pool_view import SHORTLIST, PoolView
+from coordinator.store.store import Claim, Claimed, ClaimedRoute, ClaimedWorker, Store
+
+CHANGES_PERIOD_S, FULL_PERIOD_S = 0.25, 2.0
+"""How old a view gets before the changes, or all of the pool, are read. Workers beat each second, so changes bring all
+that live: the whole is for what Redis lost or its clock skipped."""
+MAX_AGE_S = 1.0
+"""A placement waits for a view that is older."""
+MAX_CLAIMS = 4
+"""Of one placement, each by what the one before found."""
+
+
+class PlaceRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """A request to place, or (`epoch` > 1) to place again: the former attempt's credits come back in the same step.
+
+    `prefix_hashes`: contracts.hashing.chain_hashes over blocks of BLOCK_TOKENS, deepest last, at most MAX_BLOCKS.
+    `lease_s`: unless its gateway renews within it, the request is reaped. `exclude`: workers that refused it.
+    """
+
+    request_id: RequestId
+    epoch: Epoch = Epoch(1)
+    gateway_id: GatewayId
+    num_tokens: int
+    max_tokens: int
+    lease_s: float
+    prefix_hashes: Sequence[bytes] = ()
+    exclude: tuple[WorkerId, ...] = ()
+
+    @property
+    def need_tokens(self) -> int:
+        return policy.decode_need(self.num_tokens, self.max_tokens)
+
+
+class Placer:
+    """Places requests on the workers of one pool. Owned by the event loop."""
+
+    def __init__(self, store: Store, clock: Callable[[], float] = time.monotonic) -> None:
+        self._store, self._clock = store, clock
+        self._view, self._since_us = PoolView(), 0
+        self._read_s = self._full_s = -math.inf
+        self._num_begun = self._newest = 0
+        self._reading: asyncio.Task[None] | None = None
+
+    async def nodes(self) -> list[Node]:
+        """Return the workers of the pool as they are now, by id."""
+        await self._refresh(self._num_begun)
+        return self._view.nodes
+
+    async def place(self, request: PlaceRequest) -> Route:
+        """Choose by the policy and take the credits; the same call again gives the same route.
+
+        Raises Overloaded (no credit now), Unavailable (no live prefill or decode worker; or the request has ended or
+        is past that epoch), RequestError (no worker could ever hold it).
+        """
+        seen = self._num_begun
+        await self._keep_fresh(self._clock())
+        looked_up = prefixes.looked_up(request.prefix_hashes)
+        found = await self._store.prefix_holders(looked_up) if looked_up else []
+        for num_refused in range(MAX_CLAIMS):
+            if num_refused > 1:  # the counts that came with the first refusal were not all
+                await self._refresh(seen)
+            offers, refusal = self._choose(request, found)
+            if refusal is not None and self._newest <= seen:
+                await self._refresh(seen)  # no refusal by an old view
+                offers, refusal = self._choose(request, found)
+            refs = self._view.refs(offers)
+            written = list(zip(looked_up, prefixes.others(found), strict=True))
+            claimed = await self._store.claim(self._claim(request, offers, refusal), written)
+            if claimed.repeated is not None:
+                return Route(request.request_id, request.epoch, *claimed.repeated)
+            if refusal is not None:
+                raise refusal
+            if (offer := self._learn(request, offers, claimed)) is not None:
+                prefill, decode = refs[offer.prefill.worker_id], refs[offer.decode.worker_id]
+                return Route(request.request_id, request.epoch, prefill, decode)
+        raise policy.overloaded("prefill", policy.MIN_RETRY_S)
+
+    async def close(self) -> None:
+        """Read no more."""
+        if self._reading is not None:
+            self._reading.cancel()
+            await asyncio.gather(self._reading, return_exceptions=True)
+
+    async def _keep_fresh(self, now: float) -> None:
+        """Read on beside the placement, or first if what is known is too old."""
+        if now - self._read_s > MAX_AGE_S:
+            await self._refresh(self._newest)
+        elif now - self._read_s > CHANGES_PERIOD_S and self._reading is None:
+            self._start_reading()
+
+    async def _refresh(self, seen: int) -> None:
+        """Wait for a view of a read that begins later than the first `seen`. Raises Unavailable."""
+        while self._newest <= seen:
+            await asyncio.shield(self._reading or self._start_reading())
+
+    def _start_reading(self) -> "asyncio.Task[None]":
+        self._reading = asyncio.create_task(self._read())
+        self._reading.add_done_callback(self._end_reading)
+        return self._reading
+
+    def _end_reading(self, task: "asyncio.Task[None]") -> None:
+        self._reading = None
+        if not task.cancelled():
+            task.exception()  # told to those who wait, if any do: the next placement tries again
+
+    async def _read(self) -> None:
+        self._num_begun += 1
+        number, began_s = self._num_begun, self._clock()
+        is_full = began_s - self._full_s > FULL_PERIOD_S
+        update = await self._store.pool(self._since_us, is_full)
+        if update.now_us < self._since_us or not self._view.apply(update):
+            update, is_full = await self._store.pool(0, True), True
+            self._view.apply(update)
+        self._since_us, self._read_s, self._newest = update.now_us, began_s, number
+        self._full_s = began_s if is_full else self._full_s
+
+    def _choose(self, request: PlaceRequest, found: Sequence[bytes]) -> tuple[list[RouteOffer], TandemError | None]:
+        holders = prefixes.holders(request.prefix_hashes, found, 4 * SHORTLIST)
+        shortlist = self._view.shortlist(request.num_tokens, request.exclude, holders)
+        try:
+            return policy.choose(
+                shortlist, request.num_tokens, request.need_tokens, fastest_rate=self._view.fastest_rate
+            ), None
+        except TandemError as refusal:
+            return [], refusal
+
+    def _claim(self, request: PlaceRequest, offers: list[RouteOffer], refusal: TandemError | None) -> Claim:
+        workers = list({c.worker_id: c for offer in offers for c in (offer.prefill, offer.decode)}.values())
+        index = {worker.worker_id: i for i, worker in enumerate(workers)}
+        return Claim(
+            request_id=request.request_id,
+            epoch=request.epoch,
+            gateway_id=request.gateway_id,
+            need_tokens=request.need_tokens,
+            lease_ms=int(request.lease_s * 1000),
+            refusal=_counter(refusal),
+            workers=[self._claimed_worker(worker, request.need_tokens) for worker in workers],
+            routes=[_claimed_route(offer, index) for offer in offers],
+            num_blocks=request.num_tokens // prefixes.BLOCK_TOKENS,
+            prefix_tail=prefixes.tail(request.prefix_hashes),
+            prefix_kept_ms=int(prefixes.KEPT_S * 1000),
+        )
+
+    def _claimed_worker(self, worker: Candidate, need_tokens: int) -> ClaimedWorker:
+        max_pending = policy.max_pending(worker) if self._view.fastest_rate else math.inf
+        max_reserved = policy.max_reserved(worker, need_tokens)
+        return ClaimedWorker(worker.worker_id, worker.term, worker.capacity_tokens, max_pending, max_reserved)
+
+    def _learn(self, request: PlaceRequest, offers: list[RouteOffer], claimed: Claimed) -> RouteOffer | None:
+        """Take the fresh counts into the view, and what was taken; return that, or nothing."""
+        names = dict.fromkeys(c.worker_id for offer in offers for c in (offer.prefill, offer.decode))
+        for worker_id, counts in zip(names, claimed.counts, strict=True):
+            self._view.update_counts(worker_id, counts)
+        if claimed.route is None:
+            return None
+        offer = offers[claimed.route]
+        self._view.take(offer, request.need_tokens, request.num_tokens // prefixes.BLOCK_TOKENS)
+        return offer
+
+
+def _claimed_route(offer: RouteOffer, index: dict[WorkerId, int]) -> ClaimedRoute:
+    return ClaimedRoute(
+        index[offer.prefill.worker_id],
+        index[offer.decode.worker_id],
+        offer.uncached_tokens,
+        offer.base_s,
+        offer.prefill_cost,
+        offer.decode_cost,
+    )
+
+
+def _counter(refusal: TandemError | None) -> str:
+    match refusal:
+        case None:
+            return ""
+        case Overloaded():
+            return "overloaded"
+        case RequestError():
+            return "too_long"
+    assert isinstance(refusal, Unavailable)
+    return "unavailable"

@@ -1,0 +1,71 @@
+"""The index of prefixes: which workers served a prompt's first blocks lately, and have them in their caches perhaps.
+
+A prefix's entry is a line of holders, `TERM:BLOCKS:DEPTH:HASH`, the newest first: the term of a worker's join, how many
+blocks of prompts had been placed on it by then (what has passed through it since is how old the prefix is in its
+cache), and the depth and hash at which that prompt ended: a conversation that goes on from there is known to the block.
+"""
+
+from collections.abc import Sequence
+
+BLOCK_TOKENS = 64
+"""Tokens in a block of the prefix hashes that placement remembers."""
+MAX_BLOCKS = 128
+"""At most so many hashes of a prompt count: enough to tell conversations apart, little enough for one round trip."""
+KEPT_S = 600.0
+MAX_HOLDERS = 14
+"""Of one prefix. A claim puts the two that it takes before them."""
+
+DEPTHS = (1, 2, 3, 4, 6, 8, 12, 16, 20, 24, 28, 32, 40, 48, 56, 64, 80, 96, 112, 128)
+"""Blocks after which a prompt's prefixes are written and looked up. Of what prompts of two conversations have in common
+four fifths are found, two thirds if it is short."""
+
+
+def looked_up(hashes: Sequence[bytes]) -> list[bytes]:
+    """Return the prefixes that are written and looked up, of all hashes of a prompt."""
+    return [hashes[depth - 1] for depth in DEPTHS if depth <= len(hashes)]
+
+
+def tail(hashes: Sequence[bytes]) -> str:
+    """Return what a holder says of where its prompt ended."""
+    return f"{len(hashes)}:{hashes[-1][:4].hex()}" if hashes else ""
+
+
+def holders(hashes: Sequence[bytes], found: Sequence[bytes], limit: int) -> dict[str, tuple[int, int]]:
+    """Return some terms that hold the deepest prefixes, `limit` if there are as many: term -> the depth in blocks, and
+    when it was served, in blocks placed on that worker. `found`: the entries of what is looked up.
+    """
+    deepest: dict[str, tuple[int, int]] = {}
+    seen = b""
+    for depth, entry in zip(reversed(DEPTHS[: len(found)]), reversed(found), strict=True):
+        if entry != seen:  # else a deeper one is of the same holders
+            seen = entry
+            for holder in entry.decode().split():
+                term, blocks, *ended = holder.split(":")
+                deepest.setdefault(term, (_end(hashes, ended) or depth, int(blocks)))
+        if len(deepest) >= limit:
+            break
+    return deepest
+
+
+def others(found: Sequence[bytes]) -> list[bytes]:
+    """Return the holders that stay in each entry, behind new ones."""
+    kept = {entry: _kept(entry) for entry in set(found)}
+    return [kept[entry] for entry in found]
+
+
+def is_cached(served_blocks: int, num_served_blocks: int, capacity_tokens: int) -> bool:
+    """Return whether a worker's cache can still hold a prefix, by what was placed there since."""
+    return (num_served_blocks - served_blocks) * BLOCK_TOKENS < max(capacity_tokens, MAX_BLOCKS * BLOCK_TOKENS)
+
+
+def _end(hashes: Sequence[bytes], ended: Sequence[str]) -> int:
+    """Return the depth at which a holder's prompt ended, if this one begins with all of it; else 0."""
+    depth = int(ended[0])
+    return depth if depth <= len(hashes) and hashes[depth - 1][:4].hex() == ended[1] else 0
+
+
+def _kept(entry: bytes) -> bytes:
+    terms: dict[bytes, bytes] = {}
+    for holder in entry.split():
+        terms.setdefault(holder.partition(b":")[0], holder)
+    return b"".join(b" " + holder for holder in list(terms.values())[:MAX_HOLDERS])
