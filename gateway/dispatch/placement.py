@@ -1,6 +1,8 @@
 """The gateway's use of the coordinator's store: placing, ending and keeping its own requests."""
 
+import asyncio
 import logging
+import time
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -18,6 +20,9 @@ from service.outage_log import OutageLog
 log = logging.getLogger(__name__)
 
 LEASE_S = 10.0
+PATIENCE_S, RETRY_S = 3.0, 0.1
+"""How long a request waits for a registry that falls silent, and between tries: a busy host may keep Redis from its
+CPU for longer than a call waits. Once it was silent for so long, nobody waits until it answers again."""
 
 
 class Placement(Protocol):
@@ -73,12 +78,24 @@ class StorePlacement:
             exclude=tuple(exclude),
         )
         try:
-            route = await self._placer.place(request)
+            route = await self._place_patiently(request)
         except RegistryError as error:
             self._outage.failed(f"requests are not placed: {error}", error.what)
             raise Unavailable(nothing_placed(error.what)) from error
         self._outage.worked()
         return route
+
+    async def _place_patiently(self, request: PlaceRequest) -> Route:
+        """The same request and epoch have the same route, if an answer was lost."""
+        deadline_s = time.monotonic() + PATIENCE_S
+        while True:
+            try:
+                return await self._placer.place(request)
+            except RegistryError as error:
+                is_silent = error.what == "does not answer"
+                if not is_silent or self._outage.is_on or time.monotonic() >= deadline_s:
+                    raise
+            await asyncio.sleep(RETRY_S)
 
     async def finish(self, request_id: RequestId, epoch: Epoch, end: RequestState) -> None:
         await self._store.finish(request_id, epoch, end)

@@ -594,6 +594,7 @@ async def test_leases_that_are_not_renewed_are_said_once_for_each_reason(checkpo
 
 @pytest.mark.parametrize("what", ["does not answer", "refuses"])
 async def test_clients_are_not_told_where_the_registry_is(checkpoint, monkeypatch, caplog, what):
+    monkeypatch.setattr("gateway.dispatch.placement.PATIENCE_S", 0.0)
     store = MemoryStore(alive_s=600.0)
     async with coordinated(checkpoint, pair(), store) as rig, rig.client() as client:
 
@@ -611,6 +612,28 @@ async def test_clients_are_not_told_where_the_registry_is(checkpoint, monkeypatc
             assert (await client.post("/v1/completions", json=ASK | {"max_tokens": 3})).status_code == 200
     told = [record.message for record in caplog.records if "redis://" in record.message]
     assert told == [f"requests are not placed: Redis {what} at redis://10.0.0.5"] * 2
+
+
+@pytest.mark.parametrize("is_taken", [True, False], ids=["the answer is lost", "the call is lost"])
+async def test_a_request_waits_for_a_registry_that_is_silent_for_a_moment(checkpoint, monkeypatch, is_taken):
+    """As on a busy host, where Redis has no CPU for longer than a call waits."""
+    monkeypatch.setattr("gateway.dispatch.placement.PATIENCE_S", 60.0)
+    store = MemoryStore(alive_s=600.0)
+    async with coordinated(checkpoint, pair(), store) as rig, rig.client() as client:
+        take, num_asked = store.claim, 0
+
+        async def silent(claim: Claim, prefixes: Sequence[tuple[bytes, bytes]]) -> Claimed:
+            nonlocal num_asked
+            num_asked += 1
+            if num_asked > 2:
+                return await take(claim, prefixes)
+            if is_taken:
+                await take(claim, prefixes)
+            raise RegistryError("Redis does not answer", "does not answer")
+
+        monkeypatch.setattr(store, "claim", silent)
+        assert (await client.post("/v1/completions", json=ASK | {"max_tokens": 3})).status_code == 200
+        assert num_asked == 3 and (await store.counts()).placed == 1
 
 
 @pytest.mark.parametrize("index", [0, 1])
