@@ -189,6 +189,13 @@ class MemoryStore:
         self._bury(now)
         return [Reaped(request_id, record.epoch, record.gateway_id) for request_id, record in overdue.items()]
 
+    async def is_sound(self) -> bool:
+        """It can lose nothing."""
+        return True
+
+    async def recount(self) -> None:
+        """It counts right."""
+
     async def lead(self, candidate: str, ttl_s: float) -> Lead:
         now = self._clock()
         leader, until_s = self._leader

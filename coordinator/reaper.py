@@ -14,6 +14,9 @@ from service.outage_log import OutageLog
 log = logging.getLogger(__name__)
 
 PERIOD_S = 0.2
+CHECK_TURNS, MAX_UNSOUND = 5, 3
+"""Once a second the leader looks whether Redis has lost something; if it says so for so many times running, it counts
+all credits anew. In between workers and gateways put back what is theirs."""
 LEADER_TTL_S = 2.0
 SILENCE_S, GRACE_S = 0.75, 2.5
 """Behind so long without a word of the store, so long workers and gateways, which try once a second, may take to say
@@ -31,6 +34,7 @@ class Reaper:
         self._outage = OutageLog(log, "Redis answers again")
         self._heard_s = self._reaps_from_s = -math.inf
         self.is_leader, self.is_running = False, True
+        self._num_turns = self._num_unsound = 0
 
     @property
     def is_connected(self) -> bool:
@@ -54,6 +58,7 @@ class Reaper:
             self.is_leader, may_reap = bool(lead), self._may_reap(lead, time.monotonic())
             if self.is_leader and may_reap:
                 await self._reap()
+                await self._mend()
         except Unavailable as error:
             self.is_leader = False
             self._outage.failed(str(error), error.what)
@@ -68,6 +73,16 @@ class Reaper:
             self._reaps_from_s = now + GRACE_S
         self._heard_s = now
         return now >= self._reaps_from_s
+
+    async def _mend(self) -> None:
+        self._num_turns += 1
+        if self._num_turns % CHECK_TURNS:
+            return
+        self._num_unsound = 0 if await self._store.is_sound() else self._num_unsound + 1
+        if self._num_unsound == MAX_UNSOUND:
+            log.warning("Redis has lost a part of its state: credits are counted anew")
+            await self._store.recount()
+            self._num_unsound = 0
 
     async def _reap(self) -> None:
         for reaped in await self._store.reap(self._name):

@@ -19,6 +19,9 @@ NAMES = (
     "finish",
     "renew",
     "reap",
+    "check",
+    "adopt",
+    "recount",
     "lead",
     "resign",
 )

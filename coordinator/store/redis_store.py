@@ -1,6 +1,7 @@
 """The store in Redis 7 or newer, or Valkey: one script, one round trip a call."""
 
 import asyncio
+import re
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -44,6 +45,8 @@ SCHEMA = 2
 """Of the keys and what they hold. Processes of another one are another pool: a pool's services are of one release."""
 MAX_ROWS = 256
 """Workers read by one script: a millisecond in which the others wait."""
+ADOPTED_LEASE_MS = 4000
+"""Of a request whose lease was lost: its gateway renews once a second."""
 MAX_BATCH = 1000
 """Moves or leases in one script: a longer one would keep the others waiting for more than a few milliseconds."""
 
@@ -118,19 +121,18 @@ class RedisStore:
 
     async def pool(self, since_us: int, is_full: bool) -> PoolUpdate:
         now_us, rows = 0, {}
-        page_since, behind = since_us, "" if is_full else 0
+        page_since, num_behind, last_id = since_us, 0, b""
         while True:
-            reply = await self._run("pool", since_us if is_full else page_since, MAX_ROWS, int(is_full), behind)
+            behind = last_id if is_full else num_behind
+            reply = await self._run("pool", page_since, MAX_ROWS, int(is_full), behind)
             now_us = now_us or int(reply[0])
             rows |= {row[0]: row for row in reply[1]}
             if len(reply[1]) < MAX_ROWS:
                 return PoolUpdate(now_us=now_us, rows=[_pool_row(row) for row in rows.values()], is_full=is_full)
-            last_id, last_us = reply[1][-1][0], int(float(reply[1][-1][1]))
-            if is_full:
-                behind = last_id
-            else:
-                behind = behind + MAX_ROWS if last_us == page_since else 0
-                page_since = last_us
+            last_id, last_us, *_ = reply[1][-1]
+            if not is_full:
+                num_behind = num_behind + MAX_ROWS if int(float(last_us)) == page_since else 0
+                page_since = int(float(last_us))
 
     async def prefix_holders(self, hashes: Sequence[bytes]) -> list[bytes]:
         return (await self._run("prefixes", b"".join(hashes))).split(b"\n") if hashes else []
@@ -171,6 +173,20 @@ class RedisStore:
     async def reap(self, candidate: str) -> list[Reaped]:
         rows = await self._run("reap", candidate, self._stale_record_kept_ms)
         return [Reaped(RequestId(r.decode()), Epoch(epoch), GatewayId(g.decode())) for r, epoch, g in rows]
+
+    async def is_sound(self) -> bool:
+        return bool(await self._run("check"))
+
+    async def recount(self) -> None:
+        head, cursor = f"{self.prefix}req:", 0
+        while True:
+            scan = self._redis.scan(cursor, match=f"{glob_escaped(head)}*", count=MAX_BATCH)
+            cursor, keys = await self._timed("scan", scan)
+            if keys:
+                await self._run("adopt", ADOPTED_LEASE_MS, *(key.removeprefix(head.encode()) for key in keys))
+            if not cursor:
+                break
+        await self._run("recount")
 
     async def lead(self, candidate: str, ttl_s: float) -> Lead:
         return Lead(await self._run("lead", candidate, int(ttl_s * 1000)))
@@ -220,6 +236,11 @@ def _cancellable() -> Iterator[None]:
     finally:
         if task.cancelling() > num_cancels:
             raise asyncio.CancelledError
+
+
+def glob_escaped(words: str) -> str:
+    """Return a pattern of Redis that stands for these words alone."""
+    return re.sub(r"([\\*?\[\]^])", r"\\\1", words)
 
 
 def _client(url: str) -> Redis:

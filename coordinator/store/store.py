@@ -269,6 +269,16 @@ class Store(Protocol):
         """
         ...
 
+    async def is_sound(self) -> bool:
+        """Whether the store's counts can be right: every live request has a lease, and none was lost."""
+        ...
+
+    async def recount(self) -> None:
+        """Count anew what workers are credited with, from the requests that are there. One that has no lease gets one:
+        it is reaped unless its gateway has it still.
+        """
+        ...
+
     async def lead(self, candidate: str, ttl_s: float) -> Lead:
         """Whether `candidate` is leader now, for `ttl_s`. Not while another one is."""
         ...

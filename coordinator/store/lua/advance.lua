@@ -1,7 +1,10 @@
 -- ARGV: request id, epoch, state; for each move. Returns 1 or 0 for each.
 local function move(id, epoch, to)
   local request = read(key('req:', id))
-  if not request.state then return 'unknown' end
+  if not request.state then
+    note_lost(id)
+    return 'unknown'
+  end
   local at = tonumber(request.epoch)
   if to == 'PLACED' or epoch > at then return 'illegal' end
   if epoch < at then return 'stale' end

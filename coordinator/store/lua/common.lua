@@ -9,6 +9,7 @@
 --   states, counters  hashes of counts
 --   terms             the newest term
 --   leader            who reaps
+--   damaged           there once a request was found lost: its credits are still taken
 --
 -- Times are those of Redis' own clock. A term numbers the joins of a pool. Credits are returned to the term they were
 -- taken from: a worker that joined anew owes nothing.
@@ -50,6 +51,11 @@ local function read(name)
   local flat, record = redis.call('HGETALL', name), {}
   for i = 1, #flat, 2 do record[flat[i]] = flat[i + 1] end
   return record
+end
+
+-- A request that is not there: if it has a lease it should be.
+local function note_lost(id)
+  if redis.call('ZSCORE', key('leases'), id) then redis.call('SET', key('damaged'), id) end
 end
 
 local function credit(worker, term, tokens_field, count_field, tokens, requests)

@@ -2,6 +2,7 @@
 local id, epoch, to = ARGV[1], tonumber(ARGV[2]), ARGV[3]
 local request = read(key('req:', id))
 if not request.state then
+  note_lost(id)
   count('unknown')
   return 0
 end
