@@ -4,6 +4,7 @@ import asyncio
 import math
 import time
 from collections.abc import Callable, Sequence
+from zlib import crc32
 
 import msgspec
 
@@ -19,6 +20,9 @@ from coordinator.store.store import Claim, Claimed, ClaimedRoute, ClaimedWorker,
 CHANGES_PERIOD_S, FULL_PERIOD_S = 0.25, 2.0
 """How old a view gets before the changes, or all of the pool, are read. Workers beat each second, so changes bring all
 that live: the whole is for what Redis lost or its clock skipped."""
+MIN_PERIOD_S, WORKERS_PER_CLAIM = 0.002, 64
+"""Changes are read sooner where placements are many: after one of our own for so many workers, as other gateways have
+placed as much that we do not know. So what reading costs a placement does not depend on the pool."""
 MAX_AGE_S = 1.0
 """A placement waits for a view that is older."""
 MAX_CLAIMS = 4
@@ -53,7 +57,7 @@ class Placer:
         self._store, self._clock = store, clock
         self._view, self._since_us = PoolView(), 0
         self._read_s = self._full_s = -math.inf
-        self._num_begun = self._newest = 0
+        self._num_begun = self._newest = self._num_claims = 0
         self._reading: asyncio.Task[None] | None = None
 
     async def nodes(self) -> list[Node]:
@@ -79,6 +83,7 @@ class Placer:
                 await self._refresh(seen)  # no refusal by an old view
                 offers, refusal = self._choose(request, found)
             refs = self._view.refs(offers)
+            self._num_claims += 1
             written = list(zip(looked_up, prefixes.others(found), strict=True))
             claimed = await self._store.claim(self._claim(request, offers, refusal), written)
             if claimed.repeated is not None:
@@ -100,8 +105,12 @@ class Placer:
         """Read on beside the placement, or first if what is known is too old."""
         if now - self._read_s > MAX_AGE_S:
             await self._refresh(self._newest)
-        elif now - self._read_s > CHANGES_PERIOD_S and self._reading is None:
+        elif self._reading is None and now - self._read_s > self._period_s():
             self._start_reading()
+
+    def _period_s(self) -> float:
+        is_busy = self._num_claims * WORKERS_PER_CLAIM >= self._view.num_workers
+        return min(MIN_PERIOD_S, CHANGES_PERIOD_S) if is_busy else CHANGES_PERIOD_S
 
     async def _refresh(self, seen: int) -> None:
         """Wait for a view of a read that begins later than the first `seen`. Raises Unavailable."""
@@ -120,7 +129,7 @@ class Placer:
 
     async def _read(self) -> None:
         self._num_begun += 1
-        number, began_s = self._num_begun, self._clock()
+        number, began_s, self._num_claims = self._num_begun, self._clock(), 0
         is_full = began_s - self._full_s > FULL_PERIOD_S
         update = await self._store.pool(self._since_us, is_full)
         if update.now_us < self._since_us or not self._view.apply(update):
@@ -129,9 +138,14 @@ class Placer:
         self._since_us, self._read_s, self._newest = update.now_us, began_s, number
         self._full_s = began_s if is_full else self._full_s
 
+    def _now_ms(self) -> float:
+        """Return the store's time, by what it was at the last read."""
+        return self._since_us / 1000 + (self._clock() - self._read_s) * 1000
+
     def _choose(self, request: PlaceRequest, found: Sequence[bytes]) -> tuple[list[RouteOffer], TandemError | None]:
         holders = prefixes.holders(request.prefix_hashes, found, 4 * SHORTLIST)
-        shortlist = self._view.shortlist(request.num_tokens, request.exclude, holders)
+        salt = crc32(request.request_id.encode())
+        shortlist = self._view.shortlist(request.num_tokens, request.exclude, holders, self._now_ms(), salt)
         try:
             return policy.choose(
                 shortlist, request.num_tokens, request.need_tokens, fastest_rate=self._view.fastest_rate
@@ -163,9 +177,10 @@ class Placer:
 
     def _learn(self, request: PlaceRequest, offers: list[RouteOffer], claimed: Claimed) -> RouteOffer | None:
         """Take the fresh counts into the view, and what was taken; return that, or nothing."""
+        now_ms = self._now_ms()
         names = dict.fromkeys(c.worker_id for offer in offers for c in (offer.prefill, offer.decode))
         for worker_id, counts in zip(names, claimed.counts, strict=True):
-            self._view.update_counts(worker_id, counts)
+            self._view.update_counts(worker_id, counts, now_ms)
         if claimed.route is None:
             return None
         offer = offers[claimed.route]

@@ -6,7 +6,6 @@ in the counts of the two workers, so that a store can add it up anew by fresher 
 
 import math
 from collections.abc import Iterable, Sequence
-from itertools import islice
 
 import msgspec
 from msgspec.structs import replace
@@ -63,11 +62,11 @@ whose prompts still wait at prefill lose nothing: counted, too, a queue there ma
 worth sparing, and grew.
 """
 
-TOP = 6
+TOP = 8
 """Pairs are made from the few cheapest of each side, if any two of these can exchange KV."""
 
-NUM_OFFERED = 4
-"""Workers a side whose pairs, twice as many at most, are offered: the store takes the cheapest by its fresh counts."""
+NUM_OFFERED = 8
+"""Workers between whom routes, as many at most, are offered, half of them a side: the store knows the cheapest."""
 
 MIN_RETRY_S = 1.0
 MAX_RETRY_S = 60.0
@@ -165,13 +164,12 @@ def choose(
 
 def with_default_rates(candidates: Iterable[Candidate], fastest_rate: float = 0.0) -> list[Candidate]:
     """Return the candidates with a rate in place of each that is unknown."""
-    prefill_rate = fastest_rate or PREFILL_RATE
     return [
         c
         if c.prefill_rate and c.decode_rate and c.transfer_rate
         else replace(
             c,
-            prefill_rate=c.prefill_rate or prefill_rate,
+            prefill_rate=prefill_rate(c, fastest_rate),
             decode_rate=c.decode_rate or DECODE_RATE,
             transfer_rate=c.transfer_rate or TRANSFER_RATE,
         )
@@ -282,11 +280,15 @@ def overloaded(side: str, wait_s: float) -> Overloaded:
     return Overloaded(f"all {side} workers are full", min(max(wait_s, MIN_RETRY_S), MAX_RETRY_S))
 
 
+def prefill_rate(worker: Candidate, fastest_rate: float) -> float:
+    """Return the rate that a worker measured, or else is taken to have, in tokens a second."""
+    return worker.prefill_rate or fastest_rate or PREFILL_RATE
+
+
 def prefill_load_s(worker: Candidate, fastest_rate: float) -> float:
     """Return the wait that a prompt of common length finds at a worker: the order in which workers are looked at."""
-    rate = worker.prefill_rate or fastest_rate or PREFILL_RATE
     stall_s = ITL_S * worker.num_decodes if worker.role is WorkerRole.MIXED else 0.0
-    return worker.pending_tokens / rate + stall_s
+    return worker.pending_tokens / prefill_rate(worker, fastest_rate) + stall_s
 
 
 def decode_load_s(worker: Candidate) -> float:
@@ -327,16 +329,24 @@ def _offers(prefills: list[Candidate], decodes: list[Candidate], num_tokens: int
 
 
 def _first_workers(offers: list[RouteOffer], num_workers: int) -> list[RouteOffer]:
-    """Return the routes between the first so many workers of each side."""
-    prefills: dict[WorkerId, None] = {}
-    decodes: dict[WorkerId, None] = {}
+    """Return the routes between the first so many workers, half of them a side where two serve."""
+    found: dict[WorkerId, None] = {}
+    sides: tuple[dict[WorkerId, None], dict[WorkerId, None]] = {}, {}
+    among: list[RouteOffer] = []
     for route in offers:
-        if len(prefills) < num_workers:
-            prefills[route.prefill.worker_id] = None
-        if len(decodes) < num_workers:
-            decodes[route.decode.worker_id] = None
-    among = (o for o in offers if o.prefill.worker_id in prefills and o.decode.worker_id in decodes)
-    return list(islice(among, 2 * num_workers))
+        pair = dict.fromkeys((route.prefill.worker_id, route.decode.worker_id))
+        most = num_workers if len(pair) == 1 else num_workers // 2
+        has_room = all(name in side or len(side) < most for name, side in zip(_names(route), sides, strict=True))
+        if has_room and len(found | pair) <= num_workers:
+            found |= pair
+            for name, side in zip(_names(route), sides, strict=True):
+                side[name] = None
+            among.append(route)
+    return among[:num_workers]
+
+
+def _names(route: RouteOffer) -> tuple[WorkerId, WorkerId]:
+    return route.prefill.worker_id, route.decode.worker_id
 
 
 def _prefill_s(prefill: Candidate, num_tokens: int) -> float:

@@ -1,5 +1,7 @@
 """A gateway's view of the pool: what each worker stated and counted when it was last read, in the order of their load.
 
+Queues of prompts are taken to get shorter at their workers' own pace in between.
+
 Nothing here asks or waits; times are the store's own, as its updates bring them.
 """
 
@@ -21,6 +23,7 @@ from coordinator.placement.policy import (
     can_exchange_kv,
     decode_load_s,
     prefill_load_s,
+    prefill_rate,
     to_candidate,
 )
 from coordinator.placement.prefixes import BLOCK_TOKENS, is_cached
@@ -56,6 +59,10 @@ class PoolView:
         workers = sorted(self._workers.items(), key=lambda item: item[0])
         return [Node(info=w.info, load=w.load, alive=w.is_alive(self._now_ms)) for _, w in workers]
 
+    @property
+    def num_workers(self) -> int:
+        return len(self._workers)
+
     def refs(self, offers: Iterable[RouteOffer]) -> dict[WorkerId, WorkerRef]:
         """Return where the workers of these are reached."""
         worker_ids = {c.worker_id for offer in offers for c in (offer.prefill, offer.decode)}
@@ -74,7 +81,7 @@ class PoolView:
         self.fastest_rate = max(rates, default=0.0)
         return is_known
 
-    def update_counts(self, worker_id: WorkerId, counts: WorkerCounts | None) -> None:
+    def update_counts(self, worker_id: WorkerId, counts: WorkerCounts | None, now_ms: float) -> None:
         """Take in fresh counts of one worker, as a claim brings them."""
         worker = self._workers.get(worker_id)
         if worker is None:
@@ -82,7 +89,7 @@ class PoolView:
         if counts is None or counts.term != worker.counts.term:
             self._remove(worker_id)  # until the next update brings who it is now
         else:
-            worker.counts = counts
+            worker.counts, worker.counted_ms = counts, now_ms
             self._order(worker)
 
     def take(self, offer: RouteOffer, need_tokens: int, num_blocks: int) -> None:
@@ -92,14 +99,20 @@ class PoolView:
         self._add(offer.decode.worker_id, 0 if is_local else num_blocks, reserved_tokens=need_tokens, num_decodes=1)
 
     def shortlist(
-        self, num_tokens: int, exclude: Collection[WorkerId], holders: Mapping[str, tuple[int, int]]
+        self,
+        num_tokens: int,
+        exclude: Collection[WorkerId],
+        holders: Mapping[str, tuple[int, int]],
+        now_ms: float,
+        salt: int = 0,
     ) -> list[Candidate]:
         """Return the workers that a choice for a prompt looks at, by id: the least loaded of each kind, and `holders`
-        of its prefix: term -> depth and age, as coordinator.placement.prefixes has it.
+        of its prefix: term -> depth and age, as coordinator.placement.prefixes has it. `salt`: of whom among many that
+        wait for work, so that gateways which see the same do not look at the same.
         """
         found: dict[WorkerId, Candidate] = {}
         for side in ("prefill", "decode"):
-            found |= {c.worker_id: c for c in self._least_loaded(side, num_tokens, exclude)}
+            found |= {c.worker_id: c for c in self._least_loaded(side, num_tokens, exclude, now_ms, salt)}
         for partner in self._partners(list(found.values()), num_tokens, exclude):
             found.setdefault(partner.worker_id, partner)
         for term, (depth, served_blocks) in holders.items():
@@ -109,7 +122,15 @@ class PoolView:
             if is_cached(served_blocks, worker.counts.num_served_blocks, worker.info.capacity_tokens):
                 cached = min(depth * BLOCK_TOKENS, num_tokens - 1)
                 found[worker.candidate.worker_id] = replace(worker.candidate, cached_tokens=cached)
-        return [found[worker_id] for worker_id in sorted(found)]
+        return [self._as_of(found[worker_id], now_ms) for worker_id in sorted(found)]
+
+    def _as_of(self, candidate: Candidate, now_ms: float) -> Candidate:
+        """Return a worker without the prompts that it has computed since it was counted, at its own pace."""
+        worker = self._workers[candidate.worker_id]
+        if not candidate.pending_tokens or now_ms <= worker.counted_ms:
+            return candidate
+        computed = (now_ms - worker.counted_ms) / 1000 * prefill_rate(candidate, self.fastest_rate)
+        return replace(candidate, pending_tokens=max(0, candidate.pending_tokens - int(computed)))
 
     def _apply(self, row: PoolRow) -> bool:
         worker = self._workers.get(row.worker_id)
@@ -126,7 +147,7 @@ class PoolView:
             self._by_term[row.counts.term] = worker
             self._sources.add(worker.candidate.send_words, row.worker_id)
             self._takers.add(worker.candidate.receive_words, row.worker_id)
-        worker.counts = row.counts
+        worker.counts, worker.counted_ms = row.counts, self._now_ms
         if row.load is not None:
             worker.state(row.load)
         self._order(worker)
@@ -154,33 +175,39 @@ class PoolView:
         """Put a worker where its load belongs, or nowhere while it takes no work."""
         worker.count()
         takes_work = worker.is_alive(self._now_ms) and not worker.counts.is_draining
-        places = dict(self._places(worker.candidate)) if takes_work else {}
+        places = dict(self._places(worker.candidate, worker.counted_ms)) if takes_work else {}
         for kind in worker.places - places.keys():
             self._orders[kind].discard(worker.candidate.worker_id)
         for kind, load_s in places.items():
             self._orders[kind].put(worker.candidate.worker_id, load_s)
         worker.places = frozenset(places)
 
-    def _places(self, worker: Candidate) -> Iterator[tuple[Kind, float]]:
+    def _places(self, worker: Candidate, counted_ms: float) -> Iterator[tuple[Kind, float]]:
         speed = round(RATE_STEPS * math.log2(worker.prefill_rate)) if worker.prefill_rate else 0
         if worker.role is not WorkerRole.DECODE:
-            yield ("prefill", worker.role, speed), prefill_load_s(worker, self.fastest_rate)
+            # By when its queue ends, not how long it is: so the order holds while all queues get shorter.
+            load_s = prefill_load_s(worker, self.fastest_rate)
+            yield ("prefill", worker.role, speed), load_s and counted_ms / 1000 + load_s
         if worker.role is not WorkerRole.PREFILL:
             yield ("decode", worker.role, 0), decode_load_s(worker)
 
-    def _least_loaded(self, side: str, num_tokens: int, exclude: Collection[WorkerId]) -> list[Candidate]:
+    def _least_loaded(
+        self, side: str, num_tokens: int, exclude: Collection[WorkerId], now_ms: float, salt: int
+    ) -> list[Candidate]:
         """Return the first of each kind; if none takes so long a prompt, the one that takes the longest."""
-        orders = [order.rows for kind, order in self._orders.items() if kind[0] == side and order.rows]
+        orders = [order for kind, order in self._orders.items() if kind[0] == side and order.rows]
         most = max(MIN_OF_KIND, SHORTLIST // max(1, len(orders)))
         found: list[Candidate] = []
-        for rows in orders:
-            there = (self._workers[worker_id].candidate for _, worker_id in rows if worker_id not in exclude)
+        for order in orders:
+            first = order.start(now_ms / 1000, most, salt) if side == "prefill" else 0
+            names = islice(order.rows, first, None)
+            there = (self._workers[name].candidate for _, name in names if name not in exclude)
             found += islice((c for c in there if num_tokens <= c.max_prompt_tokens), most)
         if found:
             return found
-        there = (self._workers[name].candidate for rows in orders for _, name in rows if name not in exclude)
+        there = (self._workers[name].candidate for order in orders for _, name in order.rows if name not in exclude)
         longest = max(there, key=lambda c: c.max_prompt_tokens, default=None)
-        return [longest] if longest is not None else []
+        return [c for c in (longest,) if c is not None]
 
     def _partners(self, found: list[Candidate], num_tokens: int, exclude: Collection[WorkerId]) -> Iterator[Candidate]:
         """Yield workers with whom those can exchange KV that can with nobody else who was found."""
@@ -209,6 +236,7 @@ class _Worker:
     def __init__(self, info: NodeInfo, counts: WorkerCounts) -> None:
         self.info, self.counts, self.term = info, counts, counts.term
         self.places: frozenset[Kind] = frozenset()
+        self.counted_ms = 0.0
         self.state(NodeLoad())
         self.count()
 
@@ -242,6 +270,11 @@ class _LoadOrder:
             self.discard(worker_id)
             self._load_s[worker_id] = load_s
             insort(self.rows, (load_s, worker_id))
+
+    def start(self, now_s: float, most: int, salt: int) -> int:
+        """Return where to look first: among those without a queue by now, if they are more than are looked at."""
+        num_idle = bisect_left(self.rows, (now_s,))
+        return salt % (num_idle - most) if num_idle > most else 0
 
     def discard(self, worker_id: WorkerId) -> None:
         load_s = self._load_s.pop(worker_id, None)

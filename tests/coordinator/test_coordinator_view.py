@@ -53,7 +53,7 @@ def names(found: list[Candidate]) -> list[str]:
 class TestShortlist:
     def test_its_size_does_not_depend_on_the_pools(self):
         view = view_of(*(row(node(f"w{i:04}", [*WorkerRole][i % 3]), i, pending_tokens=i) for i in range(2000)))
-        assert len(view.shortlist(100, (), {})) <= 100
+        assert len(view.shortlist(100, (), {}, 0)) <= 100
 
     def test_the_least_loaded_of_each_speed_are_looked_at(self):
         """A queue is another wait at another speed, and another prompt: none is the best for all."""
@@ -61,14 +61,14 @@ class TestShortlist:
         rate = replace(LOAD, prefill_rate=60_000.0)
         fast = [row(node(f"f{i:02}", WorkerRole.PREFILL), 40 + i, rate, pending_tokens=50_000) for i in range(40)]
         decode = row(node("d", WorkerRole.DECODE), 99)
-        found = view_of(*slow, *fast, decode).shortlist(8000, (), {})
+        found = view_of(*slow, *fast, decode).shortlist(8000, (), {}, 0)
         assert {"s00", "f00", "d"} <= {*names(found)} and "s39" not in names(found)
         assert policy.choose(found, 8000, policy.decode_need(8000, 100))[0].prefill.worker_id == "f00"
         assert policy.choose(found, 20, policy.decode_need(20, 100))[0].prefill.worker_id == "s00"
 
     def test_a_holder_of_the_prefix_is_looked_at_whatever_its_load(self):
         rows = [row(node(f"p{i:03}", WorkerRole.PREFILL), i, pending_tokens=i) for i in range(200)]
-        found = view_of(*rows, row(node("d", WorkerRole.DECODE), 999)).shortlist(700, (), {"150": (10, 0)})
+        found = view_of(*rows, row(node("d", WorkerRole.DECODE), 999)).shortlist(700, (), {"150": (10, 0)}, 0)
         (holder,) = (candidate for candidate in found if candidate.worker_id == "p150")
         assert holder.cached_tokens == 10 * BLOCK_TOKENS
 
@@ -76,7 +76,7 @@ class TestShortlist:
         capacity = 400 * BLOCK_TOKENS
         for since, cached in ((399, 640), (400, 0)):
             rows = [row(node("m", WorkerRole.MIXED, capacity=capacity), 1, num_served_blocks=7 + since)]
-            assert [c.cached_tokens for c in view_of(*rows).shortlist(700, (), {"1": (10, 7)})] == [cached]
+            assert [c.cached_tokens for c in view_of(*rows).shortlist(700, (), {"1": (10, 7)}, 0)] == [cached]
 
     def test_those_that_can_exchange_kv_are_found_behind_those_that_can_not(self):
         shm = ways("l", by="shm@a")
@@ -84,12 +84,12 @@ class TestShortlist:
         lonely += [row(node(f"d{i:03}", WorkerRole.DECODE), 100 + i) for i in range(100)]
         late = row(node("p-late", WorkerRole.PREFILL), 300, pending_tokens=500)
         crowded = row(node("d-late", WorkerRole.DECODE, ways=shm), 301, num_decodes=9)
-        found = view_of(*lonely, late, crowded).shortlist(100, (), {})
+        found = view_of(*lonely, late, crowded).shortlist(100, (), {}, 0)
         assert {"p-late", "d-late"} <= {*names(found)}
 
     def test_of_a_prompt_that_fits_nobody_the_longest_that_does_is_told(self):
         rows = [row(node(f"m{i}", WorkerRole.MIXED, max_model_len=100 * i), i) for i in range(1, 60)]
-        assert names(view_of(*rows).shortlist(9000, (), {})) == ["m59"]
+        assert names(view_of(*rows).shortlist(9000, (), {}, 0)) == ["m59"]
 
     def test_who_drains_died_or_refused_is_not_looked_at(self):
         rows = [
@@ -99,13 +99,13 @@ class TestShortlist:
             row(node("refuser", WorkerRole.MIXED), 3),
             row(node("other", WorkerRole.MIXED), 4),
         ]
-        assert names(view_of(*rows).shortlist(10, {WorkerId("refuser")}, {})) == ["other"]
+        assert names(view_of(*rows).shortlist(10, {WorkerId("refuser")}, {}, 0)) == ["other"]
 
     def test_who_falls_silent_is_looked_at_no_more(self):
         view = view_of(row(node("m", WorkerRole.MIXED), 1))
-        assert names(view.shortlist(10, (), {})) == ["m"]
+        assert names(view.shortlist(10, (), {}, 0)) == ["m"]
         view.apply(PoolUpdate(now_us=10_000_000, rows=[], is_full=False))
-        assert view.shortlist(10, (), {}) == [] and [one.alive for one in view.nodes] == [False]
+        assert view.shortlist(10, (), {}, 0) == [] and [one.alive for one in view.nodes] == [False]
 
 
 class CountingStore(MemoryStore):
@@ -231,7 +231,7 @@ async def test_views_that_follow_the_changes_know_what_the_pool_is(any_server: R
     fresh = PoolView()
     fresh.apply(await store.pool(0, True))
     assert view.nodes == fresh.nodes and view.nodes
-    assert view.shortlist(100, (), {}) == fresh.shortlist(100, (), {})
+    assert view.shortlist(100, (), {}, 0) == fresh.shortlist(100, (), {}, 0)
     await store.close()
 
 
