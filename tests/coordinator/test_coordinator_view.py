@@ -14,7 +14,7 @@ from coordinator.memory_store import MemoryStore
 from coordinator.placement import policy
 from coordinator.placement.placer import Placer
 from coordinator.placement.policy import Candidate
-from coordinator.placement.pool_view import PoolView
+from coordinator.placement.pool_view import SHORTLIST, PoolView
 from coordinator.placement.prefixes import BLOCK_TOKENS
 from coordinator.store.local_server import RedisServer
 from coordinator.store.redis_store import MAX_ROWS, RedisStore
@@ -100,6 +100,19 @@ class TestShortlist:
             row(node("other", WorkerRole.MIXED), 4),
         ]
         assert names(view_of(*rows).shortlist(10, {WorkerId("refuser")}, {}, 0)) == ["other"]
+
+    def test_a_queue_gets_shorter_while_nothing_is_read(self):
+        rows = [row(node("a", WorkerRole.MIXED), 1, pending_tokens=1000)]
+        view = view_of(*rows, row(node("b", WorkerRole.MIXED), 2, pending_tokens=300))
+        seen = [[c.pending_tokens for c in view.shortlist(10, (), {}, now_ms)] for now_ms in (0, 200, 500, 5000)]
+        assert seen == [[1000, 300], [800, 100], [500, 0], [0, 0]]
+        view.update_counts(WorkerId("b"), replace(IDLE, term="2", pending_tokens=900), 500)
+        assert [c.pending_tokens for c in view.shortlist(10, (), {}, 800)] == [200, 600]
+
+    def test_of_many_that_wait_for_work_not_all_requests_look_at_the_same(self):
+        view = view_of(*(row(node(f"m{i:03}", WorkerRole.MIXED), 1 + i) for i in range(100)))
+        looks = [{*names(view.shortlist(10, (), {}, 1, salt))} for salt in (0, 40, 60)]
+        assert len(set.union(*looks)) > 2 * SHORTLIST
 
     def test_who_falls_silent_is_looked_at_no_more(self):
         view = view_of(row(node("m", WorkerRole.MIXED), 1))
