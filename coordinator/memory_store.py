@@ -111,8 +111,9 @@ class MemoryStore:
         if is_dead and worker.died_s is None:
             self._counters["buried"] += 1
 
-    async def nodes(self) -> list[Node]:
-        return [worker.node for worker in await self.workers()]
+    async def nodes(self, at_most: int = 0) -> list[Node]:
+        found = [worker.node for worker in await self.workers()]
+        return found if not at_most or len(found) <= at_most else []
 
     async def workers(self) -> list[WorkerView]:
         now = self._clock()

@@ -109,11 +109,11 @@ class RedisStore:
     async def leave(self, worker_id: WorkerId, incarnation: Incarnation, is_dead: bool = False) -> None:
         await self._run("leave", worker_id, incarnation, int(is_dead))
 
-    async def nodes(self) -> list[Node]:
-        return [worker.node for worker in await self.workers()]
+    async def nodes(self, at_most: int = 0) -> list[Node]:
+        return [_worker_view(row).node for row in await self._run("workers", at_most)]
 
     async def workers(self) -> list[WorkerView]:
-        return [_worker_view(row) for row in await self._run("workers")]
+        return [_worker_view(row) for row in await self._run("workers", 0)]
 
     async def counts(self) -> Counts:
         states, counters = await self._run("counts")

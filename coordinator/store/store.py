@@ -223,8 +223,8 @@ class Store(Protocol):
         """
         ...
 
-    async def nodes(self) -> list[Node]:
-        """By worker id; the dead ones too, for a while, with `alive` false."""
+    async def nodes(self, at_most: int = 0) -> list[Node]:
+        """By worker id; the dead ones too, for a while, with `alive` false. None of a pool of more than `at_most`."""
         ...
 
     async def workers(self) -> list[WorkerView]:

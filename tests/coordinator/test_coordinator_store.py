@@ -46,6 +46,10 @@ class TestRegistry:
         assert [node.info.worker_id for node in await store.nodes()] == ["w0", "w1"]
         assert all(node.alive for node in await store.nodes())
 
+    async def test_nothing_of_a_pool_that_is_larger_than_asked_for_is_read(self, store: Store):
+        await pair(store)
+        assert [len(await store.nodes(at_most)) for at_most in (0, 1, 2)] == [2, 0, 2]
+
     async def test_a_heartbeat_carries_the_load(self, store: Store):
         await pair(store)
         assert await store.heartbeat(WorkerId("p0"), A, ALIVE_LOAD)

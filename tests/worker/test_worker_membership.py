@@ -302,11 +302,11 @@ async def test_a_registry_that_is_away_for_a_moment_ends_no_look(monkeypatch):
     class Away(MemoryStore):
         num_away = 3
 
-        async def nodes(self) -> list[Node]:
+        async def nodes(self, at_most: int = 0) -> list[Node]:
             self.num_away -= 1
             if self.num_away >= 0:
                 raise Unavailable("Redis does not answer")
-            return await super().nodes()
+            return await super().nodes(at_most)
 
     store, state = Away(), make_state()
     await store.join(listed("d1").info)
@@ -319,7 +319,7 @@ async def test_a_registry_that_is_away_for_a_moment_ends_no_look(monkeypatch):
 
 async def test_a_list_of_workers_that_cannot_be_had_does_not_take_a_worker_out(monkeypatch):
     class Listless(MemoryStore):
-        async def nodes(self) -> list[Node]:
+        async def nodes(self, at_most: int = 0) -> list[Node]:
             raise Unavailable("Redis does not answer")
 
     state = make_state()

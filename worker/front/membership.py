@@ -112,7 +112,7 @@ class Membership:
         """Again with each beat: who joined since, and whoever was lost and lives."""
         if self._state.info.role is WorkerRole.PREFILL:
             with contextlib.suppress(Unavailable):  # the beat says so, and this can wait
-                self._peers = takers(self._state.info, await self._store.nodes())
+                self._peers = takers(self._state.info, await self._store.nodes(2 * MAX_POOL))
                 self._state.core.send(KnownPeers(self._peers))
 
     async def _tell(self) -> None:

@@ -1,5 +1,6 @@
--- Returns a row per worker: {info, load, alive, pending, prefills, reserved, decodes, answers}.
-local workers = {}
+-- ARGV: how many workers at most, or 0; of a larger pool none is read. Returns a row per worker: {info, load, alive, pending, prefills, reserved, decodes, answers}.
+local workers, most = {}, tonumber(ARGV[1])
+if most > 0 and redis.call('ZCARD', key('nodes')) > most then return workers end
 for _, id in ipairs(worker_ids()) do
   local row = redis.call('HMGET', key('node:', id), 'info', 'load', 'until', 'pending', 'prefills', 'reserved', 'decodes',
     'answers', 'died')
