@@ -20,9 +20,9 @@ from coordinator.store.store import Claim, Claimed, ClaimedRoute, ClaimedWorker,
 CHANGES_PERIOD_S, FULL_PERIOD_S = 0.25, 2.0
 """How old a view gets before the changes, or all of the pool, are read. Workers beat each second, so changes bring all
 that live: the whole is for what Redis lost or its clock skipped."""
-MIN_PERIOD_S, WORKERS_PER_CLAIM = 0.002, 64
-"""Changes are read sooner where placements are many: after one of our own for so many workers, as other gateways have
-placed as much that we do not know. So what reading costs a placement does not depend on the pool."""
+MIN_PERIOD_S, MIN_CLAIMS, WORKERS_PER_CLAIM = 0.002, 4, 64
+"""Changes are read sooner where placements are many: after one of our own for so many workers, since other gateways
+have placed as much that is not known here. So what reading costs a placement does not depend on the pool."""
 MAX_AGE_S = 1.0
 """A placement waits for a view that is older."""
 MAX_CLAIMS = 4
@@ -109,7 +109,7 @@ class Placer:
             self._start_reading()
 
     def _period_s(self) -> float:
-        is_busy = self._num_claims * WORKERS_PER_CLAIM >= self._view.num_workers
+        is_busy = self._num_claims >= max(MIN_CLAIMS, self._view.num_workers / WORKERS_PER_CLAIM)
         return min(MIN_PERIOD_S, CHANGES_PERIOD_S) if is_busy else CHANGES_PERIOD_S
 
     async def _refresh(self, seen: int) -> None:

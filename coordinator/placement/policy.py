@@ -106,6 +106,10 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True):
         return min(self.max_model_len, self.capacity_tokens) - 1
 
 
+Pair = tuple[Candidate, Candidate]
+"""The worker that computes the prompt, and the one that answers; one may be both."""
+
+
 class RouteOffer(msgspec.Struct, frozen=True, kw_only=True):
     """A route that may be taken. `base_s`: the part of its cost that no count changes; `uncached_tokens`: what the
     prefill worker has to compute; `cost_s`: all of it, by the counts of the view.
@@ -156,10 +160,9 @@ def choose(
         )
     ready = sorted(ready, key=lambda p: _prefill_s(p, num_tokens))
     roomy = sorted(roomy, key=lambda d: _decode_s(d, need_tokens))
-    offers = _offers(ready[:top], roomy[:top], num_tokens, need_tokens) or _offers(
-        ready, roomy, num_tokens, need_tokens
-    )
-    return _first_workers(offers, num_offered)
+    few = _cheapest(ready[:top], roomy[:top], num_tokens, need_tokens)
+    pairs = few or _cheapest(ready, roomy, num_tokens, need_tokens)
+    return [offer(p, d, num_tokens, need_tokens) for p, d in _first_workers(pairs, num_offered)]
 
 
 def with_default_rates(candidates: Iterable[Candidate], fastest_rate: float = 0.0) -> list[Candidate]:
@@ -182,20 +185,13 @@ def offer(prefill: Candidate, decode: Candidate, num_tokens: int, need_tokens: i
 
     Rates must be known.
     """
-    uncached_tokens = num_tokens - prefill.cached_tokens
-    compute_s = uncached_tokens / prefill.prefill_rate
-    base_s, crowding_s, stall_s = compute_s + ITL_S, 0.0, 0.0
-    if prefill.worker_id != decode.worker_id:
-        transfer_s = (num_tokens - decode.cached_tokens) / prefill.transfer_rate
-        base_s += HANDOFF_S + max(0.0, transfer_s - compute_s)
-        base_s += BAD_PATH_S if decode.incarnation in prefill.bad_paths else 0.0
-        crowding_s, stall_s = ITL_S, _stall_weight(decode) / decode.prefill_rate
-    prefill_cost = WorkerCost(1 / prefill.prefill_rate, crowding_s, 0.0, _stall_weight(prefill) * compute_s)
-    decode_cost = WorkerCost(stall_s, ITL_S, 1 / decode.decode_rate, 0.0)
+    is_pair = prefill.worker_id != decode.worker_id
+    base_s = _base_s(prefill, decode, num_tokens)
+    prefill_cost, decode_cost = _prefill_cost(prefill, num_tokens, is_pair), _decode_cost(decode, is_pair)
     return RouteOffer(
         prefill=prefill,
         decode=decode,
-        uncached_tokens=uncached_tokens,
+        uncached_tokens=num_tokens - prefill.cached_tokens,
         base_s=base_s,
         prefill_cost=prefill_cost,
         decode_cost=decode_cost,
@@ -320,33 +316,60 @@ def _fitting(candidates: list[Candidate], side: str, num_tokens: int) -> list[Ca
     return fitting
 
 
-def _offers(prefills: list[Candidate], decodes: list[Candidate], num_tokens: int, need_tokens: int) -> list[RouteOffer]:
-    """Return all their routes, the cheapest first: of routes that cost the same one of equal layouts, where nothing is
-    converted on the way, then that of the shorter queues.
+def _cheapest(prefills: list[Candidate], decodes: list[Candidate], num_tokens: int, need_tokens: int) -> list[Pair]:
+    """Return all pairs that serve, the cheapest first: of pairs that cost the same one of equal layouts, where nothing
+    is converted on the way, then that of the shorter queues.
     """
-    offers = [offer(p, d, num_tokens, need_tokens) for p in prefills for d in decodes if can_exchange_kv(p, d)]
-    return sorted(offers, key=lambda o: (o.cost_s, o.prefill.layout_id != o.decode.layout_id))
+    rows: list[tuple[float, bool, int, Pair]] = []
+    answering = [(d, _seconds(_decode_cost(d, True), d, need_tokens)) for d in decodes]
+    for p in prefills:
+        computing_s = _seconds(_prefill_cost(p, num_tokens, True), p, need_tokens)
+        for d, answering_s in answering:
+            if p.worker_id == d.worker_id:
+                cost_s = offer(p, d, num_tokens, need_tokens).cost_s
+            elif not p.send_words.isdisjoint(d.receive_words):
+                cost_s = _base_s(p, d, num_tokens) + computing_s + answering_s
+            else:
+                continue
+            rows.append((cost_s, p.layout_id != d.layout_id, len(rows), (p, d)))
+    return [pair for *_, pair in sorted(rows)]
 
 
-def _first_workers(offers: list[RouteOffer], num_workers: int) -> list[RouteOffer]:
-    """Return the routes between the first so many workers, half of them a side where two serve."""
-    found: dict[WorkerId, None] = {}
-    sides: tuple[dict[WorkerId, None], dict[WorkerId, None]] = {}, {}
-    among: list[RouteOffer] = []
-    for route in offers:
-        pair = dict.fromkeys((route.prefill.worker_id, route.decode.worker_id))
-        most = num_workers if len(pair) == 1 else num_workers // 2
-        has_room = all(name in side or len(side) < most for name, side in zip(_names(route), sides, strict=True))
-        if has_room and len(found | pair) <= num_workers:
-            found |= pair
-            for name, side in zip(_names(route), sides, strict=True):
-                side[name] = None
-            among.append(route)
-    return among[:num_workers]
+def _first_workers(pairs: list[Pair], num_workers: int) -> list[Pair]:
+    """Return the first pairs of so many workers, half of them a side where two serve."""
+    sides: tuple[set[WorkerId], set[WorkerId]] = set(), set()
+    found: list[Pair] = []
+    for pair in pairs:
+        names = [worker.worker_id for worker in pair]
+        most = num_workers if names[0] == names[1] else num_workers // 2
+        has_room = all(name in side or len(side) < most for name, side in zip(names, sides, strict=True))
+        if has_room and len(sides[0] | sides[1] | {*names}) <= num_workers:
+            sides[0].add(names[0])
+            sides[1].add(names[1])
+            found.append(pair)
+            if len(found) == num_workers:
+                break
+    return found
 
 
-def _names(route: RouteOffer) -> tuple[WorkerId, WorkerId]:
-    return route.prefill.worker_id, route.decode.worker_id
+def _base_s(prefill: Candidate, decode: Candidate, num_tokens: int) -> float:
+    compute_s = (num_tokens - prefill.cached_tokens) / prefill.prefill_rate
+    if prefill.worker_id == decode.worker_id:
+        return compute_s + ITL_S
+    transfer_s = (num_tokens - decode.cached_tokens) / prefill.transfer_rate
+    detour_s = BAD_PATH_S if decode.incarnation in prefill.bad_paths else 0.0
+    return compute_s + ITL_S + HANDOFF_S + max(0.0, transfer_s - compute_s) + detour_s
+
+
+def _prefill_cost(prefill: Candidate, num_tokens: int, is_pair: bool) -> WorkerCost:
+    compute_s = (num_tokens - prefill.cached_tokens) / prefill.prefill_rate
+    crowding_s = ITL_S if is_pair else 0.0
+    return WorkerCost(1 / prefill.prefill_rate, crowding_s, 0.0, _stall_weight(prefill) * compute_s)
+
+
+def _decode_cost(decode: Candidate, is_pair: bool) -> WorkerCost:
+    stall_s = _stall_weight(decode) / decode.prefill_rate if is_pair else 0.0
+    return WorkerCost(stall_s, ITL_S, 1 / decode.decode_rate, 0.0)
 
 
 def _prefill_s(prefill: Candidate, num_tokens: int) -> float:
