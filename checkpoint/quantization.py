@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
 from fnmatch import fnmatchcase
+from pathlib import Path
 from typing import Any, NoReturn
 
 from checkpoint.validation import is_whole
@@ -20,6 +21,9 @@ _EXPORTED = "hf_quant_config.json"
 _SHOWN = 4  # of what is left plain; some list each module of a vision tower
 _PATTERN = "re:"  # how a pattern begins
 _ADVICE = "use another quantization of this model, its original weights or a GGUF file"
+
+
+_OLD_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
 
 
 class Scheme(StrEnum):
@@ -79,6 +83,22 @@ def read_quantization(config: dict[str, Any], exported: dict[str, Any], source: 
     fields = _Fields(found, source) if found else _Fields({"quant_method": "modelopt", **exported}, source, _EXPORTED)
     method = fields.one_of("quant_method", *_READERS)
     return _READERS[method](fields)
+
+
+def refuse_other_packings(config: dict[str, Any], folder: Path) -> None:
+    """Raise ConfigError for packed weights of which config.json does not say in the usual words that they are packed.
+
+    MLX has a table `quantization` of its own; GPTQ and AWQ had a file of their own before config.json named them.
+    """
+    mlx = config.get("quantization")
+    if isinstance(mlx, dict) and "quant_method" not in (config.get("quantization_config") or ()):
+        raise ConfigError(f"{folder}: its weights are in MLX's format ('quantization' in config.json); {_ADVICE}")
+    if config.get("quantization_config"):
+        return
+    for file, method in _OLD_FILES.items():
+        if (folder / file).exists():
+            table = f"config.json has no 'quantization_config' with 'quant_method': '{method}'"
+            raise ConfigError(f"{folder}: {file} says that its weights are {method.upper()}'s, but {table}; {_ADVICE}")
 
 
 def _names(entry: str, module: str) -> bool:

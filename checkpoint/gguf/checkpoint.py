@@ -9,7 +9,7 @@ import numpy as np
 
 from checkpoint.checkpoint import Checkpoint, WeightFormat
 from checkpoint.gguf.file import GgufFile
-from checkpoint.gguf.tokenizer import adds_bos, build_tokenizer
+from checkpoint.gguf.tokenizer import adds_bos, build_tokenizer, rule_of
 from checkpoint.validation import is_whole, require_amount, require_count, require_head_dim
 from contracts.errors import ConfigError
 from models.config import ModelConfig, RopeScaling
@@ -96,7 +96,7 @@ def _config(file: GgufFile) -> ModelConfig:
     metadata = file.metadata
     arch = metadata["general.architecture"]
     family = family_of(arch, str(file.path))
-    if f"{arch}.expert_count" in metadata:
+    if metadata.get(f"{arch}.expert_count", 0) != 0:
         raise ConfigError(f"{file.path}: mixture-of-experts is not supported in GGUF files")
     _require_numbers(metadata, arch, file.path)
     heads = metadata[f"{arch}.attention.head_count"]
@@ -176,7 +176,7 @@ def _eos_token_ids(metadata: dict[str, Any], tokens: list[str]) -> tuple[int, ..
     """
     keys = ("eos_token_id", "eot_token_id", "eom_token_id")
     ids = [metadata[f"tokenizer.ggml.{key}"] for key in keys if f"tokenizer.ggml.{key}" in metadata]
-    ends = _QWEN_ENDS if metadata.get("tokenizer.ggml.pre") == "qwen2" else _LLAMA_ENDS
+    ends = _QWEN_ENDS if rule_of(metadata) == "qwen2" else _LLAMA_ENDS
     ids += [index for token in ends for index in _find(tokens, token)]
     return tuple(dict.fromkeys(ids))
 

@@ -12,6 +12,14 @@ _LLAMA3_SPLIT = (
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 _QWEN2_SPLIT = _LLAMA3_SPLIT.replace(r"\p{N}{1,3}", r"\p{N}")
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_TEKKEN_SPLIT = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*|\p{{N}}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_SPLITS = {"llama-bpe": _LLAMA3_SPLIT, "qwen2": _QWEN2_SPLIT, "tekken": _TEKKEN_SPLIT}
+_OTHER_NAMES = {"llama3": "llama-bpe", "llama-v3": "llama-bpe", "deepseek-r1-qwen": "qwen2"}
+"""Names that converters have given to the same rule."""
 _CONTROL, _USER_DEFINED = 3, 4
 
 
@@ -31,20 +39,26 @@ def build_tokenizer(metadata: dict[str, Any], source: str = "the GGUF file") -> 
     return tokenizer
 
 
+def rule_of(metadata: dict[str, Any]) -> str:
+    """Return the name of the rule by which the tokenizer cuts text first."""
+    named = str(metadata.get("tokenizer.ggml.pre", "default"))
+    return _OTHER_NAMES.get(named, named)
+
+
 def adds_bos(metadata: dict[str, Any]) -> bool:
-    default = metadata.get("tokenizer.ggml.model") == "llama" or metadata.get("tokenizer.ggml.pre") == "llama-bpe"
+    default = metadata.get("tokenizer.ggml.model") == "llama" or rule_of(metadata) in ("llama-bpe", "tekken")
     return bool(metadata.get("tokenizer.ggml.add_bos_token", default)) and "tokenizer.ggml.bos_token_id" in metadata
 
 
 def _byte_level(metadata: dict[str, Any]) -> Tokenizer:
     tokens = metadata["tokenizer.ggml.tokens"]
     merges = [tuple(merge.split(" ", 1)) for merge in metadata["tokenizer.ggml.merges"]]
-    pre = metadata.get("tokenizer.ggml.pre", "default")
+    pre = rule_of(metadata)
     vocab = {token: index for index, token in enumerate(tokens)}
     # Before the library meets one, which may end in a panic of its own.
     if (wrong := next((merge for merge in merges if not _is_known(merge, vocab)), None)) is not None:
         raise ValueError(f"its merge '{' '.join(wrong)}' is not of two tokens that make a third")
-    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges, ignore_merges=pre == "llama-bpe"))
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges, ignore_merges=pre in ("llama-bpe", "tekken")))
     tokenizer.pre_tokenizer = _pre_tokenizer(pre)
     tokenizer.decoder = decoders.ByteLevel()
     if pre == "qwen2":
@@ -60,10 +74,10 @@ def _pre_tokenizer(pre: str) -> pre_tokenizers.PreTokenizer:
     if pre == "smollm":
         digits = pre_tokenizers.Digits(individual_digits=True)
         return pre_tokenizers.Sequence([digits, pre_tokenizers.ByteLevel(add_prefix_space=False)])
-    splits = {"llama-bpe": _LLAMA3_SPLIT, "qwen2": _QWEN2_SPLIT}
-    if pre not in splits:
-        raise ConfigError(f"the GGUF pre-tokenizer '{pre}' is not supported; supported are smollm, llama-bpe and qwen2")
-    split = pre_tokenizers.Split(Regex(splits[pre]), behavior="isolated")
+    if pre not in _SPLITS:
+        supported = ", ".join(["smollm", *_SPLITS, *_OTHER_NAMES])
+        raise ConfigError(f"the GGUF pre-tokenizer '{pre}' is not supported; supported are {supported}")
+    split = pre_tokenizers.Split(Regex(_SPLITS[pre]), behavior="isolated")
     return pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
 
 

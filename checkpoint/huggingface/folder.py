@@ -12,7 +12,7 @@ from tokenizers import AddedToken, Tokenizer
 
 from checkpoint.checkpoint import Advice, Checkpoint, WeightFormat
 from checkpoint.huggingface.safetensors_index import tensor_files
-from checkpoint.quantization import Quantization, Scheme, read_quantization
+from checkpoint.quantization import Quantization, Scheme, read_quantization, refuse_other_packings
 from checkpoint.validation import is_whole, require_amount, require_count, require_head_dim
 from contracts.errors import ConfigError
 from models.config import Experts, ModelConfig, RopeScaling, YarnScaling
@@ -43,6 +43,7 @@ _SWIGLU = {"swiglu_alpha": 1.702, "swiglu_limit": 7.0}
 def open_folder(path: Path, name: str | None = None) -> Checkpoint:
     """Raises ConfigError for a missing or damaged file, an unknown architecture, or a feature that is not supported."""
     config = text_part(_read_json(path / "config.json"), str(path))
+    refuse_other_packings(config, path)
     tokenizer_config = _tokenizer_config(path)
     has_head = not _HEADS.isdisjoint(tensor_files(path))
     tokenizer = _load_tokenizer(path / "tokenizer.json", tokenizer_config)

@@ -423,6 +423,27 @@ def test_what_would_give_wrong_text_is_refused(changes, words):
         model_config({**CONFIG, **changes}, "here")
 
 
+@pytest.mark.parametrize(
+    ("changes", "file", "words"),
+    [
+        ({"quantization": {"group_size": 64, "bits": 4}}, None, "its weights are in MLX's format"),
+        (
+            {"quantization": {"group_size": 64, "bits": 4}, "quantization_config": {"group_size": 64, "bits": 4}},
+            None,
+            "its weights are in MLX's format",
+        ),
+        ({}, "quantize_config.json", "quantize_config.json says that its weights are GPTQ's"),
+        ({}, "quant_config.json", "quant_config.json says that its weights are AWQ's"),
+    ],
+)
+def test_packed_weights_that_the_configuration_does_not_name_are_told_at_once(folder, changes, file, words):
+    (folder / "config.json").write_text(json.dumps(CONFIG | changes))
+    if file is not None:
+        (folder / file).write_text('{"bits": 4, "group_size": 128}')
+    (folder / "tokenizer.json").unlink()  # nothing else is looked at before
+    refused(folder, words)
+
+
 def test_a_quantization_that_is_not_supported_is_refused(folder):
     (folder / "config.json").write_text(json.dumps({**CONFIG, "quantization_config": {"bits": 4}}))
     refused(
@@ -665,6 +686,32 @@ def test_a_gguf_file_without_merges_of_another_kind_is_sentencepiece(tmp_path):
     assert tokenizer.decode([4, 3]) == "abab"
 
 
+@pytest.mark.parametrize(
+    ("pre", "rule"), [("llama3", "llama-bpe"), ("llama-v3", "llama-bpe"), ("deepseek-r1-qwen", "qwen2")]
+)
+def test_a_rule_has_several_names_in_gguf_files(tmp_path, pre, rule):
+    given, named = (open_checkpoint(str(write_gguf(tmp_path / f"{name}.gguf", pre=name))) for name in (pre, rule))
+    assert given.tokenizer().to_str() == named.tokenizer().to_str()
+    assert given.add_bos == named.add_bos == (rule == "llama-bpe")
+
+
+def test_tekken_cuts_a_word_where_its_capitals_begin_anew(tmp_path):
+    checkpoint = open_checkpoint(str(write_gguf(tmp_path / "m.gguf", pre="tekken")))
+    rule = checkpoint.tokenizer().pre_tokenizer
+    assert rule is not None
+    cut = [
+        text.replace("Ġ", " ").replace("Ċ", "\n") for text, _ in rule.pre_tokenize_str("HTTPServer isOK 2026//\n it's")
+    ]
+    assert cut == ["HTTPServer", " is", "OK", " ", "2", "0", "2", "6", "//\n", " it", "'s"]
+    assert checkpoint.add_bos
+
+
+def test_a_mixture_of_no_experts_is_none(tmp_path):
+    assert (
+        open_checkpoint(str(write_gguf(tmp_path / "m.gguf", fields={"llama.expert_count": 0}))).config.experts is None
+    )
+
+
 def test_a_cut_gguf_file_is_damaged_wherever_it_is_cut(tmp_path):
     data = write_gguf(tmp_path / "whole.gguf").read_bytes()
     cut = tmp_path / "cut.gguf"
@@ -681,7 +728,7 @@ def test_a_cut_gguf_file_is_damaged_wherever_it_is_cut(tmp_path):
             "architecture 'gpt2' is not supported; supported are gpt_oss, llama, llama4, mistral, qwen2",
         ),
         ({"model": "bert"}, "tokenizer 'bert' is not supported"),
-        ({"pre": "gpt-4o"}, "pre-tokenizer 'gpt-4o' is not supported; supported are smollm, llama-bpe and qwen2"),
+        ({"pre": "gpt-4o"}, "pre-tokenizer 'gpt-4o' is not supported; supported are smollm, llama-bpe, qwen2, tekken"),
     ],
 )
 def test_gguf_of_other_kinds_is_refused_by_name(tmp_path, kind, words):
