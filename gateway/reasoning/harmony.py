@@ -63,6 +63,7 @@ class Harmony:
     headers = (*_ENDS, _CHANNEL, _CONSTRAIN)
     calls = FORM
     efforts = ("low", "medium", "high")
+    thought_end = ""
 
     def begun(self, prompt: str, final: str) -> str:
         """The header of the message that is open, if one is."""

@@ -45,6 +45,11 @@ class ReasoningFormat(Protocol):
     def headers(self) -> Sequence[str]: ...
 
     @property
+    def thought_end(self) -> str:
+        """What ends the reasoning in an earlier answer that was kept as text; empty if its text holds none."""
+        ...
+
+    @property
     def efforts(self) -> Sequence[str]:
         """What `reasoning_effort` may be; empty: whatever the template takes."""
         ...

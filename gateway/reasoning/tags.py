@@ -35,6 +35,10 @@ class Tags:
     def markers(self) -> Sequence[str]:
         return (self.opening, self.closing)
 
+    @property
+    def thought_end(self) -> str:
+        return self.closing
+
     def begun(self, prompt: str, final: str) -> str:
         """Return the tag that the prompt ends with, the first character of an answer that goes on, or nothing.
 

@@ -1,6 +1,5 @@
 """Which form a model's calls have: by its chat template, or as the operator says."""
 
-import re
 from collections.abc import Callable
 from typing import Literal
 
@@ -17,20 +16,17 @@ _BY_NAME: dict[str, Callable[[str], ToolFormat]] = {
 }
 
 
-def form_of(template: str, name: ParserName = "auto") -> ToolFormat | None:
-    """None: the template knows tools, in a form that is not known here."""
+def form_of(template: str, name: ParserName = "auto", shows_tools: bool = True) -> ToolFormat | None:
+    """Return the form of calls by the template's source, without comments, and by whether it shows tools.
+
+    None: it knows tools in a form that is not known here.
+    """
     if name == "auto":
-        return _by_template(template)
+        return _by_template(template) if shows_tools else smollm2.FORM
     return _BY_NAME[name](template)
 
 
-def knows_tools(template: str) -> bool:
-    return re.search(r"\btools\b", template) is not None
-
-
 def _by_template(template: str) -> ToolFormat | None:
-    if not knows_tools(template):
-        return smollm2.FORM
     if "[TOOL_CALLS]" in template:
         return mistral.form_of(template)
     if "<tool_call>" in template:

@@ -15,8 +15,8 @@ TRAINED = (  # as TRL has them: what is to be learned is marked
     "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}{% set x = 1 %}{{ m.content }}"
     "{% endgeneration %}{% else %}[{{ m.content }}]{% endif %}{{ x }}{% endfor %}"
 )
-COMPACT = "{{ messages[0] | tojson(separators=(',', ':'), sort_keys=true) }}"
-ESCAPED = "{{ messages[0].content | tojson(ensure_ascii=true) }}{{ messages[0].content | tojson(indent=2) }}"
+COMPACT = "{{ messages | tojson(separators=(',', ':'), sort_keys=true) }}"
+ESCAPED = "{{ messages[0].content | tojson(ensure_ascii=true) }}{{ messages[1].content | tojson(indent=2) }}"
 
 
 IN_PARTS = "{% for m in messages %}{% for part in m['content'] %}{{ part.text or part }}{% endfor %}{% endfor %}"

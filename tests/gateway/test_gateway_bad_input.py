@@ -414,10 +414,13 @@ async def test_a_broken_chat_template_blames_the_messages_or_stops_the_start(che
 @pytest.mark.parametrize(
     ("template", "text"),
     [
-        ("{% for m in messages %}{% generation %}{{ m.role }}{% endgeneration %};{% endfor %}", "user;"),
+        ("{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %};{% endfor %}", "hi;"),
         ("{{ [messages[0].content, 'é'] | tojson }}", '["hi", "é"]'),
         ("{{ [messages[0].content, 'é'] | tojson(ensure_ascii=True, separators=(',', ':')) }}", '["hi","\\u00e9"]'),
-        ("{{ {'b': 1, 'a': 2} | tojson(indent=1, sort_keys=true) }}", '{\n "a": 2,\n "b": 1\n}'),
+        (
+            "{{ {'b': 1, 'a': messages[0].content} | tojson(indent=1, sort_keys=true) }}",
+            '{\n "a": "hi",\n "b": 1\n}',
+        ),
     ],
 )
 def test_a_template_may_use_what_transformers_gives_it(checkpoint, template, text):

@@ -14,8 +14,9 @@ from contracts.request import Cancel, Job, Route
 from contracts.sampling import SamplingParams
 from gateway.api.openai.schema import CompletionRequest
 from gateway.dispatch.worker_link import MAX_POST_NBYTES
-from gateway.prompting.chat_template import LONG_CHARS, Prompting
+from gateway.prompting.chat_template import Prompting
 from gateway.prompting.pipeline import prepare_completion
+from gateway.tokenization.tokenizer import LONG_CHARS
 from tests.gateway.gateway_rig import GATEWAY
 from worker.front.app import MAX_BODY_NBYTES
 

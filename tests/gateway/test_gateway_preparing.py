@@ -9,7 +9,7 @@ from contracts.errors import Unavailable
 from contracts.ids import Epoch, RequestId
 from contracts.request import Cancel, Job, Route
 from contracts.sampling import SamplingParams
-from gateway.prompting.chat_template import HUGE_CHARS
+from gateway.tokenization.tokenizer import HUGE_CHARS
 from tests.gateway.gateway_rig import GATEWAY, gateway, pair
 from tests.waiting import async_until
 

@@ -198,7 +198,8 @@ def test_a_template_that_does_not_compile_is_told(checkpoint, template):
 
 
 SPELLED_OUT = """{% for tool in tools %}{{ tool.function.name + ": " + tool.function.description }}
-{% for name, field in tool.function.parameters.properties | items %}{{ name }}{% endfor %}{% endfor %}<tool_call>"""
+{% for name, field in tool.function.parameters.properties | items %}{{ name }}{% endfor %}{% endfor %}<tool_call>
+{{- messages[0].content }}"""
 UNWRAPPED = SPELLED_OUT.replace("{{ tool", "{% set tool = tool.function %}{{ tool", 1).replace(
     "tool.function.", "tool."
 )
@@ -212,7 +213,7 @@ def test_a_tool_needs_no_more_than_a_name_where_the_template_spells_it_out(check
     prompting = Prompting(replace(checkpoint, tool_template=template), parser)
     body = {"messages": SAY, "tools": [{"type": "function", "function": {"name": "now"} | given}]}
     shown = prompting.render(msgspec.convert(body, ChatRequest))
-    assert shown == f"now: {given.get('description', '')}\n<tool_call>"
+    assert shown == f"now: {given.get('description', '')}\n<tool_call>weather?"
 
 
 async def test_calls_and_their_results_are_shown_to_the_model(checkpoint):

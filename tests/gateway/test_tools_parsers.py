@@ -202,8 +202,6 @@ def test_arguments_come_as_they_are_written():
 @pytest.mark.parametrize(
     ("template", "form"),
     [
-        ("{{ messages }}", smollm2.FORM),
-        ("", smollm2.FORM),
         ("{% if tools %}<tool_call>{% endif %}", hermes.FORM),
         ("{% if tools %}<tool_call><function={% endif %}", None),
         ("{% if tools %}<tool_call>{{ name }}<arg_key>{% endif %}", None),
@@ -216,6 +214,10 @@ def test_arguments_come_as_they_are_written():
 )
 def test_the_form_is_told_by_the_template(template, form):
     assert form_of(template) == form
+
+
+def test_a_template_that_does_not_show_tools_has_a_form_in_words():
+    assert form_of("{# tools, <tool_call> #}{{ messages }}", shows_tools=False) == smollm2.FORM
 
 
 def test_what_sentencepiece_was_trained_on_has_a_space():

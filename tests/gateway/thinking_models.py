@@ -14,7 +14,8 @@ TOOLS = [{"type": "function", "function": {"name": "get_weather", "parameters": 
 
 TURNS = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.reasoning_content %}<think>{{ m.reasoning_content }}"
-    "</think>{% endif %}{{ m.content }}{% for call in m.tool_calls %}<tool_call>{{ call.function.name }}{% endfor %}"
+    "</think>{% endif %}{{ m.content }}{% for call in m.tool_calls %}<tool_call>{{ call.function.name }}"
+    "{{ call.function.arguments | tojson }}{% endfor %}"
     "<|im_end|>\n{% endfor %}{{ tools }}{% if add_generation_prompt %}<|im_start|>assistant\n"
 )
 HYBRID = TURNS + "{% if enable_thinking is false %}<think>\n\n</think>\n\n{% endif %}{% endif %}"
