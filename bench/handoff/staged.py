@@ -156,16 +156,16 @@ class Prefill:
         The checksums are taken before, as they are in an engine while pages are computed.
         """
         self._num_handoffs += 1
-        key = RequestId(f"r{self._num_handoffs}"), Epoch(1)
+        request_id, epoch = RequestId(f"r{self._num_handoffs}"), Epoch(1)
         blocks = [BlockId(page) for page in pages]
         parts = [blocks[at : at + CHUNK_PAGES] for at in range(0, len(blocks), CHUNK_PAGES)]
         sums = [self._pool.checksums(part).wait() for part in parts]
-        self._node.offer(self._peer, Offer(*key, len(blocks) * LAYOUT.block_size, LAYOUT.layout_id))
+        self._node.offer(self._peer, Offer(request_id, epoch, len(blocks) * LAYOUT.block_size, LAYOUT.layout_id))
         self._hear(Grant)
         begin, first = time.perf_counter(), 0
         for index, (part, found) in enumerate(zip(parts, sums, strict=True)):
             num_tokens = len(part) * LAYOUT.block_size
-            self._node.send_chunk(DECODE, *key, index, first, num_tokens, part, found)
+            self._node.send_chunk(DECODE, request_id, epoch, index, first, num_tokens, part, found)
             first += num_tokens
         self._hear(Commit)
         return begin, time.perf_counter()

@@ -1,4 +1,4 @@
-"""KV transfer between two processes, gather and scatter included, beside what the machine can do.
+"""The benchmark of KV transfer between two processes, gather and scatter included.
 
     python -m bench.handoff.transports --starts 5 --rounds 5
 
@@ -6,13 +6,14 @@ Each case moves the scattered pages of one prompt, in chunks as prefill sends th
 so that a noisy machine is noisy for all: `memcpy` copies the same pages in one process; `raw sockets` sends them with
 blocking sendmsg of page iovecs and receives with recv_into; then the transports, from the first send_chunk to Commit.
 
-All ways have pools of the same size, far beyond the last cache as a real one is, and move other pages in each round: a
-pool of one short prompt lies in the cache, and its memcpy measures that. All memory is written before a clock runs.
+All ways have pools of the same size, far larger than the last-level cache as a real one is, and move other pages in
+each round: a pool of one short prompt would lie in the cache, and its memcpy would measure that. All memory is written
+before a clock runs.
 
 Each of the two processes keeps to a core of its own: a scheduler that wakes the receiver on the sender's core halves
 the rate of every way through sockets, in some rounds and not in others.
 
-Where a process's memory came to lie decides as much, for as long as it lives: raw sockets made 1.8 GiB/s in one start
+The placement of a process's memory matters as much, for as long as it lives: raw sockets reached 1.8 GiB/s in one start
 and 3.0 in the next. So all ways are started anew several times, and a figure is the median of its starts.
 
 Only the transports check what they move, at both ends: the row `checksum` is that cost.
@@ -21,72 +22,41 @@ Only the transports check what they move, at both ends: the row `checksum` is th
 import argparse
 import itertools
 import logging
-import math
-import multiprocessing
 import os
-import socket
 import statistics
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 
 import numpy as np
 
+from bench.handoff.machine_rates import Memcpy, RawSockets
+from bench.handoff.second_process import CORES, DEADLINE_S, BenchChild, answer_pipe
+from bench.handoff.transfer_case import (
+    CASES,
+    NUM_SCATTERS,
+    POOL_NBYTES,
+    TransferCase,
+    make_pool,
+    scatters,
+)
 from bench.report.result import ResultRow, write_result
 from contracts.events import Token
 from contracts.handoff import Commit, Fin, Grant, Offer
-from contracts.ids import BlockId, Epoch, Incarnation, RequestId, WorkerId
-from contracts.layout import KVLayout
+from contracts.ids import Epoch, Incarnation, RequestId, WorkerId
 from contracts.request import WorkerRef
 from kv_transfer.chunks import checksum as integrity
 from kv_transfer.events import ChunkLanded, MessageReceived, PeerDisconnected
 from kv_transfer.node import TransferNode
 from kv_transfer.settings import TransferSettings
 
-SMOLLM2 = KVLayout(model="SmolLM2-135M", num_layers=30, num_kv_heads=3, head_dim=64, block_size=16, dtype="float32")
-LLAMA = KVLayout(model="Llama-8B", num_layers=32, num_kv_heads=8, head_dim=128, block_size=64, dtype="float8_e4m3fn")
 TRANSPORTS = ("shm", "ucx", "tcp")
 CHUNK_TOKENS = 512
-POOL_NBYTES = 256 << 20
-NUM_SCATTERS = 4
-MAX_IOVECS = 1024
-CORES = sorted(os.sched_getaffinity(0))
-DEADLINE_S = 60.0
 SECRET = b"bench"
 GIB = float(1 << 30)
-
-
-@dataclass(frozen=True)
-class TransferCase:
-    layout: KVLayout
-    num_tokens: int
-
-    @property
-    def num_blocks(self) -> int:
-        return self.layout.num_blocks(self.num_tokens)
-
-    @property
-    def nbytes(self) -> int:
-        return self.num_blocks * self.layout.block_nbytes
-
-    @property
-    def pool_blocks(self) -> int:
-        return POOL_NBYTES // self.layout.block_nbytes
-
-    @property
-    def params(self) -> dict[str, object]:
-        return {"model": self.layout.model, "page KiB": self.layout.page_nbytes // 1024, "tokens": self.num_tokens}
-
-
-CASES = [
-    TransferCase(SMOLLM2, 128),
-    TransferCase(SMOLLM2, 1024),
-    TransferCase(SMOLLM2, 4096),
-    TransferCase(LLAMA, 1024),
-]
 
 
 def main() -> None:
@@ -110,7 +80,7 @@ def main() -> None:
 
 
 def bench_case(case: TransferCase, num_starts: int, num_rounds: int) -> Iterator[ResultRow]:
-    """Each row's median over the starts, and how far behind its peer each way was in them."""
+    """Yield the median of each row over the starts, and how far behind its peer each way was in them."""
     starts = [list(bench_start(case, num_rounds)) for _ in range(num_starts)]
     for rows in zip(*starts, strict=True):
         yield median_row(rows)
@@ -122,7 +92,7 @@ def bench_case(case: TransferCase, num_starts: int, num_rounds: int) -> Iterator
 
 
 def median_row(rows: Sequence[ResultRow]) -> ResultRow:
-    """Of the same figure in several starts."""
+    """Return the medians of the same figure in several starts."""
     middle = {
         field: statistics.median(values)
         for field in ("value", "limit", "peer_value")
@@ -132,7 +102,7 @@ def median_row(rows: Sequence[ResultRow]) -> ResultRow:
 
 
 def bench_start(case: TransferCase, num_rounds: int) -> Iterator[ResultRow]:
-    """All ways in turn, round by round; medians."""
+    """Yield the medians of all ways, which take turns round by round."""
     ways: list[Memcpy | RawSockets | Pair] = [
         Memcpy(case),
         RawSockets(case),
@@ -156,9 +126,9 @@ def bench_start(case: TransferCase, num_rounds: int) -> Iterator[ResultRow]:
 
 
 def measure(way: "Memcpy | RawSockets | Pair") -> tuple[float, float]:
-    """Wall seconds, and CPU seconds of all processes that took part.
+    """Return wall seconds, and CPU seconds of all processes that took part.
 
-    Of the second of two moves: the first brings the way's code, not its pages, back into the caches.
+    They are those of the second of two moves: the first brings the code, not the pages, back into the caches.
     """
     way.move()
     before = way.cpu_s()
@@ -171,7 +141,7 @@ def settings(transport: str) -> TransferSettings:
 
 
 def checksum_row() -> ResultRow:
-    """At one end, over pieces as they lie in staging just after they were packed."""
+    """Return the CPU time of checksums at one end, over pieces as they lie in staging after packing."""
     piece = np.random.default_rng(7).bytes(settings("auto").slot_nbytes)
     data, times_s = np.frombuffer(piece, dtype=np.uint8), []
     for _ in range(101):
@@ -181,149 +151,8 @@ def checksum_row() -> ResultRow:
     return ResultRow("checksum CPU, one end", statistics.median(times_s) / (len(piece) / GIB), "s/GiB")
 
 
-def make_pool(case: TransferCase) -> np.ndarray:
-    shape = (case.layout.num_planes, case.pool_blocks, case.layout.page_nbytes)
-    return np.frombuffer(bytearray(np.random.default_rng(7).bytes(math.prod(shape))), dtype=np.uint8).reshape(shape)
-
-
-def scatters(case: TransferCase, seed: int) -> list[list[BlockId]]:
-    """Pages for one prompt, scattered over the pool; moves take these lists in turn."""
-    rng = np.random.default_rng(seed)
-    orders = [rng.permutation(case.pool_blocks)[: case.num_blocks] for _ in range(NUM_SCATTERS)]
-    return [[BlockId(int(page)) for page in order] for order in orders]
-
-
-class Memcpy:
-    """Page by page from one pool to another, in one thread."""
-
-    name = "memcpy"
-
-    def __init__(self, case: TransferCase) -> None:
-        self._src, self._dst = make_pool(case), make_pool(case)
-        both = zip(scatters(case, 1), scatters(case, 2), strict=True)
-        self._pairs = itertools.cycle([list(zip(src, dst, strict=True)) for src, dst in both])
-
-    def move(self) -> float:
-        pairs = next(self._pairs)
-        start = time.perf_counter()
-        for src_plane, dst_plane in zip(self._src, self._dst, strict=True):
-            for src, dst in pairs:
-                dst_plane[dst] = src_plane[src]
-        return time.perf_counter() - start
-
-    def cpu_s(self) -> float:
-        return time.process_time()
-
-    def latency_rows(self) -> list[ResultRow]:
-        return []
-
-    def close(self) -> None:
-        pass
-
-
-Target = Callable[[Connection, TransferCase, str], None]
-
-
-class BenchChild:
-    """A process that answers on a pipe. `target(pipe, case, name)` runs in it."""
-
-    def __init__(self, target: Target, case: TransferCase, name: str) -> None:
-        context = multiprocessing.get_context("spawn")
-        self.pipe, theirs = context.Pipe()
-        self._process = context.Process(target=serve, args=(CORES[-1], target, theirs, case, name), daemon=True)
-        self._process.start()
-
-    def receive(self) -> object:
-        if not self.pipe.poll(DEADLINE_S):
-            raise TimeoutError("the other process does not answer")
-        return self.pipe.recv()
-
-    def cpu_s(self) -> float:
-        """Of both processes so far."""
-        self.pipe.send("cpu")
-        answer = self.receive()
-        assert isinstance(answer, float)
-        return answer + time.process_time()
-
-    def close(self) -> None:
-        self.pipe.send("end")
-        self._process.join(DEADLINE_S)
-
-
-def serve(core: int, target: Target, pipe: Connection, case: TransferCase, name: str) -> None:
-    os.sched_setaffinity(0, {core})
-    target(pipe, case, name)
-
-
-class RawSockets:
-    """Blocking sendmsg and recv_into of the pages themselves: no staging, no checks, no headers."""
-
-    name = "raw sockets"
-
-    def __init__(self, case: TransferCase) -> None:
-        self._child = BenchChild(serve_raw, case, self.name)
-        self._sock = socket.create_connection(("127.0.0.1", self._child.receive()))  # type: ignore[arg-type]
-        self._views = page_views(case, 1)
-
-    def move(self) -> float:
-        views = next(self._views)
-        start = time.perf_counter()
-        for first in range(0, len(views), MAX_IOVECS):
-            send_views(self._sock, views[first : first + MAX_IOVECS])
-        assert self._sock.recv(1)
-        return time.perf_counter() - start
-
-    def cpu_s(self) -> float:
-        return self._child.cpu_s()
-
-    def latency_rows(self) -> list[ResultRow]:
-        return []
-
-    def close(self) -> None:
-        self._sock.close()
-        self._child.close()
-
-
-def page_views(case: TransferCase, seed: int) -> Iterator[list[memoryview]]:
-    """The pages of one prompt after the other in a pool, without end."""
-    pool = make_pool(case)
-    return itertools.cycle(
-        [[pool[plane, page].data for plane in range(len(pool)) for page in pages] for pages in scatters(case, seed)]
-    )
-
-
-def send_views(sock: socket.socket, views: list[memoryview]) -> None:
-    """sendmsg until all is sent: it may take only a part."""
-    index, views = 0, list(views)
-    while index < len(views):
-        sent = sock.sendmsg(views[index:])
-        while index < len(views) and sent >= len(views[index]):
-            sent -= len(views[index])
-            index += 1
-        if sent:
-            views[index] = views[index][sent:]
-
-
-def serve_raw(pipe: Connection, case: TransferCase, name: str) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        pipe.send(server.getsockname()[1])
-        sock, _ = server.accept()
-    threading.Thread(target=receive_raw, args=(sock, page_views(case, 2)), daemon=True).start()
-    answer_pipe(pipe)
-
-
-def receive_raw(sock: socket.socket, prompts: Iterator[list[memoryview]]) -> None:
-    while all(sock.recv_into(view, len(view), socket.MSG_WAITALL) for view in next(prompts)):
-        sock.sendall(b"\0")
-
-
-def answer_pipe(pipe: Connection) -> None:
-    while pipe.recv() != "end":
-        pipe.send(time.process_time())
-
-
 class Pair:
-    """A prefill node here and a decode node in another process."""
+    """A prefill node in this process and a decode node in another."""
 
     def __init__(self, case: TransferCase, transport: str) -> None:
         self.name, self._case = transport, case
@@ -339,7 +168,7 @@ class Pair:
         self._grant_s: list[float] = []
 
     def move(self) -> float:
-        """Seconds from the first chunk to Commit; the grant is there before."""
+        """Return the seconds from the first chunk to Commit; the grant comes before."""
         key = self._offer(self._case.num_tokens)
         start = time.perf_counter()
         for index, first in enumerate(range(0, self._case.num_tokens, CHUNK_TOKENS)):
@@ -351,7 +180,7 @@ class Pair:
         return self._child.cpu_s()
 
     def latency_rows(self) -> Iterator[ResultRow]:
-        """Of requests of one block, in pools of this case's size."""
+        """Yield the latencies of requests of one block, in pools of this case's size."""
         self._grant_s.clear()
         commit_s = [self._move_one_block() for _ in range(200)]
         params = {**self._case.params, "tokens": self._case.layout.block_size}
@@ -372,12 +201,12 @@ class Pair:
 
     def _offer(self, num_tokens: int) -> tuple[RequestId, Epoch]:
         self._number += 1
-        key = RequestId(f"r{self._number}"), Epoch(1)
+        request_id, epoch = RequestId(f"r{self._number}"), Epoch(1)
         start = time.perf_counter()
-        self._node.offer(self._peer, Offer(*key, num_tokens, self._case.layout.layout_id))
+        self._node.offer(self._peer, Offer(request_id, epoch, num_tokens, self._case.layout.layout_id))
         self._wait(Grant)
         self._grant_s.append(time.perf_counter() - start)
-        return key
+        return request_id, epoch
 
     def _send(self, key: tuple[RequestId, Epoch], index: int, first: int, num_tokens: int) -> None:
         block = self._case.layout.block_size
@@ -386,7 +215,7 @@ class Pair:
         self._node.send_chunk(self._peer.worker_id, *key, index, first, num_tokens, pages)
 
     def _finish(self, key: tuple[RequestId, Epoch], num_chunks: int) -> None:
-        self._node.finish(self._peer.worker_id, Fin(*key, num_chunks, Token(0, 1), 0))
+        self._node.finish(self._peer.worker_id, Fin(key[0], key[1], num_chunks, Token(0, 1), 0))
         self._wait(Commit)
 
     def _wait(self, kind: type) -> None:
@@ -413,7 +242,7 @@ def serve_decode(pipe: Connection, case: TransferCase, transport: str) -> None:
 
 
 def decode(node: TransferNode, woken: threading.Event, case: TransferCase) -> None:
-    """Grant, and commit when all tokens are there."""
+    """Grant what is offered, and commit when all its tokens have landed."""
     scatter, landed, offered = itertools.cycle(scatters(case, 2)), 0, 0
     while woken.wait():
         woken.clear()
