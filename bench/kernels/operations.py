@@ -72,12 +72,12 @@ def attention(registry: Registry) -> list[Figure]:
             calls = fresh_calls(case, 6)
             us = measure(registry, case, calls, "triton")
             wrong = error(registry, case, calls[0], lambda call, c=case: call.run(registry.get(c.op, c.spec)))
-            peer = peers.decode(registry, case, calls)
+            peer, peer_us, more = peers.decode(registry, case, calls)
             params = dict(model=model, batch=batch, context=context)
             rows.append(
                 show(
                     Figure(
-                        "attn_decode", params, us, "us", floor_us(case) / us, *peer[:2], dict(error=wrong, **peer[2])
+                        "attn_decode", params, us, "us", floor_us(case) / us, peer, peer_us, dict(error=wrong, **more)
                     )
                 )
             )

@@ -1,9 +1,9 @@
-"""A model of Llama-8B's shape with random bf16 weights, as a Hugging Face folder: what a server is started on where no
-text matters.
+"""The command that writes Llama-8B's shape with random bf16 weights as a Hugging Face folder.
 
-python -m bench.models.model_folder /dev/shm/llama-8b --device cuda
+    python -m bench.models.model_folder /dev/shm/llama-8b --device cuda
 
-16 GB, so a folder in memory is the place; several servers, Tandem or another, can read it.
+Servers are started on it where the text does not matter. It takes 16 GB, so a folder in memory is the place; several
+servers, Tandem or another, can read it.
 """
 
 import argparse
@@ -49,7 +49,7 @@ def main() -> None:
 
 
 def write_folder(folder: Path, config: ModelConfig, device: torch.device) -> None:
-    """What transformers, vLLM and Tandem open."""
+    """Write a folder that transformers, vLLM and Tandem can open."""
     folder.mkdir(parents=True, exist_ok=True)
     parts = tensor_names(config)
     files = [f"model-{1 + number:05d}-of-{len(parts):05d}.safetensors" for number in range(len(parts))]
@@ -69,7 +69,7 @@ def write_folder(folder: Path, config: ModelConfig, device: torch.device) -> Non
 
 
 def tensor_names(config: ModelConfig) -> list[list[str]]:
-    """By file."""
+    """Return the names of the tensors in each file."""
     ends = [f"{module}.weight" for module in ("model.embed_tokens", "model.norm", "lm_head")]
     starts = range(0, config.num_layers, LAYERS_A_FILE)
     return [ends, *(_layer_names(range(start, min(start + LAYERS_A_FILE, config.num_layers))) for start in starts)]
@@ -100,9 +100,10 @@ def config_json(config: ModelConfig) -> dict:
 
 
 def wide_tokenizer(vocab_size: int) -> Tokenizer:
-    """A token for each byte, and words of four letters for the other ids: every token is a text of its own, so that a
-    server has something to send for each. For that bytes are shown as the vocabulary writes them: one of several that
-    make a character would be no text, and the gap behind it would be as long as two.
+    """Return a tokenizer of all bytes and of words of four letters for the other ids.
+
+    Every token is a text of its own, so that a server has something to send for each. Bytes are therefore decoded as
+    the vocabulary writes them: the first bytes of a character would be no text, and the gap after them as long as two.
     """
     words = ("Ġ" + "".join(letters) for letters in product(string.ascii_lowercase, repeat=4))
     tokenizer = byte_tokenizer(islice(words, vocab_size - 256))

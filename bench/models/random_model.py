@@ -1,4 +1,4 @@
-"""Models of a real shape with random weights, made on the device: for speed, where no text matters."""
+"""The models of a real shape with random weights, made on the device, for speed where text does not matter."""
 
 from collections.abc import Iterable
 from dataclasses import replace
@@ -107,7 +107,7 @@ STORED = {
     "gptq": Quantization("random", Scheme.GPTQ, skipped=("lm_head",), group_size=128, zero_shift=1),
     "awq": Quantization("random", Scheme.AWQ, skipped=("lm_head",), group_size=128),
 }
-"""Layouts of quantized checkpoints; gptq is symmetric."""
+"""The layouts of quantized checkpoints; gptq is symmetric."""
 _TENSORS = {
     Scheme.FP8_ROWS: ("weight", "weight_scale"),
     Scheme.FP8_BLOCKS: ("weight", "weight_scale_inv"),
@@ -117,8 +117,9 @@ _TENSORS = {
 
 
 def open_random(model: str, device: torch.device) -> tuple[Checkpoint, WeightSource]:
-    """One of SHAPES by its name, and behind a colon one of STORED, if it is not plain. In every process the same
-    weights.
+    """Return the checkpoint and weights of one of SHAPES by its name, the same in every process.
+
+    One of STORED follows after a colon if the weights are quantized.
     """
     shape, _, stored = model.partition(":")
     config, quantization = SHAPES[shape], STORED[stored] if stored else None
@@ -126,7 +127,7 @@ def open_random(model: str, device: torch.device) -> tuple[Checkpoint, WeightSou
 
 
 def random_checkpoint(name: str, config: ModelConfig, quantization: Quantization | None = None) -> Checkpoint:
-    """No files: weights come from RandomWeights."""
+    """Return a checkpoint without files, whose weights come from RandomWeights."""
     return Checkpoint(
         name=name,
         path=Path(name),
@@ -143,8 +144,10 @@ def random_checkpoint(name: str, config: ModelConfig, quantization: Quantization
 
 
 class RandomWeights:
-    """A weight source (engine.model_loader.checkpoint_weights) of normal numbers, 0.02 wide; gains and sinks around
-    1. MXFP4: any bytes, times 2 ** -7; so are the codes of INT4. `quantization`: how dense matrices are stored.
+    """The weight source (engine.model_loader.checkpoint_weights) of random weights.
+
+    They are normal numbers with a standard deviation of 0.02; norms' gains and attention sinks are around 1. MXFP4 has
+    random bytes times 2 ** -7; the codes of INT4 are random, too. `quantization` says how dense matrices are stored.
     """
 
     interleaved = False
@@ -175,7 +178,7 @@ class RandomWeights:
         return torch.randn(shape, device=self._device, generator=self._generator).mul_(0.02)
 
     def _stored(self, name: str) -> torch.Tensor | None:
-        """A tensor of a dense matrix, as its scheme has it."""
+        """Return a tensor of a dense matrix in the layout of the quantization scheme, if it has one."""
         module, _, kind = name.rpartition(".")
         if self._scheme is None or kind not in _TENSORS[self._scheme]:
             return None
@@ -201,7 +204,10 @@ class RandomWeights:
         return torch.randint(limits.min, limits.max, shape, **options)
 
     def _transposed(self, kind: str, experts: Experts) -> torch.Tensor:
-        """As Llama 4 has all experts of a layer, bf16 on a GPU: 43 GB in float32, of Maverick's gate and up."""
+        """Return the weights of all experts of a layer in Llama 4's layout.
+
+        They are bf16 on a GPU, since Maverick's gate and up would take 43 GB in float32.
+        """
         hidden, inner = self._config.hidden_size, experts.intermediate_size
         shape = (hidden, 2 * inner) if kind == "gate_up_proj" else (inner, hidden)
         dtype = torch.bfloat16 if self._device.type == "cuda" else torch.float32
@@ -209,7 +215,7 @@ class RandomWeights:
         return made.normal_(0.0, 0.02, generator=self._generator)
 
     def _of_all_experts(self, kind: str) -> torch.Tensor:
-        """As gpt-oss has them, in MXFP4."""
+        """Return the weights of all experts of a layer in gpt-oss's layout, in MXFP4."""
         experts, hidden = self._config.experts, self._config.hidden_size
         assert experts is not None
         inner = experts.intermediate_size
@@ -224,7 +230,7 @@ class RandomWeights:
         return torch.randint(256, bytes_, dtype=torch.uint8, device=self._device, generator=self._generator)
 
     def _shape(self, kind: str, experts: Experts | None) -> tuple[int, ...]:
-        """`experts`: of a tensor that is one of theirs."""
+        """Return the shape of a tensor; `experts` is given if it belongs to one of them."""
         config = self._config
         hidden, inner = config.hidden_size, experts.intermediate_size if experts else config.intermediate_size
         q_width, kv_width = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
@@ -248,7 +254,7 @@ class RandomWeights:
 
 
 def byte_tokenizer(words: Iterable[str] = ()) -> Tokenizer:
-    """A token for each byte, then one for each of `words`, and no others."""
+    """Return a tokenizer with a token for each byte, then one for each of `words`, and no others."""
     tokens = [*sorted(pre_tokenizers.ByteLevel.alphabet()), *words]
     tokenizer = Tokenizer(models.BPE(vocab={token: index for index, token in enumerate(tokens)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

@@ -9,7 +9,7 @@ from engine.model_loader.checkpoint_weights import open_weights
 
 
 def oracle(checkpoint: Checkpoint, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
-    """A transformers model in eval mode. For a GGUF file of the Llama family: its weights, dequantized."""
+    """Return a transformers model in eval mode, with the dequantized weights of a GGUF file if it is one."""
     if checkpoint.format is WeightFormat.SAFETENSORS:
         return AutoModelForCausalLM.from_pretrained(checkpoint.path, dtype=dtype).eval()
     config = checkpoint.config
@@ -39,8 +39,9 @@ def oracle(checkpoint: Checkpoint, dtype: torch.dtype = torch.float32) -> PreTra
 
 
 def _to_halves(weight: torch.Tensor, head_dim: int) -> torch.Tensor:
-    """Undoes the row order of llama.cpp's converter: rotary pairs side by side become the halves that transformers
-    rotates.
+    """Undo the row order of llama.cpp's converter.
+
+    It puts rotary pairs side by side; transformers rotates halves.
     """
     pairs = weight.view(-1, head_dim // 2, 2, weight.shape[1])
     return pairs.transpose(1, 2).reshape(weight.shape)
@@ -48,7 +49,10 @@ def _to_halves(weight: torch.Tensor, head_dim: int) -> torch.Tensor:
 
 @torch.inference_mode()
 def greedy(model: PreTrainedModel, token_ids: list[int], num_tokens: int) -> list[int]:
-    """The likeliest continuation, without `generate`, which masks prompts that contain its padding token."""
+    """Return the greedy continuation.
+
+    transformers' own `generate` is not used, because it masks prompts that contain its padding token.
+    """
     answer: list[int] = []
     step = model(torch.tensor([token_ids]), use_cache=True, logits_to_keep=1)
     while len(answer) < num_tokens:

@@ -1,4 +1,4 @@
-"""The part of a page that a command writes: what stands between two comments of the page."""
+"""The part of a page that a command writes, between two comments of the page."""
 
 from pathlib import Path
 
@@ -11,12 +11,12 @@ def start(module: str) -> str:
 
 
 def read_block(page: Path, module: str) -> str:
-    """Return what stands in the page. Raises ValueError if the comments are missing."""
+    """Return the part of the page; raise ValueError if the comments are missing."""
     return _split(page.read_text(encoding="utf-8"), module)[1].strip("\n")
 
 
 def write_block(page: Path, module: str, block: str) -> None:
-    """Put `block` in place of what stands in the page."""
+    """Replace the part of the page by `block`."""
     before, _, after = _split(page.read_text(encoding="utf-8"), module)
     page.write_text(f"{before}{start(module)}\n\n{block}\n\n{END}{after}", encoding="utf-8")
 

@@ -1,4 +1,4 @@
-"""What the plots that are made of a result file share."""
+"""The parts that the plots of result files share."""
 
 import argparse
 import json
@@ -18,7 +18,10 @@ Json = dict[str, Any]
 
 
 def draw_file(doc: str | None, draw: Callable[[Json], Figure]) -> None:
-    """`draw` is given the whole result. The command `python -m bench.NAME_plots FILE [--out PNG]`."""
+    """Run the command `python -m bench.FOLDER.plots FILE [--out PNG]`.
+
+    `draw` is given the whole result.
+    """
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("result", type=Path, help="a result file (JSON)")
     parser.add_argument("--out", type=Path, default=None, metavar="PNG", help="by default beside the result file")
@@ -32,7 +35,7 @@ def draw_file(doc: str | None, draw: Callable[[Json], Figure]) -> None:
 
 
 def log_ticks(*axes: Axis) -> None:
-    """Plain numbers along what is drawn on a logarithmic scale, more of a decade where few decades are to be seen."""
+    """Put plain numbers along logarithmic axes, more of them where few decades are in view."""
     for axis in axes:
         low, high = axis.get_view_interval()
         subs = next(subs for most, subs in _SUBS.items() if high / low < most)
@@ -42,7 +45,7 @@ def log_ticks(*axes: Axis) -> None:
 
 
 def nothing(axes: Axes, title: str) -> None:
-    """For what the file has no rows of."""
+    """Say in the axes that the file has no rows for them."""
     axes.set_title(title, fontsize=10)
     axes.set_axis_off()
     axes.text(0.5, 0.5, "not in this file", ha="center", color="gray", transform=axes.transAxes)

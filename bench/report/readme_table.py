@@ -1,7 +1,8 @@
-"""The README's table of measurements: `python -m bench.report.readme_table` writes it from result files.
+"""The README's table of measurements.
 
-Each line names the row of its own figure. Its peer is the one that the row carries, or the row of a file that was taken
-in the same session on the same machine; without one the cell stays empty.
+`python -m bench.report.readme_table` writes it from result files. Each line names the row of its own figure. Its peer
+is the one that the row carries, or the row of a file that was taken in the same session on the same machine; without
+one the cell stays empty.
 """
 
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ VLLM = "2026-11-28-serving-vllm-2xh200"
 
 @dataclass(frozen=True)
 class Line:
-    """One line of the table. `peer`: its name as the table says it, and its row unless `own` carries the figure."""
+    """One line of the table; `peer` is the peer's name, `peer_row` its row unless `own` carries the figure."""
 
     what: str
     machine: str

@@ -1,4 +1,7 @@
-"""One file per benchmark run: what was measured, on what, with which versions, beside which limit and which peer."""
+"""The result files: one per benchmark run, as JSON and as a Markdown page.
+
+A file says what was measured, on which machine, with which versions, beside which limit and which peer.
+"""
 
 import hashlib
 import importlib.metadata
@@ -22,8 +25,10 @@ _PACKAGES = ("torch", "transformers", "ucxx-cu13", "numpy", "redis", "uvicorn", 
 
 @dataclass(frozen=True)
 class ResultRow:
-    """One figure. `limit`: what the hardware allows, in the same unit, the least of a time and the most of all else;
-    `peer_value`: what `peer` reached in the same run.
+    """One figure.
+
+    `limit` is what the hardware allows, in the same unit: the least of a time, the most of all else. `peer_value` is
+    what `peer` reached in the same run.
     """
 
     name: str
@@ -36,8 +41,9 @@ class ResultRow:
 
 
 def write_result(path: Path | None, what: str, rows: Sequence[ResultRow], config: Mapping[str, Any]) -> Path:
-    """Write `bench/results/<date>-<what>-<hardware>.json` (or `path`) and the Markdown page beside it. Returns the
-    JSON's path.
+    """Write `bench/results/<date>-<what>-<hardware>.json` (or `path`) and the Markdown page beside it.
+
+    Return the path of the JSON.
     """
     now = datetime.now(UTC)
     file = path or RESULTS / f"{now:%Y-%m-%d}-{what}-{_slug(hardware()['cpu'])}.json"
@@ -59,7 +65,7 @@ def write_result(path: Path | None, what: str, rows: Sequence[ResultRow], config
 
 
 def share_of_limit(value: float, limit: float, unit: str) -> float:
-    """1 at the limit, and less the farther from it: a time that is twice the least reaches half."""
+    """Return the fraction of the limit that is reached; a time twice the least reaches half."""
     return limit / value if unit in _TIMES else value / limit
 
 
@@ -76,7 +82,7 @@ def hardware() -> dict[str, Any]:
 
 
 def page(result: Mapping[str, Any]) -> str:
-    """The result as Markdown: one table, then how to run it again."""
+    """Return the result as Markdown: one table, then how to run it again."""
     machine = result["hardware"]
     lines = [
         f"# {result['what']}",
@@ -121,7 +127,10 @@ def _versions() -> dict[str, str]:
 
 
 def _commit() -> str:
-    """The revision, with `+` if tracked files differ from it; "unknown" outside of a git checkout, or without git."""
+    """Return the revision, with `+` if tracked files differ from it.
+
+    It is "unknown" outside of a git checkout, or without git.
+    """
     if shutil.which("git") is None:
         return "unknown"
     command = ["git", "describe", "--always", "--dirty=+", "--exclude=*"]

@@ -1,4 +1,4 @@
-"""The row of a result file that has a name and parameters."""
+"""The look-up of a row in a result file by name and parameters."""
 
 import json
 from collections.abc import Mapping
@@ -14,14 +14,14 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @dataclass(frozen=True)
 class RowQuery:
-    """What the one row of a file must have: its name, and these parameters among others."""
+    """The name and some parameters that the one row of a file must have."""
 
     file: str
     name: str
     params: Mapping[str, Any] = field(default_factory=dict)
 
     def row(self) -> Mapping[str, Any]:
-        """Return the one row that fits. Raises LookupError if there is none, or more than one."""
+        """Return the one row that fits; raise LookupError if there is none, or more than one."""
         found = [row for row in rows(self.file) if row["name"] == self.name and self._fits(row["params"])]
         if len(found) != 1:
             raise LookupError(f"{self.file} has {len(found)} rows {self.name!r} with {dict(self.params)}, not one")

@@ -1,4 +1,7 @@
-"""The tables of the page on vLLM: `python -m bench.report.vllm_comparison` writes them from result files."""
+"""The tables of the page on vLLM.
+
+`python -m bench.report.vllm_comparison` writes them from result files.
+"""
 
 from collections.abc import Callable, Sequence
 
@@ -41,7 +44,7 @@ LOADS = {
     "8k-8": "8192/128, 8/s",
 }
 Cell = Callable[[str, str, str], str]
-"""The text of a cell by file, system and load."""
+"""The function that returns the text of a cell by file, system and load."""
 
 
 def tables() -> str:

@@ -1,14 +1,14 @@
-"""Services that die, freeze and come back under load: is every answer right, or an error with words, and is all clean
-when it is quiet again?
+"""The test of services that die, freeze and come back under load.
 
-python -m bench.serving.chaos --minutes 10
-python -m bench.serving.chaos --minutes 3 --transfer tcp --seed 2
-python -m bench.serving.chaos --device cuda --transfer nvlink --model /dev/shm/tiny --kv-cache-mib 2
+    python -m bench.serving.chaos --minutes 10
+    python -m bench.serving.chaos --minutes 3 --transfer tcp --seed 2
+    python -m bench.serving.chaos --device cuda --transfer nvlink --model /dev/shm/tiny --kv-cache-mib 2
 
-Two prefill and two decode workers, a coordinator and a gateway, started one by one; on GPUs workers take turns. In each
-round one to three faults are made while clients ask; then whoever died is started again, the clients pause, and within
-a minute every request must have ended, every page and credit must be free, and the next request be answered. Answers
-are greedy, in float32, and compared with those of the system before its first fault.
+It checks that every answer is right or an error that says why, and that nothing is held when all is quiet again. Two
+prefill and two decode workers, a coordinator and a gateway are started one by one; workers share the GPUs in turn. In
+each round one to three faults are made while clients send requests. Then services that died are started again, the
+clients pause, and within a minute every request must have ended, every page and credit must be free, and the next
+request must be answered. Answers are greedy, in float32, and compared with those of the system before its first fault.
 """
 
 import argparse
@@ -42,9 +42,9 @@ FREEZES_S = (0.3, 2.0, 5.0, 12.0)
 REDIS_FREEZES_S = (0.5, 2.0, 6.0)
 PROMPTS = (1, 3, 17, 64, 100, 333, 700)
 ANSWERS = (1, 2, 5, 30, 60, 300)
-"""The longest is still being decoded when most faults are made."""
+"""Tokens of the answers; the longest is still being decoded when most faults are made."""
 WORDS = ("HTTP", "error in the stream", "connection lost", "no connection")
-"""Reasons that a client can act on. A connection is lost with the gateway that is killed, not otherwise."""
+"""Reasons that a client can act on. Only a gateway that is killed may lose connections."""
 
 
 def main() -> int:
@@ -90,7 +90,7 @@ def workers(transfer: str, device: str) -> dict[str, tuple[str, ...]]:
 
 @dataclass
 class FaultReport:
-    """What was done to the system, what became of the requests, and the `faults`: what must never be."""
+    """What was done to the system, what became of the requests, and the `faults`, which must never happen."""
 
     done: Counter[str] = field(default_factory=Counter)
     answers: Counter[str] = field(default_factory=Counter)
@@ -104,7 +104,10 @@ class FaultReport:
         print(f"{kind}: {words}", file=sys.stderr)
 
     def count(self, answer: StreamResult, wanted: str, has_left: bool) -> None:
-        """`wanted`: the right text; what came of it is never anything else, however it ended."""
+        """Count an answer by how it ended.
+
+        `wanted` is the right text: an answer must be a beginning of it, however it ended.
+        """
         self.longest_s = max(self.longest_s, answer.total_s)
         self.answers[answer.reason or ("left" if has_left else "right")] += 1
         is_whole = not answer.reason and not has_left
@@ -164,7 +167,7 @@ async def run(services: Services, args: argparse.Namespace) -> FaultReport:
 
 
 async def calm(http: aiohttp.ClientSession, services: Services, rng: random.Random) -> list[ChaosPrompt]:
-    """Questions and their answers, each asked twice: the second finds its prefix cached."""
+    """Return prompts with their answers; each is asked twice, and the second time its prefix is cached."""
     async with asyncio.timeout(REST_TIMEOUT_S):
         while not is_ready(services.url):
             await asyncio.sleep(0.1)
@@ -187,7 +190,7 @@ async def client(
     may_ask: asyncio.Event,
     toll: FaultReport,
 ) -> None:
-    """Asks one after another; one of six leaves in the middle."""
+    """Send one request after another; hang up in the middle of one of six."""
     model = model_of(services.url)
     while True:
         await may_ask.wait()
@@ -202,12 +205,12 @@ async def client(
 
 
 async def rest(http: aiohttp.ClientSession, services: Services, question: ChaosPrompt, toll: FaultReport) -> None:
-    """Nothing may be left of the requests that were, and the next one is answered."""
+    """Check that nothing is left of the requests so far, and that the next one is answered."""
     toll.num_rests += 1
     await revive(services)
     until = time.monotonic() + REST_TIMEOUT_S
     while left := await leftovers(services, toll):
-        await revive(services)  # one that drained may have ended only now
+        await revive(services)  # a worker that drained may have ended only now
         if time.monotonic() > until:
             toll.fault("not clean at rest", left)
             break
@@ -221,7 +224,7 @@ async def rest(http: aiohttp.ClientSession, services: Services, question: ChaosP
 
 
 async def leftovers(services: Services, toll: FaultReport) -> list[str]:
-    """Requests that have not ended, workers that hold something, credits that are out."""
+    """Return requests that have not ended, what workers still hold, and credits that were not returned."""
     left = [f"{toll.num_asking} requests have not ended"] if toll.num_asking else []
     for name in services.workers:
         left += await asyncio.to_thread(what_it_holds, services, name)
@@ -239,7 +242,7 @@ async def leftovers(services: Services, toll: FaultReport) -> list[str]:
 def what_it_holds(services: Services, name: str) -> list[str]:
     try:
         core = get_json(f"{services.facts(name)['url']}/health")["core"]
-    except OSError as error:  # it is ending, or says that it is sick
+    except OSError as error:  # the worker is ending, or reports that it is unhealthy
         return [f"{name}: {error}"]
     return [] if core["is_clean"] else [f"{name} holds {core['gauges']}"]
 
@@ -255,7 +258,7 @@ async def revive(services: Services) -> None:
 
 
 async def strike(services: Services, rng: random.Random, toll: FaultReport) -> None:
-    """One to three faults, one after another; whoever they ended is started again."""
+    """Make one to three faults, one after another, then start again the services that they ended."""
     for _ in range(rng.randrange(1, 4)):
         await asyncio.sleep(rng.uniform(0.0, 3.0))
         name = rng.choice(list(FAULTS))

@@ -1,9 +1,9 @@
-"""What the handoff and the services cost: the pair against a mixed worker, and both against the engine alone, in one
-run, taking turns.
+"""The benchmark of what handoff and services cost on a CPU.
 
-python -m bench.serving.cpu_pair --transfers ucx,shm,tcp --out FILE
+    python -m bench.serving.cpu_pair --transfers ucx,shm,tcp --out FILE
 
-The engine alone runs in this process on the same dtype: what is missing from its rate, HTTP and the services took.
+The pair stands beside a mixed worker, and both beside the engine alone, in one run, in turn. The engine alone runs in
+this process on the same dtype; what the others lack of its rate, HTTP and the services took.
 """
 
 import argparse
@@ -27,7 +27,7 @@ from kernels.cpu.isa import apply_isa, probe_isa
 PROMPT_TOKENS = (128, 1024, 4096)
 MAX_TOKENS = 24
 KV_CACHE_MIB = 1024
-"""Of each worker: all the systems together must leave the machine its memory."""
+"""The KV cache of each worker, small enough that all systems together fit in the machine's memory."""
 
 
 def main() -> None:
@@ -39,7 +39,7 @@ def main() -> None:
     with ExitStack() as stack:
         systems = {name: stack.enter_context(running(*some, *common, **memory)) for name, some in flags.items()}
         rows = rows_of(asyncio.run(measure(systems, args.repeats)))
-        keep(args, rows)  # already: the rest takes minutes, and may be cut
+        keep(args, rows)  # written now, because the rest takes minutes and may be cut short
         engine = load(args.model, args.dtype)
         rates = rate_rows(asyncio.run(measure_rates(engine, systems, args.repeats)))
         keep(args, [*rows, *rates])
@@ -63,7 +63,7 @@ def parse() -> argparse.Namespace:
 
 
 async def measure(systems: dict[str, System], repeats: int) -> dict[tuple[str, int], list[StreamResult]]:
-    """One request at a time, the systems taking turns, so that what the machine does meets all of them alike."""
+    """Send one request at a time to each system in turn, so that a busy machine affects all alike."""
     rng, answers = random.Random(0), {}
     async with session() as http:
         for num_tokens in PROMPT_TOKENS:
@@ -86,7 +86,7 @@ def load(model: str, dtype: str) -> Engine:
 
 
 async def measure_rates(engine: Engine, systems: dict[str, System], repeats: int) -> dict[tuple[str, int], list[float]]:
-    """Tokens per second of decode, by system and number of streams; "engine" is the one of this process."""
+    """Return the tokens per second of decode, by system and number of streams; "engine" is in this process."""
     rng, rates = random.Random(1), {}
     async with session() as http:
         for num_streams in (1, NUM_STREAMS):
@@ -104,9 +104,9 @@ async def measure_rates(engine: Engine, systems: dict[str, System], repeats: int
 
 
 def decode_rate(answers: Sequence[StreamResult]) -> float:
-    """Tokens per second from when the last of the streams has its token 0 until all have ended.
+    """Return the tokens per second of streams that started together.
 
-    The streams started together.
+    The time runs from when the last of them has its token 0 until all have ended.
     """
     if errors := [answer.error for answer in answers if answer.error]:
         raise RuntimeError(errors[0])

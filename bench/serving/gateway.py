@@ -1,6 +1,8 @@
-"""What the gateway costs, with fake workers: tokens per second of its CPU, and what it adds to the first token.
+"""The benchmark of the gateway's CPU time per token and of the time it adds to the first token.
 
-python -m bench.serving.gateway
+The workers are stand-ins.
+
+    python -m bench.serving.gateway
 """
 
 import argparse
@@ -41,7 +43,7 @@ UNPACED_TOKENS = 200
 MEASURED_TOKENS = 60_000
 NUM_FIRSTS = 400
 CPU_TICK_S = 0.01
-"""The kernel's account of CPU time is no finer."""
+"""The resolution in which the kernel counts CPU time."""
 SECRET = "bench"
 PROMPT = "the quick brown fox"
 DIRECT = GatewayId("direct")
@@ -50,7 +52,10 @@ log = logging.getLogger("bench")
 
 
 def main() -> int:
-    """The fake workers and the clients share this process; the gateway has its own. Returns the exit code."""
+    """Run the benchmark and return the exit code.
+
+    The stand-in workers and the clients share this process; the gateway has its own.
+    """
     options = _arguments()
     logging.basicConfig(level=logging.WARNING)
     rows = uvloop.run(_measure())
@@ -87,7 +92,10 @@ async def _measure() -> list[ResultRow]:
 
 @asynccontextmanager
 async def _gateway(infos: list[NodeInfo]) -> AsyncIterator[tuple[str, psutil.Process]]:
-    """The gateway as it is served, but for Redis, which is not what is measured here: its URL and its process."""
+    """Run the gateway as it is served, but without Redis, which is not measured here.
+
+    Yields its URL and its process.
+    """
     with TemporaryDirectory() as folder:
         ours, theirs = multiprocessing.Pipe()
         args = (infos, Path(folder) / "ready", theirs)
@@ -103,7 +111,7 @@ async def _gateway(infos: list[NodeInfo]) -> AsyncIterator[tuple[str, psutil.Pro
 
 
 def _serve(infos: list[NodeInfo], ready_file: Path, pipe: Connection) -> None:
-    asyncio.run(_serve_with(infos, ready_file, pipe))  # the loop that service.run_service takes
+    asyncio.run(_serve_with(infos, ready_file, pipe))  # the event loop that service.run_service takes
 
 
 async def _serve_with(infos: list[NodeInfo], ready_file: Path, pipe: Connection) -> None:
@@ -119,7 +127,7 @@ async def _serve_with(infos: list[NodeInfo], ready_file: Path, pipe: Connection)
 
 
 async def _first_rows(url: str, workers: Sequence[FakeWorker], process: psutil.Process) -> list[ResultRow]:
-    """Each first token through the gateway beside one that the same worker sent without it."""
+    """Measure first tokens through the gateway beside those that the same worker sends without it."""
     cpu_s = _cpu_s(process)
     async with aiohttp.ClientSession() as session, _events(session, workers[0]) as arrived:
         pairs = [(await _ttft_s(session, url), await _direct_s(session, workers, arrived)) for _ in range(NUM_FIRSTS)]
@@ -179,7 +187,7 @@ async def _unpaced_rows(url: str, streams: int, process: psutil.Process) -> list
 
 
 async def _load(url: str, streams: int, max_tokens: int) -> int:
-    """Tokens that the streams brought."""
+    """Return how many tokens the streams received."""
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
         return sum(await asyncio.gather(*(_stream(session, url, max_tokens) for _ in range(streams))))
 
@@ -205,7 +213,7 @@ async def _ttft_s(session: aiohttp.ClientSession, url: str) -> float:
 
 
 async def _direct_s(session: aiohttp.ClientSession, workers: Sequence[FakeWorker], arrived: asyncio.Event) -> float:
-    """The same job, posted to the worker by the client itself."""
+    """Return the seconds until the first token of the same job, posted to the worker by the client itself."""
     route = Route(RequestId("r"), Epoch(1), workers[0].node.info.ref, workers[1].node.info.ref)
     job = Job(route, DIRECT, [504, 2365, 6354, 16438], SamplingParams(max_tokens=2, seed=1), 60.0)
     arrived.clear()
@@ -217,7 +225,7 @@ async def _direct_s(session: aiohttp.ClientSession, workers: Sequence[FakeWorker
 
 @asynccontextmanager
 async def _events(session: aiohttp.ClientSession, worker: FakeWorker) -> AsyncIterator[asyncio.Event]:
-    """An event that is set by each frame with a token."""
+    """Yield an event that is set by each frame with a token."""
     arrived = asyncio.Event()
     async with session.get(f"{worker.url}/events", params={"gateway_id": DIRECT}, headers=_AUTH) as stream:
         listening = asyncio.create_task(_listen(stream, arrived))

@@ -1,22 +1,21 @@
-"""Serving on two GPUs, end to end over HTTP: a pair of prefill and decode
-beside two plain replicas, one after the other.
+"""The benchmark of serving on two GPUs, end to end over HTTP: a pair beside two plain replicas.
 
-python -m bench.models.model_folder /dev/shm/llama-8b --device cuda
-python -m bench.serving.gpu --model /dev/shm/llama-8b --out bench/results/FILE.json
+    python -m bench.models.model_folder /dev/shm/llama-8b --device cuda
+    python -m bench.serving.gpu --model /dev/shm/llama-8b --out bench/results/FILE.json
 
-pair       a prefill and a decode worker, NVLink between them
-replicas   two workers that do both, no handoff intended: what a pair has to beat on the same GPUs
-shared     a prefill worker, and one that decodes and takes prompts when the other has too many
-pair-ucx   the pair by UCX
+    pair       a prefill and a decode worker, connected by NVLink
+    replicas   two workers that do both, without handoffs: what a pair has to beat on the same GPUs
+    shared     a prefill worker, and one that decodes and takes prompts when the other has too many
+    pair-ucx   the pair with UCX
 
-Kernels are compiled anew for the first system that is started, and are there for the others. Everything measured so far
-is in the result file after each load. `--device cpu --shrink 32` tries it all out without a GPU.
+The systems run one after the other. Kernels are compiled for the first system that is started, and are there for the
+others. The result file is written after each load. `--device cpu --shrink 32` tries it all out without a GPU.
 
-python -m bench.serving.gpu --model /dev/shm/llama-8b --url vllm=http://127.0.0.1:8000,http://127.0.0.1:8001
+    python -m bench.serving.gpu --model /dev/shm/llama-8b --url vllm=http://127.0.0.1:8000,http://127.0.0.1:8001
 
-puts the same loads on servers that run already and speak OpenAI's API, each by a name of yours; several addresses are
-replicas whose requests take turns. Of these there are no rows of starts, memory and the services' own accounts. A
-server that keeps prompts in a prefix cache wants another `--seed` each time. See bench/README.md, "Comparison with
+puts the same loads on servers that already run and speak OpenAI's API, each by a name of yours; several addresses are
+replicas, which take requests in turn. For them there are no rows of starts, memory and the services' own metrics. For a
+server that keeps prompts in a prefix cache, take another `--seed` each time. See bench/README.md, "Comparison with
 vLLM".
 """
 
@@ -162,7 +161,7 @@ async def measure_server(one: Named, args: argparse.Namespace, loads: Sequence[L
 
 
 def vocabulary_of(folder: str) -> int:
-    """No prompt has an id from here on."""
+    """Return the bound of the token ids in prompts."""
     config = json.loads(Path(folder, "config.json").read_text(encoding="utf-8"))
     return min(VOCABULARY, config["vocab_size"])
 
@@ -175,13 +174,13 @@ async def drive(server: TargetServer, load: Load, seed: int) -> Measured:
 
 
 def after_rows(system: System) -> list[ResultRow]:
-    """Whether every page came back."""
+    """Return whether every page came back."""
     return [ResultRow("pool clean afterwards", int(is_clean), "bool", {"worker": worker})
             for worker, is_clean in wait_clean(system).items()]  # fmt: skip
 
 
 def shown(row: ResultRow) -> ResultRow:
-    """Printed as it comes."""
+    """Print a row at once, and return it."""
     peer = f"   {row.peer} {row.peer_value:.4g}" if row.peer_value else ""
     print(f"{row.name:24s} {row.value:10.3f} {row.unit:16s} {dict(row.params)}{peer}", flush=True)
     return row

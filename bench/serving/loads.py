@@ -1,4 +1,4 @@
-"""The loads that two GPUs are measured under, and how a server bore one of them as rows."""
+"""The loads that two GPUs are measured under, and the rows of one load."""
 
 from dataclasses import dataclass, replace
 
@@ -12,15 +12,19 @@ GAP_S = 0.010
 
 @dataclass(frozen=True)
 class Load:
-    """`ttft_s`: an answer is good if its first token came within it, and the others `GAP_S` apart in the mean."""
+    """One load with its objective.
+
+    An answer is good if its first token came within `ttft_s`, and the others `GAP_S` apart in the mean.
+    """
 
     name: str
     point: Point
     ttft_s: float
 
     def shrunk(self, by: int) -> "Load":
-        """Of a `by`th of the tokens and requests: to try a command out."""
-        lengths = Lengths(*(max(2, num // by) for num in (self.point.lengths.num_in, self.point.lengths.num_out)))
+        """Return the load with a `by`th of its tokens and requests, to try a command out."""
+        whole = self.point.lengths
+        lengths = Lengths(num_in=max(2, whole.num_in // by), num_out=max(2, whole.num_out // by))
         num_requests = max(2, self.point.num_requests // by)
         return replace(self, point=replace(self.point, lengths=lengths, num_requests=num_requests))
 
@@ -40,7 +44,7 @@ LOADS = tuple(
 
 
 def load_rows(system: str, load: Load, measured: Measured, num_gpus: int = NUM_GPUS) -> list[ResultRow]:
-    """Return all rows of one load. `num_gpus`: 0 if it is not known."""
+    """Return all rows of one load; `num_gpus` is 0 if it is not known."""
     own = {"system": system, "load": load.name}
     rows = [replace(row, params=own | dict(row.params)) for row in rows_of(measured, num_gpus)]
     return rows + [replace(row, params=own) for row in _more_rows(load, measured)] if measured.good else rows
@@ -64,6 +68,6 @@ def _more_rows(load: Load, measured: Measured) -> list[ResultRow]:
 
 
 def is_good(load: Load, answer: StreamResult) -> bool:
-    """Whether an answered request met its load's objective."""
+    """Return whether an answered request met its load's objective."""
     num_gaps = max(1, answer.num_tokens - 1)
     return answer.ttft_s <= load.ttft_s and (answer.total_s - answer.ttft_s) / num_gaps <= GAP_S

@@ -1,8 +1,9 @@
-"""Are the pair's greedy tokens those of one worker and of transformers? Through HTTP, over each transport.
+"""The check that a pair's greedy tokens are those of one worker and of transformers.
 
-python -m bench.serving.pair_agreement --transfers ucx,shm,tcp
+    python -m bench.serving.pair_agreement --transfers ucx,shm,tcp
 
-All prompts at once, prefill in 64-token chunks, in float32; then all of them again, with prefix hits on both sides.
+It runs through HTTP over each transport, in float32, with prefill in chunks of 64 tokens: all prompts at once, then all
+of them again with prefix hits on both sides.
 """
 
 import argparse
@@ -42,7 +43,7 @@ def parse() -> argparse.Namespace:
 
 
 def reference(num_prompts: int, num_tokens: int) -> tuple[list[list[int]], list[list[str]]]:
-    """Prompts, and what transformers answers in float32 on the same weights, each token as text."""
+    """Return prompts, and what transformers answers in float32 on the same weights, each token as text."""
     engine = load_engine(EngineSettings(dtype="float32", kv_cache_nbytes=1 << 26))
     asked, model, tokenizer = prompts(engine, num_prompts), oracle(engine.checkpoint), engine.checkpoint.tokenizer()
     answers = [greedy(model, prompt, num_tokens) for prompt in asked]
@@ -63,7 +64,7 @@ def measure(name: str, flags: tuple[str, ...], asked: list[list[int]], expected:
 
 
 async def ask_all(system: System, asked: list[list[int]], num_tokens: int) -> list[tuple[list[str], int]]:
-    """For each prompt: the answer's tokens as text, and how many prompt tokens came from the prefix cache."""
+    """Return for each prompt the answer's tokens as text, and how many prompt tokens were cached."""
     async with session() as http:
 
         async def ask(prompt: list[int]) -> tuple[list[str], int]:

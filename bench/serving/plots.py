@@ -1,4 +1,4 @@
-"""How first tokens and gaps are spread under each load, a line for each system."""
+"""The plots of the distribution of first tokens and gaps under each load, a line for each system."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -21,7 +21,7 @@ Values = Callable[[Sequence[StreamResult]], list[float]]
 
 
 def plot_serving(result: Path, loads: Sequence[Load], drawn: Drawn) -> list[Path]:
-    """Writes RESULT-ttft.png and RESULT-itl.png; returns their paths."""
+    """Write RESULT-ttft.png and RESULT-itl.png; return their paths."""
     kinds: dict[str, tuple[str, Values]] = {
         "ttft": ("time to first token, ms", lambda answers: [answer.ttft_s * 1e3 for answer in answers]),
         "itl": ("gap between tokens, ms", lambda answers: [gap * 1e3 for one in answers for gap in one.gaps_s]),
@@ -35,7 +35,7 @@ def plot_serving(result: Path, loads: Sequence[Load], drawn: Drawn) -> list[Path
 
 
 def tails(label: str, loads: Sequence[Load], drawn: Drawn, values_of: Values) -> Figure:
-    """Which share is longer than what: a panel for each load."""
+    """Draw a panel for each load with the share of values that are longer than each value."""
     figure = Figure(figsize=SIZE, layout="constrained")
     panels = figure.subplots(-(-len(loads) // COLUMNS), COLUMNS, squeeze=False).flat
     for load, axes in zip(loads, panels, strict=False):
@@ -52,7 +52,10 @@ def _draw(axes: Axes, system: str, values: list[float]) -> None:
 
 
 def tail(values: Sequence[float], max_points: int = MAX_POINTS) -> list[tuple[float, float]]:
-    """Values and what percentage is at least as long; of many, more from the long end."""
+    """Return values, each with the percentage that is at least as long.
+
+    Of many values, more are taken from the long end.
+    """
     ordered = sorted(values, reverse=True)
     ranks = sorted({min(len(ordered), round(len(ordered) ** (i / max_points))) for i in range(max_points + 1)})
     return [(ordered[rank - 1], 100 * rank / len(ordered)) for rank in reversed(ranks)]

@@ -1,11 +1,11 @@
-"""Many streams, half of which hang up at random: does every page come back, does memory stay flat?
+r"""The test of many streams, half of which hang up at random: pages come back and memory stays flat.
 
-python -m bench.serving.soak --minutes 10 --streams 200
-python -m bench.serving.soak --minutes 30 --streams 256 --device cuda --model /dev/shm/llama-8b \\
-    --prompt 16384 --answer 1024
+    python -m bench.serving.soak --minutes 10 --streams 200
+    python -m bench.serving.soak --minutes 30 --streams 256 --device cuda --model /dev/shm/llama-8b \
+        --prompt 16384 --answer 1024
 
-Lengths are as likely in each octave up to the longest. On GPUs the workers are those that `tandem up` starts, and the
-cache is what memory is free: is there enough left beside it?
+Each octave of lengths up to the longest is equally likely. On GPUs the workers are those that `tandem up` starts, and
+the cache takes the memory that is free, so the test shows whether enough is left beside it.
 """
 
 import argparse
@@ -34,9 +34,9 @@ SAMPLINGS: list[Mapping[str, float]] = [
     {"temperature": 0.7, "top_k": 20, "top_p": 0.8},
     {"temperature": 1, "min_p": 0.05, "presence_penalty": 0.5},
 ]
-"""What a stream asks for, each as often as another."""
+"""The sampling parameters of streams, each as likely as another."""
 POOL = {"TANDEM_KV_CACHE_MIB": "256"}
-"""Small enough to be used in full within the first minutes: growth after that is a leak, not first use."""
+"""A cache small enough to be used in full within the first minutes, so that later growth is a leak."""
 
 
 def main() -> int:
@@ -68,7 +68,10 @@ def parse() -> argparse.Namespace:
 
 
 async def soak(system: System, args: argparse.Namespace) -> tuple[list[dict[str, int]], dict[str, int]]:
-    """Keep `args.streams` open until the time is up. Returns memory samples (bytes by process) and outcome counts."""
+    """Keep `args.streams` streams open until the time is up.
+
+    Return memory samples (bytes by process) and the number of each outcome.
+    """
     counts = {"finished": 0, "left": 0, "overloaded": 0, "failed": 0}
     until = time.monotonic() + args.minutes * 60.0
     draws = [SoakRequest(random.Random(args.seed + i), args.prompt, args.answer) for i in range(args.streams)]
@@ -81,7 +84,7 @@ async def soak(system: System, args: argparse.Namespace) -> tuple[list[dict[str,
 
 @dataclass(frozen=True)
 class SoakRequest:
-    """What one stream asks for next. Lengths in tokens; the longest are `prompt` and `answer`."""
+    """The draws of one stream's requests; lengths are in tokens, and at most `prompt` and `answer`."""
 
     rng: random.Random
     prompt: int
@@ -97,7 +100,7 @@ class SoakRequest:
         return self.rng.choice(SAMPLINGS)
 
     def leave_after(self, max_tokens: int) -> int | None:
-        """Half of them stay."""
+        """Return after how many tokens to hang up; None for half of the requests."""
         return self.rng.randrange(1, max_tokens + 1) if self.rng.random() < 0.5 else None
 
     def _length(self, least: int, most: int) -> int:
@@ -107,7 +110,7 @@ class SoakRequest:
 async def stream(
     server: tuple[aiohttp.ClientSession, str, str], draw: SoakRequest, until: float, counts: dict[str, int]
 ) -> None:
-    """`server`: the client, the gateway's URL, the model."""
+    """Send requests one after another; `server` is the client, the gateway's URL and the model."""
     http, url, model = server
     while time.monotonic() < until:
         max_tokens = draw.max_tokens()
@@ -126,7 +129,7 @@ async def stream(
 
 
 async def sample_memory(system: System, until: float) -> list[dict[str, int]]:
-    """Resident bytes of each process of the system, every ten seconds."""
+    """Return the resident bytes of each process of the system, every ten seconds."""
     processes = pids(system.nodes())
     samples = []
     while time.monotonic() < until:
@@ -136,7 +139,7 @@ async def sample_memory(system: System, until: float) -> list[dict[str, int]]:
 
 
 def wait_clean(system: System) -> dict[str, bool]:
-    """Whether each worker's pool has every page accounted for and none held, once all is quiet."""
+    """Return whether each worker's pool accounts for every page and holds none, once all is quiet."""
     deadline = time.monotonic() + CLEAN_TIMEOUT_S
     while True:
         clean = {node["id"]: get_json(f"{node['url']}/health")["core"]["is_clean"] for node in system.workers()}
@@ -146,7 +149,7 @@ def wait_clean(system: System) -> dict[str, bool]:
 
 
 def summarize(samples: list[dict[str, int]], counts: dict[str, int], clean: dict[str, bool]) -> list[ResultRow]:
-    """Growth is from the end of the first fifth (caches warm) to the end."""
+    """Return the rows; growth is from the end of the first fifth, when caches are warm, to the end."""
     rows = [ResultRow(f"requests {name}", count, "requests") for name, count in counts.items()]
     rows += [ResultRow("pool clean afterwards", int(value), "bool", {"worker": name}) for name, value in clean.items()]
     warm = samples[len(samples) // 5]

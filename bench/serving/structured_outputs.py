@@ -1,9 +1,9 @@
-"""Structured output: is every finished answer valid, and what does a grammar cost a step?
+"""The benchmark of structured output: the validity of answers, and what a grammar costs a step.
 
-python -m bench.serving.structured_outputs --schemas 200
+    python -m bench.serving.structured_outputs --schemas 200
 
-Random JSON schemas (seeded), answered at temperature 1 by the engine alone and by a pair through HTTP, where the answer
-starts on one worker and goes on on another. Then decode steps with and without a grammar, taking turns.
+Random JSON schemas (seeded) are answered at temperature 1 by the engine alone and by a pair through HTTP, where the
+answer starts on one worker and goes on on another. Then decode steps with and without a grammar take turns.
 """
 
 import argparse
@@ -64,7 +64,7 @@ def parse() -> argparse.Namespace:
 
 
 def random_schema(rng: random.Random, depth: int = 2) -> Schema:
-    """An object with one to four properties, some of them required, up to `depth` objects deep."""
+    """Return an object with one to four properties, some of them required, up to `depth` objects deep."""
     names = rng.sample(["id", "name", "price", "tags", "kind", "is open", "größe", "x-1"], rng.randint(1, 4))
     return {
         "type": "object",
@@ -100,7 +100,7 @@ def grammar(schema: Schema) -> str:
 
 
 def through_engine(engine: Engine, schemas: list[Schema]) -> list[str | None]:
-    """The answers' texts; None for one that ran into its limit of tokens."""
+    """Return the text of each answer; None for one that ran into its limit of tokens."""
     tokenizer, answers = engine.checkpoint.tokenizer(), []
     for first in range(0, len(schemas), AT_ONCE):
         tokens: dict[RequestId, list[int]] = {}
@@ -167,7 +167,7 @@ def is_valid(schema: Schema, text: str) -> bool:
 
 
 def step_costs(engine: Engine) -> list[ResultRow]:
-    """Median milliseconds of a decode step, with a grammar and without."""
+    """Return the median milliseconds of a decode step with a grammar, beside those without."""
     endless = grammar({"type": "array", "items": {"type": "string", "maxLength": 20}, "minItems": 100})
     rows = []
     for streams in (1, 16):

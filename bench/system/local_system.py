@@ -1,4 +1,4 @@
-"""A whole system of our own for a measurement: `tandem up` on a free port, and gone afterwards."""
+"""A whole system for one measurement: `tandem up` on a free port, stopped afterwards."""
 
 import json
 import os
@@ -21,7 +21,7 @@ STOP_TIMEOUT_S = 30.0
 
 @dataclass(frozen=True)
 class System:
-    """`url` of the gateway; `nodes()` are the rows of `tandem ps --json`."""
+    """A running system: `url` is the gateway's, `nodes()` are the rows of `tandem ps --json`."""
 
     url: str
     port: int
@@ -35,7 +35,10 @@ class System:
         return [node for node in self.nodes() if node["role"] in ("prefill", "decode", "mixed")]
 
     def is_up(self) -> bool:
-        """Whether all of it is. The gateway is ready as soon as one pair is, however many workers were asked for."""
+        """Return whether all services are ready.
+
+        The gateway is ready as soon as one pair is, however many workers were asked for.
+        """
         return is_ready(self.url) and all(node["state"] == "ready" for node in self.nodes())
 
     def model(self) -> str:
@@ -44,9 +47,10 @@ class System:
 
 @contextmanager
 def running(*flags: str, **environment: str) -> Iterator[System]:
-    """Start `tandem up FLAGS` and yield once all of it is up. `environment` is added to ours: settings of the services.
+    """Start `tandem up FLAGS`, yield once all of it is up, and stop it afterwards.
 
-    Raises RuntimeError with its last words if it does not come up.
+    `environment` adds settings of the services to the environment of this process. RuntimeError with the last output is
+    raised if the system does not come up.
     """
     port = free_port()
     command = [sys.executable, "-m", "tandem", "up", "--port", str(port), *flags]
@@ -63,7 +67,7 @@ def running(*flags: str, **environment: str) -> Iterator[System]:
 
 
 def wait_up(process: subprocess.Popen, is_up: Callable[[], bool], timeout_s: float) -> str:
-    """Empty once it is up, else why it will not be."""
+    """Return an empty text once the system is up, or else why it will not be."""
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
         if process.poll() is not None:

@@ -1,4 +1,4 @@
-"""What the services of a system count, before and after a load: where the time went and who worked."""
+"""The metrics of a system's services before and after a load: where time went and what each did."""
 
 import re
 import shutil
@@ -15,16 +15,16 @@ from bench.system.local_system import System
 from process.local_http import open_local
 
 Samples = Mapping[tuple[str, str], float]
-"""By metric and the value of its label, if it has one."""
+"""Values by metric and the value of its label, if it has one."""
 
 _MEANS = {"tandem_gateway_stage_seconds": "stage", "tandem_gateway_exposed_seconds": "exposed"}
 _WORK = ("prefill_tokens", "decode_tokens", "preemptions", "landings_committed", "handoffs_aborted", "chunks_bad")
-_SAID_S = 0.5  # a core tells its front what it counts ten times a second: the last of a load is not there at its end
+_SAID_S = 0.5  # a core reports its counters ten times a second, so the last of a load come after its end
 _STAGE = re.compile(r"([a-z][a-z ]*) (\d+\.\d) s(?:, |$)")
 
 
 class SystemCounters:
-    """Of one system. `rows()` says what happened since the last call, or since it was made."""
+    """The metrics of one system; `rows()` returns what happened since the last call or since the start."""
 
     def __init__(self, system: System) -> None:
         self._system, self._nodes = system, system.nodes()
@@ -67,7 +67,7 @@ def samples_of(text: str) -> Samples:
 
 
 def mean_rows(before: Samples, after: Samples) -> list[ResultRow]:
-    """Of what was observed in between, in ms."""
+    """Return the means of what was observed in between, in ms."""
     rows = []
     for (name, label), value in after.items():
         metric = name.removesuffix("_sum")
@@ -91,7 +91,7 @@ def work_rows(worker: str, before: Samples, after: Samples) -> list[ResultRow]:
 
 
 def pause_rows(samples: Mapping[str, Samples]) -> list[ResultRow]:
-    """By gateway and workers: the longest that Python's garbage collector has stopped it for since it was ready."""
+    """Return the longest garbage collection of the gateway and of each worker since it was ready."""
     longest_s = {
         by: value
         for by, found in samples.items()
@@ -107,7 +107,7 @@ def pids(nodes: Sequence[Mapping]) -> dict[str, int]:
 
 
 def cpu_s(pid: int) -> float:
-    """0 of a process that has ended."""
+    """Return the CPU seconds of a process; 0 if it has ended."""
     try:
         times = psutil.Process(pid).cpu_times()
     except psutil.NoSuchProcess:
@@ -116,8 +116,9 @@ def cpu_s(pid: int) -> float:
 
 
 def start_rows(system: System, took_s: float) -> list[ResultRow]:
-    """From the command to the gateway's readiness, and what took the time in each engine; the rest is processes,
-    imports, memory and the gateway.
+    """Return the time from the command to the gateway's readiness, and the stages of each engine's start.
+
+    The rest is processes, imports, memory and the gateway.
     """
     rows = [ResultRow("start to ready", took_s, "s")]
     for worker in system.workers():
@@ -130,13 +131,13 @@ def start_rows(system: System, took_s: float) -> list[ResultRow]:
 
 
 def stages_of(log: str) -> dict[str, float]:
-    """Those of the engine's line that says that it is ready; none without such a line."""
+    """Return the stages in the line with which the engine says that it is ready; none without such a line."""
     ready = [line for line in log.splitlines() if " ready: " in line and ";" in line]
     return {stage: float(s) for stage, s in _STAGE.findall(ready[-1].rpartition("; ")[2])} if ready else {}
 
 
 def memory_rows(system: System) -> list[ResultRow]:
-    """The KV cache of each worker, and what of each GPU is taken, where there is one."""
+    """Return the KV cache of each worker, and what is taken of each GPU, if there are any."""
     rows = []
     for worker in system.workers():
         tokens = read(worker["url"])["tandem_worker_capacity_tokens", ""]
@@ -151,12 +152,12 @@ def gpu_names() -> list[str]:
 
 
 def _gpus() -> list[tuple[int, float, float]]:
-    """Index, MiB taken, MiB in all."""
+    """Return index, MiB taken and MiB in all of each GPU."""
     return [(int(index), float(used), float(total)) for index, used, total in _asked("index,memory.used,memory.total")]
 
 
 def _asked(columns: str) -> list[list[str]]:
-    """A row for each GPU; none without the driver's tool."""
+    """Return a row for each GPU; none without the driver's tool."""
     if shutil.which("nvidia-smi") is None:
         return []
     command = ["nvidia-smi", f"--query-gpu={columns}", "--format=csv,noheader,nounits"]

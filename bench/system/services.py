@@ -1,4 +1,4 @@
-"""Services of one system started one by one, as on several machines: each can be frozen, killed and replaced."""
+"""The services of one system, started one by one as on several machines, to be frozen, killed and replaced."""
 
 import asyncio
 import json
@@ -20,8 +20,9 @@ POLL_S = 0.05
 
 
 class Services:
-    """A coordinator, the `workers` (flags by name) and a gateway, on a Redis of their own; a context manager that
-    starts nothing but that. Logs and ready files lie in `folder`.
+    """A coordinator, the `workers` (flags by name) and a gateway on a Redis of their own.
+
+    The context manager starts only Redis; `start` starts a service. Logs and ready files lie in `folder`.
     """
 
     def __init__(self, folder: Path, workers: Mapping[str, tuple[str, ...]], **settings: str) -> None:
@@ -51,7 +52,7 @@ class Services:
         return f"http://127.0.0.1:{self._port}"
 
     def start(self, name: str) -> None:
-        """Under its name, at once; `ready` waits for it."""
+        """Start a service under its name and return at once; `ready` waits for it."""
         self._ready_file(name).unlink(missing_ok=True)
         command = [sys.executable, "-m", *self._command(name), "--ready-file", str(self._ready_file(name))]
         mine = {"TANDEM_REDIS_URL": self.redis.url, "TANDEM_SECRET": "s"} | self._settings
@@ -61,7 +62,10 @@ class Services:
             )
 
     async def ready(self, name: str) -> None:
-        """Raises RuntimeError with its last words if it ends, TimeoutError if it takes too long."""
+        """Wait until the service is ready.
+
+        Raise RuntimeError with its last output if it ends, TimeoutError if it takes too long.
+        """
         async with asyncio.timeout(START_TIMEOUT_S):
             while not self._ready_file(name).exists():
                 if not self.is_alive(name):
@@ -72,17 +76,17 @@ class Services:
         return self._processes[name].poll() is None
 
     def facts(self, name: str) -> dict:
-        """What it wrote when it was ready: `url`, `pid`, of a worker `core_pid`."""
+        """Return what it wrote when it was ready: `url`, `pid`, and for a worker `core_pid`."""
         return json.loads(self._ready_file(name).read_text())
 
     def signal(self, name: str, number: signal.Signals, to_core: bool = False) -> None:
-        """To the service, or to a worker's engine core. Whoever is gone is passed over."""
+        """Send a signal to the service, or to a worker's engine core; one that is gone is passed over."""
         if self.is_alive(name):
             with suppress(ProcessLookupError, FileNotFoundError):
                 os.kill(self.facts(name)["core_pid"] if to_core else self._processes[name].pid, number)
 
     async def ended(self, name: str) -> None:
-        """Raises TimeoutError if it does not end."""
+        """Wait until the service has ended; raise TimeoutError if it does not."""
         async with asyncio.timeout(STOP_TIMEOUT_S):
             while self.is_alive(name):
                 await asyncio.sleep(POLL_S)
