@@ -23,7 +23,7 @@ ALL = {
 
 
 def main(arguments: list[str]) -> int:
-    """Run each benchmark in a process of its own, so that none inherits threads or caches; stop at a failure."""
+    """Run each benchmark in a process of its own, free of another's threads and caches; stop at a failure."""
     parser = argparse.ArgumentParser("python -m bench", description=__doc__)
     parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(ALL))
     names = parser.parse_args(arguments).names

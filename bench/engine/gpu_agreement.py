@@ -93,7 +93,7 @@ def engine_answers(engine: Engine, prompts: list[list[int]]) -> list[list[int]]:
 
 
 def logprobs(engine: Engine, token_ids: list[int]) -> list[float]:
-    """Return the log-probabilities of a text, cut into chunks of `CHUNK` tokens that are scored separately."""
+    """Return the log-probabilities of a text, in chunks of `CHUNK` tokens that are scored separately."""
     sampling = SamplingParams(max_tokens=1, seed=0, temperature=0.0, prompt_logprobs=0)
     for first in range(0, len(token_ids), CHUNK):
         engine.submit(EngineRequest(RequestId(f"chunk {first}"), token_ids[first : first + CHUNK], sampling))

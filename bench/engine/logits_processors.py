@@ -122,7 +122,7 @@ def _words() -> Iterator[str]:
 
 
 def measure(engine: Engine, case: AdjustedCase, batch: int) -> list[ResultRow]:
-    """Return the median and the longest time of a step, the share in which the GPU is idle, and the host's work."""
+    """Return the median and longest time of a step, the idle share of the GPU, and the host's work."""
     gc.collect()
     asked = [case.adjusted if case.num_rows is None or row < case.num_rows else PLAIN for row in range(batch)]
     made = random_requests(engine, [PROMPT] * batch, 1)

@@ -30,7 +30,7 @@ def engine(result: Json) -> Figure:
 
 
 def steps(axes: Axes, rows: Sequence[Json]) -> None:
-    """Draw a line for each format and a dashed one for its limit; the shares printed are of the first format."""
+    """Draw a line for each format and a dashed one for its limit; label the first format with shares."""
     title = "Decode step, and its share of the byte limit"
     if not rows:
         return nothing(axes, title)

@@ -147,7 +147,7 @@ class CoreHandle:
 
 
 def meet(prefill: CoreHandle, decode: CoreHandle) -> None:
-    """Introduce the cores as a front does once both are registered; raise TimeoutError if no link comes up."""
+    """Introduce the cores as a front does for registered ones; raise TimeoutError if no link comes up."""
     prefill.send(KnownPeers([decode.ref]))
     deadline = time.monotonic() + MEET_TIMEOUT_S
     while not any(link.state == "up" for link in (prefill.status.links if prefill.status else ())):

@@ -304,7 +304,7 @@ def read_stamps(folder: Path) -> dict[tuple[str, str], float]:
 
 
 def adders(what: str, names: Sequence[str], stamps: dict[tuple[str, str], float]) -> list[ResultRow]:
-    """Return the time of each stage after the last chunk was computed, for the handoffs that were committed."""
+    """Return the time of each stage after the last chunk was computed, for committed handoffs."""
     rows = []
     done = [name for name in names if ("decode adopted", name) in stamps]
     for stage in STAGES:

@@ -53,7 +53,7 @@ def shape_rows(registry: Registry, case: KernelCase, tokens: int, limit: float) 
 
 
 def reordered(call: KernelCall) -> KernelCall:
-    """Return the call on the same caches with other random pages, so that L2 holds nothing of the last call."""
+    """Return the call on other random pages of the same caches, none of which is in L2."""
     where = 1 if call.outputs else 2 if len(call.args) == 5 else 1
     pool = next(t for t in call.args if t is not None and t.dim() == 3).shape[1]
     args = list(call.args)

@@ -37,7 +37,7 @@ def floor_us(case: KernelCase, rate: float = FP8_TENSOR_RATE) -> float:
 
 
 def fresh_calls(case: KernelCase, most: int = 12) -> list[KernelCall]:
-    """Return copies of the work on different operands, enough that L2 has lost one before it is used again."""
+    """Return copies of the work on different operands, enough that none is still in L2 on its next turn."""
     count = max(2, min(most, int(L2_NBYTES // max(case.nbytes, 1)))) if case.nbytes else 1
     return [case.make("cuda") for _ in range(count)]
 
@@ -284,7 +284,7 @@ def experts(registry: Registry) -> list[Figure]:
 
 
 def rerouted(spec: MoESpec, call: KernelCall) -> KernelCall:
-    """Return the call with other experts chosen on the same weights, so that L2 does not hold the last call's."""
+    """Return the call with other experts of the same weights chosen, which are not in L2."""
     args = list(call.args)
     args[3] = torch.rand(len(args[0]), spec.experts, device="cuda").topk(spec.top_k).indices.to(torch.int32)
     return KernelCall(tuple(args), call.kwargs)

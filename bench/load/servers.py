@@ -11,7 +11,7 @@ from contracts.errors import Unavailable
 
 @dataclass(frozen=True)
 class Named:
-    """A server with the name it is measured under; several `urls` are replicas of one model, which take turns."""
+    """A server under the name that results use; several `urls` are replicas of one model, used in turn."""
 
     name: str
     urls: tuple[str, ...]

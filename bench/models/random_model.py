@@ -1,4 +1,4 @@
-"""The models of a real shape with random weights, made on the device, for speed where text does not matter."""
+"""The models of a real shape with random weights made on the device, for speed where no text matters."""
 
 from collections.abc import Iterable
 from dataclasses import replace

@@ -23,7 +23,10 @@ VLLM = "2026-11-28-serving-vllm-2xh200"
 
 @dataclass(frozen=True)
 class Line:
-    """One line of the table; `peer` is the peer's name, `peer_row` its row unless `own` carries the figure."""
+    """One line of the table.
+
+    `peer` is the peer's name, `peer_row` its row unless `own` carries the figure.
+    """
 
     what: str
     machine: str

@@ -86,7 +86,7 @@ def load(model: str, dtype: str) -> Engine:
 
 
 async def measure_rates(engine: Engine, systems: dict[str, System], repeats: int) -> dict[tuple[str, int], list[float]]:
-    """Return the tokens per second of decode, by system and number of streams; "engine" is in this process."""
+    """Return tokens per second of decode by system and number of streams; "engine" is in this process."""
     rng, rates = random.Random(1), {}
     async with session() as http:
         for num_streams in (1, NUM_STREAMS):

@@ -1,4 +1,4 @@
-"""The services of one system, started one by one as on several machines, to be frozen, killed and replaced."""
+"""The services of one system, started one by one, so that each can be frozen, killed and replaced."""
 
 import asyncio
 import json
