@@ -87,7 +87,8 @@ class Placer:
             written = list(zip(looked_up, prefixes.others(found), strict=True))
             claimed = await self._store.claim(self._claim(request, offers, refusal), written)
             if claimed.repeated is not None:
-                return Route(request.request_id, request.epoch, *claimed.repeated)
+                prefill, decode = claimed.repeated
+                return Route(request.request_id, request.epoch, prefill, decode)
             if refusal is not None:
                 raise refusal
             if (offer := self._learn(request, offers, claimed)) is not None:
