@@ -31,7 +31,7 @@ TOOLS = [
 
 
 @dataclass(frozen=True)
-class Outcome:
+class TemplateOutcome:
     """What became of one conversation: `ok`, `400` with the message, or `lost` with the words."""
 
     kind: str
@@ -145,17 +145,17 @@ def words_of(body: dict[str, Any]) -> Counter[str]:
     return words
 
 
-def outcome(prompting: Prompting, body: dict[str, Any]) -> Outcome:
+def outcome(prompting: Prompting, body: dict[str, Any]) -> TemplateOutcome:
     """Return what became of one conversation."""
     request = msgspec.convert(body, ChatRequest)
     try:
         if calling_of(request.tools, None, None) is not None and prompting.tool_form is None:
-            return Outcome("400", "tools: unknown form of calls")
+            return TemplateOutcome("400", "tools: unknown form of calls")
         prompt = prompting.render(request)
     except RequestError as error:
-        return Outcome("400", str(error))
+        return TemplateOutcome("400", str(error))
     lost = [word for word, count in words_of(body).items() if prompt.count(word) < count]
-    return Outcome("lost", ", ".join(lost)) if lost else Outcome("ok")
+    return TemplateOutcome("lost", ", ".join(lost)) if lost else TemplateOutcome("ok")
 
 
 def with_template(checkpoint: Checkpoint, template: str) -> Checkpoint:
@@ -169,12 +169,12 @@ def with_template(checkpoint: Checkpoint, template: str) -> Checkpoint:
     return replace(checkpoint, chat_template=template, tool_template=None, build_tokenizer=build)
 
 
-def check(path: Path, checkpoint: Checkpoint) -> dict[str, Outcome]:
+def check(path: Path, checkpoint: Checkpoint) -> dict[str, TemplateOutcome]:
     """Return what became of each conversation with this template."""
     try:
         prompting = Prompting(with_template(checkpoint, path.read_text()))
     except ConfigError as error:
-        return {"compile": Outcome("400", str(error))}
+        return {"compile": TemplateOutcome("400", str(error))}
     try:
         return {name: outcome(prompting, body) for name, body in requests()}
     finally:

@@ -41,6 +41,14 @@ def test_joined_deltas_are_the_whole_decoding(tokenizer, ids, skip):
     assert "".join([text.push(i) for i in ids] + [text.flush()]) == tokenizer.decode(ids, skip_special_tokens=skip)
 
 
+@pytest.mark.parametrize("text", ["a\ufffd", "\ufffd", "\ufffd\ufffd\ufffdx", "日本\ufffd\ufffd", "\ufffd日\ufffd本"])
+def test_a_replacement_character_of_the_answers_own_is_shown(tokenizer, text):
+    """The library's stream holds one back for as long as it may be half of a character, also at the end."""
+    detokenizer = Detokenizer(tokenizer)
+    ids = tokenizer.encode(text, add_special_tokens=False).ids
+    assert "".join([*map(detokenizer.push, ids), detokenizer.flush()]) == text
+
+
 PIECES_OF_TEXT = ["<unk>", "<s>", *(f"<0x{byte:02X}>" for byte in range(256)), *"▁abc", "▁a", "ab", "▁ab", "▁ca"]
 KINDS = {"<unk>": 2, "<s>": 3} | {piece: 6 for piece in PIECES_OF_TEXT[2:258]}
 
