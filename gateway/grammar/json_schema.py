@@ -14,6 +14,8 @@ LEAST = 1e-30
 _OUTSIDE = re.compile(r"\\(?:[pP](?:\{[^}\\]*\}|.)|.)?|[^\\\[]+", re.DOTALL)
 _IN_CLASS = re.compile(r"\[\^?(?:-+|\])?|--|(?:\\.|[^\\\[\]])-[^\\\]-]|\\.?|[^\\\[]", re.DOTALL)
 
+_NAMING = ("$defs", "definitions", "$id", "$schema", "$anchor", "title", "description")
+"""What stays where others refer to it."""
 _MIRRORED = {
     "minimum": "maximum",
     "maximum": "minimum",
@@ -23,16 +25,28 @@ _MIRRORED = {
 
 
 def exact(schema: dict[str, Any]) -> dict[str, Any]:
-    """A copy, as far as it differs."""
+    """Return the schema in words that are held exactly; a copy, as far as it differs."""
     return rewritten(schema, _exact)
 
 
 def _exact(node: dict[str, Any]) -> dict[str, Any]:
+    if node.get("nullable") is True:
+        node = _or_null(node)
     if isinstance(pattern := node.get("pattern"), str):
         node = node | {"pattern": without_nul(pattern)}
     if isinstance(by_pattern := node.get("patternProperties"), dict):
         node = node | {"patternProperties": {without_nul(key): value for key, value in by_pattern.items()}}
     return _above(_below(node))
+
+
+def _or_null(node: dict[str, Any]) -> dict[str, Any]:
+    """Return a schema that null fits, too, as OpenAPI 3.0 says by `nullable`, which llguidance passes over."""
+    rest = {name: value for name, value in node.items() if name != "nullable"}
+    kind, names = rest.get("type"), {name: rest[name] for name in _NAMING if name in rest}
+    if isinstance(kind, str) and not rest.keys() & {"enum", "const", "anyOf", "oneOf", "allOf", "$ref"}:
+        return rest | {"type": [kind, "null"]}
+    inner = {name: value for name, value in rest.items() if name not in names}
+    return names | {"anyOf": [inner, {"type": "null"}]} if inner else rest
 
 
 def without_nul(pattern: str) -> str:

@@ -1,9 +1,10 @@
 """What an answer must look like: OpenAI's `response_format` and vLLM's `structured_outputs`, as llguidance's grammar.
 
-JSON comes without white space between its parts, so that a small model can't fill its answer with it.
+JSON has the white space between its parts that the model gives it, as with vLLM: to forbid it changes the answer.
 """
 
 import json
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
@@ -20,6 +21,10 @@ MAX_GRAMMAR_CHARS = 64 << 10
 """Of Lark and GBNF: 200 KB of terminals, each made of the next, keep llguidance at work for more than half a minute.
 Schemas that are too large it refuses itself.
 """
+
+WHITE_SPACE = {"whitespace_pattern": r"[ \n\r\t]{0,32}"}
+"""Between the parts of JSON, for llguidance. There is an end to it, lest a small model fill its answer with nothing."""
+NO_WHITE_SPACE = {"whitespace_flexible": False}
 
 
 @dataclass(frozen=True)
@@ -47,8 +52,9 @@ class ResponseFormat(msgspec.Struct, frozen=True):
 class StructuredOutputs(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Exactly one of the first five. `grammar` is Lark or GBNF.
 
-    A client that makes an object of vLLM's StructuredOutputsParams sends the others too: JSON has no white space in any
-    case, and there is no other backend to fall back to; the last three are refused unless they mean nothing.
+    `disable_any_whitespace` and `whitespace_pattern` are of the first and the last of them. A client that makes an
+    object of vLLM's StructuredOutputsParams sends all fields: there is no other backend to fall back to, and
+    `disable_additional_properties` is refused unless it means nothing.
     """
 
     json: dict[str, Any] | str | None = None
@@ -59,12 +65,12 @@ class StructuredOutputs(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
     disable_any_whitespace: bool | None = None
     disable_fallback: bool | None = None
     disable_additional_properties: bool | None = None
-    whitespace_pattern: str | None = None
+    whitespace_pattern: Annotated[str, Meta(max_length=1024)] | None = None
     structural_tag: str | None = None
 
 
 _KINDS = ("json", "regex", "choice", "grammar", "json_object")
-_UNHONOURED = ("disable_additional_properties", "whitespace_pattern", "structural_tag")
+_UNHONOURED = ("disable_additional_properties", "structural_tag")
 
 
 def grammar_of(
@@ -79,10 +85,13 @@ def grammar_of(
     return _of_outputs(structured_outputs)
 
 
-def json_grammar(schema: dict[str, Any], param: str) -> FieldGrammar:
-    """Raises RequestError, naming `param`, for values that llguidance does not take in."""
+def json_grammar(schema: dict[str, Any], param: str, space: dict[str, Any] = WHITE_SPACE) -> FieldGrammar:
+    """Return the grammar of JSON by a schema, with white space as `space` says.
+
+    Raises RequestError, naming `param`, for values that llguidance does not take in.
+    """
     try:
-        grammar = LLMatcher.grammar_from_json_schema(exact(schema), overrides={"whitespace_flexible": False})
+        grammar = LLMatcher.grammar_from_json_schema(exact(schema) | {"x-guidance": space})
     except ValueError as error:  # half of a surrogate pair, or an integer of more than 64 bits
         raise RequestError(f"{param} does not compile: {error}", param) from error
     return FieldGrammar(param, grammar)
@@ -126,11 +135,29 @@ def _of_outputs(wanted: StructuredOutputs) -> FieldGrammar:
     ((name, value),) = given.items()
     param = f"structured_outputs.{name}"
     if name == "json_object":
-        return json_grammar({"type": "object"}, param)
+        return json_grammar({"type": "object"}, param, _space_of(wanted))
     if name == "json":
         schema = _schema(value, param) if isinstance(value, str) else value
-        return json_grammar(without_unknown_formats(schema), param)
+        return json_grammar(without_unknown_formats(schema), param, _space_of(wanted))
+    if wanted.whitespace_pattern is not None:
+        at = "structured_outputs.whitespace_pattern"
+        raise RequestError(f"'{at}' is of JSON: it needs 'json' or 'json_object'", at)
     return FieldGrammar(param, _COMPILERS[name](value, param))
+
+
+def _space_of(wanted: StructuredOutputs) -> dict[str, Any]:
+    """Return what may stand between the parts of JSON. Raises RequestError on a pattern that is none."""
+    pattern = wanted.whitespace_pattern
+    if pattern is None:
+        return NO_WHITE_SPACE if wanted.disable_any_whitespace else WHITE_SPACE
+    at = "structured_outputs.whitespace_pattern"
+    if wanted.disable_any_whitespace:
+        raise RequestError(f"'{at}' and 'disable_any_whitespace' exclude each other", at)
+    try:
+        re.compile(pattern)
+    except (re.error, RecursionError, OverflowError) as error:
+        raise RequestError(f"{at} is no regular expression: {error}", at) from error
+    return {"whitespace_pattern": pattern}
 
 
 def _of_grammar(text: str, param: str) -> str:

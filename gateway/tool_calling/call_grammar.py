@@ -9,13 +9,12 @@ from llguidance import LLMatcher
 
 from gateway.grammar.json_schema import exact
 from gateway.grammar.string_formats import without_unknown_formats
-from gateway.grammar.structured_outputs import FieldGrammar, json_grammar
+from gateway.grammar.structured_outputs import NO_WHITE_SPACE, WHITE_SPACE, FieldGrammar, json_grammar
 from gateway.tool_calling.tool_choice import Calling, Function, schema_of
 from gateway.tool_calling.tool_format import ToolFormat
 
-# Answers without white space, as elsewhere; calls with what chat templates show in earlier ones.
-_ANSWER_STYLE = {"whitespace_flexible": False}
-_CALL_STYLE = _ANSWER_STYLE | {"item_separator": ", ", "key_separator": ": "}
+_CALL_STYLE = NO_WHITE_SPACE | {"item_separator": ", ", "key_separator": ": "}
+"""The spaces that chat templates show in earlier calls."""
 
 
 def calls_grammar(
@@ -77,7 +76,7 @@ def _alone(
         return [start]
     said = "said: /(.|\\n)*/"
     if answer is not None:
-        said = f"said: %json {json.dumps(exact(answer) | {'x-guidance': _ANSWER_STYLE})}"
+        said = f"said: %json {json.dumps(exact(answer) | {'x-guidance': WHITE_SPACE})}"
     return [f"{start} | answer", f"answer: {terms(form.answer, token_ids)} said", said]
 
 

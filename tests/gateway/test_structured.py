@@ -86,7 +86,30 @@ def from_outputs(**fields) -> str:
 
 
 CASES = [
-    (from_outputs(json=POINT), ['{"x":1}'], ['{"x":"1"}', "{}", '{"x": 1}', '{"x":1,"y":2}']),
+    (
+        from_outputs(json=POINT),
+        ['{"x":1}', '{"x": 1}', '{\n    "x" : 1\n}'],
+        ['{"x":"1"}', "{}", '{"x":1,"y":2}', ' {"x":1}', '{"x":1}\n', '{"x":' + " " * 33 + "1}"],
+    ),
+    (from_outputs(json=POINT, disable_any_whitespace=True), ['{"x":1}'], ['{"x": 1}']),
+    (from_outputs(json=POINT, whitespace_pattern=" ?"), ['{"x":1}', '{ "x": 1 }'], ['{"x":  1}', '{\n"x":1}']),
+    (from_outputs(json_object=True, whitespace_pattern=""), ['{"x":1}'], ['{"x": 1}']),
+    (from_format(type="json_object"), ['{"a": [1, 2]}', '{\n  "a": [\n    1\n  ]\n}'], ["{" + "\n" * 33 + "}"]),
+    (from_outputs(json={"type": "string", "nullable": True}), ['"a"', "null"], ["1"]),
+    (from_outputs(json={"type": "string", "enum": ["a"], "nullable": True}), ['"a"', "null"], ['"b"']),
+    (from_outputs(json={"type": "string", "nullable": False}), ['"a"'], ["null"]),
+    (
+        from_outputs(
+            json={
+                "$defs": {"P": POINT},
+                "type": "object",
+                "properties": {"p": {"$ref": "#/$defs/P", "nullable": True}, "nullable": {"type": "integer"}},
+                "required": ["p", "nullable"],
+            }
+        ),
+        ['{"p":null,"nullable":1}', '{"p":{"x":1},"nullable":1}'],
+        ['{"p":null,"nullable":null}', '{"p":1,"nullable":1}'],
+    ),
     (from_outputs(json=json.dumps(POINT)), ['{"x":1}'], ["{}"]),
     (from_format(type="json_schema", json_schema={"name": "p", "strict": True, "schema": POINT}), ['{"x":-3}'], ["1"]),
     (from_format(type="json_object"), ["{}", '{"a":[1,null,"b"]}'], ["[]", "1"]),
@@ -128,7 +151,12 @@ def test_plain_text_needs_no_grammar():
         ({}, "structured_outputs"),
         ({"regex": "a", "choice": ["b"]}, "structured_outputs"),
         ({"disable_any_whitespace": True}, "structured_outputs"),
-        ({"json": {}, "whitespace_pattern": " ?"}, "structured_outputs.whitespace_pattern"),
+        ({"json": {}, "whitespace_pattern": "("}, "structured_outputs.whitespace_pattern"),
+        ({"regex": "a", "whitespace_pattern": " ?"}, "structured_outputs.whitespace_pattern"),
+        (
+            {"json": {}, "whitespace_pattern": " ?", "disable_any_whitespace": True},
+            "structured_outputs.whitespace_pattern",
+        ),
         ({"json": {}, "disable_additional_properties": True}, "structured_outputs.disable_additional_properties"),
         ({"structural_tag": "{}"}, "structured_outputs.structural_tag"),
         ({"regex": "(a"}, "structured_outputs.regex"),
