@@ -1,4 +1,4 @@
-"""What crosses a process:
+"""The frozen, torch-free types that cross a process, and the bytes they become.
 
-frozen, torch-free types and the bytes they become. Imports the standard library and msgspec only.
+This package imports the standard library and msgspec only.
 """

@@ -1,4 +1,7 @@
-"""Structs to bytes and back (msgpack), and frames on a stream: a 4-byte little-endian length, then the payload."""
+"""The conversion of structs to bytes and back (msgpack), and frames on a stream.
+
+A frame is a 4-byte little-endian length, then the payload.
+"""
 
 from collections.abc import Iterator
 from typing import Any
@@ -13,9 +16,9 @@ encode = _encoder.encode
 
 
 def decoder(kind: Any) -> msgspec.msgpack.Decoder:
-    """A decoder for `kind` (a Struct or a union of tagged ones).
+    """Return a decoder for `kind`, a Struct or a union of tagged ones.
 
-    Build once, use often; raises msgspec.DecodeError on bad bytes.
+    It is built once and used often, and raises msgspec.DecodeError on bad bytes.
     """
     return msgspec.msgpack.Decoder(kind)
 
@@ -26,17 +29,17 @@ def frame(message: object) -> bytes:
 
 
 class FrameReader:
-    """Cuts a byte stream into payloads. Feed what arrived; get the frames that are complete."""
+    """The reader that cuts a byte stream into payloads: feed it what arrived, get the complete frames."""
 
     def __init__(self, max_nbytes: int = MAX_FRAME_NBYTES) -> None:
         self._buffer = bytearray()
         self._max_nbytes = max_nbytes
 
     def feed(self, data: bytes) -> Iterator[bytes]:
-        """Frames as they are asked for.
+        """Yield the frames that are complete.
 
-        Raises ValueError on a frame longer than `max_nbytes`, after those before it: the peer does not speak this
-        protocol, or no longer.
+        Raise ValueError on a frame longer than `max_nbytes`, after those before it: the peer does not speak this
+        protocol, or is out of step.
         """
         self._buffer += data
         return self._complete()

@@ -1,4 +1,4 @@
-"""Errors that users, operators or peers see.
+"""The errors that users, operators or peers see.
 
 TandemError
 ├── ConfigError         the process can't start; says what to do
@@ -18,7 +18,7 @@ TandemError
 
 
 class TandemError(Exception):
-    """Root of the tree. `code` is a stable, lower-case word for logs, metrics and `Failed` events."""
+    """The root of the tree; `code` is a stable, lower-case word for logs, metrics and `Failed` events."""
 
     code = "internal"
 
@@ -28,7 +28,7 @@ class ConfigError(TandemError):
 
 
 class LayoutMismatch(ConfigError):
-    """`field` of the two KV layouts differs and can't be converted."""
+    """Two KV layouts whose `field` differs and can't be converted."""
 
     code = "layout_mismatch"
 
@@ -41,7 +41,7 @@ class LayoutMismatch(ConfigError):
 
 
 class RequestError(TandemError):
-    """`param` is the field of the client's JSON that is at fault, or None for the body as a whole."""
+    """A faulty request; `param` is the field of the client's JSON at fault, or None for the whole body."""
 
     code = "invalid_request"
 
@@ -55,7 +55,7 @@ class NotFound(RequestError):
 
 
 class Overloaded(TandemError):
-    """`retry_after_s`: when a retry is likely to be admitted."""
+    """More work than fits now; after `retry_after_s` seconds a retry is likely to be admitted."""
 
     code = "overloaded"
 
@@ -65,14 +65,21 @@ class Overloaded(TandemError):
 
 
 class Unavailable(TandemError):
-    """`what` whoever is asked does, in a few words without addresses; nothing where there is only one such reason."""
+    """A service that can't be used now.
+
+    `what` says for clients, in a few words without addresses, what that service does; it is empty where there is only
+    one such reason.
+    """
 
     code = "unavailable"
     what = ""
 
 
 class RegistryError(Unavailable):
-    """The message names the registry's address, for whoever runs it. `what` it does is for clients to know."""
+    """Redis can't be used.
+
+    The message names its address, for operators; `what` says for clients what it does.
+    """
 
     def __init__(self, message: str, what: str) -> None:
         self.what = what
@@ -104,7 +111,7 @@ class Corrupt(TransferError):
 
 
 def by_code(code: str, message: str) -> TandemError:
-    """An error that another process told of by its code."""
+    """Return an error that another process reported by its code."""
     error = TandemError(message)
     error.code = code
     return error

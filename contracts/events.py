@@ -1,4 +1,7 @@
-"""What workers tell the gateway: tokens, and for each accepted request exactly one of Finished or Failed."""
+"""The events that workers send to the gateway.
+
+They are tokens and, for each accepted request, exactly one of Finished or Failed.
+"""
 
 from enum import StrEnum
 
@@ -7,7 +10,7 @@ import msgspec
 from contracts.ids import Epoch, Incarnation, RequestId, WorkerId
 
 HEARTBEAT_S = 1.0
-"""An event stream that has nothing to tell sends an empty frame each HEARTBEAT_S."""
+"""Seconds after which an event stream that has nothing to send sends an empty frame."""
 
 
 class FinishReason(StrEnum):
@@ -16,9 +19,9 @@ class FinishReason(StrEnum):
 
 
 class Token(msgspec.Struct, frozen=True, array_like=True):
-    """Token `index` of an answer (0 is the first).
+    """Token `index` of an answer, where 0 is the first.
 
-    Log-probabilities are natural logs after temperature-free softmax.
+    Log-probabilities are natural logarithms of the softmax without temperature.
     """
 
     index: int
@@ -28,9 +31,9 @@ class Token(msgspec.Struct, frozen=True, array_like=True):
 
 
 class PromptToken(msgspec.Struct, frozen=True, array_like=True):
-    """A token of the prompt as the model saw it coming: `rank` 1 if it was the likeliest.
+    """A token of the prompt with its log-probability given the tokens before it.
 
-    Natural logs; alternatives likeliest first.
+    `rank` is 1 if it was the likeliest. Logarithms are natural; alternatives come likeliest first.
     """
 
     token_id: int
@@ -40,9 +43,10 @@ class PromptToken(msgspec.Struct, frozen=True, array_like=True):
 
 
 class PromptScored(msgspec.Struct, frozen=True, tag="prompt_scored"):
-    """The prompt's tokens from `first_index` on, in order, before Prefilled. Nothing foretells token 0: it begins at 1.
+    """The prompt's tokens from `first_index` on, in order, sent before Prefilled.
 
-    For requests with `prompt_logprobs`, by whoever computes the prompt, in as many events as it takes.
+    Token 0 has no probability, so the first index is 1. The worker that computes the prompt sends them for requests
+    with `prompt_logprobs`, in as many events as it takes.
     """
 
     request_id: RequestId
@@ -52,7 +56,10 @@ class PromptScored(msgspec.Struct, frozen=True, tag="prompt_scored"):
 
 
 class Prefilled(msgspec.Struct, frozen=True, tag="prefilled"):
-    """Sent with token 0 by whoever computed the prompt. `cached_tokens` is the true prefix hit of the prefill side."""
+    """The prompt has been computed; its worker sends this with token 0.
+
+    `cached_tokens` is how many of the prompt's tokens the prefill side had in its prefix cache.
+    """
 
     request_id: RequestId
     epoch: Epoch
@@ -61,8 +68,11 @@ class Prefilled(msgspec.Struct, frozen=True, tag="prefilled"):
 
 
 class Tokens(msgspec.Struct, frozen=True, tag="tokens", omit_defaults=True):
-    """`stages_s`: with the first of who did not compute the prompt, its time account up to here, stage -> seconds. Who
-    gets no further, as a client leaves or a stop string is found, has told it.
+    """Some tokens of an answer.
+
+    `stages_s` comes with the first tokens of a worker that did not compute the prompt: its account of time so far,
+    stage -> seconds. So a request that ends early, because its client left or a stop string was found, has an account
+    too.
     """
 
     request_id: RequestId
@@ -74,7 +84,7 @@ class Tokens(msgspec.Struct, frozen=True, tag="tokens", omit_defaults=True):
 class Finished(msgspec.Struct, frozen=True, tag="finished"):
     """The answer is complete with `num_tokens` tokens.
 
-    `stages_s`: the time account of this worker, stage -> seconds.
+    `stages_s` is this worker's account of time, stage -> seconds.
     """
 
     request_id: RequestId
@@ -85,7 +95,7 @@ class Finished(msgspec.Struct, frozen=True, tag="finished"):
 
 
 class Failed(msgspec.Struct, frozen=True, tag="failed"):
-    """The answer will not come. `code` is that of the error tree in contracts.errors."""
+    """The answer will not come; `code` is from the error tree in contracts.errors."""
 
     request_id: RequestId
     epoch: Epoch
@@ -99,7 +109,7 @@ Event = PromptScored | Prefilled | Tokens | Finished | Failed
 class EventFrame(msgspec.Struct, frozen=True):
     """All events of one engine step for one gateway.
 
-    `sequence` counts frames of a (gateway, worker) stream from 0, without gaps.
+    `sequence` counts the frames of a (gateway, worker) stream from 0, without gaps.
     """
 
     worker_id: WorkerId

@@ -1,11 +1,10 @@
-"""The handoff between one prefill and one decode worker: what they say on their control connection.
+"""The messages of a handoff on the control connection between a prefill and a decode worker.
 
     prefill -> decode   Offer                 the scheduler picked the request
     decode  -> prefill  Grant | Wait | Refuse  real pages are taken only now
-    prefill -> decode   ChunkHeader           beside the chunk's bytes, one per computed chunk; in a PullReady where
-    decode
-                                              fetches the bytes itself, and before it, when the chunk is about to be
-                                              computed, a PullScheduled
+    prefill -> decode   ChunkHeader           beside the chunk's bytes, one per computed chunk; in a PullReady if
+                                              decode fetches the bytes itself, after a PullScheduled when the chunk
+                                              was about to be computed
     prefill -> decode   Fin                   all chunks sent; carries token 0
     decode  -> prefill  Commit                every chunk valid and Fin seen: the pin may go
     either  -> other    Abort, answered by AbortAck once nothing can write any more
@@ -20,7 +19,10 @@ from contracts.ids import BlockId, Epoch, RequestId
 
 
 class Offer(msgspec.Struct, frozen=True, tag="offer"):
-    """`num_tokens` of KV will come. Prefix hashes are not sent: decode has the job and hashes its token ids itself."""
+    """The announcement that `num_tokens` of KV will come.
+
+    Prefix hashes are not sent: decode has the job and hashes its token ids itself.
+    """
 
     request_id: RequestId
     epoch: Epoch
@@ -29,9 +31,9 @@ class Offer(msgspec.Struct, frozen=True, tag="offer"):
 
 
 class Grant(msgspec.Struct, frozen=True, tag="grant"):
-    """Pages for the tokens from `skip_tokens` on (a multiple of the block size;
+    """The pages for the tokens from `skip_tokens` on, a multiple of the block size.
 
-    decode holds the ones before in its prefix cache).
+    Decode has the tokens before in its prefix cache.
     """
 
     request_id: RequestId
@@ -41,7 +43,10 @@ class Grant(msgspec.Struct, frozen=True, tag="grant"):
 
 
 class Wait(msgspec.Struct, frozen=True, tag="wait"):
-    """No pages now; decode keeps the offer queued and grants later. Prefill keeps its pin while its deadline allows."""
+    """There are no pages now; decode keeps the offer queued and grants later.
+
+    Prefill keeps its pages pinned while its deadline allows.
+    """
 
     request_id: RequestId
     epoch: Epoch
@@ -49,7 +54,7 @@ class Wait(msgspec.Struct, frozen=True, tag="wait"):
 
 
 class Refuse(msgspec.Struct, frozen=True, tag="refuse"):
-    """Never: no job came for the offer, say."""
+    """The offer will never be granted, for example because no job came for it."""
 
     request_id: RequestId
     epoch: Epoch
@@ -58,11 +63,11 @@ class Refuse(msgspec.Struct, frozen=True, tag="refuse"):
 
 
 class ChunkFacts(msgspec.Struct, frozen=True):
-    """Pages of tokens `[first_token, first_token + num_tokens)`, in token order, in decode's layout and of so many
-    bytes there. Where the shards of the two sides differ, pages come in parts, the shards of the finer one. How the
-    bytes lie in messages is the transport's.
+    """The pages of tokens `[first_token, first_token + num_tokens)`, in token order.
 
-    `first_token` is a multiple of the block size. `checksum`: seeded with the epoch.
+    They are in decode's layout, and `nbytes` is their size there. Where the numbers of shards on the two sides differ,
+    pages come in parts, the shards of the finer side. The transport decides how the bytes lie in messages.
+    `first_token` is a multiple of the block size; `checksum` is seeded with the epoch.
     """
 
     request_id: RequestId
@@ -76,14 +81,14 @@ class ChunkFacts(msgspec.Struct, frozen=True):
 
 
 class ChunkHeader(ChunkFacts, frozen=True, tag="chunk"):
-    """`checksum` covers the bytes."""
+    """The header of a chunk whose bytes are sent; `checksum` covers the bytes."""
 
 
 class PullReady(ChunkFacts, frozen=True, tag="pull"):
-    """The same, and the chunk's pages in prefill's pool, in token order, for decode's copy engine to read.
+    """A chunk that decode's copy engine reads from `pages` of prefill's pool, in token order.
 
-    They stay as they are until Commit, or AbortAck, or until decode's process is gone. `checksum` is over the checksums
-    of the pages, `[pages, parts * num_planes]`, seeded with the epoch.
+    The pages stay as they are until Commit, or AbortAck, or until decode's process is gone. `checksum` is over the
+    checksums of the pages, `[pages, parts * num_planes]`, seeded with the epoch.
     """
 
     pages: list[BlockId]
@@ -98,11 +103,12 @@ class PullReady(ChunkFacts, frozen=True, tag="pull"):
 
 
 class PullScheduled(msgspec.Struct, frozen=True, tag="coming"):
-    """Tokens `[first_token, first_token + num_tokens)` are about to be computed, into these pages of prefill's pool.
+    """Tokens `[first_token, first_token + num_tokens)` are about to be computed.
 
-    They are there when the link's mark, a word that prefill's device sets, has reached `mark`, and the first
-    `early_planes` of each page one earlier; decode's device may wait for that and copy them. A hint: a PullReady
-    follows if they were computed, nothing if not. The tokens may begin before those that were granted.
+    They go into `pages` of prefill's pool, and are there when the link's semaphore, a word that prefill's device sets,
+    has reached `mark`; the first `early_planes` of each page are there one earlier. Decode's device may wait for that
+    and copy them. It is a hint: a PullReady follows if they were computed, nothing if not. The tokens may begin before
+    those that were granted.
     """
 
     request_id: RequestId
@@ -123,7 +129,7 @@ class Fin(msgspec.Struct, frozen=True, tag="fin"):
 
 
 class Commit(msgspec.Struct, frozen=True, tag="commit"):
-    """Stated by the receiver: these bytes arrived and are right."""
+    """The receiver's statement that these bytes arrived and are right."""
 
     request_id: RequestId
     epoch: Epoch
@@ -139,7 +145,7 @@ class Abort(msgspec.Struct, frozen=True, tag="abort"):
 
 
 class AbortAck(msgspec.Struct, frozen=True, tag="abort_ack"):
-    """The writer of this attempt has ended: no byte of it will land from now on."""
+    """The writer of this attempt has ended, and no byte of it will land from now on."""
 
     request_id: RequestId
     epoch: Epoch

@@ -1,4 +1,7 @@
-"""Chained block hashes: equal prefixes of token ids have equal hashes, on any machine and in any process."""
+"""The chained hashes of blocks of token ids.
+
+Equal prefixes have equal hashes, on any machine and in any process.
+"""
 
 import hashlib
 from array import array
@@ -6,9 +9,10 @@ from collections.abc import Sequence
 
 
 def salted(salt: str) -> bytes:
-    """Where the chain of a prompt begins: prompts with different salts share no block. Empty for no salt.
+    """Return the start of a prompt's hash chain; it is empty without a salt.
 
-    No block's digest is one, or a salt with the bytes of a block's ids would begin where that block ends.
+    Prompts with different salts share no block. A salt is hashed differently from a block, so that no salt equals the
+    digest of a block.
     """
     return hashlib.blake2b(salt.encode(), digest_size=16, person=b"cache salt").digest() if salt else b""
 
@@ -16,9 +20,9 @@ def salted(salt: str) -> bytes:
 def chain_hashes(
     token_ids: Sequence[int], block_size: int, limit: int | None = None, previous: bytes = b""
 ) -> list[bytes]:
-    """One 16-byte BLAKE2b digest per full block: over the one before and the block's ids (32-bit little-endian).
+    """Return a 16-byte BLAKE2b digest per full block, over the digest before and the block's ids.
 
-    `previous` continues a chain: the digest of the block before `token_ids`.
+    Ids are 32-bit little-endian. `previous` continues a chain: it is the digest of the block before `token_ids`.
     """
     hashes: list[bytes] = []
     num_blocks = len(token_ids) // block_size

@@ -1,4 +1,7 @@
-"""Names of things that cross a process. Strings and integers at run time, distinct to the type checker."""
+"""The names of things that cross a process.
+
+They are strings and integers at run time, and distinct types to the type checker.
+"""
 
 from typing import NewType
 
@@ -6,7 +9,7 @@ RequestId = NewType("RequestId", str)
 WorkerId = NewType("WorkerId", str)
 GatewayId = NewType("GatewayId", str)
 Epoch = NewType("Epoch", int)
-"""Counts the attempts at one request. A message of an older epoch is a zombie: dropped and counted."""
+"""The number of the attempt at a request. A message of an older epoch is stale: it is dropped and counted."""
 Incarnation = NewType("Incarnation", str)
-"""Drawn anew at each start of a process, so that a restarted worker is never taken for its former self."""
+"""A value drawn anew at each start of a process, so that a restarted worker is not taken for its former self."""
 BlockId = NewType("BlockId", int)

@@ -1,4 +1,4 @@
-"""A worker as the rest of the system sees it: who it is, and how busy."""
+"""A worker as the rest of the system sees it: its identity, its abilities and its load."""
 
 from enum import StrEnum
 
@@ -16,11 +16,11 @@ class WorkerRole(StrEnum):
 
 
 class TransferCapabilities(msgspec.Struct, frozen=True, kw_only=True):
-    """How a worker can exchange KV with others.
+    """The ways in which a worker can exchange KV with others.
 
-    `memory`: where its pages are, "host" or a kind of device. `sends`: the transports that it has and may use, the
-    best first; one that does not leave a host comes with that host's name, as in "shm@HOST". `takes`: by layout id,
-    those by which it can take KV of that layout, by re-sharding or rounding it too; none if it may use none of them.
+    `memory` is where its pages are, "host" or a kind of device. `sends` lists the transports that it has and may use,
+    the best first; one that does not leave a host has that host's name, as in "shm@HOST". `takes` lists, by layout id,
+    the transports by which it can take KV of that layout, by re-sharding or rounding it too; none if it may use none.
     """
 
     memory: str
@@ -29,9 +29,10 @@ class TransferCapabilities(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class NodeInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """What a worker states once, when it joins. `max_model_len`: longest prompt plus answer it serves, in tokens.
+    """The facts that a worker states once, when it joins.
 
-    `layout`: what `layout_id` is the digest of, to say where two differ.
+    `max_model_len` is the longest prompt plus answer that it serves, in tokens. `layout` is what `layout_id` is the
+    digest of, so that an error can say where two differ.
     """
 
     worker_id: WorkerId
@@ -51,7 +52,7 @@ class NodeInfo(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def send_words(self) -> list[str]:
-        """Its KV by each transport, a word each, for placement to compare with what others take."""
+        """Return a word for each transport that its KV can take, to be matched with `receive_words`."""
         return [self._word(self.layout_id, transport) for transport in self.ways.sends]
 
     @property
@@ -59,7 +60,10 @@ class NodeInfo(msgspec.Struct, frozen=True, kw_only=True):
         return [self._word(layout_id, name) for layout_id, names in self.ways.takes.items() for name in names]
 
     def can_receive_from(self, source: "NodeInfo") -> bool:
-        """The KV of `source`, as far as memory, layouts and settings tell: a connection may fail still."""
+        """Return whether it can take the KV of `source`, judged by memory, layouts and settings.
+
+        A connection may still fail.
+        """
         return not set(self.receive_words).isdisjoint(source.send_words)
 
     def _word(self, layout_id: str, transport: str) -> str:
@@ -71,16 +75,16 @@ class NodeInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
-"""Bounds of a histogram of the tokens of an engine step: those of vLLM's."""
+"""Bounds of the histogram of tokens in an engine step; vLLM has the same."""
 
 
 class NodeLoad(msgspec.Struct, frozen=True, kw_only=True):
-    """What a worker states with each heartbeat. Rates are measured online, in tokens a second; 0.0 while unknown.
+    """The load that a worker states with each heartbeat.
 
-    `prompt_tokens_per_mixed_step`: the most tokens of prompts in a step that goes on with the answers of now, too.
-    `bad_paths`: decode workers that its handoffs do not reach lately. `num_preemptions`, `num_step_tokens`: since its
-    start; `steps`: how many had at most so many tokens as the bound of STEP_TOKENS says, and more than the one before;
-    the last counts those above all bounds.
+    Rates are measured online, in tokens a second; 0.0 while unknown. `prompt_tokens_per_mixed_step` is the most prompt
+    tokens in a step that also continues the current answers. `bad_paths` are decode workers that its handoffs did not
+    reach lately. `num_preemptions` and `num_step_tokens` count since its start. `steps` counts steps by the bounds of
+    STEP_TOKENS, each between the bound before and its own; the last counts those above all bounds.
     """
 
     num_running: int = 0

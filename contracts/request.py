@@ -1,4 +1,4 @@
-"""A request as the workers know it: token ids in, no text."""
+"""A request as the workers know it: token ids, and no text."""
 
 import msgspec
 
@@ -7,7 +7,10 @@ from contracts.sampling import SamplingParams
 
 
 class WorkerRef(msgspec.Struct, frozen=True):
-    """Where a worker is. `url`: its HTTP front. `transfer`: `host:port` of its KV control listener."""
+    """The addresses of a worker.
+
+    `url` is its HTTP front, `transfer` (`host:port`) its KV control listener.
+    """
 
     worker_id: WorkerId
     incarnation: Incarnation
@@ -16,7 +19,7 @@ class WorkerRef(msgspec.Struct, frozen=True):
 
 
 class Route(msgspec.Struct, frozen=True):
-    """Who serves a request. `prefill == decode` means that nothing is moved."""
+    """The workers that serve a request; if `prefill == decode`, nothing is moved."""
 
     request_id: RequestId
     epoch: Epoch
@@ -29,12 +32,12 @@ class Route(msgspec.Struct, frozen=True):
 
 
 class Job(msgspec.Struct, frozen=True, tag="job"):
-    """Posted to both workers of the route at once; each finds its own part by its worker id.
+    """A request, posted to both workers of the route at once; each finds its own part by its worker id.
 
     `timeout_s` is what is left of the request's budget when the job is sent: a span, because clocks differ between
-    machines. Of jobs that wait, the one with the lowest `priority` goes first; within one, the one that came first.
-    Only jobs with the same `cache_salt` find each other's prefixes. The last `num_answered` of `token_ids` are the
-    answer's own: it was begun elsewhere, and goes on behind them.
+    machines. Among waiting jobs the one with the lowest `priority` goes first, and of equal ones the one that came
+    first. Only jobs with the same `cache_salt` share prefixes. The last `num_answered` of `token_ids` belong to the
+    answer, which was begun elsewhere and goes on after them.
     """
 
     route: Route
@@ -56,7 +59,7 @@ class Job(msgspec.Struct, frozen=True, tag="job"):
 
 
 class Cancel(msgspec.Struct, frozen=True, tag="cancel"):
-    """The one message that flows outward from the gateway besides Job. Idempotent; may come before its job."""
+    """The end of a request before its time. It is idempotent, and may come before its job."""
 
     request_id: RequestId
     epoch: Epoch

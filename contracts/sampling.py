@@ -1,6 +1,6 @@
-"""How the next token is chosen.
+"""The parameters by which the next token is chosen.
 
-Everything the engine needs, nothing that only text needs (stop strings live in the gateway).
+They are all that the engine needs, and nothing that only text needs (stop strings live in the gateway).
 """
 
 import msgspec
@@ -9,17 +9,17 @@ MIN_TEMPERATURE = 1e-5
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Validated by the gateway; the engine trusts it.
+    """The sampling parameters of a request, validated by the gateway and trusted by the engine.
 
-    A temperature below MIN_TEMPERATURE is greedy: logits divided by it are no numbers any more. So is a top_k of 1,
-    though more tokens may be as likely. `seed` is always set: drawn by the gateway if the client gave none, so a replay
-    at position n draws the same number on any machine.
-    `choice` numbers the answers of one prompt (`n > 1`) and enters the draw. `logprobs`: None for none, else how many
-    alternatives beside the chosen token; `prompt_logprobs`: the same of the prompt's own tokens. `grammar`:
-    llguidance's own form of what the answer must look like; empty for anything. Nothing can follow where it ends, so
-    `ignore_eos` does not go with it.
-    `bad_words`: token sequences that the answer never completes. `allowed_token_ids`: nothing else is ever chosen;
-    empty for all.
+    A temperature below MIN_TEMPERATURE is greedy, because logits divided by it overflow. So is a top_k of 1, even if
+    more tokens are equally likely. `seed` is always set, by the gateway if the client gave none, so that a replay at
+    position n draws the same number on any machine.
+
+    `choice` numbers the answers to one prompt (`n > 1`) and enters the draw. `logprobs` is None for none, or the number
+    of alternatives beside the chosen token; `prompt_logprobs` is the same for the prompt's own tokens. `grammar` is
+    llguidance's form of what the answer must look like; empty for anything. Nothing can follow where it ends, so
+    `ignore_eos` can't be combined with it. `bad_words` are token sequences that the answer never completes. If
+    `allowed_token_ids` has any, only those are chosen.
     """
 
     max_tokens: int

@@ -1,4 +1,7 @@
-"""Exit 0 if the URL answers 200, else 1 with the reason: `python -IS healthcheck.py http://127.0.0.1:9000/health`."""
+"""The container's health check: exit 0 if the URL answers 200, or else 1 with the reason.
+
+`python -IS healthcheck.py http://127.0.0.1:9000/health`
+"""
 
 import http.client
 import sys

@@ -1,4 +1,4 @@
-"""Sphinx: the Markdown of this folder as a site. `make docs` builds it, and a warning is an error."""
+"""The configuration of Sphinx; `make docs` builds this folder as a site, and a warning is an error."""
 
 project = "Tandem"
 copyright = "the Tandem authors"  # Sphinx asks for this name

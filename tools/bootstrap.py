@@ -1,10 +1,10 @@
-"""Make `.venv` and install the locked dependencies into it. Needs a bare Python 3.11 or newer and nothing else.
+"""The command that makes `.venv` and installs the locked dependencies into it.
 
 usage: python3 tools/bootstrap.py [dev] [gpu] [otel]
 
-A stamp says what was installed: with nothing changed this returns at once. An installation that was interrupted is
-done anew. Environment: TORCH_INDEX_URL takes torch from that index (PyTorch's CPU index leaves the CUDA libraries
-out); PIP_INDEX_URL and pip's other settings are pip's own.
+It needs a bare Python 3.11 or newer and nothing else. A stamp says what was installed: with nothing changed this
+returns at once. An installation that was interrupted is done anew. Environment: TORCH_INDEX_URL takes torch from that
+index (PyTorch's CPU index leaves the CUDA libraries out); PIP_INDEX_URL and pip's other settings are pip's own.
 """
 
 import fcntl
@@ -79,14 +79,17 @@ def require_python() -> None:
 
 
 def installed() -> dict:
-    """What the stamp says, or nothing if the environment is unfinished or its interpreter is gone."""
+    """Return the stamp, or nothing if the environment is unfinished or its interpreter is gone."""
     if UNFINISHED.exists() or not STAMP.exists() or not PYTHON.exists():
         return {}
     return json.loads(STAMP.read_text())
 
 
 def target(groups: list[str], torch_index: str, have: dict) -> dict:
-    """What the stamp must say: a digest per group. Groups that are there stay, and so does the torch build."""
+    """Return what the stamp must say: a digest per group.
+
+    Groups that are installed already stay, and so does the build of torch.
+    """
     names = {*groups, *(key for key in have if (LOCKS / f"{key}.lock").exists())}
     for name in sorted(names):
         if not (LOCKS / f"{name}.lock").exists():
@@ -130,7 +133,7 @@ def require_space(build: str, have: dict) -> None:
 
 
 def make_venv(have: dict) -> None:
-    """A virtual environment with pip in it. One that an earlier run left unfinished is emptied first."""
+    """Make a virtual environment with pip; empty one that an earlier run left unfinished."""
     if UNFINISHED.exists():
         say("the last installation was interrupted: starting over")
         empty(VENV)
@@ -146,7 +149,10 @@ def make_venv(have: dict) -> None:
 
 
 def empty(folder: Path) -> None:
-    """Remove what is inside but the mark: this can be interrupted too. The folder itself carries the lock."""
+    """Remove what is in the folder but the mark, since this can be interrupted too.
+
+    The folder itself stays, because it carries the lock.
+    """
     for path in folder.iterdir():
         if path.name == UNFINISHED.name:
             continue
@@ -198,7 +204,10 @@ def read(request: urllib.request.Request, context: ssl.SSLContext) -> bytes:
 
 
 def install_torch(index_url: str, replace: bool) -> None:
-    """The locked version, from another index; its build differs, so its digest can't be the locked one."""
+    """Install the locked version from another index.
+
+    Its build differs there, so its digest can't be the locked one.
+    """
     pin = re.search(r"^torch==[^ ;\\]+", (LOCKS / "torch.lock").read_text(), re.MULTILINE)
     assert pin is not None
     force = ["--force-reinstall"] if replace else []
@@ -206,7 +215,10 @@ def install_torch(index_url: str, replace: bool) -> None:
 
 
 def pip(*arguments: str) -> None:
-    """Temporary files go beside the environment: /tmp is often a small memory disk."""
+    """Run pip with its temporary files beside the environment.
+
+    /tmp is often a small file system in memory.
+    """
     scratch = VENV / "tmp"
     scratch.mkdir(exist_ok=True)
     quiet = {"PIP_DISABLE_PIP_VERSION_CHECK": "1", "PIP_ROOT_USER_ACTION": "ignore", "PYTHONWARNINGS": "ignore"}

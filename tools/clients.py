@@ -1,4 +1,4 @@
-"""Clients that no one here wrote, against a pair that runs: openai-python, litellm, LangChain, schemathesis.
+"""The check of clients of other projects against a running pair.
 
     python -m tools.clients [openai litellm langchain schemathesis]
 
@@ -27,7 +27,7 @@ PACKAGES = {
     "langchain": "langchain-openai",
     "schemathesis": "schemathesis",
 }
-"""Client -> the package whose version is told."""
+"""Client -> the package whose version is shown."""
 CLIENT_TIMEOUT_S = 900
 CONTEXT = {"schemathesis": "64"}
 
@@ -54,7 +54,7 @@ def main() -> int:
     install()
     outcomes = []
     for name in names:
-        # A fuzzer asks for answers without end, and each takes its time on a CPU: the context is what ends them.
+        # A fuzzer asks for endless answers, which take long on a CPU; a short context ends them.
         with running("--dtype", "float16", TANDEM_MAX_MODEL_LEN=CONTEXT.get(name, "1024")) as system:
             outcomes.append(check(name, system.url, system.model()))
     print(table(outcomes))
@@ -62,7 +62,10 @@ def main() -> int:
 
 
 def install() -> None:
-    """What the lock says, unless it is there already. pip of our own environment works on the other one."""
+    """Install what the lock says, unless it is there already.
+
+    The other environment has no pip; ours installs into it.
+    """
     stamp = VENV / "installed.lock"
     if stamp.exists() and stamp.read_bytes() == LOCK.read_bytes():
         return
@@ -73,14 +76,14 @@ def install() -> None:
 
 
 def check(client: str, url: str, model: str) -> Outcome:
-    """The checks of one client, in a process of its own environment. What fails is told by pytest."""
+    """Run the checks of one client with the Python of the other environment; pytest prints what fails."""
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
         command = [_python(), "-m", "pytest", f"check_{client}.py", "-c", "pytest.ini", f"--junitxml={report}", "-q"]
         environment = os.environ | {
             "TANDEM_CLIENTS_URL": url,
             "TANDEM_CLIENTS_MODEL": model,
-            "LITELLM_LOCAL_MODEL_COST_MAP": "True",  # else it fetches prices when it is imported
+            "LITELLM_LOCAL_MODEL_COST_MAP": "True",  # otherwise it fetches prices when it is imported
         }
         subprocess.run(command, cwd=CHECKS, env=environment, timeout=CLIENT_TIMEOUT_S, check=False)
         suite = xml.parse(report).getroot().find("testsuite")

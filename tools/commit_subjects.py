@@ -1,7 +1,9 @@
-"""Check the first lines of commit messages: `area: imperative subject`, at most 72 characters, no full stop.
+"""The check of the first lines of commit messages.
 
-usage: python3 tools/commit_subjects.py RANGE            every commit of a range of git, such as origin/main..HEAD
-       python3 tools/commit_subjects.py --message FILE   the message in a file, as git hands it to a commit-msg hook
+    usage: python3 tools/commit_subjects.py RANGE            every commit of a range of git, such as origin/main..HEAD
+           python3 tools/commit_subjects.py --message FILE   the message in a file, as git hands it to a commit-msg hook
+
+A subject is `area: imperative subject`, at most 72 characters, without a full stop.
 """
 
 import re

@@ -1,4 +1,7 @@
-"""docs/configuration.md from the settings classes: `make docs` writes it, and a test fails when it is stale."""
+"""The command that writes docs/configuration.md from the settings classes.
+
+`make docs` runs it, and a test fails when the page is stale.
+"""
 
 from enum import Enum
 from pathlib import Path
@@ -58,7 +61,7 @@ def table(command: str, kind: type[BaseSettings]) -> str:
 
 
 def row(name: str, default: Any, schema: dict[str, Any], definitions: dict[str, Any]) -> str:
-    """Three columns, each of two lines at most: more do not fit a page."""
+    """Return the three columns, each of at most two lines; more do not fit the page."""
     setting = f"`--{name.replace('_', '-')}`<br>`{variable(name)}`"
     what = "<br>".join(filter(None, [schema["description"], allowed(schema, definitions)]))
     return f"| {setting} | {shown(default)} | {what} |"
@@ -74,10 +77,10 @@ def shown(default: Any) -> str:
 
 
 def allowed(schema: dict[str, Any], definitions: dict[str, Any]) -> str:
-    """In words, from JSON schema; empty for any text."""
+    """Return the allowed values in words, from a JSON schema; empty for any text."""
     if "$ref" in schema:
         schema = definitions[schema["$ref"].rpartition("/")[2]]
-    if "anyOf" in schema:  # a path, or none
+    if "anyOf" in schema:  # an optional path
         schema = schema["anyOf"][0]
     if "enum" in schema:
         return f"one of {', '.join(f'`{value}`' for value in schema['enum'])}"

@@ -6,7 +6,7 @@
     otel.lock   traces by OpenTelemetry
     dev.lock    what checks, tests and documentation add
 
-and clients.lock from clients.in: clients that no one here wrote, for `make clients`
+and clients.lock from clients.in: clients of other projects, for `make clients`
 
 One resolution for all of them, split afterwards: together they never disagree, and a container image can keep the
 large, rarely changing torch layer apart from the rest.
@@ -50,7 +50,10 @@ def main() -> None:
 
 
 def lock_clients() -> None:
-    """In an environment of their own: litellm and LangChain want another major version of openai than our tests."""
+    """Lock the packages of `make clients`, which have an environment of their own.
+
+    litellm and LangChain want another major version of openai than our tests.
+    """
     entries = compile_extras("--generate-hashes", source="requirements/clients.in")
     (OUT / "clients.lock").write_text(HEADER + "".join(line for name in sorted(entries) for line in entries[name]))
     print(f"clients.lock: {len(entries)} packages")
@@ -71,7 +74,7 @@ def compile_extras(*options: str, override: list[str] | None = None, source: str
 
 
 def parse(text: str) -> Entries:
-    """Requirement lines and their indented continuation lines, by package name."""
+    """Return requirement lines and their indented continuation lines, by package name."""
     entries: Entries = {}
     for match in re.finditer(r"^([A-Za-z0-9._-]+)==.*\n(?:[ \t].*\n)*", text, re.MULTILINE):
         entries.setdefault(match[1], []).append(match[0])

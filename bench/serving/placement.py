@@ -1,9 +1,10 @@
-"""What a placement costs Redis and a gateway, by the number of workers that are registered and of gateways that place.
+"""The benchmark of what a placement costs Redis and a gateway.
 
 python -m bench.serving.placement [--before FOLDER]
 
-`--before`: a checkout of another commit, measured in the same run, in turns with this one:
-`git worktree add FOLDER COMMIT`. Workers are names in a real Redis server, which change once a second as if they beat.
+It varies the numbers of registered workers and of gateways that place. `--before` is a checkout of another commit,
+measured in the same run, in turn with this one: `git worktree add FOLDER COMMIT`. Workers are names in a real Redis
+server, which change once a second as if they sent heartbeats.
 """
 
 import argparse
@@ -23,11 +24,11 @@ POOLS = (8, 64, 256, 1000, 4000)
 GATEWAYS = (1, 4)
 PROMPT_TOKENS = 8192
 NUM_PROMPTS = 32
-"""Prompts that come again: as many conversations."""
+"""Prompts that are repeated, like those of as many conversations."""
 NUM_PLACED = 200
-"""Of each gateway."""
+"""Placements of each gateway."""
 RATE = 25.0
-"""Placements a second of each gateway."""
+"""Placements per second of each gateway."""
 CAPACITY_TOKENS = 4_000_000
 
 log = logging.getLogger("bench")
@@ -77,7 +78,7 @@ def _rows(num_workers: int, num_gateways: int, before: Path | None) -> list[Any]
 
 
 def _measured(tree: Path, num_workers: int, num_gateways: int) -> dict[str, float]:
-    """Figures of one checkout, with a server of its own."""
+    """Return the figures of one checkout, with a Redis server of its own."""
     from coordinator.store.local_server import RedisServer
 
     with RedisServer() as server:
@@ -100,7 +101,7 @@ def _measured(tree: Path, num_workers: int, num_gateways: int) -> dict[str, floa
 
 
 def _child(tree: Path, name: str, given: dict[str, Any]) -> "subprocess.Popen[str]":
-    """A process that runs this file with the packages of that checkout."""
+    """Start a process that runs this file with the packages of that checkout."""
     command = [sys.executable, "-P", __file__, "--child", name, "--given", json.dumps(given)]
     environment = os.environ | {"PYTHONPATH": str(tree)}
     return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True, cwd=tree)
@@ -159,7 +160,10 @@ async def _register(given: dict[str, Any]) -> None:
 
 
 async def _beat(given: dict[str, Any]) -> None:
-    """Mark all workers as changed, a part at a time, each once a second: a checkout that reads no marks reads all."""
+    """Mark all workers as changed once a second, a part at a time.
+
+    A checkout that reads no marks reads all workers.
+    """
     from redis.asyncio import Redis
 
     from coordinator.store.redis_store import RedisStore
@@ -176,7 +180,7 @@ async def _beat(given: dict[str, Any]) -> None:
 
 
 async def _place(given: dict[str, Any]) -> dict[str, Any]:
-    """Place, one after another. Not `reads`: nothing but placements is asked of Redis."""
+    """Place one prompt after another; without `reads` nothing but placements is asked of Redis."""
     from redis.asyncio import Redis
 
     from contracts.ids import Epoch, GatewayId, RequestId
@@ -205,7 +209,7 @@ async def _place(given: dict[str, Any]) -> dict[str, Any]:
 
 
 def _read_no_more() -> None:
-    """Let a checkout that keeps a view keep the one that it has."""
+    """Make a checkout that keeps a view of the pool keep the one it has."""
     try:
         from coordinator.placement import placer
     except ImportError:
@@ -214,7 +218,7 @@ def _read_no_more() -> None:
 
 
 async def _scripts_us(redis: Any) -> float:
-    """CPU time of all scripts since the server started."""
+    """Return the CPU time of all scripts since the server started, in microseconds."""
     stats: dict[str, dict[str, float]] = await redis.info("commandstats")
     return sum(stats[name]["usec"] for name in ("cmdstat_evalsha", "cmdstat_eval") if name in stats)
 

@@ -1,7 +1,9 @@
-"""How long prompts wait behind placements by old views, simulated: gateways that read the pool now and then, beside one
-choice that knows all. Virtual time, the real policy, view and claim.
+"""The simulation of how long prompts wait when placements use old views of the pool.
 
 python -m bench.serving.placement_waits
+
+Gateways that read the pool at intervals stand beside one choice that knows all. Time is virtual; policy, view and claim
+are the real ones.
 """
 
 import argparse
@@ -39,7 +41,10 @@ log = logging.getLogger("bench")
 
 @dataclass(frozen=True)
 class Way:
-    """A way to place: how many workers a side are offered, of how many, and how old a view may be, in seconds."""
+    """A way to place.
+
+    `num_offered` of the `top` cheapest workers of each side are offered; a view is at most `age_s` seconds old.
+    """
 
     name: str
     num_offered: int
