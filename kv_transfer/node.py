@@ -28,6 +28,7 @@ from kv_transfer.connection.listener import Listener
 from kv_transfer.data_path.sender import Key
 from kv_transfer.events import Drained, LinkStats, PeerDisconnected, TransferEvent
 from kv_transfer.links.incoming_link import IncomingLink
+from kv_transfer.links.interface_watch import InterfaceWatch
 from kv_transfer.links.link import Link, LinkParts
 from kv_transfer.links.outgoing_link import OutgoingLink
 from kv_transfer.links.path_health import PathHealth
@@ -78,6 +79,7 @@ class TransferNode:
         self._aside: list[Link] = []  # alive, but in no place: yet to prove themselves beside another, or replaced
         self._unfenced: list[Link] = []  # gone, but for a thread that did not stop; until their loss is told
         self._closing, self._launched_s = False, -math.inf
+        self._interfaces, self._broken = InterfaceWatch(), ""
         self._paths = PathHealth(time.monotonic)
         identity = Identity(me, incarnation, settings.secret)
         self._parts = LinkParts(
@@ -158,6 +160,11 @@ class TransferNode:
     def bad_paths(self) -> tuple[Incarnation, ...]:
         """Peers that handoffs from here do not reach lately: no connection, or it was lost, or pages came broken."""
         return self._paths.bad()
+
+    @property
+    def broken(self) -> str:
+        """Why no handoff can come about before this process starts anew, in words; empty if that is not so."""
+        return self._broken
 
     # The prefill side.
 
@@ -396,6 +403,8 @@ class TransferNode:
                 self._paths.failed(link.incarnation, link.was_asked)
             if not event.fenced:
                 self._unfenced.append(link)
+            if self._settings.transport == "ucx" and event.code == TransferError.code:
+                self._judge_interfaces()
             if self._links.get((link.peer_id, link.outgoing)) is link:
                 del self._links[link.peer_id, link.outgoing]
             if link in self._aside:
@@ -410,6 +419,11 @@ class TransferNode:
                 other.fail(event.error, event.code)
         if is_last:
             self._wake()
+
+    def _judge_interfaces(self) -> None:
+        """Under the lock, after a handshake in which two ends that heard each other found no way by UCX."""
+        if names := self._interfaces.replaced():
+            self._broken = f"UCX uses the network interfaces of its start, and {', '.join(names)} came since"
 
     def _is_busy(self) -> bool:
         return time.monotonic() - self._launched_s < BUSY_S

@@ -113,7 +113,7 @@ class _Engine:
 class _Node:
     """A decode that grants at once, and commits."""
 
-    transfer_rate, bad_paths = 0.0, ()
+    transfer_rate, bad_paths, broken = 0.0, (), ""
 
     def __init__(self) -> None:
         self._events: list[TransferEvent] = []

@@ -19,7 +19,8 @@ GATEWAY_SILENCE_S = 10.0
 def main(argv: list[str] | None = None) -> int:
     """Run a worker of the role that its settings say.
 
-    Returns the exit code once it is told to stop: 0 stopped, 1 could not start, 3 the core died.
+    Returns the exit code once it is told to stop: 0 stopped, 1 could not start, 3 the core died, or has to
+    start anew.
     """
     return run_service("worker", WorkerSettings, argv, _run)
 

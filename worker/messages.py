@@ -82,7 +82,10 @@ class LinkStatus(msgspec.Struct, frozen=True):
 
 
 class CoreStatus(msgspec.Struct, frozen=True):
-    """A picture of the core: `num_turns` grows while its loop lives; `counters` only grow, `gauges` come and go."""
+    """A picture of the core: `num_turns` grows while its loop lives; `counters` only grow, `gauges` come and go.
+
+    `broken`: why it can't do its part any more and is to start anew, in words; empty if it can.
+    """
 
     num_turns: int
     num_steps: int
@@ -91,6 +94,7 @@ class CoreStatus(msgspec.Struct, frozen=True):
     gauges: dict[str, float]
     links: list[LinkStatus]
     is_clean: bool
+    broken: str = ""
 
 
 class CoreFrame(msgspec.Struct, frozen=True, tag="frame"):

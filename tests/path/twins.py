@@ -249,6 +249,7 @@ class FakeNode:
         self.drains_at_once = True
         self.transfer_rate = 0.0
         self.bad_paths: tuple[Incarnation, ...] = ()
+        self.broken = ""
         self._undrained: list[Drained] = []
         self.met: list[WorkerRef] = []
         network.nodes[me] = self

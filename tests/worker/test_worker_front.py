@@ -1,5 +1,6 @@
 """The worker's HTTP face, with a core that only remembers what it was sent."""
 
+import asyncio
 from types import SimpleNamespace
 
 import httpx
@@ -14,6 +15,7 @@ from process.thread_times import ThreadTimes
 from tests.worker.fronts import make_state, make_status
 from worker.front import app as front
 from worker.front.app import MAX_BODY_NBYTES, WorkerState, make_app
+from worker.front.serve import CORE_DIED, _work
 
 AUTH = {"authorization": "Bearer s3cret"}
 
@@ -156,6 +158,26 @@ def test_a_core_that_gets_no_cpu_is_not_silent(state, monkeypatch):
         assert state.silent_s == silent_s
     state.on_status(make_status(2))
     assert state.silent_s == 0.0
+
+
+async def test_a_core_that_is_to_start_anew_gets_no_more_work_and_its_worker_ends(state, client):
+    listener, state.joined = await listen(state), True
+    told: list[bool] = []
+
+    async def beat_once() -> None:
+        told.append(state.load.draining)
+
+    membership, pumping = SimpleNamespace(beat_once=beat_once), asyncio.create_task(asyncio.sleep(3600))
+    working = asyncio.create_task(_work(state, membership, pumping, 0.1))  # type: ignore[arg-type]
+    state.on_status(make_status(1))
+    assert (await client.get("/ready")).status_code == 200
+    state.on_status(msgspec.structs.replace(make_status(2), broken="eth0 came since"))
+    ready = await client.get("/ready")
+    assert ready.status_code == 503 and "eth0 came since" in ready.json()["status"]
+    assert (await client.post("/jobs", content=encode([make_job()]))).status_code == 503
+    assert await working == CORE_DIED and told == [True]
+    pumping.cancel()
+    await listener.aclose()
 
 
 async def test_a_dead_core_turns_everything_to_503(state, client):

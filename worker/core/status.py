@@ -96,6 +96,7 @@ class StatusReporter:
             gauges=_engine_gauges(stats) | self._own_gauges() | {"bad_paths": len(load.bad_paths)},
             links=[_link_status(stats) for stats in self._node.stats()],
             is_clean=self._is_clean(stats),
+            broken=self._node.broken,
         )
 
     def _own_counters(self) -> dict[str, float]:

@@ -1,5 +1,6 @@
 """The worker's HTTP face: jobs in, event streams out, health, readiness, metrics."""
 
+import asyncio
 import logging
 import math
 import time
@@ -34,7 +35,7 @@ class WorkerState:
 
     `status` is the core's latest report, `status_s` (monotonic) when one told of a new turn, and see `goes_on`.
     `due_s`: by when the front itself is to go on. `threads`: the core's, if it was silent at the last look.
-    `started_at_s` is of the wall's clock.
+    `is_broken`: the core is to start anew. `started_at_s` is of the wall's clock.
     """
 
     info: NodeInfo
@@ -50,6 +51,7 @@ class WorkerState:
     joined: bool = False
     draining: bool = False
     core_alive: bool = True
+    is_broken: asyncio.Event = field(default_factory=asyncio.Event)
     started_at_s: float = field(default_factory=time.time)
     num_jobs: int = 0
     num_cancels: int = 0
@@ -57,7 +59,7 @@ class WorkerState:
     @property
     def load(self) -> NodeLoad:
         load = self.status.load if self.status is not None else NodeLoad()
-        return msgspec.structs.replace(load, draining=self.draining)
+        return msgspec.structs.replace(load, draining=self.draining or self.is_broken.is_set())
 
     @property
     def num_turns(self) -> int | None:
@@ -74,6 +76,13 @@ class WorkerState:
         if status.num_turns != self.num_turns:
             self.status_s = time.monotonic()
         self.status = status
+        if status.broken:
+            self.is_broken.set()
+
+    @property
+    def broken(self) -> str:
+        """Why the core is to start anew, in words; empty if it is not."""
+        return self.status.broken if self.status is not None else ""
 
     def goes_on(self, period_s: float) -> None:
         """Leave out of the core's silence what it could not use; to be called again within `period_s`.
@@ -175,6 +184,7 @@ def _add_views(app: FastAPI, state: WorkerState) -> None:
         words = (
             state.health_error()
             or (None if state.joined else "not in the registry")
+            or state.broken
             or ("draining" if state.draining else None)
         )
         return JSONResponse({"status": words or "ready"}, status_code=503 if words else 200)
@@ -204,7 +214,7 @@ def _no_taker(state: WorkerState, messages: list[JobMessage]) -> JSONResponse | 
     gateways = {m.gateway_id for m in messages if isinstance(m, Job)}
     if unheard := sorted(gateway_id for gateway_id in gateways if not state.streams.has(gateway_id)):
         return refusal(409, "no_stream", f"open GET /events first: nobody listens for {', '.join(unheard)}")
-    if state.draining and gateways:
+    if state.load.draining and gateways:
         return refusal(503, "draining", "this worker takes no new work")
     return None
 

@@ -85,13 +85,23 @@ async def _serve(settings: WorkerSettings, state: WorkerState, store: Store, lis
 
 
 async def _work(state: WorkerState, membership: Membership, pumping: asyncio.Task[None], drain_timeout_s: float) -> int:
-    """Until the core dies, or until cancelled and drained; cancelled twice, at once."""
+    """Until the core dies, or is to start anew and has drained, or until cancelled and drained; cancelled twice, at
+    once.
+    """
+    broken = asyncio.create_task(state.is_broken.wait())
     try:
-        await asyncio.shield(pumping)
+        await asyncio.wait({pumping, broken}, return_when=asyncio.FIRST_COMPLETED)
+        if pumping.done():
+            pumping.result()
+        else:
+            log.error("%s; this worker ends, to be started again", state.broken)
+            await drain(state, membership, drain_timeout_s)
         return CORE_DIED
     except asyncio.CancelledError:
         await drain(state, membership, drain_timeout_s)
         raise
+    finally:
+        broken.cancel()
 
 
 async def _pump(state: WorkerState, membership: Membership) -> None:
