@@ -53,8 +53,28 @@ async def test_a_key_opens_and_nothing_else_does(checkpoint, caplog, sent, statu
 
 async def test_without_keys_everybody_may(checkpoint):
     async with gateway(checkpoint, pair()) as rig, rig.client() as client:
-        headers = {"Authorization": "Bearer whatever"}
-        assert (await client.post("/v1/completions", json=ASK, headers=headers)).status_code == 200
+        for shown in ("Bearer whatever", "Bearer ", "Bearer", ""):
+            headers = {"Authorization": shown}
+            assert (await client.post("/v1/completions", json=ASK, headers=headers)).status_code == 200
+
+
+async def test_what_load_generators_and_routers_of_vllm_send_first_is_answered(checkpoint):
+    """aiperf looks for metrics by HEAD; vllm-router has fields of its own, and asks for a rendering beforehand."""
+    own = {
+        "data_parallel_rank": 0,
+        "return_hidden_states": False,
+        "bootstrap_room": None,
+        "rid": "r",
+        "lora_path": None,
+    }
+    async with gateway(checkpoint, pair()) as rig, rig.client() as client:
+        assert (await client.head("/metrics")).status_code == 200
+        ask = ASK | own | {"temperature": 0.699999988079071, "stream_options": None}
+        reply = await client.post("/v1/completions", json=ask, headers={"Authorization": "Bearer "})
+        assert reply.status_code == 200
+        assert (await client.post("/tokenize", json={"prompt": "hi"} | own)).status_code == 200
+        assert (await client.post("/render", json=ask)).status_code == 404
+        assert len(rig.workers[0].jobs) == 1
 
 
 @pytest.mark.parametrize(
