@@ -53,6 +53,11 @@ OTHERWISE = {
 """What has another way here, or none -> the words for it."""
 
 
+LENGTHS = {"--max-model-len", "--max-num-seqs", "--max-num-batched-tokens"}
+"""Options whose number may have a unit."""
+UNITS = {"k": 10**3, "m": 10**6, "g": 10**9, "K": 2**10, "M": 2**20, "G": 2**30}
+
+
 def translated(argv: Sequence[str]) -> tuple[list[str], list[str]]:
     """Return the command line in our words, and a line for each option that changes nothing.
 
@@ -70,7 +75,19 @@ def translated(argv: Sequence[str]) -> tuple[list[str], list[str]]:
             del words[: 0 if equals else ALWAYS[flag]]
             notes.append(f"{flag} changes nothing: it is so without it")
             continue
-        told.append(SAME.get(flag, flag) + equals + value)
-        if flag == "--dtype" and words:
-            words[0] = DTYPES.get(words[0], words[0])
+        told.append(SAME.get(flag, flag) + equals + _value(flag, value))
+        if words and not equals:
+            words[0] = _value(flag, words[0])
     return told, notes
+
+
+def _value(flag: str, given: str) -> str:
+    """Return the value of an option in our words: 8k is 8000 and 8K is 8192, as with vLLM."""
+    if flag == "--dtype":
+        return DTYPES.get(given, given)
+    if flag == "--max-model-len" and given == "auto":
+        return "0"
+    number, unit = given[:-1], UNITS.get(given[-1:])
+    if flag not in LENGTHS or unit is None or not number.replace(".", "", 1).isdecimal():
+        return given
+    return str(int(float(number) * unit))

@@ -192,6 +192,22 @@ def test_a_command_line_of_vllm_is_understood() -> None:
     assert [note.split()[0] for note in notes] == ["--enable-prefix-caching", "--reasoning-parser"]
 
 
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ("--max-model-len 8k", "--max-model-len 8000"),
+        ("--max-model-len=25.6K", "--max-model-len=26214"),
+        ("--max-model-len auto", "--max-model-len 0"),
+        ("--max-num-batched-tokens 1M", "--max-batched-tokens 1048576"),
+        ("--max-num-seqs 64", "--max-num-seqs 64"),
+        ("--max-num-seqs k", "--max-num-seqs k"),
+        ("--model 8k --dtype=half", "--model 8k --dtype=float16"),
+    ],
+)
+def test_numbers_may_have_vllm_s_units(given: str, told: str) -> None:
+    assert translated(given.split()) == (told.split(), [])
+
+
 @pytest.mark.parametrize("name", sorted({*ALWAYS, *OTHERWISE, *SAME}))
 def test_no_name_of_vllm_is_one_of_ours(name: str) -> None:
     """Else it would be taken for ours in one place and be refused in another."""
