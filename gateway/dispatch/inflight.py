@@ -7,6 +7,7 @@ performs the actions.
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
+import msgspec
 from msgspec.structs import replace
 
 from contracts.errors import Corrupt, Overloaded, PeerLost, TandemError, TransferError, Unavailable, by_code
@@ -32,23 +33,20 @@ REPLAY_WAIT_S = 30.0
 OnDelta = Callable[[OutputDelta], None]
 
 
-@dataclass(frozen=True)
-class Deliver:
+class Deliver(msgspec.Struct, frozen=True):
     """Give this to the answer's reader."""
 
     delta: OutputDelta
 
 
-@dataclass(frozen=True)
-class LeavePlace:
+class LeavePlace(msgspec.Struct, frozen=True):
     """Call `on_left` once what came together with these faults is read. `is_lost`: a worker was, not just full."""
 
     faults: Mapping[WorkerId, TandemError]
     is_lost: bool
 
 
-@dataclass(frozen=True)
-class PlaceAgain:
+class PlaceAgain(msgspec.Struct, frozen=True):
     """Look for another place.
 
     `error`: why the old one was left, for the client if there is none. `waits`: not at once, since the last place was
@@ -60,36 +58,31 @@ class PlaceAgain:
     is_replay: bool
 
 
-@dataclass(frozen=True)
-class SendJobs:
+class SendJobs(msgspec.Struct, frozen=True):
     """Send the jobs of the current attempt to its workers."""
 
 
-@dataclass(frozen=True)
-class CancelAttempt:
+class CancelAttempt(msgspec.Struct, frozen=True):
     """Tell these workers to let go of an attempt."""
 
     workers: list[WorkerRef]
     cancel: Cancel
 
 
-@dataclass(frozen=True)
-class AwaitDecode:
+class AwaitDecode(msgspec.Struct, frozen=True):
     """See after a while whether decode goes on alone, then ask `on_undecoded`."""
 
     route: Route
 
 
-@dataclass(frozen=True)
-class ReturnPlace:
+class ReturnPlace(msgspec.Struct, frozen=True):
     """Give back a place that is not needed any more."""
 
     epoch: Epoch
     end: RequestState
 
 
-@dataclass(frozen=True)
-class Finish:
+class Finish(msgspec.Struct, frozen=True):
     """End the request. `reason`: why its workers are to let go of it; empty if they have."""
 
     reason: str
@@ -142,14 +135,19 @@ class InflightRequest:
 
     def on_event(self, worker_id: WorkerId, event: Event, now: float) -> list[Action]:
         """Take what a worker tells of this answer. Raises whatever its tokens can't be read for."""
-        is_current = event.epoch == self.epoch
+        sequencer = self.answer.sequencer
+        is_current = event.epoch == sequencer.epoch
         if is_current and (faults := self._faults(worker_id, event)):
             if self.is_moving:
                 return []
             self._note_handoff_fault(faults, now)
             return self._leave(faults)
-        first_index = self.answer.sequencer.first_index
-        if is_current and isinstance(event, Tokens) and any(token.index > first_index for token in event.tokens):
+        if (
+            is_current
+            and self.decoder != worker_id
+            and isinstance(event, Tokens)
+            and any(token.index > sequencer.first_index for token in event.tokens)
+        ):
             self.decoder = worker_id
         actions = self._delivered(self.answer.feed(event))
         if is_current and isinstance(event, Finished) and worker_id != self.route.decode.worker_id:
