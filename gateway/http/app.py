@@ -18,10 +18,8 @@ def make_app(context: AppContext) -> FastAPI:
     _add_access(app, context)
     app.add_middleware(RequestCountMiddleware, requests=context.metrics.http_requests)
     add_error_handlers(app)
-    routers = [subject.router for subject in (generation, responses, tokenize, models, health)]
-    for router in routers:
-        app.include_router(router)
-    app.state.routes = [route for router in routers for route in router.routes]
+    for subject in (generation, responses, tokenize, models, health):
+        app.router.routes += subject.router.routes
     return app
 
 

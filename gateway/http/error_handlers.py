@@ -90,6 +90,6 @@ def _no_path(request: Request) -> str:
 def _allowed(request: Request) -> str:
     """Return all methods of a path. Starlette names those of the first route with that path only."""
     path = request.url.path
-    routes = [route for route in (*request.app.routes, *request.app.state.routes) if isinstance(route, Route)]
+    routes = [route for route in request.app.routes if isinstance(route, Route)]
     methods = {method for route in routes if route.path_regex.match(path) for method in route.methods or ()}
     return ", ".join(sorted(methods | {"HEAD"} if "GET" in methods else methods))
