@@ -83,7 +83,14 @@ class DecodeRole:
         self._draining: dict[AttemptId, IncomingHandoff] = {}  # pages that a writer may still touch
         self._quarantined: set[AttemptId] = set()  # pages of a writer that could not be fenced: lost until restart
         self._counters = dict.fromkeys(
-            ("landings_granted", "landings_committed", "landings_aborted", "landings_waited", "chunks_bad"), 0.0
+            (
+                "kv_handoffs_received_granted",
+                "kv_handoffs_received_committed",
+                "kv_handoffs_received_aborted",
+                "kv_handoffs_received_waited",
+                "chunks_bad",
+            ),
+            0.0,
         )
 
     def accepts(self, job: Job) -> bool:
@@ -191,7 +198,7 @@ class DecodeRole:
         first_page = reservation.skip_tokens // self._engine.layout.block_size
         grant = Grant(*landing.id, reservation.blocks[first_page:], reservation.skip_tokens)
         self._node.grant(landing.peer_id, grant)
-        self._counters["landings_granted"] += 1
+        self._counters["kv_handoffs_received_granted"] += 1
         if len(self._queue) == 1:  # or the others' grants would wait for it
             self._engine.prepare(landing.live.key)  # prefill computes meanwhile
 
@@ -199,7 +206,7 @@ class DecodeRole:
         for landing in self._queue.values():
             if not landing.told_to_wait:
                 landing.told_to_wait = True
-                self._counters["landings_waited"] += 1
+                self._counters["kv_handoffs_received_waited"] += 1
                 self._node.wait(landing.peer_id, Wait(*landing.id, reason))
 
     def _on_landed(self, header: ChunkHeader, landed_s: float) -> None:
@@ -245,7 +252,7 @@ class DecodeRole:
         # Every granted page has its bytes and the node lands nothing after commit: the writer's hold ends here.
         self._node.commit(landing.peer_id, Commit(*landing.id, landing.num_chunks, landing.nbytes))
         self._engine.incoming_writer_ended(landing.live.key)
-        self._counters["landings_committed"] += 1
+        self._counters["kv_handoffs_received_committed"] += 1
         self._ledger.move(landing.live, "COMMITTED")
 
     def _on_bad(self, header: ChunkHeader, reason: str) -> None:
@@ -262,7 +269,7 @@ class DecodeRole:
         if landing is None:
             self._over[attempt_id] = now
             return
-        self._counters["landings_aborted"] += abort.code != "finished"
+        self._counters["kv_handoffs_received_aborted"] += abort.code != "finished"
         self._ledger.leave(landing.live)
         self._let_go(landing)
 
@@ -304,7 +311,7 @@ class DecodeRole:
         """Let go and tell prefill, if it knows of this attempt."""
         self._let_go(landing)
         if landing.offer is not None:
-            self._counters["landings_aborted"] += 1
+            self._counters["kv_handoffs_received_aborted"] += 1
             self._node.abort(landing.peer_id, Abort(*landing.id, code, reason))
 
     def _let_go(self, landing: IncomingHandoff) -> None:

@@ -18,7 +18,14 @@ Samples = Mapping[tuple[str, str], float]
 """Values by metric and the value of its label, if it has one."""
 
 _MEANS = {"tandem_gateway_stage_seconds": "stage", "tandem_gateway_exposed_seconds": "exposed"}
-_WORK = ("prefill_tokens", "decode_tokens", "preemptions", "landings_committed", "handoffs_aborted", "chunks_bad")
+_WORK = (
+    "prefill_tokens",
+    "decode_tokens",
+    "preemptions",
+    "kv_handoffs_received_committed",
+    "handoffs_aborted",
+    "chunks_bad",
+)
 _SAID_S = 0.5  # a core reports its counters ten times a second, so the last of a load come after its end
 _STAGE = re.compile(r"([a-z][a-z ]*) (\d+\.\d) s(?:, |$)")
 

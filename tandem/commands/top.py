@@ -177,7 +177,7 @@ def _kv(now: Samples) -> str:
 
 
 def _ended(since: Change) -> float | None:
-    names = (f"tandem_worker_{name}_committed_total" for name in ("handoffs", "landings"))
+    names = (f"tandem_worker_{name}_committed_total" for name in ("handoffs", "kv_handoffs_received"))
     return since.rate(*(name for name in names if name in since.after))
 
 

@@ -126,7 +126,7 @@ def test_a_pair_is_measured_and_every_load_is_kept(tmp_path: Path, monkeypatch: 
     assert serving_gpu.main() == 0
     rows = [row for row in json.loads(out.read_text())["rows"] if row["params"]["system"] == "pair"]
     failed = {row["params"]["load"]: row["value"] for row in rows if row["name"] == "failed"}
-    landed = {row["params"]["load"]: row["value"] for row in rows if row["name"] == "landings committed"}
+    landed = {row["params"]["load"]: row["value"] for row in rows if row["name"] == "kv handoffs received committed"}
     assert failed == {"idle-1k": 0, "8k-8": 0}
     assert landed.keys() == failed.keys()
     pauses = {row["params"]["by"]: row["value"] for row in rows if row["name"] == "longest collection"}

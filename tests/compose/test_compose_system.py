@@ -115,4 +115,4 @@ def is_back(container: dict) -> bool:
 
 
 def landings(system: Composed, worker: dict) -> float:
-    return system.metrics(worker)[("tandem_worker_landings_committed_total", "")]
+    return system.metrics(worker)[("tandem_worker_kv_handoffs_received_committed_total", "")]

@@ -99,7 +99,7 @@ def test_the_first_in_line_is_not_overtaken_by_a_smaller_one():
     side.engine.free = 5
     side.role.on_step(ENDED, 2.0)
     assert side.granted() == ["a", "big", "small"]
-    assert side.role.counters()["landings_waited"] == 2
+    assert side.role.counters()["kv_handoffs_received_waited"] == 2
 
 
 def test_the_lowest_priority_has_the_next_free_pages():
@@ -307,7 +307,7 @@ def test_what_prefill_aborts_is_told_by_prefill_alone():
     side.offer("r", 8)
     side.hear(Abort(RequestId("r"), E, "finished", "token 0 ended the request"))
     assert side.failures() == [] and len(side.ledger) == 0
-    assert side.role.counters()["landings_aborted"] == 0
+    assert side.role.counters()["kv_handoffs_received_aborted"] == 0
 
 
 def test_a_chunk_of_nobody_is_stale():

@@ -78,7 +78,7 @@ def test_requests_queue_for_pages_and_all_cross():
     ring.settle(80)
     for number in range(6):
         assert ring.tokens(f"r{number}") == answer([number] * 20, 3)
-    assert ring.sides[D].roles[1].counters()["landings_waited"] > 0
+    assert ring.sides[D].roles[1].counters()["kv_handoffs_received_waited"] > 0
     ring.assert_clean()
 
 

@@ -109,7 +109,13 @@ def test_the_names_that_dashboards_use_are_there(worker: RunningWorker) -> None:
         "requests",
     }
     prefill = {"handoffs_offered", "handoffs_committed", "handoffs_aborted", "handoffs_local", "commit_wait_seconds"}
-    decode = {"landings_granted", "landings_committed", "landings_aborted", "landings_waited", "chunks_bad"}
+    decode = {
+        "kv_handoffs_received_granted",
+        "kv_handoffs_received_committed",
+        "kv_handoffs_received_aborted",
+        "kv_handoffs_received_waited",
+        "chunks_bad",
+    }
     counters = prefill | decode | {"steps", "preemptions", "stale_messages", "quarantined"}
     assert gauges | {"requests"} | {f"{name}_total" for name in counters} <= names
 
