@@ -25,7 +25,7 @@ def until(
 
 
 async def async_until(is_so: Callable[[], object], timeout_s: float = PATIENCE_S) -> None:
-    """As `until`, while other tasks go on. What `is_so` returns may be awaitable."""
+    """Wait like `until` while other tasks go on; what `is_so` returns may be awaitable."""
     try:
         async with asyncio.timeout(timeout_s) as limit:
             while not await _value(is_so()):

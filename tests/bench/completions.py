@@ -91,25 +91,25 @@ DONE = _chunk(b"data: [DONE]\n\n") + END
 
 
 async def good(writer: asyncio.StreamWriter, num_tokens: int) -> None:
-    """As vLLM does: the last token carries the reason, then one event of usage."""
+    """Answer as vLLM does: the last token carries the reason, then comes one event with usage."""
     usage = event(choices=[], usage={"completion_tokens": num_tokens})
     writer.write(STREAM + token() * (num_tokens - 1) + token(finish="length") + usage + DONE)
 
 
 async def bare_end(writer: asyncio.StreamWriter, num_tokens: int) -> None:
-    """As Tandem does: the reason may come by itself; and three tokens may make one character."""
+    """Answer as Tandem does: the reason may come by itself, and three tokens may make one character."""
     usage = event(choices=[], usage={"completion_tokens": num_tokens})
     writer.write(STREAM + token("…") + token() * (num_tokens - 3) + token("", finish="length") + usage + DONE)
 
 
 async def merged(writer: asyncio.StreamWriter, num_tokens: int) -> None:
-    """As vLLM does when its front is late: what has gathered is one event; and a token may be no text yet."""
+    """Answer as vLLM does when its front is late: gathered tokens are one event, and a token may have no text yet."""
     usage = event(choices=[], usage={"completion_tokens": num_tokens})
     writer.write(STREAM + token("") + token("xx") + token("xxx", finish="length") + usage + DONE)
 
 
 async def by_toy_proxy(writer: asyncio.StreamWriter, num_tokens: int) -> None:
-    """As vLLM's toy proxy of a pair does: the decode instance's stream, called JSON."""
+    """Answer as vLLM's toy proxy of a pair does: with the decode instance's stream, called JSON."""
     writer.write(STREAM.replace(b"text/event-stream", b"application/json"))
     writer.write(token() * (num_tokens - 1) + token(finish="length") + DONE)
 

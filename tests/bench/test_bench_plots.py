@@ -29,7 +29,7 @@ def lines(axes: Axes) -> dict[str, list[tuple[float, float]]]:
 
 
 def heights(axes: Axes) -> list[list[float]]:
-    """Of each group of bars."""
+    """Return the heights of each group of bars."""
     return [[bar.get_height() for bar in bars] for bars in axes.containers]  # type: ignore[attr-defined]
 
 

@@ -149,7 +149,7 @@ def test_a_folder_gives_its_configuration(folder):
 
 
 def test_a_folder_says_how_its_makers_draw(folder):
-    """As vLLM takes it: what is stated, whether or not `do_sample` is."""
+    """vLLM takes what is stated, too, whether or not `do_sample` is."""
     assert open_checkpoint(str(folder)).advice == Advice()
     stated = {"do_sample": False, "temperature": 0.6, "top_k": 20, "top_p": 1, "min_p": None, "max_new_tokens": 5}
     (folder / "generation_config.json").write_text(json.dumps(stated))
@@ -174,7 +174,7 @@ def test_advice_that_no_request_could_give_is_refused(folder, stated, words):
 
 
 def test_conversations_with_tools_may_have_a_template_of_their_own(folder, tmp_path):
-    """As Hermes 2 Pro and 3 have it, in each place that transformers and llama.cpp write it to."""
+    """Hermes 2 Pro and 3 have one, in any of the places that transformers and llama.cpp write it to."""
     named = [{"name": "tool_use", "template": "U"}, {"name": "default", "template": "T"}]
     (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": named}))
     checkpoint = open_checkpoint(str(folder))
@@ -241,7 +241,7 @@ def test_a_token_of_another_kind_is_told(folder):
 
 
 def test_a_tokenizer_neither_cuts_nor_fills_up_prompts(folder):
-    """As fine-tuning leaves tokenizer.json: with the length of its training texts."""
+    """Fine-tuning leaves the length of its training texts in tokenizer.json."""
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     tokenizer.enable_truncation(2)
     tokenizer.enable_padding(length=9)

@@ -35,7 +35,7 @@ def image() -> str:
 
 
 def run_python(image: str, code: str, *options: str) -> str:
-    """As the services run: no root, nothing of the image writable."""
+    """Run code as the services run: not as root, and with nothing of the image writable."""
     limits = ("--network=none", "--read-only", "--tmpfs=/tmp:mode=1777,exec", "--cap-drop=ALL")
     return docker("run", "--rm", *limits, *options, "--env=HOME=/tmp", "--entrypoint=python", image, "-c", code).strip()
 

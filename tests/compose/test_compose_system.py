@@ -67,7 +67,7 @@ def test_the_same_question_has_the_same_answer(system: Composed) -> None:
 
 
 def test_kv_crosses_containers_by_ucx(system: Composed) -> None:
-    """By the workers' own counters: bytes went over a link whose transport is ucx, and over no other."""
+    """The workers' own counters say that bytes went over a link whose transport is ucx, and over no other."""
     (prefill,), (decode,) = system.containers("prefill"), system.containers("decode")
     before = system.metrics(decode)
     system.ask("Tell me in one sentence how a sail moves a boat against the wind, and why it does not simply drift.")

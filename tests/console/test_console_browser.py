@@ -120,7 +120,7 @@ async def test_the_keyboard_is_enough(console: Page):
 
 
 async def _stops(page: Page) -> set[str]:
-    """Where Tab leads: ids, names of radio buttons, or tags."""
+    """Return the stops of the Tab key: ids, names of radio buttons, or tags."""
     stops = set()
     await page.js("document.activeElement.blur(); scrollTo(0, 0)")
     for _ in range(30):
@@ -229,7 +229,7 @@ async def test_reasoning_is_apart_from_the_answer_and_folds_when_that_comes(page
 
 
 async def test_a_question_that_was_only_thought_about_is_not_part_of_the_next_prompt(page: Page):
-    """As where nothing was answered at all; some chat templates refuse an answer without a word."""
+    """The same holds if nothing was answered at all; some chat templates refuse an empty answer."""
     async with _thinking("We need the capital of France.") as rig:
         await page.open(f"{rig.url}/")
         await page.js("document.getElementById('prompt').focus()")

@@ -75,7 +75,7 @@ def ask(name: str, num_tokens: int = 100, max_tokens: int = 50, epoch: int = 1, 
 
 
 async def place(store: Store, request: PlaceRequest) -> Route:
-    """By a gateway that has just started: it knows nothing but what it reads now."""
+    """Place as a gateway does that has just started and knows nothing but what it reads now."""
     placer = Placer(store)
     try:
         return await placer.place(request)
@@ -116,6 +116,6 @@ async def assert_idle(store: Store) -> None:
 
 
 async def reap(store: Store) -> list[Reaped]:
-    """As the leader, which nobody else is."""
+    """Reap as the leader, which nobody else is."""
     assert await store.lead("reaper", 60.0)
     return await store.reap("reaper")

@@ -1,4 +1,4 @@
-"""Who wins a tie does not depend on the language of the machine that Redis runs on: ids are ordered by their bytes."""
+"""Ties are broken by the bytes of ids, whatever the language of the machine that Redis runs on."""
 
 import shutil
 import subprocess
@@ -47,7 +47,7 @@ async def ties(store: Store) -> tuple[list[str], list[str]]:
 
 
 def test_the_locale_is_really_another(german_server: RedisServer) -> None:
-    """Else the test below would prove nothing."""
+    """Without this the test below would prove nothing."""
     script = "local t = {'a', 'B'} table.sort(t) return t[1]"
     command = ["redis-cli", "-p", str(german_server.port), "eval", script, "0"]
     if not shutil.which("redis-cli"):

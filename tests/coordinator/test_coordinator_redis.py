@@ -172,7 +172,7 @@ async def test_a_restarted_server_is_filled_again():
 
 
 async def test_a_server_that_is_a_replica_now_is_left_for_the_one_that_its_name_leads_to():
-    """As after a failover behind a service's name: who was connected before stays so, to one that takes no writes."""
+    """After a failover behind a service's name, old connections lead to a server that takes no writes."""
     with RedisServer() as former, RedisServer() as latter:
         async with name_of(former, latter) as (url, fail_over):
             store = RedisStore(url, fresh_pool())

@@ -194,7 +194,7 @@ class TestPlacer:
         assert (counts.unavailable, counts.placed, counts.overloaded) == (1, 1, 1)
 
     async def test_two_gateways_that_see_the_same_do_not_choose_the_same(self):
-        """By the fresh counts of the store: neither view knows what the other placed."""
+        """The store decides by fresh counts, since neither view knows what the other gateway placed."""
         await join(self.store, *(node(f"m{i}", WorkerRole.MIXED) for i in range(4)))
         other = Placer(self.store, lambda: self.now)
         routes = [await (self.placer, other)[i % 2].place(ask(f"r{i}", 1000)) for i in range(8)]

@@ -334,7 +334,7 @@ def test_a_token_of_the_time_account_is_on_the_worker_that_spent_it():
 
 
 def test_both_accounts_begin_when_the_job_came_not_when_a_core_had_the_time():
-    """Else the gateway, which takes one from the other, would call a core's busy step a handoff that is felt."""
+    """Otherwise the gateway, which subtracts them, would call a core's busy step exposed handoff time."""
     ring = Ring()
     ring.both(ring.job(R, list(range(40)), 5))
     ring.turn(D)

@@ -38,7 +38,7 @@ def test_a_result_that_a_page_names_is_kept(page: Path) -> None:
 
 
 def test_a_result_that_is_kept_is_named() -> None:
-    """By a page, a test or a program, the notebooks aside."""
+    """A page, a test or a program names it; the notebooks do not count."""
     listed = subprocess.run(["git", "ls-files", "*.md", "*.py"], cwd=ROOT, capture_output=True, text=True, check=True)
     paths = [ROOT / name for name in listed.stdout.splitlines() if not name.startswith(f"{RESULTS}/")]
     texts = [path.read_text() for path in paths if path.exists() and not path.is_relative_to(HISTORY)]

@@ -14,7 +14,7 @@ from tests.engine import tiny_models
 PROMPTS = [random.Random(length).choices(range(2, 256), k=length) for length in (1, 2, 33, 150)]
 COUNT = 3
 TOLERANCE = 5e-3
-"""Of a log-probability: float32 with its sums in another order, through three layers of a random model."""
+"""The error of a log-probability in float32 with sums in another order, through three layers of a random model."""
 CHUNKED = {"TANDEM_MAX_BATCHED_TOKENS": "64", "TANDEM_NUM_THREADS": "1", "TANDEM_KV_CACHE_MIB": "64"}
 WORKERS = {"pair": (), "mixed": ("--prefill", "0", "--decode", "0", "--mixed", "1")}
 

@@ -99,7 +99,7 @@ def test_the_pair_answers_as_one_worker_does(model, colocated, transfer):
 
 @pytest.mark.parametrize("family", sorted(tiny_models.FAMILIES))
 def test_each_family_through_the_pair_is_what_transformers_says(tmp_path, family):
-    """By the default transport; tests/path has each family by each, without the processes."""
+    """This takes the default transport; tests/path has each family over each, without the processes."""
     reference = tiny_models.save_tiny(tmp_path, family)
     with running("--model", str(tmp_path), "--dtype", "float32", **CHUNKED) as pair:
         replies = asyncio.run(ask_all(pair))

@@ -50,7 +50,7 @@ def engine_of(folder: Path, dtype: str, device: str = "cuda", **changes: Any) ->
 
 
 def logits_of(engine: Engine, prompts: SequenceOf[list[int]], num_decoded: int = 3) -> torch.Tensor:
-    """Of the prompts' last token and of some decode steps with given tokens, undrawn."""
+    """Return the logits of the prompts' last token and of some decode steps with given tokens."""
     sequences = []
     for row, prompt in enumerate(prompts):
         sequence = Sequence(RequestId(str(row)), prompt, greedy())
@@ -67,8 +67,10 @@ def logits_of(engine: Engine, prompts: SequenceOf[list[int]], num_decoded: int =
 
 
 def logits_beside_a_prompt(runner: Runner, prompts: SequenceOf[list[int]]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of an answer to each prompt, three or so that they are padded, and of a prompt: alone and together. Then of the
-    answers and of a chunk, whose rows go no further than K and V.
+    """Return the logits of an answer to each prompt and of a prompt, computed alone and together.
+
+    There are three answers or so, so that they are padded. Then come those of the answers and of a chunk whose rows go
+    no further than K and V.
     """
     *answering, prompt = [
         Sequence(RequestId(str(row)), each, greedy()) for row, each in enumerate([*prompts, prompts[-1]])
@@ -116,7 +118,7 @@ def noted_launches_of(holder: PrefillGraphs | MixedBatchAttention | LastLayerGra
 
 
 def tensors_of(held: Any) -> Iterator[torch.Tensor]:
-    """Of weights, wherever in them they are."""
+    """Yield the tensors of weights, wherever in them they are."""
     if isinstance(held, torch.Tensor):
         yield held
     elif is_dataclass(held):

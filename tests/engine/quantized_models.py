@@ -72,7 +72,7 @@ class Llama4Layout(Layout):
 
 
 def save_quantized_llama4(folder: Path, layout: Llama4Layout, **changes: Any) -> PreTrainedModel:
-    """As save_quantized, of a Llama 4 whose layer 2 keeps its attention plain."""
+    """Save a quantized Llama 4 whose layer 2 keeps its attention plain; see save_quantized."""
     model = save_quantized(folder, layout, "llama4", plain=("lm_head", "layers.2.self_attn"), **changes)
     tensors, dense = load_file(folder / "model.safetensors"), {}
     for name in [name for name in tensors if name.endswith(("experts.gate_up_proj", "experts.down_proj"))]:

@@ -27,7 +27,7 @@ class _Gpu:
 
 
 class _Held:
-    """Of each size two launches, `each` bytes; the first one `first` more."""
+    """Two launches of each size, of `each` bytes; the first one has `first` more."""
 
     def __init__(self, gpu: _Gpu, sizes: Sequence[int], first: int, each: int) -> None:
         self.sizes, self.held = sizes, []

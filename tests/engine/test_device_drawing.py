@@ -86,8 +86,9 @@ class _Peak(TorchDispatchMode):
 
 
 def test_the_cache_leaves_what_a_full_batch_of_adjusted_logits_takes():
-    """As a GPU adjusts them, of a batch in which every row asks for all there is. A start warms that up: where it took
-    more than was left, a server of 1024 sequences did not start.
+    """Every row of the batch asks for all adjustments, as at a warm-up on a GPU.
+
+    When that took more than was left, a server of 1024 sequences did not start.
     """
     rows, vocab = 8, 1 << 16
     params = SamplingParams(

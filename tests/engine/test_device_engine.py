@@ -83,7 +83,7 @@ def test_rounded_formats_stay_near_float32(folder, dtype, bound):
 
 
 def test_a_request_id_that_comes_again_has_blocks_of_its_own(folder):
-    """As of a request that was tried once more."""
+    """A request that is tried once more has the same id."""
     engine, (first, second) = device_engine(folder), [[prompt] for prompt in random_prompts(VOCAB, (9, 20))]
     answers(engine, first, greedy())
     engine.submit(request("held", PROMPTS[2], greedy(1), handoff=True))
@@ -487,7 +487,7 @@ def test_attention_of_answers_beside_prompts_changes_no_token_where_it_is_held(f
 
 @pytest.mark.parametrize("dtype", ["float32", "float8"])
 def test_what_follows_the_last_keys_of_a_pass_changes_no_token_where_it_is_held(folder, dtype):
-    """Of a prompt alone, then of answers beside prompts, of one to three rows."""
+    """It is tried with a prompt alone, then with answers beside prompts, of one to three rows."""
     engine = device_engine(folder, dtype, max_batched_tokens=100)
     launched = noted_launches_of(endings_of(engine))
     assert staggered(engine) == staggered(device_engine(folder, dtype, max_batched_tokens=100))
@@ -740,7 +740,7 @@ def test_heads_that_no_kernel_takes_are_refused_by_their_size(folder):
 
 
 def test_a_machine_where_triton_cannot_build_its_launchers_is_refused_in_words(folder, monkeypatch):
-    """As a container with a GPU and without a C compiler."""
+    """A container with a GPU may have no C compiler."""
     found = Caps("cuda", 90, "an H200", triton=(3, 6, 0), triton_error="Failed to find C compiler")
     monkeypatch.setattr("kernels.caps.detect", lambda _: found)
     with pytest.raises(ConfigError, match=r"\(Failed to find C compiler\): apt-get install gcc python3-dev"):
@@ -770,21 +770,21 @@ def test_prompts_attend_by_our_kernel_where_flashinfer_cannot_build_its_own(fold
 
 
 def free_of_gpu(monkeypatch: pytest.MonkeyPatch, nbytes: int) -> None:
-    """As if there were one with so much left of its memory, of 80 GiB."""
+    """Pretend that there is a GPU of 80 GiB with this much free memory."""
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (nbytes, 80 << 30))
 
 
 def test_a_gpu_that_a_model_fills_is_said_to_be_full(folder, monkeypatch):
-    """Of what is free a GiB is left to captured graphs, and what logits and the transfer take."""
+    """A GiB of what is free is left to captured graphs, and what logits and the transfer take."""
     free_of_gpu(monkeypatch, 900 << 20)
     with pytest.raises(ConfigError, match=r"0\.88 GiB of the GPU's memory are free beside the model, .* smaller model"):
         device_engine(folder, kv_cache_nbytes=None)
 
 
 def test_the_cache_leaves_what_captured_graphs_will_take(folder, monkeypatch):
-    """Of 80 layers on several GPUs they took more than the GiB that was left to them."""
+    """For 80 layers on several GPUs they took more than the GiB that was left to them."""
     free_of_gpu(monkeypatch, 2500 << 20)
 
     def capacity(captured_mib: int) -> int:

@@ -54,7 +54,7 @@ def test_a_prompt_is_scored_as_on_the_cpu(family):
 
 @dataclass(frozen=True)
 class Plan:
-    """Of one batch."""
+    """The plan of one batch."""
 
     total: tuple[int, ...]
 

@@ -30,7 +30,10 @@ GIB = 2**30
 
 
 def held_nbytes(folder, dtype: str, num_gpus: int) -> int:
-    """Of the tensors that a load makes, of the fullest GPU's; what rope turns by is not of the weights."""
+    """Return the bytes of the tensors that a load makes, on the fullest GPU.
+
+    The table of rotary angles is not one of the weights.
+    """
     checkpoint, device = open_checkpoint(str(folder)), torch.device("cpu")
     source, found = open_weights(checkpoint, PinnedCopier(device).carry), []
     for rank in range(num_gpus):

@@ -377,7 +377,7 @@ def test_memory_of_a_large_chunks_checksums_is_kept_for_the_next(folder):
 
 
 class Stream:
-    """Of no device."""
+    """A stream of no device."""
 
     def __init__(self, *args, **options) -> None:
         self.is_idle = True
@@ -627,7 +627,10 @@ def test_a_group_of_which_one_is_out_of_reach_is_refused_and_maps_nobody(mapped)
 
 
 def test_a_copy_that_differs_makes_the_sum_of_its_part_wrong():
-    """Of the page and plane where it does, whichever copy is the right one; what is sent is summed up by the first."""
+    """The sum is wrong for the page and plane that differ, whichever copy is the right one.
+
+    The first copy is the one whose sum is sent.
+    """
     cut, pages = group(LAYOUT, 2, 3).transfer_pool.cut_into(4), [3, 7]
     for others in cut.copies[1:]:
         for part, first in zip(others, cut.parts, strict=True):

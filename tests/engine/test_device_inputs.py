@@ -159,7 +159,7 @@ def test_what_goes_to_the_device_together_lies_there_as_if_it_had_gone_alone():
 
 
 def test_tails_are_queries_of_their_own_behind_the_same_contexts():
-    """Of one piece the last row is wanted, of one none, of one all but the first three."""
+    """The last row of one piece is wanted, none of another, and all but the first three of a third."""
     pieces = [
         ScheduledChunk(sequence("a", 300, 0, [10, 11, 12, 13, 14]), 100, 200),
         ScheduledChunk(sequence("b", 200, 0, [20, 21, 22, 23]), 0, 64),

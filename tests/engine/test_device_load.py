@@ -108,7 +108,7 @@ def test_what_was_written_while_kernels_were_loaded_is_gone_when_scales_are_look
 
 @dataclass(frozen=True)
 class Layer:
-    """Of a kind, all of whose scales differ."""
+    """A layer of one kind; the scales of all layers differ."""
 
     kind: str
     scale: float

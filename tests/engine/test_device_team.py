@@ -43,7 +43,7 @@ DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() and torch.cuda.device_
 
 @pytest.fixture(autouse=True)
 def _loopback(monkeypatch):
-    """Where gloo is to listen; it would ask for the address of the host's name."""
+    """Make gloo listen on the loopback interface; it would ask for the address of the host's name."""
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
 
 
@@ -116,7 +116,7 @@ def test_what_the_first_one_alone_decides_reaches_all(tmp_path, device):
 
 @pytest.mark.parametrize(("dtype", "bound"), [("bfloat16", 0.04), ("float8", 0.3), ("float8-head", 0.3)])
 def test_rounded_formats_stay_near_float32(tmp_path, device, dtype, bound):
-    """As the same formats do on one GPU: tests of the device engine. The fused step, too."""
+    """The bounds are those of the same formats on one GPU in the tests of the device engine."""
     save_tiny(tmp_path, "llama", **FUSIBLE_PARTS)
     assert has_fused_step(shard_config(open_checkpoint(str(tmp_path)).config, Shard(0, 2)))
     found = {}
@@ -158,7 +158,10 @@ def test_experts_with_less_than_a_tile_for_each_gpu_are_refused(width, size):
 
 
 def _logprobs(engine):
-    """Of every token as the first of an answer, and as its second, third, .. where the token before is forced."""
+    """Return the log-probabilities of every token as the first of an answer, and as the next ones.
+
+    The token before the second, third and so on is forced.
+    """
     forced = greedy(4, logprobs=VOCAB, logit_bias={5: 100.0})
     for index, prompt in enumerate(PROMPTS):
         engine.submit(request(str(index), prompt, forced))

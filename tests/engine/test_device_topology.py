@@ -9,7 +9,7 @@ from engine.cuda.runtime import topology
 
 @pytest.fixture
 def library(monkeypatch: pytest.MonkeyPatch) -> dict[tuple[str, str], int]:
-    """By pair of names, what it says of NVLink; it knows no other GPU."""
+    """Return what NVML says of NVLink by pair of names; it knows no other GPU."""
     said: dict[tuple[str, str], int] = {}
 
     def handle(uuid: str) -> str:

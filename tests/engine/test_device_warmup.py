@@ -139,7 +139,7 @@ def test_nothing_compiles_behind_products_left_unscaled_with_biases_or_head_norm
 
 
 def test_nothing_compiles_where_few_rows_are_multiplied_in_parts(tmp_path, monkeypatch):
-    """As of wide matrices."""
+    """Few rows of wide matrices are multiplied so."""
     monkeypatch.setattr("engine.cuda.model.linear.skinny_parts", lambda rows, *_, **__: 2 if rows <= 64 else None)
     monkeypatch.setattr("engine.cuda.model.weight_loader.rounds_sparingly", lambda _: False)
     save_tiny(tmp_path, "qwen3_moe", **HEADS)
@@ -200,7 +200,7 @@ def test_nothing_compiles_where_there_is_no_room_to_widen_keys_for_attention(tmp
 
 @pytest.mark.parametrize("has_room", [True, False])
 def test_nothing_compiles_for_short_chunks_behind_a_long_prefix(has_room, tmp_path, monkeypatch):
-    """Of one prompt the keys are shared out, of several at once they are not."""
+    """The keys of one prompt are shared out, those of several at once are not."""
     if not has_room:
         monkeypatch.setattr("engine.cuda.model.attention._MAX_WORKSPACE_NBYTES", 4 * 2 * 32 * 700)
     save_tiny(tmp_path, "llama", **FUSIBLE, max_position_embeddings=4096)

@@ -13,7 +13,7 @@ SIZE = 4
 
 
 def fill(pool: BlockPool, token_ids: list[int]) -> list[BlockId]:
-    """As the engine does: take the cached prefix, allocate the rest, insert what is full."""
+    """Fill the pool as the engine does: take the cached prefix, allocate the rest, insert full blocks."""
     digests = chain_hashes(token_ids, SIZE)
     blocks = find(pool, token_ids)
     pool.retain(blocks)

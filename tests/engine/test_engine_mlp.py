@@ -91,7 +91,7 @@ def one_format_beside_two() -> CpuMlp:
 
 @pytest.mark.parametrize("mlp", [two_formats, one_format_beside_two])
 def test_rows_of_prompts_and_of_answers_keep_their_bits_beside_each_other(mlp):
-    """Where attention's last product has one format and what follows has two, as int4 finds them tensor by tensor."""
+    """Attention's last product has one format and the MLP two, which int4 decides tensor by tensor."""
     linear = FORMATS["int4"].pack(random(HIDDEN, HIDDEN))
     layer = CpuLayerWeights(None, linear, linear, None, mlp())
     assert linear.is_uniform and not layer.mlp.is_uniform

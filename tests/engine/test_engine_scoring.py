@@ -21,7 +21,7 @@ from tests.engine.tiny_models import VOCAB, save_tiny
 
 PROMPTS = random_prompts(VOCAB, (1, 2, 17, 65, 200), seed=4)
 TOLERANCE = 2e-4
-"""Of a log-probability, float32 against transformers: sums in another order."""
+"""The error of a log-probability in float32 against transformers, which sums in another order."""
 
 
 @pytest.fixture(scope="module", params=["llama", "qwen3"])

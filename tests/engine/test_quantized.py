@@ -46,7 +46,7 @@ PROMPTS = random_prompts(VOCAB, (5, 17, 64, 130))
 FLOATS = [name for name in LAYOUTS if not name.startswith(("gptq", "awq"))]
 WIDENED = ("gptq-32", "gptq-act-order")
 BOUNDS = {"float8": 0.3, "int4": 0.04}
-"""Of logits beside the widened model's: those that test_device_engine allows e4m3 and bf16 activations."""
+"""The distance of logits from the widened model's; test_device_engine allows e4m3 and bf16 activations the same."""
 
 
 def kept_dtype(name: str) -> str:
@@ -88,7 +88,7 @@ def test_matrices_stay_as_they_are_stored(stored, nothing_rounds):
 
 
 def widened(matrix: Matrix) -> torch.Tensor:
-    """By the reference's formulas for what the kernels read."""
+    """Return the weights by the reference's formulas for what the kernels read."""
     assert matrix.scale is not None
     if matrix.weight.dtype is E4M3:
         return (dequantize_rows if matrix.scale.dim() == 1 else dequantize_blocks)(matrix.weight, matrix.scale)
@@ -387,7 +387,7 @@ def test_auto_rounds_plain_weights_of_large_models_but_for_keys_with_biases(fami
     ("name", "dtype"), [("compressed-rows", "bfloat16"), ("deepseek", "bfloat16"), ("awq", "int4")]
 )
 def test_auto_keeps_no_keys_with_biases_in_e4m3(name, dtype, tmp_path):
-    """Of stored FP8 neither; INT4 has a bf16 cache."""
+    """That holds for stored FP8, too; INT4 has a bf16 cache."""
     save_quantized(tmp_path, LAYOUTS[name], "qwen2")
     checkpoint = open_checkpoint(str(tmp_path))
     assert resolve_device_dtype("auto", checkpoint, 90) == dtype

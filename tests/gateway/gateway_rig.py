@@ -172,5 +172,8 @@ async def _running(checkpoint: Checkpoint, workers: Sequence[FakeWorker], store,
 
 @cache
 def _shared_tokenizer(build: Callable[[], Tokenizer]) -> Tokenizer:
-    """Of all gateways of a model, which do not change it: to build it takes as long as the rest of their start."""
+    """Return the one tokenizer of all gateways of a model, which do not change it.
+
+    Building it takes as long as the rest of their start.
+    """
     return build()

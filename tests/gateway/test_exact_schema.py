@@ -81,7 +81,7 @@ def test_a_pattern_that_is_none_is_still_none_and_others_mean_the_same(text, pat
 
 
 def test_a_pattern_of_names_that_do_not_end_is_read_once():
-    """By each of them to its end it took hours, and a client may send it."""
+    """Reading from each of them to the end took hours, and a client may send such a pattern."""
     pattern = r"\p{" * 400_000
     assert without_nul(pattern).replace("[", "").replace(r"&&^\x00]]", "") == pattern
 

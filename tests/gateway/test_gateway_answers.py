@@ -139,7 +139,7 @@ async def test_stop_strings_wait_for_min_tokens(client, rig):
 
 @pytest.mark.parametrize("min_tokens", [1, 2])
 async def test_a_stop_string_may_begin_before_min_tokens_and_end_behind(client, min_tokens):
-    """As vLLM has it."""
+    """vLLM ends such an answer, too."""
     reply = await whole(client, stop=" quick brown", min_tokens=min_tokens, max_tokens=30)
     assert reply["choices"][0]["text"] == "The"
 
@@ -153,7 +153,10 @@ async def test_a_stop_string_is_shown_only_if_asked(client, include, text):
 
 
 async def test_the_stop_string_is_told_beside_the_end(client):
-    """As with vLLM, whose clients read it to know which it was; openai-python raises where a field is missing."""
+    """vLLM's clients read it to know which stop string ended the answer.
+
+    openai-python raises where a field is missing.
+    """
     said = {"messages": [{"role": "user", "content": FOX}], "max_tokens": 400}
     tools = {"tools": [{"type": "function", "function": {"name": "f"}}]}
     asks = [("completions", {"prompt": FOX}), ("chat/completions", said), ("chat/completions", said | tools)]

@@ -92,7 +92,7 @@ class Watched:
 
 
 async def turns_beside(work: Coroutine[Any, Any, None], watched: Watched) -> int:
-    """Of the event loop, while the tokenizer is at work."""
+    """Return how often the event loop turned while the tokenizer was at work."""
     working, num_turns = asyncio.create_task(work), 0
     while not working.done():
         await asyncio.sleep(0.001)

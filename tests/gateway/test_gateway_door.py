@@ -132,7 +132,7 @@ async def test_headers_beyond_the_limit_are_431(checkpoint, head):
 @pytest.mark.parametrize("piece", [b"X: y\r\n" * 1000, b"a" * 6000], ids=["many", "endless"])
 @pytest.mark.parametrize("keys", ["", "k"])
 async def test_headers_behind_a_body_are_limited_too(checkpoint, keys, piece):
-    """By these, who had no key could fill the gateway's memory: 80 MB took 1.5 GB."""
+    """Without a key one could fill the gateway's memory with them: 80 MB took 1.5 GB."""
     async with gateway(checkpoint, pair(), api_key=keys) as rig:
         host, port = rig.url.removeprefix("http://").split(":")
         _, writer = await asyncio.open_connection(host, int(port))

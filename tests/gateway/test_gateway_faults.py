@@ -160,7 +160,7 @@ async def test_what_prefill_decodes_itself_is_lost_with_it(checkpoint, monkeypat
 
 
 def _tokens(worker: FakeWorker, *indexes: int) -> Tokens:
-    """Of the job that it was given last."""
+    """Return tokens of the job that the worker was given last."""
     job = worker.jobs[-1]
     return Tokens(job.request_id, job.epoch, [Token(index, job.token_ids[index % 3]) for index in indexes])
 
@@ -616,7 +616,7 @@ async def test_clients_are_not_told_where_the_registry_is(checkpoint, monkeypatc
 
 @pytest.mark.parametrize("is_taken", [True, False], ids=["the answer is lost", "the call is lost"])
 async def test_a_request_waits_for_a_registry_that_is_silent_for_a_moment(checkpoint, monkeypatch, is_taken):
-    """As on a busy host, where Redis has no CPU for longer than a call waits."""
+    """On a busy host Redis may have no CPU for longer than a call waits."""
     monkeypatch.setattr("gateway.dispatch.placement.PATIENCE_S", 60.0)
     store = MemoryStore(alive_s=600.0)
     async with coordinated(checkpoint, pair(), store) as rig, rig.client() as client:

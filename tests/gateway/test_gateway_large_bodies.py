@@ -85,7 +85,10 @@ async def test_bad_words_that_are_long_together_are_tokenized_beside_the_event_l
     ids=["allowed", "bias", "grammar"],
 )
 async def test_what_many_answers_carry_together_is_limited(checkpoint, wishes, param):
-    """Of one body of 6 MB each of 128 jobs had a copy: no worker held its place in the registry while it read them."""
+    """Each of 128 jobs had a copy of one body of 6 MB.
+
+    No worker kept its place in the registry while it read them.
+    """
     prompting, limits = Prompting(checkpoint), ServingLimits(2048, (2,), 1024)
     request = parse(msgspec.json.encode({"prompt": "hi", **wishes}), CompletionRequest)
     with pytest.raises(RequestError, match="bytes together; ask for fewer at once") as refused:

@@ -241,7 +241,10 @@ async def test_headers_that_never_end_close_the_connection(rig, client, monkeypa
     ("length", "more"), [(b"Content-Length: 9\r\n", b"a"), (b"Content-Length: 9\r\n", b"a" * 9), (b"", b"\r\n")]
 )
 async def test_what_is_no_request_does_not_keep_an_idle_connection_open(checkpoint, length, more):
-    """By a byte of the body of what was refused, who had no key held a connection for as long as it liked."""
+    """A client without a key held a connection for as long as it liked.
+
+    It sent the body of its refused request byte by byte.
+    """
     async with gateway_of(checkpoint, api_key="k") as rig:
         rig.server.config.timeout_keep_alive = 1
         host, port = rig.url.removeprefix("http://").split(":")

@@ -115,7 +115,10 @@ async def test_the_stages_that_workers_tell_are_counted_once_per_answer(client, 
 
 
 async def test_an_answer_that_ends_here_has_its_stages_too(client, rig):
-    """By a stop string, or since its client left: no worker tells an end, and the handoff was felt all the same."""
+    """A stop string ends it, or its client leaves: no worker sends an end.
+
+    The handoff was exposed all the same.
+    """
     text = (await client.post("/v1/completions", json=ASK | {"max_tokens": 3})).json()["choices"][0]["text"]
     await client.post("/v1/completions", json=ASK | {"max_tokens": 400, "stop": [text[-2:]]})
     async with client.stream("POST", "/v1/completions", json=ASK | {"max_tokens": 400, "stream": True}) as reply:

@@ -126,7 +126,7 @@ def _num_new(rig: Rig) -> int:
 )
 @pytest.mark.parametrize(("extra", "reason"), [({}, "length"), ({"stop_token_ids": [5]}, "stop")])
 async def test_an_answer_that_came_whole_is_not_asked_for_again(checkpoint, monkeypatch, extra, reason, told):
-    """Who was to say that it has ended was lost, or spoke of more."""
+    """The worker that was to say that it had ended was lost, or spoke of more tokens."""
     worker, other = workers = [spare(name, WorkerRole.MIXED, script=[9, 8, 7, 5]) for name in ("m0", "m1")]
     monkeypatch.setattr(worker, "_end", lambda job: replace(told, request_id=job.request_id))
     async with gateway(checkpoint, workers) as rig, rig.client() as client:
@@ -257,7 +257,10 @@ async def test_where_nobody_speaks_what_was_not_begun_is_sent_nevertheless(check
 
 
 async def test_a_placement_whose_answer_was_lost_is_not_taken_for_the_next(checkpoint, monkeypatch):
-    """Who was chosen by it has died since; the store would say the same again to the same attempt."""
+    """The worker that it chose has died since.
+
+    The store would answer the same attempt with the same worker again.
+    """
     store, workers = MemoryStore(alive_s=600.0), [spare(f"m{i}", WorkerRole.MIXED) for i in range(3)]
     async with coordinated(checkpoint, workers, store) as rig, rig.client() as client:
         expected = await whole(client, ASK)
@@ -327,7 +330,7 @@ async def test_who_speaks_again_is_told_that_the_answer_went_on_elsewhere(checkp
 
 
 def _make_old(worker: FakeWorker, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a release that knows nothing of `num_answered`: it takes the answer so far for prompt."""
+    """Make a worker ignore `num_answered`, so that it takes the answer so far for prompt."""
     answer, worker.script = worker._answer, range(200, 210)
     monkeypatch.setattr(worker, "_answer", lambda job: answer(replace(job, num_answered=0)))
 

@@ -119,7 +119,7 @@ class Table:
         self.decide(Unavailable("no"))
 
     def lost_before_a_token_is_read(self) -> None:
-        """Of several in one frame, or of another worker."""
+        """Lose the worker before a token, one of several in a frame or of another worker, is read."""
         self.lost()
         was_begun = self.has_begun
         self.token()

@@ -41,7 +41,7 @@ async def rig(checkpoint, exporter):
 
 
 async def ask(rig, exporter, body: dict, headers: dict[str, str] | None = None) -> tuple[Any, ...]:
-    """Of one request, in the order of their ends; its own is the last."""
+    """Return the spans of one request in the order of their ends; its own is the last."""
     async with rig.client() as client:
         await client.post("/v1/completions", json=body, headers=headers)
     await rig.until(exporter.get_finished_spans)  # it may end after its answer has come

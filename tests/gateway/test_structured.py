@@ -183,7 +183,7 @@ def test_what_does_not_compile_is_refused_by_name(ask, fields, param):
 
 
 def test_all_fields_that_vllm_has_may_be_sent(ask):
-    """As a client does that makes an object of vLLM's StructuredOutputsParams."""
+    """A client that builds an object of vLLM's StructuredOutputsParams sends all of them."""
     others = {"json": None, "choice": None, "grammar": None, "json_object": None, "whitespace_pattern": None}
     flags = {"disable_fallback": False, "disable_additional_properties": False, "structural_tag": None}
     for is_tight in (False, True):

@@ -97,7 +97,7 @@ EXAMPLES: list[tuple[ReasoningFormat, str, str, str, str, list[tuple[str, str]]]
 
 
 def fed(reader: ReasoningParser, text: str) -> list[OutputEvent]:
-    """As a gateway feeds it: in harmony a marker is a token, and each comes by itself."""
+    """Feed the text as a gateway does: in harmony a marker is a token, and comes by itself."""
     if not isinstance(reader, HarmonyParser):
         return reader.feed(text)
     parts = re.split(f"({MARKERS})", text)
@@ -205,7 +205,7 @@ def test_text_is_no_marker_of_harmony_though_it_reads_like_one(text):
 
 @pytest.mark.parametrize("begun", ["", "<think>"])
 def test_a_model_that_goes_on_with_white_space_is_not_held_back_for_ever(begun):
-    """Else each token would cost as much as all before it."""
+    """Otherwise each token would cost as much as all before it."""
     reader = THINK.reader(begun, None)
     events = [event for text in ["a" if begun else " ", *"\n" * 1000] for event in reader.feed(text)]
     assert (

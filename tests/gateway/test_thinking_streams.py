@@ -90,7 +90,10 @@ def tokens(form: str, bits: Sequence[str]) -> list[int]:
 def told(
     form: str, ask: GenerationRequest, ids: list[int], is_cut: bool, sizes: Sequence[int] = (), lost_at: int = -1
 ) -> list[OutputDelta]:
-    """By a worker that sends `sizes` tokens at a time, then one; at `lost_at` another one takes over."""
+    """Return what becomes of tokens from a worker that sends `sizes` at a time, then one by one.
+
+    At `lost_at` another worker takes over.
+    """
     answer, request_id = GenerationState(ask, prompting(form), (0,)), RequestId("r")
     pieces: list[OutputDelta | None] = []
 

@@ -209,7 +209,7 @@ UNWRAPPED = SPELLED_OUT.replace("{{ tool", "{% set tool = tool.function %}{{ too
 @pytest.mark.parametrize("parser", ["auto", "hermes"])
 @pytest.mark.parametrize("given", [{}, {"description": "when?"}, {"parameters": {"type": "object"}}])
 def test_a_tool_needs_no_more_than_a_name_where_the_template_spells_it_out(checkpoint, given, parser, template):
-    """As that of Hermes 2 Pro and 3, which adds the description to other text."""
+    """The template of Hermes 2 Pro and 3 adds the description to other text."""
     prompting = Prompting(replace(checkpoint, tool_template=template), parser)
     body = {"messages": SAY, "tools": [{"type": "function", "function": {"name": "now"} | given}]}
     shown = prompting.render(msgspec.convert(body, ChatRequest))

@@ -183,7 +183,7 @@ def test_any_text_is_read_the_same_in_any_pieces(cut, form):
 @given(text=st.text(st.sampled_from("ab<tool_call>|[]{} \n"), max_size=40))
 @settings(max_examples=500)
 def test_what_can_be_no_marker_is_not_held_back(text):
-    """Of a text without white space at its beginning, at most a part of a marker is."""
+    """A text that does not begin with white space is held back by at most a part of a marker."""
     parser = hermes.FORM.parser(KNOWN)
     said = "".join(event.text for event in parser.feed("a" + text) if isinstance(event, ContentDelta))
     if "<tool_call>" not in text:

@@ -32,7 +32,7 @@ CHANNELS = (
     "<|start|>{{ m.role }}<|message|>{{ m.content }}<|end|>{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}<|start|>assistant{% endif %}"
 )
-"""As gpt-oss' own has it, but for the words and what tools look like."""
+"""The template of gpt-oss, with other words and another form of tools."""
 
 THOUGHT, SAID = "We need\nthe weather.", "It is sunny: 日本."
 TAGGED = f"<think>\n{THOUGHT}\n</think>\n\n"

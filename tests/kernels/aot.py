@@ -54,7 +54,7 @@ def missing(compiled: Any, patterns: tuple[str, ...]) -> list[str]:
 
 
 def stack_nbytes(compiled: Any, scratch: Path) -> int:
-    """Of a thread, in the program that a launch loads: where registers are spilled to."""
+    """Return the stack of a thread, to which registers are spilled, in the program that a launch loads."""
     program = scratch / "kernel.cubin"
     program.write_bytes(compiled.asm["cubin"])
     command = [str(NVIDIA / "cuobjdump"), "-res-usage", str(program)]

@@ -66,7 +66,7 @@ def both_ways(experts: int, top_k: int, bx: int, ids: Tensor) -> dict[str, Any]:
 
 
 def routed(experts: int, top_k: int, tokens: int) -> Tensor:
-    """As the router sends them, the last one for logits that are NaN."""
+    """Return tokens as the router sends them; the last one has logits that are NaN."""
     logits = torch.randn(tokens, experts)
     logits[-1] = float("nan")
     score, ids = torch.empty(tokens, top_k), torch.empty(tokens, top_k, dtype=torch.int32)

@@ -44,7 +44,7 @@ needs_compiler = pytest.mark.skipif(
 
 @pytest.fixture
 def cache(monkeypatch, tmp_path):
-    """Where nothing was built yet."""
+    """Use a cache in which nothing was built yet."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
 
 

@@ -220,7 +220,7 @@ def test_what_a_module_prints_is_no_answer():
 
 
 def test_forks_end_with_the_server(tmp_path):
-    """Of a job that would take a minute."""
+    """The fork has a job that would take a minute."""
     server = start_server()
     assert server.stdin is not None
     server.stdin.write(frame(1, Slow(tmp_path / "began"), GPUTarget("cuda", 90, 32), {}))

@@ -66,7 +66,7 @@ def test_the_prefill_module_binds_what_we_run_it_with():
 
 
 def test_the_prefill_module_is_made_for_what_we_say():
-    """By position, through `*args`."""
+    """The arguments go by position, through `*args`."""
     from flashinfer.jit.attention.modules import gen_batch_prefill_module
 
     tree = ast.parse(SOURCE.read_text())

@@ -12,7 +12,7 @@ ROOMY = torch.empty(256 << 20, dtype=torch.uint8)
 
 
 def shared(max_q, max_kv, batch=1, spec=LLAMA, scratch=ROOMY):
-    """As for widened keys, a head a tile."""
+    """Share the keys out as for widened keys, with one head in a tile."""
     return share_keys(spec, max_q * batch, max_q, max_kv, batch, 128, 1, 128, SMS, scratch)
 
 

@@ -76,7 +76,10 @@ def draw(logits, seed: float = 5, **changes):
 
 
 def test_the_largest_random_number_is_no_infinite_noise():
-    """Of 24 bits and a half, which float32 rounds to 1, it was: one token in 130 was drawn for it."""
+    """24 bits and a half are rounded to 1 in float32, which made the noise infinite.
+
+    One token in 130 was drawn for it.
+    """
     seed, token = c.ALL_ONES
     noise = sampling.gumbel(torch.tensor([seed]), torch.tensor([0]), 128256)
     assert noise[0, token] == noise.max() and noise.isfinite().all()

@@ -132,7 +132,7 @@ def test_what_cannot_stream_keeps_its_plan(spec, context, slices, bulk):
 
 @given(st.integers(1, 2048), st.integers(1, 1 << 20), st.sampled_from([LLAMA, OSS, AttnSpec(8, 1, 256)]))
 def test_so_many_streaming_ctas_fit_a_multiprocessor_and_no_more(pairs, max_len, spec):
-    """Of 228 KiB, each CTA takes one for the system and one or two beside its buffers and what it holds."""
+    """A multiprocessor has 228 KiB; each CTA takes one for the system and one or two beside its buffers."""
     plan = attn_stream.stream_plan(pairs, max_len, spec)
     held = re.search(r"held\[(\d+)\]", attn_stream.hold(plan, spec.head_dim))
     kib = ((plan["stages"] - 1) * plan["block"] * 2 * spec.head_dim + int(held[1] if held else 0)) / 1024

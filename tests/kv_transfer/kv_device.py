@@ -19,7 +19,10 @@ DECODE_DEVICE = torch.device(os.environ.get("KV_TEST_DECODE_DEVICE", str(DEVICE)
 
 
 def device_pool(name: str, pages: np.ndarray, layout: KVLayout) -> DeviceTransferPool:
-    """Of the worker `name`, holding these `[num_planes, num_blocks, bytes of a page in all shards]`."""
+    """Return the pool of the worker `name` that holds `pages`.
+
+    They are `[num_planes, num_blocks, bytes of a page in all shards]`.
+    """
     torch.set_num_threads(1)
     side = "DECODE" if name.startswith("decode") else "PREFILL"
     num_blocks, device = pages.shape[1], DECODE_DEVICE if side == "DECODE" else DEVICE

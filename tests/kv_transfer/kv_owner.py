@@ -50,7 +50,7 @@ class Owner(Peer):
         return not self.held and self.account.num_held == 0
 
     def digest_of(self, request_id: str, epoch: int = 1) -> str:
-        """Of the bytes of the pages held for this attempt, in token order."""
+        """Return the digest of the bytes of the pages held for this attempt, in token order."""
         return self.digest_at(self.held[key_of(request_id, epoch)][1])
 
     def digest_at(self, pages: Sequence[BlockId]) -> str:

@@ -57,7 +57,7 @@ class Peer(PoolOwner):
         self.node.start()
 
     def checksums(self, blocks: Sequence[BlockId]) -> np.ndarray | None:
-        """As an engine has them made."""
+        """Return the checksums as an engine has them made."""
         return self.device.checksums(blocks).wait() if self.device is not None else None
 
     @property

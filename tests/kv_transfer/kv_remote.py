@@ -49,7 +49,7 @@ class Remote:
         self._process.send_signal(signum)
 
     def stop_behind_a_look(self) -> None:
-        """As SIGSTOP would, at the moment when a link of it has looked for messages and found none."""
+        """Stop the process as SIGSTOP would, when a link of it has looked for messages and found none."""
         self.stop_soon()
         deadline = time.monotonic() + ANSWER_S
         while psutil.Process(self._process.pid).status() != psutil.STATUS_STOPPED:

@@ -67,7 +67,7 @@ def test_a_peer_that_does_not_go_on_is_silent_all_the_same(held: Held) -> None:
 
 
 def test_a_peer_that_has_closed_its_end_is_known_to_have_before_all_that_it_said_is_read() -> None:
-    """Of what it said before, whatever is done now comes too late."""
+    """Whatever is done about what it said before comes too late."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         peer = socket.create_connection(server.getsockname())
         ours, _ = server.accept()

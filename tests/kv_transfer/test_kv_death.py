@@ -155,7 +155,7 @@ def test_prefill_goes_while_decodes_device_waits_for_it(survivor: Worker, spawn:
 @pytest.mark.parametrize("transport", ["nvlink"], indirect=True)
 @pytest.mark.parametrize("survivor", ["decode"], indirect=True)
 def test_a_promise_that_is_never_kept_is_drained(survivor: Worker, spawn: Spawn) -> None:
-    """By a prefill that lives on."""
+    """The prefill worker that made it lives on."""
     prefill = spawn("promising", "nvlink", survivor.node.address, survivor.incarnation)
     _line(prefill)
     moving = threading.Thread(target=_line, args=(prefill,))

@@ -148,7 +148,10 @@ def test_who_looks_for_a_former_incarnation_is_no_loss_to_this_one(pair: tuple[P
 
 
 def test_an_offer_to_a_former_incarnation_is_lost_alone(pair: tuple[Peer, Peer]) -> None:
-    """Of a job that outlived its cancel, say. The link to the incarnation that lives goes on beside it."""
+    """It may be of a job that outlived its cancel.
+
+    The link to the incarnation that lives goes on beside it.
+    """
     prefill, decode = pair
     offer_and_grant(prefill, decode, "r", 8, [1, 2])
     prefill.node.offer(_before(decode), Offer(RequestId("late"), Epoch(1), 8, prefill.layout.layout_id))
@@ -162,7 +165,7 @@ def test_an_offer_to_a_former_incarnation_is_lost_alone(pair: tuple[Peer, Peer])
 
 
 def test_offers_to_a_former_incarnation_whose_address_is_silent_wait_together(make_peer: Make) -> None:
-    """As many as come, on one connection; and the end of the node is theirs."""
+    """All share one connection, and end with the node."""
     prefill, decode = make_peer("prefill", handshake_timeout_s=600.0), make_peer("decode")
     offer_and_grant(prefill, decode, "r", 8, [1, 2])
     with socket.create_server(("127.0.0.1", 0)) as silent:
@@ -259,7 +262,10 @@ def test_a_loss_is_fenced_only_if_both_ways_are(pair: tuple[Peer, Peer]) -> None
 
 
 def test_a_new_link_is_made_behind_the_news_of_the_loss_of_the_former(make_peer: Make, monkeypatch) -> None:
-    """Else that news ends what the new link carries: its pages are free for others while it writes them."""
+    """Otherwise that news would end what the new link carries.
+
+    Its pages would be free for others while it writes them.
+    """
     prefill, decode = make_peer("prefill"), make_peer("decode")
     offer_and_grant(prefill, decode, "r", 8, [1, 2])
     note, num_links = prefill.node._note, []
@@ -355,7 +361,7 @@ def test_whoever_hears_of_an_offer_can_grant_it(make_peer: Make) -> None:
 
 
 def test_whoever_waits_for_the_end_of_a_link_finds_its_loss_told(make_peer: Make) -> None:
-    """Else the loss ends the link that is made next."""
+    """Otherwise the loss would end the link that is made next."""
     prefill, decode = make_peer("prefill"), make_peer("decode")
     offer_and_grant(prefill, decode, "r", 8, [1, 2])
     link, on_lost, are_gone = prefill.node._links[decode.name, True], prefill.node._on_lost, []

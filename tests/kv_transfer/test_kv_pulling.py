@@ -505,7 +505,10 @@ def long_pull(first: int, num_tokens: int) -> PullReady:
 
 
 def told_behind(num_tokens: int, chunk: int, marks: bool = True) -> list[tuple[int, int]]:
-    """Of a prompt computed in such chunks: behind which token decode is told of the tokens up to which."""
+    """Return after which token decode is told of the tokens up to which.
+
+    The prompt is computed in chunks of `chunk` tokens.
+    """
     attempts, said, told = SendQueue(), [], []
     announcer = PullSender(attempts, Counter() if marks else None, said.append, lambda *sent: None)
     attempts.begin(KEY)

@@ -73,7 +73,7 @@ def test_pages_are_whole_whatever_the_shards(make_pair, sizes: tuple[int, int], 
 
 
 def test_a_shard_of_a_finer_pool_is_a_part_of_the_coarser_ones_page(make_pair) -> None:
-    """By the heads: page `[kv_heads, block, head_dim]`."""
+    """It is cut by heads: a page is `[kv_heads, block, head_dim]`."""
     prefill, decode = make_pair((1, 4), "nvlink")
     offer_and_grant(prefill, decode, "r", 4, [7])
     send(prefill, decode, "r", 0, 0, 4, [3])

@@ -37,7 +37,7 @@ class Prometheus:
         return answer["data"]
 
     def values(self, query: Query) -> list[float]:
-        """Of the last minute, all series together; not those that are no number."""
+        """Return the values of the last minute of all series together, without those that are no number."""
         now = time.time()
         expr = query.expr.replace("$__rate_interval", "10s")
         span = {"start": str(now - 60), "end": str(now), "step": "1"}

@@ -47,7 +47,7 @@ def test_the_page_speaks_of_panels_that_exist() -> None:
 
 
 def test_errors_of_ours_are_those_that_are_not_the_clients() -> None:
-    """By what the gateway answers: an end that is no error, or a status below 500."""
+    """What the gateway answers decides: an end that is no error, or a status below 500, is not ours."""
     passed_over = [codes for query in (*dashboard(), *alerts()) for codes in re.findall(r'code!~"([^"]*)"', query.expr)]
     at_the_door = {"unauthorized", "not_found", "method_not_allowed"}  # of which strangers send what they like
     found = [set(codes.split("|")) for codes in passed_over]

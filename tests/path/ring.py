@@ -101,7 +101,7 @@ class Ring:
         return [(token.index, token.token_id) for event in heard for token in event.tokens]
 
     def verdicts(self) -> set[TransitionCheck]:
-        """Of all that was told to the registry, in the order told, each attempt for itself."""
+        """Return the verdicts on all that the registry was told, in that order, each attempt for itself."""
         at: dict[tuple[RequestId, Epoch], RequestState] = {}
         found: set[TransitionCheck] = set()
         for _, request_id, epoch, name in self.moves:

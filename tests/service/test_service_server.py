@@ -39,7 +39,10 @@ async def connect(listener: socket.socket) -> tuple[asyncio.StreamReader, asynci
 
 
 async def test_our_clients_give_an_idle_connection_up_before_the_server_does():
-    """Else a job that is posted just then gets no answer, and the gateway takes the worker for lost."""
+    """Otherwise a job that is posted just then gets no answer.
+
+    The gateway would take the worker for lost.
+    """
     async with aiohttp.TCPConnector(limit=0) as connector:  # as the gateway makes it
         assert float(connector._keepalive_timeout or 0) in range(1, server.KEEP_ALIVE_S // 2)
 
@@ -65,7 +68,7 @@ async def test_one_connection_takes_many_requests():
 
 @pytest.mark.parametrize("first", [b"", REQUEST], ids=["first", "second"])
 async def test_headers_without_an_end_are_refused(first):
-    """Who knew no secret could fill a worker's memory with them."""
+    """Without the secret one could fill a worker's memory with them."""
     with listen("127.0.0.1", 0) as listener:
         async with serving(make_app(), listener):
             reader, writer = await connect(listener)

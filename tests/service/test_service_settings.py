@@ -127,7 +127,7 @@ def test_a_service_of_one_role_refuses_another():
 
 
 def test_a_worker_id_that_is_no_part_of_a_key_is_refused():
-    """Of "d1:alive" and "d1" one would overwrite the other in Redis."""
+    """One of "d1:alive" and "d1" would overwrite the other in Redis."""
     with pytest.raises(ConfigError, match="worker_id"):
         read_settings(WorkerSettings, ["--worker-id", "d1:alive"])
     assert read_settings(WorkerSettings, ["--worker-id", "host-1.a_b"]).worker_id == "host-1.a_b"

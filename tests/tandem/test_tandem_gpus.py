@@ -104,7 +104,7 @@ def test_the_cpu_needs_no_look_at_gpus(machine) -> None:
 GIB = 2**30
 H100 = gpus.Gpu(80 * GIB, 90)
 BIASED_70B = replace(LLAMA_70B, qkv_bias=True)
-"""As a Qwen2, which `auto` holds in bfloat16."""
+"""A shape with biases like a Qwen2's, which `auto` holds in bfloat16."""
 LLAMA_13B = replace(LLAMA_8B, hidden_size=5120, intermediate_size=13824, num_layers=40, num_heads=40, num_kv_heads=40)
 
 

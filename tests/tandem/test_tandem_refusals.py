@@ -210,7 +210,7 @@ def test_numbers_may_have_vllm_s_units(given: str, told: str) -> None:
 
 @pytest.mark.parametrize("name", sorted({*ALWAYS, *OTHERWISE, *SAME}))
 def test_no_name_of_vllm_is_one_of_ours(name: str) -> None:
-    """Else it would be taken for ours in one place and be refused in another."""
+    """Otherwise it would be accepted in one place and refused in another."""
     ours = {f"--{field.replace('_', '-')}" for kind in (UpSettings, *SERVICES) for field in kind.model_fields}
     assert name not in ours and (name not in SAME or SAME[name] in ours)
 

@@ -90,7 +90,7 @@ class ReportingCore(RememberingCore):
 
 
 async def test_a_core_is_heard_while_the_registry_is_waited_for():
-    """Else it would be taken for one that hangs."""
+    """Otherwise it would be taken for one that hangs."""
 
     class Waiting(MemoryStore):
         async def join(self, info: NodeInfo, again: bool = False) -> bool:
@@ -254,7 +254,7 @@ def test_whoever_may_take_what_is_computed_here_is_met():
 
 
 def test_in_a_large_pool_nobody_is_met_beforehand():
-    """Else the links of all prefill workers would be more than a decode worker takes."""
+    """Otherwise a decode worker would have to take the links of all prefill workers."""
     me = node_info(worker_id=WorkerId("me"))
     nodes = [listed(f"prefill-{number}", WorkerRole.PREFILL) for number in range(MAX_POOL - 1)]
     assert len(takers(me, [*nodes, listed("decode"), listed("dead", alive=False)])) == 1

@@ -68,7 +68,10 @@ def test_a_signal_ends_front_and_core(worker, number, tmp_path):
 
 
 def test_a_signal_to_the_whole_group_is_the_fronts_to_answer(worker):
-    """As systemd sends it. A core that ended by itself would be a death, and end what runs."""
+    """systemd sends it so.
+
+    A core that ended by itself would count as a death, and end what runs.
+    """
     os.kill(worker.core_pid, signal.SIGTERM)
     time.sleep(0.2)
     assert not is_gone(worker.core_pid)
@@ -104,7 +107,7 @@ def test_a_model_that_is_not_there_is_one_line(tmp_path):
 
 
 def test_a_core_that_fails_ends_the_worker_though_its_own_end_takes_for_ever(model, tmp_path, monkeypatch):
-    """As giving a GPU's memory back does that waits for another GPU."""
+    """Giving back a GPU's memory may wait for another GPU for ever."""
     (tmp_path / "sitecustomize.py").write_text(_FAILS)
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{os.getcwd()}")
     _, words = start("--model", model).communicate(timeout=DEADLINE_S)

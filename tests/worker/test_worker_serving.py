@@ -42,7 +42,7 @@ def mortal(model: str, tmp_path: Path) -> Iterator[RunningWorker]:
 
 
 def wait_clean(worker: RunningWorker) -> None:
-    """By a picture that the core has made from now on, not by the one from before."""
+    """Wait for a clean status that the core made from now on, not before."""
     before = worker.core()
     assert before is not None
 
@@ -204,7 +204,7 @@ def test_a_worker_that_was_paused_goes_on(model: str, tmp_path: Path) -> None:
 
 
 async def test_a_core_that_gets_no_cpu_is_not_killed_for_it(model: str, tmp_path: Path) -> None:
-    """As on a host that stands still: one turn takes longer than a core may hang, and this one is well."""
+    """On a host that stands still one turn takes longer than a core may hang, although it is well."""
 
     async def body(gateway: Gateway) -> None:
         await gateway.post(gateway.job("r", max_tokens=LONG))
