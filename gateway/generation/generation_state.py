@@ -21,7 +21,7 @@ from contracts.ids import Epoch
 from gateway.generation.time_account import REPLAY, decode_s
 from gateway.generation.token_sequencer import Sequencer
 from gateway.prompting.chat_template import Prompting
-from gateway.prompting.pipeline import GenerationRequest
+from gateway.prompting.generation_request import GenerationRequest
 from gateway.tokenization.detokenizer import Detokenizer
 from gateway.tokenization.stop_strings import StopFinder
 

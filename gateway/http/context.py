@@ -14,7 +14,7 @@ from gateway.dispatch.dispatcher import Dispatcher
 from gateway.observability.metrics import Metrics
 from gateway.observability.tracing import Tracing
 from gateway.prompting.chat_template import Prompting
-from gateway.prompting.pipeline import ServingLimits
+from gateway.prompting.token_budget import ServingLimits
 from gateway.settings import GatewaySettings
 
 MAX_WHOLE_BODIES = 64

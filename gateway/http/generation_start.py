@@ -8,7 +8,7 @@ from gateway.generation.generation_state import GenerationState
 from gateway.http.context import AppContext
 from gateway.http.request_ids import given_id
 from gateway.http.streaming_response import GenerationResponse
-from gateway.prompting.pipeline import GenerationRequest
+from gateway.prompting.generation_request import GenerationRequest
 from gateway.serving.generation_run import GenerationRun, Style
 
 

@@ -1,7 +1,7 @@
 """A conversation as the model was trained to see it."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from checkpoint import Checkpoint
@@ -53,6 +53,14 @@ class Conversation(Protocol):
     def reasoning_effort(self) -> str | None: ...
 
 
+@dataclass(frozen=True)
+class RenderedPrompt:
+    """The text of a conversation, and what it has begun of the answer, as the model's ReasoningFormat knows it."""
+
+    text: str
+    begun: str
+
+
 class ChatTemplate:
     """One template of a model.
 
@@ -71,7 +79,7 @@ class ChatTemplate:
         self._program, self._features, self._names = program, features, dict(names)
         self._thinking, self._tool_format = thinking, tool_format
 
-    def render(self, request: Conversation) -> str:
+    def render(self, request: Conversation) -> RenderedPrompt:
         """Return the prompt. Raises RequestError, also if a text of the client is not in it."""
         given, is_open = request.chat_template_kwargs or {}, bool(request.continue_final_message)
         plain = [
@@ -90,12 +98,14 @@ class ChatTemplate:
         names |= self._effort(request.reasoning_effort, given)
         if taken := sorted(given.keys() & {"messages", *names}):
             raise RequestError(f"chat_template_kwargs: '{taken[0]}' is not for you to set", "chat_template_kwargs")
-        return self._first_whole(messages, names | given, _sent(plain, tools, self._thinking), is_open)
+        text = self._first_whole(messages, names | given, _sent(plain, tools, self._thinking), is_open)
+        return RenderedPrompt(text, self._begun(text, plain[-1] if is_open else None))
 
-    def final_text(self, request: Conversation) -> str | None:
-        """Return the text of the assistant that the answer goes on with; None if it goes on with no such text."""
-        last = (request.messages or [])[-1]
-        return plain_message(0, last, self._features.part_separator)["content"] if last.role == "assistant" else None
+    def _begun(self, text: str, final: PlainMessage | None) -> str:
+        """Return what a prompt has begun of the answer. `final`: the message that the answer goes on with."""
+        if self._thinking is None or (final is not None and final["role"] != "assistant"):
+            return ""
+        return self._thinking.begun(text, "" if final is None else final["content"])
 
     def _first_whole(
         self, messages: Sequence[PlainMessage], names: dict[str, Any], sent: Sequence[SentText], is_open: bool
@@ -220,16 +230,11 @@ class Prompting(PromptTokenizer):
 
     def render(self, request: Conversation) -> str:
         """Return the conversation as the model was trained to see it. Raises RequestError."""
-        return self._template_of(request).render(request)
+        return self.rendered(request).text
 
-    def begun(self, request: Conversation, prompt: str) -> str:
-        """Return what `prompt`, which is `request` rendered, has begun of the answer, as `thinking` knows it."""
-        if self.thinking is None:
-            return ""
-        if not request.continue_final_message:
-            return self.thinking.begun(prompt, "")
-        final = self._template_of(request).final_text(request)
-        return "" if final is None else self.thinking.begun(prompt, final)
+    def rendered(self, request: Conversation) -> RenderedPrompt:
+        """Return the conversation with what it has begun of the answer. Raises RequestError."""
+        return self._template_of(request).render(request)
 
     def _template_of(self, request: Conversation) -> ChatTemplate:
         if (template := self._tool_template if request.tools else self._template) is None:

@@ -8,7 +8,7 @@ from contracts.node import NodeInfo, NodeLoad, WorkerRole
 from contracts.request import Cancel, Job, WorkerRef
 from contracts.sampling import SamplingParams
 from coordinator.store.store import Store
-from gateway.prompting.pipeline import GenerationRequest
+from gateway.prompting.generation_request import GenerationRequest
 from tests.nodes import ways
 
 PROMPT = [5, 6, 7]

@@ -15,7 +15,7 @@ from contracts.ids import Epoch, RequestId
 from contracts.sampling import SamplingParams
 from gateway.generation.generation_state import GenerationState, OutputDelta
 from gateway.prompting.chat_template import Prompting
-from gateway.prompting.pipeline import GenerationRequest
+from gateway.prompting.generation_request import GenerationRequest
 from tests.gateway.gateway_rig import gateway, pair
 
 FOX = "The quick brown fox jumps over the lazy dog."

@@ -9,7 +9,8 @@ from contracts.errors import RequestError
 from gateway.api.openai.responses_input import to_chat
 from gateway.api.openai.schema import CompletionRequest, ResponsesRequest, parse
 from gateway.prompting.chat_template import Prompting
-from gateway.prompting.pipeline import ServingLimits, prepare_completion
+from gateway.prompting.pipeline import prepare_completion
+from gateway.prompting.token_budget import ServingLimits
 from gateway.tokenization.tokenizer import LONG_CHARS
 
 CALL = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}

@@ -23,7 +23,7 @@ from gateway.api.openai.vllm_extensions import add_details
 from gateway.dispatch.placement import StorePlacement
 from gateway.generation.generation_state import GenerationState, OutputDelta, ShownToken
 from gateway.prompting.chat_template import Prompting
-from gateway.prompting.pipeline import GenerationRequest
+from gateway.prompting.generation_request import GenerationRequest
 from tests.gateway.gateway_rig import gateway, pair
 
 FOX = "The quick brown 日本 fox"

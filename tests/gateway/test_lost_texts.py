@@ -18,7 +18,8 @@ from gateway.api.openai.responses_input import to_chat
 from gateway.api.openai.schema import ChatRequest, ResponsesRequest
 from gateway.prompting.chat_template import Prompting
 from gateway.prompting.lost_text import SentText, first_lost
-from gateway.prompting.pipeline import ServingLimits, prepare_chat
+from gateway.prompting.pipeline import prepare_chat
+from gateway.prompting.token_budget import ServingLimits
 from tests.gateway.tool_calls import TOOLS
 from tools import check_chat_templates
 

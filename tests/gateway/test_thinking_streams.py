@@ -21,7 +21,9 @@ from gateway.generation.generation_state import GenerationState, OutputDelta
 from gateway.generation.output_parser import OutputParserSpec, parser_spec
 from gateway.generation.usage import Usage
 from gateway.prompting.chat_template import Prompting
-from gateway.prompting.pipeline import GenerationRequest, ServingLimits, prepare_chat
+from gateway.prompting.generation_request import GenerationRequest
+from gateway.prompting.pipeline import prepare_chat
+from gateway.prompting.token_budget import ServingLimits
 from gateway.reasoning.harmony import Harmony
 from gateway.tool_calling.tool_choice import calling_of
 from tests.gateway.sayings import SAY, with_specials
