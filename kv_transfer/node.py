@@ -449,7 +449,7 @@ def _require_available(wish: str, transports: Transports) -> None:
     available = transports.available()
     if wish not in available:
         why = ", with its pages in the host's memory," if wish == "nvlink" else ""
-        choices = ", ".join(name for name in ("auto", *available) if name != "loopback")
+        choices = ", ".join(("auto", *available))
         raise ConfigError(f"transfer is {wish!r}, which this worker{why} does not have; set one of {choices}")
     try:
         transports.find(wish)

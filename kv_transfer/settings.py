@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from contracts.errors import ConfigError
 
-TRANSPORTS = ("auto", "nvlink", "ucx", "shm", "tcp", "loopback")
+TRANSPORTS = ("auto", "nvlink", "ucx", "shm", "tcp")
 
 
 @dataclass(frozen=True, kw_only=True)

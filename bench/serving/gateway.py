@@ -32,9 +32,9 @@ from contracts.node import NodeInfo, WorkerRole
 from contracts.request import Job, Route
 from contracts.sampling import SamplingParams
 from coordinator.memory_store import MemoryStore
-from gateway.fake_worker import FakeWorker
 from gateway.main import run
 from gateway.settings import GatewaySettings
+from testing.fake_worker import FakeWorker
 
 STREAMS = (1, 64, 512)
 TOKENS_PER_S = 20

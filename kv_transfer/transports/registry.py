@@ -15,7 +15,6 @@ from kv_transfer.transports.base import Transport
 from kv_transfer.transports.staging_budget import STAGING_NBYTES
 
 _CLASSES = {
-    "loopback": "kv_transfer.transports.loopback:LoopbackTransport",
     "tcp": "kv_transfer.transports.tcp:TcpTransport",
     "shm": "kv_transfer.transports.shm:ShmTransport",
     "ucx": "kv_transfer.transports.ucx:UcxTransport",

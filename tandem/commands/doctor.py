@@ -142,7 +142,7 @@ def _memory(options: argparse.Namespace) -> Iterator[tuple[str, Level]]:
 def _transports(options: argparse.Namespace) -> Iterator[tuple[str, Level]]:
     from kv_transfer.transports.registry import Transports
 
-    names = [name for name in Transports().available() if name != "loopback"]
+    names = Transports().available()
     yield f"for KV: {', '.join(names)}", Level.OK if "ucx" in names else Level.WARNING
     program, libraries = _ucx_info()
     if program is None:

@@ -22,7 +22,6 @@ from coordinator.request_states import RequestState
 from coordinator.store.store import Store
 from gateway.dispatch.dispatcher import Dispatcher
 from gateway.dispatch.placement import StorePlacement
-from gateway.fake_worker import FakeWorker
 from gateway.http.app import make_app
 from gateway.http.context import AppContext
 from gateway.http.server import Protocol
@@ -31,6 +30,7 @@ from gateway.prompting.chat_template import Prompting
 from gateway.settings import GatewaySettings
 from process.sockets import listen
 from service.server import UvicornServer
+from testing.fake_worker import FakeWorker
 from tests.waiting import async_until
 
 SECRET = "s"

@@ -10,7 +10,7 @@ import openai
 from tokenizers import AddedToken
 
 from checkpoint import Checkpoint
-from gateway.fake_worker import FakeWorker
+from testing.fake_worker import FakeWorker
 from tests.gateway.gateway_rig import Rig, gateway, pair
 
 SAY: Any = [{"role": "user", "content": "weather?"}]

@@ -21,8 +21,8 @@ from contracts.request import Cancel, Job, WorkerRef
 from coordinator.memory_store import MemoryStore
 from coordinator.store.store import Claim, Claimed, PoolUpdate
 from gateway.dispatch import inflight
-from gateway.fake_worker import FakeWorker
 from gateway.tokenization.detokenizer import Detokenizer
+from testing.fake_worker import FakeWorker
 from tests.gateway.gateway_rig import GATEWAY, SECRET, Rig, coordinated, gateway, pair
 from tests.nodes import ways
 
@@ -204,7 +204,7 @@ async def test_who_decoded_at_the_former_place_does_not_count_at_the_next(checkp
 async def test_a_gateway_that_was_paused_loses_no_worker(checkpoint, monkeypatch):
     """What its workers said meanwhile is read before their silence is judged."""
     monkeypatch.setattr("gateway.dispatch.worker_link.HEARTBEAT_TIMEOUT_S", 0.6)
-    monkeypatch.setattr("gateway.fake_worker.HEARTBEAT_S", 0.1)
+    monkeypatch.setattr("testing.fake_worker.HEARTBEAT_S", 0.1)
     async with gateway(checkpoint, pair(period_s=0.02)) as rig, rig.client() as client:
         asking = asyncio.create_task(client.post("/v1/completions", json=ASK | {"max_tokens": 40}))
         await rig.until(lambda: rig.front.dispatch.num_answering == 1)

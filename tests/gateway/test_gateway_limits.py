@@ -305,7 +305,7 @@ async def test_a_silent_stream_is_a_loss(rig, client, monkeypatch):
     monkeypatch.setattr("gateway.dispatch.worker_link.HEARTBEAT_TIMEOUT_S", 0.3)
     monkeypatch.setattr("gateway.dispatch.inflight.REPLAY_WAIT_S", 0.2)
     rig.workers[1].period_s = 60.0
-    monkeypatch.setattr("gateway.fake_worker.HEARTBEAT_S", 60.0)
+    monkeypatch.setattr("testing.fake_worker.HEARTBEAT_S", 60.0)
     reply = await client.post("/v1/completions", json=ASK | {"max_tokens": 50})
     assert reply.status_code == 503
     await rig.until(lambda: rig.front.dispatch.num_losses and rig.front.dispatch.num_inflight == 0)

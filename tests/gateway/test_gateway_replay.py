@@ -15,7 +15,7 @@ from contracts.node import WorkerRole
 from contracts.request import Job, Route
 from coordinator.memory_store import MemoryStore
 from coordinator.store.store import Claim, Claimed
-from gateway.fake_worker import FakeWorker
+from testing.fake_worker import FakeWorker
 from tests.gateway.gateway_rig import SECRET, Rig, coordinated, gateway, pair
 
 ASK = {"prompt": "one two three 😀 four five", "max_tokens": 60, "stream": True, "logprobs": 0}

@@ -19,7 +19,7 @@ from contracts.node import WorkerRole
 from contracts.request import Cancel, Job
 from coordinator.memory_store import MemoryStore
 from gateway.dispatch import inflight, worker_link
-from gateway.fake_worker import FakeWorker
+from testing.fake_worker import FakeWorker
 from tests.gateway.gateway_rig import SECRET, coordinated
 
 PROMPT = "one two three 😀 four five"

@@ -14,8 +14,8 @@ from checkpoint import Checkpoint
 from contracts.ids import WorkerId
 from contracts.node import WorkerRole
 from gateway.api.openapi import ChatReply, ResponseReply
-from gateway.fake_worker import FakeWorker
 from gateway.reasoning.harmony import Harmony
+from testing.fake_worker import FakeWorker
 from tests.gateway.gateway_rig import SECRET, pair
 from tests.gateway.sayings import SAY, prompt, saying, with_specials
 from tests.gateway.thinking_models import (

@@ -16,6 +16,7 @@ from contracts.request import WorkerRef
 from kv_transfer.events import MessageReceived, TransferEvent
 from kv_transfer.node import TransferNode
 from kv_transfer.settings import TransferSettings
+from testing.loopback_transport import LoopbackTransport
 from tests.kv_transfer.kv_pool import PoolOwner
 
 SECRET = b"a secret of tests"
@@ -45,6 +46,9 @@ class Peer(PoolOwner):
         self.woken = threading.Event()
         self.seen: list[TransferEvent] = []
         options = {"secret": SECRET, "transport": "tcp", **settings}
+        if options["transport"] == "loopback":
+            options["transport"], transports = "tcp", {"tcp": LoopbackTransport()} | (transports or {})
+        self.transport = options["transport"]
         self.node = TransferNode(
             TransferSettings(**options),
             self.name,

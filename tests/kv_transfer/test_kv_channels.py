@@ -15,6 +15,7 @@ from contracts.ids import Epoch, RequestId
 from kv_transfer.chunks.segment import KVSegment, read_meta, write_meta
 from kv_transfer.transports.base import Inbound, Outbound, Ring, Slot
 from kv_transfer.transports.registry import Transports
+from testing.loopback_transport import LoopbackTransport
 from tests.kv_transfer.conftest import STAGED
 
 RING = Ring(num_slots=3, slot_nbytes=1 << 20, stall_timeout_s=30.0)
@@ -60,7 +61,7 @@ class Ends:
 @pytest.fixture
 def make_ends(transport: str, leftovers: None) -> Iterator[Callable[..., Ends]]:
     with ExitStack() as stack:
-        transports = Transports()
+        transports = Transports({"loopback": LoopbackTransport()})
         stack.callback(transports.close)
 
         def make(ring: Ring = RING) -> Ends:

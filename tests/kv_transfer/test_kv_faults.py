@@ -275,12 +275,16 @@ def test_closing_in_mid_transfer_gives_the_peer_its_pages_back(local: Callable, 
 
 REFUSALS = [
     ({"secret": b"another"}, "auth_failed", "shared secret"),
-    ({"transport": "loopback"}, "config", "prefill wants 'loopback'"),
+    ({"transport": "another"}, "config", "transport: prefill wants "),
 ]
 
 
 @pytest.mark.parametrize(("settings", "code", "words"), REFUSALS)
-def test_a_stranger_gets_no_page(local: Callable, remote: Callable, settings: dict, code: str, words: str) -> None:
+def test_a_stranger_gets_no_page(
+    local: Callable, remote: Callable, transport: str, settings: dict, code: str, words: str
+) -> None:
+    if "transport" in settings:
+        settings = {"transport": "shm" if transport == "tcp" else "tcp"}
     decode, stranger = local("decode"), remote("stranger", **settings)
     before = decode.pool.copy()
     stranger.offer(decode.ref, "r")

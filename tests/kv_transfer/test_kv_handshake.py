@@ -76,7 +76,7 @@ def test_auto_takes_shared_memory_on_one_host(make_peer: Make) -> None:
     assert {peer.node.stats()[0].transport for peer in (prefill, decode)} == {"shm"}
 
 
-def _terms(transport: str = "auto", available: str = "loopback tcp shm ucx", boot_id: str = "a") -> Terms:
+def _terms(transport: str = "auto", available: str = "tcp shm ucx", boot_id: str = "a") -> Terms:
     return Terms(LAYOUT, 64, transport, available.split(), boot_id, True)
 
 
@@ -87,7 +87,7 @@ def _terms(transport: str = "auto", available: str = "loopback tcp shm ucx", boo
         (_terms(), _terms(boot_id="b"), ["ucx", "tcp"]),
         (_terms(), _terms(available="tcp"), ["tcp"]),
         (_terms("ucx"), _terms(), ["ucx"]),
-        (_terms(), _terms("loopback"), ["loopback"]),
+        (_terms(), _terms("tcp"), ["tcp"]),
     ],
 )
 def test_candidates(sender: Terms, receiver: Terms, names: list[str]) -> None:

@@ -31,7 +31,7 @@ from kv_transfer.links.outgoing_link import OutgoingLink
 from kv_transfer.node import TransferNode
 from kv_transfer.settings import TransferSettings
 from kv_transfer.transports.base import Slot
-from kv_transfer.transports.loopback import LoopbackTransport
+from testing.loopback_transport import LoopbackTransport
 from tests.kv_transfer.kv_pair import DEADLINE_S, Peer, fin, offer_and_grant, pages_equal, send
 from tests.kv_transfer.kv_worker import LAYOUT, SECRET, make_pool
 from tests.waiting import until
@@ -62,7 +62,7 @@ def test_a_request_from_offer_to_commit(pair: tuple[Peer, Peer], transport: str)
     until(lambda: not prefill.node.knows(decode.name, RequestId("r"), Epoch(1)))  # what is over is not kept for ever
     assert pages_equal(prefill, [3, 4, 5, 9, 10, 11, 0, 63], decode, [5, 9, 1, 2, 60, 61, 7, 8])
     (sent,), (received,) = prefill.node.stats(), decode.node.stats()
-    assert (sent.transport, sent.state, sent.outgoing, received.outgoing) == (transport, "up", True, False)
+    assert (sent.transport, sent.state, sent.outgoing, received.outgoing) == (prefill.transport, "up", True, False)
     assert sent.nbytes == received.nbytes == 8 * prefill.layout.block_nbytes
     assert sent.detail and received.detail
 
@@ -594,7 +594,7 @@ class Held(LoopbackTransport):
 
 def test_a_chunk_that_comes_after_its_abort_is_thrown_away(make_peer: Make) -> None:
     held = Held()
-    prefill = make_peer("prefill", transport="loopback", transports={"loopback": held})
+    prefill = make_peer("prefill", transport="loopback", transports={"tcp": held})
     decode = make_peer("decode-1", transport="loopback")
     offer_and_grant(prefill, decode, "r", 64, list(range(16)))
     send(prefill, decode, "r", 0, 0, 64, list(range(16, 32)))
@@ -615,7 +615,7 @@ def test_a_chunk_that_comes_after_its_abort_is_thrown_away(make_peer: Make) -> N
 def test_pages_are_in_use_until_the_message_that_reads_them_has_left(make_peer: Make) -> None:
     """Drained may not come while the sender's thread still reads for the attempt."""
     held = Held()
-    prefill = make_peer("prefill", transport="loopback", transports={"loopback": held})
+    prefill = make_peer("prefill", transport="loopback", transports={"tcp": held})
     decode = make_peer("decode-1", transport="loopback")
     offer_and_grant(prefill, decode, "r", 4, [1])
     send(prefill, decode, "r", 0, 0, 4, [2])
@@ -700,7 +700,7 @@ class Tampering(LoopbackTransport):
 
 
 def test_a_corrupted_byte_is_reported_and_lands_only_when_sent_again(make_peer: Make) -> None:
-    prefill = make_peer("prefill", transport="loopback", transports={"loopback": Tampering()})
+    prefill = make_peer("prefill", transport="loopback", transports={"tcp": Tampering()})
     decode = make_peer("decode-1", transport="loopback")
     offer_and_grant(prefill, decode, "r", 8, [1, 2])
     before = decode.pool.copy()

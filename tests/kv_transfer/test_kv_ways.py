@@ -68,7 +68,7 @@ def test_on_two_hosts_those_that_do_not_leave_one_do_not_count(sender: Terms, re
 
 
 def test_ways_are_said_best_first_and_with_the_host_where_they_stay_on_it() -> None:
-    assert ways_of(terms(memory="host", available="tcp ucx loopback shm")) == TransferCapabilities(
+    assert ways_of(terms(memory="host", available="tcp ucx shm")) == TransferCapabilities(
         memory="host", sends=["shm@a", "ucx", "tcp"], takes={LAYOUT.layout_id: ["shm@a", "ucx", "tcp"]}
     )
     assert ways_of(terms(available="tcp ucx shm nvlink")).sends == ["nvlink@a", "ucx", "shm@a", "tcp"]

@@ -95,8 +95,7 @@ def test_the_number_formats_are_those_of_the_engine():
 
 
 def test_the_transports_are_those_of_the_transfer_layer():
-    """But for the one that does not leave the process."""
-    assert set(get_args(Transfer)) == printed(TRANSPORTS) - {"loopback"}
+    assert set(get_args(Transfer)) == printed(TRANSPORTS)
 
 
 def test_the_release_is_a_version():

@@ -1,4 +1,4 @@
-"""The twin: both ends in one process, through a ring of arrays. For tests of everything above a transport."""
+"""A transport whose two ends are in one process: a ring of arrays, for tests of everything above a transport."""
 
 import threading
 from collections import deque
@@ -15,7 +15,9 @@ _rings: dict[bytes, "MemoryRing"] = {}
 
 
 class LoopbackTransport:
-    name = "loopback"
+    """A transport that stands in for tcp, by its name: a node is given it at both ends."""
+
+    name = "tcp"
 
     def open(self, session: bytes, ring: Ring, connect: Callable[[], socket]) -> ChannelOffer:
         return _LoopbackOffer(session, MemoryRing(ring))
