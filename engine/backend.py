@@ -103,7 +103,7 @@ class Runner(Protocol):
         ...
 
 
-class Pages(Protocol):
+class PagedCache(Protocol):
     """The paged KV cache.
 
     `pool_bytes` `[num_planes, num_blocks, page_nbytes]` uint8 is what a transfer reads and writes; raises ConfigError
@@ -137,7 +137,7 @@ class Backend:
     `close` ends the processes that compute with this one.
     """
 
-    cache: Pages
+    cache: PagedCache
     runner: Runner
     sampler: Sampler
     dtype: str

@@ -88,12 +88,12 @@ class Engine:
 
     @property
     def pool_bytes(self) -> np.ndarray:
-        """The KV cache as bytes, see engine.backend.Pages."""
+        """The KV cache as bytes, see engine.backend.PagedCache."""
         return self._cache.pool_bytes
 
     @property
     def transfer_pool(self) -> Any:
-        """See engine.backend.Pages."""
+        """See engine.backend.PagedCache."""
         return self._cache.transfer_pool
 
     def submit(self, request: EngineRequest) -> None:
