@@ -8,7 +8,10 @@ BIN := .venv/bin
 SETTINGS := MODEL PORT PREFILL DECODE MIXED DEVICE TRANSFER DTYPE REDIS_URL
 $(foreach name,$(SETTINGS),$(if $($(name)),$(eval run: export TANDEM_$(name) := $$($(name)))))
 
-.PHONY: help run setup dev test check docs format test-compose clients bench lock clean
+# A file's tests share what they started, so a file stays together. More than four at once would only wait for memory.
+PARALLEL := --numprocesses auto --maxprocesses 4 --dist loadfile
+
+.PHONY: help run setup dev test test-quick check docs format test-compose clients bench lock clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-13s %s\n", $$1, $$2}' Makefile
@@ -27,7 +30,10 @@ dev:
 	@$(PYTHON) tools/bootstrap.py dev otel
 
 test: dev ## all tests but those of the composed system; needs no Docker
-	$(BIN)/python -m pytest -m "not compose" $(ARGS)
+	$(BIN)/python -m pytest $(PARALLEL) -m "not compose" $(ARGS)
+
+test-quick: dev ## the tests that compute little, in less than two minutes: for who changed a line
+	$(BIN)/python -m pytest $(PARALLEL) -m "not compose and not slow" $(ARGS)
 
 check: dev ## lint, format, types, import rules
 	$(BIN)/ruff check .

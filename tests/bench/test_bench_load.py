@@ -23,6 +23,8 @@ from contracts.errors import Unavailable
 from tests.bench.completions import served
 from tests.waiting import async_until
 
+pytestmark = pytest.mark.slow
+
 SHORT = Lengths(8, 4)
 
 

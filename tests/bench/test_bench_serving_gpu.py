@@ -16,6 +16,8 @@ from bench.serving.plots import plot_serving, tail
 from bench.system.local_system import running
 from bench.system.resource_usage import mean_rows, pids, samples_of, stages_of, work_rows
 
+pytestmark = pytest.mark.slow
+
 LOAD = next(load for load in LOADS if load.name == "8k-8")
 
 

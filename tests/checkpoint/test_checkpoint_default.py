@@ -10,6 +10,8 @@ from hypothesis import strategies as st
 from checkpoint import open_checkpoint
 from checkpoint.gguf.file import GgufFile
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def checkpoint():

@@ -22,6 +22,7 @@ from tests.console.looks import IN_FLIGHT, PARIS, TWO_IN_FLIGHT, ask, look_at
 from tests.gateway.gateway_rig import Rig, gateway, pair
 
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.skipif(find_chromium() is None, reason="needs Chromium: apt-get install chromium"),
     pytest.mark.timeout(300),  # the system of the first test starts within it, on two cores
 ]

@@ -33,6 +33,8 @@ from tests.coordinator.coordinator_rig import ALIVE_LOAD, ask, fresh_pool, pair,
 from tests.environment import plain_environment
 from tests.waiting import async_until, is_gone, until
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 SECRET = {"Authorization": "Bearer s"}
 

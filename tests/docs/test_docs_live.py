@@ -25,7 +25,7 @@ from tests.waiting import until
 
 DEADLINE_S = 90.0
 
-pytestmark = pytest.mark.timeout(300)  # the first test waits for the system too
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]  # the first test waits for the system too
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,8 @@ from bench.system.services import Services
 from tests.e2e.tiny import save_tiny
 from tests.waiting import until
 
+pytestmark = pytest.mark.slow
+
 DEADLINE_S = 90.0
 PLACES = {"p0": ("prefill", "shm"), "d0": ("decode", "tcp"), "p1": ("prefill", "auto")}
 WORKERS = {name: ("--role", role, "--transfer", way, "--dtype", "float32") for name, (role, way) in PLACES.items()}

@@ -15,6 +15,8 @@ from bench.system.local_system import System, get_json, running
 from tests.e2e.tiny import save_tiny
 from tests.waiting import is_gone, until
 
+pytestmark = pytest.mark.slow
+
 SOON_S = 30.0
 UNENDING = {"ignore_eos": True}  # a random model may end its answer anywhere
 QUICK = {"TANDEM_NUM_THREADS": "1", "TANDEM_KV_CACHE_MIB": "64"}

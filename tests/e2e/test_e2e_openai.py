@@ -14,6 +14,8 @@ import pytest
 from bench.system.local_system import System
 from bench.system.resource_usage import read
 
+pytestmark = pytest.mark.slow
+
 FRANCE = [{"role": "user", "content": "What is the capital of France?"}]
 
 

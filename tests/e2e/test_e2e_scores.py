@@ -11,6 +11,8 @@ from transformers import PreTrainedModel
 from bench.system.local_system import System, running
 from tests.engine import tiny_models
 
+pytestmark = pytest.mark.slow
+
 PROMPTS = [random.Random(length).choices(range(2, 256), k=length) for length in (1, 2, 33, 150)]
 COUNT = 3
 TOLERANCE = 5e-3

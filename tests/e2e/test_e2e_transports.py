@@ -15,6 +15,8 @@ from tests.e2e.tiny import save_tiny
 from tests.engine import tiny_models
 from tests.waiting import until
 
+pytestmark = pytest.mark.slow
+
 PROMPTS = [random.Random(i).choices(range(2, 256), k=5 + 23 * i) for i in range(14)]
 MAX_TOKENS = 24
 CHUNKED = {"TANDEM_MAX_BATCHED_TOKENS": "32", "TANDEM_NUM_THREADS": "1", "TANDEM_KV_CACHE_MIB": "64"}

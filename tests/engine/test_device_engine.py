@@ -59,6 +59,8 @@ from tests.engine.device_engines import (
 from tests.engine.driving import answers, drain, greedy, random_prompts, request, settings, tokens_of
 from tests.engine.tiny_models import VOCAB, save_tiny
 
+pytestmark = pytest.mark.slow
+
 PROMPTS = random_prompts(VOCAB, (9, 64, 100))
 RANDOM = SamplingParams(max_tokens=24, seed=5, temperature=0.9, top_p=0.9, top_k=40, ignore_eos=True)
 ADJUSTED = [

@@ -11,6 +11,8 @@ from tests.engine.device_engines import device_engine
 from tests.engine.driving import answers, drain, greedy, random_prompts, request, settings, tokens_of
 from tests.engine.tiny_models import VOCAB, save_tiny
 
+pytestmark = pytest.mark.slow
+
 LENGTHS = (1, 5, 63, 64, 65, 150, 300)  # of the prompts that `family` answers
 
 

@@ -25,6 +25,8 @@ from tests.engine.device_engines import tensors_of
 from tests.engine.quantized_models import LAYOUTS, save_quantized
 from tests.engine.tiny_models import FAMILIES, save_mxfp4, save_tiny
 
+pytestmark = pytest.mark.slow
+
 PLAIN = [dtype for dtype in DEVICE_DTYPES if dtype != "int4"]
 GIB = 2**30
 

@@ -36,6 +36,8 @@ from tests.engine.device_engines import adopted, device_engine, hand_over, lande
 from tests.engine.driving import drain, greedy, random_prompts, request, tokens_of
 from tests.engine.tiny_models import VOCAB, save_tiny
 
+pytestmark = pytest.mark.slow
+
 PROMPTS = random_prompts(VOCAB, (5, 64, 130, 200))
 
 

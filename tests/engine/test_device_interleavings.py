@@ -13,6 +13,8 @@ from tests.engine.device_engines import FUSIBLE, beside_of, chunks_of, device_en
 from tests.engine.driving import drain, greedy, random_prompts, request, settings, tokens_of
 from tests.engine.tiny_models import VOCAB, save_tiny
 
+pytestmark = pytest.mark.slow
+
 FAMILIES = {"llama": FUSIBLE, "gpt_oss": {}, "llama4": {}}
 
 

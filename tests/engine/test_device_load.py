@@ -22,6 +22,8 @@ from tests.engine.driving import settings
 from tests.engine.launches import noted_launches
 from tests.engine.tiny_models import FAMILIES, save_mxfp4, save_tiny
 
+pytestmark = pytest.mark.slow
+
 PLAIN = [dtype for dtype in DEVICE_FORMATS if dtype != "int4"]
 CPU, META = torch.device("cpu"), torch.device("meta")
 STAGES = ("compile", "calibrate", "capture", "warm up")

@@ -34,6 +34,8 @@ from tests.engine.quantized_models import LAYOUTS, save_quantized
 from tests.engine.tiny_models import VOCAB, save_mxfp4, save_tiny
 from tests.waiting import is_gone, until
 
+pytestmark = pytest.mark.slow
+
 LENGTHS = (1, 63, 65, 150)
 PROMPTS = random_prompts(VOCAB, (9, 64, 100))
 FUSIBLE_PARTS = FUSIBLE | {"num_attention_heads": 16, "num_key_value_heads": 4}

@@ -23,6 +23,8 @@ from tests.engine.launches import HOPPER, noted_launches
 from tests.engine.quantized_models import LAYOUTS, save_quantized
 from tests.engine.tiny_models import VOCAB, save_tiny
 
+pytestmark = pytest.mark.slow
+
 HEADS = {"hidden_size": 128, "num_attention_heads": 4, "num_key_value_heads": 1}
 MODELS = [
     ("llama", FUSIBLE, "float8"),

@@ -17,6 +17,8 @@ from models.config import Experts
 from tests.engine.driving import answers, greedy, needs_bfloat16, random_prompts, scored, settings
 from tests.engine.tiny_models import VOCAB, save_mxfp4, save_tiny
 
+pytestmark = pytest.mark.slow
+
 PROMPTS = random_prompts(VOCAB, (1, 5, 17, 40, 150))
 COUNT, HIDDEN, INNER = 6, 32, 64
 

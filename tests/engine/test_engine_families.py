@@ -13,6 +13,8 @@ from engine.loader import load_engine
 from tests.engine.driving import answers, greedy, needs_bfloat16, random_prompts, request, scored, settings
 from tests.engine.tiny_models import VOCAB, save_tiny
 
+pytestmark = pytest.mark.slow
+
 LENGTHS = (1, 5, 16, 17, 40, 150, 300)  # of the prompts that `family` answers
 
 

@@ -22,6 +22,8 @@ from tests.engine.driving import drain, greedy, request, settings, tokens_of
 from tests.engine.tiny_models import VOCAB, save_tiny
 from tests.waiting import until
 
+pytestmark = pytest.mark.slow
+
 PERSON = {
     "type": "object",
     "properties": {"name": {"type": "string", "maxLength": 12}, "age": {"type": "integer", "maximum": 150}},

@@ -17,6 +17,8 @@ from engine.messages import StepObserver
 from tests.engine.driving import drain, greedy, random_prompts, request, settings, tokens_of
 from tests.engine.tiny_models import VOCAB, save_tiny
 
+pytestmark = pytest.mark.slow
+
 Pair = tuple[Engine, Engine]
 
 PROMPTS = random_prompts(VOCAB, (5, 16, 61, 200))

@@ -12,6 +12,8 @@ from engine.loader import load_engine
 from engine.sampling.sampler import Sampler
 from tests.engine.driving import answers, drain, greedy, needs_bfloat16, request, settings, tokens_of
 
+pytestmark = pytest.mark.slow
+
 QUESTIONS = ("What is the capital of France?", "Why is the sky blue?", "def fibonacci(n):", "cats and dogs " * 90)
 NUM_TOKENS = 24
 

@@ -19,6 +19,8 @@ from tests.engine.device_engines import device_engine
 from tests.engine.driving import drain, greedy, random_prompts, request, settings, tokens_of
 from tests.engine.tiny_models import VOCAB, save_tiny
 
+pytestmark = pytest.mark.slow
+
 PROMPT = random_prompts(VOCAB, (37,))[0]
 LENGTH = 40
 CUTS = (1, 10, 11, 12, 26, 27, 28, 39)

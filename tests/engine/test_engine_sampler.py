@@ -10,6 +10,8 @@ from engine.sampling.philox import philox, uniform
 from engine.sampling.sampler import Sampler, filter_logits
 from engine.sequence import Sequence
 
+pytestmark = pytest.mark.slow
+
 EOS = 3
 LOGITS = torch.tensor([1.0, 0.5, 2.0, -1.0, 0.0, 1.5])
 

@@ -42,6 +42,8 @@ from tests.engine.quantized_models import (
 )
 from tests.engine.tiny_models import VOCAB, save_tiny
 
+pytestmark = pytest.mark.slow
+
 PROMPTS = random_prompts(VOCAB, (5, 17, 64, 130))
 FLOATS = [name for name in LAYOUTS if not name.startswith(("gptq", "awq"))]
 WIDENED = ("gptq-32", "gptq-act-order")

@@ -23,6 +23,8 @@ from tests.engine.driving import answers, greedy, random_prompts, settings
 from tests.engine.quantized_models import LAYOUTS, LLAMA4_LAYOUTS, damage, save_quantized, save_quantized_llama4
 from tests.engine.tiny_models import VOCAB, as_multimodal, change_config
 
+pytestmark = pytest.mark.slow
+
 PROMPTS = random_prompts(VOCAB, (5, 64, 130))
 
 

@@ -14,6 +14,8 @@ from gateway.api.openai.schema import ChatRequest, CompletionRequest, Detokenize
 from gateway.prompting.chat_template import Prompting
 from tests.gateway.gateway_rig import gateway, pair
 
+pytestmark = pytest.mark.slow
+
 SAY = [{"role": "user", "content": "hi"}]
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 LEAST_INTEGER = {"type": "integer", "minimum": -(2**63), "maximum": -(2**63)}

@@ -26,6 +26,8 @@ from testing.fake_worker import FakeWorker
 from tests.gateway.gateway_rig import GATEWAY, SECRET, Rig, coordinated, gateway, pair
 from tests.nodes import ways
 
+pytestmark = pytest.mark.slow
+
 ASK = {"prompt": "one two three", "max_tokens": 500}
 SPARE = {"p1": WorkerRole.PREFILL, "d1": WorkerRole.DECODE}
 

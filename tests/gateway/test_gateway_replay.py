@@ -18,6 +18,8 @@ from coordinator.store.store import Claim, Claimed
 from testing.fake_worker import FakeWorker
 from tests.gateway.gateway_rig import SECRET, Rig, coordinated, gateway, pair
 
+pytestmark = pytest.mark.slow
+
 ASK = {"prompt": "one two three 😀 four five", "max_tokens": 60, "stream": True, "logprobs": 0}
 PACE_S = 0.01
 

@@ -13,6 +13,8 @@ from gateway.generation.output_parser import parser_spec
 from gateway.tool_calling.tool_choice import Calling, FlatTool
 from tests.gateway.gateway_rig import gateway, pair
 
+pytestmark = pytest.mark.slow
+
 TOOL = {"type": "function", "name": "f"}
 WRONG = {"parameters": {"type": "object", "properties": {"x": {"type": "no"}}}}
 ALLOWED = {"type": "allowed_tools", "mode": "auto"}

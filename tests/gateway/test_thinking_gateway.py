@@ -35,6 +35,8 @@ from tests.gateway.thinking_models import (
     added_up,
 )
 
+pytestmark = pytest.mark.slow
+
 CITY = {"type": "json_schema", "json_schema": {"name": "city", "schema": PARAMETERS}}
 
 

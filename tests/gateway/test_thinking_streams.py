@@ -7,6 +7,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -28,6 +29,8 @@ from gateway.reasoning.harmony import Harmony
 from gateway.tool_calling.tool_choice import calling_of
 from tests.gateway.sayings import SAY, with_specials
 from tests.gateway.thinking_models import ALWAYS, CHANNELS, HYBRID, TOOLS, added_up
+
+pytestmark = pytest.mark.slow
 
 TAGS = ("<think>", "</think>")
 FORMS: dict[str, tuple[str, Sequence[str], Sequence[str]]] = {  # template, special tokens, other added tokens

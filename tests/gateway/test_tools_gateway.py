@@ -18,6 +18,8 @@ from gateway.settings import GatewaySettings
 from tests.gateway.sayings import SAY, prompt, saying
 from tests.gateway.tool_calls import CALL, HISTORY, MADE, PARIS, TOOLS, TWO, WEATHER
 
+pytestmark = pytest.mark.slow
+
 NAMED = {"type": "function", "function": {"name": "now"}}
 
 KNOWING = (

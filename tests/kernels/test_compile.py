@@ -8,6 +8,8 @@ import pytest
 from tests.kernels.aot import SMEM_LIMIT, build, missing, stack_nbytes
 from tests.kernels.compile_cases import CASES
 
+pytestmark = pytest.mark.slow
+
 PAIRS = [pytest.param(case, cc, id=f"{case.name}-sm{cc}") for case in CASES for cc in case.archs]
 SPILLED = {
     "attn_decode_gpt_oss_bulk": {120: 8},

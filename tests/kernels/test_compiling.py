@@ -25,6 +25,8 @@ from tests.kernels.aot import source_of
 from tests.kernels.compile_cases import CASES
 from tests.kernels.odd_kernels import Noise, Slow, make_kernel, wrong_kernel
 
+pytestmark = pytest.mark.slow
+
 HANG = "import time; time.sleep(60)"
 NORM = NormSpec(64, "none", deferred=True)
 

@@ -8,7 +8,10 @@ import zlib
 
 import pytest
 
-pytestmark = pytest.mark.timeout(600)  # the child interprets all kernels: a minute and more beside other work
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(600),
+]  # the child interprets all kernels: a minute and more beside other work
 
 
 def child(*arguments):

@@ -17,6 +17,8 @@ from kv_transfer.events import ChunkLanded, Drained, MessageReceived, PeerDiscon
 from tests.kv_transfer.conftest import TRANSPORTS
 from tests.kv_transfer.kv_worker import NUM_GUARDED, Worker, answer_as_decode, make_pool, offer, send_all
 
+pytestmark = pytest.mark.slow
+
 Spawn = Callable[..., subprocess.Popen]
 
 

@@ -17,6 +17,8 @@ from tests.kv_transfer.kv_liar import CRIMES
 from tests.kv_transfer.kv_owner import CHUNK_BLOCKS, CHUNK_TOKENS, NUM_BLOCKS, Owner, key_of
 from tests.kv_transfer.kv_remote import Remote
 
+pytestmark = pytest.mark.slow
+
 LOST_S = 40.0  # the stopped peer is given up after a second and a half, on an idle host
 SIGNALS = [signal.SIGKILL, signal.SIGSTOP]
 BRIEF = {"heartbeat_misses": 6}

@@ -36,6 +36,8 @@ from tests.kv_transfer.kv_pair import DEADLINE_S, Peer, fin, offer_and_grant, pa
 from tests.kv_transfer.kv_worker import LAYOUT, SECRET, make_pool
 from tests.waiting import until
 
+pytestmark = pytest.mark.slow
+
 Make = Callable[..., Peer]
 
 

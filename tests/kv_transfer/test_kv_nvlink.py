@@ -18,7 +18,10 @@ from tests.kv_transfer.kv_pair import LAYOUT, Peer, offer_and_grant, pages_equal
 
 Make = Callable[..., Peer]
 
-pytestmark = pytest.mark.skipif(DEVICE.type != "cpu", reason="a process can't open its own GPU memory")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(DEVICE.type != "cpu", reason="a process can't open its own GPU memory"),
+]
 
 
 @pytest.fixture

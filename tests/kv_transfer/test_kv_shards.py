@@ -29,7 +29,10 @@ from tests.kv_transfer.kv_pair import Peer, fin, offer_and_grant, pages_equal, s
 
 Make = Callable[..., Peer]
 
-pytestmark = pytest.mark.skipif(DEVICE.type != "cpu", reason="a process can't open its own GPU memory")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(DEVICE.type != "cpu", reason="a process can't open its own GPU memory"),
+]
 
 LAYOUT = KVLayout(model="m", num_layers=2, num_kv_heads=4, head_dim=8, block_size=4, dtype="float32")
 SIZES = [(prefill, decode) for prefill in (1, 2, 4) for decode in (1, 2, 4)]

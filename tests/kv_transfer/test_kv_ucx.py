@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 SUITES = ["channels", "node", "death", "faults"]
 FETCHED = {"UCX_RNDV_SCHEME": "auto", "UCX_RNDV_THRESH": "1024"}

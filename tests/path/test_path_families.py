@@ -11,6 +11,8 @@ from contracts.sampling import SamplingParams
 from tests.engine import tiny_models
 from tests.path.cores import Cores
 
+pytestmark = pytest.mark.slow
+
 PROMPTS = [random.Random(i).choices(range(2, 256), k=5 + 23 * i) for i in range(14)]
 MAX_TOKENS = 16
 

@@ -20,6 +20,8 @@ from tandem.commands import ps
 from tandem.local.run_dir import RunDir
 from tests.tandem.typed import Done, typed
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 DEADLINE_S = 90.0
 TIMES = re.compile(r"\[TTFT \d+ ms, (\d+) tokens, \d+\.\d tok/s\]\n")

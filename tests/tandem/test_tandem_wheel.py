@@ -9,6 +9,8 @@ import pytest
 
 from tests.environment import plain_environment
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).resolve().parents[2]
 SERVICES = ("coordinator", "decode_svc", "gateway", "mixed_svc", "prefill_svc", "tandem")
 DATA = (

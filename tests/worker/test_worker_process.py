@@ -17,6 +17,8 @@ from tests.waiting import is_gone, until
 from tests.worker.worker_rig import DEADLINE_S, running_worker
 from worker.messages import Start, Stop
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory) -> str:

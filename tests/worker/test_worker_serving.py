@@ -17,6 +17,8 @@ from tests.e2e.tiny import save_tiny
 from tests.waiting import is_gone, until
 from tests.worker.worker_rig import Gateway, RunningWorker, connected, running_worker, starved
 
+pytestmark = pytest.mark.slow
+
 R = RequestId("r")
 LONG = 1900  # tokens: more than any test waits for
 

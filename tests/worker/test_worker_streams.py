@@ -10,6 +10,8 @@ from contracts.ids import Epoch, GatewayId, Incarnation, RequestId, WorkerId
 from worker.front import event_streams as streams_module
 from worker.front.event_streams import EventStreams
 
+pytestmark = pytest.mark.slow
+
 GATEWAY = GatewayId("g")
 decode = decoder(EventFrame).decode
 
