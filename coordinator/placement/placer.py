@@ -116,7 +116,10 @@ class Placer:
     async def _refresh(self, seen: int) -> None:
         """Wait for a view of a read that begins later than the first `seen`. Raises Unavailable."""
         while self._newest <= seen:
-            await asyncio.shield(self._reading or self._start_reading())
+            # One that is over and not yet put away would be awaited without a turn of the loop, for ever.
+            if (reading := self._reading) is None or reading.done():
+                reading = self._start_reading()
+            await asyncio.shield(reading)
 
     def _start_reading(self) -> "asyncio.Task[None]":
         self._reading = asyncio.create_task(self._read())
@@ -124,7 +127,8 @@ class Placer:
         return self._reading
 
     def _end_reading(self, task: "asyncio.Task[None]") -> None:
-        self._reading = None
+        if self._reading is task:
+            self._reading = None
         if not task.cancelled():
             task.exception()  # told to those who wait, if any do: the next placement tries again
 
