@@ -21,7 +21,7 @@ from contracts.request import WorkerRef
 from kv_transfer.chunks import checksum as integrity
 from kv_transfer.chunks import chunk_plan as plan
 from kv_transfer.connection.frames import HANDOFF, PROTOCOL, Hello
-from kv_transfer.data_path.pull_receiver import PullSender
+from kv_transfer.data_path.pull_sender import PullSender
 from kv_transfer.events import TransferEvent
 from kv_transfer.links.incoming_link import IncomingLink
 from kv_transfer.links.link import Link, LinkParts

@@ -2,142 +2,22 @@
 granted pages.
 """
 
-import threading
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 
 import numpy as np
 
-from contracts.handoff import ChunkHeader, Commit, Fin, Grant, Offer
-from contracts.layout import KVLayout
+from contracts.handoff import ChunkHeader, Commit
 from kv_transfer.chunks import checksum as integrity
 from kv_transfer.chunks.device_pool import PageScatter
 from kv_transfer.chunks.segment import KVSegment, read_meta
-from kv_transfer.data_path.grant import GrantedPages
+from kv_transfer.data_path.grant import GrantTable
 from kv_transfer.data_path.sender import Key
 from kv_transfer.data_path.staging import Staging
 from kv_transfer.transports.base import Inbound, Slot, Taking
-
-ALONE_S = 0.25
-
-
-class GrantTable:
-    """Offers and grants of one link. Any thread grants or ends; one thread lands."""
-
-    def __init__(self, layout: KVLayout, num_blocks: int) -> None:
-        self._layout, self._num_blocks = layout, num_blocks
-        self._offers: dict[Key, Offer] = {}
-        self._grants: dict[Key, GrantedPages] = {}
-        self._fins: dict[Key, Fin] = {}
-        self._committed: set[Key] = set()
-        self._alone_until = 0.0
-        self._writing: Counter[Key] = Counter()
-        self._draining: set[Key] = set()
-        self._lock = threading.Lock()
-
-    def offered(self, offer: Offer) -> None:
-        with self._lock:
-            self._offers.setdefault((offer.request_id, offer.epoch), offer)
-
-    @property
-    def num_alive(self) -> int:
-        """How many attempts are offered and not over."""
-        with self._lock:
-            return len(self._offers)
-
-    def knows(self, key: Key) -> bool:
-        """Offered, or over while a page of it is still being written."""
-        with self._lock:
-            return key in self._offers or key in self._writing
-
-    def grant(self, grant: Grant) -> bool:
-        """False if the offer is gone.
-
-        Raises ValueError if it does not fit the offer or the pool, or a page is landing for another attempt.
-        """
-        key = grant.request_id, grant.epoch
-        with self._lock:
-            if key not in self._offers:
-                return False
-            landing = GrantedPages(self._offers[key], grant, self._layout, self._num_blocks)
-            taken = {page for other in self._grants.values() for page in other.grant.pages}
-            if taken.intersection(grant.pages):
-                raise ValueError(f"a page granted to {grant.request_id} is landing for another attempt")
-            self._grants[key] = landing
-            self._alone_until = time.monotonic() + ALONE_S
-            return True
-
-    def find(self, key: Key) -> GrantedPages | None:
-        with self._lock:
-            return self._grants.get(key)
-
-    def finished(self, fin: Fin) -> Commit | None:
-        """Token 0 has come. What to say now if it was the last that was missing."""
-        with self._lock:
-            key = fin.request_id, fin.epoch
-            if key in self._grants:
-                self._fins[key] = fin
-            return self._commit(key)
-
-    def chunk_received(self, header: ChunkHeader) -> Commit | None:
-        """All bytes of this chunk are right. What to say now if it was the last that was missing."""
-        with self._lock:
-            key = header.request_id, header.epoch
-            if landing := self._grants.get(key):
-                landing.chunk_received(header)
-            return self._commit(key)
-
-    @property
-    def is_alone(self) -> bool:
-        """One handoff is under way, since a moment: nothing else keeps this process awake."""
-        return len(self._grants.keys() - self._committed) == 1 and time.monotonic() < self._alone_until
-
-    def is_committed(self, key: Key) -> bool:
-        """It was said already."""
-        with self._lock:
-            return key in self._committed
-
-    def enter(self, key: Key) -> bool:
-        """Pages of this attempt are about to be written. False: it is over, do not."""
-        with self._lock:
-            if key in self._grants:
-                self._writing[key] += 1
-            return key in self._grants
-
-    def leave(self, key: Key) -> bool:
-        """A write that was entered is over. True: the attempt was ended meanwhile, and is drained now."""
-        with self._lock:
-            self._writing[key] -= 1
-            if self._writing[key]:
-                return False
-            del self._writing[key]
-            is_drained = key in self._draining
-            self._draining.discard(key)
-            return is_drained
-
-    def end(self, key: Key) -> bool:
-        """Forget the attempt. True: nothing writes its pages now; False: `leave` will say so."""
-        with self._lock:
-            self._offers.pop(key, None)
-            self._grants.pop(key, None)
-            self._fins.pop(key, None)
-            self._committed.discard(key)
-            if key in self._writing:
-                self._draining.add(key)
-            return key not in self._writing
-
-    def _commit(self, key: Key) -> Commit | None:
-        """Under the lock."""
-        landing, fin = self._grants.get(key), self._fins.get(key)
-        if landing is None or fin is None or key in self._committed or not landing.is_whole(fin.num_chunks):
-            return None
-        if key in self._writing:
-            return None
-        self._committed.add(key)
-        return Commit(*key, fin.num_chunks, landing.nbytes)
 
 
 @dataclass(slots=True)

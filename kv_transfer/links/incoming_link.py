@@ -26,8 +26,9 @@ from kv_transfer.connection import layout_negotiation as conversion
 from kv_transfer.connection.capabilities import candidates
 from kv_transfer.connection.frames import Hello
 from kv_transfer.connection.handshake_socket import HandshakeSocket
+from kv_transfer.data_path.grant import GrantTable
 from kv_transfer.data_path.pull_receiver import PullReceiver
-from kv_transfer.data_path.receiver import GrantTable, Receiver
+from kv_transfer.data_path.receiver import Receiver
 from kv_transfer.data_path.staging import staging_of
 from kv_transfer.events import ChunkBad, ChunkLanded
 from kv_transfer.links.link import Link, LinkParts

@@ -32,7 +32,7 @@ from kv_transfer.connection import handshake
 from kv_transfer.connection import layout_negotiation as conversion
 from kv_transfer.connection.capabilities import candidates
 from kv_transfer.connection.handshake_socket import Deadline, HandshakeSocket
-from kv_transfer.data_path.pull_receiver import PullSender
+from kv_transfer.data_path.pull_sender import PullSender
 from kv_transfer.data_path.sender import ChunkJob, FinJob, Key, Sender, SendQueue, check_sendable
 from kv_transfer.data_path.staging import sender_staging
 from kv_transfer.links.handoff_rate import HandoffRate

@@ -12,7 +12,6 @@ unpacked.
 """
 
 import logging
-import threading
 import time
 from collections import deque
 from collections.abc import Callable
@@ -37,6 +36,7 @@ from kv_transfer.transports.base import (
     Take,
     Taking,
 )
+from kv_transfer.transports.device_slots import Arena, Lease
 from kv_transfer.transports.staging_budget import NUM_SLOTS, SLOT_NBYTES, Allowance
 from kv_transfer.transports.ucx import CONFIG, Sending, UcxChannel, UcxWorker
 from kv_transfer.transports.ucx_messages import Offered, Offering, Operation, fetch_into, send_from
@@ -57,75 +57,6 @@ class Proposal(msgspec.Struct, frozen=True):
 
     address: bytes
     slot_nbytes: int
-
-
-class Slots:
-    """Of a link, in the memory of the pool's device. Raises TransferError if there is no memory for them."""
-
-    def __init__(self, pool: DevicePool, allowance: Allowance, most_nbytes: int) -> None:
-        self.pool, self._allowance = pool, allowance
-        self.slot_nbytes = allowance.take(pool.block_nbytes, most_nbytes)
-        self.buffers: list[Buffer] = []
-        pool.enter()
-        try:
-            for _ in range(NUM_SLOTS):
-                self.buffers.append(pool.allocate(self.slot_nbytes))
-        except TransferError:
-            self.free()
-            raise
-
-    def free(self) -> None:
-        """Nothing touches them any more."""
-        self.pool.enter()
-        for buffer in self.buffers:
-            self.pool.free(buffer)
-        self._allowance.give_back(self.slot_nbytes)
-
-
-class Arena:
-    """The slots of all links of a core. Those of a link that has ended are the next one's, and freed with the core: a
-    peer that has read them by cuda_ipc keeps them mapped, and what is freed then stays taken while it lives (two H200).
-    """
-
-    def __init__(self, pool: DevicePool, allowance: Allowance) -> None:
-        self._pool, self._allowance = pool, allowance
-        self._unused: list[Slots] = []
-        self._lock = threading.Lock()
-
-    def take(self, most_nbytes: int) -> Slots:
-        """Raises TransferError."""
-        with self._lock:
-            if self._unused:
-                best = max(self._unused, key=lambda slots: slots.slot_nbytes)
-                self._unused.remove(best)
-                return best
-        return Slots(self._pool, self._allowance, most_nbytes)
-
-    def give_back(self, slots: Slots) -> None:
-        """Nothing touches them any more."""
-        with self._lock:
-            self._unused.append(slots)
-
-    def close(self) -> None:
-        with self._lock:
-            for slots in self._unused:
-                slots.free()
-            self._unused.clear()
-
-
-class Lease:
-    """A link's hold on its slots."""
-
-    def __init__(self, arena: Arena, most_nbytes: int) -> None:
-        self._arena, self._slots = arena, arena.take(most_nbytes)
-        self.pool, self.slot_nbytes, self.buffers = self._slots.pool, self._slots.slot_nbytes, self._slots.buffers
-        self._is_over = False
-
-    def end(self) -> None:
-        """Nothing touches them any more. Idempotent."""
-        if not self._is_over:
-            self._is_over = True
-            self._arena.give_back(self._slots)
 
 
 class UcxDeviceTransport:

@@ -10,7 +10,7 @@ import numpy as np
 from contracts.handoff import Abort, Commit, Offer
 from contracts.ids import Epoch, RequestId
 from kv_transfer.chunks.device_pool import PageScatter
-from kv_transfer.data_path import receiver as receiving
+from kv_transfer.data_path import grant as receiving
 from kv_transfer.events import ChunkLanded, Drained, PeerDisconnected
 from kv_transfer.transports import ucx_device
 from tests.kv_transfer.kv_pair import LAYOUT, Peer, fin, offer_and_grant, pages_equal, send

@@ -17,8 +17,8 @@ from kv_transfer.chunks import checksum as integrity
 from kv_transfer.chunks import chunk_plan as plan
 from kv_transfer.chunks.page_pool import PagePool
 from kv_transfer.chunks.segment import KVSegment, read_meta, write_meta
-from kv_transfer.data_path.grant import GrantedPages
-from kv_transfer.data_path.receiver import GrantTable, Receiver
+from kv_transfer.data_path.grant import GrantedPages, GrantTable
+from kv_transfer.data_path.receiver import Receiver
 from kv_transfer.data_path.sender import ChunkJob, FinJob, Sender, SendQueue
 from kv_transfer.data_path.staging import HostStaging
 from kv_transfer.transports.base import Ring, Slot, Take, Taking

@@ -13,10 +13,11 @@ from contracts.events import Token
 from contracts.handoff import ChunkHeader, Fin, Grant, Offer, PullReady, PullScheduled
 from contracts.ids import BlockId, Epoch, RequestId
 from kv_transfer.chunks import checksum as integrity
+from kv_transfer.data_path import grant as receiving
 from kv_transfer.data_path import pull_receiver as pulling
-from kv_transfer.data_path import receiver as receiving
-from kv_transfer.data_path.pull_receiver import PullReceiver, PullSender
-from kv_transfer.data_path.receiver import GrantTable
+from kv_transfer.data_path.grant import GrantTable
+from kv_transfer.data_path.pull_receiver import PullReceiver
+from kv_transfer.data_path.pull_sender import HIDING, PullSender
 from kv_transfer.data_path.sender import SendQueue
 from kv_transfer.links.handoff_rate import HandoffRate
 from tests.kv_transfer.kv_pair import LAYOUT
@@ -543,8 +544,8 @@ def test_what_is_left_to_be_computed_behind_a_burst_hides_its_copies(num_tokens:
     for computed, up_to in told:
         assert computed == up_to
         left, copied = num_tokens - computed, up_to - before
-        assert copied <= max(pulling.HIDING * left, chunk), "a burst as long as what is left may take to hide it"
-        waits = left > 0 and copied + chunk <= pulling.HIDING * (left - chunk)
+        assert copied <= max(HIDING * left, chunk), "a burst as long as what is left may take to hide it"
+        waits = left > 0 and copied + chunk <= HIDING * (left - chunk)
         assert not waits, "with the next chunk it would still be hidden"
         before = up_to
 
