@@ -1,9 +1,9 @@
-"""The simulation of how long prompts wait when placements use old views of the pool.
+"""The waits of prompts behind placements by old views, simulated in virtual time.
+
+Gateways that read the pool now and then stand beside one choice that knows all; policy, view and claim are the real
+ones.
 
 python -m bench.serving.placement_waits
-
-Gateways that read the pool at intervals stand beside one choice that knows all. Time is virtual; policy, view and claim
-are the real ones.
 """
 
 import argparse
@@ -43,7 +43,7 @@ log = logging.getLogger("bench")
 class Way:
     """A way to place.
 
-    `num_offered` of the `top` cheapest workers of each side are offered; a view is at most `age_s` seconds old.
+    `num_offered`, `top`: how many workers are offered, and of how many pairs are made. `age_s`: how old a view may be.
     """
 
     name: str
