@@ -1,1 +1,1 @@
-"""Who serves what: registry, placement, credits and the states of requests, in Redis or in memory."""
+"""The registry of workers, placement, credits and the states of requests, in Redis or in memory."""

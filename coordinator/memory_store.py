@@ -221,7 +221,10 @@ class MemoryStore:
         return worker if worker is not None and worker.info.incarnation == incarnation else None
 
     def _repeated(self, claim: Claim, record: Record) -> tuple[WorkerRef, WorkerRef] | None:
-        """The route of a call that came twice; None if this is the next attempt. Raises Unavailable for a stale one."""
+        """Return the route of a call that came twice; None if this is the next attempt.
+
+        Raises Unavailable for a stale one.
+        """
         is_over = record.state in ENDS
         if record.epoch == claim.epoch and not is_over and record.gateway_id == claim.gateway_id:
             for side, worker in record.workers.items():
@@ -344,7 +347,7 @@ class MemoryStore:
 
 
 def _count_answer(record: Record, by: int) -> None:
-    """Where it decodes, if its prompt is computed."""
+    """Count an answer where it decodes, if its prompt is computed."""
     held = record.credits.get(DECODE)
     if held is not None and PREFILL not in record.credits and held.worker.died_s is None:
         held.worker.num_answers += by

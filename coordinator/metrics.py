@@ -1,4 +1,4 @@
-"""What Prometheus reads from a coordinator: workers, credits, requests by state, refusals, and how fast Redis is."""
+"""The figures that Prometheus reads: workers, credits, requests, refusals, and how fast Redis is."""
 
 from collections import Counter
 from collections.abc import Iterator

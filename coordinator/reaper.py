@@ -24,8 +24,9 @@ that they live. A shorter silence is not the end of anyone's lease."""
 
 
 class Reaper:
-    """Several may run over one store: one of them leads. `is_connected`: whether the store answered last time.
-    `is_running`: until `run` ends, as it should not by itself.
+    """The reaper of one coordinator. Several may run over one store: one of them leads.
+
+    `is_connected`: whether the store answered last time. `is_running`: until `run` ends, as it should not by itself.
     """
 
     def __init__(self, store: Store) -> None:
@@ -66,8 +67,10 @@ class Reaper:
             self._outage.worked()
 
     def _may_reap(self, lead: Lead, now: float) -> bool:
-        """Heard from the store just now. Where its clock has leapt, as behind a suspended machine, no silence is seen
-        here, but the lock has run out with all leases and signs of life.
+        """Return whether silence may end anything, having heard from the store just now.
+
+        Where its clock has leapt, as behind a suspended machine, no silence is seen here, but the lock has run out with
+        all leases and signs of life.
         """
         if lead is Lead.NEW or now - self._heard_s > SILENCE_S:
             self._reaps_from_s = now + GRACE_S

@@ -1,4 +1,4 @@
-"""The placer of a gateway: its view of the pool, kept fresh enough, the policy's choice, and the store's word on it."""
+"""The placer of a gateway: it keeps a view, lets the policy choose, and the store claim."""
 
 import asyncio
 import math
@@ -26,14 +26,15 @@ have placed as much that is not known here. So what reading costs a placement do
 MAX_AGE_S = 1.0
 """A placement waits for a view that is older."""
 MAX_CLAIMS = 4
-"""Of one placement, each by what the one before found."""
+"""Claims that one placement makes at most, each by what the one before found."""
 
 
 class PlaceRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """A request to place, or (`epoch` > 1) to place again: the former attempt's credits come back in the same step.
+    """A request to place, or (`epoch` > 1) to place again.
 
-    `prefix_hashes`: contracts.hashing.chain_hashes over blocks of BLOCK_TOKENS, deepest last, at most MAX_BLOCKS.
-    `lease_s`: unless its gateway renews within it, the request is reaped. `exclude`: workers that refused it.
+    The former attempt's credits then come back in the same step. `prefix_hashes`: contracts.hashing.chain_hashes over
+    blocks of BLOCK_TOKENS, deepest last, at most MAX_BLOCKS. `lease_s`: unless its gateway renews within it, the
+    request is reaped. `exclude`: workers that refused it.
     """
 
     request_id: RequestId

@@ -1,4 +1,4 @@
-"""The placement policy: which workers could serve a request, and what each choice costs. Plain arithmetic on a view.
+"""The placement policy: which workers could serve a request, and what each choice costs.
 
 Costs are in seconds of time to first token, plus what the newcomer costs the answers already running. A cost is linear
 in the counts of the two workers, so that a store can add it up anew by fresher ones: `WorkerCost`.
@@ -73,11 +73,12 @@ MAX_RETRY_S = 60.0
 
 
 class Candidate(msgspec.Struct, frozen=True, kw_only=True):
-    """A live worker that takes work. Tokens include credits taken since its last heartbeat; rates are 0 while unknown.
+    """A live worker that takes work, as placement sees it.
 
-    `term`: of its join. `num_answers`: of `num_decodes`, those whose prompts are computed. `cached_tokens`: of this
-    prompt's prefix, served here before. `send_words`, `receive_words`: as of NodeInfo. `prompt_tokens_per_mixed_step`,
-    `bad_paths`: as of NodeLoad.
+    Tokens include credits taken since its last heartbeat; rates are 0 while unknown. `term`: of its join.
+    `num_answers`: of `num_decodes`, those whose prompts are computed. `cached_tokens`: of this prompt's prefix, served
+    here before. `send_words`, `receive_words`: as of NodeInfo. `prompt_tokens_per_mixed_step`, `bad_paths`: as of
+    NodeLoad.
     """
 
     worker_id: WorkerId
@@ -111,8 +112,9 @@ Pair = tuple[Candidate, Candidate]
 
 
 class RouteOffer(msgspec.Struct, frozen=True, kw_only=True):
-    """A route that may be taken. `base_s`: the part of its cost that no count changes; `uncached_tokens`: what the
-    prefill worker has to compute; `cost_s`: all of it, by the counts of the view.
+    """A route that may be taken, with its cost by the counts of the view.
+
+    `base_s`: the part of the cost that no count changes. `uncached_tokens`: what the prefill worker has to compute.
     """
 
     prefill: Candidate
@@ -181,7 +183,7 @@ def with_default_rates(candidates: Iterable[Candidate], fastest_rate: float = 0.
 
 
 def offer(prefill: Candidate, decode: Candidate, num_tokens: int, need_tokens: int) -> RouteOffer:
-    """Return a route and its cost: wait and compute, what of the transfer shows, wait on decode, the delay of others.
+    """Return a route and its cost: wait, compute, transfer, and the delay of others.
 
     Rates must be known.
     """
@@ -248,7 +250,10 @@ def is_busy(load: NodeLoad) -> bool:
 
 
 def is_idle(load: NodeLoad) -> bool:
-    """Return whether a worker has no prompt and no answer; pages that wait to be handed over are no free tokens."""
+    """Return whether a worker has neither a prompt nor an answer.
+
+    Pages that wait to be handed over are no free tokens.
+    """
     return not (load.num_running or load.num_waiting or load.queue_tokens)
 
 
@@ -282,7 +287,7 @@ def prefill_rate(worker: Candidate, fastest_rate: float) -> float:
 
 
 def prefill_load_s(worker: Candidate, fastest_rate: float) -> float:
-    """Return the wait that a prompt of common length finds at a worker: the order in which workers are looked at."""
+    """Return the wait that a prompt finds at a worker: the order in which workers are looked at."""
     stall_s = ITL_S * worker.num_decodes if worker.role is WorkerRole.MIXED else 0.0
     return worker.pending_tokens / prefill_rate(worker, fastest_rate) + stall_s
 
@@ -317,8 +322,10 @@ def _fitting(candidates: list[Candidate], side: str, num_tokens: int) -> list[Ca
 
 
 def _cheapest(prefills: list[Candidate], decodes: list[Candidate], num_tokens: int, need_tokens: int) -> list[Pair]:
-    """Return all pairs that serve, the cheapest first: of pairs that cost the same one of equal layouts, where nothing
-    is converted on the way, then that of the shorter queues.
+    """Return all pairs that serve, the cheapest first.
+
+    Where the cost is the same, one of equal layouts comes first, since nothing is converted on the way, then that of
+    the shorter queues.
     """
     rows: list[tuple[float, bool, int, Pair]] = []
     answering = [(d, _seconds(_decode_cost(d, True), d, need_tokens)) for d in decodes]

@@ -1,8 +1,7 @@
-"""A gateway's view of the pool: what each worker stated and counted when it was last read, in the order of their load.
+"""A gateway's view of the pool: what each worker stated and counted when it was last read.
 
-Queues of prompts are taken to get shorter at their workers' own pace in between.
-
-Nothing here asks or waits; times are the store's own, as its updates bring them.
+Queues of prompts are taken to get shorter at their workers' own pace in between. Nothing here asks or waits; times are
+the store's own, as its updates bring them.
 """
 
 import math
@@ -32,7 +31,7 @@ from coordinator.store.store import PoolRow, PoolUpdate, WorkerCounts
 SHORTLIST = 16
 """Workers a side that a choice looks at, beside those that hold the prompt's prefix."""
 MIN_OF_KIND = 4
-"""Of each kind of worker, role and speed, however many kinds there are."""
+"""Workers of each kind, role and speed, that are looked at, however many kinds there are."""
 RATE_STEPS = 3
 """Workers are of one speed whose rates are within a 2 ** (1 / RATE_STEPS): in the order of their queues, whatever the
 length of the prompt."""
@@ -106,9 +105,11 @@ class PoolView:
         now_ms: float,
         salt: int = 0,
     ) -> list[Candidate]:
-        """Return the workers that a choice for a prompt looks at, by id: the least loaded of each kind, and `holders`
-        of its prefix: term -> depth and age, as coordinator.placement.prefixes has it. `salt`: of whom among many that
-        wait for work, so that gateways which see the same do not look at the same.
+        """Return the workers that a choice for a prompt looks at, by id.
+
+        They are the least loaded of each kind, and `holders` of the prompt's prefix: term -> depth and age, as
+        coordinator.placement.prefixes has it. `salt`: of whom among many that wait for work, so that gateways which see
+        the same do not look at the same.
         """
         found: dict[WorkerId, Candidate] = {}
         for side in ("prefill", "decode"):

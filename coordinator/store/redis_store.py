@@ -37,16 +37,18 @@ from coordinator.store.store import (
 )
 
 TIMEOUT_S = 0.25
-"""Of one exchange with Redis. Each call is repeated once on a fresh connection: all of them are idempotent."""
+"""Time of one exchange with Redis. Each call is repeated once on a fresh connection: all of them are idempotent."""
 CALL_TIMEOUT_S = 4 * TIMEOUT_S
 MAX_CONNECTIONS = 32
 """More calls than this at once wait for one another: Redis runs scripts one at a time anyway."""
 SCHEMA = 2
-"""Of the keys and what they hold. Processes of another one are another pool: a pool's services are of one release."""
+"""Version of the keys and of what they hold. Processes of another one are another pool: a pool's services are of one
+release.
+"""
 MAX_ROWS = 256
 """Workers read by one script: a millisecond in which the others wait."""
 ADOPTED_LEASE_MS = 4000
-"""Of a request whose lease was lost: its gateway renews once a second."""
+"""Lease of a request whose own was lost: its gateway renews once a second."""
 MAX_BATCH = 1000
 """Moves or leases in one script: a longer one would keep the others waiting for more than a few milliseconds."""
 
@@ -225,8 +227,10 @@ class RedisStore:
 
 @contextmanager
 def _cancellable() -> Iterator[None]:
-    """A cancel that comes inside is raised at the end at the latest. Redis' client waits by `asyncio.wait_for`, which
-    before Python 3.12 forgets one that comes when what it waits for is done: a loop of calls would go on for ever.
+    """Raise a cancel that comes inside at the end at the latest.
+
+    Redis' client waits by `asyncio.wait_for`, which before Python 3.12 forgets one that comes when what it waits for is
+    done: a loop of calls would go on for ever.
     """
     task = asyncio.current_task()
     assert task is not None
@@ -310,7 +314,7 @@ def _pool_row(row: list[Any]) -> PoolRow:
 
 
 def _counts(row: bytes) -> WorkerCounts | None:
-    """As ROW of common.lua has them; None of a worker that is gone."""
+    """Return the counts from ROW of common.lua; None of a worker that is gone."""
     if not row:
         return None
     term, until, draining, pending, beyond_pending, reserved, beyond_reserved, decodes, answers, served = row.split()

@@ -1,4 +1,4 @@
-"""The coordinator's state as gateways, workers and the service see it: in Redis, or in a twin in memory."""
+"""The coordinator's state: its interface, implemented in Redis and by a twin in memory."""
 
 from collections.abc import Mapping, Sequence
 from enum import IntEnum
@@ -37,8 +37,9 @@ class WorkerCost(msgspec.Struct, frozen=True, array_like=True):
 
 
 class ClaimedWorker(msgspec.Struct, frozen=True, array_like=True):
-    """A worker of a claim's routes, and what it may have at most to take one more: tokens of prompts to compute, tokens
-    of KV promised (none always may).
+    """A worker of a claim's routes, and what it may have at most to take one more.
+
+    That is in tokens of prompts to compute, and in tokens of KV that are promised; none promised is always few enough.
     """
 
     worker_id: WorkerId
@@ -49,8 +50,9 @@ class ClaimedWorker(msgspec.Struct, frozen=True, array_like=True):
 
 
 class ClaimedRoute(msgspec.Struct, frozen=True, array_like=True):
-    """A route between two workers of a claim, by their indices, or one twice. Its cost is `base_s` and what the counts
-    of both add.
+    """A route between two workers of a claim, by their indices, or one worker twice.
+
+    Its cost is `base_s` and what the counts of both add.
     """
 
     prefill: int
@@ -62,11 +64,11 @@ class ClaimedRoute(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Claim(msgspec.Struct, frozen=True, kw_only=True):
-    """A request to place on the cheapest of `routes`, by the store's counts, or (`epoch` > 1) to place again: the
-    former attempt's credits come back in the same step, also where `routes` is empty.
+    """A request to place on the cheapest of some routes, by the store's counts.
 
-    `lease_ms`: unless its gateway renews within it, the request is reaped. `refusal`: what to count if nothing is
-    taken. `num_blocks`: of the prompt, for a prefix's age; `prefix_tail`: where it ended.
+    With `epoch` > 1 it is placed again: the former attempt's credits come back in the same step, also where `routes` is
+    empty. `lease_ms`: unless its gateway renews within it, the request is reaped. `refusal`: what to count if nothing
+    is taken. `num_blocks`: of the prompt, for a prefix's age; `prefix_tail`: where it ended.
     """
 
     request_id: RequestId
@@ -83,9 +85,10 @@ class Claim(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WorkerCounts(msgspec.Struct, frozen=True, kw_only=True):
-    """A worker's state as placement reckons with it. Tokens are the credits taken, and what it reports beyond.
+    """A worker's state as placement reckons with it.
 
-    `term`: of its join; "0" once it is known to be dead. `num_served_blocks`: of prompts placed on it since it joined.
+    Tokens are the credits taken, and what it reports beyond. `term`: of its join; "0" once it is known to be dead.
+    `num_served_blocks`: of prompts placed on it since it joined.
     """
 
     term: str
@@ -99,8 +102,10 @@ class WorkerCounts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Claimed(msgspec.Struct, frozen=True, kw_only=True):
-    """What became of a claim: the route that was taken, by its index; or `repeated`, of the same claim before; or
-    neither: none could be. `counts`: of the claim's workers, before it; None of one that is gone.
+    """The outcome of a claim.
+
+    `route`: the one that was taken, by its index. `repeated`: that of the same claim before. Without either, none could
+    be taken. `counts`: of the claim's workers, before it; None of one that is gone.
     """
 
     route: int | None = None
@@ -118,7 +123,10 @@ class PoolRow(msgspec.Struct, frozen=True):
 
 
 class PoolUpdate(msgspec.Struct, frozen=True, kw_only=True):
-    """The workers that changed, or (`is_full`) all. `now_us`: the store's time, from which the next one follows."""
+    """The workers of a pool that changed, or (`is_full`) all.
+
+    `now_us`: the store's time, from which the next update follows.
+    """
 
     now_us: int
     rows: list[PoolRow]
@@ -140,7 +148,10 @@ class Reaped(msgspec.Struct, frozen=True):
 
 
 class Lead(IntEnum):
-    """Who leads. `NEW`: since now; perhaps only by a leap of the store's clock, over which everybody fell silent."""
+    """The answer to a candidate: it leads not, since now, or still.
+
+    `NEW` comes also of a leap of the store's clock, over which everybody fell silent.
+    """
 
     NOT = 0
     NEW = 1
@@ -148,8 +159,10 @@ class Lead(IntEnum):
 
 
 class WorkerView(msgspec.Struct, frozen=True, kw_only=True):
-    """A worker and the credits taken on it: `pending_tokens` of prompts to compute for `num_prefills` requests, and
-    `reserved_tokens` of KV for `num_decodes` requests, of which `num_answers` have their prompts computed.
+    """A worker and the credits taken on it.
+
+    `pending_tokens` of prompts to compute for `num_prefills` requests, and `reserved_tokens` of KV for `num_decodes`
+    requests, of which `num_answers` have their prompts computed.
     """
 
     node: Node
@@ -161,7 +174,7 @@ class WorkerView(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Counts(msgspec.Struct, frozen=True, kw_only=True):
-    """For metrics. `states`: live requests now. The rest since Redis started; `ended` by state.
+    """Counts for metrics: live requests by state, the rest since Redis started.
 
     Placements were `placed`, `overloaded`, `unavailable` or `too_long`. Reports refused were `illegal`, `late`,
     `stale` (of an old epoch) or `unknown` (no such request).
@@ -190,7 +203,10 @@ class Counts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def to_counts(states: Mapping[str, int], counters: Mapping[str, int]) -> Counts:
-    """`states`: requests by state; the terminal ones only ever grow. What another release counts, too, is left out."""
+    """Return the counts, of requests by state and of the rest by name.
+
+    Terminal states only ever grow. What another version counts is left out.
+    """
     known = {state: states[state] for state in RequestState if states.get(state)}
     return Counts(
         states={state.value: count for state, count in known.items() if state not in ENDS},
@@ -200,52 +216,59 @@ def to_counts(states: Mapping[str, int], counters: Mapping[str, int]) -> Counts:
 
 
 class Store(Protocol):
-    """Each call is one round trip with a deadline of its own, and may be repeated: the second time changes nothing.
+    """The state that processes share. Each call may be repeated: the second time changes nothing.
 
-    Raises contracts.errors.Unavailable, in words, if Redis can't be reached. Safe for many callers at once.
+    A call has a deadline of its own. Raises contracts.errors.Unavailable, in words, if Redis can't be reached. Safe for
+    many callers at once.
     """
 
     async def join(self, info: NodeInfo, again: bool = False) -> bool:
-        """A new incarnation supersedes the old one of the same worker id: its credits are gone at once. Returns whether
-        that one still lived, by its last heartbeat. `again`: it was in before, and does not do so to one that lives.
+        """Enter the registry in place of an older incarnation, and return whether that still lived.
 
+        Its credits are gone at once. `again`: this one was in before, and does not take the place of one that lives.
         Raises Unavailable for one that is in again where another lives: that process has the id now.
         """
         ...
 
     async def heartbeat(self, worker_id: WorkerId, incarnation: Incarnation, load: NodeLoad) -> bool:
-        """False: superseded, declared dead, or unknown because Redis lost it. Join again."""
+        """Return False if the worker is superseded, dead, or lost by Redis: it joins again."""
         ...
 
     async def leave(self, worker_id: WorkerId, incarnation: Incarnation, is_dead: bool = False) -> None:
-        """Out of the registry at once. An incarnation that is not the current one is ignored. `is_dead`: it is its end
-        that tells of it, and is counted as `buried`, once.
+        """Leave the registry at once. An incarnation that is not the current one is ignored.
+
+        `is_dead`: it is its end that tells of it, and is counted as `buried`, once.
         """
         ...
 
     async def nodes(self, at_most: int = 0) -> list[Node]:
-        """By worker id; the dead ones too, for a while, with `alive` false. None of a pool of more than `at_most`."""
+        """Return the workers by id; the dead ones too, for a while, with `alive` false.
+
+        None of a pool of more than `at_most`, where that is given.
+        """
         ...
 
     async def workers(self) -> list[WorkerView]:
-        """The nodes with their credits."""
+        """Return the nodes with their credits."""
         ...
 
     async def pool(self, since_us: int, is_full: bool) -> PoolUpdate:
-        """What placement needs to know of the workers: of those that changed `since_us`, or of all. What a worker
-        states once comes with those that joined since.
+        """Return what placement needs to know of the workers: of those that changed `since_us`, or of all.
+
+        What a worker states once comes with those that joined since.
         """
         ...
 
     async def prefix_holders(self, hashes: Sequence[bytes]) -> list[bytes]:
-        """Who served each prefix, as coordinator.placement.prefixes writes it; nothing for an unknown one."""
+        """Return the holders of each prefix, as coordinator.placement.prefixes writes them."""
         ...
 
     async def claim(self, claim: Claim, prefixes: Sequence[tuple[bytes, bytes]] = ()) -> Claimed:
-        """Take the cheapest route: its credits and the lease. The same request and epoch again give the same route.
-        Its workers become the first holders of each of `prefixes`: hash, and those who stay behind them.
+        """Take the cheapest route: its credits and the lease.
 
-        Raises Unavailable if the request has ended or is past that epoch, or a worker of a repeated claim is gone.
+        The same request and epoch again give the same route. Its workers become the first holders of each of
+        `prefixes`: hash, and the holders that stay behind them. Raises Unavailable if the request has ended or is past
+        that epoch, or a worker of a repeated claim is gone.
         """
         ...
 
@@ -254,33 +277,40 @@ class Store(Protocol):
         ...
 
     async def finish(self, request_id: RequestId, epoch: Epoch, state: RequestState = RequestState.FINISHED) -> bool:
-        """Return the credits. True if the request has ended at this epoch, now or before; False if unknown or stale."""
+        """Return the credits, and whether the request has ended at this epoch, now or before.
+
+        False if it is unknown or stale.
+        """
         ...
 
     async def renew(self, request_ids: Sequence[RequestId], lease_s: float) -> int:
-        """Renew the leases of these; how many have one still. A gateway names what it has: the lease of a request
-        whose end or whose placement's answer got lost then runs out.
+        """Renew the leases of these, and return how many have one still.
+
+        A gateway names what it has: the lease of a request whose end or whose placement's answer got lost then runs
+        out.
         """
         ...
 
     async def reap(self, candidate: str) -> list[Reaped]:
-        """End requests whose lease ran out, take the credits of dead workers. By the store's own clock. What is placed
-        again by its gateway, under a newer epoch, lives nevertheless. Nothing, unless `candidate` leads.
+        """End requests whose lease ran out, by the store's own clock, and take the credits of dead workers.
+
+        What is placed again by its gateway, under a newer epoch, lives nevertheless. Nothing, unless `candidate` leads.
         """
         ...
 
     async def is_sound(self) -> bool:
-        """Whether the store's counts can be right: every live request has a lease, and none was lost."""
+        """Return whether the counts can be right: every live request has a lease, and none was lost."""
         ...
 
     async def recount(self) -> None:
-        """Count anew what workers are credited with, from the requests that are there. One that has no lease gets one:
-        it is reaped unless its gateway has it still.
+        """Count anew what workers are credited with, from the requests that are there.
+
+        One that has no lease gets one: it is reaped unless its gateway has it still.
         """
         ...
 
     async def lead(self, candidate: str, ttl_s: float) -> Lead:
-        """Whether `candidate` is leader now, for `ttl_s`. Not while another one is."""
+        """Return whether `candidate` is leader now, for `ttl_s`; not while another one is."""
         ...
 
     async def resign(self, candidate: str) -> None:
