@@ -1,1 +1,1 @@
-"""A folder as Hugging Face lays it out: config.json, safetensors files and the hub that has them."""
+"""The reader of Hugging Face folders: config.json, safetensors files, tokenizer, and the hub."""

@@ -1,7 +1,6 @@
-"""A Checkpoint from a Hugging Face folder: config.json, safetensors, tokenizer.json."""
+"""The Checkpoint of a Hugging Face folder: config.json, safetensors, tokenizer.json."""
 
 import json
-import math
 from collections.abc import Iterable
 from dataclasses import replace
 from functools import partial
@@ -11,6 +10,7 @@ from typing import Any
 from tokenizers import AddedToken, Tokenizer
 
 from checkpoint.checkpoint import Advice, Checkpoint, WeightFormat
+from checkpoint.huggingface.rope import read_rope_scaling, rope_table
 from checkpoint.huggingface.safetensors_index import tensor_files
 from checkpoint.quantization import Quantization, Scheme, read_quantization, refuse_other_packings
 from checkpoint.validation import is_whole, require_amount, require_count, require_head_dim
@@ -35,13 +35,15 @@ _ADVISED = {
     "repetition_penalty": (0, 100),
 }
 _ABOVE = {"top_p", "repetition_penalty"}
-_HEADS = {"lm_head.weight", "language_model.lm_head.weight", "lm_head.qweight"}  # as it is; Llama 4's; GPTQ's and AWQ's
-_LLAMA3_BANDS = ("low_freq_factor", "high_freq_factor")
+_HEADS = {"lm_head.weight", "language_model.lm_head.weight", "lm_head.qweight"}  # plain; Llama 4's; GPTQ's and AWQ's
 _SWIGLU = {"swiglu_alpha": 1.702, "swiglu_limit": 7.0}
 
 
 def open_folder(path: Path, name: str | None = None) -> Checkpoint:
-    """Raises ConfigError for a missing or damaged file, an unknown architecture, or a feature that is not supported."""
+    """Open a folder.
+
+    Raise ConfigError for a missing or damaged file, an unknown architecture, or a feature that is not supported.
+    """
     config = text_part(_read_json(path / "config.json"), str(path))
     refuse_other_packings(config, path)
     tokenizer_config = _tokenizer_config(path)
@@ -54,7 +56,7 @@ def open_folder(path: Path, name: str | None = None) -> Checkpoint:
     file, stating = ("generation_config.json", generation) if "eos_token_id" in generation else ("config.json", config)
     stated = _eos_token_ids(stating.get("eos_token_id"), model.vocab_size, path / file)
     eos_ids = _with_named(stated, tokenizer, eos, model.vocab_size)
-    if has_head:  # it may have been trained by itself, whatever config.json says
+    if has_head:  # a head of its own may differ, whatever config.json says
         model = replace(model, tied_embeddings=False)
     return Checkpoint(
         name=name or path.resolve().name,
@@ -74,7 +76,7 @@ def open_folder(path: Path, name: str | None = None) -> Checkpoint:
 
 
 def _quantization(model: ModelConfig, config: dict[str, Any], path: Path) -> Quantization | None:
-    if model.experts is not None and model.experts.as_gpt_oss:  # whose MXFP4 is a part of the family
+    if model.experts is not None and model.experts.as_gpt_oss:  # MXFP4 is a part of this family
         return None
     found = read_quantization(config, _read_json(path / "hf_quant_config.json", required=False), str(path))
     is_llama4 = model.experts is not None and model.experts.as_llama4
@@ -85,7 +87,7 @@ def _quantization(model: ModelConfig, config: dict[str, Any], path: Path) -> Qua
 
 
 def model_config(config: dict[str, Any], source: str) -> ModelConfig:
-    """The fields of a config.json that matter here; refuses what would give wrong text if it were ignored."""
+    """Return the fields of a config.json that matter here; refuse those that can't be ignored."""
     family = family_of(_architecture(config, source), source)
     _refuse_unsupported(config, source, family)
     try:
@@ -107,7 +109,7 @@ def _architecture(config: dict[str, Any], source: str) -> str:
 
 
 def _require_counts(config: dict[str, Any], source: str) -> None:
-    """Before anything is computed of them. Raises KeyError for one that is missing."""
+    """Check the counts before anything is computed from them; raise KeyError for a missing one."""
     stated = {name: config[name] for name in _COUNTS}
     stated |= {name: config[name] for name in _OPTIONAL_COUNTS if config.get(name)}
     for name, value in stated.items():
@@ -116,9 +118,9 @@ def _require_counts(config: dict[str, Any], source: str) -> None:
 
 def _model_config(family: Family, config: dict[str, Any], source: str) -> ModelConfig:
     heads = config["num_attention_heads"]
-    rope = _rope(config, source)
+    rope = rope_table(config, source)
     stated = config["max_position_embeddings"]
-    scaling = _rope_scaling(rope, stated, source)
+    scaling = read_rope_scaling(rope, stated, source)
     length = _max_model_len(scaling, stated, config.get("dual_chunk_attention_config"))
     if not family.as_gpt_oss:
         _refuse_window(config, family, length, source)
@@ -147,7 +149,7 @@ def _model_config(family: Family, config: dict[str, Any], source: str) -> ModelC
 
 
 def _require_numbers(model: ModelConfig, source: str) -> None:
-    """What was computed of others too."""
+    """Check the numbers that were computed from others, too."""
     file = f"{source}/config.json"
     require_amount(model.norm_eps, "rms_norm_eps", file)
     require_amount(model.rope_theta, "rope_theta", file, above=1)
@@ -161,8 +163,10 @@ def _require_numbers(model: ModelConfig, source: str) -> None:
 
 
 def _max_model_len(scaling: RopeScaling | YarnScaling | None, stated: int, chunks: dict[str, Any] | None) -> int:
-    """Models that YaRN may lengthen often state their length without it. Those that attend in dual chunks (An et al.
-    2024; Qwen2.5-1M) state one with it: up to the end of the first chunk it is plain attention.
+    """Return the longest context.
+
+    Models that YaRN may lengthen often state their length without it. Those with dual chunk attention (An et al. 2024;
+    Qwen2.5-1M) state one with it; up to the end of the first chunk it is plain attention.
     """
     length = stated
     if isinstance(scaling, YarnScaling):
@@ -207,7 +211,10 @@ def _refuse_window(config: dict[str, Any], family: Family, length: int, source: 
 
 
 def _has_windows(config: dict[str, Any], family: Family) -> bool:
-    """In some layer, by the fields that transformers reads of this family: others may be left from another model."""
+    """Return whether some layer has a window, by the fields that transformers reads for this family.
+
+    Other fields may be left from another model.
+    """
     if family.window is None:
         # transformers' Llama attends to all, but its cache forgets what is behind a window that config.json states.
         # Which of the two is meant is not known.
@@ -232,76 +239,6 @@ def _refuse_other_gpt_oss(config: dict[str, Any], source: str) -> None:
         raise ConfigError(f"{source}: gpt-oss quantized by '{method}' is not supported; supported are mxfp4 and plain")
 
 
-def _rope(config: dict[str, Any], source: str) -> dict[str, Any]:
-    """Its table, by the name of transformers 4 or 5; theta may be in it or beside it, and the original context too."""
-    scaling, parameters = (_table(config, name, source) for name in ("rope_scaling", "rope_parameters"))
-    rope = scaling or parameters
-    if "rope_theta" in parameters and not (rope.get("rope_theta") or config.get("rope_theta")):
-        raise ConfigError(
-            f"{source}: rope_scaling hides rope_parameters and the rope_theta in them: write both into one table"
-        )
-    if original := config.get("original_max_position_embeddings"):  # comes first, as in transformers
-        rope = {**rope, "original_max_position_embeddings": original}
-    if nested := [name for name, value in rope.items() if isinstance(value, dict)]:
-        raise ConfigError(f"{source}: rope_parameters of their own for '{nested[0]}' are not supported")
-    part = rope.get("partial_rotary_factor", config.get("partial_rotary_factor"))
-    if part not in (None, 1):
-        raise ConfigError(
-            f"{source}: partial_rotary_factor is {part}: rope that turns a part of each head is not supported"
-        )
-    return rope
-
-
-def _table(config: dict[str, Any], name: str, source: str) -> dict[str, Any]:
-    table = config.get(name) or {}
-    if not isinstance(table, dict):
-        raise ConfigError(f"{source}/config.json: {name} is {table!r}; a table is expected")
-    return table
-
-
-def _rope_scaling(scaling: dict[str, Any], stated: int, source: str) -> RopeScaling | YarnScaling | None:
-    kind = scaling.get("rope_type", scaling.get("type", "default"))
-    if kind == "default":
-        return None
-    if kind == "yarn":
-        return _yarn(scaling, stated, source)
-    if kind != "llama3":
-        raise ConfigError(f"{source}: rope scaling '{kind}' is not supported; supported are default, llama3 and yarn")
-    found = {name: scaling[name] for name in ("factor", *_LLAMA3_BANDS, "original_max_position_embeddings")}
-    _require_amounts(found, source)
-    low, high = (found[name] for name in _LLAMA3_BANDS)
-    if low > high:  # Llama 4 Scout has both at 1
-        raise ConfigError(
-            f"{source}/config.json: low_freq_factor is {low}; no more than high_freq_factor, {high}, is expected"
-        )
-    return RopeScaling(*found.values())
-
-
-def _yarn(scaling: dict[str, Any], stated: int, source: str) -> YarnScaling:
-    """Constants as in transformers, whose defaults are the paper's."""
-    if scaling.get("mscale") or scaling.get("mscale_all_dim"):
-        raise ConfigError(f"{source}: yarn with mscale is not supported")
-    _require_amounts({"factor": scaling["factor"]}, source)
-    factor = float(scaling["factor"])
-    found = YarnScaling(
-        factor,
-        scaling.get("original_max_position_embeddings") or stated,
-        scaling.get("beta_fast") or 32.0,
-        scaling.get("beta_slow") or 1.0,
-        scaling.get("attention_factor") or 0.1 * math.log(max(factor, 1.0)) + 1.0,
-        scaling.get("truncate", True),
-    )
-    named = {name: getattr(found, name) for name in ("beta_fast", "beta_slow", "attention_factor")}
-    _require_amounts({"original_max_position_embeddings": found.original_max_position, **named}, source)
-    return found
-
-
-def _require_amounts(stated: dict[str, Any], source: str) -> None:
-    """Of the table of rope."""
-    for name, value in stated.items():
-        require_amount(value, f"{name} of its rope scaling", f"{source}/config.json")
-
-
 def _read_json(path: Path, required: bool = True) -> dict[str, Any]:
     if not path.exists() and not required:
         return {}
@@ -323,7 +260,7 @@ def _load_tokenizer(path: Path, config: dict[str, Any]) -> Tokenizer:
         tokenizer = Tokenizer.from_file(str(path))
     except Exception as error:  # tokenizers raises bare Exception for a file it can't parse
         raise ConfigError(f"cannot read {path}: {error}") from error
-    # What the last training cut its texts to is saved too; transformers asks for it anew at each call.
+    # The length that the last training cut its texts to is saved, too; transformers sets it anew at each call.
     tokenizer.no_truncation()
     tokenizer.no_padding()
     try:
@@ -334,7 +271,10 @@ def _load_tokenizer(path: Path, config: dict[str, Any]) -> Tokenizer:
 
 
 def _stated_tokens(config: dict[str, Any], known: Iterable[AddedToken]) -> list[AddedToken]:
-    """Those that tokenizer_config.json has, and tokenizer.json lacks or has otherwise: transformers adds them."""
+    """Return the tokens of tokenizer_config.json that tokenizer.json lacks or has otherwise.
+
+    transformers adds them, too.
+    """
     tokens = {token.content: token for token in known}
     found = {text: repr(token) for text, token in tokens.items()}
     for _, entry in sorted((config.get("added_tokens_decoder") or {}).items(), key=lambda item: int(item[0])):
@@ -350,7 +290,10 @@ def _stated_tokens(config: dict[str, Any], known: Iterable[AddedToken]) -> list[
 
 
 def _tokenizer_config(path: Path) -> dict[str, Any]:
-    """Older folders, which list no added tokens there, name special ones in a file of their own, as in transformers."""
+    """Return tokenizer_config.json, completed as transformers does.
+
+    Older folders list no added tokens there, and name special ones in a file of their own.
+    """
     config = _read_json(path / "tokenizer_config.json", required=False)
     if "added_tokens_decoder" in config:
         return config
@@ -362,9 +305,9 @@ def _token(value: Any) -> str | None:
 
 
 def advice_of(generation: dict[str, Any], source: str) -> Advice:
-    """Return what a generation_config.json advises; `source` names it in errors. Raises ConfigError.
+    """Return what a generation_config.json advises; `source` names it in the ConfigError for a bad value.
 
-    As with vLLM `do_sample` is not looked at, which would make every answer of most models greedy.
+    vLLM ignores `do_sample`, too, which would make every answer of most models greedy.
     """
     stated = {name: generation[name] for name in _ADVISED if generation.get(name) is not None}
     for name, value in stated.items():
@@ -386,7 +329,7 @@ def _eos_token_ids(ids: Any, vocab_size: int, file: Path) -> list[int]:
 
 
 def _with_named(stated: list[int], tokenizer: Tokenizer, eos: str | None, vocab_size: int) -> tuple[int, ...]:
-    """With the one that the tokenizer names, which may know more tokens than its model."""
+    """Return the stated ids and the one that the tokenizer names, if the model knows that token."""
     named = tokenizer.token_to_id(eos) if eos else None
     known = [] if named is None or named >= vocab_size else [named]
     return tuple(dict.fromkeys([*stated, *known]))
@@ -397,7 +340,10 @@ def _adds_bos(tokenizer: Tokenizer, bos: str | None) -> bool:
 
 
 def _chat_templates(path: Path, tokenizer_config: dict[str, Any]) -> dict[str, str]:
-    """By name. Those that are files take the place of all that tokenizer_config.json has, as in transformers."""
+    """Return the chat templates by name.
+
+    If there are files, they replace all that tokenizer_config.json has, as in transformers.
+    """
     named = {file.stem: file for file in sorted((path / "additional_chat_templates").glob("*.jinja"))}
     files = {"default": path / "chat_template.jinja"} | named
     if found := {name: _read_text(file) for name, file in files.items() if file.exists()}:

@@ -1,4 +1,7 @@
-"""Models of the Hugging Face hub. Imported only for one: its client takes half a second of a core to load."""
+"""The download of models from the Hugging Face hub.
+
+It is imported only for that: its client takes half a second of a core to load.
+"""
 
 from pathlib import Path
 
@@ -11,13 +14,17 @@ _FILES = ["*.json", "*.jinja", "*.safetensors"]
 _ELSEWHERE = ["*/*.json", "*/*.safetensors"]  # folders hold the same weights in other layouts; and chat templates
 _BESIDE = ["consolidated*.safetensors", "adapter_model.safetensors"]  # Mistral's own copy of the weights; LoRA's
 _LOST: type[Exception] = HfHubHTTPError.__bases__[0]
-"""HTTPError of httpx or of httpx2, whichever the hub's client asks with. hf_xet, which fetches most weights, raises
-RuntimeError when its connection is lost.
+"""HTTPError of httpx or of httpx2, whichever the hub's client uses.
+
+hf_xet, which fetches most weights, raises RuntimeError when its connection is lost.
 """
 
 
 def download(model: str) -> Path:
-    """The folder of a model id such as "org/name", fetched unless it is in the local cache. Raises ConfigError."""
+    """Return the folder of a model id such as "org/name", fetched unless it is in the local cache.
+
+    Raise ConfigError if that fails.
+    """
     try:
         return Path(snapshot_download(model, allow_patterns=_FILES, ignore_patterns=[*_ELSEWHERE, *_BESIDE]))
     except LocalEntryNotFoundError as error:

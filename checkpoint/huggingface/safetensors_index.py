@@ -1,4 +1,4 @@
-"""Which tensor is in which safetensors file, checked before anything is loaded."""
+"""The index of tensors in safetensors files, checked before anything is loaded."""
 
 import json
 from pathlib import Path
@@ -9,7 +9,10 @@ _MAX_HEADER_NBYTES = 100_000_000
 
 
 def tensor_files(folder: Path) -> dict[str, Path]:
-    """Tensor name -> file. Raises ConfigError if a file is missing, cut short, or its header can't be read."""
+    """Return tensor name -> file.
+
+    Raise ConfigError if a file is missing, cut short, or its header can't be read.
+    """
     files = weight_files(folder)
     if not files:
         raise ConfigError(f"{folder} has no *.safetensors file; other weight formats are not supported")
@@ -17,8 +20,9 @@ def tensor_files(folder: Path) -> dict[str, Path]:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """Those that are the model's, sorted; others may lie beside them. Raises ConfigError for an index that can't be
-    read.
+    """Return the model's own files, sorted; others may lie beside them.
+
+    Raise ConfigError for an index that can't be read.
     """
     index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
     if index.exists():
@@ -34,7 +38,7 @@ def _listed(index: Path) -> list[str]:
 
 
 def _tensor_names(file: Path) -> list[str]:
-    """The header is 8 bytes of length and then JSON (huggingface/safetensors, README)."""
+    """Return the names in a header: 8 bytes of length, then JSON (huggingface/safetensors, README)."""
     try:
         with file.open("rb") as stream:
             nbytes = int.from_bytes(stream.read(8), "little")
