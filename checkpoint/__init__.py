@@ -1,4 +1,7 @@
-"""A model's files and what they say: resolving a name, configuration, tokenizer, chat template. Imports no torch."""
+"""A model's files: the resolution of its name, its configuration, tokenizer and chat template.
+
+This package imports no torch.
+"""
 
 from checkpoint.checkpoint import Advice, Checkpoint, Progress
 from checkpoint.resolve import open_checkpoint

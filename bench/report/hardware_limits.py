@@ -7,16 +7,17 @@ All were measured on one card, in one run of which no file is kept: a read 4.497
 from kernels.selfcheck import LIMITS
 
 READ_RATE, FP8_TENSOR_RATE = LIMITS["NVIDIA H200"]
-"""Bytes read, and FLOPs of FP8 products with one scale per tensor. They are the limit of the library's operations
+"""Bytes read, and FLOPs of FP8 products with one scale per tensor.
 
-(bench.kernels), whatever scales these have.
+They are the limit of the library's operations (bench.kernels), whatever scales these have.
 """
 
 FP8_ROW_RATE = 1.39e15
-"""FLOPs of FP8 products with one scale per row, 6 % fewer. The benchmarks of the whole engine (bench.engine.gpu*) count
+"""FLOPs of FP8 products with one scale per row, 6 % fewer.
 
-with it, and with half of it in bf16. Although many rows are multiplied without scales now, at the higher rate above,
-they keep this limit so that their fractions can be compared with those of earlier results.
+The benchmarks of the whole engine (bench.engine.gpu*) count with it, and with half of it in bf16. Although many rows
+are multiplied without scales now, at the higher rate above, they keep this limit so that their fractions can be
+compared with those of earlier results.
 """
 
 BF16_RATE = 0.835e15

@@ -1,1 +1,1 @@
-"""A GGUF file: its header, its tensors and the tokenizer in it."""
+"""The reader of GGUF files: the header, the tensors and the tokenizer in it."""

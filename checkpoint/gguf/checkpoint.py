@@ -1,4 +1,4 @@
-"""A Checkpoint from one GGUF file."""
+"""The Checkpoint of one GGUF file."""
 
 import re
 from functools import partial
@@ -16,7 +16,7 @@ from models.config import ModelConfig, RopeScaling
 from models.registry import family_of
 
 _SCALES = ("rope.scale_linear", "attention.scale", "embedding_scale", "residual_scale", "logit_scale")
-"""Of an architecture's metadata: what multiplies positions, scores or activations."""
+"""Metadata of an architecture that multiplies positions, scores or activations."""
 _COUNTS = ("block_count", "embedding_length", "feed_forward_length", "context_length", "attention.head_count")
 _KINDS = {
     "general.architecture": (str, "text"),
@@ -34,11 +34,14 @@ _LISTS = {"tokenizer.ggml.tokens": str, "tokenizer.ggml.merges": str, "tokenizer
 _LLAMA_ENDS, _QWEN_ENDS = ("<|eot_id|>", "<|eom_id|>"), ("<|im_end|>", "<|endoftext|>")
 _LAYER = r"attn_(q|k|v|output|norm|q_norm|k_norm)\.weight|attn_[qkv]\.bias|ffn_(gate|up|down|norm)\.weight"
 _TENSORS = re.compile(rf"(token_embd|output|output_norm|rope_freqs)\.weight|blk\.\d+\.({_LAYER})")
-"""What the engine reads; it would compute without the others, and wrongly."""
+"""The tensors that the engine reads; a model with others would be computed wrongly."""
 
 
 def open_gguf(path: Path) -> Checkpoint:
-    """Raises ConfigError if the file is damaged, of an unknown architecture, or lacks what a model needs."""
+    """Open a GGUF file.
+
+    Raise ConfigError if it is damaged, of an unknown architecture, or lacks what a model needs.
+    """
     file = GgufFile.open(path)
     metadata = file.metadata
     _require_kinds(metadata, path)
@@ -68,7 +71,7 @@ def open_gguf(path: Path) -> Checkpoint:
 
 
 def _require_kinds(metadata: dict[str, Any], path: Path) -> None:
-    """Raises ConfigError that names the first field whose value is of another kind than GGUF has it."""
+    """Raise ConfigError with the first field whose value is of another type than GGUF has it."""
     for name, (kind, words) in _KINDS.items():
         if not isinstance(value := metadata.get(name, kind()), kind):
             raise ConfigError(f"{path}: {name} is of the wrong kind, {type(value).__name__}; {words} is expected")
@@ -86,7 +89,7 @@ def _require_known(metadata: dict[str, Any], tokens: list[str], path: Path) -> N
 
 
 def _name(path: Path) -> str:
-    """`SmolLM2-135M-Instruct.Q4_1.gguf` is served as `SmolLM2-135M-Instruct`."""
+    """Return the served name: `SmolLM2-135M-Instruct` for `SmolLM2-135M-Instruct.Q4_1.gguf`."""
     stem = path.name.removesuffix(".gguf")
     base, _, suffix = stem.rpartition(".")
     return base if base and suffix.upper().startswith(("Q", "F", "BF", "IQ")) else stem
@@ -125,7 +128,7 @@ def _config(file: GgufFile) -> ModelConfig:
 
 
 def _require_numbers(metadata: dict[str, Any], arch: str, path: Path) -> None:
-    """Some models have a count of heads for each layer, which is not supported."""
+    """Check the numbers of the header; some models have a list of heads per layer, which is not supported."""
     stated = {name: metadata[name] for name in (f"{arch}.{count}" for count in _COUNTS)}
     optional = (f"{arch}.attention.{name}" for name in ("head_count_kv", "key_length"))
     stated |= {name: metadata[name] for name in optional if name in metadata}
@@ -152,8 +155,10 @@ def _refuse_unsupported(file: GgufFile, arch: str, head_dim: int) -> None:
 
 
 def _rope_scaling(file: GgufFile, arch: str, theta: float, head_dim: int) -> RopeScaling | None:
-    """Llama 3's scaling is stored as one factor per frequency; its constants are those of every Llama 3.x release.
-    A file that has a factor and does not say of what scales linearly, as llama.cpp reads it.
+    """Return Llama 3's scaling, which is stored as one factor per frequency.
+
+    Its constants are those of every Llama 3.x release. A file with a factor and no type scales linearly, as llama.cpp
+    reads it, and is refused.
     """
     is_scaled = file.metadata.get(f"{arch}.rope.scaling.factor", 1.0) not in (0.0, 1.0)
     kind = file.metadata.get(f"{arch}.rope.scaling.type", "linear" if is_scaled else "none")
@@ -171,8 +176,9 @@ def _rope_scaling(file: GgufFile, arch: str, theta: float, head_dim: int) -> Rop
 
 
 def _eos_token_ids(metadata: dict[str, Any], tokens: list[str]) -> tuple[int, ...]:
-    """The end-of-text id and, where the file names them, end-of-turn and end-of-message; both of Qwen's, of which the
-    file names one and its generation_config.json two.
+    """Return the ids that end an answer: of text and, where the file names them, of turn and message.
+
+    A Qwen has two: its file names one, its generation_config.json both.
     """
     keys = ("eos_token_id", "eot_token_id", "eom_token_id")
     ids = [metadata[f"tokenizer.ggml.{key}"] for key in keys if f"tokenizer.ggml.{key}" in metadata]

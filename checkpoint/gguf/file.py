@@ -1,5 +1,6 @@
-"""GGUF: typed metadata and the whereabouts of tensors (ggml-org/ggml, docs/gguf.md, versions 2 and 3,
-little-endian).
+"""The GGUF format: typed metadata and the places of tensors.
+
+The source is ggml-org/ggml, docs/gguf.md, versions 2 and 3, little-endian.
 """
 
 import math
@@ -20,8 +21,10 @@ _STRING, _ARRAY = 8, 9
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """`shape` in row-major order (GGUF stores the fastest dimension first); `offset` in bytes from the start of the
-    file.
+    """The description of one tensor.
+
+    `shape` is in row-major order, although GGUF stores the fastest dimension first; `offset` is in bytes from the start
+    of the file.
     """
 
     name: str
@@ -39,8 +42,9 @@ class GgufFile:
 
     @classmethod
     def open(cls, path: Path) -> Self:
-        """Reads the header only. Raises ConfigError if the file is not GGUF, is cut short, or has unknown tensor
-        types.
+        """Read the header only.
+
+        Raise ConfigError if the file is not GGUF, is cut short, or has unknown tensor types.
         """
         try:
             data = np.memmap(path, dtype=np.uint8, mode="r")
@@ -56,7 +60,7 @@ class GgufFile:
         return cls(path, metadata, {tensor.name: tensor for tensor in tensors})
 
     def blocks(self, info: TensorInfo) -> np.ndarray:
-        """The tensor's bytes as stored, `[rows, row_nbytes]` uint8, mapped and not copied."""
+        """Return the tensor's bytes as stored, `[rows, row_nbytes]` uint8, mapped and not copied."""
         data = np.memmap(self.path, dtype=np.uint8, mode="r", offset=info.offset, shape=(info.nbytes,))
         return data.reshape(math.prod(info.shape[:-1]), -1)
 
@@ -93,7 +97,7 @@ def _read_tensor(cursor: "_Cursor") -> tuple[str, tuple[int, ...], GGMLQuantizat
 
 
 class _Cursor:
-    """Reads forward through the header; struct.error means that the bytes ran out."""
+    """A reader that goes forward through the header; struct.error means that the bytes ran out."""
 
     def __init__(self, data: memoryview) -> None:
         self._data = data

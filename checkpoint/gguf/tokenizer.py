@@ -1,4 +1,4 @@
-"""Tokenizers from GGUF metadata, rebuilt so that they cut text as the original tokenizer.json does."""
+"""The tokenizers in GGUF metadata, rebuilt to cut text as the original tokenizer.json does."""
 
 from typing import Any
 
@@ -19,12 +19,12 @@ _TEKKEN_SPLIT = (
 )
 _SPLITS = {"llama-bpe": _LLAMA3_SPLIT, "qwen2": _QWEN2_SPLIT, "tekken": _TEKKEN_SPLIT}
 _OTHER_NAMES = {"llama3": "llama-bpe", "llama-v3": "llama-bpe", "deepseek-r1-qwen": "qwen2"}
-"""Names that converters have given to the same rule."""
+"""Other names that converters have given to the same rule."""
 _CONTROL, _USER_DEFINED = 3, 4
 
 
 def build_tokenizer(metadata: dict[str, Any], source: str = "the GGUF file") -> Tokenizer:
-    """Raises ConfigError for a vocabulary whose rules are not known here, or that contradicts itself."""
+    """Build the tokenizer; raise ConfigError if its rules are unknown or it contradicts itself."""
     kind = metadata.get("tokenizer.ggml.model")
     build = {"gpt2": _byte_level, "llama": _sentencepiece}.get(str(kind))
     if build is None:
@@ -55,7 +55,7 @@ def _byte_level(metadata: dict[str, Any]) -> Tokenizer:
     merges = [tuple(merge.split(" ", 1)) for merge in metadata["tokenizer.ggml.merges"]]
     pre = rule_of(metadata)
     vocab = {token: index for index, token in enumerate(tokens)}
-    # Before the library meets one, which may end in a panic of its own.
+    # Checked here, because the library may panic at such a merge.
     if (wrong := next((merge for merge in merges if not _is_known(merge, vocab)), None)) is not None:
         raise ValueError(f"its merge '{' '.join(wrong)}' is not of two tokens that make a third")
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges, ignore_merges=pre in ("llama-bpe", "tekken")))
@@ -100,7 +100,10 @@ def _sentencepiece(metadata: dict[str, Any]) -> Tokenizer:
 
 
 def _merges(vocab: dict[str, int], scores: list[float]) -> list[tuple[str, str]]:
-    """SentencePiece BPE merges by the score of the result: every split of a piece into two pieces, best score first."""
+    """Return the merges of a SentencePiece BPE by the score of the result, best first.
+
+    They are every split of a piece into two pieces.
+    """
     merges = []
     for piece, index in vocab.items():
         for cut in range(1, len(piece)):
