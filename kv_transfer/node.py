@@ -1,7 +1,6 @@
 """A worker's place in the exchange of KV pages: one node per engine core, links to any number of peers, both ways."""
 
 import math
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -9,7 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from contracts.errors import ConfigError, Overloaded, TransferError
+from contracts.errors import Overloaded, TransferError
 from contracts.handoff import Abort, ChunkHeader, Commit, Fin, Grant, Offer, Refuse, Wait
 from contracts.ids import BlockId, Epoch, Incarnation, RequestId, WorkerId
 from contracts.layout import KVLayout
@@ -25,17 +24,17 @@ from kv_transfer.connection.frames import Hello
 from kv_transfer.connection.handshake import Identity
 from kv_transfer.connection.handshake_socket import HandshakeSocket
 from kv_transfer.connection.listener import Listener
-from kv_transfer.data_path.sender import Key
 from kv_transfer.events import Drained, LinkStats, PeerDisconnected, TransferEvent
 from kv_transfer.links.incoming_link import IncomingLink
 from kv_transfer.links.interface_watch import InterfaceWatch
 from kv_transfer.links.link import Link, LinkParts
+from kv_transfer.links.link_table import LinkTable
 from kv_transfer.links.outgoing_link import OutgoingLink
 from kv_transfer.links.path_health import PathHealth
 from kv_transfer.settings import TransferSettings
 from kv_transfer.transports.base import Transport
 from kv_transfer.transports.nvlink import NvlinkTransport
-from kv_transfer.transports.registry import Transports
+from kv_transfer.transports.registry import Transports, require_available
 from kv_transfer.warm_path import Rehearsal
 
 BUSY_S = 0.03
@@ -72,12 +71,9 @@ class TransferNode:
             pool.checks, own["nvlink"] = settings.checksum, NvlinkTransport(pool)
             device = pool
         self._transports = Transports({**own, **(transports or {})}, device)
-        _require_available(settings.transport, self._transports)
+        require_available(settings.transport, self._transports)
         self._events: deque[TransferEvent] = deque()
-        self._lock = threading.Lock()
-        self._links: dict[tuple[WorkerId, bool], Link] = {}
-        self._aside: list[Link] = []  # alive, but in no place: yet to prove themselves beside another, or replaced
-        self._unfenced: list[Link] = []  # gone, but for a thread that did not stop; until their loss is told
+        self._table = LinkTable()
         self._closing, self._launched_s = False, -math.inf
         self._interfaces, self._broken = InterfaceWatch(), ""
         self._paths = PathHealth(time.monotonic)
@@ -120,13 +116,12 @@ class TransferNode:
         """End every link, thread and socket. Blocks for as long as the fences take; no PeerDisconnected follows.
         Idempotent.
         """
-        with self._lock:
+        with self._table.lock:
             if self._closing:
                 return
             self._closing = True
         self._listener.stop()
-        with self._lock:
-            links = [*self._links.values(), *self._aside]
+        links = self._table.alive()
         for link in links:
             link.fail("this worker is closing", "closed")
         for link in links:
@@ -139,9 +134,7 @@ class TransferNode:
         return [self._events.popleft() for _ in range(len(self._events))]
 
     def stats(self) -> list[LinkStats]:
-        with self._lock:
-            links = list(self._links.values())
-        return [link.stats() for link in links]
+        return [link.stats() for link in self._table.in_place()]
 
     @property
     def transfer_rate(self) -> float:
@@ -176,7 +169,7 @@ class TransferNode:
         """
         bad = self._paths.bad()
         for peer in peers:
-            if self._find_outgoing(peer.worker_id) is None and peer.incarnation not in bad:
+            if self._table.outgoing(peer.worker_id) is None and peer.incarnation not in bad:
                 self._outgoing_to(peer, was_asked=False)
 
     def offer(self, peer: WorkerRef, offer: Offer) -> None:
@@ -212,7 +205,7 @@ class TransferNode:
             raise ValueError(f"{len(src_pages)} pages do not fit {num_tokens} tokens from {first_token} on")
         nbytes = plan.chunk_nbytes(self._layout, num_tokens)
         header = ChunkHeader(request_id, epoch, index, first_token, num_tokens, self._layout.layout_id, nbytes, 0)
-        if link := self._find_outgoing(peer_id):
+        if link := self._table.outgoing(peer_id):
             link.send_chunk(header, src_pages, checksums)
 
     def chunk_scheduled(
@@ -229,12 +222,12 @@ class TransferNode:
         device may be made to wait for it: from now on the pages must not change, as there. `early_planes`: as many as
         are there when `launched` is told of them.
         """
-        if link := self._find_outgoing(peer_id):
+        if link := self._table.outgoing(peer_id):
             link.chunk_scheduled((request_id, epoch), first_token, num_tokens, src_pages, early_planes)
 
     def is_fetched_by(self, peer_id: WorkerId) -> bool:
         """Decode is told of chunks there, and fetches them: no thread of ours sends any."""
-        link = self._find_outgoing(peer_id)
+        link = self._table.outgoing(peer_id)
         return link is not None and link.is_fetched
 
     def chunks_launched(self, is_all: bool) -> None:
@@ -242,9 +235,7 @@ class TransferNode:
         never will; or unless `is_all`, it has their early planes. Called for batches without chunks too.
         """
         self._launched_s = time.monotonic()
-        with self._lock:
-            links = list(self._links.values())
-        for link in links:
+        for link in self._table.in_place():
             if isinstance(link, OutgoingLink):
                 link.chunks_launched(is_all)
 
@@ -254,7 +245,7 @@ class TransferNode:
 
     def finish(self, peer_id: WorkerId, fin: Fin) -> None:
         """Goes after the chunks that are queued."""
-        if link := self._find_outgoing(peer_id):
+        if link := self._table.outgoing(peer_id):
             link.finish(fin)
 
     # The decode side.
@@ -266,21 +257,21 @@ class TransferNode:
         Raises ValueError if the pages do not fit the offer, are outside the pool, repeat, or are landing for another
         attempt.
         """
-        if link := self._find_incoming(peer_id):
+        if link := self._table.incoming(peer_id):
             link.grant(grant)
 
     def wait(self, peer_id: WorkerId, message: Wait) -> None:
-        if link := self._find_incoming(peer_id):
+        if link := self._table.incoming(peer_id):
             link.send(message)
 
     def refuse(self, peer_id: WorkerId, message: Refuse) -> None:
-        if link := self._find_incoming(peer_id):
+        if link := self._table.incoming(peer_id):
             link.grants.end((message.request_id, message.epoch))
             link.send(message)
 
     def commit(self, peer_id: WorkerId, message: Commit) -> None:
         """All chunks have landed: ends the landing, without Drained."""
-        if link := self._find_incoming(peer_id):
+        if link := self._table.incoming(peer_id):
             link.commit(message)
 
     # Both sides.
@@ -293,7 +284,7 @@ class TransferNode:
         follows.
         """
         key = abort.request_id, abort.epoch
-        link = self._link_of(peer_id, key)
+        link = self._table.having(peer_id, key)
         if link is None:
             self._emit(Drained(*key))
             return
@@ -304,7 +295,7 @@ class TransferNode:
         """A link has this attempt. A PeerDisconnected that is polled then is of a former link: it was noted before the
         offer was made.
         """
-        return self._link_of(peer_id, (request_id, epoch)) is not None
+        return self._table.having(peer_id, (request_id, epoch)) is not None
 
     def _outgoing_to(self, peer: WorkerRef, was_asked: bool) -> OutgoingLink | None:
         """None if a link with this very incarnation has failed: PeerDisconnected is to come, and would end a new one
@@ -314,8 +305,8 @@ class TransferNode:
         has proved itself, since an offer may be late. Each knows at once that it `was_asked` for: it may fail before it
         hears of the request.
         """
-        with self._lock:
-            links = self._links_with(peer.worker_id, peer.incarnation)
+        with self._table.lock:
+            links = self._table.alive_with(peer.worker_id, peer.incarnation)
             outgoing = [link for link in links if isinstance(link, OutgoingLink)]
             for link in outgoing:
                 link.was_asked = link.was_asked or was_asked
@@ -324,32 +315,10 @@ class TransferNode:
             if outgoing:
                 return outgoing[0]
             fresh = OutgoingLink(self._parts, peer, was_asked)
-            if self._links.setdefault((peer.worker_id, True), fresh) is not fresh:
-                self._aside.append(fresh)
+            if self._table.placed.setdefault((peer.worker_id, True), fresh) is not fresh:
+                self._table.aside.append(fresh)
         fresh.start()
         return fresh
-
-    def _find_outgoing(self, peer_id: WorkerId) -> OutgoingLink | None:
-        with self._lock:
-            link = self._links.get((peer_id, True))
-        return link if isinstance(link, OutgoingLink) else None
-
-    def _find_incoming(self, peer_id: WorkerId) -> IncomingLink | None:
-        with self._lock:
-            link = self._links.get((peer_id, False))
-        return link if isinstance(link, IncomingLink) else None
-
-    def _all_links(self) -> list[Link]:
-        with self._lock:
-            return [*self._links.values(), *self._aside, *self._unfenced]
-
-    def _links_with(self, peer_id: WorkerId, incarnation: Incarnation) -> list[Link]:
-        """Under the lock."""
-        return _with([*self._links.values(), *self._aside], peer_id, incarnation)
-
-    def _link_of(self, peer_id: WorkerId, key: Key) -> Link | None:
-        links = [link for link in self._all_links() if link.peer_id == peer_id and link.knows(key)]
-        return links[0] if links else None
 
     def _on_peer(self, wire: HandshakeSocket, hello: Hello) -> None:
         """In the thread of a peer that has proved itself."""
@@ -366,54 +335,48 @@ class TransferNode:
         """A new connection ends the one before it from the same worker, and begins when that is fenced, with all that
         fails beside it: the PeerDisconnected that follows would be the new one's, too.
         """
-        with self._lock:
-            former = self._links.get((link.peer_id, False))
+        with self._table.lock:
+            former = self._table.placed.get((link.peer_id, False))
         if former is not None:
             former.fail("replaced by a new connection")
             former.gone.wait(self._settings.handshake_timeout_s)
-        with self._lock:
-            failed = [other for other in self._links_with(link.peer_id, link.incarnation) if other.failed]
+        with self._table.lock:
+            failed = [other for other in self._table.alive_with(link.peer_id, link.incarnation) if other.failed]
         for other in failed:
             other.gone.wait(self._settings.handshake_timeout_s)
-        with self._lock:
-            if self._closing or len(self._links) >= self._settings.max_peers or (link.peer_id, False) in self._links:
-                raise Overloaded(
-                    f"no room for another peer: {len(self._links)} of {self._settings.max_peers} links are in use"
-                )
-            self._links[link.peer_id, False] = link
+        with self._table.lock:
+            if self._closing:
+                raise Overloaded("this worker is closing")
+            self._table.place(link, self._settings.max_peers)
 
     def _on_proved(self, link: Link) -> None:
         """The worker is this incarnation now: a link that was begun aside takes the place of one to a former."""
-        with self._lock:
-            if link.failed or link not in self._aside:
+        with self._table.lock:
+            if link.failed or link not in self._table.aside:
                 return
-            self._aside.remove(link)
-            former = self._links.get((link.peer_id, True))
-            self._links[link.peer_id, True] = link
+            self._table.aside.remove(link)
+            former = self._table.placed.get((link.peer_id, True))
+            self._table.placed[link.peer_id, True] = link
             if former is not None:
-                self._aside.append(former)
+                self._table.aside.append(former)
                 former.fail("replaced by a new connection")
 
     def _on_lost(self, link: Link, event: PeerDisconnected) -> None:
         """PeerDisconnected speaks for both directions, so it waits until the other one is fenced too, and says so only
         if both are. It is noted before a new link can be made: whatever comes over that one is heard behind it.
         """
-        with self._lock:
+        with self._table.lock:
             if isinstance(link, OutgoingLink):
                 self._paths.failed(link.incarnation, link.was_asked)
             if not event.fenced:
-                self._unfenced.append(link)
+                self._table.unfenced.append(link)
             if self._settings.transport == "ucx" and event.code == TransferError.code:
                 self._judge_interfaces()
-            if self._links.get((link.peer_id, link.outgoing)) is link:
-                del self._links[link.peer_id, link.outgoing]
-            if link in self._aside:
-                self._aside.remove(link)
-            others = self._links_with(link.peer_id, link.incarnation)
+            self._table.drop(link)
+            others = self._table.alive_with(link.peer_id, link.incarnation)
             is_last = not others and not self._closing
             if is_last:
-                unfenced = _with(self._unfenced, link.peer_id, link.incarnation)
-                self._unfenced = [other for other in self._unfenced if other not in unfenced]
+                unfenced = self._table.take_unfenced(link.peer_id, link.incarnation)
                 self._note(replace(event, fenced=not unfenced))
             for other in others:  # now, so that nobody takes them for sound
                 other.fail(event.error, event.code)
@@ -434,24 +397,3 @@ class TransferNode:
 
     def _note(self, event: TransferEvent) -> None:
         self._events.append(event)
-
-
-def _with(links: Sequence[Link], peer_id: WorkerId, incarnation: Incarnation) -> list[Link]:
-    return [link for link in links if (link.peer_id, link.incarnation) == (peer_id, incarnation)]
-
-
-def _require_available(wish: str, transports: Transports) -> None:
-    """Else a worker would start, and nobody could ever meet it. What is asked for by name is loaded now, and not in the
-    first handshake.
-    """
-    if wish == "auto":
-        return
-    available = transports.available()
-    if wish not in available:
-        why = ", with its pages in the host's memory," if wish == "nvlink" else ""
-        choices = ", ".join(("auto", *available))
-        raise ConfigError(f"transfer is {wish!r}, which this worker{why} does not have; set one of {choices}")
-    try:
-        transports.find(wish)
-    except TransferError as error:
-        raise ConfigError(f"transfer is {wish!r}: {error}") from error

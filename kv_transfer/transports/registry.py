@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from contracts.errors import TransferError
+from contracts.errors import ConfigError, TransferError
 from kv_transfer.chunks.device_pool import DevicePool
 from kv_transfer.transports.base import Transport
 from kv_transfer.transports.staging_budget import STAGING_NBYTES
@@ -54,6 +54,23 @@ class Transports:
 def device_staging_nbytes(transport: str) -> int:
     """What the links of a core may take of its device's memory, if its operator asks for this transport."""
     return STAGING_NBYTES if transport in ("auto", "ucx") and _is_possible("ucx") else 0
+
+
+def require_available(wish: str, transports: Transports) -> None:
+    """Else a worker would start, and nobody could ever meet it. What is asked for by name is loaded now, and not in the
+    first handshake.
+    """
+    if wish == "auto":
+        return
+    available = transports.available()
+    if wish not in available:
+        why = ", with its pages in the host's memory," if wish == "nvlink" else ""
+        choices = ", ".join(("auto", *available))
+        raise ConfigError(f"transfer is {wish!r}, which this worker{why} does not have; set one of {choices}")
+    try:
+        transports.find(wish)
+    except TransferError as error:
+        raise ConfigError(f"transfer is {wish!r}: {error}") from error
 
 
 def _is_possible(name: str) -> bool:

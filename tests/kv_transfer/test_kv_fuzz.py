@@ -125,7 +125,7 @@ def test_noise_in_a_session_fences_both_ends(make_peer: Make, liar: str, noise: 
     prefill, decode = make_peer("prefill"), make_peer("decode-1")
     offer_and_grant(prefill, decode, "r", 64, list(range(16)))
     from_one, to_one = (prefill, decode) if liar == "prefill" else (decode, prefill)
-    (link,) = from_one.node._all_links()
+    (link,) = from_one.node._table.all()
     assert link._sock is not None
     link._sock.sendall(noise)
     lost = to_one.wait(PeerDisconnected)

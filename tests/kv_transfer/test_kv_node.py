@@ -176,7 +176,7 @@ def test_offers_to_a_former_incarnation_whose_address_is_silent_wait_together(ma
             key = RequestId(f"late-{number}"), Epoch(1)
             prefill.node.offer(before, Offer(*key, 8, prefill.layout.layout_id))
             assert prefill.node.knows(decode.name, *key)
-        assert len(prefill.node._all_links()) == 2
+        assert len(prefill.node._table.all()) == 2
         prefill.node.abort(decode.name, _abort("late-0"))
         assert prefill.wait(Drained).request_id == "late-0"
         send(prefill, decode, "r", 0, 0, 8, [3, 4])
@@ -256,7 +256,7 @@ def test_a_loss_is_fenced_only_if_both_ways_are(pair: tuple[Peer, Peer]) -> None
         heard.append(event)
         on_lost(link, replace(event, fenced=len(heard) > 1))
 
-    for link in one.node._links.values():
+    for link in one.node._table.placed.values():
         link.parts = replace(link.parts, on_lost=first_unfenced)
     two.node.close()
     assert not one.wait(PeerDisconnected).fenced
@@ -278,11 +278,11 @@ def test_a_new_link_is_made_behind_the_news_of_the_loss_of_the_former(make_peer:
         if isinstance(event, PeerDisconnected):
             offering.start()
             offering.join(0.2)
-            num_links.append(len(prefill.node._links))
+            num_links.append(len(prefill.node._table.placed))
         note(event)
 
     monkeypatch.setattr(prefill.node, "_note", late)
-    prefill.node._links[decode.name, True].fail("a test says so")
+    prefill.node._table.placed[decode.name, True].fail("a test says so")
     prefill.wait(PeerDisconnected)
     assert num_links == [0]
     offering.join()
@@ -315,8 +315,8 @@ def test_a_new_link_waits_for_all_that_fails_with_the_former(make_peer: Make, mo
     offer_and_grant(one, two, "a", 8, [10, 11])
     offer_and_grant(two, one, "b", 8, [20, 21])
     key = RequestId("c"), Epoch(1)
-    with _held_fence(one.node._links[two.name, True], monkeypatch):
-        two.node._links[one.name, True].fail("a test says so")
+    with _held_fence(one.node._table.placed[two.name, True], monkeypatch):
+        two.node._table.placed[one.name, True].fail("a test says so")
         two.wait(PeerDisconnected)
         two.node.offer(one.ref, Offer(*key, 8, two.layout.layout_id))
         with pytest.raises(AssertionError):
@@ -341,7 +341,7 @@ def test_a_link_that_fails_while_it_dials_waits_for_no_greeting(make_peer: Make,
     with socket.create_server(("127.0.0.1", 0)) as silent:
         ref = WorkerRef(WorkerId("decode"), Incarnation("1"), "", f"127.0.0.1:{silent.getsockname()[1]}")
         prefill.node.offer(ref, Offer(RequestId("r"), Epoch(1), 8, prefill.layout.layout_id))
-        (link,) = prefill.node._all_links()
+        (link,) = prefill.node._table.all()
         link.fail("a test says so")
         may_dial.set()
         assert prefill.wait(PeerDisconnected).error == "a test says so"
@@ -366,7 +366,7 @@ def test_whoever_waits_for_the_end_of_a_link_finds_its_loss_told(make_peer: Make
     """Otherwise the loss would end the link that is made next."""
     prefill, decode = make_peer("prefill"), make_peer("decode")
     offer_and_grant(prefill, decode, "r", 8, [1, 2])
-    link, on_lost, are_gone = prefill.node._links[decode.name, True], prefill.node._on_lost, []
+    link, on_lost, are_gone = prefill.node._table.placed[decode.name, True], prefill.node._on_lost, []
 
     def lost(link: Link, event: PeerDisconnected) -> None:
         on_lost(link, event)
@@ -383,10 +383,10 @@ def test_what_is_the_other_sides_to_say_ends_the_link(make_peer: Make, speaker: 
     offer_and_grant(prefill, decode, "r", 8, [1, 2])
     key = RequestId("r"), Epoch(1)
     if speaker == "prefill":
-        prefill.node._links[decode.name, True].send(Commit(*key, 0, 0))
+        prefill.node._table.placed[decode.name, True].send(Commit(*key, 0, 0))
         hearer, word = decode, "prefill sent Commit"
     else:
-        decode.node._links[prefill.name, False].send(fin("r", 0))
+        decode.node._table.placed[prefill.name, False].send(fin("r", 0))
         hearer, word = prefill, "decode sent Fin"
     assert word in hearer.wait(PeerDisconnected).error
     assert not any(
@@ -491,7 +491,7 @@ def test_pages_that_a_stuck_thread_may_write_are_in_use_until_the_loss_is_told(m
     monkeypatch.setattr("kv_transfer.links.link.FENCE_TIMEOUT_S", 0.05)
     send(one, two, "a", 0, 0, 8, [3, 4])
     assert writes.wait(30)
-    incoming, outgoing = two.node._links[one.name, False], two.node._links[one.name, True]
+    incoming, outgoing = two.node._table.placed[one.name, False], two.node._table.placed[one.name, True]
     with _held_fence(outgoing, monkeypatch):
         incoming.fail("a test says so")
         assert incoming.gone.wait(30)
@@ -526,7 +526,7 @@ def test_a_process_that_was_stopped_while_it_fenced_has_no_thread_that_is_stuck(
     monkeypatch.setattr(threading.Thread, "join", join_late)
     send(one, two, "a", 0, 0, 8, [3, 4])
     assert writes.wait(30)
-    two.node._links[one.name, False].fail("a test says so")
+    two.node._table.placed[one.name, False].fail("a test says so")
     assert two.wait(PeerDisconnected).fenced
 
 
@@ -750,13 +750,13 @@ def test_offers_that_keep_coming_do_not_put_off_the_news_of_a_loss(make_peer: Ma
     monkeypatch.setattr(OutgoingLink, "_dial", dial)
     try:
         offer("first")
-        (link,) = prefill.node._all_links()
+        (link,) = prefill.node._table.all()
         link.fail("silent for 3 s")
         for number in range(3):
             offer(f"next {number}")
             may_dial.release()
             assert link.gone.wait(60.0)
-            if not (others := prefill.node._all_links()):
+            if not (others := prefill.node._table.all()):
                 break
             (link,) = others
         assert prefill.wait(PeerDisconnected).error == "silent for 3 s"

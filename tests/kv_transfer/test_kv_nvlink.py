@@ -37,7 +37,7 @@ def say(prefill: Peer, decode: Peer, **changes: object) -> None:
     pages = facts.pop("pages", [BlockId(1), BlockId(2)])
     checksum = facts.pop("checksum", 0)
     header = ChunkHeader(RequestId("r"), Epoch(1), nbytes=2 * LAYOUT.block_nbytes, checksum=checksum, **facts)  # type: ignore[arg-type]
-    link = prefill.node._find_outgoing(decode.name)
+    link = prefill.node._table.outgoing(decode.name)
     assert link is not None
     link.send(PullReady.of(header, pages))  # type: ignore[arg-type]
 
@@ -97,7 +97,7 @@ def test_a_commit_that_crosses_an_abort_leaves_one_drained(pair: tuple[Peer, Pee
     prefill, decode = pair
     send(prefill, decode, "r", 0, 0, 8, [1, 2])
     decode.wait(ChunkLanded)
-    link = prefill.node._find_outgoing(decode.name)
+    link = prefill.node._table.outgoing(decode.name)
     assert link is not None
     link.end((RequestId("r"), Epoch(1)))  # prefill has given up; its Abort is still on the way
     decode.node.commit(prefill.name, Commit(RequestId("r"), Epoch(1), 1, 2 * LAYOUT.block_nbytes))
@@ -113,7 +113,7 @@ def test_an_abort_in_the_middle_of_a_commit_is_drained(pair: tuple[Peer, Peer], 
     key = RequestId("r"), Epoch(1)
     send(prefill, decode, "r", 0, 0, 8, [1, 2])
     decode.wait(ChunkLanded)
-    link = prefill.node._find_outgoing(decode.name)
+    link = prefill.node._table.outgoing(decode.name)
     assert link is not None
     is_alive, aborts = link.queue.is_alive, []
 
@@ -140,7 +140,7 @@ def test_an_abort_of_decode_ends_it_for_prefill(pair: tuple[Peer, Peer]) -> None
     for peer in pair:
         peer.wait(Drained)
     decode.message(AbortAck, "r")
-    link = prefill.node._find_outgoing(decode.name)
+    link = prefill.node._table.outgoing(decode.name)
     assert link is not None and link._pull_sender is not None
     assert not link._pull_sender.read((RequestId("r"), Epoch(1))), "what was told of is not kept for ever"
 
@@ -148,7 +148,7 @@ def test_an_abort_of_decode_ends_it_for_prefill(pair: tuple[Peer, Peer]) -> None
 def test_once_decode_has_told_of_its_abort_no_chunk_lands(pair: tuple[Peer, Peer], monkeypatch) -> None:
     """Prefill gives the pages to others then, and what it told of before is still on its way."""
     prefill, decode = pair
-    link = decode.node._find_incoming(prefill.name)
+    link = decode.node._table.incoming(prefill.name)
     assert link is not None
     tell = link.send
 
@@ -206,7 +206,7 @@ def land_what_was_coming(prefill: Peer, decode: Peer) -> Any:
     send(prefill, decode, "r", 0, 0, 8, [1, 2])
     decode.wait(ChunkLanded)
     assert pages_equal(prefill, [1, 2], decode, [5, 9])
-    link = decode.node._find_incoming(prefill.name)
+    link = decode.node._table.incoming(prefill.name)
     assert link is not None and link._pull_receiver is not None
     return link._pull_receiver._remote._mark  # type: ignore[attr-defined]
 
