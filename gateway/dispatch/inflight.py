@@ -40,7 +40,10 @@ class Deliver(msgspec.Struct, frozen=True):
 
 
 class LeavePlace(msgspec.Struct, frozen=True):
-    """Call `on_left` once what came together with these faults is read. `is_lost`: a worker was, not just full."""
+    """Call `on_left` once what came together with these faults is read.
+
+    `is_lost`: a worker was lost, not just full.
+    """
 
     faults: Mapping[WorkerId, TandemError]
     is_lost: bool
@@ -259,7 +262,7 @@ class InflightRequest:
         )
 
     def _leave(self, faults: Mapping[WorkerId, TandemError]) -> list[Action]:
-        """Leave this attempt, of which other losses and refusals no longer count; what it tells until then does."""
+        """Leave this attempt: its other losses and refusals no longer count, what it tells until then does."""
         self.is_moving = True
         return [LeavePlace(faults, is_lost=all(fault.code != Overloaded.code for fault in faults.values()))]
 

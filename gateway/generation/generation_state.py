@@ -28,7 +28,7 @@ from gateway.tokenization.stop_strings import StopFinder
 
 @dataclass(frozen=True)
 class ShownToken:
-    """A token for the `logprobs` of a response; `offset` is where its text begins, in characters of what is shown."""
+    """A token for the `logprobs` of a response; `offset`: the characters that are shown before its text."""
 
     token: Token
     offset: int
@@ -36,7 +36,9 @@ class ShownToken:
 
 @dataclass(frozen=True)
 class OutputDelta:
-    """What is new of an answer. `finish` on the last piece of a complete one, `failed` on the last of a broken one.
+    """What is new of an answer.
+
+    `finish` on the last piece of a complete one, `failed` on the last of a broken one.
 
     `marks`: where markers are in the text that were tokens of their own, in order. `stop_reason`: what the client named
     and the answer ended with, the stop string or the stop token.
@@ -67,8 +69,9 @@ class AttemptSpan:
 
 @dataclass
 class GenerationState:
-    """Owned by the event loop. After the first piece with `finish` or `failed` there is no other. `servers`: who has it
-    now, prefill and decode.
+    """Owned by the event loop.
+
+    After the first piece with `finish` or `failed` there is no other. `servers`: who has it now, prefill and decode.
     """
 
     request: GenerationRequest
@@ -126,8 +129,10 @@ class GenerationState:
 
     @property
     def stages_s(self) -> dict[str, float]:
-        """Stage -> seconds: what the workers told, under their own names (time_account), and what none of them could,
-        since the answer ended here or went on elsewhere.
+        """The seconds of each stage, under the names of time_account.
+
+        They are what the workers reported, and what none of them could, since the answer ended here or went on
+        elsewhere.
         """
         told, stints = dict(self._told_s), self.spans
         if len(stints) > 1:
@@ -191,7 +196,7 @@ class GenerationState:
         return is_scored and len(self.prompt_tokens) != len(self.request.token_ids) - 1
 
     def _hear_of(self, stages_s: Mapping[str, float]) -> None:
-        """Of an answer that several workers decoded each knows its part; that of a lost one is known here alone."""
+        """Take up what a worker reports of its part of the answer; that of a lost one is known here alone."""
         if not self._lost:
             self._told_s |= stages_s
 
@@ -260,7 +265,7 @@ class GenerationState:
         )
 
     def _stop_reason(self) -> str | int | None:
-        """As vLLM has it: None for the end of text, though the client may name that, too."""
+        """Return what the client named and the answer ended with; as with vLLM, None for the end of text."""
         if self._stops.hit is not None or not self.token_ids:
             return self._stops.hit
         last, sampling = self.token_ids[-1], self.request.sampling

@@ -13,7 +13,9 @@ from gateway.tool_calling.tool_format import ToolFormat
 
 @dataclass(frozen=True)
 class OutputParserSpec:
-    """`begun`: what the prompt has begun of the answers, as `thinking` knows it. `names`: of the functions that may be
+    """The way in which the answers to one request are read.
+
+    `begun`: what the prompt has begun of the answers, as `thinking` knows it. `names`: of the functions that may be
     called, not their schemas, which may be large. `form`: None if there are no tools to call; `thinking`: None if the
     model is not known to think aloud.
     """
@@ -35,7 +37,7 @@ class OutputParserSpec:
         return OutputParser(calls, self)
 
     def is_wanted(self, index: int) -> bool:
-        """Of a call: the client may have asked for one alone."""
+        """Return whether the client wants this call: it may have asked for one alone."""
         return bool(self.names) and (self.in_parallel or index == 0)
 
 

@@ -1,4 +1,4 @@
-"""Where the time of an answer went, from what the gateway saw and its two workers told."""
+"""The account of an answer's time, from what the gateway saw and its two workers reported."""
 
 from collections.abc import Mapping
 
@@ -27,7 +27,9 @@ def decode_stages(account: Mapping[str, float]) -> dict[str, str]:
 
 
 def non_overlapped_transfer_s(account: Mapping[str, float]) -> float | None:
-    """How long after token 0 decode had the last chunk: what a client can feel of the handoff. None if there was none.
+    """How long after token 0 decode had the last chunk: what a client can feel of the handoff.
+
+    None if there was none.
 
     Both accounts begin when the job comes, which is posted to both workers at once; clocks of hosts are not compared.
     """
@@ -37,8 +39,9 @@ def non_overlapped_transfer_s(account: Mapping[str, float]) -> float | None:
 
 
 def decode_s(account: Mapping[str, float], span_s: float) -> float:
-    """The stage of an answer whose end no worker told: it went on for `span_s` behind token 0. Decode began when it
-    joined the batch, by its own account.
+    """The stage of an answer whose end no worker told: it went on for `span_s` behind token 0.
+
+    Decode began when it joined the batch, by its own account.
     """
     if not {*HANDED_OVER.values(), *PREFILL.values()} - {"decode"} <= account.keys():
         return span_s

@@ -6,7 +6,7 @@ from contracts.events import Event, Failed, Finished, Prefilled, PromptScored, T
 from contracts.ids import Epoch
 
 MAX_GAP = 256
-"""Of what one worker tells, whose frames come in order. An attempt's first token is prefill's to tell, over a stream
+"""The most tokens that may wait for an earlier one. An attempt's first token is prefill's to tell, over a stream
 that may be late by seconds before it is given up; decode tells as many as it can meanwhile.
 """
 
@@ -63,7 +63,10 @@ class Sequencer:
         return self.next_index > self.first_index
 
     def restart(self, epoch: Epoch) -> None:
-        """A new attempt, which goes on behind what was accepted. Raises ValueError if it has ended, or is no newer."""
+        """A new attempt, which goes on behind what was accepted.
+
+        Raises ValueError if it has ended, or is no newer.
+        """
         if self.ended or epoch <= self.epoch:
             raise ValueError(f"epoch {epoch} after {self.epoch}, ended: {self.ended}")
         if not self.has_begun:

@@ -1,4 +1,6 @@
-"""The program that compiles grammars, `python -m gateway.grammar.compile_process`: compile_sandbox can kill it.
+"""The program that compiles grammars, `python -m gateway.grammar.compile_process`.
+
+compile_sandbox can kill it.
 
 On its standard input a Vocabulary, then Questions; for each, on its standard output, why its grammar can't be used,
 empty if it can. All of them are frames of contracts.codec.

@@ -28,8 +28,9 @@ NUM_KEPT = 1024
 
 
 class CompileSandbox:
-    """One at a time, from any thread: `thread` is there to wait for them. The process is started for the first one, and
-    anew after one that was killed.
+    """One at a time, from any thread: `thread` is there to wait for them.
+
+    The process is started for the first one, and anew after one that was killed.
     """
 
     def __init__(self, checkpoint: Checkpoint, timeout_s: float = TRIAL_S) -> None:

@@ -1,4 +1,4 @@
-"""A schema in the words by which llguidance holds an answer to it exactly: some of them it takes too lightly."""
+"""A schema in words to which llguidance holds an answer exactly: some it takes too lightly."""
 
 import math
 import re
@@ -40,7 +40,7 @@ def _exact(node: dict[str, Any]) -> dict[str, Any]:
 
 
 def _or_null(node: dict[str, Any]) -> dict[str, Any]:
-    """Return a schema that null fits, too, as OpenAPI 3.0 says by `nullable`, which llguidance passes over."""
+    """Return a schema that null fits, too: OpenAPI 3.0's `nullable`, which llguidance passes over."""
     rest = {name: value for name, value in node.items() if name != "nullable"}
     kind, names = rest.get("type"), {name: rest[name] for name in _NAMING if name in rest}
     if isinstance(kind, str) and not rest.keys() & {"enum", "const", "anyOf", "oneOf", "allOf", "$ref"}:
@@ -50,7 +50,9 @@ def _or_null(node: dict[str, Any]) -> dict[str, Any]:
 
 
 def without_nul(pattern: str) -> str:
-    """The same, but that no class of characters has U+0000 in it. To llguidance, a class that has all control
+    """Return the same pattern, but that no class of characters has U+0000 in it.
+
+    To llguidance, a class that has all control
     characters has all that JSON escapes: by [^"] a string could hold a quotation mark, and by [^\\\\] a backslash.
     """
     parts, at = [], 0
@@ -77,7 +79,7 @@ def _end_of_class(pattern: str, at: int) -> int:
 
 
 def _above(node: dict[str, Any]) -> dict[str, Any]:
-    """llguidance lets the bound itself through if what is allowed begins with it to the end: above 1, at most 1.5."""
+    """Return the node with a lower bound that holds: llguidance lets 1 through for above 1, at most 1.5."""
     bound, upper = node.get("exclusiveMinimum"), min(_numbers(node, "maximum", "exclusiveMaximum"), default=math.inf)
     if not _is_number(bound) or bound < 0 or bound != math.trunc(bound) or not bound < upper < bound + 1:
         return node

@@ -1,4 +1,7 @@
-"""The formats of strings that a grammar can hold an answer to. To JSON Schema the others are notes, and no rules."""
+"""The formats of strings that a grammar can hold an answer to.
+
+To JSON Schema the others are notes, and no rules.
+"""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""What an answer must look like: OpenAI's `response_format` and vLLM's `structured_outputs`, as llguidance's grammar.
+"""The form that an answer must have: OpenAI's `response_format`, vLLM's `structured_outputs`.
 
 JSON has the white space between its parts that the model gives it, as with vLLM: to forbid it changes the answer.
 """
@@ -18,8 +18,10 @@ from gateway.grammar.json_schema import exact
 from gateway.grammar.string_formats import without_unknown_formats
 
 MAX_GRAMMAR_CHARS = 64 << 10
-"""Of Lark and GBNF: 200 KB of terminals, each made of the next, keep llguidance at work for more than half a minute.
-Schemas that are too large it refuses itself.
+"""The longest text of Lark and GBNF.
+
+200 KB of terminals, each made of the next, keep llguidance at work for more than half a minute. Schemas that are too
+large it refuses itself.
 """
 
 WHITE_SPACE = {"whitespace_pattern": r"[ \n\r\t]{0,32}"}
@@ -29,7 +31,10 @@ NO_WHITE_SPACE = {"whitespace_flexible": False}
 
 @dataclass(frozen=True)
 class FieldGrammar:
-    """What one field of a request, `param`, asks for. Nobody has read it yet: to read some of them ends the process."""
+    """What one field of a request, `param`, asks for.
+
+    Nobody has read it yet: to read some of them ends the process.
+    """
 
     param: str
     grammar: str
@@ -76,7 +81,10 @@ _UNHONOURED = ("disable_additional_properties", "structural_tag")
 def grammar_of(
     response_format: ResponseFormat | None, structured_outputs: StructuredOutputs | None
 ) -> FieldGrammar | None:
-    """None if any answer will do. Raises RequestError, naming the field, for what llguidance knows no grammar of."""
+    """None if any answer will do.
+
+    Raises RequestError, naming the field, for what llguidance knows no grammar of.
+    """
     formatted = None if response_format is None else _of_format(response_format)
     if structured_outputs is None:
         return formatted
@@ -105,7 +113,7 @@ def preceded(rules: Sequence[str], name: str, grammar: str) -> str:
 
 
 def schema_of_format(wanted: ResponseFormat | None) -> dict[str, Any] | None:
-    """Of an answer that is to be JSON. Raises RequestError if it is missing."""
+    """Return the schema of an answer that is to be JSON. Raises RequestError if it is missing."""
     if wanted is None or wanted.type == "text":
         return None
     if wanted.type == "json_object":

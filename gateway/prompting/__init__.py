@@ -1,1 +1,1 @@
-"""From a request to the prompt of a model: chat template, tokens, sampling options, grammar of the answer."""
+"""The way from a request to a prompt: chat template, tokens, sampling options, grammar of the answer."""

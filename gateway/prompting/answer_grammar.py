@@ -1,4 +1,4 @@
-"""The grammar of a request's answers: of their format, of what they call, behind what the model thinks aloud."""
+"""The grammar of a request's answers: their format, their calls, behind what the model thinks aloud."""
 
 import asyncio
 from collections.abc import Iterable
@@ -30,8 +30,9 @@ class AnswerPrefix:
 
 
 async def answer_grammar(request: Common, prompting: Prompting, calling: Calling | None, before: AnswerPrefix) -> str:
-    """Made and tried on threads: a large schema takes long enough to be seen in the streams of others. One that
-    compiled before waits for no trial. Empty if any answer will do.
+    """Made and tried on threads: a large schema takes long enough to be seen in the streams of others.
+
+    One that compiled before waits for no trial. Empty if any answer will do.
 
     Raises RequestError, naming the field, for what can't be obeyed, and Unavailable if there is nobody to try it.
     """

@@ -55,7 +55,7 @@ class Conversation(Protocol):
 
 @dataclass(frozen=True)
 class RenderedPrompt:
-    """The text of a conversation, and what it has begun of the answer, as the model's ReasoningFormat knows it."""
+    """The text of a conversation, and what it has begun of the answer as ReasoningFormat knows it."""
 
     text: str
     begun: str
@@ -149,8 +149,10 @@ class ChatTemplate:
         ]
 
     def _effort(self, effort: str | None, given: Mapping[str, Any]) -> dict[str, Any]:
-        """Return what the template is told: any effort but none switches thinking on where it can be switched. A model
-        that does not think is told nothing, as with vLLM: clients with one setting for all models send it to all.
+        """Return what the template is told: any effort but none switches thinking on where it can be switched.
+
+        A model that does not think is told nothing, as with vLLM: clients with one setting for all models send it to
+        all.
         """
         if effort is None:
             return {}
@@ -188,7 +190,7 @@ def _require_open_end(request: Conversation, messages: Sequence[PlainMessage]) -
 
 
 def _marked(messages: Sequence[PlainMessage]) -> list[PlainMessage]:
-    """Return the messages with a mark where the last ends, whose text may well be in what the template puts behind."""
+    """Return the messages with a mark where the last ends: its text may also be in what comes behind."""
     *others, last = messages
     return [*others, last | {"content": last["content"] + _MARK}]
 
@@ -202,7 +204,9 @@ def _cut_at_mark(text: str, final: str) -> str:
 
 
 class Prompting(PromptTokenizer):
-    """The tokenizer and the chat templates of one model. Raises ConfigError on a template that does not compile.
+    """The tokenizer and the chat templates of one model.
+
+    Raises ConfigError on a template that does not compile.
 
     `tool_form`: how the model writes calls, `thinking`: how it thinks aloud; None if that is not known. `compilers`:
     threads that make grammars of what clients ask for, `trials`: where each is compiled first.

@@ -1,4 +1,4 @@
-"""The prompts of a completion as token ids, and as the text that comes before an answer that echoes them."""
+"""The prompts of a completion: their token ids, and the text that an answer echoes."""
 
 from collections.abc import Sequence
 from typing import Any

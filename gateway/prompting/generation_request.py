@@ -8,7 +8,9 @@ from contracts.sampling import SamplingParams
 
 @dataclass(frozen=True)
 class GenerationRequest:
-    """One answer to produce. `prompt` numbers the prompts of a request; `index` is the choice the client sees.
+    """One answer to produce.
+
+    `prompt` numbers the prompts of a request; `index` is the choice the client sees.
 
     `echo` is shown before the answer; with `echo_offsets` the prompt's tokens are, too, and that is where they begin in
     it. `is_echo_only`: nothing of the answer is shown. `prompt_logprobs`: how many alternatives the client wants.

@@ -1,4 +1,4 @@
-"""Whether a prompt has each text in it that the client sent: a chat template may pass a message over without a word."""
+"""The texts that a client sent, looked for in the prompt: a chat template may pass a message over."""
 
 import json
 import re
@@ -14,7 +14,10 @@ _NO_WORD = re.compile(r"[\W_]+")
 
 
 class SentText(NamedTuple):
-    """A text, and the field of the request that it came in. `is_loose`: it is enough that it stands anywhere."""
+    """A text, and the field of the request that it came in.
+
+    `is_loose`: it is enough that it stands anywhere.
+    """
 
     param: str
     text: str

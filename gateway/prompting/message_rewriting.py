@@ -37,12 +37,12 @@ def with_single_calls(messages: Sequence[PlainMessage]) -> Sequence[PlainMessage
 
 
 def with_text_apart(messages: Sequence[PlainMessage]) -> Sequence[PlainMessage]:
-    """Return the conversation with what the assistant said beside a call in a message of its own before it."""
+    """Return the conversation with what was said beside a call in a message of its own before it."""
     return [part for message in messages for part in _apart(message)]
 
 
 def with_text_later(messages: Sequence[PlainMessage]) -> Sequence[PlainMessage]:
-    """Return the conversation with what the assistant said beside a call in front of its next words in that turn.
+    """Return the conversation with what was said beside a call in front of the next words of that turn.
 
     Templates that want user and assistant to alternate show it so. Where no words follow it comes before the call.
     """
@@ -60,7 +60,7 @@ def with_text_later(messages: Sequence[PlainMessage]) -> Sequence[PlainMessage]:
 
 
 def foldings(messages: Sequence[PlainMessage]) -> Iterator[Sequence[PlainMessage]]:
-    """Yield the conversation, then with its system messages as one at the front, then in the first user message."""
+    """Yield the conversation, then with one system message at the front, then within the user's first."""
     yield messages
     if all(message["role"] not in SYSTEM for message in messages):
         return

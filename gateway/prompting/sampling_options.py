@@ -1,4 +1,4 @@
-"""How the tokens of an answer are chosen: the client's fields, and the model's own advice where they say nothing."""
+"""The options by which tokens are chosen: the client's, and the model's advice where they say nothing."""
 
 import secrets
 from collections.abc import Iterable

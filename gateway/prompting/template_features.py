@@ -25,7 +25,9 @@ _USER = {"role": "user", "content": "Question"}
 
 @dataclass(frozen=True)
 class TemplateFeatures:
-    """`part_separator` stands between the parts of a message, as vLLM has it. `text_beside_calls`: whether a message
+    """The parts of a conversation that a template shows.
+
+    `part_separator` stands between the parts of a message, as vLLM has it. `text_beside_calls`: whether a message
     of the assistant shows its text and its calls.
     """
 
@@ -37,7 +39,10 @@ class TemplateFeatures:
 
 
 def probe(template: TemplateProgram, names: dict[str, Any]) -> TemplateFeatures:
-    """Return what the template shows. `names`: the variables that each rendering gets, such as `bos_token`."""
+    """Return what the template shows.
+
+    `names`: the variables that each rendering gets, such as `bos_token`.
+    """
 
     def shown(messages: Sequence[dict[str, Any]], tools: Sequence[Any] | None = None) -> str:
         given = {"messages": messages, "tools": tools, "documents": None, "add_generation_prompt": True}

@@ -1,4 +1,4 @@
-"""A chat template as a program: compiled once, as transformers compiles it, for which templates are written."""
+"""A chat template as a program, compiled once as transformers does, for which templates are written."""
 
 import json
 from collections.abc import Mapping
@@ -56,7 +56,7 @@ def compile_template(source: str) -> TemplateProgram:
 
 
 class _Generation(Extension):
-    """The tag `{% generation %}`, which marks what the assistant says for those who train; it changes nothing here."""
+    """The tag `{% generation %}`, which marks what the assistant says for training; it changes nothing."""
 
     tags: ClassVar[set[str]] = {"generation"}
 

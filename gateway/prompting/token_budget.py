@@ -1,4 +1,4 @@
-"""How a prompt and its answer share the context: the prompt as it is used, and how long an answer may get."""
+"""The share of prompt and answer in the context."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -51,7 +51,9 @@ def require_short(text: str, request: Common, tokenizer: PromptTokenizer, limits
 
 
 def fit_chat(token_ids: list[int], request: ChatRequest, limits: ServingLimits, max_param: str) -> FittedPrompt:
-    """Return the prompt of a conversation. `max_param`: what the client calls the most tokens, if not as a chat does.
+    """Return the prompt of a conversation.
+
+    `max_param`: what the client calls the most tokens, if not as a chat does.
 
     Raises RequestError.
     """
@@ -78,7 +80,7 @@ def _completion_tokens(num_prompt: int, wanted: int | None, limits: ServingLimit
 
 
 def _max_tokens(num_prompt: int, wanted: int | None, limits: ServingLimits, param: str, prompt_param: str) -> int:
-    """Return how long the answer may get: what is wanted, as far as the prompt leaves room for it, as vLLM does.
+    """Return how long the answer may get: what is wanted, as far as the prompt leaves room, as with vLLM.
 
     Raises RequestError where the prompt leaves none, or where no prompt would leave what is wanted.
     """

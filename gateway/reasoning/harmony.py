@@ -1,4 +1,4 @@
-"""OpenAI's harmony, which gpt-oss writes: an answer is messages, each with a header that names its channel.
+"""OpenAI's harmony, which gpt-oss writes: messages, each with a header that names its channel.
 
 `<|channel|>analysis<|message|>thought<|end|><|start|>assistant<|channel|>final<|message|>answer<|return|>`. A call is a
 message to `functions.NAME`, ended by `<|call|>`. https://github.com/openai/harmony, docs/format.md
@@ -28,7 +28,7 @@ _START, _CHANNEL, _CONSTRAIN, _MESSAGE = "<|start|>", "<|channel|>", "<|constrai
 _END, _CALL, _RETURN = "<|end|>", "<|call|>", "<|return|>"
 _MARKERS = (_START, _CHANNEL, _CONSTRAIN, _MESSAGE, _END, _CALL, _RETURN)
 _ENDS = (_END, _CALL, _RETURN, _START)
-"""Of a message; by the last another begins though none was ended, and so it does by a channel."""
+"""What ends a message; by the last another begins though none was ended, and so it does by a channel."""
 _HEADS = (_START, _CHANNEL, _CONSTRAIN, _MESSAGE, "to=", " to=")
 """A header begins with one of them: its first message's role is in the prompt already."""
 _RECIPIENT = re.compile(r"to=([^\s<]+)")
@@ -96,8 +96,10 @@ class Harmony:
 
 
 class HarmonyParser:
-    """A ReasoningParser. Analysis is thought, and so is what is said to anything but a function of the client's; the
-    other channels are said. Messages of one kind are parted by a newline. What has no header is said, to the letter.
+    """A ReasoningParser.
+
+    Analysis is thought, and so is what is said to anything but a function of the client's; the other channels are said.
+    Messages of one kind are parted by a newline. What has no header is said, to the letter.
     """
 
     def __init__(self, begun: str, calls: CallParser | None) -> None:
@@ -136,7 +138,7 @@ class HarmonyParser:
         return self._taken()
 
     def finish(self, is_cut: bool) -> list[OutputEvent]:
-        """Of a header nothing is said, nor of what may have become one."""
+        """Say the rest, but nothing of a header or of what may have become one."""
         if self._header is None:
             self._end(is_cut)
         elif not is_cut and not self._header.startswith(_HEADS):
@@ -178,7 +180,7 @@ class HarmonyParser:
         self._told.add(self._kind)
 
     def _end(self, is_cut: bool = False) -> None:
-        """Of a message, if there is one. A function without parameters may be called with nothing at all."""
+        """End the message, if there is one: a function without parameters may be called with nothing at all."""
         if self._header is not None or self._kind is not None:
             return
         if not is_cut and not "".join(self._arguments).strip():

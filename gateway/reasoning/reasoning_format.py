@@ -1,4 +1,4 @@
-"""How a family thinks aloud: what the readers of its answers, its grammars and its chat template need to know."""
+"""The way a family thinks aloud: what readers of answers, grammars and chat templates need to know."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
@@ -12,7 +12,9 @@ GRAMMAR = "grammar"
 
 
 class ReasoningParser(Protocol):
-    """Reads one answer: what is thought, said and called. Pure; how the text is cut into pieces changes nothing.
+    """Reads one answer: what is thought, said and called.
+
+    Pure; how the text is cut into pieces changes nothing.
 
     `mark` is fed what is a special token among the form's markers, `feed` the text between. `is_cut`: the answer might
     have gone on where it ends.
@@ -29,7 +31,9 @@ class ReasoningParser(Protocol):
 
 
 class ReasoningFormat(Protocol):
-    """`markers`: texts of it that a tokenizer may hold as special tokens. `ends`: those that end an answer. `headers`:
+    """The form of a family's reasoning.
+
+    `markers`: texts of it that a tokenizer may hold as special tokens. `ends`: those that end an answer. `headers`:
     those behind which, until the next, nothing is thought or said.
 
     `begun` is what the prompt has already begun of the answer, for whatever of it matters here.
@@ -60,7 +64,10 @@ class ReasoningFormat(Protocol):
         ...
 
     def begun(self, prompt: str, final: str) -> str:
-        """Of `prompt`; `final` is the text of the message that the answer goes on with, empty if it is a new one."""
+        """Return what `prompt` has begun of the answer.
+
+        `final`: the text of the message that the answer goes on with, empty if it is a new one.
+        """
         ...
 
     def reader(self, begun: str, calls: CallParser | None) -> ReasoningParser:

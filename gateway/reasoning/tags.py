@@ -1,4 +1,4 @@
-"""Reasoning between tags, before the answer: Qwen 3, DeepSeek-R1, QwQ, GLM-4.5 and most others; Magistral; Seed-OSS.
+"""Reasoning between tags, before the answer: Qwen 3, DeepSeek-R1, QwQ, GLM-4.5, Magistral, Seed-OSS.
 
 Some chat templates end the prompt with the opening tag: then the answer begins in thought.
 """
@@ -68,12 +68,15 @@ class Tags:
         ]
 
     def remembered(self, message: dict[str, Any], reasoning: str) -> dict[str, Any]:
-        """By both names that templates know it by. They drop it themselves where the model is not to see it."""
+        """Return the message with its reasoning by both names that templates know, which may drop it."""
         return message | {"reasoning_content": reasoning, "reasoning": reasoning}
 
 
 class TagsParser(StepParser):
-    """A ReasoningParser. Thought is what comes first, between the tags; newlines at the tags belong to neither side."""
+    """A ReasoningParser.
+
+    Thought is what comes first, between the tags; newlines at the tags belong to neither side.
+    """
 
     def __init__(self, tags: Tags, begun: str, calls: CallParser | None) -> None:
         first = {"": self._start, tags.opening: self._thinking, tags.closing: self._gap}

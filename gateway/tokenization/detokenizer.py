@@ -9,8 +9,9 @@ from gateway.tokenization.token_bytes import REPLACEMENT
 
 
 class Detokenizer:
-    """The pieces, joined, are the decoding of all ids at once. But SentencePiece makes no character of bytes in a row
-    if one of them is part of none: what was shown of them stays.
+    """The pieces, joined, are the decoding of all ids at once.
+
+    But SentencePiece makes no character of bytes in a row if one of them is part of none: what was shown of them stays.
 
     `before`: the token that the text goes on from. Without it the text is one of its own, and SentencePiece begins that
     without a space.

@@ -4,7 +4,9 @@ from collections.abc import Sequence
 
 
 class StopFinder:
-    """Holds back what may become a stop string. The stop that is complete first wins, the longest of those. Pure.
+    """Holds back what may become a stop string.
+
+    The stop that is complete first wins, the longest of those. Pure.
 
     The outcome does not depend on how the text is cut into pieces.
     """
@@ -16,8 +18,10 @@ class StopFinder:
         self.hit: str | None = None
 
     def push(self, text: str, may_end: bool = True) -> str:
-        """The text that may be shown now. After a hit (`hit` is the stop string) there is no more. Unless it `may_end`,
-        no stop is complete in this text, though one may begin there.
+        """The text that may be shown now.
+
+        After a hit (`hit` is the stop string) there is no more. Unless it `may_end`, no stop is complete in this text,
+        though one may begin there.
         """
         if self.hit is not None:
             return ""
@@ -38,7 +42,7 @@ class StopFinder:
         return text
 
     def _first(self, text: str, num_held: int) -> tuple[int, str] | None:
-        """Of those that end behind what was held back."""
+        """Return end and text of the first stop string that ends behind what was held back."""
         starts = [(text.find(stop, max(0, num_held + 1 - len(stop))), stop) for stop in self._stops]
         ends = [(at + len(stop), -len(stop), stop) for at, stop in starts if at >= 0]
         return (min(ends)[0], min(ends)[2]) if ends else None

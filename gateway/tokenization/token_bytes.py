@@ -7,7 +7,9 @@ _BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
 
 
 def raw_bytes(token: str) -> bytes:
-    """Of a token as the vocabulary spells it: SentencePiece's `<0xE6>`, or GPT-2's one character for each byte.
+    """Return the bytes of a token as the vocabulary spells it.
+
+    That is SentencePiece's `<0xE6>`, or GPT-2's one character for each byte.
 
     Any other spelling is taken for the text itself.
     """

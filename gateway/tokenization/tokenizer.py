@@ -98,7 +98,7 @@ class PromptTokenizer:
             raise RequestError(f"{param}: token id {max(token_ids)} is not below {self.vocab_size}", param)
 
     def known_ids(self, value: Any) -> list[int] | None:
-        """Return token ids of the vocabulary; None for whatever else, and for ids that need a closer look, as 1.0 does.
+        """Return token ids of the vocabulary; None for all else, and for what needs a closer look, as 1.0.
 
         One pass does it: to look at the types and bounds of 8192 ids one after the other held all other answers up by
         more than a millisecond.

@@ -1,4 +1,4 @@
-"""The grammar of an answer that has to call, or whose calls have to obey their schemas: llguidance's Lark."""
+"""The grammar of answers that have to call, or whose calls obey their schemas, in llguidance's Lark."""
 
 import json
 import re
@@ -23,8 +23,9 @@ def calls_grammar(
     token_ids: Mapping[str, int],
     answer: dict[str, Any] | None = None,
 ) -> str:
-    """Empty if nothing has to be enforced, or nothing can be since calls that may come begin without a marker.
+    """Return the grammar of an answer that may call, or has to.
 
+    It is empty if nothing has to be enforced, or nothing can be since calls that may come begin without a marker.
     `token_ids`: of those markers that a grammar has to name as tokens. `answer`: schema of an answer that does not
     call. Nobody has read it yet.
     """
@@ -44,7 +45,7 @@ def calls_grammar(
 
 
 def parameter_grammars(calling: Calling) -> Iterator[FieldGrammar]:
-    """Of each function's arguments alone, by which a grammar of calls that does not compile is told to be at fault.
+    """Yield the grammar of each function's arguments alone, by which the function at fault is found.
 
     Raises RequestError, naming the tool, for values that llguidance does not take in.
     """

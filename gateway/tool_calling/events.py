@@ -5,7 +5,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class ParserEvent:
-    """`parting`: what stands between it and what of its kind was told before where both are shown as one; empty if it
+    """A piece of what is thought or said.
+
+    `parting`: what stands between it and what of its kind was told before where both are shown as one; empty if it
     goes on.
     """
 

@@ -1,10 +1,13 @@
-"""Where a JSON object ends, in a text that arrives in pieces."""
+"""The end of a JSON object in a text that arrives in pieces."""
 
 _OUTSIDE_OF_STRINGS = frozenset('{}[]:,"+-.0123456789eE \t\r\n' + "truefalsenull")
 
 
 class ObjectScanner:
-    """Counts brackets outside of strings; whether what they enclose is JSON, a JSON parser has to say. Pure."""
+    """Counts brackets outside of strings; whether what they enclose is JSON, a JSON parser has to say.
+
+    Pure.
+    """
 
     def __init__(self, depth: int = 0) -> None:
         self._depth = depth
@@ -14,7 +17,7 @@ class ObjectScanner:
         self.is_broken = False
 
     def read(self, text: str) -> int:
-        """How many characters of `text` belong to the object: all, unless it ends here or can't be JSON any more."""
+        """Return how many characters of `text` belong to the object: all, unless it ends or is no JSON."""
         for at, character in enumerate(text):
             if self._in_string:
                 self._read_string(character)

@@ -1,4 +1,6 @@
-"""Llama 3.1 to 3.3: the answer is `{"name": ..., "parameters": ...}`, sometimes behind `<|python_tag|>`; more with `;`.
+"""Llama 3.1 to 3.3: `{"name": ..., "parameters": ...}`, perhaps behind `<|python_tag|>`.
+
+More calls follow a `;`.
 
 https://www.llama.com/docs/model-cards-and-prompt-formats/llama3_1/#json-based-tool-calling
 """

@@ -1,4 +1,4 @@
-"""The arguments of a call that a client sends back, whole or as far as the answer came that made the call."""
+"""The arguments of a call that a client sends back, whole or as far as the answer came."""
 
 import json
 import re
@@ -33,7 +33,7 @@ def arguments_of(text: str) -> dict[str, Any]:
 
 
 def is_text(value: Any) -> bool:
-    """Return whether no half of a surrogate pair is in `value`, which JSON can spell and no tokenizer takes."""
+    """Return whether `value` is free of half surrogate pairs, which JSON can spell and no tokenizer takes."""
     try:
         json.dumps(value, ensure_ascii=False).encode()
     except UnicodeEncodeError:

@@ -1,4 +1,4 @@
-"""Mistral: `[TOOL_CALLS]` and a list of calls; newer ones `[TOOL_CALLS]name[ARGS]{...}`, once for each call.
+"""Mistral: `[TOOL_CALLS]` and a list of calls; newer ones `[TOOL_CALLS]name[ARGS]{...}` for each.
 
 https://docs.mistral.ai/capabilities/function_calling and mistral-common's tokenizers v3 (the list) and v11 on (names).
 """
@@ -49,7 +49,7 @@ class MistralParser(CallParser):
 
 
 def form_of(template: str) -> ToolFormat:
-    """What the model was trained on: names and arguments apart, or a list, which SentencePiece sets off by a space."""
+    """Return what the model was trained on: names and arguments apart, or a list, perhaps behind a space."""
     if "[ARGS]" in template:
         return BY_NAME
     return replace(FORM, begin="[TOOL_CALLS] [") if "[TOOL_CALLS] [" in template else FORM

@@ -6,7 +6,9 @@ from gateway.tool_calling.events import OutputEvent
 
 
 class StepParser:
-    """`_step` takes from `_text` what it can, adds to `_events`, and returns whether the next one, which it may have
+    """A reader that goes by steps.
+
+    `_step` takes from `_text` what it can, adds to `_events`, and returns whether the next one, which it may have
     set, has something to do.
     """
 

@@ -43,7 +43,10 @@ class FunctionChoice(msgspec.Struct, frozen=True):
 
 
 class CustomTool(msgspec.Struct, frozen=True, kw_only=True):
-    """A tool of the Responses API that takes free text. `format`: what the text must look like, told in words."""
+    """A tool of the Responses API that takes free text.
+
+    `format`: what the text must look like, told in words.
+    """
 
     type: Literal["custom"]
     name: FunctionName
@@ -121,7 +124,7 @@ MadeCalls = Annotated[list[MadeCall], Meta(max_length=1024)]
 
 @dataclass(frozen=True)
 class Calling:
-    """How an answer may call: `functions` by their place in `tools`, whether it has to, whether more than once."""
+    """The calls that an answer may make: `functions` by their place in `tools`, whether it has to."""
 
     functions: dict[int, Function]
     must: bool = False
@@ -131,7 +134,9 @@ class Calling:
 def narrowed(
     tools: Sequence[Tool] | None, choice: ToolChoice | None
 ) -> tuple[Sequence[Tool] | None, ToolChoice | None]:
-    """Return the tools that `choice` allows, and the choice among them. Raises RequestError, naming the field.
+    """Return the tools that `choice` allows, and the choice among them.
+
+    Raises RequestError, naming the field.
 
     The model sees the allowed ones only: it does not hear of what it is not to call.
     """
@@ -172,14 +177,14 @@ def calling_of(tools: Sequence[Tool] | None, choice: ToolChoice | None, in_paral
 
 
 def schema_of(function: Function) -> dict[str, Any]:
-    """Of its arguments."""
+    """Return the schema of a function's arguments."""
     if function.parameters is None:
         return {"type": "object", "properties": {}, "additionalProperties": False}
     return function.parameters | {"type": "object"}
 
 
 def described(tool: Tool, needs_all_fields: bool = False) -> dict[str, Any]:
-    """As chat templates know tools: nothing of what concerns the server alone."""
+    """Return a tool as chat templates know it, without what concerns the server alone."""
     plain = msgspec.to_builtins(msgspec.structs.replace(tool, function=_without_strict(tool.function)))
     if needs_all_fields:
         plain["function"].setdefault("description", "")

@@ -1,4 +1,4 @@
-"""How a family writes calls, as data: for the grammar that makes a model call, and for telling one how to."""
+"""A family's way to write calls, as data: for grammars, and for telling a model how to call."""
 
 import secrets
 from collections.abc import Sequence
@@ -9,7 +9,9 @@ from gateway.tool_calling.tool_parser import CallParser
 
 @dataclass(frozen=True)
 class ToolFormat:
-    """`begin`, the calls with `join` between them, `end`; a call is `before` name `between` arguments `after`.
+    """The form of a family's calls.
+
+    `begin`, the calls with `join` between them, `end`; a call is `before` name `between` arguments `after`.
 
     `markers`: texts of it that a tokenizer may hold as special tokens. `answer` comes before an answer that does not
     call. `id_prefix`, `id_length`: of a call's id. With no `join` an answer calls once. `needs_all_fields`: its chat

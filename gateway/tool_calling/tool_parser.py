@@ -21,7 +21,9 @@ SPACE = " \t\r\n"
 
 
 class CallParser(StepParser):
-    """Reads calls behind the marker `opening`, alone or in a list, until `closing`. Pure; a family's is a subclass.
+    """Reads calls behind the marker `opening`, alone or in a list, until `closing`.
+
+    Pure; a family's is a subclass.
 
     What the events say does not depend on how the text is cut into pieces. Only what may become a marker or a call is
     held back. White space around calls is not said; everything else that is no call is, to the letter.
@@ -43,7 +45,7 @@ class CallParser(StepParser):
         self._forget_call()
 
     def finish(self, is_cut: bool = False) -> list[OutputEvent]:
-        """The rest, now that nothing follows: what was no call after all is said, whether or not it was cut off."""
+        """Return the rest, now that nothing follows: what was no call after all is said, cut off or not."""
         if self._is_announced:
             self._break(self._text)
         elif self._step != self._between:
@@ -148,7 +150,7 @@ class CallParser(StepParser):
     # What a family may see otherwise.
 
     def _is_known(self, name: str) -> bool:
-        """Behind a marker any name will do, as with vLLM: a client can tell the model that there is no such tool."""
+        """Return whether it is a name: any will do behind a marker, for the client may tell the model better."""
         return _is_name(name)
 
     def _other_order(self) -> bool:
@@ -218,7 +220,7 @@ class CallParser(StepParser):
 
     @property
     def _read(self) -> str:
-        """Of the call in hand, all that was taken from the text."""
+        """Return all that was taken from the text of the call in hand."""
         return self._lead + "".join(self._object)
 
 

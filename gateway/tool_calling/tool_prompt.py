@@ -18,7 +18,10 @@ _EXAMPLE = [("function_name", '{"argument": "value"}')]
 def plain_messages(
     messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]], form: ToolFormat
 ) -> list[dict[str, Any]]:
-    """The conversation in messages of text alone. Each has `content`; calls have their arguments as objects."""
+    """The conversation in messages of text alone.
+
+    Each has `content`; calls have their arguments as objects.
+    """
     plain: list[dict[str, Any]] = []
     for is_result, group in groupby(messages, key=lambda message: message["role"] == "tool"):
         some = list(group)

@@ -33,8 +33,10 @@ async def load(context: Context) -> dict[str, int]:
 
 @router.get("/ready", responses=returns(ReadyReply), response_model=None)
 async def ready(context: Context) -> JSONResponse:
-    """200 while a prefill and a decode worker that can exchange KV, or a mixed one, take work from this gateway,
-    and the registry answers.
+    """Answer 200 while this gateway can have work done.
+
+    It can while a prefill and a decode worker that can exchange KV, or a mixed one, take work from it, and the registry
+    answers.
     """
     workers = context.dispatch.workers
     what = nothing_placed("does not answer") if workers.is_blind else workers.lack()
