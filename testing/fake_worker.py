@@ -32,7 +32,9 @@ from contracts.request import Cancel, Job
 
 @dataclass
 class FakeWorker:
-    """`period_s`: time between two steps, each of which gives every answer a token; 0.0: as fast as they are read.
+    """A worker that answers by a script.
+
+    `period_s`: time between two steps, each of which gives every answer a token; 0.0: as fast as they are read.
 
     `refuse`: HTTP status for jobs, 0 for none. `script`: the token ids of every answer; empty: those of the prompt,
     over and over.
@@ -72,7 +74,7 @@ class FakeWorker:
         self.url = f"http://127.0.0.1:{self._runner.addresses[0][1]}"
 
     async def stop(self) -> None:
-        """As if the process ended."""
+        """Stop, as if the process ended."""
         for task in list(self._running.values()):
             task.cancel()
         self.break_streams()
@@ -89,7 +91,7 @@ class FakeWorker:
             queue.put_nowait(events)
 
     def fail(self, job: Job) -> None:
-        """As if its engine gave this one up."""
+        """Fail this job, as if its engine gave it up."""
         self._cancel(Cancel(job.request_id, job.epoch, "failed"))
         self.publish(job.gateway_id, [Failed(job.request_id, job.epoch, "internal", "told to")])
 

@@ -1,4 +1,4 @@
-"""A transport whose two ends are in one process: a ring of arrays, for tests of everything above a transport."""
+"""A transport whose two ends are in one process: a ring of arrays, for tests of all above it."""
 
 import threading
 from collections import deque
