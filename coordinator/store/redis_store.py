@@ -12,7 +12,7 @@ from redis.backoff import NoBackoff
 from redis.commands.core import AsyncScript
 from redis.exceptions import AuthenticationError, ConnectionError, ReadOnlyError, RedisError, TimeoutError
 
-from contracts.codec import decoder, encode
+from contracts.codec import WIRE_VERSION, decoder, encode
 from contracts.errors import ConfigError, RegistryError
 from contracts.ids import Epoch, GatewayId, Incarnation, RequestId, WorkerId
 from contracts.node import Node, NodeInfo, NodeLoad
@@ -41,10 +41,6 @@ TIMEOUT_S = 0.25
 CALL_TIMEOUT_S = 4 * TIMEOUT_S
 MAX_CONNECTIONS = 32
 """More calls than this at once wait for one another: Redis runs scripts one at a time anyway."""
-SCHEMA = 2
-"""Version of the keys and of what they hold. Processes of another one are another pool: a pool's services are of one
-release.
-"""
 MAX_ROWS = 256
 """Workers read by one script: a millisecond in which the others wait."""
 ADOPTED_LEASE_MS = 4000
@@ -80,7 +76,7 @@ class RedisStore:
     ) -> None:
         self._redis = _client(url)
         self._where = hide_password(url)
-        self.prefix = f"tandem:{{{pool}}}:{SCHEMA}:"
+        self.prefix = f"tandem:{{{pool}}}:{WIRE_VERSION}:"
         self._alive_ms = int(alive_s * 1000)
         self._stale_record_kept_ms = int(stale_record_kept_s * 1000)
         self._observe = observe

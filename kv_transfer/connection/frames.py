@@ -10,7 +10,7 @@ from contracts.handoff import HandoffMessage
 from contracts.ids import Incarnation, WorkerId
 from contracts.layout import KVLayout
 
-PROTOCOL = 4
+PROTOCOL = codec.WIRE_VERSION
 
 
 class Hello(msgspec.Struct, frozen=True, tag="hello"):
