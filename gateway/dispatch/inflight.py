@@ -319,9 +319,6 @@ class InflightRequest:
     def _faults(self, teller: WorkerId, event: Event) -> dict[WorkerId, TandemError]:
         """Return without which workers it is to go on elsewhere, and why; none if it stays, or ends."""
         match event:
-            case Tokens() if self._miscounts(teller, event):
-                words = "a worker counts the tokens of the answer otherwise: it is of an older release"
-                return {teller: by_code(TandemError.code, words)}
             case Failed(code=Overloaded.code) if self.is_begun:
                 return {teller: by_code(event.code, event.message)}
             case Failed() if event.code in HANDOFF_FAULTS:
@@ -329,15 +326,6 @@ class InflightRequest:
                 others = [ref.worker_id for ref in self.workers if ref.worker_id != teller]
                 return dict.fromkeys(others, by_code(event.code, event.message))
         return {}
-
-    def _miscounts(self, teller: WorkerId, event: Tokens) -> bool:
-        """Return whether the teller takes the answer so far for prompt, as without `num_answered`.
-
-        Of two workers, decode tells none of the attempt's first tokens.
-        """
-        first_index = self.answer.sequencer.first_index
-        is_second = not self.route.is_local and teller == self.route.decode.worker_id
-        return first_index > 0 and any(token.index < first_index + is_second for token in event.tokens)
 
     def _may_go_on_without(self, worker_id: WorkerId) -> bool:
         """Return whether prefill has said its token and no other.
