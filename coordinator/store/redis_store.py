@@ -41,8 +41,8 @@ TIMEOUT_S = 0.25
 CALL_TIMEOUT_S = 4 * TIMEOUT_S
 MAX_CONNECTIONS = 32
 """More calls than this at once wait for one another: Redis runs scripts one at a time anyway."""
-MAX_ROWS = 256
-"""Workers read by one script: a millisecond in which the others wait."""
+MAX_ROWS = 64
+"""Workers read by one script: a fraction of a millisecond in which others wait, here and at Redis."""
 ADOPTED_LEASE_MS = 4000
 """Lease of a request whose own was lost: its gateway renews once a second."""
 MAX_BATCH = 1000

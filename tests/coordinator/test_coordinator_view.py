@@ -204,7 +204,7 @@ class TestPlacer:
 async def test_a_large_pool_is_read_in_parts(any_server: RedisServer):
     store = RedisStore(any_server.url, fresh_pool())
     infos = [node(f"w{i:04}", WorkerRole.MIXED) for i in range(2 * MAX_ROWS + 3)]
-    await asyncio.gather(*(store.join(info) for info in infos))
+    await join(store, *infos)
     for is_full in (True, False):
         update = await store.pool(0, is_full)
         assert sorted(row.worker_id for row in update.rows) == [info.worker_id for info in infos]
