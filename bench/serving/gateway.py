@@ -31,10 +31,10 @@ from contracts.ids import Epoch, GatewayId, RequestId, WorkerId
 from contracts.node import NodeInfo, WorkerRole
 from contracts.request import Job, Route
 from contracts.sampling import SamplingParams
-from coordinator.memory_store import MemoryStore
 from gateway.main import run
 from gateway.settings import GatewaySettings
 from testing.fake_worker import FakeWorker
+from testing.memory_store import MemoryStore
 
 STREAMS = (1, 64, 512)
 TOKENS_PER_S = 20

@@ -20,10 +20,10 @@ from unittest.mock import patch
 from bench.report.result import ResultRow, write_result
 from contracts.ids import Epoch, GatewayId, Incarnation, RequestId, WorkerId
 from contracts.node import NodeInfo, NodeLoad, TransferCapabilities, WorkerRole
-from coordinator.memory_store import MemoryStore
 from coordinator.placement import placer as placing
 from coordinator.placement import policy
 from coordinator.placement.placer import Placer, PlaceRequest
+from testing.memory_store import MemoryStore
 
 LOAD = 0.85
 NUM_GATEWAYS = 4

@@ -6,7 +6,6 @@ from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
 from contracts.errors import ConfigError, RegistryError
-from coordinator.memory_store import MemoryStore
 from coordinator.settings import SCHEMES
 from coordinator.store.redis_store import Observer, RedisStore, unobserved
 from coordinator.store.store import Store
@@ -17,12 +16,10 @@ START_PATIENCE_S, START_RETRY_S = 3.0, 0.2
 
 
 def connect(redis_url: str, pool: str, observe: Observer = unobserved) -> Store:
-    """The store of `pool`; no connection is made yet. `memory://` is a store for this process alone.
+    """Return the store of `pool`; no connection is made yet.
 
-    Raises ConfigError on any other scheme, or a pool's name that would break its keys.
+    Raises ConfigError on a scheme that is not Redis', or a pool's name that would break its keys.
     """
-    if redis_url == "memory://":
-        return MemoryStore()
     if not redis_url.startswith(SCHEMES):
         raise ConfigError(f"redis_url is '{redis_url}'; it must begin with {', '.join(SCHEMES)}")
     if not pool or any(mark in pool for mark in "{}"):

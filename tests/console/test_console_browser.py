@@ -12,10 +12,10 @@ from fastapi import FastAPI, Response
 
 from bench.system.local_system import System, running
 from checkpoint import open_checkpoint
-from coordinator.memory_store import MemoryStore
 from gateway.console.routes import add_console
 from gateway.http.api_keys import ApiKeyMiddleware
 from service.server import serving
+from testing.memory_store import MemoryStore
 from tests.console.browser import Page, find_chromium
 from tests.console.handoffs import two_handoffs
 from tests.console.looks import IN_FLIGHT, PARIS, TWO_IN_FLIGHT, ask, look_at

@@ -16,9 +16,9 @@ import pytest
 from contracts.errors import Unavailable
 from contracts.ids import WorkerId
 from contracts.node import NodeInfo
-from coordinator.memory_store import MemoryStore
 from coordinator.store.store import WorkerView
 from gateway.console.routes import FILES, Looks, RequestLog
+from testing.memory_store import MemoryStore
 from tests.nodes import node_info
 
 FOLDER = resources.files("gateway.console")

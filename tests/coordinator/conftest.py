@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.memory_store import MemoryStore
 from coordinator.store.local_server import RedisServer, find_bundled
 from coordinator.store.redis_store import RedisStore
 from coordinator.store.store import Store
+from testing.memory_store import MemoryStore
 from tests.coordinator.coordinator_rig import fresh_pool
 
 

@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 from contracts.errors import TandemError
 from contracts.ids import Epoch, GatewayId, Incarnation, RequestId, WorkerId
 from contracts.node import NodeLoad, TransferCapabilities, WorkerRole
-from coordinator.memory_store import MemoryStore
 from coordinator.request_states import ENDS, RequestState
 from coordinator.store.local_server import RedisServer
 from coordinator.store.redis_store import RedisStore
 from coordinator.store.store import StateTransition, Store
+from testing.memory_store import MemoryStore
 from tests.coordinator.coordinator_rig import answers, ask, credits, fresh_pool, node, place, prefixes
 from tests.nodes import ways
 

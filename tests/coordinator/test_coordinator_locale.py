@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from contracts.node import WorkerRole
-from coordinator.memory_store import MemoryStore
 from coordinator.store.local_server import RedisServer
 from coordinator.store.redis_store import RedisStore
 from coordinator.store.store import Store
+from testing.memory_store import MemoryStore
 from tests.coordinator.conftest import program
 from tests.coordinator.coordinator_rig import ask, fresh_pool, join, node, place
 

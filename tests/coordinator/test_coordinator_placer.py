@@ -2,8 +2,8 @@
 
 import asyncio
 
-from coordinator.memory_store import MemoryStore
 from coordinator.placement.placer import Placer
+from testing.memory_store import MemoryStore
 
 
 async def test_a_read_that_is_over_is_not_awaited_again() -> None:

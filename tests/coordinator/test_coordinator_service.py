@@ -21,7 +21,6 @@ from pydantic import SecretStr
 from contracts.errors import ConfigError, RegistryError, Unavailable
 from contracts.ids import Epoch, RequestId
 from coordinator import main, reaper
-from coordinator.memory_store import MemoryStore
 from coordinator.metrics import RedisTimes
 from coordinator.reaper import GRACE_S, PERIOD_S, Reaper
 from coordinator.service import make_app
@@ -29,6 +28,7 @@ from coordinator.settings import CoordinatorSettings
 from coordinator.store.local_server import RedisServer, find_bundled, find_server
 from coordinator.store.redis_store import RedisStore
 from coordinator.store.store import Lead, Reaped, Store
+from testing.memory_store import MemoryStore
 from tests.coordinator.coordinator_rig import ALIVE_LOAD, ask, fresh_pool, pair, place
 from tests.environment import plain_environment
 from tests.waiting import async_until, is_gone, until

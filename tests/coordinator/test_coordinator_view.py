@@ -10,7 +10,6 @@ from msgspec.structs import replace
 from contracts.errors import Overloaded, RegistryError, Unavailable
 from contracts.ids import Epoch, Incarnation, RequestId, WorkerId
 from contracts.node import NodeInfo, NodeLoad, WorkerRole
-from coordinator.memory_store import MemoryStore
 from coordinator.placement import policy
 from coordinator.placement.placer import Placer
 from coordinator.placement.policy import Candidate
@@ -19,6 +18,7 @@ from coordinator.placement.prefixes import BLOCK_TOKENS
 from coordinator.store.local_server import RedisServer
 from coordinator.store.redis_store import MAX_ROWS, RedisStore
 from coordinator.store.store import Claim, Claimed, PoolRow, PoolUpdate, Store, WorkerCounts
+from testing.memory_store import MemoryStore
 from tests.coordinator.coordinator_rig import ask, credits, fresh_pool, join, node, pair, prefixes, reap
 from tests.nodes import ways
 

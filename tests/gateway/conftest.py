@@ -5,10 +5,10 @@ import pytest
 from tokenizers import Tokenizer
 
 from checkpoint import Checkpoint, open_checkpoint
-from coordinator.memory_store import MemoryStore
 from coordinator.store.local_server import RedisServer
 from coordinator.store.redis_store import RedisStore
 from coordinator.store.store import Store
+from testing.memory_store import MemoryStore
 from tests.gateway.gateway_rig import Rig, gateway, pair
 
 

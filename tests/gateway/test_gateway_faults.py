@@ -18,11 +18,11 @@ from contracts.ids import Epoch, Incarnation, RequestId, WorkerId
 from contracts.layout import KVLayout
 from contracts.node import Node, NodeLoad, WorkerRole
 from contracts.request import Cancel, Job, WorkerRef
-from coordinator.memory_store import MemoryStore
 from coordinator.store.store import Claim, Claimed, PoolUpdate
 from gateway.dispatch import inflight
 from gateway.tokenization.detokenizer import Detokenizer
 from testing.fake_worker import FakeWorker
+from testing.memory_store import MemoryStore
 from tests.gateway.gateway_rig import GATEWAY, SECRET, Rig, coordinated, gateway, pair
 from tests.nodes import ways
 

@@ -18,13 +18,13 @@ from contracts.events import Event, Failed, Finished, FinishReason, Prefilled, T
 from contracts.ids import GatewayId, Incarnation, RequestId, WorkerId
 from contracts.node import WorkerRole
 from contracts.request import Job
-from coordinator.memory_store import MemoryStore
 from coordinator.store.store import Claim, Claimed
 from gateway.dispatch.dispatcher import Dispatcher
 from gateway.dispatch.inflight import MAX_REPLAYS
 from gateway.dispatch.placement import StorePlacement
 from gateway.generation.generation_state import GenerationState, OutputDelta
 from gateway.prompting.chat_template import Prompting
+from testing.memory_store import MemoryStore
 from tests.coordinator.coordinator_rig import reap
 from tests.gateway.gateway_wires import PROMPT, Wires, ask, join
 

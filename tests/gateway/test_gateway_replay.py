@@ -13,9 +13,9 @@ from contracts.events import Event, Failed, Finished, FinishReason, Prefilled
 from contracts.ids import Epoch, RequestId, WorkerId
 from contracts.node import WorkerRole
 from contracts.request import Job, Route
-from coordinator.memory_store import MemoryStore
 from coordinator.store.store import Claim, Claimed
 from testing.fake_worker import FakeWorker
+from testing.memory_store import MemoryStore
 from tests.gateway.gateway_rig import SECRET, Rig, coordinated, gateway, pair
 
 pytestmark = pytest.mark.slow

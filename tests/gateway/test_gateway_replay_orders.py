@@ -13,12 +13,12 @@ from contracts.events import Event, Failed, Prefilled, Token, Tokens
 from contracts.ids import GatewayId, Incarnation, RequestId, WorkerId
 from contracts.node import WorkerRole
 from contracts.request import Cancel, Job
-from coordinator.memory_store import MemoryStore
 from gateway.dispatch.dispatcher import Dispatcher
 from gateway.dispatch.inflight import MAX_ATTEMPTS, MAX_REPLAYS, InflightRequest
 from gateway.dispatch.placement import StorePlacement
 from gateway.generation.generation_state import GenerationState, OutputDelta
 from gateway.prompting.chat_template import Prompting
+from testing.memory_store import MemoryStore
 from tests.gateway.gateway_wires import Wires, ask, join
 
 pytestmark = pytest.mark.usefixtures("at_once")

@@ -16,7 +16,6 @@ from contracts.errors import Unavailable
 from contracts.events import FinishReason, Prefilled, PromptScored, PromptToken, Token
 from contracts.ids import Epoch, GatewayId, RequestId
 from contracts.sampling import SamplingParams
-from coordinator.memory_store import MemoryStore
 from coordinator.placement.prefixes import BLOCK_TOKENS
 from gateway.api.openai.completions import CompletionFormatter
 from gateway.api.openai.vllm_extensions import add_details
@@ -24,6 +23,7 @@ from gateway.dispatch.placement import StorePlacement
 from gateway.generation.generation_state import GenerationState, OutputDelta, ShownToken
 from gateway.prompting.chat_template import Prompting
 from gateway.prompting.generation_request import GenerationRequest
+from testing.memory_store import MemoryStore
 from tests.gateway.gateway_rig import gateway, pair
 
 FOX = "The quick brown 日本 fox"

@@ -5,8 +5,8 @@ import random
 from contracts.ids import GatewayId, RequestId
 from contracts.node import NodeInfo, WorkerRole
 from contracts.sampling import SamplingParams
-from coordinator.memory_store import MemoryStore
 from coordinator.placement.placer import Placer, PlaceRequest
+from testing.memory_store import MemoryStore
 from tests.engine import tiny_models
 from tests.nodes import node_info
 from tests.path.cores import Cores, Worker

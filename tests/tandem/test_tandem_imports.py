@@ -30,7 +30,7 @@ class Core(worker.main.CoreProcess):
         raise ConfigError("seen")
 
 worker.main.CoreProcess = Core
-assert worker.main.main(["--secret", "s", "--redis-url", "memory://"]) == 1
+assert worker.main.main(["--secret", "s", "--redis-url", "redis://127.0.0.1:1/0"]) == 1
 """
     assert imported(code) == set()
 

@@ -10,11 +10,11 @@ import pytest
 from contracts.errors import RegistryError, Unavailable
 from contracts.ids import Epoch, Incarnation, RequestId, WorkerId
 from contracts.node import Node, NodeInfo, NodeLoad, WorkerRole
-from coordinator.memory_store import MemoryStore
 from coordinator.request_states import RequestState
 from coordinator.store.store import StateTransition
 from kv_transfer.settings import TransferSettings
 from process.sockets import listen
+from testing.memory_store import MemoryStore
 from tests.nodes import node_info
 from tests.waiting import async_until
 from tests.worker.fronts import RememberingCore, make_state, make_status

@@ -1,4 +1,4 @@
-"""A real worker: front and core as processes, the store in its own memory."""
+"""A real worker: front and core as processes, alone in a pool of a real Redis."""
 
 import os
 import signal
@@ -14,7 +14,7 @@ from contracts.codec import frame
 from tests.e2e.tiny import save_tiny
 from tests.environment import plain_environment
 from tests.waiting import is_gone, until
-from tests.worker.worker_rig import DEADLINE_S, running_worker
+from tests.worker.worker_rig import DEADLINE_S, registry, running_worker
 from worker.messages import Start, Stop
 
 pytestmark = pytest.mark.slow
@@ -26,7 +26,7 @@ def model(tmp_path_factory) -> str:
 
 
 def start(*flags: str, secret: str = "s") -> subprocess.Popen:
-    command = [sys.executable, "-m", "tandem", "worker", "--redis-url", "memory://", *flags]
+    command = [sys.executable, "-m", "tandem", "worker", *registry(), *flags]
     env = plain_environment() | {"TANDEM_SECRET": secret, "TANDEM_NUM_THREADS": "1", "TANDEM_KV_CACHE_MIB": "16"}
     return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 

@@ -1,13 +1,16 @@
 """A real worker as a process, and a gateway of a few lines that talks to it. Not a test."""
 
 import asyncio
+import atexit
 import json
 import os
+import secrets
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 
 import httpx
@@ -19,6 +22,7 @@ from contracts.events import Event, EventFrame, Failed, Finished
 from contracts.ids import Epoch, GatewayId, RequestId, WorkerId
 from contracts.request import Cancel, Job, Route, WorkerRef
 from contracts.sampling import SamplingParams
+from coordinator.store.local_server import RedisServer
 from tests.environment import plain_environment
 from tests.waiting import async_until, until
 
@@ -63,12 +67,26 @@ class RunningWorker:
         return sums
 
 
+@cache
+def _redis() -> RedisServer:
+    """Return the server that all workers of this run share; it dies with it."""
+    server = RedisServer()
+    server.start()
+    atexit.register(server.close)
+    return server
+
+
+def registry() -> list[str]:
+    """Return the options of a worker that is alone in its pool."""
+    return ["--redis-url", _redis().url, "--pool", secrets.token_hex(4)]
+
+
 @contextmanager
 def running_worker(folder: Path, model: str, *flags: str, **environment: str) -> Iterator[RunningWorker]:
     """One worker that serves; killed at the end if it has not ended by then."""
     ready, log = folder / "ready.json", folder / "log"
     own = ("--model", model, "--dtype", "float32", "--ready-file", str(ready))
-    command = [sys.executable, "-m", "tandem", "worker", "--redis-url", "memory://", *own, *flags]
+    command = [sys.executable, "-m", "tandem", "worker", *registry(), *own, *flags]
     settings = {"TANDEM_SECRET": "s", "TANDEM_NUM_THREADS": "1", "TANDEM_KV_CACHE_MIB": "16"}
     with log.open("wb") as output:
         process = subprocess.Popen(

@@ -10,7 +10,6 @@ from math import inf
 from contracts.ids import Epoch, GatewayId, Incarnation, RequestId, WorkerId
 from contracts.node import Node, NodeInfo, NodeLoad
 from contracts.request import WorkerRef
-from coordinator.memory_worker import DECODE, PREFILL, Worker
 from coordinator.placement import policy as placement
 from coordinator.request_states import (
     ENDS,
@@ -38,6 +37,7 @@ from coordinator.store.store import (
     WorkerView,
     to_counts,
 )
+from testing.memory_worker import DECODE, PREFILL, Worker
 
 
 @dataclass
