@@ -7,11 +7,11 @@ const SHOWN_REQUESTS = 10;
 export class Account {
   constructor() {
     this.mine = new Map(); // id -> Timing
-    this.chosen = null; // until the reader chooses, the newest
+    this.chosen = null; // the newest request is shown until the reader chooses one
     this.drawn = "";
   }
 
-  /** This page's own clock on one of its requests. */
+  /** Keep the times that this page measured of one of its requests. */
   measured(id, timing) {
     this.mine.set(id, timing);
     this.chosen = null;
@@ -24,7 +24,7 @@ export class Account {
     $("account-body").hidden = chosen === undefined;
     if (chosen === undefined) return;
     const key = JSON.stringify([chosen.id, accounts.map((facts) => facts.id), this.mine.has(chosen.id)]);
-    if (key === this.drawn) return; // the focus stays where it is
+    if (key === this.drawn) return; // drawing again would move the focus
     this.drawn = key;
     const parts = split(chosen, this.mine.get(chosen.id));
     drawLanes(parts);
@@ -46,10 +46,10 @@ export class Account {
 }
 
 /**
- * Parts {lane, name, fromMs, ms, meaning} of a request's time; zero is when the gateway took the request.
+ * Return the parts {lane, name, fromMs, ms, meaning} of a request's time; zero is when the gateway took the request.
  *
- * The services' clocks are not compared: each lane is laid so that it ends when the gateway heard of its end. What no
- * stage covers is shown as what it is, the gateway and the way to the workers and back.
+ * The services' clocks are not compared: each lane is placed so that it ends when the gateway heard of its end. Time
+ * that no stage covers is shown as the gateway and the way to the workers and back.
  */
 export function split(facts, timing) {
   const stages = Object.fromEntries(Object.entries(facts.stages_s).map(([name, seconds]) => [name, 1000 * seconds]));
@@ -60,7 +60,7 @@ export function split(facts, timing) {
     ["queue", stages.prefill_queue, "waited for its turn"],
     ["compute", stages.prefill_prefill, `computed ${facts.prompt_tokens - facts.cached_tokens} of ${facts.prompt_tokens} prompt tokens, sampled token 0`],
   ]);
-  const isLocal = stages.prefill !== undefined; // one worker did both: its account repeats the prefill side's
+  const isLocal = stages.prefill !== undefined; // one worker did both, and its account repeats the prefill side's
   const decode = lay("decode", facts.decode, total, isLocal ? [["decode", stages.decode, "produced the other tokens"]] : [
     ["expect", stages.expect, "had the job; the offer was not yet there"],
     ["land", stages.land, "granted pages; took chunks until the last was checked"],
@@ -79,7 +79,7 @@ function page(timing, first) {
 
 function gateway(stages, prefill, first, total) {
   const before = first - prefill.reduce((sum, part) => sum + part.ms, 0);
-  const { prepare = 0, place = 0 } = stages; // of one that found no place, neither
+  const { prepare = 0, place = 0 } = stages; // a request that was not placed has neither
   const where = { lane: "gateway", where: "gateway" };
   return [
     { ...where, name: "prepare", fromMs: 0, ms: prepare, tint: 0, meaning: "parsed it; template, tokens, grammar" },

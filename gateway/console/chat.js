@@ -1,11 +1,11 @@
-// The conversation: it lives in this page, and its words go nowhere but to the completions endpoint.
+// The conversation: it lives in this page, and its text goes nowhere but to the completions endpoint.
 
 import { $, h } from "./dom.js";
 import { answer, Refused } from "./stream.js";
 import { Timing, timingLine } from "./timing.js";
 
 export class Chat {
-  /** `key()` is the API key; `onAnswered(id, timing)` is told of each answer that ends. */
+  /** `key()` is the API key; `onAnswered(id, timing)` is called for each answer that ends. */
   constructor(key, onAnswered) {
     this.key = key;
     this.onAnswered = onAnswered;
@@ -55,16 +55,16 @@ export class Chat {
       const finish = await this.#stream(words, thought, line);
       if (finish === "length") article.append(h("p.hint", {}, "Cut off here: the answer may be longer with more tokens under Options."));
       if (words.textContent) this.turns.push({ role: "assistant", content: words.textContent });
-      else this.turns.pop(); // what was only thought about is not answered
+      else this.turns.pop(); // an answer of reasoning alone is no answer
     } catch (error) {
-      this.turns.pop(); // what was not answered is not part of the next prompt
+      this.turns.pop(); // a question without an answer is not part of the next prompt
       article.append(h("p.failed", { role: "alert" }, explain(error)));
     } finally {
       this.#run(null);
     }
   }
 
-  /** Returns the answer's finish_reason. */
+  /** Return the answer's finish_reason. */
   async #stream(words, thought, line) {
     const timing = new Timing();
     let id = null;
@@ -75,7 +75,7 @@ export class Chat {
         id = chunk.id;
         const delta = chunk.choices[0]?.delta ?? {};
         if (delta.reasoning) think(thought, delta.reasoning);
-        if (delta.content && !words.textContent) thought.open = false; // its reader has the answer to read now
+        if (delta.content && !words.textContent) thought.open = false; // the reader has the answer to read now
         if (delta.content) words.append(delta.content);
         finish = chunk.choices[0]?.finish_reason ?? finish;
         timing.arrived(chunk.usage.completion_tokens);
@@ -102,7 +102,7 @@ export class Chat {
 
   #run(controller) {
     this.running = controller;
-    $("log").setAttribute("aria-busy", String(controller !== null)); // read out once, when it is whole
+    $("log").setAttribute("aria-busy", String(controller !== null)); // a screen reader reads it once, when it is complete
     $("send").disabled = controller !== null;
     $("stop").disabled = controller === null;
   }

@@ -1,8 +1,8 @@
-// Elements and numbers. Text goes in as text nodes, never as markup.
+// Builds elements and formats numbers. Text is inserted as text nodes, never as markup.
 
 export const $ = (id) => document.getElementById(id);
 
-/** `h("td.number", {title: "..."}, "text", child)`; attributes that are undefined or false are left out. */
+/** Return an element: `h("td.number", {title: "..."}, "text", child)`. Attributes that are undefined or false are left out. */
 export function h(kind, attributes = {}, ...children) {
   const [tag, ...classes] = kind.split(".");
   const element = document.createElement(tag);
@@ -23,7 +23,7 @@ export function svg(tag, attributes = {}, ...children) {
 
 export const count = (value) => Math.round(value).toLocaleString("en-US").replaceAll(",", "\u202f");
 
-/** Milliseconds with about three figures. */
+/** Return milliseconds with about three digits. */
 export const ms = (value) => (value >= 100 ? count(value) : value.toFixed(value >= 10 ? 1 : 2));
 
 export const percent = (share) => `${(100 * share).toFixed(share && share < 0.1 ? 1 : 0)} %`;

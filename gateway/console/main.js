@@ -30,7 +30,7 @@ function watchTheme() {
   }
 }
 
-/** Asks again by itself while the page is seen; a hidden page asks nothing. One look at a time, whoever calls. */
+/** Ask for the state again and again while the page is visible; there is one request at a time, whoever calls. */
 async function look() {
   clearTimeout(timer);
   if (document.hidden || isLooking) return;
@@ -44,7 +44,7 @@ async function look() {
   }
 }
 
-/** Returns how long to wait for the next. */
+/** Return how long to wait before the next request. */
 async function lookOnce() {
   const response = await fetch("/console/state", { headers: authorization(key()) }).catch(() => null); // no server
   if (!response?.ok) {
@@ -62,14 +62,14 @@ async function lookOnce() {
 
 async function nameModel() {
   const response = await fetch("/v1/models", { headers: authorization(key()) }).catch(() => null);
-  if (!response?.ok) return; // the next look asks again
+  if (!response?.ok) return; // the next request tries again
   const [card] = (await response.json()).data;
   $("model").textContent = `${card.id}, ${card.max_model_len} tokens`;
 }
 
 function say(text, mood) {
   const condition = $("condition");
-  if (condition.textContent !== text) condition.textContent = text; // a status is read out when it changes
+  if (condition.textContent !== text) condition.textContent = text; // a screen reader reads a status when it changes
   condition.dataset.mood = mood;
 }
 

@@ -1,6 +1,6 @@
 // The server's side of a chat: one streamed answer.
 
-/** Why the answer did not come, in the server's words. `status` is 0 if it broke off after it had begun. */
+/** The error of an answer that did not come, in the server's words. `status` is 0 if it broke off after it had begun. */
 export class Refused extends Error {
   constructor(message, status) {
     super(message);
@@ -8,7 +8,7 @@ export class Refused extends Error {
   }
 }
 
-/** The chunks of the answer, parsed. Throws Refused, and what fetch throws. */
+/** Yield the parsed chunks of the answer. Throws Refused, and what fetch throws. */
 export async function* answer(body, key, signal) {
   const headers = { "Content-Type": "application/json", ...authorization(key) };
   const response = await fetch("/v1/chat/completions", { method: "POST", headers, body: JSON.stringify(body), signal });
@@ -29,7 +29,7 @@ async function reason(response) {
   try {
     return JSON.parse(text).error.message;
   } catch {
-    return `HTTP ${response.status}`; // a proxy in between answers in a shape of its own
+    return `HTTP ${response.status}`; // a proxy in between answers in its own form
   }
 }
 

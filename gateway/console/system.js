@@ -1,4 +1,4 @@
-// The picture of the system: workers on their sides, handoffs by the stage that the store knows, and the links.
+// Draws the system: workers on their sides, handoffs by their state in the store, and links.
 
 import { $, bytes, count, h, percent } from "./dom.js";
 
@@ -25,7 +25,7 @@ export class System {
     this.#showWorkers(state.workers);
     showStations(state.states);
     showLinks(state.workers, earlier, seconds);
-    if (seconds !== 0 || !this.before) this.before = state; // the same look served twice says nothing of rates
+    if (seconds !== 0 || !this.before) this.before = state; // the same state served twice gives no rates
   }
 
   #showWorkers(workers) {
@@ -85,7 +85,7 @@ function showStations(states) {
   }));
 }
 
-/** Outgoing ends only: each link is counted by who sends. */
+/** Show the outgoing end of each link only, so that it is counted once. */
 function showLinks(workers, earlier, seconds) {
   const rows = [];
   for (const worker of workers) {

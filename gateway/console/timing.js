@@ -1,4 +1,4 @@
-// When the tokens of one answer came, as this page saw it.
+// Records when the tokens of one answer came to this page.
 
 import { h, ms, svg } from "./dom.js";
 
@@ -14,7 +14,7 @@ export class Timing {
     this.gapsMs = []; // one per token after the first; tokens that came together share their gap
   }
 
-  /** `numTokens` of the answer have come by `now`. */
+  /** Record that `numTokens` of the answer have come by `now`. */
   arrived(numTokens, now = performance.now()) {
     const more = numTokens - this.numTokens;
     if (more <= 0) return;
@@ -36,7 +36,7 @@ export class Timing {
     return this.lastMs === null ? null : this.lastMs - this.startedMs;
   }
 
-  /** After the first token. */
+  /** Return the tokens per second after the first token, or null. */
   get tokensPerSecond() {
     const span = this.lastMs - this.firstMs;
     return span > 0 ? (1000 * (this.numTokens - 1)) / span : null;
@@ -49,7 +49,7 @@ export class Timing {
   }
 }
 
-/** The line under an answer, kept up to date by `show(timing)`. */
+/** Return the line under an answer, which `show(timing)` keeps up to date. */
 export function timingLine() {
   const facts = h("dl.timing");
   const strip = h("div.gaps");
@@ -72,7 +72,7 @@ function show(timing, facts, strip) {
 
 const shown = (gapMs) => (gapMs === null ? "…" : `${ms(gapMs)} ms`);
 
-/** A bar per token; of an answer longer than MAX_BARS each bar is the longest gap of its share. */
+/** Draw a bar per token; for an answer longer than MAX_BARS each bar is the longest gap of its share. */
 function bars(gapsMs) {
   const per = Math.max(1, Math.ceil(gapsMs.length / MAX_BARS));
   const tops = [];
