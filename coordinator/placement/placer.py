@@ -15,7 +15,7 @@ from contracts.request import Route
 from coordinator.placement import policy, prefixes
 from coordinator.placement.policy import Candidate, RouteOffer
 from coordinator.placement.pool_view import SHORTLIST, PoolView
-from coordinator.store.store import Claim, Claimed, ClaimedRoute, ClaimedWorker, Store
+from coordinator.store.store import Claim, Claimed, ClaimedRoute, ClaimedWorker, PoolUpdate, Store
 
 CHANGES_PERIOD_S, FULL_PERIOD_S = 0.25, 2.0
 """How old a view gets before the changes, or all of the pool, are read. Workers beat each second, so changes bring all
@@ -23,6 +23,8 @@ that live: the whole is for what Redis lost or its clock skipped."""
 MIN_PERIOD_S, MIN_CLAIMS, WORKERS_PER_CLAIM = 0.002, 4, 64
 """Changes are read sooner where placements are many: after one of our own for so many workers, since other gateways
 have placed as much that is not known here. So what reading costs a placement does not depend on the pool."""
+MAX_PART = 64
+"""Workers that are taken in at once: half a millisecond in which no token leaves."""
 MAX_AGE_S = 1.0
 """A placement waits for a view that is older."""
 MAX_CLAIMS = 4
@@ -138,11 +140,20 @@ class Placer:
         number, began_s, self._num_claims = self._num_begun, self._clock(), 0
         is_full = began_s - self._full_s > FULL_PERIOD_S
         update = await self._store.pool(self._since_us, is_full)
-        if update.now_us < self._since_us or not self._view.apply(update):
+        if update.now_us < self._since_us or not await self._take_in(update):
             update, is_full = await self._store.pool(0, True), True
-            self._view.apply(update)
+            await self._take_in(update)
         self._since_us, self._read_s, self._newest = update.now_us, began_s, number
         self._full_s = began_s if is_full else self._full_s
+
+    async def _take_in(self, update: PoolUpdate) -> bool:
+        """Take what was read into the view in parts, between which others have their turn."""
+        is_known = True
+        for first in range(0, len(update.rows), MAX_PART):
+            is_known &= self._view.apply_part(update.now_us, update.rows[first : first + MAX_PART])
+            await asyncio.sleep(0)
+        self._view.end_update(update)
+        return is_known
 
     def _now_ms(self) -> float:
         """Return the store's time, by what it was at the last read."""

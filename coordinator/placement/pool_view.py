@@ -7,7 +7,7 @@ the store's own, as its updates bring them.
 import math
 from bisect import bisect_left, insort
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from heapq import nsmallest
 from itertools import islice
 
@@ -68,17 +68,25 @@ class PoolView:
         return {worker_id: self._workers[worker_id].info.ref for worker_id in worker_ids}
 
     def apply(self, update: PoolUpdate) -> bool:
-        """Take in what was read. Returns whether all was known: else the whole pool is to be read anew."""
-        self._now_ms = update.now_us // 1000
+        """Take in what was read, and return whether all was known: else the whole pool is to be read anew."""
+        is_known = self.apply_part(update.now_us, update.rows)
+        self.end_update(update)
+        return is_known
+
+    def apply_part(self, now_us: int, rows: Sequence[PoolRow]) -> bool:
+        """Take in some rows of an update, and return whether all were known."""
+        self._now_ms = now_us // 1000
+        return all([self._apply(row) for row in rows])
+
+    def end_update(self, update: PoolUpdate) -> None:
+        """Drop those that a full update does not have, and pass over those that fell silent."""
         if update.is_full:
             for worker_id in self._workers.keys() - {row.worker_id for row in update.rows}:
                 self._remove(worker_id)
-        is_known = all([self._apply(row) for row in update.rows])
         for worker in [w for w in self._workers.values() if w.places and not w.is_alive(self._now_ms)]:
             self._order(worker)
         rates = (w.candidate.prefill_rate for w in self._workers.values() if w.places)
         self.fastest_rate = max(rates, default=0.0)
-        return is_known
 
     def update_counts(self, worker_id: WorkerId, counts: WorkerCounts | None, now_ms: float) -> None:
         """Take in fresh counts of one worker, as a claim brings them."""
