@@ -1,4 +1,4 @@
-"""Threads for work that a library does by recursion, as deep as a client's input makes it."""
+"""The threads for libraries that recurse as deeply as a client's input makes them."""
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -11,8 +11,10 @@ ever memory.
 
 
 class DeepThreads(ThreadPoolExecutor):
-    """All are started at once: when a request's work comes, there may be none left to start. Made by one thread, since
-    a stack's size is said for all threads that are started meanwhile. Raises RuntimeError if there are not as many.
+    """A pool of threads with large stacks, all of which are started at once.
+
+    When a request's work comes, it may be too late to start one. The pool is made by one thread, since the stack size
+    applies to all threads that are started meanwhile. Raises RuntimeError if not all can be started.
     """
 
     def __init__(self, num_threads: int, name: str) -> None:
@@ -20,7 +22,7 @@ class DeepThreads(ThreadPoolExecutor):
         are_all_there, usual_nbytes = threading.Event(), threading.stack_size(STACK_NBYTES)
         try:
             for _ in range(num_threads):
-                self.submit(are_all_there.wait)  # nobody is idle, so it takes another one
+                self.submit(are_all_there.wait)  # no thread is idle, so the pool starts another one
         finally:
             threading.stack_size(usual_nbytes)
             are_all_there.set()

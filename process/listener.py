@@ -77,6 +77,6 @@ def _require_room(fileno: int, limit: int) -> None:
 
 
 def is_accept_pause(context: dict[str, Any]) -> bool:
-    """Whether asyncio tells its exception handler of such a pause, which the log has already."""
+    """Return whether asyncio reports such a pause to its exception handler; the log has it already."""
     error = context.get("exception")
     return "socket" in context and isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE)

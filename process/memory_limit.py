@@ -1,4 +1,7 @@
-"""How much memory this process may still take: what the machine has free, or less where a control group limits it."""
+"""The memory that this process may still take.
+
+It is what the machine has free, or less if a control group limits it.
+"""
 
 from pathlib import Path
 
@@ -6,18 +9,18 @@ UNLIMITED = 1 << 60  # version 1 writes a number of this order where nothing is 
 
 
 def available_nbytes(root: Path = Path("/")) -> int:
-    """The least of what the machine has available and of what is left to each control group above this process."""
+    """Return the least of what the machine and each control group above this process have left."""
     return min([_machine_nbytes(root), *_left_in_groups(root)])
 
 
 def limit_nbytes(root: Path = Path("/")) -> int | None:
-    """The smallest limit of a control group above this process; None if there is none."""
+    """Return the smallest limit of a control group above this process, or None."""
     limits = [limit for folder in _groups(root) if (limit := _limit(folder)) is not None]
     return min(limits, default=None)
 
 
 def _machine_nbytes(root: Path) -> int:
-    """MemAvailable of /proc/meminfo, which is in KiB."""
+    """Return MemAvailable of /proc/meminfo, which is in KiB there."""
     lines = (root / "proc/meminfo").read_text().splitlines()
     return next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:"))
 
@@ -28,10 +31,10 @@ def _left_in_groups(root: Path) -> list[int]:
 
 
 def _groups(root: Path) -> list[Path]:
-    """The memory groups of this process, the innermost first: of version 2, or else of version 1 (cgroups(7)).
+    """Return the memory groups of this process, the innermost first.
 
-    In a container the path of /proc may be the host's, and the group itself is mounted on top: what is not there is
-    passed over, and the top is always looked at.
+    They are of version 2, or else of version 1 (cgroups(7)). In a container the path of /proc may be the host's, and
+    the group itself is mounted on top: what is not there is passed over, and the top is always looked at.
     """
     file = root / "proc/self/cgroup"
     if not file.exists():
@@ -57,7 +60,7 @@ def _limit(folder: Path) -> int | None:
 
 
 def _used(folder: Path) -> int:
-    """Without the page cache that the kernel would give back."""
+    """Return what is used without the page cache that the kernel would give back."""
     used = _read(folder / "memory.current") or _read(folder / "memory.usage_in_bytes") or "0"
     rows = dict(line.split() for line in _read(folder / "memory.stat").splitlines())
     return int(used) - int(rows.get("total_inactive_file", rows.get("inactive_file", 0)))

@@ -1,7 +1,9 @@
-"""Become another program that the kernel kills when the parent dies: `python leash.py PARENT_PID PROGRAM ARG...`.
+"""The program that becomes another one, which the kernel kills when the parent dies.
 
-Whatever starts a process of its own starts it through this (`leashed`), so that nothing is left behind even when the
-parent is killed. Run as a file, in isolated mode: it imports as little as it can.
+`python parent_death.py PARENT_PID PROGRAM ARG...`
+
+Processes are started through it (`die_with_parent`), so that nothing is left behind even when the parent is killed. It
+runs as a file, in isolated mode, and imports as little as it can.
 """
 
 import ctypes
@@ -14,7 +16,7 @@ PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 def die_with_parent(command: Sequence[str]) -> list[str]:
-    """The command that runs `command` in the same process, which then dies with the thread that started it."""
+    """Return the command that runs `command`, which then dies with the thread that started it."""
     return [sys.executable, "-IS", __file__, str(os.getpid()), *command]
 
 
@@ -22,7 +24,7 @@ def main() -> None:
     parent_pid, program = int(sys.argv[1]), sys.argv[2:]
     if ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL):
         sys.exit(f"prctl(PR_SET_PDEATHSIG): {os.strerror(ctypes.get_errno())}")
-    if os.getppid() != parent_pid:  # it died before the line above
+    if os.getppid() != parent_pid:  # the parent died before the line above
         sys.exit("the parent is gone")
     try:
         os.execvp(program[0], program)

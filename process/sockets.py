@@ -37,8 +37,9 @@ def listen(host: str, port: int, backlog: int = 128, silence_s: float = 0.0) -> 
 
 
 def free_port() -> int:
-    """One of the loopback interface for a server that binds it later, or again: below those that the system gives to
-    connections, so that none of these has it by then.
+    """Return a free port of the loopback interface for a server that binds it later, or again.
+
+    It is below the ports that the system gives to connections, so that no connection has it by then.
     """
     while True:
         port = random.randrange(*_SERVER_PORTS)
@@ -48,7 +49,7 @@ def free_port() -> int:
 
 
 def http_url(host: str, port: int) -> str:
-    """Of what listens on `host`; where that is every address, as this machine reaches it."""
+    """Return the URL of what listens on `host`; for every address, the one by which this machine reaches it."""
     if host in ("0.0.0.0", "::"):
         host = "127.0.0.1"
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

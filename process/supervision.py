@@ -1,4 +1,4 @@
-"""The words for how a process ended."""
+"""The description of how a process ended."""
 
 import signal
 

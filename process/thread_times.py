@@ -1,4 +1,7 @@
-"""What the threads of a process did between two looks: a busy host keeps CPUs from those that could run."""
+"""The CPU time of a process's threads between two observations.
+
+On a busy host threads that could run may get no CPU.
+"""
 
 import os
 from dataclasses import dataclass
@@ -9,7 +12,10 @@ TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 @dataclass(frozen=True)
 class ThreadTimes:
-    """One look. `cpu_s`: by thread, what it has used since it began; `is_runnable`: one runs, or waits for a CPU."""
+    """One observation of a process's threads.
+
+    `cpu_s` is what each has used since it began; `is_runnable` says that one runs, or waits for a CPU.
+    """
 
     cpu_s: dict[int, float]
     is_runnable: bool

@@ -1,4 +1,7 @@
-"""Naps that end when they should: Linux lets the timers of a thread be 50 us late, unless the thread says otherwise."""
+"""The precision of timers.
+
+Linux lets the timers of a thread be 50 us late, unless the thread says otherwise.
+"""
 
 import ctypes
 
@@ -7,5 +10,5 @@ SLACK_NS = 1000
 
 
 def set_timer_slack() -> None:
-    """The calling thread, from now on."""
+    """Make the timers of the calling thread precise from now on."""
     ctypes.CDLL(None).prctl(PR_SET_TIMERSLACK, SLACK_NS)

@@ -1,1 +1,4 @@
-"""What the process of every service shares: its settings' words, its signals, its HTTP server, its door."""
+"""The parts that every service's process shares.
+
+They are settings, signals, the HTTP server, its limits and its access check.
+"""

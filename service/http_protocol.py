@@ -1,4 +1,4 @@
-"""HTTP as far as a stranger may go with it: headers that end, and are no longer than it takes."""
+"""The limits of HTTP for strangers: headers must end in time, and must not be too long."""
 
 import asyncio
 import json
@@ -12,10 +12,10 @@ MAX_HEADERS_NBYTES = 32 << 10
 
 
 class LimitedProtocol(HttpToolsProtocol):
-    """Closes a connection whose request's headers are too slow or too long, those behind its body too.
+    """A protocol that closes connections whose headers are too slow or too long, trailers included.
 
-    Stays with HTTP/1.1 whatever a request would rather speak: Java's client offers HTTP/2 with its first request, and
-    the parser takes what follows such headers, the body, for the other protocol.
+    It stays with HTTP/1.1 whatever a request offers: Java's client offers HTTP/2 with its first request, and the parser
+    takes what follows such headers, the body, for the other protocol.
     """
 
     _headers_timer: asyncio.TimerHandle | None = None
@@ -29,7 +29,7 @@ class LimitedProtocol(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         if self._is_refused:
             return
-        self._headers_nbytes += len(data)  # forgotten where anything else is in it
+        self._headers_nbytes += len(data)  # reset where the data has anything else in it
         upgrade = self._parse(data)
         while upgrade is not None:
             data = self._plain_head() + data[upgrade:]
@@ -40,8 +40,10 @@ class LimitedProtocol(HttpToolsProtocol):
             self._refuse()
 
     def _parse(self, data: bytes) -> int | None:
-        """Where another protocol would begin, if one is offered. Not all that comes ends a connection's idleness: the
-        rest of a body behind its answer, a 401 say, and empty lines are no request, and no other timer runs for them.
+        """Parse the data; return where another protocol would begin, if one is offered.
+
+        Not everything that arrives ends a connection's idle time: the rest of a body behind its answer, a 401 for
+        example, and empty lines are no request, and no other timer runs for them.
         """
         try:
             self.parser.feed_data(data)
@@ -55,7 +57,10 @@ class LimitedProtocol(HttpToolsProtocol):
         return True  # so that nothing is begun before the request is read once more without its offer
 
     def _plain_head(self) -> bytes:
-        """The head that was read, without the offer, for a parser that has read nothing. None of CONNECT's is plain."""
+        """Return the head that was read without the offer, for a fresh parser.
+
+        A CONNECT has no plain form.
+        """
         method, version = self.parser.get_method(), self.parser.get_http_version().encode()
         self.parser = httptools.HttpRequestParser(self)
         if method == b"CONNECT":

@@ -1,10 +1,10 @@
-"""What fails at each attempt for a while, in the log when that begins and when it is over."""
+"""The log of repeated failures, which notes when they begin and when they are over."""
 
 import logging
 
 
 class OutageLog:
-    """`over`: what is said at its end; nothing if that is no news."""
+    """A log of one kind of outage; `over` is the message at its end, or nothing."""
 
     def __init__(self, log: logging.Logger, over: str = "") -> None:
         self._log, self._over = log, over
@@ -15,7 +15,10 @@ class OutageLog:
         return bool(self._kinds)
 
     def failed(self, words: str, kind: str = "") -> None:
-        """The words of the first of each kind are said: one reason may follow another, and nothing work between."""
+        """Note a failure; only the first of each kind is logged.
+
+        One reason may follow another without success in between.
+        """
         if kind not in self._kinds:
             self._log.warning("%s", words)
         self._kinds.add(kind)

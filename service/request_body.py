@@ -1,4 +1,4 @@
-"""The body of a request, as far as it may reach."""
+"""The reading of a request's body, up to a limit."""
 
 from collections.abc import Callable
 
@@ -8,8 +8,10 @@ from contracts.errors import RequestError
 
 
 async def read_body(request: Request, limit_nbytes: int, grown: Callable[[int], None] = lambda nbytes: None) -> bytes:
-    """Counted as it comes: who sends in chunks names no length. Raises RequestError with code too_large as soon as the
-    limit is passed, and what `grown` raises, which is told how long it is so far.
+    """Return the body, counted as it arrives, since chunked bodies state no length.
+
+    Raise RequestError with code too_large as soon as the limit is passed, and what `grown` raises, which is called with
+    the length so far.
     """
     parts, nbytes = [], 0
     async for part in request.stream():

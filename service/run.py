@@ -1,4 +1,4 @@
-"""The life of a service's process: settings, then work until a signal, then the way back."""
+"""The life of a service's process: settings, work until a signal, and shutdown."""
 
 import asyncio
 import logging
@@ -15,7 +15,7 @@ from service.settings import read_settings
 
 
 class ServiceSettings(Protocol):
-    """What the settings of every service have."""
+    """The settings that every service has."""
 
     @property
     def secret(self) -> SecretStr: ...
@@ -32,7 +32,7 @@ MAX_FILES = 65536
 def run_service(name: str, kind: type[S], argv: Sequence[str] | None, serve: Callable[[S], Awaitable[int]]) -> int:
     """Read settings and `serve` until SIGINT or SIGTERM, which cancel it.
 
-    Returns the exit code: 0 stopped, 1 could not start (a line on stderr says why), else what `serve` returned.
+    Return the exit code: 0 stopped, 1 could not start (a line on stderr says why), or else what `serve` returned.
     """
     try:
         settings = read_settings(kind, sys.argv[1:] if argv is None else argv)
@@ -48,7 +48,7 @@ def run_service(name: str, kind: type[S], argv: Sequence[str] | None, serve: Cal
 
 
 async def _until_signal(serve: Callable[[S], Awaitable[int]], settings: S) -> int:
-    """Signals unwind `serve` through its finally blocks, whatever it is doing; the second is as the first."""
+    """Run `serve`; each signal cancels it through its finally blocks, whatever it is doing."""
     task = asyncio.current_task()
     assert task is not None
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -62,9 +62,11 @@ def _require_secret(settings: ServiceSettings) -> None:
 
 
 def _allow_files() -> None:
-    """Shells give 1024 open files, for the sake of programs that wait by select(): fewer than a gateway's answers in
-    progress, each with its client's connection. Containers may give a thousand million, which some programs close one
-    by one before they start another: so no more than are of use.
+    """Raise the limit of open files.
+
+    Shells allow 1024, for programs that wait by select(), which is fewer than a gateway's answers in progress, each
+    with its client's connection. Containers may allow a thousand million, which some programs close one by one before
+    they start another, so the limit is not raised further than is useful.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = min(MAX_FILES, hard)
@@ -73,7 +75,10 @@ def _allow_files() -> None:
 
 
 def start_log(name: str, settings: ServiceSettings) -> None:
-    """The level is of what is written, too: a logger that others listen to may be let through to them."""
+    """Start the log at the level of the settings.
+
+    The handler has the level, too, since a logger may let more through for other listeners.
+    """
     level, written = settings.log_level.upper(), logging.StreamHandler()
     written.setLevel(level)
     form = f"%(asctime)s {name} %(levelname)s %(name)s: %(message)s"

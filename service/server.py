@@ -1,4 +1,4 @@
-"""uvicorn inside a process that has more to put away than its HTTP server."""
+"""The HTTP server (uvicorn) of a process that has more to shut down than that."""
 
 import asyncio
 import logging
@@ -26,10 +26,10 @@ A job that is posted in the moment when the server closes gets no answer, and it
 
 
 class UvicornServer(uvicorn.Server):
-    """A server of uvicorn's without its signal handlers, which end the process too early.
+    """A uvicorn server without its signal handlers, which would end the process too early.
 
-    It has things to put away first.
-    That it pauses to accept while descriptors are short is in the log once a minute, not as a traceback each time.
+    The process has other things to shut down first. A pause for lack of descriptors is logged once a minute, not as a
+    traceback each time.
     """
 
     async def serve(self, sockets: list[socket.socket] | None = None) -> None:
@@ -67,7 +67,7 @@ async def serving(app: FastAPI, listener: socket.socket) -> AsyncIterator[asynci
 
 
 def announce(host: str, listener: socket.socket, ready_file: ReadyFile) -> None:
-    """Tell the log, and whoever waits for `ready_file`, that from now on requests are answered."""
+    """Tell the log and the watcher of `ready_file` that requests are answered from now on."""
     url = http_url(host, listener.getsockname()[1])
     log.info("serving at %s", url)
     ready_file.write({"pid": os.getpid(), "url": url})

@@ -1,4 +1,4 @@
-"""Settings from the command line and the environment, and what is wrong with them in words that say what to set."""
+"""The settings of a service, and errors that say which one to set and how."""
 
 from collections.abc import Callable, Sequence
 from typing import TypeVar
@@ -21,9 +21,10 @@ def variable(name: str) -> str:
 
 
 def read_settings(kind: type[S], argv: Sequence[str], places: Callable[[str], str] = flag_and_variable) -> S:
-    """Command line before environment before defaults. An unknown option ends the process with code 2, like argparse.
+    """Read settings from the command line, the environment and defaults, in this order.
 
-    Raises ConfigError that names each wrong setting, its value, what is allowed, and by `places` where it is set.
+    An unknown option ends the process with code 2, like argparse. Raise ConfigError that names each wrong setting, its
+    value, what is allowed, and by `places` where it is set.
     """
     try:
         return CliApp.run(kind, cli_args=list(argv))

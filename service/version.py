@@ -1,10 +1,10 @@
-"""Which Tandem this is."""
+"""The release of this installation."""
 
 from importlib.metadata import PackageNotFoundError, version
 
 
 def release() -> str:
-    """The installed version, or 0.0.0 when run from a checkout."""
+    """Return the installed version, or 0.0.0 when run from a checkout."""
     try:
         return version("tandem")
     except PackageNotFoundError:

@@ -21,8 +21,6 @@ UNFINISHED: dict[str, set[str]] = {
     "decode_svc": {"sentence", "splat"},
     "kv_transfer": {"opening", "sentence", "splat", "length"},
     "prefill_svc": {"sentence", "splat"},
-    "process": {"opening", "sentence"},
-    "service": {"opening", "sentence"},
     "tandem": {"opening", "sentence", "splat"},
     "worker": {"opening", "sentence", "splat"},
 }
