@@ -223,7 +223,10 @@ class PrefillRole:
                 self._ledger.fail(attempt.live, error)
 
     def _went_with(self, attempt: OutgoingHandoff, lost: PeerDisconnected) -> bool:
-        """Not one that was offered before this news was read, over a new link: decode would keep its pages in vain."""
+        """Return whether the attempt was lost with the connection.
+
+        One that was offered over a new link before this news was read was not: decode would keep its pages in vain.
+        """
         return attempt.is_with(lost) and not self._node.knows(lost.peer_id, *attempt.id)
 
     # sending

@@ -1,5 +1,6 @@
-"""A prompt that nobody asked for, on its way through the core's loop: see kv_transfer.warm_path, of which this is the
-rest. The loop, the role and the ledger are those that serve; engine, transfer and front are stand-ins.
+"""The rehearsal of a prompt in the engine core's loop, which goes with kv_transfer.warm_path.
+
+The loop, the role and the table of attempts are those that serve; engine, transfer and front are stand-ins.
 """
 
 import time
@@ -29,7 +30,7 @@ _PAGES = [BlockId(0)]
 
 
 class EngineCoreRehearsal:
-    """Prefill's side: a prompt of one block is computed in one step and handed over."""
+    """The loop of prefill's engine core, in which a prompt of one block is computed and handed over."""
 
     def __init__(self, layout: KVLayout) -> None:
         self._link, self._node = _Link(), _Node()
@@ -42,7 +43,7 @@ class EngineCoreRehearsal:
         self._job = Job(Route(*_KEY, _ME, _PEER), GatewayId("nobody"), prompt, sampling, timeout_s=60.0)
 
     def run(self) -> int:
-        """Returns how many were handed over so far: one more each time."""
+        """Run one prompt; return how many were handed over so far, one more each time."""
         self._link.messages.append(Work([self._job], time.monotonic()))
         self._core.turn()
         self._core.turn()
@@ -50,7 +51,7 @@ class EngineCoreRehearsal:
 
 
 def keeper(node: TransferNode, layout: KVLayout) -> Callable[[], None]:
-    """What engine_core.EngineCore takes: both rehearsals, as often as the transfer's is due."""
+    """Return what EngineCore calls when idle: both rehearsals, as often as the transfer's is due."""
     rehearsal = EngineCoreRehearsal(layout)
 
     def keep_warm() -> None:
@@ -61,7 +62,7 @@ def keeper(node: TransferNode, layout: KVLayout) -> Callable[[], None]:
 
 
 class _Link:
-    """worker.core.front_link.FrontLink."""
+    """A stand-in for worker.core.front_link.FrontLink."""
 
     def __init__(self) -> None:
         self.messages: list[ToCore] = []
@@ -75,7 +76,7 @@ class _Link:
 
 
 class _Engine:
-    """Computes whatever was submitted in its next step."""
+    """A stand-in that computes whatever was submitted in its next step."""
 
     has_reserved, slack_s = False, 0.0
     capacity_tokens = max_mixed_tokens = 0
@@ -111,7 +112,7 @@ class _Engine:
 
 
 class _Node:
-    """A decode that grants at once, and commits."""
+    """A stand-in for the transfer whose decode grants at once, and commits."""
 
     transfer_rate, bad_paths, broken = 0.0, (), ""
 

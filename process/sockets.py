@@ -49,7 +49,10 @@ def free_port() -> int:
 
 
 def http_url(host: str, port: int) -> str:
-    """Return the URL of what listens on `host`; for every address, the one by which this machine reaches it."""
+    """Return the URL of what listens on `host`.
+
+    If that is every address, the URL has the one by which this machine reaches it.
+    """
     if host in ("0.0.0.0", "::"):
         host = "127.0.0.1"
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
