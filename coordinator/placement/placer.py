@@ -20,9 +20,10 @@ from coordinator.store.store import Claim, Claimed, ClaimedRoute, ClaimedWorker,
 CHANGES_PERIOD_S, FULL_PERIOD_S = 0.25, 2.0
 """How old a view gets before the changes, or all of the pool, are read. Workers beat each second, so changes bring all
 that live: the whole is for what Redis lost or its clock skipped."""
-MIN_PERIOD_S, MIN_CLAIMS, WORKERS_PER_CLAIM = 0.002, 4, 64
+MIN_PERIOD_S, WORKERS_PER_CLAIM = 0.002, 64
 """Changes are read sooner where placements are many: after one of our own for so many workers, since other gateways
-have placed as much that is not known here. So what reading costs a placement does not depend on the pool."""
+have placed as much that is not known here. So what reading costs a placement does not depend on the pool. In a small
+one all workers are offered, and the store knows."""
 MAX_PART = 64
 """Workers that are taken in at once: half a millisecond in which no token leaves."""
 MAX_AGE_S = 1.0
@@ -113,7 +114,8 @@ class Placer:
             self._start_reading()
 
     def _period_s(self) -> float:
-        is_busy = self._num_claims >= max(MIN_CLAIMS, self._view.num_workers / WORKERS_PER_CLAIM)
+        num_workers = self._view.num_workers
+        is_busy = num_workers > policy.NUM_OFFERED and self._num_claims * WORKERS_PER_CLAIM >= num_workers
         return min(MIN_PERIOD_S, CHANGES_PERIOD_S) if is_busy else CHANGES_PERIOD_S
 
     async def _refresh(self, seen: int) -> None:
