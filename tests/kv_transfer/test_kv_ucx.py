@@ -207,6 +207,35 @@ out.close()
 """
 
 
+SHORT = """
+from concurrent.futures import ThreadPoolExecutor
+from kv_transfer.transports.base import Ring
+from kv_transfer.transports.registry import Transports
+transport, ring = Transports().find("ucx"), Ring(2, 1 << 20, 30.0)
+opening = transport.open(bytes(16), ring, None)
+inn, answer = transport.accept(bytes(16), ring, opening.params, None)
+out, lengths = opening.finish(answer), []
+def send():
+    for nbytes in (1 << 20, 70_000, 5):
+        out.send(out.acquire(), nbytes)
+    out.flush()
+with ThreadPoolExecutor() as pool:
+    sending = pool.submit(send)
+    while len(lengths) < 3:
+        inn.receive(lambda slot: lengths.append(len(slot.payload)))
+    sending.result()
+inn.close(), out.close()
+print(*lengths)
+"""
+
+
+@pytest.mark.parametrize("how", [{}, FETCHED], ids=["given", "fetched"])
+def test_a_message_shorter_than_a_slot_is_as_long_as_it_came(how: dict[str, str]) -> None:
+    """UCX fills a part of a buffer without a word; what is behind it is an older message's."""
+    result = _run("-c", SHORT, **how)
+    assert result.stdout.split() == ["1048576", "70000", "5"], result.stdout + result.stderr
+
+
 @pytest.mark.parametrize("how", [{}, FETCHED], ids=["given", "fetched"])
 def test_a_message_longer_than_a_slot_ends_the_channel(how: dict[str, str]) -> None:
     result = _run("-c", TOO_LONG, **how)
