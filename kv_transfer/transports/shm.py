@@ -20,6 +20,7 @@ import numpy as np
 
 from contracts.errors import PeerLost, TransferError
 from kv_transfer.transports.base import ChannelOffer, Inbound, Outbound, Ring, Slot, Take
+from kv_transfer.transports.stall_limit import StallLimit
 
 SHM_DIR = Path("/dev/shm")
 # A peer that could shrink the memory could kill us with SIGBUS.
@@ -144,13 +145,24 @@ class _ShmChannel:
         return slot
 
     def _wait(self) -> int:
-        events = dict(self._poller.poll(None if self._wait_s is None else self._wait_s * 1000))
+        events = self._poll_patiently()
         if self._ready in events:
             num_slots = os.eventfd_read(self._ready)
             if num_slots <= len(self._slots):
                 return num_slots
             raise PeerLost(f"the peer handed over {num_slots} slots; the ring has {len(self._slots)}")
         raise PeerLost("the peer left the shared ring" if events else f"the peer took nothing for {self._wait_s} s")
+
+    def _poll_patiently(self) -> dict[int, int]:
+        """Return what happened, by descriptor; nothing when the time is over."""
+        if self._wait_s is None:
+            return dict(self._poller.poll())
+        limit = StallLimit(self._wait_s)
+        while True:
+            wait_s = limit.next_wait_s()
+            events = dict(self._poller.poll(wait_s * 1000))
+            if events or not wait_s:
+                return events
 
     def _hand_over(self, num_slots: int) -> None:
         if self._interrupted:

@@ -8,6 +8,7 @@ import numpy as np
 from contracts.errors import PeerLost
 from kv_transfer.chunks.segment import META_NBYTES, read_meta
 from kv_transfer.transports.base import ChannelOffer, Inbound, Outbound, Ring, Slot, Take
+from kv_transfer.transports.stall_limit import LOOKS, StallLimit
 
 # The kernel's buffer is what overlaps sending with packing, so it should hold a few messages.
 SOCKET_BUFFER_NBYTES = 4 << 20
@@ -67,16 +68,22 @@ class _TcpChannel:
 
 class TcpOutbound(_TcpChannel):
     def __init__(self, sock: socket.socket, ring: Ring) -> None:
-        super().__init__(sock, ring, socket.SO_SNDBUF, ring.stall_timeout_s)
+        super().__init__(sock, ring, socket.SO_SNDBUF, ring.stall_timeout_s / LOOKS)
+        self._stall_timeout_s = ring.stall_timeout_s
 
     def acquire(self) -> Slot:
         return self._slot
 
     def send(self, slot: Slot, nbytes: int) -> None:
-        try:
-            self._sock.sendall(slot.buffer[: META_NBYTES + nbytes].data)
-        except OSError as error:
-            raise PeerLost(f"the data socket failed: {error}") from error
+        view, limit = slot.buffer[: META_NBYTES + nbytes].data, StallLimit(self._stall_timeout_s)
+        while view:
+            try:
+                view = view[self._sock.send(view) :]
+            except TimeoutError as error:
+                if not limit.next_wait_s():
+                    raise PeerLost(f"the data socket failed: {error}") from error
+            except OSError as error:
+                raise PeerLost(f"the data socket failed: {error}") from error
 
     def flush(self) -> None:
         pass

@@ -37,6 +37,7 @@ import ucxx._lib.libucxx as ucx
 from contracts.errors import PeerLost, TransferError
 from kv_transfer.chunks.segment import META_NBYTES
 from kv_transfer.transports.base import ChannelOffer, Inbound, Outbound, Ring, Slot, Take
+from kv_transfer.transports.stall_limit import StallLimit
 from kv_transfer.transports.ucx_endpoint import endpoint_lanes
 from kv_transfer.transports.ucx_messages import Operation, Receiving, flush, send
 
@@ -115,11 +116,11 @@ class UcxWorker:
 
     def until(self, is_reached: Callable[[], bool], timeout_s: float | None) -> None:
         """Drive the worker. Raises PeerLost if the peer is gone, or after `timeout_s`."""
-        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        limit = None if timeout_s is None else StallLimit(timeout_s)
         while not is_reached():
             self.require_open()
             if not self.worker.progress_once():
-                self.sleep(deadline)
+                self.sleep(limit)
 
     def require_open(self) -> None:
         """Raises PeerLost."""
@@ -163,14 +164,14 @@ class UcxWorker:
     def moved(self) -> None:
         """An operation has begun or ended."""
 
-    def sleep(self, deadline: float | None) -> None:
-        """Until UCX has something to do. `arm` says no if it has already. Raises PeerLost after `deadline`."""
+    def sleep(self, limit: StallLimit | None) -> None:
+        """Wait until UCX has something to do. `arm` says no if it has already. Raises PeerLost beyond `limit`."""
         if not self.worker.arm():
             return
-        left_s = None if deadline is None else deadline - time.monotonic()
-        if left_s is not None and left_s <= 0:
+        wait_s = None if limit is None else limit.next_wait_s()
+        if wait_s == 0.0:
             raise PeerLost("the peer took nothing until the deadline")
-        ready = self._poller.poll(None if left_s is None else left_s * 1000 + 1)
+        ready = self._poller.poll(None if wait_s is None else wait_s * 1000 + 1)
         if any(descriptor == self._wake for descriptor, _ in ready):
             os.eventfd_read(self._wake)
 

@@ -38,6 +38,7 @@ from kv_transfer.transports.base import (
 )
 from kv_transfer.transports.device_slots import Arena, Lease
 from kv_transfer.transports.staging_budget import NUM_SLOTS, SLOT_NBYTES, Allowance
+from kv_transfer.transports.stall_limit import StallLimit
 from kv_transfer.transports.ucx import CONFIG, Sending, UcxChannel, UcxWorker
 from kv_transfer.transports.ucx_messages import Offered, Offering, Operation, fetch_into, send_from
 
@@ -136,12 +137,12 @@ class UcxDeviceWorker(UcxWorker):
         """As UcxWorker's: the next message may be there, or done, soon."""
         self._moved_s = time.monotonic()
 
-    def sleep(self, deadline: float | None) -> None:
+    def sleep(self, limit: StallLimit | None) -> None:
         if not self.operations and not self.is_due():
-            super().sleep(deadline)
+            super().sleep(limit)
             return
         now = time.monotonic()
-        if deadline is not None and now >= deadline:
+        if limit is not None and limit.next_wait_s() == 0.0:
             raise PeerLost("the peer took nothing until the deadline")
         time.sleep(NAP_S if now - self._moved_s < PATIENCE_S else LONG_NAP_S)
 

@@ -13,6 +13,7 @@ from kv_transfer.chunks.device_pool import PageScatter
 from kv_transfer.data_path import grant as receiving
 from kv_transfer.events import ChunkLanded, Drained, PeerDisconnected
 from kv_transfer.transports import ucx_device
+from kv_transfer.transports.stall_limit import StallLimit
 from tests.kv_transfer.kv_pair import LAYOUT, Peer, fin, offer_and_grant, pages_equal, send
 
 PAGES, GRANTED = list(range(1, 41)), list(range(20, 60))
@@ -53,9 +54,9 @@ def times_asleep() -> int:
     """How often whoever waits for a message went to sleep, in a moment in which none comes."""
     sleep, calls = ucx_device.UcxDeviceWorker.sleep, []
 
-    def counted(self: ucx_device.UcxDeviceWorker, deadline: float | None) -> None:
+    def counted(self: ucx_device.UcxDeviceWorker, limit: StallLimit | None) -> None:
         calls.append(self)
-        sleep(self, deadline)
+        sleep(self, limit)
 
     ucx_device.UcxDeviceWorker.sleep = counted  # type: ignore[method-assign]
     time.sleep(0.3)
