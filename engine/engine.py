@@ -25,7 +25,7 @@ from contracts.layout import KVLayout
 from engine.backend import Backend
 from engine.cache.block_pool import BlockPool
 from engine.cache.deferred_release import DeferredRelease
-from engine.cache.prefix_cache import PrefixCache
+from engine.cache.prefix_insertion import PrefixInserter
 from engine.forward_pass import ForwardPass
 from engine.handoff import Handoff
 from engine.intake import Intake
@@ -66,7 +66,7 @@ class Engine:
         self.runner, self.sampler = backend.runner, sampler
         self._cache, self._close = cache, backend.close
         self.pool = pool = BlockPool(cache.num_blocks, cache.layout.block_size, settings.prefix_cache)
-        prefix_cache = PrefixCache(pool, backend.caches_decoded_kv)
+        prefix_cache = PrefixInserter(pool, backend.caches_decoded_kv)
         limits = SchedulerLimits(settings.max_num_seqs, budget, self.max_mixed_tokens)
         self.scheduler = scheduler = Scheduler(pool, limits, prefix_cache.insert_all)
         self.grammars = grammars = Grammars(checkpoint)

@@ -7,7 +7,7 @@ import torch
 
 from contracts.ids import BlockId
 from engine.backend import Computed, PagedCache, Runner
-from engine.cache.prefix_cache import PrefixCache
+from engine.cache.prefix_insertion import PrefixInserter
 from engine.messages import ChunkDone, ChunkScheduled, EngineFailure, StepObserver
 from engine.request_release import RequestRelease
 from engine.scheduler.batch import ScheduledChunk
@@ -22,7 +22,9 @@ Ran = tuple[list[ScheduledChunk], Computed, tuple[EngineFailure, ...]]
 class ForwardPass:
     """The launch of a batch on the device. A request that can't be computed fails alone."""
 
-    def __init__(self, runner: Runner, cache: PagedCache, prefix_cache: PrefixCache, requests: RequestRelease) -> None:
+    def __init__(
+        self, runner: Runner, cache: PagedCache, prefix_cache: PrefixInserter, requests: RequestRelease
+    ) -> None:
         self._runner, self._cache, self._prefix_cache, self._requests = runner, cache, prefix_cache, requests
 
     def run(self, chunks: SequenceOf[ScheduledChunk], observer: StepObserver) -> Ran:

@@ -5,7 +5,7 @@ import logging
 from contracts.errors import TandemError
 from contracts.ids import RequestId
 from engine.cache.deferred_release import DeferredRelease
-from engine.cache.prefix_cache import PrefixCache
+from engine.cache.prefix_insertion import PrefixInserter
 from engine.intake import Intake
 from engine.messages import EngineFailure
 from engine.sampling.grammar_masks import Grammars
@@ -25,7 +25,7 @@ class RequestRelease:
         scheduler: Scheduler,
         intake: Intake,
         grammars: Grammars,
-        prefix_cache: PrefixCache,
+        prefix_cache: PrefixInserter,
         blocks: DeferredRelease,
     ) -> None:
         self._table, self._scheduler, self._intake, self._grammars = table, scheduler, intake, grammars

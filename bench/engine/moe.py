@@ -32,7 +32,7 @@ from engine.cpu.decoder import Decoder
 from engine.cpu.kv_cache import KVCache
 from engine.cpu.linear import FORMATS
 from engine.cpu.runner import CpuRunner
-from engine.cpu.weights import load_weights
+from engine.cpu.weight_loader import load_weights
 from engine.engine import Engine
 from engine.loader import load_device_engine
 from engine.messages import EngineRequest

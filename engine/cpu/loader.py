@@ -12,7 +12,7 @@ from engine.cpu.format_choice import resolve_dtype
 from engine.cpu.kv_cache import KVCache
 from engine.cpu.linear import FORMATS
 from engine.cpu.runner import CpuRunner
-from engine.cpu.weights import load_weights
+from engine.cpu.weight_loader import load_weights
 from engine.model_loader.checkpoint_weights import open_weights
 from engine.sampling.sampler import Sampler
 from engine.settings import EngineSettings

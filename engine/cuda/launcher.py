@@ -87,7 +87,7 @@ class Launcher:
     def run_all(self) -> None:
         """All that `capture` records, once."""
         for holder in self._graph_sets:
-            holder.hold(_run, holder.sizes)
+            holder.capture(_run, holder.sizes)
             holder.release()
 
     def expected_nbytes(self) -> int:
@@ -98,7 +98,7 @@ class Launcher:
         """What is launched, or its like in a model of fewer layers, has run before: nothing is loaded within."""
         for holder in self._graph_sets:
             with capturing() as record:
-                holder.hold(record, holder.sizes)
+                holder.capture(record, holder.sizes)
 
     def release(self) -> None:
         """What was captured: NCCL does not let a team go while a graph has its calls."""

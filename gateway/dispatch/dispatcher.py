@@ -12,7 +12,8 @@ from contracts.ids import Epoch, GatewayId, Incarnation, RequestId, WorkerId
 from contracts.request import Cancel, Route, WorkerRef
 from coordinator.request_states import RequestState
 from gateway.dispatch.client_words import for_clients
-from gateway.dispatch.inflight import (
+from gateway.dispatch.placement import Placement
+from gateway.dispatch.request_state_machine import (
     Action,
     AwaitDecode,
     CancelAttempt,
@@ -25,7 +26,6 @@ from gateway.dispatch.inflight import (
     ReturnPlace,
     SendJobs,
 )
-from gateway.dispatch.placement import Placement
 from gateway.dispatch.worker_pool import WorkerPool
 from gateway.generation.generation_state import GenerationState
 from service.outage_log import OutageLog

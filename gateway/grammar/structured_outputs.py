@@ -14,7 +14,7 @@ from llguidance import LLMatcher, grammar_from
 from msgspec import Meta
 
 from contracts.errors import RequestError
-from gateway.grammar.json_schema import exact
+from gateway.grammar.exact_schema import exact
 from gateway.grammar.string_formats import without_unknown_formats
 
 MAX_GRAMMAR_CHARS = 64 << 10

@@ -10,6 +10,7 @@ from typing import Any
 
 from gateway.reasoning.reasoning_format import GRAMMAR
 from gateway.tool_calling.call_grammar import terms
+from gateway.tool_calling.call_parser import CallParser, object_of
 from gateway.tool_calling.events import (
     ContentDelta,
     MalformedToolCall,
@@ -20,7 +21,6 @@ from gateway.tool_calling.events import (
     ToolCallStarted,
 )
 from gateway.tool_calling.tool_format import ToolFormat
-from gateway.tool_calling.tool_parser import CallParser, object_of
 
 MAX_HEADER_CHARS = 512
 

@@ -3,9 +3,9 @@
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
+from gateway.tool_calling.call_parser import CallParser
 from gateway.tool_calling.events import OutputEvent
 from gateway.tool_calling.tool_format import ToolFormat
-from gateway.tool_calling.tool_parser import CallParser
 
 GRAMMAR = "grammar"
 """What the rules before a grammar call it."""

@@ -10,10 +10,10 @@ from typing import Any
 from gateway.reasoning.reasoning_format import GRAMMAR
 from gateway.tokenization.stop_strings import overlap
 from gateway.tool_calling.call_grammar import terms
+from gateway.tool_calling.call_parser import SPACE, CallParser
 from gateway.tool_calling.events import ContentDelta, OutputEvent, ReasoningDelta
 from gateway.tool_calling.step_parser import StepParser
 from gateway.tool_calling.tool_format import ToolFormat
-from gateway.tool_calling.tool_parser import SPACE, CallParser
 
 MAX_SPACE_CHARS = 64
 """Before and between tags: of more, the rest is what it seems. Held back without end, each token would cost more."""

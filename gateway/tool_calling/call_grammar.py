@@ -7,7 +7,7 @@ from typing import Any
 
 from llguidance import LLMatcher
 
-from gateway.grammar.json_schema import exact
+from gateway.grammar.exact_schema import exact
 from gateway.grammar.string_formats import without_unknown_formats
 from gateway.grammar.structured_outputs import NO_WHITE_SPACE, WHITE_SPACE, FieldGrammar, json_grammar
 from gateway.tool_calling.tool_choice import Calling, Function, schema_of

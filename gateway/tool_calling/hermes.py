@@ -6,8 +6,8 @@ https://qwen.readthedocs.io/en/latest/framework/function_call.html
 import re
 from dataclasses import replace
 
+from gateway.tool_calling.call_parser import CallParser
 from gateway.tool_calling.tool_format import ToolFormat
-from gateway.tool_calling.tool_parser import CallParser
 
 
 class HermesParser(CallParser):

@@ -7,8 +7,8 @@ https://www.llama.com/docs/model-cards-and-prompt-formats/llama3_1/#json-based-t
 
 from collections.abc import Collection
 
+from gateway.tool_calling.call_parser import SPACE, CallParser
 from gateway.tool_calling.tool_format import ToolFormat
-from gateway.tool_calling.tool_parser import SPACE, CallParser
 
 
 class Llama3JsonParser(CallParser):

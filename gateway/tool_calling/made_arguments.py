@@ -4,7 +4,7 @@ import json
 import re
 from typing import Any
 
-from gateway.tool_calling.tool_parser import object_of
+from gateway.tool_calling.call_parser import object_of
 
 UNREADABLE = "raw"
 """The name under which a chat template sees arguments that are no JSON object: all know objects alone."""

@@ -6,8 +6,8 @@ https://docs.mistral.ai/capabilities/function_calling and mistral-common's token
 import re
 from dataclasses import replace
 
+from gateway.tool_calling.call_parser import SPACE, CallParser, object_of
 from gateway.tool_calling.tool_format import ToolFormat
-from gateway.tool_calling.tool_parser import SPACE, CallParser, object_of
 
 MAX_HEAD_CHARS = 256
 

@@ -4,7 +4,7 @@ import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from gateway.tool_calling.tool_parser import CallParser
+from gateway.tool_calling.call_parser import CallParser
 
 
 @dataclass(frozen=True)

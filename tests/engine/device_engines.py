@@ -113,7 +113,7 @@ def noted_launches_of(holder: PrefillGraphs | MixedBatchAttention | LastLayerGra
 
         return held
 
-    holder.hold(record, holder.sizes)
+    holder.capture(record, holder.sizes)
     return launched
 
 

@@ -37,5 +37,5 @@ def noted_launches() -> Iterator[Launches]:
         patch.setattr("kernels.caps.detect", lambda _: HOPPER)
         patch.setattr("kernels.torch_cuda.gemm_fp8", lambda *_: None)
         patch.setattr(JITFunction, "run", lambda *args, **options: launches.note(*args, **options))
-        patch.setattr("engine.cuda.kv.checksums.Verifier.capture", lambda _: None)
+        patch.setattr("engine.cuda.kv.page_checksums.Verifier.capture", lambda _: None)
         yield launches

@@ -33,7 +33,7 @@ class _Held:
         self.sizes, self.held = sizes, []
         self._gpu, self._first, self._each, self._taken = gpu, first, each, 0
 
-    def hold(self, record: Record, sizes: Sequence[int]) -> None:
+    def capture(self, record: Record, sizes: Sequence[int]) -> None:
         for size in sizes:
             nbytes = self._each + (0 if self.held else self._first)
             self._gpu.take(nbytes)

@@ -517,7 +517,7 @@ def test_rows_are_padded_further_where_that_is_faster(folder):
         launch()
         return {64: 1.0, 128: 2.2, 192: 2.0, 256: 2.05, 300: 2.0}[launched[-1]]
 
-    chunks.hold(record, chunks.sizes)
+    chunks.capture(record, chunks.sizes)
     chunks.leave_out_slow(time)
     counts = (1, 64, 65, 129, 193, 257)
     for count in counts:
@@ -531,7 +531,7 @@ def test_chunks_of_more_rows_than_are_held_are_launched_as_they_are(folder, monk
     monkeypatch.setattr("engine.cuda.inputs.batch_inputs._MAX_CHUNK_ROWS", 65)
     engine, called = device_engine(folder), []
     chunks = chunks_of(engine)
-    chunks.hold(lambda launch: lambda: called.append(launch), chunks.sizes)
+    chunks.capture(lambda launch: lambda: called.append(launch), chunks.sizes)
     answers(engine, [PROMPTS[2]], greedy(2))
     assert not called
 

@@ -16,9 +16,9 @@ import torch
 from contracts.errors import ConfigError, OutOfBlocks, TransferError
 from contracts.layout import KVLayout
 from engine.cuda import runner
-from engine.cuda.kv.checksums import DeviceChecksums
 from engine.cuda.kv.deferred_copies import CopyStreams, StreamDeferredCopy
 from engine.cuda.kv.kv_cache import DeviceCache, whole_blocks
+from engine.cuda.kv.page_checksums import DeviceChecksums
 from engine.cuda.kv.peer_pool import PeerPool
 from engine.cuda.kv.staging import recordable
 from engine.cuda.kv.transfer_pool import DeviceTransferPool

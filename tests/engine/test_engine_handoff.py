@@ -108,7 +108,7 @@ def test_the_decode_side_skips_what_it_has(pair: Pair):
 
 
 def test_a_prompt_from_elsewhere_enters_the_prefix_cache_by_and_by_and_all_of_it_at_the_end(pair: Pair, monkeypatch):
-    monkeypatch.setattr("engine.cache.prefix_cache.MAX_LATE_BLOCKS", 2)
+    monkeypatch.setattr("engine.cache.prefix_insertion.MAX_LATE_BLOCKS", 2)
     source, target = pair
     chunks, first = prefill(source, "a", PROMPTS[3], greedy(4))
     land(source, target, chunks, target.reserve(request("a", PROMPTS[3], greedy(4))))

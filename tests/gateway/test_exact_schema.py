@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from llguidance import LLMatcher, LLTokenizer
 
-from gateway.grammar.json_schema import LEAST, without_nul
+from gateway.grammar.exact_schema import LEAST, without_nul
 from gateway.grammar.structured_outputs import ResponseFormat, StructuredOutputs, grammar_of, schema_of_format
 from gateway.tool_calling import hermes
 from gateway.tool_calling.call_grammar import calls_grammar

@@ -19,7 +19,7 @@ from contracts.layout import KVLayout
 from contracts.node import Node, NodeLoad, WorkerRole
 from contracts.request import Cancel, Job, WorkerRef
 from coordinator.store.store import Claim, Claimed, PoolUpdate
-from gateway.dispatch import inflight
+from gateway.dispatch import request_state_machine as inflight
 from gateway.tokenization.detokenizer import Detokenizer
 from testing.fake_worker import FakeWorker
 from testing.memory_store import MemoryStore
@@ -50,7 +50,7 @@ async def _hang_up(client: httpx.AsyncClient) -> None:
 
 
 async def test_an_answer_whose_decode_worker_stays_away_ends_with_an_error_event(checkpoint, monkeypatch):
-    monkeypatch.setattr("gateway.dispatch.inflight.REPLAY_WAIT_S", 0.3)
+    monkeypatch.setattr("gateway.dispatch.request_state_machine.REPLAY_WAIT_S", 0.3)
     async with gateway(checkpoint, pair(period_s=0.02)) as rig, rig.client() as client:
         async with client.stream("POST", "/v1/completions", json=ASK | {"stream": True}) as reply:
             lines = reply.aiter_lines()
@@ -76,7 +76,7 @@ async def test_an_answer_outlives_the_prefill_worker_that_began_it(checkpoint):
 
 async def test_after_token_0_decode_is_given_time_to_tell_what_it_has(checkpoint, monkeypatch):
     monkeypatch.setattr("gateway.dispatch.dispatcher.COMMIT_GRACE_S", 1.5)
-    monkeypatch.setattr("gateway.dispatch.inflight.REPLAY_WAIT_S", 0.3)
+    monkeypatch.setattr("gateway.dispatch.request_state_machine.REPLAY_WAIT_S", 0.3)
     async with gateway(checkpoint, pair(period_s=3600.0)) as rig, rig.client() as client:
         async with client.stream("POST", "/v1/completions", json=ASK | {"stream": True}) as reply:
             lines = reply.aiter_lines()
@@ -137,7 +137,7 @@ async def test_a_gateway_that_was_paused_in_that_time_hears_first_what_decode_to
 @pytest.mark.parametrize("is_heard_again", [False, True])
 async def test_what_prefill_decodes_itself_is_lost_with_it(checkpoint, monkeypatch, is_heard_again):
     """Decode had no pages. The tokens that prefill told while nobody heard it are drawn once more."""
-    monkeypatch.setattr("gateway.dispatch.inflight.REPLAY_WAIT_S", 0.3)
+    monkeypatch.setattr("gateway.dispatch.request_state_machine.REPLAY_WAIT_S", 0.3)
     monkeypatch.setattr("gateway.dispatch.dispatcher.COMMIT_GRACE_S", 0.5 if is_heard_again else 3600.0)
     prefill, _ = workers = pair(period_s=3600.0)
     async with gateway(checkpoint, workers) as rig, rig.client() as client:

@@ -17,7 +17,7 @@ from contracts.events import EventFrame, Failed, Token, Tokens
 from contracts.ids import GatewayId, Incarnation, WorkerId
 from contracts.node import WorkerRole
 from contracts.request import Cancel, Job
-from gateway.dispatch import inflight, worker_link
+from gateway.dispatch import request_state_machine, worker_link
 from testing.fake_worker import FakeWorker
 from testing.memory_store import MemoryStore
 from tests.gateway.gateway_rig import SECRET, coordinated

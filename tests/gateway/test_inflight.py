@@ -10,7 +10,7 @@ from contracts.errors import Overloaded, TandemError, Unavailable
 from contracts.events import Event, Failed, Finished, FinishReason, Prefilled, Token, Tokens
 from contracts.ids import Epoch, GatewayId, Incarnation, RequestId, WorkerId
 from contracts.request import Route, WorkerRef
-from gateway.dispatch.inflight import (
+from gateway.dispatch.request_state_machine import (
     MAX_ATTEMPTS,
     MAX_REPLAYS,
     Action,

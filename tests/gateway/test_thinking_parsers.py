@@ -14,6 +14,7 @@ from gateway.reasoning.reasoning_format import ReasoningFormat, ReasoningParser
 from gateway.reasoning.registry import thinking_of
 from gateway.reasoning.tags import MAX_SPACE_CHARS, Tags
 from gateway.tool_calling import hermes
+from gateway.tool_calling.call_parser import CallParser
 from gateway.tool_calling.events import (
     ContentDelta,
     MalformedToolCall,
@@ -23,7 +24,6 @@ from gateway.tool_calling.events import (
     ToolCallFinished,
     ToolCallStarted,
 )
-from gateway.tool_calling.tool_parser import CallParser
 
 THINK, MISTRAL, HARMONY = Tags("<think>", "</think>"), Tags("[THINK]", "[/THINK]"), Harmony()
 SEED = Tags("<seed:think>", "</seed:think>", inner="<seed:cot_budget_reflect>")

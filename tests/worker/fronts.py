@@ -3,8 +3,8 @@
 from contracts.node import NodeLoad
 from process.thread_times import ThreadTimes
 from tests.nodes import node_info
-from worker.front.app import WorkerState
 from worker.front.event_streams import EventStreams
+from worker.front.worker_state import WorkerState
 from worker.messages import CoreStatus, LinkStatus
 
 

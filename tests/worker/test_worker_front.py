@@ -14,8 +14,10 @@ from contracts.sampling import SamplingParams
 from process.thread_times import ThreadTimes
 from tests.worker.fronts import make_state, make_status
 from worker.front import app as front
-from worker.front.app import MAX_BODY_NBYTES, WorkerState, make_app
+from worker.front import worker_state
+from worker.front.app import MAX_BODY_NBYTES, make_app
 from worker.front.serve import CORE_DIED, _work
+from worker.front.worker_state import WorkerState
 
 AUTH = {"authorization": "Bearer s3cret"}
 
@@ -127,6 +129,7 @@ async def test_a_worker_that_was_paused_takes_what_came_meanwhile(state, client,
     """It is read before the front, let alone the core, had its next turn."""
     clock = SimpleNamespace(now=100.0)
     monkeypatch.setattr(front, "time", SimpleNamespace(monotonic=lambda: clock.now))
+    monkeypatch.setattr(worker_state, "time", SimpleNamespace(monotonic=lambda: clock.now))
     listener = await listen(state)
     state.on_status(make_status(1))
     state.goes_on(1.0)
@@ -140,7 +143,7 @@ async def test_a_worker_that_was_paused_takes_what_came_meanwhile(state, client,
 
 def test_a_core_that_gets_no_cpu_is_not_silent(state, monkeypatch):
     clock = SimpleNamespace(now=100.0)
-    monkeypatch.setattr(front, "time", SimpleNamespace(monotonic=lambda: clock.now))
+    monkeypatch.setattr(worker_state, "time", SimpleNamespace(monotonic=lambda: clock.now))
     state.on_status(make_status(1))
     state.goes_on(1.0)
     looks = [

@@ -19,9 +19,9 @@ from tests.nodes import node_info
 from tests.waiting import async_until
 from tests.worker.fronts import RememberingCore, make_state, make_status
 from worker.front import membership
-from worker.front.app import WorkerState
 from worker.front.membership import MAX_POOL, Membership, takers
 from worker.front.serve import _serve
+from worker.front.worker_state import WorkerState
 from worker.messages import CoreFrame, ToFront
 from worker.settings import WorkerSettings
 

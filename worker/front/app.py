@@ -1,11 +1,8 @@
 """The worker's HTTP face: jobs in, event streams out, health, readiness, metrics."""
 
-import asyncio
 import logging
-import math
 import time
 from collections.abc import AsyncIterator
-from dataclasses import dataclass, field
 
 import msgspec
 from fastapi import FastAPI, Request, Response
@@ -14,109 +11,16 @@ from fastapi.responses import JSONResponse, StreamingResponse
 from contracts.codec import decoder
 from contracts.errors import RequestError
 from contracts.ids import GatewayId
-from contracts.node import NodeInfo, NodeLoad
 from contracts.request import Cancel, Job, JobMessage
-from process.thread_times import ThreadTimes, usable_s
 from service.request_body import read_body
 from service.shared_secret import refusal, refuse_without_secret
-from worker.front.core_process import CoreProcess
-from worker.front.event_streams import EventStreams
 from worker.front.metrics import render
-from worker.messages import CoreStatus, Work
+from worker.front.worker_state import WorkerState
+from worker.messages import Work
 
 log = logging.getLogger(__name__)
 
 MAX_BODY_NBYTES = 32 << 20
-
-
-@dataclass
-class WorkerState:
-    """What the front knows of itself and its core.
-
-    `status` is the core's latest report, `status_s` (monotonic) when one told of a new turn, and see `goes_on`.
-    `due_s`: by when the front itself is to go on. `threads`: the core's, if it was silent at the last look.
-    `is_broken`: the core is to start anew. `started_at_s` is of the wall's clock.
-    """
-
-    info: NodeInfo
-    secret: str
-    core: CoreProcess
-    streams: EventStreams
-    hang_timeout_s: float
-    config_digest: str
-    status: CoreStatus | None = None
-    status_s: float = field(default_factory=time.monotonic)
-    due_s: float = math.inf
-    threads: ThreadTimes | None = None
-    joined: bool = False
-    draining: bool = False
-    core_alive: bool = True
-    is_broken: asyncio.Event = field(default_factory=asyncio.Event)
-    started_at_s: float = field(default_factory=time.time)
-    num_jobs: int = 0
-    num_cancels: int = 0
-
-    @property
-    def load(self) -> NodeLoad:
-        load = self.status.load if self.status is not None else NodeLoad()
-        return msgspec.structs.replace(load, draining=self.draining or self.is_broken.is_set())
-
-    @property
-    def num_turns(self) -> int | None:
-        """Of the core's loop, as far as it told; None if it has told nothing yet."""
-        return self.status.num_turns if self.status is not None else None
-
-    @property
-    def num_requests(self) -> int:
-        """Accepted by the core and not yet ended."""
-        return int(self.status.gauges["requests"]) if self.status is not None else 0
-
-    def on_status(self, status: CoreStatus) -> None:
-        """A status proves life only if the core's loop has turned since the last one."""
-        if status.num_turns != self.num_turns:
-            self.status_s = time.monotonic()
-        self.status = status
-        if status.broken:
-            self.is_broken.set()
-
-    @property
-    def broken(self) -> str:
-        """Why the core is to start anew, in words; empty if it is not."""
-        return self.status.broken if self.status is not None else ""
-
-    def goes_on(self, period_s: float) -> None:
-        """Leave out of the core's silence what it could not use; to be called again within `period_s`.
-
-        That is the time for which this front stood still itself, as in a machine that was paused, and the time in which
-        a busy host kept the CPUs from the core's threads.
-        """
-        now = time.monotonic()
-        span_s = max(0.0, now - self.due_s + period_s)
-        lost_s = max(0.0, span_s - period_s, span_s - self._usable_s(now, span_s))
-        self.status_s = min(self.status_s + lost_s, now)
-        self.due_s = now + period_s
-
-    def _usable_s(self, now: float, span_s: float) -> float:
-        """Return how much of the time since the last look a silent core could use; a core that turns is not asked."""
-        before, self.threads = self.threads, None
-        if now - self.status_s > span_s:
-            self.threads = self.core.look_at_threads()
-            if before is not None:
-                return usable_s(before, self.threads, span_s)
-        return span_s
-
-    @property
-    def silent_s(self) -> float:
-        """How long the core has made no turn. Not beyond when the front was to go on: others may ask before it does."""
-        return min(time.monotonic(), self.due_s) - self.status_s
-
-    def health_error(self) -> str | None:
-        """Why this worker is not healthy, or None."""
-        if not self.core_alive:
-            return "the engine core has died"
-        if (silent_s := self.silent_s) > self.hang_timeout_s:
-            return f"the engine core has made no turn for {silent_s:.0f} s"
-        return None
 
 
 def make_app(state: WorkerState) -> FastAPI:

@@ -3,8 +3,8 @@
 import asyncio
 import logging
 
-from worker.front.app import WorkerState
 from worker.front.membership import Membership
+from worker.front.worker_state import WorkerState
 
 log = logging.getLogger(__name__)
 

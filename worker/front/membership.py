@@ -16,7 +16,7 @@ from coordinator.request_states import RequestState
 from coordinator.store.connect import patiently
 from coordinator.store.store import StateTransition, Store
 from service.outage_log import OutageLog
-from worker.front.app import WorkerState
+from worker.front.worker_state import WorkerState
 from worker.messages import KnownPeers
 
 log = logging.getLogger(__name__)

@@ -17,21 +17,20 @@ from process.sockets import http_url
 from service.server import serving
 from service.settings import flag_and_variable
 from service.version import release
-from worker.front.app import WorkerState, make_app
+from worker.front.app import make_app
 from worker.front.core_process import CoreProcess
+from worker.front.core_watchdog import watch_core
 from worker.front.drain import drain
 from worker.front.event_streams import EventStreams
 from worker.front.membership import Membership, to_moves
-from worker.messages import CoreFrame, CoreReady, GatewayGone
+from worker.front.worker_state import WorkerState
+from worker.messages import CoreFrame, CoreReady
 from worker.settings import WorkerSettings
 
 log = logging.getLogger(__name__)
 
-ORPHAN_GRACE_S = 10.0
-MIND_PERIOD_S = 1.0
 CORE_DIED = 3
-HANGS_UNTIL_KILLED = 2
-"""So many times the silence that makes a core unhealthy: one that was only stopped for a while may have gone on."""
+"""The exit status that tells a supervisor to start this worker again."""
 
 
 async def serve(
@@ -65,7 +64,7 @@ async def _serve(settings: WorkerSettings, state: WorkerState, store: Store, lis
     """In the registry from here until cancelled (0) or until the core dies (3)."""
     membership = Membership(store, state)
     ready_file = ReadyFile(settings.ready_file)
-    minding = asyncio.create_task(_mind(state))
+    watchdog = asyncio.create_task(watch_core(state))
     try:
         async with serving(make_app(state), listener):
             # From now on: the registry may be waited for longer than a core may be silent.
@@ -80,7 +79,7 @@ async def _serve(settings: WorkerSettings, state: WorkerState, store: Store, lis
                 await membership.stop()  # first, so that nothing more is placed here
                 state.streams.close()
     finally:
-        minding.cancel()
+        watchdog.cancel()
         ready_file.remove()
 
 
@@ -117,24 +116,6 @@ async def _pump(state: WorkerState, membership: Membership) -> None:
     state.core_alive = False
     state.streams.close()
     log.error("the engine core %s; this worker can't go on", await state.core.describe_end())
-
-
-async def _mind(state: WorkerState) -> None:
-    """A core that hangs is as good as dead to the gateways: their streams end, and with them the requests. One that
-    goes on hanging is killed: whoever supervises this worker starts it again. What gateways left behind ends too.
-    """
-    state.goes_on(MIND_PERIOD_S)
-    while True:
-        await asyncio.sleep(MIND_PERIOD_S)
-        # A container that is paused, or a virtual machine, is so with both: the core has had no time to turn, either.
-        state.goes_on(MIND_PERIOD_S)
-        if state.health_error():
-            state.streams.close()
-        if state.core_alive and state.silent_s > HANGS_UNTIL_KILLED * state.hang_timeout_s:
-            log.error("the engine core has made no turn for %.0f s and is killed", state.silent_s)
-            state.core.kill()
-        for gateway_id in state.streams.gone(ORPHAN_GRACE_S):
-            state.core.send(GatewayGone(gateway_id))
 
 
 def _node_info(

@@ -46,7 +46,7 @@ class DecodeGraphs:
         return list(product(reversed(self._batches), self._contexts))
 
     @torch.inference_mode()
-    def hold(self, record: Record, sizes: SequenceOf[tuple[int, int]]) -> None:
+    def capture(self, record: Record, sizes: SequenceOf[tuple[int, int]]) -> None:
         """On sequences of one token."""
         self._state.lengths.fill_(1)
         for size in sizes:

@@ -46,7 +46,7 @@ class LastLayerGraphs:
         return self._buckets[::-1]
 
     @torch.inference_mode()
-    def hold(self, record: Record, sizes: SequenceOf[int]) -> None:
+    def capture(self, record: Record, sizes: SequenceOf[int]) -> None:
         """On sequences of one token."""
         self._lengths.fill_(1)
         for bucket in sizes:

@@ -44,7 +44,7 @@ class MixedBatchAttention:
         return batch_buckets(self._state.max_rows)[::-1]
 
     @torch.inference_mode()
-    def hold(self, record: Record, sizes: SequenceOf[int]) -> None:
+    def capture(self, record: Record, sizes: SequenceOf[int]) -> None:
         """On sequences of one token.
 
         Attention in segments, whose tables each step cuts anew, is launched, not held.

@@ -45,7 +45,7 @@ class PrefillGraphs:
         return self._buckets[-1]
 
     @torch.inference_mode()
-    def hold(self, record: Record, sizes: SequenceOf[int]) -> None:
+    def capture(self, record: Record, sizes: SequenceOf[int]) -> None:
         layers = range(self._model.num_layers)
         for bucket in sizes:
             rows = self._rows.first(bucket)

@@ -13,7 +13,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from engine.cuda.kv.checksums import DeviceChecksums
+from engine.cuda.kv.page_checksums import DeviceChecksums
 from engine.cuda.runtime.semaphores import PeerSemaphore
 
 RELEASE_S = 0.0005

@@ -13,7 +13,7 @@ from torch import Tensor
 from contracts.errors import ConfigError
 from contracts.ids import BlockId
 from contracts.layout import KVLayout
-from engine.cuda.kv.checksums import DeviceChecksums, PendingChecksums
+from engine.cuda.kv.page_checksums import DeviceChecksums, PendingChecksums
 from engine.cuda.kv.transfer_pool import DeviceTransferPool
 from engine.cuda.runtime.bindings import MAX_PITCH_NBYTES
 from engine.cuda.runtime.shared_memory import allocate

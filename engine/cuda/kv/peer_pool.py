@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from contracts.errors import TransferError
-from engine.cuda.kv.checksums import BUCKETS, DeviceChecksums
 from engine.cuda.kv.deferred_copies import (
     RELEASE_S,
     CopyStreams,
@@ -26,6 +25,7 @@ from engine.cuda.kv.deferred_copies import (
     stamp,
 )
 from engine.cuda.kv.head_partition import HeadPart, grid, spans
+from engine.cuda.kv.page_checksums import BUCKETS, DeviceChecksums
 from engine.cuda.kv.resharding import Resharding
 from engine.cuda.runtime.launch_recording import synchronize
 from engine.cuda.runtime.semaphores import PeerSemaphore

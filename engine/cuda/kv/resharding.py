@@ -5,8 +5,8 @@ from functools import partial
 
 from torch import Tensor
 
-from engine.cuda.kv.checksums import DeviceChecksums, Verifier
 from engine.cuda.kv.head_partition import cut
+from engine.cuda.kv.page_checksums import DeviceChecksums, Verifier
 from engine.cuda.kv.staging import Packer
 from kernels.registry import Registry
 from kernels.specs import MoveSpec

@@ -25,7 +25,7 @@ class GraphSet(Protocol):
         """All that batches may ask for, the largest first, so that the smaller find the memory they share."""
         ...
 
-    def hold(self, record: Record, sizes: SequenceOf[Any]) -> None:
+    def capture(self, record: Record, sizes: SequenceOf[Any]) -> None:
         """What `record` makes of the launches of these."""
         ...
 
@@ -80,7 +80,7 @@ def expected_nbytes(
         left = [free_nbytes()]
         with capturing() as record:
             for sizes in (few[:1], few[1:]):
-                holder.hold(record, sizes)
+                holder.capture(record, sizes)
                 left.append(free_nbytes())
         total += left[0] - left[1]
         if len(few) > 1:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from gateway.tool_calling.tool_parser import object_of
+from gateway.tool_calling.call_parser import object_of
 
 Body = dict[str, Any]
 

@@ -10,7 +10,7 @@ to be computed again, enters then.
 """
 
 
-class PrefixCache:
+class PrefixInserter:
     """The full blocks of sequences, findable in the pool once they are computed.
 
     `caches_decoded_kv`: those of answers as well, see engine.backend.Backend.

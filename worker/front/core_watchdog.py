@@ -1,0 +1,35 @@
+"""The watchdog of the engine core: a core that hangs is as good as dead, and one that goes on hanging is killed."""
+
+import asyncio
+import logging
+
+from worker.front.worker_state import WorkerState
+from worker.messages import GatewayGone
+
+log = logging.getLogger(__name__)
+
+WATCH_PERIOD_S = 1.0
+ORPHAN_GRACE_S = 10.0
+"""The time for which a gateway may be without a stream before what it had started ends."""
+HANGS_UNTIL_KILLED = 2
+"""The number of hang timeouts without a turn before a core is killed: one that was only stopped may have gone on."""
+
+
+async def watch_core(state: WorkerState) -> None:
+    """Look at the core once a period, until cancelled.
+
+    To the gateways a core that hangs is as good as dead: their streams end, and with them the requests. One that goes
+    on hanging is killed, and whoever supervises this worker starts it again. What gateways left behind ends too.
+    """
+    state.goes_on(WATCH_PERIOD_S)
+    while True:
+        await asyncio.sleep(WATCH_PERIOD_S)
+        # A container that is paused, or a virtual machine, is so with both: the core has had no time to turn, either.
+        state.goes_on(WATCH_PERIOD_S)
+        if state.health_error():
+            state.streams.close()
+        if state.core_alive and state.silent_s > HANGS_UNTIL_KILLED * state.hang_timeout_s:
+            log.error("the engine core has made no turn for %.0f s and is killed", state.silent_s)
+            state.core.kill()
+        for gateway_id in state.streams.gone(ORPHAN_GRACE_S):
+            state.core.send(GatewayGone(gateway_id))
