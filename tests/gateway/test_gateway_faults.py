@@ -19,7 +19,7 @@ from contracts.layout import KVLayout
 from contracts.node import Node, NodeLoad, WorkerRole
 from contracts.request import Cancel, Job, WorkerRef
 from coordinator.store.store import Claim, Claimed, PoolUpdate
-from gateway.dispatch import request_state_machine as inflight
+from gateway.dispatch import request_state_machine
 from gateway.tokenization.detokenizer import Detokenizer
 from testing.fake_worker import FakeWorker
 from testing.memory_store import MemoryStore
@@ -302,7 +302,7 @@ async def test_before_the_first_token_a_request_outlives_a_worker(checkpoint, mo
 @pytest.mark.parametrize("teller", ["p0", "d0"])
 async def test_a_handoff_that_fails_before_the_first_token_is_made_with_another(checkpoint, monkeypatch, teller):
     """Each of the two tells of the other, one twice: it counts once."""
-    monkeypatch.setattr(inflight, "HANDOFF_RETRY_S", 0.0)
+    monkeypatch.setattr(request_state_machine, "HANDOFF_RETRY_S", 0.0)
     workers = pair() + [FakeWorker(WorkerId(name), role, SECRET) for name, role in SPARE.items()]
     for worker in workers:
         monkeypatch.setattr(worker, "_answer", lambda job: asyncio.sleep(3600))
@@ -344,7 +344,7 @@ async def test_the_only_peer_is_tried_again_while_it_lives(checkpoint, monkeypat
 
 
 async def test_kv_that_arrives_broken_whenever_it_is_tried_is_no_fault_of_the_gateway(checkpoint, monkeypatch):
-    monkeypatch.setattr(inflight, "HANDOFF_RETRY_S", 0.5)
+    monkeypatch.setattr(request_state_machine, "HANDOFF_RETRY_S", 0.5)
     workers = pair()
     monkeypatch.setattr(workers[0], "_answer", lambda job: asyncio.sleep(3600))
     async with gateway(checkpoint, workers) as rig, rig.client() as client:
@@ -494,7 +494,7 @@ async def test_a_job_that_comes_after_its_request_went_elsewhere_is_cancelled(ch
 
 @pytest.mark.parametrize(("code", "words"), [("peer_lost", "was lost; send"), ("internal", "the gateway's log")])
 async def test_a_pair_without_another_fails_with_its_own_code(checkpoint, monkeypatch, caplog, code, words):
-    monkeypatch.setattr(inflight, "HANDOFF_RETRY_S", 0.0)
+    monkeypatch.setattr(request_state_machine, "HANDOFF_RETRY_S", 0.0)
     workers = pair()
     monkeypatch.setattr(workers[0], "_answer", lambda job: asyncio.sleep(3600))
     async with gateway(checkpoint, workers) as rig, rig.client() as client:

@@ -152,7 +152,7 @@ def _streamed(data: bytes, n: int, expected: str) -> str:
 @pytest.mark.parametrize("seed", range(3))
 async def test_a_storm_leaves_true_answers_and_nothing_else(checkpoint, tokenizer, monkeypatch, seed):
     monkeypatch.setattr(worker_link, "CONNECT_TIMEOUT_S", 0.5)
-    monkeypatch.setattr(inflight, "REPLAY_WAIT_S", 0.5)
+    monkeypatch.setattr(request_state_machine, "REPLAY_WAIT_S", 0.5)
     random, store = Random(seed), MemoryStore(alive_s=math.inf)
     ids, num_tokens = tokenizer.encode(PROMPT).ids, 20
     expected = tokenizer.decode(list(itertools.islice(itertools.cycle(ids), num_tokens)))
