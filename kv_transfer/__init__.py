@@ -1,4 +1,4 @@
-"""Moves the pages of a KV cache from a prefill to a decode worker.
+"""The transfer of KV cache pages from a prefill to a decode worker.
 
-Public: node.TransferNode, settings, events. Knows no engine.
+Public: node.TransferNode, settings, events. It does not depend on the engine.
 """

@@ -1,4 +1,4 @@
-"""What a TransferNode tells its owner, through `poll()`."""
+"""The events that a TransferNode reports to its owner through `poll()`."""
 
 from dataclasses import dataclass
 
@@ -10,7 +10,10 @@ PeerMessage = Offer | Grant | Wait | Refuse | Fin | Commit | Abort | AbortAck
 
 @dataclass(frozen=True, slots=True)
 class MessageReceived:
-    """The peer said so. Fin may come before the last ChunkLanded: control and data travel apart."""
+    """A message of the peer.
+
+    Fin may arrive before the last ChunkLanded: control messages and data travel on separate connections.
+    """
 
     peer_id: WorkerId
     message: PeerMessage
@@ -18,7 +21,10 @@ class MessageReceived:
 
 @dataclass(frozen=True, slots=True)
 class ChunkLanded:
-    """All bytes of this chunk are in the granted pages, and their checksum is right, since `landed_s` (monotonic)."""
+    """A chunk whose bytes are all in the granted pages, with the right checksum.
+
+    `landed_s`: monotonic time of arrival.
+    """
 
     peer_id: WorkerId
     header: ChunkHeader
@@ -27,7 +33,7 @@ class ChunkLanded:
 
 @dataclass(frozen=True, slots=True)
 class ChunkBad:
-    """The chunk is not in the pages, or not wholly; it may be sent again under the same index."""
+    """A chunk that is not, or only partly, in the pages; it may be sent again under the same index."""
 
     peer_id: WorkerId
     header: ChunkHeader
@@ -36,7 +42,7 @@ class ChunkBad:
 
 @dataclass(frozen=True, slots=True)
 class Drained:
-    """No thread of this node reads or writes a page for this attempt from now on."""
+    """The guarantee that no thread of this node reads or writes a page for this attempt from now on."""
 
     request_id: RequestId
     epoch: Epoch
@@ -44,11 +50,11 @@ class Drained:
 
 @dataclass(frozen=True, slots=True)
 class PeerDisconnected:
-    """Nothing of this incarnation of the peer reads or writes a page any more; all its attempts are over, without
-    Drained.
+    """The loss of a peer: nothing of this incarnation reads or writes a page any more.
 
-    `code`: that of the error tree in contracts.errors ("peer_lost", "auth_failed", "layout_mismatch", "config", ...).
-    `fenced` is False only if a transfer thread did not stop in time: the pages must then stay in quarantine for good.
+    All its attempts are over, without a Drained for each. `code`: one of the error tree in contracts.errors
+    ("peer_lost", "auth_failed", "layout_mismatch", "config", ...). `fenced` is False only if a transfer thread did not
+    stop in time: the pages must then stay in quarantine until the process ends.
     """
 
     peer_id: WorkerId
@@ -63,13 +69,13 @@ TransferEvent = MessageReceived | ChunkLanded | ChunkBad | Drained | PeerDisconn
 
 @dataclass(frozen=True, slots=True)
 class LinkStats:
-    """One link: pages go from `sender` to `receiver`; `outgoing` if we are the sender. Counts are since the link was
-    made.
+    """The counters of one link since it was made.
 
-    `transport`: the one in use; `detail`: how it describes itself (for UCX, its own words on the endpoint's lanes).
-    `busy_s`: seconds spent packing and sending, or fetching, checking and landing, the device's own included; never
-    waiting for a chunk to be computed. `num_stale`: chunks thrown away for want of
-    a live grant. `nbytes_per_s`: of handoffs that finished lately, 0.0 while unknown and on incoming links.
+    `outgoing`: this node is the prefill end, which sends the pages. `transport`: the one in use; `detail`: its own
+    description (for UCX, of the endpoint's lanes). `busy_s`: seconds spent packing and sending, or fetching, checking
+    and writing pages, the device's time included, but not waiting for a chunk to be computed. `num_stale`: chunks
+    discarded for want of a live grant. `nbytes_per_s`: rate of recently finished handoffs, 0.0 while unknown and on
+    incoming links.
     """
 
     peer_id: WorkerId

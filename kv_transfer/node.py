@@ -1,4 +1,4 @@
-"""A worker's place in the exchange of KV pages: one node per engine core, links to any number of peers, both ways."""
+"""The KV transfer endpoint of a worker: one node per engine core, with links to any number of peers."""
 
 import math
 import time
@@ -38,16 +38,18 @@ from kv_transfer.transports.registry import Transports, require_available
 from kv_transfer.warm_path import Rehearsal
 
 BUSY_S = 0.03
-"""The owner's next batch follows the last one sooner, if there is one."""
+"""How long after a launch the owner counts as busy, in seconds: its next batch, if there is one, starts sooner."""
 
 
 class TransferNode:
-    """Sends pages of our pool to decode workers and lands pages from prefill workers. No method but `close` blocks.
+    """The endpoint that sends pages to decode workers and receives pages from prefill workers.
 
-    `pool`: uint8 `[num_planes, num_blocks, page_nbytes]`, C-contiguous, shared with the engine; or a device's. `wake()`
-    is called from transfer threads when `poll()` has something. `transports`: ready ones that stand in for those of
-    the same name. Raises ConfigError if it can't listen or lacks the transport that is asked for, ValueError if the
-    pool does not fit the layout.
+    No method but `close` blocks. `pool`: uint8 `[num_planes, num_blocks, page_nbytes]`, C-contiguous, shared with the
+    engine; or a device's. `wake()` is called from transfer threads when `poll()` has something. `transports`: ready
+    ones that replace those of the same name.
+
+    Raises ConfigError if it can't listen or lacks the requested transport, ValueError if the pool does not fit the
+    layout.
     """
 
     def __init__(
@@ -100,22 +102,20 @@ class TransferNode:
 
     @property
     def address(self) -> str:
-        """`host:port` of the control listener, as peers are told it."""
+        """Return the `host:port` of the control listener that peers are given."""
         host = self._settings.advertise_host or self._settings.host
         return f"[{host}]:{self._listener.port}" if ":" in host else f"{host}:{self._listener.port}"
 
     @property
     def ways(self) -> TransferCapabilities:
-        """How pages may leave and come, to be told to others before they connect."""
+        """Return how pages may be sent and received, to be published before workers connect."""
         return ways_of(self._parts.terms)
 
     def start(self) -> None:
         self._listener.start()
 
     def close(self) -> None:
-        """End every link, thread and socket. Blocks for as long as the fences take; no PeerDisconnected follows.
-        Idempotent.
-        """
+        """End every link, thread and socket; return when all are fenced. No event follows. Idempotent."""
         with self._table.lock:
             if self._closing:
                 return
@@ -130,7 +130,7 @@ class TransferNode:
         self._transports.close()
 
     def poll(self) -> list[TransferEvent]:
-        """What has happened since the last call, in order."""
+        """Return the events since the last call, in order."""
         return [self._events.popleft() for _ in range(len(self._events))]
 
     def stats(self) -> list[LinkStats]:
@@ -138,34 +138,31 @@ class TransferNode:
 
     @property
     def transfer_rate(self) -> float:
-        """Bytes a second that a finished handoff to a peer saw lately, the mean over the peers; 0.0 while unknown.
-
-        Peer by peer it is `nbytes_per_s` in `stats`.
-        """
+        """Return the mean `nbytes_per_s` of `stats` over the peers where it is known; 0.0 if it never is."""
         rates = [link.nbytes_per_s for link in self.stats() if link.nbytes_per_s > 0]
         return sum(rates) / len(rates) if rates else 0.0
 
     def keep_warm(self) -> bool:
-        """By whoever waits for a lone handoff without sleep, again and again: see rehearsal. Whether it was due."""
+        """Run a rehearsal (see warm_path) if one is due; return whether it ran. Waiting threads poll it."""
         return self._rehearsal.keep_warm()
 
     @property
     def bad_paths(self) -> tuple[Incarnation, ...]:
-        """Peers that handoffs from here do not reach lately: no connection, or it was lost, or pages came broken."""
+        """Return the peers that handoffs lately fail to reach: no connection, a lost one, or corrupt pages."""
         return self._paths.bad()
 
     @property
     def broken(self) -> str:
-        """Why no handoff can come about before this process starts anew, in words; empty if that is not so."""
+        """Return why no handoff can succeed until this process is restarted; empty if there is no such reason."""
         return self._broken
 
     # The prefill side.
 
     def meet(self, peers: Sequence[WorkerRef]) -> None:
-        """Open links to these, so that the first handoff finds them up; by the thread that offers.
+        """Open links to these peers ahead of their first handoff. Call it from the thread that offers.
 
-        Left alone are those that a link goes to already, if only to a former incarnation, and bad paths. A link that
-        fails is a PeerDisconnected, of no attempt.
+        Skipped are bad paths, and peers to which there is a link already, even if it is to a former incarnation. A link
+        that fails is reported as a PeerDisconnected that belongs to no attempt.
         """
         bad = self._paths.bad()
         for peer in peers:
@@ -173,7 +170,7 @@ class TransferNode:
                 self._outgoing_to(peer, was_asked=False)
 
     def offer(self, peer: WorkerRef, offer: Offer) -> None:
-        """Connects if nobody has. If that fails, PeerDisconnected says why; its incarnation is the one in `peer`."""
+        """Send the offer, connecting if there is no link; PeerDisconnected reports a failure to connect."""
         if link := self._outgoing_to(peer, was_asked=True):
             link.offer(offer)
 
@@ -188,13 +185,12 @@ class TransferNode:
         src_pages: Sequence[BlockId],
         checksums: np.ndarray | None = None,
     ) -> None:
-        """Queue the pages of tokens `[first_token, first_token + num_tokens)`; they must not change until Commit,
-        Drained or PeerDisconnected.
+        """Queue the pages of tokens `[first_token, first_token + num_tokens)`.
 
-        The caller clips to the tokens from Grant's `skip_tokens` on. `first_token` and, but for the last chunk, the
-        end are
-        multiples of the block size. `checksums`: of a device's pages, what device.DevicePool.in_parts takes. Dropped if
-        the attempt is over. Raises ValueError if pages and tokens do not fit.
+        The pages must not change until Commit, Drained or PeerDisconnected. The caller leaves out the tokens before
+        Grant's `skip_tokens`. `first_token` and, except in the last chunk, the end are multiples of the block size.
+        `checksums`: for a device's pages, what DevicePool.in_parts takes. The chunk is dropped if the attempt is over.
+        Raises ValueError if pages and tokens do not fit.
         """
         plan.check_pages(src_pages, self._pool.num_blocks)
         if (
@@ -218,21 +214,24 @@ class TransferNode:
         src_pages: Sequence[BlockId],
         early_planes: int,
     ) -> None:
-        """This chunk is about to be computed, and is told by `send_chunk` once it is. Where decode fetches it, its
-        device may be made to wait for it: from now on the pages must not change, as there. `early_planes`: as many as
-        are there when `launched` is told of them.
+        """Announce a chunk that is about to be computed; `send_chunk` follows once it is.
+
+        If decode fetches the chunk, its device may wait for it: as with `send_chunk`, the pages must not change from
+        now on. `early_planes`: how many of the planes are ready when `chunks_launched(is_all=False)` is called.
         """
         if link := self._table.outgoing(peer_id):
             link.chunk_scheduled((request_id, epoch), first_token, num_tokens, src_pages, early_planes)
 
     def is_fetched_by(self, peer_id: WorkerId) -> bool:
-        """Decode is told of chunks there, and fetches them: no thread of ours sends any."""
+        """Return whether the decode peer fetches chunks itself, so that no thread of this node sends any."""
         link = self._table.outgoing(peer_id)
         return link is not None and link.is_fetched
 
     def chunks_launched(self, is_all: bool) -> None:
-        """By the thread that called `coming`: the device has these chunks now, on the thread's current stream, or
-        never will; or unless `is_all`, it has their early planes. Called for batches without chunks too.
+        """Report that the announced chunks are on the thread's current stream, or never will be.
+
+        Unless `is_all`, this holds for their early planes only. Called by the thread that called `chunk_scheduled`, for
+        batches without chunks too.
         """
         self._launched_s = time.monotonic()
         for link in self._table.in_place():
@@ -240,22 +239,21 @@ class TransferNode:
                 link.chunks_launched(is_all)
 
     def rested(self) -> None:
-        """By the same thread: it has nothing to compute, whatever it launched a moment ago."""
+        """Report that the engine's thread has nothing to compute, whatever it launched a moment ago."""
         self._launched_s = -math.inf
 
     def finish(self, peer_id: WorkerId, fin: Fin) -> None:
-        """Goes after the chunks that are queued."""
+        """Send Fin after the queued chunks."""
         if link := self._table.outgoing(peer_id):
             link.finish(fin)
 
     # The decode side.
 
     def grant(self, peer_id: WorkerId, grant: Grant) -> None:
-        """From now on chunks of this attempt may land on exactly these pages. Ignored if the offer is gone with its
-        link.
+        """Allow chunks of this attempt to be written to exactly these pages from now on.
 
-        Raises ValueError if the pages do not fit the offer, are outside the pool, repeat, or are landing for another
-        attempt.
+        Ignored if the offer was lost with its link. Raises ValueError if the pages do not fit the offer, are outside
+        the pool, repeat, or are granted to another attempt.
         """
         if link := self._table.incoming(peer_id):
             link.grant(grant)
@@ -270,40 +268,37 @@ class TransferNode:
             link.send(message)
 
     def commit(self, peer_id: WorkerId, message: Commit) -> None:
-        """All chunks have landed: ends the landing, without Drained."""
+        """End an attempt all of whose chunks have arrived, without Drained."""
         if link := self._table.incoming(peer_id):
             link.commit(message)
 
     # Both sides.
 
     def abort(self, peer_id: WorkerId, abort: Abort) -> None:
-        """End the attempt here and tell the peer, which answers AbortAck. Drained follows here, for unknown attempts
-        too.
+        """End the attempt here and at the peer, which answers AbortAck.
 
-        An Abort from the peer does the same: after its Message this node drains by itself, answers, and Drained
-        follows.
+        Drained follows here, for unknown attempts too. An Abort from the peer has the same effect: after its
+        MessageReceived this node drains by itself, answers, and Drained follows.
         """
         key = abort.request_id, abort.epoch
         link = self._table.having(peer_id, key)
         if link is None:
-            self._emit(Drained(*key))
+            self._emit(Drained(request_id=abort.request_id, epoch=abort.epoch))
             return
-        link.end(key)  # first: prefill may give pages to others as soon as it hears that decode wants them no more
+        link.end(key)  # first: on the Abort prefill may give its pages to other requests
         link.send(abort)
 
     def knows(self, peer_id: WorkerId, request_id: RequestId, epoch: Epoch) -> bool:
-        """A link has this attempt. A PeerDisconnected that is polled then is of a former link: it was noted before the
-        offer was made.
-        """
+        """Return whether a link has this attempt; a PeerDisconnected polled then is of a former link."""
         return self._table.having(peer_id, (request_id, epoch)) is not None
 
     def _outgoing_to(self, peer: WorkerRef, was_asked: bool) -> OutgoingLink | None:
-        """None if a link with this very incarnation has failed: PeerDisconnected is to come, and would end a new one
-        too.
+        """Return the link to this peer, making one if there is none, or None if one to it has failed.
 
-        Beside a link to another incarnation a new one is begun aside: which is the former one is not known before it
-        has proved itself, since an offer may be late. Each knows at once that it `was_asked` for: it may fail before it
-        hears of the request.
+        In the latter case a PeerDisconnected for this incarnation is under way, which would end a new link too. If
+        there is a link to another incarnation, the new one waits in `aside`: an offer may be late, so which incarnation
+        is the former one is not known before the new link has proved itself. `was_asked` is recorded on the link at
+        once, since it may fail before it gets the request.
         """
         with self._table.lock:
             links = self._table.alive_with(peer.worker_id, peer.incarnation)
@@ -321,7 +316,7 @@ class TransferNode:
         return fresh
 
     def _on_peer(self, wire: HandshakeSocket, hello: Hello) -> None:
-        """In the thread of a peer that has proved itself."""
+        """Serve the link of a peer that has proved itself, in that peer's thread."""
         link = IncomingLink(self._parts, hello)
         try:
             self._adopt(link)
@@ -332,8 +327,10 @@ class TransferNode:
         link.run(wire, self._listener.attachments.take)
 
     def _adopt(self, link: IncomingLink) -> None:
-        """A new connection ends the one before it from the same worker, and begins when that is fenced, with all that
-        fails beside it: the PeerDisconnected that follows would be the new one's, too.
+        """Put a new incoming link in its place once the former one from the same worker is fenced.
+
+        It also waits for any other failed link with that worker: the PeerDisconnected that follows would otherwise end
+        the new link's attempts too.
         """
         with self._table.lock:
             former = self._table.placed.get((link.peer_id, False))
@@ -350,7 +347,7 @@ class TransferNode:
             self._table.place(link, self._settings.max_peers)
 
     def _on_proved(self, link: Link) -> None:
-        """The worker is this incarnation now: a link that was begun aside takes the place of one to a former."""
+        """Move a link that waited in `aside` to the place of one to a former incarnation."""
         with self._table.lock:
             if link.failed or link not in self._table.aside:
                 return
@@ -362,8 +359,10 @@ class TransferNode:
                 former.fail("replaced by a new connection")
 
     def _on_lost(self, link: Link, event: PeerDisconnected) -> None:
-        """PeerDisconnected speaks for both directions, so it waits until the other one is fenced too, and says so only
-        if both are. It is noted before a new link can be made: whatever comes over that one is heard behind it.
+        """Remove a lost link, and queue PeerDisconnected once both directions are fenced.
+
+        `fenced` holds only if it does for both. The event is queued before a new link can be made, so that messages of
+        that one come after it.
         """
         with self._table.lock:
             if isinstance(link, OutgoingLink):
@@ -378,13 +377,13 @@ class TransferNode:
             if is_last:
                 unfenced = self._table.take_unfenced(link.peer_id, link.incarnation)
                 self._note(replace(event, fenced=not unfenced))
-            for other in others:  # now, so that nobody takes them for sound
+            for other in others:  # now, so that no call uses them
                 other.fail(event.error, event.code)
         if is_last:
             self._wake()
 
     def _judge_interfaces(self) -> None:
-        """Under the lock, after a handshake in which two ends that heard each other found no way by UCX."""
+        """Record replaced interfaces, under the lock, after two connected ends found no way by UCX."""
         if names := self._interfaces.replaced():
             self._broken = f"UCX uses the network interfaces of its start, and {', '.join(names)} came since"
 

@@ -1,4 +1,4 @@
-"""How a worker takes part in transfers."""
+"""The settings of a worker's KV transfer."""
 
 from dataclasses import dataclass
 
@@ -9,12 +9,14 @@ TRANSPORTS = ("auto", "nvlink", "ucx", "shm", "tcp")
 
 @dataclass(frozen=True, kw_only=True)
 class TransferSettings:
-    """`host`, `port`: where to listen (0: any free port); `advertise_host`: what peers are told, `host` if empty.
+    """The settings of a TransferNode; raises ConfigError on a value that can't work.
 
+    `host`, `port`: where to listen (0: any free port); `advertise_host`: the host that peers are given, `host` if
+    empty.
     `transport`: "auto" takes the fastest that both ends have; a name takes that one or fails. `checksum`: between GPUs
-    the sender's word counts. Staging of one link is `num_slots * slot_nbytes`; a page must fit in a slot. A peer that
-    is silent for `heartbeat_s * heartbeat_misses` is lost; `stall_timeout_s` is how long a chunk waits for the peer to
-    take bytes. Raises ConfigError on a value that can't work.
+    the sender's setting decides. Staging of one link is `num_slots * slot_nbytes`; a page must fit in a slot. A peer
+    that is silent for `heartbeat_s * heartbeat_misses` is lost; `stall_timeout_s` is how long a chunk waits for the
+    peer to accept bytes.
     """
 
     secret: bytes
@@ -23,10 +25,10 @@ class TransferSettings:
     port: int = 0
     advertise_host: str = ""
     checksum: bool = True
-    slot_nbytes: int = 960 << 10  # with its heads within 1 MiB, beyond which UCX took 1.4 times the CPU
+    slot_nbytes: int = 960 << 10  # with its header within 1 MiB, beyond which UCX took 1.4 times the CPU
     num_slots: int = 4  # 4 MiB at each end stay in the caches; with twice that UCX took a quarter more CPU
     heartbeat_s: float = 0.25
-    heartbeat_misses: int = 12  # a dead process is seen at once by EOF; 3 misses cut links of a host with 6 jobs a core
+    heartbeat_misses: int = 12  # EOF shows a dead process at once; 3 misses cut links of a host with 6 jobs a core
     connect_timeout_s: float = 2.0
     handshake_timeout_s: float = 5.0
     stall_timeout_s: float = 5.0

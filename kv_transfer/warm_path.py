@@ -1,7 +1,7 @@
-"""Handoffs that nobody asked for, so that the processor has in its caches what the next one runs.
+"""The rehearsal of handoffs, which keeps the code that the next one runs in the processor's caches.
 
-An idle worker's first handoff finds the code that decides about it in the machine's memory, and takes several times as
-long for it. To wait without sleep is no help: what is not run is not kept. See docs/history/handoff.md, run R.
+The first handoff of an idle worker finds the code that decides about it in main memory, and takes several times as long
+for it. Waiting without sleep does not help: code that does not run is evicted. See docs/history/handoff.md, run R.
 """
 
 import logging
@@ -31,37 +31,49 @@ from kv_transfer.links.path_health import PathHealth
 log = logging.getLogger(__name__)
 
 REHEARSAL_S = 0.001
-"""Some 70 us of it are spent on that."""
+"""The period of rehearsals in seconds, of which one takes some 70 us."""
 
-_KEY = RequestId("rehearsal"), Epoch(1)
+_REQUEST_ID, _EPOCH = RequestId("rehearsal"), Epoch(1)
+_KEY = _REQUEST_ID, _EPOCH
 _PAGE = BlockId(0)
 
 
 class Rehearsal:
-    """A node hands a prompt of one block over to itself: all that a handoff by `nvlink` is but sockets, the device, and
-    whoever is told of it.
+    """A handoff of a prompt of one block from a node to itself.
+
+    It runs all that a handoff by `nvlink` does, except for sockets, the device and the owner's events.
     """
 
     def __init__(self, parts: LinkParts) -> None:
         quiet = replace(parts, emit=_unheard, note=_unheard, wake=_ignore, paths=PathHealth(time.monotonic))
-        me = WorkerId("rehearsal"), Incarnation("rehearsal")
-        self._decode = _Decode(quiet, Hello(PROTOCOL, *me, "prefill", b""))
-        self._prefill = _Prefill(quiet, WorkerRef(*me, "", ""))
+        worker_id, incarnation = WorkerId("rehearsal"), Incarnation("rehearsal")
+        hello = Hello(protocol=PROTOCOL, worker_id=worker_id, incarnation=incarnation, role="prefill", nonce=b"")
+        self._decode = _Decode(quiet, hello)
+        self._prefill = _Prefill(quiet, WorkerRef(worker_id=worker_id, incarnation=incarnation, url="", transfer=""))
         self._prefill.tell, self._decode.tell = _ear(self._decode), _ear(self._prefill)
         layout = parts.layout
-        facts = layout.layout_id, plan.chunk_nbytes(layout, layout.block_size)
-        checksum = integrity.of_pages(_KEY[1], _sums(layout.num_planes))
-        self._offer = Offer(*_KEY, layout.block_size, layout.layout_id)
-        self._header = ChunkHeader(*_KEY, 0, 0, layout.block_size, *facts, checksum)
+        self._offer = Offer(
+            request_id=_REQUEST_ID, epoch=_EPOCH, num_tokens=layout.block_size, layout_id=layout.layout_id
+        )
+        self._header = ChunkHeader(
+            request_id=_REQUEST_ID,
+            epoch=_EPOCH,
+            index=0,
+            first_token=0,
+            num_tokens=layout.block_size,
+            layout_id=layout.layout_id,
+            nbytes=plan.chunk_nbytes(layout, layout.block_size),
+            checksum=integrity.of_pages(_EPOCH, _sums(layout.num_planes)),
+        )
         self._num_planes = layout.num_planes
         self._next_s = 0.0
         self._lock = threading.Lock()
 
     def keep_warm(self) -> bool:
-        """Run it if it is due, and say so. From any thread; one that finds another at it does without.
+        """Run a rehearsal if one is due, and return whether it ran.
 
-        The first that goes wrong is the last: what it leaves behind would be in the way of the next, and no link of
-        somebody's is to end for it.
+        Any thread may call it; one that finds another thread rehearsing returns False. After the first failure there is
+        no further rehearsal: its remains would block the next one, and no link of a real peer may end for it.
         """
         if time.perf_counter() < self._next_s or not self._lock.acquire(blocking=False):
             return False
@@ -77,23 +89,23 @@ class Rehearsal:
             self._lock.release()
 
     def run(self) -> None:
-        """Raises RuntimeError if it does not come to Commit."""
+        """Hand the block over. Raises RuntimeError if decode does not commit it."""
         prefill, decode = self._prefill, self._decode
         prefill.offer(self._offer)
-        decode.grant(Grant(*_KEY, [_PAGE], 0))
+        decode.grant(Grant(request_id=_REQUEST_ID, epoch=_EPOCH, pages=[_PAGE], skip_tokens=0))
         prefill.chunk_scheduled(_KEY, 0, self._header.num_tokens, [_PAGE], self._num_planes - 1)
         prefill.chunks_launched(is_all=False)
         prefill.chunks_launched(is_all=True)
         decode.looks_ahead()
         prefill.send_chunk(self._header, [_PAGE], None)
-        prefill.finish(Fin(*_KEY, 1, Token(0, 0), 0))
+        prefill.finish(Fin(request_id=_REQUEST_ID, epoch=_EPOCH, num_chunks=1, first=Token(0, 0), cached_tokens=0))
         if not decode.grants.is_committed(_KEY):
             raise RuntimeError("decode did not commit what was handed over")
-        decode.commit(Commit(*_KEY, 1, self._header.nbytes))
+        decode.commit(Commit(request_id=_REQUEST_ID, epoch=_EPOCH, num_chunks=1, nbytes=self._header.nbytes))
 
 
 def _ear(link: Link) -> Callable[[bytes], None]:
-    """What comes to this end, as if it came over a socket."""
+    """Return a function that passes frames to this end as if they came over a socket."""
     reader = codec.FrameReader()
 
     def hear(data: bytes) -> None:
@@ -130,16 +142,16 @@ class _Decode(IncomingLink):
 
 
 class _Mark:
-    """kv_transfer.chunks.device_pool.DeviceSemaphore, which nobody waits for."""
+    """A DeviceSemaphore (kv_transfer.chunks.device_pool) that has no waiter."""
 
     shared = b""
 
     def set(self, value: int) -> None:
-        """Decode has copied by then."""
+        """Do nothing: decode has copied by then."""
 
 
 class _Nowhere:
-    """kv_transfer.chunks.device_pool.RemotePool, and Later: nothing is copied, and it is done at once."""
+    """A RemotePool and DeferredCopy (kv_transfer.chunks.device_pool) that copies nothing."""
 
     num_pages, detail = 1, "nowhere"
     is_void, is_due, is_done, busy_s = False, True, True, 0.0
@@ -159,7 +171,7 @@ class _Nowhere:
         return _sums(self._num_planes)
 
     def drop(self) -> None:
-        """There is nothing to give back."""
+        """Do nothing: no memory is held."""
 
     expire = rehearse = close = drop
 
@@ -169,8 +181,8 @@ def _sums(num_planes: int) -> np.ndarray:
 
 
 def _unheard(event: TransferEvent) -> None:
-    """Nobody asked for this handoff."""
+    """Drop an event: a rehearsal has no owner."""
 
 
 def _ignore() -> None:
-    """There is nobody to wake."""
+    """Do nothing: there is no thread to wake."""

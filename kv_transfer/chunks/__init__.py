@@ -1,1 +1,1 @@
-"""The one format of a chunk of KV: its segments, its checksum, its plan and the pools that it fits."""
+"""The format of a chunk of KV: its segments, its checksum, its plan and the pools that it fits."""

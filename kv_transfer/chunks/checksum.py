@@ -1,4 +1,4 @@
-"""The checksum of a chunk: 64 bits, sensitive to order, chained over the chunk's messages and seeded with the epoch."""
+"""The checksum of a chunk: 64 bits, order-sensitive, chained over its messages, seeded with the epoch."""
 
 import numpy as np
 import xxhash
@@ -11,14 +11,17 @@ def seed(epoch: Epoch) -> int:
 
 
 def of_pages(epoch: Epoch, sums: np.ndarray) -> int:
-    """Of a chunk whose pages were summed where they lie: `[pages, num_planes]` uint32, in token order."""
+    """Return the checksum of a chunk from the sums of its pages.
+
+    `sums`: uint32 `[pages, num_planes]`, in token order, made where the pages lie.
+    """
     return extend(seed(epoch), np.ascontiguousarray(sums))
 
 
 def extend(checksum: int, data: np.ndarray) -> int:
-    """The checksum of what came before plus `data`. Equal chunks cut at the same places have equal checksums.
+    """Return the checksum of what came before plus `data`.
 
-    XXH3: 56 GiB/s on one core of the development machine where zlib.crc32 makes 4 and gathering pages 11, so it is
-    always affordable.
+    Equal chunks cut at the same places have equal checksums. The hash is XXH3: 56 GiB/s on one core of the development
+    machine, where zlib.crc32 makes 4 and gathering pages 11, so it is always affordable.
     """
     return xxhash.xxh3_64_intdigest(data.data, checksum)

@@ -1,5 +1,6 @@
-"""Which bytes go where, as block ids and offsets only: a plan holds no address and can be made, checked and
-logged anywhere.
+"""The plan of a chunk: which bytes go where, as block ids and offsets only.
+
+A plan holds no address, so it can be made, checked and logged anywhere.
 """
 
 from collections.abc import Iterator, Sequence
@@ -12,7 +13,7 @@ from contracts.layout import KVLayout
 
 @dataclass(frozen=True, slots=True)
 class UnitRange:
-    """Units `[first, last)` of a chunk (see staging): what one message carries."""
+    """The units `[first, last)` of a chunk (see staging) that one message carries."""
 
     first: int
     last: int
@@ -23,14 +24,16 @@ class UnitRange:
 
 
 def split(num_units: int, units_per_message: int) -> Iterator[UnitRange]:
-    """Cut a chunk into messages of at most `units_per_message`."""
+    """Yield the ranges that cut a chunk into messages of at most `units_per_message`."""
     for first in range(0, num_units, units_per_message):
         yield UnitRange(first, min(first + units_per_message, num_units))
 
 
 def row_ids(pages: Sequence[int], num_planes: int, num_blocks: int) -> np.ndarray:
-    """Rows of the pool, seen as `[num_planes * num_blocks]` pages, in the order of a chunk's bytes: plane by
-    plane, token order. Those of one part of a page come before those of the next: `num_planes` counts each part's.
+    """Return the rows of a chunk in the pool, seen as `[num_planes * num_blocks]` pages, in byte order.
+
+    The order is plane by plane, then token order. The rows of one part of a page come before those of the next:
+    `num_planes` counts the planes of all parts.
     """
     planes = np.arange(num_planes, dtype=np.intp)[:, None] * num_blocks
     return (planes + np.asarray(pages, dtype=np.intp)).reshape(-1)
@@ -41,7 +44,7 @@ def chunk_nbytes(layout: KVLayout, num_tokens: int) -> int:
 
 
 def check_pages(pages: Sequence[int], num_blocks: int) -> None:
-    """Raise ValueError unless all are different and inside a pool of `num_blocks`."""
+    """Raise ValueError unless all pages are different and inside a pool of `num_blocks`."""
     for page in pages:
         if not 0 <= page < num_blocks:
             raise ValueError(f"page {page} is outside the pool of {num_blocks} blocks")

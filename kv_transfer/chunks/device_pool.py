@@ -1,5 +1,6 @@
-"""Pools in the memory of a device, as a transfer needs them. The engine's adapter of that device has them; here are no
-addresses.
+"""The interfaces of KV pools in a device's memory, as a transfer needs them.
+
+The engine's adapter of that device implements them; no addresses appear here.
 """
 
 from collections.abc import Sequence
@@ -11,11 +12,10 @@ from contracts.ids import BlockId
 
 
 class Pool(Protocol):
-    """Pages, one of each block in each plane of each shard. Staged transports gather them into a buffer of the host and
-    back.
+    """A pool of pages: one of each block in each plane of each shard.
 
-    `num_parts`: of a page, over all shards, of which each has one or several: it is the number of the finer side's
-    shards.
+    Staged transports gather pages into a host buffer and scatter them back. `num_parts`: parts of a page, over all
+    shards, of which each has one or several: it is the number of shards of the side that has more.
     """
 
     num_planes: int
@@ -24,45 +24,51 @@ class Pool(Protocol):
     block_nbytes: int
 
     def agreed(self, num_parts: int, sends: bool) -> None:
-        """Pages are to go to a peer, or to come from one, in so many parts. Raises TransferError if shards can't be cut
-        so.
+        """Prepare to send pages to a peer, or to receive them, in this many parts.
+
+        Raises TransferError if shards can't be cut so.
         """
         ...
 
     def in_parts(self, sums: np.ndarray, pages: Sequence[BlockId], num_parts: int) -> np.ndarray:
-        """The checksums of `pages` by so many parts, `[pages, num_parts * num_planes]`, out of all that were made of
-        them when they were computed.
+        """Return the checksums of `pages` by parts, `[pages, num_parts * num_planes]`.
+
+        `sums`: all checksums that were made of the pages when they were computed.
         """
         ...
 
     def gather(self, rows: np.ndarray, out: np.ndarray, num_parts: int = 1) -> None:
-        """Copy the parts of pages of `rows` (see plan.row_ids) into `out`, uint8 of their total size."""
+        """Copy the parts of pages of `rows` (see chunk_plan.row_ids) into `out`, uint8 of their total size."""
         ...
 
     def scatter(self, rows: np.ndarray, data: np.ndarray, num_parts: int = 1) -> None: ...
 
 
 class DeviceSemaphore(Protocol):
-    """A number that this device counts up for one peer, whose device may wait for it. `shared` finds it."""
+    """A counter that this device raises for one peer, whose device may wait for it.
+
+    `shared`: what the peer needs to find it.
+    """
 
     shared: bytes
 
     def set(self, value: int) -> None:
-        """When all that was launched on the current stream is done."""
+        """Set the value when all that was launched on the current stream is done."""
         ...
 
 
 class DeferredCopy(Protocol):
-    """Copies that wait for a mark by themselves. `is_void`: they did not wait to the end, so they are worth nothing.
+    """Copies that wait for a mark by themselves.
 
-    `busy_s`, after `wait`: how long copies and checksums took, without the time before the mark was reached.
+    `is_void`: they did not wait to the end, so their result is worthless. `busy_s`, valid after `wait`: seconds that
+    copies and checksums took, without the time before the mark was reached.
     """
 
     is_void: bool
 
     @property
     def is_due(self) -> bool:
-        """Their mark was reached: they are done soon."""
+        """Return whether their mark was reached, so that they are done soon."""
         ...
 
     @property
@@ -70,24 +76,26 @@ class DeferredCopy(Protocol):
 
     @property
     def is_done(self) -> bool:
-        """They write nothing any more."""
+        """Return whether they write nothing any more."""
         ...
 
     def wait(self) -> np.ndarray | None:
-        """Once, when the peer says that the mark was reached. Returns what `pull` does, when it does. Raises
-        TransferError.
+        """Wait for the copies and return what `RemotePool.pull` returns. Raises TransferError.
+
+        Called once, when the peer reports that the mark was reached.
         """
         ...
 
     def drop(self) -> None:
-        """It is done, and nobody will `wait`."""
+        """Release copies that are done and whose result is not wanted."""
         ...
 
 
 class RemotePool(Protocol):
-    """A peer's pool, mapped into this process. `detail`: what was mapped, and how, for operators.
+    """A peer's pool, mapped into this process.
 
-    Pages come in parts, the shards of the finer of the two pools.
+    `detail`: what was mapped, and how, for operators. Pages are copied in parts, the shards of the pool that has more
+    of them.
     """
 
     num_pages: int
@@ -96,7 +104,7 @@ class RemotePool(Protocol):
     def pull(self, pages: Sequence[BlockId], into: Sequence[BlockId], checks: bool) -> np.ndarray | None:
         """Copy the peer's `pages` to `into`, all planes; they are there on return.
 
-        Returns the checksums of `into` as they are then, `[pages, parts * num_planes]` uint32, if `checks`. Raises
+        Returns the checksums of `into` as they are then, uint32 `[pages, parts * num_planes]`, if `checks`. Raises
         TransferError.
         """
         ...
@@ -104,28 +112,33 @@ class RemotePool(Protocol):
     def pull_later(
         self, pages: Sequence[BlockId], into: Sequence[BlockId], checks: bool, early_planes: int, mark: int
     ) -> DeferredCopy | None:
-        """The same, launched now; done once the peer's mark has come to `mark`, and for the first `early_planes` to one
-        less. None where nothing waits for marks.
+        """Launch the same copies now, to run once the peer's mark has reached `mark`.
+
+        The first `early_planes` wait for `mark - 1` only. Returns None where the device can't wait for marks.
         """
         ...
 
     def expire(self) -> None:
-        """Nothing waits for a mark any more: all that did is void, and done soon."""
+        """Stop every wait for a mark: the copies that waited are void, and done soon."""
         ...
 
     def rehearse(self) -> None:
-        """Do what a pull does, but for the copies, with a page that belongs to nobody: a link that sleeps goes on
-        sleeping. Raises TransferError.
+        """Do what a pull does, except for the copies, with a page of no request. Raises TransferError.
+
+        A link that sleeps goes on sleeping.
         """
         ...
 
     def close(self) -> None:
-        """On return nothing reads the peer's memory, and it is unmapped. Idempotent."""
+        """Unmap the peer's memory; nothing reads it any more on return. Idempotent."""
         ...
 
 
 class Buffer(Protocol):
-    """Memory of a device that messages leave from and come to; `len` of bytes. Used by one thread at a time."""
+    """A piece of device memory that messages are sent from and received into.
+
+    `len` gives its bytes. It is used by one thread at a time.
+    """
 
     @property
     def address(self) -> int: ...
@@ -138,23 +151,30 @@ class Buffer(Protocol):
 
 
 class PageScatter(Protocol):
-    """Pages that are being copied out of a buffer."""
+    """A copy of pages out of a buffer that is under way."""
 
     @property
     def is_done(self) -> bool:
-        """They are there, and the buffer is free. Raises TransferError if the device failed."""
+        """Return whether the pages are there and the buffer is free.
+
+        Raises TransferError if the device failed.
+        """
         ...
 
     def wait(self) -> np.ndarray | None:
-        """Until then. Returns the checksums of the pages as they are now, `[pages, num_parts * num_planes]` uint32, if
-        they were asked for. Raises TransferError.
+        """Wait until the pages are there. Raises TransferError.
+
+        Returns the checksums of the pages as they are now, uint32 `[pages, num_parts * num_planes]`, if they were
+        requested.
         """
         ...
 
 
 class DevicePool(Pool, Protocol):
-    """`kind`: of memory; only pools of one kind can be handed over. `checks`: chunks come with checksums of their
-    pages; the transfer sets it. `scales`: what each plane was divided by before it was rounded to e4m3, if it was.
+    """A pool in a device's memory.
+
+    `kind`: of memory; handoffs need pools of one kind. `checks`: chunks come with checksums of their pages; the
+    transfer sets it. `scales`: what each plane was divided by before it was rounded to e4m3; empty if it was not.
     """
 
     checks: bool
@@ -164,53 +184,57 @@ class DevicePool(Pool, Protocol):
     def kind(self) -> str: ...
 
     def expect(self, part_counts: Sequence[int]) -> None:
-        """Peers may want pages in so many parts: what that takes is made now, and not in their handshakes. Before
-        anything is computed or transferred. Raises TransferError as `agreed`.
+        """Prepare for peers that want pages in these numbers of parts, ahead of their handshakes.
+
+        Called before anything is computed or transferred. Raises TransferError as `agreed` does.
         """
         ...
 
     def share(self) -> bytes:
-        """What a peer must know to attach. Raises TransferError where the device lets nobody in."""
+        """Return what a peer needs to attach. Raises TransferError where the device can't be shared."""
         ...
 
     def mark(self) -> DeviceSemaphore | None:
-        """One for a new peer; None where the device can set none."""
+        """Return a semaphore for a new peer, or None where the device can set none."""
         ...
 
     def enter(self) -> None:
-        """The calling thread works with this device from now on."""
+        """Make the calling thread ready to work with this device."""
         ...
 
     def allocate(self, nbytes: int) -> Buffer:
-        """Memory beside the pool: what the methods below take. Raises TransferError if the device has not so much."""
+        """Allocate memory outside the pool for the methods below. Raises TransferError if it does not suffice."""
         ...
 
     def free(self, buffer: Any) -> None:
-        """Nothing touches it any more: its memory is free on return."""
+        """Free a buffer that nothing uses any more; its memory is free on return."""
         ...
 
     def pack(self, pages: np.ndarray, into: Any, num_parts: int) -> None:
-        """Copy `pages`, int32, each in its parts, all planes of each part in turn; they are there on return. Raises
-        TransferError.
+        """Copy `pages`, int32, to the buffer; they are there on return. Raises TransferError.
+
+        The order is page by page, part by part, and all planes of each part in turn.
         """
         ...
 
     def unpack(self, buffer: Any, pages: np.ndarray, checks: bool, num_parts: int) -> PageScatter:
-        """The other way round, launched on return; with checksums if `checks`."""
+        """Launch the copies out of the buffer into `pages`, with checksums if `checks`."""
         ...
 
     def narrowing(self, scales: Sequence[float]) -> Any:
-        """What `narrow` takes, for a peer whose pool is e4m3 with these scales; ours holds bf16."""
+        """Return what `narrow` takes for a peer whose pool is e4m3 with these scales; this pool holds bf16."""
         ...
 
     def narrow(self, pages: np.ndarray, into: Any, narrowing: Any, num_parts: int) -> np.ndarray:
-        """As `pack`, rounded as the peer would have rounded these values. Returns the checksums of what was packed,
-        `[pages, num_parts * num_planes]` uint32.
+        """Pack the pages as `pack` does, rounded as the peer would have rounded these values.
+
+        Returns the checksums of what was packed, uint32 `[pages, num_parts * num_planes]`.
         """
         ...
 
     def attach(self, shared: bytes, mark: bytes = b"") -> RemotePool:
-        """`mark`: what a DeviceSemaphore of the peer's shares, if there is one. Raises TransferError if the peer's pool
-        can't be read from here, or is another shape.
+        """Map a peer's pool. Raises TransferError if it can't be read from here, or has another shape.
+
+        `mark`: `shared` of the DeviceSemaphore that the peer made for this node, if it made one.
         """
         ...

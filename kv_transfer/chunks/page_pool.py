@@ -1,4 +1,4 @@
-"""The KV pool as bytes: gathering scattered pages into a buffer and back."""
+"""The KV pool in host memory, as bytes: pages are gathered into a buffer and scattered back."""
 
 from collections.abc import Sequence
 
@@ -9,8 +9,9 @@ from contracts.layout import KVLayout
 
 
 class PagePool:
-    """`pages`: uint8 `[num_planes, num_blocks, page_nbytes]`, C-contiguous, shared. Raises ValueError on
-    another shape, or a layout of several shards: a host's pool has one.
+    """A pool over `pages`: uint8 `[num_planes, num_blocks, page_nbytes]`, C-contiguous, shared.
+
+    Raises ValueError on another shape, or a layout of several shards: a host's pool has one.
     """
 
     def __init__(self, pages: np.ndarray, layout: KVLayout) -> None:
@@ -27,13 +28,13 @@ class PagePool:
         self._rows = pages.reshape(-1, self.page_nbytes)
 
     def agreed(self, num_parts: int, sends: bool) -> None:
-        """There is but one way."""
+        """Accept any number of parts: host pages need no preparation."""
 
     def in_parts(self, sums: np.ndarray, pages: Sequence[BlockId], num_parts: int) -> np.ndarray:
         return sums
 
     def gather(self, rows: np.ndarray, out: np.ndarray, num_parts: int = 1) -> None:
-        """Copy the pages of `rows` (see plan.row_ids) into `out`, uint8 of their total size."""
+        """Copy the pages of `rows` (see chunk_plan.row_ids) into `out`, uint8 of their total size."""
         # mode="clip" lets numpy write straight into `out`; the caller has checked the bounds.
         np.take(self._rows, rows, axis=0, out=out.reshape(-1, self.page_nbytes), mode="clip")
 

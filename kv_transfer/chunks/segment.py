@@ -1,4 +1,4 @@
-"""One message on the data path: a part of a chunk, and the words in front of it that say which."""
+"""One message on the data path: a segment of a chunk behind the header that identifies it."""
 
 import msgspec
 import numpy as np
@@ -12,10 +12,10 @@ _LENGTH_NBYTES = 2
 
 
 class KVSegment(msgspec.Struct, frozen=True, array_like=True):
-    """Bytes `[offset, offset + nbytes)` of the chunk.
+    """The bytes `[offset, offset + nbytes)` of a chunk.
 
-    `header.checksum` runs: it covers the chunk from its start to this end. `is_after_cut`: the chunk before was given
-    up, and the Abort that says so, on the control connection, may be heard later than this.
+    `header.checksum` is a running one: it covers the chunk from its start to the end of this segment. `is_after_cut`:
+    the chunk before was given up, and the Abort for it, on the control connection, may arrive later than this.
     """
 
     header: ChunkHeader
@@ -32,7 +32,7 @@ _decoder = codec.decoder(KVSegment)
 
 
 def write_meta(piece: KVSegment, meta: np.ndarray) -> None:
-    """Put `piece` into `meta`, uint8 `[META_NBYTES]`. Raises ValueError if its ids are too long."""
+    """Write `piece` into `meta`, uint8 `[META_NBYTES]`. Raises ValueError if its ids are too long."""
     payload = codec.encode(piece)
     if len(payload) > META_NBYTES - _LENGTH_NBYTES:
         raise ValueError(f"request_id of {len(piece.header.request_id)} characters is too long to send")
@@ -41,7 +41,7 @@ def write_meta(piece: KVSegment, meta: np.ndarray) -> None:
 
 
 def read_meta(meta: np.ndarray) -> KVSegment:
-    """Raises Corrupt if these are not the words of a piece: sender and receiver have lost step."""
+    """Return the segment in `meta`. Raises Corrupt if there is none: the two ends have lost step."""
     nbytes = int.from_bytes(meta[:_LENGTH_NBYTES].tobytes(), "little")
     try:
         return _decoder.decode(meta[_LENGTH_NBYTES : _LENGTH_NBYTES + min(nbytes, META_NBYTES)].tobytes())

@@ -1,1 +1,1 @@
-"""How two nodes meet: listener, handshake, frames and the control connection."""
+"""The connection of two nodes: listener, handshake, frames and control connection."""

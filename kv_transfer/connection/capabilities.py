@@ -1,5 +1,6 @@
-"""Which transports KV can take from one worker to another: for placement, what each says of itself before they meet; in
-the handshake, what the two have in common.
+"""The transports that KV can take from one worker to another.
+
+For placement, what each worker publishes before they meet; in the handshake, what the two have in common.
 """
 
 from contracts.errors import ConfigError
@@ -8,13 +9,16 @@ from kv_transfer.connection import layout_negotiation as conversion
 from kv_transfer.connection.frames import Terms
 
 BEST_FIRST = ("nvlink", "shm", "ucx", "tcp")
-# Of devices' pages: ucx packs them there, the two after it gather them into the host's memory.
+# For pages on devices: ucx packs them there, the two after it gather them into the host's memory.
 BEST_OF_DEVICES = ("nvlink", "ucx", "shm", "tcp")
 ONE_HOST = ("nvlink", "shm")
 
 
 def ways_of(terms: Terms) -> TransferCapabilities:
-    """Two workers have one in common if their handshake would have candidates to try."""
+    """Return what a worker can send and receive, for placement.
+
+    Two workers have an entry in common if their handshake would have candidates to try.
+    """
     own = [name for name in _best_first(terms.memory) if conversion.may_use(terms, name)]
     named = {name: f"{name}@{terms.boot_id}" if name in ONE_HOST else name for name in own}
     takes = {
@@ -25,7 +29,7 @@ def ways_of(terms: Terms) -> TransferCapabilities:
 
 
 def candidates(sender: Terms, receiver: Terms) -> list[str]:
-    """Transports to try, best first. Raises ConfigError if the operators' wishes can't both be met."""
+    """Return the transports to try, best first. Raises ConfigError if the two settings contradict."""
     wishes = {sender.transport, receiver.transport} - {"auto"}
     if len(wishes) > 1:
         raise ConfigError(f"transport: prefill wants '{sender.transport}', decode wants '{receiver.transport}'")

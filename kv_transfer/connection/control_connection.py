@@ -1,4 +1,4 @@
-"""The control connection after the handshake: frames both ways, heartbeats, and the verdict that the peer is gone."""
+"""The control connection after the handshake: frames, heartbeats, and detection of a lost peer."""
 
 import math
 import os
@@ -21,11 +21,12 @@ HEARTBEAT = (0).to_bytes(codec.HEADER_NBYTES, "little")
 
 
 class ControlConnection:
-    """`run` serves it in the caller's thread until it ends; `send` and `stop` may come from any thread and never block.
+    """A control connection, served by `run` in the caller's thread until it ends.
 
-    An empty frame every `heartbeat_s` is the heartbeat; silence for `silence_s` is the end, without the time in which
-    this end stood still itself. It sleeps no longer than `patience_s()`, asked before each sleep, and not at all if
-    that is 0: waking up costs a fifth of a millisecond.
+    `send` and `stop` may be called from any thread and never block. An empty frame every `heartbeat_s` is the
+    heartbeat; silence for `silence_s` ends the connection, not counting the time in which this process itself was held
+    up. The thread sleeps no longer than `patience_s()`, evaluated before each sleep, and not at all if that is 0:
+    waking up costs a fifth of a millisecond.
     """
 
     def __init__(
@@ -47,10 +48,10 @@ class ControlConnection:
         self._wake = os.eventfd(0, os.EFD_NONBLOCK)
 
     def run(self, on_message: Callable[[HandoffMessage], None]) -> str:
-        """Returns why it ended. The socket is closed then."""
+        """Serve the connection and return why it ended. The socket is closed then."""
         try:
             return self._run(on_message)
-        except Exception as error:  # of `on_message`: it, too, is why this ends
+        except Exception as error:  # raised by `on_message`: it ends the connection, too
             self.stop(f"{type(error).__name__}: {error}")
             raise
         finally:
@@ -60,18 +61,21 @@ class ControlConnection:
                 os.close(self._wake)
 
     def send(self, message: HandoffMessage) -> None:
-        """After the end this does nothing: the loss of the peer is on its way to everyone."""
+        """Send the message; after the end do nothing, since the loss of the peer is being reported already."""
         self._send(codec.frame(message))
 
     @property
     def is_closed_there(self) -> bool:
-        """The peer has closed its end, even if something that it said before is unread. By the thread of `run`."""
+        """Return whether the peer has closed its end, even if there are unread messages of it.
+
+        Called by the thread of `run`.
+        """
         poller = select.poll()
         poller.register(self._sock, select.POLLRDHUP)
         return bool(poller.poll(0))
 
     def stop(self, why: str) -> str:
-        """Returns why it ends: `why`, unless there was a reason before."""
+        """End the connection and return the reason: `why`, unless there was an earlier one."""
         with self._lock:
             self._end(why)
             return self._error or why
@@ -90,7 +94,7 @@ class ControlConnection:
             if self._read(on_message):
                 last_heard = now
             elif now - due > self._heartbeat_s:
-                last_heard += now - due  # held up with the peer, as in a machine that was paused: it could say nothing
+                last_heard += now - due  # the whole machine was paused, say: the peer could send nothing
             elif now - last_heard >= self._silence_s:
                 self.stop(f"silent for {self._silence_s:g} s")
         return self._error
@@ -112,7 +116,7 @@ class ControlConnection:
             data = self._sock.recv(RECEIVE_NBYTES)
         except BlockingIOError:
             return False
-        except ConnectionResetError:  # it closed without waiting for what it had not sent, or we had not read
+        except ConnectionResetError:  # the peer closed with data unsent, or unread here
             data = b""
         except OSError as error:
             self.stop(f"the control connection failed: {error}")
@@ -126,7 +130,7 @@ class ControlConnection:
     def _dispatch(self, data: bytes, on_message: Callable[[HandoffMessage], None]) -> None:
         try:
             for payload in self._reader.feed(data):
-                if payload and self._error is None:  # of a link that has failed nothing more is heard
+                if payload and self._error is None:  # a failed link ignores further messages
                     on_message(HANDOFF.decode(payload))
         except (ValueError, msgspec.DecodeError) as error:
             self.stop(f"the peer does not keep to the protocol: {error}")
@@ -141,7 +145,7 @@ class ControlConnection:
                 os.eventfd_write(self._wake, 1)
 
     def _flush(self) -> None:
-        """Under the lock: hand the kernel what it takes now."""
+        """Pass to the kernel what it accepts now; under the lock."""
         if self._error is not None:
             return
         try:
@@ -153,7 +157,7 @@ class ControlConnection:
             self._end(f"the control connection failed: {error}")
 
     def _end(self, why: str) -> None:
-        """Under the lock."""
+        """Record the first reason for the end, under the lock."""
         if self._error is None:
             self._error = why
             os.eventfd_write(self._wake, 1)

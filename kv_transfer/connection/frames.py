@@ -1,4 +1,4 @@
-"""The frames of a handshake, in the order they are said.
+"""The frames of a handshake, in the order in which they are sent.
 
 After it the control connection carries contracts.handoff messages.
 """
@@ -14,7 +14,7 @@ PROTOCOL = codec.WIRE_VERSION
 
 
 class Hello(msgspec.Struct, frozen=True, tag="hello"):
-    """First of both ends.
+    """The first frame of both ends.
 
     `role`: "prefill" for the one that connects, "decode" for the one that listens. `nonce`: 32 random bytes.
     """
@@ -27,16 +27,16 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
 
 
 class Proof(msgspec.Struct, frozen=True, tag="proof"):
-    """HMAC over both Hellos. The connecting end proves first, so that strangers get nothing to work on."""
+    """An HMAC over both Hellos. The connecting end proves first, so that strangers get nothing to attack."""
 
     mac: bytes
 
 
 class Terms(msgspec.Struct, frozen=True, tag="terms"):
-    """What each end has.
+    """The terms that each end has to offer.
 
-    `transport`: what its operator asked for; `available`: what it could use; `boot_id`: of its kernel; `memory`: where
-    its pages are, "host" or a kind of device; `plane_scales`: see device.DevicePool.
+    `transport`: the one that its operator requested; `available`: those it could use; `boot_id`: of its kernel;
+    `memory`: where its pages are, "host" or a kind of device; `plane_scales`: see device_pool.DevicePool.
     """
 
     layout: KVLayout
@@ -50,7 +50,7 @@ class Terms(msgspec.Struct, frozen=True, tag="terms"):
 
 
 class Open(msgspec.Struct, frozen=True, tag="open"):
-    """The sender proposes a data channel. `session`: 16 random bytes that name it."""
+    """The sender's proposal of a data channel. `session`: 16 random bytes that identify it."""
 
     transport: str
     session: bytes
@@ -64,17 +64,20 @@ class Opened(msgspec.Struct, frozen=True, tag="opened"):
 
 
 class Settled(msgspec.Struct, frozen=True, tag="settled"):
-    """The sender's end of the channel works too, where it can be tried out: no other is proposed."""
+    """The sender's confirmation that its end of the channel works.
+
+    The end is tried out where that is possible; no other channel is proposed.
+    """
 
 
 class Declined(msgspec.Struct, frozen=True, tag="declined"):
-    """Not this transport, for either end: another may be proposed."""
+    """The refusal of one transport, by either end: another may be proposed."""
 
     reason: str
 
 
 class Attach(msgspec.Struct, frozen=True, tag="attach"):
-    """First and only frame of a data socket."""
+    """The first and only frame of a data socket."""
 
     session: bytes
     mac: bytes

@@ -1,4 +1,4 @@
-"""Two workers get to know each other: names, the shared secret, the KV layout, then a data channel, in this order."""
+"""The handshake of two workers: identities, the shared secret, the KV layout, then a data channel."""
 
 import hmac
 import logging
@@ -45,7 +45,7 @@ class Identity:
 
 
 def greet_listener(wire: HandshakeSocket, us: Identity, expected: WorkerRef) -> Hello:
-    """The connecting end.
+    """Shake hands as the connecting end, and return the peer's Hello.
 
     Raises AuthFailed, PeerLost if another worker or incarnation answers, TransferError on another protocol.
     """
@@ -54,7 +54,7 @@ def greet_listener(wire: HandshakeSocket, us: Identity, expected: WorkerRef) -> 
     hello = wire.receive(Hello, HELLO_MAX_NBYTES)
     theirs = wire.raw_received
     _check_hello(hello, "decode")
-    # Before they know us: to the one who is there this is no loss of us, which would take our link to it along.
+    # Before the proof: the worker that answers must not take this for the loss of a link with us.
     if (hello.worker_id, hello.incarnation) != (expected.worker_id, expected.incarnation):
         raise PeerLost(f"{expected.transfer} is now served by {hello.worker_id} ({hello.incarnation})")
     wire.send(Proof(prove(us.secret, b"tandem-kv connect", ours, theirs)))
@@ -63,7 +63,7 @@ def greet_listener(wire: HandshakeSocket, us: Identity, expected: WorkerRef) -> 
 
 
 def greet_dialer(wire: HandshakeSocket, us: Identity, hello: Hello) -> None:
-    """The listening end, after the peer's `hello`. Raises as greet_listener."""
+    """Shake hands as the listening end, after the peer's `hello`. Raises as greet_listener."""
     theirs = wire.raw_received
     _check_hello(hello, "prefill")
     wire.send(us.hello("decode"))
@@ -74,9 +74,9 @@ def greet_dialer(wire: HandshakeSocket, us: Identity, hello: Hello) -> None:
 
 
 def agree(wire: HandshakeSocket, ours: Terms, sends: bool) -> Terms:
-    """Both ends say and check the same things, so both can name what is wrong. `sends`: we are prefill.
+    """Exchange and check the terms, and return the peer's. `sends`: this end is prefill.
 
-    Raises LayoutMismatch or ConfigError.
+    Both ends check the same things, so both can name what is wrong. Raises LayoutMismatch or ConfigError.
     """
     wire.send(ours)
     theirs = wire.receive(Terms)
@@ -97,7 +97,7 @@ def propose(
     ring: Ring,
     connect: Callable[[bytes], socket],
 ) -> tuple[str, Any]:
-    """The sender's part of choosing a channel: an Outbound, or a SharedPool.
+    """Choose a channel as the sender, and return its name with an Outbound or a SharedPool.
 
     Raises TransferError if no transport works, naming each one's reason.
     """
@@ -122,10 +122,10 @@ def dispose(
     limits: Ring,
     attached: Callable[[bytes], socket],
 ) -> tuple[str, Any]:
-    """The receiver's part: accept the first proposal that works at both ends, as an Inbound or a MappedPool. `limits`:
-    only its stall timeout is ours to set.
+    """Choose a channel as the receiver: accept the first proposal that works at both ends.
 
-    Raises TransferError if none does.
+    Returns its name with an Inbound or a MappedPool. `limits`: only its stall timeout is this end's to set. Raises
+    TransferError if no proposal works.
     """
     limits = replace(limits, is_local=wire.is_local)
     for _ in names:
@@ -153,7 +153,7 @@ def dispose(
 
 
 def reject(wire: HandshakeSocket, error: TandemError) -> None:
-    """Tell the peer why, if it still listens."""
+    """Send the peer the reason, if it still listens."""
     try:
         wire.send(Rejected(error.code, str(error)))
     except PeerLost:
@@ -214,7 +214,10 @@ def _propose_one(
 
 
 def _require_worth(channel: Any, others: list[str]) -> None:
-    """Two H200: through the host's memory shm moved 512 MiB at 2.1 GB/s, UCX at 0.9. Raises TransferError."""
+    """Raise TransferError if the channel goes through the host's memory and shm is left to try.
+
+    On two H200, through the host's memory, shm moved 512 MiB at 2.1 GB/s and UCX at 0.9.
+    """
     if _is_detour(channel) and "shm" in others:
         channel.close()
         raise TransferError("it goes through the host's memory, which shm does twice as fast")
@@ -225,7 +228,7 @@ def _is_detour(channel: Any) -> bool:
 
 
 def _settle(wire: HandshakeSocket, inbound: Any) -> str | None:
-    """Do our part while the sender tries the channel out. Returns why it can't be used, if so."""
+    """Try the channel out together with the sender. Returns why it can't be used, or None."""
     ours = _tried(wire, inbound)
     answer = wire.receive_any()
     if isinstance(answer, Settled):

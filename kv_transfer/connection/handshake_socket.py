@@ -1,4 +1,7 @@
-"""Whole frames on a blocking socket before a deadline, for the handshake. Reads not one byte more than the frame."""
+"""Whole frames on a blocking socket before a deadline, for the handshake.
+
+Nothing is read beyond the end of a frame.
+"""
 
 import hashlib
 import hmac
@@ -36,7 +39,7 @@ class Deadline:
         return time.monotonic() >= self._end
 
     def left_s(self) -> float:
-        """Raises PeerLost when nothing is left."""
+        """Return the seconds that are left. Raises PeerLost if there are none."""
         left = self._end - time.monotonic()
         if left <= 0:
             raise PeerLost("the handshake took too long")
@@ -44,7 +47,10 @@ class Deadline:
 
 
 class HandshakeSocket:
-    """`raw_sent` and `raw_received`: the payloads of the last frame each way, for proofs over what was really said."""
+    """A socket that sends and receives handshake frames.
+
+    `raw_sent` and `raw_received`: the payloads of the last frame each way, for proofs over the exact bytes.
+    """
 
     def __init__(self, sock: socket.socket, deadline: Deadline) -> None:
         self.sock, self.deadline = sock, deadline
@@ -61,7 +67,10 @@ class HandshakeSocket:
             raise PeerLost(f"the connection failed in the handshake: {error}") from error
 
     def receive(self, kind: type[Frame], max_nbytes: int = FRAME_MAX_NBYTES) -> Frame:
-        """Raises what the peer says in Rejected, PeerLost, or TransferError if it speaks something else."""
+        """Receive a frame of this kind.
+
+        Raises the error that a Rejected names, PeerLost, or TransferError on another frame.
+        """
         message = self.receive_any(max_nbytes)
         if isinstance(message, Rejected):
             raise _rejection(message)
@@ -81,7 +90,7 @@ class HandshakeSocket:
 
     @property
     def is_local(self) -> bool:
-        """The peer came, or was called, over the loopback interface."""
+        """Return whether the peer is connected over the loopback interface."""
         if self.sock.family not in (socket.AF_INET, socket.AF_INET6):
             return False
         try:
@@ -91,7 +100,7 @@ class HandshakeSocket:
 
     @property
     def is_quiet(self) -> bool:
-        """There is time left, and nothing of the peer's to read, nor its end."""
+        """Return whether there is time left and the peer has neither sent anything nor closed."""
         return not self.deadline.is_over and not self._poller.poll(0)
 
     def _exactly(self, nbytes: int) -> bytes:
@@ -109,7 +118,7 @@ class HandshakeSocket:
 
 
 def shut(sock: socket.socket) -> None:
-    """Wake whoever waits on it."""
+    """Shut the socket down, which wakes the threads that wait on it."""
     try:
         sock.shutdown(socket.SHUT_RDWR)
     except OSError as error:
@@ -117,7 +126,7 @@ def shut(sock: socket.socket) -> None:
 
 
 def prove(secret: bytes, label: bytes, *said: bytes) -> bytes:
-    """HMAC-SHA256 over a label and the frames that both ends saw."""
+    """Return the HMAC-SHA256 over a label and the frames that both ends saw."""
     digest = hmac.new(secret, label, hashlib.sha256)
     for part in said:
         digest.update(len(part).to_bytes(4, "little") + part)

@@ -1,5 +1,7 @@
-"""Which layouts may differ: the shards of the two groups, of which one side's are parts of the other's; and prefill's
-pages are rounded on the way where decode's are narrower.
+"""The rules for KV layouts that may differ between sender and receiver.
+
+The tensor-parallel sizes may differ if one divides the other; and prefill's pages are rounded on the way if decode's
+are narrower.
 """
 
 import math
@@ -10,14 +12,14 @@ from contracts.layout import KVLayout
 from kv_transfer.connection.frames import Terms
 
 TRANSPORTS = ("ucx",)
-"""Those that round: they pack on a device."""
+"""The transports that can round: they pack on a device."""
 TP_SIZES = (1, 2, 4, 8)
-"""Of the groups that a worker says it can take KV from, beside its own."""
+"""The tensor-parallel sizes that a worker publishes as receivable, besides its own."""
 _FROM, _TO = "bfloat16", "float8_e4m3fn"
 
 
 def num_parts(one: KVLayout, other: KVLayout) -> int:
-    """What moves of a page moves in so many parts: the shards of the finer one."""
+    """Return how many parts a page is moved in: the shards of the side that has more."""
     return max(one.tp_size, other.tp_size)
 
 
@@ -26,9 +28,11 @@ def narrows(sender: KVLayout, receiver: KVLayout) -> bool:
 
 
 def is_possible(sender: Terms, receiver: Terms) -> bool:
-    """The layouts are the same, or those of devices and differ in nothing but their shards, of which one side's divide
-    into the other's, and in the numbers' format and its scales, where both operators let a transport that converts be
-    taken.
+    """Return whether KV of the sender's layout can be written to pages of the receiver's.
+
+    The layouts are the same; or both are in the memory of devices and differ only in their shards, of which one side's
+    number divides the other's, and in the number format and its scales, if both operators allow a transport that
+    converts.
     """
     ours, theirs = sender.layout, receiver.layout
     if ours == theirs:
@@ -42,13 +46,16 @@ def is_possible(sender: Terms, receiver: Terms) -> bool:
 
 
 def part_counts(layout: KVLayout) -> list[int]:
-    """How many parts pages of this layout may be wanted in, by the peers that placement pairs it with."""
+    """Return the numbers of parts in which the peers that placement pairs with this layout may want pages."""
     sizes = (msgspec.structs.replace(layout, tp_size=size) for size in TP_SIZES)
     return sorted({num_parts(layout, other) for other in sizes if _divide(layout, other)})
 
 
 def receivable_layouts(receiver: Terms) -> list[KVLayout]:
-    """What it can land, its own first, of senders that are as it is in everything else, by what transport ever."""
+    """Return the layouts that it can receive by any transport, its own first.
+
+    The senders are taken to equal it in everything else.
+    """
     own, receiver = receiver.layout, msgspec.structs.replace(receiver, transport="auto")
     alike = [own, *(msgspec.structs.replace(own, tp_size=size) for size in TP_SIZES if size != own.tp_size)]
     wider = (
@@ -62,7 +69,7 @@ def receivable_layouts(receiver: Terms) -> list[KVLayout]:
 
 
 def can_carry(transport: str, sender: KVLayout, receiver: KVLayout) -> bool:
-    """Of two layouts that may differ."""
+    """Return whether the transport can carry KV between two layouts that may differ."""
     return transport in TRANSPORTS or not narrows(sender, receiver)
 
 

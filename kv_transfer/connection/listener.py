@@ -1,4 +1,7 @@
-"""The port where peers arrive: control connections that must prove themselves, and data sockets that belong to one."""
+"""The port that peers connect to, with control connections and data sockets.
+
+The peer must prove on each that it knows the secret.
+"""
 
 import logging
 import os
@@ -18,13 +21,13 @@ log = logging.getLogger(__name__)
 
 MAX_HANDSHAKES = 32
 ROOM_S = 0.1
-"""A thread whose connection is cut gives its place back within this."""
+"""The time in seconds within which a thread whose connection is cut returns its place."""
 
 
 class Listener:
-    """`on_peer(wire, hello)` runs in a thread of its own for each proved peer, and owns the socket.
+    """The listener, which runs `on_peer(wire, hello)` in a thread of its own for each proved peer.
 
-    Raises ConfigError if it can't bind.
+    `on_peer` owns the socket. Raises ConfigError if it can't bind.
     """
 
     def __init__(
@@ -45,7 +48,7 @@ class Listener:
         self._thread.start()
 
     def stop(self) -> None:
-        """Close the port, and cut off every handshake that is under way."""
+        """Close the port, and cut every handshake that is under way."""
         os.eventfd_write(self._stop, 1)
         if self._thread.ident is not None:
             self._thread.join()
@@ -57,7 +60,7 @@ class Listener:
         self.attachments.close()
 
     def join(self) -> None:
-        """Wait for the threads of all peers that came in; their links must have been failed."""
+        """Wait for the threads of all peers that connected; their links must have been failed before."""
         for thread in self._threads:
             thread.join()
 
@@ -68,7 +71,7 @@ class Listener:
         while self._stop not in dict(poller.poll()):
             try:
                 sock, address = self._sock.accept()
-            except OSError as error:  # the caller has gone again, or we are out of descriptors: both pass
+            except OSError as error:  # the caller has gone again, or no descriptor is free: both pass
                 log.warning("a connection could not be accepted: %s", error)
                 select.select([self._stop], [], [], 0.1)
                 continue
@@ -93,8 +96,10 @@ class Listener:
         self._threads.append(thread)
 
     def _has_room(self) -> bool:
-        """Takes a place. A peer's first words take milliseconds: who is longest at them may be a stranger that says
-        nothing, and is cut off for the next one. Otherwise a few of those would keep all peers out.
+        """Take a place for a handshake, and return whether there was one.
+
+        The first frames of a peer take milliseconds: the connection that is longest at them may be a stranger's that
+        sends nothing, and is cut for the next one. Otherwise a few of those would keep all peers out.
         """
         if self._slots.acquire(blocking=False):
             return True
@@ -110,7 +115,7 @@ class Listener:
         try:
             hello = self._first_words(wire)
         except TandemError as error:
-            # Quoted: it may repeat what a stranger said, who could write lines of his own with it.
+            # Quoted: it may repeat bytes of a stranger, which could otherwise forge lines of the log.
             log.warning("connection from %s refused: %r", address[0], str(error))
             handshake.reject(wire, error)
             sock.close()
@@ -126,7 +131,7 @@ class Listener:
             self._open.pop(sock, None)
 
     def _first_words(self, wire: HandshakeSocket) -> Hello | None:
-        """The proved peer's Hello, or None if it was a data socket, which is parked now."""
+        """Return the proved peer's Hello, or None if it was a data socket, which is parked now."""
         first = wire.receive_any(HELLO_MAX_NBYTES)
         if isinstance(first, Attach):
             handshake.check_attach(self._identity.secret, first)
@@ -139,7 +144,7 @@ class Listener:
 
 
 class Attachments:
-    """Data sockets that wait for their control connection to ask for them, no longer than a handshake takes."""
+    """Data sockets that wait, for the time of a handshake, until their control connection takes them."""
 
     def __init__(self, timeout_s: float) -> None:
         self._timeout_s = timeout_s
@@ -156,7 +161,7 @@ class Attachments:
             self._changed.notify_all()
 
     def take(self, session: bytes) -> socket.socket:
-        """Raises PeerLost if it does not come in time."""
+        """Wait for the data socket of this session. Raises PeerLost if it does not come in time."""
         with self._changed:
             if (
                 not self._changed.wait_for(lambda: session in self._parked or self._closed, self._timeout_s)

@@ -1,1 +1,1 @@
-"""The way of the bytes: sender and receiver, grants, pulls and staging."""
+"""The data path: sender and receiver, grants, pulls and staging."""

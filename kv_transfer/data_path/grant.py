@@ -1,4 +1,4 @@
-"""The offers and grants of one link: what a chunk must meet before one byte of it reaches a page."""
+"""The offers and grants of one link: a chunk is checked against them before it reaches a page."""
 
 import threading
 import time
@@ -31,7 +31,7 @@ class GrantedPages:
         self._filled = [False] * expected
 
     def check(self, header: ChunkHeader) -> str | None:
-        """Why this chunk must not land, or None."""
+        """Return why this chunk must not be written, or None."""
         if header.layout_id != self._layout.layout_id:
             return f"layout_id is {header.layout_id}, granted was {self._layout.layout_id}"
         if header.index in self._landed:
@@ -45,7 +45,7 @@ class GrantedPages:
         return None
 
     def pages(self, header: ChunkHeader) -> list[BlockId]:
-        """The granted pages of a checked chunk, in token order."""
+        """Return the granted pages of a checked chunk, in token order."""
         return self.grant.pages[self._blocks(header)]
 
     def chunk_received(self, header: ChunkHeader) -> None:
@@ -55,7 +55,7 @@ class GrantedPages:
         self._filled[blocks] = [True] * (blocks.stop - blocks.start)
 
     def is_whole(self, num_chunks: int) -> bool:
-        """So many chunks have landed, and hold every token that was granted."""
+        """Return whether this many chunks have arrived and hold every token that was granted."""
         return len(self._landed) == num_chunks and all(self._filled)
 
     def _check_tokens(self, header: ChunkHeader) -> str | None:
@@ -74,7 +74,7 @@ class GrantedPages:
 
 
 class GrantTable:
-    """Offers and grants of one link. Any thread grants or ends; one thread lands."""
+    """The offers and grants of one link. Any thread grants or ends; one thread writes pages."""
 
     def __init__(self, layout: KVLayout, num_blocks: int) -> None:
         self._layout, self._num_blocks = layout, num_blocks
@@ -93,19 +93,19 @@ class GrantTable:
 
     @property
     def num_alive(self) -> int:
-        """How many attempts are offered and not over."""
+        """Return how many attempts are offered and not over."""
         with self._lock:
             return len(self._offers)
 
     def knows(self, key: Key) -> bool:
-        """Offered, or over while a page of it is still being written."""
+        """Return whether the attempt is offered, or over while a page of it is still being written."""
         with self._lock:
             return key in self._offers or key in self._writing
 
     def grant(self, grant: Grant) -> bool:
-        """False if the offer is gone.
+        """Record a grant; return False if the offer is gone.
 
-        Raises ValueError if it does not fit the offer or the pool, or a page is landing for another attempt.
+        Raises ValueError if it does not fit the offer or the pool, or a page is granted to another attempt.
         """
         key = grant.request_id, grant.epoch
         with self._lock:
@@ -124,7 +124,7 @@ class GrantTable:
             return self._grants.get(key)
 
     def finished(self, fin: Fin) -> Commit | None:
-        """Token 0 has come. What to say now if it was the last that was missing."""
+        """Record token 0; return the Commit to send if nothing else was missing."""
         with self._lock:
             key = fin.request_id, fin.epoch
             if key in self._grants:
@@ -132,7 +132,7 @@ class GrantTable:
             return self._commit(key)
 
     def chunk_received(self, header: ChunkHeader) -> Commit | None:
-        """All bytes of this chunk are right. What to say now if it was the last that was missing."""
+        """Record a chunk whose bytes are all right; return the Commit to send if nothing else was missing."""
         with self._lock:
             key = header.request_id, header.epoch
             if landing := self._grants.get(key):
@@ -141,23 +141,23 @@ class GrantTable:
 
     @property
     def is_alone(self) -> bool:
-        """One handoff is under way, since a moment: nothing else keeps this process awake."""
+        """Return whether a single handoff has lately begun, so that nothing else keeps this process awake."""
         return len(self._grants.keys() - self._committed) == 1 and time.monotonic() < self._alone_until
 
     def is_committed(self, key: Key) -> bool:
-        """It was said already."""
+        """Return whether Commit was sent already."""
         with self._lock:
             return key in self._committed
 
     def enter(self, key: Key) -> bool:
-        """Pages of this attempt are about to be written. False: it is over, do not."""
+        """Mark pages of this attempt as about to be written; return False if it is over and they must not be."""
         with self._lock:
             if key in self._grants:
                 self._writing[key] += 1
             return key in self._grants
 
     def leave(self, key: Key) -> bool:
-        """A write that was entered is over. True: the attempt was ended meanwhile, and is drained now."""
+        """End a write that was entered; return True if the attempt was ended meanwhile and is drained now."""
         with self._lock:
             self._writing[key] -= 1
             if self._writing[key]:
@@ -168,7 +168,7 @@ class GrantTable:
             return is_drained
 
     def end(self, key: Key) -> bool:
-        """Forget the attempt. True: nothing writes its pages now; False: `leave` will say so."""
+        """Forget the attempt; return True if nothing writes its pages now. If not, `leave` reports the end."""
         with self._lock:
             self._offers.pop(key, None)
             self._grants.pop(key, None)
@@ -179,11 +179,11 @@ class GrantTable:
             return key not in self._writing
 
     def _commit(self, key: Key) -> Commit | None:
-        """Under the lock."""
+        """Return the Commit to send if the attempt is whole, and mark it as sent; under the lock."""
         landing, fin = self._grants.get(key), self._fins.get(key)
         if landing is None or fin is None or key in self._committed or not landing.is_whole(fin.num_chunks):
             return None
         if key in self._writing:
             return None
         self._committed.add(key)
-        return Commit(*key, fin.num_chunks, landing.nbytes)
+        return Commit(request_id=fin.request_id, epoch=fin.epoch, num_chunks=fin.num_chunks, nbytes=landing.nbytes)

@@ -1,4 +1,7 @@
-"""Decode's end of a link whose bytes it fetches by itself; pull_sender has prefill's, and how the two go together."""
+"""The decode end of a link whose bytes decode fetches itself.
+
+pull_sender has the prefill end, and how the two work together.
+"""
 
 import math
 import time
@@ -19,13 +22,16 @@ from kv_transfer.data_path.sender import Key
 REHEARSAL_S = 0.005
 MAX_EARLY = 256
 LATE_S = 1.0
-"""What waits for its mark so long waits no more: a device that hangs must not keep another's pages."""
+"""The seconds after which a copy stops waiting for its mark: a device that hangs must not hold another's pages."""
 DRAINING_S, WATCHING_S = 0.002, 0.25
 
 
 @dataclass(slots=True)
 class EarlyPull:
-    """A chunk whose copies wait for its mark. `digest`: of what has come, once that was read and if it is summed up."""
+    """A chunk whose copies wait for its mark.
+
+    `digest`: the checksum of what was copied, once that is read and if checksums are compared.
+    """
 
     key: Key
     first_token: int
@@ -38,7 +44,7 @@ class EarlyPull:
     busy_s: float = 0.0
 
     def read(self) -> None:
-        """Wait until it is here."""
+        """Wait for the copies, and read their checksum."""
         if self.is_read:
             return
         sums, self.is_read = self.later.wait(), True
@@ -46,7 +52,7 @@ class EarlyPull:
         self.busy_s = self.later.busy_s
 
     def forget(self) -> None:
-        """It is done, and nobody wants it any more."""
+        """Release copies that are done and whose chunk is not wanted any more."""
         if not self.is_read:
             self.later.drop()
 
@@ -61,11 +67,11 @@ class EarlyPull:
 
 
 class PullReceiver(UnthreadedMover):
-    """Decode's end: chunk after chunk is fetched in the thread that hears of it; waking another one takes longer than
-    starting the copies. The callbacks are called in it.
+    """The decode end: chunks are fetched one after another in the thread that receives their messages.
 
-    `checks`: prefill's headers carry checksums. `is_left`: prefill has closed the link, which it does before it gives
-    pages to others.
+    Waking another thread takes longer than starting the copies. The callbacks are called in the same thread. `checks`:
+    prefill's headers carry checksums. `is_left`: prefill has closed the link, which it does before it gives pages to
+    other requests.
     """
 
     def __init__(
@@ -88,10 +94,10 @@ class PullReceiver(UnthreadedMover):
         self._is_left = is_left
 
     def on_pull_scheduled(self, coming: PullScheduled) -> None:
-        """Launch the copies of a chunk that is about to be computed. What does not fit is left to its PullReady to
-        tell.
+        """Launch the copies of a chunk that is about to be computed.
 
-        Raises TransferError if the device can't copy.
+        A chunk that does not fit the grant is left to its PullReady to report. Raises TransferError if the device can't
+        copy.
         """
         key = coming.request_id, coming.epoch
         landing = self._grants.find(key)
@@ -110,7 +116,7 @@ class PullReceiver(UnthreadedMover):
             self._early.append(EarlyPull(key, pull.first_token, pull.num_tokens, pull.pages, later, time.monotonic()))
 
     def tend(self) -> float:
-        """Look after what waits for a mark. Returns the seconds until this is to be done again."""
+        """Check the copies that wait for a mark. Returns the seconds until the next check is due."""
         if not self._early:
             return math.inf
         ended = [early for early in self._early if self._grants.find(early.key) is None]
@@ -126,20 +132,23 @@ class PullReceiver(UnthreadedMover):
         return DRAINING_S if ended else WATCHING_S
 
     def look_ahead(self) -> None:
-        """Read what has come and is not told of yet: only a comparison is left to do then."""
+        """Read what has been copied before its PullReady comes: only a comparison is left to do then."""
         for early in self._early:
             if not early.is_read and not early.later.is_void and early.later.is_due and early.later.is_done:
                 early.read()
 
     def stay_awake(self) -> None:
-        """Pull nothing, now and then: a processor that slept takes twice as long for what is in none of its caches."""
+        """Rehearse a pull now and then.
+
+        A processor that slept takes twice as long for code that is in none of its caches.
+        """
         now = time.perf_counter()
         if now >= self._next_rehearsal_s and not self._early:
             self._remote.rehearse()
             self._next_rehearsal_s = time.perf_counter() + REHEARSAL_S
 
     def put(self, pull: PullReady) -> None:
-        """Returns when the chunk is there, a millisecond or two later.
+        """Fetch the chunk, which takes a millisecond or two.
 
         Raises TransferError if the device can't copy, or if prefill has left.
         """
@@ -147,10 +156,10 @@ class PullReceiver(UnthreadedMover):
         self._fetch(pull)
         now = time.perf_counter()
         self.busy_s += now - start
-        self._next_rehearsal_s = now + REHEARSAL_S  # this was one
+        self._next_rehearsal_s = now + REHEARSAL_S  # a real pull has the effect of a rehearsal
 
     def _fetch(self, pull: PullReady) -> None:
-        """Decide by the facts in the header whether this chunk may land."""
+        """Decide by the header whether this chunk may be written."""
         header, key = pull.header, (pull.request_id, pull.epoch)
         landing = self._grants.find(key)
         if landing is None:
@@ -169,23 +178,32 @@ class PullReceiver(UnthreadedMover):
         return None
 
     def _expected(self, coming: PullScheduled, landing: GrantedPages) -> PullReady | None:
-        """What will be told of it: the part that was granted, all of whose facts but two are known."""
+        """Return the PullReady that is expected for it, cut to the granted tokens; None if there are none.
+
+        Its index and checksum are unknown yet.
+        """
         first = max(coming.first_token, landing.grant.skip_tokens)
         num_tokens = coming.first_token + coming.num_tokens - first
         if num_tokens <= 0:
             return None
         skipped = (first - coming.first_token) // self._layout.block_size
-        facts = self._layout.layout_id, plan.chunk_nbytes(self._layout, num_tokens)
-        index, checksum = -1, 0
         return PullReady(
-            coming.request_id, coming.epoch, index, first, num_tokens, *facts, checksum, coming.pages[skipped:]
+            request_id=coming.request_id,
+            epoch=coming.epoch,
+            index=-1,
+            first_token=first,
+            num_tokens=num_tokens,
+            layout_id=self._layout.layout_id,
+            nbytes=plan.chunk_nbytes(self._layout, num_tokens),
+            checksum=0,
+            pages=coming.pages[skipped:],
         )
 
     def _land(self, pull: PullReady, into: list[BlockId]) -> None:
         header, key = pull.header, (pull.request_id, pull.epoch)
         if not self._grants.enter(key):
             return
-        # Not left if the device fails, which ends the link: what was launched before may still write there.
+        # No `leave` if the device fails, which ends the link: earlier copies may still write there.
         reason = self._copy(pull, into)
         self._require_held()
         if self._grants.leave(key):
@@ -198,14 +216,19 @@ class PullReceiver(UnthreadedMover):
             self._landed(header)
 
     def _require_held(self) -> None:
-        """After a copy: the pages were still the chunk's while it was made. Whoever was stopped until prefill gave it
-        up finds all that prefill had told it in its socket, and other prompts on those pages.
+        """Raise TransferError unless the pages were still the chunk's while they were copied.
+
+        A process that was stopped until prefill gave it up finds all the messages of prefill in its socket, and the KV
+        of other prompts on those pages.
         """
         if self._is_left():
             raise TransferError("prefill has closed the link, and may have given its pages to others")
 
     def _landed(self, header: ChunkHeader) -> None:
-        """Commit is said here: the engine's loop may be a step away, and prefill waits for it."""
+        """Count a chunk that arrived, and send Commit if it was the last.
+
+        Commit is sent from here because the engine's loop may be a step away, and prefill waits for it.
+        """
         self.num_chunks += 1
         self.nbytes += header.nbytes
         if commit := self._grants.chunk_received(header):
@@ -213,7 +236,7 @@ class PullReceiver(UnthreadedMover):
         self._on_landed(header)
 
     def _copy(self, pull: PullReady, into: list[BlockId]) -> str | None:
-        """Why the bytes that are there now are not the chunk's, or None."""
+        """Copy the chunk; return why the bytes that are there now are not the chunk's, or None."""
         is_here, digest = self._come(pull)
         if not is_here:
             sums = self._remote.pull(pull.pages, into, self._checks)
@@ -221,7 +244,10 @@ class PullReceiver(UnthreadedMover):
         return None if digest in (None, pull.checksum) else "checksum differs"
 
     def _come(self, pull: PullReady) -> tuple[bool, int | None]:
-        """Whether the chunk was copied early, and its checksum. Nothing that was launched early writes there now."""
+        """Return whether the chunk was copied early, and its checksum.
+
+        Nothing that was launched early writes to its pages after this.
+        """
         found = [early for early in self._early if early.overlaps(pull)]
         if any(not early.is_of(pull) for early in found):
             self._remote.expire()
@@ -229,7 +255,7 @@ class PullReceiver(UnthreadedMover):
             start = time.perf_counter()
             early.read()
             self._drop(early)
-            if not early.later.is_void:  # the device's own account, instead of the rest of it that was waited for here
+            if not early.later.is_void:  # the device's own time instead of the time spent waiting here
                 self.busy_s += early.busy_s - (time.perf_counter() - start)
             if early.is_of(pull) and not early.later.is_void:
                 return True, early.digest

@@ -1,7 +1,8 @@
-"""Prefill's end of a link whose bytes the receiver fetches: it tells where a chunk is, decode's device copies it.
+"""The prefill end of a link whose bytes the receiver fetches.
 
-Where a chunk can be told before it is computed, the copies are launched then, and wait on decode's device for a mark
-that prefill's sets. When the hosts learn that the chunk is computed, it is on its way already.
+It reports which pages hold a chunk, and decode's device copies them. If a chunk can be announced before it is computed,
+the copies are launched then, and wait on decode's device for a mark that prefill's device sets. When the hosts learn
+that the chunk is computed, its copy is under way already.
 """
 
 import threading
@@ -17,11 +18,14 @@ from kv_transfer.data_path.sender import Key, SendQueue
 
 MARKS_A_BATCH = 2
 HIDING = 16
-"""So many tokens are copied, at the least, while one is computed: of Llama 8B with FP8 KV 45 to 60 on two H200."""
+"""How many tokens are copied, at the least, while one is computed.
+
+For Llama 8B with FP8 KV these are 45 to 60 on two H200.
+"""
 
 
 class UnthreadedMover:
-    """An end that works in its callers' threads: the one that the link gives it only waits for the link's end."""
+    """A mover that works in its callers' threads; the link's data thread only waits for the end."""
 
     def __init__(self) -> None:
         self._stopped = threading.Event()
@@ -37,10 +41,10 @@ class UnthreadedMover:
 
 @dataclass(slots=True)
 class PullBatch:
-    """The chunks of a prompt of `num_tokens`, told of together as late as their copies stay hidden: a link that sleeps
-    leaves its power to what computes.
+    """The chunks of one prompt, reported together as late as their copies stay hidden behind computing.
 
-    Up to `released` they are told of once they are computed; `held` goes with the next of them.
+    A link that sleeps leaves its power to the computation. `num_tokens`: of the prompt. Chunks up to token `released`
+    are reported once they are computed; `held` ones go with the next of them.
     """
 
     num_tokens: int
@@ -48,8 +52,9 @@ class PullBatch:
     held: list[PullReady | Fin] = field(default_factory=list)
 
     def releases(self, end: int, num_tokens: int) -> bool:
-        """Whether a chunk of `num_tokens` up to `end` is told of, with all before it. It waits if another one like it
-        leaves enough to be computed beside the copies of all.
+        """Return whether a chunk of `num_tokens` that ends at token `end` is reported, with all before it.
+
+        It waits if, after another one like it, enough is left to be computed to hide the copies of all.
         """
         left = self.num_tokens - end - num_tokens
         if left * HIDING < end + num_tokens - self.released:
@@ -57,7 +62,7 @@ class PullBatch:
         return end <= self.released
 
     def take(self, message: PullReady | Fin) -> list[PullReady | Fin]:
-        """What is to be sent now, `message` last of it, or nothing."""
+        """Return the messages to send now, with `message` as the last one, or none."""
         self.held.append(message)
         if isinstance(message, PullReady) and not self.releases(
             message.first_token + message.num_tokens, message.num_tokens
@@ -68,10 +73,10 @@ class PullBatch:
 
 
 class PullSender(UnthreadedMover):
-    """Prefill's end. What is computed is told at once or in bursts, in the caller's thread: a message takes
-    microseconds, waking a thread for it 100.
+    """The prefill end: computed chunks are reported at once or in batches, in the caller's thread.
 
-    Decode may read the pages of an attempt from the first chunk that was told until it says that it does not.
+    A message takes microseconds, waking a thread for it 100. Decode may read the pages of an attempt from the first
+    chunk that is reported until it says that it no longer does.
     """
 
     def __init__(
@@ -91,15 +96,16 @@ class PullSender(UnthreadedMover):
         self._lock = threading.Lock()
 
     def begin(self, key: Key, num_tokens: int) -> None:
-        """Of a prompt of so many. Where nobody says so, chunks are told of one by one."""
+        """Begin an attempt with a prompt of this many tokens. Without this, chunks are reported one by one."""
         with self._lock:
             self._batches[key] = PullBatch(num_tokens)
 
     def chunk_scheduled(
         self, key: Key, first_token: int, num_tokens: int, pages: list[BlockId], early_planes: int
     ) -> None:
-        """Said now, or when pages are granted, unless the chunk is to wait for later ones. By the thread that calls
-        `launched` when the device has the chunk.
+        """Announce a chunk, now or when pages are granted, unless it is to wait for later ones.
+
+        Called by the thread that calls `chunks_launched` when the device has the chunk.
         """
         with self._lock:
             if self._mark is None or not self._attempts.is_alive(key):
@@ -108,19 +114,34 @@ class PullSender(UnthreadedMover):
                 return
             self._is_marking = True
             mark = self._num_marks + MARKS_A_BATCH
-            self._early[key].append(PullScheduled(*key, first_token, num_tokens, pages, early_planes, mark))
+            request_id, epoch = key
+            message = PullScheduled(
+                request_id=request_id,
+                epoch=epoch,
+                first_token=first_token,
+                num_tokens=num_tokens,
+                pages=pages,
+                early_planes=early_planes,
+                mark=mark,
+            )
+            self._early[key].append(message)
             self._send_scheduled(key)
 
     def granted(self, key: Key) -> None:
-        """Dropped if its attempt is over: nothing would end it here, where it comes behind decode's last word."""
+        """Send the announcements that waited for this grant, unless the attempt is over.
+
+        An entry for an attempt that is over would stay forever, since the grant comes after decode's last message about
+        it.
+        """
         with self._lock:
             if self._attempts.is_alive(key):
                 self._granted.add(key)
                 self._send_scheduled(key)
 
     def chunks_launched(self, is_all: bool) -> None:
-        """The KV of what is coming has been launched, or never will be; unless `is_all`, that of the early planes.
-        Said again of the same chunks it changes nothing.
+        """Set the mark: the KV of the announced chunks has been launched, or never will be.
+
+        Unless `is_all`, this holds for the early planes only. Repeated calls for the same chunks change nothing.
         """
         if self._mark is None or not self._is_marking:
             return
@@ -132,7 +153,7 @@ class PullSender(UnthreadedMover):
         self._mark.set(self._num_marks)
 
     def put(self, message: PullReady | Fin) -> None:
-        """Dropped if its attempt is over. A PullReady may wait for the next one, or for Fin."""
+        """Send the message, unless its attempt is over. A PullReady may wait for the next one, or for Fin."""
         key = message.request_id, message.epoch
         with self._lock:
             if not self._attempts.is_alive(key):
@@ -149,7 +170,7 @@ class PullSender(UnthreadedMover):
                 self._on_sent(key, each.nbytes, time.perf_counter())
 
     def end(self, key: Key) -> bool:
-        """Drop the attempt. True: decode has been told of nothing and reads nothing."""
+        """Drop the attempt; return True if decode has been sent no pages of it, and so reads none."""
         with self._lock:
             self._attempts.forget(key)
             self._granted.discard(key)
@@ -158,13 +179,15 @@ class PullSender(UnthreadedMover):
             return key not in self._told
 
     def read(self, key: Key) -> bool:
-        """Decode reads nothing of this attempt any more. False if it never did."""
+        """Record that decode reads nothing of this attempt any more; return False if it never did."""
         with self._lock:
             return self._read(key)
 
     def committed(self, key: Key) -> None:
-        """Decode has all of it. If the attempt was ended first, decode's answer to that is still to come; whoever ends
-        it in this very moment is told that nothing is read.
+        """Forget an attempt that decode has committed.
+
+        If it was ended first, decode's answer to the Abort is still to come. A thread that calls `end` just after this
+        gets True: nothing is read.
         """
         with self._lock:
             if self._attempts.is_alive(key):
@@ -172,7 +195,7 @@ class PullSender(UnthreadedMover):
                 self._read(key)
 
     def _read(self, key: Key) -> bool:
-        """Under the lock."""
+        """Do what `read` does, under the lock."""
         is_told = key in self._told
         self._told.discard(key)
         self._granted.discard(key)
@@ -180,7 +203,7 @@ class PullSender(UnthreadedMover):
         return is_told
 
     def _send_scheduled(self, key: Key) -> None:
-        """Under the lock: decode may read from here on."""
+        """Send the announcements of a granted attempt, under the lock: decode may read its pages from here on."""
         if key in self._granted and self._attempts.is_alive(key):
             for message in self._early.pop(key, []):
                 self._told.add(key)

@@ -1,5 +1,6 @@
-"""The receiving half of a link: pieces are checked in staging, by a thread of its own, and only then copied to
-granted pages.
+"""The receiving half of a link, with a thread of its own.
+
+It checks segments in staging before it copies them to granted pages.
 """
 
 import time
@@ -22,8 +23,10 @@ from kv_transfer.transports.base import Inbound, Slot, Taking
 
 @dataclass(slots=True)
 class ChunkAssembly:
-    """A chunk on its way in. `units`: where it goes, see staging; None if the chunk is thrown away. `sums`: what its
-    pages hold so far, where that is compared in the end.
+    """A chunk whose segments are arriving.
+
+    `units`: where it goes, see staging; None if the chunk is discarded. `sums`: of what its pages hold so far, if that
+    is compared in the end.
     """
 
     header: ChunkHeader
@@ -47,7 +50,7 @@ class ChunkAssembly:
 
 
 class Receiver:
-    """Lands pieces until the channel breaks. The callbacks are called in its thread."""
+    """A receiver that writes segments to pages until the channel breaks; the callbacks run in its thread."""
 
     def __init__(
         self,
@@ -62,20 +65,22 @@ class Receiver:
         self._grants, self._staging, self._channel = landings, staging, channel
         self._commit, self._on_landed, self._on_bad, self._on_drained = commit, on_landed, on_bad, on_drained
         self._arrival: ChunkAssembly | None = None
-        self._being_written: deque[np.ndarray] = deque()  # units of its chunk, by piece
+        self._being_written: deque[np.ndarray] = deque()  # the units of its chunk, for each segment
         self.nbytes = self.num_chunks = self.num_bad = self.num_stale = 0
         self.busy_s = 0.0
 
     def run(self) -> None:
-        """Raises PeerLost when the channel broke, Corrupt when sender and receiver have lost step, TransferError when
-        a device failed.
+        """Receive until the channel breaks.
+
+        Raises PeerLost when the channel broke, Corrupt when sender and receiver have lost step, TransferError when a
+        device failed.
         """
         self._staging.enter()
         while True:
             self._channel.receive(self._take)
 
     def stop(self) -> None:
-        """It never waits but for the channel."""
+        """Do nothing: `run` waits only for the channel, which is interrupted."""
 
     def _take(self, slot: Slot) -> Taking | None:
         start = time.perf_counter()
@@ -101,7 +106,7 @@ class Receiver:
         return taking
 
     def _begin(self, piece: KVSegment) -> ChunkAssembly:
-        """Decide by the facts in the header whether this chunk may land."""
+        """Decide by the header whether this chunk may be written."""
         header = piece.header
         arrival = ChunkAssembly(header, None, piece.offset, integrity.seed(header.epoch))
         landing = self._grants.find(arrival.key)
@@ -119,7 +124,7 @@ class Receiver:
         return arrival
 
     def _check(self, arrival: ChunkAssembly, piece: KVSegment, slot: Slot) -> str | None:
-        """Why this piece must not be written, or None."""
+        """Return why this segment must not be written, or None."""
         unit_nbytes = self._staging.unit_nbytes
         if piece.nbytes <= 0 or piece.nbytes % unit_nbytes or piece.nbytes > len(slot.payload):
             return f"a message of {piece.nbytes} bytes; pages are {unit_nbytes}"
@@ -137,7 +142,7 @@ class Receiver:
         if not self._grants.enter(arrival.key):
             arrival.units = None
             return None
-        # Not left if the device fails, which ends the link.
+        # No `leave` if the device fails, which ends the link.
         first, size = piece.offset // self._staging.unit_nbytes, piece.nbytes // self._staging.unit_nbytes
         unpacking = self._staging.unpack(slot.payload, arrival.units[first : first + size])
         if unpacking is not None:
@@ -154,7 +159,10 @@ class Receiver:
         self.busy_s += time.perf_counter() - start
 
     def _written(self, arrival: ChunkAssembly, piece: KVSegment, sums: np.ndarray | None) -> None:
-        """The pages hold this piece. Others of its chunk, and of those behind it, may be on their way into theirs."""
+        """Record that the pages hold this segment.
+
+        Other segments of its chunk, and of later chunks, may still be being copied to their pages.
+        """
         reason = self._compare(arrival, piece, sums) if sums is not None else None
         if self._grants.leave(arrival.key):
             self._on_drained(arrival.key)
@@ -166,7 +174,7 @@ class Receiver:
             self._landed(piece.header)
 
     def _compare(self, arrival: ChunkAssembly, piece: KVSegment, sums: np.ndarray) -> str | None:
-        """Why the pages do not hold the chunk now that this was its end, or None."""
+        """Return why the pages do not hold the chunk, or None; compared at its last segment only."""
         arrival.sums.append(sums)
         if not piece.is_last:
             return None
@@ -174,7 +182,7 @@ class Receiver:
         return "checksum differs" if found != piece.header.checksum else None
 
     def _landed(self, header: ChunkHeader) -> None:
-        """Commit is said here, as by pulling.Puller."""
+        """Count a chunk that arrived, and send Commit if it was the last, as PullReceiver does."""
         self.num_chunks += 1
         self.nbytes += header.nbytes
         if commit := self._grants.chunk_received(header):
@@ -187,7 +195,7 @@ class Receiver:
         self._on_bad(header, reason)
 
     def _cut_short(self) -> None:
-        """Another chunk begins: was the one before it whole? An attempt that ended is cut short rightly."""
+        """Report the chunk before the next one as bad if it is not whole, unless its attempt is over."""
         arrival, self._arrival = self._arrival, None
         if arrival is not None and arrival.units is not None and self._grants.find(arrival.key):
             self._bad(arrival, arrival.header, f"only {arrival.offset} of {arrival.header.nbytes} bytes came")

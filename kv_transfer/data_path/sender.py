@@ -1,4 +1,4 @@
-"""The sending half of a link: chunks queued by the engine's thread, packed and sent by a thread of its own."""
+"""The sending half of a link: the engine's thread queues chunks, another thread packs and sends them."""
 
 import threading
 import time
@@ -21,7 +21,7 @@ Key = tuple[RequestId, Epoch]
 
 @dataclass(frozen=True, slots=True)
 class ChunkJob:
-    """`header.checksum`: of a device's pages; that of a host's is still to be computed."""
+    """A chunk to send. `header.checksum` is set for a device's pages, not yet computed for a host's."""
 
     header: ChunkHeader
     pages: list[BlockId]
@@ -44,7 +44,7 @@ Job = ChunkJob | FinJob
 
 
 class SendQueue:
-    """Jobs in order, of attempts that are alive. One thread takes; any thread puts or ends an attempt."""
+    """The jobs of live attempts, in order. One thread takes; any thread puts or ends an attempt."""
 
     def __init__(self) -> None:
         self._jobs: deque[Job] = deque()
@@ -60,12 +60,12 @@ class SendQueue:
 
     @property
     def num_alive(self) -> int:
-        """How many attempts have begun and are not over."""
+        """Return how many attempts have begun and are not over."""
         with self._changed:
             return len(self._alive)
 
     def knows(self, key: Key) -> bool:
-        """Alive, or over while a page of it is still being read."""
+        """Return whether the attempt is alive, or over while a page of it is still being read."""
         with self._changed:
             return key in self._alive or key == self._current
 
@@ -74,14 +74,17 @@ class SendQueue:
             return key in self._alive
 
     def put(self, job: Job) -> None:
-        """Dropped if its attempt is over."""
+        """Queue the job, unless its attempt is over."""
         with self._changed:
             if job.key in self._alive and not self._stopped:
                 self._jobs.append(job)
                 self._changed.notify()
 
     def end(self, key: Key) -> bool:
-        """Drop the attempt and its jobs. True: no page is being read for it now; False: `done` will say so."""
+        """Drop the attempt and its jobs; return True if none of its pages is being read now.
+
+        If one is, `done` returns the attempt when it no longer is.
+        """
         with self._changed:
             self._drop(key)
             if self._current == key:
@@ -89,7 +92,7 @@ class SendQueue:
             return self._current != key
 
     def forget(self, key: Key) -> None:
-        """The attempt is over, and nobody waits for its end: it was committed or refused."""
+        """Drop an attempt whose end has no waiter: it was committed or refused."""
         with self._changed:
             self._drop(key)
 
@@ -99,7 +102,7 @@ class SendQueue:
             return not self._jobs
 
     def take(self) -> Job | None:
-        """The next job, waiting for one; None when stopped."""
+        """Wait for a job and return it; None when stopped."""
         with self._changed:
             self._changed.wait_for(lambda: bool(self._jobs) or self._stopped)
             if self._stopped:
@@ -109,7 +112,10 @@ class SendQueue:
             return job
 
     def done(self) -> Key | None:
-        """The taken job reads no page any more. Returns its attempt if that was ended meanwhile: it is drained now."""
+        """Mark the taken job as reading no page any more.
+
+        Returns its attempt if that was ended meanwhile: it is drained now.
+        """
         with self._changed:
             key, self._draining, self._current = self._draining, None, None
             return key
@@ -125,9 +131,10 @@ class SendQueue:
 
 
 class Sender:
-    """Takes jobs until the queue stops or the channel breaks. The callbacks are called in this thread.
+    """A sender that takes jobs until the queue stops or the channel breaks.
 
-    `on_sent(key, nbytes, start_s, end_s)`: of a chunk, by time.perf_counter.
+    The callbacks run in its thread.
+    `on_sent(key, nbytes, start_s, end_s)` is called for each chunk, with times of time.perf_counter.
     """
 
     def __init__(
@@ -147,9 +154,9 @@ class Sender:
         self._has_cut = False
 
     def run(self) -> None:
-        """Raises PeerLost when the channel broke, TransferError when a device failed."""
+        """Send until stopped. Raises PeerLost when the channel broke, TransferError when a device failed."""
         self._staging.enter()
-        self._channel.flush()  # nothing was sent: what the channel does before its first message it does now
+        self._channel.flush()  # lets the channel do now what it does before its first message
         while job := self._queue.take():
             start = time.perf_counter()
             self._do(job)
@@ -174,7 +181,7 @@ class Sender:
             self._on_sent(job.key, nbytes, start, time.perf_counter())
 
     def _send_chunk(self, job: ChunkJob) -> int | None:
-        """How many bytes that were; None if its attempt ended on the way."""
+        """Send the chunk; return its bytes, or None if its attempt ended on the way."""
         units, unit_nbytes = self._staging.units(job.pages), self._staging.unit_nbytes
         header = self._staging.begin(job.header)
         for span in plan.split(len(units), self._staging.units_per_message):
@@ -191,6 +198,6 @@ class Sender:
 
 
 def check_sendable(header: ChunkHeader) -> None:
-    """Raise ValueError now, in the caller's thread, if the header would not fit in front of a piece."""
+    """Raise ValueError now, in the caller's thread, if the header would not fit in front of a segment."""
     full = msgspec.structs.replace(header, checksum=0xFFFF_FFFF_FFFF_FFFF)
     write_meta(KVSegment(full, header.nbytes, header.nbytes), np.zeros(META_NBYTES, dtype=np.uint8))

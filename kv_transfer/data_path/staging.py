@@ -1,4 +1,4 @@
-"""Between pages and the payloads of a channel's slots: by the host's hands, or by a device's kernels.
+"""The copies between pages and the payloads of a channel's slots, by the host or a device's kernels.
 
 A chunk is a row of units, in the order of its bytes; a message carries whole units.
 """
@@ -22,44 +22,47 @@ from process.timer_slack import set_timer_slack
 
 
 class Staging(Protocol):
-    """One end of one channel, used by its data thread. Raises TransferError where a device fails."""
+    """The staging of one end of a channel, used by its data thread.
+
+    The methods raise TransferError if a device fails.
+    """
 
     unit_nbytes: int
     units_per_message: int
 
     def enter(self) -> None:
-        """The calling thread is the one that moves data from now on."""
+        """Make the calling thread the one that moves data from now on."""
         ...
 
     def units(self, pages: Sequence[BlockId]) -> np.ndarray:
-        """Those of a chunk."""
+        """Return the units of a chunk with these pages."""
         ...
 
     def begin(self, header: ChunkHeader) -> ChunkHeader:
-        """Of what the peer gets, before anything is packed."""
+        """Return the header with which a chunk's segments start, before anything is packed."""
         ...
 
     def pack(self, units: np.ndarray, payload: Any, checksum: int) -> int:
-        """Copy `units` to the start of the payload; their pages may change afterwards. Returns the checksum to say with
-        these bytes.
+        """Copy `units` to the start of the payload; return the checksum to send with these bytes.
+
+        Their pages may change afterwards.
         """
         ...
 
     def extend(self, checksum: int, payload: Any, nbytes: int) -> int | None:
-        """The checksum up to these bytes, which came and are not in any page yet; None if nothing is to be compared
-        now.
-        """
+        """Return the checksum up to these bytes, which are in no page yet; None if it is not compared now."""
         ...
 
     def unpack(self, payload: Any, units: np.ndarray) -> PageScatter | None:
-        """The pages hold it on return, or when what is returned is done. Checksums that it has are to be compared, by
-        integrity.of_pages, when the chunk is whole.
+        """Copy the payload to the pages, on return or when the returned copy is done.
+
+        If the copy has checksums, they are to be compared by checksum.of_pages when the chunk is whole.
         """
         ...
 
 
 def sender_staging(channel: Channel, pool: Pool, ring: Ring, ours: Terms, theirs: Terms) -> Staging:
-    """Rounds where the peer's numbers are narrower, see conversion."""
+    """Return the staging of the sender, which rounds if the peer's number format is narrower."""
     if isinstance(channel, DeviceChannel) and conversion.narrows(ours.layout, theirs.layout):
         num_parts = conversion.num_parts(ours.layout, theirs.layout)
         return NarrowingStaging(channel.pool, channel.slot_nbytes, theirs.layout, theirs.plane_scales, num_parts)
@@ -67,7 +70,10 @@ def sender_staging(channel: Channel, pool: Pool, ring: Ring, ours: Terms, theirs
 
 
 def staging_of(channel: Channel, pool: Pool, ring: Ring, receiver: Terms, sender: Terms) -> Staging:
-    """A device's checksums are made where KV is computed, so its sender decides whether there are any."""
+    """Return the staging of an end that does not round.
+
+    A device's checksums are made when KV is computed, so its sender decides whether there are any.
+    """
     num_parts = conversion.num_parts(sender.layout, receiver.layout)
     if isinstance(channel, DeviceChannel):
         return DeviceStaging(channel.pool, channel.slot_nbytes, sender.checksum, num_parts)
@@ -75,8 +81,9 @@ def staging_of(channel: Channel, pool: Pool, ring: Ring, receiver: Terms, sender
 
 
 class HostStaging:
-    """Units are parts of pages of one plane, part by part and in each plane by plane. Checksums run over the bytes in
-    the slots, while they are warm in the caches: nothing that is wrong reaches a page.
+    """The staging whose units are parts of pages of one plane: part by part, and in each plane by plane.
+
+    Checksums run over the bytes in the slots, while those are in the caches: corrupt bytes never reach a page.
     """
 
     def __init__(self, pool: Pool, slot_nbytes: int, checks: bool, num_parts: int = 1) -> None:
@@ -85,7 +92,7 @@ class HostStaging:
         self.units_per_message = slot_nbytes // self.unit_nbytes
 
     def enter(self) -> None:
-        """Any thread can."""
+        """Do nothing: any thread can copy."""
 
     def units(self, pages: Sequence[BlockId]) -> np.ndarray:
         return plan.row_ids(pages, self._num_parts * self._pool.num_planes, self._pool.num_blocks)
@@ -106,9 +113,11 @@ class HostStaging:
 
 
 class DeviceStaging:
-    """Units are blocks, all parts of each and all planes of a part, in token order; the payloads are a device's memory
-    and the host touches none of it. The checksum is the one that was taken where the pages were computed, compared with
-    what decode's pages hold in the end: the whole way is covered, packing included.
+    """The staging whose units are blocks in token order, with all planes of each part of a block in turn.
+
+    The payloads are in the device's memory, and the host touches none of it. The checksum is the one that was made when
+    the pages were computed, compared with what decode's pages hold in the end: it covers the whole way, packing
+    included.
     """
 
     def __init__(self, pool: DevicePool, slot_nbytes: int, checks: bool, num_parts: int) -> None:
@@ -138,8 +147,10 @@ class DeviceStaging:
 
 
 class NarrowingStaging(DeviceStaging):
-    """The sender's, whose peer has pages of this narrower `layout`: each plane is divided by the peer's scale and
-    rounded as it is packed. The checksum is of what was packed, and so known when all is.
+    """The staging of a sender whose peer has pages of the narrower `layout`.
+
+    Each plane is divided by the peer's scale and rounded as it is packed. The checksum covers what was packed, and is
+    known when all of the chunk is.
     """
 
     def __init__(

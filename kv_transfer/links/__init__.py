@@ -1,1 +1,1 @@
-"""A peer as a node sees it: the two ends of a link, the health of its paths and its rate."""
+"""The links to peers: the two ends of a link, the health of paths and the rate of handoffs."""

@@ -1,4 +1,4 @@
-"""How fast handoffs to one peer finish, measured on those that did: for the placement's cost model."""
+"""The rate of finished handoffs to one peer, for the placement's cost model."""
 
 import threading
 from dataclasses import dataclass
@@ -18,10 +18,10 @@ class _Handoff:
 
 
 class HandoffRate:
-    """An exponential mean, weighted by bytes: mean bytes over mean seconds. Any thread may tell or ask.
+    """An exponential mean, weighted by bytes: mean bytes over mean seconds. Safe to use from any thread.
 
     The seconds of a handoff are those in which one of its chunks was being sent, and those from the last chunk to
-    Commit; waiting for prefill to compute the next chunk is not the transfer's. Times are those of one monotonic clock.
+    Commit; waiting for prefill to compute the next chunk does not count. Times are those of one monotonic clock.
     """
 
     def __init__(self) -> None:
@@ -31,7 +31,7 @@ class HandoffRate:
 
     @property
     def nbytes_per_s(self) -> float:
-        """0.0 while unknown."""
+        """Return bytes per second; 0.0 while unknown."""
         with self._lock:
             return self._nbytes / self._seconds if self._seconds > 0 else 0.0
 
@@ -40,7 +40,7 @@ class HandoffRate:
             self._open[key] = _Handoff()
 
     def sent(self, key: Key, nbytes: int, start_s: float, end_s: float) -> None:
-        """A chunk left between these times. Ignored if the handoff is over."""
+        """Record a chunk that was sent between these times; ignored if the handoff is over."""
         with self._lock:
             if handoff := self._open.get(key):
                 handoff.nbytes += nbytes
@@ -48,8 +48,10 @@ class HandoffRate:
                 handoff.last_s = end_s
 
     def told(self, key: Key, nbytes: int, now_s: float) -> None:
-        """Decode was told of a chunk, and fetches it while prefill computes, unseen from here: what can be timed is the
-        last one. Ignored if the handoff is over: an Abort may come while it is said.
+        """Record a chunk that was reported to decode.
+
+        Decode fetches it while prefill computes, unseen from here: only the last one can be timed. Ignored if the
+        handoff is over: an Abort may come at the same time.
         """
         with self._lock:
             if key in self._open:
@@ -63,6 +65,6 @@ class HandoffRate:
                 self._seconds = MEMORY * self._seconds + handoff.busy_s + max(0.0, now_s - handoff.last_s)
 
     def dropped(self, key: Key) -> None:
-        """It did not finish, so it says nothing."""
+        """Forget a handoff that did not finish."""
         with self._lock:
             self._open.pop(key, None)

@@ -1,4 +1,4 @@
-"""The decode end of a link: made when a peer has proved itself, it lands what was granted."""
+"""The decode end of a link: made when a peer has proved itself, it writes chunks to granted pages."""
 
 import logging
 import math
@@ -49,19 +49,25 @@ class IncomingLink(Link):
         super().__init__(parts, hello.worker_id, hello.incarnation, self.grants)
 
     def run(self, wire: HandshakeSocket, attached: Callable[[bytes], socket.socket]) -> None:
-        """Serve it in the thread that shook hands."""
+        """Serve the link in the thread that shook hands."""
         self._hold(wire.sock)
         self._run_to_the_end(lambda: self._agree_and_serve(wire, attached))
 
     def grant(self, grant: Grant) -> None:
-        """Ignored if the offer is gone. Raises ValueError if it does not fit the offer or the pool."""
+        """Grant pages; ignored if the offer is gone.
+
+        Raises ValueError if they do not fit the offer or the pool.
+        """
         if self.grants.grant(grant):
             if isinstance(self._channel, DeviceInbound) and self._is_alone():
                 self._channel.expect(self._is_alone)
             self.send(grant)
 
     def commit(self, message: Commit) -> None:
-        """The owner has what it needs. Commit was said when token 0 and the last chunk were here, if both came."""
+        """End the attempt, which the owner has taken over.
+
+        Commit is sent if it was not when token 0 and the last chunk had arrived.
+        """
         key = message.request_id, message.epoch
         is_said = self.grants.is_committed(key)
         self.grants.end(key)
@@ -119,11 +125,11 @@ class IncomingLink(Link):
         return 0.0
 
     def _is_alone(self) -> bool:
-        """A thread that does not sleep is in nobody's way."""
+        """Return whether a thread that does not sleep would disturb no other."""
         return self.grants.is_alone and not self.parts.is_busy()
 
     def _on_message(self, message: HandoffMessage) -> None:
-        """A chunk to fetch is no news to the owner: that it has landed is."""
+        """Handle a chunk to fetch here: the owner is notified only when it has arrived."""
         if not isinstance(message, PullScheduled | PullReady):
             super()._on_message(message)
         elif self._pull_receiver is None:
@@ -137,7 +143,7 @@ class IncomingLink(Link):
 
     @contextmanager
     def _pulling(self) -> Iterator[None]:
-        """A device that can't copy ends the link, which is fenced as ever."""
+        """End the link if the device can't copy; it is then fenced as always."""
         try:
             yield
         except TransferError as error:
@@ -153,8 +159,9 @@ class IncomingLink(Link):
         self.parts.emit(ChunkLanded(self.peer_id, header, time.monotonic()))
 
     def _on_fetched(self, header: ChunkHeader) -> None:
-        """The owner is woken up after a look for what came with it, token 0 say: two threads that are awake are in each
-        other's way.
+        """Queue the event; the owner is woken after a look for what came with it, such as token 0.
+
+        Two threads that are awake disturb each other.
         """
         self.parts.note(ChunkLanded(self.peer_id, header, time.monotonic()))
         self._is_quiet = True

@@ -1,5 +1,6 @@
-"""What the two ends of a link share: an authenticated control connection and a data channel, on which pages go one
-way, from prefill to decode.
+"""The common part of the two ends of a link: a control connection and a data channel.
+
+The control connection is authenticated; pages go one way, from prefill to decode.
 """
 
 import logging
@@ -33,19 +34,21 @@ from kv_transfer.transports.registry import Transports
 log = logging.getLogger(__name__)
 
 FENCE_TIMEOUT_S, FENCE_LOOKS = 5.0, 5
-"""How long a data thread may take to stop, and in how many looks that is seen. Looks are counted, not seconds: when a
-process goes on that was stopped, the time is over before its threads had any of it."""
+"""How many seconds a data thread may take to stop, and in how many looks they are counted.
+
+Seconds alone would not do: when a process that was stopped goes on, the time is over before its threads had any of it.
+"""
 GRANT_PAGE_NBYTES = 5  # the longest msgpack integer below 2^32
 
 
 @dataclass(frozen=True)
 class LinkParts:
-    """What every link of a node shares.
+    """The parts that all links of a node share.
 
-    `emit` queues an event for the owner and wakes it up, `note` and `wake` do one of the two; `on_proved` hears of a
-    link to a peer that has proved itself, `on_lost` takes a link out of the node's tables. `is_busy`: the owner
-    computes, and a thread that does not sleep would be in its way. `paths`: where links that send tell how it went.
-    `keep_warm`: for whoever waits without sleep, see rehearsal.
+    `emit` queues an event for the owner and wakes it up, `note` and `wake` do one of the two; `on_proved` is called
+    with a link whose peer has proved itself, `on_lost` takes a link out of the node's tables. `is_busy`: the owner
+    computes, and would be disturbed by a thread that does not sleep. `paths`: where sending links report success and
+    failure. `keep_warm`: for threads that wait without sleep, see warm_path.
     """
 
     settings: TransferSettings
@@ -93,16 +96,16 @@ class Attempts(Protocol):
     def num_alive(self) -> int: ...
 
     def knows(self, key: Key) -> bool:
-        """Alive, or over while a page of it is still in use."""
+        """Return whether the attempt is alive, or over while a page of it is still in use."""
         ...
 
     def end(self, key: Key) -> bool:
-        """Drop the attempt. True: none of its pages is in use; False: the data thread will say when."""
+        """Drop the attempt; return True if none of its pages is in use. If not, the data thread reports when."""
         ...
 
 
 class Mover(Protocol):
-    """What the data thread runs, and what it has counted."""
+    """The work of a link's data thread, with its counters."""
 
     nbytes: int
     num_chunks: int
@@ -113,14 +116,14 @@ class Mover(Protocol):
     def run(self) -> None: ...
 
     def stop(self) -> None:
-        """From any thread: end `run` if it waits for work. What waits for the channel is interrupted there."""
+        """End `run` if it waits for work; from any thread. A wait for the channel is interrupted there."""
         ...
 
 
 class Link(ABC):
-    """States: "connecting", "up", "lost". One thread runs the control connection, another moves the data.
+    """One end of a link, in state "connecting", "up" or "lost".
 
-    `hears`: the messages that this end may get.
+    One thread runs the control connection, another moves the data. `hears`: the messages that this end may receive.
     """
 
     outgoing: bool
@@ -142,7 +145,7 @@ class Link(ABC):
         self._early: list[HandoffMessage] = []
 
     def send(self, message: HandoffMessage) -> None:
-        """Never blocks. What is sent before the link is up goes first when it is."""
+        """Send a message without blocking. What is sent before the link is up goes first when it is."""
         with self._lock:
             if self._control is None:
                 self._early.append(message)
@@ -150,7 +153,7 @@ class Link(ABC):
         self._control.send(message)
 
     def fail(self, error: str, code: str = "peer_lost") -> None:
-        """From any thread: end the link. PeerDisconnected follows when it is fenced."""
+        """End the link, from any thread. PeerDisconnected follows when it is fenced."""
         with self._lock:
             if self._control is not None:
                 # The control connection may have ended first, and have taken the data channel with it.
@@ -166,7 +169,7 @@ class Link(ABC):
         return self._failure is not None
 
     def knows(self, key: Key) -> bool:
-        """Whether this attempt is alive here, or a page of it is in use."""
+        """Return whether this attempt is alive here, or a page of it is in use."""
         return self._attempts.knows(key)
 
     def end(self, key: Key) -> None:
@@ -193,19 +196,19 @@ class Link(ABC):
 
     @property
     def nbytes_per_s(self) -> float:
-        """Of finished handoffs; 0.0 while unknown."""
+        """Return the rate of finished handoffs; 0.0 while unknown."""
         return 0.0
 
     def _poll_timeout_s(self) -> float:
-        """How long the link's thread may sleep at most. 0: the next message is worth a processor that waits for it."""
+        """Return how many seconds the link's thread may sleep at most; 0 to poll for the next message."""
         return math.inf
 
     @abstractmethod
     def _note(self, message: HandoffMessage) -> None:
-        """Draw the consequences of a message before the owner hears of it."""
+        """Act on a message before it is passed to the owner."""
 
     def _run_to_the_end(self, connect_and_serve: Callable[[], None]) -> None:
-        """The link's own thread."""
+        """Run the link's own thread until the link is gone."""
         try:
             with self._failing("link"):
                 connect_and_serve()
@@ -216,7 +219,7 @@ class Link(ABC):
 
     @contextmanager
     def _failing(self, what: str) -> Iterator[None]:
-        """Whatever goes wrong inside is the failure of this link."""
+        """Make every error inside the failure of this link."""
         try:
             yield
         except TandemError as error:
@@ -239,7 +242,7 @@ class Link(ABC):
             self._fence(data, channel, mover)
 
     def _hold(self, sock: socket.socket) -> None:
-        """From now on `fail` ends what waits for it."""
+        """Let `fail` end the waits on this socket from now on."""
         with self._lock:
             self._sock = sock
             if self.failed:
@@ -263,7 +266,7 @@ class Link(ABC):
             mover.run()
 
     def _fence(self, data: threading.Thread, channel: Channel, mover: Mover) -> None:
-        """Nothing may touch a page after this."""
+        """Stop the data thread and close the channel: nothing may touch a page after this."""
         mover.stop()
         channel.interrupt()
         if data.ident is not None:  # it was started
@@ -276,7 +279,7 @@ class Link(ABC):
         self._fenced = True
 
     def _finish(self) -> None:
-        """Tell everyone that the link is gone."""
+        """Report the loss of the link."""
         self.state = "lost"
         error, code = self._failure or ("closed", "peer_lost")
         fenced = self._channel is None or self._fenced
@@ -301,7 +304,8 @@ class Link(ABC):
             self.end(key)
 
     def _on_drained(self, key: Key) -> None:
+        request_id, epoch = key
         if key in self._acks:
             self._acks.discard(key)
-            self.send(AbortAck(*key))
-        self.parts.emit(Drained(*key))
+            self.send(AbortAck(request_id=request_id, epoch=epoch))
+        self.parts.emit(Drained(request_id=request_id, epoch=epoch))

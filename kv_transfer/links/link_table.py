@@ -1,4 +1,4 @@
-"""The links of a node: which one goes to a peer, and which are alive or unfenced beside it."""
+"""The links of a node: the one in use for each peer and direction, and others not yet gone."""
 
 import threading
 from collections.abc import Sequence
@@ -12,10 +12,10 @@ from kv_transfer.links.outgoing_link import OutgoingLink
 
 
 class LinkTable:
-    """Links by peer and direction (True: outgoing) in `placed`; whoever changes a list or the dict holds `lock`.
+    """The links by peer and direction (True: outgoing) in `placed`, changed only under `lock`.
 
-    `aside`: alive, but in no place: yet to prove themselves beside another, or replaced. `unfenced`: gone, but for a
-    thread that did not stop; until their loss is told.
+    `aside`: links that are alive without a place: they are yet to prove themselves, or were replaced. `unfenced`: lost
+    links with a thread that did not stop, until their loss is reported.
     """
 
     def __init__(self) -> None:
@@ -47,7 +47,7 @@ class LinkTable:
             return [*self.placed.values(), *self.aside, *self.unfenced]
 
     def alive_with(self, peer_id: WorkerId, incarnation: Incarnation) -> list[Link]:
-        """Return the links to this very worker; under the lock."""
+        """Return the links to this worker and incarnation; under the lock."""
         return links_with([*self.placed.values(), *self.aside], peer_id, incarnation)
 
     def having(self, peer_id: WorkerId, key: Key) -> Link | None:
@@ -56,26 +56,29 @@ class LinkTable:
         return links[0] if links else None
 
     def place(self, link: Link, max_peers: int) -> None:
-        """Give a new link its place, under the lock. Raises Overloaded if that is taken, or there are too many."""
+        """Put a new link in its place, under the lock.
+
+        Raises Overloaded if the place is taken, or there are too many links.
+        """
         place = link.peer_id, link.outgoing
         if place in self.placed or len(self.placed) >= max_peers:
             raise Overloaded(f"no room for another peer: {len(self.placed)} of {max_peers} links are in use")
         self.placed[place] = link
 
     def drop(self, link: Link) -> None:
-        """Take a link that is gone out of its place, or from beside; under the lock."""
+        """Remove a link that is gone from `placed` or `aside`; under the lock."""
         if self.placed.get((link.peer_id, link.outgoing)) is link:
             del self.placed[link.peer_id, link.outgoing]
         if link in self.aside:
             self.aside.remove(link)
 
     def take_unfenced(self, peer_id: WorkerId, incarnation: Incarnation) -> list[Link]:
-        """Forget the unfenced links of this very worker, and return them; under the lock."""
+        """Remove and return the unfenced links to this worker and incarnation; under the lock."""
         taken = links_with(self.unfenced, peer_id, incarnation)
         self.unfenced = [other for other in self.unfenced if other not in taken]
         return taken
 
 
 def links_with(links: Sequence[Link], peer_id: WorkerId, incarnation: Incarnation) -> list[Link]:
-    """Return those of `links` that go to this very worker."""
+    """Return those of `links` that go to this worker and incarnation."""
     return [link for link in links if (link.peer_id, link.incarnation) == (peer_id, incarnation)]

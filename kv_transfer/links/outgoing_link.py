@@ -1,4 +1,4 @@
-"""The prefill end of a link: connects, then sends what it is given."""
+"""The prefill end of a link: it connects, then sends the chunks that it is given."""
 
 import socket
 import struct
@@ -40,8 +40,10 @@ from kv_transfer.links.link import Link, LinkParts
 from kv_transfer.transports.nvlink import SharedPool
 
 AT_ONCE = struct.pack("ii", 1, 0)
-"""SO_LINGER: a closed socket tells its end at once and drops what it has not sent, which else goes first, when the peer
-has room for it."""
+"""The SO_LINGER option with which a closed socket drops its unsent data.
+
+The end of the connection is sent at once then, and not when the peer has room for that data.
+"""
 
 
 class OutgoingLink(Link):
@@ -51,7 +53,7 @@ class OutgoingLink(Link):
     def __init__(self, parts: LinkParts, peer: WorkerRef, was_asked: bool) -> None:
         self.queue, self._peer, self._rate = SendQueue(), peer, HandoffRate()
         self._pull_sender: PullSender | None = None
-        self.was_asked = was_asked  # a request needed it; under the node's lock
+        self.was_asked = was_asked  # whether a request needs it; guarded by the node's lock
         self._num_parts = parts.layout.tp_size
         self._other_layout: KVLayout | None = None
         super().__init__(parts, peer.worker_id, peer.incarnation, self.queue)
@@ -61,11 +63,11 @@ class OutgoingLink(Link):
 
     @property
     def is_fetched(self) -> bool:
-        """The link is up, and decode fetches what it is told of."""
+        """Return whether the link is up and decode fetches the chunks that it is sent notice of."""
         return self._pull_sender is not None
 
     def start(self) -> None:
-        """Connects in a thread of its own. Without one it is lost as any other."""
+        """Connect in a thread of its own. If no thread can be started, the link is lost like any other."""
         try:
             self.thread.start()
         except RuntimeError as error:
@@ -81,8 +83,9 @@ class OutgoingLink(Link):
         self.send(offer)
 
     def send_chunk(self, header: ChunkHeader, pages: Sequence[BlockId], checksums: np.ndarray | None) -> None:
-        """Dropped if its attempt is over. Raises ValueError, in the caller's thread, if the header is too long to go in
-        front of a message.
+        """Send a chunk, unless its attempt is over.
+
+        Raises ValueError, in the caller's thread, if the header is too long to go in front of a message.
         """
         if not self.queue.is_alive((header.request_id, header.epoch)):
             return
@@ -100,24 +103,27 @@ class OutgoingLink(Link):
     def chunk_scheduled(
         self, key: Key, first_token: int, num_tokens: int, pages: Sequence[BlockId], early_planes: int
     ) -> None:
-        """This chunk is about to be computed. Nothing to say where it is sent."""
+        """Announce a chunk that is about to be computed; nothing is sent unless decode fetches."""
         if self._pull_sender is not None:
             self._pull_sender.chunk_scheduled(key, first_token, num_tokens, list(pages), early_planes)
 
     def chunks_launched(self, is_all: bool) -> None:
-        """See node.TransferNode."""
+        """Report launched chunks; see node.TransferNode."""
         if self._pull_sender is not None:
             self._pull_sender.chunks_launched(is_all)
 
     def finish(self, fin: Fin) -> None:
-        """Goes after the chunks that were sent before."""
+        """Send Fin after the chunks that were queued before."""
         if self._pull_sender is not None:
             self._pull_sender.put(fin)
         else:
             self.queue.put(FinJob(fin))
 
     def end(self, key: Key) -> None:
-        """What decode may be reading is drained when decode says so: by AbortAck, or by an Abort of its own."""
+        """Drop the attempt.
+
+        Pages that decode may be reading are drained when decode says so: by AbortAck, or by an Abort of its own.
+        """
         self._rate.dropped(key)
         if self._pull_sender is None:
             super().end(key)
@@ -143,7 +149,8 @@ class OutgoingLink(Link):
         names = candidates(ours, theirs)
         self.transport, channel = handshake.propose(wire, names, self.parts.transports.find, ring, self._dial_data)
         if isinstance(channel, SharedPool):
-            # Decode looks for our end before it takes a copy for good: it must see it with its socket full, too.
+            # Decode checks for the end of this connection before it trusts a copy, and must see it even if its socket
+            # is full.
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, AT_ONCE)
             self._pull_sender = PullSender(self.queue, channel.mark, self.send, self._rate.told)
             self._serve(sock, theirs, channel, self._pull_sender)
@@ -159,7 +166,7 @@ class OutgoingLink(Link):
         self._serve(sock, theirs, channel, sender)
 
     def _for_peer(self, header: ChunkHeader, pages: Sequence[BlockId], checksums: np.ndarray | None) -> ChunkHeader:
-        """The same chunk in the peer's layout, as it checks it."""
+        """Return the header of the same chunk in the peer's layout, as the peer checks it."""
         facts: dict[str, int | str] = {}
         if checksums is not None:
             sums = self.parts.pool.in_parts(checksums, pages, self._num_parts)

@@ -1,4 +1,4 @@
-"""Which decode workers handoffs do not reach lately: a path is bad, though both of its ends may live."""
+"""The decode workers that handoffs lately fail to reach, though both ends of the path may be alive."""
 
 import threading
 from collections.abc import Callable
@@ -7,8 +7,10 @@ from dataclasses import dataclass
 from contracts.ids import Incarnation
 
 FIRST_S, MAX_S = 30.0, 480.0
-"""How long the first failure counts, and at most; each that follows without a success counts twice as long, if
-it was a request's."""
+"""The seconds for which the first failure counts, and the most that any does.
+
+Each that follows without a success counts twice as long, if it was a request's.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,9 +20,9 @@ class _Failure:
 
 
 class PathHealth:
-    """Told by links, asked by the core; any thread may do either. `clock`: monotonic seconds.
+    """The failures that links report and the core reads, from any thread. `clock`: monotonic seconds.
 
-    Peers are told apart by incarnation: a worker that came back deserves another try.
+    Peers are kept apart by incarnation: a worker that came back deserves another try.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
@@ -29,8 +31,9 @@ class PathHealth:
         self._failures: dict[Incarnation, _Failure] = {}
 
     def failed(self, peer: Incarnation, was_asked: bool = True) -> None:
-        """A handoff there, or the connection, failed. Many fail at once, which counts once. Unless `was_asked`, no
-        request needed it: it counts no longer than the one before.
+        """Record that a handoff or the connection to this peer failed; many at once count once.
+
+        Unless `was_asked`, no request needed it: it counts no longer than the one before.
         """
         now = self._clock()
         with self._lock:
@@ -42,12 +45,12 @@ class PathHealth:
                 self._failures[peer] = _Failure(now + span_s, span_s)
 
     def worked(self, peer: Incarnation) -> None:
-        """A handoff there was committed."""
+        """Record that a handoff to this peer was committed."""
         with self._lock:
             self._failures.pop(peer, None)
 
     def bad(self) -> tuple[Incarnation, ...]:
-        """Those whose failure counts still. One that nobody tried for so long again is forgotten."""
+        """Return the peers whose failure still counts. One that was not tried again for long is forgotten."""
         now = self._clock()
         with self._lock:
             self._failures = {peer: f for peer, f in self._failures.items() if now < f.until_s + MAX_S}

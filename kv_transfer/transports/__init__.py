@@ -1,9 +1,9 @@
-"""Ways to carry staged bytes from one process to another, behind the interface in base.py."""
+"""The transports that carry staged bytes from one process to another, behind the interface in base.py."""
 
 import os
 
-# ucxx sets a variable that its own UCX does not know, of which each process would warn on standard output. Read when
-# UCX is loaded.
+# ucxx sets a variable that its own UCX does not know, and each process would warn about it on standard output. UCX
+# reads this when it is loaded.
 os.environ.setdefault("UCX_WARN_UNUSED_ENV_VARS", "n")
-# Where all else is logged; standard output is for what a program was asked for.
+# All other logs go there too; standard output is for the results of a program.
 os.environ.setdefault("UCX_LOG_FILE", "stderr")

@@ -1,10 +1,11 @@
 """The interface under the data path: one-way channels of staged messages, kept in order.
 
-A channel owns a few staging slots. The sender acquires one, fills it and sends it; the receiver gets it, takes the
+A channel owns a few staging slots. The sender acquires one, fills it and sends it; the receiver gets it, copies the
 bytes out and releases it. The network therefore never touches a page, and giving up an attempt never needs to stop a
 transport.
-The transport that moves pages without staging, nvlink, is another data path beside this one: its channels carry
-nothing, see kv_transfer.data_path.pull_receiver.
+
+The transport that moves pages without staging, nvlink, uses another data path: its channels carry nothing, see
+kv_transfer.data_path.pull_receiver.
 """
 
 from abc import ABC, abstractmethod
@@ -21,8 +22,10 @@ from kv_transfer.chunks.segment import META_NBYTES
 
 @dataclass(frozen=True, slots=True)
 class Ring:
-    """A channel's staging: `num_slots` payloads of at most `slot_nbytes`; a wait for a free slot ends after
-    `stall_timeout_s`. `is_local`: both ends speak over the loopback interface.
+    """The dimensions of a channel's staging: `num_slots` payloads of at most `slot_nbytes`.
+
+    A wait for a free slot ends after `stall_timeout_s`. `is_local`: both ends are connected over the loopback
+    interface.
     """
 
     num_slots: int
@@ -37,7 +40,7 @@ class Ring:
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """`buffer`: uint8 `[META_NBYTES + slot_nbytes]`."""
+    """A slot of a channel. `buffer`: uint8 `[META_NBYTES + slot_nbytes]`."""
 
     index: int
     buffer: np.ndarray
@@ -48,14 +51,16 @@ class Slot:
 
     @property
     def payload(self) -> Any:
-        """uint8 of the host; a device.Buffer in the slots of a DeviceChannel."""
+        """Return the payload: uint8 in host memory; a device_pool.Buffer in the slots of a DeviceChannel."""
         return self.buffer[META_NBYTES:]
 
 
 @dataclass(frozen=True, slots=True)
 class Taking:
-    """Bytes that a device is still taking out of a slot. Then comes `finish`, in the receiver's thread and in the order
-    of the messages; it raises what a Take raises.
+    """A copy by which a device is still taking bytes out of a slot.
+
+    `finish` is called when it is done, in the receiver's thread and in the order of the messages; it raises what a Take
+    raises.
     """
 
     unpacking: PageScatter
@@ -63,31 +68,34 @@ class Taking:
 
 
 Take = Callable[[Slot], Taking | None]
-"""Without a Taking the bytes have been taken on return."""
+"""A function that takes the bytes of a message. If it returns no Taking, they have been taken on return."""
 
 
 class Channel(Protocol):
-    """Used by one thread, except `interrupt`.
+    """One end of a channel, used by one thread, except for `interrupt`.
 
     Every call but `close` raises PeerLost once the channel is broken or interrupted.
     """
 
     @property
     def detail(self) -> str:
-        """How the transport itself describes what it uses, for operators."""
+        """Return how the transport itself describes what it uses, for operators."""
         ...
 
     def interrupt(self) -> None:
-        """From any thread: make a blocked call return, with PeerLost."""
+        """Make a blocked call return with PeerLost; from any thread."""
         ...
 
     def close(self) -> None:
-        """Give everything back. On return no thread, kernel or network adapter touches a slot."""
+        """Free everything. On return no thread, kernel or network adapter touches a slot."""
         ...
 
 
 class DeviceChannel:
-    """One whose payloads of `slot_nbytes` are in the memory of the pool's device. `is_direct`: never in a host's."""
+    """A channel whose payloads of `slot_nbytes` are in the memory of the pool's device.
+
+    `is_direct`: the bytes never pass through a host's memory.
+    """
 
     pool: DevicePool
     slot_nbytes: int
@@ -95,43 +103,50 @@ class DeviceChannel:
 
 
 class DeviceInbound(ABC):
-    """A receiver's end of a DeviceChannel. It has its part in trying the channel out, before the handshake is over."""
+    """The receiver's end of a DeviceChannel, which takes part in the trial of the channel.
+
+    The trial is a part of the handshake.
+    """
 
     @abstractmethod
     def be_tried(self, goes_on: Callable[[], bool]) -> None:
-        """Take what the sender tries it out with, while `goes_on` says so. Raises TransferError."""
+        """Take the messages of the sender's trial while `goes_on` returns True. Raises TransferError."""
 
     @abstractmethod
     def expect(self, is_due: Callable[[], bool]) -> None:
-        """From any thread: a message is to come. While `is_due` says so, whoever waits for it sleeps in naps only."""
+        """Announce a message, from any thread: while `is_due` returns True, its wait sleeps in naps only."""
 
     @abstractmethod
     def close(self) -> None:
-        """As a Channel's."""
+        """Free everything, as Channel.close does."""
 
 
 class Outbound(Channel, Protocol):
     def acquire(self) -> Slot:
-        """A free slot; blocks until the peer gave one back. Raises PeerLost if that takes longer than the stall
-        timeout.
+        """Return a free slot, waiting until the peer has returned one.
+
+        Raises PeerLost if that takes longer than the stall timeout.
         """
         ...
 
     def send(self, slot: Slot, nbytes: int) -> None:
-        """Send its meta and the first `nbytes` of its payload; the slot belongs to the channel again."""
+        """Send the slot's meta and the first `nbytes` of its payload; the slot belongs to the channel again."""
         ...
 
     def flush(self) -> None:
-        """Nothing more comes for now: see to it that what was sent leaves. Called once before anything is, too. Raises
-        PeerLost as `acquire`.
+        """Make sure that what was sent leaves, since nothing more comes for now.
+
+        It is also called once before anything is sent. Raises PeerLost as `acquire` does.
         """
         ...
 
 
 class Inbound(Channel, Protocol):
     def receive(self, take: Take) -> None:
-        """Give `take` at least one message, in the order of sending; its bytes are gone once they are taken. Raises
-        what `take` raises. Blocks without a limit: silence is normal here.
+        """Pass at least one message to `take`, in the order of sending.
+
+        The bytes are gone once they are taken. Raises what `take` raises. Blocks without a limit: silence is normal
+        here.
         """
         ...
 
@@ -141,23 +156,23 @@ class ChannelOffer(Protocol):
 
     @property
     def params(self) -> bytes:
-        """What the receiver's end must know."""
+        """Return what the receiver's end needs to know."""
         ...
 
     def finish(self, answer: bytes) -> Any:
-        """The channel. Raises TransferError, with everything given back, if it does not work after all."""
+        """Return the channel. Raises TransferError, with everything freed, if it does not work after all."""
         ...
 
     def cancel(self) -> None:
-        """The receiver declined, or is gone."""
+        """Free everything: the receiver declined, or is gone."""
         ...
 
 
 class Transport(Protocol):
-    """Its channels are an Outbound and an Inbound, but for nvlink's.
+    """A way to carry chunks. Its channels are an Outbound and an Inbound, except for nvlink's.
 
-    `connect` and `attached` give a data socket to the peer, already authenticated; not all transports want one.
-    `open` and `accept` raise TransferError when this transport can't be used here; the next one is then tried.
+    `connect` and `attached` return a data socket to the peer, already authenticated; not all transports need one.
+    `open` and `accept` raise TransferError if this transport can't be used here; the next one is then tried.
     """
 
     @property

@@ -8,7 +8,10 @@ from kv_transfer.transports.staging_budget import NUM_SLOTS, Allowance
 
 
 class Slots:
-    """The slots of a link, in the memory of the pool's device. Raises TransferError if there is no memory for them."""
+    """The slots of a link, in the memory of the pool's device.
+
+    Raises TransferError if there is no memory for them.
+    """
 
     def __init__(self, pool: DevicePool, allowance: Allowance, most_nbytes: int) -> None:
         self.pool, self._allowance = pool, allowance
@@ -23,7 +26,7 @@ class Slots:
             raise
 
     def free(self) -> None:
-        """Nothing touches them any more."""
+        """Free the slots, which nothing uses any more."""
         self.pool.enter()
         for buffer in self.buffers:
             self.pool.free(buffer)
@@ -31,8 +34,10 @@ class Slots:
 
 
 class Arena:
-    """The slots of all links of a core. Those of a link that has ended are the next one's, and freed with the core: a
-    peer that has read them by cuda_ipc keeps them mapped, and what is freed then stays taken while it lives (two H200).
+    """The slots of all links of a core, freed when the core ends.
+
+    The next link takes over the slots of one that has ended: a peer that has read them by cuda_ipc keeps them mapped,
+    and memory that is freed then stays in use while the peer lives (seen on two H200).
     """
 
     def __init__(self, pool: DevicePool, allowance: Allowance) -> None:
@@ -41,7 +46,7 @@ class Arena:
         self._lock = threading.Lock()
 
     def take(self, most_nbytes: int) -> Slots:
-        """Raises TransferError."""
+        """Return unused slots, or new ones. Raises TransferError if there is no memory for them."""
         with self._lock:
             if self._unused:
                 best = max(self._unused, key=lambda slots: slots.slot_nbytes)
@@ -50,7 +55,7 @@ class Arena:
         return Slots(self._pool, self._allowance, most_nbytes)
 
     def give_back(self, slots: Slots) -> None:
-        """Nothing touches them any more."""
+        """Take back slots that nothing uses any more."""
         with self._lock:
             self._unused.append(slots)
 
@@ -62,7 +67,7 @@ class Arena:
 
 
 class Lease:
-    """A link's hold on its slots."""
+    """A lease of slots by one link."""
 
     def __init__(self, arena: Arena, most_nbytes: int) -> None:
         self._arena, self._slots = arena, arena.take(most_nbytes)
@@ -70,7 +75,7 @@ class Lease:
         self._is_over = False
 
     def end(self) -> None:
-        """Nothing touches them any more. Idempotent."""
+        """Give back the slots, which nothing uses any more. Idempotent."""
         if not self._is_over:
             self._is_over = True
             self._arena.give_back(self._slots)

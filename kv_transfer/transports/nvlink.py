@@ -1,8 +1,9 @@
-"""Pages pulled out of the peer's memory by the receiver's copy engine: no staging, no message carries a byte of them.
+"""The transport in which the receiver's copy engine reads pages out of the peer's memory.
 
-Its channels carry nothing: the sender tells of chunks on the control connection (data_path.pull_receiver), and the
-receiver reads them. The receiver is the only one that writes its pages, so it proves the end of an attempt by waiting
-for its own copies; a foreign writer's were seen to land 5 ms after its process was killed.
+There is no staging, and no message carries a byte of a page. Its channels carry nothing: the sender reports chunks on
+the control connection (data_path.pull_receiver), and the receiver reads them. Only the receiver writes its pages, so it
+proves the end of an attempt by waiting for its own copies; the writes of another process were seen to arrive 5 ms after
+it was killed.
 """
 
 from collections.abc import Callable
@@ -16,14 +17,17 @@ from kv_transfer.transports.base import Ring
 
 
 class NvlinkPoolExport(msgspec.Struct, frozen=True):
-    """What the sender tells of itself: see device.DevicePool."""
+    """The description of a pool that the sender exports; see device_pool.DevicePool."""
 
     pool: bytes
     mark: bytes
 
 
 class NvlinkTransport:
-    """Where the sender's device can set marks, the receiver waits by one for chunks that are not computed yet."""
+    """The transport of one pool.
+
+    If the sender's device can set marks, the receiver waits on them for chunks that are not computed yet.
+    """
 
     name = "nvlink"
 
@@ -31,14 +35,16 @@ class NvlinkTransport:
         self._pool = pool
 
     def open(self, session: bytes, ring: Ring, connect: Callable[[], socket]) -> "SharedPool":
-        """Raises TransferError where the device lets nobody in."""
+        """Export the pool. Raises TransferError where the device can't share it."""
         return SharedPool(self._pool.share(), self._pool.mark())
 
     def accept(
         self, session: bytes, ring: Ring, params: bytes, attached: Callable[[], socket]
     ) -> tuple["MappedPool", bytes]:
-        """Raises TransferError if the peer's pool can't be read from here: another host or container, no way between
-        the two devices.
+        """Map the peer's pool.
+
+        Raises TransferError if it can't be read from here: another host or container, or no path between the two
+        devices.
         """
         try:
             sharing = msgspec.msgpack.decode(params, type=NvlinkPoolExport)
@@ -51,7 +57,7 @@ class NvlinkTransport:
 
 
 class SharedPool:
-    """The sender's end, opening and channel in one: the pool stays exported while this process lives."""
+    """The sender's end, offer and channel in one: the pool stays exported while this process lives."""
 
     detail = "read by the peer"
 
@@ -66,7 +72,7 @@ class SharedPool:
         pass
 
     def interrupt(self) -> None:
-        """Nothing waits here."""
+        """Do nothing: no call waits here."""
 
     def close(self) -> None:
         pass
@@ -83,7 +89,7 @@ class MappedPool:
         return self.remote.detail
 
     def interrupt(self) -> None:
-        """Copies that are under way end by themselves, within milliseconds; what waits for a mark is told not to."""
+        """Stop the waits for marks; copies that are under way end by themselves, within milliseconds."""
         self.remote.expire()
 
     def close(self) -> None:

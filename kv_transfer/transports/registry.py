@@ -1,5 +1,6 @@
-"""Transports by name, each loaded when first used: ucxx takes half a second and 50 MB that most processes never
-need.
+"""The transports by name, each loaded when it is first used.
+
+ucxx takes half a second and 50 MB that most processes never need.
 """
 
 import importlib
@@ -23,7 +24,10 @@ _OF_DEVICES = {"ucx": "kv_transfer.transports.ucx_device:UcxDeviceTransport"}
 
 
 class Transports:
-    """`given`: ready transports that stand in for the ones of the same name. `device`: the pool, if a device has it."""
+    """The transports of one node.
+
+    `given`: ready transports that replace the ones of the same name. `device`: the pool, if it is in a device's memory.
+    """
 
     def __init__(self, given: Mapping[str, Transport] | None = None, device: DevicePool | None = None) -> None:
         self._given, self._device = dict(given or {}), device
@@ -31,12 +35,15 @@ class Transports:
         self._lock = threading.Lock()
 
     def available(self) -> list[str]:
-        """Names that could work here, by what is given or installed; opening a channel is the proof."""
+        """Return the names that could work here, by what is given or installed.
+
+        Only opening a channel proves that one does.
+        """
         names = dict.fromkeys([*self._given, *_CLASSES])
         return [name for name in names if name in self._given or _is_possible(name)]
 
     def find(self, name: str) -> Transport:
-        """Raises TransferError if it can't be loaded."""
+        """Return the transport. Raises TransferError if it can't be loaded."""
         with self._lock:
             if name not in self._loaded:
                 is_device = self._device is not None and name in _OF_DEVICES
@@ -52,13 +59,14 @@ class Transports:
 
 
 def device_staging_nbytes(transport: str) -> int:
-    """What the links of a core may take of its device's memory, if its operator asks for this transport."""
+    """Return how much of a device's memory a core's links may take, if its operator sets this transport."""
     return STAGING_NBYTES if transport in ("auto", "ucx") and _is_possible("ucx") else 0
 
 
 def require_available(wish: str, transports: Transports) -> None:
-    """Else a worker would start, and nobody could ever meet it. What is asked for by name is loaded now, and not in the
-    first handshake.
+    """Raise ConfigError if the requested transport is missing: no peer could ever connect to this worker.
+
+    A transport that is requested by name is loaded now, and not in the first handshake.
     """
     if wish == "auto":
         return

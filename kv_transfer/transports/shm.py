@@ -1,9 +1,10 @@
-"""Shared memory: a ring of slots that both processes map, and two counters that say how many are full, or free again.
+"""The shared-memory transport: a ring of slots that both processes map, and two counters.
 
-The two ends meet at a socket in /dev/shm, which containers may share; the memory (a memfd) and the counters (eventfds)
-cross it as descriptors. Only the socket has a name, and only until they have met, so a crash leaves no memory behind.
-Its connection then says whether the other end lives. Handing over a slot took 9 us as a byte on a TCP socket and takes
-1.6 us as a count (2-core EPYC virtual machine); copying its 1 MiB takes 50.
+The counters say how many slots are full, and how many are free again. The two ends meet at a socket in /dev/shm, which
+containers may share; the memory (a memfd) and the counters (eventfds) cross it as descriptors. Only the socket has a
+name, and only until they have met, so a crash leaves no memory behind. Its connection then shows whether the other end
+lives. Passing a slot took 9 us as a byte on a TCP socket and takes 1.6 us as a count (2-core EPYC virtual machine);
+copying its 1 MiB takes 50.
 """
 
 import contextlib
@@ -36,7 +37,10 @@ class ShmTransport:
     def accept(
         self, session: bytes, ring: Ring, params: bytes, attached: Callable[[], socket.socket]
     ) -> tuple[Inbound, bytes]:
-        """Raises TransferError if the peer is on another host, in another container or another user's."""
+        """Meet the peer.
+
+        Raises TransferError if it is on another host, in another container or another user's.
+        """
         sock = _meet(_path(session))
         try:
             inbound = ShmInbound(_create(ring), sock, ring)
@@ -51,7 +55,10 @@ class ShmTransport:
 
 
 class Shared(NamedTuple):
-    """Descriptors of what the two ends share: the slots, and how many were filled and freed since last asked."""
+    """The descriptors that the two ends share: the slots, and the counters of filled and of freed ones.
+
+    A counter counts from its last read.
+    """
 
     memory: int
     full: int
@@ -62,7 +69,7 @@ class _ShmOffer:
     params = b""
 
     def __init__(self, path: Path, ring: Ring) -> None:
-        """Raises TransferError if /dev/shm is not ours to write."""
+        """Listen for the peer. Raises TransferError if /dev/shm is not writable."""
         self._path, self._ring = path, ring
         self._listener = socket.socket(socket.AF_UNIX)
         try:
@@ -74,7 +81,7 @@ class _ShmOffer:
             raise TransferError(f"no socket can be made in {SHM_DIR}: {error}") from error
 
     def finish(self, answer: bytes) -> Outbound:
-        """Raises PeerLost if what the peer shares is not the ring that was agreed."""
+        """Return the channel. Raises PeerLost if what the peer shares is not the ring that was agreed."""
         self._listener.settimeout(self._ring.stall_timeout_s)
         try:
             sock, _ = self._listener.accept()
@@ -94,7 +101,7 @@ class _ShmOffer:
 
 
 class _ShmChannel:
-    """Slots are used in turn; `_num_ready` of them, from `_next` on, are ours."""
+    """One end of a ring whose slots are used in turn; this end holds `_num_ready` of them from `_next` on."""
 
     def __init__(
         self,
@@ -127,7 +134,7 @@ class _ShmChannel:
             return
 
     def close(self) -> None:
-        """Idempotent."""
+        """Free the mapping and the descriptors. Idempotent."""
         if self._slots:
             self._slots.clear()  # the mapping goes with its last view
             self._sock.close()
@@ -154,7 +161,7 @@ class _ShmChannel:
         raise PeerLost("the peer left the shared ring" if events else f"the peer took nothing for {self._wait_s} s")
 
     def _poll_patiently(self) -> dict[int, int]:
-        """Return what happened, by descriptor; nothing when the time is over."""
+        """Return the events by descriptor; none if the time is over."""
         if self._wait_s is None:
             return dict(self._poller.poll())
         limit = StallLimit(self._wait_s)
@@ -190,12 +197,15 @@ class ShmInbound(_ShmChannel):
         self._num_owed = 0
 
     def share(self) -> None:
-        """Hand the peer its descriptors. One that has gone is noticed by `receive`."""
+        """Send the peer its descriptors. A peer that has gone is noticed by `receive`."""
         with contextlib.suppress(OSError):
             socket.send_fds(self._sock, [b"\0"], self._shared)
 
     def receive(self, take: Take) -> None:
-        """Slots go back by the half ring: one at a time would wake the sender for each, often on our own core."""
+        """Take a message; slots are returned by the half ring.
+
+        Returned one at a time, they would wake the sender for each, often on our own core.
+        """
         if self._num_ready == 0:
             self._give_back()
         take(self._take())
@@ -224,7 +234,7 @@ def _meet(path: Path) -> socket.socket:
 
 
 def _create(ring: Ring) -> Shared:
-    """Raises TransferError if there is no memory for it."""
+    """Create the memory and the counters. Raises TransferError if there is no memory for the ring."""
     memory = os.memfd_create("tandem-kv", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         # Take the pages now: writing where there is no room later is SIGBUS, not an error.
@@ -244,7 +254,8 @@ def _receive_shared(sock: socket.socket, ring: Ring) -> Shared:
     except OSError as error:
         raise PeerLost(f"the peer shared nothing: {error}") from error
     if len(fds) == len(Shared._fields) and _is_ring(fds[0], ring):
-        return Shared(*fds)
+        memory, full, free = fds
+        return Shared(memory=memory, full=full, free=free)
     for fd in fds:
         os.close(fd)
     raise PeerLost("what the peer shares is not the ring that was agreed")
@@ -262,5 +273,5 @@ def _nbytes(ring: Ring) -> int:
 
 
 def _map(memory: int, ring: Ring) -> mmap.mmap:
-    """With its pages in place, so that the first request does not pay for them."""
+    """Map the memory with its pages in place, so that the first request does not pay for them."""
     return mmap.mmap(memory, _nbytes(ring), flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)

@@ -1,4 +1,7 @@
-"""How much of a device's memory the staging of all links of a core may take together: known when the cache is sized."""
+"""The limit on a device's memory that the staging of all links of a core takes together.
+
+It is known when the cache is sized.
+"""
 
 import threading
 
@@ -6,21 +9,23 @@ from contracts.errors import TransferError
 
 STAGING_NBYTES = 768 << 20
 NUM_SLOTS, SLOT_NBYTES = 3, 64 << 20
-"""Of a link, and the most that one of its slots has."""
+"""The slots of a link, and the most bytes that one of them has."""
 
 
 class Allowance:
-    """Each link takes at most half of what is left, so that there is something for the next: with the numbers above and
-    blocks of 4 MiB three links have slots of 64 MiB, those after them of 32, 16, 8 and 4.
+    """The memory that is left for the staging of further links.
+
+    Each link takes at most half of it, so that there is something for the next: with the numbers above and blocks of 4
+    MiB three links have slots of 64 MiB, those after them of 32, 16, 8 and 4.
     """
 
     def __init__(self, nbytes: int = STAGING_NBYTES) -> None:
         self._left, self._lock = nbytes, threading.Lock()
 
     def take(self, unit_nbytes: int, most_nbytes: int = SLOT_NBYTES) -> int:
-        """The size of each of a new link's slots: whole units, at least one, else at most `most_nbytes`.
+        """Return the bytes of each of a new link's slots.
 
-        Raises TransferError if there is not so much left.
+        They are whole units, at least one, else at most `most_nbytes`. Raises TransferError if not enough is left.
         """
         with self._lock:
             share = min(most_nbytes, self._left // 2 // NUM_SLOTS)

@@ -1,4 +1,4 @@
-"""A limit for a peer that takes nothing, which does not run on while this process stands still."""
+"""A limit for a peer that accepts no data, which does not run while this process stands still."""
 
 import time
 from collections.abc import Callable
@@ -7,8 +7,9 @@ LOOKS = 5
 
 
 class StallLimit:
-    """A time in so many looks. What passes between two of them counts as one look at most: when a process goes on that
-    was stopped, or got no CPU, its peer may have been so with it.
+    """A timeout counted in looks, each of which counts for at most its share of the time.
+
+    When a process goes on that was stopped, or got no CPU, its peer may have been stopped with it.
     """
 
     def __init__(self, timeout_s: float, clock: Callable[[], float] = time.monotonic) -> None:
@@ -16,7 +17,7 @@ class StallLimit:
         self._looked_s = clock()
 
     def next_wait_s(self) -> float:
-        """Return how long to wait at most before the next look; 0.0 when the time is over."""
+        """Return how many seconds to wait at most before the next look; 0.0 when the time is over."""
         now = self._clock()
         self._left_s -= min(now - self._looked_s, self._look_s)
         self._looked_s = now

@@ -1,4 +1,7 @@
-"""Raw sockets: no dependencies, works everywhere, and nothing in Python is faster between two hosts without RDMA."""
+"""The transport over raw sockets, which has no dependencies and works everywhere.
+
+Nothing in Python is faster between two hosts without RDMA.
+"""
 
 import socket
 from collections.abc import Callable
@@ -43,7 +46,7 @@ class _TcpOffer:
 
 
 class _TcpChannel:
-    """One slot: the kernel's socket buffers are the ring."""
+    """One end of a channel with one slot: the kernel's socket buffers are the ring."""
 
     def __init__(self, sock: socket.socket, ring: Ring, buffer_option: int, timeout_s: float | None) -> None:
         sock.setsockopt(socket.SOL_SOCKET, buffer_option, SOCKET_BUFFER_NBYTES)

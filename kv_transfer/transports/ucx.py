@@ -1,24 +1,26 @@
-"""UCX through ucxx's core layer: TCP, or RDMA where UCX finds it. The only file that imports ucxx.
+"""The transport by UCX through ucxx's core layer: TCP, or RDMA where UCX finds it.
 
-What decides speed and safety here, all of it seen on ucxx 0.52 with UCX 1.22:
-* endpoint error handling on: without it a dead peer is never reported. It excludes UCX's own shared memory; we have
-  ours. Over TCP it also excludes direct writes into the receiver's memory.
-* TCP segments of 1 MiB, which hold a whole message: the defaults (8 and 64 KiB) halve the throughput of large
+This is the only file that imports ucxx. The following decides speed and safety, all of it seen on ucxx 0.52 with UCX
+1.22:
+
+* Endpoint error handling is on: without it a dead peer is never reported. It excludes UCX's own shared memory, for
+  which there is the shm transport. Over TCP it also excludes direct writes into the receiver's memory.
+* TCP segments have 1 MiB, which holds a whole message: the defaults (8 and 64 KiB) halve the throughput of large
   messages, and messages of half that size wake the receiver twice as often, up to 1.5 times the CPU.
 * put_zcopy: direct writes where the network has them (RDMA). Over TCP, which has not, it turns the rendezvous off, and
   its round trip for each message: 8 to 12 % less CPU.
-* each post drives the worker once, so that packing and sending overlap.
-* the thread that waits sleeps in epoll on the worker's descriptor; nothing polls.
-* active messages: one that is a TCP segment is given to us where UCX received it. A tagged receive copies it once more,
-  into memory that it then scatters from: a seventh of all CPU time.
+* Each post drives the worker once, so that packing and sending overlap.
+* The thread that waits sleeps in epoll on the worker's descriptor; nothing polls.
+* Active messages: one that is a TCP segment is passed to us where UCX received it. A tagged receive copies it once
+  more, into memory that it then scatters from: a seventh of all CPU time.
 * UCX does not keep buffers alive, and dropping a request does not stop it: buffers are freed after the endpoint is
   closed and every request has completed.
-* a worker whose peer was killed or stopped in mid-message is sometimes not destroyed (about one in ten) and keeps 8 to
+* A worker whose peer was killed or stopped in mid-message is sometimes not destroyed (about one in ten) and keeps 8 to
   14 descriptors. cancel_inflight_requests() after the close frees some of them, but a clean close followed by it, or by
   progress(), hangs inside UCX with the GIL held. So they are left.
-* it listens on every network device, and knows no secret: ten connections of malformed messages ended a process by
-  SIGSEGV. So two ends of one host that speak over its loopback interface use that alone.
-* a sender's "complete" is not delivery: that is what Commit is for.
+* UCX listens on every network device, without a secret: ten connections of malformed messages ended a process by
+  SIGSEGV. So two ends of one host that are connected over its loopback interface use that alone.
+* A sender's "complete" is not delivery: that is what Commit is for.
 """
 
 import logging
@@ -51,8 +53,9 @@ CLOSE_PERIOD_NS = 10**9
 
 
 class UcxTransport:
-    """Each channel has a UCX context and worker of its own, used by one thread at a time: no lock, and a fence
-    touches one peer.
+    """The transport whose channels each have a UCX context and worker of their own.
+
+    Each is used by one thread at a time: there is no lock, and a fence touches one peer.
     """
 
     name = "ucx"
@@ -85,8 +88,10 @@ class _UcxOffer:
 
 
 class UcxWorker:
-    """A worker with one endpoint. All methods but `interrupt` are for one thread at a time. `config`: as UCX names
-    its settings, without "UCX_".
+    """A UCX worker with one endpoint.
+
+    All methods but `interrupt` and `rouse` are for one thread at a time. `config`: UCX settings by their names without
+    "UCX_".
     """
 
     def __init__(self, ring: Ring, config: Mapping[str, str] = CONFIG) -> None:
@@ -106,7 +111,7 @@ class UcxWorker:
         try:
             peer = ucx.UCXAddress.create_from_buffer(address)
             self.endpoint = ucx.UCXEndpoint.create_from_worker_address(self.worker, peer, endpoint_error_handling=True)
-        except Exception as error:  # ucxx has one exception class per UCX status, made at run time
+        except Exception as error:  # ucxx makes one exception class per UCX status at run time
             self.close()
             raise TransferError(f"UCX can't reach the peer: {error}") from error
 
@@ -115,7 +120,7 @@ class UcxWorker:
         return endpoint_lanes(self.endpoint.handle) if self.endpoint is not None else ""
 
     def until(self, is_reached: Callable[[], bool], timeout_s: float | None) -> None:
-        """Drive the worker. Raises PeerLost if the peer is gone, or after `timeout_s`."""
+        """Drive the worker until `is_reached()`. Raises PeerLost if the peer is gone, or after `timeout_s`."""
         limit = None if timeout_s is None else StallLimit(timeout_s)
         while not is_reached():
             self.require_open()
@@ -123,7 +128,7 @@ class UcxWorker:
                 self.sleep(limit)
 
     def require_open(self) -> None:
-        """Raises PeerLost."""
+        """Raise PeerLost if the channel was interrupted or its endpoint failed."""
         if self._interrupted:
             raise PeerLost("the UCX channel was closed")
         try:
@@ -136,7 +141,7 @@ class UcxWorker:
         self.rouse()
 
     def rouse(self) -> None:
-        """From any thread: whoever sleeps looks again."""
+        """Wake the thread that sleeps in `sleep`; from any thread."""
         with self._waking:
             if self._wake >= 0:
                 os.eventfd_write(self._wake, 1)
@@ -162,10 +167,13 @@ class UcxWorker:
             self._wake = -1
 
     def moved(self) -> None:
-        """An operation has begun or ended."""
+        """Note that an operation has begun or ended."""
 
     def sleep(self, limit: StallLimit | None) -> None:
-        """Wait until UCX has something to do. `arm` says no if it has already. Raises PeerLost beyond `limit`."""
+        """Wait until UCX has something to do. Raises PeerLost beyond `limit`.
+
+        `arm` returns False if it has something already.
+        """
         if not self.worker.arm():
             return
         wait_s = None if limit is None else limit.next_wait_s()
@@ -193,14 +201,14 @@ class UcxChannel:
 
 
 class Sending:
-    """Slots that messages leave from. UCX lets go of them in the order in which they left."""
+    """The slots that messages are sent from. UCX lets go of them in the order in which they were sent."""
 
     def __init__(self, engine: UcxWorker, slots: Iterable[Slot]) -> None:
         self._engine = engine
         self._unused, self._under_way = deque(slots), deque[Slot]()
 
     def unused(self) -> deque[Slot]:
-        """Those that may be taken, of which there is one on return; the last has come back last."""
+        """Return the slots that may be taken, at least one; the last one was freed most recently."""
         while self._under_way and self._engine.operations[0].is_done:
             self._collect()
         if not self._unused:
@@ -214,7 +222,7 @@ class Sending:
         self._engine.worker.progress()
 
     def flush(self) -> None:
-        """UCX moves only while its worker is driven, so the sender stays until every message is gone."""
+        """Wait until every message has left: UCX moves data only while its worker is driven."""
         while self._under_way:
             self._wait()
 
@@ -238,7 +246,7 @@ class UcxOutbound(UcxChannel):
         self._sending, self._is_joined = Sending(engine, slots), False
 
     def acquire(self) -> Slot:
-        """The one that UCX has let go of last: its memory is still in the caches."""
+        """Return the slot that UCX let go of most recently: its memory is still in the caches."""
         return self._sending.unused().pop()
 
     def send(self, slot: Slot, nbytes: int) -> None:
@@ -247,8 +255,10 @@ class UcxOutbound(UcxChannel):
         self._sending.sent(slot, send(self._engine.endpoint.handle, slot.buffer, META_NBYTES + nbytes))
 
     def flush(self) -> None:
-        """Before the first message until UCX has joined both ends: as long as they are not, and the sender not driven,
-        the receiver's descriptor is always ready and nothing is to do, and its thread would spin.
+        """Wait until every message has left; before the first one, until UCX has joined both ends.
+
+        While they are not joined, and the sender is not driven, the receiver's descriptor is always ready with nothing
+        to do, and its thread would spin.
         """
         if not self._is_joined:
             joining = flush(self._engine.endpoint.handle)
@@ -260,8 +270,10 @@ class UcxOutbound(UcxChannel):
 
 
 class UcxInbound(UcxChannel):
-    """Messages are taken where UCX received them. One that UCX has to fetch first (a rendezvous, over RDMA), or that
-    comes while one is being fetched, waits its turn in memory of ours.
+    """The receiver's end, which takes messages where UCX received them.
+
+    A message that UCX has to fetch first (a rendezvous, over RDMA), or that comes while one is being fetched, waits in
+    memory of this end.
     """
 
     def __init__(self, engine: UcxWorker) -> None:
@@ -284,7 +296,7 @@ class UcxInbound(UcxChannel):
         super().close()
 
     def _on_message(self, data: np.ndarray) -> None:
-        """Called by UCX, which knows no exceptions."""
+        """Take a message. UCX calls this, so it must raise nothing."""
         if self._take is None or self._failure is not None:
             return
         try:
@@ -304,7 +316,7 @@ class UcxInbound(UcxChannel):
         self._engine.operations.append(Operation(buffer, len(data), None))
 
     def _take_fetched(self, take: Take) -> bool:
-        """Whether there was one. Raises what `take` raised."""
+        """Take the oldest fetched message; return whether there was one. Raises what `take` raised."""
         if self._failure is not None:
             raise self._failure
         operations = self._engine.operations

@@ -1,14 +1,14 @@
-"""UCX between devices: a chunk is packed into the device's memory, one message takes it to the peer's, and there it is
-unpacked.
+"""The transport by UCX between devices: chunks are packed, sent and unpacked in the devices' memory.
 
-* the receiver reads the sender's staging (get_zcopy: over NVLink by cuda_ipc, or RDMA): nobody else writes to a
+* The receiver reads the sender's staging (get_zcopy: over NVLink by cuda_ipc, or RDMA): no other process writes to a
   receiver's memory, so what a killed sender had under way ends with the receiver's own copies.
-* UCX takes the host's memory without a word where it can't (containers that share no PID namespace, say). So the sender
-  moves each slot to and fro when the channel opens, asks UCX how it does it, and tells the receiver: `detail`.
-* waiting in epoll costs 2 to 4 ms a message with cuda_ipc (two H200), and being woken from it for the first one 0.2:
-  the data threads look again and again, between naps, while messages are under way, or to come to a process that
-  computes nothing meanwhile, and sleep in epoll otherwise. Without naps they would be in everybody's way: one
-  interpreter has one lock.
+* UCX silently goes through the host's memory where it has no direct path (containers that share no PID namespace, say).
+  So the sender moves each slot twice when the channel opens, asks UCX how it does so, and sends that to the receiver:
+  `detail`.
+* Waiting in epoll costs 2 to 4 ms a message with cuda_ipc (two H200), and being woken from it for the first one 0.2:
+  the data threads poll, with naps in between, while messages are under way, or expected by a process that computes
+  nothing meanwhile, and sleep in epoll otherwise. Without naps they would disturb all other threads: an interpreter has
+  one lock.
 """
 
 import logging
@@ -48,13 +48,13 @@ DEVICE_CONFIG = {**CONFIG, "RNDV_SCHEME": "get_zcopy"}
 TRY_TIMEOUT_S = 4.0
 NAP_S, LONG_NAP_S = 20e-6, 500e-6
 PATIENCE_S = 0.25
-"""Who has waited so long can wait a long nap longer."""
+"""The seconds without progress after which naps become long."""
 _DIRECT = "zero-copy read from remote"
 _MEMORY_TYPES = {"cpu": 0, "cuda": 1}
 
 
 class Proposal(msgspec.Struct, frozen=True):
-    """What each end says. Messages are no longer than either's slots."""
+    """The address and slot size of each end. Messages are no longer than either's slots."""
 
     address: bytes
     slot_nbytes: int
@@ -67,13 +67,13 @@ class UcxDeviceTransport:
         self._arena = Arena(pool, Allowance())
 
     def open(self, session: bytes, ring: Ring, connect: Callable[[], socket]) -> ChannelOffer:
-        """Raises TransferError if UCX does not start, or the device has no memory for staging."""
+        """Offer a channel. Raises TransferError if UCX does not start, or the device lacks memory for staging."""
         return _UcxDeviceOffer(*self._start(ring, SLOT_NBYTES))
 
     def accept(
         self, session: bytes, ring: Ring, params: bytes, attached: Callable[[], socket]
     ) -> tuple[Inbound, bytes]:
-        """Raises TransferError as `open`."""
+        """Accept a channel. Raises TransferError as `open` does."""
         asked = _read(params)
         engine, lease = self._start(ring, asked.slot_nbytes)
         try:
@@ -102,7 +102,7 @@ class _UcxDeviceOffer:
         self.params = msgspec.msgpack.encode(Proposal(engine.address, lease.slot_nbytes))
 
     def finish(self, answer: bytes) -> Outbound:
-        """Raises TransferError if the way that UCX takes does not work."""
+        """Connect and try the channel out. Raises TransferError if it does not work."""
         try:
             theirs = _read(answer)
             self._engine.connect(theirs.address)
@@ -127,14 +127,14 @@ def _read(params: bytes) -> Proposal:
 
 
 class UcxDeviceWorker(UcxWorker):
-    """Sleeps in epoll while nothing is under way or due. `is_due`: its user's to set."""
+    """A UCX worker that sleeps in epoll while nothing is under way or due. Its user sets `is_due`."""
 
     def __init__(self, ring: Ring) -> None:
         super().__init__(ring, DEVICE_CONFIG)
         self.is_due, self._moved_s = _never, 0.0
 
     def moved(self) -> None:
-        """As UcxWorker's: the next message may be there, or done, soon."""
+        """Note that an operation has begun or ended: the next message may be there, or done, soon."""
         self._moved_s = time.monotonic()
 
     def sleep(self, limit: StallLimit | None) -> None:
@@ -149,7 +149,7 @@ class UcxDeviceWorker(UcxWorker):
 
 @dataclass(frozen=True, slots=True)
 class DeviceSlot(Slot):
-    """`buffer`: the meta alone, on the host."""
+    """A slot whose payload is in the device's memory. `buffer`: the meta alone, on the host."""
 
     memory: Buffer
 
@@ -167,7 +167,7 @@ class _DeviceChannel(UcxChannel, DeviceChannel):
         self._memory_type = _MEMORY_TYPES[lease.pool.kind]
 
     def close(self) -> None:
-        """Staging that UCX has not let go of is kept for good."""
+        """Close the channel. Staging that UCX has not let go of is never freed."""
         self.pool.enter()
         self._engine.close()
         if self._engine.worker is None:
@@ -175,7 +175,10 @@ class _DeviceChannel(UcxChannel, DeviceChannel):
 
 
 class UcxDeviceOutbound(_DeviceChannel):
-    """Tried out when made: raises TransferError, with everything given back, if the way does not work."""
+    """The sender's end, tried out when made.
+
+    Raises TransferError, with everything freed, if it does not work.
+    """
 
     def __init__(self, engine: UcxDeviceWorker, lease: Lease, most_nbytes: int) -> None:
         super().__init__(engine, lease)
@@ -210,7 +213,10 @@ class UcxDeviceOutbound(_DeviceChannel):
         return operation
 
     def _try_out(self, deadline: float) -> None:
-        """Each slot twice: UCX registers and maps it now, and not under a handoff. Then tell the receiver."""
+        """Send each slot twice, then report to the receiver how UCX moved them.
+
+        UCX registers and maps the slots now, and not during a handoff.
+        """
         ways, took_s = [""], []
         for _ in range(2 * NUM_SLOTS):
             begin = time.perf_counter()
@@ -228,7 +234,7 @@ class UcxDeviceOutbound(_DeviceChannel):
 
 
 class UcxDeviceInbound(_DeviceChannel, DeviceInbound):
-    """Messages wait with UCX until there is a slot to fetch them into."""
+    """The receiver's end. Messages wait in UCX until there is a slot to fetch them into."""
 
     def __init__(self, engine: UcxDeviceWorker, lease: Lease) -> None:
         super().__init__(engine, lease)
@@ -240,11 +246,11 @@ class UcxDeviceInbound(_DeviceChannel, DeviceInbound):
         self._offering = Offering(engine.worker.handle, self._offered.append)
 
     def receive(self, take: Take) -> None:
-        """While one message is unpacked the next ones are fetched, and given."""
+        """Take messages. While one is unpacked the next ones are fetched, and taken too."""
         try:
             self._give_next(take)
         except BaseException:
-            with ExitStack() as waits:  # the device writes pages, whoever wanted them
+            with ExitStack() as waits:  # the device writes to the pages even if this end has failed
                 for _, taking in self._taken:
                     waits.callback(taking.unpacking.wait)
             raise
@@ -255,7 +261,7 @@ class UcxDeviceInbound(_DeviceChannel, DeviceInbound):
         self._engine.rouse()
 
     def be_tried(self, goes_on: Callable[[], bool]) -> None:
-        """What the sender has sent, and not waited for, may come later: `receive` takes it too."""
+        """Take the sender's trial. What it has sent without waiting may come later: `receive` takes it too."""
         while not self._is_told and goes_on():
             self._engine.require_open()
             has_moved = self._engine.worker.progress_once()
@@ -277,7 +283,7 @@ class UcxDeviceInbound(_DeviceChannel, DeviceInbound):
         return bool(self._taken) or self._is_expected()
 
     def _is_unpacked(self) -> bool:
-        """Whether the oldest message that was given is in its pages."""
+        """Return whether the oldest message that was taken is in its pages."""
         return bool(self._taken) and self._taken[0][1].unpacking.is_done
 
     def _let_go(self) -> None:
@@ -286,7 +292,10 @@ class UcxDeviceInbound(_DeviceChannel, DeviceInbound):
         taking.finish()
 
     def _take_next(self, take: Take) -> bool:
-        """Whether it is for `take`: others only try the way out, and the last of them tells of it."""
+        """Take the oldest message, and return whether it was a segment.
+
+        The others belong to the trial, and the last of them describes its result.
+        """
         operation, header = self._engine.operations.popleft(), self._headers.popleft()
         self._engine.moved()
         if operation.error:
@@ -308,7 +317,7 @@ class UcxDeviceInbound(_DeviceChannel, DeviceInbound):
         return take(DeviceSlot(0, header, operation.buffer))
 
     def _is_there(self) -> bool:
-        """Whether the oldest message is in a slot. Has the next ones fetched."""
+        """Return whether the oldest message is in a slot. Starts to fetch the next ones."""
         while self._offered and self._unused:
             self._fetch(self._offered.popleft())
         return bool(self._engine.operations) and self._engine.operations[0].is_done
@@ -333,7 +342,7 @@ def is_direct(words: str, pool: DevicePool) -> bool:
 
 
 def told(detail: str, words: str, pool: DevicePool) -> str:
-    """`detail` with what the sender has found out. Loud if the bytes of a device do not go there directly."""
+    """Return `detail` with the sender's finding, logging a warning if the path is not direct."""
     if not is_direct(words, pool):
         log.warning("UCX moves the KV of this link through the host's memory: %s", words)
     else:

@@ -1,6 +1,6 @@
-"""Which transports and devices a UCX endpoint really uses, in UCX's own words.
+"""The transports and devices that a UCX endpoint really uses, as UCX itself reports them.
 
-ucxx does not offer ucp_ep_query, so ctypes asks.
+ucxx does not offer ucp_ep_query, so it is called by ctypes.
 """
 
 import ctypes
@@ -10,13 +10,13 @@ _MAX_LANES = 16
 
 
 class _Entry(ctypes.Structure):
-    """ucp_transport_entry_t, ucp_def.h."""
+    """The C structure ucp_transport_entry_t of ucp_def.h."""
 
     _fields_ = (("transport_name", ctypes.c_char_p), ("device_name", ctypes.c_char_p))
 
 
 class _Transports(ctypes.Structure):
-    """ucp_transports_t, ucp_def.h."""
+    """The C structure ucp_transports_t of ucp_def.h."""
 
     _fields_ = (
         ("entries", ctypes.POINTER(_Entry)),
@@ -26,7 +26,7 @@ class _Transports(ctypes.Structure):
 
 
 class _EndpointAttributes(ctypes.Structure):
-    """ucp_ep_attr_t, ucp.h; a sockaddr_storage is 128 bytes aligned to 8."""
+    """The C structure ucp_ep_attr_t of ucp.h; a sockaddr_storage is 128 bytes aligned to 8."""
 
     _fields_ = (
         ("field_mask", ctypes.c_uint64),
@@ -39,7 +39,7 @@ class _EndpointAttributes(ctypes.Structure):
 
 
 def endpoint_lanes(handle: int) -> str:
-    """Like "tcp/eth0, tcp/lo" for the endpoint of this ucp_ep_h; says so if UCX does not tell."""
+    """Return the lanes of this ucp_ep_h, like "tcp/eth0, tcp/lo", or that UCX does not report them."""
     entries = (_Entry * _MAX_LANES)()
     attributes = _EndpointAttributes(field_mask=_FIELD_TRANSPORTS)
     attributes.transports = _Transports(entries, _MAX_LANES, ctypes.sizeof(_Entry))

@@ -1,7 +1,7 @@
-"""UCX's active messages, looked at where UCX received them.
+"""The active messages of UCX, taken where UCX received them.
 
-ucxx offers them only with a copy of each into memory of its own, so ctypes asks UCX itself. The structures are those of
-ucp.h, whose masks say which fields are read: they may grow.
+ucxx offers them only with a copy of each into memory of its own, so UCX is called by ctypes. The structures are those
+of ucp.h, whose masks say which fields are read: they may grow.
 """
 
 import ctypes
@@ -24,7 +24,7 @@ _WAY_NBYTES = 256
 
 
 class _HandlerParams(ctypes.Structure):
-    """ucp_am_handler_param_t."""
+    """The C structure ucp_am_handler_param_t."""
 
     _fields_ = (
         ("field_mask", ctypes.c_uint64),
@@ -36,7 +36,7 @@ class _HandlerParams(ctypes.Structure):
 
 
 class _RequestAttributes(ctypes.Structure):
-    """ucp_request_attr_t; mask 3 names the string and its size."""
+    """The C structure ucp_request_attr_t; mask 3 names the string and its size."""
 
     _fields_ = (
         ("field_mask", ctypes.c_uint64),
@@ -77,7 +77,10 @@ def _ucp() -> ctypes.CDLL:
 
 
 class Operation:
-    """The first `nbytes` of `buffer` on their way. The memory lives here until `is_done`: UCX holds no reference."""
+    """An operation of UCX on the first `nbytes` of `buffer`.
+
+    It keeps the memory alive until `is_done`: UCX holds no reference.
+    """
 
     def __init__(self, buffer: Any, nbytes: int, request: int | None) -> None:
         self.buffer, self.nbytes = buffer, nbytes
@@ -98,7 +101,7 @@ class Operation:
 
     @property
     def way(self) -> str:
-        """How UCX moves what it has not sent yet, in its own words; empty if it does not tell, or has sent it."""
+        """Return how UCX moves what is not sent yet, in UCX's words; empty if unknown or already sent."""
         words = ctypes.create_string_buffer(_WAY_NBYTES)
         asked = _RequestAttributes(3, ctypes.cast(words, ctypes.c_char_p), _WAY_NBYTES)
         if self._request is None or _ucp().ucp_request_query(self._request, ctypes.byref(asked)):
@@ -107,39 +110,43 @@ class Operation:
 
     @property
     def error(self) -> str:
-        """Of one that is done; empty if it went well."""
+        """Return the error of an operation that is done; empty if it succeeded."""
         return f"status {self._status}" if self._status else ""
 
 
 def send(endpoint: int, buffer: np.ndarray, nbytes: int) -> Operation:
-    """`buffer`: uint8, contiguous. Never blocks."""
+    """Send the first `nbytes` of `buffer`, uint8, contiguous. Never blocks."""
     request = _ucp().ucp_am_send_nbx(endpoint, _MESSAGE_ID, None, 0, buffer.ctypes.data, nbytes, _NO_OPTIONS)
     return Operation(buffer, nbytes, request)
 
 
 def flush(endpoint: int) -> Operation:
-    """Done when all that was sent has left, and before anything was, when both ends have found each other. Never
-    blocks.
+    """Return an operation that is done when all that was sent has left. Never blocks.
+
+    Before the first message, it is done when both ends have found each other.
     """
     return Operation(None, 0, _ucp().ucp_ep_flush_nbx(endpoint, _NO_OPTIONS))
 
 
 def send_from(endpoint: int, header: np.ndarray, buffer: Buffer, nbytes: int, memory: int) -> Operation:
-    """The header goes before the bytes and is to be kept until they are sent; see `memory_type`. Never blocks."""
+    """Send bytes of `buffer` with a header in front; see `memory_type`. Never blocks.
+
+    The operation keeps the header, which UCX reads until it is sent.
+    """
     where = header.ctypes.data, len(header), buffer.address, nbytes
     request = _ucp().ucp_am_send_nbx(endpoint, _MESSAGE_ID, *where, memory_type(memory))
     return Operation((header, buffer), nbytes, request)
 
 
 def fetch_into(worker: int, message: int, buffer: Buffer, nbytes: int, memory: int) -> Operation:
-    """What `Receiving` was told of, and not given. Never blocks."""
+    """Fetch a message that Offering has reported without its bytes. Never blocks."""
     request = _ucp().ucp_am_recv_data_nbx(worker, message, buffer.address, nbytes, memory_type(memory))
     return Operation(buffer, nbytes, request)
 
 
 @cache
 def memory_type(memory: int) -> Any:
-    """Options of a request that say where its bytes are: ucs_memory_type_t, 0 the host and 1 CUDA."""
+    """Return the request options that say where its bytes are: ucs_memory_type_t, 0 the host and 1 CUDA."""
     options = (ctypes.c_uint64 * 16)()
     options[0], options[_MEMORY_TYPE_AT] = _MEMORY_TYPE, memory
     return options
@@ -155,11 +162,11 @@ class Offered(NamedTuple):
 
 
 class Receiving:
-    """Messages that come to a worker, for as long as this lives.
+    """The receipt of messages that come to a worker, for as long as this object lives.
 
     `on_message(data)` is called while the worker is driven, and raises nothing; the bytes are gone when it returns.
-    What UCX has not fetched yet goes into a `spare()` buffer, and the operation to `on_fetch`; too much for it is an
-    error of the operation.
+    What UCX has not fetched yet goes into a `spare()` buffer, and the operation to `on_fetch`; a message that is too
+    long for the buffer is an error of the operation.
     """
 
     def __init__(
@@ -185,8 +192,9 @@ class Receiving:
 
 
 class Offering:
-    """The same for messages with headers, which stay with UCX until they are fetched: `on_message` is only told of
-    them, while the worker is driven, and raises nothing.
+    """The receipt of messages with headers, which stay in UCX until they are fetched.
+
+    `on_message` only gets notice of them, while the worker is driven, and raises nothing.
     """
 
     def __init__(self, worker: int, on_message: Callable[[Offered], None]) -> None:
@@ -209,7 +217,7 @@ def _copied(address: int, nbytes: int) -> np.ndarray:
 
 
 def _handle(worker: int, callback: Any) -> None:
-    """Have UCX call it for every message. The caller keeps it."""
+    """Register the callback for every message. The caller keeps it alive."""
     params = _HandlerParams(_ID_AND_CALLBACK, _MESSAGE_ID, 0, ctypes.cast(callback, ctypes.c_void_p), None)
     status = _ucp().ucp_worker_set_am_recv_handler(worker, ctypes.byref(params))
     if status != 0:

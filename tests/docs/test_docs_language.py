@@ -19,7 +19,6 @@ TESTS = "tests"
 
 UNFINISHED: dict[str, set[str]] = {
     "decode_svc": {"sentence", "splat"},
-    "kv_transfer": {"opening", "sentence", "splat"},
     "prefill_svc": {"splat"},
     "tandem": {"opening", "sentence", "splat"},
     "worker": {"opening", "sentence", "splat"},
