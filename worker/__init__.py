@@ -1,1 +1,1 @@
-"""The library of a worker process: an HTTP front and an engine core as two processes."""
+"""The library of a worker, which runs as two processes: an HTTP front and an engine core."""

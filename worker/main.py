@@ -1,4 +1,7 @@
-"""The worker's entry: settings, the core, and while that imports torch the front's own imports; and the way back."""
+"""The entry point of a worker.
+
+It reads the settings and starts the core; while the core imports torch, the front does its own imports.
+"""
 
 import json
 import secrets
@@ -13,20 +16,22 @@ from worker.messages import Start
 from worker.settings import Side, WorkerSettings
 
 GATEWAY_SILENCE_S = 10.0
-"""A gateway's host may vanish without a word; its event stream beats each second, so that it is missed."""
+"""The seconds of silence after which a gateway's connection is lost. Its host may vanish without closing it; the event
+stream sends a heartbeat each second, so silence means loss.
+"""
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run a worker of the role that its settings say.
+    """Run a worker of the role that its settings name.
 
-    Returns the exit code once it is told to stop: 0 stopped, 1 could not start, 3 the core died, or has to
-    start anew.
+    Returns the exit code once it is asked to stop: 0 stopped, 1 could not start, 3 the core died or has to be
+    restarted.
     """
     return run_service("worker", WorkerSettings, argv, _run)
 
 
 def run_role(role: Side, argv: list[str]) -> int:
-    """Run a worker of this role as `main` does. Raises ConfigError if its settings ask for another one."""
+    """Run a worker of this role as `main` does. Raises ConfigError if its settings name another one."""
 
     async def run(settings: WorkerSettings) -> int:
         if settings.role != role:
@@ -43,7 +48,7 @@ async def _run(settings: WorkerSettings) -> int:
     core = CoreProcess(f"{settings.role}_svc.core", Start(_for_core(settings), worker_id, incarnation))
     await core.start()
     try:
-        from worker.front.serve import serve  # here: FastAPI and Redis' client take a second, the core's torch three
+        from worker.front.serve import serve  # late: FastAPI and Redis' client take a second, the core's torch three
 
         return await serve(settings, worker_id, incarnation, core, listener)
     finally:
@@ -52,6 +57,6 @@ async def _run(settings: WorkerSettings) -> int:
 
 
 def _for_core(settings: WorkerSettings) -> bytes:
-    """Settings as JSON with the secret in clear: they cross a private socket pair only."""
+    """Return the settings as JSON with the secret in clear: they cross only a private socket pair."""
     plain = settings.model_dump(mode="json", exclude={"ready_file"})
     return json.dumps(plain | {"secret": settings.secret.get_secret_value()}).encode()

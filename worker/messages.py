@@ -1,4 +1,4 @@
-"""What a worker's front and its engine core say to each other: msgpack frames on a socket pair."""
+"""The messages between a worker's front and its engine core: msgpack frames on a socket pair."""
 
 import msgspec
 
@@ -10,7 +10,7 @@ from contracts.request import JobMessage, WorkerRef
 
 
 class Start(msgspec.Struct, frozen=True, tag="start"):
-    """First frame from the front: the settings as JSON, and who this worker is."""
+    """The first frame from the front: the settings as JSON, and the identity of this worker."""
 
     settings: bytes
     worker_id: str
@@ -18,8 +18,10 @@ class Start(msgspec.Struct, frozen=True, tag="start"):
 
 
 class Work(msgspec.Struct, frozen=True, tag="work"):
-    """`taken_s`: when the front took them, by the monotonic clock that the processes of a host share. The core reads
-    them between two steps.
+    """The jobs and cancels that the front has accepted.
+
+    `taken_s`: when it did, by the monotonic clock that the processes of a host share; the core reads them between two
+    steps.
     """
 
     jobs: list[JobMessage]
@@ -27,13 +29,13 @@ class Work(msgspec.Struct, frozen=True, tag="work"):
 
 
 class GatewayGone(msgspec.Struct, frozen=True, tag="gateway_gone"):
-    """Its event stream closed and did not come back: nobody reads the answers of its requests."""
+    """The loss of a gateway, whose event stream closed and was not reopened: its answers have no reader."""
 
     gateway_id: GatewayId
 
 
 class KnownPeers(msgspec.Struct, frozen=True, tag="peers"):
-    """Workers that this one may be asked to hand over to: links to them are opened before the first request."""
+    """The workers that may receive KV from this one: links to them are opened before the first request."""
 
     workers: list[WorkerRef]
 
@@ -46,7 +48,7 @@ ToCore = Start | Work | GatewayGone | KnownPeers | Stop
 
 
 class Loading(msgspec.Struct, frozen=True, tag="loading"):
-    """Progress of start-up: `done` of `total`, in whatever unit the stage counts."""
+    """The progress of start-up: `done` of `total`, in the unit of the stage."""
 
     stage: str
     done: int
@@ -54,7 +56,7 @@ class Loading(msgspec.Struct, frozen=True, tag="loading"):
 
 
 class CoreFailed(msgspec.Struct, frozen=True, tag="core_failed"):
-    """The core can't start; the message says what to do."""
+    """The failure of the core to start; the message says what to do."""
 
     message: str
 
@@ -70,7 +72,7 @@ class CoreReady(msgspec.Struct, frozen=True, tag="core_ready"):
 
 
 class LinkStatus(msgspec.Struct, frozen=True):
-    """One peer of the handoff, as the transfer layer counts it. `nbytes_per_s` is 0.0 while unknown."""
+    """The counters of the link to one peer. `nbytes_per_s` is 0.0 while unknown."""
 
     peer: str
     outgoing: bool
@@ -82,9 +84,10 @@ class LinkStatus(msgspec.Struct, frozen=True):
 
 
 class CoreStatus(msgspec.Struct, frozen=True):
-    """A picture of the core: `num_turns` grows while its loop lives; `counters` only grow, `gauges` come and go.
+    """A snapshot of the core.
 
-    `broken`: why it can't do its part any more and is to start anew, in words; empty if it can.
+    `num_turns` grows while its loop lives; `counters` only grow, `gauges` rise and fall. `broken`: why the core can't
+    work any more and must be restarted; empty if it can.
     """
 
     num_turns: int
@@ -98,7 +101,7 @@ class CoreStatus(msgspec.Struct, frozen=True):
 
 
 class CoreFrame(msgspec.Struct, frozen=True, tag="frame"):
-    """All that one turn of the loop produced."""
+    """The output of one turn of the loop."""
 
     events: dict[GatewayId, list[Event]]
     moves: list[tuple[RequestId, Epoch, str]]

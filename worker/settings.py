@@ -1,4 +1,4 @@
-"""A worker's settings: command line, environment (`TANDEM_*`), defaults; in that order."""
+"""The settings of a worker, from command line, environment (`TANDEM_*`) and defaults, in that order."""
 
 import socket
 from pathlib import Path
@@ -8,9 +8,11 @@ from pydantic import Field, SecretStr
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 Dtype = Literal["auto", "float32", "float16", "bfloat16", "mixed16", "mixed4", "int4", "int8", "float8", "float8-head"]
-"""The names of linear.FORMATS and number_formats.DEVICE_FORMATS of the engine: the front knows them without torch."""
+"""The names of linear.FORMATS and number_formats.DEVICE_FORMATS of the engine, which the front would need torch to
+import.
+"""
 Side = Literal["prefill", "decode", "mixed"]
-"""contracts.node.WorkerRole by name: of an enum, help shows what its members are called in Python."""
+"""The names of contracts.node.WorkerRole: for an enum, the help would show the Python names of its members."""
 Transfer = Literal["auto", "nvlink", "ucx", "shm", "tcp"]
 
 

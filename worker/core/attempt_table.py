@@ -1,4 +1,4 @@
-"""The requests a core has accepted, and the one end that each of them gets."""
+"""The requests that a core has accepted, each of which gets exactly one end."""
 
 from __future__ import annotations
 
@@ -22,14 +22,16 @@ MAX_CANCELLED = 4096
 
 
 def attempt_key(request_id: RequestId, epoch: Epoch) -> RequestId:
-    """The engine's name of one attempt, so that a new epoch never meets the pages of an old one still draining."""
+    """Return the engine's id of one attempt, distinct from that of an earlier epoch still draining."""
     return RequestId(f"{request_id}.{epoch}")
 
 
 @dataclass
 class Attempt:
-    """An attempt between acceptance and end. `stages_s` is its time account on this worker, stage -> seconds;
-    `has_told` that the gateway knows it up to the first token.
+    """An attempt between acceptance and end.
+
+    `stages_s`: its time account on this worker, stage -> seconds. `has_told`: the gateway has been sent the times up to
+    the first token.
     """
 
     job: Job
@@ -45,24 +47,31 @@ class Attempt:
         return attempt_key(self.job.request_id, self.job.epoch)
 
     def request(self, handoff: bool = False) -> EngineRequest:
-        """The job as the engine takes it."""
+        """Return the job as a request of the engine."""
         job = self.job
-        head = (self.key, job.token_ids, job.sampling, handoff)
-        return EngineRequest(*head, job.priority, job.cache_salt, job.num_answered)
+        return EngineRequest(
+            request_id=self.key,
+            token_ids=job.token_ids,
+            sampling=job.sampling,
+            handoff=handoff,
+            priority=job.priority,
+            cache_salt=job.cache_salt,
+            num_answered=job.num_answered,
+        )
 
     def is_first(self, token: Token) -> bool:
-        """Of those that this attempt draws."""
+        """Return whether the token is the first that this attempt samples."""
         return token.index == self.job.num_answered
 
     def stage(self, name: str, now: float) -> None:
-        """Close the stage that began at the last mark."""
+        """End the stage that began at the last mark."""
         self.stages_s[name] = self.stages_s.get(name, 0.0) + now - self.mark_s
         self.mark_s = now
 
 
 @dataclass(frozen=True)
 class StateReport:
-    """A request came to `state` of the coordinator's table. Told to the coordinator off the token path."""
+    """A transition of a request to `state` of the coordinator's table, reported off the token path."""
 
     request_id: RequestId
     epoch: Epoch
@@ -70,9 +79,10 @@ class StateReport:
 
 
 class AttemptTable:
-    """Owns every accepted request until its end. A request leaves by finish, fail, or leave; after that it is unknown.
+    """The owner of every accepted request until its end.
 
-    Events pile up until `take()`, once a step. Not thread-safe: it belongs to the core's loop.
+    A request leaves by finish, fail, or leave; after that it is unknown. Events are collected until `take()`, once a
+    step. Not thread-safe: it belongs to the core's loop.
     """
 
     def __init__(self) -> None:
@@ -80,12 +90,14 @@ class AttemptTable:
         self._by_key: dict[RequestId, Attempt] = {}
         self._events: dict[GatewayId, list[Event]] = {}
         self._moves: list[StateReport] = []
-        self._cancelled: dict[RequestId, Epoch] = {}  # though unknown; the oldest first
+        self._cancelled: dict[RequestId, Epoch] = {}  # requests still unknown; the oldest first
         self.num_stale = 0
 
     def open(self, job: Job, now: float) -> Attempt | None:
-        """Accept a job. None if it is a duplicate or older than what is known: the newer attempt goes on. None, too, if
-        its cancel has overtaken it.
+        """Accept a job, or return None if it must not run.
+
+        That is the case if it is a duplicate or older than a known attempt, which goes on, or if its cancel arrived
+        before it.
         """
         if job.request_id in self._live or job.epoch <= self._cancelled.get(job.request_id, 0):
             self.num_stale += 1
@@ -95,9 +107,10 @@ class AttemptTable:
         return live
 
     def cancelled(self, request_id: RequestId, epoch: Epoch) -> None:
-        """This request is unknown, and may be yet to come: each of the two travels by itself, and a front that was
-        stopped reads a short cancel before the rest of a long job. Decode would wait for its prefill until it times
-        out, and tell nobody.
+        """Remember the cancel of an unknown request, which may still arrive.
+
+        The two travel separately, and a front that was stopped reads a short cancel before the rest of a long job.
+        Decode would wait for its prefill until it times out, without a report.
         """
         self._cancelled[request_id] = max(epoch, self._cancelled.pop(request_id, epoch))
         if len(self._cancelled) > MAX_CANCELLED:
@@ -107,7 +120,7 @@ class AttemptTable:
         return self._live.get(request_id)
 
     def of(self, key: RequestId) -> Attempt | None:
-        """The live request that the engine calls `key`."""
+        """Return the live request that the engine knows as `key`."""
         return self._by_key.get(key)
 
     def __iter__(self) -> Iterator[Attempt]:
@@ -143,7 +156,7 @@ class AttemptTable:
         self.leave(live)
 
     def leave(self, live: Attempt) -> None:
-        """Forget a request whose end is somebody else's to tell (handed over, cancelled, aborted by the peer)."""
+        """Forget a request whose end is reported elsewhere (handed over, cancelled, aborted by the peer)."""
         self._live.pop(live.job.request_id, None)
         self._by_key.pop(live.key, None)
 
@@ -151,7 +164,7 @@ class AttemptTable:
         self._moves.append(StateReport(live.job.request_id, live.job.epoch, state))
 
     def take(self) -> tuple[dict[GatewayId, list[Event]], list[StateReport]]:
-        """All events since the last call, by gateway and in order, and the moves."""
+        """Return the events since the last call, by gateway and in order, and the state reports."""
         taken = self._events, self._moves
         self._events, self._moves = {}, []
         return taken

@@ -1,4 +1,4 @@
-"""The core's loop: messages in, one engine step, one frame out."""
+"""The loop of the engine core: messages in, one engine step, one frame out."""
 
 import logging
 import time
@@ -18,19 +18,21 @@ from worker.messages import CoreFrame, GatewayGone, KnownPeers, Stop, ToCore, Wo
 
 log = logging.getLogger(__name__)
 
-IDLE_WAIT_S = 0.05  # also how late a deadline may be seen when nothing else happens
+IDLE_WAIT_S = 0.05  # also the latest that a deadline is noticed when nothing else happens
 ALERT_WAIT_S = 0.001
-"""While a handoff is on its way to an idle engine: after a long sleep its first step begins 0.1 ms later."""
+"""The longest wait in seconds while a handoff is on its way to an idle engine. After a longer sleep its first step
+would begin 0.1 ms later.
+"""
 REHEARSAL_S = 0.004
-"""Each time is one in which the thread that waits for the handoff lacks the interpreter."""
+"""The seconds between rehearsals, each of which keeps the interpreter from the thread that waits for the handoff."""
 TICK_S = 0.02
 
 
 class EngineCore(StepObserver):
-    """One engine, one transfer node, the roles.
+    """The core of one worker: an engine, a transfer node and the roles.
 
-    Single-threaded: whatever comes from other threads comes through `link`. `keep_warm`: see prefill_svc.warm_path;
-    called again and again while a lone prompt that is handed over is waited for.
+    Single-threaded: everything from other threads comes through `link`. `keep_warm`: see prefill_svc.warm_path; it is
+    called again and again while a lone prompt that will be handed over is computed.
     """
 
     def __init__(
@@ -56,7 +58,7 @@ class EngineCore(StepObserver):
         self._next_tick_s = self._next_rehearsal_s = 0.0
 
     def run(self) -> None:
-        """Until the front says stop. Raises FrontDisconnected when the front is gone."""
+        """Run until the front sends Stop. Raises FrontDisconnected when the front is gone."""
         while not self._stopping:
             self.turn()
 
@@ -83,17 +85,17 @@ class EngineCore(StepObserver):
             self._next_rehearsal_s = self._clock() + REHEARSAL_S
 
     def _launch_slack_s(self) -> float:
-        """Whoever is handed over here may come yet, for the next batch."""
+        """Return how many seconds a launch may wait for a reserved handoff to join the next batch."""
         return self._engine.slack_s if self._engine.has_reserved else 0.0
 
     def _step(self) -> None:
         output = self._engine.step(self)
-        self._is_stuck = output == StepOutput()  # what waits finds no pages: until a message or the bell changes that
+        self._is_stuck = output == StepOutput()  # no waiting request finds pages; a message or the bell may change that
         self._status.stepped(output.num_prefill_tokens, output.num_decode_tokens, output.span_s)
-        self._on_transfer()  # a grant that came under the compute lets what was computed go at once
+        self._on_transfer()  # a grant that came during the step lets its chunk leave at once
         self._publish(output)
 
-    # in
+    # Inputs.
 
     def _on_message(self, message: ToCore) -> None:
         match message:
@@ -153,7 +155,7 @@ class EngineCore(StepObserver):
             role.on_tick(now)
 
     def started(self, started: Started) -> None:
-        """An offer goes out under the compute that follows."""
+        """Let the role send its offer while the step is computed."""
         now = self._clock()
         live = self._ledger.of(started.request_id)
         if live is None or live.role is None:
@@ -171,13 +173,13 @@ class EngineCore(StepObserver):
         self._node.chunks_launched(is_all)
 
     def waiting(self, is_done: Callable[[], bool]) -> None:
-        """A lone prompt that is to be handed over finds its way warm. Under load it is anyway."""
+        """Keep the handoff code warm for a lone prompt that will be handed over; under load it is warm anyway."""
         if any(role.hands_over_alone() for role in self._roles):
             while not is_done():
                 self._keep_warm()
-                time.sleep(0)  # some 50 us in which threads of links get the interpreter at once, not after 200
+                time.sleep(0)  # some 50 us in which link threads get the interpreter at once, not after 200
 
-    # out
+    # Outputs.
 
     def _publish(self, output: StepOutput) -> None:
         now = self._clock()

@@ -1,4 +1,4 @@
-"""The core's end of the socket pair to its front: frames in and out, and a bell that other threads may ring."""
+"""The core's end of the socket pair to its front: frames in and out, and a bell for other threads."""
 
 import os
 import selectors
@@ -11,17 +11,18 @@ RECEIVE_NBYTES = 1 << 20
 
 
 class FrontDisconnected(Exception):
-    """The front closed its end: there is nobody left to serve."""
+    """The front closed its end: there is no work left."""
 
 
 class FrontLink:
-    """Takes the socket over. Blocking sends (a frame a step is small), waits bounded by the caller. `ring()` is safe
-    from any thread.
+    """The connection to the front, which takes over the socket.
+
+    Sends block (each step sends one small frame), waits are bounded by the caller. Any thread may call `ring()`.
     """
 
     def __init__(self, sock: socket.socket) -> None:
         with sock:
-            self._sock = sock.dup()  # to the lowest number there is: select takes none from 1024 on
+            self._sock = sock.dup()  # to the lowest free number: select takes none from 1024 on
         self._reader = FrameReader()
         self._decoder = decoder(ToCore)
         self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -33,7 +34,7 @@ class FrontLink:
         os.eventfd_write(self._bell, 1)
 
     def receive(self, timeout_s: float) -> list[ToCore]:
-        """Messages that have arrived, after waiting at most `timeout_s` for the first message or ring.
+        """Return the messages that have arrived, waiting at most `timeout_s` for the first message or ring.
 
         Raises FrontDisconnected.
         """

@@ -1,4 +1,4 @@
-"""The role of a worker that serves a request whole: prefill and decode on the same pages, nothing moved."""
+"""The role of a worker that serves a whole request: prefill and decode on the same pages."""
 
 from contracts.request import Job
 from engine.engine import Engine
@@ -8,7 +8,10 @@ from worker.core.attempt_table import Attempt, AttemptTable
 
 
 class LocalRole:
-    """Part of every core, so that any worker can serve a request alone; a mixed worker does little else."""
+    """The role for local routes, a part of every core, so that any worker can serve a request alone.
+
+    A mixed worker does little else.
+    """
 
     def __init__(self, engine: Engine, ledger: AttemptTable) -> None:
         self._engine = engine
@@ -27,10 +30,10 @@ class LocalRole:
         self._engine.release(live.key)
 
     def on_started(self, live: Attempt, now: float) -> None:
-        """Nobody to tell: the pages are already where they are needed."""
+        """Do nothing: the pages are already where they are needed."""
 
     def on_chunk_scheduled(self, live: Attempt, chunk: ChunkScheduled) -> None:
-        """Nothing is handed over."""
+        """Do nothing: there is no handoff."""
 
     def on_step(self, output: StepOutput, now: float) -> None:
         for sampled in output.sampled:
@@ -39,10 +42,10 @@ class LocalRole:
                 self._ledger.move(live, "LOCAL_DECODE")
 
     def on_transfer(self, event: TransferEvent, now: float) -> None:
-        """Nothing is moved for a local request."""
+        """Do nothing: there is no handoff."""
 
     def on_tick(self, now: float) -> None:
-        """No waits of its own: the request's deadline is the core's."""
+        """Do nothing: the core watches the request's deadline."""
 
     def counters(self) -> dict[str, float]:
         return {"local_requests": self._num_requests}

@@ -1,4 +1,7 @@
-"""The engine core's process, whatever its roles; the front starts it, with one end of a socket pair as its argument."""
+"""The process of an engine core, whatever its roles.
+
+The front starts it with one end of a socket pair as its argument.
+"""
 
 import logging
 import os
@@ -31,13 +34,15 @@ START_TIMEOUT_S = 10.0
 MakeRoles = Callable[[WorkerSettings, WorkerId, Engine, TransferNode, AttemptTable], list[RoleHandler]]
 MakeKeeper = Callable[[TransferNode, KVLayout], Callable[[], None]]
 SWITCH_S = 0.0002
-"""A thread that has heard from a peer gets the interpreter this soon, in the middle of the engine's Python."""
+"""The interval at which threads switch, in seconds: a link's thread gets the interpreter this soon while the engine's
+Python runs.
+"""
 
 
 def run(make_roles: MakeRoles, make_keeper: MakeKeeper) -> None:
-    """Serve as the program of one engine core; ends the process if it fails."""
+    """Run the program of one engine core; end the process if it fails."""
     sys.setswitchinterval(SWITCH_S)
-    for number in (signal.SIGINT, signal.SIGTERM):  # they may reach the whole group: the front decides
+    for number in (signal.SIGINT, signal.SIGTERM):  # they may reach the whole process group: the front decides
         signal.signal(number, signal.SIG_IGN)
     link = FrontLink(socket.socket(fileno=int(sys.argv[1])))
     try:
@@ -49,8 +54,8 @@ def run(make_roles: MakeRoles, make_keeper: MakeKeeper) -> None:
             link.send(CoreFailed(str(error)))
         else:
             log.exception("the engine core failed")
-        # Not by the interpreter's own end, which gives a GPU's memory back: that waits for what was launched there, and
-        # this for another GPU, which may have failed as well. As long as the process is there, nobody sees it failed.
+        # Not sys.exit, which frees a GPU's memory: that waits for the kernels launched there, and they for another GPU,
+        # which may have failed as well. While the process exists, its failure is not seen.
         logging.shutdown()
         os._exit(1)
 
@@ -71,7 +76,7 @@ def serve(
     make_roles: MakeRoles,
     make_keeper: MakeKeeper,
 ) -> None:
-    """Until the front says stop. Raises FrontDisconnected when the front is gone."""
+    """Serve until the front sends Stop. Raises FrontDisconnected when the front is gone."""
     me, incarnation = WorkerId(start.worker_id), Incarnation(start.incarnation)
     with closing(engine):
         node = TransferNode(
@@ -88,7 +93,7 @@ def serve(
 
 
 def transfer_keeper(node: TransferNode, layout: KVLayout) -> Callable[[], None]:
-    """Return what keeps the code of the transfer warm in a core that never sends."""
+    """Return the function that keeps the transfer code warm in a core that never sends."""
 
     def keep_warm() -> None:
         node.keep_warm()
@@ -97,8 +102,10 @@ def transfer_keeper(node: TransferNode, layout: KVLayout) -> Callable[[], None]:
 
 
 def _first_message(link: FrontLink) -> Start:
-    """Raises FrontDisconnected if none comes, or a Stop right behind it: a front that finds no registry says so within
-    the seconds in which torch is imported here.
+    """Return the front's Start.
+
+    Raises FrontDisconnected if none comes, or if a Stop follows at once: a front that finds no registry sends it while
+    torch is being imported here.
     """
     match link.receive(START_TIMEOUT_S):
         case [Start() as start, *others] if Stop() not in others:
@@ -137,7 +144,7 @@ def transfer_settings(settings: WorkerSettings) -> TransferSettings:
 
 
 def ready_of(engine: Engine, node: TransferNode) -> CoreReady:
-    """What the front, and by it all others, are told of them."""
+    """Return the facts about this core that the front publishes."""
     return CoreReady(
         model=engine.checkpoint.name,
         layout=engine.layout,

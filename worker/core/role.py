@@ -1,4 +1,4 @@
-"""What a core can be for a request: the sides of the handoff, or both at once."""
+"""The roles of a core for a request: a side of the handoff, or both at once."""
 
 from typing import Protocol
 
@@ -9,10 +9,13 @@ from worker.core.attempt_table import Attempt
 
 
 class RoleHandler(Protocol):
-    """One way of serving jobs. Every method runs on the core's loop and returns at once; `now` is monotonic seconds."""
+    """A way of serving jobs.
+
+    Every method runs on the core's loop and returns at once; `now` is monotonic seconds.
+    """
 
     def accepts(self, job: Job) -> bool:
-        """Whether this role serves the job."""
+        """Return whether this role serves the job."""
         ...
 
     def start(self, live: Attempt, now: float) -> None:
@@ -20,19 +23,22 @@ class RoleHandler(Protocol):
         ...
 
     def drop(self, live: Attempt, reason: str, now: float) -> None:
-        """Free what the request holds here; its end is told elsewhere."""
+        """Free what the request holds here; its end is reported elsewhere."""
         ...
 
     def on_started(self, live: Attempt, now: float) -> None:
-        """The scheduler picked the request; its first chunk is about to be computed."""
+        """Handle a request that the scheduler picked; its first chunk is about to be computed."""
         ...
 
     def on_chunk_scheduled(self, live: Attempt, chunk: ChunkScheduled) -> None:
-        """A chunk of the request's handoff is about to be computed."""
+        """Handle a chunk of the request's handoff that is about to be computed."""
         ...
 
     def on_step(self, output: StepOutput, now: float) -> None:
-        """After a step, its tokens already on their way to the gateway; `ended` requests are still in the ledger."""
+        """Handle the output of a step whose tokens are already on their way to the gateway.
+
+        `ended` requests are still in the attempt table.
+        """
         ...
 
     def on_transfer(self, event: TransferEvent, now: float) -> None: ...
@@ -40,13 +46,13 @@ class RoleHandler(Protocol):
     def on_tick(self, now: float) -> None: ...
 
     def counters(self) -> dict[str, float]:
-        """What this role has done, by metric name; only grows."""
+        """Return counters of this role's work by metric name; they only grow."""
         ...
 
     def hands_over_alone(self) -> bool:
-        """All that is under way here is one prompt, whose pages decode is to fetch by itself."""
+        """Return whether all work here is one prompt whose pages decode will fetch itself."""
         ...
 
     def is_idle(self) -> bool:
-        """No request and no page is in this role's hands."""
+        """Return whether this role holds no request and no page."""
         ...

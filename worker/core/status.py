@@ -1,4 +1,4 @@
-"""A picture of the core for its front: load for placement, counters for metrics, proof of life for health."""
+"""The status of the core for its front: load for placement, counters for metrics, turns for health."""
 
 from bisect import bisect_left
 from collections.abc import Sequence
@@ -17,18 +17,19 @@ from worker.messages import CoreStatus, LinkStatus
 STATUS_PERIOD_S = 0.1
 RATE_WINDOW_S = 2.0
 FULL_TOKENS = 256
-"""A step with so many tokens of prompts, or half of what one beside as many answers can have, runs at about the speed
-of a full one.
+"""The prompt tokens from which on a step runs at about full speed; half of what fits next to the answers, if that is
+less.
 """
 SUDDEN = 4.0
-"""So many times slower than before is a step in whose middle the process, or its machine, may have been stopped."""
+"""How many times slower a step must be than those before to be taken for one in which the process was stopped."""
 
 
 class Rate:
-    """Work per busy second: an exponential mean over about `RATE_WINDOW_S` of busy time. 0.0 while unknown.
+    """The work per busy second; 0.0 while unknown.
 
-    A sudden fall counts from its second step on. A worker that was stopped for a minute would seem to take a minute for
-    a step, get nothing more to do for it, and so never show that it does not.
+    It is an exponential mean over about `RATE_WINDOW_S` of busy time. A sudden fall counts from its second step on: a
+    worker that was stopped for a minute would seem to take a minute for a step, get no more work for that reason, and
+    so never show that it is fast again.
     """
 
     def __init__(self) -> None:
@@ -36,8 +37,9 @@ class Rate:
         self._was_sudden = False
 
     def add(self, amount: int, span_s: float, least: int = 1) -> None:
-        """A step of less than `least` does not count: it says how little there was to do, not how fast this worker
-        is.
+        """Count a step, unless its work is less than `least`.
+
+        Such a step shows how little there was to do, not how fast this worker is.
         """
         if amount >= max(least, 1) and span_s > 0:
             was_sudden, self._was_sudden = self._was_sudden, amount / span_s * SUDDEN < self.value
@@ -48,7 +50,7 @@ class Rate:
 
 
 class StatusReporter:
-    """Counts turns and steps; makes a CoreStatus when one is due."""
+    """The counter of turns and steps, which makes a CoreStatus when one is due."""
 
     def __init__(self, engine: Engine, node: TransferNode, ledger: AttemptTable, roles: Sequence[RoleHandler]) -> None:
         self._engine = engine
@@ -67,7 +69,7 @@ class StatusReporter:
     def stepped(self, num_prefill_tokens: int, num_decode_tokens: int, span_s: float) -> None:
         """Account one engine step.
 
-        A mixed step counts for both rates with its whole span: what a newcomer would see.
+        A mixed step counts for both rates with its whole span: that is what a new request would see.
         """
         self._num_steps += 1
         num_tokens = num_prefill_tokens + num_decode_tokens
@@ -130,15 +132,18 @@ class StatusReporter:
         )
 
     def _transfer_rate(self) -> float:
-        """Tokens a second, as placement reckons; the node measures bytes."""
+        """Return tokens per second, the unit of placement; the node measures bytes."""
         layout = self._engine.layout
         return self._node.transfer_rate * layout.block_size / layout.block_nbytes
 
     def _is_clean(self, stats: EngineStats) -> bool:
-        """Idle and every page accounted for: what must hold after any storm. Raises AssertionError if it does not."""
+        """Return whether the core is idle and every page is free or cached.
+
+        Raises AssertionError if the block accounts contradict each other.
+        """
         if self._engine.has_work() or len(self._ledger) or not all(role.is_idle() for role in self._roles):
             return False
-        if stats != self._checked:  # a walk over all blocks: once for each time that something changed
+        if stats != self._checked:  # a walk over all blocks, so only after a change
             self._engine.check()
             self._checked = stats
         return stats.free_tokens == self._engine.capacity_tokens

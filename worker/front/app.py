@@ -1,4 +1,4 @@
-"""The worker's HTTP face: jobs in, event streams out, health, readiness, metrics."""
+"""The HTTP interface of a worker: jobs, event streams, health, readiness, metrics."""
 
 import logging
 import time
@@ -31,12 +31,15 @@ def make_app(state: WorkerState) -> FastAPI:
 
 
 def _add_work(app: FastAPI, state: WorkerState) -> None:
-    """What gateways and operators call; all of it needs the secret."""
+    """Add the routes for gateways and operators; all of them need the secret."""
     jobs_decoder = decoder(list[JobMessage])
 
     @app.post("/jobs", status_code=202)
     async def jobs(request: Request) -> Response:
-        """A msgpack array of Job and Cancel. 202: taken; each job ends in exactly one Finished or Failed event."""
+        """Take a msgpack array of Job and Cancel.
+
+        202: taken; each job ends in exactly one Finished or Failed event.
+        """
         if refused := _refused(request, state):
             return refused
         try:
@@ -47,7 +50,7 @@ def _add_work(app: FastAPI, state: WorkerState) -> None:
         except (msgspec.DecodeError, msgspec.ValidationError) as error:
             return refusal(400, "invalid_request", f"the body is not a msgpack array of jobs and cancels: {error}")
         refused = _no_taker(state, messages)
-        if refused is not None:  # of the jobs; who is cancelled beside them is here already, and ends
+        if refused is not None:  # only the jobs; a cancelled request in the same body is here already, and ends
             messages = [m for m in messages if not isinstance(m, Job)]
         if messages:
             state.core.send(Work(messages, taken_s))
@@ -74,7 +77,7 @@ def _add_work(app: FastAPI, state: WorkerState) -> None:
 
 
 def _add_views(app: FastAPI, state: WorkerState) -> None:
-    """What anyone may look at."""
+    """Add the routes that need no secret."""
 
     @app.get("/health")
     async def health() -> JSONResponse:
@@ -114,7 +117,7 @@ def _refused(request: Request, state: WorkerState) -> JSONResponse | None:
 
 
 def _no_taker(state: WorkerState, messages: list[JobMessage]) -> JSONResponse | None:
-    """Why the jobs among them are not taken, or None."""
+    """Return why the jobs among them are not taken, or None."""
     gateways = {m.gateway_id for m in messages if isinstance(m, Job)}
     if unheard := sorted(gateway_id for gateway_id in gateways if not state.streams.has(gateway_id)):
         return refusal(409, "no_stream", f"open GET /events first: nobody listens for {', '.join(unheard)}")

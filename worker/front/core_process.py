@@ -1,4 +1,4 @@
-"""The front's hold on its engine core: start it, talk to it, see it die."""
+"""The control of the engine core's process by its front: start it, talk to it, notice its death."""
 
 import asyncio
 import contextlib
@@ -23,14 +23,20 @@ log = logging.getLogger(__name__)
 READ_NBYTES = 1 << 20
 STOP_TIMEOUT_S = 5.0
 THREADS = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "10000"}
-"""By default OpenMP's threads spin for work. Two cores of one host that do so starve each other: 8 streams of 256-token
-prompts gave 5 to 18 tokens a second spinning and 28 to 49 sleeping, on two CPUs. Those that sleep at once are woken
-hundreds of times a step: one stream of a mixed worker made 35 tokens a second and makes 79 where they spin for at most
-10 000 turns, some tenths of a millisecond, first (4000: 74; 30 000: 78, and the pair's 8 streams 47 in all, not 65)."""
+"""The settings of OpenMP's threads, which spin for work by default.
+
+Two cores of one host that do so starve each other: 8 streams of 256-token prompts gave 5 to 18 tokens a second spinning
+and 28 to 49 sleeping, on two CPUs. Threads that sleep at once are woken hundreds of times a step: one stream of a mixed
+worker made 35 tokens a second and makes 79 if they first spin for at most 10 000 turns, some tenths of a millisecond
+(4000: 74; 30 000: 78, and the pair's 8 streams 47 in all, not 65).
+"""
 
 
 class CoreProcess:
-    """The program `module` as one core. `start()`, wait for `ready()`, read `frames()` until it ends: it has died."""
+    """The program `module` as the core of this worker.
+
+    Call `start()`, wait for `ready()`, read `frames()`: when they end the core has died.
+    """
 
     def __init__(self, module: str, start: Start) -> None:
         self._module, self._start = module, start
@@ -44,7 +50,7 @@ class CoreProcess:
         return self._process.pid
 
     def look_at_threads(self) -> ThreadTimes:
-        """Return what its threads have used so far, and whether one could run now."""
+        """Return the time that its threads have used so far, and whether one could run now."""
         return look_at_threads(self.pid)
 
     async def start(self) -> None:
@@ -60,7 +66,7 @@ class CoreProcess:
     async def ready(self) -> CoreReady:
         """Wait for the model to load, logging progress.
 
-        Raises ConfigError with the core's own words if it can't start.
+        Raises ConfigError with the core's message if it can't start.
         """
         progress = ProgressLog()
         async for message in self.frames():
@@ -75,7 +81,7 @@ class CoreProcess:
         raise ConfigError(f"the engine core {describe_exit(await self._exit_code())} while starting; see the log above")
 
     async def frames(self) -> AsyncIterator[ToFront]:
-        """Messages from the core, in order, until it closes its end."""
+        """Yield the messages from the core, in order, until it closes its end."""
         while True:
             while self._backlog:
                 yield self._backlog.pop(0)
@@ -85,17 +91,20 @@ class CoreProcess:
             self._backlog += [self._decoder.decode(payload) for payload in self._reader.feed(data)]
 
     def send(self, message: ToCore) -> None:
-        """Never blocks: what the core can't take yet is buffered. A dead core swallows it; `frames()` ends then."""
+        """Send a message without blocking.
+
+        What the core can't take yet is buffered. After the core's death nothing is sent, and `frames()` ends.
+        """
         if not self._writer.is_closing():
             self._writer.write(frame(message))
 
     def kill(self) -> None:
-        """`frames()` ends soon."""
+        """Kill the core; `frames()` ends soon."""
         self._is_given_up = True
         self._process.kill()
 
     async def describe_end(self) -> str:
-        """After the last frame: how the process ended, in words that go behind its name."""
+        """Return how the process ended, to follow its name in a message. Call it after the last frame."""
         if self._is_given_up:
             return "was killed by this worker"
         with contextlib.suppress(TimeoutError):
@@ -104,7 +113,7 @@ class CoreProcess:
         return "closed its connection and does not end"
 
     async def stop(self) -> None:
-        """Ask, wait, then kill: afterwards the process is gone."""
+        """Ask the core to stop, wait, then kill it; on return the process is gone."""
         self.send(Stop())
         for insist in (lambda: None, self._process.kill):
             insist()

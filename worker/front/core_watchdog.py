@@ -1,4 +1,4 @@
-"""The watchdog of the engine core: a core that hangs is as good as dead, and one that goes on hanging is killed."""
+"""The watchdog of the engine core: a core that hangs counts as dead, and is killed if it goes on."""
 
 import asyncio
 import logging
@@ -10,21 +10,21 @@ log = logging.getLogger(__name__)
 
 WATCH_PERIOD_S = 1.0
 ORPHAN_GRACE_S = 10.0
-"""The time for which a gateway may be without a stream before what it had started ends."""
+"""The seconds for which a gateway may be without a stream before its requests end."""
 HANGS_UNTIL_KILLED = 2
 """The number of hang timeouts without a turn before a core is killed: one that was only stopped may have gone on."""
 
 
 async def watch_core(state: WorkerState) -> None:
-    """Look at the core once a period, until cancelled.
+    """Check the core once a period, until cancelled.
 
-    To the gateways a core that hangs is as good as dead: their streams end, and with them the requests. One that goes
-    on hanging is killed, and whoever supervises this worker starts it again. What gateways left behind ends too.
+    To the gateways a core that hangs counts as dead: their streams end, and with them the requests. One that goes on
+    hanging is killed, and the supervisor of this worker starts it again. The requests of vanished gateways end too.
     """
     state.goes_on(WATCH_PERIOD_S)
     while True:
         await asyncio.sleep(WATCH_PERIOD_S)
-        # A container that is paused, or a virtual machine, is so with both: the core has had no time to turn, either.
+        # A paused container or virtual machine stops both processes: the core had no time to turn, either.
         state.goes_on(WATCH_PERIOD_S)
         if state.health_error():
             state.streams.close()

@@ -1,4 +1,4 @@
-"""The way out of a worker that is asked to stop: no new work, what runs goes on to its end, within a limit."""
+"""The drain of a worker that is asked to stop: no new work; running requests go on, within a limit."""
 
 import asyncio
 import logging
@@ -12,14 +12,14 @@ POLL_S = 0.02
 
 
 async def drain(state: WorkerState, membership: Membership, timeout_s: float) -> None:
-    """Return when nothing runs, when the core is dead or hangs, or when `timeout_s` is over."""
+    """Drain, and return when nothing runs, the core is dead or hangs, or `timeout_s` is over."""
     state.draining = True
     log.info("draining: no new work; another signal ends what runs at once")
     try:
         async with asyncio.timeout(timeout_s):
             await membership.beat_once()
             await _next_status(state)
-            await _next_status(state)  # this one was made after the core had read all that was sent before
+            await _next_status(state)  # the core made this one after it had read everything sent before
             while state.num_requests and not state.health_error():
                 await asyncio.sleep(POLL_S)
     except TimeoutError:

@@ -1,4 +1,4 @@
-"""Event streams: one per gateway, each a sequence of frames without gaps."""
+"""The event streams: one per gateway, each a sequence of frames without gaps."""
 
 import asyncio
 import time
@@ -9,12 +9,12 @@ from contracts.codec import frame
 from contracts.events import HEARTBEAT_S, Event, EventFrame
 from contracts.ids import GatewayId, Incarnation, WorkerId
 
-MAX_BACKLOG_NBYTES = 64 << 20  # a gateway that reads nothing of so much is as good as gone
+MAX_BACKLOG_NBYTES = 64 << 20  # a gateway that leaves so much unread counts as gone
 
 
 @dataclass
 class Stream:
-    """One open GET /events. `sequence` numbers its frames from 0."""
+    """An open GET /events. `sequence` numbers its frames from 0."""
 
     backlog: list[bytes] = field(default_factory=list)
     nbytes: int = 0
@@ -24,7 +24,7 @@ class Stream:
 
 
 class EventStreams:
-    """Who listens. A gateway has at most one stream; a second one takes over and the first ends."""
+    """The open streams, at most one for each gateway; a second one replaces the first, which ends."""
 
     def __init__(self, worker_id: WorkerId, incarnation: Incarnation) -> None:
         self._worker_id = worker_id
@@ -36,9 +36,9 @@ class EventStreams:
         return gateway_id in self._streams
 
     def publish(self, gateway_id: GatewayId, events: list[Event]) -> None:
-        """Events of a gateway that does not listen are dropped: it has given those requests up.
+        """Send events to a gateway. Without a stream they are dropped: it has given those requests up.
 
-        So are all of one that takes them too slowly: its stream ends.
+        All events of a gateway that takes them too slowly are dropped too: its stream ends.
         """
         stream = self._streams.get(gateway_id)
         if stream is None:
@@ -53,9 +53,9 @@ class EventStreams:
             self._close(gateway_id)
 
     async def listen(self, gateway_id: GatewayId) -> AsyncGenerator[bytes]:
-        """The bytes of one stream: a hello frame at once, then whatever is published, and a heartbeat each second.
+        """Yield the bytes of one stream: a hello frame at once, then all events, and a heartbeat each second.
 
-        What was published before it was closed is still told.
+        Events that were published before it was closed are still sent.
         """
         stream = self._open(gateway_id)
         try:
@@ -75,7 +75,7 @@ class EventStreams:
                 self._close(gateway_id)
 
     def gone(self, grace_s: float) -> list[GatewayId]:
-        """Gateways whose stream closed more than `grace_s` ago and did not come back; each is told once."""
+        """Return the gateways whose stream closed more than `grace_s` ago and was not reopened, each once."""
         limit = time.monotonic() - grace_s
         gone = [gateway_id for gateway_id, since_s in self._gone_since_s.items() if since_s <= limit]
         for gateway_id in gone:
@@ -96,7 +96,7 @@ class EventStreams:
         return stream
 
     def _close(self, gateway_id: GatewayId) -> None:
-        """Gone from here on, though its last bytes may be on their way still, or stuck."""
+        """Remove a stream, though its last bytes may still be on their way, or stuck."""
         stream = self._streams.pop(gateway_id)
         stream.closed = True
         stream.wake.set()

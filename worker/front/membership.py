@@ -1,6 +1,4 @@
-"""The worker's place in the registry: join, stay alive, get to know whom to hand over to, tell how requests move,
-leave.
-"""
+"""The worker's membership in the registry: join, heartbeat, discovery of peers, state reports, leave."""
 
 import asyncio
 import contextlib
@@ -23,17 +21,22 @@ log = logging.getLogger(__name__)
 
 BEAT_PERIOD_S = 1.0
 LOOK_PERIOD_S, MAX_LOOKS = 0.1, 600
-"""A minute long, until somebody is known who may take KV: services start together, and are asked as soon as they are
-there."""
+"""A minute of looks, until a worker is found that may take KV: services start together, and get requests as soon as
+they are ready.
+"""
 MOVES_PERIOD_S = 0.1
-MAX_MOVES = 10_000  # what may pile up while Redis is away; the oldest are of no use by then
+MAX_MOVES = 10_000  # kept while Redis is away; older ones are of no use by then
 MAX_POOL = 32
-"""Workers of a pool in which links are opened beforehand; in a larger one they are when first used. Each costs either
-end two threads and its staging, and a worker takes kv_transfer.settings.max_peers of them."""
+"""The largest pool, in workers, in which links are opened ahead of the first request. Each costs either end two threads
+and its staging, and a worker takes kv_transfer.settings.max_peers of them.
+"""
 
 
 class Membership:
-    """Keeps trying while Redis is away: losing it stops neither the engine nor handoffs in flight."""
+    """The membership of one worker, which keeps trying while Redis is away.
+
+    Losing Redis stops neither the engine nor handoffs in flight.
+    """
 
     def __init__(self, store: Store, state: WorkerState) -> None:
         self._store = store
@@ -66,7 +69,7 @@ class Membership:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        with contextlib.suppress(Unavailable):  # then the lease ends it
+        with contextlib.suppress(Unavailable):  # then its lease expires
             info, is_dead = self._state.info, self._state.health_error() is not None
             await self._store.leave(info.worker_id, info.incarnation, is_dead)
 
@@ -78,8 +81,10 @@ class Membership:
             await self.beat_once()
 
     async def beat_once(self) -> None:
-        """Tell the registry that this worker lives, and how busy it is, and the core whom it may hand over to. If the
-        registry can't be reached, that is logged. Behind one that is under way, so that a later word is the last.
+        """Report this worker's load to the registry, and the known peers to the core.
+
+        If the registry can't be reached, that is logged. Calls run one after another, so that the latest report is the
+        last.
         """
         async with self._beating:
             await self._say_alive()
@@ -91,7 +96,7 @@ class Membership:
             if not known:
                 self._absence.failed("the registry does not know this worker any more; joining again")
                 await self._store.join(info, again=True)
-                await self._store.heartbeat(info.worker_id, info.incarnation, load)  # it joins as an idle one
+                await self._store.heartbeat(info.worker_id, info.incarnation, load)  # join reports no load
             await self._update_peers()
         except Unavailable as error:
             self._outage.failed(f"not in the registry: {error}", error.what)
@@ -109,9 +114,9 @@ class Membership:
             await asyncio.sleep(LOOK_PERIOD_S)
 
     async def _update_peers(self) -> None:
-        """Again with each beat: who joined since, and whoever was lost and lives."""
+        """Refresh the peers, with each heartbeat: workers may have joined or come back."""
         if self._state.info.role is WorkerRole.PREFILL:
-            with contextlib.suppress(Unavailable):  # the beat says so, and this can wait
+            with contextlib.suppress(Unavailable):  # the heartbeat reports that, and this can wait
                 self._peers = takers(self._state.info, await self._store.nodes(2 * MAX_POOL))
                 self._state.core.send(KnownPeers(self._peers))
 
@@ -130,9 +135,9 @@ class Membership:
 
 
 def takers(me: NodeInfo, nodes: Sequence[Node]) -> list[WorkerRef]:
-    """Who may get KV from this prefill worker; nobody in a pool of more than MAX_POOL.
+    """Return the workers that may receive KV from this prefill worker; none in a pool above MAX_POOL.
 
-    A mixed worker opens no link beforehand: it seldom hands over.
+    A mixed worker opens no link ahead of the first request: it seldom hands over.
     """
     alive = [node for node in nodes if node.alive]
     if len(alive) > MAX_POOL:

@@ -12,7 +12,7 @@ from worker.messages import CoreStatus, LinkStatus
 
 
 class StatusCollector(Collector):
-    """Metrics are read off the status, not kept beside it: one account, no drift."""
+    """A collector that reads the metrics off the status: there is one account, so nothing drifts apart."""
 
     def __init__(
         self, info: NodeInfo, status: CoreStatus | None, is_well: bool, taken: Mapping[str, int], started_at_s: float
@@ -28,7 +28,7 @@ class StatusCollector(Collector):
         up = GaugeMetricFamily("tandem_worker_up", words, labels=["worker", "role", "model"])
         up.add_metric([self._info.worker_id, self._info.role, self._info.model], float(self._is_well))
         yield up
-        # No labels: it is the next process at the same address that changes it, whose worker id may be another.
+        # No labels: the next process at the same address changes the value, and may have another worker id.
         words = "when this worker was ready, in seconds since 1970"
         yield GaugeMetricFamily("tandem_worker_start_time_seconds", words, self._started_at_s)
         yield _counter("accept_pauses", "times that new connections waited for file descriptors", PAUSES.num)
@@ -48,7 +48,10 @@ class StatusCollector(Collector):
 def render(
     info: NodeInfo, status: CoreStatus | None, is_well: bool, taken: Mapping[str, int], started_at_s: float
 ) -> bytes:
-    """`is_well`: as `/health` says. `taken`: how many messages of each kind the front has taken."""
+    """Return the page of metrics.
+
+    `is_well`: as `/health` reports. `taken`: how many messages of each kind the front has taken.
+    """
     registry = CollectorRegistry(auto_describe=False)
     registry.register(StatusCollector(info, status, is_well, taken, started_at_s))
     return generate_latest(registry)
@@ -59,7 +62,7 @@ def _counter(name: str, words: str, value: float) -> CounterMetricFamily:
 
 
 def _vllm(info: NodeInfo, status: CoreStatus) -> Iterator[Metric]:
-    """The names of vLLM's dashboards for what only a worker knows; the gateway has the others."""
+    """Yield under vLLM's metric names what only a worker knows; the gateway has the others."""
     labels, own = ["model_name", "engine"], [info.model, info.worker_id]
     for name in ("kv_cache_usage_perc", "gpu_cache_usage_perc"):  # today's name, and the one of older dashboards
         used = GaugeMetricFamily(f"vllm:{name}", "of the KV cache, held by requests: 0 to 1", labels=labels)
@@ -72,7 +75,7 @@ def _vllm(info: NodeInfo, status: CoreStatus) -> Iterator[Metric]:
 
 
 def _links(links: list[LinkStatus]) -> Iterator[Metric]:
-    """One series per peer and direction; `transport` is the way really taken."""
+    """Yield a series for each peer and direction; `transport` is the one in use."""
     labels = ["peer", "direction", "transport", "state"]
     for name in sorted({name for link in links for name in link.counters}):
         family = CounterMetricFamily(

@@ -3,17 +3,17 @@
 import math
 
 PERIOD_S = 3.0
-"""Between two lines of one stage: a model of 80 layers is not 80 lines."""
+"""The seconds between two lines of one stage: a model of 80 layers is not 80 lines."""
 
 
 class ProgressLog:
-    """A line for each stage as it begins, then for its share, one each PERIOD_S at most. Reads no clock."""
+    """A line for each stage as it begins, then one each PERIOD_S at most. It reads no clock."""
 
     def __init__(self) -> None:
         self._stage, self._told_s = "", -math.inf
 
     def line(self, stage: str, done: int, total: int, now_s: float) -> str | None:
-        """Return what is to be said now, if anything. `total` 0: not known."""
+        """Return the line to log now, if any. `total` 0: not known."""
         is_new = stage != self._stage and (done < total or not total)
         if not is_new and now_s - self._told_s < PERIOD_S:
             return None

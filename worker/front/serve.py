@@ -1,4 +1,4 @@
-"""What a worker's front does once its core is ready: registry, HTTP, the core's frames to the gateways."""
+"""The service of a worker's front once its core is ready: registry, HTTP, frames to the gateways."""
 
 import asyncio
 import hashlib
@@ -30,14 +30,15 @@ from worker.settings import WorkerSettings
 log = logging.getLogger(__name__)
 
 CORE_DIED = 3
-"""The exit status that tells a supervisor to start this worker again."""
+"""The exit status with which a supervisor starts this worker again."""
 
 
 async def serve(
     settings: WorkerSettings, worker_id: WorkerId, incarnation: Incarnation, core: CoreProcess, listener: socket.socket
 ) -> int:
-    """From the core's first word until cancelled (0) or until the core dies (3). Raises TandemError if the core or the
-    registry can't be had.
+    """Wait for the core and serve until cancelled (0) or until the core dies (3).
+
+    Raises TandemError if the core does not start or the registry can't be reached.
     """
     store = connect(settings.redis_url, settings.pool)
     try:
@@ -53,7 +54,10 @@ async def serve(
 
 
 async def _require_redis(store: Store) -> None:
-    """Before the model is loaded, which may take minutes. Raises ConfigError that names the setting."""
+    """Check the registry before the model is loaded, which may take minutes.
+
+    Raises ConfigError that names the setting.
+    """
     try:
         await patiently(store.ping)
     except Unavailable as error:
@@ -61,13 +65,13 @@ async def _require_redis(store: Store) -> None:
 
 
 async def _serve(settings: WorkerSettings, state: WorkerState, store: Store, listener: socket.socket) -> int:
-    """In the registry from here until cancelled (0) or until the core dies (3)."""
+    """Join the registry and serve until cancelled (0) or until the core dies (3)."""
     membership = Membership(store, state)
     ready_file = ReadyFile(settings.ready_file)
     watchdog = asyncio.create_task(watch_core(state))
     try:
         async with serving(make_app(state), listener):
-            # From now on: the registry may be waited for longer than a core may be silent.
+            # Start now: joining the registry may take longer than a core may be silent.
             pumping = asyncio.create_task(_pump(state, membership))
             try:
                 await membership.start()
@@ -84,8 +88,9 @@ async def _serve(settings: WorkerSettings, state: WorkerState, store: Store, lis
 
 
 async def _work(state: WorkerState, membership: Membership, pumping: asyncio.Task[None], drain_timeout_s: float) -> int:
-    """Until the core dies, or is to start anew and has drained, or until cancelled and drained; cancelled twice, at
-    once.
+    """Wait until the core dies, or must be restarted and has drained, and return CORE_DIED.
+
+    When cancelled, drain and raise; a second cancellation ends the drain.
     """
     broken = asyncio.create_task(state.is_broken.wait())
     try:
@@ -104,7 +109,7 @@ async def _work(state: WorkerState, membership: Membership, pumping: asyncio.Tas
 
 
 async def _pump(state: WorkerState, membership: Membership) -> None:
-    """Core frames to event streams, until the core ends."""
+    """Pass the core's frames to the event streams, until the core ends."""
     async for message in state.core.frames():
         if isinstance(message, CoreFrame):
             for gateway_id, events in message.events.items():

@@ -1,4 +1,4 @@
-"""The state of a worker's front: what it knows of itself and of its engine core."""
+"""The state of a worker's front: facts about itself and about its engine core."""
 
 import asyncio
 import math
@@ -16,11 +16,11 @@ from worker.messages import CoreStatus
 
 @dataclass
 class WorkerState:
-    """What the front knows of itself and its core.
+    """The state of the front and its core.
 
-    `status` is the core's latest report, `status_s` (monotonic) when one told of a new turn, and see `goes_on`.
+    `status`: the core's latest report; `status_s` (monotonic): when one showed a new turn, shifted by `goes_on`.
     `due_s`: by when the front itself is to go on. `threads`: the core's, if it was silent at the last look.
-    `is_broken`: the core is to start anew. `started_at_s` is of the wall's clock.
+    `is_broken`: the core must be restarted. `started_at_s`: wall-clock time.
     """
 
     info: NodeInfo
@@ -48,16 +48,16 @@ class WorkerState:
 
     @property
     def num_turns(self) -> int | None:
-        """Of the core's loop, as far as it told; None if it has told nothing yet."""
+        """Return the turns of the core's loop by its latest report; None without one."""
         return self.status.num_turns if self.status is not None else None
 
     @property
     def num_requests(self) -> int:
-        """Accepted by the core and not yet ended."""
+        """Return how many requests the core has accepted and not yet ended."""
         return int(self.status.gauges["requests"]) if self.status is not None else 0
 
     def on_status(self, status: CoreStatus) -> None:
-        """A status proves life only if the core's loop has turned since the last one."""
+        """Record a status, which proves life only if the core's loop has turned since the last one."""
         if status.num_turns != self.num_turns:
             self.status_s = time.monotonic()
         self.status = status
@@ -66,11 +66,11 @@ class WorkerState:
 
     @property
     def broken(self) -> str:
-        """Why the core is to start anew, in words; empty if it is not."""
+        """Return why the core must be restarted; empty if it need not be."""
         return self.status.broken if self.status is not None else ""
 
     def goes_on(self, period_s: float) -> None:
-        """Leave out of the core's silence what it could not use; to be called again within `period_s`.
+        """Leave out of the core's silence the time that it could not use; call again within `period_s`.
 
         That is the time for which this front stood still itself, as in a machine that was paused, and the time in which
         a busy host kept the CPUs from the core's threads.
@@ -82,7 +82,7 @@ class WorkerState:
         self.due_s = now + period_s
 
     def _usable_s(self, now: float, span_s: float) -> float:
-        """Return how much of the time since the last look a silent core could use; a core that turns is not asked."""
+        """Return how much of `span_s` a silent core could have used; all of it for a core that turns."""
         before, self.threads = self.threads, None
         if now - self.status_s > span_s:
             self.threads = self.core.look_at_threads()
@@ -92,11 +92,14 @@ class WorkerState:
 
     @property
     def silent_s(self) -> float:
-        """How long the core has made no turn. Not beyond when the front was to go on: others may ask before it does."""
+        """Return the seconds for which the core has made no turn.
+
+        Time after the front was to go on does not count: others may ask before it does.
+        """
         return min(time.monotonic(), self.due_s) - self.status_s
 
     def health_error(self) -> str | None:
-        """Why this worker is not healthy, or None."""
+        """Return why this worker is not healthy, or None."""
         if not self.core_alive:
             return "the engine core has died"
         if (silent_s := self.silent_s) > self.hang_timeout_s:
