@@ -1,1 +1,1 @@
-"""The decode service: takes KV caches over and computes the answers."""
+"""The decode service, which receives KV caches and computes the answers."""

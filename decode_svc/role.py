@@ -1,4 +1,4 @@
-"""The decode side: reserve pages just in time, check what lands, commit, decode from index 1."""
+"""The decode side of a handoff: reserve pages just in time, check chunks, commit, decode from index 1."""
 
 import logging
 from collections import OrderedDict
@@ -19,12 +19,17 @@ log = logging.getLogger(__name__)
 
 AttemptId = tuple[RequestId, Epoch]
 EARLY_OFFER_S = 5.0
-"""What prefill says of an attempt and the job of it race over two connections; a job later than this is not coming."""
+"""The seconds for which an offer waits for its job. Prefill's messages about an attempt and its job race over two
+connections; a job later than this is not coming.
+"""
 
 
 @dataclass
 class IncomingHandoff:
-    """One handoff as decode sees it. `next_token`: everything before it is here and checked, since `landed_s`."""
+    """A handoff as decode sees it.
+
+    `next_token`: all tokens before it have arrived and are checked, since `landed_s` (monotonic).
+    """
 
     live: Attempt
     offer: Offer | None = None
@@ -58,7 +63,10 @@ class IncomingHandoff:
         return self.fin is not None and self.num_chunks == self.fin.num_chunks and self.next_token == self.num_tokens
 
     def contradiction(self, block_size: int) -> str | None:
-        """Why the chunks that Fin claims can never be those that come, or None. Each holds a block at least."""
+        """Return why the chunks that Fin claims can never be those that arrive, or None.
+
+        Each chunk holds a block at least.
+        """
         if self.fin is None:
             return None
         num_coming = self.fin.num_chunks - self.num_chunks
@@ -69,7 +77,7 @@ class IncomingHandoff:
 
 
 class DecodeRole:
-    """Serves jobs whose route names this worker as decode and another as prefill."""
+    """The role for jobs whose route names this worker as decode and another as prefill."""
 
     def __init__(self, me: WorkerId, engine: Engine, node: TransferNode, ledger: AttemptTable) -> None:
         self._me = me
@@ -99,7 +107,7 @@ class DecodeRole:
     def start(self, live: Attempt, now: float) -> None:
         landing = IncomingHandoff(live)
         if self._over.pop(landing.id, None) is not None:
-            self._ledger.leave(live)  # prefill told the gateway its end
+            self._ledger.leave(live)  # prefill has reported its end to the gateway
             return
         self._incoming[landing.id] = landing
         early = self._early.pop(landing.id, None)
@@ -114,10 +122,10 @@ class DecodeRole:
         self._abort(landing, "cancelled", reason)
 
     def on_started(self, live: Attempt, now: float) -> None:
-        """A committed request enters the batch; its account began at the commit."""
+        """Do nothing: the time account of a committed request began at the commit."""
 
     def on_chunk_scheduled(self, live: Attempt, chunk: ChunkScheduled) -> None:
-        """Nothing is handed over from here."""
+        """Do nothing: this role hands nothing over."""
 
     def on_step(self, output: StepOutput, now: float) -> None:
         if output.ended:
@@ -157,12 +165,12 @@ class DecodeRole:
     def is_idle(self) -> bool:
         return not (self._incoming or self._draining or self._early)
 
-    # what prefill says
+    # Messages of prefill.
 
     def _on_offer(self, peer_id: WorkerId, offer: Offer, now: float) -> None:
         landing = self._incoming.get((offer.request_id, offer.epoch))
         if landing is None:
-            # The first, as the node has it: a grant that fits another is a ValueError there, in the core's loop.
+            # The first one counts, as in the node: a grant that fits another raises ValueError there, in our loop.
             self._early.setdefault((offer.request_id, offer.epoch), (peer_id, offer, now))
             return
         job = landing.live.job
@@ -176,8 +184,9 @@ class DecodeRole:
         self._serve_queue()
 
     def _serve_queue(self) -> None:
-        """Grant by priority, then in order of arrival; the first that finds no pages makes the rest wait, so that none
-        is overtaken by smaller ones for ever.
+        """Grant by priority, then in order of arrival.
+
+        The first that finds no pages makes the rest wait, so that none is overtaken by smaller ones forever.
         """
         while self._queue:
             attempt_id, landing = min(self._queue.items(), key=_priority)
@@ -191,15 +200,21 @@ class DecodeRole:
             self._queue.pop(attempt_id, None)
 
     def _grant(self, landing: IncomingHandoff) -> None:
-        """Raises OutOfBlocks; then nothing is held."""
+        """Reserve pages and grant them. Raises OutOfBlocks; then nothing is held."""
         reservation = self._engine.reserve(landing.live.request(), landing.arrival)
         landing.reservation = reservation
         landing.next_token = reservation.skip_tokens
         first_page = reservation.skip_tokens // self._engine.layout.block_size
-        grant = Grant(*landing.id, reservation.blocks[first_page:], reservation.skip_tokens)
+        request_id, epoch = landing.id
+        grant = Grant(
+            request_id=request_id,
+            epoch=epoch,
+            pages=reservation.blocks[first_page:],
+            skip_tokens=reservation.skip_tokens,
+        )
         self._node.grant(landing.peer_id, grant)
         self._counters["kv_handoffs_received_granted"] += 1
-        if len(self._queue) == 1:  # or the others' grants would wait for it
+        if len(self._queue) == 1:  # the grants of others must not wait for it
             self._engine.prepare(landing.live.key)  # prefill computes meanwhile
 
     def _tell_to_wait(self, reason: str) -> None:
@@ -207,7 +222,8 @@ class DecodeRole:
             if not landing.told_to_wait:
                 landing.told_to_wait = True
                 self._counters["kv_handoffs_received_waited"] += 1
-                self._node.wait(landing.peer_id, Wait(*landing.id, reason))
+                request_id, epoch = landing.id
+                self._node.wait(landing.peer_id, Wait(request_id=request_id, epoch=epoch, reason=reason))
 
     def _on_landed(self, header: ChunkHeader, landed_s: float) -> None:
         landing = self._incoming.get((header.request_id, header.epoch))
@@ -233,7 +249,7 @@ class DecodeRole:
         self._settle(landing)
 
     def _settle(self, landing: IncomingHandoff) -> None:
-        """Commit what is complete; fail at once what never will be."""
+        """Commit a handoff that is complete; fail one that never will be."""
         if landing.is_complete:
             self._commit(landing)
         elif reason := landing.contradiction(self._engine.layout.block_size):
@@ -241,7 +257,7 @@ class DecodeRole:
 
     def _commit(self, landing: IncomingHandoff) -> None:
         assert landing.fin is not None
-        # Not now: the transfer's thread has had it for up to a step, and a whole prefix that is cached here for longer.
+        # Not `now`: the last chunk arrived up to a step ago, and a prompt that is all cached here even earlier.
         landing.live.stage("land", max(landing.live.mark_s, landing.landed_s))
         try:
             self._engine.adopt(landing.live.key, landing.fin.first)
@@ -250,7 +266,9 @@ class DecodeRole:
             return
         del self._incoming[landing.id]
         # Every granted page has its bytes and the node lands nothing after commit: the writer's hold ends here.
-        self._node.commit(landing.peer_id, Commit(*landing.id, landing.num_chunks, landing.nbytes))
+        request_id, epoch = landing.id
+        commit = Commit(request_id=request_id, epoch=epoch, num_chunks=landing.num_chunks, nbytes=landing.nbytes)
+        self._node.commit(landing.peer_id, commit)
         self._engine.incoming_writer_ended(landing.live.key)
         self._counters["kv_handoffs_received_committed"] += 1
         self._ledger.move(landing.live, "COMMITTED")
@@ -262,7 +280,10 @@ class DecodeRole:
             self._fail(landing, Corrupt(f"chunk {header.index} arrived broken: {reason}"))
 
     def _on_abort(self, abort: Abort, now: float) -> None:
-        """Prefill ended the attempt and told the gateway why. The node drains it by itself and says so."""
+        """Free an attempt that prefill has ended; prefill has reported the reason to the gateway.
+
+        The node drains it by itself and emits Drained.
+        """
         attempt_id = (abort.request_id, abort.epoch)
         self._early.pop(attempt_id, None)
         landing = self._incoming.pop(attempt_id, None)
@@ -278,8 +299,10 @@ class DecodeRole:
             self._engine.incoming_writer_ended(attempt_key(*attempt_id))
 
     def _on_peer_lost(self, lost: PeerDisconnected) -> None:
-        """Requests already committed go on: their KV is here. The others end. An early offer that went with its link
-        would be granted in vain, its pages kept from others; if it came from a successor that lives, that one is told.
+        """End the requests that were not yet committed; the KV of the others is here, and they go on.
+
+        An early offer of the lost link would be granted in vain, its pages kept from other requests. One that came over
+        a newer link of that worker is refused, too.
         """
         for attempt_id in [attempt_id for attempt_id, early in self._early.items() if early[0] == lost.peer_id]:
             self._refuse_early(attempt_id, f"a connection was lost: {lost.error}")
@@ -296,11 +319,12 @@ class DecodeRole:
                 log.error("attempt %s: its writer could not be fenced; its pages stay out of use", attempt_id)
                 self._quarantined.add(attempt_id)
 
-    # letting go
+    # Ends.
 
     def _refuse_early(self, attempt_id: AttemptId, reason: str) -> None:
         peer_id, _, _ = self._early.pop(attempt_id)
-        self._node.refuse(peer_id, Refuse(*attempt_id, "unavailable", reason))
+        request_id, epoch = attempt_id
+        self._node.refuse(peer_id, Refuse(request_id=request_id, epoch=epoch, code="unavailable", reason=reason))
 
     def _fail(self, landing: IncomingHandoff, error: TandemError) -> None:
         self._incoming.pop(landing.id, None)
@@ -308,18 +332,19 @@ class DecodeRole:
         self._ledger.fail(landing.live, error)
 
     def _abort(self, landing: IncomingHandoff, code: str, reason: str) -> None:
-        """Let go and tell prefill, if it knows of this attempt."""
+        """Free the handoff, and abort it at prefill if that has offered it."""
         self._let_go(landing)
         if landing.offer is not None:
             self._counters["kv_handoffs_received_aborted"] += 1
-            self._node.abort(landing.peer_id, Abort(*landing.id, code, reason))
+            request_id, epoch = landing.id
+            self._node.abort(landing.peer_id, Abort(request_id=request_id, epoch=epoch, code=code, reason=reason))
 
     def _let_go(self, landing: IncomingHandoff) -> None:
         """Drop the request's hold now; the writer's goes when the node proves that it has ended."""
         self._queue.pop(landing.id, None)
         if landing.reservation is not None:
             self._draining[landing.id] = landing
-        self._engine.release(landing.live.key)  # also what only waits: room is left to it
+        self._engine.release(landing.live.key)  # one that only waits for pages, too: room is left to it
 
 
 def _priority(item: tuple[AttemptId, IncomingHandoff]) -> int:

@@ -1,1 +1,1 @@
-"""The service that does both: prompts and answers on one device, alone or beside others."""
+"""The mixed service, which computes prompts and answers on one device, alone or with other workers."""

@@ -1,1 +1,1 @@
-"""The prefill service: computes prompts and hands their KV cache over."""
+"""The prefill service, which computes prompts and hands their KV cache over."""

@@ -1,4 +1,4 @@
-"""The prefill side: compute the prompt, push each chunk while the next is computed, let go on Commit."""
+"""The prefill side of a handoff: compute the prompt, send each chunk during the next, free on Commit."""
 
 import logging
 from dataclasses import dataclass, field
@@ -21,9 +21,9 @@ AttemptId = tuple[RequestId, Epoch]
 
 @dataclass
 class OutgoingHandoff:
-    """One handoff as prefill sees it.
+    """A handoff as prefill sees it.
 
-    `chunks` are computed and not yet sent; pages stay held until Commit or drained.
+    `chunks` are computed and not yet sent; pages stay held until Commit or Drained.
     """
 
     live: Attempt
@@ -50,12 +50,12 @@ class OutgoingHandoff:
 
     @property
     def is_sent(self) -> bool:
-        """Fin is on its way: from here on the end of the request is decode's to tell."""
+        """Return whether Fin is on its way: from then on decode reports the end of the request."""
         return self.finished_s is not None
 
 
 class PrefillRole:
-    """Serves jobs whose route names this worker as prefill and another as decode.
+    """The role for jobs whose route names this worker as prefill and another as decode.
 
     `grant_timeout_s`: how long a computed prompt waits for pages at decode before it is decoded here instead.
     """
@@ -158,7 +158,7 @@ class PrefillRole:
     def is_idle(self) -> bool:
         return not self._attempts and not self._draining
 
-    # the peer's answers
+    # Messages of decode.
 
     def _on_grant(self, grant: Grant, now: float) -> None:
         attempt = self._attempts.get((grant.request_id, grant.epoch))
@@ -197,12 +197,12 @@ class PrefillRole:
         self._ledger.leave(attempt.live)
 
     def _on_abort(self, abort: Abort) -> None:
-        """Decode ended the attempt and tells the gateway why; here only the pages are left to free."""
+        """Free the pages of an attempt that decode has ended; decode reports the reason to the gateway."""
         attempt = self._attempts.pop((abort.request_id, abort.epoch), None)
         if attempt is not None:
             self._counters["handoffs_aborted"] += 1
             self._ledger.leave(attempt.live)
-            self._draining[attempt.id] = attempt  # the node drains it by itself and says so
+            self._draining[attempt.id] = attempt  # the node drains it by itself and emits Drained
 
     def _on_drained(self, attempt_id: AttemptId) -> None:
         attempt = self._draining.pop(attempt_id, None)
@@ -225,11 +225,11 @@ class PrefillRole:
     def _went_with(self, attempt: OutgoingHandoff, lost: PeerDisconnected) -> bool:
         """Return whether the attempt was lost with the connection.
 
-        One that was offered over a new link before this news was read was not: decode would keep its pages in vain.
+        One that was offered over a new link before this event was read was not: decode would keep its pages in vain.
         """
         return attempt.is_with(lost) and not self._node.knows(lost.peer_id, *attempt.id)
 
-    # sending
+    # Chunks.
 
     def _pump(self, attempt: OutgoingHandoff, now: float) -> None:
         """Queue what is computed and granted; then Fin."""
@@ -264,7 +264,7 @@ class PrefillRole:
         self._node.finish(attempt.peer.worker_id, fin)
         attempt.finished_s = now
 
-    # letting go
+    # Ends.
 
     def _of(self, key: RequestId) -> OutgoingHandoff | None:
         live = self._ledger.of(key)
@@ -281,19 +281,23 @@ class PrefillRole:
         self._abandon(attempt, code, reason)
 
     def _abandon(self, attempt: OutgoingHandoff, code: str, reason: str) -> None:
-        """Tell decode, and free the pages once no thread reads them any more."""
+        """Abort the attempt at decode, and free the pages once no thread reads them any more."""
         if attempt.offered_s is None:
             self._engine.release(attempt.live.key)
             return
         self._counters["handoffs_aborted"] += code != "finished"
         self._draining[attempt.id] = attempt
-        self._node.abort(attempt.peer.worker_id, Abort(*attempt.id, code, reason))
+        request_id, epoch = attempt.id
+        abort = Abort(request_id=request_id, epoch=epoch, code=code, reason=reason)
+        self._node.abort(attempt.peer.worker_id, abort)
 
     def _keep_local(self, attempt: OutgoingHandoff) -> None:
-        """Decode had no pages in time: the answer goes on here, where the KV already is."""
+        """Decode the answer here, where the KV already is, since decode had no pages in time."""
         log.warning("request %s: no pages at %s in time, decoding here", attempt.id[0], attempt.peer.worker_id)
         del self._attempts[attempt.id]
         self._counters["handoffs_local"] += 1
-        self._node.abort(attempt.peer.worker_id, Abort(*attempt.id, "local", "decoded on the prefill worker"))
+        request_id, epoch = attempt.id
+        abort = Abort(request_id=request_id, epoch=epoch, code="local", reason="decoded on the prefill worker")
+        self._node.abort(attempt.peer.worker_id, abort)
         self._engine.keep_local(attempt.live.key)
         self._ledger.move(attempt.live, "LOCAL_DECODE")

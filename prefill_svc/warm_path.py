@@ -1,6 +1,6 @@
-"""The rehearsal of a prompt in the engine core's loop, which goes with kv_transfer.warm_path.
+"""The rehearsal of a prompt in the engine core's loop, as a part of kv_transfer.warm_path's.
 
-The loop, the role and the table of attempts are those that serve; engine, transfer and front are stand-ins.
+The loop, the role and the table of attempts are the real ones; engine, transfer and front are stand-ins.
 """
 
 import time
@@ -24,7 +24,7 @@ from worker.core.engine_core import EngineCore
 from worker.core.front_link import FrontLink
 from worker.messages import ToCore, ToFront, Work
 
-_KEY = RequestId("rehearsal"), Epoch(1)
+_REQUEST_ID, _EPOCH = RequestId("rehearsal"), Epoch(1)
 _ME, _PEER = (WorkerRef(WorkerId(name), Incarnation(name), "", "") for name in ("rehearsal", "nobody"))
 _PAGES = [BlockId(0)]
 
@@ -40,7 +40,13 @@ class EngineCoreRehearsal:
         role = PrefillRole(_ME.worker_id, engine, node, ledger)
         self._core = EngineCore(_ME.worker_id, engine, node, [role], ledger, cast(FrontLink, self._link))
         prompt, sampling = [0] * layout.block_size, SamplingParams(max_tokens=2, seed=0)
-        self._job = Job(Route(*_KEY, _ME, _PEER), GatewayId("nobody"), prompt, sampling, timeout_s=60.0)
+        self._job = Job(
+            Route(request_id=_REQUEST_ID, epoch=_EPOCH, prefill=_ME, decode=_PEER),
+            GatewayId("nobody"),
+            prompt,
+            sampling,
+            timeout_s=60.0,
+        )
 
     def run(self) -> int:
         """Run one prompt; return how many were handed over so far, one more each time."""
@@ -51,7 +57,10 @@ class EngineCoreRehearsal:
 
 
 def keeper(node: TransferNode, layout: KVLayout) -> Callable[[], None]:
-    """Return what EngineCore calls when idle: both rehearsals, as often as the transfer's is due."""
+    """Return the function that EngineCore calls when idle.
+
+    It runs both rehearsals whenever the transfer's is due.
+    """
     rehearsal = EngineCoreRehearsal(layout)
 
     def keep_warm() -> None:
@@ -94,7 +103,7 @@ class _Engine:
 
     def step(self, watcher: StepObserver) -> StepOutput:
         self._is_waiting = False
-        key, num_tokens = attempt_key(*_KEY), self.layout.block_size
+        key, num_tokens = attempt_key(_REQUEST_ID, _EPOCH), self.layout.block_size
         watcher.started(Started(key, 0))
         watcher.chunk_scheduled(ChunkScheduled(key, 0, num_tokens, _PAGES, 0))
         watcher.chunks_launched(is_all=True)
@@ -105,10 +114,10 @@ class _Engine:
         self.num_released += 1
 
     def stats(self) -> EngineStats:
-        return EngineStats(*[0] * len(EngineStats.__dataclass_fields__))
+        return EngineStats(**dict.fromkeys(EngineStats.__dataclass_fields__, 0))
 
     def check(self) -> None:
-        """There are no blocks."""
+        """Do nothing: there are no blocks."""
 
 
 class _Node:
@@ -124,21 +133,23 @@ class _Node:
         return events
 
     def offer(self, peer: WorkerRef, offer: Offer) -> None:
-        self._events.append(MessageReceived(peer.worker_id, Grant(*_KEY, _PAGES, 0)))
+        grant = Grant(request_id=_REQUEST_ID, epoch=_EPOCH, pages=_PAGES, skip_tokens=0)
+        self._events.append(MessageReceived(peer.worker_id, grant))
 
     def chunk_scheduled(self, *chunk: object) -> None:
-        """kv_transfer.warm_path has the rest of it."""
+        """Do nothing: kv_transfer.warm_path rehearses the rest."""
 
     send_chunk = chunk_scheduled
 
     def chunks_launched(self, is_all: bool) -> None:
-        """Nor is there anything to launch."""
+        """Do nothing: no kernel is launched."""
 
     def rested(self) -> None:
-        """Nor a link that cares."""
+        """Do nothing: there is no link."""
 
     def finish(self, peer_id: WorkerId, fin: Fin) -> None:
-        self._events.append(MessageReceived(peer_id, Commit(*_KEY, fin.num_chunks, 0)))
+        commit = Commit(request_id=_REQUEST_ID, epoch=_EPOCH, num_chunks=fin.num_chunks, nbytes=0)
+        self._events.append(MessageReceived(peer_id, commit))
 
     def stats(self) -> list[object]:
         return []
