@@ -1,1 +1,1 @@
-"""The command line, the local supervisor, and the way into every process."""
+"""The command line, the local supervisor, and the entry to every process."""

@@ -91,7 +91,7 @@ OK, FAILED, WRONG = 0, 1, 2
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    # Until a command takes the signals over, Ctrl-C ends this at once and without a traceback: imports take a second.
+    # Until a command handles signals, Ctrl-C ends the process at once, without a traceback: imports take a second.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     arguments = sys.argv[1:] if argv is None else list(argv)
     if not arguments:
@@ -135,7 +135,7 @@ def run_tool(command: str, arguments: Sequence[str]) -> int:
 
 
 def write_no_more() -> None:
-    """The reader has seen enough, as `head` has: what is still to be flushed at the end is no error."""
+    """Discard what is still to be flushed, since the reader of the output, `head` say, has closed it."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
@@ -152,7 +152,7 @@ def tool_parser(command: str) -> argparse.ArgumentParser:
 
 
 def _tool(command: str):
-    """Imported when it is called for: what one command needs, another should not wait for."""
+    """Import the module of a command when it is used: other commands should not wait for its imports."""
     return importlib.import_module(f"tandem.commands.{TOOLS[command]}")
 
 
@@ -170,7 +170,10 @@ def run_worker(arguments: Sequence[str]) -> int:
 
 @contextmanager
 def examples_after_help(arguments: Sequence[str], examples: str) -> Iterator[None]:
-    """For commands whose parser is made from settings, which has no place for them."""
+    """Print examples after the help of a command.
+
+    It is for commands whose parser is made from settings, which has no place for examples.
+    """
     try:
         yield
     except SystemExit as ended:

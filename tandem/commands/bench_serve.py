@@ -1,4 +1,4 @@
-"""`tandem bench serve`: how a server bears load: a table, a result file, plots."""
+"""The command `tandem bench serve`, which puts load on a server: a table, a result file, plots."""
 
 import argparse
 import asyncio
@@ -101,7 +101,8 @@ def lengths(text: str) -> Lengths:
     numbers = [int(n) * (1024 if k else 1) for n, k in (found.group(1, 2), found.group(3, 4))] if found else [0]
     if not all(numbers):
         raise argparse.ArgumentTypeError(f"{text!r} is not IN/OUT as 128/128 or 1k/8k are")
-    return Lengths(*numbers)
+    num_in, num_out = numbers
+    return Lengths(num_in=num_in, num_out=num_out)
 
 
 def positive(text: str) -> int:
@@ -138,8 +139,9 @@ def run(options: argparse.Namespace, home: Path) -> int:
 
 @contextmanager
 def folder_for(named: Path | None) -> Iterator[Path]:
-    """Made before anything is measured, gone if nothing was, unless it was there before. Raises ConfigError if it can't
-    be made.
+    """Make the folder before anything is measured, and remove it if it is new and stays empty.
+
+    Raises ConfigError if it can't be made.
     """
     folder = named or Path(f"tandem-bench-{datetime.now():%Y-%m-%d-%H%M%S}")
     is_new = not folder.exists()
@@ -155,7 +157,10 @@ def folder_for(named: Path | None) -> Iterator[Path]:
 
 
 class Sweep:
-    """All points against one server, one after the other. `measured` holds what came of them at any moment."""
+    """The measurement of all points against one server, one after the other.
+
+    `measured` holds the results so far at any moment.
+    """
 
     def __init__(self, url: str, options: argparse.Namespace) -> None:
         self._url, self._options = url, options
@@ -163,9 +168,10 @@ class Sweep:
         self.config: dict = {}
 
     def run(self) -> bool:
-        """Whether Ctrl-C stopped it. A server that is lost on the way ends it too, with what was measured before.
+        """Measure all points, and return whether Ctrl-C stopped it.
 
-        Raises Unavailable if nothing was, and ConfigError if the model's context is too short for what is asked.
+        The loss of the server ends it too, keeping what was measured before. Raises Unavailable if nothing was, and
+        ConfigError if the model's context is too short for the lengths.
         """
         try:
             asyncio.run(self._run())
@@ -221,7 +227,10 @@ def require_context(card: Mapping, points: Sequence[Point]) -> None:
 
 @contextmanager
 def following(point: Point) -> Iterator[Callable[[StreamResult], None]]:
-    """A bar on a terminal, a line at the end elsewhere; on standard error, for the table is the result."""
+    """Show a progress bar on a terminal, else print a line at the end.
+
+    Both go to standard error: the result is the table.
+    """
     console = Console(stderr=True, highlight=False)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     counts = {"done": 0, "failed": 0}
@@ -240,7 +249,7 @@ def following(point: Point) -> Iterator[Callable[[StreamResult], None]]:
 
 
 def show(measured: Sequence[Measured], rows: Sequence[ResultRow]) -> None:
-    """A column for each point, a table for each pair of lengths; as narrow as a terminal of 80."""
+    """Print a table for each pair of lengths with a column for each point, at most 80 wide on a terminal."""
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 120)
     for each, group in groupby(measured, key=lambda one: one.point.lengths):
         points = list(group)
@@ -253,7 +262,7 @@ def show(measured: Sequence[Measured], rows: Sequence[ResultRow]) -> None:
 
 
 def table(title: str, points: Sequence[Measured], rows: Sequence[ResultRow]) -> Table:
-    """Its lines are the figures that any of the points has."""
+    """Return a table whose rows are the figures that any of the points has."""
     loads = [(str(one.point.lengths), one.point.users or one.point.rate) for one in points]
     values: dict[tuple[str, str], dict[object, float]] = {}
     for row in rows:
@@ -271,7 +280,7 @@ def table(title: str, points: Sequence[Measured], rows: Sequence[ResultRow]) -> 
 
 
 def figure(value: float | None) -> str:
-    """Three digits or all that stand before the point."""
+    """Return three digits, or all digits of the whole part."""
     if value is None:
         return "-"
     return (
@@ -280,10 +289,10 @@ def figure(value: float | None) -> str:
 
 
 def save(folder: Path, sweep: Sweep, rows: Sequence[ResultRow], with_plots: bool) -> list[Path]:
-    """The files that were written."""
+    """Write the result and the plots, and return the files."""
     file = write_result(folder / "result.json", "serve", rows, sweep.config)
     if not with_plots:
         return [file, file.with_suffix(".md")]
-    from bench.load.plots import plot  # matplotlib is not installed for those who only serve
+    from bench.load.plots import plot  # late: matplotlib need not be installed to serve
 
     return [file, file.with_suffix(".md"), *plot(folder, sweep.measured, sweep.config["gpus"])]

@@ -1,4 +1,4 @@
-"""`tandem chat`: talk to the model of a running system, and see how fast it answers."""
+"""The command `tandem chat`, to talk to the model of a running system and see how fast it answers."""
 
 import argparse
 import contextlib
@@ -54,7 +54,10 @@ def run(options: argparse.Namespace, home: Path) -> int:
 
 @dataclass
 class Timing:
-    """Of one answer. Seconds on one clock; `num_tokens` as the server counts them."""
+    """The timing of one answer.
+
+    Times are seconds of one clock; `num_tokens` is as the server counts them.
+    """
 
     asked_s: float
     first_s: float | None = None
@@ -67,7 +70,7 @@ class Timing:
 
     @property
     def tokens_per_s(self) -> float:
-        """After the first token; 0.0 if there was no second."""
+        """Return the rate after the first token; 0.0 if there was no second."""
         span_s = self.last_s - (self.first_s or self.last_s)
         return (self.num_tokens - 1) / span_s if span_s > 0 else 0.0
 
@@ -80,7 +83,7 @@ class Timing:
 
 @dataclass
 class Talk:
-    """`messages`: all that was said. An answer that was cut short is kept as far as it came."""
+    """A conversation. `messages`: all that was said; an interrupted answer is kept as far as it came."""
 
     url: str
     model: str
@@ -90,9 +93,10 @@ class Talk:
     def answer(
         self, question: str, show: Callable[[str], None], think: Callable[[str], None] = lambda text: None
     ) -> Timing:
-        """Calls `show` with each piece of the answer as it comes, and before it `think` with each of the reasoning.
+        """Ask a question, and pass each piece of the answer to `show` as it comes.
 
-        Raises Unavailable; then nothing was said.
+        Pieces of the reasoning, which come first, are passed to `think`. Raises Unavailable. A question without any
+        answer is dropped from `messages`.
         """
         self.messages.append({"role": "user", "content": question})
         pieces: list[str] = []
@@ -138,7 +142,7 @@ def _sampling(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _one_question(words: list[str]) -> str:
-    """From the command line, from standard input unless that is a terminal, or both."""
+    """Return the question from the command line, and from standard input unless that is a terminal."""
     given = "" if sys.stdin and sys.stdin.isatty() else piped().strip()
     return "\n\n".join(filter(None, [typed(words), given]))
 
@@ -161,7 +165,7 @@ def _answer_or_stop(talk: Talk, question: str) -> None:
         print(talk.answer(question, _show, _show_thought).words(), file=sys.stderr)
     except KeyboardInterrupt:
         print("[stopped]", file=sys.stderr)
-    except TandemError as error:  # it may be well again at the next question
+    except TandemError as error:  # the next question may succeed
         print(f"[{error}]", file=sys.stderr)
 
 
@@ -170,5 +174,5 @@ def _show(piece: str) -> None:
 
 
 def _show_thought(piece: str) -> None:
-    """Dim where that can be seen."""
+    """Print a piece of reasoning, dimmed on a terminal."""
     print(f"\033[2m{piece}\033[0m" if sys.stderr.isatty() else piece, end="", file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""`tandem completion`: what a shell needs to complete commands, options and their values."""
+"""The command `tandem completion`, which gives a shell the commands, options and values to complete."""
 
 import argparse
 from collections.abc import Iterable, Mapping
@@ -16,8 +16,8 @@ examples:
 """
 
 Options = Mapping[str, tuple[str, ...]]
-"""Option -> the values it may have; none means that anything goes, a file name say. Under "" the words that may stand
-without an option.
+"""Option -> the values it may have; none means any, a file name say. Under "" are the words that may stand without an
+option.
 """
 
 BASH = """\
@@ -51,14 +51,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def script(shell: str, commands: Mapping[str, Options]) -> str:
-    """For the commands and the options of each; a command may be two words, "bench serve"."""
+    """Return the script for these commands and their options; a command may be two words, "bench serve"."""
     if shell == "fish":
         return _fish(commands)
     return (ZSH if shell == "zsh" else "") + _bash(commands)
 
 
 def options_of_settings(kind: type[BaseSettings]) -> Options:
-    """As pydantic-settings names them on the command line."""
+    """Return the options of settings, named as pydantic-settings does on the command line."""
     fields = kind.model_fields.items()
     return {f"--{name.replace('_', '-')}": _values(field.annotation) for name, field in fields} | {"--help": ()}
 

@@ -1,4 +1,4 @@
-"""`tandem doctor`: what this machine has, which of it is used, and what is missing."""
+"""The command `tandem doctor`: what this machine has, which of it is used, and what is missing."""
 
 import argparse
 import json
@@ -53,7 +53,7 @@ class Level(StrEnum):
 
 @dataclass(frozen=True)
 class Finding:
-    """`words` say what was found and, unless it is well, what to do."""
+    """A finding of a check. `words` say what was found and, unless it is well, what to do."""
 
     section: str
     words: str
@@ -82,7 +82,7 @@ def run(options: argparse.Namespace, home: Path) -> int:
 
 
 def examine(options: argparse.Namespace) -> Iterator[Finding]:
-    """A check that fails is a finding too."""
+    """Yield the findings of all checks; a check that fails is a finding too."""
     for section, check in CHECKS.items():
         try:
             for words, level in check(options):
@@ -154,7 +154,7 @@ def _transports(options: argparse.Namespace) -> Iterator[tuple[str, Level]]:
 
 
 def ucx_devices(said: str) -> str:
-    """`ucx_info -d` in a line: each transport with its devices, as "tcp (eth0, lo), cma"."""
+    """Return `ucx_info -d` in a line: each transport with its devices, as "tcp (eth0, lo), cma"."""
     devices: dict[str, list[str]] = {}
     transport = ""
     for line in said.splitlines():
@@ -200,7 +200,7 @@ def _gpu(options: argparse.Namespace) -> Iterator[tuple[str, Level]]:
 
 
 def explain_weights(checkpoint: Checkpoint, found: "Caps") -> Iterator[tuple[str, Level]]:
-    """How a GPU of these capabilities holds a model's weights, and why not as they are stored."""
+    """Explain how a GPU of these capabilities holds a model's weights, and why not as they are stored."""
     if found.device != "cuda":
         return
     chosen = resolve_device_dtype("auto", checkpoint, found.cc)
@@ -219,7 +219,7 @@ def explain_weights(checkpoint: Checkpoint, found: "Caps") -> Iterator[tuple[str
 
 
 def explain_room(checkpoint: Checkpoint, gpus: Sequence[Gpu]) -> Iterator[tuple[str, Level]]:
-    """How much of a GPU a model's weights take, and what to do where that is all or most of it."""
+    """Explain how much of a GPU a model's weights take, and what to do if that is all or most of it."""
     if not gpus:
         return
     gpu = min(gpus, key=lambda gpu: gpu.nbytes)
@@ -236,7 +236,7 @@ def explain_room(checkpoint: Checkpoint, gpus: Sequence[Gpu]) -> Iterator[tuple[
 
 
 def explain_device(found: "Caps") -> Iterator[tuple[str, Level]]:
-    """What runs on a device of these capabilities, and why nothing better does."""
+    """Explain what runs on a device of these capabilities, and why nothing better does."""
     from kernels import caps, catalog, standard
 
     if found.device != "cuda":
@@ -276,19 +276,22 @@ def _model(options: argparse.Namespace) -> Iterator[tuple[str, Level]]:
 
 
 def quantized_as(checkpoint: Checkpoint) -> str:
-    """What a folder's configuration says of it, in words; empty for plain weights."""
+    """Return what the checkpoint's configuration says of its quantization; empty for plain weights."""
     if _has_mxfp4(checkpoint):
         return "MXFP4 (mxfp4), a scale for 32 columns; as they were: all but its experts"
     return "" if checkpoint.quantization is None else checkpoint.quantization.words()
 
 
 def _has_mxfp4(checkpoint: Checkpoint) -> bool:
-    """gpt-oss's experts are so by its configuration; `Checkpoint.quantization` is of what every family may have."""
+    """Return whether the experts are in MXFP4.
+
+    gpt-oss's experts are, by its configuration; `Checkpoint.quantization` covers what every family may have.
+    """
     return checkpoint.config.experts is not None and checkpoint.config.experts.is_mxfp4
 
 
 def stored_as(checkpoint: Checkpoint) -> str:
-    """How many tensors of which number format, and their size: "Q4_1: 210 tensors, 78.1 MiB; ..."."""
+    """Return the number of tensors of each format and their size: "Q4_1: 210 tensors, 78.1 MiB; ..."."""
     sizes: Counter[str] = Counter()
     counts: Counter[str] = Counter()
     for kind, nbytes in _tensors(checkpoint):
@@ -300,7 +303,7 @@ def stored_as(checkpoint: Checkpoint) -> str:
 
 
 def _tensors(checkpoint: Checkpoint) -> Iterator[tuple[str, int]]:
-    """Number format and bytes of each."""
+    """Yield the number format and bytes of each tensor."""
     if checkpoint.format is WeightFormat.GGUF:
         for tensor in GgufFile.open(checkpoint.path).tensors.values():
             yield tensor.kind.name, tensor.nbytes

@@ -1,4 +1,4 @@
-"""`tandem ps`: the processes of every system that `tandem up` runs here for this user."""
+"""The command `tandem ps`: the processes of every system that `tandem up` runs here for this user."""
 
 import argparse
 import json
@@ -41,7 +41,7 @@ def run(options: argparse.Namespace, home: Path) -> int:
 
 
 def nothing_runs(others: Sequence[Row], port: int | None) -> str:
-    """What to say where there are no rows; `others`: what runs on other ports than `port`."""
+    """Return the line to print if there are no rows; `others`: what runs on other ports than `port`."""
     if others:
         ports = sorted({int(row["port"] or 0) for row in others})
         return f"nothing runs on port {port}; what runs is on {' and '.join(map(str, ports))}"
@@ -49,24 +49,27 @@ def nothing_runs(others: Sequence[Row], port: int | None) -> str:
 
 
 def list_processes(home: Path) -> Iterator[Row]:
-    """One row per process, in the order they were started. Systems whose supervisor is gone are left out."""
+    """Yield a row for each process, in the order of their start, leaving out systems without a supervisor."""
     for file in sorted(home.glob("*/state.json")):
         try:
             system = json.loads(file.read_text())
         except (FileNotFoundError, ValueError):
-            continue  # it ended between the listing and the look, or the machine did before all was on the disk
+            continue  # the system ended meanwhile, or the machine before the file was on the disk
         if is_alive(system["supervisor"]):
             for process in system["processes"]:
                 yield {"port": system["port"]} | process | {"state": observe(process)}
 
 
 def identify(pid: int) -> dict:
-    """A process, told from a later one with the same number by when it began."""
+    """Return the identity of a process, whose start time distinguishes it from a later one with its id."""
     return {"pid": pid, "created_s": psutil.Process(pid).create_time()}
 
 
 def is_alive(identity: dict) -> bool:
-    """A zombie is not: in a container whose first process collects nobody, what was killed stays one."""
+    """Return whether the process lives. A zombie does not.
+
+    In a container whose first process collects no children, a killed process stays a zombie.
+    """
     try:
         process = psutil.Process(identity["pid"])
         return process.create_time() == identity["created_s"] and process.status() != psutil.STATUS_ZOMBIE
@@ -75,7 +78,7 @@ def is_alive(identity: dict) -> bool:
 
 
 def observe(process: dict) -> str:
-    """The state as the supervisor knows it, and by the service's own `/health` and `/ready` where it is ready."""
+    """Return the state that the supervisor wrote, checked by `/health` and `/ready` if it is "ready"."""
     if process["state"] != "ready" or not str(process["url"]).startswith("http"):
         return process["state"]
     try:
@@ -86,7 +89,7 @@ def observe(process: dict) -> str:
 
 
 def _drains(url: str) -> bool:
-    """Of a worker: it is well, and takes no work."""
+    """Return whether a worker is healthy and takes no new work."""
     try:
         with open_local(f"{url}/ready", HEALTH_TIMEOUT_S):
             return False
@@ -96,7 +99,7 @@ def _drains(url: str) -> bool:
 
 
 def show(rows: list[Row]) -> None:
-    """Columns as wide as they must be: a path that is cut short can't be pasted."""
+    """Print the rows in columns as wide as they must be: a path that is cut short can't be pasted."""
     lines = [COLUMNS, *(tuple("-" if row[name] is None else str(row[name]) for name in COLUMNS) for row in rows)]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     for line in lines:

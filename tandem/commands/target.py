@@ -1,4 +1,4 @@
-"""Which running system a command talks to, and how it asks."""
+"""The running system that a command talks to, and the requests to it."""
 
 import argparse
 import http.client
@@ -18,7 +18,8 @@ from tandem.commands import ps
 
 TIMEOUT_S = 60.0
 KEYS = ("TANDEM_API_KEY", "OPENAI_API_KEY")
-"""Environment variables that may hold an API key, or several with commas. Not a flag: others can read those."""
+"""Environment variables that may hold an API key, or several with commas. It is not a flag: other users can read those.
+"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -28,7 +29,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def gateway_url(options: argparse.Namespace, home: Path) -> str:
-    """The one that was named, or the only one that runs here. Raises ConfigError that says what to name."""
+    """Return the gateway that was named, or the only one that runs here.
+
+    Raises ConfigError that says what to name.
+    """
     if options.url:
         url = options.url if "://" in options.url else f"http://{options.url}"
         return url.rstrip("/").removesuffix("/v1")
@@ -46,19 +50,19 @@ def gateway_url(options: argparse.Namespace, home: Path) -> str:
 
 
 def key_headers() -> dict[str, str]:
-    """What shows the key of the environment to a server; nothing without one."""
+    """Return the headers with the key of the environment; none without a key."""
     name = _key_variable()
     return {"Authorization": f"Bearer {_key(name)}"} if name else {}
 
 
 def key_advice() -> str:
-    """What to do about a 401."""
+    """Return the advice for a 401."""
     name = _key_variable()
     return f"the key in {name} is not one of the server's" if name else f"set {' or '.join(KEYS)} to the server's key"
 
 
 def _key_variable() -> str:
-    """The first variable that holds a key; empty if none does."""
+    """Return the first variable that holds a key; empty if none does."""
     return next(filter(_key, KEYS), "")
 
 
@@ -67,7 +71,10 @@ def _key(name: str) -> str:
 
 
 def ask(url: str, body: dict[str, Any] | None = None) -> Any:
-    """GET, or POST of JSON; the answer's JSON. Raises Unavailable in the server's own words."""
+    """Send GET, or POST of JSON, and return the answer's JSON.
+
+    Raises Unavailable with the server's message.
+    """
     with closing(_open(url, body)) as response:
         try:
             return json.load(response)
@@ -76,7 +83,7 @@ def ask(url: str, body: dict[str, Any] | None = None) -> Any:
 
 
 def stream(url: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """The server-sent events of an answer until its end; leaving early hangs up. Raises Unavailable."""
+    """Yield the server-sent events of an answer until its end; closing early hangs up. Raises Unavailable."""
     with closing(_open(url, body)) as response:
         for data in _data(response):
             if data == b"[DONE]":
@@ -89,7 +96,7 @@ def stream(url: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def _data(response: http.client.HTTPResponse) -> Iterator[bytes]:
-    """Of each event; a server may also send comments, to keep the connection alive."""
+    """Yield the data of each event; a server may also send comments, to keep the connection alive."""
     try:
         for line in response:
             if line.startswith(b"data:"):
@@ -113,7 +120,7 @@ def _open(url: str, body: dict[str, Any] | None):
 
 
 def _is_here(url: str) -> bool:
-    """By its words: a name that only a resolver knows is not looked up."""
+    """Return whether the URL names this machine, by its words alone: no name is resolved."""
     host = urlsplit(url).hostname or ""
     return host in ("localhost", "::1") or host.startswith("127.")
 

@@ -1,4 +1,4 @@
-"""Text that a command is given on its command line or on standard input."""
+"""Text that a command gets on its command line or on standard input."""
 
 import sys
 from collections.abc import Sequence
@@ -7,7 +7,7 @@ from contracts.errors import RequestError
 
 
 def piped() -> str:
-    """All that comes in on standard input; empty where that is closed. Raises RequestError if it is no text."""
+    """Return all of standard input; empty if that is closed. Raises RequestError if it is not text."""
     try:
         return _require_text(sys.stdin.read() if sys.stdin else "", "standard input")
     except UnicodeDecodeError as error:
@@ -15,7 +15,7 @@ def piped() -> str:
 
 
 def typed(words: Sequence[str]) -> str:
-    """The words as one text. Raises RequestError if they are none."""
+    """Return the words as one text. Raises RequestError if they are not text."""
     return _require_text(" ".join(words), "the command line")
 
 

@@ -1,4 +1,4 @@
-"""`tandem tokenize`: what a model's tokenizer makes of a text, without a server."""
+"""The command `tandem tokenize`: what a model's tokenizer makes of a text, without a server."""
 
 import argparse
 import json
@@ -44,7 +44,10 @@ def run(options: argparse.Namespace, home: Path) -> int:
 
 
 def parse_ids(text: str, vocab_size: int) -> list[int]:
-    """Numbers divided by spaces, commas or brackets, as they are copied out of logs. Raises RequestError."""
+    """Return the numbers in a text, divided by spaces, commas or brackets as in logs.
+
+    Raises RequestError if one is no token id.
+    """
     words = text.translate(str.maketrans(",[]", "   ")).split()
     wrong = [word for word in words if not word.isdecimal() or int(word) >= vocab_size]
     if wrong:

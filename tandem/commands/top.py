@@ -1,4 +1,4 @@
-"""`tandem top`: a live view of the running systems, from the metrics of what `tandem ps` lists."""
+"""The command `tandem top`: a live view of the running systems, from the metrics of their processes."""
 
 import argparse
 import time
@@ -41,7 +41,7 @@ WORKER_COLUMNS = ("worker", "state", "run", "wait", "KV", "prompt t/s", "answer 
 GATEWAY_COLUMNS = ("gateway", "state", "in flight", "requests/s", "errors/s", "tok/s", "TTFT ms", "ITL ms")
 LINK_COLUMNS = ("links", "by", "state", "MB sent", "MB/s")
 HANDOFFS = {"RESERVING": "offered", "HELD": "waiting for pages", "TRANSFERRING": "granted", "COMMITTED": "committed"}
-"""States of the coordinator's table that a handoff passes, as the console calls them."""
+"""The states of the coordinator's table that a handoff passes -> their names in this view."""
 WIDE = 100
 
 
@@ -63,7 +63,7 @@ def seconds(text: str) -> float:
 def run(options: argparse.Namespace, home: Path) -> int:
     console = Console(highlight=False)
     if not console.is_terminal:
-        console = Console(highlight=False, width=WIDE)  # whoever reads a pipe has no window that it must fit
+        console = Console(highlight=False, width=WIDE)  # a pipe has no window to fit
     before = look(home, options.port)
     if options.once or not console.is_terminal or console.is_dumb_terminal:
         if before.rows:
@@ -76,7 +76,7 @@ def run(options: argparse.Namespace, home: Path) -> int:
 
 def _watch(console: Console, options: argparse.Namespace, home: Path, before: Look) -> None:
     with Live(console=console, auto_refresh=False, screen=True) as live:
-        after = before  # what is known at once is shown at once; rates come with the second look
+        after = before  # a first view without rates, which need a second look
         while True:
             title = Text(
                 f"tandem top   {time.strftime('%H:%M:%S')}   every {options.interval:g} s   Ctrl-C ends", "dim"
@@ -87,7 +87,7 @@ def _watch(console: Console, options: argparse.Namespace, home: Path, before: Lo
 
 
 def view(before: Look, after: Look, width: int) -> Group:
-    """Fits into `width` columns of 80 or more."""
+    """Return the view, which fits into `width` columns of 80 or more."""
     if not after.rows:
         return Group(Text(after.why))
     parts = []
@@ -147,7 +147,7 @@ def _workers(rows: Sequence[ps.Row], before: Look, after: Look, gap: int) -> Tab
 
 
 def _links(rows: Sequence[ps.Row], before: Look, after: Look, gap: int) -> Table | Text:
-    """One line for each end that sends; nothing before two workers have met."""
+    """Return a table with a line for each sending end of a link, or a note if there is none yet."""
     table = _table(LINK_COLUMNS, gap, num_words=3)
     for row in rows:
         earlier = {link.peer: link.nbytes for link in before.page(row).links}
@@ -160,7 +160,7 @@ def _links(rows: Sequence[ps.Row], before: Look, after: Look, gap: int) -> Table
 
 
 def _table(columns: Sequence[str], gap: int, num_words: int = 2) -> Table:
-    """The first `num_words` columns are words, the others figures."""
+    """Return a table whose first `num_words` columns are words, the others figures."""
     table = Table(box=None, header_style="dim", padding=(0, gap, 0, 0), pad_edge=False)
     for index, name in enumerate(columns):
         table.add_column(name, justify="left" if index < num_words else "right", no_wrap=True)

@@ -1,4 +1,4 @@
-"""What the processes of the running systems say of themselves at one moment, and what changed between two."""
+"""The metrics of all processes of the running systems at one moment, and their change between two."""
 
 import http.client
 import time
@@ -22,7 +22,7 @@ Samples = dict[str, float]
 
 @dataclass(frozen=True)
 class LinkView:
-    """An outgoing end of a handoff link; `transport` is the one really taken."""
+    """An outgoing end of a handoff link; `transport` is the one in use."""
 
     peer: str
     transport: str
@@ -32,9 +32,10 @@ class LinkView:
 
 @dataclass(frozen=True)
 class Page:
-    """What one process has on its page of metrics. `states`: how many requests are in each, at the coordinator.
+    """The metrics of one process.
 
-    Among the sums is `errors`: the gateway's requests that ended in an error of ours.
+    `states`: how many requests are in each, at the coordinator. Among the sums is `errors`: the gateway's requests that
+    ended in an error of ours.
     """
 
     sums: Samples = field(default_factory=dict)
@@ -44,7 +45,10 @@ class Page:
 
 @dataclass(frozen=True)
 class Look:
-    """All processes at one moment; `pages` by process id, empty for one that did not answer. Without rows, `why`."""
+    """All processes at one moment.
+
+    `pages` by process id, empty for one that did not answer. Without rows, `why` says what runs.
+    """
 
     at_s: float
     rows: list[ps.Row]
@@ -57,20 +61,20 @@ class Look:
 
 @dataclass(frozen=True)
 class Change:
-    """One process between two looks."""
+    """The change of one process between two looks."""
 
     before: Samples
     after: Samples
     span_s: float
 
     def rate(self, *names: str) -> float | None:
-        """Growth a second of the sum of counters; None unless all are there, twice."""
+        """Return the growth per second of the sum of counters; None unless both looks have all of them."""
         if not names or not self.span_s or not all(name in self.before and name in self.after for name in names):
             return None
         return max(0.0, sum(self.after[name] - self.before[name] for name in names)) / self.span_s
 
     def mean(self, histogram: str) -> float | None:
-        """Of what was observed in between; None if nothing was."""
+        """Return the mean of the values observed in between; None if there are none."""
         count, total = (self.rate(f"{histogram}_{part}") for part in ("count", "sum"))
         return total / count if count and total is not None else None
 
@@ -88,7 +92,7 @@ def change(row: ps.Row, before: Look, after: Look) -> Change:
 
 
 def _read(url: str) -> Page:
-    """Empty if nobody answers: then its state says why."""
+    """Return the metrics at this URL; empty if it does not answer, which the row's state explains."""
     try:
         with open_local(url, TIMEOUT_S) as response:
             return parse(response.read().decode())

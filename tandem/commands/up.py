@@ -1,4 +1,4 @@
-"""`tandem up`: a whole system on this machine, from the first process to the last one's end."""
+"""The command `tandem up`: a whole system on this machine, from its first process to its last."""
 
 import json
 import os
@@ -44,10 +44,10 @@ def main(argv: Sequence[str], environ: Mapping[str, str]) -> int:
         own, handed = handed_on(words)
         for line in notes:
             print(f"tandem up: {line}", file=sys.stderr)
-        os.environ.update(handed)  # where the services' settings are checked, and what their processes get
+        os.environ.update(handed)  # services' settings are checked there, and their processes inherit it
         environ = {**environ, **handed}
         settings = read_up_settings(own)
-        require_free(state_home(environ), settings.port)  # first: of whoever holds the port it knows the name
+        require_free(state_home(environ), settings.port)  # first: its error names a Tandem system on the port
         port = claim_port(settings.host, settings.port)
         preflight(settings)
     except ConfigError as error:
@@ -90,7 +90,10 @@ def run(settings: UpSettings, port: int, environ: Mapping[str, str], inbox: Sign
 
 
 def redis_program(settings: UpSettings) -> str:
-    """Raises ConfigError if there is no Redis server to start, or the one that the settings name does not answer."""
+    """Return the Redis server to start; empty if the settings name one.
+
+    Raises ConfigError if there is none to start, or the one that is named does not answer.
+    """
     if not settings.redis_url:
         return str(find_server())
     require_redis(settings.redis_url, "leave REDIS_URL empty")
@@ -98,14 +101,14 @@ def redis_program(settings: UpSettings) -> str:
 
 
 class StateFile:
-    """What `tandem ps` shows of the processes; on a disk that takes nothing more it falls behind, and they go on."""
+    """The file of processes for `tandem ps`; on a full disk it falls behind, and the system goes on."""
 
     def __init__(self, run_dir: RunDir, port: int, children: Sequence[ChildProcess], console: Console) -> None:
         self._run_dir, self._port, self._children, self._console = run_dir, port, children, console
         self._is_behind = False
 
     def write(self) -> None:
-        """Bring it up to date; of several failures the first is told."""
+        """Bring the file up to date; of several failures in a row the first is reported."""
         processes = [process_row(child) for child in self._children]
         state = {"port": self._port, "supervisor": identify(os.getpid()), "processes": processes}
         try:
@@ -156,7 +159,10 @@ def announce(console: Console, url: str, run_dir: RunDir, took_s: float) -> None
 
 
 def shown_key() -> str:
-    """How the shell shows the key, of several the first; never the key itself."""
+    """Return the curl option with the key as a shell variable, never the key itself.
+
+    The variable's value may be several keys: the first one is taken.
+    """
     keys = os.environ.get("TANDEM_API_KEY", "")
     variable = "${TANDEM_API_KEY%%,*}" if "," in keys else "$TANDEM_API_KEY"
     return f' -H "Authorization: Bearer {variable}"' if keys else ""

@@ -1,1 +1,1 @@
-"""A whole system on this machine: what to start, on which ports and GPUs, and who watches it."""
+"""The local system: which processes to start, on which ports and GPUs, and their supervision."""

@@ -1,4 +1,4 @@
-"""One process of a system: what to run, and the hold on it while it runs."""
+"""One process of a system: its specification, and its control while it runs."""
 
 import contextlib
 import json
@@ -18,17 +18,19 @@ from process.supervision import describe_exit
 TAIL_NBYTES = 8192
 LONG_LIFE_S = 60.0
 PAUSES_S = (0.0, 0.0, 2.0, 5.0, 15.0, 30.0)
-"""Before it is started again, by the number of its short lives in a row; the last for all others, too."""
+"""The seconds before a process is started again, by the number of its short lives in a row; the last holds for all
+further ones.
+"""
 
 
 @dataclass(frozen=True)
 class ProcessSpec:
-    """What to run, as data.
+    """The specification of a process.
 
-    `stage`: started in ascending order, each stage once the one before is ready; ended in descending order.
-    `begins`: an earlier stage that it is started with already, though nothing waits for it before its own.
-    `is_vital`: the system can't do without it. `is_ready`: asked often; None while it is not, then facts
-    (pid, core_pid, url) about the running process.
+    `stage`: processes are started in ascending order, each stage once the one before is ready, and ended in descending
+    order. `begins`: an earlier stage with which it is started already, though nothing waits for it before its own.
+    `is_vital`: the system can't do without it. `is_ready`: called often; returns None while the process is not ready,
+    then facts (pid, core_pid, url) about it.
     """
 
     name: str
@@ -81,24 +83,24 @@ class ChildProcess:
 
     @property
     def startup_s(self) -> float:
-        """Seconds from start to ready, or to now."""
+        """Return the seconds from start to ready, or to now."""
         if self.state is ChildState.WAITING:
             return 0.0
         return (self._ready_s or time.monotonic()) - self._started_s
 
     @property
     def pause_s(self) -> float:
-        """From its death to the next start: the longer, the oftener it died young."""
+        """Return the seconds from its death to the next start, which grow with its short lives in a row."""
         return PAUSES_S[min(self._num_short_lives, len(PAUSES_S) - 1)]
 
     @property
     def is_due(self) -> bool:
-        """To be started again."""
+        """Return whether it must be started again now."""
         return self.state is ChildState.DEAD and time.monotonic() >= self._died_s + self.pause_s
 
     def start(self) -> None:
-        """For the first time, or again after a death."""
-        # A process group of its own: a Ctrl-C at the terminal reaches the supervisor alone, which ends all in order.
+        """Start it for the first time, or again after a death."""
+        # A process group of its own: Ctrl-C at the terminal reaches only the supervisor, which ends all in order.
         with _open_log(self.log) as log:
             self._process = subprocess.Popen(
                 die_with_parent(self.spec.argv),
@@ -114,7 +116,7 @@ class ChildProcess:
         self.state = ChildState.STARTING
 
     def refresh(self) -> bool:
-        """Look whether it died or became ready. True if that is news."""
+        """Check whether it died or became ready; return whether that changed."""
         if not self.is_running:
             return False
         if self._has_exited():
@@ -122,7 +124,7 @@ class ChildProcess:
             return True
         if self.state is ChildState.READY or (facts := self.spec.is_ready()) is None:
             return False
-        if facts.get("pid", self.pid) != self.pid:  # of a former life, whose end was too sudden to take it back
+        if facts.get("pid", self.pid) != self.pid:  # the file of a former life that could not remove it
             return False
         self.facts = facts
         self._ready_s = time.monotonic()
@@ -130,13 +132,13 @@ class ChildProcess:
         return True
 
     def ask_to_stop(self) -> None:
-        """SIGTERM to the process itself: it minds its own children."""
+        """Send SIGTERM to the process alone: it ends its own children."""
         # os.kill, not Popen.terminate: that would reap it first.
         if self._process is not None and self.is_running:
             os.kill(self._process.pid, signal.SIGTERM)
 
     def kill(self) -> None:
-        """At once, with everything it started."""
+        """Kill it at once, with everything it started."""
         if self._process is None or not self.is_running:
             return
         self._kill_group()
@@ -144,7 +146,7 @@ class ChildProcess:
         self._reap()
 
     def last_lines(self, count: int) -> list[str]:
-        """The end of its log, without empty lines."""
+        """Return the last lines of its log, without empty ones."""
         if not self.log.exists():
             return []
         with self.log.open("rb") as log:
@@ -157,7 +159,10 @@ class ChildProcess:
         return describe_exit(self.exit_code)
 
     def _has_exited(self) -> bool:
-        """Without reaping: while the zombie is there, its process group id can't be given to anyone else."""
+        """Return whether it has exited, without reaping it.
+
+        While the zombie exists, its process group id can't be given to another process.
+        """
         assert self._process is not None
         return os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
 
@@ -173,12 +178,12 @@ class ChildProcess:
 
     def _kill_group(self) -> None:
         assert self._process is not None
-        with contextlib.suppress(ProcessLookupError):  # seen for a zombie that is alone in its group: nobody to kill
+        with contextlib.suppress(ProcessLookupError):  # the group holds nothing but the zombie
             os.killpg(self._process.pid, signal.SIGKILL)
 
 
 def _open_log(path: Path) -> BinaryIO:
-    """Return its file; on a disk too full for another one, nothing is kept of what the process says."""
+    """Open the log; on a disk too full for another file, the output of the process is discarded."""
     try:
         return path.open("ab")
     except OSError:
@@ -186,12 +191,15 @@ def _open_log(path: Path) -> BinaryIO:
 
 
 def ready_file(path: Path) -> Callable[[], dict | None]:
-    """Ready once the process has written its facts to `path` (JSON, moved into place in one step)."""
+    """Return a check for the file of facts that a process writes once it is ready.
+
+    `path`: JSON, moved into place in one step.
+    """
 
     def is_ready() -> dict | None:
         try:
             return json.loads(path.read_text())
-        except FileNotFoundError:  # not yet; or no more, as the process takes it away when it ends
+        except FileNotFoundError:  # not yet written, or removed by the process at its end
             return None
 
     return is_ready

@@ -15,12 +15,14 @@ COLORS = {ChildState.WAITING: "dim", ChildState.STARTING: "yellow", ChildState.R
 
 
 WORDS_PERIOD_S = 5.0
-"""How often a child that is still starting is heard where there is no terminal."""
+"""The seconds between two lines about a child that is still starting, where there is no terminal."""
 
 
 class Progress:
-    """The view of children that come up. On a terminal a table redrawn by `update()` (no thread); else one line per
-    change, and the newest words of a child that takes long, WORDS_PERIOD_S after its last line or later.
+    """The view of children that are starting.
+
+    On a terminal it is a table redrawn by `update()`, without a thread; elsewhere one line per change, and the last log
+    line of a child that takes long, at least WORDS_PERIOD_S after its previous one.
     """
 
     def __init__(
@@ -84,6 +86,6 @@ class Progress:
 
 
 def plain(console: Console, words: str) -> None:
-    """One line as it is: no markup, no wrapping, no colours, so that what it says can be copied."""
-    with suppress(OSError):  # a file on a full disk misses it; the system goes on
+    """Print one line as it is: no markup, no wrapping, no colours, so that its text can be copied."""
+    with suppress(OSError):  # output to a file on a full disk is lost; the system goes on
         console.print(words, markup=False, highlight=False, soft_wrap=True)

@@ -1,4 +1,4 @@
-"""Which GPU each worker of `tandem up` runs on, and whether it holds the model's weights."""
+"""The assignment of GPUs to the workers of `tandem up`, and the check that they hold the weights."""
 
 import ctypes
 from collections import Counter
@@ -14,20 +14,22 @@ from tandem.local.settings import UpSettings
 
 COUNTS = ("prefill", "decode", "mixed")
 CC_MAJOR, CC_MINOR = 75, 76
-"""CUdevice_attribute: COMPUTE_CAPABILITY_MAJOR and _MINOR."""
+"""The values of COMPUTE_CAPABILITY_MAJOR and _MINOR in CUdevice_attribute."""
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """`nbytes`: all of its memory, whoever holds it; `cc`: compute capability, 90 for 9.0."""
+    """A GPU. `nbytes`: all of its memory, in use or not; `cc`: compute capability, 90 for 9.0."""
 
     nbytes: int
     cc: int
 
 
 def fit_devices(settings: UpSettings, environ: Mapping[str, str]) -> UpSettings:
-    """Where the GPUs are enough for one worker, a single mixed one, unless the numbers of workers are set. Raises
-    ConfigError for a device that is not there, and for workers that would each take all of one GPU's memory.
+    """Return the settings with a single mixed worker if the GPUs suffice for one only.
+
+    Numbers of workers that are set stay. Raises ConfigError for a device that does not exist, and for workers that
+    would each take all of one GPU's memory.
     """
     devices, size = device_list(settings.device), settings.tensor_parallel
     if devices == ["cpu"] and size == 1:
@@ -62,14 +64,14 @@ def _count(devices: list[str]) -> str:
 
 
 def worker_devices(settings: UpSettings, num_workers: int) -> list[str]:
-    """In turn, of each the first that it runs on. Raises ConfigError."""
+    """Return the first GPU of each worker, assigned in turn. Raises ConfigError."""
     devices, size = device_list(settings.device), settings.tensor_parallel
     firsts = devices[: len(devices) // size * size : size]
     return [firsts[index % len(firsts)] for index in range(num_workers)]
 
 
 def device_list(device: str) -> list[str]:
-    """`cuda` stands for every GPU that is visible. Raises ConfigError."""
+    """Return the devices that a setting names; `cuda` names every visible GPU. Raises ConfigError."""
     if device == "cpu":
         return ["cpu"]
     index, count = gpu_index(device, "cpu"), count_gpus()
@@ -86,7 +88,7 @@ def device_list(device: str) -> list[str]:
 
 
 def count_gpus() -> int:
-    """As CUDA sees them; without torch, which takes seconds to import."""
+    """Return the number of GPUs that CUDA sees, without torch, which takes seconds to import."""
     try:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError:
@@ -96,7 +98,7 @@ def count_gpus() -> int:
 
 
 def look_at(index: int) -> Gpu:
-    """One of those that `count_gpus` counts. Raises ConfigError if the driver does not tell."""
+    """Return the GPU of this index below `count_gpus()`. Raises ConfigError if the driver fails."""
     driver = ctypes.CDLL("libcuda.so.1")
     device, nbytes, major, minor = ctypes.c_int(), ctypes.c_size_t(), ctypes.c_int(), ctypes.c_int()
     for status in (
@@ -112,8 +114,10 @@ def look_at(index: int) -> Gpu:
 
 
 def require_room(settings: UpSettings, checkpoint: Checkpoint) -> None:
-    """Raises ConfigError for a dtype that GPUs do not have, and for weights that alone take more than all memory of the
-    GPUs that are to hold them. What else does not fit, a worker says when it has loaded them.
+    """Check dtype and size of the weights against the GPUs.
+
+    Raises ConfigError for a dtype that GPUs do not have, and for weights that alone take more than all memory of the
+    GPUs that are to hold them. Anything else that does not fit is reported by a worker once it has loaded them.
     """
     if settings.device == "cpu":
         return
@@ -132,7 +136,7 @@ def require_room(settings: UpSettings, checkpoint: Checkpoint) -> None:
 
 
 def what_holds(checkpoint: Checkpoint, dtype: str, nbytes: int) -> str:
-    """What to do where weights take more than a GPU's `nbytes`."""
+    """Return the advice for weights that take more than a GPU's `nbytes`."""
     sizes = (n for n in range(2, checkpoint.config.num_heads + 1) if _is_shared_by(n, checkpoint.config))
     size = next((size for size in sizes if least_weights_nbytes(checkpoint, dtype, size) <= nbytes), None)
     shared = "" if size is None else f"set tensor_parallel to {size} or more, or "
@@ -140,7 +144,7 @@ def what_holds(checkpoint: Checkpoint, dtype: str, nbytes: int) -> str:
 
 
 def _is_shared_by(num_gpus: int, config: ModelConfig) -> bool:
-    from engine.model_loader.tensor_parallel_shards import (  # here, because torch takes seconds to import
+    from engine.model_loader.tensor_parallel_shards import (  # late: torch takes seconds to import
         Shard,
         shard_config,
     )

@@ -1,4 +1,4 @@
-"""Ports of this machine: is one free, who holds it, give me any."""
+"""The ports of this machine: whether one is free, the process that holds it, and any free one."""
 
 import errno
 import socket
@@ -11,7 +11,7 @@ HOST_ADVICE = "set --host or TANDEM_HOST to an address of this machine"
 
 
 def claim_port(host: str, port: int) -> int:
-    """`port` itself if it can be listened on, or a free one for 0. Raises ConfigError saying who holds it."""
+    """Return `port` if it can be listened on, or a free one for 0. Raises ConfigError naming its holder."""
     try:
         with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -32,7 +32,7 @@ def claim_port(host: str, port: int) -> int:
 
 
 def describe_holder(port: int) -> str | None:
-    """Name and id of the process that listens on `port`; None if nothing does."""
+    """Return name and id of the process that listens on `port`; None if there is none."""
     try:
         listening = [c for c in psutil.net_connections("tcp") if c.status == psutil.CONN_LISTEN]
     except psutil.AccessDenied:

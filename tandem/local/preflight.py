@@ -1,5 +1,6 @@
-"""What can be found wrong before the first process is started: the settings of every service, the model's files,
-and whether its weights fit the GPUs.
+"""The checks before the first process is started.
+
+They cover the settings of every service, the model's files, and whether its weights fit the GPUs.
 """
 
 import os
@@ -19,22 +20,22 @@ from worker.settings import WorkerSettings
 
 SERVICES = (CoordinatorSettings, WorkerSettings, GatewaySettings)
 MAKE_VARIABLES = ("MODEL", "PORT", "PREFILL", "DECODE", "MIXED", "DEVICE", "TRANSFER", "DTYPE", "REDIS_URL")
-"""What the Makefile hands on."""
+"""The variables that the Makefile passes on."""
 SECRETS = {"--api-key"}
 MADE_BY_UP = {"pool", "ready_file", "role", "worker_id"}
-"""Settings of services that it chooses itself, whatever the environment says."""
+"""The settings of services that `tandem up` chooses itself, whatever the environment says."""
 OF_COMPOSE = (
     "TANDEM_DECODE_DEVICE", "TANDEM_GRAFANA_PORT", "TANDEM_IMAGE", "TANDEM_MODELS", "TANDEM_PREFILL_DEVICE",
     "TANDEM_PROMETHEUS_PORT", "TANDEM_WORKER_MEMORY",
 )  # fmt: skip
-"""Read by the compose files alone."""
+"""The variables that only the compose files read."""
 
 
 def handed_on(argv: Sequence[str]) -> tuple[list[str], dict[str, str]]:
     """Return the options of `tandem up` itself, and as variables those of its services.
 
-    An option may have several values, as vLLM's --served-model-name has. Raises ConfigError for a secret: every user
-    of the machine can read a command line.
+    An option may have several values, as vLLM's --served-model-name has. Raises ConfigError for a secret: every user of
+    the machine can read a command line.
     """
     services, own, variables, words = _of_services(), [], {}, list(argv)
     while words:
@@ -66,8 +67,8 @@ def read_up_settings(argv: Sequence[str]) -> UpSettings:
 
 
 def preflight(settings: UpSettings) -> None:
-    """Downloads the model if it is named by hub id. Raises ConfigError."""
-    for kind in SERVICES:  # they take the rest of the environment
+    """Check settings and model, downloading one that is named by hub id. Raises ConfigError."""
+    for kind in SERVICES:  # they read the rest of the environment
         read_settings(kind, (), variable)
     try:
         checkpoint = open_checkpoint(settings.model)
@@ -77,7 +78,7 @@ def preflight(settings: UpSettings) -> None:
 
 
 def unread(names: Iterable[str]) -> list[str]:
-    """Of an environment's variables those that look like a setting and are none: a line for each."""
+    """Return a line for each variable of an environment that looks like a setting and is none."""
     settings = {variable(name) for kind in (UpSettings, *SERVICES) for name in kind.model_fields}
     known = settings.union(OF_COMPOSE)
     unknown = sorted(name for name in names if name.upper().startswith("TANDEM_") and name.upper() not in known)
@@ -85,7 +86,7 @@ def unread(names: Iterable[str]) -> list[str]:
 
 
 def _of_services() -> dict[str, str]:
-    """Return the options that `tandem up` has not and a service has, with the setting's name."""
+    """Return the options that services have and `tandem up` has not, with the name of the setting."""
     names = {name for kind in SERVICES for name in kind.model_fields} - UpSettings.model_fields.keys() - MADE_BY_UP
     return {f"--{name.replace('_', '-')}": name for name in sorted(names)}
 
@@ -99,8 +100,8 @@ def _wrong_redis_url(url: str) -> str:
     if not url.startswith(SCHEMES):
         return f"it must begin with {', '.join(SCHEMES)}"
     try:
-        urlsplit(url).port  # noqa: B018  which is read only now
-    except ValueError:  # its words may hold a part of the password
+        urlsplit(url).port  # noqa: B018  parsed only on access
+    except ValueError:  # its message may hold a part of the password
         return "its port must be a number, and / ? # [ in a password are written as %2F %3F %23 %5B"
     return ""
 

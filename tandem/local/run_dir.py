@@ -1,4 +1,4 @@
-"""The folder of one running system: its lock, its logs, and what `tandem ps` reads."""
+"""The folder of one running system: its lock, its logs, and the state that `tandem ps` reads."""
 
 import fcntl
 import json
@@ -13,16 +13,19 @@ from contracts.errors import ConfigError
 
 
 def state_home(environ: Mapping[str, str]) -> Path:
-    """Where run folders live: `$XDG_STATE_HOME/tandem`, or `~/.local/state/tandem`.
+    """Return the home of run folders: `$XDG_STATE_HOME/tandem`, or `~/.local/state/tandem`.
 
-    A relative path is not heeded, as the XDG base directory specification wants it: services run from another folder.
+    A relative path is ignored, as the XDG base directory specification requires: services run from another folder.
     """
     base = Path(environ.get("XDG_STATE_HOME", ""))
     return (base if base.is_absolute() else Path(environ.get("HOME", "/tmp")) / ".local" / "state") / "tandem"
 
 
 class RunDir:
-    """`HOME/<port>`: held by one supervisor at a time, private to its user. Logs stay until the next start."""
+    """The folder `HOME/<port>`, held by one supervisor at a time and private to its user.
+
+    Logs stay until the next start.
+    """
 
     def __init__(self, home: Path, port: int) -> None:
         self.path = home / str(port)
@@ -32,7 +35,7 @@ class RunDir:
         self.state_file = self.path / "state.json"
 
     def __enter__(self) -> "RunDir":
-        """Raises ConfigError if another supervisor holds it, or it can't be written."""
+        """Lock and clear the folder. Raises ConfigError if it is held already, or can't be written."""
         try:
             self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._lock = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -65,7 +68,10 @@ class RunDir:
         self.state_file.unlink(missing_ok=True)
 
     def write_state(self, state: dict) -> None:
-        """Write it in one step: a reader never sees half of it. Raises OSError, and leaves what was there before."""
+        """Write the state in one step: a reader never sees half of it.
+
+        Raises OSError, and leaves the former state in place.
+        """
         draft = self.state_file.with_suffix(".draft")
         try:
             draft.write_text(json.dumps(state, indent=1))
@@ -75,7 +81,7 @@ class RunDir:
 
 
 def require_free(home: Path, port: int) -> None:
-    """Raises ConfigError if a supervisor holds that port's folder. Nothing is written."""
+    """Raise ConfigError if a supervisor holds that port's folder. Nothing is written."""
     path = home / str(port)
     with suppress(OSError), (path / "lock").open("rb") as lock:
         try:

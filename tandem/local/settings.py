@@ -1,4 +1,4 @@
-"""Settings of `tandem up`: command line, environment (`TANDEM_*`), defaults; in that order."""
+"""The settings of `tandem up`: command line, environment (`TANDEM_*`), defaults, in that order."""
 
 import os
 from pathlib import Path
@@ -49,10 +49,10 @@ class UpSettings(BaseSettings):
     @field_validator("model")
     @classmethod
     def _absolute(cls, model: str) -> str:
-        """Services run from another folder: a path that exists is made absolute."""
+        """Make the path of an existing model absolute: services run from another folder."""
         return os.path.abspath(model) if model and Path(model).exists() else model
 
     @property
     def is_complete(self) -> bool:
-        """Whether these workers can answer a request together."""
+        """Return whether these workers can answer a request together."""
         return self.mixed > 0 or (self.prefill > 0 and self.decode > 0)

@@ -1,4 +1,4 @@
-"""Signals as something to wait for, instead of something that strikes between any two lines."""
+"""Signals as events to wait for, which never interrupt the code between two lines."""
 
 import os
 import select
@@ -9,9 +9,9 @@ STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class SignalInbox:
-    """While open, asks to stop and news of children are counted and wake `wait()`; nothing is interrupted.
+    """A counter of requests to stop, which with the deaths of children wake `wait()` while it is open.
 
-    A hangup that is ignored already, as under `nohup`, stays so. Main thread only, as the `signal` module demands.
+    A hangup that is ignored already, as under `nohup`, stays ignored. Main thread only, as the `signal` module demands.
     """
 
     def __init__(self) -> None:
@@ -45,4 +45,4 @@ class SignalInbox:
 
 
 def _ignore(number: int, frame: FrameType | None) -> None:
-    """The wakeup descriptor has it already."""
+    """Do nothing: the signal is in the wakeup descriptor already."""

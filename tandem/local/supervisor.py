@@ -1,4 +1,4 @@
-"""Starts the processes of a system in stages, watches them, and ends every one of them, whatever happens."""
+"""The supervisor, which starts the processes of a system in stages, watches them and ends them all."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -17,7 +17,7 @@ NUM_LAST_LINES = 10
 
 
 class StopRequested(Exception):
-    """Ctrl-C or SIGTERM came while starting."""
+    """The user pressed Ctrl-C, or SIGTERM came, while the system was starting."""
 
 
 class VitalDeath(Exception):
@@ -25,10 +25,11 @@ class VitalDeath(Exception):
 
 
 class Supervisor:
-    """Owns the children from the first start to the last end. Use inside a SignalInbox; `stop()` belongs in a finally.
+    """The owner of the children from the first start to the last end.
 
-    `on_change` is called after each change of a child's state. The first request to stop ends children in order, with a
-    grace for each; the second kills what is left at once.
+    Use it inside a SignalInbox, and call `stop()` in a finally. `on_change` is called after each change of a child's
+    state. The first request to stop ends children in order, with a grace period for each; the second kills what is left
+    at once.
     """
 
     def __init__(
@@ -40,7 +41,10 @@ class Supervisor:
         self._on_change = on_change
 
     def start(self, timeout_s: float) -> None:
-        """Return when all are ready. Raises ConfigError if one can't start or time is over, StopRequested."""
+        """Start all children and return when they are ready.
+
+        Raises ConfigError if one can't start or time is over, StopRequested.
+        """
         deadline_s = time.monotonic() + timeout_s
         with Progress(self._console, self._children) as progress:
             for number, stage in groupby(sorted(self._children, key=_stage), key=_stage):
@@ -50,7 +54,10 @@ class Supervisor:
                 self._await_stage(list(stage), progress, deadline_s)
 
     def wait_for(self, is_done: Callable[[], bool], what: str, timeout_s: float) -> None:
-        """Watch the children until `is_done()`. Raises ConfigError naming `what` when time is over, StopRequested."""
+        """Watch the children until `is_done()`.
+
+        Raises ConfigError naming `what` when time is over, StopRequested.
+        """
         deadline_s = time.monotonic() + timeout_s
         while not is_done():
             self._wait(POLL_PERIOD_S)
@@ -60,7 +67,10 @@ class Supervisor:
                 raise ConfigError(f"{what} did not happen within {timeout_s:.0f} s; the logs may say why")
 
     def watch(self) -> None:
-        """Return when asked to stop. Who dies is started again. Raises VitalDeath for one that ends the system."""
+        """Watch the children, starting dead ones again, and return when asked to stop.
+
+        Raises VitalDeath if a vital one dies.
+        """
         while self._inbox.num_stops == 0:
             self._start_again()
             self._inbox.wait(WATCH_PERIOD_S)
@@ -73,7 +83,7 @@ class Supervisor:
                     raise VitalDeath(f"{child.name} is gone, and nothing works without it: stopping")
 
     def stop(self) -> None:
-        """End all children, last stage first. Returns when none is left."""
+        """End all children, last stage first, and return when none is left."""
         num_stops = self._inbox.num_stops
         stages = groupby(sorted(self._children, key=_stage, reverse=True), key=_stage)
         for _, stage in stages:
@@ -100,7 +110,7 @@ class Supervisor:
             raise StopRequested
 
     def _changed(self) -> list[ChildProcess]:
-        """Children that died or became ready since the last look."""
+        """Return the children that died or became ready since the last call."""
         changed = [child for child in self._children if child.refresh()]
         if changed:
             self._on_change()
@@ -126,7 +136,7 @@ class Supervisor:
             plain(self._console, f"{child.name} starts again" + (f" in {child.pause_s:.0f} s" if child.pause_s else ""))
 
     def _stop_stage(self, stage: list[ChildProcess], num_stops: int) -> None:
-        """Ask all of them at once, wait, then kill. A further request to stop ends the waiting."""
+        """Send SIGTERM to all of a stage, wait, then kill. A further request to stop ends the wait."""
         for child in stage:
             child.ask_to_stop()
         deadline_s = time.monotonic() + max(child.spec.stop_timeout_s for child in stage)
@@ -140,12 +150,15 @@ class Supervisor:
 
 
 def explain_failed_start(child: ChildProcess) -> str:
-    """What the process said for people (from its last `tandem NAME: ...` on), else the end of its log."""
+    """Return the error that a process printed, else the last lines of its log.
+
+    The error is what follows its last `tandem NAME: ...`.
+    """
     lines = child.last_lines(NUM_LAST_LINES)
     spoken = max((index for index, line in enumerate(lines) if line.startswith("tandem ")), default=None)
     if spoken is not None:
         words = " ".join(line.strip() for line in lines[spoken:])
-        words = words.replace("the log above", str(child.log))  # above these words in the log, but not on the terminal
+        words = words.replace("the log above", str(child.log))  # above this message in the log, but not on the terminal
         return f"{child.name} could not start: {words.partition(': ')[2]}"
     said = "".join(f"\n    {line}" for line in lines)
     return f"{child.name} {child.describe_exit()} while starting; the end of {child.log}:{said}"

@@ -1,4 +1,4 @@
-"""Which processes make up a system, as data."""
+"""The plan of a system: the specifications of its processes."""
 
 import os
 import socket
@@ -15,22 +15,23 @@ from tandem.local.run_dir import RunDir
 from tandem.local.settings import UpSettings
 
 REDIS, SERVICES, GATEWAY = range(3)
-"""Stages: Redis first, since all stand on it; the gateway is the first to go, and waited for last. It begins with the
-workers: of 23.1 s that two of them on H200 took to be ready, 2.2 were the gateway's own start.
+"""The stages. Redis is first, since all others need it; the gateway is waited for last and ended first.
+
+The gateway begins with the workers: of 23.1 s that two of them on H200 took to be ready, 2.2 were its own start.
 """
 PING_TIMEOUT_S = 1.0
 PATHS = ("TANDEM_CHAT_TEMPLATE", "TANDEM_GENERATION_CONFIG")
-"""Variables that may name a file: services run from another folder, so one that exists is made absolute."""
+"""Variables that may name a file: services run from another folder, so the path of an existing one is made absolute."""
 MAX_SOCKET_NBYTES = 107
-"""Of a path, as sockaddr_un has room for on Linux."""
+"""The longest path of a socket, in bytes, that sockaddr_un has room for on Linux."""
 
 
 def plan_system(
     settings: UpSettings, run_dir: RunDir, port: int, secret: str, environ: Mapping[str, str], redis_program: str
 ) -> list[ProcessSpec]:
-    """`redis_program` is started unless the settings name a Redis. Raises ConfigError."""
+    """Return the processes; `redis_program` is one unless the settings name a Redis. Raises ConfigError."""
     redis_url = settings.redis_url or f"unix://{quote(str(run_dir.redis_socket))}"
-    # Those who share a Redis may be on several hosts, each with a system on the same port.
+    # Systems that share a Redis may be on several hosts, each on the same port.
     env = child_environment(environ, redis_url, pool=f"{socket.gethostname()}-{port}", secret=secret)
     own_redis = [] if settings.redis_url else [redis_spec(run_dir, redis_url, redis_program, environ)]
     return [
@@ -42,9 +43,10 @@ def plan_system(
 
 
 def child_environment(environ: Mapping[str, str], redis_url: str, pool: str, secret: str) -> dict[str, str]:
-    """The user's environment, without what was meant for `tandem up` itself: a worker's port is not the gateway's.
+    """Return the user's environment for services, without the variables of `tandem up` itself.
 
-    The secret and the Redis password go this way because command lines are readable by every user of the machine.
+    A worker's port is not the gateway's, for example. The secret and the Redis password are passed this way because
+    every user of the machine can read command lines.
     """
     ours = {f"TANDEM_{name}".upper() for name in UpSettings.model_fields}
     kept = {name: value for name, value in environ.items() if name.upper() not in ours}
@@ -53,7 +55,7 @@ def child_environment(environ: Mapping[str, str], redis_url: str, pool: str, sec
 
 
 def redis_spec(run_dir: RunDir, url: str, program: str, environ: Mapping[str, str]) -> ProcessSpec:
-    """A Redis without a port: a socket in a folder that only this user can enter. Raises ConfigError."""
+    """Return a Redis without a port: its socket is in a folder only for this user. Raises ConfigError."""
     path = str(run_dir.redis_socket)
     if len(os.fsencode(path)) > MAX_SOCKET_NBYTES:
         raise ConfigError(f"{path} is too long for a socket; set XDG_STATE_HOME to a shorter path, or redis_url")
@@ -111,7 +113,7 @@ def _service(
     is_vital: bool = False,
     begins: int | None = None,
 ) -> ProcessSpec:
-    """One of our own modules; it says that it is ready through a file."""
+    """Return the specification of a service of ours, which reports through a file that it is ready."""
     ready = run_dir.ready / f"{name}.json"
     return ProcessSpec(
         name=name,
@@ -131,10 +133,11 @@ def _model(settings: UpSettings) -> tuple[str, ...]:
 
 
 def require_redis(url: str, otherwise: str) -> None:
-    """Raises ConfigError for a URL that can't be read, a server that does not answer (then start it, or `otherwise`),
-    and one that refuses who asks.
+    """Raise ConfigError unless a Redis answers at this URL and accepts its user.
+
+    The error says to start the server, or `otherwise`.
     """
-    import redis  # here, because it is slow to import: a system with a Redis of its own starts half a second earlier
+    import redis  # late, as its import takes half a second, which a system with its own Redis need not wait
 
     shown = hide_password(url)
     try:

@@ -1,4 +1,4 @@
-"""The options of `vllm serve`, as people type them, in the words of `tandem up`."""
+"""The options of `vllm serve`, translated to those of `tandem up`."""
 
 from collections.abc import Sequence
 
@@ -10,7 +10,7 @@ SAME = {
     "--max-num-batched-tokens": "--max-batched-tokens",
     "--tool-call-parser": "--tool-parser",
 }
-"""vLLM's name -> ours."""
+"""vLLM's name of an option -> ours."""
 
 DTYPES = {"half": "float16", "float": "float32"}
 
@@ -25,7 +25,7 @@ ALWAYS = {
     "--reasoning-parser": 1,
     "--scheduling-policy": 1,
 }
-"""What is so here without an option -> how many words follow it."""
+"""The options whose effect is always on here -> how many words follow each."""
 
 OTHERWISE = {
     "--gpu-memory-utilization": "the KV cache takes what is free; TANDEM_KV_CACHE_MIB sets its size",
@@ -50,16 +50,16 @@ OTHERWISE = {
     "--seed": "each request may bring its `seed`",
     "--max-num-queued-reqs": "TANDEM_MAX_INFLIGHT limits the answers in progress",
 }
-"""What has another way here, or none -> the words for it."""
+"""The options without an equal here -> the advice for each."""
 
 
 LENGTHS = {"--max-model-len", "--max-num-seqs", "--max-num-batched-tokens"}
-"""Options whose number may have a unit."""
+"""The options whose number may have a unit."""
 UNITS = {"k": 10**3, "m": 10**6, "g": 10**9, "K": 2**10, "M": 2**20, "G": 2**30}
 
 
 def translated(argv: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Return the command line in our words, and a line for each option that changes nothing.
+    """Return the command line with our options, and a line for each option that changes nothing.
 
     A model may be named first, without `--model`. Raises ConfigError on an option that has no place here.
     """
@@ -82,7 +82,7 @@ def translated(argv: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def _value(flag: str, given: str) -> str:
-    """Return the value of an option in our words: 8k is 8000 and 8K is 8192, as with vLLM."""
+    """Return the value of an option as ours has it: 8k is 8000 and 8K is 8192, as with vLLM."""
     if flag == "--dtype":
         return DTYPES.get(given, given)
     if flag == "--max-model-len" and given == "auto":
