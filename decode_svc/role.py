@@ -344,7 +344,7 @@ class DecodeRole:
         self._queue.pop(landing.id, None)
         if landing.reservation is not None:
             self._draining[landing.id] = landing
-        self._engine.release(landing.live.key)  # one that only waits for pages, too: room is left to it
+        self._engine.release(landing.live.key)  # also before a grant: the engine keeps room for requests that wait
 
 
 def _priority(item: tuple[AttemptId, IncomingHandoff]) -> int:

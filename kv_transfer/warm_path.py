@@ -116,6 +116,8 @@ def _ear(link: Link) -> Callable[[bytes], None]:
 
 
 class _Prefill(OutgoingLink):
+    """The prefill end, which passes its messages to the decode end."""
+
     tell: Callable[[bytes], None]
 
     def __init__(self, parts: LinkParts, peer: WorkerRef) -> None:
@@ -127,6 +129,8 @@ class _Prefill(OutgoingLink):
 
 
 class _Decode(IncomingLink):
+    """The decode end, which passes its messages to the prefill end."""
+
     tell: Callable[[bytes], None]
 
     def __init__(self, parts: LinkParts, hello: Hello) -> None:

@@ -106,6 +106,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def make_parser() -> argparse.ArgumentParser:
+    """Return the parser of the command's name."""
     parser = argparse.ArgumentParser(
         prog="tandem",
         description="Serve a language model with prefill and decode in separate services.",
@@ -120,6 +121,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def run_tool(command: str, arguments: Sequence[str]) -> int:
+    """Run a command that is a module, and return its exit code."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
     options = tool_parser(command).parse_args(arguments)
     try:
@@ -140,6 +142,7 @@ def write_no_more() -> None:
 
 
 def tool_parser(command: str) -> argparse.ArgumentParser:
+    """Return the parser of a command that is a module."""
     tool = _tool(command)
     parser = argparse.ArgumentParser(
         prog=f"tandem {command}",

@@ -41,7 +41,7 @@ class KnownPeers(msgspec.Struct, frozen=True, tag="peers"):
 
 
 class Stop(msgspec.Struct, frozen=True, tag="stop"):
-    pass
+    """The request to end the core."""
 
 
 ToCore = Start | Work | GatewayGone | KnownPeers | Stop
@@ -62,6 +62,8 @@ class CoreFailed(msgspec.Struct, frozen=True, tag="core_failed"):
 
 
 class CoreReady(msgspec.Struct, frozen=True, tag="core_ready"):
+    """The report of a core that can serve, with the facts that the front publishes."""
+
     model: str
     layout: KVLayout
     transfer: str

@@ -7,6 +7,7 @@ from contracts.ids import Epoch
 
 
 def seed(epoch: Epoch) -> int:
+    """Return the checksum of no data; attempts differ in it by their epoch."""
     return epoch & 0xFFFF_FFFF_FFFF_FFFF
 
 

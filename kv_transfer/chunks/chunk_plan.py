@@ -40,6 +40,7 @@ def row_ids(pages: Sequence[int], num_planes: int, num_blocks: int) -> np.ndarra
 
 
 def chunk_nbytes(layout: KVLayout, num_tokens: int) -> int:
+    """Return the bytes of a chunk of this many tokens, which fills whole blocks."""
     return layout.num_blocks(num_tokens) * layout.block_nbytes
 
 

@@ -60,6 +60,8 @@ class Open(msgspec.Struct, frozen=True, tag="open"):
 
 
 class Opened(msgspec.Struct, frozen=True, tag="opened"):
+    """The receiver's acceptance of a data channel. `params`: what the sender's end needs to connect."""
+
     params: bytes
 
 
@@ -84,6 +86,8 @@ class Attach(msgspec.Struct, frozen=True, tag="attach"):
 
 
 class Rejected(msgspec.Struct, frozen=True, tag="rejected"):
+    """The end of a handshake by one end. `code`: of the error tree in contracts.errors."""
+
     code: str
     reason: str
 

@@ -36,6 +36,8 @@ MAX_RING_NBYTES = 1 << 30
 
 @dataclass(frozen=True)
 class Identity:
+    """The identity of this worker, and the secret that proves it."""
+
     worker_id: WorkerId
     incarnation: Incarnation
     secret: bytes
@@ -161,10 +163,12 @@ def reject(wire: HandshakeSocket, error: TandemError) -> None:
 
 
 def attach_frame(secret: bytes, session: bytes) -> Attach:
+    """Return the frame that a data socket begins with."""
     return Attach(session, prove(secret, b"tandem-kv attach", session))
 
 
 def check_attach(secret: bytes, attach: Attach) -> None:
+    """Raise AuthFailed unless the frame proves the secret."""
     _check_mac(attach.mac, prove(secret, b"tandem-kv attach", attach.session), "the peer of a data socket")
 
 

@@ -27,6 +27,8 @@ Frame = TypeVar("Frame", bound=msgspec.Struct)
 
 
 class Deadline:
+    """The deadline of a handshake, which may be renewed."""
+
     def __init__(self, timeout_s: float) -> None:
         self._timeout_s = timeout_s
         self.renew()

@@ -24,6 +24,7 @@ def num_parts(one: KVLayout, other: KVLayout) -> int:
 
 
 def narrows(sender: KVLayout, receiver: KVLayout) -> bool:
+    """Return whether pages must be rounded on the way from sender to receiver."""
     return (sender.dtype, receiver.dtype) == (_FROM, _TO)
 
 
@@ -74,6 +75,7 @@ def can_carry(transport: str, sender: KVLayout, receiver: KVLayout) -> bool:
 
 
 def may_use(terms: Terms, transport: str) -> bool:
+    """Return whether a worker has the transport, and its operator allows it."""
     return transport in terms.available and terms.transport in ("auto", transport)
 
 

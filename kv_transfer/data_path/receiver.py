@@ -167,7 +167,7 @@ class Receiver:
         if self._grants.leave(arrival.key):
             self._on_drained(arrival.key)
         elif self._grants.find(arrival.key) is None:
-            return  # ended, and another piece of it is not written yet
+            return  # the attempt has ended, and another of its segments is not written yet
         elif reason:
             self._bad(arrival, piece.header, reason)
         elif piece.is_last:

@@ -33,6 +33,8 @@ class ChunkJob:
 
 @dataclass(frozen=True, slots=True)
 class FinJob:
+    """A Fin to send after the chunks before it."""
+
     fin: Fin
 
     @property
@@ -149,7 +151,7 @@ class Sender:
         self._queue, self._staging, self._channel, self._send_fin = queue, staging, channel, send_fin
         self._on_sent, self._on_drained = on_sent, on_drained
         self.nbytes = self.num_chunks = 0
-        self.num_bad = self.num_stale = 0  # the receiver's to count
+        self.num_bad = self.num_stale = 0  # only the receiver counts these
         self.busy_s = 0.0
         self._has_cut = False
 

@@ -39,6 +39,8 @@ log = logging.getLogger(__name__)
 
 
 class IncomingLink(Link):
+    """The decode end of a link."""
+
     outgoing = False
     hears = (Offer, PullScheduled, PullReady, Fin, Abort, AbortAck)
 

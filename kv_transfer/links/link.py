@@ -123,7 +123,7 @@ class Mover(Protocol):
 class Link(ABC):
     """One end of a link, in state "connecting", "up" or "lost".
 
-    One thread runs the control connection, another moves the data. `hears`: the messages that this end may receive.
+    One thread runs the control connection, another moves the data. `hears`: what this end may receive.
     """
 
     outgoing: bool
@@ -238,7 +238,7 @@ class Link(ABC):
             log.info("KV link %s is up over %s (%s)", self._name, self.transport, channel.detail)
             with self._failing("control"):
                 self.fail(control.run(self._on_message))
-        finally:  # there may have been no thread for it, or no descriptor
+        finally:  # a thread or descriptor may have been lacking
             self._fence(data, channel, mover)
 
     def _hold(self, sock: socket.socket) -> None:

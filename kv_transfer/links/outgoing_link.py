@@ -47,6 +47,8 @@ The end of the connection is sent at once then, and not when the peer has room f
 
 
 class OutgoingLink(Link):
+    """The prefill end of a link."""
+
     outgoing = True
     hears = (Grant, Wait, Refuse, Commit, Abort, AbortAck)
 

@@ -122,6 +122,8 @@ class DeviceInbound(ABC):
 
 
 class Outbound(Channel, Protocol):
+    """The sender's end of a channel."""
+
     def acquire(self) -> Slot:
         """Return a free slot, waiting until the peer has returned one.
 
@@ -142,6 +144,8 @@ class Outbound(Channel, Protocol):
 
 
 class Inbound(Channel, Protocol):
+    """The receiver's end of a channel."""
+
     def receive(self, take: Take) -> None:
         """Pass at least one message to `take`, in the order of sending.
 

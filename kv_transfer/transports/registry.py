@@ -64,7 +64,7 @@ def device_staging_nbytes(transport: str) -> int:
 
 
 def require_available(wish: str, transports: Transports) -> None:
-    """Raise ConfigError if the requested transport is missing: no peer could ever connect to this worker.
+    """Raise ConfigError if the requested transport is missing: no peer could connect to this worker.
 
     A transport that is requested by name is loaded now, and not in the first handshake.
     """

@@ -29,6 +29,8 @@ SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
 class ShmTransport:
+    """The transport by shared memory, for two processes of one host."""
+
     name = "shm"
 
     def open(self, session: bytes, ring: Ring, connect: Callable[[], socket.socket]) -> ChannelOffer:
@@ -178,6 +180,8 @@ class _ShmChannel:
 
 
 class ShmOutbound(_ShmChannel):
+    """The sender's end, which waits for free slots and hands over full ones."""
+
     def __init__(self, shared: Shared, sock: socket.socket, ring: Ring) -> None:
         super().__init__(shared, sock, ring, shared.free, shared.full, ring.num_slots, ring.stall_timeout_s)
 
@@ -192,6 +196,8 @@ class ShmOutbound(_ShmChannel):
 
 
 class ShmInbound(_ShmChannel):
+    """The receiver's end, which waits for full slots and hands back free ones."""
+
     def __init__(self, shared: Shared, sock: socket.socket, ring: Ring) -> None:
         super().__init__(shared, sock, ring, shared.full, shared.free, 0, None)
         self._num_owed = 0

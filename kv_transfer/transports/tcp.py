@@ -18,6 +18,8 @@ SOCKET_BUFFER_NBYTES = 4 << 20
 
 
 class TcpTransport:
+    """The transport by a data socket for each channel."""
+
     name = "tcp"
 
     def open(self, session: bytes, ring: Ring, connect: Callable[[], socket.socket]) -> ChannelOffer:
@@ -70,6 +72,8 @@ class _TcpChannel:
 
 
 class TcpOutbound(_TcpChannel):
+    """The sender's end."""
+
     def __init__(self, sock: socket.socket, ring: Ring) -> None:
         super().__init__(sock, ring, socket.SO_SNDBUF, ring.stall_timeout_s / LOOKS)
         self._stall_timeout_s = ring.stall_timeout_s
@@ -93,6 +97,8 @@ class TcpOutbound(_TcpChannel):
 
 
 class TcpInbound(_TcpChannel):
+    """The receiver's end."""
+
     def __init__(self, sock: socket.socket, ring: Ring) -> None:
         super().__init__(sock, ring, socket.SO_RCVBUF, None)
 

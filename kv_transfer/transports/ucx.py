@@ -185,6 +185,8 @@ class UcxWorker:
 
 
 class UcxChannel:
+    """The common part of both ends of a channel."""
+
     def __init__(self, engine: UcxWorker) -> None:
         self._engine = engine
         self._detail = f"UCX {'.'.join(map(str, ucx.get_ucx_version()))}, {engine.lanes}"
@@ -240,6 +242,8 @@ class Sending:
 
 
 class UcxOutbound(UcxChannel):
+    """The sender's end, with slots in the host's memory."""
+
     def __init__(self, engine: UcxWorker) -> None:
         super().__init__(engine)
         slots = [Slot(i, np.zeros(engine.ring.stride, dtype=np.uint8)) for i in range(engine.ring.num_slots)]
@@ -251,7 +255,7 @@ class UcxOutbound(UcxChannel):
 
     def send(self, slot: Slot, nbytes: int) -> None:
         self._engine.require_open()
-        self._is_joined = True  # by this message
+        self._is_joined = True  # this message joins both ends
         self._sending.sent(slot, send(self._engine.endpoint.handle, slot.buffer, META_NBYTES + nbytes))
 
     def flush(self) -> None:

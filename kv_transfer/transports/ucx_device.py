@@ -61,6 +61,8 @@ class Proposal(msgspec.Struct, frozen=True):
 
 
 class UcxDeviceTransport:
+    """The transport by UCX for pools in a device's memory."""
+
     name = "ucx"
 
     def __init__(self, pool: DevicePool) -> None:
@@ -338,6 +340,7 @@ class UcxDeviceInbound(_DeviceChannel, DeviceInbound):
 
 
 def is_direct(words: str, pool: DevicePool) -> bool:
+    """Return whether bytes pass no host's memory, by UCX's words; those of a host's pool always count so."""
     return pool.kind == "cpu" or _DIRECT in words
 
 

@@ -13,13 +13,13 @@ import numpy as np
 
 from kv_transfer.chunks.device_pool import Buffer
 
-_MESSAGE_ID = 0x7D  # any but 0, which is ucxx's
+_MESSAGE_ID = 0x7D  # any but 0, which ucxx uses
 _IN_PROGRESS = 1
 _FIRST_ERROR = 2**64 - 100  # UCS_ERR_LAST as a pointer: what is above is a status, not a request
 _IS_RENDEZVOUS = 1 << 17  # UCP_AM_RECV_ATTR_FLAG_RNDV
 _ID_AND_CALLBACK = 1 << 0 | 1 << 2
 _NO_OPTIONS = (ctypes.c_uint64 * 16)()  # a ucp_request_param_t whose mask names no field
-_MEMORY_TYPE, _MEMORY_TYPE_AT = 1 << 6, 6  # of its fields, and its place among the eight-byte words
+_MEMORY_TYPE, _MEMORY_TYPE_AT = 1 << 6, 6  # its bit in the mask, and its index in eight-byte words
 _WAY_NBYTES = 256
 
 
@@ -183,7 +183,7 @@ class Receiving:
     def _on_arrival(self, argument: int, header: int, header_nbytes: int, data: int, nbytes: int, param: Any) -> int:
         if param[0] & _IS_RENDEZVOUS:
             buffer = self._spare()
-            fits = min(nbytes, len(buffer))  # less than it is: UCX fails it
+            fits = min(nbytes, len(buffer))  # if it does not fit, UCX fails it
             request = _ucp().ucp_am_recv_data_nbx(self._worker, data, buffer.ctypes.data, fits, _NO_OPTIONS)
             self._on_fetch(Operation(buffer, fits, request))
             return _IN_PROGRESS

@@ -90,6 +90,8 @@ def _add_ways(add: Callable) -> None:
 
 
 def many(kind: Callable[[str], T]) -> Callable[[str], list[T]]:
+    """Return a parser of a list with commas."""
+
     def read(text: str) -> list[T]:
         return [kind(word) for word in text.split(",")]
 
@@ -97,6 +99,7 @@ def many(kind: Callable[[str], T]) -> Callable[[str], list[T]]:
 
 
 def lengths(text: str) -> Lengths:
+    """Return the lengths in a text such as 128/128 or 1k/8k."""
     found = LENGTHS.fullmatch(text)
     numbers = [int(n) * (1024 if k else 1) for n, k in (found.group(1, 2), found.group(3, 4))] if found else [0]
     if not all(numbers):
@@ -207,6 +210,7 @@ class Sweep:
 
 
 def points_of(options: argparse.Namespace) -> Iterator[Point]:
+    """Yield the points of the sweep: all loads for each pair of lengths."""
     for each in options.lengths:
         if options.rate:
             for rate in options.rate:
@@ -217,6 +221,7 @@ def points_of(options: argparse.Namespace) -> Iterator[Point]:
 
 
 def require_context(card: Mapping, points: Sequence[Point]) -> None:
+    """Raise ConfigError if the model's context is too short for a point."""
     longest = max((point.lengths for point in points), key=lambda each: each.num_in + each.num_out)
     num_tokens, context = longest.num_in + longest.num_out, card.get("max_model_len")
     if isinstance(context, int) and num_tokens > context:

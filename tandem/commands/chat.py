@@ -83,7 +83,7 @@ class Timing:
 
 @dataclass
 class Talk:
-    """A conversation. `messages`: all that was said; an interrupted answer is kept as far as it came."""
+    """A conversation. `messages`: both sides'; an interrupted answer is kept as far as it came."""
 
     url: str
     model: str

@@ -64,6 +64,7 @@ def options_of_settings(kind: type[BaseSettings]) -> Options:
 
 
 def options_of_parser(parser: argparse.ArgumentParser) -> Options:
+    """Return the options of a command's parser, with the words that it takes without an option."""
     options = {
         name: tuple(map(str, action.choices or ()))
         for name, action in parser._option_string_actions.items()

@@ -46,6 +46,8 @@ SMALL_NBYTES = 2 << 30
 
 
 class Level(StrEnum):
+    """The weight of a finding."""
+
     OK = "ok"
     WARNING = "warning"
     BROKEN = "BROKEN"
@@ -126,7 +128,7 @@ def _cpu(options: argparse.Namespace) -> Iterator[tuple[str, Level]]:
         yield f"bfloat16 matmuls run here, {speed}{cap}", Level.OK
     try:
         checkpoint = open_checkpoint(options.model)
-    except ConfigError:  # is a finding already
+    except ConfigError:  # reported by _model
         return
     chosen = resolve_dtype(EngineSettings(model=options.model), open_weights(checkpoint))
     yield f"dtype auto holds this model's weights as {chosen} here", Level.OK
@@ -192,7 +194,7 @@ def _gpu(options: argparse.Namespace) -> Iterator[tuple[str, Level]]:
     yield from explain_device(found)
     try:
         checkpoint = open_checkpoint(options.model)
-    except ConfigError:  # is a finding already
+    except ConfigError:  # reported by _model
         return
     yield from explain_weights(checkpoint, found)
     if found.device == "cuda":

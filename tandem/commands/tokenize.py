@@ -56,6 +56,7 @@ def parse_ids(text: str, vocab_size: int) -> list[int]:
 
 
 def shown(tokenizer: Tokenizer, ids: list[int], options: argparse.Namespace) -> str:
+    """Return the tokens in the form that the options ask for."""
     texts = [tokenizer.decode([token_id], skip_special_tokens=False) for token_id in ids]
     if options.count:
         return str(len(ids))

@@ -80,6 +80,7 @@ class Change:
 
 
 def look(home: Path, port: int | None) -> Look:
+    """Read the metrics of all processes, or of those of one system."""
     found = list(ps.list_processes(home))
     rows = [row for row in found if port in (None, row["port"])]
     served = [row for row in rows if row["pid"] and str(row["url"]).startswith("http")]
@@ -88,6 +89,7 @@ def look(home: Path, port: int | None) -> Look:
 
 
 def change(row: ps.Row, before: Look, after: Look) -> Change:
+    """Return the change of one process between two looks."""
     return Change(before.page(row).sums, after.page(row).sums, after.at_s - before.at_s)
 
 
@@ -101,6 +103,7 @@ def _read(url: str) -> Page:
 
 
 def parse(text: str) -> Page:
+    """Return the metrics in a page of Prometheus text."""
     sums: Samples = {}
     states: Samples = {}
     links: list[LinkView] = []

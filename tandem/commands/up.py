@@ -66,6 +66,7 @@ def main(argv: Sequence[str], environ: Mapping[str, str]) -> int:
 
 
 def complain(error: ConfigError) -> int:
+    """Print the error, and return the exit code of a start that failed."""
     print(f"tandem up: {error}", file=sys.stderr)
     return CANT_START
 
@@ -135,6 +136,7 @@ def process_row(child: ChildProcess) -> dict[str, object]:
 
 
 def answers(url: str) -> bool:
+    """Return whether the URL answers with success."""
     try:
         with open_local(url, HTTP_TIMEOUT_S):
             return True
@@ -143,6 +145,7 @@ def answers(url: str) -> bool:
 
 
 def announce(console: Console, url: str, run_dir: RunDir, took_s: float) -> None:
+    """Print where the system is, and a request to try."""
     messages = [{"role": "user", "content": "What is the moon?"}]
     body = json.dumps({"model": served_model(url), "messages": messages, "max_tokens": 64, "temperature": 0})
     for line in (
@@ -169,6 +172,7 @@ def shown_key() -> str:
 
 
 def served_model(url: str) -> str:
+    """Return the name of the model that the gateway serves. Raises ConfigError if it does not answer."""
     request = urllib.request.Request(f"{url}/v1/models", headers=key_headers())
     try:
         with open_local(request, HTTP_TIMEOUT_S) as response:

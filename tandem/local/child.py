@@ -49,6 +49,8 @@ class ProcessSpec:
 
 
 class ChildState(StrEnum):
+    """The state of a child."""
+
     WAITING = "waiting"
     STARTING = "starting"
     READY = "ready"

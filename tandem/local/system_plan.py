@@ -81,6 +81,7 @@ def gateway_spec(settings: UpSettings, run_dir: RunDir, port: int, env: Mapping[
 
 
 def worker_specs(settings: UpSettings, run_dir: RunDir, env: Mapping[str, str]) -> list[ProcessSpec]:
+    """Return the workers, on the devices that are assigned to them."""
     counts = {
         WorkerRole.PREFILL: settings.prefill,
         WorkerRole.DECODE: settings.decode,
@@ -137,7 +138,7 @@ def require_redis(url: str, otherwise: str) -> None:
 
     The error says to start the server, or `otherwise`.
     """
-    import redis  # late, as its import takes half a second, which a system with its own Redis need not wait
+    import redis  # late: its import takes half a second, which a system with its own Redis is spared
 
     shown = hide_password(url)
     try:

@@ -114,6 +114,7 @@ def _first_message(link: FrontLink) -> Start:
 
 
 def engine_settings(settings: WorkerSettings) -> EngineSettings:
+    """Return the settings of the engine, with the defaults of its device."""
     device = resolve_device(settings.device)
     on_gpu = device != "cpu"
     return EngineSettings(
@@ -133,6 +134,7 @@ def engine_settings(settings: WorkerSettings) -> EngineSettings:
 
 
 def transfer_settings(settings: WorkerSettings) -> TransferSettings:
+    """Return the settings of the KV transfer."""
     return TransferSettings(
         secret=settings.secret.get_secret_value().encode(),
         transport=settings.transfer,

@@ -24,6 +24,7 @@ MAX_BODY_NBYTES = 32 << 20
 
 
 def make_app(state: WorkerState) -> FastAPI:
+    """Return the HTTP application of a worker."""
     app = FastAPI(title="Tandem worker", docs_url=None, redoc_url=None)
     _add_work(app, state)
     _add_views(app, state)

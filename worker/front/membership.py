@@ -147,4 +147,5 @@ def takers(me: NodeInfo, nodes: Sequence[Node]) -> list[WorkerRef]:
 
 
 def to_moves(moves: list[tuple[RequestId, Epoch, str]]) -> list[StateTransition]:
+    """Return the core's state reports as the registry's transitions."""
     return [StateTransition(request_id, epoch, RequestState(name)) for request_id, epoch, name in moves]
