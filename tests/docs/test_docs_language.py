@@ -17,9 +17,6 @@ FIRST_LINE = 100
 FILE_LINES = 400
 TESTS = "tests"
 
-UNFINISHED: dict[str, set[str]] = {}
-"""Folders and the rules that they do not meet yet. A rule that a folder meets is taken off; none is added."""
-
 
 class Source(NamedTuple):
     path: str
@@ -109,10 +106,9 @@ RULES: dict[str, Callable[[Source], Iterable[tuple[int, str]]]] = {
 }
 PRODUCTION = sorted({source.folder for source in sources()} - {TESTS})
 EVERY = [(folder, rule) for folder in PRODUCTION for rule in RULES] + [(TESTS, "opening")]
-HELD = [(folder, rule) for folder, rule in EVERY if rule not in UNFINISHED.get(folder, set())]
 
 
-@pytest.mark.parametrize(("folder", "rule"), HELD)
+@pytest.mark.parametrize(("folder", "rule"), EVERY)
 def test_a_folder_meets_a_rule(folder: str, rule: str) -> None:
     found = [
         f"{source.path}:{line}: {text[:FIRST_LINE]}"
@@ -128,11 +124,6 @@ def test_the_name_of_a_class_is_unique() -> None:
     for source, node in classes():
         places[node.name].append(source.path)
     assert {name: paths for name, paths in places.items() if len(paths) > 1} == {}
-
-
-def test_the_list_of_unfinished_folders_names_what_exists() -> None:
-    assert set(UNFINISHED) <= {*PRODUCTION, TESTS}
-    assert set().union(*UNFINISHED.values()) <= set(RULES)
 
 
 @pytest.mark.parametrize(
